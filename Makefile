@@ -1,0 +1,32 @@
+PYTHON ?= python3.11
+BIN := .venv/bin
+READY := .venv/.ready
+
+# One thread per process: four ranks share few cores, and the same thread count gives the same bits.
+export OMP_NUM_THREADS ?= 1
+
+.PHONY: demo test lint format clean
+
+demo: $(READY)
+	$(BIN)/python examples/demo.py
+
+test: lint
+	$(BIN)/pytest -n 2 schedir tests/pure
+	$(BIN)/pytest tests/gloo tests/gpu
+
+lint: $(READY)
+	$(BIN)/ruff check
+	$(BIN)/ruff format --check
+	$(BIN)/mypy
+
+format: $(READY)
+	$(BIN)/ruff check --fix
+	$(BIN)/ruff format
+
+clean:
+	rm -rf .venv build dist *.egg-info
+
+$(READY): pyproject.toml constraints.txt
+	test -x $(BIN)/python || $(PYTHON) -m venv .venv
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	touch $@
