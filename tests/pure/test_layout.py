@@ -1,0 +1,182 @@
+"""What the tree promises: floors, packages, file sizes, and who may import what."""
+
+import ast
+import subprocess
+import sys
+import tomllib
+from collections.abc import Iterator
+from functools import cache
+from graphlib import TopologicalSorter
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+SOURCE = ROOT / "schedir"
+
+# A unit is a module or a folder directly under schedir. It imports from units further up this
+# list only; inside a folder, files may import each other. `__init__` is the public face: it may
+# import everything (lazily), and nothing imports it.
+FLOORS = (
+    {"errors", "ops"},
+    {"plan", "program"},
+    {"text", "words"},
+    {"schedules", "greedy", "passes"},
+    {"graph", "check", "simulate", "memory", "timeline", "costs"},
+    {"runtime", "parallel", "gpt", "data", "kernels", "viz"},
+    {"train", "cli", "__main__"},
+    {"__init__"},
+)
+# (who, what): imports allowed on one floor.
+TIES: set[tuple[str, str]] = {
+    ("program", "plan"),
+    ("check", "graph"),
+    ("simulate", "graph"),
+    ("__main__", "cli"),
+}
+TORCH_FROM = 5
+HEAVY = ("torch", "matplotlib", "networkx")
+
+FLOOR = {unit: floor for floor, units in enumerate(FLOORS) for unit in units}
+
+
+def python_files(*folders: str) -> list[Path]:
+    """Files under these folders, once each: Path.rglob does not follow the symlinks."""
+    return sorted(f for folder in folders for f in (ROOT / folder).rglob("*.py"))
+
+
+def module_name(path: Path) -> str:
+    """Dotted name as imported: kernels/x.py is schedir.kernels.x, a package is its folder.
+
+    >>> module_name(ROOT / "viz" / "gantt.py"), module_name(SOURCE / "passes" / "__init__.py")
+    ('schedir.viz.gantt', 'schedir.passes')
+    """
+    parts = path.relative_to(ROOT).with_suffix("").parts
+    parts = parts if parts[0] == "schedir" else ("schedir", *parts)
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+MODULES = {module_name(f): f for f in python_files("schedir", "kernels", "viz")}
+
+
+def imports(path: Path, package: str = "") -> Iterator[str]:
+    """Every dotted name that a file imports, anywhere in it; relative ones from `package`."""
+    for node in ast.walk(ast.parse(path.read_bytes())):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            above = package.split(".")[: len(package.split(".")) - node.level + 1]
+            source = ".".join([*(above if node.level else []), *filter(None, [node.module])])
+            # `from a import b` may name the module a.b; an attribute falls back to a.
+            yield from (f"{source}.{alias.name}" for alias in node.names)
+
+
+@cache
+def module_imports(name: str) -> frozenset[str]:
+    path = MODULES[name]
+    package = name if path.name == "__init__.py" else name.rpartition(".")[0]
+    return frozenset(imports(path, package))
+
+
+def unit(name: str) -> str:
+    """schedir.passes.transfers -> passes; schedir and its attributes -> __init__."""
+    second = [*name.split("."), ""][1]
+    return second if second in FLOOR or f"schedir.{second}" in MODULES else "__init__"
+
+
+def own(names: frozenset[str]) -> set[str]:
+    return {name for name in names if name.split(".")[0] == "schedir"}
+
+
+def test_modules_are_found() -> None:
+    assert {"schedir.ops", "schedir.program"} <= MODULES.keys()
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_imports_go_down(name: str) -> None:
+    here = unit(name)
+    assert here in FLOOR, f"{name} stands on no floor: add it to FLOORS"
+    for target in own(module_imports(name)):
+        there = unit(target)
+        assert here == there != "__init__" or FLOOR[there] < FLOOR[here] or (here, there) in TIES, (
+            f"{name} (floor {FLOOR[here]}) imports {target} (floor {FLOOR[there]})"
+        )
+
+
+def test_imports_have_no_cycle() -> None:
+    def resolve(target: str) -> str:
+        return target if target in MODULES else target.rpartition(".")[0]
+
+    TopologicalSorter(
+        {name: {resolve(t) for t in own(module_imports(name))} - {name} for name in MODULES}
+    ).prepare()
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_heavy_imports_stay_home(name: str) -> None:
+    roots = {target.split(".")[0] for target in module_imports(name)}
+    assert "torch" not in roots or (FLOOR[unit(name)] >= TORCH_FROM and unit(name) != "viz")
+    assert "matplotlib" not in roots or unit(name) == "viz"
+
+
+@pytest.mark.parametrize("path", python_files("tests/pure"), ids=lambda path: path.name)
+def test_pure_tests_use_no_torch(path: Path) -> None:
+    assert "torch" not in {target.split(".")[0] for target in imports(path)}
+
+
+PYTHON = python_files("schedir", "kernels", "viz", "tests", "examples", "docs")
+
+
+def test_files_hold_one_idea() -> None:
+    assert not [f for f in PYTHON if len(f.read_text().splitlines()) >= 400]
+
+
+def test_kernels_and_viz_are_not_top_level_names() -> None:
+    roots = {(f, target.split(".")[0]) for f in PYTHON for target in imports(f)}
+    assert not [(f, root) for f, root in roots if root in ("kernels", "viz")]
+
+
+def test_packages_are_the_folders() -> None:
+    setuptools = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]
+    mapped = setuptools["package-dir"]
+    folders = {"schedir"} | {
+        f"schedir.{folder.name}"
+        for folder in SOURCE.iterdir()
+        if any(entry.is_file() for entry in folder.glob("*"))
+    }
+    assert set(setuptools["packages"]) == folders
+    for package, folder in mapped.items():
+        link = SOURCE / package.removeprefix("schedir.")
+        assert link.is_symlink() and link.resolve() == ROOT / folder
+    assert {name for name in folders if (ROOT / name.replace(".", "/")).is_symlink()} == set(mapped)
+    # Deeper folders would be left out of the wheel without a word.
+    assert not [f for f in MODULES.values() if len(module_name(f.with_name("x.py")).split(".")) > 3]
+    assert not (ROOT / "kernels" / "__init__.py").exists()
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        "import schedir",
+        """
+import schedir
+program = schedir.compile(schedir.schedules.one_f_one_b, schedir.Plan(ranks=4, microbatches=8))
+schedir.simulate(schedir.check(program, model="device"), schedir.Costs())
+assert schedir.parse(schedir.show(program)) == program
+""",
+        """
+import runpy, sys
+sys.argv = ["schedir", "--help"]
+try:
+    runpy.run_module("schedir", run_name="__main__")
+except SystemExit as end:
+    assert end.code in (0, None), end.code
+""",
+    ],
+    ids=["import", "api", "help"],
+)
+def test_nothing_heavy_is_loaded(code: str) -> None:
+    report = f"{code}\nimport sys\nprint('loaded:', *(m for m in {HEAVY} if m in sys.modules))"
+    done = subprocess.run([sys.executable, "-c", report], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines()[-1].split() == ["loaded:"]
