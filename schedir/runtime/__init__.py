@@ -1,0 +1,1 @@
+"""Running programs: stages, the split backward pass, transports, the executor."""

@@ -1,0 +1,173 @@
+"""The dI/dW split: the bits of the whole backward, in two halves."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from schedir.runtime import split
+
+torch.set_num_threads(1)
+
+VOCAB, HIDDEN, TOKENS = 13, 16, 7
+
+
+class Net(nn.Module):
+    """Embedding, residual linears and a head that may be tied: every case at once."""
+
+    def __init__(self, tied: bool, depth: int, dtype: torch.dtype) -> None:
+        super().__init__()
+        g = torch.Generator().manual_seed(0)
+
+        def parameter(*shape: int) -> nn.Parameter:
+            return nn.Parameter((0.3 * torch.randn(*shape, generator=g)).to(dtype))
+
+        self.norm = nn.LayerNorm(HIDDEN, dtype=dtype)
+        self.up = nn.ParameterList([parameter(2 * HIDDEN, HIDDEN) for _ in range(depth)])
+        self.down = nn.ParameterList([parameter(HIDDEN, 2 * HIDDEN) for _ in range(depth)])
+        self.embed = parameter(VOCAB, HIDDEN)
+        self.head = self.embed if tied else parameter(VOCAB, HIDDEN)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = split.embedding(tokens, self.embed)
+        for up, down in zip(self.up, self.down, strict=True):
+            x = x + split.linear(F.gelu(split.linear(self.norm(x), up)), down)
+        return split.linear(x, self.head)
+
+
+def gradients(
+    net: Net, microbatches: int, late: int | None, forward: Callable[..., Tensor] | None = None
+) -> dict[str, Tensor]:
+    """Gradients after all microbatches; W runs `late` microbatches after I, or whole B."""
+    g = torch.Generator().manual_seed(1)
+    tapes = []
+    for _ in range(microbatches):
+        y = (forward or net)(torch.randint(VOCAB, (2, TOKENS), generator=g))
+        dy = torch.randn(y.shape, generator=g).to(y.dtype)
+        if late is None:
+            torch.autograd.backward(y, dy)
+            continue
+        with split.recording(split.Tape()) as tape:
+            torch.autograd.backward(y, dy)
+        assert len(tape) == 2 + 2 * len(net.up)
+        tapes.append(tape)
+        if len(tapes) > late:
+            tapes.pop(0).run()
+    for tape in tapes:
+        tape.run()
+        assert len(tape) == 0
+    return {name: p.grad for name, p in net.named_parameters() if p.grad is not None}
+
+
+def assert_same_bits(got: dict[str, Tensor], want: dict[str, Tensor]) -> None:
+    assert got.keys() == want.keys()
+    for name in want:
+        assert torch.equal(got[name], want[name]), name
+
+
+@settings(max_examples=30, deadline=None)
+@given(
+    tied=st.booleans(),
+    depth=st.integers(0, 3),
+    microbatches=st.integers(1, 4),
+    late=st.integers(0, 4),
+    dtype=st.sampled_from([torch.float32, torch.bfloat16]),
+)
+def test_same_bits_as_the_whole_backward(
+    tied: bool, depth: int, microbatches: int, late: int, dtype: torch.dtype
+) -> None:
+    want = gradients(Net(tied, depth, dtype), microbatches, None)
+    got = gradients(Net(tied, depth, dtype), microbatches, late)
+    assert_same_bits(got, want)
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_adds_in_place_to_a_view_of_a_flat_buffer(tied: bool) -> None:
+    want = gradients(Net(tied, 2, torch.float32), 3, None)
+    net = Net(tied, 2, torch.float32)
+    flat = torch.zeros(sum(p.numel() for p in net.parameters()))
+    at = 0
+    for p in net.parameters():
+        p.grad = flat[at : at + p.numel()].view_as(p)
+        at += p.numel()
+    got = gradients(net, 3, late=1)
+    assert_same_bits(got, want)
+    assert torch.equal(flat, torch.cat([g.flatten() for g in got.values()]))
+    assert all(
+        g.untyped_storage().data_ptr() == flat.untyped_storage().data_ptr() for g in got.values()
+    )
+
+
+def test_equals_plain_torch() -> None:
+    g = torch.Generator().manual_seed(0)
+    x, w = torch.randn(2, 5, 8, generator=g), torch.randn(6, 8, generator=g)
+    tokens = torch.randint(6, (2, 5), generator=g)
+
+    def grads(linear: Callable[..., Tensor], embedding: Callable[..., Tensor]) -> list[Tensor]:
+        leaves = [t.clone().requires_grad_() for t in (x, w)]
+        y = linear(leaves[0], leaves[1]).square().sum()
+        torch.autograd.backward(y + embedding(tokens, leaves[1]).square().sum())
+        return [t.grad for t in leaves if t.grad is not None]
+
+    for ours, plain in zip(
+        grads(split.linear, split.embedding), grads(F.linear, F.embedding), strict=True
+    ):
+        assert torch.allclose(ours, plain, rtol=1e-5, atol=1e-6)
+
+
+def test_under_checkpointing() -> None:
+    net = Net(False, 2, torch.float32)
+    want = gradients(Net(False, 2, torch.float32), 2, None)
+
+    def recomputed(tokens: Tensor) -> Tensor:
+        y = checkpoint(net, tokens, use_reentrant=False)
+        assert isinstance(y, Tensor)
+        return y
+
+    assert_same_bits(gradients(net, 2, 1, recomputed), want)
+
+
+def test_what_is_no_leaf_is_not_split() -> None:
+    w = torch.ones(3, 4, requires_grad=True)
+    with split.recording(split.Tape()) as tape:
+        torch.autograd.backward(split.linear(torch.ones(2, 4), 2 * w).sum())
+    assert len(tape) == 0
+    assert w.grad is not None and torch.equal(w.grad, torch.full((3, 4), 4.0))
+
+
+def test_a_frozen_weight_has_nothing_to_defer() -> None:
+    x = torch.ones(2, 4, requires_grad=True)
+    with split.recording(split.Tape()) as tape:
+        torch.autograd.backward(split.linear(x, torch.ones(3, 4)).sum())
+    assert len(tape) == 0 and x.grad is not None
+
+
+def test_a_weight_changed_between_forward_and_backward_is_refused() -> None:
+    x, w = torch.ones(2, 4, requires_grad=True), nn.Parameter(torch.ones(3, 4))
+    y = split.linear(x, w).sum()
+    with torch.no_grad():
+        w.add_(1)
+    with pytest.raises(RuntimeError, match="between F and B"):
+        torch.autograd.backward(y)
+
+
+def test_recording_ends_with_its_context() -> None:
+    w = nn.Parameter(torch.ones(3, 4))
+    with split.recording(split.Tape()) as tape:
+        pass
+    torch.autograd.backward(split.linear(torch.ones(2, 4), w).sum())
+    assert len(tape) == 0 and w.grad is not None
+
+
+def test_the_tape_does_not_keep_the_graph_alive() -> None:
+    x, w = torch.ones(2, 4, requires_grad=True), nn.Parameter(torch.ones(3, 4))
+    with split.recording(split.Tape()) as tape:
+        torch.autograd.backward(split.linear(x * 2, w).sum())
+    assert all(job.input.grad_fn is None for job in tape._deferred)
