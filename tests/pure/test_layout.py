@@ -32,12 +32,13 @@ TIES: set[tuple[str, str]] = {
     ("program", "plan"),
     ("check", "graph"),
     ("simulate", "graph"),
+    ("cli", "train"),
     ("__main__", "cli"),
 }
-TORCH_FROM = 5
 HEAVY = ("torch", "matplotlib", "networkx")
 
 FLOOR = {unit: floor for floor, units in enumerate(FLOORS) for unit in units}
+TORCH_FROM = FLOOR["runtime"]
 
 
 def python_files(*folders: str) -> list[Path]:
