@@ -32,6 +32,8 @@ TIES: set[tuple[str, str]] = {
     ("program", "plan"),
     ("check", "graph"),
     ("simulate", "graph"),
+    ("parallel", "runtime"),
+    ("gpt", "parallel"),
     ("cli", "train"),
     ("__main__", "cli"),
 }

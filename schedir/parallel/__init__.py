@@ -1,0 +1,1 @@
+"""Tensor-parallel layers after Megatron-LM (Shoeybi et al., arXiv 1909.08053)."""

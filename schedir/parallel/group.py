@@ -1,0 +1,95 @@
+"""What every tensor-parallel layer needs of its group: who am I, my shard, f and g.
+
+A group is a `ProcessGroup`, or None for tensor parallelism of 1, where nothing is sent.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+
+from schedir.errors import UsageError
+
+
+def tp_size(group: ProcessGroup | None) -> int:
+    """How many ranks share each layer."""
+    return 1 if group is None else group.size()
+
+
+def tp_rank(group: ProcessGroup | None) -> int:
+    """Which of them this one is: it holds slice number `tp_rank`."""
+    return 0 if group is None else group.rank()
+
+
+def shard(full: Tensor, dim: int, group: ProcessGroup | None) -> nn.Parameter:
+    """This rank's 1/t of `full`, cut along `dim`, as a parameter that knows it is a slice.
+
+    Raises UsageError if t does not divide that dimension.
+    """
+    t, size = tp_size(group), full.shape[dim]
+    if size % t:
+        raise UsageError(f"{t} tensor-parallel ranks cannot share {size} rows or columns evenly")
+    own = full.narrow(dim, tp_rank(group) * (size // t), size // t)
+    # A copy of its own, or the slice would keep the whole alive.
+    param = nn.Parameter(own.clone(memory_format=torch.contiguous_format))
+    if t > 1:
+        param.shard_dim = dim  # type: ignore[attr-defined]
+    return param
+
+
+def shard_dim(param: Tensor) -> int | None:
+    """The dimension along which a parameter is cut, or None if every rank holds it whole."""
+    return getattr(param, "shard_dim", None)
+
+
+def is_sharded(param: Tensor) -> bool:
+    """False: every tensor-parallel rank holds the same, and a norm must count it once."""
+    return shard_dim(param) is not None
+
+
+def f(x: Tensor, group: ProcessGroup | None) -> Tensor:
+    """Enter a sharded region: identity forward, all-reduce backward (1909.08053, section 3)."""
+    if tp_size(group) == 1:
+        return x
+    y: Tensor = _F.apply(x, group)  # type: ignore[no-untyped-call]
+    return y
+
+
+def g(x: Tensor, group: ProcessGroup | None) -> Tensor:
+    """Leave a sharded region: all-reduce forward, identity backward (1909.08053, section 3)."""
+    if tp_size(group) == 1:
+        return x
+    y: Tensor = _G.apply(x, group)  # type: ignore[no-untyped-call]
+    return y
+
+
+def _sum(x: Tensor, group: ProcessGroup) -> Tensor:
+    # Into a copy: autograd may hand the same tensor to others.
+    total = x.clone(memory_format=torch.contiguous_format)
+    dist.all_reduce(total, group=group)
+    return total
+
+
+class _F(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: ProcessGroup) -> Tensor:
+        ctx.group = group
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, *dys: Tensor) -> tuple[Tensor, None]:
+        return _sum(dys[0], ctx.group), None
+
+
+class _G(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: ProcessGroup) -> Tensor:
+        return _sum(x, group)
+
+    @staticmethod
+    def backward(ctx: Any, *dys: Tensor) -> tuple[Tensor, None]:
+        return dys[0], None

@@ -1,0 +1,46 @@
+"""Linear layers shared by a tensor-parallel group (1909.08053, section 3), splittable into dI, dW.
+
+Each is made from the full weight, of which it keeps its slice: so what is computed does not
+depend on how many ranks share it.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+
+from schedir.parallel.group import f, g, shard
+from schedir.runtime import split
+
+
+class ColumnParallelLinear(nn.Module):
+    """Output features shared out: (..., n), the same on all ranks, to (..., k / t).
+
+    Made from the full `weight` (k, n) and `bias` (k,). Raises UsageError if t does not divide k.
+    """
+
+    def __init__(self, weight: Tensor, bias: Tensor, group: ProcessGroup | None = None) -> None:
+        super().__init__()
+        self.group = group
+        self.weight = shard(weight, 0, group)
+        self.bias = shard(bias, 0, group)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return split.linear(f(x, self.group), self.weight) + self.bias
+
+
+class RowParallelLinear(nn.Module):
+    """Input features shared out: (..., n / t) to (..., k), the same on all ranks.
+
+    Made from the full `weight` (k, n) and `bias` (k,). Raises UsageError if t does not divide n.
+    """
+
+    def __init__(self, weight: Tensor, bias: Tensor, group: ProcessGroup | None = None) -> None:
+        super().__init__()
+        self.group = group
+        self.weight = shard(weight, 1, group)
+        self.bias = nn.Parameter(bias.clone())
+
+    def forward(self, x: Tensor) -> Tensor:
+        # The bias after the sum over ranks, or it would be added t times.
+        return g(split.linear(x, self.weight), self.group) + self.bias

@@ -1,0 +1,116 @@
+"""Embedding, head and cross entropy over a vocabulary that a tensor-parallel group shares.
+
+Rank r holds tokens r*k .. (r+1)*k - 1 with k = ceil(vocab / t). Rows past the vocabulary are
+padding: zero, never looked up, and with logits of -inf no token's probability.
+(1909.08053, section 3; the loss needs one MAX and one SUM of a few numbers per token, where
+gathering the logits would send all of the vocabulary.)
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+
+from schedir.parallel.group import f, g, shard, tp_rank, tp_size
+from schedir.runtime import split
+
+
+def shard_vocab(full: Tensor, group: ProcessGroup | None = None) -> nn.Parameter:
+    """This rank's rows of a (vocab, n) weight, padded so that all ranks hold equally many."""
+    return shard(F.pad(full, (0, 0, 0, -len(full) % tp_size(group))), 0, group)
+
+
+class VocabParallelEmbedding(nn.Module):
+    """Token ids int64 (...) to (..., n), the same on all ranks; `weight` from `shard_vocab`."""
+
+    def __init__(self, weight: nn.Parameter, group: ProcessGroup | None = None) -> None:
+        super().__init__()
+        self.group = group
+        self.weight = weight
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        if tp_size(self.group) == 1:
+            return split.embedding(tokens, self.weight)
+        row, absent = _own_rows(tokens, len(self.weight), self.group)
+        x = split.embedding(row, self.weight).masked_fill(absent.unsqueeze(-1), 0)
+        return g(x, self.group)
+
+
+class VocabParallelHead(nn.Module):
+    """(..., n) to this rank's logits (..., k), padding -inf; `weight` from `shard_vocab`.
+
+    The weight may be the embedding's own parameter (tied).
+    """
+
+    padding: Tensor
+
+    def __init__(self, weight: nn.Parameter, vocab: int, group: ProcessGroup | None = None) -> None:
+        super().__init__()
+        self.group = group
+        self.weight = weight
+        ids = tp_rank(group) * len(weight) + torch.arange(len(weight))
+        self.padded = bool(ids[-1] >= vocab)
+        self.register_buffer("padding", ids >= vocab, persistent=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        logits = split.linear(f(x, self.group), self.weight)
+        return logits.masked_fill(self.padding, float("-inf")) if self.padded else logits
+
+
+def vocab_parallel_cross_entropy(
+    logits: Tensor, targets: Tensor, group: ProcessGroup | None = None, ignore: int = -1
+) -> Tensor:
+    """Sum of -log p(target) over the tokens whose target is not `ignore`: 0-dim float32.
+
+    `logits` is this rank's shard (..., k), in any floating type; `targets` int64 (...), the same
+    on all ranks, as is the result. A target outside the vocabulary is not detected here.
+    """
+    loss: Tensor = _CrossEntropy.apply(logits, targets, group, ignore)  # type: ignore[no-untyped-call]
+    return loss
+
+
+def _own_rows(tokens: Tensor, rows: int, group: ProcessGroup | None) -> tuple[Tensor, Tensor]:
+    """For each token its row on this rank, 0 if it is elsewhere, and whether it is elsewhere."""
+    row = tokens - tp_rank(group) * rows
+    absent = (row < 0) | (row >= rows)
+    return row.masked_fill(absent, 0), absent
+
+
+class _CrossEntropy(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, logits: Tensor, targets: Tensor, group: ProcessGroup | None, ignore: int
+    ) -> Tensor:
+        counted = targets != ignore
+        row, absent = _own_rows(targets, logits.shape[-1], group)
+        row, absent = row.unsqueeze(-1), absent | ~counted
+
+        top = logits.amax(-1).float()
+        if tp_size(group) > 1:
+            dist.all_reduce(top, dist.ReduceOp.MAX, group=group)
+        z = logits.float() - top.unsqueeze(-1)
+        hit = z.gather(-1, row).squeeze(-1).masked_fill(absent, 0)
+        p = z.exp_()
+        sums = torch.stack([p.sum(-1), hit])
+        if tp_size(group) > 1:
+            dist.all_reduce(sums, group=group)
+        total, hit = sums
+        p /= total.unsqueeze(-1)
+
+        ctx.save_for_backward(p, row, absent, counted)
+        ctx.dtype = logits.dtype
+        losses: Tensor = (total.log() - hit).masked_fill(~counted, 0)
+        return losses.sum()
+
+    @staticmethod
+    def backward(ctx: Any, *dlosses: Tensor) -> tuple[Tensor, None, None, None]:
+        p, row, absent, counted = ctx.saved_tensors
+        (dloss,) = dlosses
+        dlogits = p * (dloss * counted).unsqueeze(-1)  # softmax - one_hot, times dloss
+        dlogits.scatter_add_(-1, row, -(dloss * ~absent).unsqueeze(-1))
+        return dlogits.to(ctx.dtype), None, None, None
