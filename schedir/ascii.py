@@ -1,0 +1,53 @@
+"""A Timeline in letters, for docstrings and plain terminals."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from schedir.compile import compile
+from schedir.costs import Costs
+from schedir.ops import ROWS, Lane
+from schedir.plan import Plan
+from schedir.simulate import simulate
+from schedir.timeline import Timeline
+from schedir.words import Schedule
+
+
+def chart(timeline: Timeline, unit: float = 1.0) -> str:
+    """One line per rank, one cell per `unit` of time on the compute lane.
+
+    A cell has the letter and the microbatch of what starts in it, with a ' for each own stage
+    below; `--` is more of the same, `..` is idle.
+    """
+    plan = timeline.program.plan
+    spans = timeline.spans[timeline.spans["lane"] == Lane.COMPUTE]
+    spans = spans[spans["end"] > spans["start"]]
+    columns = round(timeline.span / unit)
+    local = {s: j for own in plan.stages_of for j, s in enumerate(own)}
+    cells = np.full((plan.ranks, columns), "..", dtype=object)
+    for s in spans:
+        lo, hi = (round(float(s[k] - timeline.begin) / unit) for k in ("start", "end"))
+        cells[s["rank"], lo:hi] = "--"
+        if lo < columns:
+            label = f"{ROWS[s['op']].text}{s['mb']}{local[int(s['stage'])] * chr(39)}"
+            cells[s["rank"], lo] = label
+    width = max(map(len, cells.flat), default=2)
+    lines = [
+        f"rank {rank}  {' '.join(f'{c:<{width}}' for c in row)}".rstrip()
+        for rank, row in enumerate(cells)
+    ]
+    return "\n".join(lines)
+
+
+def timeline(
+    schedule: Schedule,
+    ranks: int,
+    microbatches: int,
+    stages_per_rank: int = 1,
+    placement: str | tuple[int, ...] = "loop",
+    costs: Costs | None = None,
+) -> str:
+    """The chart of a schedule on a plan, at the given costs."""
+    costs = costs or Costs()
+    program = compile(schedule, Plan(ranks, microbatches, stages_per_rank, placement), costs=costs)
+    return chart(simulate(program, costs))

@@ -1,0 +1,71 @@
+"""Compile: a schedule in, a checked Program out."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Literal
+
+from schedir.check import check, check_draft
+from schedir.costs import Costs
+from schedir.errors import UsageError
+from schedir.graph import Model
+from schedir.passes.overlap import early_receives, group_opposites
+from schedir.passes.reductions import optimizer_step, reduce_grads, reduce_norm, reduce_tied
+from schedir.passes.scatter_gather import scatter_gather
+from schedir.passes.transfers import transfers
+from schedir.plan import Plan
+from schedir.program import Program
+from schedir.words import Schedule, draft
+
+
+def compile(
+    schedule: Schedule,
+    plan: Plan,
+    tp: int = 1,
+    dp: int = 1,
+    model: Model = "device",
+    costs: Costs | None = None,
+    *,
+    tied: bool = False,
+    clip: bool = False,
+    boundary: Literal["replicated", "sharded"] = "replicated",
+    overlap: bool = False,
+    debug: bool = False,
+) -> Program:
+    """Draft a schedule, lower it in the order of these costs, and check it.
+
+    `tp` and `dp` are the sizes of the tensor- and data-parallel groups.  `tied` says that first
+    and last stage hold copies of one weight, `clip` that gradients are clipped by their global
+    norm.  `boundary` is the layout of activations between stages within a tensor-parallel
+    group: "replicated" ones are scattered for the wire and gathered behind it, "sharded" ones
+    go as they are.  `overlap` groups opposite transfers and posts other receives early.  `debug`
+    checks after every pass.
+
+    Raises a ProgramError if the schedule is wrong; the result finishes under `model`.
+    """
+    if boundary not in ("replicated", "sharded"):
+        raise UsageError(f"boundary must be 'replicated' or 'sharded', not {boundary!r}")
+    program = replace(draft(schedule, plan), tp=tp, dp=dp, tied=tied, clip=clip)
+    program = lower(check_draft(program), costs, boundary=boundary, debug=debug)
+    if overlap:
+        program = group_opposites(program)
+        if debug:
+            check(program, model)
+        program = early_receives(program, model)
+    return check(program, model)
+
+
+def lower(
+    program: Program,
+    costs: Costs | None = None,
+    *,
+    boundary: Literal["replicated", "sharded"] = "replicated",
+    debug: bool = False,
+) -> Program:
+    """A draft with its transfers, reductions and step, legal under every progress model."""
+    program = transfers(program, costs)
+    if boundary == "replicated":
+        program = scatter_gather(program)
+    for finish in (reduce_grads, reduce_tied, reduce_norm, optimizer_step):
+        program = finish(program)
+    return check(program, "serial") if debug else program

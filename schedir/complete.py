@@ -1,0 +1,335 @@
+"""Complete: all the work is there, once, where it belongs.  What counting alone can find.
+
+Order is not looked at here; that is the dependency graph's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+from numpy.typing import NDArray
+
+from schedir.errors import (
+    CompletenessError,
+    GroupError,
+    LevelError,
+    PartnerError,
+    ProgramError,
+    ReductionError,
+    Site,
+)
+from schedir.graph import Index
+from schedir.ops import COMPUTE, ROWS, SHARDING, TRANSFERS, Instr, Opcode, Per
+from schedir.program import ADDRESS, JOINED, OP, OPS, Program, Words
+
+MOST_IN_GROUP = 256  # NCCL hangs on larger ones
+_F, _B, _I, _W = COMPUTE
+_O = Opcode
+
+
+def completeness(program: Program, index: Index, *, draft: bool) -> None:
+    """Raise for the first thing that is missing, there twice, or where it does not belong.
+
+    A draft is held to its compute instructions only.  Raises CompletenessError or one of its
+    kinds, GroupError, or LevelError.
+    """
+    _words(program)
+    look = _Look(program, index)
+    if draft:
+        look.only_compute()
+    elif program.is_draft and program.trains:
+        raise LevelError(
+            "this is a draft: it computes, but nothing is sent, reduced or stepped",
+            program=program.name,
+            hint="schedir.compile lowers a schedule",
+        )
+    look.ranges()
+    look.owners()
+    look.twice()
+    look.groups()
+    look.compute()
+    if not draft:
+        look.transfers()
+        look.sharding()
+        look.reductions()
+
+
+def _words(program: Program) -> None:
+    """Refuse what is no instruction at all; only hand-made words can be that wrong."""
+    if len(program.streams) != program.plan.ranks:
+        raise CompletenessError(
+            f"{len(program.streams)} Streams for {program.plan.ranks} ranks", program=program.name
+        )
+    words = program.words
+    known = (words & ~(JOINED | 0xFF << OP | ADDRESS)) == 0
+    known &= words >> OP & 0xFF < len(ROWS)
+    op = np.where(known, words >> OP & 0xFF, 0)
+    per = np.array([{Per.MICROBATCH: 0, Per.STAGE: 1, Per.RANK: 2}[row.per] for row in ROWS])[op]
+    address = words & ADDRESS
+    known &= ~((per == 1) & (address & 0xFFFFFFFF != 0)) & ~((per == 2) & (address != 0))
+    if not known.all():
+        at = int(np.flatnonzero(~known)[0])
+        rank = int(np.searchsorted(program.offsets, at, side="right")) - 1
+        raise CompletenessError(
+            f"rank {rank} #{at - int(program.offsets[rank])} is no instruction: "
+            f"word {int(words[at]):#x}",
+            program=program.name,
+        )
+
+
+class _Look:
+    """One program under inspection."""
+
+    def __init__(self, program: Program, index: Index) -> None:
+        self.program, self.index, self.plan = program, index, program.plan
+        shape = (self.plan.stages, self.plan.microbatches)
+        self.stage, self.mb = (a.reshape(-1) for a in np.indices(shape))
+
+    def site(self, position: int, note: str = "") -> Site:
+        ix = self.index
+        rank = int(ix.rank[position])
+        instr = Instr(OPS[ix.op[position]], int(ix.stage[position]), int(ix.mb[position]))
+        return Site(rank, position - int(self.program.offsets[rank]), instr, note)
+
+    def refuse(
+        self,
+        fact: str,
+        *sites: Site,
+        kind: type[ProgramError] = CompletenessError,
+        hint: str = "",
+    ) -> None:
+        raise kind(fact, program=self.program.name, sites=sites, hint=hint)
+
+    def any(self, wrong: NDArray[np.bool_], fact: Callable[[int], str]) -> None:
+        """Refuse the first instruction that is marked wrong."""
+        if wrong.any():
+            at = int(wrong.argmax())
+            self.refuse(fact(at), self.site(at))
+
+    def there(self, op: Opcode) -> NDArray[np.bool_]:
+        """Where `op` exists, by stage*microbatches + mb (or by stage, or rank)."""
+        table = self.index.at.get(op)
+        if table is None:
+            return np.zeros(self.index.size[ROWS[op].per], bool)
+        return np.asarray(table >= 0)
+
+    def spot(self, op: Opcode, key: int, note: str = "") -> Site:
+        return self.site(int(self.index.at[op][key]), note)
+
+    def only_compute(self) -> None:
+        self.any(self.index.op > _W, lambda at: "a draft has only F, B, I and W")
+
+    def ranges(self) -> None:
+        ix, plan = self.index, self.plan
+        self.any(
+            ix.stage >= plan.stages,
+            lambda at: f"there is no stage {ix.stage[at]}: they are 0 to {plan.stages - 1}",
+        )
+        self.any(
+            ix.mb >= plan.microbatches,
+            lambda at: f"there is no microbatch {ix.mb[at]}: they are 0 to {plan.microbatches - 1}",
+        )
+
+    def owners(self) -> None:
+        ix = self.index
+        owner = self.plan.rank_of[ix.stage]
+        per_rank = np.array([row.per is Per.RANK for row in ROWS])[ix.op]
+        self.any(
+            (owner != ix.rank) & ~per_rank,
+            lambda at: f"stage {ix.stage[at]} is on rank {owner[at]}, not on rank {ix.rank[at]}",
+        )
+
+    def twice(self) -> None:
+        ix = self.index
+        for row in ROWS:
+            if row.op not in ix.at:
+                continue
+            here = np.flatnonzero(ix.op == row.op)
+            last = ix.at[row.op][ix.key[here]]
+            again = here[last != here]
+            if len(again):
+                one = int(again[0])
+                other = int(ix.at[row.op][ix.key[one]])
+                kind = ReductionError if row.op >= _O.ReduceGrads else CompletenessError
+                site = self.site(one)
+                self.refuse(f"{site.instr} is there twice", site, self.site(other), kind=kind)
+
+    def groups(self) -> None:
+        ix = self.index
+        if not ix.joined.any():
+            return
+        starts = self.program.offsets[:-1]
+        starts = starts[starts < len(ix.op)]
+        lone = np.zeros(len(ix.op), bool)
+        lone[starts] = ix.joined[starts]
+        if lone.any():
+            at = int(lone.argmax())
+            self.refuse("nothing comes before it to be joined to", self.site(at), kind=GroupError)
+        begins = np.flatnonzero(~ix.joined)
+        sizes = np.diff([*begins.tolist(), len(ix.op)])
+        transfer = np.isin(ix.op, TRANSFERS)
+        for begin, size in zip(begins[sizes > 1].tolist(), sizes[sizes > 1].tolist(), strict=True):
+            ops = ix.op[begin : begin + size]
+            if transfer[begin : begin + size].all():
+                if size > MOST_IN_GROUP:
+                    self.refuse(
+                        f"{size} transfers are issued as one; at most {MOST_IN_GROUP} may be",
+                        self.site(begin),
+                        kind=GroupError,
+                    )
+            elif size > 2 or not (ops <= _W).all():
+                self.refuse(
+                    "only transfers, or two computes, can be issued as one",
+                    *(self.site(begin + k) for k in range(min(size, 4))),
+                    kind=GroupError,
+                )
+
+    def missing(self, op: Opcode, key: int, why: str = "") -> None:
+        instr = Instr(op, int(self.stage[key]), int(self.mb[key]))
+        rank = int(self.plan.rank_of[self.stage[key]])
+        self.refuse(f"{instr} is missing on rank {rank}{why}")
+
+    def compute(self) -> None:
+        f, b, i, w = (self.there(op) for op in COMPUTE)
+        if not f.all():
+            self.missing(_F, int((~f).argmax()))
+        if not self.program.trains:
+            return
+        for split, name in ((i, _I), (w, _W)):
+            if (b & split).any():
+                key = int((b & split).argmax())
+                self.refuse(
+                    f"stage {self.stage[key]} has both a whole and a split backward of "
+                    f"microbatch {self.mb[key]}",
+                    self.spot(_B, key),
+                    self.spot(name, key),
+                )
+        if (w & ~i).any():
+            self.missing(_I, int((w & ~i).argmax()), ", but its W is there")
+        if (i & ~w).any():
+            self.missing(_W, int((i & ~w).argmax()), ", but its I is there")
+        if not (b | i).all():
+            key = int((~(b | i)).argmax())
+            rank = int(self.plan.rank_of[self.stage[key]])
+            self.refuse(
+                f"microbatch {self.mb[key]} has no backward in stage {self.stage[key]} "
+                f"(rank {rank})",
+                self.spot(_F, key),
+            )
+
+    def transfers(self) -> None:
+        plan, m = self.plan, self.plan.microbatches
+        for send in (_O.SendAct, _O.SendGrad):
+            row = ROWS[send]
+            receive = row.meets
+            assert receive is not None
+            other = self.stage + row.hop
+            inside = (other >= 0) & (other < plan.stages)
+            there = np.clip(other, 0, plan.stages - 1)
+            crosses = inside & (plan.rank_of[self.stage] != plan.rank_of[there])
+            sent = self.there(send)
+            key = np.where(inside, there * m + self.mb, 0)
+            got = self.there(receive)[key] & inside
+            self._stray(send, sent & ~crosses)
+            edge = np.zeros_like(sent)  # receives that some edge accounts for
+            edge[key[crosses]] = True
+            self._stray(receive, self.there(receive) & ~edge)
+            if not self.program.trains and send == _O.SendGrad:
+                crosses = sent | got
+            for one, two, here, gone, k in (
+                (sent, got, send, receive, np.arange(len(sent))),
+                (got, sent, receive, send, key),
+            ):
+                if (one & ~two & crosses).any():
+                    at = int((one & ~two & crosses).argmax())
+                    site = self.spot(here, int(k[at]))
+                    partner = Instr(gone, int(other[at] if gone is receive else self.stage[at]),
+                                    int(self.mb[at]))  # fmt: skip
+                    rank = int(plan.rank_of[partner.stage])
+                    self.refuse(
+                        f"{site.instr} has no {partner} on rank {rank}", site, kind=PartnerError
+                    )
+            lost = crosses & ~sent
+            if lost.any():
+                at = int(lost.argmax())
+                instr = Instr(send, int(self.stage[at]), int(self.mb[at]))
+                self.refuse(
+                    f"{instr} and its receive are missing: rank {plan.rank_of[instr.stage]} has "
+                    f"what rank {plan.rank_of[other[at]]} needs",
+                    kind=PartnerError,
+                )
+
+    def _stray(self, op: Opcode, stray: NDArray[np.bool_]) -> None:
+        if not stray.any():
+            return
+        site = self.spot(op, int(stray.argmax()))
+        other = self.stage[int(stray.argmax())] + ROWS[op].hop
+        why = (
+            f"stage {other} is on the same rank"
+            if 0 <= other < self.plan.stages
+            else f"there is no stage {other}"
+        )
+        self.refuse(f"{site.instr} has nobody to go to: {why}", site, kind=PartnerError)
+
+    def sharding(self) -> None:
+        m = self.plan.microbatches
+        if self.program.tp == 1:
+            self.any(
+                np.isin(self.index.op, SHARDING),
+                lambda at: "nothing is sharded where tp is 1",
+            )
+        for cut, send, whole in (
+            (_O.Scatter, _O.SendAct, _O.Gather),
+            (_O.ScatterGrad, _O.SendGrad, _O.GatherGrad),
+        ):
+            hop = ROWS[send].hop
+            cuts, wholes, sent = self.there(cut), self.there(whole), self.there(send)
+            moved = np.zeros_like(cuts)  # cuts, by where they arrive
+            keys = np.flatnonzero(cuts & sent) + hop * m
+            moved[keys] = True
+            if (cuts & ~sent).any():
+                site = self.spot(cut, int((cuts & ~sent).argmax()))
+                self.refuse(f"{site.instr} is never sent", site, kind=PartnerError)
+            for lost, op, gone, shift in (
+                (moved & ~wholes, whole, cut, -hop * m),
+                (wholes & ~moved, cut, whole, 0),
+            ):
+                if lost.any():
+                    key = int(lost.argmax())
+                    site = self.spot(gone, key + shift)
+                    self.refuse(
+                        f"{site.instr} has no {ROWS[op].text} on the other side",
+                        site,
+                        kind=PartnerError,
+                    )
+
+    def reductions(self) -> None:
+        plan, program, trains = self.plan, self.program, self.program.trains
+        holders = {int(plan.rank_of[0]): 0, int(plan.rank_of[-1]): plan.stages - 1}
+        tied_at = {min(s for s in (0, plan.stages - 1) if plan.rank_of[s] == r) for r in holders}
+        tied = trains and program.tied and plan.stages > 1
+        every = np.ones(plan.stages, bool), np.ones(plan.ranks, bool)
+        expected: dict[Opcode, Words | NDArray[np.bool_]] = {
+            _O.ReduceGrads: every[0] & trains,
+            _O.ReduceTied: np.isin(np.arange(plan.stages), list(tied_at)) & tied,
+            _O.ReduceNorm: every[1] & (trains and program.clip),
+            _O.OptimizerStep: every[1] & trains,
+        }
+        why = {
+            _O.ReduceTied: "the program says 'tied no'" if not program.tied else
+            "one per rank that holds a copy of the tied weight",
+            _O.ReduceNorm: "the program says 'clip no'",
+        }  # fmt: skip
+        for op, should in expected.items():
+            there = self.there(op)
+            if (should & ~there).any():
+                key = int((should & ~there).argmax())
+                per_rank = ROWS[op].per is Per.RANK
+                rank = key if per_rank else int(plan.rank_of[key])
+                instr = Instr(op, 0 if per_rank else key, 0)
+                self.refuse(f"{instr} is missing on rank {rank}", kind=ReductionError)
+            if (there & ~should).any():
+                site = self.spot(op, int((there & ~should).argmax()))
+                reason = why.get(op, "") if trains else "the program has no backward"
+                self.refuse(f"{site.instr} has nothing to do: {reason}", site, kind=ReductionError)

@@ -1,0 +1,174 @@
+"""Every refusal of schedir, and nothing else: bugs of ours are ordinary exceptions.
+
+An error carries its facts as fields; the message is built from them, so that a program can
+read what a person reads.  Line 1 says which program and what is wrong, then come the
+instructions concerned (`rank R #I instr`), a window of a Stream, and a hint where it is sure.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Site:
+    """An instruction that an error speaks of: where it stands, and what is to be said of it."""
+
+    rank: int
+    index: int
+    instr: object
+    note: str = ""
+
+
+@dataclass(frozen=True)
+class Wait:
+    """One step of a cycle: an instruction at the head of its queue, and what it waits for.
+
+    `stands_at` is the index at which the queue of the needed instruction stands.
+    """
+
+    rank: int
+    index: int
+    instr: object
+    needs: object
+    needs_rank: int
+    needs_index: int
+    stands_at: int
+
+
+class ProgramError(Exception):
+    """A program, or what was to become one, is refused.
+
+    `fact` is one sentence, `program` the name of the program, `sites` the instructions
+    concerned, `hint` what would be right, given only where that is sure.
+    """
+
+    def __init__(
+        self, fact: str, *, program: str = "", sites: Sequence[Site] = (), hint: str = ""
+    ) -> None:
+        super().__init__(fact)
+        self.fact = fact
+        self.program = program
+        self.sites = tuple(sites)
+        self.hint = hint
+
+    def lines(self) -> list[str]:
+        """The body of the message, a line each, without the first and the hint."""
+        width = max((len(str(s.instr)) for s in self.sites), default=0)
+        return [
+            f"rank {s.rank} #{s.index:<3} {s.instr!s:<{width}}  {s.note}".rstrip()
+            for s in self.sites
+        ]
+
+    def __str__(self) -> str:
+        head = f"{self.program}: {self.fact}" if self.program else self.fact
+        hint = [f"hint: {self.hint}"] if self.hint else []
+        return "\n".join([head, *(f"  {line}" for line in [*self.lines(), *hint])])
+
+
+class UsageError(ProgramError):
+    """A command, an option, a configuration or a file name that cannot be used."""
+
+
+class PlanError(ProgramError):
+    """A shape that cannot be: no ranks, too many microbatches, a placement with holes."""
+
+
+class CostsError(ProgramError):
+    """Costs that are negative, not finite, or not one per stage."""
+
+
+class ScheduleError(ProgramError):
+    """A schedule function that raises, returns no words, or names what its rank does not own."""
+
+
+class ParseError(ProgramError):
+    """A program text that does not follow the grammar; `line` and `column` count from 1."""
+
+    def __init__(
+        self, fact: str, *, line: int, column: int, text: str = "", hint: str = ""
+    ) -> None:
+        super().__init__(fact, hint=hint)
+        self.line = line
+        self.column = column
+        self.text = text
+
+    def lines(self) -> list[str]:
+        return [self.text, " " * (self.column - 1) + "^"] if self.text else []
+
+    def __str__(self) -> str:
+        self.program = f"line {self.line}, column {self.column}"
+        return super().__str__()
+
+
+class LevelError(ProgramError):
+    """A draft (compute only) where a lowered program is needed, or the reverse."""
+
+
+class CompletenessError(ProgramError):
+    """Work that is missing, there twice, out of range, or on a rank that does not own it."""
+
+
+class PartnerError(CompletenessError):
+    """A transfer or collective whose other side is missing or comes twice."""
+
+
+class ReductionError(CompletenessError):
+    """A reduction or an optimizer step that is missing or comes twice."""
+
+
+class GroupError(ProgramError):
+    """Instructions issued as one that cannot be."""
+
+
+class OrderError(ProgramError):
+    """A Stream that uses a value before the instruction that gives it."""
+
+
+class DeadlockError(ProgramError):
+    """Ranks that wait for each other under a progress model; `cycle` says who for what."""
+
+    def __init__(
+        self,
+        fact: str,
+        *,
+        program: str = "",
+        model: str,
+        cycle: Sequence[Wait],
+        ran: int,
+        total: int,
+        window: Sequence[Site] = (),
+        hint: str = "",
+    ) -> None:
+        super().__init__(fact, program=program, sites=window, hint=hint)
+        self.model = model
+        self.cycle = tuple(cycle)
+        self.ran = ran
+        self.total = total
+
+    def lines(self) -> list[str]:
+        width = max(len(str(w.instr)) for w in self.cycle)
+        chain = [
+            f"rank {w.rank} #{w.index:<3} {w.instr!s:<{width}}  needs {w.needs} from rank "
+            f"{w.needs_rank}, which is #{w.needs_index} there, and rank {w.needs_rank} stands "
+            f"at #{w.stands_at}"
+            for w in self.cycle
+        ]
+        if not self.sites:
+            return chain
+        head = self.cycle[0].stands_at
+        width = max(len(str(s.instr)) for s in self.sites)
+        around = [
+            f"{'>' if s.index == head else ' '} #{s.index:<3} {s.instr!s:<{width}}  {s.note}"
+            for s in self.sites
+        ]
+        return [*chain, f"around rank {self.sites[0].rank}:", *map(str.rstrip, around)]
+
+
+class ModelError(ProgramError):
+    """A model that does not fit the program: layers, shapes, ties, or a transport too weak."""
+
+
+class ExecutionError(ProgramError):
+    """A run that failed: `sites` says at which instruction of which rank."""

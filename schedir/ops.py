@@ -1,0 +1,166 @@
+"""The instruction table: one row per instruction, and all that schedir knows about it.
+
+Printer, parser, dependency graph, memory count, simulator, executor and `docs/ir.md` read
+these rows; none of them restates what a row says.
+"""
+
+from __future__ import annotations
+
+from enum import Enum, IntEnum
+from typing import Final, NamedTuple
+
+
+class Token(IntEnum):
+    """What instructions hand to each other: one value per (stage, mb), or per stage, or rank."""
+
+    ACT_IN = 0
+    ACT_OUT = 1
+    SAVED = 2
+    GRAD_IN = 3
+    GRAD_OUT = 4
+    TAPE = 5
+    WGRAD = 6
+    GRAD = 7
+    NORM = 8
+    PARAMETERS = 9
+
+
+class Lane(IntEnum):
+    """An in-order queue of a rank; progress models cut act and grad finer, or fuse them."""
+
+    COMPUTE = 0
+    ACT = 1
+    GRAD = 2
+    TP = 3
+    DP = 4
+
+
+class Per(Enum):
+    """What an instruction exists once for, which is also how its text is addressed."""
+
+    MICROBATCH = "stage.mb"
+    STAGE = "stage"
+    RANK = ""
+
+
+class Opcode(IntEnum):
+    """The instructions, by number; the number is the row in `ROWS`."""
+
+    Forward = 0
+    Backward = 1
+    BackwardInput = 2
+    BackwardWeight = 3
+    SendAct = 4
+    RecvAct = 5
+    SendGrad = 6
+    RecvGrad = 7
+    Scatter = 8
+    Gather = 9
+    ScatterGrad = 10
+    GatherGrad = 11
+    ReduceGrads = 12
+    ReduceTied = 13
+    ReduceNorm = 14
+    OptimizerStep = 15
+
+
+class Row(NamedTuple):
+    """A row of the instruction table.
+
+    `needs` must have been given before the instruction starts, `gives` is there when it ends,
+    `frees` is of no use to anybody afterwards.  `hop` is set for transfers: the other side of
+    the message sits at stage + hop.  `meets` is set for what has partners on other ranks.
+    """
+
+    op: Opcode
+    text: str
+    lane: Lane
+    per: Per
+    needs: tuple[Token, ...]
+    gives: tuple[Token, ...]
+    frees: tuple[Token, ...]
+    doc: str
+    hop: int = 0
+    meets: Opcode | None = None
+
+
+_T, _L, _O = Token, Lane, Opcode
+_MB = Per.MICROBATCH
+
+ROWS: Final[tuple[Row, ...]] = (
+    Row(_O.Forward, "F", _L.COMPUTE, _MB, (_T.ACT_IN,), (_T.ACT_OUT, _T.SAVED), (_T.ACT_IN,),
+        "Runs a stage on a microbatch; the last stage also computes the loss."),
+    Row(_O.Backward, "B", _L.COMPUTE, _MB, (_T.SAVED, _T.GRAD_IN), (_T.GRAD_OUT, _T.WGRAD),
+        (_T.SAVED, _T.GRAD_IN),
+        "Whole backward: gradients of the input and of the weights."),
+    Row(_O.BackwardInput, "I", _L.COMPUTE, _MB, (_T.SAVED, _T.GRAD_IN), (_T.GRAD_OUT, _T.TAPE),
+        (_T.GRAD_IN,),
+        "Gradient of the input only; a tape keeps what the weights need. The zero-bubble "
+        "papers call it B."),
+    Row(_O.BackwardWeight, "W", _L.COMPUTE, _MB, (_T.TAPE,), (_T.WGRAD,), (_T.SAVED, _T.TAPE),
+        "Gradients of the weights, from the tape; frees what Forward saved."),
+    Row(_O.SendAct, "send_act", _L.ACT, _MB, (_T.ACT_OUT,), (), (_T.ACT_OUT,),
+        "Sends an activation to the rank of the next stage.", +1, _O.RecvAct),
+    Row(_O.RecvAct, "recv_act", _L.ACT, _MB, (), (_T.ACT_IN,), (),
+        "Receives an activation from the rank of the previous stage.", -1, _O.SendAct),
+    Row(_O.SendGrad, "send_grad", _L.GRAD, _MB, (_T.GRAD_OUT,), (), (_T.GRAD_OUT,),
+        "Sends a gradient to the rank of the previous stage.", -1, _O.RecvGrad),
+    Row(_O.RecvGrad, "recv_grad", _L.GRAD, _MB, (), (_T.GRAD_IN,), (),
+        "Receives a gradient from the rank of the next stage.", +1, _O.SendGrad),
+    Row(_O.Scatter, "scatter", _L.TP, _MB, (_T.ACT_OUT,), (_T.ACT_OUT,), (),
+        "Keeps this tensor-parallel rank's 1/t of an activation, so that only it is sent."),
+    Row(_O.Gather, "gather", _L.TP, _MB, (_T.ACT_IN,), (_T.ACT_IN,), (),
+        "Makes a received activation whole by an all-gather in the tensor-parallel group."),
+    Row(_O.ScatterGrad, "scatter_grad", _L.TP, _MB, (_T.GRAD_OUT,), (_T.GRAD_OUT,), (),
+        "Scatter of a gradient."),
+    Row(_O.GatherGrad, "gather_grad", _L.TP, _MB, (_T.GRAD_IN,), (_T.GRAD_IN,), (),
+        "Gather of a gradient."),
+    Row(_O.ReduceGrads, "reduce_grads", _L.DP, Per.STAGE, (_T.WGRAD,), (_T.GRAD,), (_T.WGRAD,),
+        "Sums a stage's gradient over the data-parallel group and scales it."),
+    Row(_O.ReduceTied, "reduce_tied", _L.DP, Per.STAGE, (_T.GRAD,), (_T.GRAD,), (),
+        "Sums the gradients of the copies of a tied weight, in the first and in the last stage.",
+        0, _O.ReduceTied),
+    Row(_O.ReduceNorm, "reduce_norm", _L.DP, Per.RANK, (_T.GRAD,), (_T.NORM,), (),
+        "The norm of all gradients, over all pipeline ranks.", 0, _O.ReduceNorm),
+    Row(_O.OptimizerStep, "step", _L.COMPUTE, Per.RANK, (_T.GRAD, _T.NORM), (_T.PARAMETERS,),
+        (_T.GRAD, _T.NORM),
+        "Updates the parameters of the rank's stages."),
+)  # fmt: skip
+
+BY_TEXT: Final = {row.text: row.op for row in ROWS}
+COMPUTE: Final = (_O.Forward, _O.Backward, _O.BackwardInput, _O.BackwardWeight)
+SENDS: Final = (_O.SendAct, _O.SendGrad)
+RECEIVES: Final = (_O.RecvAct, _O.RecvGrad)
+TRANSFERS: Final = SENDS + RECEIVES
+SHARDING: Final = (_O.Scatter, _O.Gather, _O.ScatterGrad, _O.GatherGrad)
+
+# Neighbours on one rank hand over directly: what one stage takes in is what the other put out.
+HANDED: Final = {Token.ACT_IN: (Token.ACT_OUT, -1), Token.GRAD_IN: (Token.GRAD_OUT, +1)}
+
+
+def givers(op: Opcode, token: Token) -> tuple[Opcode, ...]:
+    """Who may have given `token` to `op`, the last in the chain first.
+
+    An instruction that both needs and gives a value changes it in place (Gather): it comes
+    between the maker and everybody else.
+    """
+    changes = [r.op for r in ROWS if token in r.gives and token in r.needs]
+    makes = [r.op for r in ROWS if token in r.gives and token not in r.needs]
+    return tuple(makes) if op in changes else tuple(changes + makes)
+
+
+class Instr(NamedTuple):
+    """One instruction, decoded: a view, never stored in bulk.
+
+    `stage` and `mb` are 0 where the row is not addressed by them.
+    """
+
+    op: Opcode
+    stage: int
+    mb: int
+
+    def __str__(self) -> str:
+        row = ROWS[self.op]
+        if row.per is Per.MICROBATCH:
+            return f"{row.text} {self.stage}.{self.mb}"
+        return f"{row.text} {self.stage}" if row.per is Per.STAGE else row.text

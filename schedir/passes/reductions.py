@@ -1,0 +1,59 @@
+"""Reductions and the optimizer's step."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+
+from schedir.ops import Opcode
+from schedir.passes.insert import insert
+from schedir.program import Program, Stream, pack
+
+_GIVE_WGRAD = (Opcode.Backward, Opcode.BackwardWeight)
+
+
+def reduce_grads(program: Program) -> Program:
+    """Reduce each stage's gradient right after its last backward, beside what is left.
+
+    Always there when the program trains: with one replica it is local, and scales.
+    """
+    streams = []
+    for stream in program.streams:
+        at = np.flatnonzero(np.isin(stream.op, _GIVE_WGRAD))
+        stages, last = np.unique(stream.stage[at][::-1], return_index=True)
+        none = np.empty(0, np.int64)
+        words = pack(Opcode.ReduceGrads, stages, 0)
+        streams.append(insert(stream, (none, none), (at[::-1][last], words)))
+    return replace(program, streams=tuple(streams))
+
+
+def reduce_tied(program: Program) -> Program:
+    """Sum the two copies of a tied weight: one instruction on each rank that holds any."""
+    plan = program.plan
+    if not (program.tied and program.trains and plan.stages > 1):
+        return program
+    holder = {int(plan.rank_of[s]): s for s in (plan.stages - 1, 0)}
+    return _append(
+        program,
+        [pack(Opcode.ReduceTied, [holder[r]] if r in holder else [], 0) for r in range(plan.ranks)],
+    )
+
+
+def reduce_norm(program: Program) -> Program:
+    """The global norm that clipping needs; all ranks meet."""
+    if not (program.clip and program.trains):
+        return program
+    return _append(program, [pack(Opcode.ReduceNorm, 0, 0)] * program.plan.ranks)
+
+
+def optimizer_step(program: Program) -> Program:
+    """End every Stream with the optimizer's step, if the program trains."""
+    if not program.trains:
+        return program
+    return _append(program, [pack(Opcode.OptimizerStep, 0, 0)] * program.plan.ranks)
+
+
+def _append(program: Program, tails: list[np.ndarray]) -> Program:
+    streams = zip(program.streams, tails, strict=True)
+    return replace(program, streams=tuple(Stream(np.concatenate([s.words, t])) for s, t in streams))

@@ -1,0 +1,179 @@
+"""Program and Stream: the compiled lists.  Immutable; every pass maps a Program to a new one."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import TYPE_CHECKING, Final, overload
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from schedir.errors import PlanError
+from schedir.ops import COMPUTE, Instr, Opcode
+from schedir.plan import Plan
+
+if TYPE_CHECKING:
+    from typing import Self
+
+Words = NDArray[np.int64]
+
+# An instruction in one word: joined (bit 56), op (48..55), stage (32..47), microbatch (0..31).
+JOINED: Final = 1 << 56
+OP, STAGE = 48, 32
+ADDRESS: Final = (1 << OP) - 1
+OPS: Final = tuple(Opcode)
+
+
+def pack(op: ArrayLike, stage: ArrayLike, mb: ArrayLike) -> Words:
+    """Words of instructions given as equally long arrays (or numbers)."""
+    o, s, m = (np.asarray(x, np.int64) for x in (op, stage, mb))
+    return np.atleast_1d(o << OP | s << STAGE | m)
+
+
+class Stream(Sequence[Instr]):
+    """The instruction list of one rank: a sequence of Instr outside, int64 words inside.
+
+    `joined[i]` says that instruction i is issued together with the one before it.
+    """
+
+    __slots__ = ("words",)
+
+    def __init__(self, words: Words) -> None:
+        words = np.ascontiguousarray(words, np.int64).view()
+        words.flags.writeable = False
+        self.words = words
+
+    @classmethod
+    def of(cls, instrs: Iterable[Instr]) -> Self:
+        """A Stream of the given instructions, none of them joined."""
+        table = np.array([tuple(i) for i in instrs], np.int64).reshape(-1, 3)
+        return cls(pack(table[:, 0], table[:, 1], table[:, 2]))
+
+    @property
+    def op(self) -> Words:
+        """The opcode of each instruction."""
+        return self.words >> OP & 0xFF
+
+    @property
+    def stage(self) -> Words:
+        """The stage of each instruction."""
+        return self.words >> STAGE & 0xFFFF
+
+    @property
+    def mb(self) -> Words:
+        """The microbatch of each instruction."""
+        return self.words & 0xFFFFFFFF
+
+    @property
+    def joined(self) -> NDArray[np.bool_]:
+        """Whether each instruction is issued together with the one before it."""
+        return np.asarray(self.words & JOINED, bool)
+
+    def __len__(self) -> int:
+        return len(self.words)
+
+    @overload
+    def __getitem__(self, i: int) -> Instr: ...
+    @overload
+    def __getitem__(self, i: slice) -> Stream: ...
+    def __getitem__(self, i: int | slice) -> Instr | Stream:
+        if isinstance(i, slice):
+            return Stream(self.words[i])
+        word = int(self.words[i])
+        return Instr(OPS[word >> OP & 0xFF], word >> STAGE & 0xFFFF, word & 0xFFFFFFFF)
+
+    def __iter__(self) -> Iterator[Instr]:
+        for op, stage, mb in zip(
+            self.op.tolist(), self.stage.tolist(), self.mb.tolist(), strict=True
+        ):
+            yield Instr(OPS[op], stage, mb)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Stream) and np.array_equal(self.words, other.words)
+
+    def __hash__(self) -> int:
+        return hash(self.words.tobytes())
+
+    def __repr__(self) -> str:
+        return f"<Stream of {len(self)} instructions>"
+
+
+@dataclass(frozen=True)
+class Program:
+    """A plan and one Stream per rank.
+
+    `tp` and `dp` are the sizes of the tensor- and data-parallel groups that run each Stream;
+    `tied` says that the first and the last stage hold copies of one weight, `clip` that
+    gradients are clipped by their global norm.
+    """
+
+    name: str
+    plan: Plan
+    streams: tuple[Stream, ...]
+    tp: int = 1
+    dp: int = 1
+    tied: bool = False
+    clip: bool = False
+
+    def __post_init__(self) -> None:
+        if not self.name or self.name != self.name.strip() or {"\n", "#"} & {*self.name}:
+            raise PlanError(f"a program's name is one line without '#', not {self.name!r}")
+        for size in ("tp", "dp"):
+            value = getattr(self, size)
+            if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= 65535:
+                raise PlanError(f"{size} must be a whole number from 1 to 65535, not {value!r}")
+
+    def __len__(self) -> int:
+        return sum(map(len, self.streams))
+
+    def __repr__(self) -> str:
+        kind = "draft" if self.is_draft else "program"
+        return f"<{kind} {self.name}: {self.plan.ranks} ranks, {len(self)} instructions>"
+
+    @cached_property
+    def words(self) -> Words:
+        """All Streams, one behind the other."""
+        return np.concatenate([s.words for s in self.streams])
+
+    @cached_property
+    def offsets(self) -> Words:
+        """Where each Stream begins in `words`; one more entry than there are ranks."""
+        return np.cumsum([0, *map(len, self.streams)])
+
+    @property
+    def is_draft(self) -> bool:
+        """Whether there is compute only: no transfers, reductions or steps yet."""
+        return all(bool((s.op <= max(COMPUTE)).all()) for s in self.streams)
+
+    @property
+    def trains(self) -> bool:
+        """Whether there is any backward; a program without one evaluates."""
+        return any(bool((s.op == b).any()) for s in self.streams for b in COMPUTE[1:])
+
+    @property
+    def ascending(self) -> bool:
+        """Whether each stage's backwards (B or I, and W) come in ascending microbatch order."""
+        for s in self.streams:
+            for ops in ((Opcode.Backward, Opcode.BackwardInput), (Opcode.BackwardWeight,)):
+                at = np.flatnonzero(np.isin(s.op, ops))
+                at = at[np.argsort(s.stage[at], kind="stable")]
+                same = s.stage[at][1:] == s.stage[at][:-1]
+                if (same & (s.mb[at][1:] < s.mb[at][:-1])).any():
+                    return False
+        return True
+
+    @cached_property
+    def digest(self) -> str:
+        """sha256 of all that decides how the program runs; its name does not."""
+        plan = self.plan
+        sha = hashlib.sha256(
+            repr((plan.ranks, plan.microbatches, plan.rank_of.tolist(),
+                  self.tp, self.dp, self.tied, self.clip)).encode()
+        )  # fmt: skip
+        for s in self.streams:
+            sha.update(len(s).to_bytes(8, "little"))
+            sha.update(s.words.astype("<i8", copy=False).tobytes())
+        return sha.hexdigest()

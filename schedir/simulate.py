@@ -1,0 +1,24 @@
+"""Simulate: the longest path through the dependency graph is the predicted time."""
+
+from __future__ import annotations
+
+from schedir.costs import Costs
+from schedir.explain import deadlock
+from schedir.graph import Graph, Model
+from schedir.program import Program
+from schedir.timeline import Timeline, spans_of
+
+
+def simulate(program: Program, costs: Costs | None = None, *, model: Model = "device") -> Timeline:
+    """The Timeline that a program will have at the given costs under a progress model.
+
+    Every instruction starts as soon as its queue, its values and its partners let it.  A draft
+    is simulated as if values that cross ranks took `costs.send` and no queue.
+
+    Raises DeadlockError if the program cannot finish; it need not have been checked otherwise.
+    """
+    graph = Graph(program, model)
+    walk = graph.walk(costs)
+    if not walk.done.all():
+        raise deadlock(graph, walk)
+    return Timeline(program, spans_of(program, walk.start[graph.node], walk.end[graph.node]))

@@ -1,0 +1,283 @@
+"""Text of a Program: what prints, parses.  One grammar, flat and folded.
+
+    schedir 1
+    program one_f_one_b
+    ranks 2  microbatches 8  stages_per_rank 1  placement loop
+    tp 1  dp 1  tied no  clip no
+
+    rank 0
+      F 0.0
+      7 x  F 0.1+; B 0.0+
+      B 0.7
+
+`1.0+` is stage 1, microbatch 0, one more each turn (`+4` four more, `-` one less); `&` joins
+instructions that are issued together; `#` begins a comment.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from difflib import get_close_matches
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from schedir.errors import ParseError
+from schedir.ops import BY_TEXT, ROWS, Opcode, Per
+from schedir.plan import Plan
+from schedir.program import JOINED, OP, STAGE, Program, Stream, Words
+
+FORMAT = 1
+_KEYS = ("ranks", "microbatches", "stages_per_rank", "placement", "tp", "dp", "tied", "clip")
+_MOST = 2**28  # instructions of one rank: what a text may unfold to
+
+# ---------------------------------------------------------------- program to text
+
+
+def show(program: Program, folded: bool = True) -> str:
+    """The text of a program; folded, repeated runs of a Stream are one line each."""
+    plan = program.plan
+    place = plan.placement
+    lines = [
+        f"schedir {FORMAT}",
+        f"program {program.name}",
+        f"ranks {plan.ranks}  microbatches {plan.microbatches}  "
+        f"stages_per_rank {plan.stages_per_rank}  "
+        f"placement {place if isinstance(place, str) else ','.join(map(str, place))}",
+        f"tp {program.tp}  dp {program.dp}  tied {'yes' if program.tied else 'no'}  "
+        f"clip {'yes' if program.clip else 'no'}",
+    ]
+    period = 8 * plan.stages if folded else 0
+    for rank, stream in enumerate(program.streams):
+        lines += ["", f"rank {rank}"]
+        lines += [f"  {line}" for line in _lines(stream.words, period)]
+    return "\n".join(lines) + "\n"
+
+
+def _lines(words: Words, period: int) -> Iterator[str]:
+    for times, body, steps in _fold(words, period):
+        parts: list[str] = []
+        for word, step in zip(body.tolist(), steps.tolist(), strict=True):
+            one = _instr(word, step)
+            if word & JOINED and parts:
+                parts[-1] += f" & {one}"
+            else:
+                parts.append(one)
+        text = "; ".join(parts)
+        yield text if times == 1 else f"{times} x  {text}"
+
+
+def _instr(word: int, step: int) -> str:
+    row = ROWS[word >> OP & 0xFF]
+    if row.per is Per.RANK:
+        return row.text
+    if row.per is Per.STAGE:
+        return f"{row.text} {word >> STAGE & 0xFFFF}"
+    sign = "" if not step else "+" if step > 0 else "-"
+    size = "" if abs(step) <= 1 else str(abs(step))
+    return f"{row.text} {word >> STAGE & 0xFFFF}.{word & 0xFFFFFFFF}{sign}{size}"
+
+
+def _fold(words: Words, period: int) -> Iterator[tuple[int, Words, Words]]:
+    """Cut into runs: (times, the first turn, how its microbatches step).
+
+    Greedy: at each place the run that saves most, the shorter turn if two save the same.
+    """
+    head, mb = words >> STAGE, words & 0xFFFFFFFF
+    joined = (words & JOINED) != 0
+    i, n = 0, len(words)
+    while i < n:
+        best, turn = 1, 1
+        while i + turn < n and joined[i + turn]:
+            turn += 1
+        saved = 0
+        ahead = head[i + 1 : i + 1 + period]
+        for k in (np.flatnonzero(ahead == head[i]) + 1).tolist():
+            if i + 2 * k > n or (i + 2 * k < n and joined[i + k]):
+                continue
+            times = _turns(head, mb, i, k)
+            if times > 1 and i + times * k < n and joined[i + times * k]:
+                times -= 1
+            if (times - 1) * k > saved:
+                best, turn, saved = times, k, (times - 1) * k
+        body = words[i : i + turn]
+        steps = mb[i + turn : i + 2 * turn] - mb[i : i + turn] if best > 1 else np.zeros_like(body)
+        yield best, body, steps
+        i += best * turn
+
+
+def _turns(head: Words, mb: Words, i: int, k: int) -> int:
+    """How often the k instructions from i on repeat, their microbatches stepping evenly."""
+    if not np.array_equal(head[i : i + k], head[i + k : i + 2 * k]):
+        return 1
+    step = mb[i + k : i + 2 * k] - mb[i : i + k]
+    turns, look = 2, 2
+    while True:
+        at = i + turns * k
+        look = min(look * 2, (len(head) - at) // k)
+        if look <= 0:
+            return turns
+        here, before = slice(at, at + look * k), slice(at - k, at + (look - 1) * k)
+        same = (head[here] == head[before]).reshape(look, k)
+        same &= (mb[here] - mb[before]).reshape(look, k) == step
+        good = same.all(1)
+        if not good.all():
+            return turns + int(good.argmin())
+        turns += look
+
+
+# ---------------------------------------------------------------- text to program
+
+
+class _Line(NamedTuple):
+    """A line of the text without its comment, for errors that show where."""
+
+    number: int
+    text: str
+
+    def error(self, fact: str, at: int = 0, hint: str = "") -> ParseError:
+        return ParseError(fact, line=self.number, column=at + 1, text=self.text, hint=hint)
+
+
+_PAIR = re.compile(r"\s*(\S+)(?:\s+(\S+))?")
+_RANK = re.compile(r"rank\s+(\d{1,9})\s*$")
+_TIMES = re.compile(r"\s*(\d{1,9})\s+x\s")
+_INSTR = re.compile(r"\s*([A-Za-z_]\w*)(?:\s+(\d{1,5})(?:\.(\d{1,10})([+-]\d{0,9})?)?)?\s*$")
+
+
+def parse(text: str) -> Program:
+    """The Program that a text says.
+
+    Raises ParseError with line and column where the text does not follow the grammar, and
+    PlanError where its plan cannot be; whether the program is right is for `check` to say.
+    """
+    lines = [
+        _Line(number, kept)
+        for number, line in enumerate(text.splitlines(), 1)
+        if (kept := line.split("#")[0].rstrip())
+    ]
+    if not lines or lines[0].text.split()[:1] != ["schedir"]:
+        first = lines[0] if lines else _Line(1, "")
+        raise first.error(f"a program begins with 'schedir {FORMAT}'")
+    if lines[0].text.split()[1:] != [str(FORMAT)]:
+        raise lines[0].error(f"this reads format {FORMAT}, not {lines[0].text[8:]!r}", 8)
+    begin = next((k for k, line in enumerate(lines) if line.text.startswith("rank ")), len(lines))
+    header = _header(lines[1:begin])
+    shape = {key: header[key] for key in _KEYS[:4] if key in header}
+    traits = {key: header[key] for key in _KEYS[4:] if key in header}
+    plan = Plan(**shape)
+    streams = _streams(lines[begin:], plan.ranks, lines[-1])
+    return Program(header["program"], plan, streams, **traits)
+
+
+def _header(lines: list[_Line]) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for line in lines:
+        if line.text.startswith("program "):
+            found["program"] = line.text[8:].strip()
+            continue
+        for pair in _PAIR.finditer(line.text):
+            key, value = pair.groups()
+            if key not in _KEYS:
+                near = get_close_matches(key, [*_KEYS, "program", "rank"], 1)
+                raise line.error(
+                    f"no key {key!r}", pair.start(1), f"did you mean {near[0]!r}?" if near else ""
+                )
+            if key in found:
+                raise line.error(f"{key} is given twice", pair.start(1))
+            found[key] = _value(line, pair.start(2), key, value)
+    for key in ("program", "ranks", "microbatches"):
+        if key not in found:
+            raise (lines[-1] if lines else _Line(1, "")).error(f"the header gives no {key!r}")
+    return found
+
+
+def _value(line: _Line, at: int, key: str, value: str | None) -> object:
+    if value is None:
+        raise line.error(f"{key} has no value", max(at, 0))
+    if key in ("tied", "clip"):
+        if value not in ("yes", "no"):
+            raise line.error(f"{key} is yes or no, not {value!r}", at)
+        return value == "yes"
+    if key == "placement":
+        if not value[0].isdigit():
+            return value
+        if not re.fullmatch(r"\d{1,9}(,\d{1,9})*", value):
+            raise line.error(f"placement is a name or ranks like 0,1,1,0, not {value!r}", at)
+        return tuple(map(int, value.split(",")))
+    if not re.fullmatch(r"\d{1,18}", value):
+        raise line.error(f"{key} must be a whole number, not {value!r}", at)
+    if key in ("tp", "dp") and not 1 <= int(value) <= 65535:
+        raise line.error(f"{key} must be from 1 to 65535, not {value}", at)
+    return int(value)
+
+
+def _streams(lines: list[_Line], ranks: int, last: _Line) -> tuple[Stream, ...]:
+    streams: list[list[Words]] = []
+    for line in lines:
+        if not line.text[0].isspace():
+            found = _RANK.match(line.text)
+            if not found:
+                raise line.error("expected 'rank N', or an instruction indented under one")
+            if int(found[1]) != len(streams):
+                raise line.error(f"expected rank {len(streams)}, not {found[1]}", found.start(1))
+            if len(streams) == ranks:
+                raise line.error(f"the header says {ranks} ranks", found.start(1))
+            streams.append([])
+        else:
+            streams[-1].append(_unfold(line))
+            if sum(map(len, streams[-1])) > _MOST:
+                raise line.error(f"a rank has more than the {_MOST} instructions allowed")
+    if len(streams) != ranks:
+        raise last.error(f"the header says {ranks} ranks, but there are {len(streams)}")
+    empty = np.empty(0, np.int64)
+    return tuple(Stream(np.concatenate([empty, *parts])) for parts in streams)
+
+
+def _unfold(line: _Line) -> Words:
+    found = _TIMES.match(line.text)
+    times, at = (int(found[1]), found.end()) if found else (1, 0)
+    if times < 1:
+        raise line.error("a line is repeated at least once", found.start(1) if found else 0)
+    turn, steps = [], []
+    for part in re.finditer(r"([;&]?)([^;&]*)", line.text[at:]):
+        if not part[0]:
+            continue
+        word, step = _read(line, at + part.start(2), part[2])
+        if part[1] == "&":
+            word |= JOINED
+        turn.append(word)
+        steps.append(step)
+    if times * len(turn) > _MOST:
+        raise line.error(f"the line unfolds to more than the {_MOST} instructions allowed")
+    for word, step in zip(turn, steps, strict=True):
+        end = (word & 0xFFFFFFFF) + step * (times - 1)
+        if not 0 <= end < 2**32:
+            raise line.error(f"microbatches run to {end}")
+    words = np.array(turn, np.int64) + np.arange(times)[:, None] * np.array(steps, np.int64)
+    return words.reshape(-1)
+
+
+def _read(line: _Line, at: int, part: str) -> tuple[int, int]:
+    """One instruction: its word and how its microbatch steps."""
+    at += len(part) - len(part.lstrip())
+    found = _INSTR.match(part)
+    if not found or found[1] not in BY_TEXT:
+        name = found[1] if found else part.strip()
+        near = get_close_matches(name, list(BY_TEXT), 1)
+        raise line.error(
+            f"no instruction {part.strip()!r}", at, f"did you mean {near[0]!r}?" if near else ""
+        )
+    op = BY_TEXT[found[1]]
+    per = ROWS[op].per
+    form = Per.RANK if found[2] is None else Per.STAGE if found[3] is None else Per.MICROBATCH
+    if form is not per:
+        want = f"{found[1]} {per.value}".strip()
+        raise line.error(f"{found[1]} is written {want!r}, not {part.strip()!r}", at)
+    stage, mb = int(found[2] or 0), int(found[3] or 0)
+    if stage > 0xFFFF or mb > 0xFFFFFFFF:
+        raise line.error(f"{part.strip()!r} is out of every range", at)
+    sign = found[4] or ""
+    step = 0 if not sign else int(sign[1:] or 1) * (1 if sign[0] == "+" else -1)
+    return int(Opcode(op)) << OP | stage << STAGE | mb, step

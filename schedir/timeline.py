@@ -1,0 +1,156 @@
+"""Timeline: what happened, or will.  Predicted and measured runs are the same type."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, Final, Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from schedir.memory import in_flight, peak_in_flight
+from schedir.ops import ROWS, Instr, Lane, Opcode
+from schedir.program import OPS, Program
+
+Spans = NDArray[Any]  # structured: SPAN
+
+SPAN: Final = np.dtype(
+    [("rank", "i4"), ("stage", "i4"), ("mb", "i4"), ("lane", "i2"), ("op", "i2"),
+     ("start", "f8"), ("end", "f8")]
+)  # fmt: skip
+_WORK: Final = (
+    Opcode.Forward,
+    Opcode.Backward,
+    Opcode.BackwardInput,
+    Opcode.BackwardWeight,
+)
+
+
+def spans_of(program: Program, start: NDArray[np.float64], end: NDArray[np.float64]) -> Spans:
+    """Spans of all instructions of a program, rank by rank, from their starts and ends."""
+    words = program.words
+    spans = np.empty(len(words), SPAN)
+    spans["rank"] = np.repeat(np.arange(program.plan.ranks), np.diff(program.offsets))
+    for s, lo, hi in zip(program.streams, program.offsets, program.offsets[1:], strict=False):
+        spans["op"][lo:hi], spans["stage"][lo:hi], spans["mb"][lo:hi] = s.op, s.stage, s.mb
+    spans["lane"] = np.array([row.lane for row in ROWS])[spans["op"]]
+    spans["start"], spans["end"] = start, end
+    return spans
+
+
+@dataclass(frozen=True, eq=False)
+class Timeline:
+    """Start and end of every instruction.
+
+    `spans` is a structured array with one entry per instruction, in the order of the program
+    (rank by rank, each in Stream order): rank, lane (a Lane), op (an Opcode), stage, mb, and
+    start and end in `unit` ("" for the units of the costs, "s" for a measured run).
+    """
+
+    program: Program
+    spans: Spans
+    kind: Literal["predicted", "measured"] = "predicted"
+    unit: str = ""
+
+    def __len__(self) -> int:
+        return len(self.spans)
+
+    def __repr__(self) -> str:
+        return (
+            f"<{self.kind} Timeline of {self.program.name}: span {self.span:g}{self.unit}, "
+            f"bubble {self.bubble:.1%}>"
+        )
+
+    @property
+    def ranks(self) -> int:
+        """How many pipeline ranks there are."""
+        return self.program.plan.ranks
+
+    @cached_property
+    def begin(self) -> float:
+        """When the first instruction starts."""
+        return float(self.spans["start"].min()) if len(self) else 0.0
+
+    @cached_property
+    def span(self) -> float:
+        """From the start of the first instruction to the end of the last (the makespan)."""
+        return float(self.spans["end"].max()) - self.begin if len(self) else 0.0
+
+    @cached_property
+    def busy(self) -> NDArray[np.float64]:
+        """Time that each rank's compute lane is in use, shape (ranks,).
+
+        A pair run together counts once.
+        """
+        return self._busy(self.spans["lane"] == Lane.COMPUTE)
+
+    def _busy(self, which: NDArray[np.bool_]) -> NDArray[np.float64]:
+        own = self.spans[which & ~self._second_of_pair]
+        busy = np.zeros(self.ranks)
+        np.add.at(busy, own["rank"], own["end"] - own["start"])
+        return busy
+
+    @cached_property
+    def _second_of_pair(self) -> NDArray[np.bool_]:
+        joined = np.concatenate([s.joined for s in self.program.streams])
+        second: NDArray[np.bool_] = joined & np.isin(self.spans["op"], _WORK)
+        return second
+
+    @cached_property
+    def idle(self) -> NDArray[np.float64]:
+        """Time within the span that each rank's compute lane is not in use, shape (ranks,)."""
+        return self.span - self.busy
+
+    @property
+    def bubble(self) -> float:
+        """Idle share of ranks x span, from 0 to 1."""
+        whole = self.span * self.ranks
+        return float(self.idle.sum()) / whole if whole else 0.0
+
+    @property
+    def bubble_over_ideal(self) -> float:
+        """Idle over busy time: the papers' bubble, (P-1)/m for 1F1B (SC21, section 2.2.1)."""
+        ideal = float(self.busy.sum())
+        return float(self.idle.sum()) / ideal if ideal else 0.0
+
+    @cached_property
+    def own_span(self) -> NDArray[np.float64]:
+        """From first start to last end of F, B, I, W on each rank, shape (ranks,)."""
+        work = np.isin(self.spans["op"], _WORK)
+        first, last = np.full(self.ranks, np.inf), np.full(self.ranks, -np.inf)
+        np.minimum.at(first, self.spans["rank"][work], self.spans["start"][work])
+        np.maximum.at(last, self.spans["rank"][work], self.spans["end"][work])
+        return np.where(last >= first, last - first, 0.0)
+
+    @cached_property
+    def idle_in_own_span(self) -> NDArray[np.float64]:
+        """Idle time of each rank within its own span: the zero-bubble papers' measure.
+
+        arXiv 2401.10241, section 5: what is left when ranks need not end together.
+        """
+        return self.own_span - self._busy(np.isin(self.spans["op"], _WORK))
+
+    @cached_property
+    def peak_in_flight(self) -> NDArray[np.int64]:
+        """Per rank, the most (stage, mb) alive at once: from F until B, or until W."""
+        return peak_in_flight(self.program)
+
+    @cached_property
+    def peak_memory(self) -> NDArray[np.float64]:
+        """Per rank, the most that is held at once, in activations of one (stage, mb)."""
+        return self.peak_in_flight.astype(float)
+
+    def in_flight(self, rank: int) -> tuple[NDArray[np.float64], NDArray[np.int64]]:
+        """Times and counts of (stage, mb) alive on a rank: a step curve."""
+        lo, hi = self.program.offsets[rank : rank + 2]
+        at, count = in_flight(self.program.streams[rank])
+        own = self.spans[lo:hi][at]
+        grows = own["op"] == Opcode.Forward
+        return np.where(grows, own["start"], own["end"]), count
+
+    def of(self, rank: int, index: int) -> tuple[Instr, float, float]:
+        """The instruction at an index of a rank's Stream, with its start and end."""
+        s = self.spans[int(self.program.offsets[rank]) + index]
+        instr = Instr(OPS[int(s["op"])], int(s["stage"]), int(s["mb"]))
+        return instr, float(s["start"]), float(s["end"])

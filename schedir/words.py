@@ -1,0 +1,210 @@
+"""Words: how a schedule is written.
+
+A word is what one rank does, as algebra: `3 * F + 5 * (F + B) + 3 * B`.  `+` is "then", `n *`
+is "n times", `F[j]` is F on the rank's j-th own stage.  Microbatches number themselves in
+order of occurrence, so a word stays as short as the idea; `F.at(mb)` says one when order does
+not.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from functools import partial
+from operator import index
+
+import numpy as np
+from numpy.typing import NDArray
+
+from schedir.errors import ProgramError, ScheduleError
+from schedir.ops import ROWS, Opcode
+from schedir.plan import Plan
+from schedir.program import JOINED, OP, STAGE, Program, Stream, Words, pack
+
+# In a letter, the microbatch that numbers itself, and the stage of a bare W.
+_AUTO, _OLDEST = 0xFFFFFFFF, 0xFFFF
+
+
+@dataclass(frozen=True, eq=False)
+class Word:
+    """What one rank does: letters in order, each an op, a stage of its own and a microbatch."""
+
+    letters: Words
+
+    def __add__(self, other: Word) -> Word:
+        if not isinstance(other, Word):
+            return NotImplemented
+        return Word(np.concatenate([self.letters, other.letters]))
+
+    def __radd__(self, other: object) -> Word:
+        return self if other == 0 else NotImplemented  # so that sum() needs no start
+
+    def __mul__(self, times: int) -> Word:
+        return Word(np.tile(self.letters, max(index(times), 0)))
+
+    __rmul__ = __mul__
+
+    def __getitem__(self, local: int) -> Word:
+        """The same on the rank's own stage number `local`, counted from 0."""
+        local = index(local)
+        if not 0 <= local < _OLDEST:
+            raise IndexError(f"a rank's own stages count from 0, not {local}")
+        return Word(self.letters & ~(0xFFFF << STAGE) | local << STAGE)
+
+    def at(self, mb: int) -> Word:
+        """The same on microbatch `mb`."""
+        mb = index(mb)
+        if not 0 <= mb < _AUTO:
+            raise IndexError(f"microbatches count from 0, not {mb}")
+        return Word(self.letters & ~_AUTO | mb)
+
+    __iter__ = None  # a word is one thing: without this, __getitem__ would make it endless
+
+    def __len__(self) -> int:
+        return len(self.letters)
+
+    def __repr__(self) -> str:
+        names = [ROWS[w >> OP & 0xFF].text for w in self.letters[:20].tolist()]
+        return f"<Word {' '.join(names)}{' ...' if len(self) > 20 else ''}>"
+
+
+F = Word(pack(Opcode.Forward, 0, _AUTO))
+B = Word(pack(Opcode.Backward, 0, _AUTO))
+I = Word(pack(Opcode.BackwardInput, 0, _AUTO))
+W = Word(pack(Opcode.BackwardWeight, _OLDEST, _AUTO))  # bare: the oldest I not yet finished
+EMPTY = Word(np.empty(0, np.int64))
+
+
+def weave(forwards: Word, backwards: Word, lead: int) -> Word:
+    """`lead` forwards, then forward and backward by turns, then the backwards that remain."""
+    f, b = forwards.letters, backwards.letters
+    lead = min(max(index(lead), 0), len(f))
+    turns = min(len(f) - lead, len(b))
+    both = np.empty(2 * turns, np.int64)
+    both[0::2], both[1::2] = f[lead : lead + turns], b[:turns]
+    return Word(np.concatenate([f[:lead], both, f[lead + turns :], b[turns:]]))
+
+
+def overlap(first: Word, second: Word) -> Word:
+    """The letters of both in pairs, each pair run together as one: DualPipe's cell."""
+    if len(first) != len(second):
+        raise ValueError(f"overlap pairs letters: {len(first)} do not go with {len(second)}")
+    return Word(np.stack([first.letters, second.letters | JOINED], 1).reshape(-1))
+
+
+Schedule = Callable[..., Word | Iterable[Word]]
+
+
+def name_of(schedule: Schedule) -> str:
+    """The name a schedule goes by."""
+    while isinstance(schedule, partial):
+        schedule = schedule.func
+    return str(getattr(schedule, "__name__", type(schedule).__name__))
+
+
+def draft(schedule: Schedule, plan: Plan) -> Program:
+    """Spell a schedule out: F, B, I and W of every rank, no communication yet.
+
+    `schedule` is called with (rank, ranks, microbatches), and with `v`, the plan's stages per
+    rank, if it has a parameter of that name.  It returns a Word or yields Words.
+
+    Raises ScheduleError if it does not, raises, or names a stage that the rank does not own.
+    """
+    name = name_of(schedule)
+    options = {}
+    try:
+        parameters = inspect.signature(schedule).parameters
+    except (TypeError, ValueError):
+        raise ScheduleError(f"a schedule is a function, not {schedule!r}") from None
+    bound = schedule.keywords if isinstance(schedule, partial) else {}
+    if "v" in parameters and "v" not in bound:
+        options["v"] = plan.stages_per_rank
+    call = partial(schedule, **options)
+    try:
+        inspect.signature(call).bind(0, plan.ranks, plan.microbatches)
+    except TypeError:
+        raise ScheduleError(
+            f"a schedule takes (rank, ranks, microbatches), but this one takes "
+            f"{inspect.signature(schedule)}",
+            program=name,
+            hint="bind other options with functools.partial",
+        ) from None
+    streams = []
+    for rank in range(plan.ranks):
+        word = _called(call, name, rank, plan)
+        try:
+            streams.append(_spell(word, rank, plan))
+        except ProgramError as error:
+            error.program = name
+            raise
+    return Program(name, plan, tuple(streams))
+
+
+def _called(call: Schedule, name: str, rank: int, plan: Plan) -> Word:
+    what = f"the schedule of rank {rank} of {plan.ranks}"
+    try:
+        said = call(rank, plan.ranks, plan.microbatches)
+        words = [said] if isinstance(said, Word) or said is None else list(said)
+    except ProgramError:
+        raise
+    except Exception as error:
+        raise ScheduleError(
+            f"{what} raised {type(error).__name__}: {error}", program=name
+        ) from error
+    for word in words:
+        if not isinstance(word, Word):
+            raise ScheduleError(
+                f"{what} must return words, not {word!r}",
+                program=name,
+                hint="return a sum of F, B, I, W, or yield them",
+            )
+    return Word(np.concatenate([EMPTY.letters, *(w.letters for w in words)]))
+
+
+def _spell(word: Word, rank: int, plan: Plan) -> Stream:
+    """Letters to instructions: own stages to stages of the model, and microbatches by count."""
+    letters, own = word.letters, plan.stages_of[rank]
+    op, local, mb = letters >> OP & 0xFF, letters >> STAGE & 0xFFFF, letters & _AUTO
+    oldest = local == _OLDEST
+    if len(own) == 1:
+        local = np.where(oldest, 0, local)
+        oldest = np.zeros_like(oldest)
+    foreign = np.flatnonzero((local >= len(own)) & ~oldest)
+    if len(foreign):
+        k = int(foreign[0])
+        raise ScheduleError(
+            f"rank {rank} names {ROWS[op[k]].text}[{local[k]}] as its letter #{k}, but owns "
+            f"{len(own)} stage{'s' * (len(own) > 1)}: {', '.join(map(str, own))}"
+        )
+    backward = np.where(op == Opcode.BackwardInput, Opcode.Backward, op)  # B and I count as one
+    auto = _count(backward << 16 | local)
+    w, i = np.flatnonzero(op == Opcode.BackwardWeight), np.flatnonzero(op == Opcode.BackwardInput)
+    if oldest.any():
+        if not oldest[w].all():
+            raise ScheduleError(f"rank {rank} says both W and W[j]: say W[j] everywhere")
+        if len(w) > len(i):
+            raise ScheduleError(f"rank {rank} has {len(w)} W for {len(i)} I")
+        local = local.copy()
+        local[w] = local[i[: len(w)]]
+    mb = np.where(mb == _AUTO, auto, mb)
+    # The k-th W of a stage, or of the rank where W is bare, finishes its k-th I.
+    for stage in [slice(None)] if oldest.any() else range(len(own)):
+        ws = w if isinstance(stage, slice) else w[local[w] == stage]
+        js = i if isinstance(stage, slice) else i[local[i] == stage]
+        n = min(len(ws), len(js))
+        free = (letters[ws[:n]] & _AUTO) == _AUTO
+        mb[ws[:n][free]] = mb[js[:n][free]]
+    stages = np.array(own, np.int64)[local]
+    return Stream(pack(op, stages, mb) | letters & JOINED)
+
+
+def _count(key: Words) -> Words:
+    """How many equal keys came before each one: [a a b a b] -> [0 1 0 2 1]."""
+    order = np.argsort(key, kind="stable")
+    ordered: NDArray[np.int64] = key[order]
+    new = np.r_[True, ordered[1:] != ordered[:-1]][: len(key)]
+    begin = np.maximum.accumulate(np.where(new, np.arange(len(key)), 0))
+    out = np.empty(len(key), np.int64)
+    out[order] = np.arange(len(key)) - begin
+    return out
