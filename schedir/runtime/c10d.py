@@ -1,0 +1,146 @@
+"""Processes over torch.distributed: mesh, transport, and what ranks must agree on."""
+
+from __future__ import annotations
+
+import socket
+from time import perf_counter
+from typing import Any, cast
+
+import numpy as np
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from schedir.errors import ModelError
+from schedir.graph import Graph, Model
+from schedir.ops import Lane
+from schedir.program import Program
+from schedir.runtime.executor import Executor
+from schedir.runtime.transport import Group, Work
+from schedir.timeline import Timeline, spans_of
+
+
+class Gloo:
+    """The transport of CPU processes.  Its progress model is `edge`.
+
+    Ranks lie in a mesh (dp, pp, tp), tp innermost, so that tensor-parallel groups are
+    neighbours.  Gloo honours tags: one tag per lane makes each directed edge a queue of its
+    own, which nothing else can hold up.
+
+    `torch.distributed` must be initialised with pp * tp * dp processes.
+    Raises ModelError otherwise.
+    """
+
+    model: Model = "edge"
+
+    def __init__(self, program: Program) -> None:
+        self.tp, self.dp, pp = program.tp, program.dp, program.plan.ranks
+        world = dist.get_world_size()
+        if world != pp * self.tp * self.dp:
+            raise ModelError(
+                f"{world} processes do not make pp {pp} x tp {self.tp} x dp {self.dp} = "
+                f"{pp * self.tp * self.dp}",
+                program=program.name,
+            )
+        mesh = init_device_mesh("cpu", (self.dp, pp, self.tp), mesh_dim_names=("dp", "pp", "tp"))
+        self.mesh = mesh
+        self.rank = mesh.get_local_rank("pp")
+        self.tp_rank = mesh.get_local_rank("tp")
+        self.dp_rank = mesh.get_local_rank("dp")
+        self.pipeline = mesh.get_group("pp")
+        self.tp_group = mesh.get_group("tp") if self.tp > 1 else None
+        self.groups: dict[Group, Any] = {
+            "dp": mesh.get_group("dp"),
+            "model": mesh["pp", "tp"]._flatten().get_group(),
+        }
+        if program.tied:
+            self.groups["tied"] = _first_and_last(mesh, program)
+        self._agree_on(program)
+        self.offset = _clock_offset()
+
+    def _agree_on(self, program: Program) -> None:
+        """Every process must run the same program: to find out later would be a hang."""
+        digests: list[str] = [""] * dist.get_world_size()
+        dist.all_gather_object(digests, program.digest)
+        if len(set(digests)) > 1:
+            other = next(k for k, d in enumerate(digests) if d != digests[0])
+            raise ModelError(
+                f"processes 0 and {other} have different programs: {digests[0][:12]} and "
+                f"{digests[other][:12]}",
+                program=program.name,
+            )
+
+    def send(self, tensor: Tensor, peer: int, lane: Lane) -> Work:
+        """Start to send; Gloo's sends run on their own."""
+        work = dist.isend(tensor, group=self.pipeline, group_dst=peer, tag=int(lane))
+        return cast(Work, work)
+
+    def recv(self, tensor: Tensor, peer: int, lane: Lane) -> Work:
+        """Start to receive."""
+        work = dist.irecv(tensor, group=self.pipeline, group_src=peer, tag=int(lane))
+        return cast(Work, work)
+
+    def all_reduce(self, tensor: Tensor, group: Group) -> Work:
+        """Start to sum in place."""
+        return cast(Work, dist.all_reduce(tensor, group=self.groups[group], async_op=True))
+
+    def all_gather(self, whole: Tensor, shard: Tensor) -> Work:
+        """Start to make a tensor whole."""
+        work = dist.all_gather_into_tensor(whole, shard, group=self.tp_group, async_op=True)
+        return cast(Work, work)
+
+
+def _first_and_last(mesh: DeviceMesh, program: Program) -> Any:
+    """The group of the two holders of the tied weight that this process needs; None for others.
+
+    Every process takes part in making every group, in one order.
+    """
+    rank_of = program.plan.rank_of
+    ends = sorted({int(rank_of[0]), int(rank_of[-1])})
+    mine = None
+    for replica in mesh.mesh.tolist():
+        for holders in zip(*(replica[r] for r in ends), strict=True):
+            group = dist.new_group(list(holders))
+            if dist.get_rank() in holders:
+                mine = group
+    return mine
+
+
+def _clock_offset() -> float:
+    """What to take from this process's clock to have process 0's, in seconds.
+
+    Processes of one machine share the clock.  Others are compared once, as all leave a
+    barrier: good to about the time that a barrier takes.
+    """
+    dist.barrier()
+    clocks: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(clocks, (socket.gethostname(), perf_counter()))
+    host, now = clocks[0]
+    mine = clocks[dist.get_rank()]
+    return 0.0 if mine[0] == host else float(mine[1] - now)
+
+
+def measured(executor: Executor, transport: Gloo) -> Timeline | None:
+    """The last step's Timeline, in seconds from its first instruction; None but on process 0.
+
+    Of the replicas and tensor-parallel ranks, the first ones are shown.  A message lasts from
+    when both sides are there until the receiver saw it arrive.  All processes must call this.
+    """
+    own = (np.array(executor.began), np.array(executor.ended), transport.offset)
+    everyone: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, own)
+    if dist.get_rank():
+        return None
+    shown = [everyone[int(k)] for k in transport.mesh.mesh[0, :, 0].tolist()]
+    start = np.concatenate([began - offset for began, _, offset in shown])
+    end = np.concatenate([ended - offset for _, ended, offset in shown])
+    # Both sides of a message are one node, and so are all members of a collective.
+    node = Graph(executor.program, transport.model).node
+    late, over = np.full((2, len(node)), -np.inf)
+    np.maximum.at(late, node, start)
+    np.maximum.at(over, node, end)
+    spans = spans_of(executor.program, late[node], np.maximum(late, over)[node])
+    origin = spans["start"].min()
+    spans["start"] -= origin
+    spans["end"] -= origin
+    return Timeline(executor.program, spans, "measured", "s")

@@ -1,0 +1,27 @@
+"""Gradients: one flat static buffer per stage, of which every `.grad` is a view."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+
+class Gradients:
+    """The gradient buffer of a stage.
+
+    Backward passes accumulate into the views, so a reduction is one call on `flat`.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self.parameters = [p for p in module.parameters() if p.requires_grad]
+        total = sum(p.numel() for p in self.parameters)
+        like = self.parameters[0] if self.parameters else torch.empty(0)
+        self.flat: Tensor = torch.zeros(total, dtype=like.dtype, device=like.device)
+        at = 0
+        for p in self.parameters:
+            p.grad = self.flat[at : at + p.numel()].view_as(p)
+            at += p.numel()
+
+    def zero(self) -> None:
+        """Forget everything, before a step."""
+        self.flat.zero_()

@@ -1,0 +1,130 @@
+"""In-process: all ranks of a program in one process, in any legal order.
+
+For property tests and for looking at a schedule on one machine: what the dependency graph
+allows is what happens, in an order that a seed decides.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict, deque
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+
+from schedir.errors import ModelError
+from schedir.graph import Graph, Model
+from schedir.ops import Lane
+from schedir.program import Program
+from schedir.runtime.executor import Boundary, Executor, Loss
+from schedir.runtime.transport import Done, Group, Work
+
+
+class _Hub:
+    """Where the virtual ranks meet: messages on their way, and collectives half arrived."""
+
+    def __init__(self) -> None:
+        self.mail: dict[tuple[Lane, int, int], deque[Tensor]] = defaultdict(deque)
+        self.meeting: dict[Group, list[Tensor]] = defaultdict(list)
+
+
+class _Mailbox:
+    """The transport of one virtual rank."""
+
+    tp, dp, tp_rank = 1, 1, 0
+
+    def __init__(self, hub: _Hub, rank: int, members: dict[Group, int], model: Model) -> None:
+        self.hub, self.rank, self.members, self.model = hub, rank, members, model
+
+    def send(self, tensor: Tensor, peer: int, lane: Lane) -> Work:
+        self.hub.mail[lane, self.rank, peer].append(tensor.clone())
+        return Done()
+
+    def recv(self, tensor: Tensor, peer: int, lane: Lane) -> Work:
+        tensor.copy_(self.hub.mail[lane, peer, self.rank].popleft())
+        return Done()
+
+    def all_reduce(self, tensor: Tensor, group: Group) -> Work:
+        """The last to come sums for all, first rank first whatever the order of arrival."""
+        meeting = self.hub.meeting[group]
+        meeting.append(tensor)
+        if len(meeting) == self.members[group]:
+            total = torch.stack(meeting).sum(0) if len(meeting) != 2 else meeting[0] + meeting[1]
+            for member in meeting:
+                member.copy_(total)
+            meeting.clear()
+        return Done()
+
+    def all_gather(self, whole: Tensor, shard: Tensor) -> Work:
+        raise NotImplementedError("virtual ranks have no tensor-parallel group")
+
+
+class InProcess:
+    """All ranks of a program as virtual ranks of this process.
+
+    `stages` are all the stages of the model, in order.  Raises ModelError for programs with
+    tensor- or data-parallel groups, whose ranks run at once and need processes.
+    """
+
+    def __init__(
+        self,
+        program: Program,
+        stages: Sequence[nn.Module],
+        *,
+        loss: Loss,
+        boundary: Boundary,
+        model: Model = "edge",
+        max_norm: float = 1.0,
+    ) -> None:
+        if (program.tp, program.dp) != (1, 1):
+            raise ModelError("virtual ranks run with tp 1 and dp 1", program=program.name)
+        if len(stages) != program.plan.stages:
+            raise ModelError(
+                f"{len(stages)} stages are given, the program has {program.plan.stages}",
+                program=program.name,
+            )
+        plan = program.plan
+        members: dict[Group, int] = {
+            "dp": 1,
+            "tied": len({int(plan.rank_of[0]), int(plan.rank_of[-1])}),
+            "model": plan.ranks,
+        }
+        hub = _Hub()
+        self.program = program
+        self.ranks = [
+            Executor(
+                program,
+                rank,
+                {s: stages[s] for s in plan.stages_of[rank]},
+                _Mailbox(hub, rank, members, model),
+                loss=loss,
+                boundary=boundary,
+                max_norm=max_norm,
+            )
+            for rank in range(plan.ranks)
+        ]
+        self.graph = Graph(program, model)
+        # Who is at a node, by (rank, index); a send names its node, so it comes first.
+        self.at: list[list[tuple[int, int]]] = [[] for _ in range(self.graph.nodes)]
+        for position, node in enumerate(self.graph.node.tolist()):
+            rank, index, _ = self.graph.place(position)
+            self.at[node].insert(0 if position == node else len(self.at[node]), (rank, index))
+
+    def step(
+        self,
+        inputs: Sequence[Tensor],
+        targets: Sequence[Tensor],
+        scale: float = 1.0,
+        seed: int = 0,
+    ) -> Tensor:
+        """Run every rank's Stream once, in the legal order that `seed` picks.
+
+        As Executor.step; returns the sum of losses.
+        """
+        for rank in self.ranks:
+            rank.begin(inputs, targets, scale)
+        for node in self.graph.any_order(seed):
+            for r, index in self.at[node]:
+                self.ranks[r].call(index)
+        losses = [loss for rank in self.ranks if (loss := rank.finish()) is not None]
+        return losses[0]

@@ -1,0 +1,53 @@
+"""Transport: what the executor asks of whoever moves tensors between ranks."""
+
+from __future__ import annotations
+
+from typing import Literal, Protocol
+
+from torch import Tensor
+
+from schedir.graph import Model
+from schedir.ops import Lane
+
+Group = Literal["dp", "tied", "model"]
+
+
+class Work(Protocol):
+    """Something under way.  `wait` is called once, and blocks until it has ended."""
+
+    def wait(self) -> object: ...
+
+
+class Transport(Protocol):
+    """Moves tensors for one rank.  Nothing here blocks; a Work's `wait` does.
+
+    `model` is the progress model that it gives: the executor refuses programs that are not
+    proven under it.  `tp` and `dp` are the sizes of its groups, `tp_rank` this process's place
+    in its tensor-parallel group.  Messages of one lane between two ranks arrive in the order
+    in which they are sent.
+    """
+
+    model: Model
+    tp: int
+    dp: int
+    tp_rank: int
+
+    def send(self, tensor: Tensor, peer: int, lane: Lane) -> Work:
+        """Start to send to a pipeline rank; the tensor must not change before the end."""
+
+    def recv(self, tensor: Tensor, peer: int, lane: Lane) -> Work:
+        """Start to receive from a pipeline rank."""
+
+    def all_reduce(self, tensor: Tensor, group: Group) -> Work:
+        """Start to sum in place: over the replicas of a stage ("dp"), the holders of the tied
+        weight ("tied"), or all that hold a part of one replica of the model ("model")."""
+
+    def all_gather(self, whole: Tensor, shard: Tensor) -> Work:
+        """Start to make a tensor whole from the 1/t of each tensor-parallel rank; both flat."""
+
+
+class Done:
+    """Work that had ended when it was returned."""
+
+    def wait(self) -> None:
+        """Return at once."""
