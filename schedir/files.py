@@ -1,0 +1,31 @@
+"""Files appear whole or not at all."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from schedir.errors import UsageError
+
+
+@contextmanager
+def replacing(path: str | Path) -> Iterator[Path]:
+    """A temporary name beside `path`; what is written there becomes `path` when the block ends.
+
+    If the block raises, `path` is left as it was.  Raises UsageError for a path that cannot be
+    written, and for one that is there but is no ordinary file.
+    """
+    target = Path(path)
+    temporary = target.with_name(f".{target.name}.{os.getpid()}") if target.name else target
+    try:
+        if target.exists() and not target.is_file():  # never rename over a folder or a device
+            raise UsageError(f"cannot write {path}: it is there and is no ordinary file")
+        yield temporary
+        os.replace(temporary, target)
+    except OSError as error:
+        raise UsageError(f"cannot write {path}: {error.strerror or error}") from None
+    finally:
+        if temporary.is_file() and temporary != target:
+            temporary.unlink()

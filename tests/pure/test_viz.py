@@ -1,0 +1,297 @@
+"""Pictures: what is drawn is what the Timeline says, in colours that can be told apart."""
+
+import subprocess
+import sys
+from itertools import pairwise
+from pathlib import Path
+
+import numpy as np
+import pytest
+from matplotlib.collections import PolyCollection
+from matplotlib.figure import Figure
+
+from schedir.compile import compile
+from schedir.costs import Costs
+from schedir.errors import UsageError
+from schedir.ops import Lane, Opcode
+from schedir.plan import Plan
+from schedir.program import Program
+from schedir.schedules import gpipe, interleaved, one_f_one_b
+from schedir.simulate import simulate
+from schedir.text import parse
+from schedir.timeline import Timeline, spans_of
+from schedir.viz import compare, gantt, save
+from schedir.viz.palette import TONES, at_lightness, ink, lightness, linear, luminance, shade
+from schedir.viz.sheet import Sheet
+from schedir.words import B, F, I, Schedule, W, Word, overlap
+
+ROOT = Path(__file__).resolve().parents[2]
+LETTERS = (Opcode.Forward, Opcode.BackwardInput, Opcode.BackwardWeight, Opcode.Backward)
+
+
+def timeline(
+    schedule: Schedule = one_f_one_b, ranks: int = 4, m: int = 8, v: int = 1, **cost: float
+) -> Timeline:
+    costs = Costs(**cost)
+    return simulate(compile(schedule, Plan(ranks, m, v), costs=costs), costs)
+
+
+def split(r: int, P: int, m: int) -> Word:
+    return m * F + m * (I + W)
+
+
+def cells(r: int, P: int, m: int) -> Word:
+    lead = P - 1 - r
+    return (lead + 1) * F + (m - lead - 1) * overlap(B, F) + (lead + 1) * B
+
+
+def measured(t: Timeline, second: float = 1e-3) -> Timeline:
+    """The same, as if it had been measured: in seconds, and not from 0."""
+    spans = t.spans.copy()
+    spans["start"], spans["end"] = spans["start"] * second + 7, spans["end"] * second + 7
+    return Timeline(t.program, spans, "measured", "s")
+
+
+def texts(figure: Figure, axes: int = 0) -> list[str]:
+    return [t.get_text() for t in figure.axes[axes].texts]
+
+
+def areas(figure: Figure, axes: int = 0) -> list[float]:
+    """The area of the boxes of each collection: idle, empty lanes, compute, communication."""
+    sums = []
+    for collection in figure.axes[axes].collections:
+        assert isinstance(collection, PolyCollection)
+        corners = [path.vertices for path in collection.get_paths()]
+        sums.append(sum(float(np.prod(np.ptp(c, axis=0))) for c in corners))
+    return sums
+
+
+# ---------------------------------------------------------------- what is drawn
+
+
+@pytest.mark.parametrize("t", [timeline(), timeline(gpipe), timeline(cells), timeline(split)])
+def test_boxes_and_bubbles_fill_the_rows(t: Timeline) -> None:
+    idle, _, busy, _ = areas(gantt(t))
+    assert idle == pytest.approx(t.idle.sum())
+    assert busy == pytest.approx(t.busy.sum())
+
+
+def test_rank_0_is_on_top_and_time_goes_right() -> None:
+    axes = gantt(timeline()).axes[0]
+    assert [label.get_text() for label in axes.get_yticklabels()] == [f"rank {r}" for r in range(4)]
+    assert axes.yaxis_inverted() and not axes.xaxis_inverted()
+    assert axes.get_xlim() == (0, 33)
+
+
+def test_title_says_name_kind_bubble_and_span() -> None:
+    axes = gantt(timeline()).axes[0]
+    assert axes.get_title("left") == "one_f_one_b (predicted)"
+    assert axes.get_title("right") == "bubble 27.3%, span 33 units of cost"
+    axes = gantt(measured(timeline())).axes[0]
+    assert axes.get_title("left") == "one_f_one_b (measured)"
+    assert axes.get_title("right") == "bubble 27.3%, span 33 ms"
+    assert axes.get_xlabel() == "time in ms"
+
+
+def test_boxes_bear_letter_and_microbatch() -> None:
+    assert sorted(texts(gantt(timeline(ranks=2, m=3)))) == sorted(
+        [f"{letter}{mb}" for letter in "FB" for mb in range(3)] * 2
+    )
+    assert {t[0] for t in texts(gantt(timeline(split)))} == {"F", "I", "W"}
+
+
+def test_stages_of_a_rank_are_told_apart() -> None:
+    figure = gantt(timeline(interleaved, ranks=2, m=2, v=2))
+    assert {t for t in texts(figure) if t[0] == "s"} == {"s0", "s1", "s2", "s3"}
+    faces = figure.axes[0].collections[2].get_facecolor()
+    assert len(np.unique(np.asarray(faces), axis=0)) == 4  # F and B, two shades each
+    assert len(figure.legends[0].get_texts()) == 3
+
+
+def test_numbers_that_do_not_fit_are_left_out() -> None:
+    assert texts(gantt(timeline(ranks=16, m=200))) == []
+    assert texts(gantt(timeline(), width=1.0)) == []
+
+
+def test_a_pair_is_one_box_cut_in_two() -> None:
+    sheet = Sheet(timeline(cells))
+    high = sheet.bottom - sheet.top
+    halves = np.flatnonzero((abs(high - 0.5) < 0.01) & (sheet.op <= Opcode.Backward))
+    assert len(halves) == 2 * sum(int(s.joined.sum()) for s in sheet.timeline.program.streams) > 0
+    first, second = halves[::2], halves[1::2]
+    assert np.allclose(sheet.bottom[first], sheet.top[second])
+    assert (sheet.left[first] == sheet.left[second]).all()
+
+
+def test_lanes_are_there_when_they_take_time() -> None:
+    assert Sheet(timeline()).lanes == []
+    assert Sheet(timeline(send=0.1)).lanes == [Lane.ACT, Lane.GRAD]
+    assert Sheet(timeline(reduce_grads=1)).lanes == [Lane.DP]
+    legend = gantt(timeline(send=0.1, reduce_grads=1, step=1)).legends[0]
+    assert [t.get_text() for t in legend.get_texts()] == [
+        "F forward", "B backward", "optimizer step", "idle",
+        "activations in, out", "gradients in, out", "reductions",
+    ]  # fmt: skip
+
+
+def test_receives_and_sends_of_a_lane_do_not_hide_each_other() -> None:
+    costs = Costs(send=0.5)
+    program = compile(one_f_one_b, Plan(4, 8), costs=costs, model="edge")
+    sheet = Sheet(simulate(program, costs, model="edge"))
+    talk = sheet.talk[np.lexsort((sheet.left[sheet.talk], sheet.top[sheet.talk]))]
+    for a, b in pairwise(talk.tolist()):
+        assert sheet.top[a] != sheet.top[b] or sheet.right[a] <= sheet.left[b] + 1e-9
+
+
+def test_nothing_leaves_its_row() -> None:
+    sheet = Sheet(timeline(send=0.1, reduce_grads=1, step=1))
+    row = sheet.timeline.spans["rank"]
+    assert (sheet.top >= row * sheet.pitch).all()
+    assert (sheet.bottom < (row + 1) * sheet.pitch).all()
+    assert sheet.bottom.max() <= sheet.height
+
+
+def test_a_program_without_time_or_instructions_is_a_picture_too(tmp_path: Path) -> None:
+    free = timeline(F=0, I=0, W=0)
+    empty: Program = parse("schedir 1\nprogram none\nranks 1 microbatches 1\nrank 0\n")
+    none = np.empty(0)
+    for k, t in enumerate([free, Timeline(empty, spans_of(empty, none, none))]):
+        save(gantt(t), tmp_path / f"{k}.png")
+
+
+def test_many_boxes_make_a_picture_of_bounded_size(tmp_path: Path) -> None:
+    figure = gantt(timeline(ranks=64, m=256))
+    assert (figure.get_size_inches() <= 28).all()
+    assert len(figure.axes[0].get_yticks()) == 64
+    save(figure, tmp_path / "x.png")
+    ticks = gantt(timeline(ranks=300, m=1)).axes[0].get_yticks()
+    assert len(ticks) < 300  # every other rank is named, so that names do not overlap
+
+
+def test_any_name_can_be_a_title(tmp_path: Path) -> None:
+    text = "schedir 1\nprogram $\\bad${}_^%\nranks 1 microbatches 1\nrank 0\n F 0.0\n"
+    figure = gantt(simulate(parse(text)))
+    assert "$\\bad${}_^%" in figure.axes[0].get_title("left")
+    save(figure, tmp_path / "x.png")
+    long = simulate(parse(text.replace("$\\bad${}_^%", "n" * 300)))
+    assert len(gantt(long).axes[0].get_title("left")) < 80
+
+
+# ---------------------------------------------------------------- under each other
+
+
+def test_compare_shares_one_axis() -> None:
+    figure = compare([timeline(), timeline(m=16), timeline(gpipe)])
+    assert {axes.get_xlim() for axes in figure.axes} == {(0, 57)}
+    assert [axes.get_xlabel() for axes in figure.axes] == ["", "", "time in units of cost"]
+    assert not figure.texts
+
+
+def test_compare_of_different_units_says_how_it_scales() -> None:
+    predicted, real = timeline(), measured(timeline(send=0.5))
+    figure = compare([predicted, real])
+    ends = [axes.get_xlim()[1] for axes in figure.axes]
+    assert ends[0] / predicted.busy.mean() == pytest.approx(ends[1] / real.busy.mean())
+    assert ends[1] == pytest.approx(real.span)
+    assert "scaled" in figure.texts[0].get_text()
+    assert [axes.get_xlabel() for axes in figure.axes] == ["time in units of cost", "time in ms"]
+
+
+def test_compare_needs_something() -> None:
+    with pytest.raises(UsageError):
+        compare([])
+
+
+# ---------------------------------------------------------------- colours
+
+# Colour as dichromats see it, in linear light (Machado, Oliveira and Fernandes 2009, severity 1).
+BLIND = {
+    "protan": ((0.152286, 1.052583, -0.204868), (0.114503, 0.786281, 0.099216),
+               (-0.003882, -0.048116, 1.051998)),
+    "deutan": ((0.367322, 0.860646, -0.227968), (0.280085, 0.672501, 0.047413),
+               (-0.011820, 0.042940, 0.968881)),
+    "tritan": ((1.255528, -0.076749, -0.178779), (-0.078411, 0.930809, 0.147602),
+               (0.004733, 0.691367, 0.303900)),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("stages", [1, 2, 3, 8])
+def test_letters_differ_in_grey(stages: int) -> None:
+    bands = [[lightness(shade(op, k, stages)) for k in range(stages)] for op in LETTERS]
+    assert all(min(a) > max(b) + 7 for a, b in pairwise(bands))
+
+
+def test_forward_is_light_and_backward_dark() -> None:
+    assert lightness(shade(Opcode.Forward, 0, 1)) > 80
+    assert lightness(shade(Opcode.Backward, 0, 1)) < 30
+
+
+@pytest.mark.parametrize("kind", BLIND)
+@pytest.mark.parametrize("stages", [1, 2, 8])
+def test_letters_differ_for_the_colour_blind(kind: str, stages: int) -> None:
+    def seen(op: Opcode, k: int) -> float:
+        light = np.clip(np.asarray(BLIND[kind]) @ linear(shade(op, k, stages)), 0, 1)
+        return float(116 * np.cbrt(light @ (0.2126, 0.7152, 0.0722)) - 16)
+
+    bands = [[seen(op, k) for k in range(stages)] for op in LETTERS]
+    assert all(min(a) > max(b) + 5 for a, b in pairwise(bands))
+
+
+@pytest.mark.parametrize("stages", [2, 4])
+def test_shades_of_a_letter_differ(stages: int) -> None:
+    for op in TONES:
+        shades = [lightness(shade(op, k, stages)) for k in range(stages)]
+        assert all(a > b + 2 for a, b in pairwise(shades))
+
+
+def test_mixing_reaches_the_lightness() -> None:
+    for l_star in (9, 30, 60, 95):
+        assert lightness(at_lightness("#f0a63c", l_star)) == pytest.approx(l_star)
+
+
+def test_text_reads_on_every_box() -> None:
+    for op in TONES:
+        for k in range(8):
+            box = shade(op, k, 8)
+            pair = sorted([luminance(box) + 0.05, 0.05 if ink(box) == "black" else 1.05])
+            assert pair[1] / pair[0] >= 4.5
+
+
+# ---------------------------------------------------------------- files
+
+
+@pytest.mark.parametrize(
+    ("name", "begins"), [("x.png", b"\x89PNG"), ("x.SVG", b"<?xml"), ("x.pdf", b"%PDF")]
+)
+def test_save_by_suffix(tmp_path: Path, name: str, begins: bytes) -> None:
+    for _ in range(2):  # also over what is there
+        save(gantt(timeline(ranks=2, m=2)), tmp_path / name)
+    assert (tmp_path / name).read_bytes().startswith(begins)
+    assert [f.name for f in tmp_path.iterdir()] == [name]
+
+
+def test_text_stays_text_and_equal_pictures_are_equal_files(tmp_path: Path) -> None:
+    for name in ("a.svg", "b.svg", "a.pdf", "b.pdf"):
+        save(gantt(timeline(ranks=2, m=2)), tmp_path / name)
+    assert ">one_f_one_b (predicted)</text>" in (tmp_path / "a.svg").read_text()
+    assert b"/FontFile2" in (tmp_path / "a.pdf").read_bytes()
+    for suffix in ("svg", "pdf"):
+        a, b = (tmp_path / f"{name}.{suffix}" for name in "ab")
+        assert a.read_bytes() == b.read_bytes()
+
+
+@pytest.mark.parametrize("name", ["x.gif", "x", ".png", "no/such/folder/x.png", "folder.png"])
+def test_what_cannot_be_saved_is_refused(tmp_path: Path, name: str) -> None:
+    (tmp_path / "folder.png").mkdir()
+    with pytest.raises(UsageError, match=name):
+        save(gantt(timeline(ranks=2, m=2)), tmp_path / name)
+    assert [f.name for f in tmp_path.iterdir()] == ["folder.png"]
+
+
+def test_matplotlib_comes_with_the_first_picture_and_pyplot_never() -> None:
+    code = (
+        "import sys, schedir.viz; assert 'matplotlib' not in sys.modules\n"
+        "schedir.viz.gantt; assert 'matplotlib' in sys.modules\n"
+        "assert 'matplotlib.pyplot' not in sys.modules"
+    )
+    subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True)

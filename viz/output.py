@@ -1,0 +1,44 @@
+"""Figures to files."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, Final
+
+import matplotlib
+from matplotlib.figure import Figure
+
+from schedir.errors import UsageError
+from schedir.files import replacing
+
+# By suffix, the metadata that would make two equal pictures differ, left out.
+FORMATS: Final[dict[str, dict[str, None]]] = {
+    ".png": {},
+    ".svg": {"Date": None},
+    ".pdf": {"CreationDate": None},
+}
+# Text stays text: fonts are embedded in PDF, named in SVG; equal pictures are equal bytes.
+_STYLE: Final[dict[Any, Any]] = {
+    "pdf.fonttype": 42,
+    "svg.fonttype": "none",
+    "svg.hashsalt": "schedir",
+}
+_DPI: Final = 200
+
+
+def suffix_of(path: str | Path) -> str:
+    """The suffix of a picture's file name, in lower case; UsageError if it is none of ours."""
+    suffix = Path(path).suffix.lower()
+    if suffix not in FORMATS:
+        raise UsageError(f"a picture ends in {', '.join(FORMATS)}: {path} does not")
+    return suffix
+
+
+def save(figure: Figure, path: str | Path) -> None:
+    """Write a figure as PNG, SVG or PDF, by the suffix of `path`; the file appears whole.
+
+    Raises UsageError for any other suffix, and where the file cannot be written.
+    """
+    suffix = suffix_of(path)
+    with replacing(path) as temporary, matplotlib.rc_context(_STYLE):
+        figure.savefig(temporary, format=suffix[1:], dpi=_DPI, metadata=FORMATS[suffix])

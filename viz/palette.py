@@ -1,0 +1,81 @@
+"""Colours that hold for colour-blind readers and in grey.
+
+A letter is told by its lightness first, so that a grey print keeps it, and by its hue second.
+Each letter keeps to a band of lightness; the shades within it tell a rank's own stages apart.
+"""
+
+from __future__ import annotations
+
+from typing import Final, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from schedir.ops import Lane, Opcode
+
+RGB = tuple[float, float, float]
+
+
+class Tone(NamedTuple):
+    """A hue, and the lightness (CIE L*, 0 black to 100 white) of its lightest and darkest shade."""
+
+    hue: str
+    light: float
+    dark: float
+
+
+TONES: Final = {
+    Opcode.Forward: Tone("#7cc4ee", 92, 82),
+    Opcode.BackwardInput: Tone("#f0a63c", 71, 62),
+    Opcode.BackwardWeight: Tone("#1b9e77", 49, 41),
+    Opcode.Backward: Tone("#4b3b8f", 31, 15),
+}
+STEP: Final = "#c8c8c8"
+LANES: Final = {
+    Lane.ACT: "#0072b2",
+    Lane.GRAD: "#d55e00",
+    Lane.TP: "#7a7a7a",
+    Lane.DP: "#1a1a1a",
+}
+IDLE: Final = "#9a9a9a"  # the hatching of a bubble
+
+
+def linear(colour: str | RGB) -> NDArray[np.float64]:
+    """Linear light of an sRGB colour, "#rrggbb" or three numbers from 0 to 1; shape (3,)."""
+    if isinstance(colour, str):
+        c = np.array([int(colour[k : k + 2], 16) / 255 for k in (1, 3, 5)])
+    else:
+        c = np.array(colour)
+    return np.where(c <= 0.04045, c / 12.92, ((c + 0.055) / 1.055) ** 2.4)
+
+
+def luminance(colour: str | RGB) -> float:
+    """Relative luminance, 0 black to 1 white."""
+    return float(linear(colour) @ (0.2126, 0.7152, 0.0722))
+
+
+def lightness(colour: str | RGB) -> float:
+    """CIE L*, 0 black to 100 white: equal steps look equal, also in grey."""
+    y = luminance(colour)
+    return 116 * y ** (1 / 3) - 16 if y > 216 / 24389 else y * 24389 / 27
+
+
+def at_lightness(hue: str, l_star: float) -> RGB:
+    """The hue, mixed with white or black until it has the lightness."""
+    want, base, y = ((l_star + 16) / 116) ** 3, linear(hue), luminance(hue)
+    mixed = base * want / y if want <= y else 1 - (1 - base) * (1 - want) / (1 - y)
+    r, g, b = np.where(mixed <= 0.0031308, mixed * 12.92, 1.055 * mixed ** (1 / 2.4) - 0.055)
+    return float(r), float(g), float(b)
+
+
+def shade(op: Opcode, local: int, stages: int) -> RGB:
+    """The colour of F, B, I or W on a rank's own stage number `local` of `stages`."""
+    tone = TONES[op]
+    part = local / (stages - 1) if stages > 1 else 0.5
+    return at_lightness(tone.hue, tone.light + (tone.dark - tone.light) * part)
+
+
+def ink(colour: str | RGB) -> str:
+    """Black or white, whichever reads better on the colour (WCAG contrast, at least 4.5)."""
+    y = luminance(colour) + 0.05
+    return "black" if y / 0.05 > 1.05 / y else "white"
