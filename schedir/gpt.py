@@ -10,7 +10,6 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
@@ -18,6 +17,8 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from schedir.errors import UsageError
+from schedir.gpt_config import GPTConfig as GPTConfig
+from schedir.gpt_config import split_heads, split_layers
 from schedir.parallel.group import tp_size
 from schedir.parallel.layers import ColumnParallelLinear, RowParallelLinear
 from schedir.parallel.vocab import (
@@ -29,56 +30,6 @@ from schedir.parallel.vocab import (
 
 IGNORE = -1  # a target that counts neither in the loss nor in `count_tokens`
 STD = 0.02
-
-
-@dataclass(frozen=True)
-class GPTConfig:
-    """The whole model; raises UsageError if a size is not positive or heads do not fit.
-
-    `context` is the longest sequence, in tokens; the feed-forward width is 4 * hidden; `tied`
-    means that the head uses the embedding's weight.
-    """
-
-    vocab: int = 256
-    layers: int = 4
-    hidden: int = 128
-    heads: int = 4
-    context: int = 128
-    tied: bool = True
-    seed: int = 0
-
-    def __post_init__(self) -> None:
-        for name in ("vocab", "layers", "hidden", "heads", "context"):
-            if getattr(self, name) < 1:
-                raise UsageError(f"{name} is {getattr(self, name)}; it must be 1 or more")
-        if self.hidden % self.heads:
-            raise UsageError(f"hidden {self.hidden} is no multiple of heads {self.heads}")
-
-
-def split_layers(layers: int, stages: int, given: Sequence[int] | None = None) -> tuple[int, ...]:
-    """Layers per stage: `given`, or even, the first stages one more where it does not divide.
-
-    Only the first and the last stage of several may have no layer: they hold the embedding and
-    the head. Raises UsageError if `given` does not fit, or if there are fewer layers than stages.
-
-    >>> split_layers(10, 4)
-    (3, 3, 2, 2)
-    >>> split_layers(10, 4, given=(2, 4, 4, 0))
-    (2, 4, 4, 0)
-    """
-    if stages < 1:
-        raise UsageError(f"{stages} stages; there must be 1 or more")
-    if given is None:
-        if layers < stages:
-            raise UsageError(f"{layers} layers do not fill {stages} stages")
-        return tuple(layers // stages + (stage < layers % stages) for stage in range(stages))
-    if len(given) != stages or sum(given) != layers:
-        raise UsageError(
-            f"division {tuple(given)} is not one of {layers} layers on {stages} stages"
-        )
-    if min(given) < 0 or 0 in given[1:-1]:
-        raise UsageError(f"division {tuple(given)} leaves a stage with nothing to do")
-    return tuple(given)
 
 
 def build_stage(
@@ -97,8 +48,7 @@ def build_stage(
     counts = split_layers(config.layers, stages, division)
     if not 0 <= stage < stages:
         raise UsageError(f"stage {stage} is not one of 0..{stages - 1}")
-    if config.heads % tp_size(tp):
-        raise UsageError(f"{tp_size(tp)} tensor-parallel ranks cannot share {config.heads} heads")
+    split_heads(config.heads, tp_size(tp))
     first = sum(counts[:stage])
     return Stage(config, range(first, first + counts[stage]), stage == 0, stage == stages - 1, tp)
 

@@ -8,12 +8,10 @@ from dataclasses import replace
 import pytest
 import torch
 import torch.distributed as dist
-from hypothesis import given
-from hypothesis import strategies as st
 from torch import Tensor
 
 from schedir.errors import UsageError
-from schedir.gpt import GPTConfig, Stage, build_stage, count_tokens, loss, split_layers
+from schedir.gpt import GPTConfig, Stage, build_stage, count_tokens, loss
 from schedir.parallel.group import shard_dim
 from schedir.runtime import split
 from tests.gloo.spawn import run
@@ -156,30 +154,6 @@ def test_more_ranks_than_heads_are_refused() -> None:
 
 
 # Configuration
-
-
-@given(layers=st.integers(1, 40), stages=st.integers(1, 40))
-def test_an_even_division(layers: int, stages: int) -> None:
-    if layers < stages:
-        with pytest.raises(UsageError):
-            split_layers(layers, stages)
-        return
-    counts = split_layers(layers, stages)
-    assert len(counts) == stages and sum(counts) == layers
-    assert max(counts) - min(counts) <= 1
-    assert split_layers(layers, stages, counts) == counts
-
-
-@pytest.mark.parametrize("given", [(2, 2), (1, 1, 1), (3, 0, 1), (5, -1, 0), ()])
-def test_a_wrong_division_is_refused(given: tuple[int, ...]) -> None:
-    with pytest.raises(UsageError):
-        split_layers(4, 3, given)
-
-
-@pytest.mark.parametrize("wrong", [{"hidden": 0}, {"heads": 3}, {"vocab": -1}, {"layers": 0}])
-def test_a_wrong_configuration_is_refused(wrong: dict[str, int]) -> None:
-    with pytest.raises(UsageError):
-        GPTConfig(**wrong)  # type: ignore[arg-type]
 
 
 def test_a_stage_that_is_not_there_is_refused() -> None:

@@ -19,7 +19,7 @@ SOURCE = ROOT / "schedir"
 # import everything (lazily), and nothing imports it.
 FLOORS = (
     {"errors", "ops"},
-    {"plan", "costs", "files"},
+    {"plan", "costs", "files", "gpt_config"},
     {"program"},
     {"text", "words", "memory"},
     {"schedules", "graph", "timeline"},

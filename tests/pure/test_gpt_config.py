@@ -1,0 +1,52 @@
+"""The shape of a GPT and its division."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from schedir.errors import UsageError
+from schedir.gpt_config import GPTConfig, split_heads, split_layers
+
+
+@given(layers=st.integers(1, 40), stages=st.integers(1, 40))
+def test_layers_are_divided_evenly_or_refused(layers: int, stages: int) -> None:
+    if layers % stages:
+        with pytest.raises(UsageError) as error:
+            split_layers(layers, stages)
+        assert bool(error.value.hint) == (layers > stages)
+        return
+    counts = split_layers(layers, stages)
+    assert counts == (layers // stages,) * stages
+    assert split_layers(layers, stages, counts) == counts
+
+
+def test_the_hint_is_a_division() -> None:
+    with pytest.raises(UsageError) as error:
+        split_layers(10, 4)
+    assert "[3, 3, 2, 2]" in error.value.hint
+    assert split_layers(10, 4, [3, 3, 2, 2]) == (3, 3, 2, 2)
+
+
+@pytest.mark.parametrize("division", [(2, 2), (1, 1, 1), (3, 0, 1), (5, -1, 0), ()])
+def test_a_wrong_division_is_refused(division: tuple[int, ...]) -> None:
+    with pytest.raises(UsageError):
+        split_layers(4, 3, division)
+
+
+def test_no_stages_are_refused() -> None:
+    with pytest.raises(UsageError):
+        split_layers(4, 0)
+
+
+def test_heads_are_shared_evenly() -> None:
+    assert split_heads(12, 4) == 3
+    with pytest.raises(UsageError):
+        split_heads(4, 3)
+
+
+@pytest.mark.parametrize("wrong", [{"hidden": 0}, {"heads": 3}, {"vocab": -1}, {"layers": 0}])
+def test_a_wrong_configuration_is_refused(wrong: dict[str, int]) -> None:
+    with pytest.raises(UsageError):
+        GPTConfig(**wrong)  # type: ignore[arg-type]
