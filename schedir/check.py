@@ -23,8 +23,7 @@ def check(program: Program, model: Model = "device") -> Program:
     Raises a ProgramError that says what is wrong and where: CompletenessError (PartnerError,
     ReductionError), GroupError, LevelError, OrderError or DeadlockError.
     """
-    graph = Graph(program, model)
-    completeness(program, graph.index, draft=False)
+    graph = Graph(program, model, completeness(program, draft=False))
     _in_order(graph)
     walk = graph.walk()
     if not walk.done.all():
@@ -34,8 +33,7 @@ def check(program: Program, model: Model = "device") -> Program:
 
 def check_draft(program: Program) -> Program:
     """Return a draft if its compute is all there; whether it finishes, the lowering finds out."""
-    graph = Graph(program)
-    completeness(program, graph.index, draft=True)
+    completeness(program, draft=True)
     return program
 
 

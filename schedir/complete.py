@@ -28,13 +28,15 @@ _F, _B, _I, _W = COMPUTE
 _O = Opcode
 
 
-def completeness(program: Program, index: Index, *, draft: bool) -> None:
+def completeness(program: Program, *, draft: bool) -> Index:
     """Raise for the first thing that is missing, there twice, or where it does not belong.
 
-    A draft is held to its compute instructions only.  Raises CompletenessError or one of its
-    kinds, GroupError, or LevelError.
+    A draft is held to its compute instructions only.  Returns the index of the program for
+    those that look further.  Raises CompletenessError or one of its kinds, GroupError, or
+    LevelError.
     """
     _words(program)
+    index = Index(program)
     look = _Look(program, index)
     if draft:
         look.only_compute()
@@ -53,6 +55,7 @@ def completeness(program: Program, index: Index, *, draft: bool) -> None:
         look.transfers()
         look.sharding()
         look.reductions()
+    return index
 
 
 def _words(program: Program) -> None:

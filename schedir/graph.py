@@ -92,12 +92,14 @@ class Graph:
     A draft is read as if every value that crosses ranks took `Costs.send` and no queue.
     """
 
-    def __init__(self, program: Program, model: Model = "device") -> None:
+    def __init__(
+        self, program: Program, model: Model = "device", index: Index | None = None
+    ) -> None:
         if model not in MODELS:
             raise UsageError(f"model must be one of {', '.join(MODELS)}, not {model!r}")
         self.program = program
         self.model = model
-        self.index = Index(program)
+        self.index = index or Index(program)
         self.values = self._values()
         self._contract()
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from schedir.complete import completeness
 from schedir.costs import Costs
 from schedir.explain import deadlock
 from schedir.graph import Graph, Model
@@ -15,9 +16,10 @@ def simulate(program: Program, costs: Costs | None = None, *, model: Model = "de
     Every instruction starts as soon as its queue, its values and its partners let it.  A draft
     is simulated as if values that cross ranks took `costs.send` and no queue.
 
-    Raises DeadlockError if the program cannot finish; it need not have been checked otherwise.
+    Raises DeadlockError if the program cannot finish, and what `check` raises where it is not
+    complete.
     """
-    graph = Graph(program, model)
+    graph = Graph(program, model, completeness(program, draft=program.is_draft))
     walk = graph.walk(costs)
     if not walk.done.all():
         raise deadlock(graph, walk)

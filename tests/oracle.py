@@ -1,0 +1,162 @@
+"""A slow second opinion: the rules of DESIGN as a machine, with no graph in it.
+
+Every queue has a head.  In turns, whatever can start does, and ends after its cost.  What is
+left when nothing can start is stuck.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from schedir.costs import Costs
+from schedir.ops import ROWS, Instr, Lane, Opcode, Per
+from schedir.program import Program
+
+O = Opcode
+
+
+@dataclass
+class Machine:
+    program: Program
+    model: str
+    costs: Costs
+    ended: dict[tuple[int, int], float] = field(default_factory=dict)  # (rank, index): when
+
+    def run(self) -> bool:
+        """Whether everything ended; `ended` says when."""
+        self.table = self.costs.table(self.program.plan.stages)
+        self.lists = [list(s) for s in self.program.streams]
+        self.groups = [self._groups(r) for r in range(len(self.lists))]
+        self.where = {(r, i): k for r, l in enumerate(self.lists) for k, i in enumerate(l)}
+        queues = [
+            [[g for g in groups if q in self._queues(r, g)] for q in self._all(r, groups)]
+            for r, groups in enumerate(self.groups)
+        ]
+        self.before = {
+            (r, g[0]): [q[k - 1] for q in qs for k, other in enumerate(q) if other == g and k]
+            for r, qs in enumerate(queues)
+            for g in self.groups[r]
+        }
+        moved = True
+        while moved:
+            moved = any([self._try(r, g) for r, gs in enumerate(self.groups) for g in gs])
+        return len(self.ended) == len(self.program)
+
+    def _groups(self, rank: int) -> list[tuple[int, ...]]:
+        groups: list[tuple[int, ...]] = []
+        for k, joined in enumerate(self.program.streams[rank].joined):
+            groups[-1:] = [(*groups[-1], k)] if joined else [*groups[-1:], (k,)]
+        return groups
+
+    def _all(self, rank: int, groups: list[tuple[int, ...]]) -> set[object]:
+        return {q for g in groups for q in self._queues(rank, g)}
+
+    def _queues(self, rank: int, group: tuple[int, ...]) -> set[object]:
+        return {self._queue(rank, self.lists[rank][k]) for k in group}
+
+    def _queue(self, rank: int, i: Instr) -> object:
+        row = ROWS[i.op]
+        if self.model == "serial":
+            return "all"
+        if not row.hop:
+            return "dp" if row.lane == Lane.DP else "compute"
+        peer = int(self.program.plan.rank_of[i.stage + row.hop])
+        if self.model == "edge":
+            return (row.lane, peer, i.op in (O.RecvAct, O.RecvGrad))
+        return peer if self.model == "pair" else "wire"
+
+    def _posted(self, rank: int, group: tuple[int, ...]) -> float | None:
+        """When a group's turn comes and its values are there; None if not yet known."""
+        times = [0.0]
+        for g in self.before[rank, group[0]]:
+            times += [self.ended.get((rank, k), -1.0) for k in g]
+        for k in group:
+            for need in self._needs(rank, self.lists[rank][k]):
+                times.append(self.ended.get(need, -1.0))
+        return None if min(times) < 0 else max(times)
+
+    def _needs(self, rank: int, i: Instr) -> list[tuple[int, int]]:
+        S, own = self.program.plan.stages, self.lists[rank]
+
+        def here(*choices: tuple[Opcode, int]) -> list[tuple[int, int]]:
+            for op, stage in choices:
+                at = self.where.get((rank, Instr(op, stage, i.mb)))
+                if at is not None:
+                    return [(rank, at)]
+            return []
+
+        s = i.stage
+        backward = [(O.Backward, s), (O.BackwardInput, s)]
+        if i.op == O.Forward:
+            return here((O.Gather, s), (O.RecvAct, s), (O.Forward, s - 1))
+        if i.op in (O.Backward, O.BackwardInput):
+            before = [(O.Backward, s + 1), (O.BackwardInput, s + 1)]
+            grad = here((O.GatherGrad, s), (O.RecvGrad, s), *before) if s + 1 < S else []
+            return here((O.Forward, s)) + grad
+        simple: dict[Opcode, list[tuple[Opcode, int]]] = {
+            O.BackwardWeight: [(O.BackwardInput, s)],
+            O.SendAct: [(O.Scatter, s), (O.Forward, s)],
+            O.Scatter: [(O.Forward, s)],
+            O.SendGrad: [(O.ScatterGrad, s), *backward],
+            O.ScatterGrad: backward,
+            O.Gather: [(O.RecvAct, s)],
+            O.GatherGrad: [(O.RecvGrad, s)],
+        }
+        if i.op in simple:
+            return here(*simple[i.op])
+        if i.op == O.ReduceGrads:
+            wgrad = (O.Backward, O.BackwardWeight)
+            return [(rank, k) for k, j in enumerate(own) if j.op in wgrad and j.stage == s]
+        makers = {
+            O.ReduceTied: (O.ReduceGrads,),
+            O.ReduceNorm: (O.ReduceGrads, O.ReduceTied),
+            O.OptimizerStep: (O.ReduceGrads, O.ReduceTied, O.ReduceNorm),
+        }.get(i.op, ())
+        ends = {0, S - 1}
+        return [
+            (rank, k)
+            for k, j in enumerate(own)
+            if j.op in makers and (i.op != O.ReduceTied or j.stage in ends)
+        ]
+
+    def _partners(self, rank: int, i: Instr) -> list[tuple[int, int]]:
+        row = ROWS[i.op]
+        if row.meets is None:
+            return [(rank, self.where[rank, i])]
+        if row.hop:
+            stage = i.stage + row.hop
+            peer = int(self.program.plan.rank_of[stage])
+            other = (peer, self.where[peer, Instr(row.meets, stage, i.mb)])
+            return [(rank, self.where[rank, i]), other]
+        return [
+            (r, k) for r, own in enumerate(self.lists) for k, j in enumerate(own) if j.op == i.op
+        ]
+
+    def _group_of(self, rank: int, index: int) -> tuple[int, ...]:
+        return next(g for g in self.groups[rank] if index in g)
+
+    def _cost(self, rank: int, i: Instr) -> float:
+        column = rank if ROWS[i.op].per is Per.RANK else i.stage
+        return float(self.table[i.op, min(column, self.program.plan.stages - 1)])
+
+    def _try(self, rank: int, group: tuple[int, ...]) -> bool:
+        """End a group if all it waits for has ended; whether it was new."""
+        if (rank, group[0]) in self.ended:
+            return False
+        ends = []
+        if ROWS[self.lists[rank][group[0]].op].lane is Lane.COMPUTE and len(group) > 1:
+            start = self._posted(rank, group)
+            if start is None:
+                return False
+            ends.append(start + sum(self._cost(rank, self.lists[rank][k]) for k in group))
+        else:
+            for k in group:
+                partners = self._partners(rank, self.lists[rank][k])
+                starts = [self._posted(r, self._group_of(r, n)) for r, n in partners]
+                if None in starts:
+                    return False
+                cost = max(self._cost(r, self.lists[r][n]) for r, n in partners)
+                ends.append(max(s for s in starts if s is not None) + cost)
+        for k in group:
+            self.ended[rank, k] = max(ends)
+        return True

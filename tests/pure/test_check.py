@@ -1,0 +1,243 @@
+"""What the checker refuses, and what it must not."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+
+import pytest
+
+from schedir.check import check, check_draft
+from schedir.compile import compile, lower
+from schedir.errors import (
+    CompletenessError,
+    DeadlockError,
+    GroupError,
+    LevelError,
+    OrderError,
+    PartnerError,
+    ProgramError,
+    ReductionError,
+)
+from schedir.graph import MODELS
+from schedir.ops import COMPUTE, RECEIVES, SENDS
+from schedir.plan import Plan
+from schedir.program import Program, Stream, pack
+from schedir.schedules import gpipe, interleaved, one_f_one_b
+from schedir.text import parse, show
+from schedir.words import B, F, I, W, Word, draft, overlap
+
+
+def zb(r: int, P: int, m: int) -> Word:
+    lead = min(P - 1 - r, m)
+    return lead * F + (m - lead) * (F + I + W) + lead * (I + W)
+
+
+def edited(program: Program, *edits: tuple[str, str]) -> Program:
+    """The program with its flat text edited: each pattern must be there."""
+    text = show(program, folded=False)
+    for old, new in edits:
+        assert re.search(old, text, re.M), old
+        text = re.sub(old, new, text, count=1, flags=re.M)
+    return parse(text)
+
+
+WHOLE = compile(one_f_one_b, Plan(2, 4), tied=True, clip=True)
+SPLIT = compile(zb, Plan(2, 4))
+SHARDED = compile(one_f_one_b, Plan(2, 2), tp=2)
+
+REFUSED = {
+    # name: (program, edits, error)
+    "a forward less": (WHOLE, [(r"  F 0.2\n", "")], CompletenessError),
+    "no backward": (WHOLE, [(r"  B 1.3\n", "")], CompletenessError),
+    "twice": (WHOLE, [(r"  F 0.1\n", "  F 0.1\n  F 0.1\n")], CompletenessError),
+    "mb out of range": (WHOLE, [(r"  F 0.3", "  F 0.4")], CompletenessError),
+    "stage out of range": (WHOLE, [(r"  F 0.3", "  F 7.3")], CompletenessError),
+    "foreign stage": (WHOLE, [(r"  F 0.3\n", ""), (r"  F 1.3", "  F 1.3\n  F 0.3")],
+                      CompletenessError),
+    "W before I": (SPLIT, [(r"  I 1.1\n", "  W 1.1\n  I 1.1\n"),
+                           (r"(I 1.1\n(.*\n)*?)  W 1.1\n", r"\1")],
+                   OrderError),
+    "W without I": (SPLIT, [(r"  I 1.1\n", "")], CompletenessError),
+    "I without W": (SPLIT, [(r"  W 1.1\n", "")], CompletenessError),
+    "B beside I and W": (SPLIT, [(r"  W 1.1", "  W 1.1\n  B 1.1")], CompletenessError),
+    "B beside I": (SPLIT, [(r"  W 1.1", "  B 1.1")], CompletenessError),
+    "send without receive": (WHOLE, [(r"  recv_act 1.2\n", "")], PartnerError),
+    "receive without send": (WHOLE, [(r"  send_grad 1.2\n", "")], PartnerError),
+    "neither": (WHOLE, [(r"  send_act 0.2\n", ""), (r"  recv_act 1.2\n", "")], PartnerError),
+    "send into nothing": (WHOLE, [(r"  F 1.2", "  F 1.2\n  send_act 1.2")], PartnerError),
+    "two receives swapped": (WHOLE, [("recv_act 1.0", "recv_act 1.X"), ("recv_act 1.1",
+                             "recv_act 1.0"), ("recv_act 1.X", "recv_act 1.1")], OrderError),
+    "send before its forward": (WHOLE, [(r"  F 0.0\n  send_act 0.0",
+                                         "  send_act 0.0\n  F 0.0")], OrderError),
+    "no reduce": (WHOLE, [(r"  reduce_grads 1\n", "")], ReductionError),
+    "reduce before the last backward": (
+        WHOLE, [(r"  reduce_grads 0\n", ""), (r"  B 0.3", "  reduce_grads 0\n  B 0.3")],
+        OrderError),
+    "no tied": (WHOLE, [(r"  reduce_tied 1\n", "")], ReductionError),
+    "tied twice": (WHOLE, [(r"  reduce_tied 1\n", "  reduce_tied 1\n  reduce_tied 1\n")],
+                   ReductionError),
+    "tied though not": (WHOLE, [("tied yes", "tied no")], ReductionError),
+    "no norm": (WHOLE, [(r"  reduce_norm\n", "")], ReductionError),
+    "norm before tied": (WHOLE, [(r"  reduce_tied 0\n  reduce_norm",
+                                  "  reduce_norm\n  reduce_tied 0")], OrderError),
+    "no step": (WHOLE, [(r"  step\n", "")], ReductionError),
+    "two steps": (WHOLE, [(r"  step\n", "  step\n  step\n")], ReductionError),
+    "step before norm": (WHOLE, [(r"  reduce_norm\n  step", "  step\n  reduce_norm")],
+                         OrderError),
+    "scatter without gather": (SHARDED, [(r"  gather 1.0\n", "")], PartnerError),
+    "gather without scatter": (SHARDED, [(r"  scatter_grad 1.1\n", "")], PartnerError),
+    "gather after use": (SHARDED, [(r"  gather 1.0\n  F 1.0", "  F 1.0\n  gather 1.0")],
+                         OrderError),
+    "scatter after the send": (SHARDED, [(r"  scatter 0.0\n  send_act 0.0",
+                                          "  send_act 0.0\n  scatter 0.0")], OrderError),
+    "sharding without tp": (SHARDED, [("tp 2", "tp 1")], CompletenessError),
+    "joined to nothing": (WHOLE, [(r"rank 1\n  recv_act 1.0\n",
+                                   "rank 1\n  recv_act 1.0 & F 1.0\n"), (r"  F 1.0\n", "")],
+                          GroupError),
+    "three computes as one": (WHOLE, [(r"  F 0.1\n", ""), (r"  F 0.2\n", ""),
+                                      (r"  F 0.0\n", "  F 0.0 & F 0.1 & F 0.2\n")], GroupError),
+    "pair that needs each other": (WHOLE, [(r"  F 1.1\n(.*\n)*?  B 1.1\n", "  F 1.1 & B 1.1\n")],
+                                   ProgramError),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_refused(name: str) -> None:
+    program, edits, error = REFUSED[name]
+    wrong = edited(program, *edits)
+    for model in MODELS:
+        with pytest.raises(error) as caught:
+            check(wrong, model)
+        assert caught.value.program == wrong.name
+        assert "\n" not in caught.value.fact
+    for site in caught.value.sites:
+        assert wrong.streams[site.rank][site.index] == site.instr
+
+
+def test_the_right_ones_pass() -> None:
+    for program in (WHOLE, SPLIT, SHARDED):
+        for model in MODELS:
+            assert check(program, model) is program
+
+
+def test_draft_is_refused_where_a_program_is_needed() -> None:
+    with pytest.raises(LevelError):
+        check(draft(one_f_one_b, Plan(2, 4)))
+    with pytest.raises(CompletenessError):
+        check_draft(WHOLE)
+
+
+def test_deadlock_names_the_cycle() -> None:
+    def wrong(r: int, P: int, m: int) -> Word:
+        lead = min(r, m)
+        return lead * F + (m - lead) * (F + B) + lead * B
+
+    with pytest.raises(DeadlockError) as caught:
+        compile(wrong, Plan(4, 8))
+    cycle = caught.value.cycle
+    assert [(w.rank, w.index, str(w.instr)) for w in cycle] == [(0, 1, "B 0.0"), (1, 1, "F 1.1")]
+    assert [(w.needs_rank, str(w.needs)) for w in cycle] == [(1, "B 1.0"), (0, "F 0.1")]
+    assert (caught.value.ran, caught.value.total) == (4, 64)
+
+
+def naive(program: Program) -> Program:
+    """Receive, compute, send: how 1F1B is written by hand, around every compute."""
+    lowered = lower(program)
+    streams = []
+    for stream in lowered.streams:
+        out = []
+        instrs = list(stream)
+        moved = {(i.op, i.stage, i.mb): i for i in instrs}
+        for i in instrs:
+            if i.op not in COMPUTE:
+                continue
+            back = i.op != COMPUTE[0]
+            before = moved.get((RECEIVES[back], i.stage, i.mb))
+            after = moved.get((SENDS[back], i.stage, i.mb))
+            out += [x for x in (before, i, after) if x]
+        tail = [i for i in instrs if i.op not in (*COMPUTE, *SENDS, *RECEIVES)]
+        streams.append(Stream.of([*out, *tail]))
+    return replace(lowered, streams=tuple(streams))
+
+
+def test_naive_1f1b_passes_edge_and_hangs_elsewhere() -> None:
+    for ranks, m in ((2, 4), (4, 8), (8, 16)):
+        program = naive(draft(one_f_one_b, Plan(ranks, m)))
+        check(program, "edge")
+        for model in ("pair", "device", "serial"):
+            with pytest.raises(DeadlockError) as caught:
+                check(program, model)
+            assert caught.value.model == model
+            assert len({w.rank for w in caught.value.cycle}) == 2
+
+
+def test_receives_swapped_on_one_edge_are_a_deadlock() -> None:
+    program = compile(gpipe, Plan(2, 3))
+    wrong = _swap(program)
+    for model in MODELS:
+        with pytest.raises(DeadlockError):
+            check(wrong, model)
+
+
+def _swap(program: Program) -> Program:
+    """Rank 1 receives microbatches 1 and 2 the wrong way round, both before their use."""
+    own = [i for i in program.streams[1] if str(i) not in ("recv_act 1.1", "recv_act 1.2")]
+    two = [i for i in program.streams[1] if str(i) in ("recv_act 1.1", "recv_act 1.2")]
+    return replace(program, streams=(program.streams[0], Stream.of([*two[::-1], *own])))
+
+
+def test_two_ranks_with_both_neighbours_the_same() -> None:
+    """P=2, v=2: the previous and the next rank are one peer; messages are told apart."""
+    for model in MODELS:
+        check(compile(interleaved, Plan(2, 4, 2), model=model), model)
+
+
+def test_ring_of_groups_is_legal() -> None:
+    """Each rank sends to the next and receives from the one before, as one: no cycle."""
+    text = """schedir 1
+program ring
+ranks 3  microbatches 3  stages_per_rank 2  placement loop
+rank 0
+  F 0.0; send_act 0.0; F 0.1; send_act 0.1; F 0.2
+  send_act 0.2 & recv_act 3.0; F 3.0; send_act 3.0; recv_act 3.1; F 3.1
+  send_act 3.1; recv_act 3.2; F 3.2; send_act 3.2
+rank 1
+  recv_act 1.0; F 1.0; send_act 1.0; recv_act 1.1; F 1.1
+  send_act 1.1 & recv_act 1.2; F 1.2; send_act 1.2; recv_act 4.0; F 4.0
+  send_act 4.0; recv_act 4.1; F 4.1; send_act 4.1; recv_act 4.2
+  F 4.2; send_act 4.2
+rank 2
+  recv_act 2.0; F 2.0; send_act 2.0 & recv_act 2.1; F 2.1; recv_act 2.2
+  send_act 2.1; F 2.2; recv_act 5.0; F 5.0; send_act 2.2
+  recv_act 5.1; F 5.1; recv_act 5.2; F 5.2
+"""
+    program = parse(text)
+    for model in MODELS:
+        check(program, model)
+    ungrouped = parse(text.replace(" & ", "; "))
+    check(ungrouped, "edge")
+    with pytest.raises(DeadlockError):
+        check(ungrouped, "serial")
+
+
+def test_overlapped_pair_is_one_node() -> None:
+    def cell(r: int, P: int, m: int) -> Word:
+        return F + (m - 1) * overlap(F, B) + B
+
+    check(compile(cell, Plan(1, 4), debug=True))
+
+
+def test_forward_only_needs_no_reductions() -> None:
+    program = compile(lambda r, P, m: m * F, Plan(3, 4), tied=True, clip=True)
+    assert not program.trains
+    assert {i.op.name for s in program.streams for i in s} == {"Forward", "SendAct", "RecvAct"}
+
+
+def test_words_that_are_no_instructions() -> None:
+    plan = Plan(1, 1)
+    for word in (-1, 99 << 48, 1 << 60, int(pack(15, 3, 0)[0]), int(pack(12, 0, 5)[0])):
+        with pytest.raises(CompletenessError):
+            check(Program("junk", plan, (Stream(pack(0, 0, 0) * 0 + word),)))
+    with pytest.raises(CompletenessError):
+        check(Program("short", Plan(2, 1), (Stream(pack(0, 0, 0)),)))

@@ -1,0 +1,139 @@
+"""What prints, parses; what does not parse is refused with line and column."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import partial
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from schedir.compile import compile, lower
+from schedir.errors import ParseError, PlanError, ProgramError
+from schedir.passes.overlap import group_opposites
+from schedir.plan import Plan
+from schedir.program import Program, Stream
+from schedir.schedules import gpipe, interleaved, one_f_one_b
+from schedir.text import parse, show
+from tests.strategies import drafts
+
+
+@given(drafts(), st.booleans(), st.booleans())
+def test_what_prints_parses(draft: Program, lowered: bool, grouped: bool) -> None:
+    program = replace(draft, tp=2, tied=lowered, clip=grouped)
+    program = lower(program) if lowered else program
+    program = group_opposites(program) if grouped else program
+    for folded in (True, False):
+        again = parse(show(program, folded))
+        assert again == program
+        assert again.digest == program.digest
+
+
+@given(st.lists(st.integers(0, 2**57 - 1), max_size=40), st.integers(1, 3))
+def test_any_words_survive(words: list[int], period: int) -> None:
+    """Not only right programs: whatever the grammar can say, in any order."""
+    import numpy as np
+
+    from schedir.ops import ROWS, Per
+
+    kept: list[int] = []
+    for word in words * period:
+        op, stage, mb = (word >> 48 & 0xFF) % 16, word >> 32 & 0xFFFF, word & 0xFFFF
+        per = ROWS[op].per
+        stage, mb = (0 if per is Per.RANK else stage), (mb if per is Per.MICROBATCH else 0)
+        kept.append(op << 48 | stage << 32 | mb | (word & 1 << 56 if kept else 0))
+    program = Program("any", Plan(1, 1), (Stream(np.array(kept, np.int64)),))
+    for folded in (True, False):
+        assert parse(show(program, folded)) == program
+
+
+def test_text_grows_with_the_idea() -> None:
+    def lines(m: int) -> int:
+        return show(compile(one_f_one_b, Plan(4, m))).count("\n")
+
+    assert lines(4000) == lines(40)
+    program = compile(interleaved, Plan(4, 64, 2))
+    assert show(program).count("\n") == show(compile(interleaved, Plan(4, 640, 2))).count("\n")
+
+
+def test_comments_blank_lines_and_steps() -> None:
+    program = parse(
+        "schedir 1  # format\nprogram mine\nranks 1\nmicrobatches 4   placement loop\n\n"
+        "rank 0\n  2 x  F 0.0+2; F 0.1+2   # pairs\n  # nothing\n  4 x B 0.3-\n"
+    )
+    assert [str(i) for i in program.streams[0]] == [
+        "F 0.0", "F 0.1", "F 0.2", "F 0.3", "B 0.3", "B 0.2", "B 0.1", "B 0.0",
+    ]  # fmt: skip
+
+
+HEAD = "schedir 1\nprogram x\nranks 1  microbatches 2\n"
+
+
+@pytest.mark.parametrize(
+    ("text", "line", "column"),
+    [
+        ("", 1, 1),
+        ("program x\n", 1, 1),
+        ("schedir 2\n", 1, 9),
+        ("schedir 1\nprogram x\nranks 1\nrank 0\n", 3, 1),
+        ("schedir 1\nprogram x\nranks 1  microbatchs 2\n", 3, 10),
+        ("schedir 1\nprogram x\nranks 1  microbatches\n", 3, 1),
+        ("schedir 1\nprogram x\nranks 1  microbatches two\n", 3, 23),
+        ("schedir 1\nprogram x\nranks 1  ranks 1\n", 3, 10),
+        ("schedir 1\nprogram x\nranks 2  microbatches 2  placement 0,x\nrank 0\n", 3, 36),
+        ("schedir 1\nprogram x\nranks 2  microbatches 2  tied maybe\nrank 0\n", 3, 31),
+        (HEAD, 3, 1),
+        (HEAD + "rank 1\n", 4, 6),
+        (HEAD + "rank 0\nrank 1\n", 5, 6),
+        (HEAD + "rank 0\n  F 0.0; G 0.1\n", 5, 10),
+        (HEAD + "rank 0\n  F 0\n", 5, 3),
+        (HEAD + "rank 0\n  step 0.0\n", 5, 3),
+        (HEAD + "rank 0\n  0 x  F 0.0\n", 5, 3),
+        (HEAD + "rank 0\n  F 0.0;; F 0.1\n", 5, 9),
+        (HEAD + "rank 0\n  F 0.0 &\n", 5, 10),
+        (HEAD + "rank 0\n  F 99999.0\n", 5, 3),
+        (HEAD + "rank 0\n  3 x  F 0.1-\n", 5, 1),
+        (HEAD + "rank 0\n  999999999 x  F 0.0+\n", 5, 1),
+        (HEAD + "rank 0\nF 0.0\n", 5, 1),
+    ],
+)
+def test_parse_errors_say_where(text: str, line: int, column: int) -> None:
+    with pytest.raises(ParseError) as caught:
+        parse(text)
+    assert (caught.value.line, caught.value.column) == (line, column)
+
+
+@given(st.data())
+def test_mangled_text_is_refused_or_a_program(data: st.DataObject) -> None:
+    text = show(compile(one_f_one_b, Plan(2, 4), tied=True))
+    at = data.draw(st.integers(0, len(text)))
+    cut = data.draw(st.integers(0, 4))
+    junk = data.draw(st.text("0123456789.;&x+- \nFBWIrankstep#é\t", max_size=4))
+    try:
+        program = parse(text[:at] + junk + text[at + cut :])
+    except ProgramError:
+        return
+    assert parse(show(program)) == program
+
+
+def test_a_plan_in_a_text_is_still_a_plan() -> None:
+    with pytest.raises(PlanError):
+        parse("schedir 1\nprogram x\nranks 0  microbatches 2\n")
+    with pytest.raises(PlanError):
+        Program("two\nlines", Plan(1, 1), ())
+
+
+def test_digest_is_of_what_runs() -> None:
+    plan = Plan(2, 4)
+    one = compile(one_f_one_b, plan)
+    assert one.digest == replace(one, name="other").digest
+    others = [
+        compile(gpipe, plan),
+        compile(one_f_one_b, plan, tp=2),
+        compile(one_f_one_b, plan, dp=2),
+        compile(one_f_one_b, Plan(2, 5)),
+        compile(partial(interleaved, v=1), plan),
+        group_opposites(one),
+    ]
+    assert len({one.digest, *(o.digest for o in others)}) == 1 + len(others)

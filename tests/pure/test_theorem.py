@@ -1,0 +1,94 @@
+"""The lowering's promise, and the graph against a machine that has none."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from schedir.check import check
+from schedir.compile import lower
+from schedir.costs import Costs
+from schedir.errors import DeadlockError
+from schedir.graph import MODELS, Graph, Model
+from schedir.passes.overlap import early_receives, group_opposites
+from schedir.program import Program, Stream
+from schedir.simulate import simulate
+from tests.oracle import Machine
+from tests.strategies import costs, drafts
+
+models = st.sampled_from(MODELS)
+
+
+def programs(draw: st.DataObject, draft: Program) -> tuple[Program, Costs]:
+    """A lowered program with random traits, and costs."""
+    tp, tied, clip = (draw.draw(x) for x in (st.integers(1, 2), st.booleans(), st.booleans()))
+    draft = replace(draft, tp=tp, tied=bool(tied), clip=bool(clip))
+    priced = draw.draw(costs(draft.plan))
+    return lower(draft, draw.draw(st.sampled_from([None, priced]))), priced
+
+
+@settings(max_examples=300)
+@given(drafts(), st.data())
+def test_what_can_be_walked_is_legal_under_every_model(draft: Program, data: st.DataObject) -> None:
+    program, _ = programs(data, draft)
+    for model in MODELS:
+        check(program, model)
+
+
+@settings(max_examples=150)
+@given(drafts(), st.data(), models, st.integers(1, 3))
+def test_overlap_keeps_programs_legal(
+    draft: Program, data: st.DataObject, model: Model, ahead: int
+) -> None:
+    program, _ = programs(data, draft)
+    grouped = group_opposites(program)
+    for other in MODELS:
+        check(grouped, other)
+    check(early_receives(grouped, model, ahead), model)
+    check(early_receives(program, model, ahead), model)
+
+
+def agrees(program: Program, model: Model, priced: Costs) -> None:
+    machine = Machine(program, model, priced)
+    finishes = machine.run()
+    if not finishes:
+        with pytest.raises(DeadlockError):
+            simulate(program, priced, model=model)
+        return
+    timeline = simulate(program, priced, model=model)
+    graph = Graph(program, model)
+    ends = graph.walk(priced).end[graph.leave]
+    for (rank, index), end in machine.ended.items():
+        assert ends[int(program.offsets[rank]) + index] == end
+    assert timeline.span == max(machine.ended.values(), default=0.0)
+
+
+@settings(max_examples=150)
+@given(drafts(ranks=3, microbatches=4), st.data(), models)
+def test_graph_equals_the_machine(draft: Program, data: st.DataObject, model: Model) -> None:
+    program, priced = programs(data, draft)
+    if data.draw(st.booleans()):
+        program = group_opposites(program)
+    agrees(program, model, priced)
+
+
+@settings(max_examples=300)
+@given(drafts(ranks=3, microbatches=3), st.data(), models)
+def test_graph_equals_the_machine_on_shuffled_programs(
+    draft: Program, data: st.DataObject, model: Model
+) -> None:
+    """Many of these are stuck: verdicts must agree too."""
+    program, priced = programs(data, draft)
+    rng = random.Random(data.draw(st.integers(0, 2**32)))
+    streams = []
+    for stream in program.streams:
+        words = stream.words.copy()
+        for _ in range(rng.randrange(3)):
+            k = rng.randrange(max(len(words) - 1, 1))
+            words[k : k + 2] = words[k : k + 2][::-1]
+        streams.append(Stream(words))
+    agrees(replace(program, streams=tuple(streams)), model, priced)

@@ -1,0 +1,186 @@
+"""Words, plans and costs: what they spell, and what they refuse."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import partial
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from schedir.compile import compile
+from schedir.costs import Costs
+from schedir.errors import CostsError, PlanError, ScheduleError, UsageError
+from schedir.graph import Graph
+from schedir.ops import ROWS, Opcode, Per
+from schedir.plan import MAX_MICROBATCHES, Plan
+from schedir.schedules import one_f_one_b
+from schedir.words import EMPTY, B, F, I, W, Word, draft, overlap, weave
+
+
+def spelled(word: Word, plan: Plan | None = None) -> str:
+    plan = plan or Plan(1, 9, 2)
+    return " ".join(map(str, draft(lambda r, P, m: word, plan).streams[0]))
+
+
+def test_microbatches_number_themselves() -> None:
+    assert spelled(2 * F + B + F) == "F 0.0 F 0.1 B 0.0 F 0.2"
+    assert spelled(F[1] + F + F[1]) == "F 1.0 F 0.0 F 1.1"
+    assert spelled((F + B)[1] * 2) == "F 1.0 B 1.0 F 1.1 B 1.1"
+    assert spelled(F.at(5) + F) == "F 0.5 F 0.1"
+    assert spelled(B + I + B) == "B 0.0 I 0.1 B 0.2"
+    assert spelled(sum([F, F])) == "F 0.0 F 0.1"  # type: ignore[arg-type]
+    assert spelled(EMPTY + 0 * F + -3 * F) == ""
+
+
+def test_weights_finish_inputs_first_in_first_out() -> None:
+    assert spelled(I.at(3) + I[1] + 2 * W) == "I 0.3 I 1.0 W 0.3 W 1.0"
+    assert spelled(I.at(3) + I[1].at(2) + W[1] + W[0]) == "I 0.3 I 1.2 W 1.2 W 0.3"
+    assert spelled(I + W.at(0), Plan(1, 1)) == "I 0.0 W 0.0"
+    with pytest.raises(ScheduleError):
+        spelled(I + I + W + W[0])
+    with pytest.raises(ScheduleError):
+        spelled(I + 2 * W)
+
+
+def test_weave_and_overlap() -> None:
+    assert spelled(weave(3 * F, 3 * B, 1)) == "F 0.0 F 0.1 B 0.0 F 0.2 B 0.1 B 0.2"
+    assert spelled(weave(2 * F, 2 * B, 9)) == "F 0.0 F 0.1 B 0.0 B 0.1"
+    cell = draft(lambda r, P, m: F + overlap(F, B) + B, Plan(1, 2)).streams[0]
+    assert cell.joined.tolist() == [False, False, True, False]
+    with pytest.raises(ValueError, match="pairs"):
+        overlap(F, 2 * B)
+
+
+def test_generators_and_options() -> None:
+    def pairs(r: int, P: int, m: int, size: int = 2) -> Iterator[Word]:
+        for _ in range(m // size):
+            yield size * F
+            yield size * B
+
+    def stages(r: int, P: int, m: int, v: int) -> Word:
+        return sum(((F[j] + B[j]) for j in range(v)), EMPTY)
+
+    assert draft(partial(pairs, size=1), Plan(1, 2)).name == "pairs"
+    assert len(draft(pairs, Plan(1, 4)).streams[0]) == 8
+    assert len(draft(stages, Plan(1, 1, 3)).streams[0]) == 6
+    assert len(draft(partial(stages, v=2), Plan(1, 1, 3)).streams[0]) == 4
+
+
+def raises(r: int, P: int, m: int) -> Word:
+    raise ZeroDivisionError("no")
+
+
+@pytest.mark.parametrize(
+    "schedule",
+    [
+        raises,
+        lambda r, P, m: None,
+        lambda r, P, m: 3,
+        lambda r, P, m: [F, "B"],
+        lambda r, P, m: F[1],
+        lambda r, P, m: F[-1],
+        lambda r, P, m: 1.5 * F,  # type: ignore[operator]
+        lambda r, P, m: F + 1,  # type: ignore[operator]
+        lambda r, P: F,
+        lambda r, P, m, w: F,
+        3,
+    ],
+)
+def test_bad_schedules_are_refused(schedule: object) -> None:
+    with pytest.raises(ScheduleError) as caught:
+        draft(schedule, Plan(2, 2))  # type: ignore[arg-type]
+    assert "\n" not in caught.value.fact
+
+
+@given(st.integers(1, 6), st.integers(1, 4))
+def test_placements(ranks: int, v: int) -> None:
+    loop, vee = Plan(ranks, 1, v), Plan(ranks, 1, 2 * v, "vee")
+    assert loop.rank_of.tolist() == [*range(ranks)] * v
+    assert vee.rank_of.tolist() == [*range(ranks), *reversed(range(ranks))] * v
+    for plan in (loop, vee, Plan(ranks, 1, placement=tuple(vee.rank_of.tolist()))):
+        for rank, own in enumerate(plan.stages_of):
+            assert list(own) == sorted(own)
+            assert (plan.rank_of[list(own)] == rank).all()
+
+
+def test_uneven_placement() -> None:
+    plan = Plan(2, 1, placement=[0, 1, 1])  # type: ignore[arg-type]
+    assert (plan.stages, plan.stages_per_rank, plan.stages_of) == (3, 2, ((0,), (1, 2)))
+    assert Plan(3, 1, placement="vee").stages == 6
+
+
+@pytest.mark.parametrize("bad", [0, -1, 1.5, "4", None, True, MAX_MICROBATCHES + 1, 10**30])
+@pytest.mark.parametrize("field", ["ranks", "microbatches", "stages_per_rank"])
+def test_bad_numbers_in_plans(bad: object, field: str) -> None:
+    with pytest.raises(PlanError) as caught:
+        Plan(**{"ranks": 2, "microbatches": 4, field: bad})  # type: ignore[arg-type]
+    assert field in caught.value.fact
+
+
+@pytest.mark.parametrize("bad", ["ring", (0, 2), (0, 0), (0, 1, -1), 7, (0, "x"), ()])
+def test_bad_placements(bad: object) -> None:
+    with pytest.raises(PlanError):
+        Plan(2, 4, placement=bad)  # type: ignore[arg-type]
+    with pytest.raises(PlanError):
+        Plan(2, 4, 3, placement=(0, 1, 1))
+
+
+def test_plans_too_large_are_refused_before_anything_is_built() -> None:
+    with pytest.raises(PlanError):
+        Plan(2**14, MAX_MICROBATCHES)
+
+
+def test_costs() -> None:
+    table = Costs(F=2, I=(1, 2), W=1.5, send=(0.1, 0.2)).table(2)
+    assert table[Opcode.Backward].tolist() == [2.5, 3.5]
+    assert table[Opcode.SendAct].tolist() == table[Opcode.SendGrad].tolist() == [0.1, 0.2]
+    assert not table[Opcode.RecvAct].any() and not table[Opcode.OptimizerStep].any()
+    for bad in (-1, float("nan"), float("inf"), "x", (), (1, -1)):
+        with pytest.raises(CostsError):
+            Costs(F=bad)  # type: ignore[arg-type]
+    with pytest.raises(CostsError):
+        Costs(F=(1, 2)).table(3)
+
+
+def test_cells_cost_what_they_are_told() -> None:
+    program = draft(lambda r, P, m: F + overlap(F, B) + B, Plan(1, 2))
+    assert Graph(program).walk(Costs(F=1, B=2)).end.max() == 6
+    assert Graph(program).walk(Costs(F=1, B=2, FB=2.5)).end.max() == 5.5
+
+
+def test_the_table_numbers_its_rows() -> None:
+    assert [row.op for row in ROWS] == list(Opcode)
+    assert len({row.text for row in ROWS}) == len(ROWS)
+    for row in ROWS:
+        assert (row.hop != 0) <= (row.per is Per.MICROBATCH and row.meets is not None)
+        if row.meets is not None:
+            assert ROWS[row.meets].meets is row.op and ROWS[row.meets].hop == -row.hop
+
+
+def test_ascending() -> None:
+    plan = Plan(1, 2)
+    assert compile(one_f_one_b, plan).ascending
+    assert not draft(lambda r, P, m: 2 * F + B.at(1) + B.at(0), plan).ascending
+    assert not draft(lambda r, P, m: 2 * F + 2 * I + W.at(1) + W.at(0), plan).ascending
+    assert draft(lambda r, P, m: 2 * F + I + B + W, plan).ascending
+
+
+def test_bad_options() -> None:
+    with pytest.raises(UsageError):
+        compile(one_f_one_b, Plan(1, 1), model="ring")  # type: ignore[arg-type]
+    with pytest.raises(UsageError):
+        compile(one_f_one_b, Plan(1, 1), boundary="split")  # type: ignore[arg-type]
+    for bad in (0, -1, 1.5, True):
+        with pytest.raises(PlanError):
+            compile(one_f_one_b, Plan(1, 1), tp=bad)  # type: ignore[arg-type]
+
+
+def test_words_are_immutable() -> None:
+    program = draft(one_f_one_b, Plan(2, 2))
+    with pytest.raises(ValueError, match="read-only"):
+        program.streams[0].words[0] = 1
+    assert isinstance(program.streams[0][1:], type(program.streams[0]))
+    assert np.array_equal(program.words[: program.offsets[1]], program.streams[0].words)
