@@ -71,6 +71,22 @@ class UsageError(ProgramError):
     """A command, an option, a configuration or a file name that cannot be used."""
 
 
+class ConfigError(UsageError):
+    """A setting that cannot be used; `where` is its file, or the option that gave it.
+
+    `line` and `column` count from 1, and are 0 where the setting has no place of its own.
+    """
+
+    def __init__(
+        self, fact: str, *, where: str, line: int = 0, column: int = 0, hint: str = ""
+    ) -> None:
+        place = f"{where}, line {line}, column {column}" if line else where
+        super().__init__(fact, program=place, hint=hint)
+        self.where = where
+        self.line = line
+        self.column = column
+
+
 class PlanError(ProgramError):
     """A shape that cannot be: no ranks, too many microbatches, a placement with holes."""
 

@@ -69,5 +69,5 @@ def split_layers(layers: int, stages: int, given: Sequence[int] | None = None) -
 def split_heads(heads: int, tp: int) -> int:
     """Heads per tensor-parallel rank. Raises UsageError if they cannot be shared evenly."""
     if heads % tp:
-        raise UsageError(f"{tp} tensor-parallel ranks cannot share {heads} heads")
+        raise UsageError(f"tp {tp} does not divide {heads} heads")
     return heads // tp

@@ -19,15 +19,17 @@ SOURCE = ROOT / "schedir"
 # import everything (lazily), and nothing imports it.
 FLOORS = (
     {"errors", "ops"},
-    {"plan", "costs", "files", "gpt_config"},
+    {"plan", "costs", "files", "gpt_config", "settings"},
     {"program"},
     {"text", "words", "memory"},
     {"schedules", "graph", "timeline"},
     {"explain", "complete"},
     {"check", "simulate", "passes"},
     {"compile"},
-    {"ascii"},
-    {"runtime", "parallel", "gpt", "data", "kernels", "viz"},
+    {"ascii", "load", "calibrate"},
+    {"config"},
+    {"runtime", "parallel", "gpt", "data", "kernels", "viz", "options", "terminal"},
+    {"trainer", "launch"},
     {"train", "cli", "__main__"},
     {"__init__"},
 )

@@ -1,0 +1,283 @@
+"""Config: what a training run is told, from a TOML file and `--set`.
+
+Whatever is wrong with it is refused here, before a process starts.  Needs no torch.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+import tomllib
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from difflib import get_close_matches
+from pathlib import Path
+from typing import Annotated, Any, NamedTuple, get_type_hints
+
+from schedir.errors import ConfigError, ProgramError, UsageError
+from schedir.gpt_config import GPTConfig, split_heads, split_layers
+from schedir.load import load
+from schedir.plan import Plan
+from schedir.program import Program
+from schedir.settings import Range, fit, say
+
+Count = Annotated[int, Range(1)]
+Share = Annotated[float, Range(0, below=1)]
+NotNegative = Annotated[float, Range(0)]
+
+
+@dataclass(frozen=True)
+class PipelineConfig:
+    """Who computes what.  A `schedule` that is a FILE.sched brings the other settings along.
+
+    `schedule` is a built-in name, file.py:function or FILE.sched; `division` the layers of each
+    stage, where they cannot be or shall not be the same.  pp x tp x dp processes run it.
+    """
+
+    schedule: str = "one_f_one_b"
+    ranks: int = 1
+    microbatches: int = 8
+    stages_per_rank: int = 1
+    placement: str | tuple[int, ...] = "loop"
+    tp: Count = 1
+    dp: Count = 1
+    division: tuple[int, ...] | None = None
+
+    @property
+    def plan(self) -> Plan:
+        """The shape of the pipeline; raises PlanError if there is none such."""
+        return Plan(self.ranks, self.microbatches, self.stages_per_rank, self.placement)
+
+
+@dataclass(frozen=True)
+class DataConfig:
+    """What is read: a .bin of uint16 tokens, or text files and globs of them, byte by byte.
+
+    Without a `source`, the Python source of the standard library.  A step takes
+    dp x microbatches x `microbatch_size` windows of the model's context.
+    """
+
+    source: str | tuple[str, ...] | None = None
+    microbatch_size: Count = 4
+    seed: Annotated[int, Range(0)] = 0
+
+
+@dataclass(frozen=True)
+class TrainConfig:
+    """How it is trained: AdamW, a linear warm-up, then half a cosine from `lr` to `min_lr`.
+
+    `clip` is the largest global gradient norm, 0 for no clipping; `timeout` how many seconds a
+    rank waits for another; `threads` those of torch in each process.
+    """
+
+    steps: Count = 100
+    lr: NotNegative = 1e-3
+    min_lr: NotNegative = 1e-4
+    warmup: Annotated[int, Range(0)] = 10
+    weight_decay: NotNegative = 0.1
+    betas: tuple[Share, Share] = (0.9, 0.95)
+    clip: NotNegative = 1.0
+    log_every: Count = 10
+    timeout: Annotated[float, Range(1)] = 60.0
+    threads: Count = 1
+
+    def __post_init__(self) -> None:
+        if self.min_lr > self.lr:
+            raise UsageError(f"min_lr {self.min_lr:g} is above lr {self.lr:g}")
+
+    def learning_rate(self, step: int) -> float:
+        """The learning rate of a step, counted from 0.
+
+        >>> config = TrainConfig(steps=10, lr=1.0, min_lr=0.5, warmup=2)
+        >>> [round(config.learning_rate(step), 3) for step in (0, 1, 2, 6, 10)]
+        [0.5, 1.0, 1.0, 0.75, 0.5]
+        """
+        if step < self.warmup:
+            return self.lr * (step + 1) / self.warmup
+        done = (step - self.warmup) / max(1, self.steps - self.warmup)
+        return self.min_lr + (self.lr - self.min_lr) * (1 + math.cos(math.pi * done)) / 2
+
+
+@dataclass(frozen=True)
+class OutputConfig:
+    """Where results go: a folder, made if it is not there."""
+
+    folder: str = "schedir-output"
+
+
+@dataclass(frozen=True)
+class Config:
+    """A training run; raises ProgramError if its sections do not go together."""
+
+    model: GPTConfig = field(default_factory=GPTConfig)
+    pipeline: PipelineConfig = field(default_factory=PipelineConfig)
+    data: DataConfig = field(default_factory=DataConfig)
+    train: TrainConfig = field(default_factory=TrainConfig)
+    output: OutputConfig = field(default_factory=OutputConfig)
+
+    def __post_init__(self) -> None:
+        split_layers(self.model.layers, self.pipeline.plan.stages, self.pipeline.division)
+        split_heads(self.model.heads, self.pipeline.tp)
+
+    @property
+    def world(self) -> int:
+        """How many processes train."""
+        return self.pipeline.ranks * self.pipeline.tp * self.pipeline.dp
+
+
+_SECTIONS = get_type_hints(Config)
+_KINDS = {name: get_type_hints(kind, include_extras=True) for name, kind in _SECTIONS.items()}
+_PLAN = ("ranks", "microbatches", "stages_per_rank", "placement")
+
+
+class _Given(NamedTuple):
+    """A setting as it was found: its value, and where."""
+
+    value: Any
+    where: str
+    line: int = 0
+    column: int = 0
+
+    def error(self, fact: str, hint: str = "") -> ConfigError:
+        return ConfigError(fact, where=self.where, line=self.line, column=self.column, hint=hint)
+
+
+# By section and name.
+_Settings = dict[tuple[str, str], _Given]
+_Values = dict[tuple[str, str], Any]
+
+
+def read(path: str, sets: Sequence[str] = ()) -> Config:
+    """The configuration of a TOML file, with settings like "pipeline.ranks=2" on top.
+
+    A value of `sets` is written as in TOML; strings need no quotes.  Raises ConfigError that
+    says where.
+    """
+    given = dict(_of_file(path))
+    given.update(map(_of_set, sets))
+    values: _Values = {}
+    for (section, name), setting in given.items():
+        kind = _KINDS[section][name]
+        try:
+            values[section, name] = fit(setting.value, kind)
+        except TypeError:
+            raise setting.error(
+                f"{section}.{name} must be {say(kind)}, not {setting.value!r}"
+            ) from None
+    values |= _of_program(values, given)
+    with _blaming(path, given):
+        return Config(
+            **{
+                section: kind(**{name: v for (s, name), v in values.items() if s == section})
+                for section, kind in _SECTIONS.items()
+            }
+        )
+
+
+def _of_file(path: str) -> Iterator[tuple[tuple[str, str], _Given]]:
+    try:
+        text = Path(path).read_bytes().decode()
+        tables = tomllib.loads(text)
+    except OSError as error:
+        raise ConfigError(f"cannot be read: {error.strerror}", where=path) from None
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"is not UTF-8 text: see byte {error.start}", where=path) from None
+    except tomllib.TOMLDecodeError as error:
+        raise _not_toml(path, text, str(error)) from None
+    for section, table in tables.items():
+        at = _Given(table, path, *_find(text, section))
+        _known(section, _SECTIONS, "section", at)
+        if not isinstance(table, dict):
+            raise at.error(f"{section} is a section, not {table!r}", f"[{section}]")
+        for name, value in table.items():
+            setting = _Given(value, path, *_find(text, section, name))
+            _known(name, _KINDS[section], f"setting {section}", setting)
+            yield (section, name), setting
+
+
+def _of_set(option: str) -> tuple[tuple[str, str], _Given]:
+    key, equals, text = option.partition("=")
+    section, dot, name = key.strip().partition(".")
+    try:
+        value = tomllib.loads(f"value = {text}")["value"]
+    except tomllib.TOMLDecodeError:
+        value = text.strip()  # a string without its quotes
+    setting = _Given(value, f"--set {option}")
+    if not equals or not dot:
+        raise setting.error("is not SECTION.NAME=VALUE", "pipeline.ranks=2")
+    _known(section, _SECTIONS, "section", setting)
+    _known(name, _KINDS[section], f"setting {section}", setting)
+    return (section, name), setting
+
+
+def _of_program(values: _Values, given: _Settings) -> _Values:
+    """What a program in a file decides; a setting that says otherwise is refused."""
+    source = values.get(("pipeline", "schedule"), "")
+    if not source.endswith(".sched"):
+        return {}
+    program = load(source)
+    assert isinstance(program, Program)
+    decided = {}
+    for name in _PLAN if program.is_draft else (*_PLAN, "tp", "dp"):
+        key = "pipeline", name
+        has = decided[key] = getattr(program.plan if name in _PLAN else program, name)
+        if key in given and values[key] != has:
+            raise given[key].error(
+                f"{source} has {name} {has}, not {values[key]}", f"leave out {name}"
+            )
+    return decided
+
+
+def _known(name: str, known: dict[str, Any], what: str, at: _Given) -> None:
+    if name in known:
+        return
+    near = get_close_matches(name, known, 1)
+    said = f"{what}.{name}" if "setting" in what else f"{what} {name!r}"
+    raise at.error(
+        f"no {said}", f"did you mean {near[0]!r}?" if near else f"there are {', '.join(known)}"
+    )
+
+
+@contextmanager
+def _blaming(path: str, given: _Settings) -> Iterator[None]:
+    """Say of a refusal which setting it speaks of: its first word that is one."""
+    try:
+        yield
+    except ProgramError as error:
+        named = {name: setting for (_, name), setting in given.items()}
+        words = re.findall(r"\w+", error.fact)
+        at = next((named[word] for word in words if word in named), _Given(None, path))
+        raise at.error(error.fact, error.hint) from error
+
+
+def _not_toml(path: str, text: str, message: str) -> ConfigError:
+    """tomllib's refusal, with its place as numbers."""
+    found = re.fullmatch(r"(.*) \(at (?:line (\d+), column (\d+)|end of document)\)", message)
+    fact, line, column = found.groups() if found else (message, None, None)
+    lines = text.split("\n")
+    return ConfigError(
+        f"is not TOML: {fact[0].lower()}{fact[1:]}",
+        where=path,
+        line=int(line or len(lines)),
+        column=int(column or len(lines[-1]) + 1),
+    )
+
+
+def _find(text: str, section: str, name: str = "") -> tuple[int, int]:
+    """Line and column of a setting, or of its section; (0, 0) if it is written in an odd way."""
+    table = ""
+    wanted = f"{section}.{name}" if name else section
+    for number, line in enumerate(text.splitlines(), 1):
+        header = re.match(r"\s*\[+\s*([^\[\]]+?)\s*\]", line)
+        table = header[1] if header else table
+        key = header or re.match(r"\s*([\w.\"'-]+)\s*=", line)
+        if not key:
+            continue
+        dotted = re.sub(r"[\"'\s]", "", key[1] if header or not table else f"{table}.{key[1]}")
+        if dotted == wanted or dotted.startswith(f"{wanted}."):
+            return number, key.start(1) + 1
+        inline = re.search(rf"[{{,]\s*({re.escape(name)})\s*=", line) if name else None
+        if dotted == section and inline:
+            return number, inline.start(1) + 1
+    return 0, 0

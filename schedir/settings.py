@@ -1,0 +1,80 @@
+"""Settings: whether a value that was read from a file is of a type, and what to call that type.
+
+Types are annotations: bool, int, float, str, tuples, unions, and Annotated[..., Range].
+"""
+
+from __future__ import annotations
+
+import math
+from types import NoneType, UnionType
+from typing import Annotated, Any, NamedTuple, Union, get_args, get_origin
+
+
+class Range(NamedTuple):
+    """The numbers from `least` on; less than `below`, which is infinity unless told."""
+
+    least: float
+    below: float = math.inf
+
+    def __str__(self) -> str:
+        below = "" if self.below == math.inf else f" and below {self.below:g}"
+        return f"of at least {self.least:g}{below}"
+
+
+_NAMES = {
+    bool: ("true or false", "booleans"),
+    int: ("a whole number", "whole numbers"),
+    float: ("a number", "numbers"),
+    str: ("a string", "strings"),
+}
+
+
+def fit(value: Any, kind: Any) -> Any:
+    """The value as a `kind`: lists become tuples, and whole numbers floats, where one is asked for.
+
+    Raises TypeError if it is none.
+
+    >>> fit([1, 2], tuple[float, ...])
+    (1.0, 2.0)
+    """
+    parts = get_args(kind)
+    if get_origin(kind) is Annotated:
+        value = fit(value, parts[0])
+        if not all(limit.least <= value < limit.below for limit in parts[1:]):
+            raise TypeError
+        return value
+    if get_origin(kind) in (Union, UnionType):
+        for part in parts:
+            try:
+                return fit(value, part)
+            except TypeError:
+                continue
+        raise TypeError
+    if get_origin(kind) is tuple and isinstance(value, list):
+        each = [parts[0]] * len(value) if ... in parts else parts
+        if len(each) != len(value):
+            raise TypeError
+        return tuple(map(fit, value, each))
+    if kind is float and type(value) is int:
+        value = float(value)
+    if kind not in _NAMES or type(value) is not kind:
+        raise TypeError
+    return value
+
+
+def say(kind: Any, *, many: bool = False) -> str:
+    """What a type is called.
+
+    >>> say(str | tuple[int, ...])
+    'a string or a list of whole numbers'
+    >>> say(tuple[float, float])
+    'a list of 2 numbers'
+    """
+    parts = get_args(kind)
+    if get_origin(kind) is Annotated:
+        return " ".join([say(parts[0], many=many), *map(str, parts[1:])])
+    if get_origin(kind) in (Union, UnionType):
+        return " or ".join(say(part) for part in parts if part is not NoneType)
+    if get_origin(kind) is tuple:
+        return f"a list of {'' if ... in parts else f'{len(parts)} '}{say(parts[0], many=True)}"
+    return _NAMES[kind][many]

@@ -1,0 +1,230 @@
+"""Configurations: what is read, and what is refused, where."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import schedir
+from schedir.config import Config, read
+from schedir.errors import ConfigError, ParseError, ProgramError
+from schedir.gpt_config import GPTConfig
+
+FULL = """\
+# A run on eight processes.
+[model]
+layers = 4
+heads = 4
+
+[pipeline]
+schedule = "interleaved"
+ranks = 2
+stages_per_rank = 2
+tp = 2
+dp = 2
+
+[data]
+source = ["a.txt", "b/*.txt"]
+
+[train]
+lr = 1
+betas = [0.5, 0.75]
+"""
+
+
+def write(folder: Path, text: str) -> str:
+    path = folder / "run.toml"
+    path.write_text(text)
+    return str(path)
+
+
+def test_an_empty_file_is_all_defaults(tmp_path: Path) -> None:
+    assert read(write(tmp_path, "")) == Config()
+
+
+def test_a_file_is_read(tmp_path: Path) -> None:
+    config = read(write(tmp_path, FULL))
+    assert config.model == GPTConfig(layers=4, heads=4)
+    assert config.pipeline.plan == schedir.Plan(2, 8, 2)
+    assert config.world == 8
+    assert config.data.source == ("a.txt", "b/*.txt")
+    assert config.train.lr == 1.0 and isinstance(config.train.lr, float)
+    assert config.train.betas == (0.5, 0.75)
+
+
+def test_sets_come_on_top(tmp_path: Path) -> None:
+    sets = [
+        "pipeline.microbatches=4",
+        "pipeline.schedule = gpipe",
+        'output.folder="a b"',
+        "pipeline.stages_per_rank=1",
+        "pipeline.division=[1, 3]",
+        "model.tied=false",
+    ]
+    config = read(write(tmp_path, FULL), sets)
+    assert config.pipeline.plan == schedir.Plan(2, 4)
+    assert config.pipeline.schedule == "gpipe" and config.pipeline.division == (1, 3)
+    assert config.output.folder == "a b" and not config.model.tied
+
+
+@pytest.mark.parametrize(
+    ("text", "line", "column", "word"),
+    [
+        ("[model]\nlayer = 4", 2, 1, "'layers'"),
+        ("[modell]\nlayers = 4", 1, 2, "'model'"),
+        ("[model]\n\n  layers = 'x'", 3, 3, "whole number"),
+        ("[model]\nlayers = true", 2, 1, "whole number"),
+        ("model.layers = 4.0", 1, 1, "whole number"),
+        ("model = { heads = 4, layer = 4 }", 1, 22, "'layers'"),
+        ("model = 4", 1, 1, "section"),
+        ("[[model]]\nlayers = 4", 1, 3, "section"),
+        ("[model.size]\nlayers = 4", 1, 2, "size"),
+        ("[pipeline]\nmicrobatches = 0", 2, 1, "microbatches"),
+        ("[pipeline]\nmicrobatches = -1", 2, 1, "microbatches"),
+        ("[pipeline]\nmicrobatches = 4.5", 2, 1, "whole number"),
+        ("[pipeline]\nmicrobatches = 1048577", 2, 1, "1048576"),
+        ("[pipeline]\nranks = 0", 2, 1, "ranks"),
+        ("[pipeline]\ntp = 0", 2, 1, "at least 1"),
+        ("[pipeline]\nplacement = 'zigzag'", 2, 1, "'loop'"),
+        ("[pipeline]\nplacement = [0, 'x']", 2, 1, "whole numbers"),
+        ("[pipeline]\ndivision = [1, 2]", 2, 1, "1 stages"),
+        ("[train]\nlr = nan", 2, 1, "number"),
+        ("[train]\nlr = -1", 2, 1, "at least 0"),
+        ("[train]\nlr = inf", 2, 1, "at least 0"),
+        ("[train]\nbetas = [0.9]", 2, 1, "2 numbers"),
+        ("[train]\nbetas = [0.9, 1]", 2, 1, "below 1"),
+        ("[train]\n\nlr = 1e-4\nmin_lr = 1e-3", 4, 1, "min_lr"),
+        ("[train]\nsteps = 1\ntimeout = 0", 3, 1, "at least 1"),
+        ("[model]\nhidden = 10\nheads = 4", 2, 1, "heads 4"),
+        ("[model]\nvocab = 0", 2, 1, "vocab"),
+        ("[data]\nsource = 1", 2, 1, "string"),
+        ("[model]\nlayers = ", 2, 10, "TOML"),
+        ("[model]\nlayers 4", 2, 8, "TOML"),
+        ("[model]\nlayers = 4\nlayers = 5", 3, 11, "TOML"),
+        ("[model", 1, 7, "TOML"),
+        ("[pipeline]\n'ranks' = 'two'", 2, 1, "whole number"),
+    ],
+)  # fmt: skip
+def test_what_is_wrong_is_refused_with_its_place(
+    tmp_path: Path, text: str, line: int, column: int, word: str
+) -> None:
+    path = write(tmp_path, text)
+    with pytest.raises(ConfigError) as error:
+        read(path)
+    assert (error.value.where, error.value.line, error.value.column) == (path, line, column)
+    assert word in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("option", "word"),
+    [
+        ("pipeline.ranks", "SECTION.NAME=VALUE"),
+        ("ranks=2", "SECTION.NAME=VALUE"),
+        ("=", "SECTION.NAME=VALUE"),
+        ("pipelines.ranks=2", "'pipeline'"),
+        ("pipeline.rank=2", "'ranks'"),
+        ("pipeline.ranks.x=2", "'ranks'"),
+        ("pipeline.ranks=two", "'two'"),
+        ("pipeline.ranks=", "whole number"),
+        ("pipeline.placement=[0,", "placement"),
+        ("pipeline.microbatches=0", "microbatches"),
+        ("model.heads=3", "hidden 128"),
+        ("pipeline.tp=3", "tp 3"),
+        ("pipeline.ranks=3", "3 stages"),
+    ],
+)
+def test_a_wrong_set_is_refused(tmp_path: Path, option: str, word: str) -> None:
+    with pytest.raises(ConfigError) as error:
+        read(write(tmp_path, ""), [option])
+    assert word in str(error.value)
+
+
+def test_layers_that_cannot_be_divided_are_refused_with_a_division(tmp_path: Path) -> None:
+    path = write(tmp_path, "[model]\nlayers = 5\n[pipeline]\nranks = 2")
+    with pytest.raises(ConfigError) as error:
+        read(path)
+    assert error.value.line == 2 and "[3, 2]" in error.value.hint
+    assert read(path, ["pipeline.division=[3, 2]"]).pipeline.division == (3, 2)
+
+
+@pytest.mark.parametrize("content", [None, b"\xff\xfe"])
+def test_a_file_that_cannot_be_read_is_refused(tmp_path: Path, content: bytes | None) -> None:
+    path = tmp_path / "run.toml"
+    if content:
+        path.write_bytes(content)
+    with pytest.raises(ConfigError) as error:
+        read(str(path))
+    assert str(path) in str(error.value)
+    with pytest.raises(ConfigError):
+        read(str(tmp_path))
+
+
+@pytest.fixture
+def program(tmp_path: Path) -> Path:
+    path = tmp_path / "mine.sched"
+    plan = schedir.Plan(ranks=4, microbatches=6, placement=(0, 1, 2, 3))
+    path.write_text(schedir.show(schedir.compile(schedir.schedules.gpipe, plan, tp=2)))
+    return path
+
+
+def test_a_program_brings_its_shape(tmp_path: Path, program: Path) -> None:
+    config = read(write(tmp_path, f"[pipeline]\nschedule = '{program}'\nranks = 4"))
+    assert config.pipeline.plan == schedir.Plan(4, 6, placement=(0, 1, 2, 3))
+    assert config.pipeline.tp == 2 and config.world == 8
+
+
+@pytest.mark.parametrize("setting", ["ranks = 2", "microbatches = 8", "tp = 1", "dp = 2"])
+def test_a_program_is_not_contradicted(tmp_path: Path, program: Path, setting: str) -> None:
+    with pytest.raises(ConfigError) as error:
+        read(write(tmp_path, f"[pipeline]\nschedule = '{program}'\n{setting}"))
+    assert error.value.line == 3 and str(program) in error.value.fact
+
+
+def test_a_draft_takes_tp_and_dp(tmp_path: Path) -> None:
+    path = tmp_path / "draft.sched"
+    path.write_text(schedir.show(schedir.draft(schedir.schedules.gpipe, schedir.Plan(2, 4))))
+    config = read(write(tmp_path, f"[pipeline]\nschedule = '{path}'\ntp = 2"))
+    assert (config.pipeline.ranks, config.pipeline.tp) == (2, 2)
+
+
+def test_a_program_that_is_none_is_refused_with_its_place(tmp_path: Path, program: Path) -> None:
+    program.write_text(program.read_text().replace("send_act", "sent_act"))
+    with pytest.raises(ParseError) as error:
+        read(write(tmp_path, f"[pipeline]\nschedule = '{program}'"))
+    assert error.value.line > 5
+    program.unlink()
+    with pytest.raises(ProgramError):
+        read(write(tmp_path, f"[pipeline]\nschedule = '{program}'"))
+
+
+def test_nothing_heavy_is_needed(tmp_path: Path) -> None:
+    code = "import sys, schedir.config as c; c.read(sys.argv[1]); print('torch' in sys.modules)"
+    done = subprocess.run(
+        [sys.executable, "-c", code, write(tmp_path, FULL)], capture_output=True, text=True
+    )
+    assert done.stdout == "False\n", done.stderr
+
+
+@pytest.mark.parametrize(
+    ("sets", "message"),
+    [
+        (["train.clipp=1"], "--set train.clipp=1: no setting train.clipp"),
+        (["data.seed=x"], "--set data.seed=x: data.seed must be a whole number of at least 0"),
+    ],
+)
+def test_messages(tmp_path: Path, sets: list[str], message: str) -> None:
+    with pytest.raises(ConfigError) as error:
+        read(write(tmp_path, ""), sets)
+    assert str(error.value).startswith(message)
+
+
+def test_the_learning_rate_warms_up_and_falls() -> None:
+    train: Any = Config().train
+    rates = [train.learning_rate(step) for step in range(train.steps)]
+    top = rates.index(max(rates))
+    assert rates[: top + 1] == sorted(rates[: top + 1]) and max(rates) == train.lr
+    assert rates[top:] == sorted(rates[top:], reverse=True) and rates[-1] >= train.min_lr
