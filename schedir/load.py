@@ -1,0 +1,112 @@
+"""Load: what a person names on a command line or in a configuration, as a schedule or Program."""
+
+from __future__ import annotations
+
+import sys
+from difflib import get_close_matches
+from importlib.util import module_from_spec, spec_from_file_location
+from pathlib import Path
+from traceback import extract_tb
+from types import FunctionType, ModuleType
+
+from schedir import schedules
+from schedir.errors import ProgramError, UsageError
+from schedir.program import Program
+from schedir.text import parse
+from schedir.words import Schedule
+
+# So named, a person's random.py hides nobody's random.
+_PREFIX = "schedir_file_"
+
+
+def built_in() -> dict[str, Schedule]:
+    """The schedules that come with schedir, by name."""
+    return {
+        name: value
+        for name, value in vars(schedules).items()
+        if isinstance(value, FunctionType)
+        and value.__module__ == schedules.__name__
+        and not name.startswith("_")
+    }
+
+
+def load(source: str) -> Schedule | Program:
+    """A built-in schedule by its name, the schedule `file.py:function`, or the Program in
+    `file.sched`.
+
+    The Program is parsed, not checked.  Raises UsageError for what is not there or cannot be
+    read or imported, ParseError for a file that is no program.
+    """
+    if source.endswith(".sched"):
+        return _program(source)
+    path, colon, name = source.rpartition(":")
+    if colon and path.endswith(".py"):
+        return _function(path, name)
+    if source.endswith(".py"):
+        raise UsageError(f"{source} is a file: say which function of it", hint=f"{source}:NAME")
+    known = built_in()
+    if source not in known:
+        raise UsageError(
+            f"no built-in schedule {source!r}, and it names no file.py:function and no file.sched",
+            hint=_near(source, known),
+        )
+    return known[source]
+
+
+def _program(path: str) -> Program:
+    try:
+        text = Path(path).read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise UsageError(f"{path} is not UTF-8 text: byte {error.start} cannot be read") from None
+    except OSError as error:
+        raise UsageError(f"cannot read {path}: {error.strerror}") from None
+    try:
+        return parse(text)
+    except ProgramError as error:
+        error.add_note(f"in {path}")
+        raise
+
+
+def _function(path: str, name: str) -> Schedule:
+    module = _module(path)
+    value = getattr(module, name, None)
+    if not callable(value):
+        own = [k for k, v in vars(module).items() if isinstance(v, FunctionType)]
+        raise UsageError(
+            f"{path} has no function {name!r}", hint=_near(name, own) if own else "it has none"
+        )
+    schedule: Schedule = value
+    return schedule
+
+
+def _module(path: str) -> ModuleType:
+    """A person's file, run as `python file.py` would find its neighbours."""
+    if not Path(path).is_file():
+        raise UsageError(f"cannot read {path}: no such file")
+    name = _PREFIX + Path(path).stem
+    spec = spec_from_file_location(name, path)
+    assert spec is not None and spec.loader is not None
+    module = module_from_spec(spec)
+    sys.modules[name] = module
+    sys.path.insert(0, str(Path(path).resolve().parent))
+    try:
+        spec.loader.exec_module(module)
+    except (Exception, SystemExit) as error:
+        refusal = UsageError(f"{path} cannot be imported: {type(error).__name__}: {error}")
+        raise refusal from error
+    finally:
+        sys.path.pop(0)
+    return module
+
+
+def _near(name: str, known: dict[str, Schedule] | list[str]) -> str:
+    near = get_close_matches(name, list(known), 1)
+    return f"did you mean {near[0]!r}?" if near else f"there are {', '.join(known)}"
+
+
+def origin(error: BaseException) -> str:
+    """Where in a person's file an error came from, as "file:line: text", or nothing."""
+    files = {m.__file__ for name, m in list(sys.modules.items()) if name.startswith(_PREFIX)}
+    trace = extract_tb(error.__cause__.__traceback__) if error.__cause__ else []
+    frames = [f for f in trace if f.filename in files]
+    return f"{frames[-1].filename}:{frames[-1].lineno}: {frames[-1].line}" if frames else ""

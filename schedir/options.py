@@ -1,0 +1,169 @@
+"""Options of the command line by which schedules are compiled, and what they make of a source."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from schedir.errors import UsageError
+
+# Imported where needed: --help must not wait for numpy.
+if TYPE_CHECKING:
+    from schedir.costs import Costs
+    from schedir.graph import Model
+    from schedir.plan import Plan
+    from schedir.program import Program
+    from schedir.timeline import Timeline
+    from schedir.words import Schedule
+
+RANKS, PER_RANK = 4, 2  # ranks, and microbatches per rank, unless told
+
+
+def add_shape(parser: argparse.ArgumentParser) -> None:
+    """The options by which a schedule is compiled; None where a FILE.sched may say it."""
+    group = parser.add_argument_group("how a schedule is compiled; a FILE.sched has its shape")
+    group.add_argument("--ranks", type=int, metavar="N", help=f"pipeline ranks ({RANKS})")
+    group.add_argument("--microbatches", type=int, metavar="N", help=f"{PER_RANK} per rank")
+    group.add_argument("--stages-per-rank", type=int, metavar="N", help="1")
+    group.add_argument(
+        "--placement", type=_placement, metavar="WHERE", help="loop, vee, or ranks like 0,1,1,0"
+    )
+    group.add_argument("--tp", type=_size, metavar="N", help="tensor-parallel ranks (1)")
+    group.add_argument("--dp", type=_size, metavar="N", help="data-parallel replicas (1)")
+    group.add_argument("--tied", action="store_true", default=None, help="a tied embedding")
+    group.add_argument("--clip", action="store_true", default=None, help="clipped gradients")
+    group.add_argument("--model", metavar="MODEL", help="edge, pair, device (default) or serial")
+    group.add_argument("--costs", metavar="COSTS", help="F=1,B=2,send=0.1; F=1:1:2 per stage")
+
+
+def _size(text: str) -> int:
+    if not text.isdecimal() or not 1 <= int(text[:9]) <= 65535:
+        raise argparse.ArgumentTypeError(f"must be a whole number from 1 to 65535, not {text!r}")
+    return int(text)
+
+
+def _placement(text: str) -> str | tuple[int, ...]:
+    ranks = text.split(",")
+    return tuple(map(int, ranks)) if all(r.isdecimal() and len(r) < 10 for r in ranks) else text
+
+
+def _costs(text: str | None) -> Costs:
+    """`F=1,B=2,send=0.1`, or `F=1:1:2` for one per stage."""
+    from dataclasses import fields
+    from difflib import get_close_matches
+
+    from schedir.costs import Costs
+
+    names = [f.name for f in fields(Costs)]
+    given: dict[str, Any] = {}
+    for part in text.split(",") if text else ():
+        name, equals, value = part.partition("=")
+        name = name.strip()
+        if name not in names:
+            near = get_close_matches(name, names, 1)
+            raise UsageError(
+                f"--costs: no cost {name!r}",
+                hint=f"did you mean {near[0]!r}?" if near else f"there are {', '.join(names)}",
+            )
+        if name in given:
+            raise UsageError(f"--costs: {name} is given twice")
+        try:
+            given[name] = tuple(map(float, value.split(":"))) if ":" in value else float(value)
+        except ValueError:
+            what = f"{value!r}" if equals else "nothing"
+            raise UsageError(
+                f"--costs: {name} must be a number or one per stage, not {what}",
+                hint=f"{name}=1 or {name}=1:1:2",
+            ) from None
+    return Costs(**given)
+
+
+def program_of(
+    args: argparse.Namespace, source: str, *, share: bool = False
+) -> tuple[Program, Costs]:
+    """The Program that a source names, and its costs.
+
+    A schedule is compiled and so checked; a file is taken as it is.  `share` is for comparing
+    schedules of one model: a rank's costs are split evenly over its stages, and only schedules
+    that take `v` have several.
+    """
+    from schedir.compile import compile
+    from schedir.load import load
+    from schedir.program import Program
+    from schedir.words import draft
+
+    costs, found = _costs(args.costs), load(source)
+    if isinstance(found, Program):
+        _agree(args, found, source, but=("stages_per_rank", "placement") if share else ())
+        return found, _shared(costs, found.plan) if share else costs
+    plan = _plan(args, one_stage=share and not _takes_v(found))
+    if getattr(args, "draft", False):
+        return draft(found, plan), costs
+    costs = _shared(costs, plan) if share else costs
+    program = compile(
+        found,
+        plan,
+        args.tp or 1,
+        args.dp or 1,
+        args.model or "device",
+        costs,
+        tied=bool(args.tied),
+        clip=bool(args.clip),
+    )
+    return program, costs
+
+
+def _plan(args: argparse.Namespace, *, one_stage: bool) -> Plan:
+    from schedir.plan import Plan
+
+    ranks = RANKS if args.ranks is None else args.ranks
+    microbatches = PER_RANK * ranks if args.microbatches is None else args.microbatches
+    v = 1 if args.stages_per_rank is None else args.stages_per_rank
+    placement = "loop" if args.placement is None else args.placement
+    return Plan(ranks, microbatches, 1 if one_stage and placement == "loop" else v, placement)
+
+
+def _takes_v(schedule: Schedule) -> bool:
+    from inspect import signature
+
+    try:
+        return "v" in signature(schedule).parameters
+    except (TypeError, ValueError):
+        return False
+
+
+def _shared(costs: Costs, plan: Plan) -> Costs:
+    """Costs of a microbatch on a rank as costs on one of its stages."""
+    from dataclasses import replace
+
+    whole = {name: getattr(costs, name) for name in ("F", "B", "I", "W", "FB")}
+    part = plan.ranks / plan.stages
+    return replace(costs, **{k: c * part for k, c in whole.items() if isinstance(c, float)})
+
+
+def _agree(
+    args: argparse.Namespace, program: Program, source: str, but: Sequence[str] = ()
+) -> None:
+    """Refuse options that contradict the shape that a file has."""
+    for name in ("ranks", "microbatches", "stages_per_rank", "placement", "tp", "dp", "tied",
+                 "clip"):  # fmt: skip
+        said = getattr(args, name)
+        has = getattr(program if hasattr(program, name) else program.plan, name)
+        if name not in but and said is not None and said != has:
+            option = "--" + name.replace("_", "-")
+            raise UsageError(f"{source} has {name} {has}, not {said}", hint=f"leave out {option}")
+    if getattr(args, "draft", False):
+        raise UsageError(f"{source} is a program: --draft is for schedules")
+
+
+def timeline_of(args: argparse.Namespace, source: str, *, share: bool = False) -> Timeline:
+    """The predicted run of what a source names; a file is checked first."""
+    from schedir.check import check, check_draft
+    from schedir.simulate import simulate
+
+    program, costs = program_of(args, source, share=share)
+    model: Model = args.model or "device"
+    if source.endswith(".sched"):
+        program = check_draft(program) if program.is_draft else check(program, model)
+    return simulate(program, costs, model=model)

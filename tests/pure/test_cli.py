@@ -1,0 +1,264 @@
+"""The command line: what it says, what it refuses, and how it ends."""
+
+import json
+import os
+import pty
+import re
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from schedir import cli
+from schedir.cli import main
+from schedir.compile import compile
+from schedir.load import built_in
+from schedir.plan import Plan
+from schedir.schedules import gpipe, one_f_one_b
+from schedir.text import parse, show
+from schedir.words import draft
+from tests.commands import ENV, command, refused, said
+
+IN_PAIRS = """
+from schedir import B, F
+
+def in_pairs(rank, ranks, microbatches):
+    return microbatches // 2 * (2 * F + 2 * B)
+"""
+# Sends first on both ranks: fine where each direction has its queue, stuck where they share one.
+NARROW = """schedir 1
+program narrow
+ranks 2  microbatches 2
+
+rank 0
+  F 0.0; send_act 0.0; F 0.1; send_act 0.1
+  recv_grad 0.0; B 0.0; recv_grad 0.1; B 0.1
+  reduce_grads 0; step
+rank 1
+  recv_act 1.0; F 1.0; B 1.0; send_grad 1.0
+  recv_act 1.1; F 1.1; B 1.1; send_grad 1.1
+  reduce_grads 1; step
+"""
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Every test starts in a folder of its own, with a schedule file and a program in it."""
+    monkeypatch.chdir(tmp_path)
+    Path("mine.py").write_text(IN_PAIRS)
+    Path("f.sched").write_text(show(compile(one_f_one_b, Plan(4, 8), tp=2, clip=True)))
+    return tmp_path
+
+
+# ---------------------------------------------------------------- as a person types it
+
+
+def test_the_command_itself() -> None:
+    done = command("show", "mine.py:in_pairs", "--ranks", "4", "--microbatches", "8")
+    assert (done.returncode, done.stderr) == (0, "")
+    program = parse(done.stdout)
+    assert (program.name, program.plan) == ("in_pairs", Plan(4, 8))
+    refusal = command("show", "gpip")
+    assert (refusal.returncode, refusal.stdout) == (2, "")
+    assert refusal.stderr == (
+        "UsageError: no built-in schedule 'gpip', and it names no file.py:function and no "
+        "file.sched\n"
+        "  hint: did you mean 'gpipe'?\n"
+    )
+    drawn = command("draw", "mine.py:in_pairs", "--microbatches", "4", "-o", "x.png")
+    assert (drawn.returncode, drawn.stdout, drawn.stderr) == (0, "wrote x.png\n", "")
+
+
+def test_help_names_the_commands(capsys: pytest.CaptureFixture[str]) -> None:
+    out = said(capsys, "--help")
+    assert all(word in out for word in ["show", "check", "simulate", "draw", "train", "compare"])
+    assert "--microbatches" in said(capsys, "show", "--help")
+
+
+def test_help_loads_little() -> None:
+    code = (
+        "import sys\nfrom schedir.cli import main\nmain(['--help'])\n"
+        "print('loaded:', *({'torch', 'matplotlib', 'networkx', 'rich'} & sys.modules.keys()))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=ENV)
+    assert done.stdout.splitlines()[-1] == "loaded:", done.stderr
+
+
+def test_a_closed_pipe_is_silent() -> None:
+    line = f"{sys.executable} -m schedir show gpipe --microbatches 5000 --flat | head -1"
+    script = ["bash", "-o", "pipefail", "-c", line]
+    done = subprocess.run(script, capture_output=True, text=True, env=ENV, timeout=120)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "schedir 1\n", "")
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="no /dev/full here")
+def test_a_full_disk_is_said() -> None:
+    with open("/dev/full", "w") as full:
+        argv = [sys.executable, "-m", "schedir", "show", "gpipe"]
+        done = subprocess.run(argv, stdout=full, stderr=subprocess.PIPE, text=True, env=ENV)
+    assert done.returncode == 2 and done.stderr.startswith("UsageError: cannot write to standard")
+
+
+def test_interrupt_ends_with_130() -> None:
+    Path("slow.py").write_text(
+        "import sys, time\ndef f(r, P, m):\n    print('here', flush=True)\n    time.sleep(60)\n"
+    )
+    argv = [sys.executable, "-m", "schedir", "show", "slow.py:f"]
+    with subprocess.Popen(argv, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=ENV) as child:
+        assert child.stdout is not None and child.stderr is not None
+        assert child.stdout.readline() == b"here\n"
+        child.send_signal(signal.SIGINT)
+        assert child.wait(30) == 130
+        assert child.stderr.read() == b""
+
+
+def test_a_bug_of_ours_says_so(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cli, "program_of", None)
+    assert main(["show", "gpipe"]) == 1
+    err = capsys.readouterr().err
+    assert err.startswith("this is a bug in schedir\nTraceback")
+
+
+@pytest.mark.parametrize("no_color", ["", "1"])
+def test_colour_is_for_terminals(no_color: str) -> None:
+    ours, theirs = pty.openpty()
+    argv = [sys.executable, "-m", "schedir", "show", "gpipe"]
+    env = ENV | {"TERM": "xterm", "NO_COLOR": no_color}
+    with subprocess.Popen(argv, stdout=theirs, env=env) as child:
+        os.close(theirs)
+        raw = b""
+        try:
+            while chunk := os.read(ours, 4096):
+                raw += chunk
+        except OSError:  # how a terminal says that its other side is gone
+            os.close(ours)
+        assert child.wait(60) == 0
+    out = raw.decode().replace("\r\n", "\n")
+    assert ("\x1b[" in out) == (not no_color)
+    assert parse(re.sub(r"\x1b\[[\d;]*m", "", out)) == compile(gpipe, Plan(4, 8))
+
+
+# ---------------------------------------------------------------- show
+
+
+def test_show_forms(capsys: pytest.CaptureFixture[str]) -> None:
+    program, compute = compile(gpipe, Plan(2, 4)), draft(gpipe, Plan(2, 4))
+    shape = ["--ranks", "2", "--microbatches", "4"]
+    assert said(capsys, "show", "gpipe", *shape) == show(program)
+    assert said(capsys, "show", "gpipe", *shape, "--flat") == show(program, folded=False)
+    assert said(capsys, "show", "gpipe", *shape, "--draft") == show(compute)
+
+
+def test_show_writes_what_it_reads(capsys: pytest.CaptureFixture[str], folder: Path) -> None:
+    options = "--stages-per-rank 2 --tp 2 --dp 3 --tied --clip --model serial --costs F=1,B=3"
+    assert said(capsys, "show", "interleaved", *options.split(), "-o", "x.sched") == (
+        "wrote x.sched\n"
+    )
+    program = parse((folder / "x.sched").read_text())
+    assert (program.tp, program.dp, program.tied, program.clip) == (2, 3, True, True)
+    assert program.plan == Plan(4, 8, 2)
+    assert said(capsys, "show", "x.sched") == show(program)
+    again = "--stages-per-rank 2 --tp 2 --tied --ranks 4 --placement loop"
+    assert said(capsys, "show", "x.sched", *again.split()) == show(program)
+
+
+def test_every_built_in_shows(capsys: pytest.CaptureFixture[str]) -> None:
+    assert {"gpipe", "one_f_one_b", "interleaved"} <= built_in().keys()
+    assert "weave" not in built_in()
+
+
+@pytest.mark.parametrize("where", ["vee", "0,1,1,0"])
+def test_placement(capsys: pytest.CaptureFixture[str], where: str) -> None:
+    Path("vee.py").write_text(
+        "from schedir import B, F\ndef f(r, P, m):\n    return m * (F[0] + F[1] + B[1] + B[0])\n"
+    )
+    argv = ["vee.py:f", "--ranks", "2", "--microbatches", "2", "--placement", where]
+    assert f"placement {where}" in said(capsys, "show", *argv, "--draft")
+
+
+def test_a_file_finds_its_neighbours(capsys: pytest.CaptureFixture[str], folder: Path) -> None:
+    (folder / "sub").mkdir()
+    (folder / "sub" / "helper.py").write_text("from schedir import B, F\nPAIR = F + B\n")
+    (folder / "sub" / "random.py").write_text(
+        "from helper import PAIR\ndef f(r, P, m):\n    return m * PAIR\n"
+    )
+    before = list(sys.path)
+    assert parse(said(capsys, "show", "sub/random.py:f", "--ranks", "1")).name == "f"
+    assert sys.path == before
+
+
+# ---------------------------------------------------------------- check, simulate, draw, compare
+
+
+def test_check_says_what_is_proven(capsys: pytest.CaptureFixture[str]) -> None:
+    n = len(compile(one_f_one_b, Plan(4, 8)))
+    assert said(capsys, "check", "one_f_one_b") == (
+        f"one_f_one_b: {n} instructions on 4 ranks are complete and in order, and finish under "
+        "edge, pair, device and serial\n"
+    )
+    out = said(capsys, "check", "f.sched", "--model", "pair")
+    assert out.endswith("finish under pair\n")
+
+
+def test_check_of_a_file_names_the_models_that_hold(capsys: pytest.CaptureFixture[str]) -> None:
+    Path("narrow.sched").write_text(NARROW)
+    assert "DeadlockError" in refused(capsys, "check", "narrow.sched")
+    assert said(capsys, "check", "narrow.sched", "--model", "edge").endswith("under edge\n")
+    for argv in (["simulate"], ["draw", "-o", "x.png"], ["compare"]):
+        assert "DeadlockError" in refused(capsys, argv[0], "narrow.sched", *argv[1:])
+
+
+def test_check_json(capsys: pytest.CaptureFixture[str]) -> None:
+    program = parse(Path("f.sched").read_text())
+    assert json.loads(said(capsys, "check", "f.sched", "--json")) == {
+        "program": "one_f_one_b", "digest": program.digest, "ranks": 4,
+        "instructions": len(program), "models": ["edge", "pair", "device", "serial"],
+    }  # fmt: skip
+
+
+def test_simulate(capsys: pytest.CaptureFixture[str]) -> None:
+    out = said(capsys, "simulate", "one_f_one_b", "--costs", "F=1,B=2")
+    rows = [line.split() for line in out.splitlines() if line.strip()[:1].isdigit()]
+    assert rows == [
+        ["0", "24", "9", "9", "4"], ["1", "24", "9", "6", "3"],
+        ["2", "24", "9", "3", "2"], ["3", "24", "9", "0", "1"],
+    ]  # fmt: skip
+    assert "span 33, bubble 27.3% of ranks x span, 37.5% of the busy time" in out
+    facts = json.loads(said(capsys, "simulate", "one_f_one_b", "--json"))
+    assert (facts["span"], facts["peak_in_flight"]) == (33, [4, 3, 2, 1])
+    assert facts["bubble_over_ideal"] == 0.375
+
+
+def test_costs_reach_the_clock(capsys: pytest.CaptureFixture[str]) -> None:
+    argv = ["simulate", "gpipe", "--ranks", "2", "--microbatches", "1", "--json", "--costs"]
+    for costs, span in [("F=2,B=3", 10), ("F=1:4,B=0", 5), ("I=1,W=3,F=0", 8), ("send=1", 8)]:
+        assert json.loads(said(capsys, *argv, costs))["span"] == span
+
+
+@pytest.mark.parametrize("name", ["x.png", "x.svg", "x.pdf"])
+def test_draw(capsys: pytest.CaptureFixture[str], folder: Path, name: str) -> None:
+    assert said(capsys, "draw", "f.sched", "-o", name) == f"wrote {name}\n"
+    assert (folder / name).stat().st_size > 1000
+
+
+def test_a_draft_in_a_file_can_be_simulated(capsys: pytest.CaptureFixture[str]) -> None:
+    said(capsys, "show", "gpipe", "--draft", "-o", "d.sched")
+    assert json.loads(said(capsys, "simulate", "d.sched", "--json"))["span"] == 33
+    assert "LevelError" in refused(capsys, "check", "d.sched")
+
+
+def test_compare_is_fair(capsys: pytest.CaptureFixture[str], folder: Path) -> None:
+    names = ["gpipe", "one_f_one_b", "interleaved", "f.sched", "mine.py:in_pairs"]
+    argv = ["compare", *names, "--stages-per-rank", "2"]
+    out = said(capsys, *argv, "-o", "x.png")
+    assert (folder / "x.png").exists() and out.endswith("wrote x.png\n")
+    facts = {fact["program"]: fact for fact in json.loads(said(capsys, *argv, "--json"))}
+    assert [facts[name]["stages"] for name in ("gpipe", "interleaved")] == [4, 8]
+    # One model: interleaved has the same work, and a bubble half as long.
+    assert facts["gpipe"]["span"] == 33 and facts["interleaved"]["span"] == 28.5
+    assert facts["one_f_one_b"]["peak_activations"] == 4
+    assert facts["interleaved"]["peak_activations"] == facts["interleaved"]["peak_in_flight"] / 2

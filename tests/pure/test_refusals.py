@@ -1,0 +1,157 @@
+"""Bad input to the command line: exit code 2, and one message that names what was wrong."""
+
+import os
+from pathlib import Path
+
+import pytest
+
+from schedir.compile import compile
+from schedir.plan import Plan
+from schedir.schedules import one_f_one_b
+from schedir.text import show
+from tests.commands import refused
+
+MINE = """
+from schedir import B, F
+
+ANSWER = 42
+
+def in_pairs(rank, ranks, microbatches):
+    return microbatches // 2 * (2 * F + 2 * B)
+
+def broken(rank, ranks, microbatches):
+    return microbatches * F / rank
+
+def silent(rank, ranks, microbatches):
+    pass
+
+def greedy(rank, ranks, microbatches):
+    return microbatches * (F[1] + B[1])
+
+def half(rank, ranks, microbatches):
+    return microbatches * F + (microbatches - 1) * B
+
+def stuck(rank, ranks, microbatches):
+    order = range(microbatches) if rank else reversed(range(microbatches))
+    for mb in order:
+        yield F.at(mb) + B.at(mb)
+"""
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every test starts in a folder of its own, with good and bad files in it."""
+    monkeypatch.chdir(tmp_path)
+    Path("f.sched").write_text(show(compile(one_f_one_b, Plan(4, 8), tp=2, clip=True)))
+    Path("mine.py").write_text(MINE)
+    Path("folder.sched").mkdir()
+    Path("binary.sched").write_bytes(b"\xff\xfe\x00")
+    header = "schedir 1\nprogram p\nranks 1 microbatches"
+    Path("typo.sched").write_text(f"{header} 1\nrank 0\n  G 0.0\n")
+    Path("zero.sched").write_text(f"{header} 0\nrank 0\n")
+    Path("half.sched").write_text(f"{header} 2\nrank 0\n  F 0.0; F 0.1; B 0.0\n")
+    Path("empty.sched").write_text("")
+    Path("syntax.py").write_text("def f(:\n")
+    Path("raises.py").write_text("\n1 / 0\n")
+    Path("exits.py").write_text("raise SystemExit(3)\n")
+
+
+@pytest.mark.parametrize("value", ["0", "-1", "x", "1.5", "", "1000000000", "9" * 5000])
+@pytest.mark.parametrize("option", ["--microbatches", "--ranks", "--stages-per-rank"])
+def test_counts(capsys: pytest.CaptureFixture[str], option: str, value: str) -> None:
+    err = refused(capsys, "show", "gpipe", option, value)
+    assert option.strip("-").replace("-", "_") in err.replace("-", "_")
+
+
+@pytest.mark.parametrize(
+    ("argv", "names"),
+    [
+        ("", "COMMAND"),
+        ("shwo gpipe", "'shwo'"),
+        ("show", "SCHEDULE"),
+        ("show gpipe --rank 4", "--rank"),
+        ("show gpip", "'gpipe'"),
+        ("show zzz", "one_f_one_b"),
+        ("show _groups", "'_groups'"),
+        ("show mine.py", "mine.py:NAME"),
+        ("show mine.py:in_pair", "'in_pairs'"),
+        ("show mine.py:ANSWER", "'ANSWER'"),
+        ("show mine.py:", "in_pairs"),
+        ("show missing.py:f", "missing.py"),
+        ("show missing.sched", "missing.sched"),
+        ("show folder.sched", "folder.sched"),
+        ("show binary.sched", "byte 0"),
+        ("show typo.sched", "line 5, column 3"),
+        ("show typo.sched", "in typo.sched"),
+        ("show empty.sched", "in empty.sched"),
+        ("show zero.sched", "in zero.sched"),
+        ("show syntax.py:f", "syntax.py, line 1"),
+        ("show raises.py:f", "raises.py:2: 1 / 0"),
+        ("show exits.py:f", "SystemExit"),
+        ("show mine.py:broken", "return microbatches * F / rank"),
+        ("show mine.py:silent", "rank 0"),
+        ("show mine.py:greedy", "F[1]"),
+        ("show mine.py:half --ranks 1", "half"),
+        ("show mine.py:stuck --ranks 2 --microbatches 2", "DeadlockError"),
+        ("show gpipe -o x.txt", "x.txt"),
+        ("show gpipe -o no/such/x.sched", "no/such/x.sched"),
+        ("show gpipe -o folder.sched", "folder.sched"),
+        ("draw gpipe", "-o"),
+        ("draw gpipe -o x.gif", "x.gif"),
+        ("draw gpipe -o no/such/x.png", "no/such/x.png"),
+        ("compare gpipe -o x", "x does not"),
+        ("compare", "SCHEDULE"),
+        ("show gpipe --tp 0", "--tp"),
+        ("show gpipe --dp -3", "--dp"),
+        ("show gpipe --tp 99999999999", "--tp"),
+        ("show gpipe --placement ring", "'ring'"),
+        ("show gpipe --placement 0,1,x", "'0,1,x'"),
+        ("show gpipe --placement 0,9", "rank 9"),
+        ("show gpipe --model tcp", "'tcp'"),
+        ("check f.sched --model tcp", "'tcp'"),
+        ("show gpipe --costs Q=1", "'Q'"),
+        ("show gpipe --costs sned=1", "'send'"),
+        ("show gpipe --costs F", "F must be"),
+        ("show gpipe --costs F=", "F must be"),
+        ("show gpipe --costs F=a", "'a'"),
+        ("show gpipe --costs F=1,F=2", "F is given twice"),
+        ("show gpipe --costs F=-1", "F"),
+        ("show gpipe --costs F=nan", "F"),
+        ("show gpipe --costs F=1:2", "4 stages"),
+        ("show f.sched --ranks 8", "f.sched has ranks 4, not 8"),
+        ("check f.sched --microbatches 9", "microbatches 8"),
+        ("simulate f.sched --stages-per-rank 2", "--stages-per-rank"),
+        ("draw f.sched --placement vee -o x.png", "placement loop"),
+        ("check f.sched --tp 4", "tp 2"),
+        ("check f.sched --tied", "tied False"),
+        ("compare f.sched --ranks 8", "ranks 4"),
+        ("show f.sched --draft", "--draft"),
+        ("simulate half.sched", "CompletenessError"),
+    ],
+)
+def test_refusals(capsys: pytest.CaptureFixture[str], argv: str, names: str) -> None:
+    before = {path.name for path in Path().iterdir()}
+    assert names in refused(capsys, *argv.split())
+    assert {path.name for path in Path().iterdir()} - {"__pycache__"} == before
+
+
+@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="no named pipes here")
+@pytest.mark.parametrize("name", ["x.sched", "x.png"])
+def test_what_is_no_file_is_not_replaced(capsys: pytest.CaptureFixture[str], name: str) -> None:
+    os.mkfifo(name)
+    which = "show" if name.endswith("sched") else "draw"
+    assert name in refused(capsys, which, "gpipe", "-o", name)
+    assert Path(name).is_fifo()
+
+
+def test_a_refused_write_leaves_the_old_file(capsys: pytest.CaptureFixture[str]) -> None:
+    before = Path("f.sched").read_text()
+    refused(capsys, "show", "mine.py:half", "-o", "f.sched")
+    assert Path("f.sched").read_text() == before
+
+
+def test_an_empty_count_is_refused_before_anything_is_built(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    Path("loud.py").write_text("def f(r, P, m):\n    raise RuntimeError('built')\n")
+    assert "built" not in refused(capsys, "show", "loud.py:f", "--microbatches", "1000000000")
