@@ -14,7 +14,7 @@ from schedir.ops import Opcode
 Cost = float | tuple[float, ...]
 
 # Which field prices which instruction.  A receive ends with its send and costs nothing itself.
-_FIELD = {
+FIELD = {
     Opcode.Forward: "F",
     Opcode.Backward: "B",
     Opcode.BackwardInput: "I",
@@ -79,7 +79,7 @@ class Costs:
     def table(self, stages: int) -> NDArray[np.float64]:
         """Cost by (opcode, stage), shape (opcodes, stages)."""
         table = np.zeros((len(Opcode), stages))
-        for op, name in _FIELD.items():
+        for op, name in FIELD.items():
             if getattr(self, name) is not None:
                 table[op] = self._row(name, stages)
         if self.B is None:

@@ -155,9 +155,13 @@ class Program:
 
     @property
     def ascending(self) -> bool:
-        """Whether each stage's backwards (B or I, and W) come in ascending microbatch order."""
+        """Whether each stage adds to every gradient in ascending microbatch order.
+
+        B and W add to the weights that a split leaves for later; B and I add to all others.
+        """
+        whole, split, late = COMPUTE[1:]
         for s in self.streams:
-            for ops in ((Opcode.Backward, Opcode.BackwardInput), (Opcode.BackwardWeight,)):
+            for ops in ((whole, split), (whole, late)):
                 at = np.flatnonzero(np.isin(s.op, ops))
                 at = at[np.argsort(s.stage[at], kind="stable")]
                 same = s.stage[at][1:] == s.stage[at][:-1]

@@ -40,8 +40,10 @@ def random_draft(plan: Plan, rng: random.Random, *, split: float = 0.5) -> Progr
     weights: list[list[int]] = [[] for _ in range(S)]  # microbatches whose I ran, W did not
 
     def offer(stage: int) -> None:
+        """The stage's next backward, if its gradient is there; a whole one waits for all W."""
         mb = turn[stage]
-        if (stage, mb) in arrived:
+        if (stage, mb) in arrived and (backward[stage, mb] is I or not weights[stage]):
+            arrived.remove((stage, mb))
             ready.append(Instr(backward[stage, mb], stage, mb))
 
     while ready:
@@ -52,23 +54,20 @@ def random_draft(plan: Plan, rng: random.Random, *, split: float = 0.5) -> Progr
             ready.append(Instr(F, s + 1, mb))
         elif op is F:
             arrived.add((s, mb))
-            if mb == turn[s]:
-                offer(s)
         elif op is W:
             weights[s].remove(mb)
             if weights[s]:
                 ready.append(Instr(W, s, weights[s][0]))
         else:
+            turn[s] += 1
             if op is I:
                 weights[s].append(mb)
                 if len(weights[s]) == 1:
                     ready.append(Instr(W, s, mb))
-            turn[s] += 1
-            offer(s)
             if s:
                 arrived.add((s - 1, mb))
-                if mb == turn[s - 1]:
-                    offer(s - 1)
+                offer(s - 1)
+        offer(s)
     return Program("random", plan, tuple(map(Stream.of, streams)))
 
 

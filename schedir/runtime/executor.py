@@ -28,6 +28,7 @@ from schedir.runtime.transport import Done, Transport, Work
 
 T = TypeVar("T")
 Loss = Callable[[Tensor, Tensor], Tensor]
+Microbatches = Sequence[Tensor] | Tensor  # one tensor each, or stacked
 
 
 @dataclass(frozen=True)
@@ -59,6 +60,7 @@ class _Stage:
         self.tape: list[Tape | None] = [None] * microbatches
         self.arriving: dict[tuple[Lane, int], Work] = {}
         self.reducing: Work = Done()
+        self.warned = False  # that the module cannot be split
 
     @property
     def tied_weight(self) -> nn.Parameter | None:
@@ -101,10 +103,10 @@ class Executor:
         self.stages = {s: _Stage(stages[s], m) for s in self.plan.stages_of[rank]}
         self.norm = torch.zeros((), dtype=torch.float64)
         self.norming: Work = Done()
-        self.inputs: Sequence[Tensor] = ()
-        self.targets: Sequence[Tensor] = ()
+        self.inputs: Microbatches = ()
+        self.targets: Microbatches = ()
         self.scale = 1.0
-        self.total = torch.zeros(())
+        self.losses = [torch.zeros(())] * m
         self.sending: deque[tuple[Work, Tensor]] = deque()
         self.position = 0  # index in the Stream: where this rank stands
         self.stream = program.streams[rank]
@@ -144,7 +146,7 @@ class Executor:
     # ------------------------------------------------------------ a step
 
     def step(
-        self, inputs: Sequence[Tensor], targets: Sequence[Tensor], scale: float = 1.0
+        self, inputs: Microbatches, targets: Microbatches, scale: float = 1.0
     ) -> Tensor | None:
         """Run the whole Stream once, in its order.
 
@@ -160,7 +162,7 @@ class Executor:
             self.call(k)
         return self.finish()
 
-    def begin(self, inputs: Sequence[Tensor], targets: Sequence[Tensor], scale: float) -> None:
+    def begin(self, inputs: Microbatches, targets: Microbatches, scale: float) -> None:
         """Make ready for a step; then every call is made once, in a legal order."""
         m = self.plan.microbatches
         for name, given, where in (("inputs", inputs, 0), ("targets", targets, -1)):
@@ -170,7 +172,6 @@ class Executor:
                     program=self.program.name,
                 )
         self.inputs, self.targets, self.scale = inputs, targets, scale
-        self.total = torch.zeros(())
         for stage in self.stages.values():
             stage.gradients.zero()
 
@@ -196,7 +197,9 @@ class Executor:
         """End a step: everything that is still on its way out is waited for."""
         while self.sending:
             self.sending.popleft()[0].wait()
-        return self.total if self.plan.stages - 1 in self.stages else None
+        if self.plan.stages - 1 not in self.stages:
+            return None
+        return sum(self.losses, torch.zeros(()))  # by microbatch, whatever their order was
 
     # ------------------------------------------------------------ compute
 
@@ -214,7 +217,7 @@ class Executor:
                 if last:
                     y = self.loss(y, self.targets[mb])
             if last:
-                self.total = self.total + y.detach()
+                self.losses[mb] = y.detach()
             elif after is not None:
                 after.act_in[mb] = y.detach()
             else:
@@ -253,7 +256,8 @@ class Executor:
             tape = stage.tape[mb] = Tape()
             with recording(tape):
                 whole()
-            if not len(tape) and stage.gradients.parameters:
+            if not len(tape) and stage.gradients.parameters and not stage.warned:
+                stage.warned = True
                 warnings.warn(
                     f"{type(stage.module).__name__} (stage {i.stage}) cannot be split: "
                     "I runs its whole backward and W nothing",

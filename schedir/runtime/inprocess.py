@@ -16,7 +16,7 @@ from schedir.errors import ModelError
 from schedir.graph import Graph, Model
 from schedir.ops import Lane
 from schedir.program import Program
-from schedir.runtime.executor import Boundary, Executor, Loss
+from schedir.runtime.executor import Boundary, Executor, Loss, Microbatches
 from schedir.runtime.transport import Done, Group, Work
 
 
@@ -112,8 +112,8 @@ class InProcess:
 
     def step(
         self,
-        inputs: Sequence[Tensor],
-        targets: Sequence[Tensor],
+        inputs: Microbatches,
+        targets: Microbatches,
         scale: float = 1.0,
         seed: int = 0,
     ) -> Tensor:

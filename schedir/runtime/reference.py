@@ -10,14 +10,14 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
-from schedir.runtime.executor import Loss
+from schedir.runtime.executor import Loss, Microbatches
 from schedir.runtime.gradients import Gradients
 
 
 def reference(
     stages: Sequence[nn.Module],
-    inputs: Sequence[Tensor],
-    targets: Sequence[Tensor],
+    inputs: Microbatches,
+    targets: Microbatches,
     *,
     loss: Loss,
     scale: float = 1.0,

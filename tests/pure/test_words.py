@@ -165,7 +165,8 @@ def test_ascending() -> None:
     assert compile(one_f_one_b, plan).ascending
     assert not draft(lambda r, P, m: 2 * F + B.at(1) + B.at(0), plan).ascending
     assert not draft(lambda r, P, m: 2 * F + 2 * I + W.at(1) + W.at(0), plan).ascending
-    assert draft(lambda r, P, m: 2 * F + I + B + W, plan).ascending
+    assert draft(lambda r, P, m: 2 * F + I + W + B, plan).ascending
+    assert not draft(lambda r, P, m: 2 * F + I + B + W, plan).ascending  # W 0.0 after B 0.1
 
 
 def test_bad_options() -> None:
