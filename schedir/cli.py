@@ -157,8 +157,9 @@ def _check(args: argparse.Namespace) -> str:
         facts = {"program": program.name, "digest": program.digest, "ranks": program.plan.ranks}
         return as_json(facts | {"instructions": len(program), "models": models})
     but = f", but not under {_and(fails)}" if fails else ""
+    ranks = f"{program.plan.ranks} rank{'s' * (program.plan.ranks > 1)}"
     return (
-        f"{program.name}: {len(program)} instructions on {program.plan.ranks} ranks are complete "
+        f"{program.name}: {len(program)} instructions on {ranks} are complete "
         f"and in order, and finish under {_and(models)}{but}\n"
     )
 
