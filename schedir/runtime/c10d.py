@@ -86,8 +86,8 @@ class Gloo:
 
     def all_gather(self, whole: Tensor, shard: Tensor) -> Work:
         """Start to make a tensor whole."""
-        work = dist.all_gather_into_tensor(whole, shard, group=self.tp_group, async_op=True)
-        return cast(Work, work)
+        parts = list(whole.chunk(self.tp))  # torch 2.13 deprecates all_gather_into_tensor
+        return cast(Work, dist.all_gather(parts, shard, group=self.tp_group, async_op=True))
 
 
 def _first_and_last(mesh: DeviceMesh, program: Program) -> Any:
