@@ -1,0 +1,188 @@
+"""Trainer: one rank of a training run."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from datetime import timedelta
+from functools import partial
+from time import perf_counter
+from typing import Any, NamedTuple, TextIO
+
+import torch
+import torch.distributed as dist
+
+from schedir import gpt
+from schedir.calibrate import calibrate
+from schedir.config import Config, TrainConfig
+from schedir.data import Batches, load
+from schedir.program import Program
+from schedir.runtime.c10d import Gloo, measured
+from schedir.runtime.executor import Executor
+from schedir.runtime.rank import Boundary
+from schedir.simulate import simulate
+from schedir.timeline import Timeline
+
+
+@dataclass(frozen=True)
+class Result:
+    """What a run leaves: its last loss and speed, and its last step, measured and predicted.
+
+    The prediction is from the mean times that the step measured.
+    """
+
+    loss: float
+    tokens_per_second: float
+    measured: Timeline
+    predicted: Timeline
+
+
+def batches(config: Config) -> Batches:
+    """The batches of all replicas together.  Raises UsageError for data that cannot be used."""
+    pipeline, data = config.pipeline, config.data
+    size = pipeline.dp * pipeline.microbatches * data.microbatch_size
+    model = config.model
+    return Batches(load(data.source), model.context, size, data.seed, vocab=model.vocab)
+
+
+def train(config: Config, program: Program, losses: TextIO | None = None) -> Result | None:
+    """Train as one rank of `program`; the Result on global rank 0, None on the others.
+
+    The other processes are found as torchrun says; without it, this one is alone.  Rank 0
+    prints progress, and writes a line per step to `losses`: step (from 1), mean loss of its
+    tokens, learning rate, and norm of the gradient before clipping (empty without).
+
+    Raises UsageError for data that cannot be used, ModelError for processes that do not make
+    the program, and ExecutionError for a run that fails.
+    """
+    torch.set_num_threads(config.train.threads)
+    with _processes(config.train.timeout):
+        return _Trainer(config, program, losses).run()
+
+
+@contextmanager
+def _processes(timeout: float) -> Iterator[None]:
+    alone = "RANK" not in os.environ
+    how: dict[str, Any] = {}
+    if alone:
+        how = {"store": dist.HashStore(), "rank": 0, "world_size": 1}  # type: ignore[attr-defined]
+    dist.init_process_group("gloo", timeout=timedelta(seconds=timeout), **how)
+    done = False
+    try:
+        yield
+        dist.barrier()  # nobody closes a connection that another still reads from
+        done = True
+    finally:
+        # A rank that fails says why before others see its connections close.
+        if done or alone:
+            dist.destroy_process_group()
+
+
+class _Step(NamedTuple):
+    """A step as one rank knows it: `loss` is its part of the mean over all tokens."""
+
+    loss: float
+    learning_rate: float
+    norm: float | None
+    seconds: float
+
+
+class _Trainer:
+    def __init__(self, config: Config, program: Program, losses: TextIO | None) -> None:
+        self.config, self.program, self.losses = config, program, losses
+        self.batches = batches(config)
+        self.transport = Gloo(program)
+        plan, tp = program.plan, self.transport.tp_group
+        division = config.pipeline.division
+        stages = {
+            s: gpt.build_stage(config.model, s, plan.stages, tp=tp, division=division)
+            for s in plan.stages_of[self.transport.rank]
+        }
+        self.optimizer = _adamw([p for s in stages.values() for p in s.parameters()], config.train)
+        self.size = config.data.microbatch_size
+        self.executor = Executor(
+            program,
+            self.transport.rank,
+            stages,
+            self.transport,
+            loss=partial(gpt.loss, tp=tp),
+            boundary=Boundary((self.size, config.model.context, config.model.hidden)),
+            optimizer=self.optimizer,
+            max_norm=config.train.clip,
+        )
+        self.recent: list[_Step] = []  # steps not yet reported
+        self.seconds = 0.0
+
+    def run(self) -> Result | None:
+        train, result = self.config.train, None
+        for step in range(train.steps):
+            self.recent.append(self._step(step))
+            if (step + 1) % train.log_every == 0 or step + 1 == train.steps:
+                result = self._report(step + 1)
+        return result
+
+    def _step(self, step: int) -> _Step:
+        began = perf_counter()
+        lr = self.config.train.learning_rate(step)
+        for group in self.optimizer.param_groups:
+            group["lr"] = lr
+        # Every rank draws the batch of all replicas, so that each can count its tokens.
+        inputs, targets = self.batches.batch(step)
+        scale = 1 / gpt.count_tokens(targets)
+        share = len(inputs) // self.program.dp
+        mine = slice(self.transport.dp_rank * share, (self.transport.dp_rank + 1) * share)
+        total = self.executor.step(
+            inputs[mine].split(self.size), targets[mine].split(self.size), scale
+        )
+        # Tensor-parallel ranks all know the loss: the first counts.
+        counts = total is not None and self.transport.tp_rank == 0
+        loss = float(total) * scale if total is not None and counts else 0.0
+        norm = float(self.executor.norm) if self.program.clip else None
+        return _Step(loss, lr, norm, perf_counter() - began)
+
+    def _report(self, step: int) -> Result | None:
+        """Bring losses and times of the recent steps to rank 0, which says them."""
+        recent, self.recent = self.recent, []
+        parts = torch.tensor([s.loss for s in recent], dtype=torch.float64)
+        dist.all_reduce(parts)
+        timeline = measured(self.executor, self.transport)
+        if timeline is None:
+            return None
+        losses = parts.tolist()
+        first = step - len(recent) + 1
+        for number, (s, loss) in enumerate(zip(recent, losses, strict=True), first):
+            if self.losses is not None:
+                norm = "" if s.norm is None else repr(s.norm)
+                self.losses.write(f"{number},{loss!r},{s.learning_rate!r},{norm}\n")
+        if self.losses is not None:
+            self.losses.flush()
+
+        named = replace(self.program, name=f"{self.program.name} at the mean times measured")
+        predicted = replace(
+            simulate(named, calibrate(timeline), model=self.transport.model), unit=timeline.unit
+        )
+        # The first step connects and warms up: it is no measure.
+        timed = recent[1:] if first == 1 and len(recent) > 1 else recent
+        tokens = self.batches.size * self.batches.context
+        seconds = sum(s.seconds for s in timed)
+        self.seconds += seconds
+        norm = "" if recent[-1].norm is None else f"  norm {recent[-1].norm:.3f}"
+        print(
+            f"step {step:>{len(str(self.config.train.steps))}}  loss {losses[-1]:.4f}"
+            f"  {tokens * len(timed) / seconds:,.0f} tokens/s  lr {recent[-1].learning_rate:.2e}"
+            f"{norm}  bubble {timeline.bubble:.1%}, predicted {predicted.bubble:.1%}",
+            flush=True,
+        )
+        speed = tokens * max(1, step - 1) / self.seconds
+        return Result(losses[-1], speed, timeline, predicted)
+
+
+def _adamw(parameters: list[torch.nn.Parameter], train: TrainConfig) -> torch.optim.Optimizer:
+    """AdamW; only matrices decay."""
+    groups = [
+        {"params": [p for p in parameters if p.ndim >= 2], "weight_decay": train.weight_decay},
+        {"params": [p for p in parameters if p.ndim < 2], "weight_decay": 0.0},
+    ]
+    return torch.optim.AdamW([g for g in groups if g["params"]], lr=train.lr, betas=train.betas)
