@@ -1,7 +1,8 @@
 """Memory: what a program holds, read off its Streams.
 
 Until slots are assigned, what counts is (stage, mb) pairs in flight: alive from their Forward
-until what frees the saved tensors, Backward or BackwardWeight.
+until nothing that it saved is held any more: until Backward, or until BackwardWeight when the
+backward is split.
 """
 
 from __future__ import annotations
@@ -12,7 +13,8 @@ from numpy.typing import NDArray
 from schedir.ops import ROWS, Token
 from schedir.program import Program, Stream
 
-_CHANGE = np.array([(Token.SAVED in r.gives) - (Token.SAVED in r.frees) for r in ROWS])
+_HELD = {Token.SAVED, Token.TAPE}  # BackwardInput turns one into the other
+_CHANGE = np.array([len(_HELD & {*r.gives}) - len(_HELD & {*r.frees}) for r in ROWS])
 
 
 def in_flight(stream: Stream) -> tuple[NDArray[np.int64], NDArray[np.int64]]:

@@ -94,11 +94,11 @@ ROWS: Final[tuple[Row, ...]] = (
         (_T.SAVED, _T.GRAD_IN),
         "Whole backward: gradients of the input and of the weights."),
     Row(_O.BackwardInput, "I", _L.COMPUTE, _MB, (_T.SAVED, _T.GRAD_IN), (_T.GRAD_OUT, _T.TAPE),
-        (_T.GRAD_IN,),
-        "Gradient of the input only; a tape keeps what the weights need. The zero-bubble "
-        "papers call it B."),
-    Row(_O.BackwardWeight, "W", _L.COMPUTE, _MB, (_T.TAPE,), (_T.WGRAD,), (_T.SAVED, _T.TAPE),
-        "Gradients of the weights, from the tape; frees what Forward saved."),
+        (_T.SAVED, _T.GRAD_IN),
+        "Gradient of the input only; of what was saved, a tape keeps what the weights need. "
+        "The zero-bubble papers call it B."),
+    Row(_O.BackwardWeight, "W", _L.COMPUTE, _MB, (_T.TAPE,), (_T.WGRAD,), (_T.TAPE,),
+        "Gradients of the weights, from the tape."),
     Row(_O.SendAct, "send_act", _L.ACT, _MB, (_T.ACT_OUT,), (), (_T.ACT_OUT,),
         "Sends an activation to the rank of the next stage.", +1, _O.RecvAct),
     Row(_O.RecvAct, "recv_act", _L.ACT, _MB, (), (_T.ACT_IN,), (),

@@ -46,11 +46,6 @@ def shard_dim(param: Tensor) -> int | None:
     return getattr(param, "shard_dim", None)
 
 
-def is_sharded(param: Tensor) -> bool:
-    """False: every tensor-parallel rank holds the same, and a norm must count it once."""
-    return shard_dim(param) is not None
-
-
 def f(x: Tensor, group: ProcessGroup | None) -> Tensor:
     """Enter a sharded region: identity forward, all-reduce backward (1909.08053, section 3)."""
     if tp_size(group) == 1:

@@ -25,3 +25,11 @@ class Gradients:
     def zero(self) -> None:
         """Forget everything, before a step."""
         self.flat.zero_()
+
+
+def is_sharded(parameter: Tensor) -> bool:
+    """Whether tensor-parallel ranks hold slices of it; else each holds it whole.
+
+    A parameter that is a slice says along which dimension in `shard_dim`.
+    """
+    return getattr(parameter, "shard_dim", None) is not None

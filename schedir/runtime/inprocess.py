@@ -16,7 +16,8 @@ from schedir.errors import ModelError
 from schedir.graph import Graph, Model
 from schedir.ops import Lane
 from schedir.program import Program
-from schedir.runtime.executor import Boundary, Executor, Loss, Microbatches
+from schedir.runtime.executor import Executor
+from schedir.runtime.rank import Boundary, Loss, Microbatches
 from schedir.runtime.transport import Done, Group, Work
 
 

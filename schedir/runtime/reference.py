@@ -10,8 +10,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
-from schedir.runtime.executor import Loss, Microbatches
 from schedir.runtime.gradients import Gradients
+from schedir.runtime.rank import Loss, Microbatches
 
 
 def reference(

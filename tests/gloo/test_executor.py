@@ -17,11 +17,13 @@ from torch import Tensor, nn
 from schedir import gpt
 from schedir.compile import compile, lower
 from schedir.errors import ExecutionError, ModelError
+from schedir.ops import COMPUTE, ROWS, TRANSFERS, Per, Token
 from schedir.plan import Plan
 from schedir.program import Program
 from schedir.runtime.c10d import Gloo, measured
-from schedir.runtime.executor import Boundary, Executor
+from schedir.runtime.executor import Executor
 from schedir.runtime.inprocess import InProcess
+from schedir.runtime.rank import Boundary
 from schedir.runtime.reference import reference
 from schedir.schedules import gpipe, interleaved, one_f_one_b
 from schedir.words import B, F, I, W, Word
@@ -317,3 +319,43 @@ def test_evaluation_has_no_gradients() -> None:
     got = _in_process(program, stages).step(*batch(3))
     assert torch.equal(got, loss)
     assert not any(g.any() for grads in gradients(stages) for g in grads.values())
+
+
+def test_rows_do_not_lie() -> None:
+    """Each instruction of a middle stage finds, leaves and clears what its row declares."""
+    slots = {
+        Token.ACT_IN: "act_in",
+        Token.ACT_OUT: "act_out",
+        Token.SAVED: "saved",
+        Token.GRAD_IN: "grad_in",
+        Token.GRAD_OUT: "grad_out",
+        Token.TAPE: "tape",
+    }
+    met = set()
+    for schedule in (one_f_one_b, zb):
+        program = compile(schedule, Plan(3, 3), tied=True)
+        ranks = InProcess(program, gpt_stages(3), loss=gpt.loss, boundary=BOUNDARY)
+        middle = ranks.ranks[1]
+        call = middle.call
+
+        def watched(k: int, call: Any = call, middle: Executor = middle) -> None:
+            instr, stage = middle.stream[k], middle.stages[1]
+            row = ROWS[instr.op]
+
+            def held() -> set[Token]:
+                return {
+                    t for t, name in slots.items() if getattr(stage, name)[instr.mb] is not None
+                }
+
+            before = held()
+            call(k)
+            after, known = held(), {*slots}
+            if row.per is Per.MICROBATCH:
+                assert {*row.needs} & known <= before, instr
+                assert after - before == {*row.gives} & known - before, instr
+                assert before - after == {*row.frees} & known, instr
+                met.add(row.op)
+
+        middle.call = watched  # type: ignore[method-assign]
+        ranks.step(*batch(3))
+    assert met == {*COMPUTE, *TRANSFERS}

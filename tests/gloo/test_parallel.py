@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from schedir.errors import UsageError
-from schedir.parallel.group import is_sharded, shard, shard_dim
+from schedir.parallel.group import shard, shard_dim
 from schedir.parallel.layers import ColumnParallelLinear, RowParallelLinear
 from schedir.parallel.vocab import (
     VocabParallelEmbedding,
@@ -19,6 +19,7 @@ from schedir.parallel.vocab import (
     shard_vocab,
     vocab_parallel_cross_entropy,
 )
+from schedir.runtime.gradients import is_sharded
 from tests.gloo.spawn import run
 
 torch.set_num_threads(1)

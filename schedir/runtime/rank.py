@@ -1,0 +1,93 @@
+"""Rank: what one rank of a program holds while it runs."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from schedir.ops import Lane
+from schedir.program import Program
+from schedir.runtime.gradients import Gradients
+from schedir.runtime.split import Tape
+from schedir.runtime.transport import Done, Transport, Work
+
+Loss = Callable[[Tensor, Tensor], Tensor]
+Microbatches = Sequence[Tensor] | Tensor  # one tensor each, or stacked
+
+
+@dataclass(frozen=True)
+class Boundary:
+    """Shape and type of what passes between stages, for one microbatch."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype = torch.float32
+
+
+class Call(NamedTuple):
+    """A linked instruction: first wait for what must have arrived, if anything, then run."""
+
+    wait: Callable[[], None] | None
+    run: Callable[[], None]
+
+
+class Stage:
+    """One own stage: its module, and the slots of its values, one per microbatch."""
+
+    def __init__(self, module: nn.Module, microbatches: int) -> None:
+        self.module = module
+        self.gradients = Gradients(module)
+        self.act_in: list[Tensor | None] = [None] * microbatches
+        self.act_out: list[Tensor | None] = [None] * microbatches
+        self.saved: list[tuple[Tensor, Tensor] | None] = [None] * microbatches
+        self.grad_in: list[Tensor | None] = [None] * microbatches
+        self.grad_out: list[Tensor | None] = [None] * microbatches
+        self.tape: list[Tape | None] = [None] * microbatches
+        self.arriving: dict[tuple[Lane, int], Work] = {}
+        self.reducing: Work = Done()
+        self.warned = False  # that the module cannot be split
+
+    @property
+    def tied_weight(self) -> nn.Parameter | None:
+        """The copy of the tied weight that this stage holds, if it says so."""
+        weight: nn.Parameter | None = getattr(self.module, "tied_weight", None)
+        return weight
+
+
+class Rank:
+    """Own stages, what is on its way, and what the step was given.
+
+    `where` finds an instruction (op, stage, mb) in the rank's Stream; `began` and `ended` are
+    when each one last ran, in seconds of this process's clock.
+    """
+
+    def __init__(
+        self,
+        program: Program,
+        rank: int,
+        stages: Mapping[int, nn.Module],
+        transport: Transport,
+        loss: Loss,
+        boundary: Boundary,
+        optimizer: torch.optim.Optimizer | None,
+        max_norm: float,
+    ) -> None:
+        self.program, self.plan, self.rank = program, program.plan, rank
+        self.transport, self.loss, self.boundary = transport, loss, boundary
+        self.optimizer, self.max_norm = optimizer, max_norm
+        m = self.plan.microbatches
+        self.stages = {s: Stage(stages[s], m) for s in self.plan.stages_of[rank]}
+        self.inputs: Microbatches = ()
+        self.targets: Microbatches = ()
+        self.scale = 1.0
+        self.losses = [torch.zeros(())] * m
+        self.norm = torch.zeros((), dtype=torch.float64)
+        self.norming: Work = Done()
+        self.sending: deque[tuple[Work, Tensor]] = deque()
+        self.stream = program.streams[rank]
+        self.where = {tuple(i): k for k, i in enumerate(self.stream)}
+        self.began, self.ended = [0.0] * len(self.stream), [0.0] * len(self.stream)
