@@ -14,3 +14,49 @@ PAGES = runpy.run_path(str(DOCS / "generate.py"))["PAGES"]
 @pytest.mark.parametrize("name", PAGES)
 def test_page_is_fresh(name: str) -> None:
     assert (DOCS / name).read_text() == PAGES[name](), "run: python docs/generate.py"
+
+
+ROOT = DOCS.parent
+README = (ROOT / "README.md").read_text()
+BLOCKS = [b.split("\n", 1) for b in README.split("```")[1::2]]
+
+
+def test_readme_shows_the_example_as_it_is() -> None:
+    shown = [body for kind, body in BLOCKS if kind == "python"]
+    assert (ROOT / "examples" / "mine.py").read_text() in shown
+    code = [line for line in shown[0].splitlines() if line.strip()]
+    assert len(code) < 15
+
+
+def test_readme_python_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    for kind, body in BLOCKS:
+        if kind == "python":
+            exec(compile(body, "README.md", "exec"), {})
+    assert (tmp_path / "interleaved.png").stat().st_size > 10_000
+
+
+def test_readme_commands_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from schedir.cli import main
+
+    lines = [line.split() for _, body in BLOCKS for line in body.splitlines()]
+    commands = [words[1:] for words in lines if words[:1] == ["schedir"] and words[1] != "train"]
+    assert {words[0] for words in commands} == {"show", "check", "simulate", "draw", "compare"}
+    (tmp_path / "examples").symlink_to(ROOT / "examples")
+    monkeypatch.chdir(tmp_path)
+    for words in commands:
+        assert main(words) == 0, words
+
+
+def test_readme_error_is_what_is_printed() -> None:
+    """The one in the README is a golden text."""
+    golden = (ROOT / "tests" / "golden" / "refused" / "deadlock.txt").read_text()
+    assert golden.split("-" * 60 + "\n")[1] in [body for _, body in BLOCKS]
+
+
+def test_links_lead_somewhere() -> None:
+    import re
+
+    for page in [ROOT / "README.md", *DOCS.rglob("*.md"), *ROOT.glob("*.md")]:
+        for link in re.findall(r"\]\(([^)#]+)\)", page.read_text()):
+            assert "://" in link or (page.parent / link).exists(), (page, link)

@@ -1,0 +1,14 @@
+from collections.abc import Iterator
+
+from schedir import B, F
+from schedir.words import Word
+
+
+def in_pairs(rank: int, ranks: int, microbatches: int) -> Iterator[Word]:
+    """Two forwards, two backwards: the loss of a pair could be taken together."""
+    lead = min(2 * (ranks - 1 - rank), microbatches)
+    yield lead * F
+    for _ in range((microbatches - lead) // 2):
+        yield 2 * F
+        yield 2 * B
+    yield (microbatches - lead) % 2 * (F + B) + lead * B
