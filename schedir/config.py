@@ -67,8 +67,8 @@ class DataConfig:
 class TrainConfig:
     """How it is trained: AdamW, a linear warm-up, then half a cosine from `lr` to `min_lr`.
 
-    `clip` is the largest global gradient norm, 0 for no clipping; `timeout` how many seconds a
-    rank waits for another; `threads` those of torch in each process.
+    `clip` is the largest global gradient norm, 0 for no clipping; `timeout` how many seconds an
+    instruction may take, with its wait for other ranks; `threads` those of torch in a process.
     """
 
     steps: Count = 100
@@ -79,7 +79,7 @@ class TrainConfig:
     betas: tuple[Share, Share] = (0.9, 0.95)
     clip: NotNegative = 1.0
     log_every: Count = 10
-    timeout: Annotated[float, Range(1)] = 60.0
+    timeout: Annotated[float, Range(1)] = 120.0
     threads: Count = 1
 
     def __post_init__(self) -> None:

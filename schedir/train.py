@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING
 
 from schedir.check import check, check_draft
 from schedir.compile import compile, lower
@@ -20,7 +20,7 @@ from schedir.config import Config, read
 from schedir.errors import ExecutionError, ProgramError, UsageError
 from schedir.files import replacing
 from schedir.graph import Model
-from schedir.launch import end_with_parent, launch
+from schedir.launch import crash, end_with_parent, launch
 from schedir.load import load
 from schedir.program import Program
 
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from schedir.trainer import Result
 
 MODEL: Model = "edge"  # what Gloo gives
-GRACE = 5.0  # seconds in which the first rank of a machine says what all its ranks refuse
+GRACE = 5.0  # seconds in which a machine's first rank speaks for all of them
 
 
 def run(path: str, sets: Sequence[str] = ()) -> int:
@@ -114,22 +114,14 @@ def _run_rank(path: str, sets: Sequence[str]) -> int:
             make_folder(config.output.folder)
         _train(config, program)
     except ExecutionError as error:
-        _crash(str(error))
+        crash(str(error))
     except ProgramError:
-        if os.environ.get("LOCAL_RANK", "0") == "0":
-            raise
-        time.sleep(GRACE)
-        return 2
+        if os.environ.get("LOCAL_RANK", "0") != "0":
+            time.sleep(GRACE)  # its end is the end of this process, if it refuses too
+        raise
     except Exception:
-        _crash(traceback.format_exc())
+        crash(traceback.format_exc())
     return 0
-
-
-def _crash(why: str) -> NoReturn:
-    """End at once: a tidy end would close connections first, and others would seem to fail."""
-    print(f"rank {os.environ['RANK']}: {why}", file=sys.stderr, flush=True)
-    sys.stdout.flush()
-    os._exit(1)
 
 
 def _train(config: Config, program: Program) -> None:

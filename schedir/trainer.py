@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from functools import partial
+from threading import Event, Thread
 from time import perf_counter
 from typing import Any, NamedTuple, TextIO
 
@@ -18,6 +19,8 @@ from schedir import gpt
 from schedir.calibrate import calibrate
 from schedir.config import Config, TrainConfig
 from schedir.data import Batches, load
+from schedir.errors import ExecutionError, Site
+from schedir.launch import crash
 from schedir.program import Program
 from schedir.runtime.c10d import Gloo, measured
 from schedir.runtime.executor import Executor
@@ -114,17 +117,47 @@ class _Trainer:
         )
         self.recent: list[_Step] = []  # steps not yet reported
         self.seconds = 0.0
+        self.step = 0
 
     def run(self) -> Result | None:
         train, result = self.config.train, None
-        for step in range(train.steps):
-            self.recent.append(self._step(step))
-            if (step + 1) % train.log_every == 0 or step + 1 == train.steps:
-                result = self._report(step + 1)
+        with self._watched():
+            for step in range(train.steps):
+                self.recent.append(self._step(step))
+                if (step + 1) % train.log_every == 0 or step + 1 == train.steps:
+                    result = self._report(step + 1)
         return result
 
+    @contextmanager
+    def _watched(self) -> Iterator[None]:
+        """Crash if one instruction takes longer than the timeout.
+
+        That of the process groups is no help: those of a mesh have half an hour.
+        """
+        most, done = self.config.train.timeout, Event()
+
+        def watch() -> None:
+            stood, since = (-1, -1), 0.0
+            while not done.wait(min(1.0, most / 4)):
+                stands = self.step, self.executor.position
+                if stands != stood:
+                    stood, since = stands, perf_counter()
+                elif perf_counter() - since > most:
+                    crash(str(self._stands(f"nothing has moved for {most:g} s")))
+
+        Thread(target=watch, daemon=True).start()
+        try:
+            yield
+        finally:
+            done.set()
+
+    def _stands(self, fact: str) -> ExecutionError:
+        k = self.executor.position
+        site = Site(self.executor.rank, k, self.executor.stream[k], f"in step {self.step + 1}")
+        return ExecutionError(fact, program=self.program.name, sites=[site])
+
     def _step(self, step: int) -> _Step:
-        began = perf_counter()
+        self.step, began = step, perf_counter()
         lr = self.config.train.learning_rate(step)
         for group in self.optimizer.param_groups:
             group["lr"] = lr
