@@ -8,8 +8,10 @@ from schedir.complete import completeness
 from schedir.errors import OrderError, Site
 from schedir.explain import deadlock
 from schedir.graph import Graph, Model
+from schedir.index import NONE
 from schedir.ops import ROWS, Token
 from schedir.program import Program
+from schedir.walk import walk
 
 
 def check(program: Program, model: Model = "device") -> Program:
@@ -25,9 +27,9 @@ def check(program: Program, model: Model = "device") -> Program:
     """
     graph = Graph(program, model, completeness(program, draft=False))
     _in_order(graph)
-    walk = graph.walk()
-    if not walk.done.all():
-        raise deadlock(graph, walk)
+    reached = walk(graph)
+    if not reached.done.all():
+        raise deadlock(graph, reached)
     return program
 
 
@@ -43,17 +45,21 @@ def _in_order(graph: Graph) -> None:
     Lanes run at their own pace, but the host issues a Stream in order: a wait for what has not
     been issued yet would wait for nothing.
     """
-    giver, needer = graph.values.T
-    late = (graph.index.rank[giver] == graph.index.rank[needer]) & (giver > needer)
-    same = graph.enter[giver] == graph.enter[needer]
-    wrong = np.flatnonzero(late | same)
-    if not len(wrong):
+    position = np.arange(len(graph))
+    first = len(graph)
+    for needs in graph.needs:
+        wrong = needs > position
+        if graph.index.joined.any():
+            wrong |= (needs != NONE) & (graph.gates[0][needs] == graph.gates[0])
+        if wrong.any() and wrong.argmax() < first:
+            first = int(wrong.argmax())
+            giver = int(needs[first])
+    if first == len(graph):
         return
-    first = int(wrong[needer[wrong].argmin()])
-    rank, at, instr = graph.place(int(needer[first]))
-    _, given_at, given = graph.place(int(giver[first]))
+    rank, at, instr = graph.index.place(first)
+    _, given_at, given = graph.index.place(giver)
     token = _token(given.op, instr.op)
-    if late[first]:
+    if giver > first:
         fact = f"{instr} needs {token}, which {given} gives only later"
     else:
         fact = f"{instr} needs {token} from {given}, but they run as one"

@@ -19,7 +19,7 @@ from schedir.errors import (
     ReductionError,
     Site,
 )
-from schedir.graph import Index
+from schedir.index import Index
 from schedir.ops import COMPUTE, ROWS, SHARDING, TRANSFERS, Instr, Opcode, Per
 from schedir.program import ADDRESS, JOINED, OP, OPS, Program, Words
 

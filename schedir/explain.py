@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import numpy as np
+from numpy.typing import NDArray
 
 from schedir.errors import DeadlockError, Site, Wait
-from schedir.graph import Graph, Walk
-from schedir.ops import ROWS
+from schedir.graph import Graph
+from schedir.index import NONE
+from schedir.walk import Walk
 
 
 def deadlock(graph: Graph, walk: Walk) -> DeadlockError:
@@ -22,12 +24,12 @@ def deadlock(graph: Graph, walk: Walk) -> DeadlockError:
     steps = []
     for a, b in zip(cycle, cycle[1:] + cycle[:1], strict=True):
         needed = waits.edges[a, b]["needed"]
-        rank, at, instr = graph.place(a)
-        needs_rank, needs_at, needs = graph.place(needed)
+        rank, at, instr = graph.index.place(a)
+        needs_rank, needs_at, needs = graph.index.place(needed)
         steps.append(
-            Wait(rank, at, instr, needs, needs_rank, needs_at, graph.place(b)[1])
+            Wait(rank, at, instr, needs, needs_rank, needs_at, graph.index.place(b)[1])
         )  # fmt: skip
-    ran = int(walk.done[graph.leave].sum())
+    ran = int(_left(graph, walk).sum())
     ranks = len({w.rank for w in steps})
     who = f"{ranks} ranks wait for each other" if ranks > 1 else "a rank waits for itself"
     return DeadlockError(
@@ -41,9 +43,19 @@ def deadlock(graph: Graph, walk: Walk) -> DeadlockError:
     )
 
 
+def _left(graph: Graph, walk: Walk) -> NDArray[np.bool_]:
+    """Whether each instruction ends, and all that are issued with it."""
+    done = walk.done
+    if not graph.index.joined.any():
+        return done
+    left = np.ones(graph.nodes, bool)
+    np.logical_and.at(left, graph.gates[1], done)
+    return np.asarray(left[graph.gates[1]])
+
+
 def _heads(graph: Graph, walk: Walk) -> dict[int, int]:
     """By queue, the first instruction that never ends."""
-    stuck = np.flatnonzero(~walk.done[graph.leave])
+    stuck = np.flatnonzero(~_left(graph, walk))
     queues, first = np.unique(graph.queue[stuck], return_index=True)
     return dict(zip(queues.tolist(), stuck[first].tolist(), strict=True))
 
@@ -53,13 +65,14 @@ def _unmet(graph: Graph, walk: Walk, head: int) -> list[int]:
 
     A group is entered as one, so its first member waits for whatever any member needs.
     """
-    together = np.flatnonzero(graph.enter == graph.enter[head])
-    members = together if graph.enter[head] != graph.node[head] else np.array([head])
-    needed = graph.values[np.isin(graph.values[:, 1], members), 0].tolist()
+    enter = graph.gates[0]
+    grouped = enter[head] != graph.node[head]
+    members = np.flatnonzero(enter == enter[head]) if grouped else np.array([head])
+    needed = [n for n in graph.needs[:, members].reshape(-1).tolist() if n != NONE]
     for one in members.tolist():
-        if ROWS[int(graph.index.op[one])].meets is not None:
-            needed += np.flatnonzero(graph.node == graph.node[one]).tolist()
-    waits = [n for n in needed if not walk.done[graph.leave[n]] and n not in members]
+        needed += np.flatnonzero(graph.node == graph.node[one]).tolist()
+    left = _left(graph, walk)
+    waits = [n for n in needed if not left[n] and n not in members]
     mine = graph.queue[head]
     return sorted(n for n in waits if graph.queue[n] != mine or n == head or n > head)
 

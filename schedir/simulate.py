@@ -8,6 +8,7 @@ from schedir.explain import deadlock
 from schedir.graph import Graph, Model
 from schedir.program import Program
 from schedir.timeline import Timeline, spans_of
+from schedir.walk import walk
 
 
 def simulate(program: Program, costs: Costs | None = None, *, model: Model = "device") -> Timeline:
@@ -20,7 +21,7 @@ def simulate(program: Program, costs: Costs | None = None, *, model: Model = "de
     complete.
     """
     graph = Graph(program, model, completeness(program, draft=program.is_draft))
-    walk = graph.walk(costs)
-    if not walk.done.all():
-        raise deadlock(graph, walk)
-    return Timeline(program, spans_of(program, walk.start[graph.node], walk.end[graph.node]))
+    reached = walk(graph, costs)
+    if not reached.done.all():
+        raise deadlock(graph, reached)
+    return Timeline(program, spans_of(program, reached.start, reached.end))

@@ -51,11 +51,8 @@ def group_opposites(program: Program) -> Program:
     cycle that was not there, under any model.
     """
     graph = Graph(program, "serial")
-    index, node = graph.index, graph.node
+    index, partner = graph.index, graph.partner
     send, receive = np.isin(index.op, SENDS), np.isin(index.op, RECEIVES)
-    partner = np.full(len(node), -1)
-    got = np.flatnonzero(receive & (node != np.arange(len(node))))
-    partner[got], partner[node[got]] = node[got], got
     second = np.flatnonzero((send[1:] & receive[:-1]) | (receive[1:] & send[:-1])) + 1
     first = second - 1
     matched = (partner[first] >= 0) & (partner[second] >= 0)

@@ -13,6 +13,7 @@ from schedir.explain import deadlock
 from schedir.graph import Graph
 from schedir.ops import ROWS, Opcode
 from schedir.program import ADDRESS, OP, STAGE, Program, Stream
+from schedir.walk import walk
 
 _SENT_BY = {
     Opcode.SendAct: (Opcode.Forward,),
@@ -31,26 +32,23 @@ def transfers(program: Program, costs: Costs | None = None) -> Program:
     Raises DeadlockError if the draft itself cannot finish, which is all that can be wrong.
     """
     graph = Graph(program)
-    walk = graph.walk(costs)
-    if not walk.done.all():
-        raise deadlock(graph, walk)
+    reached = walk(graph, costs)
+    if not reached.done.all():
+        raise deadlock(graph, reached)
     index, plan = graph.index, program.plan
-    turn = np.empty(graph.nodes, np.int64)
-    turn[walk.order] = np.arange(len(walk.order))
-    turn = 2 * turn[graph.node]
+    stage = index.stage.astype(np.int32)
+    turn = 2 * reached.turn
     where = np.arange(len(turn))
     # Columns of the new table: rank, time, turn (breaks ties as the walk did), place, word.
-    rows: list[tuple[NDArray[Any], ...]] = [
-        (index.rank, walk.start[graph.node], turn, where, program.words)
-    ]
+    rows: list[tuple[NDArray[Any], ...]] = [(index.rank, reached.start, turn, where, program.words)]
     for send, makers in _SENT_BY.items():
         row = ROWS[send]
         assert row.meets is not None
-        other = index.stage + row.hop
+        other = stage + row.hop
         inside = (other >= 0) & (other < plan.stages)
         there = plan.rank_of[np.where(inside, other, 0)]
         at = np.flatnonzero(np.isin(index.op, makers) & inside & (there != index.rank))
-        time, after = walk.end[graph.node[at]], turn[at] + 1
+        time, after = reached.end[at], turn[at] + 1
         address = program.words[at] & ADDRESS
         sent = address | int(send) << OP
         got = (address + (row.hop << STAGE)) | int(row.meets) << OP

@@ -108,7 +108,7 @@ class InProcess:
         # Who is at a node, by (rank, index); a send names its node, so it comes first.
         self.at: list[list[tuple[int, int]]] = [[] for _ in range(self.graph.nodes)]
         for position, node in enumerate(self.graph.node.tolist()):
-            rank, index, _ = self.graph.place(position)
+            rank, index, _ = self.graph.index.place(position)
             self.at[node].insert(0 if position == node else len(self.at[node]), (rank, index))
 
     def step(

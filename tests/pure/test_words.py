@@ -17,6 +17,7 @@ from schedir.graph import Graph
 from schedir.ops import ROWS, Opcode, Per
 from schedir.plan import MAX_MICROBATCHES, Plan
 from schedir.schedules import one_f_one_b
+from schedir.walk import walk
 from schedir.words import EMPTY, B, F, I, W, Word, draft, overlap, weave
 
 
@@ -147,8 +148,8 @@ def test_costs() -> None:
 
 def test_cells_cost_what_they_are_told() -> None:
     program = draft(lambda r, P, m: F + overlap(F, B) + B, Plan(1, 2))
-    assert Graph(program).walk(Costs(F=1, B=2)).end.max() == 6
-    assert Graph(program).walk(Costs(F=1, B=2, FB=2.5)).end.max() == 5.5
+    assert walk(Graph(program), Costs(F=1, B=2)).end.max() == 6
+    assert walk(Graph(program), Costs(F=1, B=2, FB=2.5)).end.max() == 5.5
 
 
 def test_the_table_numbers_its_rows() -> None:
