@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
-from typing import Any
+from itertools import pairwise
 
 import numpy as np
 from numpy.typing import NDArray
@@ -11,6 +12,7 @@ from numpy.typing import NDArray
 from schedir.costs import Costs
 from schedir.explain import deadlock
 from schedir.graph import Graph
+from schedir.index import Positions
 from schedir.ops import ROWS, Opcode
 from schedir.program import ADDRESS, OP, STAGE, Program, Stream
 from schedir.walk import walk
@@ -35,25 +37,38 @@ def transfers(program: Program, costs: Costs | None = None) -> Program:
     reached = walk(graph, costs)
     if not reached.done.all():
         raise deadlock(graph, reached)
-    index, plan = graph.index, program.plan
-    stage = index.stage.astype(np.int32)
-    turn = 2 * reached.turn
-    where = np.arange(len(turn))
-    # Columns of the new table: rank, time, turn (breaks ties as the walk did), place, word.
-    rows: list[tuple[NDArray[Any], ...]] = [(index.rank, reached.start, turn, where, program.words)]
+    streams = []
+    messages = list(_messages(graph))
+    for rank, (lo, hi) in enumerate(pairwise(program.offsets.tolist())):
+        own = np.arange(lo, hi, dtype=np.int32)
+        # Columns: time, turn (breaks ties as the walk did), place, word.
+        rows = [(reached.start[own], 2 * reached.turn[own], own, program.words[own])]
+        for op, makers, cuts, shift in messages:
+            at = makers[cuts[rank] : cuts[rank + 1]]
+            word = (program.words[at] & ADDRESS) + shift | int(op) << OP
+            rows.append((reached.end[at], 2 * reached.turn[at] + 1, at, word))
+        time, turn, place, words = map(np.concatenate, zip(*rows, strict=True))
+        streams.append(Stream(words[np.lexsort((place, turn, time))]))
+    return replace(program, streams=tuple(streams))
+
+
+def _messages(graph: Graph) -> Iterator[tuple[Opcode, Positions, NDArray[np.intp], int]]:
+    """Sends, and receives: who makes what is sent, by the rank of the transfer.
+
+    The makers' positions come rank by rank, with the places where each rank's begin, and what
+    leads from the word of the maker's stage to that of the transfer's.
+    """
+    index, rank_of = graph.index, graph.program.plan.rank_of
     for send, makers in _SENT_BY.items():
         row = ROWS[send]
+        at = np.flatnonzero(np.isin(index.op, makers)).astype(np.int32)
+        other = index.stage[at].astype(np.int32) + row.hop
+        inside = (other >= 0) & (other < len(rank_of))
+        there = rank_of[np.where(inside, other, 0)]
+        crosses = inside & (there != index.rank[at])
         assert row.meets is not None
-        other = stage + row.hop
-        inside = (other >= 0) & (other < plan.stages)
-        there = plan.rank_of[np.where(inside, other, 0)]
-        at = np.flatnonzero(np.isin(index.op, makers) & inside & (there != index.rank))
-        time, after = reached.end[at], turn[at] + 1
-        address = program.words[at] & ADDRESS
-        sent = address | int(send) << OP
-        got = (address + (row.hop << STAGE)) | int(row.meets) << OP
-        rows += [(index.rank[at], time, after, at, sent), (there[at], time, after, at, got)]
-    rank, time, after, place, words = (np.concatenate(c) for c in zip(*rows, strict=True))
-    order = np.lexsort((place, after, time, rank))
-    cuts = np.searchsorted(rank[order], np.arange(1, plan.ranks))
-    return replace(program, streams=tuple(map(Stream, np.split(words[order], cuts))))
+        sides = ((send, index.rank[at], 0), (row.meets, there, row.hop << STAGE))
+        for op, rank, shift in sides:
+            order = np.argsort(rank[crosses].astype(np.uint16), kind="stable")
+            cuts = np.searchsorted(rank[crosses][order], np.arange(graph.program.plan.ranks + 1))
+            yield op, at[crosses][order], cuts, shift

@@ -40,6 +40,8 @@ def forward(rank: Rank, i: Instr) -> Call:
             y: Tensor = stage.module(x)
             if last:
                 y = rank.loss(y, rank.targets[mb])
+            else:
+                rank.boundary.expect(y, f"stage {i.stage}")
         if last:
             rank.losses[mb] = y.detach()
         elif after is not None:

@@ -10,6 +10,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
+from schedir.errors import ModelError
 from schedir.ops import Lane
 from schedir.program import Program
 from schedir.runtime.gradients import Gradients
@@ -26,6 +27,16 @@ class Boundary:
 
     shape: tuple[int, ...]
     dtype: torch.dtype = torch.float32
+
+    def expect(self, value: object, maker: str) -> None:
+        """Raise ModelError for what cannot pass: the other side has made room for this shape."""
+        if not isinstance(value, Tensor):
+            got = type(value).__name__
+        elif (tuple(value.shape), value.dtype) != (self.shape, self.dtype):
+            got = f"{list(value.shape)} of {value.dtype}"
+        else:
+            return
+        raise ModelError(f"{maker} gives {got}, the boundary is {list(self.shape)} of {self.dtype}")
 
 
 class Call(NamedTuple):

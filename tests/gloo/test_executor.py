@@ -287,6 +287,24 @@ def test_a_failing_stage_is_named() -> None:
         _in_process(program, stages).step([], [])
 
 
+@pytest.mark.parametrize("wrong", [lambda x: (x, x), lambda x: x[:, :1], lambda x: x.double()])
+def test_what_does_not_fit_the_boundary_is_refused(wrong: Any) -> None:
+    class Odd(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = gpt_stages(2, tied=False)[0]
+
+        def forward(self, x: Tensor) -> Any:
+            return wrong(self.inner(x))
+
+    program = compile(gpipe, Plan(2, 2))
+    stages = [Odd(), gpt_stages(2, tied=False)[1]]
+    with pytest.raises(ExecutionError) as caught:
+        _in_process(program, stages).step(*batch(2))
+    assert isinstance(caught.value.__cause__, ModelError)
+    assert caught.value.sites[0].rank == 0
+
+
 def test_what_cannot_be_split_runs_whole_with_one_warning_each() -> None:
     class Plain(nn.Module):
         def __init__(self) -> None:
