@@ -152,4 +152,4 @@ def _save(result: Result, folder: Path) -> None:
     }
     with replacing(summary) as temporary:
         temporary.write_text(json.dumps(facts, indent=2) + "\n")
-    print(f"wrote {folder / 'loss.csv'}, {summary} and {picture}", flush=True)
+    print(f"wrote loss.csv, {summary.name} and {picture.name} to {folder}", flush=True)

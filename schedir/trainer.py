@@ -192,7 +192,7 @@ class _Trainer:
         if self.losses is not None:
             self.losses.flush()
 
-        named = replace(self.program, name=f"{self.program.name} at the mean times measured")
+        named = replace(self.program, name=f"{self.program.name} at measured means")
         predicted = replace(
             simulate(named, calibrate(timeline), model=self.transport.model), unit=timeline.unit
         )
