@@ -217,8 +217,8 @@ class Graph:
 
     @property
     def nodes(self) -> int:
-        """One more than the largest node; not every number below is one."""
-        return int(self.gates.max(initial=-1)) + 1
+        """More than the largest node and the largest position; not every number below is a node."""
+        return max(len(self), int(self.gates.max(initial=-1)) + 1)
 
     @cached_property
     def edges(self) -> NDArray[np.int64]:
