@@ -19,7 +19,7 @@ from rich.table import Table
 
 import schedir
 from schedir import Costs, Plan
-from schedir.errors import UsageError
+from schedir.errors import ProgramError
 from schedir.schedules import gpipe, interleaved, one_f_one_b
 from schedir.train import make_folder, run
 
@@ -98,8 +98,8 @@ def main() -> int:
             {},
         )
         one = train("The same model in one process", folder / "one-process", ALONE)
-    except UsageError as error:
-        SAY.print(f"{error}", style="bold red", markup=False)
+    except ProgramError as error:
+        SAY.print(str(error), style="bold red", markup=False)
         return 2
     wrong = judge(many, one)
     summary = json.loads((folder / "four-processes" / "summary.json").read_text())
@@ -107,7 +107,8 @@ def main() -> int:
     SAY.print(
         f"Bubble of the last step: measured {bubble['measured']:.1%} of "
         f"{1e3 * seconds['measured']:.0f} ms, predicted {bubble['predicted']:.1%} of "
-        f"{1e3 * seconds['predicted']:.0f} ms from its mean times"
+        f"{1e3 * seconds['predicted']:.0f} ms from its mean times",
+        soft_wrap=True,
     )
     SAY.print(f"Gantt charts: {folder / 'predicted.png'}")
     SAY.print(f"              {folder / 'four-processes' / 'timeline.png'} (predicted, measured)")

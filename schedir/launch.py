@@ -115,5 +115,4 @@ def end_with_parent() -> None:
 def crash(why: str) -> NoReturn:
     """End this rank at once: a tidy end would close connections first, and others seem to fail."""
     print(f"rank {os.environ.get('RANK', '0')}: {why}", file=sys.stderr, flush=True)
-    sys.stdout.flush()
     os._exit(1)

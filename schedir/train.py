@@ -30,6 +30,7 @@ if TYPE_CHECKING:
 
 MODEL: Model = "edge"  # what Gloo gives
 GRACE = 5.0  # seconds in which a machine's first rank speaks for all of them
+CLOSED = "standard output was closed"
 
 
 def run(path: str, sets: Sequence[str] = ()) -> int:
@@ -54,6 +55,8 @@ def run(path: str, sets: Sequence[str] = ()) -> int:
     except ExecutionError as error:
         print(error, file=sys.stderr)
         return 1
+    except BrokenPipeError:
+        crash(CLOSED)
     except KeyboardInterrupt:
         return 130
     return 0
@@ -107,6 +110,11 @@ def make_folder(folder: str) -> None:
 def _run_rank(path: str, sets: Sequence[str]) -> int:
     """One of several processes: they read the same configuration, and one says what is wrong."""
     end_with_parent()
+    missing = [v for v in ("WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT") if v not in os.environ]
+    if missing:
+        raise UsageError(
+            f"RANK is set, but {' and '.join(missing)} not", hint="use torchrun, or unset RANK"
+        )
     try:
         config = read(path, sets)
         program = program_of(config)
@@ -119,6 +127,8 @@ def _run_rank(path: str, sets: Sequence[str]) -> int:
         if os.environ.get("LOCAL_RANK", "0") != "0":
             time.sleep(GRACE)  # its end is the end of this process, if it refuses too
         raise
+    except BrokenPipeError:
+        crash(CLOSED)
     except Exception:
         crash(traceback.format_exc())
     return 0

@@ -256,6 +256,13 @@ def test_a_program_file_must_fit_the_configuration(config: str, tmp_path: Path) 
         run(str(plain), ["train.clip=0"])
 
 
+def test_a_rank_without_a_world_is_refused(config: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RANK", "0")
+    with pytest.raises(UsageError) as error:
+        run(config)
+    assert "MASTER_ADDR" in error.value.fact
+
+
 def test_a_wrong_number_of_processes_is_one_error(config: str, tmp_path: Path) -> None:
     agent = [*TORCHRUN, "--standalone", "--nproc-per-node", "2", "-m", "schedir"]
     code, _, err = finish(start([*agent, *arguments(config, tmp_path / "out")]))

@@ -56,6 +56,11 @@ def test_a_file_is_read(tmp_path: Path) -> None:
     assert config.train.betas == (0.5, 0.75)
 
 
+def test_the_demo_is_for_four_processes() -> None:
+    config = read(str(Path(__file__).resolve().parents[2] / "examples" / "demo.toml"))
+    assert config.world == 4 and config.pipeline.plan.stages == 4
+
+
 def test_sets_come_on_top(tmp_path: Path) -> None:
     sets = [
         "pipeline.microbatches=4",
