@@ -153,18 +153,17 @@ class Graph:
         number[at] += 2 + cut
         used = np.zeros(plan.ranks * (kinds + 2), bool)
         used[number] = True
-        dense: NDArray[np.uint16] = (np.cumsum(used) - 1).astype(np.uint16)
-        return dense[number]
+        dense = (np.cumsum(used) - 1).astype(np.uint16)
+        return np.asarray(dense[number])
 
-    @cached_property
-    def in_queues(self) -> NDArray[np.int64]:
+    def in_queues(self) -> NDArray[np.intp]:
         """All positions, queue by queue, each in order."""
         return np.argsort(self.queue, kind="stable")
 
     @cached_property
     def ahead(self) -> Positions:
         """The position of the instruction before each one in its queue, or -1."""
-        order = self.in_queues
+        order = self.in_queues()
         same = self.queue[order[1:]] == self.queue[order[:-1]]
         before = np.full(len(order), NONE, np.int32)
         before[order[1:][same]] = order[:-1][same]

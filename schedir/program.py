@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import pairwise
 from typing import TYPE_CHECKING, Final, overload
 
 import numpy as np
@@ -108,6 +109,9 @@ class Program:
     `tp` and `dp` are the sizes of the tensor- and data-parallel groups that run each Stream;
     `tied` says that the first and the last stage hold copies of one weight, `clip` that
     gradients are clipped by their global norm.
+
+    `words` are all Streams, one behind the other, and `offsets` says where each begins, with
+    one more entry than there are ranks.
     """
 
     name: str
@@ -117,6 +121,8 @@ class Program:
     dp: int = 1
     tied: bool = False
     clip: bool = False
+    words: Words = field(init=False, repr=False, compare=False)
+    offsets: Words = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         if not self.name or self.name != self.name.strip() or {"\n", "#"} & {*self.name}:
@@ -125,6 +131,14 @@ class Program:
             value = getattr(self, size)
             if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= 65535:
                 raise PlanError(f"{size} must be a whole number from 1 to 65535, not {value!r}")
+        # One array holds all words, and the Streams are views of it: nothing is there twice.
+        words = np.concatenate([np.empty(0, np.int64), *(s.words for s in self.streams)])
+        offsets = np.cumsum([0, *map(len, self.streams)])
+        words.flags.writeable = False
+        views = (Stream(words[lo:hi]) for lo, hi in pairwise(offsets.tolist()))
+        object.__setattr__(self, "streams", tuple(views))
+        object.__setattr__(self, "words", words)
+        object.__setattr__(self, "offsets", offsets)
 
     def __len__(self) -> int:
         return sum(map(len, self.streams))
@@ -132,16 +146,6 @@ class Program:
     def __repr__(self) -> str:
         kind = "draft" if self.is_draft else "program"
         return f"<{kind} {self.name}: {self.plan.ranks} ranks, {len(self)} instructions>"
-
-    @cached_property
-    def words(self) -> Words:
-        """All Streams, one behind the other."""
-        return np.concatenate([s.words for s in self.streams])
-
-    @cached_property
-    def offsets(self) -> Words:
-        """Where each Stream begins in `words`; one more entry than there are ranks."""
-        return np.cumsum([0, *map(len, self.streams)])
 
     @property
     def is_draft(self) -> bool:

@@ -40,7 +40,7 @@ class Walk:
 
 
 def walk(graph: Graph, costs: Costs | None = None) -> Walk:
-    """Walk the dependency graph of a program at the given costs."""
+    """Walk the dependency graph of a program at the given costs, by default unit costs."""
     priced = costs or Costs()
     if graph.index.joined.any():
         return _over_edges(graph, priced)
@@ -49,6 +49,9 @@ def walk(graph: Graph, costs: Costs | None = None) -> Walk:
 
 class _Rounds:
     """The state of a walk.
+
+    Arrays by position are small integers to save memory; what indexes is made intp first, which
+    is several times faster.
 
     `time` is by position, twice over: when an instruction ended, and, n + 2 further, when it
     became the head of its queue (or, in a draft, when its value is there on another rank).
@@ -66,14 +69,18 @@ class _Rounds:
         self.time = np.full(2 * self.second, np.inf)
         self.time[nothing] = 0.0
         self.needs = np.full((2, n + 2), never, np.int32)
-        self.needs[:, :n] = np.where(graph.needs == NONE, nothing, graph.needs)
+        for row, needs in zip(self.needs, graph.needs, strict=True):
+            row[:n] = needs
+            row[:n][needs == NONE] = nothing
         self.late = self._far(costs) if graph.program.is_draft else None
         # A send needs the other side to be a head; what it takes along has no turn of its own.
         meets = np.flatnonzero(np.array([row.meets is not None for row in ROWS])[op])
         self.needs[1, meets] = never
-        self.partner = np.where(np.isin(op, SENDS), graph.partner, NONE)
-        sends = np.flatnonzero(self.partner != NONE)
-        self.needs[1, sends] = self.partner[sends] + self.second
+        sends = np.flatnonzero(np.isin(op, SENDS))
+        sends = sends[graph.partner[sends] != NONE]
+        self.sends = np.zeros(n, bool)
+        self.sends[sends] = True
+        self.needs[1, sends] = graph.partner[sends] + self.second
         self._line_up()
         self.meetings = [at for o in COLLECTIVES if len(at := np.flatnonzero(op == o))]
 
@@ -89,12 +96,12 @@ class _Rounds:
 
     def _line_up(self) -> None:
         """Put the first of each queue at its head, and everyone behind the one before."""
-        queue, order = self.graph.queue, self.graph.in_queues
+        queue, order = self.graph.queue, self.graph.in_queues()
         same = queue[order[1:]] == queue[order[:-1]]
         self.after = np.full(self.n, self.n + 1, np.int32)
         self.after[order[:-1][same]] = order[1:][same]
         self.queue = queue
-        self.head = order[np.flatnonzero(np.r_[True, ~same][: self.n])].astype(np.int32)
+        self.head = order[np.flatnonzero(np.r_[True, ~same][: self.n])]
         self.free = np.zeros(len(self.head))  # when each queue's last instruction ended
         if self.late is None:
             self.time[self.second + self.head] = 0.0
@@ -102,11 +109,12 @@ class _Rounds:
     def run(self) -> Walk:
         """Rounds until nothing moves."""
         first, second = self.needs
-        time, head, free, partner = self.time, self.head, self.free, self.partner
-        turn, moved, messages = 0, True, bool((partner != NONE).any())
+        time, head, free, partner = self.time, self.head, self.free, self.graph.partner
+        turn, moved, messages = 0, True, bool(self.sends.any())
         while moved:
             turn += 1
-            start = np.maximum(time[first[head]], time[second[head]])
+            start = time[first[head].astype(np.intp)]
+            np.maximum(start, time[second[head].astype(np.intp)], out=start)
             np.maximum(start, free, out=start)
             queue = (start < np.inf).nonzero()[0]
             moved = len(queue) > 0
@@ -115,27 +123,27 @@ class _Rounds:
             if self.late is not None:
                 time[self.second + at] = end + self.late[at]
             if messages:
-                other = partner[at]
-                sent = (other != NONE).nonzero()[0]
+                sent = self.sends[at].nonzero()[0]
                 if len(sent):
-                    other = other[sent]
-                    self._put(other, self.queue[other], start[sent], turn, end[sent])
+                    other = partner[at[sent]].astype(np.intp)
+                    there = self.queue[other].astype(np.intp)
+                    self._put(other, there, start[sent], turn, end[sent])
             if not moved:
                 moved = any([self._meet(members, turn) for members in self.meetings])
         return Walk(self.start, time[: self.n], self.turn)
 
     def _put(
         self,
-        at: NDArray[np.int32],
-        queue: NDArray[np.integer],
+        at: NDArray[np.intp],
+        queue: NDArray[np.intp],
         start: Times,
         turn: int,
         end: Times | None = None,
     ) -> Times:
         """Let heads of queues run, and those behind them come to the front."""
         if end is None:
-            end = start + self.table[self.row[at]]
-        after = self.after[at]
+            end = start + self.table[self.row[at].astype(np.intp)]
+        after = self.after[at].astype(np.intp)
         self.start[at], self.time[at], self.turn[at] = start, end, turn
         self.free[queue], self.head[queue] = end, after
         if self.late is None:
@@ -144,13 +152,13 @@ class _Rounds:
 
     def _meet(self, members: NDArray[np.intp], turn: int) -> bool:
         """Let a collective run if all its members are heads and have their values."""
-        queue = self.queue[members]
+        queue = self.queue[members].astype(np.intp)
         ready = self.time[self.needs[0][members]].max()
         if not ready < np.inf or (self.head[queue] != members).any():
             return False
         start = np.full(len(members), max(ready, self.free[queue].max()))
         end = (start + self.table[self.row[members]]).max()
-        self._put(members.astype(np.int32), queue, start, turn, np.full(len(members), end))
+        self._put(members, queue, start, turn, np.full(len(members), end))
         return True
 
 
