@@ -169,6 +169,14 @@ class Graph:
         before[order[1:][same]] = order[:-1][same]
         return before
 
+    def waits_for(self, position: int) -> NDArray[np.int64]:
+        """All that must have ended before an instruction starts, its partners' waits included."""
+        enter = self.gates[0]
+        meets = np.flatnonzero(self.node == self.node[position])
+        members = np.flatnonzero(np.isin(enter, enter[meets]))
+        before = np.concatenate([self.needs[:, members].reshape(-1), self.ahead[members]])
+        return np.setdiff1d(before[before != NONE], members).astype(np.int64)
+
     # ------------------------------------------------------------ costs
 
     def costs(self, costs: Costs) -> tuple[NDArray[np.float64], NDArray[np.int32]]:

@@ -24,4 +24,4 @@ def simulate(program: Program, costs: Costs | None = None, *, model: Model = "de
     reached = walk(graph, costs)
     if not reached.done.all():
         raise deadlock(graph, reached)
-    return Timeline(program, spans_of(program, reached.start, reached.end))
+    return Timeline(program, spans_of(program, reached.start, reached.end), model=model)

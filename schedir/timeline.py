@@ -9,6 +9,7 @@ from typing import Any, Final, Literal
 import numpy as np
 from numpy.typing import NDArray
 
+from schedir.graph import Graph, Model
 from schedir.memory import in_flight, peak_in_flight
 from schedir.ops import ROWS, Instr, Lane, Opcode
 from schedir.program import OPS, Program
@@ -46,12 +47,14 @@ class Timeline:
     `spans` is a structured array with one entry per instruction, in the order of the program
     (rank by rank, each in Stream order): rank, lane (a Lane), op (an Opcode), stage, mb, and
     start and end in `unit` ("" for the units of the costs, "s" for a measured run).
+    `model` is the progress model under which it was predicted, or that its transport gives.
     """
 
     program: Program
     spans: Spans
     kind: Literal["predicted", "measured"] = "predicted"
     unit: str = ""
+    model: Model = "device"
 
     def __len__(self) -> int:
         return len(self.spans)
@@ -148,6 +151,27 @@ class Timeline:
         own = self.spans[lo:hi][at]
         grows = own["op"] == Opcode.Forward
         return np.where(grows, own["start"], own["end"]), count
+
+    @cached_property
+    def critical_path(self) -> NDArray[np.int64]:
+        """The chain of instructions that decides the span: indices into `spans`, in order."""
+        if not len(self):
+            return np.empty(0, np.int64)
+        return self.path_to(int(self.spans["end"].argmax()))
+
+    def path_to(self, position: int) -> NDArray[np.int64]:
+        """The chain that decides when an instruction starts: indices into `spans`, it last.
+
+        Each one's predecessor is, of all that it waited for, what ended last.
+        """
+        graph, path = self._graph, [position]
+        while (before := graph.waits_for(path[-1])).size:
+            path.append(int(before[self.spans["end"][before].argmax()]))
+        return np.array(path[::-1], np.int64)
+
+    @cached_property
+    def _graph(self) -> Graph:
+        return Graph(self.program, self.model)
 
     def of(self, rank: int, index: int) -> tuple[Instr, float, float]:
         """The instruction at an index of a rank's Stream, with its start and end."""

@@ -143,4 +143,4 @@ def measured(executor: Executor, transport: Gloo) -> Timeline | None:
     origin = spans["start"].min()
     spans["start"] -= origin
     spans["end"] -= origin
-    return Timeline(executor.program, spans, "measured", "s")
+    return Timeline(executor.program, spans, "measured", "s", transport.model)

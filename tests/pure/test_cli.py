@@ -262,3 +262,14 @@ def test_compare_is_fair(capsys: pytest.CaptureFixture[str], folder: Path) -> No
     assert facts["gpipe"]["span"] == 33 and facts["interleaved"]["span"] == 28.5
     assert facts["one_f_one_b"]["peak_activations"] == 4
     assert facts["interleaved"]["peak_activations"] == facts["interleaved"]["peak_in_flight"] / 2
+
+
+def test_check_why(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["check", "one_f_one_b", "--ranks", "3", "--microbatches", "2", "--costs", "send=1"]
+    chain = json.loads(said(capsys, *words, "--why", "2:1", "--json"))
+    assert [(link["instruction"], link["start"]) for link in chain] == [
+        ("F 0.0", 0), ("recv_act 1.0", 1), ("F 1.0", 2), ("recv_act 2.0", 3), ("F 2.0", 4),
+    ]  # fmt: skip
+    assert "starts at 4 under device" in said(capsys, *words, "--why", "2:1")
+    for wrong in ("3:0", "0:999", "x", "0", "0:-1", "99999999999:0"):
+        assert "--why" in refused(capsys, *words, "--why", wrong)

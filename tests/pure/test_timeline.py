@@ -1,0 +1,82 @@
+"""Timelines: what they say of bubbles, memory and the chain that decides."""
+
+from __future__ import annotations
+
+import numpy as np
+from hypothesis import given
+from hypothesis import strategies as st
+
+from schedir.compile import compile, lower
+from schedir.costs import Costs
+from schedir.graph import MODELS, Model
+from schedir.passes.overlap import group_opposites
+from schedir.plan import Plan
+from schedir.program import Program
+from schedir.schedules import gpipe, one_f_one_b
+from schedir.simulate import simulate
+from schedir.timeline import Timeline
+from schedir.words import B, F, overlap
+from tests.strategies import costs, drafts
+
+
+def no_gap(timeline: Timeline, path: np.ndarray) -> None:
+    """The chain starts at 0, and each link starts when the one before it ends."""
+    spans = timeline.spans[path]
+    assert spans["start"][0] == 0
+    assert (spans["start"][1:] == spans["end"][:-1]).all()
+
+
+@given(drafts(), st.data(), st.sampled_from(MODELS))
+def test_the_critical_path_explains_every_start(
+    draft: Program, data: st.DataObject, model: Model
+) -> None:
+    program = lower(draft)
+    timeline = simulate(program, data.draw(costs(draft.plan)), model=model)
+    no_gap(timeline, timeline.critical_path)
+    assert timeline.spans["end"][timeline.critical_path[-1]] == timeline.span
+    position = data.draw(st.integers(0, len(timeline) - 1))
+    path = timeline.path_to(position)
+    no_gap(timeline, path)
+    assert path[-1] == position
+
+
+@given(drafts(ranks=3, microbatches=3), st.data())
+def test_paths_through_groups_end(draft: Program, data: st.DataObject) -> None:
+    timeline = simulate(group_opposites(lower(draft)), data.draw(costs(draft.plan)))
+    path = timeline.critical_path
+    assert timeline.spans["start"][path[0]] == 0
+    assert (timeline.spans["start"][path[1:]] >= timeline.spans["end"][path[:-1]]).all()
+
+
+def test_1f1b_is_decided_by_its_fill_its_last_rank_and_its_drain() -> None:
+    timeline = simulate(compile(one_f_one_b, Plan(3, 4)), Costs(F=1, B=2))
+    said = [timeline.of(int(s["rank"]), 0)[0] for s in timeline.spans[timeline.critical_path][:1]]
+    assert [str(i) for i in said] == ["F 0.0"]
+    work = timeline.spans[timeline.critical_path]
+    work = work[work["end"] > work["start"]]
+    assert (work["end"] - work["start"]).sum() == timeline.span
+
+
+def test_spans_follow_the_program() -> None:
+    program = compile(gpipe, Plan(2, 3), tp=2)
+    timeline = simulate(program, Costs(send=0.5))
+    assert len(timeline.spans) == len(program)
+    for rank, stream in enumerate(program.streams):
+        for index, instr in enumerate(stream):
+            assert timeline.of(rank, index)[0] == instr
+    assert timeline.spans.dtype.itemsize <= 32
+
+
+def test_in_flight_is_a_step_curve() -> None:
+    timeline = simulate(compile(one_f_one_b, Plan(2, 3)), Costs(F=1, B=2))
+    times, counts = timeline.in_flight(0)
+    assert counts.tolist() == [1, 2, 1, 2, 1, 0]
+    assert times.tolist() == sorted(times.tolist())
+    assert counts.max() == timeline.peak_in_flight[0] == timeline.peak_memory[0]
+
+
+def test_a_pair_run_together_is_busy_once() -> None:
+    program = compile(lambda r, P, m: F + (m - 1) * overlap(F, B) + B, Plan(1, 3))
+    timeline = simulate(program, Costs(F=1, B=2, FB=2))
+    assert timeline.span == timeline.busy[0] == 1 + 2 * 2 + 2
+    assert timeline.bubble == 0
