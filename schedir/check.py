@@ -5,11 +5,11 @@ from __future__ import annotations
 import numpy as np
 
 from schedir.complete import completeness
-from schedir.errors import OrderError, Site
+from schedir.errors import GroupError, OrderError, Site
 from schedir.explain import deadlock
 from schedir.graph import Graph, Model
 from schedir.index import NONE
-from schedir.ops import ROWS, Token
+from schedir.ops import RECEIVES, ROWS, Token
 from schedir.program import Program
 from schedir.walk import walk
 
@@ -19,8 +19,8 @@ def check(program: Program, model: Model = "device") -> Program:
 
     It is complete (every stage runs every microbatch forward and backward once, every message
     has both sides, gradients are reduced and stepped once), each rank gives a value before it
-    uses it, and no ranks wait for each other under the progress model of the transport that
-    will run it: "edge", "pair", "device" or "serial".
+    uses it, no ranks wait for each other under the progress model of the transport that will
+    run it ("edge", "pair", "device" or "serial"), and messages arrive as they are sent.
 
     Raises a ProgramError that says what is wrong and where: CompletenessError (PartnerError,
     ReductionError), GroupError, LevelError, OrderError or DeadlockError.
@@ -30,6 +30,7 @@ def check(program: Program, model: Model = "device") -> Program:
     reached = walk(graph)
     if not reached.done.all():
         raise deadlock(graph, reached)
+    _in_turn(graph)
     return program
 
 
@@ -67,6 +68,36 @@ def _in_order(graph: Graph) -> None:
         fact,
         program=graph.program.name,
         sites=[Site(rank, at, instr, "needs it here"), Site(rank, given_at, given, "gives it")],
+    )
+
+
+def _in_turn(graph: Graph) -> None:
+    """Messages of one channel are received as they are sent.
+
+    Transports match them by position.  Queues keep their order, or the graph would have a
+    cycle; but within a group there is no queue, so two messages of it could cross.  Only under
+    `edge` have activations and gradients between two ranks a channel each.
+    """
+    index, partner = graph.index, graph.partner
+    if not index.joined.any():
+        return
+    got = np.flatnonzero(np.isin(index.op, RECEIVES))
+    ranks = np.int64(graph.program.plan.ranks)
+    channel = index.rank[partner[got]] * ranks + index.rank[got]
+    if graph.model == "edge":
+        channel += index.op[got] * ranks**2
+    got = got[np.argsort(channel, kind="stable")]
+    channel.sort()
+    cross = (channel[1:] == channel[:-1]) & (partner[got[1:]] < partner[got[:-1]])
+    if not cross.any():
+        return
+    k = int(cross.argmax())
+    places = [index.place(int(at)) for at in (*got[[k, k + 1]], *partner[got[[k + 1, k]]])]
+    raise GroupError(
+        f"{places[0][2]} and {places[1][2]} are sent the other way round, and messages between "
+        "two ranks match by position",
+        program=graph.program.name,
+        sites=[Site(*place) for place in places],
     )
 
 

@@ -26,6 +26,7 @@ from schedir.program import ADDRESS, JOINED, OP, OPS, Program, Words
 MOST_IN_GROUP = 256  # NCCL hangs on larger ones
 _F, _B, _I, _W = COMPUTE
 _O = Opcode
+_MOVE_GRADIENTS = (_O.SendGrad, _O.RecvGrad, _O.ScatterGrad, _O.GatherGrad)
 
 
 def completeness(program: Program, *, draft: bool) -> Index:
@@ -223,7 +224,12 @@ class _Look:
 
     def transfers(self) -> None:
         plan, m = self.plan, self.plan.microbatches
-        for send in (_O.SendAct, _O.SendGrad):
+        if not self.program.trains:
+            self.any(
+                np.isin(self.index.op, _MOVE_GRADIENTS),
+                lambda at: "a program without a backward has no gradient to move",
+            )
+        for send in (_O.SendAct, _O.SendGrad) if self.program.trains else (_O.SendAct,):
             row = ROWS[send]
             receive = row.meets
             assert receive is not None
@@ -238,8 +244,6 @@ class _Look:
             edge = np.zeros_like(sent)  # receives that some edge accounts for
             edge[key[crosses]] = True
             self._stray(receive, self.there(receive) & ~edge)
-            if not self.program.trains and send == _O.SendGrad:
-                crosses = sent | got
             for one, two, here, gone, k in (
                 (sent, got, send, receive, np.arange(len(sent))),
                 (got, sent, receive, send, key),
