@@ -1,0 +1,162 @@
+"""Edits: programs as lists of words, what a hand does to them, and the list of mutations.
+
+A mutation takes a program and a random number generator, and returns another program, or None
+where it finds nothing to change.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from itertools import pairwise
+
+import numpy as np
+
+from schedir.ops import ROWS, Opcode
+from schedir.program import JOINED, OP, STAGE, Program, Stream
+
+Place = tuple[int, int]  # rank, index
+
+
+def op(word: int) -> Opcode:
+    return Opcode(word >> OP & 0xFF)
+
+
+def stage(word: int) -> int:
+    return word >> STAGE & 0xFFFF
+
+
+def mb(word: int) -> int:
+    return word & 0xFFFFFFFF
+
+
+def word(o: Opcode, s: int = 0, m: int = 0) -> int:
+    return int(o) << OP | s << STAGE | m
+
+
+def with_op(w: int, o: Opcode) -> int:
+    return w & ~(0xFF << OP) | int(o) << OP
+
+
+def bare(w: int) -> int:
+    """The word of an instruction, joined or not."""
+    return w & ~JOINED
+
+
+@dataclass
+class Edit:
+    """A program that is being changed.  `rank` and `at` say where, in `lists` and in `own`."""
+
+    program: Program
+    rng: random.Random
+    lists: list[list[int]]
+    rank: int = 0
+    at: int = 0
+
+    @classmethod
+    def of(cls, program: Program, rng: random.Random) -> Edit:
+        return cls(program, rng, [s.words.tolist() for s in program.streams])
+
+    def result(self) -> Program:
+        words = (np.array(own, np.int64) for own in self.lists)
+        return replace(self.program, streams=tuple(map(Stream, words)))
+
+    @property
+    def own(self) -> list[int]:
+        return self.lists[self.rank]
+
+    @property
+    def word(self) -> int:
+        return self.own[self.at]
+
+    def put(self, w: int) -> None:
+        """Another instruction in the place of this one."""
+        self.own[self.at] = bare(w) | self.word & JOINED
+
+    def places(self, *ops: Opcode) -> list[Place]:
+        """Where these instructions stand, on any rank; all where none are named."""
+        return [
+            (r, k)
+            for r, own in enumerate(self.lists)
+            for k, w in enumerate(own)
+            if not ops or op(w) in ops
+        ]
+
+    def here(self, *ops: Opcode) -> list[int]:
+        """The same on this rank: indices."""
+        return [k for r, k in self.places(*ops) if r == self.rank]
+
+    def partner(self, w: int) -> Place | None:
+        """Where the other side of a transfer stands."""
+        row = ROWS[op(w)]
+        other = stage(w) + row.hop
+        if row.meets is None or not 0 <= other < self.program.plan.stages:
+            return None
+        wanted, rank = word(row.meets, other, mb(w)), int(self.program.plan.rank_of[other])
+        return next(((rank, k) for k, x in enumerate(self.lists[rank]) if bare(x) == wanted), None)
+
+
+def pull(own: list[int], k: int) -> int:
+    """Take the word at k out of its list; what is left of its group stays one."""
+    w = own.pop(k)
+    if not w & JOINED and k < len(own):
+        own[k] = bare(own[k])
+    return bare(w)
+
+
+def push(own: list[int], k: int, w: int) -> None:
+    """Put a word before index k; inside a group it becomes one of it."""
+    own.insert(k, bare(w) | (own[k] & JOINED if k < len(own) else 0))
+
+
+def swap(own: list[int], j: int, k: int) -> None:
+    """Two words change places; which places are joined stays."""
+    a, b = own[j], own[k]
+    own[j], own[k] = bare(b) | a & JOINED, bare(a) | b & JOINED
+
+
+def move(own: list[int], k: int, to: int) -> None:
+    """The word at k to before index `to`, as indices were; both ends count."""
+    to = min(max(to, 0), len(own))
+    w = pull(own, k)
+    push(own, to - (to > k), w)
+
+
+def groups(own: list[int]) -> list[range]:
+    """The index ranges of groups of two and more."""
+    begins = [k for k, w in enumerate(own) if not w & JOINED] + [len(own)]
+    return [range(a, b) for a, b in pairwise(begins) if b - a > 1]
+
+
+# ---------------------------------------------------------------- mutations
+
+Mutation = Callable[[Program, random.Random], Program | None]
+MUTATIONS: dict[str, Mutation] = {}
+
+
+def whole(change: Callable[[Edit], object]) -> None:
+    """A mutation of the program as a whole; one that returns False found nothing to change."""
+
+    def mutate(program: Program, rng: random.Random) -> Program | None:
+        edit = Edit.of(program, rng)
+        return None if change(edit) is False else edit.result()
+
+    MUTATIONS[change.__name__] = mutate
+
+
+def at(*ops: Opcode) -> Callable[[Callable[[Edit], object]], None]:
+    """A mutation at an instruction with one of these opcodes; at any, where none are named."""
+
+    def one(change: Callable[[Edit], object]) -> None:
+        def somewhere(edit: Edit) -> object:
+            places = edit.places(*ops)
+            if not places:
+                return False
+            edit.rank, edit.at = edit.rng.choice(places)
+            return change(edit)
+
+        somewhere.__name__ = change.__name__
+        whole(somewhere)
+
+    return one

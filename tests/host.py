@@ -1,0 +1,297 @@
+"""The host of one rank: what it issues, and what it knows when it does.
+
+A part of the oracle in `threads.py`, which says what the machine is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, NamedTuple
+
+from schedir.ops import Instr, Opcode
+
+if TYPE_CHECKING:
+    from tests.threads import Machine
+
+O = Opcode
+COMPUTES = (O.Forward, O.Backward, O.BackwardInput, O.BackwardWeight)
+MESSAGES = (O.SendAct, O.RecvAct, O.SendGrad, O.RecvGrad)
+LARGEST = 256
+Slot = tuple[object, ...]
+
+
+class Wrong(Exception):
+    """The program did what cannot be right."""
+
+
+class Tensor(NamedTuple):
+    """Data that knows what it is: the output of a stage, or the gradient of its input."""
+
+    kind: str  # "act" or "grad"
+    stage: int
+    mb: int
+    whole: bool = True  # or the 1/t that scatter keeps
+
+
+class Event:
+    """Something that happens once; `when` counts all that happened before, and is 0 until then."""
+
+    __slots__ = ("sleepers", "when")
+
+    def __init__(self) -> None:
+        self.when = 0
+        self.sleepers: list[Iterator[Event]] = []
+
+
+@dataclass(eq=False, slots=True)
+class Value:
+    """What a slot holds: a tensor that is there when `ready` has happened."""
+
+    ready: Event
+    tensor: Tensor | None = None
+
+
+@dataclass(eq=False, slots=True)
+class Message:
+    """One side of a transfer."""
+
+    channel: tuple[object, ...]
+    sends: bool
+    value: Value  # what is sent, or where what is received goes
+    met: Event
+
+
+@dataclass(eq=False, slots=True)
+class Entry:
+    """What a queue runs as one: an instruction, or a group."""
+
+    rank: int
+    group: list[Instr]
+    queues: set[object] = field(default_factory=set)
+    waits: list[Event] = field(default_factory=list)
+    actions: list[Callable[[], None]] = field(default_factory=list)
+    meets: list[Event] = field(default_factory=list)  # what actions began, and the entry ends with
+    done: Event = field(default_factory=Event)
+    arrived: int = 0  # queues that stand at this entry
+
+    @property
+    def ended(self) -> int:
+        """When all had met; for compute, when it was done."""
+        return max((event.when for event in self.meets), default=self.done.when)
+
+    def __str__(self) -> str:
+        return " & ".join(map(str, self.group))
+
+
+class Host:
+    """What issues one rank's Stream.  Slots are as the host sees them: filled when issued."""
+
+    def __init__(self, machine: Machine, rank: int) -> None:
+        self.machine, self.rank = machine, rank
+        self.own = [s for s, r in enumerate(machine.holder) if r == rank]
+        self.slots: dict[Slot, Value] = {}
+        self.given: list[tuple[Slot, Value]] = []  # by the group that is being issued
+        self.entries: list[Entry] = []
+
+    def issue_all(self) -> None:
+        groups: list[list[Instr]] = []
+        for instr, joined in self.machine.lists[self.rank]:
+            if not joined:
+                groups.append([])
+            elif not groups:
+                raise Wrong(f"{instr} is joined to nothing")
+            groups[-1].append(instr)
+        for group in groups:
+            self.issue(group)
+
+    def issue(self, group: list[Instr]) -> None:
+        if len(group) > 1:
+            messages = all(i.op in MESSAGES for i in group) and len(group) <= LARGEST
+            cell = all(i.op in COMPUTES for i in group) and len(group) == 2
+            if not (messages or cell):
+                raise Wrong(f"{len(group)} instructions from {group[0]} on cannot run as one")
+        self.entry = Entry(self.rank, group)
+        for instr in group:
+            self.address(instr)
+            self.ISSUE[instr.op](self, instr)
+        for slot, value in self.given:
+            if slot in self.slots:
+                raise Wrong(f"{self.entry} fills {slot}, which is still in use")
+            self.slots[slot] = value
+        self.given.clear()
+        self.entries.append(self.entry)
+
+    def address(self, i: Instr) -> None:
+        """Whether there is such a stage here, and such a microbatch."""
+        per_rank = i.op in (O.ReduceNorm, O.OptimizerStep)
+        per_stage = i.op in (O.ReduceGrads, O.ReduceTied)
+        microbatches = 1 if per_rank or per_stage else self.machine.microbatches
+        if i.stage not in ([0] if per_rank else self.own) or i.mb >= microbatches:
+            raise Wrong(f"there is no {i} on rank {self.rank}")
+
+    # ------------------------------------------------------------ slots
+
+    def look(self, *slot: object) -> Value:
+        """The value of a slot, for an entry that waits until it is there."""
+        if slot not in self.slots:
+            raise Wrong(f"{self.entry} needs {slot}, which has not been issued")
+        value = self.slots[slot]
+        self.entry.waits.append(value.ready)
+        return value
+
+    def take(self, *slot: object) -> Value:
+        """The same, and the slot is free again."""
+        value = self.look(*slot)
+        self.slots.pop(slot, None)
+        return value
+
+    def give(self, *slot: object) -> Value:
+        """Fill a slot with what will be there when the entry has ended."""
+        value = Value(self.entry.done)
+        self.given.append((slot, value))
+        return value
+
+    def expect(self, value: Value, *tensor: object) -> None:
+        """Have the entry look at what it took in."""
+
+        def see() -> None:
+            if value.tensor != tensor:
+                raise Wrong(f"{entry} on rank {self.rank} takes in {value.tensor}, not {tensor}")
+
+        entry = self.entry
+        entry.actions.append(see)
+
+    def make(self, value: Value, *tensor: object) -> None:
+        made = Tensor(*tensor)  # type: ignore[arg-type]
+        self.entry.actions.append(lambda: setattr(value, "tensor", made))
+
+    # ------------------------------------------------------------ instructions
+
+    def queue(self, name: object) -> None:
+        self.entry.queues.add("all" if self.machine.model == "serial" else name)
+
+    def forward(self, i: Instr) -> None:
+        self.queue("compute")
+        if i.stage > 0:
+            self.expect(self.take("act_in", i.stage, i.mb), "act", i.stage - 1, i.mb, True)
+        if i.stage == self.machine.stages - 1:
+            self.give("loss", i.mb)
+        elif i.stage + 1 in self.own:
+            self.make(self.give("act_in", i.stage + 1, i.mb), "act", i.stage, i.mb)
+        else:
+            self.make(self.give("act_out", i.stage, i.mb), "act", i.stage, i.mb)
+        if self.machine.trains:
+            self.give("saved", i.stage, i.mb)
+
+    def backward_input(self, i: Instr, gives: str = "tape") -> None:
+        self.queue("compute")
+        self.take("saved", i.stage, i.mb)
+        if i.stage < self.machine.stages - 1:
+            self.expect(self.take("grad_in", i.stage, i.mb), "grad", i.stage + 1, i.mb, True)
+        if i.stage - 1 in self.own:
+            self.make(self.give("grad_in", i.stage - 1, i.mb), "grad", i.stage, i.mb)
+        elif i.stage > 0:
+            self.make(self.give("grad_out", i.stage, i.mb), "grad", i.stage, i.mb)
+        self.give(gives, i.stage, i.mb)
+
+    def backward(self, i: Instr) -> None:
+        self.backward_input(i, gives="wgrad")
+
+    def backward_weight(self, i: Instr) -> None:
+        self.queue("compute")
+        self.take("tape", i.stage, i.mb)
+        self.give("wgrad", i.stage, i.mb)
+
+    def message(self, i: Instr) -> None:
+        """A transfer: sends at once what is in the out slot, or fills the in slot."""
+        machine, model = self.machine, self.machine.model
+        kind = "act" if i.op in (O.SendAct, O.RecvAct) else "grad"
+        sends = i.op in (O.SendAct, O.SendGrad)
+        stage = i.stage + (1 if (kind == "act") == sends else -1)
+        if not 0 <= stage < machine.stages or stage in self.own:
+            raise Wrong(f"{i} on rank {self.rank} has nobody to go to")
+        peer = machine.holder[stage]
+        self.queue({"edge": (kind, peer, sends), "pair": peer}.get(model, "wire"))
+        way = (self.rank, peer) if sends else (peer, self.rank)
+        slot = (f"{kind}_out" if sends else f"{kind}_in", i.stage, i.mb)
+        value = self.take(*slot) if sends else self.give(*slot)
+        met = Event()
+        message = Message((kind, *way) if model == "edge" else way, sends, value, met)
+        self.entry.actions.append(lambda: machine.post(message))
+        self.entry.meets.append(met)
+
+    def reshape(self, i: Instr) -> None:
+        """Scatter and gather, in place: the slot is taken and given again."""
+        self.queue("compute")
+        if self.machine.program.tp == 1:
+            raise Wrong(f"{i}: there is no tensor-parallel group")
+        grad, gathers = i.op in (O.ScatterGrad, O.GatherGrad), i.op in (O.Gather, O.GatherGrad)
+        kind = "grad" if grad else "act"
+        slot = (f"{kind}_in" if gathers else f"{kind}_out", i.stage, i.mb)
+        maker = i.stage if not gathers else i.stage + (1 if grad else -1)
+        self.expect(self.take(*slot), kind, maker, i.mb, not gathers)
+        self.make(self.give(*slot), kind, maker, i.mb, gathers)
+
+    def collective(self, communicator: object, members: int) -> None:
+        met = Event()
+        self.entry.actions.append(lambda: self.machine.join((communicator,), members, met))
+        self.entry.meets.append(met)
+
+    def reduce_grads(self, i: Instr) -> None:
+        """Over replicas, which all run this Stream: nobody here to meet."""
+        self.queue("reductions")
+        for mb in range(self.machine.microbatches):
+            self.take("wgrad", i.stage, mb)
+        self.give("grad", i.stage)
+
+    def reduce_tied(self, i: Instr) -> None:
+        """The holders of a copy meet; a rank that holds both names the first."""
+        self.queue("reductions")
+        copies = [s for s in self.own if s in self.machine.ends]
+        if i.stage != min(copies, default=None):
+            raise Wrong(f"{i}: not the rank's first copy of a tied weight")
+        for stage in copies:
+            self.take("grad", stage)
+            self.give("tied grad", stage)
+        self.collective("tied", len({self.machine.holder[s] for s in self.machine.ends}))
+
+    def final(self) -> list[Slot]:
+        """Where the rank's gradients are when nothing is left to add."""
+        return [("tied grad" if s in self.machine.ends else "grad", s) for s in self.own]
+
+    def reduce_norm(self, i: Instr) -> None:
+        self.queue("reductions")
+        for slot in self.final():
+            self.look(*slot)
+        self.give("norm")
+        self.collective("all ranks", len(self.machine.lists))
+
+    def step(self, i: Instr) -> None:
+        self.queue("compute")
+        for slot in self.final() + [("norm",)] * self.machine.program.clip:
+            self.take(*slot)
+        self.give("parameters")
+
+    def judge(self) -> None:
+        """What is left on this rank is what should be."""
+        right: set[Slot] = {("parameters",)} if self.machine.trains else set()
+        if self.machine.stages - 1 in self.own:
+            right |= {("loss", mb) for mb in range(self.machine.microbatches)}
+        for slot in self.slots.keys() - right:
+            raise Wrong(f"{slot} is left on rank {self.rank}")
+        for slot in right - self.slots.keys():
+            raise Wrong(f"{slot} is missing on rank {self.rank}")
+
+    ISSUE: dict[Opcode, Callable[[Host, Instr], None]] = {  # noqa: RUF012
+        O.Forward: forward,
+        O.Backward: backward,
+        O.BackwardInput: backward_input,
+        O.BackwardWeight: backward_weight,
+        **dict.fromkeys(MESSAGES, message),
+        **dict.fromkeys((O.Scatter, O.Gather, O.ScatterGrad, O.GatherGrad), reshape),
+        O.ReduceGrads: reduce_grads,
+        O.ReduceTied: reduce_tied,
+        O.ReduceNorm: reduce_norm,
+        O.OptimizerStep: step,
+    }

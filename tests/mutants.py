@@ -1,0 +1,146 @@
+"""Mutants: legal programs of every schedule, each changed once, judged twice.
+
+A trial takes the name of a mutation and a seed, which is all that a report needs.
+"""
+
+from __future__ import annotations
+
+import inspect
+import random
+from dataclasses import dataclass, replace
+from functools import cache
+from types import FunctionType
+
+from schedir import schedules
+from schedir.check import check
+from schedir.compile import compile, lower
+from schedir.errors import ProgramError
+from schedir.graph import MODELS, Model
+from schedir.passes.overlap import early_receives, group_opposites
+from schedir.plan import Plan
+from schedir.program import Program
+from schedir.text import show
+from schedir.words import Schedule
+from tests import edits, mutations_of_shape  # noqa: F401 (importing it fills the table)
+from tests.strategies import random_draft
+from tests.threads import verdict
+
+
+@cache
+def known() -> list[Schedule]:
+    """Every schedule of `schedir.schedules`, by name."""
+    return [
+        value
+        for name, value in sorted(vars(schedules).items())
+        if isinstance(value, FunctionType)
+        and not name.startswith("_")
+        and value.__module__.startswith("schedir.schedules")
+        and len(inspect.signature(value).parameters) >= 3
+    ]
+
+
+MUTATIONS = edits.MUTATIONS
+
+# Mutants that are all as right as the program they come from; that are seldom worse; and that
+# often swap what may be swapped.
+HARMLESS = (
+    "fuse_backward", "split_backward", "ungroup_computes", "drop_sharded_pair", "evaluate",
+    "renumber", "rename", "spell_placement",
+)  # fmt: skip
+RARELY_WRONG = ("ungroup", "join_transfers", "join_both_sides", "run_order")
+COMMUTING = ("swap_neighbours", "early_receive", "late_send", "join_both_sides", "run_order")
+
+# What makes a legal program less like one of the lowering's, where it stays legal.
+VARIATIONS = (
+    "run_order", "evaluate", "early_receive", "late_send", "join_computes",
+    "join_next_transfer", "join_next_transfer", "cross_in_groups",
+)  # fmt: skip
+
+
+# What gives a mutation something to change, where programs seldom do.
+PREPARED = {
+    "ungroup": "join_next_transfer", "reorder_group": "join_next_transfer",
+    "ungroup_computes": "join_computes",
+}  # fmt: skip
+
+
+def legal(rng: random.Random, first: str | None = None) -> Program:
+    """A small program that is legal under `edge` at least, in all sorts of ways."""
+    program = lowered(rng)
+    more = [rng.choice(VARIATIONS) for _ in range(rng.choice([0, 0, 0, 1, 2, 3]))]
+    for name in [first, *more] if first else more:
+        varied = MUTATIONS[name](program, rng)
+        if varied and verdict(varied, "edge").kind == "ok":
+            program = varied
+    return program
+
+
+def lowered(rng: random.Random) -> Program:
+    """A known schedule, or a random draft, lowered with random traits."""
+    while True:
+        placement = rng.choice(["loop", "loop", "vee"])
+        ranks, microbatches = (rng.choice([1, 2, 2, 3, 3, 4]) for _ in range(2))
+        plan = Plan(ranks, microbatches, rng.choice([1, 1, 2]), placement)
+        tp, tied, clip = rng.choice([1, 1, 2]), rng.random() < 0.5, rng.random() < 0.5
+        overlap, model = rng.random() < 0.4, rng.choice(MODELS)
+        if rng.random() < 0.5:
+            draft = replace(random_draft(plan, rng), tp=tp, tied=tied, clip=clip)
+            program = lower(draft)
+            if overlap:
+                program = early_receives(group_opposites(program), model, rng.randint(1, 3))
+            return program
+        try:
+            return compile(
+                rng.choice(known()), plan, tp=tp, tied=tied, clip=clip, model=model, overlap=overlap
+            )
+        except ProgramError:
+            continue  # a schedule need not know every plan
+
+
+@dataclass
+class Trial:
+    """What a mutation of the program of a seed led to.
+
+    `outcome` is "rejected" if the mutant is wrong under some model under which the program was
+    right, "equivalent" if there is none, and "no program" if its text says none.
+    """
+
+    mutation: str
+    seed: int
+    outcome: str
+    mutant: Program | None = None
+    disagreements: tuple[str, ...] = ()
+
+    def __str__(self) -> str:
+        text = show(self.mutant) if self.mutant else ""
+        return "\n".join([f"trial({self.mutation!r}, {self.seed})", *self.disagreements, text])
+
+
+def trial(name: str, seed: int) -> Trial:
+    """Make a mutant of a legal program, and hear checker and oracle under every model."""
+    rng = random.Random(f"{name} {seed}")
+    mutant = None
+    while mutant is None:
+        program = legal(rng, PREPARED.get(name))
+        try:
+            mutant = MUTATIONS[name](program, rng)
+        except ProgramError:
+            return Trial(name, seed, "no program")
+    wrong, differ = [], []
+    for model in MODELS:
+        refused, ran = refusal(mutant, model), verdict(mutant, model, rng.randrange(2**32))
+        if ran.kind != "ok":
+            wrong.append(model)
+        if bool(refused) == (ran.kind == "ok"):
+            differ.append(f"{model}: the checker says {refused or 'ok'}, but {ran}")
+    spoiled = any(model == "edge" or verdict(program, model).kind == "ok" for model in wrong)
+    return Trial(name, seed, "rejected" if spoiled else "equivalent", mutant, tuple(differ))
+
+
+def refusal(program: Program, model: Model) -> str:
+    """What the checker says: "" if it accepts, else the error."""
+    try:
+        check(program, model)
+    except ProgramError as error:
+        return f"{type(error).__name__}: {error.fact}"
+    return ""

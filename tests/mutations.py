@@ -1,0 +1,207 @@
+"""Mutations of single instructions, mostly for the worse.  What they are worth, the oracle says."""
+
+from __future__ import annotations
+
+from schedir.ops import COMPUTE, RECEIVES, ROWS, SENDS, SHARDING, Opcode, Per
+from schedir.program import STAGE
+from tests.edits import (
+    Edit,
+    at,
+    bare,
+    groups,
+    mb,
+    move,
+    op,
+    pull,
+    push,
+    stage,
+    swap,
+    whole,
+    with_op,
+    word,
+)
+
+O = Opcode
+_, B, I, W = COMPUTE
+REDUCTIONS = (O.ReduceGrads, O.ReduceTied, O.ReduceNorm)
+PER_MB = tuple(row.op for row in ROWS if row.per is Per.MICROBATCH)
+CUTS = {O.Scatter: (O.Gather, +1), O.ScatterGrad: (O.GatherGrad, -1)}
+
+# ---------------------------------------------------------------- any instruction
+
+
+@at()
+def drop(e: Edit) -> object:
+    return pull(e.own, e.at)
+
+
+@at()
+def duplicate(e: Edit) -> None:
+    push(e.own, e.rng.randint(0, len(e.own)), e.word)
+
+
+@at()
+def swap_neighbours(e: Edit) -> None:
+    swap(e.own, max(e.at - 1, 0), e.at)
+
+
+@at()
+def swap_any(e: Edit) -> None:
+    swap(e.own, e.at, e.rng.randrange(len(e.own)))
+
+
+@at()
+def move_anywhere(e: Edit) -> None:
+    move(e.own, e.at, e.rng.randint(0, len(e.own)))
+
+
+@at(*PER_MB, O.ReduceGrads, O.ReduceTied)
+def change_stage(e: Edit) -> None:
+    plan = e.program.plan
+    new = e.rng.choice([*plan.stages_of[e.rank], *range(plan.stages + 1)])
+    e.put(e.word & ~(0xFFFF << STAGE) | new << STAGE)
+
+
+@at(*PER_MB)
+def change_mb(e: Edit) -> None:
+    e.put(e.word - mb(e.word) + e.rng.randint(0, e.program.plan.microbatches))
+
+
+@at()
+def change_opcode(e: Edit) -> None:
+    e.put(with_op(e.word, e.rng.choice([*Opcode])))
+
+
+# ---------------------------------------------------------------- backward
+
+
+@at(I)
+def split_to_whole(e: Edit) -> None:
+    """B in the place of an I; its W is still there."""
+    e.put(with_op(e.word, B))
+
+
+@at(B)
+def whole_to_split(e: Edit) -> None:
+    """I in the place of a B; there is no W."""
+    e.put(with_op(e.word, I))
+
+
+@at(I)
+def fuse_backward(e: Edit) -> None:
+    """B in the place of an I, and its W taken out."""
+    late = [k for k in e.here(W) if bare(e.own[k]) == bare(with_op(e.word, W))]
+    e.put(with_op(e.word, B))
+    for k in late:
+        pull(e.own, k)
+
+
+@at(B)
+def split_backward(e: Edit) -> bool | None:
+    """I and W in the place of a B that is on its own."""
+    if any(e.at in g for g in groups(e.own)):
+        return False
+    e.own[e.at : e.at + 1] = [with_op(e.word, I), with_op(e.word, W)]
+    return None
+
+
+@at(W)
+def drop_w(e: Edit) -> object:
+    return pull(e.own, e.at)
+
+
+@at(W)
+def w_before_i(e: Edit) -> None:
+    before = bare(with_op(e.word, I))
+    move(e.own, e.at, next(k for k in e.here(I) if bare(e.own[k]) == before))
+
+
+# ---------------------------------------------------------------- transfers
+
+
+@at(*RECEIVES)
+def swap_receives(e: Edit) -> bool | None:
+    same = [k for k in e.here(op(e.word)) if k != e.at]
+    if not same:
+        return False
+    swap(e.own, e.at, e.rng.choice(same))
+    return None
+
+
+@at(*RECEIVES)
+def early_receive(e: Edit) -> None:
+    move(e.own, e.at, e.at - e.rng.randint(1, 4))
+
+
+@at(*SENDS)
+def late_send(e: Edit) -> None:
+    move(e.own, e.at, e.at + 1 + e.rng.randint(1, 4))
+
+
+@at(*SENDS)
+def swap_pairs(e: Edit) -> bool | None:
+    """Two sends change places, and so do their receives."""
+    k = e.rng.choice(e.here(*SENDS))
+    one, two = e.partner(e.word), e.partner(e.own[k])
+    if k == e.at or not one or not two or one[0] != two[0]:
+        return False
+    swap(e.own, e.at, k)
+    swap(e.lists[one[0]], one[1], two[1])
+    return None
+
+
+@at(*SENDS)
+def drop_pair(e: Edit) -> None:
+    """A send and its receive."""
+    if other := e.partner(pull(e.own, e.at)):
+        pull(e.lists[other[0]], other[1])
+
+
+@whole
+def phantom_pair(e: Edit) -> bool | None:
+    """A send and its receive that nobody asked for, before or after all else."""
+    plan, send = e.program.plan, e.rng.choice(SENDS)
+    row, s, m = ROWS[send], e.rng.randrange(plan.stages), e.rng.randrange(plan.microbatches)
+    if row.meets is None or not 0 <= s + row.hop < plan.stages:
+        return False
+    for there, o in ((s, send), (s + row.hop, row.meets)):
+        own = e.lists[int(plan.rank_of[there])]
+        push(own, e.rng.choice([0, len(own)]), word(o, there, m))
+    return None
+
+
+@at(*CUTS)
+def drop_sharded_pair(e: Edit) -> None:
+    """A scatter and its gather: the tensor is sent whole."""
+    cut = pull(e.own, e.at)
+    gather, hop = CUTS[op(cut)]
+    own = e.lists[int(e.program.plan.rank_of[stage(cut) + hop])]
+    pull(own, [*map(bare, own)].index(word(gather, stage(cut) + hop, mb(cut))))
+
+
+@at(*SHARDING)
+def move_sharding(e: Edit) -> None:
+    move(e.own, e.at, e.at + e.rng.choice([-4, -3, -2, -1, 2, 3, 4, 5]))
+
+
+# ---------------------------------------------------------------- reductions and step
+
+
+@at(*REDUCTIONS)
+def reduce_early(e: Edit) -> None:
+    move(e.own, e.at, e.rng.randint(0, e.at))
+
+
+@at(*REDUCTIONS)
+def reduce_never(e: Edit) -> object:
+    return pull(e.own, e.at)
+
+
+@at(*REDUCTIONS)
+def swap_reductions(e: Edit) -> None:
+    swap(e.own, e.at, e.rng.choice(e.here(*REDUCTIONS, O.OptimizerStep)))
+
+
+@at(O.OptimizerStep)
+def step_early(e: Edit) -> None:
+    move(e.own, e.at, e.rng.randint(0, e.at))

@@ -1,0 +1,263 @@
+"""Mutations of what holds instructions together: groups, Streams, the plan, the header, the text.
+
+One that edits text raises ParseError or PlanError where what it wrote is no program.
+"""
+
+from __future__ import annotations
+
+import random
+import re
+from dataclasses import replace
+from typing import Any
+
+from schedir.ops import COMPUTE, SENDS, TRANSFERS, Opcode
+from schedir.plan import Plan
+from schedir.program import JOINED, Program
+from schedir.text import parse, show
+from tests.edits import (
+    MUTATIONS,
+    Edit,
+    at,
+    bare,
+    groups,
+    mb,
+    move,
+    op,
+    pull,
+    push,
+    swap,
+    whole,
+    word,
+)
+from tests.mutations import PER_MB
+from tests.threads import Machine
+
+O = Opcode
+F = O.Forward
+
+# ---------------------------------------------------------------- groups
+
+
+@whole
+def ungroup(e: Edit) -> bool | None:
+    return _ungroup(e, *Opcode)
+
+
+@whole
+def ungroup_computes(e: Edit) -> bool | None:
+    """Two computes that ran as one, one after the other."""
+    return _ungroup(e, *COMPUTE)
+
+
+def _ungroup(e: Edit, *ops: Opcode) -> bool | None:
+    joined = [(r, k) for r, k in e.places(*ops) if e.lists[r][k] & JOINED]
+    if not joined:
+        return False
+    r, k = e.rng.choice(joined)
+    e.lists[r][k] = bare(e.lists[r][k])
+    return None
+
+
+@whole
+def reorder_group(e: Edit) -> bool | None:
+    found = [(own, g) for own in e.lists for g in groups(own)]
+    if not found:
+        return False
+    own, group = e.rng.choice(found)
+    swap(own, *e.rng.sample(group, 2))
+    return None
+
+
+@at()
+def join_any(e: Edit) -> None:
+    e.own[e.at] |= JOINED
+
+
+@at(*COMPUTE)
+def join_computes(e: Edit) -> bool | None:
+    return _join(e, *COMPUTE)
+
+
+@at(*TRANSFERS)
+def join_transfers(e: Edit) -> bool | None:
+    """A group of neighbours on one rank; the other sides stay as they are."""
+    return _join(e, *TRANSFERS)
+
+
+def _join(e: Edit, *ops: Opcode) -> bool | None:
+    if not e.at or op(e.own[e.at - 1]) not in ops:
+        return False
+    e.own[e.at] |= JOINED
+    return None
+
+
+@whole
+def join_both_sides(e: Edit) -> bool | None:
+    """A group of neighbours whose partners are neighbours too."""
+    met = {p: e.partner(e.lists[p[0]][p[1]]) for p in e.places(*TRANSFERS)}
+    found = []
+    for (r, k), two in met.items():
+        one = met.get((r, k - 1))
+        if one and two and one[0] == two[0] and abs(one[1] - two[1]) == 1:
+            found.append(((r, k), max(one, two)))
+    if not found:
+        return False
+    for r, k in e.rng.choice(found):
+        e.lists[r][k] |= JOINED
+    return None
+
+
+@at(*TRANSFERS)
+def join_next_transfer(e: Edit) -> bool | None:
+    """A transfer moved into a group with the next one of its rank."""
+    later = [k for k in e.here(*TRANSFERS) if k > e.at]
+    if not later:
+        return False
+    move(e.own, e.at, later[0])
+    e.own[later[0]] |= JOINED
+    return None
+
+
+@at(*SENDS)
+def cross_in_groups(e: Edit) -> bool | None:
+    """Two messages between the same ranks, grouped on both, in either order on the second.
+
+    The sooner send waits for the later one, and the later receive comes as the sooner one does.
+    """
+    later = [k for k in e.here(*SENDS) if k > e.at]
+    one, two = (e.partner(e.own[k]) for k in (e.at, later[0] if later else e.at))
+    if not one or not two or one[0] != two[0] or one == two:
+        return False
+    move(e.own, e.at, later[0])
+    e.own[later[0]] |= JOINED
+    other, (first, second) = e.lists[one[0]], sorted((one[1], two[1]))
+    move(other, second, first + 1)
+    other[first + 1] |= JOINED
+    if e.rng.random() < 0.5:
+        swap(other, first, first + 1)
+    return None
+
+
+# ---------------------------------------------------------------- ranks, plan, header, text
+
+
+@whole
+def cross_streams(e: Edit) -> None:
+    j, k = (e.rng.randrange(len(e.lists)) for _ in range(2))
+    e.lists[j], e.lists[k] = e.lists[k], e.lists[j]
+
+
+@at()
+def cross_instruction(e: Edit) -> None:
+    """One instruction on another rank."""
+    own = e.rng.choice(e.lists)
+    push(own, e.rng.randint(0, len(own)), pull(e.own, e.at))
+
+
+@whole
+def lose_stream(e: Edit) -> object:
+    return len(e.lists) > 1 and e.lists.pop(e.rng.randrange(len(e.lists)))
+
+
+@whole
+def crowd_placement(e: Edit) -> None:
+    """A stage at another stage's place."""
+    place = e.program.plan.rank_of.tolist()
+    place[e.rng.randrange(len(place))] = e.rng.randrange(e.program.plan.ranks)
+    _replan(e, stages_per_rank=1, placement=tuple(place))
+
+
+@whole
+def spell_placement(e: Edit) -> None:
+    """The same placement, stage by stage."""
+    _replan(e, stages_per_rank=1, placement=tuple(e.program.plan.rank_of.tolist()))
+
+
+@whole
+def change_plan(e: Edit) -> None:
+    number = e.rng.choice(["ranks", "microbatches", "stages_per_rank"])
+    _replan(e, **{number: getattr(e.program.plan, number) + e.rng.choice([-1, 1])})
+
+
+def _replan(e: Edit, **changes: Any) -> None:
+    plan = e.program.plan
+    values = {n: changes.get(n, getattr(plan, n)) for n in plan.__dataclass_fields__}
+    e.program = replace(e.program, plan=Plan(**values))
+
+
+@whole
+def change_traits(e: Edit) -> None:
+    trait = e.rng.choice(["tp", "dp", "tied", "clip"])
+    old = getattr(e.program, trait)
+    new: Any = not old if trait in ("tied", "clip") else 3 - old
+    e.program = replace(e.program, **{trait: new})
+
+
+SLIPS = [
+    (r"\d", "0"), (r"\d", "1"), (r"\d", "2"), (r"\d\+", "0"), (r"\+", "-"), ("; ", " & "),
+    (" & ", "; "), ("act", "grad"), ("send", "recv"), ("B ", "I "), ("yes", "no"), ("no", "yes"),
+]  # fmt: skip
+
+
+def edit_text(program: Program, rng: random.Random) -> Program | None:
+    """A line too few, too many or elsewhere, or a slip in one, as by hand."""
+    text = show(program, folded=rng.random() < 0.5)
+    begin = text.index("rank 0\n") if rng.random() < 0.8 else 0
+    lines = text[begin:].splitlines(keepends=True)
+    j, k = (rng.randrange(len(lines)) for _ in range(2))
+    match rng.randrange(4):
+        case 0:
+            del lines[k]
+        case 1:
+            lines.insert(j, lines[k])
+        case 2:
+            lines[j], lines[k] = lines[k], lines[j]
+        case _:
+            old, new = rng.choice(SLIPS)
+            found = [*re.finditer(old, lines[k])]
+            if not found:
+                return None
+            lo, hi = rng.choice(found).span()
+            lines[k] = lines[k][:lo] + new + lines[k][hi:]
+    return parse(text[:begin] + "".join(lines))
+
+
+MUTATIONS["edit_text"] = edit_text
+
+# ---------------------------------------------------------------- as right as before
+
+
+@whole
+def rename(e: Edit) -> None:
+    e.program = replace(e.program, name="another")
+
+
+@whole
+def renumber(e: Edit) -> None:
+    """The microbatches in another order, everywhere."""
+    m = e.program.plan.microbatches
+    to = e.rng.sample(range(m), m)
+    for r, k in e.places(*PER_MB):
+        w = e.lists[r][k]
+        e.lists[r][k] = w - mb(w) + to[mb(w)]
+
+
+@whole
+def run_order(e: Edit) -> bool | None:
+    """Each Stream in the order in which a run under `edge` ended its instructions."""
+    machine = Machine(e.program, "edge", e.rng.randrange(2**32))
+    if machine.run().kind != "ok":
+        return False
+    for own, host in zip(e.lists, machine.hosts, strict=True):
+        entries = sorted(host.entries, key=lambda entry: entry.ended)
+        own[:] = [word(*i) | (JOINED if k else 0) for x in entries for k, i in enumerate(x.group)]
+    return None
+
+
+@whole
+def evaluate(e: Edit) -> None:
+    """Forwards only, with their transfers."""
+    for own in e.lists:
+        for k in reversed(range(len(own))):
+            if op(own[k]) not in (F, O.SendAct, O.RecvAct, O.Scatter, O.Gather):
+                pull(own, k)

@@ -1,0 +1,94 @@
+"""The oracle: what it runs, what it calls wrong, and that no order of its threads matters."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from schedir.compile import compile, lower
+from schedir.graph import MODELS
+from schedir.plan import Plan
+from schedir.program import Program
+from schedir.schedules import gpipe, interleaved, one_f_one_b
+from schedir.text import parse
+from tests.mutants import MUTATIONS, trial
+from tests.strategies import drafts
+from tests.threads import verdict
+
+seeds = st.integers(0, 2**32 - 1)
+
+
+def program(*ranks: str, microbatches: int = 1, header: str = "") -> Program:
+    """A program of one stage per rank."""
+    streams = "\n".join(f"rank {r}\n  {text}" for r, text in enumerate(ranks))
+    return parse(
+        f"schedir 1\nprogram p\nranks {len(ranks)} microbatches {microbatches} {header}\n{streams}"
+    )
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_what_is_right_runs(model: str) -> None:
+    for schedule, plan in ((gpipe, Plan(3, 2)), (one_f_one_b, Plan(2, 4)),
+                           (interleaved, Plan(2, 4, 2))):  # fmt: skip
+        for tp in (1, 2):
+            right = compile(schedule, plan, tp=tp, tied=True, clip=True)
+            assert verdict(right, model).kind == "ok"
+
+
+WRONG = {
+    "used before it is there": program("B 0.0; F 0.0; reduce_grads 0; step"),
+    "left over": program("F 0.0; I 0.0; W 0.0; B 0.0; reduce_grads 0; step"),
+    "never reduced": program("F 0.0; B 0.0; step"),
+    "never stepped": program("F 0.0; B 0.0; reduce_grads 0"),
+    "no loss": program("F 0.0; F 0.1", microbatches=3),
+    "reduced too early": program("F 0.0; B 0.0; F 0.1; reduce_grads 0; B 0.1; step",
+                                 microbatches=2),
+    "not clipped": program("F 0.0; B 0.0; reduce_grads 0; step", header="clip yes"),
+    "clipped before the sum": program(
+        "F 0.0; B 0.0; reduce_grads 0; reduce_norm; step", header="tied yes clip yes placement 0,0"
+    ),
+    "elsewhere": program("F 0.0; F 1.0", "F 1.0"),
+    "another microbatch": program("F 0.0; send_act 0.0; F 0.1; send_act 0.1",
+                                  "recv_act 1.1; recv_act 1.0; F 1.0; F 1.1", microbatches=2),
+    "crossed in a group": program("F 0.0; F 0.1; send_act 0.0 & send_act 0.1",
+                                  "recv_act 1.1 & recv_act 1.0; F 1.0; F 1.1", microbatches=2),
+    "not gathered": program("F 0.0; scatter 0.0; send_act 0.0", "recv_act 1.0; F 1.0",
+                            header="tp 2"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("name", WRONG)
+def test_what_is_wrong_is_seen(name: str, model: str) -> None:
+    assert verdict(WRONG[name], model).kind == "wrong"
+
+
+def test_who_waits_for_ever_hangs() -> None:
+    assert verdict(program("F 0.0", "recv_act 1.0; F 1.0"), "edge").kind == "hang"
+    crossed = program(
+        "F 0.0; send_act 0.0; F 0.1; recv_grad 0.0; send_act 0.1; B 0.0; recv_grad 0.1; B 0.1;"
+        "reduce_grads 0; step",
+        "recv_act 1.0; F 1.0; recv_act 1.1; F 1.1; B 1.0; send_grad 1.0; B 1.1; send_grad 1.1;"
+        "reduce_grads 1; step",
+        microbatches=2,
+    )
+    kinds = {model: verdict(crossed, model).kind for model in MODELS}
+    assert kinds == {"edge": "ok", "pair": "hang", "device": "hang", "serial": "hang"}
+
+
+@given(seeds, st.sampled_from([*MUTATIONS]), st.sampled_from(MODELS), seeds)
+def test_the_order_of_threads_does_not_matter(seed: int, name: str, model: str, order: int) -> None:
+    mutant = trial(name, seed).mutant
+    if mutant is not None:
+        assert verdict(mutant, model).kind == verdict(mutant, model, order).kind
+
+
+@given(drafts(), seeds)
+def test_any_run_is_a_program(draft: Program, seed: int) -> None:
+    """The order in which a run under `edge` ended is legal everywhere: one order for all."""
+    run = MUTATIONS["run_order"](lower(draft), random.Random(seed))
+    assert run is not None
+    assert [verdict(run, model).kind for model in MODELS] == ["ok"] * len(MODELS)

@@ -1,0 +1,139 @@
+"""An independent oracle: the program is really executed, with blocking semantics and named data.
+
+It shares no code with the dependency graph or the checker, and no rule of theirs is written
+here.  Every rank has a host that issues its Stream in order into in-order queues, and every
+queue is a thread that runs what is at its head.  The threads are coroutines, which block as
+threads do but cost a hundredth: one sleeps until the event that it yields has happened, and
+when all sleep the program hangs.  Which of those awake goes on is the caller's seed to say;
+the verdict must not depend on it.
+
+The machine:
+
+- *Queues* of a rank: compute (with scatter and gather), reductions, and those of the progress
+  model for transfers: one per peer, kind and direction (`edge`), one per peer (`pair`), or one
+  (`device`).  Under `serial` everything goes into a single queue.
+- *Values* live in slots.  The host looks a value up when it issues the instruction that needs
+  it; one that has not been issued yet is an error, as the wait for a CUDA event that was never
+  recorded.  What an instruction uses up is gone, and no slot is filled twice.
+- *Transfers* block until the other side is there too.  They match by position, not by name:
+  the k-th send from one rank to another meets the k-th receive there, under `edge` of
+  activations and gradients apart.  Tensors say what they are, so who takes in the wrong one
+  notices.
+- *Groups* of transfers are issued as one: their needs are looked up together, they are posted
+  when it is the group's turn in all its queues, and what they give is there when all have
+  met.  Two computes joined run as one.  NCCL hangs on groups of more than 256.
+- *Collectives* block until every member is there.
+
+At the end nothing may be left in any slot but the losses of all microbatches and, if there was
+any backward, the stepped parameters of every rank; a step takes the reduced, tied gradients of
+all its stages and the norm, so it cannot be there without them.
+"""
+
+from __future__ import annotations
+
+import random
+from collections import defaultdict, deque
+from collections.abc import Iterator
+from typing import NamedTuple
+
+from schedir.program import Program
+from tests.host import COMPUTES, Entry, Event, Host, Message, Slot, Wrong
+
+
+class Verdict(NamedTuple):
+    """`kind` is "ok", "wrong" or "hang"; `why` says what went wrong, or who hangs."""
+
+    kind: str
+    why: str = ""
+
+
+def verdict(program: Program, model: str, seed: int | None = None) -> Verdict:
+    """Run the program under a progress model, in the order that `seed` picks."""
+    try:
+        return Machine(program, model, seed).run()
+    except Wrong as wrong:
+        return Verdict("wrong", str(wrong))
+
+
+class Machine:
+    """All ranks, and where they meet."""
+
+    def __init__(self, program: Program, model: str, seed: int | None) -> None:
+        self.program, self.model = program, model
+        self.random = None if seed is None else random.Random(seed)
+        self.holder: list[int] = program.plan.rank_of.tolist()
+        self.stages, self.microbatches = program.plan.stages, program.plan.microbatches
+        if len(program.streams) != program.plan.ranks:
+            raise Wrong(f"{len(program.streams)} Streams")
+        self.lists = [[*zip(s, s.joined.tolist(), strict=True)] for s in program.streams]
+        self.trains = any(i.op in COMPUTES[1:] for l in self.lists for i, _ in l)
+        self.ends = {0, self.stages - 1} if program.tied and self.stages > 1 else set()
+        self.awake: list[Iterator[Event]] = []
+        self.happened = 0  # how many events have
+        self.sent: dict[Slot, deque[Message]] = defaultdict(deque)
+        self.received: dict[Slot, deque[Message]] = defaultdict(deque)
+        self.meetings: dict[Slot, list[Event]] = defaultdict(list)
+
+    def run(self) -> Verdict:
+        self.hosts = [Host(self, rank) for rank in range(len(self.lists))]
+        threads: list[Iterator[Event]] = []
+        for host in self.hosts:
+            queues: dict[object, list[Entry]] = defaultdict(list)
+            host.issue_all()
+            for entry in host.entries:
+                for queue in entry.queues:
+                    queues[queue].append(entry)
+            threads += map(self.thread, queues.values())
+        self.awake = threads
+        while self.awake:
+            pick = self.random.randrange(len(self.awake)) if self.random else -1
+            self.awake[pick], self.awake[-1] = self.awake[-1], self.awake[pick]
+            thread = self.awake.pop()
+            for event in thread:
+                if not event.when:
+                    event.sleepers.append(thread)
+                    break
+        for host in self.hosts:
+            for entry in host.entries:
+                if not entry.done.when:
+                    return Verdict("hang", f"rank {host.rank} never ends {entry}")
+        for host in self.hosts:
+            host.judge()
+        return Verdict("ok")
+
+    def thread(self, entries: list[Entry]) -> Iterator[Event]:
+        """One queue: runs its entries in order, and yields what it must wait for."""
+        for entry in entries:
+            entry.arrived += 1
+            if entry.arrived < len(entry.queues):
+                yield entry.done  # the queue that comes last runs the group for all
+                continue
+            yield from entry.waits
+            for action in entry.actions:
+                action()
+            yield from entry.meets
+            self.happen(entry.done)
+
+    def happen(self, event: Event) -> None:
+        self.happened += 1
+        event.when = self.happened
+        self.awake += event.sleepers
+
+    def post(self, message: Message) -> None:
+        """Stand in line for the other side; whoever is second carries the tensor over."""
+        (self.sent if message.sends else self.received)[message.channel].append(message)
+        sent, received = self.sent[message.channel], self.received[message.channel]
+        if sent and received:
+            one, other = sent.popleft(), received.popleft()
+            other.value.tensor = one.value.tensor
+            self.happen(one.met)
+            self.happen(other.met)
+
+    def join(self, communicator: Slot, members: int, met: Event) -> None:
+        """Meet the other members of a collective; the last to come lets all go."""
+        meeting = self.meetings[communicator]
+        meeting.append(met)
+        if len(meeting) == members:
+            for event in meeting:
+                self.happen(event)
+            meeting.clear()
