@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import partial
 from operator import index
+from typing import TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -76,14 +77,16 @@ W = Word(pack(Opcode.BackwardWeight, _OLDEST, _AUTO))  # bare: the oldest I not 
 EMPTY = Word(np.empty(0, np.int64))
 
 
-def weave(forwards: Word, backwards: Word, lead: int) -> Word:
-    """`lead` forwards, then forward and backward by turns, then the backwards that remain."""
-    f, b = forwards.letters, backwards.letters
-    lead = min(max(index(lead), 0), len(f))
-    turns = min(len(f) - lead, len(b))
-    both = np.empty(2 * turns, np.int64)
-    both[0::2], both[1::2] = f[lead : lead + turns], b[:turns]
-    return Word(np.concatenate([f[:lead], both, f[lead + turns :], b[turns:]]))
+def weave(forwards: Word, backwards: Word, lead: int, weights: Word = EMPTY, late: int = 0) -> Word:
+    """`lead` forwards, then forward and backward by turns, then the backwards that remain.
+
+    With split backwards each turn ends with one of `weights`, from the turn after `late` on;
+    those that remain come last.
+    """
+    words = [forwards.letters, backwards.letters, weights.letters]
+    starts = [-max(index(lead), 0), 0, max(index(late), 0)]
+    turn = np.concatenate([np.arange(len(w)) + s for w, s in zip(words, starts, strict=True)])
+    return Word(np.concatenate(words)[np.argsort(turn, kind="stable")])
 
 
 def overlap(first: Word, second: Word) -> Word:
@@ -94,33 +97,52 @@ def overlap(first: Word, second: Word) -> Word:
 
 
 Schedule = Callable[..., Word | Iterable[Word]]
+_S = TypeVar("_S", bound=Schedule)
+
+
+def placed(placement: str, v: int | None = None) -> Callable[[_S], _S]:
+    """Mark a schedule as one for this placement, and for `v` stages per rank where that is fixed.
+
+    A schedule sees numbers only, and so cannot tell: `draft` reads the mark, as `schedule.placed`,
+    and refuses plans whose stages lie elsewhere.
+    """
+
+    def mark(schedule: _S) -> _S:
+        vars(schedule)["placed"] = (placement, v)
+        return schedule
+
+    return mark
+
+
+def _function(schedule: Schedule) -> Schedule:
+    while isinstance(schedule, partial):
+        schedule = schedule.func
+    return schedule
 
 
 def name_of(schedule: Schedule) -> str:
     """The name a schedule goes by."""
-    while isinstance(schedule, partial):
-        schedule = schedule.func
+    schedule = _function(schedule)
     return str(getattr(schedule, "__name__", type(schedule).__name__))
 
 
 def draft(schedule: Schedule, plan: Plan) -> Program:
     """Spell a schedule out: F, B, I and W of every rank, no communication yet.
 
-    `schedule` is called with (rank, ranks, microbatches), and with `v`, the plan's stages per
-    rank, if it has a parameter of that name.  It returns a Word or yields Words.
+    `schedule` is called with (rank, ranks, microbatches), and with `v`, the number of the rank's
+    own stages, if it has a parameter of that name.  It returns a Word or yields Words.
 
-    Raises ScheduleError if it does not, raises, or names a stage that the rank does not own.
+    Raises ScheduleError if it does not, raises, names a stage that the rank does not own, or is
+    for another placement.
     """
     name = name_of(schedule)
-    options = {}
     try:
         parameters = inspect.signature(schedule).parameters
     except (TypeError, ValueError):
         raise ScheduleError(f"a schedule is a function, not {schedule!r}") from None
     bound = schedule.keywords if isinstance(schedule, partial) else {}
-    if "v" in parameters and "v" not in bound:
-        options["v"] = plan.stages_per_rank
-    call = partial(schedule, **options)
+    counted = "v" in parameters and "v" not in bound
+    call = partial(schedule, v=plan.stages_per_rank) if counted else partial(schedule)
     try:
         inspect.signature(call).bind(0, plan.ranks, plan.microbatches)
     except TypeError:
@@ -130,8 +152,10 @@ def draft(schedule: Schedule, plan: Plan) -> Program:
             program=name,
             hint="bind other options with functools.partial",
         ) from None
+    _check_placed(schedule, plan, name)
     streams = []
-    for rank in range(plan.ranks):
+    for rank, own in enumerate(plan.stages_of):
+        call = partial(schedule, v=len(own)) if counted else call
         word = _called(call, name, rank, plan)
         try:
             streams.append(_spell(word, rank, plan))
@@ -139,6 +163,20 @@ def draft(schedule: Schedule, plan: Plan) -> Program:
             error.program = name
             raise
     return Program(name, plan, tuple(streams))
+
+
+def _check_placed(schedule: Schedule, plan: Plan, name: str) -> None:
+    placement, fixed = getattr(_function(schedule), "placed", (None, None))
+    if placement is None:
+        return
+    v = fixed or plan.stages_per_rank
+    right = Plan(plan.ranks, 1, v, placement)
+    if not np.array_equal(plan.rank_of, right.rank_of):
+        raise ScheduleError(
+            f"{name} is for placement {placement!r}{f' with {v} stages per rank' * bool(fixed)}, "
+            f"not for {plan.placement!r} with {plan.stages_per_rank}",
+            program=name,
+        )
 
 
 def _called(call: Schedule, name: str, rank: int, plan: Plan) -> Word:
