@@ -17,16 +17,18 @@ def chart(timeline: Timeline, unit: float = 1.0) -> str:
     """One line per rank, one cell per `unit` of time on the compute lane.
 
     A cell has the letter and the microbatch of what starts in it, with a ' for each own stage
-    below; `--` is more of the same, `..` is idle.
+    below; `--` is more of the same, `..` is idle.  Of two run together the second is written
+    from the middle on.
     """
-    plan = timeline.program.plan
-    spans = timeline.spans[timeline.spans["lane"] == Lane.COMPUTE]
-    spans = spans[spans["end"] > spans["start"]]
+    plan, spans = timeline.program.plan, timeline.spans
+    joined = np.concatenate([s.joined for s in timeline.program.streams])
+    shown = (spans["lane"] == Lane.COMPUTE) & (spans["end"] > spans["start"])
     columns = round(timeline.span / unit)
     local = {s: j for own in plan.stages_of for j, s in enumerate(own)}
     cells = np.full((plan.ranks, columns), "..", dtype=object)
-    for s in spans:
+    for s, second in zip(spans[shown], joined[shown], strict=True):
         lo, hi = (round(float(s[k] - timeline.begin) / unit) for k in ("start", "end"))
+        lo += second * (hi - lo) // 2
         cells[s["rank"], lo:hi] = "--"
         if lo < columns:
             label = f"{ROWS[s['op']].text}{s['mb']}{local[int(s['stage'])] * chr(39)}"

@@ -21,13 +21,7 @@ _PREFIX = "schedir_file_"
 
 def built_in() -> dict[str, Schedule]:
     """The schedules that come with schedir, by name."""
-    return {
-        name: value
-        for name, value in vars(schedules).items()
-        if isinstance(value, FunctionType)
-        and value.__module__ == schedules.__name__
-        and not name.startswith("_")
-    }
+    return {name: getattr(schedules, name) for name in schedules.__all__}
 
 
 def load(source: str) -> Schedule | Program:

@@ -1,0 +1,34 @@
+"""The schedules of the field, each as short as its idea.
+
+Each is a function of (rank, ranks, microbatches) and, where stages per rank matter, of `v`.
+Formulas count one stage and one microbatch: F, I, W and B = I + W are the costs of a stage, so
+that a rank with v stages works v m (F + B).  "Idle" is the time that a rank waits from the first
+start to the last end of all ranks, "in its own span" from its own first start to its own last
+end (see `Timeline.idle` and `idle_in_own_span`).  Timelines are at F = I = W = 1; a letter is
+one unit of time, a dot is idle, a ' marks the rank's second stage.  Papers on zero bubbles call
+our I "B".
+"""
+
+from schedir.schedules.blocks import v_half, v_min, wave
+from schedir.schedules.flush import eager_1f1b, forward_only, gpipe, one_f_one_b
+from schedir.schedules.looped import interleaved, interleaved_zb, looped_bfs, looped_dfs
+from schedir.schedules.vee import dualpipe_v, zb_v
+from schedir.schedules.zero_bubble import zb_h1, zb_h2
+
+__all__ = [
+    "dualpipe_v",
+    "eager_1f1b",
+    "forward_only",
+    "gpipe",
+    "interleaved",
+    "interleaved_zb",
+    "looped_bfs",
+    "looped_dfs",
+    "one_f_one_b",
+    "v_half",
+    "v_min",
+    "wave",
+    "zb_h1",
+    "zb_h2",
+    "zb_v",
+]

@@ -1,0 +1,128 @@
+"""Schedules as a building block: slots for one microbatch, repeated for all.
+
+Qi et al., "Pipeline Parallelism with Controllable Memory" (arXiv 2405.15362, section 3): what a
+microbatch does on a rank is fixed in slots, and the distance between its first and its last
+slot decides the memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from functools import cache
+
+import numpy as np
+
+from schedir.errors import ScheduleError
+from schedir.words import B, F, I, W, Word, placed
+
+Block = Callable[[int, int], tuple[int, int, int, int]]
+
+
+@placed("vee")
+def wave(r: int, P: int, m: int, v: int) -> Word:
+    """Hanayo's waves: v = 2w stages per rank, down the ranks and back w times (arXiv 2308.15762).
+
+    Known from the paper's idea, not from its code: P microbatches make a wave, and further ones
+    follow in the slots that it leaves.  Where P divides m, ranks idle (P-1)(2 min(F,B) +
+    2(m/P)|B-F|), whatever v: at F = B that is `interleaved`'s bubble.  Elsewhere each wave costs
+    anew, so it suits m = P.  (v-1)P + r+1 stage activations in flight, for m >= P.
+
+    >>> from schedir.ascii import timeline
+    >>> print(timeline(wave, ranks=2, microbatches=2, placement="vee"))
+    rank 0  F0  F1  ..  F0' B0' --  F1' B1' --  ..  B0  --  ..  ..  B1  --
+    rank 1  ..  F0  F0' F1  F1' ..  B0' --  B0  --  B1' --  B1  --  ..  ..
+    """
+    if v % 2:
+        raise ScheduleError(f"a wave goes down and back: v must be even, not {v}")
+    own = [j * P + (P - 1 - r if j % 2 else r) for j in range(v)]
+    block = [(s, F[j]) for j, s in enumerate(own)]
+    block += [(2 * v * P - 1 - s, B[j]) for j, s in enumerate(own)]
+    # A microbatch every other slot: down and back fall on odd and even ones.  P fill the wave.
+    starts = [k // P * 2 * v * P + k % P * 2 for k in range(m)]
+    return _in_order((slot + start, word) for slot, word in block for start in starts)
+
+
+def _in_order(slots: Iterable[tuple[int, Word]]) -> Word:
+    """What a rank does, by slot."""
+    return Word(np.concatenate([w.letters for _, w in sorted(slots, key=lambda s: s[0])]))
+
+
+@placed("vee", 2)
+def v_half(r: int, P: int, m: int) -> Word:
+    """V-Half: half of 1F1B's memory (arXiv 2405.15362, section 3.3).
+
+    2(P//2 + 1) stage activations in flight on every rank.  At F = I = W and m >= P ranks idle
+    (13P - 28)/4 F for even P >= 4 and (13P - 19)/4 F for odd P >= 3, rounded up: about half of
+    1F1B's 6(P-1).  That grows by max(0, 2F-W-2I, 2I-W-2F) with each microbatch.
+
+    >>> from schedir.ascii import timeline
+    >>> print(timeline(v_half, ranks=2, microbatches=3, placement="vee"))
+    rank 0  F0  F1  ..  F0' I0' W0' F1' F2  I0  I1' W0  F2' I2' I1  W1' I2  W2' W1  W2
+    rank 1  ..  F0  F0' F1  F1' I0' W0' I0  W0  F2  F2' I1' I1  I2' I2  W1' W1  W2' W2
+    """
+    return _repeated(_half, P, m, 4 * P)[r]
+
+
+@placed("vee", 2)
+def v_min(r: int, P: int, m: int) -> Word:
+    """V-Min: a third of 1F1B's memory (arXiv 2405.15362, section 3.3).
+
+    2((P+1)//3 + 1) stage activations in flight at most.  At F = I = W ranks idle (4P-5) F, or
+    (4P-7) F where 3 divides P: two thirds of 1F1B's 6(P-1).  It needs costs that are alike: for
+    P >= 3 and W <= max(F, I) each microbatch adds 6 max(F, I) - 2(F+I+W).
+
+    >>> from schedir.ascii import timeline
+    >>> print(timeline(v_min, ranks=2, microbatches=3, placement="vee"))
+    rank 0  F0  ..  ..  F0' I0' W0' F1  I0  W0  F1' I1' W1' F2  I1  W1  F2' I2' W2' ..  I2  W2
+    rank 1  ..  F0  F0' ..  ..  I0' I0  F1  F1' W0' W0  I1' I1  F2  F2' W1' W1  I2' I2  W2' W2
+    """
+    return _repeated(_min, P, m, 3 * P)[r]
+
+
+def _half(r: int, P: int) -> tuple[int, int, int, int]:
+    d = 0 if P % 2 else 3  # keeps slots apart modulo 6
+    return 2 * r, 3 * P - r - 2, 3 * P + d + 2 * r - 1, 6 * P + d - r - 2
+
+
+def _min(r: int, P: int) -> tuple[int, int, int, int]:
+    d = 0 if P % 3 else 2
+    return r, 2 * P - r - 1, 2 * P + d + r, 4 * P + d - r - 1
+
+
+@cache
+def _repeated(block: Block, P: int, m: int, warm: int) -> tuple[Word, ...]:
+    """Every rank's word: F0, F1, I1, I0 as `block` says, six slots a microbatch, W in between.
+
+    Forwards and I's before slot `warm`, and those that begin 2P slots after the last microbatch
+    or later, move as far forward as what they need and free slots let them (section 3.4).
+    """
+    letters = (F[0], F[1], I[1], I[0], W[1], W[0])
+    cool = 6 * (m - 1) + 2 * P
+    slots = sorted(
+        (slot + 6 * k, r, k, letter)
+        for r in range(P)
+        for letter, slot in enumerate(block(r, P))
+        for k in range(m)
+    )
+    taken = [{s[0] for s in slots if s[1] == r} for r in range(P)]
+    ready = [0] * m  # when what a microbatch has done so far ends
+    ranks: list[list[tuple[int, int]]] = [[] for _ in range(P)]
+    for slot, r, k, letter in slots:
+        if not warm <= slot <= cool:
+            taken[r].remove(slot)
+            slot = _free(taken[r], ready[k])
+        ready[k] = slot + 1
+        ranks[r].append((slot, letter))
+    for own, used in zip(ranks, taken, strict=True):
+        for slot, letter in sorted(own):
+            if letter >= 2:
+                own.append((_free(used, slot + 1), letter + 2))
+    return tuple(_in_order((slot, letters[letter]) for slot, letter in own) for own in ranks)
+
+
+def _free(taken: set[int], slot: int) -> int:
+    """Take the first free slot from this one on."""
+    while slot in taken:
+        slot += 1
+    taken.add(slot)
+    return slot
