@@ -23,6 +23,7 @@ from schedir import errors, schedules
 from schedir.check import check
 from schedir.compile import compile
 from schedir.costs import Costs
+from schedir.greedy import greedy
 from schedir.ops import Instr, Opcode
 from schedir.plan import Plan
 from schedir.program import Program, Stream
@@ -59,6 +60,7 @@ __all__ = [
     "compile",
     "draft",
     "errors",
+    "greedy",
     "overlap",
     "parse",
     "schedules",

@@ -1,0 +1,126 @@
+"""Greedy: say what is preferred and what is allowed, and let time decide the rest."""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Callable, Iterable
+
+import numpy as np
+
+from schedir.costs import Costs
+from schedir.errors import ScheduleError
+from schedir.ops import BY_TEXT, Opcode
+from schedir.plan import Plan
+from schedir.program import Program, Stream, pack
+
+_F, _B, _I, _W = Opcode.Forward, Opcode.Backward, Opcode.BackwardInput, Opcode.BackwardWeight
+Task = tuple[Opcode, int, int]  # op, stage, microbatch
+
+
+def greedy(
+    plan: Plan,
+    prefer: str,
+    in_flight: Callable[[int], int],
+    costs: Costs | None = None,
+    name: str = "greedy",
+) -> Program:
+    """A draft by list scheduling: an idle rank never waits while there is something it may do.
+
+    It starts what is ready and comes first in `prefer`, the letters of F and B or of F, I and W;
+    among equals the lowest microbatch, then the deepest stage.  Rank r has at most
+    `in_flight(r)` (stage, mb) alive, each from its F to its B or W.
+
+    No F takes the room that later stages of its own rank need to go on.  So the deepest
+    microbatch can always move, nothing hangs, and the limit need only be the number of a rank's
+    own stages or more; ScheduleError where it is less.
+
+    >>> from schedir.schedules import one_f_one_b
+    >>> from schedir.words import draft
+    >>> plan = Plan(ranks=4, microbatches=8)
+    >>> found = greedy(plan, "BF", lambda rank: plan.ranks - rank)
+    >>> found.streams == draft(one_f_one_b, plan).streams
+    True
+    """
+    if sorted(prefer) not in (["B", "F"], ["F", "I", "W"]):
+        raise ScheduleError(f"prefer orders the letters BF or FIW, not {prefer!r}")
+    run = _Run(plan, [BY_TEXT[letter] for letter in prefer], in_flight, costs or Costs())
+    return Program(name, plan, tuple(run.streams()))
+
+
+class _Run:
+    """The state of the ranks at one moment."""
+
+    def __init__(
+        self, plan: Plan, prefer: list[Opcode], in_flight: Callable[[int], int], costs: Costs
+    ) -> None:
+        self.plan, self.costs = plan, costs.table(plan.stages).tolist()
+        self.rank_of: list[int] = plan.rank_of.tolist()
+        self.prefer = {op: k for k, op in enumerate(prefer)}
+        self.backward = _I if _I in prefer else _B
+        # How many may be alive before an F of a stage: one less for each stage after it.
+        self.room = [0] * plan.stages
+        for rank, own in enumerate(plan.stages_of):
+            limit = in_flight(rank)
+            if limit < len(own):
+                raise ScheduleError(
+                    f"{limit} activations in flight are too few for rank {rank}, which has "
+                    f"{len(own)} stage{'s' * (len(own) > 1)}"
+                )
+            for after, stage in enumerate(reversed(own)):
+                self.room[stage] = limit - after
+        self.ready: list[set[Task]] = [set() for _ in range(plan.ranks)]
+        self.alive = [0] * plan.ranks
+        self.done: list[list[Task]] = [[] for _ in range(plan.ranks)]
+
+    def streams(self) -> Iterable[Stream]:
+        """Run everything; what each rank did, in order."""
+        for mb in range(self.plan.microbatches):
+            self.ready[self.rank_of[0]].add((_F, 0, mb))
+        # When a rank is through with a task, or when a task's value has come from elsewhere.
+        events: list[tuple[float, int, Task, bool]] = []
+        idle, now = set(range(self.plan.ranks)), 0.0
+        while True:
+            for rank in sorted(idle):
+                task = self._start(rank)
+                if task is not None:
+                    idle.discard(rank)
+                    end = now + self.costs[task[0]][task[1]]
+                    heapq.heappush(events, (end, rank, task, True))
+            if not events:
+                break
+            now = events[0][0]
+            while events and events[0][0] == now:
+                _, rank, task, ends = heapq.heappop(events)
+                if ends:
+                    idle.add(rank)
+                    for after in self._after(*task):
+                        there = self.rank_of[after[1]]
+                        send = self.costs[Opcode.SendAct][task[1]] * (there != rank)
+                        heapq.heappush(events, (now + send, there, after, False))
+                else:
+                    self.ready[rank].add(task)
+        for tasks in self.done:
+            table = np.array(tasks, np.int64).reshape(-1, 3)
+            yield Stream(pack(table[:, 0], table[:, 1], table[:, 2]))
+
+    def _start(self, rank: int) -> Task | None:
+        """What an idle rank starts now, if anything."""
+        alive = self.alive[rank]
+        may = [t for t in self.ready[rank] if t[0] != _F or alive < self.room[t[1]]]
+        if not may:
+            return None
+        task = min(may, key=lambda t: (self.prefer[t[0]], t[2], -t[1]))
+        self.ready[rank].discard(task)
+        self.alive[rank] += (task[0] == _F) - (task[0] in (_B, _W))
+        self.done[rank].append(task)
+        return task
+
+    def _after(self, op: Opcode, stage: int, mb: int) -> Iterable[Task]:
+        """What needs the value of a task."""
+        if op is _F:
+            last = stage + 1 == self.plan.stages
+            yield (self.backward, stage, mb) if last else (_F, stage + 1, mb)
+        elif op is not _W and stage:
+            yield self.backward, stage - 1, mb
+        if op is _I:
+            yield _W, stage, mb
