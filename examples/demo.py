@@ -50,8 +50,8 @@ def predict(folder: Path) -> None:
             " ".join(f"{peak / v:g}" for peak in timeline.peak_in_flight),
         )
     SAY.print(table)
-    SAY.print("All complete, in order and free of deadlock. v: stages per rank; in flight: what a")
-    SAY.print("rank keeps of how many microbatches at most.\n")
+    SAY.print("All are complete, in order and free of deadlock.  v is stages per rank;")
+    SAY.print("in flight is of how many microbatches a rank keeps activations at most.\n")
     schedir.viz.save(schedir.viz.compare(timelines), folder / "predicted.png")
 
 
