@@ -116,16 +116,25 @@ class Trial:
         return "\n".join([f"trial({self.mutation!r}, {self.seed})", *self.disagreements, text])
 
 
+def mutate(name: str, rng: random.Random) -> tuple[Program, Program]:
+    """A legal program, and what a mutation made of it.
+
+    Raises a ProgramError where that is no program.
+    """
+    while True:
+        program = legal(rng, PREPARED.get(name))
+        mutant = MUTATIONS[name](program, rng)
+        if mutant is not None and mutant != program:
+            return program, mutant
+
+
 def trial(name: str, seed: int) -> Trial:
     """Make a mutant of a legal program, and hear checker and oracle under every model."""
     rng = random.Random(f"{name} {seed}")
-    mutant = None
-    while mutant is None:
-        program = legal(rng, PREPARED.get(name))
-        try:
-            mutant = MUTATIONS[name](program, rng)
-        except ProgramError:
-            return Trial(name, seed, "no program")
+    try:
+        program, mutant = mutate(name, rng)
+    except ProgramError:
+        return Trial(name, seed, "no program")
     wrong, differ = [], []
     for model in MODELS:
         refused, ran = refusal(mutant, model), verdict(mutant, model, rng.randrange(2**32))

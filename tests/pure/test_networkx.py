@@ -1,0 +1,85 @@
+"""The dependency graph spelled out edge by edge, and networkx asked about it.
+
+Verdict and predicted time must be those of the walk, exactly.  The rules are those of
+`tests/oracle.py`; what is tested here besides is that acyclic and longest path mean what we
+say they do.
+"""
+
+from __future__ import annotations
+
+import random
+
+import networkx as nx
+from hypothesis import event, given, settings
+from hypothesis import strategies as st
+
+from schedir.costs import Costs
+from schedir.errors import DeadlockError, GroupError
+from schedir.graph import MODELS, Model
+from schedir.ops import ROWS
+from schedir.program import Program
+from schedir.simulate import simulate
+from tests.mutants import mutate
+from tests.oracle import Machine
+
+# These change the order or the grouping of instructions, but not what there is to do.
+NAMES = (
+    "rename", "run_order", "swap_neighbours", "swap_any", "move_anywhere", "swap_receives",
+    "early_receive", "late_send", "swap_pairs", "move_sharding", "reduce_early", "step_early",
+    "join_computes", "join_transfers", "join_both_sides", "join_next_transfer", "reorder_group",
+)  # fmt: skip
+
+
+def explicit(program: Program, model: Model, costs: Costs) -> nx.DiGraph:
+    """Each group is posted and complete; between lies its cost, or messages that two share."""
+    machine = Machine(program, model, costs)
+    machine.run()
+    graph = nx.DiGraph()
+    for rank, groups in enumerate(machine.groups):
+        own = machine.lists[rank]
+        for group in groups:
+            posted, complete = ("posted", rank, group), ("complete", rank, group)
+            graph.add_edge(posted, complete, weight=0.0)
+            for before in machine.before[rank, group[0]]:
+                graph.add_edge(("complete", rank, before), posted, weight=0.0)
+            for k in group:
+                for giver, at in machine._needs(rank, own[k]):
+                    done = ("complete", giver, machine._group_of(giver, at))
+                    graph.add_edge(done, posted, weight=0.0)
+                if ROWS[own[k].op].meets is None:
+                    graph[posted][complete]["weight"] += machine._cost(rank, own[k])
+                    continue
+                partners = machine._partners(rank, own[k])
+                cost = max(machine._cost(r, machine.lists[r][n]) for r, n in partners)
+                graph.add_edge(posted, frozenset(partners), weight=0.0)
+                graph.add_edge(frozenset(partners), complete, weight=cost)
+    return graph
+
+
+def whole_costs(rng: random.Random, stages: int) -> Costs:
+    """Whole numbers, so that sums are exact; one per stage."""
+
+    def per_stage() -> tuple[float, ...]:
+        return tuple(float(rng.randint(0, 5)) for _ in range(stages))
+
+    names = ("F", "I", "W", "B", "send", "step", "reduce_grads", "reduce_tied", "scatter", "gather")
+    return Costs(**{name: per_stage() for name in names})
+
+
+@settings(max_examples=300)
+@given(st.integers(0, 2**32), st.sampled_from(NAMES), st.sampled_from(MODELS))
+def test_networkx_says_the_same(seed: int, name: str, model: Model) -> None:
+    rng = random.Random(seed)
+    _, program = mutate(name, rng)
+    priced = whole_costs(rng, program.plan.stages)
+    try:
+        span = simulate(program, priced, model=model).span
+    except DeadlockError:
+        event("deadlock")
+        assert not nx.is_directed_acyclic_graph(explicit(program, model, priced))
+    except GroupError:
+        event("no such group")
+    else:
+        graph = explicit(program, model, priced)
+        assert nx.is_directed_acyclic_graph(graph)
+        assert nx.dag_longest_path_length(graph) == span
