@@ -33,7 +33,7 @@ from schedir.timeline import Timeline
 from schedir.words import EMPTY, B, F, I, W, Word, draft, overlap, weave
 
 # What needs torch or matplotlib, or is seldom used, is imported when it is first named.
-_LATER = {"gpt", "kernels", "parallel", "runtime", "train", "viz"}
+_LATER = {"gpt", "kernels", "parallel", "runtime", "testing", "train", "viz"}
 
 
 def __getattr__(name: str) -> Any:

@@ -19,10 +19,10 @@ from schedir.graph import MODELS, Model
 from schedir.passes.overlap import early_receives, group_opposites
 from schedir.plan import Plan
 from schedir.program import Program
+from schedir.testing import random_draft
 from schedir.text import show
 from schedir.words import Schedule
 from tests import edits, mutations_of_shape  # noqa: F401 (importing it fills the table)
-from tests.strategies import random_draft
 from tests.threads import verdict
 
 

@@ -26,9 +26,9 @@ from schedir.runtime.inprocess import InProcess
 from schedir.runtime.rank import Boundary
 from schedir.runtime.reference import reference
 from schedir.schedules import gpipe, interleaved, one_f_one_b
+from schedir.testing import plans, random_draft
 from schedir.words import B, F, I, W, Word
 from tests.gloo.spawn import RankError, run
-from tests.strategies import plans, random_draft
 
 CONTEXT, HIDDEN, BATCH = 8, 16, 2
 BOUNDARY = Boundary((BATCH, CONTEXT, HIDDEN))
@@ -80,7 +80,12 @@ def expected(plan: Plan, tied: bool = True) -> tuple[Tensor, list[dict[str, Tens
 
 
 @settings(max_examples=25)
-@given(plans(ranks=3, microbatches=4, per_rank=2), st.integers(0, 2**32), st.booleans(), st.data())
+@given(
+    plans(ranks=3, microbatches=4, stages_per_rank=2),
+    st.integers(0, 2**32),
+    st.booleans(),
+    st.data(),
+)
 def test_random_schedules_in_random_orders_give_the_same_bits(
     plan: Plan, seed: int, tied: bool, data: st.DataObject
 ) -> None:

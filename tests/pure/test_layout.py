@@ -31,7 +31,7 @@ FLOORS = (
     {"ascii", "load", "calibrate"},
     {"config"},
     {"runtime", "parallel", "gpt", "data", "kernels", "viz", "launch", "options", "terminal"},
-    {"trainer"},
+    {"trainer", "testing"},
     {"train", "cli", "__main__"},
     {"__init__"},
 )

@@ -15,8 +15,8 @@ from schedir.passes.overlap import group_opposites
 from schedir.plan import Plan
 from schedir.program import Program, Stream
 from schedir.schedules import gpipe, interleaved, one_f_one_b
+from schedir.testing import drafts
 from schedir.text import parse, show
-from tests.strategies import drafts
 
 
 @given(drafts(), st.booleans(), st.booleans())

@@ -18,9 +18,10 @@ from schedir.graph import MODELS, Graph, Model
 from schedir.passes.overlap import early_receives, group_opposites
 from schedir.program import Program, Stream
 from schedir.simulate import simulate
+from schedir.testing import drafts
 from schedir.walk import walk
 from tests.oracle import Machine
-from tests.strategies import costs, drafts
+from tests.strategies import costs
 
 models = st.sampled_from(MODELS)
 

@@ -13,9 +13,9 @@ from schedir.graph import MODELS
 from schedir.plan import Plan
 from schedir.program import Program
 from schedir.schedules import gpipe, interleaved, one_f_one_b
+from schedir.testing import drafts
 from schedir.text import parse
 from tests.mutants import MUTATIONS, trial
-from tests.strategies import drafts
 from tests.threads import verdict
 
 seeds = st.integers(0, 2**32 - 1)

@@ -14,9 +14,10 @@ from schedir.plan import Plan
 from schedir.program import Program
 from schedir.schedules import gpipe, one_f_one_b
 from schedir.simulate import simulate
+from schedir.testing import drafts
 from schedir.timeline import Timeline
 from schedir.words import B, F, overlap
-from tests.strategies import costs, drafts
+from tests.strategies import costs
 
 
 def no_gap(timeline: Timeline, path: np.ndarray) -> None:

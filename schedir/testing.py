@@ -1,0 +1,249 @@
+"""Testing: strategies for hypothesis, and a property test for a schedule of your own.
+
+>>> from schedir import B, F
+>>> from schedir.testing import assert_schedule
+>>> def mine(rank, ranks, microbatches):
+...     lead = min(ranks - 1 - rank, microbatches)
+...     return lead * F + (microbatches - lead) * (F + B) + lead * B
+>>> assert_schedule(mine)
+
+A schedule that is not right fails on the smallest plan that shows it:
+
+>>> def impatient(rank, ranks, microbatches):
+...     lead = min(rank, microbatches)
+...     return lead * F + (microbatches - lead) * (F + B) + lead * B
+>>> assert_schedule(impatient)  # doctest: +ELLIPSIS
+Traceback (most recent call last):
+    ...
+AssertionError: impatient is refused on Plan(ranks=2, microbatches=2, ...) under 'edge'
+DeadlockError: impatient: 2 ranks wait for each other; stopped after 2 of 8 instructions
+  rank 0 #1   B 0.0  needs B 1.0 from rank 1, which is #2 there, and rank 1 stands at #1
+  rank 1 #1   F 1.1  needs F 0.1 from rank 0, which is #2 there, and rank 0 stands at #1
+  ...
+
+hypothesis is needed here and nowhere else; torch is imported when gradients are compared.
+"""
+
+from __future__ import annotations
+
+import inspect
+import random
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from functools import partial
+
+from schedir.check import check
+from schedir.compile import compile, lower
+from schedir.errors import ProgramError
+from schedir.graph import MODELS, Model
+from schedir.ops import COMPUTE, Instr
+from schedir.passes.overlap import group_opposites
+from schedir.plan import Plan
+from schedir.program import Program, Stream
+from schedir.words import Schedule, name_of
+
+try:
+    from hypothesis import Phase, given, settings
+    from hypothesis import strategies as st
+except ImportError as error:
+    raise ImportError("schedir.testing needs hypothesis: pip install hypothesis") from error
+
+_F, _B, _I, _W = COMPUTE
+
+# ---------------------------------------------------------------- a schedule of your own
+
+
+def assert_schedule(
+    schedule: Schedule,
+    *,
+    plans: st.SearchStrategy[Plan] | Iterable[Plan] | None = None,
+    models: Sequence[Model] = MODELS,
+    exact: bool | None = None,
+    examples: int = 50,
+) -> None:
+    """Assert that a schedule is right on many plans.
+
+    It compiles; it is complete and finishes under each of `models`; and run in this process, in
+    random legal orders on a tiny model, it gives the gradients of the same model without a
+    schedule.
+
+    `plans` is a strategy (`examples` of its plans are tried) or the plans themselves: all that the
+    schedule is to take.  Without it they are those of `plans_of`.  Gradients must be
+    the same bits where the program is ascending, and else within 1e-6 (the norm of the difference
+    over the norm, per parameter); `exact` says to demand the bits of all, or of none.
+
+    Raises AssertionError that names the plan, which is the smallest found, and what is wrong.
+    """
+
+    def holds(plan: Plan, seed: int) -> None:
+        program = _legal(schedule, plan, models)
+        wrong = _differs(program, models[0], seed, exact)
+        if wrong:
+            raise AssertionError(f"{program.name} is wrong on {plan}\n{wrong}")
+
+    if plans is not None and not isinstance(plans, st.SearchStrategy):
+        for plan in plans:
+            holds(plan, 0)
+        return
+    shapes = plans_of(schedule) if plans is None else plans
+    tried = given(plan=shapes, seed=st.integers(0, 2**32 - 1))(holds)
+    phases = [phase for phase in Phase if phase is not Phase.explain]  # of no use to the reader
+    settings(max_examples=examples, deadline=None, phases=phases)(tried)()
+
+
+def _legal(schedule: Schedule, plan: Plan, models: Sequence[Model]) -> Program:
+    """The program of a schedule, complete and free of deadlock under every model."""
+    model = models[0]
+    try:
+        program = compile(schedule, plan, model=model)
+        for model in models:
+            check(program, model)
+    except ProgramError as error:
+        raise AssertionError(
+            f"{name_of(schedule)} is refused on {plan} under {model!r}\n"
+            f"{type(error).__name__}: {error}"
+        ) from error
+    return program
+
+
+def _differs(program: Program, model: Model, seed: int, exact: bool | None) -> str:
+    """How a run differs from the reference, in words; "" if it does not."""
+    import torch
+
+    from schedir.runtime.inprocess import InProcess
+    from schedir.runtime.rank import Boundary
+    from schedir.runtime.reference import reference
+    from schedir.runtime.tiny import batch, loss, tiny_stages
+
+    plan = program.plan
+    inputs, targets = batch(plan.microbatches, seed)
+    plain, stages = (tiny_stages(plan.stages, seed) for _ in range(2))
+    boundary = Boundary(tuple(inputs.shape[1:]), inputs.dtype)
+    ranks = InProcess(program, stages, loss=loss, boundary=boundary, model=model)
+    total = ranks.step(inputs, targets, seed=seed)
+    if not torch.equal(total, reference(plain, inputs, targets, loss=loss)):
+        return "the loss is not that of the reference"
+    if not program.trains:
+        return ""
+    bits = program.ascending if exact is None else exact
+    for stage, (one, other) in enumerate(zip(stages, plain, strict=True)):
+        for (name, p), q in zip(one.named_parameters(), other.parameters(), strict=True):
+            assert p.grad is not None and q.grad is not None
+            error = float((p.grad - q.grad).norm() / q.grad.norm())
+            if not error <= (0.0 if bits else 1e-6):  # not a number is off, too
+                why = "" if program.ascending else (
+                    ": its backwards do not ascend, so they add up in another order"
+                )  # fmt: skip
+                return f"the gradient of {name} in stage {stage} is off by {error:.1e}{why}"
+    return ""
+
+
+# ---------------------------------------------------------------- strategies
+
+
+def plans_of(schedule: Schedule) -> st.SearchStrategy[Plan]:
+    """Small plans of the kind that a schedule is written for.
+
+    As its mark says (`schedir.words.placed`); else any stages per rank if it takes `v`, or one.
+    """
+    function, taken = schedule, set(inspect.signature(schedule).parameters)
+    while isinstance(function, partial):
+        taken -= set(function.keywords)
+        function = function.func
+    placement, v = getattr(function, "placed", ("loop", None if "v" in taken else 1))
+    return plans(stages_per_rank=v or 3, placements=(placement,)).filter(
+        lambda plan: v in (None, plan.stages_per_rank)
+    )
+
+
+@st.composite
+def plans(
+    draw: st.DrawFn,
+    ranks: int = 4,
+    microbatches: int = 6,
+    stages_per_rank: int = 3,
+    placements: Sequence[str] = ("loop", "vee", "given"),
+) -> Plan:
+    """Small plans, up to these sizes.
+
+    A "given" placement is any, uneven ones among them; there `stages_per_rank` is the most on
+    average.  "vee" needs two.
+    """
+    P = draw(st.integers(1, ranks))
+    m = draw(st.integers(1, microbatches))
+    kinds = [kind for kind in placements if kind != "vee" or stages_per_rank > 1]
+    kind = draw(st.sampled_from(kinds))
+    if kind == "given":
+        more = draw(st.lists(st.integers(0, P - 1), max_size=P * (stages_per_rank - 1)))
+        return Plan(P, m, placement=tuple(draw(st.permutations([*range(P), *more]))))
+    fewest = 2 if kind == "vee" else 1
+    return Plan(P, m, draw(st.integers(fewest, stages_per_rank)), kind)
+
+
+@st.composite
+def drafts(
+    draw: st.DrawFn,
+    ranks: int = 4,
+    microbatches: int = 6,
+    stages_per_rank: int = 3,
+    split: float = 0.5,
+) -> Program:
+    """Complete and ascending drafts on small plans; `split` is the share of I and W."""
+    plan = draw(plans(ranks, microbatches, stages_per_rank))
+    return random_draft(plan, random.Random(draw(st.integers(0, 2**32 - 1))), split=split)
+
+
+@st.composite
+def programs(
+    draw: st.DrawFn, ranks: int = 4, microbatches: int = 6, stages_per_rank: int = 3
+) -> Program:
+    """Programs that are legal under every progress model, with all kinds of traits."""
+    draft = draw(drafts(ranks, microbatches, stages_per_rank))
+    tied, clip, grouped = (draw(st.booleans()) for _ in range(3))
+    program = lower(replace(draft, tp=draw(st.integers(1, 2)), tied=tied, clip=clip))
+    return group_opposites(program) if grouped else program
+
+
+def random_draft(plan: Plan, rng: random.Random, *, split: float = 0.5) -> Program:
+    """A draft in the order in which a random execution would meet its instructions.
+
+    Every stage's backwards ascend.  `split` is the share of backwards cut into I and W.
+    """
+    S, m = plan.stages, plan.microbatches
+    streams: list[list[Instr]] = [[] for _ in range(plan.ranks)]
+    ready = [Instr(_F, 0, mb) for mb in range(m)]
+    backward = {(s, mb): _I if rng.random() < split else _B for s in range(S) for mb in range(m)}
+    turn = [0] * S  # the microbatch whose backward is next in each stage
+    arrived: set[tuple[int, int]] = set()  # (stage, mb) whose gradient is there
+    weights: list[list[int]] = [[] for _ in range(S)]  # microbatches whose I ran, W did not
+
+    def offer(stage: int) -> None:
+        """The stage's next backward, if its gradient is there; a whole one waits for all W."""
+        mb = turn[stage]
+        if (stage, mb) in arrived and (backward[stage, mb] is _I or not weights[stage]):
+            arrived.remove((stage, mb))
+            ready.append(Instr(backward[stage, mb], stage, mb))
+
+    while ready:
+        instr = ready.pop(rng.randrange(len(ready)))
+        op, s, mb = instr
+        streams[int(plan.rank_of[s])].append(instr)
+        if op is _F and s + 1 < S:
+            ready.append(Instr(_F, s + 1, mb))
+        elif op is _F:
+            arrived.add((s, mb))
+        elif op is _W:
+            weights[s].remove(mb)
+            if weights[s]:
+                ready.append(Instr(_W, s, weights[s][0]))
+        else:
+            turn[s] += 1
+            if op is _I:
+                weights[s].append(mb)
+                if len(weights[s]) == 1:
+                    ready.append(Instr(_W, s, mb))
+            if s:
+                arrived.add((s - 1, mb))
+                offer(s - 1)
+        offer(s)
+    return Program("random", plan, tuple(map(Stream.of, streams)))

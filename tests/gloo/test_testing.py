@@ -1,0 +1,138 @@
+"""schedir.testing: what is right passes, and what is wrong is caught and named."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from functools import partial
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from torch import Tensor
+
+from schedir import schedules
+from schedir.check import check, check_draft
+from schedir.errors import DeadlockError, ProgramError, ScheduleError
+from schedir.graph import MODELS
+from schedir.plan import Plan
+from schedir.program import Program
+from schedir.runtime import tiny
+from schedir.testing import assert_schedule, drafts, plans, plans_of, programs
+from schedir.words import B, F, I, W, Word, draft, weave
+
+
+@pytest.mark.parametrize("name", sorted(schedules.__all__))
+def test_ours_pass(name: str) -> None:
+    schedule = getattr(schedules, name)
+
+    def takes(plan: Plan) -> bool:
+        try:
+            return draft(schedule, plan).is_draft
+        except ScheduleError:
+            return False  # too few microbatches for it, for one
+
+    assert_schedule(schedule, plans=plans_of(schedule).filter(takes), examples=10)
+
+
+def test_plans_are_those_it_is_given() -> None:
+    seen: list[tuple[int, int]] = []
+
+    def mine(r: int, P: int, m: int) -> Word:
+        seen.append((P, m))
+        return m * F + m * B
+
+    assert_schedule(mine, plans=[Plan(2, 3), Plan(1, 1)])
+    assert set(seen) == {(2, 3), (1, 1)}
+    seen.clear()
+    assert_schedule(mine, plans=plans(ranks=2, stages_per_rank=1), examples=10)
+    assert {P for P, _ in seen} <= {1, 2}
+    assert_schedule(partial(schedules.interleaved, group=4), plans=[Plan(2, 8, 2)])
+
+
+@settings(max_examples=30)
+@given(plans_of(schedules.interleaved))
+def test_plans_of_a_schedule_that_takes_v(plan: Plan) -> None:
+    assert plan.placement == "loop"
+
+
+def caught(schedule: Any, **options: Any) -> AssertionError:
+    with pytest.raises(AssertionError) as found:
+        assert_schedule(schedule, **options)
+    return found.value
+
+
+def test_a_deadlock_is_caught() -> None:
+    def impatient(r: int, P: int, m: int) -> Word:
+        lead = min(r, m)
+        return lead * F + (m - lead) * (F + B) + lead * B
+
+    error = caught(impatient)
+    assert isinstance(error.__cause__, DeadlockError)
+    assert "Plan(ranks=2, microbatches=2, " in str(error)
+    assert str(error.__cause__) in str(error)
+
+
+def test_what_is_incomplete_is_caught() -> None:
+    def forgetful(r: int, P: int, m: int) -> Word:
+        return m * F + min(m, 3) * B
+
+    error = caught(forgetful)
+    assert isinstance(error.__cause__, ProgramError)
+    assert "Plan(ranks=1, microbatches=4, " in str(error)
+
+
+def test_a_schedule_that_raises_is_caught() -> None:
+    def needy(r: int, P: int, m: int) -> Word:
+        return weave(m * F, m * B, lead=8 // (3 - P))
+
+    assert "Plan(ranks=3, microbatches=1, " in str(caught(needy))
+    assert_schedule(needy, plans=plans(ranks=2, stages_per_rank=1), examples=10)
+
+
+def test_backwards_in_another_order_give_other_bits() -> None:
+    def backwards(r: int, P: int, m: int) -> Word:
+        return sum((F.at(k) for k in range(m)), m * F * 0) + sum(
+            (B.at(k) for k in reversed(range(m))), m * B * 0
+        )
+
+    assert_schedule(backwards)  # the same but for rounding
+    error = caught(backwards, exact=True)
+    assert "in stage" in str(error) and "do not ascend" in str(error)
+
+
+def test_a_late_w_gives_the_same_bits() -> None:
+    assert_schedule(lambda r, P, m: m * F + m * I + m * W, exact=True)
+
+
+def test_wrong_gradients_are_caught(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What no schedule can do: a run in which a microbatch counts twice."""
+    plain = tiny.loss
+    seen: list[float] = []
+
+    def forgets(y: Tensor, target: Tensor) -> Tensor:
+        """Half of the weight on every microbatch but the first: the run and then the reference."""
+        seen.append(float(target.sum()))
+        return plain(y, target) * (0.5 if len(seen) == 2 else 1.0)
+
+    monkeypatch.setattr(tiny, "loss", forgets)
+    assert "the loss" in str(caught(schedules.gpipe, plans=[Plan(2, 2)]))
+
+
+@settings(max_examples=50)
+@given(programs(ranks=3, microbatches=3))
+def test_programs_are_legal_everywhere(program: Program) -> None:
+    for model in MODELS:
+        check(program, model)
+
+
+@settings(max_examples=50)
+@given(drafts(ranks=3, microbatches=3))
+def test_drafts_are_complete_and_ascend(made: Program) -> None:
+    assert check_draft(made).is_draft and made.ascending
+
+
+def test_without_hypothesis_it_says_what_is_missing() -> None:
+    code = "import sys; sys.modules['hypothesis'] = None; import schedir; schedir.testing"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert "ImportError: schedir.testing needs hypothesis" in done.stderr
