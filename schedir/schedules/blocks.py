@@ -51,7 +51,7 @@ def _in_order(slots: Iterable[tuple[int, Word]]) -> Word:
 def v_half(r: int, P: int, m: int) -> Word:
     """V-Half: half of 1F1B's memory (arXiv 2405.15362, section 3.3).
 
-    2(P//2 + 1) stage activations in flight on every rank.  At F = I = W and m >= P ranks idle
+    2(P//2 + 1) stage activations in flight at most.  At F = I = W and m >= P ranks idle
     (13P - 28)/4 F for even P >= 4 and (13P - 19)/4 F for odd P >= 3, rounded up: about half of
     1F1B's 6(P-1).  That grows by max(0, 2F-W-2I, 2I-W-2F) with each microbatch.
 

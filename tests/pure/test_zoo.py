@@ -1,0 +1,343 @@
+"""Every schedule's published law, exactly, and where exactly it holds.
+
+Idle time is looked at in both measures: from the first start to the last end of all ranks, and
+from each rank's own first start to its own last end.
+"""
+
+from __future__ import annotations
+
+import csv
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from schedir import schedules
+from schedir.compile import compile
+from schedir.costs import Costs
+from schedir.errors import ScheduleError
+from schedir.graph import MODELS, Model
+from schedir.plan import Plan
+from schedir.schedules import (
+    dualpipe_v,
+    eager_1f1b,
+    forward_only,
+    gpipe,
+    interleaved,
+    interleaved_zb,
+    looped_bfs,
+    looped_dfs,
+    one_f_one_b,
+    v_half,
+    v_min,
+    wave,
+    zb_h1,
+    zb_h2,
+    zb_v,
+)
+from schedir.simulate import simulate
+from schedir.timeline import Timeline
+from schedir.words import Schedule, draft
+
+ZOO: dict[str, Schedule] = {name: getattr(schedules, name) for name in schedules.__all__}
+LOOPED = (interleaved, interleaved_zb, looped_bfs, looped_dfs)
+# F, I, W: equal; W short; I longest; F longest; W longest; W longer than F and I together.
+TRIPLES = [(1, 1, 1), (2, 2, 2), (3, 3, 2), (2, 3, 1), (3, 2, 2), (4, 1, 2), (2, 2, 3), (1, 1, 4)]
+
+
+def plan_of(schedule: Schedule, ranks: int, microbatches: int, v: int = 2) -> Plan:
+    """A plan of the shape that a schedule is for."""
+    placement, fixed = getattr(schedule, "placed", ("loop", None if schedule in LOOPED else 1))
+    return Plan(ranks, microbatches, fixed or v, placement)
+
+
+def least(schedule: Schedule, ranks: int) -> int:
+    """The fewest microbatches that a schedule takes."""
+    fill: dict[Schedule, int] = {zb_v: 2 * ranks - 1, dualpipe_v: 2 * ranks}
+    return fill.get(schedule, 1)
+
+
+def run(schedule: Schedule, plan: Plan, costs: Costs, model: Model = "edge") -> Timeline:
+    return simulate(compile(schedule, plan, model=model, costs=costs), costs, model=model)
+
+
+class Case(NamedTuple):
+    """A run, its numbers at hand."""
+
+    P: int
+    m: int
+    v: int
+    F: int
+    I: int
+    W: int
+    timeline: Timeline
+
+    @property
+    def idle(self) -> float:
+        """What each rank idles; all work the same, so all idle the same."""
+        idle: list[float] = self.timeline.idle.tolist()
+        assert idle == [idle[0]] * self.P
+        assert self.timeline.span == self.m * self.v * (self.F + self.I + self.W) + idle[0]
+        return idle[0]
+
+    @property
+    def own(self) -> list[float]:
+        own: list[float] = self.timeline.idle_in_own_span.tolist()
+        return own
+
+    @property
+    def peak(self) -> list[int]:
+        peak: list[int] = self.timeline.peak_in_flight.tolist()
+        return peak
+
+
+def cases(
+    schedule: Schedule,
+    microbatches: Callable[[int], list[int]],
+    v: int = 2,
+    when: Callable[[int, int, int], bool] = lambda F, I, W: True,
+    ranks: tuple[int, ...] = (1, 2, 3, 5),
+) -> Iterator[Case]:
+    for P in ranks:
+        for m in microbatches(P):
+            for k, (F, I, W) in enumerate(t for t in TRIPLES if when(*t)):
+                model: Model = ("edge", "pair", "device")[k % 3]
+                costs = Costs(F=F, I=I, W=W)
+                plan = plan_of(schedule, P, m, v)
+                timeline = run(schedule, plan, costs, model)
+                yield Case(P, m, plan.stages_per_rank, F, I, W, timeline)
+
+
+# ------------------------------------------------------------------ whole backwards
+
+
+@pytest.mark.parametrize("schedule", [one_f_one_b, eager_1f1b])
+def test_1f1b(schedule: Schedule) -> None:
+    for c in cases(schedule, lambda P: [P, 2 * P + 1]):
+        each = c.F + c.I + c.W
+        assert c.idle == (c.P - 1) * each
+        assert c.own == [(c.P - 1 - r) * each for r in range(c.P)]
+        hops = 2 if schedule is eager_1f1b else 1
+        assert c.peak == [min(hops * (c.P - 1 - r) + 1, c.m) for r in range(c.P)]
+
+
+@pytest.mark.parametrize("send", [0.25, 1.0, 1.5])
+def test_eager_1f1b_hides_messages(send: float) -> None:
+    """1F1B waits for each message once up and once down in P microbatches, eager 1F1B for none."""
+    costs, few, many = Costs(F=1, B=2, send=send), Plan(4, 12), Plan(4, 32)
+
+    def each(schedule: Schedule) -> float:
+        return (run(schedule, many, costs).span - run(schedule, few, costs).span) / 20
+
+    assert each(one_f_one_b) == 3 + 2 * send * 3 / 4
+    assert each(eager_1f1b) == 3
+
+
+def test_eager_1f1b_is_interleaved_with_one_stage() -> None:
+    for P, m in ((1, 1), (4, 8), (4, 3), (3, 6)):
+        plan = Plan(P, m)
+        assert draft(eager_1f1b, plan).streams == draft(interleaved, plan).streams
+        assert draft(zb_h1, plan).streams == draft(interleaved_zb, plan).streams
+
+
+@pytest.mark.parametrize("v", [1, 2, 3])
+def test_looped(v: int) -> None:
+    for c in cases(looped_bfs, lambda P: [max(P // 2, 1), P, 2 * P + 1], v):
+        missing = (c.v - 1) * max(c.P - c.m, 0)
+        assert c.idle == (c.P - 1 + missing) * (c.F + c.I + c.W)
+        assert c.peak == [c.m * c.v] * c.P
+    for schedule in (interleaved, looped_dfs):
+        for c in cases(schedule, lambda P: [P, 3 * P], v):
+            assert c.idle == (c.P - 1) * (c.F + c.I + c.W)
+    for c in cases(looped_dfs, lambda P: [P, 3 * P], v):
+        assert c.peak == [c.m * c.v] * c.P
+
+
+@pytest.mark.parametrize("w", [1, 2])
+def test_wave(w: int) -> None:
+    for c in cases(wave, lambda P: [P, 2 * P, 3 * P], 2 * w):
+        B = c.I + c.W
+        assert c.idle == (c.P - 1) * (2 * min(c.F, B) + 2 * (c.m // c.P) * abs(B - c.F))
+        assert c.peak == [(c.v - 1) * c.P + r + 1 for r in range(c.P)]
+    for P in (2, 3, 5):  # at F = B, interleaved's bubble
+        costs = Costs(F=2, B=2)
+        for schedule in (wave, interleaved):
+            timeline = run(schedule, plan_of(schedule, P, 2 * P, 2 * w), costs)
+            assert timeline.idle.tolist() == [4 * (P - 1)] * P
+
+
+@pytest.mark.parametrize("P", [1, 2, 3, 5])
+def test_forward_only(P: int) -> None:
+    for placement, v, idle in (("loop", 1, P - 1), ("loop", 3, P - 1), ("vee", 2, 2 * (P - 1))):
+        for m in (P, 2 * P + 1):
+            timeline = run(forward_only, Plan(P, m, v, placement), Costs(F=3))
+            assert timeline.idle.tolist() == [3 * idle] * P
+            assert not timeline.program.trains
+    ragged = Plan(3, 4, placement=(2, 0, 1, 1, 0, 2, 1))
+    assert len(draft(forward_only, ragged)) == 7 * 4
+    compile(forward_only, ragged, model="serial")
+
+
+# ------------------------------------------------------------------ split backwards
+
+
+@pytest.mark.parametrize("schedule, v", [(zb_h1, 1), (interleaved_zb, 2), (interleaved_zb, 3)])
+def test_zb_h1(schedule: Schedule, v: int) -> None:
+    for c in cases(schedule, lambda P: [P, 3 * P] + [2 * P + 1] * (v == 1), v):
+        x = c.I + max(c.F - c.W, 0)
+        assert c.idle == (c.P - 1) * max(c.F, x)
+        assert c.own == [(c.P - 1 - r) * x for r in range(c.P)]
+        assert c.peak == [c.P * c.v] * c.P
+        if c.W <= c.F <= x:
+            assert c.idle == (c.P - 1) * (c.F + c.I - c.W)  # as published
+
+
+def test_zb_h2() -> None:
+    for c in cases(zb_h2, lambda P: [2 * P - 1, 2 * P, 3 * P + 1]):
+        published = max(0, c.F + c.I - 2 * c.W)
+        x = max(published, c.I - c.F, c.I - c.W)
+        assert c.idle == (c.P - 1) * max(c.F, x)
+        assert c.own == [(c.P - 1 - r) * x for r in range(c.P)]
+        assert c.peak == [2 * c.P - 1] * c.P
+        if c.I <= c.W <= c.F:
+            assert x == published
+
+
+def alike(F: int, I: int, W: int) -> bool:
+    return F == I >= W
+
+
+def equal(F: int, I: int, W: int) -> bool:
+    return F == I == W
+
+
+def test_zb_v() -> None:
+    for c in cases(zb_v, lambda P: [2 * P - 1, 2 * P, 3 * P + 1], when=alike):
+        x = 2 * (c.F - c.W)
+        assert c.idle == (c.P - 1) * max(c.F, x)
+        assert c.own == [(c.P - 1 - r) * x for r in range(c.P)]
+        assert c.peak == [2 * c.P] * c.P
+
+
+def test_dualpipe_v() -> None:
+    for c in cases(dualpipe_v, lambda P: [2 * P, 3 * P + 1], when=alike):
+        B = c.I + c.W
+        assert c.idle == (c.P - 1) * (c.F + B + B - 3 * c.W)
+        assert c.own[0] == c.idle
+        assert c.peak == [2 * c.P + 1] * c.P
+    for c in cases(dualpipe_v, lambda P: [2 * P], when=lambda F, I, W: W <= F < I):
+        assert c.idle <= (c.P - 1) * (c.F + 2 * c.I - c.W)
+    for together in (4, 5, 6):  # ranks have different numbers of pairs, so only one idles most
+        timeline = run(dualpipe_v, Plan(4, 9, 2, "vee"), Costs(F=2, I=2, W=2, FB=together))
+        assert max(timeline.idle) == 3 * (together + 4 - 3 * 2)
+
+
+def test_v_half() -> None:
+    for c in cases(v_half, lambda P: [P, 3 * P], when=equal, ranks=(3, 4, 5, 7, 8)):
+        assert c.idle == c.own[0] == -(-(13 * c.P - (19 if c.P % 2 else 28)) // 4) * c.F
+        assert max(c.peak) == 2 * (c.P // 2 + 1)
+        assert c.idle <= 6 * (c.P - 1) * c.F / 2  # half of 1F1B's
+    assert run(v_half, Plan(9, 18, 2, "vee"), Costs()).idle[0] == 25  # a slot more than half
+
+
+def test_v_min() -> None:
+    for c in cases(v_min, lambda P: [P, 3 * P], when=equal, ranks=(2, 3, 4, 6, 8)):
+        assert c.idle == c.own[0] == (4 * c.P - (5 if c.P % 3 else 7)) * c.F
+        assert max(c.peak) == 2 * ((c.P + 1) // 3 + 1)
+        assert c.idle <= 6 * (c.P - 1) * c.F * 2 / 3  # two thirds of 1F1B's
+
+
+@pytest.mark.parametrize("P", [3, 4, 5, 8])
+def test_unequal_costs_stall_v_half_and_v_min(P: int) -> None:
+    """What each microbatch adds to the idle time once the pipeline is full."""
+    few, many = 4 * P, 4 * P + 10
+    for F, I, W in [*TRIPLES, (5, 6, 4)]:
+        costs = Costs(F=F, I=I, W=W)
+
+        def growth(schedule: Schedule, costs: Costs = costs) -> float:
+            idle = [run(schedule, Plan(P, m, 2, "vee"), costs).idle[0] for m in (few, many)]
+            return float(idle[1] - idle[0]) / (many - few)
+
+        assert growth(v_half) == max(0, 2 * F - W - 2 * I, 2 * I - W - 2 * F)
+        if max(F, I) >= W:
+            assert growth(v_min) == 6 * max(F, I) - 2 * (F + I + W)
+
+
+# ------------------------------------------------------------------ all of them
+
+
+def rates() -> list[dict[str, str]]:
+    path = Path(__file__).parents[1] / "golden" / "zero_bubble_rates.csv"
+    return [*csv.DictReader(k for k in path.read_text().splitlines() if not k.startswith("#"))]
+
+
+@pytest.mark.parametrize("row", rates(), ids=lambda row: row["model"])
+@pytest.mark.parametrize(
+    "schedule, published",
+    [(one_f_one_b, "rate_1F1B"), (zb_h1, "rate_ZB_H1"), (zb_h2, "rate_ZB_H2")],
+)
+def test_published_bubble_rates(row: dict[str, str], schedule: Schedule, published: str) -> None:
+    m = int(row["m"])
+    F, I, W, send = (float(row[f"T_{name}"]) for name in ("F", "I", "W", "comm"))
+    timeline = run(schedule, Plan(int(row["p"]), m), Costs(F=F, I=I, W=W, send=send))
+    cost = timeline.own_span.max()
+    assert (cost - m * (F + I + W)) / cost == pytest.approx(float(row[published]), abs=1e-4)
+
+
+@pytest.mark.parametrize("name", ZOO)
+def test_every_schedule_finishes_everywhere(name: str) -> None:
+    """Under all models, at even and uneven costs, with few, odd and many microbatches."""
+    schedule = ZOO[name]
+    for P, m in ((1, 2), (2, 4), (3, 2), (3, 7), (4, 8)):
+        plan = plan_of(schedule, P, max(m, least(schedule, P)))
+        uneven = tuple(1.0 + s * s % 5 for s in range(plan.stages))
+        for model in MODELS:
+            for costs in (Costs(), Costs(F=uneven, I=uneven[::-1], W=0.5, send=0.3)):
+                program = compile(schedule, plan, model=model, costs=costs)
+                assert program.ascending
+                simulate(program, costs, model=model)
+
+
+@settings(max_examples=60)
+@given(st.sampled_from(sorted(ZOO)), st.integers(1, 6), st.integers(1, 20), st.integers(1, 2))
+def test_any_number_of_microbatches(name: str, ranks: int, m: int, v: int) -> None:
+    """It is drafted and finishes, or is refused for being too few."""
+    schedule = ZOO[name]
+    plan = plan_of(schedule, ranks, m, 2 * v if schedule is wave else v)
+    if m >= least(schedule, ranks):
+        simulate(draft(schedule, plan))
+    else:
+        with pytest.raises(ScheduleError, match=f"{least(schedule, ranks)}"):
+            draft(schedule, plan)
+
+
+VEE = [s for s in ZOO.values() if getattr(s, "placed", ("loop",))[0] == "vee"]
+
+
+@pytest.mark.parametrize("schedule", VEE)
+def test_other_placements_are_refused(schedule: Schedule) -> None:
+    for plan in (Plan(3, 9), Plan(3, 9, 2), Plan(3, 9, 3, "vee"), Plan(3, 9, placement=(0, 1, 2))):
+        with pytest.raises(ScheduleError):
+            draft(schedule, plan)
+    vee = plan_of(schedule, 3, 9)
+    same = Plan(3, 9, placement=tuple(vee.rank_of.tolist()))
+    assert draft(schedule, same).streams == draft(schedule, vee).streams
+
+
+@pytest.mark.parametrize("schedule", [interleaved, interleaved_zb])
+def test_interleaved_is_for_loops(schedule: Schedule) -> None:
+    with pytest.raises(ScheduleError, match="placement 'loop'"):
+        draft(schedule, Plan(3, 9, 2, "vee"))
+
+
+def test_gpipe_is_the_longest_and_keeps_most() -> None:
+    """What the others are measured by."""
+    plan = Plan(4, 8)
+    last = run(gpipe, plan, Costs())
+    for schedule in (one_f_one_b, eager_1f1b, zb_h1, zb_h2):
+        timeline = run(schedule, plan, Costs())
+        assert timeline.span <= last.span
+        assert timeline.peak_in_flight.max() <= last.peak_in_flight.max()
