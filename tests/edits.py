@@ -15,6 +15,7 @@ import numpy as np
 
 from schedir.ops import ROWS, Opcode
 from schedir.program import JOINED, OP, STAGE, Program, Stream
+from schedir.text import parse
 
 Place = tuple[int, int]  # rank, index
 
@@ -42,6 +43,14 @@ def with_op(w: int, o: Opcode) -> int:
 def bare(w: int) -> int:
     """The word of an instruction, joined or not."""
     return w & ~JOINED
+
+
+def written(*ranks: str, microbatches: int = 1, header: str = "") -> Program:
+    """A program from the text of its Streams; one stage per rank unless the header says more."""
+    streams = "\n".join(f"rank {r}\n  {text}" for r, text in enumerate(ranks))
+    return parse(
+        f"schedir 1\nprogram p\nranks {len(ranks)} microbatches {microbatches} {header}\n{streams}"
+    )
 
 
 @dataclass

@@ -11,9 +11,9 @@ from dataclasses import dataclass, replace
 from functools import cache
 from types import FunctionType
 
-from schedir import schedules
-from schedir.check import check
-from schedir.compile import compile, lower
+from schedir import schedules, words
+from schedir.check import check, check_draft
+from schedir.compile import lower
 from schedir.errors import ProgramError
 from schedir.graph import MODELS, Model
 from schedir.passes.overlap import early_receives, group_opposites
@@ -21,13 +21,12 @@ from schedir.plan import Plan
 from schedir.program import Program
 from schedir.testing import random_draft
 from schedir.text import show
-from schedir.words import Schedule
 from tests import edits, mutations_of_shape  # noqa: F401 (importing it fills the table)
 from tests.threads import verdict
 
 
 @cache
-def known() -> list[Schedule]:
+def known() -> list[words.Schedule]:
     """Every schedule of `schedir.schedules`, by name."""
     return [
         value
@@ -78,23 +77,20 @@ def legal(rng: random.Random, first: str | None = None) -> Program:
 def lowered(rng: random.Random) -> Program:
     """A known schedule, or a random draft, lowered with random traits."""
     while True:
-        placement = rng.choice(["loop", "loop", "vee"])
-        ranks, microbatches = (rng.choice([1, 2, 2, 3, 3, 4]) for _ in range(2))
-        plan = Plan(ranks, microbatches, rng.choice([1, 1, 2]), placement)
+        ranks, m = rng.choice([1, 2, 2, 3, 3, 4]), rng.choice([1, 2, 2, 3, 3, 4, 6])
+        schedule = rng.choice(known()) if rng.random() < 0.5 else None
+        placement, v = getattr(schedule, "placed", (rng.choice(["loop", "loop", "vee"]), None))
+        plan = Plan(ranks, m, v or rng.choice([1, 1, 2]), placement)
         tp, tied, clip = rng.choice([1, 1, 2]), rng.random() < 0.5, rng.random() < 0.5
-        overlap, model = rng.random() < 0.4, rng.choice(MODELS)
-        if rng.random() < 0.5:
-            draft = replace(random_draft(plan, rng), tp=tp, tied=tied, clip=clip)
-            program = lower(draft)
-            if overlap:
-                program = early_receives(group_opposites(program), model, rng.randint(1, 3))
-            return program
+        model = rng.choice(MODELS)
         try:
-            return compile(
-                rng.choice(known()), plan, tp=tp, tied=tied, clip=clip, model=model, overlap=overlap
-            )
+            draft = words.draft(schedule, plan) if schedule else random_draft(plan, rng)
+            program = lower(replace(check_draft(draft), tp=tp, tied=tied, clip=clip))
         except ProgramError:
             continue  # a schedule need not know every plan
+        if rng.random() < 0.4:
+            program = early_receives(group_opposites(program), model, rng.randint(1, 3))
+        return program
 
 
 @dataclass

@@ -1,4 +1,4 @@
-"""Hypothesis strategies that only our own tests need; the others are in `schedir.testing`."""
+"""Hypothesis strategies: those of `schedir.testing`, and what only our own tests need."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ from hypothesis import strategies as st
 
 from schedir.costs import Costs
 from schedir.plan import Plan
+from schedir.testing import drafts as drafts
+from schedir.testing import plans as plans
 
 
 @st.composite

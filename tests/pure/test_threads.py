@@ -14,19 +14,11 @@ from schedir.plan import Plan
 from schedir.program import Program
 from schedir.schedules import gpipe, interleaved, one_f_one_b
 from schedir.testing import drafts
-from schedir.text import parse
+from tests.edits import written
 from tests.mutants import MUTATIONS, trial
 from tests.threads import verdict
 
 seeds = st.integers(0, 2**32 - 1)
-
-
-def program(*ranks: str, microbatches: int = 1, header: str = "") -> Program:
-    """A program of one stage per rank."""
-    streams = "\n".join(f"rank {r}\n  {text}" for r, text in enumerate(ranks))
-    return parse(
-        f"schedir 1\nprogram p\nranks {len(ranks)} microbatches {microbatches} {header}\n{streams}"
-    )
 
 
 @pytest.mark.parametrize("model", MODELS)
@@ -39,23 +31,23 @@ def test_what_is_right_runs(model: str) -> None:
 
 
 WRONG = {
-    "used before it is there": program("B 0.0; F 0.0; reduce_grads 0; step"),
-    "left over": program("F 0.0; I 0.0; W 0.0; B 0.0; reduce_grads 0; step"),
-    "never reduced": program("F 0.0; B 0.0; step"),
-    "never stepped": program("F 0.0; B 0.0; reduce_grads 0"),
-    "no loss": program("F 0.0; F 0.1", microbatches=3),
-    "reduced too early": program("F 0.0; B 0.0; F 0.1; reduce_grads 0; B 0.1; step",
+    "used before it is there": written("B 0.0; F 0.0; reduce_grads 0; step"),
+    "left over": written("F 0.0; I 0.0; W 0.0; B 0.0; reduce_grads 0; step"),
+    "never reduced": written("F 0.0; B 0.0; step"),
+    "never stepped": written("F 0.0; B 0.0; reduce_grads 0"),
+    "no loss": written("F 0.0; F 0.1", microbatches=3),
+    "reduced too early": written("F 0.0; B 0.0; F 0.1; reduce_grads 0; B 0.1; step",
                                  microbatches=2),
-    "not clipped": program("F 0.0; B 0.0; reduce_grads 0; step", header="clip yes"),
-    "clipped before the sum": program(
+    "not clipped": written("F 0.0; B 0.0; reduce_grads 0; step", header="clip yes"),
+    "clipped before the sum": written(
         "F 0.0; B 0.0; reduce_grads 0; reduce_norm; step", header="tied yes clip yes placement 0,0"
     ),
-    "elsewhere": program("F 0.0; F 1.0", "F 1.0"),
-    "another microbatch": program("F 0.0; send_act 0.0; F 0.1; send_act 0.1",
+    "elsewhere": written("F 0.0; F 1.0", "F 1.0"),
+    "another microbatch": written("F 0.0; send_act 0.0; F 0.1; send_act 0.1",
                                   "recv_act 1.1; recv_act 1.0; F 1.0; F 1.1", microbatches=2),
-    "crossed in a group": program("F 0.0; F 0.1; send_act 0.0 & send_act 0.1",
+    "crossed in a group": written("F 0.0; F 0.1; send_act 0.0 & send_act 0.1",
                                   "recv_act 1.1 & recv_act 1.0; F 1.0; F 1.1", microbatches=2),
-    "not gathered": program("F 0.0; scatter 0.0; send_act 0.0", "recv_act 1.0; F 1.0",
+    "not gathered": written("F 0.0; scatter 0.0; send_act 0.0", "recv_act 1.0; F 1.0",
                             header="tp 2"),
 }  # fmt: skip
 
@@ -67,8 +59,8 @@ def test_what_is_wrong_is_seen(name: str, model: str) -> None:
 
 
 def test_who_waits_for_ever_hangs() -> None:
-    assert verdict(program("F 0.0", "recv_act 1.0; F 1.0"), "edge").kind == "hang"
-    crossed = program(
+    assert verdict(written("F 0.0", "recv_act 1.0; F 1.0"), "edge").kind == "hang"
+    crossed = written(
         "F 0.0; send_act 0.0; F 0.1; recv_grad 0.0; send_act 0.1; B 0.0; recv_grad 0.1; B 0.1;"
         "reduce_grads 0; step",
         "recv_act 1.0; F 1.0; recv_act 1.1; F 1.1; B 1.0; send_grad 1.0; B 1.1; send_grad 1.1;"
