@@ -1,0 +1,230 @@
+"""Known traps: programs that other checks pass, or that only some transports finish.
+
+Each is judged by the checker and by execution.
+"""
+
+from __future__ import annotations
+
+from typing import get_args
+
+import pytest
+
+from schedir.check import check
+from schedir.errors import (
+    CompletenessError,
+    DeadlockError,
+    GroupError,
+    OrderError,
+    ProgramError,
+)
+from schedir.graph import MODELS, Model
+from schedir.program import Program
+from tests.edits import written
+from tests.threads import verdict
+
+VEE = "stages_per_rank 2 placement vee"
+LOOP = "stages_per_rank 2"
+
+
+def accepted(program: Program) -> list[str]:
+    """The models under which a program is right; checker and execution must agree."""
+    models: list[str] = []
+    for model in MODELS:
+        try:
+            check(program, model)
+        except ProgramError:
+            assert verdict(program, model).kind != "ok"
+        else:
+            assert verdict(program, model).kind == "ok"
+            models.append(model)
+    return models
+
+
+def refused(program: Program, model: Model = "device") -> ProgramError:
+    assert verdict(program, model).kind != "ok"
+    with pytest.raises(ProgramError) as caught:
+        check(program, model)
+    return caught.value
+
+
+# ---------------------------------------------------------------- each model allows less
+
+STRICTER = {
+    "edge": written(
+        "recv_act 3.0; F 0.0; send_act 0.0; F 3.0",  # the receive stands before the send
+        "recv_act 1.0; F 1.0; F 2.0; send_act 2.0",
+        header=VEE,
+    ),
+    "pair": written(
+        "recv_act 3.0; F 0.0; send_act 0.0; F 3.0; send_act 3.0",  # but from another rank
+        "recv_act 1.0; recv_act 4.0; F 1.0; send_act 1.0; F 4.0; send_act 4.0",
+        "recv_act 2.0; recv_act 5.0; F 2.0; F 5.0; send_act 2.0",
+        header=LOOP,
+    ),
+    "device": written(
+        "F 0.0; send_act 0.0; recv_grad 0.0; B 0.0; reduce_grads 0; reduce_tied 0; step",
+        "recv_act 1.0; F 1.0; B 1.0; reduce_grads 1; reduce_tied 1; send_grad 1.0; step",
+        header="tied yes",
+    ),
+    "serial": written(
+        "F 0.0; send_act 0.0; recv_grad 0.0; B 0.0; reduce_grads 0; reduce_tied 0; step",
+        "recv_act 1.0; F 1.0; B 1.0; reduce_grads 1; send_grad 1.0; reduce_tied 1; step",
+        header="tied yes",
+    ),
+}
+
+
+@pytest.mark.parametrize("model", STRICTER)
+def test_legal_up_to(model: str) -> None:
+    models = get_args(Model)
+    assert accepted(STRICTER[model]) == [*models[: models.index(model) + 1]]
+
+
+# ---------------------------------------------------------------- only with unbounded buffers
+
+
+def test_both_send_before_they_receive() -> None:
+    """Legal for who buffers what is sent; on NCCL's one communicator, both wait."""
+    program = written(
+        "F 0.0; send_act 0.0; F 0.1; send_act 0.1; recv_act 3.0; recv_act 3.1; F 3.0; F 3.1",
+        "recv_act 1.0; F 1.0; F 2.0; send_act 2.0; recv_act 1.1; F 1.1; F 2.1; send_act 2.1",
+        microbatches=2, header=VEE,
+    )  # fmt: skip
+    assert accepted(program) == ["edge"]
+    error = refused(program, "pair")
+    assert isinstance(error, DeadlockError)
+    assert [(w.rank, str(w.instr), str(w.needs)) for w in error.cycle] == [
+        (0, "send_act 0.1", "recv_act 1.1"), (1, "send_act 2.0", "recv_act 3.0"),
+    ]  # fmt: skip
+
+
+def test_received_in_another_order_than_sent() -> None:
+    """Legal for who finds messages by name in a mailbox; elsewhere they cross."""
+    program = written(
+        "F 0.0; F 0.1; send_act 0.0; send_act 0.1", "recv_act 1.1; recv_act 1.0; F 1.0; F 1.1",
+        microbatches=2,
+    )  # fmt: skip
+    assert accepted(program) == []
+    assert isinstance(refused(program), DeadlockError)
+
+
+# ---------------------------------------------------------------- groups
+
+
+def in_bulk(size: int) -> Program:
+    """All activations in one group, on both sides."""
+    every = range(size)
+    return written(
+        "; ".join(f"F 0.{k}" for k in every) + "; " + " & ".join(f"send_act 0.{k}" for k in every),
+        " & ".join(f"recv_act 1.{k}" for k in every) + "; " + "; ".join(f"F 1.{k}" for k in every),
+        microbatches=size,
+    )
+
+
+def test_groups_that_nccl_hangs_on() -> None:
+    assert accepted(in_bulk(256)) == [*MODELS]
+    error = refused(in_bulk(257))
+    assert isinstance(error, GroupError)
+    assert [(s.rank, s.index, str(s.instr)) for s in error.sites] == [(0, 257, "send_act 0.0")]
+
+
+RECEIVED = {
+    "as one": ("recv_act 1.0 & recv_act 1.1", True),
+    "one by one": ("recv_act 1.0; recv_act 1.1", True),
+    "as one, crossed": ("recv_act 1.1 & recv_act 1.0", False),
+    "one by one, crossed": ("recv_act 1.1; recv_act 1.0", False),
+}
+
+
+@pytest.mark.parametrize("how", RECEIVED)
+def test_messages_sent_as_one_arrive_in_their_order(how: str) -> None:
+    """NCCL takes the sends and the receives of a group in order, whatever they are."""
+    receives, right = RECEIVED[how]
+    program = written(
+        "F 0.0; F 0.1; send_act 0.0 & send_act 0.1", f"{receives}; F 1.0; F 1.1", microbatches=2
+    )
+    assert accepted(program) == ([*MODELS] if right else [])
+    if not right:
+        error = refused(program)
+        assert isinstance(error, GroupError)
+        assert [(s.rank, str(s.instr)) for s in error.sites] == [
+            (1, "recv_act 1.1"), (1, "recv_act 1.0"), (0, "send_act 0.0"), (0, "send_act 0.1"),
+        ]  # fmt: skip
+
+
+def test_an_activation_and_a_gradient_of_one_group_cross() -> None:
+    """They are two channels under `edge`, and one where there is one communicator for both."""
+    program = written(
+        "F 0.0; send_act 0.0; recv_act 2.0; F 2.0; send_act 2.0; recv_grad 2.0; B 2.0;"
+        "F 0.1; send_act 0.1 & send_grad 2.0; recv_grad 0.0; B 0.0;"
+        "recv_act 2.1; F 2.1; send_act 2.1; recv_grad 2.1; B 2.1; send_grad 2.1; recv_grad 0.1;"
+        "B 0.1; reduce_grads 0; reduce_grads 2; step",
+        "recv_act 1.0; F 1.0; send_act 1.0; recv_act 3.0; F 3.0; B 3.0; send_grad 3.0;"
+        "recv_grad 1.0 & recv_act 1.1; B 1.0; send_grad 1.0;"
+        "F 1.1; send_act 1.1; recv_act 3.1; F 3.1; B 3.1; send_grad 3.1; recv_grad 1.1; B 1.1;"
+        "send_grad 1.1; reduce_grads 1; reduce_grads 3; step",
+        microbatches=2, header=LOOP,
+    )  # fmt: skip
+    assert accepted(program) == ["edge"]
+    assert isinstance(refused(program, "pair"), GroupError)
+
+
+def test_an_asymmetric_group_is_legal() -> None:
+    """One side as one, the other one by one, in either order: an exchange has no first."""
+    for there in ("recv_act 1.1; send_act 2.0", "send_act 2.0; recv_act 1.1"):
+        program = written(
+            "F 0.0; send_act 0.0; F 0.1; send_act 0.1 & recv_act 3.0; F 3.0; recv_act 3.1; F 3.1",
+            f"recv_act 1.0; F 1.0; F 2.0; {there}; F 1.1; F 2.1; send_act 2.1",
+            microbatches=2, header=VEE,
+        )  # fmt: skip
+        assert accepted(program) == [*MODELS]
+
+
+def test_an_asymmetric_group_that_waits_for_itself() -> None:
+    """What one member brings about must not be what another waits for, by way of the others."""
+    program = written(
+        "F 0.0; send_act 0.0 & recv_act 3.1; F 3.1; F 0.1; send_act 0.1; recv_act 3.0; F 3.0",
+        "recv_act 1.0; F 1.0; F 2.0; recv_act 1.1; F 1.1; F 2.1; send_act 2.1; send_act 2.0",
+        microbatches=2, header=VEE,
+    )  # fmt: skip
+    assert accepted(program) == []
+    assert isinstance(refused(program), DeadlockError)
+
+
+# ---------------------------------------------------------------- collectives
+
+
+def test_collectives_in_different_order_on_two_ranks() -> None:
+    """The sum of tied copies and the norm are two groups of ranks: who mixes them up, hangs."""
+    first = "F 0.0; send_act 0.0; recv_grad 0.0; B 0.0; reduce_grads 0;"
+    second = "recv_act 1.0; F 1.0; B 1.0; send_grad 1.0; reduce_grads 1;"
+    right, wrong = "; reduce_norm; step", "reduce_norm; "
+    header = "tied yes clip yes"
+    one, other = f"{first} reduce_tied 0{right}", f"{second} reduce_tied 1{right}"
+    assert accepted(written(one, other, header=header)) == [*MODELS]
+    mixed = written(one, f"{second} {wrong} reduce_tied 1; step", header=header)
+    assert accepted(mixed) == []
+    error = refused(mixed)
+    assert isinstance(error, OrderError)
+    assert [(s.rank, str(s.instr)) for s in error.sites] == [
+        (1, "reduce_norm"), (1, "reduce_tied 1"),
+    ]  # fmt: skip
+
+
+def test_a_collective_before_a_message_that_it_waits_for() -> None:
+    """Reductions have a queue of their own, except where everything is one."""
+    error = refused(STRICTER["device"], "serial")
+    assert isinstance(error, DeadlockError)
+    assert {str(w.instr) for w in error.cycle} == {"recv_grad 0.0", "reduce_tied 1"}
+
+
+# ---------------------------------------------------------------- forwards only
+
+
+def test_a_gradient_that_nobody_made() -> None:
+    """Complete on both sides, in order, no cycle; and sends what was never computed."""
+    program = written(
+        "F 0.0; send_act 0.0; recv_grad 0.0", "recv_act 1.0; F 1.0; send_grad 1.0"
+    )  # fmt: skip
+    assert accepted(program) == []
+    assert isinstance(refused(program), CompletenessError)
