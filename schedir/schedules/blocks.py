@@ -1,8 +1,7 @@
 """Schedules as a building block: slots for one microbatch, repeated for all.
 
-Qi et al., "Pipeline Parallelism with Controllable Memory" (arXiv 2405.15362, section 3): what a
-microbatch does on a rank is fixed in slots, and the distance between its first and its last
-slot decides the memory.
+Qi et al., "Pipeline Parallelism with Controllable Memory" (arXiv 2405.15362): what a microbatch
+does on a rank is fixed in slots, and how far apart they are decides the memory.
 """
 
 from __future__ import annotations
@@ -49,7 +48,7 @@ def _in_order(slots: Iterable[tuple[int, Word]]) -> Word:
 
 @placed("vee", 2)
 def v_half(r: int, P: int, m: int) -> Word:
-    """V-Half: half of 1F1B's memory (arXiv 2405.15362, section 3.3).
+    """V-Half: half of 1F1B's memory (arXiv 2405.15362, "V-shape building blocks").
 
     2(P//2 + 1) stage activations in flight at most.  At F = I = W and m >= P ranks idle
     (13P - 28)/4 F for even P >= 4 and (13P - 19)/4 F for odd P >= 3, rounded up: about half of
@@ -65,7 +64,7 @@ def v_half(r: int, P: int, m: int) -> Word:
 
 @placed("vee", 2)
 def v_min(r: int, P: int, m: int) -> Word:
-    """V-Min: a third of 1F1B's memory (arXiv 2405.15362, section 3.3).
+    """V-Min: a third of 1F1B's memory (arXiv 2405.15362, "V-shape building blocks").
 
     2((P+1)//3 + 1) stage activations in flight at most.  At F = I = W ranks idle (4P-5) F, or
     (4P-7) F where 3 divides P: two thirds of 1F1B's 6(P-1).  It needs costs that are alike: for
@@ -93,8 +92,8 @@ def _min(r: int, P: int) -> tuple[int, int, int, int]:
 def _repeated(block: Block, P: int, m: int, warm: int) -> tuple[Word, ...]:
     """Every rank's word: F0, F1, I1, I0 as `block` says, six slots a microbatch, W in between.
 
-    Forwards and I's before slot `warm`, and those that begin 2P slots after the last microbatch
-    or later, move as far forward as what they need and free slots let them (section 3.4).
+    Both ends are squeezed, as in the paper: what comes before slot `warm`, or 2P slots after
+    the last microbatch's first, moves forward as far as needs and free slots let it.
     """
     letters = (F[0], F[1], I[1], I[0], W[1], W[0])
     cool = 6 * (m - 1) + 2 * P

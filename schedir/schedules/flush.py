@@ -38,7 +38,7 @@ def one_f_one_b(r: int, P: int, m: int) -> Word:
 def eager_1f1b(r: int, P: int, m: int) -> Word:
     """1F1B with forwards twice as far ahead, so that messages travel during compute.
 
-    Zhuang et al., arXiv 2211.05322, section 4.  Bubble as 1F1B where messages take no time.
+    Zhuang et al., arXiv 2211.05322.  Bubble as 1F1B where messages take no time.
     Where one takes t, 1F1B loses 2(P-1)t more with every P microbatches, and this nothing more
     up to t = (F+B)/2.  min(2(P-1-r) + 1, m) activations in flight.
 

@@ -9,7 +9,7 @@ from schedir.words import EMPTY, B, F, I, W, Word, placed, weave
 def looped_bfs(r: int, P: int, m: int, v: int) -> Word:
     """Breadth first: all microbatches through one own stage, then through the next.
 
-    Lamy-Poirier, arXiv 2211.05953, section 3: a stage's weights are needed once forward and once
+    Lamy-Poirier, arXiv 2211.05953: a stage's weights are needed once forward and once
     backward, which suits sharded weights.  Ranks idle (P-1)(F+B), that is (P-1)/(v m) of ideal
     time, and (v-1)(P-m)(F+B) more if m < P; m v stage activations in flight.  PyTorch's
     LoopedBFS runs each stage's backwards in descending order, which takes as long.
@@ -26,8 +26,8 @@ def looped_bfs(r: int, P: int, m: int, v: int) -> Word:
 def looped_dfs(r: int, P: int, m: int, v: int) -> Word:
     """Depth first: P microbatches through all own stages, then the next P; then all backwards.
 
-    The order of `interleaved` without its turns (arXiv 2211.05953, section 3, calls depth-first
-    what has them).  Ranks idle (P-1)(F+B) where P divides m; m v stage activations in flight.
+    The order of `interleaved` without its turns; arXiv 2211.05953 calls depth-first what has
+    them.  Ranks idle (P-1)(F+B) where P divides m; m v stage activations in flight.
     Beside `looped_bfs`, fewer boundary activations wait: those of P microbatches, not of m.
 
     >>> from schedir.ascii import timeline

@@ -8,9 +8,9 @@ from schedir.words import B, F, I, W, Word, overlap, placed
 
 @placed("vee", 2)
 def zb_v(r: int, P: int, m: int) -> Word:
-    """ZB-V: zero bubble in the memory of 1F1B's first rank (arXiv 2401.10241, section 6).
+    """ZB-V: zero bubble in the memory of 1F1B's first rank.
 
-    The loss is taken where a microbatch entered, so that neither turn needs a message.  At
+    arXiv 2401.10241, "Memory efficient zero bubble schedule".  The loss is taken where a microbatch entered, so that neither turn needs a message.  At
     F = I >= W, in its own span rank r idles 2(P-1-r)(F-W), nothing if W is as long; from the
     first start to the last end ranks idle (P-1) max(F, 2(F-W)).  2P stage activations in flight
     on every rank, as many as 1F1B's P of whole ranks.  Takes m >= 2P-1.
@@ -39,13 +39,15 @@ def zb_v(r: int, P: int, m: int) -> Word:
 def dualpipe_v(r: int, P: int, m: int) -> Word:
     """DualPipeV: forwards down the vee run together with backwards up it, and the reverse.
 
-    DeepSeek's DualPipe (arXiv 2412.19437, section 3.2.1) cut in half (github.com/deepseek-ai/
-    DualPipe): a pair hides what one of the two sends behind what the other computes.  With FB the
-    cost of a pair, ranks idle (P-1)(FB + B - 3W) at F = I >= W, less if W <= F < I.  2P+1 stage
-    activations in flight on every rank.  Takes m >= 2P.  Here a pair takes 2:
+    DeepSeek's DualPipe (arXiv 2412.19437, section 3.2.1) cut in half, in the order of
+    github.com/deepseek-ai/DualPipe: a pair hides what one of the two sends behind what the other
+    computes.  With FB the cost of a pair, the rank that idles most idles (P-1)(FB + B - 3W) at
+    F = I >= W, and no more if W <= F < I.  2P+1 stage activations in flight on every rank.
+    Takes m >= 2P.
 
     >>> from schedir.ascii import timeline
     >>> from schedir import Costs
+    >>> # A pair takes 2 here.
     >>> print(timeline(dualpipe_v, 2, 4, placement="vee", costs=Costs(FB=2)))
     rank 0  F0  F1  F2  F0' I0' W0' F1' F3  B1' ..  F2' B0  B2' --  F3' B1  B3' --  I2  W2  I3  W3
     rank 1  ..  F0  F0' F1  F1' F2  B0' --  F2' B0  F3  B1' F3' B1  B2' --  B2  --  I3' I3  W3' W3

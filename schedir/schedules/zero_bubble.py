@@ -6,11 +6,12 @@ from schedir.words import F, I, W, Word, weave
 
 
 def zb_h1(r: int, P: int, m: int) -> Word:
-    """ZB-H1: 1F1B with split backwards, rank r's W r turns late (arXiv 2401.10241, section 2.1).
+    """ZB-H1: 1F1B with split backwards, rank r's W r turns late (arXiv 2401.10241, section 2).
 
     For m >= P, with x = I + max(F-W, 0): ranks idle (P-1) max(F, x), in its own span rank r
-    idles (P-1-r) x.  That is the paper's (P-1)(F+I-W) where W <= F <= I + F - W; a W longer than
-    F fills no more.  min(P, m) activations in flight on every rank, as 1F1B on the first.
+    idles (P-1-r) x.  That is the paper's (P-1)(F+I-W) where W is no longer than F and I; a
+    longer one fills no more.  min(P, m) activations in flight on every rank, as 1F1B has on its
+    first.
 
     >>> from schedir.ascii import timeline
     >>> print(timeline(zb_h1, ranks=3, microbatches=4))
@@ -24,7 +25,7 @@ def zb_h1(r: int, P: int, m: int) -> Word:
 def zb_h2(r: int, P: int, m: int) -> Word:
     """ZB-H2: twice ZB-H1's lead and lag, so that ranks end as they began, one after the other.
 
-    arXiv 2401.10241, section 2.2.  For m >= 2P-1, with x = max(0, F+I-2W, I-F, I-W): in its own
+    arXiv 2401.10241, section 2.  For m >= 2P-1, with x = max(0, F+I-2W, I-F, I-W): in its own
     span rank r idles (P-1-r) x, which is nothing at F = I = W; but from the first start to the
     last end ranks idle (P-1) max(F, x).  So it pays where ranks need not end together (the
     paper validates the optimizer's step afterwards).  min(2P-1, m) activations in flight.
