@@ -86,7 +86,7 @@ def program_of(
 
     A schedule is compiled and so checked; a file is taken as it is.  `share` is for comparing
     schedules of one model: a rank's costs are split evenly over its stages, and only schedules
-    that take `v` have several.
+    that take `v`, or are for several, have several.
     """
     from schedir.compile import compile
     from schedir.load import load
@@ -97,7 +97,7 @@ def program_of(
     if isinstance(found, Program):
         _agree(args, found, source, but=("stages_per_rank", "placement") if share else ())
         return found, _shared(costs, found.plan) if share else costs
-    plan = _plan(args, one_stage=share and not _takes_v(found))
+    plan = _plan(args, found, share=share)
     if getattr(args, "draft", False):
         return draft(found, plan), costs
     costs = _shared(costs, plan) if share else costs
@@ -114,14 +114,17 @@ def program_of(
     return program, costs
 
 
-def _plan(args: argparse.Namespace, *, one_stage: bool) -> Plan:
+def _plan(args: argparse.Namespace, schedule: Schedule, *, share: bool) -> Plan:
     from schedir.plan import Plan
 
     ranks = RANKS if args.ranks is None else args.ranks
     microbatches = PER_RANK * ranks if args.microbatches is None else args.microbatches
-    v = 1 if args.stages_per_rank is None else args.stages_per_rank
-    placement = "loop" if args.placement is None else args.placement
-    return Plan(ranks, microbatches, 1 if one_stage and placement == "loop" else v, placement)
+    mark, fixed = getattr(schedule, "placed", (None, None))
+    placement = args.placement or mark or "loop"
+    v = args.stages_per_rank
+    if v is None or (share and (fixed or (placement == "loop" and not _takes_v(schedule)))):
+        v = fixed or 1
+    return Plan(ranks, microbatches, v, placement)
 
 
 def _takes_v(schedule: Schedule) -> bool:

@@ -16,6 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from schedir import schedules
+from schedir.cli import main
 from schedir.compile import compile
 from schedir.costs import Costs
 from schedir.errors import ScheduleError
@@ -325,6 +326,16 @@ def test_other_placements_are_refused(schedule: Schedule) -> None:
     vee = plan_of(schedule, 3, 9)
     same = Plan(3, 9, placement=tuple(vee.rank_of.tolist()))
     assert draft(schedule, same).streams == draft(schedule, vee).streams
+
+
+def test_commands_know_where_a_schedule_lies(capsys: pytest.CaptureFixture[str]) -> None:
+    """Without --placement and --stages-per-rank, those of its mark; also side by side."""
+    shape = ["--ranks", "2", "--microbatches", "4"]
+    for name in ZOO:
+        assert main(["check", name, *shape]) == 0
+    assert main(["compare", "zb_h1", "interleaved", "zb_v", *shape, "--stages-per-rank", "3"]) == 0
+    assert main(["check", "zb_v", *shape, "--placement", "loop"]) == 2
+    assert "placement 'vee'" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("schedule", [interleaved, interleaved_zb])
