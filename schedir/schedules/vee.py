@@ -10,10 +10,11 @@ from schedir.words import B, F, I, W, Word, overlap, placed
 def zb_v(r: int, P: int, m: int) -> Word:
     """ZB-V: zero bubble in the memory of 1F1B's first rank.
 
-    arXiv 2401.10241, "Memory efficient zero bubble schedule".  The loss is taken where a microbatch entered, so that neither turn needs a message.  At
-    F = I >= W, in its own span rank r idles 2(P-1-r)(F-W), nothing if W is as long; from the
-    first start to the last end ranks idle (P-1) max(F, 2(F-W)).  2P stage activations in flight
-    on every rank, as many as 1F1B's P of whole ranks.  Takes m >= 2P-1.
+    arXiv 2401.10241, "Memory efficient zero bubble schedule".  The loss is taken where a
+    microbatch entered, and neither turn needs a message.  At F = I >= W, in its own span rank r
+    idles 2(P-1-r)(F-W), nothing if W is as long; from the first start to the last end ranks idle
+    (P-1) max(F, 2(F-W)).  2P stage activations in flight on every rank, as much memory as P of
+    1F1B's.  Takes m >= 2P-1.
 
     >>> from schedir.ascii import timeline
     >>> print(timeline(zb_v, ranks=2, microbatches=3, placement="vee"))
