@@ -7,7 +7,7 @@ does on a rank is fixed in slots, and how far apart they are decides the memory.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from functools import cache
+from functools import lru_cache
 
 import numpy as np
 
@@ -88,7 +88,7 @@ def _min(r: int, P: int) -> tuple[int, int, int, int]:
     return r, 2 * P - r - 1, 2 * P + d + r, 4 * P + d - r - 1
 
 
-@cache
+@lru_cache(maxsize=4)
 def _repeated(block: Block, P: int, m: int, warm: int) -> tuple[Word, ...]:
     """Every rank's word: F0, F1, I1, I0 as `block` says, six slots a microbatch, W in between.
 
