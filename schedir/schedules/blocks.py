@@ -51,8 +51,9 @@ def v_half(r: int, P: int, m: int) -> Word:
     """V-Half: half of 1F1B's memory (arXiv 2405.15362, "V-shape building blocks").
 
     2(P//2 + 1) stage activations in flight at most.  At F = I = W and m >= P ranks idle
-    (13P - 28)/4 F for even P >= 4 and (13P - 19)/4 F for odd P >= 3, rounded up: about half of
-    1F1B's 6(P-1).  That grows by max(0, 2F-W-2I, 2I-W-2F) with each microbatch.
+    (13P - 28)/4 F for even P >= 4 and (13P - 19)/4 F for odd P >= 3, rounded up (one F less
+    where P = 2 modulo 12): about half of 1F1B's 6(P-1).  That grows by
+    max(0, 2F-W-2I, 2I-W-2F) with each microbatch.
 
     >>> from schedir.ascii import timeline
     >>> print(timeline(v_half, ranks=2, microbatches=3, placement="vee"))

@@ -242,6 +242,7 @@ def test_v_half() -> None:
         assert max(c.peak) == 2 * (c.P // 2 + 1)
         assert c.idle <= 6 * (c.P - 1) * c.F / 2  # half of 1F1B's
     assert run(v_half, Plan(9, 18, 2, "vee"), Costs()).idle[0] == 25  # a slot more than half
+    assert run(v_half, Plan(14, 14, 2, "vee"), Costs()).idle[0] == 38  # P = 2 modulo 12
 
 
 def test_v_min() -> None:
