@@ -25,5 +25,10 @@ def in_flight(stream: Stream) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
 
 
 def peak_in_flight(program: Program) -> NDArray[np.int64]:
-    """Per rank, the most (stage, mb) alive at once; exact, since a rank's compute is in order."""
+    """Per rank, the most (stage, mb) alive at once; exact, since a rank's compute is in order.
+
+    A program that does not train keeps nothing for a backward.
+    """
+    if not program.trains:
+        return np.zeros(program.plan.ranks, np.int64)
     return np.array([in_flight(s)[1].max(initial=0) for s in program.streams], np.int64)
