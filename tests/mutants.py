@@ -8,7 +8,8 @@ from __future__ import annotations
 import inspect
 import random
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, lru_cache
+from itertools import count
 from types import FunctionType
 
 from schedir import schedules, words
@@ -112,23 +113,31 @@ class Trial:
         return "\n".join([f"trial({self.mutation!r}, {self.seed})", *self.disagreements, text])
 
 
-def mutate(name: str, rng: random.Random) -> tuple[Program, Program]:
-    """A legal program, and what a mutation made of it.
+def mutate(name: str, seed: int) -> tuple[Program, Program]:
+    """A legal program, which a few seeds share, and what a mutation made of it.
 
     Raises a ProgramError where that is no program.
     """
-    while True:
-        program = legal(rng, PREPARED.get(name))
+    rng = random.Random(f"{name} {seed}")
+    for again in count():
+        program = base(name, seed // 4, again)
         mutant = MUTATIONS[name](program, rng)
         if mutant is not None and mutant != program:
             return program, mutant
+    raise AssertionError("some program can be changed")
+
+
+@lru_cache(32)
+def base(name: str, seed: int, again: int) -> Program:
+    """A program for a mutation; `again` counts those in which it found nothing to change."""
+    return legal(random.Random(f"{name} {seed} {again}"), PREPARED.get(name))
 
 
 def trial(name: str, seed: int) -> Trial:
     """Make a mutant of a legal program, and hear checker and oracle under every model."""
-    rng = random.Random(f"{name} {seed}")
+    rng = random.Random(seed)
     try:
-        program, mutant = mutate(name, rng)
+        program, mutant = mutate(name, seed)
     except ProgramError:
         return Trial(name, seed, "no program")
     wrong, differ = [], []

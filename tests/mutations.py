@@ -41,6 +41,15 @@ def duplicate(e: Edit) -> None:
 
 
 @at()
+def insert(e: Edit) -> None:
+    """Any instruction, some of a stage or microbatch that is not there."""
+    plan, o = e.program.plan, e.rng.choice([*Opcode])
+    s, m = e.rng.randint(0, plan.stages), e.rng.randint(0, plan.microbatches)
+    per = ROWS[o].per
+    push(e.own, e.at, word(o, 0 if per is Per.RANK else s, m if per is Per.MICROBATCH else 0))
+
+
+@at()
 def swap_neighbours(e: Edit) -> None:
     swap(e.own, max(e.at - 1, 0), e.at)
 
@@ -177,6 +186,11 @@ def drop_sharded_pair(e: Edit) -> None:
     gather, hop = CUTS[op(cut)]
     own = e.lists[int(e.program.plan.rank_of[stage(cut) + hop])]
     pull(own, [*map(bare, own)].index(word(gather, stage(cut) + hop, mb(cut))))
+
+
+@at(*SHARDING)
+def drop_sharding(e: Edit) -> object:
+    return pull(e.own, e.at)
 
 
 @at(*SHARDING)

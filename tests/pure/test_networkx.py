@@ -69,9 +69,8 @@ def whole_costs(rng: random.Random, stages: int) -> Costs:
 @settings(max_examples=300)
 @given(st.integers(0, 2**32), st.sampled_from(NAMES), st.sampled_from(MODELS))
 def test_networkx_says_the_same(seed: int, name: str, model: Model) -> None:
-    rng = random.Random(seed)
-    _, program = mutate(name, rng)
-    priced = whole_costs(rng, program.plan.stages)
+    _, program = mutate(name, seed)
+    priced = whole_costs(random.Random(seed), program.plan.stages)
     try:
         span = simulate(program, priced, model=model).span
     except DeadlockError:
