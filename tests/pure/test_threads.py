@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import random
 
 import pytest
@@ -12,22 +13,26 @@ from schedir.compile import compile, lower
 from schedir.graph import MODELS
 from schedir.plan import Plan
 from schedir.program import Program
-from schedir.schedules import gpipe, interleaved, one_f_one_b
 from schedir.testing import drafts
+from schedir.words import Schedule, name_of
 from tests.edits import written
-from tests.mutants import MUTATIONS, trial
+from tests.mutants import MUTATIONS, known, trial
 from tests.threads import verdict
 
 seeds = st.integers(0, 2**32 - 1)
 
 
-@pytest.mark.parametrize("model", MODELS)
-def test_what_is_right_runs(model: str) -> None:
-    for schedule, plan in ((gpipe, Plan(3, 2)), (one_f_one_b, Plan(2, 4)),
-                           (interleaved, Plan(2, 4, 2))):  # fmt: skip
-        for tp in (1, 2):
-            right = compile(schedule, plan, tp=tp, tied=True, clip=True)
-            assert verdict(right, model).kind == "ok"
+@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize("schedule", known(), ids=name_of)
+def test_every_schedule_runs(schedule: Schedule, overlap: bool) -> None:
+    placement, v = getattr(schedule, "placed", ("loop", None))
+    v = v or (2 if "v" in inspect.signature(schedule).parameters else 1)
+    for model in MODELS:
+        right = compile(
+            schedule, Plan(4, 8, v, placement), tp=2, tied=True, clip=True,
+            model=model, overlap=overlap,
+        )  # fmt: skip
+        assert verdict(right, model).kind == "ok"
 
 
 WRONG = {
