@@ -20,7 +20,7 @@ from schedir.config import Config, read
 from schedir.errors import ExecutionError, ProgramError, UsageError
 from schedir.files import replacing
 from schedir.graph import Model
-from schedir.launch import crash, end_with_parent, launch
+from schedir.launch import crash, end_with_parent, launch, leave
 from schedir.load import load
 from schedir.program import Program
 
@@ -131,7 +131,7 @@ def _run_rank(path: str, sets: Sequence[str]) -> int:
         crash(CLOSED)
     except Exception:
         crash(traceback.format_exc())
-    return 0
+    leave()
 
 
 def _train(config: Config, program: Program) -> None:
