@@ -34,7 +34,7 @@ def programs(draw: st.DataObject, draft: Program) -> tuple[Program, Costs]:
     return lower(draft, draw.draw(st.sampled_from([None, priced]))), priced
 
 
-@settings(max_examples=300)
+@settings(max_examples=200)
 @given(drafts(), st.data())
 def test_what_can_be_walked_is_legal_under_every_model(draft: Program, data: st.DataObject) -> None:
     program, _ = programs(data, draft)
@@ -42,7 +42,7 @@ def test_what_can_be_walked_is_legal_under_every_model(draft: Program, data: st.
         check(program, model)
 
 
-@settings(max_examples=150)
+@settings(max_examples=100)
 @given(drafts(), st.data(), models, st.integers(1, 3))
 def test_overlap_keeps_programs_legal(
     draft: Program, data: st.DataObject, model: Model, ahead: int
@@ -71,7 +71,7 @@ def agrees(program: Program, model: Model, priced: Costs) -> None:
     assert timeline.span == max(machine.ended.values(), default=0.0)
 
 
-@settings(max_examples=150)
+@settings(max_examples=100)
 @given(drafts(ranks=3, microbatches=4), st.data(), models)
 def test_graph_equals_the_machine(draft: Program, data: st.DataObject, model: Model) -> None:
     program, priced = programs(data, draft)
@@ -80,7 +80,7 @@ def test_graph_equals_the_machine(draft: Program, data: st.DataObject, model: Mo
     agrees(program, model, priced)
 
 
-@settings(max_examples=300)
+@settings(max_examples=200)
 @given(drafts(ranks=3, microbatches=3), st.data(), models)
 def test_graph_equals_the_machine_on_shuffled_programs(
     draft: Program, data: st.DataObject, model: Model
