@@ -1,11 +1,10 @@
-"""The executor: the bits of the reference, in any legal order, in one process and over Gloo."""
+"""The executor: the bits of the reference, in any legal order, in one process."""
 
 from __future__ import annotations
 
 import random
 import warnings
-from collections.abc import Sequence
-from functools import partial
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -20,63 +19,27 @@ from schedir.errors import ExecutionError, ModelError
 from schedir.ops import COMPUTE, ROWS, TRANSFERS, Per, Token
 from schedir.plan import Plan
 from schedir.program import Program
-from schedir.runtime.c10d import Gloo, measured
+from schedir.runtime.c10d import Gloo
 from schedir.runtime.executor import Executor
 from schedir.runtime.inprocess import InProcess
-from schedir.runtime.rank import Boundary
 from schedir.runtime.reference import reference
-from schedir.schedules import gpipe, interleaved, one_f_one_b
+from schedir.schedules import gpipe, one_f_one_b
 from schedir.testing import plans, random_draft
-from schedir.words import B, F, I, W, Word
+from schedir.words import B, F, Word
 from tests.gloo.spawn import RankError, run
-
-CONTEXT, HIDDEN, BATCH = 8, 16, 2
-BOUNDARY = Boundary((BATCH, CONTEXT, HIDDEN))
-
-
-def zb(r: int, P: int, m: int) -> Word:
-    """1F1B with every backward split."""
-    lead = min(P - 1 - r, m)
-    return lead * F + (m - lead) * (F + I) + lead * I + m * W
-
-
-def config(layers: int, tied: bool = True) -> gpt.GPTConfig:
-    return gpt.GPTConfig(
-        vocab=32, layers=layers, hidden=HIDDEN, heads=2, context=CONTEXT, tied=tied
-    )
-
-
-def batch(microbatches: int, seed: int = 0) -> tuple[Tensor, Tensor, float]:
-    """Inputs, targets (some of them not counted) and the scale that makes a mean of a sum."""
-    numbers = torch.Generator().manual_seed(seed)
-    shape = (microbatches, BATCH, CONTEXT)
-    inputs, targets = (torch.randint(0, 32, shape, generator=numbers) for _ in range(2))
-    targets[:, 0, :2] = gpt.IGNORE
-    return inputs, targets, 1 / gpt.count_tokens(targets)
-
-
-def gpt_stages(stages: int, tied: bool = True) -> list[nn.Module]:
-    return [gpt.build_stage(config(stages, tied), s, stages) for s in range(stages)]
-
-
-def gradients(stages: Sequence[nn.Module]) -> list[dict[str, Tensor]]:
-    return [
-        {n: p.grad.clone() for n, p in s.named_parameters() if p.grad is not None} for s in stages
-    ]
-
-
-def same_bits(one: list[dict[str, Tensor]], other: list[dict[str, Tensor]]) -> bool:
-    return all(
-        a.keys() == b.keys() and all(torch.equal(a[n], b[n]) for n in a)
-        for a, b in zip(one, other, strict=True)
-    )
-
-
-def expected(plan: Plan, tied: bool = True) -> tuple[Tensor, list[dict[str, Tensor]]]:
-    stages = gpt_stages(plan.stages, tied)
-    inputs, targets, scale = batch(plan.microbatches)
-    loss = reference(stages, inputs, targets, loss=gpt.loss, scale=scale)
-    return loss, gradients(stages)
+from tests.gloo.tiny_stages import (
+    BATCH,
+    BOUNDARY,
+    CONTEXT,
+    HIDDEN,
+    PLANS,
+    batch,
+    expected,
+    gpt_stages,
+    gradients,
+    same_bits,
+    zb,
+)
 
 
 @settings(max_examples=25)
@@ -101,24 +64,7 @@ def test_random_schedules_in_random_orders_give_the_same_bits(
 
 
 def _with(program: Program, tied: bool) -> Program:
-    from dataclasses import replace
-
     return replace(program, tied=tied)
-
-
-PLANS = [
-    (gpipe, Plan(2, 4)),
-    (gpipe, Plan(4, 4)),
-    (one_f_one_b, Plan(2, 4)),
-    (one_f_one_b, Plan(4, 6)),
-    (zb, Plan(2, 4)),
-    (zb, Plan(4, 4)),
-    (interleaved, Plan(2, 4, 2)),  # both neighbours are the same peer
-    (interleaved, Plan(2, 5, 3)),
-    (interleaved, Plan(4, 4, 2)),
-    (interleaved, Plan(1, 3, 2)),  # first and last stage share a rank
-    (one_f_one_b, Plan(1, 3)),
-]
 
 
 def _vee(r: int, P: int, m: int) -> Word:
@@ -135,110 +81,6 @@ def test_in_process(schedule: Any, plan: Plan) -> None:
         for seed in range(3):
             assert torch.equal(ranks.step(*batch(plan.microbatches), seed=seed), loss)
             assert same_bits(gradients(stages), right)
-
-
-# ---------------------------------------------------------------- real processes
-
-
-def _one_rank(rank: int, schedule: Any, plan: Plan, options: dict[str, Any]) -> Any:
-    """One process of a training step: gradients by stage, loss, and where it stands."""
-    program = compile(schedule, plan, model="edge", tied=True, **options)
-    transport = Gloo(program)
-    cfg = config(plan.stages)
-    stages = {
-        s: gpt.build_stage(cfg, s, plan.stages, tp=transport.tp_group)
-        for s in plan.stages_of[transport.rank]
-    }
-    executor = Executor(
-        program,
-        transport.rank,
-        stages,
-        transport,
-        loss=partial(gpt.loss, tp=transport.tp_group),
-        boundary=BOUNDARY,
-        max_norm=options.get("max_norm", 0.05),
-    )
-    inputs, targets, scale = batch(plan.microbatches * program.dp)
-    own = slice(transport.dp_rank * plan.microbatches, (transport.dp_rank + 1) * plan.microbatches)
-    for _ in range(2):  # twice: a step leaves nothing behind
-        loss = executor.step(inputs[own], targets[own], scale)
-    timeline = measured(executor, transport)
-    if timeline is not None:
-        assert timeline.kind == "measured" and 0 < timeline.bubble < 1
-        assert (timeline.spans["end"] >= timeline.spans["start"]).all()
-    grads = {s: gradients([m])[0] for s, m in stages.items()}
-    return grads, loss, float(executor.norm)
-
-
-def step_on_gloo(schedule: Any, plan: Plan, **options: Any) -> list[Any]:
-    world = plan.ranks * options.get("tp", 1) * options.get("dp", 1)
-    return run(_one_rank, world, schedule, plan, options)
-
-
-@pytest.mark.parametrize(("schedule", "plan"), PLANS[:9])
-def test_gloo_gives_the_bits_of_the_reference(schedule: Any, plan: Plan) -> None:
-    loss, right = expected(plan)
-    results = step_on_gloo(schedule, plan)
-    got = {s: g for grads, _, _ in results for s, g in grads.items()}
-    assert same_bits([got[s] for s in range(plan.stages)], right)
-    assert [torch.equal(l, loss) for _, l, _ in results if l is not None] == [True]
-
-
-def close(one: Tensor, other: Tensor, tolerance: float) -> bool:
-    return float((one - other).norm()) <= tolerance * float(other.norm())
-
-
-def test_tensor_parallel_schedules_have_the_same_bits_and_are_close_to_one_rank() -> None:
-    plan = Plan(2, 4)
-    _, right = expected(plan)
-    results = {s.__name__: step_on_gloo(s, plan, tp=2) for s in (gpipe, one_f_one_b, zb)}
-    first = results["gpipe"]
-    for other in results.values():
-        for (grads, _, _), (same, _, _) in zip(first, other, strict=True):
-            assert same_bits(list(grads.values()), list(same.values()))
-    cfg = config(plan.stages)
-    for stage in range(plan.stages):
-        shards = [first[stage * 2 + t][0][stage] for t in range(2)]
-        module = gpt.build_stage(cfg, stage, plan.stages)
-        for name, parameter in module.named_parameters():
-            whole = _joined([s[name] for s in shards], parameter)
-            assert close(whole, right[stage][name], 1e-5), name
-
-
-def _joined(shards: list[Tensor], parameter: Tensor) -> Tensor:
-    """A gradient from its shards: cut along whichever dimension is short, or held whole."""
-    if shards[0].shape == parameter.shape:
-        assert torch.equal(shards[0], shards[1])
-        return shards[0]
-    dim = next(d for d in range(parameter.dim()) if shards[0].shape[d] != parameter.shape[d])
-    return torch.cat(shards, dim).narrow(dim, 0, parameter.shape[dim])
-
-
-def test_data_parallel_equals_one_replica() -> None:
-    loss, right = expected(Plan(2, 4))
-    results = step_on_gloo(one_f_one_b, Plan(2, 2), dp=2)
-    for grads, _, _ in results:
-        for stage, got in grads.items():
-            assert all(close(got[n], right[stage][n], 1e-6) for n in got)
-    losses = [l for _, l, _ in results if l is not None]
-    assert float(sum(losses)) == pytest.approx(float(loss), rel=1e-6)
-
-
-@pytest.mark.parametrize("options", [{}, {"tp": 2}])
-def test_clipping_counts_every_parameter_once(options: dict[str, int]) -> None:
-    """Against torch's own clipping of the untied sum: the tied weight is one parameter."""
-    plan = Plan(2, 2)
-    _, right = expected(plan)
-    unique = [g for s, grads in enumerate(right) for n, g in grads.items()
-              if not (s == 1 and g.shape == (32, HIDDEN))]  # fmt: skip
-    norm = torch.sqrt(sum((g.double().square().sum() for g in unique), torch.zeros(())))
-    results = step_on_gloo(one_f_one_b, plan, clip=True, **options)
-    for grads, _, got in results:
-        assert got == pytest.approx(float(norm), rel=1e-5)
-        for stage, mine in grads.items():
-            for name, g in mine.items():
-                if g.shape == right[stage][name].shape:
-                    assert close(g, right[stage][name] * (0.05 / norm), 1e-4)
 
 
 # ---------------------------------------------------------------- refusals

@@ -268,3 +268,41 @@ def test_a_wrong_number_of_processes_is_one_error(config: str, tmp_path: Path) -
     code, _, err = finish(start([*agent, *arguments(config, tmp_path / "out")]))
     assert code != 0
     assert err.count("2 processes do not make pp 2 x tp 2 x dp 1") == 1
+
+
+def test_training_is_what_a_plain_loop_does(config: str, tmp_path: Path) -> None:
+    """Against torch's own clipping and AdamW: learning rates, betas, decay and clipping arrive."""
+    import torch
+
+    from schedir import gpt
+    from schedir.config import read
+    from schedir.trainer import batches
+
+    sets = [*ALONE, "train.betas=[0.5, 0.7]", "train.clip=0.3", "train.weight_decay=0.4",
+            "train.lr=0.02", f'output.folder="{tmp_path}/out"']  # fmt: skip
+    assert run(config, sets) == 0
+    told = read(config, sets)
+    model = gpt.build_stage(told.model, 0, 1)
+    parameters = list(model.parameters())
+    groups = [
+        {"params": [p for p in parameters if p.ndim > 1], "weight_decay": 0.4},
+        {"params": [p for p in parameters if p.ndim == 1], "weight_decay": 0.0},
+    ]
+    optimizer = torch.optim.AdamW(groups, betas=(0.5, 0.7))
+    rates = [0.01, 0.02, 0.02, *(told.train.learning_rate(k) for k in (3, 4, 5))]
+    expected = []
+    for step, rate in enumerate(rates):
+        for group in optimizer.param_groups:
+            group["lr"] = rate
+        inputs, targets = batches(told).batch(step)
+        optimizer.zero_grad()
+        loss = gpt.loss(model(inputs), targets) / targets.numel()
+        loss.backward()
+        norm = torch.nn.utils.clip_grad_norm_(parameters, 0.3)
+        assert norm > 0.3  # or clipping would not be seen
+        optimizer.step()
+        expected.append((float(loss.detach()), rate, float(norm)))
+    with (tmp_path / "out" / "loss.csv").open() as file:
+        rows = [list(map(float, row.values())) for row in csv.DictReader(file)]
+    for (_, *row), wants in zip(rows, expected, strict=True):
+        assert row == pytest.approx(wants, rel=1e-4)

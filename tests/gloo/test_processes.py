@@ -1,0 +1,179 @@
+"""The executor over Gloo: the bits of the reference, from real processes."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from schedir import gpt
+from schedir.check import check
+from schedir.compile import compile
+from schedir.errors import DeadlockError
+from schedir.ops import ROWS
+from schedir.plan import Plan
+from schedir.program import Program, Stream
+from schedir.runtime.c10d import Gloo, measured
+from schedir.runtime.executor import Executor
+from schedir.schedules import gpipe, interleaved, one_f_one_b
+from tests.gloo.spawn import run
+from tests.gloo.tiny_stages import (
+    BOUNDARY,
+    HIDDEN,
+    PLANS,
+    batch,
+    config,
+    expected,
+    gpt_stages,
+    gradients,
+    same_bits,
+    zb,
+)
+
+# ---------------------------------------------------------------- real processes
+
+
+def _one_rank(rank: int, schedule: Any, plan: Plan, options: dict[str, Any]) -> Any:
+    """One process of a training step: gradients by stage, loss, and where it stands."""
+    program = compile(schedule, plan, model="edge", tied=True, **options)
+    transport = Gloo(program)
+    cfg = config(plan.stages)
+    stages = {
+        s: gpt.build_stage(cfg, s, plan.stages, tp=transport.tp_group)
+        for s in plan.stages_of[transport.rank]
+    }
+    executor = Executor(
+        program,
+        transport.rank,
+        stages,
+        transport,
+        loss=partial(gpt.loss, tp=transport.tp_group),
+        boundary=BOUNDARY,
+        max_norm=options.get("max_norm", 0.05),
+    )
+    inputs, targets, scale = batch(plan.microbatches * program.dp)
+    own = slice(transport.dp_rank * plan.microbatches, (transport.dp_rank + 1) * plan.microbatches)
+    for _ in range(2):  # twice: a step leaves nothing behind
+        loss = executor.step(inputs[own], targets[own], scale)
+    timeline = measured(executor, transport)
+    if timeline is not None:
+        assert timeline.kind == "measured" and 0 < timeline.bubble < 1
+        assert (timeline.spans["end"] >= timeline.spans["start"]).all()
+    grads = {s: gradients([m])[0] for s, m in stages.items()}
+    return grads, loss, float(executor.norm)
+
+
+def step_on_gloo(schedule: Any, plan: Plan, **options: Any) -> list[Any]:
+    world = plan.ranks * options.get("tp", 1) * options.get("dp", 1)
+    return run(_one_rank, world, schedule, plan, options)
+
+
+@pytest.mark.parametrize(("schedule", "plan"), PLANS[:9])
+def test_gloo_gives_the_bits_of_the_reference(schedule: Any, plan: Plan) -> None:
+    loss, right = expected(plan)
+    results = step_on_gloo(schedule, plan)
+    got = {s: g for grads, _, _ in results for s, g in grads.items()}
+    assert same_bits([got[s] for s in range(plan.stages)], right)
+    assert [torch.equal(l, loss) for _, l, _ in results if l is not None] == [True]
+
+
+def close(one: Tensor, other: Tensor, tolerance: float) -> bool:
+    return float((one - other).norm()) <= tolerance * float(other.norm())
+
+
+def test_tensor_parallel_schedules_have_the_same_bits_and_are_close_to_one_rank() -> None:
+    plan = Plan(2, 4)
+    _, right = expected(plan)
+    results = {s.__name__: step_on_gloo(s, plan, tp=2) for s in (gpipe, one_f_one_b, zb)}
+    first = results["gpipe"]
+    for other in results.values():
+        for (grads, _, _), (same, _, _) in zip(first, other, strict=True):
+            assert same_bits(list(grads.values()), list(same.values()))
+    cfg = config(plan.stages)
+    for stage in range(plan.stages):
+        shards = [first[stage * 2 + t][0][stage] for t in range(2)]
+        module = gpt.build_stage(cfg, stage, plan.stages)
+        for name, parameter in module.named_parameters():
+            whole = _joined([s[name] for s in shards], parameter)
+            assert close(whole, right[stage][name], 1e-5), name
+
+
+def _joined(shards: list[Tensor], parameter: Tensor) -> Tensor:
+    """A gradient from its shards: cut along whichever dimension is short, or held whole."""
+    if shards[0].shape == parameter.shape:
+        assert torch.equal(shards[0], shards[1])
+        return shards[0]
+    dim = next(d for d in range(parameter.dim()) if shards[0].shape[d] != parameter.shape[d])
+    return torch.cat(shards, dim).narrow(dim, 0, parameter.shape[dim])
+
+
+def test_data_parallel_equals_one_replica() -> None:
+    loss, right = expected(Plan(2, 4))
+    results = step_on_gloo(one_f_one_b, Plan(2, 2), dp=2)
+    for grads, _, _ in results:
+        for stage, got in grads.items():
+            assert all(close(got[n], right[stage][n], 1e-6) for n in got)
+    losses = [l for _, l, _ in results if l is not None]
+    assert float(sum(losses)) == pytest.approx(float(loss), rel=1e-6)
+
+
+@pytest.mark.parametrize("options", [{}, {"tp": 2}])
+def test_clipping_counts_every_parameter_once(options: dict[str, int]) -> None:
+    """Against torch's own clipping of the untied sum: the tied weight is one parameter."""
+    plan = Plan(2, 2)
+    _, right = expected(plan)
+    unique = [g for s, grads in enumerate(right) for n, g in grads.items()
+              if not (s == 1 and g.shape == (32, HIDDEN))]  # fmt: skip
+    norm = torch.sqrt(sum((g.double().square().sum() for g in unique), torch.zeros(())))
+    results = step_on_gloo(one_f_one_b, plan, clip=True, **options)
+    for grads, _, got in results:
+        assert got == pytest.approx(float(norm), rel=1e-5)
+        for stage, mine in grads.items():
+            for name, g in mine.items():
+                if g.shape == right[stage][name].shape:
+                    assert close(g, right[stage][name] * (0.05 / norm), 1e-4)
+
+
+def test_gloo_gives_what_its_model_promises() -> None:
+    """A program that only `edge` finishes: lanes between two ranks do not hold each other up."""
+    plan = Plan(2, 3, 2)
+    program = compile(interleaved, plan, tied=True)
+    found = None
+    for rank, stream in enumerate(program.streams):
+        words = stream.words
+        for k in range(len(words) - 1):
+            pair = ROWS[stream[k].op], ROWS[stream[k + 1].op]
+            if not (pair[0].hop and pair[1].hop and pair[0].lane != pair[1].lane):
+                continue
+            swapped = words.copy()
+            swapped[[k, k + 1]] = swapped[[k + 1, k]]
+            streams = [*program.streams]
+            streams[rank] = Stream(swapped)
+            other = replace(program, streams=tuple(streams))
+            if _finishes(other, "edge") and not _finishes(other, "pair"):
+                found = other
+    assert found is not None
+    _, right = expected(plan)
+    results = run(_run_program, 2, found)
+    got = {s: g for grads in results for s, g in grads.items()}
+    assert same_bits([got[s] for s in range(plan.stages)], right)
+
+
+def _finishes(program: Program, model: Any) -> bool:
+    try:
+        check(program, model)
+    except DeadlockError:
+        return False
+    return True
+
+
+def _run_program(rank: int, program: Program) -> dict[int, dict[str, Tensor]]:
+    transport = Gloo(program)
+    stages = {s: m for s, m in enumerate(gpt_stages(4)) if s in program.plan.stages_of[rank]}
+    executor = Executor(program, rank, stages, transport, loss=gpt.loss, boundary=BOUNDARY)
+    executor.step(*batch(program.plan.microbatches))
+    return {s: gradients([m])[0] for s, m in stages.items()}

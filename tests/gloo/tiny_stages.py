@@ -1,0 +1,78 @@
+"""Tiny stages, batches and references that tests of the executor share."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+
+from schedir import gpt
+from schedir.plan import Plan
+from schedir.runtime.rank import Boundary
+from schedir.runtime.reference import reference
+from schedir.schedules import gpipe, interleaved, one_f_one_b
+from schedir.words import F, I, W, Word
+
+CONTEXT, HIDDEN, BATCH = 8, 16, 2
+BOUNDARY = Boundary((BATCH, CONTEXT, HIDDEN))
+
+
+def zb(r: int, P: int, m: int) -> Word:
+    """1F1B with every backward split."""
+    lead = min(P - 1 - r, m)
+    return lead * F + (m - lead) * (F + I) + lead * I + m * W
+
+
+def config(layers: int, tied: bool = True) -> gpt.GPTConfig:
+    return gpt.GPTConfig(
+        vocab=32, layers=layers, hidden=HIDDEN, heads=2, context=CONTEXT, tied=tied
+    )
+
+
+def batch(microbatches: int, seed: int = 0) -> tuple[Tensor, Tensor, float]:
+    """Inputs, targets (some of them not counted) and the scale that makes a mean of a sum."""
+    numbers = torch.Generator().manual_seed(seed)
+    shape = (microbatches, BATCH, CONTEXT)
+    inputs, targets = (torch.randint(0, 32, shape, generator=numbers) for _ in range(2))
+    targets[:, 0, :2] = gpt.IGNORE
+    return inputs, targets, 1 / gpt.count_tokens(targets)
+
+
+def gpt_stages(stages: int, tied: bool = True) -> list[nn.Module]:
+    return [gpt.build_stage(config(stages, tied), s, stages) for s in range(stages)]
+
+
+def gradients(stages: Sequence[nn.Module]) -> list[dict[str, Tensor]]:
+    return [
+        {n: p.grad.clone() for n, p in s.named_parameters() if p.grad is not None} for s in stages
+    ]
+
+
+def same_bits(one: list[dict[str, Tensor]], other: list[dict[str, Tensor]]) -> bool:
+    return all(
+        a.keys() == b.keys() and all(torch.equal(a[n], b[n]) for n in a)
+        for a, b in zip(one, other, strict=True)
+    )
+
+
+def expected(plan: Plan, tied: bool = True) -> tuple[Tensor, list[dict[str, Tensor]]]:
+    stages = gpt_stages(plan.stages, tied)
+    inputs, targets, scale = batch(plan.microbatches)
+    loss = reference(stages, inputs, targets, loss=gpt.loss, scale=scale)
+    return loss, gradients(stages)
+
+
+PLANS = [
+    (gpipe, Plan(2, 4)),
+    (gpipe, Plan(4, 4)),
+    (one_f_one_b, Plan(2, 4)),
+    (one_f_one_b, Plan(4, 6)),
+    (zb, Plan(2, 4)),
+    (zb, Plan(4, 4)),
+    (interleaved, Plan(2, 4, 2)),  # both neighbours are the same peer
+    (interleaved, Plan(2, 5, 3)),
+    (interleaved, Plan(4, 4, 2)),
+    (interleaved, Plan(1, 3, 2)),  # first and last stage share a rank
+    (one_f_one_b, Plan(1, 3)),
+]
