@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -136,3 +137,10 @@ def test_without_hypothesis_it_says_what_is_missing() -> None:
     code = "import sys; sys.modules['hypothesis'] = None; import schedir; schedir.testing"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert "ImportError: schedir.testing needs hypothesis" in done.stderr
+
+
+def test_the_page_runs() -> None:
+    page = Path(__file__).parents[2] / "docs" / "testing.md"
+    names: dict[str, Any] = {}
+    exec(page.read_text().split("```python")[1].split("```")[0], names)
+    names["test_mine"]()
