@@ -133,28 +133,31 @@ class Graph:
         return partner
 
     @cached_property
-    def queue(self) -> NDArray[np.uint16]:
+    def queue(self) -> NDArray[np.unsignedinteger]:
         """The in-order queue of each instruction: equal numbers wait for each other."""
         plan, op, rank = self.program.plan, self.index.op, self.index.rank
         if self.model == "serial":
             return rank.astype(np.uint16)
         lane = np.where(_LANE == Lane.TP, Lane.COMPUTE, _LANE)  # the host issues both in order
         kinds = {"edge": 4 * plan.ranks, "pair": plan.ranks, "device": 1}[self.model]
-        number = rank * np.int32(kinds + 2)
-        number += (lane == Lane.DP).astype(np.int32)[op]
+        number = rank * np.int64(kinds + 2)
+        number += (lane == Lane.DP)[op]
         at = np.flatnonzero(_HOP[op])
         stage = np.clip(self.index.stage[at] + _HOP[op[at]], 0, plan.stages - 1)
-        cut = np.zeros(len(at), np.int32)
+        cut = np.zeros(len(at), np.int64)
         if self.model != "device":
-            cut += plan.rank_of[stage].astype(np.int32)
+            cut += plan.rank_of[stage]
         if self.model == "edge":
             side = 2 * _LANE[op[at]] + np.isin(op[at], RECEIVES) - 2 * Lane.ACT
-            cut += (side * plan.ranks).astype(np.int32)
+            cut += side * plan.ranks
         number[at] += 2 + cut
+        if plan.ranks * (kinds + 2) > 2**26:
+            return np.asarray(np.unique(number, return_inverse=True)[1].astype(np.uint32))
         used = np.zeros(plan.ranks * (kinds + 2), bool)
         used[number] = True
-        dense = (np.cumsum(used) - 1).astype(np.uint16)
-        return np.asarray(dense[number])
+        dense = np.cumsum(used) - 1
+        small = np.uint16 if dense[-1] < 2**16 else np.uint32
+        return np.asarray(dense.astype(small)[number])
 
     def in_queues(self) -> NDArray[np.intp]:
         """All positions, queue by queue, each in order."""

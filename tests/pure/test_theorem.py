@@ -16,10 +16,12 @@ from schedir.costs import Costs
 from schedir.errors import DeadlockError
 from schedir.graph import MODELS, Graph, Model
 from schedir.passes.overlap import early_receives, group_opposites
+from schedir.plan import Plan
 from schedir.program import Program, Stream
 from schedir.simulate import simulate
 from schedir.testing import drafts
 from schedir.walk import walk
+from schedir.words import B, F, draft
 from tests.oracle import Machine
 from tests.strategies import costs
 
@@ -96,3 +98,14 @@ def test_graph_equals_the_machine_on_shuffled_programs(
             words[k : k + 2] = words[k : k + 2][::-1]
         streams.append(Stream(words))
     agrees(replace(program, streams=tuple(streams)), model, priced)
+
+
+@pytest.mark.parametrize("ranks", [5000, 12000])
+def test_queues_of_very_many_ranks_are_told_apart(ranks: int) -> None:
+    """More queues than 16 bits count, and more possible ones than a table holds."""
+    program = lower(draft(lambda r, P, m: m * (F + B), Plan(ranks, 1)))
+    queue = Graph(program, "edge").queue
+    rank = np.repeat(np.arange(ranks), np.diff(program.offsets))
+    # Compute, reductions, and a queue for each neighbour and direction.
+    assert len(np.unique(queue)) == 2 * ranks + 4 * (ranks - 1)
+    assert len(np.unique(np.stack([queue, rank]), axis=1).T) == len(np.unique(queue))
