@@ -186,7 +186,7 @@ def _called(call: Schedule, name: str, rank: int, plan: Plan) -> Word:
         words = [said] if isinstance(said, Word) or said is None else list(said)
     except ProgramError:
         raise
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise ScheduleError(
             f"{what} raised {type(error).__name__}: {error}", program=name
         ) from error

@@ -17,14 +17,16 @@ class Gradients:
         total = sum(p.numel() for p in self.parameters)
         like = self.parameters[0] if self.parameters else torch.empty(0)
         self.flat: Tensor = torch.zeros(total, dtype=like.dtype, device=like.device)
-        at = 0
-        for p in self.parameters:
-            p.grad = self.flat[at : at + p.numel()].view_as(p)
-            at += p.numel()
+        sizes = [p.numel() for p in self.parameters]
+        parts = zip(self.flat.split(sizes), self.parameters, strict=True) if sizes else ()
+        self.views = [part.view_as(p) for part, p in parts]
+        self.zero()
 
     def zero(self) -> None:
-        """Forget everything, before a step."""
+        """Forget everything, before a step; an optimizer's zero_grad may have unbound the views."""
         self.flat.zero_()
+        for p, view in zip(self.parameters, self.views, strict=True):
+            p.grad = view
 
 
 def is_sharded(parameter: Tensor) -> bool:
