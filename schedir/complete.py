@@ -155,7 +155,7 @@ class _Look:
             if len(again):
                 one = int(again[0])
                 other = int(ix.at[row.op][ix.key[one]])
-                kind = ReductionError if row.op >= _O.ReduceGrads else CompletenessError
+                kind = CompletenessError if row.per is Per.MICROBATCH else ReductionError
                 site = self.site(one)
                 self.refuse(f"{site.instr} is there twice", site, self.site(other), kind=kind)
 

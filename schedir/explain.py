@@ -15,10 +15,11 @@ def deadlock(graph: Graph, walk: Walk) -> DeadlockError:
     """The error that shows the shortest cycle among the ranks that wait."""
     import networkx as nx
 
-    heads = _heads(graph, walk)
+    left = _left(graph, walk)
+    heads = _heads(graph, left)
     waits = nx.DiGraph()
     for head in heads.values():
-        for needed in _unmet(graph, walk, head):
+        for needed in _unmet(graph, left, head):
             waits.add_edge(head, heads[int(graph.queue[needed])], needed=needed)
     cycle = _shortest_cycle(waits)
     steps = []
@@ -26,10 +27,9 @@ def deadlock(graph: Graph, walk: Walk) -> DeadlockError:
         needed = waits.edges[a, b]["needed"]
         rank, at, instr = graph.index.place(a)
         needs_rank, needs_at, needs = graph.index.place(needed)
-        steps.append(
-            Wait(rank, at, instr, needs, needs_rank, needs_at, graph.index.place(b)[1])
-        )  # fmt: skip
-    ran = int(_left(graph, walk).sum())
+        stands_at = graph.index.place(b)[1]
+        steps.append(Wait(rank, at, instr, needs, needs_rank, needs_at, stands_at))
+    ran = int(left.sum())
     ranks = len({w.rank for w in steps})
     who = f"{ranks} ranks wait for each other" if ranks > 1 else "a rank waits for itself"
     return DeadlockError(
@@ -53,14 +53,14 @@ def _left(graph: Graph, walk: Walk) -> NDArray[np.bool_]:
     return np.asarray(left[graph.gates[1]])
 
 
-def _heads(graph: Graph, walk: Walk) -> dict[int, int]:
+def _heads(graph: Graph, left: NDArray[np.bool_]) -> dict[int, int]:
     """By queue, the first instruction that never ends."""
-    stuck = np.flatnonzero(~_left(graph, walk))
+    stuck = np.flatnonzero(~left)
     queues, first = np.unique(graph.queue[stuck], return_index=True)
     return dict(zip(queues.tolist(), stuck[first].tolist(), strict=True))
 
 
-def _unmet(graph: Graph, walk: Walk, head: int) -> list[int]:
+def _unmet(graph: Graph, left: NDArray[np.bool_], head: int) -> list[int]:
     """The instructions that a head waits for: values not given, partners not there.
 
     A group is entered as one, so its first member waits for whatever any member needs.
@@ -71,7 +71,6 @@ def _unmet(graph: Graph, walk: Walk, head: int) -> list[int]:
     needed = [n for n in graph.needs[:, members].reshape(-1).tolist() if n != NONE]
     for one in members.tolist():
         needed += np.flatnonzero(graph.node == graph.node[one]).tolist()
-    left = _left(graph, walk)
     waits = [n for n in needed if not left[n] and n not in members]
     mine = graph.queue[head]
     return sorted(n for n in waits if graph.queue[n] != mine or n == head or n > head)

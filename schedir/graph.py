@@ -34,6 +34,7 @@ MODELS: Final[tuple[Model, ...]] = ("edge", "pair", "device", "serial")
 
 COLLECTIVES: Final = (Opcode.ReduceTied, Opcode.ReduceNorm)
 _LANE: Final = np.array([row.lane for row in ROWS])
+_PER_RANK: Final = np.array([row.per is Per.RANK for row in ROWS])
 _HOP: Final = np.array([row.hop for row in ROWS])
 _MAKERS: Final = {
     token: tuple(r.op for r in ROWS if token in r.gives and token not in r.needs) for token in Token
@@ -187,7 +188,7 @@ class Graph:
         stages = self.program.plan.stages
         table = costs.table(stages)
         row = self.index.op.astype(np.int32) * np.int32(stages) + self.index.stage
-        late = np.flatnonzero(self.index.op >= COLLECTIVES[1])  # the k-th number is rank k's
+        late = np.flatnonzero(_PER_RANK[self.index.op])  # the k-th number is rank k's
         column = np.minimum(self.index.rank[late], stages - 1)
         row[late] = self.index.op[late] * np.int32(stages) + column
         return table.reshape(-1), row

@@ -196,8 +196,9 @@ def _node_costs(graph: Graph, costs: Costs) -> tuple[Times, Times]:
     table, row = graph.costs(costs)
     each = table[row]
     cost = np.zeros(graph.nodes)
-    np.add.at(cost, graph.node, np.where(index.op >= COLLECTIVES[0], 0.0, each))
-    late = np.flatnonzero(index.op >= COLLECTIVES[0])
+    collective = np.isin(index.op, COLLECTIVES)
+    np.add.at(cost, graph.node, np.where(collective, 0.0, each))
+    late = np.flatnonzero(collective)
     np.maximum.at(cost, graph.node[late], each[late])
     together = costs.together(stages)
     if together is not None:
