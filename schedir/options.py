@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from schedir.timeline import Timeline
     from schedir.words import Schedule
 
+SOURCE = "a built-in schedule, file.py:function, or a program FILE.sched"
 RANKS, PER_RANK = 4, 2  # ranks, and microbatches per rank, unless told
 
 

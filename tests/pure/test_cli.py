@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from schedir import cli
 from schedir.cli import main
+from schedir.commands import check
 from schedir.compile import compile
 from schedir.load import built_in
 from schedir.plan import Plan
@@ -117,8 +117,8 @@ def test_interrupt_ends_with_130() -> None:
 def test_a_bug_of_ours_says_so(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(cli, "program_of", None)
-    assert main(["show", "gpipe"]) == 1
+    monkeypatch.setattr(check, "program_of", None)
+    assert main(["check", "gpipe"]) == 1
     err = capsys.readouterr().err
     assert err.startswith("this is a bug in schedir\nTraceback")
 

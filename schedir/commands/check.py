@@ -1,0 +1,99 @@
+"""Check a program, or tell why an instruction starts when it does."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from schedir.errors import DeadlockError, UsageError
+from schedir.options import SOURCE, add_shape, program_of, timeline_of
+from schedir.terminal import as_json, table
+
+if TYPE_CHECKING:
+    from schedir.graph import Model
+    from schedir.program import Program
+
+ABOUT = "prove that a program is complete and finishes"
+_LONGEST = 40  # links of a chain that are shown
+
+
+def arguments(parser: argparse.ArgumentParser) -> None:
+    """A source, and whose start to explain."""
+    parser.add_argument("source", metavar="SCHEDULE", help=SOURCE)
+    parser.add_argument("--why", metavar="RANK:INDEX", help="what decides when this one starts")
+    parser.add_argument("--json", action="store_true", help="for a program to read")
+    add_shape(parser)
+
+
+def run(args: argparse.Namespace) -> str:
+    """Under which models a program finishes."""
+    from schedir.check import check
+    from schedir.graph import MODELS
+
+    if args.why is not None:
+        return _why(args)
+    program, _ = program_of(args, args.source)
+    check(program, args.model or "device")
+    asked = MODELS if args.model is None else (args.model,)
+    models = [model for model in asked if _finishes(program, model)]
+    fails = [model for model in asked if model not in models]
+    if args.json:
+        facts = {"program": program.name, "digest": program.digest, "ranks": program.plan.ranks}
+        return as_json(facts | {"instructions": len(program), "models": models})
+    but = f", but not under {_and(fails)}" if fails else ""
+    ranks = f"{program.plan.ranks} rank{'s' * (program.plan.ranks > 1)}"
+    return (
+        f"{program.name}: {len(program)} instructions on {ranks} are complete "
+        f"and in order, and finish under {_and(models)}{but}\n"
+    )
+
+
+def _why(args: argparse.Namespace) -> str:
+    """The chain of instructions that decides when one starts."""
+    timeline = timeline_of(args, args.source)
+    rank, _, index = args.why.partition(":")
+    streams = timeline.program.streams
+    if not (rank.isdecimal() and index.isdecimal()):
+        raise UsageError(f"--why takes RANK:INDEX, not {args.why!r}")
+    if len(rank) > 9 or int(rank) >= len(streams):
+        raise UsageError(f"--why: there is no rank {rank}: they are 0 to {len(streams) - 1}")
+    if len(index) > 9 or int(index) >= len(streams[int(rank)]):
+        most = len(streams[int(rank)]) - 1
+        raise UsageError(f"--why: rank {rank} has no #{index}: its Stream ends at #{most}")
+    offsets = timeline.program.offsets
+    chain = timeline.path_to(int(offsets[int(rank)]) + int(index)).tolist()
+    shown = []
+    for position in chain:
+        at = timeline.spans[position]
+        number = position - int(offsets[at["rank"]])
+        instr, start, end = timeline.of(int(at["rank"]), number)
+        shown.append((int(at["rank"]), number, str(instr), start, end))
+    if args.json:
+        keys = ("rank", "index", "instruction", "start", "end")
+        return as_json([dict(zip(keys, link, strict=True)) for link in shown])
+    _, _, last, begin, _ = shown[-1]
+    left = len(shown) - _LONGEST
+    return (
+        f"{timeline.program.name}: rank {rank} #{index} {last} starts at {begin:.6g} under "
+        f"{timeline.model}; what decides it, each link from the end of the one before\n"
+        + (f"the last {_LONGEST} of {len(shown)} links\n" if left > 0 else "")
+        + table(
+            ["start", "end", "rank", "index", "instruction"],
+            [[f"{s:.6g}", f"{e:.6g}", str(r), f"#{k}", i] for r, k, i, s, e in shown[-_LONGEST:]],
+        )
+    )
+
+
+def _finishes(program: Program, model: Model) -> bool:
+    from schedir.check import check
+
+    try:
+        check(program, model)
+    except DeadlockError:
+        return False
+    return True
+
+
+def _and(words: Sequence[str]) -> str:
+    return " and ".join(filter(None, [", ".join(words[:-1]), *words[-1:]]))

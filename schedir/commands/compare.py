@@ -1,0 +1,61 @@
+"""Set schedules side by side."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from schedir.commands.simulate import facts
+from schedir.options import SOURCE, add_shape, timeline_of
+from schedir.terminal import as_json, table
+
+if TYPE_CHECKING:
+    from schedir.timeline import Timeline
+
+ABOUT = (
+    "set schedules of one model side by side: costs are those of a microbatch on a whole rank, "
+    "split evenly over its stages; a schedule without a parameter v has one stage per rank"
+)
+
+
+def arguments(parser: argparse.ArgumentParser) -> None:
+    """Sources, and where a picture of all goes."""
+    parser.add_argument("source", metavar="SCHEDULE", nargs="+", help=SOURCE)
+    parser.add_argument("-o", dest="output", metavar="FILE", help="draw them under each other")
+    parser.add_argument("--json", action="store_true", help="for a program to read")
+    add_shape(parser)
+
+
+def run(args: argparse.Namespace) -> str:
+    """A row per schedule."""
+    timelines = [timeline_of(args, source, share=True) for source in args.source]
+    said = _compared(timelines, as_table=not args.json)
+    if args.output is not None:
+        from schedir.viz import compare, save
+
+        save(compare(timelines), args.output)
+        said += "" if args.json else f"wrote {args.output}\n"
+    return said
+
+
+def _compared(timelines: Sequence[Timeline], *, as_table: bool) -> str:
+    rows = []
+    for t in timelines:
+        plan, peak = t.program.plan, int(t.peak_in_flight.max())
+        shape = {"ranks": plan.ranks, "microbatches": plan.microbatches, "stages": plan.stages}
+        # In activations of a whole rank, so that a stage of half a rank counts half.
+        size = {"peak_in_flight": peak, "peak_activations": peak * plan.ranks / plan.stages}
+        rows.append(facts(t) | shape | size)
+    if not as_table:
+        return as_json(rows)
+    return table(
+        ["schedule", "ranks", "microbatches", "stages", "span", "bubble", "of busy time",
+         "peak in flight", "peak activations"],
+        [
+            [f["program"], *(str(f[name]) for name in ("ranks", "microbatches", "stages")),
+             f"{f['span']:.6g}", f"{f['bubble']:.1%}", f"{f['bubble_over_ideal']:.1%}",
+             str(f["peak_in_flight"]), f"{f['peak_activations']:.6g}"]
+            for f in rows
+        ],
+    )  # fmt: skip

@@ -1,0 +1,36 @@
+"""Print a program."""
+
+from __future__ import annotations
+
+import argparse
+
+from schedir.errors import UsageError
+from schedir.files import replacing
+from schedir.options import SOURCE, add_shape, program_of
+from schedir.terminal import coloured
+
+ABOUT = "print a program's text, or write it to a file"
+
+
+def arguments(parser: argparse.ArgumentParser) -> None:
+    """A source, and how to print it."""
+    parser.add_argument("source", metavar="SCHEDULE", help=SOURCE)
+    parser.add_argument("--flat", action="store_true", help="one line per instruction")
+    parser.add_argument("--draft", action="store_true", help="compute only, before the lowering")
+    parser.add_argument("-o", dest="output", metavar="FILE.sched", help="write it there")
+    add_shape(parser)
+
+
+def run(args: argparse.Namespace) -> str:
+    """The text, folded unless told otherwise."""
+    from schedir.text import show
+
+    program, _ = program_of(args, args.source)
+    text = show(program, folded=not args.flat)
+    if args.output is None:
+        return coloured(text)
+    if not args.output.endswith(".sched"):
+        raise UsageError(f"a program's file ends in .sched: {args.output} does not")
+    with replacing(args.output) as path:
+        path.write_text(text, encoding="utf-8")
+    return f"wrote {args.output}\n"
