@@ -30,6 +30,7 @@ from schedir.program import Program, Stream
 from schedir.simulate import simulate
 from schedir.text import parse, show
 from schedir.timeline import Timeline
+from schedir.trace import load_timeline, save_timeline
 from schedir.words import EMPTY, B, F, I, W, Word, draft, overlap, weave
 
 # What needs torch or matplotlib, or is seldom used, is imported when it is first named.
@@ -61,8 +62,10 @@ __all__ = [
     "draft",
     "errors",
     "greedy",
+    "load_timeline",
     "overlap",
     "parse",
+    "save_timeline",
     "schedules",
     "show",
     "simulate",

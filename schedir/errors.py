@@ -118,6 +118,10 @@ class ParseError(ProgramError):
         return super().__str__()
 
 
+class TraceError(ProgramError):
+    """A file that is no Timeline: cut off, foreign, or with times that no run can have."""
+
+
 class LevelError(ProgramError):
     """A draft (compute only) where a lowered program is needed, or the reverse."""
 

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from schedir.words import Schedule
 
 SOURCE = "a built-in schedule, file.py:function, or a program FILE.sched"
+RUN = f"{SOURCE}, or a run FILE.timeline"
 RANKS, PER_RANK = 4, 2  # ranks, and microbatches per rank, unless told
 
 
@@ -162,12 +163,27 @@ def _agree(
 
 
 def timeline_of(args: argparse.Namespace, source: str, *, share: bool = False) -> Timeline:
-    """The predicted run of what a source names; a file is checked first."""
+    """The predicted run of what a source names, or the run in a file; a program is checked."""
     from schedir.check import check, check_draft
     from schedir.simulate import simulate
 
+    if source.endswith(".timeline"):
+        return _timeline(args, source, share=share)
     program, costs = program_of(args, source, share=share)
     model: Model = args.model or "device"
     if source.endswith(".sched"):
         program = check_draft(program) if program.is_draft else check(program, model)
     return simulate(program, costs, model=model)
+
+
+def _timeline(args: argparse.Namespace, source: str, *, share: bool) -> Timeline:
+    """The run in a file; options that would say otherwise are refused."""
+    from schedir.trace import load_timeline
+
+    found = load_timeline(source)
+    if args.costs is not None and not share:
+        raise UsageError(f"{source} has its times already", hint="leave out --costs")
+    if args.model not in (None, found.model) and not share:
+        raise UsageError(f"{source} ran under {found.model}, not {args.model}")
+    _agree(args, found.program, source, but=("stages_per_rank", "placement") if share else ())
+    return found

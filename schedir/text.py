@@ -30,7 +30,7 @@ from schedir.program import JOINED, OP, STAGE, Program, Stream, Words
 
 FORMAT = 1
 _KEYS = ("ranks", "microbatches", "stages_per_rank", "placement", "tp", "dp", "tied", "clip")
-_MOST = 2**28  # instructions of one rank: what a text may unfold to
+MOST = 2**28  # instructions that a text may unfold to
 
 # ---------------------------------------------------------------- program to text
 
@@ -146,8 +146,8 @@ _TIMES = re.compile(r"\s*(\d{1,9})\s+x\s")
 _INSTR = re.compile(r"\s*([A-Za-z_]\w*)(?:\s+(\d{1,5})(?:\.(\d{1,10})([+-]\d{0,9})?)?)?\s*$")
 
 
-def parse(text: str) -> Program:
-    """The Program that a text says.
+def parse(text: str, most: int = MOST) -> Program:
+    """The Program that a text says; it may unfold to `most` instructions in all.
 
     Raises ParseError with line and column where the text does not follow the grammar, and
     PlanError where its plan cannot be; whether the program is right is for `check` to say.
@@ -167,7 +167,7 @@ def parse(text: str) -> Program:
     shape = {key: header[key] for key in _KEYS[:4] if key in header}
     traits = {key: header[key] for key in _KEYS[4:] if key in header}
     plan = Plan(**shape)
-    streams = _streams(lines[begin:], plan.ranks, lines[-1])
+    streams = _streams(lines[begin:], plan.ranks, lines[-1], most)
     return Program(header["program"], plan, streams, **traits)
 
 
@@ -213,8 +213,9 @@ def _value(line: _Line, at: int, key: str, value: str | None) -> object:
     return int(value)
 
 
-def _streams(lines: list[_Line], ranks: int, last: _Line) -> tuple[Stream, ...]:
+def _streams(lines: list[_Line], ranks: int, last: _Line, most: int) -> tuple[Stream, ...]:
     streams: list[list[Words]] = []
+    left = most
     for line in lines:
         if not line.text[0].isspace():
             found = _RANK.match(line.text)
@@ -226,16 +227,15 @@ def _streams(lines: list[_Line], ranks: int, last: _Line) -> tuple[Stream, ...]:
                 raise line.error(f"the header says {ranks} ranks", found.start(1))
             streams.append([])
         else:
-            streams[-1].append(_unfold(line))
-            if sum(map(len, streams[-1])) > _MOST:
-                raise line.error(f"a rank has more than the {_MOST} instructions allowed")
+            streams[-1].append(_unfold(line, left))
+            left -= len(streams[-1][-1])
     if len(streams) != ranks:
         raise last.error(f"the header says {ranks} ranks, but there are {len(streams)}")
     empty = np.empty(0, np.int64)
     return tuple(Stream(np.concatenate([empty, *parts])) for parts in streams)
 
 
-def _unfold(line: _Line) -> Words:
+def _unfold(line: _Line, most: int) -> Words:
     found = _TIMES.match(line.text)
     times, at = (int(found[1]), found.end()) if found else (1, 0)
     if times < 1:
@@ -249,8 +249,8 @@ def _unfold(line: _Line) -> Words:
             word |= JOINED
         turn.append(word)
         steps.append(step)
-    if times * len(turn) > _MOST:
-        raise line.error(f"the line unfolds to more than the {_MOST} instructions allowed")
+    if times * len(turn) > most:
+        raise line.error("the program unfolds to more instructions than are allowed")
     for word, step in zip(turn, steps, strict=True):
         end = (word & 0xFFFFFFFF) + step * (times - 1)
         if not 0 <= end < 2**32:

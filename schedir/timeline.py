@@ -48,6 +48,8 @@ class Timeline:
     (rank by rank, each in Stream order): rank, lane (a Lane), op (an Opcode), stage, mb, and
     start and end in `unit` ("" for the units of the costs, "s" for a measured run).
     `model` is the progress model under which it was predicted, or that its transport gives.
+    `clock_error` says by how much the clocks of two ranks may differ, in `unit`: 0 in a
+    prediction, and where all ranks read one clock.
     """
 
     program: Program
@@ -55,6 +57,7 @@ class Timeline:
     kind: Literal["predicted", "measured"] = "predicted"
     unit: str = ""
     model: Model = "device"
+    clock_error: float = 0.0
 
     def __len__(self) -> int:
         return len(self.spans)

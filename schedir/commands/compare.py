@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from schedir.commands.simulate import facts
-from schedir.options import SOURCE, add_shape, timeline_of
+from schedir.options import RUN, add_shape, timeline_of
 from schedir.terminal import as_json, table
 
 if TYPE_CHECKING:
@@ -21,7 +21,7 @@ ABOUT = (
 
 def arguments(parser: argparse.ArgumentParser) -> None:
     """Sources, and where a picture of all goes."""
-    parser.add_argument("source", metavar="SCHEDULE", nargs="+", help=SOURCE)
+    parser.add_argument("source", metavar="SCHEDULE", nargs="+", help=RUN)
     parser.add_argument("-o", dest="output", metavar="FILE", help="draw them under each other")
     parser.add_argument("--json", action="store_true", help="for a program to read")
     add_shape(parser)

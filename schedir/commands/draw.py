@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import argparse
 
-from schedir.options import SOURCE, add_shape, timeline_of
+from schedir.options import RUN, add_shape, timeline_of
 
 ABOUT = "draw the predicted run"
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
     """A source, and where the picture goes."""
-    parser.add_argument("source", metavar="SCHEDULE", help=SOURCE)
+    parser.add_argument("source", metavar="SCHEDULE", help=RUN)
     parser.add_argument("-o", dest="output", metavar="FILE", required=True, help="png, svg or pdf")
     add_shape(parser)
 

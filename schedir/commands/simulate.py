@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from typing import TYPE_CHECKING, Any
 
-from schedir.options import SOURCE, add_shape, timeline_of
+from schedir.options import RUN, add_shape, timeline_of
 from schedir.terminal import as_json, table
 
 if TYPE_CHECKING:
@@ -16,7 +16,7 @@ ABOUT = "predict when each rank works, and how much it holds"
 
 def arguments(parser: argparse.ArgumentParser) -> None:
     """A source."""
-    parser.add_argument("source", metavar="SCHEDULE", help=SOURCE)
+    parser.add_argument("source", metavar="SCHEDULE", help=RUN)
     parser.add_argument("--json", action="store_true", help="for a program to read")
     add_shape(parser)
 
@@ -34,7 +34,7 @@ def run(args: argparse.Namespace) -> str:
         return as_json(facts(timeline) | columns)
     rows = enumerate(zip(*columns.values(), strict=True))
     return (
-        f"{timeline.program.name}, predicted\n"
+        f"{timeline.program.name}, {timeline.kind}\n"
         + table(
             ["rank", *(name.replace("_", " ") for name in columns)],
             [[str(rank), *(f"{x:.6g}" for x in row)] for rank, row in rows],

@@ -48,6 +48,21 @@ def test_readme_commands_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
         assert main(words) == 0, words
 
 
+def test_traces_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The page on traces: its Python and its commands, in order."""
+    from schedir.cli import main
+
+    monkeypatch.chdir(tmp_path)
+    for block in (DOCS / "traces.md").read_text().split("```")[1::2]:
+        kind, body = block.split("\n", 1)
+        if kind == "python":
+            exec(compile(body, "traces.md", "exec"), {})
+            continue
+        for line in body.splitlines():
+            words = line.split("#")[0].split()
+            assert words[:1] != ["schedir"] or main(words[1:]) == 0, line
+
+
 def test_readme_error_is_what_is_printed() -> None:
     """The one in the README is a golden text."""
     golden = (ROOT / "tests" / "golden" / "refused" / "deadlock.txt").read_text()

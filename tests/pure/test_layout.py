@@ -28,7 +28,7 @@ FLOORS = (
     {"explain", "complete"},
     {"check", "simulate", "passes"},
     {"compile"},
-    {"ascii", "load", "calibrate"},
+    {"ascii", "load", "calibrate", "trace"},
     {"config"},
     {"runtime", "parallel", "gpt", "data", "kernels", "viz", "launch", "options", "terminal"},
     {"trainer", "testing"},

@@ -1,0 +1,252 @@
+"""Timelines as files: what is saved comes back, and what is no Timeline is refused in time."""
+
+from __future__ import annotations
+
+import json
+import tracemalloc
+from collections.abc import Callable
+from dataclasses import replace
+from io import BytesIO
+from pathlib import Path
+from zipfile import ZIP_BZIP2, ZIP_DEFLATED, ZipFile
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+import schedir
+from schedir import Costs, Plan, Timeline, load_timeline, save_timeline
+from schedir.compile import lower
+from schedir.errors import ProgramError, TraceError, UsageError
+from schedir.graph import MODELS, Model
+from schedir.passes.overlap import group_opposites
+from schedir.program import Program
+from schedir.schedules import dualpipe_v, one_f_one_b
+from schedir.testing import drafts
+from tests.commands import refused, said
+from tests.strategies import costs
+
+FILE = Path("x.timeline")
+
+
+@pytest.fixture(autouse=True, scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> object:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(tmp_path_factory.mktemp("traces"))
+        yield
+
+
+def timeline() -> Timeline:
+    program = schedir.compile(one_f_one_b, Plan(3, 4), tp=2, clip=True)
+    return schedir.simulate(program, Costs(F=1, B=2, send=0.1, step=3))
+
+
+def same(a: Timeline, b: Timeline) -> bool:
+    facts = [(t.program, t.kind, t.unit, t.model, t.clock_error) for t in (a, b)]
+    return facts[0] == facts[1] and bool((a.spans == b.spans).all())
+
+
+@given(drafts(), st.data(), st.sampled_from(MODELS), st.booleans(), st.booleans())
+def test_what_is_saved_comes_back(
+    draft: Program, data: st.DataObject, model: Model, lowered: bool, grouped: bool
+) -> None:
+    program = lower(draft) if lowered else draft
+    if lowered and grouped:
+        program, model = group_opposites(program), "edge"
+    saved = schedir.simulate(program, data.draw(costs(draft.plan)), model=model)
+    shift = data.draw(st.floats(-1e6, 1e6))
+    saved.spans["start"] += shift
+    saved.spans["end"] += shift
+    saved = replace(saved, kind="measured", unit="s", clock_error=0.25)
+    save_timeline(saved, FILE)
+    assert same(load_timeline(FILE), saved)
+
+
+def test_a_pair_run_together_comes_back() -> None:
+    saved = schedir.simulate(schedir.compile(dualpipe_v, Plan(4, 10, 2, "vee")), Costs(FB=1.5))
+    save_timeline(saved, FILE)
+    assert same(load_timeline(FILE), saved)
+
+
+def test_the_same_timeline_is_the_same_bytes() -> None:
+    save_timeline(timeline(), FILE)
+    first = FILE.read_bytes()
+    save_timeline(timeline(), FILE)
+    assert FILE.read_bytes() == first
+    assert len(first) < 40 * len(timeline())
+
+
+def test_others_read_it_without_schedir() -> None:
+    """As `docs/traces.md` says."""
+    save_timeline(timeline(), FILE)
+    with np.load(FILE) as file:
+        assert (file["end"] == timeline().spans["end"]).all()
+        assert schedir.parse(file["program.sched"].decode()) == timeline().program
+        assert json.loads(file["header.json"])["kind"] == "predicted"
+
+
+@given(st.data())
+def test_a_changed_file_is_refused_or_means_the_same(data: st.DataObject) -> None:
+    save_timeline(timeline(), FILE)
+    content = bytearray(FILE.read_bytes())
+    at = data.draw(st.integers(0, len(content) - 1))
+    how = data.draw(st.sampled_from(["cut", "flip", "drop", "double"]))
+    if how == "cut":
+        del content[at:]
+    elif how == "flip":
+        content[at] ^= data.draw(st.integers(1, 255))
+    elif how == "drop":
+        del content[at : at + data.draw(st.integers(1, 64))]
+    else:
+        content[at:at] = content[: data.draw(st.integers(1, 64))]
+    FILE.write_bytes(content)
+    try:
+        found = load_timeline(FILE)
+    except ProgramError as error:
+        assert str(FILE) in "".join([str(error), *getattr(error, "__notes__", [])])
+    else:
+        assert same(found, timeline())
+
+
+def npy(values: object, dtype: str = "<f8") -> bytes:
+    file = BytesIO()
+    np.save(file, np.array(values, dtype))
+    return file.getvalue()
+
+
+def forge(**members: bytes) -> None:
+    """A Timeline's file with members changed; CRCs, sizes and all are right."""
+    save_timeline(timeline(), FILE)
+    with ZipFile(FILE) as archive:
+        content = {name: archive.read(name) for name in archive.namelist()}
+    content |= {name.replace("_", "."): value for name, value in members.items()}
+    with ZipFile(FILE, "w", ZIP_DEFLATED) as archive:
+        for name, value in content.items():
+            archive.writestr(name, value)
+
+
+def header(**changes: object) -> bytes:
+    facts = {
+        "schedir_timeline": 1, "instructions": len(timeline()), "kind": "predicted", "unit": "",
+        "digest": timeline().program.digest, "model": "device", "clock_error": 0.0,
+    }  # fmt: skip
+    return json.dumps(facts | changes).encode()
+
+
+END = timeline().spans["end"]
+HUGE = npy(END).replace(b"(%d,)" % len(END), b"(%d,)" % 10**12)
+NAN = np.where(np.arange(len(END)) == 5, np.nan, END)
+PROGRAM = schedir.show(timeline().program)
+OTHER = schedir.show(schedir.compile(one_f_one_b, Plan(3, 4)))
+UNFOLDS = "schedir 1\nprogram p\nranks 1 microbatches 1048576\nrank 0\n  99999999 x F 0.0\n"
+
+
+@pytest.mark.parametrize(
+    "forged, says",
+    [
+        (lambda: forge(header_json=b"[" * 60_000), "no Timeline"),
+        (lambda: forge(header_json=b"[]"), "format 1"),
+        (lambda: forge(header_json=header(schedir_timeline=2)), "format 1"),
+        (lambda: forge(header_json=header(instructions=10**15)), "instructions"),
+        (lambda: forge(header_json=header(instructions=True)), "instructions"),
+        (lambda: forge(header_json=header(kind="seen")), "kind 'seen'"),
+        (lambda: forge(header_json=header(unit="x" * 50_000)), "unit"),
+        (lambda: forge(header_json=header(model="gloo")), "model 'gloo'"),
+        (lambda: forge(header_json=header(model=[])), "model"),
+        (lambda: forge(header_json=header(clock_error=float("nan"))), "clock_error nan"),
+        (lambda: forge(header_json=header(digest="0")), "digest"),
+        (lambda: forge(header_json=b" " * 10**8), "100000000 bytes"),
+        (lambda: forge(program_sched=b" " * 10**8), "100000000 bytes"),
+        (lambda: forge(start_npy=bytes(10**8)), "100000000 bytes"),
+        (lambda: forge(program_sched=OTHER.encode()), "instructions, the program has"),
+        (lambda: forge(program_sched=UNFOLDS.encode()), "more instructions than are allowed"),
+        (lambda: forge(program_sched=b"\xff"), "no Timeline"),
+        (lambda: forge(end_npy=npy(END[:-1])), "shape"),
+        (lambda: forge(end_npy=npy([*END, 1.0])), "shape"),
+        (lambda: forge(end_npy=npy(END, "<f4")), "float32"),
+        (lambda: forge(end_npy=npy(END, "<i8")), "int64"),
+        (lambda: forge(end_npy=npy(END, "O")), "bytes|object"),
+        (lambda: forge(end_npy=HUGE), "shape"),
+        (lambda: forge(end_npy=npy(END)[:-8]), "finite time for each"),
+        (lambda: forge(end_npy=npy(NAN)), "finite"),
+        (lambda: forge(end_npy=npy(END + np.inf)), "finite"),
+        (lambda: forge(end_npy=npy(END - 100)), "before it starts"),
+        (lambda: forge(end_npy=npy(END + 0.5)), "before its rank is free"),
+        (lambda: forge(extra=b""), "nothing else"),
+    ],
+)  # fmt: skip
+def test_forged_files_are_refused(forged: Callable[[], None], says: str) -> None:
+    import re
+
+    forged()
+    tracemalloc.start()
+    try:
+        with pytest.raises(ProgramError) as refusal:
+            load_timeline(FILE)
+        assert tracemalloc.get_traced_memory()[1] < 4e6
+    finally:
+        tracemalloc.stop()
+    assert re.search(says, str(refusal.value)), refusal.value
+
+
+def test_a_size_that_lies_unfolds_no_bomb() -> None:
+    forge(start_npy=bytes(10**8))
+    content = FILE.read_bytes()
+    for size in ((10**8).to_bytes(4, "little"),):
+        assert content.count(size) == 2
+        FILE.write_bytes(content.replace(size, (400).to_bytes(4, "little")))
+    tracemalloc.start()
+    with pytest.raises(TraceError):
+        load_timeline(FILE)
+    assert tracemalloc.get_traced_memory()[1] < 4e6
+    tracemalloc.stop()
+
+
+def test_other_packings_are_refused() -> None:
+    with ZipFile(FILE, "w", ZIP_BZIP2) as archive:
+        for name in ("header.json", "program.sched", "start.npy", "end.npy"):
+            archive.writestr(name, bytes(1000))
+    with pytest.raises(TraceError, match="not deflated"):
+        load_timeline(FILE)
+
+
+def test_a_program_that_cannot_finish_is_refused() -> None:
+    words = PROGRAM.replace("F 0.0", "F 0.1")
+    forge(program_sched=words.encode(), header_json=header(digest=schedir.parse(words).digest))
+    with pytest.raises(ProgramError, match=r"F 0\.|0\.0"):
+        load_timeline(FILE)
+
+
+@pytest.mark.parametrize("path", ["not-there.timeline", "."])
+def test_files_that_cannot_be_read(path: str) -> None:
+    with pytest.raises(UsageError, match="cannot read"):
+        load_timeline(path)
+
+
+def test_nothing_is_written_half(monkeypatch: pytest.MonkeyPatch) -> None:
+    FILE.write_text("before")
+
+    def fails(*_: object) -> str:
+        raise RuntimeError
+
+    monkeypatch.setattr("schedir.trace.ZipFile.writestr", fails)
+    with pytest.raises(RuntimeError):
+        save_timeline(timeline(), FILE)
+    assert FILE.read_text() == "before"
+    assert not [*Path().glob(".*")]
+    with pytest.raises(UsageError, match="cannot write"):
+        save_timeline(timeline(), "no/such/folder/x.timeline")
+
+
+def test_commands_take_a_timeline(capsys: pytest.CaptureFixture[str]) -> None:
+    save_timeline(replace(timeline(), kind="measured", unit="s"), FILE)
+    assert "one_f_one_b, measured" in said(capsys, "simulate", str(FILE))
+    assert said(capsys, "simulate", str(FILE), "--ranks=3")
+    assert said(capsys, "compare", str(FILE), "one_f_one_b", "--ranks=3", "--microbatches=4")
+    assert said(capsys, "draw", str(FILE), "-o", "x.svg")
+    assert "leave out --ranks" in refused(capsys, "simulate", str(FILE), "--ranks=4")
+    assert "leave out --costs" in refused(capsys, "simulate", str(FILE), "--costs=F=1")
+    assert "under device" in refused(capsys, "simulate", str(FILE), "--model=edge")
+    FILE.write_text("schedir 1\n")
+    assert "no Timeline" in refused(capsys, "draw", str(FILE), "-o", "x.svg")
