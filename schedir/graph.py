@@ -173,13 +173,23 @@ class Graph:
         before[order[1:][same]] = order[:-1][same]
         return before
 
-    def waits_for(self, position: int) -> NDArray[np.int64]:
-        """All that must have ended before an instruction starts, its partners' waits included."""
+    def latest(self, end: NDArray[np.float64]) -> NDArray[np.int64]:
+        """Of all that must have ended before each instruction starts, what ended last; -1 for none.
+
+        All means what its partners and the members of its group wait for, too; of equals it is
+        the first.  `end` has an entry per instruction.
+        """
+        before = np.concatenate([self.needs, self.ahead[None]])
         enter = self.gates[0]
-        meets = np.flatnonzero(self.node == self.node[position])
-        members = np.flatnonzero(np.isin(enter, enter[meets]))
-        before = np.concatenate([self.needs[:, members].reshape(-1), self.ahead[members]])
-        return np.setdiff1d(before[before != NONE], members).astype(np.int64)
+        for same in (self.node, enter):  # what is issued together does not wait for itself
+            before = np.where(same[before] == same, NONE, before)
+        at = np.lexsort((-np.arange(len(self)), end))
+        score = np.zeros(len(self) + 1, np.int64)  # the last entry is that of -1: nothing
+        score[at] = np.arange(1, len(self) + 1)
+        latest = np.zeros(self.nodes, np.int64)
+        np.maximum.at(latest, enter, score[before].max(0, initial=0))
+        np.maximum.at(latest, self.node, latest[enter])
+        return np.concatenate([[NONE], at])[latest[self.node]]
 
     # ------------------------------------------------------------ costs
 

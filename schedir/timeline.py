@@ -167,13 +167,19 @@ class Timeline:
 
         Each one's predecessor is, of all that it waited for, what ended last.
         """
-        graph, path = self._graph, [position]
-        while (before := graph.waits_for(path[-1])).size:
-            path.append(int(before[self.spans["end"][before].argmax()]))
+        path = [position]
+        while (before := int(self.latest[path[-1]])) >= 0:
+            path.append(before)
         return np.array(path[::-1], np.int64)
 
     @cached_property
-    def _graph(self) -> Graph:
+    def latest(self) -> NDArray[np.int64]:
+        """For each span, of all that it waited for, what ended last: its index, or -1."""
+        return self.graph.latest(self.spans["end"])
+
+    @cached_property
+    def graph(self) -> Graph:
+        """The dependency graph of the program, under the run's model."""
         return Graph(self.program, self.model)
 
     def of(self, rank: int, index: int) -> tuple[Instr, float, float]:

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from schedir.compile import compile, lower
 from schedir.costs import Costs
-from schedir.graph import MODELS, Model
+from schedir.graph import MODELS, Graph, Model
 from schedir.passes.overlap import group_opposites
 from schedir.plan import Plan
 from schedir.program import Program
@@ -47,6 +47,27 @@ def test_paths_through_groups_end(draft: Program, data: st.DataObject) -> None:
     path = timeline.critical_path
     assert timeline.spans["start"][path[0]] == 0
     assert (timeline.spans["start"][path[1:]] >= timeline.spans["end"][path[:-1]]).all()
+
+
+def waits_for(graph: Graph, position: int) -> list[int]:
+    """All that must have ended before an instruction starts, its partners' waits included."""
+    enter = graph.gates[0]
+    meets = np.flatnonzero(graph.node == graph.node[position])
+    members = np.flatnonzero(np.isin(enter, enter[meets]))
+    before = np.concatenate([graph.needs[:, members].reshape(-1), graph.ahead[members]])
+    return sorted({*before[before >= 0].tolist()} - {*members.tolist()})
+
+
+@given(drafts(), st.data(), st.sampled_from(MODELS), st.booleans())
+def test_what_ended_last_is_told_of_every_instruction(
+    draft: Program, data: st.DataObject, model: Model, grouped: bool
+) -> None:
+    program = group_opposites(lower(draft)) if grouped else lower(draft)
+    timeline = simulate(program, data.draw(costs(draft.plan)), model="edge" if grouped else model)
+    end = timeline.spans["end"]
+    for position, latest in enumerate(timeline.latest.tolist()):
+        before = waits_for(timeline.graph, position)
+        assert latest == max(before, key=lambda k: (end[k], -k), default=-1)
 
 
 def test_1f1b_is_decided_by_its_fill_its_last_rank_and_its_drain() -> None:
