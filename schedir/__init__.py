@@ -34,7 +34,7 @@ from schedir.trace import load_timeline, save_timeline
 from schedir.words import EMPTY, B, F, I, W, Word, draft, overlap, weave
 
 # What needs torch or matplotlib, or is seldom used, is imported when it is first named.
-_LATER = {"gpt", "kernels", "parallel", "runtime", "testing", "train", "viz"}
+_LATER = {"gpt", "kernels", "parallel", "runtime", "testing", "torch_csv", "train", "viz"}
 
 
 def __getattr__(name: str) -> Any:

@@ -12,11 +12,11 @@ import sys
 from collections.abc import Sequence
 from typing import NoReturn
 
-from schedir.commands import check, compare, draw, show, simulate, train
+from schedir.commands import check, compare, draw, export, import_, show, simulate, train
 from schedir.errors import ProgramError, UsageError
 
 _ABOUT = "Pipeline schedules as programs: compile, check, predict, draw and run them."
-_COMMANDS = (show, check, simulate, draw, compare, train)
+_COMMANDS = (show, check, simulate, draw, compare, train, export, import_)
 _EXIT = "exit code: 0 fine, 2 refused program or bad usage, 1 a bug of schedir"
 
 
@@ -76,7 +76,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = _Parser(prog="schedir", description=_ABOUT, epilog=_EXIT, allow_abbrev=False)
     subparsers = parser.add_subparsers(metavar="COMMAND", required=True)
     for command in _COMMANDS:
-        name = command.__name__.rpartition(".")[2]
+        name = command.__name__.rpartition(".")[2].rstrip("_")
         about = command.ABOUT
         sub = subparsers.add_parser(name, help=about, description=about, allow_abbrev=False)
         sub.set_defaults(run=command.run)

@@ -9,6 +9,7 @@ from schedir.check import check, check_draft
 from schedir.costs import Costs
 from schedir.errors import UsageError
 from schedir.graph import Model
+from schedir.ops import Opcode
 from schedir.passes.overlap import early_receives, group_opposites
 from schedir.passes.reductions import optimizer_step, reduce_grads, reduce_norm, reduce_tied
 from schedir.passes.scatter_gather import scatter_gather
@@ -66,6 +67,17 @@ def lower(
     program = transfers(program, costs)
     if boundary == "replicated":
         program = scatter_gather(program)
-    for finish in (reduce_grads, reduce_tied, reduce_norm, optimizer_step):
-        program = finish(program)
+    program = finish(program)
     return check(program, "serial") if debug else program
+
+
+def finish(program: Program) -> Program:
+    """A program with its transfers, and now with its reductions and step.
+
+    Those that reduce the stages' gradients may be there already.
+    """
+    passes = [reduce_grads, reduce_tied, reduce_norm, optimizer_step]
+    reduced = any(Opcode.ReduceGrads in s.op for s in program.streams)
+    for end in passes[reduced:]:
+        program = end(program)
+    return program

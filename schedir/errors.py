@@ -102,6 +102,8 @@ class ScheduleError(ProgramError):
 class ParseError(ProgramError):
     """A program text that does not follow the grammar; `line` and `column` count from 1."""
 
+    place = "line {line}, column {column}"
+
     def __init__(
         self, fact: str, *, line: int, column: int, text: str = "", hint: str = ""
     ) -> None:
@@ -114,12 +116,21 @@ class ParseError(ProgramError):
         return [self.text, " " * (self.column - 1) + "^"] if self.text else []
 
     def __str__(self) -> str:
-        self.program = f"line {self.line}, column {self.column}"
+        self.program = self.place.format(line=self.line, column=self.column)
         return super().__str__()
 
 
 class TraceError(ProgramError):
     """A file that is no Timeline: cut off, foreign, or with times that no run can have."""
+
+
+class CellError(ParseError):
+    """A cell of a CSV that is no action, or does not go with the others.
+
+    `line` is its row and `column` which cell of it, from 1.
+    """
+
+    place = "row {line}, column {column}"
 
 
 class LevelError(ProgramError):

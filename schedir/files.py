@@ -1,4 +1,4 @@
-"""Files appear whole or not at all."""
+"""Files are read as text, and appear whole or not at all."""
 
 from __future__ import annotations
 
@@ -8,6 +8,20 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from schedir.errors import UsageError
+
+
+def text_of(path: str | Path) -> str:
+    """The text of a file, without the byte-order mark that some editors put before it.
+
+    Raises UsageError if it cannot be read, or is no UTF-8.
+    """
+    try:
+        with open(path, encoding="utf-8-sig", newline="") as file:
+            return file.read()
+    except UnicodeDecodeError as error:
+        raise UsageError(f"{path} is not UTF-8 text: byte {error.start} cannot be read") from None
+    except OSError as error:
+        raise UsageError(f"cannot read {path}: {error.strerror}") from None
 
 
 @contextmanager

@@ -11,6 +11,7 @@ from types import FunctionType, ModuleType
 
 from schedir import schedules
 from schedir.errors import ProgramError, UsageError
+from schedir.files import text_of
 from schedir.program import Program
 from schedir.text import parse
 from schedir.words import Schedule
@@ -48,12 +49,7 @@ def load(source: str) -> Schedule | Program:
 
 
 def _program(path: str) -> Program:
-    try:
-        text = Path(path).read_text(encoding="utf-8")
-    except UnicodeDecodeError as error:
-        raise UsageError(f"{path} is not UTF-8 text: byte {error.start} cannot be read") from None
-    except OSError as error:
-        raise UsageError(f"cannot read {path}: {error.strerror}") from None
+    text = text_of(path)
     try:
         return parse(text)
     except ProgramError as error:

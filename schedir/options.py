@@ -31,6 +31,15 @@ def add_shape(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--placement", type=_placement, metavar="WHERE", help="loop, vee, or ranks like 0,1,1,0"
     )
+    _lowering(group)
+
+
+def add_lowering(parser: argparse.ArgumentParser) -> None:
+    """The options by which a draft is lowered, for sources that have their shape."""
+    _lowering(parser.add_argument_group("how it is lowered"))
+
+
+def _lowering(group: argparse._ArgumentGroup) -> None:
     group.add_argument("--tp", type=_size, metavar="N", help="tensor-parallel ranks (1)")
     group.add_argument("--dp", type=_size, metavar="N", help="data-parallel replicas (1)")
     group.add_argument("--tied", action="store_true", default=None, help="a tied embedding")
@@ -50,7 +59,7 @@ def _placement(text: str) -> str | tuple[int, ...]:
     return tuple(map(int, ranks)) if all(r.isdecimal() and len(r) < 10 for r in ranks) else text
 
 
-def _costs(text: str | None) -> Costs:
+def costs_of(text: str | None) -> Costs:
     """`F=1,B=2,send=0.1`, or `F=1:1:2` for one per stage."""
     from dataclasses import fields
     from difflib import get_close_matches
@@ -95,7 +104,7 @@ def program_of(
     from schedir.program import Program
     from schedir.words import draft
 
-    costs, found = _costs(args.costs), load(source)
+    costs, found = costs_of(args.costs), load(source)
     if isinstance(found, Program):
         _agree(args, found, source, but=("stages_per_rank", "placement") if share else ())
         return found, _shared(costs, found.plan) if share else costs

@@ -41,7 +41,9 @@ def test_readme_commands_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
 
     lines = [line.split() for _, body in BLOCKS for line in body.splitlines()]
     commands = [words[1:] for words in lines if words[:1] == ["schedir"] and words[1] != "train"]
-    assert {words[0] for words in commands} == {"show", "check", "simulate", "draw", "compare"}
+    assert {words[0] for words in commands} == {
+        "show", "check", "simulate", "draw", "compare", "export", "import",
+    }  # fmt: skip
     (tmp_path / "examples").symlink_to(ROOT / "examples")
     monkeypatch.chdir(tmp_path)
     for words in commands:

@@ -21,7 +21,7 @@ FLOORS = (
     {"errors", "ops"},
     {"plan", "costs", "files", "gpt_config", "settings"},
     {"program"},
-    {"text", "words", "memory"},
+    {"text", "torch_csv", "words", "memory"},
     {"schedules", "greedy", "index"},
     {"graph"},
     {"walk", "timeline"},

@@ -1,0 +1,50 @@
+"""Read another system's program."""
+
+from __future__ import annotations
+
+import argparse
+
+from schedir.errors import ProgramError, UsageError
+from schedir.files import replacing, text_of
+from schedir.options import add_lowering, costs_of
+
+ABOUT = "read a CSV of torch.distributed.pipelining, check it, and write it as a program"
+
+
+def arguments(parser: argparse.ArgumentParser) -> None:
+    """A file, and where its program goes."""
+    parser.add_argument("source", metavar="FILE.csv", help="with transfers, or compute only")
+    parser.add_argument("-o", dest="output", metavar="FILE.sched", required=True)
+    add_lowering(parser)
+
+
+def run(args: argparse.Namespace) -> str:
+    """The program, lowered if it has no transfers, and checked in any case."""
+    from dataclasses import replace
+    from pathlib import Path
+
+    from schedir import torch_csv
+    from schedir.check import check, check_draft
+    from schedir.compile import finish, lower
+    from schedir.text import show
+
+    if not args.output.endswith(".sched"):
+        raise UsageError(f"a program's file ends in .sched: {args.output} does not")
+    costs, text = costs_of(args.costs), text_of(args.source)
+    name = "_".join(Path(args.source).stem.replace("#", "_").split()) or "imported"
+    try:
+        program = torch_csv.parse(text, name)
+    except ProgramError as error:
+        error.add_note(f"in {args.source}")
+        raise
+    tied, clip = bool(args.tied), bool(args.clip)
+    program = replace(program, tp=args.tp or 1, dp=args.dp or 1, tied=tied, clip=clip)
+    program = lower(check_draft(program), costs) if program.is_draft else finish(program)
+    check(program, args.model or "device")
+    with replacing(args.output) as path:
+        path.write_text(show(program), encoding="utf-8")
+    plan = program.plan
+    return (
+        f"wrote {args.output}: {plan.ranks} ranks, {plan.stages} stages, "
+        f"{plan.microbatches} microbatches, {len(program)} instructions\n"
+    )

@@ -1,0 +1,227 @@
+"""torch's CSV: what is exported, imports; what is no schedule is refused by row and column."""
+
+from __future__ import annotations
+
+import os
+import re
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from schedir import torch_csv
+from schedir.check import check
+from schedir.compile import compile, finish, lower
+from schedir.errors import (
+    CellError,
+    CompletenessError,
+    GroupError,
+    LevelError,
+    ProgramError,
+    ReductionError,
+)
+from schedir.ops import COMPUTE
+from schedir.passes.overlap import group_opposites
+from schedir.plan import Plan
+from schedir.program import Program, Stream
+from schedir.schedules import dualpipe_v, forward_only, gpipe, interleaved, one_f_one_b
+from schedir.testing import drafts
+from schedir.text import parse, show
+from schedir.words import B, F, Word, draft, overlap
+from tests.commands import refused, said
+
+
+def compute(program: Program) -> list[list[int]]:
+    return [s.words[s.op <= max(COMPUTE)].tolist() for s in program.streams]
+
+
+@given(drafts(), st.sampled_from(torch_csv.FORMS))
+def test_what_is_exported_imports(draft: Program, form: str) -> None:
+    lowered = lower(draft)
+    again = torch_csv.parse(torch_csv.show(lowered, form), draft.name)
+    if again.is_draft:
+        assert again.digest == draft.digest
+        assert torch_csv.show(again) == torch_csv.show(draft)
+        again = lower(again)
+    else:
+        again = finish(again)
+    assert again.digest == lowered.digest
+
+
+@pytest.mark.parametrize("form", torch_csv.FORMS)
+def test_cells_that_run_as_one(form: str) -> None:
+    program = compile(dualpipe_v, Plan(3, 7, placement="vee"))
+    text = torch_csv.show(program, form)
+    assert text.count(")OVERLAP_F_B") == sum(int(s.joined.sum()) for s in program.streams) > 0
+    again = torch_csv.parse(text)
+    assert again.plan == program.plan and compute(again) == compute(program)
+    again = lower(again) if again.is_draft else finish(again)
+    assert again.streams == program.streams
+
+
+def test_the_forms_are_torchs() -> None:
+    program = compile(one_f_one_b, Plan(2, 2))
+    assert torch_csv.show(program) == "0F0,0F1,0B0,0B1\n1F0,1B0,1F1,1B1\n"
+    assert torch_csv.show(program, "torch-2.13") == (
+        "0F0,0SEND_F0,0F1,0SEND_F1,0RECV_B0,0B0,0RECV_B1,0B1,0REDUCE_GRAD\n"
+        "1RECV_F0,1F0,1RECV_F1,1B0,1SEND_B0,1F1,1B1,1REDUCE_GRAD,1SEND_B1\n"
+    )
+
+
+@pytest.mark.parametrize(
+    ("text", "plan"),
+    [
+        ("0F0,0B0\n1F0,1B0\n", Plan(2, 1)),
+        ("0F0,2F0,2B0,0B0\r\n1F0,3F0,3B0,1B0\r\n", Plan(2, 1, 2)),
+        ("0F0,,,3F0,3B0,,,0B0\n,1F0,2F0,,,2B0,1B0,\n\n,,\n", Plan(2, 1, 2, "vee")),
+        ("1F0,1B0\n0F0,0B0\n", Plan(2, 1, placement=(1, 0))),
+        ('\ufeff"0F0", 1F0 ,1B0,0B0', Plan(1, 1, 2)),
+        ("0UNSHARD,0F0,0WAIT_SEND_F0,0B0,0REDUCE_GRAD,0WAIT_REDUCE_GRAD,0RESHARD", Plan(1, 1)),
+    ],
+)
+def test_the_plan_is_inferred(text: str, plan: Plan) -> None:
+    program = torch_csv.parse(text)
+    assert program.plan == plan and program.is_draft
+
+
+@pytest.mark.parametrize(
+    ("text", "row", "column", "says"),
+    [
+        ("", 1, 1, "0F0"),
+        ("\n,,\n", 1, 1, "0F0"),
+        ("time,loss\n1,2\n", 1, 1, "'time'"),
+        ("0F0,0B0\n1F0,1SEND", 2, 2, "SEND_F"),
+        ("0F0,0B\n", 1, 2, "0B0"),
+        ("0F0,0B0,0REDUCE_GRAD0\n", 1, 3, "no microbatch"),
+        ("0F0,0Q0\n", 1, 2, "'0Q0'"),
+        ("0F0,-1F0\n", 1, 2, "'-1F0'"),
+        ("0F0\t0B0\n", 1, 1, "no action"),
+        ("0F0,0B0\n,,\n1F0,1B0\n", 2, 1, "rank 1"),
+        ("0F0,0B0\n0F1,0B1\n", 2, 1, "stage 0 is on rank 0: '0F0' in row 1, column 1"),
+        ("0F0,0B0,1RECV_B0\n1F0,1B0\n", 2, 1, "stage 1 is on rank 0"),
+        ("0F0,0B0\n7F0,7B0\n", 2, 1, "no row has stage 1"),
+        ("0F0,0F1,0B0,0B1\n1F0,1B0\n", 1, 2, "stage 1 runs only 1 forward"),
+        ("0F0,0B1000000\n", 1, 2, "stage 0 runs only 1 forward"),
+        ("0F0,0B99999999\n", 1, 2, "microbatches are allowed"),
+        ("40000F0,0B0\n", 1, 1, "stages are allowed"),
+        ("0F0,0F" + "1" * 100_000, 1, 2, "..."),
+        ("0F0," + "x" * 200_000, 1, 1, "field limit"),
+        ("(0F0;0B0)\n", 1, 1, "OVERLAP_F_B"),
+        ("(0F0;0F1)OVERLAP_F_B\n", 1, 1, "a forward and a backward"),
+        ("(0F0;0B0;0W0)OVERLAP_F_B\n", 1, 1, "two actions"),
+        ("(0F0;0UNSHARD)OVERLAP_F_B\n", 1, 1, "two actions"),
+        ("(0F0;0B0OVERLAP_F_B\n", 1, 1, "no action"),
+    ],
+)
+def test_bad_cells_are_named(text: str, row: int, column: int, says: str) -> None:
+    with pytest.raises(CellError) as caught:
+        torch_csv.parse(text)
+    error = caught.value
+    assert (error.line, error.column) == (row, column)
+    assert says in str(error) and len(str(error)) < 400
+    assert str(error).startswith(f"row {row}, column {column}: ")
+
+
+@given(st.data())
+def test_mangled_files_are_refused_or_programs(data: st.DataObject) -> None:
+    text = torch_csv.show(compile(dualpipe_v, Plan(2, 4, placement="vee")), "torch-2.13")
+    at = data.draw(st.integers(0, len(text)))
+    cut = data.draw(st.integers(0, 6))
+    junk = data.draw(st.text('0123456789FBIW,;()"\nSEND_Fé\0', max_size=4))
+    try:
+        program = torch_csv.parse(text[:at] + junk + text[at + cut :])
+    except ProgramError:
+        return
+    assert program.plan.stages * program.plan.microbatches <= len(program)
+
+
+def test_what_torch_has_no_word_for_is_not_exported() -> None:
+    plan = Plan(2, 4)
+    with pytest.raises(CompletenessError):
+        torch_csv.show(compile(forward_only, plan))
+    with pytest.raises(LevelError):
+        torch_csv.show(draft(gpipe, plan), "torch-2.13")
+    grouped = group_opposites(compile(one_f_one_b, plan))
+    assert torch_csv.show(grouped) == torch_csv.show(compile(one_f_one_b, plan))
+    with pytest.raises(GroupError) as caught:
+        torch_csv.show(grouped, "torch-2.13")
+    assert len(caught.value.sites) == 2 and "send" in str(caught.value)
+
+    def two_forwards(r: int, P: int, m: int) -> Word:
+        return overlap(F, F) + 2 * B
+
+    with pytest.raises(GroupError):
+        torch_csv.show(draft(two_forwards, Plan(1, 2)))
+    three = draft(gpipe, Plan(1, 2)).streams[0].words | np.array([0, 0, 1 << 56, 1 << 56])
+    with pytest.raises(GroupError):
+        torch_csv.show(Program("three", Plan(1, 2), (Stream(three),)))
+
+
+def test_reductions_are_theirs_or_ours() -> None:
+    """Without REDUCE_GRAD torch does not scale a gradient, and does not say so."""
+    program = compile(one_f_one_b, Plan(2, 4))
+    text = torch_csv.show(program, "torch-2.13")
+    one_is_missing = finish(torch_csv.parse(text.replace(",1REDUCE_GRAD", "")))
+    with pytest.raises(ReductionError):
+        check(one_is_missing)
+    none_are_there = torch_csv.parse(re.sub(r",\dREDUCE_GRAD", "", text))
+    assert check(finish(none_are_there)).streams == program.streams
+
+
+# ---------------------------------------------------------------- commands
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+@pytest.mark.parametrize("form", torch_csv.FORMS)
+def test_commands(capsys: pytest.CaptureFixture[str], folder: Path, form: str) -> None:
+    shape = ["--ranks", "4", "--microbatches", "8", "--stages-per-rank", "2"]
+    out = said(capsys, "export", "interleaved", *shape, "--to", form, "-o", "my plan.csv")
+    assert out == "wrote my plan.csv\n"
+    program = compile(interleaved, Plan(4, 8, 2), tp=2, clip=True)
+    out = said(capsys, "import", "my plan.csv", "-o", "x.sched", "--tp", "2", "--clip")
+    again = parse((folder / "x.sched").read_text())
+    assert out.startswith("wrote x.sched: 4 ranks, 8 stages, 8 microbatches, ")
+    assert again.name == "my_plan" and again.plan == program.plan and again.clip
+    if form == "torch":
+        assert again.streams == program.streams
+    else:  # torch sends whole activations, and so does what comes from it
+        assert compute(again) == compute(program)
+    back = said(capsys, "export", "x.sched", "--to", form, "-o", "y.csv")
+    assert back == "wrote y.csv\n"
+    assert (folder / "y.csv").read_text() == (folder / "my plan.csv").read_text()
+
+
+def test_bad_usage(capsys: pytest.CaptureFixture[str], folder: Path) -> None:
+    (folder / "good.csv").write_text("0F0,0B0\n1F0,1B0\n")
+    (folder / "bad.csv").write_text("0F0,0B0\n1F0,1B\n")
+    (folder / "half.csv").write_text("0F0,0B0\n1F0\n")
+    (folder / "stuck.csv").write_text("0F0,0B0,0F1,0B1\n1F1,1B1,1F0,1B0\n")
+    (folder / "zip.csv").write_bytes(b"PK\x03\x04\xff")
+    (folder / "d.sched").write_text(show(draft(gpipe, Plan(2, 2))))
+    before = sorted(os.listdir())
+    for argv, says in [
+        ("import missing.csv -o x.sched", "missing.csv"),
+        ("import good.csv -o x.csv", ".sched"),
+        ("import good.csv", "-o"),
+        ("import bad.csv -o x.sched", "row 2, column 2"),
+        ("import bad.csv -o x.sched", "in bad.csv"),
+        ("import half.csv -o x.sched", "half: microbatch 0 has no backward in stage 1"),
+        ("import stuck.csv -o x.sched", "DeadlockError"),
+        ("import zip.csv -o x.sched", "UTF-8"),
+        ("import good.csv -o x.sched --costs F=1:2:3", "2 stages"),
+        ("export gpipe -o x.csv", "--to"),
+        ("export gpipe --to tourch -o x.csv", "torch-2.13"),
+        ("export gpipe --to torch -o x.txt", "x.txt"),
+        ("export forward_only --to torch -o x.csv", "backward"),
+        ("export d.sched --to torch-2.13 -o x.csv", "LevelError"),
+        ("export d.sched --to torch -o no/x.csv", "no/x.csv"),
+    ]:
+        assert says in refused(capsys, *argv.split()), argv
+    assert sorted(os.listdir()) == before
