@@ -12,8 +12,8 @@ from schedir.timeline import Timeline
 def calibrate(measured: Timeline) -> Costs:
     """The mean time of each instruction: per stage for F, B, I and W, one number for others.
 
-    Instructions that the program does not have cost nothing.  A prediction from these costs
-    does the measured work without any waiting that the program does not ask for.
+    Instructions that the program, or a stage of it, does not have cost nothing.  A prediction
+    from these costs does the measured work without any waiting that the program does not ask for.
     """
     spans, stages = measured.spans, range(measured.program.plan.stages)
     took = spans["end"] - spans["start"]
@@ -24,7 +24,8 @@ def calibrate(measured: Timeline) -> Costs:
         if not here.any():
             costs[name] = 0.0
         elif ops[0] in COMPUTE:
-            costs[name] = tuple(float(took[here & (spans["stage"] == s)].mean()) for s in stages)
+            each = (took[here & (spans["stage"] == s)] for s in stages)
+            costs[name] = tuple(float(t.mean()) if len(t) else 0.0 for t in each)
         elif ops[0] in SENDS:
             # A message is seen to have arrived when its receiver looks: most look longer.
             costs[name] = float(took[here].min())

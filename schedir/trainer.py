@@ -96,7 +96,7 @@ class _Trainer:
     def __init__(self, config: Config, program: Program, losses: TextIO | None) -> None:
         self.config, self.program, self.losses = config, program, losses
         self.batches = batches(config)
-        self.transport = Gloo(program)
+        self.transport = Gloo(program, config.train.timeout)
         plan, tp = program.plan, self.transport.tp_group
         division = config.pipeline.division
         stages = {

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import socket
+from datetime import timedelta
 from time import perf_counter
 from typing import Any, cast
 
 import numpy as np
 import torch.distributed as dist
+from numpy.typing import NDArray
 from torch import Tensor
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from schedir.errors import ModelError
 from schedir.graph import Graph, Model
@@ -27,13 +28,16 @@ class Gloo:
     neighbours.  Gloo honours tags: one tag per lane makes each directed edge a queue of its
     own, which nothing else can hold up.
 
+    `timeout` is how many seconds its groups wait for each other; torch's half an hour unless
+    told.
+
     `torch.distributed` must be initialised with pp * tp * dp processes.
     Raises ModelError otherwise.
     """
 
     model: Model = "edge"
 
-    def __init__(self, program: Program) -> None:
+    def __init__(self, program: Program, timeout: float | None = None) -> None:
         self.tp, self.dp, pp = program.tp, program.dp, program.plan.ranks
         world = dist.get_world_size()
         if world != pp * self.tp * self.dp:
@@ -42,21 +46,30 @@ class Gloo:
                 f"{pp * self.tp * self.dp}",
                 program=program.name,
             )
-        mesh = init_device_mesh("cpu", (self.dp, pp, self.tp), mesh_dim_names=("dp", "pp", "tp"))
-        self.mesh = mesh
-        self.rank = mesh.get_local_rank("pp")
-        self.tp_rank = mesh.get_local_rank("tp")
-        self.dp_rank = mesh.get_local_rank("dp")
-        self.pipeline = mesh.get_group("pp")
-        self.tp_group = mesh.get_group("tp") if self.tp > 1 else None
-        self.groups: dict[Group, Any] = {
-            "dp": mesh.get_group("dp"),
-            "model": mesh["pp", "tp"]._flatten().get_group(),
-        }
-        if program.tied:
-            self.groups["tied"] = _first_and_last(mesh, program)
+        self.mesh = mesh = np.arange(world).reshape(self.dp, pp, self.tp)
+        self.dp_rank, self.rank, self.tp_rank = (
+            int(k) for k in np.unravel_index(dist.get_rank(), mesh.shape)
+        )
+        self._timeout = None if timeout is None else timedelta(seconds=timeout)
         self._agree_on(program)
+        self.pipeline = self._group(mesh.swapaxes(1, 2).reshape(-1, pp))
+        self.tp_group = self._group(mesh.reshape(-1, self.tp)) if self.tp > 1 else None
+        self.groups: dict[Group, Any] = {"model": self._group(mesh.reshape(self.dp, -1))}
+        if self.dp > 1:
+            self.groups["dp"] = self._group(mesh.reshape(self.dp, -1).T)
+        if program.tied:
+            ends = sorted({int(program.plan.rank_of[0]), int(program.plan.rank_of[-1])})
+            holders = mesh[:, ends].swapaxes(1, 2).reshape(-1, len(ends))
+            self.groups["tied"] = self._group(holders)
         self.offset = _clock_offset()
+
+    def _group(self, members: NDArray[np.int64]) -> Any:
+        """The group of the row that this process is in; None if it is in none.
+
+        Every process takes part in making every group, in one order.
+        """
+        own, _ = dist.new_subgroups_by_enumeration(members.tolist(), timeout=self._timeout)
+        return own
 
     def _agree_on(self, program: Program) -> None:
         """Every process must run the same program: to find out later would be a hang."""
@@ -90,22 +103,6 @@ class Gloo:
         return cast(Work, dist.all_gather(parts, shard, group=self.tp_group, async_op=True))
 
 
-def _first_and_last(mesh: DeviceMesh, program: Program) -> Any:
-    """The group of the two holders of the tied weight that this process needs; None for others.
-
-    Every process takes part in making every group, in one order.
-    """
-    rank_of = program.plan.rank_of
-    ends = sorted({int(rank_of[0]), int(rank_of[-1])})
-    mine = None
-    for replica in mesh.mesh.tolist():
-        for holders in zip(*(replica[r] for r in ends), strict=True):
-            group = dist.new_group(list(holders))
-            if dist.get_rank() in holders:
-                mine = group
-    return mine
-
-
 def _clock_offset() -> float:
     """What to take from this process's clock to have process 0's, in seconds.
 
@@ -131,16 +128,29 @@ def measured(executor: Executor, transport: Gloo) -> Timeline | None:
     dist.all_gather_object(everyone, own)
     if dist.get_rank():
         return None
-    shown = [everyone[int(k)] for k in transport.mesh.mesh[0, :, 0].tolist()]
+    shown = [everyone[int(k)] for k in transport.mesh[0, :, 0].tolist()]
     start = np.concatenate([began - offset for began, _, offset in shown])
     end = np.concatenate([ended - offset for _, ended, offset in shown])
-    # Both sides of a message are one node, and so are all members of a collective.
-    node = Graph(executor.program, transport.model).node
-    late, over = np.full((2, len(node)), -np.inf)
-    np.maximum.at(late, node, start)
+    return timeline_of(executor.program, start, end, transport.model)
+
+
+def timeline_of(
+    program: Program, start: NDArray[np.float64], end: NDArray[np.float64], model: Model
+) -> Timeline:
+    """A measured Timeline from when each instruction was begun and ended on its own rank.
+
+    What is one node of the graph has one span: a message and a collective are under way when
+    the last side is there, a pair that runs together when its first member begins.
+    """
+    node = Graph(program, model).node
+    first, last, over = np.full(len(node), np.inf), *np.full((2, len(node)), -np.inf)
+    np.minimum.at(first, node, start)
+    np.maximum.at(last, node, start)
     np.maximum.at(over, node, end)
-    spans = spans_of(executor.program, late[node], np.maximum(late, over)[node])
+    spans = spans_of(program, start, end)
+    begun = np.where(spans["lane"] == Lane.COMPUTE, first[node], last[node])
+    spans["start"], spans["end"] = begun, np.maximum(begun, over[node])
     origin = spans["start"].min()
     spans["start"] -= origin
     spans["end"] -= origin
-    return Timeline(executor.program, spans, "measured", "s", transport.model)
+    return Timeline(program, spans, "measured", "s", model)

@@ -29,7 +29,10 @@ class Executor(Rank):
     `boundary`.  `optimizer.step()` runs at OptimizerStep, after gradients are scaled to a
     global norm of at most `max_norm` if the program clips.
 
-    With a tied weight, the modules of first and last stage name their copies `tied_weight`.
+    Two attributes say what cannot be seen.  With a tied weight, the modules of first and last
+    stage name their copies `tied_weight`.  Under tensor parallelism, a parameter of which each
+    rank holds a slice has `shard_dim`, the dimension along which it is cut; others are held
+    whole by all, and the global norm counts them once.
 
     Raises ModelError where modules, transport and program do not go together, and whatever
     `check` raises where the program is not proven for the transport.
@@ -104,8 +107,9 @@ class Executor(Rank):
 
     def finish(self) -> Tensor | None:
         """End a step: everything that is still on its way out is waited for."""
-        while self.sending:
-            self.sending.popleft()[0].wait()
+        for work, _ in self.sending.values():
+            work.wait()
+        self.sending.clear()
         if self.plan.stages - 1 not in self.stages:
             return None
         return sum(self.losses, torch.zeros(()))  # by microbatch, whatever their order was
@@ -143,4 +147,7 @@ def _fit(
             "compile(..., tied=True)",
         )
     if should - holds:
-        refuse(f"the program reduces a tied weight, but stage {min(should)} names none")
+        refuse(f"the program reduces a tied weight, but stage {min(should - holds)} names none")
+    for s in sorted(should):
+        if not stages[s].tied_weight.requires_grad:
+            refuse(f"the program reduces a tied weight, but that of stage {s} is frozen")

@@ -1,4 +1,4 @@
-"""Gradients: one flat static buffer per stage, of which every `.grad` is a view."""
+"""Gradients: a stage's flat static buffers, of which every `.grad` is a view."""
 
 from __future__ import annotations
 
@@ -7,25 +7,37 @@ from torch import Tensor, nn
 
 
 class Gradients:
-    """The gradient buffer of a stage.
+    """The gradients of a stage: `flat` has a buffer for each type of its parameters.
 
-    Backward passes accumulate into the views, so a reduction is one call on `flat`.
+    Backward passes accumulate into the views, so a reduction is one call on each buffer.
+    A stage without parameters, or whose parameters are all frozen, has no buffer.
     """
 
     def __init__(self, module: nn.Module) -> None:
         self.parameters = [p for p in module.parameters() if p.requires_grad]
-        total = sum(p.numel() for p in self.parameters)
-        like = self.parameters[0] if self.parameters else torch.empty(0)
-        self.flat: Tensor = torch.zeros(total, dtype=like.dtype, device=like.device)
-        sizes = [p.numel() for p in self.parameters]
-        parts = zip(self.flat.split(sizes), self.parameters, strict=True) if sizes else ()
-        self.views = [part.view_as(p) for part, p in parts]
+        kinds: dict[tuple[torch.dtype, torch.device], list[nn.Parameter]] = {}
+        for p in self.parameters:
+            kinds.setdefault((p.dtype, p.device), []).append(p)
+        self.flat: list[Tensor] = []
+        self.bound: list[tuple[nn.Parameter, Tensor]] = []
+        for (dtype, device), alike in kinds.items():
+            sizes = [p.numel() for p in alike]
+            flat = torch.zeros(sum(sizes), dtype=dtype, device=device)
+            self.flat.append(flat)
+            parts = zip(alike, flat.split(sizes), strict=True)
+            self.bound += [(p, part.view_as(p)) for p, part in parts]
         self.zero()
+
+    def scale(self, by: float) -> None:
+        """Multiply every gradient."""
+        for flat in self.flat:
+            flat.mul_(by)
 
     def zero(self) -> None:
         """Forget everything, before a step; an optimizer's zero_grad may have unbound the views."""
-        self.flat.zero_()
-        for p, view in zip(self.parameters, self.views, strict=True):
+        for flat in self.flat:
+            flat.zero_()
+        for p, view in self.bound:
             p.grad = view
 
 

@@ -20,7 +20,6 @@ from schedir.ops import ROWS, Instr, Lane, Opcode
 from schedir.runtime.gradients import is_sharded
 from schedir.runtime.rank import Call, Rank, Stage
 from schedir.runtime.split import Tape, recording
-from schedir.runtime.transport import Done
 
 T = TypeVar("T")
 
@@ -62,7 +61,8 @@ def backward(rank: Rank, i: Instr) -> Call:
     def run() -> None:
         x, y = _take(stage.saved, mb)
         dy = None if last else _take(stage.grad_in, mb)
-        torch.autograd.backward(y, dy)
+        if y.requires_grad:  # a first stage may have nothing to train
+            torch.autograd.backward(y, dy)
         if i.stage == 0:
             return
         dx, x.grad = x.grad, None
@@ -104,14 +104,14 @@ def backward_weight(rank: Rank, i: Instr) -> Call:
 
 
 def send(rank: Rank, i: Instr) -> Call:
-    stage, mb, row = rank.stages[i.stage], i.mb, ROWS[i.op]
+    stage, mb, row, k = rank.stages[i.stage], i.mb, ROWS[i.op], rank.where[i]
     values = stage.act_out if i.op == Opcode.SendAct else stage.grad_out
     peer = int(rank.plan.rank_of[i.stage + row.hop])
 
     def run() -> None:
         tensor = _take(values, mb).contiguous()
         # The reference stays until the send has ended: freed earlier, it may be reused.
-        rank.sending.append((rank.transport.send(tensor, peer, row.lane), tensor))
+        rank.sending[k] = (rank.transport.send(tensor, peer, row.lane), tensor)
 
     return Call(None, run)
 
@@ -135,18 +135,23 @@ def recv(rank: Rank, i: Instr) -> Call:
 
 
 def _arrived(rank: Rank, i: Instr, lane: Lane) -> Callable[[], None] | None:
-    """Waits until what an instruction takes in is there, if it comes by message."""
+    """Waits until what an instruction takes in is there, if it comes by message.
+
+    Then what the message proves to have arrived is let go.
+    """
     receive = Opcode.RecvAct if lane is Lane.ACT else Opcode.RecvGrad
     k = rank.where.get((receive, i.stage, i.mb))
     if k is None:
         return None
-    stage, key = rank.stages[i.stage], (lane, i.mb)
+    stage, key, known = rank.stages[i.stage], (lane, i.mb), rank.known.get(k, ())
 
     def wait() -> None:
         work = stage.arriving.pop(key, None)
         if work is not None:  # else a gather has waited already
             work.wait()
             rank.ended[k] = perf_counter()
+            for send in known:
+                rank.sending.pop(send)[0].wait()
 
     return wait
 
@@ -180,25 +185,27 @@ def gather(rank: Rank, i: Instr) -> Call:
 
 
 def reduce_grads(rank: Rank, i: Instr) -> Call:
-    stage = rank.stages[i.stage]
+    gradients, k = rank.stages[i.stage].gradients, rank.where[i]
 
     def run() -> None:
-        stage.gradients.flat.mul_(rank.scale)
+        gradients.scale(rank.scale)
         if rank.program.dp > 1:
-            stage.reducing = rank.transport.all_reduce(stage.gradients.flat, "dp")
+            for flat in gradients.flat:
+                rank.reducing.append((k, rank.transport.all_reduce(flat, "dp")))
 
     return Call(None, run)
 
 
 def _reduced(rank: Rank) -> None:
-    """Waits until the gradients of all own stages are reduced."""
-    for stage in rank.stages.values():
-        stage.reducing.wait()
-        stage.reducing = Done()
+    """Waits until every reduction that was begun has ended: that is when it ends."""
+    for k, work in rank.reducing:
+        work.wait()
+        rank.ended[k] = perf_counter()
+    rank.reducing.clear()
 
 
 def reduce_tied(rank: Rank, i: Instr) -> Call:
-    stage = rank.stages[i.stage]
+    stage, k = rank.stages[i.stage], rank.where[i]
     both = {0, rank.plan.stages - 1} <= {*rank.stages}
 
     def grad(stage: Stage) -> Tensor:
@@ -210,12 +217,13 @@ def reduce_tied(rank: Rank, i: Instr) -> Call:
             last = grad(rank.stages[rank.plan.stages - 1])
             last.copy_(grad(stage).add_(last))
         else:
-            stage.reducing = rank.transport.all_reduce(grad(stage), "tied")
+            rank.reducing.append((k, rank.transport.all_reduce(grad(stage), "tied")))
 
     return Call(partial(_reduced, rank), run)
 
 
 def reduce_norm(rank: Rank, i: Instr) -> Call:
+    k = rank.where[i]
     counted = [
         p
         for s, stage in rank.stages.items()
@@ -228,27 +236,22 @@ def reduce_norm(rank: Rank, i: Instr) -> Call:
     def run() -> None:
         squares = [p.grad.double().square().sum() for p in counted if p.grad is not None]
         rank.norm = torch.stack(squares).sum() if squares else torch.zeros(()).double()
-        rank.norming = rank.transport.all_reduce(rank.norm, "model")
+        rank.reducing.append((k, rank.transport.all_reduce(rank.norm, "model")))
 
     return Call(partial(_reduced, rank), run)
 
 
 def step(rank: Rank, i: Instr) -> Call:
-    def wait() -> None:
-        _reduced(rank)
-        rank.norming.wait()
-        rank.norming = Done()
-
     def run() -> None:
         if rank.program.clip:
             rank.norm = rank.norm.sqrt()
             shrink = min(1.0, rank.max_norm / (float(rank.norm) + 1e-6))
             for stage in rank.stages.values():
-                stage.gradients.flat.mul_(shrink)
+                stage.gradients.scale(shrink)
         if rank.optimizer is not None:
             rank.optimizer.step()
 
-    return Call(wait, run)
+    return Call(partial(_reduced, rank), run)
 
 
 def _take(slots: list[T | None], mb: int) -> T:

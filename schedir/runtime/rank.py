@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -13,9 +12,10 @@ from torch import Tensor, nn
 from schedir.errors import ModelError
 from schedir.ops import Lane
 from schedir.program import Program
+from schedir.runtime.arrivals import arrived
 from schedir.runtime.gradients import Gradients
 from schedir.runtime.split import Tape
-from schedir.runtime.transport import Done, Transport, Work
+from schedir.runtime.transport import Transport, Work
 
 Loss = Callable[[Tensor, Tensor], Tensor]
 Microbatches = Sequence[Tensor] | Tensor  # one tensor each, or stacked
@@ -59,7 +59,6 @@ class Stage:
         self.grad_out: list[Tensor | None] = [None] * microbatches
         self.tape: list[Tape | None] = [None] * microbatches
         self.arriving: dict[tuple[Lane, int], Work] = {}
-        self.reducing: Work = Done()
         self.warned = False  # that the module cannot be split
 
     @property
@@ -97,8 +96,11 @@ class Rank:
         self.scale = 1.0
         self.losses = [torch.zeros(())] * m
         self.norm = torch.zeros((), dtype=torch.float64)
-        self.norming: Work = Done()
-        self.sending: deque[tuple[Work, Tensor]] = deque()
         self.stream = program.streams[rank]
-        self.where = {tuple(i): k for k, i in enumerate(self.stream)}
+        # Under way, by index in the Stream: what is sent, as long as it may not have arrived,
+        # and reductions that nobody has waited for.
+        self.sending: dict[int, tuple[Work, Tensor]] = {}
+        self.reducing: list[tuple[int, Work]] = []
+        self.known = arrived(program, rank)
+        self.where: dict[tuple[int, ...], int] = {i: k for k, i in enumerate(self.stream)}
         self.began, self.ended = [0.0] * len(self.stream), [0.0] * len(self.stream)

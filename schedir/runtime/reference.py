@@ -40,10 +40,11 @@ def reference(
         total = total + saved[-1][1].detach()
         dy: Tensor | None = None
         for x, y in reversed(saved):
-            torch.autograd.backward(y, dy)
+            if y.requires_grad:  # a first stage may have nothing to train
+                torch.autograd.backward(y, dy)
             dy = x.grad
     for gradient in gradients:
-        gradient.flat.mul_(scale)
+        gradient.scale(scale)
     first, last = (getattr(s, "tied_weight", None) for s in (stages[0], stages[-1]))
     if len(stages) > 1 and first is not None and last is not None:
         last.grad.copy_(first.grad.add_(last.grad))

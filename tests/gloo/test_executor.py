@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from schedir import gpt
 from schedir.compile import compile, lower
 from schedir.errors import ExecutionError, ModelError
-from schedir.ops import COMPUTE, ROWS, TRANSFERS, Per, Token
+from schedir.ops import COMPUTE, ROWS, SENDS, TRANSFERS, Per, Token
 from schedir.plan import Plan
 from schedir.program import Program
 from schedir.runtime.c10d import Gloo
@@ -174,6 +174,98 @@ def test_what_cannot_be_split_runs_whole_with_one_warning_each() -> None:
         ranks.step(x, x + 1)
     assert same_bits(gradients(one), gradients(other))
     assert len(caught) == 2 and all("Plain" in str(w.message) for w in caught)
+
+
+class Scale(nn.Module):
+    """Multiplies by a weight, whose type may be another than the boundary's."""
+
+    def __init__(self, dtype: torch.dtype = torch.float32) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.full((HIDDEN,), 1.5, dtype=dtype))
+        self.bias = nn.Parameter(torch.ones(HIDDEN))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.tanh(x * self.weight.float() + self.bias)
+
+
+def _squares(y: Tensor, target: Tensor) -> Tensor:
+    return (y - target).square().sum()
+
+
+@pytest.mark.parametrize("schedule", [one_f_one_b, zb])
+@pytest.mark.parametrize("frozen", [(0,), (1,), (0, 1), (0, 1, 2), "parameterless", "mixed"])
+@pytest.mark.filterwarnings("ignore:Scale .* cannot be split")
+def test_stages_that_have_little_to_train(schedule: Any, frozen: Any) -> None:
+    x = torch.randn(4, BATCH, CONTEXT, HIDDEN, generator=torch.Generator().manual_seed(0))
+
+    def stages() -> list[nn.Module]:
+        if frozen == "parameterless":
+            return [nn.Tanh(), Scale(), nn.Tanh()]
+        if frozen == "mixed":
+            return [Scale(torch.bfloat16), Scale(), Scale(torch.float64)]
+        made: list[nn.Module] = [Scale(), Scale(), Scale()]
+        for k in frozen:
+            made[k].requires_grad_(False)
+        return made
+
+    one, other = stages(), stages()
+    total = reference(one, x, x + 1, loss=_squares, scale=0.5)
+    program = compile(schedule, Plan(3, 4), clip=True)
+    ranks = InProcess(program, other, loss=_squares, boundary=BOUNDARY, max_norm=1e9)
+    for _ in range(2):
+        assert torch.equal(ranks.step(x, x + 1, 0.5), total)
+        assert same_bits(gradients(one), gradients(other))
+    assert frozen == (0, 1, 2) or any(g.any() for grads in gradients(one) for g in grads.values())
+
+
+def test_a_frozen_tied_weight_is_refused() -> None:
+    stages = gpt_stages(2)
+    stages[0].requires_grad_(False)
+    with pytest.raises(ModelError) as caught:
+        _in_process(compile(gpipe, Plan(2, 2), tied=True), stages)
+    assert "stage 0" in caught.value.fact and "frozen" in caught.value.fact
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_what_is_sent_is_let_go_as_the_step_goes(overlap: bool) -> None:
+    plan = Plan(4, 16)
+    program = compile(one_f_one_b, plan, tied=True, overlap=overlap, model="edge")
+    ranks = _in_process(program, gpt_stages(4))
+    most = {(r, op): 0 for r in range(4) for op in SENDS}
+    for r, rank in enumerate(ranks.ranks):
+
+        def watched(k: int, r: int = r, rank: Any = rank, call: Any = rank.call) -> None:
+            call(k)
+            for op in SENDS:
+                held = sum(rank.stream[sent].op == op for sent in rank.sending)
+                most[r, op] = max(most[r, op], held)
+
+        rank.call = watched  # type: ignore[method-assign]
+    ranks.step(*batch(16), seed=1)
+    assert not any(rank.sending for rank in ranks.ranks)
+    # What the schedule holds, and one or two that are let go after the next was sent.
+    assert all(held <= 4 - r + 1 for (r, _), held in most.items()) and most[0, SENDS[0]] >= 3
+
+
+def test_optimizers_may_forget_gradients_between_steps() -> None:
+    """Three steps, with zero_grad between them or not, train alike, and like the reference."""
+    plan, trained = Plan(2, 3), []
+    for how in ("kept", "forgotten", "reference"):
+        stages = gpt_stages(2, tied=False)
+        optimizer = torch.optim.SGD([p for s in stages for p in s.parameters()], lr=0.5)
+        ranks = _in_process(compile(one_f_one_b, plan), stages)
+        for step in range(3):
+            inputs, targets, scale = batch(3, seed=step)
+            if how == "reference":
+                reference(stages, inputs, targets, loss=gpt.loss, scale=scale)
+            else:
+                ranks.step(inputs, targets, scale)
+            optimizer.step()
+            if how == "forgotten":
+                optimizer.zero_grad(set_to_none=True)
+        trained.append([{n: p.detach() for n, p in s.named_parameters()} for s in stages])
+    assert same_bits(trained[0], trained[1]) and same_bits(trained[0], trained[2])
+    assert not same_bits(trained[0], [dict(s.named_parameters()) for s in gpt_stages(2, False)])
 
 
 def test_evaluation_has_no_gradients() -> None:

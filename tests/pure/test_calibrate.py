@@ -48,3 +48,12 @@ def test_what_is_not_there_costs_nothing() -> None:
 def test_a_pipeline_of_one() -> None:
     found = calibrate(schedir.simulate(schedir.compile(whole, Plan(1, 2)), Costs(F=2)))
     assert found.F == (2.0,) and found.send == 0.0
+
+
+def test_stages_may_differ_in_how_they_run_backward() -> None:
+    def mixed(r: int, P: int, m: int) -> Word:
+        return m * F + (m * (I + W) if r else m * B)
+
+    program = schedir.compile(mixed, Plan(2, 3))
+    found = calibrate(schedir.simulate(program, Costs(B=5, I=2, W=3)))
+    assert (found.B, found.I, found.W) == ((5.0, 0.0), (0.0, 2.0), (0.0, 3.0))

@@ -1,0 +1,100 @@
+"""Measured Timelines: what is one node has one span, and all clocks are process 0's."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import numpy as np
+import torch
+
+import schedir
+from schedir import Plan, gpt
+from schedir.index import Index
+from schedir.ops import Opcode
+from schedir.program import Program
+from schedir.runtime import c10d, executor, handlers
+from schedir.runtime.c10d import Gloo, measured, timeline_of
+from schedir.runtime.executor import Executor
+from schedir.schedules import one_f_one_b
+from schedir.timeline import Timeline
+from schedir.words import B, F, Word, overlap
+from tests.gloo.spawn import run
+from tests.gloo.tiny_stages import BOUNDARY, batch, gpt_stages
+
+
+def paired(r: int, P: int, m: int) -> Word:
+    """1F1B whose steady state runs forward and backward as one."""
+    lead = min(P - r, m)
+    return lead * F + overlap((m - lead) * B, (m - lead) * F) + lead * B
+
+
+def _measured(program: Program, **late: float) -> Timeline:
+    """Every instruction lasts from its position to a half behind it; `late` moves starts."""
+    start = np.arange(len(program), dtype=float)
+    end = start + 0.5
+    index = Index(program)
+    for position in range(len(program)):
+        instr = str(index.place(position)[2]).replace(" ", "_").replace(".", "_")
+        start[position] += late.get(instr, 0.0)
+        end[position] += late.get(instr, 0.0)
+    return timeline_of(program, start, end, "edge")
+
+
+def test_a_pair_begins_with_its_first_member_and_ends_with_its_last() -> None:
+    program = schedir.compile(paired, Plan(2, 4), model="edge")
+    timeline = _measured(program)
+    second = np.flatnonzero(program.words >> 56)
+    assert len(second) > 0
+    start, end = timeline.spans["start"], timeline.spans["end"]
+    for k in second.tolist():
+        assert start[k] == start[k - 1] == k - 1
+        assert end[k] == end[k - 1] == k + 0.5
+
+
+def test_a_message_begins_when_both_sides_are_there() -> None:
+    program = schedir.compile(one_f_one_b, Plan(2, 2), model="edge")
+    for late in ({"send_act_0_1": 100.0}, {"recv_act_1_1": 100.0}):
+        spans = _measured(program, **late).spans
+        act = (spans["op"] == Opcode.SendAct) | (spans["op"] == Opcode.RecvAct)
+        send, recv = spans[act & (spans["mb"] == 1)]
+        assert send["start"] == recv["start"] >= 100
+        assert send["end"] == recv["end"] >= send["start"]
+
+
+def _processes(rank: int) -> Any:
+    """Rank 1 as on another machine, whose clock runs 1000 s ahead of rank 0's."""
+
+    def clock() -> float:
+        return time.perf_counter() + 1000 * rank
+
+    for module in (c10d, executor, handlers):
+        module.perf_counter = clock  # type: ignore[attr-defined]
+    c10d.socket.gethostname = lambda: f"host{rank}"  # type: ignore[attr-defined]
+    program = schedir.compile(one_f_one_b, Plan(2, 3), model="edge", tied=True, clip=True)
+    transport = Gloo(program, timeout=77.0)
+    stage = {rank: gpt_stages(2)[rank]}
+    own = Executor(program, rank, stage, transport, loss=gpt.loss, boundary=BOUNDARY)
+    own.step(*batch(3))
+    reductions = {
+        i.op: (own.began[k] - 1000 * rank, own.ended[k] - 1000 * rank)
+        for k, i in enumerate(own.stream)
+        if i.op in (Opcode.ReduceTied, Opcode.ReduceNorm)
+    }
+    timeouts = [
+        group._get_backend(torch.device("cpu")).options._timeout.total_seconds()
+        for group in (transport.pipeline, transport.groups["model"], transport.groups["tied"])
+    ]
+    return measured(own, transport), reductions, timeouts
+
+
+def test_clocks_reductions_and_timeouts_of_processes() -> None:
+    results = run(_processes, 2)
+    timeline = results[0][0]
+    assert results[1][0] is None
+    # Another sign of the offset would set the ranks 2000 s apart, none of it 1000.
+    assert 0 < timeline.span < 500
+    for op in (Opcode.ReduceTied, Opcode.ReduceNorm):
+        begun = max(reductions[op][0] for _, reductions, _ in results)
+        assert all(reductions[op][1] >= begun for _, reductions, _ in results), op
+    assert [timeouts for _, _, timeouts in results] == [[77.0] * 3] * 2
