@@ -14,6 +14,7 @@ from schedir.explain import deadlock
 from schedir.graph import Graph
 from schedir.index import Positions
 from schedir.ops import ROWS, Opcode
+from schedir.plan import Plan
 from schedir.program import ADDRESS, OP, STAGE, Program, Stream
 from schedir.walk import walk
 
@@ -34,7 +35,7 @@ def transfers(program: Program, costs: Costs | None = None) -> Program:
     Raises DeadlockError if the draft itself cannot finish, which is all that can be wrong.
     """
     graph = Graph(program)
-    reached = walk(graph, costs)
+    reached = walk(graph, _ordering(costs or Costs(), program.plan))
     if not reached.done.all():
         raise deadlock(graph, reached)
     streams = []
@@ -50,6 +51,21 @@ def transfers(program: Program, costs: Costs | None = None) -> Program:
         time, turn, place, words = map(np.concatenate, zip(*rows, strict=True))
         streams.append(Stream(words[np.lexsort((place, turn, time))]))
     return replace(program, streams=tuple(streams))
+
+
+def _ordering(costs: Costs, plan: Plan) -> Costs:
+    """The costs that order the messages: around a ring of ranks none is quite free.
+
+    Messages of one moment that took no time would stand in the order of their ranks.  Along a
+    line that does no harm.  Around a ring each would wait for the one before it, and all again
+    for the first at the next moment; so there they take a trifle, and go as they are needed.
+    """
+    neighbours = {frozenset(pair) for pair in pairwise(plan.rank_of.tolist()) if len({*pair}) == 2}
+    if len(neighbours) < plan.ranks:  # a line, or a tree
+        return costs
+    table = costs.table(plan.stages)
+    trifle = table.min(initial=1.0, where=table > 0) * 2.0**-30  # no sum of them is a cost
+    return replace(costs, send=tuple(np.maximum(table[Opcode.SendAct], trifle).tolist()))
 
 
 def _messages(graph: Graph) -> Iterator[tuple[Opcode, Positions, NDArray[np.intp], int]]:
