@@ -28,7 +28,7 @@ FLOORS = (
     {"explain", "complete"},
     {"check", "simulate", "passes"},
     {"compile"},
-    {"ascii", "load", "calibrate", "trace"},
+    {"ascii", "load", "calibrate", "trace", "idleness"},
     {"config"},
     {"runtime", "parallel", "gpt", "data", "kernels", "viz", "launch", "options", "terminal"},
     {"trainer", "testing"},

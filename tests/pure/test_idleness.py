@@ -1,0 +1,149 @@
+"""Causes of idleness: each interval has one, and together they are all the idle time."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+import schedir
+from schedir import Costs, Plan, Program, Timeline
+from schedir.compile import lower
+from schedir.graph import MODELS, Model
+from schedir.idleness import Cause, by_cause, idleness
+from schedir.ops import SHARDING, TRANSFERS, Lane
+from schedir.passes.overlap import group_opposites
+from schedir.schedules import dualpipe_v, gpipe, interleaved, one_f_one_b
+from tests.strategies import costs, drafts
+
+WAITS = (Cause.WARMUP, Cause.COOLDOWN, Cause.PEER, Cause.IMBALANCE)
+
+
+def covers(timeline: Timeline) -> None:
+    """By rank: intervals and work together are the span, each moment once."""
+    idle, spans = idleness(timeline), timeline.spans
+    second = timeline._second_of_pair
+    for rank in range(timeline.ranks):
+        work = (spans["rank"] == rank) & (spans["lane"] == Lane.COMPUTE) & ~second
+        own = idle[idle["rank"] == rank]
+        assert (own["end"] > own["start"]).all()
+        both = np.concatenate([own[["start", "end"]], spans[work][["start", "end"]]])
+        both.sort()
+        assert both["start"][0] == timeline.begin and both["end"][-1] == spans["end"].max()
+        assert (both["end"][:-1] == both["start"][1:]).all()
+    assert np.allclose(by_cause(idle, timeline.ranks).sum(1), timeline.idle, rtol=0, atol=1e-9)
+
+
+def program_of(draft: Program, how: str) -> Program:
+    if how == "draft":
+        return draft
+    return group_opposites(lower(draft)) if how == "grouped" else lower(draft)
+
+
+HOW = st.sampled_from(["draft", "lowered", "grouped"])
+
+
+@given(drafts(), st.data(), st.sampled_from(MODELS), HOW)
+def test_intervals_are_all_the_idle_time(
+    draft: Program, data: st.DataObject, model: Model, how: str
+) -> None:
+    model = "edge" if how == "grouped" else model
+    timeline = schedir.simulate(program_of(draft, how), data.draw(costs(draft.plan)), model=model)
+    covers(timeline)
+    idle, spans = idleness(timeline), timeline.spans
+    assert (by_cause(idle, timeline.ranks).sum(1) == timeline.idle).all()  # whole costs: exact
+    assert not (idle["cause"] == Cause.HOST).any()
+    work = np.flatnonzero(spans["lane"] == Lane.COMPUTE)
+    last = {int(spans["rank"][k]): k for k in work}  # of each rank
+    for one in idle:
+        awaited = spans[one["awaits"]]
+        if one["awaits"] < 0:
+            assert one["cause"] in (Cause.COOLDOWN, Cause.IMBALANCE)
+            assert one["start"] >= spans["end"][last[one["rank"]]]
+        elif one["cause"] in WAITS:  # work elsewhere, which has not ended
+            assert awaited["rank"] != one["rank"] and awaited["lane"] == Lane.COMPUTE
+            assert awaited["end"] >= one["end"]
+        elif one["cause"] == Cause.REDUCTION:
+            assert awaited["lane"] == Lane.DP and awaited["start"] <= one["start"]
+            assert awaited["end"] >= one["end"]
+        elif how == "draft":
+            assert awaited["end"] <= one["start"]
+        else:
+            assert awaited["op"] in TRANSFERS + SHARDING
+            assert awaited["start"] <= one["start"] < one["end"] <= awaited["end"]
+    spare = timeline.busy.max() - timeline.busy
+    assert (by_cause(idle, timeline.ranks)[:, Cause.IMBALANCE] <= spare).all()
+
+
+@given(drafts(), st.data(), st.sampled_from(MODELS))
+def test_measured_times_that_nothing_explains(
+    draft: Program, data: st.DataObject, model: Model
+) -> None:
+    """Work that ends early, and clocks that differ: what is left over is the host's."""
+    timeline = schedir.simulate(lower(draft), data.draw(costs(draft.plan)), model=model)
+    random = np.random.default_rng(data.draw(st.integers(0, 2**32)))
+    spans = timeline.spans.copy()
+    took = (spans["end"] - spans["start"]) * random.random(len(spans))
+    off = random.normal(size=timeline.ranks)[spans["rank"]]
+    spans["start"] += off
+    spans["end"] = spans["start"] + took
+    covers(replace(timeline, spans=spans, kind="measured", unit="s"))
+
+
+def causes(timeline: Timeline) -> dict[Cause, list[float]]:
+    """Causes that are there, with the idle time of each rank."""
+    table = by_cause(idleness(timeline), timeline.ranks)
+    return {c: table[:, c].round(9).tolist() for c in Cause if table[:, c].any()}
+
+
+def test_an_even_pipeline_fills_and_drains() -> None:
+    """1F1B: (P-1)(F+B) on every rank; the fill is what comes before the first backward."""
+    timeline = schedir.simulate(schedir.compile(one_f_one_b, Plan(4, 8)), Costs(F=1, B=2))
+    assert causes(timeline) == {Cause.WARMUP: [6, 5, 4, 3], Cause.COOLDOWN: [3, 4, 5, 6]}
+
+
+@pytest.mark.parametrize("schedule", [gpipe, one_f_one_b])
+def test_what_a_slow_stage_costs_the_others(schedule: schedir.words.Schedule) -> None:
+    slow = Costs(F=(1, 1, 1.5, 1), B=(2, 2, 3, 2))
+    timeline = schedir.simulate(schedir.compile(schedule, Plan(4, 8)), slow)
+    assert causes(timeline)[Cause.IMBALANCE] == [12, 12, 0, 12]
+
+
+def test_messages_reductions_and_steps() -> None:
+    program = schedir.compile(one_f_one_b, Plan(2, 2), dp=2, clip=True)
+    costs = Costs(F=1, B=2, send=0.25, reduce_grads=4, reduce_norm=0.5, step=1)
+    found = causes(schedir.simulate(program, costs))
+    # Rank 1 waits for the first activation, then computes; rank 0 for each gradient.
+    assert found[Cause.REDUCTION] == [4.5, 4.5]
+    assert found[Cause.WARMUP] == [2.25, 1]
+    assert found[Cause.MESSAGE][1] == 0.25
+    assert found[Cause.COOLDOWN][1] == 2.25
+
+
+def test_a_gather_is_part_of_the_message() -> None:
+    program = schedir.compile(interleaved, Plan(2, 2, 2), tp=2)
+    timeline = schedir.simulate(program, Costs(gather=1, scatter=1))
+    idle = idleness(timeline)
+    ops = timeline.spans["op"][idle["awaits"][idle["cause"] == Cause.MESSAGE]]
+    assert {*ops.tolist()} <= {*map(int, SHARDING)}
+    covers(timeline)
+
+
+def test_pairs_run_together() -> None:
+    program = schedir.compile(dualpipe_v, Plan(4, 10, 2, "vee"))
+    covers(schedir.simulate(program, Costs(F=1, I=1, W=1, FB=2, send=0.5)))
+
+
+def test_a_draft_waits_for_its_values() -> None:
+    draft = schedir.draft(gpipe, Plan(2, 1))
+    timeline = schedir.simulate(draft, Costs(F=1, B=2, send=0.5))
+    assert causes(timeline) == {
+        Cause.WARMUP: [3.5, 1], Cause.COOLDOWN: [0, 2.5], Cause.MESSAGE: [0.5, 0.5],
+    }  # fmt: skip
+
+
+def test_nothing_is_idle_alone() -> None:
+    assert not len(idleness(schedir.simulate(schedir.compile(gpipe, Plan(1, 3)))))
