@@ -1,40 +1,73 @@
-"""Write a program for another system."""
+"""Write a program, or a run, for another system."""
 
 from __future__ import annotations
 
 import argparse
+from collections.abc import Callable
+from typing import NamedTuple
 
 from schedir.errors import UsageError
 from schedir.files import replacing
-from schedir.options import SOURCE, add_shape, program_of
+from schedir.options import RUN, add_shape, program_of, timeline_of
 
-ABOUT = "write a program as the CSV that torch.distributed.pipelining loads"
+ABOUT = "write a program or a run in the form that another system reads"
+LARGE = 5_000_000  # bytes above which JSON is packed
+
+
+class Form(NamedTuple):
+    """A form: how it says what a source names, how its file ends, and for whom it is."""
+
+    text: Callable[[argparse.Namespace], str]
+    suffix: str
+    about: str
+
+
+def _torch(args: argparse.Namespace) -> str:
+    from schedir import torch_csv
+    from schedir.check import check, check_draft
+
+    program, _ = program_of(args, args.source)
+    program = check_draft(program) if program.is_draft else check(program, args.model or "device")
+    return torch_csv.show(program, args.to)
+
+
+def _perfetto(args: argparse.Namespace) -> str:
+    from schedir import perfetto
+
+    return perfetto.text(timeline_of(args, args.source))
+
+
+FORMS = {
+    "torch": Form(_torch, ".csv", "for torch.distributed.pipelining of any version: compute only"),
+    "torch-2.13": Form(_torch, ".csv", "as this version reads transfers and reductions, too"),
+    "perfetto": Form(_perfetto, ".json", "the run, for ui.perfetto.dev; .json or .json.gz"),
+}
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
     """A source, the form, and where it goes."""
-    parser.add_argument("source", metavar="SCHEDULE", help=SOURCE)
-    parser.add_argument(
-        "--to",
-        metavar="FORM",
-        required=True,
-        help="torch: compute only, for any version; torch-2.13: with transfers and reductions, "
-        "as this version reads them",
-    )
-    parser.add_argument("-o", dest="output", metavar="FILE.csv", required=True)
+    parser.add_argument("source", metavar="SCHEDULE", help=RUN)
+    about = "; ".join(f"{name}: {form.about}" for name, form in FORMS.items())
+    parser.add_argument("--to", metavar="FORM", required=True, help=about)
+    parser.add_argument("-o", dest="output", metavar="FILE", required=True)
     add_shape(parser)
 
 
 def run(args: argparse.Namespace) -> str:
-    """The CSV of a program that was checked."""
-    from schedir import torch_csv
-    from schedir.check import check, check_draft
+    """The file; packed if its name says so, or if it is large JSON."""
+    if args.to not in FORMS:
+        raise UsageError(f"no form {args.to!r} to export to", hint=f"there are {', '.join(FORMS)}")
+    form, output = FORMS[args.to], args.output
+    packed = form.suffix == ".json" and output.endswith(".json.gz")
+    if not (output.endswith(form.suffix) or packed):
+        raise UsageError(f"the file ends in {form.suffix}: {output} does not")
+    content = form.text(args).encode()
+    if form.suffix == ".json" and not packed and len(content) > LARGE:
+        output, packed = f"{output}.gz", True
+    if packed:
+        import gzip
 
-    if not args.output.endswith(".csv"):
-        raise UsageError(f"the file ends in .csv: {args.output} does not")
-    program, _ = program_of(args, args.source)
-    program = check_draft(program) if program.is_draft else check(program, args.model or "device")
-    text = torch_csv.show(program, args.to)
-    with replacing(args.output) as path:
-        path.write_text(text, encoding="utf-8")
-    return f"wrote {args.output}\n"
+        content = gzip.compress(content, mtime=0)
+    with replacing(output) as path:
+        path.write_bytes(content)
+    return f"wrote {output}\n"

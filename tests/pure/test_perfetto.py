@@ -1,0 +1,174 @@
+"""Perfetto: what is written keeps the rules of the format, and says what the run was."""
+
+from __future__ import annotations
+
+import gzip
+import json
+from collections import Counter, defaultdict
+from dataclasses import replace
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+import schedir
+from schedir import Costs, Plan, perfetto
+from schedir.compile import lower
+from schedir.errors import UsageError
+from schedir.graph import MODELS, Model
+from schedir.idleness import Cause, by_cause, idleness
+from schedir.ops import COMPUTE, SENDS
+from schedir.passes.overlap import group_opposites
+from schedir.program import Program
+from schedir.schedules import dualpipe_v, gpipe, one_f_one_b
+from tests.commands import refused, said
+from tests.strategies import costs, drafts
+
+Event = dict[str, Any]
+# What "Trace Event Format" asks of each phase, beside `ph`.
+FIELDS = {
+    "X": {"name", "pid", "tid", "ts", "dur", "args"},
+    "s": {"name", "cat", "id", "pid", "tid", "ts"},
+    "f": {"name", "cat", "id", "pid", "tid", "ts", "bp"},
+    "C": {"name", "pid", "ts", "args"},
+    "M": {"name", "pid", "args"},
+}
+
+
+def read(text: str) -> list[Event]:
+    """The events of a trace that keeps the rules; times become whole nanoseconds."""
+    trace = json.loads(text, parse_constant=lambda name: pytest.fail(f"{name} is no JSON"))
+    events: list[Event] = trace["traceEvents"]
+    tracks: dict[tuple[int, int], list[tuple[int, int]]] = defaultdict(list)
+    for event in events:
+        assert event.keys() - {"tid"} >= FIELDS[event["ph"]] - {"tid", "ph"}, event
+        assert isinstance(event["pid"], int) and isinstance(event.get("tid", 0), int)
+        for name in {"ts", "dur"} & event.keys():
+            assert event[name] >= 0 and abs(event[name] * 1000 % 1 - 0.5) > 0.4, event
+            event[name] = round(event[name] * 1000)
+        if event["ph"] == "X":
+            end = event["ts"] + event["dur"]
+            tracks[event["pid"], event["tid"]].append((event["ts"], end))
+    for spans in tracks.values():  # nothing overlaps on a track
+        spans.sort()
+        assert all(a[1] <= b[0] for a, b in pairwise(spans))
+    _flows(events, tracks)
+    named = {(e["pid"], e["tid"]) for e in events if e["name"] == "thread_name"}
+    assert named == tracks.keys()
+    threads = [tid for _, tid in named]
+    assert len({*threads}) == len(threads) and not {*threads} & {e["pid"] for e in events}
+    return events
+
+
+def _flows(events: list[Event], tracks: dict[tuple[int, int], list[tuple[int, int]]]) -> None:
+    """Each arrow has one beginning and one end, not before it, and both lie in a slice."""
+    ends: dict[int, list[Event]] = defaultdict(list)
+    for event in events:
+        if event["ph"] in "sf":
+            ends[event["id"]].append(event)
+            at = event["ts"]
+            assert any(a <= at <= b for a, b in tracks[event["pid"], event["tid"]]), event
+    for pair in ends.values():
+        assert [e["ph"] for e in pair] == ["s", "f"] and pair[0]["ts"] <= pair[1]["ts"]
+        assert pair[0]["pid"] != pair[1]["pid"]
+
+
+@given(drafts(), st.data(), st.sampled_from(MODELS), st.booleans(), st.booleans())
+def test_any_run_keeps_the_rules(
+    draft: Program, data: st.DataObject, model: Model, grouped: bool, measured: bool
+) -> None:
+    program = group_opposites(lower(draft)) if grouped else lower(draft)
+    timeline = schedir.simulate(
+        program, data.draw(costs(draft.plan)), model="edge" if grouped else model
+    )
+    if measured:
+        scale = data.draw(st.floats(1e-6, 1e-2))
+        spans = timeline.spans.copy()
+        spans["start"], spans["end"] = spans["start"] * scale + 0.1, spans["end"] * scale + 0.1
+        timeline = replace(timeline, spans=spans, kind="measured", unit="s")
+    events = read(perfetto.text(timeline))
+    kinds = Counter(event["ph"] for event in events)
+    sends = int(np.isin(timeline.spans["op"], SENDS).sum())
+    assert kinds["s"] == kinds["f"] == sends
+    assert kinds["X"] == len(timeline) + len(idleness(timeline))
+
+
+def test_it_says_what_the_run_was() -> None:
+    program = schedir.compile(one_f_one_b, Plan(3, 4), clip=True)
+    timeline = schedir.simulate(program, Costs(F=1, B=2, send=0.25))
+    events = read(perfetto.text(timeline))
+    slices = [e for e in events if e["ph"] == "X"]
+    threads = {e["tid"]: e["args"]["name"] for e in events if e["name"] == "thread_name"}
+    assert {*threads.values()} == {
+        "compute", "idle", "act in", "act out", "grad in", "grad out", "dp",
+    }  # fmt: skip
+    # A unit of the costs is a millisecond.
+    first = next(e for e in slices if e["name"] == "B 2.0")
+    assert (first["pid"], first["ts"], first["dur"]) == (2, 3_500_000, 2_000_000)
+    idle = by_cause(idleness(timeline), 3) * 1e6
+    for e in slices:
+        if threads[e["tid"]] == "idle":
+            idle[e["pid"], Cause[e["name"].upper()]] -= e["dur"]
+    assert not idle.any()
+    peaks = [max(e["args"]["in flight"] for e in events if e["ph"] == "C" and e["pid"] == r)
+             for r in range(3)]  # fmt: skip
+    assert peaks == timeline.peak_in_flight.tolist()
+    waits = [e["args"]["awaits"] for e in slices if e["pid"] == 2 and e["name"] == "warmup"]
+    assert waits == ["F 1.0 on rank 1"]
+
+
+def test_a_pair_run_together_is_one_slice() -> None:
+    program = schedir.compile(dualpipe_v, Plan(4, 10, 2, "vee"))
+    timeline = schedir.simulate(program, Costs(send=0.5))
+    events = read(perfetto.text(timeline))
+    pairs = sum(int((s.joined & np.isin(s.op, COMPUTE)).sum()) for s in program.streams)
+    assert pairs and pairs == sum(" & " in e["name"] for e in events)
+
+
+def test_messages_that_overlap_have_threads_of_their_own() -> None:
+    """With two ranks and several stages each, two activations may travel the same way at once."""
+    spread = Plan(3, 4, placement=(0, 1, 0, 2, 0))
+    timeline = schedir.simulate(
+        schedir.compile(gpipe_of_all, spread, model="edge"), Costs(F=1, B=1, send=9), model="edge"
+    )
+    events = read(perfetto.text(timeline))
+    assert "act out 2" in {e["args"]["name"] for e in events if e["name"] == "thread_name"}
+
+
+def gpipe_of_all(rank: int, ranks: int, microbatches: int, v: int) -> schedir.Word:
+    own = v if rank == 0 else 1
+    forward = sum((microbatches * schedir.F[j] for j in range(own)), schedir.EMPTY)
+    return sum((microbatches * schedir.B[j] for j in reversed(range(own))), forward)
+
+
+def test_a_name_is_only_text() -> None:
+    program = replace(schedir.compile(gpipe, Plan(2, 2)), name='</script>"\\\u2028é')
+    trace = perfetto.text(schedir.simulate(program))
+    assert json.loads(trace)["otherData"]["program"] == program.name
+    assert trace.isascii()
+
+
+def test_a_run_too_long_is_refused() -> None:
+    timeline = schedir.simulate(schedir.compile(gpipe, Plan(2, 2)), Costs(F=1e200))
+    with pytest.raises(UsageError, match="too long"):
+        perfetto.text(timeline)
+
+
+def test_the_command(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    export = ("export", "one_f_one_b", "--to=perfetto", "-o")
+    assert said(capsys, *export, "x.json") == "wrote x.json\n"
+    events = read(Path("x.json").read_text())
+    assert said(capsys, *export, "x.json.gz") == "wrote x.json.gz\n"
+    assert read(gzip.decompress(Path("x.json.gz").read_bytes()).decode()) == events
+    monkeypatch.setattr("schedir.commands.export.LARGE", 1000)
+    assert said(capsys, *export, "large.json") == "wrote large.json.gz\n"
+    assert not Path("large.json").exists()
+    assert "ends in .json" in refused(capsys, *export, "x.csv")
+    assert "perfetto" in refused(capsys, "export", "gpipe", "--to", "chrome", "-o", "x.json")
