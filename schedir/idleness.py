@@ -8,7 +8,7 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
-from schedir.ops import COMPUTE, ROWS, Lane, Opcode
+from schedir.ops import ROWS, Lane, Opcode
 from schedir.timeline import Timeline
 
 Floats = NDArray[np.float64]
@@ -81,9 +81,7 @@ class _Gaps:
 
     def __init__(self, timeline: Timeline) -> None:
         self.timeline, spans = timeline, timeline.spans
-        joined = np.concatenate([s.joined for s in timeline.program.streams])
-        self.second = joined & np.isin(spans["op"], COMPUTE)  # of a pair run together
-        own = np.flatnonzero((spans["lane"] == Lane.COMPUTE) & ~self.second)
+        own = np.flatnonzero((spans["lane"] == Lane.COMPUTE) & ~timeline.second_of_pair)
         bounds = np.searchsorted(spans["rank"][own], np.arange(timeline.ranks + 1))
         after = np.insert(own, bounds[1:], NONE)
         before = np.insert(own, bounds[:-1], NONE)
@@ -158,7 +156,7 @@ class _Gaps:
         needs, rank = self.timeline.graph.needs, spans["rank"]
         far = np.where(rank[needs] != rank, needs, NONE)
         latest: Ints = np.where(place[far[0]] > place[far[1]], far[0], far[1]).astype(np.int64)
-        pair = np.flatnonzero(self.second)
+        pair = np.flatnonzero(self.timeline.second_of_pair)
         late = place[latest[pair]] > place[latest[pair - 1]]
         latest[pair[late] - 1] = latest[pair[late]]
         return latest
@@ -171,7 +169,9 @@ class _Gaps:
         back = np.flatnonzero(np.isin(spans["op"], (Opcode.Backward, Opcode.BackwardInput)))
         np.minimum.at(first, spans["rank"][back], back)
         ahead = np.flatnonzero(spans["op"] == Opcode.Forward)
-        last[spans["rank"][ahead]] = ahead - self.second[ahead]  # later ones overwrite
+        last[spans["rank"][ahead]] = (
+            ahead - self.timeline.second_of_pair[ahead]
+        )  # later ones overwrite
         rank, before, after = self.rank[gap], self.before[gap], self.after[gap]
         phase = np.full(len(gap), Cause.PEER, np.int32)
         phase[before >= last[rank]] = Cause.COOLDOWN

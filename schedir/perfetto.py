@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from schedir.errors import UsageError
 from schedir.idleness import Cause, idleness
-from schedir.ops import COMPUTE, SENDS, TRANSFERS, Lane
+from schedir.ops import SENDS, TRANSFERS, Lane
 from schedir.timeline import Timeline
 
 Event = dict[str, Any]
@@ -70,8 +70,7 @@ class _Tracks:
         self.timeline, spans = timeline, timeline.spans
         self.idle = idleness(timeline)
         self.start, self.end = self._ns(spans["start"]), self._ns(spans["end"])
-        joined = np.concatenate([np.empty(0, bool), *(s.joined for s in timeline.program.streams)])
-        self.second = joined & np.isin(spans["op"], COMPUTE)  # of a pair, shown with the first
+        self.second = timeline.second_of_pair  # shown with the first
         # Threads have a number of their own across all ranks, which is no rank's.
         self.thread: dict[tuple[int, str], int] = {}
         self.on = self._place()

@@ -92,13 +92,14 @@ class Timeline:
         return self._busy(self.spans["lane"] == Lane.COMPUTE)
 
     def _busy(self, which: NDArray[np.bool_]) -> NDArray[np.float64]:
-        own = self.spans[which & ~self._second_of_pair]
+        own = self.spans[which & ~self.second_of_pair]
         busy = np.zeros(self.ranks)
         np.add.at(busy, own["rank"], own["end"] - own["start"])
         return busy
 
     @cached_property
-    def _second_of_pair(self) -> NDArray[np.bool_]:
+    def second_of_pair(self) -> NDArray[np.bool_]:
+        """Whether each span is the second of a pair run together, whose time is the first's."""
         joined = np.concatenate([s.joined for s in self.program.streams])
         second: NDArray[np.bool_] = joined & np.isin(self.spans["op"], _WORK)
         return second

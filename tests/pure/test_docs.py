@@ -42,7 +42,7 @@ def test_readme_commands_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     lines = [line.split() for _, body in BLOCKS for line in body.splitlines()]
     commands = [words[1:] for words in lines if words[:1] == ["schedir"] and words[1] != "train"]
     assert {words[0] for words in commands} == {
-        "show", "check", "simulate", "draw", "compare", "export", "import",
+        "show", "check", "simulate", "explain", "draw", "compare", "export", "import",
     }  # fmt: skip
     (tmp_path / "examples").symlink_to(ROOT / "examples")
     monkeypatch.chdir(tmp_path)
@@ -50,8 +50,10 @@ def test_readme_commands_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
         assert main(words) == 0, words
 
 
-def test_traces_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The page on traces: its Python and its commands, in order."""
+def test_traces_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The page on traces: its Python and its commands, in order, and what one of them prints."""
     from schedir.cli import main
 
     monkeypatch.chdir(tmp_path)
@@ -63,6 +65,8 @@ def test_traces_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         for line in body.splitlines():
             words = line.split("#")[0].split()
             assert words[:1] != ["schedir"] or main(words[1:]) == 0, line
+    shown = (DOCS / "traces.md").read_text().split("```\none_f_one_b")[1].split("```")[0]
+    assert f"one_f_one_b{shown}" in capsys.readouterr().out
 
 
 def test_readme_error_is_what_is_printed() -> None:

@@ -25,7 +25,7 @@ WAITS = (Cause.WARMUP, Cause.COOLDOWN, Cause.PEER, Cause.IMBALANCE)
 def covers(timeline: Timeline) -> None:
     """By rank: intervals and work together are the span, each moment once."""
     idle, spans = idleness(timeline), timeline.spans
-    second = timeline._second_of_pair
+    second = timeline.second_of_pair
     for rank in range(timeline.ranks):
         work = (spans["rank"] == rank) & (spans["lane"] == Lane.COMPUTE) & ~second
         own = idle[idle["rank"] == rank]

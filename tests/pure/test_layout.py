@@ -29,7 +29,7 @@ FLOORS = (
     {"check", "simulate", "passes"},
     {"compile"},
     {"ascii", "load", "calibrate", "trace", "idleness"},
-    {"config", "perfetto"},
+    {"config", "perfetto", "advice"},
     {"runtime", "parallel", "gpt", "data", "kernels", "viz", "launch", "options", "terminal"},
     {"trainer", "testing"},
     {"train"},

@@ -1,0 +1,231 @@
+"""Advice: what would make a step shorter, each claim from simulating the change."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from typing import Final, NamedTuple
+
+import numpy as np
+
+from schedir.calibrate import calibrate
+from schedir.compile import compile, lower
+from schedir.costs import Cost, Costs
+from schedir.errors import ProgramError
+from schedir.greedy import greedy
+from schedir.load import built_in
+from schedir.ops import Opcode
+from schedir.plan import Plan
+from schedir.program import Program
+from schedir.simulate import simulate
+from schedir.timeline import Timeline
+from schedir.words import Schedule
+
+LARGE: Final = 100_000  # instructions of a program for which other orders are not searched
+_WORK: Final = ("F", "B", "I", "W", "FB")
+_REDUCTIONS: Final = ("reduce_grads", "reduce_tied", "reduce_norm")
+
+
+@dataclass(frozen=True)
+class Change:
+    """What could be changed, and the share of the time of a microbatch that it saves."""
+
+    what: str
+    saves: float
+
+
+class Advice(NamedTuple):
+    """What is simulated: the run as it is, at these costs, and the changes, best first.
+
+    `error` is how much longer than the run the simulation of it takes, over the run: 0 for a
+    prediction.
+    """
+
+    base: Timeline
+    error: float
+    changes: list[Change]
+
+
+def advise(
+    timeline: Timeline, costs: Costs | None = None, schedule: Schedule | None = None
+) -> Advice:
+    """What would make a run shorter.
+
+    `costs` are those of a prediction; without, they are read off the run (`calibrate`).
+    `schedule` is what the program was compiled from; without, a built-in schedule that gives
+    the same program is used, or more microbatches are not tried.
+    """
+    program = timeline.program
+    costs = _complete(costs or calibrate(timeline), program)
+    base = simulate(program, costs, model=timeline.model)
+    found: dict[str, Change] = {}
+    for kind, change in _Changes(base, costs, schedule or _recipe(program)).all():
+        if kind not in found or change.saves > found[kind].saves:
+            found[kind] = change
+    changes = sorted(found.values(), key=lambda change: -change.saves)
+    return Advice(base, base.span / timeline.span - 1 if timeline.span else 0.0, changes)
+
+
+def _complete(costs: Costs, program: Program) -> Costs:
+    """Costs of backwards that the program does not have: a whole one is I + W, both the same."""
+    table, split = costs.table(program.plan.stages), bool(_has(program, Opcode.BackwardInput))
+    if split:
+        both = table[Opcode.BackwardInput] + table[Opcode.BackwardWeight]
+        return costs if _has(program, Opcode.Backward) else replace(costs, B=tuple(both))
+    half = tuple(table[Opcode.Backward] / 2)
+    return replace(costs, I=half, W=half, B=tuple(table[Opcode.Backward]))
+
+
+def _has(program: Program, op: Opcode) -> bool:
+    return any(bool((s.op == op).any()) for s in program.streams)
+
+
+def _recipe(program: Program) -> Schedule | None:
+    """The built-in schedule of the program's name, if it gives this program."""
+    schedule = built_in().get(program.name)
+    if schedule is None:
+        return None
+    try:
+        again = _compiled(schedule, program.plan, program, Costs())
+    except ProgramError:
+        return None
+    # Which costs it was lowered with is not known; the order of compute tells.
+    same = _work(again) == _work(program)
+    return schedule if same else None
+
+
+def _work(program: Program) -> list[bytes]:
+    most = max(Opcode.Forward, Opcode.Backward, Opcode.BackwardInput, Opcode.BackwardWeight)
+    return [s.words[s.op <= most].tobytes() for s in program.streams]
+
+
+def _compiled(schedule: Schedule, plan: Plan, like: Program, costs: Costs) -> Program:
+    return compile(
+        schedule, plan, like.tp, like.dp, "device", costs, tied=like.tied, clip=like.clip
+    )
+
+
+class _Changes:
+    """The changes that are tried.  Each kind gives some; the best of a kind is kept."""
+
+    def __init__(self, base: Timeline, costs: Costs, schedule: Schedule | None) -> None:
+        self.base, self.costs, self.schedule = base, costs, schedule
+        self.program, self.plan = base.program, base.program.plan
+        self.room = _activations(self.program, base)
+
+    def all(self) -> Iterator[tuple[str, Change]]:
+        """Kinds, with a change of each that could be simulated."""
+        ways: dict[str, Callable[[], Iterator[tuple[str, Timeline, float]]]] = {
+            "even": self._even,
+            "send": self._send,
+            "reduce": self._reduce,
+            "more": self._more,
+            "order": self._order,
+            "room": self._room,
+        }
+        for kind, way in ways.items():
+            try:
+                for what, timeline, microbatches in way():
+                    now = self.base.span / self.plan.microbatches
+                    then = timeline.span / microbatches
+                    if now:
+                        yield kind, Change(what, 1 - then / now)
+            except ProgramError:  # a schedule that is not for this plan
+                continue
+
+    def _at(self, costs: Costs) -> Timeline:
+        return simulate(self.program, costs, model=self.base.model)
+
+    def _even(self) -> Iterator[tuple[str, Timeline, float]]:
+        table = self.costs.table(self.plan.stages)
+        each = table[Opcode.Forward] + table[Opcode.Backward]
+        worst, mean = int(each.argmax()), float(each.mean())
+        if not mean or each[worst] <= 1.01 * mean:
+            return
+        even: dict[str, Cost] = {
+            name: float(np.mean(getattr(self.costs, name)))
+            for name in _WORK
+            if getattr(self.costs, name) is not None
+        }
+        what = (
+            f"stages that all take the mean (stage {worst} on rank "
+            f"{self.plan.rank_of[worst]} takes {each[worst] / mean:.2f}x)"
+        )
+        yield what, self._at(replace(self.costs, **even)), self.plan.microbatches
+
+    def _send(self) -> Iterator[tuple[str, Timeline, float]]:
+        free = replace(self.costs, send=0.0, scatter=0.0, gather=0.0)
+        yield "messages that take no time", self._at(free), self.plan.microbatches
+
+    def _reduce(self) -> Iterator[tuple[str, Timeline, float]]:
+        free: dict[str, Cost] = dict.fromkeys(_REDUCTIONS, 0.0)
+        what = "reductions that take no time"
+        yield what, self._at(replace(self.costs, **free)), self.plan.microbatches
+
+    def _more(self) -> Iterator[tuple[str, Timeline, float]]:
+        if self.schedule is not None and len(self.program) <= LARGE:
+            plan = replace(self.plan, microbatches=2 * self.plan.microbatches)
+            program = _compiled(self.schedule, plan, self.program, self.costs)
+            timeline = simulate(program, self.costs, model=self.base.model)
+            yield "twice as many microbatches of this size", timeline, plan.microbatches
+
+    def _order(self) -> Iterator[tuple[str, Timeline, float]]:
+        """The built-in schedules that hold no more activations."""
+        if len(self.program) > LARGE:
+            return
+        for name, schedule in built_in().items():
+            placement, fixed = getattr(schedule, "placed", (None, None))
+            most = {1, self.plan.stages_per_rank}
+            for v in {fixed} if fixed else most:
+                try:
+                    plan = Plan(self.plan.ranks, self.plan.microbatches, v, placement or "loop")
+                    costs = _cut(self.costs, self.plan.stages, plan.stages)
+                    program = _compiled(schedule, plan, self.program, costs)
+                    timeline = simulate(program, costs, model=self.base.model)
+                except ProgramError:
+                    continue
+                fits = _activations(program, timeline) <= self.room
+                if program.trains == self.program.trains and fits and name != self.program.name:
+                    what = f"{name} with {v} stage{'s' * (v > 1)} per rank, which holds no more"
+                    if _has(program, Opcode.BackwardInput) and not _has(
+                        self.program, Opcode.BackwardInput
+                    ):
+                        what += "; I and W each half of B"
+                    yield what, timeline, plan.microbatches
+
+    def _room(self) -> Iterator[tuple[str, Timeline, float]]:
+        """A greedy order with as many activations, and with one more."""
+        if len(self.program) > LARGE or not self.program.trains:
+            return
+        peak = self.base.peak_in_flight.tolist()
+        letters = "IFW" if _has(self.program, Opcode.BackwardInput) else "BF"
+        draft = greedy(self.plan, letters, lambda rank: peak[rank] + 1, self.costs)
+        like = self.program
+        draft = replace(draft, tp=like.tp, dp=like.dp, tied=like.tied, clip=like.clip)
+        timeline = simulate(lower(draft, self.costs), self.costs, model=self.base.model)
+        what = "one more activation in flight on each rank, in greedy order"
+        yield what, timeline, self.plan.microbatches
+
+
+def _activations(program: Program, timeline: Timeline) -> float:
+    """The most that a rank holds, in activations of one microbatch on a whole rank."""
+    return float(timeline.peak_in_flight.max()) * program.plan.ranks / program.plan.stages
+
+
+def _cut(costs: Costs, stages: int, into: int) -> Costs:
+    """Costs of the same model cut into another number of stages, each as long as the others.
+
+    Within a stage, time is spread evenly.
+    """
+    if stages == into:
+        return costs
+    old, new = np.linspace(0, 1, stages + 1), np.linspace(0, 1, into + 1)
+    table, cut = costs.table(stages), {}
+    for name, op in (("F", 0), ("B", 1), ("I", 2), ("W", 3)):
+        total = np.concatenate([[0.0], np.cumsum(table[op])])
+        cut[name] = tuple(np.diff(np.interp(new, old, total)).tolist())
+    together = costs.together(stages)
+    if together is not None:
+        total = np.concatenate([[0.0], np.cumsum(together)])
+        cut["FB"] = tuple(np.diff(np.interp(new, old, total)).tolist())
+    return replace(costs, **cut)

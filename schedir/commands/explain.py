@@ -1,0 +1,109 @@
+"""Explain where the time of a run goes, and what would shorten it."""
+
+from __future__ import annotations
+
+import argparse
+from typing import TYPE_CHECKING, Any
+
+from schedir.options import RUN, add_shape, costs_of, timeline_of
+from schedir.terminal import as_json
+
+if TYPE_CHECKING:
+    from schedir.advice import Advice
+    from schedir.timeline import Timeline
+
+ABOUT = "tell why ranks are idle, and what would shorten the step, by simulating each change"
+SHOWN, LEAST = 3, 0.005  # changes that are told, and what they save at least
+
+
+def arguments(parser: argparse.ArgumentParser) -> None:
+    """A source."""
+    parser.add_argument("source", metavar="SCHEDULE", help=RUN)
+    parser.add_argument("--json", action="store_true", help="for a program to read")
+    add_shape(parser)
+
+
+def run(args: argparse.Namespace) -> str:
+    """Some five lines."""
+    from schedir.advice import advise
+    from schedir.load import load
+    from schedir.program import Program
+
+    timeline = timeline_of(args, args.source)
+    costs, schedule = None, None
+    if not args.source.endswith(".timeline"):
+        costs, found = costs_of(args.costs), load(args.source)
+        schedule = None if isinstance(found, Program) else found
+    advice = advise(timeline, costs, schedule)
+    if args.json:
+        return as_json(_facts(timeline, advice))
+    lines = [_where(timeline), *_who(timeline), *_what(advice, timeline.kind == "measured")]
+    return "".join(f"{line}\n" for line in lines)
+
+
+def _facts(timeline: Timeline, advice: Advice) -> dict[str, Any]:
+    from schedir.commands.simulate import facts
+    from schedir.idleness import Cause, by_cause, idleness
+
+    table = by_cause(idleness(timeline), timeline.ranks)
+    return facts(timeline) | {
+        "idle": {cause.name.lower(): table[:, cause].tolist() for cause in Cause},
+        "simulated_span": advice.base.span,
+        "changes": [vars(change) for change in advice.changes],
+    }
+
+
+def _where(timeline: Timeline) -> str:
+    """The bubble by cause, the largest first."""
+    from schedir.idleness import Cause, by_cause, idleness
+
+    whole = timeline.span * timeline.ranks
+    share = by_cause(idleness(timeline), timeline.ranks).sum(0) / (whole or 1.0)
+    told = sorted((c for c in Cause if share[c] >= 0.0005), key=lambda c: -share[c])
+    causes = ", ".join(f"{c.name.lower()} {share[c]:.1%}" for c in told) or "nothing"
+    unit = timeline.unit and f" {timeline.unit}"
+    ranks = f"{timeline.ranks} rank{'s' * (timeline.ranks > 1)}"
+    return (
+        f"{timeline.program.name}, {timeline.kind}: {timeline.bubble:.1%} of {ranks} x "
+        f"{timeline.span:.6g}{unit} is idle: {causes}"
+    )
+
+
+def _who(timeline: Timeline) -> list[str]:
+    """Which instruction of which rank is waited for longest, in all its microbatches."""
+    import numpy as np
+
+    from schedir.idleness import idleness
+    from schedir.ops import COMPUTE, ROWS
+
+    spans, idle = timeline.spans, idleness(timeline)
+    idle = idle[idle["awaits"] >= 0]
+    idle = idle[np.isin(spans["op"][idle["awaits"]], COMPUTE)]
+    if not len(idle):
+        return []
+    awaited = spans[["op", "stage"]][idle["awaits"]]
+    kinds, which = np.unique(awaited, return_inverse=True)
+    waited = np.bincount(which, idle["end"] - idle["start"])
+    op, stage = kinds[waited.argmax()].tolist()
+    took = spans["end"] - spans["start"]
+    mean = took[spans["op"] == op].mean()
+    own = took[(spans["op"] == op) & (spans["stage"] == stage)].mean()
+    than = f"; it takes {own / mean:.2f}x the mean" if abs(own - mean) > 0.01 * mean else ""
+    rank = timeline.program.plan.rank_of[stage]
+    share = waited.max() / timeline.idle.sum()
+    return [
+        f"longest awaited: {ROWS[op].text} of stage {stage} on rank {rank}, in {share:.0%} of the "
+        f"idle time{than}"
+    ]
+
+
+def _what(advice: Advice, measured: bool) -> list[str]:
+    """What helps most, and of what these claims are."""
+    base = advice.base
+    off = f", {abs(advice.error):.1%} {'more' if advice.error > 0 else 'less'} than it took"
+    of = f" at the run's mean times, of {base.span:.6g} s{off}" if measured else ""
+    best = [change for change in advice.changes if change.saves >= LEAST][:SHOWN]
+    if not best:
+        return [f"nothing that was tried saves {LEAST:.1%} of the time, by simulation{of}"]
+    head = f"what would save most of the time of a microbatch, by simulation{of}:"
+    return [head, *(f"  {change.saves:6.1%}  {change.what}" for change in best)]

@@ -1,0 +1,102 @@
+"""Advice: every claim is what simulating the change gives."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import schedir
+from schedir import Costs, Plan, Timeline, Word
+from schedir.advice import Advice, advise
+from schedir.schedules import gpipe, one_f_one_b, zb_h1
+from tests.commands import refused, said
+
+PLAN = Plan(4, 8)
+COSTS = Costs(F=(1, 1, 1, 1.5), B=(2, 2, 2, 3), send=0.25, reduce_grads=2)
+
+
+def run_of(schedule: schedir.words.Schedule, costs: Costs, plan: Plan = PLAN) -> Timeline:
+    return schedir.simulate(schedir.compile(schedule, plan, costs=costs), costs)
+
+
+def saves(advice: Advice, what: str) -> float:
+    [change] = [c for c in advice.changes if what in c.what]
+    return change.saves
+
+
+def test_claims_are_simulations() -> None:
+    timeline = run_of(one_f_one_b, COSTS)
+    program, advice = timeline.program, advise(timeline, COSTS)
+    assert advice.error == 0 and advice.base.span == timeline.span
+
+    def saved(changed: Costs) -> float:
+        return 1 - schedir.simulate(program, changed).span / timeline.span
+
+    assert saves(advice, "messages") == saved(replace(COSTS, send=0))
+    assert saves(advice, "reductions") == saved(replace(COSTS, reduce_grads=0))
+    even = saves(advice, "stage 3 on rank 3 takes 1.33x")
+    assert even == pytest.approx(saved(Costs(F=1.125, B=2.25, send=0.25, reduce_grads=2)))
+    twice = run_of(one_f_one_b, COSTS, Plan(4, 16))
+    assert saves(advice, "twice") == pytest.approx(1 - twice.span / timeline.span / 2)
+    assert [c.saves for c in advice.changes] == sorted(c.saves for c in advice.changes)[::-1]
+
+
+def test_other_schedules_hold_no_more() -> None:
+    """1F1B has m activations of GPipe's at most P: GPipe is no advice for it, ZB-H1 is."""
+    plain = Costs(F=1, B=2)
+    whats = [c.what for c in advise(run_of(one_f_one_b, plain, Plan(2, 4)), plain).changes]
+    assert any("holds no more; I and W each half of B" in what for what in whats)
+    timeline = run_of(zb_h1, Costs())
+    whats = [c.what for c in advise(timeline, Costs()).changes]
+    assert not any("half of B" in what for what in whats)
+
+
+def mine(rank: int, ranks: int, microbatches: int) -> Word:
+    return microbatches * schedir.F + microbatches * schedir.B
+
+
+def test_more_microbatches_need_the_schedule() -> None:
+    timeline = run_of(mine, Costs())
+    assert not any("twice" in c.what for c in advise(timeline).changes)
+    assert any("twice" in c.what for c in advise(timeline, schedule=mine).changes)
+    # A name is not trusted: what it compiles to is.
+    named = replace(timeline, program=replace(timeline.program, name="one_f_one_b"))
+    assert not any("twice" in c.what for c in advise(named).changes)
+    named = replace(timeline, program=replace(timeline.program, name="gpipe"))
+    assert any("twice" in c.what for c in advise(named).changes)
+
+
+def test_a_measured_run_is_judged_at_its_means() -> None:
+    timeline = run_of(gpipe, COSTS)
+    spans = timeline.spans.copy()
+    spans["end"] += 5 * (np.arange(len(spans)) == timeline.critical_path[-1])
+    advice = advise(replace(timeline, spans=spans, kind="measured", unit="s"))
+    assert advice.error == pytest.approx(advice.base.span / (timeline.span + 5) - 1)
+    assert advice.error < 0
+
+
+def test_a_draft_and_a_single_rank() -> None:
+    assert advise(schedir.simulate(schedir.draft(gpipe, PLAN))).changes
+    alone = advise(run_of(gpipe, Costs(), Plan(1, 4)), Costs())
+    assert all(abs(c.saves) < 1e-9 for c in alone.changes)
+
+
+def test_the_command(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    costs = "--costs=F=1:1:1:1.5,B=2:2:2:3,send=0.25,reduce_grads=2"
+    lines = said(capsys, "explain", "one_f_one_b", costs).splitlines()
+    assert len(lines) <= 6 and "imbalance" in lines[0] and "by simulation" in lines[2]
+    assert "stage 3 on rank 3 takes 1.33x" in "".join(lines)
+    assert said(capsys, "explain", "gpipe", "--ranks=1").endswith("by simulation\n")
+    assert '"imbalance"' in said(capsys, "explain", "gpipe", "--json")
+
+    measured = replace(run_of(one_f_one_b, COSTS), kind="measured", unit="s")
+    schedir.save_timeline(measured, "x.timeline")
+    lines = said(capsys, "explain", "x.timeline").splitlines()
+    assert "at the run's mean times" in lines[2]
+    assert "--costs" in refused(capsys, "explain", "x.timeline", costs)
