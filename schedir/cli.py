@@ -29,7 +29,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     except SystemExit as end:  # --help
         return int(end.code or 0)
     except ProgramError as error:
-        _tell(error)
+        from schedir.terminal import told
+
+        print(told(error), file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         return 130
@@ -52,16 +54,6 @@ def _say(text: str) -> int:
     except OSError as error:
         raise UsageError(f"cannot write to standard output: {error.strerror}") from None
     return 0
-
-
-def _tell(error: ProgramError) -> None:
-    """Say what was refused, and where in a person's file it comes from."""
-    from schedir.load import origin
-
-    lines = [f"{type(error).__name__}: {error}", *getattr(error, "__notes__", [])]
-    if error.__cause__ and (where := origin(error)):
-        lines.append(f"  at {where}")
-    print("\n".join(lines), file=sys.stderr)
 
 
 # ---------------------------------------------------------------- arguments

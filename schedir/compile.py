@@ -48,12 +48,15 @@ def compile(
         raise UsageError(f"boundary must be 'replicated' or 'sharded', not {boundary!r}")
     program = replace(draft(schedule, plan), tp=tp, dp=dp, tied=tied, clip=clip)
     program = lower(check_draft(program), costs, boundary=boundary, debug=debug)
-    if overlap:
-        program = group_opposites(program)
-        if debug:
-            check(program, model)
-        program = early_receives(program, model)
-    return check(program, model)
+    return check(overlapped(program, model, debug=debug) if overlap else program, model)
+
+
+def overlapped(program: Program, model: Model = "device", *, debug: bool = False) -> Program:
+    """A lowered program with opposite transfers grouped, and other receives posted early."""
+    program = group_opposites(program)
+    if debug:
+        check(program, model)
+    return early_receives(program, model)
 
 
 def lower(

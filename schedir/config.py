@@ -9,7 +9,7 @@ import math
 import re
 import tomllib
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from difflib import get_close_matches
 from pathlib import Path
@@ -21,6 +21,7 @@ from schedir.load import load
 from schedir.plan import Plan
 from schedir.program import Program
 from schedir.settings import Range, fit, say
+from schedir.words import placed_for
 
 Count = Annotated[int, Range(1)]
 Share = Annotated[float, Range(0, below=1)]
@@ -31,8 +32,10 @@ NotNegative = Annotated[float, Range(0)]
 class PipelineConfig:
     """Who computes what.  A `schedule` that is a FILE.sched brings the other settings along.
 
-    `schedule` is a built-in name, file.py:function or FILE.sched; `division` the layers of each
-    stage, where they cannot be or shall not be the same.  pp x tp x dp processes run it.
+    `schedule` is a built-in name, file.py:function or FILE.sched; the first two may have options
+    in brackets, as in "interleaved(group=4)".  A schedule that is for one placement brings that
+    along.  `overlap` groups opposite transfers and posts receives early; `division` is the layers
+    of each stage, where they cannot be or shall not be the same.  pp x tp x dp processes run it.
     """
 
     schedule: str = "one_f_one_b"
@@ -42,6 +45,7 @@ class PipelineConfig:
     placement: str | tuple[int, ...] = "loop"
     tp: Count = 1
     dp: Count = 1
+    overlap: bool = False
     division: tuple[int, ...] | None = None
 
     @property
@@ -79,8 +83,8 @@ class TrainConfig:
     betas: tuple[Share, Share] = (0.9, 0.95)
     clip: NotNegative = 1.0
     log_every: Count = 10
-    timeout: Annotated[float, Range(1)] = 120.0
-    threads: Count = 1
+    timeout: Annotated[float, Range(1, below=1e7)] = 120.0
+    threads: Annotated[int, Range(1, below=1025)] = 1
 
     def __post_init__(self) -> None:
         if self.min_lr > self.lr:
@@ -151,8 +155,8 @@ _Values = dict[tuple[str, str], Any]
 def read(path: str, sets: Sequence[str] = ()) -> Config:
     """The configuration of a TOML file, with settings like "pipeline.ranks=2" on top.
 
-    A value of `sets` is written as in TOML; strings need no quotes.  Raises ConfigError that
-    says where.
+    A value of `sets` is written as in TOML; strings need no quotes, and lists of numbers no
+    brackets.  Raises ConfigError that says where.
     """
     given = dict(_of_file(path))
     given.update(map(_of_set, sets))
@@ -199,10 +203,11 @@ def _of_file(path: str) -> Iterator[tuple[tuple[str, str], _Given]]:
 def _of_set(option: str) -> tuple[tuple[str, str], _Given]:
     key, equals, text = option.partition("=")
     section, dot, name = key.strip().partition(".")
-    try:
-        value = tomllib.loads(f"value = {text}")["value"]
-    except tomllib.TOMLDecodeError:
-        value = text.strip()  # a string without its quotes
+    value: Any = text.strip()  # a string without its quotes
+    for form in (f"value = {text}", f"value = [{text}]"):
+        with suppress(tomllib.TOMLDecodeError):
+            value = tomllib.loads(form)["value"]
+            break
     setting = _Given(value, f"--set {option}")
     if not equals or not dot:
         raise setting.error("is not SECTION.NAME=VALUE", "pipeline.ranks=2")
@@ -212,12 +217,17 @@ def _of_set(option: str) -> tuple[tuple[str, str], _Given]:
 
 
 def _of_program(values: _Values, given: _Settings) -> _Values:
-    """What a program in a file decides; a setting that says otherwise is refused."""
-    source = values.get(("pipeline", "schedule"), "")
-    if not source.endswith(".sched"):
-        return {}
+    """What a program in a file decides, where a setting that says otherwise is refused, or the
+    mark of a schedule, where none does."""
+    source = values.get(("pipeline", "schedule"), PipelineConfig.schedule)
     program = load(source)
-    assert isinstance(program, Program)
+    if not isinstance(program, Program):
+        placement, fixed = placed_for(program)
+        marks = {("pipeline", "placement"): placement, ("pipeline", "stages_per_rank"): fixed}
+        return {key: mark for key, mark in marks.items() if mark and key not in given}
+    overlap = given.get(("pipeline", "overlap"))
+    if overlap and not program.is_draft:
+        raise overlap.error(f"{source} has its transfers: overlap is for what is compiled")
     decided = {}
     for name in _PLAN if program.is_draft else (*_PLAN, "tp", "dp"):
         key = "pipeline", name

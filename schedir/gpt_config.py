@@ -31,6 +31,13 @@ class GPTConfig:
         if self.hidden % self.heads:
             raise UsageError(f"hidden {self.hidden} is no multiple of heads {self.heads}")
 
+    @property
+    def parameters(self) -> int:
+        """How many numbers the model has; a tied weight counts once."""
+        layer = 12 * self.hidden**2 + 13 * self.hidden
+        ends = self.vocab * (2 - self.tied) + self.context + 2
+        return self.layers * layer + ends * self.hidden
+
 
 def split_layers(layers: int, stages: int, given: Sequence[int] | None = None) -> tuple[int, ...]:
     """Layers per stage: the same for all, or `given`, which may be uneven.

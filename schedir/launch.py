@@ -8,7 +8,9 @@ import socket
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Sequence
+from datetime import timedelta
 from pathlib import Path
 from queue import SimpleQueue
 from threading import Thread
@@ -17,6 +19,7 @@ from typing import NoReturn
 from schedir.errors import UsageError
 
 MOST = 256  # processes that one machine is asked to start
+GRACE = 5.0  # seconds in which the first rank to fail ends the others
 
 _LAUNCHED = "SCHEDIR_LAUNCHED"
 
@@ -112,10 +115,37 @@ def end_with_parent() -> None:
     Thread(target=watch, daemon=True).start()
 
 
-def crash(why: str) -> NoReturn:
-    """End this rank at once: a tidy end would close connections first, and others seem to fail."""
-    print(f"rank {os.environ.get('RANK', '0')}: {why}", file=sys.stderr, flush=True)
-    os._exit(1)
+def crash(why: str, code: int = 1) -> NoReturn:
+    """End this rank at once: a tidy end would close connections first, and others seem to fail.
+
+    Only the first rank of a run to fail says why.  The failures of others are its consequences:
+    they are silent, and wait to be ended with it.
+    """
+    if _is_first():
+        print(f"rank {os.environ.get('RANK', '0')}: {why}", file=sys.stderr, flush=True)
+    else:
+        time.sleep(GRACE)
+    os._exit(code)
+
+
+def _is_first() -> bool:
+    """Whether no other rank has failed, as far as the store knows where ranks meet."""
+    if "MASTER_PORT" not in os.environ:
+        return True
+    from torch.distributed import TCPStore  # type: ignore[attr-defined]
+
+    try:
+        store = TCPStore(
+            os.environ["MASTER_ADDR"],
+            int(os.environ["MASTER_PORT"]),
+            is_master=False,
+            wait_for_workers=False,
+            timeout=timedelta(seconds=1),
+        )
+        attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+        return bool(store.add(f"schedir failed in attempt {attempt}", 1) == 1)
+    except Exception:  # it is gone, or not yet there: let one of each machine speak
+        return os.environ.get("LOCAL_RANK", "0") == "0"
 
 
 def leave() -> NoReturn:

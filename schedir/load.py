@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import ast
 import sys
 from difflib import get_close_matches
+from functools import partial
 from importlib.util import module_from_spec, spec_from_file_location
+from inspect import signature
 from pathlib import Path
 from traceback import extract_tb
 from types import FunctionType, ModuleType
@@ -29,11 +32,14 @@ def load(source: str) -> Schedule | Program:
     """A built-in schedule by its name, the schedule `file.py:function`, or the Program in
     `file.sched`.
 
-    The Program is parsed, not checked.  Raises UsageError for what is not there or cannot be
-    read or imported, ParseError for a file that is no program.
+    A schedule's own options may follow in brackets: `interleaved(group=4)`.  The Program is
+    parsed, not checked.  Raises UsageError for what is not there or cannot be read or imported,
+    ParseError for a file that is no program.
     """
     if source.endswith(".sched"):
         return _program(source)
+    if source.endswith(")") and "(" in source:
+        return _with_options(source)
     path, colon, name = source.rpartition(":")
     if colon and path.endswith(".py"):
         return _function(path, name)
@@ -46,6 +52,30 @@ def load(source: str) -> Schedule | Program:
             hint=_near(source, known),
         )
     return known[source]
+
+
+def _with_options(source: str) -> Schedule:
+    """The schedule of `NAME(option=value, ...)`, with these options bound."""
+    name, _, inside = source.partition("(")
+    schedule = load(name.strip())
+    if isinstance(schedule, Program):
+        raise UsageError(f"{name} is a program: options in brackets are for schedules")
+    try:
+        call = ast.parse(f"f({inside}", mode="eval").body
+        if not isinstance(call, ast.Call) or not isinstance(call.func, ast.Name) or call.args:
+            raise ValueError
+        if any(k.arg is None for k in call.keywords):
+            raise ValueError
+        given = {str(k.arg): ast.literal_eval(k.value) for k in call.keywords}
+    except (SyntaxError, ValueError):
+        raise UsageError(
+            f"the options of {source!r} cannot be read", hint=f"{name}(option=1, other=True)"
+        ) from None
+    takes = list(signature(schedule).parameters)[3:]  # rank, ranks and microbatches come first
+    if wrong := [option for option in given if option not in takes]:
+        hint = _near(wrong[0], takes) if takes else "it has none"
+        raise UsageError(f"{name} has no option {wrong[0]!r}", hint=hint)
+    return partial(schedule, **given)
 
 
 def _program(path: str) -> Program:

@@ -17,7 +17,10 @@ if TYPE_CHECKING:
     from schedir.timeline import Timeline
     from schedir.words import Schedule
 
-SOURCE = "a built-in schedule, file.py:function, or a program FILE.sched"
+SOURCE = (
+    "a built-in schedule or file.py:function, with options in brackets if it has any "
+    "(interleaved(group=4)), or a program FILE.sched"
+)
 RUN = f"{SOURCE}, or a run FILE.timeline"
 RANKS, PER_RANK = 4, 2  # ranks, and microbatches per rank, unless told
 
@@ -44,6 +47,9 @@ def _lowering(group: argparse._ArgumentGroup) -> None:
     group.add_argument("--dp", type=_size, metavar="N", help="data-parallel replicas (1)")
     group.add_argument("--tied", action="store_true", default=None, help="a tied embedding")
     group.add_argument("--clip", action="store_true", default=None, help="clipped gradients")
+    group.add_argument(
+        "--overlap", action="store_true", help="group opposite transfers, post receives early"
+    )
     group.add_argument("--model", metavar="MODEL", help="edge, pair, device (default) or serial")
     group.add_argument("--costs", metavar="COSTS", help="F=1,B=2,send=0.1; F=1:1:2 per stage")
 
@@ -121,16 +127,18 @@ def program_of(
         costs,
         tied=bool(args.tied),
         clip=bool(args.clip),
+        overlap=args.overlap,
     )
     return program, costs
 
 
 def _plan(args: argparse.Namespace, schedule: Schedule, *, share: bool) -> Plan:
     from schedir.plan import Plan
+    from schedir.words import placed_for
 
     ranks = RANKS if args.ranks is None else args.ranks
     microbatches = PER_RANK * ranks if args.microbatches is None else args.microbatches
-    mark, fixed = getattr(schedule, "placed", (None, None))
+    mark, fixed = placed_for(schedule)
     placement = args.placement or mark or "loop"
     v = args.stages_per_rank
     if v is None or (share and (fixed or (placement == "loop" and not _takes_v(schedule)))):
@@ -167,8 +175,9 @@ def _agree(
         if name not in but and said is not None and said != has:
             option = "--" + name.replace("_", "-")
             raise UsageError(f"{source} has {name} {has}, not {said}", hint=f"leave out {option}")
-    if getattr(args, "draft", False):
-        raise UsageError(f"{source} is a program: --draft is for schedules")
+    for name in ("draft", "overlap"):
+        if getattr(args, name, False):
+            raise UsageError(f"{source} is a program: --{name} is for schedules")
 
 
 def timeline_of(args: argparse.Namespace, source: str, *, share: bool = False) -> Timeline:

@@ -55,6 +55,8 @@ def fit(value: Any, kind: Any) -> Any:
         if len(each) != len(value):
             raise TypeError
         return tuple(map(fit, value, each))
+    if type(value) is int and not -(2**63) <= value < 2**63:
+        raise TypeError  # as TOML has them
     if kind is float and type(value) is int:
         value = float(value)
     if kind not in _NAMES or type(value) is not kind:

@@ -1,4 +1,4 @@
-"""What the command line prints: tables, coloured programs, JSON.
+"""What the command line prints: tables, coloured programs, refusals, JSON.
 
 Rich is imported where it is needed: --help must not wait for it.
 """
@@ -9,6 +9,8 @@ import json
 import os
 import sys
 from collections.abc import Iterable, Sequence
+
+from schedir.errors import ProgramError
 
 
 def coloured(text: str) -> str:
@@ -51,6 +53,16 @@ def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     with console.capture() as said:
         console.print(drawn)
     return "".join(f"{line.rstrip()}\n" for line in said.get().splitlines() if line.strip())
+
+
+def told(error: ProgramError) -> str:
+    """What was refused, and where in a person's file it comes from."""
+    from schedir.load import origin
+
+    lines = [f"{type(error).__name__}: {error}", *getattr(error, "__notes__", [])]
+    if error.__cause__ and (where := origin(error)):
+        lines.append(f"  at {where}")
+    return "\n".join(lines)
 
 
 def as_json(value: object) -> str:

@@ -6,7 +6,6 @@ import json
 import os
 import sys
 import tempfile
-import time
 import traceback
 from collections.abc import Sequence
 from contextlib import nullcontext
@@ -15,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from schedir.check import check, check_draft
-from schedir.compile import compile, lower
+from schedir.compile import compile, lower, overlapped
 from schedir.config import Config, read
 from schedir.errors import ExecutionError, ProgramError, UsageError
 from schedir.files import replacing
@@ -23,14 +22,16 @@ from schedir.graph import Model
 from schedir.launch import crash, end_with_parent, launch, leave
 from schedir.load import load
 from schedir.program import Program
+from schedir.terminal import told
 
 # What is wrong with a configuration is said before torch is imported.
 if TYPE_CHECKING:
     from schedir.trainer import Result
 
 MODEL: Model = "edge"  # what Gloo gives
-GRACE = 5.0  # seconds in which a machine's first rank speaks for all of them
+RESULTS = ("loss.csv", "summary.json", "timeline.png")
 CLOSED = "standard output was closed"
+_LAUNCHER = "use torchrun, or unset RANK"
 
 
 def run(path: str, sets: Sequence[str] = ()) -> int:
@@ -44,6 +45,7 @@ def run(path: str, sets: Sequence[str] = ()) -> int:
         return _run_rank(path, sets)
     config = read(path, sets)
     program = program_of(config)
+    check_memory(config, config.world)
     make_folder(config.output.folder)
     try:
         from schedir.trainer import batches
@@ -73,19 +75,22 @@ def program_of(config: Config) -> Program:
     clip = config.train.clip > 0
     if not isinstance(found, Program):
         program = compile(
-            found, pipeline.plan, pipeline.tp, pipeline.dp, MODEL, tied=tied, clip=clip
-        )
+            found, pipeline.plan, pipeline.tp, pipeline.dp, MODEL,
+            tied=tied, clip=clip, overlap=pipeline.overlap,
+        )  # fmt: skip
     elif found.is_draft:
         whole = replace(found, tp=pipeline.tp, dp=pipeline.dp, tied=tied, clip=clip)
-        program = check(lower(check_draft(whole)), MODEL)
+        program = lower(check_draft(whole))
+        program = check(overlapped(program, MODEL) if pipeline.overlap else program, MODEL)
     else:
-        for what, has, wants in (
-            ("tied", found.tied, tied),
-            ("clip", found.clip, clip),
+        for what, has, wants, right in (
+            ("tied", found.tied, tied, f"model.tied = {str(found.tied).lower()}"),
+            ("clip", found.clip, clip, f"train.clip = {float(found.clip)}"),
         ):
             if has != wants:
                 raise UsageError(
-                    f"{pipeline.schedule} has {what} {_yes(has)}, the configuration {_yes(wants)}"
+                    f"{pipeline.schedule} has {what} {_yes(has)}, the configuration {_yes(wants)}",
+                    hint=f"{right}, or compile it with{'out' * has} --{what}",
                 )
         program = check(found, MODEL)
     if not program.trains:
@@ -98,35 +103,57 @@ def _yes(value: bool) -> str:
 
 
 def make_folder(folder: str) -> None:
-    """Make a folder for results.  Raises UsageError if nothing can be written there."""
+    """Make a folder for results.  Raises UsageError if they cannot be written there."""
     try:
         Path(folder).mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=folder):
             pass
     except OSError as error:
         raise UsageError(f"cannot write to the output folder {folder}: {error.strerror}") from None
+    for path in (Path(folder, name) for name in RESULTS):
+        if path.exists() and not (path.is_file() and os.access(path, os.W_OK)):
+            raise UsageError(f"cannot write {path}: it is no file that can be replaced")
+
+
+def check_memory(config: Config, processes: int) -> None:
+    """Refuse what that many processes cannot hold on this machine.
+
+    Counts what cannot be done without: each process's share of the model, with gradients and
+    AdamW's two moments; one microbatch's activations; the tokens of a step.  Raises UsageError.
+    """
+    model, pipeline, data = config.model, config.pipeline, config.data
+    windows = pipeline.dp * pipeline.microbatches * data.microbatch_size
+    tokens = data.microbatch_size * model.context
+    shares = pipeline.ranks * pipeline.tp
+    needs = {
+        "model": 16 * model.parameters // shares,
+        "activations": 4 * tokens * (model.hidden * model.layers + model.vocab) // shares,
+        "tokens": 8 * windows * (model.context + 1),
+    }
+    has = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    if processes * sum(needs.values()) > has:
+        said = ", ".join(f"{name} {processes * size / 2**30:,.1f}" for name, size in needs.items())
+        raise UsageError(
+            f"{processes} processes need more than the {has / 2**30:,.1f} GiB that this machine "
+            f"has: {said}"
+        )
 
 
 def _run_rank(path: str, sets: Sequence[str]) -> int:
     """One of several processes: they read the same configuration, and one says what is wrong."""
     end_with_parent()
-    missing = [v for v in ("WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT") if v not in os.environ]
-    if missing:
-        raise UsageError(
-            f"RANK is set, but {' and '.join(missing)} not", hint="use torchrun, or unset RANK"
-        )
+    _check_environment()
     try:
         config = read(path, sets)
         program = program_of(config)
+        check_memory(config, _whole("LOCAL_WORLD_SIZE", 1, config.world, otherwise="1"))
         if os.environ["RANK"] == "0":
             make_folder(config.output.folder)
         _train(config, program)
     except ExecutionError as error:
         crash(str(error))
-    except ProgramError:
-        if os.environ.get("LOCAL_RANK", "0") != "0":
-            time.sleep(GRACE)  # its end is the end of this process, if it refuses too
-        raise
+    except ProgramError as error:
+        crash(told(error), 2)
     except BrokenPipeError:
         crash(CLOSED)
     except Exception:
@@ -134,23 +161,47 @@ def _run_rank(path: str, sets: Sequence[str]) -> int:
     leave()
 
 
+def _check_environment() -> None:
+    """Refuse an environment that no launcher would have made."""
+    names = ("WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+    if missing := [name for name in names if name not in os.environ]:
+        raise UsageError(f"RANK is set, but {' and '.join(missing)} not", hint=_LAUNCHER)
+    world = _whole("WORLD_SIZE", 1, 2**31 - 1)
+    _whole("RANK", 0, world - 1)
+    _whole("MASTER_PORT", 0, 65535)
+
+
+def _whole(name: str, least: int, most: int, otherwise: str = "") -> int:
+    """A whole number of the environment."""
+    value = os.environ.get(name, otherwise)
+    if not (value.isdecimal() and len(value) < 11 and least <= int(value) <= most):
+        raise UsageError(
+            f"{name} is {value!r} in the environment, and not a number from {least} to {most}",
+            hint=_LAUNCHER,
+        )
+    return int(value)
+
+
 def _train(config: Config, program: Program) -> None:
-    from schedir.trainer import train
+    from schedir.trainer import processes, train
 
     folder = Path(config.output.folder)
     first = os.environ.get("RANK", "0") == "0"
-    with (folder / "loss.csv").open("w") if first else nullcontext() as losses:
+    with (
+        processes(config.train.timeout),
+        (folder / RESULTS[0]).open("w") if first else nullcontext() as losses,
+    ):
         if losses is not None:
             losses.write("step,loss,learning_rate,gradient_norm\n")
         result = train(config, program, losses)
-    if result is not None:
-        _save(result, folder)
+        if result is not None:
+            _save(result, folder)
 
 
 def _save(result: Result, folder: Path) -> None:
     from schedir.viz import compare, save
 
-    picture, summary = folder / "timeline.png", folder / "summary.json"
+    _, summary, picture = (folder / name for name in RESULTS)
     save(compare([result.predicted, result.measured]), picture)
     facts = {
         "program": result.measured.program.name,
@@ -162,4 +213,4 @@ def _save(result: Result, folder: Path) -> None:
     }
     with replacing(summary) as temporary:
         temporary.write_text(json.dumps(facts, indent=2) + "\n")
-    print(f"wrote loss.csv, {summary.name} and {picture.name} to {folder}", flush=True)
+    print(f"wrote {', '.join(RESULTS[:-1])} and {RESULTS[-1]} to {folder}", flush=True)

@@ -28,6 +28,8 @@ from schedir.runtime.rank import Boundary
 from schedir.simulate import simulate
 from schedir.timeline import Timeline
 
+PATIENCE = 600.0  # seconds that processes wait for the first one to write results
+
 
 @dataclass(frozen=True)
 class Result:
@@ -53,29 +55,41 @@ def batches(config: Config) -> Batches:
 def train(config: Config, program: Program, losses: TextIO | None = None) -> Result | None:
     """Train as one rank of `program`; the Result on global rank 0, None on the others.
 
-    The other processes are found as torchrun says; without it, this one is alone.  Rank 0
-    prints progress, and writes a line per step to `losses`: step (from 1), mean loss of its
-    tokens, learning rate, and norm of the gradient before clipping (empty without).
+    To be called within `processes`.  Rank 0 prints progress, and writes a line per step to
+    `losses`: step (from 1), mean loss of its tokens, learning rate, and norm of the gradient
+    before clipping (empty without).
 
     Raises UsageError for data that cannot be used, ModelError for processes that do not make
     the program, and ExecutionError for a run that fails.
     """
     torch.set_num_threads(config.train.threads)
-    with _processes(config.train.timeout):
-        return _Trainer(config, program, losses).run()
+    return _Trainer(config, program, losses).run()
 
 
 @contextmanager
-def _processes(timeout: float) -> Iterator[None]:
+def processes(timeout: float) -> Iterator[None]:
+    """Within this context the processes of a run know each other; they leave it together.
+
+    They are found as torchrun says; without it, this one is alone.  `timeout` is how many
+    seconds they wait for each other.  Raises ExecutionError if they do not come.
+    """
     alone = "RANK" not in os.environ
     how: dict[str, Any] = {}
     if alone:
         how = {"store": dist.HashStore(), "rank": 0, "world_size": 1}  # type: ignore[attr-defined]
-    dist.init_process_group("gloo", timeout=timedelta(seconds=timeout), **how)
+    try:
+        dist.init_process_group("gloo", timeout=timedelta(seconds=timeout), **how)
+    except RuntimeError as error:  # torch's DistError, and what else a network may do
+        raise ExecutionError(
+            f"the processes did not find each other in {timeout:g} s: "
+            f"{str(error).strip().partition(chr(10))[0]}"
+        ) from error
     done = False
     try:
         yield
-        dist.barrier()  # nobody closes a connection that another still reads from
+        # Nobody closes a connection that another still reads from, and who fails after this
+        # fails nobody else.  The first process may still be busy with its results.
+        dist.monitored_barrier(timeout=timedelta(seconds=max(timeout, PATIENCE)))
         done = True
     finally:
         # A rank that fails says why before others see its connections close.
@@ -116,7 +130,7 @@ class _Trainer:
             max_norm=config.train.clip,
         )
         self.recent: list[_Step] = []  # steps not yet reported
-        self.seconds = 0.0
+        self.timed: list[float] = []  # seconds of all steps but the first
         self.step = 0
 
     def run(self) -> Result | None:
@@ -196,20 +210,23 @@ class _Trainer:
         predicted = replace(
             simulate(named, calibrate(timeline), model=self.transport.model), unit=timeline.unit
         )
+        seconds = [s.seconds for s in recent]
         # The first step connects and warms up: it is no measure.
-        timed = recent[1:] if first == 1 and len(recent) > 1 else recent
-        tokens = self.batches.size * self.batches.context
-        seconds = sum(s.seconds for s in timed)
-        self.seconds += seconds
-        norm = "" if recent[-1].norm is None else f"  norm {recent[-1].norm:.3f}"
+        timed = seconds[1:] if first == 1 else seconds
+        self.timed += timed
+        last = recent[-1]
+        clipped = "" if last.norm is None else f"  norm {last.norm:.3f}"
         print(
             f"step {step:>{len(str(self.config.train.steps))}}  loss {losses[-1]:.4f}"
-            f"  {tokens * len(timed) / seconds:,.0f} tokens/s  lr {recent[-1].learning_rate:.2e}"
-            f"{norm}  bubble {timeline.bubble:.1%}, predicted {predicted.bubble:.1%}",
+            f"  {self._speed(timed or seconds):,.0f} tokens/s  lr {last.learning_rate:.2e}{clipped}"
+            f"  bubble {timeline.bubble:.1%}, predicted {predicted.bubble:.1%}",
             flush=True,
         )
-        speed = tokens * max(1, step - 1) / self.seconds
-        return Result(losses[-1], speed, timeline, predicted)
+        return Result(losses[-1], self._speed(self.timed or seconds), timeline, predicted)
+
+    def _speed(self, seconds: list[float]) -> float:
+        """Tokens per second in steps that took so long."""
+        return self.batches.size * self.batches.context * len(seconds) / sum(seconds)
 
 
 def _adamw(parameters: list[torch.nn.Parameter], train: TrainConfig) -> torch.optim.Optimizer:

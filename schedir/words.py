@@ -165,8 +165,14 @@ def draft(schedule: Schedule, plan: Plan) -> Program:
     return Program(name, plan, tuple(streams))
 
 
+def placed_for(schedule: Schedule) -> tuple[str | None, int | None]:
+    """The placement and the stages per rank that a schedule is marked for; None where it is not."""
+    mark: tuple[str | None, int | None] = getattr(_function(schedule), "placed", (None, None))
+    return mark
+
+
 def _check_placed(schedule: Schedule, plan: Plan, name: str) -> None:
-    placement, fixed = getattr(_function(schedule), "placed", (None, None))
+    placement, fixed = placed_for(schedule)
     if placement is None:
         return
     v = fixed or plan.stages_per_rank

@@ -273,3 +273,30 @@ def test_check_why(capsys: pytest.CaptureFixture[str]) -> None:
     assert "starts at 4 under device" in said(capsys, *words, "--why", "2:1")
     for wrong in ("3:0", "0:999", "x", "0", "0:-1", "99999999999:0"):
         assert "--why" in refused(capsys, *words, "--why", wrong)
+
+
+def test_options_of_a_schedule_and_overlap(capsys: pytest.CaptureFixture[str]) -> None:
+    shape = ("--ranks", "2", "--stages-per-rank", "2", "--microbatches", "8")
+    plain = said(capsys, "show", "interleaved", *shape)
+    assert said(capsys, "show", "interleaved(group = None)", *shape) == plain
+    assert said(capsys, "show", "interleaved(group=4)", *shape) != plain
+    assert said(capsys, "show", "interleaved", *shape, "--overlap") != plain
+
+
+@pytest.mark.parametrize(
+    ("source", "word"),
+    [
+        ("interleaved(grup=4)", "did you mean 'group'?"),
+        ("interleaved(4)", "cannot be read"),
+        ("interleaved(**{})", "cannot be read"),
+        ("interleaved(group=)", "cannot be read"),
+        ("interleaved(group=x)", "cannot be read"),
+        ("interleaved()(group=4)", "cannot be read"),
+        ("gpipe(group=4)", "it has none"),
+        ("gpip(group=4)", "did you mean 'gpipe'?"),
+    ],
+)
+def test_options_that_cannot_be_are_refused(
+    capsys: pytest.CaptureFixture[str], source: str, word: str
+) -> None:
+    assert word in refused(capsys, "check", source)

@@ -13,6 +13,7 @@ import schedir
 from schedir.config import Config, read
 from schedir.errors import ConfigError, ParseError, ProgramError
 from schedir.gpt_config import GPTConfig
+from schedir.train import program_of
 
 FULL = """\
 # A run on eight processes.
@@ -76,6 +77,40 @@ def test_sets_come_on_top(tmp_path: Path) -> None:
     assert config.output.folder == "a b" and not config.model.tied
 
 
+def test_lists_of_numbers_need_no_brackets(tmp_path: Path) -> None:
+    sets = ["pipeline.placement=0,1,1,0", "train.betas=0.5, 0.75", "pipeline.ranks=2"]
+    config = read(write(tmp_path, ""), sets)
+    assert config.pipeline.placement == (0, 1, 1, 0) and config.train.betas == (0.5, 0.75)
+    assert read(write(tmp_path, ""), ["data.source=a,b.txt"]).data.source == "a,b.txt"
+
+
+def test_a_schedule_brings_its_placement(tmp_path: Path) -> None:
+    vee = write(tmp_path, "[pipeline]\nschedule = 'v_half'\nranks = 2")
+    assert read(vee).pipeline.plan == schedir.Plan(2, 8, 2, "vee")
+    # What is said stands, though the schedule may refuse it later.
+    assert read(vee, ["pipeline.placement=0,1,1,0"]).pipeline.placement == (0, 1, 1, 0)
+    assert read(vee, ["pipeline.stages_per_rank=4", "model.layers=8"]).pipeline.plan.stages == 8
+    partly = read(vee, ["pipeline.schedule=interleaved(group=2)"]).pipeline
+    assert (partly.placement, partly.stages_per_rank) == ("loop", 1)
+
+
+def test_options_and_overlap_reach_the_program(tmp_path: Path) -> None:
+    sets = ["pipeline.ranks=2", "pipeline.stages_per_rank=2", "pipeline.microbatches=8"]
+
+    def program(*more: str) -> schedir.Program:
+        return program_of(read(write(tmp_path, ""), [*sets, *more]))
+
+    plain = program("pipeline.schedule=interleaved")
+    wide = program("pipeline.schedule=interleaved(group=4)")
+    assert wide.digest != plain.digest
+    early = program("pipeline.schedule=interleaved", "pipeline.overlap=true")
+    assert early.digest != plain.digest and sorted(early.words) != sorted(plain.words)
+    draft = tmp_path / "draft.sched"
+    draft.write_text(schedir.show(schedir.draft(schedir.schedules.interleaved, plain.plan)))
+    same = program_of(read(write(tmp_path, f"[pipeline]\nschedule = '{draft}'\noverlap = true\n")))
+    assert same.digest == early.digest
+
+
 @pytest.mark.parametrize(
     ("text", "line", "column", "word"),
     [
@@ -104,6 +139,9 @@ def test_sets_come_on_top(tmp_path: Path) -> None:
         ("[train]\nbetas = [0.9, 1]", 2, 1, "below 1"),
         ("[train]\n\nlr = 1e-4\nmin_lr = 1e-3", 4, 1, "min_lr"),
         ("[train]\nsteps = 1\ntimeout = 0", 3, 1, "at least 1"),
+        ("[train]\ntimeout = 1e300", 2, 1, "below 1e+07"),
+        ("[train]\nthreads = 1_000_000_000", 2, 1, "below 1025"),
+        (f"[train]\nwarmup = 1{'0' * 400}", 2, 1, "whole number"),
         ("[model]\nhidden = 10\nheads = 4", 2, 1, "heads 4"),
         ("[model]\nvocab = 0", 2, 1, "vocab"),
         ("[data]\nsource = 1", 2, 1, "string"),
@@ -187,6 +225,12 @@ def test_a_program_is_not_contradicted(tmp_path: Path, program: Path, setting: s
     with pytest.raises(ConfigError) as error:
         read(write(tmp_path, f"[pipeline]\nschedule = '{program}'\n{setting}"))
     assert error.value.line == 3 and str(program) in error.value.fact
+
+
+def test_a_lowered_program_has_no_overlap_to_choose(tmp_path: Path, program: Path) -> None:
+    with pytest.raises(ConfigError) as error:
+        read(write(tmp_path, f"[pipeline]\nschedule = '{program}'\noverlap = true"))
+    assert error.value.line == 3
 
 
 def test_a_draft_takes_tp_and_dp(tmp_path: Path) -> None:
