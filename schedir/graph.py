@@ -36,6 +36,7 @@ COLLECTIVES: Final = (Opcode.ReduceTied, Opcode.ReduceNorm)
 _LANE: Final = np.array([row.lane for row in ROWS])
 _PER_RANK: Final = np.array([row.per is Per.RANK for row in ROWS])
 _HOP: Final = np.array([row.hop for row in ROWS])
+_IS_RECEIVE: Final = np.array([row.op in RECEIVES for row in ROWS])
 _MAKERS: Final = {
     token: tuple(r.op for r in ROWS if token in r.gives and token not in r.needs) for token in Token
 }
@@ -214,22 +215,30 @@ class Graph:
         return first, size, (size > 1) & np.isin(self.index.op[first], TRANSFERS)
 
     @cached_property
-    def node(self) -> NDArray[np.int64]:
+    def meetings(self) -> list[NDArray[np.intp]]:
+        """The members of each collective that there is."""
+        found = (np.flatnonzero(self.index.op == op) for op in COLLECTIVES)
+        return [members for members in found if len(members)]
+
+    @cached_property
+    def node(self) -> Positions:
         """The node of each instruction, named by its first member: a send names its message."""
-        node = np.arange(len(self))
-        got = np.flatnonzero(np.isin(self.index.op, RECEIVES) & (self.partner != NONE))
+        node = np.arange(len(self), dtype=np.int32)
+        got = np.flatnonzero(_IS_RECEIVE[self.index.op] & (self.partner != NONE))
         node[got] = self.partner[got]
-        for op in COLLECTIVES:
-            at = np.flatnonzero(self.index.op == op)
-            node[at] = at[:1]
-        first, _, transfers = self._groups
-        cell = self.index.joined & ~transfers  # computes run together are one node
-        node[cell] = first[cell]
+        for members in self.meetings:
+            node[members] = members[0]
+        if self.index.joined.any():
+            first, _, transfers = self._groups
+            cell = self.index.joined & ~transfers  # computes run together are one node
+            node[cell] = first[cell]
         return node
 
     @cached_property
-    def gates(self) -> NDArray[np.int64]:
+    def gates(self) -> Positions:
         """The nodes by which each instruction is entered and left, shape (2, n)."""
+        if not self.index.joined.any():
+            return np.broadcast_to(self.node, (2, len(self)))
         gates = np.stack([self.node, self.node])
         first, _, grouped = self._groups
         which = np.unique(first[grouped], return_inverse=True)[1]
@@ -241,31 +250,35 @@ class Graph:
         """More than the largest node and the largest position; not every number below is a node."""
         return max(len(self), int(self.gates.max(initial=-1)) + 1)
 
-    @cached_property
-    def edges(self) -> NDArray[np.int64]:
-        """Edges between nodes, shape (n, 2)."""
+    def edges(self) -> Iterator[tuple[Positions, Positions]]:
+        """Edges between nodes, from whom and to whom, a kind at a time; some come twice."""
         enter, leave = self.gates
-        late = np.flatnonzero(self.ahead != NONE)
-        # Members of one group follow each other in their queue without an edge.
-        apart = (enter[self.ahead[late]] != enter[late]) | ~self.index.joined[late]
-        late = late[apart]
-        edges = [np.stack([leave[self.ahead[late]], enter[late]], 1)]
+        order = self.in_queues().astype(np.int32)
+        queue = self.queue[order]
+        follows = queue[1:] == queue[:-1]
+        before, after = order[:-1][follows], order[1:][follows]
+        if self.index.joined.any():
+            # Members of one group follow each other in their queue without an edge.
+            apart = (enter[before] != enter[after]) | ~self.index.joined[after]
+            before, after = before[apart], after[apart]
+        del order, queue, follows
+        yield leave[before], enter[after]
         for needs in self.needs:
             needer = np.flatnonzero(needs != NONE)
-            edges.append(np.stack([leave[needs[needer]], enter[needer]], 1))
+            yield leave[needs[needer]], enter[needer]
         grouped = np.flatnonzero(enter != self.node)
-        edges.append(np.stack([enter[grouped], self.node[grouped]], 1))
-        edges.append(np.stack([self.node[grouped], leave[grouped]], 1))
-        return np.concatenate(edges)
+        yield enter[grouped], self.node[grouped]
+        yield self.node[grouped], leave[grouped]
 
     def any_order(self, seed: int) -> Iterator[int]:
         """Nodes in a random legal order, decided by `seed`; stops early at a cycle."""
         rng = random.Random(seed)
         after: list[list[int]] = [[] for _ in range(self.nodes)]
         missing = [0] * self.nodes
-        for a, b in self.edges.tolist():
-            after[a].append(b)
-            missing[b] += 1
+        for source, target in self.edges():
+            for a, b in zip(source.tolist(), target.tolist(), strict=True):
+                after[a].append(b)
+                missing[b] += 1
         present = {*self.node.tolist(), *self.gates.reshape(-1).tolist()}
         ready = sorted(node for node in present if not missing[node])
         while ready:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import numpy as np
+
 from schedir.complete import completeness
 from schedir.costs import Costs
+from schedir.errors import CostsError
 from schedir.explain import deadlock
 from schedir.graph import Graph, Model
 from schedir.program import Program
@@ -17,11 +20,13 @@ def simulate(program: Program, costs: Costs | None = None, *, model: Model = "de
     Every instruction starts as soon as its queue, its values and its partners let it.  A draft
     is simulated as if values that cross ranks took `costs.send` and no queue.
 
-    Raises DeadlockError if the program cannot finish, and what `check` raises where it is not
-    complete.
+    Raises DeadlockError if the program cannot finish, what `check` raises where it is not
+    complete, and CostsError if the costs add up to infinity.
     """
     graph = Graph(program, model, completeness(program, draft=program.is_draft))
     reached = walk(graph, costs)
     if not reached.done.all():
         raise deadlock(graph, reached)
+    if not np.isfinite(reached.end).all():
+        raise CostsError("the costs add up to more than a number can hold", program=program.name)
     return Timeline(program, spans_of(program, reached.start, reached.end), model=model)

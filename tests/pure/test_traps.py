@@ -5,20 +5,29 @@ Each is judged by the checker and by execution.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import get_args
 
+import numpy as np
 import pytest
 
 from schedir.check import check
+from schedir.compile import compile
+from schedir.costs import Costs
 from schedir.errors import (
     CompletenessError,
+    CostsError,
     DeadlockError,
     GroupError,
     OrderError,
     ProgramError,
 )
-from schedir.graph import MODELS, Model
-from schedir.program import Program
+from schedir.graph import MODELS, Graph, Model
+from schedir.plan import Plan
+from schedir.program import Program, Stream
+from schedir.schedules import one_f_one_b
+from schedir.simulate import simulate
+from schedir.walk import walk
 from tests.edits import written
 from tests.threads import verdict
 
@@ -228,3 +237,18 @@ def test_a_gradient_that_nobody_made() -> None:
     )  # fmt: skip
     assert accepted(program) == []
     assert isinstance(refused(program), CompletenessError)
+
+
+def test_costs_that_add_up_to_infinity_are_no_deadlock() -> None:
+    program = compile(one_f_one_b, Plan(2, 4), costs=Costs(F=1e308))
+    with pytest.raises(CostsError, match="add up"):
+        simulate(program, Costs(F=1e308))
+
+
+def test_a_walk_ends_where_an_instruction_is_there_twice() -> None:
+    """Whoever walks without asking first whether a program is complete."""
+    program = compile(one_f_one_b, Plan(2, 4))
+    one, two = program.streams
+    twice = replace(program, streams=(Stream(np.concatenate([one.words, one.words])), two))
+    for model in MODELS:
+        assert walk(Graph(twice, model)).done.any()
