@@ -54,7 +54,7 @@ boundary tensor that every tensor-parallel rank holds in full crosses as 1/t fro
 
 ## Values
 
-Each exists once per (stage, microbatch), except WGRAD, GRAD (per stage) and NORM, PARAMETERS
+Each exists once per (stage, microbatch), except WGRAD, GRAD (per stage and holder) and NORM, PARAMETERS
 (per rank): {tokens}. Neighbouring stages on one rank hand activations and gradients over
 without messages: there, ACT_OUT of one is ACT_IN of the other.
 
@@ -79,8 +79,8 @@ Whatever `schedir.compile` makes finishes under all of them ({models}).
 ```
 {program}```
 
-- The header gives the format, the name, the plan and its traits; `placement` is `loop`, `vee`
-  or the rank of each stage, `0,1,1,0`. What is left out has the default of `Plan` and `Program`.
+- The header gives the format, the name, the plan and its traits; `placement` is `loop`, `vee`,
+  `mirror` or the rank of each stage, `0,1,1,0`. What is left out has the default of `Plan` and `Program`.
 - `F 1.0` is Forward of stage 1, microbatch 0. What exists once per stage or once per rank is
   written without what it lacks: `reduce_grads 1`, `step`.
 - `4 x  F 0.0+; B 0.0+` repeats a line: `+` is one microbatch more each turn, `+4` four more,
@@ -129,6 +129,8 @@ is the papers' rate: the idle share of the rank that needs longest from its own 
 its own last end. It is what counts where ranks need not end together, which they must where
 gradients are clipped by a global norm.
 
+Memory does not count parameters: schedules of placement `mirror` hold them twice.
+
 ## All, by memory and then by bubble
 
 {all}
@@ -170,6 +172,9 @@ WHEN = {
     "v_min": "Where a third must do, and F, I and W are all but equal.",
     "dualpipe_v": "Where messages are long (expert parallelism), so that a pair run together is "
     "worth more than a small bubble.",
+    "dualpipe": "As `dualpipe_v`, where parameters are few beside activations: half as many "
+    "messages, for parameters held twice and one more reduction.",
+    "chimera": "With m = P and whole backwards, where there is room for parameters twice.",
     "forward_only": "Evaluation and inference.",
 }  # fmt: skip
 
@@ -184,11 +189,11 @@ def shape(name: str) -> tuple[str, int]:
 def shown(
     name: str, ranks: int, microbatches: int, costs: tuple[float, ...] = (1.0, 1.0, 1.0)
 ) -> Timeline:
-    """A schedule's predicted run; a rank's costs are divided among its stages."""
+    """A schedule's predicted run; the costs of 1/ranks of the model, by how many stages that is."""
     placement, v = shape(name)
-    F, I, W = (c / v for c in costs)
-    priced = Costs(F=F, I=I, W=W)
     plan = Plan(ranks, microbatches, v, placement)
+    F, I, W = (c * ranks / plan.stages for c in costs)
+    priced = Costs(F=F, I=I, W=W)
     program = compile(getattr(schedules, name), plan, model="edge", costs=priced)
     return simulate(program, priced, model="edge")
 
@@ -199,7 +204,7 @@ def figures(name: str, ranks: int, microbatches: int) -> tuple[float, float, flo
     longest = int(timeline.own_span.argmax())
     own = timeline.idle_in_own_span[longest] / timeline.own_span[longest]
     peak = timeline.peak_in_flight.max() if timeline.program.trains else 0
-    return float(peak) / shape(name)[1], timeline.bubble, float(own)
+    return float(peak) * ranks / timeline.program.plan.stages, timeline.bubble, float(own)
 
 
 def table(head: list[str], rows: list[list[str]]) -> str:

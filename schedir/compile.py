@@ -11,7 +11,13 @@ from schedir.errors import UsageError
 from schedir.graph import Model
 from schedir.ops import Opcode
 from schedir.passes.overlap import early_receives, group_opposites
-from schedir.passes.reductions import optimizer_step, reduce_grads, reduce_norm, reduce_tied
+from schedir.passes.reductions import (
+    optimizer_step,
+    reduce_grads,
+    reduce_holders,
+    reduce_norm,
+    reduce_tied,
+)
 from schedir.passes.scatter_gather import scatter_gather
 from schedir.passes.transfers import transfers
 from schedir.plan import Plan
@@ -79,7 +85,7 @@ def finish(program: Program) -> Program:
 
     Those that reduce the stages' gradients may be there already.
     """
-    passes = [reduce_grads, reduce_tied, reduce_norm, optimizer_step]
+    passes = [reduce_grads, reduce_holders, reduce_tied, reduce_norm, optimizer_step]
     reduced = any(Opcode.ReduceGrads in s.op for s in program.streams)
     for end in passes[reduced:]:
         program = end(program)

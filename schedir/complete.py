@@ -137,11 +137,19 @@ class _Look:
 
     def owners(self) -> None:
         ix = self.index
-        owner = self.plan.rank_of[ix.stage]
-        per_rank = np.array([row.per is Per.RANK for row in ROWS])[ix.op]
+        owner = self.plan.rank_at(ix.stage, ix.mb)
+        per = [[row.per is p for row in ROWS] for p in (Per.RANK, Per.STAGE)]
+        per_rank, per_stage = (np.array(p)[ix.op] for p in per)
+        wrong = (owner != ix.rank) & ~per_rank
+        if self.plan.two_way:  # either holder reduces
+            wrong &= ~per_stage | (self.plan.holders[1, ix.stage] != ix.rank)
         self.any(
-            (owner != ix.rank) & ~per_rank,
-            lambda at: f"stage {ix.stage[at]} is on rank {owner[at]}, not on rank {ix.rank[at]}",
+            wrong,
+            lambda at: (
+                f"stage {ix.stage[at]}{f' runs microbatch {ix.mb[at]}' * self.plan.two_way} "
+                f"{'' if self.plan.two_way else 'is '}on rank {owner[at]}, "
+                f"not on rank {ix.rank[at]}"
+            ),
         )
 
     def twice(self) -> None:
@@ -191,7 +199,7 @@ class _Look:
 
     def missing(self, op: Opcode, key: int, why: str = "") -> None:
         instr = Instr(op, int(self.stage[key]), int(self.mb[key]))
-        rank = int(self.plan.rank_of[self.stage[key]])
+        rank = int(self.plan.rank_at(*instr[1:]))
         self.refuse(f"{instr} is missing on rank {rank}{why}")
 
     def compute(self) -> None:
@@ -215,7 +223,7 @@ class _Look:
             self.missing(_W, int((i & ~w).argmax()), ", but its I is there")
         if not (b | i).all():
             key = int((~(b | i)).argmax())
-            rank = int(self.plan.rank_of[self.stage[key]])
+            rank = int(self.plan.rank_at(self.stage[key], self.mb[key]))
             self.refuse(
                 f"microbatch {self.mb[key]} has no backward in stage {self.stage[key]} "
                 f"(rank {rank})",
@@ -236,7 +244,8 @@ class _Look:
             other = self.stage + row.hop
             inside = (other >= 0) & (other < plan.stages)
             there = np.clip(other, 0, plan.stages - 1)
-            crosses = inside & (plan.rank_of[self.stage] != plan.rank_of[there])
+            here, away = plan.rank_at(self.stage, self.mb), plan.rank_at(there, self.mb)
+            crosses = inside & (here != away)
             sent = self.there(send)
             key = np.where(inside, there * m + self.mb, 0)
             got = self.there(receive)[key] & inside
@@ -244,16 +253,16 @@ class _Look:
             edge = np.zeros_like(sent)  # receives that some edge accounts for
             edge[key[crosses]] = True
             self._stray(receive, self.there(receive) & ~edge)
-            for one, two, here, gone, k in (
+            for one, two, side, gone, k in (
                 (sent, got, send, receive, np.arange(len(sent))),
                 (got, sent, receive, send, key),
             ):
                 if (one & ~two & crosses).any():
                     at = int((one & ~two & crosses).argmax())
-                    site = self.spot(here, int(k[at]))
+                    site = self.spot(side, int(k[at]))
                     partner = Instr(gone, int(other[at] if gone is receive else self.stage[at]),
                                     int(self.mb[at]))  # fmt: skip
-                    rank = int(plan.rank_of[partner.stage])
+                    rank = int(plan.rank_at(partner.stage, partner.mb))
                     self.refuse(
                         f"{site.instr} has no {partner} on rank {rank}", site, kind=PartnerError
                     )
@@ -262,8 +271,8 @@ class _Look:
                 at = int(lost.argmax())
                 instr = Instr(send, int(self.stage[at]), int(self.mb[at]))
                 self.refuse(
-                    f"{instr} and its receive are missing: rank {plan.rank_of[instr.stage]} has "
-                    f"what rank {plan.rank_of[other[at]]} needs",
+                    f"{instr} and its receive are missing: rank {here[at]} has what rank "
+                    f"{away[at]} needs",
                     kind=PartnerError,
                 )
 
@@ -313,17 +322,22 @@ class _Look:
 
     def reductions(self) -> None:
         plan, program, trains = self.plan, self.program, self.program.trains
-        holders = {int(plan.rank_of[0]): 0, int(plan.rank_of[-1]): plan.stages - 1}
-        tied_at = {min(s for s in (0, plan.stages - 1) if plan.rank_of[s] == r) for r in holders}
+        holders = plan.holders.reshape(-1)  # by key: all first holders, then all second ones
+        tied_at: dict[int, int] = {}  # the key of each rank's first copy
+        for end in (0, plan.stages - 1):
+            for key in range(end, len(holders), plan.stages):
+                tied_at.setdefault(int(holders[key]), key)
         tied = trains and program.tied and plan.stages > 1
-        every = np.ones(plan.stages, bool), np.ones(plan.ranks, bool)
+        every = np.ones(len(holders), bool), np.ones(plan.ranks, bool)
         expected: dict[Opcode, Words | NDArray[np.bool_]] = {
             _O.ReduceGrads: every[0] & trains,
-            _O.ReduceTied: np.isin(np.arange(plan.stages), list(tied_at)) & tied,
+            _O.ReduceHolders: every[0] & (trains and plan.two_way),
+            _O.ReduceTied: np.isin(np.arange(len(holders)), [*tied_at.values()]) & tied,
             _O.ReduceNorm: every[1] & (trains and program.clip),
             _O.OptimizerStep: every[1] & trains,
         }
         why = {
+            _O.ReduceHolders: "each stage has one holder",
             _O.ReduceTied: "the program says 'tied no'" if not program.tied else
             "one per rank that holds a copy of the tied weight",
             _O.ReduceNorm: "the program says 'clip no'",
@@ -333,8 +347,8 @@ class _Look:
             if (should & ~there).any():
                 key = int((should & ~there).argmax())
                 per_rank = ROWS[op].per is Per.RANK
-                rank = key if per_rank else int(plan.rank_of[key])
-                instr = Instr(op, 0 if per_rank else key, 0)
+                rank = key if per_rank else int(holders[key])
+                instr = Instr(op, 0 if per_rank else key % plan.stages, 0)
                 self.refuse(f"{instr} is missing on rank {rank}", kind=ReductionError)
             if (there & ~should).any():
                 site = self.spot(op, int((there & ~should).argmax()))

@@ -26,6 +26,7 @@ FIELD = {
     Opcode.Gather: "gather",
     Opcode.GatherGrad: "gather",
     Opcode.ReduceGrads: "reduce_grads",
+    Opcode.ReduceHolders: "reduce_holders",
     Opcode.ReduceTied: "reduce_tied",
     Opcode.ReduceNorm: "reduce_norm",
     Opcode.OptimizerStep: "step",
@@ -52,6 +53,7 @@ class Costs:
     send: Cost = 0.0
     step: Cost = 0.0
     reduce_grads: Cost = 0.0
+    reduce_holders: Cost = 0.0
     reduce_tied: Cost = 0.0
     reduce_norm: Cost = 0.0
     scatter: Cost = 0.0

@@ -32,7 +32,7 @@ from schedir.program import STAGE, Program
 Model = Literal["edge", "pair", "device", "serial"]
 MODELS: Final[tuple[Model, ...]] = ("edge", "pair", "device", "serial")
 
-COLLECTIVES: Final = (Opcode.ReduceTied, Opcode.ReduceNorm)
+COLLECTIVES: Final = (Opcode.ReduceHolders, Opcode.ReduceTied, Opcode.ReduceNorm)
 _LANE: Final = np.array([row.lane for row in ROWS])
 _PER_RANK: Final = np.array([row.per is Per.RANK for row in ROWS])
 _HOP: Final = np.array([row.hop for row in ROWS])
@@ -148,7 +148,7 @@ class Graph:
         stage = np.clip(self.index.stage[at] + _HOP[op[at]], 0, plan.stages - 1)
         cut = np.zeros(len(at), np.int64)
         if self.model != "device":
-            cut += plan.rank_of[stage]
+            cut += plan.rank_at(stage, self.index.mb[at])
         if self.model == "edge":
             side = 2 * _LANE[op[at]] + np.isin(op[at], RECEIVES) - 2 * Lane.ACT
             cut += side * plan.ranks
@@ -216,9 +216,22 @@ class Graph:
 
     @cached_property
     def meetings(self) -> list[NDArray[np.intp]]:
-        """The members of each collective that there is."""
-        found = (np.flatnonzero(self.index.op == op) for op in COLLECTIVES)
-        return [members for members in found if len(members)]
+        """The members of each collective.
+
+        All of a kind meet, but the holders of each stage by themselves.  And where stages have
+        two holders, a rank that has a copy of a tied weight has both: it meets nobody.
+        """
+        meetings: list[NDArray[np.intp]] = []
+        for op in COLLECTIVES:
+            at = np.flatnonzero(self.index.op == op)
+            if op is Opcode.ReduceHolders:
+                stage = self.index.stage[at]
+                meetings += [at[stage == s] for s in np.unique(stage)]
+            elif op is Opcode.ReduceTied and self.program.plan.two_way:
+                meetings += [at[k : k + 1] for k in range(len(at))]
+            elif len(at):
+                meetings.append(at)
+        return meetings
 
     @cached_property
     def node(self) -> Positions:

@@ -54,11 +54,10 @@ class _Run:
         self, plan: Plan, prefer: list[Opcode], in_flight: Callable[[int], int], costs: Costs
     ) -> None:
         self.plan, self.costs = plan, costs.table(plan.stages).tolist()
-        self.rank_of: list[int] = plan.rank_of.tolist()
         self.prefer = {op: k for k, op in enumerate(prefer)}
         self.backward = _I if _I in prefer else _B
         # How many may be alive before an F of a stage: one less for each stage after it.
-        self.room = [0] * plan.stages
+        self.room: list[dict[int, int]] = [{} for _ in range(plan.ranks)]
         for rank, own in enumerate(plan.stages_of):
             limit = in_flight(rank)
             if limit < len(own):
@@ -67,7 +66,7 @@ class _Run:
                     f"{len(own)} stage{'s' * (len(own) > 1)}"
                 )
             for after, stage in enumerate(reversed(own)):
-                self.room[stage] = limit - after
+                self.room[rank][stage] = limit - after
         self.ready: list[set[Task]] = [set() for _ in range(plan.ranks)]
         self.alive = [0] * plan.ranks
         self.done: list[list[Task]] = [[] for _ in range(plan.ranks)]
@@ -75,7 +74,7 @@ class _Run:
     def streams(self) -> Iterable[Stream]:
         """Run everything; what each rank did, in order."""
         for mb in range(self.plan.microbatches):
-            self.ready[self.rank_of[0]].add((_F, 0, mb))
+            self.ready[int(self.plan.rank_at(0, mb))].add((_F, 0, mb))
         # When a rank is through with a task, or when a task's value has come from elsewhere.
         events: list[tuple[float, int, Task, bool]] = []
         idle, now = set(range(self.plan.ranks)), 0.0
@@ -94,7 +93,7 @@ class _Run:
                 if ends:
                     idle.add(rank)
                     for after in self._after(*task):
-                        there = self.rank_of[after[1]]
+                        there = int(self.plan.rank_at(*after[1:]))
                         send = self.costs[Opcode.SendAct][task[1]] * (there != rank)
                         heapq.heappush(events, (now + send, there, after, False))
                 else:
@@ -106,7 +105,8 @@ class _Run:
     def _start(self, rank: int) -> Task | None:
         """What an idle rank starts now, if anything."""
         alive = self.alive[rank]
-        may = [t for t in self.ready[rank] if t[0] != _F or alive < self.room[t[1]]]
+        room = self.room[rank]
+        may = [t for t in self.ready[rank] if t[0] != _F or alive < room[t[1]]]
         if not may:
             return None
         task = min(may, key=lambda t: (self.prefer[t[0]], t[2], -t[1]))

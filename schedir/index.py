@@ -20,15 +20,16 @@ class Index:
     """All instructions of a program, one rank behind the other, by position.
 
     `op` and `rank` have one entry per instruction.  `key` is what an instruction is once for:
-    stage*microbatches + mb, or the stage, or the rank (`Row.per`).  `at[op]` has the position
-    of each key, -1 where there is none.  What is out of range is not `valid` and not in `at`.
+    stage*microbatches + mb, or the stage (for its second holder stages + the stage), or the rank
+    (`Row.per`).  `at[op]` has the position of each key, -1 where there is none.  What is out of
+    range is not `valid` and not in `at`.
     """
 
     def __init__(self, program: Program) -> None:
         self.program, plan = program, program.plan
         self.size = {
             Per.MICROBATCH: plan.stages * plan.microbatches,
-            Per.STAGE: plan.stages,
+            Per.STAGE: plan.holders.size,
             Per.RANK: plan.ranks,
         }
         self.op = (program.words >> OP).astype(np.uint8)
@@ -40,8 +41,11 @@ class Index:
         self.key: Positions = key
         for row in ROWS:
             if row.per is not Per.MICROBATCH:
-                here = np.flatnonzero(self.op == row.op)
+                here = np.flatnonzero((self.op == row.op) & self.valid)
                 key[here] = (stage if row.per is Per.STAGE else self.rank)[here]
+                if row.per is Per.STAGE and plan.two_way:
+                    second = plan.rank_of[stage[here]] != self.rank[here]
+                    key[here[second]] += np.int32(plan.stages)
         self.at: dict[Opcode, Positions] = {}
         for row in ROWS:
             here = np.flatnonzero((self.op == row.op) & self.valid)

@@ -59,9 +59,10 @@ class Opcode(IntEnum):
     ScatterGrad = 10
     GatherGrad = 11
     ReduceGrads = 12
-    ReduceTied = 13
-    ReduceNorm = 14
-    OptimizerStep = 15
+    ReduceHolders = 13
+    ReduceTied = 14
+    ReduceNorm = 15
+    OptimizerStep = 16
 
 
 class Row(NamedTuple):
@@ -117,6 +118,9 @@ ROWS: Final[tuple[Row, ...]] = (
         "Gather of a gradient."),
     Row(_O.ReduceGrads, "reduce_grads", _L.DP, Per.STAGE, (_T.WGRAD,), (_T.GRAD,), (_T.WGRAD,),
         "Sums a stage's gradient over the data-parallel group and scales it."),
+    Row(_O.ReduceHolders, "reduce_holders", _L.DP, Per.STAGE, (_T.GRAD,), (_T.GRAD,), (),
+        "Sums a stage's gradient over its two holders, where microbatches go both ways.",
+        0, _O.ReduceHolders),
     Row(_O.ReduceTied, "reduce_tied", _L.DP, Per.STAGE, (_T.GRAD,), (_T.GRAD,), (),
         "Sums the gradients of the copies of a tied weight, in the first and in the last stage.",
         0, _O.ReduceTied),
@@ -142,11 +146,13 @@ def givers(op: Opcode, token: Token) -> tuple[Opcode, ...]:
     """Who may have given `token` to `op`, the last in the chain first.
 
     An instruction that both needs and gives a value changes it in place (Gather): it comes
-    between the maker and everybody else.
+    between the maker and everybody else.  Several change it in the order of the table.
     """
     changes = [r.op for r in ROWS if token in r.gives and token in r.needs]
     makes = [r.op for r in ROWS if token in r.gives and token not in r.needs]
-    return tuple(makes) if op in changes else tuple(changes + makes)
+    if op in changes:
+        changes = changes[: changes.index(op)]
+    return (*reversed(changes), *makes)
 
 
 class Instr(NamedTuple):

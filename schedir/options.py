@@ -32,7 +32,10 @@ def add_shape(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--microbatches", type=int, metavar="N", help=f"{PER_RANK} per rank")
     group.add_argument("--stages-per-rank", type=int, metavar="N", help="1")
     group.add_argument(
-        "--placement", type=_placement, metavar="WHERE", help="loop, vee, or ranks like 0,1,1,0"
+        "--placement",
+        type=_placement,
+        metavar="WHERE",
+        help="loop, vee, mirror, or ranks like 0,1,1,0",
     )
     _lowering(group)
 

@@ -9,7 +9,7 @@ from functools import cached_property
 from operator import index
 
 import numpy as np
-from numpy.typing import NDArray
+from numpy.typing import ArrayLike, NDArray
 
 from schedir.errors import PlanError
 
@@ -38,6 +38,11 @@ class Plan:
     stages per rank unless told otherwise), or the rank of each stage in turn; from such a map
     `stages_per_rank` is read off as the most stages that a rank holds.
 
+    "mirror" gives each stage two holders, for DualPipe and Chimera: the one that "loop" gives it
+    for half as many stages per rank, and that one's mirror image, ranks-1-r.  The first half of
+    the microbatches goes down the ranks, from first holder to first holder; the rest goes up,
+    from mirror image to mirror image.
+
     Raises PlanError for anything that no pipeline can have, before anything is built.
     """
 
@@ -51,13 +56,15 @@ class Plan:
         self._whole("microbatches", MAX_MICROBATCHES)
         self._whole("stages_per_rank", MAX_STAGES)
         if isinstance(self.placement, str):
-            if self.placement not in PLACEMENTS:
+            if self.placement not in PLACEMENTS and not self.two_way:
                 raise PlanError(
-                    f"placement must be 'loop', 'vee' or the rank of each stage, "
+                    f"placement must be 'loop', 'vee', 'mirror' or the rank of each stage, "
                     f"not {self.placement!r}"
                 )
-            if self.placement == "vee" and self.stages_per_rank == 1:
+            if self.placement != "loop" and self.stages_per_rank == 1:
                 object.__setattr__(self, "stages_per_rank", 2)
+            if self.two_way:
+                self._check_mirror()
         else:
             self._read_map(self.placement)
         if self.stages > MAX_STAGES:
@@ -85,7 +92,8 @@ class Plan:
             placement = tuple(index(r) for r in given)
         except TypeError:
             raise PlanError(
-                f"placement must be 'loop', 'vee' or the rank of each stage, not {given!r}"
+                f"placement must be 'loop', 'vee', 'mirror' or the rank of each stage, "
+                f"not {given!r}"
             ) from None
         held = Counter(placement)
         for stage, rank in enumerate(placement):
@@ -106,21 +114,36 @@ class Plan:
         object.__setattr__(self, "placement", placement)
         object.__setattr__(self, "stages_per_rank", most)
 
+    def _check_mirror(self) -> None:
+        for name in ("ranks", "stages_per_rank"):
+            if getattr(self, name) % 2:
+                raise PlanError(
+                    f"placement 'mirror' pairs ranks and their stages: {name} must be even, "
+                    f"not {getattr(self, name)}"
+                )
+        if self.microbatches < 2:
+            raise PlanError("placement 'mirror' takes two microbatches at least, one each way")
+
+    @property
+    def two_way(self) -> bool:
+        """Whether each stage has two holders, and microbatches go both ways."""
+        return self.placement == "mirror"
+
     @property
     def stages(self) -> int:
         """How many stages the model is cut into."""
         if isinstance(self.placement, str):
-            return self.ranks * self.stages_per_rank
+            return self.ranks * self.stages_per_rank // (1 + self.two_way)
         return len(self.placement)
 
     @cached_property
     def rank_of(self) -> NDArray[np.int64]:
-        """The rank that holds each stage, shape (stages,)."""
+        """The rank that holds each stage, shape (stages,); of two holders the first."""
         if isinstance(self.placement, str):
-            place = PLACEMENTS[self.placement]
+            place = PLACEMENTS.get(self.placement, _loop)
             held = [
                 (place(r, j, self.ranks), r)
-                for j in range(self.stages_per_rank)
+                for j in range(self.stages // self.ranks)
                 for r in range(self.ranks)
             ]
             ranks = np.array([r for _, r in sorted(held)], np.int64)
@@ -130,9 +153,30 @@ class Plan:
         return ranks
 
     @cached_property
+    def holders(self) -> NDArray[np.int64]:
+        """The ranks that hold each stage, shape (1, stages), or (2, stages) if two do."""
+        ranks = self.rank_of[None]
+        holders = np.concatenate([ranks, self.ranks - 1 - ranks]) if self.two_way else ranks
+        holders.flags.writeable = False
+        return holders
+
+    @property
+    def down(self) -> int:
+        """How many microbatches go down the ranks: the first ones.  The others go up."""
+        return (self.microbatches + 1) // 2 if self.two_way else self.microbatches
+
+    def rank_at(self, stage: ArrayLike, mb: ArrayLike) -> NDArray[np.int64]:
+        """The rank on which each stage runs each microbatch, in the shape of the two."""
+        first = np.asarray(self.rank_of[np.asarray(stage)])
+        if not self.two_way:
+            return first
+        return np.where(np.asarray(mb) < self.down, first, self.ranks - 1 - first)
+
+    @cached_property
     def stages_of(self) -> tuple[tuple[int, ...], ...]:
         """The stages of each rank, ascending: `F[j]` of rank r is stage `stages_of[r][j]`."""
         held: list[list[int]] = [[] for _ in range(self.ranks)]
-        for stage, rank in enumerate(self.rank_of.tolist()):
-            held[rank].append(stage)
+        for stage, ranks in enumerate(self.holders.T.tolist()):
+            for rank in ranks:
+                held[rank].append(stage)
         return tuple(map(tuple, held))

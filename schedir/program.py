@@ -162,7 +162,10 @@ class Program:
         """Whether each stage adds to every gradient in ascending microbatch order.
 
         B and W add to the weights that a split leaves for later; B and I add to all others.
+        Two holders of a stage have two sums, and to add these is another order.
         """
+        if self.plan.two_way:
+            return False
         whole, split, late = COMPUTE[1:]
         for s in self.streams:
             for ops in ((whole, split), (whole, late)):
@@ -178,7 +181,7 @@ class Program:
         """sha256 of all that decides how the program runs; its name does not."""
         plan = self.plan
         sha = hashlib.sha256(
-            repr((plan.ranks, plan.microbatches, plan.rank_of.tolist(),
+            repr((plan.ranks, plan.microbatches, plan.holders.tolist(),
                   self.tp, self.dp, self.tied, self.clip)).encode()
         )  # fmt: skip
         for s in self.streams:

@@ -162,20 +162,25 @@ def plans(
     ranks: int = 4,
     microbatches: int = 6,
     stages_per_rank: int = 3,
-    placements: Sequence[str] = ("loop", "vee", "given"),
+    placements: Sequence[str] = ("loop", "vee", "mirror", "given"),
 ) -> Plan:
     """Small plans, up to these sizes.
 
     A "given" placement is any, uneven ones among them; there `stages_per_rank` is the most on
-    average.  "vee" needs two.
+    average.  "vee" and "mirror" need two.
     """
+    more = stages_per_rank > 1
+    paired = min(ranks, microbatches) > 1 and more
+    can = {"vee": more, "mirror": paired}
+    kind = draw(st.sampled_from([kind for kind in placements if can.get(kind, True)]))
+    if kind == "mirror":
+        P = 2 * draw(st.integers(1, ranks // 2))
+        return Plan(P, draw(st.integers(2, microbatches)), placement=kind)
     P = draw(st.integers(1, ranks))
     m = draw(st.integers(1, microbatches))
-    kinds = [kind for kind in placements if kind != "vee" or stages_per_rank > 1]
-    kind = draw(st.sampled_from(kinds))
     if kind == "given":
-        more = draw(st.lists(st.integers(0, P - 1), max_size=P * (stages_per_rank - 1)))
-        return Plan(P, m, placement=tuple(draw(st.permutations([*range(P), *more]))))
+        others = draw(st.lists(st.integers(0, P - 1), max_size=P * (stages_per_rank - 1)))
+        return Plan(P, m, placement=tuple(draw(st.permutations([*range(P), *others]))))
     fewest = 2 if kind == "vee" else 1
     return Plan(P, m, draw(st.integers(fewest, stages_per_rank)), kind)
 
@@ -188,7 +193,10 @@ def drafts(
     stages_per_rank: int = 3,
     split: float = 0.5,
 ) -> Program:
-    """Complete and ascending drafts on small plans; `split` is the share of I and W."""
+    """Complete drafts on small plans; `split` is the share of I and W.
+
+    They ascend, where stages have one holder.
+    """
     plan = draw(plans(ranks, microbatches, stages_per_rank))
     return random_draft(plan, random.Random(draw(st.integers(0, 2**32 - 1))), split=split)
 
@@ -207,27 +215,30 @@ def programs(
 def random_draft(plan: Plan, rng: random.Random, *, split: float = 0.5) -> Program:
     """A draft in the order in which a random execution would meet its instructions.
 
-    Every stage's backwards ascend.  `split` is the share of backwards cut into I and W.
+    Every holder's backwards ascend.  `split` is the share of backwards cut into I and W.
     """
     S, m = plan.stages, plan.microbatches
     streams: list[list[Instr]] = [[] for _ in range(plan.ranks)]
     ready = [Instr(_F, 0, mb) for mb in range(m)]
     backward = {(s, mb): _I if rng.random() < split else _B for s in range(S) for mb in range(m)}
-    turn = [0] * S  # the microbatch whose backward is next in each stage
     arrived: set[tuple[int, int]] = set()  # (stage, mb) whose gradient is there
-    weights: list[list[int]] = [[] for _ in range(S)]  # microbatches whose I ran, W did not
+    # Of each stage, and of the microbatches that go up at its second holder by themselves:
+    turns = [[0] * S, [plan.down] * S]  # the microbatch whose backward is next
+    late: list[list[list[int]]] = [[[] for _ in range(S)] for _ in turns]  # I ran, W did not
 
-    def offer(stage: int) -> None:
+    def offer(stage: int, up: bool) -> None:
         """The stage's next backward, if its gradient is there; a whole one waits for all W."""
-        mb = turn[stage]
-        if (stage, mb) in arrived and (backward[stage, mb] is _I or not weights[stage]):
+        mb = turns[up][stage]
+        if (stage, mb) in arrived and (backward[stage, mb] is _I or not late[up][stage]):
             arrived.remove((stage, mb))
             ready.append(Instr(backward[stage, mb], stage, mb))
 
     while ready:
         instr = ready.pop(rng.randrange(len(ready)))
         op, s, mb = instr
-        streams[int(plan.rank_of[s])].append(instr)
+        up = mb >= plan.down
+        turn, weights = turns[up], late[up]
+        streams[int(plan.rank_at(s, mb))].append(instr)
         if op is _F and s + 1 < S:
             ready.append(Instr(_F, s + 1, mb))
         elif op is _F:
@@ -244,6 +255,6 @@ def random_draft(plan: Plan, rng: random.Random, *, split: float = 0.5) -> Progr
                     ready.append(Instr(_W, s, mb))
             if s:
                 arrived.add((s - 1, mb))
-                offer(s - 1)
-        offer(s)
+                offer(s - 1, up)
+        offer(s, up)
     return Program("random", plan, tuple(map(Stream.of, streams)))

@@ -68,7 +68,7 @@ def show(program: Program, to: str = "torch") -> str:
 
     Raises CompletenessError for a program without a backward, which torch does not load,
     LevelError for a draft that should have transfers, GroupError for instructions issued as one
-    that torch cannot issue so, and UsageError for another form.
+    that torch cannot issue so, and UsageError for another form, or for stages with two holders.
     """
     if to not in FORMS:
         raise UsageError(f"no form {to!r} to export to", hint=f"there are {', '.join(FORMS)}")
@@ -79,6 +79,11 @@ def show(program: Program, to: str = "torch") -> str:
             f"a draft has no transfers, but {to!r} is the form with them",
             program=program.name,
             hint="export to 'torch', or lower the draft",
+        )
+    if program.plan.two_way:
+        raise UsageError(
+            f"{program.name} has two holders of each stage, and torch's schedules one",
+            program=program.name,
         )
     kept = list(COMPUTE) if to == "torch" else list(_TEXT)
     rows = []

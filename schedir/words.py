@@ -176,8 +176,8 @@ def _check_placed(schedule: Schedule, plan: Plan, name: str) -> None:
     if placement is None:
         return
     v = fixed or plan.stages_per_rank
-    right = Plan(plan.ranks, 1, v, placement)
-    if not np.array_equal(plan.rank_of, right.rank_of):
+    right = Plan(plan.ranks, plan.microbatches, v, placement)
+    if not np.array_equal(plan.holders, right.holders):
         raise ScheduleError(
             f"{name} is for placement {placement!r}{f' with {v} stages per rank' * bool(fixed)}, "
             f"not for {plan.placement!r} with {plan.stages_per_rank}",
@@ -231,7 +231,9 @@ def _spell(word: Word, rank: int, plan: Plan) -> Stream:
             raise ScheduleError(f"rank {rank} has {len(w)} W for {len(i)} I")
         local = local.copy()
         local[w] = local[i[: len(w)]]
-    mb = np.where(mb == _AUTO, auto, mb)
+    # Of two holders the second has the microbatches that go up.
+    begin = np.where(plan.rank_of[list(own)] == rank, 0, plan.down)
+    mb = np.where(mb == _AUTO, auto + begin[np.where(oldest, 0, local)], mb)
     # The k-th W of a stage, or of the rank where W is bare, finishes its k-th I.
     for stage in [slice(None)] if oldest.any() else range(len(own)):
         ws = w if isinstance(stage, slice) else w[local[w] == stage]

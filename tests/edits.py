@@ -102,7 +102,7 @@ class Edit:
         other = stage(w) + row.hop
         if row.meets is None or not 0 <= other < self.program.plan.stages:
             return None
-        wanted, rank = word(row.meets, other, mb(w)), int(self.program.plan.rank_of[other])
+        wanted, rank = word(row.meets, other, mb(w)), int(self.program.plan.rank_at(other, mb(w)))
         return next(((rank, k) for k, x in enumerate(self.lists[rank]) if bare(x) == wanted), None)
 
 

@@ -89,7 +89,7 @@ class Host:
 
     def __init__(self, machine: Machine, rank: int) -> None:
         self.machine, self.rank = machine, rank
-        self.own = [s for s, r in enumerate(machine.holder) if r == rank]
+        self.own = [s for s, rs in enumerate(zip(*machine.holders, strict=True)) if rank in rs]
         self.slots: dict[Slot, Value] = {}
         self.given: list[tuple[Slot, Value]] = []  # by the group that is being issued
         self.entries: list[Entry] = []
@@ -125,10 +125,15 @@ class Host:
     def address(self, i: Instr) -> None:
         """Whether there is such a stage here, and such a microbatch."""
         per_rank = i.op in (O.ReduceNorm, O.OptimizerStep)
-        per_stage = i.op in (O.ReduceGrads, O.ReduceTied)
+        per_stage = i.op in (O.ReduceGrads, O.ReduceHolders, O.ReduceTied)
         microbatches = 1 if per_rank or per_stage else self.machine.microbatches
-        if i.stage not in ([0] if per_rank else self.own) or i.mb >= microbatches:
+        here = per_rank or per_stage or self.runs(i.stage, i.mb)
+        if i.stage not in ([0] if per_rank else self.own) or i.mb >= microbatches or not here:
             raise Wrong(f"there is no {i} on rank {self.rank}")
+
+    def runs(self, stage: int, mb: int) -> bool:
+        """Whether this rank runs a microbatch in a stage."""
+        return stage in self.own and self.machine.holder(stage, mb) == self.rank
 
     # ------------------------------------------------------------ slots
 
@@ -177,7 +182,7 @@ class Host:
             self.expect(self.take("act_in", i.stage, i.mb), "act", i.stage - 1, i.mb, True)
         if i.stage == self.machine.stages - 1:
             self.give("loss", i.mb)
-        elif i.stage + 1 in self.own:
+        elif self.runs(i.stage + 1, i.mb):
             self.make(self.give("act_in", i.stage + 1, i.mb), "act", i.stage, i.mb)
         else:
             self.make(self.give("act_out", i.stage, i.mb), "act", i.stage, i.mb)
@@ -189,7 +194,7 @@ class Host:
         self.take("saved", i.stage, i.mb)
         if i.stage < self.machine.stages - 1:
             self.expect(self.take("grad_in", i.stage, i.mb), "grad", i.stage + 1, i.mb, True)
-        if i.stage - 1 in self.own:
+        if self.runs(i.stage - 1, i.mb):
             self.make(self.give("grad_in", i.stage - 1, i.mb), "grad", i.stage, i.mb)
         elif i.stage > 0:
             self.make(self.give("grad_out", i.stage, i.mb), "grad", i.stage, i.mb)
@@ -209,9 +214,9 @@ class Host:
         kind = "act" if i.op in (O.SendAct, O.RecvAct) else "grad"
         sends = i.op in (O.SendAct, O.SendGrad)
         stage = i.stage + (1 if (kind == "act") == sends else -1)
-        if not 0 <= stage < machine.stages or stage in self.own:
+        if not 0 <= stage < machine.stages or self.runs(stage, i.mb):
             raise Wrong(f"{i} on rank {self.rank} has nobody to go to")
-        peer = machine.holder[stage]
+        peer = machine.holder(stage, i.mb)
         self.queue({"edge": (kind, peer, sends), "pair": peer}.get(model, "wire"))
         way = (self.rank, peer) if sends else (peer, self.rank)
         slot = (f"{kind}_out" if sends else f"{kind}_in", i.stage, i.mb)
@@ -242,8 +247,16 @@ class Host:
         """Over replicas, which all run this Stream: nobody here to meet."""
         self.queue("reductions")
         for mb in range(self.machine.microbatches):
-            self.take("wgrad", i.stage, mb)
+            if self.runs(i.stage, mb):
+                self.take("wgrad", i.stage, mb)
+        self.give("half grad" if len(self.machine.holders) > 1 else "grad", i.stage)
+
+    def reduce_holders(self, i: Instr) -> None:
+        """The two holders of a stage meet."""
+        self.queue("reductions")
+        self.take("half grad", i.stage)
         self.give("grad", i.stage)
+        self.collective(("holders", i.stage), 2)
 
     def reduce_tied(self, i: Instr) -> None:
         """The holders of a copy meet; a rank that holds both names the first."""
@@ -254,7 +267,9 @@ class Host:
         for stage in copies:
             self.take("grad", stage)
             self.give("tied grad", stage)
-        self.collective("tied", len({self.machine.holder[s] for s in self.machine.ends}))
+        first, *more = ({holders[s] for s in self.machine.ends} for holders in self.machine.holders)
+        if not more:  # else each such rank holds both
+            self.collective("tied", len(first))
 
     def final(self) -> list[Slot]:
         """Where the rank's gradients are when nothing is left to add."""
@@ -276,8 +291,8 @@ class Host:
     def judge(self) -> None:
         """What is left on this rank is what should be."""
         right: set[Slot] = {("parameters",)} if self.machine.trains else set()
-        if self.machine.stages - 1 in self.own:
-            right |= {("loss", mb) for mb in range(self.machine.microbatches)}
+        microbatches = range(self.machine.microbatches)
+        right |= {("loss", mb) for mb in microbatches if self.runs(self.machine.stages - 1, mb)}
         for slot in self.slots.keys() - right:
             raise Wrong(f"{slot} is left on rank {self.rank}")
         for slot in right - self.slots.keys():
@@ -291,6 +306,7 @@ class Host:
         **dict.fromkeys(MESSAGES, message),
         **dict.fromkeys((O.Scatter, O.Gather, O.ScatterGrad, O.GatherGrad), reshape),
         O.ReduceGrads: reduce_grads,
+        O.ReduceHolders: reduce_holders,
         O.ReduceTied: reduce_tied,
         O.ReduceNorm: reduce_norm,
         O.OptimizerStep: step,

@@ -80,11 +80,13 @@ def lowered(rng: random.Random) -> Program:
     while True:
         ranks, m = rng.choice([1, 2, 2, 3, 3, 4]), rng.choice([1, 2, 2, 3, 3, 4, 6])
         schedule = rng.choice(known()) if rng.random() < 0.5 else None
-        placement, v = getattr(schedule, "placed", (rng.choice(["loop", "loop", "vee"]), None))
-        plan = Plan(ranks, m, v or rng.choice([1, 1, 2]), placement)
+        anywhere = rng.choice(["loop", "loop", "vee", "mirror"])
+        placement, v = getattr(schedule, "placed", (anywhere, None))
+        v = v or rng.choice([1, 1, 2])
         tp, tied, clip = rng.choice([1, 1, 2]), rng.random() < 0.5, rng.random() < 0.5
         model = rng.choice(MODELS)
         try:
+            plan = Plan(ranks, m, v, placement)
             draft = words.draft(schedule, plan) if schedule else random_draft(plan, rng)
             program = lower(replace(check_draft(draft), tp=tp, tied=tied, clip=clip))
         except ProgramError:

@@ -23,7 +23,7 @@ from tests.edits import (
 
 O = Opcode
 _, B, I, W = COMPUTE
-REDUCTIONS = (O.ReduceGrads, O.ReduceTied, O.ReduceNorm)
+REDUCTIONS = (O.ReduceGrads, O.ReduceHolders, O.ReduceTied, O.ReduceNorm)
 PER_MB = tuple(row.op for row in ROWS if row.per is Per.MICROBATCH)
 CUTS = {O.Scatter: (O.Gather, +1), O.ScatterGrad: (O.GatherGrad, -1)}
 
@@ -64,7 +64,7 @@ def move_anywhere(e: Edit) -> None:
     move(e.own, e.at, e.rng.randint(0, len(e.own)))
 
 
-@at(*PER_MB, O.ReduceGrads, O.ReduceTied)
+@at(*PER_MB, O.ReduceGrads, O.ReduceHolders, O.ReduceTied)
 def change_stage(e: Edit) -> None:
     plan = e.program.plan
     new = e.rng.choice([*plan.stages_of[e.rank], *range(plan.stages + 1)])
@@ -174,7 +174,7 @@ def phantom_pair(e: Edit) -> bool | None:
     if row.meets is None or not 0 <= s + row.hop < plan.stages:
         return False
     for there, o in ((s, send), (s + row.hop, row.meets)):
-        own = e.lists[int(plan.rank_of[there])]
+        own = e.lists[int(plan.rank_at(there, m))]
         push(own, e.rng.choice([0, len(own)]), word(o, there, m))
     return None
 
@@ -184,7 +184,7 @@ def drop_sharded_pair(e: Edit) -> None:
     """A scatter and its gather: the tensor is sent whole."""
     cut = pull(e.own, e.at)
     gather, hop = CUTS[op(cut)]
-    own = e.lists[int(e.program.plan.rank_of[stage(cut) + hop])]
+    own = e.lists[int(e.program.plan.rank_at(stage(cut) + hop, mb(cut)))]
     pull(own, [*map(bare, own)].index(word(gather, stage(cut) + hop, mb(cut))))
 
 

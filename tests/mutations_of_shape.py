@@ -168,9 +168,12 @@ def crowd_placement(e: Edit) -> None:
 
 
 @whole
-def spell_placement(e: Edit) -> None:
-    """The same placement, stage by stage."""
+def spell_placement(e: Edit) -> bool | None:
+    """The same placement, stage by stage, where that says it all."""
+    if e.program.plan.two_way:
+        return False
     _replan(e, stages_per_rank=1, placement=tuple(e.program.plan.rank_of.tolist()))
+    return None
 
 
 @whole
@@ -234,9 +237,9 @@ def rename(e: Edit) -> None:
 
 @whole
 def renumber(e: Edit) -> None:
-    """The microbatches in another order, everywhere."""
-    m = e.program.plan.microbatches
-    to = e.rng.sample(range(m), m)
+    """The microbatches of each direction in another order, everywhere."""
+    m, down = e.program.plan.microbatches, e.program.plan.down
+    to = e.rng.sample(range(down), down) + e.rng.sample(range(down, m), m - down)
     for r, k in e.places(*PER_MB):
         w = e.lists[r][k]
         e.lists[r][k] = w - mb(w) + to[mb(w)]

@@ -60,7 +60,7 @@ class Machine:
             return "all"
         if not row.hop:
             return "dp" if row.lane == Lane.DP else "compute"
-        peer = int(self.program.plan.rank_of[i.stage + row.hop])
+        peer = int(self.program.plan.rank_at(i.stage + row.hop, i.mb))
         if self.model == "edge":
             return (row.lane, peer, i.op in (O.RecvAct, O.RecvGrad))
         return peer if self.model == "pair" else "wire"
@@ -108,16 +108,13 @@ class Machine:
             wgrad = (O.Backward, O.BackwardWeight)
             return [(rank, k) for k, j in enumerate(own) if j.op in wgrad and j.stage == s]
         makers = {
-            O.ReduceTied: (O.ReduceGrads,),
-            O.ReduceNorm: (O.ReduceGrads, O.ReduceTied),
-            O.OptimizerStep: (O.ReduceGrads, O.ReduceTied, O.ReduceNorm),
+            O.ReduceHolders: (O.ReduceGrads,),
+            O.ReduceTied: (O.ReduceGrads, O.ReduceHolders),
+            O.ReduceNorm: (O.ReduceGrads, O.ReduceHolders, O.ReduceTied),
+            O.OptimizerStep: (O.ReduceGrads, O.ReduceHolders, O.ReduceTied, O.ReduceNorm),
         }.get(i.op, ())
-        ends = {0, S - 1}
-        return [
-            (rank, k)
-            for k, j in enumerate(own)
-            if j.op in makers and (i.op != O.ReduceTied or j.stage in ends)
-        ]
+        of = {O.ReduceHolders: {s}, O.ReduceTied: {0, S - 1}}.get(i.op, range(S))
+        return [(rank, k) for k, j in enumerate(own) if j.op in makers and j.stage in of]
 
     def _partners(self, rank: int, i: Instr) -> list[tuple[int, int]]:
         row = ROWS[i.op]
@@ -125,11 +122,16 @@ class Machine:
             return [(rank, self.where[rank, i])]
         if row.hop:
             stage = i.stage + row.hop
-            peer = int(self.program.plan.rank_of[stage])
+            peer = int(self.program.plan.rank_at(stage, i.mb))
             other = (peer, self.where[peer, Instr(row.meets, stage, i.mb)])
             return [(rank, self.where[rank, i]), other]
+        if i.op == O.ReduceTied and len(self.program.plan.holders) > 1:
+            return [(rank, self.where[rank, i])]  # each holder of an end holds both
         return [
-            (r, k) for r, own in enumerate(self.lists) for k, j in enumerate(own) if j.op == i.op
+            (r, k)
+            for r, own in enumerate(self.lists)
+            for k, j in enumerate(own)
+            if j.op == i.op and (i.op != O.ReduceHolders or j.stage == i.stage)
         ]
 
     def _group_of(self, rank: int, index: int) -> tuple[int, ...]:

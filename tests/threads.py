@@ -61,7 +61,8 @@ class Machine:
     def __init__(self, program: Program, model: str, seed: int | None) -> None:
         self.program, self.model = program, model
         self.random = None if seed is None else random.Random(seed)
-        self.holder: list[int] = program.plan.rank_of.tolist()
+        self.holders: list[list[int]] = program.plan.holders.tolist()
+        self.down = (program.plan.microbatches + 1) // 2  # where stages have two holders
         self.stages, self.microbatches = program.plan.stages, program.plan.microbatches
         if len(program.streams) != program.plan.ranks:
             raise Wrong(f"{len(program.streams)} Streams")
@@ -73,6 +74,10 @@ class Machine:
         self.sent: dict[Slot, deque[Message]] = defaultdict(deque)
         self.received: dict[Slot, deque[Message]] = defaultdict(deque)
         self.meetings: dict[Slot, list[Event]] = defaultdict(list)
+
+    def holder(self, stage: int, mb: int) -> int:
+        """Who runs a microbatch in a stage: where two hold it, the second has the second half."""
+        return self.holders[len(self.holders) > 1 and mb >= self.down][stage]
 
     def run(self) -> Verdict:
         self.hosts = [Host(self, rank) for rank in range(len(self.lists))]

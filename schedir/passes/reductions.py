@@ -28,12 +28,24 @@ def reduce_grads(program: Program) -> Program:
     return replace(program, streams=tuple(streams))
 
 
+def reduce_holders(program: Program) -> Program:
+    """Sum each stage's gradient over its two holders, if it has two.
+
+    All stages at the end and in one order, so that the holders of two stages never wait for
+    each other.
+    """
+    plan = program.plan
+    if not (plan.two_way and program.trains):
+        return program
+    return _append(program, [pack(Opcode.ReduceHolders, own, 0) for own in plan.stages_of])
+
+
 def reduce_tied(program: Program) -> Program:
     """Sum the two copies of a tied weight: one instruction on each rank that holds any."""
     plan = program.plan
     if not (program.tied and program.trains and plan.stages > 1):
         return program
-    holder = {int(plan.rank_of[s]): s for s in (plan.stages - 1, 0)}
+    holder = {r: s for s in (plan.stages - 1, 0) for r in plan.holders[:, s].tolist()}
     return _append(
         program,
         [pack(Opcode.ReduceTied, [holder[r]] if r in holder else [], 0) for r in range(plan.ranks)],

@@ -74,17 +74,17 @@ def _messages(graph: Graph) -> Iterator[tuple[Opcode, Positions, NDArray[np.intp
     The makers' positions come rank by rank, with the places where each rank's begin, and what
     leads from the word of the maker's stage to that of the transfer's.
     """
-    index, rank_of = graph.index, graph.program.plan.rank_of
+    index, plan = graph.index, graph.program.plan
     for send, makers in _SENT_BY.items():
         row = ROWS[send]
         at = np.flatnonzero(np.isin(index.op, makers)).astype(np.int32)
         other = index.stage[at].astype(np.int32) + row.hop
-        inside = (other >= 0) & (other < len(rank_of))
-        there = rank_of[np.where(inside, other, 0)]
+        inside = (other >= 0) & (other < plan.stages)
+        there = plan.rank_at(np.where(inside, other, 0), index.mb[at])
         crosses = inside & (there != index.rank[at])
         assert row.meets is not None
         sides = ((send, index.rank[at], 0), (row.meets, there, row.hop << STAGE))
         for op, rank, shift in sides:
             order = np.argsort(rank[crosses].astype(np.uint16), kind="stable")
-            cuts = np.searchsorted(rank[crosses][order], np.arange(graph.program.plan.ranks + 1))
+            cuts = np.searchsorted(rank[crosses][order], np.arange(plan.ranks + 1))
             yield op, at[crosses][order], cuts, shift

@@ -27,9 +27,9 @@ def arrived(program: Program, rank: int) -> dict[int, list[int]]:
 
     Each send is there once, with the first receive that proves it, if there is one.
     """
-    rank_of, own = program.plan.rank_of, program.streams[rank]
+    plan, own = program.plan, program.streams[rank]
     where: dict[tuple[int | None, ...], int] = {instr: k for k, instr in enumerate(own)}
-    peers = {int(rank_of[i.stage + ROWS[i.op].hop]) for i in own if i.op in SENDS}
+    peers = {int(plan.rank_at(i.stage + ROWS[i.op].hop, i.mb)) for i in own if i.op in SENDS}
     known: dict[int, list[int]] = {}
     for peer in peers:
         used: list[int] = []  # since the peer's last send to this rank

@@ -57,7 +57,10 @@ class Gloo:
         self.groups: dict[Group, Any] = {"model": self._group(mesh.reshape(self.dp, -1))}
         if self.dp > 1:
             self.groups["dp"] = self._group(mesh.reshape(self.dp, -1).T)
-        if program.tied:
+        if program.plan.two_way:
+            pairs = np.stack([mesh, mesh[:, ::-1]], -1)[:, : pp // 2]
+            self.groups["holders"] = self._group(pairs.reshape(-1, 2))
+        elif program.tied:
             ends = sorted({int(program.plan.rank_of[0]), int(program.plan.rank_of[-1])})
             holders = mesh[:, ends].swapaxes(1, 2).reshape(-1, len(ends))
             self.groups["tied"] = self._group(holders)

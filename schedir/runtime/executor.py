@@ -65,7 +65,7 @@ class Executor(Rank):
         `inputs[mb]` is what the first stage takes and `targets[mb]` what the loss of the last
         is taken against; ranks that hold neither may give empty ones.  Gradients are those of
         `scale` times the sum of all losses.  Returns that sum of losses, unscaled, on the rank
-        of the last stage, and None elsewhere.
+        of the last stage, and None elsewhere; each of two such ranks sums up those taken there.
 
         Raises ExecutionError that names the instruction.
         """

@@ -28,7 +28,7 @@ T = TypeVar("T")
 
 def forward(rank: Rank, i: Instr) -> Call:
     stage, mb, last = rank.stages[i.stage], i.mb, i.stage == rank.plan.stages - 1
-    after = rank.stages.get(i.stage + 1)
+    after = rank.beside(i.stage + 1, mb)
     grad = rank.program.trains
 
     def run() -> None:
@@ -55,7 +55,7 @@ def forward(rank: Rank, i: Instr) -> Call:
 
 def backward(rank: Rank, i: Instr) -> Call:
     stage, mb = rank.stages[i.stage], i.mb
-    before = rank.stages.get(i.stage - 1)
+    before = rank.beside(i.stage - 1, mb)
     last = i.stage == rank.plan.stages - 1
 
     def run() -> None:
@@ -106,7 +106,7 @@ def backward_weight(rank: Rank, i: Instr) -> Call:
 def send(rank: Rank, i: Instr) -> Call:
     stage, mb, row, k = rank.stages[i.stage], i.mb, ROWS[i.op], rank.where[i]
     values = stage.act_out if i.op == Opcode.SendAct else stage.grad_out
-    peer = int(rank.plan.rank_of[i.stage + row.hop])
+    peer = int(rank.plan.rank_at(i.stage + row.hop, mb))
 
     def run() -> None:
         tensor = _take(values, mb).contiguous()
@@ -120,7 +120,7 @@ def recv(rank: Rank, i: Instr) -> Call:
     stage, mb, row = rank.stages[i.stage], i.mb, ROWS[i.op]
     act = i.op == Opcode.RecvAct
     values = stage.act_in if act else stage.grad_in
-    peer = int(rank.plan.rank_of[i.stage + row.hop])
+    peer = int(rank.plan.rank_at(i.stage + row.hop, mb))
     gather = Opcode.Gather if act else Opcode.GatherGrad
     shape = rank.boundary.shape
     if (gather, i.stage, mb) in rank.where:
@@ -204,6 +204,16 @@ def _reduced(rank: Rank) -> None:
     rank.reducing.clear()
 
 
+def reduce_holders(rank: Rank, i: Instr) -> Call:
+    gradients, k = rank.stages[i.stage].gradients, rank.where[i]
+
+    def run() -> None:
+        for flat in gradients.flat:
+            rank.reducing.append((k, rank.transport.all_reduce(flat, "holders")))
+
+    return Call(partial(_reduced, rank), run)
+
+
 def reduce_tied(rank: Rank, i: Instr) -> Call:
     stage, k = rank.stages[i.stage], rank.where[i]
     both = {0, rank.plan.stages - 1} <= {*rank.stages}
@@ -229,7 +239,8 @@ def reduce_norm(rank: Rank, i: Instr) -> Call:
         for s, stage in rank.stages.items()
         for p in stage.gradients.parameters
         # What several ranks hold in full is counted by one of them.
-        if (is_sharded(p) or rank.transport.tp_rank == 0)
+        if rank.plan.rank_of[s] == rank.rank
+        and (is_sharded(p) or rank.transport.tp_rank == 0)
         and not (rank.program.tied and s > 0 and p is stage.tied_weight)
     ]
 
@@ -275,6 +286,7 @@ HANDLERS: dict[Opcode, Callable[[Rank, Instr], Call]] = {
     Opcode.ScatterGrad: scatter,
     Opcode.GatherGrad: gather,
     Opcode.ReduceGrads: reduce_grads,
+    Opcode.ReduceHolders: reduce_holders,
     Opcode.ReduceTied: reduce_tied,
     Opcode.ReduceNorm: reduce_norm,
     Opcode.OptimizerStep: step,

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import defaultdict, deque
 from collections.abc import Sequence
+from copy import deepcopy
 
 import torch
 from torch import Tensor, nn
@@ -15,6 +16,7 @@ from torch import Tensor, nn
 from schedir.errors import ModelError
 from schedir.graph import Graph, Model
 from schedir.ops import Lane
+from schedir.plan import Plan
 from schedir.program import Program
 from schedir.runtime.executor import Executor
 from schedir.runtime.rank import Boundary, Loss, Microbatches
@@ -26,7 +28,7 @@ class _Hub:
 
     def __init__(self) -> None:
         self.mail: dict[tuple[Lane, int, int], deque[Tensor]] = defaultdict(deque)
-        self.meeting: dict[Group, list[Tensor]] = defaultdict(list)
+        self.meeting: dict[tuple[Group, int], list[Tensor]] = defaultdict(list)
 
 
 class _Mailbox:
@@ -34,7 +36,7 @@ class _Mailbox:
 
     tp, dp, tp_rank = 1, 1, 0
 
-    def __init__(self, hub: _Hub, rank: int, members: dict[Group, int], model: Model) -> None:
+    def __init__(self, hub: _Hub, rank: int, members: dict[Group, list[int]], model: Model) -> None:
         self.hub, self.rank, self.members, self.model = hub, rank, members, model
 
     def send(self, tensor: Tensor, peer: int, lane: Lane) -> Work:
@@ -47,9 +49,10 @@ class _Mailbox:
 
     def all_reduce(self, tensor: Tensor, group: Group) -> Work:
         """The last to come sums for all, first rank first whatever the order of arrival."""
-        meeting = self.hub.meeting[group]
+        members = self.members[group]
+        meeting = self.hub.meeting[group, members[0]]
         meeting.append(tensor)
-        if len(meeting) == self.members[group]:
+        if len(meeting) == len(members):
             total = torch.stack(meeting).sum(0) if len(meeting) != 2 else meeting[0] + meeting[1]
             for member in meeting:
                 member.copy_(total)
@@ -63,7 +66,8 @@ class _Mailbox:
 class InProcess:
     """All ranks of a program as virtual ranks of this process.
 
-    `stages` are all the stages of the model, in order.  Raises ModelError for programs with
+    `stages` are all the stages of the model, in order; where stages have two holders, the second
+    has a copy.  Raises ModelError for programs with
     tensor- or data-parallel groups, whose ranks run at once and need processes.
     """
 
@@ -85,19 +89,17 @@ class InProcess:
                 program=program.name,
             )
         plan = program.plan
-        members: dict[Group, int] = {
-            "dp": 1,
-            "tied": len({int(plan.rank_of[0]), int(plan.rank_of[-1])}),
-            "model": plan.ranks,
-        }
         hub = _Hub()
         self.program = program
         self.ranks = [
             Executor(
                 program,
                 rank,
-                {s: stages[s] for s in plan.stages_of[rank]},
-                _Mailbox(hub, rank, members, model),
+                {
+                    s: stages[s] if plan.rank_of[s] == rank else deepcopy(stages[s])
+                    for s in plan.stages_of[rank]
+                },
+                _Mailbox(hub, rank, _members(plan, rank), model),
                 loss=loss,
                 boundary=boundary,
                 max_norm=max_norm,
@@ -127,5 +129,16 @@ class InProcess:
         for node in self.graph.any_order(seed):
             for r, index in self.at[node]:
                 self.ranks[r].call(index)
-        losses = [loss for rank in self.ranks if (loss := rank.finish()) is not None]
-        return losses[0]
+        last = [rank.losses for rank in self.ranks if rank.finish() is not None]
+        each = (sum(losses, torch.zeros(())) for losses in zip(*last, strict=True))
+        return sum(each, torch.zeros(()))  # by microbatch; each loss is 0 but on one rank
+
+
+def _members(plan: Plan, rank: int) -> dict[Group, list[int]]:
+    """Whom a rank meets, itself included."""
+    return {
+        "dp": [rank],
+        "holders": sorted({rank, plan.ranks - 1 - rank}),
+        "tied": sorted({int(plan.rank_of[0]), int(plan.rank_of[-1])}),
+        "model": [*range(plan.ranks)],
+    }

@@ -104,3 +104,9 @@ class Rank:
         self.known = arrived(program, rank)
         self.where: dict[tuple[int, ...], int] = {i: k for k, i in enumerate(self.stream)}
         self.began, self.ended = [0.0] * len(self.stream), [0.0] * len(self.stream)
+
+    def beside(self, stage: int, mb: int) -> Stage | None:
+        """The stage if this rank runs it for the microbatch: then values are handed over."""
+        if stage not in self.stages or self.plan.rank_at(stage, mb) != self.rank:
+            return None
+        return self.stages[stage]

@@ -9,7 +9,7 @@ from torch import Tensor
 from schedir.graph import Model
 from schedir.ops import Lane
 
-Group = Literal["dp", "tied", "model"]
+Group = Literal["dp", "holders", "tied", "model"]
 
 
 class Work(Protocol):
@@ -39,8 +39,9 @@ class Transport(Protocol):
         """Start to receive from a pipeline rank."""
 
     def all_reduce(self, tensor: Tensor, group: Group) -> Work:
-        """Start to sum in place: over the replicas of a stage ("dp"), the holders of the tied
-        weight ("tied"), or all that hold a part of one replica of the model ("model")."""
+        """Start to sum in place: over the replicas of a stage ("dp"), its two holders ("holders"),
+        the holders of the tied weight ("tied"), or all that hold a part of one replica of the
+        model ("model")."""
 
     def all_gather(self, whole: Tensor, shard: Tensor) -> Work:
         """Start to make a tensor whole from the 1/t of each tensor-parallel rank; both flat."""

@@ -12,10 +12,13 @@ our I "B".
 from schedir.schedules.blocks import v_half, v_min, wave
 from schedir.schedules.flush import eager_1f1b, forward_only, gpipe, one_f_one_b
 from schedir.schedules.looped import interleaved, interleaved_zb, looped_bfs, looped_dfs
+from schedir.schedules.twoway import chimera, dualpipe
 from schedir.schedules.vee import dualpipe_v, zb_v
 from schedir.schedules.zero_bubble import zb_h1, zb_h2
 
 __all__ = [
+    "chimera",
+    "dualpipe",
     "dualpipe_v",
     "eager_1f1b",
     "forward_only",

@@ -38,10 +38,10 @@ def wave(r: int, P: int, m: int, v: int) -> Word:
     block += [(2 * v * P - 1 - s, B[j]) for j, s in enumerate(own)]
     # A microbatch every other slot: down and back fall on odd and even ones.  P fill the wave.
     starts = [k // P * 2 * v * P + k % P * 2 for k in range(m)]
-    return _in_order((slot + start, word) for slot, word in block for start in starts)
+    return in_order((slot + start, word) for slot, word in block for start in starts)
 
 
-def _in_order(slots: Iterable[tuple[int, Word]]) -> Word:
+def in_order(slots: Iterable[tuple[int, Word]]) -> Word:
     """What a rank does, by slot."""
     return Word(np.concatenate([w.letters for _, w in sorted(slots, key=lambda s: s[0])]))
 
@@ -117,7 +117,7 @@ def _repeated(block: Block, P: int, m: int, warm: int) -> tuple[Word, ...]:
         for slot, letter in sorted(own):
             if letter >= 2:
                 own.append((_free(used, slot + 1), letter + 2))
-    return tuple(_in_order((slot, letters[letter]) for slot, letter in own) for own in ranks)
+    return tuple(in_order((slot, letters[letter]) for slot, letter in own) for own in ranks)
 
 
 def _free(taken: set[int], slot: int) -> int:

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from schedir import gpt
 from schedir.plan import Plan
+from schedir.program import Program
 from schedir.runtime.rank import Boundary
 from schedir.runtime.reference import reference
 from schedir.schedules import gpipe, interleaved, one_f_one_b
@@ -56,10 +57,13 @@ def same_bits(one: list[dict[str, Tensor]], other: list[dict[str, Tensor]]) -> b
     )
 
 
-def expected(plan: Plan, tied: bool = True) -> tuple[Tensor, list[dict[str, Tensor]]]:
+def expected(
+    plan: Plan, tied: bool = True, program: Program | None = None
+) -> tuple[Tensor, list[dict[str, Tensor]]]:
+    """Loss and gradients of the reference; with a program, in its order."""
     stages = gpt_stages(plan.stages, tied)
     inputs, targets, scale = batch(plan.microbatches)
-    loss = reference(stages, inputs, targets, loss=gpt.loss, scale=scale)
+    loss = reference(stages, inputs, targets, loss=gpt.loss, scale=scale, program=program)
     return loss, gradients(stages)
 
 

@@ -7,22 +7,21 @@ from each rank's own first start to its own last end.
 from __future__ import annotations
 
 import csv
-from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import NamedTuple
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from schedir import schedules
 from schedir.cli import main
 from schedir.compile import compile
 from schedir.costs import Costs
-from schedir.errors import ScheduleError
-from schedir.graph import MODELS, Model
+from schedir.errors import PlanError, ScheduleError
+from schedir.graph import MODELS
 from schedir.plan import Plan
 from schedir.schedules import (
+    chimera,
+    dualpipe,
     dualpipe_v,
     eager_1f1b,
     forward_only,
@@ -40,77 +39,8 @@ from schedir.schedules import (
     zb_v,
 )
 from schedir.simulate import simulate
-from schedir.timeline import Timeline
 from schedir.words import Schedule, draft
-
-ZOO: dict[str, Schedule] = {name: getattr(schedules, name) for name in schedules.__all__}
-LOOPED = (interleaved, interleaved_zb, looped_bfs, looped_dfs)
-# F, I, W: equal; W short; I longest; F longest; W longest; W longer than F and I together.
-TRIPLES = [(1, 1, 1), (2, 2, 2), (3, 3, 2), (2, 3, 1), (3, 2, 2), (4, 1, 2), (2, 2, 3), (1, 1, 4)]
-
-
-def plan_of(schedule: Schedule, ranks: int, microbatches: int, v: int = 2) -> Plan:
-    """A plan of the shape that a schedule is for."""
-    placement, fixed = getattr(schedule, "placed", ("loop", None if schedule in LOOPED else 1))
-    return Plan(ranks, microbatches, fixed or v, placement)
-
-
-def least(schedule: Schedule, ranks: int) -> int:
-    """The fewest microbatches that a schedule takes."""
-    fill: dict[Schedule, int] = {zb_v: 2 * ranks - 1, dualpipe_v: 2 * ranks}
-    return fill.get(schedule, 1)
-
-
-def run(schedule: Schedule, plan: Plan, costs: Costs, model: Model = "edge") -> Timeline:
-    return simulate(compile(schedule, plan, model=model, costs=costs), costs, model=model)
-
-
-class Case(NamedTuple):
-    """A run, its numbers at hand."""
-
-    P: int
-    m: int
-    v: int
-    F: int
-    I: int
-    W: int
-    timeline: Timeline
-
-    @property
-    def idle(self) -> float:
-        """What each rank idles; all work the same, so all idle the same."""
-        idle: list[float] = self.timeline.idle.tolist()
-        assert idle == [idle[0]] * self.P
-        assert self.timeline.span == self.m * self.v * (self.F + self.I + self.W) + idle[0]
-        return idle[0]
-
-    @property
-    def own(self) -> list[float]:
-        own: list[float] = self.timeline.idle_in_own_span.tolist()
-        return own
-
-    @property
-    def peak(self) -> list[int]:
-        peak: list[int] = self.timeline.peak_in_flight.tolist()
-        return peak
-
-
-def cases(
-    schedule: Schedule,
-    microbatches: Callable[[int], list[int]],
-    v: int = 2,
-    when: Callable[[int, int, int], bool] = lambda F, I, W: True,
-    ranks: tuple[int, ...] = (1, 2, 3, 5),
-) -> Iterator[Case]:
-    for P in ranks:
-        for m in microbatches(P):
-            for k, (F, I, W) in enumerate(t for t in TRIPLES if when(*t)):
-                model: Model = ("edge", "pair", "device")[k % 3]
-                costs = Costs(F=F, I=I, W=W)
-                plan = plan_of(schedule, P, m, v)
-                timeline = run(schedule, plan, costs, model)
-                yield Case(P, m, plan.stages_per_rank, F, I, W, timeline)
-
+from tests.laws import TRIPLES, TWO_WAY, ZOO, cases, least, plan_of, run
 
 # ------------------------------------------------------------------ whole backwards
 
@@ -236,6 +166,54 @@ def test_dualpipe_v() -> None:
         assert max(timeline.idle) == 3 * (together + 4 - 3 * 2)
 
 
+# ------------------------------------------------------------------ two directions
+
+
+def test_dualpipe() -> None:
+    for c in cases(dualpipe, lambda P: [2 * P, 3 * P + 2], when=alike, ranks=(2, 4, 6)):
+        B = c.I + c.W
+        assert c.idle == (c.P // 2 - 1) * (c.F + B + B - 3 * c.W)
+        assert c.own[0] == c.idle
+        assert c.peak == [c.P + 1] * c.P
+    for c in cases(dualpipe, lambda P: [2 * P], when=lambda F, I, W: W <= F < I, ranks=(2, 4, 6)):
+        assert c.idle <= (c.P // 2 - 1) * (c.F + 2 * c.I - c.W)
+    for together in (4, 5, 6):
+        timeline = run(dualpipe, plan_of(dualpipe, 8, 18), Costs(F=2, I=2, W=2, FB=together))
+        assert max(timeline.idle) == 3 * (together + 4 - 3 * 2)
+
+
+def test_both_ways_are_alike() -> None:
+    """A rank's mirror image does the same to the other half of the microbatches."""
+    for schedule in (dualpipe, chimera):
+        for P, m in ((2, 4), (4, 8), (6, 14)):
+            program = draft(schedule, plan_of(schedule, P, m))
+            for r, stream in enumerate(program.streams):
+                mirrored = [(op, s, (mb + m // 2) % m) for op, s, mb in stream]
+                assert mirrored == [*program.streams[P - 1 - r]]
+                assert {(mb < m // 2) == (s == r) for _, s, mb in stream} == {True}
+
+
+def test_chimera() -> None:
+    for c in cases(chimera, lambda P: [P, 2 * P, 3 * P], ranks=(2, 4, 6)):
+        B = c.I + c.W
+        assert c.idle == (c.P - 2) * (min(c.F, B) + c.m // c.P * abs(B - c.F))
+        assert c.peak == [c.P // 2 + 1 + min(r, c.P - 1 - r) for r in range(c.P)]
+    for P in (2, 4, 6):  # at F = B, half of 1F1B's bubble less one slot each
+        timeline = run(chimera, plan_of(chimera, P, 2 * P), Costs(F=2, B=2))
+        assert timeline.idle.tolist() == [2 * (P - 2)] * P
+
+
+@pytest.mark.parametrize("reduce", [0.5, 4.0])
+def test_holders_reduce_before_they_step(reduce: float) -> None:
+    """Two stages on a rank are reduced one after the other, each with the other holder."""
+    plan = plan_of(dualpipe, 4, 8)
+    free, costly = (run(dualpipe, plan, Costs(reduce_holders=c)) for c in (0, reduce))
+    assert costly.span == free.span + 2 * reduce
+
+
+# ------------------------------------------------------------------ slots
+
+
 def test_v_half() -> None:
     for c in cases(v_half, lambda P: [P, 3 * P], when=equal, ranks=(3, 4, 5, 7, 8)):
         assert c.idle == c.own[0] == -(-(13 * c.P - (19 if c.P % 2 else 28)) // 4) * c.F
@@ -294,12 +272,14 @@ def test_every_schedule_finishes_everywhere(name: str) -> None:
     """Under all models, at even and uneven costs, with few, odd and many microbatches."""
     schedule = ZOO[name]
     for P, m in ((1, 2), (2, 4), (3, 2), (3, 7), (4, 8)):
+        if schedule in TWO_WAY:
+            P, m = 2 * P, 2 * m
         plan = plan_of(schedule, P, max(m, least(schedule, P)))
         uneven = tuple(1.0 + s * s % 5 for s in range(plan.stages))
         for model in MODELS:
             for costs in (Costs(), Costs(F=uneven, I=uneven[::-1], W=0.5, send=0.3)):
                 program = compile(schedule, plan, model=model, costs=costs)
-                assert program.ascending
+                assert program.ascending or plan.two_way
                 simulate(program, costs, model=model)
 
 
@@ -308,12 +288,25 @@ def test_every_schedule_finishes_everywhere(name: str) -> None:
 def test_any_number_of_microbatches(name: str, ranks: int, m: int, v: int) -> None:
     """It is drafted and finishes, or is refused for being too few."""
     schedule = ZOO[name]
+    if schedule in TWO_WAY:
+        ranks, m = 2 * ranks, m + 1 + (schedule is dualpipe and m % 2 == 0)
     plan = plan_of(schedule, ranks, m, 2 * v if schedule is wave else v)
     if m >= least(schedule, ranks):
         simulate(draft(schedule, plan))
     else:
         with pytest.raises(ScheduleError, match=f"{least(schedule, ranks)}"):
             draft(schedule, plan)
+
+
+def test_two_ways_need_even_numbers() -> None:
+    with pytest.raises(ScheduleError, match="9 is not even"):
+        draft(dualpipe, Plan(4, 9, placement="mirror"))
+    for schedule in TWO_WAY:
+        with pytest.raises(PlanError, match="ranks must be even, not 3"):
+            draft(schedule, Plan(3, 8))
+        for plan in (Plan(4, 8), Plan(4, 8, placement="vee"), Plan(4, 8, 4, "mirror")):
+            with pytest.raises(ScheduleError, match="is for placement 'mirror'"):
+                draft(schedule, plan)
 
 
 VEE = [s for s in ZOO.values() if getattr(s, "placed", ("loop",))[0] == "vee"]

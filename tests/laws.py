@@ -1,0 +1,96 @@
+"""Laws: runs of the schedules at many costs, for tests that hold their formulas."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import NamedTuple
+
+from schedir import schedules
+from schedir.compile import compile
+from schedir.costs import Costs
+from schedir.graph import Model
+from schedir.plan import Plan
+from schedir.schedules import (
+    chimera,
+    dualpipe,
+    dualpipe_v,
+    interleaved,
+    interleaved_zb,
+    looped_bfs,
+    looped_dfs,
+    zb_v,
+)
+from schedir.simulate import simulate
+from schedir.timeline import Timeline
+from schedir.words import Schedule
+
+ZOO: dict[str, Schedule] = {name: getattr(schedules, name) for name in schedules.__all__}
+TWO_WAY = (chimera, dualpipe)
+LOOPED = (interleaved, interleaved_zb, looped_bfs, looped_dfs)
+# F, I, W: equal; W short; I longest; F longest; W longest; W longer than F and I together.
+TRIPLES = [(1, 1, 1), (2, 2, 2), (3, 3, 2), (2, 3, 1), (3, 2, 2), (4, 1, 2), (2, 2, 3), (1, 1, 4)]
+
+
+def plan_of(schedule: Schedule, ranks: int, microbatches: int, v: int = 2) -> Plan:
+    """A plan of the shape that a schedule is for."""
+    placement, fixed = getattr(schedule, "placed", ("loop", None if schedule in LOOPED else 1))
+    return Plan(ranks, microbatches, fixed or v, placement)
+
+
+def least(schedule: Schedule, ranks: int) -> int:
+    """The fewest microbatches that a schedule takes."""
+    fill: dict[Schedule, int] = {
+        zb_v: 2 * ranks - 1, dualpipe_v: 2 * ranks, dualpipe: 2 * ranks, chimera: 2
+    }  # fmt: skip
+    return fill.get(schedule, 1)
+
+
+def run(schedule: Schedule, plan: Plan, costs: Costs, model: Model = "edge") -> Timeline:
+    return simulate(compile(schedule, plan, model=model, costs=costs), costs, model=model)
+
+
+class Case(NamedTuple):
+    """A run, its numbers at hand."""
+
+    P: int
+    m: int
+    v: int
+    F: int
+    I: int
+    W: int
+    timeline: Timeline
+
+    @property
+    def idle(self) -> float:
+        """What each rank idles; all work the same, so all idle the same."""
+        idle: list[float] = self.timeline.idle.tolist()
+        assert idle == [idle[0]] * self.P
+        assert self.timeline.span == self.m * self.v * (self.F + self.I + self.W) + idle[0]
+        return idle[0]
+
+    @property
+    def own(self) -> list[float]:
+        own: list[float] = self.timeline.idle_in_own_span.tolist()
+        return own
+
+    @property
+    def peak(self) -> list[int]:
+        peak: list[int] = self.timeline.peak_in_flight.tolist()
+        return peak
+
+
+def cases(
+    schedule: Schedule,
+    microbatches: Callable[[int], list[int]],
+    v: int = 2,
+    when: Callable[[int, int, int], bool] = lambda F, I, W: True,
+    ranks: tuple[int, ...] = (1, 2, 3, 5),
+) -> Iterator[Case]:
+    for P in ranks:
+        for m in microbatches(P):
+            for k, (F, I, W) in enumerate(t for t in TRIPLES if when(*t)):
+                model: Model = ("edge", "pair", "device")[k % 3]
+                costs = Costs(F=F, I=I, W=W)
+                plan = plan_of(schedule, P, m, v)
+                timeline = run(schedule, plan, costs, model)
+                yield Case(P, m, plan.stages // P, F, I, W, timeline)
