@@ -1,20 +1,27 @@
-"""Pictures: a Timeline in, a matplotlib Figure out.  Nothing else knows matplotlib.
+"""Pictures: a Timeline in, a matplotlib Figure or an HTML page out.  Nothing else knows matplotlib.
 
-Importing this loads no matplotlib; the first use of a name does.
+Importing this loads no matplotlib; the first use of a figure does, that of a page does not.
 """
 
-from typing import TYPE_CHECKING
+from importlib import import_module
+from typing import TYPE_CHECKING, Final
 
 if TYPE_CHECKING:
     from schedir.viz.chart import compare, gantt
     from schedir.viz.output import save
+    from schedir.viz.page import html, save_html
 
-__all__ = ["compare", "gantt", "save"]
+_HOME: Final = {
+    "compare": "chart",
+    "gantt": "chart",
+    "html": "page",
+    "save": "output",
+    "save_html": "page",
+}
+__all__ = ["compare", "gantt", "html", "save", "save_html"]
 
 
 def __getattr__(name: str) -> object:
-    if name not in __all__:
+    if name not in _HOME:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    from schedir.viz import chart, output
-
-    return getattr(output if name == "save" else chart, name)
+    return getattr(import_module(f"schedir.viz.{_HOME[name]}"), name)

@@ -12,8 +12,8 @@ from matplotlib.figure import Figure
 from matplotlib.legend_handler import HandlerTuple
 from matplotlib.patches import Patch
 
-from schedir.ops import COMPUTE, ROWS, SENDS, Lane, Opcode
-from schedir.viz.palette import IDLE, LANES, RGB, STEP, at_lightness, ink, lightness, shade
+from schedir.ops import COMPUTE, ROWS, Lane, Opcode
+from schedir.viz.palette import IDLE, LANE_NAMES, LANES, NAMES, colour, ink, received
 from schedir.viz.sheet import Floats, Sheet
 
 _SMALLEST, _LARGEST = 4.5, 9.0  # points, of a label
@@ -25,35 +25,6 @@ _HATCH: Final[dict[str, Any]] = {
     "linewidth": 0.0,
 }
 _BAND: Final = "#f0f0f0"  # an empty communication lane
-_NAMES: Final = {
-    Opcode.Forward: "F forward",
-    Opcode.Backward: "B backward",
-    Opcode.BackwardInput: "I backward, input",
-    Opcode.BackwardWeight: "W backward, weight",
-    Opcode.OptimizerStep: "optimizer step",
-}
-_LANE_NAMES: Final = {
-    Lane.ACT: "activations",
-    Lane.GRAD: "gradients",
-    Lane.TP: "tensor parallel",
-    Lane.DP: "reductions",
-}
-
-
-def colour(op: int, local: int, stages: int) -> str | RGB:
-    """The colour of an instruction's box."""
-    if op in COMPUTE:
-        return shade(Opcode(op), local, stages)
-    row = ROWS[op]
-    if row.lane not in LANES:
-        return STEP
-    base = LANES[row.lane]
-    return base if row.op in SENDS or not row.hop else received(base)
-
-
-def received(base: str) -> RGB:
-    """What comes in is paler than what goes out."""
-    return at_lightness(base, (lightness(base) + 100) / 2)
 
 
 def paint(axes: Axes, sheet: Sheet, inches: float, row: float) -> None:
@@ -109,14 +80,14 @@ def entries(sheets: Sequence[Sheet]) -> tuple[list[Any], list[str]]:
     for op in sorted({op for s in sheets for op in s.present()}):
         shades = range(min(stages, 4) if op in COMPUTE else 1)
         handles.append(tuple(Patch(fc=colour(op, k, len(shades))) for k in shades))
-        names.append(_NAMES.get(op, ROWS[op].text))
+        names.append(NAMES.get(op, ROWS[op].text))
     handles.append((Patch(lw=0.5, fc="white", ec=IDLE, hatch="//////"),))
     names.append("idle")
     for lane in sorted({lane for s in sheets for lane in s.lanes}):
         base = LANES[lane]
         pair = lane in (Lane.ACT, Lane.GRAD)
         handles.append((Patch(fc=received(base)), Patch(fc=base)) if pair else (Patch(fc=base),))
-        names.append(_LANE_NAMES[lane] + (" in, out" if pair else ""))
+        names.append(LANE_NAMES[lane] + (" in, out" if pair else ""))
     return handles, names
 
 

@@ -11,7 +11,8 @@ from typing import Final, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from schedir.ops import Lane, Opcode
+from schedir.idleness import Cause
+from schedir.ops import COMPUTE, ROWS, SENDS, Lane, Opcode
 
 RGB = tuple[float, float, float]
 
@@ -30,6 +31,13 @@ TONES: Final = {
     Opcode.BackwardWeight: Tone("#1b9e77", 49, 41),
     Opcode.Backward: Tone("#4b3b8f", 31, 15),
 }
+# On a dark ground: the same hues in the same order, none as dark as the ground.
+NIGHT: Final = {
+    Opcode.Forward: Tone("#7cc4ee", 86, 77),
+    Opcode.BackwardInput: Tone("#f0a63c", 69, 61),
+    Opcode.BackwardWeight: Tone("#1b9e77", 53, 45),
+    Opcode.Backward: Tone("#6a55c2", 37, 27),
+}
 STEP: Final = "#c8c8c8"
 LANES: Final = {
     Lane.ACT: "#0072b2",
@@ -37,7 +45,34 @@ LANES: Final = {
     Lane.TP: "#7a7a7a",
     Lane.DP: "#1a1a1a",
 }
+NIGHT_LANES: Final = LANES | {Lane.ACT: "#3d9bd1", Lane.GRAD: "#e8772e", Lane.DP: "#e6e6e6"}
 IDLE: Final = "#9a9a9a"  # the hatching of a bubble
+
+# What legends call them.
+NAMES: Final = {
+    Opcode.Forward: "F forward",
+    Opcode.Backward: "B backward",
+    Opcode.BackwardInput: "I backward, input",
+    Opcode.BackwardWeight: "W backward, weight",
+    Opcode.OptimizerStep: "optimizer step",
+}
+LANE_NAMES: Final = {
+    Lane.ACT: "activations",
+    Lane.GRAD: "gradients",
+    Lane.TP: "tensor parallel",
+    Lane.DP: "reductions",
+}
+
+# Why a rank is idle: in words, and a colour; what waits for others is warm, the ends are cool.
+CAUSES: Final = {
+    Cause.WARMUP: ("warmup", "#9ecae1"),
+    Cause.COOLDOWN: ("cooldown", "#4292c6"),
+    Cause.MESSAGE: ("message in flight", "#009e73"),
+    Cause.PEER: ("late peer", "#d55e00"),
+    Cause.IMBALANCE: ("imbalance", "#e6ab02"),
+    Cause.REDUCTION: ("reduction", "#6a3d9a"),
+    Cause.HOST: ("host", "#7a7a7a"),
+}
 
 
 def linear(colour: str | RGB) -> NDArray[np.float64]:
@@ -68,11 +103,34 @@ def at_lightness(hue: str, l_star: float) -> RGB:
     return float(r), float(g), float(b)
 
 
-def shade(op: Opcode, local: int, stages: int) -> RGB:
+def shade(op: Opcode, local: int, stages: int, *, night: bool = False) -> RGB:
     """The colour of F, B, I or W on a rank's own stage number `local` of `stages`."""
-    tone = TONES[op]
+    tone = (NIGHT if night else TONES)[op]
     part = local / (stages - 1) if stages > 1 else 0.5
     return at_lightness(tone.hue, tone.light + (tone.dark - tone.light) * part)
+
+
+def colour(op: int, local: int, stages: int, *, night: bool = False) -> str | RGB:
+    """The colour of any instruction's box."""
+    if op in COMPUTE:
+        return shade(Opcode(op), local, stages, night=night)
+    row = ROWS[op]
+    if row.lane not in LANES:
+        return STEP
+    base = (NIGHT_LANES if night else LANES)[row.lane]
+    return base if row.op in SENDS or not row.hop else received(base)
+
+
+def received(base: str) -> RGB:
+    """What comes in is paler than what goes out."""
+    return at_lightness(base, (lightness(base) + 100) / 2)
+
+
+def written(colour: str | RGB) -> str:
+    """A colour as "#rrggbb"."""
+    if isinstance(colour, str):
+        return colour
+    return "#" + "".join(f"{round(255 * min(max(part, 0.0), 1.0)):02x}" for part in colour)
 
 
 def ink(colour: str | RGB) -> str:

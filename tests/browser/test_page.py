@@ -1,0 +1,245 @@
+"""The interactive page in a real browser: it opens, answers, and keeps to itself."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from io import BytesIO
+from pathlib import Path
+
+import numpy as np
+import pytest
+from matplotlib.image import imread
+
+from schedir.compile import compile
+from schedir.costs import Costs
+from schedir.plan import Plan
+from schedir.program import Program
+from schedir.schedules import interleaved, one_f_one_b
+from schedir.simulate import simulate
+from schedir.timeline import Timeline
+from schedir.viz import save_html
+from schedir.words import draft
+from tests.browser.chromium import Chromium
+
+COSTS = Costs(F=1, B=2, send=0.25)
+PREDICTED = simulate(compile(one_f_one_b, Plan(4, 8), costs=COSTS), COSTS)
+ACCENT = (0xC8, 0x00, 0x5F)  # of page.css
+GUTTER, HEAD = 96, 70  # of scene.js
+Page = Callable[..., Chromium]
+
+
+def slower(t: Timeline, factor: float = 1.5e-3) -> Timeline:
+    """The same, measured in seconds."""
+    spans = t.spans.copy()
+    spans["start"], spans["end"] = spans["start"] * factor + 3, spans["end"] * factor + 3
+    return Timeline(t.program, spans, "measured", "s", t.model)
+
+
+@pytest.fixture
+def page(chromium: Chromium, tmp_path: Path) -> Iterator[Page]:
+    """Opens the page of some runs; at the end, nothing was asked for and nothing complained."""
+
+    def opened(*runs: Timeline) -> Chromium:
+        save_html(tmp_path / "x.html", *runs)
+        chromium.prefer("light")
+        chromium.open(tmp_path / "x.html")
+        return chromium
+
+    chromium.said.clear()
+    chromium.asked.clear()
+    yield opened
+    assert chromium.said == []
+    assert {*chromium.asked} <= {(tmp_path / "x.html").as_uri()}
+
+
+def text(browser: Chromium, name: str) -> str:
+    """What is shown of an element; nothing if it is hidden."""
+    shown = f"((e) => e.checkVisibility() ? e.innerText : '')(document.getElementById('{name}'))"
+    return str(browser.js(shown))
+
+
+def place(browser: Chromium, t: float, span: float) -> tuple[float, float]:
+    """Where a time is on rank 0's row, when the whole run is in view."""
+    left, top, width = browser.js(
+        "(({x, y, width}) => [x, y, width])(document.getElementById('canvas')"
+        ".getBoundingClientRect())"
+    )
+    x = GUTTER + (t / span + 0.005) / 1.02 * (width - GUTTER)
+    return left + x, top + HEAD + 20
+
+
+def pixels(browser: Chromium, colour: tuple[int, int, int]) -> int:
+    """How many pixels have a colour, or all but."""
+    seen = imread(BytesIO(browser.picture()))[..., :3] * 255
+    return int((abs(seen - np.array(colour)) < 3).all(-1).sum())
+
+
+def test_hovering_tells_of_an_instruction_and_what_it_waited_for(page: Page) -> None:
+    browser = page(PREDICTED)
+    assert text(browser, "tip") == ""
+    first = PREDICTED.spans[(PREDICTED.spans["rank"] == 0) & (PREDICTED.spans["op"] == 1)][0]
+    x, y = place(browser, float(first["start"]) + 1, PREDICTED.span)
+    browser.mouse("mouseMoved", x, y)
+    said = text(browser, "tip")
+    assert "B 0.0" in said and "length\n2\n" in said
+    assert f"start\n{first['start']:g}\n" in said
+    assert f"waited\n{first['start'] - 4:g}, at last for recv_grad 0.0" in said
+    assert "warmup: B 1.0 on rank 1" in said and "message in flight: recv_grad 0.0" in said
+    browser.mouse("mouseMoved", *place(browser, 6, PREDICTED.span))
+    said = text(browser, "tip")
+    assert "rank 0 is idle" in said and "until\nB 0.0" in said
+    browser.mouse("mouseMoved", 5, 5)
+    assert text(browser, "tip") == ""
+
+
+def test_zoom_and_pan(page: Page) -> None:
+    browser = page(PREDICTED)
+
+    def told(t: float, away: float = 0) -> str:
+        x, y = place(browser, t, PREDICTED.span)
+        browser.mouse("mouseMoved", x + away, y)
+        return text(browser, "tip").partition("\n")[0].partition(" forward")[0]
+
+    assert [told(1.5), told(1.5, 60)] == ["F 0.1", "F 0.3"]
+    x, y = place(browser, 1.5, PREDICTED.span)
+    for _ in range(4):
+        browser.mouse("mouseWheel", x, y, deltaX=0, deltaY=-150)
+    assert [told(1.5), told(1.5, 60)] == ["F 0.1", "F 0.1"]  # larger, around the pointer
+    wide = 240.0
+    browser.mouse("mousePressed", x, y, button="left", clickCount=1)
+    browser.mouse("mouseMoved", x + wide / 2, y, button="left", buttons=1)
+    browser.mouse("mouseMoved", x + wide, y, button="left", buttons=1)
+    browser.mouse("mouseReleased", x + wide, y, button="left", clickCount=1)
+    assert told(1.5) == "F 0.0"
+    assert text(browser, "selected").startswith("SELECTED")  # a drag chooses nothing
+    browser.key("0")
+    assert [told(1.5), told(1.5, 60)] == ["F 0.1", "F 0.3"]
+    browser.key("w")
+    assert told(1.5) != "F 0.1"
+    browser.key("s")
+    browser.js("document.getElementById('fit').click()")
+    assert told(1.5) == "F 0.1"
+
+
+def test_a_click_shows_the_critical_path_and_the_messages(page: Page) -> None:
+    browser = page(PREDICTED)
+    assert pixels(browser, ACCENT) == 0
+    first = PREDICTED.spans[(PREDICTED.spans["rank"] == 0) & (PREDICTED.spans["op"] == 1)][0]
+    browser.click(*place(browser, float(first["start"]) + 1, PREDICTED.span))
+    said = text(browser, "selected")
+    assert said.startswith("B 0.0") and "got from\nB 1.0, rank 1" in said
+    links = len(PREDICTED.path_to(int(np.flatnonzero(PREDICTED.spans == first)[0])))
+    assert f"{links} links" in said and "over 4 ranks" in said
+    assert pixels(browser, ACCENT) > 500
+    browser.js("document.querySelector('#selected .link').click()")
+    assert text(browser, "selected").startswith("recv_grad 0.0")
+    browser.key("Escape")
+    assert text(browser, "selected").startswith("SELECTED") and pixels(browser, ACCENT) == 0
+    browser.key("p")
+    assert pixels(browser, ACCENT) > 500
+
+
+@pytest.mark.parametrize(
+    ("asked", "found"),
+    [("F 2.3", "1"), ("rank 1", "50"), ("send_act", "24"), ("BACKWARD stage 0", "8"),
+     ("B .", "none"), ("mb 3", "20"), ("F rank 1", "8"), ("sendgrad 2.", "8"), ("zzz", "none"),
+     ("rank", "none")],
+)  # fmt: skip
+def test_finding(page: Page, asked: str, found: str) -> None:
+    browser = page(PREDICTED)
+    browser.key("/")
+    browser.type(asked)
+    assert text(browser, "found") == found
+    if found == "1":
+        browser.key("Enter")
+        assert text(browser, "found") == "1 of 1"
+        assert text(browser, "selected").startswith("F 2.3")
+
+
+def test_keys_alone_reach_everything(page: Page) -> None:
+    browser = page(PREDICTED)
+    browser.js("document.getElementById('canvas').focus()")
+    browser.key("ArrowRight")
+    assert text(browser, "selected").startswith("F 0.0")
+    browser.key("ArrowRight")
+    assert text(browser, "selected").startswith("F 0.1")
+    browser.key("ArrowDown")
+    assert text(browser, "selected").startswith("send_act 0.1")
+    for name, key in (("messages", "m"), ("curves", "c"), ("path", "p")):
+        before = browser.js(f"document.getElementById('{name}').ariaPressed")
+        browser.key(key)
+        assert browser.js(f"document.getElementById('{name}').ariaPressed") != before
+    browser.key("?")
+    assert browser.js("document.getElementById('keys').open")
+    browser.js("document.getElementById('keys').close()")
+
+
+def test_light_and_dark(page: Page) -> None:
+    browser = page(PREDICTED)
+    light, dark = (0xFF, 0xFF, 0xFF), (0x12, 0x15, 0x1B)  # of page.css
+    assert pixels(browser, light) > 100_000 > pixels(browser, dark)
+    browser.prefer("dark")
+    assert pixels(browser, dark) > 100_000 > pixels(browser, light)
+    browser.key("t")
+    assert pixels(browser, light) > 100_000
+
+
+def test_two_runs_and_a_switch(page: Page) -> None:
+    browser = page(PREDICTED, slower(PREDICTED))
+    names = browser.js("[...document.querySelectorAll('#runs button')].map((b) => b.innerText)")
+    assert names == ["predicted", "measured", "both"]
+    shown = []
+    for _ in range(3):
+        browser.key("v")
+        shown.append(text(browser, "facts"))
+    assert [s.count("bubble") for s in shown] == [1, 1, 2]
+    assert "ms" not in shown[0] and "ms" in shown[1]
+    browser.key("v")
+    browser.key("v")
+    browser.mouse("mouseMoved", *place(browser, 1.5, PREDICTED.span))
+    assert "F 0.1" in text(browser, "tip") and "predicted\n1, 1 long" in text(browser, "tip")
+
+
+def test_names_do_nothing(page: Page) -> None:
+    name = "</script><script>document.title='bad'</script><img src=x onerror=alert(1)>"
+    t = PREDICTED
+    named = Program(name, t.program.plan, t.program.streams)
+    browser = page(Timeline(named, t.spans), slower(Timeline(named, t.spans)))
+    assert text(browser, "facts")
+    assert browser.js("document.querySelector('h1').textContent") == name
+    assert browser.js("document.title") == name and not browser.js("document.images.length")
+
+
+def test_nothing_else_runs_and_nobody_is_asked(page: Page) -> None:
+    browser = page(PREDICTED)
+    browser.js(
+        "(() => { const bad = document.createElement('script'); bad.textContent = 'hurt = 1';"
+        " document.body.append(bad); })()"
+    )
+    assert browser.js("typeof hurt") == "undefined"
+    went = "fetch('http://127.0.0.1:9/').then(() => 'went', () => 'held')"
+    assert browser.js(went) == "held"
+    assert len(browser.said) >= 2 and all("Content Security Policy" in s for s in browser.said[:2])
+    browser.said.clear()
+    browser.asked.clear()
+
+
+@pytest.mark.parametrize("kind", ["draft", "stages", "large", "none"])
+def test_every_kind_of_run_opens(page: Page, kind: str) -> None:
+    if kind == "draft":
+        t = simulate(draft(one_f_one_b, Plan(3, 4)), COSTS)
+    elif kind == "stages":
+        t = simulate(compile(interleaved, Plan(4, 8, 2), tp=2, dp=2), Costs(reduce_grads=1))
+    elif kind == "large":
+        t = simulate(compile(one_f_one_b, Plan(16, 1100), costs=COSTS), COSTS)
+        assert len(t) > 100_000
+    else:
+        t = simulate(compile(one_f_one_b, Plan(1, 1)), Costs(F=0, I=0, W=0))
+    browser = page(t)
+    for key in ("m", "p", "c", "w", "ArrowRight", "ArrowDown", "Enter"):
+        browser.key(key)
+    if kind == "draft":
+        browser.key("/")
+        browser.type("B 1.2")
+        browser.key("Enter")
+        assert "got from\nB 2.2, rank 2" in text(browser, "selected")

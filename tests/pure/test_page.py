@@ -1,0 +1,238 @@
+"""The interactive page as text: one file, closed to the network, and names that are only text."""
+
+from __future__ import annotations
+
+import json
+import re
+import zlib
+from base64 import b64decode, b64encode
+from hashlib import sha256
+from html import unescape
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from schedir.cli import main
+from schedir.compile import compile, lower
+from schedir.costs import Costs
+from schedir.errors import PlanError, UsageError
+from schedir.idleness import idleness
+from schedir.ops import Opcode
+from schedir.plan import Plan
+from schedir.program import Program
+from schedir.schedules import dualpipe_v, gpipe, one_f_one_b
+from schedir.simulate import simulate
+from schedir.testing import drafts
+from schedir.timeline import Timeline, spans_of
+from schedir.trace import save_timeline
+from schedir.viz import html, save_html
+from tests.strategies import costs
+
+
+def timeline(ranks: int = 4, m: int = 8, **cost: float) -> Timeline:
+    priced = Costs(**cost)
+    return simulate(compile(one_f_one_b, Plan(ranks, m), costs=priced), priced)
+
+
+def measured(t: Timeline, seed: int = 0) -> Timeline:
+    """The same, in seconds, no two lengths alike."""
+    spans = t.spans.copy()
+    late = np.random.default_rng(seed).random(len(t)).cumsum() * 1e-6
+    spans["start"], spans["end"] = spans["start"] + late, spans["end"] + late
+    return Timeline(t.program, spans, "measured", "s")
+
+
+class Parts(HTMLParser):
+    """What a browser makes of a page: its elements, and the text in them."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.tags: list[tuple[str, dict[str, str | None]]] = []
+        self.texts: list[tuple[str, str]] = []
+        self.open = ""
+        self.feed(text)
+        self.close()
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append((tag, dict(attrs)))
+        self.open = tag
+
+    def handle_data(self, data: str) -> None:
+        if data.strip():
+            self.texts.append((self.open, data))
+
+    def all(self, tag: str) -> list[str]:
+        return [text for where, text in self.texts if where == tag]
+
+
+def data_of(text: str) -> Any:
+    found = re.search(r'<script type="application/json" id="data">(.*?)</script>', text, re.S)
+    assert found
+    return json.loads(found[1])
+
+
+def column(run: Any, name: str) -> np.ndarray:
+    kind, at, count = run["columns"][name]
+    packed = zlib.decompress(b64decode(run["packed"]))
+    return np.frombuffer(packed, f"<{kind}", count, at)
+
+
+def test_it_asks_for_nothing_and_runs_only_what_it_brought() -> None:
+    text = html(timeline())
+    parts = Parts(text)
+    (policy,) = [a["content"] for t, a in parts.tags if "Content-Security-Policy" in a.values()]
+    assert policy is not None and policy.startswith("default-src 'none'; ")
+    script, style = parts.all("script")[-1], parts.all("style")[0]
+    for what, source in (("script", script), ("style", style)):
+        digest = b64encode(sha256(source.encode()).digest()).decode()
+        assert f"{what}-src 'sha256-{digest}'" in policy
+    assert "unsafe" not in policy and "http" not in policy
+    for tag, attributes in parts.tags:
+        assert not {"src", "srcset", "action", "style", "onclick", "onload"} & {*attributes}, tag
+        assert not (attributes.get("href") or "data:").partition("data:")[0]
+    assert "fetch(" not in script and "import(" not in script and "innerHTML" not in script
+    assert "<b>" not in script and "eval(" not in script
+
+
+def test_equal_runs_make_equal_pages(tmp_path: Path) -> None:
+    assert html(timeline()) == html(timeline())
+    save_html(tmp_path / "x.html", timeline())
+    assert (tmp_path / "x.html").read_text(encoding="utf-8") == html(timeline())
+    with pytest.raises(UsageError, match=r"no/x\.html"):
+        save_html(tmp_path / "no" / "x.html", timeline())
+
+
+NASTY = ["</script><script>alert(1)</script>", "<!--", "<img src=x onerror=a>", "]]>", "&amp;", '"']
+
+
+@given(
+    st.lists(st.sampled_from(NASTY) | st.text(max_size=8), min_size=1, max_size=4).map("".join),
+    st.booleans(),
+)
+def test_a_name_is_only_text(name: str, twice: bool) -> None:
+    t = timeline(2, 2)
+    try:
+        named = Program(name, t.program.plan, t.program.streams)
+    except PlanError:
+        return  # no program has this name
+    run = Timeline(named, t.spans)
+    text = html(run, measured(run) if twice else None)
+    plain = html(t, measured(t) if twice else None)
+    parts, others = Parts(text), Parts(plain)
+    assert [tag for tag, _ in parts.tags] == [tag for tag, _ in others.tags]
+    assert parts.all("script")[-1] == others.all("script")[-1]
+    assert text.count("<!--") == 0 and text.count("</script") == plain.count("</script")
+    shown = re.findall(r"<h1>(.*?)</h1>", text, re.S)
+    assert [unescape(h) for h in shown] == [name.replace("\0", "\0")]
+    assert name in unescape(text)
+
+
+@given(drafts(), st.data(), st.booleans())
+def test_the_numbers_arrive(draft: Program, data: st.DataObject, lowered: bool) -> None:
+    program = lower(draft) if lowered else draft
+    t = simulate(program, data.draw(costs(draft.plan)))
+    run = data_of(html(t))["runs"][0]
+    spans, n = t.spans, np.arange(len(t))
+    assert (column(run, "op") == spans["op"]).all()
+    assert (column(run, "stage") == spans["stage"]).all()
+    assert (np.cumsum(column(run, "mb")) == spans["mb"]).all()
+    ticks = np.cumsum(column(run, "start"), dtype="u4").astype(float)
+    slack = 1e-6 * (t.span or 1)
+    assert np.allclose(ticks * run["tick"], spans["start"], atol=slack)
+    ends = (ticks + column(run, "length")) * run["tick"]
+    assert np.allclose(ends, spans["end"], atol=slack)
+    for name, want in (("latest", t.latest), ("partner", t.graph.partner),
+                       ("need0", t.graph.needs[0]), ("need1", t.graph.needs[1])):  # fmt: skip
+        away = column(run, name)
+        assert (np.where(away == 0, -1, n + away) == want).all(), name
+    idle = idleness(t)
+    assert (column(run, "awaits") == idle["awaits"]).all()
+    bounds = run["gapsOf"]
+    for rank in range(t.ranks):
+        assert (idle["rank"][bounds[rank] : bounds[rank + 1]] == rank).all()
+
+
+def test_curves_leave_out_what_lasts_no_time() -> None:
+    t = timeline(2, 4, B=2)
+    run = data_of(html(t))["runs"][0]
+    (curve,) = run["curves"]
+    for rank in range(2):
+        lo, hi = curve["offsets"][rank : rank + 2]
+        at = np.cumsum(column(run, "times0")[lo:hi], dtype="u4") * run["tick"]
+        values = column(run, "values0")[lo:hi]
+        assert (np.diff(at) > 0).all()
+        assert values.max() == t.peak_in_flight[rank] and values[-1] == 0
+
+
+def test_a_pair_is_two_halves() -> None:
+    p = compile(dualpipe_v, Plan(4, 12, 2, "vee"))
+    half = column(data_of(html(simulate(p)))["runs"][0], "half")
+    second = np.concatenate([s.joined for s in p.streams]) & (p.words >> 48 & 0xFF <= 3)
+    assert second.any() and ((half == 2) == second).all() and ((half == 1)[:-1] == second[1:]).all()
+
+
+def test_two_runs_share_an_axis_and_are_told_apart() -> None:
+    predicted, real = timeline(), measured(timeline(send=0.5))
+    one, two = data_of(html(predicted, real))["runs"]
+    assert (one["label"], two["label"]) == ("predicted", "measured")
+    assert one["scale"] == 1
+    assert two["scale"] * real.busy.mean() == pytest.approx(predicted.busy.mean())
+    other = simulate(compile(gpipe, Plan(4, 8)))
+    labels = [run["label"] for run in data_of(html(predicted, other))["runs"]]
+    assert labels == ["one_f_one_b", "gpipe"]
+    assert [r["label"] for r in data_of(html(other, other))["runs"]] == ["first", "second"]
+    with pytest.raises(UsageError, match="4, the other 2"):
+        html(predicted, timeline(2, 2))
+
+
+def test_the_words_say_what_the_picture_shows() -> None:
+    parts = Parts(html(timeline(B=2)))
+    said = " ".join(parts.all("p"))
+    assert "one_f_one_b, predicted: 4 ranks, 4 stages, 8 microbatches" in said
+    assert "idle 27.3% of the time, each of them alike" in said
+    assert "Rank 0 has the most in flight, 4." in said
+    assert len([tag for tag, a in parts.tags if tag == "th" and a.get("scope") == "row"]) == 4
+
+
+def test_100_000_spans_take_less_than_4_mb() -> None:
+    t = measured(timeline(16, 1100, send=0.1), seed=1)
+    assert len(t) > 100_000
+    assert len(html(t).encode()) < 4_000_000
+
+
+def test_runs_without_time_or_instructions_are_pages_too() -> None:
+    html(timeline(2, 2, F=0, I=0, W=0))
+    from schedir.text import parse
+
+    empty = parse("schedir 1\nprogram none\nranks 1 microbatches 1\nrank 0\n")
+    none = np.empty(0)
+    data = data_of(html(Timeline(empty, spans_of(empty, none, none))))
+    assert data["runs"][0]["count"] == 0
+
+
+def test_every_instruction_has_a_colour_of_its_own_or_its_lanes() -> None:
+    fills = data_of(html(timeline()))["fills"]
+    for theme in ("light", "dark"):
+        assert len(fills[theme]) == len(Opcode)
+        for own in fills[theme]:
+            assert all(re.fullmatch(r"#[0-9a-f]{6}", fill) for fill, _ in own)
+
+
+def test_draw_writes_a_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert main(["draw", "gpipe", "-o", "x.HTML"]) == 0
+    assert len(data_of(Path("x.HTML").read_text())["runs"]) == 1
+    assert main(["draw", "gpipe", "one_f_one_b", "-o", "two.html"]) == 0
+    assert len(data_of(Path("two.html").read_text())["runs"]) == 2
+    # Beside a measured run stands what its mean times predict.
+    save_timeline(measured(timeline()), "real.timeline")
+    assert main(["draw", "real.timeline", "-o", "x.html"]) == 0
+    runs = data_of(Path("x.html").read_text())["runs"]
+    assert [(r["label"], r["unit"]) for r in runs] == [("predicted", "s"), ("measured", "s")]
+    assert main(["draw", "gpipe", "gpipe", "gpipe", "-o", "y.html"]) == 2
+    assert not Path("y.html").exists()

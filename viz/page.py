@@ -1,0 +1,264 @@
+"""The interactive page: one HTML file that needs nothing else, and asks nobody for anything.
+
+The page is the files in `page/`, put together; runs travel as packed columns of numbers.
+"""
+
+from __future__ import annotations
+
+import json
+import zlib
+from base64 import b64encode
+from collections.abc import Sequence
+from hashlib import sha256
+from html import escape
+from importlib.resources import files
+from pathlib import Path
+from string import Template
+from typing import Any, Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from schedir.errors import UsageError
+from schedir.files import replacing
+from schedir.idleness import Cause, idleness
+from schedir.ops import COMPUTE, ROWS, SENDS, Lane
+from schedir.timeline import Timeline
+from schedir.viz.palette import CAUSES, LANE_NAMES, NAMES, colour, ink, written
+
+_SCRIPTS: Final = ("data.js", "relations.js", "scene.js", "paint.js", "main.js")
+_TICKS: Final = 2**31 - 1  # of a run's span: times are whole numbers of it over so many
+_MOST_SHADES: Final = 8  # as SHADES in data.js: stages of a rank beyond these begin again
+
+
+def html(timeline: Timeline, other: Timeline | None = None) -> str:
+    """The HTML page of a run, or of two of the same ranks, between which it switches.
+
+    It opens offline and asks the network for nothing: its Content-Security-Policy forbids all
+    but its own style and script, by their hashes.  Equal runs make equal pages.  Of two runs
+    in different units, the second is scaled so that the mean busy time of a rank is equally
+    long in both, as `compare` does.
+
+    Raises UsageError for two runs of different numbers of ranks.
+    """
+    runs = [timeline] if other is None else [timeline, other]
+    if len({run.ranks for run in runs}) > 1:
+        a, b = (run.ranks for run in runs)
+        raise UsageError(f"a page shows two runs of the same ranks: one has {a}, the other {b}")
+    labels = _labels(runs)
+    data = {
+        "ops": [_op(row) for row in ROWS],
+        "lanes": [lane.name.lower() for lane in Lane],
+        "causes": [CAUSES[cause][0] for cause in Cause],
+        "fills": {name: _fills(runs, night=name == "dark") for name in ("light", "dark")},
+        "runs": [_run(run, label, runs[0]) for run, label in zip(runs, labels, strict=True)],
+    }
+    folder = files("schedir.viz") / "page"
+    style = (folder / "page.css").read_text(encoding="utf-8")
+    parts = "\n".join((folder / name).read_text(encoding="utf-8") for name in _SCRIPTS)
+    script = f'(() => {{\n"use strict";\n{parts}}})();\n'
+    policy = (
+        f"default-src 'none'; script-src '{_hash(script)}'; style-src '{_hash(style)}'; "
+        "img-src data:; base-uri 'none'; form-action 'none'"
+    )
+    return Template((folder / "page.html").read_text(encoding="utf-8")).substitute(
+        policy=policy,
+        title=escape(" / ".join(dict.fromkeys(run.program.name for run in runs))),
+        style=style,
+        summary=escape("\n".join(map(in_words, runs))),
+        tables="".join(_table(run, label) for run, label in zip(runs, labels, strict=True)),
+        data=_json(data),
+        script=script,
+    )
+
+
+def save_html(path: str | Path, timeline: Timeline, other: Timeline | None = None) -> None:
+    """Write `html` to a file, which appears whole.  Raises UsageError where it cannot."""
+    text = html(timeline, other)
+    with replacing(path) as temporary:
+        temporary.write_text(text, encoding="utf-8")
+
+
+def in_words(timeline: Timeline) -> str:
+    """A run in a few sentences, for who cannot see the picture."""
+    plan, name = timeline.program.plan, timeline.program.name
+    unit = timeline.unit or "units of cost"
+    per_rank = timeline.idle / timeline.span if timeline.span else timeline.idle
+    idlest, busiest = int(per_rank.argmax()), int(per_rank.argmin())
+    least, most = float(per_rank[busiest]), float(per_rank[idlest])
+    apart = f"from {least:.1%} on rank {busiest} to {most:.1%} on rank {idlest}"
+    if most - least < 1e-3:
+        apart = "each of them alike"
+    peak = timeline.peak_in_flight
+    return (
+        f"{name}, {timeline.kind}: {plan.ranks} ranks, {plan.stages} stages, "
+        f"{plan.microbatches} microbatches, {len(timeline)} instructions in "
+        f"{timeline.span:.6g} {unit}. Ranks are idle {timeline.bubble:.1%} of the time, {apart}. "
+        f"Rank {int(peak.argmax())} has the most in flight, {int(peak.max())}."
+    )
+
+
+def _labels(runs: Sequence[Timeline]) -> list[str]:
+    """How runs are told apart: by kind, else by name, else by number."""
+    for label in ([run.kind for run in runs], [run.program.name for run in runs]):
+        if len(set(label)) == len(runs):
+            return [str(name) for name in label]
+    return ["first", "second"]
+
+
+def _op(row: Any) -> dict[str, Any]:
+    label = NAMES.get(row.op, "").removeprefix(f"{row.text} ")
+    if row.hop:
+        label = f"{LANE_NAMES[row.lane]} {'out' if row.op in SENDS else 'in'}"
+    return {
+        "text": row.text,
+        "name": row.op.name,
+        "label": label or row.text.replace("_", " "),
+        "lane": int(row.lane),
+        "per": row.per.value or "rank",
+        "hop": row.hop,
+        "work": row.op in COMPUTE,
+        "sends": row.op in SENDS,
+    }
+
+
+def _fills(runs: Sequence[Timeline], *, night: bool) -> list[list[tuple[str, str]]]:
+    """By opcode and own stage, the colour of a box and of what is written on it."""
+    several = min(max(run.program.plan.stages_per_rank for run in runs), _MOST_SHADES)
+    fills = []
+    for row in ROWS:
+        own = [
+            written(colour(row.op, k, several, night=night))
+            for k in range(several if row.op in COMPUTE else 1)
+        ]
+        fills.append([(fill, ink(fill)) for fill in own])
+    return fills
+
+
+def _run(run: Timeline, label: str, beside: Timeline) -> dict[str, Any]:
+    """A run as the page's script reads it."""
+    plan = run.program.plan
+    local = np.zeros(plan.stages, np.int64)
+    for own in plan.stages_of:
+        local[list(own)] = np.arange(len(own))
+    tick = run.span / _TICKS or 1.0
+    columns, curves = _columns(run, tick)
+    idle = idleness(run)
+    columns |= {
+        "from": _changes(_ticks(idle["start"], run, tick)).astype("<u4"),
+        "to": _changes(_ticks(idle["end"], run, tick)).astype("<u4"),
+        "cause": idle["cause"].astype("u1"),
+        "awaits": idle["awaits"].astype("<i4"),
+    }
+    scale = 1.0
+    if run.unit != beside.unit and run.busy.mean() and beside.busy.mean():
+        scale = float(beside.busy.mean() / run.busy.mean())
+    packed, layout = _pack(columns)
+    return {
+        "label": label,
+        "unit": run.unit,
+        "digest": run.program.digest,
+        "draft": run.program.is_draft,
+        "ranks": run.ranks,
+        "count": len(run),
+        "offsets": run.program.offsets.tolist(),
+        "local": local.tolist(),
+        "several": plan.stages_per_rank if plan.stages_per_rank > 1 else 0,
+        "span": run.span,
+        "tick": tick,
+        "scale": scale,
+        "bubble": run.bubble,
+        "idle": (run.idle / (run.span or 1.0)).tolist(),
+        "peak": run.peak_in_flight.tolist(),
+        "curves": curves,
+        "gapsOf": np.searchsorted(idle["rank"], np.arange(run.ranks + 1)).tolist(),
+        "columns": layout,
+        "packed": packed,
+    }
+
+
+def _columns(run: Timeline, tick: float) -> tuple[dict[str, NDArray[Any]], list[dict[str, Any]]]:
+    """Columns of numbers by name, and which of them are curves."""
+    spans, graph = run.spans, run.graph
+    starts, ends = _ticks(spans["start"], run, tick), _ticks(spans["end"], run, tick)
+    half = np.zeros(len(run), np.uint8)
+    second = np.concatenate([s.joined for s in run.program.streams]) & np.isin(spans["op"], COMPUTE)
+    half[second] = 2
+    half[np.flatnonzero(second) - 1] = 1
+    columns: dict[str, NDArray[Any]] = {
+        "op": spans["op"].astype("u1"),
+        "half": half,
+        "stage": spans["stage"].astype("<u2"),
+        "mb": _changes(spans["mb"]).astype("<i4"),
+        "start": _changes(starts).astype("<u4"),
+        "length": (ends - starts).astype("<u4"),
+    }
+    for name, other in (
+        ("latest", run.latest), ("partner", graph.partner), ("need0", graph.needs[0]),
+        ("need1", graph.needs[1]),
+    ):  # fmt: skip
+        columns[name] = np.where(other < 0, 0, other - np.arange(len(run))).astype("<i4")
+    curves = []
+    steps = [_settled(*run.in_flight(rank)) for rank in range(run.ranks)]
+    for c, (name, unit, of) in enumerate([("in flight", "", steps)]):
+        times = [_ticks(at, run, tick) for at, _ in of]
+        columns[f"times{c}"] = np.concatenate([_changes(at) for at in times]).astype("<u4")
+        columns[f"values{c}"] = np.concatenate([values for _, values in of]).astype("<f4")
+        offsets = np.cumsum([0, *map(len, times)]).tolist()
+        curves.append({"name": name, "unit": unit, "offsets": offsets})
+    return columns, curves
+
+
+def _settled(
+    times: NDArray[np.float64], values: NDArray[Any]
+) -> tuple[NDArray[np.float64], NDArray[Any]]:
+    """A step curve without what lasts no time."""
+    last = np.append(np.diff(times) > 0, np.ones(min(len(times), 1), bool))
+    return times[last], values[last]
+
+
+def _ticks(times: NDArray[np.float64], run: Timeline, tick: float) -> NDArray[np.int64]:
+    return np.rint((times - run.begin) / tick).astype(np.int64)
+
+
+def _changes(values: NDArray[Any]) -> NDArray[np.int64]:
+    """Each value less the one before: small numbers, which pack well."""
+    changes: NDArray[np.int64] = values.astype(np.int64)
+    changes[1:] -= changes[:-1].copy()
+    return changes
+
+
+def _pack(columns: dict[str, NDArray[Any]]) -> tuple[str, dict[str, tuple[str, int, int]]]:
+    """All columns in one text, and by name each one's type, first byte and length."""
+    layout, parts, at = {}, [], 0
+    for name, column in columns.items():
+        layout[name] = (column.dtype.str[1:], at, len(column))
+        parts.append(column.tobytes().ljust(-(-column.nbytes // 8) * 8, b"\0"))
+        at += len(parts[-1])
+    return b64encode(zlib.compress(b"".join(parts), 9)).decode(), layout
+
+
+def _json(data: object) -> str:
+    """JSON that no name in it can end: `<` is never written."""
+    text = json.dumps(data, separators=(",", ":"), allow_nan=False)
+    return text.replace("<", "\\u003c")
+
+
+def _table(run: Timeline, label: str) -> str:
+    share = run.idle / run.span if run.span else run.idle
+    rows = "".join(
+        f'<tr><th scope="row">{rank}</th><td>{busy:.5g}</td><td>{idle:.1%}</td><td>{peak}</td></tr>'
+        for rank, (busy, idle, peak) in enumerate(
+            zip(run.busy.tolist(), share.tolist(), run.peak_in_flight.tolist(), strict=True)
+        )
+    )
+    unit = f", in {run.unit}" if run.unit else ""
+    return (
+        f"<table><caption>{escape(run.program.name)}, {escape(label)}</caption><thead><tr>"
+        f'<th scope="col">rank</th><th scope="col">busy{unit}</th><th scope="col">idle</th>'
+        f'<th scope="col">peak in flight</th></tr></thead><tbody>{rows}</tbody></table>'
+    )
+
+
+def _hash(text: str) -> str:
+    return f"sha256-{b64encode(sha256(text.encode()).digest()).decode()}"

@@ -1,0 +1,81 @@
+// Runs as typed arrays, from the JSON and the packed columns beside it.
+
+const DATA = JSON.parse(document.getElementById("data").textContent);
+const { ops: OPS, lanes: LANES, causes: CAUSES } = DATA;
+const TYPES = { u1: Uint8Array, u2: Uint16Array, i4: Int32Array, u4: Uint32Array, f4: Float32Array };
+
+async function unpack(text) {
+  const packed = Uint8Array.from(atob(text), (c) => c.charCodeAt(0));
+  const stream = new Blob([packed]).stream().pipeThrough(new DecompressionStream("deflate"));
+  return new Response(stream).arrayBuffer();
+}
+
+// Differences back to values, modulo 2^32.
+function sum(column) {
+  for (let k = 1; k < column.length; k++) column[k] += column[k - 1];
+  return column;
+}
+
+async function load(raw) {
+  const buffer = await unpack(raw.packed);
+  const column = {};
+  for (const [name, [type, at, count]] of Object.entries(raw.columns))
+    column[name] = new TYPES[type](buffer, at, count);
+  const n = raw.count, tick = raw.tick * raw.scale;
+  const begin = sum(column.start), start = new Float64Array(n), end = new Float64Array(n);
+  const rank = new Uint16Array(n), mb = sum(column.mb);
+  for (let k = 0; k < n; k++) {
+    start[k] = begin[k] * tick;
+    end[k] = (begin[k] + column.length[k]) * tick;
+  }
+  raw.offsets.slice(1).forEach((hi, r) => rank.fill(r, raw.offsets[r], hi));
+  const other = {}; // positions of other spans, kept as distances; 0 is none
+  for (const name of ["latest", "partner", "need0", "need1"])
+    other[name] = column[name].map((distance, k) => (distance ? k + distance : -1));
+  const curves = raw.curves.map((curve, c) => {
+    const values = column[`values${c}`], ticks = column[`times${c}`];
+    const ranks = curve.offsets.slice(1).map((hi, r) => {
+      const lo = curve.offsets[r];
+      return { times: Float64Array.from(sum(ticks.subarray(lo, hi)), (t) => t * tick), values: values.subarray(lo, hi) };
+    });
+    return { name: curve.name, unit: curve.unit, most: values.reduce((a, b) => Math.max(a, b), 0), ranks };
+  });
+  const gaps = { cause: column.cause, awaits: column.awaits, from: Float64Array.from(sum(column.from), (t) => t * tick), to: Float64Array.from(sum(column.to), (t) => t * tick) };
+  return { ...raw, ...other, op: column.op, stage: column.stage, half: column.half, mb, rank, start, end, curves, gaps,
+    total: raw.span * raw.scale, pairs: column.half.includes(1) };
+}
+
+// Which colour a span has: its opcode, and which of its rank's own stages it is of.
+const SHADES = 8;
+const tintOf = (run, k) => run.op[k] * SHADES + (run.local[Math.min(run.stage[k], run.local.length - 1)] % SHADES);
+
+// Row by row what is drawn: indices by start, and the largest end so far, by which to find the first.
+function rows(run) {
+  const found = new Map();
+  for (let k = 0; k < run.op.length; k++) {
+    if (run.end[k] <= run.start[k]) continue;
+    const op = OPS[run.op[k]];
+    const key = (run.rank[k] * 8 + op.lane) * 2 + (op.sends ? 1 : 0);
+    if (!found.has(key)) found.set(key, []);
+    found.get(key).push(k);
+  }
+  return [...found].map(([key, list]) => {
+    const index = Int32Array.from(list).sort((a, b) => run.start[a] - run.start[b] || a - b);
+    const reach = new Float64Array(index.length);
+    let most = -Infinity;
+    index.forEach((k, j) => { reach[j] = most = Math.max(most, run.end[k]); });
+    return { run, rank: key >> 4, lane: (key >> 1) & 7, sends: key & 1, index, reach,
+      start: Float64Array.from(index, (k) => run.start[k]), end: Float64Array.from(index, (k) => run.end[k]),
+      tint: Uint8Array.from(index, (k) => tintOf(run, k)) };
+  }).sort((a, b) => a.rank - b.rank || a.lane - b.lane || a.sends - b.sends);
+}
+
+// The first of `sorted` that is above (or at) a value.
+function first(sorted, value) {
+  let lo = 0, hi = sorted.length;
+  while (lo < hi) {
+    const mid = (lo + hi) >> 1;
+    if (sorted[mid] < value) lo = mid + 1; else hi = mid;
+  }
+  return lo;
+}

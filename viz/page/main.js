@@ -1,0 +1,393 @@
+// What a person does, and what they are told.
+
+const $ = (id) => document.getElementById(id);
+const NOTHING = { hops: [], seen: new Set(), ends: [] };
+const state = { chosen: null, hover: null, found: null, masks: new Map(), chain: [], exchanged: NOTHING, marked: null };
+const ROOMY = 6; // lanes of work that leave room for curves
+let runs = [], mode = 0, due = false, drag = null, matches = [], nth = -1;
+
+function redraw() {
+  if (due) return;
+  due = true;
+  requestAnimationFrame(() => { due = false; paint(state); });
+}
+
+function make(tag, text, name) {
+  const made = document.createElement(tag);
+  if (text !== undefined) made.textContent = text;
+  if (name) made.className = name;
+  return made;
+}
+
+function resize() {
+  const { width, height } = $("stage").getBoundingClientRect();
+  const was = ratio;
+  ratio = window.devicePixelRatio || 1;
+  canvas.width = Math.round(width * ratio);
+  canvas.height = Math.round(height * ratio);
+  Object.assign(view, { wide: width, high: height });
+  small = null;
+  if (was !== ratio) theme();
+  arrange();
+  redraw();
+}
+
+// ---------------------------------------------------------------- in words
+
+function facts(run, k) {
+  const op = OPS[run.op[k]], { length, blamed, since } = wait(run, k);
+  const list = [["rank", `${run.rank[k]}`]];
+  if (op.per !== "rank") list.push(["stage", `${run.stage[k]}`]);
+  if (op.per === "stage.mb") list.push(["microbatch", `${run.mb[k]}`]);
+  list.push(["start", time(run, run.start[k])], ["length", time(run, run.end[k] - run.start[k])]);
+  if (length > run.total * 1e-6) {
+    let text = time(run, length);
+    if (blamed >= 0) text += `, at last for ${nameOf(run, blamed)}` + (run.rank[blamed] === run.rank[k] ? "" : ` on rank ${run.rank[blamed]}`);
+    list.push(["waited", text]);
+    if (op.lane === 0) list.push(...because(run, run.rank[k], since, run.start[k]));
+  }
+  const twin = twinOf(run, k);
+  if (twin) {
+    const own = (run.end[k] - run.start[k]) / run.scale, its = (twin.run.end[k] - twin.run.start[k]) / twin.run.scale;
+    const change = own && its && twin.run.unit === run.unit ? `, ${own >= its ? "+" : "−"}${percent(Math.abs(own / its - 1))} here` : "";
+    list.push([twin.run.label, `${time(twin.run, twin.run.start[k])}, ${time(twin.run, twin.run.end[k] - twin.run.start[k])} long${change}`]);
+  }
+  return list;
+}
+
+// The same instruction of the other run, if both ran the same program.
+function twinOf(run, k) {
+  const other = runs.find((r) => r !== run);
+  return other && other.digest === run.digest ? { run: other, k } : null;
+}
+
+// Why a rank was idle, in a line for each cause.
+function because(run, rank, from, to) {
+  return causes(run, rank, from, to).slice(0, 4).map(([cause, length, awaits], nth) => {
+    const whom = awaits < 0 ? "" : `: ${nameOf(run, awaits)}` + (run.rank[awaits] === rank ? "" : ` on rank ${run.rank[awaits]}`);
+    return [nth ? "" : "because of", `${cause}${whom}, ${time(run, length)}`];
+  });
+}
+
+function title(run, k) {
+  const head = make("div", undefined, "name"), swatch = make("span", undefined, "swatch");
+  swatch.style.background = fillOf(run, k).fill;
+  head.append(swatch, make("span", nameOf(run, k)), make("span", OPS[run.op[k]].name.replace(/(?!^)([A-Z])/g, " $1").toLowerCase(), "soft"));
+  head.lastChild.style.fontWeight = "400";
+  head.lastChild.style.fontSize = "13px";
+  return head;
+}
+
+function table(list) {
+  const made = make("dl", undefined, "pair");
+  for (const [name, value] of list) {
+    const shown = make("dd");
+    shown.append(value);
+    made.append(make("dt", name), shown);
+  }
+  return made;
+}
+
+function link(run, k) {
+  const made = make("button", `${nameOf(run, k)}, rank ${run.rank[k]}`, "link");
+  made.onclick = () => { choose(run, k); show(run, k); };
+  return made;
+}
+
+function describe() {
+  const panel = $("selected"), { chosen } = state;
+  panel.replaceChildren();
+  if (!chosen) {
+    panel.append(make("h2", "Selected"), make("p", "Click an instruction, or step through them with the arrow keys: its critical path and its messages light up.", "soft"));
+    return;
+  }
+  const { run, k } = chosen, list = facts(run, k), { chain: links, exchanged: { ends } } = state;
+  const work = links.filter((j) => isWork(run, j)).length;
+  if (links.length > 1) list.push(["path", `${links.length} links, ${work} of them work, over ${new Set(links.map((j) => run.rank[j])).size} ranks`]);
+  panel.append(title(run, k), table(list));
+  const rows = [];
+  if (run.latest[k] >= 0) rows.push(["after", link(run, run.latest[k])]);
+  for (const end of ends) rows.push([end.back ? "got from" : "gives to", link(run, end.k)]);
+  if (rows.length) panel.append(table(rows.slice(0, 8)));
+}
+
+function tell(event) {
+  const tip = $("tip"), { hover } = state;
+  tip.hidden = !hover;
+  if (!hover) return;
+  tip.replaceChildren();
+  const { run } = hover;
+  if (hover.k !== undefined) tip.append(title(run, hover.k), table(facts(run, hover.k)));
+  else if (hover.curve) {
+    const held = run.curves.map((curve) => {
+      const { times, values } = curve.ranks[hover.rank], past = first(times, hover.t + run.total * 1e-9);
+      return [curve.name, amount(past ? values[past - 1] : 0, curve.unit)];
+    });
+    tip.append(make("div", `rank ${hover.rank} at ${time(run, hover.t)}`, "name"), table(held));
+  } else {
+    const { since, until, next } = gap(run, hover.rank, hover.t), list = [["from", time(run, since)], ["length", time(run, until - since)]];
+    if (next >= 0) list.push(["until", nameOf(run, next)]);
+    list.push(...because(run, hover.rank, since, until));
+    tip.append(make("div", `rank ${hover.rank} is idle`, "name"), table(list));
+  }
+  if (runs.length > 1) tip.append(make("div", run.label, "soft"));
+  const { offsetWidth: w, offsetHeight: h } = tip, x = event.offsetX, y = event.offsetY;
+  tip.style.left = `${x + w + 24 > view.wide ? Math.max(4, x - w - 14) : x + 14}px`;
+  tip.style.top = `${y + h + 24 > view.high ? Math.max(4, y - h - 14) : y + 16}px`;
+}
+
+// ---------------------------------------------------------------- choosing and finding
+
+function masks() {
+  state.masks = new Map();
+  const { chosen, found } = state;
+  const mask = (run) => {
+    if (!state.masks.has(run)) state.masks.set(run, new Uint8Array(run.op.length));
+    return state.masks.get(run);
+  };
+  if (found) for (const { run, k } of matches) mask(run)[k] = 1;
+  if (chosen) {
+    const own = mask(chosen.run);
+    own[chosen.k] = 1;
+    for (const k of state.chain) own[k] = 1;
+    for (const k of state.exchanged.seen) own[k] = 1;
+    for (const [a, b] of state.exchanged.hops) own[a] = own[b] = 1;
+  }
+}
+
+function choose(run, k) {
+  state.chosen = run ? { run, k } : null;
+  state.chain = run ? chain(run, k) : [];
+  state.exchanged = run ? exchanged(run, k) : NOTHING;
+  masks();
+  describe();
+  redraw();
+}
+
+function find(text) {
+  const test = text.trim() ? query(text) : null;
+  matches = [];
+  nth = -1;
+  if (test) for (const run of view.shown)
+    for (let k = 0; k < run.op.length; k++) if (test(run, k)) matches.push({ run, k });
+  state.found = test ? text : null;
+  $("found").textContent = !text.trim() ? "" : test ? `${matches.length}` : "none";
+  masks();
+  redraw();
+}
+
+function nextMatch(by) {
+  if (!matches.length) return;
+  nth = (nth + by + matches.length) % matches.length;
+  const { run, k } = matches[nth];
+  $("found").textContent = `${nth + 1} of ${matches.length}`;
+  choose(run, k);
+  show(run, k, (run.end[k] - run.start[k]) * (view.wide - GUTTER) < 12 * (view.t1 - view.t0));
+  redraw();
+}
+
+// From the chosen one along its lane, or to the nearest in the next lane.
+function step(along, down) {
+  const { chosen } = state, lanes = view.lanes;
+  if (!chosen || !view.shown.includes(chosen.run)) {
+    const lane = lanes.find((l) => l.index.length);
+    if (lane) choose(lane.run, lane.index[0]);
+    return;
+  }
+  const { run, k } = chosen, lane = laneOf(run, k) || lanes[0];
+  let to = k;
+  if (along) to = lane.index[lane.index.indexOf(k) + along] ?? k;
+  let target = lane;
+  if (down) {
+    target = lanes[lanes.indexOf(lane) + down] || lane;
+    const middle = (run.start[k] + run.end[k]) / 2;
+    if (target !== lane) to = target.index[Math.min(first(target.reach, middle), target.index.length - 1)];
+  }
+  choose(target.run, to);
+  show(target.run, to);
+}
+
+// ---------------------------------------------------------------- what is shown
+
+function select(which) {
+  mode = which;
+  view.shown = which < runs.length ? [runs[which]] : runs;
+  [...$("runs").children].forEach((button, k) => button.setAttribute("aria-pressed", k === which));
+  $("facts").replaceChildren(...view.shown.map((run) => {
+    const made = make("span");
+    if (runs.length > 1) made.append(`${run.label}: `);
+    for (const [name, value] of [["span", time(run, run.total)], ["bubble", percent(run.bubble)], ["peak in flight", `${Math.max(...run.peak)}`]])
+      made.append(`${name}\u2002`, make("b", value), "\u2003");
+    return made;
+  }));
+  small = null;
+  if (state.chosen && !view.shown.includes(state.chosen.run)) choose(null);
+  arrange();
+  find($("find").value);
+  legend();
+  redraw();
+}
+
+function legend() {
+  const seen = new Set();
+  for (const run of view.shown) for (const row of run.rows) for (const k of row.index) seen.add(run.op[k]);
+  const most = Math.max(...view.shown.map((run) => run.several));
+  const items = [...seen].sort((a, b) => a - b).map((op) => {
+    const item = make("li"), swatch = make("i");
+    for (const { fill } of fills[op].slice(0, OPS[op].work ? Math.min(most || 1, 4) : 1)) {
+      const part = make("b");
+      part.style.background = fill;
+      swatch.append(part);
+    }
+    item.append(swatch, OPS[op].work ? `${OPS[op].text} ${OPS[op].label}` : OPS[op].label);
+    return item;
+  });
+  $("legend").replaceChildren(...items);
+}
+
+function toggle(name) {
+  view[name] = !view[name];
+  $(name).setAttribute("aria-pressed", view[name]);
+  if (name === "curves") { small = null; arrange(); }
+  redraw();
+}
+
+function switchTheme(night) {
+  document.documentElement.classList.toggle("dark", night);
+  theme();
+  small = null;
+  legend();
+  describe();
+  redraw();
+}
+
+// ---------------------------------------------------------------- events
+
+function listen() {
+  const point = (event) => ({ x: event.offsetX, y: event.offsetY });
+  canvas.addEventListener("wheel", (event) => {
+    event.preventDefault();
+    const { x, y } = point(event), unit = event.deltaMode ? 30 : 1, dy = event.deltaY * unit, dx = event.deltaX * unit;
+    if (event.ctrlKey) { view.tall = Math.max(0.2, Math.min(6, view.tall * Math.exp(-dy / 400))); arrange(); }
+    else if (event.shiftKey || x < GUTTER) { view.top += dy || dx; arrange(); }
+    else if (Math.abs(dx) > Math.abs(dy)) pan(dx / view.wide);
+    else zoom(Math.exp(Math.max(-200, Math.min(200, dy)) / 300), x);
+    state.hover = at(x, y);
+    tell(event);
+    redraw();
+  }, { passive: false });
+
+  canvas.addEventListener("pointerdown", (event) => {
+    const { x, y } = point(event);
+    canvas.focus({ preventScroll: true });
+    canvas.setPointerCapture(event.pointerId);
+    drag = { x, y, fromX: x, fromY: y, moved: false, what: y < MAP ? "map" : y < HEAD ? "ruler" : "plot" };
+    if (drag.what === "map") toMap(x);
+  });
+  const toMap = (x) => {
+    const middle = ((x - GUTTER) / (view.wide - GUTTER)) * longest(), span = view.t1 - view.t0;
+    look(middle - span / 2, middle + span / 2);
+    redraw();
+  };
+  canvas.addEventListener("pointermove", (event) => {
+    const { x, y } = point(event);
+    if (!drag) {
+      const hover = at(x, y);
+      if (hover || state.hover) { state.hover = hover; tell(event); redraw(); }
+      canvas.style.cursor = y < MAP ? "grab" : y < HEAD ? "col-resize" : hover && hover.k !== undefined ? "pointer" : "default";
+      return;
+    }
+    drag.moved ||= Math.hypot(x - drag.fromX, y - drag.fromY) > 3;
+    if (!drag.moved) return;
+    state.hover = null;
+    tell(event);
+    if (drag.what === "map") toMap(x);
+    else if (drag.what === "ruler") state.marked = [drag.fromX, x];
+    else {
+      canvas.style.cursor = "grabbing";
+      pan((drag.x - x) / (view.wide - GUTTER));
+      view.top += drag.y - y;
+      arrange();
+    }
+    Object.assign(drag, { x, y });
+    redraw();
+  });
+  const drop = (event) => {
+    if (!drag) return;
+    const { x, y } = point(event), hit = at(x, y);
+    if (drag.what === "plot" && !drag.moved) hit && hit.k !== undefined ? choose(hit.run, hit.k) : choose(null);
+    if (state.marked) {
+      const [a, b] = state.marked.map(tOf).sort((p, q) => p - q);
+      state.marked = null;
+      if (b > a) look(a, b);
+    }
+    drag = null;
+    redraw();
+  };
+  canvas.addEventListener("pointerup", drop);
+  canvas.addEventListener("pointercancel", () => { drag = state.marked = null; redraw(); });
+  canvas.addEventListener("pointerleave", (event) => { if (!drag) { state.hover = null; tell(event); redraw(); } });
+  canvas.addEventListener("dblclick", (event) => {
+    const { x, y } = point(event), hit = at(x, y);
+    if (hit && hit.k !== undefined) show(hit.run, hit.k, true); else fit();
+    redraw();
+  });
+
+  const keys = {
+    w: () => zoom(0.7), "+": () => zoom(0.7), "=": () => zoom(0.7), s: () => zoom(1 / 0.7), "-": () => zoom(1 / 0.7),
+    a: () => pan(-0.15), d: () => pan(0.15), 0: fit, Home: fit,
+    PageUp: () => { view.top -= view.high / 2; arrange(); }, PageDown: () => { view.top += view.high / 2; arrange(); },
+    ArrowLeft: () => step(-1, 0), ArrowRight: () => step(1, 0), ArrowUp: () => step(0, -1), ArrowDown: () => step(0, 1),
+    Enter: () => state.chosen && show(state.chosen.run, state.chosen.k, true),
+    p: () => toggle("path"), m: () => toggle("messages"), c: () => toggle("curves"),
+    t: () => switchTheme(!dark()), v: () => runs.length > 1 && select((mode + 1) % (runs.length + 1)),
+    "/": () => $("find").focus(), "?": () => $("keys").showModal(),
+    Escape: () => { choose(null); $("find").value = ""; find(""); },
+  };
+  document.addEventListener("keydown", (event) => {
+    const typing = event.target.tagName === "INPUT", pressing = event.target.tagName === "BUTTON" && event.key === "Enter";
+    if (typing && event.key === "Escape") canvas.focus();
+    if (event.ctrlKey || event.metaKey || event.altKey || pressing || $("keys").open || (typing && event.key !== "Escape")) return;
+    const act = keys[event.key] || keys[event.key.toLowerCase()];
+    if (!act) return;
+    event.preventDefault();
+    act();
+    redraw();
+  });
+  for (const name of ["path", "messages", "curves"]) $(name).onclick = () => toggle(name);
+  for (const [name, key] of [["in", "w"], ["out", "s"], ["fit", "0"], ["theme", "t"], ["help", "?"]])
+    $(name).onclick = () => { keys[key](); redraw(); };
+  $("find").addEventListener("input", (event) => find(event.target.value));
+  $("find").addEventListener("keydown", (event) => {
+    if (event.key === "Enter") { event.preventDefault(); nextMatch(event.shiftKey ? -1 : 1); }
+  });
+  new ResizeObserver(resize).observe($("stage"));
+  matchMedia("(prefers-color-scheme: dark)").addEventListener("change", (event) => switchTheme(event.matches));
+}
+
+async function begin() {
+  document.documentElement.classList.toggle("dark", matchMedia("(prefers-color-scheme: dark)").matches);
+  runs = await Promise.all(DATA.runs.map(load));
+  for (const run of runs) run.rows = rows(run);
+  const names = runs.length > 1 ? [...runs.map((run) => run.label), "both"] : [];
+  $("runs").hidden = !names.length;
+  $("runs").append(...names.map((name, k) => {
+    const made = make("button", name);
+    made.onclick = () => select(k);
+    return made;
+  }));
+  view.shown = runs;
+  if (runs.length * runs[0].ranks <= ROOMY) toggle("curves");
+  ratio = 0;
+  resize();
+  listen();
+  select(runs.length > 1 ? runs.length : 0);
+  fit();
+  describe();
+  document.documentElement.dataset.ready = "true";
+}
+
+begin().catch((error) => {
+  $("stage").replaceChildren(make("p", `This browser cannot show the picture: ${error.message}`, "plain"));
+  throw error;
+});

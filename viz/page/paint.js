@@ -1,0 +1,362 @@
+// The canvas: boxes where they can be seen, density where they cannot.
+
+const canvas = document.getElementById("canvas"), pen = canvas.getContext("2d");
+const strip = document.createElement("canvas"), stripPen = strip.getContext("2d");
+const FONT = "system-ui, -apple-system, 'Segoe UI', Roboto, 'Noto Sans', 'DejaVu Sans', sans-serif";
+let dense = []; // lanes whose shares of pixels are still to be painted
+let ratio = 1, colours = {}, fills = [], tints = [], light = null, hatch = null;
+
+const dark = () => document.documentElement.classList.contains("dark");
+
+function theme() {
+  const style = getComputedStyle(document.documentElement);
+  for (const name of ["back", "panel", "line", "grid", "text", "soft", "hatch", "lane", "accent", "focus"])
+    colours[name] = style.getPropertyValue(`--${name}`).trim();
+  fills = DATA.fills[dark() ? "dark" : "light"].map((own) => own.map(([fill, ink]) => ({ fill, ink })));
+  tints = fills.flatMap((own) => Array.from({ length: SHADES }, (_, k) => own[k % own.length]));
+  light = Uint8Array.from(tints.flatMap(({ fill }) => [1, 3, 5].map((at) => parseInt(fill.slice(at, at + 2), 16))));
+  const tile = document.createElement("canvas");
+  tile.width = tile.height = 8 * ratio;
+  const t = tile.getContext("2d");
+  t.scale(ratio, ratio);
+  t.strokeStyle = colours.hatch;
+  t.lineWidth = 0.9;
+  t.beginPath();
+  for (const d of [-8, 0, 8]) { t.moveTo(d - 1, 9); t.lineTo(d + 9, -1); }
+  t.stroke();
+  hatch = pen.createPattern(tile, "repeat");
+  hatch.setTransform(new DOMMatrix().scale(1 / ratio));
+}
+
+const fillOf = (run, k) => tints[tintOf(run, k)];
+
+// One lane of one rank: boxes of a pixel and more one by one, what is smaller as its share of each pixel.
+function paintLane(lane, mask, y = lane.y - view.top + HEAD) {
+  const { run, index, reach, high, tint } = lane, { t0, t1 } = view, pairs = run.pairs;
+  if (y > view.high || y + high < 0) return;
+  const wide = Math.ceil((view.wide - GUTTER) * ratio), scale = (view.wide - GUTTER) / (view.t1 - view.t0);
+  let bins = null, low = wide, top = 0;
+  pen.textAlign = "center";
+  pen.textBaseline = "middle";
+  for (let j = first(reach, view.t0); j < index.length; j++) {
+    const start = lane.start[j];
+    if (start > t1) break;
+    if (mask && !mask[index[j]]) continue;
+    const x = (start - t0) * scale, w = (lane.end[j] - start) * scale, half = pairs ? run.half[index[j]] : 0;
+    if (w * ratio >= 1.5) {
+      const k = index[j], fill = tints[tint[j]];
+      const left = Math.max(x, -4), right = Math.min(x + w, view.wide - GUTTER + 4);
+      const gap = w > 3 && high > 4 ? 1 : w > 1.6 ? 0.5 : 0;
+      const by = y + (half === 2 ? high / 2 : 0), bh = half ? high / 2 : high;
+      pen.fillStyle = fill.fill;
+      if (w > 9 && bh > 12) {
+        pen.beginPath();
+        pen.roundRect(GUTTER + left, by, right - left - gap, bh, 2.5);
+        pen.fill();
+      } else pen.fillRect(GUTTER + left, by, Math.max(right - left - gap, 1 / ratio), bh);
+      if (bh >= 11 && w > 12) paintLabel(run, k, left, right - gap, by, bh, fill);
+    } else if (mask) {
+      pen.fillStyle = tints[tint[j]].fill;
+      pen.fillRect(GUTTER + x, y + (half === 2 ? high / 2 : 0), Math.max(w, 1.5 / ratio), half ? high / 2 : high);
+    } else {
+      bins ||= new Float32Array(wide * 4);
+      const a = Math.max(0, x * ratio), b = Math.min(wide, (x + w) * ratio), weight = half ? 0.5 : 1, at = tint[j] * 3;
+      for (let bin = a | 0; bin < b; bin++) {
+        const part = weight * (Math.min(b, bin + 1) - Math.max(a, bin)), cell = bin * 4;
+        bins[cell] += part * light[at]; bins[cell + 1] += part * light[at + 1];
+        bins[cell + 2] += part * light[at + 2]; bins[cell + 3] += part;
+      }
+      low = Math.min(low, a | 0); top = Math.max(top, Math.ceil(b));
+    }
+  }
+  if (bins && top > low) dense.push({ bins, low, top, y, high });
+}
+
+// All densities at once: handing pixels to a canvas costs more than painting them.
+function paintDense() {
+  if (!dense.length) return;
+  const wide = Math.ceil((view.wide - GUTTER) * ratio), image = new ImageData(wide, dense.length), out = image.data;
+  dense.forEach(({ bins, low, top }, row) => {
+    for (let bin = low; bin < top; bin++) {
+      const cell = bin * 4, to = (row * wide + bin) * 4, cover = bins[cell + 3];
+      if (!cover) continue;
+      for (let c = 0; c < 3; c++) out[to + c] = bins[cell + c] / cover;
+      out[to + 3] = 255 * Math.min(cover, 1);
+    }
+  });
+  strip.width = wide;
+  strip.height = dense.length;
+  stripPen.putImageData(image, 0, 0);
+  pen.imageSmoothingEnabled = false;
+  dense.forEach(({ low, top, y, high }, row) =>
+    pen.drawImage(strip, low, row, top - low, 1, GUTTER + low / ratio, y, (top - low) / ratio, high));
+  dense = [];
+}
+
+function paintLabel(run, k, left, right, y, high, fill) {
+  const op = OPS[run.op[k]], text = op.work ? `${op.text}${run.mb[k]}` : op.text;
+  const several = run.several && op.work && high >= 25;
+  const most = Math.min(13, high * (several ? 0.42 : 0.56)), fits = (right - left - 2) / (text.length * 0.62);
+  const size = [most, most * 0.8, most * 0.65].find((size) => size <= fits); // few sizes: a row reads evenly
+  if (!size || size < 7.5) return;
+  pen.fillStyle = fill.ink;
+  pen.font = `${size}px ${FONT}`;
+  const middle = GUTTER + (Math.max(left, 0) + Math.min(right, view.wide - GUTTER)) / 2;
+  pen.fillText(text, middle, y + high * (several ? 0.36 : 0.53));
+  if (!several) return;
+  pen.globalAlpha *= 0.75;
+  pen.font = `${size * 0.72}px ${FONT}`;
+  pen.fillText(`s${run.stage[k]}`, middle, y + high * 0.74);
+  pen.globalAlpha /= 0.75;
+}
+
+function paintCurve(block) {
+  const { run, rank } = block, y = block.curve.y - view.top + HEAD, high = block.curve.high;
+  if (y > view.high || y + high < HEAD) return;
+  pen.fillStyle = colours.lane;
+  pen.fillRect(xOf(0), y, xOf(run.total) - xOf(0), high);
+  run.curves.slice(0, 2).forEach((curve, c) => {
+    const { times, values } = curve.ranks[rank], up = (v) => y + high - 1 - ((high - 3) * v) / (curve.most || 1);
+    const from = Math.max(first(times, view.t0) - 1, 0), line = new Path2D();
+    let x = xOf(Math.max(from ? times[from] : 0, view.t0)), low = null, peak = null;
+    line.moveTo(x, up(from || first(times, view.t0) ? values[from] : 0));
+    for (let j = from; j < times.length && times[j] <= view.t1; j++) {
+      const to = xOf(times[j]);
+      if (to - x < 0.5 && peak !== null) { peak = Math.max(peak, values[j]); low = Math.min(low, values[j]); continue; }
+      if (peak !== null) { line.lineTo(x, up(peak)); line.lineTo(x, up(low)); line.lineTo(x, up(values[j - 1])); }
+      line.lineTo(to, up(j ? values[j - 1] : 0));
+      line.lineTo(to, up(values[j]));
+      x = to; peak = low = values[j];
+    }
+    const end = xOf(Math.min(run.total, view.t1)), past = first(times, view.t1);
+    line.lineTo(end, up(past ? values[past - 1] : 0));
+    pen.strokeStyle = c ? colours.accent : colours.focus;
+    pen.lineWidth = 1.25;
+    pen.stroke(line);
+    line.lineTo(end, y + high); line.lineTo(xOf(Math.max(0, view.t0)), y + high);
+    pen.globalAlpha = 0.14;
+    pen.fillStyle = pen.strokeStyle;
+    pen.fill(line);
+    pen.globalAlpha = 1;
+  });
+}
+
+// An arrow from the end of one span's row to another's.
+function arrow(run, from, to, strong) {
+  const a = box(run, from), b = box(run, to);
+  if (!a || !b) return;
+  const down = b.y > a.y, x0 = xOf(run.draft ? run.end[from] : run.start[from]), x1 = xOf(run.draft ? run.start[to] : run.end[to]);
+  const y0 = (down ? a.y + a.high : a.y) - view.top + HEAD, y1 = (down ? b.y : b.y + b.high) - view.top + HEAD;
+  if (Math.max(x0, x1) < GUTTER || Math.min(x0, x1) > view.wide) return;
+  const tip = strong ? 6 : 4, bend = (y1 - y0) * 0.45;
+  pen.beginPath();
+  pen.moveTo(x0, y0);
+  pen.bezierCurveTo(x0, y0 + bend, x1, y1 - bend, x1, y1);
+  pen.stroke();
+  pen.beginPath();
+  pen.moveTo(x1, y1);
+  pen.lineTo(x1 - tip * 0.55, y1 - Math.sign(bend || 1) * tip);
+  pen.lineTo(x1 + tip * 0.55, y1 - Math.sign(bend || 1) * tip);
+  pen.fill();
+}
+
+function arrows(run, list, strong) {
+  pen.lineWidth = strong ? 1.8 : 1;
+  for (const [from, to] of list) {
+    const lane = OPS[run.op[from]].hop ? OPS[run.op[from]].lane : run.op[from] ? 2 : 1;
+    pen.strokeStyle = pen.fillStyle = fills[OPS.findIndex((o) => o.lane === lane && o.sends)][0].fill;
+    arrow(run, from, to, strong);
+  }
+}
+
+// A chain: its boxes outlined, and a line from each link to the next.
+function paintChain(run, links) {
+  pen.strokeStyle = pen.fillStyle = colours.accent;
+  pen.lineWidth = 2;
+  pen.lineJoin = "round";
+  const line = new Path2D();
+  let last = null;
+  for (const k of links) {
+    const where = box(run, k);
+    if (!where) continue;
+    const y = where.y - view.top + HEAD, x0 = xOf(run.start[k]), x1 = xOf(run.end[k]), middle = y + where.high / 2;
+    if (x1 >= GUTTER - 20 && x0 <= view.wide + 20) {
+      if (x1 - x0 >= 4 && where.high >= 6) {
+        pen.beginPath();
+        pen.roundRect(x0 + 0.5, y - 0.5, x1 - x0 - 2, where.high + 1, 2.5);
+        pen.stroke();
+      } else pen.fillRect(x0, y, Math.max(x1 - x0, 1), where.high);
+    }
+    if (last && Math.abs(last.y - middle) > 1 && x0 >= GUTTER - 500 && last.x <= view.wide + 500) {
+      line.moveTo(last.x, last.y); line.lineTo(x0, middle);
+    }
+    last = { x: x1, y: middle };
+  }
+  pen.lineWidth = 1.25;
+  pen.stroke(line);
+}
+
+function nice(span, about) {
+  const raw = span / about, power = 10 ** Math.floor(Math.log10(raw));
+  return power * ([1, 2, 5, 10].find((step) => step * power >= raw) || 10);
+}
+
+function paintRuler() {
+  const run = view.shown.find((r) => r.unit) || view.shown[0], every = nice((view.t1 - view.t0) / run.scale, (view.wide - GUTTER) / 110) * run.scale;
+  pen.font = `11px ${FONT}`;
+  pen.textAlign = "left";
+  pen.textBaseline = "middle";
+  const unit = run.unit === "s" ? view.t1 - view.t0 : 1;
+  pen.fillStyle = colours.soft;
+  pen.fillText(run.unit ? "" : "units of cost", 12, MAP + RULER / 2);
+  for (let step = Math.max(0, Math.ceil(view.t0 / every)); step * every <= Math.min(view.t1, longest() * 1.0001); step++) {
+    const x = Math.round(xOf(step * every) * ratio) / ratio;
+    pen.fillStyle = colours.line;
+    pen.fillRect(x, MAP, 1, RULER);
+    pen.fillStyle = colours.grid;
+    pen.fillRect(x, HEAD, 1, view.high);
+    pen.fillStyle = colours.soft;
+    pen.fillText(time(run, step * every, unit), x + 5, MAP + RULER / 2);
+  }
+}
+
+// The whole run in small, once per layout; what is in view is framed.
+let small = null;
+function paintMap() {
+  const wide = view.wide - GUTTER, all = longest();
+  if (!small) {
+    small = document.createElement("canvas");
+    small.width = Math.ceil(wide * ratio); small.height = Math.ceil((MAP - 12) * ratio);
+    const kept = { ...view }, main = pen.getTransform();
+    const lanes = view.lanes.filter((l) => l.lane === 0), high = (MAP - 12) / Math.max(lanes.length, 1);
+    Object.assign(view, { t0: 0, t1: all, high: 1e9 });
+    pen.clearRect(0, 0, view.wide, kept.high);
+    lanes.forEach((lane, j) => paintLane({ ...lane, high: Math.max(high - (high > 3 ? 1 : 0), 0.5) }, null, j * high));
+    paintDense();
+    small.getContext("2d").drawImage(canvas, GUTTER * ratio, 0, small.width, small.height, 0, 0, small.width, small.height);
+    Object.assign(view, kept);
+    pen.setTransform(main);
+    pen.fillStyle = colours.back;
+    pen.fillRect(0, 0, view.wide, view.high);
+  }
+  pen.fillStyle = colours.panel;
+  pen.fillRect(0, 0, view.wide, MAP);
+  pen.drawImage(small, GUTTER, 6, wide, MAP - 12);
+  const x0 = GUTTER + (Math.max(view.t0, 0) / all) * wide, x1 = GUTTER + (Math.min(view.t1, all) / all) * wide;
+  pen.globalAlpha = 0.72;
+  pen.fillStyle = colours.panel;
+  pen.fillRect(GUTTER, 0, x0 - GUTTER, MAP);
+  pen.fillRect(x1, 0, view.wide - x1, MAP);
+  pen.globalAlpha = 1;
+  pen.strokeStyle = colours.focus;
+  pen.lineWidth = 1.5;
+  pen.strokeRect(x0 + 0.75, 2, Math.max(x1 - x0 - 1.5, 2), MAP - 4);
+}
+
+function paintGutter() {
+  pen.fillStyle = colours.back;
+  pen.fillRect(0, HEAD, GUTTER, view.high);
+  pen.textAlign = "right";
+  pen.textBaseline = "middle";
+  let free = -Infinity;
+  for (const block of view.blocks) {
+    const y = block.y - view.top + HEAD, two = view.shown.length > 1;
+    if (y > view.high || y + block.high < HEAD) continue;
+    const line = y + Math.min(block.work, 26) / 2, roomy = block.work >= 24;
+    if (line - free < 12) continue;
+    free = line;
+    pen.fillStyle = colours.text;
+    pen.font = `600 ${Math.min(12, Math.max(9, block.work * 0.6))}px ${FONT}`;
+    pen.fillText(block.nth && two ? "" : `rank ${block.rank}`, GUTTER - 10, roomy || two ? y + 8 : line);
+    pen.fillStyle = colours.soft;
+    pen.font = `10.5px ${FONT}`;
+    const idle = `${percent(block.run.idle[block.rank])} idle`;
+    if (two && block.work >= 16) pen.fillText(block.run.label, GUTTER - 10, y + (block.nth ? 7 : block.work >= 24 ? 21 : 7) + 0, 62);
+    else if (roomy) pen.fillText(idle, GUTTER - 10, y + 22);
+    if (block.curve) block.run.curves.slice(0, 2).forEach((curve, c) => {
+      pen.fillStyle = c ? colours.accent : colours.focus;
+      const most = curve.ranks[block.rank].values.reduce((a, b) => Math.max(a, b), 0);
+      const roomy = block.curve.high >= 24 || block.run.curves.length < 2;
+      if (roomy || !c) pen.fillText(`${curve.name} ${amount(most, curve.unit)}`, GUTTER - 10, block.curve.y - view.top + HEAD + (c ? 20 : 8), GUTTER - 14);
+    });
+    pen.fillStyle = colours.soft;
+    if (block.work >= 20) for (const { lane, y: top, high } of block.lanes.slice(1)) {
+      pen.font = `9px ${FONT}`;
+      pen.fillText(LANES[lane], GUTTER - 10, top + high / 2 - view.top + HEAD);
+    }
+  }
+}
+
+// Everything. `state` is what is chosen, hovered and found.
+function paint(state) {
+  pen.setTransform(ratio, 0, 0, ratio, 0, 0);
+  pen.fillStyle = colours.back;
+  pen.fillRect(0, 0, view.wide, view.high);
+  paintMap();
+  paintRuler();
+  pen.save();
+  pen.beginPath();
+  pen.rect(GUTTER, HEAD, view.wide - GUTTER, view.high - HEAD);
+  pen.clip();
+  for (const block of view.blocks) for (const { lane, y, high } of block.lanes) {
+    const top = y - view.top + HEAD;
+    if (top > view.high || top + high < HEAD) continue;
+    pen.fillStyle = colours.lane;
+    pen.fillRect(xOf(0), top, xOf(block.run.total) - xOf(0), high);
+    if (lane || high < 7) continue;
+    pen.fillStyle = hatch;
+    pen.fillRect(xOf(0), top, xOf(block.run.total) - xOf(0), high);
+  }
+  const { chosen, hover, found } = state;
+  pen.globalAlpha = found || chosen ? 0.25 : 1;
+  for (const lane of view.lanes) paintLane(lane, null);
+  paintDense();
+  pen.globalAlpha = 1;
+  for (const lane of view.lanes) {
+    const mask = state.masks.get(lane.run);
+    if (mask) paintLane(lane, mask);
+  }
+  for (const block of view.blocks) if (block.curve) paintCurve(block);
+  if (view.messages) for (const run of view.shown) {
+    const near = visibleMessages(run);
+    if (near) arrows(run, near, false);
+  }
+  if (view.path) for (const run of view.shown) paintChain(run, (run.whole ||= wholeChain(run)));
+  if (chosen) {
+    paintChain(chosen.run, state.chain);
+    if (view.shown.includes(chosen.run)) arrows(chosen.run, state.exchanged.hops, true);
+  }
+  for (const one of [hover, chosen]) if (one && one.k !== undefined) outline(one, one === chosen);
+  pen.restore();
+  paintGutter();
+  pen.fillStyle = colours.line;
+  pen.fillRect(0, MAP, view.wide, 1);
+  pen.fillRect(0, HEAD - 1, view.wide, 1);
+  if (state.marked) {
+    const [a, b] = state.marked;
+    pen.globalAlpha = 0.18;
+    pen.fillStyle = colours.focus;
+    pen.fillRect(Math.min(a, b), MAP, Math.abs(b - a), view.high);
+    pen.globalAlpha = 1;
+  }
+  const room = view.high - HEAD;
+  if (view.height > room) {
+    pen.fillStyle = colours.line;
+    pen.fillRect(view.wide - 7, HEAD + (room * view.top) / view.height, 5, (room * room) / view.height);
+  }
+}
+
+const MOST = 1500; // arrows that are of use at once
+function visibleMessages(run) {
+  const near = messages(run).filter(([a, b]) => run.end[b] >= view.t0 && run.start[a] <= view.t1);
+  return near.length <= MOST ? near : null;
+}
+
+function outline({ run, k }, strong) {
+  const where = view.shown.includes(run) && box(run, k);
+  if (!where) return;
+  const x = xOf(run.start[k]), w = Math.max(xOf(run.end[k]) - x, 2);
+  pen.strokeStyle = strong ? colours.text : colours.focus;
+  pen.lineWidth = strong ? 2.5 : 2;
+  pen.strokeRect(x - 0.5, where.y - view.top + HEAD - 1, w, where.high + 2);
+}

@@ -1,0 +1,140 @@
+// What instructions have to do with each other: messages, chains, names, matches.
+
+const isWork = (run, k) => OPS[run.op[k]].work;
+
+function nameOf(run, k) {
+  const op = OPS[run.op[k]];
+  if (op.per === "rank") return op.text;
+  return `${op.text} ${run.stage[k]}` + (op.per === "stage" ? "" : `.${run.mb[k]}`);
+}
+
+// The chain that decides when a span starts: each link was, of what the next waited for, the last to end.
+function chain(run, k) {
+  const links = [];
+  for (; k >= 0; k = run.latest[k]) links.push(k);
+  return links.reverse();
+}
+
+function wholeChain(run) {
+  let last = 0;
+  for (let k = 1; k < run.end.length; k++) if (run.end[k] > run.end[last]) last = k;
+  return run.end.length ? chain(run, last) : [];
+}
+
+// All messages: [from, to], the sending span and the receiving one. In a draft, work to work.
+function messages(run) {
+  if (run.messages) return run.messages;
+  const list = [];
+  for (let k = 0; k < run.op.length; k++) {
+    if (OPS[run.op[k]].sends && run.partner[k] >= 0) list.push([k, run.partner[k]]);
+    if (run.draft) for (const need of [run.need0[k], run.need1[k]])
+      if (need >= 0 && run.rank[need] !== run.rank[k]) list.push([need, k]);
+  }
+  return (run.messages = list);
+}
+
+// Who needs what a span gives.
+function consumers(run) {
+  if (run.consumers) return run.consumers;
+  const list = new Map();
+  const add = (from, to) => { if (from >= 0) list.has(from) ? list.get(from).push(to) : list.set(from, [to]); };
+  for (let k = 0; k < run.op.length; k++) { add(run.need0[k], k); add(run.need1[k], k); }
+  return (run.consumers = list);
+}
+
+// What a span got from other ranks and gave to them, hop by hop until the work at the other end.
+function exchanged(run, k) {
+  const hops = [], seen = new Set([k]), ends = [];
+  const walk = (at, back) => {
+    const near = back ? [run.need0[at], run.need1[at]] : consumers(run).get(at) || [];
+    const op = OPS[run.op[at]];
+    if (op.hop && run.partner[at] >= 0 && op.sends !== back) {
+      const other = run.partner[at];
+      hops.push(back ? [other, at] : [at, other]);
+      if (!seen.has(other)) { seen.add(other); walk(other, back); }
+      return;
+    }
+    for (const next of near) {
+      if (next < 0 || seen.has(next)) continue;
+      if (run.rank[next] !== run.rank[at]) hops.push(back ? [next, at] : [at, next]);
+      if (isWork(run, next) && run.rank[next] !== run.rank[k]) { seen.add(next); ends.push({ k: next, back }); }
+      if (isWork(run, next) || OPS[run.op[next]].per !== "stage.mb") continue;
+      seen.add(next);
+      walk(next, back);
+    }
+  };
+  walk(k, true);
+  walk(k, false);
+  return { hops, seen, ends };
+}
+
+// How long the queue of a span stood still before it, and what it waited for.
+function wait(run, k) {
+  const lane = OPS[run.op[k]].lane;
+  let before = k - 1;
+  const lowest = run.offsets[run.rank[k]];
+  while (before >= lowest && (OPS[run.op[before]].lane !== lane || run.end[before] <= run.start[before])) before--;
+  const since = before >= lowest ? Math.min(run.end[before], run.start[k]) : 0;
+  const blamed = run.half[k] === 2 ? -1 : run.latest[k];
+  return { length: run.half[k] === 2 ? 0 : run.start[k] - since, since, blamed };
+}
+
+// Why a rank is idle between two times: [cause, how long, what is awaited], the longest first.
+function causes(run, rank, from, to) {
+  const list = [], slack = run.total * 1e-9;
+  for (let g = run.gapsOf[rank]; g < run.gapsOf[rank + 1]; g++) {
+    const length = Math.min(run.gaps.to[g], to) - Math.max(run.gaps.from[g], from);
+    if (length > slack) list.push([CAUSES[run.gaps.cause[g]], length, run.gaps.awaits[g]]);
+  }
+  return list.sort((a, b) => b[1] - a[1]);
+}
+
+// "F 2.3", "rank 1", "stage 2", "mb 3", "send_act", "Forward"; words must all hold.
+function query(text) {
+  const words = text.trim().toLowerCase().split(/[\s,]+/).filter(Boolean);
+  const tests = [];
+  while (words.length) {
+    const word = words.shift();
+    const number = /^\d+$/.test(words[0] || "") ? +words[0] : null;
+    const op = OPS.findIndex((o) => o.text.toLowerCase() === word || o.name.toLowerCase() === word);
+    const at = /^(\d+)\.(\d*)$/.exec(word);
+    if (["rank", "stage", "mb", "microbatch"].includes(word)) {
+      if (number === null) return null;
+      const what = word === "microbatch" ? "mb" : word;
+      words.shift();
+      tests.push((run, k) => run[what][k] === number && (what === "rank" || OPS[run.op[k]].per !== "rank")
+        && (what !== "mb" || OPS[run.op[k]].per === "stage.mb"));
+    } else if (op >= 0) {
+      tests.push((run, k) => run.op[k] === op);
+      if (number !== null) { words.shift(); tests.push((run, k) => run.stage[k] === number); }
+    } else if (at) {
+      tests.push((run, k) => OPS[run.op[k]].per === "stage.mb" && run.stage[k] === +at[1]
+        && (at[2] === "" || run.mb[k] === +at[2]));
+    } else {
+      const begins = OPS.map((o) => o.text.startsWith(word) || o.name.toLowerCase().startsWith(word));
+      if (!begins.includes(true)) return null;
+      tests.push((run, k) => begins[run.op[k]]);
+    }
+  }
+  return tests.length ? (run, k) => tests.every((test) => test(run, k)) : null;
+}
+
+// ---------------------------------------------------------------- numbers
+
+const short = (x) => String(+x.toPrecision(5));
+
+// A length of time in its run's own unit, or in a unit chosen for `of`.
+function time(run, x, of = x) {
+  x /= run.scale; of /= run.scale;
+  if (run.unit !== "s") return short(x) + (run.unit ? ` ${run.unit}` : "");
+  const [one, unit] = Math.abs(of) >= 1 ? [1, "s"] : Math.abs(of) >= 1e-3 ? [1e-3, "ms"] : [1e-6, "µs"];
+  return `${short(x / one)} ${unit}`;
+}
+
+function amount(x, unit) {
+  if (unit !== "B") return short(x) + (unit ? ` ${unit}` : "");
+  const power = Math.min(Math.floor(Math.log2(Math.max(x, 1)) / 10), 4);
+  return `${+(x / 2 ** (10 * power)).toPrecision(4)} ${["B", "KiB", "MiB", "GiB", "TiB"][power]}`;
+}
+
+const percent = (x) => `${(100 * x).toFixed(1)} %`;
