@@ -41,6 +41,7 @@ class Walk:
         return self.turn > 0
 
 
+@np.errstate(over="ignore")  # sums of costs may be infinite
 def walk(graph: Graph, costs: Costs | None = None) -> Walk:
     """Walk the dependency graph of a program at the given costs, by default unit costs."""
     priced, node = costs or Costs(), graph.node
@@ -128,29 +129,28 @@ def _longest(
     start, turn = np.zeros(after.nodes + 2), np.zeros(after.nodes + 2, np.int32)
     last, turns = np.empty(after.nodes + 2, np.int32), 0
     count = one = np.empty(0, np.int32)
-    with np.errstate(over="ignore"):
-        while len(front):
-            turns += 1
-            turn[front] = turns
-            end = start[front] + cost[front]
-            to = rows.take(front, 0).reshape(-1).astype(np.intp)
-            given = end.repeat(rows.shape[1])
-            if lags is not None:
-                given += lags.take(front, 0).reshape(-1)
-            if len(one) < len(to):
-                one, count = np.ones(2 * len(to), np.int32), np.arange(2 * len(to), dtype=np.int32)
-            np.maximum.at(start, to, given)
-            np.subtract.at(missing, to, one[: len(to)])
-            if missing[many] != _MOST:
-                missing[many] = _MOST
-                for node in front[rows[front, -1] == many].tolist():
-                    more = after.rest[node]
-                    start[more] = np.maximum(start[more], start[node] + cost[node])
-                    missing[more] -= 1
-                    to = np.concatenate([to, more])
-            to = to[missing[to] == 0]
-            last[to] = number = count[: len(to)]
-            front = to[last[to] == number]  # once each
+    while len(front):
+        turns += 1
+        turn[front] = turns
+        end = start[front] + cost[front]
+        to = rows.take(front, 0).reshape(-1).astype(np.intp)
+        given = end.repeat(rows.shape[1])
+        if lags is not None:
+            given += lags.take(front, 0).reshape(-1)
+        if len(one) < len(to):
+            one, count = np.ones(2 * len(to), np.int32), np.arange(2 * len(to), dtype=np.int32)
+        np.maximum.at(start, to, given)
+        np.subtract.at(missing, to, one[: len(to)])
+        if missing[many] != _MOST:
+            missing[many] = _MOST
+            for node in front[rows[front, -1] == many].tolist():
+                more = after.rest[node]
+                start[more] = np.maximum(start[more], start[node] + cost[node])
+                missing[more] -= 1
+                to = np.concatenate([to, more])
+        to = to[missing[to] == 0]
+        last[to] = number = count[: len(to)]
+        front = to[last[to] == number]  # once each
     return start[:-2], turn[:-2]
 
 
