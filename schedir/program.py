@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import pairwise
@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from typing import Self
 
 Words = NDArray[np.int64]
+Order = Mapping[Opcode, NDArray[np.int32]]
 
 # An instruction in one word: joined (bit 56), op (48..55), stage (32..47), microbatch (0..31).
 JOINED: Final = 1 << 56
@@ -110,6 +111,11 @@ class Program:
     `tied` says that the first and the last stage hold copies of one weight, `clip` that
     gradients are clipped by their global norm.
 
+    `order` numbers the messages as the lowering places them: for each kind of send a number by
+    stage*microbatches + mb, -1 where there is none.  It is no part of what the program says, and
+    nobody trusts it: `check` looks whether it holds, which is faster than to find an order.  So a
+    pass need not keep it up.
+
     `words` are all Streams, one behind the other, and `offsets` says where each begins, with
     one more entry than there are ranks.
     """
@@ -121,6 +127,9 @@ class Program:
     dp: int = 1
     tied: bool = False
     clip: bool = False
+    order: Mapping[Opcode, NDArray[np.int32]] = field(
+        default_factory=dict, repr=False, compare=False
+    )
     words: Words = field(init=False, repr=False, compare=False)
     offsets: Words = field(init=False, repr=False, compare=False)
 

@@ -12,16 +12,18 @@ from numpy.typing import NDArray
 from schedir.costs import Costs
 from schedir.explain import deadlock
 from schedir.graph import Graph
-from schedir.index import Positions
-from schedir.ops import ROWS, Opcode
+from schedir.index import NONE, Positions
+from schedir.ops import ROWS, Opcode, Per
 from schedir.plan import Plan
-from schedir.program import ADDRESS, OP, STAGE, Program, Stream
-from schedir.walk import walk
+from schedir.program import ADDRESS, OP, STAGE, Order, Program, Stream
+from schedir.walk import Walk, walk
 
 _SENT_BY = {
     Opcode.SendAct: (Opcode.Forward,),
     Opcode.SendGrad: (Opcode.Backward, Opcode.BackwardInput),
 }
+
+_MAKES = np.isin(np.arange(len(ROWS)), [op for ops in _SENT_BY.values() for op in ops])
 
 
 def transfers(program: Program, costs: Costs | None = None) -> Program:
@@ -50,7 +52,20 @@ def transfers(program: Program, costs: Costs | None = None) -> Program:
             rows.append((reached.end[at], 2 * reached.turn[at] + 1, at, word))
         time, turn, place, words = map(np.concatenate, zip(*rows, strict=True))
         streams.append(Stream(words[np.lexsort((place, turn, time))]))
-    return replace(program, streams=tuple(streams))
+    return replace(program, streams=tuple(streams), order=_numbers(graph, reached))
+
+
+def _numbers(graph: Graph, reached: Walk) -> Order:
+    """The number of each message in the global order, by the stage and microbatch of its send."""
+    index = graph.index
+    numbers: dict[Opcode, Positions] = {}
+    makers = np.flatnonzero(_MAKES[index.op]).astype(np.int32)
+    order = makers[np.lexsort((reached.turn[makers], reached.end[makers]))]  # and then by place
+    for send, ops in _SENT_BY.items():
+        numbers[send] = np.full(index.size[Per.MICROBATCH], NONE, np.int32)
+        number = np.flatnonzero(np.isin(index.op[order], ops)).astype(np.int32)
+        numbers[send][index.key[order[number]]] = number
+    return numbers
 
 
 def _ordering(costs: Costs, plan: Plan) -> Costs:

@@ -7,13 +7,13 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import event, given, settings
 from hypothesis import strategies as st
 
 from schedir.check import check
 from schedir.compile import compile, lower
 from schedir.costs import Costs
-from schedir.errors import DeadlockError
+from schedir.errors import DeadlockError, ProgramError
 from schedir.graph import MODELS, Graph, Model
 from schedir.passes.overlap import early_receives, group_opposites
 from schedir.plan import Plan
@@ -23,10 +23,13 @@ from schedir.simulate import simulate
 from schedir.testing import drafts
 from schedir.walk import walk
 from schedir.words import B, F, Schedule, draft
+from tests.mutants import mutate
 from tests.oracle import Machine
 from tests.strategies import costs
 
 models = st.sampled_from(MODELS)
+REORDER = ("run_order", "swap_neighbours", "swap_any", "move_anywhere", "swap_receives",
+           "early_receive", "late_send", "join_both_sides", "join_next_transfer")  # fmt: skip
 
 
 def programs(draw: st.DataObject, draft: Program) -> tuple[Program, Costs]:
@@ -56,6 +59,30 @@ def test_overlap_keeps_programs_legal(
         check(grouped, other)
     check(early_receives(grouped, model, ahead), model)
     check(early_receives(program, model, ahead), model)
+
+
+@settings(max_examples=200)
+@given(st.integers(0, 2**32), models, st.booleans())
+def test_nobody_trusts_the_order_that_a_program_brings(
+    seed: int, model: Model, made_up: bool
+) -> None:
+    """That of the program before it was changed, or any order, finishes nothing that hangs."""
+    rng = random.Random(seed)
+    program, mutant = mutate(rng.choice(REORDER), seed)
+    order = program.order
+    if made_up:
+        order = {
+            op: np.array(rng.choices(range(9), k=len(at)), np.int32) for op, at in order.items()
+        }
+    verdicts = []
+    for brought in ({}, order):
+        try:
+            check(replace(mutant, order=brought), model)
+            verdicts.append("")
+        except ProgramError as error:
+            verdicts.append(str(error))
+    event("refused" if verdicts[0] else "legal")
+    assert verdicts[0] == verdicts[1]
 
 
 @pytest.mark.parametrize("schedule", [interleaved, interleaved_zb])
