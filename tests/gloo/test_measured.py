@@ -18,15 +18,8 @@ from schedir.runtime.c10d import Gloo, measured, timeline_of
 from schedir.runtime.executor import Executor
 from schedir.schedules import one_f_one_b
 from schedir.timeline import Timeline
-from schedir.words import B, F, Word, overlap
 from tests.gloo.spawn import run
-from tests.gloo.tiny_stages import BOUNDARY, batch, gpt_stages
-
-
-def paired(r: int, P: int, m: int) -> Word:
-    """1F1B whose steady state runs forward and backward as one."""
-    lead = min(P - r, m)
-    return lead * F + overlap((m - lead) * B, (m - lead) * F) + lead * B
+from tests.gloo.tiny_stages import BOUNDARY, batch, gpt_stages, paired
 
 
 def _measured(program: Program, **late: float) -> Timeline:
