@@ -1,0 +1,48 @@
+"""Triton kernels on a CPU: modules of them, as Triton's interpreter runs them.
+
+What is known to be different there (seen with triton 3.7): programs run one after the other, so
+a missing atomic passes; bfloat16 is carried as bits, so arithmetic and `tl.dot` on it are garbage
+and kernels must cast first; a cast from float32 to bfloat16 cuts off instead of rounding, so
+tolerances are twice as wide; `triton.autotune` and libdevice are not there.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import ModuleType
+from typing import Any
+
+import pytest
+import triton
+from triton.runtime.interpreter import InterpretedFunction
+from triton.runtime.jit import JITFunction
+
+
+@contextmanager
+def interpreting() -> Iterator[None]:
+    """Within this, kernels that are defined are interpreted, and can be run.
+
+    TRITON_INTERPRET=1 is for a whole process, in which nothing can be compiled any more.  Here
+    both can be had, as what Triton itself defines (tl.sum and the like) is interpreted when an
+    interpreted kernel calls it: outside of one, such a call only raises.
+    """
+
+    def call(self: Any, *args: Any, **options: Any) -> Any:
+        return InterpretedFunction(self.fn)(*args, **options)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(triton.knobs.runtime, "interpret", True)
+        patch.setattr(JITFunction, "__call__", call)
+        yield
+
+
+def load(name: str, **constants: int) -> ModuleType:
+    """A copy of schedir.kernels.NAME, of its own, with other constants; see `interpreting`."""
+    spec = importlib.util.find_spec(f"schedir.kernels.{name}")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    vars(module).update(constants)
+    return module
