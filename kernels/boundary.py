@@ -15,20 +15,43 @@ from schedir.kernels.choice import on_triton
 def pack(value: Tensor, t: int, rank: int, dtype: torch.dtype | None = None) -> Tensor:
     """Slice `rank` of t of a tensor of any strides: flat, contiguous, of `dtype` (its own unless
     told), in memory of its own.  t divides the number of elements."""
-    if on_triton(value):
+    if on_triton(value) and (strides := layout(value)) is not None:
         from schedir.kernels import boundary_triton as kernels
 
-        return kernels.pack(value, t, rank, dtype or value.dtype)
+        return kernels.pack(value, strides, t, rank, dtype or value.dtype)
     return pack_reference(value, t, rank, dtype)
 
 
 def unpack(wire: Tensor, out: Tensor) -> Tensor:
     """The slices of all ranks, one after the other, into `out`, of any strides and type."""
-    if on_triton(wire):
+    if on_triton(wire) and wire.is_contiguous() and (strides := layout(out)) is not None:
         from schedir.kernels import boundary_triton as kernels
 
-        return kernels.unpack(wire, out)
+        return kernels.unpack(wire, strides, out)
     return unpack_reference(wire, out)
+
+
+def layout(x: Tensor) -> tuple[int, int, int, int, int] | None:
+    """A tensor as the kernels take it: three dimensions, of which the two inner sizes and all
+    strides count.  Dimensions that lie in one piece are joined.
+
+    None where more than three are left, or more elements than an int32 counts.
+
+    >>> layout(torch.zeros(4, 5, 6, 7).transpose(0, 1))
+    (4, 42, 42, 210, 1)
+    """
+    sizes: list[int] = []
+    strides: list[int] = []
+    for size, stride in zip(x.shape, x.stride(), strict=True):
+        if sizes and strides[-1] == size * stride:
+            sizes[-1], strides[-1] = sizes[-1] * size, stride
+        elif size > 1:
+            sizes.append(size)
+            strides.append(stride)
+    if len(sizes) > 3 or x.numel() >= 2**31:
+        return None
+    sizes, strides = [1, 1, 1, *sizes], [0, 0, 0, *strides]
+    return sizes[-2], sizes[-1], strides[-3], strides[-2], strides[-1]
 
 
 def pack_reference(value: Tensor, t: int, rank: int, dtype: torch.dtype | None = None) -> Tensor:

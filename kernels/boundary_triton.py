@@ -9,10 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from schedir.kernels.boundary import pack_reference, unpack_reference
-
 BLOCK, WARPS = 2048, 4
-DIMENSIONS = 3
 
 
 @triton.jit
@@ -68,10 +65,7 @@ def unpack_kernel(
     tl.store(out + at, x.to(out.dtype.element_ty), mask=i < n)
 
 
-def pack(value: Tensor, t: int, rank: int, dtype: torch.dtype) -> Tensor:
-    layout = _layout(value)
-    if layout is None:
-        return pack_reference(value, t, rank, dtype)
+def pack(value: Tensor, layout: tuple[int, ...], t: int, rank: int, dtype: torch.dtype) -> Tensor:
     n = value.numel() // t
     wire = torch.empty(n, dtype=dtype, device=value.device)
     pack_kernel[(triton.cdiv(n, BLOCK),)](
@@ -80,36 +74,9 @@ def pack(value: Tensor, t: int, rank: int, dtype: torch.dtype) -> Tensor:
     return wire
 
 
-def unpack(wire: Tensor, out: Tensor) -> Tensor:
-    layout = _layout(out)
-    if layout is None or not wire.is_contiguous():
-        return unpack_reference(wire, out)
+def unpack(wire: Tensor, layout: tuple[int, ...], out: Tensor) -> Tensor:
     n = out.numel()
     unpack_kernel[(triton.cdiv(n, BLOCK),)](
         wire, out, n, *layout, FLAT=out.is_contiguous(), BLOCK=BLOCK, num_warps=WARPS
     )
     return out
-
-
-def _layout(x: Tensor) -> tuple[int, int, int, int, int] | None:
-    """The two inner sizes and all three strides, with dimensions that lie in one piece joined.
-
-    None where more than three are left, or more elements than an int32 counts.
-    """
-    if x.numel() >= 2**31:
-        return None
-    sizes: list[int] = []
-    strides: list[int] = []
-    for size, stride in zip(x.shape, x.stride(), strict=True):
-        if size == 1:
-            continue
-        if sizes and strides[-1] == size * stride:
-            sizes[-1], strides[-1] = sizes[-1] * size, stride
-        else:
-            sizes.append(size)
-            strides.append(stride)
-    missing = DIMENSIONS - len(sizes)
-    if missing < 0:
-        return None
-    sizes, strides = [1] * missing + sizes, [0] * missing + strides
-    return sizes[1], sizes[2], strides[0], strides[1], strides[2]

@@ -111,7 +111,7 @@ def test_add_layer_norm(rows: int, n: int, dtype: torch.dtype, programs: int, se
 
 
 LAYOUTS = st.tuples(
-    st.lists(st.integers(1, 5), min_size=1, max_size=4),
+    st.lists(st.integers(1, 5), min_size=1, max_size=3),  # more take the reference
     st.permutations(range(4)),
     st.integers(1, 2),
 )
@@ -129,7 +129,7 @@ def strided(seed: int, layout: Any, times: int = 1) -> Tensor:
 def test_pack(layout: Any, t: int, rank: int, cast: bool, seed: int) -> None:
     value, rank = strided(seed, layout, times=t), rank % t
     dtype = torch.float16 if cast else torch.float32
-    got = load("boundary_triton").pack(value, t, rank, dtype)
+    got = load("boundary_triton").pack(value, boundary.layout(value), t, rank, dtype)
     assert got.data_ptr() != value.data_ptr()
     assert torch.equal(got, boundary.pack_reference(value, t, rank, dtype))
 
@@ -140,7 +140,7 @@ def test_unpack(layout: Any, cast: bool, seed: int) -> None:
     out = strided(seed, layout)
     wire = random(seed + 1, out.numel(), dtype=torch.float16 if cast else torch.float32)
     want = boundary.unpack_reference(wire, out.clone())
-    assert torch.equal(load("boundary_triton").unpack(wire, out), want)
+    assert torch.equal(load("boundary_triton").unpack(wire, boundary.layout(out), out), want)
     assert torch.equal(out, want)
 
 
