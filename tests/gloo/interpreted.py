@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 import triton
-from triton.runtime.interpreter import InterpretedFunction
+from triton.runtime.interpreter import InterpretedFunction, _patch_lang
 from triton.runtime.jit import JITFunction
 
 
@@ -25,16 +25,21 @@ def interpreting() -> Iterator[None]:
     """Within this, kernels that are defined are interpreted, and can be run.
 
     TRITON_INTERPRET=1 is for a whole process, in which nothing can be compiled any more.  Here
-    both can be had, as what Triton itself defines (tl.sum and the like) is interpreted when an
-    interpreted kernel calls it: outside of one, such a call only raises.
+    both can be had: what Triton itself defines (tl.sum and the like) is interpreted when an
+    interpreted kernel calls it, and triton.language is as it was when the call is over.
     """
 
     def call(self: Any, *args: Any, **options: Any) -> Any:
-        return InterpretedFunction(self.fn)(*args, **options)
+        patched = _patch_lang(self.fn)
+        try:
+            return InterpretedFunction(self.fn).rewrite()(*args, **options)
+        finally:
+            patched.restore()
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(triton.knobs.runtime, "interpret", True)
         patch.setattr(JITFunction, "__call__", call)
+        patch.setattr(InterpretedFunction, "__call__", call)
         yield
 
 
