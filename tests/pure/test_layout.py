@@ -23,6 +23,7 @@ FLOORS = (
     {"program"},
     {"text", "torch_csv", "words", "memory"},
     {"schedules", "greedy", "index"},
+    {"slots"},
     {"graph"},
     {"walk", "timeline"},
     {"explain", "complete"},
