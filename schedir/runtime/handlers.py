@@ -18,7 +18,7 @@ from schedir.errors import ModelError
 from schedir.ops import ROWS, Instr, Lane, Opcode
 from schedir.runtime.gradients import is_sharded
 from schedir.runtime.rank import Call, Rank, Stage
-from schedir.runtime.split import Tape, recording
+from schedir.runtime.split import SplitLinear, Tape, recording
 
 T = TypeVar("T")
 
@@ -83,15 +83,29 @@ def backward_input(rank: Rank, i: Instr) -> Call:
         tape = stage.tape[mb] = Tape()
         with recording(tape):
             whole()
-        if not len(tape) and stage.gradients.parameters and not stage.warned:
-            stage.warned = True
-            warnings.warn(
-                f"{type(stage.module).__name__} (stage {i.stage}) cannot be split: "
-                "I runs its whole backward and W nothing",
-                stacklevel=2,
-            )
+        if not len(tape) and stage.gradients.parameters:
+            _unsplit(stage, i)
 
     return Call(wait, run)
+
+
+def _unsplit(stage: Stage, i: Instr) -> None:
+    """Say once that nothing was left for W; refuse it where something should have been."""
+    layers = [*stage.module.modules()]
+    name = f"{type(stage.module).__name__} (stage {i.stage})"
+    if any(isinstance(layer, SplitLinear) and layer.weight.requires_grad for layer in layers):
+        raise ModelError(
+            f"the linears of {name} are made to be split, but I ran its whole backward",
+            hint="do not run the stage under torch.compile",
+        )
+    if not stage.warned:
+        stage.warned = True
+        plain = any(type(layer) is torch.nn.Linear for layer in layers)
+        warnings.warn(
+            f"{name} cannot be split: I runs its whole backward and W nothing"
+            + "; schedir.runtime.split_linears(module) would split its linears" * plain,
+            stacklevel=2,
+        )
 
 
 def backward_weight(rank: Rank, i: Instr) -> Call:

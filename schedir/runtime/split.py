@@ -3,8 +3,9 @@
 Zero-bubble schedules (Qi et al., arXiv 2401.10241) cut the backward of a layer in two:
 the gradient of the input, which the stage before waits for, and the gradient of the
 weights, which only the optimizer needs. Here the cut lies inside `linear` and
-`embedding`: while a `Tape` is recording, their backward computes the input gradient
-only and notes on the tape what the weight gradient needs; `Tape.run` computes it.
+`embedding`, which `split_linears` puts in the place of a module's own: while a `Tape`
+is recording, their backward computes the input gradient only and notes on the tape what
+the weight gradient needs; `Tape.run` computes it.
 
     with recording(tape):
         torch.autograd.backward(y, dy)      # BackwardInput
@@ -21,11 +22,12 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 Rule = Callable[[Tensor, Tensor, Tensor], Tensor]  # weight, input, dy -> dW
 
@@ -100,19 +102,56 @@ def recording(tape: Tape) -> Iterator[Tape]:
         _tape = outer
 
 
-def linear(x: Tensor, weight: Tensor) -> Tensor:
-    """`x @ weight.T`, splittable: (..., n) and (k, n) to (..., k). Add a bias outside."""
-    y: Tensor = _Linear.apply(x, weight)  # type: ignore[no-untyped-call]
+def split_linears(module: nn.Module) -> nn.Module:
+    """Make every `nn.Linear` and `nn.Embedding` within a module splittable, in place.
+
+    Parameters, names, hooks and results stay as they are, bit for bit; returns the module. Left
+    alone are layers with a forward of their own (subclasses), and embeddings with a norm, sparse
+    or scaled gradients. A weight that is used otherwise, as `nn.MultiheadAttention` does, gets
+    its gradient in I. Under `torch.compile` nothing may be split: the executor then refuses.
+    """
+    for layer in module.modules():
+        if type(layer) is nn.Linear:
+            layer.__class__ = SplitLinear
+        elif type(layer) is nn.Embedding and not (
+            layer.max_norm or layer.sparse or layer.scale_grad_by_freq
+        ):
+            layer.__class__ = SplitEmbedding
+    return module
+
+
+class SplitLinear(nn.Linear):
+    """An `nn.Linear` whose weight gradient can be left for later."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        return linear(input, self.weight, self.bias)
+
+
+class SplitEmbedding(nn.Embedding):
+    """An `nn.Embedding` whose gradient can be left for later."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        return embedding(input, self.weight, self.padding_idx)
+
+
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """`x @ weight.T + bias`, splittable: (..., n), (k, n) and (k,) to (..., k).
+
+    The gradient of the bias is cheap, and not left for later.
+    """
+    y: Tensor = _Linear.apply(x, weight, bias)  # type: ignore[no-untyped-call]
     return y
 
 
-def embedding(tokens: Tensor, weight: Tensor) -> Tensor:
+def embedding(tokens: Tensor, weight: Tensor, padding: int | None = None) -> Tensor:
     """Rows of `weight`, splittable: int64 (...) and (rows, n) to (..., n).
+
+    The row `padding` gets no gradient.
 
     It has no input gradient to hurry for; it is here because a weight tied to the head
     would otherwise get its two gradients in two additions, and other bits.
     """
-    y: Tensor = _Embedding.apply(tokens, weight)  # type: ignore[no-untyped-call]
+    y: Tensor = _Embedding.apply(tokens, weight, padding)  # type: ignore[no-untyped-call]
     return y
 
 
@@ -134,33 +173,35 @@ def _remember_weight(ctx: Any, weight: Tensor) -> None:
 
 class _Linear(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         ctx.save_for_backward(x)
         _remember_weight(ctx, weight)
-        return F.linear(x, weight)
+        return F.linear(x, weight, bias)
 
     @staticmethod
-    def backward(ctx: Any, *dys: Tensor) -> tuple[Tensor | None, Tensor | None]:
+    def backward(ctx: Any, *dys: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
         (x,), (dy,) = ctx.saved_tensors, dys
         if ctx.weight._version != ctx.version:
             raise RuntimeError("a weight was changed in place between F and B")
-        needs_dx, needs_dw = ctx.needs_input_grad
+        needs_dx, needs_dw, needs_db = ctx.needs_input_grad
         dx = dy @ ctx.weight if needs_dx else None
-        return dx, _weight_gradient(ctx, _linear_dw, x, dy) if needs_dw else None
+        db = dy.reshape(-1, dy.shape[-1]).sum(0) if needs_db else None
+        return dx, _weight_gradient(ctx, _linear_dw, x, dy) if needs_dw else None, db
 
 
 class _Embedding(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, tokens: Tensor, weight: Tensor) -> Tensor:
+    def forward(ctx: Any, tokens: Tensor, weight: Tensor, padding: int | None) -> Tensor:
         ctx.save_for_backward(tokens)
         _remember_weight(ctx, weight)
-        return F.embedding(tokens, weight)
+        ctx.rule = partial(_embedding_dw, padding=-1 if padding is None else padding)
+        return F.embedding(tokens, weight, padding)
 
     @staticmethod
-    def backward(ctx: Any, *dys: Tensor) -> tuple[None, Tensor | None]:
+    def backward(ctx: Any, *dys: Tensor) -> tuple[None, Tensor | None, None]:
         (tokens,), (dy,) = ctx.saved_tensors, dys
         needs_dw = ctx.needs_input_grad[1]
-        return None, _weight_gradient(ctx, _embedding_dw, tokens, dy) if needs_dw else None
+        return None, _weight_gradient(ctx, ctx.rule, tokens, dy) if needs_dw else None, None
 
 
 def _linear_dw(weight: Tensor, x: Tensor, dy: Tensor) -> Tensor:
@@ -168,6 +209,7 @@ def _linear_dw(weight: Tensor, x: Tensor, dy: Tensor) -> Tensor:
     return dy.reshape(-1, dy.shape[-1]).t() @ x.reshape(-1, x.shape[-1])
 
 
-def _embedding_dw(weight: Tensor, tokens: Tensor, dy: Tensor) -> Tensor:
-    dw: Tensor = torch.ops.aten.embedding_dense_backward(dy, tokens, weight.shape[0], -1, False)
+def _embedding_dw(weight: Tensor, tokens: Tensor, dy: Tensor, padding: int) -> Tensor:
+    rows = weight.shape[0]
+    dw: Tensor = torch.ops.aten.embedding_dense_backward(dy, tokens, rows, padding, False)
     return dw

@@ -19,6 +19,7 @@ from schedir.errors import ExecutionError, ModelError
 from schedir.ops import COMPUTE, ROWS, SENDS, TRANSFERS, Per, Token
 from schedir.plan import Plan
 from schedir.program import Program
+from schedir.runtime import split_linears
 from schedir.runtime.c10d import Gloo
 from schedir.runtime.executor import Executor
 from schedir.runtime.inprocess import InProcess
@@ -267,6 +268,53 @@ def test_optimizers_may_forget_gradients_between_steps() -> None:
         trained.append([{n: p.detach() for n, p in s.named_parameters()} for s in stages])
     assert same_bits(trained[0], trained[1]) and same_bits(trained[0], trained[2])
     assert not same_bits(trained[0], [dict(s.named_parameters()) for s in gpt_stages(2, False)])
+
+
+class Block(nn.Module):
+    """A residual block of torch's own layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(HIDDEN, 24), nn.GELU(), nn.Linear(24, HIDDEN))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = x + self.layers(x)
+        return y
+
+
+def _blocks() -> list[nn.Module]:
+    torch.manual_seed(1)
+    return [Block(), Block()]
+
+
+def test_split_linears_leave_their_gradients_to_w() -> None:
+    x = torch.randn(4, BATCH, CONTEXT, HIDDEN, generator=torch.Generator().manual_seed(0))
+    one, other = _blocks(), [split_linears(block) for block in _blocks()]
+    reference(one, x, x + 1, loss=_squares)
+    ranks = InProcess(compile(zb, Plan(2, 4)), other, loss=_squares, boundary=BOUNDARY)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        ranks.step(x, x + 1)
+    assert same_bits(gradients(one), gradients(other))
+    plain = InProcess(compile(zb, Plan(2, 4)), _blocks(), loss=_squares, boundary=BOUNDARY)
+    with pytest.warns(UserWarning, match=r"Block \(stage [01]\) cannot be split.*split_linears"):
+        plain.step(x, x + 1)
+
+
+def test_a_split_that_does_not_happen_is_refused() -> None:
+    """As under torch.compile, whose backward is a graph of its own."""
+
+    class Traced(Block):
+        def forward(self, x: Tensor) -> Tensor:
+            weight, bias, *_ = self.parameters()
+            return x + torch.nn.functional.linear(x, weight, bias)[..., :HIDDEN]
+
+    x = torch.randn(4, BATCH, CONTEXT, HIDDEN)
+    stages = [split_linears(Traced()), split_linears(Block())]
+    ranks = InProcess(compile(zb, Plan(2, 4)), stages, loss=_squares, boundary=BOUNDARY)
+    with pytest.raises(ExecutionError) as caught:
+        ranks.step(x, x + 1)
+    assert "Traced (stage 0)" in str(caught.value) and "I 0." in str(caught.value)
 
 
 def test_evaluation_has_no_gradients() -> None:

@@ -34,6 +34,7 @@ class Net(nn.Module):
         self.down = nn.ParameterList([parameter(HIDDEN, 2 * HIDDEN) for _ in range(depth)])
         self.embed = parameter(VOCAB, HIDDEN)
         self.head = self.embed if tied else parameter(VOCAB, HIDDEN)
+        self.splits = 2 + 2 * depth
 
     def forward(self, tokens: Tensor) -> Tensor:
         x = split.embedding(tokens, self.embed)
@@ -43,7 +44,10 @@ class Net(nn.Module):
 
 
 def gradients(
-    net: Net, microbatches: int, late: int | None, forward: Callable[..., Tensor] | None = None
+    net: Net | Plain,
+    microbatches: int,
+    late: int | None,
+    forward: Callable[..., Tensor] | None = None,
 ) -> dict[str, Tensor]:
     """Gradients after all microbatches; W runs `late` microbatches after I, or whole B."""
     g = torch.Generator().manual_seed(1)
@@ -56,7 +60,7 @@ def gradients(
             continue
         with split.recording(split.Tape()) as tape:
             torch.autograd.backward(y, dy)
-        assert len(tape) == 2 + 2 * len(net.up)
+        assert len(tape) == net.splits
         tapes.append(tape)
         if len(tapes) > late:
             tapes.pop(0).run()
@@ -171,3 +175,63 @@ def test_the_tape_does_not_keep_the_graph_alive() -> None:
     with split.recording(split.Tape()) as tape:
         torch.autograd.backward(split.linear(x * 2, w).sum())
     assert all(job.input.grad_fn is None for job in tape._deferred)
+
+
+# Modules of torch's own layers
+
+
+class Plain(nn.Module):
+    """Embedding, a block with dropout off, and a head that is the embedding's weight."""
+
+    def __init__(self, tied: bool = True) -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        self.embed = nn.Embedding(VOCAB, HIDDEN, padding_idx=2)
+        self.block = nn.Sequential(
+            nn.LayerNorm(HIDDEN), nn.Linear(HIDDEN, 2 * HIDDEN), nn.GELU(),
+            nn.Linear(2 * HIDDEN, HIDDEN, bias=False),
+        )  # fmt: skip
+        self.head = nn.Linear(HIDDEN, VOCAB)
+        if tied:
+            self.head.weight = self.embed.weight
+        self.splits = 4
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embed(tokens)
+        y: Tensor = self.head(x + self.block(x))
+        return y
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("checkpointed", [False, True])
+def test_layers_of_torch_are_split_in_place(tied: bool, checkpointed: bool) -> None:
+    def forward(net: nn.Module) -> Callable[..., Tensor]:
+        def run(tokens: Tensor) -> Tensor:
+            y = checkpoint(net, tokens, use_reentrant=False) if checkpointed else net(tokens)
+            assert isinstance(y, Tensor)
+            return y
+
+        return run
+
+    plain, whole, halves = (Plain(tied) for _ in range(3))
+    names, own = list(plain.state_dict()), {id(p) for p in halves.parameters()}
+    for net in (whole, halves):
+        assert split.split_linears(net) is net
+    assert names == list(halves.state_dict()) and own == {id(p) for p in halves.parameters()}
+    want = gradients(plain, 3, None, forward(plain))
+    assert_same_bits(gradients(whole, 3, None, forward(whole)), want)
+    for late in (0, 2):
+        for p in halves.parameters():
+            p.grad = None
+        assert_same_bits(gradients(halves, 3, late, forward(halves)), want)
+
+
+def test_layers_with_a_way_of_their_own_are_left_alone() -> None:
+    class Own(nn.Linear):
+        def forward(self, input: Tensor) -> Tensor:
+            return super().forward(input) + 1
+
+    net = nn.ModuleList([Own(2, 2), nn.Embedding(2, 2, max_norm=1.0), nn.Bilinear(2, 2, 2)])
+    kinds = [type(layer) for layer in net]
+    split.split_linears(net)
+    assert [type(layer) for layer in net] == kinds
