@@ -7,13 +7,12 @@ from itertools import pairwise
 import numpy as np
 
 from schedir.complete import completeness
-from schedir.errors import GroupError, OrderError, Site, SlotError
-from schedir.explain import deadlock
+from schedir.errors import GroupError, Site
+from schedir.explain import deadlock, misordered
 from schedir.graph import Graph, Model
 from schedir.index import NONE
-from schedir.ops import RECEIVES, ROWS, Per, Token
+from schedir.ops import RECEIVES, ROWS, Per
 from schedir.program import Program
-from schedir.slots import BOUNDARY, fewest, groups
 from schedir.walk import walk
 
 _MEETS = np.array([row.meets is not None for row in ROWS])
@@ -24,16 +23,15 @@ def check(program: Program, model: Model = "device") -> Program:
 
     It is complete (every stage runs every microbatch forward and backward once, every message
     has both sides, gradients are reduced and stepped once), each rank gives a value before it
-    uses it and finds a slot for it, no ranks wait for each other under the progress model of the
-    transport that will run it ("edge", "pair", "device" or "serial"), and messages arrive as
-    they are sent.
+    uses it, no ranks wait for each other under the progress model of the transport that will
+    run it ("edge", "pair", "device" or "serial"), and messages arrive as they are sent.
 
     Raises a ProgramError that says what is wrong and where: CompletenessError (PartnerError,
-    ReductionError), GroupError, LevelError, OrderError, SlotError or DeadlockError.
+    ReductionError), GroupError, LevelError, OrderError or DeadlockError.
     """
     graph = Graph(program, model, completeness(program, draft=False))
-    _in_order(graph)
-    _in_slots(graph)
+    if early := misordered(graph):
+        raise early
     if not _in_one_order(graph):
         reached = walk(graph)
         if not reached.done.all():
@@ -48,67 +46,12 @@ def check_draft(program: Program) -> Program:
     return program
 
 
-def _in_order(graph: Graph) -> None:
-    """Each value is given earlier in the same Stream, and not by what runs together with it.
-
-    Lanes run at their own pace, but the host issues a Stream in order: a wait for what has not
-    been issued yet would wait for nothing.
-    """
-    position = np.arange(len(graph))
-    first = len(graph)
-    for needs in graph.needs:
-        wrong = needs > position
-        if graph.index.joined.any():
-            wrong |= (needs != NONE) & (graph.gates[0][needs] == graph.gates[0])
-        if wrong.any() and wrong.argmax() < first:
-            first = int(wrong.argmax())
-            giver = int(needs[first])
-    if first == len(graph):
-        return
-    rank, at, instr = graph.index.place(first)
-    _, given_at, given = graph.index.place(giver)
-    token = _token(given.op, instr.op)
-    if giver > first:
-        fact = f"{instr} needs {token}, which {given} gives only later"
-    else:
-        fact = f"{instr} needs {token} from {given}, but they run as one"
-    raise OrderError(
-        fact,
-        program=graph.program.name,
-        sites=[Site(rank, at, instr, "needs it here"), Site(rank, given_at, given, "gives it")],
-    )
-
-
-def _in_slots(graph: Graph) -> None:
-    """Each fill finds a slot that was freed earlier in the Stream, and not by what it runs with."""
-    if not graph.program.slots:
-        return
-    group = groups(graph.index)
-    wrong = (graph.reuses != NONE) & (group[graph.reuses] >= group)
-    if not wrong.any():
-        return
-    fill = int(wrong.argmax())
-    free = int(graph.reuses[fill])
-    rank, at, instr = graph.index.place(fill)
-    _, freed_at, frees = graph.index.place(free)
-    kind = next(k for k in BOUNDARY if k in ROWS[instr.op].gives)
-    count = graph.program.slots[rank][BOUNDARY.index(kind)]
-    least = int(fewest(graph.index)[rank, BOUNDARY.index(kind)])
-    raise SlotError(
-        f"rank {rank} has {count} {kind.name.lower()} slot{'s' * (count != 1)}, "
-        f"and {instr} needs one more",
-        program=graph.program.name,
-        sites=[Site(rank, at, instr, "fills it"), Site(rank, freed_at, frees, "frees the next")],
-        hint=f"its Stream needs {least}",
-    )
-
-
 def _in_one_order(graph: Graph) -> bool:
     """Whether all Streams agree with the order of messages that the program brings along.
 
     Then it finishes under every model.  All edges of the graph lead forward within one Stream
-    (values and slots do: that has been looked at), or join what has one number; and along each
-    Stream numbers go up, from group to group.  So no path leads back to where it began.
+    (values do: that has been looked at), or join what has one number; and along each Stream
+    numbers go up, from group to group.  So no path leads back to where it began.
     """
     index, m = graph.index, graph.program.plan.microbatches
     number = np.full(len(graph), NONE, np.int32)
@@ -162,16 +105,3 @@ def _in_turn(graph: Graph) -> None:
         program=graph.program.name,
         sites=[Site(*place) for place in places],
     )
-
-
-def _token(giver: int, needer: int) -> str:
-    """What one instruction gives and the other needs, in words."""
-    shared = {*ROWS[giver].gives} & {*ROWS[needer].needs}
-    names = {
-        Token.ACT_IN: "the activation", Token.ACT_OUT: "the activation",
-        Token.SAVED: "what it saved",
-        Token.GRAD_IN: "the gradient", Token.GRAD_OUT: "the gradient", Token.TAPE: "the tape",
-        Token.WGRAD: "the weights' gradient", Token.GRAD: "the reduced gradient",
-        Token.NORM: "the norm",
-    }  # fmt: skip
-    return names[min(shared)] if shared else "the value"

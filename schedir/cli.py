@@ -1,6 +1,7 @@
 """The command line.
 
-Exit codes: 0 fine, 2 a refused program or bad usage, 1 a bug of schedir, 130 interrupted.
+Exit codes: 0 fine; 2 a refused program or bad usage; 1 a bug of schedir, or a rank that crashed or
+was killed; 130 interrupted.
 What a command says is written at its end, in one piece; what it refuses, to standard error.
 """
 
@@ -17,7 +18,10 @@ from schedir.errors import ProgramError, UsageError
 
 _ABOUT = "Pipeline schedules as programs: compile, check, predict, draw and run them."
 _COMMANDS = (show, check, simulate, explain, draw, compare, train, export, import_)
-_EXIT = "exit code: 0 fine, 2 refused program or bad usage, 1 a bug of schedir"
+_EXIT = (
+    "exit code: 0 fine, 2 refused program or bad usage, 1 a bug of schedir or a rank that crashed, "
+    "130 interrupted"
+)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -132,8 +132,22 @@ class _Look:
         )
         self.any(
             ix.mb >= plan.microbatches,
-            lambda at: f"there is no microbatch {ix.mb[at]}: they are 0 to {plan.microbatches - 1}",
+            lambda at: (
+                f"there is no microbatch {ix.mb[at]}: they are 0 to {plan.microbatches - 1}"
+                + self._too_many(at)
+            ),
         )
+
+    def _too_many(self, at: int) -> str:
+        """What is there more often than there are microbatches, where that is so."""
+        ix = self.index
+        alike = (_B, _I) if ix.op[at] in (_B, _I) else (ix.op[at],)
+        ops = [op for op in alike if ((ix.op == op) & (ix.stage == ix.stage[at])).any()]
+        number = int((np.isin(ix.op, ops) & (ix.stage == ix.stage[at])).sum())
+        if number <= self.plan.microbatches:
+            return ""
+        names = " and ".join(ROWS[op].text for op in ops)
+        return f", but stage {ix.stage[at]} has {number} {names}"
 
     def owners(self) -> None:
         ix = self.index
@@ -216,6 +230,7 @@ class _Look:
                     f"microbatch {self.mb[key]}",
                     self.spot(_B, key),
                     self.spot(name, key),
+                    hint="B is I and W in one",
                 )
         if (w & ~i).any():
             self.missing(_I, int((w & ~i).argmax()), ", but its W is there")

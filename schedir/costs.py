@@ -37,10 +37,10 @@ FIELD = {
 class Costs:
     """Time of each instruction: a number, or one number per stage.
 
-    `B` defaults to I + W, and `FB`, the time of a forward and a backward run together, to
-    F + B.  `send` is the time from a transfer's start to its end; it occupies the queues of
-    both ranks, never their compute.  All else is free unless told.  For instructions that are
-    not of a stage (step, reduce_norm) the k-th number is rank k's.
+    `B` defaults to I + W, and `FB`, the time of a forward run together with a B or an I, to the
+    sum of both.  `send` is the time from a transfer's start to its end; it occupies the queues of
+    both ranks, never their compute.  All else is free unless told.  For instructions that are not
+    of a stage (step, reduce_norm) the k-th number is rank k's.
 
     Raises CostsError for a cost that is negative or not finite.
     """
@@ -62,13 +62,15 @@ class Costs:
     def __post_init__(self) -> None:
         for f in fields(self):
             value = getattr(self, f.name)
-            if value is None:
+            if value is None and f.default is None:
                 continue
             try:
+                if isinstance(value, str | bytes):
+                    raise TypeError
                 cost = tuple(map(float, value)) if isinstance(value, Iterable) else float(value)
             except (TypeError, ValueError):
                 raise CostsError(
-                    f"cost {f.name} must be a number or one per stage, not {value!r}"
+                    f"cost {f.name} must be a number or one per stage, not {value!r:.60}"
                 ) from None
             bad = [c for c in np.atleast_1d(cost) if not 0 <= c < np.inf]
             if bad or cost == ():

@@ -38,7 +38,8 @@ def load(source: str | Path | Sequence[str | Path] | None = None) -> Tokens:
         texts = [_map(path, "u1") for path in paths]
         return texts[0] if len(texts) == 1 else np.concatenate(texts)
     if len(paths) > 1:
-        raise UsageError(f"{bins[0]} holds tokens and must come alone, not with {len(paths)} files")
+        other = next(path for path in paths if path != bins[0])
+        raise UsageError(f"a .bin of tokens comes alone: {bins[0]} does not go with {other}")
     return _map(bins[0], "<u2")
 
 
@@ -69,10 +70,9 @@ class Batches:
         self, tokens: Tokens, context: int, batch: int, seed: int = 0, *, vocab: int = 256
     ) -> None:
         self.where = getattr(tokens, "filename", None) or "the corpus"
-        if context < 1 or batch < 1 or seed < 0:
-            raise UsageError(
-                f"context {context} and batch {batch} must be 1 or more, seed {seed} 0 or more"
-            )
+        for name, value, least in (("context", context, 1), ("batch", batch, 1), ("seed", seed, 0)):
+            if value < least:
+                raise UsageError(f"{name} must be {least} or more, not {value}")
         if len(tokens) < context + 1:
             raise UsageError(
                 f"{self.where} has {len(tokens)} tokens, fewer than context + 1 = {context + 1}"
@@ -86,7 +86,7 @@ class Batches:
         Raises UsageError if a token read is not below `vocab`.
         """
         if step < 0:
-            raise UsageError(f"step {step} must be 0 or more")
+            raise UsageError(f"step must be 0 or more, not {step}")
         random = np.random.default_rng((self.seed, step))
         starts = random.integers(len(self.tokens) - self.context, size=self.size)
         at = starts[:, None] + np.arange(self.context + 1)
@@ -108,7 +108,7 @@ def _find(sources: Iterable[str | Path]) -> list[Path]:
         names = [str(source)] if Path(source).exists() else glob.glob(str(source), recursive=True)
         files = sorted(path for path in map(Path, names) if path.is_file())
         if not files:
-            raise UsageError(f"no file is or matches {source}")
+            raise UsageError(f"there is no file {source}, and as a pattern it matches none")
         found += files
     if not found:
         raise UsageError("no files given")
@@ -119,7 +119,9 @@ def _map(path: Path, dtype: str) -> Tokens:
     try:
         size, width = path.stat().st_size, np.dtype(dtype).itemsize
         if size % width:
-            raise UsageError(f"{path} has {size} bytes: no whole number of {width}-byte tokens")
+            raise UsageError(
+                f"{path} is cut off: its tokens have {width} bytes each, but it has {size} bytes"
+            )
         # An empty file cannot be mapped.
         return np.memmap(path, dtype, "r") if size else np.zeros(0, dtype)
     except OSError as error:

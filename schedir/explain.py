@@ -5,16 +5,56 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from schedir.errors import DeadlockError, Site, Wait
+from schedir.errors import DeadlockError, OrderError, ProgramError, Site, Wait
 from schedir.graph import Graph
 from schedir.index import NONE
+from schedir.ops import ROWS, Token
 from schedir.walk import Walk
 
 
-def deadlock(graph: Graph, walk: Walk) -> DeadlockError:
-    """The error that shows the shortest cycle among the ranks that wait."""
+def misordered(graph: Graph) -> OrderError | None:
+    """The first instruction of a rank that uses a value before the same rank gives it.
+
+    Each value is to be given earlier in the Stream, and not by what runs together with it: lanes
+    run at their own pace, but the host issues a Stream in order, and a wait for what has not been
+    issued yet would wait for nothing.
+    """
+    position, rank = np.arange(len(graph)), graph.index.rank
+    first = len(graph)
+    for needs in graph.needs:
+        wrong = needs > position
+        if graph.index.joined.any():
+            wrong |= (needs != NONE) & (graph.gates[0][needs] == graph.gates[0])
+        if graph.program.is_draft:  # there, a value may come from another rank
+            wrong &= rank[needs] == rank
+        if wrong.any() and wrong.argmax() < first:
+            first = int(wrong.argmax())
+            giver = int(needs[first])
+    if first == len(graph):
+        return None
+    needer, gives = graph.index.place(first), graph.index.place(giver)
+    instr, given = needer[2], gives[2]
+    token = _token(given.op, instr.op)
+    if giver > first:
+        fact = f"{instr} needs {token}, which {given} gives only later"
+    else:
+        fact = f"{instr} needs {token} from {given}, but they run as one"
+    return OrderError(
+        fact,
+        program=graph.program.name,
+        sites=[Site(*needer, "needs it here"), Site(*gives, "gives it")],
+    )
+
+
+def deadlock(graph: Graph, walk: Walk) -> ProgramError:
+    """The error that shows the shortest cycle among the ranks that wait.
+
+    In a draft, which nobody has checked for order, it may be that of a rank with itself.
+    """
     import networkx as nx
 
+    if graph.program.is_draft and (early := misordered(graph)):
+        return early
     left = _left(graph, walk)
     heads = _heads(graph, left)
     waits = nx.DiGraph()
@@ -68,7 +108,7 @@ def _unmet(graph: Graph, left: NDArray[np.bool_], head: int) -> list[int]:
     enter = graph.gates[0]
     grouped = enter[head] != graph.node[head]
     members = np.flatnonzero(enter == enter[head]) if grouped else np.array([head])
-    needed = [n for n in graph.waits[:, members].reshape(-1).tolist() if n != NONE]
+    needed = [n for n in graph.needs[:, members].reshape(-1).tolist() if n != NONE]
     for one in members.tolist():
         needed += np.flatnonzero(graph.node == graph.node[one]).tolist()
     waits = [n for n in needed if not left[n] and n not in members]
@@ -103,3 +143,16 @@ def _window(graph: Graph, steps: list[Wait]) -> list[Site]:
     if lo == hi:
         notes = {lo: f"waits, and rank {first.rank} waits for it"}
     return [Site(second.rank, i, stream[i], notes.get(i, "")) for i in shown]
+
+
+def _token(giver: int, needer: int) -> str:
+    """What one instruction gives and the other needs, in words."""
+    shared = {*ROWS[giver].gives} & {*ROWS[needer].needs}
+    names = {
+        Token.ACT_IN: "the activation", Token.ACT_OUT: "the activation",
+        Token.SAVED: "what the forward saved", Token.TAPE: "what its I leaves",
+        Token.GRAD_IN: "the gradient", Token.GRAD_OUT: "the gradient",
+        Token.WGRAD: "the weights' gradient", Token.GRAD: "the reduced gradient",
+        Token.NORM: "the norm",
+    }  # fmt: skip
+    return names[min(shared)] if shared else "the value"

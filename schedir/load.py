@@ -36,13 +36,13 @@ def load(source: str) -> Schedule | Program:
     parsed, not checked.  Raises UsageError for what is not there or cannot be read or imported,
     ParseError for a file that is no program.
     """
-    if source.endswith(".sched"):
-        return _program(source)
     if source.endswith(")") and "(" in source:
         return _with_options(source)
     path, colon, name = source.rpartition(":")
     if colon and path.endswith(".py"):
         return _function(path, name)
+    if source.endswith(".sched"):
+        return _program(source)
     if source.endswith(".py"):
         raise UsageError(f"{source} is a file: say which function of it", hint=f"{source}:NAME")
     known = built_in()
@@ -120,7 +120,9 @@ def _module(path: str) -> ModuleType:
 
 
 def _near(name: str, known: dict[str, Schedule] | list[str]) -> str:
-    near = get_close_matches(name, list(known), 1)
+    spelled = name.lower().replace("-", "_")
+    others = (spelled, spelled.replace("1f1b", "one_f_one_b"))
+    near = [near for each in others for near in get_close_matches(each, list(known), 1)]
     return f"did you mean {near[0]!r}?" if near else f"there are {', '.join(known)}"
 
 

@@ -109,10 +109,12 @@ def program_of(
     that take `v`, or are for several, have several.
     """
     from schedir.compile import compile
+    from schedir.graph import known
     from schedir.load import load
     from schedir.program import Program
     from schedir.words import draft
 
+    known(args.model or "device")
     costs, found = costs_of(args.costs), load(source)
     if isinstance(found, Program):
         _agree(args, found, source, but=("stages_per_rank", "placement") if share else ())

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import pairwise
-from typing import TYPE_CHECKING, Final, NamedTuple, overload
+from typing import TYPE_CHECKING, Final, overload
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -103,24 +103,13 @@ class Stream(Sequence[Instr]):
         return f"<Stream of {len(self)} instructions>"
 
 
-class Slots(NamedTuple):
-    """How many static slots a rank has for what is taken in and put out, in activations and
-    in gradients (`schedir/slots.py` says who lives in which)."""
-
-    act_in: int
-    act_out: int
-    grad_in: int
-    grad_out: int
-
-
 @dataclass(frozen=True)
 class Program:
     """A plan and one Stream per rank.
 
     `tp` and `dp` are the sizes of the tensor- and data-parallel groups that run each Stream;
     `tied` says that the first and the last stage hold copies of one weight, `clip` that
-    gradients are clipped by their global norm.  `slots` has one entry per rank; where it is
-    empty, each value has a slot of its own.
+    gradients are clipped by their global norm.
 
     `order` numbers the messages as the lowering places them: for each kind of send a number by
     stage*microbatches + mb, -1 where there is none.  It is no part of what the program says, and
@@ -138,7 +127,6 @@ class Program:
     dp: int = 1
     tied: bool = False
     clip: bool = False
-    slots: tuple[Slots, ...] = ()
     order: Mapping[Opcode, NDArray[np.int32]] = field(
         default_factory=dict, repr=False, compare=False
     )
@@ -146,18 +134,15 @@ class Program:
     offsets: Words = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        if not self.name or self.name != self.name.strip() or {"\n", "#"} & {*self.name}:
-            raise PlanError(f"a program's name is one line without '#', not {self.name!r}")
+        name = self.name
+        if not isinstance(name, str) or not name.isprintable() or "#" in name or not name.strip():
+            raise PlanError(f"a program's name is one printable line without '#', not {name!r}")
+        if name != name.strip():
+            raise PlanError(f"a program's name has no space around it: {name!r} has")
         for size in ("tp", "dp"):
             value = getattr(self, size)
             if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= 65535:
                 raise PlanError(f"{size} must be a whole number from 1 to 65535, not {value!r}")
-        slots = tuple(Slots(*map(int, counts)) for counts in self.slots)
-        if slots and len(slots) != self.plan.ranks:
-            raise PlanError(f"slots are given for {len(slots)} of {self.plan.ranks} ranks")
-        if any(not 0 <= count < 2**31 for counts in slots for count in counts):
-            raise PlanError("the number of slots is a whole number from 0 on")
-        object.__setattr__(self, "slots", slots)
         # One array holds all words, and the Streams are views of it: nothing is there twice.
         words = np.concatenate([np.empty(0, np.int64), *(s.words for s in self.streams)])
         offsets = np.cumsum([0, *map(len, self.streams)])
@@ -209,7 +194,7 @@ class Program:
         plan = self.plan
         sha = hashlib.sha256(
             repr((plan.ranks, plan.microbatches, plan.holders.tolist(),
-                  self.tp, self.dp, self.tied, self.clip, self.slots)).encode()
+                  self.tp, self.dp, self.tied, self.clip)).encode()
         )  # fmt: skip
         for s in self.streams:
             sha.update(len(s).to_bytes(8, "little"))

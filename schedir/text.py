@@ -11,8 +11,7 @@
       B 0.7
 
 `1.0+` is stage 1, microbatch 0, one more each turn (`+4` four more, `-` one less); `&` joins
-instructions that are issued together; `#` begins a comment.  Where slots are shared, each rank
-says how many it has: `rank 0  act_in 2  act_out 2  grad_in 1  grad_out 1`.
+instructions that are issued together; `#` begins a comment.
 """
 
 from __future__ import annotations
@@ -24,10 +23,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from schedir.errors import ParseError
+from schedir.errors import ParseError, PlanError
 from schedir.ops import BY_TEXT, ROWS, Opcode, Per
 from schedir.plan import Plan
-from schedir.program import JOINED, OP, STAGE, Program, Slots, Stream, Words
+from schedir.program import JOINED, OP, STAGE, Program, Stream, Words
 
 FORMAT = 1
 _KEYS = ("ranks", "microbatches", "stages_per_rank", "placement", "tp", "dp", "tied", "clip")
@@ -51,8 +50,7 @@ def show(program: Program, folded: bool = True) -> str:
     ]
     period = 8 * plan.stages if folded else 0
     for rank, stream in enumerate(program.streams):
-        has = program.slots[rank]._asdict() if program.slots else {}
-        lines += ["", "  ".join([f"rank {rank}", *(f"{kind} {n}" for kind, n in has.items())])]
+        lines += ["", f"rank {rank}"]
         lines += [f"  {line}" for line in _lines(stream.words, period)]
     return "\n".join(lines) + "\n"
 
@@ -142,9 +140,9 @@ class _Line(NamedTuple):
         return ParseError(fact, line=self.number, column=at + 1, text=self.text, hint=hint)
 
 
+_NAME = re.compile(r"(program)\b\s*(.*)")
 _PAIR = re.compile(r"\s*(\S+)(?:\s+(\S+))?")
-_SLOTS = r"\s+".join(rf"{kind}\s+(\d{{1,9}})" for kind in Slots._fields)
-_RANK = re.compile(rf"rank\s+(\d{{1,9}})(?:\s+{_SLOTS})?\s*$")
+_RANK = re.compile(r"rank\s+(\d{1,9})\s*$")
 _TIMES = re.compile(r"\s*(\d{1,9})\s+x\s")
 _INSTR = re.compile(r"\s*([A-Za-z_]\w*)(?:\s+(\d{1,5})(?:\.(\d{1,10})([+-]\d{0,9})?)?)?\s*$")
 
@@ -152,12 +150,12 @@ _INSTR = re.compile(r"\s*([A-Za-z_]\w*)(?:\s+(\d{1,5})(?:\.(\d{1,10})([+-]\d{0,9
 def parse(text: str, most: int = MOST) -> Program:
     """The Program that a text says; it may unfold to `most` instructions in all.
 
-    Raises ParseError with line and column where the text does not follow the grammar, and
-    PlanError where its plan cannot be; whether the program is right is for `check` to say.
+    Raises ParseError with line and column where the text does not follow the grammar, or its
+    plan cannot be; whether the program is right is for `check` to say.
     """
     lines = [
         _Line(number, kept)
-        for number, line in enumerate(text.splitlines(), 1)
+        for number, line in enumerate(text.removeprefix("\ufeff").splitlines(), 1)
         if (kept := line.split("#")[0].rstrip())
     ]
     if not lines or lines[0].text.split()[:1] != ["schedir"]:
@@ -166,39 +164,49 @@ def parse(text: str, most: int = MOST) -> Program:
     if lines[0].text.split()[1:] != [str(FORMAT)]:
         raise lines[0].error(f"this reads format {FORMAT}, not {lines[0].text[8:]!r}", 8)
     begin = next((k for k, line in enumerate(lines) if line.text.startswith("rank ")), len(lines))
-    header = _header(lines[1:begin])
-    shape = {key: header[key] for key in _KEYS[:4] if key in header}
-    traits = {key: header[key] for key in _KEYS[4:] if key in header}
-    plan = Plan(**shape)
-    streams, slots = _streams(lines[begin:], plan.ranks, lines[-1], most)
-    return Program(header["program"], plan, streams, **traits, slots=slots)
+    found = _header(lines[1:begin], lines[0])
+    header = {key: value for key, (value, _, _) in found.items()}
+    name = header.pop("program")
+    try:
+        plan = Plan(**{key: header.pop(key) for key in _KEYS[:4] if key in header})
+    except PlanError as error:
+        # What it says names the key; the placement may be at fault where none is named.
+        key = next((k for k in re.findall(r"\w+", error.fact) if k in found), "ranks")
+        _, line, at = found[key]
+        raise line.error(error.fact, at, error.hint) from None
+    streams = _streams(lines[begin:], plan.ranks, lines[-1], most)
+    try:
+        return Program(name, plan, streams, **header)
+    except PlanError as error:
+        _, line, at = found["program"]
+        raise line.error(error.fact, at) from None
 
 
-def _header(lines: list[_Line]) -> dict[str, Any]:
-    found: dict[str, Any] = {}
+def _header(lines: list[_Line], first: _Line) -> dict[str, tuple[Any, _Line, int]]:
+    """What the header gives: the value of each key, and where that stands."""
+    found: dict[str, tuple[Any, _Line, int]] = {}
     for line in lines:
-        if line.text.startswith("program "):
-            found["program"] = line.text[8:].strip()
-            continue
-        for pair in _PAIR.finditer(line.text):
+        name = _NAME.match(line.text)
+        for pair in [name] if name else _PAIR.finditer(line.text):
             key, value = pair.groups()
-            if key not in _KEYS:
+            if key not in (*_KEYS, "program"):
                 near = get_close_matches(key, [*_KEYS, "program", "rank"], 1)
                 raise line.error(
                     f"no key {key!r}", pair.start(1), f"did you mean {near[0]!r}?" if near else ""
                 )
             if key in found:
                 raise line.error(f"{key} is given twice", pair.start(1))
-            found[key] = _value(line, pair.start(2), key, value)
+            if not value:
+                raise line.error(f"{key} has no value", pair.start(1))
+            at = pair.start(2)
+            found[key] = (value if name else _value(line, at, key, value), line, at)
     for key in ("program", "ranks", "microbatches"):
         if key not in found:
-            raise (lines[-1] if lines else _Line(1, "")).error(f"the header gives no {key!r}")
+            raise (lines[-1] if lines else first).error(f"the header gives no {key!r}")
     return found
 
 
-def _value(line: _Line, at: int, key: str, value: str | None) -> object:
-    if value is None:
-        raise line.error(f"{key} has no value", max(at, 0))
+def _value(line: _Line, at: int, key: str, value: str) -> object:
     if key in ("tied", "clip"):
         if value not in ("yes", "no"):
             raise line.error(f"{key} is yes or no, not {value!r}", at)
@@ -209,35 +217,27 @@ def _value(line: _Line, at: int, key: str, value: str | None) -> object:
         if not re.fullmatch(r"\d{1,9}(,\d{1,9})*", value):
             raise line.error(f"placement is a name or ranks like 0,1,1,0, not {value!r}", at)
         return tuple(map(int, value.split(",")))
-    if not re.fullmatch(r"\d{1,18}", value):
+    if not re.fullmatch(r"[+-]?\d+", value):
         raise line.error(f"{key} must be a whole number, not {value!r}", at)
+    if len(value) > 18:
+        raise line.error(f"{key} has too many digits: {value[:18]}...", at)
     if key in ("tp", "dp") and not 1 <= int(value) <= 65535:
         raise line.error(f"{key} must be from 1 to 65535, not {value}", at)
     return int(value)
 
 
-def _streams(
-    lines: list[_Line], ranks: int, last: _Line, most: int
-) -> tuple[tuple[Stream, ...], tuple[Slots, ...]]:
+def _streams(lines: list[_Line], ranks: int, last: _Line, most: int) -> tuple[Stream, ...]:
     streams: list[list[Words]] = []
-    slots: list[Slots] = []
     left = most
     for line in lines:
         if not line.text[0].isspace():
             found = _RANK.match(line.text)
             if not found:
-                form = "  ".join(["rank N", *(f"{kind} N" for kind in Slots._fields)])
-                raise line.error(
-                    f"expected 'rank N' or {form!r}, or an instruction indented under one"
-                )
+                raise line.error("expected 'rank N', or an instruction indented under one")
             if int(found[1]) != len(streams):
                 raise line.error(f"expected rank {len(streams)}, not {found[1]}", found.start(1))
             if len(streams) == ranks:
                 raise line.error(f"the header says {ranks} ranks", found.start(1))
-            if streams and (found[2] is None) is (len(slots) > 0):
-                raise line.error("slots are said of all ranks or of none", found.end(1))
-            if found[2] is not None:
-                slots.append(Slots(*map(int, found.groups()[1:])))
             streams.append([])
         else:
             streams[-1].append(_unfold(line, left))
@@ -245,7 +245,7 @@ def _streams(
     if len(streams) != ranks:
         raise last.error(f"the header says {ranks} ranks, but there are {len(streams)}")
     empty = np.empty(0, np.int64)
-    return tuple(Stream(np.concatenate([empty, *parts])) for parts in streams), tuple(slots)
+    return tuple(Stream(np.concatenate([empty, *parts])) for parts in streams)
 
 
 def _unfold(line: _Line, most: int) -> Words:

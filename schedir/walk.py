@@ -22,6 +22,8 @@ from schedir.ops import COMPUTE, Opcode
 Times = NDArray[np.float64]
 _MOST = np.iinfo(np.int32).max
 
+_PASS_ON = (Opcode.Backward, Opcode.BackwardInput)  # what Costs.FB prices with a forward
+
 
 @dataclass(frozen=True)
 class Walk:
@@ -55,17 +57,6 @@ def walk(graph: Graph, costs: Costs | None = None) -> Walk:
     start = start[node]
     start[turn == 0] = end[turn == 0] = np.inf
     return Walk(start, end, turn)
-
-
-def remaining(graph: Graph, costs: Costs | None = None) -> Times:
-    """The longest path from the start of each instruction of a lowered program to its end.
-
-    What starts with less than that left makes the program longer.  The same walk, backwards.
-    """
-    cost = _node_costs(graph, costs or Costs())
-    back = ((target, source) for source, target in graph.edges())
-    left, _ = _longest(_Successors.of(graph.nodes, back, graph.nodes // 64), cost)
-    return np.asarray((left + cost)[graph.node])
 
 
 @dataclass(frozen=True)
@@ -176,12 +167,13 @@ def _node_costs(graph: Graph, costs: Costs) -> Times:
         cost[members[:1]] = own[members].max()
     pairs = np.flatnonzero(index.joined & (node != np.arange(len(index), dtype=np.int32)))
     pairs = pairs[np.isin(index.op[pairs], COMPUTE)]
+    cost[node[pairs]] += own[pairs]
     together = costs.together(graph.program.plan.stages)
-    if together is None:
-        cost[node[pairs]] += own[pairs]
-    else:
+    if together is not None:
         forward = np.where(index.op[pairs] == Opcode.Forward, pairs, pairs - 1)
-        cost[node[pairs]] = together[index.stage[forward]]
+        other = index.op[2 * pairs - 1 - forward]
+        priced = (index.op[forward] == Opcode.Forward) & np.isin(other, _PASS_ON)
+        cost[node[pairs[priced]]] = together[index.stage[forward[priced]]]
     return cost
 
 

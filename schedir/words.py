@@ -9,11 +9,11 @@ not.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from operator import index
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -25,6 +25,7 @@ from schedir.program import JOINED, OP, STAGE, Program, Stream, Words, pack
 
 # In a letter, the microbatch that numbers itself, and the stage of a bare W.
 _AUTO, _OLDEST = 0xFFFFFFFF, 0xFFFF
+_MOST = 2**28  # letters of a rank, more than any plan has room for
 
 
 @dataclass(frozen=True, eq=False)
@@ -33,16 +34,22 @@ class Word:
 
     letters: Words
 
-    def __add__(self, other: Word) -> Word:
-        if not isinstance(other, Word):
-            return NotImplemented
-        return Word(np.concatenate([self.letters, other.letters]))
+    def __add__(self, other: Word | int) -> Word:
+        if isinstance(other, Word):
+            return Word(np.concatenate([self.letters, other.letters]))
+        return self if isinstance(other, int) and other == 0 else NotImplemented  # the empty sum()
 
-    def __radd__(self, other: object) -> Word:
-        return self if other == 0 else NotImplemented  # so that sum() needs no start
+    __radd__ = __add__  # so that sum() needs no start
 
     def __mul__(self, times: int) -> Word:
-        return Word(np.tile(self.letters, max(index(times), 0)))
+        if isinstance(times, float):
+            raise TypeError(f"n * F takes a whole n, not {times}: divide by //")
+        times = max(index(times), 0)
+        if times * len(self) > _MOST:
+            raise ScheduleError(
+                f"{times} x {self!r} is longer than the {_MOST} instructions that a rank may have"
+            )
+        return Word(np.tile(self.letters, times))
 
     __rmul__ = __mul__
 
@@ -96,6 +103,8 @@ def overlap(first: Word, second: Word) -> Word:
     return Word(np.stack([first.letters, second.letters | JOINED], 1).reshape(-1))
 
 
+_ALGEBRA = "words are F + B, n * F, F[own stage] and F.at(microbatch)"
+
 Schedule = Callable[..., Word | Iterable[Word]]
 _S = TypeVar("_S", bound=Schedule)
 
@@ -140,6 +149,8 @@ def draft(schedule: Schedule, plan: Plan) -> Program:
         parameters = inspect.signature(schedule).parameters
     except (TypeError, ValueError):
         raise ScheduleError(f"a schedule is a function, not {schedule!r}") from None
+    if inspect.iscoroutinefunction(schedule) or inspect.isasyncgenfunction(schedule):
+        raise ScheduleError("a schedule is a plain function, not an async one", program=name)
     bound = schedule.keywords if isinstance(schedule, partial) else {}
     counted = "v" in parameters and "v" not in bound
     call = partial(schedule, v=plan.stages_per_rank) if counted else partial(schedule)
@@ -150,7 +161,7 @@ def draft(schedule: Schedule, plan: Plan) -> Program:
             f"a schedule takes (rank, ranks, microbatches), but this one takes "
             f"{inspect.signature(schedule)}",
             program=name,
-            hint="bind other options with functools.partial",
+            hint="bind other options with functools.partial" if len(parameters) > 3 else "",
         ) from None
     _check_placed(schedule, plan, name)
     streams = []
@@ -186,24 +197,46 @@ def _check_placed(schedule: Schedule, plan: Plan, name: str) -> None:
 
 
 def _called(call: Schedule, name: str, rank: int, plan: Plan) -> Word:
+    """All words of one rank as one, unless they do not end."""
     what = f"the schedule of rank {rank} of {plan.ranks}"
+    enough = 3 * len(plan.stages_of[rank]) * plan.microbatches  # F, I and W of each (stage, mb)
+    most = 4 * enough + 1000  # what is a little wrong is best said of the whole
+    words, count = [EMPTY.letters], 0
     try:
         said = call(rank, plan.ranks, plan.microbatches)
-        words = [said] if isinstance(said, Word) or said is None else list(said)
-    except ProgramError:
+        many = isinstance(said, Iterable) and not isinstance(said, str)
+        for word in _yielded(said, what) if many else [said]:
+            if not isinstance(word, Word):
+                raise ScheduleError(
+                    f"{what} must {'yield' if many else 'return'} words, not {word!r:.60}",
+                    hint="return a sum like 2 * F + 2 * B, or yield its parts one by one",
+                )
+            words.append(word.letters)
+            count += max(len(word), 1)
+            if count > most:
+                raise ScheduleError(
+                    f"{what} says more than {most} times F, B, I or W, where {enough} are enough",
+                    hint="does its loop end?" if many else "",
+                )
+    except ProgramError as error:
+        error.program = error.program or name
         raise
     except (Exception, SystemExit) as error:
         raise ScheduleError(
-            f"{what} raised {type(error).__name__}: {error}", program=name
+            f"{what} raised {type(error).__name__}: {error}",
+            program=name,
+            hint=_ALGEBRA if isinstance(error, TypeError) and "'Word'" in str(error) else "",
         ) from error
-    for word in words:
-        if not isinstance(word, Word):
-            raise ScheduleError(
-                f"{what} must return words, not {word!r}",
-                program=name,
-                hint="return a sum of F, B, I, W, or yield them",
-            )
-    return Word(np.concatenate([EMPTY.letters, *(w.letters for w in words)]))
+    return Word(np.concatenate(words))
+
+
+def _yielded(said: Any, what: str) -> Iterator[Word]:
+    """What a schedule yields; what it returns besides is lost, and so refused."""
+    if (returned := (yield from said)) is not None:
+        raise ScheduleError(
+            f"{what} yields words and also returns {returned!r:.60}, which is lost",
+            hint="yield that too, and then return",
+        )
 
 
 def _spell(word: Word, rank: int, plan: Plan) -> Stream:
@@ -217,9 +250,13 @@ def _spell(word: Word, rank: int, plan: Plan) -> Stream:
     foreign = np.flatnonzero((local >= len(own)) & ~oldest)
     if len(foreign):
         k = int(foreign[0])
+        text, number = ROWS[op[k]].text, len(own)
+        has = "1 stage" if number == 1 else f"{number} stages"
         raise ScheduleError(
-            f"rank {rank} names {ROWS[op[k]].text}[{local[k]}] as its letter #{k}, but owns "
-            f"{len(own)} stage{'s' * (len(own) > 1)}: {', '.join(map(str, own))}"
+            f"rank {rank} says {text}[{local[k]}] as its letter #{k}, but has {has}: "
+            f"{text}[0] is stage {own[0]} of the model",
+            hint="F[j] is the rank's own stage j, from 0; microbatches number themselves, or are "
+            "said as F.at(mb)",
         )
     backward = np.where(op == Opcode.BackwardInput, Opcode.Backward, op)  # B and I count as one
     auto = _count(backward << 16 | local)

@@ -1,6 +1,6 @@
 """Mutations of what holds instructions together: groups, Streams, the plan, the header, the text.
 
-One that edits text raises ParseError or PlanError where what it wrote is no program.
+One that edits text raises ParseError where what it wrote is no program.
 """
 
 from __future__ import annotations

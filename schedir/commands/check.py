@@ -6,7 +6,7 @@ import argparse
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from schedir.errors import DeadlockError, UsageError
+from schedir.errors import DeadlockError, GroupError, UsageError
 from schedir.options import SOURCE, add_shape, program_of, timeline_of
 from schedir.terminal import as_json, table
 
@@ -44,7 +44,8 @@ def run(args: argparse.Namespace) -> str:
     but = f", but not under {_and(fails)}" if fails else ""
     ranks = f"{program.plan.ranks} rank{'s' * (program.plan.ranks > 1)}"
     return (
-        f"{program.name}: {len(program)} instructions on {ranks} are complete "
+        f"{program.name}: {len(program)} instructions on {ranks}"
+        f"{'' if program.trains else ', which run forward only,'} are complete "
         f"and in order, and finish under {_and(models)}{but}\n"
     )
 
@@ -90,7 +91,7 @@ def _finishes(program: Program, model: Model) -> bool:
 
     try:
         check(program, model)
-    except DeadlockError:
+    except (DeadlockError, GroupError):
         return False
     return True
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import re
 
 from schedir.errors import ProgramError, UsageError
 from schedir.files import replacing, text_of
@@ -31,7 +32,7 @@ def run(args: argparse.Namespace) -> str:
     if not args.output.endswith(".sched"):
         raise UsageError(f"a program's file ends in .sched: {args.output} does not")
     costs, text = costs_of(args.costs), text_of(args.source)
-    name = "_".join(Path(args.source).stem.replace("#", "_").split()) or "imported"
+    name = re.sub(r"[^\w.-]+", "_", Path(args.source).stem)
     try:
         program = torch_csv.parse(text, name)
     except ProgramError as error:

@@ -75,24 +75,28 @@ def test_what_cannot_be_loaded_is_refused(tmp_path: Path) -> None:
     odd, text = tmp_path / "odd.bin", tmp_path / "a.txt"
     odd.write_bytes(b"123")
     text.write_bytes(b"1")
-    sources: list[list[str | Path]] = [
-        [odd],
-        [odd, text],
-        [tmp_path / "no"],
-        ["*.no"],
-        [],
-        [tmp_path],
+    sources: list[tuple[list[str | Path], str]] = [
+        ([odd], "odd.bin"),
+        ([odd, text], "a.txt"),
+        ([tmp_path / "no"], "no"),
+        (["*.no"], "*.no"),
+        ([], "no files"),
+        ([tmp_path], str(tmp_path)),
     ]
-    for source in sources:
-        with pytest.raises(UsageError):
+    for source, names in sources:
+        with pytest.raises(UsageError) as caught:
             load(source)
+        assert names in caught.value.fact
 
 
 def test_numbers_out_of_range_are_refused() -> None:
     tokens = np.arange(4, dtype=np.uint8)
-    for context, batch, seed in [(4, 1, 0), (0, 1, 0), (1, 0, 0), (1, 1, -1)]:
-        with pytest.raises(UsageError):
+    for context, batch, seed, names in [
+        (4, 1, 0, "context + 1 = 5"), (0, 1, 0, "context"), (1, 0, 0, "batch"), (1, 1, -1, "seed"),
+    ]:  # fmt: skip
+        with pytest.raises(UsageError) as caught:
             Batches(tokens, context, batch, seed)
+        assert names in caught.value.fact
     with pytest.raises(UsageError):
         Batches(tokens, 1, 1).batch(-1)
 

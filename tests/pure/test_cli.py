@@ -204,6 +204,11 @@ def test_check_says_what_is_proven(capsys: pytest.CaptureFixture[str]) -> None:
     assert out.endswith("finish under pair\n")
 
 
+def test_check_says_that_nothing_is_trained(capsys: pytest.CaptureFixture[str]) -> None:
+    """A forgotten B is a program too."""
+    assert "which run forward only," in said(capsys, "check", "forward_only")
+
+
 def test_check_of_a_file_names_the_models_that_hold(capsys: pytest.CaptureFixture[str]) -> None:
     Path("narrow.sched").write_text(NARROW)
     assert "DeadlockError" in refused(capsys, "check", "narrow.sched")

@@ -2,6 +2,7 @@
 
 `golden/*.sched`: a program, and in its first line (a comment) the call that compiles it.
 `golden/refused/*.txt`: a program (or what should be one), a line of dashes, and the message.
+`golden/mistakes.txt`: schedules with the mistakes of a person new to this, and what each is told.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import pytest
 
 import schedir
 from schedir.check import check
+from schedir.cli import main
 from schedir.errors import ProgramError
 from schedir.graph import MODELS
 from schedir.text import parse, show
@@ -39,3 +41,22 @@ def test_refused(path: Path) -> None:
     with pytest.raises(ProgramError) as caught:
         check(parse(text))
     assert str(caught.value) + "\n" == message
+
+
+MISTAKES = re.split(r"^={10,}\n", (GOLDEN / "mistakes.txt").read_text(), flags=re.M)
+
+
+@pytest.mark.parametrize("mistake", MISTAKES, ids=lambda m: m.split("(")[0].split()[-1])
+def test_mistake(
+    mistake: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    code, message = re.split(r"^-+\n", mistake, maxsplit=1, flags=re.M)
+    name = re.findall(r"def (\w+)", code)[0]
+    monkeypatch.chdir(tmp_path)
+    Path("mine.py").write_text("from schedir import EMPTY, B, F, I, W, overlap, weave\n" + code)
+    shape = ["--ranks", "2", "--microbatches", "4"]
+    assert main(["check", f"mine.py:{name}", *shape]) == 2
+    assert capsys.readouterr().err.replace(f"{tmp_path}/", "") == message

@@ -66,8 +66,8 @@ def test_activations_in_flight_of_interleaved(ranks: int, v: int, groups: int) -
 def test_interleaved_takes_any_number_of_microbatches(ranks: int, v: int, m: int) -> None:
     program = compile(interleaved, Plan(ranks, m, v), costs=UNIT)
     timeline = simulate(program, UNIT)
-    # Uneven groups may cost up to one round more than the ideal, never more than 1F1B's fill.
-    assert timeline.span >= 3 * v * m
+    # Uneven groups cost nothing: the fill of P ranks, or of all stages where m cannot fill them.
+    assert timeline.span == 3 * (v * max(m, ranks) + min(m, ranks) - 1)
     assert program.ascending
 
 

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -33,8 +35,6 @@ def test_what_prints_parses(draft: Program, lowered: bool, grouped: bool) -> Non
 @given(st.lists(st.integers(0, 2**57 - 1), max_size=40), st.integers(1, 3))
 def test_any_words_survive(words: list[int], period: int) -> None:
     """Not only right programs: whatever the grammar can say, in any order."""
-    import numpy as np
-
     from schedir.ops import ROWS, Per
 
     kept: list[int] = []
@@ -78,7 +78,20 @@ HEAD = "schedir 1\nprogram x\nranks 1  microbatches 2\n"
         ("schedir 2\n", 1, 9),
         ("schedir 1\nprogram x\nranks 1\nrank 0\n", 3, 1),
         ("schedir 1\nprogram x\nranks 1  microbatchs 2\n", 3, 10),
-        ("schedir 1\nprogram x\nranks 1  microbatches\n", 3, 1),
+        ("schedir 1\n", 1, 1),
+        ("schedir 1\nprogram\n", 2, 1),
+        ("schedir 1\nprogram x\nprogram y\n", 3, 1),
+        ("schedir 1\nprograms x\n", 2, 1),
+        ("schedir 1\nprogram a\0b\nranks 1  microbatches 2\nrank 0\n", 2, 9),
+        ("schedir 1\nprogram x\nranks 1  microbatches\n", 3, 10),
+        ("schedir 1\nprogram x\nmicrobatches 2  ranks -1\n", 3, 23),
+        ("schedir 1\nprogram x\nmicrobatches 2  ranks 0\n", 3, 23),
+        ("schedir 1\nprogram x\nranks 2  microbatches " + 20 * "9" + "\n", 3, 23),
+        ("schedir 1\nprogram x\nranks 2  microbatches 9999999\n", 3, 23),
+        ("schedir 1\nprogram x\nranks 2  microbatches 2  placement ring\n", 3, 36),
+        ("schedir 1\nprogram x\nranks 2  microbatches 2  placement 0,2\n", 3, 36),
+        ("schedir 1\nprogram x\nranks 9999  microbatches 2  stages_per_rank 9999\n", 3, 7),
+        ("schedir 1\nprogram x\nranks 2  microbatches 2  tp -1\n", 3, 29),
         ("schedir 1\nprogram x\nranks 1  microbatches two\n", 3, 23),
         ("schedir 1\nprogram x\nranks 1  ranks 1\n", 3, 10),
         ("schedir 1\nprogram x\nranks 2  microbatches 2  placement 0,x\nrank 0\n", 3, 36),
@@ -117,11 +130,31 @@ def test_mangled_text_is_refused_or_a_program(data: st.DataObject) -> None:
     assert parse(show(program)) == program
 
 
-def test_a_plan_in_a_text_is_still_a_plan() -> None:
+@pytest.mark.parametrize("value", ["-1", "0", "99999999", "9" * 20, "9" * 5000])
+def test_numbers_out_of_range_are_whole_numbers(value: str) -> None:
+    with pytest.raises(ParseError) as caught:
+        parse(f"schedir 1\nprogram x\nranks {value}  microbatches 2\n")
+    assert "whole number" not in caught.value.fact and len(caught.value.fact) < 80
+
+
+@given(st.text(st.characters(), max_size=8))
+def test_any_name_survives_or_is_refused(name: str) -> None:
+    try:
+        program = Program(name, Plan(1, 1), (Stream(np.zeros(1, np.int64)),))
+    except PlanError:
+        return
+    assert parse(show(program).encode().decode()).name == name
+
+
+@pytest.mark.parametrize("bad", ["", " x", "x ", "a#b", "a\nb", "a\x85b", "a\u2028b", "\ud800", 3])
+def test_names_that_no_text_can_have(bad: Any) -> None:
     with pytest.raises(PlanError):
-        parse("schedir 1\nprogram x\nranks 0  microbatches 2\n")
-    with pytest.raises(PlanError):
-        Program("two\nlines", Plan(1, 1), ())
+        Program(bad, Plan(1, 1), ())
+
+
+def test_a_byte_order_mark_is_read_over() -> None:
+    program = compile(one_f_one_b, Plan(2, 4))
+    assert parse("\ufeff" + show(program)) == program
 
 
 def test_digest_is_of_what_runs() -> None:

@@ -21,12 +21,13 @@ from schedir.errors import (
     LevelError,
     ProgramError,
     ReductionError,
+    UsageError,
 )
 from schedir.ops import COMPUTE
 from schedir.passes.overlap import group_opposites
 from schedir.plan import Plan
 from schedir.program import Program, Stream
-from schedir.schedules import dualpipe_v, forward_only, gpipe, interleaved, one_f_one_b
+from schedir.schedules import chimera, dualpipe_v, forward_only, gpipe, interleaved, one_f_one_b
 from schedir.testing import drafts
 from schedir.text import parse, show
 from schedir.words import B, F, Word, draft, overlap
@@ -37,7 +38,7 @@ def compute(program: Program) -> list[list[int]]:
     return [s.words[s.op <= max(COMPUTE)].tolist() for s in program.streams]
 
 
-@given(drafts(), st.sampled_from(torch_csv.FORMS))
+@given(drafts().filter(lambda d: not d.plan.two_way), st.sampled_from(torch_csv.FORMS))
 def test_what_is_exported_imports(draft: Program, form: str) -> None:
     lowered = lower(draft)
     again = torch_csv.parse(torch_csv.show(lowered, form), draft.name)
@@ -143,6 +144,8 @@ def test_what_torch_has_no_word_for_is_not_exported() -> None:
         torch_csv.show(compile(forward_only, plan))
     with pytest.raises(LevelError):
         torch_csv.show(draft(gpipe, plan), "torch-2.13")
+    with pytest.raises(UsageError):
+        torch_csv.show(compile(chimera, Plan(2, 4, placement="mirror")))
     grouped = group_opposites(compile(one_f_one_b, plan))
     assert torch_csv.show(grouped) == torch_csv.show(compile(one_f_one_b, plan))
     with pytest.raises(GroupError) as caught:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
 from functools import partial
+from typing import Any
 
 import numpy as np
 import pytest
@@ -33,6 +34,7 @@ def test_microbatches_number_themselves() -> None:
     assert spelled(F.at(5) + F) == "F 0.5 F 0.1"
     assert spelled(B + I + B) == "B 0.0 I 0.1 B 0.2"
     assert spelled(sum([F, F])) == "F 0.0 F 0.1"  # type: ignore[arg-type]
+    assert spelled(F + sum([])) == spelled(sum([]) + F) == "F 0.0"
     assert spelled(EMPTY + 0 * F + -3 * F) == ""
 
 
@@ -70,6 +72,30 @@ def test_generators_and_options() -> None:
     assert len(draft(partial(stages, v=2), Plan(1, 1, 3)).streams[0]) == 4
 
 
+def endless(r: int, P: int, m: int) -> Iterator[Word]:
+    while True:
+        yield F
+
+
+def silent(r: int, P: int, m: int) -> Iterator[Word]:
+    while True:
+        yield EMPTY
+
+
+def returns_and_yields(r: int, P: int, m: int) -> Any:
+    if r == 0:
+        return m * F + m * B
+    yield m * F + m * B
+
+
+async def later(r: int, P: int, m: int) -> Word:
+    return m * F + m * B
+
+
+async def one_by_one(r: int, P: int, m: int) -> AsyncIterator[Word]:
+    yield m * F + m * B
+
+
 def raises(r: int, P: int, m: int) -> Word:
     raise ZeroDivisionError("no")
 
@@ -78,13 +104,20 @@ def raises(r: int, P: int, m: int) -> Word:
     "schedule",
     [
         raises,
+        endless,
+        silent,
+        returns_and_yields,
+        later,
+        one_by_one,
         lambda r, P, m: None,
         lambda r, P, m: 3,
+        lambda r, P, m: "FB",
+        lambda r, P, m: 2**40 * F,
         lambda r, P, m: [F, "B"],
         lambda r, P, m: F[1],
         lambda r, P, m: F[-1],
         lambda r, P, m: 1.5 * F,  # type: ignore[operator]
-        lambda r, P, m: F + 1,  # type: ignore[operator]
+        lambda r, P, m: F + 1,
         lambda r, P: F,
         lambda r, P, m, w: F,
         3,
@@ -139,9 +172,10 @@ def test_costs() -> None:
     assert table[Opcode.Backward].tolist() == [2.5, 3.5]
     assert table[Opcode.SendAct].tolist() == table[Opcode.SendGrad].tolist() == [0.1, 0.2]
     assert not table[Opcode.RecvAct].any() and not table[Opcode.OptimizerStep].any()
-    for bad in (-1, float("nan"), float("inf"), "x", (), (1, -1)):
-        with pytest.raises(CostsError):
+    for bad in (-1, float("nan"), float("inf"), "x", "12", b"1", None, (), (1, -1)):
+        with pytest.raises(CostsError) as caught:
             Costs(F=bad)  # type: ignore[arg-type]
+        assert "cost F" in caught.value.fact
     with pytest.raises(CostsError):
         Costs(F=(1, 2)).table(3)
 
@@ -150,6 +184,19 @@ def test_cells_cost_what_they_are_told() -> None:
     program = draft(lambda r, P, m: F + overlap(F, B) + B, Plan(1, 2))
     assert walk(Graph(program), Costs(F=1, B=2)).end.max() == 6
     assert walk(Graph(program), Costs(F=1, B=2, FB=2.5)).end.max() == 5.5
+    program = draft(lambda r, P, m: F + overlap(I, F) + I + 2 * W, Plan(1, 2))
+    assert walk(Graph(program), Costs(FB=1.25)).end.max() == 1 + 1.25 + 1 + 2
+
+
+def test_only_a_forward_with_a_backward_costs_less() -> None:
+    priced, plain = Costs(F=1, B=2, FB=0.5), Costs(F=1, B=2)
+    for schedule in (
+        lambda r, P, m: overlap(F, F) + overlap(B, B),
+        lambda r, P, m: 2 * F + I + overlap(I, W) + W,
+        lambda r, P, m: F + I + overlap(W, F) + I + W,
+    ):
+        program = draft(schedule, Plan(1, 2))
+        assert walk(Graph(program), priced).end.max() == walk(Graph(program), plain).end.max()
 
 
 def test_the_table_numbers_its_rows() -> None:
