@@ -15,7 +15,7 @@ from schedir.ops import RECEIVES, ROWS, Per
 from schedir.program import Program
 from schedir.walk import walk
 
-_MEETS = np.array([row.meets is not None for row in ROWS])
+_MEET = tuple(row.op for row in ROWS if row.meets is not None)
 
 
 def check(program: Program, model: Model = "device") -> Program:
@@ -64,7 +64,7 @@ def _in_one_order(graph: Graph) -> bool:
             number[at] = numbers[sender]
     for k, members in enumerate(graph.meetings):
         number[members] = 2**30 + k
-    if (number[_MEETS[index.op]] == NONE).any():
+    if (number[index.among(_MEET)] == NONE).any():
         return False
     for lo, hi in pairwise(graph.program.offsets.tolist()):
         own = number[lo:hi]
@@ -84,10 +84,10 @@ def _in_turn(graph: Graph) -> None:
     cycle; but within a group there is no queue, so two messages of it could cross.  Only under
     `edge` have activations and gradients between two ranks a channel each.
     """
-    index, partner = graph.index, graph.partner
-    if not index.joined.any():
+    if not graph.index.joined.any():
         return
-    got = np.flatnonzero(np.isin(index.op, RECEIVES))
+    index, partner = graph.index, graph.partner
+    got = np.flatnonzero(index.among(RECEIVES))
     ranks = np.int64(graph.program.plan.ranks)
     channel = index.rank[partner[got]] * ranks + index.rank[got]
     if graph.model == "edge":

@@ -19,9 +19,9 @@ from schedir.errors import (
     ReductionError,
     Site,
 )
-from schedir.index import Index
+from schedir.index import NONE, Index
 from schedir.ops import COMPUTE, ROWS, SHARDING, TRANSFERS, Instr, Opcode, Per
-from schedir.program import ADDRESS, JOINED, OP, OPS, Program, Words
+from schedir.program import FIELDS, OPS, Program, Words
 
 MOST_IN_GROUP = 256  # NCCL hangs on larger ones
 _F, _B, _I, _W = COMPUTE
@@ -65,13 +65,13 @@ def _words(program: Program) -> None:
         raise CompletenessError(
             f"{len(program.streams)} Streams for {program.plan.ranks} ranks", program=program.name
         )
-    words = program.words
-    known = (words & ~(JOINED | 0xFF << OP | ADDRESS)) == 0
-    known &= words >> OP & 0xFF < len(ROWS)
-    op = np.where(known, words >> OP & 0xFF, 0)
-    per = np.array([{Per.MICROBATCH: 0, Per.STAGE: 1, Per.RANK: 2}[row.per] for row in ROWS])[op]
-    address = words & ADDRESS
-    known &= ~((per == 1) & (address & 0xFFFFFFFF != 0)) & ~((per == 2) & (address != 0))
+    words, fields = program.words, program.words.view(FIELDS)
+    known = (fields["joined"] <= 1) & (fields["op"] < len(ROWS))
+    for row in ROWS:
+        if row.per is not Per.MICROBATCH:
+            here = np.flatnonzero(fields["op"] == row.op)
+            stage = 0 if row.per is Per.RANK else fields["stage"][here]
+            known[here] &= (fields["mb"][here] == 0) & (fields["stage"][here] == stage)
     if not known.all():
         at = int(np.flatnonzero(~known)[0])
         rank = int(np.searchsorted(program.offsets, at, side="right")) - 1
@@ -87,8 +87,10 @@ class _Look:
 
     def __init__(self, program: Program, index: Index) -> None:
         self.program, self.index, self.plan = program, index, program.plan
-        shape = (self.plan.stages, self.plan.microbatches)
-        self.stage, self.mb = (a.reshape(-1) for a in np.indices(shape))
+        stages, mbs = (
+            np.arange(k, dtype=np.int32) for k in (self.plan.stages, self.plan.microbatches)
+        )
+        self.stage, self.mb = np.repeat(stages, len(mbs)), np.tile(mbs, len(stages))
 
     def site(self, position: int, note: str = "") -> Site:
         ix = self.index
@@ -122,7 +124,7 @@ class _Look:
         return self.site(int(self.index.at[op][key]), note)
 
     def only_compute(self) -> None:
-        self.any(self.index.op > _W, lambda at: "a draft has only F, B, I and W")
+        self.any(~self.index.among(COMPUTE), lambda at: "a draft has only F, B, I and W")
 
     def ranges(self) -> None:
         ix, plan = self.index, self.plan
@@ -150,18 +152,18 @@ class _Look:
         return f", but stage {ix.stage[at]} has {number} {names}"
 
     def owners(self) -> None:
-        ix = self.index
-        owner = self.plan.rank_at(ix.stage, ix.mb)
-        per = [[row.per is p for row in ROWS] for p in (Per.RANK, Per.STAGE)]
-        per_rank, per_stage = (np.array(p)[ix.op] for p in per)
-        wrong = (owner != ix.rank) & ~per_rank
-        if self.plan.two_way:  # either holder reduces
-            wrong &= ~per_stage | (self.plan.holders[1, ix.stage] != ix.rank)
+        ix, plan = self.index, self.plan
+        wrong = plan.rank_at(ix.stage, ix.mb) != ix.rank
+        for row in ROWS:
+            if row.per is not Per.MICROBATCH:
+                here = np.flatnonzero(ix.op == row.op)
+                elsewhere = (plan.holders[:, ix.stage[here]] != ix.rank[here]).all(0)
+                wrong[here] = elsewhere if row.per is Per.STAGE else False  # either holder reduces
         self.any(
             wrong,
             lambda at: (
-                f"stage {ix.stage[at]}{f' runs microbatch {ix.mb[at]}' * self.plan.two_way} "
-                f"{'' if self.plan.two_way else 'is '}on rank {owner[at]}, "
+                f"stage {ix.stage[at]}{f' runs microbatch {ix.mb[at]}' * plan.two_way} "
+                f"{'' if plan.two_way else 'is '}on rank {plan.rank_at(ix.stage[at], ix.mb[at])}, "
                 f"not on rank {ix.rank[at]}"
             ),
         )
@@ -171,11 +173,10 @@ class _Look:
         for row in ROWS:
             if row.op not in ix.at:
                 continue
-            here = np.flatnonzero(ix.op == row.op)
-            last = ix.at[row.op][ix.key[here]]
-            again = here[last != here]
-            if len(again):
-                one = int(again[0])
+            here = ix.op == row.op
+            if np.count_nonzero(here) > np.count_nonzero(ix.at[row.op] != NONE):
+                found = np.flatnonzero(here)
+                one = int(found[(ix.at[row.op][ix.key[found]] != found).argmax()])
                 other = int(ix.at[row.op][ix.key[one]])
                 kind = CompletenessError if row.per is Per.MICROBATCH else ReductionError
                 site = self.site(one)
@@ -194,7 +195,7 @@ class _Look:
             self.refuse("nothing comes before it to be joined to", self.site(at), kind=GroupError)
         begins = np.flatnonzero(~ix.joined)
         sizes = np.diff([*begins.tolist(), len(ix.op)])
-        transfer = np.isin(ix.op, TRANSFERS)
+        transfer = ix.among(TRANSFERS)
         for begin, size in zip(begins[sizes > 1].tolist(), sizes[sizes > 1].tolist(), strict=True):
             ops = ix.op[begin : begin + size]
             if transfer[begin : begin + size].all():
@@ -204,7 +205,7 @@ class _Look:
                         self.site(begin),
                         kind=GroupError,
                     )
-            elif size > 2 or not (ops <= _W).all():
+            elif size > 2 or not np.isin(ops, COMPUTE).all():
                 self.refuse(
                     "only transfers, or two computes, can be issued as one",
                     *(self.site(begin + k) for k in range(min(size, 4))),
@@ -249,7 +250,7 @@ class _Look:
         plan, m = self.plan, self.plan.microbatches
         if not self.program.trains:
             self.any(
-                np.isin(self.index.op, _MOVE_GRADIENTS),
+                self.index.among(_MOVE_GRADIENTS),
                 lambda at: "a program without a backward has no gradient to move",
             )
         for send in (_O.SendAct, _O.SendGrad) if self.program.trains else (_O.SendAct,):
@@ -307,7 +308,7 @@ class _Look:
         m = self.plan.microbatches
         if self.program.tp == 1:
             self.any(
-                np.isin(self.index.op, SHARDING),
+                self.index.among(SHARDING),
                 lambda at: "nothing is sharded where tp is 1",
             )
         for cut, send, whole in (

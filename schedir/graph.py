@@ -17,7 +17,6 @@ from __future__ import annotations
 import random
 from collections.abc import Iterator
 from functools import cached_property
-from itertools import pairwise
 from typing import Final, Literal
 
 import numpy as np
@@ -27,16 +26,16 @@ from schedir.costs import Costs
 from schedir.errors import UsageError
 from schedir.index import NONE, Index, Positions
 from schedir.ops import HANDED, RECEIVES, ROWS, SENDS, TRANSFERS, Lane, Opcode, Per, Token, givers
-from schedir.program import STAGE, Program
+from schedir.program import Program
 
 Model = Literal["edge", "pair", "device", "serial"]
 MODELS: Final[tuple[Model, ...]] = ("edge", "pair", "device", "serial")
 
 COLLECTIVES: Final = (Opcode.ReduceHolders, Opcode.ReduceTied, Opcode.ReduceNorm)
-_LANE: Final = np.array([row.lane for row in ROWS])
-_PER_RANK: Final = np.array([row.per is Per.RANK for row in ROWS])
-_HOP: Final = np.array([row.hop for row in ROWS])
-_IS_RECEIVE: Final = np.array([row.op in RECEIVES for row in ROWS])
+_PER_RANK: Final = tuple(row.op for row in ROWS if row.per is Per.RANK)
+_LATE: Final = tuple(row.op for row in ROWS if row.per is not Per.MICROBATCH)
+# Compute and sharding are one queue, as the host issues both in order; reductions; the wire.
+_LINE: Final = np.array([2 if row.hop else 1 if row.lane is Lane.DP else 0 for row in ROWS])
 _MAKERS: Final = {
     token: tuple(r.op for r in ROWS if token in r.gives and token not in r.needs) for token in Token
 }
@@ -105,23 +104,19 @@ class Graph:
 
     def _needs_late(self, needs: NDArray[np.int32]) -> None:
         """Needs of reductions and steps: the last to give, of a stage or of all of a rank's."""
-        stages, bounds = self.program.plan.stages, self.program.offsets.tolist()
-        late = [row for row in ROWS if row.per is not Per.MICROBATCH and row.op in self.index.at]
-        for lo, hi in pairwise(bounds) if late else ():
-            op, stage = self.index.op[lo:hi], self.program.words[lo:hi] >> STAGE & 0xFFFF
-            for row in late:
-                at = np.flatnonzero(op == row.op).tolist()
-                for k, token in enumerate(row.needs if at else ()):
-                    gives = np.flatnonzero(np.isin(op, givers(row.op, token)))
-                    for needer in at:
-                        own = gives
-                        if row.op is Opcode.ReduceTied:  # one rank may hold both copies
-                            own = gives[np.isin(stage[gives], (0, stages - 1))]
-                        elif row.per is Per.STAGE:
-                            own = gives[stage[gives] == stage[needer]]
-                        own = own[own != needer]
-                        if len(own):
-                            needs[k, lo + needer] = lo + own[-1]
+        index, stages = self.index, self.program.plan.stages
+        for row in ROWS:
+            if row.op not in index.at or row.per is Per.MICROBATCH:
+                continue
+            needer = np.flatnonzero((index.op == row.op) & index.valid)
+            for k, token in enumerate(row.needs):
+                gives = np.flatnonzero(index.among(givers(row.op, token)))
+                of_stage = row.per is Per.STAGE and row.op is not Opcode.ReduceTied
+                if row.op is Opcode.ReduceTied:  # one rank may hold both copies
+                    gives = gives[np.isin(index.stage[gives], (0, stages - 1))]
+                last = np.full(index.size[Per.STAGE if of_stage else Per.RANK], NONE, np.int32)
+                last[index.held(gives) if of_stage else index.rank[gives]] = gives
+                needs[k, needer] = last[index.held(needer) if of_stage else index.rank[needer]]
 
     @cached_property
     def partner(self) -> Positions:
@@ -142,29 +137,28 @@ class Graph:
     @cached_property
     def queue(self) -> NDArray[np.unsignedinteger]:
         """The in-order queue of each instruction: equal numbers wait for each other."""
-        plan, op, rank = self.program.plan, self.index.op, self.index.rank
+        index, plan = self.index, self.program.plan
         if self.model == "serial":
-            return rank.astype(np.uint16)
-        lane = np.where(_LANE == Lane.TP, Lane.COMPUTE, _LANE)  # the host issues both in order
-        kinds = {"edge": 4 * plan.ranks, "pair": plan.ranks, "device": 1}[self.model]
-        number = rank * np.int64(kinds + 2)
-        number += (lane == Lane.DP)[op]
-        at = np.flatnonzero(_HOP[op])
-        stage = np.clip(self.index.stage[at] + _HOP[op[at]], 0, plan.stages - 1)
-        cut = np.zeros(len(at), np.int64)
-        if self.model != "device":
-            cut += plan.rank_at(stage, self.index.mb[at])
-        if self.model == "edge":
-            side = 2 * _LANE[op[at]] + np.isin(op[at], RECEIVES) - 2 * Lane.ACT
-            cut += side * plan.ranks
-        number[at] += 2 + cut
-        if plan.ranks * (kinds + 2) > 2**26:
-            return np.asarray(np.unique(number, return_inverse=True)[1].astype(np.uint32))
-        used = np.zeros(plan.ranks * (kinds + 2), bool)
-        used[number] = True
-        dense = np.cumsum(used) - 1
-        small = np.uint16 if dense[-1] < 2**16 else np.uint32
-        return np.asarray(dense.astype(small)[number])
+            return index.rank.astype(np.uint16)
+        # First of all that there can be: by opcode, holder and stage, whose queue of which kind.
+        held = np.zeros((len(ROWS), len(plan.holders), plan.stages), np.int64)
+        for row, queues in zip(ROWS, held, strict=True):
+            queues += 8 * plan.holders + _LINE[row.op]
+            if row.hop and self.model != "device":  # and to whom
+                there = np.clip(np.arange(plan.stages) + row.hop, 0, plan.stages - 1)
+                queues += 8 * plan.ranks * (1 + plan.holders[:, there])
+            if row.hop and self.model == "edge":
+                queues += 2 * (row.lane is Lane.GRAD) + (row.op in RECEIVES)
+        queues, numbers = np.unique(held, return_inverse=True)
+        number = numbers.reshape(-1).astype(np.uint16 if len(queues) < 2**16 else np.uint32)
+        cell = index.op.astype(np.int32) * np.int32(held[0].size)
+        cell += np.minimum(index.stage, plan.stages - 1)
+        if plan.two_way:
+            cell[index.mb >= plan.down] += plan.stages
+        queue: NDArray[np.unsignedinteger] = number[cell]
+        late = np.flatnonzero(index.among(_LATE))  # any rank has them
+        queue[late] = np.searchsorted(queues, 8 * index.rank[late] + _LINE[index.op[late]])
+        return queue
 
     def in_queues(self) -> NDArray[np.intp]:
         """All positions, queue by queue, each in order."""
@@ -204,7 +198,7 @@ class Graph:
         stages = self.program.plan.stages
         table = costs.table(stages)
         row = self.index.op.astype(np.int32) * np.int32(stages) + self.index.stage
-        late = np.flatnonzero(_PER_RANK[self.index.op])  # the k-th number is rank k's
+        late = np.flatnonzero(self.index.among(_PER_RANK))  # the k-th number is rank k's
         column = np.minimum(self.index.rank[late], stages - 1)
         row[late] = self.index.op[late] * np.int32(stages) + column
         return table.reshape(-1), row
@@ -242,7 +236,7 @@ class Graph:
     def node(self) -> Positions:
         """The node of each instruction, named by its first member: a send names its message."""
         node = np.arange(len(self), dtype=np.int32)
-        got = np.flatnonzero(_IS_RECEIVE[self.index.op] & (self.partner != NONE))
+        got = np.flatnonzero(self.index.among(RECEIVES) & (self.partner != NONE))
         node[got] = self.partner[got]
         for members in self.meetings:
             node[members] = members[0]

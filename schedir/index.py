@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from functools import cached_property
 from typing import Final
 
@@ -9,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from schedir.ops import ROWS, Instr, Opcode, Per
-from schedir.program import JOINED, OP, OPS, STAGE, Program
+from schedir.program import FIELDS, OP, OPS, STAGE, Program
 
 Positions = NDArray[np.int32]
 
@@ -19,10 +20,11 @@ NONE: Final = -1
 class Index:
     """All instructions of a program, one rank behind the other, by position.
 
-    `op` and `rank` have one entry per instruction.  `key` is what an instruction is once for:
-    stage*microbatches + mb, or the stage (for its second holder stages + the stage), or the rank
-    (`Row.per`).  `at[op]` has the position of each key, -1 where there is none.  What is out of
-    range is not `valid` and not in `at`.
+    `op`, `stage`, `mb` and `joined` (issued with the one before it) have one entry per
+    instruction.  `key` is what an instruction is once for: stage*microbatches + mb, or the stage
+    (for its second holder stages + the stage), or the rank (`Row.per`).  `at[op]` has the
+    position of each key, -1 where there is none.  What is out of range is not `valid` and not in
+    `at`.
     """
 
     def __init__(self, program: Program) -> None:
@@ -32,51 +34,49 @@ class Index:
             Per.STAGE: plan.holders.size,
             Per.RANK: plan.ranks,
         }
-        self.op = (program.words >> OP).astype(np.uint8)
-        stage, mb = self.stage, self.mb
-        self.valid = (stage < plan.stages) & (mb < plan.microbatches)
-        key = np.where(self.valid, stage, 0).astype(np.int32)
-        key *= np.int32(plan.microbatches)
-        key += np.where(self.valid, mb, 0).astype(np.int32)
-        self.key: Positions = key
+        fields = program.words.view(FIELDS)  # no copy
+        self.op: NDArray[np.uint8] = fields["op"].copy()
+        self.stage: NDArray[np.uint16] = fields["stage"]
+        self.mb: NDArray[np.uint32] = fields["mb"]
+        self.joined = fields["joined"].astype(bool)
+        self.valid = (self.stage < plan.stages) & (self.mb < plan.microbatches)
+        self.key: Positions = np.multiply(self.stage, plan.microbatches, dtype=np.int32)
+        np.add(self.key, self.mb, out=self.key, casting="unsafe")
+        self.key[~self.valid] = 0
         for row in ROWS:
             if row.per is not Per.MICROBATCH:
                 here = np.flatnonzero((self.op == row.op) & self.valid)
-                key[here] = (stage if row.per is Per.STAGE else self.rank)[here]
-                if row.per is Per.STAGE and plan.two_way:
-                    second = plan.rank_of[stage[here]] != self.rank[here]
-                    key[here[second]] += np.int32(plan.stages)
+                self.key[here] = self.held(here) if row.per is Per.STAGE else self.rank[here]
         self.at: dict[Opcode, Positions] = {}
         for row in ROWS:
             here = np.flatnonzero((self.op == row.op) & self.valid)
             if len(here):
                 table = np.full(self.size[row.per], NONE, np.int32)
-                table[key[here]] = here
+                table[self.key[here]] = here
                 self.at[row.op] = table
 
     def __len__(self) -> int:
         return len(self.op)
 
-    @property
-    def stage(self) -> NDArray[np.uint16]:
-        """The stage of each instruction."""
-        return (self.program.words >> STAGE).astype(np.uint16)
+    def held(self, at: NDArray[np.intp]) -> NDArray[np.int64]:
+        """The stages of some instructions; those that run on a second holder, plus `stages`."""
+        plan, stage = self.program.plan, self.stage[at].astype(np.int64)
+        if plan.two_way:
+            stage += plan.stages * (plan.rank_of[stage] != self.rank[at])
+        return stage
 
-    @property
-    def mb(self) -> NDArray[np.uint32]:
-        """The microbatch of each instruction."""
-        return self.program.words.astype(np.uint32)
+    def among(self, ops: Iterable[Opcode]) -> NDArray[np.bool_]:
+        """Whether each instruction is one of `ops`."""
+        found = np.zeros(len(self), bool)
+        for op in ops:
+            found |= self.op == op
+        return found
 
     @cached_property
     def rank(self) -> Positions:
         """The rank of each instruction."""
         ranks = np.arange(self.program.plan.ranks, dtype=np.int32)
         return np.repeat(ranks, np.diff(self.program.offsets))
-
-    @cached_property
-    def joined(self) -> NDArray[np.bool_]:
-        """Whether each instruction is issued together with the one before it."""
-        return np.asarray(self.program.words & JOINED, bool)
 
     def where(self, op: Opcode, key: NDArray[np.int32]) -> Positions:
         """Positions of `op` at the given keys; -1 where there is none, or no such key."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -25,6 +26,8 @@ Order = Mapping[Opcode, NDArray[np.int32]]
 # An instruction in one word: joined (bit 56), op (48..55), stage (32..47), microbatch (0..31).
 JOINED: Final = 1 << 56
 OP, STAGE = 48, 32
+_FIELDS = [("mb", "u4"), ("stage", "u2"), ("op", "u1"), ("joined", "u1")]
+FIELDS: Final = np.dtype(_FIELDS if sys.byteorder == "little" else _FIELDS[::-1])
 ADDRESS: Final = (1 << OP) - 1
 OPS: Final = tuple(Opcode)
 
@@ -33,6 +36,17 @@ def pack(op: ArrayLike, stage: ArrayLike, mb: ArrayLike) -> Words:
     """Words of instructions given as equally long arrays (or numbers)."""
     o, s, m = (np.asarray(x, np.int64) for x in (op, stage, mb))
     return np.atleast_1d(o << OP | s << STAGE | m)
+
+
+def _whole(parts: Sequence[Words]) -> Words:
+    """All parts in one array: the one that they are cut from, if it is just that."""
+    base = parts[0].base if parts else None
+    if isinstance(base, np.ndarray) and base.dtype == np.int64 and base.ndim == 1:
+        begins = base.ctypes.data + 8 * np.cumsum([0, *map(len, parts)])
+        at = [part.ctypes.data for part in parts]
+        if base.flags.c_contiguous and begins.tolist() == [*at, base.ctypes.data + base.nbytes]:
+            return base
+    return np.concatenate([np.empty(0, np.int64), *parts])
 
 
 class Stream(Sequence[Instr]):
@@ -144,7 +158,7 @@ class Program:
             if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= 65535:
                 raise PlanError(f"{size} must be a whole number from 1 to 65535, not {value!r}")
         # One array holds all words, and the Streams are views of it: nothing is there twice.
-        words = np.concatenate([np.empty(0, np.int64), *(s.words for s in self.streams)])
+        words = _whole([s.words for s in self.streams])
         offsets = np.cumsum([0, *map(len, self.streams)])
         words.flags.writeable = False
         views = (Stream(words[lo:hi]) for lo, hi in pairwise(offsets.tolist()))
@@ -162,7 +176,7 @@ class Program:
     @property
     def is_draft(self) -> bool:
         """Whether there is compute only: no transfers, reductions or steps yet."""
-        return all(bool((s.op <= max(COMPUTE)).all()) for s in self.streams)
+        return all(bool(np.isin(s.op, COMPUTE).all()) for s in self.streams)
 
     @property
     def trains(self) -> bool:

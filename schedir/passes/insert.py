@@ -12,11 +12,11 @@ def insert(stream: Stream, before: tuple[Words, Words], after: tuple[Words, Word
 
     An index inside a group stands for the whole group.
     """
-    words = stream.words
-    begins = np.flatnonzero((words & JOINED) == 0)
-    ends = np.append(begins[1:], len(words))
-    group = np.searchsorted(begins, np.concatenate([before[0], after[0]]), side="right") - 1
-    n = len(before[0])
-    key = np.concatenate([begins[group[:n]] * 3 - 1, (ends[group[n:]] - 1) * 3 + 1])
-    order = np.argsort(np.concatenate([np.arange(len(words)) * 3, key]), kind="stable")
-    return Stream(np.concatenate([words, before[1], after[1]])[order])
+    (early, put_early), (late, put_late) = before, after
+    begins = np.flatnonzero((stream.words & JOINED) == 0)
+    if len(begins) < len(stream):
+        ends = np.append(begins[1:], len(stream)) - 1
+        early = begins[np.searchsorted(begins, early, side="right") - 1]
+        late = ends[np.searchsorted(begins, late, side="right") - 1]
+    at = np.concatenate([late + 1, early])  # what comes after one stands before the next's
+    return Stream(np.insert(stream.words, at, np.concatenate([put_late, put_early])))

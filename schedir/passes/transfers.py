@@ -23,7 +23,7 @@ _SENT_BY = {
     Opcode.SendGrad: (Opcode.Backward, Opcode.BackwardInput),
 }
 
-_MAKES = np.isin(np.arange(len(ROWS)), [op for ops in _SENT_BY.values() for op in ops])
+_MAKE = tuple(op for ops in _SENT_BY.values() for op in ops)
 
 
 def transfers(program: Program, costs: Costs | None = None) -> Program:
@@ -59,7 +59,7 @@ def _numbers(graph: Graph, reached: Walk) -> Order:
     """The number of each message in the global order, by the stage and microbatch of its send."""
     index = graph.index
     numbers: dict[Opcode, Positions] = {}
-    makers = np.flatnonzero(_MAKES[index.op]).astype(np.int32)
+    makers = np.flatnonzero(index.among(_MAKE)).astype(np.int32)
     order = makers[np.lexsort((reached.turn[makers], reached.end[makers]))]  # and then by place
     for send, ops in _SENT_BY.items():
         numbers[send] = np.full(index.size[Per.MICROBATCH], NONE, np.int32)
@@ -92,7 +92,7 @@ def _messages(graph: Graph) -> Iterator[tuple[Opcode, Positions, NDArray[np.intp
     index, plan = graph.index, graph.program.plan
     for send, makers in _SENT_BY.items():
         row = ROWS[send]
-        at = np.flatnonzero(np.isin(index.op, makers)).astype(np.int32)
+        at = np.flatnonzero(index.among(makers)).astype(np.int32)
         other = index.stage[at].astype(np.int32) + row.hop
         inside = (other >= 0) & (other < plan.stages)
         there = plan.rank_at(np.where(inside, other, 0), index.mb[at])
