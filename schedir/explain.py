@@ -38,7 +38,7 @@ def misordered(graph: Graph) -> OrderError | None:
     if giver > first:
         fact = f"{instr} needs {token}, which {given} gives only later"
     else:
-        fact = f"{instr} needs {token} from {given}, but they run as one"
+        fact = f"{instr} needs {token}, which {given} gives, but they run as one"
     return OrderError(
         fact,
         program=graph.program.name,

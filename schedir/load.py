@@ -49,7 +49,9 @@ def load(source: str) -> Schedule | Program:
     if source not in known:
         raise UsageError(
             f"no built-in schedule {source!r}, and it names no file.py:function and no file.sched",
-            hint=_near(source, known),
+            hint=f"schedir import {source} makes a program of torch's CSV"
+            if source.endswith(".csv")
+            else _near(source, known),
         )
     return known[source]
 

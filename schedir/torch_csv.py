@@ -24,8 +24,9 @@ from schedir.ops import COMPUTE, ROWS, TRANSFERS, Opcode, Per
 from schedir.plan import MAX_MICROBATCHES, MAX_STAGES, PLACEMENTS, Plan
 from schedir.program import JOINED, OP, OPS, STAGE, Program, Stream
 
-# The forms: compute only is the same in all versions; the other is named by torch's version.
-# 2.10 brought REDUCE_GRAD, without which it does not scale gradients.
+# The forms: compute only is the same in all versions.  The other is named by torch's version, for
+# its actions change: REDUCE_GRAD, without which it does not scale gradients, came late in 2025
+# (pytorch PR 166449), and waits are being added (194121, 196725).
 FORMS: Final = ("torch", "torch-2.13")
 
 _O = Opcode
@@ -49,6 +50,11 @@ _SILENT: Final = {
     "WAIT_SEND_F": True,
     "WAIT_SEND_B": True,
     "WAIT_REDUCE_GRAD": False,
+}
+# Of every action: its word without stage and microbatch, and whether it has a microbatch.
+_KINDS: Final[dict[str, tuple[int | None, bool]]] = {
+    **{action: (int(op) << OP, ROWS[op].per is Per.MICROBATCH) for action, op in _ACTIONS.items()},
+    **{action: (None, each) for action, each in _SILENT.items()},
 }
 _PAIR: Final = "OVERLAP_F_B"
 _BACKWARDS: Final = (_O.Backward, _O.BackwardInput)
@@ -85,15 +91,16 @@ def show(program: Program, to: str = "torch") -> str:
             f"{program.name} has two holders of each stage, and torch's schedules one",
             program=program.name,
         )
-    kept = list(COMPUTE) if to == "torch" else list(_TEXT)
+    action = {int(op): _TEXT[op] for op in (COMPUTE if to == "torch" else _TEXT)}
     rows = []
     for rank, stream in enumerate(program.streams):
         cells: list[str] = []
         for index, word in enumerate(stream.words.tolist()):
-            op = OPS[word >> OP & 0xFF]
-            if op not in kept:
+            op = word >> OP & 0xFF
+            if op not in action:
                 continue
-            cell = _cell(op, word)
+            mb = word & 0xFFFFFFFF if _KINDS[action[op]][1] else ""
+            cell = f"{word >> STAGE & 0xFFFF}{action[op]}{mb}"
             if word & JOINED:
                 _may_join(program, rank, index)
                 cells[-1] = f"({cells[-1]};{cell}){_PAIR}"
@@ -101,11 +108,6 @@ def show(program: Program, to: str = "torch") -> str:
                 cells.append(cell)
         rows.append(",".join(cells) + "\n")
     return "".join(rows)
-
-
-def _cell(op: Opcode, word: int) -> str:
-    mb = word & 0xFFFFFFFF if ROWS[op].per is Per.MICROBATCH else ""
-    return f"{word >> STAGE & 0xFFFF}{_TEXT[op]}{mb}"
 
 
 def _may_join(program: Program, rank: int, index: int) -> None:
@@ -194,7 +196,7 @@ class _Reader:
 
     def cell(self, at: _At) -> None:
         words = self.ranks[-1]
-        pair = _CELLS.fullmatch(at.text)
+        pair = _CELLS.fullmatch(at.text) if at.text[0] == "(" else None
         if not pair:
             word = self.action(at, at.text)
             if word is not None:
@@ -221,19 +223,18 @@ class _Reader:
         """The word of an action, or nothing for one that is read over."""
         found = _CELL.fullmatch(text)
         kind = found[2] if found else ""
-        if not found or (kind not in _ACTIONS and kind not in _SILENT):
-            near = get_close_matches(kind[:40], [*_ACTIONS, *_SILENT], 1)
+        if not found or kind not in _KINDS:
+            near = get_close_matches(kind[:40], list(_KINDS), 1)
             raise at.error(
                 f"{_short(text)} is no action like 0F0 or 3SEND_B1",
                 hint=f"did you mean {near[0]}?" if near else "",
             )
-        op = _ACTIONS.get(kind)
-        each = _SILENT[kind] if op is None else ROWS[op].per is Per.MICROBATCH
+        word, each = _KINDS[kind]
         if each != bool(found[3]):
             right = f"{found[1][:9]}{kind}{'0' * each}"
             why = "a microbatch" if each else "no microbatch"
             raise at.error(f"{kind} has {why}, as in {right}: not {_short(text)}")
-        stage, mb = (int(n[:10] or "0") for n in (found[1], found[3]))
+        stage, mb = int(found[1][:10]), int(found[3][:10] or 0)
         if len(found[1]) > 9 or stage >= MAX_STAGES:
             raise at.error(f"{_short(text)}: at most {MAX_STAGES} stages are allowed")
         if len(found[3]) > 9 or mb >= MAX_MICROBATCHES:
@@ -244,9 +245,9 @@ class _Reader:
                 f"{_short(text)} is on rank {at.row - 1}, but stage {stage} is on rank "
                 f"{held.row - 1}: {_short(held.text)} in row {held.row}, column {held.column}"
             )
-        if mb > self.most:
+        if each and mb > self.most:
             self.most, self.most_at = mb, at
-        return None if op is None else op << OP | stage << STAGE | mb
+        return None if word is None else word | stage << STAGE | mb
 
     def plan(self) -> Plan:
         """The smallest shape in which all cells have their place; every one must be filled."""
@@ -260,12 +261,14 @@ class _Reader:
         words = np.concatenate([np.array(w, np.int64) for w in self.ranks])
         forward = words[words >> OP & 0xFF == _O.Forward]
         count = np.bincount(forward >> STAGE & 0xFFFF, minlength=last + 1)
-        m = self.most + 1
+        m = max(self.most + 1, 1)
         if (count < m).any():
             stage = int((count < m).argmax())
             raise self.most_at.error(
                 f"{_short(self.most_at.text)} names microbatch {self.most}, so that there are {m}, "
                 f"but stage {stage} runs only {count[stage]} forward"
+                if self.most >= 0
+                else "no cell has a microbatch"
             )
         return _placed(len(self.ranks), m, [self.holder[s].row - 1 for s in range(last + 1)])
 

@@ -82,6 +82,7 @@ def test_counts(capsys: pytest.CaptureFixture[str], option: str, value: str) -> 
         ("show mine.py:", "in_pairs"),
         ("show missing.py:f", "missing.py"),
         ("show missing.sched", "missing.sched"),
+        ("show x.csv", "import x.csv"),
         ("show folder.sched", "folder.sched"),
         ("show binary.sched", "byte 0"),
         ("show typo.sched", "line 5, column 3"),

@@ -92,6 +92,7 @@ def test_the_plan_is_inferred(text: str, plan: Plan) -> None:
     [
         ("", 1, 1, "0F0"),
         ("\n,,\n", 1, 1, "0F0"),
+        ("0UNSHARD,0RESHARD\n", 1, 1, "no cell has a microbatch"),
         ("time,loss\n1,2\n", 1, 1, "'time'"),
         ("0F0,0B0\n1F0,1SEND", 2, 2, "SEND_F"),
         ("0F0,0B\n", 1, 2, "0B0"),
