@@ -7,12 +7,13 @@ from itertools import pairwise
 import numpy as np
 
 from schedir.complete import completeness
-from schedir.errors import GroupError, Site
+from schedir.errors import GroupError, Site, SlotError
 from schedir.explain import deadlock, misordered
 from schedir.graph import Graph, Model
 from schedir.index import NONE
 from schedir.ops import RECEIVES, ROWS, Per
 from schedir.program import Program
+from schedir.slots import BOUNDARY, fewest, groups
 from schedir.walk import walk
 
 _MEET = tuple(row.op for row in ROWS if row.meets is not None)
@@ -23,15 +24,17 @@ def check(program: Program, model: Model = "device") -> Program:
 
     It is complete (every stage runs every microbatch forward and backward once, every message
     has both sides, gradients are reduced and stepped once), each rank gives a value before it
-    uses it, no ranks wait for each other under the progress model of the transport that will
-    run it ("edge", "pair", "device" or "serial"), and messages arrive as they are sent.
+    uses it and finds a slot for it, no ranks wait for each other under the progress model of the
+    transport that will run it ("edge", "pair", "device" or "serial"), and messages arrive as
+    they are sent.
 
     Raises a ProgramError that says what is wrong and where: CompletenessError (PartnerError,
-    ReductionError), GroupError, LevelError, OrderError or DeadlockError.
+    ReductionError), GroupError, LevelError, OrderError, SlotError or DeadlockError.
     """
     graph = Graph(program, model, completeness(program, draft=False))
     if early := misordered(graph):
         raise early
+    _in_slots(graph)
     if not _in_one_order(graph):
         reached = walk(graph)
         if not reached.done.all():
@@ -46,12 +49,36 @@ def check_draft(program: Program) -> Program:
     return program
 
 
+def _in_slots(graph: Graph) -> None:
+    """Each fill finds a slot that was freed earlier in the Stream, and not by what it runs with."""
+    if not graph.program.slots:
+        return
+    group = groups(graph.index)
+    wrong = (graph.reuses != NONE) & (group[graph.reuses] >= group)
+    if not wrong.any():
+        return
+    fill = int(wrong.argmax())
+    free = int(graph.reuses[fill])
+    rank, at, instr = graph.index.place(fill)
+    _, freed_at, frees = graph.index.place(free)
+    kind = next(k for k in BOUNDARY if k in ROWS[instr.op].gives)
+    count = graph.program.slots[rank][BOUNDARY.index(kind)]
+    least = int(fewest(graph.index)[rank, BOUNDARY.index(kind)])
+    raise SlotError(
+        f"rank {rank} has {count} {kind.name.lower()} slot{'s' * (count != 1)}, "
+        f"and {instr} needs one more",
+        program=graph.program.name,
+        sites=[Site(rank, at, instr, "fills it"), Site(rank, freed_at, frees, "frees the next")],
+        hint=f"its Stream needs {least}",
+    )
+
+
 def _in_one_order(graph: Graph) -> bool:
     """Whether all Streams agree with the order of messages that the program brings along.
 
     Then it finishes under every model.  All edges of the graph lead forward within one Stream
-    (values do: that has been looked at), or join what has one number; and along each Stream
-    numbers go up, from group to group.  So no path leads back to where it began.
+    (values and slots do: that has been looked at), or join what has one number; and along each
+    Stream numbers go up, from group to group.  So no path leads back to where it began.
     """
     index, m = graph.index, graph.program.plan.microbatches
     number = np.full(len(graph), NONE, np.int32)

@@ -19,6 +19,7 @@ from schedir.passes.reductions import (
     reduce_tied,
 )
 from schedir.passes.scatter_gather import scatter_gather
+from schedir.passes.slots import Choice, share_slots
 from schedir.passes.transfers import transfers
 from schedir.plan import Plan
 from schedir.program import Program
@@ -37,6 +38,7 @@ def compile(
     clip: bool = False,
     boundary: Literal["replicated", "sharded"] = "replicated",
     overlap: bool = False,
+    slots: Choice | None = None,
     debug: bool = False,
 ) -> Program:
     """Draft a schedule, lower it in the order of these costs, and check it.
@@ -45,8 +47,10 @@ def compile(
     and last stage hold copies of one weight, `clip` that gradients are clipped by their global
     norm.  `boundary` is the layout of activations between stages within a tensor-parallel
     group: "replicated" ones are scattered for the wire and gathered behind it, "sharded" ones
-    go as they are.  `overlap` groups opposite transfers and posts other receives early.  `debug`
-    checks after every pass.
+    go as they are.  `overlap` groups opposite transfers and posts other receives early.
+    `slots` says how many static buffers values share: the "fewest" there can be, or "enough" to
+    lose no time at these costs; by default each value has its own.  `debug` checks after every
+    pass.
 
     Raises a ProgramError if the schedule is wrong; the result finishes under `model`.
     """
@@ -54,7 +58,11 @@ def compile(
         raise UsageError(f"boundary must be 'replicated' or 'sharded', not {boundary!r}")
     program = replace(draft(schedule, plan), tp=tp, dp=dp, tied=tied, clip=clip)
     program = lower(check_draft(program), costs, boundary=boundary, debug=debug)
-    return check(overlapped(program, model, debug=debug) if overlap else program, model)
+    if overlap:
+        program = overlapped(program, model, debug=debug)
+    if slots is not None:
+        program = share_slots(program, slots, costs, model)
+    return check(program, model)
 
 
 def overlapped(program: Program, model: Model = "device", *, debug: bool = False) -> Program:

@@ -105,9 +105,19 @@ class TrainConfig:
 
 @dataclass(frozen=True)
 class OutputConfig:
-    """Where results go: a folder, made if it is not there."""
+    """Where results go: a folder, made if it is not there.
+
+    `trace` is a folder for the last step's Timeline, which needs `record`: to note when each
+    instruction begins and ends.  Without it, nothing is said of bubbles.
+    """
 
     folder: str = "schedir-output"
+    trace: str | None = None
+    record: bool = True
+
+    def __post_init__(self) -> None:
+        if self.trace is not None and not self.record:
+            raise UsageError("trace needs record to be true")
 
 
 @dataclass(frozen=True)

@@ -157,6 +157,10 @@ class OrderError(ProgramError):
     """A Stream that uses a value before the instruction that gives it."""
 
 
+class SlotError(ProgramError):
+    """A Stream that fills more slots of a kind than its rank has."""
+
+
 class DeadlockError(ProgramError):
     """Ranks that wait for each other under a progress model; `cycle` says who for what."""
 

@@ -108,7 +108,7 @@ def _unmet(graph: Graph, left: NDArray[np.bool_], head: int) -> list[int]:
     enter = graph.gates[0]
     grouped = enter[head] != graph.node[head]
     members = np.flatnonzero(enter == enter[head]) if grouped else np.array([head])
-    needed = [n for n in graph.needs[:, members].reshape(-1).tolist() if n != NONE]
+    needed = [n for n in graph.waits[:, members].reshape(-1).tolist() if n != NONE]
     for one in members.tolist():
         needed += np.flatnonzero(graph.node == graph.node[one]).tolist()
     waits = [n for n in needed if not left[n] and n not in members]

@@ -19,6 +19,8 @@ from torch.distributed import ProcessGroup
 from schedir.errors import UsageError
 from schedir.gpt_config import GPTConfig as GPTConfig
 from schedir.gpt_config import split_heads, split_layers
+from schedir.kernels.gelu import bias_gelu
+from schedir.kernels.layer_norm import add_layer_norm
 from schedir.parallel.group import tp_size
 from schedir.parallel.layers import ColumnParallelLinear, RowParallelLinear
 from schedir.parallel.vocab import (
@@ -143,8 +145,9 @@ class Layer(nn.Module):
         qkv = self.qkv(self.attention_norm(x)).view(b, length, -1, 3, self.head_width)
         q, k, v = qkv.permute(3, 0, 2, 1, 4)  # each (b, heads/t, T, width)
         heads = F.scaled_dot_product_attention(q, k, v, is_causal=True)
-        x = x + self.proj(heads.transpose(1, 2).reshape(b, length, -1))
-        y: Tensor = x + self.down(F.gelu(self.up(self.mlp_norm(x))))
+        attended, norm = self.proj(heads.transpose(1, 2).reshape(b, length, -1)), self.mlp_norm
+        x, normed = add_layer_norm(attended, x, norm.weight, norm.bias, norm.eps)
+        y: Tensor = x + self.down(bias_gelu(self.up.product(normed), self.up.bias))
         return y
 
 

@@ -4,8 +4,9 @@ The one place that knows.  A program finishes under a progress model if and only
 graph has no cycle; the longest path is the predicted time; any topological order is a legal
 execution.  `check`, `simulate`, the lowering and the in-process executor all ask it.
 
-What an instruction waits for is three arrays: `needs` (values of its own rank), `ahead` (the
-one before it in its queue) and `partner` (the other side of a message).  As a graph of nodes
+What an instruction waits for is four arrays: `needs` (values of its own rank), `reuses` (the
+last reader of the slot that it fills, where slots are shared), `ahead` (the one before it in its
+queue) and `partner` (the other side of a message).  As a graph of nodes
 (`edges`), a send and its receive are one node, and so are all members of a collective.  A
 group of transfers issued together is entered at one node (*posted*) and left at another
 (*complete*), and each of its transfers lies between: contracting it would call legal rings a
@@ -27,6 +28,7 @@ from schedir.errors import UsageError
 from schedir.index import NONE, Index, Positions
 from schedir.ops import HANDED, RECEIVES, ROWS, SENDS, TRANSFERS, Lane, Opcode, Per, Token, givers
 from schedir.program import Program
+from schedir.slots import reuses
 
 Model = Literal["edge", "pair", "device", "serial"]
 MODELS: Final[tuple[Model, ...]] = ("edge", "pair", "device", "serial")
@@ -81,6 +83,18 @@ class Graph:
                     needs[k, needer] = self._giver(row.op, token, needer)
         self._needs_late(needs)
         return needs
+
+    @cached_property
+    def reuses(self) -> Positions:
+        """For each instruction, the last reader of the slot that it fills; -1 where it is new."""
+        return reuses(self.index, self.program.slots)
+
+    @cached_property
+    def waits(self) -> NDArray[np.int32]:
+        """All that each instruction waits for on its own rank outside its queue, shape (k, n)."""
+        if not self.program.slots:
+            return self.needs
+        return np.concatenate([self.needs, self.reuses[None]])
 
     def _giver(self, op: Opcode, token: Token, needer: NDArray[np.intp]) -> Positions:
         """Who gives a value of a (stage, mb) to `op`: the last in the chain that is there."""
@@ -179,7 +193,7 @@ class Graph:
         All means what its partners and the members of its group wait for, too; of equals it is
         the first.  `end` has an entry per instruction.
         """
-        before = np.concatenate([self.needs, self.ahead[None]])
+        before = np.concatenate([self.waits, self.ahead[None]])
         enter = self.gates[0]
         for same in (self.node, enter):  # what is issued together does not wait for itself
             before = np.where(same[before] == same, NONE, before)
@@ -275,9 +289,9 @@ class Graph:
             before, after = before[apart], after[apart]
         del order, queue, follows
         yield leave[before], enter[after]
-        for needs in self.needs:
-            needer = np.flatnonzero(needs != NONE)
-            yield leave[needs[needer]], enter[needer]
+        for waits in self.waits:
+            waiter = np.flatnonzero(waits != NONE)
+            yield leave[waits[waiter]], enter[waiter]
         grouped = np.flatnonzero(enter != self.node)
         yield enter[grouped], self.node[grouped]
         yield self.node[grouped], leave[grouped]

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import pairwise
-from typing import TYPE_CHECKING, Final, overload
+from typing import TYPE_CHECKING, Final, NamedTuple, overload
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -117,13 +117,24 @@ class Stream(Sequence[Instr]):
         return f"<Stream of {len(self)} instructions>"
 
 
+class Slots(NamedTuple):
+    """How many static slots a rank has for what is taken in and put out, in activations and
+    in gradients (`schedir/slots.py` says who lives in which)."""
+
+    act_in: int
+    act_out: int
+    grad_in: int
+    grad_out: int
+
+
 @dataclass(frozen=True)
 class Program:
     """A plan and one Stream per rank.
 
     `tp` and `dp` are the sizes of the tensor- and data-parallel groups that run each Stream;
     `tied` says that the first and the last stage hold copies of one weight, `clip` that
-    gradients are clipped by their global norm.
+    gradients are clipped by their global norm.  `slots` has one entry per rank; where it is
+    empty, each value has a slot of its own.
 
     `order` numbers the messages as the lowering places them: for each kind of send a number by
     stage*microbatches + mb, -1 where there is none.  It is no part of what the program says, and
@@ -141,6 +152,7 @@ class Program:
     dp: int = 1
     tied: bool = False
     clip: bool = False
+    slots: tuple[Slots, ...] = ()
     order: Mapping[Opcode, NDArray[np.int32]] = field(
         default_factory=dict, repr=False, compare=False
     )
@@ -157,6 +169,12 @@ class Program:
             value = getattr(self, size)
             if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= 65535:
                 raise PlanError(f"{size} must be a whole number from 1 to 65535, not {value!r}")
+        slots = tuple(Slots(*map(int, counts)) for counts in self.slots)
+        if slots and len(slots) != self.plan.ranks:
+            raise PlanError(f"slots are given for {len(slots)} of {self.plan.ranks} ranks")
+        if any(not 0 <= count < 2**31 for counts in slots for count in counts):
+            raise PlanError("the number of slots is a whole number from 0 on")
+        object.__setattr__(self, "slots", slots)
         # One array holds all words, and the Streams are views of it: nothing is there twice.
         words = _whole([s.words for s in self.streams])
         offsets = np.cumsum([0, *map(len, self.streams)])
@@ -208,7 +226,7 @@ class Program:
         plan = self.plan
         sha = hashlib.sha256(
             repr((plan.ranks, plan.microbatches, plan.holders.tolist(),
-                  self.tp, self.dp, self.tied, self.clip)).encode()
+                  self.tp, self.dp, self.tied, self.clip, self.slots)).encode()
         )  # fmt: skip
         for s in self.streams:
             sha.update(len(s).to_bytes(8, "little"))

@@ -11,7 +11,8 @@
       B 0.7
 
 `1.0+` is stage 1, microbatch 0, one more each turn (`+4` four more, `-` one less); `&` joins
-instructions that are issued together; `#` begins a comment.
+instructions that are issued together; `#` begins a comment.  Where slots are shared, each rank
+says how many it has: `rank 0  act_in 2  act_out 2  grad_in 1  grad_out 1`.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ import numpy as np
 from schedir.errors import ParseError, PlanError
 from schedir.ops import BY_TEXT, ROWS, Opcode, Per
 from schedir.plan import Plan
-from schedir.program import JOINED, OP, STAGE, Program, Stream, Words
+from schedir.program import JOINED, OP, STAGE, Program, Slots, Stream, Words
 
 FORMAT = 1
 _KEYS = ("ranks", "microbatches", "stages_per_rank", "placement", "tp", "dp", "tied", "clip")
@@ -50,7 +51,8 @@ def show(program: Program, folded: bool = True) -> str:
     ]
     period = 8 * plan.stages if folded else 0
     for rank, stream in enumerate(program.streams):
-        lines += ["", f"rank {rank}"]
+        has = program.slots[rank]._asdict() if program.slots else {}
+        lines += ["", "  ".join([f"rank {rank}", *(f"{kind} {n}" for kind, n in has.items())])]
         lines += [f"  {line}" for line in _lines(stream.words, period)]
     return "\n".join(lines) + "\n"
 
@@ -142,7 +144,8 @@ class _Line(NamedTuple):
 
 _NAME = re.compile(r"(program)\b\s*(.*)")
 _PAIR = re.compile(r"\s*(\S+)(?:\s+(\S+))?")
-_RANK = re.compile(r"rank\s+(\d{1,9})\s*$")
+_SLOTS = r"\s+".join(rf"{kind}\s+(\d{{1,9}})" for kind in Slots._fields)
+_RANK = re.compile(rf"rank\s+(\d{{1,9}})(?:\s+{_SLOTS})?\s*$")
 _TIMES = re.compile(r"\s*(\d{1,9})\s+x\s")
 _INSTR = re.compile(r"\s*([A-Za-z_]\w*)(?:\s+(\d{1,5})(?:\.(\d{1,10})([+-]\d{0,9})?)?)?\s*$")
 
@@ -174,9 +177,9 @@ def parse(text: str, most: int = MOST) -> Program:
         key = next((k for k in re.findall(r"\w+", error.fact) if k in found), "ranks")
         _, line, at = found[key]
         raise line.error(error.fact, at, error.hint) from None
-    streams = _streams(lines[begin:], plan.ranks, lines[-1], most)
+    streams, slots = _streams(lines[begin:], plan.ranks, lines[-1], most)
     try:
-        return Program(name, plan, streams, **header)
+        return Program(name, plan, streams, **header, slots=slots)
     except PlanError as error:
         _, line, at = found["program"]
         raise line.error(error.fact, at) from None
@@ -226,18 +229,28 @@ def _value(line: _Line, at: int, key: str, value: str) -> object:
     return int(value)
 
 
-def _streams(lines: list[_Line], ranks: int, last: _Line, most: int) -> tuple[Stream, ...]:
+def _streams(
+    lines: list[_Line], ranks: int, last: _Line, most: int
+) -> tuple[tuple[Stream, ...], tuple[Slots, ...]]:
     streams: list[list[Words]] = []
+    slots: list[Slots] = []
     left = most
     for line in lines:
         if not line.text[0].isspace():
             found = _RANK.match(line.text)
             if not found:
-                raise line.error("expected 'rank N', or an instruction indented under one")
+                form = "  ".join(["rank N", *(f"{kind} N" for kind in Slots._fields)])
+                raise line.error(
+                    f"expected 'rank N' or {form!r}, or an instruction indented under one"
+                )
             if int(found[1]) != len(streams):
                 raise line.error(f"expected rank {len(streams)}, not {found[1]}", found.start(1))
             if len(streams) == ranks:
                 raise line.error(f"the header says {ranks} ranks", found.start(1))
+            if streams and (found[2] is None) is (len(slots) > 0):
+                raise line.error("slots are said of all ranks or of none", found.end(1))
+            if found[2] is not None:
+                slots.append(Slots(*map(int, found.groups()[1:])))
             streams.append([])
         else:
             streams[-1].append(_unfold(line, left))
@@ -245,7 +258,7 @@ def _streams(lines: list[_Line], ranks: int, last: _Line, most: int) -> tuple[St
     if len(streams) != ranks:
         raise last.error(f"the header says {ranks} ranks, but there are {len(streams)}")
     empty = np.empty(0, np.int64)
-    return tuple(Stream(np.concatenate([empty, *parts])) for parts in streams)
+    return tuple(Stream(np.concatenate([empty, *parts])) for parts in streams), tuple(slots)
 
 
 def _unfold(line: _Line, most: int) -> Words:

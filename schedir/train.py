@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 from schedir.check import check, check_draft
 from schedir.compile import compile, lower, overlapped
-from schedir.config import Config, read
+from schedir.config import Config, OutputConfig, read
 from schedir.errors import ExecutionError, ProgramError, UsageError
 from schedir.files import replacing
 from schedir.graph import Model
@@ -23,6 +23,7 @@ from schedir.launch import crash, end_with_parent, launch, leave
 from schedir.load import load
 from schedir.program import Program
 from schedir.terminal import told
+from schedir.trace import save_timeline
 
 # What is wrong with a configuration is said before torch is imported.
 if TYPE_CHECKING:
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
 
 MODEL: Model = "edge"  # what Gloo gives
 RESULTS = ("loss.csv", "summary.json", "timeline.png")
+TRACE = "measured.timeline"
 CLOSED = "standard output was closed"
 _LAUNCHER = "use torchrun, or unset RANK"
 
@@ -46,7 +48,7 @@ def run(path: str, sets: Sequence[str] = ()) -> int:
     config = read(path, sets)
     program = program_of(config)
     check_memory(config, config.world)
-    make_folder(config.output.folder)
+    _make_folders(config)
     try:
         from schedir.trainer import batches
 
@@ -102,6 +104,12 @@ def _yes(value: bool) -> str:
     return "yes" if value else "no"
 
 
+def _make_folders(config: Config) -> None:
+    make_folder(config.output.folder)
+    if config.output.trace is not None:
+        make_folder(config.output.trace)
+
+
 def make_folder(folder: str) -> None:
     """Make a folder for results.  Raises UsageError if they cannot be written there."""
     try:
@@ -148,7 +156,7 @@ def _run_rank(path: str, sets: Sequence[str]) -> int:
         program = program_of(config)
         check_memory(config, _whole("LOCAL_WORLD_SIZE", 1, config.world, otherwise="1"))
         if os.environ["RANK"] == "0":
-            make_folder(config.output.folder)
+            _make_folders(config)
         _train(config, program)
     except ExecutionError as error:
         crash(str(error))
@@ -195,22 +203,31 @@ def _train(config: Config, program: Program) -> None:
             losses.write("step,loss,learning_rate,gradient_norm\n")
         result = train(config, program, losses)
         if result is not None:
-            _save(result, folder)
+            _save(result, config.output)
 
 
-def _save(result: Result, folder: Path) -> None:
-    from schedir.viz import compare, save
-
-    _, summary, picture = (folder / name for name in RESULTS)
-    save(compare([result.predicted, result.measured]), picture)
+def _save(result: Result, output: OutputConfig) -> None:
+    """The summary, and of a run that was recorded the picture and the trace."""
+    _, summary, picture = (Path(output.folder, name) for name in RESULTS)
     facts = {
-        "program": result.measured.program.name,
-        "digest": result.measured.program.digest,
+        "program": result.program.name,
+        "digest": result.program.digest,
         "loss": result.loss,
         "tokens_per_second": result.tokens_per_second,
-        "bubble": {"measured": result.measured.bubble, "predicted": result.predicted.bubble},
-        "seconds": {"measured": result.measured.span, "predicted": result.predicted.span},
     }
+    if result.runs is not None:
+        from schedir.viz import compare, save
+
+        measured, predicted = result.runs
+        save(compare([predicted, measured]), picture)
+        facts["bubble"] = {"measured": measured.bubble, "predicted": predicted.bubble}
+        facts["seconds"] = {"measured": measured.span, "predicted": predicted.span}
+        facts["clock_error"] = measured.clock_error
+        if output.trace is not None:
+            path = Path(output.trace, TRACE)
+            save_timeline(measured, path)
+            print(f"wrote {path}")
     with replacing(summary) as temporary:
         temporary.write_text(json.dumps(facts, indent=2) + "\n")
-    print(f"wrote {', '.join(RESULTS[:-1])} and {RESULTS[-1]} to {folder}", flush=True)
+    wrote = RESULTS if result.runs is not None else RESULTS[:-1]
+    print(f"wrote {', '.join(wrote[:-1])} and {wrote[-1]} to {output.folder}", flush=True)

@@ -35,13 +35,14 @@ PATIENCE = 600.0  # seconds that processes wait for the first one to write resul
 class Result:
     """What a run leaves: its last loss and speed, and its last step, measured and predicted.
 
-    The prediction is from the mean times that the step measured.
+    The prediction is from the mean times that the step measured.  There are no `runs` where
+    nothing was recorded.
     """
 
+    program: Program
     loss: float
     tokens_per_second: float
-    measured: Timeline
-    predicted: Timeline
+    runs: tuple[Timeline, Timeline] | None
 
 
 def batches(config: Config) -> Batches:
@@ -128,6 +129,7 @@ class _Trainer:
             boundary=Boundary((self.size, config.model.context, config.model.hidden)),
             optimizer=self.optimizer,
             max_norm=config.train.clip,
+            record=config.output.record,
         )
         self.recent: list[_Step] = []  # steps not yet reported
         self.timed: list[float] = []  # seconds of all steps but the first
@@ -194,8 +196,8 @@ class _Trainer:
         recent, self.recent = self.recent, []
         parts = torch.tensor([s.loss for s in recent], dtype=torch.float64)
         dist.all_reduce(parts)
-        timeline = measured(self.executor, self.transport)
-        if timeline is None:
+        runs = self._runs() if self.executor.record else None
+        if dist.get_rank():
             return None
         losses = parts.tolist()
         first = step - len(recent) + 1
@@ -206,23 +208,31 @@ class _Trainer:
         if self.losses is not None:
             self.losses.flush()
 
-        named = replace(self.program, name=f"{self.program.name} at measured means")
-        predicted = replace(
-            simulate(named, calibrate(timeline), model=self.transport.model), unit=timeline.unit
-        )
         seconds = [s.seconds for s in recent]
         # The first step connects and warms up: it is no measure.
         timed = seconds[1:] if first == 1 else seconds
         self.timed += timed
         last = recent[-1]
+        bubble = ""
+        if runs is not None:
+            bubble = f"  bubble {runs[0].bubble:.1%}, predicted {runs[1].bubble:.1%}"
         clipped = "" if last.norm is None else f"  norm {last.norm:.3f}"
         print(
             f"step {step:>{len(str(self.config.train.steps))}}  loss {losses[-1]:.4f}"
             f"  {self._speed(timed or seconds):,.0f} tokens/s  lr {last.learning_rate:.2e}{clipped}"
-            f"  bubble {timeline.bubble:.1%}, predicted {predicted.bubble:.1%}",
+            f"{bubble}",
             flush=True,
         )
-        return Result(losses[-1], self._speed(self.timed or seconds), timeline, predicted)
+        return Result(self.program, losses[-1], self._speed(self.timed or seconds), runs)
+
+    def _runs(self) -> tuple[Timeline, Timeline] | None:
+        """The last step as it was, and as predicted from its mean times; on process 0 alone."""
+        timeline = measured(self.executor, self.transport)
+        if timeline is None:
+            return None
+        named = replace(self.program, name=f"{self.program.name} at measured means")
+        predicted = simulate(named, calibrate(timeline), model=timeline.model)
+        return timeline, replace(predicted, unit=timeline.unit)
 
     def _speed(self, seconds: list[float]) -> float:
         """Tokens per second in steps that took so long."""

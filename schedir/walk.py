@@ -59,6 +59,17 @@ def walk(graph: Graph, costs: Costs | None = None) -> Walk:
     return Walk(start, end, turn)
 
 
+def remaining(graph: Graph, costs: Costs | None = None) -> Times:
+    """The longest path from the start of each instruction of a lowered program to its end.
+
+    What starts with less than that left makes the program longer.  The same walk, backwards.
+    """
+    cost = _node_costs(graph, costs or Costs())
+    back = ((target, source) for source, target in graph.edges())
+    left, _ = _longest(_Successors.of(graph.nodes, back, graph.nodes // 64), cost)
+    return np.asarray((left + cost)[graph.node])
+
+
 @dataclass(frozen=True)
 class _Successors:
     """Who waits for each node.

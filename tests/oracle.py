@@ -1,11 +1,13 @@
 """A slow second opinion: the rules of DESIGN as a machine, with no graph in it.
 
 Every queue has a head.  In turns, whatever can start does, and ends after its cost.  What is
-left when nothing can start is stuck.
+left when nothing can start is stuck.  Where slots are shared, each Stream is gone through once
+with its slots on a heap: who fills one waits for whoever left it.
 """
 
 from __future__ import annotations
 
+from collections import defaultdict, deque
 from dataclasses import dataclass, field
 
 from schedir.costs import Costs
@@ -28,6 +30,7 @@ class Machine:
         self.lists = [list(s) for s in self.program.streams]
         self.groups = [self._groups(r) for r in range(len(self.lists))]
         self.where = {(r, i): k for r, l in enumerate(self.lists) for k, i in enumerate(l)}
+        self.left = [self._left(rank) for rank in range(len(self.lists))]
         queues = [
             [[g for g in groups if q in self._queues(r, g)] for q in self._all(r, groups)]
             for r, groups in enumerate(self.groups)
@@ -73,6 +76,8 @@ class Machine:
         for k in group:
             for need in self._needs(rank, self.lists[rank][k]):
                 times.append(self.ended.get(need, -1.0))
+            if k in self.left[rank]:
+                times.append(self.ended.get((rank, self.left[rank][k]), -1.0))
         return None if min(times) < 0 else max(times)
 
     def _needs(self, rank: int, i: Instr) -> list[tuple[int, int]]:
@@ -115,6 +120,48 @@ class Machine:
         }.get(i.op, ())
         of = {O.ReduceHolders: {s}, O.ReduceTied: {0, S - 1}}.get(i.op, range(S))
         return [(rank, k) for k, j in enumerate(own) if j.op in makers and j.stage in of]
+
+    def values(self, rank: int) -> dict[tuple[str, int, int], tuple[int, int]]:
+        """Of each value that lives in a slot: the indices at which it is filled and freed."""
+        own, S = self.lists[rank], self.program.plan.stages
+        at = {i: k for k, i in enumerate(own)}
+        values = {}
+        for k, (op, s, mb) in enumerate(own):
+            backward = (O.Backward, O.BackwardInput)
+            if op == O.RecvAct:
+                values["act_in", s, mb] = k, at[Instr(O.Forward, s, mb)]
+            elif op == O.RecvGrad:
+                values["grad_in", s, mb] = k, next(at[b] for o in backward
+                                                   if (b := Instr(o, s, mb)) in at)  # fmt: skip
+            elif op == O.Forward and s + 1 < S:
+                takers = [Instr(O.SendAct, s, mb), Instr(O.Forward, s + 1, mb)]
+                values["act_out", s, mb] = k, next(at[t] for t in takers if t in at)
+            elif op in backward and s > 0:
+                takers = [Instr(O.SendGrad, s, mb), *(Instr(o, s - 1, mb) for o in backward)]
+                values["grad_out", s, mb] = k, next(at[t] for t in takers if t in at)
+        return values
+
+    def _left(self, rank: int) -> dict[int, int]:
+        """For each index that fills a slot which was used before: the index that freed it."""
+        left: dict[int, int] = {}
+        if not self.program.slots:
+            return left
+        # Each slot on the heap is named by the index that freed it, -1 if nobody ever used it.
+        heap = {kind: deque([-1] * n) for kind, n in self.program.slots[rank]._asdict().items()}
+        fills, frees = defaultdict(list), defaultdict(list)
+        for (kind, _, _), (fill, free) in self.values(rank).items():
+            fills[fill].append(kind)
+            frees[free].append(kind)
+        for group in self.groups[rank]:
+            for k in group:
+                for kind in fills[k]:
+                    before = heap[kind].popleft()
+                    if before >= 0:
+                        left[k] = before
+            for k in group:
+                for kind in frees[k]:
+                    heap[kind].append(k)
+        return left
 
     def _partners(self, rank: int, i: Instr) -> list[tuple[int, int]]:
         row = ROWS[i.op]

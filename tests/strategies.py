@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+import random
+from dataclasses import replace
+
 from hypothesis import strategies as st
 
 from schedir.costs import Costs
+from schedir.index import Index
 from schedir.plan import Plan
+from schedir.program import Program, Slots
+from schedir.slots import fewest
 from schedir.testing import drafts as drafts
 from schedir.testing import plans as plans
 
@@ -22,3 +28,13 @@ def costs(draw: st.DrawFn, plan: Plan, send: bool = True) -> Costs:
         F=per_stage(), I=per_stage(), W=per_stage(), B=per_stage(),
         send=draw(st.integers(0, 3)) if send else 0,
     )  # fmt: skip
+
+
+def with_slots(program: Program, rng: random.Random) -> Program:
+    """The program with few slots on each rank, or, every third time, with one for each value."""
+    if not rng.randrange(3):
+        return program
+    few = fewest(Index(program))[:, :4].tolist()
+    more = rng.randrange(1, 4)
+    slots = tuple(Slots(*(n + rng.randrange(more) for n in row)) for row in few)
+    return replace(program, slots=slots)

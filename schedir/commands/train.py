@@ -10,11 +10,15 @@ ABOUT = "train a GPT as a configuration says"
 def arguments(parser: argparse.ArgumentParser) -> None:
     """A configuration, and what to change in it."""
     parser.add_argument("config", metavar="CONFIG.toml")
+    parser.add_argument("--trace", metavar="DIR", help="write the last step's Timeline there")
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", dest="sets")
 
 
 def run(args: argparse.Namespace) -> int:
     """One process, or one for every rank."""
+    import json
+
     from schedir.train import run
 
-    return run(args.config, args.sets)
+    traced = [] if args.trace is None else [f"output.trace={json.dumps(args.trace)}"]
+    return run(args.config, [*args.sets, *traced])

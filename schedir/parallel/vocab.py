@@ -3,7 +3,8 @@
 Rank r holds tokens r*k .. (r+1)*k - 1 with k = ceil(vocab / t). Rows past the vocabulary are
 padding: zero, never looked up, and with logits of -inf no token's probability.
 (1909.08053, section 3; the loss needs one MAX and one SUM of a few numbers per token, where
-gathering the logits would send all of the vocabulary.)
+gathering the logits would send all of the vocabulary. On a GPU it is one gather of three numbers
+per token and rank, and the logits are never copied: `schedir.kernels.cross_entropy`.)
 """
 
 from __future__ import annotations
@@ -16,6 +17,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
+from schedir.kernels import cross_entropy
+from schedir.kernels.choice import on_triton
 from schedir.parallel.group import f, g, shard, tp_rank, tp_size
 from schedir.runtime import split
 
@@ -69,8 +72,24 @@ def vocab_parallel_cross_entropy(
 
     `logits` is this rank's shard (..., k), in any floating type; `targets` int64 (...), the same
     on all ranks, as is the result. A target outside the vocabulary is not detected here.
+    On a GPU the backward pass overwrites the logits.
     """
+    if on_triton(logits):
+        return fused_cross_entropy(logits, targets, group, ignore)
     loss: Tensor = _CrossEntropy.apply(logits, targets, group, ignore)  # type: ignore[no-untyped-call]
+    return loss
+
+
+def fused_cross_entropy(
+    logits: Tensor, targets: Tensor, group: ProcessGroup | None = None, ignore: int = -1
+) -> Tensor:
+    """As `vocab_parallel_cross_entropy`, by the kernels or their references on any device.
+
+    Backward writes the gradient over the logits, and raises RuntimeError the second time.
+    """
+    if logits.is_leaf and logits.requires_grad:
+        logits = logits.clone()  # someone's parameter is not ours to overwrite
+    loss: Tensor = _FusedCrossEntropy.apply(logits, targets, group, ignore)  # type: ignore[no-untyped-call]
     return loss
 
 
@@ -114,3 +133,30 @@ class _CrossEntropy(torch.autograd.Function):
         dlogits = p * (dloss * counted).unsqueeze(-1)  # softmax - one_hot, times dloss
         dlogits.scatter_add_(-1, row, -(dloss * ~absent).unsqueeze(-1))
         return dlogits.to(ctx.dtype), None, None, None
+
+
+class _FusedCrossEntropy(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, logits: Tensor, targets: Tensor, group: ProcessGroup | None, ignore: int
+    ) -> Tensor:
+        k, t = logits.shape[-1], tp_size(group)
+        logits, flat = logits.contiguous(), targets.reshape(-1)
+        first = tp_rank(group) * k
+        mine = cross_entropy.statistics(logits.view(-1, k), flat, first)
+        parts = mine.unsqueeze(0)
+        if t > 1:
+            parts = mine.new_empty(t, *mine.shape)
+            dist.all_gather(list(parts), mine, group=group)
+        ctx.save_for_backward(logits, flat, parts)
+        ctx.first, ctx.ignore = first, ignore
+        return cross_entropy.losses(parts, flat, ignore).sum()
+
+    @staticmethod
+    def backward(ctx: Any, *dlosses: Tensor) -> tuple[Tensor, None, None, None]:
+        logits, flat, parts = ctx.saved_tensors
+        rows = logits.view(-1, logits.shape[-1])
+        cross_entropy.gradient_(rows, flat, parts, dlosses[0], ctx.first, ctx.ignore)
+        # A kernel's writing goes unseen: say it, so that a second backward is refused.
+        torch.autograd.graph.increment_version(logits)
+        return logits, None, None, None

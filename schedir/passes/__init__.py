@@ -1,5 +1,5 @@
 """Passes: pure functions from Program to Program.
 
-`compile` runs them in order: transfers, scatter_gather, reductions, optimizer_step.  Those of
-`overlap` come after it, for whoever wants them.
+`compile` runs them in order: transfers, scatter_gather, reductions, optimizer_step; then, for
+whoever wants them, those of `overlap`, and last `share_slots`.
 """

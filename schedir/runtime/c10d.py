@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import socket
+from dataclasses import replace
 from datetime import timedelta
-from time import perf_counter
 from typing import Any, cast
 
 import numpy as np
@@ -16,6 +15,7 @@ from schedir.errors import ModelError
 from schedir.graph import Graph, Model
 from schedir.ops import Lane
 from schedir.program import Program
+from schedir.runtime.clock import clock_offset
 from schedir.runtime.executor import Executor
 from schedir.runtime.transport import Group, Work
 from schedir.timeline import Timeline, spans_of
@@ -64,7 +64,6 @@ class Gloo:
             ends = sorted({int(program.plan.rank_of[0]), int(program.plan.rank_of[-1])})
             holders = mesh[:, ends].swapaxes(1, 2).reshape(-1, len(ends))
             self.groups["tied"] = self._group(holders)
-        self.offset = _clock_offset()
 
     def _group(self, members: NDArray[np.int64]) -> Any:
         """The group of the row that this process is in; None if it is in none.
@@ -106,35 +105,23 @@ class Gloo:
         return cast(Work, dist.all_gather(parts, shard, group=self.tp_group, async_op=True))
 
 
-def _clock_offset() -> float:
-    """What to take from this process's clock to have process 0's, in seconds.
-
-    Processes of one machine share the clock.  Others are compared once, as all leave a
-    barrier: good to about the time that a barrier takes.
-    """
-    dist.barrier()
-    clocks: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(clocks, (socket.gethostname(), perf_counter()))
-    host, now = clocks[0]
-    mine = clocks[dist.get_rank()]
-    return 0.0 if mine[0] == host else float(mine[1] - now)
-
-
 def measured(executor: Executor, transport: Gloo) -> Timeline | None:
     """The last step's Timeline, in seconds from its first instruction; None but on process 0.
 
     Of the replicas and tensor-parallel ranks, the first ones are shown.  A message lasts from
-    when both sides are there until the receiver saw it arrive.  All processes must call this.
+    when both sides are there until the receiver saw it arrive.  All processes must call this,
+    with executors that record; clocks are compared now, so that they have had no time to drift.
     """
-    own = (np.array(executor.began), np.array(executor.ended), transport.offset)
+    offset, error = clock_offset()
+    own = (np.array(executor.began) - offset, np.array(executor.ended) - offset, error)
     everyone: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(everyone, own)
     if dist.get_rank():
         return None
-    shown = [everyone[int(k)] for k in transport.mesh[0, :, 0].tolist()]
-    start = np.concatenate([began - offset for began, _, offset in shown])
-    end = np.concatenate([ended - offset for _, ended, offset in shown])
-    return timeline_of(executor.program, start, end, transport.model)
+    starts, ends, errors = zip(*(everyone[int(k)] for k in transport.mesh[0, :, 0]), strict=True)
+    start, end = np.concatenate(starts), np.concatenate(ends)
+    timeline = timeline_of(executor.program, start, end, transport.model)
+    return replace(timeline, clock_error=sum(sorted(errors)[-2:]))
 
 
 def timeline_of(

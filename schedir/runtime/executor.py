@@ -12,6 +12,7 @@ from time import perf_counter
 
 import torch
 from torch import Tensor, nn
+from torch.profiler import record_function
 
 from schedir.check import check
 from schedir.errors import ExecutionError, ModelError, Site
@@ -34,6 +35,10 @@ class Executor(Rank):
     rank holds a slice has `shard_dim`, the dimension along which it is cut; others are held
     whole by all, and the global norm counts them once.
 
+    With `record`, it is noted when each instruction begins and ends.  Under torch.profiler, an
+    instruction is a range named by what it is and its stage ("F 0"), with itself ("F 0.3") as
+    its argument.
+
     Raises ModelError where modules, transport and program do not go together, and whatever
     `check` raises where the program is not proven for the transport.
     """
@@ -49,10 +54,14 @@ class Executor(Rank):
         boundary: Boundary,
         optimizer: torch.optim.Optimizer | None = None,
         max_norm: float = 1.0,
+        record: bool = True,
     ) -> None:
         _fit(check(program, transport.model), rank, stages, transport, boundary)
-        super().__init__(program, rank, stages, transport, loss, boundary, optimizer, max_norm)
+        super().__init__(
+            program, rank, stages, transport, loss, boundary, optimizer, max_norm, record
+        )
         self.position = 0  # index in the Stream: where this rank stands
+        self.profiled = False
         self.calls = [HANDLERS[i.op](self, i) for i in self.stream]
 
     # ------------------------------------------------------------ a step
@@ -83,6 +92,7 @@ class Executor(Rank):
                     f"rank {self.rank} is given {len(given)} {name} for {m} microbatches",
                     program=self.program.name,
                 )
+        self.profiled = torch.autograd.profiler._is_profiler_enabled
         self.inputs, self.targets, self.scale = inputs, targets, scale
         for stage in self.stages.values():
             stage.gradients.zero()
@@ -94,9 +104,15 @@ class Executor(Rank):
         try:
             if wait is not None:
                 wait()
-            self.began[k] = perf_counter()
-            run()
-            self.ended[k] = perf_counter()
+            if self.record:
+                self.began[k] = perf_counter()
+            if self.profiled:
+                name = str(self.stream[k])
+                with record_function(name.partition(".")[0], name):
+                    run()
+            else:
+                run()
+            self.ends(k)
         except Exception as error:
             what = str(error).strip().partition("\n")[0] or type(error).__name__
             raise ExecutionError(

@@ -9,7 +9,6 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable
 from functools import partial
-from time import perf_counter
 from typing import TypeVar
 
 import torch
@@ -163,7 +162,7 @@ def _arrived(rank: Rank, i: Instr, lane: Lane) -> Callable[[], None] | None:
         work = stage.arriving.pop(key, None)
         if work is not None:  # else a gather has waited already
             work.wait()
-            rank.ended[k] = perf_counter()
+            rank.ends(k)
             for send in known:
                 rank.sending.pop(send)[0].wait()
 
@@ -214,7 +213,7 @@ def _reduced(rank: Rank) -> None:
     """Waits until every reduction that was begun has ended: that is when it ends."""
     for k, work in rank.reducing:
         work.wait()
-        rank.ended[k] = perf_counter()
+        rank.ends(k)
     rank.reducing.clear()
 
 

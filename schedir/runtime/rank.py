@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from time import perf_counter
 from typing import NamedTuple
 
 import torch
@@ -72,7 +73,7 @@ class Rank:
     """Own stages, what is on its way, and what the step was given.
 
     `where` finds an instruction (op, stage, mb) in the rank's Stream; `began` and `ended` are
-    when each one last ran, in seconds of this process's clock.
+    when each one last ran, in seconds of this process's clock, if `record` says so.
     """
 
     def __init__(
@@ -85,6 +86,7 @@ class Rank:
         boundary: Boundary,
         optimizer: torch.optim.Optimizer | None,
         max_norm: float,
+        record: bool,
     ) -> None:
         self.program, self.plan, self.rank = program, program.plan, rank
         self.transport, self.loss, self.boundary = transport, loss, boundary
@@ -103,6 +105,7 @@ class Rank:
         self.reducing: list[tuple[int, Work]] = []
         self.known = arrived(program, rank)
         self.where: dict[tuple[int, ...], int] = {i: k for k, i in enumerate(self.stream)}
+        self.record = record
         self.began, self.ended = [0.0] * len(self.stream), [0.0] * len(self.stream)
 
     def beside(self, stage: int, mb: int) -> Stage | None:
@@ -110,3 +113,8 @@ class Rank:
         if stage not in self.stages or self.plan.rank_at(stage, mb) != self.rank:
             return None
         return self.stages[stage]
+
+    def ends(self, k: int) -> None:
+        """Note that the instruction at an index of the Stream has ended now."""
+        if self.record:
+            self.ended[k] = perf_counter()

@@ -174,5 +174,15 @@ def test_the_seed_decides_the_weights() -> None:
     assert torch.equal(first(1), first(1)) and not torch.equal(first(1), first(2))
 
 
+def test_a_token_sees_those_before_it_only() -> None:
+    model = build_stage(SMALL, 0, 1)
+    tokens, _ = batch()
+    changed = tokens.clone()
+    changed[:, 5] = (tokens[:, 5] + 1) % SMALL.vocab
+    before, after = model(tokens), model(changed)
+    assert torch.equal(before[:, :5], after[:, :5])
+    assert not torch.isclose(before[:, 5:], after[:, 5:]).all(-1).any()
+
+
 def test_count_tokens() -> None:
     assert count_tokens(batch()[1]) == 13

@@ -6,27 +6,25 @@ import time
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 
 import schedir
 from schedir import Plan, gpt
+from schedir.errors import ExecutionError
 from schedir.index import Index
 from schedir.ops import Opcode
 from schedir.program import Program
-from schedir.runtime import c10d, executor, handlers
+from schedir.runtime import clock as runtime_clock
+from schedir.runtime import executor
+from schedir.runtime import rank as runtime_rank
 from schedir.runtime.c10d import Gloo, measured, timeline_of
 from schedir.runtime.executor import Executor
+from schedir.runtime.inprocess import InProcess
 from schedir.schedules import one_f_one_b
 from schedir.timeline import Timeline
-from schedir.words import B, F, Word, overlap
 from tests.gloo.spawn import run
-from tests.gloo.tiny_stages import BOUNDARY, batch, gpt_stages
-
-
-def paired(r: int, P: int, m: int) -> Word:
-    """1F1B whose steady state runs forward and backward as one."""
-    lead = min(P - r, m)
-    return lead * F + overlap((m - lead) * B, (m - lead) * F) + lead * B
+from tests.gloo.tiny_stages import BOUNDARY, batch, gpt_stages, paired
 
 
 def _measured(program: Program, **late: float) -> Timeline:
@@ -68,9 +66,9 @@ def _processes(rank: int) -> Any:
     def clock() -> float:
         return time.perf_counter() + 1000 * rank
 
-    for module in (c10d, executor, handlers):
+    for module in (executor, runtime_rank, runtime_clock):
         module.perf_counter = clock  # type: ignore[attr-defined]
-    c10d.socket.gethostname = lambda: f"host{rank}"  # type: ignore[attr-defined]
+    runtime_clock.socket.gethostname = lambda: f"host{rank}"  # type: ignore[attr-defined]
     program = schedir.compile(one_f_one_b, Plan(2, 3), model="edge", tied=True, clip=True)
     transport = Gloo(program, timeout=77.0)
     stage = {rank: gpt_stages(2)[rank]}
@@ -85,7 +83,7 @@ def _processes(rank: int) -> Any:
         group._get_backend(torch.device("cpu")).options._timeout.total_seconds()
         for group in (transport.pipeline, transport.groups["model"], transport.groups["tied"])
     ]
-    return measured(own, transport), reductions, timeouts
+    return measured(own, transport), reductions, timeouts, runtime_clock.clock_offset()
 
 
 def test_clocks_reductions_and_timeouts_of_processes() -> None:
@@ -95,6 +93,43 @@ def test_clocks_reductions_and_timeouts_of_processes() -> None:
     # Another sign of the offset would set the ranks 2000 s apart, none of it 1000.
     assert 0 < timeline.span < 500
     for op in (Opcode.ReduceTied, Opcode.ReduceNorm):
-        begun = max(reductions[op][0] for _, reductions, _ in results)
-        assert all(reductions[op][1] >= begun for _, reductions, _ in results), op
-    assert [timeouts for _, _, timeouts in results] == [[77.0] * 3] * 2
+        begun = max(reductions[op][0] for _, reductions, *_ in results)
+        assert all(reductions[op][1] >= begun for _, reductions, *_ in results), op
+    assert [timeouts for *_, timeouts, _ in results] == [[77.0] * 3] * 2
+    # The offset is wrong by no more than it says, and is not said to be exact.
+    assert results[0][3] == (0, 0)
+    offset, error = results[1][3]
+    assert abs(offset - 1000) <= error < 1
+    assert 0 < timeline.clock_error < 1
+
+
+def _ranks(record: bool = True) -> InProcess:
+    program = schedir.compile(one_f_one_b, Plan(2, 3), model="edge", tied=True, clip=True)
+    ranks = InProcess(program, gpt_stages(2, True), loss=gpt.loss, boundary=BOUNDARY)
+    for rank in ranks.ranks:
+        rank.record = record
+    return ranks
+
+
+def test_what_is_not_recorded_asks_no_clock(monkeypatch: pytest.MonkeyPatch) -> None:
+    ranks = _ranks(record=False)
+
+    def clock() -> float:
+        raise AssertionError("nobody shall ask")
+
+    for module in (executor, runtime_rank):
+        monkeypatch.setattr(module, "perf_counter", clock)
+    ranks.step(*batch(3))
+    assert not any(t for rank in ranks.ranks for t in rank.began + rank.ended)
+    with pytest.raises(ExecutionError, match="nobody shall ask"):
+        _ranks().step(*batch(3))
+
+
+def test_a_profile_groups_by_instruction() -> None:
+    ranks = _ranks()
+    ranks.step(*batch(3))
+    with torch.profiler.profile() as profile:
+        ranks.step(*batch(3))
+    count = {event.key: event.count for event in profile.key_averages()}
+    assert count["F 0"] == count["B 1"] == count["recv_grad 0"] == 3
+    assert count["reduce_grads 1"] == 1 and count["step"] == count["reduce_norm"] == 2

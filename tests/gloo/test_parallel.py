@@ -16,6 +16,7 @@ from schedir.parallel.layers import ColumnParallelLinear, RowParallelLinear
 from schedir.parallel.vocab import (
     VocabParallelEmbedding,
     VocabParallelHead,
+    fused_cross_entropy,
     shard_vocab,
     vocab_parallel_cross_entropy,
 )
@@ -53,28 +54,50 @@ def test_cross_entropy_is_torchs(vocab: int, targets: list[int], scale: float, s
     torch.testing.assert_close(grad(ours), grad(plain))
 
 
-def shared_cross_entropy(rank: int, vocab: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+CROSS_ENTROPIES = {"plain": vocab_parallel_cross_entropy, "fused": fused_cross_entropy}
+
+
+def shared_cross_entropy(
+    rank: int, vocab: int, dtype: torch.dtype, kind: str = "plain"
+) -> tuple[Tensor, Tensor]:
     """Loss and gradient of the hidden states, through a head shared by all ranks."""
     group = dist.group.WORLD
     head = VocabParallelHead(shard_vocab(random(vocab, 6).to(dtype), group), vocab, group)
     x = random(3, 5, 6, seed=1).to(dtype).requires_grad_()
     targets = torch.arange(15).view(3, 5) % (vocab + 1) - 1
-    loss = vocab_parallel_cross_entropy(head(x), targets, group)
+    loss = CROSS_ENTROPIES[kind](head(x), targets, group)
     torch.autograd.backward(loss)
     return loss.detach(), grad(x)
 
 
-@pytest.mark.parametrize(("ranks", "vocab"), [(2, 8), (3, 10), (4, 5)])
-def test_shared_cross_entropy_with_padding_and_ignored_targets(ranks: int, vocab: int) -> None:
+@pytest.mark.parametrize(
+    ("ranks", "vocab", "kind"),
+    [(2, 8, "plain"), (3, 10, "plain"), (4, 5, "plain"), (3, 10, "fused"), (4, 5, "fused")],
+)
+def test_shared_cross_entropy_with_padding_and_ignored_targets(
+    ranks: int, vocab: int, kind: str
+) -> None:
     w, x = random(vocab, 6), random(3, 5, 6, seed=1).requires_grad_()
     targets = torch.arange(15) % (vocab + 1) - 1
     want = F.cross_entropy((x @ w.t()).flatten(0, 1), targets, ignore_index=-1, reduction="sum")
     torch.autograd.backward(want)
-    results = run(shared_cross_entropy, ranks, vocab, torch.float32)
+    results = run(shared_cross_entropy, ranks, vocab, torch.float32, kind)
     for loss, dx in results:
         torch.testing.assert_close(loss, want.detach())
         torch.testing.assert_close(dx, grad(x), rtol=1e-5, atol=1e-5)
         assert torch.equal(loss, results[0][0]) and torch.equal(dx, results[0][1])
+
+
+def test_fused_cross_entropy_overwrites_the_logits_and_nothing_else() -> None:
+    x, targets = random(3, 4).requires_grad_(), torch.tensor([0, -1, 3])
+    before, logits = x.detach().clone(), 2 * x
+    loss = fused_cross_entropy(logits, targets)
+    torch.autograd.backward(loss, retain_graph=True)
+    torch.testing.assert_close(grad(x), 2 * logits)
+    with pytest.raises(RuntimeError):
+        torch.autograd.backward(loss)
+    torch.autograd.backward(fused_cross_entropy(x, targets))  # of a leaf, a copy is taken
+    assert torch.equal(x, before)
 
 
 def test_low_precision_logits_give_a_float32_loss() -> None:

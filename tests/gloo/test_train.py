@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from schedir.trace import load_timeline
 from schedir.train import run
 from tests.gloo.training import (
     ALONE,
@@ -24,7 +25,9 @@ from tests.gloo.training import (
 
 
 def test_four_processes_are_one_and_torchrun_is_the_launcher(config: str, tmp_path: Path) -> None:
-    many, one = train(config, tmp_path / "many"), alone(config, tmp_path / "one")
+    traces = tmp_path / "traces"
+    many = train(config, tmp_path / "many", f'output.trace="{traces}"')
+    one = alone(config, tmp_path / "one", "output.record=false")
     assert len(many) == 6 and many[-1] < many[0]
     assert many == pytest.approx(one, rel=1e-5)
 
@@ -32,6 +35,15 @@ def test_four_processes_are_one_and_torchrun_is_the_launcher(config: str, tmp_pa
     assert summary["loss"] == many[-1]
     assert 0 < summary["bubble"]["predicted"] < 1 and 0 < summary["bubble"]["measured"] < 1
     assert (tmp_path / "many" / "timeline.png").read_bytes().startswith(b"\x89PNG")
+    trace = load_timeline(traces / "measured.timeline")
+    assert (trace.kind, trace.unit, trace.model) == ("measured", "s", "edge")
+    assert trace.program.digest == summary["digest"]
+    assert trace.span == summary["seconds"]["measured"]
+    assert trace.clock_error == summary["clock_error"] == 0  # one machine, one clock
+
+    summary = json.loads((tmp_path / "one" / "summary.json").read_text())
+    assert summary["loss"] == one[-1] and "bubble" not in summary
+    assert not (tmp_path / "one" / "timeline.png").exists()
 
     again = [*TORCHRUN, "--standalone", "--nproc-per-node", "4", "-m", "schedir"]
     code, _, err = finish(start([*again, *arguments(config, tmp_path / "again")]))

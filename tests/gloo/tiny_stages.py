@@ -13,7 +13,7 @@ from schedir.program import Program
 from schedir.runtime.rank import Boundary
 from schedir.runtime.reference import reference
 from schedir.schedules import gpipe, interleaved, one_f_one_b
-from schedir.words import F, I, W, Word
+from schedir.words import B, F, I, W, Word, overlap
 
 CONTEXT, HIDDEN, BATCH = 8, 16, 2
 BOUNDARY = Boundary((BATCH, CONTEXT, HIDDEN))
@@ -23,6 +23,12 @@ def zb(r: int, P: int, m: int) -> Word:
     """1F1B with every backward split."""
     lead = min(P - 1 - r, m)
     return lead * F + (m - lead) * (F + I) + lead * I + m * W
+
+
+def paired(r: int, P: int, m: int) -> Word:
+    """1F1B whose steady state runs forward and backward as one."""
+    lead = min(P - r, m)
+    return lead * F + overlap((m - lead) * B, (m - lead) * F) + lead * B
 
 
 def config(layers: int, tied: bool = True) -> gpt.GPTConfig:
@@ -79,4 +85,6 @@ PLANS = [
     (interleaved, Plan(4, 4, 2)),
     (interleaved, Plan(1, 3, 2)),  # first and last stage share a rank
     (one_f_one_b, Plan(1, 3)),
+    (paired, Plan(2, 4)),
+    (paired, Plan(4, 6)),
 ]

@@ -138,6 +138,7 @@ def test_options_and_overlap_reach_the_program(tmp_path: Path) -> None:
         ("[train]\nbetas = [0.9]", 2, 1, "2 numbers"),
         ("[train]\nbetas = [0.9, 1]", 2, 1, "below 1"),
         ("[train]\n\nlr = 1e-4\nmin_lr = 1e-3", 4, 1, "min_lr"),
+        ("[output]\ntrace = \"t\"\nrecord = false", 2, 1, "trace"),
         ("[train]\nsteps = 1\ntimeout = 0", 3, 1, "at least 1"),
         ("[train]\ntimeout = 1e300", 2, 1, "below 1e+07"),
         ("[train]\nthreads = 1_000_000_000", 2, 1, "below 1025"),

@@ -23,6 +23,7 @@ FLOORS = (
     {"program"},
     {"text", "torch_csv", "words", "memory"},
     {"schedules", "greedy", "index"},
+    {"slots"},
     {"graph"},
     {"walk", "timeline"},
     {"explain", "complete"},
@@ -30,7 +31,8 @@ FLOORS = (
     {"compile"},
     {"ascii", "load", "calibrate", "trace", "idleness"},
     {"config", "perfetto", "advice"},
-    {"runtime", "parallel", "gpt", "data", "kernels", "viz", "launch", "options", "terminal"},
+    {"kernels"},
+    {"runtime", "parallel", "gpt", "data", "viz", "launch", "options", "terminal"},
     {"trainer", "testing"},
     {"train"},
     {"commands"},
@@ -43,10 +45,10 @@ TIES: set[tuple[str, str]] = {
     ("gpt", "parallel"),
     ("__main__", "cli"),
 }
-HEAVY = ("torch", "matplotlib", "networkx")
+HEAVY = ("torch", "triton", "matplotlib", "networkx")
 
 FLOOR = {unit: floor for floor, units in enumerate(FLOORS) for unit in units}
-TORCH_FROM = FLOOR["runtime"]
+TORCH_FROM = FLOOR["kernels"]
 
 
 def python_files(*folders: str) -> list[Path]:
@@ -126,6 +128,7 @@ def test_heavy_imports_stay_home(name: str) -> None:
     roots = {target.split(".")[0] for target in module_imports(name)}
     assert "torch" not in roots or (FLOOR[unit(name)] >= TORCH_FROM and unit(name) != "viz")
     assert "matplotlib" not in roots or unit(name) == "viz"
+    assert "triton" not in roots or name == "schedir.kernels.ahead" or name.endswith("_triton")
 
 
 @pytest.mark.parametrize("path", python_files("tests/pure"), ids=lambda path: path.name)

@@ -21,6 +21,7 @@ from schedir.program import Program
 from schedir.simulate import simulate
 from tests.mutants import mutate
 from tests.oracle import Machine
+from tests.strategies import with_slots
 
 # These change the order or the grouping of instructions, but not what there is to do.
 NAMES = (
@@ -43,6 +44,9 @@ def explicit(program: Program, model: Model, costs: Costs) -> nx.DiGraph:
             for before in machine.before[rank, group[0]]:
                 graph.add_edge(("complete", rank, before), posted, weight=0.0)
             for k in group:
+                if k in machine.left[rank]:
+                    left = machine._group_of(rank, machine.left[rank][k])
+                    graph.add_edge(("complete", rank, left), posted, weight=0.0)
                 for giver, at in machine._needs(rank, own[k]):
                     done = ("complete", giver, machine._group_of(giver, at))
                     graph.add_edge(done, posted, weight=0.0)
@@ -70,6 +74,7 @@ def whole_costs(rng: random.Random, stages: int) -> Costs:
 @given(st.integers(0, 2**32), st.sampled_from(NAMES), st.sampled_from(MODELS))
 def test_networkx_says_the_same(seed: int, name: str, model: Model) -> None:
     _, program = mutate(name, seed)
+    program = with_slots(program, random.Random(seed))
     priced = whole_costs(random.Random(seed), program.plan.stages)
     try:
         span = simulate(program, priced, model=model).span

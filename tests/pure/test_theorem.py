@@ -25,7 +25,7 @@ from schedir.walk import walk
 from schedir.words import B, F, Schedule, draft
 from tests.mutants import mutate
 from tests.oracle import Machine
-from tests.strategies import costs
+from tests.strategies import costs, with_slots
 
 models = st.sampled_from(MODELS)
 REORDER = ("run_order", "swap_neighbours", "swap_any", "move_anywhere", "swap_receives",
@@ -116,7 +116,9 @@ def test_graph_equals_the_machine(draft: Program, data: st.DataObject, model: Mo
     program, priced = programs(data, draft)
     if data.draw(st.booleans()):
         program = group_opposites(program)
-    agrees(program, model, priced)
+    if data.draw(st.booleans()):
+        program = early_receives(program, model, data.draw(st.integers(1, 3)))
+    agrees(with_slots(program, data.draw(st.randoms(use_true_random=False))), model, priced)
 
 
 @settings(max_examples=200)
@@ -134,7 +136,7 @@ def test_graph_equals_the_machine_on_shuffled_programs(
             k = rng.randrange(max(len(words) - 1, 1))
             words[k : k + 2] = words[k : k + 2][::-1]
         streams.append(Stream(words))
-    agrees(replace(program, streams=tuple(streams)), model, priced)
+    agrees(with_slots(replace(program, streams=tuple(streams)), rng), model, priced)
 
 
 @pytest.mark.parametrize("ranks", [5000, 12000])

@@ -1,0 +1,64 @@
+"""What a stage boundary looks like on the wire: cut, cast and laid out in one pass.
+
+Tensor-parallel ranks hold a boundary in full; on the wire each sends its 1/t of it, the numbers
+`rank * size / t` and following in row-major order (`ScatterGather` of docs/ir.md).
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from schedir.kernels.choice import on_triton
+
+
+def pack(value: Tensor, t: int, rank: int, dtype: torch.dtype | None = None) -> Tensor:
+    """Slice `rank` of t of a tensor of any strides: flat, contiguous, of `dtype` (its own unless
+    told), in memory of its own.  t divides the number of elements."""
+    if on_triton(value) and (strides := layout(value)) is not None:
+        from schedir.kernels import boundary_triton as kernels
+
+        return kernels.pack(value, strides, t, rank, dtype or value.dtype)
+    return pack_reference(value, t, rank, dtype)
+
+
+def unpack(wire: Tensor, out: Tensor) -> Tensor:
+    """The slices of all ranks, one after the other, into `out`, of any strides and type."""
+    if on_triton(wire) and wire.is_contiguous() and (strides := layout(out)) is not None:
+        from schedir.kernels import boundary_triton as kernels
+
+        return kernels.unpack(wire, strides, out)
+    return unpack_reference(wire, out)
+
+
+def layout(x: Tensor) -> tuple[int, int, int, int, int] | None:
+    """A tensor as the kernels take it: three dimensions, of which the two inner sizes and all
+    strides count.  Dimensions that lie in one piece are joined.
+
+    None where more than three are left, or more elements than an int32 counts.
+
+    >>> layout(torch.zeros(4, 5, 6, 7).transpose(0, 1))
+    (4, 42, 42, 210, 1)
+    """
+    sizes: list[int] = []
+    strides: list[int] = []
+    for size, stride in zip(x.shape, x.stride(), strict=True):
+        if sizes and strides[-1] == size * stride:
+            sizes[-1], strides[-1] = sizes[-1] * size, stride
+        elif size > 1:
+            sizes.append(size)
+            strides.append(stride)
+    if len(sizes) > 3 or x.numel() >= 2**31:
+        return None
+    sizes, strides = [1, 1, 1, *sizes], [0, 0, 0, *strides]
+    return sizes[-2], sizes[-1], strides[-3], strides[-2], strides[-1]
+
+
+def pack_reference(value: Tensor, t: int, rank: int, dtype: torch.dtype | None = None) -> Tensor:
+    """As `pack`, in plain torch."""
+    return value.reshape(t, -1)[rank].to(dtype or value.dtype, copy=True)
+
+
+def unpack_reference(wire: Tensor, out: Tensor) -> Tensor:
+    """As `unpack`, in plain torch."""
+    return out.copy_(wire.view(out.shape))

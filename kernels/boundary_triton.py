@@ -1,0 +1,82 @@
+"""The kernels of `boundary`: both copy between a flat tensor and one of up to three strides."""
+
+# mypy: allow-untyped-decorators, allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+BLOCK, WARPS = 2048, 4
+
+
+@triton.jit
+def offset(i, size1, size2, stride0, stride1, stride2):
+    """Where element i, counted in row-major order, of a strided tensor lies."""
+    row = i // size2
+    at = (row // size1).to(tl.int64) * stride0
+    return at + (row % size1).to(tl.int64) * stride1 + (i % size2).to(tl.int64) * stride2
+
+
+@triton.jit
+def pack_kernel(
+    value,
+    wire,
+    first,
+    n,
+    size1,
+    size2,
+    stride0,
+    stride1,
+    stride2,
+    FLAT: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """wire[i] = value[first + i], BLOCK of them a program."""
+    i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    at = first + i
+    if not FLAT:
+        at = offset(at, size1, size2, stride0, stride1, stride2)
+    x = tl.load(value + at, mask=i < n)
+    tl.store(wire + i, x.to(wire.dtype.element_ty), mask=i < n)
+
+
+@triton.jit
+def unpack_kernel(
+    wire,
+    out,
+    n,
+    size1,
+    size2,
+    stride0,
+    stride1,
+    stride2,
+    FLAT: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """out[i] = wire[i], BLOCK of them a program."""
+    i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    at = i
+    if not FLAT:
+        at = offset(i, size1, size2, stride0, stride1, stride2)
+    x = tl.load(wire + i, mask=i < n)
+    tl.store(out + at, x.to(out.dtype.element_ty), mask=i < n)
+
+
+def pack(value: Tensor, layout: tuple[int, ...], t: int, rank: int, dtype: torch.dtype) -> Tensor:
+    n = value.numel() // t
+    wire = torch.empty(n, dtype=dtype, device=value.device)
+    pack_kernel[(triton.cdiv(n, BLOCK),)](
+        value, wire, rank * n, n, *layout, FLAT=value.is_contiguous(), BLOCK=BLOCK, num_warps=WARPS
+    )
+    return wire
+
+
+def unpack(wire: Tensor, layout: tuple[int, ...], out: Tensor) -> Tensor:
+    n = out.numel()
+    unpack_kernel[(triton.cdiv(n, BLOCK),)](
+        wire, out, n, *layout, FLAT=out.is_contiguous(), BLOCK=BLOCK, num_warps=WARPS
+    )
+    return out

@@ -1,0 +1,31 @@
+"""Choice: whether an operation runs on its Triton kernel or on its plain-torch reference."""
+
+from __future__ import annotations
+
+import os
+from functools import cache
+from importlib.util import find_spec
+
+from torch import Tensor
+
+from schedir.errors import UsageError
+
+VARIABLE = "SCHEDIR_KERNELS"
+
+
+@cache
+def has_triton() -> bool:
+    """Whether triton is installed; it is not imported to find out."""
+    return find_spec("triton") is not None
+
+
+def on_triton(tensor: Tensor) -> bool:
+    """Whether kernels take this tensor: it is on a GPU, and triton is there.
+
+    SCHEDIR_KERNELS=reference keeps to plain torch.  Raises UsageError for any other value of
+    it than that or `auto`.
+    """
+    wish = os.environ.get(VARIABLE, "auto")
+    if wish not in ("auto", "reference"):
+        raise UsageError(f"{VARIABLE} is {wish!r}", hint="auto or reference")
+    return tensor.is_cuda and wish == "auto" and has_triton()

@@ -1,0 +1,109 @@
+"""The kernels of `cross_entropy`: one pass over the logits to read them, one to replace them."""
+
+# mypy: allow-untyped-decorators, allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+MOST, WARPS = 4096, 8
+
+
+def block(k: int) -> int:
+    """Columns that a program takes at a time."""
+    power: int = triton.next_power_of_2(k)
+    return min(MOST, power)
+
+
+@triton.jit
+def statistics_kernel(logits, targets, out, first, n, k, stride, BLOCK: tl.constexpr):
+    """One token a program."""
+    row = tl.program_id(0).to(tl.int64)
+    base = logits + row * stride
+    top = -float("inf")
+    total = 0.0
+    for start in range(0, k, BLOCK):
+        columns = start + tl.arange(0, BLOCK)
+        x = tl.load(base + columns, mask=columns < k, other=-float("inf")).to(tl.float32)
+        higher = tl.maximum(top, tl.max(x, axis=0))
+        # All padding so far: exp(-inf - -inf) would be NaN, and 0 is as good a base.
+        base_value = tl.where(higher == -float("inf"), 0.0, higher)
+        total = total * tl.exp(top - base_value) + tl.sum(tl.exp(x - base_value), axis=0)
+        top = higher
+    column = tl.load(targets + row) - first
+    here = (column >= 0) & (column < k)
+    hit = tl.load(base + tl.where(here, column, 0)).to(tl.float32)
+    tl.store(out + row, top)
+    tl.store(out + n + row, total)
+    tl.store(out + 2 * n + row, tl.where(here, hit, 0.0))
+
+
+@triton.jit
+def gradient_kernel(
+    logits,
+    targets,
+    parts,
+    dloss,
+    first,
+    ignore,
+    n,
+    k,
+    stride,
+    t,
+    T: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """BLOCK logits of one token a program.  T is t, rounded up to a power of 2."""
+    row = tl.program_id(0).to(tl.int64)
+    ranks = tl.arange(0, T)
+    own = parts + ranks.to(tl.int64) * 3 * n + row
+    tops = tl.load(own, mask=ranks < t, other=-float("inf"))
+    sums = tl.load(own + n, mask=ranks < t, other=0.0)
+    top = tl.max(tops, axis=0)
+    total = tl.sum(sums * tl.exp(tops - top), axis=0)
+    target = tl.load(targets + row)
+    factor = tl.where(target == ignore, 0.0, tl.load(dloss).to(tl.float32))
+
+    columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    at = logits + row * stride + columns
+    x = tl.load(at, mask=columns < k, other=-float("inf")).to(tl.float32)
+    one_hot = tl.where(columns == target - first, factor, 0.0)
+    gradient = tl.exp(x - top) * (factor / total) - one_hot
+    tl.store(at, gradient.to(logits.dtype.element_ty), mask=columns < k)
+
+
+def statistics(logits: Tensor, targets: Tensor, first: int) -> Tensor:
+    n, k = logits.shape
+    assert logits.stride(1) == 1 and targets.is_contiguous()
+    out = torch.empty(3, n, dtype=torch.float32, device=logits.device)
+    statistics_kernel[(n,)](
+        logits, targets, out, first, n, k, logits.stride(0), BLOCK=block(k), num_warps=WARPS
+    )
+    return out
+
+
+def gradient_(
+    logits: Tensor, targets: Tensor, parts: Tensor, dloss: Tensor, first: int, ignore: int
+) -> Tensor:
+    n, k = logits.shape
+    t = len(parts)
+    assert logits.stride(1) == 1 and targets.is_contiguous() and parts.is_contiguous()
+    gradient_kernel[(n, triton.cdiv(k, block(k)))](
+        logits,
+        targets,
+        parts,
+        dloss,
+        first,
+        ignore,
+        n,
+        k,
+        logits.stride(0),
+        t,
+        T=triton.next_power_of_2(t),
+        BLOCK=block(k),
+        num_warps=WARPS,
+    )
+    return logits

@@ -1,0 +1,80 @@
+"""The kernels of `gelu`."""
+
+# mypy: allow-untyped-decorators, allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+ROWS, COLUMNS, WARPS = 4, 512, 4  # the tile of a program
+PROGRAMS = 2048  # of a backward: enough to fill a GPU, few enough that the last sum is small
+
+
+@triton.jit
+def forward_kernel(x, bias, y, rows, n, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    r = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    c = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+    inside = (r < rows)[:, None] & (c < n)[None, :]
+    at = r.to(tl.int64)[:, None] * n + c[None, :]
+    z = tl.load(x + at, mask=inside, other=0.0).to(tl.float32)
+    z += tl.load(bias + c, mask=c < n, other=0.0).to(tl.float32)[None, :]
+    value = 0.5 * z * (1.0 + tl.erf(z * 0.7071067811865476))
+    tl.store(y + at, value.to(y.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def backward_kernel(
+    dy,
+    x,
+    bias,
+    dx,
+    dbias,
+    rows,
+    n,
+    each,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):
+    """`each` rows a program; their part of the bias's gradient goes to row program_id(0)."""
+    c = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+    b = tl.load(bias + c, mask=c < n, other=0.0).to(tl.float32)[None, :]
+    first = tl.program_id(0) * each
+    part = tl.zeros((COLUMNS,), tl.float32)
+    for start in range(0, each, ROWS):
+        r = first + start + tl.arange(0, ROWS)
+        inside = (r < rows)[:, None] & (c < n)[None, :]
+        at = r.to(tl.int64)[:, None] * n + c[None, :]
+        z = tl.load(x + at, mask=inside, other=0.0).to(tl.float32) + b
+        g = tl.load(dy + at, mask=inside, other=0.0).to(tl.float32)
+        cdf = 0.5 * (1.0 + tl.erf(z * 0.7071067811865476))
+        g *= cdf + z * 0.3989422804014327 * tl.exp(-0.5 * z * z)
+        tl.store(dx + at, g.to(dx.dtype.element_ty), mask=inside)
+        part += tl.sum(g, axis=0)
+    tl.store(dbias + tl.program_id(0).to(tl.int64) * n + c, part, mask=c < n)
+
+
+def forward(x: Tensor, bias: Tensor) -> Tensor:
+    x, n = x.contiguous(), x.shape[-1]
+    y, rows = torch.empty_like(x), x.numel() // n
+    grid = triton.cdiv(rows, ROWS), triton.cdiv(n, COLUMNS)
+    forward_kernel[grid](x, bias, y, rows, n, ROWS=ROWS, COLUMNS=COLUMNS, num_warps=WARPS)
+    return y
+
+
+def backward(
+    dy: Tensor, x: Tensor, bias: Tensor, programs: int = PROGRAMS
+) -> tuple[Tensor, Tensor]:
+    dy, x, n = dy.contiguous(), x.contiguous(), x.shape[-1]
+    dx, rows = torch.empty_like(x), x.numel() // n
+    across = triton.cdiv(n, COLUMNS)
+    tiles = triton.cdiv(rows, ROWS)
+    each = ROWS * triton.cdiv(tiles, max(1, programs // across))
+    down = triton.cdiv(rows, each)
+    dbias = torch.empty(down, n, dtype=torch.float32, device=x.device)
+    backward_kernel[(down, across)](
+        dy, x, bias, dx, dbias, rows, n, each, ROWS=ROWS, COLUMNS=COLUMNS, num_warps=WARPS
+    )
+    return dx, dbias.sum(0).to(bias.dtype)

@@ -1,0 +1,60 @@
+"""Residual addition and LayerNorm in one pass, forward and backward."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from schedir.kernels.choice import on_triton
+
+
+def add_layer_norm(
+    x: Tensor, residual: Tensor, weight: Tensor, bias: Tensor, eps: float = 1e-5
+) -> tuple[Tensor, Tensor]:
+    """h = x + residual and LayerNorm(h), of shape (..., n) all; weight and bias (n,)."""
+    if on_triton(x):
+        h, y = _AddLayerNorm.apply(x, residual, weight, bias, eps)  # type: ignore[no-untyped-call]
+        return h, y
+    return add_layer_norm_reference(x, residual, weight, bias, eps)
+
+
+def add_layer_norm_reference(
+    x: Tensor, residual: Tensor, weight: Tensor, bias: Tensor, eps: float = 1e-5
+) -> tuple[Tensor, Tensor]:
+    """As `add_layer_norm`, in plain torch."""
+    h = x + residual
+    return h, F.layer_norm(h, weight.shape, weight, bias, eps)
+
+
+def backward_reference(
+    dh: Tensor, dy: Tensor, h: Tensor, weight: Tensor, bias: Tensor, eps: float = 1e-5
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of x (and of the residual, which is the same), weight and bias."""
+    with torch.enable_grad():
+        h, weight, bias = (p.detach().requires_grad_() for p in (h, weight, bias))
+        y = F.layer_norm(h, weight.shape, weight, bias, eps)
+        dx, dweight, dbias = torch.autograd.grad(y, (h, weight, bias), dy)
+    return dx + dh, dweight, dbias
+
+
+class _AddLayerNorm(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, residual: Tensor, weight: Tensor, bias: Tensor, eps: float
+    ) -> tuple[Tensor, Tensor]:
+        from schedir.kernels import layer_norm_triton as kernels
+
+        h, y, moments = kernels.forward(x, residual, weight, bias, eps)
+        ctx.save_for_backward(h, weight, moments)
+        return h, y
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor, None]:
+        from schedir.kernels import layer_norm_triton as kernels
+
+        (dh, dy), (h, weight, moments) = grads, ctx.saved_tensors
+        dx, dweight, dbias = kernels.backward(dh, dy, h, weight, moments)
+        return dx, dx, dweight, dbias, None

@@ -1,0 +1,113 @@
+"""Every operation of schedir.kernels on a GPU, by its kernel, against float64."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from schedir.kernels import boundary, choice, weight_gradient
+from schedir.kernels.gelu import bias_gelu
+from schedir.kernels.layer_norm import add_layer_norm
+from schedir.parallel.vocab import vocab_parallel_cross_entropy
+
+FLOATS = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+
+
+@pytest.fixture(autouse=True)
+def poisoned() -> Iterator[None]:
+    """What torch.empty gives is NaN: a number that no kernel wrote does not pass."""
+    pytest.importorskip("triton")
+    torch.use_deterministic_algorithms(True)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+def random(*shape: int, dtype: torch.dtype, seed: int = 0) -> Tensor:
+    generator = torch.Generator("cuda").manual_seed(seed)
+    x = torch.randn(shape, generator=generator, device="cuda").to(dtype)
+    assert choice.on_triton(x)
+    return x
+
+
+def assert_near(got: Tensor | None, want: Tensor | None, dtype: torch.dtype) -> None:
+    """The norm of the difference over the norm: a rounding to the type, or float32's sums."""
+    assert got is not None and want is not None and got.shape == want.shape
+    error = (got.double() - want).norm() / want.norm()
+    assert float(error) <= max(1e-5, float(torch.finfo(dtype).eps))
+
+
+def leaves(*tensors: Tensor, dtype: torch.dtype | None = None) -> list[Tensor]:
+    return [t.detach().to(dtype or t.dtype).requires_grad_() for t in tensors]
+
+
+@FLOATS
+@pytest.mark.parametrize(("n", "k"), [(64, 6400), (3, 50257), (1, 1)])
+def test_cross_entropy(n: int, k: int, dtype: torch.dtype) -> None:
+    logits = 3 * random(n, k, dtype=dtype)
+    targets = torch.arange(n, device="cuda") * 97 % k
+    targets[::7] = -1
+    (ours,), (want,) = leaves(logits), leaves(logits, dtype=torch.float64)
+    loss = vocab_parallel_cross_entropy(ours, targets)
+    expected = F.cross_entropy(want, targets, ignore_index=-1, reduction="sum")
+    torch.autograd.backward(0.5 * loss)
+    torch.autograd.backward(0.5 * expected)
+    torch.testing.assert_close(loss.double(), expected, rtol=1e-5, atol=1e-5)
+    if k > 1:
+        assert_near(ours.grad, want.grad, dtype)
+
+
+@FLOATS
+@pytest.mark.parametrize(("rows", "n"), [(2048, 4096), (5, 1000)])
+def test_bias_gelu(rows: int, n: int, dtype: torch.dtype) -> None:
+    given = random(rows, n, dtype=dtype), random(n, dtype=dtype, seed=1)
+    dy = random(rows, n, dtype=dtype, seed=2)
+    ours, want = leaves(*given), leaves(*given, dtype=torch.float64)
+    y, expected = bias_gelu(*ours), F.gelu(want[0] + want[1])
+    torch.autograd.backward(y, dy)
+    torch.autograd.backward(expected, dy.double())
+    assert_near(y, expected, dtype)
+    for one, other in zip(ours, want, strict=True):
+        assert_near(one.grad, other.grad, dtype)
+
+
+@FLOATS
+@pytest.mark.parametrize(("rows", "n"), [(2048, 8192), (2048, 4096), (5, 1000)])
+def test_add_layer_norm(rows: int, n: int, dtype: torch.dtype) -> None:
+    wide = [random(rows, n, dtype=dtype, seed=s) for s in range(4)]
+    given = [*wide[:2], random(n, dtype=dtype, seed=4), random(n, dtype=dtype, seed=5)]
+    ours, want = leaves(*given), leaves(*given, dtype=torch.float64)
+    h, y = add_layer_norm(ours[0], ours[1], ours[2], ours[3])
+    expected_h = want[0] + want[1]
+    expected = F.layer_norm(expected_h, (n,), want[2], want[3])
+    torch.autograd.backward((h, y), (wide[2], wide[3]))
+    torch.autograd.backward((expected_h, expected), (wide[2].double(), wide[3].double()))
+    # The kernel normalises the sum as it is stored, so that backward sees the same: 2 roundings.
+    grads = [(a.grad, b.grad) for a, b in zip(ours, want, strict=True)]
+    for one, other in [(h, expected_h), (y, expected), *grads]:
+        assert_near(one, other, dtype)
+
+
+@pytest.mark.parametrize("cast", [torch.bfloat16, torch.float32])
+def test_pack_and_unpack(cast: torch.dtype) -> None:
+    value = random(64, 4, 96, dtype=torch.float32).transpose(0, 1)
+    wire = [boundary.pack(value, 4, rank, cast) for rank in range(4)]
+    for rank, part in enumerate(wire):
+        assert torch.equal(part, boundary.pack_reference(value, 4, rank, cast))
+    out = torch.empty_like(value)
+    assert torch.equal(boundary.unpack(torch.cat(wire), out), value.to(cast).float())
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(("tokens", "k", "n"), [(2048, 1024, 512), (100, 72, 40)])
+def test_weight_gradient(tokens: int, k: int, n: int, dtype: torch.dtype) -> None:
+    from schedir.kernels import weight_gradient_triton as kernels
+
+    dy, x = random(tokens, k, dtype=dtype), random(tokens, n, dtype=dtype, seed=1)
+    main = random(k, n, dtype=torch.float32, seed=2)
+    want = main.double() + dy.double().t() @ x.double()
+    for accumulate_ in (weight_gradient.accumulate_, kernels.accumulate_):
+        assert_near(accumulate_(main.clone(), dy, x), want, torch.float32)

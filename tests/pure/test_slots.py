@@ -1,0 +1,295 @@
+"""Slots: who lives in which, how few do, and what they cost in time."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from dataclasses import replace
+from itertools import pairwise
+
+import numpy as np
+import pytest
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+
+from schedir.check import check
+from schedir.compile import compile, lower
+from schedir.costs import Costs
+from schedir.errors import ParseError, PlanError, SlotError, UsageError
+from schedir.graph import MODELS, Graph, Model
+from schedir.index import Index
+from schedir.ops import ROWS, Token
+from schedir.passes.overlap import early_receives, group_opposites
+from schedir.passes.slots import Choice, share_slots
+from schedir.plan import Plan
+from schedir.program import Program, Slots
+from schedir.schedules import gpipe, interleaved, one_f_one_b
+from schedir.simulate import simulate
+from schedir.slots import BOUNDARY, KINDS, assign, fewest, reuses
+from schedir.testing import drafts
+from schedir.text import parse, show
+from schedir.walk import remaining
+from schedir.words import Schedule, draft
+from tests.laws import ZOO, least, plan_of
+from tests.oracle import Machine
+from tests.strategies import costs, with_slots
+
+models = st.sampled_from(MODELS)
+
+
+def varied(draft: Program, data: st.DataObject, model: Model) -> Program:
+    """A lowered program, perhaps with groups, early receives and tensor-parallel ranks."""
+    program = lower(replace(draft, tp=data.draw(st.integers(1, 2))))
+    if data.draw(st.booleans()):
+        program = group_opposites(program)
+    if data.draw(st.booleans()):
+        program = early_receives(program, model, data.draw(st.integers(1, 3)))
+    return program
+
+
+@settings(max_examples=200)
+@given(drafts(), models, st.data(), st.randoms(use_true_random=False))
+def test_no_two_values_share_a_slot_at_once(
+    draft: Program, model: Model, data: st.DataObject, rng: random.Random
+) -> None:
+    """Each value gets one slot of those there are; a slot's next value waits for its last reader.
+
+    From group to group along the Stream: what is issued together is there together.
+    """
+    program = with_slots(varied(draft, data, model), rng)
+    index = Index(program)
+    machine = Machine(program, model, Costs())
+    machine.run()
+    waits = reuses(index, program.slots) if program.slots else None
+    for rank, stream in enumerate(program.streams):
+        at = {i: k for k, i in enumerate(stream)}
+        group = np.cumsum(~stream.joined).tolist()
+        slots = assign(index, rank)
+        lives: dict[tuple[str, int], list[tuple[int, int]]] = {}
+        values = machine.values(rank)
+        for (kind, stage, mb), slot in slots.items():
+            if kind in BOUNDARY:
+                fill, free = values.pop((kind.name.lower(), stage, mb))
+            else:  # compute alone fills and frees it
+                ends = [k for i, k in at.items() if i[1:] == (stage, mb)
+                        and kind in (*ROWS[i.op].gives, *ROWS[i.op].frees)]  # fmt: skip
+                fill, free = min(ends), max(ends)
+            lives.setdefault((kind.name, slot), []).append((fill, free))
+            if program.slots and kind in BOUNDARY:
+                assert slot < program.slots[rank][BOUNDARY.index(kind)]
+        assert not values
+        for (kind_name, _), used in lives.items():
+            used.sort()
+            for (_, freed), (filled, _) in pairwise(used):
+                assert group[freed] < group[filled]
+                if waits is not None and kind_name in {k.name for k in BOUNDARY}:
+                    assert waits[int(program.offsets[rank]) + filled] == (
+                        int(program.offsets[rank]) + freed
+                    )
+
+
+@settings(max_examples=200)
+@given(drafts(), models, st.data())
+def test_the_fewest_are_the_most_that_overlap(
+    draft: Program, model: Model, data: st.DataObject
+) -> None:
+    program = varied(draft, data, model)
+    machine = Machine(program, model, Costs())
+    machine.run()
+    few = fewest(Index(program))
+    for rank, stream in enumerate(program.streams):
+        group = np.cumsum(~stream.joined).tolist()
+        alive = [Counter[str]() for _ in range(max(group, default=0) + 1)]
+        for (name, _, _), (fill, free) in machine.values(rank).items():
+            for g in range(group[fill], group[free] + 1):
+                alive[g][name] += 1
+        for kind, count in zip(BOUNDARY, few[rank].tolist(), strict=False):
+            assert count == max(a[kind.name.lower()] for a in alive)
+        used = Counter(kind for kind, _ in {(k, s) for (k, _, _), s in assign(
+            Index(replace(program, slots=tuple(Slots(*row[:4]) for row in few.tolist()))), rank
+        ).items()})  # fmt: skip
+        assert [used[kind] for kind in KINDS] == few[rank].tolist()
+
+
+@settings(max_examples=100)
+@given(drafts(), models, st.data())
+def test_one_fewer_is_refused(draft: Program, model: Model, data: st.DataObject) -> None:
+    program = share_slots(varied(draft, data, model), "fewest")
+    check(program, model)
+    some = [(r, k) for r, counts in enumerate(program.slots) for k in range(4) if counts[k]]
+    assume(some)
+    rank, kind = data.draw(st.sampled_from(some))
+    counts = list(program.slots[rank])
+    counts[kind] -= 1
+    slots = (*program.slots[:rank], Slots(*counts), *program.slots[rank + 1 :])
+    with pytest.raises(SlotError) as caught:
+        check(replace(program, slots=slots), model)
+    fills, frees = caught.value.sites
+    assert fills.rank == frees.rank == rank
+    assert f"{BOUNDARY[kind].name.lower()} slot" in caught.value.fact
+    assert f"needs {counts[kind] + 1}" in caught.value.hint
+
+
+@settings(max_examples=150)
+@given(drafts(), models, st.data())
+def test_enough_keeps_the_predicted_time(draft: Program, model: Model, data: st.DataObject) -> None:
+    program = varied(draft, data, model)
+    priced = data.draw(costs(draft.plan))
+    shared = check(share_slots(program, "enough", priced, model), model)
+    few, own = fewest(Index(program))[:, :4], [len(s) for s in program.streams]
+    assert shared.streams == program.streams
+    assert (np.array(shared.slots) >= few).all()
+    assert all(max(counts) <= max(n, 1) for counts, n in zip(shared.slots, own, strict=True))
+    one, other = (simulate(p, priced, model=model).span for p in (program, shared))
+    assert one == other
+
+
+@pytest.mark.parametrize("schedule", ZOO.values(), ids=ZOO)
+@pytest.mark.parametrize("overlap", [False, True])
+def test_the_fewest_finish_under_every_model(schedule: Schedule, overlap: bool) -> None:
+    plan = plan_of(schedule, 4, max(8, least(schedule, 4)))
+    for model in MODELS:
+        program = compile(schedule, plan, tp=2, model=model, overlap=overlap, slots="fewest")
+        assert simulate(program, Costs(send=0.5), model=model).span > 0
+        if not overlap:
+            for other in MODELS:
+                check(program, other)
+
+
+def test_gpipe_pays_for_the_fewest() -> None:
+    """A second slot hides a message behind a forward; one makes both ranks wait for it."""
+    plan, priced = Plan(4, 16), Costs(F=1, B=2, send=0.1)
+
+    def span(slots: Choice | None, costs: Costs | None = None) -> float:
+        program = compile(gpipe, plan, model="edge", costs=costs, slots=slots)
+        return round(simulate(program, priced, model="edge").span, 9)
+
+    assert span(None) == span(None, priced) == span("enough", priced) == 57.6
+    assert span("fewest") == span("fewest", priced) == 60.6
+    assert set(compile(gpipe, plan, slots="fewest").slots[1:3]) == {Slots(1, 1, 1, 1)}
+
+
+def test_enough_is_as_few_as_can_be() -> None:
+    """Of GPipe's slots none can be spared: whatever rank and kind is given one less loses time."""
+    priced = Costs(F=1, B=2, send=0.1)
+    program = compile(gpipe, Plan(4, 16), model="edge", costs=priced, slots="enough")
+    span = simulate(program, priced, model="edge").span
+    assert program.slots == (
+        Slots(0, 2, 2, 0), Slots(2, 2, 2, 2), Slots(2, 2, 2, 2), Slots(2, 0, 0, 2)
+    )  # fmt: skip
+    for rank in range(4):
+        for kind, count in enumerate(program.slots[rank]):
+            slots = [list(counts) for counts in program.slots]
+            slots[rank][kind] = max(count - 1, 0)
+            fewer = replace(program, slots=tuple(Slots(*counts) for counts in slots))
+            assert not count or simulate(fewer, priced, model="edge").span > span
+
+
+def test_slow_stages_need_no_more_than_fast_ones() -> None:
+    """A slow stage holds its neighbours up, and no time is lost: its input needs no long queue."""
+    priced = Costs(F=(1, 1, 1, 2), B=(2, 2, 2, 4), send=0.1)
+    program = compile(one_f_one_b, Plan(4, 32), model="edge", costs=priced, slots="enough")
+    assert max(max(counts) for counts in program.slots) <= 3
+
+
+def test_slots_are_part_of_a_program() -> None:
+    program = compile(one_f_one_b, Plan(3, 6), slots="fewest")
+    assert parse(show(program)) == program == parse(show(program, folded=False))
+    assert "rank 1  act_in 1  act_out 1  grad_in 1  grad_out 1\n" in show(program)
+    own = replace(program, slots=())
+    assert own != program and own.digest != program.digest
+    assert replace(own, slots=program.slots).digest == program.digest
+
+
+@pytest.mark.parametrize(
+    "head",
+    ["rank 0  act_in 1", "rank 0  act_in 1  act_out 1  grad_in 1  grad_out x",
+     "rank 0  act_out 1  act_in 1  grad_in 1  grad_out 1"],
+)  # fmt: skip
+def test_text_of_slots_that_is_none(head: str) -> None:
+    text = show(compile(one_f_one_b, Plan(2, 2)))
+    with pytest.raises(ParseError) as caught:
+        parse(text.replace("rank 0", head))
+    assert caught.value.line == 6
+
+
+def test_slots_are_said_of_all_ranks_or_of_none() -> None:
+    text = show(compile(one_f_one_b, Plan(2, 2), slots="fewest"))
+    for line in [x for x in text.splitlines() if x.startswith("rank ") and "act_in" in x]:
+        with pytest.raises(ParseError, match="all ranks or of none"):
+            parse(text.replace(line, line[:6]))
+
+
+def test_counts_that_cannot_be() -> None:
+    program = compile(one_f_one_b, Plan(2, 2))
+    for slots in [(Slots(1, 1, 1, 1),), (Slots(1, 1, 1, -1),) * 2]:
+        with pytest.raises(PlanError):
+            replace(program, slots=slots)
+    with pytest.raises(UsageError):
+        share_slots(program, "few")  # type: ignore[arg-type]
+
+
+CROSSED = """schedir 1
+program crossed
+ranks 2  microbatches 2
+
+rank 0  act_in 0  act_out 1  grad_in 0  grad_out 0
+  F 0.0; send_act 0.0; F 0.1; send_act 0.1
+
+rank 1  act_in 1  act_out 0  grad_in 0  grad_out 0
+  recv_act 1.0; F 1.0; recv_act 1.1; F 1.1
+"""
+
+
+def test_waiting_for_a_slot_can_be_why() -> None:
+    """With one slot each, the second message waits until the first has been used."""
+    program = check(parse(CROSSED), "edge")
+    priced = Costs(F=(1, 5), send=1)
+    timeline = simulate(program, priced, model="edge")
+    own = simulate(replace(program, slots=()), priced, model="edge")
+    assert (timeline.span, own.span) == (13, 12)
+    second = int(program.offsets[1]) + 2
+    assert timeline.latest[second] == second - 1  # F 1.0
+
+
+GROUPED = """schedir 1
+program grouped
+ranks 2  microbatches 4
+
+rank 0  act_in 0  act_out 4  grad_in 0  grad_out 0
+  4 x  F 0.0+
+  send_act 0.0 & send_act 0.1; send_act 0.2 & send_act 0.3
+
+rank 1  act_in 2  act_out 0  grad_in 0  grad_out 0
+  recv_act 1.0 & recv_act 1.1; F 1.0; F 1.1
+  recv_act 1.2 & recv_act 1.3; F 1.2; F 1.3
+"""
+
+
+def test_a_group_waits_for_the_slots_of_all() -> None:
+    program = check(parse(GROUPED), "edge")
+    priced = Costs(F=(1, 5), send=1)
+    assert simulate(program, priced, model="edge").span == 24
+    assert simulate(replace(program, slots=()), priced, model="edge").span == 23
+
+
+@settings(max_examples=100)
+@given(drafts(), models, st.data(), st.randoms(use_true_random=False))
+def test_what_remains_is_known(
+    draft: Program, model: Model, data: st.DataObject, rng: random.Random
+) -> None:
+    """Nothing starts with less left than the longest path behind it; on the critical path, just."""
+    program = with_slots(varied(draft, data, model), rng)
+    priced = data.draw(costs(draft.plan))
+    timeline = simulate(program, priced, model=model)
+    left = remaining(Graph(program, model), priced)
+    assert (timeline.spans["start"] + left).max(initial=0) == timeline.span
+    path = timeline.critical_path
+    assert (timeline.spans["start"][path] + left[path] == timeline.span).all()
+
+
+def test_a_draft_takes_nothing_in() -> None:
+    program = draft(one_f_one_b, Plan(3, 4))
+    assert not fewest(Index(program))[:, :4].any()
+    looped = fewest(Index(draft(interleaved, Plan(1, 4, 2))))
+    assert looped[0, BOUNDARY.index(Token.ACT_OUT)] > 0
