@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Final
 
 if TYPE_CHECKING:
     from schedir.viz.chart import compare, gantt
+    from schedir.viz.numbers import idle_map, tradeoff
     from schedir.viz.output import save
     from schedir.viz.page import html, save_html
 
@@ -15,10 +16,12 @@ _HOME: Final = {
     "compare": "chart",
     "gantt": "chart",
     "html": "page",
+    "idle_map": "numbers",
     "save": "output",
     "save_html": "page",
+    "tradeoff": "numbers",
 }
-__all__ = ["compare", "gantt", "html", "save", "save_html"]
+__all__ = ["compare", "gantt", "html", "idle_map", "save", "save_html", "tradeoff"]
 
 
 def __getattr__(name: str) -> object:

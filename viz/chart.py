@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
+from functools import partial
 from math import ceil
 from typing import Any, Final
 
@@ -13,20 +14,33 @@ from matplotlib.ticker import FuncFormatter, MaxNLocator
 
 from schedir.errors import UsageError
 from schedir.timeline import Timeline
+from schedir.viz import marks
+from schedir.viz.density import peak_activations
+from schedir.viz.marks import MARKS, PHASES
 from schedir.viz.paint import entries, legend, paint
-from schedir.viz.sheet import LANE, Sheet
+from schedir.viz.palette import ACCENT
+from schedir.viz.sheet import CURVE, LANE, Sheet
 
 # Inches.
 _WIDTH: Final = (5.5, 22.0)  # of the axes, at least and at most
 _ROW: Final = 0.32  # of a compute lane, unless the ranks are too many for
 _TALL: Final = 26.0  # all axes together
+_SMALL: Final = (12.0, 12.0)  # width, and all axes together, where no number fits
+_SLIM: Final = 4.0  # axes of less say less in their titles
 _LEFT, _RIGHT, _HEAD, _FOOT = 0.62, 0.12, 0.34, 0.36
 _LABEL: Final = 8.5 / 72 / 0.9  # that a label wants, for each font size of its width
 _ENTRY, _LINE = 1.45, 0.19  # of the legend: a column and a line
+_SEEN: Final = 130  # boxes of an inch, if they are to be seen one by one
+PAPER: Final = {"column": 3.35, "page": 7.0}  # whole figures, as journals set them
 _SECONDS: Final = ((1.0, "s"), (1e-3, "ms"), (1e-6, "µs"))
 
 
-def gantt(timeline: Timeline, *, width: float | None = None) -> Figure:
+def gantt(
+    timeline: Timeline,
+    *,
+    width: float | str | None = None,
+    show: Collection[str] = ("lanes",),
+) -> Figure:
     """Draw a Timeline: a row per rank, rank 0 on top, time to the right.
 
     A row is the compute lane, and below it a thin lane for each kind of communication that
@@ -35,47 +49,81 @@ def gantt(timeline: Timeline, *, width: float | None = None) -> Figure:
     shades and the small numbers tell them apart.  A pair run together is one box cut in two.
     Hatching is idle time.
 
-    `width` is that of the axes in inches; without it, wide enough for the labels, within
-    bounds.
+    `show` names what there is besides boxes (`schedir.viz.marks.MARKS`): "lanes", "arrows" for
+    messages, "path" for the critical path, "in_flight" for a curve of it under each rank, and
+    "phases" to shade warmup and cooldown.
+
+    `width` is that of the axes in inches, or "column" or "page" for a figure as wide as those of
+    a paper (3.35 and 7 inches); without it, wide enough for the labels, within bounds.  Boxes
+    too small to be seen are mixed to the colour that they have from afar, without their lanes
+    and arrows.
     """
-    return compare([timeline], width=width)
+    return compare([timeline], width=width, show=show)
 
 
-def compare(timelines: Sequence[Timeline], *, width: float | None = None) -> Figure:
+def compare(
+    timelines: Sequence[Timeline],
+    *,
+    width: float | str | None = None,
+    show: Collection[str] = ("lanes",),
+) -> Figure:
     """Draw Timelines under each other, each from its own start, on one time axis.
+
+    Beside each stand its bubble and the most activations that a rank holds, in those of a whole
+    rank: a stage of half a rank counts half.  `width` and `show` are those of `gantt`.
 
     Units of cost and seconds have no common axis: where both are there, each Timeline has its
     own, scaled so that the mean busy time of a rank is equally long in all, and the figure
     says so.
 
-    Raises UsageError for no Timelines.
+    Raises UsageError for no Timelines, and for another width or mark.
     """
     if not timelines:
         raise UsageError("a picture needs a timeline or more, not none")
     shared = len({t.unit for t in timelines}) == 1
-    sheets = [Sheet(t) for t in timelines]
+    for mark in show:
+        if mark not in MARKS:
+            raise UsageError(f"a chart shows {', '.join(MARKS)}, not {mark!r}")
     scale = [1.0 if shared else float(t.busy.mean()) or 1.0 for t in timelines]
     longest = max(t.span / s for t, s in zip(timelines, scale, strict=True)) or 1.0
     ends = [longest * s for s in scale]
+    lay = partial(Sheet, curve="in_flight" in show, gap=0.6 if "arrows" in show else 0.2)
+    sheets = [lay(t, lanes="lanes" in show) for t in timelines]
+    tall = _TALL
+    if isinstance(width, str):
+        if width not in PAPER:
+            raise UsageError(f"a width is a number of inches, or {' or '.join(PAPER)}: {width!r}")
+        width = PAPER[width] - _LEFT - _RIGHT
     if width is None:
         wanted = max(e / s.narrow * s.label_width for e, s in zip(ends, sheets, strict=True))
         width = float(np.clip(wanted * _LABEL, *_WIDTH))
-    row = min(_ROW, _TALL / sum(s.height for s in sheets))
+        if wanted * _LABEL > _WIDTH[1]:
+            width, tall = _SMALL  # no number fits: what is seen is seen in less room, too
+    dense = [e / s.narrow > width * _SEEN for e, s in zip(ends, sheets, strict=True)]
+    for k, crowded in enumerate(dense):
+        if crowded:
+            sheets[k] = lay(timelines[k], lanes=False)
+    row = min(_ROW, tall / sum(s.height for s in sheets))
 
-    columns = max(int(width / _ENTRY), 1)
-    foot = _LINE * ceil(len(entries(sheets)[0]) / columns) + 0.08
+    slim = width < _SLIM
+    left = _RIGHT if slim else _LEFT  # of the legend
+    columns = max(int((width + _LEFT - left) / _ENTRY), 1)
+    extra = {"critical path": ACCENT} if "path" in show else {}
+    extra |= PHASES if "phases" in show else {}
+    foot = _LINE * ceil(len(entries(sheets, extra)[0]) / columns) + 0.08
     feet = [_FOOT if not shared or k == len(sheets) - 1 else 0.1 for k in range(len(sheets))]
     note = 0.0 if shared else 0.2
     across = _LEFT + width + _RIGHT
     height = sum(s.height * row + _HEAD for s in sheets) + sum(feet) + foot + note
     figure = Figure(figsize=(across, height))
     y = height
-    for sheet, end, below in zip(sheets, ends, feet, strict=True):
+    for sheet, end, below, crowded in zip(sheets, ends, feet, dense, strict=True):
         y -= _HEAD + sheet.height * row
         axes = figure.add_axes(
             (_LEFT / across, y / height, width / across, sheet.height * row / height)
         )
-        paint(axes, sheet, width / end, row)
+        paint(axes, sheet, width / end, row, dense=crowded, ground="phases" not in show)
+        _mark(axes, sheet, show, row, dense=crowded)
         _frame(axes, sheet, end, width, row, ticks=below == _FOOT)
         y -= below
     if not shared:
@@ -86,8 +134,20 @@ def compare(timelines: Sequence[Timeline], *, width: float | None = None) -> Fig
             fontsize=7.5,
             style="italic",
         )
-    legend(figure, sheets, _LEFT, columns)
+    legend(figure, sheets, left, columns, extra)
     return figure
+
+
+def _mark(axes: Axes, sheet: Sheet, show: Collection[str], row: float, *, dense: bool) -> None:
+    """What is shown besides boxes."""
+    if "phases" in show:
+        marks.phases(axes, sheet)
+    if "in_flight" in show:
+        marks.in_flight(axes, sheet, named=row * CURVE * 72 >= 5)
+    if "arrows" in show and not dense:
+        marks.arrows(axes, sheet)
+    if "path" in show:
+        marks.path(axes, sheet, dense=dense)
 
 
 def _frame(axes: Axes, sheet: Sheet, end: float, inches: float, row: float, *, ticks: bool) -> None:
@@ -114,15 +174,21 @@ def _frame(axes: Axes, sheet: Sheet, end: float, inches: float, row: float, *, t
     axes.xaxis.set_major_formatter(FuncFormatter(lambda x, _: f"{x / one:g}"))
     if ticks:
         axes.set_xlabel(f"time in {unit}", fontsize=7.5, labelpad=2)
-    about = f"bubble {timeline.bubble:.1%}, span {timeline.span / one:.4g} {unit}"
-    name, room = timeline.program.name, int(inches * 72 / (0.6 * 9)) - len(about) - 14
+    slim = inches < _SLIM
+    size = 7 if slim else 9
+    peak = peak_activations(timeline)
+    about = f"bubble {timeline.bubble:.1%}, peak {peak:.4g} in flight"
+    about += "" if slim else f", span {timeline.span / one:.4g} {timeline.unit and unit}".rstrip()
+    kind = "" if slim else f" ({timeline.kind})"
+    name = timeline.program.name
+    room = int(inches * 72 / (0.6 * size)) - len(about) - len(kind) - 2
     name = name if len(name) <= room else name[: max(room - 1, 1)] + "…"
     plain: dict[str, Any] = {
-        "fontsize": 9,
+        "fontsize": size,
         "pad": 5,
         "parse_math": False,
     }  # a name may hold a dollar sign
-    axes.set_title(f"{name} ({timeline.kind})", loc="left", **plain)
+    axes.set_title(f"{name}{kind}", loc="left", **plain)
     axes.set_title(about, loc="right", **plain)
 
 

@@ -24,6 +24,7 @@ from schedir.files import replacing
 from schedir.idleness import Cause, idleness
 from schedir.ops import COMPUTE, ROWS, SENDS, Lane
 from schedir.timeline import Timeline
+from schedir.viz.density import held, second_of_pair
 from schedir.viz.palette import CAUSES, LANE_NAMES, NAMES, colour, ink, written
 
 _SCRIPTS: Final = ("data.js", "relations.js", "scene.js", "paint.js", "main.js")
@@ -182,7 +183,7 @@ def _columns(run: Timeline, tick: float) -> tuple[dict[str, NDArray[Any]], list[
     spans, graph = run.spans, run.graph
     starts, ends = _ticks(spans["start"], run, tick), _ticks(spans["end"], run, tick)
     half = np.zeros(len(run), np.uint8)
-    second = np.concatenate([s.joined for s in run.program.streams]) & np.isin(spans["op"], COMPUTE)
+    second = second_of_pair(run)
     half[second] = 2
     half[np.flatnonzero(second) - 1] = 1
     columns: dict[str, NDArray[Any]] = {
@@ -199,22 +200,14 @@ def _columns(run: Timeline, tick: float) -> tuple[dict[str, NDArray[Any]], list[
     ):  # fmt: skip
         columns[name] = np.where(other < 0, 0, other - np.arange(len(run))).astype("<i4")
     curves = []
-    steps = [_settled(*run.in_flight(rank)) for rank in range(run.ranks)]
+    steps = [held(run, rank) for rank in range(run.ranks)]
     for c, (name, unit, of) in enumerate([("in flight", "", steps)]):
-        times = [_ticks(at, run, tick) for at, _ in of]
+        times = [_ticks(at + run.begin, run, tick) for at, _ in of]
         columns[f"times{c}"] = np.concatenate([_changes(at) for at in times]).astype("<u4")
         columns[f"values{c}"] = np.concatenate([values for _, values in of]).astype("<f4")
         offsets = np.cumsum([0, *map(len, times)]).tolist()
         curves.append({"name": name, "unit": unit, "offsets": offsets})
     return columns, curves
-
-
-def _settled(
-    times: NDArray[np.float64], values: NDArray[Any]
-) -> tuple[NDArray[np.float64], NDArray[Any]]:
-    """A step curve without what lasts no time."""
-    last = np.append(np.diff(times) > 0, np.ones(min(len(times), 1), bool))
-    return times[last], values[last]
 
 
 def _ticks(times: NDArray[np.float64], run: Timeline, tick: float) -> NDArray[np.int64]:

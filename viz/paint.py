@@ -8,15 +8,19 @@ from typing import Any, Final
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.collections import PolyCollection
+from matplotlib.colors import to_rgb
 from matplotlib.figure import Figure
 from matplotlib.legend_handler import HandlerTuple
 from matplotlib.patches import Patch
 
 from schedir.ops import COMPUTE, ROWS, Lane, Opcode
+from schedir.viz.density import shares
 from schedir.viz.palette import IDLE, LANE_NAMES, LANES, NAMES, colour, ink, received
 from schedir.viz.sheet import Floats, Sheet
 
 _SMALLEST, _LARGEST = 4.5, 9.0  # points, of a label
+_COLUMNS: Final = 200  # of a mixed image, per inch
+_HATCHED: Final = 0.05  # inches: shorter gaps of a mixed image are not hatched
 _MOST_LABELS = 12_000  # more than this nobody reads
 _HATCH: Final[dict[str, Any]] = {
     "facecolor": "white",
@@ -27,11 +31,22 @@ _HATCH: Final[dict[str, Any]] = {
 _BAND: Final = "#f0f0f0"  # an empty communication lane
 
 
-def paint(axes: Axes, sheet: Sheet, inches: float, row: float) -> None:
-    """Draw all boxes and labels; `inches` are those of a unit of time, `row` of a lane."""
-    _rectangles(axes, sheet.idle(), hatch_linewidth=0.5, **_HATCH)
+def paint(
+    axes: Axes, sheet: Sheet, inches: float, row: float, *, dense: bool = False, ground: bool = True
+) -> None:
+    """Draw all boxes and labels; `inches` are those of a unit of time, `row` of a lane.
+
+    With `dense`, boxes are mixed to what they are seen as from afar.  Without `ground`, what is
+    under idle time shows.
+    """
+    idle = _HATCH if ground else _HATCH | {"facecolor": "none"}
+    gaps = sheet.idle(least=_HATCHED / inches if dense else 0.0)
+    _rectangles(axes, gaps, hatch_linewidth=0.5, **idle)
     _rectangles(axes, sheet.bands(), facecolor=_BAND, linewidth=0.0)
     stages = sheet.timeline.program.plan.stages_per_rank
+    if dense:
+        _mix(axes, sheet, inches, stages)
+        return
     kinds = len(Opcode)
     for which, edge in ((sheet.compute, 0.5), (sheet.talk, 0.0)):
         key, at = np.unique(sheet.local[which] * kinds + sheet.op[which], return_inverse=True)
@@ -40,6 +55,23 @@ def paint(axes: Axes, sheet: Sheet, inches: float, row: float) -> None:
         thin = min(edge, sheet.narrow * inches * 72 / 8)  # an outline must not eat its box
         _rectangles(axes, sheet.quads(which), fc=faces, ec="white", linewidth=thin)
     _label(axes, sheet, inches, row, stages)
+
+
+def _mix(axes: Axes, sheet: Sheet, inches: float, stages: int) -> None:
+    """An image per rank: in each column the mean colour of what runs, over what is idle."""
+    kinds = len(Opcode)
+    key, kind = np.unique(sheet.local * kinds + sheet.op, return_inverse=True)
+    table = [to_rgb(colour(k % kinds, k // kinds, stages)) for k in key.tolist()]
+    span = sheet.timeline.span
+    columns = max(int(span * inches * _COLUMNS), 1)
+    share = shares(sheet.timeline, kind, len(key), columns)
+    cover = share.sum(-1)
+    image = np.empty((*cover.shape, 4))
+    image[..., :3] = share @ np.array(table) / np.maximum(cover, 1e-12)[..., None]
+    image[..., 3] = np.clip(cover, 0, 1)
+    for rank, line in enumerate(np.clip(image, 0, 1)):
+        top = rank * sheet.pitch
+        axes.imshow(line[None], extent=(0, span, top + 1, top), aspect="auto")
 
 
 def _rectangles(axes: Axes, corners: Floats, **style: Any) -> None:
@@ -72,8 +104,8 @@ def _label(axes: Axes, sheet: Sheet, inches: float, row: float, stages: int) -> 
             axes.text(x, y + 0.28, stage, fontsize=size * 0.62, **style)
 
 
-def entries(sheets: Sequence[Sheet]) -> tuple[list[Any], list[str]]:
-    """What the legend shows: handles and their names."""
+def entries(sheets: Sequence[Sheet], extra: dict[str, str]) -> tuple[list[Any], list[str]]:
+    """What the legend shows: handles and their names; `extra` names have a colour each."""
     handles: list[tuple[Patch, ...]] = []  # of tuples matplotlib's types know nothing
     names: list[str] = []
     stages = max(s.timeline.program.plan.stages_per_rank for s in sheets)
@@ -88,12 +120,17 @@ def entries(sheets: Sequence[Sheet]) -> tuple[list[Any], list[str]]:
         pair = lane in (Lane.ACT, Lane.GRAD)
         handles.append((Patch(fc=received(base)), Patch(fc=base)) if pair else (Patch(fc=base),))
         names.append(LANE_NAMES[lane] + (" in, out" if pair else ""))
+    for name, shaded in extra.items():
+        handles.append((Patch(fc=shaded),))
+        names.append(name)
     return handles, names
 
 
-def legend(figure: Figure, sheets: Sequence[Sheet], left: float, columns: int) -> None:
+def legend(
+    figure: Figure, sheets: Sequence[Sheet], left: float, columns: int, extra: dict[str, str]
+) -> None:
     """A legend at the foot of the figure; `left` is in inches."""
-    handles, names = entries(sheets)
+    handles, names = entries(sheets, extra)
     figure.legend(
         handles,
         names,

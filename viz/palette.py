@@ -39,6 +39,7 @@ NIGHT: Final = {
     Opcode.Backward: Tone("#6a55c2", 37, 27),
 }
 STEP: Final = "#c8c8c8"
+ACCENT: Final = "#c8005f"  # a critical path
 LANES: Final = {
     Lane.ACT: "#0072b2",
     Lane.GRAD: "#d55e00",

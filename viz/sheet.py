@@ -9,6 +9,7 @@ from numpy.typing import NDArray
 
 from schedir.ops import COMPUTE, ROWS, SENDS, TRANSFERS, Lane, Opcode
 from schedir.timeline import Timeline
+from schedir.viz.density import own_stage, second_of_pair
 
 Floats = NDArray[np.float64]
 
@@ -16,6 +17,7 @@ Floats = NDArray[np.float64]
 LANE: Final = 0.24  # a communication lane
 _INSET: Final = 0.06  # above it
 _GAP: Final = 0.2  # between ranks
+CURVE: Final = 0.7  # a curve
 # Widths of letters and of digits, in font sizes.
 _WIDE: Final = {"F": 0.6, "B": 0.7, "I": 0.35, "W": 1.0}
 _DIGIT: Final = 0.65
@@ -27,34 +29,34 @@ class Sheet:
 
     `left`, `right`, `top`, `bottom` and `local` (which of its rank's own stages) have one entry
     per span; `compute` and `talk` are the indices of those that take any time, on the compute
-    lane and on the others; `lanes` are the communication lanes that are there.
+    lane and on the others; `lanes` are the communication lanes that are there, unless none are
+    wanted.  With `curve` there is room for one under each rank; `gap` is the room between ranks.
     """
 
-    def __init__(self, timeline: Timeline) -> None:
-        spans, plan = timeline.spans, timeline.program.plan
+    def __init__(
+        self, timeline: Timeline, *, lanes: bool = True, curve: bool = False, gap: float = _GAP
+    ) -> None:
+        spans = timeline.spans
         self.timeline = timeline
         self.op: NDArray[np.int16] = spans["op"]
         self.left: Floats = spans["start"] - timeline.begin
         self.right: Floats = spans["end"] - timeline.begin
         on_compute = spans["lane"] == Lane.COMPUTE
         self.compute = np.flatnonzero((self.right > self.left) & on_compute)
-        self.talk = np.flatnonzero((self.right > self.left) & ~on_compute)
+        self.talk = np.flatnonzero((self.right > self.left) & ~on_compute & lanes)
         self.lanes = [Lane(k) for k in np.unique(spans["lane"][self.talk]).tolist()]
-        self.pitch = 1 + (_INSET + LANE) * len(self.lanes) + _GAP
-        self.height = self.pitch * timeline.ranks - _GAP / 2
-        local = np.zeros(plan.stages, np.int64)
-        for own in plan.stages_of:
-            local[list(own)] = np.arange(len(own))
-        self.local = local[np.minimum(spans["stage"], plan.stages - 1)]
+        self.curve_top = 1 + (_INSET + LANE) * len(self.lanes) + _INSET
+        self.pitch = self.curve_top - _INSET + (_INSET + CURVE) * curve + gap
+        self.height = self.pitch * timeline.ranks - gap / 2
+        self.local = own_stage(timeline)
         self._place(on_compute)
 
     def _place(self, on_compute: NDArray[np.bool_]) -> None:
-        spans, program = self.timeline.spans, self.timeline.program
+        spans = self.timeline.spans
         self.top: Floats = spans["rank"] * self.pitch
         self.bottom = self.top + 1
         # A pair run together: two halves of one box.
-        joined = np.concatenate([s.joined for s in program.streams])
-        second = np.flatnonzero(joined & np.isin(self.op, COMPUTE))
+        second = np.flatnonzero(second_of_pair(self.timeline))
         self.bottom[second - 1] -= 0.5
         self.top[second] += 0.5
         # What comes in is the upper half of its lane, what goes out the lower: both at once show.
@@ -83,16 +85,21 @@ class Sheet:
         """Corners of the rectangles of some instructions, shape (n, 4, 2)."""
         return corners(self.left[which], self.right[which], self.top[which], self.bottom[which])
 
-    def idle(self) -> Floats:
-        """Corners of what is idle on the compute lanes between 0 and the span, shape (n, 4, 2)."""
-        return np.concatenate([np.empty((0, 4, 2)), *map(self._idle, range(self.timeline.ranks))])
+    def idle(self, least: float = 0.0) -> Floats:
+        """Corners of what is idle on the compute lanes between 0 and the span, shape (n, 4, 2).
 
-    def _idle(self, rank: int) -> Floats:
+        Gaps of less than `least` are left out.
+        """
+        least = max(least, 1e-9 * self.timeline.span)  # rounding is no bubble
+        gaps = [self._idle(rank, least) for rank in range(self.timeline.ranks)]
+        return np.concatenate([np.empty((0, 4, 2)), *gaps])
+
+    def _idle(self, rank: int, least: float) -> Floats:
         own = self.compute[self.timeline.spans["rank"][self.compute] == rank]
         own = own[np.argsort(self.left[own], kind="stable")]
         ends = np.maximum.accumulate(np.append(0.0, self.right[own]))
         begins = np.append(self.left[own], self.timeline.span)
-        gap = begins - ends > 1e-9 * self.timeline.span  # rounding is no bubble
+        gap = begins - ends > least
         y = np.full(gap.sum(), rank * self.pitch)
         return corners(ends[gap], begins[gap], y, y + 1)
 

@@ -6,6 +6,7 @@ import argparse
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from schedir.commands.draw import add_picture, save_chart
 from schedir.commands.simulate import facts
 from schedir.options import RUN, add_shape, timeline_of
 from schedir.terminal import as_json, table
@@ -23,6 +24,8 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     """Sources, and where a picture of all goes."""
     parser.add_argument("source", metavar="SCHEDULE", nargs="+", help=RUN)
     parser.add_argument("-o", dest="output", metavar="FILE", help="draw them under each other")
+    parser.add_argument("--tradeoff", action="store_true", help="draw bubble against memory")
+    add_picture(parser)
     parser.add_argument("--json", action="store_true", help="for a program to read")
     add_shape(parser)
 
@@ -32,20 +35,24 @@ def run(args: argparse.Namespace) -> str:
     timelines = [timeline_of(args, source, share=True) for source in args.source]
     said = _compared(timelines, as_table=not args.json)
     if args.output is not None:
-        from schedir.viz import compare, save
+        if args.tradeoff:
+            from schedir.viz import save, tradeoff
 
-        save(compare(timelines), args.output)
+            save(tradeoff(timelines), args.output)
+        else:
+            save_chart(args, timelines)
         said += "" if args.json else f"wrote {args.output}\n"
     return said
 
 
 def _compared(timelines: Sequence[Timeline], *, as_table: bool) -> str:
+    from schedir.viz.density import peak_activations
+
     rows = []
     for t in timelines:
-        plan, peak = t.program.plan, int(t.peak_in_flight.max())
+        plan, peak = t.program.plan, int(t.peak_in_flight.max(initial=0))
         shape = {"ranks": plan.ranks, "microbatches": plan.microbatches, "stages": plan.stages}
-        # In activations of a whole rank, so that a stage of half a rank counts half.
-        size = {"peak_in_flight": peak, "peak_activations": peak * plan.ranks / plan.stages}
+        size = {"peak_in_flight": peak, "peak_activations": peak_activations(t)}
         rows.append(facts(t) | shape | size)
     if not as_table:
         return as_json(rows)

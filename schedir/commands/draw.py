@@ -11,17 +11,40 @@ from schedir.options import RUN, add_shape, timeline_of
 if TYPE_CHECKING:
     from schedir.timeline import Timeline
 
-ABOUT = "draw a run"
+ABOUT = "draw runs: on the terminal, as a picture, or as a page to look around in"
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
-    """Sources, and where the picture goes."""
+    """Sources, where the picture goes, and what it shows."""
     parser.add_argument("source", metavar="SCHEDULE", nargs="+", help=RUN)
     parser.add_argument(
         "-o", dest="output", metavar="FILE", required=True,
-        help="html for a page to look around in, or png, svg, pdf",
+        help="html for a page of one run or two; png, svg or pdf for a picture",
     )  # fmt: skip
+    add_picture(parser)
+    parser.add_argument("--idle", action="store_true", help="why which rank is idle, in a map")
     add_shape(parser)
+
+
+def add_picture(parser: argparse.ArgumentParser) -> None:
+    """What a chart shows, and how wide it is."""
+    parser.add_argument(
+        "--show", metavar="MARKS", default="lanes",
+        help="of lanes,arrows,path,in_flight,phases, or none (lanes)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--width", metavar="WIDTH", type=_width, help="column or page of a paper, or inches"
+    )
+
+
+def _width(text: str) -> float | str:
+    try:
+        inches = float(text)
+    except ValueError:
+        return text
+    if not 1 <= inches <= 100:
+        raise argparse.ArgumentTypeError(f"must be from 1 to 100 inches, not {text}")
+    return inches
 
 
 def run(args: argparse.Namespace) -> str:
@@ -35,11 +58,25 @@ def run(args: argparse.Namespace) -> str:
         if len(timelines) == 1 and timelines[0].kind == "measured":
             timelines.insert(0, _expected(timelines[0]))
         save_html(args.output, *timelines)
-    else:
-        from schedir.viz import compare, save
+    elif args.idle:
+        from schedir.viz import idle_map, save
 
-        save(compare(timelines), args.output)
+        if len(timelines) > 1:
+            raise UsageError(f"a map of idle time is of one run, not {len(timelines)}")
+        save(idle_map(timelines[0]), args.output)
+    else:
+        save_chart(args, timelines)
     return f"wrote {args.output}\n"
+
+
+def save_chart(args: argparse.Namespace, timelines: list[Timeline]) -> None:
+    """A Gantt chart of runs under each other, as `add_picture` says."""
+    from schedir.viz import compare, save
+    from schedir.viz.output import suffix_of
+
+    suffix_of(args.output)  # a wrong ending is told before anything is drawn
+    show = () if args.show == "none" else [mark.strip() for mark in args.show.split(",")]
+    save(compare(timelines, width=args.width, show=show), args.output)
 
 
 def _expected(measured: Timeline) -> Timeline:

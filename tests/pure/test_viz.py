@@ -86,10 +86,10 @@ def test_rank_0_is_on_top_and_time_goes_right() -> None:
 def test_title_says_name_kind_bubble_and_span() -> None:
     axes = gantt(timeline()).axes[0]
     assert axes.get_title("left") == "one_f_one_b (predicted)"
-    assert axes.get_title("right") == "bubble 27.3%, span 33 units of cost"
+    assert axes.get_title("right") == "bubble 27.3%, peak 4 in flight, span 33"
     axes = gantt(measured(timeline())).axes[0]
     assert axes.get_title("left") == "one_f_one_b (measured)"
-    assert axes.get_title("right") == "bubble 27.3%, span 33 ms"
+    assert axes.get_title("right") == "bubble 27.3%, peak 4 in flight, span 33 ms"
     assert axes.get_xlabel() == "time in ms"
 
 

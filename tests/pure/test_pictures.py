@@ -1,0 +1,221 @@
+"""What pictures show besides boxes: marks, densities, trade-offs and maps of idle time."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from matplotlib.collections import LineCollection, PolyCollection
+from matplotlib.colors import to_hex
+from matplotlib.figure import Figure
+from matplotlib.quiver import Quiver
+
+from schedir.cli import main
+from schedir.compile import compile, lower
+from schedir.costs import Costs
+from schedir.errors import UsageError
+from schedir.ops import SENDS, Opcode
+from schedir.plan import Plan
+from schedir.program import Program
+from schedir.schedules import dualpipe_v, gpipe, interleaved, one_f_one_b, zb_h1
+from schedir.simulate import simulate
+from schedir.testing import drafts
+from schedir.timeline import Timeline
+from schedir.viz import compare, gantt, idle_map, save, tradeoff
+from schedir.viz.density import held, peak_activations, second_of_pair, shares
+from schedir.viz.marks import MARKS, messages, phase_times
+from schedir.viz.palette import ACCENT
+from schedir.words import Schedule, draft
+from tests.strategies import costs
+
+PAIRED = simulate(compile(dualpipe_v, Plan(4, 10, 2, "vee")))
+
+
+def timeline(
+    schedule: Schedule = one_f_one_b, ranks: int = 4, m: int = 8, v: int = 1, **cost: float
+) -> Timeline:
+    priced = Costs(**cost)
+    return simulate(compile(schedule, Plan(ranks, m, v), costs=priced), priced)
+
+
+# ---------------------------------------------------------------- densities
+
+
+@given(drafts(), st.data(), st.integers(1, 40))
+def test_shares_are_the_parts_of_time(draft: Program, data: st.DataObject, columns: int) -> None:
+    t = simulate(lower(draft), data.draw(costs(draft.plan)))
+    kind = t.spans["op"].astype(np.int64)
+    share = shares(t, kind, len(Opcode), columns)
+    assert share.shape == (t.ranks, columns, len(Opcode))
+    assert (share >= 0).all() and (share.sum(-1) <= 1 + 1e-9).all()
+    assert np.allclose(share.sum((1, 2)) * t.span / columns, t.busy)
+    if t.span:
+        rank, column = (
+            data.draw(st.integers(0, t.ranks - 1)),
+            data.draw(st.integers(0, columns - 1)),
+        )
+        lo, hi = t.span * column / columns, t.span * (column + 1) / columns
+        for op in (Opcode.Forward, Opcode.Backward):
+            own = t.spans[(t.spans["rank"] == rank) & (t.spans["op"] == op)]
+            inside = np.minimum(own["end"], hi) - np.maximum(own["start"], lo)
+            assert share[rank, column, op] == pytest.approx(
+                inside.clip(0).sum() / (hi - lo), abs=1e-9
+            )
+
+
+def test_a_pair_shares_its_time() -> None:
+    share = shares(PAIRED, PAIRED.spans["op"].astype(np.int64), len(Opcode), 97)
+    assert second_of_pair(PAIRED).any()
+    assert np.allclose(share.sum((1, 2)) * PAIRED.span / 97, PAIRED.busy)
+
+
+def test_small_boxes_become_densities(tmp_path: Path) -> None:
+    t = timeline(ranks=32, m=1024)
+    figure = gantt(t, show=("lanes", "arrows", "path"))
+    assert (figure.get_size_inches() < 15).all()
+    images = figure.axes[0].images
+    assert len(images) == 32
+    for rank, image in enumerate(images):
+        seen = np.asarray(image.get_array())
+        assert seen[..., 3].mean() == pytest.approx(t.busy[rank] / t.span, abs=0.01)
+    save(figure, tmp_path / "x.png")
+    assert not gantt(timeline()).axes[0].images
+
+
+# ---------------------------------------------------------------- marks
+
+
+def lines_of(figure: Figure) -> list[LineCollection]:
+    return [c for c in figure.axes[0].collections if isinstance(c, LineCollection)]
+
+
+def test_marks_are_named() -> None:
+    with pytest.raises(UsageError, match="lanes, arrows, path, in_flight, phases, not 'colour'"):
+        gantt(timeline(), show=("colour",))
+    with pytest.raises(UsageError, match="column or page"):
+        gantt(timeline(), width="poster")
+
+
+@pytest.mark.parametrize(("width", "inches"), [("column", 3.35), ("page", 7.0)])
+def test_a_paper_has_widths(width: str, inches: float) -> None:
+    for show in ((), tuple(MARKS)):
+        figure = compare([timeline(), timeline(gpipe)], width=width, show=show)
+        assert figure.get_figwidth() == pytest.approx(inches)
+        names = [axes.get_title("left") for axes in figure.axes]
+        assert [name.partition(" ")[0] for name in names] == ["one_f_one_b", "gpipe"]
+
+
+@pytest.mark.parametrize(
+    "t", [timeline(send=0.2), timeline(interleaved, v=2), timeline(gpipe), timeline(zb_h1), PAIRED]
+)
+def test_an_arrow_for_every_message(t: Timeline) -> None:
+    sends = int(np.isin(t.spans["op"], SENDS).sum())
+    pairs = messages(t)
+    assert len(pairs) == sends > 0
+    assert (t.spans["rank"][pairs[:, 0]] != t.spans["rank"][pairs[:, 1]]).all()
+    assert (t.spans["mb"][pairs[:, 0]] == t.spans["mb"][pairs[:, 1]]).all()
+    figure = gantt(t, show=("arrows",))
+    (drawn,) = [c for c in figure.axes[0].collections if isinstance(c, Quiver)]
+    assert sends == drawn.N
+    assert not [c for c in gantt(t).axes[0].collections if isinstance(c, Quiver)]
+
+
+def test_a_draft_has_messages_too() -> None:
+    t = simulate(draft(one_f_one_b, Plan(3, 4)), Costs(send=0.5))
+    assert len(messages(t)) == 2 * 2 * 4
+    gantt(t, show=tuple(MARKS))
+
+
+def test_the_critical_path_is_outlined() -> None:
+    t = timeline(B=2)
+    figure = gantt(t, show=("path",))
+    polygons = [c for c in figure.axes[0].collections if isinstance(c, PolyCollection)]
+    edges = [np.asarray(c.get_edgecolor()) for c in polygons]
+    (outlined,) = [
+        c
+        for c, edge in zip(polygons, edges, strict=True)
+        if len(edge) and to_hex(edge[0]) == ACCENT
+    ]
+    work = t.critical_path[t.spans["end"][t.critical_path] > t.spans["start"][t.critical_path]]
+    assert len(outlined.get_paths()) == len(work)
+    assert sum(np.ptp(np.asarray(p.vertices)[:, 0]) for p in outlined.get_paths()) == t.span
+
+
+def test_phases_end_where_backwards_begin_and_forwards_end() -> None:
+    times = phase_times(timeline(B=2))
+    assert times["warmup"][1].tolist() == [10, 8, 6, 4]
+    assert times["cooldown"][0].tolist() == [22, 23, 24, 25]
+    for lo, hi in times.values():
+        assert (lo <= hi).all()
+    warm, cool = (phase_times(timeline(gpipe))[name] for name in ("warmup", "cooldown"))
+    assert (warm[1] <= cool[0]).all()
+    assert gantt(timeline(), show=("phases",)).legends[0].get_texts()[-1].get_text() == "cooldown"
+
+
+def test_curves_rise_to_the_peaks() -> None:
+    t = timeline(B=2)
+    for rank in range(4):
+        times, counts = held(t, rank)
+        assert (np.diff(times) > 0).all() and counts.max() == t.peak_in_flight[rank]
+    (curves,) = lines_of(gantt(t, show=("in_flight",)))
+    high = [np.ptp(np.asarray(path.vertices)[:, 1]) for path in curves.get_paths()]
+    assert np.allclose(np.array(high) / high[0], t.peak_in_flight / t.peak_in_flight[0])
+
+
+# ---------------------------------------------------------------- figures of runs
+
+
+def test_bubble_against_memory() -> None:
+    runs = [timeline(gpipe), timeline(), timeline(zb_h1), timeline(interleaved, v=2, F=0.5, B=0.5)]
+    (axes,) = tradeoff(runs).axes
+    points = np.asarray(axes.collections[0].get_offsets())
+    assert points.tolist() == [[peak_activations(t), t.bubble] for t in runs]
+    assert [peak_activations(t) for t in runs] == [8, 4, 4, 5.5]
+    assert {text.get_text() for text in axes.texts} == {t.program.name for t in runs}
+    best = np.asarray(axes.lines[0].get_ydata())
+    assert (np.diff(best) <= 0).all() and min(t.bubble for t in runs) in best
+    with pytest.raises(UsageError):
+        tradeoff([])
+    tradeoff([timeline(ranks=1, m=1)] * 12)  # all in one spot
+
+
+def test_the_map_of_idle_time_adds_up(tmp_path: Path) -> None:
+    t = timeline(send=0.25, reduce_grads=1)
+    (axes,) = idle_map(t).axes
+    cells = np.asarray(axes.images[0].get_array())
+    assert np.allclose(cells[:-1, -1], t.idle / t.span)
+    assert np.allclose(cells[:, :-1].sum(1), cells[:, -1])
+    assert cells[-1, -1] == pytest.approx(t.bubble)
+    names = [label.get_text() for label in axes.get_xticklabels()]
+    assert names[0] == "warmup" and names[-1] == "all" and "host" not in names
+    assert len(axes.texts) == cells.size
+    big = idle_map(timeline(ranks=200, m=1))
+    assert (big.get_size_inches() < 13).all()
+    save(big, tmp_path / "x.png")
+    save(idle_map(timeline(ranks=1, m=2)), tmp_path / "y.png")  # never idle
+
+
+# ---------------------------------------------------------------- from the command line
+
+
+def test_plain_options_reach_all_of_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    marks = ["--show", ",".join(MARKS), "--width", "column"]
+    for argv in (
+        ["draw", "one_f_one_b", *marks],
+        ["draw", "gpipe", "one_f_one_b", "--show", "none", "--width", "6.5"],
+        ["draw", "gpipe", "--idle"],
+        ["compare", "gpipe", "one_f_one_b", "zb_h1", "--tradeoff"],
+        ["compare", "gpipe", "one_f_one_b", "--show", "path"],
+    ):
+        assert main([*argv, "-o", "x.pdf"]) == 0, argv
+        Path("x.pdf").unlink()
+    for argv in (
+        ["draw", "gpipe", "--show", "colour"],
+        ["draw", "gpipe", "--width", "poster"],
+        ["draw", "gpipe", "--width", "0"],
+        ["draw", "gpipe", "gpipe", "--idle"],
+    ):
+        assert main([*argv, "-o", "x.pdf"]) == 2, argv
+        assert not Path("x.pdf").exists()

@@ -1,0 +1,73 @@
+"""What pictures need to know of a run, whoever draws them: who is which, shares, and holdings."""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+from schedir.ops import COMPUTE, Lane
+from schedir.timeline import Timeline
+
+
+def own_stage(timeline: Timeline) -> NDArray[np.int64]:
+    """Of each span, which of its rank's own stages it is of, from 0; shape (n,)."""
+    plan = timeline.program.plan
+    local = np.zeros(plan.stages, np.int64)
+    for own in plan.stages_of:
+        local[list(own)] = np.arange(len(own))
+    own_of: NDArray[np.int64] = local[np.minimum(timeline.spans["stage"], plan.stages - 1)]
+    return own_of
+
+
+def second_of_pair(timeline: Timeline) -> NDArray[np.bool_]:
+    """Whether each span is the second of a pair run together; shape (n,)."""
+    joined = np.concatenate([s.joined for s in timeline.program.streams])
+    second: NDArray[np.bool_] = joined & np.isin(timeline.spans["op"], COMPUTE)
+    return second
+
+
+def held(timeline: Timeline, rank: int) -> tuple[NDArray[np.float64], NDArray[np.int64]]:
+    """Times, from the timeline's begin, and how many (stage, mb) a rank holds from each on.
+
+    What lasts no time is left out.
+    """
+    times, counts = timeline.in_flight(rank)
+    lasts = np.ones(len(times), bool)
+    lasts[:-1] = np.diff(times) > 0
+    return times[lasts] - timeline.begin, counts[lasts]
+
+
+def shares(
+    timeline: Timeline, kind: NDArray[np.int64], kinds: int, columns: int
+) -> NDArray[np.float64]:
+    """Which part of each column of time a rank's compute lane spends on each kind.
+
+    `kind` has an entry from 0 to kinds - 1 for every span.  The span is cut into equal columns;
+    of a pair run together each half counts half.  Shape (ranks, columns, kinds), each from 0
+    to 1.
+    """
+    spans, second = timeline.spans, second_of_pair(timeline)
+    weight = np.ones(len(spans))
+    weight[second] = 0.5
+    weight[np.flatnonzero(second) - 1] = 0.5
+    share = np.zeros((timeline.ranks, columns, kinds))
+    edges = np.linspace(0, timeline.span, columns + 1)
+    busy = np.flatnonzero((spans["lane"] == Lane.COMPUTE) & (spans["end"] > spans["start"]))
+    group = spans["rank"][busy].astype(np.int64) * kinds + kind[busy]
+    order = np.lexsort((spans["start"][busy], group))
+    busy, group = busy[order], group[order]
+    for own in np.split(busy, np.flatnonzero(np.diff(group)) + 1) if len(busy) else ():
+        start, end = (spans[at][own] - timeline.begin for at in ("start", "end"))
+        # Time spent until t: a line that rises from start to end, and is level in between.
+        times = np.stack([start, end], 1).reshape(-1)
+        spent = np.cumsum(np.stack([0 * start, weight[own] * (end - start)], 1).reshape(-1))
+        until = np.interp(edges, np.maximum.accumulate(times), spent, 0.0, spent[-1])
+        part = np.diff(until) / (timeline.span / columns)
+        share[spans["rank"][own[0]], :, kind[own[0]]] = np.clip(part, 0, 1)
+    return share
+
+
+def peak_activations(timeline: Timeline) -> float:
+    """The most that a rank holds, in activations of a whole rank: half a rank's stage is half."""
+    plan = timeline.program.plan
+    return int(timeline.peak_in_flight.max(initial=0)) * plan.ranks / plan.stages

@@ -1,0 +1,136 @@
+"""Marks: what a chart can show besides its boxes."""
+
+from __future__ import annotations
+
+from typing import Final
+
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.collections import LineCollection, PolyCollection
+from numpy.typing import NDArray
+
+from schedir.ops import COMPUTE, SENDS, Lane, Opcode
+from schedir.timeline import Timeline
+from schedir.viz.density import held
+from schedir.viz.palette import ACCENT, LANES
+from schedir.viz.sheet import CURVE, Floats, Sheet, corners
+
+MARKS: Final = {
+    "lanes": "a thin lane for each kind of communication that takes time",
+    "arrows": "messages, from sender to receiver",
+    "path": "the critical path, outlined",
+    "in_flight": "how many (stage, mb) each rank holds, under its row",
+    "phases": "warmup and cooldown, shaded",
+}
+PHASES: Final = {"warmup": "#d6e8f5", "cooldown": "#fde3cf"}
+_MOST: Final = 4000  # arrows
+_CURVE: Final = "#0072b2"
+
+
+def messages(timeline: Timeline) -> NDArray[np.int64]:
+    """Who sends to whom: pairs of spans, shape (n, 2); in a draft, work to work."""
+    graph, spans = timeline.graph, timeline.spans
+    if timeline.program.is_draft:
+        needer = np.tile(np.arange(len(spans)), 2)
+        giver = graph.needs.reshape(-1)
+        far = (giver >= 0) & (spans["rank"][giver] != spans["rank"][needer])
+        return np.stack([giver[far], needer[far]], 1).astype(np.int64)
+    sends = np.flatnonzero(np.isin(spans["op"], SENDS) & (graph.partner >= 0))
+    return np.stack([sends, graph.partner[sends]], 1).astype(np.int64)
+
+
+def arrows(axes: Axes, sheet: Sheet) -> None:
+    """An arrow per message: from when it leaves the sender's row to when it is at the receiver's.
+
+    In a draft a message lasts from the end of the work that makes it to the start of that which
+    needs it.  More than some thousands would hide the chart, and are not drawn.
+    """
+    sent, got = messages(sheet.timeline).T
+    if not 0 < len(sent) <= _MOST:
+        return
+    draft = sheet.timeline.program.is_draft
+    x0 = sheet.right[sent] if draft else sheet.left[sent]
+    x1 = sheet.left[got] if draft else sheet.right[got]
+    rank = sheet.timeline.spans["rank"]
+    down = rank[got] > rank[sent]
+    floor = sheet.curve_top - 0.06  # below the lanes
+    y0 = rank[sent] * sheet.pitch + np.where(down, floor, 0)
+    y1 = rank[got] * sheet.pitch + np.where(down, 0, floor)
+    act = np.isin(sheet.op[sent], (Opcode.SendAct, Opcode.Forward))
+    colours = np.where(act, LANES[Lane.ACT], LANES[Lane.GRAD])
+    axes.quiver(
+        x0, y0, x1 - x0, y1 - y0, color=colours, angles="xy", scale_units="xy", scale=1,
+        units="inches", width=0.011, headwidth=5, headlength=6, headaxislength=5.5,
+        minlength=0, zorder=3,
+    )  # fmt: skip
+
+
+def path(axes: Axes, sheet: Sheet, *, dense: bool) -> None:
+    """The chain that decides the span: its boxes outlined, or struck through, its links joined."""
+    chain = sheet.timeline.critical_path
+    chain = chain[sheet.right[chain] > sheet.left[chain]]
+    hidden = ~np.isin(sheet.op[chain], [*COMPUTE, Opcode.OptimizerStep])
+    chain = chain[~(hidden & (not sheet.lanes))]
+    middle = (sheet.top[chain] + sheet.bottom[chain]) / 2
+    if dense:
+        left, right = (np.stack([x[chain], middle], 1) for x in (sheet.left, sheet.right))
+        struck = np.stack([left, right], 1)
+        axes.add_collection(LineCollection(list(struck), colors=ACCENT, linewidths=2, zorder=4))
+    else:
+        boxes = list(sheet.quads(chain))
+        axes.add_collection(PolyCollection(boxes, fc="none", ec=ACCENT, linewidth=1.3, zorder=4))
+    leave = np.stack([sheet.right[chain], middle], 1)[:-1]
+    enter = np.stack([sheet.left[chain], middle], 1)[1:]
+    links = np.stack([leave, enter], 1)
+    links = links[leave[:, 1] != enter[:, 1]]
+    axes.add_collection(LineCollection(list(links), colors=ACCENT, linewidths=1.0, zorder=4))
+
+
+def phases(axes: Axes, sheet: Sheet) -> None:
+    """Shade each rank before its first backward, and after its last forward."""
+    for name, (lo, hi) in phase_times(sheet.timeline).items():
+        top = np.arange(sheet.timeline.ranks, dtype=np.float64) * sheet.pitch
+        shade = corners(lo, hi, top - 0.09, top + 1.09)
+        axes.add_collection(
+            PolyCollection(list(shade), facecolor=PHASES[name], linewidth=0, zorder=0)
+        )
+
+
+def phase_times(timeline: Timeline) -> dict[str, tuple[Floats, Floats]]:
+    """When each rank's warmup and cooldown begin and end, from the timeline's begin.
+
+    Warmup is until the first backward begins, cooldown from the end of the last forward, but not
+    before the first backward; what lies between is steady.  A rank without a backward has
+    neither.
+    """
+    spans, ranks, span = timeline.spans, timeline.ranks, timeline.span
+    first, last = np.full(ranks, np.inf), np.zeros(ranks)
+    back = np.isin(spans["op"], (Opcode.Backward, Opcode.BackwardInput))
+    ahead = spans["op"] == Opcode.Forward
+    np.minimum.at(first, spans["rank"][back], spans["start"][back] - timeline.begin)
+    np.maximum.at(last, spans["rank"][ahead], spans["end"][ahead] - timeline.begin)
+    none = np.isinf(first)
+    warm = np.where(none, 0, first)
+    cool = np.where(none, span, np.maximum(last, warm))
+    return {"warmup": (np.zeros(ranks), warm), "cooldown": (cool, np.full(ranks, span))}
+
+
+def in_flight(axes: Axes, sheet: Sheet, *, named: bool) -> None:
+    """Under each rank, how much it holds: a step curve, all to one scale; `named` says its peak."""
+    timeline, peaks = sheet.timeline, sheet.timeline.peak_in_flight
+    high = CURVE / max(int(peaks.max(initial=0)), 1)
+    fills, lines = [], []
+    for rank in range(timeline.ranks):
+        times, counts = held(timeline, rank)
+        foot = rank * sheet.pitch + sheet.curve_top + CURVE
+        x = np.concatenate([[0], np.repeat(times, 2), [timeline.span]])
+        y = foot - high * np.repeat(np.concatenate([[0], counts]), 2)
+        lines.append(np.stack([x, y], 1))
+        fills.append(np.concatenate([lines[-1], [[timeline.span, foot], [0, foot]]]))
+        if named:
+            axes.annotate(
+                f"in flight ≤ {peaks[rank]}", (0, foot - CURVE / 2), (-4, 0), ha="right",
+                va="center", textcoords="offset points", fontsize=5.5, color=_CURVE,
+            )  # fmt: skip
+    axes.add_collection(PolyCollection(fills, facecolor=_CURVE, alpha=0.16, linewidth=0))
+    axes.add_collection(LineCollection(lines, colors=_CURVE, linewidths=0.8))
