@@ -157,9 +157,8 @@ def parse(text: str, name: str = "imported") -> Program:
         reader.rank(row, cells)
     plan = reader.plan()
     words = [np.array(words, np.int64) for words in reader.ranks]
-    moved = any((np.isin(w >> OP & 0xFF, TRANSFERS)).any() for w in words)
-    if not moved:
-        words = [w[w >> OP & 0xFF < _O.SendAct] for w in words]
+    if not any(np.isin(w >> OP & 0xFF, TRANSFERS).any() for w in words):
+        words = [w[np.isin(w >> OP & 0xFF, COMPUTE)] for w in words]
     return Program(name, plan, tuple(map(Stream, words)))
 
 
