@@ -28,6 +28,7 @@ from schedir.ops import Instr, Opcode
 from schedir.plan import Plan
 from schedir.program import Program, Stream
 from schedir.simulate import simulate
+from schedir.sizes import Sizes
 from schedir.text import parse, show
 from schedir.timeline import Timeline
 from schedir.trace import load_timeline, save_timeline
@@ -53,6 +54,7 @@ __all__ = [
     "Opcode",
     "Plan",
     "Program",
+    "Sizes",
     "Stream",
     "Timeline",
     "W",

@@ -7,8 +7,9 @@ from typing import Literal
 
 from schedir.check import check, check_draft
 from schedir.costs import Costs
-from schedir.errors import UsageError
+from schedir.errors import MemoryLimitError, UsageError, in_bytes
 from schedir.graph import Model
+from schedir.memory import fit, held
 from schedir.ops import Opcode
 from schedir.passes.overlap import early_receives, group_opposites
 from schedir.passes.reductions import (
@@ -23,6 +24,7 @@ from schedir.passes.slots import Choice, share_slots
 from schedir.passes.transfers import transfers
 from schedir.plan import Plan
 from schedir.program import Program
+from schedir.sizes import Sizes
 from schedir.words import Schedule, draft
 
 
@@ -39,6 +41,8 @@ def compile(
     boundary: Literal["replicated", "sharded"] = "replicated",
     overlap: bool = False,
     slots: Choice | None = None,
+    sizes: Sizes | None = None,
+    limit: float | None = None,
     debug: bool = False,
 ) -> Program:
     """Draft a schedule, lower it in the order of these costs, and check it.
@@ -49,8 +53,8 @@ def compile(
     group: "replicated" ones are scattered for the wire and gathered behind it, "sharded" ones
     go as they are.  `overlap` groups opposite transfers and posts other receives early.
     `slots` says how many static buffers values share: the "fewest" there can be, or "enough" to
-    lose no time at these costs; by default each value has its own.  `debug` checks after every
-    pass.
+    lose no time at these costs; by default each value has its own.  `limit` is the most bytes
+    that a rank may hold, and `sizes` says what takes how many.  `debug` checks after every pass.
 
     Raises a ProgramError if the schedule is wrong; the result finishes under `model`.
     """
@@ -62,7 +66,26 @@ def compile(
         program = overlapped(program, model, debug=debug)
     if slots is not None:
         program = share_slots(program, slots, costs, model)
-    return check(program, model)
+    program = check(program, model)
+    return program if limit is None else within(program, sizes, limit)
+
+
+def within(program: Program, sizes: Sizes | None, limit: float) -> Program:
+    """Return a checked program if no rank ever holds more than `limit` bytes.
+
+    Raises MemoryLimitError that says which rank does, when, and what fills it; UsageError where
+    no sizes are given.
+    """
+    if sizes is None:
+        raise UsageError("a limit in bytes needs the sizes of what is held")
+    try:
+        return fit(program, sizes, limit)
+    except MemoryLimitError as error:
+        few = share_slots(program, "fewest")
+        most = max(own.bytes.max(initial=0.0) for own in held(few, sizes))
+        if most <= limit:
+            error.hint = f"with the fewest slots no rank holds more than {in_bytes(most)}"
+        raise
 
 
 def overlapped(program: Program, model: Model = "device", *, debug: bool = False) -> Program:

@@ -11,6 +11,17 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 
+def in_bytes(size: float) -> str:
+    """A number of bytes for people to read, in powers of ten: `1.5 GB`.
+
+    >>> in_bytes(40e9), in_bytes(1234567), in_bytes(12)
+    ('40 GB', '1.235 MB', '12 B')
+    """
+    units = ("B", "kB", "MB", "GB", "TB", "PB")
+    power = next((k for k in range(len(units) - 1, 0, -1) if size >= 1000**k), 0)
+    return f"{size / 1000**power:.4g} {units[power]}"
+
+
 @dataclass(frozen=True)
 class Site:
     """An instruction that an error speaks of: where it stands, and what is to be said of it."""
@@ -159,6 +170,37 @@ class OrderError(ProgramError):
 
 class SlotError(ProgramError):
     """A Stream that fills more slots of a kind than its rank has."""
+
+
+class MemoryLimitError(ProgramError):
+    """A rank that would hold more bytes than it may; `holds` says of what, how many, how large."""
+
+    def __init__(
+        self,
+        *,
+        program: str = "",
+        limit: float,
+        needs: float,
+        holds: Sequence[tuple[str, int, float]],
+        site: Site,
+        hint: str = "",
+    ) -> None:
+        fact = f"rank {site.rank} would hold {in_bytes(needs)}, and may hold {in_bytes(limit)}"
+        super().__init__(fact, program=program, sites=[site], hint=hint)
+        self.limit = limit
+        self.needs = needs
+        self.holds = tuple(holds)
+
+    def lines(self) -> list[str]:
+        width = max((len(name) for name, _, _ in self.holds), default=0)
+        most = max((len(str(number)) for _, number, _ in self.holds), default=0)
+        return [
+            *(f"{line}  while it runs" for line in super().lines()),
+            *(
+                f"  {name:<{width}}  {number:>{most}}  {in_bytes(size):>8}"
+                for name, number, size in self.holds
+            ),
+        ]
 
 
 class DeadlockError(ProgramError):

@@ -1,17 +1,28 @@
 """Memory: what a program holds, read off its Streams.
 
-Until slots are assigned, what counts is (stage, mb) pairs in flight: alive from their Forward
-until nothing that it saved is held any more: until Backward, or until BackwardWeight when the
-backward is split.
+Without sizes what counts is (stage, mb) pairs in flight: alive from their Forward until nothing
+that it saved is held any more: until Backward, or until BackwardWeight when the backward is
+split.
+
+With sizes it is bytes.  What is taken in and put out lives in static slots: they are there all
+the time, and how many there are is their memory, whichever order runs.  What compute keeps for
+later compute (SAVED, TAPE) is held from the start of the instruction that gives it to the end of
+the one that frees it; compute is in order, so that is exact, too.
 """
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import numpy as np
 from numpy.typing import NDArray
 
+from schedir.errors import MemoryLimitError, Site
+from schedir.index import Index
 from schedir.ops import ROWS, Token
 from schedir.program import Program, Stream
+from schedir.sizes import Sizes
+from schedir.slots import BOUNDARY, KINDS, counts, groups, uses
 
 _HELD = {Token.SAVED, Token.TAPE}  # BackwardInput turns one into the other
 _CHANGE = np.array([len(_HELD & {*r.gives}) - len(_HELD & {*r.frees}) for r in ROWS])
@@ -32,3 +43,112 @@ def peak_in_flight(program: Program) -> NDArray[np.int64]:
     if not program.trains:
         return np.zeros(program.plan.ranks, np.int64)
     return np.array([in_flight(s)[1].max(initial=0) for s in program.streams], np.int64)
+
+
+# ---------------------------------------------------------------- in bytes
+
+
+class Held(NamedTuple):
+    """What one rank holds.
+
+    `fixed` has the number and the bytes, together, of what is there all the time, by name.
+    `at` are the indices in the Stream at which what compute holds changes, at their start where
+    `starts`, else at their end; `kept` has the number and the bytes from then on, by name.  The
+    first entry is the beginning.
+    """
+
+    fixed: dict[str, tuple[int, float]]
+    at: NDArray[np.int64]
+    starts: NDArray[np.bool_]
+    kept: dict[str, tuple[NDArray[np.int64], NDArray[np.float64]]]
+
+    @property
+    def bytes(self) -> NDArray[np.float64]:
+        """All that is held from each change on."""
+        always = sum(size for _, size in self.fixed.values())
+        return np.asarray(always + sum(size for _, size in self.kept.values()), float)
+
+    def table(self, change: int) -> list[tuple[str, int, float]]:
+        """What is held from a change on: names, numbers and bytes, most bytes first."""
+        now = {name: (int(n[change]), float(b[change])) for name, (n, b) in self.kept.items()}
+        rows = [(name, n, size) for name, (n, size) in (self.fixed | now).items() if size]
+        return sorted(rows, key=lambda row: -row[2])
+
+
+def held(program: Program, sizes: Sizes) -> list[Held]:
+    """What each rank of a complete program holds as it runs."""
+    index, plan = Index(program), program.plan
+    weights, slots = sizes.of("weights", plan.stages), counts(index)
+    room = [_slot_sizes(index, kind, sizes) for kind in BOUNDARY]
+    kept = {kind: _kept(index, kind, sizes) for kind in KINDS[len(BOUNDARY) :]}
+    order = np.argsort(np.concatenate([k.when for k in kept.values()]), kind="stable")
+    at = np.concatenate([k.at for k in kept.values()])[order]
+    starts = np.concatenate([k.when % 2 == 0 for k in kept.values()])[order]
+    own = np.repeat(range(len(kept)), [len(k.at) for k in kept.values()])[order]
+    number = np.concatenate([k.number for k in kept.values()])[order]
+    change = np.concatenate([k.bytes for k in kept.values()])[order]
+    first = np.searchsorted(at, program.offsets)
+    ranks = []
+    for rank, stages in enumerate(plan.stages_of):
+        here = slice(first[rank], first[rank + 1])
+        fixed = {"weights": (len(stages), float(weights[list(stages)].sum()))}
+        for kind, count, each in zip(BOUNDARY, slots[rank].tolist(), room, strict=False):
+            fixed[kind.name.lower()] = (count, count * float(each[rank]))
+        curves = {}
+        for k, kind in enumerate(kept):
+            mine = own[here] == k
+            sums = np.cumsum(number[here] * mine), np.cumsum(change[here] * mine)
+            curves[kind.name.lower()] = (np.append(0, sums[0]), np.append(0.0, sums[1]))
+        index_in = np.append(0, at[here] - program.offsets[rank])
+        ranks.append(Held(fixed, index_in, np.append(True, starts[here]), curves))
+    return ranks
+
+
+class _Kept(NamedTuple):
+    """Changes of what compute keeps: positions, when along the Streams, number and bytes."""
+
+    at: NDArray[np.int64]
+    when: NDArray[np.int64]
+    number: NDArray[np.int64]
+    bytes: NDArray[np.float64]
+
+
+def _kept(index: Index, kind: Token, sizes: Sizes) -> _Kept:
+    fill, freed, _, _ = uses(index, kind)
+    size = sizes.of(kind.name.lower(), index.program.plan.stages)[index.stage[fill]]
+    group, one = groups(index).astype(np.int64), np.ones(len(fill), np.int64)
+    return _Kept(
+        np.concatenate([fill, freed]).astype(np.int64),
+        np.concatenate([2 * group[fill], 2 * group[freed] + 1]),
+        np.concatenate([one, -one]),
+        np.concatenate([size, -size]),
+    )
+
+
+def _slot_sizes(index: Index, kind: Token, sizes: Sizes) -> NDArray[np.float64]:
+    """Bytes of a slot of each rank: the most that a value of that kind takes there."""
+    name = "activation" if kind in (Token.ACT_IN, Token.ACT_OUT) else "gradient"
+    edge = 1 if kind in (Token.ACT_IN, Token.GRAD_OUT) else 0  # what the stage before puts out
+    own = uses(index, kind)
+    size = sizes.of(name, index.program.plan.stages)
+    return own.most(size[index.stage[own.fill].astype(np.intp) - edge])
+
+
+def fit(program: Program, sizes: Sizes, limit: float) -> Program:
+    """Return a complete program if no rank ever holds more than `limit` bytes.
+
+    Raises MemoryLimitError that says which rank does, when, and what fills it.
+    """
+    for rank, own in enumerate(held(program, sizes)):
+        most = int(own.bytes.argmax())
+        if own.bytes[most] <= limit:
+            continue
+        at = int(own.at[most])
+        raise MemoryLimitError(
+            program=program.name,
+            limit=limit,
+            needs=float(own.bytes[most]),
+            holds=own.table(most),
+            site=Site(rank, at, program.streams[rank][at]),
+        )
+    return program

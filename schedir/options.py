@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from schedir.errors import UsageError
 
@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from schedir.graph import Model
     from schedir.plan import Plan
     from schedir.program import Program
+    from schedir.sizes import Sizes
     from schedir.timeline import Timeline
     from schedir.words import Schedule
 
@@ -55,12 +56,30 @@ def _lowering(group: argparse._ArgumentGroup) -> None:
     )
     group.add_argument("--model", metavar="MODEL", help="edge, pair, device (default) or serial")
     group.add_argument("--costs", metavar="COSTS", help="F=1,B=2,send=0.1; F=1:1:2 per stage")
+    group.add_argument(
+        "--slots", metavar="HOW", help="share static buffers: fewest, or enough to lose no time"
+    )
+    group.add_argument(
+        "--sizes", metavar="SIZES", help="activation=16MB,saved=1.2GB; saved=1GB:2GB per stage"
+    )
+    group.add_argument(
+        "--limit", type=_bytes, metavar="BYTES", help="what a rank may hold, like 40GB or 40GiB"
+    )
 
 
 def _size(text: str) -> int:
     if not text.isdecimal() or not 1 <= int(text[:9]) <= 65535:
         raise argparse.ArgumentTypeError(f"must be a whole number from 1 to 65535, not {text!r}")
     return int(text)
+
+
+def _bytes(text: str) -> float:
+    from schedir.sizes import bytes_of
+
+    try:
+        return bytes_of(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"must be bytes, like 40GB, not {text!r}") from None
 
 
 def _placement(text: str) -> str | tuple[int, ...]:
@@ -70,12 +89,32 @@ def _placement(text: str) -> str | tuple[int, ...]:
 
 def costs_of(text: str | None) -> Costs:
     """`F=1,B=2,send=0.1`, or `F=1:1:2` for one per stage."""
+    from schedir.costs import Costs
+
+    return Costs(**_numbers("cost", Costs, text, float, "F=1"))
+
+
+def sizes_of(args: argparse.Namespace, share: Plan | None = None) -> Sizes | None:
+    """`activation=16MB,saved=1.2GB`, or `saved=1GB:1GB:2GB` for one per stage.
+
+    With `share` they are those of a whole rank, and are shared out to its stages.
+    """
+    from schedir.sizes import Sizes, bytes_of
+
+    if args.sizes is None:
+        return None
+    sizes = Sizes(**_numbers("size", Sizes, args.sizes, bytes_of, "saved=1GB"))
+    return _shared(sizes, share) if share else sizes
+
+
+def _numbers(
+    what: str, kind: type[Costs | Sizes], text: str | None, number: Callable[[str], float], say: str
+) -> dict[str, Any]:
+    """What `name=number,name=number:number` gives for the fields of a class."""
     from dataclasses import fields
     from difflib import get_close_matches
 
-    from schedir.costs import Costs
-
-    names = [f.name for f in fields(Costs)]
+    names = [f.name for f in fields(kind)]
     given: dict[str, Any] = {}
     for part in text.split(",") if text else ():
         name, equals, value = part.partition("=")
@@ -83,20 +122,21 @@ def costs_of(text: str | None) -> Costs:
         if name not in names:
             near = get_close_matches(name, names, 1)
             raise UsageError(
-                f"--costs: no cost {name!r}",
+                f"--{what}s: no {what} {name!r}",
                 hint=f"did you mean {near[0]!r}?" if near else f"there are {', '.join(names)}",
             )
         if name in given:
-            raise UsageError(f"--costs: {name} is given twice")
+            raise UsageError(f"--{what}s: {name} is given twice")
         try:
-            given[name] = tuple(map(float, value.split(":"))) if ":" in value else float(value)
+            given[name] = tuple(map(number, value.split(":"))) if ":" in value else number(value)
         except ValueError:
-            what = f"{value!r}" if equals else "nothing"
+            said = f"{value!r}" if equals else "nothing"
+            one = say.partition("=")[2]
             raise UsageError(
-                f"--costs: {name} must be a number or one per stage, not {what}",
-                hint=f"{name}=1 or {name}=1:1:2",
+                f"--{what}s: {name} must be a number or one per stage, not {said}",
+                hint=f"{name}={one} or {name}={one}:{one}:{one}",
             ) from None
-    return Costs(**given)
+    return given
 
 
 def program_of(
@@ -108,7 +148,8 @@ def program_of(
     schedules of one model: a rank's costs are split evenly over its stages, and only schedules
     that take `v`, or are for several, have several.
     """
-    from schedir.compile import compile
+    from schedir.check import check
+    from schedir.compile import compile, within
     from schedir.graph import known
     from schedir.load import load
     from schedir.program import Program
@@ -118,6 +159,9 @@ def program_of(
     costs, found = costs_of(args.costs), load(source)
     if isinstance(found, Program):
         _agree(args, found, source, but=("stages_per_rank", "placement") if share else ())
+        if args.limit is not None:
+            sizes = sizes_of(args, found.plan if share else None)
+            within(check(found, args.model or "device"), sizes, args.limit)
         return found, _shared(costs, found.plan) if share else costs
     plan = _plan(args, found, share=share)
     if getattr(args, "draft", False):
@@ -133,6 +177,9 @@ def program_of(
         tied=bool(args.tied),
         clip=bool(args.clip),
         overlap=args.overlap,
+        slots=args.slots,
+        sizes=sizes_of(args, plan if share else None),
+        limit=args.limit,
     )
     return program, costs
 
@@ -160,13 +207,17 @@ def _takes_v(schedule: Schedule) -> bool:
         return False
 
 
-def _shared(costs: Costs, plan: Plan) -> Costs:
-    """Costs of a microbatch on a rank as costs on one of its stages."""
+_Each = TypeVar("_Each", "Costs", "Sizes")
+
+
+def _shared(each: _Each, plan: Plan) -> _Each:
+    """Costs or sizes of a microbatch on a rank as those on one of its stages."""
     from dataclasses import replace
 
-    whole = {name: getattr(costs, name) for name in ("F", "B", "I", "W", "FB")}
+    names = ("F", "B", "I", "W", "FB", "saved", "tape", "weights")
+    whole = {name: getattr(each, name, None) for name in names}
     part = plan.ranks / plan.stages
-    return replace(costs, **{k: c * part for k, c in whole.items() if isinstance(c, float)})
+    return replace(each, **{k: c * part for k, c in whole.items() if isinstance(c, float)})
 
 
 def _agree(
@@ -180,7 +231,7 @@ def _agree(
         if name not in but and said is not None and said != has:
             option = "--" + name.replace("_", "-")
             raise UsageError(f"{source} has {name} {has}, not {said}", hint=f"leave out {option}")
-    for name in ("draft", "overlap"):
+    for name in ("draft", "overlap", "slots"):
         if getattr(args, name, False):
             raise UsageError(f"{source} is a program: --{name} is for schedules")
 
@@ -196,11 +247,16 @@ def timeline_of(args: argparse.Namespace, source: str, *, share: bool = False) -
     model: Model = args.model or "device"
     if source.endswith(".sched"):
         program = check_draft(program) if program.is_draft else check(program, model)
-    return simulate(program, costs, model=model)
+    return simulate(
+        program, costs, model=model, sizes=sizes_of(args, program.plan if share else None)
+    )
 
 
 def _timeline(args: argparse.Namespace, source: str, *, share: bool) -> Timeline:
     """The run in a file; options that would say otherwise are refused."""
+    from dataclasses import replace
+
+    from schedir.compile import within
     from schedir.trace import load_timeline
 
     found = load_timeline(source)
@@ -209,4 +265,7 @@ def _timeline(args: argparse.Namespace, source: str, *, share: bool) -> Timeline
     if args.model not in (None, found.model) and not share:
         raise UsageError(f"{source} ran under {found.model}, not {args.model}")
     _agree(args, found.program, source, but=("stages_per_rank", "placement") if share else ())
-    return found
+    sizes = sizes_of(args, found.program.plan if share else None)
+    if args.limit is not None:
+        within(found.program, sizes, args.limit)
+    return replace(found, sizes=sizes)

@@ -10,15 +10,23 @@ from schedir.errors import CostsError
 from schedir.explain import deadlock
 from schedir.graph import Graph, Model
 from schedir.program import Program
+from schedir.sizes import Sizes
 from schedir.timeline import Timeline, spans_of
 from schedir.walk import walk
 
 
-def simulate(program: Program, costs: Costs | None = None, *, model: Model = "device") -> Timeline:
+def simulate(
+    program: Program,
+    costs: Costs | None = None,
+    *,
+    model: Model = "device",
+    sizes: Sizes | None = None,
+) -> Timeline:
     """The Timeline that a program will have at the given costs under a progress model.
 
     Every instruction starts as soon as its queue, its values and its partners let it.  A draft
-    is simulated as if values that cross ranks took `costs.send` and no queue.
+    is simulated as if values that cross ranks took `costs.send` and no queue.  With `sizes`,
+    memory is told in bytes.
 
     Raises DeadlockError if the program cannot finish, what `check` raises where it is not
     complete, and CostsError if the costs add up to infinity.
@@ -29,4 +37,5 @@ def simulate(program: Program, costs: Costs | None = None, *, model: Model = "de
         raise deadlock(graph, reached)
     if not np.isfinite(reached.end).all():
         raise CostsError("the costs add up to more than a number can hold", program=program.name)
-    return Timeline(program, spans_of(program, reached.start, reached.end), model=model)
+    spans = spans_of(program, reached.start, reached.end)
+    return Timeline(program, spans, model=model, sizes=sizes)

@@ -15,7 +15,7 @@ fewest slots cost nothing, and nobody has to say how many there are.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Final, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -67,12 +67,12 @@ class Uses(NamedTuple):
         alive = np.arange(1, len(fills) + 1) - np.searchsorted(group[self.free], fills)
         return self.most(alive)
 
-    def most(self, count: NDArray[np.int64]) -> NDArray[np.int64]:
-        """The largest of each rank's numbers; `count` has one for each fill."""
-        most = np.zeros(len(self.first) - 1, np.int64)
+    def most(self, each: NDArray[Any]) -> NDArray[Any]:
+        """The largest of each rank's numbers, or 0; `each` has one for each fill."""
+        most = np.zeros(len(self.first) - 1, each.dtype)
         here = np.flatnonzero(np.diff(self.first))
         if len(here):
-            most[here] = np.maximum.reduceat(count, self.first[here])
+            most[here] = np.maximum.reduceat(each, self.first[here])
         return most
 
 

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, Final, Literal
+from typing import Any, Final, Literal, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from schedir.graph import Graph, Model
-from schedir.memory import in_flight, peak_in_flight
+from schedir.memory import Held, held, in_flight, peak_in_flight
 from schedir.ops import ROWS, Instr, Lane, Opcode
 from schedir.program import OPS, Program
+from schedir.sizes import Sizes
 
 Spans = NDArray[Any]  # structured: SPAN
 
@@ -40,6 +41,14 @@ def spans_of(program: Program, start: NDArray[np.float64], end: NDArray[np.float
     return spans
 
 
+class Memory(NamedTuple):
+    """A step curve: from `times[i]` on, `held[i]` is held, of which `kinds` has the parts."""
+
+    times: NDArray[np.float64]
+    held: NDArray[np.float64]
+    kinds: dict[str, NDArray[np.float64]]
+
+
 @dataclass(frozen=True, eq=False)
 class Timeline:
     """Start and end of every instruction.
@@ -49,7 +58,8 @@ class Timeline:
     start and end in `unit` ("" for the units of the costs, "s" for a measured run).
     `model` is the progress model under which it was predicted, or that its transport gives.
     `clock_error` says by how much the clocks of two ranks may differ, in `unit`: 0 in a
-    prediction, and where all ranks read one clock.
+    prediction, and where all ranks read one clock.  `sizes` are those of the values, where
+    memory is to be told in bytes.
     """
 
     program: Program
@@ -58,6 +68,7 @@ class Timeline:
     unit: str = ""
     model: Model = "device"
     clock_error: float = 0.0
+    sizes: Sizes | None = None
 
     def __len__(self) -> int:
         return len(self.spans)
@@ -144,9 +155,34 @@ class Timeline:
         return peak_in_flight(self.program)
 
     @cached_property
+    def memory(self) -> tuple[Memory, ...]:
+        """What each rank holds as time passes: in bytes, or, without sizes, in activations."""
+        if self.sizes is None:
+            curves = (self.in_flight(rank) for rank in range(self.ranks))
+            alive = np.float64(self.program.trains)
+            return tuple(
+                Memory(times, counts * alive, {"activations": counts * alive})
+                for times, counts in curves
+            )
+        return tuple(
+            self._memory(rank, own) for rank, own in enumerate(held(self.program, self.sizes))
+        )
+
+    def _memory(self, rank: int, own: Held) -> Memory:
+        spans = self.spans[int(self.program.offsets[rank]) :][own.at]
+        times = np.where(own.starts, spans["start"], spans["end"])
+        times[0] = self.begin
+        parts = {name: np.full(len(times), size) for name, (_, size) in own.fixed.items()}
+        parts |= {name: size for name, (_, size) in own.kept.items()}
+        return Memory(times, own.bytes, parts)
+
+    @cached_property
     def peak_memory(self) -> NDArray[np.float64]:
-        """Per rank, the most that is held at once, in activations of one (stage, mb)."""
-        return self.peak_in_flight.astype(float)
+        """Per rank, the most that is held at once.
+
+        In bytes; without sizes, in activations of one (stage, mb).
+        """
+        return np.array([curve.held.max(initial=0.0) for curve in self.memory])
 
     def in_flight(self, rank: int) -> tuple[NDArray[np.float64], NDArray[np.int64]]:
         """Times and counts of (stage, mb) alive on a rank: a step curve."""

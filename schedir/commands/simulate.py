@@ -5,7 +5,8 @@ from __future__ import annotations
 import argparse
 from typing import TYPE_CHECKING, Any
 
-from schedir.options import RUN, add_shape, timeline_of
+from schedir.errors import in_bytes
+from schedir.options import RUN, add_shape, costs_of, timeline_of
 from schedir.terminal import as_json, table
 
 if TYPE_CHECKING:
@@ -24,24 +25,61 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> str:
     """A row per rank, and what the ranks come to together."""
     timeline = timeline_of(args, args.source)
-    columns = {
+    columns: dict[str, list[Any]] = {
         "busy": timeline.busy.tolist(),
         "idle": timeline.idle.tolist(),
         "idle_in_own_span": timeline.idle_in_own_span.tolist(),
         "peak_in_flight": timeline.peak_in_flight.tolist(),
     }
+    if timeline.sizes is not None:
+        columns["peak_memory"] = timeline.peak_memory.tolist()
+    slots = _slots(args, timeline)
     if args.json:
-        return as_json(facts(timeline) | columns)
+        return as_json(facts(timeline) | columns | slots)
+    if "peak_memory" in columns:
+        columns["peak_memory"] = [in_bytes(size) for size in columns["peak_memory"]]
     rows = enumerate(zip(*columns.values(), strict=True))
     return (
         f"{timeline.program.name}, {timeline.kind}\n"
         + table(
             ["rank", *(name.replace("_", " ") for name in columns)],
-            [[str(rank), *(f"{x:.6g}" for x in row)] for rank, row in rows],
+            [
+                [str(rank), *(x if isinstance(x, str) else f"{x:.6g}" for x in row)]
+                for rank, row in rows
+            ],
         )
         + f"span {timeline.span:.6g}, bubble {timeline.bubble:.1%} of ranks x span, "
-        f"{timeline.bubble_over_ideal:.1%} of the busy time\n"
+        f"{timeline.bubble_over_ideal:.1%} of the busy time\n" + _said(timeline, slots)
     )
+
+
+def _slots(args: argparse.Namespace, timeline: Timeline) -> dict[str, Any]:
+    """How many slots each rank shares, and how long it would take if each value had its own."""
+    from dataclasses import replace
+
+    from schedir.simulate import simulate
+
+    program = timeline.program
+    if not program.slots:
+        return {}
+    slots = [counts._asdict() for counts in program.slots]
+    if timeline.kind == "measured":
+        return {"slots": slots}
+    own = simulate(replace(program, slots=()), costs_of(args.costs), model=timeline.model)
+    return {"slots": slots, "span_with_own_slots": own.span}
+
+
+def _said(timeline: Timeline, slots: dict[str, Any]) -> str:
+    if not slots:
+        return ""
+    most = {kind: max(counts[kind] for counts in slots["slots"]) for kind in slots["slots"][0]}
+    text = "slots, at most: " + ", ".join(f"{kind} {n}" for kind, n in most.items())
+    own = slots.get("span_with_own_slots")
+    if own:
+        less = 1 - own / timeline.span
+        text += f"; with one for each value the span would be {own:.6g}"
+        text += f", {less:.1%} less" if less > 1e-9 else ", the same"
+    return f"{text}\n"
 
 
 def facts(timeline: Timeline) -> dict[str, Any]:

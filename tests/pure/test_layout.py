@@ -19,12 +19,12 @@ SOURCE = ROOT / "schedir"
 # import everything (lazily), and nothing imports it.
 FLOORS = (
     {"errors", "ops"},
-    {"plan", "costs", "files", "gpt_config", "settings"},
+    {"plan", "costs", "sizes", "files", "gpt_config", "settings"},
     {"program"},
-    {"text", "torch_csv", "words", "memory"},
+    {"text", "torch_csv", "words"},
     {"schedules", "greedy", "index"},
     {"slots"},
-    {"graph"},
+    {"graph", "memory"},
     {"walk", "timeline"},
     {"explain", "complete"},
     {"check", "simulate", "passes"},

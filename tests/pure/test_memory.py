@@ -1,0 +1,207 @@
+"""Memory in bytes: what each rank holds, when it holds most, and programs over their limit."""
+
+from __future__ import annotations
+
+import random
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from schedir.compile import compile, lower, within
+from schedir.costs import Costs
+from schedir.errors import MemoryLimitError, UsageError, in_bytes
+from schedir.ops import ROWS, Token
+from schedir.passes.overlap import group_opposites
+from schedir.plan import Plan
+from schedir.program import Program, Slots
+from schedir.schedules import gpipe, interleaved, one_f_one_b, zb_h1
+from schedir.simulate import simulate
+from schedir.sizes import Sizes, bytes_of
+from schedir.testing import drafts
+from schedir.words import F
+from tests.commands import refused, said
+from tests.oracle import Machine
+from tests.strategies import costs, with_slots
+
+
+@st.composite
+def sizes(draw: st.DrawFn, plan: Plan) -> Sizes:
+    """Whole sizes, so that sums are exact."""
+
+    def some() -> float | tuple[float, ...]:
+        one = st.integers(0, 9).map(float)
+        each = st.lists(one, min_size=plan.stages, max_size=plan.stages).map(tuple)
+        return draw(one | each)
+
+    names = ("activation", "gradient", "saved", "tape", "weights")
+    return Sizes(**{name: some() for name in names if draw(st.booleans())})
+
+
+def by_hand(program: Program, given: Sizes, rank: int) -> list[dict[str, float]]:
+    """What a rank holds while each of its instructions runs, by kind."""
+    plan, stream = program.plan, program.streams[rank]
+    size = {name: given.of(name, plan.stages).tolist() for name in
+            ("activation", "gradient", "saved", "tape", "weights")}  # fmt: skip
+    machine = Machine(program, "serial", Costs())
+    machine.run()
+    slots: dict[str, list[float]] = {kind: [] for kind in Slots._fields}
+    for kind, stage, _ in machine.values(rank):
+        edge = stage - 1 if kind in ("act_in", "grad_out") else stage
+        slots[kind].append(size["activation" if kind.startswith("act") else "gradient"][edge])
+    fixed = {"weights": sum(size["weights"][s] for s in plan.stages_of[rank])}
+    for kind, own in slots.items():
+        count = getattr(program.slots[rank], kind) if program.slots else len(own)
+        fixed[kind] = count * max(own, default=0.0)
+    holds, alive = [], {"saved": 0.0, "tape": 0.0}
+    for group in machine.groups[rank]:
+        rows = [(ROWS[stream[k].op], stream[k].stage) for k in group]
+        for row, stage in rows:
+            for token in {Token.SAVED, Token.TAPE} & {*row.gives} if program.trains else ():
+                alive[token.name.lower()] += size[token.name.lower()][stage]
+        holds += [fixed | alive] * len(group)
+        for row, stage in rows:
+            for token in {Token.SAVED, Token.TAPE} & {*row.frees}:
+                alive[token.name.lower()] -= size[token.name.lower()][stage]
+    assert not any(alive.values())
+    return holds
+
+
+@settings(max_examples=150)
+@given(drafts(), st.data(), st.randoms(use_true_random=False))
+def test_peaks_are_those_counted_by_hand(
+    draft: Program, data: st.DataObject, rng: random.Random
+) -> None:
+    program = lower(draft)
+    if data.draw(st.booleans()):
+        program = group_opposites(program)
+    program, given = with_slots(program, rng), data.draw(sizes(draft.plan))
+    timeline = simulate(program, data.draw(costs(draft.plan)), sizes=given)
+    peaks = []
+    for rank, curve in enumerate(timeline.memory):
+        holds = by_hand(program, given, rank)
+        total = [sum(kinds.values()) for kinds in holds]
+        peaks.append(max(total))
+        assert curve.held.max() == timeline.peak_memory[rank] == max(total)
+        for kind, part in curve.kinds.items():
+            assert part.max() == max(kinds[kind] for kinds in holds)
+        assert np.array_equal(np.sum([*curve.kinds.values()], axis=0), curve.held)
+        assert curve.held[0] == curve.held[-1]  # nothing is kept from step to step
+        assert (np.diff(curve.times) >= 0).all() and curve.times[0] == timeline.begin
+    assert within(program, given, max(peaks)) is program
+    if not max(peaks):
+        return
+    with pytest.raises(MemoryLimitError) as caught:
+        within(program, given, max(peaks) - 1)
+    error, site = caught.value, caught.value.sites[0]
+    assert error.needs == peaks[site.rank] == sum(size for _, _, size in error.holds)
+    then = by_hand(program, given, site.rank)[site.index]
+    assert {kind: size for kind, _, size in error.holds} == {k: b for k, b in then.items() if b}
+
+
+def test_without_sizes_it_is_in_activations() -> None:
+    for schedule, plan in ((zb_h1, Plan(3, 6)), (interleaved, Plan(2, 4, 2))):
+        timeline = simulate(compile(schedule, plan))
+        assert timeline.peak_memory.tolist() == timeline.peak_in_flight.tolist()
+        assert [c.held.max() for c in timeline.memory] == timeline.peak_in_flight.tolist()
+
+
+def test_what_does_not_train_keeps_nothing() -> None:
+    program = compile(lambda r, P, m: m * F, Plan(2, 4), slots="fewest")
+    given = Sizes(activation=3, saved=100, weights=10)
+    assert simulate(program, sizes=given).peak_memory.tolist() == [13, 13]
+    assert simulate(program).peak_memory.tolist() == [0, 0]
+    with pytest.raises(MemoryLimitError) as caught:
+        within(program, given, 12)
+    assert caught.value.sites[0].index == 0
+
+
+def test_the_message_says_who_when_and_what() -> None:
+    given = Sizes(activation=32e6, saved=1.2e9, weights=8e9)
+    with pytest.raises(MemoryLimitError) as caught:
+        compile(gpipe, Plan(4, 16), sizes=given, limit=27.5e9)
+    assert (
+        str(caught.value)
+        == """\
+gpipe: rank 0 would hold 28.22 GB, and may hold 27.5 GB
+  rank 0 #30  F 0.15  while it runs
+    saved    16   19.2 GB
+    weights   1      8 GB
+    act_out  16    512 MB
+    grad_in  16    512 MB
+  hint: with the fewest slots no rank holds more than 27.33 GB"""
+    )
+    compile(gpipe, Plan(4, 16), slots="fewest", sizes=given, limit=27.5e9)
+    with pytest.raises(MemoryLimitError) as caught:
+        compile(gpipe, Plan(4, 16), slots="fewest", sizes=given, limit=27e9)
+    assert not caught.value.hint
+
+
+def test_the_tape_keeps_what_input_gradients_leave() -> None:
+    """ZB-H1 holds as many stages' activations as 1F1B at most, if a tape is no larger."""
+    small = Sizes(saved=10, tape=4)
+    whole, split = (simulate(compile(s, Plan(3, 8)), sizes=small) for s in (one_f_one_b, zb_h1))
+    assert whole.peak_memory.tolist() == [30, 20, 10]
+    assert (split.peak_memory > whole.peak_memory - 1).all()
+    curve = split.memory[0]
+    assert curve.kinds["tape"].max() == 4 and curve.kinds["saved"].max() == 30
+
+
+@pytest.mark.parametrize(
+    ("text", "number"),
+    [("12", 12), ("1.5GB", 1.5e9), ("40 GiB", 40 * 2**30), ("2kB", 2e3), ("1e3MB", 1e9)],
+)
+def test_bytes_are_read(text: str, number: float) -> None:
+    assert bytes_of(text) == number
+
+
+@pytest.mark.parametrize("text", ["", "GB", "4G", "4gb", "-1GB", "nan", "1.2.3", "1 GB x"])
+def test_what_are_no_bytes(text: str) -> None:
+    with pytest.raises(ValueError):
+        bytes_of(text)
+
+
+def test_bytes_are_said() -> None:
+    assert [in_bytes(b) for b in (0, 999, 1000, 1.5e9, 2.25e16)] == [
+        "0 B", "999 B", "1 kB", "1.5 GB", "22.5 PB"
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "wrong", [{"saved": -1}, {"saved": float("nan")}, {"saved": "x"}, {"saved": ()}]
+)
+def test_sizes_that_cannot_be(wrong: dict[str, float]) -> None:
+    with pytest.raises(UsageError, match="saved"):
+        Sizes(**wrong)
+
+
+def test_sizes_of_too_few_stages() -> None:
+    with pytest.raises(UsageError, match="2 numbers for 3 stages"):
+        assert simulate(compile(gpipe, Plan(3, 3)), sizes=Sizes(saved=(1, 2))).memory
+
+
+def test_slots_cost_what_the_command_says(capsys: pytest.CaptureFixture[str]) -> None:
+    argv = ("simulate", "gpipe", "--microbatches", "16", "--model", "edge",
+            "--costs", "F=1,B=2,send=0.1")  # fmt: skip
+    out = said(capsys, *argv, "--slots", "fewest", "--sizes", "activation=32MB,saved=1.2GB")
+    assert "span 60.6" in out and "the span would be 57.6, 5.0% less" in out
+    assert "19.33 GB" in out
+    assert "the span would be 57.6, the same" in said(capsys, *argv, "--slots", "enough")
+
+
+@pytest.mark.parametrize(
+    ("options", "names"),
+    [
+        (("--slots", "few"), "'few'"),
+        (("--limit", "4G"), "'4G'"),
+        (("--limit", "4GB"), "sizes"),
+        (("--sizes", "saved=1G"), "saved=1GB"),
+        (("--sizes", "sved=1GB"), "'saved'"),
+        (("--sizes", "saved=1GB", "--limit", "4GB"), "rank 0 #14  F 0.7"),
+    ],
+)
+def test_commands_refuse(
+    capsys: pytest.CaptureFixture[str], options: tuple[str, ...], names: str
+) -> None:
+    assert names in refused(capsys, "check", "gpipe", *options)
