@@ -17,6 +17,7 @@ from typing import Annotated, Any, NamedTuple, get_type_hints
 
 from schedir.errors import ConfigError, ProgramError, UsageError
 from schedir.gpt_config import GPTConfig, split_heads, split_layers
+from schedir.graph import Model
 from schedir.load import load
 from schedir.plan import Plan
 from schedir.program import Program
@@ -67,12 +68,23 @@ class DataConfig:
     seed: Annotated[int, Range(0)] = 0
 
 
+_CHOICES = {
+    "device": ("cpu", "cuda"),
+    "transport": ("edge", "grouped"),
+    "precision": ("float32", "bfloat16"),
+}
+
+
 @dataclass(frozen=True)
 class TrainConfig:
     """How it is trained: AdamW, a linear warm-up, then half a cosine from `lr` to `min_lr`.
 
     `clip` is the largest global gradient norm, 0 for no clipping; `timeout` how many seconds an
     instruction may take, with its wait for other ranks; `threads` those of torch in a process.
+
+    `device` is cpu, or cuda for a GPU each; `transport` is how messages queue on GPUs: edge, or
+    grouped.  `precision` is the type of the weights, float32 or bfloat16; gradients and the
+    optimizer's numbers are float32 in any case.
     """
 
     steps: Count = 100
@@ -85,10 +97,25 @@ class TrainConfig:
     log_every: Count = 10
     timeout: Annotated[float, Range(1, below=1e7)] = 120.0
     threads: Annotated[int, Range(1, below=1025)] = 1
+    device: str = "cpu"
+    transport: str = "edge"
+    precision: str = "float32"
 
     def __post_init__(self) -> None:
         if self.min_lr > self.lr:
             raise UsageError(f"min_lr {self.min_lr:g} is above lr {self.lr:g}")
+        for name, known in _CHOICES.items():
+            if getattr(self, name) not in known:
+                raise UsageError(
+                    f"{name} {getattr(self, name)!r} is not known", hint=" or ".join(known)
+                )
+        if self.transport != "edge" and self.device == "cpu":
+            raise UsageError(f"transport {self.transport} is one of GPUs", hint='device = "cuda"')
+
+    @property
+    def model(self) -> Model:
+        """The progress model of the transport, under which a program must be proven."""
+        return "device" if self.transport == "grouped" else "edge"
 
     def learning_rate(self, step: int) -> float:
         """The learning rate of a step, counted from 0.

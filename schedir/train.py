@@ -18,7 +18,6 @@ from schedir.compile import compile, lower, overlapped
 from schedir.config import Config, OutputConfig, read
 from schedir.errors import ExecutionError, ProgramError, UsageError
 from schedir.files import replacing
-from schedir.graph import Model
 from schedir.launch import crash, end_with_parent, launch, leave
 from schedir.load import load
 from schedir.program import Program
@@ -29,7 +28,6 @@ from schedir.trace import save_timeline
 if TYPE_CHECKING:
     from schedir.trainer import Result
 
-MODEL: Model = "edge"  # what Gloo gives
 RESULTS = ("loss.csv", "summary.json", "timeline.png")
 TRACE = "measured.timeline"
 CLOSED = "standard output was closed"
@@ -50,8 +48,9 @@ def run(path: str, sets: Sequence[str] = ()) -> int:
     check_memory(config, config.world)
     _make_folders(config)
     try:
-        from schedir.trainer import batches
+        from schedir.trainer import batches, require_device
 
+        require_device(config)
         batches(config).batch(0)
         if config.world > 1:
             return launch(["train", *(f"--set={s}" for s in sets), "--", path], config.world)
@@ -77,13 +76,13 @@ def program_of(config: Config) -> Program:
     clip = config.train.clip > 0
     if not isinstance(found, Program):
         program = compile(
-            found, pipeline.plan, pipeline.tp, pipeline.dp, MODEL,
+            found, pipeline.plan, pipeline.tp, pipeline.dp, config.train.model,
             tied=tied, clip=clip, overlap=pipeline.overlap,
         )  # fmt: skip
     elif found.is_draft:
         whole = replace(found, tp=pipeline.tp, dp=pipeline.dp, tied=tied, clip=clip)
-        program = lower(check_draft(whole))
-        program = check(overlapped(program, MODEL) if pipeline.overlap else program, MODEL)
+        program, model = lower(check_draft(whole)), config.train.model
+        program = check(overlapped(program, model) if pipeline.overlap else program, model)
     else:
         for what, has, wants, right in (
             ("tied", found.tied, tied, f"model.tied = {str(found.tied).lower()}"),
@@ -94,7 +93,7 @@ def program_of(config: Config) -> Program:
                     f"{pipeline.schedule} has {what} {_yes(has)}, the configuration {_yes(wants)}",
                     hint=f"{right}, or compile it with{'out' * has} --{what}",
                 )
-        program = check(found, MODEL)
+        program = check(found, config.train.model)
     if not program.trains:
         raise UsageError(f"schedule {pipeline.schedule} has no backward: it trains nothing")
     return program
@@ -196,7 +195,7 @@ def _train(config: Config, program: Program) -> None:
     folder = Path(config.output.folder)
     first = os.environ.get("RANK", "0") == "0"
     with (
-        processes(config.train.timeout),
+        processes(config.train.timeout, config.train.device),
         (folder / RESULTS[0]).open("w") if first else nullcontext() as losses,
     ):
         if losses is not None:

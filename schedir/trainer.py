@@ -22,8 +22,9 @@ from schedir.data import Batches, load
 from schedir.errors import ExecutionError, Site
 from schedir.launch import crash
 from schedir.program import Program
-from schedir.runtime.c10d import Gloo, measured
+from schedir.runtime.c10d import Gloo, Processes, measured
 from schedir.runtime.executor import Executor
+from schedir.runtime.precision import MainOptimizer, float32_gradients
 from schedir.runtime.rank import Boundary
 from schedir.simulate import simulate
 from schedir.timeline import Timeline
@@ -67,8 +68,17 @@ def train(config: Config, program: Program, losses: TextIO | None = None) -> Res
     return _Trainer(config, program, losses).run()
 
 
+def require_device(config: Config) -> None:
+    """Refuse a device that this machine does not have for all processes.  Raises UsageError."""
+    if config.train.device == "cuda":
+        from schedir.runtime.cuda import require_gpus
+
+        here = os.environ.get("LOCAL_WORLD_SIZE", config.world)
+        require_gpus(int(here))
+
+
 @contextmanager
-def processes(timeout: float) -> Iterator[None]:
+def processes(timeout: float, device: str = "cpu") -> Iterator[None]:
     """Within this context the processes of a run know each other; they leave it together.
 
     They are found as torchrun says; without it, this one is alone.  `timeout` is how many
@@ -79,7 +89,12 @@ def processes(timeout: float) -> Iterator[None]:
     if alone:
         how = {"store": dist.HashStore(), "rank": 0, "world_size": 1}  # type: ignore[attr-defined]
     try:
-        dist.init_process_group("gloo", timeout=timedelta(seconds=timeout), **how)
+        if device == "cuda":
+            from schedir.runtime.nccl import initialise
+
+            initialise(timeout, **how)
+        else:
+            dist.init_process_group("gloo", timeout=timedelta(seconds=timeout), **how)
     except RuntimeError as error:  # torch's DistError, and what else a network may do
         raise ExecutionError(
             f"the processes did not find each other in {timeout:g} s: "
@@ -111,14 +126,30 @@ class _Trainer:
     def __init__(self, config: Config, program: Program, losses: TextIO | None) -> None:
         self.config, self.program, self.losses = config, program, losses
         self.batches = batches(config)
-        self.transport = Gloo(program, config.train.timeout)
+        self.device = torch.device(config.train.device)
+        if self.device.type == "cuda":
+            from schedir.runtime.nccl import nccl
+
+            self.device = torch.device("cuda", torch.cuda.current_device())
+            kind: Any = config.train.transport
+            self.transport: Processes = nccl(program, self.device, kind, config.train.timeout)
+        else:
+            self.transport = Gloo(program, config.train.timeout)
         plan, tp = program.plan, self.transport.tp_group
         division = config.pipeline.division
         stages = {
             s: gpt.build_stage(config.model, s, plan.stages, tp=tp, division=division)
             for s in plan.stages_of[self.transport.rank]
         }
-        self.optimizer = _adamw([p for s in stages.values() for p in s.parameters()], config.train)
+        dtype: torch.dtype = getattr(torch, config.train.precision)
+        for stage in stages.values():
+            stage.to(self.device, dtype)
+            float32_gradients(stage)
+        parameters = [p for stage in stages.values() for p in stage.parameters()]
+        make = partial(_adamw, train=config.train)
+        self.optimizer: MainOptimizer | torch.optim.Optimizer = (
+            make(parameters) if dtype == torch.float32 else MainOptimizer(parameters, make)
+        )
         self.size = config.data.microbatch_size
         self.executor = Executor(
             program,
@@ -126,10 +157,11 @@ class _Trainer:
             stages,
             self.transport,
             loss=partial(gpt.loss, tp=tp),
-            boundary=Boundary((self.size, config.model.context, config.model.hidden)),
+            boundary=Boundary((self.size, config.model.context, config.model.hidden), dtype),
             optimizer=self.optimizer,
             max_norm=config.train.clip,
-            record=config.output.record,
+            # On a GPU an instruction is issued long before it runs: the host cannot time it.
+            record=config.output.record and self.device.type == "cpu",
         )
         self.recent: list[_Step] = []  # steps not yet reported
         self.timed: list[float] = []  # seconds of all steps but the first
@@ -183,7 +215,9 @@ class _Trainer:
         share = len(inputs) // self.program.dp
         mine = slice(self.transport.dp_rank * share, (self.transport.dp_rank + 1) * share)
         total = self.executor.step(
-            inputs[mine].split(self.size), targets[mine].split(self.size), scale
+            inputs[mine].to(self.device).split(self.size),
+            targets[mine].to(self.device).split(self.size),
+            scale,
         )
         # Tensor-parallel ranks all know the loss: the first counts.
         counts = total is not None and self.transport.tp_rank == 0

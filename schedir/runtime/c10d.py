@@ -21,12 +21,11 @@ from schedir.runtime.transport import Group, Work
 from schedir.timeline import Timeline, spans_of
 
 
-class Gloo:
-    """The transport of CPU processes.  Its progress model is `edge`.
+class Processes:
+    """Processes of torch.distributed, and what they do together: all but messages.
 
     Ranks lie in a mesh (dp, pp, tp), tp innermost, so that tensor-parallel groups are
-    neighbours.  Gloo honours tags: one tag per lane makes each directed edge a queue of its
-    own, which nothing else can hold up.
+    neighbours.  Tensors on a GPU take the backend that the default group has for them.
 
     `timeout` is how many seconds its groups wait for each other; torch's half an hour unless
     told.
@@ -35,7 +34,8 @@ class Gloo:
     Raises ModelError otherwise.
     """
 
-    model: Model = "edge"
+    model: Model
+    grouped = False
 
     def __init__(self, program: Program, timeout: float | None = None) -> None:
         self.tp, self.dp, pp = program.tp, program.dp, program.plan.ranks
@@ -86,14 +86,18 @@ class Gloo:
             )
 
     def send(self, tensor: Tensor, peer: int, lane: Lane) -> Work:
-        """Start to send; Gloo's sends run on their own."""
-        work = dist.isend(tensor, group=self.pipeline, group_dst=peer, tag=int(lane))
-        return cast(Work, work)
+        """As Transport.send."""
+        raise NotImplementedError
 
     def recv(self, tensor: Tensor, peer: int, lane: Lane) -> Work:
-        """Start to receive."""
-        work = dist.irecv(tensor, group=self.pipeline, group_src=peer, tag=int(lane))
-        return cast(Work, work)
+        """As Transport.recv."""
+        raise NotImplementedError
+
+    def start_group(self) -> None:
+        """Only a transport that is `grouped` is told."""
+
+    def end_group(self) -> None:
+        """As `start_group`."""
 
     def all_reduce(self, tensor: Tensor, group: Group) -> Work:
         """Start to sum in place."""
@@ -105,7 +109,27 @@ class Gloo:
         return cast(Work, dist.all_gather(parts, shard, group=self.tp_group, async_op=True))
 
 
-def measured(executor: Executor, transport: Gloo) -> Timeline | None:
+class Gloo(Processes):
+    """The transport of CPU processes.  Its progress model is `edge`.
+
+    Gloo honours tags: one tag per lane makes each directed edge a queue of its own, which nothing
+    else can hold up.
+    """
+
+    model: Model = "edge"
+
+    def send(self, tensor: Tensor, peer: int, lane: Lane) -> Work:
+        """Start to send; Gloo's sends run on their own."""
+        work = dist.isend(tensor, group=self.pipeline, group_dst=peer, tag=int(lane))
+        return cast(Work, work)
+
+    def recv(self, tensor: Tensor, peer: int, lane: Lane) -> Work:
+        """Start to receive."""
+        work = dist.irecv(tensor, group=self.pipeline, group_src=peer, tag=int(lane))
+        return cast(Work, work)
+
+
+def measured(executor: Executor, transport: Processes) -> Timeline | None:
     """The last step's Timeline, in seconds from its first instruction; None but on process 0.
 
     Of the replicas and tensor-parallel ranks, the first ones are shown.  A message lasts from

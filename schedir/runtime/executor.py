@@ -7,7 +7,8 @@ is the caller's choice among the legal ones: a process makes them in Stream orde
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import partial
 from time import perf_counter
 
 import torch
@@ -16,9 +17,10 @@ from torch.profiler import record_function
 
 from schedir.check import check
 from schedir.errors import ExecutionError, ModelError, Site
+from schedir.ops import ROWS, Lane
 from schedir.program import Program
 from schedir.runtime.handlers import HANDLERS
-from schedir.runtime.rank import Boundary, Loss, Microbatches, Rank
+from schedir.runtime.rank import Boundary, Call, Loss, Microbatches, Rank, Steps
 from schedir.runtime.transport import Transport
 
 
@@ -52,7 +54,7 @@ class Executor(Rank):
         *,
         loss: Loss,
         boundary: Boundary,
-        optimizer: torch.optim.Optimizer | None = None,
+        optimizer: Steps | None = None,
         max_norm: float = 1.0,
         record: bool = True,
     ) -> None:
@@ -63,6 +65,19 @@ class Executor(Rank):
         self.position = 0  # index in the Stream: where this rank stands
         self.profiled = False
         self.calls = [HANDLERS[i.op](self, i) for i in self.stream]
+        if transport.grouped:
+            self._link_groups()
+
+    def _link_groups(self) -> None:
+        """Let the transport know where a group of transfers begins and ends."""
+        joined = [*self.stream.joined.tolist(), False]
+        for k, i in enumerate(self.stream):
+            if ROWS[i.op].lane not in (Lane.ACT, Lane.GRAD) or joined[k] == joined[k + 1]:
+                continue
+            wait, run = self.calls[k]
+            start, end = self.transport.start_group, self.transport.end_group
+            both = partial(_both, start, run) if joined[k + 1] else partial(_both, run, end)
+            self.calls[k] = Call(wait, both)
 
     # ------------------------------------------------------------ a step
 
@@ -128,7 +143,14 @@ class Executor(Rank):
         self.sending.clear()
         if self.plan.stages - 1 not in self.stages:
             return None
-        return sum(self.losses, torch.zeros(()))  # by microbatch, whatever their order was
+        return sum(
+            self.losses, torch.zeros((), device=self.device)
+        )  # by microbatch, whatever their order was
+
+
+def _both(first: Callable[[], None], second: Callable[[], None]) -> None:
+    first()
+    second()
 
 
 def _fit(

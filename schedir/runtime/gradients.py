@@ -7,8 +7,9 @@ from torch import Tensor, nn
 
 
 class Gradients:
-    """The gradients of a stage: `flat` has a buffer for each type of its parameters.
+    """The gradients of a stage: `flat` has a buffer for each type of its parameters' gradients.
 
+    That is a parameter's own type, or its `grad_dtype` where it has been set.
     Backward passes accumulate into the views, so a reduction is one call on each buffer.
     A stage without parameters, or whose parameters are all frozen, has no buffer.
     """
@@ -17,7 +18,7 @@ class Gradients:
         self.parameters = [p for p in module.parameters() if p.requires_grad]
         kinds: dict[tuple[torch.dtype, torch.device], list[nn.Parameter]] = {}
         for p in self.parameters:
-            kinds.setdefault((p.dtype, p.device), []).append(p)
+            kinds.setdefault((p.grad_dtype or p.dtype, p.device), []).append(p)
         self.flat: list[Tensor] = []
         self.bound: list[tuple[nn.Parameter, Tensor]] = []
         for (dtype, device), alike in kinds.items():
@@ -28,7 +29,7 @@ class Gradients:
             self.bound += [(p, part.view_as(p)) for p, part in parts]
         self.zero()
 
-    def scale(self, by: float) -> None:
+    def scale(self, by: float | Tensor) -> None:
         """Multiply every gradient."""
         for flat in self.flat:
             flat.mul_(by)

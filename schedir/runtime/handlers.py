@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from schedir.errors import ModelError
+from schedir.kernels.boundary import pack
 from schedir.ops import ROWS, Instr, Lane, Opcode
 from schedir.runtime.gradients import is_sharded
 from schedir.runtime.rank import Call, Rank, Stage
@@ -140,7 +141,7 @@ def recv(rank: Rank, i: Instr) -> Call:
         shape = (torch.Size(shape).numel() // rank.program.tp,)
 
     def run() -> None:
-        buffer = torch.empty(shape, dtype=rank.boundary.dtype)
+        buffer = torch.empty(shape, dtype=rank.boundary.dtype, device=rank.device)
         values[mb] = buffer
         stage.arriving[row.lane, mb] = rank.transport.recv(buffer, peer, row.lane)
 
@@ -174,9 +175,8 @@ def scatter(rank: Rank, i: Instr) -> Call:
     values = stage.act_out if i.op == Opcode.Scatter else stage.grad_out
 
     def run() -> None:
-        flat = _take(values, mb).reshape(rank.program.tp, -1)
         # Own memory, not a view: the whole is not kept alive by what is sent of it.
-        values[mb] = flat[rank.transport.tp_rank].clone()
+        values[mb] = pack(_take(values, mb), rank.program.tp, rank.transport.tp_rank)
 
     return Call(None, run)
 
@@ -187,7 +187,7 @@ def gather(rank: Rank, i: Instr) -> Call:
     values = stage.act_in if act else stage.grad_in
 
     def run() -> None:
-        whole = torch.empty(rank.boundary.shape, dtype=rank.boundary.dtype)
+        whole = torch.empty(rank.boundary.shape, dtype=rank.boundary.dtype, device=rank.device)
         rank.transport.all_gather(whole.view(-1), _take(values, mb)).wait()
         values[mb] = whole
 
@@ -259,7 +259,7 @@ def reduce_norm(rank: Rank, i: Instr) -> Call:
 
     def run() -> None:
         squares = [p.grad.double().square().sum() for p in counted if p.grad is not None]
-        rank.norm = torch.stack(squares).sum() if squares else torch.zeros(()).double()
+        rank.norm = torch.stack(squares).sum() if squares else torch.zeros_like(rank.norm)
         rank.reducing.append((k, rank.transport.all_reduce(rank.norm, "model")))
 
     return Call(partial(_reduced, rank), run)
@@ -269,7 +269,8 @@ def step(rank: Rank, i: Instr) -> Call:
     def run() -> None:
         if rank.program.clip:
             rank.norm = rank.norm.sqrt()
-            shrink = min(1.0, rank.max_norm / (float(rank.norm) + 1e-6))
+            # Never a Python number: on a GPU that would wait for it.
+            shrink = (rank.max_norm / (rank.norm + 1e-6)).clamp(max=1.0)
             for stage in rank.stages.values():
                 stage.gradients.scale(shrink)
         if rank.optimizer is not None:

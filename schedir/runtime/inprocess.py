@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import defaultdict, deque
 from collections.abc import Sequence
+from contextlib import nullcontext
 from copy import deepcopy
 
 import torch
@@ -20,6 +21,7 @@ from schedir.plan import Plan
 from schedir.program import Program
 from schedir.runtime.executor import Executor
 from schedir.runtime.rank import Boundary, Loss, Microbatches
+from schedir.runtime.streams import StreamHub, StreamMailbox
 from schedir.runtime.transport import Done, Group, Work
 
 
@@ -34,7 +36,7 @@ class _Hub:
 class _Mailbox:
     """The transport of one virtual rank."""
 
-    tp, dp, tp_rank = 1, 1, 0
+    tp, dp, tp_rank, grouped = 1, 1, 0, False
 
     def __init__(self, hub: _Hub, rank: int, members: dict[Group, list[int]], model: Model) -> None:
         self.hub, self.rank, self.members, self.model = hub, rank, members, model
@@ -59,6 +61,13 @@ class _Mailbox:
             meeting.clear()
         return Done()
 
+    running = nullcontext
+
+    def start_group(self) -> None:
+        """Messages are delivered one by one."""
+
+    begin = end = end_group = start_group
+
     def all_gather(self, whole: Tensor, shard: Tensor) -> Work:
         raise NotImplementedError("virtual ranks have no tensor-parallel group")
 
@@ -67,7 +76,7 @@ class InProcess:
     """All ranks of a program as virtual ranks of this process.
 
     `stages` are all the stages of the model, in order; where stages have two holders, the second
-    has a copy.  Raises ModelError for programs with
+    has a copy.  On a GPU, each rank has streams of its own.  Raises ModelError for programs with
     tensor- or data-parallel groups, whose ranks run at once and need processes.
     """
 
@@ -89,17 +98,18 @@ class InProcess:
                 program=program.name,
             )
         plan = program.plan
-        hub = _Hub()
         self.program = program
+        cuda = any(p.is_cuda for stage in stages for p in stage.parameters())
+        self.mail = _mailboxes(plan, model, cuda)
         self.ranks = [
             Executor(
                 program,
                 rank,
                 {
-                    s: stages[s] if plan.rank_of[s] == rank else deepcopy(stages[s])
+                    s: stages[s] if plan.rank_of[s] == rank else _copy(stages[s])
                     for s in plan.stages_of[rank]
                 },
-                _Mailbox(hub, rank, _members(plan, rank), model),
+                self.mail[rank],
                 loss=loss,
                 boundary=boundary,
                 max_norm=max_norm,
@@ -124,14 +134,33 @@ class InProcess:
 
         As Executor.step; returns the sum of losses.
         """
-        for rank in self.ranks:
-            rank.begin(inputs, targets, scale)
+        last = []
+        for rank, mail in zip(self.ranks, self.mail, strict=True):
+            mail.begin()
+            with mail.running():
+                rank.begin(inputs, targets, scale)
         for node in self.graph.any_order(seed):
             for r, index in self.at[node]:
-                self.ranks[r].call(index)
-        last = [rank.losses for rank in self.ranks if rank.finish() is not None]
-        each = (sum(losses, torch.zeros(())) for losses in zip(*last, strict=True))
-        return sum(each, torch.zeros(()))  # by microbatch; each loss is 0 but on one rank
+                with self.mail[r].running():
+                    self.ranks[r].call(index)
+        for rank, mail in zip(self.ranks, self.mail, strict=True):
+            with mail.running():
+                if rank.finish() is not None:
+                    last.append(rank.losses)
+            mail.end()
+        zero = torch.zeros((), device=last[0][0].device)
+        each = (sum(losses, zero) for losses in zip(*last, strict=True))
+        return sum(each, zero)  # by microbatch; each loss is 0 but on one rank
+
+
+def _mailboxes(plan: Plan, model: Model, cuda: bool) -> Sequence[_Mailbox | StreamMailbox]:
+    """A transport for each virtual rank."""
+    members = [_members(plan, rank) for rank in range(plan.ranks)]
+    if cuda:
+        streams = StreamHub()
+        return [StreamMailbox(streams, rank, m, model) for rank, m in enumerate(members)]
+    hub = _Hub()
+    return [_Mailbox(hub, rank, m, model) for rank, m in enumerate(members)]
 
 
 def _members(plan: Plan, rank: int) -> dict[Group, list[int]]:
@@ -142,3 +171,11 @@ def _members(plan: Plan, rank: int) -> dict[Group, list[int]]:
         "tied": sorted({int(plan.rank_of[0]), int(plan.rank_of[-1])}),
         "model": [*range(plan.ranks)],
     }
+
+
+def _copy(module: nn.Module) -> nn.Module:
+    """A copy of a module, with the types of its gradients, which deepcopy forgets."""
+    copy = deepcopy(module)
+    for p, own in zip(copy.parameters(), module.parameters(), strict=True):
+        p.grad_dtype = own.grad_dtype
+    return copy

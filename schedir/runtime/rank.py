@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from time import perf_counter
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -20,6 +20,12 @@ from schedir.runtime.transport import Transport, Work
 
 Loss = Callable[[Tensor, Tensor], Tensor]
 Microbatches = Sequence[Tensor] | Tensor  # one tensor each, or stacked
+
+
+class Steps(Protocol):
+    """What is asked of an optimizer."""
+
+    def step(self) -> object: ...
 
 
 @dataclass(frozen=True)
@@ -84,7 +90,7 @@ class Rank:
         transport: Transport,
         loss: Loss,
         boundary: Boundary,
-        optimizer: torch.optim.Optimizer | None,
+        optimizer: Steps | None,
         max_norm: float,
         record: bool,
     ) -> None:
@@ -96,8 +102,9 @@ class Rank:
         self.inputs: Microbatches = ()
         self.targets: Microbatches = ()
         self.scale = 1.0
-        self.losses = [torch.zeros(())] * m
-        self.norm = torch.zeros((), dtype=torch.float64)
+        self.device = _device(self.stages)
+        self.losses = [torch.zeros((), device=self.device)] * m
+        self.norm = torch.zeros((), dtype=torch.float64, device=self.device)
         self.stream = program.streams[rank]
         # Under way, by index in the Stream: what is sent, as long as it may not have arrived,
         # and reductions that nobody has waited for.
@@ -118,3 +125,16 @@ class Rank:
         """Note that the instruction at an index of the Stream has ended now."""
         if self.record:
             self.ended[k] = perf_counter()
+
+
+def _device(stages: Mapping[int, Stage]) -> torch.device:
+    """Where a rank's stages are: where their parameters are.
+
+    Raises ModelError if they are in several places.
+    """
+    found = {p.device for stage in stages.values() for p in stage.module.parameters()}
+    if len(found) > 1:
+        raise ModelError(
+            f"the parameters of one rank are on {' and '.join(sorted(map(str, found)))}"
+        )
+    return next(iter(found), torch.device("cpu"))

@@ -42,7 +42,7 @@ def reference(
             y = stage(x)
             if k == len(stages) - 1:
                 y = loss(y, target)
-                total = total + y.detach()
+                total = total.to(y.device) + y.detach()
             saved[k].append((x, y))
             x = y.detach().requires_grad_()
     dys: list[Tensor | None] = [None] * len(saved[-1])

@@ -29,6 +29,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from schedir.kernels.weight_gradient import accumulate_
+
 Rule = Callable[[Tensor, Tensor, Tensor], Tensor]  # weight, input, dy -> dW
 
 
@@ -74,6 +76,9 @@ class Tape:
         with torch.no_grad():
             while self._deferred:  # popped one by one: memory falls as the work goes on
                 rule, weight, input, dy = self._deferred.popleft()
+                if _adds_up_wider(weight):
+                    _add(rule, weight, input, dy)
+                    continue
                 key, dw = id(weight), rule(weight, input, dy)
                 if key in sums:
                     dw = sums.pop(key) + dw
@@ -158,10 +163,33 @@ def embedding(tokens: Tensor, weight: Tensor, padding: int | None = None) -> Ten
 def _weight_gradient(ctx: Any, rule: Rule, input: Tensor, dy: Tensor) -> Tensor | None:
     """The weight gradient for autograd, or None when it went to the tape."""
     weight: Tensor = ctx.weight
-    if _tape is None or not weight.is_leaf:  # only a leaf collects its own .grad
+    if not weight.is_leaf:  # only a leaf collects its own .grad
         return rule(weight, input, dy)
-    _tape.defer(rule, weight, input, dy)
+    if _tape is not None:
+        _tape.defer(rule, weight, input, dy)
+    elif _adds_up_wider(weight):
+        _add(rule, weight, input, dy)
+    else:
+        return rule(weight, input, dy)
     return None
+
+
+def _adds_up_wider(weight: Tensor) -> bool:
+    """Whether gradients are added up in a wider type: then each at once, in the product if it can.
+
+    Autograd would round each to the weight's own type first.
+    """
+    return weight.grad is not None and weight.grad.dtype != weight.dtype
+
+
+def _add(rule: Rule, weight: Tensor, input: Tensor, dy: Tensor) -> None:
+    """Add a gradient to one of another type."""
+    assert weight.grad is not None
+    with torch.no_grad():
+        if rule is _linear_dw:
+            accumulate_(weight.grad, _rows(dy), _rows(input))
+        else:
+            weight.grad += rule(weight, input, dy)
 
 
 def _remember_weight(ctx: Any, weight: Tensor) -> None:
@@ -206,7 +234,11 @@ class _Embedding(torch.autograd.Function):
 
 def _linear_dw(weight: Tensor, x: Tensor, dy: Tensor) -> Tensor:
     # A product and then a sum: fused into the accumulator (addmm) the bits differ.
-    return dy.reshape(-1, dy.shape[-1]).t() @ x.reshape(-1, x.shape[-1])
+    return _rows(dy).t() @ _rows(x)
+
+
+def _rows(x: Tensor) -> Tensor:
+    return x.reshape(-1, x.shape[-1])
 
 
 def _embedding_dw(weight: Tensor, tokens: Tensor, dy: Tensor, padding: int) -> Tensor:

@@ -25,9 +25,13 @@ class Transport(Protocol):
     proven under it.  `tp` and `dp` are the sizes of its groups, `tp_rank` this process's place
     in its tensor-parallel group.  Messages of one lane between two ranks arrive in the order
     in which they are sent.
+
+    Where it is `grouped`, the transfers of a group of the program are called between
+    `start_group` and `end_group`, and are issued as one.
     """
 
     model: Model
+    grouped: bool
     tp: int
     dp: int
     tp_rank: int
@@ -37,6 +41,12 @@ class Transport(Protocol):
 
     def recv(self, tensor: Tensor, peer: int, lane: Lane) -> Work:
         """Start to receive from a pipeline rank."""
+
+    def start_group(self) -> None:
+        """Hold back the transfers that come."""
+
+    def end_group(self) -> None:
+        """Issue those that were held back, as one."""
 
     def all_reduce(self, tensor: Tensor, group: Group) -> Work:
         """Start to sum in place: over the replicas of a stage ("dp"), its two holders ("holders"),

@@ -1,0 +1,92 @@
+"""CUDA: which GPU a process takes, and what must be right before it does.
+
+What goes wrong here later goes wrong as a hang, so it is refused before a process group exists.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+
+import torch
+import torch.distributed as dist
+
+from schedir.errors import ModelError, UsageError
+
+# A process of its own "host": NCCL refuses two ranks on one GPU of one host.
+HOST = "NCCL_HOSTID"
+SHARED = {"NCCL_P2P_DISABLE": "1", "NCCL_SHM_DISABLE": "1"}
+_YES = ("1", "true", "yes", "on", "y", "t")
+
+
+def require_gpus(
+    processes: int, gpus: int | None = None, environ: Mapping[str, str] = os.environ
+) -> None:
+    """Refuse a machine, or its environment, that cannot run `processes` ranks over NCCL.
+
+    `gpus` is how many there are, counted unless told.  More processes than GPUs may share them
+    for a test, if each says by NCCL_HOSTID that it is a host of its own.  Raises UsageError.
+    """
+    if gpus is None:
+        gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if not gpus:
+        without = torch.version.cuda is None
+        raise UsageError(
+            "device cuda needs a GPU, and torch sees none",
+            hint="this torch is built without CUDA" if without else "nvidia-smi should list one",
+        )
+    if environ.get("CUDA_DEVICE_MAX_CONNECTIONS") == "1":
+        raise UsageError(
+            "CUDA_DEVICE_MAX_CONNECTIONS is 1: with one hardware queue, a receive that waits "
+            "holds up the computation behind it, for ever",
+            hint="unset it, or 32",
+        )
+    for name in ("TORCH_NCCL_BLOCKING_WAIT", "NCCL_BLOCKING_WAIT", "CUDA_LAUNCH_BLOCKING"):
+        if environ.get(name, "").lower() in _YES:
+            raise UsageError(
+                f"{name} is set: the host would wait inside a step, in Stream order, for what "
+                "other ranks have yet to issue",
+                hint="unset it",
+            )
+    if processes <= gpus:
+        return
+    if HOST not in environ:
+        raise UsageError(
+            f"{processes} processes on this machine, and {gpus} GPU{'s' * (gpus > 1)}",
+            hint=f"to share one in a test, set {HOST} to a name of its own for each process",
+        )
+    for name, value in SHARED.items():
+        if environ.get(name) != value:
+            raise UsageError(
+                f"processes share a GPU ({HOST} is set), but {name} is not {value}: they would "
+                "look for each other's memory",
+                hint=" ".join(f"{n}={v}" for n, v in SHARED.items()),
+            )
+
+
+def take_gpu(
+    local_rank: int, processes: int, environ: Mapping[str, str] = os.environ
+) -> torch.device:
+    """The GPU of the process that is number `local_rank` of `processes` on this machine, made
+    current.  Raises as `require_gpus`."""
+    require_gpus(processes, environ=environ)
+    device = torch.device("cuda", local_rank % torch.cuda.device_count())
+    torch.cuda.set_device(device)
+    return device
+
+
+def refuse_twins(card: str, host: str) -> None:
+    """Refuse two processes of one GPU that NCCL takes for one host's: `card` names the GPU.
+
+    All processes must call this.  Raises ModelError in each.
+    """
+    everyone: list[tuple[str, str]] = [("", "")] * dist.get_world_size()
+    dist.all_gather_object(everyone, (card, host))
+    seen: dict[tuple[str, str], int] = {}
+    for process, who in enumerate(everyone):
+        first = seen.setdefault(who, process)
+        if first != process:
+            raise ModelError(
+                f"processes {first} and {process} are on one GPU, {who[0]}, and on one host",
+                hint=f"to share a GPU in a test, set {HOST} to another name for each",
+            )

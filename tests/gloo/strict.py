@@ -1,0 +1,93 @@
+"""Strict: a CPU transport that queues as strictly as the `device` model says.
+
+Gloo's own sends are asynchronous, so a program that would hang on a GPU runs on it.  Here each
+rank has one queue; a batch of transfers leaves it when all of its members have ended on both
+sides, a send no sooner than its receive (a rendezvous), as in a communicator of NCCL.
+"""
+
+from __future__ import annotations
+
+from queue import SimpleQueue
+from threading import Event, Thread
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from schedir.ops import Lane
+from schedir.program import Program
+from schedir.runtime.c10d import Processes
+from schedir.runtime.transport import Work
+
+ACK = 99  # the tag of a receiver's word that it is there
+
+
+class Stuck(Exception):
+    """A transfer did not end in time."""
+
+
+class _Batch:
+    """Transfers that are issued as one: (send or not, tensor, peer, lane)."""
+
+    def __init__(self, limit: float) -> None:
+        self.members: list[tuple[bool, Tensor, int, Lane]] = []
+        self.ended, self.limit = Event(), limit
+
+    def wait(self) -> None:
+        if not self.ended.wait(self.limit):
+            raise Stuck(f"{len(self.members)} transfers")
+
+
+class Strict(Processes):
+    """`waits` is how long a transfer may take before it raises Stuck."""
+
+    model = "device"
+    grouped = True
+
+    def __init__(self, program: Program, waits: float = 60.0) -> None:
+        super().__init__(program)
+        self.waits = waits
+        self.open: _Batch | None = None
+        self.queue: SimpleQueue[_Batch] = SimpleQueue()
+        Thread(target=self._work, daemon=True).start()
+
+    def send(self, tensor: Tensor, peer: int, lane: Lane) -> Work:
+        return self._put(True, tensor, peer, lane)
+
+    def recv(self, tensor: Tensor, peer: int, lane: Lane) -> Work:
+        return self._put(False, tensor, peer, lane)
+
+    def _put(self, *transfer: Any) -> Work:
+        batch = self.open or _Batch(self.waits)
+        batch.members.append(transfer)
+        if self.open is None:
+            self.queue.put(batch)
+        return batch
+
+    def start_group(self) -> None:
+        self.open = _Batch(self.waits)
+
+    def end_group(self) -> None:
+        assert self.open is not None
+        self.queue.put(self.open)
+        self.open = None
+
+    def _work(self) -> None:
+        group = self.pipeline
+        while True:
+            batch = self.queue.get()
+            works = []
+            for sends, tensor, peer, lane in batch.members:
+                if sends:
+                    works.append(dist.isend(tensor, group=group, group_dst=peer, tag=int(lane)))
+                    heard = torch.empty(1)
+                    works.append(dist.irecv(heard, group=group, group_src=peer, tag=ACK + lane))
+                else:
+                    works.append(dist.irecv(tensor, group=group, group_src=peer, tag=int(lane)))
+                    said = torch.zeros(1)
+                    works.append(dist.isend(said, group=group, group_dst=peer, tag=ACK + lane))
+            for work in works:
+                assert work is not None
+                work.wait()
+            batch.ended.set()

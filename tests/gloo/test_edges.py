@@ -1,0 +1,154 @@
+"""The queues that NCCL gives, over Gloo: groups by edge, and grouped transfers."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from schedir import compile, draft, gpt
+from schedir.check import check
+from schedir.errors import DeadlockError
+from schedir.graph import Model
+from schedir.ops import Lane
+from schedir.plan import Plan
+from schedir.program import Program
+from schedir.runtime.c10d import Processes
+from schedir.runtime.edges import Edge, Grouped, directed_edges
+from schedir.runtime.executor import Executor
+from schedir.schedules import gpipe, interleaved, one_f_one_b
+from tests.gloo.spawn import RankError, run
+from tests.gloo.strict import Strict
+from tests.gloo.tiny_stages import BOUNDARY, batch, config, expected, gradients, same_bits
+from tests.pure.test_check import naive
+
+TRANSPORTS: dict[str, type[Processes]] = {"edge": Edge, "grouped": Grouped, "strict": Strict}
+
+
+def _step(transport: Processes, program: Program) -> Any:
+    cfg = config(program.plan.stages, program.tied)
+    stages = {
+        s: gpt.build_stage(cfg, s, program.plan.stages, tp=transport.tp_group)
+        for s in program.plan.stages_of[transport.rank]
+    }
+    executor = Executor(
+        program,
+        transport.rank,
+        stages,
+        transport,
+        loss=partial(gpt.loss, tp=transport.tp_group),
+        boundary=BOUNDARY,
+    )
+    inputs, targets, scale = batch(program.plan.microbatches)
+    for _ in range(2):
+        executor.step(inputs, targets, scale)
+    return {s: gradients([m])[0] for s, m in stages.items()}
+
+
+def one_rank(rank: int, kind: str, schedule: Any, plan: Plan, tp: int) -> Any:
+    model: Model = TRANSPORTS[kind].model
+    program = compile(schedule, plan, tp=tp, model=model, tied=True, overlap=True)
+    return _step(TRANSPORTS[kind](program), program)
+
+
+@pytest.mark.parametrize(
+    ("kind", "schedule", "plan"),
+    [
+        ("edge", one_f_one_b, Plan(3, 4)),
+        ("edge", interleaved, Plan(2, 4, 2)),  # both neighbours are the same peer
+        ("grouped", one_f_one_b, Plan(3, 4)),
+        ("grouped", interleaved, Plan(2, 4, 2)),
+        ("strict", one_f_one_b, Plan(3, 4)),
+        ("strict", gpipe, Plan(2, 3)),
+    ],
+)
+def test_the_bits_of_the_reference(kind: str, schedule: Any, plan: Plan) -> None:
+    _, right = expected(plan)
+    results = run(one_rank, plan.ranks, kind, schedule, plan, 1)
+    got = {s: g for grads in results for s, g in grads.items()}
+    assert same_bits([got[s] for s in range(plan.stages)], right)
+
+
+def test_programs_have_groups_to_issue() -> None:
+    for schedule, plan in ((one_f_one_b, Plan(3, 4)), (interleaved, Plan(2, 4, 2))):
+        program = compile(schedule, plan, model="device", overlap=True)
+        assert all(stream.joined.any() for stream in program.streams)
+
+
+def test_edges_and_tensor_parallel_groups_together() -> None:
+    """Scattered messages cross the edges of each slice, and all transports give the same bits."""
+    plan = Plan(2, 3)
+    edge, grouped = (run(one_rank, 4, kind, one_f_one_b, plan, 2) for kind in ("edge", "grouped"))
+    for one, other in zip(edge, grouped, strict=True):
+        assert same_bits(list(one.values()), list(other.values()))
+
+
+def without_check(rank: int, kind: str) -> Any:
+    """A program that is legal under `edge` alone, on a transport that says it were that."""
+    program = naive(draft(one_f_one_b, Plan(2, 4)))
+    transport: Processes = Strict(program, waits=2.0) if kind == "strict" else Edge(program)
+    with pytest.raises(DeadlockError):
+        check(program, "device")
+    transport.model = "edge"
+    return len(_step(transport, program))
+
+
+def test_what_the_model_forbids_hangs_where_it_is_strict_and_only_there() -> None:
+    assert run(without_check, 2, "edge") == [1, 1]
+    with pytest.raises(RankError) as error:
+        run(without_check, 2, "strict", limit=30)
+    assert any("Stuck" in tb for tb in error.value.tracebacks.values())
+
+
+def groups_made(rank: int) -> Any:
+    """The groups that this process takes part in making, in order, and its own edges."""
+    made, new_group = [], dist.new_group
+
+    def noted(ranks: list[int], *args: Any, **options: Any) -> Any:
+        made.append(tuple(ranks))
+        return new_group(ranks, *args, **options)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(dist, "new_group", noted)
+        transport = Edge(compile(interleaved, Plan(2, 4, 2), tp=2))
+    return made, sorted(transport.edge_groups)
+
+
+def test_every_process_makes_the_same_groups_in_one_order() -> None:
+    results = run(groups_made, 4)
+    program = compile(interleaved, Plan(2, 4, 2), tp=2)
+    assert len({tuple(made) for made, _ in results}) == 1
+    assert results[0][0] == [(0, 2), (1, 3)] * 4  # two lanes, each in both directions
+    for _, own in results:
+        assert own == directed_edges(program)
+
+
+def test_edges_of_a_chain() -> None:
+    edges = directed_edges(compile(one_f_one_b, Plan(3, 4)))
+    assert [(e.lane.name, e.source, e.target) for e in edges] == [
+        ("ACT", 0, 1),
+        ("ACT", 1, 2),
+        ("GRAD", 1, 0),
+        ("GRAD", 2, 1),
+    ]
+
+
+def unequal(rank: int) -> Any:
+    """A transfer in a group that is waited for before the group is issued is our own mistake."""
+    transport = Grouped(compile(one_f_one_b, Plan(2, 2)))
+    transport.start_group()
+    work = transport.send(torch.zeros(1), 1 - rank, Lane.ACT)
+    with pytest.raises(AssertionError):
+        work.wait()
+    other = transport.recv(torch.empty(1), 1 - rank, Lane.GRAD)
+    transport.end_group()
+    other.wait()
+    work.wait()
+    return True
+
+
+def test_a_group_is_issued_at_its_end() -> None:
+    assert run(unequal, 2) == [True, True]
