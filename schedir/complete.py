@@ -18,6 +18,7 @@ from schedir.errors import (
     ProgramError,
     ReductionError,
     Site,
+    expect,
 )
 from schedir.index import NONE, Index
 from schedir.ops import COMPUTE, ROWS, SHARDING, TRANSFERS, Instr, Opcode, Per
@@ -36,6 +37,7 @@ def completeness(program: Program, *, draft: bool) -> Index:
     those that look further.  Raises CompletenessError or one of its kinds, GroupError, or
     LevelError.
     """
+    expect(program, Program, "schedir.compile(schedule, plan)")
     _words(program)
     index = Index(program)
     look = _Look(program, index)

@@ -82,6 +82,14 @@ class UsageError(ProgramError):
     """A command, an option, a configuration or a file name that cannot be used."""
 
 
+def expect(value: object, kind: type, example: str) -> None:
+    """Raise UsageError for a value of another kind, with an expression that gives the right one."""
+    if not isinstance(value, kind):
+        raise UsageError(
+            f"this takes a {kind.__name__}, not {value!r:.60}", hint=f"such as {example}"
+        )
+
+
 class ConfigError(UsageError):
     """A setting that cannot be used; `where` is its file, or the option that gave it.
 

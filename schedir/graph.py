@@ -24,7 +24,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from schedir.costs import Costs
-from schedir.errors import UsageError
+from schedir.errors import UsageError, expect
 from schedir.index import NONE, Index, Positions
 from schedir.ops import HANDED, RECEIVES, ROWS, SENDS, TRANSFERS, Lane, Opcode, Per, Token, givers
 from schedir.program import Program
@@ -209,6 +209,7 @@ class Graph:
 
     def costs(self, costs: Costs) -> tuple[NDArray[np.float64], NDArray[np.int32]]:
         """Cost of each instruction, as a table and where in it each one looks."""
+        expect(costs, Costs, "Costs(F=1, B=2)")
         stages = self.program.plan.stages
         table = costs.table(stages)
         row = self.index.op.astype(np.int32) * np.int32(stages) + self.index.stage

@@ -6,7 +6,7 @@ import numpy as np
 
 from schedir.complete import completeness
 from schedir.costs import Costs
-from schedir.errors import CostsError
+from schedir.errors import CostsError, expect
 from schedir.explain import deadlock
 from schedir.graph import Graph, Model
 from schedir.program import Program
@@ -31,6 +31,7 @@ def simulate(
     Raises DeadlockError if the program cannot finish, what `check` raises where it is not
     complete, and CostsError if the costs add up to infinity.
     """
+    expect(program, Program, "schedir.compile(schedule, plan)")
     graph = Graph(program, model, completeness(program, draft=program.is_draft))
     reached = walk(graph, costs)
     if not reached.done.all():

@@ -24,7 +24,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from schedir.errors import ParseError, PlanError
+from schedir.errors import ParseError, PlanError, expect
 from schedir.ops import BY_TEXT, ROWS, Opcode, Per
 from schedir.plan import Plan
 from schedir.program import JOINED, OP, STAGE, Program, Slots, Stream, Words
@@ -38,6 +38,7 @@ MOST = 2**28  # instructions that a text may unfold to
 
 def show(program: Program, folded: bool = True) -> str:
     """The text of a program; folded, repeated runs of a Stream are one line each."""
+    expect(program, Program, "schedir.compile(schedule, plan)")
     plan = program.plan
     place = plan.placement
     lines = [

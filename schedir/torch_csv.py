@@ -19,7 +19,15 @@ from typing import Final, NamedTuple
 
 import numpy as np
 
-from schedir.errors import CellError, CompletenessError, GroupError, LevelError, Site, UsageError
+from schedir.errors import (
+    CellError,
+    CompletenessError,
+    GroupError,
+    LevelError,
+    Site,
+    UsageError,
+    expect,
+)
 from schedir.ops import COMPUTE, ROWS, TRANSFERS, Opcode, Per
 from schedir.plan import MAX_MICROBATCHES, MAX_STAGES, PLACEMENTS, Plan
 from schedir.program import JOINED, OP, OPS, STAGE, Program, Stream
@@ -76,6 +84,7 @@ def show(program: Program, to: str = "torch") -> str:
     LevelError for a draft that should have transfers, GroupError for instructions issued as one
     that torch cannot issue so, and UsageError for another form, or for stages with two holders.
     """
+    expect(program, Program, "schedir.compile(schedule, plan)")
     if to not in FORMS:
         raise UsageError(f"no form {to!r} to export to", hint=f"there are {', '.join(FORMS)}")
     if not program.trains:

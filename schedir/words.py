@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from schedir.errors import ProgramError, ScheduleError
+from schedir.errors import ProgramError, ScheduleError, expect
 from schedir.ops import ROWS, Opcode
 from schedir.plan import Plan
 from schedir.program import JOINED, OP, STAGE, Program, Stream, Words, pack
@@ -144,11 +144,15 @@ def draft(schedule: Schedule, plan: Plan) -> Program:
     Raises ScheduleError if it does not, raises, names a stage that the rank does not own, or is
     for another placement.
     """
+    expect(plan, Plan, "Plan(ranks=4, microbatches=8)")
     name = name_of(schedule)
     try:
         parameters = inspect.signature(schedule).parameters
     except (TypeError, ValueError):
-        raise ScheduleError(f"a schedule is a function, not {schedule!r}") from None
+        hints = {str: "the built-in ones are in schedir.schedules", Word: "do not call it yourself"}
+        raise ScheduleError(
+            f"a schedule is a function, not {schedule!r:.60}", hint=hints.get(type(schedule), "")
+        ) from None
     if inspect.iscoroutinefunction(schedule) or inspect.isasyncgenfunction(schedule):
         raise ScheduleError("a schedule is a plain function, not an async one", program=name)
     bound = schedule.keywords if isinstance(schedule, partial) else {}

@@ -11,6 +11,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from schedir import torch_csv
+from schedir.check import check
 from schedir.compile import compile
 from schedir.costs import Costs
 from schedir.errors import CostsError, PlanError, ScheduleError, UsageError
@@ -18,6 +20,8 @@ from schedir.graph import Graph
 from schedir.ops import ROWS, Opcode, Per
 from schedir.plan import MAX_MICROBATCHES, Plan
 from schedir.schedules import one_f_one_b
+from schedir.simulate import simulate
+from schedir.text import show
 from schedir.walk import walk
 from schedir.words import EMPTY, B, F, I, W, Word, draft, overlap, weave
 
@@ -225,6 +229,26 @@ def test_bad_options() -> None:
     for bad in (0, -1, 1.5, True):
         with pytest.raises(PlanError):
             compile(one_f_one_b, Plan(1, 1), tp=bad)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda: compile("gpipe", Plan(1, 1)),  # type: ignore[arg-type]
+        lambda: compile(one_f_one_b(0, 1, 1), Plan(1, 1)),  # type: ignore[arg-type]
+        lambda: torch_csv.show(one_f_one_b),  # type: ignore[arg-type]
+        lambda: compile(one_f_one_b, 1, 1),  # type: ignore[arg-type]
+        lambda: compile(one_f_one_b, Plan(1, 1), costs={"F": 1}),  # type: ignore[arg-type]
+        lambda: simulate(compile(one_f_one_b, Plan(1, 1)), {"F": 1}),  # type: ignore[arg-type]
+        lambda: simulate(one_f_one_b),  # type: ignore[arg-type]
+        lambda: check(one_f_one_b),  # type: ignore[arg-type]
+        lambda: show(one_f_one_b),  # type: ignore[arg-type]
+    ],
+)
+def test_values_of_another_kind(call: Any) -> None:
+    with pytest.raises((UsageError, ScheduleError)) as caught:
+        call()
+    assert caught.value.hint
 
 
 def test_words_are_immutable() -> None:
