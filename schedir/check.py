@@ -32,10 +32,11 @@ def check(program: Program, model: Model = "device") -> Program:
     ReductionError), GroupError, LevelError, OrderError, SlotError or DeadlockError.
     """
     graph = Graph(program, model, completeness(program, draft=False))
+    ordered = _in_one_order(graph)
     if early := misordered(graph):
         raise early
     _in_slots(graph)
-    if not _in_one_order(graph):
+    if not ordered:
         reached = walk(graph)
         if not reached.done.all():
             raise deadlock(graph, reached)
@@ -76,9 +77,10 @@ def _in_slots(graph: Graph) -> None:
 def _in_one_order(graph: Graph) -> bool:
     """Whether all Streams agree with the order of messages that the program brings along.
 
-    Then it finishes under every model.  All edges of the graph lead forward within one Stream
-    (values and slots do: that has been looked at), or join what has one number; and along each
-    Stream numbers go up, from group to group.  So no path leads back to where it began.
+    Then it finishes under every model, if no value is used before it is given, and no slot before
+    it is free.  For all edges of the graph lead forward within one Stream, or join what has one
+    number; and along each Stream numbers go up, from group to group.  So no path leads back to
+    where it began.
     """
     index, m = graph.index, graph.program.plan.microbatches
     number = np.full(len(graph), NONE, np.int32)
@@ -91,7 +93,7 @@ def _in_one_order(graph: Graph) -> bool:
             number[at] = numbers[sender]
     for k, members in enumerate(graph.meetings):
         number[members] = 2**30 + k
-    if (number[index.among(_MEET)] == NONE).any():
+    if ((number == NONE) & index.among(_MEET)).any():
         return False
     for lo, hi in pairwise(graph.program.offsets.tolist()):
         own = number[lo:hi]

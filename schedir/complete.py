@@ -6,6 +6,7 @@ Order is not looked at here; that is the dependency graph's.
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import pairwise
 
 import numpy as np
 from numpy.typing import NDArray
@@ -155,7 +156,9 @@ class _Look:
 
     def owners(self) -> None:
         ix, plan = self.index, self.plan
-        wrong = plan.rank_at(ix.stage, ix.mb) != ix.rank
+        wrong = np.empty(len(ix), bool)
+        for rank, (lo, hi) in enumerate(pairwise(self.program.offsets.tolist())):
+            wrong[lo:hi] = plan.rank_at(ix.stage[lo:hi], ix.mb[lo:hi]) != rank
         for row in ROWS:
             if row.per is not Per.MICROBATCH:
                 here = np.flatnonzero(ix.op == row.op)

@@ -19,14 +19,14 @@ def misordered(graph: Graph) -> OrderError | None:
     run at their own pace, but the host issues a Stream in order, and a wait for what has not been
     issued yet would wait for nothing.
     """
-    position, rank = np.arange(len(graph)), graph.index.rank
+    position = np.arange(len(graph), dtype=np.int32)
     first = len(graph)
     for needs in graph.needs:
         wrong = needs > position
         if graph.index.joined.any():
             wrong |= (needs != NONE) & (graph.gates[0][needs] == graph.gates[0])
         if graph.program.is_draft:  # there, a value may come from another rank
-            wrong &= rank[needs] == rank
+            wrong &= graph.index.rank[needs] == graph.index.rank
         if wrong.any() and wrong.argmax() < first:
             first = int(wrong.argmax())
             giver = int(needs[first])

@@ -76,13 +76,18 @@ class Graph:
         is the last of them: they are in one queue.
         """
         needs = np.full((2, len(self)), NONE, np.int32)
-        for row in ROWS:
-            if row.op in self.index.at and row.per is Per.MICROBATCH:
-                needer = np.flatnonzero((self.index.op == row.op) & self.index.valid)
-                for k, token in enumerate(row.needs):
-                    needs[k, needer] = self._giver(row.op, token, needer)
-        self._needs_late(needs)
+        for k, needer, giver in self._values():
+            needs[k, needer] = giver
         return needs
+
+    def _values(self) -> Iterator[tuple[int, NDArray[np.intp], Positions]]:
+        """Who needs what from whom: the place of the value in `Row.needs`, needers, givers."""
+        for row in ROWS:
+            if row.op in self.index.at:
+                needer = np.flatnonzero((self.index.op == row.op) & self.index.valid)
+                giver = self._giver if row.per is Per.MICROBATCH else self._last_giver
+                for k, token in enumerate(row.needs):
+                    yield k, needer, giver(row.op, token, needer)
 
     @cached_property
     def reuses(self) -> Positions:
@@ -116,21 +121,17 @@ class Graph:
                 giver = np.where(giver == NONE, self.index.where(op, key), giver)
         return giver
 
-    def _needs_late(self, needs: NDArray[np.int32]) -> None:
-        """Needs of reductions and steps: the last to give, of a stage or of all of a rank's."""
+    def _last_giver(self, op: Opcode, token: Token, needer: NDArray[np.intp]) -> Positions:
+        """Who gives a value to reductions and steps: the last, of a stage or of a rank's all."""
         index, stages = self.index, self.program.plan.stages
-        for row in ROWS:
-            if row.op not in index.at or row.per is Per.MICROBATCH:
-                continue
-            needer = np.flatnonzero((index.op == row.op) & index.valid)
-            for k, token in enumerate(row.needs):
-                gives = np.flatnonzero(index.among(givers(row.op, token)))
-                of_stage = row.per is Per.STAGE and row.op is not Opcode.ReduceTied
-                if row.op is Opcode.ReduceTied:  # one rank may hold both copies
-                    gives = gives[np.isin(index.stage[gives], (0, stages - 1))]
-                last = np.full(index.size[Per.STAGE if of_stage else Per.RANK], NONE, np.int32)
-                last[index.held(gives) if of_stage else index.rank[gives]] = gives
-                needs[k, needer] = last[index.held(needer) if of_stage else index.rank[needer]]
+        gives = np.flatnonzero(index.among(givers(op, token)))
+        of_stage = ROWS[op].per is Per.STAGE and op is not Opcode.ReduceTied
+        if op is Opcode.ReduceTied:  # one rank may hold both copies
+            gives = gives[np.isin(index.stage[gives], (0, stages - 1))]
+        scope = index.held if of_stage else index.rank.__getitem__
+        last = np.full(index.size[Per.STAGE if of_stage else Per.RANK], NONE, np.int32)
+        last[scope(gives)] = gives
+        return np.asarray(last[scope(needer)])
 
     @cached_property
     def partner(self) -> Positions:
@@ -277,6 +278,13 @@ class Graph:
         """More than the largest node and the largest position; not every number below is a node."""
         return max(len(self), int(self.gates.max(initial=-1)) + 1)
 
+    @property
+    def there(self) -> NDArray[np.bool_]:
+        """Whether each number below `nodes` is a node."""
+        there = np.zeros(self.nodes, bool)
+        there[self.node] = there[self.gates[0]] = there[self.gates[1]] = True
+        return there
+
     def edges(self) -> Iterator[tuple[Positions, Positions]]:
         """Edges between nodes, from whom and to whom, a kind at a time; some come twice."""
         enter, leave = self.gates
@@ -290,9 +298,12 @@ class Graph:
             before, after = before[apart], after[apart]
         del order, queue, follows
         yield leave[before], enter[after]
-        for waits in self.waits:
-            waiter = np.flatnonzero(waits != NONE)
-            yield leave[waits[waiter]], enter[waiter]
+        for _, needer, giver in self._values():
+            given = giver != NONE
+            yield leave[giver[given]], enter[needer[given]]
+        if self.program.slots:
+            late = np.flatnonzero(self.reuses != NONE)
+            yield leave[self.reuses[late]], enter[late]
         grouped = np.flatnonzero(enter != self.node)
         yield enter[grouped], self.node[grouped]
         yield self.node[grouped], leave[grouped]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from functools import cached_property
 from typing import Final
 
 import numpy as np
@@ -72,7 +71,7 @@ class Index:
             found |= self.op == op
         return found
 
-    @cached_property
+    @property
     def rank(self) -> Positions:
         """The rank of each instruction."""
         ranks = np.arange(self.program.plan.ranks, dtype=np.int32)

@@ -38,5 +38,6 @@ def simulate(
         raise deadlock(graph, reached)
     if not np.isfinite(reached.end).all():
         raise CostsError("the costs add up to more than a number can hold", program=program.name)
+    del graph  # makes room for the spans
     spans = spans_of(program, reached.start, reached.end)
     return Timeline(program, spans, model=model, sizes=sizes)

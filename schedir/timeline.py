@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import pairwise
 from typing import Any, Final, Literal, NamedTuple
 
 import numpy as np
@@ -12,7 +13,7 @@ from numpy.typing import NDArray
 from schedir.graph import Graph, Model
 from schedir.memory import Held, held, in_flight, peak_in_flight
 from schedir.ops import ROWS, Instr, Lane, Opcode
-from schedir.program import OPS, Program
+from schedir.program import FIELDS, OPS, Program
 from schedir.sizes import Sizes
 
 Spans = NDArray[Any]  # structured: SPAN
@@ -31,12 +32,13 @@ _WORK: Final = (
 
 def spans_of(program: Program, start: NDArray[np.float64], end: NDArray[np.float64]) -> Spans:
     """Spans of all instructions of a program, rank by rank, from their starts and ends."""
-    words = program.words
-    spans = np.empty(len(words), SPAN)
-    spans["rank"] = np.repeat(np.arange(program.plan.ranks), np.diff(program.offsets))
-    for s, lo, hi in zip(program.streams, program.offsets, program.offsets[1:], strict=False):
-        spans["op"][lo:hi], spans["stage"][lo:hi], spans["mb"][lo:hi] = s.op, s.stage, s.mb
-    spans["lane"] = np.array([row.lane for row in ROWS])[spans["op"]]
+    fields, lanes = program.words.view(FIELDS), np.array([row.lane for row in ROWS], np.int16)
+    spans = np.empty(len(fields), SPAN)
+    for rank, (lo, hi) in enumerate(pairwise(program.offsets.tolist())):
+        own, given = spans[lo:hi], fields[lo:hi]
+        own["rank"], own["lane"] = rank, lanes[given["op"]]
+        for name in ("op", "stage", "mb"):
+            own[name] = given[name]
     spans["start"], spans["end"] = start, end
     return spans
 

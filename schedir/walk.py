@@ -51,10 +51,10 @@ def walk(graph: Graph, costs: Costs | None = None) -> Walk:
     # In a draft, edges can take time of their own, so each has a place in the table.
     few = 0 if graph.program.is_draft else graph.nodes // 64
     after = _Successors.of(graph.nodes, graph.edges(), few)
-    start, turn = _longest(after, cost, _lags(graph, after, priced))
-    turn = turn[node]
-    end = start[node] + cost[node]
-    start = start[node]
+    start, turn = _longest(after, graph.there, cost, _lags(graph, after, priced))
+    del after  # large programs need the room
+    end = np.add(start, cost, out=cost)
+    start, end, turn = start[node], end[node], turn[node]
     start[turn == 0] = end[turn == 0] = np.inf
     return Walk(start, end, turn)
 
@@ -66,7 +66,8 @@ def remaining(graph: Graph, costs: Costs | None = None) -> Times:
     """
     cost = _node_costs(graph, costs or Costs())
     back = ((target, source) for source, target in graph.edges())
-    left, _ = _longest(_Successors.of(graph.nodes, back, graph.nodes // 64), cost)
+    before = _Successors.of(graph.nodes, back, graph.nodes // 64)
+    left, _ = _longest(before, graph.there, cost)
     return np.asarray((left + cost)[graph.node])
 
 
@@ -129,15 +130,16 @@ def _put(
 
 
 def _longest(
-    after: _Successors, cost: Times, lags: Times | None = None
+    after: _Successors, there: NDArray[np.bool_], cost: Times, lags: Times | None = None
 ) -> tuple[Times, NDArray[np.int32]]:
     """The longest path to each node, and the turn in which it is reached, 0 if it never is.
 
-    `cost` is by node; `lags`, what passes between its end and a successor's start, by place.
+    `there` and `cost` are by node; `lags`, what passes between its end and a successor's start,
+    by place.
     """
     rows, many = after.rows, after.nodes + 1
     missing = after.before()
-    front = np.flatnonzero(missing[: after.nodes] == 0)
+    front = np.flatnonzero(there & (missing[: after.nodes] == 0))
     missing[after.nodes :] = _MOST
     start, turn = np.zeros(after.nodes + 2), np.zeros(after.nodes + 2, np.int32)
     last, turns = np.empty(after.nodes + 2, np.int32), 0

@@ -84,6 +84,11 @@ W = Word(pack(Opcode.BackwardWeight, _OLDEST, _AUTO))  # bare: the oldest I not 
 EMPTY = Word(np.empty(0, np.int64))
 
 
+def join(words: Iterable[Word]) -> Word:
+    """One after the other.  `sum` says the same, and copies all that came before each time."""
+    return Word(np.concatenate([EMPTY.letters, *(word.letters for word in words)]))
+
+
 def weave(forwards: Word, backwards: Word, lead: int, weights: Word = EMPTY, late: int = 0) -> Word:
     """`lead` forwards, then forward and backward by turns, then the backwards that remain.
 

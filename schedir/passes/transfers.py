@@ -40,8 +40,9 @@ def transfers(program: Program, costs: Costs | None = None) -> Program:
     reached = walk(graph, _ordering(costs or Costs(), program.plan))
     if not reached.done.all():
         raise deadlock(graph, reached)
-    streams = []
     messages = list(_messages(graph))
+    total = len(program) + sum(len(makers) for _, makers, _, _ in messages)
+    streams, all_words, begin = [], np.empty(total, np.int64), 0
     for rank, (lo, hi) in enumerate(pairwise(program.offsets.tolist())):
         own = np.arange(lo, hi, dtype=np.int32)
         # Columns: time, turn (breaks ties as the walk did), place, word.
@@ -51,7 +52,10 @@ def transfers(program: Program, costs: Costs | None = None) -> Program:
             word = (program.words[at] & ADDRESS) + shift | int(op) << OP
             rows.append((reached.end[at], 2 * reached.turn[at] + 1, at, word))
         time, turn, place, words = map(np.concatenate, zip(*rows, strict=True))
-        streams.append(Stream(words[np.lexsort((place, turn, time))]))
+        stream = all_words[begin : begin + len(words)]
+        stream[:] = words[np.lexsort((place, turn, time))]
+        streams.append(Stream(stream))
+        begin += len(words)
     return replace(program, streams=tuple(streams), order=_numbers(graph, reached))
 
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
+
 from schedir.errors import ScheduleError
-from schedir.words import EMPTY, B, F, I, W, Word, placed, weave
+from schedir.words import EMPTY, B, F, I, W, Word, join, placed, weave
 
 
 def looped_bfs(r: int, P: int, m: int, v: int) -> Word:
@@ -80,20 +82,21 @@ def interleaved_zb(r: int, P: int, m: int, v: int) -> Word:
     return weave(fs, bs, lead=P - 1 - r + (v - 1) * groups[0], weights=v * m * W, late=r)
 
 
-def _tables(groups: list[int], v: int, backward: Word) -> tuple[Word, Word]:
+@lru_cache(maxsize=2)  # all ranks have the same
+def _tables(groups: tuple[int, ...], v: int, backward: Word) -> tuple[Word, Word]:
     """Forwards and backwards, group by group, each through all own stages."""
-    fs = sum((g * F[j] for g in groups for j in range(v)), EMPTY)
-    return fs, sum((g * backward[j] for g in groups for j in reversed(range(v))), EMPTY)
+    fs = join(g * F[j] for g in groups for j in range(v))
+    return fs, join(g * backward[j] for g in groups for j in reversed(range(v)))
 
 
-def _groups(P: int, m: int, group: int | None = None) -> list[int]:
+def _groups(P: int, m: int, group: int | None = None) -> tuple[int, ...]:
     """The sizes of the groups in which microbatches pass."""
     if group is None:
         count = max(1, m // P)
-        return [m // count + (k < m % count) for k in range(count)]
+        return tuple(m // count + (k < m % count) for k in range(count))
     if not P <= group <= m or 0 < m % group < P:
         raise ScheduleError(
             f"groups of {group} do not cut {m} microbatches on {P} ranks: a group has from "
             f"{P} to {m}, and so has the last, unless nothing is left for it"
         )
-    return [min(group, m - k) for k in range(0, m, group)]
+    return tuple(min(group, m - k) for k in range(0, m, group))
