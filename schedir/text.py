@@ -96,8 +96,13 @@ def _fold(words: Words, period: int) -> Iterator[tuple[int, Words, Words]]:
             turn += 1
         saved = 0
         ahead = head[i + 1 : i + 1 + period]
-        for k in (np.flatnonzero(ahead == head[i]) + 1).tolist():
-            if i + 2 * k > n or (i + 2 * k < n and joined[i + k]):
+        turns = np.flatnonzero(ahead == head[i]) + 1
+        turns = turns[i + 2 * turns <= n]
+        for part in (1, 2, 3, 5, 7):  # most differ somewhere
+            look = i + (turns - 1) // part
+            turns = turns[head[look] == head[look + turns]]
+        for k in turns.tolist():
+            if i + 2 * k < n and joined[i + k]:
                 continue
             times = _turns(head, mb, i, k)
             if times > 1 and i + times * k < n and joined[i + times * k]:
