@@ -8,7 +8,7 @@ from typing import Final, NamedTuple
 
 import numpy as np
 
-from schedir.calibrate import calibrate
+from schedir.calibrate import calibrate, completed
 from schedir.compile import compile, lower
 from schedir.costs import Cost, Costs
 from schedir.errors import ProgramError
@@ -19,7 +19,7 @@ from schedir.plan import Plan
 from schedir.program import Program
 from schedir.simulate import simulate
 from schedir.timeline import Timeline
-from schedir.words import Schedule
+from schedir.words import Schedule, placed_for
 
 LARGE: Final = 100_000  # instructions of a program for which other orders are not searched
 _WORK: Final = ("F", "B", "I", "W", "FB")
@@ -56,7 +56,7 @@ def advise(
     the same program is used, or more microbatches are not tried.
     """
     program = timeline.program
-    costs = _complete(costs or calibrate(timeline), program)
+    costs = completed(costs or calibrate(timeline), program)
     base = simulate(program, costs, model=timeline.model)
     found: dict[str, Change] = {}
     for kind, change in _Changes(base, costs, schedule or _recipe(program)).all():
@@ -64,16 +64,6 @@ def advise(
             found[kind] = change
     changes = sorted(found.values(), key=lambda change: -change.saves)
     return Advice(base, base.span / timeline.span - 1 if timeline.span else 0.0, changes)
-
-
-def _complete(costs: Costs, program: Program) -> Costs:
-    """Costs of backwards that the program does not have: a whole one is I + W, both the same."""
-    table, split = costs.table(program.plan.stages), bool(_has(program, Opcode.BackwardInput))
-    if split:
-        both = table[Opcode.BackwardInput] + table[Opcode.BackwardWeight]
-        return costs if _has(program, Opcode.Backward) else replace(costs, B=tuple(both))
-    half = tuple(table[Opcode.Backward] / 2)
-    return replace(costs, I=half, W=half, B=tuple(table[Opcode.Backward]))
 
 
 def _has(program: Program, op: Opcode) -> bool:
@@ -174,11 +164,13 @@ class _Changes:
         if len(self.program) > LARGE:
             return
         for name, schedule in built_in().items():
-            placement, fixed = getattr(schedule, "placed", (None, None))
+            placement, fixed = placed_for(schedule)
             most = {1, self.plan.stages_per_rank}
             for v in {fixed} if fixed else most:
                 try:
                     plan = Plan(self.plan.ranks, self.plan.microbatches, v, placement or "loop")
+                    if plan.two_way != self.plan.two_way:  # it would hold the model twice
+                        continue
                     costs = _cut(self.costs, self.plan.stages, plan.stages)
                     program = _compiled(schedule, plan, self.program, costs)
                     timeline = simulate(program, costs, model=self.base.model)

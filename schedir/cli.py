@@ -13,11 +13,22 @@ import sys
 from collections.abc import Sequence
 from typing import NoReturn
 
-from schedir.commands import check, compare, draw, explain, export, import_, show, simulate, train
+from schedir.commands import (
+    calibrate,
+    check,
+    compare,
+    draw,
+    explain,
+    export,
+    import_,
+    show,
+    simulate,
+    train,
+)
 from schedir.errors import ProgramError, UsageError
 
 _ABOUT = "Pipeline schedules as programs: compile, check, predict, draw and run them."
-_COMMANDS = (show, check, simulate, explain, draw, compare, train, export, import_)
+_COMMANDS = (show, check, simulate, explain, draw, compare, train, calibrate, export, import_)
 _EXIT = (
     "exit code: 0 fine, 2 refused program or bad usage, 1 a bug of schedir or a rank that crashed, "
     "130 interrupted"

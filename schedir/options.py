@@ -253,19 +253,24 @@ def timeline_of(args: argparse.Namespace, source: str, *, share: bool = False) -
 
 
 def _timeline(args: argparse.Namespace, source: str, *, share: bool) -> Timeline:
-    """The run in a file; options that would say otherwise are refused."""
+    """The run in a file, or with --costs the prediction of its program, in the same unit.
+
+    Options that would say otherwise are refused.
+    """
     from dataclasses import replace
 
     from schedir.compile import within
+    from schedir.simulate import simulate
     from schedir.trace import load_timeline
 
     found = load_timeline(source)
-    if args.costs is not None and not share:
-        raise UsageError(f"{source} has its times already", hint="leave out --costs")
     if args.model not in (None, found.model) and not share:
         raise UsageError(f"{source} ran under {found.model}, not {args.model}")
     _agree(args, found.program, source, but=("stages_per_rank", "placement") if share else ())
     sizes = sizes_of(args, found.program.plan if share else None)
     if args.limit is not None:
         within(found.program, sizes, args.limit)
+    if args.costs is not None and not share:
+        predicted = simulate(found.program, costs_of(args.costs), model=found.model)
+        found = replace(predicted, unit=found.unit)
     return replace(found, sizes=sizes)

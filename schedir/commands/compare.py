@@ -18,6 +18,7 @@ ABOUT = (
     "set schedules of one model side by side: costs are those of a microbatch on a whole rank, "
     "split evenly over its stages; a schedule without a parameter v has one stage per rank"
 )
+MOST = 8  # differences that are told
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
@@ -34,6 +35,8 @@ def run(args: argparse.Namespace) -> str:
     """A row per schedule."""
     timelines = [timeline_of(args, source, share=True) for source in args.source]
     said = _compared(timelines, as_table=not args.json)
+    if not args.json:
+        said += _differ(timelines)
     if args.output is not None:
         if args.tradeoff:
             from schedir.viz import save, tradeoff
@@ -66,3 +69,22 @@ def _compared(timelines: Sequence[Timeline], *, as_table: bool) -> str:
             for f in rows
         ],
     )  # fmt: skip
+
+
+def _differ(timelines: Sequence[Timeline]) -> str:
+    """Of two runs of one program in one unit, where they differ most."""
+    from schedir.differences import differences
+
+    if len(timelines) != 2:
+        return ""
+    first, second = timelines
+    if (first.program.digest, first.unit) != (second.program.digest, second.unit):
+        return ""
+    rows = [d for d in differences(first, second) if d.more][:MOST]
+    if not rows:
+        return "both runs take the same times\n"
+    more = f"{second.span / first.span - 1:+.1%}" if first.span else "more"
+    return f"the second takes {more}; where they differ most\n" + table(
+        ["rank", "what", "first", "second", "more"],
+        [[str(d.rank), d.what, *(f"{t:.4g}" for t in d[2:]), f"{d.more:+.4g}"] for d in rows],
+    )

@@ -31,8 +31,10 @@ def run(args: argparse.Namespace) -> str:
 
     timeline = timeline_of(args, args.source)
     costs, schedule = None, None
+    if args.costs is not None or not args.source.endswith(".timeline"):
+        costs = costs_of(args.costs)
     if not args.source.endswith(".timeline"):
-        costs, found = costs_of(args.costs), load(args.source)
+        found = load(args.source)
         schedule = None if isinstance(found, Program) else found
     advice = advise(timeline, costs, schedule)
     if args.json:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from typing import TYPE_CHECKING, Any
 
-from schedir.errors import in_bytes
+from schedir.errors import UsageError, in_bytes
 from schedir.options import RUN, add_shape, costs_of, timeline_of
 from schedir.terminal import as_json, table
 
@@ -16,15 +16,22 @@ ABOUT = "predict when each rank works, and how much it holds"
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
-    """A source."""
+    """A source, and where the run goes."""
     parser.add_argument("source", metavar="SCHEDULE", help=RUN)
+    parser.add_argument("-o", dest="output", metavar="FILE.timeline", help="write the run there")
     parser.add_argument("--json", action="store_true", help="for a program to read")
     add_shape(parser)
 
 
 def run(args: argparse.Namespace) -> str:
     """A row per rank, and what the ranks come to together."""
+    from schedir.trace import SUFFIX, save_timeline
+
+    if args.output is not None and not args.output.endswith(SUFFIX):
+        raise UsageError(f"a run's file ends in {SUFFIX}: {args.output} does not")
     timeline = timeline_of(args, args.source)
+    if args.output is not None:
+        save_timeline(timeline, args.output)
     columns: dict[str, list[Any]] = {
         "busy": timeline.busy.tolist(),
         "idle": timeline.idle.tolist(),

@@ -99,4 +99,4 @@ def test_the_command(
     schedir.save_timeline(measured, "x.timeline")
     lines = said(capsys, "explain", "x.timeline").splitlines()
     assert "at the run's mean times" in lines[2]
-    assert "--costs" in refused(capsys, "explain", "x.timeline", costs)
+    assert "--ranks" in refused(capsys, "explain", "x.timeline", "--ranks=3")

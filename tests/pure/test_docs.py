@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import runpy
+import shlex
 from pathlib import Path
 
 import pytest
@@ -63,8 +64,9 @@ def test_traces_run(
             exec(compile(body, "traces.md", "exec"), {})
             continue
         for line in body.splitlines():
-            words = line.split("#")[0].split()
-            assert words[:1] != ["schedir"] or main(words[1:]) == 0, line
+            words = shlex.split(line, comments=True)
+            if words[:1] == ["schedir"] and words[1] != "train":
+                assert main(words[1:]) == 0, line
     shown = (DOCS / "traces.md").read_text().split("```\none_f_one_b")[1].split("```")[0]
     assert f"one_f_one_b{shown}" in capsys.readouterr().out
 

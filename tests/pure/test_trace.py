@@ -246,7 +246,7 @@ def test_commands_take_a_timeline(capsys: pytest.CaptureFixture[str]) -> None:
     assert said(capsys, "compare", str(FILE), "one_f_one_b", "--ranks=3", "--microbatches=4")
     assert said(capsys, "draw", str(FILE), "-o", "x.svg")
     assert "leave out --ranks" in refused(capsys, "simulate", str(FILE), "--ranks=4")
-    assert "leave out --costs" in refused(capsys, "simulate", str(FILE), "--costs=F=1")
+    assert "predicted" in said(capsys, "simulate", str(FILE), "--costs=F=1")
     assert "under device" in refused(capsys, "simulate", str(FILE), "--model=edge")
     FILE.write_text("schedir 1\n")
     assert "no Timeline" in refused(capsys, "draw", str(FILE), "-o", "x.svg")

@@ -1,0 +1,147 @@
+"""Predict: how far a simulation at measured costs is from the run, for six schedules on Gloo.
+
+    python benchmarks/predict.py --steps 40
+
+Two processes train a small GPT.  Of each schedule, every step after the first five is a
+Timeline.  `own` says how far the simulation at a step's own mean times is from that step;
+`next` how far the one at the mean times of the earlier half of the steps is from the steps of
+the later half (their median); `from 1F1B` how far the one at the costs of the 1F1B run is, where
+stages are the same.  `recording` is the processor time that the notes of a step take, measured
+on instructions that do nothing, over the time of the step.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import sys
+from collections.abc import Iterator
+from dataclasses import fields
+from pathlib import Path
+from time import process_time
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+import numpy as np
+import torch
+
+import schedir
+from schedir import Costs, Plan, Timeline, gpt, schedules
+from schedir.calibrate import calibrate, completed
+from schedir.gpt_config import GPTConfig
+from schedir.program import Program
+from schedir.runtime.c10d import Gloo, measured
+from schedir.runtime.executor import Executor
+from schedir.runtime.rank import Boundary, Call
+from tests.gloo.spawn import run
+
+MODEL = GPTConfig(vocab=256, layers=8, hidden=96, heads=4, context=64)
+SIZE = 4  # sequences of a microbatch
+PLANS = {
+    "gpipe": Plan(2, 8),
+    "one_f_one_b": Plan(2, 8),
+    "zb_h1": Plan(2, 8),
+    "interleaved": Plan(2, 8, 2),
+    "zb_v": Plan(2, 8, 2, "vee"),
+    "looped_bfs": Plan(2, 8, 2),
+}
+WARM = 5
+
+
+def program_of(name: str) -> Program:
+    return schedir.compile(getattr(schedules, name), PLANS[name], model="edge", tied=True)
+
+
+def train(rank: int, name: str, steps: int) -> tuple[list[Timeline], float]:
+    """Timelines of all steps but the first, and seconds that recording an instruction takes."""
+    torch.manual_seed(rank)
+    program = program_of(name)
+    plan, transport = program.plan, Gloo(program)
+    stages = {s: gpt.build_stage(MODEL, s, plan.stages) for s in plan.stages_of[rank]}
+    parameters = [p for stage in stages.values() for p in stage.parameters()]
+    executor = Executor(
+        program, rank, stages, transport, loss=gpt.loss,
+        boundary=Boundary((SIZE, MODEL.context, MODEL.hidden)),
+        optimizer=torch.optim.AdamW(parameters),
+    )  # fmt: skip
+    timelines: list[Timeline] = []
+    for step in range(steps + WARM):
+        batch = torch.randint(0, MODEL.vocab, (2, plan.microbatches, SIZE, MODEL.context))
+        torch.distributed.barrier()
+        executor.step(batch[0], batch[1], 1e-4)
+        timeline = measured(executor, transport)
+        if step >= WARM and timeline is not None:
+            timelines.append(timeline)
+    return timelines, _recording(executor)
+
+
+def _recording(executor: Executor, times: int = 200) -> float:
+    """Processor seconds per instruction: instructions that do nothing, recorded and not."""
+    executor.calls = [Call(None, lambda: None)] * len(executor.stream)
+    took = [0.0, 0.0]
+    for turn in range(2 * times):
+        executor.record = turn % 2 == 0
+        began = process_time()
+        for k in range(len(executor.calls)):
+            executor.call(k)
+        took[turn % 2] += process_time() - began
+    return (took[0] - took[1]) / times / len(executor.calls)
+
+
+def span(program: Program, costs: Costs) -> float:
+    return schedir.simulate(program, costs, model="edge").span
+
+
+def mean(costs: list[Costs]) -> Costs:
+    """The mean of each cost."""
+
+    def one(values: list[Any]) -> Any:
+        if values[0] is None:
+            return None
+        both = np.mean([np.asarray(v) for v in values], 0)
+        return tuple(both.tolist()) if both.ndim else float(both)
+
+    return Costs(**{f.name: one([getattr(c, f.name) for c in costs]) for f in fields(Costs)})
+
+
+def rows(steps: int) -> Iterator[list[str]]:
+    base: Costs | None = None
+    for name in ("one_f_one_b", *(n for n in PLANS if n != "one_f_one_b")):
+        program = program_of(name)
+        timelines, recording = run(train, 2, name, steps, limit=600)[0]
+        costs = [calibrate(t) for t in timelines]
+        spans = [t.span for t in timelines]
+        own = [span(program, c) / s - 1 for c, s in zip(costs, spans, strict=True)]
+        half = len(spans) // 2
+        earlier = mean(costs[:half])
+        later = statistics.median(spans[half:])
+        if name == "one_f_one_b":
+            base = completed(earlier, program)
+        assert base is not None
+        same = program.plan.stages == 2
+        yield [
+            name,
+            f"{1e3 * statistics.median(spans):.1f}",
+            f"{np.percentile(spans, 90) / np.percentile(spans, 10) - 1:.0%}",
+            f"{statistics.median(own):+.1%}",
+            f"{max(map(abs, own)):.1%}",
+            f"{span(program, earlier) / later - 1:+.1%}",
+            f"{span(program, base) / later - 1:+.1%}" if same else "",
+            f"{recording * len(program.streams[0]) / statistics.median(spans):.3%}",
+        ]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--steps", type=int, default=40, metavar="N")
+    options = parser.parse_args()
+    head = ["schedule", "step, ms", "p90 over p10", "own, median", "own, worst", "next",
+            "from 1F1B", "recording"]  # fmt: skip
+    print(f"| {' | '.join(head)} |\n| --- | {' | '.join(['---:'] * (len(head) - 1))} |")
+    for row in rows(options.steps):
+        print(f"| {' | '.join(row)} |", flush=True)
+
+
+if __name__ == "__main__":
+    main()

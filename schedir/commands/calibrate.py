@@ -1,0 +1,25 @@
+"""Turn a run into the costs that predict it."""
+
+from __future__ import annotations
+
+import argparse
+
+from schedir.errors import UsageError
+
+ABOUT = "print the mean times of a run as --costs takes them"
+
+
+def arguments(parser: argparse.ArgumentParser) -> None:
+    """A run."""
+    parser.add_argument("source", metavar="FILE.timeline", help="a run, most often a measured one")
+
+
+def run(args: argparse.Namespace) -> str:
+    """The costs, on one line."""
+    from schedir.calibrate import calibrate, completed, told
+    from schedir.trace import load_timeline
+
+    if not args.source.endswith(".timeline"):
+        raise UsageError(f"a run's file ends in .timeline: {args.source} does not")
+    timeline = load_timeline(args.source)
+    return f"{told(completed(calibrate(timeline), timeline.program))}\n"
