@@ -1,0 +1,43 @@
+"""Real NCCL between processes of one GPU: each says that it is a host of its own."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from schedir.runtime.cuda import HOST, SHARED
+from schedir.runtime.nccl import initialise
+
+# "Hosts" talk over sockets of this machine. Their kernels take turns on the GPU: all correct, and
+# nothing fast. One protocol and one ring have the fewest turns.
+VARIABLES = SHARED | {
+    "NCCL_NET": "Socket",
+    "NCCL_SOCKET_IFNAME": "lo",
+    "NCCL_IB_DISABLE": "1",
+    "NCCL_NVLS_ENABLE": "0",
+    "NCCL_MNNVL_ENABLE": "0",
+    "NCCL_CUMEM_ENABLE": "0",
+    "NCCL_CUMEM_HOST_ENABLE": "0",
+    "NCCL_RAS_ENABLE": "0",
+    "NCCL_PROTO": "Simple",
+    "NCCL_ALGO": "Ring",
+    "NCCL_P2P_LL_THRESHOLD": "0",
+    "NCCL_MAX_CTAS": "2",
+    "NCCL_MIN_CTAS": "1",
+    "CUDA_DEVICE_MAX_CONNECTIONS": "32",
+    "CUBLAS_WORKSPACE_CONFIG": ":4096:8",
+}
+
+
+def share_gpu(rank: int, folder: str) -> torch.device:
+    """In a process that `spawn.run` started: exchange its Gloo world for one of NCCL."""
+    world = dist.get_world_size()
+    dist.destroy_process_group()
+    os.environ.update(VARIABLES)
+    os.environ.update({HOST: f"schedir-{rank}", "LOCAL_RANK": f"{rank}"})
+    os.environ["LOCAL_WORLD_SIZE"] = f"{world}"
+    store = Path(folder, "nccl").as_uri()
+    return initialise(120.0, init_method=store, rank=rank, world_size=world)

@@ -1,0 +1,95 @@
+"""Virtual ranks of one process on a GPU: streams and events, and no host in the way."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from schedir import compile, gpt
+from schedir.errors import ExecutionError
+from schedir.plan import Plan
+from schedir.runtime.inprocess import InProcess
+from schedir.runtime.precision import float32_gradients
+from schedir.runtime.rank import Boundary
+from schedir.runtime.reference import reference
+from schedir.schedules import interleaved, one_f_one_b
+from tests.gloo.tiny_stages import BOUNDARY, batch, gpt_stages, gradients, zb
+
+PLANS = [(one_f_one_b, Plan(4, 6)), (zb, Plan(4, 4)), (interleaved, Plan(2, 5, 3))]
+
+
+def close(one: Sequence[dict[str, Tensor]], other: Sequence[dict[str, Tensor]]) -> bool:
+    return all(
+        float((a[n] - b[n]).norm()) <= 1e-5 * float(b[n].norm())
+        for a, b in zip(one, other, strict=True)
+        for n in b
+    )
+
+
+def on_gpu(stages: int, dtype: torch.dtype = torch.float32) -> list[nn.Module]:
+    modules = [m.to("cuda", dtype) for m in gpt_stages(stages)]
+    for module in modules:
+        float32_gradients(module)
+    return modules
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("schedule", "plan"), PLANS)
+def test_every_order_gives_the_gradients_of_the_reference(
+    schedule: Any, plan: Plan, dtype: torch.dtype
+) -> None:
+    inputs, targets, scale = batch(plan.microbatches)
+    inputs, targets = inputs.cuda(), targets.cuda()
+    plain, ours = on_gpu(plan.stages, dtype), on_gpu(plan.stages, dtype)
+    loss = reference(plain, inputs, targets, loss=gpt.loss, scale=scale)
+    program = compile(schedule, plan, tied=True)
+    boundary = Boundary(BOUNDARY.shape, dtype)
+    world = InProcess(program, ours, loss=gpt.loss, boundary=boundary)
+    for seed in range(4):
+        got = world.step(inputs, targets, scale, seed)
+        torch.testing.assert_close(got, loss)
+        assert close(gradients(ours), gradients(plain))
+
+
+def test_the_host_never_waits_inside_a_step() -> None:
+    plan = Plan(4, 6)
+    inputs, targets, scale = batch(plan.microbatches)
+    inputs, targets = inputs.cuda(), targets.cuda()
+    program = compile(one_f_one_b, plan, tied=True, clip=True)
+    world = InProcess(program, on_gpu(4), loss=gpt.loss, boundary=BOUNDARY)
+    world.step(inputs, targets, scale)
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        world.step(inputs, targets, scale)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+class _Greedy(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(4, device="cuda"))
+
+    def forward(self, x: Tensor) -> Tensor:
+        torch.empty(1 << 45, device="cuda")
+        return x * self.weight
+
+
+def test_out_of_memory_names_rank_and_instruction() -> None:
+    stages = [nn.Linear(4, 4).cuda(), _Greedy()]
+    world = InProcess(
+        compile(one_f_one_b, Plan(2, 2)),
+        stages,
+        loss=lambda y, target: (y - target).square().sum(),
+        boundary=Boundary((2, 4)),
+    )
+    batch = torch.ones(2, 2, 4, device="cuda")
+    with pytest.raises(ExecutionError) as error:
+        world.step(batch, batch)
+    (site,) = error.value.sites
+    assert (site.rank, str(site.instr)) == (1, "F 1.0")
+    assert "OutOfMemoryError" in error.value.fact
