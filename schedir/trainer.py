@@ -26,6 +26,7 @@ from schedir.runtime.c10d import Gloo, Processes, measured
 from schedir.runtime.executor import Executor
 from schedir.runtime.precision import MainOptimizer, float32_gradients
 from schedir.runtime.rank import Boundary
+from schedir.runtime.warm import warm_up
 from schedir.simulate import simulate
 from schedir.timeline import Timeline
 
@@ -105,7 +106,10 @@ def processes(timeout: float, device: str = "cpu") -> Iterator[None]:
         yield
         # Nobody closes a connection that another still reads from, and who fails after this
         # fails nobody else.  The first process may still be busy with its results.
-        dist.monitored_barrier(timeout=timedelta(seconds=max(timeout, PATIENCE)))
+        if device == "cuda":
+            dist.barrier()  # the monitored one is of Gloo alone
+        else:
+            dist.monitored_barrier(timeout=timedelta(seconds=max(timeout, PATIENCE)))
         done = True
     finally:
         # A rank that fails says why before others see its connections close.
@@ -169,6 +173,9 @@ class _Trainer:
 
     def run(self) -> Result | None:
         train, result = self.config.train, None
+        if self.device.type == "cuda":
+            inputs, targets = (x[: self.size].to(self.device) for x in self.batches.batch(0))
+            warm_up(self.executor, inputs, targets)
         with self._watched():
             for step in range(train.steps):
                 self.recent.append(self._step(step))

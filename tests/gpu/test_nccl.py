@@ -16,11 +16,13 @@ from schedir.runtime.c10d import Gloo, Processes
 from schedir.runtime.executor import Executor
 from schedir.runtime.graphs import GraphedStep
 from schedir.runtime.nccl import MODELS, Kind, nccl
+from schedir.runtime.warm import warm_up
 from schedir.schedules import interleaved, one_f_one_b
 from tests.gloo.spawn import run
 from tests.gloo.tiny_stages import BOUNDARY, batch, config, gradients, zb
 from tests.gpu.shared import share_gpu
 
+PLANS = [(one_f_one_b, Plan(2, 4)), (zb, Plan(2, 4)), (interleaved, Plan(2, 4, 2))]
 Gradients = dict[int, dict[str, Tensor]]
 
 
@@ -62,6 +64,7 @@ def on_gpu(rank: int, folder: str, kind: Kind, schedule: Any, plan: Plan) -> lis
     executor = _executor(nccl(program, device, kind), schedule, plan, device)
     inputs, targets, scale = batch(plan.microbatches)
     inputs, targets = inputs.to(device), targets.to(device)
+    warm_up(executor, inputs[0], targets[0])
     found = []
     executor.step(inputs, targets, scale)
     found.append(_gradients(executor))
@@ -77,10 +80,7 @@ def on_gpu(rank: int, folder: str, kind: Kind, schedule: Any, plan: Plan) -> lis
 
 
 @pytest.mark.parametrize("kind", ["edge", "grouped"])
-@pytest.mark.parametrize(
-    ("schedule", "plan"),
-    [(one_f_one_b, Plan(2, 4)), (zb, Plan(2, 4)), (interleaved, Plan(2, 4, 2))],
-)
+@pytest.mark.parametrize(("schedule", "plan"), PLANS)
 def test_gradients_are_those_of_the_cpu(
     kind: Kind, schedule: Any, plan: Plan, tmp_path: Path
 ) -> None:
