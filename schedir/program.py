@@ -7,6 +7,7 @@ import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from importlib import import_module
 from itertools import pairwise
 from typing import TYPE_CHECKING, Final, NamedTuple, overload
 
@@ -190,6 +191,10 @@ class Program:
     def __repr__(self) -> str:
         kind = "draft" if self.is_draft else "program"
         return f"<{kind} {self.name}: {self.plan.ranks} ranks, {len(self)} instructions>"
+
+    def _repr_html_(self) -> str:
+        # A notebook asks the object itself, and pictures are made further up.
+        return str(import_module("schedir.notebook").of_program(self))
 
     @property
     def is_draft(self) -> bool:

@@ -15,7 +15,7 @@ from schedir.errors import ProgramError
 
 def coloured(text: str) -> str:
     """The text of a program as a terminal shows it; elsewhere, or with NO_COLOR, as it is."""
-    if not sys.stdout.isatty() or os.environ.get("NO_COLOR"):
+    if not in_colour():
         return text
     from rich.console import Console
     from rich.text import Text
@@ -34,6 +34,25 @@ def coloured(text: str) -> str:
     with console.capture() as said:
         console.print(lines, soft_wrap=True, end="")
     return said.get()
+
+
+def painted(lines: Iterable[Sequence[tuple[str, str]]]) -> str:
+    """Lines made of pieces of text with a style each; plain where colours are not wanted."""
+    if not in_colour():
+        return "".join("".join(text for text, _ in line).rstrip() + "\n" for line in lines)
+    from rich.console import Console
+    from rich.text import Text
+
+    console = Console(highlight=False)
+    with console.capture() as said:
+        for line in lines:
+            console.print(Text.assemble(*line), soft_wrap=True)
+    return said.get()
+
+
+def in_colour() -> bool:
+    """Whether what is printed goes to a person's terminal, who has not asked for NO_COLOR."""
+    return sys.stdout.isatty() and not os.environ.get("NO_COLOR")
 
 
 def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:

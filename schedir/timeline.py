@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
+from importlib import import_module
 from itertools import pairwise
 from typing import Any, Final, Literal, NamedTuple
 
@@ -80,6 +81,10 @@ class Timeline:
             f"<{self.kind} Timeline of {self.program.name}: span {self.span:g}{self.unit}, "
             f"bubble {self.bubble:.1%}>"
         )
+
+    def _repr_html_(self) -> str:
+        # A notebook asks the object itself, and pictures are made further up.
+        return str(import_module("schedir.notebook").of_timeline(self))
 
     @property
     def ranks(self) -> int:

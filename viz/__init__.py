@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Final
 
 if TYPE_CHECKING:
     from schedir.viz.chart import compare, gantt
+    from schedir.viz.letters import letters
     from schedir.viz.numbers import idle_map, tradeoff
     from schedir.viz.output import save
     from schedir.viz.page import html, save_html
@@ -17,11 +18,12 @@ _HOME: Final = {
     "gantt": "chart",
     "html": "page",
     "idle_map": "numbers",
+    "letters": "letters",
     "save": "output",
     "save_html": "page",
     "tradeoff": "numbers",
 }
-__all__ = ["compare", "gantt", "html", "idle_map", "save", "save_html", "tradeoff"]
+__all__ = ["compare", "gantt", "html", "idle_map", "letters", "save", "save_html", "tradeoff"]
 
 
 def __getattr__(name: str) -> object:

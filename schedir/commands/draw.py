@@ -18,8 +18,9 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     """Sources, where the picture goes, and what it shows."""
     parser.add_argument("source", metavar="SCHEDULE", nargs="+", help=RUN)
     parser.add_argument(
-        "-o", dest="output", metavar="FILE", required=True,
-        help="html for a page of one run or two; png, svg or pdf for a picture",
+        "-o", dest="output", metavar="FILE",
+        help="html for a page of one run or two; png, svg or pdf for a picture; "
+        "without it, letters on the terminal",
     )  # fmt: skip
     add_picture(parser)
     parser.add_argument("--idle", action="store_true", help="why which rank is idle, in a map")
@@ -50,6 +51,10 @@ def _width(text: str) -> float | str:
 def run(args: argparse.Namespace) -> str:
     """The picture, by the ending of its name."""
     timelines = [timeline_of(args, source) for source in args.source]
+    if args.output is None:
+        if args.idle:
+            raise UsageError("a map of idle time is a picture", hint="-o FILE.png")
+        return "\n".join(map(in_letters, timelines))
     if args.output.lower().endswith(".html"):
         from schedir.viz import save_html
 
@@ -67,6 +72,17 @@ def run(args: argparse.Namespace) -> str:
     else:
         save_chart(args, timelines)
     return f"wrote {args.output}\n"
+
+
+def in_letters(timeline: Timeline, before: str = "") -> str:
+    """The run in letters, as wide as the terminal; each line begins with `before`."""
+    from shutil import get_terminal_size
+
+    from schedir.terminal import painted
+    from schedir.viz.letters import letters
+
+    lines = letters(timeline, get_terminal_size().columns - len(before))
+    return painted([[(before, ""), *line] for line in lines])
 
 
 def save_chart(args: argparse.Namespace, timelines: list[Timeline]) -> None:

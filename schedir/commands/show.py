@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import argparse
+import sys
 
-from schedir.errors import UsageError
+from schedir.commands.draw import in_letters
+from schedir.errors import ProgramError, UsageError
 from schedir.files import replacing
-from schedir.options import SOURCE, add_shape, program_of
+from schedir.options import SOURCE, add_shape, program_of, timeline_of
 from schedir.terminal import coloured
 
-ABOUT = "print a program's text, or write it to a file"
+ABOUT = "print a program's text (and a chart of it, on a terminal), or write it to a file"
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
@@ -28,9 +30,19 @@ def run(args: argparse.Namespace) -> str:
     program, _ = program_of(args, args.source)
     text = show(program, folded=not args.flat)
     if args.output is None:
-        return coloured(text)
+        return coloured(text) + _drawn(args)
     if not args.output.endswith(".sched"):
         raise UsageError(f"a program's file ends in .sched: {args.output} does not")
     with replacing(args.output) as path:
         path.write_text(text, encoding="utf-8")
     return f"wrote {args.output}\n"
+
+
+def _drawn(args: argparse.Namespace) -> str:
+    """On a terminal, what the program will do, if it can; as comments, so that all still parses."""
+    if not sys.stdout.isatty():
+        return ""
+    try:
+        return "\n" + in_letters(timeline_of(args, args.source), before="# ")
+    except ProgramError:
+        return ""  # what is wrong with it, `check` tells

@@ -33,7 +33,7 @@ FLOORS = (
     {"config", "perfetto", "advice"},
     {"kernels"},
     {"runtime", "parallel", "gpt", "data", "viz", "launch", "options", "terminal"},
-    {"trainer", "testing"},
+    {"trainer", "testing", "notebook"},
     {"train"},
     {"commands"},
     {"cli", "__main__"},

@@ -1,0 +1,171 @@
+"""Charts where there is no picture: on terminals, and inline in notebooks."""
+
+import subprocess
+import sys
+from pathlib import Path
+from xml.etree import ElementTree
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from schedir.cli import main
+from schedir.compile import compile, lower
+from schedir.costs import Costs
+from schedir.plan import Plan
+from schedir.program import Program
+from schedir.schedules import dualpipe_v, interleaved, one_f_one_b
+from schedir.simulate import simulate
+from schedir.terminal import painted
+from schedir.testing import drafts
+from schedir.text import parse, show
+from schedir.timeline import Timeline
+from schedir.viz.letters import letters
+from schedir.words import Schedule
+from tests.strategies import costs
+
+STUCK = """schedir 1
+program stuck
+ranks 1  microbatches 1
+
+rank 0
+  B 0.0; F 0.0; reduce_grads 0; step
+"""
+
+
+def timeline(
+    schedule: Schedule = one_f_one_b, ranks: int = 4, m: int = 8, v: int = 1, **cost: float
+) -> Timeline:
+    priced = Costs(**cost)
+    return simulate(compile(schedule, Plan(ranks, m, v), costs=priced), priced)
+
+
+# ---------------------------------------------------------------- on a terminal
+
+
+def test_a_chart_in_letters() -> None:
+    assert painted(letters(timeline(ranks=2, m=3, B=2), 60)) == (
+        "one_f_one_b, predicted: span 12, bubble 25.0%\n"
+        "                                                  idle  held\n"
+        "rank 0 F0 F1- ......B0---- F2 B1---- ...B2----   25.0%     2\n"
+        "rank 1 ...F0- B0--- F1- B1--- F2- B2--- .......  25.0%     1\n"
+    )
+
+
+@given(drafts(), st.data(), st.integers(20, 200))
+def test_no_line_is_wider_than_the_terminal(
+    draft: Program, data: st.DataObject, width: int
+) -> None:
+    t = simulate(lower(draft), data.draw(costs(draft.plan)))
+    lines = painted(letters(t, width)).splitlines()
+    rows = [line for line in lines if line.startswith("rank ")]
+    assert all(len(row) <= max(width, 32) for row in rows)
+    assert len(rows) % t.ranks == 0 and len(lines) <= 70
+
+
+def test_a_long_run_is_cut_and_a_longer_one_mixed() -> None:
+    one = painted(letters(timeline(), 130))
+    assert one.count("rank 0 ") == 1 and "B7" in one
+    some = painted(letters(timeline(), 60))
+    assert some.count("rank 0 ") == 3 and all(f"F{k}" in some for k in range(8))
+    most = painted(letters(timeline(ranks=16, m=200), 80))
+    assert most.count("rank 0 ") == 1 and "mixed" in most and "F0" not in most
+    assert "one rank in 3 of 100" in painted(letters(timeline(ranks=100, m=3), 80))
+
+
+def test_boxes_are_where_they_are() -> None:
+    t = timeline(B=2)
+    row = painted(letters(t, 33 * 4 + 7 + 13)).splitlines()[2]
+    for s in t.spans[(t.spans["rank"] == 0) & (t.spans["end"] > t.spans["start"])]:
+        at = 7 + 4 * int(s["start"])
+        assert row[at : at + 2] == f"{'FB'[s['op']]}{s['mb']}"
+    stages = painted(letters(timeline(interleaved, v=2), 300))
+    assert "F0' " in stages or "F0'-" in stages
+    pairs = simulate(compile(dualpipe_v, Plan(4, 10, 2, "vee")))
+    assert painted(letters(pairs, 300)).count("F9") >= 4
+
+
+def test_runs_without_time_have_a_chart_too() -> None:
+    assert "rank 1" in painted(letters(timeline(ranks=2, m=2, F=0, I=0, W=0), 80))
+
+
+def test_draw_without_a_file_draws_here(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["draw", "gpipe", "one_f_one_b"]) == 0
+    out = capsys.readouterr().out
+    assert out.startswith("gpipe, predicted: span 33") and "\none_f_one_b, predicted" in out
+    assert "\x1b" not in out
+    assert main(["draw", "gpipe", "--idle"]) == 2
+
+
+def test_show_draws_on_a_terminal_only(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    program = compile(one_f_one_b, Plan(4, 8))
+    assert main(["show", "one_f_one_b"]) == 0
+    text = capsys.readouterr().out
+    assert parse(text) == program and "idle" not in text
+    Path("stuck.sched").write_text(STUCK)
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    monkeypatch.setenv("NO_COLOR", "1")
+    assert main(["show", "one_f_one_b"]) == 0
+    out = capsys.readouterr().out
+    assert out.startswith(text) and "# one_f_one_b, predicted: span" in out and "\x1b" not in out
+    assert parse(out) == program
+    # What cannot run is shown all the same.
+    assert main(["show", "stuck.sched"]) == 0
+    assert capsys.readouterr().out == show(parse(STUCK))
+    monkeypatch.delenv("NO_COLOR")
+    monkeypatch.setenv("TERM", "xterm-256color")
+    assert main(["draw", "one_f_one_b"]) == 0
+    assert "\x1b[" in capsys.readouterr().out
+
+
+# ---------------------------------------------------------------- in a notebook
+
+
+def pictures(text: str) -> list[ElementTree.Element]:
+    return list(
+        ElementTree.fromstring(f"<div>{text}</div>").iter("{http://www.w3.org/2000/svg}svg")
+    )
+
+
+def test_a_notebook_sees_boxes() -> None:
+    t = timeline(B=2)
+    (picture,) = pictures(t._repr_html_())
+    texts = [element.text for element in picture.iter() if element.tag.endswith("text")]
+    assert texts.count("F0") == texts.count("B7") == 4 and texts.count("rank 3") == 1
+    assert "bubble 27.3%" in t._repr_html_()
+    pictured = t.program._repr_html_()
+    assert len(pictures(pictured)) == 1 and "send_act" in pictured
+
+
+def test_a_notebook_is_not_flooded() -> None:
+    t = timeline(ranks=64, m=256)
+    assert len(t._repr_html_()) < 1_000_000 and pictures(t._repr_html_())
+    assert len(t.program._repr_html_()) < 1_000_000
+
+
+def test_any_program_has_a_face() -> None:
+    stuck = parse(STUCK)
+    assert "B 0.0" in stuck._repr_html_() and not pictures(stuck._repr_html_())
+    named = Program("<b>&", stuck.plan, compile(one_f_one_b, Plan(1, 1)).streams)
+    (picture,) = pictures(named._repr_html_())
+    assert picture.find("{http://www.w3.org/2000/svg}title") is not None
+    assert not [e for e in picture.iter() if e.tag.endswith("}b")]
+    empty = parse("schedir 1\nprogram none\nranks 1 microbatches 1\nrank 0\n")
+    assert "none" in empty._repr_html_()
+    assert pictures(timeline(ranks=1, m=1, F=0, I=0, W=0)._repr_html_())
+
+
+def test_neither_loads_matplotlib() -> None:
+    code = (
+        "import sys, schedir\n"
+        "from schedir import Plan\n"
+        "p = schedir.compile(schedir.schedules.gpipe, Plan(ranks=2, microbatches=2))\n"
+        "p._repr_html_(); schedir.viz.letters(schedir.simulate(p)); schedir.viz.html"
+        "(schedir.simulate(p))\n"
+        "assert 'matplotlib' not in sys.modules and 'torch' not in sys.modules"
+    )
+    root = Path(__file__).resolve().parents[2]
+    subprocess.run([sys.executable, "-c", code], cwd=root, check=True)

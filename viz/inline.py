@@ -1,0 +1,101 @@
+"""A run as a small SVG, written by hand: no matplotlib, and right in the middle of a page."""
+
+from __future__ import annotations
+
+from html import escape
+from itertools import groupby
+from typing import Final
+
+import numpy as np
+
+from schedir.ops import Opcode
+from schedir.timeline import Timeline
+from schedir.viz.density import own_stage, shares
+from schedir.viz.palette import colour, ink, linear, written
+from schedir.viz.sheet import Sheet
+
+_WIDE: Final = 860.0  # pixels of the time axis; the picture shrinks with the page
+_LEFT: Final = 56.0
+_BOXES: Final = 3000  # more are mixed
+_CELLS: Final = 6_000  # of a mixed picture
+_TALL: Final = (20.0, 620.0)  # a row at most, and all together
+
+
+def svg(timeline: Timeline) -> str:
+    """The chart of a run: an SVG element of bounded size."""
+    sheet = Sheet(timeline, lanes=False)
+    row = min(_TALL[0], _TALL[1] / sheet.height)
+    high = sheet.height * row
+    shapes = _boxes(sheet, row) if len(sheet.compute) <= _BOXES else _mixed(sheet, row)
+    every = -(-10 // max(int(sheet.pitch * row), 1))
+    names = "".join(
+        f'<text x="{_LEFT - 6:g}" y="{(r * sheet.pitch + 0.5) * row + 4:.1f}" '
+        f'text-anchor="end">rank {r}</text>'
+        for r in range(0, timeline.ranks, every)
+    )
+    what = f"{timeline.program.name}, {timeline.kind}: bubble {timeline.bubble:.1%}"
+    return (
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {_LEFT + _WIDE:g} {high:.1f}" '
+        f'width="{_LEFT + _WIDE:g}" style="max-width:100%;height:auto" role="img" '
+        f'font-family="system-ui,sans-serif" font-size="11" fill="currentColor">'
+        f"<title>{escape(what)}</title>{names}{shapes}</svg>"
+    )
+
+
+def _rectangle(left: float, right: float, top: float, high: float, fill: str) -> str:
+    return (
+        f'<rect x="{_LEFT + left:.1f}" y="{top:.1f}" width="{right - left:.1f}" '
+        f'height="{high:.1f}" {fill}/>'
+    )
+
+
+def _ground(sheet: Sheet, row: float) -> str:
+    pale = 'fill="currentColor" fill-opacity="0.08"'
+    tops = (rank * sheet.pitch * row for rank in range(sheet.timeline.ranks))
+    return "".join(_rectangle(0, _WIDE, top, row, pale) for top in tops)
+
+
+def _boxes(sheet: Sheet, row: float) -> str:
+    scale = _WIDE / (sheet.timeline.span or 1.0)
+    stages = sheet.timeline.program.plan.stages_per_rank
+    shapes = [_ground(sheet, row)]
+    for k in sheet.compute.tolist():
+        left, right = sheet.left[k] * scale, sheet.right[k] * scale
+        top, high = sheet.top[k] * row, (sheet.bottom[k] - sheet.top[k]) * row
+        fill = colour(int(sheet.op[k]), int(sheet.local[k]), stages)
+        gap = 0.8 if right - left > 3 else 0.0
+        shapes.append(_rectangle(left, right - gap, top, high, f'fill="{written(fill)}"'))
+        label = sheet.label(k)
+        if high >= 12 and right - left > 6.8 * len(label) + 2:
+            x = _LEFT + (left + right - gap) / 2
+            shapes.append(
+                f'<text x="{x:.1f}" y="{top + high / 2 + 4:.1f}" text-anchor="middle" '
+                f'fill="{ink(fill)}">{label}</text>'
+            )
+    return "".join(shapes)
+
+
+def _mixed(sheet: Sheet, row: float) -> str:
+    timeline = sheet.timeline
+    stages, kinds = timeline.program.plan.stages_per_rank, len(Opcode)
+    key, kind = np.unique(own_stage(timeline) * kinds + timeline.spans["op"], return_inverse=True)
+    columns = max(min(int(_WIDE) // 2, _CELLS // timeline.ranks), 1)
+    share = shares(timeline, kind, len(key), columns)
+    cover = np.clip(share.sum(-1), 0, 1)
+    light = np.array([linear(colour(k % kinds, k // kinds, stages)) for k in key.tolist()])
+    mixed = np.clip(share @ light / np.maximum(cover, 1e-9)[..., None], 0, 1) ** (1 / 2.2)
+    shapes = [_ground(sheet, row)]
+    wide = _WIDE / columns
+    for rank in range(timeline.ranks):
+        fills = [
+            f'fill="{written((r, g, b))}" fill-opacity="{part:.2f}"' if part >= 0.005 else ""
+            for (r, g, b), part in zip(mixed[rank].tolist(), cover[rank].tolist(), strict=True)
+        ]
+        at = 0
+        for fill, same in groupby(fills):
+            count = len(list(same))
+            if fill:
+                top = rank * sheet.pitch * row
+                shapes.append(_rectangle(at * wide, (at + count) * wide, top, row, fill))
+            at += count
+    return "".join(shapes)
