@@ -12,10 +12,10 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, MaxNLocator
 
-from schedir.errors import UsageError
+from schedir.errors import UsageError, in_bytes
 from schedir.timeline import Timeline
 from schedir.viz import marks
-from schedir.viz.density import peak_activations
+from schedir.viz.density import in_flight, memory, peak_activations
 from schedir.viz.marks import MARKS, PHASES
 from schedir.viz.paint import entries, legend, paint
 from schedir.viz.palette import ACCENT
@@ -31,6 +31,7 @@ _LEFT, _RIGHT, _HEAD, _FOOT = 0.62, 0.12, 0.34, 0.36
 _LABEL: Final = 8.5 / 72 / 0.9  # that a label wants, for each font size of its width
 _ENTRY, _LINE = 1.45, 0.19  # of the legend: a column and a line
 _SEEN: Final = 130  # boxes of an inch, if they are to be seen one by one
+CURVES: Final = {"in_flight": in_flight, "memory": memory}
 PAPER: Final = {"column": 3.35, "page": 7.0}  # whole figures, as journals set them
 _SECONDS: Final = ((1.0, "s"), (1e-3, "ms"), (1e-6, "µs"))
 
@@ -50,8 +51,8 @@ def gantt(
     Hatching is idle time.
 
     `show` names what there is besides boxes (`schedir.viz.marks.MARKS`): "lanes", "arrows" for
-    messages, "path" for the critical path, "in_flight" for a curve of it under each rank, and
-    "phases" to shade warmup and cooldown.
+    messages, "path" for the critical path, "in_flight" and "memory" for curves of them under
+    each rank, and "phases" to shade warmup and cooldown.
 
     `width` is that of the axes in inches, or "column" or "page" for a figure as wide as those of
     a paper (3.35 and 7 inches); without it, wide enough for the labels, within bounds.  Boxes
@@ -69,8 +70,9 @@ def compare(
 ) -> Figure:
     """Draw Timelines under each other, each from its own start, on one time axis.
 
-    Beside each stand its bubble and the most activations that a rank holds, in those of a whole
-    rank: a stage of half a rank counts half.  `width` and `show` are those of `gantt`.
+    Beside each stand its bubble and the most that a rank holds: bytes, or without sizes
+    activations of a whole rank, where a stage of half a rank counts half.  `width` and `show`
+    are those of `gantt`.
 
     Units of cost and seconds have no common axis: where both are there, each Timeline has its
     own, scaled so that the mean busy time of a rank is equally long in all, and the figure
@@ -87,7 +89,7 @@ def compare(
     scale = [1.0 if shared else float(t.busy.mean()) or 1.0 for t in timelines]
     longest = max(t.span / s for t, s in zip(timelines, scale, strict=True)) or 1.0
     ends = [longest * s for s in scale]
-    lay = partial(Sheet, curve="in_flight" in show, gap=0.6 if "arrows" in show else 0.2)
+    lay = partial(Sheet, curves=len(CURVES.keys() & {*show}), gap=0.6 if "arrows" in show else 0.2)
     sheets = [lay(t, lanes="lanes" in show) for t in timelines]
     tall = _TALL
     if isinstance(width, str):
@@ -142,8 +144,9 @@ def _mark(axes: Axes, sheet: Sheet, show: Collection[str], row: float, *, dense:
     """What is shown besides boxes."""
     if "phases" in show:
         marks.phases(axes, sheet)
-    if "in_flight" in show:
-        marks.in_flight(axes, sheet, named=row * CURVE * 72 >= 5)
+    for nth, name in enumerate(name for name in CURVES if name in show):
+        held = CURVES[name](sheet.timeline)
+        marks.curve(axes, sheet, held, nth, named=row * CURVE * 72 >= 5)
     if "arrows" in show and not dense:
         marks.arrows(axes, sheet)
     if "path" in show:
@@ -176,8 +179,10 @@ def _frame(axes: Axes, sheet: Sheet, end: float, inches: float, row: float, *, t
         axes.set_xlabel(f"time in {unit}", fontsize=7.5, labelpad=2)
     slim = inches < _SLIM
     size = 7 if slim else 9
-    peak = peak_activations(timeline)
-    about = f"bubble {timeline.bubble:.1%}, peak {peak:.4g} in flight"
+    peak = f"{peak_activations(timeline):.4g} in flight"
+    if timeline.sizes is not None:
+        peak = in_bytes(float(timeline.peak_memory.max()))
+    about = f"bubble {timeline.bubble:.1%}, peak {peak}"
     about += "" if slim else f", span {timeline.span / one:.4g} {timeline.unit and unit}".rstrip()
     kind = "" if slim else f" ({timeline.kind})"
     name = timeline.program.name

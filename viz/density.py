@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any, NamedTuple
+
 import numpy as np
 from numpy.typing import NDArray
 
@@ -26,15 +28,36 @@ def second_of_pair(timeline: Timeline) -> NDArray[np.bool_]:
     return second
 
 
-def held(timeline: Timeline, rank: int) -> tuple[NDArray[np.float64], NDArray[np.int64]]:
-    """Times, from the timeline's begin, and how many (stage, mb) a rank holds from each on.
+class Curve(NamedTuple):
+    """What every rank holds as time passes, as a name and a unit ("B" or "") and, by rank, times
+    from the timeline's begin and what is held from each on."""
 
-    What lasts no time is left out.
-    """
-    times, counts = timeline.in_flight(rank)
+    name: str
+    unit: str
+    steps: list[tuple[NDArray[np.float64], NDArray[np.float64]]]
+
+
+def in_flight(timeline: Timeline) -> Curve:
+    """How many (stage, mb) are held."""
+    each = (timeline.in_flight(rank) for rank in range(timeline.ranks))
+    return Curve("in flight", "", [_settled(timeline, times, n) for times, n in each])
+
+
+def memory(timeline: Timeline) -> Curve:
+    """How many bytes are held; without sizes, how many activations."""
+    steps = [_settled(timeline, own.times, own.held) for own in timeline.memory]
+    return Curve("memory", "" if timeline.sizes is None else "B", steps)
+
+
+def _settled(
+    timeline: Timeline, times: NDArray[np.float64], values: NDArray[Any]
+) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+    """A step curve in order of time, without what lasts no time."""
+    order = np.argsort(times, kind="stable")
+    times, values = times[order] - timeline.begin, values[order].astype(float)
     lasts = np.ones(len(times), bool)
     lasts[:-1] = np.diff(times) > 0
-    return times[lasts] - timeline.begin, counts[lasts]
+    return times[lasts], values[lasts]
 
 
 def shares(

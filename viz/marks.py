@@ -9,22 +9,24 @@ from matplotlib.axes import Axes
 from matplotlib.collections import LineCollection, PolyCollection
 from numpy.typing import NDArray
 
+from schedir.errors import in_bytes
 from schedir.ops import COMPUTE, SENDS, Lane, Opcode
 from schedir.timeline import Timeline
-from schedir.viz.density import held
+from schedir.viz.density import Curve
 from schedir.viz.palette import ACCENT, LANES
-from schedir.viz.sheet import CURVE, Floats, Sheet, corners
+from schedir.viz.sheet import CURVE, INSET, Floats, Sheet, corners
 
 MARKS: Final = {
     "lanes": "a thin lane for each kind of communication that takes time",
     "arrows": "messages, from sender to receiver",
     "path": "the critical path, outlined",
     "in_flight": "how many (stage, mb) each rank holds, under its row",
+    "memory": "the bytes that each rank holds (activations, without sizes), under its row",
     "phases": "warmup and cooldown, shaded",
 }
 PHASES: Final = {"warmup": "#d6e8f5", "cooldown": "#fde3cf"}
 _MOST: Final = 4000  # arrows
-_CURVE: Final = "#0072b2"
+_CURVES: Final = {"in flight": "#0072b2", "memory": "#a0522d"}
 
 
 def messages(timeline: Timeline) -> NDArray[np.int64]:
@@ -115,22 +117,23 @@ def phase_times(timeline: Timeline) -> dict[str, tuple[Floats, Floats]]:
     return {"warmup": (np.zeros(ranks), warm), "cooldown": (cool, np.full(ranks, span))}
 
 
-def in_flight(axes: Axes, sheet: Sheet, *, named: bool) -> None:
-    """Under each rank, how much it holds: a step curve, all to one scale; `named` says its peak."""
-    timeline, peaks = sheet.timeline, sheet.timeline.peak_in_flight
-    high = CURVE / max(int(peaks.max(initial=0)), 1)
+def curve(axes: Axes, sheet: Sheet, held: Curve, nth: int, *, named: bool) -> None:
+    """Under each rank, what it holds: a step curve, all to one scale; `named` says its peak."""
+    span, colour = sheet.timeline.span, _CURVES[held.name]
+    peaks = [float(values.max(initial=0)) for _, values in held.steps]
+    high = CURVE / (max(peaks, default=0) or 1.0)
     fills, lines = [], []
-    for rank in range(timeline.ranks):
-        times, counts = held(timeline, rank)
-        foot = rank * sheet.pitch + sheet.curve_top + CURVE
-        x = np.concatenate([[0], np.repeat(times, 2), [timeline.span]])
-        y = foot - high * np.repeat(np.concatenate([[0], counts]), 2)
+    for rank, (times, values) in enumerate(held.steps):
+        foot = rank * sheet.pitch + sheet.curve_top + CURVE + nth * (CURVE + INSET)
+        x = np.concatenate([[0], np.repeat(times, 2), [span]])
+        y = foot - high * np.repeat(np.concatenate([[0], values]), 2)
         lines.append(np.stack([x, y], 1))
-        fills.append(np.concatenate([lines[-1], [[timeline.span, foot], [0, foot]]]))
+        fills.append(np.concatenate([lines[-1], [[span, foot], [0, foot]]]))
         if named:
+            peak = in_bytes(peaks[rank]) if held.unit else f"{peaks[rank]:g}"
             axes.annotate(
-                f"in flight ≤ {peaks[rank]}", (0, foot - CURVE / 2), (-4, 0), ha="right",
-                va="center", textcoords="offset points", fontsize=5.5, color=_CURVE,
+                f"{held.name}\n≤ {peak}", (0, foot - CURVE / 2), (-4, 0), ha="right",
+                va="center", textcoords="offset points", fontsize=5.5, color=colour,
             )  # fmt: skip
-    axes.add_collection(PolyCollection(fills, facecolor=_CURVE, alpha=0.16, linewidth=0))
-    axes.add_collection(LineCollection(lines, colors=_CURVE, linewidths=0.8))
+    axes.add_collection(PolyCollection(fills, facecolor=colour, alpha=0.16, linewidth=0))
+    axes.add_collection(LineCollection(lines, colors=colour, linewidths=0.8))

@@ -25,13 +25,15 @@ _SMALLEST: Final = 4.5  # points, of a number in a cell
 def tradeoff(timelines: Sequence[Timeline]) -> Figure:
     """Bubble against memory, a point per Timeline; the best for each memory are joined.
 
-    Memory is the most that a rank holds, in activations of a whole rank.
+    Memory is the most that a rank holds: GB, or where sizes are not given, activations of a
+    whole rank.
 
     Raises UsageError for no Timelines.
     """
     if not timelines:
         raise UsageError("a picture needs a timeline or more, not none")
-    x = np.array([peak_activations(t) for t in timelines])
+    sized = all(t.sizes is not None for t in timelines)
+    x = np.array([_gigabytes(t) if sized else peak_activations(t) for t in timelines])
     y = np.array([t.bubble for t in timelines])
     figure = Figure(figsize=(5.2, 3.7), layout="constrained")
     axes = figure.subplots()
@@ -41,12 +43,15 @@ def tradeoff(timelines: Sequence[Timeline]) -> Figure:
         x[best], y[best], color=ACCENT, alpha=0.45, linewidth=1, drawstyle="steps-post", zorder=1
     )
     axes.scatter(x, y, s=34, color=_POINT, edgecolor="white", linewidth=0.8, zorder=2)
-    axes.set_xlim(0, max(float(x.max()) * 1.3, 1))
+    axes.set_xlim(0, float(x.max()) * 1.3 or 1)
     axes.set_ylim(0, max(float(y.max()) * 1.15, 0.01))
     _name(axes, x, y, [t.program.name for t in timelines])
     axes.yaxis.set_major_formatter(PercentFormatter(1, decimals=None))
     axes.xaxis.set_major_locator(MaxNLocator(nbins=8, steps=[1, 2, 5, 10]))
-    axes.set_xlabel("most in flight on a rank, in activations of a whole rank", fontsize=8)
+    held = "memory of a rank at most, in GB"
+    if not sized:
+        held = "most in flight on a rank, in activations of a whole rank"
+    axes.set_xlabel(held, fontsize=8)
     axes.set_ylabel("bubble", fontsize=8)
     axes.tick_params(labelsize=7.5)
     axes.grid(color="#e6e6e6", linewidth=0.6)
@@ -54,6 +59,10 @@ def tradeoff(timelines: Sequence[Timeline]) -> Figure:
     for side in ("top", "right"):
         axes.spines[side].set_visible(False)
     return figure
+
+
+def _gigabytes(timeline: Timeline) -> float:
+    return float(timeline.peak_memory.max()) / 1e9
 
 
 def _name(axes: Axes, x: np.ndarray, y: np.ndarray, names: Sequence[str]) -> None:

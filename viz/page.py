@@ -24,7 +24,7 @@ from schedir.files import replacing
 from schedir.idleness import Cause, idleness
 from schedir.ops import COMPUTE, ROWS, SENDS, Lane
 from schedir.timeline import Timeline
-from schedir.viz.density import held, second_of_pair
+from schedir.viz.density import in_flight, memory, second_of_pair
 from schedir.viz.palette import CAUSES, LANE_NAMES, NAMES, colour, ink, written
 
 _SCRIPTS: Final = ("data.js", "relations.js", "scene.js", "paint.js", "main.js")
@@ -200,8 +200,8 @@ def _columns(run: Timeline, tick: float) -> tuple[dict[str, NDArray[Any]], list[
     ):  # fmt: skip
         columns[name] = np.where(other < 0, 0, other - np.arange(len(run))).astype("<i4")
     curves = []
-    steps = [held(run, rank) for rank in range(run.ranks)]
-    for c, (name, unit, of) in enumerate([("in flight", "", steps)]):
+    held = [in_flight(run)] + ([memory(run)] if run.sizes is not None else [])
+    for c, (name, unit, of) in enumerate(held):
         times = [_ticks(at + run.begin, run, tick) for at, _ in of]
         columns[f"times{c}"] = np.concatenate([_changes(at) for at in times]).astype("<u4")
         columns[f"values{c}"] = np.concatenate([values for _, values in of]).astype("<f4")

@@ -15,7 +15,7 @@ Floats = NDArray[np.float64]
 
 # Heights, in compute lanes.
 LANE: Final = 0.24  # a communication lane
-_INSET: Final = 0.06  # above it
+INSET: Final = 0.06  # above it
 _GAP: Final = 0.2  # between ranks
 CURVE: Final = 0.7  # a curve
 # Widths of letters and of digits, in font sizes.
@@ -30,11 +30,11 @@ class Sheet:
     `left`, `right`, `top`, `bottom` and `local` (which of its rank's own stages) have one entry
     per span; `compute` and `talk` are the indices of those that take any time, on the compute
     lane and on the others; `lanes` are the communication lanes that are there, unless none are
-    wanted.  With `curve` there is room for one under each rank; `gap` is the room between ranks.
+    wanted.  `curves` have room under each rank; `gap` is the room between ranks.
     """
 
     def __init__(
-        self, timeline: Timeline, *, lanes: bool = True, curve: bool = False, gap: float = _GAP
+        self, timeline: Timeline, *, lanes: bool = True, curves: int = 0, gap: float = _GAP
     ) -> None:
         spans = timeline.spans
         self.timeline = timeline
@@ -45,8 +45,8 @@ class Sheet:
         self.compute = np.flatnonzero((self.right > self.left) & on_compute)
         self.talk = np.flatnonzero((self.right > self.left) & ~on_compute & lanes)
         self.lanes = [Lane(k) for k in np.unique(spans["lane"][self.talk]).tolist()]
-        self.curve_top = 1 + (_INSET + LANE) * len(self.lanes) + _INSET
-        self.pitch = self.curve_top - _INSET + (_INSET + CURVE) * curve + gap
+        self.curve_top = 1 + (INSET + LANE) * len(self.lanes) + INSET
+        self.pitch = self.curve_top - INSET + (INSET + CURVE) * curves + gap
         self.height = self.pitch * timeline.ranks - gap / 2
         self.local = own_stage(timeline)
         self._place(on_compute)
@@ -72,7 +72,7 @@ class Sheet:
     def lane_top(self, lane: Lane) -> float:
         """Where a communication lane begins, below the top of its rank."""
         k = self.lanes.index(lane)
-        return 1 + _INSET + (_INSET + LANE) * k
+        return 1 + INSET + (INSET + LANE) * k
 
     def bands(self) -> Floats:
         """Corners of the communication lanes, shape (n, 4, 2)."""

@@ -31,7 +31,7 @@ def add_picture(parser: argparse.ArgumentParser) -> None:
     """What a chart shows, and how wide it is."""
     parser.add_argument(
         "--show", metavar="MARKS", default="lanes",
-        help="of lanes,arrows,path,in_flight,phases, or none (lanes)",
+        help="of lanes,arrows,path,in_flight,memory,phases, or none (lanes)",
     )  # fmt: skip
     parser.add_argument(
         "--width", metavar="WIDTH", type=_width, help="column or page of a paper, or inches"

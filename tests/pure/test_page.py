@@ -6,6 +6,7 @@ import json
 import re
 import zlib
 from base64 import b64decode, b64encode
+from dataclasses import replace
 from hashlib import sha256
 from html import unescape
 from html.parser import HTMLParser
@@ -27,6 +28,7 @@ from schedir.plan import Plan
 from schedir.program import Program
 from schedir.schedules import dualpipe_v, gpipe, one_f_one_b
 from schedir.simulate import simulate
+from schedir.sizes import Sizes
 from schedir.testing import drafts
 from schedir.timeline import Timeline, spans_of
 from schedir.trace import save_timeline
@@ -167,6 +169,14 @@ def test_curves_leave_out_what_lasts_no_time() -> None:
         values = column(run, "values0")[lo:hi]
         assert (np.diff(at) > 0).all()
         assert values.max() == t.peak_in_flight[rank] and values[-1] == 0
+
+
+def test_memory_has_a_curve_where_sizes_are_given() -> None:
+    t = replace(timeline(2, 4, B=2), sizes=Sizes(saved=1e9))
+    run = data_of(html(t))["runs"][0]
+    assert [(c["name"], c["unit"]) for c in run["curves"]] == [("in flight", ""), ("memory", "B")]
+    lo, hi = run["curves"][1]["offsets"][:2]
+    assert column(run, "values1")[lo:hi].max() == pytest.approx(t.peak_memory[0])
 
 
 def test_a_pair_is_two_halves() -> None:

@@ -1,5 +1,6 @@
 """What pictures show besides boxes: marks, densities, trade-offs and maps of idle time."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -20,10 +21,11 @@ from schedir.plan import Plan
 from schedir.program import Program
 from schedir.schedules import dualpipe_v, gpipe, interleaved, one_f_one_b, zb_h1
 from schedir.simulate import simulate
+from schedir.sizes import Sizes
 from schedir.testing import drafts
 from schedir.timeline import Timeline
 from schedir.viz import compare, gantt, idle_map, save, tradeoff
-from schedir.viz.density import held, peak_activations, second_of_pair, shares
+from schedir.viz.density import in_flight, memory, peak_activations, second_of_pair, shares
 from schedir.viz.marks import MARKS, messages, phase_times
 from schedir.viz.palette import ACCENT
 from schedir.words import Schedule, draft
@@ -91,7 +93,9 @@ def lines_of(figure: Figure) -> list[LineCollection]:
 
 
 def test_marks_are_named() -> None:
-    with pytest.raises(UsageError, match="lanes, arrows, path, in_flight, phases, not 'colour'"):
+    with pytest.raises(
+        UsageError, match="lanes, arrows, path, in_flight, memory, phases, not 'colour'"
+    ):
         gantt(timeline(), show=("colour",))
     with pytest.raises(UsageError, match="column or page"):
         gantt(timeline(), width="poster")
@@ -155,9 +159,15 @@ def test_phases_end_where_backwards_begin_and_forwards_end() -> None:
 
 def test_curves_rise_to_the_peaks() -> None:
     t = timeline(B=2)
-    for rank in range(4):
-        times, counts = held(t, rank)
+    for rank, (times, counts) in enumerate(in_flight(t).steps):
         assert (np.diff(times) > 0).all() and counts.max() == t.peak_in_flight[rank]
+    sized = replace(t, sizes=Sizes(saved=1e9, activation=1e8))
+    assert memory(t).unit == "" and memory(sized).unit == "B"
+    for (_, values), peak in zip(memory(sized).steps, sized.peak_memory, strict=True):
+        assert values.max() == peak
+    figure = gantt(sized, show=("in_flight", "memory"))
+    assert len(lines_of(figure)) == 2 and "GB" in figure.axes[0].get_title("right")
+    assert "GB" in tradeoff([sized]).axes[0].get_xlabel()
     (curves,) = lines_of(gantt(t, show=("in_flight",)))
     high = [np.ptp(np.asarray(path.vertices)[:, 1]) for path in curves.get_paths()]
     assert np.allclose(np.array(high) / high[0], t.peak_in_flight / t.peak_in_flight[0])

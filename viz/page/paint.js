@@ -10,7 +10,7 @@ const dark = () => document.documentElement.classList.contains("dark");
 
 function theme() {
   const style = getComputedStyle(document.documentElement);
-  for (const name of ["back", "panel", "line", "grid", "text", "soft", "hatch", "lane", "accent", "focus"])
+  for (const name of ["back", "panel", "line", "grid", "text", "soft", "hatch", "lane", "accent", "focus", "memory"])
     colours[name] = style.getPropertyValue(`--${name}`).trim();
   fills = DATA.fills[dark() ? "dark" : "light"].map((own) => own.map(([fill, ink]) => ({ fill, ink })));
   tints = fills.flatMap((own) => Array.from({ length: SHADES }, (_, k) => own[k % own.length]));
@@ -130,7 +130,7 @@ function paintCurve(block) {
     }
     const end = xOf(Math.min(run.total, view.t1)), past = first(times, view.t1);
     line.lineTo(end, up(past ? values[past - 1] : 0));
-    pen.strokeStyle = c ? colours.accent : colours.focus;
+    pen.strokeStyle = c ? colours.memory : colours.focus;
     pen.lineWidth = 1.25;
     pen.stroke(line);
     line.lineTo(end, y + high); line.lineTo(xOf(Math.max(0, view.t0)), y + high);
@@ -274,7 +274,7 @@ function paintGutter() {
     if (two && block.work >= 16) pen.fillText(block.run.label, GUTTER - 10, y + (block.nth ? 7 : block.work >= 24 ? 21 : 7) + 0, 62);
     else if (roomy) pen.fillText(idle, GUTTER - 10, y + 22);
     if (block.curve) block.run.curves.slice(0, 2).forEach((curve, c) => {
-      pen.fillStyle = c ? colours.accent : colours.focus;
+      pen.fillStyle = c ? colours.memory : colours.focus;
       const most = curve.ranks[block.rank].values.reduce((a, b) => Math.max(a, b), 0);
       const roomy = block.curve.high >= 24 || block.run.curves.length < 2;
       if (roomy || !c) pen.fillText(`${curve.name} ${amount(most, curve.unit)}`, GUTTER - 10, block.curve.y - view.top + HEAD + (c ? 20 : 8), GUTTER - 14);

@@ -133,8 +133,8 @@ function time(run, x, of = x) {
 
 function amount(x, unit) {
   if (unit !== "B") return short(x) + (unit ? ` ${unit}` : "");
-  const power = Math.min(Math.floor(Math.log2(Math.max(x, 1)) / 10), 4);
-  return `${+(x / 2 ** (10 * power)).toPrecision(4)} ${["B", "KiB", "MiB", "GiB", "TiB"][power]}`;
+  const power = Math.min(Math.floor(Math.log10(Math.max(x, 1)) / 3), 4);
+  return `${+(x / 1000 ** power).toPrecision(4)} ${["B", "kB", "MB", "GB", "TB"][power]}`;
 }
 
 const percent = (x) => `${(100 * x).toFixed(1)} %`;
