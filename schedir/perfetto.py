@@ -164,14 +164,19 @@ class _Tracks:
             yield {"ph": "f", "bp": "e", **both, **end}
 
     def counters(self) -> Iterator[Event]:
-        """How many (stage, microbatch) each rank holds."""
+        """How many (stage, microbatch) each rank holds; where sizes are known, also bytes."""
+
+        def counter(name: str, rank: int, at: int, **args: float) -> Event:
+            return {"ph": "C", "name": name, "pid": rank, "ts": at / 1e3, "args": args}
+
         for rank in range(self.timeline.ranks):
             times, counts = self.timeline.in_flight(rank)
             for at, count in zip(self._ns(times).tolist(), counts.tolist(), strict=True):
-                yield {
-                    "ph": "C", "name": "in flight", "pid": rank, "ts": at / 1e3,
-                    "args": {"in flight": count},
-                }  # fmt: skip
+                yield counter("in flight", rank, at, microbatches=count)
+        for rank, curve in enumerate(self.timeline.memory if self.timeline.sizes else ()):
+            columns = zip(*(part.tolist() for part in curve.kinds.values()), strict=True)
+            for at, sizes in zip(self._ns(curve.times).tolist(), columns, strict=True):
+                yield counter("bytes", rank, at, **dict(zip(curve.kinds, sizes, strict=True)))
 
 
 def _slice(pid: int, tid: int, name: str, start: int, end: int, args: Event) -> Event:

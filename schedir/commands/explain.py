@@ -83,15 +83,14 @@ def _who(timeline: Timeline) -> list[str]:
     idle = idle[np.isin(spans["op"][idle["awaits"]], COMPUTE)]
     if not len(idle):
         return []
-    awaited = spans[["op", "stage"]][idle["awaits"]]
+    awaited = spans[["rank", "op", "stage"]][idle["awaits"]]
     kinds, which = np.unique(awaited, return_inverse=True)
     waited = np.bincount(which, idle["end"] - idle["start"])
-    op, stage = kinds[waited.argmax()].tolist()
+    rank, op, stage = kinds[waited.argmax()].tolist()
     took = spans["end"] - spans["start"]
     mean = took[spans["op"] == op].mean()
     own = took[(spans["op"] == op) & (spans["stage"] == stage)].mean()
     than = f"; it takes {own / mean:.2f}x the mean" if abs(own - mean) > 0.01 * mean else ""
-    rank = timeline.program.plan.rank_of[stage]
     share = waited.max() / timeline.idle.sum()
     return [
         f"longest awaited: {ROWS[op].text} of stage {stage} on rank {rank}, in {share:.0%} of the "

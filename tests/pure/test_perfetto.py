@@ -25,6 +25,7 @@ from schedir.ops import COMPUTE, SENDS
 from schedir.passes.overlap import group_opposites
 from schedir.program import Program
 from schedir.schedules import dualpipe_v, gpipe, one_f_one_b
+from schedir.sizes import Sizes
 from tests.commands import refused, said
 from tests.strategies import costs, drafts
 
@@ -114,11 +115,21 @@ def test_it_says_what_the_run_was() -> None:
         if threads[e["tid"]] == "idle":
             idle[e["pid"], Cause[e["name"].upper()]] -= e["dur"]
     assert not idle.any()
-    peaks = [max(e["args"]["in flight"] for e in events if e["ph"] == "C" and e["pid"] == r)
-             for r in range(3)]  # fmt: skip
-    assert peaks == timeline.peak_in_flight.tolist()
+    assert _peaks(events, "in flight", 3) == timeline.peak_in_flight.tolist()
     waits = [e["args"]["awaits"] for e in slices if e["pid"] == 2 and e["name"] == "warmup"]
     assert waits == ["F 1.0 on rank 1"]
+
+
+def _peaks(events: list[Event], name: str, ranks: int) -> list[float]:
+    own = [[e for e in events if e["name"] == name and e["pid"] == r] for r in range(ranks)]
+    return [max(sum(e["args"].values()) for e in counts) for counts in own]
+
+
+def test_memory_is_a_counter() -> None:
+    program = schedir.compile(one_f_one_b, Plan(3, 4))
+    timeline = schedir.simulate(program, sizes=Sizes(activation=3, saved=5, weights=7))
+    events = read(perfetto.text(timeline))
+    assert _peaks(events, "bytes", 3) == timeline.peak_memory.tolist()
 
 
 def test_a_pair_run_together_is_one_slice() -> None:
