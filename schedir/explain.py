@@ -8,7 +8,7 @@ from numpy.typing import NDArray
 from schedir.errors import DeadlockError, OrderError, ProgramError, Site, Wait
 from schedir.graph import Graph
 from schedir.index import NONE
-from schedir.ops import ROWS, Token
+from schedir.ops import HANDED, ROWS, Token
 from schedir.walk import Walk
 
 
@@ -147,7 +147,8 @@ def _window(graph: Graph, steps: list[Wait]) -> list[Site]:
 
 def _token(giver: int, needer: int) -> str:
     """What one instruction gives and the other needs, in words."""
-    shared = {*ROWS[giver].gives} & {*ROWS[needer].needs}
+    needs = {HANDED[t][0] if t in HANDED else t for t in ROWS[needer].needs}
+    shared = {*ROWS[giver].gives} & (needs | {*ROWS[needer].needs})
     names = {
         Token.ACT_IN: "the activation", Token.ACT_OUT: "the activation",
         Token.SAVED: "what the forward saved", Token.TAPE: "what its I leaves",

@@ -28,7 +28,8 @@ def simulate(
     is simulated as if values that cross ranks took `costs.send` and no queue.  With `sizes`,
     memory is told in bytes.
 
-    Raises DeadlockError if the program cannot finish, what `check` raises where it is not
+    Raises DeadlockError if the program cannot finish (OrderError if it is a draft and a rank alone
+    is at fault), what `check` raises where it is not
     complete, and CostsError if the costs add up to infinity.
     """
     expect(program, Program, "schedir.compile(schedule, plan)")

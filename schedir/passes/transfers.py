@@ -34,7 +34,8 @@ def transfers(program: Program, costs: Costs | None = None) -> Program:
     agree with one global order, in which every edge of the dependency graph points forward,
     even with blocking transfers in a single queue: so there is no cycle.
 
-    Raises DeadlockError if the draft itself cannot finish, which is all that can be wrong.
+    Raises DeadlockError if the draft itself cannot finish, or OrderError if that is due to one rank
+    alone, which is all that can be wrong.
     """
     graph = Graph(program)
     reached = walk(graph, _ordering(costs or Costs(), program.plan))
