@@ -111,6 +111,9 @@ class Executor(Rank):
         self.inputs, self.targets, self.scale = inputs, targets, scale
         for stage in self.stages.values():
             stage.gradients.zero()
+        for slots in self.slots.values():
+            if slots.taken:
+                slots.clear()
 
     def call(self, k: int) -> None:
         """Run the instruction at index k of the Stream."""

@@ -9,79 +9,103 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable
 from functools import partial
-from typing import TypeVar
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from schedir.errors import ModelError
 from schedir.kernels.boundary import pack
-from schedir.ops import ROWS, Instr, Lane, Opcode
+from schedir.ops import HANDED, ROWS, Instr, Lane, Opcode, Token
 from schedir.runtime.gradients import is_sharded
-from schedir.runtime.rank import Call, Rank, Stage
+from schedir.runtime.rank import Call, Rank, Slot, Stage
 from schedir.runtime.split import SplitLinear, Tape, recording
 
-T = TypeVar("T")
+# Where a backward begins: the last stage's loss, or where its output came from.
+Root = Tensor | GradientEdge | None
 
 # ------------------------------------------------------------ compute
 
 
 def forward(rank: Rank, i: Instr) -> Call:
     stage, mb, last = rank.stages[i.stage], i.mb, i.stage == rank.plan.stages - 1
-    after = rank.beside(i.stage + 1, mb)
+    handed = rank.beside(i.stage - 1, mb) is not None
+    given = _given(rank, i, Token.ACT_IN, -1) if i.stage else None
+    out = None if last else rank.slot(Token.ACT_OUT, i.stage, mb)
     grad = rank.program.trains
+    saved = rank.slot(Token.SAVED, i.stage, mb) if grad else None
 
     def run() -> None:
-        x = rank.inputs[mb] if i.stage == 0 else _take(stage.act_in, mb)
+        x: Tensor = rank.inputs[mb] if given is None else given.look()
+        if given is not None and not handed:
+            x = x.clone()  # what is saved of it outlives its buffer
         with torch.set_grad_enabled(grad):
-            if i.stage > 0:
+            if given is not None:
                 x.requires_grad_(grad)
             y: Tensor = stage.module(x)
             if last:
                 y = rank.loss(y, rank.targets[mb])
             else:
                 rank.boundary.expect(y, f"stage {i.stage}")
-        if last:
+        if out is None:
             rank.losses[mb] = y.detach()
-        elif after is not None:
-            after.act_in[mb] = y.detach()
         else:
-            stage.act_out[mb] = y.detach()
-        if grad:
-            stage.saved[mb] = (x, y)
+            out.fill(y.detach())
+        if saved is not None:
+            saved.fill((x, _root(y)))
+        if given is not None:
+            given.free()
 
-    return Call(_arrived(rank, i, Lane.ACT), run)
+    return Call(_both(_arrived(rank, i, Lane.ACT), _sent(rank, i)), run)
 
 
-def backward(rank: Rank, i: Instr) -> Call:
-    stage, mb = rank.stages[i.stage], i.mb
-    before = rank.beside(i.stage - 1, mb)
-    last = i.stage == rank.plan.stages - 1
+def _root(y: Tensor) -> Root:
+    """Where a backward begins: not the output itself, which would keep its memory."""
+    if not y.requires_grad:
+        return None
+    return y if not y.dim() else get_gradient_edge(y)
+
+
+def backward(rank: Rank, i: Instr, *, splits: bool = False) -> Call:
+    mb, last = i.mb, i.stage == rank.plan.stages - 1
+    handed = rank.beside(i.stage + 1, mb) is not None
+    saved = rank.slot(Token.SAVED, i.stage, mb)
+    given = None if last else _given(rank, i, Token.GRAD_IN, +1)
+    out = rank.slot(Token.GRAD_OUT, i.stage, mb) if i.stage else None
 
     def run() -> None:
-        x, y = _take(stage.saved, mb)
-        dy = None if last else _take(stage.grad_in, mb)
-        if y.requires_grad:  # a first stage may have nothing to train
-            torch.autograd.backward(y, dy)
-        if i.stage == 0:
-            return
-        dx, x.grad = x.grad, None
-        if dx is None:
-            raise ModelError(f"the output of stage {i.stage} does not depend on its input")
-        if before is not None:
-            before.grad_in[mb] = dx
-        else:
-            stage.grad_out[mb] = dx
+        x, root = saved.look()
+        dy = None if given is None else given.look()
+        if dy is not None and splits and not handed:
+            dy = dy.clone()  # a tape may keep it, and outlive its buffer
+        if root is not None:  # a first stage may have nothing to train
+            torch.autograd.backward(root, dy)
+        if out is not None:
+            dx, x.grad = x.grad, None
+            if dx is None:
+                raise ModelError(f"the output of stage {i.stage} does not depend on its input")
+            if dy is not None and _share(dx, dy):
+                dx = dx.clone()  # autograd may hand on what it was given
+            out.fill(dx)
+        saved.free()
+        if given is not None:
+            given.free()
 
-    return Call(_arrived(rank, i, Lane.GRAD), run)
+    return Call(_both(_arrived(rank, i, Lane.GRAD), _sent(rank, i)), run)
+
+
+def _share(one: Tensor, other: Tensor) -> bool:
+    """Whether two tensors have one memory."""
+    return one.untyped_storage().data_ptr() == other.untyped_storage().data_ptr()
 
 
 def backward_input(rank: Rank, i: Instr) -> Call:
-    stage, mb = rank.stages[i.stage], i.mb
-    wait, whole = backward(rank, i)
+    stage, left = rank.stages[i.stage], rank.slot(Token.TAPE, i.stage, i.mb)
+    wait, whole = backward(rank, i, splits=True)
 
     def run() -> None:
-        tape = stage.tape[mb] = Tape()
+        tape = Tape()
+        left.fill(tape)
         with recording(tape):
             whole()
         if not len(tape) and stage.gradients.parameters:
@@ -110,22 +134,61 @@ def _unsplit(stage: Stage, i: Instr) -> None:
 
 
 def backward_weight(rank: Rank, i: Instr) -> Call:
-    stage, mb = rank.stages[i.stage], i.mb
-    return Call(None, lambda: _take(stage.tape, mb).run())
+    left = rank.slot(Token.TAPE, i.stage, i.mb)
+
+    def run() -> None:
+        left.look().run()
+        left.free()
+
+    return Call(None, run)
+
+
+def _given(rank: Rank, i: Instr, kind: Token, hop: int) -> Slot:
+    """Where what an instruction takes in lives: handed over by the stage beside, or received."""
+    if rank.beside(i.stage + hop, i.mb) is None:
+        return rank.slot(kind, i.stage, i.mb)
+    return rank.slot(HANDED[kind][0], i.stage + hop, i.mb)
+
+
+def _sent(rank: Rank, i: Instr) -> Callable[[], None] | None:
+    """Waits until the slot that an instruction fills is left, where a send had it last."""
+    send = rank.left.get(rank.where[i])
+    if send is None:
+        return None
+
+    def wait() -> None:
+        if send in rank.sending:  # else a message has proved that it arrived
+            rank.sending.pop(send)[0].wait()
+
+    return wait
+
+
+def _both(
+    one: Callable[[], None] | None, other: Callable[[], None] | None
+) -> Callable[[], None] | None:
+    if one is None or other is None:
+        return one or other
+
+    def wait() -> None:
+        one()
+        other()
+
+    return wait
 
 
 # ------------------------------------------------------------ transfers
 
 
 def send(rank: Rank, i: Instr) -> Call:
-    stage, mb, row, k = rank.stages[i.stage], i.mb, ROWS[i.op], rank.where[i]
-    values = stage.act_out if i.op == Opcode.SendAct else stage.grad_out
+    mb, row, k = i.mb, ROWS[i.op], rank.where[i]
+    out = rank.slot(Token.ACT_OUT if i.op == Opcode.SendAct else Token.GRAD_OUT, i.stage, mb)
     peer = int(rank.plan.rank_at(i.stage + row.hop, mb))
 
     def run() -> None:
-        tensor = _take(values, mb).contiguous()
+        tensor = out.look().contiguous()
         # The reference stays until the send has ended: freed earlier, it may be reused.
         rank.sending[k] = (rank.transport.send(tensor, peer, row.lane), tensor)
+        out.free()
 
     return Call(None, run)
 
@@ -133,19 +196,23 @@ def send(rank: Rank, i: Instr) -> Call:
 def recv(rank: Rank, i: Instr) -> Call:
     stage, mb, row = rank.stages[i.stage], i.mb, ROWS[i.op]
     act = i.op == Opcode.RecvAct
-    values = stage.act_in if act else stage.grad_in
+    given = rank.slot(Token.ACT_IN if act else Token.GRAD_IN, i.stage, mb)
     peer = int(rank.plan.rank_at(i.stage + row.hop, mb))
-    gather = Opcode.Gather if act else Opcode.GatherGrad
-    shape = rank.boundary.shape
-    if (gather, i.stage, mb) in rank.where:
-        shape = (torch.Size(shape).numel() // rank.program.tp,)
+    whole = rank.buffers[Token.ACT_IN if act else Token.GRAD_IN, given.number]
+    part = whole
+    if (Opcode.Gather if act else Opcode.GatherGrad, i.stage, mb) in rank.where:
+        part = _own_part(rank, whole)
 
     def run() -> None:
-        buffer = torch.empty(shape, dtype=rank.boundary.dtype, device=rank.device)
-        values[mb] = buffer
-        stage.arriving[row.lane, mb] = rank.transport.recv(buffer, peer, row.lane)
+        given.fill(whole)
+        stage.arriving[row.lane, mb] = rank.transport.recv(part, peer, row.lane)
 
     return Call(None, run)
+
+
+def _own_part(rank: Rank, whole: Tensor) -> Tensor:
+    """This tensor-parallel rank's 1/t of a boundary, flat, in its place in the whole."""
+    return whole.view(rank.program.tp, -1)[rank.transport.tp_rank]
 
 
 def _arrived(rank: Rank, i: Instr, lane: Lane) -> Callable[[], None] | None:
@@ -165,31 +232,32 @@ def _arrived(rank: Rank, i: Instr, lane: Lane) -> Callable[[], None] | None:
             work.wait()
             rank.ends(k)
             for send in known:
-                rank.sending.pop(send)[0].wait()
+                if send in rank.sending:  # else whoever fills its slot has waited already
+                    rank.sending.pop(send)[0].wait()
 
     return wait
 
 
 def scatter(rank: Rank, i: Instr) -> Call:
-    stage, mb = rank.stages[i.stage], i.mb
-    values = stage.act_out if i.op == Opcode.Scatter else stage.grad_out
+    kind = Token.ACT_OUT if i.op == Opcode.Scatter else Token.GRAD_OUT
+    out = rank.slot(kind, i.stage, i.mb)
 
     def run() -> None:
         # Own memory, not a view: the whole is not kept alive by what is sent of it.
-        values[mb] = pack(_take(values, mb), rank.program.tp, rank.transport.tp_rank)
+        shard = pack(out.look(), rank.program.tp, rank.transport.tp_rank)
+        out.free()
+        out.fill(shard)
 
     return Call(None, run)
 
 
 def gather(rank: Rank, i: Instr) -> Call:
-    stage, mb = rank.stages[i.stage], i.mb
     act = i.op == Opcode.Gather
-    values = stage.act_in if act else stage.grad_in
+    given = rank.slot(Token.ACT_IN if act else Token.GRAD_IN, i.stage, i.mb)
 
     def run() -> None:
-        whole = torch.empty(rank.boundary.shape, dtype=rank.boundary.dtype, device=rank.device)
-        rank.transport.all_gather(whole.view(-1), _take(values, mb)).wait()
-        values[mb] = whole
+        whole = given.look()
+        rank.transport.all_gather(whole.view(-1), _own_part(rank, whole)).wait()
 
     return Call(_arrived(rank, i, Lane.ACT if act else Lane.GRAD), run)
 
@@ -277,12 +345,6 @@ def step(rank: Rank, i: Instr) -> Call:
             rank.optimizer.step()
 
     return Call(partial(_reduced, rank), run)
-
-
-def _take(slots: list[T | None], mb: int) -> T:
-    value, slots[mb] = slots[mb], None
-    assert value is not None, "the checker proves that every value is there"
-    return value
 
 
 # A handler for every row of the instruction table.

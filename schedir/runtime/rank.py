@@ -5,18 +5,19 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from time import perf_counter
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
 
 from schedir.errors import ModelError
-from schedir.ops import Lane
+from schedir.index import Index
+from schedir.ops import SENDS, Lane, Token
 from schedir.program import Program
 from schedir.runtime.arrivals import arrived
 from schedir.runtime.gradients import Gradients
-from schedir.runtime.split import Tape
 from schedir.runtime.transport import Transport, Work
+from schedir.slots import KINDS, assign, counts, reuses
 
 Loss = Callable[[Tensor, Tensor], Tensor]
 Microbatches = Sequence[Tensor] | Tensor  # one tensor each, or stacked
@@ -53,18 +54,51 @@ class Call(NamedTuple):
     run: Callable[[], None]
 
 
-class Stage:
-    """One own stage: its module, and the slots of its values, one per microbatch."""
+class Slots:
+    """The slots of one kind: what is in each, how many are taken, and the most that ever were."""
 
-    def __init__(self, module: nn.Module, microbatches: int) -> None:
+    def __init__(self, count: int) -> None:
+        self.values: list[Any] = [None] * count
+        self.taken = self.most = 0
+
+    def clear(self) -> None:
+        """Forget what a step that failed has left."""
+        self.values[:] = [None] * len(self.values)
+        self.taken = 0
+
+
+class Slot(NamedTuple):
+    """The slot of one value, looked up when an instruction is linked."""
+
+    slots: Slots
+    number: int
+
+    def fill(self, value: object) -> None:
+        """Put the value in; whatever was there must be gone."""
+        slots, number = self
+        assert slots.values[number] is None, "the checker proves that slots are free"
+        slots.values[number] = value
+        slots.taken += 1
+        slots.most = max(slots.most, slots.taken)
+
+    def look(self) -> Any:
+        """The value; it stays."""
+        value = self.slots.values[self.number]
+        assert value is not None, "the checker proves that every value is there"
+        return value
+
+    def free(self) -> None:
+        """Let the value go."""
+        self.slots.values[self.number] = None
+        self.slots.taken -= 1
+
+
+class Stage:
+    """One own stage: its module, and what is on its way to it."""
+
+    def __init__(self, module: nn.Module) -> None:
         self.module = module
         self.gradients = Gradients(module)
-        self.act_in: list[Tensor | None] = [None] * microbatches
-        self.act_out: list[Tensor | None] = [None] * microbatches
-        self.saved: list[tuple[Tensor, Tensor] | None] = [None] * microbatches
-        self.grad_in: list[Tensor | None] = [None] * microbatches
-        self.grad_out: list[Tensor | None] = [None] * microbatches
-        self.tape: list[Tape | None] = [None] * microbatches
         self.arriving: dict[tuple[Lane, int], Work] = {}
         self.warned = False  # that the module cannot be split
 
@@ -76,7 +110,7 @@ class Stage:
 
 
 class Rank:
-    """Own stages, what is on its way, and what the step was given.
+    """Own stages, the slots of their values, what is on its way, and what the step was given.
 
     `where` finds an instruction (op, stage, mb) in the rank's Stream; `began` and `ended` are
     when each one last ran, in seconds of this process's clock, if `record` says so.
@@ -98,7 +132,7 @@ class Rank:
         self.transport, self.loss, self.boundary = transport, loss, boundary
         self.optimizer, self.max_norm = optimizer, max_norm
         m = self.plan.microbatches
-        self.stages = {s: Stage(stages[s], m) for s in self.plan.stages_of[rank]}
+        self.stages = {s: Stage(stages[s]) for s in self.plan.stages_of[rank]}
         self.inputs: Microbatches = ()
         self.targets: Microbatches = ()
         self.scale = 1.0
@@ -112,8 +146,22 @@ class Rank:
         self.reducing: list[tuple[int, Work]] = []
         self.known = arrived(program, rank)
         self.where: dict[tuple[int, ...], int] = {i: k for k, i in enumerate(self.stream)}
+        index = Index(program)
+        self.assigned = assign(index, rank)
+        self.slots = dict(zip(KINDS, map(Slots, counts(index)[rank].tolist()), strict=True))
+        # Static memory of what is received, by kind and slot.
+        self.buffers = {
+            (kind, number): torch.empty(boundary.shape, dtype=boundary.dtype, device=self.device)
+            for kind in (Token.ACT_IN, Token.GRAD_IN)
+            for number in range(len(self.slots[kind].values))
+        }
+        self.left = _left(index, rank)
         self.record = record
         self.began, self.ended = [0.0] * len(self.stream), [0.0] * len(self.stream)
+
+    def slot(self, kind: Token, stage: int, mb: int) -> Slot:
+        """Where a value lives."""
+        return Slot(self.slots[kind], self.assigned[kind, stage, mb])
 
     def beside(self, stage: int, mb: int) -> Stage | None:
         """The stage if this rank runs it for the microbatch: then values are handed over."""
@@ -138,3 +186,13 @@ def _device(stages: Mapping[int, Stage]) -> torch.device:
             f"the parameters of one rank are on {' and '.join(sorted(map(str, found)))}"
         )
     return next(iter(found), torch.device("cpu"))
+
+
+def _left(index: Index, rank: int) -> dict[int, int]:
+    """For what fills a slot that a send must have left, that send; both by index in the Stream."""
+    program, lo = index.program, int(index.program.offsets[rank])
+    if not program.slots:
+        return {}
+    own = reuses(index, program.slots)[lo : int(program.offsets[rank + 1])].tolist()
+    stream = program.streams[rank]
+    return {k: at - lo for k, at in enumerate(own) if at >= 0 and stream[at - lo].op in SENDS}

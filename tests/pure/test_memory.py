@@ -107,6 +107,15 @@ def test_without_sizes_it_is_in_activations() -> None:
         assert [c.held.max() for c in timeline.memory] == timeline.peak_in_flight.tolist()
 
 
+def test_what_is_kept_is_there_from_a_start_to_an_end() -> None:
+    timeline = simulate(
+        compile(gpipe, Plan(1, 2)), Costs(F=1, B=2), sizes=Sizes(saved=5, weights=1)
+    )
+    curve = timeline.memory[0]
+    assert curve.times.tolist() == [0, 0, 1, 4, 6]
+    assert curve.held.tolist() == [1, 6, 11, 6, 1]
+
+
 def test_what_does_not_train_keeps_nothing() -> None:
     program = compile(lambda r, P, m: m * F, Plan(2, 4), slots="fewest")
     given = Sizes(activation=3, saved=100, weights=10)
