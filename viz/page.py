@@ -27,7 +27,7 @@ from schedir.timeline import Timeline
 from schedir.viz.density import in_flight, memory, second_of_pair
 from schedir.viz.palette import CAUSES, LANE_NAMES, NAMES, colour, ink, written
 
-_SCRIPTS: Final = ("data.js", "relations.js", "scene.js", "paint.js", "main.js")
+_SCRIPTS: Final = ("data.js", "relations.js", "scene.js", "paint.js", "words.js", "main.js")
 _TICKS: Final = 2**31 - 1  # of a run's span: times are whole numbers of it over so many
 _MOST_SHADES: Final = 8  # as SHADES in data.js: stages of a rank beyond these begin again
 

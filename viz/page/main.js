@@ -1,4 +1,4 @@
-// What a person does, and what they are told.
+// What a person does, and what is then shown.
 
 const $ = (id) => document.getElementById(id);
 const NOTHING = { hops: [], seen: new Set(), ends: [] };
@@ -30,110 +30,6 @@ function resize() {
   if (was !== ratio) theme();
   arrange();
   redraw();
-}
-
-// ---------------------------------------------------------------- in words
-
-function facts(run, k) {
-  const op = OPS[run.op[k]], { length, blamed, since } = wait(run, k);
-  const list = [["rank", `${run.rank[k]}`]];
-  if (op.per !== "rank") list.push(["stage", `${run.stage[k]}`]);
-  if (op.per === "stage.mb") list.push(["microbatch", `${run.mb[k]}`]);
-  list.push(["start", time(run, run.start[k])], ["length", time(run, run.end[k] - run.start[k])]);
-  if (length > run.total * 1e-6) {
-    let text = time(run, length);
-    if (blamed >= 0) text += `, at last for ${nameOf(run, blamed)}` + (run.rank[blamed] === run.rank[k] ? "" : ` on rank ${run.rank[blamed]}`);
-    list.push(["waited", text]);
-    if (op.lane === 0) list.push(...because(run, run.rank[k], since, run.start[k]));
-  }
-  const twin = twinOf(run, k);
-  if (twin) {
-    const own = (run.end[k] - run.start[k]) / run.scale, its = (twin.run.end[k] - twin.run.start[k]) / twin.run.scale;
-    const change = own && its && twin.run.unit === run.unit ? `, ${own >= its ? "+" : "−"}${percent(Math.abs(own / its - 1))} here` : "";
-    list.push([twin.run.label, `${time(twin.run, twin.run.start[k])}, ${time(twin.run, twin.run.end[k] - twin.run.start[k])} long${change}`]);
-  }
-  return list;
-}
-
-// The same instruction of the other run, if both ran the same program.
-function twinOf(run, k) {
-  const other = runs.find((r) => r !== run);
-  return other && other.digest === run.digest ? { run: other, k } : null;
-}
-
-// Why a rank was idle, in a line for each cause.
-function because(run, rank, from, to) {
-  return causes(run, rank, from, to).slice(0, 4).map(([cause, length, awaits], nth) => {
-    const whom = awaits < 0 ? "" : `: ${nameOf(run, awaits)}` + (run.rank[awaits] === rank ? "" : ` on rank ${run.rank[awaits]}`);
-    return [nth ? "" : "because of", `${cause}${whom}, ${time(run, length)}`];
-  });
-}
-
-function title(run, k) {
-  const head = make("div", undefined, "name"), swatch = make("span", undefined, "swatch");
-  swatch.style.background = fillOf(run, k).fill;
-  head.append(swatch, make("span", nameOf(run, k)), make("span", OPS[run.op[k]].name.replace(/(?!^)([A-Z])/g, " $1").toLowerCase(), "soft"));
-  head.lastChild.style.fontWeight = "400";
-  head.lastChild.style.fontSize = "13px";
-  return head;
-}
-
-function table(list) {
-  const made = make("dl", undefined, "pair");
-  for (const [name, value] of list) {
-    const shown = make("dd");
-    shown.append(value);
-    made.append(make("dt", name), shown);
-  }
-  return made;
-}
-
-function link(run, k) {
-  const made = make("button", `${nameOf(run, k)}, rank ${run.rank[k]}`, "link");
-  made.onclick = () => { choose(run, k); show(run, k); };
-  return made;
-}
-
-function describe() {
-  const panel = $("selected"), { chosen } = state;
-  panel.replaceChildren();
-  if (!chosen) {
-    panel.append(make("h2", "Selected"), make("p", "Click an instruction, or step through them with the arrow keys: its critical path and its messages light up.", "soft"));
-    return;
-  }
-  const { run, k } = chosen, list = facts(run, k), { chain: links, exchanged: { ends } } = state;
-  const work = links.filter((j) => isWork(run, j)).length;
-  if (links.length > 1) list.push(["path", `${links.length} links, ${work} of them work, over ${new Set(links.map((j) => run.rank[j])).size} ranks`]);
-  panel.append(title(run, k), table(list));
-  const rows = [];
-  if (run.latest[k] >= 0) rows.push(["after", link(run, run.latest[k])]);
-  for (const end of ends) rows.push([end.back ? "got from" : "gives to", link(run, end.k)]);
-  if (rows.length) panel.append(table(rows.slice(0, 8)));
-}
-
-function tell(event) {
-  const tip = $("tip"), { hover } = state;
-  tip.hidden = !hover;
-  if (!hover) return;
-  tip.replaceChildren();
-  const { run } = hover;
-  if (hover.k !== undefined) tip.append(title(run, hover.k), table(facts(run, hover.k)));
-  else if (hover.curve) {
-    const held = run.curves.map((curve) => {
-      const { times, values } = curve.ranks[hover.rank], past = first(times, hover.t + run.total * 1e-9);
-      return [curve.name, amount(past ? values[past - 1] : 0, curve.unit)];
-    });
-    tip.append(make("div", `rank ${hover.rank} at ${time(run, hover.t)}`, "name"), table(held));
-  } else {
-    const { since, until, next } = gap(run, hover.rank, hover.t), list = [["from", time(run, since)], ["length", time(run, until - since)]];
-    if (next >= 0) list.push(["until", nameOf(run, next)]);
-    list.push(...because(run, hover.rank, since, until));
-    tip.append(make("div", `rank ${hover.rank} is idle`, "name"), table(list));
-  }
-  if (runs.length > 1) tip.append(make("div", run.label, "soft"));
-  const { offsetWidth: w, offsetHeight: h } = tip, x = event.offsetX, y = event.offsetY;
-  tip.style.left = `${x + w + 24 > view.wide ? Math.max(4, x - w - 14) : x + 14}px`;
-  tip.style.top = `${y + h + 24 > view.high ? Math.max(4, y - h - 14) : y + 16}px`;
 }
 
 // ---------------------------------------------------------------- choosing and finding
