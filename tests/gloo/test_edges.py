@@ -136,8 +136,8 @@ def test_edges_of_a_chain() -> None:
     ]
 
 
-def unequal(rank: int) -> Any:
-    """A transfer in a group that is waited for before the group is issued is our own mistake."""
+def held_back(rank: int) -> Any:
+    """To wait for a transfer of a group that is still open would be to wait for ever."""
     transport = Grouped(compile(one_f_one_b, Plan(2, 2)))
     transport.start_group()
     work = transport.send(torch.zeros(1), 1 - rank, Lane.ACT)
@@ -151,4 +151,4 @@ def unequal(rank: int) -> Any:
 
 
 def test_a_group_is_issued_at_its_end() -> None:
-    assert run(unequal, 2) == [True, True]
+    assert run(held_back, 2) == [True, True]

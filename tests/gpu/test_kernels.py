@@ -36,6 +36,7 @@ def random(*shape: int, dtype: torch.dtype, seed: int = 0) -> Tensor:
 def assert_near(got: Tensor | None, want: Tensor | None, dtype: torch.dtype) -> None:
     """The norm of the difference over the norm: a rounding to the type, or float32's sums."""
     assert got is not None and want is not None and got.shape == want.shape
+    got, want = got.detach(), want.detach()
     error = (got.double() - want).norm() / want.norm()
     assert float(error) <= max(1e-5, float(torch.finfo(dtype).eps))
 
