@@ -19,10 +19,9 @@ def misordered(graph: Graph) -> OrderError | None:
     run at their own pace, but the host issues a Stream in order, and a wait for what has not been
     issued yet would wait for nothing.
     """
-    position = np.arange(len(graph), dtype=np.int32)
     first = len(graph)
     for needs in graph.needs:
-        wrong = needs > position
+        wrong = needs > np.arange(len(graph), dtype=np.int32)
         if graph.index.joined.any():
             wrong |= (needs != NONE) & (graph.gates[0][needs] == graph.gates[0])
         if graph.program.is_draft:  # there, a value may come from another rank

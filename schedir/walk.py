@@ -52,9 +52,11 @@ def walk(graph: Graph, costs: Costs | None = None) -> Walk:
     few = 0 if graph.program.is_draft else graph.nodes // 64
     after = _Successors.of(graph.nodes, graph.edges(), few)
     start, turn = _longest(after, graph.there, cost, _lags(graph, after, priced))
-    del after  # large programs need the room
-    end = np.add(start, cost, out=cost)
-    start, end, turn = start[node], end[node], turn[node]
+    del after  # large programs need the room, so each array goes before the next comes
+    cost += start
+    turn = turn[node]
+    start = start[node]
+    end = cost[node]
     start[turn == 0] = end[turn == 0] = np.inf
     return Walk(start, end, turn)
 
@@ -113,7 +115,8 @@ class _Successors:
         """How many nodes each one waits for."""
         count = np.zeros(self.nodes + 2, np.int32)
         for place in self.rows.T:
-            count += np.bincount(place, minlength=len(count)).astype(np.int32)
+            for part in np.array_split(place, len(place) // 2**20 + 1):
+                np.add.at(count, part.astype(np.intp), np.ones(len(part), np.int32))
         for more in self.rest.values():
             count[more] += 1
         return count
@@ -142,8 +145,7 @@ def _longest(
     front = np.flatnonzero(there & (missing[: after.nodes] == 0))
     missing[after.nodes :] = _MOST
     start, turn = np.zeros(after.nodes + 2), np.zeros(after.nodes + 2, np.int32)
-    last, turns = np.empty(after.nodes + 2, np.int32), 0
-    count = one = np.empty(0, np.int32)
+    turns, one, count = 0, *np.empty((2, 0), np.int32)
     while len(front):
         turns += 1
         turn[front] = turns
@@ -164,8 +166,8 @@ def _longest(
                 missing[more] -= 1
                 to = np.concatenate([to, more])
         to = to[missing[to] == 0]
-        last[to] = number = count[: len(to)]
-        front = to[last[to] == number]  # once each
+        turn[to] = number = count[: len(to)]
+        front = to[turn[to] == number]  # once each
     return start[:-2], turn[:-2]
 
 

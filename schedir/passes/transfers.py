@@ -41,7 +41,7 @@ def transfers(program: Program, costs: Costs | None = None) -> Program:
     reached = walk(graph, _ordering(costs or Costs(), program.plan))
     if not reached.done.all():
         raise deadlock(graph, reached)
-    messages = list(_messages(graph))
+    order, messages = _numbers(graph, reached), list(_messages(graph))
     total = len(program) + sum(len(makers) for _, makers, _, _ in messages)
     streams, all_words, begin = [], np.empty(total, np.int64), 0
     for rank, (lo, hi) in enumerate(pairwise(program.offsets.tolist())):
@@ -57,7 +57,7 @@ def transfers(program: Program, costs: Costs | None = None) -> Program:
         stream[:] = words[np.lexsort((place, turn, time))]
         streams.append(Stream(stream))
         begin += len(words)
-    return replace(program, streams=tuple(streams), order=_numbers(graph, reached))
+    return replace(program, streams=tuple(streams), order=order)
 
 
 def _numbers(graph: Graph, reached: Walk) -> Order:
