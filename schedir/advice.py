@@ -14,7 +14,7 @@ from schedir.costs import Cost, Costs
 from schedir.errors import ProgramError
 from schedir.greedy import greedy
 from schedir.load import built_in
-from schedir.ops import Opcode
+from schedir.ops import COMPUTE, Opcode
 from schedir.plan import Plan
 from schedir.program import Program
 from schedir.simulate import simulate
@@ -85,8 +85,7 @@ def _recipe(program: Program) -> Schedule | None:
 
 
 def _work(program: Program) -> list[bytes]:
-    most = max(Opcode.Forward, Opcode.Backward, Opcode.BackwardInput, Opcode.BackwardWeight)
-    return [s.words[s.op <= most].tobytes() for s in program.streams]
+    return [s.words[s.op <= max(COMPUTE)].tobytes() for s in program.streams]
 
 
 def _compiled(schedule: Schedule, plan: Plan, like: Program, costs: Costs) -> Program:
