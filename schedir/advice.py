@@ -23,7 +23,7 @@ from schedir.words import Schedule, placed_for
 
 LARGE: Final = 100_000  # instructions of a program for which other orders are not searched
 _WORK: Final = ("F", "B", "I", "W", "FB")
-_REDUCTIONS: Final = ("reduce_grads", "reduce_tied", "reduce_norm")
+_REDUCTIONS: Final = ("reduce_grads", "reduce_holders", "reduce_tied", "reduce_norm")
 
 
 @dataclass(frozen=True)
