@@ -42,7 +42,8 @@ opcode with the stage and the microbatch that it works on. Each rank has a few i
 its *lanes*; the Streams say in which order instructions enter them.
 
 An instruction starts when the one before it in its lane has ended, every value that it needs
-has been given, and, for transfers and collectives, its partners start too.
+has been given, the slot that it fills has been left by its last reader, and, for transfers and
+collectives, its partners start too.
 
 {table}
 
@@ -87,6 +88,8 @@ Whatever `schedir.compile` makes finishes under all of them ({models}).
   `-` one less. Folding lives in the text only; Streams are flat.
 - `send_act 0.1 & recv_grad 0.0` joins instructions that are issued as one: transfers, or two
   computes that run together.
+- `rank 0  act_in 2  act_out 2  grad_in 1  grad_out 1` says how many static slots the values of a
+  rank share (`compile(..., slots=...)`); without numbers each value has its own.
 - `#` begins a comment. The format number is {format}; a reader refuses another.
 """  # noqa: E501
 
