@@ -29,6 +29,7 @@ from schedir import (
 from schedir.graph import MODELS
 from schedir.ops import ROWS, Token
 from schedir.schedules import one_f_one_b
+from schedir.words import delay_for
 
 HERE = Path(__file__).parent
 
@@ -83,7 +84,8 @@ Whatever `schedir.compile` makes finishes under all of them ({models}).
 - The header gives the format, the name, the plan and its traits; `placement` is `loop`, `vee`,
   `mirror` or the rank of each stage, `0,1,1,0`. What is left out has the default of `Plan` and `Program`.
 - `F 1.0` is Forward of stage 1, microbatch 0. What exists once per stage or once per rank is
-  written without what it lacks: `reduce_grads 1`, `step`.
+  written without what it lacks: `reduce_grads 1`, `step`. Where a program has several `updates`,
+  the number of the update follows if it is not 0: `reduce_grads 1.3`, `step 3`.
 - `4 x  F 0.0+; B 0.0+` repeats a line: `+` is one microbatch more each turn, `+4` four more,
   `-` one less. Folding lives in the text only; Streams are flat.
 - `send_act 0.1 & recv_grad 0.0` joins instructions that are issued as one: transfers, or two
@@ -132,7 +134,9 @@ is the papers' rate: the idle share of the rank that needs longest from its own 
 its own last end. It is what counts where ranks need not end together, which they must where
 gradients are clipped by a global norm.
 
-Memory does not count parameters: schedules of placement `mirror` hold them twice.
+Memory does not count parameters: schedules of placement `mirror` hold them twice, and
+`pipedream_2bw`, which is shown with all microbatches in a run of one update per rank's worth of
+them, keeps two versions.
 
 ## All, by memory and then by bubble
 
@@ -175,6 +179,8 @@ WHEN = {
     "v_min": "Where a third must do, and F, I and W are all but equal.",
     "dualpipe_v": "Where messages are long (expert parallelism), so that a pair run together is "
     "worth more than a small bubble.",
+    "pipedream_2bw": "Where a gradient one update late does no harm: all updates of a run share "
+    "the bubble of one, for one more copy of the weights.",
     "dualpipe": "As `dualpipe_v`, where parameters are few beside activations: half as many "
     "messages, for parameters held twice and one more reduction.",
     "chimera": "With m = P and whole backwards, where there is room for parameters twice.",
@@ -194,7 +200,9 @@ def shown(
 ) -> Timeline:
     """A schedule's predicted run; the costs of 1/ranks of the model, by how many stages that is."""
     placement, v = shape(name)
-    plan = Plan(ranks, microbatches, v, placement)
+    delay = delay_for(getattr(schedules, name))
+    updates = 1 if delay is None else microbatches // ranks
+    plan = Plan(ranks, microbatches, v, placement, updates, delay or 0)
     F, I, W = (c * ranks / plan.stages for c in costs)
     priced = Costs(F=F, I=I, W=W)
     program = compile(getattr(schedules, name), plan, model="edge", costs=priced)

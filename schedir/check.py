@@ -7,16 +7,21 @@ from itertools import pairwise
 import numpy as np
 
 from schedir.complete import completeness
-from schedir.errors import GroupError, Site, SlotError
+from schedir.errors import GroupError, OrderError, Site, SlotError
 from schedir.explain import deadlock, misordered
 from schedir.graph import Graph, Model
 from schedir.index import NONE
-from schedir.ops import RECEIVES, ROWS, Per
+from schedir.ops import RECEIVES, ROWS, Opcode, Per, Token, givers
 from schedir.program import Program
 from schedir.slots import BOUNDARY, fewest, groups
 from schedir.walk import walk
 
 _MEET = tuple(row.op for row in ROWS if row.meets is not None)
+# What adds to an update, and what ends it.
+_UPDATE = (
+    *givers(Opcode.ReduceGrads, Token.WGRAD),
+    *(row.op for row in ROWS if row.per is not Per.MICROBATCH),
+)
 
 
 def check(program: Program, model: Model = "device") -> Program:
@@ -36,6 +41,7 @@ def check(program: Program, model: Model = "device") -> Program:
     if early := misordered(graph):
         raise early
     _in_slots(graph)
+    _updates_in_turn(graph)
     if not ordered:
         reached = walk(graph)
         if not reached.done.all():
@@ -104,6 +110,25 @@ def _in_one_order(graph: Graph) -> bool:
         if ((own <= before) & (own != NONE)).any():
             return False
     return True
+
+
+def _updates_in_turn(graph: Graph) -> None:
+    """A rank steps before it adds to the next update: there is one sum of gradients."""
+    if graph.program.plan.updates == 1:
+        return
+    index = graph.index
+    at = np.flatnonzero(index.among(_UPDATE))
+    update, rank = index.update(at), index.rank[at]
+    wrong = (update[1:] < update[:-1]) & (rank[1:] == rank[:-1])
+    if wrong.any():
+        k = int(wrong.argmax())
+        one, other = (index.place(int(p)) for p in at[k : k + 2])
+        raise OrderError(
+            f"{one[2]} is of update {update[k]}, but {other[2]}, which comes after it, "
+            f"of update {update[k + 1]}",
+            program=graph.program.name,
+            sites=[Site(*one), Site(*other, "should come before it")],
+        )
 
 
 def _in_turn(graph: Graph) -> None:

@@ -71,10 +71,9 @@ def _words(program: Program) -> None:
     words, fields = program.words, program.words.view(FIELDS)
     known = (fields["joined"] <= 1) & (fields["op"] < len(ROWS))
     for row in ROWS:
-        if row.per is not Per.MICROBATCH:
+        if row.per is Per.RANK:
             here = np.flatnonzero(fields["op"] == row.op)
-            stage = 0 if row.per is Per.RANK else fields["stage"][here]
-            known[here] &= (fields["mb"][here] == 0) & (fields["stage"][here] == stage)
+            known[here] &= fields["stage"][here] == 0
     if not known.all():
         at = int(np.flatnonzero(~known)[0])
         rank = int(np.searchsorted(program.offsets, at, side="right")) - 1
@@ -135,12 +134,17 @@ class _Look:
             ix.stage >= plan.stages,
             lambda at: f"there is no stage {ix.stage[at]}: they are 0 to {plan.stages - 1}",
         )
+        late = ix.among(row.op for row in ROWS if row.per is not Per.MICROBATCH)
         self.any(
-            ix.mb >= plan.microbatches,
+            (ix.mb >= plan.microbatches) & ~late,
             lambda at: (
                 f"there is no microbatch {ix.mb[at]}: they are 0 to {plan.microbatches - 1}"
                 + self._too_many(at)
             ),
+        )
+        self.any(
+            (ix.mb >= plan.updates) & late,
+            lambda at: f"there is no update {ix.mb[at]}: they are 0 to {plan.updates - 1}",
         )
 
     def _too_many(self, at: int) -> str:
@@ -363,13 +367,14 @@ class _Look:
             "one per rank that holds a copy of the tied weight",
             _O.ReduceNorm: "the program says 'clip no'",
         }  # fmt: skip
-        for op, should in expected.items():
+        for op, once in expected.items():
+            should: NDArray[np.bool_] = np.tile(np.asarray(once, bool), plan.updates)
             there = self.there(op)
             if (should & ~there).any():
-                key = int((should & ~there).argmax())
+                update, key = divmod(int((should & ~there).argmax()), len(once))
                 per_rank = ROWS[op].per is Per.RANK
                 rank = key if per_rank else int(holders[key])
-                instr = Instr(op, 0 if per_rank else key % plan.stages, 0)
+                instr = Instr(op, 0 if per_rank else key % plan.stages, update)
                 self.refuse(f"{instr} is missing on rank {rank}", kind=ReductionError)
             if (there & ~should).any():
                 site = self.spot(op, int((there & ~should).argmax()))

@@ -153,6 +153,6 @@ def _token(giver: int, needer: int) -> str:
         Token.SAVED: "what the forward saved", Token.TAPE: "what its I leaves",
         Token.GRAD_IN: "the gradient", Token.GRAD_OUT: "the gradient",
         Token.WGRAD: "the weights' gradient", Token.GRAD: "the reduced gradient",
-        Token.NORM: "the norm",
+        Token.NORM: "the norm", Token.PARAMETERS: "the weights",
     }  # fmt: skip
     return names[min(shared)] if shared else "the value"

@@ -103,6 +103,8 @@ class Graph:
 
     def _giver(self, op: Opcode, token: Token, needer: NDArray[np.intp]) -> Positions:
         """Who gives a value of a (stage, mb) to `op`: the last in the chain that is there."""
+        if token is Token.PARAMETERS:
+            return self._stepped(needer)
         key = self.index.key[needer]
         giver = self._first(givers(op, token), key)
         if token in HANDED:
@@ -112,6 +114,15 @@ class Graph:
             other = np.where(inside, key + np.int32(hop * self.program.plan.microbatches), NONE)
             giver = np.where(giver == NONE, self._first(_MAKERS[made], other), giver)
         return giver
+
+    def _stepped(self, needer: NDArray[np.intp]) -> Positions:
+        """The step that makes the weights of a (stage, mb); -1 for those there from the start."""
+        index, plan = self.index, self.program.plan
+        if plan.updates == 1:
+            return np.full(len(needer), NONE, np.int32)
+        version = plan.version(index.stage[needer], index.mb[needer])
+        key = np.where(version > 0, (version - 1) * plan.ranks + index.rank[needer], NONE)
+        return index.where(Opcode.OptimizerStep, key.astype(np.int32))
 
     def _first(self, ops: tuple[Opcode, ...], key: Positions) -> Positions:
         """Positions of the first of `ops` that is there, by key."""
@@ -125,13 +136,12 @@ class Graph:
         """Who gives a value to reductions and steps: the last, of a stage or of a rank's all."""
         index, stages = self.index, self.program.plan.stages
         gives = np.flatnonzero(index.among(givers(op, token)))
-        of_stage = ROWS[op].per is Per.STAGE and op is not Opcode.ReduceTied
+        per = Per.RANK if op is Opcode.ReduceTied else ROWS[op].per
         if op is Opcode.ReduceTied:  # one rank may hold both copies
             gives = gives[np.isin(index.stage[gives], (0, stages - 1))]
-        scope = index.held if of_stage else index.rank.__getitem__
-        last = np.full(index.size[Per.STAGE if of_stage else Per.RANK], NONE, np.int32)
-        last[scope(gives)] = gives
-        return np.asarray(last[scope(needer)])
+        last = np.full(index.size[per], NONE, np.int32)
+        last[index.ending(per, gives)] = gives
+        return np.asarray(last[index.ending(per, needer)])
 
     @cached_property
     def partner(self) -> Positions:
@@ -233,19 +243,18 @@ class Graph:
     def meetings(self) -> list[NDArray[np.intp]]:
         """The members of each collective.
 
-        All of a kind meet, but the holders of each stage by themselves.  And where stages have
-        two holders, a rank that has a copy of a tied weight has both: it meets nobody.
+        All of a kind meet for an update, but the holders of each stage by themselves.  And where
+        stages have two holders, a rank that has a copy of a tied weight has both: it meets nobody.
         """
         meetings: list[NDArray[np.intp]] = []
         for op in COLLECTIVES:
             at = np.flatnonzero(self.index.op == op)
+            which = self.index.mb[at].astype(np.intp)
             if op is Opcode.ReduceHolders:
-                stage = self.index.stage[at]
-                meetings += [at[stage == s] for s in np.unique(stage)]
+                which = self.index.stage[at].astype(np.intp)
             elif op is Opcode.ReduceTied and self.program.plan.two_way:
-                meetings += [at[k : k + 1] for k in range(len(at))]
-            elif len(at):
-                meetings.append(at)
+                which = np.arange(len(at))
+            meetings += [at[which == one] for one in np.unique(which)]
         return meetings
 
     @cached_property

@@ -14,6 +14,7 @@ from schedir.program import FIELDS, OP, OPS, STAGE, Program
 Positions = NDArray[np.int32]
 
 NONE: Final = -1
+_COUNTED: Final = np.array([row.per is Per.MICROBATCH for row in ROWS])
 
 
 class Index:
@@ -21,17 +22,17 @@ class Index:
 
     `op`, `stage`, `mb` and `joined` (issued with the one before it) have one entry per
     instruction.  `key` is what an instruction is once for: stage*microbatches + mb, or the stage
-    (for its second holder stages + the stage), or the rank (`Row.per`).  `at[op]` has the
-    position of each key, -1 where there is none.  What is out of range is not `valid` and not in
-    `at`.
+    (for its second holder stages + the stage), or the rank (`Row.per`); the latter for update 0,
+    then all of them for update 1, and so on.  `at[op]` has the position of each key, -1 where
+    there is none.  What is out of range is not `valid` and not in `at`.
     """
 
     def __init__(self, program: Program) -> None:
         self.program, plan = program, program.plan
         self.size = {
             Per.MICROBATCH: plan.stages * plan.microbatches,
-            Per.STAGE: plan.holders.size,
-            Per.RANK: plan.ranks,
+            Per.STAGE: plan.holders.size * plan.updates,
+            Per.RANK: plan.ranks * plan.updates,
         }
         fields = program.words.view(FIELDS)  # no copy
         self.op: NDArray[np.uint8] = fields["op"].copy()
@@ -44,8 +45,10 @@ class Index:
         self.key[~self.valid] = 0
         for row in ROWS:
             if row.per is not Per.MICROBATCH:
-                here = np.flatnonzero((self.op == row.op) & self.valid)
-                self.key[here] = self.held(here) if row.per is Per.STAGE else self.rank[here]
+                here = np.flatnonzero(self.op == row.op)
+                self.valid[here] &= self.mb[here] < plan.updates
+                here = here[self.valid[here]]
+                self.key[here] = self.ending(row.per, here)
         self.at: dict[Opcode, Positions] = {}
         for row in ROWS:
             here = np.flatnonzero((self.op == row.op) & self.valid)
@@ -57,12 +60,20 @@ class Index:
     def __len__(self) -> int:
         return len(self.op)
 
-    def held(self, at: NDArray[np.intp]) -> NDArray[np.int64]:
-        """The stages of some instructions; those that run on a second holder, plus `stages`."""
-        plan, stage = self.program.plan, self.stage[at].astype(np.int64)
-        if plan.two_way:
-            stage += plan.stages * (plan.rank_of[stage] != self.rank[at])
-        return stage
+    def ending(self, per: Per, at: NDArray[np.intp]) -> NDArray[np.int64]:
+        """The key of what some instructions' stage, or rank (`per`), has once in their update."""
+        plan = self.program.plan
+        key = (self.stage if per is Per.STAGE else self.rank)[at].astype(np.int64)
+        if per is Per.STAGE and plan.two_way:
+            key += plan.stages * (plan.rank_of[key] != self.rank[at])
+        if plan.updates > 1:
+            key += self.update(at) * (self.size[per] // plan.updates)
+        return key
+
+    def update(self, at: NDArray[np.intp]) -> NDArray[np.int64]:
+        """The update that each of some instructions is for."""
+        mb = self.mb[at].astype(np.int64)
+        return np.where(_COUNTED[self.op[at]], mb // self.program.plan.per_update, mb)
 
     def among(self, ops: Iterable[Opcode]) -> NDArray[np.bool_]:
         """Whether each instruction is one of `ops`."""

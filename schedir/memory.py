@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from schedir.errors import MemoryLimitError, Site
 from schedir.index import Index
-from schedir.ops import ROWS, Token
+from schedir.ops import COMPUTE, ROWS, Opcode, Token
 from schedir.program import Program, Stream
 from schedir.sizes import Sizes
 from schedir.slots import BOUNDARY, KINDS, counts, groups, uses
@@ -33,6 +33,25 @@ def in_flight(stream: Stream) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
     change = _CHANGE[stream.op]
     at = np.flatnonzero(change)
     return at, np.cumsum(change[at])
+
+
+def peak_versions(program: Program) -> NDArray[np.int64]:
+    """Per rank, the most versions of its weights that are of use at once, the newest included.
+
+    One for a program of one update.  An old version is of use until the last instruction that
+    computes with it.
+    """
+    plan = program.plan
+    peaks = np.ones(plan.ranks, np.int64)
+    for rank, stream in enumerate(program.streams if plan.updates > 1 else ()):
+        steps = np.flatnonzero(stream.op == Opcode.OptimizerStep)
+        at = np.flatnonzero(np.isin(stream.op, COMPUTE))
+        version = plan.version(stream.stage[at], stream.mb[at])
+        last = np.full(plan.updates + 1, -1)
+        np.maximum.at(last, version, at)
+        old = [int((last[: k + 1] > step).sum()) for k, step in enumerate(steps.tolist())]
+        peaks[rank] = 1 + max(old, default=0)
+    return peaks
 
 
 def peak_in_flight(program: Program) -> NDArray[np.int64]:
@@ -79,6 +98,7 @@ def held(program: Program, sizes: Sizes) -> list[Held]:
     """What each rank of a complete program holds as it runs."""
     index, plan = Index(program), program.plan
     weights, slots = sizes.of("weights", plan.stages), counts(index)
+    version, versions = sizes.of("version", plan.stages), peak_versions(program)
     room = [_slot_sizes(index, kind, sizes) for kind in BOUNDARY]
     kept = {kind: _kept(index, kind, sizes) for kind in KINDS[len(BOUNDARY) :]}
     order = np.argsort(np.concatenate([k.when for k in kept.values()]), kind="stable")
@@ -92,6 +112,10 @@ def held(program: Program, sizes: Sizes) -> list[Held]:
     for rank, stages in enumerate(plan.stages_of):
         here = slice(first[rank], first[rank + 1])
         fixed = {"weights": (len(stages), float(weights[list(stages)].sum()))}
+        if plan.updates > 1:
+            copies = int(versions[rank])
+            size = copies * float(version[list(stages)].sum())
+            fixed["versions"] = (copies * len(stages), size)
         for kind, count, each in zip(BOUNDARY, slots[rank].tolist(), room, strict=False):
             fixed[kind.name.lower()] = (count, count * float(each[rank]))
         curves = {}

@@ -36,7 +36,10 @@ class Lane(IntEnum):
 
 
 class Per(Enum):
-    """What an instruction exists once for, which is also how its text is addressed."""
+    """What an instruction exists once for, which is also how its text is addressed.
+
+    The last two once in each update, whose number follows in the text if it is not 0.
+    """
 
     MICROBATCH = "stage.mb"
     STAGE = "stage"
@@ -89,8 +92,10 @@ _T, _L, _O = Token, Lane, Opcode
 _MB = Per.MICROBATCH
 
 ROWS: Final[tuple[Row, ...]] = (
-    Row(_O.Forward, "F", _L.COMPUTE, _MB, (_T.ACT_IN,), (_T.ACT_OUT, _T.SAVED), (_T.ACT_IN,),
-        "Runs a stage on a microbatch; the last stage also computes the loss."),
+    Row(_O.Forward, "F", _L.COMPUTE, _MB, (_T.ACT_IN, _T.PARAMETERS), (_T.ACT_OUT, _T.SAVED),
+        (_T.ACT_IN,),
+        "Runs a stage on a microbatch, on the version of the weights that is the microbatch's; "
+        "the last stage also computes the loss."),
     Row(_O.Backward, "B", _L.COMPUTE, _MB, (_T.SAVED, _T.GRAD_IN), (_T.GRAD_OUT, _T.WGRAD),
         (_T.SAVED, _T.GRAD_IN),
         "Whole backward: gradients of the input and of the weights."),
@@ -158,7 +163,8 @@ def givers(op: Opcode, token: Token) -> tuple[Opcode, ...]:
 class Instr(NamedTuple):
     """One instruction, decoded: a view, never stored in bulk.
 
-    `stage` and `mb` are 0 where the row is not addressed by them.
+    `stage` is 0 where the row is not addressed by it, and `mb` is the update where a row is not
+    addressed by microbatch.
     """
 
     op: Opcode
@@ -169,4 +175,6 @@ class Instr(NamedTuple):
         row = ROWS[self.op]
         if row.per is Per.MICROBATCH:
             return f"{row.text} {self.stage}.{self.mb}"
-        return f"{row.text} {self.stage}" if row.per is Per.STAGE else row.text
+        if row.per is Per.STAGE:
+            return f"{row.text} {self.stage}" + f".{self.mb}" * (self.mb > 0)
+        return row.text + f" {self.mb}" * (self.mb > 0)

@@ -47,6 +47,7 @@ def add_lowering(parser: argparse.ArgumentParser) -> None:
 
 
 def _lowering(group: argparse._ArgumentGroup) -> None:
+    group.add_argument("--updates", type=int, metavar="N", help="updates without a flush (1)")
     group.add_argument("--tp", type=_size, metavar="N", help="tensor-parallel ranks (1)")
     group.add_argument("--dp", type=_size, metavar="N", help="data-parallel replicas (1)")
     group.add_argument("--tied", action="store_true", default=None, help="a tied embedding")
@@ -186,7 +187,7 @@ def program_of(
 
 def _plan(args: argparse.Namespace, schedule: Schedule, *, share: bool) -> Plan:
     from schedir.plan import Plan
-    from schedir.words import placed_for
+    from schedir.words import delay_for, placed_for
 
     ranks = RANKS if args.ranks is None else args.ranks
     microbatches = PER_RANK * ranks if args.microbatches is None else args.microbatches
@@ -195,7 +196,7 @@ def _plan(args: argparse.Namespace, schedule: Schedule, *, share: bool) -> Plan:
     v = args.stages_per_rank
     if v is None or (share and (fixed or (placement == "loop" and not _takes_v(schedule)))):
         v = fixed or 1
-    return Plan(ranks, microbatches, v, placement)
+    return Plan(ranks, microbatches, v, placement, args.updates or 1, delay_for(schedule) or 0)
 
 
 def _takes_v(schedule: Schedule) -> bool:
@@ -214,7 +215,7 @@ def _shared(each: _Each, plan: Plan) -> _Each:
     """Costs or sizes of a microbatch on a rank as those on one of its stages."""
     from dataclasses import replace
 
-    names = ("F", "B", "I", "W", "FB", "saved", "tape", "weights")
+    names = ("F", "B", "I", "W", "FB", "saved", "tape", "weights", "version")
     whole = {name: getattr(each, name, None) for name in names}
     part = plan.ranks / plan.stages
     return replace(each, **{k: c * part for k, c in whole.items() if isinstance(c, float)})
@@ -224,8 +225,8 @@ def _agree(
     args: argparse.Namespace, program: Program, source: str, but: Sequence[str] = ()
 ) -> None:
     """Refuse options that contradict the shape that a file has."""
-    for name in ("ranks", "microbatches", "stages_per_rank", "placement", "tp", "dp", "tied",
-                 "clip"):  # fmt: skip
+    for name in ("ranks", "microbatches", "stages_per_rank", "placement", "updates", "tp", "dp",
+                 "tied", "clip"):  # fmt: skip
         said = getattr(args, name)
         has = getattr(program if hasattr(program, name) else program.plan, name)
         if name not in but and said is not None and said != has:

@@ -43,6 +43,11 @@ class Plan:
     the microbatches goes down the ranks, from first holder to first holder; the rest goes up,
     from mirror image to mirror image.
 
+    With several `updates` there is no flush between them: the first `microbatches / updates`
+    microbatches make update 0, the next ones update 1.  A microbatch of update u uses, forward
+    and backward, the weights after max(u - delay, 0) updates.  `delay` may be one number per
+    stage.
+
     Raises PlanError for anything that no pipeline can have, before anything is built.
     """
 
@@ -50,11 +55,14 @@ class Plan:
     microbatches: int
     stages_per_rank: int = 1
     placement: str | tuple[int, ...] = "loop"
+    updates: int = 1
+    delay: int | tuple[int, ...] = 0
 
     def __post_init__(self) -> None:
         self._whole("ranks", MAX_STAGES)
         self._whole("microbatches", MAX_MICROBATCHES)
         self._whole("stages_per_rank", MAX_STAGES)
+        self._whole("updates", MAX_MICROBATCHES)
         if isinstance(self.placement, str):
             if self.placement not in PLACEMENTS and not self.two_way:
                 raise PlanError(
@@ -74,6 +82,7 @@ class Plan:
                 f"{self.stages} stages x {self.microbatches} microbatches are more than the "
                 f"{MAX_CELLS} cells allowed"
             )
+        self._check_updates()
 
     def _whole(self, name: str, most: int) -> None:
         value = getattr(self, name)
@@ -123,6 +132,40 @@ class Plan:
                 )
         if self.microbatches < 2:
             raise PlanError("placement 'mirror' takes two microbatches at least, one each way")
+
+    def _check_updates(self) -> None:
+        if self.microbatches % self.updates:
+            raise PlanError(
+                f"{self.microbatches} microbatches cannot be divided among {self.updates} updates"
+            )
+        if self.two_way and self.updates > 1:
+            raise PlanError("placement 'mirror' goes with one update")
+        try:
+            if isinstance(self.delay, Iterable):
+                delay: int | tuple[int, ...] = tuple(index(d) for d in self.delay)
+            else:
+                delay = index(self.delay)
+        except TypeError:
+            raise PlanError(
+                f"delay must be a whole number or one per stage, not {self.delay!r}"
+            ) from None
+        if isinstance(delay, tuple) and len(delay) != self.stages:
+            raise PlanError(f"delay has {len(delay)} numbers for {self.stages} stages")
+        for d in np.atleast_1d(delay).tolist():
+            if not 0 <= d < MAX_MICROBATCHES:
+                raise PlanError(f"delay must be from 0 to {MAX_MICROBATCHES - 1}, not {d}")
+        object.__setattr__(self, "delay", delay)
+
+    @property
+    def per_update(self) -> int:
+        """How many microbatches make an update."""
+        return self.microbatches // self.updates
+
+    def version(self, stage: ArrayLike, mb: ArrayLike) -> NDArray[np.int64]:
+        """After how many updates the weights are that each stage uses for each microbatch."""
+        delay = np.asarray(self.delay)
+        lag = delay[np.asarray(stage)] if delay.ndim else delay
+        return np.asarray(np.maximum(np.asarray(mb, np.int64) // self.per_update - lag, 0))
 
     @property
     def two_way(self) -> bool:

@@ -230,7 +230,7 @@ class Program:
         """sha256 of all that decides how the program runs; its name does not."""
         plan = self.plan
         sha = hashlib.sha256(
-            repr((plan.ranks, plan.microbatches, plan.holders.tolist(),
+            repr((plan.ranks, plan.microbatches, plan.holders.tolist(), plan.updates, plan.delay,
                   self.tp, self.dp, self.tied, self.clip, self.slots)).encode()
         )  # fmt: skip
         for s in self.streams:

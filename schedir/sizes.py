@@ -26,7 +26,8 @@ class Sizes:
     `gradient` is its gradient, as large unless told.  `saved` is what a Forward keeps for the
     backward, and `tape` what a BackwardInput keeps of it for the BackwardWeight, by default
     all.  `weights` is what a stage holds all the time: parameters, their gradients, and the
-    optimizer's state.
+    optimizer's state.  `version` is a copy of a stage's parameters, of which a run of several
+    updates without a flush keeps one for each version that is of use.
 
     Raises UsageError for a size that is negative or not finite.
     """
@@ -36,6 +37,7 @@ class Sizes:
     saved: Size = 0.0
     tape: Size | None = None
     weights: Size = 0.0
+    version: Size = 0.0
 
     def __post_init__(self) -> None:
         for f in fields(self):

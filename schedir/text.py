@@ -30,7 +30,8 @@ from schedir.plan import Plan
 from schedir.program import JOINED, OP, STAGE, Program, Slots, Stream, Words
 
 FORMAT = 1
-_KEYS = ("ranks", "microbatches", "stages_per_rank", "placement", "tp", "dp", "tied", "clip")
+_PLAN = ("ranks", "microbatches", "stages_per_rank", "placement", "updates", "delay")
+_KEYS = (*_PLAN, "tp", "dp", "tied", "clip")
 MOST = 2**28  # instructions that a text may unfold to
 
 # ---------------------------------------------------------------- program to text
@@ -47,6 +48,7 @@ def show(program: Program, folded: bool = True) -> str:
         f"ranks {plan.ranks}  microbatches {plan.microbatches}  "
         f"stages_per_rank {plan.stages_per_rank}  "
         f"placement {place if isinstance(place, str) else ','.join(map(str, place))}",
+        *_updates(plan),
         f"tp {program.tp}  dp {program.dp}  tied {'yes' if program.tied else 'no'}  "
         f"clip {'yes' if program.clip else 'no'}",
     ]
@@ -56,6 +58,17 @@ def show(program: Program, folded: bool = True) -> str:
         lines += ["", "  ".join([f"rank {rank}", *(f"{kind} {n}" for kind, n in has.items())])]
         lines += [f"  {line}" for line in _lines(stream.words, period)]
     return "\n".join(lines) + "\n"
+
+
+def _updates(plan: Plan) -> list[str]:
+    """The header's line on updates, where there are several."""
+    if plan.updates == 1:
+        return []
+    delay = ",".join(map(str, np.atleast_1d(plan.delay).tolist()))
+    rule = (
+        f"microbatch k is of update k // {plan.per_update} = u, on weights after max(u - delay, 0)"
+    )
+    return [f"updates {plan.updates}  delay {delay}  # {rule}"]
 
 
 def _lines(words: Words, period: int) -> Iterator[str]:
@@ -72,14 +85,13 @@ def _lines(words: Words, period: int) -> Iterator[str]:
 
 
 def _instr(word: int, step: int) -> str:
-    row = ROWS[word >> OP & 0xFF]
-    if row.per is Per.RANK:
-        return row.text
-    if row.per is Per.STAGE:
-        return f"{row.text} {word >> STAGE & 0xFFFF}"
-    sign = "" if not step else "+" if step > 0 else "-"
-    size = "" if abs(step) <= 1 else str(abs(step))
-    return f"{row.text} {word >> STAGE & 0xFFFF}.{word & 0xFFFFFFFF}{sign}{size}"
+    row, mb = ROWS[word >> OP & 0xFF], word & 0xFFFFFFFF
+    where = [] if row.per is Per.RANK else [str(word >> STAGE & 0xFFFF)]
+    if row.per is Per.MICROBATCH or mb or step:  # update 0 is left out
+        sign = "" if not step else "+" if step > 0 else "-"
+        size = "" if abs(step) <= 1 else str(abs(step))
+        where.append(f"{mb}{sign}{size}")
+    return f"{row.text} {'.'.join(where)}".rstrip()
 
 
 def _fold(words: Words, period: int) -> Iterator[tuple[int, Words, Words]]:
@@ -153,7 +165,7 @@ _PAIR = re.compile(r"\s*(\S+)(?:\s+(\S+))?")
 _SLOTS = r"\s+".join(rf"{kind}\s+(\d{{1,9}})" for kind in Slots._fields)
 _RANK = re.compile(rf"rank\s+(\d{{1,9}})(?:\s+{_SLOTS})?\s*$")
 _TIMES = re.compile(r"\s*(\d{1,9})\s+x\s")
-_INSTR = re.compile(r"\s*([A-Za-z_]\w*)(?:\s+(\d{1,5})(?:\.(\d{1,10})([+-]\d{0,9})?)?)?\s*$")
+_INSTR = re.compile(r"\s*([A-Za-z_]\w*)(?:\s+(\d{1,10})(?:\.(\d{1,10}))?([+-]\d{0,9})?)?\s*$")
 
 
 def parse(text: str, most: int = MOST) -> Program:
@@ -177,7 +189,7 @@ def parse(text: str, most: int = MOST) -> Program:
     header = {key: value for key, (value, _, _) in found.items()}
     name = header.pop("program")
     try:
-        plan = Plan(**{key: header.pop(key) for key in _KEYS[:4] if key in header})
+        plan = Plan(**{key: header.pop(key) for key in _PLAN if key in header})
     except PlanError as error:
         # What it says names the key; the placement may be at fault where none is named.
         key = next((k for k in re.findall(r"\w+", error.fact) if k in found), "ranks")
@@ -220,6 +232,8 @@ def _value(line: _Line, at: int, key: str, value: str) -> object:
         if value not in ("yes", "no"):
             raise line.error(f"{key} is yes or no, not {value!r}", at)
         return value == "yes"
+    if key == "delay" and "," in value and re.fullmatch(r"\d{1,9}(,\d{1,9})*", value):
+        return tuple(map(int, value.split(",")))
     if key == "placement":
         if not value[0].isdigit():
             return value
@@ -303,11 +317,13 @@ def _read(line: _Line, at: int, part: str) -> tuple[int, int]:
         )
     op = BY_TEXT[found[1]]
     per = ROWS[op].per
-    form = Per.RANK if found[2] is None else Per.STAGE if found[3] is None else Per.MICROBATCH
-    if form is not per:
+    numbers = [int(n) for n in found.group(2, 3) if n is not None]
+    full = {Per.RANK: 1, Per.STAGE: 2, Per.MICROBATCH: 2}[per]
+    least = full - (per is not Per.MICROBATCH and not found[4])  # update 0 is left out
+    if not least <= len(numbers) <= full:
         want = f"{found[1]} {per.value}".strip()
         raise line.error(f"{found[1]} is written {want!r}, not {part.strip()!r}", at)
-    stage, mb = int(found[2] or 0), int(found[3] or 0)
+    stage, mb = [0] * (per is Per.RANK) + numbers + [0] * (full - len(numbers))
     if stage > 0xFFFF or mb > 0xFFFFFFFF:
         raise line.error(f"{part.strip()!r} is out of every range", at)
     sign = found[4] or ""

@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from schedir.graph import Graph, Model
-from schedir.memory import Held, held, in_flight, peak_in_flight
+from schedir.memory import Held, held, in_flight, peak_in_flight, peak_versions
 from schedir.ops import ROWS, Instr, Lane, Opcode
 from schedir.program import FIELDS, OPS, Program
 from schedir.sizes import Sizes
@@ -160,6 +160,11 @@ class Timeline:
     def peak_in_flight(self) -> NDArray[np.int64]:
         """Per rank, the most (stage, mb) alive at once: from F until B, or until W."""
         return peak_in_flight(self.program)
+
+    @cached_property
+    def peak_versions(self) -> NDArray[np.int64]:
+        """Per rank, the most versions of its weights that are of use at once."""
+        return peak_versions(self.program)
 
     @cached_property
     def memory(self) -> tuple[Memory, ...]:

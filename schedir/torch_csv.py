@@ -82,7 +82,8 @@ def show(program: Program, to: str = "torch") -> str:
 
     Raises CompletenessError for a program without a backward, which torch does not load,
     LevelError for a draft that should have transfers, GroupError for instructions issued as one
-    that torch cannot issue so, and UsageError for another form, or for stages with two holders.
+    that torch cannot issue so, and UsageError for another form, or for stages with two
+    holders or several updates.
     """
     expect(program, Program, "schedir.compile(schedule, plan)")
     if to not in FORMS:
@@ -98,6 +99,11 @@ def show(program: Program, to: str = "torch") -> str:
     if program.plan.two_way:
         raise UsageError(
             f"{program.name} has two holders of each stage, and torch's schedules one",
+            program=program.name,
+        )
+    if program.plan.updates > 1:
+        raise UsageError(
+            f"{program.name} has {program.plan.updates} updates, and torch's schedules one",
             program=program.name,
         )
     action = {int(op): _TEXT[op] for op in (COMPUTE if to == "torch" else _TEXT)}

@@ -94,6 +94,10 @@ def program_of(config: Config) -> Program:
                     hint=f"{right}, or compile it with{'out' * has} --{what}",
                 )
         program = check(found, config.train.model)
+    if program.plan.updates > 1:
+        raise UsageError(
+            f"{pipeline.schedule} has {program.plan.updates} updates; training takes one per step"
+        )
     if not program.trains:
         raise UsageError(f"schedule {pipeline.schedule} has no backward: it trains nothing")
     return program

@@ -128,6 +128,19 @@ def placed(placement: str, v: int | None = None) -> Callable[[_S], _S]:
     return mark
 
 
+def delayed(delay: int) -> Callable[[_S], _S]:
+    """Mark a schedule as one whose updates take this delay, where a plan has several.
+
+    As with `placed`: `draft` reads it, as `schedule.delay`, and refuses other plans.
+    """
+
+    def mark(schedule: _S) -> _S:
+        vars(schedule)["delay"] = delay
+        return schedule
+
+    return mark
+
+
 def _function(schedule: Schedule) -> Schedule:
     while isinstance(schedule, partial):
         schedule = schedule.func
@@ -191,8 +204,19 @@ def placed_for(schedule: Schedule) -> tuple[str | None, int | None]:
     return mark
 
 
+def delay_for(schedule: Schedule) -> int | None:
+    """The delay of updates that a schedule is marked for; None where it is not."""
+    mark: int | None = getattr(_function(schedule), "delay", None)
+    return mark
+
+
 def _check_placed(schedule: Schedule, plan: Plan, name: str) -> None:
     placement, fixed = placed_for(schedule)
+    delay = delay_for(schedule)
+    if plan.updates > 1 and delay not in (None, plan.delay):
+        raise ScheduleError(
+            f"{name} is for updates with a delay of {delay}, not of {plan.delay}", program=name
+        )
     if placement is None:
         return
     v = fixed or plan.stages_per_rank

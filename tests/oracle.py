@@ -93,7 +93,11 @@ class Machine:
         s = i.stage
         backward = [(O.Backward, s), (O.BackwardInput, s)]
         if i.op == O.Forward:
-            return here((O.Gather, s), (O.RecvAct, s), (O.Forward, s - 1))
+            plan = self.program.plan
+            delay = plan.delay[s] if isinstance(plan.delay, tuple) else plan.delay
+            version = max(i.mb // (plan.microbatches // plan.updates) - delay, 0)
+            steps = [(rank, k) for k, j in enumerate(own) if j.op == O.OptimizerStep]
+            return here((O.Gather, s), (O.RecvAct, s), (O.Forward, s - 1)) + steps[:version]
         if i.op in (O.Backward, O.BackwardInput):
             before = [(O.Backward, s + 1), (O.BackwardInput, s + 1)]
             grad = here((O.GatherGrad, s), (O.RecvGrad, s), *before) if s + 1 < S else []
@@ -109,9 +113,14 @@ class Machine:
         }
         if i.op in simple:
             return here(*simple[i.op])
+        each = self.program.plan.microbatches // self.program.plan.updates
         if i.op == O.ReduceGrads:
             wgrad = (O.Backward, O.BackwardWeight)
-            return [(rank, k) for k, j in enumerate(own) if j.op in wgrad and j.stage == s]
+            return [
+                (rank, k)
+                for k, j in enumerate(own)
+                if j.op in wgrad and j.stage == s and j.mb // each == i.mb
+            ]
         makers = {
             O.ReduceHolders: (O.ReduceGrads,),
             O.ReduceTied: (O.ReduceGrads, O.ReduceHolders),
@@ -119,7 +128,11 @@ class Machine:
             O.OptimizerStep: (O.ReduceGrads, O.ReduceHolders, O.ReduceTied, O.ReduceNorm),
         }.get(i.op, ())
         of = {O.ReduceHolders: {s}, O.ReduceTied: {0, S - 1}}.get(i.op, range(S))
-        return [(rank, k) for k, j in enumerate(own) if j.op in makers and j.stage in of]
+        return [
+            (rank, k)
+            for k, j in enumerate(own)
+            if j.op in makers and j.stage in of and j.mb == i.mb
+        ]
 
     def values(self, rank: int) -> dict[tuple[str, int, int], tuple[int, int]]:
         """Of each value that lives in a slot: the indices at which it is filled and freed."""
@@ -178,7 +191,7 @@ class Machine:
             (r, k)
             for r, own in enumerate(self.lists)
             for k, j in enumerate(own)
-            if j.op == i.op and (i.op != O.ReduceHolders or j.stage == i.stage)
+            if j.op == i.op and j.mb == i.mb and (i.op != O.ReduceHolders or j.stage == i.stage)
         ]
 
     def _group_of(self, rank: int, index: int) -> tuple[int, ...]:

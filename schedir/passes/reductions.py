@@ -6,9 +6,9 @@ from dataclasses import replace
 
 import numpy as np
 
-from schedir.ops import Opcode
+from schedir.ops import COMPUTE, Opcode
 from schedir.passes.insert import insert
-from schedir.program import Program, Stream, pack
+from schedir.program import Program, Stream, Words, pack
 
 _GIVE_WGRAD = (Opcode.Backward, Opcode.BackwardWeight)
 
@@ -16,14 +16,15 @@ _GIVE_WGRAD = (Opcode.Backward, Opcode.BackwardWeight)
 def reduce_grads(program: Program) -> Program:
     """Reduce each stage's gradient right after its last backward, beside what is left.
 
-    Always there when the program trains: with one replica it is local, and scales.
+    Always there when the program trains: with one replica it is local, and scales.  Of several
+    updates each has its own.
     """
     streams = []
     for stream in program.streams:
         at = np.flatnonzero(np.isin(stream.op, _GIVE_WGRAD))
-        stages, last = np.unique(stream.stage[at][::-1], return_index=True)
+        word = pack(Opcode.ReduceGrads, stream.stage[at], stream.mb[at] // program.plan.per_update)
+        words, last = np.unique(word[::-1], return_index=True)
         none = np.empty(0, np.int64)
-        words = pack(Opcode.ReduceGrads, stages, 0)
         streams.append(insert(stream, (none, none), (at[::-1][last], words)))
     return replace(program, streams=tuple(streams))
 
@@ -60,12 +61,29 @@ def reduce_norm(program: Program) -> Program:
 
 
 def optimizer_step(program: Program) -> Program:
-    """End every Stream with the optimizer's step, if the program trains."""
+    """End every Stream, and every update in it, with the optimizer's step, if there are any."""
     if not program.trains:
         return program
     return _append(program, [pack(Opcode.OptimizerStep, 0, 0)] * program.plan.ranks)
 
 
-def _append(program: Program, tails: list[np.ndarray]) -> Program:
-    streams = zip(program.streams, tails, strict=True)
-    return replace(program, streams=tuple(Stream(np.concatenate([s.words, t])) for s, t in streams))
+def _append(program: Program, tails: list[Words]) -> Program:
+    """End each Stream, and each update before the last, with its tail.
+
+    An update ends ahead of the first compute after its last backward: what it made is sent first,
+    for others may need it to come to their own end.
+    """
+    plan, none = program.plan, np.empty(0, np.int64)
+    earlier = np.arange(plan.updates - 1)
+    streams = []
+    for stream, tail in zip(program.streams, tails, strict=True):
+        at = np.flatnonzero(np.isin(stream.op, _GIVE_WGRAD))
+        update = stream.mb[at] // plan.per_update
+        last = np.array([at[update == u].max(initial=0) for u in earlier], np.int64)
+        computes = np.flatnonzero(np.isin(stream.op, COMPUTE))
+        ends = computes[np.searchsorted(computes[:-1], last, side="right")] if len(last) else none
+        words = (tail + earlier[:, None]).reshape(-1)
+        before = (np.repeat(ends, len(tail)), words)
+        words = insert(stream, before, (none, none)).words if len(words) else stream.words
+        streams.append(Stream(np.concatenate([words, tail + plan.updates - 1])))
+    return replace(program, streams=tuple(streams))

@@ -84,12 +84,13 @@ class Executor(Rank):
     def step(
         self, inputs: Microbatches, targets: Microbatches, scale: float = 1.0
     ) -> Tensor | None:
-        """Run the whole Stream once, in its order.
+        """Run the whole Stream once, in its order: all its updates, if it has several.
 
         `inputs[mb]` is what the first stage takes and `targets[mb]` what the loss of the last
         is taken against; ranks that hold neither may give empty ones.  Gradients are those of
-        `scale` times the sum of all losses.  Returns that sum of losses, unscaled, on the rank
-        of the last stage, and None elsewhere; each of two such ranks sums up those taken there.
+        `scale` times the sum of all losses, or of an update's.  Returns the sum of all, unscaled,
+        on the rank of the last stage, and None elsewhere; each of two such ranks sums up those
+        taken there.
 
         Raises ExecutionError that names the instruction.
         """
@@ -111,6 +112,8 @@ class Executor(Rank):
         self.inputs, self.targets, self.scale = inputs, targets, scale
         for stage in self.stages.values():
             stage.gradients.zero()
+            if stage.versions is not None:
+                stage.versions.keep(0)
         for slots in self.slots.values():
             if slots.taken:
                 slots.clear()
@@ -144,6 +147,9 @@ class Executor(Rank):
         for work, _ in self.sending.values():
             work.wait()
         self.sending.clear()
+        for stage in self.stages.values():
+            if stage.versions is not None:
+                stage.versions.restore()
         if self.plan.stages - 1 not in self.stages:
             return None
         return sum(

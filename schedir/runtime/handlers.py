@@ -56,7 +56,7 @@ def forward(rank: Rank, i: Instr) -> Call:
         if given is not None:
             given.free()
 
-    return Call(_both(_arrived(rank, i, Lane.ACT), _sent(rank, i)), run)
+    return Call(_both(_arrived(rank, i, Lane.ACT), _sent(rank, i)), _on_version(rank, i, run))
 
 
 def _root(y: Tensor) -> Root:
@@ -91,12 +91,25 @@ def backward(rank: Rank, i: Instr, *, splits: bool = False) -> Call:
         if given is not None:
             given.free()
 
-    return Call(_both(_arrived(rank, i, Lane.GRAD), _sent(rank, i)), run)
+    return Call(_both(_arrived(rank, i, Lane.GRAD), _sent(rank, i)), _on_version(rank, i, run))
 
 
 def _share(one: Tensor, other: Tensor) -> bool:
     """Whether two tensors have one memory."""
     return one.untyped_storage().data_ptr() == other.untyped_storage().data_ptr()
+
+
+def _on_version(rank: Rank, i: Instr, run: Callable[[], None]) -> Callable[[], None]:
+    """The same with the weights that are the microbatch's, also where a backward recomputes."""
+    versions, version = rank.stages[i.stage].versions, int(rank.plan.version(i.stage, i.mb))
+    if versions is None:
+        return run
+
+    def on() -> None:
+        versions.use(version)
+        run()
+
+    return on
 
 
 def backward_input(rank: Rank, i: Instr) -> Call:
@@ -343,6 +356,11 @@ def step(rank: Rank, i: Instr) -> Call:
                 stage.gradients.scale(shrink)
         if rank.optimizer is not None:
             rank.optimizer.step()
+        if i.mb < rank.plan.updates - 1:  # the last one's gradients are left to look at
+            for stage in rank.stages.values():
+                stage.gradients.zero()
+                if stage.versions is not None:
+                    stage.versions.keep(i.mb + 1)
 
     return Call(partial(_reduced, rank), run)
 

@@ -7,7 +7,7 @@ allows is what happens, in an order that a seed decides.
 from __future__ import annotations
 
 from collections import defaultdict, deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from copy import deepcopy
 
@@ -76,8 +76,9 @@ class InProcess:
     """All ranks of a program as virtual ranks of this process.
 
     `stages` are all the stages of the model, in order; where stages have two holders, the second
-    has a copy.  On a GPU, each rank has streams of its own.  Raises ModelError for programs with
-    tensor- or data-parallel groups, whose ranks run at once and need processes.
+    has a copy.  `optimizer` makes each rank's from its parameters.  On a GPU, each rank has streams
+    of its own.  Raises ModelError for programs with tensor- or data-parallel groups, whose ranks
+    run at once and need processes.
     """
 
     def __init__(
@@ -88,6 +89,7 @@ class InProcess:
         loss: Loss,
         boundary: Boundary,
         model: Model = "edge",
+        optimizer: Callable[[list[nn.Parameter]], torch.optim.Optimizer] | None = None,
         max_norm: float = 1.0,
     ) -> None:
         if (program.tp, program.dp) != (1, 1):
@@ -101,21 +103,21 @@ class InProcess:
         self.program = program
         cuda = any(p.is_cuda for stage in stages for p in stage.parameters())
         self.mail = _mailboxes(plan, model, cuda)
-        self.ranks = [
-            Executor(
+        self.ranks = []
+        for rank, own in enumerate(plan.stages_of):
+            held = {s: stages[s] if plan.rank_of[s] == rank else _copy(stages[s]) for s in own}
+            parameters = [p for stage in held.values() for p in stage.parameters()]
+            executor = Executor(
                 program,
                 rank,
-                {
-                    s: stages[s] if plan.rank_of[s] == rank else _copy(stages[s])
-                    for s in plan.stages_of[rank]
-                },
+                held,
                 self.mail[rank],
                 loss=loss,
                 boundary=boundary,
+                optimizer=optimizer(parameters) if optimizer and parameters else None,
                 max_norm=max_norm,
             )
-            for rank in range(plan.ranks)
-        ]
+            self.ranks.append(executor)
         self.graph = Graph(program, model)
         # Who is at a node, by (rank, index); a send names its node, so it comes first.
         self.at: list[list[tuple[int, int]]] = [[] for _ in range(self.graph.nodes)]

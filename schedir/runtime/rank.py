@@ -17,6 +17,7 @@ from schedir.program import Program
 from schedir.runtime.arrivals import arrived
 from schedir.runtime.gradients import Gradients
 from schedir.runtime.transport import Transport, Work
+from schedir.runtime.versions import Versions
 from schedir.slots import KINDS, assign, counts, reuses
 
 Loss = Callable[[Tensor, Tensor], Tensor]
@@ -100,6 +101,7 @@ class Stage:
         self.module = module
         self.gradients = Gradients(module)
         self.arriving: dict[tuple[Lane, int], Work] = {}
+        self.versions: Versions | None = None  # where there are several updates
         self.warned = False  # that the module cannot be split
 
     @property
@@ -140,6 +142,9 @@ class Rank:
         self.losses = [torch.zeros((), device=self.device)] * m
         self.norm = torch.zeros((), dtype=torch.float64, device=self.device)
         self.stream = program.streams[rank]
+        for s, stage in self.stages.items() if self.plan.updates > 1 else ():
+            own = (i for i in self.stream if i.stage == s)
+            stage.versions = Versions(stages[s], self.plan, own)
         # Under way, by index in the Stream: what is sent, as long as it may not have arrived,
         # and reductions that nobody has waited for.
         self.sending: dict[int, tuple[Work, Tensor]] = {}

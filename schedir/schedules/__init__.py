@@ -10,6 +10,7 @@ our I "B".
 """
 
 from schedir.schedules.blocks import v_half, v_min, wave
+from schedir.schedules.continuous import pipedream_2bw
 from schedir.schedules.flush import eager_1f1b, forward_only, gpipe, one_f_one_b
 from schedir.schedules.looped import interleaved, interleaved_zb, looped_bfs, looped_dfs
 from schedir.schedules.twoway import chimera, dualpipe
@@ -28,6 +29,7 @@ __all__ = [
     "looped_bfs",
     "looped_dfs",
     "one_f_one_b",
+    "pipedream_2bw",
     "v_half",
     "v_min",
     "wave",

@@ -1,0 +1,58 @@
+"""Versions: the weights of a stage as they were after each update, as long as they are of use.
+
+Only for programs of several updates.  The optimizer changes the module's own parameters in place;
+what computes uses copies, whose gradients go where those of the module's parameters go.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from torch import nn
+
+from schedir.ops import COMPUTE, Instr
+from schedir.plan import Plan
+
+
+class Versions:
+    """Copies of a stage's trained weights, by the number of updates after which they were."""
+
+    def __init__(self, module: nn.Module, plan: Plan, instrs: Iterable[Instr]) -> None:
+        """`instrs` are those of the stage, in order: they say how long a version is of use."""
+        self.per_update = plan.per_update
+        self.last: dict[int, int] = {}  # of each version, the update of the last that uses it
+        for op, stage, mb in instrs:
+            if op in COMPUTE:
+                self.last[int(plan.version(stage, mb))] = mb // plan.per_update
+        self.places = [
+            (owner, name, parameter)
+            for owner in module.modules()
+            for name, parameter in owner.named_parameters(recurse=False, remove_duplicate=False)
+            if parameter.requires_grad
+        ]
+        self.kept: dict[int, dict[int, nn.Parameter]] = {}
+
+    def keep(self, version: int) -> None:
+        """The weights as they are now are this version; those of no more use go."""
+        for old in [v for v in self.kept if self.last[v] < version]:
+            del self.kept[old]
+        if version in self.last:
+            copies = self.kept[version] = {}
+            for _, _, parameter in self.places:
+                if id(parameter) not in copies:
+                    copies[id(parameter)] = copy = nn.Parameter(parameter.detach().clone())
+                    vars(copy).update(vars(parameter))  # how it is sharded, and the like
+                    copy.grad_dtype = parameter.grad_dtype
+                    copy.grad = parameter.grad  # a view of the one sum of gradients
+
+    def use(self, version: int) -> None:
+        """Let the module compute with a version."""
+        copies = self.kept[version]
+        for owner, name, parameter in self.places:
+            owner._parameters[name] = copies[id(parameter)]
+
+    def restore(self) -> None:
+        """Give the module its own parameters back, and forget all versions."""
+        for owner, name, parameter in self.places:
+            owner._parameters[name] = parameter
+        self.kept.clear()

@@ -1,0 +1,191 @@
+"""Several updates in one program: what is drawn up, counted, predicted and refused."""
+
+from __future__ import annotations
+
+import re
+from itertools import pairwise
+
+import pytest
+
+from schedir.check import check
+from schedir.cli import main
+from schedir.compile import compile
+from schedir.costs import Costs
+from schedir.errors import (
+    CompletenessError,
+    OrderError,
+    PlanError,
+    ProgramError,
+    ReductionError,
+    ScheduleError,
+)
+from schedir.graph import MODELS
+from schedir.memory import held, peak_versions
+from schedir.ops import Opcode
+from schedir.plan import Plan
+from schedir.program import Program
+from schedir.schedules import gpipe, one_f_one_b, pipedream_2bw
+from schedir.simulate import simulate
+from schedir.sizes import Sizes
+from schedir.text import parse, show
+from schedir.words import draft
+from tests.laws import TRIPLES, run
+from tests.oracle import Machine
+
+
+def two_buffers(P: int, n: int, updates: int) -> Plan:
+    return Plan(P, n * updates, updates=updates, delay=1)
+
+
+def pipedream(P: int, m: int) -> Plan:
+    """An update for every microbatch, each stage on the weights that it has at hand."""
+    return Plan(P, m, updates=m, delay=tuple(P - 1 - s for s in range(P)))
+
+
+@pytest.mark.parametrize("P", [2, 3, 5])
+def test_2bw_flushes_nothing(P: int) -> None:
+    for n, updates in ((P - 1, 4), (P, 2), (2 * P + 1, 3)):
+        for F, I, W in TRIPLES:
+            costs = Costs(F=F, I=I, W=W)
+            timeline = run(pipedream_2bw, two_buffers(P, n, updates), costs)
+            assert timeline.idle.tolist() == [(P - 1) * (F + I + W)] * P
+            assert timeline.peak_in_flight.tolist() == [min(P - r, n * updates) for r in range(P)]
+            assert timeline.peak_versions.tolist() == [2] * P
+
+
+@pytest.mark.parametrize("P", [2, 4])
+def test_pipedream_keeps_a_version_for_each_in_flight(P: int) -> None:
+    plan = pipedream(P, 3 * P)
+    timeline = run(one_f_one_b, plan, Costs(F=2, B=3))
+    assert timeline.idle.tolist() == [(P - 1) * 5] * P
+    assert timeline.peak_versions.tolist() == timeline.peak_in_flight.tolist()
+    assert timeline.peak_versions.tolist() == [P - r for r in range(P)]
+
+
+def test_memory_counts_versions() -> None:
+    sizes = Sizes(weights=100.0, version=10.0, saved=1.0)
+    for plan, copies in ((two_buffers(3, 4, 3), [2, 2, 2]), (pipedream(3, 6), [3, 2, 1])):
+        for own, n in zip(held(compile(one_f_one_b, plan), sizes), copies, strict=True):
+            assert own.fixed["versions"] == (n, 10.0 * n)
+    assert "versions" not in held(compile(gpipe, Plan(2, 4)), sizes)[0].fixed
+
+
+def test_one_update_has_one_version() -> None:
+    assert peak_versions(compile(gpipe, Plan(3, 6))).tolist() == [1, 1, 1]
+
+
+@pytest.mark.parametrize("P", [3, 4, 6])
+def test_weights_must_be_there_in_time(P: int) -> None:
+    with pytest.raises(OrderError, match="needs the weights") as caught:
+        compile(pipedream_2bw, two_buffers(P, P - 2, 4))
+    needs, gives = caught.value.sites
+    assert (needs.rank, str(needs.instr)[:4], str(gives.instr)[:4]) == (0, "F 0.", "step")
+    with pytest.raises(OrderError, match="needs the weights"):
+        compile(one_f_one_b, Plan(P, 4 * P, updates=4))  # no delay, and no flush
+
+
+def test_versions_of_microbatches() -> None:
+    plan = two_buffers(3, 2, 4)
+    assert plan.version(0, range(8)).tolist() == [0, 0, 0, 0, 1, 1, 2, 2]
+    plan = pipedream(3, 5)
+    table = [plan.version(s, range(5)).tolist() for s in range(3)]
+    assert table == [[0, 0, 0, 1, 2], [0, 0, 1, 2, 3], [0, 1, 2, 3, 4]]
+
+
+PROGRAMS = [
+    compile(pipedream_2bw, two_buffers(3, 3, 3)),
+    compile(pipedream_2bw, two_buffers(2, 2, 3), clip=True, tied=True),
+    compile(one_f_one_b, pipedream(3, 4)),
+]
+
+
+@pytest.mark.parametrize("program", PROGRAMS, ids=lambda p: str(p.plan.updates))
+def test_programs_of_several_updates(program: Program) -> None:
+    for folded in (True, False):
+        assert parse(show(program, folded)) == program
+    costs = Costs(step=0.5, reduce_grads=0.25, send=0.125)
+    for model in MODELS:
+        if program.clip and model == "serial":
+            continue  # all ranks meet at each update
+        machine = Machine(check(program, model), model, costs)
+        assert machine.run()
+        assert max(machine.ended.values()) == simulate(program, costs, model=model).span
+    steps = [i.mb for i in program.streams[0] if i.op is Opcode.OptimizerStep]
+    assert steps == [*range(program.plan.updates)]
+
+
+def test_delay_is_in_the_digest() -> None:
+    text = show(PROGRAMS[0])
+    assert "updates 3  delay 1  #" in text
+    other = parse(text.replace("delay 1 ", "delay 2 "))
+    assert check(other).digest != PROGRAMS[0].digest
+
+
+REFUSED = {
+    "no step": [(r"  step 1\n", "")],
+    "two steps": [(r"  step 1\n", "  step 1\n  step 1\n")],
+    "no reduction": [(r"  reduce_grads 0.1\n", "")],
+    "reduced twice": [(r"  reduce_grads 0.1\n", "  reduce_grads 0.1\n  reduce_grads 0.1\n")],
+    "a step too many": [(r"  step 1\n", "  step 1\n  step 3\n")],
+    "a reduction too many": [(r"  reduce_grads 0.2", "  reduce_grads 0.3")],
+    "updates the other way round": [(r"  step\n", "  step X\n"), ("step 1", "step"),
+                                    ("step X", "step 1")],
+    "step too late": [(r"  step\n", ""), (r"  B 0.3\n", "  B 0.3\n  step\n")],
+    "step before its reduction": [(r"  reduce_grads 0\n", ""),
+                                  (r"  step\n", "  step\n  reduce_grads 0\n")],
+    "reduce before the last backward": [(r"  reduce_grads 0.1\n", ""),
+                                        (r"  B 0.5\n", "  reduce_grads 0.1\n  B 0.5\n")],
+    "weights too late": [(r"  step\n", ""), (r"  F 0.7\n", "  F 0.7\n  step\n")],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_refused(name: str) -> None:
+    program = PROGRAMS[0]
+    text = show(program, folded=False)
+    for old, new in REFUSED[name]:
+        assert re.search(old, text), old
+        text = re.sub(old, new, text, count=1)
+    with pytest.raises(ProgramError) as caught:
+        check(parse(text.replace("X", "9")))
+    few = ("no", "two", "twice", "many")
+    kind = (ReductionError, CompletenessError) if any(w in name for w in few) else OrderError
+    assert isinstance(caught.value, kind)
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"updates": 0}, {"updates": 5}, {"updates": True}, {"updates": 2, "delay": -1},
+        {"updates": 2, "delay": 1.5}, {"updates": 2, "delay": (1, 0, 0)},
+        {"updates": 2, "delay": ("a", 0)}, {"updates": 2, "placement": "mirror"},
+    ],
+    ids=str,
+)  # fmt: skip
+def test_plans_that_cannot_be(wrong: dict[str, object]) -> None:
+    with pytest.raises(PlanError):
+        Plan(2, 8, **wrong)  # type: ignore[arg-type]
+
+
+def test_2bw_is_for_a_delay_of_one() -> None:
+    with pytest.raises(ScheduleError, match="delay of 1, not of 0"):
+        draft(pipedream_2bw, Plan(2, 8, updates=4))
+    assert draft(pipedream_2bw, Plan(2, 8)).streams == draft(one_f_one_b, Plan(2, 8)).streams
+
+
+def test_on_the_command_line(capsys: pytest.CaptureFixture[str]) -> None:
+    shape = ["--ranks", "2", "--microbatches", "6", "--updates", "3"]
+    assert main(["show", "pipedream_2bw", *shape]) == 0
+    program = parse(capsys.readouterr().out)
+    assert (program.plan.updates, program.plan.delay) == (3, 1)
+    assert main(["check", "one_f_one_b", *shape]) == 2
+    assert "needs the weights" in capsys.readouterr().err
+
+
+def test_a_step_stands_between_two_updates() -> None:
+    """Each right after the sends of what its last backward made, ahead of the next compute."""
+    for stream in compile(pipedream_2bw, two_buffers(3, 4, 3)).streams:
+        ops = [i.op for i in stream]
+        for before, op in pairwise(ops):
+            if op is Opcode.OptimizerStep:
+                assert before in (Opcode.SendGrad, Opcode.ReduceGrads, Opcode.RecvAct)
