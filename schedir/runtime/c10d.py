@@ -120,13 +120,12 @@ class Gloo(Processes):
 
     def send(self, tensor: Tensor, peer: int, lane: Lane) -> Work:
         """Start to send; Gloo's sends run on their own."""
-        work = dist.isend(tensor, group=self.pipeline, group_dst=peer, tag=int(lane))
-        return cast(Work, work)
+        # The group itself: dist.isend would look up each time what is known here.
+        return cast(Work, self.pipeline.send([tensor], peer, lane))
 
     def recv(self, tensor: Tensor, peer: int, lane: Lane) -> Work:
         """Start to receive."""
-        work = dist.irecv(tensor, group=self.pipeline, group_src=peer, tag=int(lane))
-        return cast(Work, work)
+        return cast(Work, self.pipeline.recv([tensor], peer, lane))
 
 
 def measured(executor: Executor, transport: Processes) -> Timeline | None:

@@ -95,9 +95,24 @@ class Executor(Rank):
         Raises ExecutionError that names the instruction.
         """
         self.begin(inputs, targets, scale)
-        for k in range(len(self.calls)):
-            self.call(k)
+        with torch.set_grad_enabled(self.trains):
+            if self.record or self.profiled:
+                for k in range(len(self.calls)):
+                    self.call(k)
+            else:
+                self._run()
         return self.finish()
+
+    def _run(self) -> None:
+        """Every call in order, and nothing else."""
+        try:
+            for k, (wait, run) in enumerate(self.calls):
+                self.position = k
+                if wait is not None:
+                    wait()
+                run()
+        except Exception as error:
+            raise self._failed(error) from error
 
     def begin(self, inputs: Microbatches, targets: Microbatches, scale: float) -> None:
         """Make ready for a step; then every call is made once, in a legal order."""
@@ -119,7 +134,7 @@ class Executor(Rank):
                 slots.clear()
 
     def call(self, k: int) -> None:
-        """Run the instruction at index k of the Stream."""
+        """Run the instruction at index k of the Stream; `step` has set whether gradients flow."""
         self.position = k
         wait, run = self.calls[k]
         try:
@@ -135,12 +150,17 @@ class Executor(Rank):
                 run()
             self.ends(k)
         except Exception as error:
-            what = str(error).strip().partition("\n")[0] or type(error).__name__
-            raise ExecutionError(
-                f"{type(error).__name__}: {what}",
-                program=self.program.name,
-                sites=[Site(self.rank, k, self.stream[k], "failed")],
-            ) from error
+            raise self._failed(error) from error
+
+    def _failed(self, error: Exception) -> ExecutionError:
+        """An error as that of the instruction at which this rank stands."""
+        what = str(error).strip().partition("\n")[0] or type(error).__name__
+        k = self.position
+        return ExecutionError(
+            f"{type(error).__name__}: {what}",
+            program=self.program.name,
+            sites=[Site(self.rank, k, self.stream[k], "failed")],
+        )
 
     def finish(self) -> Tensor | None:
         """End a step: everything that is still on its way out is waited for."""

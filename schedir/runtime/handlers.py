@@ -32,24 +32,22 @@ def forward(rank: Rank, i: Instr) -> Call:
     handed = rank.beside(i.stage - 1, mb) is not None
     given = _given(rank, i, Token.ACT_IN, -1) if i.stage else None
     out = None if last else rank.slot(Token.ACT_OUT, i.stage, mb)
-    grad = rank.program.trains
+    grad, module = rank.trains, stage.module
+    loss, expect = rank.loss, rank.boundary.expect
     saved = rank.slot(Token.SAVED, i.stage, mb) if grad else None
 
     def run() -> None:
         x: Tensor = rank.inputs[mb] if given is None else given.look()
         if given is not None and not handed:
             x = x.clone()  # what is saved of it outlives its buffer
-        with torch.set_grad_enabled(grad):
-            if given is not None:
-                x.requires_grad_(grad)
-            y: Tensor = stage.module(x)
-            if last:
-                y = rank.loss(y, rank.targets[mb])
-            else:
-                rank.boundary.expect(y, f"stage {i.stage}")
+        if given is not None and grad:
+            x.requires_grad_()
+        y: Tensor = module(x)
         if out is None:
+            y = loss(y, rank.targets[mb])
             rank.losses[mb] = y.detach()
         else:
+            expect(y, i.stage)
             out.fill(y.detach())
         if saved is not None:
             saved.fill((x, _root(y)))
@@ -196,11 +194,12 @@ def send(rank: Rank, i: Instr) -> Call:
     mb, row, k = i.mb, ROWS[i.op], rank.where[i]
     out = rank.slot(Token.ACT_OUT if i.op == Opcode.SendAct else Token.GRAD_OUT, i.stage, mb)
     peer = int(rank.plan.rank_at(i.stage + row.hop, mb))
+    start, sending, lane = rank.transport.send, rank.sending, row.lane
 
     def run() -> None:
         tensor = out.look().contiguous()
         # The reference stays until the send has ended: freed earlier, it may be reused.
-        rank.sending[k] = (rank.transport.send(tensor, peer, row.lane), tensor)
+        sending[k] = (start(tensor, peer, lane), tensor)
         out.free()
 
     return Call(None, run)
@@ -215,10 +214,11 @@ def recv(rank: Rank, i: Instr) -> Call:
     part = whole
     if (Opcode.Gather if act else Opcode.GatherGrad, i.stage, mb) in rank.where:
         part = _own_part(rank, whole)
+    start, arriving, key = rank.transport.recv, stage.arriving, (row.lane, mb)
 
     def run() -> None:
         given.fill(whole)
-        stage.arriving[row.lane, mb] = rank.transport.recv(part, peer, row.lane)
+        arriving[key] = start(part, peer, key[0])
 
     return Call(None, run)
 

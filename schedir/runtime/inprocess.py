@@ -141,10 +141,11 @@ class InProcess:
             mail.begin()
             with mail.running():
                 rank.begin(inputs, targets, scale)
-        for node in self.graph.any_order(seed):
-            for r, index in self.at[node]:
-                with self.mail[r].running():
-                    self.ranks[r].call(index)
+        with torch.set_grad_enabled(self.program.trains):
+            for node in self.graph.any_order(seed):
+                for r, index in self.at[node]:
+                    with self.mail[r].running():
+                        self.ranks[r].call(index)
         for rank, mail in zip(self.ranks, self.mail, strict=True):
             with mail.running():
                 if rank.finish() is not None:

@@ -37,15 +37,17 @@ class Boundary:
     shape: tuple[int, ...]
     dtype: torch.dtype = torch.float32
 
-    def expect(self, value: object, maker: str) -> None:
+    def expect(self, value: object, stage: int) -> None:
         """Raise ModelError for what cannot pass: the other side has made room for this shape."""
-        if not isinstance(value, Tensor):
-            got = type(value).__name__
-        elif (tuple(value.shape), value.dtype) != (self.shape, self.dtype):
+        if isinstance(value, Tensor):
+            if value.shape == self.shape and value.dtype == self.dtype:
+                return
             got = f"{list(value.shape)} of {value.dtype}"
         else:
-            return
-        raise ModelError(f"{maker} gives {got}, the boundary is {list(self.shape)} of {self.dtype}")
+            got = type(value).__name__
+        raise ModelError(
+            f"stage {stage} gives {got}, the boundary is {list(self.shape)} of {self.dtype}"
+        )
 
 
 class Call(NamedTuple):
@@ -135,6 +137,7 @@ class Rank:
         self.optimizer, self.max_norm = optimizer, max_norm
         m = self.plan.microbatches
         self.stages = {s: Stage(stages[s]) for s in self.plan.stages_of[rank]}
+        self.trains = program.trains
         self.inputs: Microbatches = ()
         self.targets: Microbatches = ()
         self.scale = 1.0

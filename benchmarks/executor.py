@@ -1,0 +1,275 @@
+"""What the executor itself costs, beside torch.distributed.pipelining's runtime.
+
+    python benchmarks/executor.py [--pairs 15]
+
+Both runtimes run one program in the same processes, of one thread each, and take turns, a step
+each; torch's reads the program as CSV.
+
+First without a transport: one process is rank 1 under torch's "fake" backend, whose messages
+arrive at once.  "own" is the time of a step beyond the stages' forward, loss and backward, which
+a plain loop is timed for, by instruction.  It includes the calls into c10d.
+
+Then over Gloo, a process for each rank.  "step" is the wall time on rank 0, "own" the same as
+above in CPU time of the threads that run the ranks: it includes what waiting costs them.  Each
+figure is a median over steps, ratios are medians over pairs of steps.
+"""
+
+from __future__ import annotations
+
+import argparse
+import multiprocessing
+import os
+import statistics
+import tempfile
+import warnings
+from collections.abc import Callable, Iterable
+from functools import partial
+from pathlib import Path
+from time import perf_counter, thread_time
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.pipelining.schedules import _PipelineScheduleRuntime
+from torch.distributed.pipelining.stage import PipelineStage
+
+import schedir
+from schedir import Plan, gpt, torch_csv
+from schedir.program import Program
+from schedir.runtime.c10d import Gloo
+from schedir.runtime.executor import Executor
+from schedir.runtime.rank import Boundary
+from schedir.runtime.transport import Transport
+
+WARM = 3
+# Model, schedule, ranks, stages per rank, microbatches.
+Row = tuple[str, str, int, int, int]
+ALONE: list[Row] = [
+    ("tiny", "one_f_one_b", 4, 1, 256),
+    ("tiny", "interleaved", 4, 2, 128),
+    ("tiny", "interleaved_zb", 4, 2, 128),
+]
+GLOO: list[Row] = [
+    (model, schedule, ranks, v, m)
+    for model, m in (("tiny", 64), ("gpt", 16))
+    for ranks in (2, 4)
+    for schedule, v in (("one_f_one_b", 1), ("interleaved", 2))
+]
+
+
+class Model(NamedTuple):
+    """A model in stages, and a batch; `inputs[mb]` is a microbatch."""
+
+    stages: list[nn.Module]
+    inputs: Tensor
+    targets: Tensor
+    loss: Callable[[Tensor, Tensor], Tensor]
+    boundary: tuple[int, ...]
+
+
+class Tiny(nn.Module):
+    """Next to no work."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.full((8,), 0.9))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.weight
+
+
+def squares(y: Tensor, target: Tensor) -> Tensor:
+    """The sum of squared errors."""
+    return (y - target).square().sum()
+
+
+def tiny(stages: int, m: int) -> Model:
+    """Microbatches of eight numbers."""
+    x = torch.randn(m, 1, 8, generator=torch.Generator().manual_seed(0))
+    return Model([Tiny() for _ in range(stages)], x, x + 1, squares, (1, 8))
+
+
+def small_gpt(stages: int, m: int) -> Model:
+    """A GPT of 8 layers, hidden 128, on microbatches of 2 x 64 tokens."""
+    config = gpt.GPTConfig(layers=8, hidden=128, context=64, tied=False)
+    tokens = torch.randint(256, (m, 2, 65), generator=torch.Generator().manual_seed(0))
+    built: list[nn.Module] = [gpt.build_stage(config, s, stages) for s in range(stages)]
+    return Model(built, tokens[:, :, :-1], tokens[:, :, 1:], gpt.loss, (2, 64, 128))
+
+
+MODELS = {"tiny": tiny, "gpt": small_gpt}
+
+
+class Nowhere(Gloo):
+    """The transport of a rank that is alone: c10d's calls without an end."""
+
+    def __init__(self, rank: int) -> None:
+        self.tp = self.dp = 1
+        self.tp_rank, self.rank, self.pipeline = 0, rank, dist.group.WORLD
+        self.groups = {}
+
+
+class Bench:
+    """Both runtimes of one rank, and its work without one."""
+
+    def __init__(self, row: Row, rank: int, transport: Callable[[Program], Transport]) -> None:
+        model, schedule, ranks, v, self.m = row
+        plan = Plan(ranks, self.m, v)
+        program = schedir.compile(getattr(schedir.schedules, schedule), plan, model="edge")
+        self.own, self.last = plan.stages_of[rank], plan.stages - 1
+        self.model, other = (MODELS[model](plan.stages, self.m) for _ in range(2))
+        self.boundary = Boundary(self.model.boundary)
+        executor = Executor(
+            program, rank, {s: self.model.stages[s] for s in self.own}, transport(program),
+            loss=self.model.loss, boundary=self.boundary, record=False,
+        )  # fmt: skip
+        runtime = _PipelineScheduleRuntime(
+            [self._theirs(other, s, plan.stages) for s in self.own],
+            n_microbatches=self.m,
+            loss_fn=other.loss,
+            scale_grads=False,
+        )
+        with tempfile.NamedTemporaryFile("w", suffix=".csv") as file:
+            file.write(torch_csv.show(program))
+            file.flush()
+            runtime._load_csv(file.name)
+        args = (other.inputs.flatten(0, 1),) if 0 in self.own else ()
+        target = other.targets.flatten(0, 1) if self.last in self.own else None
+        self.modules = [m.stages[s] for m in (self.model, other) for s in self.own]
+        self.steps: dict[str, Callable[[], Any]] = {
+            "ours": partial(executor.step, list(self.model.inputs), list(self.model.targets)),
+            "torch": partial(runtime.step, *args, target=target, return_outputs=False),
+            "work": self._work,
+        }
+        self.counts = {
+            "ours": len(program.streams[rank]),
+            "torch": len([a for a in runtime.pipeline_order_with_comms[rank] if a]),
+        }
+
+    def _theirs(self, model: Model, stage: int, stages: int) -> PipelineStage:
+        # Shapes are given: without a transport they cannot be asked for.
+        zeros = torch.zeros(model.boundary, requires_grad=True)
+        first = model.inputs[0] if stage == 0 else zeros
+        y = model.stages[stage](first).detach().requires_grad_()
+        return PipelineStage(
+            model.stages[stage], stage, stages, torch.device("cpu"),
+            input_args=first, output_args=y,
+            input_grads=None if stage == 0 else torch.zeros(model.boundary),
+            output_grads=None if stage == stages - 1 else torch.zeros(model.boundary),
+        )  # fmt: skip
+
+    def _work(self) -> None:
+        """The stages' own work: each forward, loss and backward."""
+        model = self.model
+        for s in self.own:
+            for mb in range(self.m):
+                x = model.inputs[mb] if s == 0 else torch.zeros(model.boundary, requires_grad=True)
+                y, dy = model.stages[s](x), None
+                if s == self.last:
+                    y = model.loss(y, model.targets[mb])
+                else:
+                    dy = torch.zeros(model.boundary)
+                torch.autograd.backward(y, dy)
+
+    def run(self, pairs: int, wait: Callable[[], Any]) -> dict[str, list[tuple[float, float]]]:
+        """Wall and CPU seconds of each step, by whose it was."""
+        took: dict[str, list[tuple[float, float]]] = {whose: [] for whose in self.steps}
+        for turn in range(WARM + pairs):
+            for whose, step in self.steps.items():
+                for module in self.modules:
+                    module.zero_grad(set_to_none=False)
+                wait()
+                began, thread = perf_counter(), thread_time()
+                step()
+                if turn >= WARM:
+                    took[whose].append((perf_counter() - began, thread_time() - thread))
+        return took
+
+
+class Result(NamedTuple):
+    """What one rank measured."""
+
+    took: dict[str, list[tuple[float, float]]]
+    counts: dict[str, int]
+
+    def own(self, whose: str) -> float:
+        """Microseconds of CPU time beyond the stages' work, by instruction."""
+        step, work = (statistics.median(cpu for _, cpu in self.took[w]) for w in (whose, "work"))
+        return (step - work) / self.counts[whose] * 1e6
+
+
+def process(number: int, folder: str, row: Row, pairs: int, pipe: Any) -> None:
+    """One process of a row."""
+    warnings.simplefilter("ignore")
+    torch.set_num_threads(1)
+    if folder:
+        where = Path(folder, "store").as_uri()
+        dist.init_process_group("gloo", init_method=where, rank=number, world_size=row[2])
+        bench = Bench(row, number, Gloo)
+        result = bench.run(pairs, dist.barrier)
+        dist.barrier()
+    else:
+        from torch.testing._internal.distributed.fake_pg import FakeStore
+
+        # Nobody answers when torch's stages ask whether all know their shapes.
+        PipelineStage._warmup_backward_result = lambda *_, **__: torch.ones(1)  # type: ignore[method-assign]
+        dist.init_process_group("fake", store=FakeStore(), rank=number, world_size=row[2])
+        bench = Bench(row, number, lambda _: Nowhere(number))
+        result = bench.run(pairs, lambda: None)
+    pipe.send((result, bench.counts))
+    pipe.close()
+    os._exit(0)
+
+
+def measure(row: Row, pairs: int, folder: str, numbers: Iterable[int]) -> list[Result]:
+    """What the processes of a row measured; without a folder to meet in, each is alone."""
+    context = multiprocessing.get_context("spawn")
+    pipes, processes = [], []
+    for number in numbers:
+        pipe, end = context.Pipe(duplex=False)
+        one = context.Process(target=process, args=(number, folder, row, pairs, end))
+        one.start()
+        end.close()
+        pipes.append(pipe)
+        processes.append(one)
+    results = [Result(*pipe.recv()) for pipe in pipes]
+    for one in processes:
+        one.join()
+    return results
+
+
+def line(*cells: object) -> None:
+    """Print a row of a table."""
+    print("| " + " | ".join(map(str, cells)) + " |", flush=True)
+
+
+def main() -> None:
+    """Print the tables, a row as soon as it is measured."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--pairs", type=int, default=15, help="steps of each runtime")
+    pairs = parser.parse_args().pairs
+    line("model", "schedule", "P", "v", "m", "own, us", "torch's", "ratio")
+    line(*["---"] * 8)
+    for row in ALONE:
+        (alone,) = measure(row, pairs, "", [1])
+        ours, torchs = alone.own("ours"), alone.own("torch")
+        line(*row, f"{ours:.1f}", f"{torchs:.1f}", f"{ours / torchs:.2f}")
+    print()
+    line("model", "schedule", "P", "v", "m", "step, ms", "torch's", "ratio", "own, us", "torch's",
+         "ratio")  # fmt: skip
+    line(*["---"] * 11)
+    for row in GLOO:
+        with tempfile.TemporaryDirectory() as folder:
+            results = measure(row, pairs, folder, range(row[2]))
+        first = results[0].took
+        step, their = (statistics.median(w for w, _ in first[k]) * 1e3 for k in ("ours", "torch"))
+        both = zip(first["ours"], first["torch"], strict=True)
+        ratio = statistics.median(a / b for (a, _), (b, _) in both)
+        ours, torchs = (statistics.mean(r.own(k) for r in results) for k in ("ours", "torch"))
+        line(*row, f"{step:.1f}", f"{their:.1f}", f"{ratio:.2f}", f"{ours:.1f}", f"{torchs:.1f}",
+             f"{ours / torchs:.2f}")  # fmt: skip
+
+
+if __name__ == "__main__":
+    main()
