@@ -35,8 +35,10 @@ class PipelineConfig:
 
     `schedule` is a built-in name, file.py:function or FILE.sched; the first two may have options
     in brackets, as in "interleaved(group=4)".  A schedule that is for one placement brings that
-    along.  `overlap` groups opposite transfers and posts receives early; `division` is the layers
-    of each stage, where they cannot be or shall not be the same.  pp x tp x dp processes run it.
+    along.  `overlap` groups opposite transfers and posts receives early; `slots` says whether each
+    value has a buffer of its own ("own"), or they share the "fewest", or "enough" to lose no time
+    at unit costs; `division` is the layers of each stage, where they cannot be or shall not be the
+    same.  pp x tp x dp processes run it.
     """
 
     schedule: str = "one_f_one_b"
@@ -47,7 +49,12 @@ class PipelineConfig:
     tp: Count = 1
     dp: Count = 1
     overlap: bool = False
+    slots: str = "own"
     division: tuple[int, ...] | None = None
+
+    def __post_init__(self) -> None:
+        if self.slots not in (known := ("own", "fewest", "enough")):
+            raise UsageError(f"slots {self.slots!r} is not known", hint=" or ".join(known))
 
     @property
     def plan(self) -> Plan:

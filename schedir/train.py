@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 from schedir.check import check, check_draft
 from schedir.compile import compile, lower, overlapped
@@ -20,6 +20,7 @@ from schedir.errors import ExecutionError, ProgramError, UsageError
 from schedir.files import replacing
 from schedir.launch import crash, end_with_parent, launch, leave
 from schedir.load import load
+from schedir.passes.slots import Choice, share_slots
 from schedir.program import Program
 from schedir.terminal import told
 from schedir.trace import save_timeline
@@ -100,7 +101,10 @@ def program_of(config: Config) -> Program:
         )
     if not program.trains:
         raise UsageError(f"schedule {pipeline.schedule} has no backward: it trains nothing")
-    return program
+    if pipeline.slots == "own":
+        return program
+    model, choice = config.train.model, cast(Choice, pipeline.slots)
+    return check(share_slots(program, choice, model=model), model)
 
 
 def _yes(value: bool) -> str:

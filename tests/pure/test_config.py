@@ -105,6 +105,10 @@ def test_options_and_overlap_reach_the_program(tmp_path: Path) -> None:
     assert wide.digest != plain.digest
     early = program("pipeline.schedule=interleaved", "pipeline.overlap=true")
     assert early.digest != plain.digest and sorted(early.words) != sorted(plain.words)
+    few = program("pipeline.schedule=interleaved", "pipeline.slots=fewest")
+    assert few.slots and not plain.slots and few.streams == plain.streams
+    with pytest.raises(schedir.errors.UsageError, match="'few' is not known"):
+        program("pipeline.slots=few")
     draft = tmp_path / "draft.sched"
     draft.write_text(schedir.show(schedir.draft(schedir.schedules.interleaved, plain.plan)))
     same = program_of(read(write(tmp_path, f"[pipeline]\nschedule = '{draft}'\noverlap = true\n")))
