@@ -136,9 +136,10 @@ class _Changes:
             for name in _WORK
             if getattr(self.costs, name) is not None
         }
+        holders = " and ".join(map(str, self.plan.holders[:, worst].tolist()))
         what = (
-            f"stages that all take the mean (stage {worst} on rank "
-            f"{self.plan.rank_of[worst]} takes {each[worst] / mean:.2f}x)"
+            f"stages that all take the mean (stage {worst} on rank {holders} takes "
+            f"{each[worst] / mean:.2f}x)"
         )
         yield what, self._at(replace(self.costs, **even)), self.plan.microbatches
 
