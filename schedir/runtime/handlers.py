@@ -19,7 +19,7 @@ from schedir.kernels.boundary import pack
 from schedir.ops import HANDED, ROWS, Instr, Lane, Opcode, Token
 from schedir.runtime.gradients import is_sharded
 from schedir.runtime.rank import Call, Rank, Slot, Stage
-from schedir.runtime.split import SplitLinear, Tape, recording
+from schedir.runtime.split import SplitLinear, Tape, can_wait, recording
 
 # Where a backward begins: the last stage's loss, or where its output came from.
 Root = Tensor | GradientEdge | None
@@ -129,7 +129,8 @@ def _unsplit(stage: Stage, i: Instr) -> None:
     """Say once that nothing was left for W; refuse it where something should have been."""
     layers = [*stage.module.modules()]
     name = f"{type(stage.module).__name__} (stage {i.stage})"
-    if any(isinstance(layer, SplitLinear) and layer.weight.requires_grad for layer in layers):
+    linears = [layer.weight for layer in layers if isinstance(layer, SplitLinear)]
+    if any(weight.requires_grad and can_wait(weight) for weight in linears):
         raise ModelError(
             f"the linears of {name} are made to be split, but I ran its whole backward",
             hint="do not run the stage under torch.compile",

@@ -112,8 +112,9 @@ def split_linears(module: nn.Module) -> nn.Module:
 
     Parameters, names, hooks and results stay as they are, bit for bit; returns the module. Left
     alone are layers with a forward of their own (subclasses), and embeddings with a norm, sparse
-    or scaled gradients. A weight that is used otherwise, as `nn.MultiheadAttention` does, gets
-    its gradient in I. Under `torch.compile` nothing may be split: the executor then refuses.
+    or scaled gradients. A weight gets its gradient in I where it is used otherwise, as by
+    `nn.MultiheadAttention`, or is computed (pruned, parametrized), or has hooks. Under
+    `torch.compile` nothing may be split: the executor then refuses.
     """
     for layer in module.modules():
         if type(layer) is nn.Linear:
@@ -163,7 +164,7 @@ def embedding(tokens: Tensor, weight: Tensor, padding: int | None = None) -> Ten
 def _weight_gradient(ctx: Any, rule: Rule, input: Tensor, dy: Tensor) -> Tensor | None:
     """The weight gradient for autograd, or None when it went to the tape."""
     weight: Tensor = ctx.weight
-    if not weight.is_leaf:  # only a leaf collects its own .grad
+    if not can_wait(weight):
         return rule(weight, input, dy)
     if _tape is not None:
         _tape.defer(rule, weight, input, dy)
@@ -172,6 +173,14 @@ def _weight_gradient(ctx: Any, rule: Rule, input: Tensor, dy: Tensor) -> Tensor 
     else:
         return rule(weight, input, dy)
     return None
+
+
+def can_wait(weight: Tensor) -> bool:
+    """Whether a gradient may be left for later: only a leaf collects its own, and hooks see none
+    but autograd's.
+    """
+    hooks = weight._backward_hooks or weight._post_accumulate_grad_hooks
+    return weight.is_leaf and not hooks
 
 
 def _adds_up_wider(weight: Tensor) -> bool:
@@ -202,9 +211,11 @@ def _remember_weight(ctx: Any, weight: Tensor) -> None:
 class _Linear(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        ctx.save_for_backward(x)
         _remember_weight(ctx, weight)
-        return F.linear(x, weight, bias)
+        y = F.linear(x, weight, bias)
+        ctx.save_for_backward(x.to(y.dtype))  # under autocast, what was multiplied
+        # A view may not be changed in place where a Function made it.
+        return torch.ops.aten._unsafe_view(y, y.shape) if y._is_view() else y
 
     @staticmethod
     def backward(ctx: Any, *dys: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
@@ -212,7 +223,7 @@ class _Linear(torch.autograd.Function):
         if ctx.weight._version != ctx.version:
             raise RuntimeError("a weight was changed in place between F and B")
         needs_dx, needs_dw, needs_db = ctx.needs_input_grad
-        dx = dy @ ctx.weight if needs_dx else None
+        dx = dy @ ctx.weight.to(dy.dtype).conj() if needs_dx else None
         db = dy.reshape(-1, dy.shape[-1]).sum(0) if needs_db else None
         return dx, _weight_gradient(ctx, _linear_dw, x, dy) if needs_dw else None, db
 
@@ -234,7 +245,7 @@ class _Embedding(torch.autograd.Function):
 
 def _linear_dw(weight: Tensor, x: Tensor, dy: Tensor) -> Tensor:
     # A product and then a sum: fused into the accumulator (addmm) the bits differ.
-    return _rows(dy).t() @ _rows(x)
+    return (_rows(dy).t() @ _rows(x).conj()).to(weight.dtype)
 
 
 def _rows(x: Tensor) -> Tensor:

@@ -302,6 +302,18 @@ def test_split_linears_leave_their_gradients_to_w() -> None:
         plain.step(x, x + 1)
 
 
+def test_linears_whose_weights_have_hooks_run_whole() -> None:
+    stages = [split_linears(block) for block in _blocks()]
+    for block in stages:
+        for layer in block.modules():
+            if isinstance(layer, nn.Linear):
+                layer.weight.register_hook(lambda grad: grad / 2)
+    x = torch.randn(4, BATCH, CONTEXT, HIDDEN)
+    ranks = InProcess(compile(zb, Plan(2, 4)), stages, loss=_squares, boundary=BOUNDARY)
+    with pytest.warns(UserWarning, match="cannot be split"):
+        ranks.step(x, x + 1)
+
+
 def test_a_split_that_does_not_happen_is_refused() -> None:
     """As under torch.compile, whose backward is a graph of its own."""
 

@@ -226,6 +226,80 @@ def test_layers_of_torch_are_split_in_place(tied: bool, checkpointed: bool) -> N
         assert_same_bits(gradients(halves, 3, late, forward(halves)), want)
 
 
+class InPlace(nn.Module):
+    """Changes in place what a linear has given."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.two = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.two(F.relu_(self.one(x)))
+        y += x
+        return y
+
+
+class Autocast(InPlace):
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.autocast("cpu", torch.bfloat16):
+            y: Tensor = self.two(self.one(x))
+        return y
+
+
+class Hooked(InPlace):
+    """A gradient that a hook changes, and one that is changed after it was added."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one.weight.register_hook(lambda grad: grad / 2)
+        self.two.weight.register_post_accumulate_grad_hook(_halve)
+
+
+def _halve(p: Tensor) -> None:
+    assert p.grad is not None
+    p.grad /= 2
+
+
+class Complex(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.one = nn.Linear(8, 8, dtype=torch.cfloat)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.view_as_real(self.one(torch.complex(x, 2 * x)))
+
+
+@pytest.mark.parametrize(
+    ("model", "deferred"), [(InPlace, 2), (Autocast, 2), (Hooked, 0), (Complex, 1)]
+)
+def test_what_modules_do_around_their_linears(model: type[nn.Module], deferred: int) -> None:
+    g = torch.Generator().manual_seed(0)
+    batches = [torch.randn(4, 6, 8, generator=g) for _ in range(2)]
+
+    def grads(splits: bool) -> dict[str, Tensor]:
+        torch.manual_seed(1)
+        net, tapes = model(), []
+        if splits:
+            split.split_linears(net)
+        for k, batch in enumerate(batches):
+            x = batch.clone().requires_grad_()
+            y = net(x)
+            with split.recording(split.Tape()) as tape:
+                torch.autograd.backward(y, torch.ones_like(y))
+            assert x.grad is not None
+            assert len(tape) == deferred * splits
+            net.register_buffer(f"dx{k}", x.grad)
+            tapes.append(tape)
+        for tape in tapes:
+            tape.run()
+        named = {name: p.grad for name, p in net.named_parameters() if p.grad is not None}
+        return named | dict(net.named_buffers())
+
+    want = grads(False)
+    assert len(want) == 2 + len([*model().parameters()])
+    assert_same_bits(grads(True), want)
+
+
 def test_layers_with_a_way_of_their_own_are_left_alone() -> None:
     class Own(nn.Linear):
         def forward(self, input: Tensor) -> Tensor:
