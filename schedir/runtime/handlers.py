@@ -35,11 +35,12 @@ def forward(rank: Rank, i: Instr) -> Call:
     grad, module = rank.trains, stage.module
     loss, expect = rank.loss, rank.boundary.expect
     saved = rank.slot(Token.SAVED, i.stage, mb) if grad else None
+    shared = bool(rank.program.slots)
 
     def run() -> None:
         x: Tensor = rank.inputs[mb] if given is None else given.look()
         if given is not None and not handed:
-            x = x.clone()  # what is saved of it outlives its buffer
+            x = x.clone() if shared else x.detach()  # what is saved of it outlives its turn
         if given is not None and grad:
             x.requires_grad_()
         y: Tensor = module(x)
@@ -70,12 +71,13 @@ def backward(rank: Rank, i: Instr, *, splits: bool = False) -> Call:
     saved = rank.slot(Token.SAVED, i.stage, mb)
     given = None if last else _given(rank, i, Token.GRAD_IN, +1)
     out = rank.slot(Token.GRAD_OUT, i.stage, mb) if i.stage else None
+    shared = splits and not handed and bool(rank.program.slots)
 
     def run() -> None:
         x, root = saved.look()
         dy = None if given is None else given.look()
-        if dy is not None and splits and not handed:
-            dy = dy.clone()  # a tape may keep it, and outlive its buffer
+        if shared and dy is not None:
+            dy = dy.clone()  # a tape may keep it, and outlive its turn
         if root is not None:  # a first stage may have nothing to train
             torch.autograd.backward(root, dy)
         if out is not None:

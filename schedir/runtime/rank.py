@@ -70,29 +70,32 @@ class Slots:
         self.taken = 0
 
 
-class Slot(NamedTuple):
+class Slot:
     """The slot of one value, looked up when an instruction is linked."""
 
-    slots: Slots
-    number: int
+    __slots__ = ("number", "slots", "values")
+
+    def __init__(self, slots: Slots, number: int) -> None:
+        self.slots, self.values, self.number = slots, slots.values, number
 
     def fill(self, value: object) -> None:
         """Put the value in; whatever was there must be gone."""
-        slots, number = self
-        assert slots.values[number] is None, "the checker proves that slots are free"
-        slots.values[number] = value
-        slots.taken += 1
-        slots.most = max(slots.most, slots.taken)
+        slots, values, number = self.slots, self.values, self.number
+        assert values[number] is None, "the checker proves that slots are free"
+        values[number] = value
+        slots.taken = taken = slots.taken + 1
+        if taken > slots.most:
+            slots.most = taken
 
     def look(self) -> Any:
         """The value; it stays."""
-        value = self.slots.values[self.number]
+        value = self.values[self.number]
         assert value is not None, "the checker proves that every value is there"
         return value
 
     def free(self) -> None:
         """Let the value go."""
-        self.slots.values[self.number] = None
+        self.values[self.number] = None
         self.slots.taken -= 1
 
 

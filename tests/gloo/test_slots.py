@@ -121,7 +121,7 @@ def test_what_autograd_hands_on_is_not_overwritten(schedule: Any) -> None:
         other = stages()
         program = compile(schedule, plan, model="edge", overlap=True, slots=choice)
         ranks = InProcess(program, other, loss=tiny.loss, boundary=BOUNDARY)
-        for rank in ranks.ranks:
+        for rank in ranks.ranks if choice else ():  # else a buffer is one value's for the step
             keep_apart(rank)
         for seed in range(4):
             assert torch.equal(ranks.step(inputs, targets, seed=seed), total)
