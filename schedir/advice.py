@@ -4,22 +4,25 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from typing import Final, NamedTuple
+from typing import Final, Literal, NamedTuple
 
 import numpy as np
 
 from schedir.calibrate import calibrate, completed
-from schedir.compile import compile, lower
+from schedir.check import check, check_draft
+from schedir.compile import lower, overlapped
 from schedir.costs import Cost, Costs
 from schedir.errors import ProgramError
+from schedir.graph import Model
 from schedir.greedy import greedy
 from schedir.load import built_in
-from schedir.ops import COMPUTE, Opcode
+from schedir.ops import COMPUTE, TRANSFERS, Opcode
+from schedir.passes.slots import Choice, share_slots
 from schedir.plan import Plan
 from schedir.program import Program
 from schedir.simulate import simulate
 from schedir.timeline import Timeline
-from schedir.words import Schedule, placed_for
+from schedir.words import Schedule, delay_for, draft, placed_for
 
 LARGE: Final = 100_000  # instructions of a program for which other orders are not searched
 _WORK: Final = ("F", "B", "I", "W", "FB")
@@ -76,22 +79,40 @@ def _recipe(program: Program) -> Schedule | None:
     if schedule is None:
         return None
     try:
-        again = _compiled(schedule, program.plan, program, Costs())
+        again = draft(schedule, program.plan)
     except ProgramError:
         return None
     # Which costs it was lowered with is not known; the order of compute tells.
-    same = _work(again) == _work(program)
-    return schedule if same else None
+    return schedule if _work(again) == _work(program) else None
 
 
 def _work(program: Program) -> list[bytes]:
     return [s.words[s.op <= max(COMPUTE)].tobytes() for s in program.streams]
 
 
-def _compiled(schedule: Schedule, plan: Plan, like: Program, costs: Costs) -> Program:
-    return compile(
-        schedule, plan, like.tp, like.dp, "device", costs, tied=like.tied, clip=like.clip
-    )
+class _Lowering:
+    """How a program was lowered: read off it, and done again to a draft."""
+
+    def __init__(self, program: Program, model: Model) -> None:
+        self.like, self.model = program, model
+        whole = program.tp == 1 or _has(program, Opcode.Scatter)
+        self.boundary: Literal["replicated", "sharded"] = "replicated" if whole else "sharded"
+        self.overlap = any(bool(s.joined[np.isin(s.op, TRANSFERS)].any()) for s in program.streams)
+        self.slots: Choice | None = None
+        if program.slots:
+            few = share_slots(program, "fewest").slots
+            self.slots = "fewest" if program.slots == few else "enough"
+
+    def of(self, drafted: Program, costs: Costs) -> Program:
+        """A draft lowered in this way, and checked."""
+        like = self.like
+        drafted = replace(drafted, tp=like.tp, dp=like.dp, tied=like.tied, clip=like.clip)
+        program = lower(check_draft(drafted), costs, boundary=self.boundary)
+        if self.overlap:
+            program = overlapped(program, self.model)
+        if self.slots is not None:
+            program = share_slots(program, self.slots, costs, self.model)
+        return check(program, self.model)
 
 
 class _Changes:
@@ -101,6 +122,7 @@ class _Changes:
         self.base, self.costs, self.schedule = base, costs, schedule
         self.program, self.plan = base.program, base.program.plan
         self.room = _activations(self.program, base)
+        self.lowering = _Lowering(self.program, base.model)
 
     def all(self) -> Iterator[tuple[str, Change]]:
         """Kinds, with a change of each that could be simulated."""
@@ -155,7 +177,7 @@ class _Changes:
     def _more(self) -> Iterator[tuple[str, Timeline, float]]:
         if self.schedule is not None and len(self.program) <= LARGE:
             plan = replace(self.plan, microbatches=2 * self.plan.microbatches)
-            program = _compiled(self.schedule, plan, self.program, self.costs)
+            program = self.lowering.of(draft(self.schedule, plan), self.costs)
             timeline = simulate(program, self.costs, model=self.base.model)
             yield "twice as many microbatches of this size", timeline, plan.microbatches
 
@@ -168,11 +190,14 @@ class _Changes:
             most = {1, self.plan.stages_per_rank}
             for v in {fixed} if fixed else most:
                 try:
-                    plan = Plan(self.plan.ranks, self.plan.microbatches, v, placement or "loop")
+                    plan = Plan(
+                        self.plan.ranks, self.plan.microbatches, v, placement or "loop",
+                        self.plan.updates, delay_for(schedule) or 0,
+                    )  # fmt: skip
                     if plan.two_way != self.plan.two_way:  # it would hold the model twice
                         continue
                     costs = _cut(self.costs, self.plan.stages, plan.stages)
-                    program = _compiled(schedule, plan, self.program, costs)
+                    program = self.lowering.of(draft(schedule, plan), costs)
                     timeline = simulate(program, costs, model=self.base.model)
                 except ProgramError:
                     continue
@@ -191,10 +216,9 @@ class _Changes:
             return
         peak = self.base.peak_in_flight.tolist()
         letters = "IFW" if _has(self.program, Opcode.BackwardInput) else "BF"
-        draft = greedy(self.plan, letters, lambda rank: peak[rank] + 1, self.costs)
-        like = self.program
-        draft = replace(draft, tp=like.tp, dp=like.dp, tied=like.tied, clip=like.clip)
-        timeline = simulate(lower(draft, self.costs), self.costs, model=self.base.model)
+        drafted = greedy(self.plan, letters, lambda rank: peak[rank] + 1, self.costs)
+        program = self.lowering.of(drafted, self.costs)
+        timeline = simulate(program, self.costs, model=self.base.model)
         what = "one more activation in flight on each rank, in greedy order"
         yield what, timeline, self.plan.microbatches
 

@@ -38,26 +38,28 @@ _LANE: Final = np.array([row.lane for row in ROWS])
 def idleness(timeline: Timeline) -> NDArray[Any]:
     """Every idle interval of every rank with its one cause, by rank and start.
 
-        A structured array (IDLE): rank, cause (a Cause), start, end, and `awaits`, the index in
-        `timeline.spans` of the instruction that was waited for, or -1.  The intervals of a rank do
-        not overlap, and their lengths sum to `timeline.idle[rank]`.
+    A structured array (IDLE): rank, cause (a Cause), start, end, and `awaits`, the index in
+    `timeline.spans` of the instruction that was waited for, or -1.  The intervals of a rank do
+    not overlap, and their lengths sum to `timeline.idle[rank]`.
 
-        Between two instructions of its compute lane, a rank waits for what the second one needs.
-        From the start of that one we go back in time, each time to what ended last of all that had
-        to end before (`Graph.latest`), until we are where the rank became idle:
+    Between two instructions of its compute lane, a rank waits for what the second one needs.
+    From the start of that one we go back in time, each time to what ended last of all that had
+    to end before (`Graph.latest`), until we are where the rank became idle:
 
-        - MESSAGE: a transfer, or a scatter or gather, is under way; it is awaited.
-        - REDUCTION: a reduction is under way, and no member is missing any more; it is awaited.
-        - HOST: all that was waited for has ended, and still the next has not begun.  Never in a
-          prediction.
-        - An instruction on another rank has not ended: that one is awaited, for the rest of the
-          interval.  Which cause this is, the phase of the waiting rank decides:
-          WARMUP until its first backward begins, COOLDOWN from the end of its last forward on (but
-          not before its first backward), PEER in between.
-        - IMBALANCE: a rank with less to do than the busiest one is idle for the difference, in
-    XX
-        Before the first instruction of a rank the same is told, except that waits for others are
-        WARMUP; after its last it is COOLDOWN, and nothing is awaited.
+    - MESSAGE: a transfer, or a scatter or gather, is under way; it is awaited.
+    - REDUCTION: a reduction is under way, and no member is missing any more; it is awaited.
+    - HOST: all that was waited for has ended, and still the next has not begun.  Never in a
+      prediction.
+    - An instruction on another rank has not ended: that one is awaited, for the rest of the
+      interval.  Which cause this is, the phase of the waiting rank decides:
+      WARMUP until its first backward begins, COOLDOWN from the end of its last forward on (but
+      not before its first backward), PEER in between.
+    - IMBALANCE: a rank with less to do than the busiest one is idle for the difference, in
+      whatever order: so much of its waits for others is called this, of the PEER ones first,
+      then of those after its first instruction, then of those before it.
+
+    Before the first instruction of a rank the same is told, except that waits for others are
+    WARMUP; after its last it is COOLDOWN, and nothing is awaited.
     """
     if not len(timeline):
         return np.empty(0, IDLE)

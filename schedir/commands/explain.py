@@ -100,10 +100,14 @@ def _who(timeline: Timeline) -> list[str]:
 
 def _what(advice: Advice, measured: bool) -> list[str]:
     """What helps most, and of what these claims are."""
+    from schedir.advice import LARGE
+
     base = advice.base
     off = f", {abs(advice.error):.1%} {'more' if advice.error > 0 else 'less'} than it took"
     of = f" at the run's mean times, of {base.span:.6g} s{off}" if measured else ""
     best = [change for change in advice.changes if change.saves >= LEAST][:SHOWN]
+    if len(base.program) > LARGE:
+        of += f"; other orders of {len(base.program):,} instructions are not tried"
     if not best:
         return [f"nothing that was tried saves {LEAST:.1%} of the time, by simulation{of}"]
     head = f"what would save most of the time of a microbatch, by simulation{of}:"

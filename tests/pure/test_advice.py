@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -11,7 +12,7 @@ import pytest
 import schedir
 from schedir import Costs, Plan, Timeline, Word
 from schedir.advice import Advice, advise
-from schedir.schedules import gpipe, one_f_one_b, zb_h1
+from schedir.schedules import gpipe, one_f_one_b, pipedream_2bw, zb_h1
 from tests.commands import refused, said
 
 PLAN = Plan(4, 8)
@@ -69,6 +70,38 @@ def test_more_microbatches_need_the_schedule() -> None:
     assert any("twice" in c.what for c in advise(named).changes)
 
 
+@pytest.mark.parametrize(
+    ("schedule", "how"),
+    [
+        (one_f_one_b, {"overlap": True}),
+        (gpipe, {"slots": "fewest"}),
+        (gpipe, {"slots": "enough"}),
+        (gpipe, {"tp": 2, "boundary": "sharded"}),
+    ],
+)
+def test_changed_programs_are_lowered_as_the_program_was(
+    schedule: schedir.words.Schedule, how: dict[str, Any]
+) -> None:
+    costs = Costs(F=1, B=2, send=0.5, scatter=0.25, gather=0.25)
+
+    def run(microbatches: int) -> Timeline:
+        program = schedir.compile(schedule, Plan(4, microbatches), costs=costs, **how)
+        return schedir.simulate(program, costs)
+
+    timeline, twice = run(8), run(16)
+    saved = saves(advise(timeline, costs), "twice")
+    assert saved == pytest.approx(1 - twice.span / timeline.span / 2)
+
+
+def test_updates_stay() -> None:
+    """Fewer updates of larger batches would be another training, and no advice."""
+    costs = Costs(F=1, B=2)
+    timeline = run_of(pipedream_2bw, costs, Plan(4, 16, updates=4, delay=1))
+    whats = [change.what for change in advise(timeline, costs).changes]
+    assert any("twice" in what for what in whats)
+    assert not any("gpipe" in what or "zb_v" in what for what in whats)
+
+
 def test_a_measured_run_is_judged_at_its_means() -> None:
     timeline = run_of(gpipe, COSTS)
     spans = timeline.spans.copy()
@@ -94,6 +127,8 @@ def test_the_command(
     assert "stage 3 on rank 3 takes 1.33x" in "".join(lines)
     assert said(capsys, "explain", "gpipe", "--ranks=1").endswith("by simulation\n")
     assert '"imbalance"' in said(capsys, "explain", "gpipe", "--json")
+    large = said(capsys, "explain", "gpipe", "--ranks=16", "--microbatches=1100")
+    assert "instructions are not tried" in large
 
     measured = replace(run_of(one_f_one_b, COSTS), kind="measured", unit="s")
     schedir.save_timeline(measured, "x.timeline")
