@@ -26,6 +26,7 @@ from schedir.ops import COMPUTE, ROWS, SHARDING, TRANSFERS, Instr, Opcode, Per
 from schedir.program import FIELDS, OPS, Program, Words
 
 MOST_IN_GROUP = 256  # NCCL hangs on larger ones
+_SMALL = 2**16  # instructions of which tables may be made, whatever the plan
 _F, _B, _I, _W = COMPUTE
 _O = Opcode
 _MOVE_GRADIENTS = (_O.SendGrad, _O.RecvGrad, _O.ScatterGrad, _O.GatherGrad)
@@ -39,6 +40,7 @@ def completeness(program: Program, *, draft: bool) -> Index:
     LevelError.
     """
     expect(program, Program, "schedir.compile(schedule, plan)")
+    _size(program)
     _words(program)
     index = Index(program)
     look = _Look(program, index)
@@ -62,12 +64,27 @@ def completeness(program: Program, *, draft: bool) -> Index:
     return index
 
 
+def _size(program: Program) -> None:
+    """Refuse what is far too small or too large for its plan, before tables of it are made.
+
+    What is a little wrong is better said by what is missing, or there twice.
+    """
+    plan, n = program.plan, len(program)
+    if len(program.streams) != plan.ranks:
+        raise CompletenessError(
+            f"{len(program.streams)} Streams for {plan.ranks} ranks", program=program.name
+        )
+    least = plan.stages * plan.microbatches
+    if least > max(4 * n, _SMALL) or n > max(4 * plan.room, _SMALL):
+        raise CompletenessError(
+            f"{n} instructions are far too {'few' if n < least else 'many'} for {plan.stages} "
+            f"stages x {plan.microbatches} microbatches, which take {least} to {plan.room}",
+            program=program.name,
+        )
+
+
 def _words(program: Program) -> None:
     """Refuse what is no instruction at all; only hand-made words can be that wrong."""
-    if len(program.streams) != program.plan.ranks:
-        raise CompletenessError(
-            f"{len(program.streams)} Streams for {program.plan.ranks} ranks", program=program.name
-        )
     words, fields = program.words, program.words.view(FIELDS)
     known = (fields["joined"] <= 1) & (fields["op"] < len(ROWS))
     for row in ROWS:

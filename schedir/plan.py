@@ -12,6 +12,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from schedir.errors import PlanError
+from schedir.ops import ROWS, Per
 
 MAX_MICROBATCHES = 2**20
 MAX_STAGES = 2**15
@@ -178,6 +179,16 @@ class Plan:
         if isinstance(self.placement, str):
             return self.ranks * self.stages_per_rank // (1 + self.two_way)
         return len(self.placement)
+
+    @property
+    def room(self) -> int:
+        """The most instructions that a program can have without one that is there twice."""
+        each = {
+            Per.MICROBATCH: self.stages * self.microbatches,
+            Per.STAGE: self.stages * (1 + self.two_way) * self.updates,
+            Per.RANK: self.ranks * self.updates,
+        }
+        return sum(each[row.per] for row in ROWS)
 
     @cached_property
     def rank_of(self) -> NDArray[np.int64]:

@@ -33,6 +33,7 @@ FORMAT = 1
 _PLAN = ("ranks", "microbatches", "stages_per_rank", "placement", "updates", "delay")
 _KEYS = (*_PLAN, "tp", "dp", "tied", "clip")
 MOST = 2**28  # instructions that a text may unfold to
+_SPARE = 1000  # instructions beyond what the plan has room for
 
 # ---------------------------------------------------------------- program to text
 
@@ -195,6 +196,7 @@ def parse(text: str, most: int = MOST) -> Program:
         key = next((k for k in re.findall(r"\w+", error.fact) if k in found), "ranks")
         _, line, at = found[key]
         raise line.error(error.fact, at, error.hint) from None
+    most = min(most, 4 * plan.room + _SPARE)  # what is a little wrong is best said of the whole
     streams, slots = _streams(lines[begin:], plan.ranks, lines[-1], most)
     try:
         return Program(name, plan, streams, **header, slots=slots)
@@ -296,7 +298,7 @@ def _unfold(line: _Line, most: int) -> Words:
         turn.append(word)
         steps.append(step)
     if times * len(turn) > most:
-        raise line.error("the program unfolds to more instructions than are allowed")
+        raise line.error("the program unfolds to more instructions than it can have")
     for word, step in zip(turn, steps, strict=True):
         end = (word & 0xFFFFFFFF) + step * (times - 1)
         if not 0 <= end < 2**32:

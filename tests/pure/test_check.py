@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import re
+import tracemalloc
 from dataclasses import replace
 
+import numpy as np
 import pytest
 
 from schedir.check import check, check_draft
@@ -23,7 +25,7 @@ from schedir.graph import MODELS
 from schedir.ops import COMPUTE, RECEIVES, SENDS
 from schedir.plan import Plan
 from schedir.program import Program, Stream, pack
-from schedir.schedules import gpipe, interleaved, one_f_one_b
+from schedir.schedules import dualpipe, gpipe, interleaved, one_f_one_b, pipedream_2bw
 from schedir.text import parse, show
 from schedir.words import B, F, I, W, Word, draft, overlap
 
@@ -119,6 +121,30 @@ def test_the_right_ones_pass() -> None:
     for program in (WHOLE, SPLIT, SHARDED):
         for model in MODELS:
             assert check(program, model) is program
+
+
+def test_a_wrong_size_is_refused_before_anything_is_made() -> None:
+    one = Stream(pack(0, 0, 0))
+    many = Stream(np.zeros(100_000, np.int64))
+    for plan, stream, fact in (
+        (Plan(1, 2**20), one, "1 instructions are far too few for 1 stages x 1048576 microbatches"),
+        (Plan(1, 8), many, "100000 instructions are far too many for 1 stages x 8 microbatches"),
+    ):
+        tracemalloc.start()
+        with pytest.raises(CompletenessError, match=fact):
+            check(Program("x", plan, (stream,)))
+        assert tracemalloc.get_traced_memory()[1] < 100_000
+        tracemalloc.stop()
+
+
+def test_a_plan_has_room_for_its_programs() -> None:
+    for schedule, plan in (
+        (zb, Plan(4, 6)),
+        (dualpipe, Plan(4, 16, placement="mirror")),
+        (pipedream_2bw, Plan(4, 16, updates=4, delay=1)),
+    ):
+        program = compile(schedule, plan, tp=2, dp=2, tied=True, clip=True)
+        assert plan.stages * plan.microbatches < len(program) < plan.room
 
 
 def test_draft_is_refused_where_a_program_is_needed() -> None:
