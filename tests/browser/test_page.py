@@ -92,6 +92,15 @@ def test_hovering_tells_of_an_instruction_and_what_it_waited_for(page: Page) -> 
     assert text(browser, "tip") == ""
 
 
+def test_times_are_told_as_finely_as_they_differ(page: Page) -> None:
+    costs = Costs(F=10000.125, B=0.125)
+    browser = page(simulate(compile(one_f_one_b, Plan(1, 2), costs=costs), costs))
+    browser.key("/")
+    browser.type("B 0.1")
+    browser.key("Enter")
+    assert "start\n20000.375\nlength\n0.125" in text(browser, "selected")
+
+
 def test_zoom_and_pan(page: Page) -> None:
     browser = page(PREDICTED)
 

@@ -216,7 +216,7 @@ function paintRuler() {
     pen.fillStyle = colours.grid;
     pen.fillRect(x, HEAD, 1, view.high);
     pen.fillStyle = colours.soft;
-    pen.fillText(time(run, step * every, unit), x + 5, MAP + RULER / 2);
+    pen.fillText(time(run, step * every, unit, every), x + 5, MAP + RULER / 2);
   }
 }
 

@@ -121,14 +121,18 @@ function query(text) {
 
 // ---------------------------------------------------------------- numbers
 
-const short = (x) => String(+x.toPrecision(5));
+// Five digits, or as many as tell apart what is `fine` apart.
+function short(x, fine = 0) {
+  const digits = x && fine ? Math.ceil(Math.log10(Math.abs(x) / fine)) + 1 : 0;
+  return String(+x.toPrecision(Math.max(5, Math.min(digits, 15))));
+}
 
 // A length of time in its run's own unit, or in a unit chosen for `of`.
-function time(run, x, of = x) {
-  x /= run.scale; of /= run.scale;
-  if (run.unit !== "s") return short(x) + (run.unit ? ` ${run.unit}` : "");
+function time(run, x, of = x, fine = 0) {
+  x /= run.scale; of /= run.scale; fine /= run.scale;
+  if (run.unit !== "s") return short(x, fine) + (run.unit ? ` ${run.unit}` : "");
   const [one, unit] = Math.abs(of) >= 1 ? [1, "s"] : Math.abs(of) >= 1e-3 ? [1e-3, "ms"] : [1e-6, "µs"];
-  return `${short(x / one)} ${unit}`;
+  return `${short(x / one, fine / one)} ${unit}`;
 }
 
 function amount(x, unit) {
@@ -137,4 +141,4 @@ function amount(x, unit) {
   return `${+(x / 1000 ** power).toPrecision(4)} ${["B", "kB", "MB", "GB", "TB"][power]}`;
 }
 
-const percent = (x) => `${(100 * x).toFixed(1)} %`;
+const percent = (x) => `${(100 * x).toFixed(1)}%`;

@@ -5,7 +5,7 @@ function facts(run, k) {
   const list = [["rank", `${run.rank[k]}`]];
   if (op.per !== "rank") list.push(["stage", `${run.stage[k]}`]);
   if (op.per === "stage.mb") list.push(["microbatch", `${run.mb[k]}`]);
-  list.push(["start", time(run, run.start[k])], ["length", time(run, run.end[k] - run.start[k])]);
+  list.push(["start", time(run, run.start[k], run.start[k], (run.end[k] - run.start[k]) / 10)], ["length", time(run, run.end[k] - run.start[k])]);
   if (length > run.total * 1e-6) {
     let text = time(run, length);
     if (blamed >= 0) text += `, at last for ${nameOf(run, blamed)}` + (run.rank[blamed] === run.rank[k] ? "" : ` on rank ${run.rank[blamed]}`);
@@ -91,12 +91,12 @@ function tell(event) {
     });
     tip.append(make("div", `rank ${hover.rank} at ${time(run, hover.t)}`, "name"), table(held));
   } else {
-    const { since, until, next } = gap(run, hover.rank, hover.t), list = [["from", time(run, since)], ["length", time(run, until - since)]];
+    const { since, until, next } = gap(run, hover.rank, hover.t), list = [["from", time(run, since, since, (until - since) / 10)], ["length", time(run, until - since)]];
     if (next >= 0) list.push(["until", nameOf(run, next)]);
     list.push(...because(run, hover.rank, since, until));
     tip.append(make("div", `rank ${hover.rank} is idle`, "name"), table(list));
   }
-  if (runs.length > 1) tip.append(make("div", run.label, "soft"));
+  if (runs.length > 1) tip.append(make("div", `run: ${run.label}`, "soft"));
   const { offsetWidth: w, offsetHeight: h } = tip, x = event.offsetX, y = event.offsetY;
   tip.style.left = `${x + w + 24 > view.wide ? Math.max(4, x - w - 14) : x + 14}px`;
   tip.style.top = `${y + h + 24 > view.high ? Math.max(4, y - h - 14) : y + 16}px`;
