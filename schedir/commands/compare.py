@@ -6,8 +6,9 @@ import argparse
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from schedir.commands.draw import add_picture, save_chart
+from schedir.commands.draw import add_picture, only_charts, save_chart
 from schedir.commands.simulate import facts
+from schedir.errors import UsageError
 from schedir.options import RUN, add_shape, timeline_of
 from schedir.terminal import as_json, table
 
@@ -33,6 +34,12 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> str:
     """A row per schedule."""
+    if args.output is None:
+        if args.tradeoff:
+            raise UsageError("bubble against memory is a picture", hint="-o FILE.png")
+        only_charts(args, "a table")
+    elif args.tradeoff:
+        only_charts(args, "bubble against memory")
     timelines = [timeline_of(args, source, share=True) for source in args.source]
     said = _compared(timelines, as_table=not args.json)
     if not args.json:

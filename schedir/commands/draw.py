@@ -30,7 +30,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 def add_picture(parser: argparse.ArgumentParser) -> None:
     """What a chart shows, and how wide it is."""
     parser.add_argument(
-        "--show", metavar="MARKS", default="lanes",
+        "--show", metavar="MARKS",
         help="of lanes,arrows,path,in_flight,memory,phases, or none (lanes)",
     )  # fmt: skip
     parser.add_argument(
@@ -48,14 +48,24 @@ def _width(text: str) -> float | str:
     return inches
 
 
+def only_charts(args: argparse.Namespace, what: str) -> None:
+    """Refuse what `add_picture` takes where something else is drawn."""
+    for name in ("show", "width"):
+        if getattr(args, name) is not None:
+            raise UsageError(f"--{name} is for Gantt charts, not for {what}")
+
+
 def run(args: argparse.Namespace) -> str:
     """The picture, by the ending of its name."""
+    page = args.output is not None and args.output.lower().endswith(".html")
+    if args.idle and (page or args.output is None):
+        raise UsageError("a map of idle time is a picture", hint="-o FILE.png")
+    if page or args.idle or args.output is None:
+        only_charts(args, "a page" if page else "a map of idle time" if args.idle else "letters")
     timelines = [timeline_of(args, source) for source in args.source]
     if args.output is None:
-        if args.idle:
-            raise UsageError("a map of idle time is a picture", hint="-o FILE.png")
         return "\n".join(map(in_letters, timelines))
-    if args.output.lower().endswith(".html"):
+    if page:
         from schedir.viz import save_html
 
         if len(timelines) > 2:
@@ -91,8 +101,9 @@ def save_chart(args: argparse.Namespace, timelines: list[Timeline]) -> None:
     from schedir.viz.output import suffix_of
 
     suffix_of(args.output)  # a wrong ending is told before anything is drawn
-    show = () if args.show == "none" else [mark.strip() for mark in args.show.split(",")]
-    save(compare(timelines, width=args.width, show=show), args.output)
+    show = [mark.strip() for mark in ("lanes" if args.show is None else args.show).split(",")]
+    marks = () if show == ["none"] else show
+    save(compare(timelines, width=args.width, show=marks), args.output)
 
 
 def _expected(measured: Timeline) -> Timeline:

@@ -226,6 +226,17 @@ def test_plain_options_reach_all_of_it(tmp_path: Path, monkeypatch: pytest.Monke
         ["draw", "gpipe", "--width", "poster"],
         ["draw", "gpipe", "--width", "0"],
         ["draw", "gpipe", "gpipe", "--idle"],
+        ["draw", "gpipe", "--idle", "--show", "path"],
+        ["compare", "gpipe", "--tradeoff", "--width", "column"],
     ):
         assert main([*argv, "-o", "x.pdf"]) == 2, argv
         assert not Path("x.pdf").exists()
+    for argv in (  # what would have no effect is refused
+        ["draw", "gpipe", "--show", "path"],
+        ["draw", "gpipe", "--width", "7", "-o", "x.html"],
+        ["draw", "gpipe", "--idle", "-o", "x.html"],
+        ["compare", "gpipe", "--tradeoff"],
+        ["compare", "gpipe", "--show", "path"],
+    ):
+        assert main(argv) == 2, argv
+        assert not Path("x.html").exists()
