@@ -50,17 +50,18 @@ def letters(timeline: Timeline, width: int = 80) -> list[Line]:
     fact = f"{timeline.kind}: span {timeline.span:.6g}{unit}, bubble {timeline.bubble:.1%}"
     lines: list[Line] = [
         [(timeline.program.name, "bold"), (f", {fact}", "")],
-        [(" " * (name + columns) + "   idle  held", "bright_black")],
     ]
     share = timeline.idle / (timeline.span or 1.0)
     for cut in range(cuts):
+        if cut == cuts - 1:  # there the figures are
+            lines.append([(" " * (name + columns) + "   idle  held", "bright_black")])
+        elif cut:
+            lines.append([])
         for rank, row in zip(ranks, rows, strict=True):
             part = row[cut * columns : (cut + 1) * columns]
             last = cut == cuts - 1
             said = f" {share[rank]:6.1%} {timeline.peak_in_flight[rank]:5}" if last else ""
             lines.append([(f"{f'rank {rank}':<{name}}", ""), *_joined(part), (said, "")])
-        if cut < cuts - 1:
-            lines.append([])
     if every > 1:
         lines.append([(f"one rank in {every} of {timeline.ranks} is shown", "bright_black")])
     if not boxes:
