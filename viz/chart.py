@@ -179,7 +179,8 @@ def _frame(axes: Axes, sheet: Sheet, end: float, inches: float, row: float, *, t
         axes.set_xlabel(f"time in {unit}", fontsize=7.5, labelpad=2)
     slim = inches < _SLIM
     size = 7 if slim else 9
-    peak = f"{peak_activations(timeline):.4g} in flight"
+    most = peak_activations(timeline)
+    peak = f"{most:.4g} activation{'s' * (most != 1)}"
     if timeline.sizes is not None:
         peak = in_bytes(float(timeline.peak_memory.max()))
     about = f"bubble {timeline.bubble:.1%}, peak {peak}"

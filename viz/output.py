@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from pathlib import Path
 from typing import Any, Final
 
@@ -40,5 +41,7 @@ def save(figure: Figure, path: str | Path) -> None:
     Raises UsageError for any other suffix, and where the file cannot be written.
     """
     suffix = suffix_of(path)
-    with replacing(path) as temporary, matplotlib.rc_context(_STYLE):
+    with replacing(path) as temporary, matplotlib.rc_context(_STYLE), warnings.catch_warnings():
+        # A letter that the font does not have is drawn as a box, and nothing more is to be said.
+        warnings.filterwarnings("ignore", "Glyph .* missing from font", UserWarning)
         figure.savefig(temporary, format=suffix[1:], dpi=_DPI, metadata=FORMATS[suffix])
