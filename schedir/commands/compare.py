@@ -58,7 +58,7 @@ def run(args: argparse.Namespace) -> str:
 def _compared(timelines: Sequence[Timeline], *, as_table: bool) -> str:
     from schedir.viz.density import peak_activations
 
-    rows = []
+    rows, several = [], len({t.kind for t in timelines}) > 1
     for t in timelines:
         plan, peak = t.program.plan, int(t.peak_in_flight.max(initial=0))
         shape = {"ranks": plan.ranks, "microbatches": plan.microbatches, "stages": plan.stages}
@@ -70,8 +70,10 @@ def _compared(timelines: Sequence[Timeline], *, as_table: bool) -> str:
         ["schedule", "ranks", "microbatches", "stages", "span", "bubble", "of busy time",
          "peak in flight", "peak activations"],
         [
-            [f["program"], *(str(f[name]) for name in ("ranks", "microbatches", "stages")),
-             f"{f['span']:.6g}", f"{f['bubble']:.1%}", f"{f['bubble_over_ideal']:.1%}",
+            [f["program"] + (f", {f['kind']}" if several else ""),
+             *(str(f[name]) for name in ("ranks", "microbatches", "stages")),
+             f"{f['span']:.6g} {f['unit']}".strip(),
+             f"{f['bubble']:.1%}", f"{f['bubble_over_ideal']:.1%}",
              str(f["peak_in_flight"]), f"{f['peak_activations']:.6g}"]
             for f in rows
         ],

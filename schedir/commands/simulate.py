@@ -45,6 +45,7 @@ def run(args: argparse.Namespace) -> str:
         return as_json(facts(timeline) | columns | slots)
     if "peak_memory" in columns:
         columns["peak_memory"] = [in_bytes(size) for size in columns["peak_memory"]]
+    unit = timeline.unit and f" {timeline.unit}"
     rows = enumerate(zip(*columns.values(), strict=True))
     return (
         f"{timeline.program.name}, {timeline.kind}\n"
@@ -55,7 +56,7 @@ def run(args: argparse.Namespace) -> str:
                 for rank, row in rows
             ],
         )
-        + f"span {timeline.span:.6g}, bubble {timeline.bubble:.1%} of ranks x span, "
+        + f"span {timeline.span:.6g}{unit}, bubble {timeline.bubble:.1%} of ranks x span, "
         f"{timeline.bubble_over_ideal:.1%} of the busy time\n" + _said(timeline, slots)
     )
 
@@ -94,6 +95,8 @@ def facts(timeline: Timeline) -> dict[str, Any]:
     return {
         "program": timeline.program.name,
         "digest": timeline.program.digest,
+        "kind": timeline.kind,
+        "unit": timeline.unit,
         "span": timeline.span,
         "bubble": timeline.bubble,
         "bubble_over_ideal": timeline.bubble_over_ideal,

@@ -243,7 +243,8 @@ def test_commands_take_a_timeline(capsys: pytest.CaptureFixture[str]) -> None:
     save_timeline(replace(timeline(), kind="measured", unit="s"), FILE)
     assert "one_f_one_b, measured" in said(capsys, "simulate", str(FILE))
     assert said(capsys, "simulate", str(FILE), "--ranks=3")
-    assert said(capsys, "compare", str(FILE), "one_f_one_b", "--ranks=3", "--microbatches=4")
+    said_of = said(capsys, "compare", str(FILE), "one_f_one_b", "--ranks=3", "--microbatches=4")
+    assert "one_f_one_b, measured" in said_of and "one_f_one_b, predicted" in said_of
     assert said(capsys, "draw", str(FILE), "-o", "x.svg")
     assert "leave out --ranks" in refused(capsys, "simulate", str(FILE), "--ranks=4")
     assert "predicted" in said(capsys, "simulate", str(FILE), "--costs=F=1")
