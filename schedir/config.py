@@ -78,7 +78,7 @@ class DataConfig:
 _CHOICES = {
     "device": ("cpu", "cuda"),
     "transport": ("edge", "grouped"),
-    "precision": ("float32", "bfloat16"),
+    "precision": ("float32", "bfloat16", "float16"),
 }
 
 
@@ -90,8 +90,9 @@ class TrainConfig:
     instruction may take, with its wait for other ranks; `threads` those of torch in a process.
 
     `device` is cpu, or cuda for a GPU each; `transport` is how messages queue on GPUs: edge, or
-    grouped.  `precision` is the type of the weights, float32 or bfloat16; gradients and the
-    optimizer's numbers are float32 in any case.
+    grouped.  `precision` is the type of the weights, float32, bfloat16 or float16; gradients
+    and the optimizer's numbers are float32 in any case.  In float16 the loss is scaled, led by the
+    gradient norm, which `clip` takes.
     """
 
     steps: Count = 100
@@ -118,6 +119,12 @@ class TrainConfig:
                 )
         if self.transport != "edge" and self.device == "cpu":
             raise UsageError(f"transport {self.transport} is one of GPUs", hint='device = "cuda"')
+
+        if self.precision == "float16" and not self.clip:
+            raise UsageError(
+                "float16 scales the loss by what the gradient norm says, and clip 0 takes none",
+                hint="clip = 1e9 takes it and clips nothing",
+            )
 
     @property
     def model(self) -> Model:

@@ -24,7 +24,7 @@ from schedir.launch import crash
 from schedir.program import Program
 from schedir.runtime.c10d import Gloo, Processes, measured
 from schedir.runtime.executor import Executor
-from schedir.runtime.precision import MainOptimizer, float32_gradients
+from schedir.runtime.precision import LossScale, MainOptimizer, float32_gradients
 from schedir.runtime.rank import Boundary
 from schedir.runtime.warm import warm_up
 from schedir.simulate import simulate
@@ -139,6 +139,7 @@ class _Trainer:
             self.transport: Processes = nccl(program, self.device, kind, config.train.timeout)
         else:
             self.transport = Gloo(program, config.train.timeout)
+        self.transport.agree(_facts(config))
         plan, tp = program.plan, self.transport.tp_group
         division = config.pipeline.division
         stages = {
@@ -154,6 +155,7 @@ class _Trainer:
         self.optimizer: MainOptimizer | torch.optim.Optimizer = (
             make(parameters) if dtype == torch.float32 else MainOptimizer(parameters, make)
         )
+        self.loss_scale = LossScale(device=self.device) if dtype == torch.float16 else None
         self.size = config.data.microbatch_size
         self.executor = Executor(
             program,
@@ -164,6 +166,7 @@ class _Trainer:
             boundary=Boundary((self.size, config.model.context, config.model.hidden), dtype),
             optimizer=self.optimizer,
             max_norm=config.train.clip,
+            loss_scale=self.loss_scale,
             # On a GPU an instruction is issued long before it runs: the host cannot time it.
             record=config.output.record and self.device.type == "cpu",
         )
@@ -258,10 +261,11 @@ class _Trainer:
         if runs is not None:
             bubble = f"  bubble {runs[0].bubble:.1%}, predicted {runs[1].bubble:.1%}"
         clipped = "" if last.norm is None else f"  norm {last.norm:.3f}"
+        scaled = "" if self.loss_scale is None else f"  scale {float(self.loss_scale.value):g}"
         print(
             f"step {step:>{len(str(self.config.train.steps))}}  loss {losses[-1]:.4f}"
-            f"  {self._speed(timed or seconds):,.0f} tokens/s  lr {last.learning_rate:.2e}{clipped}"
-            f"{bubble}",
+            f"  {self._speed(timed or seconds):,.0f} tokens/s  lr {last.learning_rate:.2e}"
+            f"{clipped}{scaled}{bubble}",
             flush=True,
         )
         return Result(self.program, losses[-1], self._speed(self.timed or seconds), runs)
@@ -280,10 +284,24 @@ class _Trainer:
         return self.batches.size * self.batches.context * len(seconds) / sum(seconds)
 
 
+def _facts(config: Config) -> dict[str, str]:
+    """What must be the same in the configuration that each process has read."""
+    own = {"data.source", "train.threads"}  # a machine's own
+    tables = {"model": config.model, "data": config.data, "train": config.train}
+    facts = {f"{t}.{key}": str(v) for t, table in tables.items() for key, v in vars(table).items()}
+    facts["pipeline.division"] = str(config.pipeline.division)
+    return {key: value for key, value in facts.items() if key not in own}
+
+
 def _adamw(parameters: list[torch.nn.Parameter], train: TrainConfig) -> torch.optim.Optimizer:
     """AdamW; only matrices decay."""
     groups = [
         {"params": [p for p in parameters if p.ndim >= 2], "weight_decay": train.weight_decay},
         {"params": [p for p in parameters if p.ndim < 2], "weight_decay": 0.0},
     ]
-    return torch.optim.AdamW([g for g in groups if g["params"]], lr=train.lr, betas=train.betas)
+    return torch.optim.AdamW(
+        [g for g in groups if g["params"]],
+        lr=train.lr,
+        betas=train.betas,
+        fused=train.precision == "float16" or None,  # a fused one skips without the host
+    )

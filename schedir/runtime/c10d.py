@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 from datetime import timedelta
 from typing import Any, cast
@@ -51,7 +52,8 @@ class Processes:
             int(k) for k in np.unravel_index(dist.get_rank(), mesh.shape)
         )
         self._timeout = None if timeout is None else timedelta(seconds=timeout)
-        self._agree_on(program)
+        self.name = program.name
+        self.agree({"the program": program.digest[:12], "the transport": type(self).__name__})
         self.pipeline = self._group(mesh.swapaxes(1, 2).reshape(-1, pp))
         self.tp_group = self._group(mesh.reshape(-1, self.tp)) if self.tp > 1 else None
         self.groups: dict[Group, Any] = {"model": self._group(mesh.reshape(self.dp, -1))}
@@ -73,17 +75,21 @@ class Processes:
         own, _ = dist.new_subgroups_by_enumeration(members.tolist(), timeout=self._timeout)
         return own
 
-    def _agree_on(self, program: Program) -> None:
-        """Every process must run the same program: to find out later would be a hang."""
-        digests: list[str] = [""] * dist.get_world_size()
-        dist.all_gather_object(digests, program.digest)
-        if len(set(digests)) > 1:
-            other = next(k for k, d in enumerate(digests) if d != digests[0])
-            raise ModelError(
-                f"processes 0 and {other} have different programs: {digests[0][:12]} and "
-                f"{digests[other][:12]}",
-                program=program.name,
-            )
+    def agree(self, facts: Mapping[str, str]) -> None:
+        """As Transport.agree: all processes must call this."""
+        everyone: list[Mapping[str, str]] = [{}] * dist.get_world_size()
+        dist.all_gather_object(everyone, dict(facts))
+        # In sorted order, so that all processes say the same of several differences.
+        for fact in sorted({fact for own in everyone for fact in own}):
+            values = {k: own[fact] for k, own in enumerate(everyone) if fact in own}
+            first = next(iter(values))
+            for other, value in values.items():
+                if value != values[first]:
+                    raise ModelError(
+                        f"processes {first} and {other} do not agree on {fact}: {values[first]} "
+                        f"and {value}",
+                        program=self.name,
+                    )
 
     def send(self, tensor: Tensor, peer: int, lane: Lane) -> Work:
         """As Transport.send."""

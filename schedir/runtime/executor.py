@@ -7,6 +7,7 @@ is the caller's choice among the legal ones: a process makes them in Stream orde
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Mapping
 from functools import partial
 from time import perf_counter
@@ -20,7 +21,8 @@ from schedir.errors import ExecutionError, ModelError, Site
 from schedir.ops import ROWS, Lane
 from schedir.program import Program
 from schedir.runtime.handlers import HANDLERS
-from schedir.runtime.rank import Boundary, Call, Loss, Microbatches, Rank, Steps
+from schedir.runtime.precision import LossScale, Steps
+from schedir.runtime.rank import Boundary, Call, Loss, Microbatches, Rank
 from schedir.runtime.transport import Transport
 
 
@@ -30,7 +32,8 @@ class Executor(Rank):
     `stages` are the rank's own stages, any modules: `module(x) -> y`, the first takes inputs,
     the last gives what `loss(y, target)` sums up.  All others take and give tensors of
     `boundary`.  `optimizer.step()` runs at OptimizerStep, after gradients are scaled to a
-    global norm of at most `max_norm` if the program clips.
+    global norm of at most `max_norm` if the program clips.  With a `loss_scale`, gradients are
+    those of the scaled loss until they are reduced, and a step whose norm is not finite is skipped.
 
     Two attributes say what cannot be seen.  With a tied weight, the modules of first and last
     stage name their copies `tied_weight`.  Under tensor parallelism, a parameter of which each
@@ -41,8 +44,9 @@ class Executor(Rank):
     instruction is a range named by what it is and its stage ("F 0"), with itself ("F 0.3") as
     its argument.
 
-    Raises ModelError where modules, transport and program do not go together, and whatever
-    `check` raises where the program is not proven for the transport.
+    All processes of a transport make theirs together: it compares what they must agree on.
+    Raises ModelError where they do not, or where modules, transport and program do not go
+    together, and whatever `check` raises where the program is not proven for the transport.
     """
 
     def __init__(
@@ -56,12 +60,22 @@ class Executor(Rank):
         boundary: Boundary,
         optimizer: Steps | None = None,
         max_norm: float = 1.0,
+        loss_scale: LossScale | None = None,
         record: bool = True,
     ) -> None:
+        facts = {"the boundary": str(boundary), "the loss scale": str(loss_scale)}
+        if program.clip:
+            facts["max_norm"] = repr(max_norm)
+        for s, module in stages.items():
+            facts[f"the parameters of stage {s}, slice {transport.tp_rank}"] = _sizes(module)
+        transport.agree(facts)
         _fit(check(program, transport.model), rank, stages, transport, boundary)
+        if loss_scale is not None:
+            _fit_scale(program)
         super().__init__(
-            program, rank, stages, transport, loss, boundary, optimizer, max_norm, record
-        )
+            program, rank, stages, transport, loss, boundary,
+            optimizer, max_norm, loss_scale, record,
+        )  # fmt: skip
         self.position = 0  # index in the Stream: where this rank stands
         self.profiled = False
         self.calls = [HANDLERS[i.op](self, i) for i in self.stream]
@@ -125,6 +139,8 @@ class Executor(Rank):
                 )
         self.profiled = torch.autograd.profiler._is_profiler_enabled
         self.inputs, self.targets, self.scale = inputs, targets, scale
+        if self.loss_scale is not None:
+            self.seed, self.scale = self.loss_scale.value * scale, self.loss_scale.inverse
         for stage in self.stages.values():
             stage.gradients.zero()
             if stage.versions is not None:
@@ -180,6 +196,31 @@ class Executor(Rank):
 def _both(first: Callable[[], None], second: Callable[[], None]) -> None:
     first()
     second()
+
+
+def _sizes(module: nn.Module) -> str:
+    """How many numbers a module trains, by type, and the types of their gradients."""
+    counts: Counter[str] = Counter()
+    for p in module.parameters():
+        if p.requires_grad:
+            counts[f"{p.dtype}, gradients in {p.grad_dtype or p.dtype}"] += p.numel()
+    return " and ".join(f"{n} of {kind}" for kind, n in counts.items()) or "nothing"
+
+
+def _fit_scale(program: Program) -> None:
+    """Refuse a program in which a loss scale could not be led."""
+    if not program.clip:
+        raise ModelError(
+            "a loss scale is led by the norm of the gradients, which the program does not take",
+            program=program.name,
+            hint="compile(..., clip=True); a max_norm of infinity clips nothing",
+        )
+    if program.plan.updates > 1:
+        raise ModelError(
+            f"a loss scale changes between updates, and the program has {program.plan.updates} "
+            "in a step",
+            program=program.name,
+        )
 
 
 def _fit(

@@ -75,7 +75,7 @@ def backward(rank: Rank, i: Instr, *, splits: bool = False) -> Call:
 
     def run() -> None:
         x, root = saved.look()
-        dy = None if given is None else given.look()
+        dy = rank.seed if given is None else given.look()
         if shared and dy is not None:
             dy = dy.clone()  # a tape may keep it, and outlive its turn
         if root is not None:  # a first stage may have nothing to train
@@ -357,7 +357,9 @@ def step(rank: Rank, i: Instr) -> Call:
             shrink = (rank.max_norm / (rank.norm + 1e-6)).clamp(max=1.0)
             for stage in rank.stages.values():
                 stage.gradients.scale(shrink)
-        if rank.optimizer is not None:
+        if rank.loss_scale is not None:
+            rank.loss_scale.step(rank.optimizer, rank.norm.isfinite())
+        elif rank.optimizer is not None:
             rank.optimizer.step()
         if i.mb < rank.plan.updates - 1:  # the last one's gradients are left to look at
             for stage in rank.stages.values():

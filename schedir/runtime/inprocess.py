@@ -7,7 +7,7 @@ allows is what happens, in an order that a seed decides.
 from __future__ import annotations
 
 from collections import defaultdict, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from copy import deepcopy
 
@@ -20,6 +20,7 @@ from schedir.ops import Lane
 from schedir.plan import Plan
 from schedir.program import Program
 from schedir.runtime.executor import Executor
+from schedir.runtime.precision import LossScale, Steps
 from schedir.runtime.rank import Boundary, Loss, Microbatches
 from schedir.runtime.streams import StreamHub, StreamMailbox
 from schedir.runtime.transport import Done, Group, Work
@@ -40,6 +41,9 @@ class _Mailbox:
 
     def __init__(self, hub: _Hub, rank: int, members: dict[Group, list[int]], model: Model) -> None:
         self.hub, self.rank, self.members, self.model = hub, rank, members, model
+
+    def agree(self, facts: Mapping[str, str]) -> None:
+        """All virtual ranks are told the same."""
 
     def send(self, tensor: Tensor, peer: int, lane: Lane) -> Work:
         self.hub.mail[lane, self.rank, peer].append(tensor.clone())
@@ -76,9 +80,9 @@ class InProcess:
     """All ranks of a program as virtual ranks of this process.
 
     `stages` are all the stages of the model, in order; where stages have two holders, the second
-    has a copy.  `optimizer` makes each rank's from its parameters.  On a GPU, each rank has streams
-    of its own.  Raises ModelError for programs with tensor- or data-parallel groups, whose ranks
-    run at once and need processes.
+    has a copy.  `optimizer` makes each rank's from its parameters, `loss_scale` each rank's own.
+    On a GPU, each rank has streams of its own.  Raises ModelError for programs with tensor- or
+    data-parallel groups, whose ranks run at once and need processes.
     """
 
     def __init__(
@@ -89,8 +93,9 @@ class InProcess:
         loss: Loss,
         boundary: Boundary,
         model: Model = "edge",
-        optimizer: Callable[[list[nn.Parameter]], torch.optim.Optimizer] | None = None,
+        optimizer: Callable[[list[nn.Parameter]], Steps] | None = None,
         max_norm: float = 1.0,
+        loss_scale: Callable[[], LossScale] | None = None,
     ) -> None:
         if (program.tp, program.dp) != (1, 1):
             raise ModelError("virtual ranks run with tp 1 and dp 1", program=program.name)
@@ -116,6 +121,7 @@ class InProcess:
                 boundary=boundary,
                 optimizer=optimizer(parameters) if optimizer and parameters else None,
                 max_norm=max_norm,
+                loss_scale=loss_scale and loss_scale(),
             )
             self.ranks.append(executor)
         self.graph = Graph(program, model)

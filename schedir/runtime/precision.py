@@ -1,20 +1,26 @@
-"""Precision: bfloat16 parameters, with gradients and an optimizer's state in float32.
+"""Precision: 16-bit parameters, with gradients and an optimizer's state in float32.
 
     module.to(torch.bfloat16)
     float32_gradients(module)
     optimizer = MainOptimizer(module.parameters(), torch.optim.AdamW)
 
-The mixed precision of Micikevicius et al. (arXiv 1710.03740), without its scaling of the loss:
-bfloat16 has the exponents of float32.
+The mixed precision of Micikevicius et al. (arXiv 1710.03740).  Its scaling of the loss is for
+float16 alone (`LossScale`): bfloat16 has the exponents of float32.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import Any, Protocol
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+
+
+class Steps(Protocol):
+    """What is asked of an optimizer."""
+
+    def step(self) -> object: ...
 
 
 def float32_gradients(module: nn.Module) -> None:
@@ -57,3 +63,61 @@ class MainOptimizer:
             main.grad = None if p.grad is None else p.grad.float()  # no copy where it is float32
         self.inner.step()
         torch._foreach_copy_([*self.parameters], [*self.main])
+
+
+class LossScale:
+    """The factor of a float16 loss: it keeps small gradients from vanishing.
+
+    `value` is 0-dim float32 on `device`.  After a step whose gradients were all finite it is
+    multiplied by `growth` if that is the `interval`-th in a row, as long as it stays finite;
+    after any other by `backoff`.  Rule and constants are those of torch.amp.GradScaler.
+
+    Each rank has one, and all come to the same: what they judge by is the global norm.
+    """
+
+    def __init__(
+        self,
+        value: float = 2.0**16,
+        *,
+        growth: float = 2.0,
+        backoff: float = 0.5,
+        interval: int = 2000,
+        device: torch.device | str = "cpu",
+    ) -> None:
+        self.growth, self.backoff, self.interval = growth, backoff, interval
+        self.value = torch.tensor(value, dtype=torch.float32, device=device)
+        self.good = torch.zeros((), dtype=torch.int32, device=device)  # finite steps in a row
+
+    def __str__(self) -> str:
+        value, growth, backoff = float(self.value), self.growth, self.backoff
+        return f"{value:g} (growth {growth:g}, backoff {backoff:g}, interval {self.interval})"
+
+    @property
+    def inverse(self) -> Tensor:
+        """What gradients of the scaled loss are multiplied by."""
+        return self.value.reciprocal()
+
+    def step(self, optimizer: Steps | None, finite: Tensor) -> None:
+        """Let the optimizer step where `finite`, 0-dim bool, is true, and set the next value.
+
+        A fused optimizer decides on the device.  For any other the host must know, and waits:
+        once in a step.
+        """
+        self.update(finite)
+        if optimizer is None:
+            return
+        inner: Any = getattr(optimizer, "inner", optimizer)
+        if getattr(inner, "_step_supports_amp_scaling", False):  # as torch.amp.GradScaler asks
+            inner.found_inf = finite.logical_not().float()
+            optimizer.step()
+        elif finite:
+            optimizer.step()
+
+    def update(self, finite: Tensor) -> None:
+        """Set the next value, without the host."""
+        good = torch.where(finite, self.good + 1, 0)
+        due = good == self.interval
+        more = self.value * self.growth
+        grown = torch.where(due & more.isfinite(), more, self.value)
+        self.value.copy_(torch.where(finite, grown, self.value * self.backoff))
+        self.good.copy_(torch.where(due, 0, good))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from time import perf_counter
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -16,18 +16,13 @@ from schedir.ops import SENDS, Lane, Token
 from schedir.program import Program
 from schedir.runtime.arrivals import arrived
 from schedir.runtime.gradients import Gradients
+from schedir.runtime.precision import LossScale, Steps
 from schedir.runtime.transport import Transport, Work
 from schedir.runtime.versions import Versions
 from schedir.slots import KINDS, assign, counts, reuses
 
 Loss = Callable[[Tensor, Tensor], Tensor]
 Microbatches = Sequence[Tensor] | Tensor  # one tensor each, or stacked
-
-
-class Steps(Protocol):
-    """What is asked of an optimizer."""
-
-    def step(self) -> object: ...
 
 
 @dataclass(frozen=True)
@@ -37,6 +32,9 @@ class Boundary:
     shape: tuple[int, ...]
     dtype: torch.dtype = torch.float32
 
+    def __str__(self) -> str:
+        return f"{list(self.shape)} of {self.dtype}"
+
     def expect(self, value: object, stage: int) -> None:
         """Raise ModelError for what cannot pass: the other side has made room for this shape."""
         if isinstance(value, Tensor):
@@ -45,9 +43,7 @@ class Boundary:
             got = f"{list(value.shape)} of {value.dtype}"
         else:
             got = type(value).__name__
-        raise ModelError(
-            f"stage {stage} gives {got}, the boundary is {list(self.shape)} of {self.dtype}"
-        )
+        raise ModelError(f"stage {stage} gives {got}, the boundary is {self}")
 
 
 class Call(NamedTuple):
@@ -133,17 +129,19 @@ class Rank:
         boundary: Boundary,
         optimizer: Steps | None,
         max_norm: float,
+        loss_scale: LossScale | None,
         record: bool,
     ) -> None:
         self.program, self.plan, self.rank = program, program.plan, rank
         self.transport, self.loss, self.boundary = transport, loss, boundary
-        self.optimizer, self.max_norm = optimizer, max_norm
+        self.optimizer, self.max_norm, self.loss_scale = optimizer, max_norm, loss_scale
         m = self.plan.microbatches
         self.stages = {s: Stage(stages[s]) for s in self.plan.stages_of[rank]}
         self.trains = program.trains
         self.inputs: Microbatches = ()
         self.targets: Microbatches = ()
-        self.scale = 1.0
+        self.scale: float | Tensor = 1.0  # by which sums of gradients are multiplied
+        self.seed: Tensor | None = None  # the gradient of the loss, where it is not 1
         self.device = _device(self.stages)
         self.losses = [torch.zeros((), device=self.device)] * m
         self.norm = torch.zeros((), dtype=torch.float64, device=self.device)

@@ -7,6 +7,7 @@ overlaps here overlaps there.  The host never waits.
 from __future__ import annotations
 
 from collections import defaultdict, deque
+from collections.abc import Mapping
 from contextlib import AbstractContextManager
 
 import torch
@@ -64,6 +65,9 @@ class StreamMailbox:
         self.hub, self.rank, self.members, self.model = hub, rank, members, model
         self.compute = torch.cuda.Stream()
         self.lanes = {lane: torch.cuda.Stream(priority=-1) for lane in Lane}
+
+    def agree(self, facts: Mapping[str, str]) -> None:
+        """All virtual ranks are told the same."""
 
     def running(self) -> AbstractContextManager[object]:
         """Within this, what the rank computes goes to its own stream."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Literal, Protocol
 
 from torch import Tensor
@@ -19,7 +20,7 @@ class Work(Protocol):
 
 
 class Transport(Protocol):
-    """Moves tensors for one rank.  Nothing here blocks; a Work's `wait` does.
+    """Moves tensors for one rank.  Nothing here blocks but `agree`; a Work's `wait` does.
 
     `model` is the progress model that it gives: the executor refuses programs that are not
     proven under it.  `tp` and `dp` are the sizes of its groups, `tp_rank` this process's place
@@ -35,6 +36,10 @@ class Transport(Protocol):
     tp: int
     dp: int
     tp_rank: int
+
+    def agree(self, facts: Mapping[str, str]) -> None:
+        """Compare facts, by name, among all that have them; raise ModelError in all processes
+        where one differs: unseen, it would be a hang or a wrong result later.  It blocks."""
 
     def send(self, tensor: Tensor, peer: int, lane: Lane) -> Work:
         """Start to send to a pipeline rank; the tensor must not change before the end."""

@@ -119,12 +119,13 @@ def test_accumulate_keeps_the_bits_where_types_agree() -> None:
     assert torch.equal(accumulate_(main, dy, x), want)
 
 
-def test_a_run_in_bfloat16_learns_as_one_in_float32(tmp_path: Path) -> None:
+@pytest.mark.parametrize("precision", ["bfloat16", "float16"])
+def test_a_run_in_16_bits_learns_as_one_in_float32(tmp_path: Path, precision: str) -> None:
     text = tmp_path / "text.txt"
     text.write_text("schedules are programs; " * 200)
     config = tmp_path / "config.toml"
     config.write_text(CONFIG.format(text=text))
-    half = train(str(config), tmp_path / "half", "train.precision=bfloat16")
+    half = train(str(config), tmp_path / "half", f"train.precision={precision}")
     whole = alone(str(config), tmp_path / "whole")
     assert half != whole
     assert half == pytest.approx(whole, rel=2e-2)

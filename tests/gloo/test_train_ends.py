@@ -211,7 +211,7 @@ if os.environ.get("RANK") == "1":
     ("what", "code", "said"),
     [
         ("schedir.data.Batches.batch = refuse", 2, "rank 1: UsageError: no such luck\n"),
-        ("mine = schedules.gpipe", 2, "processes 0 and 1 have different programs"),
+        ("mine = schedules.gpipe", 2, "processes 0 and 1 do not agree on the program"),
         ("schedir.train.leave = lambda: os._exit(9)", 9, ""),
     ],
 )
