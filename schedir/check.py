@@ -24,19 +24,19 @@ _UPDATE = (
 )
 
 
-def check(program: Program, model: Model = "device") -> Program:
+def check(program: Program, model: Model = "device", *, blocks: bool = False) -> Program:
     """Return `program` if it is right, whoever wrote it.
 
     It is complete (every stage runs every microbatch forward and backward once, every message
     has both sides, gradients are reduced and stepped once), each rank gives a value before it
     uses it and finds a slot for it, no ranks wait for each other under the progress model of the
     transport that will run it ("edge", "pair", "device" or "serial"), and messages arrive as
-    they are sent.
+    they are sent.  With `blocks`, the hosts themselves wait for what a compute needs, as on CPUs.
 
     Raises a ProgramError that says what is wrong and where: CompletenessError (PartnerError,
     ReductionError), GroupError, LevelError, OrderError, SlotError or DeadlockError.
     """
-    graph = Graph(program, model, completeness(program, draft=False))
+    graph = Graph(program, model, completeness(program, draft=False), blocks=blocks)
     ordered = _in_one_order(graph)
     if early := misordered(graph):
         raise early

@@ -11,6 +11,11 @@ from schedir.index import NONE
 from schedir.ops import HANDED, ROWS, Token
 from schedir.walk import Walk
 
+_BLOCKS = (
+    "a host that waits for what a compute needs, as on CPUs, issues nothing meanwhile: what others "
+    "need must stand before"
+)
+
 
 def misordered(graph: Graph) -> OrderError | None:
     """The first instruction of a rank that uses a value before the same rank gives it.
@@ -56,11 +61,14 @@ def deadlock(graph: Graph, walk: Walk) -> ProgramError:
         return early
     left = _left(graph, walk)
     heads = _heads(graph, left)
-    waits = nx.DiGraph()
-    for head in heads.values():
-        for needed in _unmet(graph, left, head):
-            waits.add_edge(head, heads[int(graph.queue[needed])], needed=needed)
-    cycle = _shortest_cycle(waits)
+    cycle: list[int] = []
+    for there in ({h for h in heads.values() if len(_members(graph, h)) == 1}, set[int]()):
+        waits = nx.DiGraph()
+        for head in heads.values():
+            for needed in _unmet(graph, left, head, there):
+                waits.add_edge(head, heads[int(graph.queue[needed])], needed=needed)
+        if cycle := _shortest_cycle(waits):
+            break
     steps = []
     for a, b in zip(cycle, cycle[1:] + cycle[:1], strict=True):
         needed = waits.edges[a, b]["needed"]
@@ -79,6 +87,7 @@ def deadlock(graph: Graph, walk: Walk) -> ProgramError:
         ran=ran,
         total=len(graph.program),
         window=_window(graph, steps),
+        hint=_BLOCKS * graph.blocks,
     )
 
 
@@ -99,17 +108,30 @@ def _heads(graph: Graph, left: NDArray[np.bool_]) -> dict[int, int]:
     return dict(zip(queues.tolist(), stuck[first].tolist(), strict=True))
 
 
-def _unmet(graph: Graph, left: NDArray[np.bool_], head: int) -> list[int]:
-    """The instructions that a head waits for: values not given, partners not there.
-
-    A group is entered as one, so its first member waits for whatever any member needs.
-    """
+def _members(graph: Graph, head: int) -> NDArray[np.intp]:
+    """All that is issued with an instruction: its group, or itself alone."""
     enter = graph.gates[0]
     grouped = enter[head] != graph.node[head]
-    members = np.flatnonzero(enter == enter[head]) if grouped else np.array([head])
-    needed = [n for n in graph.waits[:, members].reshape(-1).tolist() if n != NONE]
+    return np.flatnonzero(enter == enter[head]) if grouped else np.array([head])
+
+
+def _values(graph: Graph, left: NDArray[np.bool_], members: NDArray[np.intp]) -> list[int]:
+    """What some instructions wait for on their own rank, outside their queue."""
+    needed = graph.waits[:, members].reshape(-1).tolist()
+    return [n for n in needed if n != NONE and not left[n]]
+
+
+def _unmet(graph: Graph, left: NDArray[np.bool_], head: int, there: set[int]) -> list[int]:
+    """The instructions that a head waits for: values not given, partners not there.
+
+    Of two sides that are `there`, the one that lacks a value does not wait for the other.  A
+    group is entered as one, so its first member waits for whatever any member needs.
+    """
+    members = _members(graph, head)
+    needed = _values(graph, left, members)
+    come = {p for p in there if needed or not _values(graph, left, np.array([p]))}
     for one in members.tolist():
-        needed += np.flatnonzero(graph.node == graph.node[one]).tolist()
+        needed += {*np.flatnonzero(graph.node == graph.node[one]).tolist()} - come
     waits = [n for n in needed if not left[n] and n not in members]
     mine = graph.queue[head]
     return sorted(n for n in waits if graph.queue[n] != mine or n == head or n > head)

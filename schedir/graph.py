@@ -54,13 +54,22 @@ class Graph:
     """The dependency graph of a program under a progress model.
 
     A draft is read as if every value that crosses ranks took `Costs.send` and no queue.
+
+    A host that `blocks`, as on CPUs, waits itself for what a compute needs, and issues nothing
+    meanwhile: so what stands behind a compute in its Stream follows it, in whatever queue.
     """
 
     def __init__(
-        self, program: Program, model: Model = "device", index: Index | None = None
+        self,
+        program: Program,
+        model: Model = "device",
+        index: Index | None = None,
+        *,
+        blocks: bool = False,
     ) -> None:
         self.program = program
         self.model = known(model)
+        self.blocks = blocks
         self.index = index or Index(program)
 
     def __len__(self) -> int:
@@ -97,9 +106,26 @@ class Graph:
     @cached_property
     def waits(self) -> NDArray[np.int32]:
         """All that each instruction waits for on its own rank outside its queue, shape (k, n)."""
-        if not self.program.slots:
-            return self.needs
-        return np.concatenate([self.needs, self.reuses[None]])
+        more = [self.reuses[None]] if self.program.slots else []
+        more += [self.issued] if self.blocks else []
+        return np.concatenate([self.needs, *more]) if more else self.needs
+
+    @cached_property
+    def issued(self) -> NDArray[np.int32]:
+        """What a host that blocks has waited for before it issues each instruction, shape (2, n).
+
+        In the compute lane, whose own instructions follow each other anyway, it is the one before.
+        A reduction with partners waits for those before it, and so lets a host on when they end.
+        """
+        line, waited = _LINE[self.index.op], np.full((2, len(self)), NONE, np.int32)
+        compute, reduce = (np.flatnonzero(line == k) for k in (0, 1))
+        waited[0, compute] = compute
+        meets = self.index.among(COLLECTIVES)[reduce[1:]]
+        waited[1, reduce[1:]] = np.where(meets, reduce[:-1], NONE)
+        before = np.full_like(waited, NONE)
+        before[:, 1:] = np.maximum.accumulate(waited, 1)[:, :-1]
+        own = (before >= self.program.offsets[self.index.rank]) & (line > 0)
+        return np.where(own, before, np.int32(NONE))
 
     def _giver(self, op: Opcode, token: Token, needer: NDArray[np.intp]) -> Positions:
         """Who gives a value of a (stage, mb) to `op`: the last in the chain that is there."""
@@ -313,6 +339,10 @@ class Graph:
         if self.program.slots:
             late = np.flatnonzero(self.reuses != NONE)
             yield leave[self.reuses[late]], enter[late]
+        if self.blocks:
+            for before in self.issued:
+                late = np.flatnonzero(before != NONE)
+                yield leave[before[late]], enter[late]
         grouped = np.flatnonzero(enter != self.node)
         yield enter[grouped], self.node[grouped]
         yield self.node[grouped], leave[grouped]

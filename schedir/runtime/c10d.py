@@ -37,6 +37,7 @@ class Processes:
 
     model: Model
     grouped = False
+    blocks = True
 
     def __init__(self, program: Program, timeout: float | None = None) -> None:
         self.tp, self.dp, pp = program.tp, program.dp, program.plan.ranks

@@ -67,6 +67,7 @@ class Edge(Processes):
         options: Callable[[], Any] = lambda: None,
     ) -> None:
         super().__init__(program, timeout)
+        self.blocks = torch.device(device).type == "cpu"
         self.edges = directed_edges(program)
         # The other ends of this process's edges, which share its replica and its slice.
         self.processes = [int(p) for p in self.mesh[self.dp_rank, :, self.tp_rank]]
@@ -133,6 +134,7 @@ class Grouped(Processes):
         device: torch.device | str = "cpu",
     ) -> None:
         super().__init__(program, timeout)
+        self.blocks = torch.device(device).type == "cpu"
         self.held: list[tuple[dist.P2POp, _Held]] | None = None
         one = torch.zeros(1, device=device)
         for edge in directed_edges(program):

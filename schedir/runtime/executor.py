@@ -69,7 +69,8 @@ class Executor(Rank):
         for s, module in stages.items():
             facts[f"the parameters of stage {s}, slice {transport.tp_rank}"] = _sizes(module)
         transport.agree(facts)
-        _fit(check(program, transport.model), rank, stages, transport, boundary)
+        check(program, transport.model, blocks=transport.blocks)
+        _fit(program, rank, stages, transport, boundary)
         if loss_scale is not None:
             _fit_scale(program)
         super().__init__(

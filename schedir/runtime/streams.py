@@ -57,7 +57,7 @@ class StreamHub:
 class StreamMailbox:
     """The transport of a virtual rank on a GPU: a message is a copy on the receiver's lane."""
 
-    tp, dp, tp_rank, grouped = 1, 1, 0, False
+    tp, dp, tp_rank, grouped, blocks = 1, 1, 0, False, False
 
     def __init__(
         self, hub: StreamHub, rank: int, members: dict[Group, list[int]], model: Model

@@ -27,11 +27,15 @@ class Transport(Protocol):
     in its tensor-parallel group.  Messages of one lane between two ranks arrive in the order
     in which they are sent.
 
+    Where it `blocks`, a wait holds up the host itself, as on CPUs, and not a lane: programs must
+    be proven for that, too.
+
     Where it is `grouped`, the transfers of a group of the program are called between
     `start_group` and `end_group`, and are issued as one.
     """
 
     model: Model
+    blocks: bool
     grouped: bool
     tp: int
     dp: int

@@ -35,6 +35,7 @@ from tests.gloo.tiny_stages import (
     same_bits,
     zb,
 )
+from tests.pure.test_blocking import sends
 
 # ---------------------------------------------------------------- real processes
 
@@ -173,6 +174,27 @@ def test_gloo_gives_what_its_model_promises() -> None:
     results = run(_run_program, 2, found)
     got = {s: g for grads in results for s, g in grads.items()}
     assert same_bits([got[s] for s in range(plan.stages)], right)
+
+
+def test_a_program_on_which_hosts_would_wait_for_each_other_is_refused() -> None:
+    results = run(_refusal, 2, sends(late=True))
+    assert all("host" in hint for hint in results)
+    assert run(_refusal, 2, sends(late=False)) == ["", ""]
+
+
+def _refusal(rank: int, program: Program) -> str:
+    stages = {rank: torch.nn.Linear(HIDDEN, HIDDEN)}
+    try:
+        executor = Executor(program, rank, stages, Gloo(program), loss=_squares, boundary=BOUNDARY)
+    except DeadlockError as error:
+        return error.hint
+    x = torch.ones(2, *BOUNDARY.shape)
+    executor.step(x, x)
+    return ""
+
+
+def _squares(y: Tensor, x: Tensor) -> Tensor:
+    return (y - x).square().sum()
 
 
 def _finishes(program: Program, model: Any) -> bool:

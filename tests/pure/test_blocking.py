@@ -1,0 +1,103 @@
+"""Hosts that wait themselves, as on CPUs: the checker accepts what they finish, and no more."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from schedir.check import check
+from schedir.costs import Costs
+from schedir.errors import DeadlockError
+from schedir.ops import ROWS, Lane, Opcode
+from schedir.program import Program
+from tests.edits import MUTATIONS, written
+from tests.mutants import legal, refusal
+from tests.oracle import Machine
+from tests.strategies import with_slots
+from tests.threads import verdict
+
+OTHER = (
+    "recv_act 1.0; F 1.0; recv_act 1.1; F 1.1; B 1.0; send_grad 1.0; B 1.1; send_grad 1.1; "
+    "reduce_grads 1; step"
+)
+
+
+def sends(late: bool) -> Program:
+    """A program that sends its second activation before or after it waits for a gradient."""
+    pair = "B 0.0; send_act 0.1" if late else "send_act 0.1; B 0.0"
+    first = f"F 0.0; send_act 0.0; F 0.1; recv_grad 0.0; {pair}; recv_grad 0.1; B 0.1"
+    return written(f"{first}; reduce_grads 0; step", OTHER, microbatches=2)
+
+
+def test_a_send_behind_a_compute_waits_with_it() -> None:
+    check(sends(late=False), "edge", blocks=True)
+    check(sends(late=True), "edge")
+    with pytest.raises(DeadlockError) as caught:
+        check(sends(late=True), "edge", blocks=True)
+    steps = [f"{wait.instr} < {wait.needs}" for wait in caught.value.cycle]
+    assert steps == [
+        "recv_grad 0.0 < send_grad 1.0", "send_grad 1.0 < B 1.0", "F 1.1 < recv_act 1.1",
+        "recv_act 1.1 < send_act 0.1", "send_act 0.1 < B 0.0", "B 0.0 < recv_grad 0.0",
+    ]  # fmt: skip
+
+
+def finishes(program: Program) -> bool:
+    """Whether hosts that make one call after the other come to the end, under `edge`.
+
+    Transfers and reductions are begun; a compute waits for the messages that bring what it takes
+    in and take away what its slot held, and a reduction with partners for those before it.
+    """
+    machine = Machine(program, "edge", Costs())
+    machine.run()  # fills its tables
+    at, lists = [0] * len(program.streams), machine.lists
+    begun: set[tuple[int, int]] = set()
+
+    def arrived(rank: int, k: int) -> bool:
+        """A transfer or collective has all its sides."""
+        return all(side in begun for side in machine._partners(rank, lists[rank][k]))
+
+    def may(rank: int, k: int) -> bool:
+        row = ROWS[lists[rank][k].op]
+        if row.hop or row.op is Opcode.ReduceGrads:
+            return True
+        if row.lane is Lane.DP or row.op is Opcode.OptimizerStep:
+            reduces = [j for j in range(k) if ROWS[lists[rank][j].op].lane is Lane.DP]
+            return all(arrived(rank, j) for j in reduces)
+        needs = [j for _, j in machine._needs(rank, lists[rank][k])]
+        needs += [machine.left[rank][k]] if k in machine.left[rank] else []
+        needs += [j for need in needs for _, j in machine._needs(rank, lists[rank][need])]
+        return all(arrived(rank, j) for j in needs if ROWS[lists[rank][j].op].hop)
+
+    moved = True
+    while moved:
+        moved = False
+        for rank, own in enumerate(lists):
+            while at[rank] < len(own) and may(rank, at[rank]):
+                begun.add((rank, at[rank]))
+                at[rank] += 1
+                moved = True
+    return all(k == len(own) for k, own in zip(at, lists, strict=True))
+
+
+@pytest.mark.parametrize("slots", [False, True])
+def test_checker_equals_hosts_that_wait(slots: bool) -> None:
+    stuck = 0
+    for seed in range(60):
+        rng = random.Random(seed)
+        program = legal(rng)
+        for name in rng.choices(("late_send", "run_order", "swap_neighbours", "late_send"), k=3):
+            changed = MUTATIONS[name](program, rng)
+            if changed and verdict(changed, "edge").kind == "ok":
+                program = changed
+        program = with_slots(program, rng) if slots else program
+        if refusal(program, "edge"):
+            continue
+        try:
+            check(program, "edge", blocks=True)
+        except DeadlockError as error:
+            stuck += 1
+            assert str(error) and not finishes(program), seed
+        else:
+            assert finishes(program), seed
+    assert stuck
