@@ -221,6 +221,7 @@ def _save(result: Result, output: OutputConfig) -> None:
         "digest": result.program.digest,
         "loss": result.loss,
         "tokens_per_second": result.tokens_per_second,
+        "memory": {"predicted": result.memory},
     }
     if result.runs is not None:
         from schedir.viz import compare, save

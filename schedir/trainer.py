@@ -14,18 +14,21 @@ from typing import Any, NamedTuple, TextIO
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from schedir import gpt
 from schedir.calibrate import calibrate
 from schedir.config import Config, TrainConfig
 from schedir.data import Batches, load
-from schedir.errors import ExecutionError, Site
+from schedir.errors import ExecutionError, Site, in_bytes
 from schedir.launch import crash
+from schedir.memory import held
 from schedir.program import Program
 from schedir.runtime.c10d import Gloo, Processes, measured
 from schedir.runtime.executor import Executor
 from schedir.runtime.precision import LossScale, MainOptimizer, float32_gradients
 from schedir.runtime.rank import Boundary
+from schedir.runtime.sizes import sizes_of
 from schedir.runtime.warm import warm_up
 from schedir.simulate import simulate
 from schedir.timeline import Timeline
@@ -38,12 +41,14 @@ class Result:
     """What a run leaves: its last loss and speed, and its last step, measured and predicted.
 
     The prediction is from the mean times that the step measured.  There are no `runs` where
-    nothing was recorded.
+    nothing was recorded.  `memory` is the most that each rank holds, in bytes, as predicted from
+    what the stages keep of one microbatch.
     """
 
     program: Program
     loss: float
     tokens_per_second: float
+    memory: tuple[float, ...]
     runs: tuple[Timeline, Timeline] | None
 
 
@@ -176,15 +181,43 @@ class _Trainer:
 
     def run(self) -> Result | None:
         train, result = self.config.train, None
+        inputs, targets = (x[: self.size].to(self.device) for x in self.batches.batch(0))
         if self.device.type == "cuda":
-            inputs, targets = (x[: self.size].to(self.device) for x in self.batches.batch(0))
             warm_up(self.executor, inputs, targets)
+        self.memory = self._memory(inputs, targets)
         with self._watched():
             for step in range(train.steps):
                 self.recent.append(self._step(step))
                 if (step + 1) % train.log_every == 0 or step + 1 == train.steps:
                     result = self._report(step + 1)
         return result
+
+    def _memory(self, input: Tensor, target: Tensor) -> tuple[float, ...]:
+        """The most that each rank will hold, in bytes, known to all; process 0 says it."""
+        executor, stages = self.executor, range(self.program.plan.stages)
+        own = {s: stage.module for s, stage in executor.stages.items()}
+        sizes = sizes_of(
+            [own.get(s) for s in stages],
+            input,
+            target,
+            loss=executor.loss,
+            boundary=executor.boundary,
+            # AdamW's moments, and the float32 copies of other weights.
+            state=12.0 if isinstance(self.optimizer, MainOptimizer) else 8.0,
+        )
+        measured = ("saved", "tape", "weights", "version")
+        each = torch.tensor(
+            [sizes.of(name, len(stages)).tolist() for name in measured],
+            dtype=torch.float64,
+            device=self.device,
+        )
+        dist.all_reduce(each, dist.ReduceOp.MAX)
+        sizes = replace(sizes, **dict(zip(measured, map(tuple, each.tolist()), strict=True)))
+        most = tuple(float(rank.bytes.max()) for rank in held(self.program, sizes))
+        if not dist.get_rank():
+            said = ", ".join(map(in_bytes, most))
+            print(f"memory held, predicted for each rank: {said}", flush=True)
+        return most
 
     @contextmanager
     def _watched(self) -> Iterator[None]:
@@ -268,7 +301,8 @@ class _Trainer:
             f"{clipped}{scaled}{bubble}",
             flush=True,
         )
-        return Result(self.program, losses[-1], self._speed(self.timed or seconds), runs)
+        speed = self._speed(self.timed or seconds)
+        return Result(self.program, losses[-1], speed, self.memory, runs)
 
     def _runs(self) -> tuple[Timeline, Timeline] | None:
         """The last step as it was, and as predicted from its mean times; on process 0 alone."""

@@ -62,6 +62,11 @@ class Tape:
         # Detached, or the tape would keep the graph behind the input alive.
         self._deferred.append(_Deferred(rule, weight, input.detach(), dy.detach()))
 
+    def tensors(self) -> Iterator[Tensor]:
+        """The inputs and output gradients that it keeps."""
+        for job in self._deferred:
+            yield from (job.input, job.dy)
+
     def run(self) -> None:
         """Compute every weight gradient, add it to `weight.grad`, and empty the tape.
 

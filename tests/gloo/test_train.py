@@ -33,6 +33,8 @@ def test_four_processes_are_one_and_torchrun_is_the_launcher(config: str, tmp_pa
 
     summary = json.loads((tmp_path / "many" / "summary.json").read_text())
     assert summary["loss"] == many[-1]
+    memory = summary["memory"]["predicted"]
+    assert len(memory) == 2 and all(size > 4 * 4 * 12 * 32**2 / 2 for size in memory)
     assert 0 < summary["bubble"]["predicted"] < 1 and 0 < summary["bubble"]["measured"] < 1
     assert (tmp_path / "many" / "timeline.png").read_bytes().startswith(b"\x89PNG")
     trace = load_timeline(traces / "measured.timeline")

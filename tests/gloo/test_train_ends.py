@@ -49,7 +49,8 @@ def endless(config: str, tmp_path: Path) -> Iterator[tuple[subprocess.Popen[str]
             "pipeline.stages_per_rank=1", f"pipeline.schedule={schedule}:mine"]  # fmt: skip
     process = start([sys.executable, "-m", "schedir", *arguments(config, tmp_path / "out", *sets)])
     assert process.stdout is not None and process.stderr is not None
-    assert process.stdout.readline().startswith("step "), process.stderr.read()
+    for first in ("memory ", "step "):
+        assert process.stdout.readline().startswith(first), process.stderr.read()
     yield process, [int((folder / rank).read_text()) for rank in "01"]
     process.kill()
 

@@ -63,7 +63,7 @@ def train(config: str, folder: Path, *sets: str) -> list[float]:
     command = [sys.executable, "-m", "schedir", *arguments(config, folder, *sets)]
     code, out, err = finish(start(command))
     assert code == 0, err
-    assert err == "" and out.startswith("step ")
+    assert err == "" and out.startswith("memory ") and "\nstep " in out
     return losses(folder)
 
 

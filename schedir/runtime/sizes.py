@@ -1,0 +1,148 @@
+"""Sizes, from the model: what one microbatch of each stage keeps, found by running it once."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import NamedTuple
+from weakref import WeakSet
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+
+from schedir.runtime.rank import Boundary, Loss
+from schedir.runtime.split import Tape, recording
+from schedir.sizes import Sizes
+
+
+def sizes_of(
+    stages: Sequence[nn.Module | None],
+    input: Tensor,
+    target: Tensor,
+    *,
+    loss: Loss,
+    boundary: Boundary,
+    state: float = 8.0,
+) -> Sizes:
+    """The Sizes of a model of those stages, in order; those of None, which others hold, are 0.
+
+    `input` is one microbatch of the first stage's, `target` of the loss's; other stages get zeros.
+    `state` is how many bytes an optimizer holds for each number that is trained: 8 are AdamW's
+    two moments in float32.
+
+    `saved` is the input of a stage and what autograd saves, each storage once; `tape` is what is
+    left for a BackwardWeight.  Parameters, buffers, the model's input and the target are in
+    neither: they are there all the time.  Of a checkpointed part what it keeps is counted, and
+    not what it makes again.  Nothing counts that an instruction needs only while it runs.
+
+    Gradients, buffers and random numbers are left as they were.  Hooks run, and stages that talk
+    within their tensor-parallel group do: all its ranks must call this.  Raises ModelError where
+    a stage gives what cannot pass the boundary.
+    """
+    found = [
+        _stage(stages, s, input, target, loss, boundary, state) if stage is not None else _Kept()
+        for s, stage in enumerate(stages)
+    ]
+    activation = torch.Size(boundary.shape).numel() * boundary.dtype.itemsize
+    return Sizes(
+        activation=activation,
+        saved=tuple(kept.saved for kept in found),
+        tape=tuple(kept.tape for kept in found),
+        weights=tuple(kept.weights for kept in found),
+        version=tuple(kept.version for kept in found),
+    )
+
+
+class _Kept(NamedTuple):
+    """Bytes that one stage keeps."""
+
+    saved: float = 0.0
+    tape: float = 0.0
+    weights: float = 0.0
+    version: float = 0.0
+
+
+def _stage(
+    stages: Sequence[nn.Module | None],
+    s: int,
+    input: Tensor,
+    target: Tensor,
+    loss: Loss,
+    boundary: Boundary,
+    state: float,
+) -> _Kept:
+    """What stage `s` keeps."""
+    module, last = stages[s], s == len(stages) - 1
+    assert module is not None
+    device = next((p.device for p in module.parameters()), input.device)
+    x, target = input.to(device), target.to(device)
+    always = {*_storages([x, target, *module.parameters(), *module.buffers()])}
+    if s:
+        x = torch.zeros(boundary.shape, dtype=boundary.dtype, device=device).requires_grad_()
+    packed: WeakSet[_Packed] = WeakSet()  # what the graph has let go is not in it
+
+    def pack(tensor: Tensor) -> _Packed:
+        # Detached: what a node saves of its own output would keep the node, for ever.
+        packed.add(one := _Packed(tensor.detach()))
+        return one
+
+    with _as_before(module, device), torch.enable_grad():
+        with saved_tensors_hooks(pack, lambda one: one.tensor):
+            y: Tensor = module(x)
+            if last:
+                y = loss(y, target)
+            else:
+                boundary.expect(y, s)
+        saved = _storages([x, *(one.tensor for one in packed)])
+        tape = Tape()
+        if y.requires_grad:
+            with recording(tape):
+                torch.autograd.backward(y, None if last else torch.zeros_like(y))
+        left = _storages(tape.tensors())
+    trained = [p for p in module.parameters() if p.requires_grad]
+    parts = [*module.parameters(), *module.buffers()]
+    weights = sum(_storages(parts).values())
+    weights += sum(p.numel() * (p.grad_dtype or p.dtype).itemsize for p in trained)
+    return _Kept(
+        sum(size for at, size in saved.items() if at not in always),
+        sum(size for at, size in left.items() if at not in always),
+        weights + state * sum(p.numel() for p in trained),
+        sum(p.numel() * p.dtype.itemsize for p in trained),
+    )
+
+
+class _Packed:
+    """A tensor that autograd saves."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self.tensor = tensor
+
+
+def _storages(tensors: Iterable[Tensor]) -> dict[int, int]:
+    """Address and bytes of the memory of tensors that are all there, each once."""
+    storages = (tensor.untyped_storage() for tensor in tensors)
+    return {storage.data_ptr(): storage.nbytes() for storage in storages}
+
+
+@contextmanager
+def _as_before(module: nn.Module, device: torch.device) -> Iterator[None]:
+    """Leaves gradients, buffers and the state of random numbers as they were."""
+    gradients = [(p, p.grad) for p in module.parameters()]
+    buffers = [
+        (owner, name, buffer, buffer.clone())
+        for owner in module.modules()
+        for name, buffer in owner.named_buffers(recurse=False)
+    ]
+    cuda = [device] if device.type == "cuda" else []
+    try:
+        with torch.random.fork_rng(cuda):
+            for p, _ in gradients:
+                p.grad = None
+            yield
+    finally:
+        for p, gradient in gradients:
+            p.grad = gradient
+        with torch.no_grad():
+            for owner, name, buffer, was in buffers:
+                owner._buffers[name] = buffer.copy_(was)
