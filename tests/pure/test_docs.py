@@ -58,6 +58,7 @@ def test_traces_run(
     from schedir.cli import main
 
     monkeypatch.chdir(tmp_path)
+    out = ""
     for block in (DOCS / "traces.md").read_text().split("```")[1::2]:
         kind, body = block.split("\n", 1)
         if kind == "python":
@@ -66,9 +67,14 @@ def test_traces_run(
         for line in body.splitlines():
             words = shlex.split(line, comments=True)
             if words[:1] == ["schedir"] and words[1] != "train":
+                out += capsys.readouterr().out
+                for k, word in enumerate(words):
+                    if word.startswith("$("):
+                        assert main(shlex.split(word[2:-1])[1:]) == 0, line
+                        words[k] = capsys.readouterr().out.strip()
                 assert main(words[1:]) == 0, line
     shown = (DOCS / "traces.md").read_text().split("```\none_f_one_b")[1].split("```")[0]
-    assert f"one_f_one_b{shown}" in capsys.readouterr().out
+    assert f"one_f_one_b{shown}" in out
 
 
 def test_readme_error_is_what_is_printed() -> None:
