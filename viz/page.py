@@ -19,7 +19,7 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
-from schedir.errors import UsageError
+from schedir.errors import UsageError, in_bytes
 from schedir.files import replacing
 from schedir.idleness import Cause, idleness
 from schedir.ops import COMPUTE, ROWS, SENDS, Lane
@@ -96,7 +96,11 @@ def in_words(timeline: Timeline) -> str:
         f"{plan.microbatches} microbatches, {len(timeline)} instructions in "
         f"{timeline.span:.6g} {unit}. Ranks are idle {timeline.bubble:.1%} of the time, {apart}. "
         f"Rank {int(peak.argmax())} has the most in flight, {int(peak.max())}."
-    )
+    ) + (f" No rank holds more than {in_bytes(_most(timeline))}." if timeline.sizes else "")
+
+
+def _most(timeline: Timeline) -> float:
+    return float(timeline.peak_memory.max(initial=0.0))
 
 
 def _labels(runs: Sequence[Timeline]) -> list[str]:
@@ -171,6 +175,7 @@ def _run(run: Timeline, label: str, beside: Timeline) -> dict[str, Any]:
         "bubble": run.bubble,
         "idle": (run.idle / (run.span or 1.0)).tolist(),
         "peak": run.peak_in_flight.tolist(),
+        "held": in_bytes(_most(run)) if run.sizes else "",
         "curves": curves,
         "gapsOf": np.searchsorted(idle["rank"], np.arange(run.ranks + 1)).tolist(),
         "columns": layout,
@@ -239,17 +244,22 @@ def _json(data: object) -> str:
 
 def _table(run: Timeline, label: str) -> str:
     share = run.idle / run.span if run.span else run.idle
-    rows = "".join(
-        f'<tr><th scope="row">{rank}</th><td>{busy:.5g}</td><td>{idle:.1%}</td><td>{peak}</td></tr>'
-        for rank, (busy, idle, peak) in enumerate(
-            zip(run.busy.tolist(), share.tolist(), run.peak_in_flight.tolist(), strict=True)
-        )
-    )
     unit = f", in {run.unit}" if run.unit else ""
+    columns = {
+        f"busy{unit}": [f"{busy:.5g}" for busy in run.busy],
+        "idle": [f"{idle:.1%}" for idle in share],
+        "peak in flight": [str(peak) for peak in run.peak_in_flight],
+    }
+    if run.sizes:
+        columns["peak memory"] = [in_bytes(held) for held in run.peak_memory.tolist()]
+    head = "".join(f'<th scope="col">{name}</th>' for name in ("rank", *map(escape, columns)))
+    rows = "".join(
+        f'<tr><th scope="row">{rank}</th>{"".join(f"<td>{cell}</td>" for cell in row)}</tr>'
+        for rank, row in enumerate(zip(*columns.values(), strict=True))
+    )
     return (
-        f"<table><caption>{escape(run.program.name)}, {escape(label)}</caption><thead><tr>"
-        f'<th scope="col">rank</th><th scope="col">busy{unit}</th><th scope="col">idle</th>'
-        f'<th scope="col">peak in flight</th></tr></thead><tbody>{rows}</tbody></table>'
+        f"<table><caption>{escape(run.program.name)}, {escape(label)}</caption>"
+        f"<thead><tr>{head}</tr></thead><tbody>{rows}</tbody></table>"
     )
 
 
