@@ -138,7 +138,7 @@ def test_a_click_shows_the_critical_path_and_the_messages(page: Page) -> None:
     said = text(browser, "selected")
     assert said.startswith("B 0.0") and "got from\nB 1.0, rank 1" in said
     links = len(PREDICTED.path_to(int(np.flatnonzero(PREDICTED.spans == first)[0])))
-    assert f"{links} links" in said and "over 4 ranks" in said
+    assert f"{links} links" in said and "on 4 ranks" in said
     assert pixels(browser, ACCENT) > 500
     browser.js("document.querySelector('#selected .link').click()")
     assert text(browser, "selected").startswith("recv_grad 0.0")

@@ -129,7 +129,7 @@ function short(x, fine = 0) {
 
 // A length of time in its run's own unit, or in a unit chosen for `of`.
 function time(run, x, of = x, fine = 0) {
-  x /= run.scale; of /= run.scale; fine /= run.scale;
+  x /= run.scale; of *= (1 + 1e-6) / run.scale; fine /= run.scale; // a second less a rounding is a second
   if (run.unit !== "s") return short(x, fine) + (run.unit ? ` ${run.unit}` : "");
   const [one, unit] = Math.abs(of) >= 1 ? [1, "s"] : Math.abs(of) >= 1e-3 ? [1e-3, "ms"] : [1e-6, "µs"];
   return `${short(x / one, fine / one)} ${unit}`;

@@ -7,7 +7,8 @@ const view = { t0: 0, t1: 1, top: 0, tall: 1, shown: [], wide: 1, high: 1, heigh
 
 const xOf = (t) => GUTTER + ((t - view.t0) / (view.t1 - view.t0)) * (view.wide - GUTTER);
 const tOf = (x) => view.t0 + ((x - GUTTER) / (view.wide - GUTTER)) * (view.t1 - view.t0);
-const longest = () => Math.max(...view.shown.map((run) => run.total), 1e-300);
+// All runs have one time axis, whichever are shown.
+const longest = () => Math.max(...runs.map((run) => run.total), 1e-300);
 
 // Blocks (a rank of a run) and lanes, for lanes of work as high as `work`.
 function stack(work) {

@@ -68,8 +68,8 @@ function describe() {
     return;
   }
   const { run, k } = chosen, list = facts(run, k), { chain: links, exchanged: { ends } } = state;
-  const work = links.filter((j) => isWork(run, j)).length;
-  if (links.length > 1) list.push(["path", `${links.length} links, ${work} of them work, over ${new Set(links.map((j) => run.rank[j])).size} ranks`]);
+  const work = links.filter((j) => isWork(run, j)).length, ranks = new Set(links.map((j) => run.rank[j])).size;
+  if (links.length > 1) list.push(["path", `${links.length} links, ${work} of them work, on ${ranks} rank${ranks > 1 ? "s" : ""}`]);
   panel.append(title(run, k), table(list));
   const rows = [];
   if (run.latest[k] >= 0) rows.push(["after", link(run, run.latest[k])]);
