@@ -74,7 +74,7 @@ def program_of(config: Config) -> Program:
     pipeline = config.pipeline
     found = load(pipeline.schedule)
     tied = config.model.tied and pipeline.plan.stages > 1  # one stage shares the weight itself
-    clip = config.train.clip > 0
+    clip, blocks = config.train.clip > 0, config.train.device == "cpu"
     if not isinstance(found, Program):
         program = compile(
             found, pipeline.plan, pipeline.tp, pipeline.dp, config.train.model,
@@ -94,7 +94,7 @@ def program_of(config: Config) -> Program:
                     f"{pipeline.schedule} has {what} {_yes(has)}, the configuration {_yes(wants)}",
                     hint=f"{right}, or compile it with{'out' * has} --{what}",
                 )
-        program = check(found, config.train.model)
+        program = check(found, config.train.model, blocks=blocks)
     if program.plan.updates > 1:
         raise UsageError(
             f"{pipeline.schedule} has {program.plan.updates} updates; training takes one per step"
@@ -104,7 +104,7 @@ def program_of(config: Config) -> Program:
     if pipeline.slots == "own":
         return program
     model, choice = config.train.model, cast(Choice, pipeline.slots)
-    return check(share_slots(program, choice, model=model), model)
+    return check(share_slots(program, choice, model=model), model, blocks=blocks)
 
 
 def _yes(value: bool) -> str:

@@ -67,9 +67,9 @@ def v_half(r: int, P: int, m: int) -> Word:
 def v_min(r: int, P: int, m: int) -> Word:
     """V-Min: a third of 1F1B's memory (arXiv 2405.15362, "V-shape building blocks").
 
-    2((P+1)//3 + 1) stage activations in flight at most.  At F = I = W ranks idle (4P-5) F, or
-    (4P-7) F where 3 divides P: two thirds of 1F1B's 6(P-1).  It needs costs that are alike: for
-    P >= 3 and W <= max(F, I) each microbatch adds 6 max(F, I) - 2(F+I+W).
+    2((P+1)//3 + 1) stage activations in flight at most.  At F = I = W and m >= P >= 2 ranks idle
+    (4P-5) F, or (4P-7) F where 3 divides P: two thirds of 1F1B's 6(P-1).  It needs costs that are
+    alike: for P >= 3 and W <= max(F, I) each microbatch adds 6 max(F, I) - 2(F+I+W).
 
     >>> from schedir.ascii import timeline
     >>> print(timeline(v_min, ranks=2, microbatches=3, placement="vee"))
