@@ -100,7 +100,7 @@ def test_counts(capsys: pytest.CaptureFixture[str], option: str, value: str) -> 
         ("show gpipe -o x.txt", "x.txt"),
         ("show gpipe -o no/such/x.sched", "no/such/x.sched"),
         ("show gpipe -o folder.sched", "folder.sched"),
-        ("draw gpipe", "-o"),
+        ("draw gpipe --idle", "-o"),
         ("draw gpipe -o x.gif", "x.gif"),
         ("draw gpipe -o no/such/x.png", "no/such/x.png"),
         ("compare gpipe -o x", "x does not"),
