@@ -121,17 +121,18 @@ def reuses(index: Index, slots: Sequence[Slots]) -> Positions:
 def counts(index: Index) -> NDArray[np.int64]:
     """How many slots each rank has of each kind, shape (ranks, kinds), kinds as in KINDS.
 
-    Where the program does not say, each value has its own.  Of SAVED and TAPE there are the
-    fewest.
+    Where the program does not say, each value has its own, and there are never more.  Of SAVED
+    and TAPE there are the fewest.
     """
     said, group = np.array(index.program.slots, np.int64), groups(index)
     columns = []
     for k, kind in enumerate(KINDS):
-        if kind in BOUNDARY and len(said):
-            columns.append(said[:, k])
+        own = uses(index, kind)
+        if kind in BOUNDARY:
+            values = np.diff(own.first)
+            columns.append(np.minimum(said[:, k], values) if len(said) else values)
         else:
-            own = uses(index, kind)
-            columns.append(np.diff(own.first) if kind in BOUNDARY else own.peak(group))
+            columns.append(own.peak(group))
     return np.stack(columns, 1)
 
 

@@ -106,7 +106,13 @@ def test_interrupt_ends_with_130() -> None:
         "import sys, time\ndef f(r, P, m):\n    print('here', flush=True)\n    time.sleep(60)\n"
     )
     argv = [sys.executable, "-m", "schedir", "show", "slow.py:f"]
-    with subprocess.Popen(argv, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=ENV) as child:
+    with subprocess.Popen(
+        argv,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        env=ENV,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # ignored under nohup
+    ) as child:
         assert child.stdout is not None and child.stderr is not None
         assert child.stdout.readline() == b"here\n"
         child.send_signal(signal.SIGINT)
