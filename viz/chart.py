@@ -187,7 +187,7 @@ def _frame(axes: Axes, sheet: Sheet, end: float, inches: float, row: float, *, t
     about += "" if slim else f", span {timeline.span / one:.4g} {timeline.unit and unit}".rstrip()
     kind = "" if slim else f" ({timeline.kind})"
     name = timeline.program.name
-    room = int(inches * 72 / (0.6 * size)) - len(about) - len(kind) - 2
+    room = int(inches * 72 / (0.57 * size)) - len(about) - len(kind) - 2
     name = name if len(name) <= room else name[: max(room - 1, 1)] + "…"
     plain: dict[str, Any] = {
         "fontsize": size,
