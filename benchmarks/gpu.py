@@ -65,7 +65,7 @@ def main() -> int:
 
 def seconds(run: Callable[[], object], times: int = 10, warm: int = 3) -> float:
     """The median of how long the GPU takes from the first to the last that a run issues."""
-    taken = []
+    taken: list[float] = []
     for _ in range(warm + times):
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         torch.cuda.synchronize()
