@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass, fields
 
 import numpy as np
@@ -10,8 +9,9 @@ from numpy.typing import NDArray
 
 from schedir.errors import CostsError
 from schedir.ops import Opcode
+from schedir.per_stage import PerStage, by_stage, per_stage
 
-Cost = float | tuple[float, ...]
+Cost = PerStage
 
 # Which field prices which instruction.  A receive ends with its send and costs nothing itself.
 FIELD = {
@@ -64,21 +64,7 @@ class Costs:
             value = getattr(self, f.name)
             if value is None and f.default is None:
                 continue
-            try:
-                if isinstance(value, str | bytes):
-                    raise TypeError
-                cost = tuple(map(float, value)) if isinstance(value, Iterable) else float(value)
-            except (TypeError, ValueError):
-                raise CostsError(
-                    f"cost {f.name} must be a number or one per stage, not {value!r:.60}"
-                ) from None
-            bad = [c for c in np.atleast_1d(cost) if not 0 <= c < np.inf]
-            if bad or cost == ():
-                raise CostsError(
-                    f"cost {f.name} must be finite and not negative, not "
-                    f"{bad[0] if bad else 'empty'}"
-                )
-            object.__setattr__(self, f.name, cost)
+            object.__setattr__(self, f.name, per_stage(f"cost {f.name}", value, CostsError))
 
     def table(self, stages: int) -> NDArray[np.float64]:
         """Cost by (opcode, stage), shape (opcodes, stages)."""
@@ -95,7 +81,4 @@ class Costs:
         return None if self.FB is None else self._row("FB", stages)
 
     def _row(self, name: str, stages: int) -> NDArray[np.float64]:
-        row = np.asarray(getattr(self, name), float)
-        if row.ndim and len(row) != stages:
-            raise CostsError(f"cost {name} has {len(row)} numbers for {stages} stages")
-        return np.broadcast_to(row, (stages,))
+        return by_stage(f"cost {name}", getattr(self, name), stages, CostsError)

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
 from dataclasses import dataclass, fields
 
 import numpy as np
 from numpy.typing import NDArray
 
 from schedir.errors import UsageError
+from schedir.per_stage import PerStage, by_stage, per_stage
 
-Size = float | tuple[float, ...]
+Size = PerStage
 
 _UNITS = {"": 1, "B": 1}
 _UNITS |= {f"{p}B": 1000 ** (k + 1) for k, p in enumerate("kMGTP")}
@@ -44,29 +44,14 @@ class Sizes:
             value = getattr(self, f.name)
             if value is None:
                 continue
-            try:
-                size = tuple(map(float, value)) if isinstance(value, Iterable) else float(value)
-            except (TypeError, ValueError):
-                raise UsageError(
-                    f"size {f.name} must be a number or one per stage, not {value!r}"
-                ) from None
-            bad = [s for s in np.atleast_1d(size) if not 0 <= s < np.inf]
-            if bad or size == ():
-                raise UsageError(
-                    f"size {f.name} must be finite and not negative, not "
-                    f"{bad[0] if bad else 'empty'}"
-                )
-            object.__setattr__(self, f.name, size)
+            object.__setattr__(self, f.name, per_stage(f"size {f.name}", value, UsageError))
 
     def of(self, name: str, stages: int) -> NDArray[np.float64]:
         """The size of that name for each stage, shape (stages,)."""
         value = getattr(self, name)
         if value is None:
             value = self.activation if name == "gradient" else self.saved
-        row = np.asarray(value, float)
-        if row.ndim and len(row) != stages:
-            raise UsageError(f"size {name} has {len(row)} numbers for {stages} stages")
-        return np.broadcast_to(row, (stages,))
+        return by_stage(f"size {name}", value, stages, UsageError)
 
 
 def bytes_of(text: str) -> float:

@@ -19,8 +19,8 @@ SOURCE = ROOT / "schedir"
 # import everything (lazily), and nothing imports it.
 FLOORS = (
     {"errors", "ops"},
-    {"plan", "costs", "sizes", "files", "gpt_config", "settings"},
-    {"program"},
+    {"plan", "per_stage", "files", "gpt_config", "settings"},
+    {"program", "costs", "sizes"},
     {"text", "torch_csv", "words"},
     {"schedules", "greedy", "index"},
     {"slots"},
