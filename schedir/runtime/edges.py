@@ -48,6 +48,16 @@ def _edges(program: Program) -> Iterator[DirectedEdge]:
                 yield DirectedEdge(row.lane, rank, int(program.plan.rank_at(stage + row.hop, mb)))
 
 
+def _warm_up(transport: Processes, edges: list[DirectedEdge], device: torch.device | str) -> None:
+    """Send a number along every edge, one after the other."""
+    one = torch.zeros(1, device=device)
+    for edge in edges:
+        if transport.rank == edge.source:
+            transport.send(one, edge.target, edge.lane).wait()
+        elif transport.rank == edge.target:
+            transport.recv(one, edge.source, edge.lane).wait()
+
+
 class Edge(Processes):
     """A process group for each directed edge.  Its progress model is `edge`.
 
@@ -79,20 +89,12 @@ class Edge(Processes):
                 )
                 if dist.get_rank() in members:
                     self.edge_groups[edge] = group
-        self._warm_up(torch.zeros(1, device=device))
+        _warm_up(self, self.edges, device)
 
     def _ends(self, edge: DirectedEdge) -> list[list[int]]:
         """The processes at the two ends of an edge, for each replica and slice."""
         ends = self.mesh[:, [edge.source, edge.target]]
         return [sorted(map(int, pair)) for pair in ends.swapaxes(1, 2).reshape(-1, 2)]
-
-    def _warm_up(self, one: Tensor) -> None:
-        """Send a number along every edge, one after the other."""
-        for edge in self.edges:
-            if self.rank == edge.source:
-                self.send(one, edge.target, edge.lane).wait()
-            elif self.rank == edge.target:
-                self.recv(one, edge.source, edge.lane).wait()
 
     def send(self, tensor: Tensor, peer: int, lane: Lane) -> Work:
         """Start to send."""
@@ -136,12 +138,7 @@ class Grouped(Processes):
         super().__init__(program, timeout)
         self.blocks = torch.device(device).type == "cpu"
         self.held: list[tuple[dist.P2POp, _Held]] | None = None
-        one = torch.zeros(1, device=device)
-        for edge in directed_edges(program):
-            if self.rank == edge.source:
-                self.send(one, edge.target, edge.lane).wait()
-            elif self.rank == edge.target:
-                self.recv(one, edge.source, edge.lane).wait()
+        _warm_up(self, directed_edges(program), device)
 
     def send(self, tensor: Tensor, peer: int, lane: Lane) -> Work:
         """Start to send, or hold it back for its group."""
