@@ -9,6 +9,8 @@ from schedir.options import RUN, add_shape, costs_of, timeline_of
 from schedir.terminal import as_json
 
 if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
     from schedir.advice import Advice
     from schedir.timeline import Timeline
 
@@ -26,6 +28,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> str:
     """Some five lines."""
     from schedir.advice import advise
+    from schedir.idleness import idleness
     from schedir.load import load
     from schedir.program import Program
 
@@ -39,7 +42,9 @@ def run(args: argparse.Namespace) -> str:
     advice = advise(timeline, costs, schedule)
     if args.json:
         return as_json(_facts(timeline, advice))
-    lines = [_where(timeline), *_who(timeline), *_what(advice, timeline.kind == "measured")]
+    idle = idleness(timeline)
+    lines = [_where(timeline, idle), *_who(timeline, idle)]
+    lines += _what(advice, timeline.kind == "measured")
     return "".join(f"{line}\n" for line in lines)
 
 
@@ -55,12 +60,12 @@ def _facts(timeline: Timeline, advice: Advice) -> dict[str, Any]:
     }
 
 
-def _where(timeline: Timeline) -> str:
+def _where(timeline: Timeline, idle: NDArray[Any]) -> str:
     """The bubble by cause, the largest first."""
-    from schedir.idleness import Cause, by_cause, idleness
+    from schedir.idleness import Cause, by_cause
 
     whole = timeline.span * timeline.ranks
-    share = by_cause(idleness(timeline), timeline.ranks).sum(0) / (whole or 1.0)
+    share = by_cause(idle, timeline.ranks).sum(0) / (whole or 1.0)
     told = sorted((c for c in Cause if share[c] >= 0.0005), key=lambda c: -share[c])
     causes = ", ".join(f"{c.name.lower()} {share[c]:.1%}" for c in told) or "nothing"
     unit = timeline.unit and f" {timeline.unit}"
@@ -71,14 +76,13 @@ def _where(timeline: Timeline) -> str:
     )
 
 
-def _who(timeline: Timeline) -> list[str]:
+def _who(timeline: Timeline, idle: NDArray[Any]) -> list[str]:
     """Which instruction of which rank is waited for longest, in all its microbatches."""
     import numpy as np
 
-    from schedir.idleness import idleness
     from schedir.ops import COMPUTE, ROWS
 
-    spans, idle = timeline.spans, idleness(timeline)
+    spans = timeline.spans
     idle = idle[idle["awaits"] >= 0]
     idle = idle[np.isin(spans["op"][idle["awaits"]], COMPUTE)]
     if not len(idle):
