@@ -121,7 +121,7 @@ class _Changes:
     def __init__(self, base: Timeline, costs: Costs, schedule: Schedule | None) -> None:
         self.base, self.costs, self.schedule = base, costs, schedule
         self.program, self.plan = base.program, base.program.plan
-        self.room = _activations(self.program, base)
+        self.room = base.peak_activations
         self.lowering = _Lowering(self.program, base.model)
 
     def all(self) -> Iterator[tuple[str, Change]]:
@@ -201,7 +201,7 @@ class _Changes:
                     timeline = simulate(program, costs, model=self.base.model)
                 except ProgramError:
                     continue
-                fits = _activations(program, timeline) <= self.room
+                fits = timeline.peak_activations <= self.room
                 if program.trains == self.program.trains and fits and name != self.program.name:
                     what = f"{name} with {v} stage{'s' * (v > 1)} per rank, which holds no more"
                     if _has(program, Opcode.BackwardInput) and not _has(
@@ -221,11 +221,6 @@ class _Changes:
         timeline = simulate(program, self.costs, model=self.base.model)
         what = "one more activation in flight on each rank, in greedy order"
         yield what, timeline, self.plan.microbatches
-
-
-def _activations(program: Program, timeline: Timeline) -> float:
-    """The most that a rank holds, in activations of one microbatch on a whole rank."""
-    return float(timeline.peak_in_flight.max()) * program.plan.ranks / program.plan.stages
 
 
 def _cut(costs: Costs, stages: int, into: int) -> Costs:

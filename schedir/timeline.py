@@ -156,6 +156,12 @@ class Timeline:
         """
         return self.own_span - self._busy(np.isin(self.spans["op"], _WORK))
 
+    @property
+    def peak_activations(self) -> float:
+        """The most that a rank holds, in activations of a whole rank; half a rank's is half."""
+        plan = self.program.plan
+        return int(self.peak_in_flight.max(initial=0)) * plan.ranks / plan.stages
+
     @cached_property
     def peak_in_flight(self) -> NDArray[np.int64]:
         """Per rank, the most (stage, mb) alive at once: from F until B, or until W."""

@@ -221,10 +221,7 @@ class _Trainer:
 
     @contextmanager
     def _watched(self) -> Iterator[None]:
-        """Crash if one instruction takes longer than the timeout.
-
-        That of the process groups is no help: those of a mesh have half an hour.
-        """
+        """Crash if one instruction takes longer than the timeout, and say where it stands."""
         most, done = self.config.train.timeout, Event()
 
         def watch() -> None:

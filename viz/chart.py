@@ -15,7 +15,7 @@ from matplotlib.ticker import FuncFormatter, MaxNLocator
 from schedir.errors import UsageError, in_bytes
 from schedir.timeline import Timeline
 from schedir.viz import marks
-from schedir.viz.density import in_flight, memory, peak_activations
+from schedir.viz.density import in_flight, memory
 from schedir.viz.marks import MARKS, PHASES
 from schedir.viz.paint import entries, legend, paint
 from schedir.viz.palette import ACCENT
@@ -179,7 +179,7 @@ def _frame(axes: Axes, sheet: Sheet, end: float, inches: float, row: float, *, t
         axes.set_xlabel(f"time in {unit}", fontsize=7.5, labelpad=2)
     slim = inches < _SLIM
     size = 7 if slim else 9
-    most = peak_activations(timeline)
+    most = timeline.peak_activations
     peak = f"{most:.4g} activation{'s' * (most != 1)}"
     if timeline.sizes is not None:
         peak = in_bytes(float(timeline.peak_memory.max()))

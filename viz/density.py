@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from schedir.ops import COMPUTE, Lane
+from schedir.ops import Lane
 from schedir.timeline import Timeline
 
 
@@ -19,13 +19,6 @@ def own_stage(timeline: Timeline) -> NDArray[np.int64]:
         local[list(own)] = np.arange(len(own))
     own_of: NDArray[np.int64] = local[np.minimum(timeline.spans["stage"], plan.stages - 1)]
     return own_of
-
-
-def second_of_pair(timeline: Timeline) -> NDArray[np.bool_]:
-    """Whether each span is the second of a pair run together; shape (n,)."""
-    joined = np.concatenate([s.joined for s in timeline.program.streams])
-    second: NDArray[np.bool_] = joined & np.isin(timeline.spans["op"], COMPUTE)
-    return second
 
 
 class Curve(NamedTuple):
@@ -69,7 +62,7 @@ def shares(
     of a pair run together each half counts half.  Shape (ranks, columns, kinds), each from 0
     to 1.
     """
-    spans, second = timeline.spans, second_of_pair(timeline)
+    spans, second = timeline.spans, timeline.second_of_pair
     weight = np.ones(len(spans))
     weight[second] = 0.5
     weight[np.flatnonzero(second) - 1] = 0.5
@@ -88,9 +81,3 @@ def shares(
         part = np.diff(until) / (timeline.span / columns)
         share[spans["rank"][own[0]], :, kind[own[0]]] = np.clip(part, 0, 1)
     return share
-
-
-def peak_activations(timeline: Timeline) -> float:
-    """The most that a rank holds, in activations of a whole rank: half a rank's stage is half."""
-    plan = timeline.program.plan
-    return int(timeline.peak_in_flight.max(initial=0)) * plan.ranks / plan.stages

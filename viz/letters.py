@@ -9,7 +9,7 @@ import numpy as np
 
 from schedir.ops import COMPUTE, ROWS, Lane, Opcode
 from schedir.timeline import Timeline
-from schedir.viz.density import own_stage, second_of_pair, shares
+from schedir.viz.density import own_stage, shares
 from schedir.viz.palette import STEP, colour, ink, written
 from schedir.viz.sheet import Sheet
 
@@ -95,7 +95,7 @@ def _joined(cells: list[Piece]) -> Line:
 
 def _boxes(timeline: Timeline, ranks: range, columns: int) -> list[list[Piece]]:
     """A cell per column, in which each box has its label, then lines, then room."""
-    spans, second, local = timeline.spans, second_of_pair(timeline), own_stage(timeline)
+    spans, second, local = timeline.spans, timeline.second_of_pair, own_stage(timeline)
     scale = columns / (timeline.span or 1.0)
     stages = timeline.program.plan.stages_per_rank
     rows = []

@@ -14,7 +14,6 @@ from matplotlib.ticker import MaxNLocator, PercentFormatter
 from schedir.errors import UsageError
 from schedir.idleness import Cause, by_cause, idleness
 from schedir.timeline import Timeline
-from schedir.viz.density import peak_activations
 from schedir.viz.palette import ACCENT, CAUSES, ink
 
 _POINT: Final = "#0072b2"
@@ -33,7 +32,7 @@ def tradeoff(timelines: Sequence[Timeline]) -> Figure:
     if not timelines:
         raise UsageError("a picture needs a timeline or more, not none")
     sized = all(t.sizes is not None for t in timelines)
-    x = np.array([_gigabytes(t) if sized else peak_activations(t) for t in timelines])
+    x = np.array([_gigabytes(t) if sized else t.peak_activations for t in timelines])
     y = np.array([t.bubble for t in timelines])
     figure = Figure(figsize=(5.2, 3.7), layout="constrained")
     axes = figure.subplots()

@@ -24,7 +24,7 @@ from schedir.files import replacing
 from schedir.idleness import Cause, idleness
 from schedir.ops import COMPUTE, ROWS, SENDS, Lane
 from schedir.timeline import Timeline
-from schedir.viz.density import in_flight, memory, second_of_pair
+from schedir.viz.density import in_flight, memory
 from schedir.viz.palette import CAUSES, LANE_NAMES, NAMES, colour, ink, written
 
 _SCRIPTS: Final = ("data.js", "relations.js", "scene.js", "paint.js", "words.js", "main.js")
@@ -188,7 +188,7 @@ def _columns(run: Timeline, tick: float) -> tuple[dict[str, NDArray[Any]], list[
     spans, graph = run.spans, run.graph
     starts, ends = _ticks(spans["start"], run, tick), _ticks(spans["end"], run, tick)
     half = np.zeros(len(run), np.uint8)
-    second = second_of_pair(run)
+    second = run.second_of_pair
     half[second] = 2
     half[np.flatnonzero(second) - 1] = 1
     columns: dict[str, NDArray[Any]] = {

@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 
 from schedir.ops import COMPUTE, ROWS, SENDS, TRANSFERS, Lane, Opcode
 from schedir.timeline import Timeline
-from schedir.viz.density import own_stage, second_of_pair
+from schedir.viz.density import own_stage
 
 Floats = NDArray[np.float64]
 
@@ -56,7 +56,7 @@ class Sheet:
         self.top: Floats = spans["rank"] * self.pitch
         self.bottom = self.top + 1
         # A pair run together: two halves of one box.
-        second = np.flatnonzero(second_of_pair(self.timeline))
+        second = np.flatnonzero(self.timeline.second_of_pair)
         self.bottom[second - 1] -= 0.5
         self.top[second] += 0.5
         # What comes in is the upper half of its lane, what goes out the lower: both at once show.

@@ -56,13 +56,11 @@ def run(args: argparse.Namespace) -> str:
 
 
 def _compared(timelines: Sequence[Timeline], *, as_table: bool) -> str:
-    from schedir.viz.density import peak_activations
-
     rows, several = [], len({t.kind for t in timelines}) > 1
     for t in timelines:
         plan, peak = t.program.plan, int(t.peak_in_flight.max(initial=0))
         shape = {"ranks": plan.ranks, "microbatches": plan.microbatches, "stages": plan.stages}
-        size = {"peak_in_flight": peak, "peak_activations": peak_activations(t)}
+        size = {"peak_in_flight": peak, "peak_activations": t.peak_activations}
         rows.append(facts(t) | shape | size)
     if not as_table:
         return as_json(rows)

@@ -25,7 +25,7 @@ from schedir.sizes import Sizes
 from schedir.testing import drafts
 from schedir.timeline import Timeline
 from schedir.viz import compare, gantt, idle_map, save, tradeoff
-from schedir.viz.density import in_flight, memory, peak_activations, second_of_pair, shares
+from schedir.viz.density import in_flight, memory, shares
 from schedir.viz.marks import MARKS, messages, phase_times
 from schedir.viz.palette import ACCENT
 from schedir.words import Schedule, draft
@@ -68,7 +68,7 @@ def test_shares_are_the_parts_of_time(draft: Program, data: st.DataObject, colum
 
 def test_a_pair_shares_its_time() -> None:
     share = shares(PAIRED, PAIRED.spans["op"].astype(np.int64), len(Opcode), 97)
-    assert second_of_pair(PAIRED).any()
+    assert PAIRED.second_of_pair.any()
     assert np.allclose(share.sum((1, 2)) * PAIRED.span / 97, PAIRED.busy)
 
 
@@ -180,8 +180,8 @@ def test_bubble_against_memory() -> None:
     runs = [timeline(gpipe), timeline(), timeline(zb_h1), timeline(interleaved, v=2, F=0.5, B=0.5)]
     (axes,) = tradeoff(runs).axes
     points = np.asarray(axes.collections[0].get_offsets())
-    assert points.tolist() == [[peak_activations(t), t.bubble] for t in runs]
-    assert [peak_activations(t) for t in runs] == [8, 4, 4, 5.5]
+    assert points.tolist() == [[t.peak_activations, t.bubble] for t in runs]
+    assert [t.peak_activations for t in runs] == [8, 4, 4, 5.5]
     assert {text.get_text() for text in axes.texts} == {t.program.name for t in runs}
     best = np.asarray(axes.lines[0].get_ydata())
     assert (np.diff(best) <= 0).all() and min(t.bubble for t in runs) in best
