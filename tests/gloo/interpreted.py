@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 import triton
+from triton.runtime import interpreter
 from triton.runtime.interpreter import InterpretedFunction, _patch_lang
 from triton.runtime.jit import JITFunction
 
@@ -36,8 +37,16 @@ def interpreting() -> Iterator[None]:
         finally:
             patched.restore()
 
+    patch_tensor = interpreter._patch_lang_tensor
+
+    def patch_tensor_and_index(tensor: Any, scope: Any) -> None:
+        patch_tensor(tensor, scope)
+        # Of triton 3.6, int() of an array that has a dimension, which numpy 2.4 refuses.
+        scope.set_attr(tensor, "__index__", lambda x: x.handle.data.item())
+
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(triton.knobs.runtime, "interpret", True)
+        patch.setattr(interpreter, "_patch_lang_tensor", patch_tensor_and_index)
         patch.setattr(JITFunction, "__call__", call)
         patch.setattr(InterpretedFunction, "__call__", call)
         yield

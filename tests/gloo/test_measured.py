@@ -128,7 +128,7 @@ def test_what_is_not_recorded_asks_no_clock(monkeypatch: pytest.MonkeyPatch) -> 
 def test_a_profile_groups_by_instruction() -> None:
     ranks = _ranks()
     ranks.step(*batch(3))
-    with torch.profiler.profile() as profile:
+    with torch.profiler.profile(acc_events=True) as profile:  # or torch 2.11 warns
         ranks.step(*batch(3))
     count = {event.key: event.count for event in profile.key_averages()}
     assert count["F 0"] == count["B 1"] == count["recv_grad 0"] == 3

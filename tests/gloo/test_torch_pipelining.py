@@ -147,8 +147,12 @@ def in_torch(rank: int, folder: str) -> list[dict[int, list[Tensor]]]:
 
 def _step(rank: int, name: str, plan: Plan, form: str, path: str) -> dict[int, list[Tensor]]:
     stages, own = layers(plan.stages), plan.stages_of[rank]
+    held = [PipelineStage(stages[s], s, plan.stages, torch.device("cpu")) for s in own]
+    for stage in held:
+        # What it would send first is for NCCL; torch 2.11 sends it to itself, which Gloo refuses.
+        stage._get_init_p2p_neighbors_ops = list  # type: ignore[method-assign]
     runtime = theirs._PipelineScheduleRuntime(
-        [PipelineStage(stages[s], s, plan.stages, torch.device("cpu")) for s in own],
+        held,
         n_microbatches=plan.microbatches,
         loss_fn=loss,
     )
