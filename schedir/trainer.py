@@ -111,10 +111,9 @@ def processes(timeout: float, device: str = "cpu") -> Iterator[None]:
         yield
         # Nobody closes a connection that another still reads from, and who fails after this
         # fails nobody else.  The first process may still be busy with its results.
-        if device == "cuda":
-            dist.barrier()  # the monitored one is of Gloo alone
-        else:
-            dist.monitored_barrier(timeout=timedelta(seconds=max(timeout, PATIENCE)))
+        # Of the group itself: torch's function wants Gloo alone, where ours has NCCL beside it.
+        world: Any = dist.group.WORLD
+        world.monitored_barrier(timedelta(seconds=max(timeout, PATIENCE)))
         done = True
     finally:
         # A rank that fails says why before others see its connections close.

@@ -7,16 +7,26 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
+from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from schedir.errors import ModelError, UsageError
 
 # A process of its own "host": NCCL refuses two ranks on one GPU of one host.
 HOST = "NCCL_HOSTID"
 SHARED = {"NCCL_P2P_DISABLE": "1", "NCCL_SHM_DISABLE": "1"}
+# How many queues the host has to a GPU: streams that share one wait for each other.
+QUEUES, ENOUGH = "CUDA_DEVICE_MAX_CONNECTIONS", 8
 _YES = ("1", "true", "yes", "on", "y", "t")
+# What makes the host wait inside a step.
+_WAITS = {
+    "TORCH_NCCL_BLOCKING_WAIT": _YES,
+    "NCCL_BLOCKING_WAIT": _YES,
+    "CUDA_LAUNCH_BLOCKING": _YES,
+    "TORCH_DISTRIBUTED_DEBUG": ("detail",),
+}
+_ORDER = "NCCL_LAUNCH_ORDER_IMPLICIT"
 
 
 def require_gpus(
@@ -35,19 +45,26 @@ def require_gpus(
             "device cuda needs a GPU, and torch sees none",
             hint="this torch is built without CUDA" if without else "nvidia-smi should list one",
         )
-    if environ.get("CUDA_DEVICE_MAX_CONNECTIONS") == "1":
+    queues = environ.get(QUEUES, "")
+    if queues.isdecimal() and int(queues) < ENOUGH:
         raise UsageError(
-            "CUDA_DEVICE_MAX_CONNECTIONS is 1: with one hardware queue, a receive that waits "
-            "holds up the computation behind it, for ever",
+            f"{QUEUES} is {queues}: streams that share a hardware queue wait for each other, and "
+            "a receive that waits holds up the computation behind it, for ever",
             hint="unset it, or 32",
         )
-    for name in ("TORCH_NCCL_BLOCKING_WAIT", "NCCL_BLOCKING_WAIT", "CUDA_LAUNCH_BLOCKING"):
-        if environ.get(name, "").lower() in _YES:
+    for name, values in _WAITS.items():
+        if environ.get(name, "").lower() in values:
             raise UsageError(
-                f"{name} is set: the host would wait inside a step, in Stream order, for what "
-                "other ranks have yet to issue",
+                f"{name} is {environ[name]}: the host would wait inside a step, in Stream order, "
+                "for what other ranks have yet to issue",
                 hint="unset it",
             )
+    if environ.get(_ORDER, "0") not in ("", "0"):
+        raise UsageError(
+            f"{_ORDER} is {environ[_ORDER]}: communicators would start in the order in which the "
+            "host issues them, and a receive that waits would hold up all others",
+            hint="unset it",
+        )
     if processes <= gpus:
         return
     if HOST not in environ:
@@ -75,18 +92,20 @@ def take_gpu(
     return device
 
 
-def refuse_twins(card: str, host: str) -> None:
+def refuse_twins(store: Any, process: int, processes: int, card: str, host: str) -> None:
     """Refuse two processes of one GPU that NCCL takes for one host's: `card` names the GPU.
 
-    All processes must call this.  Raises ModelError in each.
+    All processes must call this, with the store where they meet: before NCCL does, which would
+    say less.  Raises ModelError in each.
     """
-    everyone: list[tuple[str, str]] = [("", "")] * dist.get_world_size()
-    dist.all_gather_object(everyone, (card, host))
-    seen: dict[tuple[str, str], int] = {}
-    for process, who in enumerate(everyone):
-        first = seen.setdefault(who, process)
-        if first != process:
+    store.set(f"schedir: GPU of process {process}", f"{card}\n{host}")
+    seen: dict[bytes, int] = {}
+    for other in range(processes):
+        who = store.get(f"schedir: GPU of process {other}")
+        first = seen.setdefault(who, other)
+        if first != other:
             raise ModelError(
-                f"processes {first} and {process} are on one GPU, {who[0]}, and on one host",
+                f"processes {first} and {other} are on one GPU, "
+                f"{who.decode().partition(chr(10))[0]}, and on one host",
                 hint=f"to share a GPU in a test, set {HOST} to another name for each",
             )

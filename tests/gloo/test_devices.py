@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from schedir import compile, train
 from schedir.config import TrainConfig
@@ -14,11 +17,10 @@ from schedir.plan import Plan
 from schedir.runtime.cuda import HOST, SHARED, refuse_twins, require_gpus
 from schedir.runtime.graphs import GraphedStep
 from schedir.runtime.inprocess import InProcess
-from schedir.runtime.nccl import MODELS, nccl
+from schedir.runtime.nccl import CTAS, MODELS, edge_options, meet, nccl
 from schedir.runtime.rank import Boundary
 from schedir.runtime.tiny import loss, tiny_stages
 from schedir.schedules import gpipe
-from tests.gloo.spawn import run
 
 
 @pytest.mark.parametrize(
@@ -28,7 +30,10 @@ from tests.gloo.spawn import run
         (2, 1, {}, "2 processes"),
         (1, 1, {"CUDA_DEVICE_MAX_CONNECTIONS": "1"}, "CUDA_DEVICE_MAX_CONNECTIONS"),
         (1, 1, {"TORCH_NCCL_BLOCKING_WAIT": "1"}, "TORCH_NCCL_BLOCKING_WAIT"),
+        (1, 1, {"CUDA_DEVICE_MAX_CONNECTIONS": "4"}, "CUDA_DEVICE_MAX_CONNECTIONS"),
         (1, 1, {"CUDA_LAUNCH_BLOCKING": "True"}, "CUDA_LAUNCH_BLOCKING"),
+        (1, 1, {"TORCH_DISTRIBUTED_DEBUG": "DETAIL"}, "TORCH_DISTRIBUTED_DEBUG"),
+        (1, 1, {"NCCL_LAUNCH_ORDER_IMPLICIT": "1"}, "NCCL_LAUNCH_ORDER_IMPLICIT"),
         (4, 1, {HOST: "a"}, "NCCL_P2P_DISABLE"),
         (4, 1, {HOST: "a", "NCCL_P2P_DISABLE": "1"}, "NCCL_SHM_DISABLE"),
     ],
@@ -46,6 +51,7 @@ def test_machines_that_are_refused(
     [
         (1, 1, {}),
         (8, 8, {"CUDA_DEVICE_MAX_CONNECTIONS": "32", "TORCH_NCCL_BLOCKING_WAIT": "0"}),
+        (8, 8, {"TORCH_DISTRIBUTED_DEBUG": "INFO", "NCCL_LAUNCH_ORDER_IMPLICIT": "0"}),
         (4, 1, {HOST: "a", **SHARED}),
     ],
 )
@@ -53,18 +59,23 @@ def test_machines_that_will_do(processes: int, gpus: int, environ: dict[str, str
     require_gpus(processes, gpus, environ)
 
 
-def twins(rank: int, hosts: list[str]) -> str:
+def twins(store: Path, hosts: list[str], process: int) -> str:
+    meet = dist.FileStore(str(store), len(hosts))  # type: ignore[attr-defined]
     try:
-        refuse_twins("GPU-0", hosts[rank])
+        refuse_twins(meet, process, len(hosts), "GPU-0", hosts[process])
     except ModelError as error:
         return error.fact
     return ""
 
 
-def test_processes_of_one_gpu_must_be_hosts_of_their_own() -> None:
-    assert run(twins, 2, ["a", "b"]) == ["", ""]
-    for fact in run(twins, 3, ["a", "b", "a"]):
-        assert "processes 0 and 2" in fact
+def test_processes_of_one_gpu_must_be_hosts_of_their_own(tmp_path: Path) -> None:
+    def said(name: str, hosts: list[str]) -> list[str]:
+        with ThreadPoolExecutor(len(hosts)) as pool:
+            return [*pool.map(partial(twins, tmp_path / name, hosts), range(len(hosts)))]
+
+    assert said("two", ["a", "b"]) == ["", ""]
+    for fact in said("three", ["a", "b", "a"]):
+        assert "processes 0 and 2" in fact and "GPU-0" in fact
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
@@ -102,3 +113,20 @@ def test_what_needs_a_gpu_says_so() -> None:
     world = InProcess(program, tiny_stages(1), loss=loss, boundary=Boundary((2, 4), torch.float64))
     with pytest.raises(ModelError):
         GraphedStep(world.ranks[0], [], [])
+
+
+def test_processes_meet_before_there_is_a_group(tmp_path: Path) -> None:
+    how = meet(5.0, init_method=(tmp_path / "store").as_uri(), rank=0, world_size=1)
+    assert (how.pop("rank"), how.pop("world_size")) == (0, 1)
+    store = how.pop("store")
+    store.set("key", "value")
+    assert store.get("key") == b"value" and not how
+    given = meet(5.0, store=store, rank=2, world_size=3)
+    assert given == {"store": store, "rank": 2, "world_size": 3}
+
+
+@pytest.mark.skipif(not dist.is_nccl_available(), reason="a torch without NCCL")
+def test_options_of_an_edge() -> None:
+    options = edge_options(7.0)
+    assert options.is_high_priority_stream and options._timeout.total_seconds() == 7
+    assert (options.config.min_ctas, options.config.max_ctas) == (1, CTAS)

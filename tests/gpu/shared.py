@@ -35,6 +35,7 @@ VARIABLES = SHARED | {
 def share_gpu(rank: int, folder: str) -> torch.device:
     """In a process that `spawn.run` started: exchange its Gloo world for one of NCCL."""
     world = dist.get_world_size()
+    dist.barrier()  # nobody leaves while another still arrives
     dist.destroy_process_group()
     os.environ.update(VARIABLES)
     os.environ.update({HOST: f"schedir-{rank}", "LOCAL_RANK": f"{rank}"})
