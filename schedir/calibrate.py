@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from schedir.costs import FIELD, Cost, Costs
 from schedir.idleness import Cause, idleness
-from schedir.ops import COMPUTE, SENDS, TRANSFERS, Opcode
+from schedir.ops import COMPUTE, GATHERS, SENDS, TRANSFERS, Opcode
 from schedir.program import OP, Program
 from schedir.timeline import Timeline
 
@@ -23,8 +23,9 @@ def calibrate(measured: Timeline) -> Costs:
     """The mean time of each instruction: per stage for F, B, I, W and pairs, one for others.
 
     The host's time before an instruction of the compute lane, when all that it waits for is
-    there (`Cause.HOST`), is counted with it.  Of messages only those count that their receiver
-    waited for, if there are any: others are seen to have arrived when the receiver looks.
+    there (`Cause.HOST`), is counted with it.  Of messages, and of gathers, only those count
+    that their receiver waited for, if there are any: others are seen to have arrived when the
+    receiver looks.
 
     Instructions that the program, or a stage of it, does not have cost nothing.  A prediction
     from these costs does the measured work without any waiting that the program does not ask for.
@@ -46,7 +47,9 @@ def calibrate(measured: Timeline) -> Costs:
             of = [here & (spans["stage"] == s) for s in stages]
             costs[name] = tuple(_mean(took[w & ~paired]) or _part(name, took[w]) for w in of)
         elif ops[0] in SENDS:
-            costs[name] = _message(measured, idle, took, here)
+            costs[name] = _awaited(measured, idle, took, TRANSFERS)
+        elif ops[0] in GATHERS:
+            costs[name] = _awaited(measured, idle, took, GATHERS)
         else:
             costs[name] = _mean(took[here])
     if second.any():
@@ -64,15 +67,15 @@ def _part(name: str, pairs: Floats) -> float:
     return _mean(pairs) * (1 / 3 if name == "F" else 2 / 3)
 
 
-def _message(
-    measured: Timeline, idle: NDArray[Any], took: Floats, here: NDArray[np.bool_]
+def _awaited(
+    measured: Timeline, idle: NDArray[Any], took: Floats, ops: tuple[Opcode, ...]
 ) -> float:
-    """The median of the messages that somebody waited for; of others, the least."""
+    """The median of those of `ops` that somebody waited for; if there are none, the least."""
     waited = np.unique(idle["awaits"][idle["cause"] == Cause.MESSAGE])
-    waited = waited[np.isin(measured.spans["op"][waited], TRANSFERS)]
+    waited = waited[np.isin(measured.spans["op"][waited], ops)]
     if len(waited):
         return float(np.median(took[waited]))
-    return float(took[here].min())
+    return float(took[np.isin(measured.spans["op"], ops)].min())
 
 
 def completed(costs: Costs, program: Program) -> Costs:

@@ -11,7 +11,7 @@ from schedir.errors import MemoryLimitError, UsageError, in_bytes
 from schedir.graph import Model
 from schedir.memory import fit, held
 from schedir.ops import Opcode
-from schedir.passes.overlap import early_receives, group_opposites
+from schedir.passes.overlap import early_gathers, early_receives, group_opposites
 from schedir.passes.reductions import (
     optimizer_step,
     reduce_grads,
@@ -51,7 +51,8 @@ def compile(
     and last stage hold copies of one weight, `clip` that gradients are clipped by their global
     norm.  `boundary` is the layout of activations between stages within a tensor-parallel
     group: "replicated" ones are scattered for the wire and gathered behind it, "sharded" ones
-    go as they are.  `overlap` groups opposite transfers and posts other receives early.
+    go as they are.  `overlap` groups opposite transfers, and begins gathers and posts other
+    receives early.
     `slots` says how many static buffers values share: the "fewest" there can be, or "enough" to
     lose no time at these costs; by default each value has its own.  `limit` is the most bytes
     that a rank may hold, and `sizes` says what takes how many.  `debug` checks after every pass.
@@ -89,10 +90,11 @@ def within(program: Program, sizes: Sizes | None, limit: float) -> Program:
 
 
 def overlapped(program: Program, model: Model = "device", *, debug: bool = False) -> Program:
-    """A lowered program with opposite transfers grouped, and other receives posted early."""
-    program = group_opposites(program)
-    if debug:
-        check(program, model)
+    """A lowered program with opposite transfers grouped, gathers and other receives early."""
+    for early in (group_opposites, early_gathers):
+        program = early(program)
+        if debug:
+            check(program, model)
     return early_receives(program, model)
 
 

@@ -36,8 +36,10 @@ MODELS: Final[tuple[Model, ...]] = ("edge", "pair", "device", "serial")
 COLLECTIVES: Final = (Opcode.ReduceHolders, Opcode.ReduceTied, Opcode.ReduceNorm)
 _PER_RANK: Final = tuple(row.op for row in ROWS if row.per is Per.RANK)
 _LATE: Final = tuple(row.op for row in ROWS if row.per is not Per.MICROBATCH)
-# Compute and sharding are one queue, as the host issues both in order; reductions; the wire.
-_LINE: Final = np.array([2 if row.hop else 1 if row.lane is Lane.DP else 0 for row in ROWS])
+# What a rank queues apart, whatever the model: computes, reductions, gathers; and the wire, which
+# is the last, as models cut it finer.
+_LANES: Final = {Lane.COMPUTE: 0, Lane.DP: 1, Lane.TP: 2, Lane.ACT: 3, Lane.GRAD: 3}
+_LINE: Final = np.array([_LANES[row.lane] for row in ROWS])
 _MAKERS: Final = {
     token: tuple(r.op for r in ROWS if token in r.gives and token not in r.needs) for token in Token
 }
@@ -55,8 +57,9 @@ class Graph:
 
     A draft is read as if every value that crosses ranks took `Costs.send` and no queue.
 
-    A host that `blocks`, as on CPUs, waits itself for what a compute needs, and issues nothing
-    meanwhile: so what stands behind a compute in its Stream follows it, in whatever queue.
+    A host that `blocks`, as on CPUs, waits itself for what a compute needs, and for the message of
+    a gather, and issues nothing meanwhile: so what stands behind either in its Stream follows it,
+    in whatever queue.
     """
 
     def __init__(
@@ -112,19 +115,21 @@ class Graph:
 
     @cached_property
     def issued(self) -> NDArray[np.int32]:
-        """What a host that blocks has waited for before it issues each instruction, shape (2, n).
+        """What a host that blocks has waited for before it issues each instruction, shape (3, n).
 
-        In the compute lane, whose own instructions follow each other anyway, it is the one before.
-        A reduction with partners waits for those before it, and so lets a host on when they end.
+        Of computes it is the one before.  A reduction with partners waits for those before it, and
+        so lets a host on when they end.  A gather stands for its message and those of the gathers
+        before it: once they are there, nothing else can keep it.  The compute lane's own
+        instructions, and gathers, follow each other anyway.
         """
-        line, waited = _LINE[self.index.op], np.full((2, len(self)), NONE, np.int32)
-        compute, reduce = (np.flatnonzero(line == k) for k in (0, 1))
-        waited[0, compute] = compute
+        line, waited = _LINE[self.index.op], np.full((3, len(self)), NONE, np.int32)
+        compute, reduce, gather = (np.flatnonzero(line == k) for k in range(3))
+        waited[0, compute], waited[2, gather] = compute, gather
         meets = self.index.among(COLLECTIVES)[reduce[1:]]
         waited[1, reduce[1:]] = np.where(meets, reduce[:-1], NONE)
         before = np.full_like(waited, NONE)
         before[:, 1:] = np.maximum.accumulate(waited, 1)[:, :-1]
-        own = (before >= self.program.offsets[self.index.rank]) & (line > 0)
+        own = (before >= self.program.offsets[self.index.rank]) & (line != [[0], [0], [2]])
         return np.where(own, before, np.int32(NONE))
 
     def _giver(self, op: Opcode, token: Token, needer: NDArray[np.intp]) -> Positions:

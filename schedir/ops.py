@@ -113,11 +113,12 @@ ROWS: Final[tuple[Row, ...]] = (
         "Sends a gradient to the rank of the previous stage.", -1, _O.RecvGrad),
     Row(_O.RecvGrad, "recv_grad", _L.GRAD, _MB, (), (_T.GRAD_IN,), (),
         "Receives a gradient from the rank of the next stage.", +1, _O.SendGrad),
-    Row(_O.Scatter, "scatter", _L.TP, _MB, (_T.ACT_OUT,), (_T.ACT_OUT,), (),
+    Row(_O.Scatter, "scatter", _L.COMPUTE, _MB, (_T.ACT_OUT,), (_T.ACT_OUT,), (),
         "Keeps this tensor-parallel rank's 1/t of an activation, so that only it is sent."),
     Row(_O.Gather, "gather", _L.TP, _MB, (_T.ACT_IN,), (_T.ACT_IN,), (),
-        "Makes a received activation whole by an all-gather in the tensor-parallel group."),
-    Row(_O.ScatterGrad, "scatter_grad", _L.TP, _MB, (_T.GRAD_OUT,), (_T.GRAD_OUT,), (),
+        "Makes a received activation whole by an all-gather in the tensor-parallel group, beside "
+        "what computes."),
+    Row(_O.ScatterGrad, "scatter_grad", _L.COMPUTE, _MB, (_T.GRAD_OUT,), (_T.GRAD_OUT,), (),
         "Scatter of a gradient."),
     Row(_O.GatherGrad, "gather_grad", _L.TP, _MB, (_T.GRAD_IN,), (_T.GRAD_IN,), (),
         "Gather of a gradient."),
@@ -142,6 +143,7 @@ SENDS: Final = (_O.SendAct, _O.SendGrad)
 RECEIVES: Final = (_O.RecvAct, _O.RecvGrad)
 TRANSFERS: Final = SENDS + RECEIVES
 SHARDING: Final = (_O.Scatter, _O.Gather, _O.ScatterGrad, _O.GatherGrad)
+GATHERS: Final = (_O.Gather, _O.GatherGrad)
 
 # Neighbours on one rank hand over directly: what one stage takes in is what the other put out.
 HANDED: Final = {Token.ACT_IN: (Token.ACT_OUT, -1), Token.GRAD_IN: (Token.GRAD_OUT, +1)}

@@ -228,10 +228,10 @@ class Host:
 
     def reshape(self, i: Instr) -> None:
         """Scatter and gather, in place: the slot is taken and given again."""
-        self.queue("compute")
         if self.machine.program.tp == 1:
             raise Wrong(f"{i}: there is no tensor-parallel group")
         grad, gathers = i.op in (O.ScatterGrad, O.GatherGrad), i.op in (O.Gather, O.GatherGrad)
+        self.queue("gathers" if gathers else "compute")
         kind = "grad" if grad else "act"
         slot = (f"{kind}_in" if gathers else f"{kind}_out", i.stage, i.mb)
         maker = i.stage if not gathers else i.stage + (1 if grad else -1)

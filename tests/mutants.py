@@ -17,7 +17,7 @@ from schedir.check import check, check_draft
 from schedir.compile import lower
 from schedir.errors import ProgramError
 from schedir.graph import MODELS, Model
-from schedir.passes.overlap import early_receives, group_opposites
+from schedir.passes.overlap import early_gathers, early_receives, group_opposites
 from schedir.plan import Plan
 from schedir.program import Program
 from schedir.testing import random_draft
@@ -92,7 +92,9 @@ def lowered(rng: random.Random) -> Program:
         except ProgramError:
             continue  # a schedule need not know every plan
         if rng.random() < 0.4:
-            program = early_receives(group_opposites(program), model, rng.randint(1, 3))
+            ahead = rng.randint(1, 3)
+            program = early_gathers(group_opposites(program), ahead)
+            program = early_receives(program, model, ahead)
         return program
 
 

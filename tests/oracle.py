@@ -62,7 +62,8 @@ class Machine:
         if self.model == "serial":
             return "all"
         if not row.hop:
-            return "dp" if row.lane == Lane.DP else "compute"
+            gathers = i.op in (O.Gather, O.GatherGrad)
+            return "dp" if row.lane == Lane.DP else "tp" if gathers else "compute"
         peer = int(self.program.plan.rank_at(i.stage + row.hop, i.mb))
         if self.model == "edge":
             return (row.lane, peer, i.op in (O.RecvAct, O.RecvGrad))

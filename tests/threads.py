@@ -9,7 +9,7 @@ the verdict must not depend on it.
 
 The machine:
 
-- *Queues* of a rank: compute (with scatter and gather), reductions, and those of the progress
+- *Queues* of a rank: compute (with scatter), gathers, reductions, and those of the progress
   model for transfers: one per peer, kind and direction (`edge`), one per peer (`pair`), or one
   (`device`).  Under `serial` everything goes into a single queue.
 - *Values* live in slots.  The host looks a value up when it issues the instruction that needs

@@ -1,8 +1,9 @@
-"""Overlap: opposite transfers issued as one, and other receives posted earlier.
+"""Overlap: opposite transfers issued as one, gathers begun and other receives posted earlier.
 
-Group first: an early receive has left the send that it could have gone with.  Both passes come
-after the lowering and keep its promise: what they give is legal under the model they are told,
-and `check` says so again.
+Group first: an early receive has left the send that it could have gone with.  Gathers go before
+receives: a host that blocks waits at a gather for its message, so that must stay where the
+lowering has put the receive, or after.  All passes come after the lowering and keep its promise:
+what they give is legal under the model they are told, and `check` says so again.
 """
 
 from __future__ import annotations
@@ -10,9 +11,11 @@ from __future__ import annotations
 from dataclasses import replace
 
 import numpy as np
+from numpy.typing import NDArray
 
 from schedir.graph import Graph, Model
-from schedir.ops import COMPUTE, RECEIVES, SENDS
+from schedir.index import Positions
+from schedir.ops import COMPUTE, GATHERS, RECEIVES, SENDS
 from schedir.program import JOINED, Program, Stream
 
 
@@ -24,21 +27,42 @@ def early_receives(program: Program, model: Model = "device", ahead: int = 1) ->
     costs a buffer.
     """
     graph = Graph(program, model)
+    joined, group_end = graph.index.joined, np.append(~graph.index.joined[1:], True)
+    moves = graph.index.among(RECEIVES) & ~joined & group_end
+    return _earlier(program, moves, graph.ahead, ahead)
+
+
+def early_gathers(program: Program, ahead: int = 1) -> Program:
+    """Begin each gather up to `ahead` computes earlier, but not before its message is received.
+
+    It runs beside these computes.  A host that blocks waits for the message there, and begins the
+    gather sooner for it.
+    """
+    graph = Graph(program, "serial")
+    moves = graph.index.among(GATHERS)
+    return _earlier(program, moves, graph.needs[0], ahead)
+
+
+def _earlier(program: Program, moves: NDArray[np.bool_], behind: Positions, ahead: int) -> Program:
+    """Put what moves up to `ahead` computes earlier, but not before what it must stay behind.
+
+    Computes that run together are one, and groups stay whole.  `moves` and `behind`, a position
+    or -1, have an entry for each instruction.
+    """
     streams = []
     for rank, stream in enumerate(program.streams):
         lo = int(program.offsets[rank])
+        own = slice(lo, lo + len(stream))
         index = np.arange(len(stream))
         joined = stream.joined
-        group_end = np.append(~joined[1:], True)
-        end_of = index[group_end][np.searchsorted(index[group_end], index)]
-        moves = np.isin(stream.op, RECEIVES) & ~joined & group_end
-        computes = np.flatnonzero(np.isin(stream.op, COMPUTE))
+        ends = index[np.append(~joined[1:], True)]
+        end_of = ends[np.searchsorted(ends, index)]
+        computes = np.flatnonzero(np.isin(stream.op, COMPUTE) & ~joined)
         over = np.searchsorted(computes, index) - 1 - ahead  # the last compute to stay behind
         floor = np.where(over >= 0, computes[np.maximum(over, 0)], -1) if len(computes) else -1
-        before = graph.ahead[lo : lo + len(stream)]
-        floor = np.maximum(floor, np.where(before < 0, -1, before - lo))
+        floor = np.maximum(floor, np.where(behind[own] < 0, -1, behind[own] - lo))
         floor = np.where(floor >= 0, end_of[np.maximum(floor, 0)], -1)
-        key = np.where(moves, 2 * floor + 1, 2 * index)
+        key = np.where(moves[own], 2 * floor + 1, 2 * index)
         streams.append(Stream(stream.words[np.argsort(key, kind="stable")]))
     return replace(program, streams=tuple(streams))
 

@@ -14,8 +14,8 @@ from schedir.passes.insert import insert
 from schedir.program import ADDRESS, OP, Program, Stream, Words
 
 _SPLITS = {Opcode.SendAct: Opcode.Scatter, Opcode.SendGrad: Opcode.ScatterGrad}
-# Which receive is made whole by what, just before whom: only then does the compute lane wait
-# for no message sooner than it must.
+# Which receive is made whole by what, just before whom: a host that blocks waits for no message
+# sooner than it must.
 _WHOLE = {
     Opcode.RecvAct: (Opcode.Gather, (Opcode.Forward,)),
     Opcode.RecvGrad: (Opcode.GatherGrad, (Opcode.Backward, Opcode.BackwardInput)),

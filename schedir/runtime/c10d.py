@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from datetime import timedelta
+from functools import partial
 from typing import Any, cast
 
 import numpy as np
+import torch
 import torch.distributed as dist
 from numpy.typing import NDArray
 from torch import Tensor
@@ -28,8 +31,11 @@ class Processes:
     Ranks lie in a mesh (dp, pp, tp), tp innermost, so that tensor-parallel groups are
     neighbours.  Tensors on a GPU take the backend that the default group has for them.
 
+    Gathers have a group of their own beside that of the layers, and a CUDA stream: one that waits
+    for its message holds up no layer.
+
     `timeout` is how many seconds its groups wait for each other; torch's half an hour unless
-    told.
+    told.  `device` is where tensors are.
 
     `torch.distributed` must be initialised with pp * tp * dp processes.
     Raises ModelError otherwise.
@@ -37,9 +43,15 @@ class Processes:
 
     model: Model
     grouped = False
-    blocks = True
+    aside: Callable[[], AbstractContextManager[object]] = staticmethod(nullcontext)
 
-    def __init__(self, program: Program, timeout: float | None = None) -> None:
+    def __init__(
+        self,
+        program: Program,
+        timeout: float | None = None,
+        device: torch.device | str = "cpu",
+    ) -> None:
+        self.blocks = torch.device(device).type == "cpu"
         self.tp, self.dp, pp = program.tp, program.dp, program.plan.ranks
         world = dist.get_world_size()
         if world != pp * self.tp * self.dp:
@@ -56,7 +68,12 @@ class Processes:
         self.name = program.name
         self.agree({"the program": program.digest[:12], "the transport": type(self).__name__})
         self.pipeline = self._group(mesh.swapaxes(1, 2).reshape(-1, pp))
-        self.tp_group = self._group(mesh.reshape(-1, self.tp)) if self.tp > 1 else None
+        self.tp_group = self.gather_group = None
+        if self.tp > 1:
+            self.tp_group = self._group(mesh.reshape(-1, self.tp))
+            self.gather_group = self._group(mesh.reshape(-1, self.tp))
+            if not self.blocks:
+                self.aside = partial(torch.cuda.stream, torch.cuda.Stream(device, priority=-1))
         self.groups: dict[Group, Any] = {"model": self._group(mesh.reshape(self.dp, -1))}
         if self.dp > 1:
             self.groups["dp"] = self._group(mesh.reshape(self.dp, -1).T)
@@ -112,8 +129,9 @@ class Processes:
 
     def all_gather(self, whole: Tensor, shard: Tensor) -> Work:
         """Start to make a tensor whole."""
-        parts = list(whole.chunk(self.tp))  # torch 2.13 deprecates all_gather_into_tensor
-        return cast(Work, dist.all_gather(parts, shard, group=self.tp_group, async_op=True))
+        # The group itself, whose names for this change less than those of dist.
+        assert self.gather_group is not None
+        return cast(Work, self.gather_group._allgather_base(whole, shard))
 
 
 class Gloo(Processes):

@@ -49,13 +49,16 @@ def _edges(program: Program) -> Iterator[DirectedEdge]:
 
 
 def _warm_up(transport: Processes, edges: list[DirectedEdge], device: torch.device | str) -> None:
-    """Send a number along every edge, one after the other."""
+    """Send a number along every edge, one after the other, and gather some."""
     one = torch.zeros(1, device=device)
     for edge in edges:
         if transport.rank == edge.source:
             transport.send(one, edge.target, edge.lane).wait()
         elif transport.rank == edge.target:
             transport.recv(one, edge.source, edge.lane).wait()
+    if transport.tp > 1:
+        whole = torch.zeros(transport.tp, device=device)
+        transport.all_gather(whole, whole[transport.tp_rank :][:1]).wait()
 
 
 class Edge(Processes):
@@ -76,8 +79,7 @@ class Edge(Processes):
         backend: str | None = None,
         options: Callable[[], Any] = lambda: None,
     ) -> None:
-        super().__init__(program, timeout)
-        self.blocks = torch.device(device).type == "cpu"
+        super().__init__(program, timeout, device)
         self.edges = directed_edges(program)
         # The other ends of this process's edges, which share its replica and its slice.
         self.processes = [int(p) for p in self.mesh[self.dp_rank, :, self.tp_rank]]
@@ -135,8 +137,7 @@ class Grouped(Processes):
         *,
         device: torch.device | str = "cpu",
     ) -> None:
-        super().__init__(program, timeout)
-        self.blocks = torch.device(device).type == "cpu"
+        super().__init__(program, timeout, device)
         self.held: list[tuple[dist.P2POp, _Held]] | None = None
         _warm_up(self, directed_edges(program), device)
 

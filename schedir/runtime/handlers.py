@@ -16,10 +16,14 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from schedir.errors import ModelError
 from schedir.kernels.boundary import pack
-from schedir.ops import HANDED, ROWS, Instr, Lane, Opcode, Token
+from schedir.ops import GATHERS, HANDED, RECEIVES, ROWS, Instr, Opcode, Token
 from schedir.runtime.gradients import is_sharded
 from schedir.runtime.rank import Call, Rank, Slot, Stage
 from schedir.runtime.split import SplitLinear, Tape, can_wait, recording
+
+# What is taken in is received, and made whole if it comes in parts.
+_RECEIVES = {ROWS[op].gives[0]: op for op in RECEIVES}
+_GATHERS = {ROWS[op].gives[0]: op for op in GATHERS}
 
 # Where a backward begins: the last stage's loss, or where its output came from.
 Root = Tensor | GradientEdge | None
@@ -55,7 +59,7 @@ def forward(rank: Rank, i: Instr) -> Call:
         if given is not None:
             given.free()
 
-    return Call(_both(_arrived(rank, i, Lane.ACT), _sent(rank, i)), _on_version(rank, i, run))
+    return Call(_both(_arrived(rank, i, Token.ACT_IN), _sent(rank, i)), _on_version(rank, i, run))
 
 
 def _root(y: Tensor) -> Root:
@@ -91,7 +95,7 @@ def backward(rank: Rank, i: Instr, *, splits: bool = False) -> Call:
         if given is not None:
             given.free()
 
-    return Call(_both(_arrived(rank, i, Lane.GRAD), _sent(rank, i)), _on_version(rank, i, run))
+    return Call(_both(_arrived(rank, i, Token.GRAD_IN), _sent(rank, i)), _on_version(rank, i, run))
 
 
 def _share(one: Tensor, other: Tensor) -> bool:
@@ -209,19 +213,16 @@ def send(rank: Rank, i: Instr) -> Call:
 
 
 def recv(rank: Rank, i: Instr) -> Call:
-    stage, mb, row = rank.stages[i.stage], i.mb, ROWS[i.op]
-    act = i.op == Opcode.RecvAct
-    given = rank.slot(Token.ACT_IN if act else Token.GRAD_IN, i.stage, mb)
-    peer = int(rank.plan.rank_at(i.stage + row.hop, mb))
-    whole = rank.buffers[Token.ACT_IN if act else Token.GRAD_IN, given.number]
-    part = whole
-    if (Opcode.Gather if act else Opcode.GatherGrad, i.stage, mb) in rank.where:
-        part = _own_part(rank, whole)
-    start, arriving, key = rank.transport.recv, stage.arriving, (row.lane, mb)
+    mb, row = i.mb, ROWS[i.op]
+    kind = row.gives[0]
+    given, peer = rank.slot(kind, i.stage, mb), int(rank.plan.rank_at(i.stage + row.hop, mb))
+    whole = rank.buffers[kind, given.number]
+    part = _own_part(rank, whole) if (_GATHERS[kind], i.stage, mb) in rank.where else whole
+    start, arriving, lane = rank.transport.recv, rank.stages[i.stage].arriving, row.lane
 
     def run() -> None:
         given.fill(whole)
-        arriving[key] = start(part, peer, key[0])
+        arriving[kind, mb] = start(part, peer, lane)
 
     return Call(None, run)
 
@@ -231,32 +232,29 @@ def _own_part(rank: Rank, whole: Tensor) -> Tensor:
     return whole.view(rank.program.tp, -1)[rank.transport.tp_rank]
 
 
-def _arrived(rank: Rank, i: Instr, lane: Lane) -> Callable[[], None] | None:
+def _arrived(rank: Rank, i: Instr, kind: Token) -> Callable[[], None] | None:
     """Waits until what an instruction takes in is there, if it comes by message.
 
     Then what the message proves to have arrived is let go.
     """
-    receive = Opcode.RecvAct if lane is Lane.ACT else Opcode.RecvGrad
-    k = rank.where.get((receive, i.stage, i.mb))
+    k = rank.where.get((_RECEIVES[kind], i.stage, i.mb))
     if k is None:
         return None
-    stage, key, known = rank.stages[i.stage], (lane, i.mb), rank.known.get(k, ())
+    last = rank.where.get((_GATHERS[kind], i.stage, i.mb), k)
+    arriving, key, known = rank.stages[i.stage].arriving, (kind, i.mb), rank.known.get(k, ())
 
     def wait() -> None:
-        work = stage.arriving.pop(key, None)
-        if work is not None:  # else a gather has waited already
-            work.wait()
-            rank.ends(k)
-            for send in known:
-                if send in rank.sending:  # else whoever fills its slot has waited already
-                    rank.sending.pop(send)[0].wait()
+        arriving.pop(key).wait()
+        rank.ends(last)
+        for send in known:
+            if send in rank.sending:  # else whoever fills its slot has waited already
+                rank.sending.pop(send)[0].wait()
 
     return wait
 
 
 def scatter(rank: Rank, i: Instr) -> Call:
-    kind = Token.ACT_OUT if i.op == Opcode.Scatter else Token.GRAD_OUT
-    out = rank.slot(kind, i.stage, i.mb)
+    out = rank.slot(ROWS[i.op].gives[0], i.stage, i.mb)
 
     def run() -> None:
         # Own memory, not a view: the whole is not kept alive by what is sent of it.
@@ -268,14 +266,23 @@ def scatter(rank: Rank, i: Instr) -> Call:
 
 
 def gather(rank: Rank, i: Instr) -> Call:
-    act = i.op == Opcode.Gather
-    given = rank.slot(Token.ACT_IN if act else Token.GRAD_IN, i.stage, i.mb)
+    kind = ROWS[i.op].gives[0]
+    whole = rank.buffers[kind, rank.slot(kind, i.stage, i.mb).number]
+    flat, part = whole.view(-1), _own_part(rank, whole)
+    k = rank.where[_RECEIVES[kind], i.stage, i.mb]
+    arriving, key = rank.stages[i.stage].arriving, (kind, i.mb)
+    aside, start = rank.transport.aside, rank.transport.all_gather
+
+    def wait() -> None:
+        with aside():
+            arriving[key].wait()
+        rank.ends(k)
 
     def run() -> None:
-        whole = given.look()
-        rank.transport.all_gather(whole.view(-1), _own_part(rank, whole)).wait()
+        with aside():
+            arriving[key] = start(flat, part)  # which is what the boundary waits for now
 
-    return Call(_arrived(rank, i, Lane.ACT if act else Lane.GRAD), run)
+    return Call(wait, run)
 
 
 # ------------------------------------------------------------ reductions and step

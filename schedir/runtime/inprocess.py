@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import defaultdict, deque
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from copy import deepcopy
 
 import torch
@@ -74,6 +74,10 @@ class _Mailbox:
 
     def all_gather(self, whole: Tensor, shard: Tensor) -> Work:
         raise NotImplementedError("virtual ranks have no tensor-parallel group")
+
+    def aside(self) -> AbstractContextManager[object]:
+        """Nobody waits for gathers."""
+        return nullcontext()
 
 
 class InProcess:

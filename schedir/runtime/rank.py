@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from schedir.errors import ModelError
 from schedir.index import Index
-from schedir.ops import SENDS, Lane, Token
+from schedir.ops import SENDS, Token
 from schedir.program import Program
 from schedir.runtime.arrivals import arrived
 from schedir.runtime.gradients import Gradients
@@ -101,7 +101,7 @@ class Stage:
     def __init__(self, module: nn.Module) -> None:
         self.module = module
         self.gradients = Gradients(module)
-        self.arriving: dict[tuple[Lane, int], Work] = {}
+        self.arriving: dict[tuple[Token, int], Work] = {}
         self.versions: Versions | None = None  # where there are several updates
         self.warned = False  # that the module cannot be split
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import defaultdict, deque
 from collections.abc import Mapping
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 
 import torch
 from torch import Tensor
@@ -125,6 +125,10 @@ class StreamMailbox:
 
     def all_gather(self, whole: Tensor, shard: Tensor) -> Work:
         raise NotImplementedError("virtual ranks have no tensor-parallel group")
+
+    def aside(self) -> AbstractContextManager[object]:
+        """Nobody waits for gathers."""
+        return nullcontext()
 
 
 def _here() -> _Point:

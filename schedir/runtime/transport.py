@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import AbstractContextManager
 from typing import Literal, Protocol
 
 from torch import Tensor
@@ -63,7 +64,12 @@ class Transport(Protocol):
         model ("model")."""
 
     def all_gather(self, whole: Tensor, shard: Tensor) -> Work:
-        """Start to make a tensor whole from the 1/t of each tensor-parallel rank; both flat."""
+        """Start to make a tensor whole from the 1/t of each tensor-parallel rank, which lies in its
+        place there; both flat."""
+
+    def aside(self) -> AbstractContextManager[object]:
+        """Within this a wait holds up no computation, but the gathers that are started within it;
+        and the host, where it is the one that waits."""
 
 
 class Done:

@@ -81,9 +81,10 @@ def test_programs_have_groups_to_issue() -> None:
 def test_edges_and_tensor_parallel_groups_together() -> None:
     """Scattered messages cross the edges of each slice, and all transports give the same bits."""
     plan = Plan(2, 3)
-    edge, grouped = (run(one_rank, 4, kind, one_f_one_b, plan, 2) for kind in ("edge", "grouped"))
-    for one, other in zip(edge, grouped, strict=True):
-        assert same_bits(list(one.values()), list(other.values()))
+    edge, *others = (run(one_rank, 4, kind, one_f_one_b, plan, 2) for kind in TRANSPORTS)
+    for other in others:
+        for one, same in zip(edge, other, strict=True):
+            assert same_bits(list(one.values()), list(same.values()))
 
 
 def without_check(rank: int, kind: str) -> Any:

@@ -42,6 +42,38 @@ def test_a_send_behind_a_compute_waits_with_it() -> None:
     ]  # fmt: skip
 
 
+# Stages 0 and 2 on one rank: the message of gather 2.0 depends on what scatter 0.0 cuts.
+BEHIND = written(
+    "F 0.0; scatter 0.0; send_act 0.0; recv_act 2.0; gather 2.0; F 2.0; scatter 2.0; send_act 2.0",
+    "recv_act 1.0; gather 1.0; F 1.0; scatter 1.0; send_act 1.0; recv_act 3.0; gather 3.0; F 3.0",
+    header="stages_per_rank 2 tp 2",
+)
+
+
+def test_a_gather_holds_up_gathers_and_hosts_and_no_computes() -> None:
+    check(BEHIND, "edge", blocks=True)
+    ahead = moved(BEHIND, 0, "gather 2.0", "scatter 0.0")
+    check(ahead, "edge")
+    with pytest.raises(DeadlockError) as caught:
+        check(ahead, "edge", blocks=True)
+    assert any(str(wait.instr) == "gather 2.0" for wait in caught.value.cycle)
+    other = moved(BEHIND, 1, "gather 3.0", "gather 1.0")
+    for blocks in (False, True):  # one communicator
+        with pytest.raises(DeadlockError) as caught:
+            check(other, "edge", blocks=blocks)
+        assert any(str(wait.instr) == "gather 3.0" for wait in caught.value.cycle)
+
+
+def moved(program: Program, rank: int, what: str, ahead: str) -> Program:
+    """A gather, with its receive, ahead of another instruction."""
+    lists = [[*map(str, stream)] for stream in program.streams]
+    own = lists[rank]
+    at = own.index(what)
+    pair = [own.pop(at - 1), own.pop(at - 1)]
+    own[own.index(ahead) : own.index(ahead)] = pair
+    return written(*map("; ".join, lists), header="stages_per_rank 2 tp 2")
+
+
 def finishes(program: Program) -> bool:
     """Whether hosts that make one call after the other come to the end, under `edge`.
 

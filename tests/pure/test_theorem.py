@@ -15,7 +15,7 @@ from schedir.compile import compile, lower
 from schedir.costs import Costs
 from schedir.errors import DeadlockError, ProgramError
 from schedir.graph import MODELS, Graph, Model
-from schedir.passes.overlap import early_receives, group_opposites
+from schedir.passes.overlap import early_gathers, early_receives, group_opposites
 from schedir.plan import Plan
 from schedir.program import Program, Stream
 from schedir.schedules import interleaved, interleaved_zb
@@ -57,8 +57,12 @@ def test_overlap_keeps_programs_legal(
     grouped = group_opposites(program)
     for other in MODELS:
         check(grouped, other)
-    check(early_receives(grouped, model, ahead), model)
-    check(early_receives(program, model, ahead), model)
+    for start in (program, grouped):
+        begun = early_gathers(start, ahead)
+        for other in MODELS:
+            check(begun, other, blocks=True)
+        check(early_receives(begun, model, ahead), model, blocks=True)
+        check(early_receives(start, model, ahead), model, blocks=True)
 
 
 @settings(max_examples=200)
@@ -116,6 +120,8 @@ def test_graph_equals_the_machine(draft: Program, data: st.DataObject, model: Mo
     program, priced = programs(data, draft)
     if data.draw(st.booleans()):
         program = group_opposites(program)
+    if data.draw(st.booleans()):
+        program = early_gathers(program, data.draw(st.integers(1, 3)))
     if data.draw(st.booleans()):
         program = early_receives(program, model, data.draw(st.integers(1, 3)))
     agrees(with_slots(program, data.draw(st.randoms(use_true_random=False))), model, priced)
