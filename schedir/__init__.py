@@ -34,6 +34,8 @@ from schedir.timeline import Timeline
 from schedir.trace import load_timeline, save_timeline
 from schedir.words import EMPTY, B, F, I, W, Word, draft, overlap, weave
 
+__version__ = "0.1.0"
+
 # What needs torch or matplotlib, or is seldom used, is imported when it is first named.
 _LATER = {"gpt", "kernels", "parallel", "runtime", "testing", "torch_csv", "train", "viz"}
 

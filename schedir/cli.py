@@ -13,6 +13,7 @@ import sys
 from collections.abc import Sequence
 from typing import NoReturn
 
+from schedir import __version__
 from schedir.commands import (
     calibrate,
     check,
@@ -37,6 +38,10 @@ _EXIT = (
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command; returns its exit code."""
+    # Without these, python's are None, and the next file that is opened would be taken for them.
+    for name in ("stdout", "stderr"):
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(os.devnull, "w"))  # noqa: SIM115
     try:
         args = _parser().parse_args(argv)
         said: str | int = args.run(args)
@@ -81,6 +86,7 @@ class _Parser(argparse.ArgumentParser):
 
 def _parser() -> argparse.ArgumentParser:
     parser = _Parser(prog="schedir", description=_ABOUT, epilog=_EXIT, allow_abbrev=False)
+    parser.add_argument("--version", action="version", version=f"schedir {__version__}")
     subparsers = parser.add_subparsers(metavar="COMMAND", required=True)
     for command in _COMMANDS:
         name = command.__name__.rpartition(".")[2].rstrip("_")

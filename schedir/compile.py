@@ -78,7 +78,10 @@ def within(program: Program, sizes: Sizes | None, limit: float) -> Program:
     no sizes are given.
     """
     if sizes is None:
-        raise UsageError("a limit in bytes needs the sizes of what is held")
+        raise UsageError(
+            "a limit in bytes needs the sizes of what is held",
+            hint="--sizes activation=16MB,saved=1.2GB, or sizes=Sizes(...)",
+        )
     try:
         return fit(program, sizes, limit)
     except MemoryLimitError as error:

@@ -17,6 +17,7 @@ from schedir.errors import ProgramError, UsageError
 from schedir.files import text_of
 from schedir.program import Program
 from schedir.text import parse
+from schedir.trace import SUFFIX, load_timeline
 from schedir.words import Schedule
 
 # So named, a person's random.py hides nobody's random.
@@ -30,11 +31,11 @@ def built_in() -> dict[str, Schedule]:
 
 def load(source: str) -> Schedule | Program:
     """A built-in schedule by its name, the schedule `file.py:function`, or the Program in
-    `file.sched`.
+    `file.sched`, or that of the run in `file.timeline`.
 
-    A schedule's own options may follow in brackets: `interleaved(group=4)`.  The Program is
+    A schedule's own options may follow in brackets: `interleaved(group=4)`.  A `file.sched` is
     parsed, not checked.  Raises UsageError for what is not there or cannot be read or imported,
-    ParseError for a file that is no program.
+    ParseError for a file that is no program, TraceError for one that is no run.
     """
     if source.endswith(")") and "(" in source:
         return _with_options(source)
@@ -43,6 +44,8 @@ def load(source: str) -> Schedule | Program:
         return _function(path, name)
     if source.endswith(".sched"):
         return _program(source)
+    if source.endswith(SUFFIX):
+        return load_timeline(source).program
     if source.endswith(".py"):
         raise UsageError(f"{source} is a file: say which function of it", hint=f"{source}:NAME")
     known = built_in()

@@ -20,9 +20,8 @@ if TYPE_CHECKING:
 
 SOURCE = (
     "a built-in schedule or file.py:function, with options in brackets if it has any "
-    "(interleaved(group=4)), or a program FILE.sched"
+    "(interleaved(group=4)), or a program FILE.sched, or a run FILE.timeline"
 )
-RUN = f"{SOURCE}, or a run FILE.timeline"
 RANKS, PER_RANK = 4, 2  # ranks, and microbatches per rank, unless told
 
 
@@ -145,9 +144,9 @@ def program_of(
 ) -> tuple[Program, Costs]:
     """The Program that a source names, and its costs.
 
-    A schedule is compiled and so checked; a file is taken as it is.  `share` is for comparing
-    schedules of one model: a rank's costs are split evenly over its stages, and only schedules
-    that take `v`, or are for several, have several.
+    A schedule is compiled and so checked; a file is taken as it is, of a run its program.  `share`
+    is for comparing schedules of one model: a rank's costs are split evenly over its stages, and
+    only schedules that take `v`, or are for several, have several.
     """
     from schedir.check import check
     from schedir.compile import compile, within
@@ -196,7 +195,8 @@ def _plan(args: argparse.Namespace, schedule: Schedule, *, share: bool) -> Plan:
     v = args.stages_per_rank
     if v is None or (share and (fixed or (placement == "loop" and not _takes_v(schedule)))):
         v = fixed or 1
-    return Plan(ranks, microbatches, v, placement, args.updates or 1, delay_for(schedule) or 0)
+    updates = 1 if args.updates is None else args.updates
+    return Plan(ranks, microbatches, v, placement, updates, delay_for(schedule) or 0)
 
 
 def _takes_v(schedule: Schedule) -> bool:

@@ -9,15 +9,19 @@ import json
 import os
 import sys
 from collections.abc import Iterable, Sequence
+from io import StringIO
+from typing import TYPE_CHECKING
 
 from schedir.errors import ProgramError
+
+if TYPE_CHECKING:
+    from rich.text import Text
 
 
 def coloured(text: str) -> str:
     """The text of a program as a terminal shows it; elsewhere, or with NO_COLOR, as it is."""
     if not in_colour():
         return text
-    from rich.console import Console
     from rich.text import Text
 
     from schedir.ops import ROWS
@@ -30,24 +34,27 @@ def coloured(text: str) -> str:
         lines.highlight_regex(
             rf"(?m)(?<=\s){row.text}(?: \d+(\.\d+([+-]\d*)?)?)?(?=$|[;\s])", style
         )
-    console = Console(highlight=False)
-    with console.capture() as said:
-        console.print(lines, soft_wrap=True, end="")
-    return said.get()
+    return _printed([lines], end="")
 
 
 def painted(lines: Iterable[Sequence[tuple[str, str]]]) -> str:
     """Lines made of pieces of text with a style each; plain where colours are not wanted."""
     if not in_colour():
         return "".join("".join(text for text, _ in line).rstrip() + "\n" for line in lines)
-    from rich.console import Console
     from rich.text import Text
 
-    console = Console(highlight=False)
-    with console.capture() as said:
-        for line in lines:
-            console.print(Text.assemble(*line), soft_wrap=True)
-    return said.get()
+    return _printed(Text.assemble(*line) for line in lines)
+
+
+def _printed(texts: Iterable[Text], end: str = "\n") -> str:
+    """Styled lines as this terminal takes them."""
+    from rich.console import Console
+
+    said = StringIO()
+    console = Console(file=said, highlight=False, force_terminal=True)
+    for text in texts:
+        console.print(text, soft_wrap=True, end=end)
+    return said.getvalue()
 
 
 def in_colour() -> bool:
@@ -68,10 +75,10 @@ def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     for row in rows:
         drawn.add_row(*map(escape, row))
     # A file has no width, so that a table keeps its columns there.
-    console = Console(highlight=False, width=None if sys.stdout.isatty() else 200)
-    with console.capture() as said:
-        console.print(drawn)
-    return "".join(f"{line.rstrip()}\n" for line in said.get().splitlines() if line.strip())
+    seen, said = sys.stdout.isatty(), StringIO()
+    console = Console(file=said, highlight=False, force_terminal=seen, width=None if seen else 200)
+    console.print(drawn)
+    return "".join(f"{line.rstrip()}\n" for line in said.getvalue().splitlines() if line.strip())
 
 
 def told(error: ProgramError) -> str:

@@ -31,7 +31,6 @@ if TYPE_CHECKING:
 
 RESULTS = ("loss.csv", "summary.json", "timeline.png")
 TRACE = "measured.timeline"
-CLOSED = "standard output was closed"
 _LAUNCHER = "use torchrun, or unset RANK"
 
 
@@ -59,8 +58,8 @@ def run(path: str, sets: Sequence[str] = ()) -> int:
     except ExecutionError as error:
         print(error, file=sys.stderr)
         return 1
-    except BrokenPipeError:
-        crash(CLOSED)
+    except OSError as error:
+        crash(_refused(error))
     except KeyboardInterrupt:
         return 130
     return 0
@@ -169,11 +168,19 @@ def _run_rank(path: str, sets: Sequence[str]) -> int:
         crash(str(error))
     except ProgramError as error:
         crash(told(error), 2)
-    except BrokenPipeError:
-        crash(CLOSED)
+    except OSError as error:
+        crash(_refused(error))
     except Exception:
         crash(traceback.format_exc())
     leave()
+
+
+def _refused(error: OSError) -> str:
+    """Why the system does not let a run go on: a closed pipe, a full disk."""
+    if isinstance(error, BrokenPipeError):
+        return "standard output was closed"
+    where = f" ({error.filename})" if error.filename else ""
+    return f"cannot go on: {error.strerror or error}{where}"
 
 
 def _check_environment() -> None:

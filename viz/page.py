@@ -257,8 +257,9 @@ def _table(run: Timeline, label: str) -> str:
         f'<tr><th scope="row">{rank}</th>{"".join(f"<td>{cell}</td>" for cell in row)}</tr>'
         for rank, row in enumerate(zip(*columns.values(), strict=True))
     )
+    caption = ", ".join(dict.fromkeys([run.program.name, run.kind, label]))
     return (
-        f"<table><caption>{escape(run.program.name)}, {escape(label)}</caption>"
+        f"<table><caption>{escape(caption)}</caption>"
         f"<thead><tr>{head}</tr></thead><tbody>{rows}</tbody></table>"
     )
 

@@ -22,6 +22,9 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     """A source, and whose start to explain."""
     parser.add_argument("source", metavar="SCHEDULE", help=SOURCE)
     parser.add_argument("--why", metavar="RANK:INDEX", help="what decides when this one starts")
+    parser.add_argument(
+        "--blocks", action="store_true", help="on hosts that wait themselves, as those of CPUs do"
+    )
     parser.add_argument("--json", action="store_true", help="for a program to read")
     add_shape(parser)
 
@@ -34,14 +37,27 @@ def run(args: argparse.Namespace) -> str:
     if args.why is not None:
         return _why(args)
     program, _ = program_of(args, args.source)
-    check(program, args.model or "device")
     asked = MODELS if args.model is None else (args.model,)
-    models = [model for model in asked if _finishes(program, model)]
-    fails = [model for model in asked if model not in models]
+    try:
+        check(program, args.model or "device", blocks=args.blocks)
+    except (DeadlockError, GroupError) as error:
+        if fine := _under(program, asked, blocks=args.blocks):
+            error.hint = f"it finishes under {_and(fine)}"
+        raise
+    models = _under(program, asked, blocks=args.blocks)
+    # What finishes under `serial`, where a compute is a transfer's equal, finishes on such hosts.
+    on_cpus = models if args.blocks or "serial" in models else _under(program, models, blocks=True)
     if args.json:
         facts = {"program": program.name, "digest": program.digest, "ranks": program.plan.ranks}
-        return as_json(facts | {"instructions": len(program), "models": models})
+        models_said = {"models": models, "models_where_hosts_block": on_cpus}
+        return as_json(facts | {"instructions": len(program)} | models_said)
+    fails = [model for model in asked if model not in models]
     but = f", but not under {_and(fails)}" if fails else ""
+    if args.blocks:
+        but += ", on hosts that block, as CPUs do"
+    elif on_cpus != models:
+        only = f"only under {_and(on_cpus)}" if on_cpus else "under none"
+        but += f"; on hosts that block, as CPUs do, {only} (--blocks says why)"
     ranks = f"{program.plan.ranks} rank{'s' * (program.plan.ranks > 1)}"
     return (
         f"{program.name}: {len(program)} instructions on {ranks}"
@@ -86,14 +102,18 @@ def _why(args: argparse.Namespace) -> str:
     )
 
 
-def _finishes(program: Program, model: Model) -> bool:
+def _under(program: Program, models: Sequence[Model], *, blocks: bool) -> list[Model]:
+    """Those of some models under which a program finishes."""
     from schedir.check import check
 
-    try:
-        check(program, model)
-    except (DeadlockError, GroupError):
-        return False
-    return True
+    def finishes(model: Model) -> bool:
+        try:
+            check(program, model, blocks=blocks)
+        except (DeadlockError, GroupError):
+            return False
+        return True
+
+    return [model for model in models if finishes(model)]
 
 
 def _and(words: Sequence[str]) -> str:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from schedir.commands.draw import add_picture, only_charts, save_chart
 from schedir.commands.simulate import facts
 from schedir.errors import UsageError
-from schedir.options import RUN, add_shape, timeline_of
+from schedir.options import SOURCE, add_shape, timeline_of
 from schedir.terminal import as_json, table
 
 if TYPE_CHECKING:
@@ -24,7 +24,7 @@ MOST = 8  # differences that are told
 
 def arguments(parser: argparse.ArgumentParser) -> None:
     """Sources, and where a picture of all goes."""
-    parser.add_argument("source", metavar="SCHEDULE", nargs="+", help=RUN)
+    parser.add_argument("source", metavar="SCHEDULE", nargs="+", help=SOURCE)
     parser.add_argument("-o", dest="output", metavar="FILE", help="draw them under each other")
     parser.add_argument("--tradeoff", action="store_true", help="draw bubble against memory")
     add_picture(parser)

@@ -6,7 +6,7 @@ import argparse
 from typing import TYPE_CHECKING
 
 from schedir.errors import UsageError
-from schedir.options import RUN, add_shape, timeline_of
+from schedir.options import SOURCE, add_shape, timeline_of
 
 if TYPE_CHECKING:
     from schedir.timeline import Timeline
@@ -16,7 +16,7 @@ ABOUT = "draw runs: on the terminal, as a picture, or as a page to look around i
 
 def arguments(parser: argparse.ArgumentParser) -> None:
     """Sources, where the picture goes, and what it shows."""
-    parser.add_argument("source", metavar="SCHEDULE", nargs="+", help=RUN)
+    parser.add_argument("source", metavar="SCHEDULE", nargs="+", help=SOURCE)
     parser.add_argument(
         "-o", dest="output", metavar="FILE",
         help="html for a page of one run or two; png, svg or pdf for a picture; "

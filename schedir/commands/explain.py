@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from typing import TYPE_CHECKING, Any
 
-from schedir.options import RUN, add_shape, costs_of, timeline_of
+from schedir.options import SOURCE, add_shape, costs_of, timeline_of
 from schedir.terminal import as_json
 
 if TYPE_CHECKING:
@@ -20,7 +20,7 @@ SHOWN, LEAST = 3, 0.005  # changes that are told, and what they save at least
 
 def arguments(parser: argparse.ArgumentParser) -> None:
     """A source."""
-    parser.add_argument("source", metavar="SCHEDULE", help=RUN)
+    parser.add_argument("source", metavar="SCHEDULE", help=SOURCE)
     parser.add_argument("--json", action="store_true", help="for a program to read")
     add_shape(parser)
 
@@ -67,12 +67,12 @@ def _where(timeline: Timeline, idle: NDArray[Any]) -> str:
     whole = timeline.span * timeline.ranks
     share = by_cause(idle, timeline.ranks).sum(0) / (whole or 1.0)
     told = sorted((c for c in Cause if share[c] >= 0.0005), key=lambda c: -share[c])
-    causes = ", ".join(f"{c.name.lower()} {share[c]:.1%}" for c in told) or "nothing"
+    causes = ", ".join(f"{c.name.lower()} {share[c]:.1%}" for c in told)
     unit = timeline.unit and f" {timeline.unit}"
     ranks = f"{timeline.ranks} rank{'s' * (timeline.ranks > 1)}"
     return (
         f"{timeline.program.name}, {timeline.kind}: {timeline.bubble:.1%} of {ranks} x "
-        f"{timeline.span:.6g}{unit} is idle: {causes}"
+        f"{timeline.span:.6g}{unit} is idle{causes and f': {causes}'}"
     )
 
 

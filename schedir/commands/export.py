@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from schedir.errors import UsageError
 from schedir.files import replacing
-from schedir.options import RUN, add_shape, program_of, timeline_of
+from schedir.options import SOURCE, add_shape, program_of, timeline_of
 
 ABOUT = "write a program or a run in the form that another system reads"
 LARGE = 5_000_000  # bytes above which JSON is packed
@@ -46,7 +46,7 @@ FORMS = {
 
 def arguments(parser: argparse.ArgumentParser) -> None:
     """A source, the form, and where it goes."""
-    parser.add_argument("source", metavar="SCHEDULE", help=RUN)
+    parser.add_argument("source", metavar="SCHEDULE", help=SOURCE)
     about = "; ".join(f"{name}: {form.about}" for name, form in FORMS.items())
     parser.add_argument("--to", metavar="FORM", required=True, help=about)
     parser.add_argument("-o", dest="output", metavar="FILE", required=True)

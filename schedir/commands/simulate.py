@@ -6,7 +6,7 @@ import argparse
 from typing import TYPE_CHECKING, Any
 
 from schedir.errors import UsageError, in_bytes
-from schedir.options import RUN, add_shape, costs_of, timeline_of
+from schedir.options import SOURCE, add_shape, costs_of, timeline_of
 from schedir.terminal import as_json, table
 
 if TYPE_CHECKING:
@@ -17,7 +17,7 @@ ABOUT = "predict when each rank works, and how much it holds"
 
 def arguments(parser: argparse.ArgumentParser) -> None:
     """A source, and where the run goes."""
-    parser.add_argument("source", metavar="SCHEDULE", help=RUN)
+    parser.add_argument("source", metavar="SCHEDULE", help=SOURCE)
     parser.add_argument("-o", dest="output", metavar="FILE.timeline", help="write the run there")
     parser.add_argument("--json", action="store_true", help="for a program to read")
     add_shape(parser)

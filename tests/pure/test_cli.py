@@ -11,9 +11,11 @@ from pathlib import Path
 
 import pytest
 
+import schedir
 from schedir.cli import main
 from schedir.commands import check
 from schedir.compile import compile
+from schedir.graph import MODELS
 from schedir.load import built_in
 from schedir.plan import Plan
 from schedir.schedules import gpipe, one_f_one_b
@@ -93,12 +95,28 @@ def test_a_closed_pipe_is_silent() -> None:
     assert (done.returncode, done.stdout, done.stderr) == (0, "schedir 1\n", "")
 
 
+@pytest.mark.parametrize("command", ["show", "simulate"])  # text, and a table
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="no /dev/full here")
-def test_a_full_disk_is_said() -> None:
+def test_a_full_disk_is_said(command: str) -> None:
     with open("/dev/full", "w") as full:
-        argv = [sys.executable, "-m", "schedir", "show", "gpipe"]
+        argv = [sys.executable, "-m", "schedir", command, "gpipe"]
         done = subprocess.run(argv, stdout=full, stderr=subprocess.PIPE, text=True, env=ENV)
     assert done.returncode == 2 and done.stderr.startswith("UsageError: cannot write to standard")
+
+
+@pytest.mark.parametrize("argv", ["show gpipe", "simulate gpipe", "draw gpipe -o x.svg"])
+def test_nobody_listens(argv: str) -> None:
+    """Standard output and error are closed from the start: nothing is lost but what they get."""
+    line = f"{sys.executable} -m schedir {argv} >&- 2>&-"
+    assert subprocess.run(["bash", "-c", line], env=ENV).returncode == 0
+    if argv.endswith(".svg"):
+        assert Path("x.svg").read_text().startswith("<?xml")
+    line = f"{sys.executable} -m schedir show nothing >&- 2>&-"
+    assert subprocess.run(["bash", "-c", line], env=ENV).returncode == 2
+
+
+def test_version(capsys: pytest.CaptureFixture[str]) -> None:
+    assert said(capsys, "--version") == f"schedir {schedir.__version__}\n"
 
 
 def test_interrupt_ends_with_130() -> None:
@@ -186,6 +204,12 @@ def test_placement(capsys: pytest.CaptureFixture[str], where: str) -> None:
     assert f"placement {where}" in said(capsys, "show", *argv, "--draft")
 
 
+def test_a_run_is_a_program_too(capsys: pytest.CaptureFixture[str]) -> None:
+    said(capsys, "simulate", "f.sched", "-o", "x.timeline")
+    assert said(capsys, "show", "x.timeline") == Path("f.sched").read_text()
+    assert said(capsys, "check", "x.timeline") == said(capsys, "check", "f.sched")
+
+
 def test_a_file_finds_its_neighbours(capsys: pytest.CaptureFixture[str], folder: Path) -> None:
     (folder / "sub").mkdir()
     (folder / "sub" / "helper.py").write_text("from schedir import B, F\nPAIR = F + B\n")
@@ -217,17 +241,43 @@ def test_check_says_that_nothing_is_trained(capsys: pytest.CaptureFixture[str]) 
 
 def test_check_of_a_file_names_the_models_that_hold(capsys: pytest.CaptureFixture[str]) -> None:
     Path("narrow.sched").write_text(NARROW)
-    assert "DeadlockError" in refused(capsys, "check", "narrow.sched")
+    err = refused(capsys, "check", "narrow.sched")
+    assert "DeadlockError" in err and err.endswith("hint: it finishes under edge\n")
     assert said(capsys, "check", "narrow.sched", "--model", "edge").endswith("under edge\n")
     for argv in (["simulate"], ["draw", "-o", "x.png"], ["compare"]):
         assert "DeadlockError" in refused(capsys, argv[0], "narrow.sched", *argv[1:])
+
+
+# A send behind a compute that needs an answer to it: fine where queues move by themselves.
+LATE = """schedir 1
+program late
+ranks 2  microbatches 2
+
+rank 0
+  F 0.0; send_act 0.0; F 0.1; recv_grad 0.0; B 0.0; send_act 0.1; recv_grad 0.1; B 0.1
+  reduce_grads 0; step
+rank 1
+  recv_act 1.0; F 1.0; recv_act 1.1; F 1.1; B 1.0; send_grad 1.0; B 1.1; send_grad 1.1
+  reduce_grads 1; step
+"""
+
+
+def test_check_says_what_cpus_finish(capsys: pytest.CaptureFixture[str]) -> None:
+    Path("late.sched").write_text(LATE)
+    Path("narrow.sched").write_text(NARROW)
+    argv = ["check", "late.sched", "--model", "edge"]
+    assert "under edge; on hosts that block, as CPUs do, under none" in said(capsys, *argv)
+    assert json.loads(said(capsys, *argv, "--json"))["models_where_hosts_block"] == []
+    assert "issues nothing meanwhile" in refused(capsys, *argv, "--blocks")
+    out = said(capsys, "check", "narrow.sched", "--model", "edge", "--blocks")
+    assert out.endswith("under edge, on hosts that block, as CPUs do\n")
 
 
 def test_check_json(capsys: pytest.CaptureFixture[str]) -> None:
     program = parse(Path("f.sched").read_text())
     assert json.loads(said(capsys, "check", "f.sched", "--json")) == {
         "program": "one_f_one_b", "digest": program.digest, "ranks": 4,
-        "instructions": len(program), "models": ["edge", "pair", "device", "serial"],
+        "instructions": len(program), "models": [*MODELS], "models_where_hosts_block": [*MODELS],
     }  # fmt: skip
 
 

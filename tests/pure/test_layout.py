@@ -29,8 +29,9 @@ FLOORS = (
     {"explain", "complete", "idleness"},
     {"check", "simulate", "passes"},
     {"compile"},
-    {"ascii", "load", "calibrate", "trace", "differences"},
-    {"config", "perfetto", "advice"},
+    {"ascii", "calibrate", "trace", "differences"},
+    {"load", "perfetto"},
+    {"config", "advice"},
     {"kernels"},
     {"runtime", "parallel", "gpt", "data", "viz", "launch", "options", "terminal"},
     {"trainer", "testing", "notebook"},
@@ -44,6 +45,7 @@ TIES: set[tuple[str, str]] = {
     ("parallel", "runtime"),
     ("gpt", "parallel"),
     ("__main__", "cli"),
+    ("cli", "__init__"),  # the version
 }
 HEAVY = ("torch", "triton", "matplotlib", "networkx")
 
