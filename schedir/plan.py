@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import cached_property
 from operator import index
 
@@ -31,7 +31,7 @@ def _vee(rank: int, local: int, ranks: int) -> int:
 PLACEMENTS = {"loop": _loop, "vee": _vee}
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Plan:
     """The shape of the pipeline.
 
@@ -84,6 +84,12 @@ class Plan:
                 f"{MAX_CELLS} cells allowed"
             )
         self._check_updates()
+
+    def __repr__(self) -> str:
+        said = {f.name: getattr(self, f.name) for f in fields(self)}
+        usual = {f.name: f.default for f in fields(self)}
+        told = (f"{name}={value!r}" for name, value in said.items() if value != usual[name])
+        return f"Plan({', '.join(told)})"
 
     def _whole(self, name: str, most: int) -> None:
         value = getattr(self, name)

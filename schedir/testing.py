@@ -15,7 +15,7 @@ A schedule that is not right fails on the smallest plan that shows it:
 >>> assert_schedule(impatient)  # doctest: +ELLIPSIS
 Traceback (most recent call last):
     ...
-AssertionError: impatient is refused on Plan(ranks=2, microbatches=2, ...) under 'edge'
+AssertionError: impatient is refused on Plan(ranks=2, microbatches=2) under 'edge'
 DeadlockError: impatient: 2 ranks wait for each other; stopped after 2 of 8 instructions
   rank 0 #1   B 0.0  needs B 1.0 from rank 1, which is #2 there, and rank 1 stands at #1
   rank 1 #1   F 1.1  needs F 0.1 from rank 0, which is #2 there, and rank 0 stands at #1
@@ -29,12 +29,14 @@ from __future__ import annotations
 import inspect
 import random
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
+from itertools import product
 
 from schedir.check import check
 from schedir.compile import compile, lower
-from schedir.errors import ProgramError
+from schedir.errors import PlanError, ProgramError, UsageError
 from schedir.graph import MODELS, Model
 from schedir.ops import COMPUTE, Instr
 from schedir.passes.overlap import group_opposites
@@ -67,12 +69,13 @@ def assert_schedule(
     random legal orders on a tiny model, it gives the gradients of the same model without a
     schedule.
 
-    `plans` is a strategy (`examples` of its plans are tried) or the plans themselves: all that the
-    schedule is to take.  Without it they are those of `plans_of`.  Gradients must be
-    the same bits where the program is ascending, and else within 1e-6 (the norm of the difference
-    over the norm, per parameter); `exact` says to demand the bits of all, or of none.
+    `plans` are the plans that the schedule is to take, or a strategy, of which `examples` are
+    tried; without it, those of `plans_of`.  Gradients must be the same bits where the program is
+    ascending, and else within 1e-6 (the norm of the difference over the norm, per parameter);
+    `exact` says to demand the bits of all, or of none.
 
-    Raises AssertionError that names the plan, which is the smallest found, and what is wrong.
+    Raises AssertionError that names the plan, the first or the smallest found, and what is wrong;
+    UsageError where there is no plan to try.
     """
 
     def holds(plan: Plan, seed: int) -> None:
@@ -81,14 +84,17 @@ def assert_schedule(
         if wrong:
             raise AssertionError(f"{program.name} is wrong on {plan}\n{wrong}")
 
-    if plans is not None and not isinstance(plans, st.SearchStrategy):
-        for plan in plans:
-            holds(plan, 0)
+    if isinstance(plans, st.SearchStrategy):
+        tried = given(plan=plans, seed=st.integers(0, 2**32 - 1))(holds)
+        phases = [phase for phase in Phase if phase is not Phase.explain]  # of no use to the reader
+        # No database: it would hand the failures of one schedule to the next.
+        settings(max_examples=examples, deadline=None, phases=phases, database=None)(tried)()
         return
-    shapes = plans_of(schedule) if plans is None else plans
-    tried = given(plan=shapes, seed=st.integers(0, 2**32 - 1))(holds)
-    phases = [phase for phase in Phase if phase is not Phase.explain]  # of no use to the reader
-    settings(max_examples=examples, deadline=None, phases=phases)(tried)()
+    several = plans_of(schedule) if plans is None else list(plans)
+    if not several:
+        raise UsageError("there is no plan to try the schedule on")
+    for seed, plan in enumerate(several):
+        holds(plan, seed)
 
 
 def _legal(schedule: Schedule, plan: Plan, models: Sequence[Model]) -> Program:
@@ -138,22 +144,30 @@ def _differs(program: Program, model: Model, seed: int, exact: bool | None) -> s
     return ""
 
 
-# ---------------------------------------------------------------- strategies
+# ---------------------------------------------------------------- plans and programs
 
 
-def plans_of(schedule: Schedule) -> st.SearchStrategy[Plan]:
-    """Small plans of the kind that a schedule is written for.
+def plans_of(
+    schedule: Schedule, ranks: int = 4, microbatches: int = 6, stages_per_rank: int = 3
+) -> list[Plan]:
+    """All plans up to these sizes of the kind that a schedule is written for, smaller ones first.
 
     As its mark says (`schedir.words.placed`); else any stages per rank if it takes `v`, or one.
+
+    >>> plans_of(lambda rank, ranks, microbatches: None, ranks=2, microbatches=2)[1:]
+    [Plan(ranks=1, microbatches=2), Plan(ranks=2, microbatches=1), Plan(ranks=2, microbatches=2)]
     """
     function, taken = schedule, set(inspect.signature(schedule).parameters)
     while isinstance(function, partial):
         taken -= set(function.keywords)
         function = function.func
     placement, v = getattr(function, "placed", ("loop", None if "v" in taken else 1))
-    return plans(stages_per_rank=v or 3, placements=(placement,)).filter(
-        lambda plan: v in (None, plan.stages_per_rank)
-    )
+    each = [v] if v else range(1, stages_per_rank + 1)
+    found: dict[Plan, None] = {}
+    for shape in product(range(1, ranks + 1), range(1, microbatches + 1), each):
+        with suppress(PlanError):  # a mirror of an odd number of ranks, for one
+            found[Plan(*shape, placement)] = None
+    return [*found]
 
 
 @st.composite
