@@ -171,23 +171,24 @@ class _Trainer:
             optimizer=self.optimizer,
             max_norm=config.train.clip,
             loss_scale=self.loss_scale,
-            # On a GPU an instruction is issued long before it runs: the host cannot time it.
-            record=config.output.record and self.device.type == "cpu",
+            record=config.output.record,
         )
         self.recent: list[_Step] = []  # steps not yet reported
         self.timed: list[float] = []  # seconds of all steps but the first
         self.step = 0
 
     def run(self) -> Result | None:
-        train, result = self.config.train, None
+        train, record, result = self.config.train, self.config.output.record, None
         inputs, targets = (x[: self.size].to(self.device) for x in self.batches.batch(0))
         if self.device.type == "cuda":
             warm_up(self.executor, inputs, targets)
         self.memory = self._memory(inputs, targets)
         with self._watched():
             for step in range(train.steps):
+                reported = (step + 1) % train.log_every == 0 or step + 1 == train.steps
+                self.executor.record = record and reported
                 self.recent.append(self._step(step))
-                if (step + 1) % train.log_every == 0 or step + 1 == train.steps:
+                if reported:
                     result = self._report(step + 1)
         return result
 

@@ -16,13 +16,14 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from schedir.errors import ModelError
-from schedir.graph import Graph, Model
+from schedir.graph import Model
 from schedir.ops import Lane
 from schedir.program import Program
 from schedir.runtime.clock import clock_offset
 from schedir.runtime.executor import Executor
+from schedir.runtime.stamps import read, timeline_of
 from schedir.runtime.transport import Group, Work
-from schedir.timeline import Timeline, spans_of
+from schedir.timeline import Timeline
 
 
 class Processes:
@@ -160,8 +161,9 @@ def measured(executor: Executor, transport: Processes) -> Timeline | None:
     when both sides are there until the receiver saw it arrive.  All processes must call this,
     with executors that record; clocks are compared now, so that they have had no time to drift.
     """
-    offset, error = clock_offset()
-    own = (np.array(executor.began) - offset, np.array(executor.ended) - offset, error)
+    (times,), error = read([executor.stamps])
+    offset, between = clock_offset()
+    own = (times.began - offset, times.ended - offset, error + between)
     everyone: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(everyone, own)
     if dist.get_rank():
@@ -170,25 +172,3 @@ def measured(executor: Executor, transport: Processes) -> Timeline | None:
     start, end = np.concatenate(starts), np.concatenate(ends)
     timeline = timeline_of(executor.program, start, end, transport.model)
     return replace(timeline, clock_error=sum(sorted(errors)[-2:]))
-
-
-def timeline_of(
-    program: Program, start: NDArray[np.float64], end: NDArray[np.float64], model: Model
-) -> Timeline:
-    """A measured Timeline from when each instruction was begun and ended on its own rank.
-
-    What is one node of the graph has one span: a message and a collective are under way when
-    the last side is there, a pair that runs together when its first member begins.
-    """
-    node = Graph(program, model).node
-    first, last, over = np.full(len(node), np.inf), *np.full((2, len(node)), -np.inf)
-    np.minimum.at(first, node, start)
-    np.maximum.at(last, node, start)
-    np.maximum.at(over, node, end)
-    spans = spans_of(program, start, end)
-    begun = np.where(spans["lane"] == Lane.COMPUTE, first[node], last[node])
-    spans["start"], spans["end"] = begun, np.maximum(begun, over[node])
-    origin = spans["start"].min()
-    spans["start"] -= origin
-    spans["end"] -= origin
-    return Timeline(program, spans, "measured", "s", model)

@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Mapping
 from functools import partial
-from time import perf_counter
 
 import torch
 from torch import Tensor, nn
@@ -23,6 +22,7 @@ from schedir.program import Program
 from schedir.runtime.handlers import HANDLERS
 from schedir.runtime.precision import LossScale, Steps
 from schedir.runtime.rank import Boundary, Call, Loss, Microbatches, Rank
+from schedir.runtime.stamps import Recorded, stamps_of
 from schedir.runtime.transport import Transport
 
 
@@ -40,9 +40,9 @@ class Executor(Rank):
     rank holds a slice has `shard_dim`, the dimension along which it is cut; others are held
     whole by all, and the global norm counts them once.
 
-    With `record`, it is noted when each instruction begins and ends.  Under torch.profiler, an
-    instruction is a range named by what it is and its stage ("F 0"), with itself ("F 0.3") as
-    its argument.
+    With `record`, `stamps` notes when each instruction begins and ends; the attribute of that name
+    may be turned off and on between steps.  Under torch.profiler, an instruction is a range
+    named by what it is and its stage ("F 0"), with itself ("F 0.3") as its argument.
 
     All processes of a transport make theirs together: it compares what they must agree on.
     Raises ModelError where they do not, or where modules, transport and program do not go
@@ -75,8 +75,12 @@ class Executor(Rank):
             _fit_scale(program)
         super().__init__(
             program, rank, stages, transport, loss, boundary,
-            optimizer, max_norm, loss_scale, record,
+            optimizer, max_norm, loss_scale,
         )  # fmt: skip
+        self.record = record
+        self.stamps = stamps_of(program, rank, transport.model, self.device) if record else None
+        if self.stamps is not None:
+            self.transport = Recorded(transport, self.stamps)
         self.position = 0  # index in the Stream: where this rank stands
         self.profiled = False
         self.calls = [HANDLERS[i.op](self, i) for i in self.stream]
@@ -154,18 +158,20 @@ class Executor(Rank):
         """Run the instruction at index k of the Stream; `step` has set whether gradients flow."""
         self.position = k
         wait, run = self.calls[k]
+        stamps = self.stamps if self.record else None
         try:
             if wait is not None:
                 wait()
-            if self.record:
-                self.began[k] = perf_counter()
+            if stamps is not None:
+                stamps.begins(k)
             if self.profiled:
                 name = str(self.stream[k])
                 with record_function(name.partition(".")[0], name):
                     run()
             else:
                 run()
-            self.ends(k)
+            if stamps is not None:
+                stamps.ends(k)
         except Exception as error:
             raise self._failed(error) from error
 
@@ -187,6 +193,8 @@ class Executor(Rank):
         for stage in self.stages.values():
             if stage.versions is not None:
                 stage.versions.restore()
+        if self.stamps is not None and self.record:
+            self.stamps.close()
         if self.plan.stages - 1 not in self.stages:
             return None
         return sum(

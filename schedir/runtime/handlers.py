@@ -240,12 +240,10 @@ def _arrived(rank: Rank, i: Instr, kind: Token) -> Callable[[], None] | None:
     k = rank.where.get((_RECEIVES[kind], i.stage, i.mb))
     if k is None:
         return None
-    last = rank.where.get((_GATHERS[kind], i.stage, i.mb), k)
     arriving, key, known = rank.stages[i.stage].arriving, (kind, i.mb), rank.known.get(k, ())
 
     def wait() -> None:
         arriving.pop(key).wait()
-        rank.ends(last)
         for send in known:
             if send in rank.sending:  # else whoever fills its slot has waited already
                 rank.sending.pop(send)[0].wait()
@@ -269,14 +267,12 @@ def gather(rank: Rank, i: Instr) -> Call:
     kind = ROWS[i.op].gives[0]
     whole = rank.buffers[kind, rank.slot(kind, i.stage, i.mb).number]
     flat, part = whole.view(-1), _own_part(rank, whole)
-    k = rank.where[_RECEIVES[kind], i.stage, i.mb]
     arriving, key = rank.stages[i.stage].arriving, (kind, i.mb)
     aside, start = rank.transport.aside, rank.transport.all_gather
 
     def wait() -> None:
         with aside():
             arriving[key].wait()
-        rank.ends(k)
 
     def run() -> None:
         with aside():
@@ -289,37 +285,36 @@ def gather(rank: Rank, i: Instr) -> Call:
 
 
 def reduce_grads(rank: Rank, i: Instr) -> Call:
-    gradients, k = rank.stages[i.stage].gradients, rank.where[i]
+    gradients = rank.stages[i.stage].gradients
 
     def run() -> None:
         gradients.scale(rank.scale)
         if rank.program.dp > 1:
             for flat in gradients.flat:
-                rank.reducing.append((k, rank.transport.all_reduce(flat, "dp")))
+                rank.reducing.append(rank.transport.all_reduce(flat, "dp"))
 
     return Call(None, run)
 
 
 def _reduced(rank: Rank) -> None:
-    """Waits until every reduction that was begun has ended: that is when it ends."""
-    for k, work in rank.reducing:
+    """Waits until every reduction that was begun has ended."""
+    for work in rank.reducing:
         work.wait()
-        rank.ends(k)
     rank.reducing.clear()
 
 
 def reduce_holders(rank: Rank, i: Instr) -> Call:
-    gradients, k = rank.stages[i.stage].gradients, rank.where[i]
+    gradients = rank.stages[i.stage].gradients
 
     def run() -> None:
         for flat in gradients.flat:
-            rank.reducing.append((k, rank.transport.all_reduce(flat, "holders")))
+            rank.reducing.append(rank.transport.all_reduce(flat, "holders"))
 
     return Call(partial(_reduced, rank), run)
 
 
 def reduce_tied(rank: Rank, i: Instr) -> Call:
-    stage, k = rank.stages[i.stage], rank.where[i]
+    stage = rank.stages[i.stage]
     both = {0, rank.plan.stages - 1} <= {*rank.stages}
 
     def grad(stage: Stage) -> Tensor:
@@ -331,13 +326,12 @@ def reduce_tied(rank: Rank, i: Instr) -> Call:
             last = grad(rank.stages[rank.plan.stages - 1])
             last.copy_(grad(stage).add_(last))
         else:
-            rank.reducing.append((k, rank.transport.all_reduce(grad(stage), "tied")))
+            rank.reducing.append(rank.transport.all_reduce(grad(stage), "tied"))
 
     return Call(partial(_reduced, rank), run)
 
 
 def reduce_norm(rank: Rank, i: Instr) -> Call:
-    k = rank.where[i]
     counted = [
         p
         for s, stage in rank.stages.items()
@@ -351,7 +345,7 @@ def reduce_norm(rank: Rank, i: Instr) -> Call:
     def run() -> None:
         squares = [p.grad.double().square().sum() for p in counted if p.grad is not None]
         rank.norm = torch.stack(squares).sum() if squares else torch.zeros_like(rank.norm)
-        rank.reducing.append((k, rank.transport.all_reduce(rank.norm, "model")))
+        rank.reducing.append(rank.transport.all_reduce(rank.norm, "model"))
 
     return Call(partial(_reduced, rank), run)
 

@@ -7,30 +7,36 @@ allows is what happens, in an order that a seed decides.
 from __future__ import annotations
 
 from collections import defaultdict, deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from copy import deepcopy
+from functools import cached_property
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
 from schedir.errors import ModelError
-from schedir.graph import Graph, Model
+from schedir.graph import COLLECTIVES, Graph, Model
+from schedir.index import NONE
 from schedir.ops import Lane
 from schedir.plan import Plan
 from schedir.program import Program
 from schedir.runtime.executor import Executor
 from schedir.runtime.precision import LossScale, Steps
 from schedir.runtime.rank import Boundary, Loss, Microbatches
+from schedir.runtime.stamps import read, timeline_of
 from schedir.runtime.streams import StreamHub, StreamMailbox
 from schedir.runtime.transport import Done, Group, Work
+from schedir.timeline import Timeline
 
 
 class _Hub:
     """Where the virtual ranks meet: messages on their way, and collectives half arrived."""
 
     def __init__(self) -> None:
-        self.mail: dict[tuple[Lane, int, int], deque[Tensor]] = defaultdict(deque)
+        self.sent: dict[tuple[Lane, int, int], deque[Tensor]] = defaultdict(deque)
+        self.awaited: dict[tuple[Lane, int, int], deque[Tensor]] = defaultdict(deque)
         self.meeting: dict[tuple[Group, int], list[Tensor]] = defaultdict(list)
 
 
@@ -46,11 +52,19 @@ class _Mailbox:
         """All virtual ranks are told the same."""
 
     def send(self, tensor: Tensor, peer: int, lane: Lane) -> Work:
-        self.hub.mail[lane, self.rank, peer].append(tensor.clone())
+        key = lane, self.rank, peer
+        if self.hub.awaited[key]:
+            self.hub.awaited[key].popleft().copy_(tensor)
+        else:
+            self.hub.sent[key].append(tensor.clone())
         return Done()
 
     def recv(self, tensor: Tensor, peer: int, lane: Lane) -> Work:
-        tensor.copy_(self.hub.mail[lane, peer, self.rank].popleft())
+        key = lane, peer, self.rank
+        if self.hub.sent[key]:
+            tensor.copy_(self.hub.sent[key].popleft())
+        else:
+            self.hub.awaited[key].append(tensor)
         return Done()
 
     def all_reduce(self, tensor: Tensor, group: Group) -> Work:
@@ -85,8 +99,8 @@ class InProcess:
 
     `stages` are all the stages of the model, in order; where stages have two holders, the second
     has a copy.  `optimizer` makes each rank's from its parameters, `loss_scale` each rank's own.
-    On a GPU, each rank has streams of its own.  Raises ModelError for programs with tensor- or
-    data-parallel groups, whose ranks run at once and need processes.
+    On a GPU, each rank has streams of its own.  `record` is as an Executor's.  Raises ModelError
+    for programs with tensor- or data-parallel groups, whose ranks run at once and need processes.
     """
 
     def __init__(
@@ -100,6 +114,7 @@ class InProcess:
         optimizer: Callable[[list[nn.Parameter]], Steps] | None = None,
         max_norm: float = 1.0,
         loss_scale: Callable[[], LossScale] | None = None,
+        record: bool = True,
     ) -> None:
         if (program.tp, program.dp) != (1, 1):
             raise ModelError("virtual ranks run with tp 1 and dp 1", program=program.name)
@@ -126,6 +141,7 @@ class InProcess:
                 optimizer=optimizer(parameters) if optimizer and parameters else None,
                 max_norm=max_norm,
                 loss_scale=loss_scale and loss_scale(),
+                record=record,
             )
             self.ranks.append(executor)
         self.graph = Graph(program, model)
@@ -140,9 +156,13 @@ class InProcess:
         inputs: Microbatches,
         targets: Microbatches,
         scale: float = 1.0,
-        seed: int = 0,
+        seed: int | None = None,
     ) -> Tensor:
         """Run every rank's Stream once, in the legal order that `seed` picks.
+
+        Without a seed each Stream is run in its own order, as processes would, one instruction
+        of each rank in turn as far as they need not wait; where hosts that do so would wait for
+        each other, it is the order of seed 0.
 
         As Executor.step; returns the sum of losses.
         """
@@ -152,10 +172,9 @@ class InProcess:
             with mail.running():
                 rank.begin(inputs, targets, scale)
         with torch.set_grad_enabled(self.program.trains):
-            for node in self.graph.any_order(seed):
-                for r, index in self.at[node]:
-                    with self.mail[r].running():
-                        self.ranks[r].call(index)
+            for r, index in self._turns if seed is None else self._any_order(seed):
+                with self.mail[r].running():
+                    self.ranks[r].call(index)
         for rank, mail in zip(self.ranks, self.mail, strict=True):
             with mail.running():
                 if rank.finish() is not None:
@@ -164,6 +183,57 @@ class InProcess:
         zero = torch.zeros((), device=last[0][0].device)
         each = (sum(losses, zero) for losses in zip(*last, strict=True))
         return sum(each, zero)  # by microbatch; each loss is 0 but on one rank
+
+    def _any_order(self, seed: int) -> Iterator[tuple[int, int]]:
+        """Rank and index of every instruction, in a legal order."""
+        return (one for node in self.graph.any_order(seed) for one in self.at[node])
+
+    @cached_property
+    def _turns(self) -> list[tuple[int, int]]:
+        """The same, each Stream in its order."""
+        turns = list(_in_turns(self.graph))
+        return turns if len(turns) == len(self.program) else list(self._any_order(0))
+
+    def timeline(self) -> Timeline:
+        """The last step's Timeline, in seconds from its first instruction.
+
+        On a CPU virtual ranks take turns: while one computes, all others wait.  On a GPU they
+        run beside each other as its streams do; this waits for all of them.
+
+        Raises ModelError where no step has been recorded.
+        """
+        ranks, _ = read([rank.stamps for rank in self.ranks])
+        start, end = (np.concatenate(times) for times in zip(*ranks, strict=True))
+        return timeline_of(self.program, start, end, self.graph.model)
+
+
+def _in_turns(graph: Graph) -> Iterator[tuple[int, int]]:
+    """Rank and index of instructions, each Stream in its order; stops where all would wait.
+
+    Before an instruction comes what it waits for, with all its sides: a host that does not wait
+    can let a stream wait for what has been issued only.
+    """
+    program, node, leave = graph.program, graph.node.tolist(), graph.gates[1].tolist()
+    sides: dict[int, list[int]] = defaultdict(list)  # of a node
+    for position, one in enumerate(node):
+        sides[one].append(position)
+    whole: dict[int, list[int]] = defaultdict(list)  # of what an instruction ends with: its group
+    for position, gate in enumerate(leave):
+        whole[gate] += sides[node[position]]
+    before = np.concatenate([graph.waits, graph.ahead[None]])
+    # Who is in a queue with transfers does not wait for them, but issues behind them.
+    before[-1, ~graph.index.among(COLLECTIVES)] = NONE
+    waits = [{*column} - {NONE} for column in before.T.tolist()]
+    issued, next_of = [False] * len(node), program.offsets[:-1].tolist()
+    moved = True
+    while moved:
+        moved = False
+        for rank, end in enumerate(program.offsets[1:].tolist()):
+            at = next_of[rank]
+            if at < end and all(issued[q] for p in waits[at] for q in whole[leave[p]]):
+                yield rank, at - int(program.offsets[rank])
+                issued[at] = moved = True
+                next_of[rank] += 1
 
 
 def _mailboxes(plan: Plan, model: Model, cuda: bool) -> Sequence[_Mailbox | StreamMailbox]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from time import perf_counter
 from typing import Any, NamedTuple
 
 import torch
@@ -115,8 +114,7 @@ class Stage:
 class Rank:
     """Own stages, the slots of their values, what is on its way, and what the step was given.
 
-    `where` finds an instruction (op, stage, mb) in the rank's Stream; `began` and `ended` are
-    when each one last ran, in seconds of this process's clock, if `record` says so.
+    `where` finds an instruction (op, stage, mb) in the rank's Stream.
     """
 
     def __init__(
@@ -130,7 +128,6 @@ class Rank:
         optimizer: Steps | None,
         max_norm: float,
         loss_scale: LossScale | None,
-        record: bool,
     ) -> None:
         self.program, self.plan, self.rank = program, program.plan, rank
         self.transport, self.loss, self.boundary = transport, loss, boundary
@@ -149,10 +146,10 @@ class Rank:
         for s, stage in self.stages.items() if self.plan.updates > 1 else ():
             own = (i for i in self.stream if i.stage == s)
             stage.versions = Versions(stages[s], self.plan, own)
-        # Under way, by index in the Stream: what is sent, as long as it may not have arrived,
-        # and reductions that nobody has waited for.
+        # Under way: what is sent, by index in the Stream, as long as it may not have arrived, and
+        # reductions that nobody has waited for.
         self.sending: dict[int, tuple[Work, Tensor]] = {}
-        self.reducing: list[tuple[int, Work]] = []
+        self.reducing: list[Work] = []
         self.known = arrived(program, rank)
         self.where: dict[tuple[int, ...], int] = {i: k for k, i in enumerate(self.stream)}
         index = Index(program)
@@ -165,8 +162,6 @@ class Rank:
             for number in range(len(self.slots[kind].values))
         }
         self.left = _left(index, rank)
-        self.record = record
-        self.began, self.ended = [0.0] * len(self.stream), [0.0] * len(self.stream)
 
     def slot(self, kind: Token, stage: int, mb: int) -> Slot:
         """Where a value lives."""
@@ -177,11 +172,6 @@ class Rank:
         if stage not in self.stages or self.plan.rank_at(stage, mb) != self.rank:
             return None
         return self.stages[stage]
-
-    def ends(self, k: int) -> None:
-        """Note that the instruction at an index of the Stream has ended now."""
-        if self.record:
-            self.ended[k] = perf_counter()
 
 
 def _device(stages: Mapping[int, Stage]) -> torch.device:

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import defaultdict, deque
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -23,17 +24,27 @@ class _Point:
 
     def __init__(self, stream: torch.cuda.Stream | None = None) -> None:
         self.event = torch.cuda.Event()
-        self.set = False
+        self.stream: torch.cuda.Stream | None = None  # where it is, once the host has reached it
+        self.marks: list[torch.cuda.Event] = []
         if stream is not None:
             self.reach(stream)
 
     def reach(self, stream: torch.cuda.Stream) -> None:
         self.event.record(stream)
-        self.set = True
+        for mark in self.marks:
+            mark.record(stream)
+        self.stream = stream
+
+    def mark(self, event: torch.cuda.Event) -> None:
+        """As Marks.mark; of a point that is reached, before its stream is given more to do."""
+        if self.stream is None:
+            self.marks.append(event)
+        else:
+            event.record(self.stream)
 
     def wait(self) -> None:
         # A wait for an event that was never recorded would be none.
-        assert self.set, "the other side comes before anybody waits"
+        assert self.stream is not None, "the other side comes before anybody waits"
         torch.cuda.current_stream().wait_event(self.event)
 
 
@@ -45,17 +56,34 @@ class _Meeting:
         self.ended = _Point()
 
 
+class _Side(NamedTuple):
+    """One side of a message that came first: its tensor, from when on, and where it will end."""
+
+    tensor: Tensor
+    ready: _Point
+    ended: _Point
+    lane: torch.cuda.Stream
+
+
 class StreamHub:
-    """Where virtual ranks meet: messages on their way, and collectives half arrived."""
+    """Where virtual ranks meet: messages with one side there, and collectives half arrived."""
 
     def __init__(self) -> None:
-        self.mail: dict[tuple[Lane, int, int], deque[tuple[Tensor, _Point, _Point]]]
-        self.mail = defaultdict(deque)
+        self.sent: dict[tuple[Lane, int, int], deque[_Side]] = defaultdict(deque)
+        self.awaited: dict[tuple[Lane, int, int], deque[_Side]] = defaultdict(deque)
+        self.lanes: dict[tuple[Lane, int, int], torch.cuda.Stream] = {}
         self.meetings: dict[tuple[Group, int], _Meeting] = defaultdict(_Meeting)
+
+    def lane(self, lane: Lane, source: int, target: int) -> torch.cuda.Stream:
+        """The queue of a directed edge."""
+        key = lane, source, target
+        if key not in self.lanes:
+            self.lanes[key] = torch.cuda.Stream(priority=-1)
+        return self.lanes[key]
 
 
 class StreamMailbox:
-    """The transport of a virtual rank on a GPU: a message is a copy on the receiver's lane."""
+    """The transport of a virtual rank on a GPU: a message is a copy on the lane of its edge."""
 
     tp, dp, tp_rank, grouped, blocks = 1, 1, 0, False, False
 
@@ -64,7 +92,7 @@ class StreamMailbox:
     ) -> None:
         self.hub, self.rank, self.members, self.model = hub, rank, members, model
         self.compute = torch.cuda.Stream()
-        self.lanes = {lane: torch.cuda.Stream(priority=-1) for lane in Lane}
+        self.reductions = torch.cuda.Stream(priority=-1)
 
     def agree(self, facts: Mapping[str, str]) -> None:
         """All virtual ranks are told the same."""
@@ -83,20 +111,21 @@ class StreamMailbox:
 
     def send(self, tensor: Tensor, peer: int, lane: Lane) -> Work:
         """Leave the tensor for the receiver; its copy is where the send ends."""
-        ended = _Point()
-        self.hub.mail[lane, self.rank, peer].append((tensor, _here(), ended))
-        return ended
+        key = lane, self.rank, peer
+        side = _Side(tensor, _here(), _Point(), self.hub.lane(*key))
+        if not self.hub.awaited[key]:
+            self.hub.sent[key].append(side)
+            return side.ended
+        return _copy(side, self.hub.awaited[key].popleft())
 
     def recv(self, tensor: Tensor, peer: int, lane: Lane) -> Work:
-        """Copy what was left, when it is there and the buffer is free."""
-        source, ready, ended = self.hub.mail[lane, peer, self.rank].popleft()
-        free = _here()
-        with torch.cuda.stream(self.lanes[lane]):
-            ready.wait()
-            free.wait()
-            tensor.copy_(source, non_blocking=True)
-            ended.reach(self.lanes[lane])
-        return ended
+        """Copy what is left, when it is there and the buffer is free."""
+        key = lane, peer, self.rank
+        side = _Side(tensor, _here(), _Point(), self.hub.lane(*key))
+        if not self.hub.sent[key]:
+            self.hub.awaited[key].append(side)
+            return side.ended
+        return _copy(self.hub.sent[key].popleft(), side)
 
     def start_group(self) -> None:
         """Messages are delivered one by one."""
@@ -111,7 +140,7 @@ class StreamMailbox:
         meeting.came.append((tensor, _here()))
         if len(meeting.came) == len(members):
             del self.hub.meetings[key]
-            lane = self.lanes[Lane.DP]
+            lane = self.reductions
             with torch.cuda.stream(lane):
                 for _, ready in meeting.came:
                     ready.wait()
@@ -134,3 +163,14 @@ class StreamMailbox:
 def _here() -> _Point:
     """The point that the current stream has reached."""
     return _Point(torch.cuda.current_stream())
+
+
+def _copy(source: _Side, target: _Side) -> _Point:
+    """A message, on its lane; both sides know where it ends."""
+    with torch.cuda.stream(target.lane):
+        source.ready.wait()
+        target.ready.wait()
+        target.tensor.copy_(source.tensor, non_blocking=True)
+        source.ended.reach(target.lane)
+        target.ended.reach(target.lane)
+    return target.ended

@@ -11,16 +11,16 @@ import torch
 
 import schedir
 from schedir import Plan, gpt
-from schedir.errors import ExecutionError
+from schedir.errors import ExecutionError, ModelError
 from schedir.index import Index
 from schedir.ops import Opcode
 from schedir.program import Program
 from schedir.runtime import clock as runtime_clock
-from schedir.runtime import executor
-from schedir.runtime import rank as runtime_rank
-from schedir.runtime.c10d import Gloo, measured, timeline_of
+from schedir.runtime import stamps as runtime_stamps
+from schedir.runtime.c10d import Gloo, measured
 from schedir.runtime.executor import Executor
 from schedir.runtime.inprocess import InProcess
+from schedir.runtime.stamps import read, timeline_of
 from schedir.schedules import one_f_one_b
 from schedir.timeline import Timeline
 from tests.gloo.spawn import run
@@ -66,7 +66,7 @@ def _processes(rank: int) -> Any:
     def clock() -> float:
         return time.perf_counter() + 1000 * rank
 
-    for module in (executor, runtime_rank, runtime_clock):
+    for module in (runtime_stamps, runtime_clock):
         module.perf_counter = clock  # type: ignore[attr-defined]
     runtime_clock.socket.gethostname = lambda: f"host{rank}"  # type: ignore[attr-defined]
     program = schedir.compile(one_f_one_b, Plan(2, 3), model="edge", tied=True, clip=True)
@@ -74,8 +74,9 @@ def _processes(rank: int) -> Any:
     stage = {rank: gpt_stages(2)[rank]}
     own = Executor(program, rank, stage, transport, loss=gpt.loss, boundary=BOUNDARY)
     own.step(*batch(3))
+    (times,), _ = read([own.stamps])
     reductions = {
-        i.op: (own.began[k] - 1000 * rank, own.ended[k] - 1000 * rank)
+        i.op: (times.began[k] - 1000 * rank, times.ended[k] - 1000 * rank)
         for k, i in enumerate(own.stream)
         if i.op in (Opcode.ReduceTied, Opcode.ReduceNorm)
     }
@@ -105,24 +106,24 @@ def test_clocks_reductions_and_timeouts_of_processes() -> None:
 
 def _ranks(record: bool = True) -> InProcess:
     program = schedir.compile(one_f_one_b, Plan(2, 3), model="edge", tied=True, clip=True)
-    ranks = InProcess(program, gpt_stages(2, True), loss=gpt.loss, boundary=BOUNDARY)
-    for rank in ranks.ranks:
-        rank.record = record
-    return ranks
+    return InProcess(program, gpt_stages(2, True), loss=gpt.loss, boundary=BOUNDARY, record=record)
 
 
 def test_what_is_not_recorded_asks_no_clock(monkeypatch: pytest.MonkeyPatch) -> None:
-    ranks = _ranks(record=False)
+    never, off, on = _ranks(record=False), _ranks(), _ranks()
+    for rank in off.ranks:
+        rank.record = False
 
     def clock() -> float:
         raise AssertionError("nobody shall ask")
 
-    for module in (executor, runtime_rank):
-        monkeypatch.setattr(module, "perf_counter", clock)
-    ranks.step(*batch(3))
-    assert not any(t for rank in ranks.ranks for t in rank.began + rank.ended)
+    monkeypatch.setattr(runtime_stamps, "perf_counter", clock)
+    for ranks in (never, off):
+        ranks.step(*batch(3))
+        with pytest.raises(ModelError, match="no step has been recorded"):
+            ranks.timeline()
     with pytest.raises(ExecutionError, match="nobody shall ask"):
-        _ranks().step(*batch(3))
+        on.step(*batch(3))
 
 
 def test_a_profile_groups_by_instruction() -> None:

@@ -11,13 +11,17 @@ from torch import Tensor, nn
 
 from schedir import compile, gpt
 from schedir.errors import ExecutionError
+from schedir.ops import Lane
 from schedir.plan import Plan
 from schedir.runtime.inprocess import InProcess
 from schedir.runtime.precision import float32_gradients
 from schedir.runtime.rank import Boundary
 from schedir.runtime.reference import reference
+from schedir.runtime.stamps import TICK
 from schedir.schedules import interleaved, one_f_one_b
+from schedir.timeline import Timeline
 from tests.gloo.tiny_stages import BOUNDARY, batch, gpt_stages, gradients, zb
+from tests.legal import too_early
 
 PLANS = [(one_f_one_b, Plan(4, 6)), (zb, Plan(4, 4)), (interleaved, Plan(2, 5, 3))]
 
@@ -55,18 +59,61 @@ def test_every_order_gives_the_gradients_of_the_reference(
         assert close(gradients(ours), gradients(plain))
 
 
-def test_the_host_never_waits_inside_a_step() -> None:
+@pytest.mark.parametrize("record", [False, True])
+def test_the_host_never_waits_inside_a_step(record: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     plan = Plan(4, 6)
     inputs, targets, scale = batch(plan.microbatches)
     inputs, targets = inputs.cuda(), targets.cuda()
-    program = compile(one_f_one_b, plan, tied=True, clip=True)
-    world = InProcess(program, on_gpu(4), loss=gpt.loss, boundary=BOUNDARY)
+    program = compile(one_f_one_b, plan, model="edge", tied=True, clip=True)
+    world = InProcess(program, on_gpu(4), loss=gpt.loss, boundary=BOUNDARY, record=record)
     world.step(inputs, targets, scale)
+
+    def waits(*given: object) -> None:
+        raise AssertionError("the host waits")
+
     torch.cuda.set_sync_debug_mode("error")
     try:
-        world.step(inputs, targets, scale)
+        with monkeypatch.context() as patch:
+            patch.setattr(torch.cuda, "synchronize", waits)
+            for kind in (torch.cuda.Event, torch.cuda.Stream):
+                patch.setattr(kind, "synchronize", waits)
+            world.step(inputs, targets, scale)
     finally:
         torch.cuda.set_sync_debug_mode("default")
+    if record:
+        assert_measured(world.timeline())
+
+
+def assert_measured(timeline: Timeline) -> None:
+    """It is complete, in seconds, and nothing begins before what it waits for has ended."""
+    spans = timeline.spans
+    assert (timeline.kind, timeline.unit, timeline.begin) == ("measured", "s", 0.0)
+    assert 0 < timeline.span < 60 and (spans["end"] <= timeline.span).all()
+    assert (spans["end"] > spans["start"])[spans["lane"] == Lane.COMPUTE].all()
+    assert not too_early(timeline, 2 * TICK)
+
+
+def test_what_a_graph_replays_is_recorded_anew() -> None:
+    plan = Plan(2, 3)
+    inputs, targets, scale = batch(plan.microbatches)
+    inputs, targets = inputs.cuda(), targets.cuda()
+    program = compile(one_f_one_b, plan, model="edge", tied=True)
+    world = InProcess(program, on_gpu(2), loss=gpt.loss, boundary=BOUNDARY)
+    aside = torch.cuda.Stream()
+    aside.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(aside):
+        for _ in range(2):
+            world.step(inputs, targets, scale)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, stream=aside, capture_error_mode="thread_local"):
+        world.step(inputs, targets, scale)
+    runs = []
+    for _ in range(2):
+        graph.replay()
+        assert_measured(world.timeline())
+        runs.append(world.timeline().spans["end"])
+    assert (runs[0] != runs[1]).any()
 
 
 class _Greedy(nn.Module):

@@ -1,0 +1,171 @@
+"""A GPU that is not there: CUDA's streams and events with a clock of their own.
+
+Work takes the time that a test says, on the stream that is current; a stream goes on when what
+it waits for has ended, and never before the host has issued it.  What is computed is computed on
+the CPU, at once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from schedir.costs import Costs
+from schedir.index import Index
+from schedir.ops import TRANSFERS
+from schedir.runtime import executor, inprocess, stamps
+from schedir.runtime.rank import Call
+from schedir.runtime.streams import StreamHub, StreamMailbox
+
+LANE = -1  # the priority of a lane's stream
+
+
+class VirtualGPU:
+    """`host` is when the host is, in seconds; `external` how many events of that kind were made."""
+
+    def __init__(self) -> None:
+        self.host, self.external = 0.0, 0
+        self.host_may_wait = True
+        self.streams: list[Stream] = []
+        self.current = [Stream(self)]
+
+    @property
+    def stream(self) -> Stream:
+        """The current one."""
+        return self.current[-1]
+
+    @property
+    def over(self) -> float:
+        """When all that was issued is over."""
+        return max(self.host, *(stream.now for stream in self.streams))
+
+    def work(self, seconds: float) -> None:
+        """Occupy the current stream, from when the host has issued it."""
+        self.stream.now = max(self.stream.now, self.host) + seconds
+
+    def synchronize(self, device: object = None) -> None:
+        """Let the host wait for all that was issued."""
+        assert self.host_may_wait, "the host waits"
+        self.host = self.over
+
+
+class Stream:
+    def __init__(self, gpu: VirtualGPU, device: object = None, priority: int = 0) -> None:
+        self.now, self.priority = 0.0, priority
+        gpu.streams.append(self)
+
+    def wait_event(self, event: Event) -> None:
+        self.now = max(self.now, event.time)
+
+    def wait_stream(self, stream: Stream) -> None:
+        self.now = max(self.now, stream.now)
+
+
+class Event:
+    def __init__(
+        self, gpu: VirtualGPU, enable_timing: bool = False, external: bool = False
+    ) -> None:
+        self.gpu, self.timed, self.recorded, self.time = gpu, enable_timing, False, 0.0
+        gpu.external += external
+
+    def record(self, stream: Stream | None = None) -> None:
+        # CUDA makes an event when it is recorded first.
+        assert self.recorded or self.gpu.host_may_wait or not self.timed, "made inside a step"
+        stream = stream or self.gpu.stream
+        self.time, self.recorded = max(stream.now, self.gpu.host), True
+
+    def elapsed_time(self, other: Event) -> float:
+        assert self.timed and other.timed and self.recorded and other.recorded
+        return 1e3 * (other.time - self.time)
+
+    def synchronize(self) -> None:
+        self.gpu.synchronize()
+
+
+class _Copies(TorchDispatchMode):
+    """Charges every copy on a lane."""
+
+    def __init__(self, gpu: VirtualGPU, seconds: float) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.gpu, self.seconds = gpu, seconds
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None
+    ) -> Any:
+        if func is torch.ops.aten.copy_.default and self.gpu.stream.priority == LANE:
+            self.gpu.work(self.seconds)
+        return func(*args, **kwargs or {})
+
+
+def install(monkeypatch: pytest.MonkeyPatch) -> VirtualGPU:
+    """Let torch.cuda have this GPU, and virtual ranks their streams there."""
+    gpu = VirtualGPU()
+
+    @contextmanager
+    def on(stream: Stream) -> Iterator[None]:
+        gpu.current.append(stream)
+        yield
+        gpu.current.pop()
+
+    patches = {
+        "Stream": partial(Stream, gpu), "Event": partial(Event, gpu), "stream": on,
+        "synchronize": gpu.synchronize, "current_stream": lambda device=None: gpu.stream,
+    }  # fmt: skip
+    for name, patch in patches.items():
+        monkeypatch.setattr(torch.cuda, name, patch)
+    monkeypatch.setattr(executor, "stamps_of", stamps.EventStamps)
+    monkeypatch.setattr(stamps, "perf_counter", lambda: gpu.host)
+
+    def mailboxes(plan: Any, model: Any, cuda: bool) -> list[StreamMailbox]:
+        hub = StreamHub()
+        return [
+            StreamMailbox(hub, rank, inprocess._members(plan, rank), model)
+            for rank in range(plan.ranks)
+        ]
+
+    monkeypatch.setattr(inprocess, "_mailboxes", mailboxes)
+    return gpu
+
+
+def charge(ranks: inprocess.InProcess, gpu: VirtualGPU, costs: Costs, host: float = 0.0) -> None:
+    """Let every instruction but transfers take its cost, on the stream that it runs on, and the
+    host some time before each."""
+    index: Index = ranks.graph.index
+    table, row = ranks.graph.costs(costs)
+    for rank in ranks.ranks:
+        first = int(ranks.program.offsets[rank.rank])
+        for k, (wait, run) in enumerate(rank.calls):
+            moves = index.op[first + k] in TRANSFERS
+            seconds = 0.0 if moves else float(table[row[first + k]])
+            rank.calls[k] = Call(partial(_late, wait, gpu, host), _charged(run, gpu, seconds))
+
+
+def _late(wait: Callable[[], None] | None, gpu: VirtualGPU, seconds: float) -> None:
+    gpu.host += seconds
+    if wait is not None:
+        wait()
+
+
+def _charged(run: Callable[[], None], gpu: VirtualGPU, seconds: float) -> Callable[[], None]:
+    def charged() -> None:
+        run()
+        if seconds:
+            gpu.work(seconds)
+
+    return charged
+
+
+@contextmanager
+def copies(gpu: VirtualGPU, costs: Costs) -> Iterator[None]:
+    """Within this every message takes its cost, and the host may not wait."""
+    gpu.host_may_wait = False
+    with _Copies(gpu, float(np.max(costs.send))):
+        yield
+    gpu.host_may_wait = True

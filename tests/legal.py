@@ -1,0 +1,31 @@
+"""Legal: what the dependency graph says of when things may happen, for tests of Timelines."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from schedir.timeline import Timeline
+
+
+def too_early(timeline: Timeline, tolerance: float = 0.0) -> list[str]:
+    """The instructions that begin before all that they wait for has ended, and those that end
+    before they begin."""
+    graph, spans = timeline.graph, timeline.spans
+    after: list[list[int]] = [[] for _ in range(graph.nodes)]
+    for source, target in graph.edges():
+        for a, b in zip(source.tolist(), target.tolist(), strict=True):
+            after[a].append(b)
+    begins = np.full(graph.nodes, np.inf)
+    over = np.full(graph.nodes, -np.inf)
+    np.minimum.at(begins, graph.node, spans["start"])
+    np.maximum.at(over, graph.node, spans["end"])
+    ready, found = np.full(graph.nodes, -np.inf), []
+    for node in graph.any_order(0):
+        over[node] = max(over[node], ready[node])  # of a group nothing else is known
+        if begins[node] < ready[node] - tolerance:
+            found.append(str(graph.index.place(node)[2]))
+        for b in after[node]:
+            ready[b] = max(ready[b], over[node])
+    backwards = np.flatnonzero(spans["end"] < spans["start"]).tolist()
+    found += [str(graph.index.place(k)[2]) for k in backwards]
+    return found
