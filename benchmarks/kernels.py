@@ -95,8 +95,6 @@ def operations(options: argparse.Namespace) -> list[Operation]:
     x, r, dy, weight, bias = random(T, h), random(T, h), random(T, h), random(h), random(h)
     hidden, _, moments = layer_norm_triton.forward(x, r, weight, bias, 1e-5)
     turned = random(T // 8, 8, h).transpose(0, 1)
-    whole = torch.empty_like(turned)
-    wire = random(T * h)
     return [
         (
             "cross entropy, statistics",
@@ -139,12 +137,6 @@ def operations(options: argparse.Namespace) -> list[Operation]:
             2 * turned.nbytes // options.tp,
             lambda: boundary.pack(turned, options.tp, 1),
             lambda: boundary.pack_reference(turned, options.tp, 1),
-        ),
-        (
-            "boundary, unpack, strided",
-            2 * wire.nbytes,
-            lambda: boundary.unpack(wire, whole),
-            lambda: boundary.unpack_reference(wire, whole),
         ),
     ]
 

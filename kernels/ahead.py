@@ -65,7 +65,6 @@ CASES = (
         48,
     ),
     Case("boundary_triton", "pack_kernel", "bf16 bf16 m m i m m m i", _WIRE, 4, 48),
-    Case("boundary_triton", "unpack_kernel", "bf16 bf16 m i m m m i", _WIRE, 4, 96),
     Case("gelu_triton", "forward_kernel", "bf16 bf16 bf16 m m", _GELU, 4, 64),
     Case("gelu_triton", "backward_kernel", "bf16 bf16 bf16 bf16 f32 m m i", _GELU, 4, 96),
     Case(

@@ -1,7 +1,8 @@
 """What a stage boundary looks like on the wire: cut, cast and laid out in one pass.
 
 Tensor-parallel ranks hold a boundary in full; on the wire each sends its 1/t of it, the numbers
-`rank * size / t` and following in row-major order (`ScatterGather` of docs/ir.md).
+`rank * size / t` and following in row-major order (`ScatterGather` of docs/ir.md).  Behind it
+there is nothing to unpack: each part is received, and gathered, where it lies in the whole.
 """
 
 from __future__ import annotations
@@ -22,17 +23,8 @@ def pack(value: Tensor, t: int, rank: int, dtype: torch.dtype | None = None) -> 
     return pack_reference(value, t, rank, dtype)
 
 
-def unpack(wire: Tensor, out: Tensor) -> Tensor:
-    """The slices of all ranks, one after the other, into `out`, of any strides and type."""
-    if on_triton(wire) and wire.is_contiguous() and (strides := layout(out)) is not None:
-        from schedir.kernels import boundary_triton as kernels
-
-        return kernels.unpack(wire, strides, out)
-    return unpack_reference(wire, out)
-
-
 def layout(x: Tensor) -> tuple[int, int, int, int, int] | None:
-    """A tensor as the kernels take it: three dimensions, of which the two inner sizes and all
+    """A tensor as the kernel takes it: three dimensions, of which the two inner sizes and all
     strides count.  Dimensions that lie in one piece are joined.
 
     None where more than three are left, or more elements than an int32 counts.
@@ -57,8 +49,3 @@ def layout(x: Tensor) -> tuple[int, int, int, int, int] | None:
 def pack_reference(value: Tensor, t: int, rank: int, dtype: torch.dtype | None = None) -> Tensor:
     """As `pack`, in plain torch."""
     return value.reshape(t, -1)[rank].to(dtype or value.dtype, copy=True)
-
-
-def unpack_reference(wire: Tensor, out: Tensor) -> Tensor:
-    """As `unpack`, in plain torch."""
-    return out.copy_(wire.view(out.shape))

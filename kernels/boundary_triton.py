@@ -1,4 +1,4 @@
-"""The kernels of `boundary`: both copy between a flat tensor and one of up to three strides."""
+"""The kernel of `boundary`: copies from a tensor of up to three strides to a flat one."""
 
 # mypy: allow-untyped-decorators, allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls
 
@@ -43,28 +43,6 @@ def pack_kernel(
     tl.store(wire + i, x.to(wire.dtype.element_ty), mask=i < n)
 
 
-@triton.jit
-def unpack_kernel(
-    wire,
-    out,
-    n,
-    size1,
-    size2,
-    stride0,
-    stride1,
-    stride2,
-    FLAT: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
-    """out[i] = wire[i], BLOCK of them a program."""
-    i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    at = i
-    if not FLAT:
-        at = offset(i, size1, size2, stride0, stride1, stride2)
-    x = tl.load(wire + i, mask=i < n)
-    tl.store(out + at, x.to(out.dtype.element_ty), mask=i < n)
-
-
 def pack(value: Tensor, layout: tuple[int, ...], t: int, rank: int, dtype: torch.dtype) -> Tensor:
     n = value.numel() // t
     wire = torch.empty(n, dtype=dtype, device=value.device)
@@ -72,11 +50,3 @@ def pack(value: Tensor, layout: tuple[int, ...], t: int, rank: int, dtype: torch
         value, wire, rank * n, n, *layout, FLAT=value.is_contiguous(), BLOCK=BLOCK, num_warps=WARPS
     )
     return wire
-
-
-def unpack(wire: Tensor, layout: tuple[int, ...], out: Tensor) -> Tensor:
-    n = out.numel()
-    unpack_kernel[(triton.cdiv(n, BLOCK),)](
-        wire, out, n, *layout, FLAT=out.is_contiguous(), BLOCK=BLOCK, num_warps=WARPS
-    )
-    return out

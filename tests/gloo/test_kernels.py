@@ -135,16 +135,6 @@ def test_pack(layout: Any, t: int, rank: int, cast: bool, seed: int) -> None:
 
 
 @FEW
-@given(LAYOUTS, st.booleans(), SEEDS)
-def test_unpack(layout: Any, cast: bool, seed: int) -> None:
-    out = strided(seed, layout)
-    wire = random(seed + 1, out.numel(), dtype=torch.float16 if cast else torch.float32)
-    want = boundary.unpack_reference(wire, out.clone())
-    assert torch.equal(load("boundary_triton").unpack(wire, boundary.layout(out), out), want)
-    assert torch.equal(out, want)
-
-
-@FEW
 @given(st.integers(1, 130), st.integers(1, 140), st.integers(1, 140), FLOATS, SEEDS)
 def test_weight_gradient(tokens: int, k: int, n: int, dtype: torch.dtype, seed: int) -> None:
     kernels, main = load("weight_gradient_triton"), random(seed, k, n)

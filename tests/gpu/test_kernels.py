@@ -93,13 +93,11 @@ def test_add_layer_norm(rows: int, n: int, dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("cast", [torch.bfloat16, torch.float32])
-def test_pack_and_unpack(cast: torch.dtype) -> None:
+def test_pack(cast: torch.dtype) -> None:
     value = random(64, 4, 96, dtype=torch.float32).transpose(0, 1)
-    wire = [boundary.pack(value, 4, rank, cast) for rank in range(4)]
-    for rank, part in enumerate(wire):
+    for rank in range(4):
+        part = boundary.pack(value, 4, rank, cast)
         assert torch.equal(part, boundary.pack_reference(value, 4, rank, cast))
-    out = torch.empty_like(value)
-    assert torch.equal(boundary.unpack(torch.cat(wire), out), value.to(cast).float())
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
