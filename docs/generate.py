@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from inspect import getdoc, signature
+from itertools import pairwise
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -52,7 +54,22 @@ collectives, its partners start too.
 
 The zero-bubble papers call BackwardInput "B"; here, as in torch, B is the whole backward.
 `Scatter` and `Gather` (and their twins for gradients) are the two halves of ScatterGather: one
-boundary tensor that every tensor-parallel rank holds in full crosses as 1/t from each.
+boundary tensor that every tensor-parallel rank holds in full crosses as 1/t from each ("Efficient
+Large-Scale Language Model Training on GPU Clusters", SC21, section 4.1). A gather runs beside what
+computes, on a lane and a communicator of its own, from when its message is there until the
+instruction that takes the boundary in ([decision 15](decisions/15-gathers.md)).
+
+What that is worth, as `simulate` predicts it under `edge` with `overlap=True`: 8 ranks, 64 microbatches, 32
+layers of hidden size 12288 in all, each microbatch one sequence of 2048 in bfloat16, tp 8. By
+arithmetic, and not measured: a layer's forward takes {forward} ms (at 650 TFLOP/s; I and W the same), the
+message of a slice {send} ms (at 45 GB/s), a gather {gather} ms (at 370 GB/s). So much longer does a
+step take than if gathers were free:
+
+{gathers}
+
+1F1B waits for nearly every message and for its gather, whatever the lane: its leads are too short to
+have anything else to do meanwhile. That gathers share a node's links with what layers sum is not in
+these figures.
 
 ## Values
 
@@ -96,6 +113,32 @@ Whatever `schedir.compile` makes finishes under all of them ({models}).
 """  # noqa: E501
 
 
+FORWARD, SEND, GATHER = 1.45, 0.14, 0.12  # ms: of a layer, of a slice, of a boundary
+GATHERED = {"one_f_one_b": 1, "eager_1f1b": 1, "zb_h1": 1, "zb_v": 2, "interleaved": 4}
+
+
+def gathers() -> str:
+    """What it costs to gather on the compute lane, as part of F, B and I, and on its own."""
+    rows = []
+    for name, v in GATHERED.items():
+        plan, time = Plan(8, 64, v, shape(name)[0]), FORWARD * 4 / v
+        crosses = [int(a != b) for a, b in pairwise(plan.rank_of.tolist())]
+        ahead, back = (
+            tuple(time + GATHER * one for one in some) for some in ([0, *crosses], [*crosses, 0])
+        )
+        free = Costs(F=time, I=time, W=time, send=SEND)
+        whole = tuple(time + one for one in back)
+        spans = []
+        for costs in (free, replace(free, F=ahead, I=back, B=whole), replace(free, gather=GATHER)):
+            program = compile(
+                getattr(schedules, name), plan, tp=8, model="edge", costs=costs, overlap=True
+            )
+            spans.append(simulate(program, costs, model="edge").span)
+        more = (f"{span / spans[0] - 1:.1%}" for span in spans[1:])
+        rows.append([f"`{name}`", str(v), *more])
+    return table(["schedule", "stages per rank", "on the compute lane", "on its own"], rows)
+
+
 def ir() -> str:
     """The page about instructions."""
 
@@ -113,6 +156,10 @@ def ir() -> str:
     return IR.format(
         table="\n".join(table),
         lines="\n".join(lines),
+        gathers=gathers(),
+        forward=FORWARD,
+        send=SEND,
+        gather=GATHER,
         tokens=", ".join(t.name for t in Token),
         models=", ".join(f"`{m}`" for m in MODELS),
         program=show(compile(one_f_one_b, Plan(2, 8))),

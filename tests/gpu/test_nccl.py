@@ -8,10 +8,14 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from schedir import compile, gpt
+from schedir.graph import Model
+from schedir.passes.slots import Choice
 from schedir.plan import Plan
+from schedir.program import Program
 from schedir.runtime.c10d import Gloo, Processes
 from schedir.runtime.executor import Executor
 from schedir.runtime.graphs import GraphedStep
@@ -26,8 +30,12 @@ PLANS = [(one_f_one_b, Plan(2, 4)), (zb, Plan(2, 4)), (interleaved, Plan(2, 4, 2
 Gradients = dict[int, dict[str, Tensor]]
 
 
-def _executor(transport: Processes, schedule: Any, plan: Plan, device: torch.device) -> Executor:
-    program = compile(schedule, plan, tp=2, model=transport.model, tied=True, overlap=True)
+def _program(schedule: Any, plan: Plan, model: Model, slots: Choice | None = None) -> Program:
+    return compile(schedule, plan, tp=2, model=model, tied=True, overlap=True, slots=slots)
+
+
+def _executor(transport: Processes, program: Program, device: torch.device) -> Executor:
+    plan = program.plan
     cfg = config(plan.stages)
     stages = {
         s: gpt.build_stage(cfg, s, plan.stages, tp=transport.tp_group).to(device)
@@ -50,18 +58,20 @@ def _gradients(executor: Executor) -> Gradients:
 
 
 def on_cpu(rank: int, schedule: Any, plan: Plan) -> Gradients:
-    program = compile(schedule, plan, tp=2, tied=True)
-    executor = _executor(Gloo(program), schedule, plan, torch.device("cpu"))
+    program = _program(schedule, plan, Gloo.model)
+    executor = _executor(Gloo(program), program, torch.device("cpu"))
     executor.step(*batch(plan.microbatches))
     return _gradients(executor)
 
 
-def on_gpu(rank: int, folder: str, kind: Kind, schedule: Any, plan: Plan) -> list[Gradients]:
+def on_gpu(
+    rank: int, folder: str, kind: Kind, schedule: Any, plan: Plan, slots: Choice | None
+) -> list[Gradients]:
     """Gradients of a first step, of one in which the host may not wait, and of a graph's."""
     device = share_gpu(rank, folder)
     torch.use_deterministic_algorithms(True)
-    program = compile(schedule, plan, tp=2, model=MODELS[kind], tied=True, overlap=True)
-    executor = _executor(nccl(program, device, kind), schedule, plan, device)
+    program = _program(schedule, plan, MODELS[kind], slots)
+    executor = _executor(nccl(program, device, kind), program, device)
     inputs, targets, scale = batch(plan.microbatches)
     inputs, targets = inputs.to(device), targets.to(device)
     warm_up(executor, inputs[0], targets[0])
@@ -79,16 +89,43 @@ def on_gpu(rank: int, folder: str, kind: Kind, schedule: Any, plan: Plan) -> lis
     return found
 
 
-@pytest.mark.parametrize("kind", ["edge", "grouped"])
+@pytest.mark.parametrize(("kind", "slots"), [("edge", None), ("edge", "fewest"), ("grouped", None)])
 @pytest.mark.parametrize(("schedule", "plan"), PLANS)
 def test_gradients_are_those_of_the_cpu(
-    kind: Kind, schedule: Any, plan: Plan, tmp_path: Path
+    kind: Kind, slots: Choice | None, schedule: Any, plan: Plan, tmp_path: Path
 ) -> None:
     want = run(on_cpu, 4, schedule, plan)
-    for rank, found in enumerate(run(on_gpu, 4, str(tmp_path), kind, schedule, plan, limit=300)):
+    results = run(on_gpu, 4, str(tmp_path), kind, schedule, plan, slots, limit=300)
+    for rank, found in enumerate(results):
         first, *others = found
         for stage, named in first.items():
             for name, got in named.items():
                 right = want[rank][stage][name]
                 assert float((got - right).norm()) <= 1e-4 * float(right.norm()), (stage, name)
                 assert all(torch.equal(got, other[stage][name]) for other in others), (stage, name)
+
+
+def late_gather(rank: int, folder: str) -> tuple[bool, bool]:
+    """Whether a layer's sum waits for a gather before it whose message is late; and what is in."""
+    device = share_gpu(rank, folder)
+    transport = nccl(compile(one_f_one_b, Plan(2, 4), tp=2), device)
+    one = torch.ones(1, device=device)
+    dist.all_reduce(one, group=transport.tp_group)
+    whole = torch.zeros(2, device=device)
+    part = whole[transport.tp_rank :][:1]
+    part.fill_(1 + transport.tp_rank)
+    torch.cuda.synchronize()
+    with transport.aside():
+        torch.cuda._sleep(4_000_000_000)  # cycles, on the stream that waits for messages
+        gather: Any = transport.all_gather(whole, part)
+    dist.all_reduce(one, group=transport.tp_group)
+    summed = torch.cuda.Event()
+    summed.record()
+    summed.synchronize()
+    waited = gather.is_completed()
+    gather.wait()
+    return waited, whole.tolist() == [1, 2]
+
+
+def test_a_late_gather_holds_up_no_layer(tmp_path: Path) -> None:
+    assert run(late_gather, 4, str(tmp_path), limit=300) == [(False, True)] * 4
