@@ -62,6 +62,16 @@ def g(x: Tensor, group: ProcessGroup | None) -> Tensor:
     return y
 
 
+def all_gather(whole: Tensor, shard: Tensor, group: ProcessGroup) -> None:
+    """Make `whole` of the `shard` of each rank, one after the other; both are contiguous.
+
+    NCCL writes it in its place; a list of parts it would copy.
+    """
+    # torch 2.13 has a new name for it and warns of the old one.
+    gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+    gather(whole.view(-1), shard.view(-1), group=group)
+
+
 def _sum(x: Tensor, group: ProcessGroup) -> Tensor:
     # Into a copy: autograd may hand the same tensor to others.
     total = x.clone(memory_format=torch.contiguous_format)

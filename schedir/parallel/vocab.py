@@ -19,7 +19,7 @@ from torch.distributed import ProcessGroup
 
 from schedir.kernels import cross_entropy
 from schedir.kernels.choice import on_triton
-from schedir.parallel.group import f, g, shard, tp_rank, tp_size
+from schedir.parallel.group import all_gather, f, g, shard, tp_rank, tp_size
 from schedir.runtime import split
 
 
@@ -145,9 +145,9 @@ class _FusedCrossEntropy(torch.autograd.Function):
         first = tp_rank(group) * k
         mine = cross_entropy.statistics(logits.view(-1, k), flat, first)
         parts = mine.unsqueeze(0)
-        if t > 1:
+        if group is not None and t > 1:
             parts = mine.new_empty(t, *mine.shape)
-            dist.all_gather(list(parts), mine, group=group)
+            all_gather(parts, mine, group)
         ctx.save_for_backward(logits, flat, parts)
         ctx.first, ctx.ignore = first, ignore
         return cross_entropy.losses(parts, flat, ignore).sum()

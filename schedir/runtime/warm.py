@@ -5,19 +5,23 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from schedir.ops import Opcode
+from schedir.kernels.boundary import pack
+from schedir.ops import ROWS, Lane, Opcode
+from schedir.runtime.c10d import Processes
 from schedir.runtime.executor import Executor
 from schedir.runtime.split import Tape, recording
+from schedir.runtime.stamps import Recorded
 
 
 def warm_up(executor: Executor, input: Tensor, target: Tensor) -> None:
-    """Run each own stage once, forward and backward, with no message under way.
+    """Run each own stage once, forward and backward, with no message under way, then reductions.
 
     `input` is one microbatch of the first stage's, `target` of the loss's; other stages get
-    zeros.  Loading a kernel, or compiling one, may wait for all that runs on a GPU; beside a
-    receive that waits for a peer it would wait for ever (CUDA C++ Programming Guide, "Lazy
-    Loading", on concurrent execution).  Gradients are forgotten, parameters stay.  Stages that
-    talk within their tensor-parallel group do so here: all its ranks must call this.
+    zeros.  Loading a kernel, compiling one, or connecting to a peer, may wait for all that runs
+    on a GPU; beside a receive that waits for a peer it would wait for ever (CUDA C++ Programming
+    Guide, "Lazy Loading", on concurrent execution).  NCCL connects as sizes need it, so what is
+    reduced here has the sizes of a step.  Gradients are forgotten, parameters stay.  Ranks meet
+    here: all processes must call this.
     """
     last = executor.plan.stages - 1
     split = any(op is Opcode.BackwardInput for op, _, _ in executor.stream)
@@ -35,4 +39,34 @@ def warm_up(executor: Executor, input: Tensor, target: Tensor) -> None:
             else:
                 torch.autograd.backward(y, dy)
             tape.run()
+    transport = executor.transport
+    if isinstance(transport, Recorded):
+        transport = transport.inner
+    if isinstance(transport, Processes):  # virtual ranks have nobody to connect to
+        _meet(executor, transport)
+    for stage in executor.stages.values():
         stage.gradients.zero()
+    if executor.device.type == "cuda":
+        torch.cuda.synchronize(executor.device)
+
+
+def _meet(executor: Executor, transport: Processes) -> None:
+    """Do once what ranks of a step do together, but for messages."""
+    ops = {i.op for i in executor.stream}
+    whole = torch.zeros(
+        executor.boundary.shape, dtype=executor.boundary.dtype, device=executor.device
+    )
+    if ops & {Opcode.Scatter, Opcode.ScatterGrad}:
+        pack(whole, transport.tp, transport.tp_rank)
+    if ops & {Opcode.Gather, Opcode.GatherGrad}:
+        own = whole.view(transport.tp, -1)[transport.tp_rank]
+        transport.all_gather(whole.view(-1), own).wait()
+    for k, i in enumerate(executor.stream):
+        if ROWS[i.op].lane is Lane.DP:
+            wait, run = executor.calls[k]
+            if wait is not None:
+                wait()
+            run()
+    for work in executor.reducing:
+        work.wait()
+    executor.reducing.clear()

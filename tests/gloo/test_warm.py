@@ -2,17 +2,33 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 from schedir import compile, gpt
 from schedir.plan import Plan
+from schedir.program import Program
+from schedir.runtime.c10d import Gloo
+from schedir.runtime.executor import Executor
 from schedir.runtime.inprocess import InProcess
+from schedir.runtime.transport import Group, Work
 from schedir.runtime.warm import warm_up
-from schedir.schedules import forward_only, interleaved, one_f_one_b
-from tests.gloo.tiny_stages import BOUNDARY, batch, expected, gpt_stages, gradients, same_bits, zb
+from schedir.schedules import dualpipe, forward_only, interleaved, one_f_one_b
+from tests.gloo.spawn import run
+from tests.gloo.tiny_stages import (
+    BOUNDARY,
+    batch,
+    config,
+    expected,
+    gpt_stages,
+    gradients,
+    same_bits,
+    zb,
+)
 
 PLANS = [(one_f_one_b, Plan(2, 4)), (zb, Plan(2, 4)), (interleaved, Plan(2, 4, 2))]
 
@@ -48,3 +64,65 @@ def test_a_program_without_backward_is_warmed_forward() -> None:
     for rank in world.ranks:
         warm_up(rank, inputs[0], targets[0])
     world.step(inputs, targets)
+
+
+class Noted(Gloo):
+    """Notes the groups that meet."""
+
+    def __init__(self, program: Program) -> None:
+        super().__init__(program)
+        self.met: set[str] = set()
+
+    def all_reduce(self, tensor: Tensor, group: Group) -> Work:
+        self.met.add(group)
+        return super().all_reduce(tensor, group)
+
+    def all_gather(self, whole: Tensor, shard: Tensor) -> Work:
+        self.met.add("tp")
+        return super().all_gather(whole, shard)
+
+
+def in_processes(rank: int, schedule: Any, plan: Plan, tp: int, dp: int) -> set[str]:
+    """Which groups meet when ranks warm up; the step after it has the bits of one without."""
+    program = compile(schedule, plan, tp=tp, dp=dp, tied=not plan.two_way, clip=True)
+    transport, found = Noted(program), []
+    inputs, targets, scale = batch(plan.microbatches)
+    met: set[str] = set()
+    for warm in (False, True):
+        executor = Executor(
+            program,
+            transport.rank,
+            {
+                s: gpt.build_stage(
+                    config(plan.stages, program.tied), s, plan.stages, tp=transport.tp_group
+                )
+                for s in plan.stages_of[transport.rank]
+            },
+            transport,
+            loss=partial(gpt.loss, tp=transport.tp_group),
+            boundary=BOUNDARY,
+        )
+        if warm:
+            transport.met.clear()
+            warm_up(executor, inputs[0], targets[0])
+            met = {*transport.met}
+        executor.step(inputs, targets, scale)
+        stages = [stage.module for stage in executor.stages.values()]
+        found.append((gradients(stages), executor.norm))
+    (cold, norm), (after, same) = found
+    assert same_bits(cold, after) and torch.equal(norm, same)
+    return met
+
+
+@pytest.mark.parametrize(
+    ("schedule", "plan", "tp", "dp", "groups"),
+    [
+        (one_f_one_b, Plan(2, 2), 2, 1, {"tp", "tied", "model"}),
+        (one_f_one_b, Plan(2, 2), 1, 2, {"dp", "tied", "model"}),
+        (dualpipe, Plan(2, 4, 2, "mirror"), 1, 1, {"holders", "model"}),
+    ],
+)
+def test_ranks_meet_in_every_group(
+    schedule: Any, plan: Plan, tp: int, dp: int, groups: set[str]
+) -> None:
+    assert set.union(*run(in_processes, plan.ranks * tp * dp, schedule, plan, tp, dp)) == groups
