@@ -67,7 +67,9 @@ class Executor(Rank):
         if program.clip:
             facts["max_norm"] = repr(max_norm)
         for s, module in stages.items():
-            facts[f"the parameters of stage {s}, slice {transport.tp_rank}"] = _sizes(module)
+            facts |= _shapes(module, f"stage {s}, slice {transport.tp_rank}")
+            if program.tied and (weight := getattr(module, "tied_weight", None)) is not None:
+                facts[f"the tied weight, slice {transport.tp_rank}"] = _shape(weight)
         transport.agree(facts)
         check(program, transport.model, blocks=transport.blocks)
         _fit(program, rank, stages, transport, boundary)
@@ -207,13 +209,24 @@ def _both(first: Callable[[], None], second: Callable[[], None]) -> None:
     second()
 
 
-def _sizes(module: nn.Module) -> str:
-    """How many numbers a module trains, by type, and the types of their gradients."""
+def _shapes(module: nn.Module, where: str) -> dict[str, str]:
+    """What a module trains: how much, and what each parameter is, in order."""
     counts: Counter[str] = Counter()
-    for p in module.parameters():
-        if p.requires_grad:
-            counts[f"{p.dtype}, gradients in {p.grad_dtype or p.dtype}"] += p.numel()
-    return " and ".join(f"{n} of {kind}" for kind, n in counts.items()) or "nothing"
+    facts = {}
+    trained = ((name, p) for name, p in module.named_parameters() if p.requires_grad)
+    for k, (name, p) in enumerate(trained):
+        counts[_types(p)] += p.numel()
+        facts[f"parameter {k} of {where}"] = f"{name} {_shape(p)}"
+    total = " and ".join(f"{n} of {kind}" for kind, n in counts.items()) or "nothing"
+    return facts | {f"the parameters of {where}": total}
+
+
+def _shape(p: nn.Parameter) -> str:
+    return f"{list(p.shape)} of {_types(p)}"
+
+
+def _types(p: nn.Parameter) -> str:
+    return f"{p.dtype}, gradients in {p.grad_dtype or p.dtype}"
 
 
 def _fit_scale(program: Program) -> None:

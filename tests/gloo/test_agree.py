@@ -7,6 +7,7 @@ from functools import partial
 from typing import Any
 
 import pytest
+from torch import nn
 
 from schedir import compile, gpt
 from schedir.config import Config, DataConfig, PipelineConfig, TrainConfig
@@ -26,7 +27,7 @@ from tests.gloo.tiny_stages import BOUNDARY, gpt_stages
 def _executor(process: int, differs: str) -> None:
     """One of two ranks, or of two replicas, of which process 1 has something of its own."""
     other = process == 1
-    replicas = differs in ("hidden", "gradients")
+    replicas = differs in ("hidden", "gradients", "turned", "order", "fewer")
     plan = Plan(1, 2) if replicas else Plan(2, 2)
     program = compile(one_f_one_b, plan, tied=plan.ranks > 1, dp=1 + replicas, clip=True)
     transport = (Edge if other and differs == "transport" else Gloo)(program)
@@ -34,8 +35,13 @@ def _executor(process: int, differs: str) -> None:
     if replicas and other:
         if differs == "gradients":
             float32_gradients(stages[0].bfloat16())
-        else:
+        elif differs == "hidden":
             stages = [gpt.build_stage(gpt.GPTConfig(32, 1, 32, 2, 8), 0, 1)]
+        else:
+            _change(stages[0], differs)
+    if other and differs == "tied":
+        (weight,) = (p for n, p in stages[1].named_parameters() if n == "head.weight")
+        weight.data = weight.data[:-1]
     shape = (*BOUNDARY.shape[:2], 32) if other and differs == "shape" else BOUNDARY.shape
     Executor(
         program,
@@ -49,6 +55,20 @@ def _executor(process: int, differs: str) -> None:
     )
 
 
+def _change(stage: nn.Module, how: str) -> None:
+    """As many numbers in another shape; the same in another order; or one less to train."""
+    weight, bias = (stage.get_parameter(f"layers.0.proj.{name}") for name in ("weight", "bias"))
+    if how == "turned":
+        weight.data = weight.data.view(8, 32)
+    elif how == "order":
+        proj = stage.get_submodule("layers.0.proj")
+        proj._parameters.clear()
+        proj.register_parameter("bias", bias)
+        proj.register_parameter("weight", weight)
+    else:
+        stage.get_parameter("norm.bias").requires_grad_(False)
+
+
 @pytest.mark.parametrize(
     ("differs", "said"),
     [
@@ -56,8 +76,15 @@ def _executor(process: int, differs: str) -> None:
         ("max_norm", "max_norm: 1.0 and 2.0"),
         ("scale", "the loss scale: None and 8 (growth 2, backoff 0.5, interval 2000)"),
         ("transport", "the transport: Gloo and Edge"),
-        ("hidden", "the parameters of stage 0, slice 0: "),
+        ("hidden", "parameter 0 of stage 0, slice 0: positions [8, 16] of torch.float32, "),
         ("gradients", "of torch.bfloat16, gradients in torch.float32"),
+        (
+            "turned",
+            "layers.0.proj.weight [16, 16] of torch.float32, gradients in torch.float32 and ",
+        ),
+        ("order", "and layers.0.proj.bias [16] of "),
+        ("fewer", "the parameters of stage 0, slice 0: "),
+        ("tied", "the tied weight, slice 0: [32, 16] of "),
     ],
 )
 def test_a_difference_is_one_error_in_every_process(differs: str, said: str) -> None:
