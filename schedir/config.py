@@ -10,7 +10,7 @@ import re
 import tomllib
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple, get_type_hints
@@ -22,7 +22,7 @@ from schedir.load import load
 from schedir.plan import Plan
 from schedir.program import Program
 from schedir.settings import Range, fit, say
-from schedir.words import placed_for
+from schedir.words import delay_for, placed_for
 
 Count = Annotated[int, Range(1)]
 Share = Annotated[float, Range(0, below=1)]
@@ -35,7 +35,9 @@ class PipelineConfig:
 
     `schedule` is a built-in name, file.py:function or FILE.sched; the first two may have options
     in brackets, as in "interleaved(group=4)".  A schedule that is for one placement brings that
-    along.  `overlap` groups opposite transfers and posts receives early; `slots` says whether each
+    along.  A step has one update, or several `updates` without a flush, on weights that are `delay`
+    updates old (one number per stage, if need be); `pipedream_2bw` brings its delay along.
+    `overlap` groups opposite transfers and posts receives early; `slots` says whether each
     value has a buffer of its own ("own"), or they share the "fewest", or "enough" to lose no time
     at unit costs; `division` is the layers of each stage, where they cannot be or shall not be the
     same.  pp x tp x dp processes run it.
@@ -46,6 +48,8 @@ class PipelineConfig:
     microbatches: int = 8
     stages_per_rank: int = 1
     placement: str | tuple[int, ...] = "loop"
+    updates: int = 1
+    delay: int | tuple[int, ...] = 0
     tp: Count = 1
     dp: Count = 1
     overlap: bool = False
@@ -59,7 +63,7 @@ class PipelineConfig:
     @property
     def plan(self) -> Plan:
         """The shape of the pipeline; raises PlanError if there is none such."""
-        return Plan(self.ranks, self.microbatches, self.stages_per_rank, self.placement)
+        return Plan(**{name: getattr(self, name) for name in _PLAN})
 
 
 @dataclass(frozen=True)
@@ -183,7 +187,7 @@ class Config:
 
 _SECTIONS = get_type_hints(Config)
 _KINDS = {name: get_type_hints(kind, include_extras=True) for name, kind in _SECTIONS.items()}
-_PLAN = ("ranks", "microbatches", "stages_per_rank", "placement")
+_PLAN = tuple(f.name for f in fields(Plan))
 
 
 class _Given(NamedTuple):
@@ -274,8 +278,13 @@ def _of_program(values: _Values, given: _Settings) -> _Values:
     program = load(source)
     if not isinstance(program, Program):
         placement, fixed = placed_for(program)
-        marks = {("pipeline", "placement"): placement, ("pipeline", "stages_per_rank"): fixed}
-        return {key: mark for key, mark in marks.items() if mark and key not in given}
+        delay = delay_for(program) if values.get(("pipeline", "updates"), 1) > 1 else None
+        marks = {"placement": placement, "stages_per_rank": fixed, "delay": delay}
+        return {
+            ("pipeline", name): mark
+            for name, mark in marks.items()
+            if mark and ("pipeline", name) not in given
+        }
     overlap = given.get(("pipeline", "overlap"))
     if overlap and not program.is_draft:
         raise overlap.error(f"{source} has its transfers: overlap is for what is compiled")

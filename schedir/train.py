@@ -94,10 +94,6 @@ def program_of(config: Config) -> Program:
                     hint=f"{right}, or compile it with{'out' * has} --{what}",
                 )
         program = check(found, config.train.model, blocks=blocks)
-    if program.plan.updates > 1:
-        raise UsageError(
-            f"{pipeline.schedule} has {program.plan.updates} updates; training takes one per step"
-        )
     if not program.trains:
         raise UsageError(f"schedule {pipeline.schedule} has no backward: it trains nothing")
     if pipeline.slots == "own":

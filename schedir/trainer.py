@@ -251,17 +251,17 @@ class _Trainer:
             group["lr"] = lr
         # Every rank draws the batch of all replicas, so that each can count its tokens.
         inputs, targets = self.batches.batch(step)
-        scale = 1 / gpt.count_tokens(targets)
+        mean = 1 / gpt.count_tokens(targets)
         share = len(inputs) // self.program.dp
         mine = slice(self.transport.dp_rank * share, (self.transport.dp_rank + 1) * share)
         total = self.executor.step(
             inputs[mine].to(self.device).split(self.size),
             targets[mine].to(self.device).split(self.size),
-            scale,
+            mean * self.program.plan.updates,  # each has its share of the tokens
         )
         # Tensor-parallel ranks all know the loss: the first counts.
         counts = total is not None and self.transport.tp_rank == 0
-        loss = float(total) * scale if total is not None and counts else 0.0
+        loss = float(total) * mean if total is not None and counts else 0.0
         norm = float(self.executor.norm) if self.program.clip else None
         return _Step(loss, lr, norm, perf_counter() - began)
 

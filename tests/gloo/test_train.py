@@ -80,6 +80,16 @@ def test_replicas_uneven_stages_and_a_token_file(config: str, tmp_path: Path) ->
     assert many == pytest.approx(alone(config, tmp_path / "one", *whole), rel=1e-5)
 
 
+def test_updates_without_a_flush(config: str, tmp_path: Path) -> None:
+    """The same versions of the weights, however many ranks; without them, other losses."""
+    many = ["pipeline.tp=1", "pipeline.stages_per_rank=1", "pipeline.schedule=pipedream_2bw",
+            "pipeline.microbatches=6"]  # fmt: skip
+    three = [*many, "pipeline.updates=3"]
+    one = alone(config, tmp_path / "one", *three)
+    assert train(config, tmp_path / "many", *three) == pytest.approx(one, rel=1e-5)
+    assert alone(config, tmp_path / "flushed", *many)[-1] != pytest.approx(one[-1], rel=1e-2)
+
+
 def test_speed_leaves_out_the_first_step(
     config: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
