@@ -268,7 +268,7 @@ def _timeline(args: argparse.Namespace, source: str, *, share: bool) -> Timeline
     if args.model not in (None, found.model) and not share:
         raise UsageError(f"{source} ran under {found.model}, not {args.model}")
     _agree(args, found.program, source, but=("stages_per_rank", "placement") if share else ())
-    sizes = sizes_of(args, found.program.plan if share else None)
+    sizes = sizes_of(args, found.program.plan if share else None) or found.sizes
     if args.limit is not None:
         within(found.program, sizes, args.limit)
     if args.costs is not None and not share:

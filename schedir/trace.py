@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import math
+from dataclasses import asdict, fields
 from io import BytesIO
 from pathlib import Path
 from typing import Any, Final
@@ -23,6 +24,7 @@ from schedir.files import replacing
 from schedir.graph import MODELS
 from schedir.ops import Lane
 from schedir.program import Program
+from schedir.sizes import Sizes
 from schedir.text import parse, show
 from schedir.timeline import Timeline, spans_of
 
@@ -31,7 +33,8 @@ SUFFIX: Final = ".timeline"
 MOST: Final = 2**24  # instructions
 _HEADER, _PROGRAM, _START, _END = "header.json", "program.sched", "start.npy", "end.npy"
 _KINDS = ("predicted", "measured")
-_SMALL = 2**16  # bytes of a header, and of a program beyond what its instructions take
+_SMALL = 2**16  # bytes of a program beyond what its instructions take
+_HEAD = 2**23  # of a header: sizes may be one per stage
 
 
 def save_timeline(timeline: Timeline, path: str | Path) -> None:
@@ -47,6 +50,7 @@ def save_timeline(timeline: Timeline, path: str | Path) -> None:
         "unit": timeline.unit,
         "model": timeline.model,
         "clock_error": timeline.clock_error,
+        "sizes": timeline.sizes and asdict(timeline.sizes),
     }
     members = {
         _HEADER: json.dumps(header, indent=2).encode() + b"\n",
@@ -111,11 +115,12 @@ class _Reader:
         _fit(program, start, end)
         spans = spans_of(program, start, end)
         return Timeline(
-            program, spans, header["kind"], header["unit"], model, float(header["clock_error"])
-        )
+            program, spans, header["kind"], header["unit"], model, float(header["clock_error"]),
+            _sizes(header.get("sizes"), program.plan.stages),
+        )  # fmt: skip
 
     def _header(self) -> dict[str, Any]:
-        self._size(_HEADER, _SMALL)
+        self._size(_HEADER, _HEAD)
         header = json.loads(self._read(_HEADER))
         if not isinstance(header, dict) or header.get("schedir_timeline") != FORMAT:
             raise TraceError(f"this reads Timelines of format {FORMAT}, which the header is not")
@@ -158,6 +163,19 @@ class _Reader:
         if len(values) != n or not np.isfinite(values).all():
             raise TraceError(f"{name} does not have a finite time for each instruction")
         return values
+
+
+def _sizes(said: Any, stages: int) -> Sizes | None:
+    """What the header says of sizes; nothing in files that were written before they were kept."""
+    names = [f.name for f in fields(Sizes)]
+    if said is None:
+        return None
+    if not isinstance(said, dict) or not said.keys() <= {*names}:
+        raise TraceError(f"sizes are {', '.join(names)}, and not {said!r:.80}")
+    sizes = Sizes(**{k: tuple(v) if isinstance(v, list) else v for k, v in said.items()})
+    for name in names:
+        sizes.of(name, stages)  # raises where their number is wrong
+    return sizes
 
 
 def _fit(program: Program, start: NDArray[np.float64], end: NDArray[np.float64]) -> None:

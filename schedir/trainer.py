@@ -31,6 +31,7 @@ from schedir.runtime.rank import Boundary
 from schedir.runtime.sizes import sizes_of
 from schedir.runtime.warm import warm_up
 from schedir.simulate import simulate
+from schedir.sizes import Sizes
 from schedir.timeline import Timeline
 
 PATIENCE = 600.0  # seconds that processes wait for the first one to write results
@@ -182,7 +183,8 @@ class _Trainer:
         inputs, targets = (x[: self.size].to(self.device) for x in self.batches.batch(0))
         if self.device.type == "cuda":
             warm_up(self.executor, inputs, targets)
-        self.memory = self._memory(inputs, targets)
+        self.sizes = self._sizes(inputs, targets)
+        self.memory = self._memory()
         with self._watched():
             for step in range(train.steps):
                 reported = (step + 1) % train.log_every == 0 or step + 1 == train.steps
@@ -192,8 +194,8 @@ class _Trainer:
                     result = self._report(step + 1)
         return result
 
-    def _memory(self, input: Tensor, target: Tensor) -> tuple[float, ...]:
-        """The most that each rank will hold, in bytes, known to all; process 0 says it."""
+    def _sizes(self, input: Tensor, target: Tensor) -> Sizes:
+        """What each stage keeps of a microbatch, and its weights: found by running it once."""
         executor, stages = self.executor, range(self.program.plan.stages)
         own = {s: stage.module for s, stage in executor.stages.items()}
         sizes = sizes_of(
@@ -212,8 +214,11 @@ class _Trainer:
             device=self.device,
         )
         dist.all_reduce(each, dist.ReduceOp.MAX)
-        sizes = replace(sizes, **dict(zip(measured, map(tuple, each.tolist()), strict=True)))
-        most = tuple(float(rank.bytes.max()) for rank in held(self.program, sizes))
+        return replace(sizes, **dict(zip(measured, map(tuple, each.tolist()), strict=True)))
+
+    def _memory(self) -> tuple[float, ...]:
+        """The most that each rank will hold, in bytes, known to all; process 0 says it."""
+        most = tuple(float(rank.bytes.max()) for rank in held(self.program, self.sizes))
         if not dist.get_rank():
             said = ", ".join(map(in_bytes, most))
             print(f"memory held, predicted for each rank: {said}", flush=True)
@@ -307,8 +312,9 @@ class _Trainer:
         if timeline is None:
             return None
         named = replace(self.program, name=f"{self.program.name} at measured means")
-        predicted = simulate(named, calibrate(timeline), model=timeline.model)
-        return timeline, replace(predicted, unit=timeline.unit)
+        costs, sizes = calibrate(timeline), self.sizes
+        predicted = simulate(named, costs, model=timeline.model, sizes=sizes)
+        return replace(timeline, sizes=sizes), replace(predicted, unit=timeline.unit)
 
     def _speed(self, seconds: list[float]) -> float:
         """Tokens per second in steps that took so long."""

@@ -113,5 +113,7 @@ def _expected(measured: Timeline) -> Timeline:
     from schedir.calibrate import calibrate
     from schedir.simulate import simulate
 
-    predicted = simulate(measured.program, calibrate(measured), model=measured.model)
+    predicted = simulate(
+        measured.program, calibrate(measured), model=measured.model, sizes=measured.sizes
+    )
     return replace(predicted, unit=measured.unit)

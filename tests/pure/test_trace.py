@@ -16,7 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import schedir
-from schedir import Costs, Plan, Timeline, load_timeline, save_timeline
+from schedir import Costs, Plan, Sizes, Timeline, load_timeline, save_timeline
 from schedir.compile import lower
 from schedir.errors import ProgramError, TraceError, UsageError
 from schedir.graph import MODELS, Model
@@ -43,7 +43,7 @@ def timeline() -> Timeline:
 
 
 def same(a: Timeline, b: Timeline) -> bool:
-    facts = [(t.program, t.kind, t.unit, t.model, t.clock_error) for t in (a, b)]
+    facts = [(t.program, t.kind, t.unit, t.model, t.clock_error, t.sizes) for t in (a, b)]
     return facts[0] == facts[1] and bool((a.spans == b.spans).all())
 
 
@@ -58,7 +58,9 @@ def test_what_is_saved_comes_back(
     shift = data.draw(st.floats(-1e6, 1e6))
     saved.spans["start"] += shift
     saved.spans["end"] += shift
-    saved = replace(saved, kind="measured", unit="s", clock_error=0.25)
+    each = data.draw(st.none() | st.floats(0, 1e12) | st.just((7.5,) * draft.plan.stages))
+    sizes = each and Sizes(activation=1.5, saved=each, weights=0.1)
+    saved = replace(saved, kind="measured", unit="s", clock_error=0.25, sizes=sizes or None)
     save_timeline(saved, FILE)
     assert same(load_timeline(FILE), saved)
 
@@ -156,6 +158,10 @@ UNFOLDS = "schedir 1\nprogram p\nranks 1 microbatches 1048576\nrank 0\n  9999999
         (lambda: forge(header_json=header(model=[])), "model"),
         (lambda: forge(header_json=header(clock_error=float("nan"))), "clock_error nan"),
         (lambda: forge(header_json=header(digest="0")), "digest"),
+        (lambda: forge(header_json=header(sizes=[1])), "sizes are"),
+        (lambda: forge(header_json=header(sizes={"save": 1})), "sizes are"),
+        (lambda: forge(header_json=header(sizes={"saved": "1GB"})), "size saved"),
+        (lambda: forge(header_json=header(sizes={"saved": [1.0]})), "size saved"),
         (lambda: forge(header_json=b" " * 10**8), "100000000 bytes"),
         (lambda: forge(program_sched=b" " * 10**8), "100000000 bytes"),
         (lambda: forge(start_npy=bytes(10**8)), "100000000 bytes"),
