@@ -244,9 +244,8 @@ def _json(data: object) -> str:
 
 def _table(run: Timeline, label: str) -> str:
     share = run.idle / run.span if run.span else run.idle
-    unit = f", in {run.unit}" if run.unit else ""
     columns = {
-        f"busy{unit}": [f"{busy:.5g}" for busy in run.busy],
+        "busy": [f"{busy:.5g}" for busy in run.busy],
         "idle": [f"{idle:.1%}" for idle in share],
         "peak in flight": [str(peak) for peak in run.peak_in_flight],
     }
@@ -257,7 +256,8 @@ def _table(run: Timeline, label: str) -> str:
         f'<tr><th scope="row">{rank}</th>{"".join(f"<td>{cell}</td>" for cell in row)}</tr>'
         for rank, row in enumerate(zip(*columns.values(), strict=True))
     )
-    caption = ", ".join(dict.fromkeys([run.program.name, run.kind, label]))
+    unit = [f"times in {run.unit}"] if run.unit else []
+    caption = ", ".join(dict.fromkeys([run.program.name, run.kind, label, *unit]))
     return (
         f"<table><caption>{escape(caption)}</caption>"
         f"<thead><tr>{head}</tr></thead><tbody>{rows}</tbody></table>"

@@ -109,10 +109,15 @@ def entries(sheets: Sequence[Sheet], extra: dict[str, str]) -> tuple[list[Any], 
     handles: list[tuple[Patch, ...]] = []  # of tuples matplotlib's types know nothing
     names: list[str] = []
     stages = max(s.timeline.program.plan.stages_per_rank for s in sheets)
+    alike: dict[tuple[Any, ...], list[Opcode]] = {}  # what bears one colour has one entry
     for op in sorted({op for s in sheets for op in s.present()}):
         shades = range(min(stages, 4) if op in COMPUTE else 1)
-        handles.append(tuple(Patch(fc=colour(op, k, len(shades))) for k in shades))
-        names.append(NAMES.get(op, ROWS[op].text))
+        fills = tuple(colour(op, k, len(shades)) for k in shades)
+        alike.setdefault(fills, []).append(Opcode(op))
+    for fills, ops in alike.items():
+        handles.append(tuple(Patch(fc=fill) for fill in fills))
+        brief = dict.fromkeys(ROWS[op].text.partition("_")[0] for op in ops)
+        names.append(NAMES[ops[0]] if ops[0] in NAMES else ", ".join(brief))
     handles.append((Patch(lw=0.5, fc="white", ec=IDLE, hatch="//////"),))
     names.append("idle")
     for lane in sorted({lane for s in sheets for lane in s.lanes}):

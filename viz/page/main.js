@@ -128,17 +128,24 @@ function legend() {
   const seen = new Set();
   for (const run of view.shown) for (const row of run.rows) for (const k of row.index) seen.add(run.op[k]);
   const most = Math.max(...view.shown.map((run) => run.several));
-  const items = [...seen].sort((a, b) => a - b).map((op) => {
+  // What bears one colour has one entry.
+  const alike = new Map();
+  for (const op of [...seen].sort((a, b) => a - b)) {
+    const own = fills[op].slice(0, OPS[op].work ? Math.min(most || 1, 4) : 1).map(({ fill }) => fill);
+    if (!alike.has(`${own}`)) alike.set(`${own}`, { own, ops: [] });
+    alike.get(`${own}`).ops.push(OPS[op]);
+  }
+  $("legend").replaceChildren(...[...alike.values()].map(({ own, ops }) => {
     const item = make("li"), swatch = make("i");
-    for (const { fill } of fills[op].slice(0, OPS[op].work ? Math.min(most || 1, 4) : 1)) {
+    for (const fill of own) {
       const part = make("b");
       part.style.background = fill;
       swatch.append(part);
     }
-    item.append(swatch, OPS[op].work ? `${OPS[op].text} ${OPS[op].label}` : OPS[op].label);
+    const [{ work, text, label }] = ops, brief = new Set(ops.map((op) => op.text.split("_")[0]));
+    item.append(swatch, ops.length > 1 ? [...brief].join(", ") : work ? `${text} ${label}` : label);
     return item;
-  });
-  $("legend").replaceChildren(...items);
+  }));
 }
 
 function toggle(name) {
