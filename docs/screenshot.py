@@ -1,0 +1,36 @@
+"""Make docs/images/page.png, as it is in the README.  Needs Chromium: `python docs/screenshot.py`.
+
+The page is that of
+`schedir draw one_f_one_b --ranks 6 --microbatches 12 --costs F=1,B=2,send=0.2 -o x.html`.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+
+from schedir.cli import main  # noqa: E402
+from tests.browser.chromium import Chromium, found  # noqa: E402
+
+DRAWN = "draw one_f_one_b --ranks 6 --microbatches 12 --costs F=1,B=2,send=0.2 -o"
+CHOSEN = "B 4.6"
+
+if __name__ == "__main__":
+    path = found()
+    if path is None:
+        sys.exit("needs Chromium")
+    with TemporaryDirectory() as folder, Chromium(path, 1280, 700, ratio=1.5) as browser:
+        page = Path(folder, "x.html")
+        main([*DRAWN.split(), str(page)])
+        browser.open(page)
+        browser.key("/")
+        browser.type(CHOSEN)
+        browser.key("Enter")
+        browser.js("document.getElementById('find').value = ''")
+        browser.js("document.activeElement.blur()")
+        browser.frame()
+        (ROOT / "docs" / "images" / "page.png").write_bytes(browser.picture())
