@@ -74,7 +74,7 @@ class Processes:
             self.tp_group = self._group(mesh.reshape(-1, self.tp))
             self.gather_group = self._group(mesh.reshape(-1, self.tp))
             if not self.blocks:
-                self.aside = partial(torch.cuda.stream, torch.cuda.Stream(device, priority=-1))
+                self.aside = partial(torch.cuda.stream, torch.cuda.Stream(device))
         self.groups: dict[Group, Any] = {"model": self._group(mesh.reshape(self.dp, -1))}
         if self.dp > 1:
             self.groups["dp"] = self._group(mesh.reshape(self.dp, -1).T)

@@ -49,16 +49,13 @@ def _edges(program: Program) -> Iterator[DirectedEdge]:
 
 
 def _warm_up(transport: Processes, edges: list[DirectedEdge], device: torch.device | str) -> None:
-    """Send a number along every edge, one after the other, and gather some."""
+    """Send a number along every edge, one after the other."""
     one = torch.zeros(1, device=device)
     for edge in edges:
         if transport.rank == edge.source:
             transport.send(one, edge.target, edge.lane).wait()
         elif transport.rank == edge.target:
             transport.recv(one, edge.source, edge.lane).wait()
-    if transport.tp > 1:
-        whole = torch.zeros(transport.tp, device=device)
-        transport.all_gather(whole, whole[transport.tp_rank :][:1]).wait()
 
 
 class Edge(Processes):

@@ -19,7 +19,7 @@ from schedir.errors import ParseError, PlanError, SlotError, UsageError
 from schedir.graph import MODELS, Graph, Model
 from schedir.index import Index
 from schedir.ops import ROWS, Token
-from schedir.passes.overlap import early_receives, group_opposites
+from schedir.passes.overlap import early_gathers, early_receives, group_opposites
 from schedir.passes.slots import Choice, share_slots
 from schedir.plan import Plan
 from schedir.program import Program, Slots
@@ -38,10 +38,12 @@ models = st.sampled_from(MODELS)
 
 
 def varied(draft: Program, data: st.DataObject, model: Model) -> Program:
-    """A lowered program, perhaps with groups, early receives and tensor-parallel ranks."""
+    """A lowered program, perhaps with groups, tensor-parallel ranks, early gathers and receives."""
     program = lower(replace(draft, tp=data.draw(st.integers(1, 2))))
     if data.draw(st.booleans()):
         program = group_opposites(program)
+    if data.draw(st.booleans()):
+        program = early_gathers(program)
     if data.draw(st.booleans()):
         program = early_receives(program, model, data.draw(st.integers(1, 3)))
     return program
