@@ -53,6 +53,7 @@ class Processes:
         device: torch.device | str = "cpu",
     ) -> None:
         self.blocks = torch.device(device).type == "cpu"
+        self.static = not self.blocks
         self.tp, self.dp, pp = program.tp, program.dp, program.plan.ranks
         world = dist.get_world_size()
         if world != pp * self.tp * self.dp:

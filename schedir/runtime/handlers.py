@@ -24,6 +24,8 @@ from schedir.runtime.split import SplitLinear, Tape, can_wait, recording
 # What is taken in is received, and made whole if it comes in parts.
 _RECEIVES = {ROWS[op].gives[0]: op for op in RECEIVES}
 _GATHERS = {ROWS[op].gives[0]: op for op in GATHERS}
+# What is put out in parts.
+_SCATTERS = {Token.ACT_OUT: Opcode.Scatter, Token.GRAD_OUT: Opcode.ScatterGrad}
 
 # Where a backward begins: the last stage's loss, or where its output came from.
 Root = Tensor | GradientEdge | None
@@ -199,12 +201,17 @@ def _both(
 
 def send(rank: Rank, i: Instr) -> Call:
     mb, row, k = i.mb, ROWS[i.op], rank.where[i]
-    out = rank.slot(Token.ACT_OUT if i.op == Opcode.SendAct else Token.GRAD_OUT, i.stage, mb)
+    kind = row.needs[0]
+    out = rank.slot(kind, i.stage, mb)
     peer = int(rank.plan.rank_at(i.stage + row.hop, mb))
     start, sending, lane = rank.transport.send, rank.sending, row.lane
+    own = rank.outgoing(kind, out.number) if rank.transport.static else None
+    if own is not None and (_SCATTERS[kind], i.stage, mb) in rank.where:
+        own = rank.own_part(own)
 
     def run() -> None:
-        tensor = out.look().contiguous()
+        tensor = out.look()
+        tensor = tensor.contiguous() if own is None else own.copy_(tensor)
         # The reference stays until the send has ended: freed earlier, it may be reused.
         sending[k] = (start(tensor, peer, lane), tensor)
         out.free()
@@ -217,7 +224,7 @@ def recv(rank: Rank, i: Instr) -> Call:
     kind = row.gives[0]
     given, peer = rank.slot(kind, i.stage, mb), int(rank.plan.rank_at(i.stage + row.hop, mb))
     whole = rank.buffers[kind, given.number]
-    part = _own_part(rank, whole) if (_GATHERS[kind], i.stage, mb) in rank.where else whole
+    part = rank.own_part(whole) if (_GATHERS[kind], i.stage, mb) in rank.where else whole
     start, arriving, lane = rank.transport.recv, rank.stages[i.stage].arriving, row.lane
 
     def run() -> None:
@@ -225,11 +232,6 @@ def recv(rank: Rank, i: Instr) -> Call:
         arriving[kind, mb] = start(part, peer, lane)
 
     return Call(None, run)
-
-
-def _own_part(rank: Rank, whole: Tensor) -> Tensor:
-    """This tensor-parallel rank's 1/t of a boundary, flat, in its place in the whole."""
-    return whole.view(rank.program.tp, -1)[rank.transport.tp_rank]
 
 
 def _arrived(rank: Rank, i: Instr, kind: Token) -> Callable[[], None] | None:
@@ -266,7 +268,7 @@ def scatter(rank: Rank, i: Instr) -> Call:
 def gather(rank: Rank, i: Instr) -> Call:
     kind = ROWS[i.op].gives[0]
     whole = rank.buffers[kind, rank.slot(kind, i.stage, i.mb).number]
-    flat, part = whole.view(-1), _own_part(rank, whole)
+    flat, part = whole.view(-1), rank.own_part(whole)
     arriving, key = rank.stages[i.stage].arriving, (kind, i.mb)
     aside, start = rank.transport.aside, rank.transport.all_gather
 

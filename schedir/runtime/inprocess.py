@@ -43,7 +43,7 @@ class _Hub:
 class _Mailbox:
     """The transport of one virtual rank."""
 
-    tp, dp, tp_rank, grouped, blocks = 1, 1, 0, False, False
+    tp, dp, tp_rank, grouped, blocks, static = 1, 1, 0, False, False, False
 
     def __init__(self, hub: _Hub, rank: int, members: dict[Group, list[int]], model: Model) -> None:
         self.hub, self.rank, self.members, self.model = hub, rank, members, model

@@ -161,11 +161,26 @@ class Rank:
             for kind in (Token.ACT_IN, Token.GRAD_IN)
             for number in range(len(self.slots[kind].values))
         }
+        self._outgoing: dict[tuple[Token, int], Tensor] = {}
         self.left = _left(index, rank)
 
     def slot(self, kind: Token, stage: int, mb: int) -> Slot:
         """Where a value lives."""
         return Slot(self.slots[kind], self.assigned[kind, stage, mb])
+
+    def outgoing(self, kind: Token, number: int) -> Tensor:
+        """Static memory from which the value in a slot is sent.
+
+        Whoever fills the slot next has waited for the send, or the step has ended.
+        """
+        if (kind, number) not in self._outgoing:
+            shape, dtype = self.boundary.shape, self.boundary.dtype
+            self._outgoing[kind, number] = torch.empty(shape, dtype=dtype, device=self.device)
+        return self._outgoing[kind, number]
+
+    def own_part(self, whole: Tensor) -> Tensor:
+        """This tensor-parallel rank's 1/t of a boundary, flat, in its place in the whole."""
+        return whole.view(self.program.tp, -1)[self.transport.tp_rank]
 
     def beside(self, stage: int, mb: int) -> Stage | None:
         """The stage if this rank runs it for the microbatch: then values are handed over."""

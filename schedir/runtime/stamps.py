@@ -212,6 +212,7 @@ class Recorded:
     def __init__(self, inner: Transport, stamps: Stamps) -> None:
         self.inner, self.stamps = inner, stamps
         self.model, self.blocks, self.grouped = inner.model, inner.blocks, inner.grouped
+        self.static = inner.static
         self.tp, self.dp, self.tp_rank = inner.tp, inner.dp, inner.tp_rank
         self.agree, self.send, self.aside = inner.agree, inner.send, inner.aside
         self.open = False  # within a group

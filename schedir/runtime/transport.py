@@ -31,6 +31,9 @@ class Transport(Protocol):
     Where it `blocks`, a wait holds up the host itself, as on CPUs, and not a lane: programs must
     be proven for that, too.
 
+    Where it is `static`, what is sent is copied into memory that is made once: a library that
+    sends on streams of its own would hold whatever it is given for as long as it likes.
+
     Where it is `grouped`, the transfers of a group of the program are called between
     `start_group` and `end_group`, and are issued as one.
     """
@@ -38,6 +41,7 @@ class Transport(Protocol):
     model: Model
     blocks: bool
     grouped: bool
+    static: bool
     tp: int
     dp: int
     tp_rank: int

@@ -59,8 +59,7 @@ def _meet(executor: Executor, transport: Processes) -> None:
     if ops & {Opcode.Scatter, Opcode.ScatterGrad}:
         pack(whole, transport.tp, transport.tp_rank)
     if ops & {Opcode.Gather, Opcode.GatherGrad}:
-        own = whole.view(transport.tp, -1)[transport.tp_rank]
-        transport.all_gather(whole.view(-1), own).wait()
+        transport.all_gather(whole.view(-1), executor.own_part(whole)).wait()
     for k, i in enumerate(executor.stream):
         if ROWS[i.op].lane is Lane.DP:
             wait, run = executor.calls[k]

@@ -8,21 +8,24 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from schedir import compile, draft, gpt
 from schedir.check import check
 from schedir.errors import DeadlockError
 from schedir.graph import Model
-from schedir.ops import Lane
+from schedir.ops import SENDS, Lane
+from schedir.passes.slots import Choice
 from schedir.plan import Plan
 from schedir.program import Program
 from schedir.runtime.c10d import Processes
 from schedir.runtime.edges import Edge, Grouped, directed_edges
 from schedir.runtime.executor import Executor
+from schedir.runtime.transport import Work
 from schedir.schedules import gpipe, interleaved, one_f_one_b
 from tests.gloo.spawn import RankError, run
 from tests.gloo.strict import Strict
-from tests.gloo.tiny_stages import BOUNDARY, batch, config, expected, gradients, same_bits
+from tests.gloo.tiny_stages import BOUNDARY, batch, config, expected, gradients, same_bits, zb
 from tests.pure.test_check import naive
 
 TRANSPORTS: dict[str, type[Processes]] = {"edge": Edge, "grouped": Grouped, "strict": Strict}
@@ -85,6 +88,53 @@ def test_edges_and_tensor_parallel_groups_together() -> None:
     for other in others:
         for one, same in zip(edge, other, strict=True):
             assert same_bits(list(one.values()), list(same.values()))
+
+
+class Static(Edge):
+    """Sends what lies in static memory, as NCCL does, and notes where that is."""
+
+    def __init__(self, program: Program) -> None:
+        self.sent: list[int] = []
+        super().__init__(program)
+        self.static = True
+
+    def send(self, tensor: Tensor, peer: int, lane: Lane) -> Work:
+        self.sent.append(tensor.data_ptr())
+        return super().send(tensor, peer, lane)
+
+
+def addresses(rank: int, schedule: Any, plan: Plan, tp: int, slots: Choice | None) -> Any:
+    """Whether what is sent lies in the same places in each of two steps, how many, and bits."""
+    program = compile(schedule, plan, tp=tp, tied=True, slots=slots)
+    transport = Static(program)
+    transport.sent.clear()
+    grads = _step(transport, program)
+    sent = transport.sent
+    return sent[: len(sent) // 2] == sent[len(sent) // 2 :], len({*sent}), grads
+
+
+@pytest.mark.parametrize("slots", [None, "fewest"])
+@pytest.mark.parametrize(("schedule", "plan"), [(zb, Plan(2, 4)), (interleaved, Plan(2, 4, 2))])
+def test_what_is_sent_lies_in_static_memory(
+    schedule: Any, plan: Plan, slots: Choice | None
+) -> None:
+    _, right = expected(plan)
+    results = run(addresses, plan.ranks, schedule, plan, 1, slots)
+    program = compile(schedule, plan, tied=True, slots=slots)
+    got = {s: g for _, _, grads in results for s, g in grads.items()}
+    assert same_bits([got[s] for s in range(plan.stages)], right)
+    for (same, places, _), stream in zip(results, program.streams, strict=True):
+        sends = sum(op in SENDS for op, _, _ in stream)
+        assert same and 0 < places <= sends and (places == sends) == (slots is None)
+
+
+def test_parts_of_boundaries_lie_in_static_memory() -> None:
+    plan = Plan(2, 3)
+    static = run(addresses, 4, one_f_one_b, plan, 2, None)
+    plain = run(one_rank, 4, "edge", one_f_one_b, plan, 2)
+    for (same, places, grads), right in zip(static, plain, strict=True):
+        assert same and places == 3
+        assert same_bits([*grads.values()], [*right.values()])
 
 
 def without_check(rank: int, kind: str) -> Any:
