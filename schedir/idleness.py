@@ -74,6 +74,49 @@ def by_cause(idle: NDArray[Any], ranks: int) -> Floats:
     return total
 
 
+def ready_gaps(timeline: Timeline) -> Floats:
+    """How long compute lanes stand still for nothing, by pairs of instructions that follow there.
+
+    For each of which the second has all that it waits for when the first ends: from then until
+    it begins.  Of a program with its transfers; in a prediction all are 0.
+    """
+    before, after = _followers(timeline)
+    spans = timeline.spans
+    waited = timeline.latest[after]
+    end = np.where(waited == NONE, -np.inf, spans["end"][waited])
+    ready = end <= spans["end"][before]
+    gaps: Floats = (spans["start"][after] - spans["end"][before])[ready]
+    return gaps
+
+
+def exposed(timeline: Timeline) -> float:
+    """The share of the steady phase in which ranks wait for a transfer, a scatter or a gather.
+
+    The steady phase of a rank is from the start of its first backward to the end of its last
+    forward; where there is none on any rank, the share is 0.
+    """
+    spans = timeline.spans
+    lo, hi = np.full(timeline.ranks, np.inf), np.full(timeline.ranks, -np.inf)
+    back = np.isin(spans["op"], (Opcode.Backward, Opcode.BackwardInput))
+    ahead = spans["op"] == Opcode.Forward
+    np.minimum.at(lo, spans["rank"][back], spans["start"][back])
+    np.maximum.at(hi, spans["rank"][ahead], spans["end"][ahead])
+    idle = idleness(timeline)
+    idle = idle[idle["cause"] == Cause.MESSAGE]
+    rank = idle["rank"]
+    waits = np.minimum(idle["end"], hi[rank]) - np.maximum(idle["start"], lo[rank])
+    steady = float(np.maximum(hi - lo, 0.0).sum())
+    return float(np.maximum(waits, 0.0).sum()) / steady if steady else 0.0
+
+
+def _followers(timeline: Timeline) -> tuple[Ints, Ints]:
+    """All pairs of instructions that follow each other on the compute lane of a rank."""
+    spans = timeline.spans
+    own = np.flatnonzero((spans["lane"] == Lane.COMPUTE) & ~timeline.second_of_pair)
+    same = spans["rank"][own[1:]] == spans["rank"][own[:-1]]
+    return own[:-1][same], own[1:][same]
+
+
 class _Gaps:
     """The gaps of all compute lanes, and the intervals that they fall into.
 

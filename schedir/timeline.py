@@ -202,6 +202,13 @@ class Timeline:
         """
         return np.array([curve.held.max(initial=0.0) for curve in self.memory])
 
+    @property
+    def peak_together(self) -> float:
+        """The most that all ranks hold at once: of virtual ranks that share one device."""
+        changes = [np.diff(curve.held, prepend=0.0) for curve in self.memory]
+        at = np.argsort(np.concatenate([curve.times for curve in self.memory]), kind="stable")
+        return float(np.cumsum(np.concatenate(changes)[at]).max(initial=0.0))
+
     def in_flight(self, rank: int) -> tuple[NDArray[np.float64], NDArray[np.int64]]:
         """Times and counts of (stage, mb) alive on a rank: a step curve."""
         lo, hi = self.program.offsets[rank : rank + 2]

@@ -172,7 +172,7 @@ class InProcess:
             with mail.running():
                 rank.begin(inputs, targets, scale)
         with torch.set_grad_enabled(self.program.trains):
-            for r, index in self._turns if seed is None else self._any_order(seed):
+            for r, index in self.turns if seed is None else self._any_order(seed):
                 with self.mail[r].running():
                     self.ranks[r].call(index)
         for rank, mail in zip(self.ranks, self.mail, strict=True):
@@ -189,8 +189,8 @@ class InProcess:
         return (one for node in self.graph.any_order(seed) for one in self.at[node])
 
     @cached_property
-    def _turns(self) -> list[tuple[int, int]]:
-        """The same, each Stream in its order."""
+    def turns(self) -> list[tuple[int, int]]:
+        """Rank and index of every instruction in the order of a step without a seed."""
         turns = list(_in_turns(self.graph))
         return turns if len(turns) == len(self.program) else list(self._any_order(0))
 

@@ -18,8 +18,7 @@ from schedir.ops import SENDS, TRANSFERS, Lane, Opcode
 from schedir.passes.slots import Choice
 from schedir.program import Program
 from schedir.runtime import tiny
-from schedir.runtime.c10d import Processes
-from schedir.runtime.inprocess import InProcess
+from schedir.runtime.inprocess import InProcess, _Hub, _Mailbox
 from schedir.runtime.rank import Boundary
 from schedir.runtime.stamps import TICK, EventStamps, Recorded, read
 from schedir.runtime.transport import Work
@@ -166,11 +165,11 @@ class _Later:
         self.gpu.stream.now = max(self.gpu.stream.now, self.over)
 
 
-class _Library(Processes):
-    """Messages that arrive at 3, 4, 5, ... and are known when their group is issued."""
+class _Library(_Mailbox):
+    """Messages that arrive at 3, 4, 5, ..."""
 
     def __init__(self, gpu: VirtualGPU) -> None:
-        self.tp, self.dp, self.tp_rank, self.model, self.blocks = 1, 1, 0, "edge", False
+        super().__init__(_Hub(), 1, {}, "edge")
         self.gpu, self.count = gpu, 0
 
     def recv(self, tensor: torch.Tensor, peer: int, lane: Lane) -> Work:

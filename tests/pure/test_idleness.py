@@ -13,7 +13,7 @@ import schedir
 from schedir import Costs, Plan, Program, Timeline
 from schedir.compile import lower
 from schedir.graph import MODELS, Model
-from schedir.idleness import Cause, by_cause, idleness
+from schedir.idleness import Cause, by_cause, exposed, idleness, ready_gaps
 from schedir.ops import SHARDING, TRANSFERS, Lane
 from schedir.passes.overlap import group_opposites
 from schedir.schedules import dualpipe_v, gpipe, interleaved, one_f_one_b
@@ -147,3 +147,42 @@ def test_a_draft_waits_for_its_values() -> None:
 
 def test_nothing_is_idle_alone() -> None:
     assert not len(idleness(schedir.simulate(schedir.compile(gpipe, Plan(1, 3)))))
+
+
+# ---------------------------------------------------------------- what a run is judged by
+
+
+@given(drafts(), st.data(), st.sampled_from(MODELS), st.sampled_from(["lowered", "grouped"]))
+def test_a_prediction_has_no_gap_where_nothing_is_missing(
+    draft: Program, data: st.DataObject, model: Model, how: str
+) -> None:
+    model = "edge" if how == "grouped" else model
+    timeline = schedir.simulate(program_of(draft, how), data.draw(costs(draft.plan)), model=model)
+    assert not ready_gaps(timeline).any()
+    assert 0 <= exposed(timeline) <= 1
+
+
+def test_gaps_are_those_for_which_nothing_is_missing() -> None:
+    program = schedir.compile(one_f_one_b, Plan(2, 2), model="edge")
+    timeline = schedir.simulate(program, Costs(F=1, B=2, send=0.5), model="edge")
+    spans = timeline.spans.copy()
+    for instr, late in (("F 0.1", 0.25), ("B 1.1", 0.5)):  # and all that comes after
+        of = [str(timeline.graph.index.place(k)[2]) for k in range(len(spans))]
+        after = spans["start"] >= spans["start"][of.index(instr)]
+        spans["start"][after] += late
+        spans["end"][after] += late
+    gaps = ready_gaps(replace(timeline, spans=spans))
+    # Rank 0: F F, then B waits for its message, B for another, and step.  Rank 1: F B, where F has
+    # made all that B needs, F, B, step.
+    assert sorted(gaps.tolist()) == [0.0, 0.0, 0.0, 0.0, 0.25, 0.5]
+
+
+def test_exposed_transfers_are_those_of_the_steady_phase() -> None:
+    program = schedir.compile(one_f_one_b, Plan(2, 3), model="edge")
+    timeline = schedir.simulate(program, Costs(F=1, B=2, send=0.5), model="edge")
+    # Rank 0 is steady from 5 to 8 and never waits there; rank 1 from 2.5 to 9.5, and waits for
+    # its third forward from 7.5 on: of which half a unit the message is under way.
+    assert exposed(timeline) == pytest.approx(0.5 / (3 + 7))
+    assert exposed(schedir.simulate(program, Costs(F=1, B=2), model="edge")) == 0
+    none = schedir.compile(gpipe, Plan(2, 3), model="edge")
+    assert exposed(schedir.simulate(none, Costs(send=0.5), model="edge")) == 0

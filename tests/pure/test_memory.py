@@ -214,3 +214,20 @@ def test_commands_refuse(
     capsys: pytest.CaptureFixture[str], options: tuple[str, ...], names: str
 ) -> None:
     assert names in refused(capsys, "check", "gpipe", *options)
+
+
+@given(drafts(), st.data())
+def test_what_ranks_hold_together_is_the_sum_at_one_time(
+    draft: Program, data: st.DataObject
+) -> None:
+    plan = draft.plan
+    timeline = simulate(lower(draft), data.draw(costs(plan)), sizes=data.draw(sizes(plan)))
+    curves = timeline.memory
+    # The last of what changes at a time holds from then on.
+    now = [
+        sum(float(c.held[np.searchsorted(c.times, t, "right") - 1]) for c in curves)
+        for t in {*np.concatenate([c.times for c in curves]).tolist()}
+    ]
+    assert max(now) <= timeline.peak_together <= timeline.peak_memory.sum()
+    if timeline.ranks == 1:
+        assert timeline.peak_together == timeline.peak_memory[0]
