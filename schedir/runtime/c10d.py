@@ -17,12 +17,12 @@ from torch import Tensor
 
 from schedir.errors import ModelError
 from schedir.graph import Model
-from schedir.ops import Lane
+from schedir.ops import Lane, Token
 from schedir.program import Program
 from schedir.runtime.clock import clock_offset
 from schedir.runtime.executor import Executor
 from schedir.runtime.stamps import read, timeline_of
-from schedir.runtime.transport import Group, Work
+from schedir.runtime.transport import Group, Work, buffers
 from schedir.timeline import Timeline
 
 
@@ -118,6 +118,13 @@ class Processes:
     def recv(self, tensor: Tensor, peer: int, lane: Lane) -> Work:
         """As Transport.recv."""
         raise NotImplementedError
+
+    def buffers(self, slots: Mapping[Token, int], like: Tensor) -> dict[tuple[Token, int], Tensor]:
+        """As Transport.buffers."""
+        return buffers(slots, like)
+
+    def step_ended(self) -> None:
+        """Nobody needs to know."""
 
     def start_group(self) -> None:
         """Only a transport that is `grouped` is told."""

@@ -192,6 +192,7 @@ class Executor(Rank):
         for work, _ in self.sending.values():
             work.wait()
         self.sending.clear()
+        self.transport.step_ended()
         for stage in self.stages.values():
             if stage.versions is not None:
                 stage.versions.restore()

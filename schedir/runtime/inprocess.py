@@ -27,7 +27,7 @@ from schedir.runtime.precision import LossScale, Steps
 from schedir.runtime.rank import Boundary, Loss, Microbatches
 from schedir.runtime.stamps import read, timeline_of
 from schedir.runtime.streams import StreamHub, StreamMailbox
-from schedir.runtime.transport import Done, Group, Work
+from schedir.runtime.transport import Done, Group, Work, buffers
 from schedir.timeline import Timeline
 
 
@@ -47,6 +47,8 @@ class _Mailbox:
 
     def __init__(self, hub: _Hub, rank: int, members: dict[Group, list[int]], model: Model) -> None:
         self.hub, self.rank, self.members, self.model = hub, rank, members, model
+
+    buffers = staticmethod(buffers)
 
     def agree(self, facts: Mapping[str, str]) -> None:
         """All virtual ranks are told the same."""
@@ -84,7 +86,7 @@ class _Mailbox:
     def start_group(self) -> None:
         """Messages are delivered one by one."""
 
-    begin = end = end_group = start_group
+    begin = end = end_group = step_ended = start_group
 
     def all_gather(self, whole: Tensor, shard: Tensor) -> Work:
         raise NotImplementedError("virtual ranks have no tensor-parallel group")

@@ -156,11 +156,10 @@ class Rank:
         self.assigned = assign(index, rank)
         self.slots = dict(zip(KINDS, map(Slots, counts(index)[rank].tolist()), strict=True))
         # Static memory of what is received, by kind and slot.
-        self.buffers = {
-            (kind, number): torch.empty(boundary.shape, dtype=boundary.dtype, device=self.device)
-            for kind in (Token.ACT_IN, Token.GRAD_IN)
-            for number in range(len(self.slots[kind].values))
-        }
+        self.buffers = transport.buffers(
+            {kind: len(self.slots[kind].values) for kind in (Token.ACT_IN, Token.GRAD_IN)},
+            torch.empty(boundary.shape, dtype=boundary.dtype, device=self.device),
+        )
         self._outgoing: dict[tuple[Token, int], Tensor] = {}
         self.left = _left(index, rank)
 

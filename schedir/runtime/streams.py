@@ -16,7 +16,7 @@ from torch import Tensor
 
 from schedir.graph import Model
 from schedir.ops import Lane
-from schedir.runtime.transport import Group, Work
+from schedir.runtime.transport import Group, Work, buffers
 
 
 class _Point:
@@ -94,6 +94,8 @@ class StreamMailbox:
         self.compute = torch.cuda.Stream()
         self.reductions = torch.cuda.Stream(priority=-1)
 
+    buffers = staticmethod(buffers)
+
     def agree(self, facts: Mapping[str, str]) -> None:
         """All virtual ranks are told the same."""
 
@@ -130,7 +132,7 @@ class StreamMailbox:
     def start_group(self) -> None:
         """Messages are delivered one by one."""
 
-    end_group = start_group
+    end_group = step_ended = start_group
 
     def all_reduce(self, tensor: Tensor, group: Group) -> Work:
         """The last to come sums for all."""

@@ -6,10 +6,11 @@ from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from typing import Literal, Protocol
 
+import torch
 from torch import Tensor
 
 from schedir.graph import Model
-from schedir.ops import Lane
+from schedir.ops import Lane, Token
 
 Group = Literal["dp", "holders", "tied", "model"]
 
@@ -21,7 +22,7 @@ class Work(Protocol):
 
 
 class Transport(Protocol):
-    """Moves tensors for one rank.  Nothing here blocks but `agree`; a Work's `wait` does.
+    """Moves tensors for one rank.  Nothing here blocks but what says so; a Work's `wait` does.
 
     `model` is the progress model that it gives: the executor refuses programs that are not
     proven under it.  `tp` and `dp` are the sizes of its groups, `tp_rank` this process's place
@@ -50,6 +51,13 @@ class Transport(Protocol):
         """Compare facts, by name, among all that have them; raise ModelError in all processes
         where one differs: unseen, it would be a hang or a wrong result later.  It blocks."""
 
+    def buffers(self, slots: Mapping[Token, int], like: Tensor) -> dict[tuple[Token, int], Tensor]:
+        """Memory for what is received, by kind and slot: so many of a kind, each like `like`.
+        Called once, by all processes; it may block."""
+
+    def step_ended(self) -> None:
+        """A step has ended: nothing that was received in it is looked at again."""
+
     def send(self, tensor: Tensor, peer: int, lane: Lane) -> Work:
         """Start to send to a pipeline rank; the tensor must not change before the end."""
 
@@ -74,6 +82,15 @@ class Transport(Protocol):
     def aside(self) -> AbstractContextManager[object]:
         """Within this a wait holds up no computation, but the gathers that are started within it;
         and the host, where it is the one that waits."""
+
+
+def buffers(slots: Mapping[Token, int], like: Tensor) -> dict[tuple[Token, int], Tensor]:
+    """As Transport.buffers, in memory of the process."""
+    return {
+        (kind, number): torch.empty_like(like)
+        for kind, count in slots.items()
+        for number in range(count)
+    }
 
 
 class Done:
