@@ -2,17 +2,18 @@
 
     python benchmarks/executor.py [--pairs 15]
 
-Both runtimes run one program in the same processes, of one thread each, and take turns, a step
-each; torch's reads the program as CSV.
+All run one program, compiled with overlap, in the same processes, of one thread each, and take
+turns, a step each; torch's reads it as CSV.
 
 First without a transport: one process is rank 1 under torch's "fake" backend, whose messages
 arrive at once.  "own" is the time of a step beyond the stages' forward, loss and backward, which
 a plain loop is timed for, by instruction.  It includes the calls into c10d.
 
-Then over Gloo, a process for each rank.  "step" is the wall time on rank 0, "own" the same as
-above in CPU time of the threads that run the ranks: it includes what waiting costs them, and is
-left out where the stages' work is so large that a difference to it says nothing.  Each figure is
-a median over steps, ratios of steps are medians over pairs.
+Then with a process for each rank: ours through shared memory, as `schedir train` runs on one
+machine, and over Gloo, torch's over Gloo.  "step" is the wall time on rank 0, "own" the same as
+above in CPU time of the threads that run the ranks: it includes what waiting costs them, but not
+Gloo's threads, and is left out where the stages' work is so large that a difference to it says
+nothing.  Each figure is a median over steps, ratios of steps are medians over pairs.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ import os
 import statistics
 import tempfile
 import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from pathlib import Path
 from time import perf_counter, thread_time
@@ -41,9 +42,11 @@ from schedir.program import Program
 from schedir.runtime.c10d import Gloo
 from schedir.runtime.executor import Executor
 from schedir.runtime.rank import Boundary
+from schedir.runtime.shared import Shared
 from schedir.runtime.transport import Transport
 
 WARM = 3
+WHOSE = ("shared", "gloo", "torch")
 # Model, schedule, ranks, stages per rank, microbatches.
 Row = tuple[str, str, int, int, int]
 ALONE: list[Row] = [
@@ -51,7 +54,7 @@ ALONE: list[Row] = [
     ("tiny", "interleaved", 4, 2, 128),
     ("tiny", "interleaved_zb", 4, 2, 128),
 ]
-GLOO: list[Row] = [
+TOGETHER: list[Row] = [
     (model, schedule, ranks, v, m)
     for model, m in (("tiny", 64), ("gpt", 16))
     for ranks in (2, 4)
@@ -107,6 +110,7 @@ class Nowhere(Gloo):
 
     def __init__(self, rank: int) -> None:
         self.tp = self.dp = 1
+        self.blocks, self.static = True, False
         self.tp_rank, self.rank, self.pipeline = 0, rank, dist.group.WORLD
         self.groups = {}
 
@@ -114,17 +118,26 @@ class Nowhere(Gloo):
 class Bench:
     """Both runtimes of one rank, and its work without one."""
 
-    def __init__(self, row: Row, rank: int, transport: Callable[[Program], Transport]) -> None:
-        model, schedule, ranks, v, self.m = row
+    def __init__(
+        self, row: Row, rank: int, transports: Mapping[str, Callable[[Program], Transport]]
+    ) -> None:
+        name, schedule, ranks, v, self.m = row
         plan = Plan(ranks, self.m, v)
-        program = schedir.compile(getattr(schedir.schedules, schedule), plan, model="edge")
+        program = schedir.compile(
+            getattr(schedir.schedules, schedule), plan, model="edge", overlap=True
+        )
         self.own, self.last = plan.stages_of[rank], plan.stages - 1
-        self.model, other = (MODELS[model](plan.stages, self.m) for _ in range(2))
-        self.boundary = Boundary(self.model.boundary)
-        executor = Executor(
-            program, rank, {s: self.model.stages[s] for s in self.own}, transport(program),
-            loss=self.model.loss, boundary=self.boundary, record=False,
-        )  # fmt: skip
+        self.model, other = (MODELS[name](plan.stages, self.m) for _ in range(2))
+        self.steps: dict[str, Callable[[], Any]] = {}
+        models = [self.model, other]
+        for ours, transport in transports.items():
+            model = MODELS[name](plan.stages, self.m)
+            models.append(model)
+            executor = Executor(
+                program, rank, {s: model.stages[s] for s in self.own}, transport(program),
+                loss=model.loss, boundary=Boundary(model.boundary), record=False,
+            )  # fmt: skip
+            self.steps[ours] = partial(executor.step, list(model.inputs), list(model.targets))
         runtime = _PipelineScheduleRuntime(
             [self._theirs(other, s, plan.stages) for s in self.own],
             n_microbatches=self.m,
@@ -137,16 +150,11 @@ class Bench:
             runtime._load_csv(file.name)
         args = (other.inputs.flatten(0, 1),) if 0 in self.own else ()
         target = other.targets.flatten(0, 1) if self.last in self.own else None
-        self.modules = [m.stages[s] for m in (self.model, other) for s in self.own]
-        self.steps: dict[str, Callable[[], Any]] = {
-            "ours": partial(executor.step, list(self.model.inputs), list(self.model.targets)),
-            "torch": partial(runtime.step, *args, target=target, return_outputs=False),
-            "work": self._work,
-        }
-        self.counts = {
-            "ours": len(program.streams[rank]),
-            "torch": len([a for a in runtime.pipeline_order_with_comms[rank] if a]),
-        }
+        self.modules = [m.stages[s] for m in models for s in self.own]
+        self.counts = dict.fromkeys(transports, len(program.streams[rank]))
+        self.counts["torch"] = len([a for a in runtime.pipeline_order_with_comms[rank] if a])
+        self.steps["torch"] = partial(runtime.step, *args, target=target, return_outputs=False)
+        self.steps["work"] = self._work
 
     def _theirs(self, model: Model, stage: int, stages: int) -> PipelineStage:
         # Shapes are given: without a transport they cannot be asked for.
@@ -207,7 +215,7 @@ def process(number: int, folder: str, row: Row, pairs: int, pipe: Any) -> None:
     if folder:
         where = Path(folder, "store").as_uri()
         dist.init_process_group("gloo", init_method=where, rank=number, world_size=row[2])
-        bench = Bench(row, number, Gloo)
+        bench = Bench(row, number, {"shared": Shared, "gloo": Gloo})
         result = bench.run(pairs, dist.barrier)
         dist.barrier()
     else:
@@ -216,7 +224,7 @@ def process(number: int, folder: str, row: Row, pairs: int, pipe: Any) -> None:
         # Nobody answers when torch's stages ask whether all know their shapes.
         PipelineStage._warmup_backward_result = lambda *_, **__: torch.ones(1)  # type: ignore[method-assign]
         dist.init_process_group("fake", store=FakeStore(), rank=number, world_size=row[2])
-        bench = Bench(row, number, lambda _: Nowhere(number))
+        bench = Bench(row, number, {"alone": lambda _: Nowhere(number)})
         result = bench.run(pairs, lambda: None)
     pipe.send((result, bench.counts))
     pipe.close()
@@ -254,23 +262,28 @@ def main() -> None:
     line(*["---"] * 8)
     for row in ALONE:
         (alone,) = measure(row, pairs, "", [1])
-        ours, torchs = alone.own("ours"), alone.own("torch")
+        ours, torchs = alone.own("alone"), alone.own("torch")
         line(*row, f"{ours:.1f}", f"{torchs:.1f}", f"{ours / torchs:.2f}")
     print()
-    line("model", "schedule", "P", "v", "m", "step, ms", "torch's", "ratio", "own, us", "torch's",
-         "ratio")  # fmt: skip
-    line(*["---"] * 11)
-    for row in GLOO:
+    line("model", "schedule", "P", "v", "m", "step, ms: shared", "gloo", "torch", "shared/torch",
+         "gloo/torch", "own, us: shared", "gloo", "torch")  # fmt: skip
+    line(*["---"] * 13)
+    for row in TOGETHER:
         with tempfile.TemporaryDirectory() as folder:
             results = measure(row, pairs, folder, range(row[2]))
-        first = results[0].took
-        step, their = (statistics.median(w for w, _ in first[k]) * 1e3 for k in ("ours", "torch"))
-        both = zip(first["ours"], first["torch"], strict=True)
-        ratio = statistics.median(a / b for (a, _), (b, _) in both)
-        ours, torchs = (statistics.mean(r.own(k) for r in results) for k in ("ours", "torch"))
-        own = (f"{ours:.1f}", f"{torchs:.1f}", f"{ours / torchs:.2f}")
-        shown = own if row[0] == "tiny" else ("", "", "")
-        line(*row, f"{step:.1f}", f"{their:.1f}", f"{ratio:.2f}", *shown)
+        steps = {whose: [wall for wall, _ in took] for whose, took in results[0].took.items()}
+        ratios = [
+            statistics.median(a / b for a, b in zip(steps[ours], steps["torch"], strict=True))
+            for ours in ("shared", "gloo")
+        ]
+        medians = (statistics.median(steps[whose]) * 1e3 for whose in WHOSE)
+        own = (statistics.mean(r.own(whose) for r in results) for whose in WHOSE)
+        line(
+            *row,
+            *(f"{ms:.1f}" for ms in medians),
+            *(f"{ratio:.2f}" for ratio in ratios),
+            *(f"{us:.1f}" if row[0] == "tiny" else "" for us in own),
+        )
 
 
 if __name__ == "__main__":

@@ -84,7 +84,7 @@ them, and the transport that runs it names the one it gives.
 
 | model | transfers queue per | who behaves so |
 | --- | --- | --- |
-| `edge` | directed edge, activations and gradients apart | one 2-rank group per directed edge; Gloo with a tag per lane |
+| `edge` | directed edge, activations and gradients apart | one 2-rank group per directed edge; Gloo with a tag per lane; shared memory |
 | `pair` | unordered pair of ranks | torch's lazily created point-to-point communicators |
 | `device` | rank | one communicator for the pipeline, `batch_isend_irecv` |
 | `serial` | rank, compute included | blocking sends; the strictest |

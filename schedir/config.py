@@ -13,7 +13,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, fields
 from difflib import get_close_matches
 from pathlib import Path
-from typing import Annotated, Any, NamedTuple, get_type_hints
+from typing import Annotated, Any, Final, NamedTuple, get_type_hints
 
 from schedir.errors import ConfigError, ProgramError, UsageError
 from schedir.gpt_config import GPTConfig, split_heads, split_layers
@@ -79,9 +79,11 @@ class DataConfig:
     seed: Annotated[int, Range(0)] = 0
 
 
+# The transports of each device.
+TRANSPORTS: Final = {"cpu": ("shared", "gloo"), "cuda": ("edge", "grouped")}
 _CHOICES = {
     "device": ("cpu", "cuda"),
-    "transport": ("edge", "grouped"),
+    "transport": ("auto", *TRANSPORTS["cpu"], *TRANSPORTS["cuda"]),
     "precision": ("float32", "bfloat16", "float16"),
 }
 
@@ -93,10 +95,14 @@ class TrainConfig:
     `clip` is the largest global gradient norm, 0 for no clipping; `timeout` how many seconds an
     instruction may take, with its wait for other ranks; `threads` those of torch in a process.
 
-    `device` is cpu, or cuda for a GPU each; `transport` is how messages queue on GPUs: edge, or
-    grouped.  `precision` is the type of the weights, float32, bfloat16 or float16; gradients
-    and the optimizer's numbers are float32 in any case.  In float16 the loss is scaled, led by the
-    gradient norm, which `clip` takes.
+    `device` is cpu, or cuda for a GPU each.  `transport` is how messages travel: between CPUs
+    through `shared` memory or by `gloo`, between GPUs by NCCL with a queue for each `edge` or
+    `grouped`.  `auto` is shared memory on one machine (an x86), unless slots are shared, else gloo;
+    on GPUs edge.
+
+    `precision` is the type of the weights, float32, bfloat16 or float16; gradients and the
+    optimizer's numbers are float32 in any case.  In float16 the loss is scaled, led by the gradient
+    norm, which `clip` takes.
     """
 
     steps: Count = 100
@@ -110,7 +116,7 @@ class TrainConfig:
     timeout: Annotated[float, Range(1, below=1e7)] = 120.0
     threads: Annotated[int, Range(1, below=1025)] = 1
     device: str = "cpu"
-    transport: str = "edge"
+    transport: str = "auto"
     precision: str = "float32"
 
     def __post_init__(self) -> None:
@@ -121,9 +127,11 @@ class TrainConfig:
                 raise UsageError(
                     f"{name} {getattr(self, name)!r} is not known", hint=" or ".join(known)
                 )
-        if self.transport != "edge" and self.device == "cpu":
-            raise UsageError(f"transport {self.transport} is one of GPUs", hint='device = "cuda"')
-
+        if self.transport not in ("auto", *TRANSPORTS[self.device]):
+            raise UsageError(
+                f"transport {self.transport} is none of device {self.device}",
+                hint=" or ".join(TRANSPORTS[self.device]),
+            )
         if self.precision == "float16" and not self.clip:
             raise UsageError(
                 "float16 scales the loss by what the gradient norm says, and clip 0 takes none",

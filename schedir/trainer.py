@@ -28,6 +28,7 @@ from schedir.runtime.c10d import Gloo, Processes, measured
 from schedir.runtime.executor import Executor
 from schedir.runtime.precision import LossScale, MainOptimizer, float32_gradients
 from schedir.runtime.rank import Boundary
+from schedir.runtime.shared import Shared, can_share
 from schedir.runtime.sizes import sizes_of
 from schedir.runtime.warm import warm_up
 from schedir.simulate import simulate
@@ -131,19 +132,26 @@ class _Step(NamedTuple):
     seconds: float
 
 
+def _transport(program: Program, device: torch.device, train: TrainConfig) -> Processes:
+    """What carries the messages of a run."""
+    kind: Any = train.transport
+    if device.type == "cuda":
+        from schedir.runtime.nccl import nccl
+
+        return nccl(program, device, "edge" if kind == "auto" else kind, train.timeout)
+    if kind == "shared" or (kind == "auto" and not program.slots and can_share()):
+        return Shared(program, train.timeout)
+    return Gloo(program, train.timeout)
+
+
 class _Trainer:
     def __init__(self, config: Config, program: Program, losses: TextIO | None) -> None:
         self.config, self.program, self.losses = config, program, losses
         self.batches = batches(config)
         self.device = torch.device(config.train.device)
         if self.device.type == "cuda":
-            from schedir.runtime.nccl import nccl
-
             self.device = torch.device("cuda", torch.cuda.current_device())
-            kind: Any = config.train.transport
-            self.transport: Processes = nccl(program, self.device, kind, config.train.timeout)
-        else:
-            self.transport = Gloo(program, config.train.timeout)
+        self.transport = _transport(program, self.device, config.train)
         self.transport.agree(_facts(config))
         plan, tp = program.plan, self.transport.tp_group
         division = config.pipeline.division

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import mmap
 import os
+import platform
 import select
 import shutil
 import socket
@@ -34,7 +35,11 @@ from schedir.runtime.transport import Done, Work
 from schedir.slots import KINDS, assign, counts
 
 LINE: Final = 64  # bytes of a cache line, on which slots begin
-PLACES: Final = ("/dev/shm", tempfile.gettempdir())  # for files that are memory, or mostly
+ORDERED: Final = ("x86_64", "AMD64")  # others may show a count before what it counts
+PLACES: tuple[str, ...] = (
+    "/dev/shm",
+    tempfile.gettempdir(),
+)  # for files that are memory, or mostly
 # What a receive takes in, and what makes it whole where it was scattered.
 RECEIVED: Final = {
     Opcode.RecvAct: (Token.ACT_IN, Opcode.Gather),
@@ -44,6 +49,13 @@ _DONE: Final = Done()
 Place = tuple[Token, int]  # a slot: its kind and number
 
 
+def can_share() -> bool:
+    """Whether all processes are on one machine, and it shows stores in order; all must ask."""
+    everyone = [""] * dist.get_world_size()
+    dist.all_gather_object(everyone, socket.gethostname())
+    return len(set(everyone)) == 1 and platform.machine() in ORDERED
+
+
 class Shared(Processes):
     """Processes of one machine that write into each other's memory.  Its progress model is `edge`.
 
@@ -51,7 +63,7 @@ class Shared(Processes):
     end of the step before, which depends on nothing that is sent in this one.  Collectives go
     over Gloo.
 
-    Raises ModelError for a program that shares slots and for processes of several machines, and
+    Raises ModelError for a program that shares slots, for processes that cannot share memory, and
     as Processes.
     """
 
@@ -65,7 +77,12 @@ class Shared(Processes):
                 program=program.name,
                 hint='transport = "gloo"',
             )
-        self.agree({"the machine": socket.gethostname()})
+        if not can_share():
+            raise ModelError(
+                "memory is shared by processes of one machine, an x86 as yet",
+                program=program.name,
+                hint='transport = "gloo"',
+            )
         self.program, self.seconds = program, timeout
         self.ended = 0  # steps of this rank
         self.memory: _Memory | None = None  # where it receives
@@ -169,11 +186,12 @@ class _Memory:
             memory = mmap.mmap(file.fileno(), 0)
         self.head = memoryview(memory).cast("q")
         self.slots: dict[Place, Tensor] = {}
-        whole, at = torch.frombuffer(memory, dtype=torch.uint8), _lines(self.count(ranks, 0) * 8)
+        at = _lines(self.count(ranks, 0) * 8)
         for kind, count in slots.items():
             for number in range(count):
-                part = whole[at : at + like.nbytes]
-                self.slots[kind, number] = part.view(like.dtype).view(like.shape)
+                # Each a tensor of its own: views of one would look changed when another is.
+                flat = torch.frombuffer(memory, dtype=like.dtype, count=like.numel(), offset=at)
+                self.slots[kind, number] = flat.view(like.shape)
                 at += _lines(like.nbytes)
 
     @staticmethod

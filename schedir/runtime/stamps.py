@@ -215,6 +215,7 @@ class Recorded:
         self.static = inner.static
         self.tp, self.dp, self.tp_rank = inner.tp, inner.dp, inner.tp_rank
         self.agree, self.send, self.aside = inner.agree, inner.send, inner.aside
+        self.buffers, self.step_ended = inner.buffers, inner.step_ended
         self.open = False  # within a group
 
     def recv(self, tensor: Tensor, peer: int, lane: Lane) -> Work:

@@ -1,4 +1,4 @@
-"""The queues that NCCL gives, over Gloo: groups by edge, and grouped transfers."""
+"""Transports beside Gloo: the queues that NCCL gives, over Gloo, and shared memory."""
 
 from __future__ import annotations
 
@@ -21,6 +21,7 @@ from schedir.program import Program
 from schedir.runtime.c10d import Processes
 from schedir.runtime.edges import Edge, Grouped, directed_edges
 from schedir.runtime.executor import Executor
+from schedir.runtime.shared import Shared
 from schedir.runtime.transport import Work
 from schedir.schedules import gpipe, interleaved, one_f_one_b
 from tests.gloo.spawn import RankError, run
@@ -28,7 +29,12 @@ from tests.gloo.strict import Strict
 from tests.gloo.tiny_stages import BOUNDARY, batch, config, expected, gradients, same_bits, zb
 from tests.pure.test_check import naive
 
-TRANSPORTS: dict[str, type[Processes]] = {"edge": Edge, "grouped": Grouped, "strict": Strict}
+TRANSPORTS: dict[str, type[Processes]] = {
+    "edge": Edge,
+    "grouped": Grouped,
+    "strict": Strict,
+    "shared": Shared,
+}
 
 
 def _step(transport: Processes, program: Program) -> Any:
@@ -66,6 +72,8 @@ def one_rank(rank: int, kind: str, schedule: Any, plan: Plan, tp: int) -> Any:
         ("grouped", interleaved, Plan(2, 4, 2)),
         ("strict", one_f_one_b, Plan(3, 4)),
         ("strict", gpipe, Plan(2, 3)),
+        ("shared", zb, Plan(3, 4)),
+        ("shared", interleaved, Plan(2, 4, 2)),
     ],
 )
 def test_the_bits_of_the_reference(kind: str, schedule: Any, plan: Plan) -> None:

@@ -1,0 +1,151 @@
+"""Messages through memory that processes share."""
+
+from __future__ import annotations
+
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from schedir import compile, gpt
+from schedir.errors import ModelError
+from schedir.plan import Plan
+from schedir.program import Program
+from schedir.runtime import shared
+from schedir.runtime.executor import Executor
+from schedir.runtime.rank import Boundary
+from schedir.runtime.shared import Shared
+from schedir.schedules import chimera, one_f_one_b
+from schedir.words import F, Word
+from tests.gloo.spawn import RankError, run
+from tests.gloo.tiny_stages import BOUNDARY, batch, expected, gpt_stages, gradients, same_bits
+
+
+def forwards(r: int, P: int, m: int) -> Word:
+    """Nobody answers, so nothing but the transport holds a sender back."""
+    return m * F
+
+
+class Double(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.two = nn.Parameter(torch.full((), 2.0))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.two
+
+
+def executor(program: Program, rank: int, seconds: float | None = 20.0) -> Executor:
+    """A rank that doubles four numbers; the loss is their sum beyond a target."""
+    return Executor(
+        program,
+        rank,
+        {rank: Double()},
+        Shared(program, seconds),
+        loss=lambda y, target: (y - target).sum(),
+        boundary=Boundary((4,)),
+    )
+
+
+def chimeras(rank: int, plan: Plan) -> Any:
+    program = compile(chimera, plan, model="edge", tied=True)
+    stages = gpt_stages(plan.stages)
+    own = {s: stages[s] for s in plan.stages_of[rank]}
+    world = Executor(program, rank, own, Shared(program), loss=gpt.loss, boundary=BOUNDARY)
+    world.step(*batch(plan.microbatches))
+    return {s: gradients([m])[0] for s, m in own.items()}
+
+
+def test_stages_with_two_holders() -> None:
+    plan = Plan(4, 6, placement="mirror")
+    _, right = expected(plan, program=compile(chimera, plan, tied=True, model="edge"))
+    for own in run(chimeras, plan.ranks, plan):
+        assert same_bits(list(own.values()), [right[s] for s in own])
+
+
+def ahead(rank: int, steps: int, m: int) -> list[Tensor | None]:
+    """Losses of steps whose first rank never waits for anything but room."""
+    own = executor(compile(forwards, Plan(2, m), model="edge"), rank)
+    losses = []
+    for step in range(steps):
+        if rank:
+            time.sleep(0.2)
+        x = torch.full((m, 4), float(step))
+        losses.append(own.step(x, torch.zeros(m, 4)))
+    return losses
+
+
+def test_a_sender_does_not_overwrite_the_step_before() -> None:
+    _, losses = run(ahead, 2, 4, 3)
+    assert [float(loss) for loss in losses] == [step * 4.0 * 4 * 3 for step in range(4)]
+
+
+def unread(rank: int, m: int) -> Tensor | None:
+    """All is sent before anything is taken: more than a socket holds."""
+    own = executor(compile(forwards, Plan(2, m), model="edge"), rank)
+    if rank:
+        dist.barrier()
+    loss = own.step(torch.ones(m, 4), torch.zeros(m, 4))
+    if not rank:
+        dist.barrier()
+    return loss
+
+
+def test_a_send_never_waits_for_its_receive() -> None:
+    _, loss = run(unread, 2, 1500)
+    assert float(loss) == 16 * 1500
+
+
+def alone(rank: int, leaves: bool) -> None:
+    own = executor(compile(one_f_one_b, Plan(2, 3), model="edge"), rank, seconds=1.5)
+    if rank and leaves:
+        os._exit(0)
+    if rank:
+        time.sleep(6)
+    own.step(torch.ones(3, 4), torch.zeros(3, 4))
+
+
+@pytest.mark.parametrize(
+    ("leaves", "why"),
+    [
+        (True, "ConnectionError: connection closed by rank 1"),
+        (False, "TimeoutError: nothing has come from rank 1 in time"),
+    ],
+)
+def test_a_neighbour_that_leaves_or_sleeps(leaves: bool, why: str) -> None:
+    with pytest.raises(RankError) as error:
+        run(alone, 2, leaves, grace=10.0)
+    assert why in error.value.tracebacks[0]
+
+
+def left(rank: int, place: str, problem: bool) -> str:
+    """In one place, or in none for the second rank."""
+    shared.PLACES = (place if rank == 0 or not problem else f"{place}/none",)
+    try:
+        own = executor(compile(one_f_one_b, Plan(2, 3), model="edge"), rank)
+    except ModelError as error:
+        return error.fact
+    own.step(torch.ones(3, 4), torch.zeros(3, 4))
+    return ""
+
+
+@pytest.mark.parametrize("problem", [False, True])
+def test_nothing_is_left_behind(problem: bool, tmp_path: Path) -> None:
+    for fact in run(left, 2, str(tmp_path), problem):
+        assert fact.startswith("process 1 cannot share what it receives: No such file") == problem
+    assert not list(tmp_path.iterdir())
+
+
+def slots(rank: int) -> str:
+    with pytest.raises(ModelError) as error:
+        Shared(compile(one_f_one_b, Plan(2, 3), model="edge", slots="fewest"))
+    return error.value.hint
+
+
+def test_shared_slots_are_refused() -> None:
+    assert run(slots, 2) == ['transport = "gloo"'] * 2
