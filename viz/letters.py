@@ -44,6 +44,11 @@ def letters(timeline: Timeline, width: int = 80) -> list[Line]:
     boxes = cuts <= most
     cuts = cuts if boxes else 1
     whole = columns * cuts
+    cells = int(whole * narrow / (timeline.span or 1.0) + 1e-9)
+    if boxes and cells and _even(timeline, narrow):
+        # Boxes of one length are equally wide, and a short one is never cut in two.
+        whole = round(timeline.span / narrow) * cells
+        columns = ceil(whole / cuts / cells) * cells
     rows = _boxes(timeline, ranks, whole) if boxes else _mixed(timeline, ranks, whole)
 
     plan, unit = timeline.program.plan, timeline.unit and f" {timeline.unit}"
@@ -54,7 +59,8 @@ def letters(timeline: Timeline, width: int = 80) -> list[Line]:
     share = timeline.idle / (timeline.span or 1.0)
     for cut in range(cuts):
         if cut == cuts - 1:  # there the figures are
-            lines.append([(" " * (name + columns) + "   idle  held", "bright_black")])
+            room = " " * (name + whole - cut * columns)
+            lines.append([(f"{room}   idle  held", "bright_black")])
         elif cut:
             lines.append([])
         for rank, row in zip(ranks, rows, strict=True):
@@ -73,6 +79,13 @@ def letters(timeline: Timeline, width: int = 80) -> list[Line]:
 def _longest_label(timeline: Timeline) -> int:
     plan = timeline.program.plan
     return 1 + len(str(plan.microbatches - 1)) + plan.stages_per_rank - 1
+
+
+def _even(timeline: Timeline, narrow: float) -> bool:
+    """Whether boxes, and the whole run, take some times the narrowest one."""
+    spans = timeline.spans[timeline.spans["lane"] == Lane.COMPUTE]
+    times = np.append(spans["end"] - spans["start"], timeline.span) / narrow
+    return bool(np.abs(times - np.round(times)).max() < 1e-6)
 
 
 def _style(op: int, local: int, stages: int) -> str:

@@ -77,6 +77,18 @@ def test_traces_run(
     assert f"one_f_one_b{shown}" in out
 
 
+def test_readme_letters_are_what_is_printed(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from schedir.cli import main
+
+    monkeypatch.setenv("COLUMNS", "80")
+    (shown,) = [body for _, body in BLOCKS if "\n$ schedir draw" in body]
+    command, _, chart = shown.partition("$ schedir ")[2].partition("\n")
+    assert main(command.split()) == 0
+    assert capsys.readouterr().out == chart
+
+
 def test_readme_error_is_what_is_printed() -> None:
     """The one in the README is a golden text."""
     golden = (ROOT / "tests" / "golden" / "refused" / "deadlock.txt").read_text()

@@ -46,10 +46,15 @@ def timeline(
 def test_a_chart_in_letters() -> None:
     assert painted(letters(timeline(ranks=2, m=3, B=2), 60)) == (
         "one_f_one_b, predicted: span 12, bubble 25.0%\n"
-        "                                                  idle  held\n"
-        "rank 0 F0 F1- ......B0---- F2 B1---- ...B2----   25.0%     2\n"
-        "rank 1 ...F0- B0--- F1- B1--- F2- B2--- .......  25.0%     1\n"
+        "                                              idle  held\n"
+        "rank 0 F0 F1 ......B0--- F2 B1--- ...B2---   25.0%     2\n"
+        "rank 1 ...F0 B0--- F1 B1--- F2 B2--- ......  25.0%     1\n"
     )
+
+
+def test_uneven_boxes_fill_the_width() -> None:
+    first = painted(letters(timeline(ranks=2, m=3, B=2, send=0.1), 60)).splitlines()[2]
+    assert len(first) == 60
 
 
 @given(drafts(), st.data(), st.integers(20, 200))
@@ -61,6 +66,12 @@ def test_no_line_is_wider_than_the_terminal(
     rows = [line for line in lines if line.startswith("rank ")]
     assert all(len(row) <= max(width, 32) for row in rows)
     assert len(rows) % t.ranks == 0 and len(lines) <= 70
+
+
+def test_no_short_box_is_cut() -> None:
+    for width in range(30, 140):
+        chart = painted(letters(timeline(), width))
+        assert "mixed" in chart or all(chart.count(f"F{k}") == 4 for k in range(8)), width
 
 
 def test_a_long_run_is_cut_and_a_longer_one_mixed() -> None:
