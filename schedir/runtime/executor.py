@@ -103,13 +103,14 @@ class Executor(Rank):
     # ------------------------------------------------------------ a step
 
     def step(
-        self, inputs: Microbatches, targets: Microbatches, scale: float = 1.0
+        self, inputs: Microbatches, targets: Microbatches, scale: float | Tensor = 1.0
     ) -> Tensor | None:
         """Run the whole Stream once, in its order: all its updates, if it has several.
 
         `inputs[mb]` is what the first stage takes and `targets[mb]` what the loss of the last
         is taken against; ranks that hold neither may give empty ones.  Gradients are those of
-        `scale` times the sum of all losses, or of an update's.  Returns the sum of all, unscaled,
+        `scale` times the sum of all losses, or of an update's; it may be a 0-dim tensor on the
+        rank's device, which the host does not read.  Returns the sum of all, unscaled,
         on the rank of the last stage, and None elsewhere; each of two such ranks sums up those
         taken there.
 
@@ -135,7 +136,7 @@ class Executor(Rank):
         except Exception as error:
             raise self._failed(error) from error
 
-    def begin(self, inputs: Microbatches, targets: Microbatches, scale: float) -> None:
+    def begin(self, inputs: Microbatches, targets: Microbatches, scale: float | Tensor) -> None:
         """Make ready for a step; then every call is made once, in a legal order."""
         m = self.plan.microbatches
         for name, given, where in (("inputs", inputs, 0), ("targets", targets, -1)):
@@ -147,7 +148,8 @@ class Executor(Rank):
         self.profiled = torch.autograd.profiler._is_profiler_enabled
         self.inputs, self.targets, self.scale = inputs, targets, scale
         if self.loss_scale is not None:
-            self.seed, self.scale = self.loss_scale.value * scale, self.loss_scale.inverse
+            self.seed = (self.loss_scale.value * scale).float()
+            self.scale = self.loss_scale.inverse
         for stage in self.stages.values():
             stage.gradients.zero()
             if stage.versions is not None:

@@ -30,9 +30,12 @@ class Gradients:
         self.zero()
 
     def scale(self, by: float | Tensor) -> None:
-        """Multiply every gradient."""
+        """Multiply every gradient; a 0-dim tensor counts as a number does."""
         for flat in self.flat:
-            flat.mul_(by)
+            if isinstance(by, Tensor) and flat.dtype.itemsize < 4:
+                flat.copy_(flat.float() * by)  # which else would be rounded to their type first
+            else:
+                flat.mul_(by)
 
     def zero(self) -> None:
         """Forget everything, before a step; an optimizer's zero_grad may have unbound the views."""

@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -15,42 +20,156 @@ WARM = 2  # steps before capture: what is made on first use must be there
 class GraphedStep:
     """An executor's step, captured once and replayed; the same bits.
 
-    Everything is as it was at capture: shapes, `scale`, and an optimizer's numbers that are not
-    tensors, the learning rate among them.  All ranks must capture at the same step, and replay
-    together.  The capture itself runs `WARM` steps, whose gradients the next step overwrites: give
-    an executor without an optimizer, or expect its parameters to move, and make it `capturable`.
+    What changes from step to step is written into the graph's own tensors before each replay:
+    inputs, targets, `scale` and, of an optimizer, the learning rate of each group, in float32.
+    All else is as it was at capture: shapes, and the other numbers of an optimizer.  Parameters
+    and the state of the optimizer are left as they were, in their places.
 
-    Raises ModelError for an executor that is not on a GPU.
+    All ranks must capture at the same step, and replay together.  Drop it before process groups
+    are destroyed: NCCL waits for the graphs that hold its calls.
+
+    Raises ModelError for an executor that is not on a GPU, and for an optimizer that cannot be
+    captured.
     """
 
     def __init__(
         self, executor: Executor, inputs: Microbatches, targets: Microbatches, scale: float = 1.0
     ) -> None:
-        if executor.device.type != "cuda":
+        name, device = executor.program.name, executor.device
+        if device.type != "cuda":
             raise ModelError(
-                f"a CUDA graph holds what runs on a GPU, rank {executor.rank} is on "
-                f"{executor.device}",
-                program=executor.program.name,
+                f"a CUDA graph holds what runs on a GPU, rank {executor.rank} is on {device}",
+                program=name,
             )
-        self.executor, self.scale = executor, scale
-        self.inputs = [x.to(executor.device, copy=True) for x in inputs]
-        self.targets = [x.to(executor.device, copy=True) for x in targets]
-        aside = torch.cuda.Stream()
-        aside.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(aside):
+        inner = getattr(executor.optimizer, "inner", executor.optimizer)
+        fused = getattr(inner, "_step_supports_amp_scaling", inner is None)
+        if executor.loss_scale is not None and not fused:
+            raise ModelError(
+                f"whether {type(inner).__name__} steps under a loss scale is decided by the host",
+                program=name,
+                hint="fused=True",
+            )
+        self.executor = executor
+        self.inputs = [x.to(device, copy=True) for x in inputs]
+        self.targets = [x.to(device, copy=True) for x in targets]
+        self.scale = Number(scale, torch.float64, device)
+        self.rates = Rates(executor.optimizer, device)
+        given = self.inputs, self.targets, self.scale.tensor
+        aside = torch.cuda.Stream(device)
+        aside.wait_stream(torch.cuda.current_stream(device))
+        with torch.cuda.stream(aside), self.rates.tensors(), untouched(executor):
             for _ in range(WARM):
-                executor.step(self.inputs, self.targets, scale)
-        torch.cuda.current_stream().wait_stream(aside)
-        torch.cuda.synchronize()
+                executor.step(*given)
+        torch.cuda.current_stream(device).wait_stream(aside)
+        torch.cuda.synchronize(device)
         self.graph = torch.cuda.CUDAGraph()
         # Other threads may call CUDA meanwhile: NCCL's watchdog does.
-        with torch.cuda.graph(self.graph, stream=aside, capture_error_mode="thread_local"):
-            self.loss = executor.step(self.inputs, self.targets, scale)
+        captured = torch.cuda.graph(self.graph, stream=aside, capture_error_mode="thread_local")
+        with self.rates.tensors(), captured:
+            self.loss = executor.step(*given)
+        self.norm = executor.norm
 
-    def step(self, inputs: Microbatches, targets: Microbatches) -> Tensor | None:
-        """As Executor.step, by one launch; the loss is overwritten by the next step."""
+    def step(
+        self, inputs: Microbatches, targets: Microbatches, scale: float | None = None
+    ) -> Tensor | None:
+        """As Executor.step, by one launch; the loss is overwritten by the next step.
+
+        `scale` is as in the step before unless told; learning rates are what the optimizer's
+        groups say now.  Raises ModelError for other shapes than at capture.
+        """
         for own, given in ((self.inputs, inputs), (self.targets, targets)):
             for mine, x in zip(own, given, strict=True):
+                if mine.shape != x.shape:
+                    raise ModelError(
+                        f"the graph was captured with microbatches of {list(mine.shape)}, and is "
+                        f"given {list(x.shape)}",
+                        program=self.executor.program.name,
+                    )
                 mine.copy_(x, non_blocking=True)
+        if scale is not None:
+            self.scale.write(scale)
+        self.rates.write()
         self.graph.replay()
+        self.executor.norm = self.norm  # a step without the graph would have another
         return self.loss
+
+
+class Number:
+    """A number that a graph reads: a 0-dim tensor, written to when it changes."""
+
+    def __init__(self, value: float, dtype: torch.dtype, device: torch.device) -> None:
+        self.value, self.tensor = value, torch.full((), value, dtype=dtype, device=device)
+
+    def write(self, value: float) -> None:
+        """Let it be this from now on."""
+        if value != self.value:
+            self.value = value
+            self.tensor.fill_(value)
+
+
+class Rates:
+    """The learning rates of an optimizer's groups, as a graph reads them.
+
+    Raises ModelError for an optimizer that would read them on the host.
+    """
+
+    def __init__(self, optimizer: Any, device: torch.device) -> None:
+        self.groups: list[dict[str, Any]] = getattr(optimizer, "param_groups", [])
+        for group in self.groups:
+            if not group.get("capturable", group.get("fused")):
+                raise ModelError(
+                    f"{type(getattr(optimizer, 'inner', optimizer)).__name__} cannot be captured: "
+                    "its numbers are the host's",
+                    hint="capturable=True, or, for SGD, fused=True",
+                )
+        self.numbers = [Number(float(g["lr"]), torch.float32, device) for g in self.groups]
+
+    @contextmanager
+    def tensors(self) -> Iterator[None]:
+        """Within this context the optimizer has the tensors for its rates."""
+        was = [group["lr"] for group in self.groups]
+        for group, number in zip(self.groups, self.numbers, strict=True):
+            group["lr"] = number.tensor
+        try:
+            yield
+        finally:
+            for group, rate in zip(self.groups, was, strict=True):
+                group["lr"] = rate
+
+    def write(self) -> None:
+        """Let the tensors be what the groups say."""
+        for group, number in zip(self.groups, self.numbers, strict=True):
+            number.write(float(group["lr"]))
+
+
+@contextmanager
+def untouched(executor: Executor) -> Iterator[None]:
+    """What training changes is afterwards what it was, in the same memory.
+
+    State that an optimizer makes meanwhile stays, and is zero, which is what torch's begin with.
+    """
+    optimizer: Any = executor.optimizer
+    inner = getattr(optimizer, "inner", optimizer)
+    tensors: list[Tensor] = [*getattr(optimizer, "main", [])]
+    for stage in executor.stages.values():
+        tensors += stage.module.parameters()
+    if executor.loss_scale is not None:
+        tensors += [executor.loss_scale.value, executor.loss_scale.good]
+    was = [(t, t.detach().clone()) for t in (*tensors, *_state(inner))]
+    known = {id(t) for t, _ in was}
+    with warnings.catch_warnings():
+        # torch advises not to step by hand what can be captured.
+        warnings.filterwarnings("ignore", ".*constructed with capturable=True", UserWarning)
+        yield
+    with torch.no_grad():
+        for t, before in was:
+            t.copy_(before)
+        for t in _state(inner):
+            if id(t) not in known:
+                t.zero_()
+
+
+def _state(optimizer: Any) -> list[Tensor]:
+    """The tensors of an optimizer's state."""
+    states = getattr(optimizer, "state", {}).values()
+    return [t for state in states for t in state.values() if isinstance(t, Tensor)]

@@ -157,7 +157,7 @@ class InProcess:
         self,
         inputs: Microbatches,
         targets: Microbatches,
-        scale: float = 1.0,
+        scale: float | Tensor = 1.0,
         seed: int | None = None,
     ) -> Tensor:
         """Run every rank's Stream once, in the legal order that `seed` picks.

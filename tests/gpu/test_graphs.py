@@ -1,0 +1,69 @@
+"""A training step as a CUDA graph: what changes from step to step, and what stays."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+
+from schedir import compile, gpt
+from schedir.errors import ModelError
+from schedir.plan import Plan
+from schedir.runtime.executor import Executor
+from schedir.runtime.graphs import GraphedStep
+from schedir.runtime.inprocess import InProcess
+from schedir.runtime.precision import MainOptimizer
+from schedir.runtime.rank import Boundary
+from schedir.schedules import one_f_one_b
+from tests.gloo.tiny_stages import BOUNDARY, batch, gpt_stages
+from tests.gpu.test_streams import on_gpu
+
+
+def training(dtype: torch.dtype, **options: Any) -> Executor:
+    """One rank with AdamW."""
+    make: Any = partial(torch.optim.AdamW, lr=0.1, **options)
+    world = InProcess(
+        compile(one_f_one_b, Plan(1, 3), clip=True),
+        on_gpu(1, dtype),
+        loss=gpt.loss,
+        boundary=Boundary(BOUNDARY.shape, dtype),
+        optimizer=lambda parameters: MainOptimizer(parameters, make),
+    )
+    return world.ranks[0]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("fused", [False, True])
+def test_it_follows_batches_scales_and_learning_rates(dtype: torch.dtype, fused: bool) -> None:
+    eager, captured = training(dtype), training(dtype, capturable=True, fused=fused)
+    before = [p.detach().cpu() for p in gpt_stages(1)[0].parameters()]
+    inputs, targets, scale = batch(3)
+    graphed = GraphedStep(captured, inputs, targets, scale)
+    ours, theirs = ([*rank.stages[0].module.parameters()] for rank in (captured, eager))
+    assert all(torch.equal(p.cpu(), was.to(dtype)) for p, was in zip(ours, before, strict=True))
+    for step, rate in enumerate((0.1, 0.01, 0.03)):
+        inputs, targets, scale = batch(3, seed=step)
+        scale /= step + 1
+        for rank in (eager, captured):
+            optimizer: Any = rank.optimizer
+            for group in optimizer.param_groups:
+                group["lr"] = rate
+        loss = eager.step(inputs.cuda(), targets.cuda(), scale)
+        torch.testing.assert_close(graphed.step(inputs, targets, scale), loss)
+        torch.testing.assert_close(captured.norm, eager.norm)
+    for one, other in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(one, other)
+
+
+def test_other_shapes_are_refused() -> None:
+    inputs, targets, scale = batch(3)
+    graphed = GraphedStep(training(torch.float32, capturable=True), inputs, targets, scale)
+    with pytest.raises(ModelError):
+        graphed.step(inputs[:, :1], targets[:, :1])
+
+
+def test_an_optimizer_that_cannot_be_captured_is_refused() -> None:
+    with pytest.raises(ModelError):
+        GraphedStep(training(torch.float32), *batch(3))
