@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from schedir.graph import Graph, Model
-from schedir.index import Positions
+from schedir.index import Index, Positions
 from schedir.ops import COMPUTE, GATHERS, RECEIVES, SENDS
 from schedir.program import JOINED, Program, Stream
 
@@ -29,42 +29,49 @@ def early_receives(program: Program, model: Model = "device", ahead: int = 1) ->
     graph = Graph(program, model)
     joined, group_end = graph.index.joined, np.append(~graph.index.joined[1:], True)
     moves = graph.index.among(RECEIVES) & ~joined & group_end
-    return _earlier(program, moves, graph.ahead, ahead)
+    return _moved(program, moves, 2 * _floor(graph.index, graph.ahead, ahead) + 1)
 
 
 def early_gathers(program: Program, ahead: int = 1) -> Program:
     """Begin each gather up to `ahead` computes earlier, but not before its message is received.
 
-    It runs beside these computes.  A host that blocks waits for the message there, and begins the
-    gather sooner for it.
+    It runs beside these computes.  It stands just before the first of them: a host that blocks
+    waits for the message there, and has sent before what it could.
     """
     graph = Graph(program, "serial")
-    moves = graph.index.among(GATHERS)
-    return _earlier(program, moves, graph.needs[0], ahead)
+    floor = _floor(graph.index, graph.needs[0], ahead)
+    computes = np.append(_computes(graph.index), len(graph))
+    first = computes[np.searchsorted(computes, floor, side="right")]
+    own = np.arange(len(graph))
+    return _moved(program, graph.index.among(GATHERS), 2 * np.minimum(first, own) - 1)
 
 
-def _earlier(program: Program, moves: NDArray[np.bool_], behind: Positions, ahead: int) -> Program:
-    """Put what moves up to `ahead` computes earlier, but not before what it must stay behind.
+def _computes(index: Index) -> NDArray[np.intp]:
+    """Where computes stand; of those that run together the first."""
+    return np.flatnonzero(index.among(COMPUTE) & ~index.joined)
 
-    Computes that run together are one, and groups stay whole.  `moves` and `behind`, a position
-    or -1, have an entry for each instruction.
+
+def _floor(index: Index, behind: Positions, ahead: int) -> NDArray[np.intp]:
+    """The last position that each instruction stays behind when it goes `ahead` computes ahead.
+
+    That is one before its Stream, the end of a group, or `behind` it where that is not -1.
     """
-    streams = []
-    for rank, stream in enumerate(program.streams):
-        lo = int(program.offsets[rank])
-        own = slice(lo, lo + len(stream))
-        index = np.arange(len(stream))
-        joined = stream.joined
-        ends = index[np.append(~joined[1:], True)]
-        end_of = ends[np.searchsorted(ends, index)]
-        computes = np.flatnonzero(np.isin(stream.op, COMPUTE) & ~joined)
-        over = np.searchsorted(computes, index) - 1 - ahead  # the last compute to stay behind
-        floor = np.where(over >= 0, computes[np.maximum(over, 0)], -1) if len(computes) else -1
-        floor = np.maximum(floor, np.where(behind[own] < 0, -1, behind[own] - lo))
-        floor = np.where(floor >= 0, end_of[np.maximum(floor, 0)], -1)
-        key = np.where(moves[own], 2 * floor + 1, 2 * index)
-        streams.append(Stream(stream.words[np.argsort(key, kind="stable")]))
-    return replace(program, streams=tuple(streams))
+    own, begin = np.arange(len(index)), index.program.offsets[index.rank]
+    computes = _computes(index)
+    over = np.searchsorted(computes, own) - 1 - ahead  # the last compute to stay behind
+    last = computes[np.maximum(over, 0)] if len(computes) else own
+    floor = np.where((over >= 0) & (last >= begin), last, begin - 1)
+    floor = np.maximum(floor, behind)
+    ends = own[np.append(~index.joined[1:], True)]
+    ends = ends[np.searchsorted(ends, np.maximum(floor, begin))]
+    return np.where(floor >= begin, ends, begin - 1)
+
+
+def _moved(program: Program, moves: NDArray[np.bool_], key: NDArray[np.intp]) -> Program:
+    """Sort what moves to its key among the others, whose keys are twice their positions."""
+    order = np.argsort(np.where(moves, key, 2 * np.arange(len(key))), kind="stable")
+    cuts = program.offsets[1:-1]
+    return replace(program, streams=tuple(map(Stream, np.split(program.words[order], cuts))))
 
 
 def group_opposites(program: Program) -> Program:

@@ -1,0 +1,74 @@
+"""Early gathers and receives: as early as they may be, and no earlier."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from schedir.compile import lower
+from schedir.ops import COMPUTE, Instr, Opcode
+from schedir.passes.overlap import early_gathers, early_receives, group_opposites
+from schedir.program import Program
+from schedir.testing import drafts
+from tests.edits import written
+
+O = Opcode
+TAKEN = {O.Gather: (O.RecvAct, (O.Forward,)),
+         O.GatherGrad: (O.RecvGrad, (O.Backward, O.BackwardInput))}  # fmt: skip
+
+
+def groups(program: Program, rank: int) -> list[list[Instr]]:
+    """A Stream as what is issued together."""
+    found: list[list[Instr]] = []
+    stream = program.streams[rank]
+    for instr, joined in zip(stream, stream.joined.tolist(), strict=True):
+        found[-1:] = [[*found[-1], instr]] if joined else [*found[-1:], [instr]]
+    return found
+
+
+def around(program: Program) -> Iterator[tuple[int, int, int, list[int]]]:
+    """Of each gather: where it stands, where its receive and its consumer, and all computes."""
+    for rank in range(program.plan.ranks):
+        issued = groups(program, rank)
+        at = {instr: k for k, group in enumerate(issued) for instr in group}
+        computes = [k for k, group in enumerate(issued) if group[0].op in COMPUTE]
+        for instr, k in at.items():
+            if instr.op in TAKEN:
+                receive, users = TAKEN[instr.op]
+                (user,) = (at[u] for op in users if (u := instr._replace(op=op)) in at)
+                yield k, at[instr._replace(op=receive)], user, computes
+
+
+@settings(max_examples=100)
+@given(drafts(), st.booleans(), st.integers(1, 3))
+def test_a_gather_begins_some_computes_ahead(draft: Program, grouped: bool, ahead: int) -> None:
+    """Between a gather and its consumer are `ahead` computes, or all that follow its receive."""
+    program = lower(replace(draft, tp=2))
+    program = early_gathers(group_opposites(program) if grouped else program, ahead)
+    for gather, receive, user, computes in around(program):
+        assert receive < gather < user
+        between = sum(gather < k < user for k in computes)
+        assert between == min(ahead, sum(receive < k < user for k in computes))
+    # Its message may be posted earlier still.
+    for gather, receive, _, _ in around(early_receives(program, "edge", ahead)):
+        assert receive < gather
+
+
+def test_computes_that_run_together_are_one() -> None:
+    first = "; ".join(f"F 0.{k}; scatter 0.{k}; send_act 0.{k}" for k in range(3))
+    taken = "recv_act 1.0; recv_act 1.1; recv_act 1.2; gather 1.0; F 1.0; gather 1.1"
+    late = written(first, f"{taken}; F 1.1 & B 1.0; gather 1.2; F 1.2 & B 1.1; B 1.2",
+                   microbatches=3, header="tp 2")  # fmt: skip
+    begun = [str(group[-1]) for group in groups(early_gathers(late), 1)]
+    assert begun[3:] == [
+        "gather 1.0",
+        "gather 1.1",
+        "F 1.0",
+        "gather 1.2",
+        "B 1.0",
+        "B 1.1",
+        "B 1.2",
+    ]
