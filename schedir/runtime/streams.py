@@ -30,17 +30,16 @@ class _Point:
             self.reach(stream)
 
     def reach(self, stream: torch.cuda.Stream) -> None:
-        self.event.record(stream)
         for mark in self.marks:
             mark.record(stream)
+        self.event.record(stream)
         self.stream = stream
 
     def mark(self, event: torch.cuda.Event) -> None:
-        """As Marks.mark; of a point that is reached, before its stream is given more to do."""
-        if self.stream is None:
-            self.marks.append(event)
-        else:
-            event.record(self.stream)
+        """As Marks.mark, before anybody waits for the point: who does begins after the mark."""
+        self.marks.append(event)
+        if self.stream is not None:
+            self.reach(self.stream)
 
     def wait(self) -> None:
         # A wait for an event that was never recorded would be none.

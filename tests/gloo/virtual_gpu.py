@@ -7,6 +7,7 @@ the CPU, at once.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -49,6 +50,13 @@ class VirtualGPU:
     def work(self, seconds: float) -> None:
         """Occupy the current stream, from when the host has issued it."""
         self.stream.now = max(self.stream.now, self.host) + seconds
+        self.stream.seen[self.stream] += 1
+
+    @property
+    def forked(self) -> list[Stream]:
+        """Streams with work that the current one does not follow: a capture could not end here."""
+        seen = self.stream.seen
+        return [stream for stream in self.streams if stream.seen[stream] > seen[stream]]
 
     def synchronize(self, device: object = None) -> None:
         """Let the host wait for all that was issued."""
@@ -59,13 +67,16 @@ class VirtualGPU:
 class Stream:
     def __init__(self, gpu: VirtualGPU, device: object = None, priority: int = 0) -> None:
         self.now, self.priority = 0.0, priority
+        self.seen: Counter[Stream] = Counter()  # how much work of each stream comes before
         gpu.streams.append(self)
 
     def wait_event(self, event: Event) -> None:
         self.now = max(self.now, event.time)
+        self.seen |= event.seen
 
     def wait_stream(self, stream: Stream) -> None:
         self.now = max(self.now, stream.now)
+        self.seen |= stream.seen
 
 
 class Event:
@@ -73,6 +84,7 @@ class Event:
         self, gpu: VirtualGPU, enable_timing: bool = False, external: bool = False
     ) -> None:
         self.gpu, self.timed, self.recorded, self.time = gpu, enable_timing, False, 0.0
+        self.external, self.seen = external, Counter[Stream]()
         gpu.external += external
 
     def record(self, stream: Stream | None = None) -> None:
@@ -80,6 +92,8 @@ class Event:
         assert self.recorded or self.gpu.host_may_wait or not self.timed, "made inside a step"
         stream = stream or self.gpu.stream
         self.time, self.recorded = max(stream.now, self.gpu.host), True
+        stream.seen[stream] += self.external  # a node of a graph; others are edges
+        self.seen = stream.seen.copy()
 
     def elapsed_time(self, other: Event) -> float:
         assert self.timed and other.timed and self.recorded and other.recorded
