@@ -16,15 +16,17 @@ from schedir.graph import Model
 from schedir.passes.slots import Choice
 from schedir.plan import Plan
 from schedir.program import Program
-from schedir.runtime.c10d import Gloo, Processes
+from schedir.runtime.c10d import Gloo, Processes, measured
 from schedir.runtime.executor import Executor
 from schedir.runtime.graphs import GraphedStep
 from schedir.runtime.nccl import MODELS, Kind, nccl
 from schedir.runtime.warm import warm_up
 from schedir.schedules import interleaved, one_f_one_b
+from schedir.timeline import Timeline
 from tests.gloo.spawn import run
 from tests.gloo.tiny_stages import BOUNDARY, batch, config, gradients, zb
 from tests.gpu.shared import share_gpu
+from tests.legal import too_early
 
 PLANS = [(one_f_one_b, Plan(2, 4)), (zb, Plan(2, 4)), (interleaved, Plan(2, 4, 2))]
 Gradients = dict[int, dict[str, Tensor]]
@@ -34,7 +36,9 @@ def _program(schedule: Any, plan: Plan, model: Model, slots: Choice | None = Non
     return compile(schedule, plan, tp=2, model=model, tied=True, overlap=True, slots=slots)
 
 
-def _executor(transport: Processes, program: Program, device: torch.device) -> Executor:
+def _executor(
+    transport: Processes, program: Program, device: torch.device, record: bool = False
+) -> Executor:
     plan = program.plan
     cfg = config(plan.stages)
     stages = {
@@ -48,7 +52,7 @@ def _executor(transport: Processes, program: Program, device: torch.device) -> E
         transport,
         loss=partial(gpt.loss, tp=transport.tp_group),
         boundary=BOUNDARY,
-        record=False,
+        record=record,
     )
 
 
@@ -103,6 +107,39 @@ def test_gradients_are_those_of_the_cpu(
                 right = want[rank][stage][name]
                 assert float((got - right).norm()) <= 1e-4 * float(right.norm()), (stage, name)
                 assert all(torch.equal(got, other[stage][name]) for other in others), (stage, name)
+
+
+def recorded(rank: int, folder: str, kind: Kind) -> list[Timeline | None]:
+    """Timelines of a step in which the host may not wait, and of a graph's, on process 0."""
+    device = share_gpu(rank, folder)
+    plan, overlap = Plan(2, 4), kind == "grouped"  # else members of a group go their own ways
+    program = compile(
+        one_f_one_b, plan, tp=2, model=MODELS[kind], tied=True, clip=True, overlap=overlap
+    )  # fmt: skip
+    transport = nccl(program, device, kind)
+    executor = _executor(transport, program, device, record=True)
+    inputs, targets, scale = batch(plan.microbatches)
+    inputs, targets = inputs.to(device), targets.to(device)
+    warm_up(executor, inputs[0], targets[0])
+    executor.step(inputs, targets, scale)
+    torch.cuda.set_sync_debug_mode("error")
+    executor.step(inputs, targets, scale)
+    torch.cuda.set_sync_debug_mode("default")
+    found = [measured(executor, transport)]
+    graphed = GraphedStep(executor, inputs, targets, scale)
+    graphed.step(inputs, targets)
+    return [*found, measured(executor, transport)]
+
+
+@pytest.mark.parametrize("kind", ["edge", "grouped"])
+def test_a_recorded_step_is_a_legal_timeline(kind: Kind, tmp_path: Path) -> None:
+    first, *others = run(recorded, 4, str(tmp_path), kind, limit=300)
+    assert others == [[None, None]] * 3
+    for timeline in first:
+        assert timeline.kind == "measured" and 0 < timeline.span < 60
+        # What is seen beside a lane, and what waits for that lane, are told apart by the GPU
+        # alone, on which four processes take turns.
+        assert 0 < timeline.clock_error < 1e-3 and not too_early(timeline, 5e-3)
 
 
 def late_gather(rank: int, folder: str) -> tuple[bool, bool]:
