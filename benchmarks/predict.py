@@ -1,4 +1,4 @@
-"""Predict: how far a simulation at measured costs is from the run, for six schedules on Gloo.
+"""Predict: how far a simulation at measured costs is from the run, for six schedules.
 
     python benchmarks/predict.py --steps 40
 
@@ -31,9 +31,10 @@ from schedir import Costs, Plan, Timeline, gpt, schedules
 from schedir.calibrate import calibrate, completed
 from schedir.gpt_config import GPTConfig
 from schedir.program import Program
-from schedir.runtime.c10d import Gloo, measured
+from schedir.runtime.c10d import measured
 from schedir.runtime.executor import Executor
 from schedir.runtime.rank import Boundary, Call
+from schedir.runtime.shared import Shared
 from tests.gloo.spawn import run
 
 MODEL = GPTConfig(vocab=256, layers=8, hidden=96, heads=4, context=64)
@@ -57,7 +58,7 @@ def train(rank: int, name: str, steps: int) -> tuple[list[Timeline], float]:
     """Timelines of all steps but the first, and seconds that recording an instruction takes."""
     torch.manual_seed(rank)
     program = program_of(name)
-    plan, transport = program.plan, Gloo(program)
+    plan, transport = program.plan, Shared(program)
     stages = {s: gpt.build_stage(MODEL, s, plan.stages) for s in plan.stages_of[rank]}
     parameters = [p for stage in stages.values() for p in stage.parameters()]
     executor = Executor(

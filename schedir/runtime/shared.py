@@ -36,10 +36,8 @@ from schedir.slots import KINDS, assign, counts
 
 LINE: Final = 64  # bytes of a cache line, on which slots begin
 ORDERED: Final = ("x86_64", "AMD64")  # others may show a count before what it counts
-PLACES: tuple[str, ...] = (
-    "/dev/shm",
-    tempfile.gettempdir(),
-)  # for files that are memory, or mostly
+# Where files are memory; or else on a disk, of which memory is a copy.
+PLACES: tuple[str, ...] = ("/dev/shm", tempfile.gettempdir())
 # What a receive takes in, and what makes it whole where it was scattered.
 RECEIVED: Final = {
     Opcode.RecvAct: (Token.ACT_IN, Opcode.Gather),
@@ -113,6 +111,12 @@ class Shared(Processes):
             peers = [everyone[int(p)][0] for p in self.mesh[self.dp_rank, :, self.tp_rank]]
             self.memory = _Memory(peers[self.rank], ranks, slots, like)
             self._meet(peers, like)
+        except OSError as error:
+            raise ModelError(
+                f"rank {self.rank} does not reach a neighbour: {error}",
+                program=self.name,
+                hint='transport = "gloo"',
+            ) from error
         finally:
             shutil.rmtree(folder, ignore_errors=True)
         return self.memory.slots
@@ -286,13 +290,13 @@ def _inbox(index: Index, rank: int) -> dict[tuple[Lane, int], list[tuple[Place, 
     program, plan = index.program, index.program.plan
     stream, assigned = program.streams[rank], assign(index, rank)
     found: dict[tuple[Lane, int], list[tuple[Place, bool]]] = defaultdict(list)
-    whole = {tuple(i) for i in stream if ROWS[i.op].lane is Lane.TP}
+    there = {tuple(i) for i in stream}
     for op, stage, mb in stream:
         if op in RECEIVED:
             kind, gather = RECEIVED[op]
             sender = int(plan.rank_at(stage + ROWS[op].hop, mb))
             place = kind, assigned[kind, stage, mb]
-            found[ROWS[op].lane, sender].append((place, (gather, stage, mb) in whole))
+            found[ROWS[op].lane, sender].append((place, (gather, stage, mb) in there))
     return found
 
 
