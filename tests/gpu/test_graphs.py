@@ -22,8 +22,8 @@ from tests.gpu.test_streams import on_gpu
 
 
 def training(dtype: torch.dtype, **options: Any) -> Executor:
-    """One rank with AdamW."""
-    make: Any = partial(torch.optim.AdamW, lr=0.1, **options)
+    """One rank with AdamW, whose large epsilon makes no large steps of small differences."""
+    make: Any = partial(torch.optim.AdamW, lr=0.1, eps=1e-3, **options)
     world = InProcess(
         compile(one_f_one_b, Plan(1, 3), clip=True),
         on_gpu(1, dtype),
@@ -37,6 +37,8 @@ def training(dtype: torch.dtype, **options: Any) -> Executor:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("fused", [False, True])
 def test_it_follows_batches_scales_and_learning_rates(dtype: torch.dtype, fused: bool) -> None:
+    rtol, atol = (1e-4, 1e-5) if dtype == torch.float32 else (2e-2, 2e-3)
+    close = partial(torch.testing.assert_close, rtol=rtol, atol=atol)
     eager, captured = training(dtype), training(dtype, capturable=True, fused=fused)
     before = [p.detach().cpu() for p in gpt_stages(1)[0].parameters()]
     inputs, targets, scale = batch(3)
@@ -51,10 +53,10 @@ def test_it_follows_batches_scales_and_learning_rates(dtype: torch.dtype, fused:
             for group in optimizer.param_groups:
                 group["lr"] = rate
         loss = eager.step(inputs.cuda(), targets.cuda(), scale)
-        torch.testing.assert_close(graphed.step(inputs, targets, scale), loss)
-        torch.testing.assert_close(captured.norm, eager.norm)
+        close(graphed.step(inputs, targets, scale), loss)
+        close(captured.norm, eager.norm)
     for one, other in zip(ours, theirs, strict=True):
-        torch.testing.assert_close(one, other)
+        close(one, other)
 
 
 def test_other_shapes_are_refused() -> None:
