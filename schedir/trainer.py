@@ -73,7 +73,11 @@ def train(config: Config, program: Program, losses: TextIO | None = None) -> Res
     the program, and ExecutionError for a run that fails.
     """
     torch.set_num_threads(config.train.threads)
-    return _Trainer(config, program, losses).run()
+    try:
+        return _Trainer(config, program, losses).run()
+    except (torch.OutOfMemoryError, dist.DistError) as error:  # an instruction's has its name
+        fact = f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
+        raise ExecutionError(f"outside of a step, {fact}", program=program.name) from error
 
 
 def require_device(config: Config) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from schedir import gpt
 from schedir.check import check
@@ -22,7 +22,7 @@ from schedir.program import Program, Stream
 from schedir.runtime.c10d import Gloo, measured
 from schedir.runtime.executor import Executor
 from schedir.schedules import gpipe, interleaved, one_f_one_b
-from tests.gloo.spawn import run
+from tests.gloo.spawn import RankError, run
 from tests.gloo.tiny_stages import (
     BOUNDARY,
     HIDDEN,
@@ -211,3 +211,44 @@ def _run_program(rank: int, program: Program) -> dict[int, dict[str, Tensor]]:
     executor = Executor(program, rank, stages, transport, loss=gpt.loss, boundary=BOUNDARY)
     executor.step(*batch(program.plan.microbatches))
     return {s: gradients([m])[0] for s, m in stages.items()}
+
+
+# ---------------------------------------------------------------- failures
+
+
+class Greedy(nn.Module):
+    """Asks for more memory than there are addresses, in its second microbatch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(HIDDEN))
+        self.asked = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.asked += 1
+        torch.empty(1 << 45 if self.asked == 2 else 1)
+        return x * self.weight
+
+
+def _greedy(rank: int) -> None:
+    program = compile(one_f_one_b, Plan(2, 4), model="edge")
+    stage = Greedy() if rank else nn.Linear(HIDDEN, HIDDEN)
+    executor = Executor(
+        program,
+        rank,
+        {rank: stage},
+        Gloo(program),
+        loss=lambda y, _: y.square().sum(),
+        boundary=BOUNDARY,
+    )
+    executor.step(torch.ones(4, *BOUNDARY.shape), torch.ones(4))
+
+
+def test_out_of_memory_names_rank_and_instruction() -> None:
+    """The others, which wait for it, are ended with it."""
+    with pytest.raises(RankError) as error:
+        run(_greedy, 2, limit=60)
+    first = next(iter(error.value.tracebacks))
+    assert first == 1
+    said = error.value.tracebacks[first].partition("schedir.errors.ExecutionError: ")[2]
+    assert "can't allocate memory" in said and "F 1.1" in said and "rank 1" in said

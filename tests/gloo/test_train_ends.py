@@ -12,7 +12,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
 
+from schedir import gpt
 from schedir.errors import ConfigError, ProgramError, UsageError
 from schedir.train import run
 from tests.gloo.training import (
@@ -228,3 +230,19 @@ def test_the_rank_that_fails_says_why(
     # Who fails when all is done does not keep the first rank from its results.
     assert (tmp_path / "out" / "summary.json").exists() == (code == 9)
     assert (tmp_path / "out" / "timeline.png").exists() == (code == 9)
+
+
+def test_out_of_memory_before_the_first_step_is_one_error(
+    config: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A GPU's; what an instruction runs out of has the instruction's name."""
+
+    def full(*given: object, **more: object) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.\nMore.")
+
+    monkeypatch.setattr(gpt, "build_stage", full)
+    code = run(config, [*ALONE, f'output.folder="{tmp_path}"'])
+    (said,) = capsys.readouterr().err.splitlines()
+    assert code == 1 and said.endswith(
+        "outside of a step, OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB."
+    )
