@@ -37,10 +37,10 @@ class PipelineConfig:
     in brackets, as in "interleaved(group=4)".  A schedule that is for one placement brings that
     along.  A step has one update, or several `updates` without a flush, on weights that are `delay`
     updates old (one number per stage, if need be); `pipedream_2bw` brings its delay along.
-    `overlap` groups opposite transfers and posts receives early; `slots` says whether each
-    value has a buffer of its own ("own"), or they share the "fewest", or "enough" to lose no time
-    at unit costs; `division` is the layers of each stage, where they cannot be or shall not be the
-    same.  pp x tp x dp processes run it.
+    `overlap` groups opposite transfers, and begins gathers and posts receives early; `slots` says
+    whether each value has a buffer of its own ("own"), or they share the "fewest", or "enough" to
+    lose no time at unit costs; `division` is the layers of each stage, where they cannot be or
+    shall not be the same.  pp x tp x dp processes run it.
     """
 
     schedule: str = "one_f_one_b"

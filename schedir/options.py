@@ -52,7 +52,9 @@ def _lowering(group: argparse._ArgumentGroup) -> None:
     group.add_argument("--tied", action="store_true", default=None, help="a tied embedding")
     group.add_argument("--clip", action="store_true", default=None, help="clipped gradients")
     group.add_argument(
-        "--overlap", action="store_true", help="group opposite transfers, post receives early"
+        "--overlap",
+        action="store_true",
+        help="group opposite transfers, begin gathers and post receives early",
     )
     group.add_argument("--model", metavar="MODEL", help="edge, pair, device (default) or serial")
     group.add_argument("--costs", metavar="COSTS", help="F=1,B=2,send=0.1; F=1:1:2 per stage")

@@ -1,25 +1,37 @@
-"""Gathers in flight while layers talk: 2 x 2 processes, and the bits of the reference."""
+"""Gathers in flight while layers talk: the bits of the reference, and the predicted times."""
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from schedir import compile, gpt
+from schedir import Costs, compile, gpt, simulate
+from schedir.graph import Graph
+from schedir.ops import TRANSFERS
 from schedir.passes.slots import Choice
 from schedir.plan import Plan
+from schedir.runtime import tiny
 from schedir.runtime.c10d import Gloo
 from schedir.runtime.executor import Executor
+from schedir.runtime.inprocess import InProcess
+from schedir.runtime.rank import Boundary
 from schedir.runtime.reference import reference
+from schedir.runtime.streams import StreamHub, StreamMailbox, _Point
 from schedir.runtime.transport import Work
-from schedir.schedules import interleaved, one_f_one_b
+from schedir.schedules import gpipe, interleaved, one_f_one_b
+from schedir.words import Schedule
 from tests.gloo.spawn import run
 from tests.gloo.tiny_stages import BOUNDARY, batch, config, gradients, paired, same_bits, zb
+from tests.gloo.virtual_gpu import VirtualGPU, charge, copies, install
+from tests.laws import plan_of
 
 PLANS = [
     (paired, Plan(2, 4)),
@@ -105,3 +117,58 @@ def test_the_bits_of_the_reference_with_gathers_in_flight(schedule: Any, plan: P
     assert all(same for found in results for same, _ in found)
     for of_slots in zip(*results, strict=True):
         assert any(beside for _, beside in of_slots)
+
+
+# ---------------------------------------------------------------- on a GPU that is not there
+
+
+class Sliced(StreamMailbox):
+    """One of two tensor-parallel ranks; the other's part is what this one has."""
+
+    tp = 2
+
+    def __init__(self, hub: StreamHub, rank: int, gpu: VirtualGPU, seconds: float) -> None:
+        super().__init__(hub, rank, {}, "edge")
+        self.gpu, self.seconds = gpu, seconds
+        self.messages, self.gathers = torch.cuda.Stream(), torch.cuda.Stream()
+
+    def aside(self) -> AbstractContextManager[object]:
+        return torch.cuda.stream(self.messages)
+
+    def all_gather(self, whole: Tensor, shard: Tensor) -> Work:
+        self.gathers.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self.gathers):
+            whole.view(self.tp, -1)[1].copy_(shard)
+            self.gpu.work(self.seconds)
+            return _Point(self.gathers)
+
+
+@pytest.mark.parametrize("schedule", [gpipe, one_f_one_b, interleaved])
+@pytest.mark.parametrize("slots", [None, "fewest"])
+def test_gathers_run_beside_computes_as_predicted(
+    schedule: Schedule, slots: Choice | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    costs = Costs(F=2.0, I=2.0, W=1.0, send=0.25, gather=0.75)
+    plan = plan_of(schedule, 4, 5)
+    program = compile(schedule, plan, tp=2, model="edge", costs=costs, overlap=True, slots=slots)
+    boundary = Boundary((2, tiny.WIDTH), torch.float64)
+    gpu, hub, stages = install(monkeypatch), StreamHub(), tiny.tiny_stages(plan.stages)
+    ranks = InProcess.__new__(InProcess)  # which refuses tensor-parallel ranks
+    ranks.program, ranks.graph = program, Graph(program, "edge")
+    ranks.mail = [Sliced(hub, rank, gpu, 0.75) for rank in range(plan.ranks)]
+    ranks.ranks = []
+    for rank, mail in enumerate(ranks.mail):
+        own = {s: stages[s] for s in plan.stages_of[rank]}
+        executor = Executor(program, rank, own, mail, loss=tiny.loss, boundary=boundary)
+        ranks.ranks.append(executor)
+    charge(ranks, gpu, replace(costs, gather=0.0))
+    for _ in range(2):
+        gpu.host = gpu.over
+        with copies(gpu, costs):
+            ranks.step(*tiny.batch(plan.microbatches))
+    timeline, predicted = ranks.timeline(), simulate(program, costs, model="edge")
+    for name in ("start", "end"):
+        moves = ~np.isin(timeline.spans["op"], TRANSFERS) | (name == "end")
+        np.testing.assert_allclose(
+            timeline.spans[name][moves], predicted.spans[name][moves], atol=1e-9
+        )
