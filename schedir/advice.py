@@ -203,7 +203,8 @@ class _Changes:
                     continue
                 fits = timeline.peak_activations <= self.room
                 if program.trains == self.program.trains and fits and name != self.program.name:
-                    what = f"{name} with {v} stage{'s' * (v > 1)} per rank, which holds no more"
+                    what = f"{name} with {v} stage{'s' * (v > 1)} per rank"
+                    what += ", which holds no more activations"
                     if _has(program, Opcode.BackwardInput) and not _has(
                         self.program, Opcode.BackwardInput
                     ):

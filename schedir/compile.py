@@ -7,7 +7,7 @@ from typing import Literal
 
 from schedir.check import check, check_draft
 from schedir.costs import Costs
-from schedir.errors import MemoryLimitError, UsageError, in_bytes
+from schedir.errors import CompletenessError, MemoryLimitError, UsageError, expect, in_bytes
 from schedir.graph import Model
 from schedir.memory import fit, held
 from schedir.ops import Opcode
@@ -62,13 +62,28 @@ def compile(
     if boundary not in ("replicated", "sharded"):
         raise UsageError(f"boundary must be 'replicated' or 'sharded', not {boundary!r}")
     program = replace(draft(schedule, plan), tp=tp, dp=dp, tied=tied, clip=clip)
-    program = lower(check_draft(program), costs, boundary=boundary, debug=debug)
+    program = lower(_whole(program), costs, boundary=boundary, debug=debug)
     if overlap:
         program = overlapped(program, model, debug=debug)
     if slots is not None:
         program = share_slots(program, slots, costs, model)
     program = check(program, model)
     return program if limit is None else within(program, sizes, limit)
+
+
+def _whole(program: Program) -> Program:
+    """A complete draft; what is missing is often all stages of a rank but its first."""
+    try:
+        return check_draft(program)
+    except CompletenessError as error:
+        first = [own[0] for own in program.plan.stages_of]
+        said = {int(stage) for stream in program.streams for stage in set(stream.stage.tolist())}
+        if program.plan.stages_per_rank > 1 and said <= {*first}:
+            error.hint = (
+                "it says F, which is F[0], and nothing of F[1], a rank's second stage; "
+                "with a parameter v, it is told how many there are"
+            )
+        raise
 
 
 def within(program: Program, sizes: Sizes | None, limit: float) -> Program:
@@ -82,6 +97,9 @@ def within(program: Program, sizes: Sizes | None, limit: float) -> Program:
             "a limit in bytes needs the sizes of what is held",
             hint="--sizes activation=16MB,saved=1.2GB, or sizes=Sizes(...)",
         )
+    expect(sizes, Sizes, "Sizes(activation=16e6, saved=1.2e9)")
+    if not isinstance(limit, int | float):
+        raise UsageError(f"a limit is a number of bytes, not {limit!r:.60}", hint="40e9")
     try:
         return fit(program, sizes, limit)
     except MemoryLimitError as error:

@@ -20,15 +20,15 @@ Task = tuple[Opcode, int, int]  # op, stage, microbatch
 def greedy(
     plan: Plan,
     prefer: str,
-    in_flight: Callable[[int], int],
+    in_flight: int | Callable[[int], int],
     costs: Costs | None = None,
     name: str = "greedy",
 ) -> Program:
     """A draft by list scheduling: an idle rank never waits while there is something it may do.
 
     It starts what is ready and comes first in `prefer`, the letters of F and B or of F, I and W;
-    among equals the lowest microbatch, then the deepest stage.  Rank r has at most
-    `in_flight(r)` (stage, mb) alive, each from its F to its B or W.
+    among equals the lowest microbatch, then the deepest stage.  Rank r has at most `in_flight`,
+    or `in_flight(r)`, (stage, mb) alive, each from its F to its B or W.
 
     No F takes the room that later stages of its own rank need to go on.  So the deepest
     microbatch can always move, nothing hangs, and the limit need only be the number of a rank's
@@ -51,7 +51,11 @@ class _Run:
     """The state of the ranks at one moment."""
 
     def __init__(
-        self, plan: Plan, prefer: list[Opcode], in_flight: Callable[[int], int], costs: Costs
+        self,
+        plan: Plan,
+        prefer: list[Opcode],
+        in_flight: int | Callable[[int], int],
+        costs: Costs,
     ) -> None:
         self.plan, self.costs = plan, costs.table(plan.stages).tolist()
         self.prefer = {op: k for k, op in enumerate(prefer)}
@@ -59,7 +63,7 @@ class _Run:
         # How many may be alive before an F of a stage: one less for each stage after it.
         self.room: list[dict[int, int]] = [{} for _ in range(plan.ranks)]
         for rank, own in enumerate(plan.stages_of):
-            limit = in_flight(rank)
+            limit = in_flight(rank) if callable(in_flight) else in_flight
             if limit < len(own):
                 raise ScheduleError(
                     f"{limit} activations in flight are too few for rank {rank}, which has "

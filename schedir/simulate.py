@@ -33,6 +33,8 @@ def simulate(
     complete, and CostsError if the costs add up to infinity.
     """
     expect(program, Program, "schedir.compile(schedule, plan)")
+    if sizes is not None:
+        expect(sizes, Sizes, "Sizes(activation=16e6, saved=1.2e9)")
     graph = Graph(program, model, completeness(program, draft=program.is_draft))
     reached = walk(graph, costs)
     if not reached.done.all():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from importlib import import_module
@@ -11,6 +12,7 @@ from typing import Any, Final, Literal, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from schedir.errors import UsageError, expect
 from schedir.graph import Graph, Model
 from schedir.memory import Held, held, in_flight, peak_in_flight, peak_versions
 from schedir.ops import ROWS, Instr, Lane, Opcode
@@ -42,6 +44,17 @@ def spans_of(program: Program, start: NDArray[np.float64], end: NDArray[np.float
             own[name] = given[name]
     spans["start"], spans["end"] = start, end
     return spans
+
+
+def expect_runs(runs: object) -> None:
+    """Raise UsageError for what is no sequence of Timelines, and for an empty one."""
+    run = "schedir.simulate(program)"
+    expect(runs, Sequence, f"[{run}]")
+    assert isinstance(runs, Sequence)
+    if not runs:
+        raise UsageError("this takes a Timeline or more, not none")
+    for each in runs:
+        expect(each, Timeline, run)
 
 
 class Memory(NamedTuple):

@@ -26,7 +26,7 @@ from schedir.ops import Lane
 from schedir.program import Program
 from schedir.sizes import Sizes
 from schedir.text import parse, show
-from schedir.timeline import Timeline, spans_of
+from schedir.timeline import Timeline, expect_runs, spans_of
 
 FORMAT: Final = 1
 SUFFIX: Final = ".timeline"
@@ -42,6 +42,7 @@ def save_timeline(timeline: Timeline, path: str | Path) -> None:
 
     Raises UsageError for a path that cannot be written; the file is there whole or not at all.
     """
+    expect_runs([timeline])
     header = {
         "schedir_timeline": FORMAT,
         "instructions": len(timeline),

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Final
 
 if TYPE_CHECKING:
     from schedir.viz.chart import compare, gantt
-    from schedir.viz.letters import letters
+    from schedir.viz.lettering import letters
     from schedir.viz.numbers import idle_map, tradeoff
     from schedir.viz.output import save
     from schedir.viz.page import html, save_html
@@ -18,7 +18,7 @@ _HOME: Final = {
     "gantt": "chart",
     "html": "page",
     "idle_map": "numbers",
-    "letters": "letters",
+    "letters": "lettering",
     "save": "output",
     "save_html": "page",
     "tradeoff": "numbers",

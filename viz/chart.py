@@ -13,7 +13,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, MaxNLocator
 
 from schedir.errors import UsageError, in_bytes
-from schedir.timeline import Timeline
+from schedir.timeline import Timeline, expect_runs
 from schedir.viz import marks
 from schedir.viz.density import in_flight, memory
 from schedir.viz.marks import MARKS, PHASES
@@ -40,7 +40,7 @@ def gantt(
     timeline: Timeline,
     *,
     width: float | str | None = None,
-    show: Collection[str] = ("lanes",),
+    show: str | Collection[str] = "lanes",
 ) -> Figure:
     """Draw a Timeline: a row per rank, rank 0 on top, time to the right.
 
@@ -50,9 +50,9 @@ def gantt(
     shades and the small numbers tell them apart.  A pair run together is one box cut in two.
     Hatching is idle time.
 
-    `show` names what there is besides boxes (`schedir.viz.marks.MARKS`): "lanes", "arrows" for
-    messages, "path" for the critical path, "in_flight" and "memory" for curves of them under
-    each rank, and "phases" to shade warmup and cooldown.
+    `show` names what there is besides boxes (`schedir.viz.marks.MARKS`), between commas or in a
+    collection: "lanes", "arrows" for messages, "path" for the critical path, "in_flight" and
+    "memory" for curves of them under each rank, and "phases" to shade warmup and cooldown.
 
     `width` is that of the axes in inches, or "column" or "page" for a figure as wide as those of
     a paper (3.35 and 7 inches); without it, wide enough for the labels, within bounds.  Boxes
@@ -66,7 +66,7 @@ def compare(
     timelines: Sequence[Timeline],
     *,
     width: float | str | None = None,
-    show: Collection[str] = ("lanes",),
+    show: str | Collection[str] = "lanes",
 ) -> Figure:
     """Draw Timelines under each other, each from its own start, on one time axis.
 
@@ -80,9 +80,10 @@ def compare(
 
     Raises UsageError for no Timelines, and for another width or mark.
     """
-    if not timelines:
-        raise UsageError("a picture needs a timeline or more, not none")
+    expect_runs(timelines)
     shared = len({t.unit for t in timelines}) == 1
+    if isinstance(show, str):
+        show = [mark.strip() for mark in show.split(",") if mark.strip()]
     for mark in show:
         if mark not in MARKS:
             raise UsageError(f"a chart shows {', '.join(MARKS)}, not {mark!r}")

@@ -11,9 +11,8 @@ from matplotlib.figure import Figure
 from matplotlib.patheffects import withStroke
 from matplotlib.ticker import MaxNLocator, PercentFormatter
 
-from schedir.errors import UsageError
 from schedir.idleness import Cause, by_cause, idleness
-from schedir.timeline import Timeline
+from schedir.timeline import Timeline, expect_runs
 from schedir.viz.palette import ACCENT, CAUSES, ink
 
 _POINT: Final = "#0072b2"
@@ -29,8 +28,7 @@ def tradeoff(timelines: Sequence[Timeline]) -> Figure:
 
     Raises UsageError for no Timelines.
     """
-    if not timelines:
-        raise UsageError("a picture needs a timeline or more, not none")
+    expect_runs(timelines)
     sized = all(t.sizes is not None for t in timelines)
     x = np.array([_gigabytes(t) if sized else t.peak_activations for t in timelines])
     y = np.array([t.bubble for t in timelines])
@@ -93,6 +91,7 @@ def idle_map(timeline: Timeline) -> Figure:
     Causes are those of `schedir.idleness`; one that is nowhere has no column.  The last column
     is the sum, the last row the mean of all ranks.
     """
+    expect_runs([timeline])
     share = by_cause(idleness(timeline), timeline.ranks) / (timeline.span or 1.0)
     present = np.flatnonzero(share.sum(0) > 0)
     columns = np.column_stack([share[:, present], share.sum(1)])

@@ -23,7 +23,7 @@ from schedir.errors import UsageError, in_bytes
 from schedir.files import replacing
 from schedir.idleness import Cause, idleness
 from schedir.ops import COMPUTE, ROWS, SENDS, Lane
-from schedir.timeline import Timeline
+from schedir.timeline import Timeline, expect_runs
 from schedir.viz.density import in_flight, memory
 from schedir.viz.palette import CAUSES, LANE_NAMES, NAMES, colour, ink, written
 
@@ -43,6 +43,7 @@ def html(timeline: Timeline, other: Timeline | None = None) -> str:
     Raises UsageError for two runs of different numbers of ranks.
     """
     runs = [timeline] if other is None else [timeline, other]
+    expect_runs(runs)
     if len({run.ranks for run in runs}) > 1:
         a, b = (run.ranks for run in runs)
         raise UsageError(f"a page shows two runs of the same ranks: one has {a}, the other {b}")

@@ -89,7 +89,7 @@ def in_letters(timeline: Timeline, before: str = "") -> str:
     from shutil import get_terminal_size
 
     from schedir.terminal import painted
-    from schedir.viz.letters import letters
+    from schedir.viz.lettering import letters
 
     lines = letters(timeline, get_terminal_size().columns - len(before))
     return painted([[(before, ""), *line] for line in lines])
@@ -101,8 +101,8 @@ def save_chart(args: argparse.Namespace, timelines: list[Timeline]) -> None:
     from schedir.viz.output import suffix_of
 
     suffix_of(args.output)  # a wrong ending is told before anything is drawn
-    show = [mark.strip() for mark in ("lanes" if args.show is None else args.show).split(",")]
-    marks = () if show == ["none"] else show
+    show = "lanes" if args.show is None else args.show
+    marks = "" if show == "none" else show
     save(compare(timelines, width=args.width, show=marks), args.output)
 
 

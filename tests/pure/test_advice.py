@@ -49,7 +49,7 @@ def test_other_schedules_hold_no_more() -> None:
     """1F1B has m activations of GPipe's at most P: GPipe is no advice for it, ZB-H1 is."""
     plain = Costs(F=1, B=2)
     whats = [c.what for c in advise(run_of(one_f_one_b, plain, Plan(2, 4)), plain).changes]
-    assert any("holds no more; I and W each half of B" in what for what in whats)
+    assert any("holds no more activations; I and W each half of B" in what for what in whats)
     timeline = run_of(zb_h1, Costs())
     whats = [c.what for c in advise(timeline, Costs()).changes]
     assert not any("half of B" in what for what in whats)

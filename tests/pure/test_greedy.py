@@ -69,3 +69,7 @@ def test_bad_preferences(prefer: str) -> None:
 def test_too_little_room() -> None:
     with pytest.raises(ScheduleError, match="rank 1"):
         greedy(Plan(2, 2, 2), "FB", lambda rank: 2 - rank)
+
+
+def test_room_may_be_a_number() -> None:
+    assert greedy(Plan(3, 5), "BF", 2) == greedy(Plan(3, 5), "BF", lambda rank: 2)

@@ -3,15 +3,18 @@
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 from xml.etree import ElementTree
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from schedir import save_timeline, viz
 from schedir.cli import main
 from schedir.compile import compile, lower
 from schedir.costs import Costs
+from schedir.errors import UsageError
 from schedir.plan import Plan
 from schedir.program import Program
 from schedir.schedules import dualpipe_v, interleaved, one_f_one_b
@@ -20,7 +23,7 @@ from schedir.terminal import painted
 from schedir.testing import drafts
 from schedir.text import parse, show
 from schedir.timeline import Timeline
-from schedir.viz.letters import letters
+from schedir.viz.lettering import letters
 from schedir.words import Schedule
 from tests.strategies import costs
 
@@ -167,6 +170,22 @@ def test_any_program_has_a_face() -> None:
     empty = parse("schedir 1\nprogram none\nranks 1 microbatches 1\nrank 0\n")
     assert "none" in empty._repr_html_()
     assert pictures(timeline(ranks=1, m=1, F=0, I=0, W=0)._repr_html_())
+
+
+def test_all_that_draws_says_what_it_takes(tmp_path: Path) -> None:
+    """And again, when its module is loaded."""
+    program = compile(one_f_one_b, Plan(2, 2))
+    one: list[Any] = [viz.gantt, viz.idle_map, viz.html, viz.letters, viz.letters]
+    several: list[Any] = [viz.compare, viz.tradeoff]
+    for draw in one:
+        with pytest.raises(UsageError, match="takes a Timeline, not <program"):
+            draw(program)
+        draw(simulate(program))
+    for draw in several:
+        with pytest.raises(UsageError, match="takes a Sequence, not <predicted"):
+            draw(simulate(program))
+    with pytest.raises(UsageError, match="takes a Timeline, not <program"):
+        save_timeline(program, tmp_path / "x.timeline")  # type: ignore[arg-type]
 
 
 def test_neither_loads_matplotlib() -> None:

@@ -96,7 +96,7 @@ def test_marks_are_named() -> None:
     with pytest.raises(
         UsageError, match="lanes, arrows, path, in_flight, memory, phases, not 'colour'"
     ):
-        gantt(timeline(), show=("colour",))
+        gantt(timeline(), show="path, colour")
     with pytest.raises(UsageError, match="column or page"):
         gantt(timeline(), width="poster")
 

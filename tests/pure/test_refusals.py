@@ -162,3 +162,9 @@ def test_an_empty_count_is_refused_before_anything_is_built(
 ) -> None:
     Path("loud.py").write_text("def f(r, P, m):\n    raise RuntimeError('built')\n")
     assert "built" not in refused(capsys, "show", "loud.py:f", "--microbatches", "1000000000")
+
+
+def test_a_schedule_of_one_stage_says_so(capsys: pytest.CaptureFixture[str]) -> None:
+    err = refused(capsys, "check", "gpipe", "--stages-per-rank", "2")
+    assert "F 4.0 is missing on rank 0" in err and "nothing of F[1]" in err
+    assert "F[1]" not in refused(capsys, "check", "mine.py:half")

@@ -8,7 +8,7 @@ from typing import Final
 import numpy as np
 
 from schedir.ops import COMPUTE, ROWS, Lane, Opcode
-from schedir.timeline import Timeline
+from schedir.timeline import Timeline, expect_runs
 from schedir.viz.density import own_stage, shares
 from schedir.viz.palette import STEP, colour, ink, written
 from schedir.viz.sheet import Sheet
@@ -31,6 +31,7 @@ def letters(timeline: Timeline, width: int = 80) -> list[Line]:
     dot where most of it is idle.  Beside each rank stand its idle share and the most that it
     holds at once.
     """
+    expect_runs([timeline])
     every = ceil(timeline.ranks / _RANKS)
     ranks = range(0, timeline.ranks, every)
     name = len(f"rank {timeline.ranks - 1} ")
