@@ -163,11 +163,14 @@ class Gloo(Processes):
 
 
 def measured(executor: Executor, transport: Processes) -> Timeline | None:
-    """The last step's Timeline, in seconds from its first instruction; None but on process 0.
+    """The Timeline of the last step that was recorded, in seconds from its first instruction; None
+    but on process 0.
 
     Of the replicas and tensor-parallel ranks, the first ones are shown.  A message lasts from
-    when both sides are there until the receiver saw it arrive.  All processes must call this,
-    with executors that record; clocks are compared now, so that they have had no time to drift.
+    when both sides are there until the receiver saw it arrive, or, on GPUs, until it arrived.  All
+    processes must call this; clocks are compared now, so that they have had no time to drift.
+
+    Raises ModelError where no step has been recorded.
     """
     (times,), error = read([executor.stamps])
     offset, between = clock_offset()

@@ -197,7 +197,7 @@ class InProcess:
         return turns if len(turns) == len(self.program) else list(self._any_order(0))
 
     def timeline(self) -> Timeline:
-        """The last step's Timeline, in seconds from its first instruction.
+        """The Timeline of the last step that was recorded, in seconds from its first instruction.
 
         On a CPU virtual ranks take turns: while one computes, all others wait.  On a GPU they
         run beside each other as its streams do; this waits for all of them.

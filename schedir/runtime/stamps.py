@@ -3,10 +3,10 @@
 On a CPU the host reads its clock.  On a GPU the host issues an instruction long before it runs,
 so events are recorded on streams, and read when the step is over:
 
-- what computes begins when its stream has passed all that it waits for, and ends when its stream
-  has done it; of an idle stream the host's lateness counts as waiting;
-- a message or a reduction begins, on a rank, when its stream comes to where it is issued, and ends
-  when it has ended on its own lane, whenever the compute stream gets to look.
+- what computes begins when its stream has passed all that it waits for, and not before the host
+  has issued it; it ends when its stream has done it;
+- a message or a reduction begins, on a rank, when its stream comes to where it is issued and its
+  queue is free, and ends when it has ended on its own lane, whenever the compute stream looks.
 """
 
 from __future__ import annotations
@@ -31,9 +31,7 @@ from schedir.timeline import Timeline, spans_of
 Floats = NDArray[np.float64]
 
 ROUNDS: Final = 16
-TICK: Final = (
-    0.5e-6  # of an event's clock, in seconds: the CUDA Runtime API on cudaEventElapsedTime
-)
+TICK: Final = 0.5e-6  # s, of an event's clock: CUDA Runtime API, cudaEventElapsedTime
 
 
 class Read(NamedTuple):
@@ -141,11 +139,13 @@ class EventStamps(Stamps):
         self.joined = torch.cuda.Event()
         for event in (*self.began, *self.ended, self.joined):
             event.record(stream)  # made at first use
+        own = program.streams[rank]
         queue = Graph(program, model).queue[slice(*program.offsets[rank : rank + 2].tolist())]
-        late = np.flatnonzero(~np.isin(program.streams[rank].op, (*COMPUTE, *SENDS)))
-        self.queue = queue.tolist()
-        self.queues = [late[queue[late] == q] for q in np.unique(queue[late])]
-        self.beside = {self.queue[own[0]]: torch.cuda.Stream(device) for own in self.queues}
+        self.queue, self.group = queue.tolist(), np.cumsum(~own.joined).tolist()
+        # What may end later than it is issued, and is known to: sends are, by their receivers.
+        self.late = np.flatnonzero(~np.isin(own.op, (*COMPUTE, *SENDS))).tolist()
+        queues = sorted({self.queue[k] for k in self.late})
+        self.beside = {q: torch.cuda.Stream(device) for q in queues}
         self.elsewhere: set[int] = set()  # what is recorded to end on another stream
         self.followed: list[tuple[int, Work]] = []  # not issued yet
         self.waiting: set[int] = set()  # queues whose stream of `beside` is in use
@@ -186,7 +186,7 @@ class EventStamps(Stamps):
             self.joined.record(self.beside[queue])
             torch.cuda.current_stream().wait_event(self.joined)
         self.waiting.clear()
-        self.whole = True
+        super().close()
 
     def read(self, anchor: torch.cuda.Event, at: float) -> Read:
         """Times of the last step, by those of an event that came after it."""
@@ -194,8 +194,15 @@ class EventStamps(Stamps):
             at - np.array([event.elapsed_time(anchor) for event in events]) / 1e3
             for events in (self.began, self.ended)
         )
-        for own in self.queues:  # a message is not under way before its queue is free
-            began[own[1:]] = np.maximum(began[own[1:]], ended[own[:-1]])
+        # What is in a queue is not under way before that is free; a group is so together.
+        free: dict[int, float] = {}
+        before: dict[int, tuple[int, float]] = {}  # the last group, and when all of it has ended
+        for k in self.late:
+            queue, group, last = self.queue[k], *before.get(self.queue[k], (0, -np.inf))
+            if group != self.group[k]:
+                free[queue] = last
+            began[k] = max(began[k], free[queue])
+            before[queue] = self.group[k], max(last, float(ended[k]))
         return Read(began, ended)
 
 

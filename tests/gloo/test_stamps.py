@@ -16,7 +16,7 @@ from schedir.calibrate import calibrate
 from schedir.idleness import Cause, by_cause, idleness
 from schedir.ops import SENDS, TRANSFERS, Lane, Opcode
 from schedir.passes.slots import Choice
-from schedir.program import Program
+from schedir.program import JOINED, Program, Stream
 from schedir.runtime import tiny
 from schedir.runtime.inprocess import InProcess, _Hub, _Mailbox
 from schedir.runtime.rank import Boundary
@@ -182,26 +182,30 @@ def test_what_cannot_be_marked_is_awaited_beside_the_compute_stream(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     gpu = install(monkeypatch)
-    program = schedir.compile(gpipe, Plan(2, 3), model="edge")
+    program = schedir.compile(gpipe, Plan(2, 4), model="edge")
+    sender, own = program.streams
+    words = own.words[np.argsort(own.op != Opcode.RecvAct, kind="stable")].copy()
+    words[2] |= JOINED  # all four receives come first, of which two are a group
+    program = replace(program, streams=(sender, Stream(words)))
     stamps = EventStamps(program, 1, "edge", torch.device("cpu"))
     transport = Recorded(_Library(gpu), stamps)
-    receives = [k for k, i in enumerate(program.streams[1]) if i.op is Opcode.RecvAct]
 
     def receive(k: int) -> None:
         stamps.begins(k)
         transport.recv(torch.zeros(1), 0, Lane.ACT)
         stamps.ends(k)
 
-    receive(receives[0])
+    receive(0)
     transport.start_group()
-    receive(receives[1])
-    receive(receives[2])
+    receive(1)
+    receive(2)
     transport.end_group()
+    receive(3)
     assert gpu.stream.now == 0  # nobody has waited
     assert gpu.forked
     stamps.close()
-    assert gpu.stream.now == 5 and not gpu.forked
+    assert gpu.stream.now == 6 and not gpu.forked
     (times,), error = read([stamps])
-    assert times.ended[receives].tolist() == [3, 4, 5]
-    assert times.began[receives].tolist() == [0, 3, 4]  # behind each other
+    assert times.ended[:4].tolist() == [3, 4, 5, 6]
+    assert times.began[:4].tolist() == [0, 3, 3, 5]  # groups behind each other
     assert error == TICK
