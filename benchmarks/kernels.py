@@ -95,6 +95,7 @@ def operations(options: argparse.Namespace) -> list[Operation]:
     x, r, dy, weight, bias = random(T, h), random(T, h), random(T, h), random(h), random(h)
     hidden, _, moments = layer_norm_triton.forward(x, r, weight, bias, 1e-5)
     turned = random(T // 8, 8, h).transpose(0, 1)
+    part = turned.new_empty(turned.numel() // options.tp)
     return [
         (
             "cross entropy, statistics",
@@ -135,8 +136,8 @@ def operations(options: argparse.Namespace) -> list[Operation]:
         (
             "boundary, pack 1/t, strided",
             2 * turned.nbytes // options.tp,
-            lambda: boundary.pack(turned, options.tp, 1),
-            lambda: boundary.pack_reference(turned, options.tp, 1),
+            lambda: boundary.pack(turned, options.tp, 1, part),
+            lambda: boundary.pack_reference(turned, options.tp, 1, part),
         ),
     ]
 

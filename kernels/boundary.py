@@ -13,14 +13,16 @@ from torch import Tensor
 from schedir.kernels.choice import on_triton
 
 
-def pack(value: Tensor, t: int, rank: int, dtype: torch.dtype | None = None) -> Tensor:
-    """Slice `rank` of t of a tensor of any strides: flat, contiguous, of `dtype` (its own unless
-    told), in memory of its own.  t divides the number of elements."""
+def pack(value: Tensor, t: int, rank: int, out: Tensor | None = None) -> Tensor:
+    """Slice `rank` of t of a tensor of any strides, into `out`, which is flat, contiguous and of
+    any type, or into new memory.  t divides the number of elements."""
+    if out is None:
+        out = torch.empty(value.numel() // t, dtype=value.dtype, device=value.device)
     if on_triton(value) and (strides := layout(value)) is not None:
         from schedir.kernels import boundary_triton as kernels
 
-        return kernels.pack(value, strides, t, rank, dtype or value.dtype)
-    return pack_reference(value, t, rank, dtype)
+        return kernels.pack(value, strides, rank, out)
+    return pack_reference(value, t, rank, out)
 
 
 def layout(x: Tensor) -> tuple[int, int, int, int, int] | None:
@@ -46,6 +48,6 @@ def layout(x: Tensor) -> tuple[int, int, int, int, int] | None:
     return sizes[-2], sizes[-1], strides[-3], strides[-2], strides[-1]
 
 
-def pack_reference(value: Tensor, t: int, rank: int, dtype: torch.dtype | None = None) -> Tensor:
+def pack_reference(value: Tensor, t: int, rank: int, out: Tensor) -> Tensor:
     """As `pack`, in plain torch."""
-    return value.reshape(t, -1)[rank].to(dtype or value.dtype, copy=True)
+    return out.copy_(value.reshape(t, -1)[rank])

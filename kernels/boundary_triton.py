@@ -4,7 +4,6 @@
 
 from __future__ import annotations
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -43,9 +42,8 @@ def pack_kernel(
     tl.store(wire + i, x.to(wire.dtype.element_ty), mask=i < n)
 
 
-def pack(value: Tensor, layout: tuple[int, ...], t: int, rank: int, dtype: torch.dtype) -> Tensor:
-    n = value.numel() // t
-    wire = torch.empty(n, dtype=dtype, device=value.device)
+def pack(value: Tensor, layout: tuple[int, ...], rank: int, wire: Tensor) -> Tensor:
+    n = wire.numel()
     pack_kernel[(triton.cdiv(n, BLOCK),)](
         value, wire, rank * n, n, *layout, FLAT=value.is_contiguous(), BLOCK=BLOCK, num_warps=WARPS
     )

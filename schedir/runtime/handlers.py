@@ -205,9 +205,8 @@ def send(rank: Rank, i: Instr) -> Call:
     out = rank.slot(kind, i.stage, mb)
     peer = int(rank.plan.rank_at(i.stage + row.hop, mb))
     start, sending, lane = rank.transport.send, rank.sending, row.lane
-    own = rank.outgoing(kind, out.number) if rank.transport.static else None
-    if own is not None and (_SCATTERS[kind], i.stage, mb) in rank.where:
-        own = rank.own_part(own)
+    scattered = (_SCATTERS[kind], i.stage, mb) in rank.where  # into static memory, if need be
+    own = rank.outgoing(kind, out.number) if rank.transport.static and not scattered else None
 
     def run() -> None:
         tensor = out.look()
@@ -254,11 +253,13 @@ def _arrived(rank: Rank, i: Instr, kind: Token) -> Callable[[], None] | None:
 
 
 def scatter(rank: Rank, i: Instr) -> Call:
-    out = rank.slot(ROWS[i.op].gives[0], i.stage, i.mb)
+    kind = ROWS[i.op].gives[0]
+    out = rank.slot(kind, i.stage, i.mb)
+    own = rank.own_part(rank.outgoing(kind, out.number)) if rank.transport.static else None
 
     def run() -> None:
         # Own memory, not a view: the whole is not kept alive by what is sent of it.
-        shard = pack(out.look(), rank.program.tp, rank.transport.tp_rank)
+        shard = pack(out.look(), rank.program.tp, rank.transport.tp_rank, own)
         out.free()
         out.fill(shard)
 
