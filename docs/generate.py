@@ -28,6 +28,7 @@ from schedir import (
     text,
     viz,
 )
+from schedir.config import settings
 from schedir.graph import MODELS
 from schedir.ops import ROWS, Token
 from schedir.schedules import one_f_one_b
@@ -309,6 +310,34 @@ def schedules_page() -> str:
     )
 
 
+CONFIG = """\
+# The configuration of a training run
+
+Generated from `schedir/config.py` by `python docs/generate.py`; do not edit.
+
+`schedir train CONFIG.toml` takes a TOML file. All settings may be left out, and
+`--set section.name=value` says one on the command line: `--set pipeline.ranks=2`. What is wrong
+is refused, with its line, before a process starts. `examples/demo.toml`, for one:
+
+```toml
+{demo}
+```
+
+{sections}"""
+
+
+def config_page() -> str:
+    """docs/config.md: every section and its settings."""
+    sections = ""
+    for section, (about, own) in settings().items():
+        rows = [[f"`{name}`", takes, f"`{usual}`" if usual else "-"] for name, takes, usual in own]
+        sections += (
+            f"## [{section}]\n\n{about}\n\n{table(['setting', 'takes', 'default'], rows)}\n\n"
+        )
+    demo = (HERE.parent / "examples" / "demo.toml").read_text().strip()
+    return CONFIG.format(demo=demo, sections=sections).rstrip() + "\n"
+
+
 def picture(name: str) -> str:
     """A schedule at 4 ranks and 8 microbatches, as SVG without what no reader sees."""
     with TemporaryDirectory() as folder, rc_context({"font.sans-serif": ["DejaVu Sans"]}):
@@ -321,7 +350,11 @@ def picture(name: str) -> str:
     return re.sub(r"\s*\n\s*", "\n", svg).replace(" \n", "\n")
 
 
-PAGES: dict[str, Callable[[], str]] = {"ir.md": ir, "schedules.md": schedules_page}
+PAGES: dict[str, Callable[[], str]] = {
+    "ir.md": ir,
+    "schedules.md": schedules_page,
+    "config.md": config_page,
+}
 PAGES |= {f"images/schedules/{name}.svg": partial(picture, name) for name in WHEN}
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NoReturn
 
 from schedir import __version__
@@ -80,6 +80,11 @@ def _say(text: str) -> int:
 
 
 class _Parser(argparse.ArgumentParser):
+    more: Callable[[], str] | None = None  # help that is made when it is asked for
+
+    def format_help(self) -> str:
+        return super().format_help() + (self.more() if self.more else "")
+
     def error(self, message: str) -> NoReturn:
         raise UsageError(message, hint=f"see {self.prog} --help")
 
@@ -94,4 +99,5 @@ def _parser() -> argparse.ArgumentParser:
         sub = subparsers.add_parser(name, help=about, description=about, allow_abbrev=False)
         sub.set_defaults(run=command.run)
         command.arguments(sub)
+        sub.more = getattr(command, "more", None)
     return parser

@@ -5,6 +5,7 @@ Whatever is wrong with it is refused here, before a process starts.  Needs no to
 
 from __future__ import annotations
 
+import json
 import math
 import re
 import tomllib
@@ -12,6 +13,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, fields
 from difflib import get_close_matches
+from inspect import getdoc
 from pathlib import Path
 from typing import Annotated, Any, Final, NamedTuple, get_type_hints
 
@@ -196,6 +198,30 @@ class Config:
 _SECTIONS = get_type_hints(Config)
 _KINDS = {name: get_type_hints(kind, include_extras=True) for name, kind in _SECTIONS.items()}
 _PLAN = tuple(f.name for f in fields(Plan))
+
+
+class Setting(NamedTuple):
+    """A setting of a section: what it takes, in words, and its default, as in TOML."""
+
+    name: str
+    takes: str
+    default: str
+
+
+def settings() -> dict[str, tuple[str, list[Setting]]]:
+    """By section, what it is about and its settings."""
+    return {
+        section: (
+            str(getdoc(kind)),
+            [Setting(f.name, say(_KINDS[section][f.name]), _toml(f.default)) for f in fields(kind)],
+        )
+        for section, kind in _SECTIONS.items()
+    }
+
+
+def _toml(value: Any) -> str:
+    """A default as it would be written; nothing where there is none."""
+    return "" if value is None else json.dumps(list(value) if isinstance(value, tuple) else value)
 
 
 class _Given(NamedTuple):

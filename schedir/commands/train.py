@@ -9,9 +9,22 @@ ABOUT = "train a GPT as a configuration says"
 
 def arguments(parser: argparse.ArgumentParser) -> None:
     """A configuration, and what to change in it."""
-    parser.add_argument("config", metavar="CONFIG.toml")
+    parser.add_argument("config", metavar="CONFIG.toml", help="any of the settings below")
     parser.add_argument("--trace", metavar="DIR", help="write the last step's Timeline there")
-    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", dest="sets")
+    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", dest="sets",
+                        help="a setting, over what the file says: pipeline.ranks=2")  # fmt: skip
+
+
+def more() -> str:
+    """The settings, by section."""
+    from schedir.config import settings
+
+    lines = ["\nsettings, what they take, and their defaults:\n"]
+    for section, (_, own) in settings().items():
+        lines.append(f"\n[{section}]\n")
+        lines += [f"  {name:<16}  {takes:<52}  {default}".rstrip() + "\n"
+                  for name, takes, default in own]  # fmt: skip
+    return "".join(lines)
 
 
 def run(args: argparse.Namespace) -> int:

@@ -79,6 +79,15 @@ def test_help_names_the_commands(capsys: pytest.CaptureFixture[str]) -> None:
     assert "--microbatches" in said(capsys, "show", "--help")
 
 
+def test_help_of_train_tells_the_settings(capsys: pytest.CaptureFixture[str]) -> None:
+    out = said(capsys, "train", "--help")
+    lines = {line.split()[0]: line for line in out.splitlines() if line.startswith(("  ", "["))}
+    assert {"[model]", "[pipeline]", "[data]", "[train]", "[output]"} <= lines.keys()
+    assert lines["schedule"].endswith('"one_f_one_b"') and lines["betas"].endswith("[0.9, 0.95]")
+    assert lines["division"].endswith("whole numbers")
+    assert max(map(len, out.splitlines())) <= 100
+
+
 def test_help_loads_little() -> None:
     code = (
         "import sys\nfrom schedir.cli import main\nmain(['--help'])\n"
