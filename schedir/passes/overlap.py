@@ -38,6 +38,8 @@ def early_gathers(program: Program, ahead: int = 1) -> Program:
     It runs beside these computes.  It stands just before the first of them: a host that blocks
     waits for the message there, and has sent before what it could.
     """
+    if program.tp == 1:
+        return program
     graph = Graph(program, "serial")
     floor = _floor(graph.index, graph.needs[0], ahead)
     computes = np.append(_computes(graph.index), len(graph))
