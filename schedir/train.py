@@ -129,15 +129,17 @@ def check_memory(config: Config, processes: int) -> None:
     """Refuse what that many processes cannot hold on this machine.
 
     Counts what cannot be done without: each process's share of the model, with gradients and
-    AdamW's two moments; one microbatch's activations; the tokens of a step.  Raises UsageError.
+    AdamW's two moments; one microbatch's activations; the tokens of a step.  Of what trains on a
+    GPU, the model as it is made here, and the tokens.  Raises UsageError.
     """
+    cpu = config.train.device == "cpu"
     model, pipeline, data = config.model, config.pipeline, config.data
     windows = pipeline.dp * pipeline.microbatches * data.microbatch_size
     tokens = data.microbatch_size * model.context
     shares = pipeline.ranks * pipeline.tp
     needs = {
-        "model": 16 * model.parameters // shares,
-        "activations": 4 * tokens * (model.hidden * model.layers + model.vocab) // shares,
+        "model": (16 if cpu else 4) * model.parameters // shares,
+        "activations": 4 * cpu * tokens * (model.hidden * model.layers + model.vocab) // shares,
         "tokens": 8 * windows * (model.context + 1),
     }
     has = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")

@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from schedir import compile, train
+from schedir import compile, config, gpt_config, train
 from schedir.config import TrainConfig
 from schedir.errors import ModelError, UsageError
 from schedir.plan import Plan
@@ -130,3 +130,14 @@ def test_options_of_an_edge() -> None:
     options = edge_options(7.0)
     assert options.is_high_priority_stream and options._timeout.total_seconds() == 7
     assert (options.config.min_ctas, options.config.max_ctas) == (1, CTAS)
+
+
+def test_memory_of_the_host_is_not_a_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A GPU holds gradients, moments and activations; the model is made by the host."""
+    model = gpt_config.GPTConfig(256, 4, 512, 8, 2048)
+    monkeypatch.setattr("os.sysconf", lambda name: 1 if "SIZE" in name else 8 * model.parameters)
+    train.check_memory(config.Config(model, train=TrainConfig(device="cuda")), 1)
+    with pytest.raises(UsageError):
+        train.check_memory(config.Config(model), 1)
+    with pytest.raises(UsageError):
+        train.check_memory(config.Config(model, train=TrainConfig(device="cuda")), 3)

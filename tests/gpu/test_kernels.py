@@ -33,12 +33,14 @@ def random(*shape: int, dtype: torch.dtype, seed: int = 0) -> Tensor:
     return x
 
 
-def assert_near(got: Tensor | None, want: Tensor | None, dtype: torch.dtype) -> None:
+def assert_near(
+    got: Tensor | None, want: Tensor | None, dtype: torch.dtype, least: float = 1e-5
+) -> None:
     """The norm of the difference over the norm: a rounding to the type, or float32's sums."""
     assert got is not None and want is not None and got.shape == want.shape
     got, want = got.detach(), want.detach()
     error = (got.double() - want).norm() / want.norm()
-    assert float(error) <= max(1e-5, float(torch.finfo(dtype).eps))
+    assert float(error) <= max(least, float(torch.finfo(dtype).eps))
 
 
 def leaves(*tensors: Tensor, dtype: torch.dtype | None = None) -> list[Tensor]:
@@ -110,4 +112,5 @@ def test_weight_gradient(tokens: int, k: int, n: int, dtype: torch.dtype) -> Non
     main = random(k, n, dtype=torch.float32, seed=2)
     want = main.double() + dy.double().t() @ x.double()
     for accumulate_ in (weight_gradient.accumulate_, kernels.accumulate_):
-        assert_near(accumulate_(main.clone(), dy, x), want, torch.float32)
+        # Tensor cores cut off what does not fit into a float32, at each of some hundred additions.
+        assert_near(accumulate_(main.clone(), dy, x), want, torch.float32, least=3e-5)
