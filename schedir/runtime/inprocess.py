@@ -26,7 +26,7 @@ from schedir.runtime.executor import Executor
 from schedir.runtime.precision import LossScale, Steps
 from schedir.runtime.rank import Boundary, Loss, Microbatches
 from schedir.runtime.stamps import read, timeline_of
-from schedir.runtime.streams import StreamHub, StreamMailbox
+from schedir.runtime.streams import Meetings, StreamHub, StreamMailbox
 from schedir.runtime.transport import Done, Group, Work, buffers
 from schedir.timeline import Timeline
 
@@ -37,7 +37,7 @@ class _Hub:
     def __init__(self) -> None:
         self.sent: dict[tuple[Lane, int, int], deque[Tensor]] = defaultdict(deque)
         self.awaited: dict[tuple[Lane, int, int], deque[Tensor]] = defaultdict(deque)
-        self.meeting: dict[tuple[Group, int], list[Tensor]] = defaultdict(list)
+        self.meetings: Meetings[Tensor] = Meetings()
 
 
 class _Mailbox:
@@ -71,14 +71,11 @@ class _Mailbox:
 
     def all_reduce(self, tensor: Tensor, group: Group) -> Work:
         """The last to come sums for all, first rank first whatever the order of arrival."""
-        members = self.members[group]
-        meeting = self.hub.meeting[group, members[0]]
-        meeting.append(tensor)
-        if len(meeting) == len(members):
-            total = torch.stack(meeting).sum(0) if len(meeting) != 2 else meeting[0] + meeting[1]
-            for member in meeting:
+        came = self.hub.meetings.come(group, self.rank, self.members[group], tensor)
+        if came:
+            total = torch.stack(came).sum(0) if len(came) != 2 else came[0] + came[1]
+            for member in came:
                 member.copy_(total)
-            meeting.clear()
         return Done()
 
     running = nullcontext

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import defaultdict, deque
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
-from typing import NamedTuple
+from typing import Generic, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -17,6 +17,8 @@ from torch import Tensor
 from schedir.graph import Model
 from schedir.ops import Lane
 from schedir.runtime.transport import Group, Work, buffers
+
+T = TypeVar("T")
 
 
 class _Point:
@@ -47,12 +49,17 @@ class _Point:
         torch.cuda.current_stream().wait_event(self.event)
 
 
-class _Meeting:
-    """A collective that some members have come to."""
+class Meetings(Generic[T]):
+    """Collectives that some members have come to; a member may come to several before others."""
 
     def __init__(self) -> None:
-        self.came: list[tuple[Tensor, _Point]] = []
-        self.ended = _Point()
+        self.came: dict[tuple[Group, int], deque[T]] = defaultdict(deque)
+
+    def come(self, group: Group, rank: int, members: list[int], brings: T) -> list[T]:
+        """To the last to come, what each member brings, by rank; to others nothing."""
+        self.came[group, rank].append(brings)
+        waiting = [self.came[group, member] for member in members]
+        return [first.popleft() for first in waiting] if all(waiting) else []
 
 
 class _Side(NamedTuple):
@@ -71,7 +78,7 @@ class StreamHub:
         self.sent: dict[tuple[Lane, int, int], deque[_Side]] = defaultdict(deque)
         self.awaited: dict[tuple[Lane, int, int], deque[_Side]] = defaultdict(deque)
         self.lanes: dict[tuple[Lane, int, int], torch.cuda.Stream] = {}
-        self.meetings: dict[tuple[Group, int], _Meeting] = defaultdict(_Meeting)
+        self.meetings: Meetings[tuple[Tensor, _Point, _Point]] = Meetings()
 
     def lane(self, lane: Lane, source: int, target: int) -> torch.cuda.Stream:
         """The queue of a directed edge."""
@@ -135,23 +142,20 @@ class StreamMailbox:
 
     def all_reduce(self, tensor: Tensor, group: Group) -> Work:
         """The last to come sums for all."""
-        members = self.members[group]
-        key = group, members[0]
-        meeting = self.hub.meetings[key]
-        meeting.came.append((tensor, _here()))
-        if len(meeting.came) == len(members):
-            del self.hub.meetings[key]
-            lane = self.reductions
-            with torch.cuda.stream(lane):
-                for _, ready in meeting.came:
+        members, ended = self.members[group], _Point()
+        came = self.hub.meetings.come(group, self.rank, members, (tensor, _here(), ended))
+        if came:
+            with torch.cuda.stream(self.reductions):
+                for _, ready, _ in came:
                     ready.wait()
-                total = meeting.came[0][0].clone()
-                for other, _ in meeting.came[1:]:
+                total = came[0][0].clone()
+                for other, _, _ in came[1:]:
                     total += other
-                for each, _ in meeting.came:
+                for each, _, _ in came:
                     each.copy_(total)
-                meeting.ended.reach(lane)
-        return meeting.ended
+                for _, _, over in came:
+                    over.reach(self.reductions)
+        return ended
 
     def all_gather(self, whole: Tensor, shard: Tensor) -> Work:
         raise NotImplementedError("virtual ranks have no tensor-parallel group")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import permutations
 
 import numpy as np
 import pytest
@@ -17,7 +18,7 @@ from schedir.idleness import Cause, by_cause, idleness
 from schedir.ops import SENDS, TRANSFERS, Lane, Opcode
 from schedir.passes.slots import Choice
 from schedir.program import JOINED, Program, Stream
-from schedir.runtime import tiny
+from schedir.runtime import inprocess, tiny
 from schedir.runtime.inprocess import InProcess, _Hub, _Mailbox
 from schedir.runtime.rank import Boundary
 from schedir.runtime.stamps import TICK, EventStamps, Recorded, read
@@ -209,3 +210,23 @@ def test_what_cannot_be_marked_is_awaited_beside_the_compute_stream(
     assert times.ended[:4].tolist() == [3, 4, 5, 6]
     assert times.began[:4].tolist() == [0, 3, 3, 5]  # groups behind each other
     assert error == TICK
+
+
+@pytest.mark.parametrize("on_gpu", [False, True])
+def test_a_sum_is_by_rank_in_whatever_order_ranks_come(
+    on_gpu: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And each comes twice, before others have come at all."""
+    sums = set()
+    for order in permutations(range(4)):
+        if on_gpu:
+            install(monkeypatch)
+        ranks = inprocess._mailboxes(Plan(4, 1), "edge", False)
+        first = [torch.tensor(part) for part in (1e16, 1.0, -1e16, 3.0)]
+        second = [torch.tensor(float(rank)) for rank in range(4)]
+        for rank in order:
+            for parts in (first, second):
+                ranks[rank].all_reduce(parts[rank], "model")
+        sums |= {float(part) for part in first}
+        assert {float(part) for part in second} == {6.0}
+    assert len(sums) == 1
