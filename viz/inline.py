@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from base64 import b64encode
 from html import escape
-from itertools import groupby
+from struct import pack
 from typing import Final
+from zlib import compress, crc32
 
 import numpy as np
+from numpy.typing import NDArray
 
 from schedir.ops import Opcode
 from schedir.timeline import Timeline
@@ -17,7 +20,8 @@ from schedir.viz.sheet import Sheet
 _WIDE: Final = 860.0  # pixels of the time axis; the picture shrinks with the page
 _LEFT: Final = 56.0
 _BOXES: Final = 3000  # more are mixed
-_CELLS: Final = 6_000  # of a mixed picture
+_CELLS: Final = 100_000  # of a mixed picture
+_LINES: Final = 5  # of its pixels for a rank, with the room below it
 _TALL: Final = (20.0, 620.0)  # a row at most, and all together
 
 
@@ -76,6 +80,7 @@ def _boxes(sheet: Sheet, row: float) -> str:
 
 
 def _mixed(sheet: Sheet, row: float) -> str:
+    """All that is too small to be seen: one picture, a pixel wide for each two of the axis."""
     timeline = sheet.timeline
     stages, kinds = timeline.program.plan.stages_per_rank, len(Opcode)
     key, kind = np.unique(own_stage(timeline) * kinds + timeline.spans["op"], return_inverse=True)
@@ -84,18 +89,26 @@ def _mixed(sheet: Sheet, row: float) -> str:
     cover = np.clip(share.sum(-1), 0, 1)
     light = np.array([linear(colour(k % kinds, k // kinds, stages)) for k in key.tolist()])
     mixed = np.clip(share @ light / np.maximum(cover, 1e-9)[..., None], 0, 1) ** (1 / 2.2)
-    shapes = [_ground(sheet, row)]
-    wide = _WIDE / columns
-    for rank in range(timeline.ranks):
-        fills = [
-            f'fill="{written((r, g, b))}" fill-opacity="{part:.2f}"' if part >= 0.005 else ""
-            for (r, g, b), part in zip(mixed[rank].tolist(), cover[rank].tolist(), strict=True)
-        ]
-        at = 0
-        for fill, same in groupby(fills):
-            count = len(list(same))
-            if fill:
-                top = rank * sheet.pitch * row
-                shapes.append(_rectangle(at * wide, (at + count) * wide, top, row, fill))
-            at += count
-    return "".join(shapes)
+    pixels = np.concatenate([mixed, cover[..., None]], -1)
+    high = sheet.pitch * row
+    lines = np.zeros((timeline.ranks, _LINES, columns, 4), np.uint8)
+    lines[:, : round(_LINES * row / high)] = np.rint(255 * pixels)[:, None]
+    return _ground(sheet, row) + (
+        f'<image x="{_LEFT:g}" y="0" width="{_WIDE:g}" height="{high * timeline.ranks:.1f}" '
+        f'preserveAspectRatio="none" style="image-rendering:pixelated" '
+        f'href="data:image/png;base64,{b64encode(_png(lines.reshape(-1, columns, 4))).decode()}"/>'
+    )
+
+
+def _png(pixels: NDArray[np.uint8]) -> bytes:
+    """Red, green, blue and alpha, shape (rows, columns, 4), as PNG (ISO/IEC 15948)."""
+
+    def chunk(kind: bytes, content: bytes) -> bytes:
+        return pack(">I", len(content)) + kind + content + pack(">I", crc32(kind + content))
+
+    rows, columns, _ = pixels.shape
+    lines = np.zeros((rows, 1 + 4 * columns), np.uint8)  # each begins with its filter: none
+    lines[:, 1:] = pixels.reshape(rows, -1)
+    head = pack(">IIBBBBB", columns, rows, 8, 6, 0, 0, 0)
+    parts = ((b"IHDR", head), (b"IDAT", compress(lines.tobytes(), 9)), (b"IEND", b""))
+    return b"\x89PNG\r\n\x1a\n" + b"".join(chunk(*part) for part in parts)

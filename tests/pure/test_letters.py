@@ -2,6 +2,8 @@
 
 import subprocess
 import sys
+from base64 import b64decode
+from io import BytesIO
 from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
@@ -9,6 +11,7 @@ from xml.etree import ElementTree
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from matplotlib.image import imread
 
 from schedir import save_timeline, viz
 from schedir.cli import main
@@ -24,6 +27,7 @@ from schedir.testing import drafts
 from schedir.text import parse, show
 from schedir.timeline import Timeline
 from schedir.viz.lettering import letters
+from schedir.viz.palette import colour, written
 from schedir.words import Schedule
 from tests.strategies import costs
 
@@ -156,8 +160,23 @@ def test_a_notebook_sees_boxes() -> None:
 
 def test_a_notebook_is_not_flooded() -> None:
     t = timeline(ranks=64, m=256)
-    assert len(t._repr_html_()) < 1_000_000 and pictures(t._repr_html_())
-    assert len(t.program._repr_html_()) < 1_000_000
+    assert len(t._repr_html_()) < 100_000 and pictures(t._repr_html_())
+    assert len(t.program._repr_html_()) < 150_000
+
+
+def test_what_is_mixed_has_its_colours_where_they_are() -> None:
+    """In a picture of pixels: forwards to the left on rank 0, nothing before them on the last."""
+    t = timeline(ranks=16, m=256, B=2)
+    (picture,) = pictures(t._repr_html_())
+    (image,) = [e for e in picture.iter() if e.tag.endswith("}image")]
+    png = b64decode(image.attrib["href"].partition("base64,")[2])
+    pixels = imread(BytesIO(png), format="png")
+    rows, columns, _ = pixels.shape
+    assert rows % 16 == 0 and columns > 400
+    first, last = pixels[0], pixels[rows - rows // 16]
+    forward = tuple(int(written(colour(0, 0, 1))[k : k + 2], 16) for k in (1, 3, 5))
+    assert (first[0] * 255).tolist() == pytest.approx([*forward, 255], abs=2)
+    assert last[0, 3] == 0 and last[-1, 3] == 0 and last[columns // 2, 3] == 1
 
 
 def test_any_program_has_a_face() -> None:
