@@ -177,10 +177,17 @@ def _sent(rank: Rank, i: Instr) -> Callable[[], None] | None:
         return None
 
     def wait() -> None:
-        if send in rank.sending:  # else a message has proved that it arrived
-            rank.sending.pop(send)[0].wait()
+        _end(rank, send)
 
     return wait
+
+
+def _end(rank: Rank, send: int) -> None:
+    """Wait for a send, unless somebody has, and then let go what was sent."""
+    if send in rank.sending:
+        work, tensor = rank.sending.pop(send)
+        work.wait()
+        del tensor  # not before: on a GPU what comes next may take its memory
 
 
 def _both(
@@ -246,8 +253,7 @@ def _arrived(rank: Rank, i: Instr, kind: Token) -> Callable[[], None] | None:
     def wait() -> None:
         arriving.pop(key).wait()
         for send in known:
-            if send in rank.sending:  # else whoever fills its slot has waited already
-                rank.sending.pop(send)[0].wait()
+            _end(rank, send)
 
     return wait
 
