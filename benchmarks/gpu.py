@@ -227,7 +227,7 @@ def two_events(times: int = 100, graph: bool = False) -> float:
         captured.replay()
     torch.cuda.synchronize()
     each = zip(events[::2], events[1::2], strict=True)
-    return median(one.elapsed_time(other) / 1e3 for one, other in each)
+    return float(median(one.elapsed_time(other) / 1e3 for one, other in each))
 
 
 # ---------------------------------------------------------------- virtual ranks
@@ -259,7 +259,7 @@ class Sleeper(nn.Module):
         self.weight = nn.Parameter(torch.ones((), dtype=dtype))
 
     def forward(self, x: Tensor) -> Tensor:
-        y: Tensor = _Sleep.apply(x, self.weight, self.cycles)
+        y: Tensor = _Sleep.apply(x, self.weight, self.cycles)  # type: ignore[no-untyped-call]
         return y
 
 
