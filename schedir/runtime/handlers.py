@@ -176,18 +176,7 @@ def _sent(rank: Rank, i: Instr) -> Callable[[], None] | None:
     if send is None:
         return None
 
-    def wait() -> None:
-        _end(rank, send)
-
-    return wait
-
-
-def _end(rank: Rank, send: int) -> None:
-    """Wait for a send, unless somebody has, and then let go what was sent."""
-    if send in rank.sending:
-        work, tensor = rank.sending.pop(send)
-        work.wait()
-        del tensor  # not before: on a GPU what comes next may take its memory
+    return partial(rank.let_go, send)
 
 
 def _both(
@@ -253,7 +242,7 @@ def _arrived(rank: Rank, i: Instr, kind: Token) -> Callable[[], None] | None:
     def wait() -> None:
         arriving.pop(key).wait()
         for send in known:
-            _end(rank, send)
+            rank.let_go(send)
 
     return wait
 

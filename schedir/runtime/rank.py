@@ -181,6 +181,13 @@ class Rank:
         """This tensor-parallel rank's 1/t of a boundary, flat, in its place in the whole."""
         return whole.view(self.program.tp, -1)[self.transport.tp_rank]
 
+    def let_go(self, send: int) -> None:
+        """Wait for a send, unless somebody has, and then let go what was sent."""
+        if send in self.sending:
+            work, tensor = self.sending.pop(send)
+            work.wait()
+            del tensor  # not before: on a GPU what comes next may take its memory
+
     def beside(self, stage: int, mb: int) -> Stage | None:
         """The stage if this rank runs it for the microbatch: then values are handed over."""
         if stage not in self.stages or self.plan.rank_at(stage, mb) != self.rank:
