@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -10,11 +11,12 @@ import torch
 from schedir import compile, gpt
 from schedir.passes.slots import Choice
 from schedir.plan import Plan
-from schedir.runtime import inprocess, streams
+from schedir.runtime import streams
 from schedir.runtime.inprocess import InProcess
 from schedir.schedules import chimera, interleaved, one_f_one_b
-from tests.gloo.lanes import Lanes, lanes
+from tests.gloo.races import Races
 from tests.gloo.tiny_stages import BOUNDARY, batch, expected, gpt_stages, gradients, same_bits, zb
+from tests.gloo.virtual_gpu import install
 
 PLANS = [
     (one_f_one_b, Plan(3, 4)),
@@ -25,18 +27,16 @@ PLANS = [
 
 
 @pytest.fixture
-def found(monkeypatch: pytest.MonkeyPatch) -> Any:
-    made = inprocess._mailboxes
-    monkeypatch.setattr(inprocess, "_mailboxes", lambda plan, model, cuda: made(plan, model, True))
-    with lanes() as found:
-        yield found
+def races(monkeypatch: pytest.MonkeyPatch) -> Iterator[Races]:
+    with Races(install(monkeypatch)) as races:
+        yield races
 
 
-def run(schedule: Any, plan: Plan, slots: Choice | None = None) -> Any:
+def run(schedule: Any, plan: Plan, slots: Choice | None = None, record: bool = False) -> Any:
     program = compile(schedule, plan, model="edge", overlap=True, tied=True, clip=True, slots=slots)
     stages = gpt_stages(plan.stages)
     world = InProcess(
-        program, stages, loss=gpt.loss, boundary=BOUNDARY, record=False,
+        program, stages, loss=gpt.loss, boundary=BOUNDARY, record=record,
         optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.0),
         max_norm=1e9,
     )  # fmt: skip
@@ -53,13 +53,13 @@ def test_nothing_races(
     plan: Plan,
     slots: Choice | None,
     static: bool,
-    found: Lanes,
+    races: Races,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Whether what is sent is copied to static memory first, as for NCCL, or not."""
+    """Whether what is sent goes to static memory first, as for NCCL, and is recorded, or not."""
     monkeypatch.setattr(streams.StreamMailbox, "static", static)
-    got = run(schedule, plan, slots)
-    assert not found.races
+    got = run(schedule, plan, slots, record=static)
+    assert not races.found
     assert same_bits(got, expected(plan)[1]) or plan.two_way
 
 
@@ -73,7 +73,7 @@ class _Ready(streams._Point):
 
 @pytest.mark.parametrize("side", ["source", "target"])
 def test_a_copy_that_does_not_wait_is_seen(
-    side: str, found: Lanes, monkeypatch: pytest.MonkeyPatch
+    side: str, races: Races, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     copy = streams._copy
 
@@ -84,12 +84,12 @@ def test_a_copy_that_does_not_wait_is_seen(
 
     monkeypatch.setattr(streams, "_copy", hasty)
     run(one_f_one_b, Plan(3, 4), "fewest")
-    assert any("copy_" in race for race in found.races)
+    assert any("copy_" in race for race in races.found)
 
 
 def test_a_step_that_does_not_follow_the_caller_is_seen(
-    found: Lanes, monkeypatch: pytest.MonkeyPatch
+    races: Races, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(streams.StreamMailbox, "begin", lambda self: None)
     run(one_f_one_b, Plan(3, 4))
-    assert found.races
+    assert races.found
