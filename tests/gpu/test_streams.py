@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import pytest
@@ -26,6 +26,12 @@ from tests.legal import too_early
 PLANS = [(one_f_one_b, Plan(4, 6)), (zb, Plan(4, 4)), (interleaved, Plan(2, 5, 3))]
 
 
+@pytest.fixture(autouse=True)
+def as_before() -> Iterator[None]:
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
 def close(one: Sequence[dict[str, Tensor]], other: Sequence[dict[str, Tensor]]) -> bool:
     return all(
         float((a[n] - b[n]).norm()) <= 1e-5 * float(b[n].norm())
@@ -46,6 +52,7 @@ def on_gpu(stages: int, dtype: torch.dtype = torch.float32) -> list[nn.Module]:
 def test_every_order_gives_the_gradients_of_the_reference(
     schedule: Any, plan: Plan, dtype: torch.dtype
 ) -> None:
+    torch.use_deterministic_algorithms(True)
     inputs, targets, scale = batch(plan.microbatches)
     inputs, targets = inputs.cuda(), targets.cuda()
     plain, ours = on_gpu(plan.stages, dtype), on_gpu(plan.stages, dtype)
@@ -59,6 +66,7 @@ def test_every_order_gives_the_gradients_of_the_reference(
         assert close(gradients(ours), gradients(plain))
 
 
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype:UserWarning")
 @pytest.mark.parametrize("record", [False, True])
 def test_the_host_never_waits_inside_a_step(record: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     plan = Plan(4, 6)
