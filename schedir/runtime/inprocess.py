@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from schedir.errors import ModelError
 from schedir.graph import COLLECTIVES, Graph, Model
 from schedir.index import NONE
-from schedir.ops import Lane
+from schedir.ops import Lane, Opcode
 from schedir.plan import Plan
 from schedir.program import Program
 from schedir.runtime.executor import Executor
@@ -219,10 +219,14 @@ def _in_turns(graph: Graph) -> Iterator[tuple[int, int]]:
     whole: dict[int, list[int]] = defaultdict(list)  # of what an instruction ends with: its group
     for position, gate in enumerate(leave):
         whole[gate] += sides[node[position]]
-    before = np.concatenate([graph.waits, graph.ahead[None]])
-    # Who is in a queue with transfers does not wait for them, but issues behind them.
-    before[-1, ~graph.index.among(COLLECTIVES)] = NONE
-    waits = [{*column} - {NONE} for column in before.T.tolist()]
+    # A reduction with partners, and a step, wait for all those before them on their rank.
+    meets = graph.index.among(COLLECTIVES)
+    met = np.maximum.accumulate(np.where(meets, np.arange(len(meets)), NONE))
+    before = np.full((1, len(meets)), NONE)
+    before[0, 1:] = met[:-1]
+    late = meets | (graph.index.op == Opcode.OptimizerStep)
+    before[0, ~late | (before[0] < program.offsets[graph.index.rank])] = NONE
+    waits = [{*one} - {NONE} for one in np.concatenate([graph.waits, before]).T.tolist()]
     issued, next_of = [False] * len(node), program.offsets[:-1].tolist()
     moved = True
     while moved:

@@ -60,7 +60,7 @@ def test_random_schedules_in_random_orders_give_the_same_bits(
     stages = gpt_stages(plan.stages, tied)
     ranks = InProcess(program, stages, loss=gpt.loss, boundary=BOUNDARY)
     inputs, targets, scale = batch(plan.microbatches)
-    for order in data.draw(st.lists(st.integers(0, 2**32), min_size=2, max_size=3)):
+    for order in [None, *data.draw(st.lists(st.integers(0, 2**32), min_size=1, max_size=2))]:
         assert torch.equal(ranks.step(inputs, targets, scale, seed=order), loss)
         assert same_bits(gradients(stages), right)
 
@@ -80,7 +80,7 @@ def test_in_process(schedule: Any, plan: Plan) -> None:
     for overlap in (False, True):
         program = compile(schedule, plan, tied=True, model="edge", overlap=overlap)
         ranks = InProcess(program, stages, loss=gpt.loss, boundary=BOUNDARY)
-        for seed in range(3):
+        for seed in (None, 0, 1):
             assert torch.equal(ranks.step(*batch(plan.microbatches), seed=seed), loss)
             assert same_bits(gradients(stages), right)
 

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 import schedir
 from schedir import Costs, Plan, Timeline
 from schedir.calibrate import calibrate
+from schedir.graph import Graph
 from schedir.idleness import Cause, by_cause, idleness
 from schedir.ops import SENDS, TRANSFERS, Lane, Opcode
 from schedir.passes.slots import Choice
@@ -210,6 +211,17 @@ def test_what_cannot_be_marked_is_awaited_beside_the_compute_stream(
     assert times.ended[:4].tolist() == [3, 4, 5, 6]
     assert times.began[:4].tolist() == [0, 3, 3, 5]  # groups behind each other
     assert error == TICK
+
+
+@pytest.mark.parametrize("schedule", ZOO.values(), ids=ZOO)
+def test_each_stream_runs_in_its_order(schedule: Schedule) -> None:
+    """And nothing is issued before what it waits for, which on streams would be no wait at all."""
+    plan = shape(schedule)
+    program = schedir.compile(schedule, plan, model="edge", tied=True, clip=True, overlap=True)
+    turns = list(inprocess._in_turns(Graph(program, "edge")))
+    assert len(turns) == len(program)
+    for rank, stream in enumerate(program.streams):
+        assert [k for r, k in turns if r == rank] == [*range(len(stream))]
 
 
 @pytest.mark.parametrize("on_gpu", [False, True])
