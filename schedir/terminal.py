@@ -10,7 +10,9 @@ import os
 import sys
 from collections.abc import Iterable, Sequence
 from io import StringIO
+from shutil import get_terminal_size
 from typing import TYPE_CHECKING
+from unicodedata import east_asian_width
 
 from schedir.errors import ProgramError
 
@@ -63,22 +65,37 @@ def in_colour() -> bool:
 
 
 def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """A table with its first column to the left and numbers to the right."""
-    from rich import box
-    from rich.console import Console
-    from rich.markup import escape
-    from rich.table import Table
+    """A table with its first column to the left and numbers to the right.
 
-    drawn = Table(box=box.SIMPLE_HEAD, pad_edge=False, header_style="bold")
-    for k, name in enumerate(head):
-        drawn.add_column(name, justify="right" if k else "left", no_wrap=not k)
-    for row in rows:
-        drawn.add_row(*map(escape, row))
-    # A file has no width, so that a table keeps its columns there.
-    seen, said = sys.stdout.isatty(), StringIO()
-    console = Console(file=said, highlight=False, force_terminal=seen, width=None if seen else 200)
-    console.print(drawn)
-    return "".join(f"{line.rstrip()}\n" for line in said.getvalue().splitlines() if line.strip())
+    On a narrow terminal the words of a heading stand below each other.  No number is ever cut.
+    """
+    rows, heads = list(rows), [[name] for name in head]
+    gap, gaps = "   ", len(head) - 1
+    wide = sum(_widths(heads, rows)) + 3 * gaps
+    if sys.stdout.isatty() and wide >= get_terminal_size().columns:
+        gap, heads = "  ", [name.split() for name in head]
+    widths, high = _widths(heads, rows), max(map(len, heads))
+
+    def line(cells: Sequence[str]) -> str:
+        room = [" " * (width - _cells(cell)) for cell, width in zip(cells, widths, strict=True)]
+        first, *others = zip(cells, room, strict=True)
+        return " " + gap.join(["".join(first), *(left + cell for cell, left in others)]).rstrip()
+
+    top = [line(words) for words in zip(*([""] * (high - len(h)) + h for h in heads), strict=True)]
+    if in_colour():
+        top = [f"\x1b[1m{words}\x1b[0m" for words in top]
+    rule = " " + "\u2500" * (sum(widths) + len(gap) * gaps)
+    return "\n".join([*top, rule, *map(line, rows), ""])
+
+
+def _widths(heads: Sequence[Sequence[str]], rows: Sequence[Sequence[str]]) -> list[int]:
+    columns = zip(*rows, strict=True) if rows else [[] for _ in heads]
+    return [max(map(_cells, (*own, *cells))) for own, cells in zip(heads, columns, strict=True)]
+
+
+def _cells(text: str) -> int:
+    """How many columns of a terminal a text takes."""
+    return sum(1 + (east_asian_width(letter) in "WF") for letter in text)
 
 
 def told(error: ProgramError) -> str:

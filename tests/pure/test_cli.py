@@ -233,6 +233,20 @@ def test_a_file_finds_its_neighbours(capsys: pytest.CaptureFixture[str], folder:
 # ---------------------------------------------------------------- check, simulate, draw, compare
 
 
+@pytest.mark.parametrize("columns", ["20", "80", "200"])
+def test_a_narrow_terminal_cuts_no_number(
+    columns: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    wide = said(capsys, "compare", "gpipe", "zb_v", "--costs", "send=0.1")
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    monkeypatch.setenv("COLUMNS", columns)
+    monkeypatch.setenv("NO_COLOR", "1")
+    lines = said(capsys, "compare", "gpipe", "zb_v", "--costs", "send=0.1").splitlines()
+    assert [line.split() for line in lines[-2:]] == [s.split() for s in wide.splitlines()[-2:]]
+    assert max(map(len, lines)) <= max(80, int(columns))
+    assert (lines == wide.splitlines()) == (columns == "200")
+
+
 def test_check_says_what_is_proven(capsys: pytest.CaptureFixture[str]) -> None:
     n = len(compile(one_f_one_b, Plan(4, 8)))
     assert said(capsys, "check", "one_f_one_b") == (
