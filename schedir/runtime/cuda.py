@@ -68,6 +68,8 @@ def require_gpus(
     if processes <= gpus:
         return
     if HOST not in environ:
+        if gpus == 1 and environ.get("CUDA_VISIBLE_DEVICES"):
+            return  # a launcher may show each process one of its own: `refuse_twins` will tell
         raise UsageError(
             f"{processes} processes on this machine, and {gpus} GPU{'s' * (gpus > 1)}",
             hint=f"to share one in a test, set {HOST} to a name of its own for each process",
@@ -107,5 +109,6 @@ def refuse_twins(store: Any, process: int, processes: int, card: str, host: str)
             raise ModelError(
                 f"processes {first} and {other} are on one GPU, "
                 f"{who.decode().partition(chr(10))[0]}, and on one host",
-                hint=f"to share a GPU in a test, set {HOST} to another name for each",
+                hint="each process takes the GPU of its LOCAL_RANK; to share one in a test, set "
+                f"{HOST} to another name for each",
             )

@@ -28,6 +28,7 @@ from schedir.schedules import gpipe
     [
         (1, 0, {}, "GPU"),
         (2, 1, {}, "2 processes"),
+        (4, 2, {"CUDA_VISIBLE_DEVICES": "0,1"}, "4 processes"),
         (1, 1, {"CUDA_DEVICE_MAX_CONNECTIONS": "1"}, "CUDA_DEVICE_MAX_CONNECTIONS"),
         (1, 1, {"TORCH_NCCL_BLOCKING_WAIT": "1"}, "TORCH_NCCL_BLOCKING_WAIT"),
         (1, 1, {"CUDA_DEVICE_MAX_CONNECTIONS": "4"}, "CUDA_DEVICE_MAX_CONNECTIONS"),
@@ -50,6 +51,7 @@ def test_machines_that_are_refused(
     ("processes", "gpus", "environ"),
     [
         (1, 1, {}),
+        (8, 1, {"CUDA_VISIBLE_DEVICES": "3"}),
         (8, 8, {"CUDA_DEVICE_MAX_CONNECTIONS": "32", "TORCH_NCCL_BLOCKING_WAIT": "0"}),
         (8, 8, {"TORCH_DISTRIBUTED_DEBUG": "INFO", "NCCL_LAUNCH_ORDER_IMPLICIT": "0"}),
         (4, 1, {HOST: "a", **SHARED}),
