@@ -144,18 +144,18 @@ class Rates:
 
 @contextmanager
 def untouched(executor: Executor) -> Iterator[None]:
-    """What training changes is afterwards what it was, in the same memory.
+    """What training changes is afterwards what it was, in the same memory; the host keeps copies.
 
     State that an optimizer makes meanwhile stays, and is zero, which is what torch's begin with.
     """
     optimizer: Any = executor.optimizer
     inner = getattr(optimizer, "inner", optimizer)
     tensors: list[Tensor] = [*getattr(optimizer, "main", [])]
-    for stage in executor.stages.values():
+    for stage in executor.stages.values() if optimizer is not None else ():
         tensors += stage.module.parameters()
     if executor.loss_scale is not None:
         tensors += [executor.loss_scale.value, executor.loss_scale.good]
-    was = [(t, t.detach().clone()) for t in (*tensors, *_state(inner))]
+    was = [(t, t.detach().to("cpu", copy=True)) for t in (*tensors, *_state(inner))]
     known = {id(t) for t, _ in was}
     with warnings.catch_warnings():
         # torch advises not to step by hand what can be captured.
