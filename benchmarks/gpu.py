@@ -20,8 +20,8 @@ costs that the step before it has measured.
   waits and the simulation are worth.  One by one, and as a CUDA graph.
 - `ranks of a GPT`: transformer stages that share the multiprocessors: an instruction takes as long
   as the others let it.  Costs are means of that run.  Where fewer ranks are busy, as a step begins
-  and ends, instructions are faster than the mean, so a prediction is too long: by some 1.8 / m if
-  those that run share the GPU evenly, 3 % for 64 microbatches.
+  and ends, instructions are faster than the mean, so a prediction is too long: it has m + 3 times
+  the mean of a forward and a backward, of which a rank has m within the step, so by at most 3 / m.
   `peak memory, predicted`: how far the most that torch's allocator has held is from the
   prediction: weights, gradients and optimizer of all ranks, and what their microbatches keep in
   the order in which the host issues them.
