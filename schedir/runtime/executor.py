@@ -134,7 +134,7 @@ class Executor(Rank):
                     wait()
                 run()
         except Exception as error:
-            raise self._failed(error) from error
+            raise self.failed(error) from error
 
     def begin(self, inputs: Microbatches, targets: Microbatches, scale: float | Tensor) -> None:
         """Make ready for a step; then every call is made once, in a legal order."""
@@ -177,9 +177,9 @@ class Executor(Rank):
             if stamps is not None:
                 stamps.ends(k)
         except Exception as error:
-            raise self._failed(error) from error
+            raise self.failed(error) from error
 
-    def _failed(self, error: Exception) -> ExecutionError:
+    def failed(self, error: Exception) -> ExecutionError:
         """An error as that of the instruction at which this rank stands."""
         what = str(error).strip().partition("\n")[0] or type(error).__name__
         k = self.position

@@ -21,24 +21,16 @@ def warm_up(executor: Executor, input: Tensor, target: Tensor) -> None:
     on a GPU; beside a receive that waits for a peer it would wait for ever (CUDA C++ Programming
     Guide, "Lazy Loading", on concurrent execution).  NCCL connects as sizes need it, so what is
     reduced here has the sizes of a step.  Gradients are forgotten, parameters stay.  Ranks meet
-    here: all processes must call this.
+    here: all processes must call this.  Raises ExecutionError for a stage that fails, as its first
+    forward.
     """
-    last = executor.plan.stages - 1
-    split = any(op is Opcode.BackwardInput for op, _, _ in executor.stream)
-    shape, dtype = executor.boundary.shape, executor.boundary.dtype
-    for s, stage in executor.stages.items():
-        x = input if s == 0 else torch.zeros(shape, dtype=dtype, device=executor.device)
-        y = stage.module(x if s == 0 else x.requires_grad_())
-        y = executor.loss(y, target) if s == last else y
-        if executor.program.trains and y.requires_grad:
-            tape = Tape()
-            dy = None if s == last else torch.zeros_like(y)
-            if split:
-                with recording(tape):
-                    torch.autograd.backward(y, dy)
-            else:
-                torch.autograd.backward(y, dy)
-            tape.run()
+    for s in executor.stages:
+        forwards = (k for k, i in enumerate(executor.stream) if i[:2] == (Opcode.Forward, s))
+        executor.position = next(forwards, 0)
+        try:
+            _run(executor, s, input, target)
+        except Exception as error:
+            raise executor.failed(error) from error
     transport = executor.transport
     if isinstance(transport, Recorded):
         transport = transport.inner
@@ -48,6 +40,24 @@ def warm_up(executor: Executor, input: Tensor, target: Tensor) -> None:
         stage.gradients.zero()
     if executor.device.type == "cuda":
         torch.cuda.synchronize(executor.device)
+
+
+def _run(executor: Executor, s: int, input: Tensor, target: Tensor) -> None:
+    """Run an own stage, forward and backward, as the program splits it."""
+    last, module = executor.plan.stages - 1, executor.stages[s].module
+    shape, dtype = executor.boundary.shape, executor.boundary.dtype
+    x = input if s == 0 else torch.zeros(shape, dtype=dtype, device=executor.device)
+    y = module(x if s == 0 else x.requires_grad_())
+    y = executor.loss(y, target) if s == last else y
+    if executor.program.trains and y.requires_grad:
+        tape = Tape()
+        dy = None if s == last else torch.zeros_like(y)
+        if any(op is Opcode.BackwardInput for op, _, _ in executor.stream):
+            with recording(tape):
+                torch.autograd.backward(y, dy)
+        else:
+            torch.autograd.backward(y, dy)
+        tape.run()
 
 
 def _meet(executor: Executor, transport: Processes) -> None:

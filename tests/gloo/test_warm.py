@@ -7,14 +7,16 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from schedir import compile, gpt
+from schedir.errors import ExecutionError
 from schedir.plan import Plan
 from schedir.program import Program
 from schedir.runtime.c10d import Gloo
 from schedir.runtime.executor import Executor
 from schedir.runtime.inprocess import InProcess
+from schedir.runtime.rank import Boundary
 from schedir.runtime.transport import Group, Work
 from schedir.runtime.warm import warm_up
 from schedir.schedules import dualpipe, forward_only, interleaved, one_f_one_b
@@ -126,3 +128,19 @@ def test_ranks_meet_in_every_group(
     schedule: Any, plan: Plan, tp: int, dp: int, groups: set[str]
 ) -> None:
     assert set.union(*run(in_processes, plan.ranks * tp * dp, schedule, plan, tp, dp)) == groups
+
+
+class Greedy(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x + torch.empty(1 << 45)  # more than there are addresses
+
+
+def test_a_stage_that_does_not_fit_is_named() -> None:
+    stages = [nn.Linear(4, 4), Greedy()]
+    program = compile(one_f_one_b, Plan(2, 2), model="edge")
+    world = InProcess(program, stages, loss=lambda y, _: y.sum(), boundary=Boundary((2, 4)))
+    warm_up(world.ranks[0], torch.ones(2, 4), torch.ones(2))
+    with pytest.raises(ExecutionError) as error:
+        warm_up(world.ranks[1], torch.ones(2, 4), torch.ones(2))
+    (site,) = error.value.sites
+    assert (site.rank, str(site.instr)) == (1, "F 1.0") and "memory" in error.value.fact
