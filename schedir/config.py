@@ -54,7 +54,7 @@ class PipelineConfig:
     delay: int | tuple[int, ...] = 0
     tp: Count = 1
     dp: Count = 1
-    overlap: bool = False
+    overlap: bool = True
     slots: str = "own"
     division: tuple[int, ...] | None = None
 
