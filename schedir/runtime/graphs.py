@@ -25,8 +25,8 @@ class GraphedStep:
     All else is as it was at capture: shapes, and the other numbers of an optimizer.  Parameters
     and the state of the optimizer are left as they were, in their places.
 
-    All ranks must capture at the same step, and replay together.  Drop it before process groups
-    are destroyed: NCCL waits for the graphs that hold its calls.
+    All ranks must capture at the same step, and replay together.  `close` it before process groups
+    are destroyed: NCCL would wait for the graphs that hold its calls (pytorch issue 115388).
 
     Raises ModelError for an executor that is not on a GPU, and for an optimizer that cannot be
     captured.
@@ -92,6 +92,11 @@ class GraphedStep:
         self.graph.replay()
         self.executor.norm = self.norm  # a step without the graph would have another
         return self.loss
+
+    def close(self) -> None:
+        """Let the graph go, when it has run."""
+        torch.cuda.synchronize(self.executor.device)
+        self.graph.reset()
 
 
 class Number:

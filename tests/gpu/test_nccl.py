@@ -90,6 +90,7 @@ def on_gpu(
     for _ in range(2):
         graphed.step(inputs, targets)
     found.append(_gradients(executor))
+    graphed.close()
     return found
 
 
@@ -128,7 +129,9 @@ def recorded(rank: int, folder: str, kind: Kind) -> list[Timeline | None]:
     found = [measured(executor, transport)]
     graphed = GraphedStep(executor, inputs, targets, scale)
     graphed.step(inputs, targets)
-    return [*found, measured(executor, transport)]
+    found.append(measured(executor, transport))
+    graphed.close()
+    return found
 
 
 @pytest.mark.parametrize("kind", ["edge", "grouped"])
