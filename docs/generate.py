@@ -92,6 +92,10 @@ them, and the transport that runs it names the one it gives.
 
 Whatever `schedir.compile` makes finishes under all of them ({models}).
 
+On CPUs, hosts block: a rank that waits for what a compute needs issues nothing meanwhile, not even a
+send that another rank waits for. `check(program, model, blocks=True)` and `schedir check --blocks`
+prove a program for such hosts; what finishes under `serial` does so there, too.
+
 ## Text
 
 `schedir.show` and `schedir.parse` are one grammar, and `parse(show(p)) == p`:

@@ -25,7 +25,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from schedir.errors import ParseError, PlanError, expect
-from schedir.ops import BY_TEXT, ROWS, Opcode, Per
+from schedir.ops import BY_TEXT, ROWS, Per
 from schedir.plan import Plan
 from schedir.program import JOINED, OP, STAGE, Program, Slots, Stream, Words
 
@@ -320,7 +320,7 @@ def _read(line: _Line, at: int, part: str) -> tuple[int, int]:
     op = BY_TEXT[found[1]]
     per = ROWS[op].per
     numbers = [int(n) for n in found.group(2, 3) if n is not None]
-    full = {Per.RANK: 1, Per.STAGE: 2, Per.MICROBATCH: 2}[per]
+    full = 1 if per is Per.RANK else 2
     least = full - (per is not Per.MICROBATCH and not found[4])  # update 0 is left out
     if not least <= len(numbers) <= full:
         want = f"{found[1]} {per.value}".strip()
@@ -330,4 +330,4 @@ def _read(line: _Line, at: int, part: str) -> tuple[int, int]:
         raise line.error(f"{part.strip()!r} is out of every range", at)
     sign = found[4] or ""
     step = 0 if not sign else int(sign[1:] or 1) * (1 if sign[0] == "+" else -1)
-    return int(Opcode(op)) << OP | stage << STAGE | mb, step
+    return int(op) << OP | stage << STAGE | mb, step

@@ -37,21 +37,22 @@ def run(args: argparse.Namespace) -> str:
     if args.why is not None:
         return _why(args)
     program, _ = program_of(args, args.source)
-    asked = MODELS if args.model is None else (args.model,)
+    first: Model = args.model or "device"
+    others = [model for model in MODELS if args.model is None and model != first]
     try:
-        check(program, args.model or "device", blocks=args.blocks)
+        check(program, first, blocks=args.blocks)
     except (DeadlockError, GroupError) as error:
-        if fine := _under(program, asked, blocks=args.blocks):
+        if fine := _under(program, others, blocks=args.blocks):
             error.hint = f"it finishes under {_and(fine)}"
         raise
-    models = _under(program, asked, blocks=args.blocks)
+    models = sorted([first, *_under(program, others, blocks=args.blocks)], key=MODELS.index)
     # What finishes under `serial`, where a compute is a transfer's equal, finishes on such hosts.
     on_cpus = models if args.blocks or "serial" in models else _under(program, models, blocks=True)
     if args.json:
         facts = {"program": program.name, "digest": program.digest, "ranks": program.plan.ranks}
         models_said = {"models": models, "models_where_hosts_block": on_cpus}
         return as_json(facts | {"instructions": len(program)} | models_said)
-    fails = [model for model in asked if model not in models]
+    fails = [model for model in others if model not in models]
     but = f", but not under {_and(fails)}" if fails else ""
     if args.blocks:
         but += ", on hosts that block, as CPUs do"
