@@ -43,7 +43,7 @@ def tradeoff(timelines: Sequence[Timeline]) -> Figure:
     axes.set_xlim(0, float(x.max()) * 1.3 or 1)
     axes.set_ylim(0, max(float(y.max()) * 1.15, 0.01))
     _name(axes, x, y, [t.program.name for t in timelines])
-    axes.yaxis.set_major_formatter(PercentFormatter(1, decimals=None))
+    axes.yaxis.set_major_formatter(PercentFormatter(1, decimals=0 if y.max() > 0.05 else None))
     axes.xaxis.set_major_locator(MaxNLocator(nbins=8, steps=[1, 2, 5, 10]))
     held = "memory of a rank at most, in GB"
     if not sized:
@@ -63,14 +63,14 @@ def _gigabytes(timeline: Timeline) -> float:
 
 
 def _name(axes: Axes, x: np.ndarray, y: np.ndarray, names: Sequence[str]) -> None:
-    """Write names beside their points, moved up or down until none lies on another."""
+    """Write names above the right of their points, moved until none lies on another."""
     wide, high = axes.get_xlim()[1], axes.get_ylim()[1]
     spots = np.stack([x / wide * 320, y / high * 210], 1).tolist()  # points, of the type kind
     taken = [(left - 4, left + 4, up) for left, up in spots]  # left, right and height
     for k in np.lexsort((x, y)).tolist():
         name = names[k] if len(names[k]) <= 30 else f"{names[k][:29]}…"
         left, at = spots[k]
-        left += 5
+        left, at = left + 5, at + 6  # clear of the line that goes on from the point
         right = left + 4 + 4.2 * len(name)
         tries = [at + move for step in range(len(names) + 1) for move in (8.5 * step, -8.5 * step)]
         free = next(
@@ -79,7 +79,7 @@ def _name(axes: Axes, x: np.ndarray, y: np.ndarray, names: Sequence[str]) -> Non
         )  # fmt: skip
         taken.append((left, right, free))
         axes.annotate(
-            name, (float(x[k]), float(y[k])), (7, free - at), textcoords="offset points",
+            name, (float(x[k]), float(y[k])), (5, free - spots[k][1]), textcoords="offset points",
             va="center_baseline", fontsize=7, parse_math=False,
             path_effects=[withStroke(linewidth=2, foreground="white")],
         )  # fmt: skip
