@@ -25,6 +25,7 @@ from schedir.timeline import Timeline
 from schedir.words import Schedule, delay_for, draft, placed_for
 
 LARGE: Final = 100_000  # instructions of a program for which other orders are not searched
+_I: Final = Opcode.BackwardInput
 _WORK: Final = ("F", "B", "I", "W", "FB")
 _REDUCTIONS: Final = ("reduce_grads", "reduce_holders", "reduce_tied", "reduce_norm")
 
@@ -69,10 +70,6 @@ def advise(
     return Advice(base, base.span / timeline.span - 1 if timeline.span else 0.0, changes)
 
 
-def _has(program: Program, op: Opcode) -> bool:
-    return any(bool((s.op == op).any()) for s in program.streams)
-
-
 def _recipe(program: Program) -> Schedule | None:
     """The built-in schedule of the program's name, if it gives this program."""
     schedule = built_in().get(program.name)
@@ -87,7 +84,7 @@ def _recipe(program: Program) -> Schedule | None:
 
 
 def _work(program: Program) -> list[bytes]:
-    return [s.words[s.op <= max(COMPUTE)].tobytes() for s in program.streams]
+    return [s.words[np.isin(s.op, COMPUTE)].tobytes() for s in program.streams]
 
 
 class _Lowering:
@@ -95,9 +92,9 @@ class _Lowering:
 
     def __init__(self, program: Program, model: Model) -> None:
         self.like, self.model = program, model
-        whole = program.tp == 1 or _has(program, Opcode.Scatter)
+        whole = program.tp == 1 or Opcode.Scatter in program.op
         self.boundary: Literal["replicated", "sharded"] = "replicated" if whole else "sharded"
-        self.overlap = any(bool(s.joined[np.isin(s.op, TRANSFERS)].any()) for s in program.streams)
+        self.overlap = bool((program.joined & np.isin(program.op, TRANSFERS)).any())
         self.slots: Choice | None = None
         if program.slots:
             few = share_slots(program, "fewest").slots
@@ -205,9 +202,7 @@ class _Changes:
                 if program.trains == self.program.trains and fits and name != self.program.name:
                     what = f"{name} with {v} stage{'s' * (v > 1)} per rank"
                     what += ", which holds no more activations"
-                    if _has(program, Opcode.BackwardInput) and not _has(
-                        self.program, Opcode.BackwardInput
-                    ):
+                    if _I in program.op and _I not in self.program.op:
                         what += "; I and W each half of B"
                     yield what, timeline, plan.microbatches
 
@@ -216,7 +211,7 @@ class _Changes:
         if len(self.program) > LARGE or not self.program.trains:
             return
         peak = self.base.peak_in_flight.tolist()
-        letters = "IFW" if _has(self.program, Opcode.BackwardInput) else "BF"
+        letters = "IFW" if _I in self.program.op else "BF"
         drafted = greedy(self.plan, letters, lambda rank: peak[rank] + 1, self.costs)
         program = self.lowering.of(drafted, self.costs)
         timeline = simulate(program, self.costs, model=self.base.model)

@@ -21,12 +21,11 @@ def chart(timeline: Timeline, unit: float = 1.0) -> str:
     from the middle on.
     """
     plan, spans = timeline.program.plan, timeline.spans
-    joined = np.concatenate([s.joined for s in timeline.program.streams])
     shown = (spans["lane"] == Lane.COMPUTE) & (spans["end"] > spans["start"])
     columns = round(timeline.span / unit)
     local = {s: j for own in plan.stages_of for j, s in enumerate(own)}
     cells = np.full((plan.ranks, columns), "..", dtype=object)
-    for s, second in zip(spans[shown], joined[shown], strict=True):
+    for s, second in zip(spans[shown], timeline.second_of_pair[shown], strict=True):
         lo, hi = (round(float(s[k] - timeline.begin) / unit) for k in ("start", "end"))
         lo += second * (hi - lo) // 2
         cells[s["rank"], lo:hi] = "--"

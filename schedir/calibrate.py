@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from schedir.costs import FIELD, Cost, Costs
 from schedir.idleness import Cause, idleness
 from schedir.ops import COMPUTE, GATHERS, SENDS, TRANSFERS, Opcode
-from schedir.program import OP, Program
+from schedir.program import Program
 from schedir.timeline import Timeline
 
 Floats = NDArray[np.float64]
@@ -82,12 +82,14 @@ def completed(costs: Costs, program: Program) -> Costs:
     """Costs of a run with those of backwards that it does not have: a whole one is I + W, and
     of a whole one I and W are half each.
     """
-    table, has = costs.table(program.plan.stages), {*np.unique(program.words >> OP & 0xFF)}
+    table = costs.table(program.plan.stages)
     whole, first, late = (table[op] for op in (Opcode.Backward, *SPLIT))
-    if Opcode.BackwardInput not in has:
+    if Opcode.BackwardInput not in program.op:
         half = tuple((whole / 2).tolist())
         return replace(costs, I=half, W=half, B=tuple(whole.tolist()))
-    return costs if Opcode.Backward in has else replace(costs, B=tuple((first + late).tolist()))
+    return (
+        costs if Opcode.Backward in program.op else replace(costs, B=tuple((first + late).tolist()))
+    )
 
 
 def told(costs: Costs) -> str:

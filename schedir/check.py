@@ -11,15 +11,14 @@ from schedir.errors import GroupError, OrderError, Site, SlotError
 from schedir.explain import deadlock, misordered
 from schedir.graph import Graph, Model
 from schedir.index import NONE
-from schedir.ops import RECEIVES, ROWS, Opcode, Per, Token, givers
+from schedir.ops import COLLECTIVES, RECEIVES, ROWS, TRANSFERS, Per, Token, makers
 from schedir.program import Program
 from schedir.slots import BOUNDARY, fewest, groups
 from schedir.walk import walk
 
-_MEET = tuple(row.op for row in ROWS if row.meets is not None)
 # What adds to an update, and what ends it.
 _UPDATE = (
-    *givers(Opcode.ReduceGrads, Token.WGRAD),
+    *makers(Token.WGRAD),
     *(row.op for row in ROWS if row.per is not Per.MICROBATCH),
 )
 
@@ -99,7 +98,7 @@ def _in_one_order(graph: Graph) -> bool:
             number[at] = numbers[sender]
     for k, members in enumerate(graph.meetings):
         number[members] = 2**30 + k
-    if ((number == NONE) & index.among(_MEET)).any():
+    if ((number == NONE) & index.among(TRANSFERS + COLLECTIVES)).any():
         return False
     for lo, hi in pairwise(graph.program.offsets.tolist()):
         own = number[lo:hi]

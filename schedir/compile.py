@@ -140,7 +140,7 @@ def finish(program: Program) -> Program:
     Those that reduce the stages' gradients may be there already.
     """
     passes = [reduce_grads, reduce_holders, reduce_tied, reduce_norm, optimizer_step]
-    reduced = any(Opcode.ReduceGrads in s.op for s in program.streams)
+    reduced = Opcode.ReduceGrads in program.op
     for end in passes[reduced:]:
         program = end(program)
     return program

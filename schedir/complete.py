@@ -22,13 +22,13 @@ from schedir.errors import (
     expect,
 )
 from schedir.index import NONE, Index
-from schedir.ops import COMPUTE, ROWS, SHARDING, TRANSFERS, Instr, Opcode, Per
-from schedir.program import FIELDS, OPS, Program, Words
+from schedir.ops import BACKWARDS, COMPUTE, ROWS, SHARDING, TRANSFERS, Instr, Opcode, Per
+from schedir.program import FIELDS, Program, Words
 
 MOST_IN_GROUP = 256  # NCCL hangs on larger ones
 _SMALL = 2**16  # instructions of which tables may be made, whatever the plan
-_F, _B, _I, _W = COMPUTE
 _O = Opcode
+_F, _B, _I, _W = _O.Forward, _O.Backward, _O.BackwardInput, _O.BackwardWeight
 _MOVE_GRADIENTS = (_O.SendGrad, _O.RecvGrad, _O.ScatterGrad, _O.GatherGrad)
 
 
@@ -112,10 +112,7 @@ class _Look:
         self.stage, self.mb = np.repeat(stages, len(mbs)), np.tile(mbs, len(stages))
 
     def site(self, position: int, note: str = "") -> Site:
-        ix = self.index
-        rank = int(ix.rank[position])
-        instr = Instr(OPS[ix.op[position]], int(ix.stage[position]), int(ix.mb[position]))
-        return Site(rank, position - int(self.program.offsets[rank]), instr, note)
+        return Site(*self.index.place(position), note)
 
     def refuse(
         self,
@@ -167,7 +164,7 @@ class _Look:
     def _too_many(self, at: int) -> str:
         """What is there more often than there are microbatches, where that is so."""
         ix = self.index
-        alike = (_B, _I) if ix.op[at] in (_B, _I) else (ix.op[at],)
+        alike = BACKWARDS if ix.op[at] in BACKWARDS else (ix.op[at],)
         ops = [op for op in alike if ((ix.op == op) & (ix.stage == ix.stage[at])).any()]
         number = int((np.isin(ix.op, ops) & (ix.stage == ix.stage[at])).sum())
         if number <= self.plan.microbatches:
@@ -244,7 +241,7 @@ class _Look:
         self.refuse(f"{instr} is missing on rank {rank}{why}")
 
     def compute(self) -> None:
-        f, b, i, w = (self.there(op) for op in COMPUTE)
+        f, b, i, w = (self.there(op) for op in (_F, _B, _I, _W))
         if not f.all():
             self.missing(_F, int((~f).argmax()))
         if not self.program.trains:

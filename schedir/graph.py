@@ -26,23 +26,32 @@ from numpy.typing import NDArray
 from schedir.costs import Costs
 from schedir.errors import UsageError, expect
 from schedir.index import NONE, Index, Positions
-from schedir.ops import HANDED, RECEIVES, ROWS, SENDS, TRANSFERS, Lane, Opcode, Per, Token, givers
+from schedir.ops import (
+    COLLECTIVES,
+    HANDED,
+    RECEIVES,
+    ROWS,
+    SENDS,
+    TRANSFERS,
+    Lane,
+    Opcode,
+    Per,
+    Token,
+    givers,
+    makers,
+)
 from schedir.program import Program
 from schedir.slots import reuses
 
 Model = Literal["edge", "pair", "device", "serial"]
 MODELS: Final[tuple[Model, ...]] = ("edge", "pair", "device", "serial")
 
-COLLECTIVES: Final = (Opcode.ReduceHolders, Opcode.ReduceTied, Opcode.ReduceNorm)
 _PER_RANK: Final = tuple(row.op for row in ROWS if row.per is Per.RANK)
 _LATE: Final = tuple(row.op for row in ROWS if row.per is not Per.MICROBATCH)
 # What a rank queues apart, whatever the model: computes, reductions, gathers; and the wire, which
 # is the last, as models cut it finer.
 _LANES: Final = {Lane.COMPUTE: 0, Lane.DP: 1, Lane.TP: 2, Lane.ACT: 3, Lane.GRAD: 3}
 _LINE: Final = np.array([_LANES[row.lane] for row in ROWS])
-_MAKERS: Final = {
-    token: tuple(r.op for r in ROWS if token in r.gives and token not in r.needs) for token in Token
-}
 
 
 def known(model: Model) -> Model:
@@ -143,7 +152,7 @@ class Graph:
             stage = self.index.stage[needer].astype(np.int32) + hop
             inside = (stage >= 0) & (stage < self.program.plan.stages)
             other = np.where(inside, key + np.int32(hop * self.program.plan.microbatches), NONE)
-            giver = np.where(giver == NONE, self._first(_MAKERS[made], other), giver)
+            giver = np.where(giver == NONE, self._first(makers(made), other), giver)
         return giver
 
     def _stepped(self, needer: NDArray[np.intp]) -> Positions:

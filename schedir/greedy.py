@@ -5,16 +5,13 @@ from __future__ import annotations
 import heapq
 from collections.abc import Callable, Iterable
 
-import numpy as np
-
 from schedir.costs import Costs
 from schedir.errors import ScheduleError
-from schedir.ops import BY_TEXT, Opcode
+from schedir.ops import BY_TEXT, Instr, Opcode
 from schedir.plan import Plan
-from schedir.program import Program, Stream, pack
+from schedir.program import Program, Stream
 
 _F, _B, _I, _W = Opcode.Forward, Opcode.Backward, Opcode.BackwardInput, Opcode.BackwardWeight
-Task = tuple[Opcode, int, int]  # op, stage, microbatch
 
 
 def greedy(
@@ -71,23 +68,23 @@ class _Run:
                 )
             for after, stage in enumerate(reversed(own)):
                 self.room[rank][stage] = limit - after
-        self.ready: list[set[Task]] = [set() for _ in range(plan.ranks)]
+        self.ready: list[set[Instr]] = [set() for _ in range(plan.ranks)]
         self.alive = [0] * plan.ranks
-        self.done: list[list[Task]] = [[] for _ in range(plan.ranks)]
+        self.done: list[list[Instr]] = [[] for _ in range(plan.ranks)]
 
     def streams(self) -> Iterable[Stream]:
         """Run everything; what each rank did, in order."""
         for mb in range(self.plan.microbatches):
-            self.ready[int(self.plan.rank_at(0, mb))].add((_F, 0, mb))
+            self.ready[int(self.plan.rank_at(0, mb))].add(Instr(_F, 0, mb))
         # When a rank is through with a task, or when a task's value has come from elsewhere.
-        events: list[tuple[float, int, Task, bool]] = []
+        events: list[tuple[float, int, Instr, bool]] = []
         idle, now = set(range(self.plan.ranks)), 0.0
         while True:
             for rank in sorted(idle):
                 task = self._start(rank)
                 if task is not None:
                     idle.discard(rank)
-                    end = now + self.costs[task[0]][task[1]]
+                    end = now + self.costs[task.op][task.stage]
                     heapq.heappush(events, (end, rank, task, True))
             if not events:
                 break
@@ -98,33 +95,31 @@ class _Run:
                     idle.add(rank)
                     for after in self._after(*task):
                         there = int(self.plan.rank_at(*after[1:]))
-                        send = self.costs[Opcode.SendAct][task[1]] * (there != rank)
+                        send = self.costs[Opcode.SendAct][task.stage] * (there != rank)
                         heapq.heappush(events, (now + send, there, after, False))
                 else:
                     self.ready[rank].add(task)
-        for tasks in self.done:
-            table = np.array(tasks, np.int64).reshape(-1, 3)
-            yield Stream(pack(table[:, 0], table[:, 1], table[:, 2]))
+        yield from map(Stream.of, self.done)
 
-    def _start(self, rank: int) -> Task | None:
+    def _start(self, rank: int) -> Instr | None:
         """What an idle rank starts now, if anything."""
         alive = self.alive[rank]
         room = self.room[rank]
-        may = [t for t in self.ready[rank] if t[0] != _F or alive < room[t[1]]]
+        may = [t for t in self.ready[rank] if t.op is not _F or alive < room[t.stage]]
         if not may:
             return None
-        task = min(may, key=lambda t: (self.prefer[t[0]], t[2], -t[1]))
+        task = min(may, key=lambda t: (self.prefer[t.op], t.mb, -t.stage))
         self.ready[rank].discard(task)
-        self.alive[rank] += (task[0] == _F) - (task[0] in (_B, _W))
+        self.alive[rank] += (task.op is _F) - (task.op in (_B, _W))
         self.done[rank].append(task)
         return task
 
-    def _after(self, op: Opcode, stage: int, mb: int) -> Iterable[Task]:
+    def _after(self, op: Opcode, stage: int, mb: int) -> Iterable[Instr]:
         """What needs the value of a task."""
         if op is _F:
             last = stage + 1 == self.plan.stages
-            yield (self.backward, stage, mb) if last else (_F, stage + 1, mb)
+            yield Instr(self.backward, stage, mb) if last else Instr(_F, stage + 1, mb)
         elif op is not _W and stage:
-            yield self.backward, stage - 1, mb
+            yield Instr(self.backward, stage - 1, mb)
         if op is _I:
-            yield _W, stage, mb
+            yield Instr(_W, stage, mb)

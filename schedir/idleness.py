@@ -8,7 +8,7 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
-from schedir.ops import ROWS, Lane, Opcode
+from schedir.ops import BACKWARDS, ROWS, Lane, Opcode
 from schedir.timeline import Timeline
 
 Floats = NDArray[np.float64]
@@ -97,7 +97,7 @@ def exposed(timeline: Timeline) -> float:
     """
     spans = timeline.spans
     lo, hi = np.full(timeline.ranks, np.inf), np.full(timeline.ranks, -np.inf)
-    back = np.isin(spans["op"], (Opcode.Backward, Opcode.BackwardInput))
+    back = np.isin(spans["op"], BACKWARDS)
     ahead = spans["op"] == Opcode.Forward
     np.minimum.at(lo, spans["rank"][back], spans["start"][back])
     np.maximum.at(hi, spans["rank"][ahead], spans["end"][ahead])
@@ -211,7 +211,7 @@ class _Gaps:
         spans, ranks = self.timeline.spans, self.timeline.ranks
         n = len(spans)
         first, last = np.full(ranks, n), np.full(ranks, n)
-        back = np.flatnonzero(np.isin(spans["op"], (Opcode.Backward, Opcode.BackwardInput)))
+        back = np.flatnonzero(np.isin(spans["op"], BACKWARDS))
         np.minimum.at(first, spans["rank"][back], back)
         ahead = np.flatnonzero(spans["op"] == Opcode.Forward)
         last[spans["rank"][ahead]] = (

@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from schedir.ops import ROWS, Instr, Opcode, Per
-from schedir.program import FIELDS, OP, OPS, STAGE, Program
+from schedir.program import FIELDS, Program, unpack
 
 Positions = NDArray[np.int32]
 
@@ -99,6 +99,5 @@ class Index:
     def place(self, position: int) -> tuple[int, int, Instr]:
         """Rank, index in its Stream and instruction at a position."""
         rank = int(np.searchsorted(self.program.offsets, position, side="right")) - 1
-        word = int(self.program.words[position])
-        instr = Instr(OPS[word >> OP & 0xFF], word >> STAGE & 0xFFFF, word & 0xFFFFFFFF)
+        instr = unpack(int(self.program.words[position]))
         return rank, position - int(self.program.offsets[rank]), instr

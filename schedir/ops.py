@@ -138,12 +138,30 @@ ROWS: Final[tuple[Row, ...]] = (
 )  # fmt: skip
 
 BY_TEXT: Final = {row.text: row.op for row in ROWS}
-COMPUTE: Final = (_O.Forward, _O.Backward, _O.BackwardInput, _O.BackwardWeight)
-SENDS: Final = (_O.SendAct, _O.SendGrad)
-RECEIVES: Final = (_O.RecvAct, _O.RecvGrad)
+
+
+def makers(token: Token) -> tuple[Opcode, ...]:
+    """Who makes a value: gives it without having needed it."""
+    return tuple(row.op for row in ROWS if token in row.gives and token not in row.needs)
+
+
+def takers(token: Token) -> tuple[Opcode, ...]:
+    """Who uses a value as it is: needs it, and does not give it on."""
+    return tuple(row.op for row in ROWS if token in row.needs and token not in row.gives)
+
+
+# Kinds of instructions, read off the table.
+SENDS: Final = tuple(row.op for row in ROWS if row.hop and row.needs)
+RECEIVES: Final = tuple(row.op for row in ROWS if row.hop and row.gives)
 TRANSFERS: Final = SENDS + RECEIVES
-SHARDING: Final = (_O.Scatter, _O.Gather, _O.ScatterGrad, _O.GatherGrad)
-GATHERS: Final = (_O.Gather, _O.GatherGrad)
+COLLECTIVES: Final = tuple(row.op for row in ROWS if row.meets is row.op)
+SHARDING: Final = tuple(row.op for row in ROWS if row.per is _MB and row.needs == row.gives)
+GATHERS: Final = tuple(op for op in SHARDING if ROWS[op].lane is Lane.TP)
+COMPUTE: Final = tuple(
+    row.op for row in ROWS
+    if row.lane is Lane.COMPUTE and row.per is _MB and row.op not in SHARDING
+)  # fmt: skip
+BACKWARDS: Final = makers(Token.GRAD_OUT)  # W, which only adds to the weights, is none
 
 # Neighbours on one rank hand over directly: what one stage takes in is what the other put out.
 HANDED: Final = {Token.ACT_IN: (Token.ACT_OUT, -1), Token.GRAD_IN: (Token.GRAD_OUT, +1)}
@@ -156,10 +174,9 @@ def givers(op: Opcode, token: Token) -> tuple[Opcode, ...]:
     between the maker and everybody else.  Several change it in the order of the table.
     """
     changes = [r.op for r in ROWS if token in r.gives and token in r.needs]
-    makes = [r.op for r in ROWS if token in r.gives and token not in r.needs]
     if op in changes:
         changes = changes[: changes.index(op)]
-    return (*reversed(changes), *makes)
+    return (*reversed(changes), *makers(token))
 
 
 class Instr(NamedTuple):

@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from schedir.errors import PlanError
-from schedir.ops import COMPUTE, Instr, Opcode
+from schedir.ops import BACKWARDS, COMPUTE, Instr, Opcode, Token, makers
 from schedir.plan import Plan
 
 if TYPE_CHECKING:
@@ -37,6 +37,11 @@ def pack(op: ArrayLike, stage: ArrayLike, mb: ArrayLike) -> Words:
     """Words of instructions given as equally long arrays (or numbers)."""
     o, s, m = (np.asarray(x, np.int64) for x in (op, stage, mb))
     return np.atleast_1d(o << OP | s << STAGE | m)
+
+
+def unpack(word: int) -> Instr:
+    """The instruction in a word, whether it is joined or not."""
+    return Instr(OPS[word >> OP & 0xFF], word >> STAGE & 0xFFFF, word & 0xFFFFFFFF)
 
 
 def _whole(parts: Sequence[Words]) -> Words:
@@ -99,8 +104,7 @@ class Stream(Sequence[Instr]):
     def __getitem__(self, i: int | slice) -> Instr | Stream:
         if isinstance(i, slice):
             return Stream(self.words[i])
-        word = int(self.words[i])
-        return Instr(OPS[word >> OP & 0xFF], word >> STAGE & 0xFFFF, word & 0xFFFFFFFF)
+        return unpack(int(self.words[i]))
 
     def __iter__(self) -> Iterator[Instr]:
         for op, stage, mb in zip(
@@ -197,14 +201,24 @@ class Program:
         return str(import_module("schedir.notebook").of_program(self))
 
     @property
+    def op(self) -> NDArray[np.uint8]:
+        """The opcode of each instruction, one rank behind the other."""
+        return np.asarray(self.words.view(FIELDS)["op"])
+
+    @property
+    def joined(self) -> NDArray[np.bool_]:
+        """Whether each instruction is issued together with the one before it."""
+        return np.asarray(self.words & JOINED, bool)
+
+    @property
     def is_draft(self) -> bool:
         """Whether there is compute only: no transfers, reductions or steps yet."""
-        return all(bool(np.isin(s.op, COMPUTE).all()) for s in self.streams)
+        return bool(np.isin(self.op, COMPUTE).all())
 
     @property
     def trains(self) -> bool:
         """Whether there is any backward; a program without one evaluates."""
-        return any(bool((s.op == b).any()) for s in self.streams for b in COMPUTE[1:])
+        return bool(np.isin(self.op, (*BACKWARDS, Opcode.BackwardWeight)).any())
 
     @property
     def ascending(self) -> bool:
@@ -215,9 +229,8 @@ class Program:
         """
         if self.plan.two_way:
             return False
-        whole, split, late = COMPUTE[1:]
         for s in self.streams:
-            for ops in ((whole, split), (whole, late)):
+            for ops in (BACKWARDS, makers(Token.WGRAD)):
                 at = np.flatnonzero(np.isin(s.op, ops))
                 at = at[np.argsort(s.stage[at], kind="stable")]
                 same = s.stage[at][1:] == s.stage[at][:-1]

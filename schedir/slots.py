@@ -21,16 +21,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from schedir.index import NONE, Index, Positions
-from schedir.ops import HANDED, ROWS, Token
+from schedir.ops import HANDED, ROWS, Token, makers
 from schedir.program import Slots
 
 # The kinds whose number of slots is a choice, in the order of `program.Slots`.
 BOUNDARY: Final = (Token.ACT_IN, Token.ACT_OUT, Token.GRAD_IN, Token.GRAD_OUT)
 KINDS: Final = (*BOUNDARY, Token.SAVED, Token.TAPE)
 
-_FILLS: Final = {
-    kind: np.array([kind in r.gives and kind not in r.needs for r in ROWS]) for kind in KINDS
-}
+_FILLS: Final = {kind: np.array([row.op in makers(kind) for row in ROWS]) for kind in KINDS}
 # Who frees a value, and how many stages further on: what is handed over is freed by its taker.
 _FREERS: Final = {
     kind: [(r.op, 0) for r in ROWS if kind in r.frees]

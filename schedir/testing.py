@@ -38,7 +38,7 @@ from schedir.check import check
 from schedir.compile import compile, lower
 from schedir.errors import PlanError, ProgramError, UsageError
 from schedir.graph import MODELS, Model
-from schedir.ops import COMPUTE, Instr
+from schedir.ops import Instr, Opcode
 from schedir.passes.overlap import group_opposites
 from schedir.plan import Plan
 from schedir.program import Program, Stream
@@ -50,7 +50,8 @@ try:
 except ImportError as error:
     raise ImportError("schedir.testing needs hypothesis: pip install hypothesis") from error
 
-_F, _B, _I, _W = COMPUTE
+_F, _B = Opcode.Forward, Opcode.Backward
+_I, _W = Opcode.BackwardInput, Opcode.BackwardWeight
 
 # ---------------------------------------------------------------- a schedule of your own
 

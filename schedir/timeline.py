@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from schedir.errors import UsageError, expect
 from schedir.graph import Graph, Model
 from schedir.memory import Held, held, in_flight, peak_in_flight, peak_versions
-from schedir.ops import ROWS, Instr, Lane, Opcode
+from schedir.ops import COMPUTE, ROWS, Instr, Lane, Opcode
 from schedir.program import FIELDS, OPS, Program
 from schedir.sizes import Sizes
 
@@ -25,12 +25,6 @@ SPAN: Final = np.dtype(
     [("rank", "i4"), ("stage", "i4"), ("mb", "i4"), ("lane", "i2"), ("op", "i2"),
      ("start", "f8"), ("end", "f8")]
 )  # fmt: skip
-_WORK: Final = (
-    Opcode.Forward,
-    Opcode.Backward,
-    Opcode.BackwardInput,
-    Opcode.BackwardWeight,
-)
 
 
 def spans_of(program: Program, start: NDArray[np.float64], end: NDArray[np.float64]) -> Spans:
@@ -131,8 +125,7 @@ class Timeline:
     @cached_property
     def second_of_pair(self) -> NDArray[np.bool_]:
         """Whether each span is the second of a pair run together, whose time is the first's."""
-        joined = np.concatenate([s.joined for s in self.program.streams])
-        second: NDArray[np.bool_] = joined & np.isin(self.spans["op"], _WORK)
+        second: NDArray[np.bool_] = self.program.joined & np.isin(self.spans["op"], COMPUTE)
         return second
 
     @cached_property
@@ -155,7 +148,7 @@ class Timeline:
     @cached_property
     def own_span(self) -> NDArray[np.float64]:
         """From first start to last end of F, B, I, W on each rank, shape (ranks,)."""
-        work = np.isin(self.spans["op"], _WORK)
+        work = np.isin(self.spans["op"], COMPUTE)
         first, last = np.full(self.ranks, np.inf), np.full(self.ranks, -np.inf)
         np.minimum.at(first, self.spans["rank"][work], self.spans["start"][work])
         np.maximum.at(last, self.spans["rank"][work], self.spans["end"][work])
@@ -167,7 +160,7 @@ class Timeline:
 
         arXiv 2401.10241, section 5: what is left when ranks need not end together.
         """
-        return self.own_span - self._busy(np.isin(self.spans["op"], _WORK))
+        return self.own_span - self._busy(np.isin(self.spans["op"], COMPUTE))
 
     @property
     def peak_activations(self) -> float:

@@ -28,7 +28,7 @@ from schedir.errors import (
     UsageError,
     expect,
 )
-from schedir.ops import COMPUTE, ROWS, TRANSFERS, Opcode, Per
+from schedir.ops import BACKWARDS, COMPUTE, ROWS, TRANSFERS, Opcode, Per
 from schedir.plan import MAX_MICROBATCHES, MAX_STAGES, PLACEMENTS, Plan
 from schedir.program import JOINED, OP, OPS, STAGE, Program, Stream
 
@@ -65,7 +65,6 @@ _KINDS: Final[dict[str, tuple[int | None, bool]]] = {
     **{action: (None, each) for action, each in _SILENT.items()},
 }
 _PAIR: Final = "OVERLAP_F_B"
-_BACKWARDS: Final = (_O.Backward, _O.BackwardInput)
 _CELL = re.compile(r"(\d+)([A-Za-z_]+)(\d*)", re.ASCII)
 _CELLS = re.compile(r"\(([^()]*)\)(\w*)")
 
@@ -130,7 +129,7 @@ def _may_join(program: Program, rank: int, index: int) -> None:
     stream = program.streams[rank]
     both = [stream[k].op for k in range(max(index - 1, 0), index + 1)]
     alone = not stream.words[max(index - 1, 0)] & JOINED
-    if alone and _O.Forward in both and any(op in _BACKWARDS for op in both):
+    if alone and _O.Forward in both and any(op in BACKWARDS for op in both):
         return
     transfers = all(op in TRANSFERS for op in both)
     raise GroupError(
@@ -223,7 +222,7 @@ class _Reader:
             pair[2] == _PAIR
             and len(ops) == len(both) == 2
             and _O.Forward in ops
-            and any(op in _BACKWARDS for op in ops)
+            and any(op in BACKWARDS for op in ops)
         ):
             raise at.error(
                 f"{_short(at.text)} is not two actions that run as one",

@@ -185,8 +185,7 @@ def _fit(program: Program, start: NDArray[np.float64], end: NDArray[np.float64])
         k = int((end < start).argmax())
         raise TraceError(f"instruction {k} ends at {end[k]:g}, before it starts at {start[k]:g}")
     spans = spans_of(program, start, end)
-    joined = np.concatenate([s.joined for s in program.streams])
-    own = np.flatnonzero((spans["lane"] == Lane.COMPUTE) & ~joined)
+    own = np.flatnonzero((spans["lane"] == Lane.COMPUTE) & ~program.joined)
     same = spans["rank"][own][1:] == spans["rank"][own][:-1]
     early = same & (start[own][1:] < end[own][:-1])
     if early.any():

@@ -17,12 +17,10 @@ from numpy.typing import NDArray
 from schedir.costs import Costs
 from schedir.graph import Graph
 from schedir.index import Positions
-from schedir.ops import COMPUTE, Opcode
+from schedir.ops import BACKWARDS, COMPUTE, Opcode
 
 Times = NDArray[np.float64]
 _MOST = np.iinfo(np.int32).max
-
-_PASS_ON = (Opcode.Backward, Opcode.BackwardInput)  # what Costs.FB prices with a forward
 
 
 @dataclass(frozen=True)
@@ -187,7 +185,7 @@ def _node_costs(graph: Graph, costs: Costs) -> Times:
     if together is not None:
         forward = np.where(index.op[pairs] == Opcode.Forward, pairs, pairs - 1)
         other = index.op[2 * pairs - 1 - forward]
-        priced = (index.op[forward] == Opcode.Forward) & np.isin(other, _PASS_ON)
+        priced = (index.op[forward] == Opcode.Forward) & np.isin(other, BACKWARDS)
         cost[node[pairs[priced]]] = together[index.stage[forward[priced]]]
     return cost
 

@@ -10,7 +10,7 @@ from matplotlib.collections import LineCollection, PolyCollection
 from numpy.typing import NDArray
 
 from schedir.errors import in_bytes
-from schedir.ops import COMPUTE, SENDS, Lane, Opcode
+from schedir.ops import BACKWARDS, COMPUTE, SENDS, Lane, Opcode
 from schedir.timeline import Timeline
 from schedir.viz.density import Curve
 from schedir.viz.palette import ACCENT, LANES
@@ -107,7 +107,7 @@ def phase_times(timeline: Timeline) -> dict[str, tuple[Floats, Floats]]:
     """
     spans, ranks, span = timeline.spans, timeline.ranks, timeline.span
     first, last = np.full(ranks, np.inf), np.zeros(ranks)
-    back = np.isin(spans["op"], (Opcode.Backward, Opcode.BackwardInput))
+    back = np.isin(spans["op"], BACKWARDS)
     ahead = spans["op"] == Opcode.Forward
     np.minimum.at(first, spans["rank"][back], spans["start"][back] - timeline.begin)
     np.maximum.at(last, spans["rank"][ahead], spans["end"][ahead] - timeline.begin)

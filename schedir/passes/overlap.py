@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from schedir.graph import Graph, Model
 from schedir.index import Index, Positions
 from schedir.ops import COMPUTE, GATHERS, RECEIVES, SENDS
-from schedir.program import JOINED, Program, Stream
+from schedir.program import JOINED, Program, Stream, Words
 
 
 def early_receives(program: Program, model: Model = "device", ahead: int = 1) -> Program:
@@ -72,8 +72,12 @@ def _floor(index: Index, behind: Positions, ahead: int) -> NDArray[np.intp]:
 def _moved(program: Program, moves: NDArray[np.bool_], key: NDArray[np.intp]) -> Program:
     """Sort what moves to its key among the others, whose keys are twice their positions."""
     order = np.argsort(np.where(moves, key, 2 * np.arange(len(key))), kind="stable")
-    cuts = program.offsets[1:-1]
-    return replace(program, streams=tuple(map(Stream, np.split(program.words[order], cuts))))
+    return _with(program, program.words[order])
+
+
+def _with(program: Program, words: Words) -> Program:
+    """A program of as long Streams, whose words are these."""
+    return replace(program, streams=tuple(map(Stream, np.split(words, program.offsets[1:-1]))))
 
 
 def group_opposites(program: Program) -> Program:
@@ -100,5 +104,4 @@ def group_opposites(program: Program) -> Program:
         if not taken[[a, b, *there]].any():
             taken[[a, b, *there]] = True
             words[[b, there[1]]] |= JOINED
-    cuts = program.offsets[1:-1]
-    return replace(program, streams=tuple(map(Stream, np.split(words, cuts))))
+    return _with(program, words)

@@ -6,11 +6,11 @@ from dataclasses import replace
 
 import numpy as np
 
-from schedir.ops import COMPUTE, Opcode
+from schedir.ops import COMPUTE, Opcode, Token, makers
 from schedir.passes.insert import insert
 from schedir.program import Program, Stream, Words, pack
 
-_GIVE_WGRAD = (Opcode.Backward, Opcode.BackwardWeight)
+_GIVE_WGRAD = makers(Token.WGRAD)
 
 
 def reduce_grads(program: Program) -> Program:

@@ -9,21 +9,15 @@ from dataclasses import replace
 
 import numpy as np
 
-from schedir.ops import Opcode
+from schedir.ops import ROWS, SHARDING, makers, takers
 from schedir.passes.insert import insert
 from schedir.program import ADDRESS, OP, Program, Stream, Words
 
-_SPLITS = {Opcode.SendAct: Opcode.Scatter, Opcode.SendGrad: Opcode.ScatterGrad}
-# Which receive is made whole by what, just before whom: a host that blocks waits for no message
-# sooner than it must.
-_WHOLE = {
-    Opcode.RecvAct: (Opcode.Gather, (Opcode.Forward,)),
-    Opcode.RecvGrad: (Opcode.GatherGrad, (Opcode.Backward, Opcode.BackwardInput)),
-}
-
 
 def scatter_gather(program: Program) -> Program:
-    """Lower replicated boundaries: scatter before each send, gather before each use.
+    """Lower replicated boundaries: scatter before each send, gather just before each use.
+
+    Not sooner: a host that blocks waits at a gather for its message.
 
     Nothing to do where tp is 1.  A boundary that is sequence-sharded already needs no lowering
     either: leave this pass out (`compile(..., boundary="sharded")`).
@@ -37,14 +31,11 @@ def _stream(stream: Stream) -> Stream:
     op, address = stream.op, stream.words & ADDRESS
     at: list[Words] = []
     words: list[Words] = []
-    for send, cut in _SPLITS.items():
-        here = np.flatnonzero(op == send)
+    for change in SHARDING:  # of a value of this rank, before whoever takes it
+        (token,) = ROWS[change].gives
+        made = address[np.isin(op, makers(token))]
+        here = np.flatnonzero(np.isin(op, takers(token)) & np.isin(address, made))
         at.append(here)
-        words.append(address[here] | int(cut) << OP)
-    for receive, (whole, users) in _WHOLE.items():
-        got = address[op == receive]
-        here = np.flatnonzero(np.isin(op, users) & np.isin(address, got))
-        at.append(here)
-        words.append(address[here] | int(whole) << OP)
+        words.append(address[here] | int(change) << OP)
     none = np.empty(0, np.int64)
     return insert(stream, (np.concatenate(at), np.concatenate(words)), (none, none))

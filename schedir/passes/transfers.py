@@ -13,16 +13,12 @@ from schedir.costs import Costs
 from schedir.explain import deadlock
 from schedir.graph import Graph
 from schedir.index import NONE, Positions
-from schedir.ops import ROWS, Opcode, Per
+from schedir.ops import ROWS, SENDS, Opcode, Per, makers
 from schedir.plan import Plan
 from schedir.program import ADDRESS, OP, STAGE, Order, Program, Stream
 from schedir.walk import Walk, walk
 
-_SENT_BY = {
-    Opcode.SendAct: (Opcode.Forward,),
-    Opcode.SendGrad: (Opcode.Backward, Opcode.BackwardInput),
-}
-
+_SENT_BY = {send: makers(ROWS[send].needs[0]) for send in SENDS}
 _MAKE = tuple(op for ops in _SENT_BY.values() for op in ops)
 
 
@@ -42,14 +38,14 @@ def transfers(program: Program, costs: Costs | None = None) -> Program:
     if not reached.done.all():
         raise deadlock(graph, reached)
     order, messages = _numbers(graph, reached), list(_messages(graph))
-    total = len(program) + sum(len(makers) for _, makers, _, _ in messages)
+    total = len(program) + sum(len(whose) for _, whose, _, _ in messages)
     streams, all_words, begin = [], np.empty(total, np.int64), 0
     for rank, (lo, hi) in enumerate(pairwise(program.offsets.tolist())):
         own = np.arange(lo, hi, dtype=np.int32)
         # Columns: time, turn (breaks ties as the walk did), place, word.
         rows = [(reached.start[own], 2 * reached.turn[own], own, program.words[own])]
-        for op, makers, cuts, shift in messages:
-            at = makers[cuts[rank] : cuts[rank + 1]]
+        for op, whose, cuts, shift in messages:
+            at = whose[cuts[rank] : cuts[rank + 1]]
             word = (program.words[at] & ADDRESS) + shift | int(op) << OP
             rows.append((reached.end[at], 2 * reached.turn[at] + 1, at, word))
         time, turn, place, words = map(np.concatenate, zip(*rows, strict=True))
@@ -64,8 +60,8 @@ def _numbers(graph: Graph, reached: Walk) -> Order:
     """The number of each message in the global order, by the stage and microbatch of its send."""
     index = graph.index
     numbers: dict[Opcode, Positions] = {}
-    makers = np.flatnonzero(index.among(_MAKE)).astype(np.int32)
-    order = makers[np.lexsort((reached.turn[makers], reached.end[makers]))]  # and then by place
+    whose = np.flatnonzero(index.among(_MAKE)).astype(np.int32)
+    order = whose[np.lexsort((reached.turn[whose], reached.end[whose]))]  # and then by place
     for send, ops in _SENT_BY.items():
         numbers[send] = np.full(index.size[Per.MICROBATCH], NONE, np.int32)
         number = np.flatnonzero(np.isin(index.op[order], ops)).astype(np.int32)
@@ -91,13 +87,13 @@ def _ordering(costs: Costs, plan: Plan) -> Costs:
 def _messages(graph: Graph) -> Iterator[tuple[Opcode, Positions, NDArray[np.intp], int]]:
     """Sends, and receives: who makes what is sent, by the rank of the transfer.
 
-    The makers' positions come rank by rank, with the places where each rank's begin, and what
+    The whose' positions come rank by rank, with the places where each rank's begin, and what
     leads from the word of the maker's stage to that of the transfer's.
     """
     index, plan = graph.index, graph.program.plan
-    for send, makers in _SENT_BY.items():
+    for send, whose in _SENT_BY.items():
         row = ROWS[send]
-        at = np.flatnonzero(index.among(makers)).astype(np.int32)
+        at = np.flatnonzero(index.among(whose)).astype(np.int32)
         other = index.stage[at].astype(np.int32) + row.hop
         inside = (other >= 0) & (other < plan.stages)
         there = plan.rank_at(np.where(inside, other, 0), index.mb[at])

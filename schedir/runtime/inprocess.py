@@ -17,9 +17,9 @@ import torch
 from torch import Tensor, nn
 
 from schedir.errors import ModelError
-from schedir.graph import COLLECTIVES, Graph, Model
+from schedir.graph import Graph, Model
 from schedir.index import NONE
-from schedir.ops import Lane, Opcode
+from schedir.ops import COLLECTIVES, Lane, Opcode
 from schedir.plan import Plan
 from schedir.program import Program
 from schedir.runtime.executor import Executor
