@@ -8,13 +8,12 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
+from schedir.index import NONE
 from schedir.ops import BACKWARDS, ROWS, Lane, Opcode
 from schedir.timeline import Timeline
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
-
-NONE: Final = -1
 
 
 class Cause(IntEnum):
@@ -89,24 +88,33 @@ def ready_gaps(timeline: Timeline) -> Floats:
     return gaps
 
 
+def steady(timeline: Timeline) -> tuple[Floats, Floats]:
+    """When the steady phase of each rank begins and ends: warmup is before it, cooldown after.
+
+    From the start of its first backward, infinite if there is none, to the end of its last
+    forward, if that is later.  In the times of `timeline.spans`; each of shape (ranks,).
+    """
+    spans = timeline.spans
+    begins, ends = np.full(timeline.ranks, np.inf), np.full(timeline.ranks, -np.inf)
+    back, ahead = np.isin(spans["op"], BACKWARDS), spans["op"] == Opcode.Forward
+    np.minimum.at(begins, spans["rank"][back], spans["start"][back])
+    np.maximum.at(ends, spans["rank"][ahead], spans["end"][ahead])
+    return begins, np.maximum(begins, ends)
+
+
 def exposed(timeline: Timeline) -> float:
     """The share of the steady phase in which ranks wait for a transfer, a scatter or a gather.
 
-    The steady phase of a rank is from the start of its first backward to the end of its last
-    forward; where there is none on any rank, the share is 0.
+    Where no rank has a steady phase, the share is 0.
     """
-    spans = timeline.spans
-    lo, hi = np.full(timeline.ranks, np.inf), np.full(timeline.ranks, -np.inf)
-    back = np.isin(spans["op"], BACKWARDS)
-    ahead = spans["op"] == Opcode.Forward
-    np.minimum.at(lo, spans["rank"][back], spans["start"][back])
-    np.maximum.at(hi, spans["rank"][ahead], spans["end"][ahead])
+    begins, ends = steady(timeline)
     idle = idleness(timeline)
     idle = idle[idle["cause"] == Cause.MESSAGE]
     rank = idle["rank"]
-    waits = np.minimum(idle["end"], hi[rank]) - np.maximum(idle["start"], lo[rank])
-    steady = float(np.maximum(hi - lo, 0.0).sum())
-    return float(np.maximum(waits, 0.0).sum()) / steady if steady else 0.0
+    waits = np.minimum(idle["end"], ends[rank]) - np.maximum(idle["start"], begins[rank])
+    there = np.isfinite(begins)
+    whole = float((ends[there] - begins[there]).sum())
+    return float(np.maximum(waits, 0.0).sum()) / whole if whole else 0.0
 
 
 def _followers(timeline: Timeline) -> tuple[Ints, Ints]:
@@ -208,20 +216,11 @@ class _Gaps:
 
     def _phase(self, gap: Ints) -> NDArray[np.int32]:
         """The cause of a wait for another rank, by the phase that the rank is in."""
-        spans, ranks = self.timeline.spans, self.timeline.ranks
-        n = len(spans)
-        first, last = np.full(ranks, n), np.full(ranks, n)
-        back = np.flatnonzero(np.isin(spans["op"], BACKWARDS))
-        np.minimum.at(first, spans["rank"][back], back)
-        ahead = np.flatnonzero(spans["op"] == Opcode.Forward)
-        last[spans["rank"][ahead]] = (
-            ahead - self.timeline.second_of_pair[ahead]
-        )  # later ones overwrite
-        rank, before, after = self.rank[gap], self.before[gap], self.after[gap]
+        begins, ends = (times[self.rank[gap]] for times in steady(self.timeline))
         phase = np.full(len(gap), Cause.PEER, np.int32)
-        phase[before >= last[rank]] = Cause.COOLDOWN
-        fills = np.where(first[rank] < n, after <= first[rank], False)
-        phase[fills | (before == NONE)] = Cause.WARMUP
+        phase[self.lo[gap] >= ends] = Cause.COOLDOWN
+        fills = np.isfinite(begins) & (self.hi[gap] <= begins)
+        phase[fills | (self.before[gap] == NONE)] = Cause.WARMUP
         return phase
 
     def _call_imbalance(self, idle: NDArray[Any]) -> NDArray[Any]:

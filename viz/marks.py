@@ -10,7 +10,8 @@ from matplotlib.collections import LineCollection, PolyCollection
 from numpy.typing import NDArray
 
 from schedir.errors import in_bytes
-from schedir.ops import BACKWARDS, COMPUTE, SENDS, Lane, Opcode
+from schedir.idleness import steady
+from schedir.ops import COMPUTE, SENDS, Lane, Opcode
 from schedir.timeline import Timeline
 from schedir.viz.density import Curve
 from schedir.viz.palette import ACCENT, LANES
@@ -101,20 +102,14 @@ def phases(axes: Axes, sheet: Sheet) -> None:
 def phase_times(timeline: Timeline) -> dict[str, tuple[Floats, Floats]]:
     """When each rank's warmup and cooldown begin and end, from the timeline's begin.
 
-    Warmup is until the first backward begins, cooldown from the end of the last forward, but not
-    before the first backward; what lies between is steady.  A rank without a backward has
+    Before and after the steady phase (`schedir.idleness.steady`); a rank without a backward has
     neither.
     """
-    spans, ranks, span = timeline.spans, timeline.ranks, timeline.span
-    first, last = np.full(ranks, np.inf), np.zeros(ranks)
-    back = np.isin(spans["op"], BACKWARDS)
-    ahead = spans["op"] == Opcode.Forward
-    np.minimum.at(first, spans["rank"][back], spans["start"][back] - timeline.begin)
-    np.maximum.at(last, spans["rank"][ahead], spans["end"][ahead] - timeline.begin)
-    none = np.isinf(first)
-    warm = np.where(none, 0, first)
-    cool = np.where(none, span, np.maximum(last, warm))
-    return {"warmup": (np.zeros(ranks), warm), "cooldown": (cool, np.full(ranks, span))}
+    begins, ends = (times - timeline.begin for times in steady(timeline))
+    none = np.isinf(begins)
+    warm, cool = np.where(none, 0, begins), np.where(none, timeline.span, ends)
+    ranks = timeline.ranks
+    return {"warmup": (np.zeros(ranks), warm), "cooldown": (cool, np.full(ranks, timeline.span))}
 
 
 def curve(axes: Axes, sheet: Sheet, held: Curve, nth: int, *, named: bool) -> None:
