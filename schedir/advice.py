@@ -10,7 +10,7 @@ import numpy as np
 
 from schedir.calibrate import calibrate, completed
 from schedir.check import check, check_draft
-from schedir.compile import lower, overlapped
+from schedir.compile import lower
 from schedir.costs import Cost, Costs
 from schedir.errors import ProgramError
 from schedir.graph import Model
@@ -104,11 +104,14 @@ class _Lowering:
         """A draft lowered in this way, and checked."""
         like = self.like
         drafted = replace(drafted, tp=like.tp, dp=like.dp, tied=like.tied, clip=like.clip)
-        program = lower(check_draft(drafted), costs, boundary=self.boundary)
-        if self.overlap:
-            program = overlapped(program, self.model)
-        if self.slots is not None:
-            program = share_slots(program, self.slots, costs, self.model)
+        program = lower(
+            check_draft(drafted),
+            costs,
+            self.model,
+            boundary=self.boundary,
+            overlap=self.overlap,
+            slots=self.slots,
+        )
         return check(program, self.model)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from typing import Literal
 
 from schedir.check import check, check_draft
@@ -62,11 +63,9 @@ def compile(
     if boundary not in ("replicated", "sharded"):
         raise UsageError(f"boundary must be 'replicated' or 'sharded', not {boundary!r}")
     program = replace(draft(schedule, plan), tp=tp, dp=dp, tied=tied, clip=clip)
-    program = lower(_whole(program), costs, boundary=boundary, debug=debug)
-    if overlap:
-        program = overlapped(program, model, debug=debug)
-    if slots is not None:
-        program = share_slots(program, slots, costs, model)
+    program = lower(
+        _whole(program), costs, model, boundary=boundary, overlap=overlap, slots=slots, debug=debug
+    )
     program = check(program, model)
     return program if limit is None else within(program, sizes, limit)
 
@@ -110,28 +109,33 @@ def within(program: Program, sizes: Sizes | None, limit: float) -> Program:
         raise
 
 
-def overlapped(program: Program, model: Model = "device", *, debug: bool = False) -> Program:
-    """A lowered program with opposite transfers grouped, gathers and other receives early."""
-    for early in (group_opposites, early_gathers):
-        program = early(program)
-        if debug:
-            check(program, model)
-    return early_receives(program, model)
-
-
 def lower(
     program: Program,
     costs: Costs | None = None,
+    model: Model = "device",
     *,
     boundary: Literal["replicated", "sharded"] = "replicated",
+    overlap: bool = False,
+    slots: Choice | None = None,
     debug: bool = False,
 ) -> Program:
-    """A draft with its transfers, reductions and step, legal under every progress model."""
+    """A complete draft with its transfers, reductions and step; the options are `compile`'s.
+
+    Legal under every progress model as it is.  With `overlap` or `slots` it is made for `model`,
+    and to be checked.
+    """
     program = transfers(program, costs)
     if boundary == "replicated":
         program = scatter_gather(program)
     program = finish(program)
-    return check(program, "serial") if debug else program
+    if debug:
+        check(program, "serial")
+    if overlap:
+        for early in (group_opposites, early_gathers, partial(early_receives, model=model)):
+            program = early(program)
+            if debug:
+                check(program, model)
+    return program if slots is None else share_slots(program, slots, costs, model)
 
 
 def finish(program: Program) -> Program:

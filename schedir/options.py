@@ -37,6 +37,7 @@ def add_shape(parser: argparse.ArgumentParser) -> None:
         metavar="WHERE",
         help="loop, vee, mirror, or ranks like 0,1,1,0",
     )
+    group.add_argument("--updates", type=int, metavar="N", help="updates without a flush (1)")
     _lowering(group)
 
 
@@ -46,7 +47,6 @@ def add_lowering(parser: argparse.ArgumentParser) -> None:
 
 
 def _lowering(group: argparse._ArgumentGroup) -> None:
-    group.add_argument("--updates", type=int, metavar="N", help="updates without a flush (1)")
     group.add_argument("--tp", type=_size, metavar="N", help="tensor-parallel ranks (1)")
     group.add_argument("--dp", type=_size, metavar="N", help="data-parallel replicas (1)")
     group.add_argument("--tied", action="store_true", default=None, help="a tied embedding")

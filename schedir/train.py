@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
 from schedir.check import check, check_draft
-from schedir.compile import compile, lower, overlapped
+from schedir.compile import compile, lower
 from schedir.config import Config, OutputConfig, read
 from schedir.errors import ExecutionError, ProgramError, UsageError
 from schedir.files import replacing
@@ -73,16 +73,16 @@ def program_of(config: Config) -> Program:
     pipeline = config.pipeline
     found = load(pipeline.schedule)
     tied = config.model.tied and pipeline.plan.stages > 1  # one stage shares the weight itself
-    clip, blocks = config.train.clip > 0, config.train.device == "cpu"
+    clip, blocks, model = config.train.clip > 0, config.train.device == "cpu", config.train.model
+    slots = None if pipeline.slots == "own" else cast(Choice, pipeline.slots)
     if not isinstance(found, Program):
         program = compile(
-            found, pipeline.plan, pipeline.tp, pipeline.dp, config.train.model,
-            tied=tied, clip=clip, overlap=pipeline.overlap,
+            found, pipeline.plan, pipeline.tp, pipeline.dp, model,
+            tied=tied, clip=clip, overlap=pipeline.overlap, slots=slots,
         )  # fmt: skip
     elif found.is_draft:
         whole = replace(found, tp=pipeline.tp, dp=pipeline.dp, tied=tied, clip=clip)
-        program, model = lower(check_draft(whole)), config.train.model
-        program = check(overlapped(program, model) if pipeline.overlap else program, model)
+        program = lower(check_draft(whole), model=model, overlap=pipeline.overlap, slots=slots)
     else:
         for what, has, wants, right in (
             ("tied", found.tied, tied, f"model.tied = {str(found.tied).lower()}"),
@@ -93,13 +93,11 @@ def program_of(config: Config) -> Program:
                     f"{pipeline.schedule} has {what} {_yes(has)}, the configuration {_yes(wants)}",
                     hint=f"{right}, or compile it with{'out' * has} --{what}",
                 )
-        program = check(found, config.train.model, blocks=blocks)
+        program = check(found, model, blocks=blocks)
+        program = share_slots(program, slots, model=model) if slots else program
     if not program.trains:
         raise UsageError(f"schedule {pipeline.schedule} has no backward: it trains nothing")
-    if pipeline.slots == "own":
-        return program
-    model, choice = config.train.model, cast(Choice, pipeline.slots)
-    return check(share_slots(program, choice, model=model), model, blocks=blocks)
+    return check(program, model, blocks=blocks)
 
 
 def _yes(value: bool) -> str:

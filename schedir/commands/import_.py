@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import argparse
 import re
+from typing import TYPE_CHECKING
 
 from schedir.errors import ProgramError, UsageError
 from schedir.files import replacing, text_of
-from schedir.options import add_lowering, costs_of
+from schedir.options import add_lowering, costs_of, sizes_of
+
+if TYPE_CHECKING:
+    from schedir.graph import Model
 
 ABOUT = "read a CSV of torch.distributed.pipelining, check it, and write it as a program"
 
@@ -26,7 +30,8 @@ def run(args: argparse.Namespace) -> str:
 
     from schedir import torch_csv
     from schedir.check import check, check_draft
-    from schedir.compile import finish, lower
+    from schedir.compile import finish, lower, within
+    from schedir.passes.slots import share_slots
     from schedir.text import show
 
     if not args.output.endswith(".sched"):
@@ -40,8 +45,17 @@ def run(args: argparse.Namespace) -> str:
         raise
     tied, clip = bool(args.tied), bool(args.clip)
     program = replace(program, tp=args.tp or 1, dp=args.dp or 1, tied=tied, clip=clip)
-    program = lower(check_draft(program), costs) if program.is_draft else finish(program)
-    check(program, args.model or "device")
+    model: Model = args.model or "device"
+    if program.is_draft:
+        program = lower(check_draft(program), costs, model, overlap=args.overlap, slots=args.slots)
+    elif args.overlap:
+        raise UsageError(f"{args.source} has its transfers: --overlap is for what has none")
+    else:
+        program = check(finish(program), model)
+        program = share_slots(program, args.slots, costs, model) if args.slots else program
+    check(program, model)
+    if args.limit is not None:
+        within(program, sizes_of(args), args.limit)
     with replacing(args.output) as path:
         path.write_text(show(program), encoding="utf-8")
     plan = program.plan

@@ -38,14 +38,14 @@ def transfers(program: Program, costs: Costs | None = None) -> Program:
     if not reached.done.all():
         raise deadlock(graph, reached)
     order, messages = _numbers(graph, reached), list(_messages(graph))
-    total = len(program) + sum(len(whose) for _, whose, _, _ in messages)
+    total = len(program) + sum(len(made) for _, made, _, _ in messages)
     streams, all_words, begin = [], np.empty(total, np.int64), 0
     for rank, (lo, hi) in enumerate(pairwise(program.offsets.tolist())):
         own = np.arange(lo, hi, dtype=np.int32)
         # Columns: time, turn (breaks ties as the walk did), place, word.
         rows = [(reached.start[own], 2 * reached.turn[own], own, program.words[own])]
-        for op, whose, cuts, shift in messages:
-            at = whose[cuts[rank] : cuts[rank + 1]]
+        for op, made, cuts, shift in messages:
+            at = made[cuts[rank] : cuts[rank + 1]]
             word = (program.words[at] & ADDRESS) + shift | int(op) << OP
             rows.append((reached.end[at], 2 * reached.turn[at] + 1, at, word))
         time, turn, place, words = map(np.concatenate, zip(*rows, strict=True))
@@ -87,13 +87,13 @@ def _ordering(costs: Costs, plan: Plan) -> Costs:
 def _messages(graph: Graph) -> Iterator[tuple[Opcode, Positions, NDArray[np.intp], int]]:
     """Sends, and receives: who makes what is sent, by the rank of the transfer.
 
-    The whose' positions come rank by rank, with the places where each rank's begin, and what
+    The makers' positions come rank by rank, with the places where each rank's begin, and what
     leads from the word of the maker's stage to that of the transfer's.
     """
     index, plan = graph.index, graph.program.plan
-    for send, whose in _SENT_BY.items():
+    for send, ops in _SENT_BY.items():
         row = ROWS[send]
-        at = np.flatnonzero(index.among(whose)).astype(np.int32)
+        at = np.flatnonzero(index.among(ops)).astype(np.int32)
         other = index.stage[at].astype(np.int32) + row.hop
         inside = (other >= 0) & (other < plan.stages)
         there = plan.rank_at(np.where(inside, other, 0), index.mb[at])

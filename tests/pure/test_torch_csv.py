@@ -190,10 +190,12 @@ def test_commands(capsys: pytest.CaptureFixture[str], folder: Path, form: str) -
     out = said(capsys, "export", "interleaved", *shape, "--to", form, "-o", "my plan.csv")
     assert out == "wrote my plan.csv\n"
     program = compile(interleaved, Plan(4, 8, 2), tp=2, clip=True)
-    out = said(capsys, "import", "my plan.csv", "-o", "x.sched", "--tp", "2", "--clip")
+    how = ["--tp", "2", "--clip", "--slots", "fewest"]
+    out = said(capsys, "import", "my plan.csv", "-o", "x.sched", *how)
     again = parse((folder / "x.sched").read_text())
     assert out.startswith("wrote x.sched: 4 ranks, 8 stages, 8 microbatches, ")
     assert again.name == "my_plan" and again.plan == program.plan and again.clip
+    assert len(again.slots) == 4
     if form == "torch":
         assert again.streams == program.streams
     else:  # torch sends whole activations, and so does what comes from it
@@ -205,6 +207,7 @@ def test_commands(capsys: pytest.CaptureFixture[str], folder: Path, form: str) -
 
 def test_bad_usage(capsys: pytest.CaptureFixture[str], folder: Path) -> None:
     (folder / "good.csv").write_text("0F0,0B0\n1F0,1B0\n")
+    (folder / "sends.csv").write_text("0F0,0SEND_F0,0RECV_B0,0B0\n1RECV_F0,1F0,1B0,1SEND_B0\n")
     (folder / "bad.csv").write_text("0F0,0B0\n1F0,1B\n")
     (folder / "half.csv").write_text("0F0,0B0\n1F0\n")
     (folder / "stuck.csv").write_text("0F0,0B0,0F1,0B1\n1F1,1B1,1F0,1B0\n")
@@ -221,6 +224,9 @@ def test_bad_usage(capsys: pytest.CaptureFixture[str], folder: Path) -> None:
         ("import stuck.csv -o x.sched", "DeadlockError"),
         ("import zip.csv -o x.sched", "UTF-8"),
         ("import good.csv -o x.sched --costs F=1:2:3", "2 stages"),
+        ("import good.csv -o x.sched --slots few", "fewest"),
+        ("import good.csv -o x.sched --limit 1GB", "sizes"),
+        ("import sends.csv -o x.sched --overlap", "has its transfers"),
         ("export gpipe -o x.csv", "--to"),
         ("export gpipe --to tourch -o x.csv", "torch-2.13"),
         ("export gpipe --to torch -o x.txt", "x.txt"),
