@@ -12,8 +12,8 @@ from schedir.ops import HANDED, ROWS, Token
 from schedir.walk import Walk
 
 _BLOCKS = (
-    "a host that waits for what a compute needs, as on CPUs, issues nothing meanwhile: what others "
-    "need must stand before"
+    "a host that waits for what a compute needs, as on CPUs, issues nothing meanwhile, and over "
+    "NCCL a message waits for what was issued before it: what others need must stand before"
 )
 
 

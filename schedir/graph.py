@@ -68,7 +68,7 @@ class Graph:
 
     A host that `blocks`, as on CPUs, waits itself for what a compute needs, and for the message of
     a gather, and issues nothing meanwhile: so what stands behind either in its Stream follows it,
-    in whatever queue.
+    in whatever queue.  Over NCCL messages wait so, and hosts do not.
     """
 
     def __init__(

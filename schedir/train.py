@@ -73,7 +73,7 @@ def program_of(config: Config) -> Program:
     pipeline = config.pipeline
     found = load(pipeline.schedule)
     tied = config.model.tied and pipeline.plan.stages > 1  # one stage shares the weight itself
-    clip, blocks, model = config.train.clip > 0, config.train.device == "cpu", config.train.model
+    clip, model = config.train.clip > 0, config.train.model
     slots = None if pipeline.slots == "own" else cast(Choice, pipeline.slots)
     if not isinstance(found, Program):
         program = compile(
@@ -93,11 +93,11 @@ def program_of(config: Config) -> Program:
                     f"{pipeline.schedule} has {what} {_yes(has)}, the configuration {_yes(wants)}",
                     hint=f"{right}, or compile it with{'out' * has} --{what}",
                 )
-        program = check(found, model, blocks=blocks)
+        program = check(found, model, blocks=True)
         program = share_slots(program, slots, model=model) if slots else program
     if not program.trains:
         raise UsageError(f"schedule {pipeline.schedule} has no backward: it trains nothing")
-    return check(program, model, blocks=blocks)
+    return check(program, model, blocks=True)
 
 
 def _yes(value: bool) -> str:

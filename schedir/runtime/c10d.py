@@ -44,6 +44,7 @@ class Processes:
 
     model: Model
     grouped = False
+    blocks = True
     aside: Callable[[], AbstractContextManager[object]] = staticmethod(nullcontext)
 
     def __init__(
@@ -52,8 +53,7 @@ class Processes:
         timeout: float | None = None,
         device: torch.device | str = "cpu",
     ) -> None:
-        self.blocks = torch.device(device).type == "cpu"
-        self.static = not self.blocks
+        self.static = torch.device(device).type != "cpu"
         self.tp, self.dp, pp = program.tp, program.dp, program.plan.ranks
         world = dist.get_world_size()
         if world != pp * self.tp * self.dp:
@@ -74,7 +74,7 @@ class Processes:
         if self.tp > 1:
             self.tp_group = self._group(mesh.reshape(-1, self.tp))
             self.gather_group = self._group(mesh.reshape(-1, self.tp))
-            if not self.blocks:
+            if self.static:
                 self.aside = partial(torch.cuda.stream, torch.cuda.Stream(device))
         self.groups: dict[Group, Any] = {"model": self._group(mesh.reshape(self.dp, -1))}
         if self.dp > 1:

@@ -29,8 +29,9 @@ class Transport(Protocol):
     in its tensor-parallel group.  Messages of one lane between two ranks arrive in the order
     in which they are sent.
 
-    Where it `blocks`, a wait holds up the host itself, as on CPUs, and not a lane: programs must
-    be proven for that, too.
+    Where it `blocks`, what stands behind a compute in its Stream waits with it: on a CPU the host
+    itself waits, and over NCCL torch lets a message wait for all that was issued to compute before
+    it.  Programs must be proven for that, too.
 
     Where it is `static`, what is sent is copied into memory that is made once: a library that
     sends on streams of its own would hold whatever it is given for as long as it likes.

@@ -5,22 +5,25 @@ from __future__ import annotations
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
+from typing import Literal
 
 import pytest
 import torch
 import torch.distributed as dist
 
-from schedir import compile, config, gpt_config, train
+from schedir import compile, config, gpt_config, show, train
 from schedir.config import TrainConfig
-from schedir.errors import ModelError, UsageError
+from schedir.errors import DeadlockError, ModelError, UsageError
 from schedir.plan import Plan
 from schedir.runtime.cuda import HOST, SHARED, refuse_twins, require_gpus
+from schedir.runtime.edges import Edge, Grouped
 from schedir.runtime.graphs import GraphedStep
 from schedir.runtime.inprocess import InProcess
 from schedir.runtime.nccl import CTAS, MODELS, edge_options, meet, nccl
 from schedir.runtime.rank import Boundary
 from schedir.runtime.tiny import loss, tiny_stages
 from schedir.schedules import gpipe
+from tests.pure.test_blocking import sends
 
 
 @pytest.mark.parametrize(
@@ -98,6 +101,25 @@ def test_unknown_devices_and_the_like(wrong: dict[str, str]) -> None:
     with pytest.raises(UsageError) as error:
         TrainConfig(**wrong)  # type: ignore[arg-type]
     assert next(iter(wrong)) in error.value.fact
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_what_waits_behind_a_compute_is_refused_on_every_device(
+    device: Literal["cpu", "cuda"], tmp_path: Path
+) -> None:
+    """The model `edge` allows it, but hosts that wait do not, nor does torch over NCCL."""
+    assert Edge.blocks and Grouped.blocks
+    path = tmp_path / "late.sched"
+    run = config.Config(
+        gpt_config.GPTConfig(tied=False),
+        config.PipelineConfig(schedule=str(path), ranks=2, microbatches=2),
+        train=TrainConfig(device=device, clip=0.0),
+    )
+    path.write_text(show(sends(late=False)))
+    train.program_of(run)
+    path.write_text(show(sends(late=True)))
+    with pytest.raises(DeadlockError):
+        train.program_of(run)
 
 
 def test_a_transport_names_its_model() -> None:
