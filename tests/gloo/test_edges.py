@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Any
 
 import pytest
@@ -10,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from schedir import compile, draft, gpt
+from schedir import compile, draft
 from schedir.check import check
 from schedir.errors import DeadlockError
 from schedir.graph import Model
@@ -20,13 +19,12 @@ from schedir.plan import Plan
 from schedir.program import Program
 from schedir.runtime.c10d import Processes
 from schedir.runtime.edges import Edge, Grouped, directed_edges
-from schedir.runtime.executor import Executor
 from schedir.runtime.shared import Shared
 from schedir.runtime.transport import Work
 from schedir.schedules import gpipe, interleaved, one_f_one_b
 from tests.gloo.spawn import RankError, run
 from tests.gloo.strict import Strict
-from tests.gloo.tiny_stages import BOUNDARY, batch, config, expected, gradients, same_bits, zb
+from tests.gloo.tiny_stages import batch, expected, gpt_executor, gradients_by_stage, same_bits, zb
 from tests.pure.test_check import naive
 
 TRANSPORTS: dict[str, type[Processes]] = {
@@ -38,23 +36,10 @@ TRANSPORTS: dict[str, type[Processes]] = {
 
 
 def _step(transport: Processes, program: Program) -> Any:
-    cfg = config(program.plan.stages, program.tied)
-    stages = {
-        s: gpt.build_stage(cfg, s, program.plan.stages, tp=transport.tp_group)
-        for s in program.plan.stages_of[transport.rank]
-    }
-    executor = Executor(
-        program,
-        transport.rank,
-        stages,
-        transport,
-        loss=partial(gpt.loss, tp=transport.tp_group),
-        boundary=BOUNDARY,
-    )
-    inputs, targets, scale = batch(program.plan.microbatches)
+    executor = gpt_executor(program, transport)
     for _ in range(2):
-        executor.step(inputs, targets, scale)
-    return {s: gradients([m])[0] for s, m in stages.items()}
+        executor.step(*batch(program.plan.microbatches))
+    return gradients_by_stage(executor)
 
 
 def one_rank(rank: int, kind: str, schedule: Any, plan: Plan, tp: int) -> Any:

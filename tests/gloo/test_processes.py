@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from functools import partial
 from itertools import pairwise
 from typing import Any
 
@@ -30,8 +29,11 @@ from tests.gloo.tiny_stages import (
     batch,
     config,
     expected,
+    gpt_executor,
     gpt_stages,
     gradients,
+    gradients_by_stage,
+    own_batch,
     same_bits,
     zb,
 )
@@ -44,30 +46,14 @@ def _one_rank(rank: int, schedule: Any, plan: Plan, options: dict[str, Any]) -> 
     """One process of a training step: gradients by stage, loss, and where it stands."""
     program = compile(schedule, plan, model="edge", tied=True, **options)
     transport = Gloo(program)
-    cfg = config(plan.stages)
-    stages = {
-        s: gpt.build_stage(cfg, s, plan.stages, tp=transport.tp_group)
-        for s in plan.stages_of[transport.rank]
-    }
-    executor = Executor(
-        program,
-        transport.rank,
-        stages,
-        transport,
-        loss=partial(gpt.loss, tp=transport.tp_group),
-        boundary=BOUNDARY,
-        max_norm=options.get("max_norm", 0.05),
-    )
-    inputs, targets, scale = batch(plan.microbatches * program.dp)
-    own = slice(transport.dp_rank * plan.microbatches, (transport.dp_rank + 1) * plan.microbatches)
+    executor = gpt_executor(program, transport, max_norm=0.05)
     for _ in range(2):  # twice: a step leaves nothing behind
-        loss = executor.step(inputs[own], targets[own], scale)
+        loss = executor.step(*own_batch(program, transport))
     timeline = measured(executor, transport)
     if timeline is not None:
         assert timeline.kind == "measured" and 0 < timeline.bubble < 1
         assert (timeline.spans["end"] >= timeline.spans["start"]).all()
-    grads = {s: gradients([m])[0] for s, m in stages.items()}
-    return grads, loss, float(executor.norm)
+    return gradients_by_stage(executor), loss, float(executor.norm)
 
 
 def step_on_gloo(schedule: Any, plan: Plan, **options: Any) -> list[Any]:

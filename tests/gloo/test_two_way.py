@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Any
 
 import pytest
@@ -12,7 +11,6 @@ from schedir import gpt
 from schedir.compile import compile
 from schedir.plan import Plan
 from schedir.runtime.c10d import Gloo
-from schedir.runtime.executor import Executor
 from schedir.runtime.inprocess import InProcess
 from schedir.runtime.reference import reference
 from schedir.schedules import chimera, dualpipe
@@ -21,10 +19,11 @@ from tests.gloo.test_processes import step_on_gloo
 from tests.gloo.tiny_stages import (
     BOUNDARY,
     batch,
-    config,
     expected,
+    gpt_executor,
     gpt_stages,
     gradients,
+    own_batch,
     same_bits,
 )
 
@@ -69,27 +68,15 @@ def _train(rank: int, plan: Plan, steps: int, tp: int, dp: int) -> Any:
     """What a process holds after some steps, and the norms of their gradients."""
     program = compile(dualpipe, plan, tp, dp, "edge", tied=True, clip=True)
     transport = Gloo(program)
-    stages = {
-        s: gpt.build_stage(config(plan.stages), s, plan.stages, tp=transport.tp_group)
-        for s in plan.stages_of[transport.rank]
-    }
-    executor = Executor(
-        program,
-        transport.rank,
-        stages,
-        transport,
-        loss=partial(gpt.loss, tp=transport.tp_group),
-        boundary=BOUNDARY,
-        optimizer=torch.optim.AdamW([p for m in stages.values() for p in m.parameters()], 0.01),
-        max_norm=0.05,
-    )
-    m, norms = plan.microbatches, []
+    executor = gpt_executor(program, transport, lr=0.01, max_norm=0.05)
+    norms = []
     for step in range(steps):
-        inputs, targets, scale = batch(m * program.dp, step)
-        own = slice(transport.dp_rank * m, (transport.dp_rank + 1) * m)
-        executor.step(inputs[own], targets[own], scale)
+        executor.step(*own_batch(program, transport, step))
         norms.append(float(executor.norm))
-    held = {s: [p.detach().clone() for p in module.parameters()] for s, module in stages.items()}
+    held = {
+        s: [p.detach().clone() for p in stage.module.parameters()]
+        for s, stage in executor.stages.items()
+    }
     return held, norms, transport.tp_rank
 
 

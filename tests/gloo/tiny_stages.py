@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -10,6 +12,8 @@ from torch import Tensor, nn
 from schedir import gpt
 from schedir.plan import Plan
 from schedir.program import Program
+from schedir.runtime.c10d import Processes
+from schedir.runtime.executor import Executor
 from schedir.runtime.rank import Boundary
 from schedir.runtime.reference import reference
 from schedir.schedules import gpipe, interleaved, one_f_one_b
@@ -61,6 +65,46 @@ def same_bits(one: list[dict[str, Tensor]], other: list[dict[str, Tensor]]) -> b
         a.keys() == b.keys() and all(torch.equal(a[n], b[n]) for n in a)
         for a, b in zip(one, other, strict=True)
     )
+
+
+def gpt_executor(
+    program: Program,
+    transport: Processes,
+    device: str | torch.device = "cpu",
+    *,
+    lr: float | None = None,
+    **options: Any,
+) -> Executor:
+    """The executor of a process, with its share of the GPT.
+
+    It steps by AdamW where there is an `lr`; `options` are Executor's.
+    """
+    plan, tp = program.plan, transport.tp_group
+    cfg = config(plan.stages, program.tied)
+    own = plan.stages_of[transport.rank]
+    stages = {s: gpt.build_stage(cfg, s, plan.stages, tp=tp).to(device) for s in own}
+    if lr is not None:
+        parameters = [p for stage in stages.values() for p in stage.parameters()]
+        options["optimizer"] = torch.optim.AdamW(parameters, lr)
+    loss = partial(gpt.loss, tp=tp)
+    return Executor(
+        program, transport.rank, stages, transport, loss=loss, boundary=BOUNDARY, **options
+    )
+
+
+def own_batch(
+    program: Program, transport: Processes, seed: int = 0
+) -> tuple[Tensor, Tensor, float]:
+    """What a process takes of the `batch` of all replicas."""
+    m = program.plan.microbatches
+    inputs, targets, scale = batch(m * program.dp, seed)
+    own = slice(transport.dp_rank * m, (transport.dp_rank + 1) * m)
+    return inputs[own], targets[own], scale
+
+
+def gradients_by_stage(executor: Executor) -> dict[int, dict[str, Tensor]]:
+    """The gradients of a process's stages."""
+    return {s: gradients([stage.module])[0] for s, stage in executor.stages.items()}
 
 
 def expected(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,12 +10,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from schedir import compile, gpt
+from schedir import compile
 from schedir.graph import Model
 from schedir.passes.slots import Choice
 from schedir.plan import Plan
 from schedir.program import Program
-from schedir.runtime.c10d import Gloo, Processes, measured
+from schedir.runtime.c10d import Gloo, measured
 from schedir.runtime.executor import Executor
 from schedir.runtime.graphs import GraphedStep
 from schedir.runtime.nccl import MODELS, Kind, nccl
@@ -24,7 +23,7 @@ from schedir.runtime.warm import warm_up
 from schedir.schedules import interleaved, one_f_one_b
 from schedir.timeline import Timeline
 from tests.gloo.spawn import run
-from tests.gloo.tiny_stages import BOUNDARY, batch, config, gradients, zb
+from tests.gloo.tiny_stages import batch, gpt_executor, gradients_by_stage, zb
 from tests.gpu.shared import share_gpu
 from tests.legal import too_early
 
@@ -36,34 +35,14 @@ def _program(schedule: Any, plan: Plan, model: Model, slots: Choice | None = Non
     return compile(schedule, plan, tp=2, model=model, tied=True, overlap=True, slots=slots)
 
 
-def _executor(
-    transport: Processes, program: Program, device: torch.device, record: bool = False
-) -> Executor:
-    plan = program.plan
-    cfg = config(plan.stages)
-    stages = {
-        s: gpt.build_stage(cfg, s, plan.stages, tp=transport.tp_group).to(device)
-        for s in plan.stages_of[transport.rank]
-    }
-    return Executor(
-        program,
-        transport.rank,
-        stages,
-        transport,
-        loss=partial(gpt.loss, tp=transport.tp_group),
-        boundary=BOUNDARY,
-        record=record,
-    )
-
-
 def _gradients(executor: Executor) -> Gradients:
-    own = {s: gradients([stage.module])[0] for s, stage in executor.stages.items()}
+    own = gradients_by_stage(executor)
     return {s: {name: g.cpu() for name, g in named.items()} for s, named in own.items()}
 
 
 def on_cpu(rank: int, schedule: Any, plan: Plan) -> Gradients:
     program = _program(schedule, plan, Gloo.model)
-    executor = _executor(Gloo(program), program, torch.device("cpu"))
+    executor = gpt_executor(program, Gloo(program))
     executor.step(*batch(plan.microbatches))
     return _gradients(executor)
 
@@ -75,7 +54,7 @@ def on_gpu(
     device = share_gpu(rank, folder)
     torch.use_deterministic_algorithms(True)
     program = _program(schedule, plan, MODELS[kind], slots)
-    executor = _executor(nccl(program, device, kind), program, device)
+    executor = gpt_executor(program, nccl(program, device, kind), device)
     inputs, targets, scale = batch(plan.microbatches)
     inputs, targets = inputs.to(device), targets.to(device)
     warm_up(executor, inputs[0], targets[0])
@@ -118,7 +97,7 @@ def recorded(rank: int, folder: str, kind: Kind) -> list[Timeline | None]:
         one_f_one_b, plan, tp=2, model=MODELS[kind], tied=True, clip=True, overlap=overlap
     )  # fmt: skip
     transport = nccl(program, device, kind)
-    executor = _executor(transport, program, device, record=True)
+    executor = gpt_executor(program, transport, device, record=True)
     inputs, targets, scale = batch(plan.microbatches)
     inputs, targets = inputs.to(device), targets.to(device)
     warm_up(executor, inputs[0], targets[0])

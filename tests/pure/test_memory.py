@@ -39,13 +39,12 @@ def sizes(draw: st.DrawFn, plan: Plan) -> Sizes:
     return Sizes(**{name: some() for name in names if draw(st.booleans())})
 
 
-def by_hand(program: Program, given: Sizes, rank: int) -> list[dict[str, float]]:
-    """What a rank holds while each of its instructions runs, by kind."""
+def by_hand(machine: Machine, given: Sizes, rank: int) -> list[dict[str, float]]:
+    """What a rank holds while each of its instructions runs, by kind; the machine has run."""
+    program = machine.program
     plan, stream = program.plan, program.streams[rank]
     size = {name: given.of(name, plan.stages).tolist() for name in
             ("activation", "gradient", "saved", "tape", "weights")}  # fmt: skip
-    machine = Machine(program, "serial", Costs())
-    machine.run()
     slots: dict[str, list[float]] = {kind: [] for kind in Slots._fields}
     for kind, stage, _ in machine.values(rank):
         edge = stage - 1 if kind in ("act_in", "grad_out") else stage
@@ -78,9 +77,11 @@ def test_peaks_are_those_counted_by_hand(
         program = group_opposites(program)
     program, given = with_slots(program, rng), data.draw(sizes(draft.plan))
     timeline = simulate(program, data.draw(costs(draft.plan)), sizes=given)
+    machine = Machine(program, "serial", Costs())
+    machine.run()
     peaks = []
     for rank, curve in enumerate(timeline.memory):
-        holds = by_hand(program, given, rank)
+        holds = by_hand(machine, given, rank)
         total = [sum(kinds.values()) for kinds in holds]
         peaks.append(max(total))
         assert curve.held.max() == timeline.peak_memory[rank] == max(total)
@@ -96,7 +97,7 @@ def test_peaks_are_those_counted_by_hand(
         within(program, given, max(peaks) - 1)
     error, site = caught.value, caught.value.sites[0]
     assert error.needs == peaks[site.rank] == sum(size for _, _, size in error.holds)
-    then = by_hand(program, given, site.rank)[site.index]
+    then = by_hand(machine, given, site.rank)[site.index]
     assert {kind: size for kind, _, size in error.holds} == {k: b for k, b in then.items() if b}
 
 

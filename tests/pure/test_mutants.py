@@ -11,7 +11,7 @@ import pytest
 
 from tests.mutants import COMMUTING, HARMLESS, MUTATIONS, RARELY_WRONG, trial
 
-TRIALS = 103  # of each mutation: some 5000 programs
+TRIALS = 63  # of each mutation: some 3000 programs
 SEED = int(os.environ.get("MUTANTS_SEED", "0"))
 
 

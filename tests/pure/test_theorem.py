@@ -15,14 +15,15 @@ from schedir.compile import compile, lower
 from schedir.costs import Costs
 from schedir.errors import DeadlockError, ProgramError
 from schedir.graph import MODELS, Graph, Model
+from schedir.ops import Opcode as O
 from schedir.passes.overlap import early_gathers, early_receives, group_opposites
 from schedir.plan import Plan
-from schedir.program import Program, Stream
+from schedir.program import Program, Stream, pack
 from schedir.schedules import interleaved, interleaved_zb
 from schedir.simulate import simulate
 from schedir.testing import drafts
 from schedir.walk import walk
-from schedir.words import B, F, Schedule, draft
+from schedir.words import Schedule
 from tests.mutants import mutate
 from tests.oracle import Machine
 from tests.strategies import costs, with_slots
@@ -148,7 +149,10 @@ def test_graph_equals_the_machine_on_shuffled_programs(
 @pytest.mark.parametrize("ranks", [5000, 12000])
 def test_queues_of_very_many_ranks_are_told_apart(ranks: int) -> None:
     """More queues than 16 bits count, and more possible ones than a table holds."""
-    program = lower(draft(lambda r, P, m: m * (F + B), Plan(ranks, 1)))
+    ops = (O.Forward, O.ReduceGrads, O.SendAct, O.RecvGrad, O.RecvAct, O.SendGrad)
+    words = np.stack([pack(op, np.arange(ranks), 0) for op in ops], 1)
+    ends = Stream(words[0, :4]), Stream(words[-1, [0, 1, 4, 5]])
+    program = Program("many", Plan(ranks, 1), (ends[0], *map(Stream, words[1:-1]), ends[1]))
     queue = Graph(program, "edge").queue
     rank = np.repeat(np.arange(ranks), np.diff(program.offsets))
     # Compute, reductions, and a queue for each neighbour and direction.
