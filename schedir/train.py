@@ -15,7 +15,8 @@ from typing import TYPE_CHECKING, cast
 
 from schedir.check import check, check_draft
 from schedir.compile import compile, lower
-from schedir.config import Config, OutputConfig, read
+from schedir.config import Config, OutputConfig
+from schedir.config_file import read
 from schedir.errors import ExecutionError, ProgramError, UsageError
 from schedir.files import replacing
 from schedir.launch import crash, end_with_parent, launch, leave

@@ -114,7 +114,7 @@ def test_training_is_what_a_plain_loop_does(config: str, tmp_path: Path) -> None
     import torch
 
     from schedir import gpt
-    from schedir.config import read
+    from schedir.config_file import read
     from schedir.trainer import batches
 
     sets = [*ALONE, "train.betas=[0.5, 0.7]", "train.clip=0.3", "train.weight_decay=0.4",
