@@ -14,7 +14,7 @@ from schedir.compile import compile
 from schedir.costs import Costs
 from schedir.plan import Plan
 from schedir.program import Program
-from schedir.schedules import interleaved, one_f_one_b
+from schedir.schedules import interleaved, one_f_one_b, pipedream_2bw
 from schedir.simulate import simulate
 from schedir.timeline import Timeline
 from schedir.viz import save_html
@@ -99,6 +99,20 @@ def test_times_are_told_as_finely_as_they_differ(page: Page) -> None:
     browser.type("B 0.1")
     browser.key("Enter")
     assert "start\n20000.375\nlength\n0.125" in text(browser, "selected")
+
+
+def test_what_is_of_a_later_update_says_so(page: Page) -> None:
+    plan = Plan(2, 6, updates=3, delay=1)
+    browser = page(simulate(compile(pipedream_2bw, plan), Costs(step=1)))
+    browser.key("/")
+    browser.type("step")
+    names = []
+    for _ in range(3):
+        browser.key("Enter")
+        names.append(text(browser, "selected").partition("\n")[0])
+    assert [name.removesuffix("optimizer step").strip() for name in names] == [
+        "step", "step 1", "step 2"
+    ]  # fmt: skip
 
 
 def test_zoom_and_pan(page: Page) -> None:

@@ -271,7 +271,7 @@ function paintGutter() {
     pen.fillStyle = colours.soft;
     pen.font = `10.5px ${FONT}`;
     const idle = `${percent(block.run.idle[block.rank])} idle`;
-    if (two && block.work >= 16) pen.fillText(block.run.label, GUTTER - 10, y + (block.nth ? 7 : block.work >= 24 ? 21 : 7) + 0, 62);
+    if (two && block.work >= 16) pen.fillText(block.run.label, GUTTER - 10, y + (block.nth ? 7 : block.work >= 24 ? 21 : 7), 62);
     else if (roomy) pen.fillText(idle, GUTTER - 10, y + 22);
     if (block.curve) block.run.curves.slice(0, 2).forEach((curve, c) => {
       pen.fillStyle = c ? colours.memory : colours.focus;

@@ -4,8 +4,10 @@ const isWork = (run, k) => OPS[run.op[k]].work;
 
 function nameOf(run, k) {
   const op = OPS[run.op[k]];
-  if (op.per === "rank") return op.text;
-  return `${op.text} ${run.stage[k]}` + (op.per === "stage" ? "" : `.${run.mb[k]}`);
+  if (op.per === "stage.mb") return `${op.text} ${run.stage[k]}.${run.mb[k]}`;
+  const update = run.mb[k]; // left out of the first, as in the text of a program
+  if (op.per === "rank") return op.text + (update ? ` ${update}` : "");
+  return `${op.text} ${run.stage[k]}` + (update ? `.${update}` : "");
 }
 
 // The chain that decides when a span starts: each link was, of what the next waited for, the last to end.
