@@ -92,7 +92,7 @@ class _Lowering:
 
     def __init__(self, program: Program, model: Model) -> None:
         self.like, self.model = program, model
-        whole = program.tp == 1 or Opcode.Scatter in program.op
+        whole = program.tp == 1 or Opcode.Scatter in program.ops
         self.boundary: Literal["replicated", "sharded"] = "replicated" if whole else "sharded"
         self.overlap = bool((program.joined & np.isin(program.op, TRANSFERS)).any())
         self.slots: Choice | None = None
@@ -205,7 +205,7 @@ class _Changes:
                 if program.trains == self.program.trains and fits and name != self.program.name:
                     what = f"{name} with {v} stage{'s' * (v > 1)} per rank"
                     what += ", which holds no more activations"
-                    if _I in program.op and _I not in self.program.op:
+                    if _I in program.ops and _I not in self.program.ops:
                         what += "; I and W each half of B"
                     yield what, timeline, plan.microbatches
 
@@ -214,7 +214,7 @@ class _Changes:
         if len(self.program) > LARGE or not self.program.trains:
             return
         peak = self.base.peak_in_flight.tolist()
-        letters = "IFW" if _I in self.program.op else "BF"
+        letters = "IFW" if _I in self.program.ops else "BF"
         drafted = greedy(self.plan, letters, lambda rank: peak[rank] + 1, self.costs)
         program = self.lowering.of(drafted, self.costs)
         timeline = simulate(program, self.costs, model=self.base.model)

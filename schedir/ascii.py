@@ -23,14 +23,13 @@ def chart(timeline: Timeline, unit: float = 1.0) -> str:
     plan, spans = timeline.program.plan, timeline.spans
     shown = (spans["lane"] == Lane.COMPUTE) & (spans["end"] > spans["start"])
     columns = round(timeline.span / unit)
-    local = {s: j for own in plan.stages_of for j, s in enumerate(own)}
     cells = np.full((plan.ranks, columns), "..", dtype=object)
     for s, second in zip(spans[shown], timeline.second_of_pair[shown], strict=True):
         lo, hi = (round(float(s[k] - timeline.begin) / unit) for k in ("start", "end"))
         lo += second * (hi - lo) // 2
         cells[s["rank"], lo:hi] = "--"
         if lo < columns:
-            label = f"{ROWS[s['op']].text}{s['mb']}{local[int(s['stage'])] * chr(39)}"
+            label = f"{ROWS[s['op']].text}{s['mb']}{int(plan.local_of[s['stage']]) * chr(39)}"
             cells[s["rank"], lo] = label
     width = max(map(len, cells.flat), default=2)
     lines = [

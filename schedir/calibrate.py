@@ -84,12 +84,12 @@ def completed(costs: Costs, program: Program) -> Costs:
     """
     table = costs.table(program.plan.stages)
     whole, first, late = (table[op] for op in (Opcode.Backward, *SPLIT))
-    if Opcode.BackwardInput not in program.op:
+    if Opcode.BackwardInput not in program.ops:
         half = tuple((whole / 2).tolist())
         return replace(costs, I=half, W=half, B=tuple(whole.tolist()))
-    return (
-        costs if Opcode.Backward in program.op else replace(costs, B=tuple((first + late).tolist()))
-    )
+    if Opcode.Backward not in program.ops:
+        costs = replace(costs, B=tuple((first + late).tolist()))
+    return costs
 
 
 def told(costs: Costs) -> str:

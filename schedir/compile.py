@@ -144,7 +144,7 @@ def finish(program: Program) -> Program:
     Those that reduce the stages' gradients may be there already.
     """
     passes = [reduce_grads, reduce_holders, reduce_tied, reduce_norm, optimizer_step]
-    reduced = Opcode.ReduceGrads in program.op
+    reduced = Opcode.ReduceGrads in program.ops
     for end in passes[reduced:]:
         program = end(program)
     return program

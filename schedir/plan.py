@@ -240,3 +240,15 @@ class Plan:
             for rank in ranks:
                 held[rank].append(stage)
         return tuple(map(tuple, held))
+
+    @cached_property
+    def local_of(self) -> NDArray[np.int64]:
+        """Which of its rank's own stages each stage is, from 0, shape (stages,).
+
+        Two holders of a stage are mirror images, and agree.
+        """
+        local = np.empty(self.stages, np.int64)
+        for own in self.stages_of:
+            local[list(own)] = np.arange(len(own))
+        local.flags.writeable = False
+        return local

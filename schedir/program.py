@@ -210,15 +210,20 @@ class Program:
         """Whether each instruction is issued together with the one before it."""
         return np.asarray(self.words & JOINED, bool)
 
+    @cached_property
+    def ops(self) -> frozenset[int]:
+        """The opcodes that there are."""
+        return frozenset(np.flatnonzero(np.bincount(self.op)).tolist())
+
     @property
     def is_draft(self) -> bool:
         """Whether there is compute only: no transfers, reductions or steps yet."""
-        return bool(np.isin(self.op, COMPUTE).all())
+        return self.ops <= {*COMPUTE}
 
     @property
     def trains(self) -> bool:
         """Whether there is any backward; a program without one evaluates."""
-        return bool(np.isin(self.op, (*BACKWARDS, Opcode.BackwardWeight)).any())
+        return not self.ops.isdisjoint((*BACKWARDS, Opcode.BackwardWeight))
 
     @property
     def ascending(self) -> bool:

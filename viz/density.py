@@ -7,18 +7,14 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from schedir.ops import Lane
+from schedir.ops import Lane, Opcode
 from schedir.timeline import Timeline
 
 
 def own_stage(timeline: Timeline) -> NDArray[np.int64]:
     """Of each span, which of its rank's own stages it is of, from 0; shape (n,)."""
-    plan = timeline.program.plan
-    local = np.zeros(plan.stages, np.int64)
-    for own in plan.stages_of:
-        local[list(own)] = np.arange(len(own))
-    own_of: NDArray[np.int64] = local[np.minimum(timeline.spans["stage"], plan.stages - 1)]
-    return own_of
+    own: NDArray[np.int64] = timeline.program.plan.local_of[timeline.spans["stage"]]
+    return own
 
 
 class Curve(NamedTuple):
@@ -51,6 +47,25 @@ def _settled(
     lasts = np.ones(len(times), bool)
     lasts[:-1] = np.diff(times) > 0
     return times[lasts], values[lasts]
+
+
+class Mixed(NamedTuple):
+    """A run from afar: kinds of boxes, as opcode and own stage, and how much of each is seen.
+
+    `share[rank, column, kind]` is the part of a column of time that the rank's compute lane spends
+    on a kind, from 0 to 1.
+    """
+
+    kinds: list[tuple[int, int]]
+    share: NDArray[np.float64]
+
+
+def mixed(timeline: Timeline, columns: int) -> Mixed:
+    """The run's span cut into equal columns; see `Mixed`."""
+    ops = len(Opcode)
+    key, kind = np.unique(own_stage(timeline) * ops + timeline.spans["op"], return_inverse=True)
+    kinds = [(k % ops, k // ops) for k in key.tolist()]
+    return Mixed(kinds, shares(timeline, kind, len(key), columns))
 
 
 def shares(

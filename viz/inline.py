@@ -11,9 +11,8 @@ from zlib import compress, crc32
 import numpy as np
 from numpy.typing import NDArray
 
-from schedir.ops import Opcode
 from schedir.timeline import Timeline
-from schedir.viz.density import own_stage, shares
+from schedir.viz.density import mixed
 from schedir.viz.palette import colour, ink, linear, written
 from schedir.viz.sheet import Sheet
 
@@ -82,14 +81,13 @@ def _boxes(sheet: Sheet, row: float) -> str:
 def _mixed(sheet: Sheet, row: float) -> str:
     """All that is too small to be seen: one picture, a pixel wide for each two of the axis."""
     timeline = sheet.timeline
-    stages, kinds = timeline.program.plan.stages_per_rank, len(Opcode)
-    key, kind = np.unique(own_stage(timeline) * kinds + timeline.spans["op"], return_inverse=True)
+    stages = timeline.program.plan.stages_per_rank
     columns = max(min(int(_WIDE) // 2, _CELLS // timeline.ranks), 1)
-    share = shares(timeline, kind, len(key), columns)
+    kinds, share = mixed(timeline, columns)
     cover = np.clip(share.sum(-1), 0, 1)
-    light = np.array([linear(colour(k % kinds, k // kinds, stages)) for k in key.tolist()])
-    mixed = np.clip(share @ light / np.maximum(cover, 1e-9)[..., None], 0, 1) ** (1 / 2.2)
-    pixels = np.concatenate([mixed, cover[..., None]], -1)
+    light = np.array([linear(colour(op, local, stages)) for op, local in kinds])
+    seen = np.clip(share @ light / np.maximum(cover, 1e-9)[..., None], 0, 1) ** (1 / 2.2)
+    pixels = np.concatenate([seen, cover[..., None]], -1)
     high = sheet.pitch * row
     lines = np.zeros((timeline.ranks, _LINES, columns, 4), np.uint8)
     lines[:, : round(_LINES * row / high)] = np.rint(255 * pixels)[:, None]

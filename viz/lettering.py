@@ -7,9 +7,9 @@ from typing import Final
 
 import numpy as np
 
-from schedir.ops import COMPUTE, ROWS, Lane, Opcode
+from schedir.ops import COMPUTE, ROWS, Lane
 from schedir.timeline import Timeline, expect_runs
-from schedir.viz.density import own_stage, shares
+from schedir.viz.density import mixed, own_stage
 from schedir.viz.palette import STEP, colour, ink, written
 from schedir.viz.sheet import Sheet
 
@@ -136,11 +136,9 @@ def _boxes(timeline: Timeline, ranks: range, columns: int) -> list[list[Piece]]:
 
 def _mixed(timeline: Timeline, ranks: range, columns: int) -> list[list[Piece]]:
     """A cell per column: the letter of what takes most of it."""
-    stages, kinds = timeline.program.plan.stages_per_rank, len(Opcode)
-    key, kind = np.unique(own_stage(timeline) * kinds + timeline.spans["op"], return_inverse=True)
-    share = shares(timeline, kind, len(key), columns)
+    stages, (kinds, share) = timeline.program.plan.stages_per_rank, mixed(timeline, columns)
     idle, top = 1 - share.sum(-1), share.argmax(-1)
-    table = [(ROWS[k % kinds].text[0], _style(k % kinds, k // kinds, stages)) for k in key.tolist()]
+    table = [(ROWS[op].text[0], _style(op, local, stages)) for op, local in kinds]
     return [
         [_IDLE if idle[rank, c] > 0.5 else table[top[rank, c]] for c in range(columns)]
         for rank in ranks

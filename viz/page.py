@@ -144,9 +144,6 @@ def _fills(runs: Sequence[Timeline], *, night: bool) -> list[list[tuple[str, str
 def _run(run: Timeline, label: str, beside: Timeline) -> dict[str, Any]:
     """A run as the page's script reads it."""
     plan = run.program.plan
-    local = np.zeros(plan.stages, np.int64)
-    for own in plan.stages_of:
-        local[list(own)] = np.arange(len(own))
     tick = run.span / _TICKS or 1.0
     columns, curves = _columns(run, tick)
     idle = idleness(run)
@@ -168,7 +165,7 @@ def _run(run: Timeline, label: str, beside: Timeline) -> dict[str, Any]:
         "ranks": run.ranks,
         "count": len(run),
         "offsets": run.program.offsets.tolist(),
-        "local": local.tolist(),
+        "local": plan.local_of.tolist(),
         "several": plan.stages_per_rank if plan.stages_per_rank > 1 else 0,
         "span": run.span,
         "tick": tick,

@@ -14,7 +14,7 @@ from matplotlib.legend_handler import HandlerTuple
 from matplotlib.patches import Patch
 
 from schedir.ops import COMPUTE, ROWS, Lane, Opcode
-from schedir.viz.density import shares
+from schedir.viz.density import mixed
 from schedir.viz.palette import IDLE, LANE_NAMES, LANES, NAMES, colour, ink, received
 from schedir.viz.sheet import Floats, Sheet
 
@@ -59,12 +59,9 @@ def paint(
 
 def _mix(axes: Axes, sheet: Sheet, inches: float, stages: int) -> None:
     """An image per rank: in each column the mean colour of what runs, over what is idle."""
-    kinds = len(Opcode)
-    key, kind = np.unique(sheet.local * kinds + sheet.op, return_inverse=True)
-    table = [to_rgb(colour(k % kinds, k // kinds, stages)) for k in key.tolist()]
     span = sheet.timeline.span
-    columns = max(int(span * inches * _COLUMNS), 1)
-    share = shares(sheet.timeline, kind, len(key), columns)
+    kinds, share = mixed(sheet.timeline, max(int(span * inches * _COLUMNS), 1))
+    table = [to_rgb(colour(op, local, stages)) for op, local in kinds]
     cover = share.sum(-1)
     image = np.empty((*cover.shape, 4))
     image[..., :3] = share @ np.array(table) / np.maximum(cover, 1e-12)[..., None]
