@@ -11,9 +11,9 @@ from schedir.errors import GroupError, OrderError, Site, SlotError
 from schedir.explain import deadlock, misordered
 from schedir.graph import Graph, Model
 from schedir.index import NONE
-from schedir.ops import COLLECTIVES, RECEIVES, ROWS, TRANSFERS, Per, Token, makers
+from schedir.ops import BOUNDARY, COLLECTIVES, RECEIVES, ROWS, TRANSFERS, Per, Token, makers
 from schedir.program import Program
-from schedir.slots import BOUNDARY, fewest, groups
+from schedir.slots import fewest, groups
 from schedir.walk import walk
 
 # What adds to an update, and what ends it.

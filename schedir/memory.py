@@ -19,10 +19,10 @@ from numpy.typing import NDArray
 
 from schedir.errors import MemoryLimitError, Site
 from schedir.index import Index
-from schedir.ops import COMPUTE, ROWS, Opcode, Token
+from schedir.ops import BOUNDARY, COMPUTE, ROWS, Opcode, Token
 from schedir.program import Program, Stream
 from schedir.sizes import Sizes
-from schedir.slots import BOUNDARY, KINDS, counts, groups, uses
+from schedir.slots import KINDS, counts, groups, uses
 
 _HELD = {Token.SAVED, Token.TAPE}  # BackwardInput turns one into the other
 _CHANGE = np.array([len(_HELD & {*r.gives}) - len(_HELD & {*r.frees}) for r in ROWS])

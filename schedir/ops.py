@@ -150,12 +150,14 @@ def takers(token: Token) -> tuple[Opcode, ...]:
     return tuple(row.op for row in ROWS if token in row.needs and token not in row.gives)
 
 
+# What crosses the boundary of a stage, in the order of `program.Slots`.
+BOUNDARY: Final = (Token.ACT_IN, Token.ACT_OUT, Token.GRAD_IN, Token.GRAD_OUT)
 # Kinds of instructions, read off the table.
 SENDS: Final = tuple(row.op for row in ROWS if row.hop and row.needs)
 RECEIVES: Final = tuple(row.op for row in ROWS if row.hop and row.gives)
 TRANSFERS: Final = SENDS + RECEIVES
 COLLECTIVES: Final = tuple(row.op for row in ROWS if row.meets is row.op)
-SHARDING: Final = tuple(row.op for row in ROWS if row.per is _MB and row.needs == row.gives)
+SHARDING: Final = tuple(row.op for row in ROWS if {*row.needs} & {*row.gives} & {*BOUNDARY})
 GATHERS: Final = tuple(op for op in SHARDING if ROWS[op].lane is Lane.TP)
 COMPUTE: Final = tuple(
     row.op for row in ROWS

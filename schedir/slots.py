@@ -21,12 +21,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from schedir.index import NONE, Index, Positions
-from schedir.ops import HANDED, ROWS, Token, makers
+from schedir.ops import BOUNDARY, HANDED, ROWS, Token, makers
 from schedir.program import Slots
 
-# The kinds whose number of slots is a choice, in the order of `program.Slots`.
-BOUNDARY: Final = (Token.ACT_IN, Token.ACT_OUT, Token.GRAD_IN, Token.GRAD_OUT)
-KINDS: Final = (*BOUNDARY, Token.SAVED, Token.TAPE)
+KINDS: Final = (*BOUNDARY, Token.SAVED, Token.TAPE)  # the number of the first four is a choice
 
 _FILLS: Final = {kind: np.array([row.op in makers(kind) for row in ROWS]) for kind in KINDS}
 # Who frees a value, and how many stages further on: what is handed over is freed by its taker.

@@ -10,7 +10,7 @@ import numpy as np
 from schedir.ops import COMPUTE, ROWS, Lane
 from schedir.timeline import Timeline, expect_runs
 from schedir.viz.density import mixed, own_stage
-from schedir.viz.palette import STEP, colour, ink, written
+from schedir.viz.palette import colour, ink, written
 from schedir.viz.sheet import Sheet
 
 Piece = tuple[str, str]  # text, and its style as rich writes it: "black on #7cc4ee", or ""
@@ -90,8 +90,6 @@ def _even(timeline: Timeline, narrow: float) -> bool:
 
 
 def _style(op: int, local: int, stages: int) -> str:
-    if op not in COMPUTE:
-        return f"black on {STEP}"
     fill = colour(op, local, stages)
     return f"{ink(fill)} on {written(fill)}"
 

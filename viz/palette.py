@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from schedir.idleness import Cause
-from schedir.ops import COMPUTE, ROWS, SENDS, Lane, Opcode
+from schedir.ops import ROWS, SENDS, Lane, Opcode
 
 RGB = tuple[float, float, float]
 
@@ -113,7 +113,7 @@ def shade(op: Opcode, local: int, stages: int, *, night: bool = False) -> RGB:
 
 def colour(op: int, local: int, stages: int, *, night: bool = False) -> str | RGB:
     """The colour of any instruction's box."""
-    if op in COMPUTE:
+    if op in TONES:
         return shade(Opcode(op), local, stages, night=night)
     row = ROWS[op]
     if row.lane not in LANES:

@@ -115,7 +115,7 @@ class Sheet:
         """How wide the widest label of F, B, I, W is, in font sizes."""
         letters = [ROWS[op].text for op in self.present() if op in COMPUTE]
         digits = len(str(self.timeline.program.plan.microbatches - 1))
-        return max((_WIDE[letter] for letter in letters), default=1.0) + digits * _DIGIT
+        return max((_WIDE.get(letter, 1.0) for letter in letters), default=1.0) + digits * _DIGIT
 
     def label(self, at: int) -> str:
         """What a box is called: letter and microbatch."""

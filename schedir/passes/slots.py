@@ -15,8 +15,9 @@ from schedir.costs import Costs
 from schedir.errors import UsageError
 from schedir.graph import Graph, Model
 from schedir.index import Index
+from schedir.ops import BOUNDARY
 from schedir.program import Program, Slots
-from schedir.slots import BOUNDARY, counts, fewest, uses
+from schedir.slots import counts, fewest, uses
 from schedir.walk import Times, remaining, walk
 
 Choice = Literal["fewest", "enough"]

@@ -18,14 +18,14 @@ from schedir.costs import Costs
 from schedir.errors import ParseError, PlanError, SlotError, UsageError
 from schedir.graph import MODELS, Graph, Model
 from schedir.index import Index
-from schedir.ops import ROWS, Token
+from schedir.ops import BOUNDARY, ROWS, Token
 from schedir.passes.overlap import early_gathers, early_receives, group_opposites
 from schedir.passes.slots import Choice, share_slots
 from schedir.plan import Plan
 from schedir.program import Program, Slots
 from schedir.schedules import gpipe, interleaved, one_f_one_b
 from schedir.simulate import simulate
-from schedir.slots import BOUNDARY, KINDS, assign, fewest, reuses
+from schedir.slots import KINDS, assign, fewest, reuses
 from schedir.testing import drafts
 from schedir.text import parse, show
 from schedir.walk import remaining
