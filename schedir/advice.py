@@ -11,12 +11,12 @@ import numpy as np
 from schedir.calibrate import calibrate, completed
 from schedir.check import check, check_draft
 from schedir.compile import lower
-from schedir.costs import Cost, Costs
+from schedir.costs import FIELD, Cost, Costs
 from schedir.errors import ProgramError
 from schedir.graph import Model
 from schedir.greedy import greedy
 from schedir.load import built_in
-from schedir.ops import COMPUTE, TRANSFERS, Opcode
+from schedir.ops import COMPUTE, ROWS, TRANSFERS, Lane, Opcode
 from schedir.passes.slots import Choice, share_slots
 from schedir.plan import Plan
 from schedir.program import Program
@@ -26,8 +26,8 @@ from schedir.words import Schedule, delay_for, draft, placed_for
 
 LARGE: Final = 100_000  # instructions of a program for which other orders are not searched
 _I: Final = Opcode.BackwardInput
-_WORK: Final = ("F", "B", "I", "W", "FB")
-_REDUCTIONS: Final = ("reduce_grads", "reduce_holders", "reduce_tied", "reduce_norm")
+_WORK: Final = (*(FIELD[op] for op in COMPUTE), "FB")
+_REDUCTIONS: Final = tuple(FIELD[row.op] for row in ROWS if row.lane is Lane.DP)
 
 
 @dataclass(frozen=True)
@@ -231,9 +231,9 @@ def _cut(costs: Costs, stages: int, into: int) -> Costs:
         return costs
     old, new = np.linspace(0, 1, stages + 1), np.linspace(0, 1, into + 1)
     table, cut = costs.table(stages), {}
-    for name, op in (("F", 0), ("B", 1), ("I", 2), ("W", 3)):
+    for op in COMPUTE:
         total = np.concatenate([[0.0], np.cumsum(table[op])])
-        cut[name] = tuple(np.diff(np.interp(new, old, total)).tolist())
+        cut[FIELD[op]] = tuple(np.diff(np.interp(new, old, total)).tolist())
     together = costs.together(stages)
     if together is not None:
         total = np.concatenate([[0.0], np.cumsum(together)])

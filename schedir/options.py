@@ -188,26 +188,17 @@ def program_of(
 
 def _plan(args: argparse.Namespace, schedule: Schedule, *, share: bool) -> Plan:
     from schedir.plan import Plan
-    from schedir.words import delay_for, placed_for
+    from schedir.words import delay_for, placed_for, takes_v
 
     ranks = RANKS if args.ranks is None else args.ranks
     microbatches = PER_RANK * ranks if args.microbatches is None else args.microbatches
     mark, fixed = placed_for(schedule)
     placement = args.placement or mark or "loop"
     v = args.stages_per_rank
-    if v is None or (share and (fixed or (placement == "loop" and not _takes_v(schedule)))):
+    if v is None or (share and (fixed or (placement == "loop" and not takes_v(schedule)))):
         v = fixed or 1
     updates = 1 if args.updates is None else args.updates
     return Plan(ranks, microbatches, v, placement, updates, delay_for(schedule) or 0)
-
-
-def _takes_v(schedule: Schedule) -> bool:
-    from inspect import signature
-
-    try:
-        return "v" in signature(schedule).parameters
-    except (TypeError, ValueError):
-        return False
 
 
 _Each = TypeVar("_Each", "Costs", "Sizes")

@@ -29,8 +29,8 @@ def simulate(
     memory is told in bytes.
 
     Raises DeadlockError if the program cannot finish (OrderError if it is a draft and a rank alone
-    is at fault), what `check` raises where it is not
-    complete, and CostsError if the costs add up to infinity.
+    is at fault), what `check` raises where it is not complete, and CostsError if the costs add up
+    to infinity.
     """
     expect(program, Program, "schedir.compile(schedule, plan)")
     if sizes is not None:

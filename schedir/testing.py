@@ -26,12 +26,10 @@ hypothesis is needed here and nowhere else; torch is imported when gradients are
 
 from __future__ import annotations
 
-import inspect
 import random
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from dataclasses import replace
-from functools import partial
 from itertools import product
 
 from schedir.check import check
@@ -42,7 +40,7 @@ from schedir.ops import Instr, Opcode
 from schedir.passes.overlap import group_opposites
 from schedir.plan import Plan
 from schedir.program import Program, Stream
-from schedir.words import Schedule, name_of
+from schedir.words import Schedule, name_of, placed_for, takes_v
 
 try:
     from hypothesis import Phase, given, settings
@@ -158,11 +156,9 @@ def plans_of(
     >>> plans_of(lambda rank, ranks, microbatches: None, ranks=2, microbatches=2)[1:]
     [Plan(ranks=1, microbatches=2), Plan(ranks=2, microbatches=1), Plan(ranks=2, microbatches=2)]
     """
-    function, taken = schedule, set(inspect.signature(schedule).parameters)
-    while isinstance(function, partial):
-        taken -= set(function.keywords)
-        function = function.func
-    placement, v = getattr(function, "placed", ("loop", None if "v" in taken else 1))
+    placement, v = placed_for(schedule)
+    if placement is None:
+        placement, v = "loop", None if takes_v(schedule) else 1
     each = [v] if v else range(1, stages_per_rank + 1)
     found: dict[Plan, None] = {}
     for shape in product(range(1, ranks + 1), range(1, microbatches + 1), each):

@@ -173,8 +173,7 @@ def draft(schedule: Schedule, plan: Plan) -> Program:
         ) from None
     if inspect.iscoroutinefunction(schedule) or inspect.isasyncgenfunction(schedule):
         raise ScheduleError("a schedule is a plain function, not an async one", program=name)
-    bound = schedule.keywords if isinstance(schedule, partial) else {}
-    counted = "v" in parameters and "v" not in bound
+    counted = takes_v(schedule)
     call = partial(schedule, v=plan.stages_per_rank) if counted else partial(schedule)
     try:
         inspect.signature(call).bind(0, plan.ranks, plan.microbatches)
@@ -196,6 +195,15 @@ def draft(schedule: Schedule, plan: Plan) -> Program:
             error.program = name
             raise
     return Program(name, plan, tuple(streams))
+
+
+def takes_v(schedule: Schedule) -> bool:
+    """Whether a schedule is to be told `v`: has a parameter of that name, which is not bound."""
+    bound = schedule.keywords if isinstance(schedule, partial) else {}
+    try:
+        return "v" in inspect.signature(schedule).parameters and "v" not in bound
+    except (TypeError, ValueError):  # no function: `draft` says so
+        return False
 
 
 def placed_for(schedule: Schedule) -> tuple[str | None, int | None]:
