@@ -84,6 +84,7 @@ class Executor(Rank):
         if self.stamps is not None:
             self.transport = Recorded(transport, self.stamps)
         self.position = 0  # index in the Stream: where this rank stands
+        self.under_way = False  # a step, or one that has failed
         self.profiled = False
         self.calls = [HANDLERS[i.op](self, i) for i in self.stream]
         if transport.grouped:
@@ -127,6 +128,7 @@ class Executor(Rank):
 
     def _run(self) -> None:
         """Every call in order, and nothing else."""
+        self.under_way = True
         try:
             for k, (wait, run) in enumerate(self.calls):
                 self.position = k
@@ -138,6 +140,12 @@ class Executor(Rank):
 
     def begin(self, inputs: Microbatches, targets: Microbatches, scale: float | Tensor) -> None:
         """Make ready for a step; then every call is made once, in a legal order."""
+        if self.under_way:
+            raise ExecutionError(
+                f"rank {self.rank} has failed in the step before, and left messages on their way",
+                program=self.program.name,
+                hint="make the executor and its transport anew",
+            )
         m = self.plan.microbatches
         for name, given, where in (("inputs", inputs, 0), ("targets", targets, -1)):
             if where % self.plan.stages in self.stages and len(given) != m:
@@ -154,13 +162,10 @@ class Executor(Rank):
             stage.gradients.zero()
             if stage.versions is not None:
                 stage.versions.keep(0)
-        for slots in self.slots.values():
-            if slots.taken:
-                slots.clear()
 
     def call(self, k: int) -> None:
         """Run the instruction at index k of the Stream; `step` has set whether gradients flow."""
-        self.position = k
+        self.position, self.under_way = k, True
         wait, run = self.calls[k]
         stamps = self.stamps if self.record else None
         try:
@@ -194,6 +199,7 @@ class Executor(Rank):
         for work, _ in self.sending.values():
             work.wait()
         self.sending.clear()
+        self.under_way = False
         self.transport.step_ended()
         for stage in self.stages.values():
             if stage.versions is not None:

@@ -59,11 +59,6 @@ class Slots:
         self.values: list[Any] = [None] * count
         self.taken = self.most = 0
 
-    def clear(self) -> None:
-        """Forget what a step that failed has left."""
-        self.values[:] = [None] * len(self.values)
-        self.taken = 0
-
 
 class Slot:
     """The slot of one value, looked up when an instruction is linked."""

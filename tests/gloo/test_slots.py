@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from schedir.compile import compile
+from schedir.errors import ExecutionError
 from schedir.index import Index
 from schedir.ops import Opcode, Token
 from schedir.passes.slots import Choice
@@ -166,3 +167,30 @@ def test_tensor_parallel_processes_with_the_fewest_slots() -> None:
     own, few = (step_on_gloo(zb, plan, tp=2, slots=slots) for slots in (None, "fewest"))
     for (grads, _, _), (same, _, _) in zip(own, few, strict=True):
         assert same_bits(list(grads.values()), list(same.values()))
+
+
+class Failing(nn.Linear):
+    """Fails once, in its second forward."""
+
+    runs = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.runs += 1
+        if self.runs == 2:
+            raise KeyboardInterrupt
+        return super().forward(x)
+
+
+def test_no_step_follows_one_that_has_failed() -> None:
+    """What was on its way would be taken for the messages of the next."""
+    stages = [Failing(1, 1), nn.Linear(1, 1)]
+    program = compile(one_f_one_b, Plan(2, 3))
+    x = torch.ones(3, 1)
+    ranks = InProcess(program, stages, loss=nn.MSELoss(), boundary=Boundary((1,)))
+    with pytest.raises(ExecutionError, match="2 inputs"):
+        ranks.step(x[:2], x)  # refused before it begins
+    with pytest.raises(KeyboardInterrupt):
+        ranks.step(x, x)
+    with pytest.raises(ExecutionError) as error:
+        ranks.step(x, x)
+    assert "rank 0 has failed in the step before" in error.value.fact
