@@ -87,8 +87,8 @@ class TrainConfig:
 
     `device` is cpu, or cuda for a GPU each.  `transport` is how messages travel: between CPUs
     through `shared` memory or by `gloo`, between GPUs by NCCL with a queue for each `edge` or
-    `grouped`.  `auto` is shared memory on one machine (an x86), unless slots are shared, else gloo;
-    on GPUs edge.
+    `grouped`.  `auto` is shared memory on one machine (a Linux on x86-64), unless slots are shared,
+    else gloo; on GPUs edge.
 
     `precision` is the type of the weights, float32, bfloat16 or float16; gradients and the
     optimizer's numbers are float32 in any case.  In float16 the loss is scaled, led by the gradient

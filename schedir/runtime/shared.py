@@ -10,20 +10,22 @@ from __future__ import annotations
 import mmap
 import os
 import platform
-import select
 import shutil
 import socket
 import struct
+import sys
 import tempfile
 import weakref
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
-from time import monotonic
+from pathlib import Path
+from time import monotonic, sleep
 from typing import Final, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.constants import default_pg_timeout
 
 from schedir.errors import ModelError
 from schedir.graph import Model
@@ -35,7 +37,7 @@ from schedir.runtime.transport import Done, Work
 from schedir.slots import KINDS, assign, counts
 
 LINE: Final = 64  # bytes of a cache line, on which slots begin
-ORDERED: Final = ("x86_64", "AMD64")  # others may show a count before what it counts
+ORDERED: Final = ("x86_64",)  # others may show a count before what it counts
 # Where files are memory; or else on a disk, of which memory is a copy.
 PLACES: tuple[str, ...] = ("/dev/shm", tempfile.gettempdir())
 # What a receive takes in, and what makes it whole where it was scattered.
@@ -48,10 +50,26 @@ Place = tuple[Token, int]  # a slot: its kind and number
 
 
 def can_share() -> bool:
-    """Whether all processes are on one machine, and it shows stores in order; all must ask."""
-    everyone = [""] * dist.get_world_size()
-    dist.all_gather_object(everyone, socket.gethostname())
-    return len(set(everyone)) == 1 and platform.machine() in ORDERED
+    """Whether all processes see one memory, of a Linux that shows stores in order; all must ask."""
+    everyone: list[object] = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, _sight())
+    return everyone[0] is not None and all(one == everyone[0] for one in everyone)
+
+
+def _sight() -> object:
+    """What processes that see one memory have in common; None where there is none.
+
+    Not the name of the host: machines may share one, and containers of one machine, each with
+    places of its own, may too.
+    """
+    if sys.platform != "linux" or platform.machine() not in ORDERED:
+        return None
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text()
+    except OSError:
+        return None
+    there = [os.stat(place) for place in PLACES if os.path.isdir(place)]
+    return boot, [(place.st_dev, place.st_ino) for place in there]
 
 
 class Shared(Processes):
@@ -77,11 +95,12 @@ class Shared(Processes):
             )
         if not can_share():
             raise ModelError(
-                "memory is shared by processes of one machine, an x86 as yet",
+                "memory is shared by processes of one machine, a Linux on x86-64 as yet",
                 program=program.name,
                 hint='transport = "gloo"',
             )
-        self.program, self.seconds = program, timeout
+        self.program = program
+        self.seconds = default_pg_timeout.total_seconds() if timeout is None else timeout
         self.ended = 0  # steps of this rank
         self.memory: _Memory | None = None  # where it receives
         self.outgoing: dict[tuple[Lane, int], _Outgoing] = {}
@@ -92,6 +111,7 @@ class Shared(Processes):
 
         Raises ModelError if the machine has no room.
         """
+        self.ended = 0  # in this memory
         ranks, folder, problem = self.program.plan.ranks, "", ""
         size = _Memory.size(ranks, slots, like)
         try:
@@ -162,7 +182,7 @@ class Shared(Processes):
         way = self.outgoing[lane, peer]
         if way.head[0] < self.ended:
             way.wait(self.ended, self.seconds)
-        way.send(tensor)
+        way.send(tensor, self.ended)
         return _DONE
 
     def recv(self, tensor: Tensor, peer: int, lane: Lane) -> Work:
@@ -223,8 +243,8 @@ class _Outgoing:
         self.connection, self.parts = connection, parts
         self.sent = 0
 
-    def send(self, tensor: Tensor) -> None:
-        """Write it, count it, and wake the receiver."""
+    def send(self, tensor: Tensor, steps: int) -> None:
+        """Write it, count it, and wake the receiver.  `steps` came before this one."""
         self.parts[self.sent % len(self.parts)].copy_(tensor)
         self.sent += 1
         self.head[self.at] = self.sent
@@ -233,17 +253,18 @@ class _Outgoing:
         except BlockingIOError:
             pass  # full of bytes that will wake it
         except OSError as error:
-            raise _left(self.rank) from error
+            if self.head[0] <= steps:  # else it has seen the count, ended the step, and left
+                raise _left(self.rank) from error
 
-    def wait(self, steps: int, seconds: float | None) -> None:
+    def wait(self, steps: int, seconds: float) -> None:
         """Return when the receiver has ended so many steps: it has left all that it received."""
-        over = None if seconds is None else monotonic() + seconds
+        over = monotonic() + seconds
         while self.head[0] < steps:
-            if over is not None and monotonic() > over:
+            if monotonic() > over:
                 raise TimeoutError(f"rank {self.rank} has not ended its step in {seconds:g} s")
+            sleep(1e-4)
             # Its bytes may be there for another lane; without any, this sees it leave.
-            if select.select([self.connection], [], [], 1e-4)[0]:
-                _take(self.connection, self.rank)
+            _take(self.connection, self.rank, socket.MSG_DONTWAIT)
 
 
 class _Incoming:
@@ -256,7 +277,8 @@ class _Incoming:
     def wait(self, number: int) -> None:
         """Return when so many have come."""
         while self.head[self.at] < number:
-            _take(self.connection, self.rank)
+            if not _take(self.connection, self.rank):
+                raise TimeoutError(f"nothing has come from rank {self.rank} in time")
 
 
 class _Arrival(NamedTuple):
@@ -269,13 +291,13 @@ class _Arrival(NamedTuple):
         self.way.wait(self.number)
 
 
-def _take(connection: socket.socket, rank: int) -> None:
-    """Take the bytes that woke this rank, or sleep until one comes."""
+def _take(connection: socket.socket, rank: int, flags: int = 0) -> bool:
+    """Take the bytes that woke this rank, or sleep until one comes; whether one came in time."""
     try:
-        if connection.recv(4096):
-            return
+        if connection.recv(4096, flags):
+            return True
     except BlockingIOError:
-        raise TimeoutError(f"nothing has come from rank {rank} in time") from None
+        return False
     except OSError as error:
         raise _left(rank) from error
     raise _left(rank)
@@ -317,13 +339,14 @@ def _make(size: int) -> str:
 
 
 def _connect(
-    folders: list[str], own: int, neighbours: Iterable[int], seconds: float | None
+    folders: list[str], own: int, neighbours: Iterable[int], seconds: float
 ) -> dict[int, socket.socket]:
     """A connection to each neighbour: all listen, the lower rank calls.  All must call this."""
     connections = {}
     with socket.socket(socket.AF_UNIX) as listener:
         listener.bind(f"{folders[own]}/socket")
         listener.listen(len(folders))
+        listener.settimeout(seconds)
         dist.barrier()
         for rank in neighbours:
             if rank > own:
@@ -333,11 +356,10 @@ def _connect(
         for _ in range(sum(rank < own for rank in neighbours)):
             caller, _ = listener.accept()
             connections[struct.unpack("q", caller.recv(8, socket.MSG_WAITALL))[0]] = caller
-    if seconds is not None:
-        # By the kernel: Python's own timeout would ask it twice for each message.
-        patience = struct.pack("ll", int(seconds), int(seconds % 1 * 1e6))
-        for connection in connections.values():
-            connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, patience)
+    # By the kernel: Python's own timeout would ask it twice for each message.
+    patience = struct.pack("ll", int(seconds), int(seconds % 1 * 1e6))
+    for connection in connections.values():
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, patience)
     return connections
 
 

@@ -54,7 +54,8 @@ class Transport(Protocol):
 
     def buffers(self, slots: Mapping[Token, int], like: Tensor) -> dict[tuple[Token, int], Tensor]:
         """Memory for what is received, by kind and slot: so many of a kind, each like `like`.
-        Called once, by all processes; it may block."""
+        Called once for each executor, by all processes; it may block.  An executor before it is
+        over then."""
 
     def step_ended(self) -> None:
         """A step has ended: nothing that was received in it is looked at again."""

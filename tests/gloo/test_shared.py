@@ -40,13 +40,15 @@ class Double(nn.Module):
         return x * self.two
 
 
-def executor(program: Program, rank: int, seconds: float | None = 20.0) -> Executor:
+def executor(
+    program: Program, rank: int, seconds: float = 20.0, transport: Shared | None = None
+) -> Executor:
     """A rank that doubles four numbers; the loss is their sum beyond a target."""
     return Executor(
         program,
         rank,
         {rank: Double()},
-        Shared(program, seconds),
+        transport or Shared(program, seconds),
         loss=lambda y, target: (y - target).sum(),
         boundary=Boundary((4,)),
     )
@@ -125,9 +127,11 @@ def test_a_neighbour_that_leaves_or_sleeps(leaves: bool, why: str) -> None:
 
 def left(rank: int, place: str, problem: bool) -> str:
     """In one place, or in none for the second rank."""
+    program = compile(one_f_one_b, Plan(2, 3), model="edge")
+    transport = Shared(program, 20.0)
     shared.PLACES = (place if rank == 0 or not problem else f"{place}/none",)
     try:
-        own = executor(compile(one_f_one_b, Plan(2, 3), model="edge"), rank)
+        own = executor(program, rank, transport=transport)
     except ModelError as error:
         return error.fact
     own.step(torch.ones(3, 4), torch.zeros(3, 4))
@@ -139,6 +143,73 @@ def test_nothing_is_left_behind(problem: bool, tmp_path: Path) -> None:
     for fact in run(left, 2, str(tmp_path), problem):
         assert fact.startswith("process 1 cannot share what it receives: No such file") == problem
     assert not list(tmp_path.iterdir())
+
+
+def apart(rank: int, places: list[str]) -> bool:
+    shared.PLACES = (places[rank],)
+    return shared.can_share()
+
+
+def test_processes_that_do_not_see_one_place_cannot_share(tmp_path: Path) -> None:
+    places = [str(tmp_path / "a"), str(tmp_path / "b")]
+    for place in places:
+        os.mkdir(place)
+    assert run(apart, 2, places) == [False, False]
+    assert run(apart, 2, places[:1] * 2) == [True, True]
+
+
+def again(rank: int) -> list[float]:
+    """Executors one after the other, on one transport."""
+    program = compile(one_f_one_b, Plan(2, 3), model="edge")
+    transport = Shared(program, 5.0)
+    losses = []
+    for k in range(2):
+        own = executor(program, rank, transport=transport)
+        for _ in range(2):
+            losses.append(own.step(torch.full((3, 4), k + 1.0), torch.zeros(3, 4)))
+    return [float(loss) for loss in losses if loss is not None]
+
+
+def test_a_transport_serves_one_executor_after_the_other() -> None:
+    assert run(again, 2, grace=6.0) == [[], [48.0, 48.0, 96.0, 96.0]]
+
+
+class _Late:
+    """A connection whose bytes are late: the receiver is served, and gone, before the last."""
+
+    def __init__(self, connection: Any, messages: int) -> None:
+        self.connection, self.left = connection, messages
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.connection, name)
+
+    def send(self, *how: Any) -> None:
+        self.left -= 1
+        if not self.left:
+            dist.barrier()  # the receiver finds the counts
+            dist.barrier()
+        self.connection.send(*how)
+
+
+def served(rank: int) -> float:
+    program = compile(forwards, Plan(2, 3), model="edge")
+    transport = Shared(program, 5.0)
+    own = executor(program, rank, transport=transport)
+    if rank == 0:
+        (way,) = transport.outgoing.values()
+        way.connection = _Late(way.connection, 3)  # type: ignore[assignment]
+    else:
+        dist.barrier()
+    loss = own.step(torch.ones(3, 4), torch.zeros(3, 4))
+    if rank:
+        for way_in in transport.incoming.values():
+            way_in.connection.close()
+        dist.barrier()
+    return float(loss or 0)
+
+
+def test_a_receiver_that_leaves_when_it_is_served_is_no_failure() -> None:
+    assert run(served, 2) == [0.0, 48.0]
 
 
 def slots(rank: int) -> str:
