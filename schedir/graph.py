@@ -18,7 +18,7 @@ from __future__ import annotations
 import random
 from collections.abc import Iterator
 from functools import cached_property
-from typing import Final, Literal
+from typing import Final, Literal, get_args
 
 import numpy as np
 from numpy.typing import NDArray
@@ -44,7 +44,7 @@ from schedir.program import Program
 from schedir.slots import reuses
 
 Model = Literal["edge", "pair", "device", "serial"]
-MODELS: Final[tuple[Model, ...]] = ("edge", "pair", "device", "serial")
+MODELS: Final[tuple[Model, ...]] = get_args(Model)
 
 _PER_RANK: Final = tuple(row.op for row in ROWS if row.per is Per.RANK)
 _LATE: Final = tuple(row.op for row in ROWS if row.per is not Per.MICROBATCH)
