@@ -114,6 +114,7 @@ class Shared(Processes):
         self.ended = 0  # in this memory
         ranks, folder, problem = self.program.plan.ranks, "", ""
         size = _Memory.size(ranks, slots, like)
+        dist.barrier()  # a file is left behind where one that waits for others is ended
         try:
             folder = _make(size)
         except OSError as error:

@@ -212,6 +212,28 @@ def test_a_receiver_that_leaves_when_it_is_served_is_no_failure() -> None:
     assert run(served, 2) == [0.0, 48.0]
 
 
+def waiting(rank: int, place: str) -> list[str]:
+    """What the first rank has made when the second has not come yet."""
+    program = compile(one_f_one_b, Plan(2, 3), model="edge")
+    transport = Shared(program, 20.0)
+    shared.PLACES = (place,)
+    found = []
+
+    def late(*how: Any) -> Any:
+        time.sleep(1)
+        found.extend(os.listdir(place))
+        return Shared.buffers(transport, *how)
+
+    if rank:
+        transport.buffers = late  # type: ignore[method-assign]
+    executor(program, rank, transport=transport)
+    return found
+
+
+def test_who_waits_for_others_has_made_no_file(tmp_path: Path) -> None:
+    assert run(waiting, 2, str(tmp_path)) == [[], []]
+
+
 def slots(rank: int) -> str:
     with pytest.raises(ModelError) as error:
         Shared(compile(one_f_one_b, Plan(2, 3), model="edge", slots="fewest"))
