@@ -199,6 +199,10 @@ class Executor(Rank):
         for work, _ in self.sending.values():
             work.wait()
         self.sending.clear()
+        total = None
+        if self.plan.stages - 1 in self.stages:
+            # By microbatch, whatever their order was; a loss may lie in what was received.
+            total = sum(self.losses, torch.zeros((), device=self.device))
         self.under_way = False
         self.transport.step_ended()
         for stage in self.stages.values():
@@ -206,11 +210,7 @@ class Executor(Rank):
                 stage.versions.restore()
         if self.stamps is not None and self.record:
             self.stamps.close()
-        if self.plan.stages - 1 not in self.stages:
-            return None
-        return sum(
-            self.losses, torch.zeros((), device=self.device)
-        )  # by microbatch, whatever their order was
+        return total
 
 
 def _both(first: Callable[[], None], second: Callable[[], None]) -> None:

@@ -174,6 +174,29 @@ def test_a_transport_serves_one_executor_after_the_other() -> None:
     assert run(again, 2, grace=6.0) == [[], [48.0, 48.0, 96.0, 96.0]]
 
 
+def identity(rank: int) -> list[Tensor | None]:
+    """The loss is what the last stage has received, in the memory that the first writes."""
+    program = compile(forwards, Plan(2, 3), model="edge")
+    transport = Shared(program, 20.0)
+    stage = Double() if rank == 0 else nn.Identity()
+    own = Executor(
+        program, rank, {rank: stage}, transport, loss=lambda y, _: y, boundary=Boundary(())
+    )
+    ended = own.transport.step_ended
+
+    def slow() -> None:
+        ended()
+        time.sleep(0.3)
+
+    own.transport.step_ended = slow  # type: ignore[method-assign]
+    return [own.step(torch.full((3,), float(step)), torch.zeros(3)) for step in range(3)]
+
+
+def test_a_loss_in_memory_that_is_received_is_summed_before_it_is_left() -> None:
+    _, losses = run(identity, 2)
+    assert [float(loss) for loss in losses] == [0.0, 6.0, 12.0]
+
+
 class _Late:
     """A connection whose bytes are late: the receiver is served, and gone, before the last."""
 
@@ -225,7 +248,7 @@ def waiting(rank: int, place: str) -> list[str]:
         return Shared.buffers(transport, *how)
 
     if rank:
-        transport.buffers = late  # type: ignore[method-assign]
+        transport.buffers = late  # type: ignore[method-assign, assignment]
     executor(program, rank, transport=transport)
     return found
 
