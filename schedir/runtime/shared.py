@@ -30,7 +30,7 @@ from torch.distributed.constants import default_pg_timeout
 from schedir.errors import ModelError
 from schedir.graph import Model
 from schedir.index import Index
-from schedir.ops import ROWS, SENDS, Lane, Opcode, Token
+from schedir.ops import GATHERS, RECEIVES, ROWS, SENDS, Lane, Token
 from schedir.program import Program
 from schedir.runtime.c10d import Processes
 from schedir.runtime.transport import Done, Work
@@ -41,10 +41,8 @@ ORDERED: Final = ("x86_64",)  # others may show a count before what it counts
 # Where files are memory; or else on a disk, of which memory is a copy.
 PLACES: tuple[str, ...] = ("/dev/shm", tempfile.gettempdir())
 # What a receive takes in, and what makes it whole where it was scattered.
-RECEIVED: Final = {
-    Opcode.RecvAct: (Token.ACT_IN, Opcode.Gather),
-    Opcode.RecvGrad: (Token.GRAD_IN, Opcode.GatherGrad),
-}
+_GATHERS: Final = {ROWS[op].gives[0]: op for op in GATHERS}
+RECEIVED: Final = {op: (ROWS[op].gives[0], _GATHERS[ROWS[op].gives[0]]) for op in RECEIVES}
 _DONE: Final = Done()
 Place = tuple[Token, int]  # a slot: its kind and number
 
