@@ -94,11 +94,13 @@ def program_of(config: Config) -> Program:
                     f"{pipeline.schedule} has {what} {_yes(has)}, the configuration {_yes(wants)}",
                     hint=f"{right}, or compile it with{'out' * has} --{what}",
                 )
-        program = check(found, model, blocks=True)
-        program = share_slots(program, slots, model=model) if slots else program
+        program = found
+        if slots:
+            program = share_slots(check(found, model, blocks=True), slots, model=model)
+    check(program, model, blocks=True)
     if not program.trains:
         raise UsageError(f"schedule {pipeline.schedule} has no backward: it trains nothing")
-    return check(program, model, blocks=True)
+    return program
 
 
 def _yes(value: bool) -> str:
