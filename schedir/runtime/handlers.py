@@ -20,6 +20,7 @@ from schedir.ops import GATHERS, HANDED, RECEIVES, ROWS, Instr, Opcode, Token
 from schedir.runtime.gradients import is_sharded
 from schedir.runtime.rank import Call, Rank, Slot, Stage
 from schedir.runtime.split import SplitLinear, Tape, can_wait, recording
+from schedir.runtime.transport import own_part
 
 # What is taken in is received, and made whole if it comes in parts.
 _RECEIVES = {ROWS[op].gives[0]: op for op in RECEIVES}
@@ -219,7 +220,7 @@ def recv(rank: Rank, i: Instr) -> Call:
     kind = row.gives[0]
     given, peer = rank.slot(kind, i.stage, mb), int(rank.plan.rank_at(i.stage + row.hop, mb))
     whole = rank.buffers[kind, given.number]
-    part = rank.own_part(whole) if (_GATHERS[kind], i.stage, mb) in rank.where else whole
+    part = own_part(rank.transport, whole) if (_GATHERS[kind], i.stage, mb) in rank.where else whole
     start, arriving, lane = rank.transport.recv, rank.stages[i.stage].arriving, row.lane
 
     def run() -> None:
@@ -250,7 +251,9 @@ def _arrived(rank: Rank, i: Instr, kind: Token) -> Callable[[], None] | None:
 def scatter(rank: Rank, i: Instr) -> Call:
     kind = ROWS[i.op].gives[0]
     out = rank.slot(kind, i.stage, i.mb)
-    own = rank.own_part(rank.outgoing(kind, out.number)) if rank.transport.static else None
+    own = (
+        own_part(rank.transport, rank.outgoing(kind, out.number)) if rank.transport.static else None
+    )
 
     def run() -> None:
         # Own memory, not a view: the whole is not kept alive by what is sent of it.
@@ -264,7 +267,7 @@ def scatter(rank: Rank, i: Instr) -> Call:
 def gather(rank: Rank, i: Instr) -> Call:
     kind = ROWS[i.op].gives[0]
     whole = rank.buffers[kind, rank.slot(kind, i.stage, i.mb).number]
-    flat, part = whole.view(-1), rank.own_part(whole)
+    flat, part = whole.view(-1), own_part(rank.transport, whole)
     arriving, key = rank.stages[i.stage].arriving, (kind, i.mb)
     aside, start = rank.transport.aside, rank.transport.all_gather
 

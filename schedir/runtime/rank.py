@@ -172,10 +172,6 @@ class Rank:
             self._outgoing[kind, number] = torch.empty(shape, dtype=dtype, device=self.device)
         return self._outgoing[kind, number]
 
-    def own_part(self, whole: Tensor) -> Tensor:
-        """This tensor-parallel rank's 1/t of a boundary, flat, in its place in the whole."""
-        return whole.view(self.program.tp, -1)[self.transport.tp_rank]
-
     def let_go(self, send: int) -> None:
         """Wait for a send, unless somebody has, and then let go what was sent."""
         if send in self.sending:

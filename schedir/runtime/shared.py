@@ -30,10 +30,11 @@ from torch.distributed.constants import default_pg_timeout
 from schedir.errors import ModelError
 from schedir.graph import Model
 from schedir.index import Index
-from schedir.ops import GATHERS, RECEIVES, ROWS, SENDS, Lane, Token
+from schedir.ops import GATHERS, RECEIVES, ROWS, Lane, Token
 from schedir.program import Program
 from schedir.runtime.c10d import Processes
-from schedir.runtime.transport import Done, Work
+from schedir.runtime.edges import directed_edges
+from schedir.runtime.transport import Done, Work, own_part
 from schedir.slots import KINDS, assign, counts
 
 LINE: Final = 64  # bytes of a cache line, on which slots begin
@@ -142,39 +143,31 @@ class Shared(Processes):
 
     def _meet(self, folders: list[str], like: Tensor) -> None:
         """Connect to the ranks with which this one exchanges messages, and map their memory."""
-        program, own = self.program, self.memory
+        own, ranks = self.memory, self.program.plan.ranks
         assert own is not None
-        plan, index = program.plan, Index(program)
-        sources = [*_inbox(index, self.rank)]
-        targets = {
-            int(plan.rank_at(stage + ROWS[op].hop, mb))
-            for op, stage, mb in program.streams[self.rank]
-            if op in SENDS
-        }
-        connections = _connect(
-            folders, self.rank, targets | {rank for _, rank in sources}, self.seconds
-        )
+        edges = directed_edges(self.program)
+        sources = [(lane, source) for lane, source, target in edges if target == self.rank]
+        targets = [(lane, target) for lane, source, target in edges if source == self.rank]
+        neighbours = {rank for _, rank in (*sources, *targets)}
+        connections = _connect(folders, self.rank, neighbours, self.seconds)
         for lane, rank in sources:
             at = own.count(rank, lane)
             self.incoming[lane, rank] = _Incoming(rank, own, at, connections[rank])
+        index = Index(self.program)
         sizes = counts(index)
-        for rank in targets:
+        for rank in {rank for _, rank in targets}:
             size = dict(zip(KINDS, sizes[rank].tolist(), strict=True))
             slots = {kind: size[kind] for kind, _ in RECEIVED.values()}
-            theirs = _Memory(folders[rank], plan.ranks, slots, like)
-            for (lane, source), messages in _inbox(index, rank).items():
-                if source == self.rank:
-                    parts = [self._part(theirs.slots[place], cut) for place, cut in messages]
-                    at = theirs.count(source, lane)
-                    self.outgoing[lane, rank] = _Outgoing(
-                        rank, theirs, at, connections[rank], parts
-                    )
+            theirs = _Memory(folders[rank], ranks, slots, like)
+            for lane, messages in _inbox(index, rank, self.rank).items():
+                parts = [
+                    own_part(self, theirs.slots[place]) if cut else theirs.slots[place]
+                    for place, cut in messages
+                ]
+                at = theirs.count(self.rank, lane)
+                self.outgoing[lane, rank] = _Outgoing(rank, theirs, at, connections[rank], parts)
         weakref.finalize(self, _close, [*connections.values()])
         dist.barrier()  # nobody removes a folder in which others look
-
-    def _part(self, whole: Tensor, cut: bool) -> Tensor:
-        """What is sent of a boundary: all, or this tensor-parallel rank's part."""
-        return whole.view(self.tp, -1)[self.tp_rank] if cut else whole
 
     def send(self, tensor: Tensor, peer: int, lane: Lane) -> Work:
         """Write into the receiver's memory."""
@@ -306,18 +299,17 @@ def _left(rank: int) -> ConnectionError:
     return ConnectionError(f"connection closed by rank {rank}")
 
 
-def _inbox(index: Index, rank: int) -> dict[tuple[Lane, int], list[tuple[Place, bool]]]:
-    """What a rank receives in a step, by lane and sender: its slot, and whether a part alone."""
+def _inbox(index: Index, rank: int, sender: int) -> dict[Lane, list[tuple[Place, bool]]]:
+    """What a rank receives of another in a step, by lane: its slot, and whether a part alone."""
     program, plan = index.program, index.program.plan
     stream, assigned = program.streams[rank], assign(index, rank)
-    found: dict[tuple[Lane, int], list[tuple[Place, bool]]] = defaultdict(list)
+    found: dict[Lane, list[tuple[Place, bool]]] = defaultdict(list)
     there = {tuple(i) for i in stream}
     for op, stage, mb in stream:
-        if op in RECEIVED:
+        if op in RECEIVED and plan.rank_at(stage + ROWS[op].hop, mb) == sender:
             kind, gather = RECEIVED[op]
-            sender = int(plan.rank_at(stage + ROWS[op].hop, mb))
             place = kind, assigned[kind, stage, mb]
-            found[ROWS[op].lane, sender].append((place, (gather, stage, mb) in there))
+            found[ROWS[op].lane].append((place, (gather, stage, mb) in there))
     return found
 
 

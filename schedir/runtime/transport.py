@@ -95,6 +95,11 @@ def buffers(slots: Mapping[Token, int], like: Tensor) -> dict[tuple[Token, int],
     }
 
 
+def own_part(transport: Transport, whole: Tensor) -> Tensor:
+    """This tensor-parallel rank's 1/t of a boundary, flat, in its place in the whole."""
+    return whole.view(transport.tp, -1)[transport.tp_rank]
+
+
 class Done:
     """Work that had ended when it was returned."""
 

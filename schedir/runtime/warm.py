@@ -11,6 +11,7 @@ from schedir.runtime.c10d import Processes
 from schedir.runtime.executor import Executor
 from schedir.runtime.split import Tape, recording
 from schedir.runtime.stamps import Recorded
+from schedir.runtime.transport import own_part
 
 
 def warm_up(executor: Executor, input: Tensor, target: Tensor) -> None:
@@ -69,7 +70,7 @@ def _meet(executor: Executor, transport: Processes) -> None:
     if ops & {Opcode.Scatter, Opcode.ScatterGrad}:
         pack(whole, transport.tp, transport.tp_rank)
     if ops & {Opcode.Gather, Opcode.GatherGrad}:
-        transport.all_gather(whole.view(-1), executor.own_part(whole)).wait()
+        transport.all_gather(whole.view(-1), own_part(transport, whole)).wait()
     for k, i in enumerate(executor.stream):
         if ROWS[i.op].lane is Lane.DP:
             wait, run = executor.calls[k]
