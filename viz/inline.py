@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from base64 import b64encode
 from html import escape
-from struct import pack
+from io import BytesIO
 from typing import Final
-from zlib import compress, crc32
 
 import numpy as np
 from numpy.typing import NDArray
@@ -99,14 +98,9 @@ def _mixed(sheet: Sheet, row: float) -> str:
 
 
 def _png(pixels: NDArray[np.uint8]) -> bytes:
-    """Red, green, blue and alpha, shape (rows, columns, 4), as PNG (ISO/IEC 15948)."""
+    """Red, green, blue and alpha, shape (rows, columns, 4), as PNG."""
+    from PIL import Image
 
-    def chunk(kind: bytes, content: bytes) -> bytes:
-        return pack(">I", len(content)) + kind + content + pack(">I", crc32(kind + content))
-
-    rows, columns, _ = pixels.shape
-    lines = np.zeros((rows, 1 + 4 * columns), np.uint8)  # each begins with its filter: none
-    lines[:, 1:] = pixels.reshape(rows, -1)
-    head = pack(">IIBBBBB", columns, rows, 8, 6, 0, 0, 0)
-    parts = ((b"IHDR", head), (b"IDAT", compress(lines.tobytes(), 9)), (b"IEND", b""))
-    return b"\x89PNG\r\n\x1a\n" + b"".join(chunk(*part) for part in parts)
+    file = BytesIO()
+    Image.fromarray(pixels).save(file, "PNG", optimize=True)
+    return file.getvalue()
