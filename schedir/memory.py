@@ -7,7 +7,9 @@ split.
 With sizes it is bytes.  What is taken in and put out lives in static slots: they are there all
 the time, and how many there are is their memory, whichever order runs.  What compute keeps for
 later compute (SAVED, TAPE) is held from the start of the instruction that gives it to the end of
-the one that frees it; compute is in order, so that is exact, too.
+the one that frees it; compute is in order, so that is exact, too.  A BackwardInput, which makes a
+tape of what was saved, holds `Sizes.both`: until its end all that was saved counts as such, and
+as tape only what comes on top of it.
 """
 
 from __future__ import annotations
@@ -101,7 +103,9 @@ def held(program: Program, sizes: Sizes) -> list[Held]:
     version, versions = sizes.of("version", plan.stages), peak_versions(program)
     room = [_slot_sizes(index, kind, sizes) for kind in BOUNDARY]
     kept = {kind: _kept(index, kind, sizes) for kind in KINDS[len(BOUNDARY) :]}
-    order = np.argsort(np.concatenate([k.when for k in kept.values()]), kind="stable")
+    # What goes at the end of an instruction goes before what comes there.
+    comes = np.concatenate([k.bytes > 0 for k in kept.values()])
+    order = np.lexsort((comes, np.concatenate([k.when for k in kept.values()])))
     at = np.concatenate([k.at for k in kept.values()])[order]
     starts = np.concatenate([k.when % 2 == 0 for k in kept.values()])[order]
     own = np.repeat(range(len(kept)), [len(k.at) for k in kept.values()])[order]
@@ -139,14 +143,15 @@ class _Kept(NamedTuple):
 
 def _kept(index: Index, kind: Token, sizes: Sizes) -> _Kept:
     fill, freed, _, _ = uses(index, kind)
-    size = sizes.of(kind.name.lower(), index.program.plan.stages)[index.stage[fill]]
+    stage, stages = index.stage[fill], index.program.plan.stages
+    size = sizes.of(kind.name.lower(), stages)[stage]
     group, one = groups(index).astype(np.int64), np.ones(len(fill), np.int64)
-    return _Kept(
-        np.concatenate([fill, freed]).astype(np.int64),
-        np.concatenate([2 * group[fill], 2 * group[freed] + 1]),
-        np.concatenate([one, -one]),
-        np.concatenate([size, -size]),
-    )
+    changes = [(fill, 2 * group[fill], one, size), (freed, 2 * group[freed] + 1, -one, -size)]
+    if kind is Token.TAPE:  # while it is made, it counts as what it adds to what was saved
+        new = (sizes.of("both", stages) - sizes.of("saved", stages))[stage]
+        made = fill, 2 * group[fill] + 1, 0 * one, size - new
+        changes[:1] = [(fill, 2 * group[fill], one, new), made]
+    return _Kept(*map(np.concatenate, zip(*changes, strict=True)))
 
 
 def _slot_sizes(index: Index, kind: Token, sizes: Sizes) -> NDArray[np.float64]:

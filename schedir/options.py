@@ -208,7 +208,7 @@ def _shared(each: _Each, plan: Plan) -> _Each:
     """Costs or sizes of a microbatch on a rank as those on one of its stages."""
     from dataclasses import replace
 
-    names = ("F", "B", "I", "W", "FB", "saved", "tape", "weights", "version")
+    names = ("F", "B", "I", "W", "FB", "saved", "tape", "both", "weights", "version")
     whole = {name: getattr(each, name, None) for name in names}
     part = plan.ranks / plan.stages
     return replace(each, **{k: c * part for k, c in whole.items() if isinstance(c, float)})

@@ -24,18 +24,24 @@ class Sizes:
 
     `activation` is what a stage puts out, whole even where tensor-parallel ranks send slices;
     `gradient` is its gradient, as large unless told.  `saved` is what a Forward keeps for the
-    backward, and `tape` what a BackwardInput keeps of it for the BackwardWeight, by default
-    all.  `weights` is what a stage holds all the time: parameters, their gradients, and the
+    backward, and `tape` what a BackwardInput leaves for the BackwardWeight: a part of it, and
+    gradients of outputs; by default as much.  `both` is the most that there is of the two at
+    once, while a BackwardInput makes a tape of what was saved.  What they share counts once, and
+    what was saved goes as the tape comes: unless told it is the larger of the two, which is the
+    least that it can be, as in arXiv 2401.10241, where M_W <= M_B.  `sizes_of` measures it.
+    `weights` is what a stage holds all the time: parameters, their gradients, and the
     optimizer's state.  `version` is a copy of a stage's parameters, of which a run of several
     updates without a flush keeps one for each version that is of use.
 
-    Raises UsageError for a size that is negative or not finite.
+    Raises UsageError for a size that is negative or not finite, and for a `both` that is less than
+    one of the two or more than their sum.
     """
 
     activation: Size = 0.0
     gradient: Size | None = None
     saved: Size = 0.0
     tape: Size | None = None
+    both: Size | None = None
     weights: Size = 0.0
     version: Size = 0.0
 
@@ -45,10 +51,28 @@ class Sizes:
             if value is None:
                 continue
             object.__setattr__(self, f.name, per_stage(f"size {f.name}", value, UsageError))
+        if self.both is not None:
+            self._expect_both()
+
+    def _expect_both(self) -> None:
+        """Raise UsageError where `saved` and `tape` cannot be that much at once."""
+        tape = self.saved if self.tape is None else self.tape
+        each = [np.atleast_1d(np.asarray(n, float)) for n in (self.saved, tape, self.both)]
+        if len({len(n) for n in each} - {1}) > 1:
+            return  # `of` says which is of another number of stages
+        for saved, tape, both in np.broadcast(*each):
+            least, most = max(saved, tape), saved + tape
+            if not least <= both <= most * (1 + 1e-12):
+                raise UsageError(
+                    f"size both is what there is of saved and tape at once: from {least:g} to "
+                    f"{most:g}, not {both:g}"
+                )
 
     def of(self, name: str, stages: int) -> NDArray[np.float64]:
         """The size of that name for each stage, shape (stages,)."""
         value = getattr(self, name)
+        if name == "both" and value is None:
+            return np.maximum(self.of("saved", stages), self.of("tape", stages))
         if value is None:
             value = self.activation if name == "gradient" else self.saved
         return by_stage(f"size {name}", value, stages, UsageError)

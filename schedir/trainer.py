@@ -219,7 +219,7 @@ class _Trainer:
             # AdamW's moments, and the float32 copies of other weights.
             state=12.0 if isinstance(self.optimizer, MainOptimizer) else 8.0,
         )
-        measured = ("saved", "tape", "weights", "version")
+        measured = ("saved", "tape", "both", "weights", "version")
         each = torch.tensor(
             [sizes.of(name, len(stages)).tolist() for name in measured],
             dtype=torch.float64,

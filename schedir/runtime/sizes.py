@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import NamedTuple
+from typing import Any, NamedTuple
 from weakref import WeakSet
 
 import torch
@@ -32,9 +32,11 @@ def sizes_of(
     two moments in float32.
 
     `saved` is the input of a stage and what autograd saves, each storage once; `tape` is what is
-    left for a BackwardWeight.  Parameters, buffers, the model's input and the target are in
-    neither: they are there all the time.  Of a checkpointed part what it keeps is counted, and
-    not what it makes again.  Nothing counts that an instruction needs only while it runs.
+    left for a BackwardWeight, and `both` the most that there is of the two at once in a
+    BackwardInput, in which autograd lets go what was saved as it is done with it.  Parameters,
+    buffers, the model's input and the target are in none: they are there all the time.  Of a
+    checkpointed part what it keeps is counted, and not what it makes again.  Nothing counts that
+    an instruction needs only while it runs.
 
     Gradients, buffers and random numbers are left as they were.  Hooks run, and stages that talk
     within their tensor-parallel group do: all its ranks must call this.  Raises ModelError where
@@ -49,6 +51,7 @@ def sizes_of(
         activation=activation,
         saved=tuple(kept.saved for kept in found),
         tape=tuple(kept.tape for kept in found),
+        both=tuple(kept.both for kept in found),
         weights=tuple(kept.weights for kept in found),
         version=tuple(kept.version for kept in found),
     )
@@ -59,6 +62,7 @@ class _Kept(NamedTuple):
 
     saved: float = 0.0
     tape: float = 0.0
+    both: float = 0.0
     weights: float = 0.0
     version: float = 0.0
 
@@ -78,6 +82,10 @@ def _stage(
     device = next((p.device for p in module.parameters()), input.device)
     x, target = input.to(device), target.to(device)
     always = {*_storages([x, target, *module.parameters(), *module.buffers()])}
+
+    def size(tensors: Iterable[Tensor]) -> int:
+        return sum(n for at, n in _storages(tensors).items() if at not in always)
+
     if s:
         x = torch.zeros(boundary.shape, dtype=boundary.dtype, device=device).requires_grad_()
     packed: WeakSet[_Packed] = WeakSet()  # what the graph has let go is not in it
@@ -94,22 +102,37 @@ def _stage(
                 y = loss(y, target)
             else:
                 boundary.expect(y, s)
-        saved = _storages([x, *(one.tensor for one in packed)])
-        tape = Tape()
+        tape = _Watched(lambda tape: size([x, *(one.tensor for one in packed), *tape.tensors()]))
+        saved = tape.most
         if y.requires_grad:
             with recording(tape):
                 torch.autograd.backward(y, None if last else torch.zeros_like(y))
-        left = _storages(tape.tensors())
     trained = [p for p in module.parameters() if p.requires_grad]
     parts = [*module.parameters(), *module.buffers()]
     weights = sum(_storages(parts).values())
     weights += sum(p.numel() * (p.grad_dtype or p.dtype).itemsize for p in trained)
     return _Kept(
-        sum(size for at, size in saved.items() if at not in always),
-        sum(size for at, size in left.items() if at not in always),
+        saved,
+        size(tape.tensors()),
+        tape.most,
         weights + state * sum(p.numel() for p in trained),
         sum(p.numel() * p.dtype.itemsize for p in trained),
     )
+
+
+class _Watched(Tape):
+    """A tape, and the most bytes of what is saved and what is on it that there were at once.
+
+    That only grows as the tape does.
+    """
+
+    def __init__(self, held: Callable[[Tape], int]) -> None:
+        super().__init__()
+        self.held, self.most = held, held(self)
+
+    def defer(self, *job: Any) -> None:
+        super().defer(*job)
+        self.most = max(self.most, self.held(self))
 
 
 class _Packed:

@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 
 from schedir import compile, gpt, simulate
-from schedir.errors import ModelError
+from schedir.errors import MemoryLimitError, ModelError
 from schedir.memory import Held, held
 from schedir.ops import COMPUTE, Token
 from schedir.plan import Plan
@@ -25,9 +25,9 @@ from schedir.runtime.inprocess import InProcess
 from schedir.runtime.precision import float32_gradients
 from schedir.runtime.rank import Boundary, Call
 from schedir.runtime.sizes import sizes_of
-from schedir.runtime.split import Tape, recording
-from schedir.schedules import gpipe, interleaved, one_f_one_b
-from tests.gloo.tiny_stages import BOUNDARY, batch, gpt_stages, zb
+from schedir.runtime.split import Tape, recording, split_linears
+from schedir.schedules import dualpipe_v, gpipe, interleaved, one_f_one_b, zb_h1, zb_v
+from tests.gloo.tiny_stages import BOUNDARY, HIDDEN, batch, gpt_stages, zb
 
 
 class Born(TorchDispatchMode):
@@ -36,6 +36,7 @@ class Born(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.made: dict[StorageWeakRef, int] = {}
+        self.look: Callable[[], None] = lambda: None  # after each operation
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         given = _refs(tree_leaves((args, kwargs)))
@@ -43,13 +44,18 @@ class Born(TorchDispatchMode):
         self.made |= {
             ref: size for ref, size in _refs(tree_leaves(out)).items() if ref not in given
         }
+        self.look()
         return out
+
+    def living(self, but: Iterable[Tensor] = ()) -> dict[StorageWeakRef, int]:
+        """What lives and how large it is, without the memory of some tensors."""
+        self.made = {ref: size for ref, size in self.made.items() if not ref.expired()}
+        these = _refs(but)
+        return {ref: size for ref, size in self.made.items() if ref not in these}
 
     def alive(self, but: Iterable[Tensor] = ()) -> int:
         """Bytes that live, without the memory of some tensors."""
-        self.made = {ref: size for ref, size in self.made.items() if not ref.expired()}
-        these = _refs(but)
-        return sum(size for ref, size in self.made.items() if ref not in these)
+        return sum(self.living(but).values())
 
 
 def _refs(values: Iterable[object]) -> dict[StorageWeakRef, int]:
@@ -117,27 +123,67 @@ def test_a_stage_keeps_what_lives(
 
 
 class Witness:
-    """Compares what lives after each F, B, I, W of a rank with what was predicted."""
+    """Compares what lives in and after each F, B, I, W of a rank with what was predicted.
+
+    In an instruction counts what lived when it began, as long as it lives, and what a tape has.
+    """
 
     def __init__(self, rank: Executor, own: Held) -> None:
         self.rank, self.own, self.born = rank, own, Born()
         self.most, self.beside = 0, 0.0  # what lives; by how much the prediction was beside it
+        self.group = 0  # the most alive while those run that are issued as one
         for k, (wait, run) in enumerate(rank.calls):
             if rank.stream[k].op in COMPUTE:  # which is in order
                 rank.calls[k] = Call(wait, partial(self.run, k, run))
 
     def run(self, k: int, run: Callable[[], None]) -> None:
+        rank, own, before = self.rank, self.own, self.living()
+        most = sum(before.values())
+
+        def look() -> None:
+            nonlocal most
+            tapes = (tape.tensors() for tape in rank.slots[Token.TAPE].values if tape is not None)
+            there = {ref: size for ref, size in before.items() if not ref.expired()}
+            there |= {
+                ref: size for ref, size in _refs(x for tape in tapes for x in tape).items()
+                if ref in self.born.made
+            }  # fmt: skip
+            most = max(most, sum(there.values()))
+
+        self.born.look = look
         with self.born:
             run()
-        rank, own = self.rank, self.own
-        self.most = max(self.most, self.born.alive(rank.losses))
+        alive = sum(self.living().values())
+        self.most, most = max(self.most, most, alive), max(most, alive)
+        first, last = _group(rank.stream.joined.tolist(), k)
+        self.group = max(self.group if k > first else 0, most)  # while all of it runs
+        if k == last:
+            began = (own.at < first) | own.starts & (own.at <= last)
+            self.compare(k, int(np.flatnonzero(began)[-1]), self.group)
+            self.compare(k, int(np.searchsorted(own.at, k, side="right")) - 1, alive)
+
+    def compare(self, k: int, change: int, alive: int) -> None:
+        """Compare what is alive with what was predicted from a change on."""
+        number, size = (sum(part[i][change] for part in self.own.kept.values()) for i in (0, 1))
+        assert 0 <= size - alive <= number * own_activation, (self.rank.rank, k)
+        self.beside = max(self.beside, float(size - alive))
+
+    def living(self) -> dict[StorageWeakRef, int]:
+        """What compute keeps: not what it has put out, and what is sent."""
+        rank = self.rank
         out = [x for kind in (Token.ACT_OUT, Token.GRAD_OUT) for x in rank.slots[kind].values]
         out += [tensor for _, tensor in rank.sending.values()]
-        alive = self.born.alive(rank.losses + out)
-        now = int(np.searchsorted(own.at, k, side="right")) - 1
-        number, size = (sum(part[i][now] for part in own.kept.values()) for i in (0, 1))
-        assert 0 <= size - alive <= number * own_activation, (rank.rank, k)
-        self.beside = max(self.beside, size - alive)
+        return self.born.living(rank.losses + out)
+
+
+def _group(joined: list[bool], k: int) -> tuple[int, int]:
+    """The first and the last of those that are issued as one with k."""
+    first = last = k
+    while joined[first]:
+        first -= 1
+    while last + 1 < len(joined) and joined[last + 1]:
+        last += 1
+    return first, last
 
 
 own_activation = 4 * torch.Size(BOUNDARY.shape).numel()
@@ -176,9 +222,63 @@ def test_what_computes_leaves_what_was_predicted(schedule: Any, plan: Plan, slot
         out = fixed.pop("act_out") + fixed.pop("grad_out")
         assert there == sum(fixed.values())
         assert witness.most > 0 and (witness.beside == 0 or slots is None)
-        # Not all that is put out is there at once; a tape and what was saved are, for a while.
-        late = max(sizes.of("tape", plan.stages)) + witness.beside
-        assert 0 <= peak - there - witness.most <= out + late
+        # Not all that is put out is there at once.
+        assert 0 <= peak - there - witness.most <= out + witness.beside
+
+
+def normed_stages(stages: int) -> list[nn.Module]:
+    """Stacks of Linear, LayerNorm and GELU."""
+    torch.manual_seed(0)
+
+    def stack() -> nn.Module:
+        wide, narrow = nn.Linear(HIDDEN, 3 * HIDDEN), nn.Linear(3 * HIDDEN, HIDDEN, bias=False)
+        parts = (wide, nn.LayerNorm(3 * HIDDEN), nn.GELU(), narrow, nn.LayerNorm(HIDDEN))
+        return nn.Sequential(*parts, nn.GELU(), nn.Linear(HIDDEN, HIDDEN))
+
+    return [split_linears(nn.Sequential(stack(), stack())) for _ in range(stages)]
+
+
+def normed_batch(microbatches: int) -> tuple[Tensor, Tensor, float]:
+    shape = (microbatches, *BOUNDARY.shape)
+    return torch.randn(shape), torch.randn(shape), 1.0
+
+
+MODELS: dict[str, tuple[Any, Any, Any]] = {
+    "gpt": (partial(gpt_stages, tied=False), batch, gpt.loss),
+    "normed": (normed_stages, normed_batch, nn.functional.mse_loss),
+}
+
+
+@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize(
+    ("schedule", "plan"),
+    [
+        (one_f_one_b, Plan(3, 4)),
+        (zb_h1, Plan(3, 5)),
+        (zb_v, Plan(2, 4, placement="vee")),
+        (dualpipe_v, Plan(2, 5, placement="vee")),
+    ],
+)
+def test_what_lives_in_an_instruction_is_what_was_predicted(
+    schedule: Any, plan: Plan, model: str
+) -> None:
+    make, data, loss = MODELS[model]
+    stages, (inputs, targets, scale) = make(plan.stages), data(plan.microbatches)
+    sizes = sizes_of(stages, inputs[0], targets[0], loss=loss, boundary=BOUNDARY, state=0)
+    free = compile(schedule, plan, slots="fewest")
+    most = float(simulate(free, sizes=sizes).peak_memory.max())
+    program = compile(schedule, plan, slots="fewest", sizes=sizes, limit=most)
+    world = InProcess(program, stages, loss=loss, boundary=BOUNDARY)
+    owns = held(program, sizes)
+    witnesses = [Witness(rank, own) for rank, own in zip(world.ranks, owns, strict=True)]
+    world.step(inputs, targets, scale)
+    timeline = simulate(program, sizes=sizes)
+    for rank, (witness, curve) in enumerate(zip(witnesses, timeline.memory, strict=True)):
+        assert witness.beside == 0
+        static = sum(size for _, size in witness.own.fixed.values())
+        assert curve.held.max() == static + witness.most, rank
+    with pytest.raises(MemoryLimitError):
+        compile(schedule, plan, slots="fewest", sizes=sizes, limit=most - 1)
 
 
 class Odd(nn.Module):
