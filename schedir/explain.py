@@ -8,7 +8,7 @@ from numpy.typing import NDArray
 from schedir.errors import DeadlockError, OrderError, ProgramError, Site, Wait
 from schedir.graph import Graph
 from schedir.index import NONE
-from schedir.ops import HANDED, ROWS, Token
+from schedir.ops import COMPUTE, HANDED, ROWS, Opcode, Token
 from schedir.walk import Walk
 
 _BLOCKS = (
@@ -47,6 +47,21 @@ def misordered(graph: Graph) -> OrderError | None:
         fact,
         program=graph.program.name,
         sites=[Site(*needer, "needs it here"), Site(*gives, "gives it")],
+        hint=_delay(graph) if Opcode.OptimizerStep in (given.op, instr.op) else "",
+    )
+
+
+def _delay(graph: Graph) -> str:
+    """The least delay with which no instruction would use weights of a later step."""
+    index = graph.index
+    stepped = np.cumsum(index.op == Opcode.OptimizerStep)
+    first = graph.program.offsets[index.rank]  # of the rank's Stream, where a count begins
+    stepped -= np.append(0, stepped)[first]
+    at = np.flatnonzero(index.among(COMPUTE))
+    least = int((index.update(at) - stepped[at]).max(initial=0))
+    return (
+        f"weights that are older by {least} would be there: "
+        f"--delay {least}, pipeline.delay = {least} or Plan(delay={least})"
     )
 
 

@@ -38,6 +38,9 @@ def add_shape(parser: argparse.ArgumentParser) -> None:
         help="loop, vee, mirror, or ranks like 0,1,1,0",
     )
     group.add_argument("--updates", type=int, metavar="N", help="updates without a flush (1)")
+    group.add_argument(
+        "--delay", type=_delay, metavar="N", help="updates by which weights are old; or 2,1,0"
+    )
     _lowering(group)
 
 
@@ -87,6 +90,15 @@ def _bytes(text: str) -> float:
 def _placement(text: str) -> str | tuple[int, ...]:
     ranks = text.split(",")
     return tuple(map(int, ranks)) if all(r.isdecimal() and len(r) < 10 for r in ranks) else text
+
+
+def _delay(text: str) -> int | tuple[int, ...]:
+    each = text.split(",")
+    if not all(d.isascii() and d.isdecimal() and len(d) < 8 for d in each):
+        raise argparse.ArgumentTypeError(
+            f"must be a whole number, or one per stage like 2,1,0, not {text!r}"
+        )
+    return tuple(map(int, each)) if len(each) > 1 else int(text)
 
 
 def costs_of(text: str | None) -> Costs:
@@ -198,7 +210,8 @@ def _plan(args: argparse.Namespace, schedule: Schedule, *, share: bool) -> Plan:
     if v is None or (share and (fixed or (placement == "loop" and not takes_v(schedule)))):
         v = fixed or 1
     updates = 1 if args.updates is None else args.updates
-    return Plan(ranks, microbatches, v, placement, updates, delay_for(schedule) or 0)
+    delay = args.delay if args.delay is not None else delay_for(schedule) or 0
+    return Plan(ranks, microbatches, v, placement, updates, delay)
 
 
 _Each = TypeVar("_Each", "Costs", "Sizes")
@@ -218,8 +231,8 @@ def _agree(
     args: argparse.Namespace, program: Program, source: str, but: Sequence[str] = ()
 ) -> None:
     """Refuse options that contradict the shape that a file has."""
-    for name in ("ranks", "microbatches", "stages_per_rank", "placement", "updates", "tp", "dp",
-                 "tied", "clip"):  # fmt: skip
+    for name in ("ranks", "microbatches", "stages_per_rank", "placement", "updates", "delay",
+                 "tp", "dp", "tied", "clip"):  # fmt: skip
         said = getattr(args, name)
         has = getattr(program if hasattr(program, name) else program.plan, name)
         if name not in but and said is not None and said != has:

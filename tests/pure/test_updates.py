@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from itertools import pairwise
+from pathlib import Path
 
 import pytest
 
@@ -28,7 +29,8 @@ from schedir.schedules import gpipe, one_f_one_b, pipedream_2bw
 from schedir.simulate import simulate
 from schedir.sizes import Sizes
 from schedir.text import parse, show
-from schedir.words import draft
+from schedir.words import Schedule, draft
+from tests.commands import refused
 from tests.laws import TRIPLES, run
 from tests.oracle import Machine
 
@@ -82,6 +84,18 @@ def test_weights_must_be_there_in_time(P: int) -> None:
     assert (needs.rank, str(needs.instr)[:4], str(gives.instr)[:4]) == (0, "F 0.", "step")
     with pytest.raises(OrderError, match="needs the weights"):
         compile(one_f_one_b, Plan(P, 4 * P, updates=4))  # no delay, and no flush
+
+
+@pytest.mark.parametrize("schedule", [gpipe, one_f_one_b])
+@pytest.mark.parametrize("updates", [2, 4, 8])
+def test_what_delay_would_do_is_said_and_is_the_least(schedule: Schedule, updates: int) -> None:
+    with pytest.raises(OrderError) as caught:
+        compile(schedule, Plan(4, 8, updates=updates))
+    said = {int(d) for d in re.findall(r"delay ?=? ?(\d+)", caught.value.hint)}
+    (least,) = said
+    compile(schedule, Plan(4, 8, updates=updates, delay=least))
+    with pytest.raises(OrderError, match="needs the weights"):
+        compile(schedule, Plan(4, 8, updates=updates, delay=least - 1))
 
 
 def test_versions_of_microbatches() -> None:
@@ -179,7 +193,25 @@ def test_on_the_command_line(capsys: pytest.CaptureFixture[str]) -> None:
     program = parse(capsys.readouterr().out)
     assert (program.plan.updates, program.plan.delay) == (3, 1)
     assert main(["check", "one_f_one_b", *shape]) == 2
-    assert "needs the weights" in capsys.readouterr().err
+    assert "--delay 1" in capsys.readouterr().err
+    for delay, means in (("1", 1), ("1,0", (1, 0))):
+        assert main(["show", "one_f_one_b", *shape, "--delay", delay]) == 0
+        assert parse(capsys.readouterr().out).plan.delay == means
+
+
+@pytest.mark.parametrize("wrong", ["x", "", "-1", "1,", "1.5", "1,1,1", "\u0661"])
+def test_a_delay_that_cannot_be(capsys: pytest.CaptureFixture[str], wrong: str) -> None:
+    shape = ["--ranks", "2", "--microbatches", "6", "--updates", "3", f"--delay={wrong}"]
+    assert "delay" in refused(capsys, "check", "one_f_one_b", *shape)
+
+
+def test_a_delay_that_a_file_contradicts(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    path = tmp_path / "x.sched"
+    path.write_text(show(compile(one_f_one_b, two_buffers(2, 2, 3))))
+    assert "--delay" in refused(capsys, "check", str(path), "--delay", "2")
+    assert main(["check", str(path), "--delay", "1"]) == 0
 
 
 def test_a_step_stands_between_two_updates() -> None:
