@@ -22,6 +22,15 @@ def in_bytes(size: float) -> str:
     return f"{size / 1000**power:.4g} {units[power]}"
 
 
+def in_words(error: BaseException) -> str:
+    """An exception as its kind and, if it has any, its words.
+
+    >>> in_words(ValueError("no")), in_words(MemoryError())
+    ('ValueError: no', 'MemoryError')
+    """
+    return f"{type(error).__name__}: {error}".removesuffix(": ")
+
+
 @dataclass(frozen=True)
 class Site:
     """An instruction that an error speaks of: where it stands, and what is to be said of it."""

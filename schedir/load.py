@@ -13,7 +13,7 @@ from traceback import extract_tb
 from types import FunctionType, ModuleType
 
 from schedir import schedules
-from schedir.errors import ProgramError, UsageError
+from schedir.errors import ProgramError, UsageError, in_words
 from schedir.files import text_of
 from schedir.program import Program
 from schedir.text import parse
@@ -65,22 +65,40 @@ def _with_options(source: str) -> Schedule:
     schedule = load(name.strip())
     if isinstance(schedule, Program):
         raise UsageError(f"{name} is a program: options in brackets are for schedules")
+    given = {}
     try:
         call = ast.parse(f"f({inside}", mode="eval").body
         if not isinstance(call, ast.Call) or not isinstance(call.func, ast.Name) or call.args:
             raise ValueError
-        if any(k.arg is None for k in call.keywords):
-            raise ValueError
-        given = {str(k.arg): ast.literal_eval(k.value) for k in call.keywords}
-    except (SyntaxError, ValueError):
+        for option in call.keywords:
+            if option.arg is None:
+                raise ValueError
+            given[option.arg] = _literal(name, option.arg, option.value)
+    except (SyntaxError, ValueError, RecursionError, MemoryError):
         raise UsageError(
-            f"the options of {source!r} cannot be read", hint=f"{name}(option=1, other=True)"
+            f"the options of {source!r:.200} cannot be read",
+            hint=f"text stands in quotes, as in \"{name}(option=1, other='text')\"",
         ) from None
     takes = list(signature(schedule).parameters)[3:]  # rank, ranks and microbatches come first
     if wrong := [option for option in given if option not in takes]:
         hint = _near(wrong[0], takes) if takes else "it has none"
         raise UsageError(f"{name} has no option {wrong[0]!r}", hint=hint)
     return partial(schedule, **given)
+
+
+def _literal(name: str, option: str, value: ast.expr) -> object:
+    """What is written as a value: a number, text in quotes, True, False, None, a list of such."""
+    try:
+        return ast.literal_eval(value)
+    except (ValueError, TypeError):
+        written = ast.unparse(value)
+        raise UsageError(
+            f"{name} cannot take {option}={written}, which is no value",
+            hint=f"text stands in quotes, and a shell wants others around all: "
+            f"\"{name}({option}='{written}')\""
+            if isinstance(value, ast.Name | ast.Attribute)
+            else "numbers, text in quotes, True, False, None and lists of them are values",
+        ) from None
 
 
 def _program(path: str) -> Program:
@@ -116,9 +134,10 @@ def _module(path: str) -> ModuleType:
     sys.path.insert(0, str(Path(path).resolve().parent))
     try:
         spec.loader.exec_module(module)
-    except (Exception, SystemExit) as error:
-        refusal = UsageError(f"{path} cannot be imported: {type(error).__name__}: {error}")
-        raise refusal from error
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:  # SystemExit, too
+        raise UsageError(f"{path} cannot be imported: {in_words(error)}") from error
     finally:
         sys.path.pop(0)
     return module
@@ -134,6 +153,12 @@ def _near(name: str, known: dict[str, Schedule] | list[str]) -> str:
 def origin(error: BaseException) -> str:
     """Where in a person's file an error came from, as "file:line: text", or nothing."""
     files = {m.__file__ for name, m in list(sys.modules.items()) if name.startswith(_PREFIX)}
-    trace = extract_tb(error.__cause__.__traceback__) if error.__cause__ else []
-    frames = [f for f in trace if f.filename in files]
-    return f"{frames[-1].filename}:{frames[-1].lineno}: {frames[-1].line}" if frames else ""
+    frames, cause = [], error.__cause__
+    while cause:  # a StopIteration in a generator is the cause of a RuntimeError
+        frames += [f for f in extract_tb(cause.__traceback__) if f.filename in files]
+        cause = cause.__cause__
+    if not frames:
+        return ""
+    path, here = Path(frames[-1].filename), Path.cwd()
+    path = path.relative_to(here) if path.is_relative_to(here) else path
+    return f"{path}:{frames[-1].lineno}: {frames[-1].line}"

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from schedir.errors import UsageError
+from schedir.numerals import decimal, whole
 
 # Imported where needed: --help must not wait for numpy.
 if TYPE_CHECKING:
@@ -28,16 +29,16 @@ RANKS, PER_RANK = 4, 2  # ranks, and microbatches per rank, unless told
 def add_shape(parser: argparse.ArgumentParser) -> None:
     """The options by which a schedule is compiled; None where a FILE.sched may say it."""
     group = parser.add_argument_group("how a schedule is compiled; a FILE.sched has its shape")
-    group.add_argument("--ranks", type=int, metavar="N", help=f"pipeline ranks ({RANKS})")
-    group.add_argument("--microbatches", type=int, metavar="N", help=f"{PER_RANK} per rank")
-    group.add_argument("--stages-per-rank", type=int, metavar="N", help="1")
+    group.add_argument("--ranks", type=_whole, metavar="N", help=f"pipeline ranks ({RANKS})")
+    group.add_argument("--microbatches", type=_whole, metavar="N", help=f"{PER_RANK} per rank")
+    group.add_argument("--stages-per-rank", type=_whole, metavar="N", help="1")
     group.add_argument(
         "--placement",
         type=_placement,
         metavar="WHERE",
         help="loop, vee, mirror, or ranks like 0,1,1,0",
     )
-    group.add_argument("--updates", type=int, metavar="N", help="updates without a flush (1)")
+    group.add_argument("--updates", type=_whole, metavar="N", help="updates without a flush (1)")
     group.add_argument(
         "--delay", type=_delay, metavar="N", help="updates by which weights are old; or 2,1,0"
     )
@@ -72,10 +73,17 @@ def _lowering(group: argparse._ArgumentGroup) -> None:
     )
 
 
+def _whole(text: str) -> int:
+    try:
+        return whole(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+
+
 def _size(text: str) -> int:
-    if not text.isdecimal() or not 1 <= int(text[:9]) <= 65535:
+    if not 1 <= (size := _whole(text)) <= 65535:
         raise argparse.ArgumentTypeError(f"must be a whole number from 1 to 65535, not {text!r}")
-    return int(text)
+    return size
 
 
 def _bytes(text: str) -> float:
@@ -88,24 +96,26 @@ def _bytes(text: str) -> float:
 
 
 def _placement(text: str) -> str | tuple[int, ...]:
-    ranks = text.split(",")
-    return tuple(map(int, ranks)) if all(r.isdecimal() and len(r) < 10 for r in ranks) else text
+    try:
+        return tuple(map(whole, text.split(",")))
+    except ValueError:
+        return text  # a name
 
 
 def _delay(text: str) -> int | tuple[int, ...]:
-    each = text.split(",")
-    if not all(d.isascii() and d.isdecimal() and len(d) < 8 for d in each):
+    try:
+        return tuple(map(whole, text.split(","))) if "," in text else whole(text)
+    except ValueError:
         raise argparse.ArgumentTypeError(
             f"must be a whole number, or one per stage like 2,1,0, not {text!r}"
-        )
-    return tuple(map(int, each)) if len(each) > 1 else int(text)
+        ) from None
 
 
 def costs_of(text: str | None) -> Costs:
     """`F=1,B=2,send=0.1`, or `F=1:1:2` for one per stage."""
     from schedir.costs import Costs
 
-    return Costs(**_numbers("cost", Costs, text, float, "F=1"))
+    return Costs(**_numbers("cost", Costs, text, decimal, "F=1"))
 
 
 def sizes_of(args: argparse.Namespace, share: Plan | None = None) -> Sizes | None:
@@ -210,7 +220,9 @@ def _plan(args: argparse.Namespace, schedule: Schedule, *, share: bool) -> Plan:
     if v is None or (share and (fixed or (placement == "loop" and not takes_v(schedule)))):
         v = fixed or 1
     updates = 1 if args.updates is None else args.updates
-    delay = args.delay if args.delay is not None else delay_for(schedule) or 0
+    delay = args.delay
+    if delay is None:
+        delay = delay_for(schedule) or 0 if updates > 1 else 0
     return Plan(ranks, microbatches, v, placement, updates, delay)
 
 

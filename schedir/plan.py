@@ -156,11 +156,16 @@ class Plan:
             raise PlanError(
                 f"delay must be a whole number or one per stage, not {self.delay!r}"
             ) from None
+        each = delay if isinstance(delay, tuple) else (delay,)
         if isinstance(delay, tuple) and len(delay) != self.stages:
             raise PlanError(f"delay has {len(delay)} numbers for {self.stages} stages")
-        for d in np.atleast_1d(delay).tolist():
+        for d in each:
             if not 0 <= d < MAX_MICROBATCHES:
                 raise PlanError(f"delay must be from 0 to {MAX_MICROBATCHES - 1}, not {d}")
+        if len({*each}) == 1:
+            delay = each[0]
+        if delay != 0 and self.updates == 1:
+            raise PlanError(f"delay is {delay}, but there is one update, with nothing to be behind")
         object.__setattr__(self, "delay", delay)
 
     @property

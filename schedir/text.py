@@ -164,9 +164,12 @@ class _Line(NamedTuple):
 _NAME = re.compile(r"(program)\b\s*(.*)")
 _PAIR = re.compile(r"\s*(\S+)(?:\s+(\S+))?")
 _SLOTS = r"\s+".join(rf"{kind}\s+(\d{{1,9}})" for kind in Slots._fields)
-_RANK = re.compile(rf"rank\s+(\d{{1,9}})(?:\s+{_SLOTS})?\s*$")
-_TIMES = re.compile(r"\s*(\d{1,9})\s+x\s")
-_INSTR = re.compile(r"\s*([A-Za-z_]\w*)(?:\s+(\d{1,10})(?:\.(\d{1,10}))?([+-]\d{0,9})?)?\s*$")
+_RANK = re.compile(rf"rank\s+(\d{{1,9}})(?:\s+{_SLOTS})?\s*$", re.ASCII)
+_TIMES = re.compile(r"\s*(\d{1,9})\s+x\s", re.ASCII)
+_INSTR = re.compile(
+    r"\s*([A-Za-z_]\w*)(?:\s+(\d{1,10})(?:\.(\d{1,10}))?([+-]\d{0,9})?)?\s*$", re.ASCII
+)
+_LIST = re.compile(r"\d{1,9}(,\d{1,9})*", re.ASCII)
 
 
 def parse(text: str, most: int = MOST) -> Program:
@@ -234,15 +237,15 @@ def _value(line: _Line, at: int, key: str, value: str) -> object:
         if value not in ("yes", "no"):
             raise line.error(f"{key} is yes or no, not {value!r}", at)
         return value == "yes"
-    if key == "delay" and "," in value and re.fullmatch(r"\d{1,9}(,\d{1,9})*", value):
+    if key == "delay" and "," in value and _LIST.fullmatch(value):
         return tuple(map(int, value.split(",")))
     if key == "placement":
         if not value[0].isdigit():
             return value
-        if not re.fullmatch(r"\d{1,9}(,\d{1,9})*", value):
+        if not _LIST.fullmatch(value):
             raise line.error(f"placement is a name or ranks like 0,1,1,0, not {value!r}", at)
         return tuple(map(int, value.split(",")))
-    if not re.fullmatch(r"[+-]?\d+", value):
+    if not re.fullmatch(r"[+-]?[0-9]+", value):
         raise line.error(f"{key} must be a whole number, not {value!r}", at)
     if len(value) > 18:
         raise line.error(f"{key} has too many digits: {value[:18]}...", at)

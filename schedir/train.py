@@ -21,6 +21,7 @@ from schedir.errors import ExecutionError, ProgramError, UsageError
 from schedir.files import replacing
 from schedir.launch import crash, end_with_parent, launch, leave
 from schedir.load import load
+from schedir.numerals import whole
 from schedir.passes.slots import Choice, share_slots
 from schedir.program import Program
 from schedir.terminal import told
@@ -195,12 +196,17 @@ def _check_environment() -> None:
 def _whole(name: str, least: int, most: int, otherwise: str = "") -> int:
     """A whole number of the environment."""
     value = os.environ.get(name, otherwise)
-    if not (value.isdecimal() and len(value) < 11 and least <= int(value) <= most):
+    try:
+        number = whole(value)
+        fits = least <= number <= most
+    except ValueError:
+        fits = False
+    if not fits:
         raise UsageError(
             f"{name} is {value!r} in the environment, and not a number from {least} to {most}",
             hint=_LAUNCHER,
         )
-    return int(value)
+    return number
 
 
 def _train(config: Config, program: Program) -> None:

@@ -10,15 +10,15 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from operator import index
-from typing import Any, TypeVar
+from typing import Any, SupportsIndex, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
-from schedir.errors import ProgramError, ScheduleError, expect
+from schedir.errors import ProgramError, ScheduleError, expect, in_words
 from schedir.ops import ROWS, Opcode
 from schedir.plan import Plan
 from schedir.program import JOINED, OP, STAGE, Program, Stream, Words, pack
@@ -33,36 +33,37 @@ class Word:
     """What one rank does: letters in order, each an op, a stage of its own and a microbatch."""
 
     letters: Words
+    __array_ufunc__ = None  # numpy's numbers leave n * F to us
 
     def __add__(self, other: Word | int) -> Word:
         if isinstance(other, Word):
             return Word(np.concatenate([self.letters, other.letters]))
-        return self if isinstance(other, int) and other == 0 else NotImplemented  # the empty sum()
+        return self if type(other) is int and other == 0 else NotImplemented  # the empty sum()
 
     __radd__ = __add__  # so that sum() needs no start
 
-    def __mul__(self, times: int) -> Word:
-        if isinstance(times, float):
-            raise TypeError(f"n * F takes a whole n, not {times}: divide by //")
-        times = max(index(times), 0)
-        if times * len(self) > _MOST:
-            raise ScheduleError(
-                f"{times} x {self!r} is longer than the {_MOST} instructions that a rank may have"
+    def __mul__(self, times: SupportsIndex) -> Word:
+        count = _whole("n * F", times)
+        if count < 0:
+            raise ValueError(f"n * F takes n from 0 on, not {count}: max(n, 0) is never less")
+        if count * max(len(self), 1) > _MOST:
+            raise ValueError(
+                f"n * {self!r} is longer than the {_MOST} instructions that a rank may have"
             )
-        return Word(np.tile(self.letters, times))
+        return Word(np.tile(self.letters, count))
 
     __rmul__ = __mul__
 
-    def __getitem__(self, local: int) -> Word:
+    def __getitem__(self, local: SupportsIndex) -> Word:
         """The same on the rank's own stage number `local`, counted from 0."""
-        local = index(local)
+        local = _whole("F[own stage]", local)
         if not 0 <= local < _OLDEST:
             raise IndexError(f"a rank's own stages count from 0, not {local}")
         return Word(self.letters & ~(0xFFFF << STAGE) | local << STAGE)
 
-    def at(self, mb: int) -> Word:
+    def at(self, mb: SupportsIndex) -> Word:
         """The same on microbatch `mb`."""
-        mb = index(mb)
+        mb = _whole("F.at(microbatch)", mb)
         if not 0 <= mb < _AUTO:
             raise IndexError(f"microbatches count from 0, not {mb}")
         return Word(self.letters & ~_AUTO | mb)
@@ -75,6 +76,17 @@ class Word:
     def __repr__(self) -> str:
         names = [ROWS[w >> OP & 0xFF].text for w in self.letters[:20].tolist()]
         return f"<Word {' '.join(names)}{' ...' if len(self) > 20 else ''}>"
+
+
+def _whole(what: str, value: SupportsIndex) -> int:
+    try:
+        if isinstance(value, bool):
+            raise TypeError
+        return index(value)
+    except TypeError:
+        right = {bool: ": say int()", float: ": divide by //"}
+        hint = next((hint for kind, hint in right.items() if isinstance(value, kind)), "")
+        raise TypeError(f"{what} takes a whole number, not {value!r:.60}{hint}") from None
 
 
 F = Word(pack(Opcode.Forward, 0, _AUTO))
@@ -114,12 +126,14 @@ Schedule = Callable[..., Word | Iterable[Word]]
 _S = TypeVar("_S", bound=Schedule)
 
 
-def placed(placement: str, v: int | None = None) -> Callable[[_S], _S]:
+def placed(placement: str | tuple[int, ...], v: int | None = None) -> Callable[[_S], _S]:
     """Mark a schedule as one for this placement, and for `v` stages per rank where that is fixed.
 
     A schedule sees numbers only, and so cannot tell: `draft` reads the mark, as `schedule.placed`,
-    and refuses plans whose stages lie elsewhere.
+    and refuses plans whose stages lie elsewhere.  Raises TypeError for what is no placement.
     """
+    if not isinstance(placement, str | tuple):
+        raise TypeError(f"@placed takes a placement, as in @placed('loop'), not {placement!r:.60}")
 
     def mark(schedule: _S) -> _S:
         vars(schedule)["placed"] = (placement, v)
@@ -128,11 +142,16 @@ def placed(placement: str, v: int | None = None) -> Callable[[_S], _S]:
     return mark
 
 
-def delayed(delay: int) -> Callable[[_S], _S]:
+def delayed(delay: int | Iterable[int]) -> Callable[[_S], _S]:
     """Mark a schedule as one whose updates take this delay, where a plan has several.
 
-    As with `placed`: `draft` reads it, as `schedule.delay`, and refuses other plans.
+    A number, or one per stage, as in `Plan`.  As with `placed`: `draft` reads it, as
+    `schedule.delay`, and refuses other plans.  Raises TypeError for anything else.
     """
+    if isinstance(delay, Iterable) and not isinstance(delay, str):
+        delay = tuple(_whole("@delayed", each) for each in delay)
+    else:
+        delay = _whole("@delayed", delay)
 
     def mark(schedule: _S) -> _S:
         vars(schedule)["delay"] = delay
@@ -206,22 +225,24 @@ def takes_v(schedule: Schedule) -> bool:
         return False
 
 
-def placed_for(schedule: Schedule) -> tuple[str | None, int | None]:
+def placed_for(schedule: Schedule) -> tuple[str | tuple[int, ...] | None, int | None]:
     """The placement and the stages per rank that a schedule is marked for; None where it is not."""
-    mark: tuple[str | None, int | None] = getattr(_function(schedule), "placed", (None, None))
+    mark: tuple[str | tuple[int, ...] | None, int | None] = getattr(
+        _function(schedule), "placed", (None, None)
+    )
     return mark
 
 
-def delay_for(schedule: Schedule) -> int | None:
+def delay_for(schedule: Schedule) -> int | tuple[int, ...] | None:
     """The delay of updates that a schedule is marked for; None where it is not."""
-    mark: int | None = getattr(_function(schedule), "delay", None)
+    mark: int | tuple[int, ...] | None = getattr(_function(schedule), "delay", None)
     return mark
 
 
 def _check_placed(schedule: Schedule, plan: Plan, name: str) -> None:
     placement, fixed = placed_for(schedule)
     delay = delay_for(schedule)
-    if plan.updates > 1 and delay not in (None, plan.delay):
+    if plan.updates > 1 and delay is not None and replace(plan, delay=delay) != plan:
         raise ScheduleError(
             f"{name} is for updates with a delay of {delay}, not of {plan.delay}", program=name
         )
@@ -262,9 +283,11 @@ def _called(call: Schedule, name: str, rank: int, plan: Plan) -> Word:
     except ProgramError as error:
         error.program = error.program or name
         raise
-    except (Exception, SystemExit) as error:
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:  # SystemExit and GeneratorExit, too: it has nothing to exit
         raise ScheduleError(
-            f"{what} raised {type(error).__name__}: {error}",
+            f"{what} raised {in_words(error)}",
             program=name,
             hint=_ALGEBRA if isinstance(error, TypeError) and "'Word'" in str(error) else "",
         ) from error

@@ -72,7 +72,7 @@ def _why(args: argparse.Namespace) -> str:
     timeline = timeline_of(args, args.source)
     rank, _, index = args.why.partition(":")
     streams = timeline.program.streams
-    if not (rank.isdecimal() and index.isdecimal()):
+    if not all(part.isascii() and part.isdecimal() for part in (rank, index)):
         raise UsageError(f"--why takes RANK:INDEX, not {args.why!r}")
     if len(rank) > 9 or int(rank) >= len(streams):
         raise UsageError(f"--why: there is no rank {rank}: they are 0 to {len(streams) - 1}")

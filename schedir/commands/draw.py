@@ -6,6 +6,7 @@ import argparse
 from typing import TYPE_CHECKING
 
 from schedir.errors import UsageError
+from schedir.numerals import decimal
 from schedir.options import SOURCE, add_shape, timeline_of
 
 if TYPE_CHECKING:
@@ -40,7 +41,7 @@ def add_picture(parser: argparse.ArgumentParser) -> None:
 
 def _width(text: str) -> float | str:
     try:
-        inches = float(text)
+        inches = decimal(text)
     except ValueError:
         return text
     if not 1 <= inches <= 100:

@@ -374,7 +374,7 @@ def test_options_of_a_schedule_and_overlap(capsys: pytest.CaptureFixture[str]) -
         ("interleaved(4)", "cannot be read"),
         ("interleaved(**{})", "cannot be read"),
         ("interleaved(group=)", "cannot be read"),
-        ("interleaved(group=x)", "cannot be read"),
+        ("interleaved(group=x)", "text stands in quotes"),
         ("interleaved()(group=4)", "cannot be read"),
         ("gpipe(group=4)", "it has none"),
         ("gpip(group=4)", "did you mean 'gpipe'?"),

@@ -18,7 +18,7 @@ SOURCE = ROOT / "schedir"
 # list only; inside a folder, files may import each other. `__init__` is the public face: it may
 # import everything (lazily), and nothing imports it.
 FLOORS = (
-    {"errors", "ops"},
+    {"errors", "numerals", "ops"},
     {"plan", "per_stage", "files", "gpt_config", "settings"},
     {"program", "costs", "sizes"},
     {"text", "torch_csv", "words"},

@@ -13,6 +13,7 @@ from tests.commands import refused
 
 MINE = """
 from schedir import B, F
+from schedir.words import delayed
 
 ANSWER = 42
 
@@ -35,6 +36,19 @@ def stuck(rank, ranks, microbatches):
     order = range(microbatches) if rank else reversed(range(microbatches))
     for mb in order:
         yield F.at(mb) + B.at(mb)
+
+def named(rank, ranks, microbatches, file="x"):
+    return microbatches * (F + B)
+
+@delayed([1, 0])
+def staggered(rank, ranks, microbatches):
+    return microbatches * (F + B)
+
+class Odd(BaseException):
+    pass
+
+def odd(rank, ranks, microbatches):
+    raise Odd('bad')
 """
 
 
@@ -54,6 +68,13 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     Path("syntax.py").write_text("def f(:\n")
     Path("raises.py").write_text("\n1 / 0\n")
     Path("exits.py").write_text("raise SystemExit(3)\n")
+    Path("quits.py").write_text("raise GeneratorExit\n")
+    for mark in ("delayed", "placed"):
+        Path(f"{mark}.py").write_text(
+            f"from schedir.words import {mark}\n@{mark}\ndef f(r, P, m): pass\n"
+        )
+    Path("c.toml").write_text("[pipeline]\nranks = ٢\n")
+    Path("d.toml").write_text("[pipeline]\nmicrobatches = 4\n")
 
 
 @pytest.mark.parametrize("value", ["0", "-1", "x", "1.5", "", "1000000000", "9" * 5000])
@@ -134,6 +155,30 @@ def test_counts(capsys: pytest.CaptureFixture[str], option: str, value: str) -> 
         ("compare f.sched --ranks 8", "ranks 4"),
         ("show f.sched --draft", "--draft"),
         ("simulate half.sched", "CompletenessError"),
+        # Digits of other scripts, and python's own ways to write a number.
+        ("show gpipe --ranks ٢", "--ranks: '٢' is no whole number"),
+        ("show gpipe --microbatches 1_6", "--microbatches"),
+        ("show gpipe --tp ٢", "--tp"),
+        ("show gpipe --placement ٢,٣ --ranks 2", "'٢,٣'"),
+        ("show gpipe --costs F=٣", "'٣'"),
+        ("show gpipe --costs F=1_0", "'1_0'"),
+        ("show gpipe --sizes saved=٣GB", "'٣GB'"),
+        ("show gpipe --sizes saved=1 --limit ٣GB", "'٣GB'"),
+        ("check gpipe --why ٢:٣", "'٢:٣'"),
+        ("draw gpipe -o x.png --width ٣", "'٣'"),
+        ("train c.toml", "c.toml, line 2, column 9"),
+        ("train d.toml --set pipeline.ranks=٢", "pipeline.ranks must be a whole number"),
+        # What a person writes in brackets, and above a schedule.
+        ("show mine.py:named(file=x)", """"mine.py:named(file='x')\""""),
+        ("show mine.py:named(file=a.txt)", """file='a.txt'"""),
+        ("show mine.py:named(file=a/b)", "no value"),
+        ("show mine.py:named(file=/a)", "text stands in quotes"),
+        ("show mine.py:named(file={[]:1})", "no value"),
+        ("show delayed.py:f", "@delayed takes a whole number"),
+        ("show placed.py:f", "@placed takes a placement"),
+        ("show quits.py:f", "quits.py:1: raise GeneratorExit"),
+        ("show mine.py:staggered --updates 2", "2 numbers for 4 stages"),
+        ("show mine.py:odd", "raise Odd('bad')"),
     ],
 )
 def test_refusals(capsys: pytest.CaptureFixture[str], argv: str, names: str) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 
@@ -29,7 +30,7 @@ from schedir.schedules import gpipe, one_f_one_b, pipedream_2bw
 from schedir.simulate import simulate
 from schedir.sizes import Sizes
 from schedir.text import parse, show
-from schedir.words import Schedule, draft
+from schedir.words import Schedule, Word, delayed, draft
 from tests.commands import refused
 from tests.laws import TRIPLES, run
 from tests.oracle import Machine
@@ -173,12 +174,36 @@ def test_refused(name: str) -> None:
         {"updates": 0}, {"updates": 5}, {"updates": True}, {"updates": 2, "delay": -1},
         {"updates": 2, "delay": 1.5}, {"updates": 2, "delay": (1, 0, 0)},
         {"updates": 2, "delay": ("a", 0)}, {"updates": 2, "placement": "mirror"},
+        {"updates": 1, "delay": 1},
     ],
     ids=str,
 )  # fmt: skip
 def test_plans_that_cannot_be(wrong: dict[str, object]) -> None:
     with pytest.raises(PlanError):
         Plan(2, 8, **wrong)  # type: ignore[arg-type]
+
+
+def test_a_mark_may_have_a_delay_for_each_stage() -> None:
+    @delayed([1, 0])
+    def mine(r: int, P: int, m: int) -> Word:
+        return gpipe(r, P, m)
+
+    plan = Plan(2, 4, updates=2, delay=(1, 0))
+    assert draft(mine, plan).plan == plan
+    draft(mine, Plan(2, 4))  # of one update it says nothing
+    with pytest.raises(ScheduleError, match=r"delay of \(1, 0\), not of 1"):
+        draft(mine, Plan(2, 4, updates=2, delay=1))
+    same = delayed((1, 1))(mine)
+    draft(same, Plan(2, 4, updates=2, delay=1))
+
+
+def test_one_delay_is_written_in_one_way() -> None:
+    for delay, text in ((2, "delay 2 "), ((2,), "delay 2 ")):
+        plan = Plan(1, 4, updates=4, delay=delay)
+        assert plan == Plan(1, 4, updates=4, delay=2)
+        program = draft(pipedream_2bw, Plan(1, 4, updates=4, delay=1))
+        again = replace(program, plan=plan)
+        assert text in show(again) and parse(show(again)) == again
 
 
 def test_2bw_is_for_a_delay_of_one() -> None:

@@ -39,7 +39,29 @@ def test_microbatches_number_themselves() -> None:
     assert spelled(B + I + B) == "B 0.0 I 0.1 B 0.2"
     assert spelled(sum([F, F])) == "F 0.0 F 0.1"  # type: ignore[arg-type]
     assert spelled(F + sum([])) == spelled(sum([]) + F) == "F 0.0"
-    assert spelled(EMPTY + 0 * F + -3 * F) == ""
+    assert spelled(EMPTY + 0 * F) == ""
+
+
+@pytest.mark.parametrize("three", [np.int64(3), np.uint8(3), np.array(3), 3])
+def test_whole_numbers_of_numpy_are_whole_numbers(three: Any) -> None:
+    for word in (three * F, F * three):
+        assert isinstance(word, Word) and spelled(word) == "F 0.0 F 0.1 F 0.2"
+    assert spelled(F[np.int64(1)].at(three)) == "F 1.3"
+
+
+@pytest.mark.parametrize("n", [-1, np.int64(-1), 2**63, 10**30])
+def test_numbers_of_times_that_cannot_be(n: Any) -> None:
+    with pytest.raises(ValueError, match=r"n \*"):
+        n * F
+    with pytest.raises(ValueError, match=r"n \*"):
+        n * EMPTY
+
+
+@pytest.mark.parametrize("n", [2.0, np.float64(2), True, np.True_, None, "3", np.arange(3), F])
+def test_what_is_no_whole_number(n: Any) -> None:
+    for wrong in (lambda: n * F, lambda: F * n, lambda: F[n], lambda: F.at(n)):
+        with pytest.raises(TypeError, match="takes a whole number"):
+            wrong()
 
 
 def test_weights_finish_inputs_first_in_first_out() -> None:

@@ -1,0 +1,38 @@
+"""Numerals: numbers as people write them, in the digits 0 to 9.
+
+Python's `int` and `float` also take the digits of other scripts, `1_000` and `infinity`: what
+looks like no number, or like another one, is none here.
+"""
+
+from __future__ import annotations
+
+import re
+
+_WHOLE = re.compile(r"\s*[+-]?[0-9]{1,18}\s*")
+_DECIMAL = re.compile(r"\s*[+-]?(?:[0-9]+\.?[0-9]*|\.[0-9]+)(?:[eE][+-]?[0-9]+)?\s*")
+
+
+def whole(text: str) -> int:
+    """The whole number that a text says, of at most 18 digits; ValueError for any other text.
+
+    >>> whole("12")
+    12
+    >>> whole("1_2")
+    Traceback (most recent call last):
+    ...
+    ValueError: '1_2' is no whole number in the digits 0 to 9
+    """
+    if not _WHOLE.fullmatch(text):
+        raise ValueError(f"{text!r:.60} is no whole number in the digits 0 to 9")
+    return int(text)
+
+
+def decimal(text: str) -> float:
+    """The number that a text says, as in `2`, `.5` or `1e-3`; ValueError for any other text.
+
+    >>> decimal("1e-3")
+    0.001
+    """
+    if not _DECIMAL.fullmatch(text):
+        raise ValueError(f"{text!r:.60} is no number in the digits 0 to 9")
+    return float(text)
