@@ -75,7 +75,8 @@ these figures.
 ## Values
 
 Each exists once per (stage, microbatch), except WGRAD, GRAD (per stage and holder) and NORM, PARAMETERS
-(per rank): {tokens}. Neighbouring stages on one rank hand activations and gradients over
+(per rank): {tokens}. WGRAD is one sum, to which all who give it add: so of several updates each is
+stepped before anything is added to the next. Neighbouring stages on one rank hand activations and gradients over
 without messages: there, ACT_OUT of one is ACT_IN of the other.
 
 ## Progress models

@@ -11,16 +11,10 @@ from schedir.errors import GroupError, OrderError, Site, SlotError
 from schedir.explain import deadlock, misordered
 from schedir.graph import Graph, Model
 from schedir.index import NONE
-from schedir.ops import BOUNDARY, COLLECTIVES, RECEIVES, ROWS, TRANSFERS, Per, Token, makers
+from schedir.ops import ADDS, BOUNDARY, COLLECTIVES, RECEIVES, ROWS, TRANSFERS, Opcode, Per, Token
 from schedir.program import Program
 from schedir.slots import fewest, groups
 from schedir.walk import walk
-
-# What adds to an update, and what ends it.
-_UPDATE = (
-    *makers(Token.WGRAD),
-    *(row.op for row in ROWS if row.per is not Per.MICROBATCH),
-)
 
 
 def check(program: Program, model: Model = "device", *, blocks: bool = False) -> Program:
@@ -37,10 +31,10 @@ def check(program: Program, model: Model = "device", *, blocks: bool = False) ->
     """
     graph = Graph(program, model, completeness(program, draft=False), blocks=blocks)
     ordered = _in_one_order(graph)
+    _updates_in_turn(graph)
     if early := misordered(graph):
         raise early
     _in_slots(graph)
-    _updates_in_turn(graph)
     if not ordered:
         reached = walk(graph)
         if not reached.done.all():
@@ -113,21 +107,34 @@ def _in_one_order(graph: Graph) -> bool:
 
 def _updates_in_turn(graph: Graph) -> None:
     """A rank steps before it adds to the next update: there is one sum of gradients."""
-    if graph.program.plan.updates == 1:
+    index, plan = graph.index, graph.program.plan
+    if plan.updates == 1:
         return
-    index = graph.index
-    at = np.flatnonzero(index.among(_UPDATE))
+    at = np.flatnonzero(index.among(ADDS))
     update, rank = index.update(at), index.rank[at]
-    wrong = (update[1:] < update[:-1]) & (rank[1:] == rank[:-1])
-    if wrong.any():
-        k = int(wrong.argmax())
-        one, other = (index.place(int(p)) for p in at[k : k + 2])
-        raise OrderError(
-            f"{one[2]} is of update {update[k]}, but {other[2]}, which comes after it, "
-            f"of update {update[k + 1]}",
-            program=graph.program.name,
-            sites=[Site(*one), Site(*other, "should come before it")],
-        )
+    before = np.where(update > 0, (update - 1) * plan.ranks + rank, NONE).astype(np.int32)
+    step = index.where(Opcode.OptimizerStep, before)
+    if not (step > at).any():
+        return
+    k = int((step > at).argmax())
+    late = at[(at > at[k]) & (at < step[k]) & (update < update[k])][:1]
+    adds, *others = (index.place(int(p)) for p in (at[k], *late, step[k]))
+    notes = ["is of that, and comes only now"] * len(late) + ["takes them, and should come before"]
+    splits = Token.TAPE in ROWS[adds[2].op].gives
+    raise OrderError(
+        f"{adds[2]} is of update {update[k]}, but what it adds to the gradients would go into "
+        f"update {update[k] - 1}",
+        program=graph.program.name,
+        sites=[
+            Site(
+                *adds,
+                "adds those of what is not split (biases, norms)" if splits else "adds to them",
+            ),
+            *(Site(*other, note) for other, note in zip(others, notes, strict=True)),
+        ],
+        hint="all backwards of an update, I and W too, come before those of the next, as in "
+        "one_f_one_b and pipedream_2bw",
+    )
 
 
 def _in_turn(graph: Graph) -> None:

@@ -99,12 +99,12 @@ ROWS: Final[tuple[Row, ...]] = (
     Row(_O.Backward, "B", _L.COMPUTE, _MB, (_T.SAVED, _T.GRAD_IN), (_T.GRAD_OUT, _T.WGRAD),
         (_T.SAVED, _T.GRAD_IN),
         "Whole backward: gradients of the input and of the weights."),
-    Row(_O.BackwardInput, "I", _L.COMPUTE, _MB, (_T.SAVED, _T.GRAD_IN), (_T.GRAD_OUT, _T.TAPE),
-        (_T.SAVED, _T.GRAD_IN),
-        "Gradient of the input only; of what was saved, a tape keeps what the weights need. "
-        "The zero-bubble papers call it B."),
+    Row(_O.BackwardInput, "I", _L.COMPUTE, _MB, (_T.SAVED, _T.GRAD_IN),
+        (_T.GRAD_OUT, _T.TAPE, _T.WGRAD), (_T.SAVED, _T.GRAD_IN),
+        "Gradient of the input, and of the weights that are not split (biases, norms); of what "
+        "was saved, a tape keeps what the others need. The zero-bubble papers call it B."),
     Row(_O.BackwardWeight, "W", _L.COMPUTE, _MB, (_T.TAPE,), (_T.WGRAD,), (_T.TAPE,),
-        "Gradients of the weights, from the tape."),
+        "Gradients of the weights that are split, from the tape."),
     Row(_O.SendAct, "send_act", _L.ACT, _MB, (_T.ACT_OUT,), (), (_T.ACT_OUT,),
         "Sends an activation to the rank of the next stage.", +1, _O.RecvAct),
     Row(_O.RecvAct, "recv_act", _L.ACT, _MB, (), (_T.ACT_IN,), (),
@@ -164,6 +164,12 @@ COMPUTE: Final = tuple(
     if row.lane is Lane.COMPUTE and row.per is _MB and row.op not in SHARDING
 )  # fmt: skip
 BACKWARDS: Final = makers(Token.GRAD_OUT)  # W, which only adds to the weights, is none
+# What adds to a stage's sum of gradients; and by weights: those not split, and those that are.
+ADDS: Final = makers(Token.WGRAD)
+ADDS_TO_WEIGHTS: Final = (
+    tuple(op for op in ADDS if Token.TAPE not in ROWS[op].needs),
+    tuple(op for op in ADDS if Token.TAPE not in ROWS[op].gives),
+)
 
 # Neighbours on one rank hand over directly: what one stage takes in is what the other put out.
 HANDED: Final = {Token.ACT_IN: (Token.ACT_OUT, -1), Token.GRAD_IN: (Token.GRAD_OUT, +1)}

@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from schedir.errors import PlanError
-from schedir.ops import BACKWARDS, COMPUTE, Instr, Opcode, Token, makers
+from schedir.ops import ADDS, ADDS_TO_WEIGHTS, COMPUTE, Instr, Opcode
 from schedir.plan import Plan
 
 if TYPE_CHECKING:
@@ -226,19 +226,18 @@ class Program:
     @property
     def trains(self) -> bool:
         """Whether there is any backward; a program without one evaluates."""
-        return not self.ops.isdisjoint((*BACKWARDS, Opcode.BackwardWeight))
+        return not self.ops.isdisjoint(ADDS)
 
     @property
     def ascending(self) -> bool:
         """Whether each stage adds to every gradient in ascending microbatch order.
 
-        B and W add to the weights that a split leaves for later; B and I add to all others.
         Two holders of a stage have two sums, and to add these is another order.
         """
         if self.plan.two_way:
             return False
         for s in self.streams:
-            for ops in (BACKWARDS, makers(Token.WGRAD)):
+            for ops in ADDS_TO_WEIGHTS:
                 at = np.flatnonzero(np.isin(s.op, ops))
                 at = at[np.argsort(s.stage[at], kind="stable")]
                 same = s.stage[at][1:] == s.stage[at][:-1]

@@ -71,7 +71,8 @@ def assert_schedule(
     `plans` are the plans that the schedule is to take, or a strategy, of which `examples` are
     tried; without it, those of `plans_of`.  Gradients must be the same bits where the program is
     ascending, and else within 1e-6 (the norm of the difference over the norm, per parameter);
-    `exact` says to demand the bits of all, or of none.
+    `exact` says to demand the bits of all, or of none.  Of several updates they are the last's,
+    and no optimizer steps between them.
 
     Raises AssertionError that names the plan, the first or the smallest found, and what is wrong;
     UsageError where there is no plan to try.
@@ -130,6 +131,9 @@ def _differs(program: Program, model: Model, seed: int, exact: bool | None) -> s
         return "the loss is not that of the reference"
     if not program.trains:
         return ""
+    if plan.updates > 1:  # the gradients of the last are left to look at
+        last = slice(-plan.per_update, None)
+        reference(plain, inputs[last], targets[last], loss=loss)
     bits = program.ascending if exact is None else exact
     for stage, (one, other) in enumerate(zip(stages, plain, strict=True)):
         for (name, p), q in zip(one.named_parameters(), other.parameters(), strict=True):

@@ -5,6 +5,7 @@ A part of the oracle in `threads.py`, which says what the machine is.
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple
@@ -19,6 +20,7 @@ COMPUTES = (O.Forward, O.Backward, O.BackwardInput, O.BackwardWeight)
 MESSAGES = (O.SendAct, O.RecvAct, O.SendGrad, O.RecvGrad)
 LARGEST = 256
 Slot = tuple[object, ...]
+Part = tuple[int, str]  # of a stage's gradient: the microbatch's "plain" weights, or "split" ones
 
 
 class Wrong(Exception):
@@ -89,6 +91,7 @@ class Host:
 
     def __init__(self, machine: Machine, rank: int) -> None:
         self.machine, self.rank = machine, rank
+        self.sums: dict[int, list[Part]] = defaultdict(list)  # of gradients, by stage
         self.own = [s for s, rs in enumerate(zip(*machine.holders, strict=True)) if rank in rs]
         self.slots: dict[Slot, Value] = {}
         self.given: list[tuple[Slot, Value]] = []  # by the group that is being issued
@@ -126,9 +129,9 @@ class Host:
         """Whether there is such a stage here, and such a microbatch."""
         per_rank = i.op in (O.ReduceNorm, O.OptimizerStep)
         per_stage = i.op in (O.ReduceGrads, O.ReduceHolders, O.ReduceTied)
-        microbatches = 1 if per_rank or per_stage else self.machine.microbatches
+        most = self.machine.updates if per_rank or per_stage else self.machine.microbatches
         here = per_rank or per_stage or self.runs(i.stage, i.mb)
-        if i.stage not in ([0] if per_rank else self.own) or i.mb >= microbatches or not here:
+        if i.stage not in ([0] if per_rank else self.own) or i.mb >= most or not here:
             raise Wrong(f"there is no {i} on rank {self.rank}")
 
     def runs(self, stage: int, mb: int) -> bool:
@@ -167,6 +170,24 @@ class Host:
         entry = self.entry
         entry.actions.append(see)
 
+    def add(self, i: Instr, *parts: str) -> None:
+        """Add parts of a gradient to the stage's one sum, when the entry runs."""
+        self.give("added", *parts, i.stage, i.mb)
+        added = [(i.mb, part) for part in parts]
+        self.entry.actions.append(lambda: self.sums[i.stage].extend(added))
+
+    def total(self, stage: int, update: int) -> None:
+        """Have the entry find in the sum what belongs to an update, all of it and nothing else."""
+        mbs = [mb for mb in self.machine.mbs(update) if self.runs(stage, mb)]
+        right = sorted((mb, part) for mb in mbs for part in ("plain", "split"))
+
+        def see() -> None:
+            if sorted(self.sums[stage]) != right:
+                raise Wrong(f"{entry} on rank {self.rank} finds {self.sums[stage]}, not {right}")
+
+        entry = self.entry
+        entry.actions.append(see)
+
     def make(self, value: Value, *tensor: object) -> None:
         made = Tensor(*tensor)  # type: ignore[arg-type]
         self.entry.actions.append(lambda: setattr(value, "tensor", made))
@@ -178,6 +199,8 @@ class Host:
 
     def forward(self, i: Instr) -> None:
         self.queue("compute")
+        if version := self.machine.version(i.stage, i.mb):
+            self.look("parameters", version)
         if i.stage > 0:
             self.expect(self.take("act_in", i.stage, i.mb), "act", i.stage - 1, i.mb, True)
         if i.stage == self.machine.stages - 1:
@@ -189,7 +212,17 @@ class Host:
         if self.machine.trains:
             self.give("saved", i.stage, i.mb)
 
-    def backward_input(self, i: Instr, gives: str = "tape") -> None:
+    def backward_input(self, i: Instr) -> None:
+        self.hand_back(i)
+        self.add(i, "plain")
+        self.give("tape", i.stage, i.mb)
+
+    def backward(self, i: Instr) -> None:
+        self.hand_back(i)
+        self.add(i, "plain", "split")
+
+    def hand_back(self, i: Instr) -> None:
+        """The gradient of the input, in B and in I."""
         self.queue("compute")
         self.take("saved", i.stage, i.mb)
         if i.stage < self.machine.stages - 1:
@@ -198,15 +231,11 @@ class Host:
             self.make(self.give("grad_in", i.stage - 1, i.mb), "grad", i.stage, i.mb)
         elif i.stage > 0:
             self.make(self.give("grad_out", i.stage, i.mb), "grad", i.stage, i.mb)
-        self.give(gives, i.stage, i.mb)
-
-    def backward(self, i: Instr) -> None:
-        self.backward_input(i, gives="wgrad")
 
     def backward_weight(self, i: Instr) -> None:
         self.queue("compute")
         self.take("tape", i.stage, i.mb)
-        self.give("wgrad", i.stage, i.mb)
+        self.add(i, "split")
 
     def message(self, i: Instr) -> None:
         """A transfer: sends at once what is in the out slot, or fills the in slot."""
@@ -246,16 +275,20 @@ class Host:
     def reduce_grads(self, i: Instr) -> None:
         """Over replicas, which all run this Stream: nobody here to meet."""
         self.queue("reductions")
-        for mb in range(self.machine.microbatches):
+        for mb in self.machine.mbs(i.mb):
             if self.runs(i.stage, mb):
-                self.take("wgrad", i.stage, mb)
-        self.give("half grad" if len(self.machine.holders) > 1 else "grad", i.stage)
+                whole = ("added", "plain", "split", i.stage, mb)
+                parts = [("added", part, i.stage, mb) for part in ("plain", "split")]
+                for slot in [whole] if whole in self.slots else parts:
+                    self.take(*slot)
+        self.total(i.stage, i.mb)
+        self.give("half grad" if len(self.machine.holders) > 1 else "grad", i.stage, i.mb)
 
     def reduce_holders(self, i: Instr) -> None:
         """The two holders of a stage meet."""
         self.queue("reductions")
-        self.take("half grad", i.stage)
-        self.give("grad", i.stage)
+        self.take("half grad", i.stage, i.mb)
+        self.give("grad", i.stage, i.mb)
         self.collective(("holders", i.stage), 2)
 
     def reduce_tied(self, i: Instr) -> None:
@@ -265,32 +298,36 @@ class Host:
         if i.stage != min(copies, default=None):
             raise Wrong(f"{i}: not the rank's first copy of a tied weight")
         for stage in copies:
-            self.take("grad", stage)
-            self.give("tied grad", stage)
+            self.take("grad", stage, i.mb)
+            self.give("tied grad", stage, i.mb)
         first, *more = ({holders[s] for s in self.machine.ends} for holders in self.machine.holders)
         if not more:  # else each such rank holds both
             self.collective("tied", len(first))
 
-    def final(self) -> list[Slot]:
+    def final(self, update: int) -> list[Slot]:
         """Where the rank's gradients are when nothing is left to add."""
-        return [("tied grad" if s in self.machine.ends else "grad", s) for s in self.own]
+        return [("tied grad" if s in self.machine.ends else "grad", s, update) for s in self.own]
 
     def reduce_norm(self, i: Instr) -> None:
         self.queue("reductions")
-        for slot in self.final():
+        for slot in self.final(i.mb):
             self.look(*slot)
-        self.give("norm")
+        self.give("norm", i.mb)
         self.collective("all ranks", len(self.machine.lists))
 
     def step(self, i: Instr) -> None:
         self.queue("compute")
-        for slot in self.final() + [("norm",)] * self.machine.program.clip:
+        for slot in self.final(i.mb) + [("norm", i.mb)] * self.machine.program.clip:
             self.take(*slot)
-        self.give("parameters")
+        for stage in self.own:
+            self.total(stage, i.mb)
+        self.entry.actions.append(self.sums.clear)
+        self.give("parameters", i.mb + 1)
 
     def judge(self) -> None:
         """What is left on this rank is what should be."""
-        right: set[Slot] = {("parameters",)} if self.machine.trains else set()
+        updates = range(self.machine.updates if self.machine.trains else 0)
+        right: set[Slot] = {("parameters", update + 1) for update in updates}
         microbatches = range(self.machine.microbatches)
         right |= {("loss", mb) for mb in microbatches if self.runs(self.machine.stages - 1, mb)}
         for slot in self.slots.keys() - right:

@@ -66,7 +66,7 @@ PREPARED = {
 
 def legal(rng: random.Random, first: str | None = None) -> Program:
     """A small program that is legal under `edge` at least, in all sorts of ways."""
-    program = lowered(rng)
+    program = lowered(rng) if rng.random() < 0.7 else updating(rng)
     more = [rng.choice(VARIATIONS) for _ in range(rng.choice([0, 0, 0, 1, 2, 3]))]
     for name in [first, *more] if first else more:
         varied = MUTATIONS[name](program, rng)
@@ -96,6 +96,28 @@ def lowered(rng: random.Random) -> Program:
             program = early_gathers(group_opposites(program), ahead)
             program = early_receives(program, model, ahead)
         return program
+
+
+def updating(rng: random.Random) -> Program:
+    """A program of several updates that runs, from a schedule or from a draft of any kind."""
+    while True:
+        updates, delay = rng.choice([2, 2, 3]), rng.choice([0, 1, 1, 2, 2])
+        ranks, each, v = rng.choice([1, 2, 2, 3]), rng.choice([1, 2, 3]), rng.choice([1, 1, 2])
+        plan = Plan(ranks, each * updates, v, updates=updates, delay=delay)
+        tied, clip = rng.random() < 0.5, rng.random() < 0.5
+        try:
+            draft = (
+                words.draft(
+                    rng.choice([schedules.one_f_one_b, schedules.zb_h1, schedules.zb_h1]), plan
+                )
+                if v == 1 and rng.random() < 0.6
+                else random_draft(plan, rng, split=rng.choice([0, 0.5, 1, 1]))
+            )
+            program = lower(replace(check_draft(draft), tied=tied, clip=clip))
+        except ProgramError:
+            continue
+        if verdict(program, "edge").kind == "ok":
+            return program
 
 
 @dataclass

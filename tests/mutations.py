@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from schedir.ops import COMPUTE, RECEIVES, ROWS, SENDS, SHARDING, Opcode, Per
-from schedir.program import STAGE
+from schedir.ops import BACKWARDS, COMPUTE, RECEIVES, ROWS, SENDS, SHARDING, Opcode, Per
+from schedir.program import ADDRESS, STAGE
 from tests.edits import (
     Edit,
     at,
@@ -219,3 +219,31 @@ def swap_reductions(e: Edit) -> None:
 @at(O.OptimizerStep)
 def step_early(e: Edit) -> None:
     move(e.own, e.at, e.rng.randint(0, e.at))
+
+
+@at(O.OptimizerStep)
+def step_late(e: Edit) -> None:
+    move(e.own, e.at, e.at + 1 + e.rng.randint(1, 4))
+
+
+@at(*REDUCTIONS, O.OptimizerStep)
+def change_update(e: Edit) -> bool | None:
+    updates = e.program.plan.updates
+    if updates == 1:
+        return False
+    e.put(e.word - mb(e.word) + e.rng.randint(0, updates))
+    return None
+
+
+@at(*BACKWARDS)
+def add_early(e: Edit) -> bool | None:
+    """What adds to an update, and all of its microbatch since the step before, ahead of that."""
+    steps = [k for k in e.here(O.OptimizerStep) if k < e.at]
+    if not steps:
+        return False
+    address = e.word & ADDRESS
+    for k in [k for k in e.here(*PER_MB) if steps[-1] < k <= e.at]:
+        if e.own[k] & ADDRESS == address:
+            move(e.own, k, steps[-1])
+            steps[-1] += 1
+    return None

@@ -8,6 +8,7 @@ from __future__ import annotations
 import random
 import re
 from dataclasses import replace
+from itertools import pairwise
 from typing import Any
 
 from schedir.ops import COMPUTE, SENDS, TRANSFERS, Opcode
@@ -237,9 +238,11 @@ def rename(e: Edit) -> None:
 
 @whole
 def renumber(e: Edit) -> None:
-    """The microbatches of each direction in another order, everywhere."""
-    m, down = e.program.plan.microbatches, e.program.plan.down
-    to = e.rng.sample(range(down), down) + e.rng.sample(range(down, m), m - down)
+    """The microbatches of each update, or direction, in another order, everywhere."""
+    plan = e.program.plan
+    ends = [0, plan.down, plan.microbatches] if plan.two_way else range(plan.microbatches + 1)
+    parts = pairwise(ends[:: 1 if plan.two_way else plan.per_update])
+    to = [k for lo, hi in parts for k in e.rng.sample(range(lo, hi), hi - lo)]
     for r, k in e.places(*PER_MB):
         w = e.lists[r][k]
         e.lists[r][k] = w - mb(w) + to[mb(w)]

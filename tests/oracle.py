@@ -116,11 +116,11 @@ class Machine:
             return here(*simple[i.op])
         each = self.program.plan.microbatches // self.program.plan.updates
         if i.op == O.ReduceGrads:
-            wgrad = (O.Backward, O.BackwardWeight)
+            adds = (O.Backward, O.BackwardInput, O.BackwardWeight)
             return [
                 (rank, k)
                 for k, j in enumerate(own)
-                if j.op in wgrad and j.stage == s and j.mb // each == i.mb
+                if j.op in adds and j.stage == s and j.mb // each == i.mb
             ]
         makers = {
             O.ReduceHolders: (O.ReduceGrads,),

@@ -15,6 +15,10 @@ The machine:
 - *Values* live in slots.  The host looks a value up when it issues the instruction that needs
   it; one that has not been issued yet is an error, as the wait for a CUDA event that was never
   recorded.  What an instruction uses up is gone, and no slot is filled twice.
+- *Gradients* of a stage add up in one sum, in the queue's time: B adds all of a microbatch's, I
+  those of weights that are not split, and W the rest.  A reduction and its step each look
+  whether just their update's are in it, and the step empties it.  Updates before the last leave
+  the weights that later forwards look for.
 - *Transfers* block until the other side is there too.  They match by position, not by name:
   the k-th send from one rank to another meets the k-th receive there, under `edge` of
   activations and gradients apart.  Tensors say what they are, so who takes in the wrong one
@@ -25,8 +29,8 @@ The machine:
 - *Collectives* block until every member is there.
 
 At the end nothing may be left in any slot but the losses of all microbatches and, if there was
-any backward, the stepped parameters of every rank; a step takes the reduced, tied gradients of
-all its stages and the norm, so it cannot be there without them.
+any backward, the parameters of every rank as each step left them; a step takes the reduced, tied
+gradients of all its stages and the norm, so it cannot be there without them.
 """
 
 from __future__ import annotations
@@ -64,6 +68,7 @@ class Machine:
         self.holders: list[list[int]] = program.plan.holders.tolist()
         self.down = (program.plan.microbatches + 1) // 2  # where stages have two holders
         self.stages, self.microbatches = program.plan.stages, program.plan.microbatches
+        self.updates = program.plan.updates
         if len(program.streams) != program.plan.ranks:
             raise Wrong(f"{len(program.streams)} Streams")
         self.lists = [[*zip(s, s.joined.tolist(), strict=True)] for s in program.streams]
@@ -78,6 +83,18 @@ class Machine:
     def holder(self, stage: int, mb: int) -> int:
         """Who runs a microbatch in a stage: where two hold it, the second has the second half."""
         return self.holders[len(self.holders) > 1 and mb >= self.down][stage]
+
+    def mbs(self, update: int) -> range:
+        """The microbatches of an update."""
+        each = self.microbatches // self.updates
+        return range(update * each, (update + 1) * each)
+
+    def version(self, stage: int, mb: int) -> int:
+        """How many updates the weights have had that a stage uses for a microbatch."""
+        delay = self.program.plan.delay
+        behind = delay if isinstance(delay, int) else delay[stage]
+        update = mb * self.updates // self.microbatches if self.trains else 0
+        return max(update - behind, 0)
 
     def run(self) -> Verdict:
         self.hosts = [Host(self, rank) for rank in range(len(self.lists))]

@@ -6,11 +6,9 @@ from dataclasses import replace
 
 import numpy as np
 
-from schedir.ops import COMPUTE, Opcode, Token, makers
+from schedir.ops import ADDS, COMPUTE, Opcode
 from schedir.passes.insert import insert
 from schedir.program import Program, Stream, Words, pack
-
-_GIVE_WGRAD = makers(Token.WGRAD)
 
 
 def reduce_grads(program: Program) -> Program:
@@ -21,7 +19,7 @@ def reduce_grads(program: Program) -> Program:
     """
     streams = []
     for stream in program.streams:
-        at = np.flatnonzero(np.isin(stream.op, _GIVE_WGRAD))
+        at = np.flatnonzero(np.isin(stream.op, ADDS))
         word = pack(Opcode.ReduceGrads, stream.stage[at], stream.mb[at] // program.plan.per_update)
         words, last = np.unique(word[::-1], return_index=True)
         none = np.empty(0, np.int64)
@@ -77,7 +75,7 @@ def _append(program: Program, tails: list[Words]) -> Program:
     earlier = np.arange(plan.updates - 1)
     streams = []
     for stream, tail in zip(program.streams, tails, strict=True):
-        at = np.flatnonzero(np.isin(stream.op, _GIVE_WGRAD))
+        at = np.flatnonzero(np.isin(stream.op, ADDS))
         update = stream.mb[at] // plan.per_update
         last = np.array([at[update == u].max(initial=0) for u in earlier], np.int64)
         computes = np.flatnonzero(np.isin(stream.op, COMPUTE))

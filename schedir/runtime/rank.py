@@ -138,7 +138,7 @@ class Rank:
         self.losses = [torch.zeros((), device=self.device)] * m
         self.norm = torch.zeros((), dtype=torch.float64, device=self.device)
         self.stream = program.streams[rank]
-        for s, stage in self.stages.items() if self.plan.updates > 1 else ():
+        for s, stage in self.stages.items() if self.trains and self.plan.updates > 1 else ():
             own = (i for i in self.stream if i.stage == s)
             stage.versions = Versions(stages[s], self.plan, own)
         # Under way: what is sent, by index in the Stream, as long as it may not have arrived, and

@@ -51,6 +51,12 @@ def test_plans_are_those_it_is_given() -> None:
     assert_schedule(partial(schedules.interleaved, group=4), plans=[Plan(2, 8, 2)])
 
 
+def test_several_updates() -> None:
+    assert_schedule(schedules.pipedream_2bw, plans=[Plan(2, 8, updates=4, delay=1)])
+    with pytest.raises(AssertionError, match="would go into update 0"):
+        assert_schedule(schedules.zb_h1, plans=[Plan(2, 8, updates=4, delay=1)])
+
+
 def test_plans_of_a_schedule() -> None:
     """Of the kind that it is written for, all of them once."""
     looped = plans_of(schedules.interleaved)

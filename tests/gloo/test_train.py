@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import json
 import socket
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -89,6 +90,16 @@ def test_updates_without_a_flush(config: str, tmp_path: Path) -> None:
     one = alone(config, tmp_path / "one", *three)
     assert train(config, tmp_path / "many", *three) == pytest.approx(one, rel=1e-5)
     assert alone(config, tmp_path / "flushed", *many)[-1] != pytest.approx(one[-1], rel=1e-2)
+
+
+def test_updates_that_would_mix_are_refused(config: str, tmp_path: Path) -> None:
+    sets = ["pipeline.tp=1", "pipeline.stages_per_rank=1", "pipeline.schedule=zb_h1",
+            "pipeline.microbatches=8", "pipeline.updates=4", "pipeline.delay=1"]  # fmt: skip
+    code, _, err = finish(
+        start([sys.executable, "-m", "schedir", *arguments(config, tmp_path / "out", *sets)])
+    )
+    assert code == 2 and err.count("would go into update 0") == 1 and "Traceback" not in err
+    assert not (tmp_path / "out").exists()
 
 
 def test_speed_leaves_out_the_first_step(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from copy import deepcopy
 from functools import partial
 from typing import Any
@@ -19,9 +19,11 @@ from schedir.runtime.c10d import Gloo
 from schedir.runtime.executor import Executor
 from schedir.runtime.inprocess import InProcess
 from schedir.runtime.rank import Boundary
+from schedir.runtime.reference import reference
+from schedir.runtime.split import split_linears
 from schedir.runtime.tiny import WIDTH, batch, loss, tiny_stages
 from schedir.schedules import gpipe, one_f_one_b, pipedream_2bw
-from schedir.words import F, I, W, Word
+from schedir.words import EMPTY, F, I, W, Word
 from tests.gloo.spawn import run
 
 BOUNDARY = Boundary((2, WIDTH), torch.float64)
@@ -64,9 +66,11 @@ def two_buffered(plan: Plan, inputs: Tensor, targets: Tensor) -> list[Tensor]:
     return weights([model])
 
 
-def stage_by_stage(plan: Plan, inputs: Tensor, targets: Tensor, optimizer: Any) -> list[Tensor]:
+def stage_by_stage(
+    plan: Plan, inputs: Tensor, targets: Tensor, optimizer: Any, make: Any = tiny_stages
+) -> list[Tensor]:
     """Any delays: each microbatch on a whole model put together from kept versions."""
-    stages = tiny_stages(plan.stages)
+    stages = make(plan.stages)
     steps = [optimizer(list(stage.parameters())) for stage in stages]
     kept = [[deepcopy(stage)] for stage in stages]
     for u in range(plan.updates):
@@ -81,9 +85,11 @@ def stage_by_stage(plan: Plan, inputs: Tensor, targets: Tensor, optimizer: Any) 
     return weights(stages)
 
 
-def in_process(schedule: Any, plan: Plan, optimizer: Any, seed: int = 0) -> list[Tensor]:
+def in_process(
+    schedule: Any, plan: Plan, optimizer: Any, seed: int = 0, make: Any = tiny_stages
+) -> list[Tensor]:
     program = compile(schedule, plan, model="edge")
-    stages = tiny_stages(plan.stages)
+    stages = make(plan.stages)
     own = weights(stages)
     ranks = InProcess(program, stages, loss=loss, boundary=BOUNDARY, optimizer=optimizer)
     ranks.step(*batch(plan.microbatches), seed=seed)
@@ -114,6 +120,46 @@ def test_every_microbatch_uses_its_version(schedule: Any, plan: Plan) -> None:
         right = stage_by_stage(plan, *batch(plan.microbatches), optimizer)
         for seed in range(2):
             assert same(in_process(schedule, plan, optimizer, seed), right)
+
+
+def normed(stages: int) -> list[nn.Module]:
+    """Stages of a linear, which is split, and a norm and biases, which are not."""
+    numbers = torch.Generator().manual_seed(0)
+    made = []
+    for _ in range(stages):
+        stage = nn.Sequential(
+            nn.Linear(WIDTH, WIDTH, dtype=torch.float64), nn.LayerNorm(WIDTH, dtype=torch.float64)
+        )
+        with torch.no_grad():
+            for p in stage.parameters():
+                p.copy_(torch.randn(p.shape, generator=numbers, dtype=p.dtype))
+        made.append(split_linears(stage))
+    return made
+
+
+def w_at_the_end(r: int, P: int, m: int) -> Iterator[Word]:
+    """1F1B with its backwards split; each update of four microbatches ends with all its W."""
+    lead = min(P - 1 - r, m)
+    yield lead * F
+    for mb in range(m):
+        yield (F if mb < m - lead else EMPTY) + I
+        if mb % 4 == 3:
+            yield 4 * W
+
+
+@pytest.mark.parametrize("schedule", [split, w_at_the_end])
+def test_what_is_not_split_goes_into_its_update(schedule: Any) -> None:
+    plan = Plan(4, 16, updates=4, delay=1)
+    for optimizer in (sgd, adam):
+        right = stage_by_stage(plan, *batch(plan.microbatches), optimizer, normed)
+        assert same(in_process(schedule, plan, optimizer, make=normed), right)
+
+
+def test_evaluation_uses_the_weights_as_they_are() -> None:
+    program = compile(lambda r, P, m: m * F, Plan(2, 6, updates=3, delay=1), model="edge")
+    stages, (inputs, targets) = tiny_stages(2), batch(6)
+    ranks = InProcess(program, stages, loss=loss, boundary=BOUNDARY)
+    assert ranks.step(inputs, targets) == reference(tiny_stages(2), inputs, targets, loss=loss)
 
 
 def test_no_delay_is_one_program_after_the_other() -> None:

@@ -26,7 +26,14 @@ from schedir.memory import held, peak_versions
 from schedir.ops import Opcode
 from schedir.plan import Plan
 from schedir.program import Program
-from schedir.schedules import gpipe, one_f_one_b, pipedream_2bw
+from schedir.schedules import (
+    gpipe,
+    interleaved_zb,
+    one_f_one_b,
+    pipedream_2bw,
+    zb_h1,
+    zb_h2,
+)
 from schedir.simulate import simulate
 from schedir.sizes import Sizes
 from schedir.text import parse, show
@@ -97,6 +104,18 @@ def test_what_delay_would_do_is_said_and_is_the_least(schedule: Schedule, update
     compile(schedule, Plan(4, 8, updates=updates, delay=least))
     with pytest.raises(OrderError, match="needs the weights"):
         compile(schedule, Plan(4, 8, updates=updates, delay=least - 1))
+
+
+@pytest.mark.parametrize("schedule", [zb_h1, zb_h2, interleaved_zb])
+def test_an_input_gradient_of_the_next_update_waits_for_the_step(schedule: Schedule) -> None:
+    """It adds what is not split, and a rank has one sum of gradients: no delay helps."""
+    for delay in (0, 3):
+        with pytest.raises(OrderError) as caught:
+            compile(schedule, Plan(4, 16, updates=4, delay=delay))
+        early, late, step = caught.value.sites
+        assert (str(early.instr), early.rank, str(step.instr)) == ("I 1.4", 1, "step")
+        assert str(late.instr).startswith("W 1.") and early.index < late.index < step.index
+        assert "pipedream_2bw" in caught.value.hint
 
 
 def test_versions_of_microbatches() -> None:
