@@ -6,15 +6,18 @@ does on a rank is fixed in slots, and how far apart they are decides the memory.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Iterable
 from functools import lru_cache
 
 import numpy as np
 
 from schedir.errors import ScheduleError
-from schedir.words import B, F, I, W, Word, placed
+from schedir.words import B, F, I, W, Word, join, placed
 
 Block = Callable[[int, int], tuple[int, int, int, int]]
+
+_LETTERS = (F[0], F[1], I[1], I[0], W[1], W[0])  # W two places after its I
 
 
 @placed("vee")
@@ -51,16 +54,18 @@ def v_half(r: int, P: int, m: int) -> Word:
     """V-Half: half of 1F1B's memory (arXiv 2405.15362, "V-shape building blocks").
 
     2(P//2 + 1) stage activations in flight at most.  At F = I = W and m >= P ranks idle
-    (13P - 28)/4 F for even P >= 4 and (13P - 19)/4 F for odd P >= 3, rounded up (one F less
-    where P = 2 modulo 12): about half of 1F1B's 6(P-1).  That grows by
-    max(0, 2F-W-2I, 2I-W-2F) with each microbatch.
+    (3P-7) F for even P >= 4 and (3P-4) F for odd P >= 3: less than half of 1F1B's 6(P-1), and the
+    least that this memory allows (by exhaustive search up to P = 8).  That grows by
+    max(0, 2F-W-2I, 2I-W-2F) with each microbatch.  There is no slack, so where all messages of a
+    rank share a queue, compile it at its own costs.
 
     >>> from schedir.ascii import timeline
     >>> print(timeline(v_half, ranks=2, microbatches=3, placement="vee"))
-    rank 0  F0  F1  ..  F0' I0' W0' F1' F2  I0  I1' W0  F2' I2' I1  W1' I2  W2' W1  W2
+    rank 0  F0  F1  ..  F0' I0' F1' W0' F2  I0  I1' W0  F2' I2' I1  W1' I2  W2' W1  W2
     rank 1  ..  F0  F0' F1  F1' I0' W0' I0  W0  F2  F2' I1' I1  I2' I2  W1' W1  W2' W2
     """
-    return _repeated(_half, P, m, 4 * P)[r]
+    early = 2 * P - 2 if P % 2 else 2 * P + 1
+    return _repeated(_half, P, m, 2 * (P // 2 + 1), early)[r]
 
 
 @placed("vee", 2)
@@ -68,15 +73,15 @@ def v_min(r: int, P: int, m: int) -> Word:
     """V-Min: a third of 1F1B's memory (arXiv 2405.15362, "V-shape building blocks").
 
     2((P+1)//3 + 1) stage activations in flight at most.  At F = I = W and m >= P >= 2 ranks idle
-    (4P-5) F, or (4P-7) F where 3 divides P: two thirds of 1F1B's 6(P-1).  It needs costs that are
-    alike: for P >= 3 and W <= max(F, I) each microbatch adds 6 max(F, I) - 2(F+I+W).
+    (4P-7) F, or (4P-5) F where P = 1 modulo 3: two thirds of 1F1B's 6(P-1).  It needs costs that
+    are alike: for P >= 3 and W <= max(F, I) each microbatch adds 6 max(F, I) - 2(F+I+W).
 
     >>> from schedir.ascii import timeline
     >>> print(timeline(v_min, ranks=2, microbatches=3, placement="vee"))
-    rank 0  F0  ..  ..  F0' I0' W0' F1  I0  W0  F1' I1' W1' F2  I1  W1  F2' I2' W2' ..  I2  W2
-    rank 1  ..  F0  F0' ..  ..  I0' I0  F1  F1' W0' W0  I1' I1  F2  F2' W1' W1  I2' I2  W2' W2
+    rank 0  F0  F1  ..  F0' I0' F1' I1' I0  W0' F2  I1  W1' W0  F2' I2' W1  W2' I2  W2
+    rank 1  ..  F0  F0' F1  F1' I0' I0  I1' I1  W0' F2  W0  F2' W1' W1  I2' I2  W2' W2
     """
-    return _repeated(_min, P, m, 3 * P)[r]
+    return _repeated(_min, P, m, 2 * ((P + 1) // 3 + 1), (2, 0, 4)[P % 3])[r]
 
 
 def _half(r: int, P: int) -> tuple[int, int, int, int]:
@@ -90,39 +95,47 @@ def _min(r: int, P: int) -> tuple[int, int, int, int]:
 
 
 @lru_cache(maxsize=4)
-def _repeated(block: Block, P: int, m: int, warm: int) -> tuple[Word, ...]:
+def _repeated(block: Block, P: int, m: int, room: int, early: int) -> tuple[Word, ...]:
     """Every rank's word: F0, F1, I1, I0 as `block` says, six slots a microbatch, W in between.
 
-    Both ends are squeezed, as in the paper: what comes before slot `warm`, or 2P slots after
-    the last microbatch's first, moves forward as far as needs and free slots let it.
+    Slot by slot, a rank does what is ready and comes first in the block, or else its oldest W;
+    at most `room` stage activations are in flight, and F0 leaves one of them to F1.  So both ends
+    are squeezed.  In the middle, from the block's slot 3P to 2P slots after the last microbatch's
+    first, nothing starts more than `early` slots ahead of the block: its rhythm, which bears
+    unequal costs, is kept, and begins as soon as the room allows.
     """
-    letters = (F[0], F[1], I[1], I[0], W[1], W[0])
     cool = 6 * (m - 1) + 2 * P
-    slots = sorted(
-        (slot + 6 * k, r, k, letter)
-        for r in range(P)
-        for letter, slot in enumerate(block(r, P))
-        for k in range(m)
-    )
-    taken = [{s[0] for s in slots if s[1] == r} for r in range(P)]
-    ready = [0] * m  # when what a microbatch has done so far ends
-    ranks: list[list[tuple[int, int]]] = [[] for _ in range(P)]
-    for slot, r, k, letter in slots:
-        if not warm <= slot <= cool:
-            taken[r].remove(slot)
-            slot = _free(taken[r], ready[k])
-        ready[k] = slot + 1
-        ranks[r].append((slot, letter))
-    for own, used in zip(ranks, taken, strict=True):
-        for slot, letter in sorted(own):
-            if letter >= 2:
-                own.append((_free(used, slot + 1), letter + 2))
-    return tuple(in_order((slot, letters[letter]) for slot, letter in own) for own in ranks)
-
-
-def _free(taken: set[int], slot: int) -> int:
-    """Take the first free slot from this one on."""
-    while slot in taken:
-        slot += 1
-    taken.add(slot)
-    return slot
+    begin = [block(r, P) for r in range(P)]
+    # A microbatch goes through F of each stage, then I of each; four of these links are a rank's.
+    links = [(r, 2 * P - 1 - r, 2 * P + r, 4 * P - 1 - r) for r in range(P)]
+    passed = [0] * (4 * P)  # how many microbatches have
+    alive = [[0, 0] for _ in range(P)]  # activations of either own stage
+    owed: list[deque[int]] = [deque() for _ in range(P)]
+    said: list[list[int]] = [[] for _ in range(P)]
+    now = 0
+    while min(passed) < m or any(owed):
+        ready = [m, *passed[:-1]]
+        for r, own in enumerate(links):
+            fits = sum(alive[r]) < room
+            may = (fits and alive[r][0] < room - 1, fits, True, True)
+            slots = [
+                (begin[r][k] + 6 * passed[c], k)
+                for k, c in enumerate(own)
+                if may[k] and passed[c] < ready[c]
+            ]
+            slots = [s for s in slots if s[0] <= now + early or not 3 * P <= s[0] <= cool]
+            if slots:
+                _, k = min(slots)
+                passed[own[k]] += 1
+                if k < 2:
+                    alive[r][k] += 1
+                else:
+                    owed[r].append(k + 2)
+            elif owed[r]:
+                k = owed[r].popleft()
+                alive[r][5 - k] -= 1
+            else:
+                continue
+            said[r].append(k)
+        now += 1
+    return tuple(join(_LETTERS[k] for k in own) for own in said)

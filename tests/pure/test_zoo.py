@@ -215,17 +215,15 @@ def test_holders_reduce_before_they_step(reduce: float) -> None:
 
 
 def test_v_half() -> None:
-    for c in cases(v_half, lambda P: [P, 3 * P], when=equal, ranks=(3, 4, 5, 7, 8)):
-        assert c.idle == c.own[0] == -(-(13 * c.P - (19 if c.P % 2 else 28)) // 4) * c.F
+    for c in cases(v_half, lambda P: [P, P + 1, 3 * P], when=equal, ranks=(3, 4, 5, 7, 8, 14)):
+        assert c.idle == c.own[0] == (3 * c.P - (4 if c.P % 2 else 7)) * c.F
         assert max(c.peak) == 2 * (c.P // 2 + 1)
-        assert c.idle <= 6 * (c.P - 1) * c.F / 2  # half of 1F1B's
-    assert run(v_half, Plan(9, 18, 2, "vee"), Costs()).idle[0] == 25  # a slot more than half
-    assert run(v_half, Plan(14, 14, 2, "vee"), Costs()).idle[0] == 38  # P = 2 modulo 12
+        assert c.idle < 6 * (c.P - 1) * c.F / 2  # half of 1F1B's
 
 
 def test_v_min() -> None:
-    for c in cases(v_min, lambda P: [P, 3 * P], when=equal, ranks=(2, 3, 4, 6, 8)):
-        assert c.idle == c.own[0] == (4 * c.P - (5 if c.P % 3 else 7)) * c.F
+    for c in cases(v_min, lambda P: [P, P + 1, 3 * P], when=equal, ranks=(2, 3, 4, 5, 6, 8, 13)):
+        assert c.idle == c.own[0] == (4 * c.P - (5 if c.P % 3 == 1 else 7)) * c.F
         assert max(c.peak) == 2 * ((c.P + 1) // 3 + 1)
         assert c.idle <= 6 * (c.P - 1) * c.F * 2 / 3  # two thirds of 1F1B's
 
