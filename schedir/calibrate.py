@@ -3,54 +3,70 @@
 from __future__ import annotations
 
 from dataclasses import fields, replace
-from typing import Any, Final
+from typing import Final
 
 import numpy as np
 from numpy.typing import NDArray
 
 from schedir.costs import FIELD, Cost, Costs
-from schedir.idleness import Cause, idleness
-from schedir.ops import COMPUTE, GATHERS, SENDS, TRANSFERS, Opcode
+from schedir.idleness import Cause, idleness, ready_gaps
+from schedir.index import NONE
+from schedir.ops import COMPUTE, ROWS, Lane, Opcode
 from schedir.program import Program
 from schedir.timeline import Timeline
+from schedir.walk import walk
 
 Floats = NDArray[np.float64]
 
+USUAL: Final = 0.9  # of the host's gaps are no longer than usual
+_OPS: Final = {name: [op for op in FIELD if FIELD[op] == name] for name in FIELD.values()}
+# What runs beside computes, and is seen to end when somebody looks.
+_LATE: Final = [name for name, ops in _OPS.items() if ROWS[ops[0]].lane is not Lane.COMPUTE]
 SPLIT: Final = (Opcode.BackwardInput, Opcode.BackwardWeight)
 
 
 def calibrate(measured: Timeline) -> Costs:
-    """The mean time of each instruction: per stage for F, B, I, W and pairs, one for others.
+    """The costs at which a simulation does what was measured, with the waits that it asks for.
 
-    The host's time before an instruction of the compute lane, when all that it waits for is
-    there (`Cause.HOST`), is counted with it.  Of messages, and of gathers, only those count
-    that their receiver waited for, if there are any: others are seen to have arrived when the
-    receiver looks.
+    Counted is:
 
-    Instructions that the program, or a stage of it, does not have cost nothing.  A prediction
-    from these costs does the measured work without any waiting that the program does not ask for.
+    - of a message, a gather and a reduction, only what somebody waited for.  That one's span is
+      its time, as it was seen to end when it did.  Others are seen to have ended when the
+      receiver looks, so their spans are no more than bounds.  The cost is the one time that is
+      nearest to all of them: the least c of the smallest sum of distances |c - interval|, where
+      the interval is what is known, [span, span] if it was waited for, and [0, span] if not.  If
+      nobody waited for any, it is 0.  A wait counts if it is longer than nine in ten of the
+      times that the host takes between two computes where there is nothing to wait for, and
+      than the error of the clocks.
+    - of all else the mean time, per stage for F, B, I, W and pairs, one for each other kind.  To
+      the time of an instruction of the compute lane, what came before it and is not explained is
+      added: from when a simulation would begin it, had all computes ended as they did and
+      messages taken the time above, until it began.  That is the host's own work, messages that
+      took longer than most, and noise; it is negative for a message that took less.
+
+    Instructions that the program, or a stage of it, does not have cost nothing.
+
+    A mean is assumed to stand for all: where the times of one instruction differ from microbatch
+    to microbatch (the first touches new memory, another process takes the core), ranks waited
+    for the slow ones, which a simulation at the mean does not, and so it is too short.  On a
+    host that blocks, a message is on its way once the host has come to both its sides; the
+    simulation posts both as soon as its queues let it.
     """
     spans, stages = measured.spans, range(measured.program.plan.stages)
-    idle = idleness(measured)
-    took = spans["end"] - spans["start"]
-    host = idle[idle["cause"] == Cause.HOST]
-    np.add.at(took, host["awaits"], host["end"] - host["start"])
+    costs: dict[str, Cost] = dict.fromkeys(FIELD.values(), 0.0)
+    bounds = _bounds(measured)
+    once = measured.graph.node == np.arange(len(spans))  # of what is one on several ranks
+    for name in _LATE:
+        costs[name] = _nearest(bounds[:, once & np.isin(spans["op"], _OPS[name])])
+    took = spans["end"] - spans["start"] + _unexplained(measured, Costs(**costs))
     second = measured.second_of_pair
     paired = second | np.append(second[1:], False)
-    costs: dict[str, Cost] = {}
-    for name in dict.fromkeys(FIELD.values()):
-        ops = [op for op, field in FIELD.items() if field == name]
+    for name, ops in _OPS.items():
         here = np.isin(spans["op"], ops)
-        if not here.any():
-            costs[name] = 0.0
-        elif ops[0] in COMPUTE:
+        if ops[0] in COMPUTE and here.any():
             of = [here & (spans["stage"] == s) for s in stages]
-            costs[name] = tuple(_mean(took[w & ~paired]) or _part(name, took[w]) for w in of)
-        elif ops[0] in SENDS:
-            costs[name] = _awaited(measured, idle, took, TRANSFERS)
-        elif ops[0] in GATHERS:
-            costs[name] = _awaited(measured, idle, took, GATHERS)
-        else:
+            costs[name] = tuple(_alone(name, took[w], paired[w]) for w in of)
+        elif name not in _LATE:
             costs[name] = _mean(took[here])
     if second.any():
         ahead = paired & (spans["op"] == Opcode.Forward)
@@ -59,23 +75,54 @@ def calibrate(measured: Timeline) -> Costs:
 
 
 def _mean(times: Floats) -> float:
-    return float(times.mean()) if len(times) else 0.0
+    return max(0.0, float(times.mean())) if len(times) else 0.0
 
 
-def _part(name: str, pairs: Floats) -> float:
-    """What F and B take on a stage where they are never alone: a pair's third, and the rest."""
-    return _mean(pairs) * (1 / 3 if name == "F" else 2 / 3)
+def _alone(name: str, took: Floats, paired: NDArray[np.bool_]) -> float:
+    """The mean of what is not in a pair; if all is, a pair's third for F, and the rest for B."""
+    if paired.all():
+        return _mean(took) * (1 / 3 if name == "F" else 2 / 3)
+    return _mean(took[~paired])
 
 
-def _awaited(
-    measured: Timeline, idle: NDArray[Any], took: Floats, ops: tuple[Opcode, ...]
-) -> float:
-    """The median of those of `ops` that somebody waited for; if there are none, the least."""
-    waited = np.unique(idle["awaits"][idle["cause"] == Cause.MESSAGE])
-    waited = waited[np.isin(measured.spans["op"][waited], ops)]
-    if len(waited):
-        return float(np.median(took[waited]))
-    return float(took[np.isin(measured.spans["op"], ops)].min())
+def _bounds(measured: Timeline) -> Floats:
+    """The least and the most time that each instruction can have taken, shape (2, n)."""
+    spans, graph, idle = measured.spans, measured.graph, idleness(measured)
+    idle = idle[np.isin(idle["cause"], (Cause.MESSAGE, Cause.REDUCTION))]
+    # Another one ended the wait if this one was seen to end later.
+    idle = idle[idle["end"] >= spans["end"][idle["awaits"]] - measured.clock_error]
+    waited = np.zeros(graph.nodes)
+    np.maximum.at(waited, graph.node[idle["awaits"]], idle["end"] - idle["start"])
+    gaps = ready_gaps(measured)
+    usual = float(np.quantile(gaps, USUAL)) if len(gaps) else 0.0
+    # What is behind another in its queue may have begun when that one was seen to end.
+    behind = (graph.ahead != NONE) & (graph.gates[0][graph.ahead] != graph.gates[0])
+    freed = np.where(behind, spans["end"][graph.ahead], -np.inf)
+    begun = np.full(graph.nodes, -np.inf)
+    np.maximum.at(begun, graph.node, np.maximum(spans["start"], freed))
+    least = np.maximum(spans["end"] - begun[graph.node], 0.0)
+    known = waited[graph.node] > max(usual, measured.clock_error)
+    return np.stack([np.where(known, least, 0.0), spans["end"] - spans["start"]])
+
+
+def _nearest(bounds: Floats) -> float:
+    """The least of the times of which the sum of distances to all intervals is the smallest.
+
+    Each end of an interval pulls as strongly as any other, so it is the median of them all.
+    """
+    count = bounds.shape[1]
+    return float(np.sort(bounds, axis=None)[count - 1]) if count else 0.0
+
+
+def _unexplained(measured: Timeline, costs: Costs) -> Floats:
+    """How much later than it could each instruction of the compute lane began.
+
+    It could when all computes that it waits for had ended as they did, and all else as at `costs`.
+    """
+    spans, compute = measured.spans, measured.spans["lane"] == Lane.COMPUTE
+    known = np.where(compute, spans["end"] - measured.begin, np.nan)
+    could = walk(measured.graph, costs, known).start
+    return np.where(compute, spans["start"] - measured.begin - could, 0.0)
 
 
 def completed(costs: Costs, program: Program) -> Costs:

@@ -42,16 +42,25 @@ class Walk:
 
 
 @np.errstate(over="ignore")  # sums of costs may be infinite
-def walk(graph: Graph, costs: Costs | None = None) -> Walk:
-    """Walk the dependency graph of a program at the given costs, by default unit costs."""
+def walk(graph: Graph, costs: Costs | None = None, known: Times | None = None) -> Walk:
+    """Walk the dependency graph of a program at the given costs, by default unit costs.
+
+    `known` are ends, by position, of instructions that end then, whatever the costs say; it is
+    not a number where the costs decide.
+    """
     priced, node = costs or Costs(), graph.node
-    cost = _node_costs(graph, priced)
+    cost, fixed = _node_costs(graph, priced), None
+    if known is not None:
+        fixed = np.full(graph.nodes, np.nan)
+        fixed[node] = known
     # In a draft, edges can take time of their own, so each has a place in the table.
     few = 0 if graph.program.is_draft else graph.nodes // 64
     after = _Successors.of(graph.nodes, graph.edges(), few)
-    start, turn = _longest(after, graph.there, cost, _lags(graph, after, priced))
+    start, turn = _longest(after, graph.there, cost, _lags(graph, after, priced), fixed)
     del after  # large programs need the room, so each array goes before the next comes
     cost += start
+    if fixed is not None:
+        cost = np.where(np.isnan(fixed), cost, fixed)
     turn = turn[node]
     start = start[node]
     end = cost[node]
@@ -131,12 +140,16 @@ def _put(
 
 
 def _longest(
-    after: _Successors, there: NDArray[np.bool_], cost: Times, lags: Times | None = None
+    after: _Successors,
+    there: NDArray[np.bool_],
+    cost: Times,
+    lags: Times | None = None,
+    fixed: Times | None = None,
 ) -> tuple[Times, NDArray[np.int32]]:
     """The longest path to each node, and the turn in which it is reached, 0 if it never is.
 
     `there` and `cost` are by node; `lags`, what passes between its end and a successor's start,
-    by place.
+    by place.  Where `fixed` is a number, the node ends then.
     """
     rows, many = after.rows, after.nodes + 1
     missing = after.before()
@@ -148,6 +161,8 @@ def _longest(
         turns += 1
         turn[front] = turns
         end = start[front] + cost[front]
+        if fixed is not None:
+            end = np.where(np.isnan(fixed[front]), end, fixed[front])
         to = rows.take(front, 0).reshape(-1).astype(np.intp)
         given = end.repeat(rows.shape[1])
         if lags is not None:
@@ -158,9 +173,9 @@ def _longest(
         np.subtract.at(missing, to, one[: len(to)])
         if missing[many] != _MOST:
             missing[many] = _MOST
-            for node in front[rows[front, -1] == many].tolist():
-                more = after.rest[node]
-                start[more] = np.maximum(start[more], start[node] + cost[node])
+            for k in np.flatnonzero(rows[front, -1] == many).tolist():
+                more = after.rest[int(front[k])]
+                start[more] = np.maximum(start[more], end[k])
                 missing[more] -= 1
                 to = np.concatenate([to, more])
         to = to[missing[to] == 0]

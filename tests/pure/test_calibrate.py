@@ -1,15 +1,25 @@
-"""Calibration: costs that were simulated come back, and predict the same run."""
+"""Calibration: costs come back from how ranks note them, and predict the same run."""
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 import schedir
-from schedir import Costs, Plan
+from schedir import Costs, Plan, Program
 from schedir.calibrate import calibrate
-from schedir.schedules import gpipe, interleaved
+from schedir.compile import lower
+from schedir.ops import SENDS
+from schedir.schedules import gpipe, interleaved, looped_bfs, one_f_one_b
+from schedir.timeline import Timeline
 from schedir.words import B, F, I, W, Word
+from tests.laws import TWO_WAY, ZOO, least, plan_of
+from tests.measuring import measured
+from tests.strategies import costs, drafts
 
 
 def split(r: int, P: int, m: int) -> Word:
@@ -57,3 +67,84 @@ def test_stages_may_differ_in_how_they_run_backward() -> None:
     program = schedir.compile(mixed, Plan(2, 3))
     found = calibrate(schedir.simulate(program, Costs(B=5, I=2, W=3)))
     assert (found.B, found.I, found.W) == ((5.0, 0.0), (0.0, 2.0), (0.0, 3.0))
+
+
+def again(run: Timeline) -> Timeline:
+    """A run as its own costs predict it."""
+    return schedir.simulate(run.program, calibrate(run), model=run.model)
+
+
+@st.composite
+def cases(draw: st.DrawFn) -> tuple[Program, Costs]:
+    """Programs of the zoo and random ones, at uneven costs, with messages from none to long."""
+    tp, clip = draw(st.sampled_from([1, 2])), draw(st.booleans())
+    if draw(st.booleans()):
+        draft = draw(drafts())
+    else:
+        schedule, ranks = draw(st.sampled_from([*ZOO.values()])), draw(st.sampled_from([2, 4]))
+        few = least(schedule, ranks)
+        plan = plan_of(schedule, ranks, ranks * draw(st.integers(-(-few // ranks), 5)))
+        draft, tp = schedir.draft(schedule, plan), 1 if schedule in TWO_WAY else tp
+    # With a time of its own, a pair takes the same with whatever backward it has.
+    pair = tuple(map(float, draw(st.lists(st.integers(2, 9), min_size=1)))) * draft.plan.stages
+    given = replace(
+        draw(costs(draft.plan)),
+        FB=pair[: draft.plan.stages],
+        send=draw(st.sampled_from([0.0, 0.5, 1.0, 7.0, 50.0])),
+        gather=draw(st.sampled_from([0.0, 2.0])),
+        scatter=0.5,
+        reduce_grads=draw(st.sampled_from([0.0, 3.0])),
+        reduce_norm=1.0,
+        step=1.0,
+    )
+    overlap = draw(st.booleans())
+    draft = replace(draft, tp=tp, clip=clip)
+    return lower(draft, given, "edge", overlap=overlap), given
+
+
+@settings(max_examples=150)
+@given(cases())
+def test_who_looks_late_changes_no_prediction(case: tuple[Program, Costs]) -> None:
+    run = measured(*case)
+    assert again(run).span == pytest.approx(run.span, abs=1e-9)
+
+
+@settings(max_examples=50)
+@given(cases())
+def test_the_hosts_time_is_counted_where_it_is_lost(case: tuple[Program, Costs]) -> None:
+    """But for that before the first instruction of all, which nobody sees."""
+    run = measured(*case, host=0.25)
+    assert again(run).span == pytest.approx(run.span, abs=0.25 + 1e-9)
+
+
+@settings(max_examples=50)
+@given(cases(), st.lists(st.floats(0, 1e-3), min_size=8, max_size=8))
+def test_clocks_that_differ_a_little(case: tuple[Program, Costs], ahead: list[float]) -> None:
+    """What one direction gains by them, the other loses; a rank's own times are its clock's."""
+    run = measured(*case, clocks=np.array(ahead))
+    assert again(run).span == pytest.approx(run.span, abs=1e-3 * (len(run.critical_path) + 1))
+
+
+def test_messages_that_nobody_waits_for_cost_nothing() -> None:
+    """Stages 0 and 2 on one rank, which is never without work, as on two processes."""
+    plan = Plan(2, 8, placement=(0, 1, 0))
+    program = schedir.compile(looped_bfs, plan, model="edge")
+    given = Costs(F=(2, 2, 3), B=(4, 4, 5), send=0.05, step=1)
+    run = measured(program, given, host=0.02)
+    sends = run.spans[np.isin(run.spans["op"], SENDS)]
+    assert np.median(sends["end"] - sends["start"]) > 5  # as they are seen
+    assert np.max(calibrate(run).send) <= 0.05 + 1e-9
+    assert again(run).bubble == pytest.approx(run.bubble, abs=0.01)
+
+
+def test_one_late_message_does_not_make_all_late() -> None:
+    """What it took longer is counted with the instruction that waited for it."""
+    program = schedir.compile(one_f_one_b, Plan(3, 8), model="edge")
+    given = Costs(F=2, B=4, send=0.5)
+    run = measured(program, given)
+    spans = run.spans.copy()
+    spans["start"][spans["start"] > run.span / 2] += 20
+    spans["end"][spans["end"] > run.span / 2] += 20
+    late = replace(run, spans=spans)
+    assert calibrate(late).send == pytest.approx(0.5)
+    assert again(late).span > again(run).span

@@ -17,8 +17,6 @@ from schedir.calibrate import calibrate, completed, told
 from schedir.compile import lower
 from schedir.differences import differences
 from schedir.errors import UsageError
-from schedir.idleness import Cause, idleness
-from schedir.ops import TRANSFERS
 from schedir.options import costs_of
 from schedir.schedules import dualpipe_v, gpipe, interleaved, one_f_one_b
 from tests.commands import refused, said
@@ -66,18 +64,6 @@ def test_the_hosts_time_counts_with_what_it_delays() -> None:
         # The first instruction of all begins the run: nothing is known of what was before.
         assert np.allclose(getattr(found, name), getattr(late, name), atol=0.07), name
         assert getattr(found, name) != getattr(given, name) or name == "send"
-
-
-def test_messages_that_nobody_waits_for_are_no_measure() -> None:
-    """Who looks late sees a message arrive late."""
-    timeline = schedir.simulate(PROGRAM, Costs(F=1, B=2, send=0.25))
-    spans, idle = timeline.spans.copy(), idleness(timeline)
-    node = timeline.graph.node
-    waited = np.isin(node, node[idle["awaits"][idle["cause"] == Cause.MESSAGE]])
-    late = np.flatnonzero(np.isin(spans["op"], TRANSFERS) & ~waited)
-    assert len(late)
-    spans["end"][late] += 10
-    assert calibrate(replace(timeline, spans=spans)).send == 0.25
 
 
 def test_pairs_have_a_cost_of_their_own() -> None:

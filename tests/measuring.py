@@ -1,0 +1,60 @@
+"""Measuring: what a CPU's clocks make of a run whose times are known."""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+from schedir.costs import FIELD, Costs
+from schedir.graph import Graph, Model
+from schedir.ops import ROWS, Lane
+from schedir.program import Program
+from schedir.timeline import Timeline, spans_of
+from schedir.walk import walk
+
+Floats = NDArray[np.float64]
+COMPUTED = {FIELD[row.op] for row in ROWS if row.lane is Lane.COMPUTE and row.op in FIELD}
+
+
+def measured(
+    program: Program,
+    costs: Costs,
+    model: Model = "edge",
+    *,
+    host: float = 0.0,
+    clocks: Floats | None = None,
+    blocks: bool = False,
+) -> Timeline:
+    """A run at these costs as its ranks would note it.
+
+    What does not compute is seen to end when somebody looks: who needs it, once the compute lane
+    of that rank is free.  Of the cost of each instruction that computes, the first `host` is the
+    host's, before it begins; it looks in the first half of that.  `clocks` is how far that of
+    each rank is ahead.
+    """
+    graph = Graph(program, model, blocks=blocks)
+    true = walk(graph, costs)
+    assert true.done.all()
+    spans = spans_of(program, true.start, true.end)
+    compute, own = spans["lane"] == Lane.COMPUTE, program.offsets[spans["rank"]]
+    # When the compute lane of the rank is free, as the Stream comes to each instruction.
+    free = np.where(compute, true.end, 0.0)
+    for lo, hi in zip(program.offsets[:-1], program.offsets[1:], strict=True):
+        free[lo:hi] = np.append(0.0, np.maximum.accumulate(free[lo:hi])[:-1])
+    looked = np.full(graph.nodes, -np.inf)
+    for needs in graph.needs:
+        late = (needs >= 0) & ~compute[needs] & (needs >= own)
+        np.maximum.at(looked, graph.node[needs[late]], free[late] + host / 2 * compute[late])
+    start, end = true.start.copy(), true.end.copy()
+    end[~compute] = np.maximum(end, looked[graph.node])[~compute]
+    start[compute] += np.minimum(host, end - start)[compute]
+    if clocks is not None:
+        begun, over = np.full(graph.nodes, -np.inf), np.full(graph.nodes, -np.inf)
+        ahead = clocks[spans["rank"]]
+        np.maximum.at(begun, graph.node, start + ahead)
+        np.maximum.at(over, graph.node, end + ahead)
+        start = np.where(compute, start + ahead, begun[graph.node])
+        end = np.where(compute, end + ahead, np.maximum(begun, over)[graph.node])
+    error = 0.0 if clocks is None else float(np.ptp(clocks))
+    spans["start"], spans["end"] = start - start.min(), end - start.min()
+    return Timeline(program, spans, "measured", "s", model, clock_error=error)
