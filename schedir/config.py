@@ -75,6 +75,7 @@ _CHOICES = {
     "device": ("cpu", "cuda"),
     "transport": ("auto", *TRANSPORTS["cpu"], *TRANSPORTS["cuda"]),
     "precision": ("float32", "bfloat16", "float16"),
+    "nonfinite": ("stop", "skip"),
 }
 
 
@@ -93,6 +94,10 @@ class TrainConfig:
     `precision` is the type of the weights, float32, bfloat16 or float16; gradients and the
     optimizer's numbers are float32 in any case.  In float16 the loss is scaled, led by the gradient
     norm, which `clip` takes.
+
+    `nonfinite` is what becomes of an update whose loss or gradient is infinite or NaN, and which
+    is never made: the run shall `stop`, and say where it began, or `skip` it, led by the gradient
+    norm.  What the scale of float16 makes too large is skipped in any case.
     """
 
     steps: Count = 100
@@ -108,6 +113,7 @@ class TrainConfig:
     device: str = "cpu"
     transport: str = "auto"
     precision: str = "float32"
+    nonfinite: str = "stop"
 
     def __post_init__(self) -> None:
         if self.min_lr > self.lr:
@@ -122,11 +128,16 @@ class TrainConfig:
                 f"transport {self.transport} is none of device {self.device}",
                 hint=" or ".join(TRANSPORTS[self.device]),
             )
-        if self.precision == "float16" and not self.clip:
-            raise UsageError(
-                "float16 scales the loss by what the gradient norm says, and clip 0 takes none",
-                hint="clip = 1e9 takes it and clips nothing",
-            )
+        if not self.clip:
+            for needs, why in (
+                (self.precision == "float16", "float16 scales the loss by"),
+                (self.nonfinite == "skip", "nonfinite skip leaves out updates by"),
+            ):
+                if needs:
+                    raise UsageError(
+                        f"{why} what the gradient norm says, and clip 0 takes none",
+                        hint="clip = 1e9 takes it and clips nothing",
+                    )
 
     @property
     def model(self) -> Model:

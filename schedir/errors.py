@@ -266,3 +266,26 @@ class ModelError(ProgramError):
 
 class ExecutionError(ProgramError):
     """A run that failed: `sites` says at which instruction of which rank."""
+
+
+class NonFiniteError(ExecutionError):
+    """A step (from 1) with a loss or a gradient that is infinite or NaN, and so not taken.
+
+    `sites` says where it began, if that could be found: the first stage whose output is not finite
+    where it is a loss, else the last stage, from which gradients come, whose gradients are not.
+    `process` is the one that has this stage.
+    """
+
+    def __init__(
+        self,
+        fact: str,
+        *,
+        program: str = "",
+        sites: Sequence[Site] = (),
+        hint: str = "",
+        step: int,
+        process: int = 0,
+    ) -> None:
+        super().__init__(fact, program=program, sites=sites, hint=hint)
+        self.step = step
+        self.process = process

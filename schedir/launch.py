@@ -115,13 +115,13 @@ def end_with_parent() -> None:
     Thread(target=watch, daemon=True).start()
 
 
-def crash(why: str, code: int = 1) -> NoReturn:
+def crash(why: str | None, code: int = 1) -> NoReturn:
     """End this rank at once: a tidy end would close connections first, and others seem to fail.
 
     Only the first rank of a run to fail says why.  The failures of others are its consequences:
-    they are silent, and wait to be ended with it.
+    they are silent, and wait to be ended with it.  So is one that has nothing to say.
     """
-    if _is_first():
+    if why is not None and _is_first():
         print(f"rank {os.environ.get('RANK', '0')}: {why}", file=sys.stderr, flush=True)
     else:
         time.sleep(GRACE)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import sys
 import tempfile
@@ -11,13 +12,13 @@ from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, Any, cast
 
 from schedir.check import check, check_draft
 from schedir.compile import compile, lower
 from schedir.config import Config, OutputConfig
 from schedir.config_file import read
-from schedir.errors import ExecutionError, ProgramError, UsageError
+from schedir.errors import ExecutionError, NonFiniteError, ProgramError, UsageError
 from schedir.files import replacing
 from schedir.launch import crash, end_with_parent, launch, leave
 from schedir.load import load
@@ -164,6 +165,8 @@ def _run_rank(path: str, sets: Sequence[str]) -> int:
         if os.environ["RANK"] == "0":
             _make_folders(config)
         _train(config, program)
+    except NonFiniteError as error:  # which all ranks raise
+        crash(str(error) if error.process == int(os.environ["RANK"]) else None)
     except ExecutionError as error:
         crash(str(error))
     except ProgramError as error:
@@ -219,7 +222,7 @@ def _train(config: Config, program: Program) -> None:
         (folder / RESULTS[0]).open("w") if first else nullcontext() as losses,
     ):
         if losses is not None:
-            losses.write("step,loss,learning_rate,gradient_norm\n")
+            losses.write("step,loss,learning_rate,gradient_norm,skipped\n")
         result = train(config, program, losses)
         if result is not None:
             _save(result, config.output)
@@ -228,10 +231,10 @@ def _train(config: Config, program: Program) -> None:
 def _save(result: Result, output: OutputConfig) -> None:
     """The summary, and of a run that was recorded the picture and the trace."""
     _, summary, picture = (Path(output.folder, name) for name in RESULTS)
-    facts = {
+    facts: dict[str, Any] = {
         "program": result.program.name,
         "digest": result.program.digest,
-        "loss": result.loss,
+        "loss": result.loss if math.isfinite(result.loss) else None,  # as JSON has it
         "tokens_per_second": result.tokens_per_second,
         "memory": {"predicted": result.memory},
     }

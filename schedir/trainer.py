@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from functools import partial
 from threading import Event, Thread
 from time import perf_counter
-from typing import Any, NamedTuple, TextIO
+from typing import Any, NamedTuple, NoReturn, TextIO
 
 import torch
 import torch.distributed as dist
@@ -26,6 +26,7 @@ from schedir.memory import held
 from schedir.program import Program
 from schedir.runtime.c10d import Gloo, Processes, measured
 from schedir.runtime.executor import Executor
+from schedir.runtime.finite import began, not_finite
 from schedir.runtime.precision import LossScale, MainOptimizer, float32_gradients
 from schedir.runtime.rank import Boundary
 from schedir.runtime.shared import Shared, can_share
@@ -66,11 +67,12 @@ def train(config: Config, program: Program, losses: TextIO | None = None) -> Res
     """Train as one rank of `program`; the Result on global rank 0, None on the others.
 
     To be called within `processes`.  Rank 0 prints progress, and writes a line per step to
-    `losses`: step (from 1), mean loss of its tokens, learning rate, and norm of the gradient
-    before clipping (empty without).
+    `losses`: step (from 1), mean loss of its tokens, learning rate, norm of the gradient before
+    clipping (empty without), and how many of its updates were skipped.
 
     Raises UsageError for data that cannot be used, ModelError for processes that do not make
-    the program, and ExecutionError for a run that fails.
+    the program, and ExecutionError for a run that fails; NonFiniteError, in all processes alike,
+    for one that stops because its numbers are not finite.
     """
     torch.set_num_threads(config.train.threads)
     try:
@@ -133,6 +135,7 @@ class _Step(NamedTuple):
     loss: float
     learning_rate: float
     norm: float | None
+    skipped: int  # updates
     seconds: float
 
 
@@ -271,16 +274,41 @@ class _Trainer:
         mean = 1 / gpt.count_tokens(targets)
         share = len(inputs) // self.program.dp
         mine = slice(self.transport.dp_rank * share, (self.transport.dp_rank + 1) * share)
-        total = self.executor.step(
+        given = (
             inputs[mine].to(self.device).split(self.size),
             targets[mine].to(self.device).split(self.size),
             mean * self.program.plan.updates,  # each has its share of the tokens
         )
+        total = self.executor.step(*given)
+        skipped = int((~self.executor.finite).sum())
+        if self._fails(skipped, total):
+            self._stop(step, given)
         # Tensor-parallel ranks all know the loss: the first counts.
         counts = total is not None and self.transport.tp_rank == 0
         loss = float(total) * mean if total is not None and counts else 0.0
         norm = float(self.executor.norm) if self.program.clip else None
-        return _Step(loss, lr, norm, perf_counter() - began)
+        return _Step(loss, lr, norm, skipped, perf_counter() - began)
+
+    def _fails(self, skipped: int, total: Tensor | None) -> bool:
+        """Whether a step that was not finite ends the run; all processes come to the same."""
+        if self.config.train.nonfinite == "skip":
+            return False
+        if not self.program.clip:  # each rank knows of its own gradients only
+            skipped = _most(skipped)
+        if not skipped or self.loss_scale is None:
+            return skipped > 0
+        # The scale is there to be too large, and is halved; but it makes no loss, and below 1 no
+        # gradient larger.
+        scaled = float(self.executor.scale) < 1.0
+        return bool(_most(not scaled or not (total is None or bool(total.isfinite()))))
+
+    def _stop(self, step: int, given: tuple[Sequence[Tensor], Sequence[Tensor], float]) -> NoReturn:
+        """Say what is known of the steps before, and where this one went wrong."""
+        if self.recent:
+            self.executor.record = False
+            self._report(step)
+        found = began(self.executor, self.transport, *given)
+        raise not_finite(found, self.program, step + 1)
 
     def _report(self, step: int) -> Result | None:
         """Bring losses and times of the recent steps to rank 0, which says them."""
@@ -295,7 +323,7 @@ class _Trainer:
         for number, (s, loss) in enumerate(zip(recent, losses, strict=True), first):
             if self.losses is not None:
                 norm = "" if s.norm is None else repr(s.norm)
-                self.losses.write(f"{number},{loss!r},{s.learning_rate!r},{norm}\n")
+                self.losses.write(f"{number},{loss!r},{s.learning_rate!r},{norm},{s.skipped}\n")
         if self.losses is not None:
             self.losses.flush()
 
@@ -309,6 +337,9 @@ class _Trainer:
             bubble = f"  bubble {runs[0].bubble:.1%}, predicted {runs[1].bubble:.1%}"
         clipped = "" if last.norm is None else f"  norm {last.norm:.3f}"
         scaled = "" if self.loss_scale is None else f"  scale {float(self.loss_scale.value):g}"
+        skipped = sum(s.skipped for s in recent)
+        if skipped or self.config.train.nonfinite == "skip":
+            scaled += f"  skipped {skipped}"
         print(
             f"step {step:>{len(str(self.config.train.steps))}}  loss {losses[-1]:.4f}"
             f"  {self._speed(timed or seconds):,.0f} tokens/s  lr {last.learning_rate:.2e}"
@@ -342,6 +373,13 @@ def _facts(config: Config) -> dict[str, str]:
     return {key: value for key, value in facts.items() if key not in own}
 
 
+def _most(number: int) -> int:
+    """The largest of a number of each process, known to all."""
+    most = torch.tensor(number, dtype=torch.int64)
+    dist.all_reduce(most, dist.ReduceOp.MAX)
+    return int(most)
+
+
 def _adamw(parameters: list[torch.nn.Parameter], train: TrainConfig) -> torch.optim.Optimizer:
     """AdamW; only matrices decay."""
     groups = [
@@ -352,5 +390,6 @@ def _adamw(parameters: list[torch.nn.Parameter], train: TrainConfig) -> torch.op
         [g for g in groups if g["params"]],
         lr=train.lr,
         betas=train.betas,
-        fused=train.precision == "float16" or None,  # a fused one skips without the host
+        # A fused one skips without the host.
+        fused=train.device == "cuda" or train.precision == "float16" or None,
     )

@@ -33,7 +33,14 @@ class Executor(Rank):
     the last gives what `loss(y, target)` sums up.  All others take and give tensors of
     `boundary`.  `optimizer.step()` runs at OptimizerStep, after gradients are scaled to a
     global norm of at most `max_norm` if the program clips.  With a `loss_scale`, gradients are
-    those of the scaled loss until they are reduced, and a step whose norm is not finite is skipped.
+    those of the scaled loss until they are reduced.
+
+    An update is made only where it is finite, losses and gradients; else weights and the state of
+    the optimizer stay as they are.  `finite`, bool of shape (updates,) on the rank's device, says
+    it of each update of the last step.  If the program clips, all ranks judge by the norm and come
+    to the same; if not, each by its own gradients, and others may step: `compile(..., clip=True)`
+    with a `max_norm` of infinity clips nothing.  torch's fused optimizers are told on the device;
+    for any other the host reads it, and on a GPU waits.
 
     Two attributes say what cannot be seen.  With a tied weight, the modules of first and last
     stage name their copies `tied_weight`.  Under tensor parallelism, a parameter of which each

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from schedir.errors import ModelError
 from schedir.runtime.executor import Executor
+from schedir.runtime.precision import is_gated
 from schedir.runtime.rank import Microbatches
 
 WARM = 2  # steps before capture: what is made on first use must be there
@@ -42,10 +43,10 @@ class GraphedStep:
                 program=name,
             )
         inner = getattr(executor.optimizer, "inner", executor.optimizer)
-        fused = getattr(inner, "_step_supports_amp_scaling", inner is None)
-        if executor.loss_scale is not None and not fused:
+        if inner is not None and not is_gated(inner):
             raise ModelError(
-                f"whether {type(inner).__name__} steps under a loss scale is decided by the host",
+                f"whether {type(inner).__name__} steps, if gradients are finite, is decided by "
+                "the host",
                 program=name,
                 hint="fused=True",
             )

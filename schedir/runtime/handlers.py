@@ -18,6 +18,7 @@ from schedir.errors import ModelError
 from schedir.kernels.boundary import pack
 from schedir.ops import GATHERS, HANDED, RECEIVES, ROWS, Instr, Opcode, Token
 from schedir.runtime.gradients import is_sharded
+from schedir.runtime.precision import are_finite, step_if
 from schedir.runtime.rank import Call, Rank, Slot, Stage
 from schedir.runtime.split import SplitLinear, Tape, can_wait, recording
 from schedir.runtime.transport import own_part
@@ -82,7 +83,7 @@ def backward(rank: Rank, i: Instr, *, splits: bool = False) -> Call:
 
     def run() -> None:
         x, root = saved.look()
-        dy = rank.seed if given is None else given.look()
+        dy = rank.seed_of(mb) if given is None else given.look()
         if shared and dy is not None:
             dy = dy.clone()  # a tape may keep it, and outlive its turn
         if root is not None:  # a first stage may have nothing to train
@@ -353,16 +354,20 @@ def reduce_norm(rank: Rank, i: Instr) -> Call:
 
 def step(rank: Rank, i: Instr) -> Call:
     def run() -> None:
-        if rank.program.clip:
+        if rank.program.clip:  # no number of it for Python: on a GPU that would wait for it
             rank.norm = rank.norm.sqrt()
-            # Never a Python number: on a GPU that would wait for it.
+            finite = rank.norm.isfinite()
             shrink = (rank.max_norm / (rank.norm + 1e-6)).clamp(max=1.0)
             for stage in rank.stages.values():
-                stage.gradients.scale(shrink)
+                # What is not finite is left to look at, and not made NaN everywhere.
+                stage.gradients.scale(torch.where(finite, shrink, 1.0))
+        else:
+            finite = are_finite(flat for s in rank.stages.values() for flat in s.gradients.flat)
+        rank.finite[i.mb] = finite
+        if rank.optimizer is not None:
+            step_if(finite, rank.optimizer)
         if rank.loss_scale is not None:
-            rank.loss_scale.step(rank.optimizer, rank.norm.isfinite())
-        elif rank.optimizer is not None:
-            rank.optimizer.step()
+            rank.loss_scale.update(finite)
         if i.mb < rank.plan.updates - 1:  # the last one's gradients are left to look at
             for stage in rank.stages.values():
                 stage.gradients.zero()

@@ -23,6 +23,44 @@ class Steps(Protocol):
     def step(self) -> object: ...
 
 
+def step_if(finite: Tensor, optimizer: Steps) -> None:
+    """Let an optimizer step if `finite`, 0-dim bool, is true; else nothing of it changes.
+
+    A fused optimizer decides on the device.  For any other the host must know: on a GPU it waits,
+    once in an update.
+    """
+    inner: Any = getattr(optimizer, "inner", optimizer)
+    if not is_gated(inner) or _begins_with_momentum(inner):
+        if finite:
+            optimizer.step()
+        return
+    inner.found_inf = finite.logical_not().float()
+    try:
+        optimizer.step()
+    finally:
+        del inner.found_inf
+
+
+def are_finite(flats: Iterable[Tensor]) -> Tensor:
+    """Whether no number of these tensors is infinite or NaN: 0-dim bool, on their device."""
+    finite = torch.tensor(True)
+    for flat in flats:
+        if flat.numel():
+            ends = torch.aminmax(torch.view_as_real(flat) if flat.is_complex() else flat)
+            finite = finite.to(flat.device) & ends.min.isfinite() & ends.max.isfinite()
+    return finite
+
+
+def is_gated(optimizer: object) -> bool:
+    """Whether an optimizer itself steps or not as a tensor says, as torch.amp.GradScaler asks."""
+    return bool(getattr(optimizer, "_step_supports_amp_scaling", False))
+
+
+def _begins_with_momentum(optimizer: Any) -> bool:
+    """Whether a step makes momentum: skipped, a fused SGD's would be memory that nobody wrote."""
+    return not optimizer.state and any(group.get("momentum") for group in optimizer.param_groups)
+
+
 def float32_gradients(module: nn.Module) -> None:
     """Let every parameter have its gradient in float32, whatever its own type.
 
@@ -97,24 +135,8 @@ class LossScale:
         """What gradients of the scaled loss are multiplied by."""
         return self.value.reciprocal()
 
-    def step(self, optimizer: Steps | None, finite: Tensor) -> None:
-        """Let the optimizer step where `finite`, 0-dim bool, is true, and set the next value.
-
-        A fused optimizer decides on the device.  For any other the host must know, and waits:
-        once in a step.
-        """
-        self.update(finite)
-        if optimizer is None:
-            return
-        inner: Any = getattr(optimizer, "inner", optimizer)
-        if getattr(inner, "_step_supports_amp_scaling", False):  # as torch.amp.GradScaler asks
-            inner.found_inf = finite.logical_not().float()
-            optimizer.step()
-        elif finite:
-            optimizer.step()
-
     def update(self, finite: Tensor) -> None:
-        """Set the next value, without the host."""
+        """Set the next value after a step, `finite` (0-dim bool) or not, without the host."""
         good = torch.where(finite, self.good + 1, 0)
         due = good == self.interval
         more = self.value * self.growth

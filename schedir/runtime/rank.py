@@ -137,6 +137,7 @@ class Rank:
         self.device = _device(self.stages)
         self.losses = [torch.zeros((), device=self.device)] * m
         self.norm = torch.zeros((), dtype=torch.float64, device=self.device)
+        self.finite = torch.ones(self.plan.updates, dtype=torch.bool, device=self.device)
         self.stream = program.streams[rank]
         for s, stage in self.stages.items() if self.trains and self.plan.updates > 1 else ():
             own = (i for i in self.stream if i.stage == s)
@@ -171,6 +172,11 @@ class Rank:
             shape, dtype = self.boundary.shape, self.boundary.dtype
             self._outgoing[kind, number] = torch.empty(shape, dtype=dtype, device=self.device)
         return self._outgoing[kind, number]
+
+    def seed_of(self, mb: int) -> Tensor:
+        """The gradient of a loss: NaN where it is not finite, so that all who step with it know."""
+        loss = self.losses[mb]
+        return loss - loss + (1.0 if self.seed is None else self.seed)
 
     def let_go(self, send: int) -> None:
         """Wait for a send, unless somebody has, and then let go what was sent."""

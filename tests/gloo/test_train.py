@@ -151,7 +151,7 @@ def test_training_is_what_a_plain_loop_does(config: str, tmp_path: Path) -> None
         norm = torch.nn.utils.clip_grad_norm_(parameters, 0.3)
         assert norm > 0.3  # or clipping would not be seen
         optimizer.step()
-        expected.append((float(loss.detach()), rate, float(norm)))
+        expected.append((float(loss.detach()), rate, float(norm), 0.0))
     with (tmp_path / "out" / "loss.csv").open() as file:
         rows = [list(map(float, row.values())) for row in csv.DictReader(file)]
     for (_, *row), wants in zip(rows, expected, strict=True):

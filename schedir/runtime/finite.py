@@ -1,0 +1,159 @@
+"""Finite: where the numbers of a step are no longer numbers.
+
+The device alone decides that an update is not made (`precision.step_if`).  Who wants to know where
+it went wrong runs the step again: its weights are still there, and what it ran has been let go.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from functools import partial
+from itertools import chain
+from typing import Any, NamedTuple
+
+import torch.distributed as dist
+from torch import Tensor
+
+from schedir.errors import NonFiniteError, Site
+from schedir.ops import COMPUTE, ROWS, Instr, Opcode, Token
+from schedir.program import Program
+from schedir.runtime.c10d import Processes
+from schedir.runtime.executor import Executor
+from schedir.runtime.precision import are_finite
+from schedir.runtime.rank import Call, Microbatches
+
+
+def began(
+    executor: Executor,
+    transport: Processes,
+    inputs: Microbatches,
+    targets: Microbatches,
+    scale: float | Tensor,
+) -> Found | None:
+    """Where the step that has just ended, and was not finite, went wrong; None if nobody saw it.
+
+    The step is run again; what cannot be seen so, as nobody can draw its numbers again, is told
+    from what it left.  All processes must call this, and come to the same.
+    """
+    who = dist.get_rank(), transport.dp_rank
+    known = left(executor, *who), run_again(executor, *who, inputs, targets, scale)
+    everyone: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, known)
+    before, again = ([*chain(*each)] for each in zip(*everyone, strict=True))
+    last = executor.plan.stages - 1
+    return first(again, last) or first(before, last)
+
+
+class Found(NamedTuple):
+    """An instruction of a rank that gives what is not finite, or leaves it in a gradient."""
+
+    process: int
+    replica: int
+    rank: int
+    at: int
+    instr: Instr
+
+    @property
+    def forward(self) -> bool:
+        """Whether it is a forward's output, or a loss."""
+        return self.instr.op is Opcode.Forward
+
+    @property
+    def order(self) -> tuple[int, ...]:
+        """What was earlier is less: the first stage of a forward, the last of a backward."""
+        op, stage, mb = self.instr
+        if op not in COMPUTE:  # of an update, whichever microbatch it was
+            return 1, 0, 0, -stage, self.process
+        return 0, mb, not self.forward, stage if self.forward else -stage, self.process
+
+
+def first(found: Iterable[Found], last: int) -> Found | None:
+    """Where it began, of all that all ranks have found; `last` is the last stage.
+
+    An output may be infinite, as that of a mask, where the loss of its microbatch is finite.
+    """
+    found = [*found]
+    lost = {(f.replica, f.instr.mb) for f in found if f.forward and f.instr.stage == last}
+    return min(
+        (f for f in found if not f.forward or (f.replica, f.instr.mb) in lost),
+        key=lambda f: f.order,
+        default=None,
+    )
+
+
+def not_finite(found: Found | None, program: Program, step: int) -> NonFiniteError:
+    """The error of a step (from 1) that was not finite, and began where `found` says."""
+    what = "the loss" if found and found.forward else "a gradient"
+    taken = "was not made" if program.clip else "was made where a rank's own gradients are finite"
+    sites = []
+    if found is not None:
+        note = f"is where it began, in replica {found.replica}"
+        note = note if program.dp > 1 else note.partition(",")[0]
+        sites.append(Site(found.rank, found.at, found.instr, note))
+    return NonFiniteError(
+        f"{what} of step {step} is infinite or NaN; the update {taken}",
+        program=program.name,
+        sites=sites,
+        hint='train.nonfinite = "skip" goes on without such updates' * program.clip,
+        step=step,
+        process=found.process if found else 0,
+    )
+
+
+def left(executor: Executor, process: int, replica: int) -> list[Found]:
+    """What the step that has just ended left: losses, and gradients of its last update."""
+    plan, found = executor.plan, []
+    for s, stage in executor.stages.items():
+        if not are_finite(stage.gradients.flat):
+            found.append(Instr(Opcode.ReduceGrads, s, plan.updates - 1))
+        if s == plan.stages - 1:
+            bad = (mb for mb, loss in enumerate(executor.losses) if not are_finite([loss]))
+            found += [Instr(Opcode.Forward, s, mb) for mb in bad]
+    where = executor.where
+    return [Found(process, replica, executor.rank, where[i], i) for i in found]
+
+
+def run_again(
+    executor: Executor,
+    process: int,
+    replica: int,
+    inputs: Microbatches,
+    targets: Microbatches,
+    scale: float | Tensor,
+) -> list[Found]:
+    """Run a step without its updates, and look at what each instruction gives.
+
+    All ranks must call this.  Of a stage's gradients the first instruction is told that spoils
+    them: what comes after adds to the same sum.
+    """
+    found: list[Found] = []
+    usual = executor.calls, executor.optimizer, executor.record
+
+    def watch(k: int, i: Instr, call: Call) -> Call:
+        def run() -> None:
+            call.run()
+            known = any(f.instr.stage == i.stage and not f.forward for f in found)
+            if not (known and i.op is not Opcode.Forward) and not are_finite(gives()):
+                found.append(Found(process, replica, executor.rank, k, i))
+
+        gives = partial(_gives, executor, i)
+        return Call(call.wait, run) if i.op in COMPUTE else call
+
+    executor.calls = [watch(k, i, executor.calls[k]) for k, i in enumerate(executor.stream)]
+    executor.optimizer, executor.record = None, False
+    try:
+        executor.step(inputs, targets, scale)
+    finally:
+        executor.calls, executor.optimizer, executor.record = usual
+    return found
+
+
+def _gives(executor: Executor, i: Instr) -> list[Tensor]:
+    """What a compute has just given: its output, or the sums of gradients and what it passes on."""
+    if i.op is Opcode.Forward and i.stage == executor.plan.stages - 1:
+        return [executor.losses[i.mb]]
+    given = [] if i.op is Opcode.Forward else [*executor.stages[i.stage].gradients.flat]
+    for kind in (Token.ACT_OUT, Token.GRAD_OUT):
+        if kind in ROWS[i.op].gives and (i.stage or kind is Token.ACT_OUT):
+            given.append(executor.slot(kind, i.stage, i.mb).look())
+    return given
