@@ -40,6 +40,7 @@ def text(timeline: Timeline) -> str:
         "program": timeline.program.name,
         "digest": timeline.program.digest,
         "kind": timeline.kind,
+        "doubt": timeline.doubt,
         "model": timeline.model,
         "unit": timeline.unit,
         "microseconds_per_unit": _scale(timeline),

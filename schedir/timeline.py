@@ -7,19 +7,27 @@ from dataclasses import dataclass
 from functools import cached_property
 from importlib import import_module
 from itertools import pairwise
-from typing import Any, Final, Literal, NamedTuple
+from typing import Any, Final, Literal, NamedTuple, get_args
 
 import numpy as np
 from numpy.typing import NDArray
 
 from schedir.errors import UsageError, expect
 from schedir.graph import Graph, Model
+from schedir.index import NONE, Positions
 from schedir.memory import Held, held, in_flight, peak_in_flight, peak_versions
-from schedir.ops import COMPUTE, ROWS, Instr, Lane, Opcode
+from schedir.ops import COMPUTE, RECEIVES, ROWS, Instr, Lane, Opcode
 from schedir.program import FIELDS, OPS, Program
 from schedir.sizes import Sizes
 
 Spans = NDArray[Any]  # structured: SPAN
+Times = NDArray[np.float64]
+Kind = Literal["predicted", "measured"]
+
+KINDS: Final[tuple[Kind, ...]] = get_args(Kind)
+# Units of time that a Timeline may be in, those of the costs and seconds, and how finely its
+# clocks tell it: CUDA's events tell half a microsecond.
+UNITS: Final = {"": 0.0, "s": 1e-6}
 
 SPAN: Final = np.dtype(
     [("rank", "i4"), ("stage", "i4"), ("mb", "i4"), ("lane", "i2"), ("op", "i2"),
@@ -51,6 +59,14 @@ def expect_runs(runs: object) -> None:
         expect(each, Timeline, run)
 
 
+class Early(NamedTuple):
+    """By how much each instruction comes before a cause of it, 0 where it does not, and which cause
+    that is (an index into spans, or -1); each of shape (n,)."""
+
+    by: NDArray[np.float64]
+    cause: NDArray[np.int64]
+
+
 class Memory(NamedTuple):
     """A step curve: from `times[i]` on, `held[i]` is held, of which `kinds` has the parts."""
 
@@ -70,15 +86,24 @@ class Timeline:
     `clock_error` says by how much the clocks of two ranks may differ, in `unit`: 0 in a
     prediction, and where all ranks read one clock.  `sizes` are those of the values, where
     memory is to be told in bytes.
+
+    Raises UsageError for a unit that is none of UNITS.
     """
 
     program: Program
     spans: Spans
-    kind: Literal["predicted", "measured"] = "predicted"
+    kind: Kind = "predicted"
     unit: str = ""
     model: Model = "device"
     clock_error: float = 0.0
     sizes: Sizes | None = None
+
+    def __post_init__(self) -> None:
+        if self.unit not in UNITS:
+            known = " or ".join(map(repr, UNITS))
+            raise UsageError(
+                f"the unit of a Timeline is {known} (units of cost), not {self.unit!r:.60}"
+            )
 
     def __len__(self) -> int:
         return len(self.spans)
@@ -86,7 +111,7 @@ class Timeline:
     def __repr__(self) -> str:
         return (
             f"<{self.kind} Timeline of {self.program.name}: span {self.span:g}{self.unit}, "
-            f"bubble {self.bubble:.1%}>"
+            f"bubble {self.bubble:.1%}{self.doubt and f', {self.doubt}'}>"
         )
 
     def _repr_html_(self) -> str:
@@ -244,6 +269,61 @@ class Timeline:
     def latest(self) -> NDArray[np.int64]:
         """For each span, of all that it waited for, what ended last: its index, or -1."""
         return self.graph.latest(self.spans["end"])
+
+    @cached_property
+    def early(self) -> Early:
+        """Which instructions come before what causes them: of such a run, times cannot be right.
+
+        What an instruction needs has ended before it starts; of a measured message or reduction it
+        is only known that it has begun, for its end may be noted late, and of a measured pair that
+        runs together that each half was over.  A message begins at its sender, and nobody leaves a
+        collective before all have come; that is by the clocks of two ranks, which may differ by
+        `clock_error`, and so is a value of a draft from another rank.
+        """
+        spans, graph, seen = self.spans, self.graph, self.kind == "measured"
+        start, end, rank = spans["start"], spans["end"], spans["rank"]
+        given = np.where(seen & (spans["lane"] != Lane.COMPUTE), start, end)
+        pair = self.second_of_pair & seen
+        pair[:-1] |= pair[1:]
+        taken = np.where(pair, end, start)
+        by, cause = np.zeros(len(self)), np.full(len(self), NONE, np.int64)
+        fine = max(UNITS[self.unit], 1e-9 * self.span)
+        error = self.clock_error if seen else 0.0
+
+        def wait(time: Times, effect: Positions, source: Positions, since: Times) -> None:
+            late = since[source] - time[effect] - error * (rank[source] != rank[effect])
+            more = late > np.maximum(by[effect], fine)
+            by[effect[more]], cause[effect[more]] = late[more], source[more]
+
+        for giver in graph.needs:
+            needer = np.flatnonzero(giver != NONE).astype(np.int32)
+            wait(taken, needer, giver[needer], given)
+            sent = graph.partner[giver[needer]]
+            far = sent != NONE
+            wait(taken, needer[far], sent[far], start)
+        got = np.flatnonzero(graph.index.among(RECEIVES) & (graph.partner != NONE)).astype(np.int32)
+        wait(end, got, graph.partner[got], start)
+        for members in graph.meetings:
+            last = members[start[members].argmax()]
+            wait(end, members.astype(np.int32), np.full(len(members), last, np.int32), start)
+        return Early(by, cause)
+
+    @property
+    def doubt(self) -> str:
+        """What is to be said of times that cannot be right, or nothing."""
+        worst = float(self.early.by.max(initial=0.0))
+        return f"effects up to {worst:.3g} {self.unit}".rstrip() + " before causes" if worst else ""
+
+    @property
+    def about(self) -> str:
+        """What views say beside the name: predicted or measured, and how many stages per rank."""
+        v = self.program.plan.stages_per_rank
+        return self.kind + (f", {v} stages per rank" if v > 1 else "")
+
+    @property
+    def told(self) -> str:
+        """`about`, and the doubt if there is one, which no view may leave out."""
+        return ", ".join(filter(None, [self.about, self.doubt]))
 
     @cached_property
     def graph(self) -> Graph:

@@ -19,20 +19,19 @@ import numpy as np
 from numpy.typing import NDArray
 
 from schedir.check import check, check_draft
-from schedir.errors import ProgramError, TraceError, UsageError
+from schedir.errors import ProgramError, Site, TraceError, UsageError
 from schedir.files import replacing
 from schedir.graph import MODELS
 from schedir.ops import Lane
 from schedir.program import Program
 from schedir.sizes import Sizes
 from schedir.text import parse, show
-from schedir.timeline import Timeline, expect_runs, spans_of
+from schedir.timeline import KINDS, UNITS, Timeline, expect_runs, spans_of
 
 FORMAT: Final = 1
 SUFFIX: Final = ".timeline"
 MOST: Final = 2**24  # instructions
 _HEADER, _PROGRAM, _START, _END = "header.json", "program.sched", "start.npy", "end.npy"
-_KINDS = ("predicted", "measured")
 _SMALL = 2**16  # bytes of a program beyond what its instructions take
 _HEAD = 2**23  # of a header: sizes may be one per stage
 
@@ -74,9 +73,11 @@ def _npy(values: NDArray[np.float64]) -> bytes:
 def load_timeline(path: str | Path) -> Timeline:
     """The Timeline in a file.
 
-    Its program is checked under the model that it ran under.  Raises TraceError for a file that
-    is no Timeline, what `parse` and `check` raise for its program, and UsageError for a file
-    that cannot be read.
+    Its program is checked under the model that it ran under.  A prediction with an effect before
+    its cause is refused; a measured run, whose clocks may have lied, says so (`Timeline.doubt`).
+
+    Raises TraceError for a file that is no Timeline, what `parse` and `check` raise for its
+    program, and UsageError for a file that cannot be read.
     """
     try:
         with ZipFile(path) as archive:
@@ -115,10 +116,12 @@ class _Reader:
         start, end = self._times(_START, n), self._times(_END, n)
         _fit(program, start, end)
         spans = spans_of(program, start, end)
-        return Timeline(
+        timeline = Timeline(
             program, spans, header["kind"], header["unit"], model, float(header["clock_error"]),
             _sizes(header.get("sizes"), program.plan.stages),
         )  # fmt: skip
+        _in_order(timeline)
+        return timeline
 
     def _header(self) -> dict[str, Any]:
         self._size(_HEADER, _HEAD)
@@ -129,14 +132,18 @@ class _Reader:
         sound = {
             "instructions": type(n) is int and 0 <= n <= MOST,
             "digest": isinstance(header.get("digest"), str),
-            "kind": header.get("kind") in _KINDS,
-            "unit": isinstance(unit, str) and len(unit) <= 8 and unit.isprintable(),
+            "kind": header.get("kind") in KINDS,
+            "unit": isinstance(unit, str) and unit in UNITS,
             "model": header.get("model") in MODELS,
             "clock_error": isinstance(error, int | float) and 0 <= error < math.inf,
         }
         for key, fine in sound.items():
             if not fine:
-                raise TraceError(f"the header cannot have {key} {header.get(key)!r:.80}")
+                hint = f"there are {' and '.join(map(repr, UNITS))} (units of cost)"
+                raise TraceError(
+                    f"the header cannot have {key} {header.get(key)!r:.80}",
+                    hint=hint if key == "unit" else "",
+                )
         return header
 
     def _size(self, name: str, most: int) -> None:
@@ -191,3 +198,22 @@ def _fit(program: Program, start: NDArray[np.float64], end: NDArray[np.float64])
     if early.any():
         k = int(own[1:][early][0])
         raise TraceError(f"instruction {k} starts at {start[k]:g}, before its rank is free")
+
+
+def _in_order(timeline: Timeline) -> None:
+    """Refuse a prediction in which effects come before causes."""
+    if timeline.kind == "measured":
+        return
+    by, cause = timeline.early
+    if not by.any():
+        return
+    worst, spans = int(by.argmax()), timeline.spans
+    sites = []
+    for k in (worst, int(cause[worst])):
+        rank, index, instr = timeline.graph.index.place(k)
+        sites.append(Site(rank, index, instr, f"{spans['start'][k]:g} to {spans['end'][k]:g}"))
+    raise TraceError(
+        "a prediction cannot have an effect before its cause",
+        program=timeline.program.name,
+        sites=sites,
+    )

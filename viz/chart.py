@@ -33,6 +33,8 @@ _ENTRY, _LINE = 1.45, 0.19  # of the legend: a column and a line
 _SEEN: Final = 130  # boxes of an inch, if they are to be seen one by one
 CURVES: Final = {"in_flight": in_flight, "memory": memory}
 PAPER: Final = {"column": 3.35, "page": 7.0}  # whole figures, as journals set them
+_NOTE: Final = 0.18  # a line under the charts
+_SCALED: Final = "Time axes scaled so that the mean busy time of a rank is equally long in each."
 _SECONDS: Final = ((1.0, "s"), (1e-3, "ms"), (1e-6, "µs"))
 
 
@@ -115,7 +117,9 @@ def compare(
     extra |= PHASES if "phases" in show else {}
     foot = _LINE * ceil(len(entries(sheets, extra)[0]) / columns) + 0.08
     feet = [_FOOT if not shared or k == len(sheets) - 1 else 0.1 for k in range(len(sheets))]
-    note = 0.0 if shared else 0.2
+    notes = [] if shared else [_SCALED]
+    notes += [f"{t.program.name:.40}: {t.doubt}" for t in timelines if t.doubt]
+    note = _NOTE * len(notes) + 0.02 * bool(notes)
     across = _LEFT + width + _RIGHT
     height = sum(s.height * row + _HEAD for s in sheets) + sum(feet) + foot + note
     figure = Figure(figsize=(across, height))
@@ -129,13 +133,14 @@ def compare(
         _mark(axes, sheet, show, row, dense=crowded)
         _frame(axes, sheet, end, width, row, ticks=below == _FOOT)
         y -= below
-    if not shared:
+    for k, text in enumerate(notes):
         figure.text(
-            _LEFT / across,
-            (y - 0.12) / height,
-            "Time axes scaled so that the mean busy time of a rank is equally long in each.",
-            fontsize=7.5,
+            left / across,
+            (y - 0.12 - _NOTE * k) / height,
+            text,
+            fontsize=6.5 if slim else 7.5,
             style="italic",
+            parse_math=False,
         )
     legend(figure, sheets, left, columns, extra)
     return figure
@@ -186,9 +191,10 @@ def _frame(axes: Axes, sheet: Sheet, end: float, inches: float, row: float, *, t
         peak = in_bytes(float(timeline.peak_memory.max()))
     about = f"bubble {timeline.bubble:.1%}, peak {peak}"
     about += "" if slim else f", span {timeline.span / one:.4g} {timeline.unit and unit}".rstrip()
-    kind = "" if slim else f" ({timeline.kind})"
-    name = timeline.program.name
-    room = int(inches * 72 / (0.57 * size)) - len(about) - len(kind) - 2
+    v, name = timeline.program.plan.stages_per_rank, timeline.program.name
+    room = int(inches * 72 / (0.57 * size)) - len(about) - 2
+    kind = "" if slim else f" ({timeline.kind}{f', v={v}' * (v > 1)})"
+    room -= len(kind)
     name = name if len(name) <= room else name[: max(room - 1, 1)] + "…"
     plain: dict[str, Any] = {
         "fontsize": size,

@@ -9,7 +9,7 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.patheffects import withStroke
-from matplotlib.ticker import MaxNLocator, PercentFormatter
+from matplotlib.ticker import FuncFormatter, MaxNLocator
 
 from schedir.idleness import Cause, by_cause, idleness
 from schedir.timeline import Timeline, expect_runs
@@ -43,7 +43,10 @@ def tradeoff(timelines: Sequence[Timeline]) -> Figure:
     axes.set_xlim(0, float(x.max()) * 1.3 or 1)
     axes.set_ylim(0, max(float(y.max()) * 1.15, 0.01))
     _name(axes, x, y, [t.program.name for t in timelines])
-    axes.yaxis.set_major_formatter(PercentFormatter(1, decimals=0 if y.max() > 0.05 else None))
+    if doubts := [f"{t.program.name}: {t.doubt}" for t in timelines if t.doubt]:
+        axes.set_title("\n".join(doubts), fontsize=7, style="italic", loc="left", parse_math=False)
+    axes.yaxis.set_major_locator(MaxNLocator(nbins=9, steps=[1, 2, 5, 10]))
+    axes.yaxis.set_major_formatter(FuncFormatter(lambda share, _: f"{100 * share:.6g}%"))
     axes.xaxis.set_major_locator(MaxNLocator(nbins=8, steps=[1, 2, 5, 10]))
     held = "memory of a rank at most, in GB"
     if not sized:
@@ -98,7 +101,7 @@ def idle_map(timeline: Timeline) -> Figure:
     cells = np.vstack([columns, columns.mean(0)])
     wide, high, most = _CELL
     high = min(high, most / len(cells))
-    left, head, foot = 0.7, 0.75, 0.15
+    left, head, foot = 0.7, 0.75 + 0.15 * bool(timeline.doubt), 0.15
     size = (left + wide * cells.shape[1] + 0.15, head + high * len(cells) + foot)
     figure = Figure(figsize=size)
     axes = figure.add_axes((left / size[0], foot / size[1], wide * cells.shape[1] / size[0],
@@ -126,6 +129,7 @@ def idle_map(timeline: Timeline) -> Figure:
                       color=ink((face[0], face[1], face[2])))  # fmt: skip
     name = timeline.program.name
     name = name if len(name) <= 40 else f"{name[:39]}…"
-    figure.text(0.1 / size[0], 1 - 0.22 / size[1], f"{name} ({timeline.kind}): idle share of "
-                f"the span, by cause", fontsize=9, parse_math=False)  # fmt: skip
+    about = f"{name} ({timeline.about}): idle share of the span, by cause"
+    figure.text(0.1 / size[0], 1 - 0.22 / size[1], about, fontsize=9, parse_math=False)
+    figure.text(0.1 / size[0], 1 - 0.4 / size[1], timeline.doubt, fontsize=7.5, style="italic")
     return figure

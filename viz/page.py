@@ -93,7 +93,7 @@ def in_words(timeline: Timeline) -> str:
         apart = "each of them alike"
     peak = timeline.peak_in_flight
     return (
-        f"{name}, {timeline.kind}: {plan.ranks} ranks, {plan.stages} stages, "
+        f"{name}, {timeline.told}: {plan.ranks} ranks, {plan.stages} stages, "
         f"{plan.microbatches} microbatches, {len(timeline)} instructions in "
         f"{timeline.span:.6g} {unit}. Ranks are idle {timeline.bubble:.1%} of the time, {apart}. "
         f"Rank {int(peak.argmax())} has the most in flight, {int(peak.max())}."
@@ -167,6 +167,7 @@ def _run(run: Timeline, label: str, beside: Timeline) -> dict[str, Any]:
         "offsets": run.program.offsets.tolist(),
         "local": plan.local_of.tolist(),
         "several": plan.stages_per_rank if plan.stages_per_rank > 1 else 0,
+        "doubt": run.doubt,
         "span": run.span,
         "tick": tick,
         "scale": scale,

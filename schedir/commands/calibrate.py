@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import sys
 
 from schedir.errors import UsageError
 
@@ -22,4 +23,6 @@ def run(args: argparse.Namespace) -> str:
     if not args.source.endswith(".timeline"):
         raise UsageError(f"a run's file ends in .timeline: {args.source} does not")
     timeline = load_timeline(args.source)
+    if timeline.doubt:  # beside the costs, which another command reads
+        print(f"{args.source}: {timeline.doubt}", file=sys.stderr)
     return f"{told(completed(calibrate(timeline), timeline.program))}\n"

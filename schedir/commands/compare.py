@@ -68,7 +68,7 @@ def _compared(timelines: Sequence[Timeline], *, as_table: bool) -> str:
         ["schedule", "ranks", "microbatches", "stages", "span", "bubble", "of busy time",
          "peak in flight", "peak activations"],
         [
-            [f["program"] + (f", {f['kind']}" if several else ""),
+            [", ".join(filter(None, [f["program"], f["kind"] * several, f["doubt"]])),
              *(str(f[name]) for name in ("ranks", "microbatches", "stages")),
              f"{f['span']:.6g} {f['unit']}".strip(),
              f"{f['bubble']:.1%}", f"{f['bubble_over_ideal']:.1%}",

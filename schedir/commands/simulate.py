@@ -48,7 +48,7 @@ def run(args: argparse.Namespace) -> str:
     unit = timeline.unit and f" {timeline.unit}"
     rows = enumerate(zip(*columns.values(), strict=True))
     return (
-        f"{timeline.program.name}, {timeline.kind}\n"
+        f"{timeline.program.name}, {timeline.told}\n"
         + table(
             ["rank", *(name.replace("_", " ") for name in columns)],
             [
@@ -96,6 +96,8 @@ def facts(timeline: Timeline) -> dict[str, Any]:
         "program": timeline.program.name,
         "digest": timeline.program.digest,
         "kind": timeline.kind,
+        "stages_per_rank": timeline.program.plan.stages_per_rank,
+        "doubt": timeline.doubt,
         "unit": timeline.unit,
         "span": timeline.span,
         "bubble": timeline.bubble,

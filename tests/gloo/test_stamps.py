@@ -59,6 +59,7 @@ def test_a_step_on_a_cpu_is_a_legal_timeline(seed: int | None) -> None:
         assert (timeline.spans["end"] > timeline.spans["start"])[compute].all()
         if schedule not in PAIRED:  # a pair may begin with what it has
             assert not too_early(timeline), name
+        assert not timeline.doubt, name
 
 
 def test_too_early_is_found() -> None:

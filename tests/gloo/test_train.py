@@ -44,6 +44,7 @@ def test_four_processes_are_one_and_torchrun_is_the_launcher(config: str, tmp_pa
     assert trace.span == summary["seconds"]["measured"]
     assert trace.peak_memory.tolist() == memory
     assert trace.clock_error == summary["clock_error"] == 0  # one machine, one clock
+    assert not trace.doubt
 
     summary = json.loads((tmp_path / "one" / "summary.json").read_text())
     assert summary["loss"] == one[-1] and "bubble" not in summary

@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 
 import schedir
 from schedir import Costs, Plan, Sizes, Timeline, load_timeline, save_timeline
+from schedir.cli import main
 from schedir.compile import lower
 from schedir.errors import ProgramError, TraceError, UsageError
 from schedir.graph import MODELS, Model
@@ -55,6 +56,7 @@ def test_what_is_saved_comes_back(
     if lowered and grouped:
         program, model = group_opposites(program), "edge"
     saved = schedir.simulate(program, data.draw(costs(draft.plan)), model=model)
+    assert not saved.early.by.any()  # whatever the simulator does, causes come first
     shift = data.draw(st.floats(-1e6, 1e6))
     saved.spans["start"] += shift
     saved.spans["end"] += shift
@@ -62,7 +64,8 @@ def test_what_is_saved_comes_back(
     sizes = each and Sizes(activation=1.5, saved=each, weights=0.1)
     saved = replace(saved, kind="measured", unit="s", clock_error=0.25, sizes=sizes or None)
     save_timeline(saved, FILE)
-    assert same(load_timeline(FILE), saved)
+    found = load_timeline(FILE)
+    assert same(found, saved) and not found.doubt
 
 
 def test_a_pair_run_together_comes_back() -> None:
@@ -137,6 +140,8 @@ def header(**changes: object) -> bytes:
 
 
 END = timeline().spans["end"]
+EARLY = timeline().spans["rank"] == 1  # as if this rank's clock were late
+BEFORE, AFTER = (timeline().spans[name] - 4.0 * EARLY for name in ("start", "end"))
 HUGE = npy(END).replace(b"(%d,)" % len(END), b"(%d,)" % 10**12)
 NAN = np.where(np.arange(len(END)) == 5, np.nan, END)
 PROGRAM = schedir.show(timeline().program)
@@ -154,6 +159,8 @@ UNFOLDS = "schedir 1\nprogram p\nranks 1 microbatches 1048576\nrank 0\n  9999999
         (lambda: forge(header_json=header(instructions=True)), "instructions"),
         (lambda: forge(header_json=header(kind="seen")), "kind 'seen'"),
         (lambda: forge(header_json=header(unit="x" * 50_000)), "unit"),
+        (lambda: forge(header_json=header(unit="parsecs")), r"unit 'parsecs'\n.*'' and 's'"),
+        (lambda: forge(start_npy=npy(BEFORE), end_npy=npy(AFTER)), "before its cause"),
         (lambda: forge(header_json=header(model="gloo")), "model 'gloo'"),
         (lambda: forge(header_json=header(model=[])), "model"),
         (lambda: forge(header_json=header(clock_error=float("nan"))), "clock_error nan"),
@@ -257,3 +264,44 @@ def test_commands_take_a_timeline(capsys: pytest.CaptureFixture[str]) -> None:
     assert "under device" in refused(capsys, "simulate", str(FILE), "--model=edge")
     FILE.write_text("schedir 1\n")
     assert "no Timeline" in refused(capsys, "draw", str(FILE), "-o", "x.svg")
+
+
+def test_effects_before_causes_are_told_by_every_view(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    right = schedir.simulate(schedir.compile(one_f_one_b, Plan(3, 4)), Costs(send=0.1))
+    spans, late = right.spans.copy(), right.spans["rank"] == 1
+    spans["start"], spans["end"] = ((spans[at] - 4 * late) * 1e-3 for at in ("start", "end"))
+    wrong = replace(right, spans=spans, kind="measured", unit="s")
+    # What is sent from 1 ms on is there at 1.1 ms, less the 4 ms of a wrong clock.
+    says = "effects up to 0.0039 s before causes"
+    assert wrong.doubt == says and says in repr(wrong) and says in wrong.told
+    instr = wrong.graph.index.place(int(wrong.early.by.argmax()))[2]
+    cause = wrong.graph.index.place(int(wrong.early.cause[wrong.early.by.argmax()]))[2]
+    assert (str(instr), str(cause)) == ("recv_act 1.3", "send_act 0.3")
+    # Clocks that may be that far apart say nothing of it.
+    assert not replace(wrong, clock_error=0.0039001).doubt
+    assert replace(wrong, clock_error=0.0038).doubt
+    save_timeline(wrong, FILE)
+    for command in ("simulate", "explain", "draw"):
+        assert says in said(capsys, command, str(FILE))
+    assert says in said(capsys, "compare", str(FILE), str(FILE))
+    assert json.loads(said(capsys, "simulate", str(FILE), "--json"))["doubt"] == says
+    for options in ("", "--width=column", "--idle", "html"):
+        page = options == "html"
+        picture = tmp_path / ("x.html" if page else "x.svg")
+        argv = [str(FILE), "-o", str(picture), *([options] if options and not page else [])]
+        said(capsys, "draw", *argv)
+        assert says in picture.read_text()
+    said(capsys, "compare", str(FILE), str(FILE), "--tradeoff", "-o", "x.svg")
+    assert says in Path("x.svg").read_text()
+    said(capsys, "export", str(FILE), "--to=perfetto", "-o", "x.json")
+    assert says in Path("x.json").read_text()
+    assert says in wrong._repr_html_()
+    assert main(["calibrate", str(FILE)]) == 0
+    assert says in capsys.readouterr().err  # costs alone are what it prints
+
+
+def test_a_timeline_is_in_a_unit_that_is_known() -> None:
+    with pytest.raises(UsageError, match="'parsecs'"):
+        replace(timeline(), unit="parsecs")

@@ -112,6 +112,7 @@ function select(which) {
   $("facts").replaceChildren(...view.shown.map((run) => {
     const made = make("span");
     if (runs.length > 1) made.append(`${run.label}: `);
+    if (run.doubt) made.append(make("b", `${run.doubt}!`), "\u2003");
     for (const [name, value] of [["span", time(run, run.total)], ["bubble", percent(run.bubble)], ["peak in flight", `${Math.max(...run.peak)}`], ...(run.held ? [["memory", run.held]] : [])])
       made.append(`${name}\u2002`, make("b", value), "\u2003");
     return made;
