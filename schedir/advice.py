@@ -8,7 +8,7 @@ from typing import Final, Literal, NamedTuple
 
 import numpy as np
 
-from schedir.calibrate import calibrate, completed
+from schedir.calibrate import MISSED, calibrate, completed, off
 from schedir.check import check, check_draft
 from schedir.compile import lower
 from schedir.costs import FIELD, Cost, Costs
@@ -42,12 +42,17 @@ class Advice(NamedTuple):
     """What is simulated: the run as it is, at these costs, and the changes, best first.
 
     `error` is how much longer than the run the simulation of it takes, over the run: 0 for a
-    prediction.
+    prediction.  Where it is more than MISSED, either way, nothing is changed and no advice given.
     """
 
     base: Timeline
     error: float
     changes: list[Change]
+
+    @property
+    def given(self) -> bool:
+        """Whether the simulation is near enough to the run to say what would change it."""
+        return abs(self.error) <= MISSED
 
 
 def advise(
@@ -62,12 +67,14 @@ def advise(
     program = timeline.program
     costs = completed(costs or calibrate(timeline), program)
     base = simulate(program, costs, model=timeline.model)
+    advice = Advice(base, off(base, timeline), [])
+    if not advice.given:
+        return advice
     found: dict[str, Change] = {}
     for kind, change in _Changes(base, costs, schedule or _recipe(program)).all():
         if kind not in found or change.saves > found[kind].saves:
             found[kind] = change
-    changes = sorted(found.values(), key=lambda change: -change.saves)
-    return Advice(base, base.span / timeline.span - 1 if timeline.span else 0.0, changes)
+    return advice._replace(changes=sorted(found.values(), key=lambda change: -change.saves))
 
 
 def _recipe(program: Program) -> Schedule | None:

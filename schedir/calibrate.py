@@ -18,6 +18,7 @@ from schedir.walk import walk
 
 Floats = NDArray[np.float64]
 
+MISSED: Final = 0.1  # of a step: a prediction that is further off says nothing of its run
 USUAL: Final = 0.9  # of the host's gaps are no longer than usual
 _OPS: Final = {name: [op for op in FIELD if FIELD[op] == name] for name in FIELD.values()}
 # What runs beside computes, and is seen to end when somebody looks.
@@ -72,6 +73,22 @@ def calibrate(measured: Timeline) -> Costs:
         ahead = paired & (spans["op"] == Opcode.Forward)
         costs["FB"] = tuple(_mean(took[ahead & (spans["stage"] == s)]) for s in stages)
     return Costs(**costs)
+
+
+def off(predicted: Timeline, run: Timeline) -> float:
+    """How much longer than a run its prediction takes, over the run; 0 for a run of no length."""
+    return predicted.span / run.span - 1 if run.span else 0.0
+
+
+def bubbles(run: Timeline, predicted: Timeline) -> str:
+    """The bubble of a run, and the predicted one if the prediction does not miss the run."""
+    more = off(predicted, run)
+    if abs(more) <= MISSED:
+        return f"bubble {run.bubble:.1%}, predicted {predicted.bubble:.1%}"
+    than = "more" if more > 0 else "less"
+    return (
+        f"bubble {run.bubble:.1%}, not predicted: at its mean times it takes {abs(more):.0%} {than}"
+    )
 
 
 def _mean(times: Floats) -> float:

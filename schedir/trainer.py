@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from schedir import gpt
-from schedir.calibrate import calibrate
+from schedir.calibrate import bubbles, calibrate
 from schedir.config import Config, TrainConfig
 from schedir.data import Batches, load
 from schedir.errors import ExecutionError, Site, in_bytes
@@ -332,9 +332,7 @@ class _Trainer:
         timed = seconds[1:] if first == 1 else seconds
         self.timed += timed
         last = recent[-1]
-        bubble = ""
-        if runs is not None:
-            bubble = f"  bubble {runs[0].bubble:.1%}, predicted {runs[1].bubble:.1%}"
+        bubble = "" if runs is None else f"  {bubbles(*runs)}"
         clipped = "" if last.norm is None else f"  norm {last.norm:.3f}"
         scaled = "" if self.loss_scale is None else f"  scale {float(self.loss_scale.value):g}"
         skipped = sum(s.skipped for s in recent)

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 from numpy.typing import NDArray
 
-from schedir.costs import FIELD, Costs
+from schedir.costs import Costs
 from schedir.graph import Graph, Model
-from schedir.ops import ROWS, Lane
+from schedir.ops import Lane
 from schedir.program import Program
+from schedir.simulate import simulate
 from schedir.timeline import Timeline, spans_of
 from schedir.walk import walk
 
 Floats = NDArray[np.float64]
-COMPUTED = {FIELD[row.op] for row in ROWS if row.lane is Lane.COMPUTE and row.op in FIELD}
 
 
 def measured(
@@ -58,3 +60,25 @@ def measured(
     error = 0.0 if clocks is None else float(np.ptp(clocks))
     spans["start"], spans["end"] = start - start.min(), end - start.min()
     return Timeline(program, spans, "measured", "s", model, clock_error=error)
+
+
+def slow_at_the_end(program: Program, times: float) -> Timeline:
+    """A run whose computes of the last microbatch take that many times the others' time.
+
+    At unit costs, without lanes for messages: each rank waits for what the slow ones hand on.
+    """
+    timeline = simulate(program)
+    spans, graph = timeline.spans.copy(), timeline.graph
+    after: list[list[int]] = [[] for _ in range(graph.nodes)]
+    for source, target in graph.edges():
+        for a, b in zip(source.tolist(), target.tolist(), strict=True):
+            after[a].append(b)
+    takes, ready = np.zeros(graph.nodes), np.zeros(graph.nodes)
+    slow = (spans["mb"] == program.plan.microbatches - 1) & (spans["lane"] == Lane.COMPUTE)
+    np.maximum.at(takes, graph.node, (spans["end"] - spans["start"]) * np.where(slow, times, 1.0))
+    for node in graph.any_order(0):
+        for b in after[node]:
+            ready[b] = max(ready[b], ready[node] + takes[node])
+    spans["start"] = ready[graph.node]
+    spans["end"] = (ready + takes)[graph.node]
+    return replace(timeline, spans=spans, kind="measured", unit="s")

@@ -44,7 +44,7 @@ def run(args: argparse.Namespace) -> str:
         return as_json(_facts(timeline, advice))
     idle = idleness(timeline)
     lines = [_where(timeline, idle), *_who(timeline, idle)]
-    lines += _what(advice, timeline.kind == "measured")
+    lines += _what(advice, timeline)
     return "".join(f"{line}\n" for line in lines)
 
 
@@ -56,6 +56,7 @@ def _facts(timeline: Timeline, advice: Advice) -> dict[str, Any]:
     return facts(timeline) | {
         "idle": {cause.name.lower(): table[:, cause].tolist() for cause in Cause},
         "simulated_span": advice.base.span,
+        "advice_given": advice.given,
         "changes": [vars(change) for change in advice.changes],
     }
 
@@ -102,13 +103,21 @@ def _who(timeline: Timeline, idle: NDArray[Any]) -> list[str]:
     ]
 
 
-def _what(advice: Advice, measured: bool) -> list[str]:
+def _what(advice: Advice, timeline: Timeline) -> list[str]:
     """What helps most, and of what these claims are."""
     from schedir.advice import LARGE
 
-    base = advice.base
-    off = f", {abs(advice.error):.1%} {'more' if advice.error > 0 else 'less'} than it took"
-    of = f" at the run's mean times, of {base.span:.6g} s{off}" if measured else ""
+    base, unit = advice.base, timeline.unit and f" {timeline.unit}"
+    if not advice.given:
+        return [
+            f"no advice is given: a simulation at the run's mean times takes {base.span:.6g}{unit} "
+            f"where the run took {timeline.span:.6g}{unit} ({advice.error:+.1%}), so it cannot "
+            "tell what a change would save"
+        ]
+    off = f"{abs(advice.error):.1%} {'more' if advice.error > 0 else 'less'} than it took"
+    of = f" at the run's mean times, of {base.span:.6g}{unit}, {off}"
+    if timeline.kind == "predicted":
+        of = ""
     best = [change for change in advice.changes if change.saves >= LEAST][:SHOWN]
     if len(base.program) > LARGE:
         of += f"; other orders of {len(base.program):,} instructions are not tried"

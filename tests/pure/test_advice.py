@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from schedir import Costs, Plan, Timeline, Word
 from schedir.advice import Advice, advise
 from schedir.schedules import gpipe, one_f_one_b, pipedream_2bw, zb_h1
 from tests.commands import refused, said
+from tests.measuring import slow_at_the_end
 
 PLAN = Plan(4, 8)
 COSTS = Costs(F=(1, 1, 1, 1.5), B=(2, 2, 2, 3), send=0.25, reduce_grads=2)
@@ -105,10 +107,24 @@ def test_updates_stay() -> None:
 def test_a_measured_run_is_judged_at_its_means() -> None:
     timeline = run_of(gpipe, COSTS)
     spans = timeline.spans.copy()
-    spans["end"] += 5 * (np.arange(len(spans)) == timeline.critical_path[-1])
+    spans["end"] += 2 * (np.arange(len(spans)) == timeline.critical_path[-1])
     advice = advise(replace(timeline, spans=spans, kind="measured", unit="s"))
-    assert advice.error == pytest.approx(advice.base.span / (timeline.span + 5) - 1)
-    assert advice.error < 0
+    assert advice.error == pytest.approx(advice.base.span / (timeline.span + 2) - 1)
+    assert -0.1 < advice.error < 0 and advice.given and advice.changes
+
+
+def test_a_run_that_its_means_miss_is_no_ground_for_advice(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = slow_at_the_end(schedir.compile(one_f_one_b, PLAN, model="edge"), 9)
+    advice = advise(run)
+    assert advice.error < -0.1 and not advice.given and advice.changes == []
+    schedir.save_timeline(run, tmp_path / "x.timeline")
+    golden = Path(__file__).parents[1] / "golden" / "explain_no_advice.txt"
+    assert said(capsys, "explain", str(tmp_path / "x.timeline")) == golden.read_text()
+    found = json.loads(said(capsys, "explain", str(tmp_path / "x.timeline"), "--json"))
+    assert found["advice_given"] is False and found["changes"] == []
+    assert found["simulated_span"] == advice.base.span
 
 
 def test_a_draft_and_a_single_rank() -> None:

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 import schedir
 from schedir import Costs, Plan, Program
-from schedir.calibrate import calibrate
+from schedir.calibrate import bubbles, calibrate
 from schedir.compile import lower
 from schedir.ops import SENDS
 from schedir.schedules import gpipe, interleaved, looped_bfs, one_f_one_b
@@ -148,3 +148,12 @@ def test_one_late_message_does_not_make_all_late() -> None:
     late = replace(run, spans=spans)
     assert calibrate(late).send == pytest.approx(0.5)
     assert again(late).span > again(run).span
+
+
+def test_a_bubble_is_called_predicted_where_the_step_was() -> None:
+    program = schedir.compile(gpipe, Plan(2, 4))
+    step, slow = (schedir.simulate(program, Costs(F=f)) for f in (1.0, 2.0))
+    assert bubbles(step, step) == "bubble 20.0%, predicted 20.0%"
+    told = "bubble 20.0%, not predicted: at its mean times it takes 33% more"
+    assert bubbles(step, slow) == told
+    assert "25% less" in bubbles(slow, step)
