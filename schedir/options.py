@@ -29,16 +29,16 @@ RANKS, PER_RANK = 4, 2  # ranks, and microbatches per rank, unless told
 def add_shape(parser: argparse.ArgumentParser) -> None:
     """The options by which a schedule is compiled; None where a FILE.sched may say it."""
     group = parser.add_argument_group("how a schedule is compiled; a FILE.sched has its shape")
-    group.add_argument("--ranks", type=_whole, metavar="N", help=f"pipeline ranks ({RANKS})")
-    group.add_argument("--microbatches", type=_whole, metavar="N", help=f"{PER_RANK} per rank")
-    group.add_argument("--stages-per-rank", type=_whole, metavar="N", help="1")
+    group.add_argument("--ranks", type=count, metavar="N", help=f"pipeline ranks ({RANKS})")
+    group.add_argument("--microbatches", type=count, metavar="N", help=f"{PER_RANK} per rank")
+    group.add_argument("--stages-per-rank", type=count, metavar="N", help="1")
     group.add_argument(
         "--placement",
         type=_placement,
         metavar="WHERE",
         help="loop, vee, mirror, or ranks like 0,1,1,0",
     )
-    group.add_argument("--updates", type=_whole, metavar="N", help="updates without a flush (1)")
+    group.add_argument("--updates", type=count, metavar="N", help="updates without a flush (1)")
     group.add_argument(
         "--delay", type=_delay, metavar="N", help="updates by which weights are old; or 2,1,0"
     )
@@ -73,7 +73,8 @@ def _lowering(group: argparse._ArgumentGroup) -> None:
     )
 
 
-def _whole(text: str) -> int:
+def count(text: str) -> int:
+    """A whole number, as an option takes it."""
     try:
         return whole(text)
     except ValueError as error:
@@ -81,7 +82,7 @@ def _whole(text: str) -> int:
 
 
 def _size(text: str) -> int:
-    if not 1 <= (size := _whole(text)) <= 65535:
+    if not 1 <= (size := count(text)) <= 65535:
         raise argparse.ArgumentTypeError(f"must be a whole number from 1 to 65535, not {text!r}")
     return size
 

@@ -65,6 +65,7 @@ _KINDS: Final[dict[str, tuple[int | None, bool]]] = {
     **{action: (None, each) for action, each in _SILENT.items()},
 }
 _PAIR: Final = "OVERLAP_F_B"
+_MISSING: Final = "is the row of a rank missing?"
 _CELL = re.compile(r"(\d+)([A-Za-z_]+)(\d*)", re.ASCII)
 _CELLS = re.compile(r"\(([^()]*)\)(\w*)")
 
@@ -156,18 +157,28 @@ class _At(NamedTuple):
         return CellError(fact, line=self.row, column=self.column, hint=hint)
 
 
-def parse(text: str, name: str = "imported") -> Program:
+def parse(text: str, name: str = "imported", ranks: int | None = None) -> Program:
     """The program that a CSV says, of either form: a draft if it has no transfers.
 
-    Ranks, stages, microbatches and the placement are inferred.  Where there are no transfers,
+    Ranks, stages, microbatches and the placement are inferred: a file that was cut off after some
+    rows is one of fewer ranks, unless its transfers or its placement tell, or `ranks` does.  Where there are no transfers,
     reductions are left out too: lowering puts them where they belong.  UNSHARD, RESHARD and waits
     are read over.  Whether the program is right is for `check` to say.
 
     Raises CellError with row and column for what is no action, a stage on two ranks or on none,
-    and a microbatch that not every stage has; PlanError where the plan cannot be.
+    a message to or from a stage that is not there, a microbatch that not every stage has, and
+    another number of rows than `ranks`; PlanError where the plan cannot be.
     """
     reader = _Reader()
-    for row, cells in enumerate(_rows(text), 1):
+    rows = _rows(text)
+    if ranks is not None and len(rows) != ranks:
+        at = _At(min(len(rows), ranks) + 1, 1, "")
+        has = "row" if len(rows) == 1 else "rows"
+        more = (
+            f"rank {len(rows)} has none" if len(rows) < ranks else f"row {ranks + 1} is of no rank"
+        )
+        raise at.error(f"there are {len(rows)} {has} for {ranks} ranks: {more}")
+    for row, cells in enumerate(rows, 1):
         reader.rank(row, cells)
     plan = reader.plan()
     words = [np.array(words, np.int64) for words in reader.ranks]
@@ -196,6 +207,7 @@ class _Reader:
     def __init__(self) -> None:
         self.ranks: list[list[int]] = []
         self.holder: dict[int, _At] = {}  # where each stage is first named
+        self.other: dict[int, _At] = {}  # where a message goes to or comes from it
         self.most, self.most_at = -1, _At(1, 1, "")  # the largest microbatch
 
     def rank(self, row: int, cells: list[str]) -> None:
@@ -258,6 +270,8 @@ class _Reader:
                 f"{_short(text)} is on rank {at.row - 1}, but stage {stage} is on rank "
                 f"{held.row - 1}: {_short(held.text)} in row {held.row}, column {held.column}"
             )
+        if word is not None and (hop := ROWS[word >> OP & 0xFF].hop):
+            self.other.setdefault(stage + hop, at)
         if each and mb > self.most:
             self.most, self.most_at = mb, at
         return None if word is None else word | stage << STAGE | mb
@@ -269,7 +283,13 @@ class _Reader:
             if stage not in self.holder:
                 at = self.holder[last]
                 raise at.error(
-                    f"{_short(at.text)} names stage {last}, but no row has stage {stage}"
+                    f"{_short(at.text)} names stage {last}, but no row has stage {stage}", _MISSING
+                )
+        for stage, at in sorted(self.other.items()):
+            if stage not in self.holder:
+                raise at.error(
+                    f"{_short(at.text)} is to or from stage {stage}, but no row has that",
+                    _MISSING if stage > last else "",
                 )
         words = np.concatenate([np.array(w, np.int64) for w in self.ranks])
         forward = words[words >> OP & 0xFF == _O.Forward]

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from schedir.errors import ProgramError, UsageError
 from schedir.files import replacing, text_of
-from schedir.options import add_lowering, costs_of, sizes_of
+from schedir.options import add_lowering, costs_of, count, sizes_of
 
 if TYPE_CHECKING:
     from schedir.graph import Model
@@ -20,6 +20,9 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     """A file, and where its program goes."""
     parser.add_argument("source", metavar="FILE.csv", help="with transfers, or compute only")
     parser.add_argument("-o", dest="output", metavar="FILE.sched", required=True)
+    parser.add_argument(
+        "--ranks", type=count, metavar="N", help="how many rows there must be; a cut file has fewer"
+    )
     add_lowering(parser)
 
 
@@ -39,7 +42,7 @@ def run(args: argparse.Namespace) -> str:
     costs, text = costs_of(args.costs), text_of(args.source)
     name = re.sub(r"[^\w.-]+", "_", Path(args.source).stem)
     try:
-        program = torch_csv.parse(text, name)
+        program = torch_csv.parse(text, name, args.ranks)
     except ProgramError as error:
         error.add_note(f"in {args.source}")
         raise

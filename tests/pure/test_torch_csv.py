@@ -106,6 +106,8 @@ def test_the_plan_is_inferred(text: str, plan: Plan) -> None:
         ("0F0,0B0,1RECV_B0\n1F0,1B0\n", 2, 1, "stage 1 is on rank 0"),
         ("0F0,0B0\n7F0,7B0\n", 2, 1, "no row has stage 1"),
         ("0F0,0F1,0B0,0B1\n1F0,1B0\n", 1, 2, "stage 1 runs only 1 forward"),
+        ("0F0,0SEND_F0,0RECV_B0,0B0\n", 1, 2, "stage 1, but no row has that"),
+        ("0RECV_F0,0F0,0B0,0SEND_B0\n", 1, 1, "stage -1"),
         ("0F0,0B1000000\n", 1, 2, "stage 0 runs only 1 forward"),
         ("0F0,0B99999999\n", 1, 2, "microbatches are allowed"),
         ("40000F0,0B0\n", 1, 1, "stages are allowed"),
@@ -125,6 +127,30 @@ def test_bad_cells_are_named(text: str, row: int, column: int, says: str) -> Non
     assert (error.line, error.column) == (row, column)
     assert says in str(error) and len(str(error)) < 400
     assert str(error).startswith(f"row {row}, column {column}: ")
+
+
+@pytest.mark.parametrize("form", torch_csv.FORMS)
+@pytest.mark.parametrize(
+    "program",
+    [
+        compile(one_f_one_b, Plan(3, 4)),
+        compile(interleaved, Plan(3, 6, 2)),
+        compile(dualpipe_v, Plan(3, 7, placement="vee")),
+    ],
+    ids=lambda p: p.name,
+)
+def test_a_file_that_lacks_rows_is_refused(program: Program, form: str) -> None:
+    rows = torch_csv.show(program, form).splitlines(keepends=True)
+    assert torch_csv.parse("".join(rows), ranks=3).plan == program.plan
+    for kept in (rows[:2], rows[:1], rows[:1] + rows[2:], rows[1:]):
+        cut = "".join(kept)
+        with pytest.raises(CellError, match=f"for 3 ranks: rank {len(kept)} has none"):
+            torch_csv.parse(cut, ranks=3)
+        if form != "torch" or program.plan.stages > 3 or kept not in (rows[:2], rows[:1]):
+            with pytest.raises(CellError, match=r"no row has(?s:.*)missing|on rank"):
+                torch_csv.parse(cut)
+    with pytest.raises(CellError, match="3 rows for 2 ranks: row 3 is of no rank"):
+        torch_csv.parse("".join(rows), ranks=2)
 
 
 @given(st.data())
