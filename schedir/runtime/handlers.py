@@ -20,7 +20,8 @@ from schedir.ops import GATHERS, HANDED, RECEIVES, ROWS, Instr, Opcode, Token
 from schedir.runtime.gradients import is_sharded
 from schedir.runtime.precision import are_finite, step_if
 from schedir.runtime.rank import Call, Rank, Slot, Stage
-from schedir.runtime.split import SplitLinear, Tape, can_wait, recording
+from schedir.runtime.split import Tape, recording
+from schedir.runtime.split_layers import left_whole, refuses_to_split, watching
 from schedir.runtime.transport import own_part
 
 # What is taken in is received, and made whole if it comes in parts.
@@ -127,32 +128,22 @@ def backward_input(rank: Rank, i: Instr) -> Call:
     def run() -> None:
         tape = Tape()
         left.fill(tape)
-        with recording(tape):
+        with recording(tape), watching(stage.module, not stage.watched) as came:
             whole()
-        if not len(tape) and stage.gradients.parameters:
-            _unsplit(stage, i)
+        if not len(tape) and refuses_to_split(stage.module):
+            raise ModelError(
+                f"layers of {_name(stage, i)} are made to be split, but I ran its whole backward",
+                hint="do not run the stage under torch.compile",
+            )
+        stage.watched = True
+        if alone := left_whole(stage.module, came, bool(len(tape))):
+            warnings.warn(f"{_name(stage, i)} is not split in {alone}", stacklevel=2)
 
-    return Call(wait, run)
+    return Call(wait, _on_version(rank, i, run))
 
 
-def _unsplit(stage: Stage, i: Instr) -> None:
-    """Say once that nothing was left for W; refuse it where something should have been."""
-    layers = [*stage.module.modules()]
-    name = f"{type(stage.module).__name__} (stage {i.stage})"
-    linears = [layer.weight for layer in layers if isinstance(layer, SplitLinear)]
-    if any(weight.requires_grad and can_wait(weight) for weight in linears):
-        raise ModelError(
-            f"the linears of {name} are made to be split, but I ran its whole backward",
-            hint="do not run the stage under torch.compile",
-        )
-    if not stage.warned:
-        stage.warned = True
-        plain = any(type(layer) is torch.nn.Linear for layer in layers)
-        warnings.warn(
-            f"{name} cannot be split: I runs its whole backward and W nothing"
-            + "; schedir.runtime.split_linears(module) would split its linears" * plain,
-            stacklevel=2,
-        )
+def _name(stage: Stage, i: Instr) -> str:
+    return f"{type(stage.module).__name__} (stage {i.stage})"
 
 
 def backward_weight(rank: Rank, i: Instr) -> Call:
@@ -162,7 +153,7 @@ def backward_weight(rank: Rank, i: Instr) -> Call:
         left.look().run()
         left.free()
 
-    return Call(None, run)
+    return Call(None, _on_version(rank, i, run))
 
 
 def _given(rank: Rank, i: Instr, kind: Token, hop: int) -> Slot:

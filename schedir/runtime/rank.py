@@ -97,7 +97,7 @@ class Stage:
         self.gradients = Gradients(module)
         self.arriving: dict[tuple[Token, int], Work] = {}
         self.versions: Versions | None = None  # where there are several updates
-        self.warned = False  # that the module cannot be split
+        self.watched = False  # for layers that cannot be split
 
     @property
     def tied_weight(self) -> nn.Parameter | None:

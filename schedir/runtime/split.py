@@ -2,9 +2,9 @@
 
 Zero-bubble schedules (Qi et al., arXiv 2401.10241) cut the backward of a layer in two:
 the gradient of the input, which the stage before waits for, and the gradient of the
-weights, which only the optimizer needs. Here the cut lies inside `linear` and
-`embedding`, which `split_linears` puts in the place of a module's own: while a `Tape`
-is recording, their backward computes the input gradient only and notes on the tape what
+weights, which only the optimizer needs. Here the cut lies inside functions that stand in for
+torch's own (`linear`, `matmul`, `embedding`, and those that `halves` makes of a layer): while a
+`Tape` is recording, their backward computes the input gradient only and notes on the tape what
 the weight gradient needs; `Tape.run` computes it.
 
     with recording(tape):
@@ -13,15 +13,18 @@ the weight gradient needs; `Tape.run` computes it.
     tape.run()                              # BackwardWeight
 
 Everything else (norms, biases, position embeddings) is cheap and stays in the first
-half. The gradients are those of the whole backward bit for bit, as long as the tapes of
-one weight run in the order in which their backward passes did.
+half, unless it is asked for. The gradients are those of the whole backward bit for bit, as long
+as the tapes of one weight run in the order in which their backward passes did.
+
+`split_layers` puts these functions in the place of the forwards of a module's layers.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -29,15 +32,16 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from schedir.errors import ModelError
 from schedir.kernels.weight_gradient import accumulate_
 
-Rule = Callable[[Tensor, Tensor, Tensor], Tensor]  # weight, input, dy -> dW
+Rule = Callable[..., Tensor]  # weight, what the forward has kept (mostly its input), dy -> dW
 
 
 class _Deferred(NamedTuple):
     rule: Rule
     weight: Tensor
-    input: Tensor
+    kept: tuple[Tensor, ...]
     dy: Tensor
 
 
@@ -57,15 +61,16 @@ class Tape:
     def __len__(self) -> int:
         return len(self._deferred)
 
-    def defer(self, rule: Rule, weight: Tensor, input: Tensor, dy: Tensor) -> None:
-        """Leave `weight.grad += rule(weight, input, dy)` for `run`."""
+    def defer(self, rule: Rule, weight: Tensor, kept: tuple[Tensor, ...], dy: Tensor) -> None:
+        """Leave `weight.grad += rule(weight, *kept, dy)` for `run`."""
         # Detached, or the tape would keep the graph behind the input alive.
-        self._deferred.append(_Deferred(rule, weight, input.detach(), dy.detach()))
+        without = tuple(tensor.detach() for tensor in kept)
+        self._deferred.append(_Deferred(rule, weight, without, dy.detach()))
 
     def tensors(self) -> Iterator[Tensor]:
         """The inputs and output gradients that it keeps."""
         for job in self._deferred:
-            yield from (job.input, job.dy)
+            yield from (*job.kept, job.dy)
 
     def run(self) -> None:
         """Compute every weight gradient, add it to `weight.grad`, and empty the tape.
@@ -80,11 +85,11 @@ class Tape:
         sums: dict[int, Tensor] = {}
         with torch.no_grad():
             while self._deferred:  # popped one by one: memory falls as the work goes on
-                rule, weight, input, dy = self._deferred.popleft()
+                rule, weight, kept, dy = self._deferred.popleft()
                 if _adds_up_wider(weight):
-                    _add(rule, weight, input, dy)
+                    _add(rule, weight, kept, dy)
                     continue
-                key, dw = id(weight), rule(weight, input, dy)
+                key, dw = id(weight), rule(weight, *kept, dy)
                 if key in sums:
                     dw = sums.pop(key) + dw
                 uses[key] -= 1
@@ -112,45 +117,18 @@ def recording(tape: Tape) -> Iterator[Tape]:
         _tape = outer
 
 
-def split_linears(module: nn.Module) -> nn.Module:
-    """Make every `nn.Linear` and `nn.Embedding` within a module splittable, in place.
-
-    Parameters, names, hooks and results stay as they are, bit for bit; returns the module. Left
-    alone are layers with a forward of their own (subclasses), and embeddings with a norm, sparse
-    or scaled gradients. A weight gets its gradient in I where it is used otherwise, as by
-    `nn.MultiheadAttention`, or is computed (pruned, parametrized), or has hooks. Under
-    `torch.compile` nothing may be split: the executor then refuses.
-    """
-    for layer in module.modules():
-        if type(layer) is nn.Linear:
-            layer.__class__ = SplitLinear
-        elif type(layer) is nn.Embedding and not (
-            layer.max_norm or layer.sparse or layer.scale_grad_by_freq
-        ):
-            layer.__class__ = SplitEmbedding
-    return module
-
-
-class SplitLinear(nn.Linear):
-    """An `nn.Linear` whose weight gradient can be left for later."""
-
-    def forward(self, input: Tensor) -> Tensor:
-        return linear(input, self.weight, self.bias)
-
-
-class SplitEmbedding(nn.Embedding):
-    """An `nn.Embedding` whose gradient can be left for later."""
-
-    def forward(self, input: Tensor) -> Tensor:
-        return embedding(input, self.weight, self.padding_idx)
-
-
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """`x @ weight.T + bias`, splittable: (..., n), (k, n) and (k,) to (..., k).
 
     The gradient of the bias is cheap, and not left for later.
     """
-    y: Tensor = _Linear.apply(x, weight, bias)  # type: ignore[no-untyped-call]
+    y: Tensor = _Linear.apply(x, weight, bias, _LINEAR)  # type: ignore[no-untyped-call]
+    return y
+
+
+def matmul(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """`x @ weight + bias`, splittable as `linear` is: (..., n), (n, k) and (k,) to (..., k)."""
+    y: Tensor = _Linear.apply(x, weight, bias, _MATMUL)  # type: ignore[no-untyped-call]
     return y
 
 
@@ -166,17 +144,18 @@ def embedding(tokens: Tensor, weight: Tensor, padding: int | None = None) -> Ten
     return y
 
 
-def _weight_gradient(ctx: Any, rule: Rule, input: Tensor, dy: Tensor) -> Tensor | None:
+def _weight_gradient(
+    rule: Rule, weight: Tensor, kept: tuple[Tensor, ...], dy: Tensor
+) -> Tensor | None:
     """The weight gradient for autograd, or None when it went to the tape."""
-    weight: Tensor = ctx.weight
     if not can_wait(weight):
-        return rule(weight, input, dy)
+        return rule(weight, *kept, dy)
     if _tape is not None:
-        _tape.defer(rule, weight, input, dy)
+        _tape.defer(rule, weight, kept, dy)
     elif _adds_up_wider(weight):
-        _add(rule, weight, input, dy)
+        _add(rule, weight, kept, dy)
     else:
-        return rule(weight, input, dy)
+        return rule(weight, *kept, dy)
     return None
 
 
@@ -196,68 +175,171 @@ def _adds_up_wider(weight: Tensor) -> bool:
     return weight.grad is not None and weight.grad.dtype != weight.dtype
 
 
-def _add(rule: Rule, weight: Tensor, input: Tensor, dy: Tensor) -> None:
+def _add(rule: Rule, weight: Tensor, kept: tuple[Tensor, ...], dy: Tensor) -> None:
     """Add a gradient to one of another type."""
     assert weight.grad is not None
     with torch.no_grad():
-        if rule is _linear_dw:
-            accumulate_(weight.grad, _rows(dy), _rows(input))
+        if isinstance(rule, _Product):
+            (x,) = kept
+            accumulate_(weight.grad, *rule.factors(x, dy))
         else:
-            weight.grad += rule(weight, input, dy)
+            weight.grad += rule(weight, *kept, dy)
 
 
-def _remember_weight(ctx: Any, weight: Tensor) -> None:
+def _remember(ctx: Any, *weights: Tensor) -> None:
     # As an attribute: under non-reentrant checkpointing saved tensors come back as
     # detached aliases, whose .grad nobody reads. So autograd's check that the weight is
     # unchanged is ours to do.
-    ctx.weight, ctx.version = weight, weight._version
+    ctx.weights, ctx.versions = weights, [weight._version for weight in weights]
+
+
+def _remembered(ctx: Any) -> tuple[Tensor, ...]:
+    """The weights, which must be as they were."""
+    if ctx.versions != [weight._version for weight in ctx.weights]:
+        raise RuntimeError("a weight was changed in place between F and B")
+    weights: tuple[Tensor, ...] = ctx.weights
+    return weights
+
+
+class _Product(NamedTuple):
+    """The gradient of a weight that is multiplied with, from the right; or its transpose is."""
+
+    transposed: bool
+
+    def factors(self, x: Tensor, dy: Tensor) -> tuple[Tensor, Tensor]:
+        """Matrices a and b of as many rows, of which a.T @ b is the gradient."""
+        given, back = _rows(x).conj(), _rows(dy)
+        return (back, given) if self.transposed else (given, back)
+
+    def __call__(self, weight: Tensor, x: Tensor, dy: Tensor) -> Tensor:
+        # A product and then a sum: fused into the accumulator (addmm) the bits differ.
+        a, b = self.factors(x, dy)
+        return (a.t() @ b).to(weight.dtype)
+
+
+_LINEAR, _MATMUL = _Product(True), _Product(False)
 
 
 class _Linear(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        _remember_weight(ctx, weight)
-        y = F.linear(x, weight, bias)
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, rule: _Product) -> Tensor:
+        _remember(ctx, weight)
+        ctx.rule = rule
+        if rule.transposed:
+            y = F.linear(x, weight, bias)
+        elif bias is None:
+            y = x @ weight
+        else:
+            y = torch.addmm(bias, _rows(x), weight).view(*x.shape[:-1], -1)
         ctx.save_for_backward(x.to(y.dtype))  # under autocast, what was multiplied
-        # A view may not be changed in place where a Function made it.
-        return torch.ops.aten._unsafe_view(y, y.shape) if y._is_view() else y
+        return _owned(y)
 
     @staticmethod
-    def backward(ctx: Any, *dys: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-        (x,), (dy,) = ctx.saved_tensors, dys
-        if ctx.weight._version != ctx.version:
-            raise RuntimeError("a weight was changed in place between F and B")
-        needs_dx, needs_dw, needs_db = ctx.needs_input_grad
-        dx = dy @ ctx.weight.to(dy.dtype).conj() if needs_dx else None
-        db = dy.reshape(-1, dy.shape[-1]).sum(0) if needs_db else None
-        return dx, _weight_gradient(ctx, _linear_dw, x, dy) if needs_dw else None, db
+    def backward(ctx: Any, *dys: Tensor) -> tuple[Tensor | None, ...]:
+        (weight,), (x,), (dy,) = _remembered(ctx), ctx.saved_tensors, dys
+        needs_dx, needs_dw, needs_db, _ = ctx.needs_input_grad
+        back = weight if ctx.rule.transposed else weight.t()
+        dx = dy @ back.to(dy.dtype).conj() if needs_dx else None
+        db = _rows(dy).sum(0) if needs_db else None
+        dw = _weight_gradient(ctx.rule, weight, (x,), dy) if needs_dw else None
+        return dx, dw, db, None
 
 
 class _Embedding(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, tokens: Tensor, weight: Tensor, padding: int | None) -> Tensor:
         ctx.save_for_backward(tokens)
-        _remember_weight(ctx, weight)
+        _remember(ctx, weight)
         ctx.rule = partial(_embedding_dw, padding=-1 if padding is None else padding)
         return F.embedding(tokens, weight, padding)
 
     @staticmethod
     def backward(ctx: Any, *dys: Tensor) -> tuple[None, Tensor | None, None]:
-        (tokens,), (dy,) = ctx.saved_tensors, dys
-        needs_dw = ctx.needs_input_grad[1]
-        return None, _weight_gradient(ctx, ctx.rule, tokens, dy) if needs_dw else None, None
-
-
-def _linear_dw(weight: Tensor, x: Tensor, dy: Tensor) -> Tensor:
-    # A product and then a sum: fused into the accumulator (addmm) the bits differ.
-    return (_rows(dy).t() @ _rows(x).conj()).to(weight.dtype)
-
-
-def _rows(x: Tensor) -> Tensor:
-    return x.reshape(-1, x.shape[-1])
+        (weight,), (dy,), needs_dw = ctx.weights, dys, ctx.needs_input_grad[1]
+        dw = _weight_gradient(ctx.rule, weight, ctx.saved_tensors, dy) if needs_dw else None
+        return None, dw, None
 
 
 def _embedding_dw(weight: Tensor, tokens: Tensor, dy: Tensor, padding: int) -> Tensor:
     rows = weight.shape[0]
     dw: Tensor = torch.ops.aten.embedding_dense_backward(dy, tokens, rows, padding, False)
     return dw
+
+
+def _rows(x: Tensor) -> Tensor:
+    return x.reshape(-1, x.shape[-1])
+
+
+def _owned(y: Tensor) -> Tensor:
+    """The same as no view, which may not be changed in place where a Function made it."""
+    return torch.ops.aten._unsafe_view(y, y.shape) if y._is_view() else y
+
+
+# ------------------------------------------------------------ any layer
+
+
+LayerRule = Callable[..., Tensor]  # layer, what the forward has kept, dy -> a gradient
+
+
+@dataclass(frozen=True)
+class Halves:
+    """How a layer computes: see `register_split`, which makes it."""
+
+    forward: Callable[[Any, Tensor], tuple[Tensor, ...]]  # y, and what is to be kept
+    input: LayerRule
+    later: Mapping[str, LayerRule]
+    now: Mapping[str, LayerRule]
+
+
+def halves(how: Halves, layer: nn.Module, x: Tensor) -> Tensor:
+    """What a layer gives for x, such that its backward can be split."""
+    parameters = dict(layer.named_parameters(remove_duplicate=False))
+    y: Tensor = _Halves.apply(how, layer, (*parameters,), x, *parameters.values())  # type: ignore[no-untyped-call]
+    return y
+
+
+class _Halves(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, how: Halves, layer: nn.Module, names: tuple[str, ...], x: Tensor, *weights: Tensor
+    ) -> Tensor:
+        ctx.how, ctx.layer, ctx.names, ctx.shape = how, layer, names, x.shape
+        _remember(ctx, *weights)
+        y, *kept = how.forward(layer, x)
+        ctx.save_for_backward(*kept)
+        return _owned(y)
+
+    @staticmethod
+    def backward(ctx: Any, *dys: Tensor) -> tuple[Tensor | None, ...]:
+        weights, kept, how, (dy,) = _remembered(ctx), ctx.saved_tensors, ctx.how, dys
+        needs_dx = ctx.needs_input_grad[3]
+        gradients: list[Tensor | None] = []
+        for name, weight, needs in zip(ctx.names, weights, ctx.needs_input_grad[4:], strict=True):
+            rule = partial(_of_layer, ctx.layer, name, how.now.get(name) or how.later[name])
+            if not needs:
+                gradients.append(None)
+            elif name in how.now:
+                gradients.append(rule(weight, *kept, dy))
+            else:
+                gradients.append(_weight_gradient(rule, weight, kept, dy))
+        dx = None
+        if needs_dx:
+            dx = _shaped(ctx.layer, "its input", ctx.shape, how.input(ctx.layer, *kept, dy))
+        return None, None, None, dx, *gradients
+
+
+def _of_layer(
+    layer: nn.Module, name: str, rule: LayerRule, weight: Tensor, *kept_and_dy: Tensor
+) -> Tensor:
+    """The gradient of a parameter, by the rule of its layer."""
+    return _shaped(layer, name, weight.shape, rule(layer, *kept_and_dy)).to(weight.dtype)
+
+
+def _shaped(layer: nn.Module, name: str, shape: torch.Size, gradient: Tensor) -> Tensor:
+    """A gradient, which must have its shape: autograd, and sums, would spread it."""
+    if gradient.shape != shape:
+        raise ModelError(
+            f"the split of {type(layer).__name__} gives {name}, which is {list(shape)}, "
+            f"a gradient of {list(gradient.shape)}"
+        )
+    return gradient

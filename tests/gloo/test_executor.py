@@ -19,7 +19,7 @@ from schedir.errors import ExecutionError, ModelError
 from schedir.ops import COMPUTE, ROWS, SENDS, TRANSFERS, Per, Token
 from schedir.plan import Plan
 from schedir.program import Program
-from schedir.runtime import split_linears
+from schedir.runtime import split_layers
 from schedir.runtime.c10d import Gloo
 from schedir.runtime.executor import Executor
 from schedir.runtime.inprocess import InProcess
@@ -196,7 +196,7 @@ def _squares(y: Tensor, target: Tensor) -> Tensor:
 
 @pytest.mark.parametrize("schedule", [one_f_one_b, zb])
 @pytest.mark.parametrize("frozen", [(0,), (1,), (0, 1), (0, 1, 2), "parameterless", "mixed"])
-@pytest.mark.filterwarnings("ignore:Scale .* cannot be split")
+@pytest.mark.filterwarnings("ignore:Scale .* is not split")
 def test_stages_that_have_little_to_train(schedule: Any, frozen: Any) -> None:
     x = torch.randn(4, BATCH, CONTEXT, HIDDEN, generator=torch.Generator().manual_seed(0))
 
@@ -288,9 +288,9 @@ def _blocks() -> list[nn.Module]:
     return [Block(), Block()]
 
 
-def test_split_linears_leave_their_gradients_to_w() -> None:
+def test_split_layers_leave_their_gradients_to_w() -> None:
     x = torch.randn(4, BATCH, CONTEXT, HIDDEN, generator=torch.Generator().manual_seed(0))
-    one, other = _blocks(), [split_linears(block) for block in _blocks()]
+    one, other = _blocks(), [split_layers(block) for block in _blocks()]
     reference(one, x, x + 1, loss=_squares)
     ranks = InProcess(compile(zb, Plan(2, 4)), other, loss=_squares, boundary=BOUNDARY)
     with warnings.catch_warnings():
@@ -298,19 +298,21 @@ def test_split_linears_leave_their_gradients_to_w() -> None:
         ranks.step(x, x + 1)
     assert same_bits(gradients(one), gradients(other))
     plain = InProcess(compile(zb, Plan(2, 4)), _blocks(), loss=_squares, boundary=BOUNDARY)
-    with pytest.warns(UserWarning, match=r"Block \(stage [01]\) cannot be split.*split_linears"):
+    with pytest.warns(
+        UserWarning, match=r"stage [01].*layers\.0 \(Linear\), layers\.2.*split_layers"
+    ):
         plain.step(x, x + 1)
 
 
 def test_linears_whose_weights_have_hooks_run_whole() -> None:
-    stages = [split_linears(block) for block in _blocks()]
+    stages = [split_layers(block) for block in _blocks()]
     for block in stages:
         for layer in block.modules():
             if isinstance(layer, nn.Linear):
                 layer.weight.register_hook(lambda grad: grad / 2)
     x = torch.randn(4, BATCH, CONTEXT, HIDDEN)
     ranks = InProcess(compile(zb, Plan(2, 4)), stages, loss=_squares, boundary=BOUNDARY)
-    with pytest.warns(UserWarning, match="cannot be split"):
+    with pytest.warns(UserWarning, match=r"layers\.0 \(SplitLinear\)"):
         ranks.step(x, x + 1)
 
 
@@ -323,7 +325,7 @@ def test_a_split_that_does_not_happen_is_refused() -> None:
             return x + torch.nn.functional.linear(x, weight, bias)[..., :HIDDEN]
 
     x = torch.randn(4, BATCH, CONTEXT, HIDDEN)
-    stages = [split_linears(Traced()), split_linears(Block())]
+    stages = [split_layers(Traced()), split_layers(Block())]
     ranks = InProcess(compile(zb, Plan(2, 4)), stages, loss=_squares, boundary=BOUNDARY)
     with pytest.raises(ExecutionError) as caught:
         ranks.step(x, x + 1)

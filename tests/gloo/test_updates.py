@@ -15,12 +15,12 @@ from torch.utils.checkpoint import checkpoint
 
 from schedir.compile import compile
 from schedir.plan import Plan
+from schedir.runtime import split_layers
 from schedir.runtime.c10d import Gloo
 from schedir.runtime.executor import Executor
 from schedir.runtime.inprocess import InProcess
 from schedir.runtime.rank import Boundary
 from schedir.runtime.reference import reference
-from schedir.runtime.split import split_linears
 from schedir.runtime.tiny import WIDTH, batch, loss, tiny_stages
 from schedir.schedules import gpipe, one_f_one_b, pipedream_2bw
 from schedir.words import EMPTY, F, I, W, Word
@@ -133,7 +133,7 @@ def normed(stages: int) -> list[nn.Module]:
         with torch.no_grad():
             for p in stage.parameters():
                 p.copy_(torch.randn(p.shape, generator=numbers, dtype=p.dtype))
-        made.append(split_linears(stage))
+        made.append(split_layers(stage))
     return made
 
 
