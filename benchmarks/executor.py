@@ -111,7 +111,8 @@ class Nowhere(Gloo):
     def __init__(self, rank: int) -> None:
         self.tp = self.dp = 1
         self.blocks, self.static = True, False
-        self.tp_rank, self.rank, self.pipeline = 0, rank, dist.group.WORLD
+        self.tp_rank = self.dp_rank = 0
+        self.rank, self.pipeline = rank, dist.group.WORLD
         self.groups = {}
 
 

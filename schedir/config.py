@@ -61,7 +61,8 @@ class DataConfig:
     """What is read: a .bin of uint16 tokens, or text files and globs of them, byte by byte.
 
     Without a `source`, the Python source of the standard library.  A step takes
-    dp x microbatches x `microbatch_size` windows of the model's context.
+    dp x microbatches x `microbatch_size` windows of the model's context.  `seed` is what these are
+    drawn from, and what dropout leaves out.
     """
 
     source: str | tuple[str, ...] | None = None

@@ -2,7 +2,9 @@
 
 The model is GPT-2's (pre-LayerNorm, GELU, learned positions), parallel within a layer as in
 Megatron-LM (arXiv 1909.08053). What a parameter starts as depends on the seed and its name
-alone: any number of stages and tensor-parallel ranks starts from the same model.
+alone: any number of stages and tensor-parallel ranks starts from the same model. What dropout
+leaves out depends on the layer, whatever its stage; tensor-parallel ranks leave out the same of
+what each holds whole, and each its own of its attention heads, as in Megatron-LM (appendix B.2).
 """
 
 from __future__ import annotations
@@ -10,6 +12,7 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Sequence
+from contextlib import nullcontext
 
 import torch
 import torch.nn.functional as F
@@ -21,7 +24,7 @@ from schedir.gpt_config import GPTConfig as GPTConfig
 from schedir.gpt_config import split_heads, split_layers
 from schedir.kernels.gelu import bias_gelu
 from schedir.kernels.layer_norm import add_layer_norm
-from schedir.parallel.group import tp_size
+from schedir.parallel.group import tp_rank, tp_size
 from schedir.parallel.layers import ColumnParallelLinear, RowParallelLinear
 from schedir.parallel.vocab import (
     VocabParallelEmbedding,
@@ -29,6 +32,7 @@ from schedir.parallel.vocab import (
     shard_vocab,
     vocab_parallel_cross_entropy,
 )
+from schedir.runtime.random import layer
 
 IGNORE = -1  # a target that counts neither in the loss nor in `count_tokens`
 STD = 0.02
@@ -113,8 +117,11 @@ class Stage(nn.Module):
             if length > self.config.context:
                 raise UsageError(f"{length} tokens do not fit a context of {self.config.context}")
             x = self.embedding(x) + self.positions[:length]
-        for layer in self.layers.values():
-            x = layer(x)
+            if self.training and self.config.dropout:
+                with layer(0):
+                    x = F.dropout(x, self.config.dropout)
+        for block in self.layers.values():
+            x = block(x)
         if self.norm is not None and self.head is not None:
             x = self.head(self.norm(x))
         return x
@@ -126,6 +133,7 @@ class Layer(nn.Module):
     def __init__(self, config: GPTConfig, index: int, tp: ProcessGroup | None) -> None:
         super().__init__()
         hidden, self.head_width = config.hidden, config.hidden // config.heads
+        self.number, self.dropout, self.slice = 1 + index, config.dropout, tp_rank(tp)
         # GPT-2: what adds to the residual stream starts smaller, the more of it there is.
         residual_std = STD / math.sqrt(2 * config.layers)
 
@@ -141,14 +149,26 @@ class Layer(nn.Module):
         self.down = RowParallelLinear(*full("down", hidden, 4 * hidden, residual_std), tp)
 
     def forward(self, x: Tensor) -> Tensor:
+        if not (self.training and self.dropout):
+            return self._forward(x, 0.0)
+        with layer(self.number):
+            return self._forward(x, self.dropout)
+
+    def _forward(self, x: Tensor, dropout: float) -> Tensor:
         b, length, _ = x.shape
         qkv = self.qkv(self.attention_norm(x)).view(b, length, -1, 3, self.head_width)
         q, k, v = qkv.permute(3, 0, 2, 1, 4)  # each (b, heads/t, T, width)
-        heads = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        with layer(self.number, self.slice) if dropout else nullcontext():
+            heads = F.scaled_dot_product_attention(q, k, v, dropout_p=dropout, is_causal=True)
         attended, norm = self.proj(heads.transpose(1, 2).reshape(b, length, -1)), self.mlp_norm
+        attended = _dropped(attended, dropout)
         x, normed = add_layer_norm(attended, x, norm.weight, norm.bias, norm.eps)
-        y: Tensor = x + self.down(bias_gelu(self.up.product(normed), self.up.bias))
-        return y
+        down = self.down(bias_gelu(self.up.product(normed), self.up.bias))
+        return x + _dropped(down, dropout)
+
+
+def _dropped(x: Tensor, share: float) -> Tensor:
+    return F.dropout(x, share) if share else x
 
 
 def _draw(config: GPTConfig, name: str, *shape: int, std: float = STD) -> Tensor:

@@ -13,7 +13,9 @@ class GPTConfig:
     """The whole model; raises UsageError if a size is not positive or heads do not fit.
 
     `context` is the longest sequence, in tokens; the feed-forward width is 4 * hidden; `tied`
-    means that the head uses the embedding's weight; `seed` is what parameters are drawn from.
+    means that the head uses the embedding's weight; `seed` is what parameters are drawn from;
+    `dropout` is the share that is left out, while training, of the embedding, of the attention's
+    weights and of what each half of a layer adds, as in GPT-2.
     """
 
     vocab: int = 256
@@ -23,6 +25,7 @@ class GPTConfig:
     context: int = 128
     tied: bool = True
     seed: int = 0
+    dropout: float = 0.0
 
     def __post_init__(self) -> None:
         for name in ("vocab", "layers", "hidden", "heads", "context"):
@@ -30,6 +33,8 @@ class GPTConfig:
                 raise UsageError(f"{name} is {getattr(self, name)}; it must be 1 or more")
         if self.hidden % self.heads:
             raise UsageError(f"hidden {self.hidden} is no multiple of heads {self.heads}")
+        if not 0 <= self.dropout < 1:
+            raise UsageError(f"dropout is {self.dropout:g}; it must be at least 0 and below 1")
 
     @property
     def parameters(self) -> int:

@@ -187,6 +187,7 @@ class _Trainer:
             optimizer=self.optimizer,
             max_norm=config.train.clip,
             loss_scale=self.loss_scale,
+            seed=config.data.seed,
             record=config.output.record,
         )
         self.recent: list[_Step] = []  # steps not yet reported

@@ -47,6 +47,10 @@ class Executor(Rank):
     rank holds a slice has `shard_dim`, the dimension along which it is cut; others are held
     whole by all, and the global norm counts them once.
 
+    Whatever modules draw from torch's default generators is decided by `seed`, the step, the
+    microbatch and the stage, as `schedir.runtime.random` says; after a step the generators are as
+    they were before it.
+
     With `record`, `stamps` notes when each instruction begins and ends; the attribute of that name
     may be turned off and on between steps.  Under torch.profiler, an instruction is a range
     named by what it is and its stage ("F 0"), with itself ("F 0.3") as its argument.
@@ -68,9 +72,14 @@ class Executor(Rank):
         optimizer: Steps | None = None,
         max_norm: float = 1.0,
         loss_scale: LossScale | None = None,
+        seed: int = 0,
         record: bool = True,
     ) -> None:
-        facts = {"the boundary": str(boundary), "the loss scale": str(loss_scale)}
+        facts = {
+            "the boundary": str(boundary),
+            "the loss scale": str(loss_scale),
+            "the seed": str(seed),
+        }
         if program.clip:
             facts["max_norm"] = repr(max_norm)
         for s, module in stages.items():
@@ -84,7 +93,7 @@ class Executor(Rank):
             _fit_scale(program)
         super().__init__(
             program, rank, stages, transport, loss, boundary,
-            optimizer, max_norm, loss_scale,
+            optimizer, max_norm, loss_scale, seed,
         )  # fmt: skip
         self.record = record
         self.stamps = stamps_of(program, rank, transport.model, self.device) if record else None
@@ -125,7 +134,7 @@ class Executor(Rank):
         Raises ExecutionError that names the instruction.
         """
         self.begin(inputs, targets, scale)
-        with torch.set_grad_enabled(self.trains):
+        with self.draws.kept(), torch.set_grad_enabled(self.trains):
             if self.record or self.profiled:
                 for k in range(len(self.calls)):
                     self.call(k)
@@ -160,6 +169,7 @@ class Executor(Rank):
                     f"rank {self.rank} is given {len(given)} {name} for {m} microbatches",
                     program=self.program.name,
                 )
+        self.draws.begin()
         self.profiled = torch.autograd.profiler._is_profiler_enabled
         self.inputs, self.targets, self.scale = inputs, targets, scale
         if self.loss_scale is not None:
@@ -199,6 +209,7 @@ class Executor(Rank):
             f"{type(error).__name__}: {what}",
             program=self.program.name,
             sites=[Site(self.rank, k, self.stream[k], "failed")],
+            hint=getattr(error, "hint", ""),
         )
 
     def finish(self) -> Tensor | None:

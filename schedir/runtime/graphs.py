@@ -13,6 +13,7 @@ from torch import Tensor
 from schedir.errors import ModelError
 from schedir.runtime.executor import Executor
 from schedir.runtime.precision import is_gated
+from schedir.runtime.random import Watched
 from schedir.runtime.rank import Microbatches
 
 WARM = 2  # steps before capture: what is made on first use must be there
@@ -29,8 +30,8 @@ class GraphedStep:
     All ranks must capture at the same step, and replay together.  `close` it before process groups
     are destroyed: NCCL would wait for the graphs that hold its calls (pytorch issue 115388).
 
-    Raises ModelError for an executor that is not on a GPU, and for an optimizer that cannot be
-    captured.
+    Raises ModelError for an executor that is not on a GPU, for an optimizer that cannot be
+    captured, and for a step that draws random numbers: each replay would draw the same.
     """
 
     def __init__(
@@ -58,7 +59,8 @@ class GraphedStep:
         given = self.inputs, self.targets, self.scale.tensor
         aside = torch.cuda.Stream(device)
         aside.wait_stream(torch.cuda.current_stream(device))
-        with torch.cuda.stream(aside), self.rates.tensors(), untouched(executor):
+        on = torch.cuda.stream(aside)
+        with undrawn(executor), on, self.rates.tensors(), untouched(executor):
             for _ in range(WARM):
                 executor.step(*given)
         torch.cuda.current_stream(device).wait_stream(aside)
@@ -66,7 +68,8 @@ class GraphedStep:
         self.graph = torch.cuda.CUDAGraph()
         # Other threads may call CUDA meanwhile: NCCL's watchdog does.
         captured = torch.cuda.graph(self.graph, stream=aside, capture_error_mode="thread_local")
-        with self.rates.tensors(), captured:
+        # Nothing is drawn, and generators cannot be seeded in a capture.
+        with self.rates.tensors(), executor.draws.seeding([]), captured:
             self.loss = executor.step(*given)
         self.norm = executor.norm
 
@@ -149,6 +152,21 @@ class Rates:
 
 
 @contextmanager
+def undrawn(executor: Executor) -> Iterator[None]:
+    """Raises ModelError at the end of this context if steps in it have drawn random numbers."""
+    watched = [Watched(generator) for generator in executor.draws.generators]
+    with executor.draws.seeding(watched):
+        yield
+    if any(generator.drawn for generator in watched):
+        raise ModelError(
+            f"a step of rank {executor.rank} draws random numbers, and each replay of a CUDA graph "
+            "would draw the same",
+            program=executor.program.name,
+            hint="run it without a graph, or let nothing draw, as without dropout",
+        )
+
+
+@contextmanager
 def untouched(executor: Executor) -> Iterator[None]:
     """What training changes is afterwards what it was, in the same memory; the host keeps copies.
 
@@ -157,8 +175,10 @@ def untouched(executor: Executor) -> Iterator[None]:
     optimizer: Any = executor.optimizer
     inner = getattr(optimizer, "inner", optimizer)
     tensors: list[Tensor] = [*getattr(optimizer, "main", [])]
-    for stage in executor.stages.values() if optimizer is not None else ():
-        tensors += stage.module.parameters()
+    for stage in executor.stages.values():
+        tensors += stage.module.buffers()
+        if optimizer is not None:
+            tensors += stage.module.parameters()
     if executor.loss_scale is not None:
         tensors += [executor.loss_scale.value, executor.loss_scale.good]
     was = [(t, t.detach().to("cpu", copy=True)) for t in (*tensors, *_state(inner))]

@@ -17,8 +17,10 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from schedir.errors import ModelError
 from schedir.kernels.boundary import pack
 from schedir.ops import GATHERS, HANDED, RECEIVES, ROWS, Instr, Opcode, Token
+from schedir.runtime.around import around, on_version
 from schedir.runtime.gradients import is_sharded
 from schedir.runtime.precision import are_finite, step_if
+from schedir.runtime.random import UPDATE
 from schedir.runtime.rank import Call, Rank, Slot, Stage
 from schedir.runtime.split import Tape, recording
 from schedir.runtime.split_layers import left_whole, refuses_to_split, watching
@@ -43,6 +45,7 @@ def forward(rank: Rank, i: Instr) -> Call:
     out = None if last else rank.slot(Token.ACT_OUT, i.stage, mb)
     grad, module = rank.trains, stage.module
     loss, expect = rank.loss, rank.boundary.expect
+    hands = rank.beside(i.stage + 1, mb) is not None
     saved = rank.slot(Token.SAVED, i.stage, mb) if grad else None
     shared = bool(rank.program.slots)
 
@@ -58,13 +61,13 @@ def forward(rank: Rank, i: Instr) -> Call:
             rank.losses[mb] = y.detach()
         else:
             expect(y, i.stage)
-            out.fill(y.detach())
+            out.fill(rank.boundary.as_sent(y.detach()) if hands else y.detach())
         if saved is not None:
             saved.fill((x, _root(y)))
         if given is not None:
             given.free()
 
-    return Call(_both(_arrived(rank, i, Token.ACT_IN), _sent(rank, i)), _on_version(rank, i, run))
+    return Call(_both(_arrived(rank, i, Token.ACT_IN), _sent(rank, i)), around(rank, i, run))
 
 
 def _root(y: Tensor) -> Root:
@@ -80,6 +83,7 @@ def backward(rank: Rank, i: Instr, *, splits: bool = False) -> Call:
     saved = rank.slot(Token.SAVED, i.stage, mb)
     given = None if last else _given(rank, i, Token.GRAD_IN, +1)
     out = rank.slot(Token.GRAD_OUT, i.stage, mb) if i.stage else None
+    hands = rank.beside(i.stage - 1, mb) is not None
     shared = splits and not handed and bool(rank.program.slots)
 
     def run() -> None:
@@ -95,30 +99,17 @@ def backward(rank: Rank, i: Instr, *, splits: bool = False) -> Call:
                 raise ModelError(f"the output of stage {i.stage} does not depend on its input")
             if dy is not None and _share(dx, dy):
                 dx = dx.clone()  # autograd may hand on what it was given
-            out.fill(dx)
+            out.fill(rank.boundary.as_sent(dx) if hands else dx)
         saved.free()
         if given is not None:
             given.free()
 
-    return Call(_both(_arrived(rank, i, Token.GRAD_IN), _sent(rank, i)), _on_version(rank, i, run))
+    return Call(_both(_arrived(rank, i, Token.GRAD_IN), _sent(rank, i)), around(rank, i, run))
 
 
 def _share(one: Tensor, other: Tensor) -> bool:
     """Whether two tensors have one memory."""
     return one.untyped_storage().data_ptr() == other.untyped_storage().data_ptr()
-
-
-def _on_version(rank: Rank, i: Instr, run: Callable[[], None]) -> Callable[[], None]:
-    """The same with the weights that are the microbatch's, also where a backward recomputes."""
-    versions, version = rank.stages[i.stage].versions, int(rank.plan.version(i.stage, i.mb))
-    if versions is None:
-        return run
-
-    def on() -> None:
-        versions.use(version)
-        run()
-
-    return on
 
 
 def backward_input(rank: Rank, i: Instr) -> Call:
@@ -139,7 +130,7 @@ def backward_input(rank: Rank, i: Instr) -> Call:
         if alone := left_whole(stage.module, came, bool(len(tape))):
             warnings.warn(f"{_name(stage, i)} is not split in {alone}", stacklevel=2)
 
-    return Call(wait, _on_version(rank, i, run))
+    return Call(wait, on_version(rank, i, run))
 
 
 def _name(stage: Stage, i: Instr) -> str:
@@ -153,7 +144,7 @@ def backward_weight(rank: Rank, i: Instr) -> Call:
         left.look().run()
         left.free()
 
-    return Call(None, _on_version(rank, i, run))
+    return Call(None, around(rank, i, run))
 
 
 def _given(rank: Rank, i: Instr, kind: Token, hop: int) -> Slot:
@@ -365,7 +356,9 @@ def step(rank: Rank, i: Instr) -> Call:
                 if stage.versions is not None:
                     stage.versions.keep(i.mb + 1)
 
-    return Call(partial(_reduced, rank), run)
+    # Whoever holds these stages too, draws as this rank does.
+    first, update = min(rank.stages), rank.plan.microbatches + i.mb
+    return Call(partial(_reduced, rank), rank.draws.seeded(UPDATE, first, update, run))
 
 
 # A handler for every row of the instruction table.

@@ -43,7 +43,8 @@ class _Hub:
 class _Mailbox:
     """The transport of one virtual rank."""
 
-    tp, dp, tp_rank, grouped, blocks, static = 1, 1, 0, False, False, False
+    tp, dp, tp_rank, dp_rank = 1, 1, 0, 0
+    grouped, blocks, static = False, False, False
 
     def __init__(self, hub: _Hub, rank: int, members: dict[Group, list[int]], model: Model) -> None:
         self.hub, self.rank, self.members, self.model = hub, rank, members, model
@@ -98,8 +99,9 @@ class InProcess:
 
     `stages` are all the stages of the model, in order; where stages have two holders, the second
     has a copy.  `optimizer` makes each rank's from its parameters, `loss_scale` each rank's own.
-    On a GPU, each rank has streams of its own.  `record` is as an Executor's.  Raises ModelError
-    for programs with tensor- or data-parallel groups, whose ranks run at once and need processes.
+    On a GPU, each rank has streams of its own.  `seed` and `record` are as an Executor's.  Raises
+    ModelError for programs with tensor- or data-parallel groups, whose ranks run at once and need
+    processes.
     """
 
     def __init__(
@@ -113,6 +115,7 @@ class InProcess:
         optimizer: Callable[[list[nn.Parameter]], Steps] | None = None,
         max_norm: float = 1.0,
         loss_scale: Callable[[], LossScale] | None = None,
+        seed: int = 0,
         record: bool = True,
     ) -> None:
         if (program.tp, program.dp) != (1, 1):
@@ -140,6 +143,7 @@ class InProcess:
                 optimizer=optimizer(parameters) if optimizer and parameters else None,
                 max_norm=max_norm,
                 loss_scale=loss_scale and loss_scale(),
+                seed=seed,
                 record=record,
             )
             self.ranks.append(executor)
@@ -170,7 +174,7 @@ class InProcess:
             mail.begin()
             with mail.running():
                 rank.begin(inputs, targets, scale)
-        with torch.set_grad_enabled(self.program.trains):
+        with self.ranks[0].draws.kept(), torch.set_grad_enabled(self.program.trains):
             for r, index in self.turns if seed is None else self._any_order(seed):
                 with self.mail[r].running():
                     self.ranks[r].call(index)

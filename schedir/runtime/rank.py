@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import torch
@@ -11,11 +12,12 @@ from torch import Tensor, nn
 
 from schedir.errors import ModelError
 from schedir.index import Index
-from schedir.ops import SENDS, Token
+from schedir.ops import SENDS, Opcode, Token
 from schedir.program import Program
 from schedir.runtime.arrivals import arrived
 from schedir.runtime.gradients import Gradients
 from schedir.runtime.precision import LossScale, Steps
+from schedir.runtime.random import Draws
 from schedir.runtime.transport import Transport, Work
 from schedir.runtime.versions import Versions
 from schedir.slots import KINDS, assign, counts, reuses
@@ -33,6 +35,17 @@ class Boundary:
 
     def __str__(self) -> str:
         return f"{list(self.shape)} of {self.dtype}"
+
+    @cached_property
+    def strides(self) -> tuple[int, ...]:
+        """Those of a contiguous tensor."""
+        return torch.empty(self.shape, device="meta").stride()
+
+    def as_sent(self, value: Tensor) -> Tensor:
+        """The value laid out as a message brings it: what computes with it rounds by its layout."""
+        if value.stride() == self.strides and not value.storage_offset():
+            return value
+        return torch.empty(self.shape, dtype=value.dtype, device=value.device).copy_(value)
 
     def expect(self, value: object, stage: int) -> None:
         """Raise ModelError for what cannot pass: the other side has made room for this shape."""
@@ -98,6 +111,8 @@ class Stage:
         self.arriving: dict[tuple[Token, int], Work] = {}
         self.versions: Versions | None = None  # where there are several updates
         self.watched = False  # for layers that cannot be split
+        self.warned_of_buffers = False  # that they are not what a plain loop leaves
+        self.looked_at: set[tuple[Opcode, bool]] = set()  # buffers, by value, in which mode
 
     @property
     def tied_weight(self) -> nn.Parameter | None:
@@ -123,6 +138,7 @@ class Rank:
         optimizer: Steps | None,
         max_norm: float,
         loss_scale: LossScale | None,
+        seed: int,
     ) -> None:
         self.program, self.plan, self.rank = program, program.plan, rank
         self.transport, self.loss, self.boundary = transport, loss, boundary
@@ -135,6 +151,8 @@ class Rank:
         self.scale: float | Tensor = 1.0  # by which sums of gradients are multiplied
         self.seed: Tensor | None = None  # the gradient of the loss, where it is not 1
         self.device = _device(self.stages)
+        first = transport.dp_rank * m  # of all replicas' microbatches
+        self.draws = Draws(seed, self.device, m, first=first, updates=self.plan.updates)
         self.losses = [torch.zeros((), device=self.device)] * m
         self.norm = torch.zeros((), dtype=torch.float64, device=self.device)
         self.finite = torch.ones(self.plan.updates, dtype=torch.bool, device=self.device)

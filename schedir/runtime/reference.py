@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from schedir.ops import Instr, Opcode
 from schedir.program import Program
 from schedir.runtime.gradients import Gradients
+from schedir.runtime.random import BACKWARD, FORWARD, WEIGHT, Draws
 from schedir.runtime.rank import Loss, Microbatches
 from schedir.runtime.split import Tape, recording
 
@@ -26,33 +27,59 @@ def reference(
     loss: Loss,
     scale: float = 1.0,
     program: Program | None = None,
+    seed: int = 0,
+    step: int = 0,
 ) -> Tensor:
     """The gradients of `scale` times the sum of losses, left in `.grad`; returns that sum.
 
-    All microbatches forward in order; then stage by stage, the last first, all backward in
-    order.  With a `program` the backwards of each stage come in its order.  Then the gradients
-    are scaled; of two holders of a stage, which have a sum each, first and second are added; then
-    the two copies of a tied weight, first plus last, once.
+    Stage by stage all microbatches forward in order; then, the last stage first, all backward in
+    order.  With a `program` those of each stage come in its order.  Then the gradients are scaled;
+    of two holders of a stage, which have a sum each, first and second are added; then the two
+    copies of a tied weight, first plus last, once.
+
+    Random numbers are those of an executor of that `seed` in the step of that number, from 0;
+    afterwards torch's generators are as they were.  What passes between stages is contiguous.
     """
+    device = next((p.device for stage in stages for p in stage.parameters()), torch.device("cpu"))
+    draws = Draws(seed, device, len(inputs), step=step)
+    draws.begin()
+    with draws.kept():
+        return _step(stages, inputs, targets, loss, scale, program, draws)
+
+
+def _step(
+    stages: Sequence[nn.Module],
+    inputs: Microbatches,
+    targets: Microbatches,
+    loss: Loss,
+    scale: float,
+    program: Program | None,
+    draws: Draws,
+) -> Tensor:
+    """As `reference`, with the random numbers of a step that has begun."""
     gradients = [Gradients(stage) for stage in stages]
-    total = torch.zeros(())
-    saved: list[list[tuple[Tensor, Tensor]]] = [[] for _ in stages]
-    for x, target in zip(inputs, targets, strict=True):
-        for k, stage in enumerate(stages):
-            y = stage(x)
+    saved: list[dict[int, tuple[Tensor, Tensor]]] = [{} for _ in stages]
+    given = {mb: x for mb, (x, _) in enumerate(zip(inputs, targets, strict=True))}
+    for k, stage in enumerate(stages):
+        for mb in _forwards(program, k, len(given)):
+            draws.seeded(FORWARD, k, mb)()
+            y = stage(given[mb])
             if k == len(stages) - 1:
-                y = loss(y, target)
-                total = total.to(y.device) + y.detach()
-            saved[k].append((x, y))
-            x = y.detach().requires_grad_()
-    dys: list[Tensor | None] = [None] * len(saved[-1])
+                y = loss(y, targets[mb])
+            saved[k][mb] = given[mb], y
+            given[mb] = _sent(y).requires_grad_()
+    losses = [saved[-1][mb][1].detach() for mb in sorted(given)]
+    total = sum(losses, torch.zeros((), device=losses[0].device))
+    dys: list[Tensor | None] = [None] * len(losses)
     for k in reversed(range(len(stages))):
         sums = []
         for backwards in _backwards(program, k, len(dys)):
             gradients[k].zero()
             tapes: dict[int, Tape] = {}
             for op, _, mb in backwards:
-                if op is Opcode.BackwardWeight:
+                weight = op is Opcode.BackwardWeight
+                draws.seeded(WEIGHT if weight else BACKWARD, k, mb)()
+                if weight:
                     tapes.pop(mb).run()
                     continue
                 x, y = saved[k][mb]
@@ -60,7 +87,7 @@ def reference(
                 with recording(tapes.setdefault(mb, Tape())) if split else nullcontext():
                     if y.requires_grad:  # a first stage may have nothing to train
                         torch.autograd.backward(y, dys[mb])
-                dys[mb] = x.grad
+                dys[mb] = None if x.grad is None else _sent(x.grad)
             gradients[k].scale(scale)
             sums.append([flat.clone() for flat in gradients[k].flat])
         for flat, first, *second in zip(gradients[k].flat, *sums, strict=True):
@@ -69,6 +96,19 @@ def reference(
     if len(stages) > 1 and first is not None and last is not None:
         last.grad.copy_(first.grad.add_(last.grad))
     return total
+
+
+def _sent(value: Tensor) -> Tensor:
+    """A copy as a message brings it: contiguous."""
+    return value.detach().clone(memory_format=torch.contiguous_format)
+
+
+def _forwards(program: Program | None, stage: int, microbatches: int) -> list[int]:
+    """The microbatches of a stage in the order of its forwards; of two holders, in their own."""
+    if program is None or program.plan.two_way:
+        return [*range(microbatches)]
+    stream = program.streams[int(program.plan.rank_of[stage])]
+    return [i.mb for i in stream if i.op is Opcode.Forward and i.stage == stage]
 
 
 def _backwards(program: Program | None, stage: int, microbatches: int) -> Iterator[list[Instr]]:

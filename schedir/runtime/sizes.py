@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
+from schedir.runtime.buffers import unchanged
 from schedir.runtime.rank import Boundary, Loss
 from schedir.runtime.split import Tape, recording
 from schedir.sizes import Sizes
@@ -152,20 +153,11 @@ def _storages(tensors: Iterable[Tensor]) -> dict[int, int]:
 def _as_before(module: nn.Module, device: torch.device) -> Iterator[None]:
     """Leaves gradients, buffers and the state of random numbers as they were."""
     gradients = [(p, p.grad) for p in module.parameters()]
-    buffers = [
-        (owner, name, buffer, buffer.clone())
-        for owner in module.modules()
-        for name, buffer in owner.named_buffers(recurse=False)
-    ]
-    cuda = [device] if device.type == "cuda" else []
     try:
-        with torch.random.fork_rng(cuda):
+        with unchanged(module, device):
             for p, _ in gradients:
                 p.grad = None
             yield
     finally:
         for p, gradient in gradients:
             p.grad = gradient
-        with torch.no_grad():
-            for owner, name, buffer, was in buffers:
-                owner._buffers[name] = buffer.copy_(was)

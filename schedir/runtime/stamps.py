@@ -220,7 +220,8 @@ class Recorded:
         self.inner, self.stamps = inner, stamps
         self.model, self.blocks, self.grouped = inner.model, inner.blocks, inner.grouped
         self.static = inner.static
-        self.tp, self.dp, self.tp_rank = inner.tp, inner.dp, inner.tp_rank
+        self.tp, self.dp = inner.tp, inner.dp
+        self.tp_rank, self.dp_rank = inner.tp_rank, inner.dp_rank
         self.agree, self.send, self.aside = inner.agree, inner.send, inner.aside
         self.buffers, self.step_ended = inner.buffers, inner.step_ended
         self.open = False  # within a group

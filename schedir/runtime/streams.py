@@ -91,7 +91,8 @@ class StreamHub:
 class StreamMailbox:
     """The transport of a virtual rank on a GPU: a message is a copy on the lane of its edge."""
 
-    tp, dp, tp_rank, grouped, blocks, static = 1, 1, 0, False, False, False
+    tp, dp, tp_rank, dp_rank = 1, 1, 0, 0
+    grouped, blocks, static = False, False, False
 
     def __init__(
         self, hub: StreamHub, rank: int, members: dict[Group, list[int]], model: Model

@@ -25,9 +25,9 @@ class Transport(Protocol):
     """Moves tensors for one rank.  Nothing here blocks but what says so; a Work's `wait` does.
 
     `model` is the progress model that it gives: the executor refuses programs that are not
-    proven under it.  `tp` and `dp` are the sizes of its groups, `tp_rank` this process's place
-    in its tensor-parallel group.  Messages of one lane between two ranks arrive in the order
-    in which they are sent.
+    proven under it.  `tp` and `dp` are the sizes of its groups, `tp_rank` and `dp_rank` this
+    process's place in its tensor-parallel group and among the replicas.  Messages of one lane
+    between two ranks arrive in the order in which they are sent.
 
     Where it `blocks`, what stands behind a compute in its Stream waits with it: on a CPU the host
     itself waits, and over NCCL torch lets a message wait for all that was issued to compute before
@@ -47,6 +47,7 @@ class Transport(Protocol):
     tp: int
     dp: int
     tp_rank: int
+    dp_rank: int
 
     def agree(self, facts: Mapping[str, str]) -> None:
         """Compare facts, by name, among all that have them; raise ModelError in all processes

@@ -7,6 +7,7 @@ from torch import Tensor
 
 from schedir.kernels.boundary import pack
 from schedir.ops import ROWS, Lane, Opcode
+from schedir.runtime.buffers import unchanged
 from schedir.runtime.c10d import Processes
 from schedir.runtime.executor import Executor
 from schedir.runtime.split import Tape, recording
@@ -21,15 +22,16 @@ def warm_up(executor: Executor, input: Tensor, target: Tensor) -> None:
     zeros.  Loading a kernel, compiling one, or connecting to a peer, may wait for all that runs
     on a GPU; beside a receive that waits for a peer it would wait for ever (CUDA C++ Programming
     Guide, "Lazy Loading", on concurrent execution).  NCCL connects as sizes need it, so what is
-    reduced here has the sizes of a step.  Gradients are forgotten, parameters stay.  Ranks meet
-    here: all processes must call this.  Raises ExecutionError for a stage that fails, as its first
-    forward.
+    reduced here has the sizes of a step.  Gradients are forgotten; parameters, buffers and
+    torch's generators stay as they are.  Ranks meet here: all processes must call this.  Raises
+    ExecutionError for a stage that fails, as its first forward.
     """
     for s in executor.stages:
         forwards = (k for k, i in enumerate(executor.stream) if i[:2] == (Opcode.Forward, s))
         executor.position = next(forwards, 0)
         try:
-            _run(executor, s, input, target)
+            with unchanged(executor.stages[s].module, executor.device):
+                _run(executor, s, input, target)
         except Exception as error:
             raise executor.failed(error) from error
     transport = executor.transport

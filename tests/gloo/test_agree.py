@@ -52,6 +52,7 @@ def _executor(process: int, differs: str) -> None:
         boundary=Boundary(shape),
         max_norm=2.0 if other and differs == "max_norm" else 1.0,
         loss_scale=LossScale(8.0) if other and differs == "scale" else None,
+        seed=int(other and differs == "seed"),
     )
 
 
@@ -75,6 +76,7 @@ def _change(stage: nn.Module, how: str) -> None:
         ("shape", "the boundary: [2, 8, 16] of torch.float32 and [2, 8, 32] of torch.float32"),
         ("max_norm", "max_norm: 1.0 and 2.0"),
         ("scale", "the loss scale: None and 8 (growth 2, backoff 0.5, interval 2000)"),
+        ("seed", "the seed: 0 and 1"),
         ("transport", "the transport: Gloo and Edge"),
         ("hidden", "parameter 0 of stage 0, slice 0: positions [8, 16] of torch.float32, "),
         ("gradients", "of torch.bfloat16, gradients in torch.float32"),

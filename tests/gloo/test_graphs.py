@@ -11,12 +11,12 @@ from torch import Tensor, nn
 from schedir import compile, gpt
 from schedir.errors import ModelError
 from schedir.plan import Plan
-from schedir.runtime.graphs import Rates, untouched
+from schedir.runtime.graphs import Rates, undrawn, untouched
 from schedir.runtime.inprocess import InProcess
 from schedir.runtime.precision import LossScale, MainOptimizer, float32_gradients
 from schedir.runtime.rank import Boundary
-from schedir.schedules import one_f_one_b
-from tests.gloo.tiny_stages import BOUNDARY, batch, gpt_stages, gradients, same_bits
+from schedir.schedules import interleaved, one_f_one_b
+from tests.gloo.tiny_stages import BOUNDARY, HIDDEN, batch, gpt_stages, gradients, same_bits
 
 CPU = torch.device("cpu")
 
@@ -95,6 +95,46 @@ def test_steps_before_a_capture_leave_nothing_behind(adamw: bool, main: bool) ->
     assert [p.data_ptr() for p in found[1][: len(places)]] == places
     assert len(found[0]) > len(places) + 2
     assert all(torch.equal(one, other) for one, other in zip(*found, strict=True))
+
+
+@pytest.mark.parametrize("draws", [False, True])
+def test_a_step_that_draws_is_refused(draws: bool) -> None:
+    """A replay would draw the same again; whether it draws is seen, and nothing else changes."""
+    drawn = nn.Dropout(0.5) if draws else nn.Dropout(0.0)
+    stages = [nn.Sequential(gpt_stages(2)[0], drawn), nn.Linear(HIDDEN, HIDDEN)]
+    world = InProcess(
+        compile(interleaved, Plan(1, 2, 2)),
+        stages,
+        loss=lambda y, _: y.square().sum(),
+        boundary=BOUNDARY,
+    )
+    (rank,) = world.ranks
+    inputs, targets, _ = batch(2)
+    first = world.step(inputs, targets)
+    if not draws:
+        with undrawn(rank):
+            assert torch.equal(world.step(inputs, targets), first)
+        with rank.draws.seeding([]):  # as in a capture
+            assert torch.equal(world.step(inputs, targets), first)
+        return
+    before = torch.get_rng_state()
+    with pytest.raises(ModelError, match="rank 0 draws random numbers") as error, undrawn(rank):
+        rank.step(inputs, targets)
+    assert "without" in error.value.hint and torch.equal(torch.get_rng_state(), before)
+
+
+def test_statistics_before_a_capture_leave_nothing_behind() -> None:
+    stage = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
+    world = InProcess(
+        compile(one_f_one_b, Plan(1, 2)),
+        [stage],
+        loss=lambda y, _: y.sum(),
+        boundary=Boundary((3, 4)),
+    )
+    before = [b.clone() for b in stage.buffers()]
+    with untouched(world.ranks[0]):
+        world.step(torch.randn(2, 3, 4), torch.ones(2))
+    assert all(torch.equal(a, b) for a, b in zip(before, stage.buffers(), strict=True))
 
 
 def test_rates_are_read_from_tensors_and_written_from_groups() -> None:

@@ -46,7 +46,13 @@ def test_heads_are_shared_evenly() -> None:
         split_heads(4, 3)
 
 
-@pytest.mark.parametrize("wrong", [{"hidden": 0}, {"heads": 3}, {"vocab": -1}, {"layers": 0}])
-def test_a_wrong_configuration_is_refused(wrong: dict[str, int]) -> None:
-    with pytest.raises(UsageError):
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"hidden": 0}, {"heads": 3}, {"vocab": -1}, {"layers": 0},
+        {"dropout": 1.0}, {"dropout": -0.1}, {"dropout": float("nan")},
+    ],
+)  # fmt: skip
+def test_a_wrong_configuration_is_refused(wrong: dict[str, float]) -> None:
+    with pytest.raises(UsageError, match=next(iter(wrong))):
         GPTConfig(**wrong)  # type: ignore[arg-type]

@@ -1,0 +1,62 @@
+"""Dropout in a module of your own: any schedule, any order and any stages drop the same.
+
+    python examples/dropout.py
+
+What a stage draws from torch's generators is decided by the executor's seed, the step, the
+microbatch and the stage.  `layer` names a layer instead, so that it may lie in another stage too.
+"""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import schedir
+from schedir.runtime.inprocess import InProcess
+from schedir.runtime.random import layer
+from schedir.runtime.rank import Boundary
+from schedir.runtime.reference import reference
+
+WIDTH = 16
+
+
+class Block(nn.Module):
+    """A layer that knows its number."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__()
+        self.number, self.inner = number, nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        with layer(self.number):
+            return x + F.dropout(torch.tanh(self.inner(x)), 0.1, self.training)
+
+
+def squares(y: Tensor, target: Tensor) -> Tensor:
+    """The sum of squared errors."""
+    return (y - target).square().sum()
+
+
+def main() -> None:
+    """One model in 2 and in 4 stages, under two schedules, beside a plain loop over its blocks."""
+    torch.manual_seed(0)
+    blocks = [Block(number) for number in range(4)]
+    inputs, targets = torch.randn(2, 8, 32, WIDTH)  # 8 microbatches of 32
+    plain = reference(blocks, inputs, targets, loss=squares, seed=1)
+    print(f"a plain loop            {float(plain):.4f}")
+    for name, plan in (
+        ("one_f_one_b", schedir.Plan(ranks=2, microbatches=8)),
+        ("zb_v", schedir.Plan(ranks=2, microbatches=8, stages_per_rank=2, placement="vee")),
+    ):
+        each = len(blocks) // plan.stages
+        stages = [nn.Sequential(*blocks[k : k + each]) for k in range(0, len(blocks), each)]
+        schedir.runtime.split_layers(nn.ModuleList(stages))
+        program = schedir.compile(getattr(schedir.schedules, name), plan)
+        boundary = Boundary((32, WIDTH))
+        ranks = InProcess(program, stages, loss=squares, boundary=boundary, seed=1)
+        loss = ranks.step(inputs, targets)
+        print(f"{name:<12} {plan.stages} stages   {float(loss):.4f}")
+        assert torch.equal(loss, plain)
+
+
+if __name__ == "__main__":
+    main()

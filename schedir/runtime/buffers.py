@@ -1,0 +1,99 @@
+"""Buffers: what a module changes in its forwards, as running statistics, by who runs them and when.
+
+One holder of a stage whose forwards come in the order of the microbatches leaves buffers as a plain
+loop does.  Two holders, or replicas, would each leave what their own microbatches make of them, and
+what is recomputed in a backward would change them a second time.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import nn
+
+from schedir.errors import ModelError
+from schedir.ops import Instr, Opcode
+from schedir.runtime.rank import Rank
+
+
+@contextmanager
+def unchanged(module: nn.Module, device: torch.device) -> Iterator[None]:
+    """After this context a module's buffers, and torch's generators, are as they were before it."""
+    buffers = [
+        (owner, name, buffer, buffer.clone())
+        for owner in module.modules()
+        for name, buffer in owner.named_buffers(recurse=False)
+    ]
+    try:
+        with torch.random.fork_rng([device] if device.type == "cuda" else []):
+            yield
+    finally:
+        with torch.no_grad():
+            for owner, name, buffer, was in buffers:
+                owner._buffers[name] = buffer.copy_(was)
+
+
+def watched(rank: Rank, i: Instr, run: Callable[[], None]) -> Callable[[], None]:
+    """The same as `run`, which runs an own stage, forward or backward.
+
+    It raises ModelError where a buffer has changed that must not, and warns, once for a stage,
+    where it is then not what a plain loop leaves.  A buffer has changed if it was written to, or
+    another of its shape put in its place.  torch's batch_norm writes without a trace, as does many
+    a kernel: so the first forward and backward of a stage, training or not, are looked at by value,
+    on a CPU, where the host may.
+    """
+    stage = rank.stages[i.stage]
+    tables = [(path, m._buffers) for path, m in stage.module.named_modules() if m._buffers]
+    wrong, hint = _wrong(rank, i) if tables else ("", "")
+    if not wrong:
+        return run
+
+    def watching() -> None:
+        look = (i.op, stage.module.training)
+        first = rank.device.type == "cpu" and look not in stage.looked_at
+        stage.looked_at.add(look)
+        before = [
+            (path, table, name, buffer, buffer._version, buffer.clone() if first else buffer)
+            for path, table in tables
+            for name, buffer in table.items()
+            if buffer is not None
+        ]
+        run()
+        for path, table, name, buffer, version, was in before:
+            now = table.get(name)
+            other = now is not None and now is not buffer and now.shape == buffer.shape
+            written = buffer._version != version or (first and not torch.equal(buffer, was))
+            if not written and not other:
+                continue
+            full = ".".join(filter(None, (path, name)))
+            fact = f"stage {i.stage} changes its buffer {full} {wrong}"
+            if hint:
+                raise ModelError(fact, hint=hint)
+            if not stage.warned_of_buffers:
+                stage.warned_of_buffers = True
+                warnings.warn(fact, stacklevel=2)
+
+    return watching
+
+
+def _wrong(rank: Rank, i: Instr) -> tuple[str, str]:
+    """What is wrong with a change, and a hint if it is refused; nothing if all is well."""
+    if i.op is not Opcode.Forward:
+        return (
+            "in a backward, by a forward that is run again: it would depend on the schedule",
+            "keep what changes buffers out of what is checkpointed",
+        )
+    if rank.plan.two_way:
+        return (
+            "in a forward, and its two holders would have two of it",
+            "freeze it, as eval() does, or take a placement where a stage has one holder",
+        )
+    if rank.program.dp > 1:
+        return "in a forward: each replica has its own, made by its own microbatches", ""
+    own = [mb for op, s, mb in rank.stream if op is Opcode.Forward and s == i.stage]
+    if own != sorted(own):
+        return "in a forward, and its forwards are not in the order of the microbatches", ""
+    return "", ""

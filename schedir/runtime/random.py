@@ -1,0 +1,195 @@
+"""Random: what a module draws depends on what it computes for, and not on when or where it does.
+
+A rank seeds torch's default generators before whatever may draw: before a forward or a backward
+by a key of (seed, step, global microbatch, stage), before an optimizer by one of (seed, step,
+update, first own stage).  Modules that know their layers say so by `layer`, and then how layers
+are divided into stages changes nothing either.  A rank of replica r computes the global
+microbatches r * m, ..., r * m + m - 1 of a step, so that replicas draw as one that has them all.
+
+The CPU's generator takes 32 bits of a key, and a GPU's all 64.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Final, Protocol
+
+import torch
+from torch import Tensor
+
+_ALL: Final = 2**64 - 1
+
+
+# What numbers are drawn for: they are unlike those for all else.
+FORWARD, BACKWARD, WEIGHT, UPDATE, _LAYER, _SLICE = (purpose << 32 for purpose in range(1, 7))
+
+
+def mix(number: int) -> int:
+    """64 bits, each of which depends on all 64 of `number`; no two have the same.
+
+    splitmix64 (Steele, Lea and Flood, OOPSLA 2014; the constants are those of Vigna's
+    splitmix64.c): what its state `number` gives next.
+    """
+    number = number + 0x9E3779B97F4A7C15 & _ALL
+    number = (number ^ number >> 30) * 0xBF58476D1CE4E5B9 & _ALL
+    number = (number ^ number >> 27) * 0x94D049BB133111EB & _ALL
+    return number ^ number >> 31
+
+
+def key(*numbers: int) -> int:
+    """64 bits for a list of numbers: others for another list, or another order."""
+    bits = 0
+    for number in numbers:
+        bits = mix(bits ^ (number & _ALL))
+    return bits
+
+
+class Generator(Protocol):
+    """What is asked of a torch.Generator."""
+
+    def manual_seed(self, seed: int, /) -> object: ...
+    def get_state(self) -> Tensor: ...
+    def set_state(self, state: Tensor, /) -> object: ...
+
+
+class Watched:
+    """A generator of which it is known whether anybody has `drawn` from it between seedings."""
+
+    def __init__(self, inner: Generator) -> None:
+        self.inner, self.drawn = inner, False
+        self.left = inner.get_state()
+
+    def manual_seed(self, seed: int) -> None:
+        """Seed it."""
+        self.get_state()
+        self.inner.manual_seed(seed)
+        self.left = self.inner.get_state()
+
+    def get_state(self) -> Tensor:
+        """Its state, which tells."""
+        state = self.inner.get_state()
+        self.drawn |= not torch.equal(state, self.left)
+        return state
+
+    def set_state(self, state: Tensor) -> None:
+        """Set its state."""
+        self.get_state()
+        self.inner.set_state(state)
+        self.left = state
+
+
+def generators_of(device: torch.device) -> list[Generator]:
+    """The generators from which modules on a device draw unless they bring their own."""
+    if device.type != "cuda":
+        return [torch.default_generator]
+    torch.cuda.init()
+    index = torch.cuda.current_device() if device.index is None else device.index
+    return [torch.default_generator, torch.cuda.default_generators[index]]
+
+
+class Draws:
+    """What a rank's modules draw from; `first` is the global number of its first microbatch.
+
+    `step` is the number of the next step: how many have begun, unless it is set, as by who goes on
+    from a checkpoint.  A step of several updates is one step, and its microbatches have numbers of
+    their own.
+    """
+
+    def __init__(
+        self,
+        seed: int,
+        device: torch.device,
+        microbatches: int,
+        *,
+        first: int = 0,
+        updates: int = 1,
+        step: int = 0,
+    ) -> None:
+        self.seed, self.step = seed, step
+        self.generators = generators_of(device)
+        self.numbers = [*range(first, first + microbatches), *(UPDATE | u for u in range(updates))]
+        self.keys: list[int] = []  # of those numbers, in this step
+        self.key = 0  # of what is under way
+
+    def begin(self) -> None:
+        """Make ready for a step."""
+        step = key(self.seed, self.step)
+        self.step += 1
+        self.keys = [mix(step ^ number) for number in self.numbers]
+
+    def seeded(
+        self, purpose: int, stage: int, index: int, run: Callable[[], None] = lambda: None
+    ) -> Callable[[], None]:
+        """The same as `run`, with numbers of its own: of a purpose, a stage, and a microbatch, by
+        its `index` on this rank; updates come behind the last.
+        """
+        what = purpose | stage
+
+        def on() -> None:
+            global _drawing
+            _drawing, self.key = self, self.keys[index]
+            seed = mix(self.key ^ what)
+            for generator in self.generators:
+                generator.manual_seed(seed)
+            run()
+
+        return on
+
+    @contextmanager
+    def seeding(self, generators: Sequence[Generator]) -> Iterator[None]:
+        """Within this context those are seeded, and no others."""
+        before, self.generators = self.generators, [*generators]
+        try:
+            yield
+        finally:
+            self.generators = before
+
+    @contextmanager
+    def kept(self) -> Iterator[None]:
+        """After this context the generators are as they were before."""
+        global _drawing
+        before = [generator.get_state() for generator in self.generators]
+        try:
+            yield
+        finally:
+            _drawing = None
+            for generator, state in zip(self.generators, before, strict=True):
+                generator.set_state(state)
+
+
+# Whose step runs.  A global, as torch's generators are: in one process, one instruction runs at
+# a time, on a GPU also where backward is in autograd's own threads.
+_drawing: Draws | None = None
+
+
+@contextmanager
+def layer(number: int, slice: int | None = None) -> Iterator[None]:
+    """Within this context, torch's default generators draw for a layer of that number in the model.
+
+        with layer(12):
+            x = F.dropout(x, 0.1)
+
+    What is drawn depends on (seed, step, global microbatch, number) alone, and not on the stage in
+    which the layer is.  All tensor-parallel ranks draw the same, as they must of what each holds
+    whole; of what they share out, the number of its `slice` lets each draw its own.  Contexts of
+    the same numbers draw the same: a layer has one.  After it, what is around goes on as before.
+
+    In a forward, or what a backward recomputes of one, of an executor or `reference`.  Elsewhere
+    this does nothing, and generators are as they come.
+    """
+    drawing = _drawing
+    if drawing is None:
+        yield
+        return
+    seed = mix(drawing.key ^ (_LAYER | number))
+    if slice is not None:
+        seed = mix(seed ^ (_SLICE | slice))
+    before = [generator.get_state() for generator in drawing.generators]
+    for generator in drawing.generators:
+        generator.manual_seed(seed)
+    try:
+        yield
+    finally:
+        for generator, state in zip(drawing.generators, before, strict=True):
+            generator.set_state(state)

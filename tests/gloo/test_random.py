@@ -1,0 +1,382 @@
+"""Random numbers: the same for any schedule, order and layout as in a plain loop."""
+
+from __future__ import annotations
+
+import runpy
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from schedir import gpt
+from schedir.compile import compile
+from schedir.errors import ExecutionError
+from schedir.plan import Plan
+from schedir.runtime.c10d import Gloo
+from schedir.runtime.executor import Executor
+from schedir.runtime.inprocess import InProcess
+from schedir.runtime.random import key, layer, mix
+from schedir.runtime.rank import Boundary
+from schedir.runtime.reference import reference
+from schedir.runtime.sizes import sizes_of
+from schedir.runtime.split_layers import SplitLinear
+from schedir.runtime.warm import warm_up
+from schedir.schedules import chimera, dualpipe, gpipe, interleaved, one_f_one_b
+from tests.gloo.spawn import run
+from tests.gloo.test_zoo_runs import ZOO, M, newest_first, program_of
+from tests.gloo.tiny_stages import gradients, same_bits, zb
+
+WIDTH = 6
+BOUNDARY = Boundary((2, WIDTH))
+
+
+class Noisy(nn.Module):
+    """A linear layer with dropout, by torch's default generator; notes what was left out."""
+
+    def __init__(self, k: int, again: bool = False, number: int | None = None) -> None:
+        super().__init__()
+        self.inner = SplitLinear(WIDTH, WIDTH)
+        numbers = torch.Generator().manual_seed(k)
+        for p in self.inner.parameters():
+            p.data = torch.randn(p.shape, generator=numbers)
+        self.again, self.number = again, number
+        self.masks: list[Tensor] = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        run: Callable[[Tensor], Tensor] = self.run
+        return checkpoint(run, x, use_reentrant=False) if self.again else run(x)
+
+    def run(self, x: Tensor) -> Tensor:
+        if self.number is None:
+            return self.dropped(x)
+        with layer(self.number):
+            return self.dropped(x)
+
+    def dropped(self, x: Tensor) -> Tensor:
+        y = F.dropout(torch.tanh(self.inner(x)), 0.5)
+        self.masks.append(y.detach() == 0)
+        return y
+
+
+def noisy(stages: int, **options: Any) -> list[nn.Module]:
+    return [Noisy(k, **options) for k in range(stages)]
+
+
+def squares(y: Tensor, target: Tensor) -> Tensor:
+    return (F.dropout(y, 0.2) - target).square().sum()
+
+
+def batch(microbatches: int) -> tuple[Tensor, Tensor]:
+    x = torch.randn(microbatches, *BOUNDARY.shape, generator=torch.Generator().manual_seed(9))
+    return x, x + 1
+
+
+def virtual(program: Any, stages: list[nn.Module], **options: Any) -> InProcess:
+    return InProcess(program, stages, loss=squares, boundary=BOUNDARY, **options)
+
+
+def expected(stages: list[nn.Module], m: int = M, **options: Any) -> tuple[Tensor, Any]:
+    loss = reference(stages, *batch(m), loss=squares, **options)
+    return loss, gradients(stages)
+
+
+def program(schedule: Any) -> Any:
+    found = program_of(schedule)
+    return compile(schedule, found.plan, model="edge")
+
+
+@pytest.mark.parametrize("schedule", [*ZOO.values(), newest_first], ids=lambda s: s.__name__)
+def test_any_schedule_in_any_order(schedule: Any) -> None:
+    """Each step is that of the reference: whatever its order, and whoever holds the stages."""
+    found = program(schedule)
+    S = found.plan.stages
+    ours, theirs = noisy(S), noisy(S)
+    ranks = virtual(found, ours, seed=7)
+    for step, order in enumerate((None, 0, 1)):
+        plain, _ = expected(noisy(S), seed=7, step=step)
+        loss, right = expected(theirs, seed=7, step=step, program=found)
+        assert torch.equal(plain, loss)
+        assert torch.equal(ranks.step(*batch(M), seed=order), loss)
+        assert same_bits(gradients(ours), right)
+
+
+def masks(**options: Any) -> list[Tensor]:
+    """What the stages of a model leave out, by stage and microbatch."""
+    stages = noisy(2, **options.pop("model", {}))
+    expected(stages, 4, **options)
+    return [mask for stage in stages for mask in stage.masks]  # type: ignore[union-attr]
+
+
+def test_what_decides_a_draw() -> None:
+    found = masks()
+    assert all(torch.equal(a, b) for a, b in zip(found, masks(), strict=True))
+    drawn = [*found, *masks(seed=1), *masks(step=1)]
+    assert not any(torch.equal(a, b) for k, a in enumerate(drawn) for b in drawn[:k])
+    ranks = virtual(compile(gpipe, Plan(2, 4)), noisy(2))
+    first = ranks.step(*batch(4))
+    assert not torch.equal(ranks.step(*batch(4)), first)
+    for rank in ranks.ranks:
+        rank.draws.step = 0
+    assert torch.equal(ranks.step(*batch(4)), first)
+
+
+def test_keys_are_those_of_splitmix64() -> None:
+    """The numbers of Vigna's splitmix64.c for the seed 1234567."""
+    golden = 0x9E3779B97F4A7C15
+    given = [mix(1234567 + k * golden & 2**64 - 1) for k in range(3)]
+    assert given == [6457827717110365317, 3203168211198807973, 9817491932198370423]
+    keys = {key(*numbers) for numbers in ((), (0,), (0, 0), (1,), (1, 2), (2, 1), (-1,), (2**70,))}
+    assert len(keys) == 7  # of 2**70, 64 bits count
+
+
+def test_generators_are_afterwards_as_they_were() -> None:
+    x, _ = batch(4)
+    found = compile(one_f_one_b, Plan(2, 4), model="edge")
+    ranks, stages = virtual(found, noisy(2)), noisy(2)
+    before = torch.get_rng_state()
+    ranks.step(*batch(4))
+    assert torch.equal(torch.get_rng_state(), before)
+    expected(stages, 4)
+    assert torch.equal(torch.get_rng_state(), before)
+    warm_up(ranks.ranks[0], x[0], x[0])
+    assert torch.equal(torch.get_rng_state(), before)
+    sizes_of(stages, x[0], x[0], loss=squares, boundary=BOUNDARY)
+    assert torch.equal(torch.get_rng_state(), before)
+    with layer(3):  # outside of a step, nothing
+        drawn = torch.rand(1)
+    torch.set_rng_state(before)
+    assert torch.equal(torch.rand(1), drawn)
+
+
+def test_generators_are_as_they_were_after_a_failure() -> None:
+    def fails(y: Tensor, target: Tensor) -> Tensor:
+        raise ValueError("no such luck")
+
+    stages, before = noisy(2), torch.get_rng_state()
+    ranks = InProcess(compile(gpipe, Plan(2, 4)), stages, loss=fails, boundary=BOUNDARY)
+    with pytest.raises(ExecutionError):
+        ranks.step(*batch(4))
+    assert stages[0].masks and torch.equal(torch.get_rng_state(), before)
+    with pytest.raises(ValueError):
+        reference(stages, *batch(4), loss=fails)
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+@pytest.mark.parametrize("number", [None, 5])
+@pytest.mark.parametrize("schedule", [one_f_one_b, zb, dualpipe])
+def test_what_is_recomputed_draws_the_same(schedule: Any, number: int | None) -> None:
+    plan = Plan(2, 4, placement="mirror" if schedule is dualpipe else "loop")
+    found = compile(schedule, plan, model="edge")
+    _, right = expected(noisy(2, number=number), 4, program=found)
+    again = noisy(2, again=True, number=number)
+    ranks = virtual(found, again)
+    for order in (None, 1):
+        for rank in ranks.ranks:
+            rank.draws.step = 0
+        ranks.step(*batch(4), seed=order)
+        assert same_bits(gradients(again), right)
+
+
+def test_layers_draw_the_same_in_any_stage() -> None:
+    """Four layers in one, two and four stages: what each draws is its own number's."""
+    found = []
+    for stages in (1, 2, 4):
+        layers = [Noisy(k, number=k) for k in range(4)]
+        each = 4 // stages
+        whole = [nn.Sequential(*layers[k : k + each]) for k in range(0, 4, each)]
+        loss = reference(whole, *batch(3), loss=lambda y, t: (y - t).square().sum())
+        found.append((loss, [layer.masks for layer in layers]))
+        ranks = InProcess(
+            compile(interleaved, Plan(1, 3, stages)),
+            whole,
+            loss=lambda y, t: (y - t).square().sum(),
+            boundary=BOUNDARY,
+        )
+        assert torch.equal(ranks.step(*batch(3)), loss)
+    assert all(torch.equal(loss, found[0][0]) for loss, _ in found)
+    assert len({str(mask) for mask in found[0][1]}) == 4
+
+
+def test_updates_of_a_step_go_on_counting_microbatches() -> None:
+    plan = Plan(2, 4, updates=2, delay=1)
+    loss, _ = expected(noisy(2), 4)
+    assert torch.equal(virtual(compile(one_f_one_b, plan), noisy(2)).step(*batch(4)), loss)
+
+
+class Shaken(torch.optim.SGD):
+    """Adds noise to what it trains, by torch's default generator."""
+
+    def step(self, closure: Any = None) -> Any:
+        for group in self.param_groups:
+            for p in group["params"]:
+                p.data += torch.rand_like(p)
+
+
+def test_two_holders_step_by_the_same_numbers() -> None:
+    found = compile(chimera, Plan(4, 4, placement="mirror"))
+    ranks = virtual(found, noisy(4), optimizer=lambda ps: Shaken(ps, lr=0.1))
+    ranks.step(*batch(4), seed=3)
+    for s, (one, other) in enumerate(found.plan.holders.T.tolist()):
+        ours, theirs = (ranks.ranks[r].stages[s].module.parameters() for r in (one, other))
+        assert all(torch.equal(p, q) for p, q in zip(ours, theirs, strict=True))
+
+
+class Plain(nn.Module):
+    """A linear layer with dropout, which is compiled whole; or with a part that is recomputed."""
+
+    def __init__(self, k: int, again: bool) -> None:
+        super().__init__()
+        self.inner, self.again = nn.Linear(WIDTH, WIDTH), again
+        numbers = torch.Generator().manual_seed(k)
+        for p in self.inner.parameters():
+            p.data = torch.randn(p.shape, generator=numbers)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.inner(x)
+        if self.again:
+            z: Tensor = checkpoint(self.dropped, y, use_reentrant=False)
+            return z
+        return self.dropped(y)
+
+    def dropped(self, y: Tensor) -> Tensor:
+        return F.dropout(torch.tanh(y), 0.5)
+
+
+@pytest.mark.parametrize("again", [False, True])
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch's own, on its way in
+def test_compiled_stages_are_those_of_a_compiled_reference(backend: str, again: bool) -> None:
+    """By inductor, which draws other numbers than eager torch, and by what draws the same."""
+    if backend == "inductor" and shutil.which("g++") is None:
+        pytest.skip("no C++ compiler")
+
+    def stages() -> list[Any]:
+        return [torch.compile(Plain(k, again), backend=backend) for k in range(2)]
+
+    theirs, ours = stages(), stages()
+    ranks = virtual(compile(one_f_one_b, Plan(2, 4), model="edge"), ours, seed=3)
+    for step, order in enumerate((None, 1)):
+        loss, right = expected(theirs, 4, seed=3, step=step)
+        assert torch.equal(ranks.step(*batch(4), seed=order), loss)
+        assert same_bits(gradients(ours), right)
+        eager, _ = expected([Plain(k, again) for k in range(2)], 4, seed=3, step=step)
+        assert torch.equal(eager, loss) == (backend == "aot_eager")
+
+
+# ---------------------------------------------------------------- processes
+
+
+def _replica(rank: int) -> Any:
+    found = compile(interleaved, Plan(1, 2, 2), dp=2, model="edge")
+    transport = Gloo(found)
+    stages = noisy(2)
+    executor = Executor(
+        found, 0, dict(enumerate(stages)), transport, loss=squares, boundary=BOUNDARY
+    )
+    own = slice(2 * transport.dp_rank, 2 * transport.dp_rank + 2)
+    x, target = batch(4)
+    executor.step(x[own], target[own])
+    return [stage.masks for stage in stages], gradients(stages)
+
+
+def test_replicas_draw_as_one_that_has_all_microbatches() -> None:
+    stages = noisy(2)
+    _, right = expected(stages, 4)
+    results = run(_replica, 2)
+    for s, stage in enumerate(stages):
+        drawn = [mask for masks, _ in results for mask in masks[s]]
+        assert all(torch.equal(a, b) for a, b in zip(drawn, stage.masks, strict=True))  # type: ignore[arg-type]
+    for _, got in results:
+        for one, other in zip(got, right, strict=True):
+            assert all(torch.allclose(one[n], other[n], rtol=1e-5, atol=1e-6) for n in one)
+
+
+CONFIG = gpt.GPTConfig(vocab=32, layers=2, hidden=16, heads=2, context=8, dropout=0.3, tied=False)
+
+
+def _tokens(m: int) -> tuple[Tensor, Tensor]:
+    numbers = torch.Generator().manual_seed(1)
+    inputs, targets = (torch.randint(0, 32, (m, 2, 8), generator=numbers) for _ in range(2))
+    return inputs, targets
+
+
+class _Noted:
+    """Within this, notes what dropout leaves out, and from what attention draws."""
+
+    def __enter__(self) -> _Noted:
+        self.was, self.attention = F.dropout, F.scaled_dot_product_attention
+        self.whole: list[Tensor] = []
+        self.seeds: list[int] = []
+
+        def dropout(x: Tensor, p: float) -> Tensor:
+            kept = self.was(torch.ones_like(x), p)
+            self.whole.append(kept)
+            return x * kept
+
+        def attention(*args: Any, **kwargs: Any) -> Tensor:
+            self.seeds.append(torch.default_generator.initial_seed())
+            return self.attention(*args, **kwargs)
+
+        F.dropout, F.scaled_dot_product_attention = dropout, attention  # type: ignore[assignment]
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        F.dropout, F.scaled_dot_product_attention = self.was, self.attention
+
+
+def _tensor_parallel(rank: int) -> Any:
+    found = compile(one_f_one_b, Plan(1, 2), tp=2, model="edge")
+    transport = Gloo(found)
+    tp = transport.tp_group
+    stage = gpt.build_stage(CONFIG, 0, 1, tp=tp)
+
+    def loss(logits: Tensor, targets: Tensor) -> Tensor:
+        return gpt.loss(logits, targets, tp)
+
+    shape = Boundary((2, 8, 16))
+    executor = Executor(found, 0, {0: stage}, transport, loss=loss, boundary=shape)
+    with _Noted() as noted:
+        executor.step(*_tokens(2))
+    return noted.whole, noted.seeds, gradients([stage])[0]["norm.weight"]
+
+
+def test_tensor_parallel_ranks_share_what_is_whole_and_have_their_own_of_heads() -> None:
+    with _Noted() as noted:
+        reference([gpt.build_stage(CONFIG, 0, 1)], *_tokens(2), loss=gpt.loss)
+    (whole, seeds, norm), (same, others, norm_too) = run(_tensor_parallel, 2)
+    assert len(whole) == 2 * 5 and all(mask.min() == 0 for mask in whole)
+    for one, other, alone in zip(whole, same, noted.whole, strict=True):
+        assert torch.equal(one, other) and torch.equal(one, alone)
+    assert len({*seeds, *others}) == len(seeds) + len(others) == 8
+    assert torch.equal(norm, norm_too)
+
+
+@pytest.mark.parametrize("schedule", [one_f_one_b, interleaved, chimera])
+def test_the_gpt_drops_the_same_in_any_pipeline(schedule: Any) -> None:
+    plan = {
+        one_f_one_b: Plan(4, 3),
+        interleaved: Plan(2, 3, 2),
+        chimera: Plan(4, 3, placement="mirror"),
+    }[schedule]
+    four = gpt.GPTConfig(**{**vars(CONFIG), "layers": 4})
+    one = reference([gpt.build_stage(four, 0, 1)], *_tokens(3), loss=gpt.loss, seed=2)
+    stages = [gpt.build_stage(four, s, 4) for s in range(4)]
+    ranks = InProcess(
+        compile(schedule, plan), stages, loss=gpt.loss, boundary=Boundary((2, 8, 16)), seed=2
+    )
+    assert torch.equal(ranks.step(*_tokens(3), seed=5), one)
+    quiet = reference([s.eval() for s in stages], *_tokens(3), loss=gpt.loss)
+    plain = gpt.GPTConfig(**{**vars(four), "dropout": 0.0})
+    assert torch.equal(quiet, reference([gpt.build_stage(plain, 0, 1)], *_tokens(3), loss=gpt.loss))
+
+
+def test_the_example(capsys: pytest.CaptureFixture[str]) -> None:
+    runpy.run_path(str(Path(__file__).parents[2] / "examples/dropout.py"), run_name="__main__")
+    first, *others = (line.split()[-1] for line in capsys.readouterr().out.splitlines())
+    assert others == [first, first]
