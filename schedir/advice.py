@@ -9,8 +9,7 @@ from typing import Final, Literal, NamedTuple
 import numpy as np
 
 from schedir.calibrate import MISSED, calibrate, completed, off
-from schedir.check import check, check_draft
-from schedir.compile import lower
+from schedir.compile import compile
 from schedir.costs import FIELD, Cost, Costs
 from schedir.errors import ProgramError
 from schedir.graph import Model
@@ -110,16 +109,18 @@ class _Lowering:
     def of(self, drafted: Program, costs: Costs) -> Program:
         """A draft lowered in this way, and checked."""
         like = self.like
-        drafted = replace(drafted, tp=like.tp, dp=like.dp, tied=like.tied, clip=like.clip)
-        program = lower(
-            check_draft(drafted),
-            costs,
-            self.model,
+        return compile(
+            drafted,
+            tp=like.tp,
+            dp=like.dp,
+            model=self.model,
+            costs=costs,
+            tied=like.tied,
+            clip=like.clip,
             boundary=self.boundary,
             overlap=self.overlap,
             slots=self.slots,
         )
-        return check(program, self.model)
 
 
 class _Changes:

@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-from itertools import pairwise
+from itertools import pairwise, product
 
 import numpy as np
 
 from schedir.complete import completeness
-from schedir.errors import GroupError, OrderError, Site, SlotError
+from schedir.errors import GroupError, OrderError, Site, SlotError, expect
 from schedir.explain import deadlock, misordered
-from schedir.graph import Graph, Model
-from schedir.index import NONE
+from schedir.graph import MODELS, Graph, Model, known
+from schedir.index import NONE, Index
 from schedir.ops import ADDS, BOUNDARY, COLLECTIVES, RECEIVES, ROWS, TRANSFERS, Opcode, Per, Token
 from schedir.program import Program
 from schedir.slots import fewest, groups
-from schedir.walk import walk
+from schedir.walk import Walk, walk
 
 
 def check(program: Program, model: Model = "device", *, blocks: bool = False) -> Program:
@@ -26,21 +26,46 @@ def check(program: Program, model: Model = "device", *, blocks: bool = False) ->
     transport that will run it ("edge", "pair", "device" or "serial"), and messages arrive as
     they are sent.  With `blocks`, the hosts themselves wait for what a compute needs, as on CPUs.
 
+    A proof stays with the Program: to check it again costs nothing.
+
     Raises a ProgramError that says what is wrong and where: CompletenessError (PartnerError,
     ReductionError), GroupError, LevelError, OrderError, SlotError or DeadlockError.
     """
-    graph = Graph(program, model, completeness(program, draft=False), blocks=blocks)
-    ordered = _in_one_order(graph)
+    expect(program, Program, "schedir.compile(schedule, plan)")
+    if (known(model), blocks) not in program.proofs:
+        prove(complete(program, model, blocks=blocks))
+    return program
+
+
+def complete(program: Program, model: Model, *, blocks: bool = False) -> Graph:
+    """The dependency graph of a program that is complete, as `check` says; raises if it is not."""
+    index = Index(program) if program.proofs else completeness(program, draft=False)
+    return Graph(program, model, index, blocks=blocks)
+
+
+def prove(graph: Graph, reached: Walk | None = None) -> None:
+    """Prove a complete program as `check` does, and note that with it.
+
+    `reached` is a walk of the graph, where there is one: then nobody walks again.
+    """
+    program, index = graph.program, graph.index
+    if (graph.model, graph.blocks) in program.proofs:
+        return
+    ordered = reached is None and _in_one_order(graph)
     _updates_in_turn(graph)
     if early := misordered(graph):
         raise early
     _in_slots(graph)
     if not ordered:
-        reached = walk(graph)
+        reached = reached or walk(graph)
         if not reached.done.all():
             raise deadlock(graph, reached)
     _in_turn(graph)
-    return program
+    # One order is one for all models and hosts; and what runs where hosts block runs elsewhere.
+    every = ordered and not index.joined.any()
+    models = MODELS if every else (graph.model,)
+    hosts = (False, True) if every or graph.blocks else (False,)
+    program.proofs.update(product(models, hosts))
 
 
 def check_draft(program: Program) -> Program:

@@ -1,14 +1,21 @@
-"""Compile: a schedule in, a checked Program out."""
+"""Compile: a schedule or a draft in, a checked Program out."""
 
 from __future__ import annotations
 
 from dataclasses import replace
 from functools import partial
-from typing import Literal
+from typing import Any, Literal
 
 from schedir.check import check, check_draft
 from schedir.costs import Costs
-from schedir.errors import CompletenessError, MemoryLimitError, UsageError, expect, in_bytes
+from schedir.errors import (
+    CompletenessError,
+    LevelError,
+    MemoryLimitError,
+    UsageError,
+    expect,
+    in_bytes,
+)
 from schedir.graph import Model
 from schedir.memory import fit, held
 from schedir.ops import Opcode
@@ -30,15 +37,15 @@ from schedir.words import Schedule, draft
 
 
 def compile(
-    schedule: Schedule,
-    plan: Plan,
-    tp: int = 1,
-    dp: int = 1,
+    schedule: Schedule | Program,
+    plan: Plan | None = None,
+    tp: int | None = None,
+    dp: int | None = None,
     model: Model = "device",
     costs: Costs | None = None,
     *,
-    tied: bool = False,
-    clip: bool = False,
+    tied: bool | None = None,
+    clip: bool | None = None,
     boundary: Literal["replicated", "sharded"] = "replicated",
     overlap: bool = False,
     slots: Choice | None = None,
@@ -46,11 +53,14 @@ def compile(
     limit: float | None = None,
     debug: bool = False,
 ) -> Program:
-    """Draft a schedule, lower it in the order of these costs, and check it.
+    """Draft a schedule on a plan, lower it in the order of these costs, and check it.
 
-    `tp` and `dp` are the sizes of the tensor- and data-parallel groups.  `tied` says that first
-    and last stage hold copies of one weight, `clip` that gradients are clipped by their global
-    norm.  `boundary` is the layout of activations between stages within a tensor-parallel
+    A draft, as of `greedy` or of a CSV, is lowered as it is: on its own plan, and with its own
+    `tp`, `dp`, `tied` and `clip` where none are given here.
+
+    `tp` and `dp` are the sizes of the tensor- and data-parallel groups, by default 1.  `tied` says
+    that first and last stage hold copies of one weight, `clip` that gradients are clipped by their
+    global norm.  `boundary` is the layout of activations between stages within a tensor-parallel
     group: "replicated" ones are scattered for the wire and gathered behind it, "sharded" ones
     go as they are.  `overlap` groups opposite transfers, and begins gathers and posts other
     receives early.
@@ -58,16 +68,37 @@ def compile(
     lose no time at these costs; by default each value has its own.  `limit` is the most bytes
     that a rank may hold, and `sizes` says what takes how many.  `debug` checks after every pass.
 
-    Raises a ProgramError if the schedule is wrong; the result finishes under `model`.
+    Raises a ProgramError if the schedule is wrong: LevelError for a program that is lowered
+    already, UsageError for a plan that is missing or not the draft's.  The result finishes under
+    `model`.
     """
     if boundary not in ("replicated", "sharded"):
         raise UsageError(f"boundary must be 'replicated' or 'sharded', not {boundary!r}")
-    program = replace(draft(schedule, plan), tp=tp, dp=dp, tied=tied, clip=clip)
+    traits: dict[str, Any] = {"tp": tp, "dp": dp, "tied": tied, "clip": clip}
+    program = _drafted(schedule, plan)
+    program = replace(program, **{k: v for k, v in traits.items() if v is not None})
     program = lower(
         _whole(program), costs, model, boundary=boundary, overlap=overlap, slots=slots, debug=debug
     )
     program = check(program, model)
     return program if limit is None else within(program, sizes, limit)
+
+
+def _drafted(schedule: Schedule | Program, plan: Plan | None) -> Program:
+    """The draft of a schedule, or a draft itself."""
+    if not isinstance(schedule, Program):
+        expect(plan, Plan, "Plan(ranks=4, microbatches=8)")
+        assert plan is not None
+        return draft(schedule, plan)
+    if plan not in (None, schedule.plan):
+        raise UsageError(f"a draft has its own plan, {schedule.plan}, and is not for {plan}")
+    if not schedule.is_draft:
+        raise LevelError(
+            "this is lowered already: it says more than F, B, I and W",
+            program=schedule.name,
+            hint="schedir.check(program) proves it",
+        )
+    return schedule
 
 
 def _whole(program: Program) -> Program:

@@ -46,7 +46,7 @@ def completeness(program: Program, *, draft: bool) -> Index:
         raise LevelError(
             "this is a draft: it computes, but nothing is sent, reduced or stepped",
             program=program.name,
-            hint="schedir.compile lowers a schedule",
+            hint="schedir.compile lowers a draft, as well as a schedule",
         )
     _ranges(look)
     _owners(look)

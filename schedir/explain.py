@@ -143,11 +143,12 @@ def _unmet(graph: Graph, left: NDArray[np.bool_], head: int, there: set[int]) ->
     group is entered as one, so its first member waits for whatever any member needs.
     """
     members = _members(graph, head)
-    needed = _values(graph, left, members)
-    come = {p for p in there if needed or not _values(graph, left, np.array([p]))}
+    waits = _values(graph, left, members)  # its own, too: a slot that it would free itself
+    come = {p for p in there if waits or not _values(graph, left, np.array([p]))}
+    come |= {*members.tolist()}
     for one in members.tolist():
-        needed += {*np.flatnonzero(graph.node == graph.node[one]).tolist()} - come
-    waits = [n for n in needed if not left[n] and n not in members]
+        partners = np.flatnonzero((graph.node == graph.node[one]) & ~left)
+        waits += {*partners.tolist()} - come
     mine = graph.queue[head]
     return sorted(n for n in waits if graph.queue[n] != mine or n == head or n > head)
 

@@ -31,6 +31,8 @@ def greedy(
     microbatch can always move, nothing hangs, and the limit need only be the number of a rank's
     own stages or more; ScheduleError where it is less.
 
+    `compile` and `simulate` take a draft as it is.
+
     >>> from schedir.schedules import one_f_one_b
     >>> from schedir.words import draft
     >>> plan = Plan(ranks=4, microbatches=8)

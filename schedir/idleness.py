@@ -203,16 +203,7 @@ class _Gaps:
         order = np.lexsort((_LANE[spans["op"]] == Lane.COMPUTE, spans["end"]))
         place = np.full(len(spans) + 1, -1.0)  # the last entry is that of NONE
         place[order] = np.arange(len(spans))
-        if not self.timeline.program.is_draft:
-            return self.timeline.graph.latest(place[:-1])
-        # In a draft a value is on its way without a transfer: what comes from elsewhere decides.
-        needs, rank = self.timeline.graph.needs, spans["rank"]
-        far = np.where(rank[needs] != rank, needs, NONE)
-        latest: Ints = np.where(place[far[0]] > place[far[1]], far[0], far[1]).astype(np.int64)
-        pair = np.flatnonzero(self.timeline.second_of_pair)
-        late = place[latest[pair]] > place[latest[pair - 1]]
-        latest[pair[late] - 1] = latest[pair[late]]
-        return latest
+        return self.timeline.graph.latest(place[:-1])
 
     def _phase(self, gap: Ints) -> NDArray[np.int32]:
         """The cause of a wait for another rank, by the phase that the rank is in."""

@@ -258,15 +258,12 @@ def _agree(
 
 def timeline_of(args: argparse.Namespace, source: str, *, share: bool = False) -> Timeline:
     """The predicted run of what a source names, or the run in a file; a program is checked."""
-    from schedir.check import check, check_draft
     from schedir.simulate import simulate
 
     if source.endswith(".timeline"):
         return _timeline(args, source, share=share)
     program, costs = program_of(args, source, share=share)
     model: Model = args.model or "device"
-    if source.endswith(".sched"):
-        program = check_draft(program) if program.is_draft else check(program, model)
     return simulate(
         program, costs, model=model, sizes=sizes_of(args, program.plan if share else None)
     )

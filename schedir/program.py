@@ -146,6 +146,9 @@ class Program:
     nobody trusts it: `check` looks whether it holds, which is faster than to find an order.  So a
     pass need not keep it up.
 
+    `proofs` says for which progress models, and whether for hosts that block, `check` has proven
+    the program.  A program that is made of it, as by `dataclasses.replace`, has none.
+
     `words` are all Streams, one behind the other, and `offsets` says where each begins, with
     one more entry than there are ranks.
     """
@@ -163,6 +166,9 @@ class Program:
     )
     words: Words = field(init=False, repr=False, compare=False)
     offsets: Words = field(init=False, repr=False, compare=False)
+    proofs: set[tuple[str, bool]] = field(
+        init=False, default_factory=set, repr=False, compare=False
+    )
 
     def __post_init__(self) -> None:
         name = self.name

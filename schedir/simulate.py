@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import numpy as np
 
-from schedir.complete import completeness
+from schedir.check import check_draft, complete, prove
+from schedir.compile import lower
 from schedir.costs import Costs
 from schedir.errors import CostsError, expect
 from schedir.explain import deadlock
-from schedir.graph import Graph, Model
+from schedir.graph import Model
 from schedir.program import Program
 from schedir.sizes import Sizes
 from schedir.timeline import Timeline, spans_of
@@ -21,23 +22,28 @@ def simulate(
     *,
     model: Model = "device",
     sizes: Sizes | None = None,
+    unchecked: bool = False,
 ) -> Timeline:
     """The Timeline that a program will have at the given costs under a progress model.
 
-    Every instruction starts as soon as its queue, its values and its partners let it.  A draft
-    is simulated as if values that cross ranks took `costs.send` and no queue.  With `sizes`,
-    memory is told in bytes.
+    Every instruction starts as soon as its queue, its values and its partners let it.  Of a
+    draft it is the program that `compile` makes of it for this model, in the order of these
+    costs.  With `sizes`, memory is told in bytes.
 
-    Raises DeadlockError if the program cannot finish (OrderError if it is a draft and a rank alone
-    is at fault), what `check` raises where it is not complete, and CostsError if the costs add up
-    to infinity.
+    Raises what `check` raises for a program that is wrong, and CostsError if the costs add up
+    to infinity.  A program that `check` has proven is not looked at again.  With `unchecked` it
+    need only be complete and finish: what it computes may be wrong.
     """
     expect(program, Program, "schedir.compile(schedule, plan)")
     if sizes is not None:
         expect(sizes, Sizes, "Sizes(activation=16e6, saved=1.2e9)")
-    graph = Graph(program, model, completeness(program, draft=program.is_draft))
+    if program.is_draft:
+        program = lower(check_draft(program), costs, model)
+    graph = complete(program, model)
     reached = walk(graph, costs)
-    if not reached.done.all():
+    if not unchecked:
+        prove(graph, reached)
+    elif not reached.done.all():
         raise deadlock(graph, reached)
     if not np.isfinite(reached.end).all():
         raise CostsError("the costs add up to more than a number can hold", program=program.name)

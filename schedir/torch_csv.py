@@ -161,9 +161,10 @@ def parse(text: str, name: str = "imported", ranks: int | None = None) -> Progra
     """The program that a CSV says, of either form: a draft if it has no transfers.
 
     Ranks, stages, microbatches and the placement are inferred: a file that was cut off after some
-    rows is one of fewer ranks, unless its transfers or its placement tell, or `ranks` does.  Where there are no transfers,
-    reductions are left out too: lowering puts them where they belong.  UNSHARD, RESHARD and waits
-    are read over.  Whether the program is right is for `check` to say.
+    rows is one of fewer ranks, unless its transfers or its placement tell, or `ranks` does.  Where
+    there are no transfers, reductions are left out too: `schedir.compile` puts all of them where
+    they belong.  UNSHARD, RESHARD and waits are read over.  Whether the program is right is for
+    `check` to say.
 
     Raises CellError with row and column for what is no action, a stage on two ranks or on none,
     a message to or from a stage that is not there, a microbatch that not every stage has, and

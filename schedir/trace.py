@@ -18,7 +18,7 @@ from zipfile import ZIP_DEFLATED, ZIP_STORED, ZipFile, ZipInfo
 import numpy as np
 from numpy.typing import NDArray
 
-from schedir.check import check, check_draft
+from schedir.check import check
 from schedir.errors import ProgramError, Site, TraceError, UsageError
 from schedir.files import replacing
 from schedir.graph import MODELS
@@ -112,7 +112,7 @@ class _Reader:
         if program.digest != header["digest"]:
             raise TraceError("the program is not the one whose digest the header gives")
         model = header["model"]
-        program = check_draft(program) if program.is_draft else check(program, model)
+        program = check(program, model)
         start, end = self._times(_START, n), self._times(_END, n)
         _fit(program, start, end)
         spans = spans_of(program, start, end)

@@ -10,12 +10,11 @@ import tempfile
 import traceback
 from collections.abc import Sequence
 from contextlib import nullcontext
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
-from schedir.check import check, check_draft
-from schedir.compile import compile, lower
+from schedir.check import check
+from schedir.compile import compile
 from schedir.config import Config, OutputConfig
 from schedir.config_file import read
 from schedir.errors import ExecutionError, NonFiniteError, ProgramError, UsageError
@@ -78,14 +77,12 @@ def program_of(config: Config) -> Program:
     tied = config.model.tied and pipeline.plan.stages > 1  # one stage shares the weight itself
     clip, model = config.train.clip > 0, config.train.model
     slots = None if pipeline.slots == "own" else cast(Choice, pipeline.slots)
-    if not isinstance(found, Program):
+    if not isinstance(found, Program) or found.is_draft:
+        plan = None if isinstance(found, Program) else pipeline.plan
         program = compile(
-            found, pipeline.plan, pipeline.tp, pipeline.dp, model,
+            found, plan, pipeline.tp, pipeline.dp, model,
             tied=tied, clip=clip, overlap=pipeline.overlap, slots=slots,
         )  # fmt: skip
-    elif found.is_draft:
-        whole = replace(found, tp=pipeline.tp, dp=pipeline.dp, tied=tied, clip=clip)
-        program = lower(check_draft(whole), model=model, overlap=pipeline.overlap, slots=slots)
     else:
         for what, has, wants, right in (
             ("tied", found.tied, tied, f"model.tied = {str(found.tied).lower()}"),

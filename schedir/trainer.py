@@ -355,8 +355,9 @@ class _Trainer:
             return None
         named = replace(self.program, name=f"{self.program.name} at measured means")
         costs, sizes = calibrate(timeline), self.sizes
-        predicted = simulate(named, costs, model=timeline.model, sizes=sizes)
-        return replace(timeline, sizes=sizes), replace(predicted, unit=timeline.unit)
+        predicted = simulate(self.program, costs, model=timeline.model, sizes=sizes)
+        predicted = replace(predicted, program=named, unit=timeline.unit)
+        return replace(timeline, sizes=sizes), predicted
 
     def _speed(self, seconds: list[float]) -> float:
         """Tokens per second in steps that took so long."""

@@ -31,13 +31,8 @@ _CURVES: Final = {"in flight": "#0072b2", "memory": "#a0522d"}
 
 
 def messages(timeline: Timeline) -> NDArray[np.int64]:
-    """Who sends to whom: pairs of spans, shape (n, 2); in a draft, work to work."""
+    """Who sends to whom: pairs of spans, shape (n, 2)."""
     graph, spans = timeline.graph, timeline.spans
-    if timeline.program.is_draft:
-        needer = np.tile(np.arange(len(spans)), 2)
-        giver = graph.needs.reshape(-1)
-        far = (giver >= 0) & (spans["rank"][giver] != spans["rank"][needer])
-        return np.stack([giver[far], needer[far]], 1).astype(np.int64)
     sends = np.flatnonzero(np.isin(spans["op"], SENDS) & (graph.partner >= 0))
     return np.stack([sends, graph.partner[sends]], 1).astype(np.int64)
 
@@ -45,15 +40,12 @@ def messages(timeline: Timeline) -> NDArray[np.int64]:
 def arrows(axes: Axes, sheet: Sheet) -> None:
     """An arrow per message: from when it leaves the sender's row to when it is at the receiver's.
 
-    In a draft a message lasts from the end of the work that makes it to the start of that which
-    needs it.  More than some thousands would hide the chart, and are not drawn.
+    More than some thousands would hide the chart, and are not drawn.
     """
     sent, got = messages(sheet.timeline).T
     if not 0 < len(sent) <= _MOST:
         return
-    draft = sheet.timeline.program.is_draft
-    x0 = sheet.right[sent] if draft else sheet.left[sent]
-    x1 = sheet.left[got] if draft else sheet.right[got]
+    x0, x1 = sheet.left[sent], sheet.right[got]
     rank = sheet.timeline.spans["rank"]
     down = rank[got] > rank[sent]
     floor = sheet.curve_top - 0.06  # below the lanes

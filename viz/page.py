@@ -161,7 +161,6 @@ def _run(run: Timeline, label: str, beside: Timeline) -> dict[str, Any]:
         "label": label,
         "unit": run.unit,
         "digest": run.program.digest,
-        "draft": run.program.is_draft,
         "ranks": run.ranks,
         "count": len(run),
         "offsets": run.program.offsets.tolist(),

@@ -32,8 +32,8 @@ def run(args: argparse.Namespace) -> str:
     from pathlib import Path
 
     from schedir import torch_csv
-    from schedir.check import check, check_draft
-    from schedir.compile import finish, lower, within
+    from schedir.check import check
+    from schedir.compile import compile, finish, within
     from schedir.passes.slots import share_slots
     from schedir.text import show
 
@@ -50,7 +50,7 @@ def run(args: argparse.Namespace) -> str:
     program = replace(program, tp=args.tp or 1, dp=args.dp or 1, tied=tied, clip=clip)
     model: Model = args.model or "device"
     if program.is_draft:
-        program = lower(check_draft(program), costs, model, overlap=args.overlap, slots=args.slots)
+        program = compile(program, model=model, costs=costs, overlap=args.overlap, slots=args.slots)
     elif args.overlap:
         raise UsageError(f"{args.source} has its transfers: --overlap is for what has none")
     else:

@@ -18,7 +18,6 @@ from schedir.schedules import interleaved, one_f_one_b, pipedream_2bw
 from schedir.simulate import simulate
 from schedir.timeline import Timeline
 from schedir.viz import save_html
-from schedir.words import draft
 from tests.browser.chromium import Chromium
 
 COSTS = Costs(F=1, B=2, send=0.25)
@@ -247,11 +246,9 @@ def test_nothing_else_runs_and_nobody_is_asked(page: Page) -> None:
     browser.asked.clear()
 
 
-@pytest.mark.parametrize("kind", ["draft", "stages", "large", "none"])
+@pytest.mark.parametrize("kind", ["stages", "large", "none"])
 def test_every_kind_of_run_opens(page: Page, kind: str) -> None:
-    if kind == "draft":
-        t = simulate(draft(one_f_one_b, Plan(3, 4)), COSTS)
-    elif kind == "stages":
+    if kind == "stages":
         t = simulate(compile(interleaved, Plan(4, 8, 2), tp=2, dp=2), Costs(reduce_grads=1))
     elif kind == "large":
         t = simulate(compile(one_f_one_b, Plan(16, 1100), costs=COSTS), COSTS)
@@ -261,8 +258,3 @@ def test_every_kind_of_run_opens(page: Page, kind: str) -> None:
     browser = page(t)
     for key in ("m", "p", "c", "w", "ArrowRight", "ArrowDown", "Enter"):
         browser.key(key)
-    if kind == "draft":
-        browser.key("/")
-        browser.type("B 1.2")
-        browser.key("Enter")
-        assert "got from\nB 2.2, rank 2" in text(browser, "selected")

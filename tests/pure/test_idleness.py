@@ -38,12 +38,10 @@ def covers(timeline: Timeline) -> None:
 
 
 def program_of(draft: Program, how: str) -> Program:
-    if how == "draft":
-        return draft
     return group_opposites(lower(draft)) if how == "grouped" else lower(draft)
 
 
-HOW = st.sampled_from(["draft", "lowered", "grouped"])
+HOW = st.sampled_from(["lowered", "grouped"])
 
 
 @given(drafts(), st.data(), st.sampled_from(MODELS), HOW)
@@ -69,8 +67,6 @@ def test_intervals_are_all_the_idle_time(
         elif one["cause"] == Cause.REDUCTION:
             assert awaited["lane"] == Lane.DP and awaited["start"] <= one["start"]
             assert awaited["end"] >= one["end"]
-        elif how == "draft":
-            assert awaited["end"] <= one["start"]
         else:
             assert awaited["op"] in TRANSFERS + SHARDING
             assert awaited["start"] <= one["start"] < one["end"] <= awaited["end"]
@@ -137,14 +133,6 @@ def test_pairs_run_together() -> None:
     covers(schedir.simulate(program, Costs(F=1, I=1, W=1, FB=2, send=0.5)))
 
 
-def test_a_draft_waits_for_its_values() -> None:
-    draft = schedir.draft(gpipe, Plan(2, 1))
-    timeline = schedir.simulate(draft, Costs(F=1, B=2, send=0.5))
-    assert causes(timeline) == {
-        Cause.WARMUP: [3.5, 1], Cause.COOLDOWN: [0, 2.5], Cause.MESSAGE: [0.5, 0.5],
-    }  # fmt: skip
-
-
 def test_nothing_is_idle_alone() -> None:
     assert not len(idleness(schedir.simulate(schedir.compile(gpipe, Plan(1, 3)))))
 
@@ -152,7 +140,7 @@ def test_nothing_is_idle_alone() -> None:
 # ---------------------------------------------------------------- what a run is judged by
 
 
-@given(drafts(), st.data(), st.sampled_from(MODELS), st.sampled_from(["lowered", "grouped"]))
+@given(drafts(), st.data(), st.sampled_from(MODELS), HOW)
 def test_a_prediction_has_no_gap_where_nothing_is_missing(
     draft: Program, data: st.DataObject, model: Model, how: str
 ) -> None:

@@ -134,10 +134,9 @@ def test_a_name_is_only_text(name: str, twice: bool) -> None:
     assert name in unescape(text)
 
 
-@given(drafts(), st.data(), st.booleans())
-def test_the_numbers_arrive(draft: Program, data: st.DataObject, lowered: bool) -> None:
-    program = lower(draft) if lowered else draft
-    t = simulate(program, data.draw(costs(draft.plan)))
+@given(drafts(), st.data())
+def test_the_numbers_arrive(draft: Program, data: st.DataObject) -> None:
+    t = simulate(lower(draft), data.draw(costs(draft.plan)))
     run = data_of(html(t))["runs"][0]
     spans, n = t.spans, np.arange(len(t))
     assert (column(run, "op") == spans["op"]).all()

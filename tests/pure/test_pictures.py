@@ -28,7 +28,7 @@ from schedir.viz import compare, gantt, idle_map, save, tradeoff
 from schedir.viz.density import in_flight, memory, shares
 from schedir.viz.marks import MARKS, messages, phase_times
 from schedir.viz.palette import ACCENT
-from schedir.words import Schedule, draft
+from schedir.words import Schedule
 from tests.strategies import costs
 
 PAIRED = simulate(compile(dualpipe_v, Plan(4, 10, 2, "vee")))
@@ -123,12 +123,6 @@ def test_an_arrow_for_every_message(t: Timeline) -> None:
     (drawn,) = [c for c in figure.axes[0].collections if isinstance(c, Quiver)]
     assert sends == drawn.N
     assert not [c for c in gantt(t).axes[0].collections if isinstance(c, Quiver)]
-
-
-def test_a_draft_has_messages_too() -> None:
-    t = simulate(draft(one_f_one_b, Plan(3, 4)), Costs(send=0.5))
-    assert len(messages(t)) == 2 * 2 * 4
-    gantt(t, show=tuple(MARKS))
 
 
 def test_the_critical_path_is_outlined() -> None:

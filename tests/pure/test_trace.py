@@ -48,12 +48,12 @@ def same(a: Timeline, b: Timeline) -> bool:
     return facts[0] == facts[1] and bool((a.spans == b.spans).all())
 
 
-@given(drafts(), st.data(), st.sampled_from(MODELS), st.booleans(), st.booleans())
+@given(drafts(), st.data(), st.sampled_from(MODELS), st.booleans())
 def test_what_is_saved_comes_back(
-    draft: Program, data: st.DataObject, model: Model, lowered: bool, grouped: bool
+    draft: Program, data: st.DataObject, model: Model, grouped: bool
 ) -> None:
-    program = lower(draft) if lowered else draft
-    if lowered and grouped:
+    program = lower(draft)
+    if grouped:
         program, model = group_opposites(program), "edge"
     saved = schedir.simulate(program, data.draw(costs(draft.plan)), model=model)
     assert not saved.early.by.any()  # whatever the simulator does, causes come first

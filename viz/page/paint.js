@@ -145,7 +145,7 @@ function paintCurve(block) {
 function arrow(run, from, to, strong) {
   const a = box(run, from), b = box(run, to);
   if (!a || !b) return;
-  const down = b.y > a.y, x0 = xOf(run.draft ? run.end[from] : run.start[from]), x1 = xOf(run.draft ? run.start[to] : run.end[to]);
+  const down = b.y > a.y, x0 = xOf(run.start[from]), x1 = xOf(run.end[to]);
   const y0 = (down ? a.y + a.high : a.y) - view.top + HEAD, y1 = (down ? b.y : b.y + b.high) - view.top + HEAD;
   if (Math.max(x0, x1) < GUTTER || Math.min(x0, x1) > view.wide) return;
   const tip = strong ? 6 : 4, bend = (y1 - y0) * 0.45;

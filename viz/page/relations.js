@@ -23,14 +23,12 @@ function wholeChain(run) {
   return run.end.length ? chain(run, last) : [];
 }
 
-// All messages: [from, to], the sending span and the receiving one. In a draft, work to work.
+// All messages: [from, to], the sending span and the receiving one.
 function messages(run) {
   if (run.messages) return run.messages;
   const list = [];
   for (let k = 0; k < run.op.length; k++) {
     if (OPS[run.op[k]].sends && run.partner[k] >= 0) list.push([k, run.partner[k]]);
-    if (run.draft) for (const need of [run.need0[k], run.need1[k]])
-      if (need >= 0 && run.rank[need] !== run.rank[k]) list.push([need, k]);
   }
   return (run.messages = list);
 }

@@ -1,0 +1,187 @@
+"""Proofs: kept with a program, dropped with a change, and simulated without another look."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+from importlib import import_module
+
+import numpy as np
+import pytest
+from hypothesis import event, given, settings
+from hypothesis import strategies as st
+
+from schedir import torch_csv
+from schedir.check import check
+from schedir.compile import compile
+from schedir.costs import Costs
+from schedir.errors import (
+    DeadlockError,
+    LevelError,
+    OrderError,
+    ProgramError,
+    SlotError,
+    UsageError,
+)
+from schedir.graph import MODELS, Model
+from schedir.greedy import greedy
+from schedir.plan import Plan
+from schedir.program import Program, Slots
+from schedir.schedules import interleaved, one_f_one_b, zb_h1
+from schedir.simulate import simulate
+from schedir.testing import drafts
+from schedir.text import parse, show
+from schedir.words import draft
+from tests.mutants import MUTATIONS, mutate
+from tests.pure.test_check import naive
+from tests.strategies import costs, with_slots
+
+
+@pytest.fixture
+def looks(monkeypatch: pytest.MonkeyPatch) -> list[Program]:
+    """The programs whose completeness is looked at."""
+    seen: list[Program] = []
+    module = import_module("schedir.check")
+    real = module.completeness
+
+    def counted(program: Program, *, draft: bool) -> object:
+        seen.append(program)
+        return real(program, draft=draft)
+
+    monkeypatch.setattr(module, "completeness", counted)
+    return seen
+
+
+def test_a_proof_stays_until_the_program_changes(looks: list[Program]) -> None:
+    program = parse(show(compile(one_f_one_b, Plan(3, 6))))
+    looks.clear()
+    for _ in range(2):
+        simulate(check(program))
+    assert looks == [program] and program.proofs == {("device", False)}
+    renamed = replace(program, name="another")
+    assert not renamed.proofs
+    simulate(renamed)
+    simulate(renamed, Costs(F=3))
+    check(renamed)
+    assert len(looks) == 2 and looks[1] is renamed
+
+
+def test_what_holds_where_hosts_block_holds_elsewhere(looks: list[Program]) -> None:
+    program = parse(show(compile(one_f_one_b, Plan(3, 6))))
+    looks.clear()
+    check(program, "edge", blocks=True)
+    simulate(program, model="edge")
+    assert program.proofs == {("edge", False), ("edge", True)}
+    check(program, "serial")
+    assert ("serial", True) not in program.proofs
+    assert len(looks) == 1  # it is complete under every model
+    assert compile(one_f_one_b, Plan(3, 6)).proofs == {(m, b) for m in MODELS for b in (0, 1)}
+
+
+def test_no_proof_of_what_is_refused() -> None:
+    program = naive(draft(one_f_one_b, Plan(2, 4)))
+    check(program, "edge")
+    for model in ("device", "serial"):
+        for _ in range(2):
+            with pytest.raises(DeadlockError):
+                check(program, model)
+            with pytest.raises(DeadlockError):
+                simulate(program, model=model)
+    assert program.proofs == {("edge", False)}
+    with pytest.raises(UsageError):
+        check(program, "tcp")  # type: ignore[arg-type]
+
+
+def said(call: object, *args: object, **options: object) -> str:
+    """What a call raises; "" if nothing."""
+    assert callable(call)
+    try:
+        call(*args, **options)
+    except ProgramError as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
+@settings(max_examples=200)
+@given(st.integers(0, 2**32), st.sampled_from([*MUTATIONS]), st.sampled_from(MODELS))
+def test_what_is_simulated_is_what_is_right(seed: int, name: str, model: Model) -> None:
+    try:
+        program, mutant = mutate(name, seed)
+    except ProgramError:
+        return  # its text says none
+    if mutant.is_draft:
+        return  # which is lowered first
+    if mutant.plan.ranks == program.plan.ranks:
+        mutant = replace(mutant, slots=with_slots(program, random.Random(seed)).slots)
+    refused = said(check, replace(mutant), model)
+    event(refused.partition(":")[0] or "right")
+    assert said(simulate, replace(mutant), model=model) == refused
+    assert said(simulate, mutant, Costs(F=2, send=1), model=model) == refused
+    assert bool(mutant.proofs) == (not refused)
+    if not refused:
+        one, other = (simulate(mutant, model=model, unchecked=b) for b in (False, True))
+        assert (one.spans == other.spans).all()
+
+
+def test_unchecked_for_what_finishes_but_is_wrong() -> None:
+    """A reduction in a queue of its own finishes wherever its host issues it."""
+    program = compile(zb_h1, Plan(2, 4))
+    text = show(program, folded=False)
+    wrong = parse(
+        text.replace("  reduce_grads 1\n", "").replace("rank 1\n", "rank 1\n  reduce_grads 1\n")
+    )
+    with pytest.raises(OrderError):
+        simulate(wrong)
+    assert simulate(wrong, unchecked=True).span == simulate(program).span
+    assert not wrong.proofs
+
+
+def test_a_slot_that_only_its_own_filler_frees() -> None:
+    program = compile(interleaved, Plan(1, 1, 3))
+    program = replace(program, slots=(Slots(0, 1, 0, 2),))
+    with pytest.raises(SlotError):
+        simulate(program)
+    with pytest.raises(DeadlockError) as caught:
+        simulate(program, unchecked=True)
+    (wait,) = caught.value.cycle
+    assert str(wait.instr) == str(wait.needs) == "F 1.0"
+
+
+# ---------------------------------------------------------------- drafts
+
+
+@given(drafts(), st.data(), st.sampled_from(MODELS))
+def test_a_draft_is_its_program(given: Program, data: st.DataObject, model: Model) -> None:
+    priced = data.draw(costs(given.plan))
+    program = compile(given, costs=priced, model=model)
+    one, other = simulate(given, priced, model=model), simulate(program, priced, model=model)
+    assert one.program == program and np.array_equal(one.spans, other.spans)
+
+
+def test_drafts_of_any_kind_are_compiled() -> None:
+    plan = Plan(4, 8)
+    program = compile(one_f_one_b, plan)
+    listed = greedy(plan, "BF", lambda rank: plan.ranks - rank)
+    imported = torch_csv.parse(torch_csv.show(program, "torch"))
+    for each in (draft(one_f_one_b, plan), listed, imported, parse(show(listed))):
+        assert compile(each).streams == compile(each, plan).streams == program.streams
+    assert compile(listed, costs=Costs(send=5)).order.keys() == program.order.keys()
+
+
+def test_a_draft_brings_its_traits() -> None:
+    given = replace(draft(one_f_one_b, Plan(2, 4)), tp=2, clip=True)
+    assert compile(given) == replace(compile(one_f_one_b, Plan(2, 4), 2, clip=True))
+    assert compile(given, tp=1, clip=False) == compile(one_f_one_b, Plan(2, 4))
+
+
+def test_what_cannot_be_compiled() -> None:
+    given = draft(one_f_one_b, Plan(2, 4))
+    with pytest.raises(UsageError, match="its own plan"):
+        compile(given, Plan(2, 8))
+    with pytest.raises(LevelError, match="lowered already"):
+        compile(compile(given))
+    with pytest.raises(UsageError, match="a Plan"):
+        compile(one_f_one_b)
+    with pytest.raises(LevelError) as caught:
+        check(given)
+    assert "schedir.compile lowers a draft" in caught.value.hint
