@@ -212,7 +212,7 @@ class MemoryLimitError(ProgramError):
         width = max((len(name) for name, _, _ in self.holds), default=0)
         most = max((len(str(number)) for _, number, _ in self.holds), default=0)
         return [
-            *(f"{line}  while it runs" for line in super().lines()),
+            *super().lines(),
             *(
                 f"  {name:<{width}}  {number:>{most}}  {in_bytes(size):>8}"
                 for name, number, size in self.holds

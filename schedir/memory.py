@@ -173,11 +173,13 @@ def fit(program: Program, sizes: Sizes, limit: float) -> Program:
         if own.bytes[most] <= limit:
             continue
         at = int(own.at[most])
+        instr = program.streams[rank][at]
+        new = ", and its own tape is what it adds to what was saved"
         raise MemoryLimitError(
             program=program.name,
             limit=limit,
             needs=float(own.bytes[most]),
             holds=own.table(most),
-            site=Site(rank, at, program.streams[rank][at]),
+            site=Site(rank, at, instr, "while it runs" + new * (instr.op is Opcode.BackwardInput)),
         )
     return program

@@ -85,6 +85,7 @@ def register_split(
     are called as `rule(layer, a, b, ..., dy)`: what it keeps must hold what they need.
 
     `check_split` compares the rules with autograd.  Under autocast a taught layer is not split.
+    Raises UsageError for what is no type of module.
 
     >>> import torch
     >>> class Scale(torch.nn.Module):
@@ -100,6 +101,11 @@ def register_split(
     ... )
     >>> check_split(Scale(8), torch.randn(4, 8))
     """
+    if not (isinstance(kind, type) and issubclass(kind, nn.Module)):
+        raise UsageError(
+            f"what is split is a type of nn.Module, not {kind!r:.60}",
+            hint="register_split(nn.Conv2d, ...)",
+        )
     how = Halves(forward or partial(_own, kind), input, dict(later), dict(now or {}))
     _TAUGHT[kind] = how
 
@@ -203,7 +209,8 @@ def _subclass(kind: type[nn.Module], run: Forward) -> type[nn.Module]:
 
 
 def _reduced(layer: nn.Module, kind: type[nn.Module], protocol: int) -> tuple[Any, ...]:
-    return _remade, (kind,), vars(layer).copy()
+    state = kind.__reduce_ex__(layer, protocol)[2:]
+    return _remade, (kind,), *state
 
 
 def _remade(kind: type[nn.Module]) -> nn.Module:

@@ -156,6 +156,8 @@ def test_what_is_taught_wrongly() -> None:
         return dx
 
     layer, x = Odd(N), torch.randn(2, 3, N)
+    with pytest.raises(UsageError, match=r"type of nn\.Module, not Odd"):
+        register_split(layer, input=back, later={"weight": rule})  # type: ignore[arg-type]
     with pytest.raises(UsageError, match="how Odd is split is not known"):
         split_layers(layer, Odd)
     register_split(Odd, input=back, later={"weight": rule})

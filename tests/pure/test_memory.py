@@ -186,6 +186,14 @@ def test_what_is_saved_and_taped_at_once() -> None:
         within(program, told, 11)
     assert caught.value.needs == 12 and caught.value.sites[0].index == 1
     assert caught.value.holds == (("saved", 1, 10.0), ("tape", 1, 2.0))
+    assert (
+        str(caught.value)
+        == """\
+<lambda>: rank 0 would hold 12 B, and may hold 11 B
+  rank 0 #1   I 0.0  while it runs, and its own tape is what it adds to what was saved
+    saved  1      10 B
+    tape   1       2 B"""
+    )
     assert within(program, told, 12) is program
 
 
