@@ -106,15 +106,10 @@ def _in_one_order(graph: Graph) -> bool:
     number; and along each Stream numbers go up, from group to group.  So no path leads back to
     where it began.
     """
-    index, m = graph.index, graph.program.plan.microbatches
-    number = np.full(len(graph), NONE, np.int32)
-    for send, numbers in graph.program.order.items():
-        if len(numbers) != index.size[Per.MICROBATCH]:
-            return False
-        for row in (ROWS[send], ROWS[ROWS[send].meets or send]):
-            at = np.flatnonzero(index.op == row.op)
-            sender = index.key[at] + np.int32(0 if row.op is send else row.hop * m)
-            number[at] = numbers[sender]
+    index = graph.index
+    if any(len(own) != index.size[Per.MICROBATCH] for own in graph.program.order.values()):
+        return False
+    number = index.messages()
     for k, members in enumerate(graph.meetings):
         number[members] = 2**30 + k
     if ((number == NONE) & index.among(TRANSFERS + COLLECTIVES)).any():

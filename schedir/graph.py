@@ -127,14 +127,16 @@ class Graph:
         """What a host that blocks has waited for before it issues each instruction, shape (3, n).
 
         Of computes it is the one before.  A reduction with partners waits for those before it, and
-        so lets a host on when they end.  A gather stands for its message and those of the gathers
+        so lets a host on when they end; but a sum of two holders only for one over replicas, which
+        stands before all of them.  A gather stands for its message and those of the gathers
         before it: once they are there, nothing else can keep it.  The compute lane's own
         instructions, and gathers, follow each other anyway.
         """
         line, waited = _LINE[self.index.op], np.full((3, len(self)), NONE, np.int32)
         compute, reduce, gather = (np.flatnonzero(line == k) for k in range(3))
         waited[0, compute], waited[2, gather] = compute, gather
-        meets = self.index.among(COLLECTIVES)[reduce[1:]]
+        waits = [op for op in COLLECTIVES if op is not Opcode.ReduceHolders or self.program.dp > 1]
+        meets = self.index.among(tuple(waits))[reduce[1:]]
         waited[1, reduce[1:]] = np.where(meets, reduce[:-1], NONE)
         before = np.full_like(waited, NONE)
         before[:, 1:] = np.maximum.accumulate(waited, 1)[:, :-1]

@@ -96,6 +96,16 @@ class Index:
         inside = (key >= 0) & (key < len(table))
         return np.where(inside, table[np.where(inside, key, 0)], np.int32(NONE))
 
+    def messages(self) -> Positions:
+        """The number of each transfer's message in `Program.order`; -1 where there is none."""
+        number = np.full(len(self), NONE, np.int32)
+        for send, numbers in self.program.order.items():
+            for row in (ROWS[send], ROWS[ROWS[send].meets or send]):
+                at = np.flatnonzero(self.op == row.op)
+                hop = 0 if row.op is send else row.hop  # from a receive to its send
+                number[at] = numbers[self.key[at] + np.int32(hop * self.program.plan.microbatches)]
+        return number
+
     def place(self, position: int) -> tuple[int, int, Instr]:
         """Rank, index in its Stream and instruction at a position."""
         rank = int(np.searchsorted(self.program.offsets, position, side="right")) - 1

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import pairwise
 
 import numpy as np
 
+from schedir.index import Index
 from schedir.ops import ADDS, COMPUTE, Opcode
 from schedir.passes.insert import insert
 from schedir.program import Program, Stream, Words, pack
@@ -28,15 +30,36 @@ def reduce_grads(program: Program) -> Program:
 
 
 def reduce_holders(program: Program) -> Program:
-    """Sum each stage's gradient over its two holders, if it has two.
+    """Sum each stage's gradient over its two holders, if it has two, as soon as both are ready.
 
-    All stages at the end and in one order, so that the holders of two stages never wait for
-    each other.
+    On both ranks a sum stands between the same two messages of the one order in which `transfers`
+    has placed them all, and of two sums there the same one comes first, that of the gradient which
+    stands earlier in its Stream.  So all Streams agree with one order still, and none can hang.
+
+    With replicas all sums stand at the end: each has to wait for the one over the replicas, which
+    goes on beside what is computed, and what stands behind it on hosts that block would wait too.
     """
     plan = program.plan
     if not (plan.two_way and program.trains):
         return program
-    return _append(program, [pack(Opcode.ReduceHolders, own, 0) for own in plan.stages_of])
+    if program.dp > 1 or not program.order:
+        return _append(program, [pack(Opcode.ReduceHolders, own, 0) for own in plan.stages_of])
+    index, begins = Index(program), program.offsets.tolist()
+    messages = index.messages()
+    passed = np.concatenate([np.maximum.accumulate(messages[b:e]) for b, e in pairwise(begins)])
+    ready = index.at[Opcode.ReduceGrads].reshape(plan.holders.shape)
+    behind = passed[ready].max(0)  # the message that the sum of each stage stands behind
+    ready = ready - program.offsets[plan.holders]
+    order = np.lexsort((ready.max(0), behind))
+    streams, none = [], np.empty(0, np.int64)
+    for rank, stream in enumerate(program.streams):
+        own = order[np.isin(order, plan.stages_of[rank])]
+        before = passed[begins[rank] : begins[rank + 1]]
+        reduced = np.where(plan.holders[0, own] == rank, *ready[:, own])
+        last = before[np.searchsorted(before, behind[own], side="right") - 1]
+        after = np.maximum.accumulate(np.maximum(reduced, np.searchsorted(before, last)))
+        streams.append(insert(stream, (none, none), (after, pack(Opcode.ReduceHolders, own, 0))))
+    return replace(program, streams=tuple(streams))
 
 
 def reduce_tied(program: Program) -> Program:

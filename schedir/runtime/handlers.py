@@ -294,7 +294,8 @@ def reduce_holders(rank: Rank, i: Instr) -> Call:
         for flat in gradients.flat:
             rank.reducing.append(rank.transport.all_reduce(flat, "holders"))
 
-    return Call(partial(_reduced, rank), run)
+    # The sum over replicas comes first; what is reduced here alone is there already.
+    return Call(partial(_reduced, rank) if rank.program.dp > 1 else None, run)
 
 
 def reduce_tied(rank: Rank, i: Instr) -> Call:

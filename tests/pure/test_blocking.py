@@ -79,7 +79,8 @@ def finishes(program: Program) -> bool:
     """Whether hosts that make one call after the other come to the end, under `edge`.
 
     Transfers and reductions are begun; a compute waits for the messages that bring what it takes
-    in and take away what its slot held, and a reduction with partners for those before it.
+    in and take away what its slot held, and a reduction with partners for those before it; that of
+    two holders has only replicas to wait for.
     """
     machine = Machine(program, "edge", Costs())
     machine.run()  # fills its tables
@@ -93,6 +94,8 @@ def finishes(program: Program) -> bool:
     def may(rank: int, k: int) -> bool:
         row = ROWS[lists[rank][k].op]
         if row.hop or row.op is Opcode.ReduceGrads:
+            return True
+        if row.op is Opcode.ReduceHolders and program.dp == 1:
             return True
         if row.lane is Lane.DP or row.op is Opcode.OptimizerStep:
             reduces = [j for j in range(k) if ROWS[lists[rank][j].op].lane is Lane.DP]

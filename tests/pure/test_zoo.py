@@ -203,14 +203,6 @@ def test_chimera() -> None:
         assert timeline.idle.tolist() == [2 * (P - 2)] * P
 
 
-@pytest.mark.parametrize("reduce", [0.5, 4.0])
-def test_holders_reduce_before_they_step(reduce: float) -> None:
-    """Two stages on a rank are reduced one after the other, each with the other holder."""
-    plan = plan_of(dualpipe, 4, 8)
-    free, costly = (run(dualpipe, plan, Costs(reduce_holders=c)) for c in (0, reduce))
-    assert costly.span == free.span + 2 * reduce
-
-
 # ------------------------------------------------------------------ slots
 
 
