@@ -19,8 +19,9 @@ def dualpipe(r: int, P: int, m: int) -> Word:
     DeepSeek-V3 (arXiv 2412.19437, section 3.2.1), in the order of github.com/deepseek-ai/DualPipe.
     A rank and its mirror image do the same, and the half of them what `dualpipe_v` does on as
     many ranks.  So with FB the cost of a pair, the rank that idles most idles
-    (P/2-1)(FB + B - 3W) at F = I >= W, and no more if W <= F < I.  P+1 stage activations in
-    flight on every rank, and parameters twice.  Takes even m >= 2P.
+    (P/2-1)(FB + B - 3W) at F = I >= W, and no more if W <= F < I.  (If each half of a pair handed
+    on its own result as soon as it is ready: (P/2-1)(F + I - W) at F = I >= W.)  P+1 stage
+    activations in flight on every rank, and parameters twice.  Takes even m >= 2P.
 
     >>> from schedir.ascii import timeline
     >>> from schedir import Costs

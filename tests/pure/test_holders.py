@@ -82,8 +82,8 @@ def test_no_step_is_longer_than_with_sums_at_the_end(
     times: list[float],
 ) -> None:
     holders, grads, tied_, send = reductions
-    stage = [tuple(times[k::3][:ranks]) for k in range(3)]
-    costs = Costs(*stage, reduce_holders=holders, reduce_grads=grads, reduce_tied=tied_, send=send)
+    F, I, W = (tuple(times[k::3][:ranks]) for k in range(3))
+    costs = Costs(F, I, W, send=send, reduce_holders=holders, reduce_grads=grads, reduce_tied=tied_)
     # What two holders do at different times may hold up what one of them reduces alone.
     slack = grads * isinstance(schedule, str) + 1e-9
     program = mirrored(ranks, units, schedule, costs, tied)

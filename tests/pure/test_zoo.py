@@ -19,6 +19,7 @@ from schedir.costs import Costs
 from schedir.errors import PlanError, ScheduleError
 from schedir.graph import MODELS
 from schedir.plan import Plan
+from schedir.program import JOINED
 from schedir.schedules import (
     chimera,
     dualpipe,
@@ -39,7 +40,7 @@ from schedir.schedules import (
     zb_v,
 )
 from schedir.simulate import simulate
-from schedir.words import Schedule, draft
+from schedir.words import Schedule, Word, draft
 from tests.laws import TRIPLES, TWO_WAY, ZOO, cases, least, plan_of, run
 
 # ------------------------------------------------------------------ whole backwards
@@ -180,6 +181,18 @@ def test_dualpipe() -> None:
     for together in (4, 5, 6):
         timeline = run(dualpipe, plan_of(dualpipe, 8, 18), Costs(F=2, I=2, W=2, FB=together))
         assert max(timeline.idle) == 3 * (together + 4 - 3 * 2)
+
+
+@pytest.mark.parametrize("schedule", [dualpipe, dualpipe_v])
+def test_pairs_whose_halves_hand_on_their_results_apart(schedule: Schedule) -> None:
+    def halves(r: int, P: int, m: int) -> Word:
+        return Word(schedule(r, P, m).letters & ~JOINED)  # type: ignore[union-attr]
+
+    for P, m in ((2, 8), (4, 10), (8, 20)):
+        steps = (P // 2 if schedule is dualpipe else P) - 1
+        for F, I, W in (t for t in TRIPLES if alike(*t)):
+            timeline = run(halves, plan_of(schedule, P, m), Costs(F=F, I=I, W=W))
+            assert timeline.idle.tolist() == [steps * (F + I - W)] * P
 
 
 def test_both_ways_are_alike() -> None:
