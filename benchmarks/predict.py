@@ -1,13 +1,14 @@
-"""Predict: how far a simulation at measured costs is from the run, for six schedules.
+"""Predict: how far a simulation at measured costs is from the run, for every schedule that trains.
 
-    python benchmarks/predict.py --steps 40
+    python benchmarks/predict.py
+    python benchmarks/predict.py zb_v dualpipe_v --ranks 2 --steps 100
 
-Two processes train a small GPT.  Of each schedule, every step after the first five is a
-Timeline.  `own` says how far the simulation at a step's own mean times is from that step;
-`next` how far the one at the mean times of the earlier half of the steps is from the steps of
-the later half (their median); `from 1F1B` how far the one at the costs of the 1F1B run is, where
-stages are the same.  `recording` is the processor time that the notes of a step take, measured
-on instructions that do nothing, over the time of the step.
+Processes train a small GPT.  Of each schedule, every step after the first five is a Timeline.
+`own` says how far the simulation at a step's own mean times is from that step; `next` how far the
+one at the mean times of the earlier half of the steps is from the steps of the later half (their
+median); `from 1F1B` how far the one at the costs of the 1F1B run is, where stages are the same.
+`recording` is the processor time that the notes of a step take, measured on instructions that do
+nothing, over the time of the step.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import argparse
 import statistics
 import sys
 from collections.abc import Iterator
-from dataclasses import fields
+from dataclasses import fields, replace
 from pathlib import Path
 from time import process_time
 from typing import Any
@@ -27,7 +28,7 @@ import numpy as np
 import torch
 
 import schedir
-from schedir import Costs, Plan, Timeline, gpt, schedules
+from schedir import Costs, Timeline, gpt, schedules
 from schedir.calibrate import calibrate, completed
 from schedir.gpt_config import GPTConfig
 from schedir.program import Program
@@ -35,29 +36,34 @@ from schedir.runtime.c10d import measured
 from schedir.runtime.executor import Executor
 from schedir.runtime.rank import Boundary, Call
 from schedir.runtime.shared import Shared
+from schedir.words import delay_for
 from tests.gloo.spawn import run
+from tests.laws import ZOO, plan_of
 
 MODEL = GPTConfig(vocab=256, layers=8, hidden=96, heads=4, context=64)
 SIZE = 4  # sequences of a microbatch
-PLANS = {
-    "gpipe": Plan(2, 8),
-    "one_f_one_b": Plan(2, 8),
-    "zb_h1": Plan(2, 8),
-    "interleaved": Plan(2, 8, 2),
-    "zb_v": Plan(2, 8, 2, "vee"),
-    "looped_bfs": Plan(2, 8, 2),
-}
-WARM = 5
+BASE = "one_f_one_b"
+WARM, MICROBATCHES, GOAL = 5, 8, 0.03
 
 
-def program_of(name: str) -> Program:
-    return schedir.compile(getattr(schedules, name), PLANS[name], model="edge", tied=True)
+def program_of(name: str, ranks: int) -> Program:
+    schedule = getattr(schedules, name)
+    shape = plan_of(schedule, ranks, MICROBATCHES)
+    late = delay_for(schedule)
+    plan = replace(shape, updates=2, delay=late) if late else shape
+    return schedir.compile(schedule, plan, model="edge", tied=True)
 
 
-def train(rank: int, name: str, steps: int) -> tuple[list[Timeline], float]:
+def trained(ranks: int) -> list[str]:
+    """The schedules that train, 1F1B first."""
+    names = [n for n in ZOO if program_of(n, ranks).trains]
+    return sorted(names, key=lambda n: n != BASE)
+
+
+def train(rank: int, name: str, ranks: int, steps: int) -> tuple[list[Timeline], float]:
     """Timelines of all steps but the first, and seconds that recording an instruction takes."""
     torch.manual_seed(rank)
-    program = program_of(name)
+    program = program_of(name, ranks)
     plan, transport = program.plan, Shared(program)
     stages = {s: gpt.build_stage(MODEL, s, plan.stages) for s in plan.stages_of[rank]}
     parameters = [p for stage in stages.values() for p in stage.parameters()]
@@ -106,42 +112,59 @@ def mean(costs: list[Costs]) -> Costs:
     return Costs(**{f.name: one([getattr(c, f.name) for c in costs]) for f in fields(Costs)})
 
 
-def rows(steps: int) -> Iterator[list[str]]:
+def rows(names: list[str], ranks: int, steps: int) -> Iterator[tuple[list[str], float]]:
+    """Rows of the table, each with the median of how far `own` is."""
     base: Costs | None = None
-    for name in ("one_f_one_b", *(n for n in PLANS if n != "one_f_one_b")):
-        program = program_of(name)
-        timelines, recording = run(train, 2, name, steps, limit=600)[0]
+    for name in names:
+        program = program_of(name, ranks)
+        timelines, recording = run(train, ranks, name, ranks, steps, limit=600)[0]
         costs = [calibrate(t) for t in timelines]
         spans = [t.span for t in timelines]
         own = [span(program, c) / s - 1 for c, s in zip(costs, spans, strict=True)]
         half = len(spans) // 2
         earlier = mean(costs[:half])
         later = statistics.median(spans[half:])
-        if name == "one_f_one_b":
+        if name == BASE:
             base = completed(earlier, program)
-        assert base is not None
-        same = program.plan.stages == 2
-        yield [
-            name,
-            f"{1e3 * statistics.median(spans):.1f}",
-            f"{np.percentile(spans, 90) / np.percentile(spans, 10) - 1:.0%}",
-            f"{statistics.median(own):+.1%}",
-            f"{max(map(abs, own)):.1%}",
-            f"{span(program, earlier) / later - 1:+.1%}",
-            f"{span(program, base) / later - 1:+.1%}" if same else "",
-            f"{recording * len(program.streams[0]) / statistics.median(spans):.3%}",
-        ]
+        same = base is not None and program.plan.stages == ranks and not program.plan.two_way
+        yield (
+            [
+                name,
+                str(ranks),
+                f"{1e3 * statistics.median(spans):.1f}",
+                f"{np.percentile(spans, 90) / np.percentile(spans, 10) - 1:.0%}",
+                f"{statistics.median(own):+.1%}",
+                f"{max(map(abs, own)):.1%}",
+                f"{span(program, earlier) / later - 1:+.1%}",
+                f"{span(program, base) / later - 1:+.1%}" if same and base is not None else "",
+                f"{recording * len(program.streams[0]) / statistics.median(spans):.3%}",
+            ],
+            statistics.median(own),
+        )
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--steps", type=int, default=40, metavar="N")
+    parser.add_argument("names", nargs="*", metavar="SCHEDULE", help="by default all that train")
+    parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4], metavar="P")
+    parser.add_argument("--steps", type=int, default=20, metavar="N")
     options = parser.parse_args()
-    head = ["schedule", "step, ms", "p90 over p10", "own, median", "own, worst", "next",
+    head = ["schedule", "P", "step, ms", "p90 over p10", "own, median", "own, worst", "next",
             "from 1F1B", "recording"]  # fmt: skip
     print(f"| {' | '.join(head)} |\n| --- | {' | '.join(['---:'] * (len(head) - 1))} |")
-    for row in rows(options.steps):
-        print(f"| {' | '.join(row)} |", flush=True)
+    for ranks in options.ranks:
+        found = []
+        for row, own in rows(options.names or trained(ranks), ranks, options.steps):
+            print(f"| {' | '.join(row)} |", flush=True)
+            found.append((abs(own), row[0]))
+        far = [name for error, name in found if error > GOAL]
+        print(
+            f"\n{ranks} processes: {len(found) - len(far)} of {len(found)} within {GOAL:.0%} at "
+            f"their own mean times, the worst {max(found)[1]} with {max(found)[0]:.1%}"
+            + f"; not: {', '.join(far)}" * bool(far)
+            + "\n",
+            flush=True,
+        )
 
 
 if __name__ == "__main__":
