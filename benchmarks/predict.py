@@ -14,6 +14,7 @@ nothing, over the time of the step.
 from __future__ import annotations
 
 import argparse
+import os
 import statistics
 import sys
 from collections.abc import Iterator
@@ -159,7 +160,7 @@ def main() -> None:
             found.append((abs(own), row[0]))
         far = [name for error, name in found if error > GOAL]
         print(
-            f"\n{ranks} processes: {len(found) - len(far)} of {len(found)} within {GOAL:.0%} at "
+            f"\n{ranks} processes on {len(os.sched_getaffinity(0))} cores: {len(found) - len(far)} of {len(found)} within {GOAL:.0%} at "
             f"their own mean times, the worst {max(found)[1]} with {max(found)[0]:.1%}"
             + f"; not: {', '.join(far)}" * bool(far)
             + "\n",

@@ -16,7 +16,7 @@ from schedir.compile import lower
 from schedir.ops import SENDS
 from schedir.schedules import gpipe, interleaved, looped_bfs, one_f_one_b
 from schedir.timeline import Timeline
-from schedir.words import B, F, I, W, Word
+from schedir.words import B, F, I, Schedule, W, Word
 from tests.laws import TWO_WAY, ZOO, least, plan_of
 from tests.measuring import measured
 from tests.strategies import costs, drafts
@@ -123,6 +123,19 @@ def test_clocks_that_differ_a_little(case: tuple[Program, Costs], ahead: list[fl
     """What one direction gains by them, the other loses; a rank's own times are its clock's."""
     run = measured(*case, clocks=np.array(ahead))
     assert again(run).span == pytest.approx(run.span, abs=1e-3 * (len(run.critical_path) + 1))
+
+
+@pytest.mark.parametrize("schedule", ZOO.values(), ids=ZOO)
+@pytest.mark.parametrize("tp", [1, 2])
+def test_hosts_that_wait_themselves(schedule: Schedule, tp: int) -> None:
+    """They post late what a simulation posts early, which short messages hardly show."""
+    plan = plan_of(schedule, 4, max(8, least(schedule, 4)))
+    tp = 1 if schedule in TWO_WAY else tp
+    uneven = tuple(2 + 0.5 * (s % 3) for s in range(plan.stages))
+    given = Costs(F=uneven, I=2.5, W=1.5, FB=7, send=0.1, scatter=0.02, gather=0.05, step=1)
+    program = schedir.compile(schedule, plan, tp, model="edge", costs=given, tied=True)
+    run = measured(program, given, host=0.05, blocks=True)
+    assert again(run).span == pytest.approx(run.span, rel=0.01)
 
 
 def test_messages_that_nobody_waits_for_cost_nothing() -> None:
