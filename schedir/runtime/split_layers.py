@@ -283,12 +283,16 @@ def watching(module: nn.Module, looks: bool = True) -> Iterator[set[str]]:
 def left_whole(module: nn.Module, came: set[str], split: bool) -> str:
     """What to say of the layers that added their gradients in I; nothing where that is cheap.
 
-    If something was split, that is all but matrices, and what a stage itself adds, as positions.
+    If something was split, that is all but matrices, and what is beside layers that were split, as
+    positions.
     """
+    trained = {name: p for name, p in module.named_parameters() if p.requires_grad}
+    matrices = {name for name, p in trained.items() if sum(n > 1 for n in p.shape) > 1}
     layers: dict[str, type[nn.Module]] = {}
-    for name, p in module.named_parameters():
-        owner, _, _ = name.rpartition(".")
-        if name in came and (not split or (owner and sum(n > 1 for n in p.shape) > 1)):
+    for name in trained:
+        owner, dot, _ = name.rpartition(".")
+        beside = any(other.startswith(owner + dot) for other in matrices - came)
+        if name in came and not (split and (beside or name not in matrices)):
             layers[owner] = type(module.get_submodule(owner))
     names = [f"{owner or 'itself'} ({kind.__name__})" for owner, kind in layers.items()]
     if not names:

@@ -249,8 +249,13 @@ def asked_stages(stages: int) -> list[nn.Module]:
     return [split_layers(stage, nn.LayerNorm) for stage in normed_stages(stages)]
 
 
+def checkpointed_stages(stages: int) -> list[nn.Module]:
+    return [Checkpointed(stage, False) for stage in gpt_stages(stages, tied=False)]
+
+
 MODELS: dict[str, tuple[Any, Any, Any]] = {
     "gpt": (partial(gpt_stages, tied=False), batch, gpt.loss),
+    "checkpointed": (checkpointed_stages, batch, gpt.loss),
     "asked": (asked_stages, normed_batch, nn.functional.mse_loss),
     "normed": (normed_stages, normed_batch, nn.functional.mse_loss),
 }
