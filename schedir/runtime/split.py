@@ -230,7 +230,7 @@ class _Linear(torch.autograd.Function):
         elif bias is None:
             y = x @ weight
         else:
-            y = torch.addmm(bias, _rows(x), weight).view(*x.shape[:-1], -1)
+            y = torch.addmm(bias, _rows(x), weight).view(*x.shape[:-1], weight.shape[-1])
         ctx.save_for_backward(x.to(y.dtype))  # under autocast, what was multiplied
         return _owned(y)
 

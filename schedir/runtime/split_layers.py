@@ -51,10 +51,7 @@ def split_layers(module: nn.Module, *also: type[nn.Module]) -> nn.Module:
     """
     for kind in also:
         if _split_type(kind) is None:
-            raise UsageError(
-                f"how {kind.__name__} is split is not known",
-                hint=f"register_split({kind.__name__}, ...)",
-            )
+            raise _unknown(kind)
     for layer in module.modules():
         kind = type(layer)
         split = None if kind in _ASKED_FOR and kind not in also else _split_type(kind)
@@ -122,9 +119,12 @@ def check_split(layer: nn.Module, x: Tensor) -> None:
     """Compare how a layer is split with what autograd gives for the layer as it is.
 
     Raises ModelError that says which gradient is off: by more than 1 % of its norm in types of 16
-    bits, else by more than 0.01 %.
+    bits, else by more than 0.01 %; UsageError for a layer of a type that is not known.
     """
-    whole, split = deepcopy(layer), split_layers(deepcopy(layer), *_ASKED_FOR & {type(layer)})
+    kind = type(layer)
+    whole, split = deepcopy(layer), split_layers(deepcopy(layer), *_ASKED_FOR & {kind})
+    if not hasattr(split, "split_later"):
+        raise _unknown(kind)
     found: list[dict[str, Tensor | None]] = []
     for one in (whole, split):
         given = x.detach().clone()
@@ -146,7 +146,7 @@ def check_split(layer: nn.Module, x: Tensor) -> None:
             continue
         bound = 1e-2 if want is not None and want.dtype.itemsize < 4 else 1e-4
         if want is None or got is None or not _off(got, want) <= bound:
-            raise ModelError(f"by the split of {type(layer).__name__}, {name} is not autograd's")
+            raise ModelError(f"by the split of {kind.__name__}, {name} is not autograd's")
 
 
 def _off(got: Tensor, want: Tensor) -> float:
@@ -216,8 +216,13 @@ def _reduced(layer: nn.Module, kind: type[nn.Module], protocol: int) -> tuple[An
 def _remade(kind: type[nn.Module]) -> nn.Module:
     split = _split_type(kind)
     if split is None:
-        raise UsageError(f"how {kind.__name__} is split is not known here")
+        raise _unknown(kind)
     return split.__new__(split)
+
+
+def _unknown(kind: type[nn.Module]) -> UsageError:
+    name = kind.__name__
+    return UsageError(f"how {name} is split is not known", hint=f"register_split({name}, ...)")
 
 
 def _odd(layer: Any) -> bool:

@@ -160,6 +160,8 @@ def test_what_is_taught_wrongly() -> None:
         register_split(layer, input=back, later={"weight": rule})  # type: ignore[arg-type]
     with pytest.raises(UsageError, match="how Odd is split is not known"):
         split_layers(layer, Odd)
+    with pytest.raises(UsageError, match="how Odd is split is not known"):
+        check_split(layer, x)
     register_split(Odd, input=back, later={"weight": rule})
     with pytest.raises(ModelError, match="the gradient of weight is not autograd's"):
         check_split(layer, x)
