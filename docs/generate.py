@@ -9,7 +9,7 @@ import re
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
-from inspect import getdoc, signature
+from inspect import getdoc
 from itertools import pairwise
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -32,7 +32,7 @@ from schedir.config import settings
 from schedir.graph import MODELS
 from schedir.ops import ROWS, Token
 from schedir.schedules import one_f_one_b
-from schedir.words import delay_for
+from schedir.words import delay_for, placed_for, stages_per_rank_for
 
 HERE = Path(__file__).parent
 
@@ -244,8 +244,7 @@ WHEN = {
 def shape(name: str) -> tuple[str, int]:
     """Placement and stages per rank at which a schedule is shown."""
     schedule = getattr(schedules, name)
-    placement, v = getattr(schedule, "placed", ("loop", None))
-    return placement, v or (2 if "v" in signature(schedule).parameters else 1)
+    return str(placed_for(schedule)[0] or "loop"), stages_per_rank_for(schedule)
 
 
 def shown(

@@ -25,8 +25,9 @@ class PipelineConfig:
 
     `schedule` is a built-in name, file.py:function or FILE.sched; the first two may have options
     in brackets, as in "interleaved(group=4)".  A schedule that is for one placement brings that
-    along.  A step has one update, or several `updates` without a flush, on weights that are `delay`
-    updates old (one number per stage, if need be); `pipedream_2bw` brings its delay along.
+    along, and one that takes `v` has 2 stages per rank unless told.  A step has one update, or
+    several `updates` without a flush, on weights that are `delay` updates old (one number per
+    stage, if need be); `pipedream_2bw` brings its delay along.
     `overlap` groups opposite transfers, and begins gathers and posts receives early; `slots` says
     whether each value has a buffer of its own ("own"), or they share the "fewest", or "enough" to
     lose no time at unit costs; `division` is the layers of each stage, where they cannot be or

@@ -19,7 +19,7 @@ from schedir.errors import ConfigError, ProgramError
 from schedir.load import load
 from schedir.program import Program
 from schedir.settings import fit, say
-from schedir.words import delay_for, placed_for
+from schedir.words import delay_for, placed_for, stages_per_rank_for
 
 
 class _Given(NamedTuple):
@@ -104,14 +104,16 @@ def _of_set(option: str) -> tuple[tuple[str, str], _Given]:
 
 
 def _of_program(values: _Values, given: _Settings) -> _Values:
-    """What a program in a file decides, where a setting that says otherwise is refused, or the
-    mark of a schedule, where none does."""
+    """What a program in a file decides, where a setting that says otherwise is refused, or what a
+    schedule is for, where none does."""
     source = values.get(("pipeline", "schedule"), PipelineConfig.schedule)
     program = load(source)
     if not isinstance(program, Program):
-        placement, fixed = placed_for(program)
+        placement = placed_for(program)[0]
         delay = delay_for(program) if values.get(("pipeline", "updates"), 1) > 1 else None
-        marks = {"placement": placement, "stages_per_rank": fixed, "delay": delay}
+        mapped = isinstance(values.get(("pipeline", "placement"), placement), tuple)
+        v = None if mapped else stages_per_rank_for(program)
+        marks = {"placement": placement, "stages_per_rank": v, "delay": delay}
         return {
             ("pipeline", name): mark
             for name, mark in marks.items()

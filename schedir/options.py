@@ -31,7 +31,8 @@ def add_shape(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("how a schedule is compiled; a FILE.sched has its shape")
     group.add_argument("--ranks", type=count, metavar="N", help=f"pipeline ranks ({RANKS})")
     group.add_argument("--microbatches", type=count, metavar="N", help=f"{PER_RANK} per rank")
-    group.add_argument("--stages-per-rank", type=count, metavar="N", help="1")
+    group.add_argument("--stages-per-rank", type=count, metavar="N",
+                       help="1, or 2 for a schedule with a parameter v")  # fmt: skip
     group.add_argument(
         "--placement",
         type=_placement,
@@ -211,7 +212,7 @@ def program_of(
 
 def _plan(args: argparse.Namespace, schedule: Schedule, *, share: bool) -> Plan:
     from schedir.plan import Plan
-    from schedir.words import delay_for, placed_for, takes_v
+    from schedir.words import delay_for, placed_for, stages_per_rank_for, takes_v
 
     ranks = RANKS if args.ranks is None else args.ranks
     microbatches = PER_RANK * ranks if args.microbatches is None else args.microbatches
@@ -219,7 +220,7 @@ def _plan(args: argparse.Namespace, schedule: Schedule, *, share: bool) -> Plan:
     placement = args.placement or mark or "loop"
     v = args.stages_per_rank
     if v is None or (share and (fixed or (placement == "loop" and not takes_v(schedule)))):
-        v = fixed or 1
+        v = stages_per_rank_for(schedule) if isinstance(placement, str) else 1  # as a map says
     updates = 1 if args.updates is None else args.updates
     delay = args.delay
     if delay is None:

@@ -185,6 +185,13 @@ class Plan:
         return self.placement == "mirror"
 
     @property
+    def held_by_a_rank(self) -> str:
+        """How many stages a rank holds, in words."""
+        each = {*map(len, self.stages_of)}
+        most = f"{max(each)} stage{'s' * (max(each) > 1)} per rank"
+        return most if len(each) == 1 else f"up to {most}"
+
+    @property
     def stages(self) -> int:
         """How many stages the model is cut into."""
         if isinstance(self.placement, str):

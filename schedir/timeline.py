@@ -317,8 +317,8 @@ class Timeline:
     @property
     def about(self) -> str:
         """What views say beside the name: predicted or measured, and how many stages per rank."""
-        v = self.program.plan.stages_per_rank
-        return self.kind + (f", {v} stages per rank" if v > 1 else "")
+        plan = self.program.plan
+        return self.kind + (f", {plan.held_by_a_rank}" if plan.stages_per_rank > 1 else "")
 
     @property
     def told(self) -> str:

@@ -175,10 +175,10 @@ def parse(text: str, name: str = "imported", ranks: int | None = None) -> Progra
     if ranks is not None and len(rows) != ranks:
         at = _At(min(len(rows), ranks) + 1, 1, "")
         has = "row" if len(rows) == 1 else "rows"
-        more = (
-            f"rank {len(rows)} has none" if len(rows) < ranks else f"row {ranks + 1} is of no rank"
-        )
-        raise at.error(f"there are {len(rows)} {has} for {ranks} ranks: {more}")
+        why = f"rank {len(rows)} has none"
+        if len(rows) > ranks:
+            why = f"row {ranks + 1} is of no rank"
+        raise at.error(f"there are {len(rows)} {has} for {ranks} ranks: {why}")
     for row, cells in enumerate(rows, 1):
         reader.rank(row, cells)
     plan = reader.plan()

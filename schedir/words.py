@@ -225,6 +225,23 @@ def takes_v(schedule: Schedule) -> bool:
         return False
 
 
+def stages_per_rank_for(schedule: Schedule) -> int:
+    """How many stages per rank a schedule has unless told.
+
+    Those that it is marked for; else the `v` that is bound, or the default of its parameter `v`; 2
+    where that has none, for such a schedule is for several; and 1 where there is no `v`.
+    """
+    if fixed := placed_for(schedule)[1]:
+        return fixed
+    try:
+        v = inspect.signature(schedule).parameters.get("v")
+    except (TypeError, ValueError):  # no function: `draft` says so
+        return 1
+    if v is None:
+        return 1
+    return 2 if v.default is inspect.Parameter.empty else int(v.default)
+
+
 def placed_for(schedule: Schedule) -> tuple[str | tuple[int, ...] | None, int | None]:
     """The placement and the stages per rank that a schedule is marked for; None where it is not."""
     mark: tuple[str | tuple[int, ...] | None, int | None] = getattr(

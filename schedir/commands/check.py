@@ -50,6 +50,7 @@ def run(args: argparse.Namespace) -> str:
     on_cpus = models if args.blocks or "serial" in models else _under(program, models, blocks=True)
     if args.json:
         facts = {"program": program.name, "digest": program.digest, "ranks": program.plan.ranks}
+        facts["stages_per_rank"] = program.plan.stages_per_rank
         models_said = {"models": models, "models_where_hosts_block": on_cpus}
         return as_json(facts | {"instructions": len(program)} | models_said)
     fails = [model for model in others if model not in models]
@@ -59,7 +60,9 @@ def run(args: argparse.Namespace) -> str:
     elif on_cpus != models:
         only = f"only under {_and(on_cpus)}" if on_cpus else "under none"
         but += f"; on hosts that block, as CPUs do, {only} (--blocks says why)"
-    ranks = f"{program.plan.ranks} rank{'s' * (program.plan.ranks > 1)}"
+    plan = program.plan
+    ranks = f"{plan.ranks} rank{'s' * (plan.ranks > 1)}"
+    ranks += f" ({plan.held_by_a_rank})" * (plan.stages_per_rank > 1)
     return (
         f"{program.name}: {len(program)} instructions on {ranks}"
         f"{'' if program.trains else ', which run forward only,'} are complete "

@@ -300,7 +300,8 @@ def test_check_json(capsys: pytest.CaptureFixture[str]) -> None:
     program = parse(Path("f.sched").read_text())
     assert json.loads(said(capsys, "check", "f.sched", "--json")) == {
         "program": "one_f_one_b", "digest": program.digest, "ranks": 4,
-        "instructions": len(program), "models": [*MODELS], "models_where_hosts_block": [*MODELS],
+        "stages_per_rank": 1, "instructions": len(program), "models": [*MODELS],
+        "models_where_hosts_block": [*MODELS],
     }  # fmt: skip
 
 

@@ -92,7 +92,11 @@ def test_a_schedule_brings_its_placement(tmp_path: Path) -> None:
     assert read(vee, ["pipeline.placement=0,1,1,0"]).pipeline.placement == (0, 1, 1, 0)
     assert read(vee, ["pipeline.stages_per_rank=4", "model.layers=8"]).pipeline.plan.stages == 8
     partly = read(vee, ["pipeline.schedule=interleaved(group=2)"]).pipeline
-    assert (partly.placement, partly.stages_per_rank) == ("loop", 1)
+    assert (partly.placement, partly.stages_per_rank) == ("loop", 2)
+    mapped = read(vee, ["pipeline.schedule=interleaved", "pipeline.placement=0,1"]).pipeline
+    assert mapped.plan == schedir.Plan(2, 8, placement=(0, 1))
+    told = read(vee, ["pipeline.schedule=interleaved", "pipeline.stages_per_rank=1"]).pipeline
+    assert told.stages_per_rank == 1
 
 
 def test_options_and_overlap_reach_the_program(tmp_path: Path) -> None:

@@ -1,0 +1,43 @@
+"""How many stages per rank a schedule has that nobody told, and that every view says so."""
+
+from __future__ import annotations
+
+import json
+from functools import partial
+
+import pytest
+
+from schedir.schedules import interleaved, one_f_one_b, zb_v
+from schedir.words import EMPTY, Schedule, Word, stages_per_rank_for
+from tests.commands import said
+
+
+def test_stages_per_rank_unless_told() -> None:
+    def mine(r: int, P: int, m: int, v: int = 3) -> Word:
+        return EMPTY
+
+    wanted: dict[Schedule, int] = {
+        one_f_one_b: 1,
+        interleaved: 2,
+        zb_v: 2,
+        mine: 3,
+        partial(mine, v=4): 4,
+    }
+    assert {s: stages_per_rank_for(s) for s in wanted} == wanted
+
+
+def test_a_schedule_for_several_stages_has_several(capsys: pytest.CaptureFixture[str]) -> None:
+    """Unless told; and every view says how many."""
+    two = "2 stages per rank"
+    for name in ("simulate", "draw", "check", "explain"):
+        assert two in said(capsys, name, "interleaved")
+        one = said(capsys, name, "interleaved", "--stages-per-rank=1")
+        assert two not in one.split("\n")[0]
+        assert "3 stages per rank" in said(capsys, name, "interleaved(v=3)")
+    assert "stages_per_rank 2" in said(capsys, "show", "interleaved")
+    assert "stages_per_rank 1" in said(capsys, "show", "interleaved", "--placement=0,1,2,3")
+    facts = json.loads(said(capsys, "compare", "one_f_one_b", "interleaved", "zb_v", "--json"))
+    assert [fact["stages_per_rank"] for fact in facts] == [1, 2, 2]
+    assert [fact["stages"] for fact in facts] == [4, 8, 8]
+    both = [said(capsys, "compare", "interleaved", *how) for how in ((), ("--stages-per-rank=2",))]
+    assert both[0] == both[1]
