@@ -14,11 +14,12 @@ from datetime import timedelta
 from pathlib import Path
 from queue import SimpleQueue
 from threading import Thread
-from typing import NoReturn
+from typing import NamedTuple, NoReturn
 
 from schedir.errors import UsageError
 
 MOST = 256  # processes that one machine is asked to start
+MOMENT = 1.0  # seconds in which a process that has closed its connections ends
 GRACE = 5.0  # seconds in which the first rank to fail ends the others
 
 _LAUNCHED = "SCHEDIR_LAUNCHED"
@@ -29,7 +30,7 @@ def launch(arguments: Sequence[str], world: int) -> int:
 
     They find RANK, LOCAL_RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT set.  What rank 0
     prints is passed on.  When a rank fails, what it wrote to standard error is passed on, the
-    others are ended, and its exit code is returned, or 1 if it was killed.
+    others are ended, and 1 is returned, or 2 where it said that something is refused.
 
     Raises UsageError for more processes than `MOST`.
     """
@@ -73,22 +74,31 @@ def launch(arguments: Sequence[str], world: int) -> int:
                             start_new_session=True,  # Ctrl-C is for this process alone
                         )
                     )
-            rank, code = _first_failure(processes)
+            rank, code, before = _first_failure(processes)
         finally:
             for process in processes:
                 process.kill()
             for process in processes:
                 process.communicate()
             del store
-        sys.stderr.write(errors[rank].read_text(errors="replace"))
+        said = errors[rank].read_text(errors="replace")
+        sys.stderr.write(said)
+    if code in (0, 2) or (code == 1 and said):
+        return code
+    if code == 1 and before:  # of a rank that failed, and knows that it was not the first
+        rank, code = before[0], 0
+    how = f"ended with exit code {code}"
     if code < 0:
-        how = f"signal {-code} ({signal.strsignal(-code)})"
-        print(f"rank {rank} was ended by {how}; the others were stopped", file=sys.stderr)
-    return code if code >= 0 else 1
+        how = f"was ended by signal {-code} ({signal.strsignal(-code)})"
+    print(f"rank {rank} {how}; the others were stopped", file=sys.stderr)
+    return 1
 
 
-def _first_failure(processes: Sequence[subprocess.Popen[bytes]]) -> tuple[int, int]:
-    """The first rank to fail and its exit code, at once; (0, 0) when all have ended well."""
+def _first_failure(processes: Sequence[subprocess.Popen[bytes]]) -> tuple[int, int, list[int]]:
+    """The first rank to fail, its exit code, and who ended well before it, at once.
+
+    (0, 0) and all of them when all have ended well.
+    """
     ended: SimpleQueue[tuple[int, int]] = SimpleQueue()
 
     def watch(rank: int, process: subprocess.Popen[bytes]) -> None:
@@ -96,11 +106,13 @@ def _first_failure(processes: Sequence[subprocess.Popen[bytes]]) -> tuple[int, i
 
     for rank, process in enumerate(processes):
         Thread(target=watch, args=(rank, process), daemon=True).start()
+    well: list[int] = []
     for _ in processes:
         rank, code = ended.get()
         if code:
-            return rank, code
-    return 0, 0
+            return rank, code, well
+        well.append(rank)
+    return 0, 0, well
 
 
 def end_with_parent() -> None:
@@ -115,12 +127,65 @@ def end_with_parent() -> None:
     Thread(target=watch, daemon=True).start()
 
 
-def crash(why: str | None, code: int = 1) -> NoReturn:
+class Process(NamedTuple):
+    """A process, and what those have in common that see each other's numbers."""
+
+    place: object
+    number: int
+
+
+_MET: dict[int, Process] = {}  # the ranks of this run
+
+
+def myself() -> Process:
+    """This process, as `meet` takes it."""
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text()
+        return Process((boot, os.readlink("/proc/self/ns/pid")), os.getpid())
+    except OSError:
+        return Process(None, os.getpid())
+
+
+def meet(everyone: Sequence[Process]) -> None:
+    """Know all ranks of this run, in order, so that one that dies can be named."""
+    _MET.update(enumerate(everyone))
+
+
+def _dead() -> int | None:
+    """A rank of this machine that has ended, given a moment: its connections close earlier."""
+    own = myself()
+    here = {rank: p.number for rank, p in _MET.items() if p.place and p.place == own.place}
+    over = time.monotonic() + MOMENT
+    while len(here) > 1:
+        for rank, number in here.items():
+            if _has_ended(number):
+                return rank
+        if time.monotonic() > over:
+            break
+        time.sleep(0.01)
+    return None
+
+
+def _has_ended(number: int) -> bool:
+    """Whether a process has ended, though nobody may have asked how."""
+    try:
+        return Path(f"/proc/{number}/stat").read_text().rpartition(")")[2].split()[0] in "ZX"
+    except OSError:
+        return True
+
+
+def crash(why: str | None, code: int = 1, *, left: bool = False) -> NoReturn:
     """End this rank at once: a tidy end would close connections first, and others seem to fail.
 
     Only the first rank of a run to fail says why.  The failures of others are its consequences:
-    they are silent, and wait to be ended with it.  So is one that has nothing to say.
+    they are silent, and wait to be ended with it.  So is one that has nothing to say.  Where a
+    peer has `left` without a word of its own, it is named; of one that `launch` started, `launch`
+    says how it ended.
     """
+    dead = _dead() if left else None
+    if dead is not None:
+        said = f"rank {dead} has left: its process, {_MET[dead].number}, ended without a word"
+        why = None if _LAUNCHED in os.environ else f"{said}\n  {why}"
     if why is not None and _is_first():
         print(f"rank {os.environ.get('RANK', '0')}: {why}", file=sys.stderr, flush=True)
     else:

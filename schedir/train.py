@@ -50,7 +50,8 @@ def run(path: str, sets: Sequence[str] = ()) -> int:
     check_memory(config, config.world)
     _make_folders(config)
     try:
-        from schedir.trainer import batches, require_device
+        from schedir.trainer import batches
+        from schedir.world import require_device
 
         require_device(config)
         batches(config).batch(0)
@@ -165,13 +166,15 @@ def _run_rank(path: str, sets: Sequence[str]) -> int:
     except NonFiniteError as error:  # which all ranks raise
         crash(str(error) if error.process == int(os.environ["RANK"]) else None)
     except ExecutionError as error:
-        crash(str(error))
+        crash(str(error), left=isinstance(error.__cause__, (RuntimeError, OSError)))
     except ProgramError as error:
         crash(told(error), 2)
     except OSError as error:
         crash(_refused(error))
-    except Exception:
-        crash(traceback.format_exc())
+    except SystemExit as error:
+        crash(f"sys.exit({error.code!r}) was called")
+    except BaseException:
+        crash(traceback.format_exc(), left=True)
     leave()
 
 
@@ -210,7 +213,8 @@ def _whole(name: str, least: int, most: int, otherwise: str = "") -> int:
 
 
 def _train(config: Config, program: Program) -> None:
-    from schedir.trainer import processes, train
+    from schedir.trainer import train
+    from schedir.world import processes
 
     folder = Path(config.output.folder)
     first = os.environ.get("RANK", "0") == "0"

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from datetime import timedelta
 from functools import partial
 from threading import Event, Thread
 from time import perf_counter
@@ -31,12 +29,11 @@ from schedir.runtime.precision import LossScale, MainOptimizer, float32_gradient
 from schedir.runtime.rank import Boundary
 from schedir.runtime.shared import Shared, can_share
 from schedir.runtime.sizes import sizes_of
+from schedir.runtime.transport import has_left
 from schedir.runtime.warm import warm_up
 from schedir.simulate import simulate
 from schedir.sizes import Sizes
 from schedir.timeline import Timeline
-
-PATIENCE = 600.0  # seconds that processes wait for the first one to write results
 
 
 @dataclass(frozen=True)
@@ -78,55 +75,9 @@ def train(config: Config, program: Program, losses: TextIO | None = None) -> Res
     try:
         return _Trainer(config, program, losses).run()
     except (torch.OutOfMemoryError, dist.DistError) as error:  # an instruction's has its name
-        fact = f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
+        fact = has_left(error)
+        fact = fact or f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
         raise ExecutionError(f"outside of a step, {fact}", program=program.name) from error
-
-
-def require_device(config: Config) -> None:
-    """Refuse a device that this machine does not have for all processes.  Raises UsageError."""
-    if config.train.device == "cuda":
-        from schedir.runtime.cuda import require_gpus
-
-        here = os.environ.get("LOCAL_WORLD_SIZE", config.world)
-        require_gpus(int(here))
-
-
-@contextmanager
-def processes(timeout: float, device: str = "cpu") -> Iterator[None]:
-    """Within this context the processes of a run know each other; they leave it together.
-
-    They are found as torchrun says; without it, this one is alone.  `timeout` is how many
-    seconds they wait for each other.  Raises ExecutionError if they do not come.
-    """
-    alone = "RANK" not in os.environ
-    how: dict[str, Any] = {}
-    if alone:
-        how = {"store": dist.HashStore(), "rank": 0, "world_size": 1}  # type: ignore[attr-defined]
-    try:
-        if device == "cuda":
-            from schedir.runtime.nccl import initialise
-
-            initialise(timeout, **how)
-        else:
-            dist.init_process_group("gloo", timeout=timedelta(seconds=timeout), **how)
-    except RuntimeError as error:  # torch's DistError, and what else a network may do
-        raise ExecutionError(
-            f"the processes did not find each other in {timeout:g} s: "
-            f"{str(error).strip().partition(chr(10))[0]}"
-        ) from error
-    done = False
-    try:
-        yield
-        # Nobody closes a connection that another still reads from, and who fails after this
-        # fails nobody else.  The first process may still be busy with its results.
-        # Of the group itself: torch's function wants Gloo alone, where ours has NCCL beside it.
-        world: Any = dist.group.WORLD
-        world.monitored_barrier(timedelta(seconds=max(timeout, PATIENCE)))
-        done = True
-    finally:
-        # A rank that fails says why before others see its connections close.
-        if done or alone:
-            dist.destroy_process_group()
 
 
 class _Step(NamedTuple):

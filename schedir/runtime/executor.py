@@ -23,7 +23,7 @@ from schedir.runtime.handlers import HANDLERS
 from schedir.runtime.precision import LossScale, Steps
 from schedir.runtime.rank import Boundary, Call, Loss, Microbatches, Rank
 from schedir.runtime.stamps import Recorded, stamps_of
-from schedir.runtime.transport import Transport
+from schedir.runtime.transport import Transport, has_left
 
 
 class Executor(Rank):
@@ -36,11 +36,12 @@ class Executor(Rank):
     those of the scaled loss until they are reduced.
 
     An update is made only where it is finite, losses and gradients; else weights and the state of
-    the optimizer stay as they are.  `finite`, bool of shape (updates,) on the rank's device, says
-    it of each update of the last step.  If the program clips, all ranks judge by the norm and come
-    to the same; if not, each by its own gradients, and others may step: `compile(..., clip=True)`
-    with a `max_norm` of infinity clips nothing.  torch's fused optimizers are told on the device;
-    for any other the host reads it, and on a GPU waits.
+    the optimizer stay as they are, but not buffers that a forward writes, as running statistics.
+    `finite`, bool of shape (updates,) on the rank's device, says it of each update of the last
+    step.  If the program clips, all ranks judge by the norm and come to the same; if not, each by
+    its own gradients, and others may step: `compile(..., clip=True)` with a `max_norm` of infinity
+    clips nothing.  torch's fused optimizers are told on the device; for any other the host reads
+    it, and on a GPU waits.
 
     Two attributes say what cannot be seen.  With a tied weight, the modules of first and last
     stage name their copies `tied_weight`.  Under tensor parallelism, a parameter of which each
@@ -206,7 +207,7 @@ class Executor(Rank):
         what = str(error).strip().partition("\n")[0] or type(error).__name__
         k = self.position
         return ExecutionError(
-            f"{type(error).__name__}: {what}",
+            has_left(error) or f"{type(error).__name__}: {what}",
             program=self.program.name,
             sites=[Site(self.rank, k, self.stream[k], "failed")],
             hint=getattr(error, "hint", ""),

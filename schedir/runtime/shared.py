@@ -34,7 +34,7 @@ from schedir.ops import GATHERS, RECEIVES, ROWS, Lane, Token
 from schedir.program import Program
 from schedir.runtime.c10d import Processes
 from schedir.runtime.edges import directed_edges
-from schedir.runtime.transport import Done, Work, own_part
+from schedir.runtime.transport import Done, PeerLeft, Work, own_part
 from schedir.slots import KINDS, assign, counts
 
 LINE: Final = 64  # bytes of a cache line, on which slots begin
@@ -295,8 +295,8 @@ def _take(connection: socket.socket, rank: int, flags: int = 0) -> bool:
     raise _left(rank)
 
 
-def _left(rank: int) -> ConnectionError:
-    return ConnectionError(f"connection closed by rank {rank}")
+def _left(rank: int) -> PeerLeft:
+    return PeerLeft(f"rank {rank} has left")
 
 
 def _inbox(index: Index, rank: int, sender: int) -> dict[Lane, list[tuple[Place, bool]]]:

@@ -96,6 +96,22 @@ def buffers(slots: Mapping[Token, int], like: Tensor) -> dict[tuple[Token, int],
     }
 
 
+# What Gloo, NCCL and torch's store say where the other end of a connection has gone.
+_CLOSED = ("connection closed", "connection reset", "broken pipe", "socket closed",
+           "remote process exited", "connection was likely closed")  # fmt: skip
+
+
+def has_left(error: BaseException) -> str:
+    """What an error says in words of its own where a peer has ended; "" for any other error."""
+    if isinstance(error, ConnectionError) or any(w in str(error).lower() for w in _CLOSED):
+        return str(error) if isinstance(error, PeerLeft) else "a peer has left"
+    return ""
+
+
+class PeerLeft(ConnectionError):
+    """A transport's own word that a peer has ended."""
+
+
 def own_part(transport: Transport, whole: Tensor) -> Tensor:
     """This tensor-parallel rank's 1/t of a boundary, flat, in its place in the whole."""
     return whole.view(transport.tp, -1)[transport.tp_rank]

@@ -56,22 +56,23 @@ class Stranger:
                 p.sub_(p.grad, alpha=0.1)
 
 
-class Spoiled(nn.Module):
-    """A stage whose output, or its gradient, is multiplied by what is set."""
+def spoilt(stage: nn.Module) -> nn.Module:
+    """A stage whose output, or its gradient, is multiplied by what it is told."""
+    told: Any = stage
+    told.output = told.gradient = 1.0
 
-    def __init__(self, stage: nn.Module) -> None:
-        super().__init__()
-        self.stage, self.output, self.gradient = stage, 1.0, 1.0
-
-    def forward(self, x: Tensor) -> Tensor:
-        y: Tensor = self.stage(x) * self.output
-        if self.gradient != 1.0:
-            y.register_hook(lambda dy: dy * self.gradient)
+    def spoil(module: nn.Module, given: Any, y: Tensor) -> Tensor:
+        y = y * told.output
+        if told.gradient != 1.0:
+            y.register_hook(lambda dy: dy * told.gradient)
         return y
+
+    stage.register_forward_hook(spoil)
+    return stage
 
 
 def world_of(program: Program, make: Any, dtype: torch.dtype = torch.float32) -> Any:
-    stages = [Spoiled(stage.to(dtype)) for stage in gpt_stages(program.plan.stages, tied=False)]
+    stages = [spoilt(stage.to(dtype)) for stage in gpt_stages(program.plan.stages, tied=False)]
     wide = dtype != torch.float32
     for stage in stages if wide else ():
         float32_gradients(stage)
@@ -209,6 +210,8 @@ POISON = """\
 import math
 import os
 
+import torch
+
 import schedir.data
 from schedir import gpt
 from schedir.schedules import {schedule} as mine
@@ -311,6 +314,15 @@ def test_a_run_stops_at_the_stage_where_gradients_went_wrong(
     assert err[1].split()[3:5] == ["B", f"{stage}.0"]
     assert ("its own" in err[0] or "own gradients" in err[0]) == (clip == "0")
     assert rows(tmp_path) == []
+
+
+def test_the_same_random_numbers_are_drawn_to_find_where_it_began(
+    config: str, tmp_path: Path, poison: Callable[..., str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    rare = "y = y / (torch.rand(()) > 0.01)"
+    sets = [*ONE, "train.steps=400", poison(rare, 1, *range(400)), f'output.folder="{tmp_path}"']
+    assert run(config, sets) == 1
+    assert capsys.readouterr().err.splitlines()[1].split()[4].startswith("1.")
 
 
 def test_skipping_goes_on_and_is_counted(

@@ -215,7 +215,7 @@ if os.environ.get("RANK") == "1":
     [
         ("schedir.data.Batches.batch = refuse", 2, "rank 1: UsageError: no such luck\n"),
         ("mine = schedules.gpipe", 2, "processes 0 and 1 do not agree on the program"),
-        ("schedir.train.leave = lambda: os._exit(9)", 9, ""),
+        ("schedir.train.leave = lambda: os._exit(9)", 1, "rank 1 ended with exit code 9; the"),
     ],
 )
 def test_the_rank_that_fails_says_why(
@@ -226,10 +226,10 @@ def test_the_rank_that_fails_says_why(
     sets = ["pipeline.tp=1", "pipeline.stages_per_rank=1", f"pipeline.schedule={schedule}:mine"]
     command = [sys.executable, "-m", "schedir", *arguments(config, tmp_path / "out", *sets)]
     got, _, err = finish(start(command))
-    assert got == code and err.count("\n") == bool(said) and said in err
+    assert got == code and err.count("\n") == 1 and said in err
     # Who fails when all is done does not keep the first rank from its results.
-    assert (tmp_path / "out" / "summary.json").exists() == (code == 9)
-    assert (tmp_path / "out" / "timeline.png").exists() == (code == 9)
+    assert (tmp_path / "out" / "summary.json").exists() == ("leave" in what)
+    assert (tmp_path / "out" / "timeline.png").exists() == ("leave" in what)
 
 
 def test_out_of_memory_before_the_first_step_is_one_error(

@@ -38,7 +38,7 @@ FLOORS = (
     {"config_file"},
     {"kernels"},
     {"runtime", "parallel", "gpt", "data", "viz", "launch", "options", "terminal"},
-    {"trainer", "testing", "notebook"},
+    {"trainer", "testing", "notebook", "world"},
     {"train"},
     {"commands"},
     {"cli", "__main__"},
