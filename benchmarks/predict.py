@@ -159,9 +159,10 @@ def main() -> None:
             print(f"| {' | '.join(row)} |", flush=True)
             found.append((abs(own), row[0]))
         far = [name for error, name in found if error > GOAL]
+        near, (most, worst) = len(found) - len(far), max(found)
         print(
-            f"\n{ranks} processes on {len(os.sched_getaffinity(0))} cores: {len(found) - len(far)} of {len(found)} within {GOAL:.0%} at "
-            f"their own mean times, the worst {max(found)[1]} with {max(found)[0]:.1%}"
+            f"\n{ranks} processes on {len(os.sched_getaffinity(0))} cores: {near} of {len(found)} "
+            f"within {GOAL:.0%} at their own mean times, the worst {worst} with {most:.1%}"
             + f"; not: {', '.join(far)}" * bool(far)
             + "\n",
             flush=True,

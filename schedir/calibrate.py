@@ -19,6 +19,7 @@ from schedir.walk import walk
 Floats = NDArray[np.float64]
 
 MISSED: Final = 0.1  # of a step: a prediction that is further off says nothing of its run
+SAID: Final = 0.01  # of ranks x span: what is less is not worth a word
 USUAL: Final = 0.9  # of the host's gaps are no longer than usual
 _OPS: Final = {name: [op for op in FIELD if FIELD[op] == name] for name in FIELD.values()}
 # What runs beside computes, and is seen to end when somebody looks.
@@ -80,15 +81,26 @@ def off(predicted: Timeline, run: Timeline) -> float:
     return predicted.span / run.span - 1 if run.span else 0.0
 
 
+def unexplained(predicted: Timeline, run: Timeline) -> float:
+    """The share of ranks x span that a prediction at a run's own times counts as work, and in
+    which ranks of the run stood still: the host's time, messages that were late, and noise.
+    """
+    whole = predicted.span * predicted.ranks
+    return float((predicted.busy - run.busy).sum()) / whole if whole else 0.0
+
+
 def bubbles(run: Timeline, predicted: Timeline) -> str:
-    """The bubble of a run, and the predicted one if the prediction does not miss the run."""
+    """The bubble of a run, and the predicted one if the prediction does not miss the run.
+
+    What is unexplained is said where it is a hundredth or more.
+    """
     more = off(predicted, run)
-    if abs(more) <= MISSED:
-        return f"bubble {run.bubble:.1%}, predicted {predicted.bubble:.1%}"
-    than = "more" if more > 0 else "less"
-    return (
-        f"bubble {run.bubble:.1%}, not predicted: at its mean times it takes {abs(more):.0%} {than}"
-    )
+    if abs(more) > MISSED:
+        than = f"{abs(more):.0%} {'more' if more > 0 else 'less'}"
+        return f"bubble {run.bubble:.1%}, not predicted: at its mean times it takes {than}"
+    lost = unexplained(predicted, run)
+    also = f" and {lost:.1%} unexplained" if lost >= SAID else ""
+    return f"bubble {run.bubble:.1%}, predicted {predicted.bubble:.1%}{also}"
 
 
 def _mean(times: Floats) -> float:

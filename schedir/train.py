@@ -13,6 +13,7 @@ from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
+from schedir.calibrate import unexplained
 from schedir.check import check
 from schedir.compile import compile
 from schedir.config import Config, OutputConfig
@@ -244,7 +245,11 @@ def _save(result: Result, output: OutputConfig) -> None:
 
         measured, predicted = result.runs
         save(compare([predicted, measured]), picture)
-        facts["bubble"] = {"measured": measured.bubble, "predicted": predicted.bubble}
+        facts["bubble"] = {
+            "measured": measured.bubble,
+            "predicted": predicted.bubble,
+            "unexplained": unexplained(predicted, measured),
+        }
         facts["seconds"] = {"measured": measured.span, "predicted": predicted.span}
         facts["clock_error"] = measured.clock_error
         if output.trace is not None:

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 import schedir
 from schedir import Costs, Plan, Program
-from schedir.calibrate import bubbles, calibrate
+from schedir.calibrate import bubbles, calibrate, unexplained
 from schedir.compile import lower
 from schedir.ops import SENDS
 from schedir.schedules import gpipe, interleaved, looped_bfs, one_f_one_b
@@ -170,3 +170,16 @@ def test_a_bubble_is_called_predicted_where_the_step_was() -> None:
     told = "bubble 20.0%, not predicted: at its mean times it takes 33% more"
     assert bubbles(step, slow) == told
     assert "25% less" in bubbles(slow, step)
+
+
+def test_what_a_prediction_counts_as_work_is_said() -> None:
+    """A host that takes a tenth of each compute: the bubble is larger than the predicted one."""
+    program = schedir.compile(gpipe, Plan(2, 4))
+    run = measured(program, Costs(F=10, B=10), "device", host=1.0)
+    predicted = again(run)
+    lost = unexplained(predicted, run)
+    assert lost == pytest.approx(0.08, abs=0.005)
+    assert run.bubble == pytest.approx(predicted.bubble + lost, abs=0.005)
+    assert bubbles(run, predicted).endswith(
+        f"predicted {predicted.bubble:.1%} and {lost:.1%} unexplained"
+    )
