@@ -30,6 +30,7 @@ from schedir.program import Program, Stream
 from schedir.simulate import simulate
 from schedir.sizes import Sizes
 from schedir.text import parse, show
+from schedir.ties import Ties, ties
 from schedir.timeline import Timeline
 from schedir.trace import load_timeline, save_timeline
 from schedir.words import EMPTY, B, F, I, W, Word, draft, overlap, weave
@@ -58,6 +59,7 @@ __all__ = [
     "Program",
     "Sizes",
     "Stream",
+    "Ties",
     "Timeline",
     "W",
     "Word",
@@ -73,5 +75,6 @@ __all__ = [
     "schedules",
     "show",
     "simulate",
+    "ties",
     "weave",
 ]

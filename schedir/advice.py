@@ -11,7 +11,7 @@ import numpy as np
 from schedir.calibrate import MISSED, calibrate, completed, off
 from schedir.compile import compile
 from schedir.costs import FIELD, Cost, Costs
-from schedir.errors import ProgramError
+from schedir.errors import PlanError, ProgramError
 from schedir.graph import Model
 from schedir.greedy import greedy
 from schedir.load import built_in
@@ -20,6 +20,7 @@ from schedir.passes.slots import Choice, share_slots
 from schedir.plan import Plan
 from schedir.program import Program
 from schedir.simulate import simulate
+from schedir.ties import show_tied, tied_stages
 from schedir.timeline import Timeline
 from schedir.words import Schedule, delay_for, draft, placed_for
 
@@ -109,13 +110,18 @@ class _Lowering:
     def of(self, drafted: Program, costs: Costs) -> Program:
         """A draft lowered in this way, and checked."""
         like = self.like
+        tied = like.tied
+        if drafted.plan.stages != like.plan.stages:
+            tied = tied_stages(show_tied(tied, like.plan) == "yes", drafted.plan)
+            if like.tied and not tied:
+                raise PlanError("of a model that is cut otherwise it is not known what is tied")
         return compile(
             drafted,
             tp=like.tp,
             dp=like.dp,
             model=self.model,
             costs=costs,
-            tied=like.tied,
+            tied=tied,
             clip=like.clip,
             boundary=self.boundary,
             overlap=self.overlap,

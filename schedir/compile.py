@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any, Literal
@@ -33,6 +34,7 @@ from schedir.passes.transfers import transfers
 from schedir.plan import Plan
 from schedir.program import Program
 from schedir.sizes import Sizes
+from schedir.ties import Ties, tied_stages
 from schedir.words import Schedule, draft
 
 
@@ -44,7 +46,7 @@ def compile(
     model: Model = "device",
     costs: Costs | None = None,
     *,
-    tied: bool | None = None,
+    tied: bool | Ties | Sequence[Sequence[int]] | None = None,
     clip: bool | None = None,
     boundary: Literal["replicated", "sharded"] = "replicated",
     overlap: bool = False,
@@ -59,7 +61,8 @@ def compile(
     `tp`, `dp`, `tied` and `clip` where none are given here.
 
     `tp` and `dp` are the sizes of the tensor- and data-parallel groups, by default 1.  `tied` says
-    that first and last stage hold copies of one weight, `clip` that gradients are clipped by their
+    which stages hold copies of one weight: `schedir.ties(stages)`, or stages like
+    `((0, 3), (1, 2))`, or True for first and last.  `clip` says that gradients are clipped by their
     global norm.  `boundary` is the layout of activations between stages within a tensor-parallel
     group: "replicated" ones are scattered for the wire and gathered behind it, "sharded" ones
     go as they are.  `overlap` groups opposite transfers, and begins gathers and posts other
@@ -74,8 +77,9 @@ def compile(
     """
     if boundary not in ("replicated", "sharded"):
         raise UsageError(f"boundary must be 'replicated' or 'sharded', not {boundary!r}")
-    traits: dict[str, Any] = {"tp": tp, "dp": dp, "tied": tied, "clip": clip}
     program = _drafted(schedule, plan)
+    ties = None if tied is None else tied_stages(tied, program.plan)
+    traits: dict[str, Any] = {"tp": tp, "dp": dp, "tied": ties, "clip": clip}
     program = replace(program, **{k: v for k, v in traits.items() if v is not None})
     program = lower(
         _whole(program), costs, model, boundary=boundary, overlap=overlap, slots=slots, debug=debug

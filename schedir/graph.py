@@ -42,6 +42,7 @@ from schedir.ops import (
 )
 from schedir.program import Program
 from schedir.slots import reuses
+from schedir.ties import parties
 
 Model = Literal["edge", "pair", "device", "serial"]
 MODELS: Final[tuple[Model, ...]] = get_args(Model)
@@ -176,11 +177,12 @@ class Graph:
 
     def _last_giver(self, op: Opcode, token: Token, needer: NDArray[np.intp]) -> Positions:
         """Who gives a value to reductions and steps: the last, of a stage or of a rank's all."""
-        index, stages = self.index, self.program.plan.stages
+        index = self.index
         gives = np.flatnonzero(index.among(givers(op, token)))
         per = Per.RANK if op is Opcode.ReduceTied else ROWS[op].per
-        if op is Opcode.ReduceTied:  # one rank may hold both copies
-            gives = gives[np.isin(index.stage[gives], (0, stages - 1))]
+        if op is Opcode.ReduceTied:  # all copies of the rank
+            tied = [s for stages in self.program.tied for s in stages]
+            gives = gives[np.isin(index.stage[gives], tied)]
         last = np.full(index.size[per], NONE, np.int32)
         last[index.ending(per, gives)] = gives
         return np.asarray(last[index.ending(per, needer)])
@@ -285,8 +287,8 @@ class Graph:
     def meetings(self) -> list[NDArray[np.intp]]:
         """The members of each collective.
 
-        All of a kind meet for an update, but the holders of each stage by themselves.  And where
-        stages have two holders, a rank that has a copy of a tied weight has both: it meets nobody.
+        All of a kind meet for an update, but the holders of each stage by themselves, and those
+        who share no tied weight apart (`ties.parties`).
         """
         meetings: list[NDArray[np.intp]] = []
         for op in COLLECTIVES:
@@ -294,8 +296,10 @@ class Graph:
             which = self.index.mb[at].astype(np.intp)
             if op is Opcode.ReduceHolders:
                 which = self.index.stage[at].astype(np.intp)
-            elif op is Opcode.ReduceTied and self.program.plan.two_way:
-                which = np.arange(len(at))
+            elif op is Opcode.ReduceTied:
+                plan = self.program.plan
+                party = np.array(parties(self.program.tied, plan))
+                which = which * plan.ranks + party[self.index.rank[at]]
             meetings += [at[which == one] for one in np.unique(which)]
         return meetings
 

@@ -114,22 +114,21 @@ def reductions(look: Look) -> None:
     plan, program, trains = look.plan, look.program, look.program.trains
     holders = plan.holders.reshape(-1)  # by key: all first holders, then all second ones
     tied_at: dict[int, int] = {}  # the key of each rank's first copy
-    for end in (0, plan.stages - 1):
-        for key in range(end, len(holders), plan.stages):
+    for stage in sorted({s for stages in program.tied for s in stages}):
+        for key in range(stage, len(holders), plan.stages):
             tied_at.setdefault(int(holders[key]), key)
-    tied = trains and program.tied and plan.stages > 1
     every = np.ones(len(holders), bool), np.ones(plan.ranks, bool)
     expected: dict[Opcode, Words | NDArray[np.bool_]] = {
         _O.ReduceGrads: every[0] & trains,
         _O.ReduceHolders: every[0] & (trains and plan.two_way),
-        _O.ReduceTied: np.isin(np.arange(len(holders)), [*tied_at.values()]) & tied,
+        _O.ReduceTied: np.isin(np.arange(len(holders)), [*tied_at.values()]) & trains,
         _O.ReduceNorm: every[1] & (trains and program.clip),
         _O.OptimizerStep: every[1] & trains,
     }
     why = {
         _O.ReduceHolders: "each stage has one holder",
         _O.ReduceTied: "the program says 'tied no'" if not program.tied else
-        "one per rank that holds a copy of the tied weight",
+        "one per rank that holds a copy of a tied weight, at its first stage",
         _O.ReduceNorm: "the program says 'clip no'",
     }  # fmt: skip
     for op, once in expected.items():

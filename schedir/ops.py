@@ -128,7 +128,8 @@ ROWS: Final[tuple[Row, ...]] = (
         "Sums a stage's gradient over its two holders, where microbatches go both ways.",
         0, _O.ReduceHolders),
     Row(_O.ReduceTied, "reduce_tied", _L.DP, Per.STAGE, (_T.GRAD,), (_T.GRAD,), (),
-        "Sums the gradients of the copies of a tied weight, in the first and in the last stage.",
+        "Sums the gradients of the copies of each tied weight of the rank, in the order of stages; "
+        "all copies get the sum.",
         0, _O.ReduceTied),
     Row(_O.ReduceNorm, "reduce_norm", _L.DP, Per.RANK, (_T.GRAD,), (_T.NORM,), (),
         "The norm of all gradients, over all pipeline ranks.", 0, _O.ReduceNorm),

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from schedir.plan import Plan
     from schedir.program import Program
     from schedir.sizes import Sizes
+    from schedir.ties import Tied
     from schedir.timeline import Timeline
     from schedir.words import Schedule
 
@@ -55,6 +56,13 @@ def _lowering(group: argparse._ArgumentGroup) -> None:
     group.add_argument("--tp", type=_size, metavar="N", help="tensor-parallel ranks (1)")
     group.add_argument("--dp", type=_size, metavar="N", help="data-parallel replicas (1)")
     group.add_argument("--tied", action="store_true", default=None, help="a tied embedding")
+    group.add_argument(
+        "--ties",
+        dest="tied",
+        type=_ties,
+        metavar="STAGES",
+        help="stages that share weights: 0=2,1=3",
+    )
     group.add_argument("--clip", action="store_true", default=None, help="clipped gradients")
     group.add_argument(
         "--overlap",
@@ -80,6 +88,17 @@ def count(text: str) -> int:
         return whole(text)
     except ValueError as error:
         raise argparse.ArgumentTypeError(str(error)) from None
+
+
+def _ties(text: str) -> Tied:
+    from schedir.ties import read_tied
+
+    found = read_tied(text)
+    if found is None:
+        raise argparse.ArgumentTypeError(
+            f"stages that share weights are like 0=2,1=3, not {text!r}"
+        )
+    return found
 
 
 def _size(text: str) -> int:
@@ -200,7 +219,7 @@ def program_of(
         args.dp or 1,
         args.model or "device",
         costs,
-        tied=bool(args.tied),
+        tied=args.tied or False,
         clip=bool(args.clip),
         overlap=args.overlap,
         slots=args.slots,
@@ -245,12 +264,18 @@ def _agree(
     args: argparse.Namespace, program: Program, source: str, but: Sequence[str] = ()
 ) -> None:
     """Refuse options that contradict the shape that a file has."""
+    from schedir.ties import show_tied, tied_stages
+
     for name in ("ranks", "microbatches", "stages_per_rank", "placement", "updates", "delay",
                  "tp", "dp", "tied", "clip"):  # fmt: skip
         said = getattr(args, name)
         has = getattr(program if hasattr(program, name) else program.plan, name)
+        if name == "tied" and said is not None:
+            said = tied_stages(said, program.plan)
         if name not in but and said is not None and said != has:
             option = "--" + name.replace("_", "-")
+            if name == "tied":
+                option, has, said = "--tied", *(show_tied(t, program.plan) for t in (has, said))
             raise UsageError(f"{source} has {name} {has}, not {said}", hint=f"leave out {option}")
     for name in ("draft", "overlap", "slots"):
         if getattr(args, name, False):

@@ -17,6 +17,7 @@ from numpy.typing import ArrayLike, NDArray
 from schedir.errors import PlanError
 from schedir.ops import ADDS, ADDS_TO_WEIGHTS, COMPUTE, Instr, Opcode
 from schedir.plan import Plan
+from schedir.ties import Tied, tied_stages
 
 if TYPE_CHECKING:
     from typing import Self
@@ -137,8 +138,9 @@ class Program:
     """A plan and one Stream per rank.
 
     `tp` and `dp` are the sizes of the tensor- and data-parallel groups that run each Stream;
-    `tied` says that the first and the last stage hold copies of one weight, `clip` that
-    gradients are clipped by their global norm.  `slots` has one entry per rank; where it is
+    `tied` has, for each set of stages that hold copies of the same weights, these stages,
+    ascending: `((0, 3),)`; True stands for first and last stage.  `clip` says that gradients are
+    clipped by their global norm.  `slots` has one entry per rank; where it is
     empty, each value has a slot of its own.
 
     `order` numbers the messages as the lowering places them: for each kind of send a number by
@@ -158,7 +160,7 @@ class Program:
     streams: tuple[Stream, ...]
     tp: int = 1
     dp: int = 1
-    tied: bool = False
+    tied: Tied = ()
     clip: bool = False
     slots: tuple[Slots, ...] = ()
     order: Mapping[Opcode, NDArray[np.int32]] = field(
@@ -186,6 +188,7 @@ class Program:
         if any(not 0 <= count < 2**31 for counts in slots for count in counts):
             raise PlanError("the number of slots is a whole number from 0 on")
         object.__setattr__(self, "slots", slots)
+        object.__setattr__(self, "tied", tied_stages(self.tied, self.plan))
         # One array holds all words, and the Streams are views of it: nothing is there twice.
         words = _whole([s.words for s in self.streams])
         offsets = np.cumsum([0, *map(len, self.streams)])
@@ -255,9 +258,11 @@ class Program:
     def digest(self) -> str:
         """sha256 of all that decides how the program runs; its name does not."""
         plan = self.plan
+        ends = {tied_stages(True, plan): True, (): False}  # one stage is tied to nothing
+        tied = ends.get(self.tied, self.tied)
         sha = hashlib.sha256(
             repr((plan.ranks, plan.microbatches, plan.holders.tolist(), plan.updates, plan.delay,
-                  self.tp, self.dp, self.tied, self.clip, self.slots)).encode()
+                  self.tp, self.dp, tied, self.clip, self.slots)).encode()
         )  # fmt: skip
         for s in self.streams:
             sha.update(len(s).to_bytes(8, "little"))

@@ -40,6 +40,7 @@ from schedir.ops import Instr, Opcode
 from schedir.passes.overlap import group_opposites
 from schedir.plan import Plan
 from schedir.program import Program, Stream
+from schedir.ties import Tied, tied_stages
 from schedir.words import Schedule, name_of, placed_for, takes_v
 
 try:
@@ -222,9 +223,19 @@ def programs(
 ) -> Program:
     """Programs that are legal under every progress model, with all kinds of traits."""
     draft = draw(drafts(ranks, microbatches, stages_per_rank))
-    tied, clip, grouped = (draw(st.booleans()) for _ in range(3))
+    clip, grouped = draw(st.booleans()), draw(st.booleans())
+    tied = draw(ties(draft.plan))
     program = lower(replace(draft, tp=draw(st.integers(1, 2)), tied=tied, clip=clip))
     return group_opposites(program) if grouped else program
+
+
+def ties(plan: Plan) -> st.SearchStrategy[Tied]:
+    """What may be tied in a plan: nothing, first and last stage, or up to two sets of any."""
+    if plan.stages == 1:
+        return st.just(())
+    stages = st.sets(st.integers(0, plan.stages - 1), min_size=2)
+    any_sets = st.lists(stages.map(sorted), min_size=1, max_size=2)
+    return st.one_of(st.booleans(), any_sets).map(lambda tied: tied_stages(tied, plan))
 
 
 def random_draft(plan: Plan, rng: random.Random, *, split: float = 0.5) -> Program:

@@ -12,7 +12,8 @@
 
 `1.0+` is stage 1, microbatch 0, one more each turn (`+4` four more, `-` one less); `&` joins
 instructions that are issued together; `#` begins a comment.  Where slots are shared, each rank
-says how many it has: `rank 0  act_in 2  act_out 2  grad_in 1  grad_out 1`.
+says how many it has: `rank 0  act_in 2  act_out 2  grad_in 1  grad_out 1`.  `tied yes` is said of
+first and last stage, of any others that share weights `tied 0=2,1=3`.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ from schedir.errors import ParseError, PlanError, expect
 from schedir.ops import BY_TEXT, ROWS, Per
 from schedir.plan import Plan
 from schedir.program import JOINED, OP, STAGE, Program, Slots, Stream, Words
+from schedir.ties import read_tied, show_tied
 
 FORMAT = 1
 _PLAN = ("ranks", "microbatches", "stages_per_rank", "placement", "updates", "delay")
@@ -50,7 +52,7 @@ def show(program: Program, folded: bool = True) -> str:
         f"stages_per_rank {plan.stages_per_rank}  "
         f"placement {place if isinstance(place, str) else ','.join(map(str, place))}",
         *_updates(plan),
-        f"tp {program.tp}  dp {program.dp}  tied {'yes' if program.tied else 'no'}  "
+        f"tp {program.tp}  dp {program.dp}  tied {show_tied(program.tied, plan)}  "
         f"clip {'yes' if program.clip else 'no'}",
     ]
     period = 8 * plan.stages if folded else 0
@@ -204,7 +206,8 @@ def parse(text: str, most: int = MOST) -> Program:
     try:
         return Program(name, plan, streams, **header, slots=slots)
     except PlanError as error:
-        _, line, at = found["program"]
+        key = next((k for k in re.findall(r"\w+", error.fact) if k in found), "program")
+        _, line, at = found[key]
         raise line.error(error.fact, at) from None
 
 
@@ -233,9 +236,12 @@ def _header(lines: list[_Line], first: _Line) -> dict[str, tuple[Any, _Line, int
 
 
 def _value(line: _Line, at: int, key: str, value: str) -> object:
+    if key == "tied" and (stages := read_tied(value)) is not None:
+        return stages
     if key in ("tied", "clip"):
         if value not in ("yes", "no"):
-            raise line.error(f"{key} is yes or no, not {value!r}", at)
+            ties = ", or stages like 0=3,1=2" * (key == "tied")
+            raise line.error(f"{key} is yes or no{ties}, not {value!r}", at)
         return value == "yes"
     if key == "delay" and "," in value and _LIST.fullmatch(value):
         return tuple(map(int, value.split(",")))

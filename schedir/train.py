@@ -26,6 +26,7 @@ from schedir.numerals import whole
 from schedir.passes.slots import Choice, share_slots
 from schedir.program import Program
 from schedir.terminal import told
+from schedir.ties import show_tied, tied_stages
 from schedir.trace import save_timeline
 
 # What is wrong with a configuration is said before torch is imported.
@@ -76,7 +77,7 @@ def program_of(config: Config) -> Program:
     """
     pipeline = config.pipeline
     found = load(pipeline.schedule)
-    tied = config.model.tied and pipeline.plan.stages > 1  # one stage shares the weight itself
+    tied = tied_stages(config.model.tied, pipeline.plan)  # one stage shares the weight itself
     clip, model = config.train.clip > 0, config.train.model
     slots = None if pipeline.slots == "own" else cast(Choice, pipeline.slots)
     if not isinstance(found, Program) or found.is_draft:
@@ -86,14 +87,15 @@ def program_of(config: Config) -> Program:
             tied=tied, clip=clip, overlap=pipeline.overlap, slots=slots,
         )  # fmt: skip
     else:
+        ties = [show_tied(one, pipeline.plan) for one in (found.tied, tied)]
         for what, has, wants, right in (
-            ("tied", found.tied, tied, f"model.tied = {str(found.tied).lower()}"),
-            ("clip", found.clip, clip, f"train.clip = {float(found.clip)}"),
+            ("tied", *ties, f"model.tied = {str(bool(found.tied)).lower()}"),
+            ("clip", _yes(found.clip), _yes(clip), f"train.clip = {float(found.clip)}"),
         ):
             if has != wants:
                 raise UsageError(
-                    f"{pipeline.schedule} has {what} {_yes(has)}, the configuration {_yes(wants)}",
-                    hint=f"{right}, or compile it with{'out' * has} --{what}",
+                    f"{pipeline.schedule} has {what} {has}, the configuration {wants}",
+                    hint=f"{right}, or compile it with{'out' * (wants == 'no')} --{what}",
                 )
         program = found
         if slots:

@@ -36,6 +36,17 @@ class Tensor(NamedTuple):
     whole: bool = True  # or the 1/t that scatter keeps
 
 
+def met(ties: list[set[int]], stages: list[list[int]], rank: int) -> set[int]:
+    """Whom a rank meets to sum what is tied: who needs its copies, who needs theirs, and so on."""
+    party = {rank}
+    for _ in stages:
+        for tie in ties:
+            has = {r for r, own in enumerate(stages) if tie & {*own}}
+            if has & party and any(not tie <= {*stages[r]} for r in has):
+                party |= has
+    return party
+
+
 class Event:
     """Something that happens once; `when` counts all that happened before, and is 0 until then."""
 
@@ -292,21 +303,21 @@ class Host:
         self.collective(("holders", i.stage), 2)
 
     def reduce_tied(self, i: Instr) -> None:
-        """The holders of a copy meet; a rank that holds both names the first."""
+        """The holders of copies meet; a rank that holds several names the first."""
         self.queue("reductions")
-        copies = [s for s in self.own if s in self.machine.ends]
+        copies = [s for s in self.own if s in self.machine.tied]
         if i.stage != min(copies, default=None):
             raise Wrong(f"{i}: not the rank's first copy of a tied weight")
         for stage in copies:
             self.take("grad", stage, i.mb)
             self.give("tied grad", stage, i.mb)
-        first, *more = ({holders[s] for s in self.machine.ends} for holders in self.machine.holders)
-        if not more:  # else each such rank holds both
-            self.collective("tied", len(first))
+        party = met(self.machine.ties, [host.own for host in self.machine.hosts], self.rank)
+        if len(party) > 1:
+            self.collective(("tied", *sorted(party)), len(party))
 
     def final(self, update: int) -> list[Slot]:
         """Where the rank's gradients are when nothing is left to add."""
-        return [("tied grad" if s in self.machine.ends else "grad", s, update) for s in self.own]
+        return [("tied grad" if s in self.machine.tied else "grad", s, update) for s in self.own]
 
     def reduce_norm(self, i: Instr) -> None:
         self.queue("reductions")

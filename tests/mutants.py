@@ -22,6 +22,7 @@ from schedir.plan import Plan
 from schedir.program import Program
 from schedir.testing import random_draft
 from schedir.text import show
+from schedir.ties import Tied, tied_stages
 from tests import edits, mutations_of_shape  # noqa: F401 (importing it fills the table)
 from tests.threads import verdict
 
@@ -75,6 +76,17 @@ def legal(rng: random.Random, first: str | None = None) -> Program:
     return program
 
 
+def ties(plan: Plan, rng: random.Random) -> Tied:
+    """Nothing, first and last stage, or any."""
+    ends = rng.choice([False, False, True])
+    if plan.stages < 3 or rng.random() < 0.7:
+        return tied_stages(ends, plan)
+    stages = range(plan.stages)
+    return tied_stages(
+        [rng.sample(stages, rng.randint(2, 3)) for _ in range(rng.randint(1, 2))], plan
+    )
+
+
 def lowered(rng: random.Random) -> Program:
     """A known schedule, or a random draft, lowered with random traits."""
     while True:
@@ -83,12 +95,12 @@ def lowered(rng: random.Random) -> Program:
         anywhere = rng.choice(["loop", "loop", "vee", "mirror"])
         placement, v = getattr(schedule, "placed", (anywhere, None))
         v = v or rng.choice([1, 1, 2])
-        tp, tied, clip = rng.choice([1, 1, 2]), rng.random() < 0.5, rng.random() < 0.5
+        tp, clip = rng.choice([1, 1, 2]), rng.random() < 0.5
         model = rng.choice(MODELS)
         try:
             plan = Plan(ranks, m, v, placement)
             draft = words.draft(schedule, plan) if schedule else random_draft(plan, rng)
-            program = lower(replace(check_draft(draft), tp=tp, tied=tied, clip=clip))
+            program = lower(replace(check_draft(draft), tp=tp, tied=ties(plan, rng), clip=clip))
         except ProgramError:
             continue  # a schedule need not know every plan
         if rng.random() < 0.4:
@@ -113,7 +125,7 @@ def updating(rng: random.Random) -> Program:
                 if v == 1 and rng.random() < 0.6
                 else random_draft(plan, rng, split=rng.choice([0, 0.5, 1, 1]))
             )
-            program = lower(replace(check_draft(draft), tied=tied, clip=clip))
+            program = lower(replace(check_draft(draft), tied=tied_stages(tied, plan), clip=clip))
         except ProgramError:
             continue
         if verdict(program, "edge").kind == "ok":

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from schedir.costs import Costs
 from schedir.ops import ROWS, Instr, Lane, Opcode, Per
 from schedir.program import Program
+from tests.host import met
 
 O = Opcode
 
@@ -128,7 +129,10 @@ class Machine:
             O.ReduceNorm: (O.ReduceGrads, O.ReduceHolders, O.ReduceTied),
             O.OptimizerStep: (O.ReduceGrads, O.ReduceHolders, O.ReduceTied, O.ReduceNorm),
         }.get(i.op, ())
-        of = {O.ReduceHolders: {s}, O.ReduceTied: {0, S - 1}}.get(i.op, range(S))
+        of = {
+            O.ReduceHolders: {s},
+            O.ReduceTied: {s for tie in self.program.tied for s in tie},
+        }.get(i.op, range(S))
         return [
             (rank, k)
             for k, j in enumerate(own)
@@ -186,13 +190,18 @@ class Machine:
             peer = int(self.program.plan.rank_at(stage, i.mb))
             other = (peer, self.where[peer, Instr(row.meets, stage, i.mb)])
             return [(rank, self.where[rank, i]), other]
-        if i.op == O.ReduceTied and len(self.program.plan.holders) > 1:
-            return [(rank, self.where[rank, i])]  # each holder of an end holds both
+        party = {*range(len(self.lists))}
+        if i.op == O.ReduceTied:
+            own = [[*stages] for stages in self.program.plan.stages_of]
+            party = met([{*tie} for tie in self.program.tied], own, rank)
         return [
             (r, k)
             for r, own in enumerate(self.lists)
             for k, j in enumerate(own)
-            if j.op == i.op and j.mb == i.mb and (i.op != O.ReduceHolders or j.stage == i.stage)
+            if r in party
+            and j.op == i.op
+            and j.mb == i.mb
+            and (i.op != O.ReduceHolders or j.stage == i.stage)
         ]
 
     def _group_of(self, rank: int, index: int) -> tuple[int, ...]:

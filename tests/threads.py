@@ -73,7 +73,8 @@ class Machine:
             raise Wrong(f"{len(program.streams)} Streams")
         self.lists = [[*zip(s, s.joined.tolist(), strict=True)] for s in program.streams]
         self.trains = any(i.op in COMPUTES[1:] for l in self.lists for i, _ in l)
-        self.ends = {0, self.stages - 1} if program.tied and self.stages > 1 else set()
+        self.ties = [{*one} for one in program.tied]
+        self.tied = {s for one in self.ties for s in one}
         self.awake: list[Iterator[Event]] = []
         self.happened = 0  # how many events have
         self.sent: dict[Slot, deque[Message]] = defaultdict(deque)

@@ -36,6 +36,7 @@ def run(args: argparse.Namespace) -> str:
     from schedir.compile import compile, finish, within
     from schedir.passes.slots import share_slots
     from schedir.text import show
+    from schedir.ties import tied_stages
 
     if not args.output.endswith(".sched"):
         raise UsageError(f"a program's file ends in .sched: {args.output} does not")
@@ -46,7 +47,7 @@ def run(args: argparse.Namespace) -> str:
     except ProgramError as error:
         error.add_note(f"in {args.source}")
         raise
-    tied, clip = bool(args.tied), bool(args.clip)
+    tied, clip = tied_stages(args.tied or False, program.plan), bool(args.clip)
     program = replace(program, tp=args.tp or 1, dp=args.dp or 1, tied=tied, clip=clip)
     model: Model = args.model or "device"
     if program.is_draft:

@@ -63,15 +63,12 @@ def reduce_holders(program: Program) -> Program:
 
 
 def reduce_tied(program: Program) -> Program:
-    """Sum the two copies of a tied weight: one instruction on each rank that holds any."""
-    plan = program.plan
-    if not (program.tied and program.trains and plan.stages > 1):
+    """Sum the copies of tied weights: one instruction on each rank that holds any."""
+    if not (program.tied and program.trains):
         return program
-    holder = {r: s for s in (plan.stages - 1, 0) for r in plan.holders[:, s].tolist()}
-    return _append(
-        program,
-        [pack(Opcode.ReduceTied, [holder[r]] if r in holder else [], 0) for r in range(plan.ranks)],
-    )
+    tied = {s for stages in program.tied for s in stages}
+    copies = [[s for s in own if s in tied] for own in program.plan.stages_of]
+    return _append(program, [pack(Opcode.ReduceTied, own[:1], 0) for own in copies])
 
 
 def reduce_norm(program: Program) -> Program:

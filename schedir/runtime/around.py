@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 from schedir.ops import Instr, Opcode
 from schedir.runtime.buffers import watched
@@ -21,13 +22,17 @@ def around(rank: Rank, i: Instr, run: Callable[[], None]) -> Callable[[], None]:
 
 
 def on_version(rank: Rank, i: Instr, run: Callable[[], None]) -> Callable[[], None]:
-    """The same with the weights that are the microbatch's."""
-    versions, version = rank.stages[i.stage].versions, int(rank.plan.version(i.stage, i.mb))
-    if versions is None:
+    """The same with the weights that are the microbatch's, or the stage's own of what it shares."""
+    stage = rank.stages[i.stage]
+    if stage.versions is not None:
+        use: Callable[[], None] = partial(stage.versions.use, int(rank.plan.version(i.stage, i.mb)))
+    elif stage.own is not None:
+        use = stage.own.use
+    else:
         return run
 
     def on() -> None:
-        versions.use(version)
+        use()
         run()
 
     return on

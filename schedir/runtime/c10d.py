@@ -23,6 +23,7 @@ from schedir.runtime.clock import clock_offset
 from schedir.runtime.executor import Executor
 from schedir.runtime.stamps import read, timeline_of
 from schedir.runtime.transport import Group, Work, buffers
+from schedir.ties import meets, ranks_of
 from schedir.timeline import Timeline
 
 
@@ -82,10 +83,11 @@ class Processes:
         if program.plan.two_way:
             pairs = np.stack([mesh, mesh[:, ::-1]], -1)[:, : pp // 2]
             self.groups["holders"] = self._group(pairs.reshape(-1, 2))
-        elif program.tied:
-            ends = sorted({int(program.plan.rank_of[0]), int(program.plan.rank_of[-1])})
-            holders = mesh[:, ends].swapaxes(1, 2).reshape(-1, len(ends))
-            self.groups["tied"] = self._group(holders)
+        for stages in program.tied:
+            ranks = ranks_of(stages, program.plan)
+            if ranks not in self.groups and meets(stages, program.plan):
+                rows = mesh[:, ranks].swapaxes(1, 2).reshape(-1, len(ranks))
+                self.groups[ranks] = self._group(rows)
 
     def _group(self, members: NDArray[np.int64]) -> Any:
         """The group of the row that this process is in; None if it is in none.
@@ -95,10 +97,11 @@ class Processes:
         own, _ = dist.new_subgroups_by_enumeration(members.tolist(), timeout=self._timeout)
         return own
 
-    def agree(self, facts: Mapping[str, str]) -> None:
+    def agree(self, facts: Mapping[str, str], tell: object = None) -> list[Any]:
         """As Transport.agree: all processes must call this."""
-        everyone: list[Mapping[str, str]] = [{}] * dist.get_world_size()
-        dist.all_gather_object(everyone, dict(facts))
+        all_of: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(all_of, (dict(facts), tell))
+        everyone: list[dict[str, str]] = [own for own, _ in all_of]
         # In sorted order, so that all processes say the same of several differences.
         for fact in sorted({fact for own in everyone for fact in own}):
             values = {k: own[fact] for k, own in enumerate(everyone) if fact in own}
@@ -110,6 +113,7 @@ class Processes:
                         f"and {value}",
                         program=self.name,
                     )
+        return [told for _, told in all_of]
 
     def send(self, tensor: Tensor, peer: int, lane: Lane) -> Work:
         """As Transport.send."""

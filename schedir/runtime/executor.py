@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Mapping
 from functools import partial
+from types import MappingProxyType
 
 import torch
 from torch import Tensor, nn
@@ -23,7 +24,9 @@ from schedir.runtime.handlers import HANDLERS
 from schedir.runtime.precision import LossScale, Steps
 from schedir.runtime.rank import Boundary, Call, Loss, Microbatches, Rank
 from schedir.runtime.stamps import Recorded, stamps_of
+from schedir.runtime.tied import prints, weights_of
 from schedir.runtime.transport import Transport, has_left
+from schedir.ties import Ties
 
 
 class Executor(Rank):
@@ -43,10 +46,21 @@ class Executor(Rank):
     clips nothing.  torch's fused optimizers are told on the device; for any other the host reads
     it, and on a GPU waits.
 
-    Two attributes say what cannot be seen.  With a tied weight, the modules of first and last
-    stage name their copies `tied_weight`.  Under tensor parallelism, a parameter of which each
-    rank holds a slice has `shard_dim`, the dimension along which it is cut; others are held
-    whole by all, and the global norm counts them once.
+    `tied` says which parameters are copies of one weight: `schedir.ties(stages)`, made of all the
+    stages, the same in every process.  It may be left out where a process sees it, as its stages
+    have one Parameter, and where modules name their copy, in an attribute `tied_weight`.  Each
+    copy keeps a gradient of its own; these are added once, in the order of stages, all copies get
+    the sum, and norm and optimizer count the weight once.  Processes compare their parameters:
+    trained ones of different stages that are equal, not constant and not tied are refused, unless
+    `alike` says that stages may have been seeded alike.  Between steps a Parameter that stages
+    share is in all of them; within a step all but the first compute with one that stands in.
+
+    Under tensor parallelism, a parameter of which each rank holds a slice has an attribute
+    `shard_dim`, the dimension along which it is cut; others are held whole by all, and the global
+    norm counts them once.  `copies` is an InProcess's, in which ranks share Parameters.
+
+    What is trained is settled when the executor is made.  A step after a change to that, by
+    `requires_grad_` or by a new Parameter, is refused.
 
     Whatever modules draw from torch's default generators is decided by `seed`, the step, the
     microbatch and the stage, as `schedir.runtime.random` says; after a step the generators are as
@@ -74,6 +88,9 @@ class Executor(Rank):
         max_norm: float = 1.0,
         loss_scale: LossScale | None = None,
         seed: int = 0,
+        tied: Ties | None = None,
+        alike: bool = False,
+        copies: Mapping[nn.Parameter, nn.Parameter] = MappingProxyType({}),
         record: bool = True,
     ) -> None:
         facts = {
@@ -87,14 +104,23 @@ class Executor(Rank):
             facts |= _shapes(module, f"stage {s}, slice {transport.tp_rank}")
             if program.tied and (weight := getattr(module, "tied_weight", None)) is not None:
                 facts[f"the tied weight, slice {transport.tp_rank}"] = _shape(weight)
-        transport.agree(facts)
+        own = prints(stages) if program.trains else {}
+        for s, parameters in own.items():
+            for p in parameters:
+                facts[f"the numbers of {p.names[0]} in stage {s}, slice {transport.tp_rank}"] = (
+                    p.values
+                )
+        everyone = transport.agree(facts, (transport.tp_rank, own))
         check(program, transport.model, blocks=transport.blocks)
         _fit(program, rank, stages, transport, boundary)
         if loss_scale is not None:
             _fit_scale(program)
+        _fit_optimizer(program, optimizer)
+        told = [own for tp_rank, own in everyone if tp_rank == transport.tp_rank]
+        weights = weights_of(program, stages, told, tied, alike=alike) if program.trains else []
         super().__init__(
             program, rank, stages, transport, loss, boundary,
-            optimizer, max_norm, loss_scale, seed,
+            optimizer, max_norm, loss_scale, seed, weights, copies,
         )  # fmt: skip
         self.record = record
         self.stamps = stamps_of(program, rank, transport.model, self.device) if record else None
@@ -163,6 +189,11 @@ class Executor(Rank):
                 program=self.program.name,
                 hint="make the executor and its transport anew",
             )
+        try:
+            self.unchanged.expect()
+        except ModelError as error:
+            error.program = self.program.name
+            raise
         m = self.plan.microbatches
         for name, given, where in (("inputs", inputs, 0), ("targets", targets, -1)):
             if where % self.plan.stages in self.stages and len(given) != m:
@@ -176,6 +207,9 @@ class Executor(Rank):
         if self.loss_scale is not None:
             self.seed = (self.loss_scale.value * scale).float()
             self.scale = self.loss_scale.inverse
+        for shared, copy in self.copies.items():
+            if copy is not shared:
+                copy.detach().copy_(shared.detach())
         for stage in self.stages.values():
             stage.gradients.zero()
             if stage.versions is not None:
@@ -206,6 +240,7 @@ class Executor(Rank):
         """An error as that of the instruction at which this rank stands."""
         what = str(error).strip().partition("\n")[0] or type(error).__name__
         k = self.position
+        self.restore()
         return ExecutionError(
             has_left(error) or f"{type(error).__name__}: {what}",
             program=self.program.name,
@@ -224,12 +259,15 @@ class Executor(Rank):
             total = sum(self.losses, torch.zeros((), device=self.device))
         self.under_way = False
         self.transport.step_ended()
-        for stage in self.stages.values():
-            if stage.versions is not None:
-                stage.versions.restore()
+        self.restore()
         if self.stamps is not None and self.record:
             self.stamps.close()
         return total
+
+    def restore(self) -> None:
+        """Let the modules have their parameters as between steps."""
+        for stage in self.stages.values():
+            stage.restore()
 
 
 def _both(first: Callable[[], None], second: Callable[[], None]) -> None:
@@ -273,6 +311,21 @@ def _fit_scale(program: Program) -> None:
         )
 
 
+def _fit_optimizer(program: Program, optimizer: Steps | None) -> None:
+    """Refuse an optimizer that would step one weight twice."""
+    seen: set[object] = set()
+    for group in getattr(optimizer, "param_groups", ()):
+        for p in group["params"]:
+            key = (p.data_ptr(), p.shape, p.stride()) if p.numel() and not p.is_meta else id(p)
+            if key in seen:
+                raise ModelError(
+                    f"the optimizer has a weight of {list(p.shape)} twice, and would step it twice",
+                    program=program.name,
+                    hint="dict.fromkeys(parameters) has each once",
+                )
+            seen.add(key)
+
+
 def _fit(
     program: Program,
     rank: int,
@@ -281,7 +334,7 @@ def _fit(
     boundary: Boundary,
 ) -> None:
     """Refuse modules and a transport that the program was not made for."""
-    own, last = program.plan.stages_of[rank], program.plan.stages - 1
+    own = program.plan.stages_of[rank]
 
     def refuse(fact: str, hint: str = "") -> None:
         raise ModelError(fact, program=program.name, hint=hint)
@@ -296,16 +349,3 @@ def _fit(
     size = torch.Size(boundary.shape).numel()
     if size % program.tp:
         refuse(f"a boundary of {size} numbers is not divisible by tp {program.tp}")
-    holds = {s for s in own if getattr(stages[s], "tied_weight", None) is not None}
-    should = {0, last} & {*own} if program.tied and last else set()
-    if holds - should:
-        refuse(
-            f"stage {min(holds - should)} holds a copy of a tied weight, but the program "
-            "does not reduce it",
-            "compile(..., tied=True)",
-        )
-    if should - holds:
-        refuse(f"the program reduces a tied weight, but stage {min(should - holds)} names none")
-    for s in sorted(should):
-        if not stages[s].tied_weight.requires_grad:
-            refuse(f"the program reduces a tied weight, but that of stage {s} is frozen")

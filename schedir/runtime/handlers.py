@@ -24,6 +24,7 @@ from schedir.runtime.random import UPDATE
 from schedir.runtime.rank import Call, Rank, Slot, Stage
 from schedir.runtime.split import Tape, recording
 from schedir.runtime.split_layers import left_whole, refuses_to_split, watching
+from schedir.runtime.tied import summing
 from schedir.runtime.transport import own_part
 
 # What is taken in is received, and made whole if it comes in parts.
@@ -299,19 +300,11 @@ def reduce_holders(rank: Rank, i: Instr) -> Call:
 
 
 def reduce_tied(rank: Rank, i: Instr) -> Call:
-    stage = rank.stages[i.stage]
-    both = {0, rank.plan.stages - 1} <= {*rank.stages}
-
-    def grad(stage: Stage) -> Tensor:
-        assert stage.tied_weight is not None and stage.tied_weight.grad is not None
-        return stage.tied_weight.grad
+    sums = [summing(w, rank.plan, rank.rank, rank.transport, rank.reducing) for w in rank.tied]
 
     def run() -> None:
-        if both:  # the copies are on one rank: first plus last, written to both
-            last = grad(rank.stages[rank.plan.stages - 1])
-            last.copy_(grad(stage).add_(last))
-        else:
-            rank.reducing.append(rank.transport.all_reduce(grad(stage), "tied"))
+        for begin in sums:
+            begin()
 
     return Call(partial(_reduced, rank), run)
 
@@ -324,7 +317,7 @@ def reduce_norm(rank: Rank, i: Instr) -> Call:
         # What several ranks hold in full is counted by one of them.
         if rank.plan.rank_of[s] == rank.rank
         and (is_sharded(p) or rank.transport.tp_rank == 0)
-        and not (rank.program.tied and s > 0 and p is stage.tied_weight)
+        and not any(p is w.own.get(s) and s > w.stages[0] for w in rank.tied)
     ]
 
     def run() -> None:

@@ -11,23 +11,25 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from copy import deepcopy
 from functools import cached_property
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
-from schedir.errors import ModelError
+from schedir.errors import ExecutionError, ModelError
 from schedir.graph import Graph, Model
 from schedir.index import NONE
 from schedir.ops import COLLECTIVES, Lane, Opcode
-from schedir.plan import Plan
 from schedir.program import Program
 from schedir.runtime.executor import Executor
 from schedir.runtime.precision import LossScale, Steps
 from schedir.runtime.rank import Boundary, Loss, Microbatches
 from schedir.runtime.stamps import read, timeline_of
 from schedir.runtime.streams import Meetings, StreamHub, StreamMailbox
+from schedir.runtime.tied import like, prints
 from schedir.runtime.transport import Done, Group, Work, buffers
+from schedir.ties import Ties, ranks_of
 from schedir.timeline import Timeline
 
 
@@ -38,6 +40,7 @@ class _Hub:
         self.sent: dict[tuple[Lane, int, int], deque[Tensor]] = defaultdict(deque)
         self.awaited: dict[tuple[Lane, int, int], deque[Tensor]] = defaultdict(deque)
         self.meetings: Meetings[Tensor] = Meetings()
+        self.told: list[Any] = []  # what is told of all ranks
 
 
 class _Mailbox:
@@ -51,8 +54,9 @@ class _Mailbox:
 
     buffers = staticmethod(buffers)
 
-    def agree(self, facts: Mapping[str, str]) -> None:
+    def agree(self, facts: Mapping[str, str], tell: object = None) -> list[Any]:
         """All virtual ranks are told the same."""
+        return self.hub.told
 
     def send(self, tensor: Tensor, peer: int, lane: Lane) -> Work:
         key = lane, self.rank, peer
@@ -99,9 +103,11 @@ class InProcess:
 
     `stages` are all the stages of the model, in order; where stages have two holders, the second
     has a copy.  `optimizer` makes each rank's from its parameters, `loss_scale` each rank's own.
-    On a GPU, each rank has streams of its own.  `seed` and `record` are as an Executor's.  Raises
-    ModelError for programs with tensor- or data-parallel groups, whose ranks run at once and need
-    processes.
+    On a GPU, each rank has streams of its own.  `seed`, `tied`, `alike` and `record` are as an
+    Executor's.  Of a Parameter that stages on several ranks share, the first of these ranks has
+    itself, and others a copy, as processes would, which begins each step as it is.  Raises
+    ModelError as an Executor, and for programs with tensor- or data-parallel groups, whose ranks
+    run at once and need processes.
     """
 
     def __init__(
@@ -116,6 +122,8 @@ class InProcess:
         max_norm: float = 1.0,
         loss_scale: Callable[[], LossScale] | None = None,
         seed: int = 0,
+        tied: Ties | None = None,
+        alike: bool = False,
         record: bool = True,
     ) -> None:
         if (program.tp, program.dp) != (1, 1):
@@ -128,11 +136,18 @@ class InProcess:
         plan = program.plan
         self.program = program
         cuda = any(p.is_cuda for stage in stages for p in stage.parameters())
-        self.mail = _mailboxes(plan, model, cuda)
+        told = [(0, prints(dict(enumerate(stages))))] if program.trains else []
+        self.mail = _mailboxes(program, model, cuda, told)
+        copies = _copies(program, stages)
         self.ranks = []
         for rank, own in enumerate(plan.stages_of):
             held = {s: stages[s] if plan.rank_of[s] == rank else _copy(stages[s]) for s in own}
-            parameters = [p for stage in held.values() for p in stage.parameters()]
+            own_of = copies[rank]
+            parameters = [
+                *dict.fromkeys(
+                    own_of.get(p, p) for stage in held.values() for p in stage.parameters()
+                )
+            ]
             executor = Executor(
                 program,
                 rank,
@@ -144,6 +159,9 @@ class InProcess:
                 max_norm=max_norm,
                 loss_scale=loss_scale and loss_scale(),
                 seed=seed,
+                tied=tied,
+                alike=alike,
+                copies=copies[rank],
                 record=record,
             )
             self.ranks.append(executor)
@@ -174,10 +192,15 @@ class InProcess:
             mail.begin()
             with mail.running():
                 rank.begin(inputs, targets, scale)
-        with self.ranks[0].draws.kept(), torch.set_grad_enabled(self.program.trains):
-            for r, index in self.turns if seed is None else self._any_order(seed):
-                with self.mail[r].running():
-                    self.ranks[r].call(index)
+        try:
+            with self.ranks[0].draws.kept(), torch.set_grad_enabled(self.program.trains):
+                for r, index in self.turns if seed is None else self._any_order(seed):
+                    with self.mail[r].running():
+                        self.ranks[r].call(index)
+        except ExecutionError:
+            for rank in self.ranks:
+                rank.restore()
+            raise
         for rank, mail in zip(self.ranks, self.mail, strict=True):
             with mail.running():
                 if rank.finish() is not None:
@@ -243,24 +266,48 @@ def _in_turns(graph: Graph) -> Iterator[tuple[int, int]]:
                 next_of[rank] += 1
 
 
-def _mailboxes(plan: Plan, model: Model, cuda: bool) -> Sequence[_Mailbox | StreamMailbox]:
-    """A transport for each virtual rank."""
-    members = [_members(plan, rank) for rank in range(plan.ranks)]
+def _mailboxes(
+    program: Program, model: Model, cuda: bool, told: list[Any]
+) -> Sequence[_Mailbox | StreamMailbox]:
+    """A transport for each virtual rank, to all of which this is told."""
+    members = [_members(program, rank) for rank in range(program.plan.ranks)]
     if cuda:
         streams = StreamHub()
+        streams.told = told
         return [StreamMailbox(streams, rank, m, model) for rank, m in enumerate(members)]
     hub = _Hub()
+    hub.told = told
     return [_Mailbox(hub, rank, m, model) for rank, m in enumerate(members)]
 
 
-def _members(plan: Plan, rank: int) -> dict[Group, list[int]]:
+def _members(program: Program, rank: int) -> dict[Group, list[int]]:
     """Whom a rank meets, itself included."""
+    plan = program.plan
+    tied = (ranks_of(stages, plan) for stages in program.tied)
     return {
         "dp": [rank],
         "holders": sorted({rank, plan.ranks - 1 - rank}),
-        "tied": sorted({int(plan.rank_of[0]), int(plan.rank_of[-1])}),
         "model": [*range(plan.ranks)],
+        **{ranks: [*ranks] for ranks in tied},
     }
+
+
+def _copies(
+    program: Program, stages: Sequence[nn.Module]
+) -> list[dict[nn.Parameter, nn.Parameter]]:
+    """For each rank, what it computes with in place of Parameters that other ranks have, too."""
+    copies: list[dict[nn.Parameter, nn.Parameter]] = [{} for _ in range(program.plan.ranks)]
+    ranks: dict[nn.Parameter, dict[int, None]] = {}
+    for rank, module in zip(program.plan.rank_of.tolist(), stages, strict=True):
+        for p in module.parameters() if program.trains else ():
+            if p.requires_grad:
+                ranks.setdefault(p, {})[rank] = None
+    for p, (home, *others) in ranks.items():
+        if others:
+            copies[home][p] = p
+        for rank in others:
+            copies[rank][p] = like(p, p.detach().clone())
+    return copies
 
 
 def _copy(module: nn.Module) -> nn.Module:

@@ -85,7 +85,8 @@ class MainOptimizer:
         parameters: Iterable[nn.Parameter],
         make: Callable[[list[nn.Parameter]], torch.optim.Optimizer],
     ) -> None:
-        self.parameters = [p for p in parameters if p.requires_grad]
+        # A weight that several stages share is one parameter.
+        self.parameters = [p for p in dict.fromkeys(parameters) if p.requires_grad]
         self.main = [nn.Parameter(p.detach().to(torch.float32, copy=True)) for p in self.parameters]
         self.inner = make(self.main)
 

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
@@ -12,13 +13,16 @@ from torch import Tensor, nn
 
 from schedir.errors import ModelError
 from schedir.index import Index
-from schedir.ops import SENDS, Opcode, Token
+from schedir.ops import SENDS, Instr, Opcode, Token
+from schedir.plan import Plan
 from schedir.program import Program
 from schedir.runtime.arrivals import arrived
 from schedir.runtime.gradients import Gradients
 from schedir.runtime.precision import LossScale, Steps
 from schedir.runtime.random import Draws
+from schedir.runtime.tied import Own, Weight, stand_ins
 from schedir.runtime.transport import Transport, Work
+from schedir.runtime.unchanged import Unchanged
 from schedir.runtime.versions import Versions
 from schedir.slots import KINDS, assign, counts, reuses
 
@@ -105,20 +109,33 @@ class Slot:
 class Stage:
     """One own stage: its module, and what is on its way to it."""
 
-    def __init__(self, module: nn.Module) -> None:
+    def __init__(
+        self,
+        module: nn.Module,
+        plan: Plan,
+        instrs: Iterable[Instr],
+        instead: Mapping[nn.Parameter, nn.Parameter],
+        *,
+        several: bool,
+    ) -> None:
         self.module = module
+        self.own = Own(module, instead) if instead else None  # where it shares a Parameter
+        if self.own is not None:
+            self.own.use()
         self.gradients = Gradients(module)
         self.arriving: dict[tuple[Token, int], Work] = {}
-        self.versions: Versions | None = None  # where there are several updates
+        self.versions = Versions(module, plan, instrs) if several else None
         self.watched = False  # for layers that cannot be split
         self.warned_of_buffers = False  # that they are not what a plain loop leaves
         self.looked_at: set[tuple[Opcode, bool]] = set()  # buffers, by value, in which mode
+        self.restore()
 
-    @property
-    def tied_weight(self) -> nn.Parameter | None:
-        """The copy of the tied weight that this stage holds, if it says so."""
-        weight: nn.Parameter | None = getattr(self.module, "tied_weight", None)
-        return weight
+    def restore(self) -> None:
+        """Let the module have its parameters as everybody sees them."""
+        if self.versions is not None:
+            self.versions.restore()
+        if self.own is not None:
+            self.own.restore()
 
 
 class Rank:
@@ -139,13 +156,27 @@ class Rank:
         max_norm: float,
         loss_scale: LossScale | None,
         seed: int,
+        weights: Sequence[Weight] = (),
+        copies: Mapping[nn.Parameter, nn.Parameter] = MappingProxyType({}),
     ) -> None:
         self.program, self.plan, self.rank = program, program.plan, rank
         self.transport, self.loss, self.boundary = transport, loss, boundary
         self.optimizer, self.max_norm, self.loss_scale = optimizer, max_norm, loss_scale
         m = self.plan.microbatches
-        self.stages = {s: Stage(stages[s]) for s in self.plan.stages_of[rank]}
-        self.trains = program.trains
+        self.stream, self.trains = program.streams[rank], program.trains
+        self.tied, self.copies = weights, copies
+        instead = stand_ins(weights, copies)
+        self.stages = {
+            s: Stage(
+                stages[s],
+                self.plan,
+                (i for i in self.stream if i.stage == s),
+                instead.get(s, {}),
+                several=self.trains and self.plan.updates > 1,
+            )
+            for s in self.plan.stages_of[rank]
+        }
+        self.unchanged = Unchanged({s: stages[s] for s in self.stages})
         self.inputs: Microbatches = ()
         self.targets: Microbatches = ()
         self.scale: float | Tensor = 1.0  # by which sums of gradients are multiplied
@@ -156,10 +187,6 @@ class Rank:
         self.losses = [torch.zeros((), device=self.device)] * m
         self.norm = torch.zeros((), dtype=torch.float64, device=self.device)
         self.finite = torch.ones(self.plan.updates, dtype=torch.bool, device=self.device)
-        self.stream = program.streams[rank]
-        for s, stage in self.stages.items() if self.trains and self.plan.updates > 1 else ():
-            own = (i for i in self.stream if i.stage == s)
-            stage.versions = Versions(stages[s], self.plan, own)
         # Under way: what is sent, by index in the Stream, as long as it may not have arrived, and
         # reductions that nobody has waited for.
         self.sending: dict[int, tuple[Work, Tensor]] = {}

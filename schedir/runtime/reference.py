@@ -17,6 +17,8 @@ from schedir.runtime.gradients import Gradients
 from schedir.runtime.random import BACKWARD, FORWARD, WEIGHT, Draws
 from schedir.runtime.rank import Loss, Microbatches
 from schedir.runtime.split import Tape, recording
+from schedir.runtime.tied import Known, prints
+from schedir.ties import Place, Ties
 
 
 def reference(
@@ -29,13 +31,15 @@ def reference(
     program: Program | None = None,
     seed: int = 0,
     step: int = 0,
+    tied: Ties | None = None,
 ) -> Tensor:
     """The gradients of `scale` times the sum of losses, left in `.grad`; returns that sum.
 
     Stage by stage all microbatches forward in order; then, the last stage first, all backward in
     order.  With a `program` those of each stage come in its order.  Then the gradients are scaled;
-    of two holders of a stage, which have a sum each, first and second are added; then the two
-    copies of a tied weight, first plus last, once.
+    of two holders of a stage, which have a sum each, first and second are added; then the sums of
+    a tied weight, one for each stage that has it, are added once, in the order of stages, and all
+    copies get the total.  What is tied is found as an Executor finds it.
 
     Random numbers are those of an executor of that `seed` in the step of that number, from 0;
     afterwards torch's generators are as they were.  What passes between stages is contiguous.
@@ -44,7 +48,7 @@ def reference(
     draws = Draws(seed, device, len(inputs), step=step)
     draws.begin()
     with draws.kept():
-        return _step(stages, inputs, targets, loss, scale, program, draws)
+        return _step(stages, inputs, targets, loss, scale, program, draws, _tied(stages, tied))
 
 
 def _step(
@@ -55,6 +59,7 @@ def _step(
     scale: float,
     program: Program | None,
     draws: Draws,
+    tied: Sequence[tuple[Place, ...]],
 ) -> Tensor:
     """As `reference`, with the random numbers of a step that has begun."""
     gradients = [Gradients(stage) for stage in stages]
@@ -92,9 +97,14 @@ def _step(
             sums.append([flat.clone() for flat in gradients[k].flat])
         for flat, first, *second in zip(gradients[k].flat, *sums, strict=True):
             flat.copy_(sum(second, first))
-    first, last = (getattr(s, "tied_weight", None) for s in (stages[0], stages[-1]))
-    if len(stages) > 1 and first is not None and last is not None:
-        last.grad.copy_(first.grad.add_(last.grad))
+    views = [{id(p): view for p, view in own.bound} for own in gradients]
+    for places in tied:
+        copies = [views[s][id(stages[s].get_parameter(name))] for s, name in places]
+        whole = copies[0].clone()
+        for copy in copies[1:]:
+            whole += copy
+        for copy in copies:
+            copy.copy_(whole)
     return total
 
 
@@ -109,6 +119,13 @@ def _forwards(program: Program | None, stage: int, microbatches: int) -> list[in
         return [*range(microbatches)]
     stream = program.streams[int(program.plan.rank_of[stage])]
     return [i.mb for i in stream if i.op is Opcode.Forward and i.stage == stage]
+
+
+def _tied(stages: Sequence[nn.Module], tied: Ties | None) -> list[tuple[Place, ...]]:
+    """The places of each tied weight."""
+    told = prints(dict(enumerate(stages)))
+    named = tuple(s for s, own in told.items() if any(p.named for p in own))
+    return Known([told], tied, (named,)).weights
 
 
 def _backwards(program: Program | None, stage: int, microbatches: int) -> Iterator[list[Instr]]:

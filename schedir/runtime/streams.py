@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import defaultdict, deque
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
-from typing import Generic, NamedTuple, TypeVar
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -79,6 +79,7 @@ class StreamHub:
         self.awaited: dict[tuple[Lane, int, int], deque[_Side]] = defaultdict(deque)
         self.lanes: dict[tuple[Lane, int, int], torch.cuda.Stream] = {}
         self.meetings: Meetings[tuple[Tensor, _Point, _Point]] = Meetings()
+        self.told: list[Any] = []  # what is told of all ranks
 
     def lane(self, lane: Lane, source: int, target: int) -> torch.cuda.Stream:
         """The queue of a directed edge."""
@@ -103,8 +104,9 @@ class StreamMailbox:
 
     buffers = staticmethod(buffers)
 
-    def agree(self, facts: Mapping[str, str]) -> None:
+    def agree(self, facts: Mapping[str, str], tell: object = None) -> list[Any]:
         """All virtual ranks are told the same."""
+        return self.hub.told
 
     def running(self) -> AbstractContextManager[object]:
         """Within this, what the rank computes goes to its own stream."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from contextlib import AbstractContextManager
-from typing import Literal, Protocol
+from typing import Any, Literal, Protocol
 
 import torch
 from torch import Tensor
@@ -12,7 +12,8 @@ from torch import Tensor
 from schedir.graph import Model
 from schedir.ops import Lane, Token
 
-Group = Literal["dp", "holders", "tied", "model"]
+# The ranks of the pipeline that hold a tied weight are a group by themselves.
+Group = Literal["dp", "holders", "model"] | tuple[int, ...]
 
 
 class Work(Protocol):
@@ -49,9 +50,10 @@ class Transport(Protocol):
     tp_rank: int
     dp_rank: int
 
-    def agree(self, facts: Mapping[str, str]) -> None:
+    def agree(self, facts: Mapping[str, str], tell: object = None) -> list[Any]:
         """Compare facts, by name, among all that have them; raise ModelError in all processes
-        where one differs: unseen, it would be a hang or a wrong result later.  It blocks."""
+        where one differs: unseen, it would be a hang or a wrong result later.  Returns what all
+        tell.  It blocks."""
 
     def buffers(self, slots: Mapping[Token, int], like: Tensor) -> dict[tuple[Token, int], Tensor]:
         """Memory for what is received, by kind and slot: so many of a kind, each like `like`.
@@ -75,8 +77,8 @@ class Transport(Protocol):
 
     def all_reduce(self, tensor: Tensor, group: Group) -> Work:
         """Start to sum in place: over the replicas of a stage ("dp"), its two holders ("holders"),
-        the holders of the tied weight ("tied"), or all that hold a part of one replica of the
-        model ("model")."""
+        the ranks that hold a tied weight (a tuple of them), or all that hold a part of one replica
+        of the model ("model")."""
 
     def all_gather(self, whole: Tensor, shard: Tensor) -> Work:
         """Start to make a tensor whole from the 1/t of each tensor-parallel rank, which lies in its

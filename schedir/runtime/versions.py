@@ -12,6 +12,7 @@ from torch import nn
 
 from schedir.ops import COMPUTE, Instr
 from schedir.plan import Plan
+from schedir.runtime.tied import like
 
 
 class Versions:
@@ -40,9 +41,7 @@ class Versions:
             copies = self.kept[version] = {}
             for _, _, parameter in self.places:
                 if id(parameter) not in copies:
-                    copies[id(parameter)] = copy = nn.Parameter(parameter.detach().clone())
-                    vars(copy).update(vars(parameter))  # how it is sharded, and the like
-                    copy.grad_dtype = parameter.grad_dtype
+                    copies[id(parameter)] = copy = like(parameter, parameter.detach().clone())
                     copy.grad = parameter.grad  # a view of the one sum of gradients
 
     def use(self, version: int) -> None:

@@ -27,6 +27,7 @@ from schedir.runtime.reference import reference
 from schedir.schedules import gpipe, one_f_one_b
 from schedir.slots import KINDS
 from schedir.testing import plans, random_draft
+from schedir.ties import tied_stages
 from schedir.words import B, F, Word
 from tests.gloo.spawn import RankError, run
 from tests.gloo.tiny_stages import (
@@ -66,7 +67,7 @@ def test_random_schedules_in_random_orders_give_the_same_bits(
 
 
 def _with(program: Program, tied: bool) -> Program:
-    return replace(program, tied=tied)
+    return replace(program, tied=tied_stages(tied, program.plan))
 
 
 def _vee(r: int, P: int, m: int) -> Word:

@@ -82,7 +82,7 @@ def _processes(rank: int) -> Any:
     }
     timeouts = [
         group._get_backend(torch.device("cpu")).options._timeout.total_seconds()
-        for group in (transport.pipeline, transport.groups["model"], transport.groups["tied"])
+        for group in (transport.pipeline, transport.groups["model"], transport.groups[0, 1])
     ]
     return measured(own, transport), reductions, timeouts, runtime_clock.clock_offset()
 

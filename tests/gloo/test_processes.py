@@ -171,7 +171,9 @@ def test_a_program_on_which_hosts_would_wait_for_each_other_is_refused() -> None
 def _refusal(rank: int, program: Program) -> str:
     stages = {rank: torch.nn.Linear(HIDDEN, HIDDEN)}
     try:
-        executor = Executor(program, rank, stages, Gloo(program), loss=_squares, boundary=BOUNDARY)
+        executor = Executor(
+            program, rank, stages, Gloo(program), loss=_squares, boundary=BOUNDARY, alike=True
+        )
     except DeadlockError as error:
         return error.hint
     x = torch.ones(2, *BOUNDARY.shape)

@@ -234,7 +234,7 @@ def test_a_sum_is_by_rank_in_whatever_order_ranks_come(
     for order in permutations(range(4)):
         if on_gpu:
             install(monkeypatch)
-        ranks = inprocess._mailboxes(Plan(4, 1), "edge", False)
+        ranks = inprocess._mailboxes(schedir.compile(gpipe, Plan(4, 1)), "edge", False, [])
         first = [torch.tensor(part) for part in (1e16, 1.0, -1e16, 3.0)]
         second = [torch.tensor(float(rank)) for rank in range(4)]
         for rank in order:

@@ -73,7 +73,7 @@ class Noted(Gloo):
 
     def __init__(self, program: Program) -> None:
         super().__init__(program)
-        self.met: set[str] = set()
+        self.met: set[Any] = set()
 
     def all_reduce(self, tensor: Tensor, group: Group) -> Work:
         self.met.add(group)
@@ -89,14 +89,14 @@ def in_processes(rank: int, schedule: Any, plan: Plan, tp: int, dp: int) -> set[
     program = compile(schedule, plan, tp=tp, dp=dp, tied=not plan.two_way, clip=True)
     transport, found = Noted(program), []
     inputs, targets, scale = batch(plan.microbatches)
-    met: set[str] = set()
+    met: set[Any] = set()
     for warm in (False, True):
         executor = Executor(
             program,
             transport.rank,
             {
                 s: gpt.build_stage(
-                    config(plan.stages, program.tied), s, plan.stages, tp=transport.tp_group
+                    config(plan.stages, bool(program.tied)), s, plan.stages, tp=transport.tp_group
                 )
                 for s in plan.stages_of[transport.rank]
             },
@@ -119,8 +119,8 @@ def in_processes(rank: int, schedule: Any, plan: Plan, tp: int, dp: int) -> set[
 @pytest.mark.parametrize(
     ("schedule", "plan", "tp", "dp", "groups"),
     [
-        (one_f_one_b, Plan(2, 2), 2, 1, {"tp", "tied", "model"}),
-        (one_f_one_b, Plan(2, 2), 1, 2, {"dp", "tied", "model"}),
+        (one_f_one_b, Plan(2, 2), 2, 1, {"tp", (0, 1), "model"}),
+        (one_f_one_b, Plan(2, 2), 1, 2, {"dp", (0, 1), "model"}),
         (dualpipe, Plan(2, 4, 2, "mirror"), 1, 1, {"holders", "model"}),
     ],
 )

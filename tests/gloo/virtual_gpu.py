@@ -137,11 +137,12 @@ def install(monkeypatch: pytest.MonkeyPatch) -> VirtualGPU:
     monkeypatch.setattr(executor, "stamps_of", stamps.EventStamps)
     monkeypatch.setattr(stamps, "perf_counter", lambda: gpu.host)
 
-    def mailboxes(plan: Any, model: Any, cuda: bool) -> list[StreamMailbox]:
+    def mailboxes(program: Any, model: Any, cuda: bool, told: Any) -> list[StreamMailbox]:
         hub = StreamHub()
+        hub.told = told
         return [
-            StreamMailbox(hub, rank, inprocess._members(plan, rank), model)
-            for rank in range(plan.ranks)
+            StreamMailbox(hub, rank, inprocess._members(program, rank), model)
+            for rank in range(program.plan.ranks)
         ]
 
     monkeypatch.setattr(inprocess, "_mailboxes", mailboxes)

@@ -192,7 +192,7 @@ def test_show_writes_what_it_reads(capsys: pytest.CaptureFixture[str], folder: P
         "wrote x.sched\n"
     )
     program = parse((folder / "x.sched").read_text())
-    assert (program.tp, program.dp, program.tied, program.clip) == (2, 3, True, True)
+    assert (program.tp, program.dp, program.tied, program.clip) == (2, 3, ((0, 7),), True)
     assert program.plan == Plan(4, 8, 2)
     assert said(capsys, "show", "x.sched") == show(program)
     again = "--stages-per-rank 2 --tp 2 --tied --ranks 4 --placement loop"

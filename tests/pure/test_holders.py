@@ -18,6 +18,7 @@ from schedir.ops import Opcode
 from schedir.plan import Plan
 from schedir.program import Program, Stream
 from schedir.schedules import chimera, dualpipe
+from schedir.ties import tied_stages
 from schedir.walk import walk
 from schedir.words import Schedule
 from tests.laws import plan_of
@@ -60,7 +61,7 @@ def mirrored(ranks: int, units: int, schedule: Schedule | str, costs: Costs, tie
     if not isinstance(schedule, str):
         return compile(schedule, plan, costs=costs, tied=tied)
     found = greedy(plan, schedule, lambda rank: 2 + (ranks + rank) // 2, costs)
-    return lower(replace(found, tied=tied), costs)
+    return lower(replace(found, tied=tied_stages(tied, plan)), costs)
 
 
 amounts = st.sampled_from([0.0, 0.25, 1.0, 3.0, 10.0])

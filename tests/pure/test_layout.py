@@ -20,6 +20,7 @@ SOURCE = ROOT / "schedir"
 FLOORS = (
     {"errors", "numerals", "ops"},
     {"plan", "per_stage", "files", "gpt_config", "settings"},
+    {"ties"},
     {"program", "costs", "sizes"},
     {"text", "torch_csv", "words"},
     {"schedules", "greedy", "index"},

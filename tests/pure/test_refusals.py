@@ -151,7 +151,7 @@ def test_counts(capsys: pytest.CaptureFixture[str], option: str, value: str) -> 
         ("simulate f.sched --stages-per-rank 2", "--stages-per-rank"),
         ("draw f.sched --placement vee -o x.png", "placement loop"),
         ("check f.sched --tp 4", "tp 2"),
-        ("check f.sched --tied", "tied False"),
+        ("check f.sched --tied", "tied no"),
         ("compare f.sched --ranks 8", "ranks 4"),
         ("show f.sched --draft", "--draft"),
         ("simulate half.sched", "CompletenessError"),

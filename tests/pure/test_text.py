@@ -17,13 +17,15 @@ from schedir.passes.overlap import group_opposites
 from schedir.plan import Plan
 from schedir.program import Program, Stream
 from schedir.schedules import gpipe, interleaved, one_f_one_b
-from schedir.testing import drafts
+from schedir.testing import drafts, ties
 from schedir.text import parse, show
 
 
-@given(drafts(), st.booleans(), st.booleans())
-def test_what_prints_parses(draft: Program, lowered: bool, grouped: bool) -> None:
-    program = replace(draft, tp=2, tied=lowered, clip=grouped)
+@given(drafts(), st.booleans(), st.booleans(), st.data())
+def test_what_prints_parses(
+    draft: Program, lowered: bool, grouped: bool, data: st.DataObject
+) -> None:
+    program = replace(draft, tp=2, tied=data.draw(ties(draft.plan)), clip=grouped)
     program = lower(program) if lowered else program
     program = group_opposites(program) if grouped else program
     for folded in (True, False):

@@ -21,7 +21,7 @@ from schedir.plan import Plan
 from schedir.program import Program, Stream, pack
 from schedir.schedules import interleaved, interleaved_zb
 from schedir.simulate import simulate
-from schedir.testing import drafts
+from schedir.testing import drafts, ties
 from schedir.walk import walk
 from schedir.words import Schedule
 from tests.mutants import mutate
@@ -35,8 +35,9 @@ REORDER = ("run_order", "swap_neighbours", "swap_any", "move_anywhere", "swap_re
 
 def programs(draw: st.DataObject, draft: Program) -> tuple[Program, Costs]:
     """A lowered program with random traits, and costs."""
-    tp, tied, clip = (draw.draw(x) for x in (st.integers(1, 2), st.booleans(), st.booleans()))
-    draft = replace(draft, tp=tp, tied=bool(tied), clip=bool(clip))
+    tp, clip = draw.draw(st.integers(1, 2)), draw.draw(st.booleans())
+    tied = draw.draw(ties(draft.plan))
+    draft = replace(draft, tp=tp, tied=tied, clip=clip)
     priced = draw.draw(costs(draft.plan))
     return lower(draft, draw.draw(st.sampled_from([None, priced]))), priced
 

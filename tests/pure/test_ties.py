@@ -1,0 +1,138 @@
+"""Ties: found in anything that names its parameters, and kept by programs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+import schedir
+from schedir import Plan, Ties, parse, show
+from schedir.errors import ParseError, PlanError, ReductionError, UsageError
+from schedir.ops import Opcode
+from schedir.schedules import dualpipe, one_f_one_b, zb_v
+from schedir.ties import parties
+
+
+class Weight:
+    def __init__(self, requires_grad: bool = True) -> None:
+        self.requires_grad = requires_grad
+
+
+class Module:
+    """What has parameters by name: all that is asked of a module."""
+
+    def __init__(self, **named: Weight) -> None:
+        self.named = named
+
+    def named_parameters(self, *, remove_duplicate: bool = True) -> Iterator[tuple[str, Any]]:
+        assert not remove_duplicate
+        yield from self.named.items()
+
+
+A, BOTH, FROZEN = Weight(), Weight(), Weight(requires_grad=False)
+MODEL = Module(a=A, wte=BOTH, lm_head=BOTH, one=FROZEN, other=FROZEN)
+
+
+def test_of_stages() -> None:
+    stages = [Module(w=BOTH, x=FROZEN), Module(a=A), Module(v=BOTH, u=BOTH, x=FROZEN)]
+    ties = schedir.ties(stages)
+    assert ties == Ties((((0, "w"), (2, "v")),)) and ties.stages == ((0, 2),)
+    assert schedir.ties(dict(enumerate(stages))) == ties
+    assert not schedir.ties(stages[:2])
+
+
+def test_of_a_model_by_object_and_by_name() -> None:
+    ties = schedir.ties(MODEL)
+    assert ties.names == (("wte", "lm_head"),)
+    shared = [Module(w=BOTH), Module(a=A), Module(v=BOTH)]
+    assert ties.among(shared) == Ties((((0, "w"), (2, "v")),))
+    copies = [Module(wte=Weight()), Module(a=Weight()), Module(lm_head=Weight())]
+    assert ties.among(copies) == Ties((((0, "wte"), (2, "lm_head")),))
+    one = Weight()
+    assert not ties.among([Module(a=A), Module(wte=one, lm_head=one)])
+
+
+def test_what_is_lost_is_refused() -> None:
+    ties = schedir.ties(MODEL)
+    with pytest.raises(UsageError, match="no stage has lm_head"):
+        ties.among([Module(wte=Weight()), Module(head=Weight())])
+    with pytest.raises(UsageError, match="one weight in the model, and two in stage 0"):
+        ties.among([Module(wte=Weight(), lm_head=Weight())])
+
+
+def test_true_is_first_and_last() -> None:
+    plan = Plan(4, 4)
+    programs = [
+        schedir.compile(one_f_one_b, plan, tied=tied)
+        for tied in (True, ((3, 0),), Ties((((0, "w"), (3, "v")), ((0, "b"), (3, "c")))))
+    ]
+    assert {p.digest for p in programs} == {programs[0].digest}
+    assert all(p.tied == ((0, 3),) and "tied yes" in show(p) for p in programs)
+    assert schedir.compile(one_f_one_b, Plan(1, 2), tied=True).tied == ()
+
+
+def test_others_are_text() -> None:
+    program = schedir.compile(one_f_one_b, Plan(6, 6), tied=((4, 1), (0, 2, 3)))
+    assert "tied 0=2=3,1=4  clip no" in show(program)
+    assert parse(show(program)) == program
+    at = [str(i) for s in program.streams for i in s if i.op is Opcode.ReduceTied]
+    assert at == [f"reduce_tied {s}" for s in range(5)]
+    no = schedir.compile(one_f_one_b, Plan(6, 6))
+    assert len({program.digest, no.digest, replace(program, tied=((1, 4),)).digest}) == 3
+
+
+@pytest.mark.parametrize(
+    ("said", "told"),
+    [
+        ("0=6", "stages 0=6 are tied, but there are 6 stages"),
+        ("0=0", "tied are two stages or more, not [0]"),
+        ("0=", "tied is yes or no, or stages like 0=3,1=2, not '0='"),
+        ("0=\u0663", "tied is yes or no, or stages like 0=3,1=2, not '0=\u0663'"),
+    ],
+)
+def test_a_text_that_ties_wrongly(said: str, told: str) -> None:
+    text = show(schedir.compile(one_f_one_b, Plan(6, 6))).replace("tied no", f"tied {said}")
+    with pytest.raises(ParseError) as caught:
+        parse(text)
+    line = text.splitlines()[caught.value.line - 1]
+    assert caught.value.fact == told and line[caught.value.column - 1 :].startswith(said)
+
+
+@pytest.mark.parametrize("tied", [(0, 3), "ends", 3, ((0,),), ((0, 4),), ((-1, 2),)])
+def test_what_is_no_tie(tied: Any) -> None:
+    with pytest.raises(PlanError):
+        schedir.compile(one_f_one_b, Plan(4, 4), tied=tied)
+
+
+@pytest.mark.parametrize(
+    ("plan", "tied", "party"),
+    [
+        (Plan(4, 4), ((0, 3),), [0, 1, 2, 0]),
+        (Plan(4, 4), ((0, 1), (2, 3)), [0, 0, 2, 2]),
+        (Plan(4, 4), ((0, 1), (1, 2)), [0, 0, 0, 3]),
+        (Plan(2, 4, 2, "vee"), ((0, 3), (1, 2)), [0, 1]),
+        (Plan(2, 4, 2, "vee"), ((0, 3), (1, 3)), [0, 0]),
+        (Plan(4, 8, placement="mirror"), ((0, 3),), [0, 1, 2, 3]),
+        (Plan(4, 8, placement="mirror"), ((0, 1),), [0, 0, 0, 0]),
+    ],
+)
+def test_who_meets(plan: Plan, tied: Any, party: list[int]) -> None:
+    assert parties(tied, plan) == party
+    schedule = {"vee": zb_v, "mirror": dualpipe}.get(str(plan.placement), one_f_one_b)
+    program = schedir.compile(schedule, plan, tied=tied)
+    (node,) = {
+        tuple(
+            schedir.graph.Graph(program).node[schedir.index.Index(program).op == Opcode.ReduceTied]
+        )
+    }
+    held = [r for r, own in enumerate(plan.stages_of) if {*own} & {s for t in tied for s in t}]
+    assert len({*node}) == len({party[r] for r in held})
+
+
+def test_what_is_missing_is_told() -> None:
+    program = schedir.compile(one_f_one_b, Plan(4, 4), tied=((1, 2),))
+    with pytest.raises(ReductionError, match="reduce_tied 1 is missing on rank 1"):
+        schedir.check(parse(show(program).replace("  reduce_tied 1\n", "")))
