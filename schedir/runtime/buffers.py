@@ -83,7 +83,7 @@ def _wrong(rank: Rank, i: Instr) -> tuple[str, str]:
     """What is wrong with a change, and a hint if it is refused; nothing if all is well."""
     if i.op is not Opcode.Forward:
         return (
-            "in a backward, by a forward that is run again: it would depend on the schedule",
+            "in a backward, as a forward that is run again does: when, its schedule would decide",
             "keep what changes buffers out of what is checkpointed",
         )
     if rank.plan.two_way:

@@ -93,6 +93,17 @@ def test_updates_without_a_flush(config: str, tmp_path: Path) -> None:
     assert alone(config, tmp_path / "flushed", *many)[-1] != pytest.approx(one[-1], rel=1e-2)
 
 
+def test_dropout_leaves_out_the_same_in_any_layout(config: str, tmp_path: Path) -> None:
+    """Two pipelines of two stages of two layers, beside one process with one of four."""
+    sets = ["pipeline.tp=1", "pipeline.stages_per_rank=1", "pipeline.schedule=one_f_one_b",
+            "model.dropout=0.2"]  # fmt: skip
+    one = alone(config, tmp_path / "one", *sets, "pipeline.microbatches=4")
+    many = train(config, tmp_path / "many", *sets, "pipeline.microbatches=2", "pipeline.dp=2")
+    assert many == pytest.approx(one, rel=1e-5)
+    drier = alone(config, tmp_path / "none", *sets[:-1], "pipeline.microbatches=4")
+    assert drier[0] != pytest.approx(one[0], rel=1e-5)
+
+
 def test_updates_that_would_mix_are_refused(config: str, tmp_path: Path) -> None:
     sets = ["pipeline.tp=1", "pipeline.stages_per_rank=1", "pipeline.schedule=zb_h1",
             "pipeline.microbatches=8", "pipeline.updates=4", "pipeline.delay=1"]  # fmt: skip
