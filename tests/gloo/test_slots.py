@@ -95,7 +95,7 @@ def keep_apart(rank: Executor) -> None:
         call(k)
         out = [v for kind in (Token.ACT_OUT, Token.GRAD_OUT) for v in rank.slots[kind].values]
         for tape in filter(None, rank.slots[Token.TAPE].values):
-            out += [tensor for job in tape._deferred for tensor in (job.input, job.dy)]
+            out += tape.tensors()
         out += [saved[0] for saved in rank.slots[Token.SAVED].values if saved is not None]
         assert not static & {memory(value) for value in out if value is not None}
 
