@@ -49,7 +49,7 @@ def main() -> None:
     ):
         each = len(blocks) // plan.stages
         stages = [nn.Sequential(*blocks[k : k + each]) for k in range(0, len(blocks), each)]
-        schedir.runtime.split_layers(nn.ModuleList(stages))
+        schedir.runtime.split_linears(nn.ModuleList(stages))
         program = schedir.compile(getattr(schedir.schedules, name), plan)
         boundary = Boundary((32, WIDTH))
         ranks = InProcess(program, stages, loss=squares, boundary=boundary, seed=1)

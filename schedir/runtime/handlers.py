@@ -23,7 +23,7 @@ from schedir.runtime.precision import are_finite, step_if
 from schedir.runtime.random import UPDATE
 from schedir.runtime.rank import Call, Rank, Slot, Stage
 from schedir.runtime.split import Tape, recording
-from schedir.runtime.split_layers import left_whole, refuses_to_split, watching
+from schedir.runtime.splittable import left_whole, refuses_to_split, watching
 from schedir.runtime.tied import summing
 from schedir.runtime.transport import own_part
 

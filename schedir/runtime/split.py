@@ -16,7 +16,7 @@ Everything else (norms, biases, position embeddings) is cheap and stays in the f
 half, unless it is asked for. The gradients are those of the whole backward bit for bit, as long
 as the tapes of one weight run in the order in which their backward passes did.
 
-`split_layers` puts these functions in the place of the forwards of a module's layers.
+`split_linears` puts these functions in the place of the forwards of a module's layers.
 """
 
 from __future__ import annotations

@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 from schedir.compile import compile
 from schedir.errors import ExecutionError
 from schedir.plan import Plan
-from schedir.runtime import split_layers
+from schedir.runtime import split_linears
 from schedir.runtime.c10d import Gloo
 from schedir.runtime.executor import Executor
 from schedir.runtime.inprocess import InProcess
@@ -41,7 +41,7 @@ class Normed(nn.Module):
         numbers = torch.Generator().manual_seed(k)
         for p in self.inner.parameters():
             p.data = torch.randn(p.shape, generator=numbers)
-        split_layers(self)
+        split_linears(self)
 
     def forward(self, x: Tensor) -> Tensor:
         if self.replaces:
@@ -204,7 +204,7 @@ class Turned(nn.Module):
         numbers = torch.Generator().manual_seed(k)
         for p in self.inner.parameters():
             p.data = torch.randn(p.shape, generator=numbers) / 8
-        split_layers(self)
+        split_linears(self)
         self.layouts: set[tuple[Any, ...]] = set()
 
     def forward(self, x: Tensor) -> Tensor:

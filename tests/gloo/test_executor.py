@@ -19,7 +19,7 @@ from schedir.errors import ExecutionError, ModelError
 from schedir.ops import COMPUTE, ROWS, SENDS, TRANSFERS, Per, Token
 from schedir.plan import Plan
 from schedir.program import Program
-from schedir.runtime import split_layers
+from schedir.runtime import split_linears
 from schedir.runtime.c10d import Gloo
 from schedir.runtime.executor import Executor
 from schedir.runtime.inprocess import InProcess
@@ -291,7 +291,7 @@ def _blocks() -> list[nn.Module]:
 
 def test_split_layers_leave_their_gradients_to_w() -> None:
     x = torch.randn(4, BATCH, CONTEXT, HIDDEN, generator=torch.Generator().manual_seed(0))
-    one, other = _blocks(), [split_layers(block) for block in _blocks()]
+    one, other = _blocks(), [split_linears(block) for block in _blocks()]
     reference(one, x, x + 1, loss=_squares)
     ranks = InProcess(compile(zb, Plan(2, 4)), other, loss=_squares, boundary=BOUNDARY)
     with warnings.catch_warnings():
@@ -300,13 +300,13 @@ def test_split_layers_leave_their_gradients_to_w() -> None:
     assert same_bits(gradients(one), gradients(other))
     plain = InProcess(compile(zb, Plan(2, 4)), _blocks(), loss=_squares, boundary=BOUNDARY)
     with pytest.warns(
-        UserWarning, match=r"stage [01].*layers\.0 \(Linear\), layers\.2.*split_layers"
+        UserWarning, match=r"stage [01].*layers\.0 \(Linear\), layers\.2.*split_linears"
     ):
         plain.step(x, x + 1)
 
 
 def test_linears_whose_weights_have_hooks_run_whole() -> None:
-    stages = [split_layers(block) for block in _blocks()]
+    stages = [split_linears(block) for block in _blocks()]
     for block in stages:
         for layer in block.modules():
             if isinstance(layer, nn.Linear):
@@ -326,7 +326,7 @@ def test_a_split_that_does_not_happen_is_refused() -> None:
             return x + torch.nn.functional.linear(x, weight, bias)[..., :HIDDEN]
 
     x = torch.randn(4, BATCH, CONTEXT, HIDDEN)
-    stages = [split_layers(Traced()), split_layers(Block())]
+    stages = [split_linears(Traced()), split_linears(Block())]
     ranks = InProcess(compile(zb, Plan(2, 4)), stages, loss=_squares, boundary=BOUNDARY)
     with pytest.raises(ExecutionError) as caught:
         ranks.step(x, x + 1)

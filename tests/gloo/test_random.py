@@ -25,7 +25,7 @@ from schedir.runtime.random import key, layer, mix
 from schedir.runtime.rank import Boundary
 from schedir.runtime.reference import reference
 from schedir.runtime.sizes import sizes_of
-from schedir.runtime.split_layers import SplitLinear
+from schedir.runtime.splittable import SplitLinear
 from schedir.runtime.warm import warm_up
 from schedir.schedules import chimera, dualpipe, gpipe, interleaved, one_f_one_b
 from tests.gloo.spawn import run

@@ -26,7 +26,7 @@ from schedir.runtime.precision import float32_gradients
 from schedir.runtime.rank import Boundary, Call
 from schedir.runtime.sizes import sizes_of
 from schedir.runtime.split import Tape, recording
-from schedir.runtime.split_layers import split_layers
+from schedir.runtime.splittable import split_linears
 from schedir.schedules import dualpipe_v, gpipe, interleaved, one_f_one_b, zb_h1, zb_v
 from tests.gloo.tiny_stages import BOUNDARY, HIDDEN, batch, gpt_stages, zb
 
@@ -236,7 +236,7 @@ def normed_stages(stages: int) -> list[nn.Module]:
         parts = (wide, nn.LayerNorm(3 * HIDDEN), nn.GELU(), narrow, nn.LayerNorm(HIDDEN))
         return nn.Sequential(*parts, nn.GELU(), nn.Linear(HIDDEN, HIDDEN))
 
-    return [split_layers(nn.Sequential(stack(), stack())) for _ in range(stages)]
+    return [split_linears(nn.Sequential(stack(), stack())) for _ in range(stages)]
 
 
 def normed_batch(microbatches: int) -> tuple[Tensor, Tensor, float]:
@@ -246,7 +246,7 @@ def normed_batch(microbatches: int) -> tuple[Tensor, Tensor, float]:
 
 def asked_stages(stages: int) -> list[nn.Module]:
     """The same with norms that are split, too."""
-    return [split_layers(stage, nn.LayerNorm) for stage in normed_stages(stages)]
+    return [split_linears(stage, nn.LayerNorm) for stage in normed_stages(stages)]
 
 
 def checkpointed_stages(stages: int) -> list[nn.Module]:

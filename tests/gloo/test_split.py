@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from schedir.runtime import split, split_layers
+from schedir.runtime import split, split_linears
 
 torch.set_num_threads(1)
 
@@ -216,7 +216,7 @@ def test_layers_of_torch_are_split_in_place(tied: bool, checkpointed: bool) -> N
     plain, whole, halves = (Plain(tied) for _ in range(3))
     names, own = list(plain.state_dict()), {id(p) for p in halves.parameters()}
     for net in (whole, halves):
-        assert split_layers(net) is net
+        assert split_linears(net) is net
     assert names == list(halves.state_dict()) and own == {id(p) for p in halves.parameters()}
     want = gradients(plain, 3, None, forward(plain))
     assert_same_bits(gradients(whole, 3, None, forward(whole)), want)
@@ -280,7 +280,7 @@ def test_what_modules_do_around_their_linears(model: type[nn.Module], deferred: 
         torch.manual_seed(1)
         net, tapes = model(), []
         if splits:
-            split_layers(net)
+            split_linears(net)
         for k, batch in enumerate(batches):
             x = batch.clone().requires_grad_()
             y = net(x)
@@ -307,5 +307,5 @@ def test_layers_with_a_way_of_their_own_are_left_alone() -> None:
 
     net = nn.ModuleList([Own(2, 2), nn.Embedding(2, 2, max_norm=1.0), nn.Bilinear(2, 2, 2)])
     kinds = [type(layer) for layer in net]
-    split_layers(net)
+    split_linears(net)
     assert [type(layer) for layer in net] == kinds

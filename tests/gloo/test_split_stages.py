@@ -17,7 +17,7 @@ from torch.nn.functional import mse_loss
 from schedir import compile
 from schedir.errors import ExecutionError
 from schedir.plan import Plan
-from schedir.runtime import split, split_layers
+from schedir.runtime import split, split_linears
 from schedir.runtime.inprocess import InProcess
 from schedir.runtime.rank import Boundary
 from schedir.runtime.reference import reference
@@ -80,7 +80,7 @@ TWICE: dict[str, Callable[[], nn.Module]] = {
 def test_a_weight_that_is_used_twice_counts_once_each(kind: str) -> None:
     torch.manual_seed(0)
     plain = [TWICE[kind]() for _ in range(2)]
-    late = [split_layers(copy.deepcopy(stage)) for stage in plain]
+    late = [split_linears(copy.deepcopy(stage)) for stage in plain]
     x = torch.randn(4, 3, N)
     for mb in x:  # autograd itself, and nothing of ours
         y = plain[1](plain[0](mb))
@@ -111,7 +111,7 @@ def test_what_was_taught_computes_on_its_version() -> None:
         torch.manual_seed(1)
         stages: list[nn.Module] = [Square(N), Square(N)]
         if taught:
-            stages = [split_layers(stage) for stage in stages]
+            stages = [split_linears(stage) for stage in stages]
         ranks = InProcess(
             program, stages, loss=lambda y, t: (y - t).square().sum(), boundary=Boundary((3, N)),
             optimizer=lambda parameters: torch.optim.SGD(parameters, 0.01),
@@ -132,7 +132,7 @@ class Mixed(nn.Module):
         super().__init__()
         self.positions = nn.Parameter(torch.zeros(3, N))
         self.attn = nn.ModuleDict({"c_attn": Conv1D(N, N), "norm": nn.LayerNorm(N)})
-        self.own = nn.Sequential(nn.Bilinear(N, N, N), split_layers(nn.Linear(N, N)))
+        self.own = nn.Sequential(nn.Bilinear(N, N, N), split_linears(nn.Linear(N, N)))
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.attn["norm"](self.attn["c_attn"](x + self.positions))
@@ -159,23 +159,23 @@ def test_the_warning_names_the_layers() -> None:
     said = run(plain)
     assert said == [
         f"Mixed (stage {s}) is not split in attn.c_attn (Conv1D), own.0 (Bilinear): I runs their "
-        "whole backward; schedir.runtime.split_layers(stage) splits Conv1D; "
+        "whole backward; schedir.runtime.split_linears(stage) splits Conv1D; "
         "schedir.runtime.register_split teaches a type"
         for s in range(2)
     ]
-    said = run([split_layers(stage) for stage in plain])
-    assert ["attn.c_attn" in text or "split_layers" in text for text in said] == [False, False]
+    said = run([split_linears(stage) for stage in plain])
+    assert ["attn.c_attn" in text or "split_linears" in text for text in said] == [False, False]
     norms: list[nn.Module] = [nn.Sequential(*(nn.LayerNorm(N) for _ in range(9))) for _ in range(2)]
     said = run(norms)
     assert "0 (LayerNorm), 1 (LayerNorm)" in said[0] and "and 3 more" in said[0]
-    assert run([split_layers(stage, nn.LayerNorm) for stage in norms]) == []
+    assert run([split_linears(stage, nn.LayerNorm) for stage in norms]) == []
 
 
 def test_a_split_that_does_not_happen_is_refused() -> None:
     class Traced(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.layer = split_layers(Square(N))
+            self.layer = split_linears(Square(N))
 
         def forward(self, x: Tensor) -> Tensor:
             (weight,) = self.parameters()
@@ -193,7 +193,7 @@ def test_same_bits_of_a_schedule() -> None:
     plain = [
         nn.Sequential(Conv1D(N, N), nn.LayerNorm(N), nn.GELU(), Conv1D(N, N)) for _ in range(3)
     ]
-    late = [split_layers(copy.deepcopy(stage), nn.LayerNorm) for stage in plain]
+    late = [split_linears(copy.deepcopy(stage), nn.LayerNorm) for stage in plain]
     x = torch.randn(6, 3, N)
     reference(plain, x, x, loss=mse_loss)
     ranks = InProcess(compile(zb_h1, Plan(3, 6)), late, loss=mse_loss, boundary=Boundary((3, N)))

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 import schedir
 from schedir import Plan
-from schedir.runtime import split_layers
+from schedir.runtime import split_linears
 from schedir.runtime.c10d import Gloo
 from schedir.runtime.executor import Executor
 from schedir.runtime.inprocess import InProcess
@@ -145,7 +145,7 @@ CASES = [
 def test_in_process(schedule: Any, plan: Plan, shared: Any) -> None:
     whole, model = Model(4, shared), Model(4, shared)
     stages = parts(model)
-    split_layers(model)
+    split_linears(model)
     ties = schedir.ties(stages)
     assert ties == schedir.ties(model).among(stages)
     program = schedir.compile(schedule, plan, model="edge", tied=ties, clip=True)
@@ -174,7 +174,7 @@ def test_bits_of_the_reference(schedule: Any, plan: Plan, shared: Any) -> None:
     """Also where copies are two objects, and nobody sees that they were one."""
     model = Model(4, shared)
     together = parts(model)
-    split_layers(model)
+    split_linears(model)
     apart = [deepcopy(s) for s in together]
     ties = schedir.ties(together)
     program = schedir.compile(schedule, plan, model="edge", tied=ties)
@@ -196,7 +196,7 @@ def test_bits_of_the_reference(schedule: Any, plan: Plan, shared: Any) -> None:
 
 def test_true_is_first_and_last_whose_one_parameter_is_seen() -> None:
     whole, model = Model(2), Model(2)
-    split_layers(model)
+    split_linears(model)
     program = schedir.compile(zb_v, Plan(1, 3, 2, "vee"), tied=True)
     ranks = InProcess(
         program, parts(model), loss=loss, boundary=BOUNDARY, optimizer=adam, tied=None
@@ -287,7 +287,7 @@ def test_bfloat16_with_float32_gradients(plan: Plan) -> None:
         stages = parts(Model(4))
         ties = schedir.ties(stages)
         stages = [deepcopy(s) for s in stages] if copied else stages
-        for stage in map(split_layers, stages):
+        for stage in map(split_linears, stages):
             float32_gradients(stage.bfloat16())
         program = schedir.compile(zb_v if plan is VEE else gpipe_v, plan, tied=ties, clip=True)
         ranks = InProcess(
@@ -320,7 +320,7 @@ def _train(
 ) -> dict[int, dict[str, Tensor]]:
     """What a process holds after three steps."""
     stages = parts(Model(plan.stages, shared))
-    split_layers(nn.ModuleList(stages))
+    split_linears(nn.ModuleList(stages))
     ties = schedir.ties(stages)
     program = schedir.compile(schedule, plan, dp=dp, model="edge", tied=ties, clip=True)
     transport = Gloo(program)

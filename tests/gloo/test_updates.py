@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 from schedir.compile import compile
 from schedir.plan import Plan
-from schedir.runtime import split_layers
+from schedir.runtime import split_linears
 from schedir.runtime.c10d import Gloo
 from schedir.runtime.executor import Executor
 from schedir.runtime.inprocess import InProcess
@@ -133,7 +133,7 @@ def normed(stages: int) -> list[nn.Module]:
         with torch.no_grad():
             for p in stage.parameters():
                 p.copy_(torch.randn(p.shape, generator=numbers, dtype=p.dtype))
-        made.append(split_layers(stage))
+        made.append(split_linears(stage))
     return made
 
 

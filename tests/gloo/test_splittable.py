@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn.functional import gelu, mse_loss
 
 from schedir.errors import ModelError, UsageError
-from schedir.runtime import check_split, register_split, split, split_layers
+from schedir.runtime import check_split, register_split, split, split_linears
 from schedir.runtime.rank import Boundary
 from schedir.runtime.sizes import sizes_of
 from tests.gloo.tiny_layers import LAYERS, N, Square
@@ -90,7 +90,7 @@ def test_same_bits_as_the_whole_backward(
         getattr(layer, frozen).requires_grad_(False)
     x = torch.randn(*shape, N).to(dtype)
     plain = Uses(layer, uses)
-    whole, late = (split_layers(copy.deepcopy(plain), nn.LayerNorm) for _ in range(2))
+    whole, late = (split_linears(copy.deepcopy(plain), nn.LayerNorm) for _ in range(2))
     wide = wide and dtype is torch.bfloat16
     for net in (plain, whole, late):
         for p in net.parameters() if wide else ():
@@ -108,7 +108,7 @@ def test_hugging_faces_own() -> None:
     pytorch_utils = pytest.importorskip("transformers.pytorch_utils")
     layer = pytorch_utils.Conv1D(12, N)
     names, x = [*layer.state_dict()], torch.randn(2, 3, N)
-    plain, late = copy.deepcopy(layer), split_layers(layer)
+    plain, late = copy.deepcopy(layer), split_linears(layer)
     assert late is layer and type(late) is not type(plain) and [*late.state_dict()] == names
     _equal(_grads(late, x, late=True, left=1), _grads(plain, x, late=False))
 
@@ -117,7 +117,7 @@ def test_hugging_faces_own() -> None:
 def test_what_is_split_can_be_copied_and_sent(kind: str) -> None:
     layer = LAYERS[kind](True)
     x = torch.randn(3, N)
-    split_layers(layer, nn.LayerNorm)
+    split_linears(layer, nn.LayerNorm)
     assert isinstance(layer, type(LAYERS[kind](True)))
     for other in (copy.deepcopy(layer), copy.copy(layer)):
         assert type(other) is type(layer) and torch.equal(other(x), layer(x))
@@ -127,8 +127,8 @@ def test_what_is_split_can_be_copied_and_sent(kind: str) -> None:
 
 def test_norms_are_split_where_asked_for() -> None:
     net = nn.Sequential(nn.Linear(N, N), nn.LayerNorm(N), nn.LayerNorm(N, elementwise_affine=False))
-    assert type(split_layers(net)[1]) is nn.LayerNorm  # type: ignore[index]
-    split_layers(net, nn.LayerNorm)
+    assert type(split_linears(net)[1]) is nn.LayerNorm  # type: ignore[index]
+    split_linears(net, nn.LayerNorm)
     with split.recording(split.Tape()) as tape:
         net(torch.randn(2, N)).square().sum().backward()
     weight = net[1].weight
@@ -138,7 +138,7 @@ def test_norms_are_split_where_asked_for() -> None:
     x = torch.randn(8, N)
     tapes = []
     for also in ((), (nn.LayerNorm,)):
-        stages = [nn.Identity(), split_layers(copy.deepcopy(net), *also)]
+        stages = [nn.Identity(), split_linears(copy.deepcopy(net), *also)]
         sizes = sizes_of(stages, x, x, loss=mse_loss, boundary=Boundary((8, N)))
         tapes.append(sizes.of("tape", 2)[1])
     assert tapes[1] - tapes[0] == 4 * (8 * N + 8 * N + 2 * 8)  # x, dy, means and deviations
@@ -159,7 +159,7 @@ def test_what_is_taught_wrongly() -> None:
     with pytest.raises(UsageError, match=r"type of nn\.Module, not Odd"):
         register_split(layer, input=back, later={"weight": rule})  # type: ignore[arg-type]
     with pytest.raises(UsageError, match="how Odd is split is not known"):
-        split_layers(layer, Odd)
+        split_linears(layer, Odd)
     with pytest.raises(UsageError, match="how Odd is split is not known"):
         check_split(layer, x)
     register_split(Odd, input=back, later={"weight": rule})
@@ -173,7 +173,7 @@ def test_what_is_taught_wrongly() -> None:
         check_split(layer, x)
     register_split(Odd, input=back, later={"wieght": rule})
     with pytest.raises(ModelError, match="says nothing of its weight"):
-        split_layers(layer)
+        split_linears(layer)
 
 
 @pytest.mark.parametrize("kind", LAYERS)
@@ -183,7 +183,7 @@ def test_rules_are_compared_with_autograd(kind: str) -> None:
 
 def test_under_autocast_what_was_taught_is_whole() -> None:
     x = torch.randn(3, N)
-    plain, late = Square(N), split_layers(Square(N))
+    plain, late = Square(N), split_linears(Square(N))
     late.load_state_dict(plain.state_dict())
     found = []
     for net in (plain, late):

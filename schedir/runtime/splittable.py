@@ -33,8 +33,8 @@ Forward = Callable[[Any, Tensor], Tensor]
 _MOST = 6  # layers that a warning names
 
 
-def split_layers(module: nn.Module, *also: type[nn.Module]) -> nn.Module:
-    """Make the layers within a module splittable whose types are known, in place.
+def split_linears(module: nn.Module, *also: type[nn.Module]) -> nn.Module:
+    """Make linear layers within a module splittable, and others whose types are known, in place.
 
     These are `nn.Linear`, `nn.Embedding`, the `Conv1D` of Hugging Face's transformers, and what
     `register_split` has been told.  Returns the module.  Layers of a subclass are left alone, and
@@ -72,7 +72,7 @@ def register_split(
     now: Mapping[str, LayerRule] | None = None,
     forward: Callable[[Any, Tensor], tuple[Tensor, ...]] | None = None,
 ) -> None:
-    """Teach `split_layers` layers of a type, which take one tensor and give one.
+    """Teach `split_linears` layers of a type, which take one tensor and give one.
 
     `input(layer, x, dy)` is the gradient of x, where x is what the layer was given and dy the
     gradient of what it gave.  `later` has such a rule for each parameter, by name, whose gradient
@@ -122,7 +122,7 @@ def check_split(layer: nn.Module, x: Tensor) -> None:
     bits, else by more than 0.01 %; UsageError for a layer of a type that is not known.
     """
     kind = type(layer)
-    whole, split = deepcopy(layer), split_layers(deepcopy(layer), *_ASKED_FOR & {kind})
+    whole, split = deepcopy(layer), split_linears(deepcopy(layer), *_ASKED_FOR & {kind})
     if not hasattr(split, "split_later"):
         raise _unknown(kind)
     found: list[dict[str, Tensor | None]] = []
@@ -305,7 +305,7 @@ def left_whole(module: nn.Module, came: set[str], split: bool) -> str:
     names[_MOST:] = [f"and {len(names) - _MOST} more"] * (len(names) > _MOST)
     kinds = {kind for kind in layers.values() if not hasattr(kind, "split_later")} - _ASKED_FOR
     known = sorted(kind.__name__ for kind in kinds if _split_type(kind))
-    hints = [f"; schedir.runtime.split_layers(stage) splits {' and '.join(known)}"] * bool(known)
+    hints = [f"; schedir.runtime.split_linears(stage) splits {' and '.join(known)}"] * bool(known)
     hints += ["; schedir.runtime.register_split teaches a type"] * (len(known) < len(kinds))
     return f"{', '.join(names)}: I runs their whole backward{''.join(hints)}"
 
