@@ -353,9 +353,9 @@ class Graph:
             before, after = before[apart], after[apart]
         del order, queue, follows
         yield leave[before], enter[after]
-        for _, needer, giver in self._values():
-            given = giver != NONE
-            yield leave[giver[given]], enter[needer[given]]
+        for giver in self.needs:
+            needer = np.flatnonzero(giver != NONE)
+            yield leave[giver[needer]], enter[needer]
         if self.program.slots:
             late = np.flatnonzero(self.reuses != NONE)
             yield leave[self.reuses[late]], enter[late]

@@ -278,7 +278,7 @@ class Timeline:
         is only known that it has begun, for its end may be noted late, and of a measured pair that
         runs together that each half was over.  A message begins at its sender, and nobody leaves a
         collective before all have come; that is by the clocks of two ranks, which may differ by
-        `clock_error`, and so is a value of a draft from another rank.
+        `clock_error`.
         """
         spans, graph, seen = self.spans, self.graph, self.kind == "measured"
         start, end, rank = spans["start"], spans["end"], spans["rank"]
