@@ -91,11 +91,28 @@ class UsageError(ProgramError):
     """A command, an option, a configuration or a file name that cannot be used."""
 
 
+def said(value: object) -> str:
+    """A value in a few words.
+
+    >>> said((2, 3)), said(int), said([0] * 99), said(said)
+    ('(2, 3)', 'the class int', 'a list', 'the function said')
+    """
+    if isinstance(value, type):
+        return f"the class {value.__name__}"
+    if type(value).__name__ == "function":
+        return f"the function {getattr(value, '__name__', '')}"
+    if hasattr(value, "shape") and hasattr(value, "dtype"):
+        return f"{type(value).__name__} {list(value.shape)} of {value.dtype}"
+    words = repr(value)
+    plain = len(words) <= 60 and "\n" not in words and " at 0x" not in words
+    return words if plain else f"a {type(value).__name__}"
+
+
 def expect(value: object, kind: type, example: str) -> None:
     """Raise UsageError for a value of another kind, with an expression that gives the right one."""
     if not isinstance(value, kind):
         raise UsageError(
-            f"this takes a {kind.__name__}, not {value!r:.60}", hint=f"such as {example}"
+            f"this takes a {kind.__name__}, not {said(value)}", hint=f"such as {example}"
         )
 
 

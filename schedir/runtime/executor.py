@@ -8,7 +8,7 @@ is the caller's choice among the legal ones: a process makes them in Stream orde
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from types import MappingProxyType
 
@@ -17,9 +17,16 @@ from torch import Tensor, nn
 from torch.profiler import record_function
 
 from schedir.check import check
-from schedir.errors import ExecutionError, ModelError, Site
+from schedir.errors import ExecutionError, ModelError, Site, expect, said
 from schedir.ops import ROWS, Lane
 from schedir.program import Program
+from schedir.runtime.given import (
+    loss_of,
+    max_norm_of,
+    optimizer_of,
+    program_of,
+    stages_of,
+)
 from schedir.runtime.handlers import HANDLERS
 from schedir.runtime.precision import LossScale, Steps
 from schedir.runtime.rank import Boundary, Call, Loss, Microbatches, Rank
@@ -32,7 +39,8 @@ from schedir.ties import Ties
 class Executor(Rank):
     """One rank of a program, ready to run steps.
 
-    `stages` are the rank's own stages, any modules: `module(x) -> y`, the first takes inputs,
+    `stages` are the rank's own stages by number, or all of the model in order, of which it takes
+    its own; they are any modules: `module(x) -> y`, the first takes inputs,
     the last gives what `loss(y, target)` sums up.  All others take and give tensors of
     `boundary`.  `optimizer.step()` runs at OptimizerStep, after gradients are scaled to a
     global norm of at most `max_norm` if the program clips.  With a `loss_scale`, gradients are
@@ -79,11 +87,11 @@ class Executor(Rank):
         self,
         program: Program,
         rank: int,
-        stages: Mapping[int, nn.Module],
+        stages: Mapping[int, nn.Module] | Sequence[nn.Module],
         transport: Transport,
         *,
         loss: Loss,
-        boundary: Boundary,
+        boundary: Boundary | Sequence[int],
         optimizer: Steps | None = None,
         max_norm: float = 1.0,
         loss_scale: LossScale | None = None,
@@ -93,6 +101,20 @@ class Executor(Rank):
         copies: Mapping[nn.Parameter, nn.Parameter] = MappingProxyType({}),
         record: bool = True,
     ) -> None:
+        program, boundary = program_of(program), Boundary.of(boundary)
+        if rank not in range(program.plan.ranks):
+            raise ModelError(
+                f"the ranks are 0 to {program.plan.ranks - 1}, and {said(rank)} is none of them",
+                program=program.name,
+            )
+        stages = stages_of(stages, program, rank)
+        loss_of(loss), optimizer_of(optimizer)
+        if program.clip:
+            max_norm_of(max_norm)
+        if not hasattr(transport, "agree"):
+            raise ModelError(f"{said(transport)} is no transport", hint="Gloo(program)")
+        if loss_scale is not None:
+            expect(loss_scale, LossScale, "LossScale()")
         facts = {
             "the boundary": str(boundary),
             "the loss scale": str(loss_scale),
@@ -196,7 +218,14 @@ class Executor(Rank):
             raise
         m = self.plan.microbatches
         for name, given, where in (("inputs", inputs, 0), ("targets", targets, -1)):
-            if where % self.plan.stages in self.stages and len(given) != m:
+            if where % self.plan.stages not in self.stages:
+                continue
+            if not hasattr(given, "__getitem__"):
+                raise ExecutionError(
+                    f"{name} are a tensor for each microbatch, and {said(given)} is given",
+                    program=self.program.name,
+                )
+            if len(given) != m:
                 raise ExecutionError(
                     f"rank {self.rank} is given {len(given)} {name} for {m} microbatches",
                     program=self.program.name,

@@ -18,6 +18,7 @@ from schedir.errors import ModelError
 from schedir.kernels.boundary import pack
 from schedir.ops import GATHERS, HANDED, RECEIVES, ROWS, Instr, Opcode, Token
 from schedir.runtime.around import around, on_version
+from schedir.runtime.given import one_number
 from schedir.runtime.gradients import is_sharded
 from schedir.runtime.precision import are_finite, step_if
 from schedir.runtime.random import UPDATE
@@ -58,7 +59,7 @@ def forward(rank: Rank, i: Instr) -> Call:
             x.requires_grad_()
         y: Tensor = module(x)
         if out is None:
-            y = loss(y, rank.targets[mb])
+            y = one_number(loss(y, rank.targets[mb]))
             rank.losses[mb] = y.detach()
         else:
             expect(y, i.stage)

@@ -23,6 +23,7 @@ from schedir.index import NONE
 from schedir.ops import COLLECTIVES, Lane, Opcode
 from schedir.program import Program
 from schedir.runtime.executor import Executor
+from schedir.runtime.given import maker_of, program_of, stages_of
 from schedir.runtime.precision import LossScale, Steps
 from schedir.runtime.rank import Boundary, Loss, Microbatches
 from schedir.runtime.stamps import read, timeline_of
@@ -113,10 +114,10 @@ class InProcess:
     def __init__(
         self,
         program: Program,
-        stages: Sequence[nn.Module],
+        stages: Sequence[nn.Module] | Mapping[int, nn.Module],
         *,
         loss: Loss,
-        boundary: Boundary,
+        boundary: Boundary | Sequence[int],
         model: Model = "edge",
         optimizer: Callable[[list[nn.Parameter]], Steps] | None = None,
         max_norm: float = 1.0,
@@ -126,13 +127,12 @@ class InProcess:
         alike: bool = False,
         record: bool = True,
     ) -> None:
+        program, boundary = program_of(program), Boundary.of(boundary)
+        make = maker_of(optimizer, "the optimizer", "optimizer=torch.optim.AdamW")
+        scale = maker_of(loss_scale, "the loss scale", "loss_scale=LossScale")
         if (program.tp, program.dp) != (1, 1):
             raise ModelError("virtual ranks run with tp 1 and dp 1", program=program.name)
-        if len(stages) != program.plan.stages:
-            raise ModelError(
-                f"{len(stages)} stages are given, the program has {program.plan.stages}",
-                program=program.name,
-            )
+        stages = [module for _, module in sorted(stages_of(stages, program).items())]
         plan = program.plan
         self.program = program
         cuda = any(p.is_cuda for stage in stages for p in stage.parameters())
@@ -155,9 +155,9 @@ class InProcess:
                 self.mail[rank],
                 loss=loss,
                 boundary=boundary,
-                optimizer=optimizer(parameters) if optimizer and parameters else None,
+                optimizer=make(parameters) if make and parameters else None,
                 max_norm=max_norm,
-                loss_scale=loss_scale and loss_scale(),
+                loss_scale=scale and scale(),
                 seed=seed,
                 tied=tied,
                 alike=alike,

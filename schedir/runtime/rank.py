@@ -17,6 +17,7 @@ from schedir.ops import SENDS, Instr, Opcode, Token
 from schedir.plan import Plan
 from schedir.program import Program
 from schedir.runtime.arrivals import arrived
+from schedir.runtime.given import shape_of
 from schedir.runtime.gradients import Gradients
 from schedir.runtime.precision import LossScale, Steps
 from schedir.runtime.random import Draws
@@ -32,10 +33,26 @@ Microbatches = Sequence[Tensor] | Tensor  # one tensor each, or stacked
 
 @dataclass(frozen=True)
 class Boundary:
-    """Shape and type of what passes between stages, for one microbatch."""
+    """Shape and type of what passes between stages, for one microbatch.
+
+    Raises ModelError for a shape that no tensor has, and for a type that is none of torch.
+    """
 
     shape: tuple[int, ...]
     dtype: torch.dtype = torch.float32
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "shape", shape_of(self.shape))
+        if not isinstance(self.dtype, torch.dtype):
+            raise ModelError(
+                f"the type of a boundary is one of torch, not {self.dtype!r:.60}",
+                hint="torch.float32, torch.bfloat16 or torch.float16",
+            )
+
+    @classmethod
+    def of(cls, given: Boundary | Sequence[int]) -> Boundary:
+        """The boundary that is meant: itself, or of a shape one of float32."""
+        return given if isinstance(given, Boundary) else cls(given)  # type: ignore[arg-type]
 
     def __str__(self) -> str:
         return f"{list(self.shape)} of {self.dtype}"

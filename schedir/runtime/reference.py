@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from schedir.ops import Instr, Opcode
 from schedir.program import Program
+from schedir.runtime.given import one_number
 from schedir.runtime.gradients import Gradients
 from schedir.runtime.random import BACKWARD, FORWARD, WEIGHT, Draws
 from schedir.runtime.rank import Loss, Microbatches
@@ -70,7 +71,7 @@ def _step(
             draws.seeded(FORWARD, k, mb)()
             y = stage(given[mb])
             if k == len(stages) - 1:
-                y = loss(y, targets[mb])
+                y = one_number(loss(y, targets[mb]))
             saved[k][mb] = given[mb], y
             given[mb] = _sent(y).requires_grad_()
     losses = [saved[-1][mb][1].detach() for mb in sorted(given)]

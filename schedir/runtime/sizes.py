@@ -23,7 +23,7 @@ def sizes_of(
     target: Tensor,
     *,
     loss: Loss,
-    boundary: Boundary,
+    boundary: Boundary | Sequence[int],
     state: float = 8.0,
 ) -> Sizes:
     """The Sizes of a model of those stages, in order; those of None, which others hold, are 0.
@@ -43,6 +43,7 @@ def sizes_of(
     within their tensor-parallel group do: all its ranks must call this.  Raises ModelError where
     a stage gives what cannot pass the boundary.
     """
+    boundary = Boundary.of(boundary)
     found = [
         _stage(stages, s, input, target, loss, boundary, state) if stage is not None else _Kept()
         for s, stage in enumerate(stages)

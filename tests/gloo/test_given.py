@@ -1,0 +1,144 @@
+"""What a person new to this hands over: taken as meant, or refused with what is wanted."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+from schedir import compile
+from schedir.errors import ExecutionError, ModelError, ProgramError, UsageError
+from schedir.plan import Plan
+from schedir.runtime.executor import Executor
+from schedir.runtime.inprocess import InProcess
+from schedir.runtime.precision import LossScale
+from schedir.runtime.rank import Boundary
+from schedir.runtime.reference import reference
+from schedir.runtime.sizes import sizes_of
+from schedir.schedules import one_f_one_b
+
+GOLDEN = Path(__file__).parents[1] / "golden" / "given.txt"
+PROGRAM = compile(one_f_one_b, Plan(2, 4), clip=True)
+X = torch.arange(24.0).view(4, 2, 3)
+
+
+def modules() -> list[nn.Module]:
+    torch.manual_seed(0)
+    return [nn.Linear(3, 3) for _ in range(2)]
+
+
+def squares(y: Tensor, target: Tensor) -> Tensor:
+    return (y - target).square().sum()
+
+
+def world(**given: Any) -> InProcess:
+    told: dict[str, Any] = {"program": PROGRAM, "stages": modules(), "loss": squares}
+    told |= {"boundary": (2, 3)} | given
+    return InProcess(told.pop("program"), told.pop("stages"), **told)
+
+
+def rank(number: Any = 0, **given: Any) -> Executor:
+    told: dict[str, Any] = {"stages": modules(), "transport": world().mail[0], "loss": squares}
+    told |= {"boundary": (2, 3), "program": PROGRAM} | given
+    return Executor(told.pop("program"), number, told.pop("stages"), told.pop("transport"), **told)
+
+
+@pytest.mark.parametrize(
+    "shape", [(2, 3), [2, 3], torch.Size((2, 3)), np.array([2, 3]), (np.int64(2), 3)], ids=repr
+)
+def test_shapes_of_all_kinds_are_boundaries(shape: Any) -> None:
+    assert Boundary(shape) == Boundary((2, 3)) and type(Boundary(shape).shape) is tuple
+    same = {hash(Boundary(shape)), hash(Boundary((2, 3)))}
+    assert len(same) == 1 and world(boundary=shape).ranks[0].boundary == Boundary((2, 3))
+    sizes_of(modules(), X[0], X[0], loss=squares, boundary=shape)
+
+
+def test_a_number_is_the_shape_of_a_vector() -> None:
+    assert Boundary(4).shape == (4,)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    "shape", [(2, -3), (2.5, 3), "23", None, (True, 3), ((2, 3),), (0, 3), X, Boundary], ids=repr
+)
+def test_what_is_no_shape(shape: Any) -> None:
+    with pytest.raises(ModelError, match="whole numbers from 1 on"):
+        Boundary(shape)
+    with pytest.raises(ModelError, match="whole numbers from 1 on"):
+        world(boundary=shape)
+
+
+@pytest.mark.parametrize("dtype", ["float32", np.float32, float, None], ids=repr)
+def test_what_is_no_type(dtype: Any) -> None:
+    with pytest.raises(ModelError, match="one of torch"):
+        Boundary((2, 3), dtype)
+
+
+def test_stages_by_number_and_in_order() -> None:
+    losses = [
+        float(world(stages=stages).step(X, X))
+        for stages in (
+            modules(), tuple(modules()), nn.Sequential(*modules()), nn.ModuleList(modules()),
+            dict(enumerate(modules())), dict(reversed([*enumerate(modules())])),
+        )
+    ]  # fmt: skip
+    assert len({*losses}) == 1
+    own = modules()
+    for stages in (own, {0: own[0]}, nn.ModuleList(own)):
+        assert rank(stages=stages).stages[0].module is own[0]
+
+
+WRONG: dict[str, Callable[[], object]] = {
+    "stages by half": lambda: world(stages={0: modules()[0]}),
+    "stages by name": lambda: world(stages={"0": modules()[0], "1": modules()[1]}),
+    "one module": lambda: world(stages=modules()[0]),
+    "too many stages": lambda: world(stages=modules() * 2),
+    "classes": lambda: world(stages=[nn.Linear, nn.Linear]),
+    "functions": lambda: world(stages=[squares, squares]),
+    "another's stage": lambda: rank(stages={1: modules()[1]}),
+    "half of all stages": lambda: rank(stages=modules()[:1]),
+    "an optimizer": lambda: world(optimizer=torch.optim.SGD(modules()[0].parameters(), 0.1)),
+    "an optimizer's name": lambda: world(optimizer="sgd"),
+    "a maker of optimizers": lambda: rank(optimizer=torch.optim.SGD),
+    "a function": lambda: rank(optimizer=lambda p: torch.optim.SGD(p, 0.1)),
+    "a loss scale": lambda: world(loss_scale=LossScale()),
+    "a maker of loss scales": lambda: rank(loss_scale=LossScale),
+    "a loss's name": lambda: world(loss="mse"),
+    "a loss's class": lambda: world(loss=nn.MSELoss),
+    "no norm": lambda: world(max_norm=math.nan),
+    "a norm below": lambda: world(max_norm=-1),
+    "a schedule": lambda: world(program=one_f_one_b),
+    "a plan": lambda: rank(program=Plan(2, 4)),
+    "a rank too many": lambda: rank(2),
+    "no transport": lambda: rank(transport="gloo"),
+    "losses one by one": lambda: world(loss=lambda y, t: y - t).step(X, X),
+    "a loss of Python": lambda: world(loss=lambda y, t: 5.0).step(X, X),
+    "no targets": lambda: world().step(X, None),  # type: ignore[arg-type]
+    "inputs one by one": lambda: world().step(iter(X), X),
+}
+
+
+def told(wrong: Callable[[], object]) -> str:
+    with pytest.raises((ModelError, UsageError, ExecutionError)) as error:
+        wrong()
+    return f"{type(error.value).__name__}: {error.value}"
+
+
+def test_what_cannot_be_meant_is_refused_in_one_way() -> None:
+    said = "".join(f"{name}\n  {told(wrong)}\n" for name, wrong in WRONG.items())
+    assert said == GOLDEN.read_text()
+
+
+def test_a_loss_of_one_number_in_brackets_is_that_number() -> None:
+    losses = [
+        world(loss=loss).step(X, X)
+        for loss in (squares, lambda y, t: squares(y, t).view(1), lambda y, t: squares(y, t)[None])
+    ]
+    assert {loss.shape for loss in losses} == {torch.Size()} and len({*map(float, losses)}) == 1
+    with pytest.raises(ProgramError):
+        reference(modules(), X, X, loss=lambda y, t: y - t)
