@@ -1,0 +1,103 @@
+"""Train Hugging Face's GPT-2, cut by hand into four stages, on 1, 2 or 4 processes.
+
+    python examples/gpt2.py                                 # one process has all four stages
+    torchrun --nproc-per-node 4 examples/gpt2.py            # each of four has one
+
+Weights are random and the text is this file, so nothing is downloaded.  Both print the same
+losses to the last digit, with dropout, although GPT-2 ties the embedding of the first stage to
+the head of the last, which then lie in two processes.
+"""
+
+import os
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers import GPT2Config, GPT2LMHeadModel
+
+import schedir
+from schedir import Plan
+from schedir.runtime.c10d import Gloo
+from schedir.runtime.executor import Executor
+from schedir.runtime.rank import Boundary
+from schedir.schedules import interleaved
+
+STAGES, MICROBATCHES, SIZE, CONTEXT, STEPS = 4, 8, 2, 64, 10
+
+
+class Stage(nn.Module):
+    """A quarter of GPT-2's blocks; the first stage has its embeddings, too, the last its head."""
+
+    def __init__(self, model: GPT2LMHeadModel, number: int) -> None:
+        super().__init__()
+        parts = model.transformer
+        each = len(parts.h) // STAGES
+        self.blocks = parts.h[number * each : (number + 1) * each]
+        if number == 0:
+            self.words, self.places, self.drop = parts.wte, parts.wpe, parts.drop
+        if number == STAGES - 1:
+            self.norm, self.head = parts.ln_f, model.lm_head
+        self.first, self.last = number == 0, number == STAGES - 1
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Tokens or what the stage before gives, to what the next takes or logits."""
+        if self.first:
+            places = torch.arange(x.shape[1], device=x.device)
+            x = self.drop(self.words(x) + self.places(places))
+        for block in self.blocks:
+            x = block(x)
+        return self.head(self.norm(x)) if self.last else x
+
+
+def summed_loss(logits: Tensor, tokens: Tensor) -> Tensor:
+    """The cross entropy of each next token, summed; `scale` makes the mean of it."""
+    return F.cross_entropy(logits.flatten(0, 1), tokens.flatten(), reduction="sum")
+
+
+def batches(text: bytes) -> Tensor:
+    """A sequence of CONTEXT + 1 bytes for each sample of each microbatch of each step."""
+    begins = torch.randint(len(text) - CONTEXT - 1, (STEPS, MICROBATCHES, SIZE, 1))
+    return torch.tensor([*text])[begins + torch.arange(CONTEXT + 1)]
+
+
+def main() -> None:
+    """Ten steps of AdamW as one rank of as many as torchrun has started."""
+    world = int(os.environ.get("WORLD_SIZE", "1"))
+    alone = {"store": dist.HashStore(), "rank": 0, "world_size": 1} if world == 1 else {}
+    dist.init_process_group("gloo", **alone)
+    torch.set_num_threads(1)
+
+    # Every process makes the whole model from one seed, and keeps its own part.
+    torch.manual_seed(0)
+    config = GPT2Config(
+        n_layer=8, n_embd=64, n_head=4, vocab_size=256, n_positions=CONTEXT,
+        bos_token_id=0, eos_token_id=0, use_cache=False,
+    )  # fmt: skip
+    model = GPT2LMHeadModel(config).train()
+    stages = [Stage(model, number) for number in range(STAGES)]
+    ties = schedir.ties(stages)  # stages[3].head.weight is stages[0].words.weight
+
+    plan = Plan(ranks=world, microbatches=MICROBATCHES, stages_per_rank=STAGES // world)
+    program = schedir.compile(interleaved, plan, tied=ties, clip=True)
+    transport = Gloo(program)
+    own = {number: stages[number] for number in plan.stages_of[transport.rank]}
+    weights = {p for stage in own.values() for p in stage.parameters()}
+    executor = Executor(
+        program, transport.rank, own, transport,
+        loss=summed_loss, boundary=Boundary((SIZE, CONTEXT, config.n_embd)), tied=ties,
+        optimizer=torch.optim.AdamW(weights, lr=1e-3), max_norm=1.0, seed=1,
+    )  # fmt: skip
+
+    for step, sequences in enumerate(batches(Path(__file__).read_bytes())):
+        mean = 1 / sequences[..., 1:].numel()
+        total = executor.step(sequences[..., :-1], sequences[..., 1:], scale=mean)
+        if total is not None:  # on the rank of the last stage
+            print(f"step {step + 1:>2}  loss {float(total) * mean!r}", flush=True)
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
