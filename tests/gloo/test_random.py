@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import runpy
 import shutil
 from collections.abc import Callable
@@ -11,11 +12,12 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from schedir import gpt
-from schedir.compile import compile
+from schedir.compile import compile, lower
 from schedir.errors import ExecutionError
 from schedir.plan import Plan
 from schedir.runtime.c10d import Gloo
@@ -28,6 +30,7 @@ from schedir.runtime.sizes import sizes_of
 from schedir.runtime.splittable import SplitLinear
 from schedir.runtime.warm import warm_up
 from schedir.schedules import chimera, dualpipe, gpipe, interleaved, one_f_one_b
+from schedir.testing import plans, random_draft
 from tests.gloo.spawn import run
 from tests.gloo.test_zoo_runs import ZOO, M, newest_first, program_of
 from tests.gloo.tiny_stages import gradients, same_bits, zb
@@ -104,6 +107,24 @@ def test_any_schedule_in_any_order(schedule: Any) -> None:
         assert torch.equal(plain, loss)
         assert torch.equal(ranks.step(*batch(M), seed=order), loss)
         assert same_bits(gradients(ours), right)
+
+
+@settings(max_examples=25)
+@given(
+    plans(ranks=3, microbatches=4, stages_per_rank=2),
+    st.integers(0, 2**32),
+    st.integers(-(2**70), 2**70),
+    st.booleans(),
+)
+def test_random_schedules_in_random_orders(plan: Plan, order: int, seed: int, again: bool) -> None:
+    """Recomputed or not, by layers or by stages."""
+    found = lower(random_draft(plan, random.Random(order)))
+    numbered = [Noisy(k, again, number=k) if k % 2 else Noisy(k, again) for k in range(plan.stages)]
+    plain = [Noisy(k, number=stage.number) for k, stage in enumerate(numbered)]
+    loss, right = expected(list(plain), plan.microbatches, seed=seed, program=found)
+    ranks = virtual(found, list(numbered), seed=seed)
+    assert torch.equal(ranks.step(*batch(plan.microbatches), seed=order), loss)
+    assert same_bits(gradients(numbered), right)
 
 
 def masks(**options: Any) -> list[Tensor]:
@@ -269,9 +290,6 @@ def test_compiled_stages_are_those_of_a_compiled_reference(backend: str, again: 
         assert torch.equal(eager, loss) == (backend == "aot_eager")
 
 
-# ---------------------------------------------------------------- processes
-
-
 def _replica(rank: int) -> Any:
     found = compile(interleaved, Plan(1, 2, 2), dp=2, model="edge")
     transport = Gloo(found)
@@ -295,85 +313,6 @@ def test_replicas_draw_as_one_that_has_all_microbatches() -> None:
     for _, got in results:
         for one, other in zip(got, right, strict=True):
             assert all(torch.allclose(one[n], other[n], rtol=1e-5, atol=1e-6) for n in one)
-
-
-CONFIG = gpt.GPTConfig(vocab=32, layers=2, hidden=16, heads=2, context=8, dropout=0.3, tied=False)
-
-
-def _tokens(m: int) -> tuple[Tensor, Tensor]:
-    numbers = torch.Generator().manual_seed(1)
-    inputs, targets = (torch.randint(0, 32, (m, 2, 8), generator=numbers) for _ in range(2))
-    return inputs, targets
-
-
-class _Noted:
-    """Within this, notes what dropout leaves out, and from what attention draws."""
-
-    def __enter__(self) -> _Noted:
-        self.was, self.attention = F.dropout, F.scaled_dot_product_attention
-        self.whole: list[Tensor] = []
-        self.seeds: list[int] = []
-
-        def dropout(x: Tensor, p: float) -> Tensor:
-            kept = self.was(torch.ones_like(x), p)
-            self.whole.append(kept)
-            return x * kept
-
-        def attention(*args: Any, **kwargs: Any) -> Tensor:
-            self.seeds.append(torch.default_generator.initial_seed())
-            return self.attention(*args, **kwargs)
-
-        F.dropout, F.scaled_dot_product_attention = dropout, attention  # type: ignore[assignment]
-        return self
-
-    def __exit__(self, *_: Any) -> None:
-        F.dropout, F.scaled_dot_product_attention = self.was, self.attention
-
-
-def _tensor_parallel(rank: int) -> Any:
-    found = compile(one_f_one_b, Plan(1, 2), tp=2, model="edge")
-    transport = Gloo(found)
-    tp = transport.tp_group
-    stage = gpt.build_stage(CONFIG, 0, 1, tp=tp)
-
-    def loss(logits: Tensor, targets: Tensor) -> Tensor:
-        return gpt.loss(logits, targets, tp)
-
-    shape = Boundary((2, 8, 16))
-    executor = Executor(found, 0, {0: stage}, transport, loss=loss, boundary=shape)
-    with _Noted() as noted:
-        executor.step(*_tokens(2))
-    return noted.whole, noted.seeds, gradients([stage])[0]["norm.weight"]
-
-
-def test_tensor_parallel_ranks_share_what_is_whole_and_have_their_own_of_heads() -> None:
-    with _Noted() as noted:
-        reference([gpt.build_stage(CONFIG, 0, 1)], *_tokens(2), loss=gpt.loss)
-    (whole, seeds, norm), (same, others, norm_too) = run(_tensor_parallel, 2)
-    assert len(whole) == 2 * 5 and all(mask.min() == 0 for mask in whole)
-    for one, other, alone in zip(whole, same, noted.whole, strict=True):
-        assert torch.equal(one, other) and torch.equal(one, alone)
-    assert len({*seeds, *others}) == len(seeds) + len(others) == 8
-    assert torch.equal(norm, norm_too)
-
-
-@pytest.mark.parametrize("schedule", [one_f_one_b, interleaved, chimera])
-def test_the_gpt_drops_the_same_in_any_pipeline(schedule: Any) -> None:
-    plan = {
-        one_f_one_b: Plan(4, 3),
-        interleaved: Plan(2, 3, 2),
-        chimera: Plan(4, 3, placement="mirror"),
-    }[schedule]
-    four = gpt.GPTConfig(**{**vars(CONFIG), "layers": 4})
-    one = reference([gpt.build_stage(four, 0, 1)], *_tokens(3), loss=gpt.loss, seed=2)
-    stages = [gpt.build_stage(four, s, 4) for s in range(4)]
-    ranks = InProcess(
-        compile(schedule, plan), stages, loss=gpt.loss, boundary=Boundary((2, 8, 16)), seed=2
-    )
-    assert torch.equal(ranks.step(*_tokens(3), seed=5), one)
-    quiet = reference([s.eval() for s in stages], *_tokens(3), loss=gpt.loss)
-    plain = gpt.GPTConfig(**{**vars(four), "dropout": 0.0})
-    assert torch.equal(quiet, reference([gpt.build_stage(plain, 0, 1)], *_tokens(3), loss=gpt.loss))
 
 
 def test_the_example(capsys: pytest.CaptureFixture[str]) -> None:
