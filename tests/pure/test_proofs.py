@@ -32,7 +32,7 @@ from schedir.simulate import simulate
 from schedir.testing import drafts
 from schedir.text import parse, show
 from schedir.words import draft
-from tests.mutants import MUTATIONS, mutate
+from tests.mutants import MUTATIONS, lowered, mutate, updating
 from tests.pure.test_check import naive
 from tests.strategies import costs, with_slots
 
@@ -76,6 +76,19 @@ def test_what_holds_where_hosts_block_holds_elsewhere(looks: list[Program]) -> N
     assert ("serial", True) not in program.proofs
     assert len(looks) == 1  # it is complete under every model
     assert compile(one_f_one_b, Plan(3, 6)).proofs == {(m, b) for m in MODELS for b in (0, 1)}
+
+
+@settings(max_examples=60)
+@given(st.integers(0, 2**32))
+def test_each_proof_holds_by_itself(seed: int) -> None:
+    """One order proves all models at once, and is not taken at its word here."""
+    rng = random.Random(seed)
+    program = check(with_slots(rng.choice([lowered, updating])(rng), rng), "edge")
+    event(f"{len(program.proofs)} proofs")
+    for model in MODELS:
+        for blocks in (False, True):
+            if (model, blocks) in program.proofs:
+                check(replace(program, order={}), model, blocks=blocks)
 
 
 def test_no_proof_of_what_is_refused() -> None:
