@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from functools import partial
-from math import ceil
-from typing import Any, Final
+from math import ceil, inf
+from typing import Any, Final, TypedDict, Unpack
 
 import numpy as np
 from matplotlib.axes import Axes
+from matplotlib.colors import is_color_like, to_hex
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, MaxNLocator
 
@@ -18,7 +19,7 @@ from schedir.viz import marks
 from schedir.viz.density import in_flight, memory
 from schedir.viz.marks import MARKS, PHASES
 from schedir.viz.paint import entries, legend, paint
-from schedir.viz.palette import ACCENT
+from schedir.viz.palette import ACCENT, KINDS, PALETTES, Palette, recoloured
 from schedir.viz.sheet import CURVE, LANE, Sheet
 
 # Inches.
@@ -38,63 +39,91 @@ _SCALED: Final = "Time axes scaled so that the mean busy time of a rank is equal
 _SECONDS: Final = ((1.0, "s"), (1e-3, "ms"), (1e-6, "µs"))
 
 
-def gantt(
-    timeline: Timeline,
-    *,
-    width: float | str | None = None,
-    show: str | Collection[str] = "lanes",
-) -> Figure:
-    """Draw a Timeline: a row per rank, rank 0 on top, time to the right.
+class Style(TypedDict, total=False):
+    """How charts look.
 
-    A row is the compute lane, and below it a thin lane for each kind of communication that
-    takes any time; of a transfer's lane, receives are the upper half and sends the lower.
-    Boxes bear letter and microbatch where they fit.  Where a rank holds several stages, their
-    shades and the small numbers tell them apart.  A pair run together is one box cut in two.
-    Hatching is idle time.
+    `width` is that of the axes in inches, or "column" or "page" for a figure as wide as those of
+    a paper (3.35 and 7 inches); without it, wide enough for the labels, within bounds.
 
     `show` names what there is besides boxes (`schedir.viz.marks.MARKS`), between commas or in a
     collection: "lanes", "arrows" for messages, "path" for the critical path, "in_flight" and
     "memory" for curves of them under each rank, and "phases" to shade warmup and cooldown.
 
-    `width` is that of the axes in inches, or "column" or "page" for a figure as wide as those of
-    a paper (3.35 and 7 inches); without it, wide enough for the labels, within bounds.  Boxes
-    too small to be seen are mixed to the colour that they have from afar, without their lanes
-    and arrows.
+    `palette` is one of `schedir.viz.palette.PALETTES`: "plain" holds for colour-blind readers and
+    on a grey print, "grey" is that print, "bright" is Okabe and Ito's.  `colours` has others for
+    some of F, B, I, W, act, grad, tp, dp and step, as matplotlib knows them.
+
+    `axis` is what stands under the time axis, or "none" for no numbers and no words.  `time` is
+    the part that is drawn, from and to, in the runs' unit from their begin.
     """
-    return compare([timeline], width=width, show=show)
+
+    width: float | str | None
+    show: str | Collection[str]
+    palette: str
+    colours: Mapping[str, str]
+    axis: str | None
+    time: tuple[float, float] | None
+
+
+def gantt(timeline: Timeline, *, title: str | None = None, **style: Unpack[Style]) -> Figure:
+    """Draw a Timeline: a row per rank, rank 0 on top, time to the right.
+
+    A row is the compute lane, and below it a thin lane for each kind of communication that
+    takes any time; of a transfer's lane, receives are the upper half and sends the lower.
+    Boxes bear letter and microbatch where they fit, or the microbatch alone.  Where a rank holds
+    several stages, their shades and the small numbers tell them apart.  A pair run together is
+    one box cut in two.  Hatching is idle time.
+
+    `title` stands for name and kind; "" leaves out the whole line above the chart.  `style` is
+    any of `schedir.viz.chart.Style`.  Boxes too small to be seen are mixed to the colour that
+    they have from afar, without their lanes and arrows.
+    """
+    return compare([timeline], titles=None if title is None else [title], **style)
 
 
 def compare(
     timelines: Sequence[Timeline],
     *,
-    width: float | str | None = None,
-    show: str | Collection[str] = "lanes",
+    titles: Sequence[str] | None = None,
+    **style: Unpack[Style],
 ) -> Figure:
     """Draw Timelines under each other, each from its own start, on one time axis.
 
     Beside each stand its bubble and the most that a rank holds: bytes, or without sizes
-    activations of a whole rank, where a stage of half a rank counts half.  `width` and `show`
-    are those of `gantt`.
+    activations of a whole rank, where a stage of half a rank counts half.  `titles` has one for
+    each, as `gantt` takes it, and `style` is that of `gantt`.
 
     Units of cost and seconds have no common axis: where both are there, each Timeline has its
     own, scaled so that the mean busy time of a rank is equally long in all, and the figure
     says so.
 
-    Raises UsageError for no Timelines, and for another width or mark.
+    Raises UsageError for no Timelines, another number of titles, and a style that cannot be.
     """
     expect_runs(timelines)
     shared = len({t.unit for t in timelines}) == 1
-    if isinstance(show, str):
-        show = [mark.strip() for mark in show.split(",") if mark.strip()]
-    for mark in show:
-        if mark not in MARKS:
-            raise UsageError(f"a chart shows {', '.join(MARKS)}, not {mark!r}")
+    show, palette = _shown(style.get("show", "lanes")), _palette(style)
+    if titles is not None and len(titles) != len(timelines):
+        raise UsageError(f"there are {len(titles)} titles for {len(timelines)} charts")
     scale = [1.0 if shared else float(t.busy.mean()) or 1.0 for t in timelines]
     longest = max(t.span / s for t, s in zip(timelines, scale, strict=True)) or 1.0
-    ends = [longest * s for s in scale]
-    lay = partial(Sheet, curves=len(CURVES.keys() & {*show}), gap=0.6 if "arrows" in show else 0.2)
+    frames = [(0.0, longest * s) for s in scale]
+    if time := style.get("time"):
+        if not shared:
+            raise UsageError("a part of the time is drawn of runs in one unit")
+        if not (0 <= time[0] < time[1] < inf and time[0] < longest):
+            raise UsageError(
+                f"the time that is drawn is like (0, {longest:.6g}), all of it, not {time}"
+            )
+        frames = [(float(time[0]), float(time[1]))] * len(timelines)
+    ends = [end - begin for begin, end in frames]
+    lay = partial(
+        Sheet,
+        curves=len(CURVES.keys() & {*show}),
+        gap=0.6 if "arrows" in show else 0.2,
+        palette=palette,
+    )
     sheets = [lay(t, lanes="lanes" in show) for t in timelines]
-    tall = _TALL
+    tall, width = _TALL, style.get("width")
     if isinstance(width, str):
         if width not in PAPER:
             raise UsageError(f"a width is a number of inches, or {' or '.join(PAPER)}: {width!r}")
@@ -116,23 +145,28 @@ def compare(
     extra = {"critical path": ACCENT} if "path" in show else {}
     extra |= PHASES if "phases" in show else {}
     foot = _LINE * ceil(len(entries(sheets, extra)[0]) / columns) + 0.08
-    feet = [_FOOT if not shared or k == len(sheets) - 1 else 0.1 for k in range(len(sheets))]
+    last = [not shared or k == len(sheets) - 1 for k in range(len(sheets))]
+    feet = [_FOOT if has and style.get("axis") != "none" else 0.1 for has in last]
+    named: Sequence[str | None] = [None] * len(timelines) if titles is None else titles
+    heads = [_HEAD if title != "" else 0.1 for title in named]
     notes = [] if shared else [_SCALED]
     notes += [f"{t.program.name:.40}: {t.doubt}" for t in timelines if t.doubt]
     note = _NOTE * len(notes) + 0.02 * bool(notes)
     across = _LEFT + width + _RIGHT
-    height = sum(s.height * row + _HEAD for s in sheets) + sum(feet) + foot + note
+    height = sum(s.height * row for s in sheets) + sum(heads) + sum(feet) + foot + note
     figure = Figure(figsize=(across, height))
     y = height
-    for sheet, end, below, crowded in zip(sheets, ends, feet, dense, strict=True):
-        y -= _HEAD + sheet.height * row
+    for k, (sheet, (begin, end)) in enumerate(zip(sheets, frames, strict=True)):
+        y -= heads[k] + sheet.height * row
         axes = figure.add_axes(
             (_LEFT / across, y / height, width / across, sheet.height * row / height)
         )
-        paint(axes, sheet, width / end, row, dense=crowded, ground="phases" not in show)
-        _mark(axes, sheet, show, row, dense=crowded)
-        _frame(axes, sheet, end, width, row, ticks=below == _FOOT)
-        y -= below
+        axes.set_xlim(begin, end)
+        paint(axes, sheet, width / ends[k], row, dense=dense[k], ground="phases" not in show)
+        _mark(axes, sheet, show, row, dense=dense[k])
+        _frame(axes, sheet, (begin, end), row, style.get("axis"), last=last[k])
+        _head(axes, sheet.timeline, ends[k], width, named[k])
+        y -= feet[k]
     for k, text in enumerate(notes):
         figure.text(
             left / across,
@@ -159,10 +193,43 @@ def _mark(axes: Axes, sheet: Sheet, show: Collection[str], row: float, *, dense:
         marks.path(axes, sheet, dense=dense)
 
 
-def _frame(axes: Axes, sheet: Sheet, end: float, inches: float, row: float, *, ticks: bool) -> None:
-    """Limits, ticks and title of one chart; `inches` are its width, `row` a lane's height."""
+def _shown(show: str | Collection[str]) -> Collection[str]:
+    """The marks that are asked for, between commas or in a collection."""
+    if isinstance(show, str):
+        show = [mark.strip() for mark in show.split(",") if mark.strip()]
+    for mark in show:
+        if mark not in MARKS:
+            raise UsageError(f"a chart shows {', '.join(MARKS)}, not {mark!r}")
+    return show
+
+
+def _palette(style: Style) -> Palette:
+    """The palette that is asked for, with colours of its own for some kinds."""
+    name, given = style.get("palette", "plain"), {}
+    if name not in PALETTES:
+        raise UsageError(f"a palette is {', '.join(PALETTES)}, not {name!r}")
+    for kind, said in style.get("colours", {}).items():
+        if kind not in KINDS:
+            raise UsageError(f"what has a colour is {', '.join(KINDS)}, not {kind!r}")
+        if not is_color_like(said):
+            raise UsageError(f"{kind} has no colour {said!r}", hint="a name, or #4b3b8f")
+        given[kind] = to_hex(said)
+    return recoloured(PALETTES[name], given)
+
+
+def _frame(
+    axes: Axes,
+    sheet: Sheet,
+    frame: tuple[float, float],
+    row: float,
+    axis: str | None,
+    *,
+    last: bool,
+) -> None:
+    """Limits, ticks and names of one chart; `row` is a lane's height, and `axis` what stands under
+    the last chart of an axis."""
     timeline = sheet.timeline
-    axes.set_xlim(0, end)
+    axes.set_xlim(*frame)
     axes.set_ylim(sheet.height, 0)
     for side in ("top", "right", "left"):
         axes.spines[side].set_visible(False)
@@ -175,16 +242,27 @@ def _frame(axes: Axes, sheet: Sheet, end: float, inches: float, row: float, *, t
             for y in ranks * sheet.pitch + sheet.lane_top(lane) + LANE / 2:
                 axes.annotate(
                     lane.name.lower(), (0, y), (-4, 0), textcoords="offset points",
+                    xycoords=("axes fraction", "data"),
                     ha="right", va="center", fontsize=5.5, color="#555555",
                 )  # fmt: skip
-    axes.tick_params(axis="x", labelsize=7.5, length=3, labelbottom=ticks)
-    one, unit = _clock(timeline, end)
+    one, unit = _clock(timeline, frame[1] - frame[0])
+    bare = axis == "none"
+    axes.spines["bottom"].set_visible(not bare)
+    axes.tick_params(axis="x", labelsize=7.5, length=3 * (not bare), labelbottom=last and not bare)
     axes.xaxis.set_major_locator(MaxNLocator(nbins=12, steps=[1, 2, 5, 10]))
     axes.xaxis.set_major_formatter(FuncFormatter(lambda x, _: f"{x / one:g}"))
-    if ticks:
-        axes.set_xlabel(f"time in {unit}", fontsize=7.5, labelpad=2)
+    if last and not bare:
+        label = f"time in {unit}" if axis is None else axis
+        axes.set_xlabel(label, fontsize=7.5, labelpad=2, parse_math=False)
+
+
+def _head(axes: Axes, timeline: Timeline, span: float, inches: float, title: str | None) -> None:
+    """What stands above a chart: its name on the left, its figures on the right."""
+    if title == "":
+        return
     slim = inches < _SLIM
     size = 7 if slim else 9
+    one, unit = _clock(timeline, span)
     most = timeline.peak_activations
     peak = f"{most:.4g} activation{'s' * (most != 1)}"
     if timeline.sizes is not None:
@@ -194,6 +272,8 @@ def _frame(axes: Axes, sheet: Sheet, end: float, inches: float, row: float, *, t
     v, name = timeline.program.plan.stages_per_rank, timeline.program.name
     room = int(inches * 72 / (0.57 * size)) - len(about) - 2
     kind = "" if slim else f" ({timeline.kind}{f', v={v}' * (v > 1)})"
+    if title is not None:
+        name, kind = title, ""
     room -= len(kind)
     name = name if len(name) <= room else name[: max(room - 1, 1)] + "…"
     plain: dict[str, Any] = {

@@ -14,7 +14,7 @@ from schedir.idleness import steady
 from schedir.ops import COMPUTE, SENDS, Lane, Opcode
 from schedir.timeline import Timeline
 from schedir.viz.density import Curve
-from schedir.viz.palette import ACCENT, LANES
+from schedir.viz.palette import ACCENT
 from schedir.viz.sheet import CURVE, INSET, Floats, Sheet, corners
 
 MARKS: Final = {
@@ -52,7 +52,7 @@ def arrows(axes: Axes, sheet: Sheet) -> None:
     y0 = rank[sent] * sheet.pitch + np.where(down, floor, 0)
     y1 = rank[got] * sheet.pitch + np.where(down, 0, floor)
     act = np.isin(sheet.op[sent], (Opcode.SendAct, Opcode.Forward))
-    colours = np.where(act, LANES[Lane.ACT], LANES[Lane.GRAD])
+    colours = np.where(act, sheet.palette.lanes[Lane.ACT], sheet.palette.lanes[Lane.GRAD])
     axes.quiver(
         x0, y0, x1 - x0, y1 - y0, color=colours, angles="xy", scale_units="xy", scale=1,
         units="inches", width=0.011, headwidth=5, headlength=6, headaxislength=5.5,
@@ -120,7 +120,8 @@ def curve(axes: Axes, sheet: Sheet, held: Curve, nth: int, *, named: bool) -> No
             peak = in_bytes(peaks[rank]) if held.unit else f"{peaks[rank]:g}"
             axes.annotate(
                 f"{held.name}\n≤ {peak}", (0, foot - CURVE / 2), (-4, 0), ha="right",
-                va="center", textcoords="offset points", fontsize=5.5, color=colour,
+                xycoords=("axes fraction", "data"), va="center", textcoords="offset points",
+                fontsize=5.5, color=colour,
             )  # fmt: skip
     axes.add_collection(PolyCollection(fills, facecolor=colour, alpha=0.16, linewidth=0))
     axes.add_collection(LineCollection(lines, colors=colour, linewidths=0.8))

@@ -25,7 +25,17 @@ from schedir.idleness import Cause, idleness
 from schedir.ops import COMPUTE, ROWS, SENDS, Lane
 from schedir.timeline import Timeline, expect_runs
 from schedir.viz.density import in_flight, memory
-from schedir.viz.palette import CAUSES, LANE_NAMES, NAMES, colour, ink, written
+from schedir.viz.palette import (
+    CAUSES,
+    DAY,
+    LANE_NAMES,
+    NAMES,
+    NIGHT,
+    Palette,
+    colour,
+    ink,
+    written,
+)  # fmt: skip
 
 _SCRIPTS: Final = ("data.js", "relations.js", "scene.js", "paint.js", "words.js", "main.js")
 _TICKS: Final = 2**31 - 1  # of a run's span: times are whole numbers of it over so many
@@ -52,7 +62,7 @@ def html(timeline: Timeline, other: Timeline | None = None) -> str:
         "ops": [_op(row) for row in ROWS],
         "lanes": [lane.name.lower() for lane in Lane],
         "causes": [CAUSES[cause][0] for cause in Cause],
-        "fills": {name: _fills(runs, night=name == "dark") for name in ("light", "dark")},
+        "fills": {"light": _fills(runs, DAY), "dark": _fills(runs, NIGHT)},
         "runs": [_run(run, label, runs[0]) for run, label in zip(runs, labels, strict=True)],
     }
     folder = files("schedir.viz") / "page"
@@ -128,13 +138,13 @@ def _op(row: Any) -> dict[str, Any]:
     }
 
 
-def _fills(runs: Sequence[Timeline], *, night: bool) -> list[list[tuple[str, str]]]:
+def _fills(runs: Sequence[Timeline], palette: Palette) -> list[list[tuple[str, str]]]:
     """By opcode and own stage, the colour of a box and of what is written on it."""
     several = min(max(run.program.plan.stages_per_rank for run in runs), _MOST_SHADES)
     fills = []
     for row in ROWS:
         own = [
-            written(colour(row.op, k, several, night=night))
+            written(colour(row.op, k, several, palette))
             for k in range(several if row.op in COMPUTE else 1)
         ]
         fills.append([(fill, ink(fill)) for fill in own])

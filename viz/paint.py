@@ -15,7 +15,7 @@ from matplotlib.patches import Patch
 
 from schedir.ops import COMPUTE, ROWS, Lane, Opcode
 from schedir.viz.density import mixed
-from schedir.viz.palette import IDLE, LANE_NAMES, LANES, NAMES, colour, ink, received
+from schedir.viz.palette import IDLE, LANE_NAMES, NAMES, colour, ink, received
 from schedir.viz.sheet import Floats, Sheet
 
 _SMALLEST, _LARGEST = 4.5, 9.0  # points, of a label
@@ -50,7 +50,7 @@ def paint(
     kinds = len(Opcode)
     for which, edge in ((sheet.compute, 0.5), (sheet.talk, 0.0)):
         key, at = np.unique(sheet.local[which] * kinds + sheet.op[which], return_inverse=True)
-        table = [colour(k % kinds, k // kinds, stages) for k in key.tolist()]
+        table = [colour(k % kinds, k // kinds, stages, sheet.palette) for k in key.tolist()]
         faces = [table[k] for k in at.tolist()]
         thin = min(edge, sheet.narrow * inches * 72 / 8)  # an outline must not eat its box
         _rectangles(axes, sheet.quads(which), fc=faces, ec="white", linewidth=thin)
@@ -61,7 +61,7 @@ def _mix(axes: Axes, sheet: Sheet, inches: float, stages: int) -> None:
     """An image per rank: in each column the mean colour of what runs, over what is idle."""
     span = sheet.timeline.span
     kinds, share = mixed(sheet.timeline, max(int(span * inches * _COLUMNS), 1))
-    table = [to_rgb(colour(op, local, stages)) for op, local in kinds]
+    table = [to_rgb(colour(op, local, stages, sheet.palette)) for op, local in kinds]
     cover = share.sum(-1)
     image = np.empty((*cover.shape, 4))
     image[..., :3] = share @ np.array(table) / np.maximum(cover, 1e-12)[..., None]
@@ -76,18 +76,27 @@ def _rectangles(axes: Axes, corners: Floats, **style: Any) -> None:
 
 
 def _label(axes: Axes, sheet: Sheet, inches: float, row: float, stages: int) -> None:
-    """Letter and microbatch where they fit, and small below it the stage if ranks hold several."""
+    """Letter and microbatch where they fit, and small below it the stage if ranks hold several.
+
+    Where no letter fits, the microbatch alone: what it is of, its colour tells.
+    """
     points = inches * 72  # of a unit of time
-    size = min(_LARGEST, 0.9 * sheet.narrow * points / sheet.label_width, 0.55 * row * 72)
-    width = (sheet.right - sheet.left) * points
-    fits = sheet.compute[width[sheet.compute] >= sheet.label_width * size]
+    wide, room = sheet.label_width, 0.9 * sheet.narrow * points
+    letter = room >= wide * _SMALLEST
+    if not letter:
+        wide, room = sheet.number_width, 0.95 * sheet.narrow * points
+    size = min(_LARGEST, room / wide, 0.55 * row * 72)
+    lo, hi = axes.get_xlim()
+    seen = (sheet.left >= lo) & (sheet.right <= hi)
+    width = (sheet.right - sheet.left) * points * seen
+    fits = sheet.compute[width[sheet.compute] >= wide * size]
     if size < _SMALLEST or len(fits) > _MOST_LABELS:
         return
     for k in fits.tolist():
         op, whole = int(sheet.op[k]), sheet.bottom[k] - sheet.top[k] > 0.75
         x, y = (sheet.left[k] + sheet.right[k]) / 2, (sheet.top[k] + sheet.bottom[k]) / 2
-        under = stages > 1 and whole and op in COMPUTE
-        dark = ink(colour(op, int(sheet.local[k]), stages))
+        under = stages > 1 and whole and op in COMPUTE and letter
+        dark = ink(colour(op, int(sheet.local[k]), stages, sheet.palette))
         style: dict[str, Any] = {
             "ha": "center",
             "va": "center_baseline",
@@ -95,7 +104,7 @@ def _label(axes: Axes, sheet: Sheet, inches: float, row: float, stages: int) -> 
             "clip_on": False,
         }
         fit = 1.0 if whole else min(1.0, 0.4 * row * 72 / size)
-        axes.text(x, y - 0.15 * under, sheet.label(k), fontsize=size * fit, **style)
+        axes.text(x, y - 0.15 * under, sheet.label(k, letter=letter), fontsize=size * fit, **style)
         if under:
             stage = f"s{sheet.timeline.spans['stage'][k]}"
             axes.text(x, y + 0.28, stage, fontsize=size * 0.62, **style)
@@ -106,10 +115,11 @@ def entries(sheets: Sequence[Sheet], extra: dict[str, str]) -> tuple[list[Any], 
     handles: list[tuple[Patch, ...]] = []  # of tuples matplotlib's types know nothing
     names: list[str] = []
     stages = max(s.timeline.program.plan.stages_per_rank for s in sheets)
+    palette = sheets[0].palette
     alike: dict[tuple[Any, ...], list[Opcode]] = {}  # what bears one colour has one entry
     for op in sorted({op for s in sheets for op in s.present()}):
         shades = range(min(stages, 4) if op in COMPUTE else 1)
-        fills = tuple(colour(op, k, len(shades)) for k in shades)
+        fills = tuple(colour(op, k, len(shades), palette) for k in shades)
         alike.setdefault(fills, []).append(Opcode(op))
     for fills, ops in alike.items():
         handles.append(tuple(Patch(fc=fill) for fill in fills))
@@ -118,7 +128,7 @@ def entries(sheets: Sequence[Sheet], extra: dict[str, str]) -> tuple[list[Any], 
     handles.append((Patch(lw=0.5, fc="white", ec=IDLE, hatch="//////"),))
     names.append("idle")
     for lane in sorted({lane for s in sheets for lane in s.lanes}):
-        base = LANES[lane]
+        base = palette.lanes[lane]
         pair = lane in (Lane.ACT, Lane.GRAD)
         handles.append((Patch(fc=received(base)), Patch(fc=base)) if pair else (Patch(fc=base),))
         names.append(LANE_NAMES[lane] + (" in, out" if pair else ""))

@@ -6,13 +6,14 @@ Each letter keeps to a band of lightness; the shades within it tell a rank's own
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Final, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from schedir.idleness import Cause
-from schedir.ops import ROWS, SENDS, Lane, Opcode
+from schedir.ops import COMPUTE, ROWS, SENDS, Lane, Opcode
 
 RGB = tuple[float, float, float]
 
@@ -25,28 +26,56 @@ class Tone(NamedTuple):
     dark: float
 
 
+class Palette(NamedTuple):
+    """The tones of F, B, I and W, the colour of each communication lane, and that of a step."""
+
+    tones: dict[Opcode, Tone]
+    lanes: dict[Lane, str]
+    step: str = "#c8c8c8"
+
+
 TONES: Final = {
     Opcode.Forward: Tone("#7cc4ee", 92, 82),
     Opcode.BackwardInput: Tone("#f0a63c", 71, 62),
     Opcode.BackwardWeight: Tone("#1b9e77", 49, 41),
     Opcode.Backward: Tone("#4b3b8f", 31, 15),
 }
-# On a dark ground: the same hues in the same order, none as dark as the ground.
-NIGHT: Final = {
-    Opcode.Forward: Tone("#7cc4ee", 86, 77),
-    Opcode.BackwardInput: Tone("#f0a63c", 69, 61),
-    Opcode.BackwardWeight: Tone("#1b9e77", 53, 45),
-    Opcode.Backward: Tone("#6a55c2", 37, 27),
-}
-STEP: Final = "#c8c8c8"
-ACCENT: Final = "#c8005f"  # a critical path
 LANES: Final = {
     Lane.ACT: "#0072b2",
     Lane.GRAD: "#d55e00",
     Lane.TP: "#7a7a7a",
     Lane.DP: "#1a1a1a",
 }
-NIGHT_LANES: Final = LANES | {Lane.ACT: "#3d9bd1", Lane.GRAD: "#e8772e", Lane.DP: "#e6e6e6"}
+DAY: Final = Palette(TONES, LANES)
+# On a dark ground: the same hues in the same order, none as dark as the ground.
+NIGHT: Final = Palette(
+    {
+        Opcode.Forward: Tone("#7cc4ee", 86, 77),
+        Opcode.BackwardInput: Tone("#f0a63c", 69, 61),
+        Opcode.BackwardWeight: Tone("#1b9e77", 53, 45),
+        Opcode.Backward: Tone("#6a55c2", 37, 27),
+    },
+    LANES | {Lane.ACT: "#3d9bd1", Lane.GRAD: "#e8772e", Lane.DP: "#e6e6e6"},
+)
+# What a chart may be drawn in.  All but "bright" keep the bands of lightness.
+PALETTES: Final = {
+    "plain": DAY,
+    "grey": Palette(
+        {op: Tone("#808080", tone.light, tone.dark) for op, tone in TONES.items()},
+        {Lane.ACT: "#8c8c8c", Lane.GRAD: "#3c3c3c", Lane.TP: "#b4b4b4", Lane.DP: "#1a1a1a"},
+    ),
+    # Okabe and Ito's colours (2008), which colour-blind readers tell by hue.
+    "bright": Palette(
+        {
+            Opcode.Forward: Tone("#56b4e9", 75, 65),
+            Opcode.BackwardInput: Tone("#f0e442", 92, 84),
+            Opcode.BackwardWeight: Tone("#009e73", 62, 52),
+            Opcode.Backward: Tone("#d55e00", 58, 48),
+        },
+        {Lane.ACT: "#0072b2", Lane.GRAD: "#cc79a7", Lane.TP: "#7a7a7a", Lane.DP: "#1a1a1a"},
+    ),
+}
+ACCENT: Final = "#c8005f"  # a critical path
 IDLE: Final = "#9a9a9a"  # the hatching of a bubble
 
 # What legends call them.
@@ -73,6 +102,14 @@ CAUSES: Final = {
     Cause.IMBALANCE: ("imbalance", "#e6ab02"),
     Cause.REDUCTION: ("reduction", "#6a3d9a"),
     Cause.HOST: ("host", "#7a7a7a"),
+}
+
+
+# What can be given a colour of its own, by the names that a person knows.
+KINDS: Final[dict[str, Opcode | Lane]] = {
+    **{ROWS[op].text: op for op in COMPUTE},
+    **{lane.name.lower(): lane for lane in LANES},
+    "step": Opcode.OptimizerStep,
 }
 
 
@@ -104,22 +141,38 @@ def at_lightness(hue: str, l_star: float) -> RGB:
     return float(r), float(g), float(b)
 
 
-def shade(op: Opcode, local: int, stages: int, *, night: bool = False) -> RGB:
+def shade(op: Opcode, local: int, stages: int, palette: Palette = DAY) -> RGB:
     """The colour of F, B, I or W on a rank's own stage number `local` of `stages`."""
-    tone = (NIGHT if night else TONES)[op]
+    tone = palette.tones[op]
     part = local / (stages - 1) if stages > 1 else 0.5
     return at_lightness(tone.hue, tone.light + (tone.dark - tone.light) * part)
 
 
-def colour(op: int, local: int, stages: int, *, night: bool = False) -> str | RGB:
+def colour(op: int, local: int, stages: int, palette: Palette = DAY) -> str | RGB:
     """The colour of any instruction's box."""
-    if op in TONES:
-        return shade(Opcode(op), local, stages, night=night)
+    if op in palette.tones:
+        return shade(Opcode(op), local, stages, palette)
     row = ROWS[op]
-    if row.lane not in LANES:
-        return STEP
-    base = (NIGHT_LANES if night else LANES)[row.lane]
+    if row.lane not in palette.lanes:
+        return palette.step
+    base = palette.lanes[row.lane]
     return base if row.op in SENDS or not row.hop else received(base)
+
+
+def recoloured(palette: Palette, colours: Mapping[str, str]) -> Palette:
+    """The palette with other colours, "#rrggbb", for some of KINDS; shades lie around each."""
+    tones, lanes, step = {**palette.tones}, {**palette.lanes}, palette.step
+    for kind, hue in colours.items():
+        what = KINDS[kind]
+        if isinstance(what, Lane):
+            lanes[what] = hue
+        elif what in tones:
+            middle = lightness(hue)
+            around = max(min(6.0, middle - 2, 98 - middle), 0.0)
+            tones[what] = Tone(hue, middle + around, middle - around)
+        else:
+            step = hue
+    return Palette(tones, lanes, step)
 
 
 def received(base: str) -> RGB:

@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 from schedir.ops import COMPUTE, ROWS, SENDS, TRANSFERS, Lane, Opcode
 from schedir.timeline import Timeline
 from schedir.viz.density import own_stage
+from schedir.viz.palette import DAY, Palette
 
 Floats = NDArray[np.float64]
 
@@ -30,14 +31,21 @@ class Sheet:
     `left`, `right`, `top`, `bottom` and `local` (which of its rank's own stages) have one entry
     per span; `compute` and `talk` are the indices of those that take any time, on the compute
     lane and on the others; `lanes` are the communication lanes that are there, unless none are
-    wanted.  `curves` have room under each rank; `gap` is the room between ranks.
+    wanted.  `curves` have room under each rank; `gap` is the room between ranks; `palette` is what
+    boxes are drawn in.
     """
 
     def __init__(
-        self, timeline: Timeline, *, lanes: bool = True, curves: int = 0, gap: float = _GAP
+        self,
+        timeline: Timeline,
+        *,
+        lanes: bool = True,
+        curves: int = 0,
+        gap: float = _GAP,
+        palette: Palette = DAY,
     ) -> None:
         spans = timeline.spans
-        self.timeline = timeline
+        self.timeline, self.palette = timeline, palette
         self.op: NDArray[np.int16] = spans["op"]
         self.left: Floats = spans["start"] - timeline.begin
         self.right: Floats = spans["end"] - timeline.begin
@@ -114,13 +122,18 @@ class Sheet:
     def label_width(self) -> float:
         """How wide the widest label of F, B, I, W is, in font sizes."""
         letters = [ROWS[op].text for op in self.present() if op in COMPUTE]
-        digits = len(str(self.timeline.program.plan.microbatches - 1))
-        return max((_WIDE.get(letter, 1.0) for letter in letters), default=1.0) + digits * _DIGIT
+        return max((_WIDE.get(letter, 1.0) for letter in letters), default=1.0) + self.number_width
 
-    def label(self, at: int) -> str:
-        """What a box is called: letter and microbatch."""
+    @property
+    def number_width(self) -> float:
+        """How wide the widest label is without its letter, which colours tell as well."""
+        return len(str(self.timeline.program.plan.microbatches - 1)) * _DIGIT
+
+    def label(self, at: int, *, letter: bool = True) -> str:
+        """What a box is called: letter and microbatch, or what fits where letters do not."""
         row = ROWS[self.op[at]]
-        return f"{row.text}{self.timeline.spans['mb'][at]}" if row.op in COMPUTE else row.text
+        number = str(self.timeline.spans["mb"][at]) if row.op in COMPUTE else ""
+        return f"{row.text if letter else ''}{number}"
 
     def present(self) -> list[Opcode]:
         """The instructions of the compute lane that take any time, in the order of the table."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import argparse
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 from schedir.errors import UsageError
 from schedir.numerals import decimal
@@ -11,8 +11,10 @@ from schedir.options import SOURCE, add_shape, timeline_of
 
 if TYPE_CHECKING:
     from schedir.timeline import Timeline
+    from schedir.viz.chart import Style
 
 ABOUT = "draw runs: on the terminal, as a picture, or as a page to look around in"
+_STYLE = ("show", "width", "palette", "colours", "axis", "time")  # as schedir.viz has them
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
@@ -37,6 +39,22 @@ def add_picture(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--width", metavar="WIDTH", type=_width, help="column or page of a paper, or inches"
     )
+    parser.add_argument(
+        "--title", metavar="TEXT", action="append",
+        help="instead of a name, one for each chart; '' for no line above it",
+    )  # fmt: skip
+    parser.add_argument(
+        "--palette", metavar="NAME",
+        help="plain (holds for colour-blind readers and in grey), grey, or bright",
+    )  # fmt: skip
+    parser.add_argument(
+        "--colours", metavar="COLOURS", type=_colours,
+        help="F=skyblue,B=#4b3b8f: of F, B, I, W, act, grad, tp, dp, step",
+    )  # fmt: skip
+    parser.add_argument("--axis", metavar="TEXT", help="under the time axis; none for no axis")
+    parser.add_argument(
+        "--time", metavar="FROM:TO", type=_times, help="the part that is drawn, in the run's unit"
+    )
 
 
 def _width(text: str) -> float | str:
@@ -49,9 +67,24 @@ def _width(text: str) -> float | str:
     return inches
 
 
+def _colours(text: str) -> dict[str, str]:
+    pairs = [part.partition("=") for part in text.split(",")]
+    if not all(equals for _, equals, _ in pairs):
+        raise argparse.ArgumentTypeError(f"is like F=skyblue,B=#4b3b8f, not {text!r}")
+    return {kind.strip(): said.strip() for kind, _, said in pairs}
+
+
+def _times(text: str) -> tuple[float, float]:
+    try:
+        begin, end = map(decimal, text.split(":"))
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"is two numbers, like 10:25, not {text!r}") from None
+    return begin, end
+
+
 def only_charts(args: argparse.Namespace, what: str) -> None:
     """Refuse what `add_picture` takes where something else is drawn."""
-    for name in ("show", "width"):
+    for name in ("title", *_STYLE):
         if getattr(args, name) is not None:
             raise UsageError(f"--{name} is for Gantt charts, not for {what}")
 
@@ -102,9 +135,11 @@ def save_chart(args: argparse.Namespace, timelines: list[Timeline]) -> None:
     from schedir.viz.output import suffix_of
 
     suffix_of(args.output)  # a wrong ending is told before anything is drawn
-    show = "lanes" if args.show is None else args.show
-    marks = "" if show == "none" else show
-    save(compare(timelines, width=args.width, show=marks), args.output)
+    said = {name: getattr(args, name) for name in _STYLE}
+    style = {name: value for name, value in said.items() if value is not None}
+    if style.get("show") == "none":
+        style["show"] = ""
+    save(compare(timelines, titles=args.title, **cast("Style", style)), args.output)
 
 
 def _expected(measured: Timeline) -> Timeline:

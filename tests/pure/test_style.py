@@ -1,0 +1,119 @@
+"""How charts look: titles, palettes, colours, the time axis, and what fits a narrow one."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from matplotlib.colors import to_hex
+from matplotlib.figure import Figure
+
+from schedir.compile import compile
+from schedir.costs import Costs
+from schedir.errors import UsageError
+from schedir.ops import Opcode
+from schedir.plan import Plan
+from schedir.schedules import gpipe, one_f_one_b, zb_h1
+from schedir.simulate import simulate
+from schedir.timeline import Timeline
+from schedir.viz import compare, gantt, tradeoff
+from schedir.viz.palette import DAY, PALETTES, colour, lightness, recoloured, written
+from schedir.words import Schedule
+from tests.commands import refused, said
+
+
+def timeline(schedule: Schedule = one_f_one_b, m: int = 8, **cost: float) -> Timeline:
+    costs = Costs(**cost)
+    return simulate(compile(schedule, Plan(4, m), costs=costs), costs)
+
+
+def faces(figure: Figure) -> set[str]:
+    """The colours of the boxes."""
+    return {to_hex(face) for face in np.asarray(figure.axes[0].collections[2].get_facecolor())}
+
+
+def test_a_column_keeps_the_numbers_of_microbatches() -> None:
+    texts = [t.get_text() for t in gantt(timeline(), width="column").axes[0].texts]
+    assert sorted(texts) == sorted(8 * [str(mb) for mb in range(8)])
+    assert {t.get_text()[0] for t in gantt(timeline()).axes[0].texts} == {"F", "B"}
+
+
+def test_titles() -> None:
+    figure = compare([timeline(), timeline(gpipe)], titles=["mine", ""])
+    titles = [(axes.get_title("left"), axes.get_title("right")) for axes in figure.axes]
+    assert titles == [("mine", "bubble 27.3%, peak 4 activations, span 33"), ("", "")]
+    assert gantt(timeline(), title="$x").axes[0].get_title("left") == "$x"
+    with pytest.raises(UsageError, match="1 titles for 2"):
+        compare([timeline(), timeline()], titles=["one"])
+
+
+def test_palettes_and_colours() -> None:
+    for name, palette in PALETTES.items():
+        ops = (Opcode.Forward, Opcode.Backward)
+        assert faces(gantt(timeline(), palette=name)) == {
+            written(colour(op, 0, 1, palette)) for op in ops
+        }
+    for face in faces(gantt(timeline(zb_h1), palette="grey")):
+        assert face[1:3] == face[3:5] == face[5:7]
+    own = gantt(timeline(), colours={"F": "navy", "B": "#ff8800"})
+    assert faces(own) == {"#000080", "#ff8800"}
+    assert faces(gantt(timeline(), colours={"F": "white"})) == {
+        "#ffffff", written(colour(Opcode.Backward, 0, 1)),
+    }  # fmt: skip
+    shades = recoloured(DAY, {"F": "#808080"})
+    each = [lightness(colour(Opcode.Forward, k, 3, shades)) for k in range(3)]
+    assert each[0] > each[1] > each[2]
+
+
+def test_the_bright_palette_is_told_apart_by_hue() -> None:
+    seen = [np.array(colour(op, 0, 1, PALETTES["bright"])) for op in DAY.tones]
+    apart = [float(np.abs(a - b).sum()) for k, a in enumerate(seen) for b in seen[:k]]
+    assert min(apart) > 0.4
+
+
+def test_the_time_axis() -> None:
+    axes = gantt(timeline(), axis="microseconds", time=(10, 20)).axes[0]
+    assert axes.get_xlabel() == "microseconds" and axes.get_xlim() == (10, 20)
+    for text in axes.texts:  # none stands outside
+        assert 10 <= text.get_position()[0] <= 20
+    axes = gantt(timeline(), axis="none").axes[0]
+    assert axes.get_xlabel() == "" and not axes.spines["bottom"].get_visible()
+
+
+@pytest.mark.parametrize(
+    "style",
+    [
+        {"palette": "blue"}, {"colours": {"F": "nocolour"}}, {"colours": {"Q": "red"}},
+        {"time": (5, 5)}, {"time": (-1, 5)}, {"time": (99, 100)}, {"time": (0, np.inf)},
+    ],
+    ids=str,
+)  # fmt: skip
+def test_a_style_that_cannot_be(style: Any) -> None:
+    with pytest.raises(UsageError):
+        gantt(timeline(), **style)
+
+
+def test_shares_of_a_tradeoff_are_what_they_stand_at() -> None:
+    for m in (8, 16, 64):
+        figure = tradeoff([timeline(m=m), timeline(zb_h1, m=m)])
+        figure.canvas.draw()
+        axes = figure.axes[0]
+        for at, label in zip(axes.get_yticks(), axes.get_yticklabels(), strict=True):
+            assert float(label.get_text().rstrip("%")) == pytest.approx(100 * at, abs=1e-9)
+
+
+def test_the_same_from_the_command_line(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    file = tmp_path / "x.svg"
+    look = ["--title", "mine", "--palette", "grey", "--colours", "F=#ff8800", "--axis", "in µs"]
+    said(capsys, "draw", "gpipe", *look, "--time", "3:9", "-o", str(file))
+    text = file.read_text()
+    assert ">mine</text>" in text and ">in µs</text>" in text and "#ff8800" in text
+    said(capsys, "compare", "gpipe", "zb_h1", "--title=a", "--title=", "-o", str(file))
+    assert ">a</text>" in file.read_text() and "zb_h1" not in file.read_text()
+    for wrong in ("--colours=F", "--time=5", "--time=٣:9", "--time=9:3", "--palette=x"):
+        assert wrong.partition("=")[0][2:] in refused(capsys, "draw", "gpipe", wrong, "-o", "x.svg")
+    for option in ("--title=x", "--palette=grey", "--colours=F=red", "--axis=x", "--time=1:2"):
+        name = option.split("=")[0]
+        assert f"{name} is for Gantt charts" in refused(capsys, "draw", "gpipe", option)
