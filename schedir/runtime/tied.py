@@ -17,14 +17,14 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from schedir.errors import ModelError
+from schedir.errors import ModelError, expect
 from schedir.plan import Plan
 from schedir.program import Program
 from schedir.runtime.transport import Transport, Work
 from schedir.ties import Place, Tied, Ties, meets, ranks_of, show_tie
 
 SAMPLE = 4096  # numbers of a parameter that are compared
-HOW = "ties = schedir.ties(stages), for compile(..., tied=ties) and Executor(..., tied=ties)"
+HOW = "ties = schedir.ties(stages), for compile(..., tied=ties) and the executor's tied=ties"
 
 
 class Print(NamedTuple):
@@ -80,6 +80,8 @@ class Known:
     """
 
     def __init__(self, told: Sequence[Told], tied: Ties | None, sets: Tied) -> None:
+        if tied is not None:
+            expect(tied, Ties, "schedir.ties(stages), or schedir.ties(model).among(stages)")
         self.prints: dict[Place, Print] = {}
         first: dict[Place, Place] = {}
         for own in told:
@@ -162,9 +164,9 @@ class Known:
                 if other[0] != one[0] and self.of.get(one, one) != self.of.get(other, other):
                     raise ModelError(
                         f"{where([one, other])} are equal, and not said to be one weight",
-                        hint="schedir.ties(model) before it is split says what is one weight, for "
-                        "compile(..., tied=) and Executor(..., tied=); alike=True lets weights "
-                        "that are no more than seeded alike pass",
+                        hint="ties = schedir.ties(stages) before they are copied, for compile(..., "
+                        "tied=ties) and the executor's tied=ties; its alike=True lets pass what "
+                        "was only seeded alike",
                     )
 
     def _fit_copies(self, one: Place, other: Place) -> None:

@@ -25,7 +25,7 @@ from schedir.schedules import dualpipe, interleaved, one_f_one_b, zb_h1, zb_v
 from schedir.words import B, Word
 from schedir.words import F as Forward
 from tests.gloo.spawn import run
-from tests.gloo.tiny_stages import gradients, same_bits, zb
+from tests.gloo.tiny_stages import gpt_executor, gradients, own_batch, same_bits, zb
 
 VOCAB, WIDTH, LENGTH = 11, 6, 5
 SCALE = 0.25
@@ -363,3 +363,24 @@ def test_processes(schedule: Any, plan: Plan, shared: Any, dp: int, how: str) ->
                 assert torch.allclose(p, want[s][name], rtol=0, atol=1e-9)
                 key = want[s][name].data_ptr()  # one for all copies
                 assert torch.equal(seen.setdefault(key, p), p)
+
+
+def _sharded(process: int, how: str) -> dict[int, dict[str, Tensor]]:
+    """Gradients of a GPT whose embedding is cut: ties named by hand, or by the modules."""
+    program = schedir.compile(one_f_one_b, Plan(2, 3), tp=2, model="edge", tied=True, clip=True)
+    transport = Gloo(program)
+    ties = schedir.Ties((((0, "embedding.weight"), (1, "head.weight")),)) if how == "said" else None
+    executor = gpt_executor(program, transport, lr=0.01, tied=ties)
+    for step in range(2):
+        executor.step(*own_batch(program, transport, step))
+    return {s: stage.module.state_dict() for s, stage in executor.stages.items()}
+
+
+def test_slices_of_a_tied_weight() -> None:
+    said, named = (run(_sharded, 4, how) for how in ("said", "named"))
+    for own, other in zip(said, named, strict=True):
+        for s in own:
+            assert all(torch.equal(own[s][n], other[s][n]) for n in own[s])
+    for slice_ in (0, 1):
+        first, last = said[slice_][0]["embedding.weight"], said[2 + slice_][1]["head.weight"]
+        assert torch.equal(first, last) and first.shape[0] == 16

@@ -141,6 +141,8 @@ MISTAKES: dict[str, Callable[[], object]] = {
     "a whole model's ties": lambda: _undeclared(schedir.ties(Model(2))),
     "flat stages": lambda: _undeclared((0, 1)),
     "a stage too many": lambda: _undeclared(((0, 4),)),
+    "no Ties": lambda: _undeclared(said=True),
+    "a model's Ties": lambda: _undeclared(said=schedir.ties(Model(2))),
     "own stages alone": lambda: schedir.ties({1: Model(2)}),
     "other names": lambda: schedir.ties(Model(2)).among(deepcopy(parts(Model(2)))),
     "trained now": lambda: _changed(_unfreeze),
