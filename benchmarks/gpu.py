@@ -318,7 +318,9 @@ def of_ranks(name: str, runs: Sequence[Timeline], gap: float) -> Iterator[Figure
     yield Figure("  exposed transfers", 100 * median(map(exposed, runs)), "%", EXPOSED)
     yield Figure("  step", 1e3 * median(run.span for run in runs), "ms")
     off = [
-        schedir.simulate(run.program, calibrate(run), model=run.model).span / after.span - 1
+        schedir.simulate(run.program, calibrate(run), model=run.model, blocks=run.blocks).span
+        / after.span
+        - 1
         for run, after in pairwise(runs)
     ]
     yield Figure("  step, predicted, off by", 100 * median(map(abs, off)), "%", STEP)

@@ -98,7 +98,7 @@ def _recording(executor: Executor, times: int = 200) -> float:
 
 
 def span(program: Program, costs: Costs) -> float:
-    return schedir.simulate(program, costs, model="edge").span
+    return schedir.simulate(program, costs, model="edge", blocks=True).span
 
 
 def mean(costs: list[Costs]) -> Costs:

@@ -66,7 +66,7 @@ def advise(
     """
     program = timeline.program
     costs = completed(costs or calibrate(timeline), program)
-    base = simulate(program, costs, model=timeline.model)
+    base = simulate(program, costs, model=timeline.model, blocks=timeline.blocks)
     advice = Advice(base, off(base, timeline), [])
     if not advice.given:
         return advice
@@ -158,8 +158,11 @@ class _Changes:
             except ProgramError:  # a schedule that is not for this plan
                 continue
 
+    def _of(self, program: Program, costs: Costs) -> Timeline:
+        return simulate(program, costs, model=self.base.model, blocks=self.base.blocks)
+
     def _at(self, costs: Costs) -> Timeline:
-        return simulate(self.program, costs, model=self.base.model)
+        return self._of(self.program, costs)
 
     def _even(self) -> Iterator[tuple[str, Timeline, float]]:
         table = self.costs.table(self.plan.stages)
@@ -192,7 +195,7 @@ class _Changes:
         if self.schedule is not None and len(self.program) <= LARGE:
             plan = replace(self.plan, microbatches=2 * self.plan.microbatches)
             program = self.lowering.of(draft(self.schedule, plan), self.costs)
-            timeline = simulate(program, self.costs, model=self.base.model)
+            timeline = self._of(program, self.costs)
             yield "twice as many microbatches of this size", timeline, plan.microbatches
 
     def _order(self) -> Iterator[tuple[str, Timeline, float]]:
@@ -212,7 +215,7 @@ class _Changes:
                         continue
                     costs = _cut(self.costs, self.plan.stages, plan.stages)
                     program = self.lowering.of(draft(schedule, plan), costs)
-                    timeline = simulate(program, costs, model=self.base.model)
+                    timeline = self._of(program, costs)
                 except ProgramError:
                     continue
                 fits = timeline.peak_activations <= self.room
@@ -231,7 +234,7 @@ class _Changes:
         letters = "IFW" if _I in self.program.ops else "BF"
         drafted = greedy(self.plan, letters, lambda rank: peak[rank] + 1, self.costs)
         program = self.lowering.of(drafted, self.costs)
-        timeline = simulate(program, self.costs, model=self.base.model)
+        timeline = self._of(program, self.costs)
         what = "one more activation in flight on each rank, in greedy order"
         yield what, timeline, self.plan.microbatches
 

@@ -50,9 +50,8 @@ def calibrate(measured: Timeline) -> Costs:
 
     A mean is assumed to stand for all: where the times of one instruction differ from microbatch
     to microbatch (the first touches new memory, another process takes the core), ranks waited
-    for the slow ones, which a simulation at the mean does not, and so it is too short.  On a
-    host that blocks, a message is on its way once the host has come to both its sides; the
-    simulation posts both as soon as its queues let it.
+    for the slow ones, which a simulation at the mean does not, and so it is too short.  Of a
+    stage with two holders it is the mean of both.
     """
     spans, stages = measured.spans, range(measured.program.plan.stages)
     costs: dict[str, Cost] = dict.fromkeys(FIELD.values(), 0.0)

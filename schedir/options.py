@@ -314,6 +314,7 @@ def _timeline(args: argparse.Namespace, source: str, *, share: bool) -> Timeline
     if args.limit is not None:
         within(found.program, sizes, args.limit)
     if args.costs is not None and not share:
-        predicted = simulate(found.program, costs_of(args.costs), model=found.model)
+        model, blocks = found.model, found.blocks
+        predicted = simulate(found.program, costs_of(args.costs), model=model, blocks=blocks)
         found = replace(predicted, unit=found.unit)
     return replace(found, sizes=sizes)

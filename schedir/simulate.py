@@ -21,6 +21,7 @@ def simulate(
     costs: Costs | None = None,
     *,
     model: Model = "device",
+    blocks: bool = False,
     sizes: Sizes | None = None,
     unchecked: bool = False,
 ) -> Timeline:
@@ -28,7 +29,8 @@ def simulate(
 
     Every instruction starts as soon as its queue, its values and its partners let it.  Of a
     draft it is the program that `compile` makes of it for this model, in the order of these
-    costs.  With `sizes`, memory is told in bytes.
+    costs.  `blocks` says that hosts wait themselves, as on CPUs (`Graph`): then a message waits for
+    the computes before it in its Stream.  With `sizes`, memory is told in bytes.
 
     Raises what `check` raises for a program that is wrong, and CostsError if the costs add up
     to infinity.  A program that `check` has proven is not looked at again.  With `unchecked` it
@@ -39,7 +41,7 @@ def simulate(
         expect(sizes, Sizes, "Sizes(activation=16e6, saved=1.2e9)")
     if program.is_draft:
         program = lower(check_draft(program), costs, model)
-    graph = complete(program, model)
+    graph = complete(program, model, blocks=blocks)
     reached = walk(graph, costs)
     if not unchecked:
         prove(graph, reached)
@@ -49,4 +51,4 @@ def simulate(
         raise CostsError("the costs add up to more than a number can hold", program=program.name)
     del graph  # makes room for the spans
     spans = spans_of(program, reached.start, reached.end)
-    return Timeline(program, spans, model=model, sizes=sizes)
+    return Timeline(program, spans, model=model, sizes=sizes, blocks=blocks)

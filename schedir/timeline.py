@@ -97,6 +97,7 @@ class Timeline:
     model: Model = "device"
     clock_error: float = 0.0
     sizes: Sizes | None = None
+    blocks: bool = False
 
     def __post_init__(self) -> None:
         if self.unit not in UNITS:
@@ -328,7 +329,7 @@ class Timeline:
     @cached_property
     def graph(self) -> Graph:
         """The dependency graph of the program, under the run's model."""
-        return Graph(self.program, self.model)
+        return Graph(self.program, self.model, blocks=self.blocks)
 
     def of(self, rank: int, index: int) -> tuple[Instr, float, float]:
         """The instruction at an index of a rank's Stream, with its start and end."""

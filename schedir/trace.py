@@ -49,6 +49,7 @@ def save_timeline(timeline: Timeline, path: str | Path) -> None:
         "kind": timeline.kind,
         "unit": timeline.unit,
         "model": timeline.model,
+        "blocks": timeline.blocks,
         "clock_error": timeline.clock_error,
         "sizes": timeline.sizes and asdict(timeline.sizes),
     }
@@ -111,14 +112,14 @@ class _Reader:
             raise TraceError(f"the header says {n} instructions, the program has {len(program)}")
         if program.digest != header["digest"]:
             raise TraceError("the program is not the one whose digest the header gives")
-        model = header["model"]
-        program = check(program, model)
+        model, blocks = header["model"], header.get("blocks", False)
+        program = check(program, model, blocks=blocks)
         start, end = self._times(_START, n), self._times(_END, n)
         _fit(program, start, end)
         spans = spans_of(program, start, end)
         timeline = Timeline(
             program, spans, header["kind"], header["unit"], model, float(header["clock_error"]),
-            _sizes(header.get("sizes"), program.plan.stages),
+            _sizes(header.get("sizes"), program.plan.stages), blocks,
         )  # fmt: skip
         _in_order(timeline)
         return timeline
@@ -135,6 +136,7 @@ class _Reader:
             "kind": header.get("kind") in KINDS,
             "unit": isinstance(unit, str) and unit in UNITS,
             "model": header.get("model") in MODELS,
+            "blocks": isinstance(header.get("blocks", False), bool),
             "clock_error": isinstance(error, int | float) and 0 <= error < math.inf,
         }
         for key, fine in sound.items():

@@ -306,7 +306,8 @@ class _Trainer:
             return None
         named = replace(self.program, name=f"{self.program.name} at measured means")
         costs, sizes = calibrate(timeline), self.sizes
-        predicted = simulate(self.program, costs, model=timeline.model, sizes=sizes)
+        model, blocks = timeline.model, timeline.blocks
+        predicted = simulate(self.program, costs, model=model, blocks=blocks, sizes=sizes)
         predicted = replace(predicted, program=named, unit=timeline.unit)
         return replace(timeline, sizes=sizes), predicted
 

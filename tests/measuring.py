@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 
 from schedir.costs import Costs
 from schedir.graph import Graph, Model
-from schedir.ops import Lane
+from schedir.ops import TRANSFERS, Lane
 from schedir.program import Program
 from schedir.simulate import simulate
 from schedir.timeline import Timeline, spans_of
@@ -32,7 +32,8 @@ def measured(
     What does not compute is seen to end when somebody looks: who needs it, once the compute lane
     of that rank is free.  Of the cost of each instruction that computes, the first `host` is the
     host's, before it begins; it looks in the first half of that.  `clocks` is how far that of
-    each rank is ahead.
+    each rank is ahead.  Hosts that block note that a message begins when the later one comes to
+    its side, though it may be behind another one in its queue.
     """
     graph = Graph(program, model, blocks=blocks)
     true = walk(graph, costs)
@@ -49,6 +50,11 @@ def measured(
         np.maximum.at(looked, graph.node[needs[late]], free[late] + host / 2 * compute[late])
     start, end = true.start.copy(), true.end.copy()
     end[~compute] = np.maximum(end, looked[graph.node])[~compute]
+    if blocks:
+        posted = np.zeros(graph.nodes)
+        np.maximum.at(posted, graph.node, free)
+        moves = np.isin(spans["op"], TRANSFERS)
+        start[moves] = np.minimum(start, posted[graph.node])[moves]
     start[compute] += np.minimum(host, end - start)[compute]
     if clocks is not None:
         begun, over = np.full(graph.nodes, -np.inf), np.full(graph.nodes, -np.inf)
@@ -59,7 +65,7 @@ def measured(
         end = np.where(compute, end + ahead, np.maximum(begun, over)[graph.node])
     error = 0.0 if clocks is None else float(np.ptp(clocks))
     spans["start"], spans["end"] = start - start.min(), end - start.min()
-    return Timeline(program, spans, "measured", "s", model, clock_error=error)
+    return Timeline(program, spans, "measured", "s", model, clock_error=error, blocks=blocks)
 
 
 def slow_at_the_end(program: Program, times: float) -> Timeline:

@@ -106,6 +106,7 @@ def _who(timeline: Timeline, idle: NDArray[Any]) -> list[str]:
 def _what(advice: Advice, timeline: Timeline) -> list[str]:
     """What helps most, and of what these claims are."""
     from schedir.advice import LARGE
+    from schedir.calibrate import SAID, unexplained
 
     base, unit = advice.base, timeline.unit and f" {timeline.unit}"
     if not advice.given:
@@ -116,6 +117,8 @@ def _what(advice: Advice, timeline: Timeline) -> list[str]:
         ]
     off = f"{abs(advice.error):.1%} {'more' if advice.error > 0 else 'less'} than it took"
     of = f" at the run's mean times, of {base.span:.6g}{unit}, {off}"
+    if (lost := unexplained(base, timeline)) >= SAID:
+        of += f", in which {lost:.1%} of the ranks' time is unexplained and counts as work"
     if timeline.kind == "predicted":
         of = ""
     best = [change for change in advice.changes if change.saves >= LEAST][:SHOWN]

@@ -73,7 +73,8 @@ def _slots(args: argparse.Namespace, timeline: Timeline) -> dict[str, Any]:
     slots = [counts._asdict() for counts in program.slots]
     if args.source.endswith(".timeline") and args.costs is None:  # its costs are not known
         return {"slots": slots}
-    own = simulate(replace(program, slots=()), costs_of(args.costs), model=timeline.model)
+    free, costs = replace(program, slots=()), costs_of(args.costs)
+    own = simulate(free, costs, model=timeline.model, blocks=timeline.blocks)
     return {"slots": slots, "span_with_own_slots": own.span}
 
 

@@ -185,5 +185,6 @@ def measured(executor: Executor, transport: Processes) -> Timeline | None:
         return None
     starts, ends, errors = zip(*(everyone[int(k)] for k in transport.mesh[0, :, 0]), strict=True)
     start, end = np.concatenate(starts), np.concatenate(ends)
-    timeline = timeline_of(executor.program, start, end, transport.model)
+    model, blocks = transport.model, transport.blocks
+    timeline = timeline_of(executor.program, start, end, model, blocks=blocks)
     return replace(timeline, clock_error=sum(sorted(errors)[-2:]))

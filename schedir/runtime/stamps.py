@@ -301,7 +301,9 @@ def _anchor(device: torch.device) -> tuple[torch.cuda.Event, float, float]:
     return best
 
 
-def timeline_of(program: Program, start: Floats, end: Floats, model: Model) -> Timeline:
+def timeline_of(
+    program: Program, start: Floats, end: Floats, model: Model, *, blocks: bool = False
+) -> Timeline:
     """A measured Timeline from when each instruction was begun and ended on its own rank.
 
     What is one node of the graph has one span: a message and a collective are under way when
@@ -318,4 +320,4 @@ def timeline_of(program: Program, start: Floats, end: Floats, model: Model) -> T
     origin = spans["start"].min()
     spans["start"] -= origin
     spans["end"] -= origin
-    return Timeline(program, spans, "measured", "s", model)
+    return Timeline(program, spans, "measured", "s", model, blocks=blocks)

@@ -39,7 +39,7 @@ def test_four_processes_are_one_and_torchrun_is_the_launcher(config: str, tmp_pa
     assert 0 < summary["bubble"]["predicted"] < 1 and 0 < summary["bubble"]["measured"] < 1
     assert (tmp_path / "many" / "timeline.png").read_bytes().startswith(b"\x89PNG")
     trace = load_timeline(traces / "measured.timeline")
-    assert (trace.kind, trace.unit, trace.model) == ("measured", "s", "edge")
+    assert (trace.kind, trace.unit, trace.model) == ("measured", "s", "edge") and trace.blocks
     assert trace.program.digest == summary["digest"]
     assert trace.span == summary["seconds"]["measured"]
     assert trace.peak_memory.tolist() == memory

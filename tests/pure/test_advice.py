@@ -13,6 +13,7 @@ import pytest
 import schedir
 from schedir import Costs, Plan, Timeline, Word
 from schedir.advice import Advice, advise
+from schedir.ops import COMPUTE
 from schedir.schedules import gpipe, one_f_one_b, pipedream_2bw, zb_h1
 from tests.commands import refused, said
 from tests.measuring import slow_at_the_end
@@ -149,5 +150,9 @@ def test_the_command(
     measured = replace(run_of(one_f_one_b, COSTS), kind="measured", unit="s")
     schedir.save_timeline(measured, "x.timeline")
     lines = said(capsys, "explain", "x.timeline").splitlines()
-    assert "at the run's mean times" in lines[2]
+    assert "at the run's mean times" in lines[2] and "unexplained" not in lines[2]
+    spans = measured.spans.copy()
+    spans["start"] += 0.5 * np.isin(spans["op"], COMPUTE)  # the host's, more than a message
+    schedir.save_timeline(replace(measured, spans=spans), "late.timeline")
+    assert "19.9% of the ranks' time is unexplained" in said(capsys, "explain", "late.timeline")
     assert "--ranks" in refused(capsys, "explain", "x.timeline", "--ranks=3")

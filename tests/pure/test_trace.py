@@ -44,7 +44,7 @@ def timeline() -> Timeline:
 
 
 def same(a: Timeline, b: Timeline) -> bool:
-    facts = [(t.program, t.kind, t.unit, t.model, t.clock_error, t.sizes) for t in (a, b)]
+    facts = [(t.program, t.kind, t.unit, t.model, t.clock_error, t.sizes, t.blocks) for t in (a, b)]
     return facts[0] == facts[1] and bool((a.spans == b.spans).all())
 
 
@@ -72,6 +72,15 @@ def test_a_pair_run_together_comes_back() -> None:
     saved = schedir.simulate(schedir.compile(dualpipe_v, Plan(4, 10, 2, "vee")), Costs(FB=1.5))
     save_timeline(saved, FILE)
     assert same(load_timeline(FILE), saved)
+
+
+def test_hosts_that_wait_themselves_are_kept() -> None:
+    saved = schedir.simulate(timeline().program, Costs(send=1.0), model="edge", blocks=True)
+    assert saved.blocks and saved.graph.blocks
+    save_timeline(saved, FILE)
+    assert same(load_timeline(FILE), saved)
+    forge(header_json=header())  # one that was written before this was kept
+    assert not load_timeline(FILE).blocks
 
 
 def test_the_same_timeline_is_the_same_bytes() -> None:
@@ -163,6 +172,7 @@ UNFOLDS = "schedir 1\nprogram p\nranks 1 microbatches 1048576\nrank 0\n  9999999
         (lambda: forge(start_npy=npy(BEFORE), end_npy=npy(AFTER)), "before its cause"),
         (lambda: forge(header_json=header(model="gloo")), "model 'gloo'"),
         (lambda: forge(header_json=header(model=[])), "model"),
+        (lambda: forge(header_json=header(blocks=1)), "blocks 1"),
         (lambda: forge(header_json=header(clock_error=float("nan"))), "clock_error nan"),
         (lambda: forge(header_json=header(digest="0")), "digest"),
         (lambda: forge(header_json=header(sizes=[1])), "sizes are"),
