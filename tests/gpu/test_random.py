@@ -1,0 +1,75 @@
+"""Random numbers on a GPU: seeded without a wait, the same in any order, refused in a graph."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from schedir import compile
+from schedir.errors import ModelError
+from schedir.plan import Plan
+from schedir.runtime.graphs import GraphedStep
+from schedir.runtime.inprocess import InProcess
+from schedir.runtime.random import layer
+from schedir.runtime.rank import Boundary
+from schedir.runtime.reference import reference
+from schedir.schedules import interleaved, one_f_one_b
+
+SHAPE = (2, 16)
+
+
+class Noisy(nn.Module):
+    """A linear layer with dropout, which may be run again in the backward."""
+
+    def __init__(self, k: int, again: bool) -> None:
+        super().__init__()
+        self.k, self.again, self.inner = k, again, nn.Linear(16, 16)
+        self.inner.weight.data = torch.eye(16) + k / 8
+        nn.init.zeros_(self.inner.bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.again:
+            y: Tensor = checkpoint(self.run, x, use_reentrant=False)
+            return y
+        return self.run(x)
+
+    def run(self, x: Tensor) -> Tensor:
+        with layer(self.k):
+            return F.dropout(torch.tanh(self.inner(x)), 0.5)
+
+
+def noisy(stages: int, again: bool = False) -> list[nn.Module]:
+    return [Noisy(k, again).cuda() for k in range(stages)]
+
+
+def loss(y: Tensor, target: Tensor) -> Tensor:
+    return (y - target).square().sum()
+
+
+@pytest.mark.parametrize("again", [False, True])
+def test_any_order_draws_as_the_reference(again: bool) -> None:
+    x = torch.linspace(-1, 1, 4 * 32).view(4, *SHAPE).cuda()
+    program, ours = compile(interleaved, Plan(2, 4, 2), model="edge"), noisy(4, again)
+    ranks = InProcess(program, ours, loss=loss, boundary=Boundary(SHAPE), seed=5)
+    close = partial(torch.testing.assert_close, rtol=1e-5, atol=1e-6)
+    before = torch.cuda.get_rng_state()
+    for step, order in enumerate((None, 0, 1)):
+        theirs = noisy(4)
+        total = reference(theirs, x, x, loss=loss, seed=5, step=step)
+        close(ranks.step(x, x, seed=order), total)
+        for one, other in zip(ours, theirs, strict=True):
+            for p, q in zip(one.parameters(), other.parameters(), strict=True):
+                close(p.grad, q.grad)
+    assert torch.equal(torch.cuda.get_rng_state(), before)
+
+
+def test_a_graph_of_what_draws_is_refused() -> None:
+    program, x = compile(one_f_one_b, Plan(1, 2)), torch.ones(2, *SHAPE)
+    ranks = InProcess(program, noisy(1), loss=loss, boundary=Boundary(SHAPE))
+    with pytest.raises(ModelError, match="draws random numbers"):
+        GraphedStep(ranks.ranks[0], x, x)
