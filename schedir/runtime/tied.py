@@ -45,8 +45,8 @@ Told = Mapping[int, Sequence[Print]]  # by stage
 def prints(stages: Mapping[int, nn.Module]) -> dict[int, list[Print]]:
     """What is told of the parameters of some stages.
 
-    `values` is a digest of a sample: 4096 numbers at even distances, or a few more.  Equal
-    parameters have equal ones, and others hardly ever.
+    `values` is a digest of a sample: 4096 numbers at even distances, or a few more, or all where
+    these are one.  Equal parameters have equal ones, and others hardly ever.
     """
     told: dict[int, list[Print]] = {}
     for s, module in stages.items():
@@ -64,8 +64,9 @@ def _print(p: nn.Parameter, names: list[str], named: bool) -> Print:
     if not p.is_meta:
         flat = p.detach().reshape(-1)
         sample = flat[:: max(1, flat.numel() // SAMPLE)]
-        # Of a sample that is constant only where the whole is.
-        constant = bool((sample == sample[:1]).all()) and bool((flat == flat[:1]).all())
+        constant = bool((sample == sample[:1]).all())
+        if constant and not bool((flat == flat[:1]).all()):
+            sample, constant = flat, False  # what differs is elsewhere
         numbers = sample.contiguous().view(torch.uint8).cpu().numpy().tobytes()
         values = sha256(kind.encode() + numbers).hexdigest()[:16]
     return Print(tuple(names), id(p), kind, p.requires_grad, constant, values, named)

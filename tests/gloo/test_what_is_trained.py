@@ -182,8 +182,11 @@ def test_constants_are_equal_and_pass() -> None:
     program = schedir.compile(gpipe, PLAN)
     InProcess(program, stages, **options)
     with torch.no_grad():
-        for stage in stages:
-            stage[1].weight[3, 5] = 1.0
+        for k, stage in enumerate(stages):
+            stage[1].weight[3, 5] = 1.0 + k
+    InProcess(program, stages, **options)
+    with torch.no_grad():
+        stages[1][1].weight[3, 5] = 1.0
     with pytest.raises(ModelError, match=r"1.weight of stage 0 and 1.weight of stage 1 are equal"):
         InProcess(program, stages, **options)
 

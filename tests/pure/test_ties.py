@@ -4,16 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 import schedir
 from schedir import Plan, Ties, parse, show
+from schedir.cli import main
 from schedir.errors import ParseError, PlanError, ReductionError, UsageError
 from schedir.ops import Opcode
 from schedir.schedules import dualpipe, one_f_one_b, zb_v
 from schedir.ties import parties
+from tests.commands import refused
 
 
 class Weight:
@@ -136,3 +139,16 @@ def test_what_is_missing_is_told() -> None:
     program = schedir.compile(one_f_one_b, Plan(4, 4), tied=((1, 2),))
     with pytest.raises(ReductionError, match="reduce_tied 1 is missing on rank 1"):
         schedir.check(parse(show(program).replace("  reduce_tied 1\n", "")))
+
+
+def test_commands_tie(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["show", "one_f_one_b", "--ties", "1=2"]) == 0
+    text = capsys.readouterr().out
+    assert "tied 1=2" in text and parse(text).tied == ((1, 2),)
+    path = str(tmp_path / "one.sched")
+    Path(path).write_text(text)
+    assert main(["check", path, "--ties", "1=2"]) == 0 and "complete" in capsys.readouterr().out
+    assert "has tied 1=2, not yes" in refused(capsys, "check", path, "--tied")
+    assert "has tied 1=2, not 0=1" in refused(capsys, "check", path, "--ties", "0=1")
+    assert "are like 0=2,1=3, not '0'" in refused(capsys, "show", "gpipe", "--ties", "0")
+    assert "stages 0=9 are tied" in refused(capsys, "show", "gpipe", "--ties", "0=9")
