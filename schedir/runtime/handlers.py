@@ -45,7 +45,7 @@ def forward(rank: Rank, i: Instr) -> Call:
     handed = rank.beside(i.stage - 1, mb) is not None
     given = _given(rank, i, Token.ACT_IN, -1) if i.stage else None
     out = None if last else rank.slot(Token.ACT_OUT, i.stage, mb)
-    grad, module = rank.trains, stage.module
+    grad, module, lender = rank.trains, stage.module, stage.lender
     loss, expect = rank.loss, rank.boundary.expect
     hands = rank.beside(i.stage + 1, mb) is not None
     saved = rank.slot(Token.SAVED, i.stage, mb) if grad else None
@@ -57,7 +57,7 @@ def forward(rank: Rank, i: Instr) -> Call:
             x = x.clone() if shared else x.detach()  # what is saved of it outlives its turn
         if given is not None and grad:
             x.requires_grad_()
-        y: Tensor = module(x)
+        y, x = lender.run(module, x, ours=given is not None and not handed)
         if out is None:
             y = one_number(loss(y, rank.targets[mb]))
             rank.losses[mb] = y.detach()

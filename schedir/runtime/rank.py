@@ -19,6 +19,7 @@ from schedir.program import Program
 from schedir.runtime.arrivals import arrived
 from schedir.runtime.given import shape_of
 from schedir.runtime.gradients import Gradients
+from schedir.runtime.lender import Lender
 from schedir.runtime.precision import LossScale, Steps
 from schedir.runtime.random import Draws
 from schedir.runtime.tied import Own, Weight, stand_ins
@@ -136,6 +137,7 @@ class Stage:
         several: bool,
     ) -> None:
         self.module = module
+        self.lender = Lender()
         self.own = Own(module, instead) if instead else None  # where it shares a Parameter
         if self.own is not None:
             self.own.use()

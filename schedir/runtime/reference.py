@@ -69,7 +69,7 @@ def _step(
     for k, stage in enumerate(stages):
         for mb in _forwards(program, k, len(given)):
             draws.seeded(FORWARD, k, mb)()
-            y = stage(given[mb])
+            y = stage(given[mb].clone())  # which it may write to
             if k == len(stages) - 1:
                 y = one_number(loss(y, targets[mb]))
             saved[k][mb] = given[mb], y

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from schedir.runtime.buffers import unchanged
+from schedir.runtime.lender import Lender
 from schedir.runtime.rank import Boundary, Loss
 from schedir.runtime.split import Tape, recording
 from schedir.sizes import Sizes
@@ -99,7 +100,11 @@ def _stage(
 
     with _as_before(module, device), torch.enable_grad():
         with saved_tensors_hooks(pack, lambda one: one.tensor):
-            y: Tensor = module(x)
+            # Of a model's own inputs, which are there, a module that writes gets a copy.
+            lent, lender = x if s else x.clone(), Lender()
+            y, _ = lender.run(module, lent, ours=True)
+            if not lender.writes:
+                always |= {*_storages([lent])} - {*_storages([x] if s else [])}
             if last:
                 y = loss(y, target)
             else:

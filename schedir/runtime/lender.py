@@ -1,0 +1,83 @@
+"""Lender: what a stage's module is given, so that it may write to it (`nn.ReLU(inplace=True)`).
+
+What was received is this rank's own, and may be written over; autograd alone must not see it as
+the leaf that it is.  What the stage before has handed over may be saved there for its backward, and
+the model's inputs are the caller's: of these a module gets a copy if a layer of it says `inplace`
+and its first microbatch shows that it writes.  Any other is given the very tensor.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from schedir.errors import ModelError
+
+
+class Lender:
+    """Gives a module its inputs; `writes` is whether it changes them, None as long as unknown."""
+
+    def __init__(self) -> None:
+        self.writes: bool | None = None
+
+    def run(self, module: nn.Module, x: Tensor, *, ours: bool) -> tuple[Tensor, Tensor]:
+        """What the module makes of x, and the leaf whose `grad` is that of x.
+
+        `ours` is memory that nobody else reads.  Of a copy the leaf has no memory.  Raises
+        ModelError for a module that was not expected to write to x, and did.
+        """
+        lent = leaf = x
+        if self.writes is None and not (ours or _says_so(module)):
+            self.writes = False
+        if self.writes is not False:
+            if not x.requires_grad:
+                lent = x if ours else x.clone()
+            elif ours:
+                lent = torch.ops.aten._unsafe_view(x, x.shape)  # x for autograd, and no leaf
+            else:
+                leaf = x.detach().new_empty(()).expand(x.shape).requires_grad_()
+                lent = _Copy.apply(leaf, x.detach())  # type: ignore[no-untyped-call]
+        before = _version(lent)
+        try:
+            y: Tensor = module(lent)
+        except RuntimeError as error:
+            if "leaf Variable" in str(error) and lent.is_leaf and lent.requires_grad:
+                raise _not_expected() from error
+            raise
+        wrote = _version(lent) != before
+        if self.writes is None:
+            self.writes = wrote
+        elif wrote and not self.writes:
+            raise _not_expected()
+        return y, leaf
+
+
+def _not_expected() -> ModelError:
+    return ModelError(
+        "a stage changes its input in place, which others read or it had left alone",
+        hint="let it begin with x = x.clone(), or say inplace=True as layers of torch do",
+    )
+
+
+class _Copy(torch.autograd.Function):
+    """A copy of a tensor, whose gradient goes to a leaf of its shape."""
+
+    @staticmethod
+    def forward(ctx: Any, leaf: Tensor, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *dys: Tensor) -> tuple[Tensor, None]:
+        return dys[0], None
+
+
+def _says_so(module: nn.Module) -> bool:
+    """Whether a layer of a module is set to write to what it takes, as `nn.ReLU(inplace=True)`."""
+    return any(getattr(layer, "inplace", False) is True for layer in module.modules())
+
+
+def _version(x: Tensor) -> int:
+    """How often a tensor has been written to; nobody writes to those of inference mode."""
+    return 0 if x.is_inference() else x._version
