@@ -7,6 +7,11 @@ looks like no number, or like another one, is none here.
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping, Set
+from typing import Final
+
+# What is no number, nor numbers in an order, though Python can make some of it.
+NO_NUMBERS: Final = (str, bytes, bool, Set, Mapping)
 
 _WHOLE = re.compile(r"\s*[+-]?[0-9]{1,18}\s*")
 _DECIMAL = re.compile(r"\s*[+-]?(?:[0-9]+\.?[0-9]*|\.[0-9]+)(?:[eE][+-]?[0-9]+)?\s*")

@@ -8,6 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from schedir.errors import ProgramError
+from schedir.numerals import NO_NUMBERS
 
 PerStage = float | tuple[float, ...]
 
@@ -18,7 +19,7 @@ def per_stage(what: str, value: object, error: type[ProgramError]) -> PerStage:
     Raises `error` for anything else, and where one is negative or not finite.
     """
     try:
-        if isinstance(value, str | bytes):
+        if isinstance(value, NO_NUMBERS):
             raise TypeError
         each = tuple(map(float, value)) if isinstance(value, Iterable) else float(value)  # type: ignore[arg-type]
     except (TypeError, ValueError):

@@ -12,6 +12,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from schedir.errors import PlanError
+from schedir.numerals import NO_NUMBERS
 from schedir.ops import ROWS, Per
 
 MAX_MICROBATCHES = 2**20
@@ -105,6 +106,8 @@ class Plan:
 
     def _read_map(self, given: Iterable[int]) -> None:
         try:
+            if isinstance(given, NO_NUMBERS):
+                raise TypeError
             placement = tuple(index(r) for r in given)
         except TypeError:
             raise PlanError(
@@ -148,6 +151,8 @@ class Plan:
         if self.two_way and self.updates > 1:
             raise PlanError("placement 'mirror' goes with one update")
         try:
+            if isinstance(self.delay, NO_NUMBERS):
+                raise TypeError
             if isinstance(self.delay, Iterable):
                 delay: int | tuple[int, ...] = tuple(index(d) for d in self.delay)
             else:

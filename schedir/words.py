@@ -19,6 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from schedir.errors import ProgramError, ScheduleError, expect, in_words
+from schedir.numerals import NO_NUMBERS
 from schedir.ops import ROWS, Opcode
 from schedir.plan import Plan
 from schedir.program import JOINED, OP, STAGE, Program, Stream, Words, pack
@@ -148,7 +149,9 @@ def delayed(delay: int | Iterable[int]) -> Callable[[_S], _S]:
     A number, or one per stage, as in `Plan`.  As with `placed`: `draft` reads it, as
     `schedule.delay`, and refuses other plans.  Raises TypeError for anything else.
     """
-    if isinstance(delay, Iterable) and not isinstance(delay, str):
+    if isinstance(delay, NO_NUMBERS):
+        raise TypeError(f"@delayed takes a whole number or one per stage, not {delay!r:.60}")
+    if isinstance(delay, Iterable):
         delay = tuple(_whole("@delayed", each) for each in delay)
     else:
         delay = _whole("@delayed", delay)

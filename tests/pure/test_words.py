@@ -21,9 +21,10 @@ from schedir.ops import ROWS, Opcode, Per
 from schedir.plan import MAX_MICROBATCHES, Plan
 from schedir.schedules import one_f_one_b
 from schedir.simulate import simulate
+from schedir.sizes import Sizes
 from schedir.text import show
 from schedir.walk import walk
-from schedir.words import EMPTY, B, F, I, W, Word, draft, overlap, weave
+from schedir.words import EMPTY, B, F, I, W, Word, delayed, draft, overlap, weave
 
 
 def spelled(word: Word, plan: Plan | None = None) -> str:
@@ -279,3 +280,18 @@ def test_words_are_immutable() -> None:
         program.streams[0].words[0] = 1
     assert isinstance(program.streams[0][1:], type(program.streams[0]))
     assert np.array_equal(program.words[: program.offsets[1]], program.streams[0].words)
+
+
+@pytest.mark.parametrize("bad", [{0: 1, 1: 0}, {1, 0}, frozenset({1, 0}), b"\0\1", True], ids=repr)
+def test_what_has_no_order_is_no_number_per_stage(bad: Any) -> None:
+    """A mapping would give its keys, and a set its order."""
+    with pytest.raises(CostsError, match="a number or one per stage"):
+        Costs(F=bad)
+    with pytest.raises(UsageError, match="a number or one per stage"):
+        Sizes(saved=bad)
+    with pytest.raises(PlanError, match="placement must be"):
+        Plan(2, 4, placement=bad)
+    with pytest.raises(PlanError, match="delay must be"):
+        Plan(2, 4, updates=2, delay=bad)
+    with pytest.raises(TypeError, match="@delayed takes"):
+        delayed(bad)
