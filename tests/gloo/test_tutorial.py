@@ -1,13 +1,12 @@
 """The part of the tutorial that runs: a GPT in processes, and modules of one's own."""
 
-import re
 import sys
 from pathlib import Path
 
 import pytest
 
 from tests.commands import command
-from tests.tutorial import PAGE, ROOT, steps
+from tests.tutorial import PAGE, ROOT, numbers_apart, steps
 
 
 def test_tutorial(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -25,7 +24,3 @@ def test_tutorial(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         exec(compile(modules.text, str(PAGE), "exec"), {"__name__": "tutorial"})
     finally:
         sys.modules.pop("mine", None)
-
-
-def numbers_apart(text: str) -> str:
-    return re.sub(r"\d[\d.,e+-]*", "N", " ".join(text.split()))
