@@ -36,10 +36,11 @@ def calibrate(measured: Timeline) -> Costs:
       its time, as it was seen to end when it did.  Others are seen to have ended when the
       receiver looks, so their spans are no more than bounds.  The cost is the one time that is
       nearest to all of them: the least c of the smallest sum of distances |c - interval|, where
-      the interval is what is known, [span, span] if it was waited for, and [0, span] if not.  If
-      nobody waited for any, it is 0.  A wait counts if it is longer than nine in ten of the
-      times that the host takes between two computes where there is nothing to wait for, and
-      than the error of the clocks.
+      the interval is what is known: [0, span], or of one that was waited for [least, span], where
+      `least` is shorter if the one ahead in its queue was seen to end after it began.  If nobody
+      waited for any, the cost is 0.  A wait counts if it is longer than nine in ten of the times
+      that the host takes between two computes where there is nothing to wait for, and than the
+      error of the clocks.
     - of all else the mean time, per stage for F, B, I, W and pairs, one for each other kind.  To
       the time of an instruction of the compute lane, what came before it and is not explained is
       added: from when a simulation would begin it, had all computes ended as they did and
@@ -49,9 +50,9 @@ def calibrate(measured: Timeline) -> Costs:
     Instructions that the program, or a stage of it, does not have cost nothing.
 
     A mean is assumed to stand for all: where the times of one instruction differ from microbatch
-    to microbatch (the first touches new memory, another process takes the core), ranks waited
-    for the slow ones, which a simulation at the mean does not, and so it is too short.  Of a
-    stage with two holders it is the mean of both.
+    to microbatch (the first touches new memory, another process takes the core), a simulation is
+    too short if others waited for the slow ones, and too long if those fell where nobody waited.
+    Of a stage with two holders it is the mean of both.
     """
     spans, stages = measured.spans, range(measured.program.plan.stages)
     costs: dict[str, Cost] = dict.fromkeys(FIELD.values(), 0.0)
