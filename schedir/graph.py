@@ -24,7 +24,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from schedir.costs import Costs
-from schedir.errors import UsageError, expect
+from schedir.errors import UsageError, expect, said
 from schedir.index import NONE, Index, Positions
 from schedir.ops import (
     COLLECTIVES,
@@ -57,8 +57,8 @@ _LINE: Final = np.array([_LANES[row.lane] for row in ROWS])
 
 def known(model: Model) -> Model:
     """The progress model, if it is one; raises UsageError if not."""
-    if model not in MODELS:
-        raise UsageError(f"model must be one of {', '.join(MODELS)}, not {model!r}")
+    if not isinstance(model, str) or model not in MODELS:
+        raise UsageError(f"model must be one of {', '.join(MODELS)}, not {said(model)}")
     return model
 
 

@@ -180,6 +180,7 @@ def parse(text: str, most: int = MOST) -> Program:
     Raises ParseError with line and column where the text does not follow the grammar, or its
     plan cannot be; whether the program is right is for `check` to say.
     """
+    expect(text, str, 'Path("mine.sched").read_text()')
     lines = [
         _Line(number, kept)
         for number, line in enumerate(text.removeprefix("\ufeff").splitlines(), 1)

@@ -170,6 +170,7 @@ def parse(text: str, name: str = "imported", ranks: int | None = None) -> Progra
     a message to or from a stage that is not there, a microbatch that not every stage has, and
     another number of rows than `ranks`; PlanError where the plan cannot be.
     """
+    expect(text, str, 'Path("mine.csv").read_text()')
     reader = _Reader()
     rows = _rows(text)
     if ranks is not None and len(rows) != ranks:
