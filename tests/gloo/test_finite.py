@@ -305,14 +305,12 @@ def test_a_run_stops_at_the_stage_where_gradients_went_wrong(
     sets: list[str],
     clip: str,
 ) -> None:
-    if "pipeline.updates=3" in sets and clip == "0":
-        sets = [*sets, "train.nonfinite=stop"]
     folder = f'output.folder="{tmp_path}"'
     assert run(config, [*sets, f"train.clip={clip}", poison(BACKWARD, stage, 0), folder]) == 1
     err = capsys.readouterr().err.splitlines()
     assert err[0].startswith("interleaved: a gradient of step 1 is infinite or NaN")
     assert err[1].split()[3:5] == ["B", f"{stage}.0"]
-    assert ("its own" in err[0] or "own gradients" in err[0]) == (clip == "0")
+    assert ("own gradients" in err[0]) == (clip == "0")
     assert rows(tmp_path) == []
 
 
