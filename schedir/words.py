@@ -43,8 +43,9 @@ class Word:
 
     __radd__ = __add__  # so that sum() needs no start
 
-    def __mul__(self, times: SupportsIndex) -> Word:
-        count = _whole("n * F", times)
+    def __mul__(self, times: SupportsIndex | np.bool_) -> Word:
+        # (rank == 0) * F: once, or not at all.
+        count = int(times) if isinstance(times, bool | np.bool_) else _whole("n * F", times)
         if count < 0:
             raise ValueError(f"n * F takes n from 0 on, not {count}: max(n, 0) is never less")
         if count * max(len(self), 1) > _MOST:
@@ -85,8 +86,7 @@ def _whole(what: str, value: SupportsIndex) -> int:
             raise TypeError
         return index(value)
     except TypeError:
-        right = {bool: ": say int()", float: ": divide by //"}
-        hint = next((hint for kind, hint in right.items() if isinstance(value, kind)), "")
+        hint = ": divide by //" if isinstance(value, float) else ""
         raise TypeError(f"{what} takes a whole number, not {value!r:.60}{hint}") from None
 
 
