@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 
 import torch
@@ -121,15 +122,16 @@ def backward_input(rank: Rank, i: Instr) -> Call:
     def run() -> None:
         tape = Tape()
         left.fill(tape)
-        with recording(tape), watching(stage.module, not stage.watched) as came:
+        first, stage.watched = not stage.watched, True
+        none: AbstractContextManager[set[str]] = nullcontext(set())
+        with recording(tape), watching(stage.module) if first else none as came:
             whole()
         if not len(tape) and refuses_to_split(stage.module):
             raise ModelError(
                 f"layers of {_name(stage, i)} are made to be split, but I ran its whole backward",
                 hint="do not run the stage under torch.compile",
             )
-        stage.watched = True
-        if alone := left_whole(stage.module, came, bool(len(tape))):
+        if came and (alone := left_whole(stage.module, came, bool(len(tape)))):
             warnings.warn(f"{_name(stage, i)} is not split in {alone}", stacklevel=2)
 
     return Call(wait, on_version(rank, i, run))

@@ -263,11 +263,8 @@ register_split(
 
 
 @contextmanager
-def watching(module: nn.Module, looks: bool = True) -> Iterator[set[str]]:
-    """The names of parameters to which autograd itself adds a gradient within this context.
-
-    None where nobody looks.
-    """
+def watching(module: nn.Module) -> Iterator[set[str]]:
+    """The names of parameters to which autograd itself adds a gradient within this context."""
     came: set[str] = set()
 
     def comes(name: str, _: object, gradients: tuple[Tensor | None, ...]) -> None:
@@ -275,7 +272,7 @@ def watching(module: nn.Module, looks: bool = True) -> Iterator[set[str]]:
             came.add(name)
 
     # Held, or each graph would make another node for it.
-    trained = [(n, p) for n, p in module.named_parameters() if p.requires_grad and looks]
+    trained = [(n, p) for n, p in module.named_parameters() if p.requires_grad]
     nodes = {name: get_gradient_edge(p).node for name, p in trained}
     handles = [node.register_hook(partial(comes, name)) for name, node in nodes.items()]
     try:
@@ -286,7 +283,7 @@ def watching(module: nn.Module, looks: bool = True) -> Iterator[set[str]]:
 
 
 def left_whole(module: nn.Module, came: set[str], split: bool) -> str:
-    """What to say of the layers that added their gradients in I; nothing where that is cheap.
+    """What to say of the layers whose parameters `came` in I; nothing where that is cheap.
 
     If something was split, that is all but matrices, and what is beside layers that were split, as
     positions.
