@@ -25,7 +25,7 @@ from schedir.runtime.precision import are_finite, step_if
 from schedir.runtime.random import UPDATE
 from schedir.runtime.rank import Call, Rank, Slot, Stage
 from schedir.runtime.split import Tape, recording
-from schedir.runtime.splittable import left_whole, refuses_to_split, watching
+from schedir.runtime.splittable import could_wait, left_whole, watching
 from schedir.runtime.tied import summing
 from schedir.runtime.transport import own_part
 
@@ -122,17 +122,20 @@ def backward_input(rank: Rank, i: Instr) -> Call:
     def run() -> None:
         tape = Tape()
         left.fill(tape)
-        first, stage.watched = not stage.watched, True
         none: AbstractContextManager[set[str]] = nullcontext(set())
-        with recording(tape), watching(stage.module) if first else none as came:
+        with recording(tape), none if stage.watched else watching(stage.module) as came:
             whole()
-        if not len(tape) and refuses_to_split(stage.module):
+        could = set() if len(tape) else could_wait(stage.module)
+        if could & came:
             raise ModelError(
                 f"layers of {_name(stage, i)} are made to be split, but I ran its whole backward",
                 hint="do not run the stage under torch.compile",
             )
-        if came and (alone := left_whole(stage.module, came, bool(len(tape)))):
-            warnings.warn(f"{_name(stage, i)} is not split in {alone}", stacklevel=2)
+        stage.watched = not could  # what this microbatch has not used, another may
+        if not stage.warned_of_layers and not could:
+            stage.warned_of_layers = True
+            if alone := left_whole(stage.module, came, bool(len(tape))):
+                warnings.warn(f"{_name(stage, i)} is not split in {alone}", stacklevel=2)
 
     return Call(wait, on_version(rank, i, run))
 

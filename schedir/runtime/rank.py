@@ -144,7 +144,8 @@ class Stage:
         self.gradients = Gradients(module)
         self.arriving: dict[tuple[Token, int], Work] = {}
         self.versions = Versions(module, plan, instrs) if several else None
-        self.watched = False  # for layers that cannot be split
+        self.watched = False  # for layers that are not split; of that it is said once
+        self.warned_of_layers = False
         self.warned_of_buffers = False  # that they are not what a plain loop leaves
         self.looked_at: set[tuple[Opcode, bool]] = set()  # buffers, by value, in which mode
         self.restore()

@@ -26,11 +26,13 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
+from math import prod
 from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.autograd.graph import get_gradient_edge
 
 from schedir.errors import ModelError
 from schedir.kernels.weight_gradient import accumulate_
@@ -147,24 +149,34 @@ def embedding(tokens: Tensor, weight: Tensor, padding: int | None = None) -> Ten
 def _weight_gradient(
     rule: Rule, weight: Tensor, kept: tuple[Tensor, ...], dy: Tensor
 ) -> Tensor | None:
-    """The weight gradient for autograd, or None when it went to the tape."""
-    if not can_wait(weight):
+    """The weight gradient for autograd, or None when it went to the tape, or to its sum."""
+    ours = can_wait(weight) and (_tape is not None or _adds_up_wider(weight))
+    if not ours or not (torch.compiler.is_compiling() or _is_added(weight)):
         return rule(weight, *kept, dy)
     if _tape is not None:
         _tape.defer(rule, weight, kept, dy)
-    elif _adds_up_wider(weight):
-        _add(rule, weight, kept, dy)
     else:
-        return rule(weight, *kept, dy)
+        _add(rule, weight, kept, dy)
     return None
 
 
 def can_wait(weight: Tensor) -> bool:
-    """Whether a gradient may be left for later: only a leaf collects its own, and hooks see none
-    but autograd's.
+    """Whether a gradient may be left for later: only a leaf that is trained collects its own, and
+    hooks see none but autograd's.
     """
     hooks = weight._backward_hooks or weight._post_accumulate_grad_hooks
-    return weight.is_leaf and not hooks
+    return weight.is_leaf and weight.requires_grad and not hooks
+
+
+def _is_added(weight: Tensor) -> bool:
+    """Whether the backward that runs adds to the gradient of a leaf.
+
+    A `torch.autograd.grad` does not, as within a hook of the backward: it gives some away.
+    """
+    try:
+        return torch._C._will_engine_execute_node(get_gradient_edge(weight).node)
+    except RuntimeError:  # it is asked for the gradient of this leaf
+        return False
 
 
 def _adds_up_wider(weight: Tensor) -> bool:
@@ -267,7 +279,7 @@ def _embedding_dw(weight: Tensor, tokens: Tensor, dy: Tensor, padding: int) -> T
 
 
 def _rows(x: Tensor) -> Tensor:
-    return x.reshape(-1, x.shape[-1])
+    return x.reshape(prod(x.shape[:-1]), x.shape[-1])  # not -1: there may be none in a row
 
 
 def _owned(y: Tensor) -> Tensor:

@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from copy import deepcopy
 from functools import partial, partialmethod
 from typing import Any
+from weakref import WeakSet
 
 import torch
 from torch import Tensor, nn
@@ -53,15 +54,38 @@ def split_linears(module: nn.Module, *also: type[nn.Module]) -> nn.Module:
         if _split_type(kind) is None:
             raise _unknown(kind)
     for layer in module.modules():
-        kind = type(layer)
-        split = None if kind in _ASKED_FOR and kind not in also else _split_type(kind)
+        kind = _whole_type(layer)  # what is split already is split as was taught last
+        asked = kind not in _ASKED_FOR or kind in also or kind is not type(layer)
+        split = _split_type(kind) if asked else None
         if split is None or (kind is nn.Embedding and _odd(layer)):
             continue
-        for name, _ in layer.named_parameters():
-            if kind in _TAUGHT and name not in {*_TAUGHT[kind].later, *_TAUGHT[kind].now}:
-                raise ModelError(f"the split of {kind.__name__} says nothing of its {name}")
+        if kind in _TAUGHT and (names := _without_rule(layer, _TAUGHT[kind])):
+            if _computed(layer, _TAUGHT[kind]):
+                continue
+            raise ModelError(f"the split of {kind.__name__} says nothing of its {names[0]}")
         layer.__class__ = split
     return module
+
+
+def _whole_type(layer: nn.Module) -> type[nn.Module]:
+    """The type of a layer before it was split, or as it is; of a subclass, that."""
+    kind: type[nn.Module] = type(layer).__dict__.get("split_of", type(layer))
+    return kind
+
+
+def _without_rule(layer: nn.Module, how: Halves) -> list[str]:
+    """The names of parameters of which its split does not tell the gradient."""
+    names = (name for name, _ in layer.named_parameters(remove_duplicate=False))
+    return [name for name in names if name not in how.later and name not in how.now]
+
+
+def _computed(layer: nn.Module, how: Halves) -> bool:
+    """Whether a weight that has a rule is computed from others, as where it is pruned."""
+    own = dict(layer.named_parameters(remove_duplicate=False))
+    return any(
+        isinstance(getattr(layer, name, None), Tensor)
+        for name in {*how.later, *how.now}.difference(own, layer._buffers)
+    )
 
 
 def register_split(
@@ -107,7 +131,10 @@ def register_split(
     _TAUGHT[kind] = how
 
     def run(layer: nn.Module, x: Tensor) -> Tensor:
-        if torch.is_autocast_enabled(x.device.type):
+        whole = torch.is_autocast_enabled(x.device.type) or _without_rule(layer, how)
+        if not torch.compiler.is_compiling():
+            (_WHOLE.add if whole else _WHOLE.discard)(layer)
+        if whole:
             y: Tensor = kind.forward(layer, x)
             return y
         return halves(how, layer, x)
@@ -121,8 +148,9 @@ def check_split(layer: nn.Module, x: Tensor) -> None:
     Raises ModelError that says which gradient is off: by more than 1 % of its norm in types of 16
     bits, else by more than 0.01 %; UsageError for a layer of a type that is not known.
     """
-    kind = type(layer)
+    kind = _whole_type(layer)
     whole, split = deepcopy(layer), split_linears(deepcopy(layer), *_ASKED_FOR & {kind})
+    whole.__class__ = kind
     if not hasattr(split, "split_later"):
         raise _unknown(kind)
     found: list[dict[str, Tensor | None]] = []
@@ -162,7 +190,7 @@ def _off(got: Tensor, want: Tensor) -> float:
 class SplitLinear(nn.Linear):
     """An `nn.Linear` whose weight gradient can be left for later."""
 
-    split_later = ("weight",)
+    split_later, split_of = ("weight",), nn.Linear
 
     def forward(self, input: Tensor) -> Tensor:
         return linear(input, self.weight, self.bias)
@@ -171,9 +199,11 @@ class SplitLinear(nn.Linear):
 class SplitEmbedding(nn.Embedding):
     """An `nn.Embedding` whose gradient can be left for later."""
 
-    split_later = ("weight",)
+    split_later, split_of = ("weight",), nn.Embedding
 
     def forward(self, input: Tensor) -> Tensor:
+        if _odd(self):
+            return super().forward(input)
         return embedding(input, self.weight, self.padding_idx)
 
 
@@ -187,6 +217,7 @@ _SPLIT: dict[type[nn.Module], type[nn.Module]] = {
 }
 _TAUGHT: dict[type[nn.Module], Halves] = {}
 _ASKED_FOR: set[type[nn.Module]] = {nn.LayerNorm}
+_WHOLE: WeakSet[nn.Module] = WeakSet()  # taught layers that ran whole when they ran last
 # Of a library that need not be there.
 _BY_NAME: dict[str, Forward] = {"transformers.pytorch_utils.Conv1D": _conv1d}
 
@@ -204,6 +235,7 @@ def _subclass(kind: type[nn.Module], run: Forward) -> type[nn.Module]:
         "forward": run,
         "__reduce_ex__": partialmethod(_reduced, kind),
         "split_later": (*_TAUGHT[kind].later,) if kind in _TAUGHT else ("weight",),
+        "split_of": kind,
     }
     return type(f"Split{kind.__name__}", (kind,), own)
 
@@ -307,10 +339,15 @@ def left_whole(module: nn.Module, came: set[str], split: bool) -> str:
     return f"{', '.join(names)}: I runs their whole backward{''.join(hints)}"
 
 
-def refuses_to_split(module: nn.Module) -> bool:
-    """Whether a layer could have left a gradient for later, as it was made to."""
-    return any(
-        weight is not None and weight.requires_grad and can_wait(weight)
+def could_wait(module: nn.Module) -> set[str]:
+    """The names of weights whose gradients layers could have left for later, as they were made to.
+
+    None of a taught layer that ran whole, as it does under autocast.
+    """
+    late = {
+        layer._parameters.get(name)
         for layer in module.modules()
-        for weight in (layer._parameters.get(name) for name in getattr(layer, "split_later", ()))
-    )
+        for name in getattr(layer, "split_later", ())
+        if layer not in _WHOLE
+    }
+    return {name for name, p in module.named_parameters() if p in late and can_wait(p)}

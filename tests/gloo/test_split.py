@@ -162,6 +162,50 @@ def test_a_weight_changed_between_forward_and_backward_is_refused() -> None:
         torch.autograd.backward(y)
 
 
+def test_gradients_that_a_hook_asks_for_are_given_and_not_added() -> None:
+    """As where a hook solves for the gradient of a fixed point, by torch.autograd.grad."""
+    found = []
+    for linear in (F.linear, split.linear):
+        torch.manual_seed(0)
+        w, x = nn.Parameter(torch.randn(4, 4)), torch.randn(2, 4)
+        z = x.clone().requires_grad_()
+        again = linear(z, w)
+
+        def solve(g: Tensor, w: Tensor = w, z: Tensor = z, again: Tensor = again) -> Tensor:
+            (dz,) = torch.autograd.grad(again, z, g, retain_graph=True)
+            dz, dw = torch.autograd.grad(again, (z, w), dz, retain_graph=True)
+            solved: Tensor = g + dz * dw.norm()
+            return solved
+
+        y = linear(x, w)
+        y.register_hook(solve)
+        with split.recording(split.Tape()) as tape:
+            torch.autograd.backward(y, torch.ones_like(y))
+        assert len(tape) == (linear is split.linear)
+        tape.run()
+        assert w.grad is not None and z.grad is None
+        found.append(w.grad)
+    assert torch.equal(*found)
+
+
+def test_a_gradient_that_is_asked_for_is_not_added_to_a_wider_sum() -> None:
+    w = nn.Parameter(torch.ones(3, 4, dtype=torch.bfloat16))
+    w.grad_dtype = torch.float32
+    w.grad = torch.zeros(3, 4)
+    x = torch.ones(2, 4, dtype=torch.bfloat16, requires_grad=True)
+    dx, dw = torch.autograd.grad(split.linear(x, w).sum(), (x, w))
+    assert torch.equal(dx, torch.full_like(x, 3)) and torch.equal(dw.float(), torch.full((3, 4), 2))
+    assert torch.equal(w.grad, torch.zeros(3, 4))
+
+
+@pytest.mark.parametrize(("n", "k"), [(0, 3), (4, 0)])
+def test_a_linear_of_no_numbers(n: int, k: int) -> None:
+    x, w = torch.ones(2, n, requires_grad=True), nn.Parameter(torch.ones(k, n))
+    split.linear(x, w, nn.Parameter(torch.ones(k))).sum().backward()
+    assert x.grad is not None and torch.equal(x.grad, torch.full_like(x, k))
+    assert w.grad is not None and w.grad.shape == (k, n)
+
+
 def test_recording_ends_with_its_context() -> None:
     w = nn.Parameter(torch.ones(3, 4))
     with split.recording(split.Tape()) as tape:

@@ -171,6 +171,54 @@ def test_the_warning_names_the_layers() -> None:
     assert run([split_linears(stage, nn.LayerNorm) for stage in norms]) == []
 
 
+class Skips(nn.Module):
+    """A residual layer that some microbatches skip, and one that nobody needs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.layer, self.unused = nn.LayerNorm(N), nn.Linear(N, N), nn.Linear(N, N)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.unused(x)
+        x = self.norm(x)
+        y: Tensor = x + self.layer(x) if torch.rand(()) < 0.5 else x
+        return y
+
+
+class Narrow(nn.Module):
+    """A layer that was taught, under autocast."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = Square(N)
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.autocast("cpu", torch.bfloat16):
+            y: Tensor = self.layer(x).float()
+        return y
+
+
+@pytest.mark.parametrize(("kind", "said"), [(Skips, 0), (Narrow, 2)])
+def test_layers_that_are_not_reached_are_not_missed(kind: Any, said: int) -> None:
+    """A microbatch, or all, may leave nothing for W; what ran whole is said, and once."""
+    torch.manual_seed(0)
+    plain: list[nn.Module] = [kind(), kind()]
+    late = [split_linears(copy.deepcopy(stage)) for stage in plain]
+    x = torch.randn(8, 3, N)
+    reference(plain, x, x, loss=mse_loss, seed=1)
+    ranks = InProcess(
+        compile(zb, Plan(2, 8)), late, loss=mse_loss, boundary=Boundary((3, N)), seed=1
+    )
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        ranks.step(x, x)
+    for stage in plain:  # what nobody needs is 0 in a buffer
+        for p in stage.parameters():
+            p.grad = torch.zeros_like(p) if p.grad is None else p.grad
+    assert same_bits(gradients(plain), gradients(late))
+    assert len(caught) == said
+
+
 def test_a_split_that_does_not_happen_is_refused() -> None:
     class Traced(nn.Module):
         def __init__(self) -> None:

@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.nn.functional import gelu, mse_loss
+from torch.nn.utils import parametrize, prune
 
 from schedir.errors import ModelError, UsageError
 from schedir.runtime import check_split, register_split, split, split_linears
@@ -174,6 +175,54 @@ def test_what_is_taught_wrongly() -> None:
     register_split(Odd, input=back, later={"wieght": rule})
     with pytest.raises(ModelError, match="says nothing of its weight"):
         split_linears(layer)
+
+
+def test_what_is_taught_again_counts() -> None:
+    """Also for layers that were split before; and what is split is compared with the whole."""
+
+    class Twice(Square):
+        pass
+
+    def back(layer: Any, x: Tensor, dy: Tensor) -> Tensor:
+        dx: Tensor = dy * layer.weight.square()
+        return dx
+
+    def late(layer: Any, x: Tensor, dy: Tensor) -> Tensor:
+        dw: Tensor = (x * dy).sum_to_size(N) * (2 * layer.weight)
+        return dw
+
+    x = torch.randn(2, 3, N)
+    register_split(Twice, input=lambda layer, x, dy: dy, later={"weight": late})
+    layer = Twice(N)
+    net = split_linears(nn.Sequential(layer, nn.Linear(N, N)))
+    with pytest.raises(ModelError, match="the gradient of the input is not autograd's"):
+        check_split(layer, x)
+    register_split(Twice, input=back, later={"weight": late})
+    for one in split_linears(net).children():
+        check_split(one, x)
+    given = x.clone().requires_grad_()
+    dx, dw = torch.autograd.grad(layer(given).sum(), (given, layer.weight))
+    assert torch.equal(dx, back(layer, x, torch.ones_like(x)))
+    torch.testing.assert_close(dw, late(layer, x, torch.ones_like(x)))
+
+
+def _pruned(layer: nn.Module) -> nn.Module:
+    kept: nn.Module = prune.custom_from_mask(layer, "weight", torch.arange(N) % 2)
+    return kept
+
+
+def _parametrized(layer: nn.Module) -> nn.Module:
+    parametrize.register_parametrization(layer, "weight", nn.Softplus())
+    return layer
+
+
+@pytest.mark.parametrize("compute", [_pruned, _parametrized])
+@pytest.mark.parametrize("first", [False, True])
+def test_taught_layers_whose_weights_are_computed_are_whole(compute: Any, first: bool) -> None:
+    x, plain = torch.randn(3, N), Square(N)
+    late: nn.Module = copy.deepcopy(plain)
+    late = compute(split_linears(late)) if first else split_linears(compute(late))
+    _equal(_grads(late, x, True, left=0), _grads(compute(plain), x, False))
 
 
 @pytest.mark.parametrize("kind", LAYERS)
