@@ -45,6 +45,15 @@ class _Deferred(NamedTuple):
     weight: Tensor
     kept: tuple[Tensor, ...]
     dy: Tensor
+    versions: list[int]  # of those that it keeps
+
+    def expect_unchanged(self) -> None:
+        """Raise ModelError where somebody has written to what is kept."""
+        if self.versions != [tensor._version for tensor in (*self.kept, self.dy)]:
+            raise ModelError(
+                "what the gradient of a weight is made of was changed in place between I and W",
+                hint="a hook, or a backward of your own, must not write to what it is given",
+            )
 
 
 class Tape:
@@ -54,7 +63,7 @@ class Tape:
     (no `linear` took part, or torch.compile ran the backward behind our back).
 
     The tape keeps inputs and output gradients alive. The last of these may be the very
-    tensor given to `torch.autograd.backward`: do not overwrite it before `run`.
+    tensor given to `torch.autograd.backward`: what overwrites it before `run` is refused there.
     """
 
     def __init__(self) -> None:
@@ -66,8 +75,9 @@ class Tape:
     def defer(self, rule: Rule, weight: Tensor, kept: tuple[Tensor, ...], dy: Tensor) -> None:
         """Leave `weight.grad += rule(weight, *kept, dy)` for `run`."""
         # Detached, or the tape would keep the graph behind the input alive.
-        without = tuple(tensor.detach() for tensor in kept)
-        self._deferred.append(_Deferred(rule, weight, without, dy.detach()))
+        *without, dy = (tensor.detach() for tensor in (*kept, dy))
+        versions = [tensor._version for tensor in (*without, dy)]
+        self._deferred.append(_Deferred(rule, weight, tuple(without), dy, versions))
 
     def tensors(self) -> Iterator[Tensor]:
         """The inputs and output gradients that it keeps."""
@@ -80,6 +90,8 @@ class Tape:
         An existing `grad` is added to in place, so it may be a view of a flat buffer.
         A weight used several times (tied embeddings) gets one addition of the sum, in
         the order of the backward pass, because that is what autograd does.
+
+        Raises ModelError where an input or an output gradient has been written to since.
         """
         uses: dict[int, int] = {}
         for job in self._deferred:
@@ -87,7 +99,9 @@ class Tape:
         sums: dict[int, Tensor] = {}
         with torch.no_grad():
             while self._deferred:  # popped one by one: memory falls as the work goes on
-                rule, weight, kept, dy = self._deferred.popleft()
+                job = self._deferred.popleft()
+                job.expect_unchanged()
+                rule, weight, kept, dy, _ = job
                 if _adds_up_wider(weight):
                     _add(rule, weight, kept, dy)
                     continue

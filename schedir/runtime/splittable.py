@@ -105,7 +105,8 @@ def register_split(
     layer's own forward gives; a `forward(layer, x)` gives (y, a, b, ...) instead, and then rules
     are called as `rule(layer, a, b, ..., dy)`: what it keeps must hold what they need.
 
-    `check_split` compares the rules with autograd.  Under autocast a taught layer is not split.
+    `check_split` compares the rules with autograd.  Under autocast a taught layer is not split, nor
+    where it is given more than a tensor.
     Raises UsageError for what is no type of module.
 
     >>> import torch
@@ -130,12 +131,13 @@ def register_split(
     how = Halves(forward or partial(_own, kind), input, dict(later), dict(now or {}))
     _TAUGHT[kind] = how
 
-    def run(layer: nn.Module, x: Tensor) -> Tensor:
-        whole = torch.is_autocast_enabled(x.device.type) or _without_rule(layer, how)
+    def run(layer: nn.Module, *given: Any, **named: Any) -> Tensor:
+        x, *more = *given, *named.values()
+        whole = more or torch.is_autocast_enabled(x.device.type) or _without_rule(layer, how)
         if not torch.compiler.is_compiling():
             (_WHOLE.add if whole else _WHOLE.discard)(layer)
         if whole:
-            y: Tensor = kind.forward(layer, x)
+            y: Tensor = kind.forward(layer, *given, **named)
             return y
         return halves(how, layer, x)
 

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from schedir.errors import ModelError
 from schedir.runtime import split, split_linears
 
 torch.set_num_threads(1)
@@ -196,6 +197,19 @@ def test_a_gradient_that_is_asked_for_is_not_added_to_a_wider_sum() -> None:
     dx, dw = torch.autograd.grad(split.linear(x, w).sum(), (x, w))
     assert torch.equal(dx, torch.full_like(x, 3)) and torch.equal(dw.float(), torch.full((3, 4), 2))
     assert torch.equal(w.grad, torch.zeros(3, 4))
+
+
+def test_what_w_needs_may_not_be_changed_before_it() -> None:
+    """As by a hook that writes to a gradient that others are given, too."""
+    x, w = torch.ones(2, 4, requires_grad=True), nn.Parameter(torch.ones(4, 4))
+    beside = x * 1
+    beside.register_hook(lambda dy: dy.mul_(0.5))
+    y = beside + split.linear(x, w)
+    with split.recording(split.Tape()) as tape:
+        torch.autograd.backward(y, torch.ones_like(y))
+    with pytest.raises(ModelError, match="changed in place between I and W"):
+        tape.run()
+    assert w.grad is None
 
 
 @pytest.mark.parametrize(("n", "k"), [(0, 3), (4, 0)])

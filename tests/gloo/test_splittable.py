@@ -177,6 +177,24 @@ def test_what_is_taught_wrongly() -> None:
         split_linears(layer)
 
 
+def test_a_taught_layer_may_be_called_in_other_ways() -> None:
+    class Scaled(Square):
+        def forward(self, x: Tensor, by: float = 1.0) -> Tensor:
+            return super().forward(x) * by
+
+    register_split(
+        Scaled,
+        input=lambda layer, x, dy: dy * layer.weight.square(),
+        later={"weight": lambda layer, x, dy: (x * dy).sum_to_size(N) * (2 * layer.weight)},
+    )
+    layer, x = split_linears(Scaled(N)), torch.randn(2, N)
+    for y, factor, left in [(layer(x=x), 1, 1), (layer(x, by=2.0), 2, 0), (layer(x, 2.0), 2, 0)]:
+        assert torch.equal(y, Square.forward(layer, x) * factor)  # type: ignore[arg-type]
+        with split.recording(split.Tape()) as tape:
+            y.sum().backward()
+        assert len(tape) == left
+
+
 def test_what_is_taught_again_counts() -> None:
     """Also for layers that were split before; and what is split is compared with the whole."""
 
