@@ -272,6 +272,7 @@ class Plain(nn.Module):
 @pytest.mark.parametrize("again", [False, True])
 @pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch's own, on its way in
+@pytest.mark.filterwarnings("ignore:The .grad attribute")  # torch hides it, unless it is an error
 def test_compiled_stages_are_those_of_a_compiled_reference(backend: str, again: bool) -> None:
     """By inductor, which draws other numbers than eager torch, and by what draws the same."""
     if backend == "inductor" and shutil.which("g++") is None:
