@@ -37,6 +37,11 @@ class Gradients:
             else:
                 flat.mul_(by)
 
+    def spoil(self, by: Tensor) -> None:
+        """Let one number be NaN if `by`, 0-dim, is, and leave all as they are if it is zero."""
+        for flat in self.flat[:1]:
+            flat[:1].mul_(by + 1.0)
+
     def zero(self) -> None:
         """Forget everything, before a step; an optimizer's zero_grad may have unbound the views."""
         for flat in self.flat:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from schedir.errors import ModelError
 from schedir.runtime.executor import Executor
-from schedir.runtime.precision import is_gated
+from schedir.runtime.precision import innermost, is_gated
 from schedir.runtime.random import Watched
 from schedir.runtime.rank import Microbatches
 
@@ -43,13 +43,13 @@ class GraphedStep:
                 f"a CUDA graph holds what runs on a GPU, rank {executor.rank} is on {device}",
                 program=name,
             )
-        inner = getattr(executor.optimizer, "inner", executor.optimizer)
+        inner = innermost(executor.optimizer)
         if inner is not None and not is_gated(inner):
             raise ModelError(
                 f"whether {type(inner).__name__} steps, if gradients are finite, is decided by "
                 "the host",
                 program=name,
-                hint="fused=True",
+                hint="one of torch.optim with fused=True, and without hooks",
             )
         self.executor = executor
         self.inputs = [x.to(device, copy=True) for x in inputs]
@@ -127,7 +127,7 @@ class Rates:
         for group in self.groups:
             if not group.get("capturable", group.get("fused")):
                 raise ModelError(
-                    f"{type(getattr(optimizer, 'inner', optimizer)).__name__} cannot be captured: "
+                    f"{type(innermost(optimizer)).__name__} cannot be captured: "
                     "its numbers are the host's",
                     hint="capturable=True, or, for SGD, fused=True",
                 )

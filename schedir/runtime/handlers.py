@@ -276,10 +276,18 @@ def gather(rank: Rank, i: Instr) -> Call:
 
 
 def reduce_grads(rank: Rank, i: Instr) -> Call:
-    gradients = rank.stages[i.stage].gradients
+    gradients, plan = rank.stages[i.stage].gradients, rank.plan
+    taken = [  # the losses that are taken here
+        mb
+        for mb in range(i.mb * plan.per_update, (i.mb + 1) * plan.per_update)
+        if i.stage == plan.stages - 1 and plan.rank_at(i.stage, mb) == rank.rank
+    ]
 
     def run() -> None:
         gradients.scale(rank.scale)
+        if taken:  # a gradient may not tell of its loss: that of a mean over no tokens is zero
+            losses = torch.stack([rank.losses[mb] for mb in taken])
+            gradients.spoil((losses - losses).sum())
         if rank.program.dp > 1:
             for flat in gradients.flat:
                 rank.reducing.append(rank.transport.all_reduce(flat, "dp"))
@@ -327,7 +335,9 @@ def reduce_norm(rank: Rank, i: Instr) -> Call:
     ]
 
     def run() -> None:
-        squares = [p.grad.double().square().sum() for p in counted if p.grad is not None]
+        grads = [p.grad for p in counted if p.grad is not None]
+        reals = [torch.view_as_real(g) if g.is_complex() else g for g in grads]
+        squares = [g.double().square().sum() for g in reals]
         rank.norm = torch.stack(squares).sum() if squares else torch.zeros_like(rank.norm)
         rank.reducing.append(rank.transport.all_reduce(rank.norm, "model"))
 

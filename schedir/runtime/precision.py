@@ -26,10 +26,10 @@ class Steps(Protocol):
 def step_if(finite: Tensor, optimizer: Steps) -> None:
     """Let an optimizer step if `finite`, 0-dim bool, is true; else nothing of it changes.
 
-    A fused optimizer decides on the device.  For any other the host must know: on a GPU it waits,
-    once in an update.
+    A fused optimizer of torch decides on the device.  For any other, and for one with hooks on its
+    step, the host must know: on a GPU it waits, once in an update.
     """
-    inner: Any = getattr(optimizer, "inner", optimizer)
+    inner = innermost(optimizer)
     if not is_gated(inner) or _begins_with_momentum(inner):
         if finite:
             optimizer.step()
@@ -51,9 +51,23 @@ def are_finite(flats: Iterable[Tensor]) -> Tensor:
     return finite
 
 
+def innermost(optimizer: object) -> Any:
+    """The optimizer that a MainOptimizer has, or itself."""
+    return optimizer.inner if isinstance(optimizer, MainOptimizer) else optimizer
+
+
 def is_gated(optimizer: object) -> bool:
-    """Whether an optimizer itself steps or not as a tensor says, as torch.amp.GradScaler asks."""
-    return bool(getattr(optimizer, "_step_supports_amp_scaling", False))
+    """Whether an optimizer itself steps or not as a tensor says, as torch.amp.GradScaler asks.
+
+    What is done beside its step, in a class that derives from torch's or in hooks, would be done
+    in any case.
+    """
+    hooks = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
+    return (
+        getattr(optimizer, "_step_supports_amp_scaling", False) is True
+        and type(optimizer).__module__.startswith("torch.optim.")
+        and not any(getattr(optimizer, name, None) for name in hooks)
+    )
 
 
 def _begins_with_momentum(optimizer: Any) -> bool:

@@ -15,6 +15,7 @@ from schedir.ops import Instr, Opcode
 from schedir.program import Program
 from schedir.runtime.given import one_number
 from schedir.runtime.gradients import Gradients
+from schedir.runtime.lender import Lender
 from schedir.runtime.random import BACKWARD, FORWARD, WEIGHT, Draws
 from schedir.runtime.rank import Loss, Microbatches
 from schedir.runtime.split import Tape, recording
@@ -67,12 +68,13 @@ def _step(
     saved: list[dict[int, tuple[Tensor, Tensor]]] = [{} for _ in stages]
     given = {mb: x for mb, (x, _) in enumerate(zip(inputs, targets, strict=True))}
     for k, stage in enumerate(stages):
+        lender = Lender()
         for mb in _forwards(program, k, len(given)):
             draws.seeded(FORWARD, k, mb)()
-            y = stage(given[mb].clone())  # which it may write to
+            y, x = lender.run(stage, given[mb], ours=k > 0)
             if k == len(stages) - 1:
                 y = one_number(loss(y, targets[mb]))
-            saved[k][mb] = given[mb], y
+            saved[k][mb] = x, y
             given[mb] = _sent(y).requires_grad_()
     losses = [saved[-1][mb][1].detach() for mb in sorted(given)]
     total = sum(losses, torch.zeros((), device=losses[0].device))

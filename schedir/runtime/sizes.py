@@ -103,7 +103,7 @@ def _stage(
             # Of a model's own inputs, which are there, a module that writes gets a copy.
             lent, lender = x if s else x.clone(), Lender()
             y, _ = lender.run(module, lent, ours=True)
-            if not lender.writes:
+            if not lender.writes[module.training]:
                 always |= {*_storages([lent])} - {*_storages([x] if s else [])}
             if last:
                 y = loss(y, target)

@@ -56,6 +56,39 @@ class Stranger:
                 p.sub_(p.grad, alpha=0.1)
 
 
+class Averaged(torch.optim.AdamW):
+    """An optimizer that does more than torch's own: it averages the weights."""
+
+    def __init__(self, parameters: list[nn.Parameter]) -> None:
+        super().__init__(parameters, lr=0.1, fused=True)
+        self.averages = [p.detach().clone() for p in parameters]
+
+    def step(self, closure: Any = None) -> None:
+        super().step(closure)
+        for average, p in zip(self.averages, self.param_groups[0]["params"], strict=True):
+            average.lerp_(p.detach(), 0.5)
+
+
+class Around:
+    """An optimizer around another one, as schedule-free ones are."""
+
+    def __init__(self, parameters: list[nn.Parameter]) -> None:
+        self.inner = torch.optim.AdamW(parameters, lr=0.1, fused=True)
+        self.averages = [torch.zeros(())]
+
+    def step(self) -> None:
+        self.inner.step()
+        self.averages[0] += 1
+
+
+def hooked(parameters: list[nn.Parameter]) -> Any:
+    """An optimizer with a hook on its step."""
+    optimizer: Any = torch.optim.AdamW(parameters, lr=0.1, fused=True)
+    optimizer.averages = [torch.zeros(())]
+    optimizer.register_step_post_hook(lambda *_: optimizer.averages[0].add_(1))
+    return optimizer
+
+
 def spoilt(stage: nn.Module) -> nn.Module:
     """A stage whose output, or its gradient, is multiplied by what it is told."""
     told: Any = stage
@@ -91,6 +124,7 @@ def learned(world: Any) -> list[Tensor]:
         p for rank in world.ranks for s in rank.stages.values() for p in s.module.parameters()
     ]
     weights += [p for rank in world.ranks for p in getattr(rank.optimizer, "main", [])]
+    weights += [a for rank in world.ranks for a in getattr(rank.optimizer, "averages", [])]
     optimizers = [getattr(rank.optimizer, "inner", rank.optimizer) for rank in world.ranks]
     states = [each for one in optimizers for each in getattr(one, "state", {}).values()]
     state = [t for each in states for t in each.values() if isinstance(t, Tensor)]
@@ -123,6 +157,9 @@ SPOILS = [
         (sgd(), torch.float32),
         (sgd(fused=True), torch.float32),
         (Stranger, torch.float32),
+        (Averaged, torch.float32),
+        (Around, torch.float32),
+        (hooked, torch.float32),
         (adamw(), torch.bfloat16),
         (adamw(fused=True), torch.bfloat16),
     ],
@@ -164,6 +201,49 @@ def test_a_loss_alone_counts_though_its_gradients_are_finite() -> None:
     world.step(inputs, targets, scale)
     assert [rank.finite.tolist() for rank in world.ranks] == [[False]] * 2
     assert all(torch.equal(a, b) for a, b in zip(before, stages[0].parameters(), strict=True))
+
+
+@pytest.mark.parametrize("schedule", [one_f_one_b, zb])
+def test_a_loss_counts_though_no_gradient_tells(schedule: Any) -> None:
+    """As a mean over no tokens: torch gives a loss that is NaN, and gradients of zero."""
+    program = compile(schedule, Plan(3, 4), clip=True)
+    stages = gpt_stages(3, tied=False)
+
+    def mean(y: Tensor, target: Tensor) -> Tensor:
+        return nn.functional.cross_entropy(y.flatten(0, -2), target.flatten(), ignore_index=-1)
+
+    world = InProcess(program, stages, loss=mean, boundary=BOUNDARY, optimizer=adamw())
+    inputs, targets, scale = batch(4)
+    before = learned(world)
+    targets[2] = -1
+    assert world.step(inputs, targets, scale).isnan()
+    assert [rank.finite.tolist() for rank in world.ranks] == [[False]] * 3
+    after = learned(world)
+    assert all(torch.equal(a, b) for a, b in zip(before, after, strict=False))
+
+
+class Rotates(nn.Module):
+    """A complex parameter."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.w = nn.Parameter(torch.randn(5, 5, dtype=torch.complex64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (x.to(self.w.dtype) @ self.w).imag
+
+
+def test_the_norm_of_complex_gradients_is_that_of_both_parts() -> None:
+    torch.manual_seed(0)
+    stages, x = [Rotates(), Rotates()], torch.randn(4, 3, 5)
+    world = InProcess(
+        compile(one_f_one_b, Plan(2, 4), clip=True), stages,
+        loss=lambda y, t: y.square().sum(), boundary=(3, 5), max_norm=math.inf,
+    )  # fmt: skip
+    world.step(x, x)
+    grads = [p.grad for stage in stages for p in stage.parameters() if p.grad is not None]
+    whole = torch.stack([g.abs().double().square().sum() for g in grads]).sum().sqrt()
+    assert float(world.ranks[0].norm) == pytest.approx(float(whole), rel=1e-6)
 
 
 @pytest.mark.parametrize("clip", [False, True])

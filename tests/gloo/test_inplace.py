@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from copy import deepcopy
 from typing import Any
 
 import pytest
@@ -112,6 +113,41 @@ def test_what_runs_forward_only_leaves_the_batch_alone() -> None:
     for _ in range(2):
         world.step(x, target)
         assert torch.equal(x, before)
+
+
+@pytest.mark.parametrize("first", [nn.Identity, nn.SiLU, lambda: nn.ReLU(inplace=True)])
+def test_the_bits_of_a_plain_loop_wherever_a_batch_lies(first: Any) -> None:
+    """Rows of an odd width: each microbatch begins elsewhere in its cache line."""
+
+    def made() -> list[nn.Module]:
+        torch.manual_seed(0)
+        return [nn.Sequential(first(), Tanh()), Tanh(), Tanh()]
+
+    own, again, loop = made(), made(), made()
+    x, target = batch(6)
+    world = InProcess(compile(one_f_one_b, Plan(3, 6)), own, loss=loss, boundary=BOUNDARY)
+    total = world.step(x, target)
+    assert torch.equal(total, reference(again, x, target, loss=loss))
+    mine = x.clone()  # which a loop writes to
+    for mb in range(6):
+        loss(nn.Sequential(*loop)(mine[mb]), target[mb]).backward()
+    assert same_bits(gradients(own), gradients(loop))
+    assert same_bits(gradients(again), gradients(loop))
+
+
+def test_a_dropout_writes_in_training_alone() -> None:
+    program = compile(one_f_one_b, Plan(1, 2))
+    own = [nn.Sequential(nn.Dropout(0.5, inplace=True), nn.Linear(WIDTH, WIDTH))]
+    again = deepcopy(own)
+    world = InProcess(program, own, loss=loss, boundary=BOUNDARY)
+    x, target = batch(2)
+    before = x.clone()
+    for step, mode in enumerate((False, True, False, True)):
+        for stage in own + again:
+            stage.train(mode)
+        world.step(x, target)
+        reference(again, x, target, loss=loss, step=step)
+        assert same_bits(gradients(own), gradients(again)) and torch.equal(x, before)
 
 
 def _process(rank: int, kind: Any) -> tuple[list[dict[str, Tensor]], bool]:
