@@ -243,7 +243,7 @@ class Executor(Rank):
         for stage in self.stages.values():
             stage.gradients.zero()
             if stage.versions is not None:
-                stage.versions.keep(0)
+                stage.versions.begin()
 
     def call(self, k: int) -> None:
         """Run the instruction at index k of the Stream; `step` has set whether gradients flow."""

@@ -242,10 +242,13 @@ def weights_of(
 
 
 def like(parameter: nn.Parameter, data: Tensor) -> nn.Parameter:
-    """A Parameter of this data, otherwise like another: how it is sharded, its gradient's type."""
+    """A Parameter of this data, otherwise like another: its shards, hooks, its gradient's type."""
     other = nn.Parameter(data)
     vars(other).update(vars(parameter))
     other.grad_dtype = parameter.grad_dtype
+    for hooks in ("_backward_hooks", "_post_accumulate_grad_hooks"):
+        if getattr(parameter, hooks):
+            setattr(other, hooks, getattr(parameter, hooks))
     return other
 
 

@@ -7,9 +7,13 @@ what computes uses copies, whose gradients go where those of the module's parame
 from __future__ import annotations
 
 from collections.abc import Iterable
+from functools import partial
 
 from torch import nn
+from torch.autograd.graph import Node, get_gradient_edge
+from torch.utils.hooks import RemovableHandle
 
+from schedir.errors import ModelError
 from schedir.ops import COMPUTE, Instr
 from schedir.plan import Plan
 from schedir.runtime.tied import like
@@ -32,6 +36,16 @@ class Versions:
             if parameter.requires_grad
         ]
         self.kept: dict[int, dict[int, nn.Parameter]] = {}
+        self.names = {p: name for name, p in module.named_parameters() if p.requires_grad}
+        # Of the module's own parameters in a step: where gradients come, and who looks there.
+        self.watched: list[tuple[Node, RemovableHandle]] = []
+
+    def begin(self) -> None:
+        """Keep what the weights are, of which no backward may then meet the module's own."""
+        for parameter, name in self.names.items():
+            node = get_gradient_edge(parameter).node
+            self.watched.append((node, node.register_hook(partial(_met, name))))
+        self.keep(0)
 
     def keep(self, version: int) -> None:
         """The weights as they are now are this version; those of no more use go."""
@@ -55,3 +69,14 @@ class Versions:
         for owner, name, parameter in self.places:
             owner._parameters[name] = parameter
         self.kept.clear()
+        for _, handle in self.watched:
+            handle.remove()
+        self.watched.clear()
+
+
+def _met(name: str, *gradients: object) -> None:
+    """Raise ModelError: a graph has a parameter itself, and not the version that it should have."""
+    raise ModelError(
+        f"{name} is used beside its module, which has versions of it for several updates",
+        hint="find it in its module in each forward, and keep no reference of your own",
+    )

@@ -14,6 +14,7 @@ from torch.nn.utils import parameters_to_vector, vector_to_parameters
 from torch.utils.checkpoint import checkpoint
 
 from schedir.compile import compile
+from schedir.errors import ExecutionError
 from schedir.plan import Plan
 from schedir.runtime import split_linears
 from schedir.runtime.c10d import Gloo
@@ -23,7 +24,7 @@ from schedir.runtime.rank import Boundary
 from schedir.runtime.reference import reference
 from schedir.runtime.tiny import WIDTH, batch, loss, tiny_stages
 from schedir.schedules import gpipe, one_f_one_b, pipedream_2bw
-from schedir.words import EMPTY, F, I, W, Word
+from schedir.words import EMPTY, B, F, I, W, Word
 from tests.gloo.spawn import run
 
 BOUNDARY = Boundary((2, WIDTH), torch.float64)
@@ -153,6 +154,65 @@ def test_what_is_not_split_goes_into_its_update(schedule: Any) -> None:
     for optimizer in (sgd, adam):
         right = stage_by_stage(plan, *batch(plan.microbatches), optimizer, normed)
         assert same(in_process(schedule, plan, optimizer, make=normed), right)
+
+
+class Beside(nn.Module):
+    """A stage with a reference of its own to a weight."""
+
+    def __init__(self, beside: bool) -> None:
+        super().__init__()
+        self.layer = nn.Linear(WIDTH, WIDTH, dtype=torch.float64)
+        self.own = [self.layer.weight] * beside
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = torch.tanh(self.layer(x))
+        return sum((y @ weight for weight in self.own), y)
+
+
+@pytest.mark.parametrize("late", [False, True])
+def test_versions_have_the_hooks_of_their_weights(late: bool) -> None:
+    """A step of two updates without a delay is two steps, also with hooks on gradients."""
+    found = []
+    for updates in (1, 2):
+        torch.manual_seed(0)
+        stages: list[nn.Module] = [Beside(False), Beside(False)]
+        for stage in stages:
+            for weight in stage.parameters():
+                if late:
+                    weight.register_post_accumulate_grad_hook(_halve)
+                else:
+                    weight.register_hook(lambda gradient: gradient * 0.5)
+        program = compile(_in_turns, Plan(2, 2 * updates, updates=updates))
+        ranks = InProcess(
+            program, stages, loss=loss, boundary=BOUNDARY, optimizer=partial(torch.optim.SGD, lr=LR)
+        )
+        inputs, targets = batch(4)
+        for own in range(0, 4, 2 * updates):
+            ranks.step(inputs[own : own + 2 * updates], targets[own : own + 2 * updates])
+        found.append(weights(stages))
+    assert same(*found)
+
+
+def _halve(weight: Tensor) -> None:
+    assert weight.grad is not None
+    weight.grad *= 0.5
+
+
+def _in_turns(r: int, P: int, m: int) -> Word:
+    return m // 2 * (2 * F + 2 * B)
+
+
+def test_a_reference_to_a_weight_that_has_versions_is_refused() -> None:
+    inputs, targets = batch(4)
+    stages: list[nn.Module] = [Beside(True), Beside(True)]
+    ranks = InProcess(
+        compile(_in_turns, Plan(2, 4, updates=2, delay=1)), stages, loss=loss, boundary=BOUNDARY,
+        optimizer=sgd,
+    )  # fmt: skip
+    with pytest.raises(ExecutionError, match=r"layer\.weight is used beside its module"):
+        ranks.step(inputs, targets)
+    y = stages[0](inputs[0]).sum()
+    torch.autograd.backward(y)  # afterwards the module is the user's own
 
 
 def test_evaluation_uses_the_weights_as_they_are() -> None:
