@@ -32,7 +32,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.autograd.graph import get_gradient_edge
+from torch.autograd.graph import Node
 
 from schedir.errors import ModelError
 from schedir.kernels.weight_gradient import accumulate_
@@ -161,11 +161,14 @@ def embedding(tokens: Tensor, weight: Tensor, padding: int | None = None) -> Ten
 
 
 def _weight_gradient(
-    rule: Rule, weight: Tensor, kept: tuple[Tensor, ...], dy: Tensor
+    ctx: Any, k: int, rule: Rule, weight: Tensor, kept: tuple[Tensor, ...], dy: Tensor
 ) -> Tensor | None:
-    """The weight gradient for autograd, or None when it went to the tape, or to its sum."""
+    """The gradient of a weight, tensor `k` of those that a Function was given, for autograd.
+
+    None when it went to the tape, or to its sum.
+    """
     ours = can_wait(weight) and (_tape is not None or _adds_up_wider(weight))
-    if not ours or not (torch.compiler.is_compiling() or _is_added(weight)):
+    if not ours or not (torch.compiler.is_compiling() or _is_added(ctx.next_functions[k][0])):
         return rule(weight, *kept, dy)
     if _tape is not None:
         _tape.defer(rule, weight, kept, dy)
@@ -182,13 +185,13 @@ def can_wait(weight: Tensor) -> bool:
     return weight.is_leaf and weight.requires_grad and not hooks
 
 
-def _is_added(weight: Tensor) -> bool:
-    """Whether the backward that runs adds to the gradient of a leaf.
+def _is_added(leaf: Node) -> bool:
+    """Whether the backward that runs adds to the gradient of a leaf, of which this is the node.
 
     A `torch.autograd.grad` does not, as within a hook of the backward: it gives some away.
     """
     try:
-        return torch._C._will_engine_execute_node(get_gradient_edge(weight).node)
+        return torch._C._will_engine_execute_node(leaf)
     except RuntimeError:  # it is asked for the gradient of this leaf
         return False
 
@@ -267,7 +270,7 @@ class _Linear(torch.autograd.Function):
         back = weight if ctx.rule.transposed else weight.t()
         dx = dy @ back.to(dy.dtype).conj() if needs_dx else None
         db = _rows(dy).sum(0) if needs_db else None
-        dw = _weight_gradient(ctx.rule, weight, (x,), dy) if needs_dw else None
+        dw = _weight_gradient(ctx, 1, ctx.rule, weight, (x,), dy) if needs_dw else None
         return dx, dw, db, None
 
 
@@ -282,7 +285,8 @@ class _Embedding(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *dys: Tensor) -> tuple[None, Tensor | None, None]:
         (weight,), (dy,), needs_dw = ctx.weights, dys, ctx.needs_input_grad[1]
-        dw = _weight_gradient(ctx.rule, weight, ctx.saved_tensors, dy) if needs_dw else None
+        kept = ctx.saved_tensors
+        dw = _weight_gradient(ctx, 1, ctx.rule, weight, kept, dy) if needs_dw else None
         return None, dw, None
 
 
@@ -340,14 +344,15 @@ class _Halves(torch.autograd.Function):
         weights, kept, how, (dy,) = _remembered(ctx), ctx.saved_tensors, ctx.how, dys
         needs_dx = ctx.needs_input_grad[3]
         gradients: list[Tensor | None] = []
-        for name, weight, needs in zip(ctx.names, weights, ctx.needs_input_grad[4:], strict=True):
+        asked = ctx.needs_input_grad[4:]
+        for k, (name, weight, needs) in enumerate(zip(ctx.names, weights, asked, strict=True), 1):
             rule = partial(_of_layer, ctx.layer, name, how.now.get(name) or how.later[name])
             if not needs:
                 gradients.append(None)
             elif name in how.now:
                 gradients.append(rule(weight, *kept, dy))
             else:
-                gradients.append(_weight_gradient(rule, weight, kept, dy))
+                gradients.append(_weight_gradient(ctx, k, rule, weight, kept, dy))
         dx = None
         if needs_dx:
             dx = _shaped(ctx.layer, "its input", ctx.shape, how.input(ctx.layer, *kept, dy))
