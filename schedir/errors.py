@@ -23,12 +23,17 @@ def in_bytes(size: float) -> str:
 
 
 def in_words(error: BaseException) -> str:
-    """An exception as its kind and, if it has any, its words.
+    """An exception as its kind and, if it has any, the first line of its words.
 
-    >>> in_words(ValueError("no")), in_words(MemoryError())
+    >>> in_words(ValueError("no\\nnever")), in_words(MemoryError())
     ('ValueError: no', 'MemoryError')
     """
-    return f"{type(error).__name__}: {error}".removesuffix(": ")
+    try:
+        line = str(error).strip().partition("\n")[0]
+    except Exception:  # of a class that cannot be said
+        line = ""
+    line = line if len(line) <= 1000 else f"{line[:1000]}..."
+    return f"{type(error).__name__}: {line}".removesuffix(": ")
 
 
 @dataclass(frozen=True)

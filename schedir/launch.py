@@ -83,7 +83,8 @@ def launch(arguments: Sequence[str], world: int) -> int:
             del store
         said = errors[rank].read_text(errors="replace")
         sys.stderr.write(said)
-    if code in (0, 2) or (code == 1 and said):
+    spoke = f"\nrank {rank}: " in f"\n{said}"  # as `crash` does; all else are warnings
+    if code == 0 or (code in (1, 2) and spoke):
         return code
     if code == 1 and before:  # of a rank that failed, and knows that it was not the first
         rank, code = before[0], 0

@@ -176,6 +176,8 @@ def _run_rank(path: str, sets: Sequence[str]) -> int:
         crash(_refused(error))
     except SystemExit as error:
         crash(f"sys.exit({error.code!r}) was called")
+    except KeyboardInterrupt:
+        crash("interrupted")
     except BaseException:
         crash(traceback.format_exc(), left=True)
     leave()

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.profiler import record_function
 
 from schedir.check import check
-from schedir.errors import ExecutionError, ModelError, Site, expect, said
+from schedir.errors import ExecutionError, ModelError, Site, expect, in_words, said
 from schedir.ops import ROWS, Lane
 from schedir.program import Program
 from schedir.runtime.given import (
@@ -268,11 +268,10 @@ class Executor(Rank):
 
     def failed(self, error: Exception) -> ExecutionError:
         """An error as that of the instruction at which this rank stands."""
-        what = str(error).strip().partition("\n")[0] or type(error).__name__
         k = self.position
         self.restore()
         return ExecutionError(
-            has_left(error) or f"{type(error).__name__}: {what}",
+            has_left(error) or in_words(error),
             program=self.program.name,
             sites=[Site(self.rank, k, self.stream[k], "failed")],
             hint=getattr(error, "hint", ""),

@@ -104,10 +104,14 @@ _CLOSED = ("connection closed", "connection reset", "broken pipe", "socket close
 
 
 def has_left(error: BaseException) -> str:
-    """What an error says in words of its own where a peer has ended; "" for any other error."""
-    if isinstance(error, ConnectionError) or any(w in str(error).lower() for w in _CLOSED):
-        return str(error) if isinstance(error, PeerLeft) else "a peer has left"
-    return ""
+    """What an error says in words of its own where a peer has ended; "" for any other error.
+
+    A connection of a module's own that breaks is another error.
+    """
+    if isinstance(error, PeerLeft):
+        return str(error)
+    lost = isinstance(error, RuntimeError) and any(w in str(error.args).lower() for w in _CLOSED)
+    return "a peer has left" if lost else ""
 
 
 class PeerLeft(ConnectionError):
