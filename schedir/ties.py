@@ -44,13 +44,33 @@ class Ties:
 
     weights: tuple[tuple[Place, ...], ...] = ()
 
+    def __post_init__(self) -> None:
+        try:
+            said = tuple(
+                tuple(sorted({(index(s), _name(name)) for s, name in places}))
+                for places in self.weights
+            )
+        except (TypeError, ValueError):
+            raise UsageError(
+                f"of each tied weight the places are said, a stage and a name each, not "
+                f"{self.weights!r:.80}",
+                hint="Ties((((0, 'embedding.weight'), (3, 'head.weight')),))",
+            ) from None
+        object.__setattr__(self, "weights", said)
+
     @property
     def stages(self) -> Tied:
         """What `Program.tied` is."""
-        return tuple(sorted({tuple(stage for stage, _ in places) for places in self.weights}))
+        return tuple(sorted({tuple(sorted({s for s, _ in one})) for one in self.weights}))
 
     def __bool__(self) -> bool:
         return bool(self.weights)
+
+
+def _name(given: object) -> str:
+    if not isinstance(given, str):
+        raise TypeError
+    return given
 
 
 @dataclass(frozen=True)

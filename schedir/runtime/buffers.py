@@ -41,9 +41,10 @@ def watched(rank: Rank, i: Instr, run: Callable[[], None]) -> Callable[[], None]
 
     It raises ModelError where a buffer has changed that must not, and warns, once for a stage,
     where it is then not what a plain loop leaves.  A buffer has changed if it was written to, or
-    another of its shape put in its place.  torch's batch_norm writes without a trace, as does many
-    a kernel: so the first forward and backward of a stage, training or not, are looked at by value,
-    on a CPU, where the host may.
+    another of its shape put in its place, with other numbers.  torch's batch_norm writes without a
+    trace, as does many a kernel: so the first forward and backward of a stage, training or not, are
+    looked at by value, on a CPU, where the host may.  What they write again as it was, as a cache,
+    is compared from then on; any other is known by its trace.
     """
     stage = rank.stages[i.stage]
     tables = [(path, m._buffers) for path, m in stage.module.named_modules() if m._buffers]
@@ -53,20 +54,26 @@ def watched(rank: Rank, i: Instr, run: Callable[[], None]) -> Callable[[], None]
 
     def watching() -> None:
         look = (i.op, stage.module.training)
-        first = rank.device.type == "cpu" and look not in stage.looked_at
+        first, traceless = look not in stage.looked_at, rank.device.type == "cpu"
         stage.looked_at.add(look)
         before = [
-            (path, table, name, buffer, buffer._version, buffer.clone() if first else buffer)
+            (path, table, name, buffer, _version(buffer), first or (path, name) in stage.rewritten)
             for path, table in tables
             for name, buffer in table.items()
             if buffer is not None
         ]
+        values = [one[3].clone() if one[-1] else one[3] for one in before]
         run()
-        for path, table, name, buffer, version, was in before:
+        for (path, table, name, buffer, version, known), was in zip(before, values, strict=True):
             now = table.get(name)
-            other = now is not None and now is not buffer and now.shape == buffer.shape
-            written = buffer._version != version or (first and not torch.equal(buffer, was))
-            if not written and not other:
+            if now is None or now.shape != buffer.shape:
+                continue
+            trace = now is not buffer or _version(buffer) != version
+            if not trace and not (first and traceless):
+                continue
+            if (known or _version(buffer) == version) and _same(now, was):
+                if trace:
+                    stage.rewritten.add((path, name))
                 continue
             full = ".".join(filter(None, (path, name)))
             fact = f"stage {i.stage} changes its buffer {full} {wrong}"
@@ -77,6 +84,17 @@ def watched(rank: Rank, i: Instr, run: Callable[[], None]) -> Callable[[], None]
                 warnings.warn(fact, stacklevel=2)
 
     return watching
+
+
+def _version(buffer: torch.Tensor) -> int:
+    return 0 if buffer.is_inference() else buffer._version
+
+
+def _same(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether two tensors of a shape have the same bits; NaN is as good as any."""
+    if one.dtype != other.dtype or one.device != other.device:
+        return False
+    return torch.equal(*(t.detach().reshape(-1).view(torch.uint8) for t in (one, other)))
 
 
 def _wrong(rank: Rank, i: Instr) -> tuple[str, str]:
@@ -93,6 +111,14 @@ def _wrong(rank: Rank, i: Instr) -> tuple[str, str]:
         )
     if rank.program.dp > 1:
         return "in a forward: each replica has its own, made by its own microbatches", ""
+    others = {
+        owner
+        for s, other in rank.stages.items()
+        if s != i.stage
+        for owner in other.module.modules()
+    }
+    if any(m._buffers and m in others for m in rank.stages[i.stage].module.modules()):
+        return "in a forward, and so does another stage that has it: the schedule decides when", ""
     own = [mb for op, s, mb in rank.stream if op is Opcode.Forward and s == i.stage]
     if own != sorted(own):
         return "in a forward, and its forwards are not in the order of the microbatches", ""

@@ -25,6 +25,7 @@ from schedir.runtime.given import (
     max_norm_of,
     optimizer_of,
     program_of,
+    seed_of,
     stages_of,
 )
 from schedir.runtime.handlers import HANDLERS
@@ -110,6 +111,7 @@ class Executor(Rank):
             )
         stages = stages_of(stages, program, rank)
         loss_of(loss), optimizer_of(optimizer)
+        seed = seed_of(seed)
         if program.clip:
             max_norm_of(max_norm)
         if not hasattr(transport, "agree"):
@@ -127,12 +129,13 @@ class Executor(Rank):
             facts |= _shapes(module, f"stage {s}, slice {transport.tp_rank}")
             if program.tied and (weight := getattr(module, "tied_weight", None)) is not None:
                 facts[f"the tied weight, slice {transport.tp_rank}"] = _shape(weight)
-        own = prints(stages) if program.trains else {}
+        own = prints(stages, optimizer) if program.trains else {}
         for s, parameters in own.items():
             for p in parameters:
-                facts[f"the numbers of {p.names[0]} in stage {s}, slice {transport.tp_rank}"] = (
-                    p.values
-                )
+                who = f"{p.names[0]} in stage {s}, slice {transport.tp_rank}"
+                facts[f"the numbers of {who}"] = p.values
+                if p.stepped:
+                    facts[f"the optimizer's options for {who}"] = p.stepped
         everyone = transport.agree(facts, (transport.tp_rank, own))
         check(program, transport.model, blocks=transport.blocks)
         _fit(program, rank, stages, transport, boundary)
@@ -240,10 +243,7 @@ class Executor(Rank):
         for shared, copy in self.copies.items():
             if copy is not shared:
                 copy.detach().copy_(shared.detach())
-        for stage in self.stages.values():
-            stage.gradients.zero()
-            if stage.versions is not None:
-                stage.versions.begin()
+        self.begin_update(0)
 
     def call(self, k: int) -> None:
         """Run the instruction at index k of the Stream; `step` has set whether gradients flow."""

@@ -108,6 +108,14 @@ def optimizer_of(given: _T) -> _T:
     return given
 
 
+def seed_of(given: object) -> int:
+    """A seed: any whole number.  Raises ModelError for another."""
+    try:
+        return index(given)  # type: ignore[arg-type]
+    except (TypeError, ValueError):
+        raise ModelError(f"a seed is a whole number, not {said(given)}") from None
+
+
 def max_norm_of(given: _T) -> _T:
     """The largest norm of a gradient: a number above 0.  Raises ModelError for another."""
     try:

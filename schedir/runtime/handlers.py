@@ -28,6 +28,7 @@ from schedir.runtime.split import Tape, recording
 from schedir.runtime.splittable import could_wait, left_whole, watching
 from schedir.runtime.tied import summing
 from schedir.runtime.transport import own_part
+from schedir.runtime.unchanged import expect_own
 
 # What is taken in is received, and made whole if it comes in parts.
 _RECEIVES = {ROWS[op].gives[0]: op for op in RECEIVES}
@@ -66,6 +67,10 @@ def forward(rank: Rank, i: Instr) -> Call:
             expect(y, i.stage)
             out.fill(rank.boundary.as_sent(y.detach()) if hands else y.detach())
         if saved is not None:
+            if not stage.looked_behind:
+                stage.looked_behind = True
+                kept = stage.versions.names if stage.versions is not None else ()
+                expect_own(y, module, kept, i.stage, rank.optimizer)
             saved.fill((x, _root(y)))
         if given is not None:
             given.free()
@@ -361,10 +366,7 @@ def step(rank: Rank, i: Instr) -> Call:
         if rank.loss_scale is not None:
             rank.loss_scale.update(finite)
         if i.mb < rank.plan.updates - 1:  # the last one's gradients are left to look at
-            for stage in rank.stages.values():
-                stage.gradients.zero()
-                if stage.versions is not None:
-                    stage.versions.keep(i.mb + 1)
+            rank.begin_update(i.mb + 1)
 
     # Whoever holds these stages too, draws as this rank does.
     first, update = min(rank.stages), rank.plan.microbatches + i.mb

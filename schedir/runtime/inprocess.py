@@ -106,9 +106,9 @@ class InProcess:
     has a copy.  `optimizer` makes each rank's from its parameters, `loss_scale` each rank's own.
     On a GPU, each rank has streams of its own.  `seed`, `tied`, `alike` and `record` are as an
     Executor's.  Of a Parameter that stages on several ranks share, the first of these ranks has
-    itself, and others a copy, as processes would, which begins each step as it is.  Raises
-    ModelError as an Executor, and for programs with tensor- or data-parallel groups, whose ranks
-    run at once and need processes.
+    itself, and others a copy, as processes would.  Copies begin each step as what they are of.
+    Raises ModelError as an Executor, and for programs with tensor- or data-parallel groups, whose
+    ranks run at once and need processes.
     """
 
     def __init__(
@@ -140,8 +140,10 @@ class InProcess:
         self.mail = _mailboxes(program, model, cuda, told)
         copies = _copies(program, stages)
         self.ranks = []
+        self.seconds: list[tuple[nn.Module, nn.Module]] = []  # and of which module a copy
         for rank, own in enumerate(plan.stages_of):
             held = {s: stages[s] if plan.rank_of[s] == rank else _copy(stages[s]) for s in own}
+            self.seconds += [(held[s], stages[s]) for s in own if held[s] is not stages[s]]
             own_of = copies[rank]
             parameters = [
                 *dict.fromkeys(
@@ -188,6 +190,8 @@ class InProcess:
         As Executor.step; returns the sum of losses.
         """
         last = []
+        for second, module in self.seconds:
+            _follow(second, module)
         for rank, mail in zip(self.ranks, self.mail, strict=True):
             mail.begin()
             with mail.running():
@@ -308,6 +312,18 @@ def _copies(
         for rank in others:
             copies[rank][p] = like(p, p.detach().clone())
     return copies
+
+
+@torch.no_grad()
+def _follow(second: nn.Module, module: nn.Module) -> None:
+    """Let a second holder's copy begin a step as its module is: who has the one trains both."""
+    for mine, theirs in zip(second.modules(), module.modules(), strict=True):
+        mine.training = theirs.training
+        for name, p in theirs._parameters.items():
+            if p is not None:
+                mine.get_parameter(name).copy_(p)
+        for name, buffer in theirs._buffers.items():
+            mine._buffers[name] = None if buffer is None else buffer.clone()
 
 
 def _copy(module: nn.Module) -> nn.Module:

@@ -75,6 +75,22 @@ def _begins_with_momentum(optimizer: Any) -> bool:
     return not optimizer.state and any(group.get("momentum") for group in optimizer.param_groups)
 
 
+def options_of(optimizer: object) -> dict[Tensor, str]:
+    """How an optimizer steps each parameter that it has: its type and its group's options.
+
+    Nothing of an optimizer that is not of torch's kind.
+    """
+    inner = innermost(optimizer)
+    main = zip(getattr(optimizer, "main", ()), getattr(optimizer, "parameters", ()), strict=False)
+    whose = dict(main) if isinstance(optimizer, MainOptimizer) else {}
+    found: dict[Tensor, str] = {}
+    for group in getattr(inner, "param_groups", ()):
+        options = (f"{k} {group[k]}" for k in getattr(inner, "defaults", {}) if group.get(k))
+        text = f"{type(inner).__name__} with {', '.join(options)}"
+        found |= {whose.get(p, p): text for p in group["params"]}
+    return found
+
+
 def float32_gradients(module: nn.Module) -> None:
     """Let every parameter have its gradient in float32, whatever its own type.
 

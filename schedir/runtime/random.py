@@ -13,10 +13,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from operator import index
 from typing import Final, Protocol
 
 import torch
 from torch import Tensor
+
+from schedir.errors import ModelError, said
 
 _ALL: Final = 2**64 - 1
 
@@ -41,7 +44,7 @@ def key(*numbers: int) -> int:
     """64 bits for a list of numbers: others for another list, or another order."""
     bits = 0
     for number in numbers:
-        bits = mix(bits ^ (number & _ALL))
+        bits = mix(bits ^ (index(number) & _ALL))
     return bits
 
 
@@ -149,11 +152,11 @@ class Draws:
     def kept(self) -> Iterator[None]:
         """After this context the generators are as they were before."""
         global _drawing
-        before = [generator.get_state() for generator in self.generators]
+        outer, before = _drawing, [generator.get_state() for generator in self.generators]
         try:
             yield
         finally:
-            _drawing = None
+            _drawing = outer  # of a step within whose forward this one runs
             for generator, state in zip(self.generators, before, strict=True):
                 generator.set_state(state)
 
@@ -161,6 +164,16 @@ class Draws:
 # Whose step runs.  A global, as torch's generators are: in one process, one instruction runs at
 # a time, on a GPU also where backward is in autograd's own threads.
 _drawing: Draws | None = None
+
+
+def _small(number: int) -> int:
+    """A number of a layer or a slice.  Raises ModelError for what is none from 0 to 2**32 - 1."""
+    try:
+        if 0 <= (small := index(number)) < 1 << 32:
+            return small
+    except TypeError:
+        pass
+    raise ModelError(f"layers and slices are numbered from 0 to 2**32 - 1, not by {said(number)}")
 
 
 @contextmanager
@@ -179,12 +192,14 @@ def layer(number: int, slice: int | None = None) -> Iterator[None]:
     this does nothing, and generators are as they come.
     """
     drawing = _drawing
+    what = _LAYER | _small(number)
+    part = None if slice is None else _SLICE | _small(slice)
     if drawing is None:
         yield
         return
-    seed = mix(drawing.key ^ (_LAYER | number))
-    if slice is not None:
-        seed = mix(seed ^ (_SLICE | slice))
+    seed = mix(drawing.key ^ what)
+    if part is not None:
+        seed = mix(seed ^ part)
     before = [generator.get_state() for generator in drawing.generators]
     for generator in drawing.generators:
         generator.manual_seed(seed)

@@ -146,8 +146,10 @@ class Stage:
         self.versions = Versions(module, plan, instrs) if several else None
         self.watched = False  # for layers that are not split; of that it is said once
         self.warned_of_layers = False
+        self.looked_behind = False  # an output, for Parameters of others
         self.warned_of_buffers = False  # that they are not what a plain loop leaves
         self.looked_at: set[tuple[Opcode, bool]] = set()  # buffers, by value, in which mode
+        self.rewritten: set[tuple[str, str]] = set()  # buffers that have been, as they were
         self.restore()
 
     def restore(self) -> None:
@@ -185,7 +187,7 @@ class Rank:
         m = self.plan.microbatches
         self.stream, self.trains = program.streams[rank], program.trains
         self.tied, self.copies = weights, copies
-        instead = stand_ins(weights, copies)
+        instead, self.aliases = stand_ins(weights, copies)
         self.stages = {
             s: Stage(
                 stages[s],
@@ -223,6 +225,18 @@ class Rank:
         )
         self._outgoing: dict[tuple[Token, int], Tensor] = {}
         self.left = _left(index, rank)
+
+    def begin_update(self, update: int) -> None:
+        """Make ready for an update: no gradients, and the weights as they are now."""
+        for alias, one in self.aliases.items():
+            if alias.data_ptr() != one.data_ptr():  # its `data` has been set
+                alias.data = one.data
+        for stage in self.stages.values():
+            stage.gradients.zero()
+            if stage.versions is not None and update:
+                stage.versions.keep(update)
+            elif stage.versions is not None:
+                stage.versions.begin()
 
     def slot(self, kind: Token, stage: int, mb: int) -> Slot:
         """Where a value lives."""

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from schedir.ops import Instr, Opcode
 from schedir.program import Program
-from schedir.runtime.given import one_number
+from schedir.runtime.given import one_number, seed_of
 from schedir.runtime.gradients import Gradients
 from schedir.runtime.lender import Lender
 from schedir.runtime.random import BACKWARD, FORWARD, WEIGHT, Draws
@@ -47,7 +47,7 @@ def reference(
     afterwards torch's generators are as they were.  What passes between stages is contiguous.
     """
     device = next((p.device for stage in stages for p in stage.parameters()), torch.device("cpu"))
-    draws = Draws(seed, device, len(inputs), step=step)
+    draws = Draws(seed_of(seed), device, len(inputs), step=step)
     draws.begin()
     with draws.kept():
         return _step(stages, inputs, targets, loss, scale, program, draws, _tied(stages, tied))
@@ -68,7 +68,7 @@ def _step(
     saved: list[dict[int, tuple[Tensor, Tensor]]] = [{} for _ in stages]
     given = {mb: x for mb, (x, _) in enumerate(zip(inputs, targets, strict=True))}
     for k, stage in enumerate(stages):
-        lender = Lender()
+        lender = Lender()  # as an executor's: a copy might lie, and so round, otherwise
         for mb in _forwards(program, k, len(given)):
             draws.seeded(FORWARD, k, mb)()
             y, x = lender.run(stage, given[mb], ours=k > 0)

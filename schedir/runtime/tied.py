@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from hashlib import sha256
+from itertools import pairwise
 from typing import NamedTuple
 
 import torch
@@ -20,6 +21,7 @@ from torch import Tensor, nn
 from schedir.errors import ModelError, expect
 from schedir.plan import Plan
 from schedir.program import Program
+from schedir.runtime.precision import options_of
 from schedir.runtime.transport import Transport, Work
 from schedir.ties import Place, Tied, Ties, meets, ranks_of, show_tie
 
@@ -37,29 +39,39 @@ class Print(NamedTuple):
     constant: bool  # all its numbers are one
     values: str  # equal where kinds and numbers are
     named: bool  # the module calls it its `tied_weight`
+    stepped: str  # how an optimizer steps it, as far as is known
 
 
 Told = Mapping[int, Sequence[Print]]  # by stage
 
 
-def prints(stages: Mapping[int, nn.Module]) -> dict[int, list[Print]]:
-    """What is told of the parameters of some stages.
+def prints(stages: Mapping[int, nn.Module], optimizer: object = None) -> dict[int, list[Print]]:
+    """What is told of the parameters of some stages, and of how an optimizer steps them.
 
     `values` is a digest of a sample: 4096 numbers at even distances, or a few more, or all where
     these are one.  Equal parameters have equal ones, and others hardly ever.
     """
     told: dict[int, list[Print]] = {}
+    options = options_of(optimizer)
     for s, module in stages.items():
         names: dict[nn.Parameter, list[str]] = {}
         for name, p in module.named_parameters(remove_duplicate=False):
             names.setdefault(p, []).append(name)
         tied = getattr(module, "tied_weight", None)
-        told[s] = [_print(p, own, p is tied) for p, own in names.items()]
+        told[s] = [
+            _print(
+                p,
+                own,
+                p is tied,
+                options.get(p, "not at all" if options and p.requires_grad else ""),
+            )
+            for p, own in names.items()
+        ]
     return told
 
 
 @torch.no_grad()
-def _print(p: nn.Parameter, names: list[str], named: bool) -> Print:
+def _print(p: nn.Parameter, names: list[str], named: bool, stepped: str) -> Print:
     kind, constant, values = f"{list(p.shape)} of {p.dtype}", True, ""
     if not p.is_meta:
         flat = p.detach().reshape(-1)
@@ -69,7 +81,7 @@ def _print(p: nn.Parameter, names: list[str], named: bool) -> Print:
             sample, constant = flat, False  # what differs is elsewhere
         numbers = sample.contiguous().view(torch.uint8).cpu().numpy().tobytes()
         values = sha256(kind.encode() + numbers).hexdigest()[:16]
-    return Print(tuple(names), id(p), kind, p.requires_grad, constant, values, named)
+    return Print(tuple(names), id(p), kind, p.requires_grad, constant, values, named, stepped)
 
 
 class Known:
@@ -96,7 +108,7 @@ class Known:
             for s, name in places:
                 if (s, name) not in first:
                     raise ModelError(f"stage {s} has no parameter {name}, which is said to be tied")
-            self._add(first[place] for place in places)
+            self._add({first[place] for place in places})
         for own in told:
             for shared in _objects(own):
                 if len({self.of.get(place, place) for place in shared}) == 1:
@@ -130,6 +142,12 @@ class Known:
             if (s, name) in self.of:
                 raise ModelError(f"{name} of stage {s} is said to be in two ties: say one of both")
             self.of[s, name] = len(self.weights)
+        for one, other in pairwise(added):
+            if one[0] == other[0]:
+                raise ModelError(
+                    f"{where([one, other])} are said to be one weight, and are two Parameters",
+                    hint="within a stage a weight is one Parameter: stage.b = stage.a",
+                )
         self.weights.append(added)
 
     def fit(self, program: Program, *, alike: bool) -> None:
@@ -181,6 +199,12 @@ class Known:
             raise ModelError(f"{where([one, other])} are one weight, and are {a.kind} and {b.kind}")
         if a.values != b.values:
             raise ModelError(f"{where([one, other])} are one weight, and their numbers differ")
+        if a.stepped and b.stepped and a.stepped != b.stepped:
+            raise ModelError(
+                f"{where([one, other])} are one weight, and optimizers step them otherwise: "
+                f"{a.stepped}, and {b.stepped}",
+                hint="copies of a weight need the same options, or they would drift apart",
+            )
 
 
 def _objects(own: Told) -> Iterator[list[Place]]:
@@ -280,14 +304,16 @@ class Own:
 
 def stand_ins(
     weights: Sequence[Weight], copies: Mapping[nn.Parameter, nn.Parameter]
-) -> dict[int, dict[nn.Parameter, nn.Parameter]]:
-    """By stage, what each computes with in place of a Parameter that it shares.
+) -> tuple[dict[int, dict[nn.Parameter, nn.Parameter]], dict[nn.Parameter, nn.Parameter]]:
+    """By stage, what each computes with in place of a Parameter that it shares; and of each that
+    is in another's memory, that other.
 
     `copies` are the rank's own, where other ranks of the process have the same Parameter.  Of a
     rank's stages the first has it, others a second Parameter in the same memory, whose gradient is
     another.  `weights` then have what stands in.
     """
     instead: dict[int, dict[nn.Parameter, nn.Parameter]] = {}
+    aliases: dict[nn.Parameter, nn.Parameter] = {}
     for weight in weights:
         uses = Counter(weight.own.values())
         seen: set[nn.Parameter] = set()
@@ -295,10 +321,14 @@ def stand_ins(
             if uses[p] == 1 and p not in copies:
                 continue
             mine = copies.get(p, p)
-            instead.setdefault(s, {})[p] = like(p, mine.detach()) if p in seen else mine
+            if p in seen:
+                alias = like(p, mine.detach())
+                aliases[alias] = mine
+                mine = alias
+            instead.setdefault(s, {})[p] = mine
             seen.add(p)
         weight.own |= {s: instead[s][p] for s, p in weight.own.items() if p in instead.get(s, ())}
-    return instead
+    return instead, aliases
 
 
 def _grad(copy: nn.Parameter) -> Tensor:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, ValuesView
+import warnings
+from collections.abc import Iterable, Mapping, ValuesView
 from itertools import chain
 from operator import attrgetter
 
-from torch import nn
+from torch import Tensor, nn
 
 from schedir.errors import ModelError
 
@@ -55,6 +56,39 @@ class Unchanged:
                         hint="make the executor after the last such change",
                     )
         self._look()  # something else has changed
+
+
+def expect_own(
+    y: Tensor, module: nn.Module, kept: Iterable[nn.Parameter], stage: int, optimizer: object
+) -> None:
+    """Look for Parameters behind an output that its module does not have, and are not `kept`.
+
+    As of a loss that learns, or kept in a list: nobody zeroes, scales or reduces their gradients.
+    Raises ModelError if the optimizer steps one of them; else it may be meant so, and this warns.
+    """
+    own, seen, nodes = {*module.parameters(), *kept}, set(), [y.grad_fn]
+    strangers: dict[nn.Parameter, None] = {}
+    while nodes:
+        node = nodes.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        nodes += [following for following, _ in node.next_functions]
+        leaf = getattr(node, "variable", None)
+        if isinstance(leaf, nn.Parameter) and leaf not in own:
+            strangers[leaf] = None
+    if not strangers:
+        return
+    stepped = {p for group in getattr(optimizer, "param_groups", ()) for p in group["params"]}
+    shapes = " and ".join(str([*p.shape]) for p in strangers)
+    fact = (
+        f"stage {stage} or its loss computes with Parameters that are none of the stage's (of "
+        f"shape {shapes}): it does not zero, scale or reduce their gradients"
+    )
+    hint = "let the stage's module have them, as self.name = parameter, or freeze them"
+    if any(p in stepped for p in strangers):
+        raise ModelError(fact, hint=hint)
+    warnings.warn(f"{fact}; {hint}", stacklevel=2)
 
 
 def _change(

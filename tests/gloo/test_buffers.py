@@ -21,6 +21,7 @@ from schedir.runtime.rank import Boundary
 from schedir.runtime.reference import reference
 from schedir.runtime.warm import warm_up
 from schedir.schedules import chimera, dualpipe, gpipe, interleaved, one_f_one_b, zb_h1, zb_v
+from schedir.ties import ties
 from schedir.words import B, F, Word
 from tests.gloo.spawn import run
 from tests.gloo.tiny_stages import gradients, same_bits
@@ -105,6 +106,68 @@ def test_running_statistics_are_those_of_a_plain_loop(
             ranks.step(*batch(m), seed=order)
             assert same_bits(buffers(ours), buffers(theirs))
     assert int(ours[0].norm.num_batches_tracked) == 2 * m
+
+
+class Cached(nn.Module):
+    """Keeps numbers that are always the same, in a buffer that it makes or writes again."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.how, self.inner = how, nn.Linear(WIDTH, WIDTH)
+        self.cache: Tensor | None
+        self.register_buffer("cache", None if how == "lazy" else self._numbers(), persistent=False)
+
+    def _numbers(self) -> Tensor:
+        return torch.arange(WIDTH + 0.0).index_fill(0, torch.tensor([0]), float("nan"))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = checkpoint(self.run, x, use_reentrant=False)
+        return y
+
+    def run(self, x: Tensor) -> Tensor:
+        if self.cache is None or self.how == "replaced":
+            self.cache = self._numbers()
+        elif self.how == "written":
+            self.cache.copy_(self._numbers())
+        return self.inner(x) + self.cache.nan_to_num()  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("how", ["lazy", "replaced", "written"])
+def test_what_is_written_again_as_it_was_has_not_changed(how: str) -> None:
+    plan = Plan(2, 4, placement="mirror")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        ranks = virtual(chimera, plan, [Cached(how) for _ in range(2)])
+        for _ in range(2):
+            ranks.step(*batch(4))
+
+
+def test_a_module_with_buffers_in_two_stages_is_said() -> None:
+    one, *others = normed(3)
+    stages = [one, *others, one]
+    found = compile(zb_v, Plan(2, 4, 2, "vee"), tied=ties(stages))
+    ranks = InProcess(found, stages, loss=squares, boundary=BOUNDARY)
+    with pytest.warns(UserWarning, match=r"buffer norm.running_mean .* another stage that has it"):
+        ranks.step(*batch(4))
+
+
+def test_microbatches_may_lie_anywhere_in_a_batch() -> None:
+    """Where one begins at no multiple of a vector, products round otherwise than of a copy."""
+    numbers = torch.Generator().manual_seed(0)
+    x, target = torch.randn(2, 4, 3, 6, generator=numbers)
+    stages: list[Any] = [nn.Linear(6, 6) for _ in range(2)]
+    ranks = InProcess(
+        compile(one_f_one_b, Plan(2, 4)), stages, loss=squares, boundary=Boundary((3, 6))
+    )
+    loss = ranks.step(x, target)
+    got = gradients(stages)
+    assert torch.equal(reference(stages, x, target, loss=squares), loss)
+    assert same_bits(gradients(stages), got)
+    whole = nn.Sequential(*stages)
+    whole.zero_grad()
+    for one, t in zip(x, target, strict=True):
+        torch.autograd.backward(squares(whole(one), t))
+    assert same_bits(gradients(stages), got)
 
 
 @pytest.mark.parametrize("schedule", [chimera, dualpipe])

@@ -118,6 +118,8 @@ WRONG: dict[str, Callable[[], object]] = {
     "no transport": lambda: rank(transport="gloo"),
     "losses one by one": lambda: world(loss=lambda y, t: y - t).step(X, X),
     "a loss of Python": lambda: world(loss=lambda y, t: 5.0).step(X, X),
+    "half a seed": lambda: world(seed=1.5),
+    "no seed": lambda: reference(modules(), X, X, loss=squares, seed=None),  # type: ignore[arg-type]
     "no targets": lambda: world().step(X, None),  # type: ignore[arg-type]
     "inputs one by one": lambda: world().step(iter(X), X),
 }
@@ -132,6 +134,11 @@ def told(wrong: Callable[[], object]) -> str:
 def test_what_cannot_be_meant_is_refused_in_one_way() -> None:
     said = "".join(f"{name}\n  {told(wrong)}\n" for name, wrong in WRONG.items())
     assert said == GOLDEN.read_text()
+
+
+def test_seeds_of_all_kinds_are_numbers() -> None:
+    for seed in (np.int64(3), torch.tensor(3), -1, 2**70, True):
+        world(seed=seed).step(X, X)
 
 
 def test_a_loss_of_one_number_in_brackets_is_that_number() -> None:

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -18,12 +19,12 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from schedir.compile import compile, lower
-from schedir.errors import ExecutionError
+from schedir.errors import ExecutionError, ModelError
 from schedir.plan import Plan
 from schedir.runtime.c10d import Gloo
 from schedir.runtime.executor import Executor
 from schedir.runtime.inprocess import InProcess
-from schedir.runtime.random import key, layer, mix
+from schedir.runtime.random import FORWARD, Draws, key, layer, mix
 from schedir.runtime.rank import Boundary
 from schedir.runtime.reference import reference
 from schedir.runtime.sizes import sizes_of
@@ -173,6 +174,50 @@ def test_generators_are_afterwards_as_they_were() -> None:
         drawn = torch.rand(1)
     torch.set_rng_state(before)
     assert torch.equal(torch.rand(1), drawn)
+
+
+def test_numbers_of_layers() -> None:
+    """Whole and of 32 bits, as a field of the key is; in a step and elsewhere."""
+    for number in (-1, 2**32, 1.5, "h.0", None):
+        with (
+            pytest.raises(ModelError, match="layers and slices are numbered from 0 to"),
+            layer(
+                number,  # type: ignore[arg-type]
+            ),
+        ):
+            pass
+    draws = Draws(0, torch.device("cpu"), 1)
+    draws.begin()
+
+    def drawn(*numbers: Any) -> float:
+        draws.seeded(FORWARD, 0, 0)()
+        with layer(*numbers):
+            return float(torch.rand(()))
+
+    with draws.kept():
+        assert drawn(np.int64(3), np.int64(1)) == drawn(3, 1)
+        assert len({drawn(*n) for n in ((0,), (1,), (0, 0), (0, 1), (1, 0), (1, 1))}) == 6
+
+
+class Within(Noisy):
+    """Runs a reference of others in its forward, or does not."""
+
+    others = (nn.Linear(4, 4),)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.training:
+            reference(self.others, torch.ones(1, 1, 4), torch.ones(1, 1, 4), loss=squares)
+        with layer(7):
+            return F.dropout(super().forward(x))
+
+
+def test_a_step_within_a_forward_leaves_its_numbers_alone() -> None:
+    found = compile(one_f_one_b, Plan(2, 4), model="edge")
+    with_others, without = ([Within(k) for k in range(2)] for _ in range(2))
+    for stage in without:
+        stage.eval()
+    losses = [virtual(found, [*stages]).step(*batch(4)) for stages in (with_others, without)]
+    assert torch.equal(*losses)
 
 
 def test_generators_are_as_they_were_after_a_failure() -> None:

@@ -52,6 +52,24 @@ def test_in_process(schedule: Any, plan: Plan) -> None:
             assert same_bits(gradients(held), right)
 
 
+def test_second_holders_begin_a_step_as_their_stages_are() -> None:
+    """Stepped by an optimizer of one's own, loaded, or in another mode."""
+    plan = MIRROR[0][1]
+    program = compile(dualpipe, plan, tied=True)
+    stages = gpt_stages(plan.stages)
+    ranks = InProcess(program, stages, loss=gpt.loss, boundary=BOUNDARY)
+    ranks.step(*batch(plan.microbatches))
+    for stage in stages:
+        torch.optim.SGD(stage.parameters(), lr=0.1).step()
+        stage.eval()
+    ranks.step(*batch(plan.microbatches))
+    right = [stage.state_dict() for stage in stages]
+    for holders in plan.holders.tolist():
+        held = [ranks.ranks[r].stages[s].module for s, r in enumerate(holders)]
+        assert not any(stage.training for stage in held)
+        assert same_bits([stage.state_dict() for stage in held], right)
+
+
 @pytest.mark.parametrize(("schedule", "plan"), [MIRROR[0], (chimera, MIRROR[2][1])])
 def test_gloo(schedule: Any, plan: Plan) -> None:
     program = compile(schedule, plan, tied=True, model="edge")

@@ -10,17 +10,18 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 import schedir
 from schedir import Plan, Ties
 from schedir.errors import ModelError, ProgramError
+from schedir.runtime import split_linears
 from schedir.runtime.c10d import Gloo
 from schedir.runtime.executor import Executor
 from schedir.runtime.inprocess import InProcess
 from schedir.runtime.rank import Boundary
 from schedir.runtime.unchanged import Unchanged
-from schedir.schedules import gpipe, one_f_one_b
+from schedir.schedules import gpipe, one_f_one_b, zb_v
 from tests.gloo.spawn import RankError, run
 from tests.gloo.test_ties import BOUNDARY, SCALE, Model, adam, batch, loss, parts
 
@@ -95,6 +96,35 @@ def _none_there() -> InProcess:
     return _make(parts(Model(3)), ((0, 2), (1, 2)))
 
 
+def _said_twice_within_a_stage() -> InProcess:
+    places = (0, "layer.up.weight"), (1, "layer.up.weight"), (1, "layer.norm.bias")
+    ties = Ties((places,))
+    return _make(parts(Model(2)), ties, ties)
+
+
+class _Learns(nn.Module):
+    """A loss with a Parameter."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.times = nn.Parameter(torch.ones((), dtype=torch.float64))
+
+    def forward(self, y: Tensor, target: Tensor) -> Tensor:
+        return loss(y * self.times, target)
+
+
+def _learning(step_it: bool) -> InProcess:
+    learns = _Learns()
+    program = schedir.compile(gpipe, PLAN, tied=True)
+    more = [learns.times] if step_it else []
+    ranks = InProcess(
+        program, parts(Model(2)), loss=learns, boundary=BOUNDARY,
+        optimizer=lambda own: torch.optim.SGD([*own, *more], lr=0.1),
+    )  # fmt: skip
+    ranks.step(*batch(2, 0), SCALE)
+    return ranks
+
+
 def _changed(change: Callable[[nn.Module], object]) -> InProcess:
     model = Model(2)
     model.h[1].up.bias.requires_grad_(False)
@@ -143,6 +173,9 @@ MISTAKES: dict[str, Callable[[], object]] = {
     "a stage too many": lambda: _undeclared(((0, 4),)),
     "no Ties": lambda: _undeclared(said=True),
     "a model's Ties": lambda: _undeclared(said=schedir.ties(Model(2))),
+    "no names": lambda: Ties(((0, "words.weight"), (1, "head.weight"))),  # type: ignore[arg-type]
+    "two Parameters of a stage": _said_twice_within_a_stage,
+    "a loss that learns": lambda: _learning(step_it=True),
     "own stages alone": lambda: schedir.ties({1: Model(2)}),
     "other names": lambda: schedir.ties(Model(2)).among(deepcopy(parts(Model(2)))),
     "trained now": lambda: _changed(_unfreeze),
@@ -162,6 +195,18 @@ def test_refused(mistake: str) -> None:
 
 def test_every_text_is_of_a_mistake() -> None:
     assert TEXTS.keys() == MISTAKES.keys()
+
+
+def test_what_is_trained_by_nobody_of_the_rank_is_said() -> None:
+    """As a loss's own networks, which somebody forgot to freeze: once for a stage."""
+    with pytest.warns(UserWarning, match="stage 1 or its loss computes with Parameters") as said:
+        _learning(step_it=False).step(*batch(2, 1), SCALE)
+    assert len(said) == 1
+
+
+def test_places_of_ties_are_sorted_and_said_once() -> None:
+    a, b = (0, "words.weight"), (1, "head.weight")
+    assert Ties(((b, a, b),)) == Ties([[[*a], [*b]]])  # type: ignore[arg-type]
 
 
 def test_equal_by_chance_is_said() -> None:
@@ -216,6 +261,25 @@ def test_what_is_looked_at_is_one_list() -> None:
     unchanged.expect()
 
 
+def test_weights_put_elsewhere_between_steps_are_those_that_train() -> None:
+    """As by vector_to_parameters, or an average of weights that is put in for an evaluation."""
+    whole, model = Model(4), Model(4)
+    stages = parts(model)
+    split_linears(model)
+    program = schedir.compile(zb_v, Plan(2, 4, 2, "vee"), tied=schedir.ties(stages))
+    ranks = InProcess(program, stages, loss=loss, boundary=BOUNDARY)
+    for step in range(2):
+        numbers = nn.utils.parameters_to_vector(whole.parameters()) * 0.9
+        for one in (whole, model):
+            nn.utils.vector_to_parameters(numbers.detach().clone(), one.parameters())
+        ranks.step(*batch(4, step), SCALE)
+        whole.zero_grad()
+        for x, target in zip(*batch(4, step), strict=True):
+            torch.autograd.backward(loss(whole(x), target) * SCALE)
+        for p, right in zip(model.parameters(), whole.parameters(), strict=True):
+            assert torch.allclose(p.grad, right.grad, rtol=1e-9)  # type: ignore[arg-type]
+
+
 def test_a_failed_step_leaves_the_one_parameter() -> None:
     model = Model(2)
     stages = parts(model)
@@ -231,7 +295,7 @@ def test_a_failed_step_leaves_the_one_parameter() -> None:
 
 def _process(process: int, how: str) -> None:
     """A stage of its own in each process, which no other sees."""
-    dp = 2 if how == "replicas" else 1
+    dp = 2 if how.startswith("replicas") else 1
     program = schedir.compile(one_f_one_b, PLAN if dp == 1 else Plan(1, 2), dp=dp)
     transport = Gloo(program)
     model = Model(program.plan.stages, seed=process if how == "replicas" else 0)
@@ -239,10 +303,15 @@ def _process(process: int, how: str) -> None:
         model = Model(2)
         model.lm_head.weight = nn.Parameter(model.lm_head.weight.detach() + 1)
         model.h[1].up.weight = nn.Parameter(model.h[0].up.weight.detach().clone())
+    ties = schedir.ties(parts(model)) if how in ("decay", "not stepped") else None
+    if ties:
+        program = schedir.compile(one_f_one_b, PLAN, tied=ties)
     stage = deepcopy(parts(model)[transport.rank])
+    decay = 0.1 if how.endswith("decay") and process else 0.01
+    weights = [*stage.parameters()][: -1 if how == "not stepped" and process else None]
     Executor(
-        program, transport.rank, {transport.rank: stage}, transport, loss=loss,
-        boundary=BOUNDARY, optimizer=adam(stage.parameters()), alike=how == "alike",
+        program, transport.rank, {transport.rank: stage}, transport, loss=loss, tied=ties,
+        boundary=BOUNDARY, optimizer=adam(weights, weight_decay=decay), alike=how == "alike",
     )  # fmt: skip
 
 
@@ -252,6 +321,15 @@ def _process(process: int, how: str) -> None:
         ("tied", "words.weight of stage 0 and head.weight of stage 1 are equal, and not said"),
         ("seeded", "layer.up.weight of stage 0 and layer.up.weight of stage 1 are equal, and not"),
         ("replicas", "processes 0 and 1 do not agree on the numbers of "),
+        (
+            "replicas' decay",
+            "the optimizer's options for layer.norm.bias in stage 0, slice 0: AdamW with",
+        ),
+        (
+            "decay",
+            "otherwise: AdamW with lr 0.02, betas (0.9, 0.999), eps 1e-08, weight_decay 0.01",
+        ),
+        ("not stepped", "and head.weight of stage 1 are one weight, and optimizers step them "),
     ],
 )
 def test_processes_compare_what_they_hold(how: str, said: str) -> None:
