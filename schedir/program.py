@@ -5,11 +5,11 @@ from __future__ import annotations
 import hashlib
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from functools import cached_property
 from importlib import import_module
 from itertools import pairwise
-from typing import TYPE_CHECKING, Final, NamedTuple, overload
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, overload
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -59,7 +59,8 @@ def _whole(parts: Sequence[Words]) -> Words:
 class Stream(Sequence[Instr]):
     """The instruction list of one rank: a sequence of Instr outside, int64 words inside.
 
-    `joined[i]` says that instruction i is issued together with the one before it.
+    `joined[i]` says that instruction i is issued together with the one before it.  The words are
+    taken over as they are, not copied: whoever has made them does not write to them afterwards.
     """
 
     __slots__ = ("words",)
@@ -94,6 +95,10 @@ class Stream(Sequence[Instr]):
     def joined(self) -> NDArray[np.bool_]:
         """Whether each instruction is issued together with the one before it."""
         return np.asarray(self.words & JOINED, bool)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # Arrays are pickled and copied as writable ones, and Streams are not.
+        return type(self), (self.words,)
 
     def __len__(self) -> int:
         return len(self.words)
@@ -149,7 +154,8 @@ class Program:
     pass need not keep it up.
 
     `proofs` says for which progress models, and whether for hosts that block, `check` has proven
-    the program.  A program that is made of it, as by `dataclasses.replace`, has none.
+    the program.  A program that is made of it, as by `dataclasses.replace`, `copy` or `pickle`, has
+    none.
 
     `words` are all Streams, one behind the other, and `offsets` says where each begins, with
     one more entry than there are ranks.
@@ -197,6 +203,10 @@ class Program:
         object.__setattr__(self, "streams", tuple(views))
         object.__setattr__(self, "words", words)
         object.__setattr__(self, "offsets", offsets)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # A copy, or what is pickled, is made anew: all words in one array, and nothing proven yet.
+        return type(self), tuple(getattr(self, f.name) for f in fields(self) if f.init)
 
     def __len__(self) -> int:
         return sum(map(len, self.streams))

@@ -39,7 +39,7 @@ def simulate(
     expect(program, Program, "schedir.compile(schedule, plan)")
     if sizes is not None:
         expect(sizes, Sizes, "Sizes(activation=16e6, saved=1.2e9)")
-    if program.is_draft:
+    if program.is_draft and (program.trains or program.plan.ranks > 1):  # else it is whole
         program = lower(check_draft(program), costs, model)
     graph = complete(program, model, blocks=blocks)
     reached = walk(graph, costs)

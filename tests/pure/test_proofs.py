@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import pickle
 import random
+from collections.abc import Callable
+from copy import copy, deepcopy
 from dataclasses import replace
 from importlib import import_module
 
@@ -27,7 +30,7 @@ from schedir.graph import MODELS, Model
 from schedir.greedy import greedy
 from schedir.plan import Plan
 from schedir.program import Program, Slots
-from schedir.schedules import interleaved, one_f_one_b, zb_h1
+from schedir.schedules import forward_only, interleaved, one_f_one_b, zb_h1
 from schedir.simulate import simulate
 from schedir.testing import drafts
 from schedir.text import parse, show
@@ -64,6 +67,18 @@ def test_a_proof_stays_until_the_program_changes(looks: list[Program]) -> None:
     simulate(renamed, Costs(F=3))
     check(renamed)
     assert len(looks) == 2 and looks[1] is renamed
+
+
+@pytest.mark.parametrize("copied", [copy, deepcopy, lambda p: pickle.loads(pickle.dumps(p))])
+def test_a_copy_has_no_proof_and_cannot_be_written_to(copied: Callable[[Program], Program]) -> None:
+    program = compile(zb_h1, Plan(2, 4), slots="fewest")
+    other = copied(program)
+    assert other == program and other.digest == program.digest and not other.proofs
+    assert other.order.keys() == program.order.keys()
+    assert all(np.shares_memory(stream.words, other.words) for stream in other.streams)
+    for words in (other.words, other.streams[0].words, copied(other).streams[1].words):
+        with pytest.raises(ValueError, match="read-only"):
+            words[0] = words[1]
 
 
 def test_what_holds_where_hosts_block_holds_elsewhere(looks: list[Program]) -> None:
@@ -147,6 +162,13 @@ def test_unchecked_for_what_finishes_but_is_wrong() -> None:
         simulate(wrong)
     assert simulate(wrong, unchecked=True).span == simulate(program).span
     assert not wrong.proofs
+
+
+def test_evaluation_on_one_rank_is_whole_as_it_is() -> None:
+    program = replace(compile(forward_only, Plan(1, 2, 2)), slots=(Slots(0, 0, 0, 0),))
+    for proven in (check, simulate):
+        with pytest.raises(SlotError):
+            proven(program)
 
 
 def test_a_slot_that_only_its_own_filler_frees() -> None:
