@@ -141,7 +141,7 @@ class Graph:
         waited[1, reduce[1:]] = np.where(meets, reduce[:-1], NONE)
         before = np.full_like(waited, NONE)
         before[:, 1:] = np.maximum.accumulate(waited, 1)[:, :-1]
-        own = (before >= self.program.offsets[self.index.rank]) & (line != [[0], [0], [2]])
+        own = (before >= self.program.offsets[self.index.rank]) & (line != [[0], [1], [2]])
         return np.where(own, before, np.int32(NONE))
 
     def _giver(self, op: Opcode, token: Token, needer: NDArray[np.intp]) -> Positions:

@@ -12,6 +12,7 @@ from schedir.errors import DeadlockError
 from schedir.ops import ROWS, Lane, Opcode
 from schedir.passes.overlap import early_gathers, early_receives
 from schedir.program import Program
+from schedir.simulate import simulate
 from tests.edits import MUTATIONS, written
 from tests.mutants import legal, refusal
 from tests.oracle import Machine
@@ -41,6 +42,24 @@ def test_a_send_behind_a_compute_waits_with_it() -> None:
         "recv_grad 0.0 < send_grad 1.0", "send_grad 1.0 < B 1.0", "F 1.1 < recv_act 1.1",
         "recv_act 1.1 < send_act 0.1", "send_act 0.1 < B 0.0", "B 0.0 < recv_grad 0.0",
     ]  # fmt: skip
+
+
+def test_a_reduction_that_others_meet_holds_up_the_computes_behind_it() -> None:
+    """The host waits for the reductions before it, and computes nothing meanwhile."""
+    ends = "reduce_grads {0}{1}; reduce_tied {0}{1}"
+    first, last = (f"{ends}; step 1".format(rank, ".1") for rank in (0, 1))
+    program = written(
+        f"F 0.0; send_act 0.0; recv_grad 0.0; B 0.0; {ends.format(0, '')}; F 0.1; step; "
+        f"send_act 0.1; recv_grad 0.1; B 0.1; {first}",
+        f"recv_act 1.0; F 1.0; B 1.0; send_grad 1.0; {ends.format(1, '')}; step; "
+        f"recv_act 1.1; F 1.1; B 1.1; send_grad 1.1; {last}",
+        microbatches=2,
+        header="updates 2 delay 1 tied yes",
+    )
+    costs = Costs(reduce_grads=5)
+    began = [simulate(program, costs, blocks=b).of(0, 6)[1] for b in (False, True)]
+    backward = 1 + 1 + 2 + 2  # F and B of both stages
+    assert began == [backward, backward + 5]
 
 
 # Stages 0 and 2 on one rank: the message of gather 2.0 depends on what scatter 0.0 cuts.
