@@ -7,8 +7,10 @@ from itertools import pairwise
 
 import numpy as np
 
+from schedir.graph import Graph
 from schedir.index import Index
-from schedir.ops import ADDS, COMPUTE, Opcode
+from schedir.ops import ADDS, Opcode
+from schedir.passes.ends import apart, meets, together
 from schedir.passes.insert import insert
 from schedir.program import Program, Stream, Words, pack
 
@@ -86,22 +88,16 @@ def optimizer_step(program: Program) -> Program:
 
 
 def _append(program: Program, tails: list[Words]) -> Program:
-    """End each Stream, and each update before the last, with its tail.
-
-    An update ends ahead of the first compute after its last backward: what it made is sent first,
-    for others may need it to come to their own end.
-    """
+    """End each Stream, and each update before the last, with its tail."""
     plan, none = program.plan, np.empty(0, np.int64)
     earlier = np.arange(plan.updates - 1)
+    ends = together(Graph(program)) if meets(program) else apart(program)
     streams = []
-    for stream, tail in zip(program.streams, tails, strict=True):
-        at = np.flatnonzero(np.isin(stream.op, ADDS))
-        update = stream.mb[at] // plan.per_update
-        last = np.array([at[update == u].max(initial=0) for u in earlier], np.int64)
-        computes = np.flatnonzero(np.isin(stream.op, COMPUTE))
-        ends = computes[np.searchsorted(computes[:-1], last, side="right")] if len(last) else none
+    for stream, tail, end in zip(
+        program.streams, tails, (ends - program.offsets[:-1]).T, strict=True
+    ):
         words = (tail + earlier[:, None]).reshape(-1)
-        before = (np.repeat(ends, len(tail)), words)
-        words = insert(stream, before, (none, none)).words if len(words) else stream.words
+        after = (np.repeat(end, len(tail)), words)
+        words = insert(stream, (none, none), after).words if len(words) else stream.words
         streams.append(Stream(np.concatenate([words, tail + plan.updates - 1])))
     return replace(program, streams=tuple(streams))

@@ -14,6 +14,7 @@ from schedir.explain import deadlock
 from schedir.graph import Graph
 from schedir.index import NONE, Positions
 from schedir.ops import ROWS, SENDS, Opcode, Per, makers
+from schedir.passes.ends import meets, together
 from schedir.plan import Plan
 from schedir.program import ADDRESS, OP, STAGE, Order, Program, Stream
 from schedir.walk import Walk, walk
@@ -28,7 +29,8 @@ def transfers(program: Program, costs: Costs | None = None) -> Program:
     The draft is walked once in order of time at `costs`.  At the moment a value is made, its
     send is appended to the maker's Stream and its receive to the consumer's.  All Streams then
     agree with one global order, in which every edge of the dependency graph points forward,
-    even with blocking transfers in a single queue: so there is no cycle.
+    even with blocking transfers in a single queue: so there is no cycle.  Where ranks meet at the
+    end of an update, all that it needs comes first in that order.
 
     Raises DeadlockError if the draft itself cannot finish, or OrderError if that is due to one rank
     alone, which is all that can be wrong.
@@ -37,31 +39,40 @@ def transfers(program: Program, costs: Costs | None = None) -> Program:
     reached = walk(graph, _ordering(costs or Costs(), program.plan))
     if not reached.done.all():
         raise deadlock(graph, reached)
-    order, messages = _numbers(graph, reached), list(_messages(graph))
+    ended = _ended(graph)
+    order, messages = _numbers(graph, reached, ended), list(_messages(graph))
     total = len(program) + sum(len(made) for _, made, _, _ in messages)
     streams, all_words, begin = [], np.empty(total, np.int64), 0
     for rank, (lo, hi) in enumerate(pairwise(program.offsets.tolist())):
         own = np.arange(lo, hi, dtype=np.int32)
-        # Columns: time, turn (breaks ties as the walk did), place, word.
-        rows = [(reached.start[own], 2 * reached.turn[own], own, program.words[own])]
+        # Columns: updates ended, time, turn (breaks ties as the walk did), place, word.
+        rows = [(ended[own], reached.start[own], 2 * reached.turn[own], own, program.words[own])]
         for op, made, cuts, shift in messages:
             at = made[cuts[rank] : cuts[rank + 1]]
             word = (program.words[at] & ADDRESS) + shift | int(op) << OP
-            rows.append((reached.end[at], 2 * reached.turn[at] + 1, at, word))
-        time, turn, place, words = map(np.concatenate, zip(*rows, strict=True))
+            rows.append((ended[at], reached.end[at], 2 * reached.turn[at] + 1, at, word))
+        after, time, turn, place, words = map(np.concatenate, zip(*rows, strict=True))
         stream = all_words[begin : begin + len(words)]
-        stream[:] = words[np.lexsort((place, turn, time))]
+        stream[:] = words[np.lexsort((place, turn, time, after))]
         streams.append(Stream(stream))
         begin += len(words)
     return replace(program, streams=tuple(streams), order=order)
 
 
-def _numbers(graph: Graph, reached: Walk) -> Order:
+def _ended(graph: Graph) -> NDArray[np.int64]:
+    """How many updates have ended ahead of each instruction, where ranks meet for that."""
+    ended = np.zeros(len(graph), np.int64)
+    for end in together(graph) if meets(graph.program) else ():
+        ended += np.arange(len(graph)) > end[graph.index.rank]
+    return ended
+
+
+def _numbers(graph: Graph, reached: Walk, ended: NDArray[np.int64]) -> Order:
     """The number of each message in the global order, by the stage and microbatch of its send."""
     index = graph.index
     numbers: dict[Opcode, Positions] = {}
     whose = np.flatnonzero(index.among(_MAKE)).astype(np.int32)
-    order = whose[np.lexsort((reached.turn[whose], reached.end[whose]))]  # and then by place
+    order = whose[np.lexsort((reached.turn[whose], reached.end[whose], ended[whose]))]
     for send, ops in _SENT_BY.items():
         numbers[send] = np.full(index.size[Per.MICROBATCH], NONE, np.int32)
         number = np.flatnonzero(np.isin(index.op[order], ops)).astype(np.int32)

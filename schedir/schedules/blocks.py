@@ -55,7 +55,7 @@ def v_half(r: int, P: int, m: int) -> Word:
 
     2(P//2 + 1) stage activations in flight at most.  At F = I = W and m >= P ranks idle
     (3P-7) F for even P >= 4 and (3P-4) F for odd P >= 3: less than half of 1F1B's 6(P-1), and the
-    least that this memory allows (by exhaustive search up to P = 8).  That grows by
+    least that this memory allows, as a constraint solver finds for m = P up to 8.  That grows by
     max(0, 2F-W-2I, 2I-W-2F) with each microbatch.  There is no slack, so where all messages of a
     rank share a queue, compile it at its own costs.
 

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import random
 import re
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import pytest
+from hypothesis import event, given, settings
+from hypothesis import strategies as st
 
 from schedir.check import check
 from schedir.cli import main
@@ -29,6 +33,7 @@ from schedir.program import Program
 from schedir.schedules import (
     gpipe,
     interleaved_zb,
+    looped_dfs,
     one_f_one_b,
     pipedream_2bw,
     zb_h1,
@@ -36,6 +41,7 @@ from schedir.schedules import (
 )
 from schedir.simulate import simulate
 from schedir.sizes import Sizes
+from schedir.testing import random_draft
 from schedir.text import parse, show
 from schedir.words import Schedule, Word, delayed, draft
 from tests.commands import refused
@@ -265,3 +271,32 @@ def test_a_step_stands_between_two_updates() -> None:
         for before, op in pairwise(ops):
             if op is Opcode.OptimizerStep:
                 assert before in (Opcode.SendGrad, Opcode.ReduceGrads, Opcode.RecvAct)
+
+
+@pytest.mark.parametrize("told", [{"clip": True}, {"tied": True}])
+def test_ranks_that_meet_at_the_end_of_an_update_do_not_wait_for_each_other(told: Any) -> None:
+    """Rank 0 forwards the next update's first microbatches before rank 2 ends the one before."""
+    plan = Plan(3, 6, 2, updates=2, delay=1)
+    program = compile(looped_dfs, plan, **told)
+    for model in MODELS:
+        check(program, model, blocks=True)
+
+
+@settings(max_examples=60)
+@given(st.integers(0, 2**32))
+def test_what_runs_alone_runs_where_ranks_meet(seed: int) -> None:
+    """Whatever the order of a draft, its updates end in an order that all ranks can keep."""
+    rng = random.Random(seed)
+    ranks, updates = rng.choice([2, 3, 4]), rng.choice([2, 3])
+    stages = [*range(ranks), *rng.choices(range(ranks), k=rng.randint(0, 3))]
+    rng.shuffle(stages)
+    plan = Plan(ranks, rng.randint(1, 3) * updates, placement=tuple(stages), updates=updates,
+                delay=rng.choice([0, 1, 1, 2]))  # fmt: skip
+    drafted = random_draft(plan, rng, split=rng.choice([0.0, 0.5, 1.0]))
+    costs = Costs(F=rng.choice([1, 2]), send=rng.choice([0, 1, 3]))
+    try:
+        compile(drafted, costs=costs)
+    except OrderError:
+        return event("needs weights that are not there")
+    program = compile(drafted, costs=costs, clip=rng.random() < 0.5, tied=rng.random() < 0.7)
+    check(replace(program, order={}), "serial", blocks=True)

@@ -1,0 +1,57 @@
+"""Ends: where in its Stream each rank ends each update before the last, with reductions and step.
+
+Where all ranks meet there, the ends cut the whole program in two: nothing ahead of them may wait
+for what stands behind one, on whatever rank, or the ranks would wait for each other.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+from schedir.graph import Graph
+from schedir.index import NONE, Index
+from schedir.ops import ADDS, COMPUTE, ROWS, Lane
+from schedir.program import Program
+
+Ends = NDArray[np.int64]  # positions that the ends come behind, shape (updates - 1, ranks)
+
+_REDUCES = tuple(row.op for row in ROWS if row.lane is Lane.DP)
+
+
+def meets(program: Program) -> bool:
+    """Whether ranks meet at the ends of updates before the last."""
+    return program.plan.updates > 1 and program.trains and bool(program.tied or program.clip)
+
+
+def apart(program: Program) -> Ends:
+    """Where a rank ends its updates alone: ahead of the first compute after its last backward.
+
+    What it made is sent first, for others may need it to come to their own end.
+    """
+    index = Index(program)
+    computes = np.flatnonzero(index.among(COMPUTE))
+    return computes[np.searchsorted(computes[:-1], _last(index), side="right")] - 1
+
+
+def together(graph: Graph) -> Ends:
+    """Where ranks that meet end their updates: as soon as nothing that is needed stands behind.
+
+    Of a draft it is values that are needed, and else also the other side of each message.
+    """
+    values, rank = graph.needs if graph.program.is_draft else graph.partner[None], graph.index.rank
+    which, needer = np.nonzero((values != NONE) & (rank[values] != rank))
+    giver, ends = values[which, needer], _last(graph.index)
+    for end in ends:
+        while len(late := giver[(needer <= end[rank[needer]]) & (giver > end[rank[giver]])]):
+            np.maximum.at(end, rank[late], late)
+    return np.maximum.accumulate(ends)
+
+
+def _last(index: Index) -> Ends:
+    """Where each rank last adds to each update before the last, or reduces it."""
+    plan = index.program.plan
+    at = np.flatnonzero(index.among(ADDS + _REDUCES))
+    last = np.zeros((plan.updates, plan.ranks), np.int64)
+    np.maximum.at(last, (index.update(at), index.rank[at]), at)
+    return last[:-1]
