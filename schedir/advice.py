@@ -21,7 +21,7 @@ from schedir.plan import Plan
 from schedir.program import Program
 from schedir.simulate import simulate
 from schedir.ties import show_tied, tied_stages
-from schedir.timeline import Timeline
+from schedir.timeline import Timeline, expect_runs
 from schedir.words import Schedule, delay_for, draft, placed_for
 
 LARGE: Final = 100_000  # instructions of a program for which other orders are not searched
@@ -64,6 +64,7 @@ def advise(
     `schedule` is what the program was compiled from; without, a built-in schedule that gives
     the same program is used, or more microbatches are not tried.
     """
+    expect_runs([timeline])
     program = timeline.program
     costs = completed(costs or calibrate(timeline), program)
     base = simulate(program, costs, model=timeline.model, blocks=timeline.blocks)

@@ -13,7 +13,7 @@ from schedir.idleness import Cause, idleness, ready_gaps
 from schedir.index import NONE
 from schedir.ops import COMPUTE, ROWS, Lane, Opcode
 from schedir.program import Program
-from schedir.timeline import Timeline
+from schedir.timeline import Timeline, expect_runs
 from schedir.walk import walk
 
 Floats = NDArray[np.float64]
@@ -54,6 +54,7 @@ def calibrate(measured: Timeline) -> Costs:
     too short if others waited for the slow ones, and too long if those fell where nobody waited.
     Of a stage with two holders it is the mean of both.
     """
+    expect_runs([measured])
     spans, stages = measured.spans, range(measured.program.plan.stages)
     costs: dict[str, Cost] = dict.fromkeys(FIELD.values(), 0.0)
     bounds = _bounds(measured)

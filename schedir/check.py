@@ -7,7 +7,7 @@ from itertools import pairwise, product
 import numpy as np
 
 from schedir.complete import completeness
-from schedir.errors import GroupError, OrderError, Site, SlotError, expect
+from schedir.errors import GroupError, OrderError, Site, SlotError, expect, flag
 from schedir.explain import deadlock, misordered
 from schedir.graph import MODELS, Graph, Model, known
 from schedir.index import NONE, Index
@@ -32,6 +32,7 @@ def check(program: Program, model: Model = "device", *, blocks: bool = False) ->
     ReductionError), GroupError, LevelError, OrderError, SlotError or DeadlockError.
     """
     expect(program, Program, "schedir.compile(schedule, plan)")
+    blocks = flag(blocks, "blocks")
     if (known(model), blocks) not in program.proofs:
         prove(complete(program, model, blocks=blocks))
     return program

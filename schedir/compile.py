@@ -15,6 +15,7 @@ from schedir.errors import (
     MemoryLimitError,
     UsageError,
     expect,
+    flag,
     in_bytes,
 )
 from schedir.graph import Model
@@ -36,6 +37,8 @@ from schedir.program import Program
 from schedir.sizes import Sizes
 from schedir.ties import Ties, tied_stages
 from schedir.words import Schedule, draft
+
+SIZES = "Sizes(activation=16e6, saved=1.2e9)"  # an example
 
 
 def compile(
@@ -77,6 +80,11 @@ def compile(
     """
     if boundary not in ("replicated", "sharded"):
         raise UsageError(f"boundary must be 'replicated' or 'sharded', not {boundary!r}")
+    overlap, debug = flag(overlap, "overlap"), flag(debug, "debug")
+    if costs is not None:
+        expect(costs, Costs, "Costs(F=1, B=2)")
+    if sizes is not None:
+        expect(sizes, Sizes, SIZES)
     program = _drafted(schedule, plan)
     ties = None if tied is None else tied_stages(tied, program.plan)
     traits: dict[str, Any] = {"tp": tp, "dp": dp, "tied": ties, "clip": clip}
@@ -131,7 +139,7 @@ def within(program: Program, sizes: Sizes | None, limit: float) -> Program:
             "a limit in bytes needs the sizes of what is held",
             hint="--sizes activation=16MB,saved=1.2GB, or sizes=Sizes(...)",
         )
-    expect(sizes, Sizes, "Sizes(activation=16e6, saved=1.2e9)")
+    expect(sizes, Sizes, SIZES)
     if not isinstance(limit, int | float):
         raise UsageError(f"a limit is a number of bytes, not {limit!r:.60}", hint="40e9")
     try:

@@ -37,7 +37,7 @@ class PipelineConfig:
     schedule: str = "one_f_one_b"
     ranks: int = 1
     microbatches: int = 8
-    stages_per_rank: int = 1
+    stages_per_rank: int = field(default=1, metadata={"default": "1, or 2 with a parameter v"})
     placement: str | tuple[int, ...] = "loop"
     updates: int = 1
     delay: int | tuple[int, ...] = 0
@@ -203,7 +203,7 @@ PLAN: Final = tuple(f.name for f in fields(Plan))  # settings that are the plan'
 
 
 class Setting(NamedTuple):
-    """A setting of a section: what it takes, in words, and its default, as in TOML."""
+    """A setting of a section: what it takes, in words, and its default, as in TOML or in words."""
 
     name: str
     takes: str
@@ -215,7 +215,14 @@ def settings() -> dict[str, tuple[str, list[Setting]]]:
     return {
         section: (
             str(getdoc(kind)),
-            [Setting(f.name, say(KINDS[section][f.name]), _toml(f.default)) for f in fields(kind)],
+            [
+                Setting(
+                    f.name,
+                    say(KINDS[section][f.name]),
+                    f.metadata.get("default", _toml(f.default)),
+                )
+                for f in fields(kind)
+            ],
         )
         for section, kind in SECTIONS.items()
     }

@@ -121,6 +121,13 @@ def expect(value: object, kind: type, example: str) -> None:
         )
 
 
+def flag(value: object, what: str) -> bool:
+    """True or False, as numpy and 1 and 0 say it, too.  Raises UsageError for anything else."""
+    if type(value).__name__ in ("bool", "bool_") or (isinstance(value, int) and value in (0, 1)):
+        return bool(value)
+    raise UsageError(f"{what} is True or False, not {said(value)}")
+
+
 class ConfigError(UsageError):
     """A setting that cannot be used; `where` is its file, or the option that gave it.
 

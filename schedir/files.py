@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from schedir.errors import UsageError
+from schedir.errors import UsageError, said
 
 
 def text_of(path: str | Path) -> str:
@@ -24,6 +24,13 @@ def text_of(path: str | Path) -> str:
         raise UsageError(f"cannot read {path}: {error.strerror}") from None
 
 
+def path_of(given: object) -> Path:
+    """A path.  Raises UsageError for what names no file."""
+    if not isinstance(given, str | os.PathLike):
+        raise UsageError(f"a file is named by a text or a Path, not {said(given)}")
+    return Path(given)
+
+
 @contextmanager
 def replacing(path: str | Path) -> Iterator[Path]:
     """A temporary name beside `path`; what is written there becomes `path` when the block ends.
@@ -31,7 +38,7 @@ def replacing(path: str | Path) -> Iterator[Path]:
     If the block raises, `path` is left as it was.  Raises UsageError for a path that cannot be
     written, and for one that is there but is no ordinary file.
     """
-    target = Path(path)
+    target = path_of(path)
     temporary = target.with_name(f".{target.name}.{os.getpid()}") if target.name else target
     try:
         if target.exists() and not target.is_file():  # never rename over a folder or a device

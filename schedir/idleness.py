@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from schedir.index import NONE
 from schedir.ops import BACKWARDS, ROWS, Lane, Opcode
-from schedir.timeline import Timeline
+from schedir.timeline import Timeline, expect_runs
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
@@ -60,6 +60,7 @@ def idleness(timeline: Timeline) -> NDArray[Any]:
     Before the first instruction of a rank the same is told, except that waits for others are
     WARMUP; after its last it is COOLDOWN, and nothing is awaited.
     """
+    expect_runs([timeline])
     if not len(timeline):
         return np.empty(0, IDLE)
     waits = _Gaps(timeline)

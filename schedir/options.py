@@ -55,8 +55,9 @@ def add_lowering(parser: argparse.ArgumentParser) -> None:
 def _lowering(group: argparse._ArgumentGroup) -> None:
     group.add_argument("--tp", type=_size, metavar="N", help="tensor-parallel ranks (1)")
     group.add_argument("--dp", type=_size, metavar="N", help="data-parallel replicas (1)")
-    group.add_argument("--tied", action="store_true", default=None, help="a tied embedding")
-    group.add_argument(
+    tied = group.add_mutually_exclusive_group()
+    tied.add_argument("--tied", action="store_true", default=None, help="a tied embedding")
+    tied.add_argument(
         "--ties",
         dest="tied",
         type=_ties,
@@ -184,6 +185,16 @@ def _numbers(
     return given
 
 
+def model_of(args: argparse.Namespace, program: Program) -> Model:
+    """The progress model that is told, else device, or of a run's program that of the run."""
+    from schedir.graph import MODELS
+
+    told: Model | None = args.model
+    proven = {model for model, _ in program.proofs}
+    own = [model for model in MODELS if model in proven]
+    return told or ("device" if not own or "device" in own else own[0])
+
+
 def program_of(
     args: argparse.Namespace, source: str, *, share: bool = False
 ) -> tuple[Program, Costs]:
@@ -206,7 +217,7 @@ def program_of(
         _agree(args, found, source, but=("stages_per_rank", "placement") if share else ())
         if args.limit is not None:
             sizes = sizes_of(args, found.plan if share else None)
-            within(check(found, args.model or "device"), sizes, args.limit)
+            within(check(found, model_of(args, found)), sizes, args.limit)
         return found, _shared(costs, found.plan) if share else costs
     plan = _plan(args, found, share=share)
     if getattr(args, "draft", False):
@@ -254,7 +265,8 @@ def _shared(each: _Each, plan: Plan) -> _Each:
     """Costs or sizes of a microbatch on a rank as those on one of its stages."""
     from dataclasses import replace
 
-    names = ("F", "B", "I", "W", "FB", "saved", "tape", "both", "weights", "version")
+    names = ["F", "B", "I", "W", "FB", "reduce_grads", "reduce_holders"]
+    names += ["saved", "tape", "both", "weights", "version"]
     whole = {name: getattr(each, name, None) for name in names}
     part = plan.ranks / plan.stages
     return replace(each, **{k: c * part for k, c in whole.items() if isinstance(c, float)})

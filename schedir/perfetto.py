@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from schedir.errors import UsageError
 from schedir.idleness import Cause, idleness
 from schedir.ops import SENDS, TRANSFERS, Lane
-from schedir.timeline import Timeline
+from schedir.timeline import Timeline, expect_runs
 
 Event = dict[str, Any]
 
@@ -36,6 +36,7 @@ def text(timeline: Timeline) -> str:
 
     Raises UsageError for a run that is too long to be told in nanoseconds.
     """
+    expect_runs([timeline])
     facts = {
         "program": timeline.program.name,
         "digest": timeline.program.digest,

@@ -38,7 +38,9 @@ class Plan:
 
     `placement` is "loop" (rank r holds j*ranks + r), "vee" (r and 2*ranks-1-r; it has two
     stages per rank unless told otherwise), or the rank of each stage in turn; from such a map
-    `stages_per_rank` is read off as the most stages that a rank holds.
+    `stages_per_rank` is read off as the most stages that a rank holds.  A Plan knows no schedule:
+    with "loop" there is one stage per rank unless told, also for one with a parameter `v`, to which
+    commands and configurations then give its default of `v`, or two.
 
     "mirror" gives each stage two holders, for DualPipe and Chimera: the one that "loop" gives it
     for half as many stages per rank, and that one's mirror image, ranks-1-r.  The first half of

@@ -9,12 +9,13 @@ from dataclasses import dataclass, field, fields
 from functools import cached_property
 from importlib import import_module
 from itertools import pairwise
+from operator import index
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, overload
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from schedir.errors import PlanError
+from schedir.errors import PlanError, flag, said
 from schedir.ops import ADDS, ADDS_TO_WEIGHTS, COMPUTE, Instr, Opcode
 from schedir.plan import Plan
 from schedir.ties import Tied, tied_stages
@@ -186,8 +187,14 @@ class Program:
             raise PlanError(f"a program's name has no space around it: {name!r} has")
         for size in ("tp", "dp"):
             value = getattr(self, size)
-            if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= 65535:
-                raise PlanError(f"{size} must be a whole number from 1 to 65535, not {value!r}")
+            try:
+                whole = 0 if isinstance(value, bool) else index(value)
+            except TypeError:
+                whole = 0
+            if not 1 <= whole <= 65535:
+                raise PlanError(f"{size} must be a whole number from 1 to 65535, not {said(value)}")
+            object.__setattr__(self, size, whole)
+        object.__setattr__(self, "clip", flag(self.clip, "clip"))
         slots = tuple(Slots(*map(int, counts)) for counts in self.slots)
         if slots and len(slots) != self.plan.ranks:
             raise PlanError(f"slots are given for {len(slots)} of {self.plan.ranks} ranks")

@@ -5,9 +5,9 @@ from __future__ import annotations
 import numpy as np
 
 from schedir.check import check_draft, complete, prove
-from schedir.compile import lower
+from schedir.compile import SIZES, lower
 from schedir.costs import Costs
-from schedir.errors import CostsError, expect
+from schedir.errors import CostsError, expect, flag
 from schedir.explain import deadlock
 from schedir.graph import Model
 from schedir.program import Program
@@ -37,8 +37,11 @@ def simulate(
     need only be complete and finish: what it computes may be wrong.
     """
     expect(program, Program, "schedir.compile(schedule, plan)")
+    blocks, unchecked = flag(blocks, "blocks"), flag(unchecked, "unchecked")
+    if costs is not None:
+        expect(costs, Costs, "Costs(F=1, B=2)")
     if sizes is not None:
-        expect(sizes, Sizes, "Sizes(activation=16e6, saved=1.2e9)")
+        expect(sizes, Sizes, SIZES)
     if program.is_draft and (program.trains or program.plan.ranks > 1):  # else it is whole
         program = lower(check_draft(program), costs, model)
     graph = complete(program, model, blocks=blocks)

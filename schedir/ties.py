@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from operator import index
 from typing import Any, Protocol, overload
 
-from schedir.errors import PlanError, UsageError
+from schedir.errors import PlanError, UsageError, said
 from schedir.plan import Plan
 
 Tied = tuple[tuple[int, ...], ...]  # ascending stages that share weights, each set once, sorted
@@ -35,7 +35,8 @@ class Module(Protocol):
 class Ties:
     """Weights that several stages hold: the places of each, stages ascending.
 
-    `schedir.ties(stages)` finds them; where a process makes its own stages alone, they are said:
+    `schedir.ties(stages)` finds them; where a process makes its own stages alone, they are said.
+    Raises UsageError for what is no such places.
 
     >>> ties = Ties((((0, "embedding.weight"), (3, "head.weight")),))
     >>> ties.stages
@@ -46,17 +47,17 @@ class Ties:
 
     def __post_init__(self) -> None:
         try:
-            said = tuple(
+            weights = tuple(
                 tuple(sorted({(index(s), _name(name)) for s, name in places}))
                 for places in self.weights
             )
         except (TypeError, ValueError):
             raise UsageError(
                 f"of each tied weight the places are said, a stage and a name each, not "
-                f"{self.weights!r:.80}",
+                f"{said(self.weights)}",
                 hint="Ties((((0, 'embedding.weight'), (3, 'head.weight')),))",
             ) from None
-        object.__setattr__(self, "weights", said)
+        object.__setattr__(self, "weights", weights)
 
     @property
     def stages(self) -> Tied:
@@ -137,14 +138,24 @@ def ties(model: Module | Sequence[Module] | Mapping[int, Module]) -> Ties | Mode
 
 def _all(stages: Sequence[Module] | Mapping[int, Module]) -> list[Module]:
     """All stages, in order."""
+    found: list[Any]
     if isinstance(stages, Mapping):
-        if sorted(stages) != [*range(len(stages))]:
+        if {*stages} != {*range(len(stages))}:
             raise UsageError(
-                f"ties are found among all stages of a model, not {sorted(stages)} alone",
+                f"ties are found among all stages of a model, not {said([*stages])} alone",
                 hint="Ties((((0, 'embedding.weight'), (3, 'head.weight')),)) says what is tied",
             )
-        return [stages[s] for s in range(len(stages))]
-    return [*stages]
+        found = [stages[s] for s in range(len(stages))]
+    else:
+        several = isinstance(stages, Iterable) and not isinstance(stages, str | bytes)
+        found = [*stages] if several else [stages]
+    for stage in found:
+        if not hasattr(stage, "named_parameters"):
+            raise UsageError(
+                f"ties are found in a model, or among its stages in order, not in {said(stage)}",
+                hint="schedir.ties(stages)",
+            )
+    return found
 
 
 def _shared(modules: Iterable[Module]) -> list[tuple[Any, list[Place]]]:

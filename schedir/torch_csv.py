@@ -15,6 +15,7 @@ import csv
 import re
 from difflib import get_close_matches
 from io import StringIO
+from numbers import Integral
 from typing import Final, NamedTuple
 
 import numpy as np
@@ -171,6 +172,8 @@ def parse(text: str, name: str = "imported", ranks: int | None = None) -> Progra
     another number of rows than `ranks`; PlanError where the plan cannot be.
     """
     expect(text, str, 'Path("mine.csv").read_text()')
+    if ranks is not None:
+        expect(ranks, Integral, "4")
     reader = _Reader()
     rows = _rows(text)
     if ranks is not None and len(rows) != ranks:

@@ -136,7 +136,7 @@ class _Trainer:
             loss=partial(gpt.loss, tp=tp),
             boundary=Boundary((self.size, config.model.context, config.model.hidden), dtype),
             optimizer=self.optimizer,
-            max_norm=config.train.clip,
+            max_norm=config.train.clip if program.clip else None,
             loss_scale=self.loss_scale,
             seed=config.data.seed,
             record=config.output.record,

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Collection, Mapping, Sequence
 from functools import partial
-from math import ceil, inf
+from math import ceil, inf, nan
+from numbers import Real
 from typing import Any, Final, TypedDict, Unpack
 
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.colors import is_color_like, to_hex
 from matplotlib.figure import Figure
+from matplotlib.font_manager import FontProperties
+from matplotlib.textpath import text_to_path
 from matplotlib.ticker import FuncFormatter, MaxNLocator
 
-from schedir.errors import UsageError, in_bytes
+from schedir.errors import UsageError, expect, in_bytes, said
 from schedir.timeline import Timeline, expect_runs
 from schedir.viz import marks
 from schedir.viz.density import in_flight, memory
@@ -102,19 +106,16 @@ def compare(
     expect_runs(timelines)
     shared = len({t.unit for t in timelines}) == 1
     show, palette = _shown(style.get("show", "lanes")), _palette(style)
-    if titles is not None and len(titles) != len(timelines):
-        raise UsageError(f"there are {len(titles)} titles for {len(timelines)} charts")
+    named, axis = _titles(titles, len(timelines)), style.get("axis")
+    if axis is not None:
+        expect(axis, str, '"time in ms"')
     scale = [1.0 if shared else float(t.busy.mean()) or 1.0 for t in timelines]
     longest = max(t.span / s for t, s in zip(timelines, scale, strict=True)) or 1.0
     frames = [(0.0, longest * s) for s in scale]
-    if time := style.get("time"):
+    if (time := style.get("time")) is not None:
         if not shared:
             raise UsageError("a part of the time is drawn of runs in one unit")
-        if not (0 <= time[0] < time[1] < inf and time[0] < longest):
-            raise UsageError(
-                f"the time that is drawn is like (0, {longest:.6g}), all of it, not {time}"
-            )
-        frames = [(float(time[0]), float(time[1]))] * len(timelines)
+        frames = [_part(time, longest)] * len(timelines)
     ends = [end - begin for begin, end in frames]
     lay = partial(
         Sheet,
@@ -123,11 +124,7 @@ def compare(
         palette=palette,
     )
     sheets = [lay(t, lanes="lanes" in show) for t in timelines]
-    tall, width = _TALL, style.get("width")
-    if isinstance(width, str):
-        if width not in PAPER:
-            raise UsageError(f"a width is a number of inches, or {' or '.join(PAPER)}: {width!r}")
-        width = PAPER[width] - _LEFT - _RIGHT
+    tall, width = _TALL, _width(style.get("width"))
     if width is None:
         wanted = max(e / s.narrow * s.label_width for e, s in zip(ends, sheets, strict=True))
         width = float(np.clip(wanted * _LABEL, *_WIDTH))
@@ -146,8 +143,7 @@ def compare(
     extra |= PHASES if "phases" in show else {}
     foot = _LINE * ceil(len(entries(sheets, extra)[0]) / columns) + 0.08
     last = [not shared or k == len(sheets) - 1 for k in range(len(sheets))]
-    feet = [_FOOT if has and style.get("axis") != "none" else 0.1 for has in last]
-    named: Sequence[str | None] = [None] * len(timelines) if titles is None else titles
+    feet = [_FOOT if has and axis != "none" else 0.1 for has in last]
     heads = [_HEAD if title != "" else 0.1 for title in named]
     notes = [] if shared else [_SCALED]
     notes += [f"{t.program.name:.40}: {t.doubt}" for t in timelines if t.doubt]
@@ -164,7 +160,7 @@ def compare(
         axes.set_xlim(begin, end)
         paint(axes, sheet, width / ends[k], row, dense=dense[k], ground="phases" not in show)
         _mark(axes, sheet, show, row, dense=dense[k])
-        _frame(axes, sheet, (begin, end), row, style.get("axis"), last=last[k])
+        _frame(axes, sheet, (begin, end), row, axis, last=last[k])
         _head(axes, sheet.timeline, ends[k], width, named[k])
         y -= feet[k]
     for k, text in enumerate(notes):
@@ -197,23 +193,61 @@ def _shown(show: str | Collection[str]) -> Collection[str]:
     """The marks that are asked for, between commas or in a collection."""
     if isinstance(show, str):
         show = [mark.strip() for mark in show.split(",") if mark.strip()]
+    expect(show, Collection, '"lanes,arrows"')
     for mark in show:
-        if mark not in MARKS:
-            raise UsageError(f"a chart shows {', '.join(MARKS)}, not {mark!r}")
+        if not isinstance(mark, str) or mark not in MARKS:
+            raise UsageError(f"a chart shows {', '.join(MARKS)}, not {said(mark)}")
     return show
+
+
+def _titles(given: object, charts: int) -> Sequence[str | None]:
+    """A title for each chart, or none."""
+    if given is None:
+        return [None] * charts
+    titles = [given] if isinstance(given, str) else given
+    if not isinstance(titles, Sequence) or not all(isinstance(title, str) for title in titles):
+        raise UsageError(f"titles are texts, one for each chart, not {said(given)}")
+    if len(titles) != charts:
+        raise UsageError(f"there are {len(titles)} titles for {charts} charts")
+    return titles
+
+
+def _width(given: object) -> float | None:
+    """The width of the axes, in inches, if one is asked for."""
+    if isinstance(given, str) and given in PAPER:
+        return PAPER[given] - _LEFT - _RIGHT
+    if given is None:
+        return None
+    if isinstance(given, Real) and 0 < float(given) < inf:
+        return float(given)
+    raise UsageError(f"a width is a number of inches, or {' or '.join(PAPER)}: {said(given)}")
+
+
+def _part(given: object, longest: float) -> tuple[float, float]:
+    """The part of the time that is drawn, of runs of which the longest takes so long."""
+    try:
+        begin, end = map(float, given)  # type: ignore[call-overload]
+    except (TypeError, ValueError):
+        begin = end = nan
+    if not 0 <= begin < min(end, longest) or end == inf:
+        raise UsageError(
+            f"the time that is drawn is like (0, {longest:.6g}), all of it, not {said(given)}"
+        )
+    return begin, end
 
 
 def _palette(style: Style) -> Palette:
     """The palette that is asked for, with colours of its own for some kinds."""
-    name, given = style.get("palette", "plain"), {}
-    if name not in PALETTES:
-        raise UsageError(f"a palette is {', '.join(PALETTES)}, not {name!r}")
-    for kind, said in style.get("colours", {}).items():
+    name, given, colours = style.get("palette", "plain"), {}, style.get("colours", {})
+    if not isinstance(name, str) or name not in PALETTES:
+        raise UsageError(f"a palette is {', '.join(PALETTES)}, not {said(name)}")
+    expect(colours, Mapping, '{"F": "skyblue"}')
+    for kind, colour in colours.items():
         if kind not in KINDS:
-            raise UsageError(f"what has a colour is {', '.join(KINDS)}, not {kind!r}")
-        if not is_color_like(said):
-            raise UsageError(f"{kind} has no colour {said!r}", hint="a name, or #4b3b8f")
-        given[kind] = to_hex(said)
+            raise UsageError(f"what has a colour is {', '.join(KINDS)}, not {said(kind)}")
+        if not is_color_like(colour):
+            raise UsageError(f"{kind} has no colour {said(colour)}", hint="a name, or #4b3b8f")
+        given[kind] = to_hex(colour)
     return recoloured(PALETTES[name], given)
 
 
@@ -267,15 +301,20 @@ def _head(axes: Axes, timeline: Timeline, span: float, inches: float, title: str
     peak = f"{most:.4g} activation{'s' * (most != 1)}"
     if timeline.sizes is not None:
         peak = in_bytes(float(timeline.peak_memory.max()))
-    about = f"bubble {timeline.bubble:.1%}, peak {peak}"
-    about += "" if slim else f", span {timeline.span / one:.4g} {timeline.unit and unit}".rstrip()
+    facts = [f"bubble {timeline.bubble:.1%}", f"peak {peak}"]
+    facts += [] if slim else [f"span {timeline.span / one:.4g} {timeline.unit and unit}".rstrip()]
     v, name = timeline.program.plan.stages_per_rank, timeline.program.name
-    room = int(inches * 72 / (0.57 * size)) - len(about) - 2
     kind = "" if slim else f" ({timeline.kind}{f', v={v}' * (v > 1)})"
     if title is not None:
-        name, kind = title, ""
-    room -= len(kind)
-    name = name if len(name) <= room else name[: max(room - 1, 1)] + "…"
+        name, kind = " ".join(title.split()), ""
+    # A title that somebody chose is whole before any figure; of a name the bubble is told first.
+    about, left = ", ".join(facts), name[:300]
+    while len(facts) > (title is None) and _inches(f"{name}{kind}  {about}", size) > inches:
+        facts.pop()
+        about = ", ".join(facts)
+    while left and _inches(f"{name}{kind}  {about}", size) > inches:
+        left = left[:-1]
+        name = f"{left}…"
     plain: dict[str, Any] = {
         "fontsize": size,
         "pad": 5,
@@ -283,6 +322,15 @@ def _head(axes: Axes, timeline: Timeline, span: float, inches: float, title: str
     }  # a name may hold a dollar sign
     axes.set_title(f"{name}{kind}", loc="left", **plain)
     axes.set_title(about, loc="right", **plain)
+
+
+def _inches(text: str, size: float) -> float:
+    """How wide a text is, with some room: letters are drawn at whole pixels."""
+    with warnings.catch_warnings():  # as `save` says
+        warnings.filterwarnings("ignore", "Glyph .* missing from font", UserWarning)
+        font = FontProperties(size=size)
+        points = text_to_path.get_text_width_height_descent(text, font, False)[0]
+    return 1.06 * float(points) / 72
 
 
 def _clock(timeline: Timeline, end: float) -> tuple[float, str]:

@@ -9,8 +9,8 @@ from typing import Any, Final
 import matplotlib
 from matplotlib.figure import Figure
 
-from schedir.errors import UsageError
-from schedir.files import replacing
+from schedir.errors import UsageError, expect
+from schedir.files import path_of, replacing
 
 # By suffix, the metadata that would make two equal pictures differ, left out.
 FORMATS: Final[dict[str, dict[str, None]]] = {
@@ -29,7 +29,7 @@ _DPI: Final = 200
 
 def suffix_of(path: str | Path) -> str:
     """The suffix of a picture's file name, in lower case; UsageError if it is none of ours."""
-    suffix = Path(path).suffix.lower()
+    suffix = path_of(path).suffix.lower()
     if suffix not in FORMATS:
         raise UsageError(f"a picture ends in {', '.join(FORMATS)}: {path} does not")
     return suffix
@@ -40,6 +40,7 @@ def save(figure: Figure, path: str | Path) -> None:
 
     Raises UsageError for any other suffix, and where the file cannot be written.
     """
+    expect(figure, Figure, "schedir.viz.gantt(timeline)")
     suffix = suffix_of(path)
     with replacing(path) as temporary, matplotlib.rc_context(_STYLE), warnings.catch_warnings():
         # A letter that the font does not have is drawn as a box, and nothing more is to be said.

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from schedir.errors import DeadlockError, GroupError, UsageError
-from schedir.options import SOURCE, add_shape, program_of, timeline_of
+from schedir.options import SOURCE, add_shape, model_of, program_of, timeline_of
 from schedir.terminal import as_json, table
 
 if TYPE_CHECKING:
@@ -37,7 +37,7 @@ def run(args: argparse.Namespace) -> str:
     if args.why is not None:
         return _why(args)
     program, _ = program_of(args, args.source)
-    first: Model = args.model or "device"
+    first = model_of(args, program)
     others = [model for model in MODELS if args.model is None and model != first]
     try:
         check(program, first, blocks=args.blocks)

@@ -16,8 +16,9 @@ if TYPE_CHECKING:
     from schedir.timeline import Timeline
 
 ABOUT = (
-    "set schedules of one model side by side: costs are those of a microbatch on a whole rank, "
-    "split evenly over its stages; a schedule without a parameter v has one stage per rank"
+    "set schedules of one model side by side: costs are those of a whole rank, of a microbatch "
+    "or of its reductions, split evenly over its stages; a schedule without a parameter v has one "
+    "stage per rank"
 )
 MOST = 8  # differences that are told
 

@@ -149,7 +149,7 @@ def _expected(measured: Timeline) -> Timeline:
     from schedir.calibrate import calibrate
     from schedir.simulate import simulate
 
-    predicted = simulate(
-        measured.program, calibrate(measured), model=measured.model, sizes=measured.sizes
-    )
+    model, blocks, sizes = measured.model, measured.blocks, measured.sizes
+    costs = calibrate(measured)
+    predicted = simulate(measured.program, costs, model=model, blocks=blocks, sizes=sizes)
     return replace(predicted, unit=measured.unit)

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from schedir.errors import UsageError
 from schedir.files import replacing
-from schedir.options import SOURCE, add_shape, program_of, timeline_of
+from schedir.options import SOURCE, add_shape, model_of, program_of, timeline_of
 
 ABOUT = "write a program or a run in the form that another system reads"
 LARGE = 5_000_000  # bytes above which JSON is packed
@@ -27,7 +27,7 @@ def _torch(args: argparse.Namespace) -> str:
     from schedir.check import check, check_draft
 
     program, _ = program_of(args, args.source)
-    program = check_draft(program) if program.is_draft else check(program, args.model or "device")
+    program = check_draft(program) if program.is_draft else check(program, model_of(args, program))
     return torch_csv.show(program, args.to)
 
 

@@ -17,12 +17,13 @@ from torch import Tensor, nn
 from torch.profiler import record_function
 
 from schedir.check import check
-from schedir.errors import ExecutionError, ModelError, Site, expect, in_words, said
+from schedir.errors import ExecutionError, ModelError, Site, expect, flag, in_words, said
 from schedir.ops import ROWS, Lane
 from schedir.program import Program
 from schedir.runtime.given import (
     loss_of,
     max_norm_of,
+    number_of,
     optimizer_of,
     program_of,
     seed_of,
@@ -44,8 +45,9 @@ class Executor(Rank):
     its own; they are any modules: `module(x) -> y`, the first takes inputs,
     the last gives what `loss(y, target)` sums up.  All others take and give tensors of
     `boundary`.  `optimizer.step()` runs at OptimizerStep, after gradients are scaled to a
-    global norm of at most `max_norm` if the program clips.  With a `loss_scale`, gradients are
-    those of the scaled loss until they are reduced.
+    global norm of at most `max_norm`, 1 unless told, if the program clips; of one that does not,
+    a `max_norm` is refused.  With a `loss_scale`, gradients are those of the scaled loss until
+    they are reduced.
 
     An update is made only where it is finite, losses and gradients; else weights and the state of
     the optimizer stay as they are, but not buffers that a forward writes, as running statistics.
@@ -95,7 +97,7 @@ class Executor(Rank):
         loss: Loss,
         boundary: Boundary | Sequence[int],
         optimizer: Steps | None = None,
-        max_norm: float = 1.0,
+        max_norm: float | None = None,
         loss_scale: LossScale | None = None,
         seed: int = 0,
         tied: Ties | None = None,
@@ -111,9 +113,8 @@ class Executor(Rank):
             )
         stages = stages_of(stages, program, rank)
         loss_of(loss), optimizer_of(optimizer)
-        seed = seed_of(seed)
-        if program.clip:
-            max_norm_of(max_norm)
+        max_norm, seed = max_norm_of(max_norm, program), seed_of(seed)
+        alike, record = flag(alike, "alike"), flag(record, "record")
         if not hasattr(transport, "agree"):
             raise ModelError(f"{said(transport)} is no transport", hint="Gloo(program)")
         if loss_scale is not None:
@@ -224,14 +225,9 @@ class Executor(Rank):
         for name, given, where in (("inputs", inputs, 0), ("targets", targets, -1)):
             if where % self.plan.stages not in self.stages:
                 continue
-            if not hasattr(given, "__getitem__"):
+            if (number := number_of(given, name, self.program)) != m:
                 raise ExecutionError(
-                    f"{name} are a tensor for each microbatch, and {said(given)} is given",
-                    program=self.program.name,
-                )
-            if len(given) != m:
-                raise ExecutionError(
-                    f"rank {self.rank} is given {len(given)} {name} for {m} microbatches",
+                    f"rank {self.rank} is given {number} {name} for {m} microbatches",
                     program=self.program.name,
                 )
         self.draws.begin()

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
 from operator import index
 from typing import Any, TypeVar
 
 import torch
 from torch import nn
 
-from schedir.errors import ModelError, expect, said
+from schedir.errors import ExecutionError, ModelError, expect, said
 from schedir.program import Program
 
 _T = TypeVar("_T")
@@ -23,7 +23,7 @@ def shape_of(given: object) -> tuple[int, ...]:
     Raises ModelError for anything else.
     """
     try:
-        if isinstance(given, str | bytes | torch.Tensor):
+        if isinstance(given, str | bytes | torch.Tensor | Set):
             raise TypeError
         each: Any = given if hasattr(given, "__iter__") else (given,)
         if any(isinstance(n, bool) for n in each):
@@ -75,6 +75,36 @@ def stages_of(given: object, program: Program, rank: int | None = None) -> dict[
     return found
 
 
+def model_of(given: object, *, holes: bool = False) -> list[Any]:
+    """All the stages of a model, in order, where there is no program to compare them with.
+
+    With `holes`, None stands for stages that others have.  Raises ModelError for what is no
+    sequence of modules.
+    """
+    found: list[Any] = []
+    if isinstance(given, Sequence | nn.Sequential | nn.ModuleList):
+        found = [*given]
+    if not found or not all(isinstance(m, nn.Module) or (holes and m is None) for m in found):
+        raise ModelError(
+            f"the stages of a model are modules, in order, not {said(given)}",
+            hint="[nn.Linear(8, 8), nn.Linear(8, 8)]",
+        )
+    return found
+
+
+def number_of(given: object, what: str, program: Program | None = None) -> int:
+    """How many microbatches are given.  Raises ExecutionError for what does not count any."""
+    try:
+        if not hasattr(given, "__getitem__") or isinstance(given, str | bytes):
+            raise TypeError
+        return len(given)  # type: ignore[arg-type]
+    except TypeError:
+        raise ExecutionError(
+            f"{what} are a tensor for each microbatch, and {said(given)} is given",
+            program=program.name if program else "",
+        ) from None
+
+
 def callable_of(given: _T, what: str, example: str) -> _T:
     """What can be called.  Raises ModelError for anything else."""
     if not callable(given):
@@ -116,16 +146,27 @@ def seed_of(given: object) -> int:
         raise ModelError(f"a seed is a whole number, not {said(given)}") from None
 
 
-def max_norm_of(given: _T) -> _T:
-    """The largest norm of a gradient: a number above 0.  Raises ModelError for another."""
+def max_norm_of(given: float | None, program: Program) -> float:
+    """The largest norm of the gradients: a number above 0, or 1 where none is given.
+
+    Raises ModelError for another, and for one that the program would not clip to.
+    """
+    if given is None:
+        return 1.0
     try:
-        number = float(given)  # type: ignore[arg-type]
+        number = float(given)
     except (TypeError, ValueError):
         number = math.nan
     if not number > 0 or isinstance(given, str):
         raise ModelError(
             f"max_norm is a number above 0, not {said(given)}",
             hint="math.inf takes the norm and clips nothing",
+        )
+    if not program.clip:
+        raise ModelError(
+            f"max_norm is {number:g}, and the program takes no norm and clips nothing",
+            program=program.name,
+            hint="compile(..., clip=True)",
         )
     return given
 

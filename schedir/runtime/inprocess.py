@@ -120,7 +120,7 @@ class InProcess:
         boundary: Boundary | Sequence[int],
         model: Model = "edge",
         optimizer: Callable[[list[nn.Parameter]], Steps] | None = None,
-        max_norm: float = 1.0,
+        max_norm: float | None = None,
         loss_scale: Callable[[], LossScale] | None = None,
         seed: int = 0,
         tied: Ties | None = None,

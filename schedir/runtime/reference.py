@@ -11,9 +11,17 @@ from contextlib import nullcontext
 import torch
 from torch import Tensor, nn
 
+from schedir.errors import ExecutionError
 from schedir.ops import Instr, Opcode
 from schedir.program import Program
-from schedir.runtime.given import one_number, seed_of
+from schedir.runtime.given import (
+    loss_of,
+    model_of,
+    number_of,
+    one_number,
+    program_of,
+    seed_of,
+)
 from schedir.runtime.gradients import Gradients
 from schedir.runtime.lender import Lender
 from schedir.runtime.random import BACKWARD, FORWARD, WEIGHT, Draws
@@ -45,9 +53,17 @@ def reference(
 
     Random numbers are those of an executor of that `seed` in the step of that number, from 0;
     afterwards torch's generators are as they were.  What passes between stages is contiguous.
+
+    Raises ModelError for stages, a loss or a seed of another kind, ExecutionError for inputs and
+    targets that are not as many.
     """
+    stages, loss, seed = model_of(stages), loss_of(loss), seed_of(seed)
+    program = program_of(program) if program is not None else None
+    several, others = number_of(inputs, "inputs"), number_of(targets, "targets")
+    if several != others:
+        raise ExecutionError(f"there are {several} inputs and {others} targets")
     device = next((p.device for stage in stages for p in stage.parameters()), torch.device("cpu"))
-    draws = Draws(seed_of(seed), device, len(inputs), step=step)
+    draws = Draws(seed, device, several, step=step)
     draws.begin()
     with draws.kept():
         return _step(stages, inputs, targets, loss, scale, program, draws, _tied(stages, tied))
@@ -66,7 +82,7 @@ def _step(
     """As `reference`, with the random numbers of a step that has begun."""
     gradients = [Gradients(stage) for stage in stages]
     saved: list[dict[int, tuple[Tensor, Tensor]]] = [{} for _ in stages]
-    given = {mb: x for mb, (x, _) in enumerate(zip(inputs, targets, strict=True))}
+    given = {mb: inputs[mb] for mb in range(len(inputs))}
     for k, stage in enumerate(stages):
         lender = Lender()  # as an executor's: a copy might lie, and so round, otherwise
         for mb in _forwards(program, k, len(given)):

@@ -11,7 +11,9 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
+from schedir.errors import ModelError, said
 from schedir.runtime.buffers import unchanged
+from schedir.runtime.given import loss_of, model_of, one_number
 from schedir.runtime.lender import Lender
 from schedir.runtime.rank import Boundary, Loss
 from schedir.runtime.split import Tape, recording
@@ -42,9 +44,13 @@ def sizes_of(
 
     Gradients, buffers and random numbers are left as they were.  Hooks run, and stages that talk
     within their tensor-parallel group do: all its ranks must call this.  Raises ModelError where
-    a stage gives what cannot pass the boundary.
+    a stage gives what cannot pass the boundary, and for arguments of another kind.
     """
-    boundary = Boundary.of(boundary)
+    boundary, loss = Boundary.of(boundary), loss_of(loss)
+    for what, given in (("input", input), ("target", target)):
+        if not isinstance(given, Tensor):
+            raise ModelError(f"{what} is a microbatch, one tensor, not {said(given)}")
+    stages = model_of(stages, holes=True)
     found = [
         _stage(stages, s, input, target, loss, boundary, state) if stage is not None else _Kept()
         for s, stage in enumerate(stages)
@@ -106,7 +112,7 @@ def _stage(
             if not lender.writes[module.training]:
                 always |= {*_storages([lent])} - {*_storages([x] if s else [])}
             if last:
-                y = loss(y, target)
+                y = one_number(loss(y, target))
             else:
                 boundary.expect(y, s)
         tape = _Watched(lambda tape: size([x, *(one.tensor for one in packed), *tape.tensors()]))

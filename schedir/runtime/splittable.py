@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
 
-from schedir.errors import ModelError, UsageError
+from schedir.errors import ModelError, UsageError, expect
 from schedir.runtime.split import (
     Halves,
     LayerRule,
@@ -50,7 +50,9 @@ def split_linears(module: nn.Module, *also: type[nn.Module]) -> nn.Module:
     Raises UsageError for a type in `also` that is not known, and ModelError for a layer with a
     parameter of which its split does not tell the gradient.
     """
+    expect(module, nn.Module, "split_linears(stage), of one stage")
     for kind in also:
+        expect(kind, type, "nn.LayerNorm")
         if _split_type(kind) is None:
             raise _unknown(kind)
     for layer in module.modules():
@@ -150,6 +152,8 @@ def check_split(layer: nn.Module, x: Tensor) -> None:
     Raises ModelError that says which gradient is off: by more than 1 % of its norm in types of 16
     bits, else by more than 0.01 %; UsageError for a layer of a type that is not known.
     """
+    expect(layer, nn.Module, "nn.Linear(8, 8)")
+    expect(x, Tensor, "torch.randn(2, 8)")
     kind = _whole_type(layer)
     whole, split = deepcopy(layer), split_linears(deepcopy(layer), *_ASKED_FOR & {kind})
     whole.__class__ = kind

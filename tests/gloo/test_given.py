@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from schedir import compile
 from schedir.errors import ExecutionError, ModelError, ProgramError, UsageError
 from schedir.plan import Plan
+from schedir.runtime import split_linears
 from schedir.runtime.executor import Executor
 from schedir.runtime.inprocess import InProcess
 from schedir.runtime.precision import LossScale
@@ -25,6 +26,7 @@ from schedir.schedules import one_f_one_b
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "given.txt"
 PROGRAM = compile(one_f_one_b, Plan(2, 4), clip=True)
+FREE = compile(one_f_one_b, Plan(2, 4))
 X = torch.arange(24.0).view(4, 2, 3)
 
 
@@ -112,6 +114,10 @@ WRONG: dict[str, Callable[[], object]] = {
     "a loss's class": lambda: world(loss=nn.MSELoss),
     "no norm": lambda: world(max_norm=math.nan),
     "a norm below": lambda: world(max_norm=-1),
+    "a norm of what clips nothing": lambda: world(program=FREE, max_norm=0.5),
+    "a seed of text": lambda: world(seed="7"),
+    "a flag of text": lambda: world(record="no"),
+    "a shape without order": lambda: world(boundary={2, 3}),
     "a schedule": lambda: world(program=one_f_one_b),
     "a plan": lambda: rank(program=Plan(2, 4)),
     "a rank too many": lambda: rank(2),
@@ -122,6 +128,15 @@ WRONG: dict[str, Callable[[], object]] = {
     "no seed": lambda: reference(modules(), X, X, loss=squares, seed=None),  # type: ignore[arg-type]
     "no targets": lambda: world().step(X, None),  # type: ignore[arg-type]
     "inputs one by one": lambda: world().step(iter(X), X),
+    "one number": lambda: world().step(X, torch.tensor(1.0)),
+    "a reference's stage": lambda: reference(modules()[0], X, X, loss=squares),  # type: ignore[arg-type]
+    "a reference's loss": lambda: reference(modules(), X, X, loss=nn.MSELoss),  # type: ignore[arg-type]
+    "a reference's inputs": lambda: reference(modules(), X[:3], X, loss=squares),
+    "a reference's program": lambda: reference(modules(), X, X, loss=squares, program=one_f_one_b),  # type: ignore[arg-type]
+    "sizes of inputs": lambda: sizes_of(modules(), [X], X[0], loss=squares, boundary=(2, 3)),  # type: ignore[arg-type]
+    "sizes of numbers": lambda: sizes_of([1, 2], X[0], X[0], loss=squares, boundary=(2, 3)),  # type: ignore[list-item]
+    "sizes without a loss": lambda: sizes_of(modules(), X[0], X[0], loss=None, boundary=(2, 3)),  # type: ignore[arg-type]
+    "splits of stages": lambda: split_linears(modules()),  # type: ignore[arg-type]
 }
 
 

@@ -3,18 +3,40 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
+from types import NoneType
 from typing import Any
 
 import numpy as np
 import pytest
 
-from schedir import Costs, F, Plan, check, compile, draft, show, simulate, torch_csv
+from schedir import (
+    Costs,
+    F,
+    Plan,
+    Sizes,
+    Ties,
+    check,
+    compile,
+    draft,
+    perfetto,
+    save_timeline,
+    show,
+    simulate,
+    ties,
+    torch_csv,
+)
+from schedir.advice import advise
+from schedir.calibrate import calibrate
 from schedir.errors import ProgramError
+from schedir.idleness import idleness
 from schedir.schedules import one_f_one_b
 from schedir.text import parse
+from schedir.viz import chart, gantt, save, save_html
 
 PLAN = Plan(2, 4)
 PROGRAM = compile(one_f_one_b, PLAN)
+RUN = simulate(PROGRAM)
 KINDS: list[Any] = [
     None,
     3,
@@ -41,12 +63,45 @@ TAKES: dict[str, tuple[Callable[[Any], object], tuple[type, ...]]] = {
     "show": (show, ()),
     "parse": (parse, ()),
     "torch_csv.parse": (torch_csv.parse, ()),
+    "compile at": (lambda v: compile(one_f_one_b, PLAN, costs=v), (Costs, NoneType)),
+    "compile of": (lambda v: compile(one_f_one_b, PLAN, sizes=v), (Sizes, NoneType)),
+    "compile, clipping": (lambda v: compile(one_f_one_b, PLAN, clip=v), (NoneType,)),
+    "compile, overlapping": (lambda v: compile(one_f_one_b, PLAN, overlap=v), ()),
+    "compile with tp": (lambda v: compile(one_f_one_b, PLAN, v), (int, NoneType)),
+    "check on hosts": (lambda v: check(PROGRAM, blocks=v), ()),
+    "simulate on hosts": (lambda v: simulate(PROGRAM, blocks=v), ()),
+    "simulate, unchecked": (lambda v: simulate(PROGRAM, unchecked=v), ()),
+    "simulate at": (lambda v: simulate(PROGRAM, v), (Costs, NoneType)),
+    "simulate of": (lambda v: simulate(PROGRAM, sizes=v), (Sizes, NoneType)),
+    "ties": (ties, (dict,)),
+    "Ties": (Ties, (dict,)),
+    "calibrate": (calibrate, ()),
+    "idleness": (idleness, ()),
+    "advise": (advise, ()),
+    "perfetto": (perfetto.text, ()),
+    "rows": (lambda v: torch_csv.parse(torch_csv.show(PROGRAM), ranks=v), (NoneType,)),
+    "a chart": (gantt, ()),
+    "a title": (lambda v: gantt(RUN, title=v), (str, NoneType)),
+    "titles": (lambda v: chart.compare([RUN, RUN], titles=v), (NoneType,)),
+    "a width": (lambda v: gantt(RUN, width=v), (int, NoneType)),
+    "marks": (lambda v: gantt(RUN, show=v), (dict,)),
+    "a palette": (lambda v: gantt(RUN, palette=v), ()),
+    "colours": (lambda v: gantt(RUN, colours=v), (dict,)),
+    "an axis": (lambda v: gantt(RUN, axis=v), (str, NoneType)),
+    "a part": (lambda v: gantt(RUN, time=v), (NoneType,)),
+    "a figure": (lambda v: save(v, "x.png"), ()),
+    "a picture's file": (lambda v: save(gantt(RUN), v), ()),
+    "a page's file": (lambda v: save_html(v, RUN), (str,)),
+    "a run's file": (lambda v: save_timeline(RUN, v), (str,)),
 }
 
 
 @pytest.mark.parametrize("value", KINDS, ids=lambda v: getattr(v, "__name__", type(v).__name__))
 @pytest.mark.parametrize("name", TAKES)
-def test_a_wrong_kind_is_one_error(name: str, value: Any) -> None:
+def test_a_wrong_kind_is_one_error(
+    name: str, value: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
     call, fine = TAKES[name]
     programs = name in ("check", "simulate", "show") and value is PROGRAM
     if isinstance(value, fine) or programs:

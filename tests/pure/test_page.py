@@ -248,3 +248,16 @@ def test_draw_writes_a_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     assert [(r["label"], r["unit"]) for r in runs] == [("predicted", "s"), ("measured", "s")]
     assert main(["draw", "gpipe", "gpipe", "gpipe", "-o", "y.html"]) == 2
     assert not Path("y.html").exists()
+
+
+def test_a_measured_run_stands_beside_what_its_own_hosts_would_do(tmp_path: Path) -> None:
+    """A host that waits itself, as on CPUs, is late for slow messages, in the prediction too."""
+    given = Costs(send=3)
+    program = compile(gpipe, Plan(2, 4), model="edge")
+    spans = [simulate(program, given, model="edge", blocks=blocks).span for blocks in (False, True)]
+    run = simulate(program, given, model="edge", blocks=True)
+    save_timeline(replace(run, kind="measured"), tmp_path / "run.timeline")
+    file = tmp_path / "x.html"
+    assert main(["draw", str(tmp_path / "run.timeline"), "-o", str(file)]) == 0
+    told = [float(span) for span in re.findall(r"instructions in ([\d.]+)", file.read_text())]
+    assert spans == [30, 39] and told == [39, 39]

@@ -39,5 +39,6 @@ def test_a_schedule_for_several_stages_has_several(capsys: pytest.CaptureFixture
     facts = json.loads(said(capsys, "compare", "one_f_one_b", "interleaved", "zb_v", "--json"))
     assert [fact["stages_per_rank"] for fact in facts] == [1, 2, 2]
     assert [fact["stages"] for fact in facts] == [4, 8, 8]
+    assert "1, or 2 with a parameter v" in said(capsys, "train", "--help")
     both = [said(capsys, "compare", "interleaved", *how) for how in ((), ("--stages-per-rank=2",))]
     assert both[0] == both[1]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from schedir.costs import Costs
 from schedir.errors import UsageError
 from schedir.ops import Opcode
 from schedir.plan import Plan
-from schedir.schedules import gpipe, one_f_one_b, zb_h1
+from schedir.schedules import gpipe, interleaved, one_f_one_b, zb_h1
 from schedir.simulate import simulate
 from schedir.timeline import Timeline
 from schedir.viz import compare, gantt, tradeoff
@@ -47,6 +48,33 @@ def test_titles() -> None:
     assert gantt(timeline(), title="$x").axes[0].get_title("left") == "$x"
     with pytest.raises(UsageError, match="1 titles for 2"):
         compare([timeline(), timeline()], titles=["one"])
+
+
+@pytest.mark.parametrize("width", ["column", "page", 1.5, None], ids=str)
+@pytest.mark.parametrize(
+    "title",
+    [None, "W" * 99, "i" * 400, "two\nlines", "説明" * 40],
+    ids=("name", "wide", "long", "lines", "boxes"),
+)
+def test_what_stands_above_a_chart_does_not_overlap(width: Any, title: str | None) -> None:
+    run = timeline(interleaved, m=16)
+    axes = gantt(run, width=width, title=title).axes[0]
+    figure = axes.figure
+    figure.dpi = 200  # as it is saved
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # letters that the font does not have
+        boxes = [t.get_window_extent() for t in (axes._left_title, axes._right_title)]  # type: ignore[attr-defined]
+    left, right = boxes
+    assert left.x1 <= (right.x0 if axes.get_title("right") else figure.bbox.x1)
+    assert left.height < 40  # pixels: one line
+
+
+def test_a_title_comes_before_figures() -> None:
+    told = "forward and backward, eight microbatches"
+    axes = gantt(timeline(), width="column", title=told).axes[0]
+    assert (axes.get_title("left"), axes.get_title("right")) == (told, "")
+    axes = gantt(timeline(interleaved, m=16), width="column").axes[0]
+    assert axes.get_title("left") == "interleaved" and "bubble" in axes.get_title("right")
 
 
 def test_palettes_and_colours() -> None:

@@ -1,0 +1,60 @@
+"""What options of the command line mean, where several of them or a run say something."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+import schedir
+from schedir.text import parse
+from tests.commands import refused, said
+
+# Sends first on both ranks: fine where each direction has its queue, stuck where they share one.
+NARROW = """schedir 1
+program narrow
+ranks 2  microbatches 2
+
+rank 0
+  F 0.0; send_act 0.0; F 0.1; send_act 0.1
+  recv_grad 0.0; B 0.0; recv_grad 0.1; B 0.1
+  reduce_grads 0; step
+rank 1
+  recv_act 1.0; F 1.0; B 1.0; send_grad 1.0
+  recv_act 1.1; F 1.1; B 1.1; send_grad 1.1
+  reduce_grads 1; step
+"""
+
+
+def test_a_run_is_checked_under_the_model_that_it_ran_under(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    program = schedir.check(parse(NARROW), "edge")
+    schedir.save_timeline(schedir.simulate(program, model="edge"), "x.timeline")
+    assert "finish under edge, but not under pair" in said(capsys, "check", "x.timeline")
+    assert "wait for each other" in refused(capsys, "check", "x.timeline", "--model=device")
+    said(capsys, "export", "x.timeline", "--to", "torch", "-o", "x.csv")
+
+
+def test_ties_are_said_once(capsys: pytest.CaptureFixture[str]) -> None:
+    for both in (("--tied", "--ties=0=1"), ("--ties=0=1", "--tied")):
+        assert "not allowed with" in refused(capsys, "check", "one_f_one_b", *both)
+
+
+def test_reductions_of_a_rank_are_shared_out_to_its_stages(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """Costs that `compare` takes are a rank's: a stage of half the weights reduces half as long."""
+    costs = "--costs=F=1,B=2,reduce_grads=4"
+    alone, compared = (
+        json.loads(said(capsys, *argv, "--dp=2", "--json"))
+        for argv in (
+            ("simulate", "interleaved", "--costs=F=0.5,B=1,reduce_grads=2"),
+            ("compare", "interleaved", "one_f_one_b", costs),
+        )
+    )
+    assert compared[0]["span"] == alone["span"]
+    whole = json.loads(said(capsys, "simulate", "one_f_one_b", costs, "--dp=2", "--json"))
+    assert compared[1]["span"] == whole["span"]
