@@ -8,8 +8,9 @@ what is recomputed in a backward would change them a second time.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from operator import is_
 
 import torch
 from torch import nn
@@ -54,24 +55,31 @@ def watched(rank: Rank, i: Instr, run: Callable[[], None]) -> Callable[[], None]
 
     def watching() -> None:
         look = (i.op, stage.module.training)
-        first, traceless = look not in stage.looked_at, rank.device.type == "cpu"
+        first = look not in stage.looked_at
         stage.looked_at.add(look)
         before = [
-            (path, table, name, buffer, _version(buffer), first or (path, name) in stage.rewritten)
+            (path, table, name, buffer)
             for path, table in tables
             for name, buffer in table.items()
             if buffer is not None
         ]
-        values = [one[3].clone() if one[-1] else one[3] for one in before]
+        buffers = [buffer for *_, buffer in before]
+        versions = _versions(buffers)
+        known = [first or (path, name) in stage.rewritten for path, _, name, _ in before]
+        values = [b.clone() if k else b for b, k in zip(buffers, known, strict=True)]
         run()
-        for (path, table, name, buffer, version, known), was in zip(before, values, strict=True):
-            now = table.get(name)
+        after, later = [table.get(name) for _, table, name, _ in before], _versions(buffers)
+        by_value = first and rank.device.type == "cpu"
+        if not by_value and versions == later and all(map(is_, buffers, after)):
+            return
+        for k, (path, _, name, buffer) in enumerate(before):
+            now, was, written = after[k], values[k], versions[k] != later[k]
             if now is None or now.shape != buffer.shape:
                 continue
-            trace = now is not buffer or _version(buffer) != version
-            if not trace and not (first and traceless):
+            trace = written or now is not buffer
+            if not trace and not by_value:
                 continue
-            if (known or _version(buffer) == version) and _same(now, was):
+            if (known[k] or not written) and _same(now, was):
                 if trace:
                     stage.rewritten.add((path, name))
                 continue
@@ -86,8 +94,12 @@ def watched(rank: Rank, i: Instr, run: Callable[[], None]) -> Callable[[], None]
     return watching
 
 
-def _version(buffer: torch.Tensor) -> int:
-    return 0 if buffer.is_inference() else buffer._version
+def _versions(buffers: Sequence[torch.Tensor]) -> list[int]:
+    """How often each has been written to; nobody writes to those of inference mode."""
+    try:
+        return [buffer._version for buffer in buffers]
+    except RuntimeError:
+        return [0 if buffer.is_inference() else buffer._version for buffer in buffers]
 
 
 def _same(one: torch.Tensor, other: torch.Tensor) -> bool:
