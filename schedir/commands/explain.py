@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from schedir.timeline import Timeline
 
 ABOUT = "tell why ranks are idle, and what would shorten the step, by simulating each change"
-SHOWN, LEAST = 3, 0.005  # changes that are told, and what they save at least
+SHOWN, LEAST = 3, 0.005  # changes that are told, and what they save at least of a prediction
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
@@ -121,10 +121,12 @@ def _what(advice: Advice, timeline: Timeline) -> list[str]:
         of += f", in which {lost:.1%} of the ranks' time is unexplained and counts as work"
     if timeline.kind == "predicted":
         of = ""
-    best = [change for change in advice.changes if change.saves >= LEAST][:SHOWN]
+    # What is less than the simulation misses may be noise.
+    least = max(LEAST, abs(advice.error))
+    best = [change for change in advice.changes if change.saves >= least][:SHOWN]
     if len(base.program) > LARGE:
         of += f"; other orders of {len(base.program):,} instructions are not tried"
     if not best:
-        return [f"nothing that was tried saves {LEAST:.1%} of the time, by simulation{of}"]
+        return [f"nothing that was tried saves {least:.1%} of the time, by simulation{of}"]
     head = f"what would save most of the time of a microbatch, by simulation{of}:"
     return [head, *(f"  {change.saves:6.1%}  {change.what}" for change in best)]

@@ -14,7 +14,7 @@ import schedir
 from schedir import Costs, Plan, Timeline, Word
 from schedir.advice import Advice, advise
 from schedir.ops import COMPUTE
-from schedir.schedules import gpipe, one_f_one_b, pipedream_2bw, zb_h1
+from schedir.schedules import gpipe, one_f_one_b, pipedream_2bw, zb_h1, zb_v
 from tests.commands import refused, said
 from tests.measuring import slow_at_the_end
 
@@ -56,6 +56,17 @@ def test_other_schedules_hold_no_more() -> None:
     timeline = run_of(zb_h1, Costs())
     whats = [c.what for c in advise(timeline, Costs()).changes]
     assert not any("half of B" in what for what in whats)
+
+
+def test_one_more_activation_is_tried_where_there_is_one_and_its_order_alone_before() -> None:
+    """GPipe holds all there are; what a greedy order saves of it with as many, order saves."""
+    uneven = Costs(F=(2, 1), B=(3, 4))
+    whats = [c.what for c in advise(run_of(gpipe, uneven, Plan(2, 4)), uneven).changes]
+    assert "a greedy order, which holds no more activations" in whats
+    assert not any("one more activation" in what for what in whats)
+    far = Costs(F=1, B=2, send=0.5)
+    whats = [c.what for c in advise(run_of(one_f_one_b, far), far).changes]
+    assert any("one more activation" in what for what in whats)
 
 
 def mine(rank: int, ranks: int, microbatches: int) -> Word:
@@ -126,6 +137,18 @@ def test_a_run_that_its_means_miss_is_no_ground_for_advice(
     found = json.loads(said(capsys, "explain", str(tmp_path / "x.timeline"), "--json"))
     assert found["advice_given"] is False and found["changes"] == []
     assert found["simulated_span"] == advice.base.span
+
+
+def test_what_is_less_than_a_simulation_misses_is_not_told(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    program = schedir.compile(zb_v, Plan(4, 8, 2, "vee"), model="edge")
+    for slow, told in ((1.2, "2.9%  twice as many"), (2.0, "nothing that was tried saves 8.9%")):
+        run = slow_at_the_end(program, slow)
+        assert advise(run).given
+        schedir.save_timeline(run, tmp_path / "x.timeline")
+        [line] = said(capsys, "explain", str(tmp_path / "x.timeline")).splitlines()[-1:]
+        assert line.strip().startswith(told)
 
 
 def test_a_draft_and_a_single_rank() -> None:
