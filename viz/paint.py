@@ -15,7 +15,7 @@ from matplotlib.patches import Patch
 
 from schedir.ops import COMPUTE, ROWS, Lane, Opcode
 from schedir.viz.density import mixed
-from schedir.viz.palette import IDLE, LANE_NAMES, NAMES, colour, ink, received
+from schedir.viz.palette import IDLE, LANE_NAMES, NAMES, colour, ink, outline, received
 from schedir.viz.sheet import Floats, Sheet
 
 _SMALLEST, _LARGEST = 4.5, 9.0  # points, of a label
@@ -52,8 +52,9 @@ def paint(
         key, at = np.unique(sheet.local[which] * kinds + sheet.op[which], return_inverse=True)
         table = [colour(k % kinds, k // kinds, stages, sheet.palette) for k in key.tolist()]
         faces = [table[k] for k in at.tolist()]
+        edges = [outline(face) for face in faces]
         thin = min(edge, sheet.narrow * inches * 72 / 8)  # an outline must not eat its box
-        _rectangles(axes, sheet.quads(which), fc=faces, ec="white", linewidth=thin)
+        _rectangles(axes, sheet.quads(which), fc=faces, ec=edges, linewidth=thin)
     _label(axes, sheet, inches, row, stages)
 
 
@@ -122,7 +123,7 @@ def entries(sheets: Sequence[Sheet], extra: dict[str, str]) -> tuple[list[Any], 
         fills = tuple(colour(op, k, len(shades), palette) for k in shades)
         alike.setdefault(fills, []).append(Opcode(op))
     for fills, ops in alike.items():
-        handles.append(tuple(Patch(fc=fill) for fill in fills))
+        handles.append(tuple(_swatch(fill) for fill in fills))
         brief = dict.fromkeys(ROWS[op].text.partition("_")[0] for op in ops)
         names.append(NAMES[ops[0]] if ops[0] in NAMES else ", ".join(brief))
     handles.append((Patch(lw=0.5, fc="white", ec=IDLE, hatch="//////"),))
@@ -136,6 +137,11 @@ def entries(sheets: Sequence[Sheet], extra: dict[str, str]) -> tuple[list[Any], 
         handles.append((Patch(fc=shaded),))
         names.append(name)
     return handles, names
+
+
+def _swatch(fill: Any) -> Patch:
+    edge = outline(fill)
+    return Patch(fc=fill) if edge == "white" else Patch(fc=fill, ec=edge, lw=0.5)
 
 
 def legend(

@@ -77,6 +77,7 @@ PALETTES: Final = {
 }
 ACCENT: Final = "#c8005f"  # a critical path
 IDLE: Final = "#9a9a9a"  # the hatching of a bubble
+_LOST: Final = 95.0  # CIE L* from which on a box is not seen on white
 
 # What legends call them.
 NAMES: Final = {
@@ -185,6 +186,11 @@ def written(colour: str | RGB) -> str:
     if isinstance(colour, str):
         return colour
     return "#" + "".join(f"{round(255 * min(max(part, 0.0), 1.0)):02x}" for part in colour)
+
+
+def outline(colour: str | RGB) -> str:
+    """What a box is outlined in: white, as the paper is, or grey where it would be lost on that."""
+    return IDLE if lightness(written(colour)) > _LOST else "white"
 
 
 def ink(colour: str | RGB) -> str:

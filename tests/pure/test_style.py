@@ -20,7 +20,7 @@ from schedir.schedules import gpipe, interleaved, one_f_one_b, zb_h1
 from schedir.simulate import simulate
 from schedir.timeline import Timeline
 from schedir.viz import compare, gantt, tradeoff
-from schedir.viz.palette import DAY, PALETTES, colour, lightness, recoloured, written
+from schedir.viz.palette import DAY, IDLE, PALETTES, colour, lightness, recoloured, written
 from schedir.words import Schedule
 from tests.commands import refused, said
 
@@ -93,6 +93,17 @@ def test_palettes_and_colours() -> None:
     shades = recoloured(DAY, {"F": "#808080"})
     each = [lightness(colour(Opcode.Forward, k, 3, shades)) for k in range(3)]
     assert each[0] > each[1] > each[2]
+
+
+def test_white_boxes_are_seen_on_paper() -> None:
+    """They have an outline, and so has what the legend says of them."""
+    for fill, edge in (("white", IDLE), ("#fdfdfd", IDLE), ("skyblue", "white")):
+        figure = gantt(timeline(), colours={"F": fill})
+        boxes: Any = figure.axes[0].collections[2]
+        pairs = zip(boxes.get_facecolor(), boxes.get_edgecolor(), strict=True)
+        assert (to_hex(fill), to_hex(edge)) in {(to_hex(f), to_hex(e)) for f, e in pairs}
+        first: Any = figure.legends[0].get_patches()[0]
+        assert (to_hex(first.get_edgecolor()) == IDLE) is (edge == IDLE)
 
 
 def test_the_bright_palette_is_told_apart_by_hue() -> None:
