@@ -83,7 +83,9 @@ def bytes_of(text: str) -> float:
 
     Raises ValueError for anything else.
     """
-    found = re.fullmatch(r"\s*(\d+(?:\.\d*)?(?:[eE]\+?\d+)?)\s*([A-Za-z]*)\s*", text, re.ASCII)
+    found = re.fullmatch(
+        r"\s*((?:\d+\.?\d*|\.\d+)(?:[eE]\+?\d+)?)\s*([A-Za-z]*)\s*", text, re.ASCII
+    )
     if not found or found[2] not in _UNITS:
         raise ValueError(text)
     return float(found[1]) * _UNITS[found[2]]

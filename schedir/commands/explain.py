@@ -92,10 +92,12 @@ def _who(timeline: Timeline, idle: NDArray[Any]) -> list[str]:
     kinds, which = np.unique(awaited, return_inverse=True)
     waited = np.bincount(which, idle["end"] - idle["start"])
     rank, op, stage = kinds[waited.argmax()].tolist()
-    took = spans["end"] - spans["start"]
-    mean = took[spans["op"] == op].mean()
-    own = took[(spans["op"] == op) & (spans["stage"] == stage)].mean()
-    than = f"; it takes {own / mean:.2f}x the mean" if abs(own - mean) > 0.01 * mean else ""
+    took, pair = spans["end"] - spans["start"], timeline.second_of_pair.copy()
+    pair[:-1] |= pair[1:]
+    alike = (spans["op"] == op) & ~pair  # two that run together have one time for both
+    own, than = took[alike & (spans["stage"] == stage)], ""
+    if len(own) and abs(own.mean() - took[alike].mean()) > 0.01 * took[alike].mean():
+        than = f"; it takes {own.mean() / took[alike].mean():.2f}x the mean"
     share = waited.max() / timeline.idle.sum()
     return [
         f"longest awaited: {ROWS[op].text} of stage {stage} on rank {rank}, in {share:.0%} of the "

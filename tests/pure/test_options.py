@@ -58,3 +58,20 @@ def test_reductions_of_a_rank_are_shared_out_to_its_stages(
     assert compared[0]["span"] == alone["span"]
     whole = json.loads(said(capsys, "simulate", "one_f_one_b", costs, "--dp=2", "--json"))
     assert compared[1]["span"] == whole["span"]
+
+
+def test_a_pair_has_one_time_for_both(capsys: pytest.CaptureFixture[str]) -> None:
+    """It does not make a stage with more of them a slow one."""
+    assert "x the mean" not in said(capsys, "explain", "dualpipe_v", "--costs=F=1,B=2,send=0.1")
+    slow = "--costs=F=1:1:1:1.5,B=2:2:2:3,send=0.1"
+    assert "it takes 0.89x the mean" in said(capsys, "explain", "one_f_one_b", slow)
+
+
+def test_half_a_gigabyte(capsys: pytest.CaptureFixture[str]) -> None:
+    """Is said as other numbers are, with or without a 0 in front."""
+    for half in ("0.5GB", ".5GB", "500MB", "5e2 MB"):
+        assert "500 MB" in said(capsys, "simulate", "one_f_one_b", f"--sizes=saved={half}")
+    for no in (".GB", "5.5.5GB", "-.5GB"):
+        assert "saved must be a number" in refused(
+            capsys, "simulate", "gpipe", f"--sizes=saved={no}"
+        )
