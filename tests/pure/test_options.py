@@ -8,30 +8,16 @@ from pathlib import Path
 import pytest
 
 import schedir
-from schedir.text import parse
+from schedir.plan import Plan
+from schedir.schedules import zb_v
 from tests.commands import refused, said
-
-# Sends first on both ranks: fine where each direction has its queue, stuck where they share one.
-NARROW = """schedir 1
-program narrow
-ranks 2  microbatches 2
-
-rank 0
-  F 0.0; send_act 0.0; F 0.1; send_act 0.1
-  recv_grad 0.0; B 0.0; recv_grad 0.1; B 0.1
-  reduce_grads 0; step
-rank 1
-  recv_act 1.0; F 1.0; B 1.0; send_grad 1.0
-  recv_act 1.1; F 1.1; B 1.1; send_grad 1.1
-  reduce_grads 1; step
-"""
 
 
 def test_a_run_is_checked_under_the_model_that_it_ran_under(
     capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    program = schedir.check(parse(NARROW), "edge")
+    program = schedir.compile(zb_v, Plan(2, 8, placement="vee"), model="edge", overlap=True)
     schedir.save_timeline(schedir.simulate(program, model="edge"), "x.timeline")
     assert "finish under edge, but not under pair" in said(capsys, "check", "x.timeline")
     assert "wait for each other" in refused(capsys, "check", "x.timeline", "--model=device")
