@@ -195,7 +195,13 @@ class Program:
                 raise PlanError(f"{size} must be a whole number from 1 to 65535, not {said(value)}")
             object.__setattr__(self, size, whole)
         object.__setattr__(self, "clip", flag(self.clip, "clip"))
-        slots = tuple(Slots(*map(int, counts)) for counts in self.slots)
+        try:
+            slots = tuple(Slots(*map(index, counts)) for counts in self.slots)
+        except TypeError:
+            raise PlanError(
+                f"slots are four whole numbers for each rank, not {said(self.slots)}",
+                hint="Slots(act_in=2, act_out=1, grad_in=1, grad_out=1)",
+            ) from None
         if slots and len(slots) != self.plan.ranks:
             raise PlanError(f"slots are given for {len(slots)} of {self.plan.ranks} ranks")
         if any(not 0 <= count < 2**31 for counts in slots for count in counts):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from types import NoneType
 from typing import Any
@@ -30,6 +31,7 @@ from schedir.advice import advise
 from schedir.calibrate import calibrate
 from schedir.errors import ProgramError
 from schedir.idleness import idleness
+from schedir.program import Slots
 from schedir.schedules import one_f_one_b
 from schedir.text import parse
 from schedir.viz import chart, gantt, save, save_html
@@ -68,6 +70,9 @@ TAKES: dict[str, tuple[Callable[[Any], object], tuple[type, ...]]] = {
     "compile, clipping": (lambda v: compile(one_f_one_b, PLAN, clip=v), (NoneType,)),
     "compile, overlapping": (lambda v: compile(one_f_one_b, PLAN, overlap=v), ()),
     "compile with tp": (lambda v: compile(one_f_one_b, PLAN, v), (int, NoneType)),
+    "slots": (lambda v: replace(PROGRAM, slots=v), (dict,)),
+    "slots of a rank": (lambda v: replace(PROGRAM, slots=(v, v)), ()),
+    "a number of slots": (lambda v: replace(PROGRAM, slots=(Slots(1, 1, 1, v),) * 2), (int,)),
     "check on hosts": (lambda v: check(PROGRAM, blocks=v), ()),
     "simulate on hosts": (lambda v: simulate(PROGRAM, blocks=v), ()),
     "simulate, unchecked": (lambda v: simulate(PROGRAM, unchecked=v), ()),
