@@ -21,7 +21,7 @@ from schedir.ops import GATHERS, HANDED, RECEIVES, ROWS, Instr, Opcode, Token
 from schedir.runtime.around import around, on_version
 from schedir.runtime.given import one_number
 from schedir.runtime.gradients import is_sharded
-from schedir.runtime.precision import are_finite, step_if
+from schedir.runtime.precision import are_finite
 from schedir.runtime.random import UPDATE
 from schedir.runtime.rank import Call, Rank, Slot, Stage
 from schedir.runtime.split import Tape, recording
@@ -361,8 +361,7 @@ def step(rank: Rank, i: Instr) -> Call:
         else:
             finite = are_finite(flat for s in rank.stages.values() for flat in s.gradients.flat)
         rank.finite[i.mb] = finite
-        if rank.optimizer is not None:
-            step_if(finite, rank.optimizer)
+        rank.let_step(finite)
         if rank.loss_scale is not None:
             rank.loss_scale.update(finite)
         if i.mb < rank.plan.updates - 1:  # the last one's gradients are left to look at

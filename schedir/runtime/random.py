@@ -11,6 +11,7 @@ The CPU's generator takes 32 bits of a key, and a GPU's all 64.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from operator import index
@@ -114,6 +115,7 @@ class Draws:
         self.numbers = [*range(first, first + microbatches), *(UPDATE | u for u in range(updates))]
         self.keys: list[int] = []  # of those numbers, in this step
         self.key = 0  # of what is under way
+        self.warned = False  # of draws that are others for each copy of a weight
 
     def begin(self) -> None:
         """Make ready for a step."""
@@ -147,6 +149,16 @@ class Draws:
             yield
         finally:
             self.generators = before
+
+    @contextmanager
+    def warning(self, text: str) -> Iterator[None]:
+        """Warn, once, if anything draws within this context."""
+        before = [] if self.warned else [generator.get_state() for generator in self.generators]
+        yield
+        for generator, state in zip(self.generators, before, strict=False):
+            if not self.warned and not torch.equal(generator.get_state(), state):
+                self.warned = True
+                warnings.warn(text, stacklevel=2)
 
     @contextmanager
     def kept(self) -> Iterator[None]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import cached_property
 from types import MappingProxyType
@@ -20,13 +21,17 @@ from schedir.runtime.arrivals import arrived
 from schedir.runtime.given import shape_of
 from schedir.runtime.gradients import Gradients
 from schedir.runtime.lender import Lender
-from schedir.runtime.precision import LossScale, Steps
+from schedir.runtime.precision import LossScale, Steps, step_if
 from schedir.runtime.random import Draws
-from schedir.runtime.tied import Own, Weight, stand_ins
+from schedir.runtime.tied import Own, Weight, is_apart, stand_ins
 from schedir.runtime.transport import Transport, Work
 from schedir.runtime.unchanged import Unchanged
 from schedir.runtime.versions import Versions
 from schedir.slots import KINDS, assign, counts, reuses
+
+_APART = (
+    "an optimizer draws random numbers, others for each copy of a tied weight: they drift apart"
+)
 
 Loss = Callable[[Tensor, Tensor], Tensor]
 Microbatches = Sequence[Tensor] | Tensor  # one tensor each, or stacked
@@ -188,6 +193,7 @@ class Rank:
         self.stream, self.trains = program.streams[rank], program.trains
         self.tied, self.copies = weights, copies
         instead, self.aliases = stand_ins(weights, copies)
+        self.apart = any(is_apart(weight, self.plan) for weight in weights)
         self.stages = {
             s: Stage(
                 stages[s],
@@ -237,6 +243,12 @@ class Rank:
                 stage.versions.keep(update)
             elif stage.versions is not None:
                 stage.versions.begin()
+
+    def let_step(self, finite: Tensor) -> None:
+        """Let the optimizer step if `finite`, 0-dim bool, is true."""
+        if self.optimizer is not None:
+            with self.draws.warning(_APART) if self.apart else nullcontext():
+                step_if(finite, self.optimizer)
 
     def slot(self, kind: Token, stage: int, mb: int) -> Slot:
         """Where a value lives."""

@@ -276,6 +276,11 @@ def like(parameter: nn.Parameter, data: Tensor) -> nn.Parameter:
     return other
 
 
+def is_apart(weight: Weight, plan: Plan) -> bool:
+    """Whether copies of a weight are in several memories, and each is stepped by itself."""
+    return meets(weight.stages, plan) or len({p.data_ptr() for p in weight.own.values()}) > 1
+
+
 class Own:
     """What a stage computes with where other stages of the process have the same Parameters.
 

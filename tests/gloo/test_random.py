@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import runpy
 import shutil
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -291,6 +292,20 @@ def test_two_holders_step_by_the_same_numbers() -> None:
     for s, (one, other) in enumerate(found.plan.holders.T.tolist()):
         ours, theirs = (ranks.ranks[r].stages[s].module.parameters() for r in (one, other))
         assert all(torch.equal(p, q) for p, q in zip(ours, theirs, strict=True))
+
+
+def test_an_optimizer_that_draws_for_copies_of_a_weight_is_said() -> None:
+    """Where one Parameter is all that it steps, it draws once."""
+    for ranks in (1, 2):
+        stages: list[Any] = noisy(2)
+        stages[1].inner.weight = stages[0].inner.weight
+        found = compile(interleaved, Plan(ranks, 2, 2 // ranks), tied=True)
+        virtually = virtual(found, stages, optimizer=Shaken)
+        with warnings.catch_warnings(record=True) as said:
+            warnings.simplefilter("always")
+            for _ in range(2):
+                virtually.step(*batch(2))
+        assert ["drift apart" in str(one.message) for one in said] == [True] * 2 * (ranks > 1)
 
 
 class Plain(nn.Module):
