@@ -46,7 +46,7 @@ def _one_rank(rank: int, schedule: Any, plan: Plan, options: dict[str, Any]) -> 
     """One process of a training step: gradients by stage, loss, and where it stands."""
     program = compile(schedule, plan, model="edge", tied=True, **options)
     transport = Gloo(program)
-    executor = gpt_executor(program, transport, max_norm=0.05)
+    executor = gpt_executor(program, transport, max_norm=0.05 if program.clip else None)
     for _ in range(2):  # twice: a step leaves nothing behind
         loss = executor.step(*own_batch(program, transport))
     timeline = measured(executor, transport)
