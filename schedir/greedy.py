@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Callable, Iterable
+from operator import index
 
 from schedir.costs import Costs
-from schedir.errors import ScheduleError
+from schedir.errors import ScheduleError, expect, said
 from schedir.ops import BY_TEXT, Instr, Opcode
 from schedir.plan import Plan
 from schedir.program import Program, Stream
@@ -31,7 +32,8 @@ def greedy(
     microbatch can always move, nothing hangs, and the limit need only be the number of a rank's
     own stages or more; ScheduleError where it is less.
 
-    `compile` and `simulate` take a draft as it is.
+    `compile` and `simulate` take a draft as it is.  Raises UsageError for a plan or costs of
+    another kind, and ScheduleError for what is no order or no number.
 
     >>> from schedir.schedules import one_f_one_b
     >>> from schedir.words import draft
@@ -40,10 +42,23 @@ def greedy(
     >>> found.streams == draft(one_f_one_b, plan).streams
     True
     """
-    if sorted(prefer) not in (["B", "F"], ["F", "I", "W"]):
-        raise ScheduleError(f"prefer orders the letters BF or FIW, not {prefer!r}")
-    run = _Run(plan, [BY_TEXT[letter] for letter in prefer], in_flight, costs or Costs())
+    expect(plan, Plan, "Plan(ranks=2, microbatches=4)")
+    costs = Costs() if costs is None else costs
+    expect(costs, Costs, "Costs(F=1, B=2)")
+    if not isinstance(prefer, str) or sorted(prefer) not in (["B", "F"], ["F", "I", "W"]):
+        raise ScheduleError(f"prefer orders the letters BF or FIW, not {said(prefer)}")
+    run = _Run(plan, [BY_TEXT[letter] for letter in prefer], in_flight, costs)
     return Program(name, plan, tuple(run.streams()))
+
+
+def _limit(given: object) -> int:
+    try:
+        return index(given)  # type: ignore[arg-type]
+    except TypeError:
+        raise ScheduleError(
+            f"in_flight is a whole number, or a function of the rank that gives one, not "
+            f"{said(given)}"
+        ) from None
 
 
 class _Run:
@@ -62,7 +77,7 @@ class _Run:
         # How many may be alive before an F of a stage: one less for each stage after it.
         self.room: list[dict[int, int]] = [{} for _ in range(plan.ranks)]
         for rank, own in enumerate(plan.stages_of):
-            limit = in_flight(rank) if callable(in_flight) else in_flight
+            limit = _limit(in_flight(rank) if callable(in_flight) else in_flight)
             if limit < len(own):
                 raise ScheduleError(
                     f"{limit} activations in flight are too few for rank {rank}, which has "

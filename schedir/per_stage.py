@@ -21,7 +21,9 @@ def per_stage(what: str, value: object, error: type[ProgramError]) -> PerStage:
     try:
         if isinstance(value, NO_NUMBERS):
             raise TypeError
-        each = tuple(map(float, value)) if isinstance(value, Iterable) else float(value)  # type: ignore[arg-type]
+        # An array or a tensor without dimensions is one number, though its type can be iterated.
+        several = isinstance(value, Iterable) and getattr(value, "ndim", 1) != 0
+        each = tuple(map(float, value)) if several else float(value)  # type: ignore[arg-type, call-overload]
     except (TypeError, ValueError):
         raise error(f"{what} must be a number or one per stage, not {value!r:.60}") from None
     bad = [n for n in np.atleast_1d(each) if not 0 <= n < np.inf]

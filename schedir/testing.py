@@ -34,7 +34,7 @@ from itertools import product
 
 from schedir.check import check
 from schedir.compile import compile, lower
-from schedir.errors import PlanError, ProgramError, UsageError
+from schedir.errors import PlanError, ProgramError, UsageError, expect, said
 from schedir.graph import MODELS, Model
 from schedir.ops import Instr, Opcode
 from schedir.passes.overlap import group_opposites
@@ -49,6 +49,7 @@ try:
 except ImportError as error:
     raise ImportError("schedir.testing needs hypothesis: pip install hypothesis") from error
 
+_PLANS = "plans=[Plan(ranks=2, microbatches=4)]"
 _F, _B = Opcode.Forward, Opcode.Backward
 _I, _W = Opcode.BackwardInput, Opcode.BackwardWeight
 
@@ -76,8 +77,10 @@ def assert_schedule(
     and no optimizer steps between them.
 
     Raises AssertionError that names the plan, the first or the smallest found, and what is wrong;
-    UsageError where there is no plan to try.
+    UsageError where there is no plan to try, and for plans and models that are none.
     """
+
+    models = _models(models)
 
     def holds(plan: Plan, seed: int) -> None:
         program = _legal(schedule, plan, models)
@@ -91,11 +94,25 @@ def assert_schedule(
         # No database: it would hand the failures of one schedule to the next.
         settings(max_examples=examples, deadline=None, phases=phases, database=None)(tried)()
         return
-    several = plans_of(schedule) if plans is None else list(plans)
+    if plans is not None and not isinstance(plans, Iterable):
+        expect(plans, Plan, _PLANS)  # one alone is several with one
+    several = plans_of(schedule) if plans is None else plans
+    several = [several] if isinstance(several, Plan) else list(several)
     if not several:
         raise UsageError("there is no plan to try the schedule on")
+    for plan in several:
+        expect(plan, Plan, _PLANS)
     for seed, plan in enumerate(several):
         holds(plan, seed)
+
+
+def _models(given: object) -> tuple[Model, ...]:
+    """Progress models, of which there is one at least; one alone is meant as one of one."""
+    each: object = [given] if isinstance(given, str) else given
+    found = tuple(each) if isinstance(each, Iterable) else (each,)
+    if not found or any(model not in MODELS for model in found):
+        raise UsageError(f"models are some of {', '.join(map(repr, MODELS))}, not {said(given)}")
+    return found
 
 
 def _legal(schedule: Schedule, plan: Plan, models: Sequence[Model]) -> Program:

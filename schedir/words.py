@@ -18,7 +18,7 @@ from typing import Any, SupportsIndex, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from schedir.errors import ProgramError, ScheduleError, expect, in_words
+from schedir.errors import ProgramError, ScheduleError, expect, in_words, said
 from schedir.numerals import NO_NUMBERS
 from schedir.ops import ROWS, Opcode
 from schedir.plan import Plan
@@ -99,26 +99,34 @@ EMPTY = Word(np.empty(0, np.int64))
 
 def join(words: Iterable[Word]) -> Word:
     """One after the other.  `sum` says the same, and copies all that came before each time."""
-    return Word(np.concatenate([EMPTY.letters, *(word.letters for word in words)]))
+    return Word(np.concatenate([EMPTY.letters, *(_letters("join", word) for word in words)]))
+
+
+def _letters(what: str, word: object) -> Words:
+    if not isinstance(word, Word):
+        raise TypeError(f"{what} takes words, as 3 * F and F + B, not {said(word)}")
+    return word.letters
 
 
 def weave(forwards: Word, backwards: Word, lead: int, weights: Word = EMPTY, late: int = 0) -> Word:
     """`lead` forwards, then forward and backward by turns, then the backwards that remain.
 
     With split backwards each turn ends with one of `weights`, from the turn after `late` on;
-    those that remain come last.
+    those that remain come last.  Raises TypeError for what is no word, or no whole number.
     """
-    words = [forwards.letters, backwards.letters, weights.letters]
-    starts = [-max(index(lead), 0), 0, max(index(late), 0)]
+    words = [_letters("weave", word) for word in (forwards, backwards, weights)]
+    lead, late = _whole("the lead of weave", lead), _whole("the late of weave", late)
+    starts = [-max(lead, 0), 0, max(late, 0)]
     turn = np.concatenate([np.arange(len(w)) + s for w, s in zip(words, starts, strict=True)])
     return Word(np.concatenate(words)[np.argsort(turn, kind="stable")])
 
 
 def overlap(first: Word, second: Word) -> Word:
     """The letters of both in pairs, each pair run together as one: DualPipe's cell."""
-    if len(first) != len(second):
-        raise ValueError(f"overlap pairs letters: {len(first)} do not go with {len(second)}")
-    return Word(np.stack([first.letters, second.letters | JOINED], 1).reshape(-1))
+    one, other = _letters("overlap", first), _letters("overlap", second)
+    if len(one) != len(other):
+        raise ValueError(f"overlap pairs letters: {len(one)} do not go with {len(other)}")
+    return Word(np.stack([one, other | JOINED], 1).reshape(-1))
 
 
 _ALGEBRA = "words are F + B, n * F, F[own stage] and F.at(microbatch)"
@@ -285,9 +293,9 @@ def _called(call: Schedule, name: str, rank: int, plan: Plan) -> Word:
     most = 4 * enough + 1000  # what is a little wrong is best said of the whole
     words, count = [EMPTY.letters], 0
     try:
-        said = call(rank, plan.ranks, plan.microbatches)
-        many = isinstance(said, Iterable) and not isinstance(said, str)
-        for word in _yielded(said, what) if many else [said]:
+        told = call(rank, plan.ranks, plan.microbatches)
+        many = isinstance(told, Iterable) and not isinstance(told, str)
+        for word in _yielded(told, what) if many else [told]:
             if not isinstance(word, Word):
                 raise ScheduleError(
                     f"{what} must {'yield' if many else 'return'} words, not {word!r:.60}",
@@ -314,9 +322,9 @@ def _called(call: Schedule, name: str, rank: int, plan: Plan) -> Word:
     return Word(np.concatenate(words))
 
 
-def _yielded(said: Any, what: str) -> Iterator[Word]:
+def _yielded(told: Any, what: str) -> Iterator[Word]:
     """What a schedule yields; what it returns besides is lost, and so refused."""
-    if (returned := (yield from said)) is not None:
+    if (returned := (yield from told)) is not None:
         raise ScheduleError(
             f"{what} yields words and also returns {returned!r:.60}, which is lost",
             hint="yield that too, and then return",

@@ -71,6 +71,18 @@ def test_no_plan_is_no_test() -> None:
         assert_schedule(schedules.gpipe, plans=[])
 
 
+@pytest.mark.parametrize("other", [3, [3], "x", Plan, {"ranks": 2}])
+def test_plans_and_models_of_another_kind_are_refused(other: Any) -> None:
+    with pytest.raises(UsageError, match="this takes a Plan, not"):
+        assert_schedule(schedules.gpipe, plans=other)
+    with pytest.raises(UsageError, match="models are some of 'edge'"):
+        assert_schedule(schedules.gpipe, models=other)
+
+
+def test_one_plan_and_one_model_are_meant_as_one_of_one() -> None:
+    assert_schedule(schedules.gpipe, plans=Plan(2, 2), models="device")  # type: ignore[arg-type]
+
+
 def test_a_strategy_shows_the_smallest_that_fails() -> None:
     """Of this schedule, whatever failed before."""
     for least in (3, 2):

@@ -30,11 +30,13 @@ from schedir import (
 from schedir.advice import advise
 from schedir.calibrate import calibrate
 from schedir.errors import ProgramError
+from schedir.greedy import greedy
 from schedir.idleness import idleness
 from schedir.program import Slots
 from schedir.schedules import one_f_one_b
 from schedir.text import parse
 from schedir.viz import chart, gantt, save, save_html
+from schedir.words import B, join, overlap, weave
 
 PLAN = Plan(2, 4)
 PROGRAM = compile(one_f_one_b, PLAN)
@@ -78,6 +80,10 @@ TAKES: dict[str, tuple[Callable[[Any], object], tuple[type, ...]]] = {
     "simulate, unchecked": (lambda v: simulate(PROGRAM, unchecked=v), ()),
     "simulate at": (lambda v: simulate(PROGRAM, v), (Costs, NoneType)),
     "simulate of": (lambda v: simulate(PROGRAM, sizes=v), (Sizes, NoneType)),
+    "greedy": (lambda v: greedy(v, "BF", 4), (Plan,)),
+    "greedy, preferring": (lambda v: greedy(PLAN, v, 4), ()),
+    "greedy, holding": (lambda v: greedy(PLAN, "BF", lambda rank: v), (int,)),
+    "greedy at": (lambda v: greedy(PLAN, "BF", 4, v), (Costs, NoneType)),
     "ties": (ties, (dict,)),
     "Ties": (Ties, (dict,)),
     "calibrate": (calibrate, ()),
@@ -115,3 +121,26 @@ def test_a_wrong_kind_is_one_error(
     with pytest.raises(ProgramError) as error:
         call(value)
     assert " at 0x" not in str(error.value)
+
+
+@pytest.mark.parametrize("value", [None, 3, [F], np.arange(3), PLAN, "F"], ids=str)
+def test_words_are_made_of_words(value: Any) -> None:
+    calls: list[Callable[[], object]] = [
+        lambda: overlap(F, value),
+        lambda: overlap(value, F),
+        lambda: weave(value, 4 * B, 1),
+        lambda: weave(4 * F, value, 1),
+        lambda: weave(4 * F, 4 * B, 1, value),
+        lambda: join([F, value]),
+    ]
+    for call in calls:
+        with pytest.raises(TypeError, match=r"takes words, as 3 \* F and F \+ B, not"):
+            call()
+    if not isinstance(value, int):
+        with pytest.raises(TypeError, match="the lead of weave takes a whole number, not"):
+            weave(4 * F, 4 * B, value)
+
+
+def test_an_array_without_dimensions_is_a_number() -> None:
+    given: list[Any] = [np.array(2.0), np.float32(2), np.array([2.0, 1.0])]
+    assert [Costs(F=value).F for value in given] == [2.0, 2.0, (2.0, 1.0)]
