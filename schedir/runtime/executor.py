@@ -35,6 +35,7 @@ from schedir.runtime.rank import Boundary, Call, Loss, Microbatches, Rank
 from schedir.runtime.stamps import Recorded, stamps_of
 from schedir.runtime.tied import prints, weights_of
 from schedir.runtime.transport import Transport, has_left
+from schedir.runtime.unchanged import expect_kept
 from schedir.ties import Ties
 
 
@@ -145,6 +146,8 @@ class Executor(Rank):
         _fit_optimizer(program, optimizer)
         told = [own for tp_rank, own in everyone if tp_rank == transport.tp_rank]
         weights = weights_of(program, stages, told, tied, alike=alike) if program.trains else []
+        if program.trains:
+            expect_kept(program, stages, weights)
         super().__init__(
             program, rank, stages, transport, loss, boundary,
             optimizer, max_norm, loss_scale, seed, weights, copies,
@@ -188,12 +191,16 @@ class Executor(Rank):
         Raises ExecutionError that names the instruction.
         """
         self.begin(inputs, targets, scale)
-        with self.draws.kept(), torch.set_grad_enabled(self.trains):
-            if self.record or self.profiled:
-                for k in range(len(self.calls)):
-                    self.call(k)
-            else:
-                self._run()
+        try:
+            with self.draws.kept(), torch.set_grad_enabled(self.trains):
+                if self.record or self.profiled:
+                    for k in range(len(self.calls)):
+                        self.call(k)
+                else:
+                    self._run()
+        except BaseException:  # an interrupt, too, must not leave modules what stands in
+            self.restore()
+            raise
         return self.finish()
 
     def _run(self) -> None:

@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from schedir.errors import ExecutionError, ModelError
+from schedir.errors import ModelError
 from schedir.graph import Graph, Model
 from schedir.index import NONE
 from schedir.ops import COLLECTIVES, Lane, Opcode
@@ -201,7 +201,7 @@ class InProcess:
                 for r, index in self.turns if seed is None else self._any_order(seed):
                     with self.mail[r].running():
                         self.ranks[r].call(index)
-        except ExecutionError:
+        except BaseException:  # an interrupt, too, must not leave modules what stands in
             for rank in self.ranks:
                 rank.restore()
             raise

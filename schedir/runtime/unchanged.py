@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable, Mapping, ValuesView
+from collections.abc import Iterable, Mapping, Sequence, ValuesView
 from itertools import chain
 from operator import attrgetter
 
 from torch import Tensor, nn
 
 from schedir.errors import ModelError
+from schedir.program import Program
+from schedir.runtime.tied import Weight
 
 _requires_grad = attrgetter("requires_grad")
 
@@ -56,6 +58,30 @@ class Unchanged:
                         hint="make the executor after the last such change",
                     )
         self._look()  # something else has changed
+
+
+def expect_kept(
+    program: Program, stages: Mapping[int, nn.Module], weights: Sequence[Weight]
+) -> None:
+    """Look for embeddings that scale rows in their forwards (`max_norm`) where there are copies.
+
+    Raises ModelError where other copies would not be scaled, or a schedule would decide when; and
+    warns of replicas, in which each scales those that it uses.
+    """
+    for s, module in stages.items():
+        tied = {id(weight.own[s]) for weight in weights if s in weight.own}
+        for name, layer in module.named_modules():
+            if not isinstance(layer, nn.Embedding | nn.EmbeddingBag) or layer.max_norm is None:
+                continue
+            fact = f"{name or 'the embedding'} of stage {s} scales rows of its weight in a forward"
+            if program.plan.two_way or id(layer.weight) in tied:
+                raise ModelError(
+                    f"{fact}, and the weight has other copies or users",
+                    program=program.name,
+                    hint="max_norm=None",
+                )
+            if program.dp > 1:
+                warnings.warn(f"{fact}: each replica those that it uses", stacklevel=2)
 
 
 def expect_own(

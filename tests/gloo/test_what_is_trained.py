@@ -21,7 +21,7 @@ from schedir.runtime.executor import Executor
 from schedir.runtime.inprocess import InProcess
 from schedir.runtime.rank import Boundary
 from schedir.runtime.unchanged import Unchanged
-from schedir.schedules import gpipe, one_f_one_b, zb_v
+from schedir.schedules import gpipe, interleaved, one_f_one_b, zb_v
 from tests.gloo.spawn import RankError, run
 from tests.gloo.test_ties import BOUNDARY, SCALE, Model, adam, batch, loss, parts
 
@@ -125,6 +125,12 @@ def _learning(step_it: bool) -> InProcess:
     return ranks
 
 
+def _scaling() -> InProcess:
+    model = Model(2)
+    model.wte.max_norm = 1.0
+    return _make(parts(model), True)
+
+
 def _changed(change: Callable[[nn.Module], object]) -> InProcess:
     model = Model(2)
     model.h[1].up.bias.requires_grad_(False)
@@ -176,6 +182,7 @@ MISTAKES: dict[str, Callable[[], object]] = {
     "no names": lambda: Ties(((0, "words.weight"), (1, "head.weight"))),  # type: ignore[arg-type]
     "two Parameters of a stage": _said_twice_within_a_stage,
     "a loss that learns": lambda: _learning(step_it=True),
+    "an embedding that scales": _scaling,
     "own stages alone": lambda: schedir.ties({1: Model(2)}),
     "other names": lambda: schedir.ties(Model(2)).among(deepcopy(parts(Model(2)))),
     "trained now": lambda: _changed(_unfreeze),
@@ -280,14 +287,20 @@ def test_weights_put_elsewhere_between_steps_are_those_that_train() -> None:
             assert torch.allclose(p.grad, right.grad, rtol=1e-9)  # type: ignore[arg-type]
 
 
-def test_a_failed_step_leaves_the_one_parameter() -> None:
+@pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt])
+def test_a_step_that_ends_early_leaves_the_one_parameter(error: type[BaseException]) -> None:
+    def ends(y: Tensor, target: Tensor) -> Tensor:
+        raise error
+
     model = Model(2)
     stages = parts(model)
-    ranks = _make(stages, True)
-    x, y = batch(2, 0)
-    with pytest.raises(ProgramError):
-        ranks.step(x, y + 1000, SCALE)
-    assert stages[0].words.weight is stages[1].head.weight is model.wte.weight
+    program = schedir.compile(interleaved, Plan(1, 2, 2), tied=True)
+    ranks = InProcess(program, stages, loss=ends, boundary=BOUNDARY)
+    for step in (ranks.step, ranks.ranks[0].step):
+        ranks.ranks[0].under_way = False
+        with pytest.raises((ProgramError, error)):
+            step(*batch(2, 0), SCALE)
+        assert stages[0].words.weight is stages[1].head.weight is model.wte.weight
 
 
 # ---------------------------------------------------------------- processes
