@@ -13,6 +13,7 @@ from schedir.graph import Graph
 from schedir.index import NONE, Index
 from schedir.ops import ADDS, COMPUTE, ROWS, Lane
 from schedir.program import Program
+from schedir.slots import groups
 
 Ends = NDArray[np.int64]  # positions that the ends come behind, shape (updates - 1, ranks)
 
@@ -41,10 +42,12 @@ def together(graph: Graph) -> Ends:
     """
     values, rank = graph.needs if graph.program.is_draft else graph.partner[None], graph.index.rank
     which, needer = np.nonzero((values != NONE) & (rank[values] != rank))
-    giver, ends = values[which, needer], _last(graph.index)
+    giver, last = values[which, needer], np.append(~graph.index.joined[1:], True)
+    whole = np.flatnonzero(last)[groups(graph.index) - 1]  # the last of what runs together
+    ends = whole[_last(graph.index)]
     for end in ends:
         while len(late := giver[(needer <= end[rank[needer]]) & (giver > end[rank[giver]])]):
-            np.maximum.at(end, rank[late], late)
+            np.maximum.at(end, rank[late], whole[late])
     return np.maximum.accumulate(ends)
 
 

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import random
 import re
+from collections.abc import Iterator
 from dataclasses import replace
-from itertools import pairwise
+from itertools import pairwise, product
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ import pytest
 from hypothesis import event, given, settings
 from hypothesis import strategies as st
 
+from schedir import words
 from schedir.check import check
 from schedir.cli import main
 from schedir.compile import compile
@@ -43,7 +45,7 @@ from schedir.simulate import simulate
 from schedir.sizes import Sizes
 from schedir.testing import random_draft
 from schedir.text import parse, show
-from schedir.words import Schedule, Word, delayed, draft
+from schedir.words import Schedule, Word, delayed, draft, overlap
 from tests.commands import refused
 from tests.laws import TRIPLES, run
 from tests.oracle import Machine
@@ -300,3 +302,21 @@ def test_what_runs_alone_runs_where_ranks_meet(seed: int) -> None:
         return event("needs weights that are not there")
     program = compile(drafted, costs=costs, clip=rng.random() < 0.5, tied=rng.random() < 0.7)
     check(replace(program, order={}), "serial", blocks=True)
+
+
+@pytest.mark.parametrize("told", [{}, {"clip": True}, {"tied": True}])
+def test_an_update_ends_behind_a_pair_and_not_within_it(told: Any) -> None:
+    """The pair's backward ends an update, and its forward begins the next."""
+
+    def paired(r: int, P: int, m: int) -> Iterator[Word]:
+        yield (P - r) * words.F
+        for _ in range(m - P + r):
+            yield overlap(words.B, words.F)
+        yield (P - r) * words.B
+
+    for P, per_update in product((1, 2, 3), (2, 3, 4)):
+        delay = -(-P // per_update)
+        plan = Plan(P, 3 * per_update, updates=3, delay=delay)
+        program = compile(paired, plan, **told)
+        assert program.joined.sum() == sum(plan.microbatches - P + r for r in range(P))
+        check(program, "serial", blocks=True)
