@@ -41,14 +41,18 @@ def together(graph: Graph) -> Ends:
     Of a draft it is values that are needed, and else also the other side of each message.
     """
     values, rank = graph.needs if graph.program.is_draft else graph.partner[None], graph.index.rank
-    which, needer = np.nonzero((values != NONE) & (rank[values] != rank))
+    needer, which = np.nonzero(((values != NONE) & (rank[values] != rank)).T)
     giver, last = values[which, needer], np.append(~graph.index.joined[1:], True)
     whole = np.flatnonzero(last)[groups(graph.index) - 1]  # the last of what runs together
-    ends = whole[_last(graph.index)]
+    ends, done = whole[_last(graph.index)], graph.program.offsets[:-1] - 1
     for end in ends:
-        while len(late := giver[(needer <= end[rank[needer]]) & (giver > end[rank[giver]])]):
-            np.maximum.at(end, rank[late], whole[late])
-    return np.maximum.accumulate(ends)
+        np.maximum(end, done, out=end)
+        while (end > done).any():
+            begins, stops = np.searchsorted(needer, [done, end], side="right").tolist()
+            done = end.copy()
+            needed = np.concatenate([giver[a:b] for a, b in zip(begins, stops, strict=True)])
+            np.maximum.at(end, rank[needed], whole[needed])
+    return ends
 
 
 def _last(index: Index) -> Ends:

@@ -62,8 +62,11 @@ def transfers(program: Program, costs: Costs | None = None) -> Program:
 def _ended(graph: Graph) -> NDArray[np.int64]:
     """How many updates have ended ahead of each instruction, where ranks meet for that."""
     ended = np.zeros(len(graph), np.int64)
-    for end in together(graph) if meets(graph.program) else ():
-        ended += np.arange(len(graph)) > end[graph.index.rank]
+    if meets(graph.program):
+        for ends, (lo, hi) in zip(
+            together(graph).T, pairwise(graph.program.offsets.tolist()), strict=True
+        ):
+            ended[lo:hi] = np.searchsorted(ends, np.arange(lo, hi))
     return ended
 
 
