@@ -10,11 +10,11 @@ from __future__ import annotations
 import random
 
 import networkx as nx
-from hypothesis import event, given, settings
+from hypothesis import event, example, given, settings
 from hypothesis import strategies as st
 
 from schedir.costs import Costs
-from schedir.errors import DeadlockError, GroupError
+from schedir.errors import DeadlockError, GroupError, OrderError
 from schedir.graph import MODELS, Model
 from schedir.ops import ROWS
 from schedir.program import Program
@@ -71,6 +71,7 @@ def whole_costs(rng: random.Random, stages: int) -> Costs:
 
 
 @settings(max_examples=150)
+@example(4790, "move_anywhere", "edge")
 @given(st.integers(0, 2**32), st.sampled_from(NAMES), st.sampled_from(MODELS))
 def test_networkx_says_the_same(seed: int, name: str, model: Model) -> None:
     _, program = mutate(name, seed)
@@ -78,7 +79,7 @@ def test_networkx_says_the_same(seed: int, name: str, model: Model) -> None:
     priced = whole_costs(random.Random(seed), program.plan.stages)
     try:
         span = simulate(program, priced, model=model, unchecked=True).span
-    except DeadlockError:
+    except (DeadlockError, OrderError):  # the latter where one rank, which sends nothing, is all
         event("deadlock")
         assert not nx.is_directed_acyclic_graph(explicit(program, model, priced))
     except GroupError:
