@@ -140,10 +140,10 @@ class InProcess:
         self.mail = _mailboxes(program, model, cuda, told)
         copies = _copies(program, stages)
         self.ranks = []
-        self.seconds: list[tuple[nn.Module, nn.Module]] = []  # and of which module a copy
+        self.second_holders: list[tuple[nn.Module, nn.Module]] = []  # and of which module a copy
         for rank, own in enumerate(plan.stages_of):
             held = {s: stages[s] if plan.rank_of[s] == rank else _copy(stages[s]) for s in own}
-            self.seconds += [(held[s], stages[s]) for s in own if held[s] is not stages[s]]
+            self.second_holders += [(held[s], stages[s]) for s in own if held[s] is not stages[s]]
             own_of = copies[rank]
             parameters = [
                 *dict.fromkeys(
@@ -190,7 +190,7 @@ class InProcess:
         As Executor.step; returns the sum of losses.
         """
         last = []
-        for second, module in self.seconds:
+        for second, module in self.second_holders:
             _follow(second, module)
         for rank, mail in zip(self.ranks, self.mail, strict=True):
             mail.begin()
