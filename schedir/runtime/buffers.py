@@ -21,7 +21,7 @@ from schedir.runtime.rank import Rank
 
 
 @contextmanager
-def unchanged(module: nn.Module, device: torch.device) -> Iterator[None]:
+def restored(module: nn.Module, device: torch.device) -> Iterator[None]:
     """After this context a module's buffers, and torch's generators, are as they were before it."""
     buffers = [
         (owner, name, buffer, buffer.clone())

@@ -96,7 +96,7 @@ def backward(rank: Rank, i: Instr, *, splits: bool = False) -> Call:
 
     def run() -> None:
         x, root = saved.look()
-        dy = rank.seed_of(mb) if given is None else given.look()
+        dy = rank.loss_seed(mb) if given is None else given.look()
         if shared and dy is not None:
             dy = dy.clone()  # a tape may keep it, and outlive its turn
         if root is not None:  # a first stage may have nothing to train

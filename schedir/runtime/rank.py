@@ -264,7 +264,7 @@ class Rank:
             self._outgoing[kind, number] = torch.empty(shape, dtype=dtype, device=self.device)
         return self._outgoing[kind, number]
 
-    def seed_of(self, mb: int) -> Tensor:
+    def loss_seed(self, mb: int) -> Tensor:
         """The gradient of a loss: NaN where it is not finite, so that all who step with it know."""
         loss = self.losses[mb]
         return loss - loss + (1.0 if self.seed is None else self.seed)

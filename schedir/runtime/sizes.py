@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from schedir.errors import ModelError, said
-from schedir.runtime.buffers import unchanged
+from schedir.runtime.buffers import restored
 from schedir.runtime.given import loss_of, model_of, one_number
 from schedir.runtime.lender import Lender
 from schedir.runtime.rank import Boundary, Loss
@@ -166,7 +166,7 @@ def _as_before(module: nn.Module, device: torch.device) -> Iterator[None]:
     """Leaves gradients, buffers and the state of random numbers as they were."""
     gradients = [(p, p.grad) for p in module.parameters()]
     try:
-        with unchanged(module, device):
+        with restored(module, device):
             for p, _ in gradients:
                 p.grad = None
             yield

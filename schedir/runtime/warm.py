@@ -7,7 +7,7 @@ from torch import Tensor
 
 from schedir.kernels.boundary import pack
 from schedir.ops import ROWS, Lane, Opcode
-from schedir.runtime.buffers import unchanged
+from schedir.runtime.buffers import restored
 from schedir.runtime.c10d import Processes
 from schedir.runtime.executor import Executor
 from schedir.runtime.split import Tape, recording
@@ -30,7 +30,7 @@ def warm_up(executor: Executor, input: Tensor, target: Tensor) -> None:
         forwards = (k for k, i in enumerate(executor.stream) if i[:2] == (Opcode.Forward, s))
         executor.position = next(forwards, 0)
         try:
-            with unchanged(executor.stages[s].module, executor.device):
+            with restored(executor.stages[s].module, executor.device):
                 _run(executor, s, input, target)
         except Exception as error:
             raise executor.failed(error) from error
