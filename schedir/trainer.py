@@ -18,7 +18,7 @@ from schedir import gpt
 from schedir.calibrate import bubbles, calibrate
 from schedir.config import Config, TrainConfig
 from schedir.data import Batches, load
-from schedir.errors import ExecutionError, Site, in_bytes
+from schedir.errors import ExecutionError, Site, in_bytes, in_words
 from schedir.launch import crash
 from schedir.memory import held
 from schedir.program import Program
@@ -75,8 +75,7 @@ def train(config: Config, program: Program, losses: TextIO | None = None) -> Res
     try:
         return _Trainer(config, program, losses).run()
     except (torch.OutOfMemoryError, dist.DistError) as error:  # an instruction's has its name
-        fact = has_left(error)
-        fact = fact or f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
+        fact = has_left(error) or in_words(error)
         raise ExecutionError(f"outside of a step, {fact}", program=program.name) from error
 
 
