@@ -40,11 +40,11 @@ def peak() -> float:
 def ours(name: str, ranks: int, v: int, m: int) -> dict[str, float]:
     """Seconds of each part, and bytes per instruction."""
     from schedir import check, schedules, show, simulate
-    from schedir.check import check_draft
-    from schedir.compile import lower
-    from schedir.plan import Plan
-    from schedir.text import parse
-    from schedir.words import draft
+    from schedir.ir.plan import Plan
+    from schedir.ir.text import parse
+    from schedir.passes.compile import lower
+    from schedir.schedules.words import draft
+    from schedir.verify.check import check_draft
 
     seconds: dict[str, float] = {}
 

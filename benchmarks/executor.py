@@ -37,13 +37,15 @@ from torch.distributed.pipelining.schedules import _PipelineScheduleRuntime
 from torch.distributed.pipelining.stage import PipelineStage
 
 import schedir
-from schedir import Plan, gpt, torch_csv
-from schedir.program import Program
-from schedir.runtime.c10d import Gloo
+from schedir import Plan
+from schedir.io import torch_csv
+from schedir.ir.program import Program
 from schedir.runtime.executor import Executor
 from schedir.runtime.rank import Boundary
-from schedir.runtime.shared import Shared
-from schedir.runtime.transport import Transport
+from schedir.training import gpt
+from schedir.transports.processes import Gloo
+from schedir.transports.shared import Shared
+from schedir.transports.transport import Transport
 
 WARM = 3
 WHOSE = ("shared", "gloo", "torch")

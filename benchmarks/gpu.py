@@ -44,20 +44,21 @@ import torch
 from torch import Tensor, nn
 
 import schedir
-from schedir import Costs, Plan, Program, Timeline, compile, gpt
-from schedir.calibrate import calibrate
+from schedir import Costs, Plan, Program, Timeline, compile
 from schedir.errors import UsageError
-from schedir.idleness import exposed, ready_gaps
-from schedir.runtime import tiny
-from schedir.runtime.cuda import require_gpus
+from schedir.ir.sizes import Sizes
+from schedir.predict.bubble_causes import exposed, ready_gaps
+from schedir.predict.calibrate import calibrate
+from schedir.predict.timeline import spans_of
 from schedir.runtime.graphs import WARM, GraphedStep
 from schedir.runtime.inprocess import InProcess
 from schedir.runtime.precision import MainOptimizer, float32_gradients
 from schedir.runtime.rank import Boundary
 from schedir.runtime.sizes import sizes_of
 from schedir.schedules import one_f_one_b
-from schedir.sizes import Sizes
-from schedir.timeline import spans_of
+from schedir.testing import tiny
+from schedir.training import gpt
+from schedir.transports.cuda import require_gpus
 
 DEVICE = "cuda"
 RANKS = 4

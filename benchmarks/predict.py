@@ -29,15 +29,16 @@ import numpy as np
 import torch
 
 import schedir
-from schedir import Costs, Timeline, gpt, schedules
-from schedir.calibrate import calibrate, completed
-from schedir.gpt_config import GPTConfig
-from schedir.program import Program
-from schedir.runtime.c10d import measured
+from schedir import Costs, Timeline, schedules
+from schedir.ir.program import Program
+from schedir.predict.calibrate import calibrate, completed
 from schedir.runtime.executor import Executor
+from schedir.runtime.measured import measured
 from schedir.runtime.rank import Boundary, Call
-from schedir.runtime.shared import Shared
-from schedir.words import delay_for
+from schedir.schedules.words import delay_for
+from schedir.training import gpt
+from schedir.training.gpt_config import GPTConfig
+from schedir.transports.shared import Shared
 from tests.gloo.spawn import run
 from tests.laws import ZOO, plan_of
 

@@ -25,21 +25,21 @@ from schedir import (
     schedules,
     show,
     simulate,
-    text,
     viz,
 )
-from schedir.config import settings
-from schedir.graph import MODELS
-from schedir.ops import ROWS, Token
+from schedir.analysis.graph import MODELS
+from schedir.ir.ops import ROWS, Token
+from schedir.ir.text import FORMAT
 from schedir.schedules import one_f_one_b
-from schedir.words import delay_for, placed_for, stages_per_rank_for
+from schedir.schedules.words import delay_for, placed_for, stages_per_rank_for
+from schedir.training.config import settings
 
 HERE = Path(__file__).parent
 
 IR = """\
 # The instructions
 
-Generated from `schedir/ops.py` by `python docs/generate.py`; do not edit.
+Generated from `schedir/ir/ops.py` by `python docs/generate.py`; do not edit.
 
 A program is one list of instructions per pipeline rank, its *Stream*. An instruction is an
 opcode with the stage and the microbatch that it works on. Each rank has a few in-order queues,
@@ -169,7 +169,7 @@ def ir() -> str:
         tokens=", ".join(t.name for t in Token),
         models=", ".join(f"`{m}`" for m in MODELS),
         program=show(compile(one_f_one_b, Plan(2, 8))),
-        format=text.FORMAT,
+        format=FORMAT,
     )
 
 
@@ -317,7 +317,7 @@ def schedules_page() -> str:
 CONFIG = """\
 # The configuration of a training run
 
-Generated from `schedir/config.py` by `python docs/generate.py`; do not edit.
+Generated from `schedir/training/config.py` by `python docs/generate.py`; do not edit.
 
 `schedir train CONFIG.toml` takes a TOML file. All settings may be left out, and
 `--set section.name=value` says one on the command line: `--set pipeline.ranks=2`. What is wrong

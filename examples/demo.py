@@ -21,7 +21,7 @@ import schedir
 from schedir import Costs, Plan
 from schedir.errors import ProgramError
 from schedir.schedules import gpipe, interleaved, one_f_one_b
-from schedir.train import make_folder, run
+from schedir.training.train import make_folder, run
 
 CONFIG = Path(__file__).with_name("demo.toml")
 ALONE = {"pipeline.ranks": 1, "pipeline.stages_per_rank": 1, "pipeline.tp": 1}

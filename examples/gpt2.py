@@ -19,10 +19,10 @@ from transformers import GPT2Config, GPT2LMHeadModel
 
 import schedir
 from schedir import Plan
-from schedir.runtime.c10d import Gloo
 from schedir.runtime.executor import Executor
 from schedir.runtime.rank import Boundary
 from schedir.schedules import interleaved
+from schedir.transports.processes import Gloo
 
 STAGES, MICROBATCHES, SIZE, CONTEXT, STEPS = 4, 8, 2, 64, 10
 

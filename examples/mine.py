@@ -1,7 +1,6 @@
 from collections.abc import Iterator
 
-from schedir import B, F
-from schedir.words import Word
+from schedir import B, F, Word
 
 
 def in_pairs(rank: int, ranks: int, microbatches: int) -> Iterator[Word]:

@@ -16,34 +16,50 @@
 
 from __future__ import annotations
 
+import sys
 from importlib import import_module
 from typing import Any
 
 from schedir import errors, schedules
-from schedir.check import check
-from schedir.compile import compile
-from schedir.costs import Costs
-from schedir.greedy import greedy
-from schedir.ops import Instr, Opcode
-from schedir.plan import Plan
-from schedir.program import Program, Stream
-from schedir.simulate import simulate
-from schedir.sizes import Sizes
-from schedir.text import parse, show
-from schedir.ties import Ties, ties
-from schedir.timeline import Timeline
-from schedir.trace import load_timeline, save_timeline
-from schedir.words import EMPTY, B, F, I, W, Word, draft, overlap, weave
+from schedir.io.timeline_file import load_timeline, save_timeline
+from schedir.ir.costs import Costs
+from schedir.ir.notebook import register
+from schedir.ir.ops import Instr, Opcode
+from schedir.ir.plan import Plan
+from schedir.ir.program import Program, Stream
+from schedir.ir.sizes import Sizes
+from schedir.ir.text import parse, show
+from schedir.ir.ties import Ties, ties
+from schedir.passes.compile import compile
+from schedir.predict.simulate import simulate
+from schedir.predict.timeline import Timeline
+from schedir.schedules import words
+from schedir.schedules.greedy import greedy
+from schedir.schedules.words import EMPTY, B, F, I, W, Word, draft, overlap, weave
+from schedir.verify.check import check
 
 __version__ = "0.1.0"
 
 # What needs torch or matplotlib, or is seldom used, is imported when it is first named.
-_LATER = {"gpt", "kernels", "parallel", "runtime", "testing", "torch_csv", "train", "viz"}
+_LATER = {
+    "kernels": "kernels",
+    "runtime": "runtime",
+    "testing": "testing",
+    "torch_csv": "io.torch_csv",
+    "training": "training",
+    "transports": "transports",
+    "viz": "viz",
+}
+
+sys.modules[f"{__name__}.words"] = words  # `from schedir.words import F`, as they are written
+
+# Looked for when a notebook first asks: pictures take a while to import.
+register(lambda shown: str(import_module("schedir.viz.notebook").of(shown)))
 
 
 def __getattr__(name: str) -> Any:
     if name in _LATER:
-        return import_module(f"schedir.{name}")
+        return import_module(f"schedir.{_LATER[name]}")
     raise AttributeError(f"module 'schedir' has no attribute {name!r}")
 
 

@@ -1,8 +1,107 @@
-"""`python -m schedir` is the command `schedir`."""
+"""The command line.
 
+Exit codes: 0 fine; 2 a refused program or bad usage; 1 a bug of schedir, or a rank that crashed or
+was killed; 130 interrupted.
+What a command says is written at its end, in one piece; what it refuses, to standard error.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
 import sys
+from collections.abc import Callable, Sequence
+from typing import NoReturn
 
-from schedir.cli import main
+from schedir import __version__
+from schedir.commands import (
+    calibrate,
+    check,
+    compare,
+    draw,
+    explain,
+    export,
+    import_,
+    show,
+    simulate,
+    train,
+)
+from schedir.errors import ProgramError, UsageError
+
+_ABOUT = "Pipeline schedules as programs: compile, check, predict, draw and run them."
+_COMMANDS = (show, check, simulate, explain, draw, compare, train, calibrate, export, import_)
+_EXIT = (
+    "exit code: 0 fine, 2 refused program or bad usage, 1 a bug of schedir or a rank that crashed, "
+    "130 interrupted"
+)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run a command; returns its exit code."""
+    # Without these, python's are None, and the next file that is opened would be taken for them.
+    for name in ("stdout", "stderr"):
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(os.devnull, "w"))  # noqa: SIM115
+    try:
+        args = _parser().parse_args(argv)
+        said: str | int = args.run(args)
+        return _say(said) if isinstance(said, str) else said
+    except SystemExit as end:  # --help
+        return int(end.code or 0)
+    except ProgramError as error:
+        from schedir.io.terminal import told
+
+        print(told(error), file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        return 130
+    except Exception:
+        from traceback import print_exc
+
+        print("this is a bug in schedir", file=sys.stderr)
+        print_exc()
+        return 1
+
+
+def _say(text: str) -> int:
+    """Write to standard output; that nobody reads to the end (`| head`) is fine."""
+    encoding = sys.stdout.encoding or "utf-8"
+    try:
+        sys.stdout.write(text.encode(encoding, "replace").decode(encoding))
+        sys.stdout.flush()
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for the flush at exit
+    except OSError as error:
+        raise UsageError(f"cannot write to standard output: {error.strerror}") from None
+    return 0
+
+
+# ---------------------------------------------------------------- arguments
+
+
+class _Parser(argparse.ArgumentParser):
+    more: Callable[[], str] | None = None  # help that is made when it is asked for
+
+    def format_help(self) -> str:
+        return super().format_help() + (self.more() if self.more else "")
+
+    def error(self, message: str) -> NoReturn:
+        raise UsageError(message, hint=f"see {self.prog} --help")
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = _Parser(prog="schedir", description=_ABOUT, epilog=_EXIT, allow_abbrev=False)
+    parser.add_argument("--version", action="version", version=f"schedir {__version__}")
+    subparsers = parser.add_subparsers(metavar="COMMAND", required=True)
+    for command in _COMMANDS:
+        name = command.__name__.rpartition(".")[2].rstrip("_")
+        about = command.ABOUT
+        sub = subparsers.add_parser(name, help=about, description=about, allow_abbrev=False)
+        sub.set_defaults(run=command.run)
+        command.arguments(sub)
+        sub.more = getattr(command, "more", None)
+    return parser
+
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from schedir.cli import main
+from schedir.__main__ import main
 
 ENV = os.environ | {"PYTHONPATH": str(Path(__file__).resolve().parents[1])}
 

@@ -13,9 +13,9 @@ from itertools import pairwise
 
 import numpy as np
 
-from schedir.ops import ROWS, Opcode
-from schedir.program import JOINED, OP, STAGE, Program, Stream
-from schedir.text import parse
+from schedir.ir.ops import ROWS, Opcode
+from schedir.ir.program import JOINED, OP, STAGE, Program, Stream
+from schedir.ir.text import parse
 
 Place = tuple[int, int]  # rank, index
 

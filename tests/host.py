@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple
 
-from schedir.ops import Instr, Opcode
+from schedir.ir.ops import Instr, Opcode
 
 if TYPE_CHECKING:
     from tests.threads import Machine

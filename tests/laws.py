@@ -6,10 +6,12 @@ from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 from schedir import schedules
-from schedir.compile import compile
-from schedir.costs import Costs
-from schedir.graph import Model
-from schedir.plan import Plan
+from schedir.analysis.graph import Model
+from schedir.ir.costs import Costs
+from schedir.ir.plan import Plan
+from schedir.passes.compile import compile
+from schedir.predict.simulate import simulate
+from schedir.predict.timeline import Timeline
 from schedir.schedules import (
     chimera,
     dualpipe,
@@ -20,9 +22,7 @@ from schedir.schedules import (
     looped_dfs,
     zb_v,
 )
-from schedir.simulate import simulate
-from schedir.timeline import Timeline
-from schedir.words import Schedule
+from schedir.schedules.words import Schedule
 
 ZOO: dict[str, Schedule] = {name: getattr(schedules, name) for name in schedules.__all__}
 TWO_WAY = (chimera, dualpipe)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from schedir.timeline import Timeline
+from schedir.predict.timeline import Timeline
 
 
 def too_early(timeline: Timeline, tolerance: float = 0.0) -> list[str]:

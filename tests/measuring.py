@@ -7,13 +7,13 @@ from dataclasses import replace
 import numpy as np
 from numpy.typing import NDArray
 
-from schedir.costs import Costs
-from schedir.graph import Graph, Model
-from schedir.ops import TRANSFERS, Lane
-from schedir.program import Program
-from schedir.simulate import simulate
-from schedir.timeline import Timeline, spans_of
-from schedir.walk import walk
+from schedir.analysis.graph import Graph, Model
+from schedir.analysis.longest_path import walk
+from schedir.ir.costs import Costs
+from schedir.ir.ops import TRANSFERS, Lane
+from schedir.ir.program import Program
+from schedir.predict.simulate import simulate
+from schedir.predict.timeline import Timeline, spans_of
 
 Floats = NDArray[np.float64]
 

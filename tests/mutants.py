@@ -12,17 +12,18 @@ from functools import cache, lru_cache
 from itertools import count
 from types import FunctionType
 
-from schedir import schedules, words
-from schedir.check import check, check_draft
-from schedir.compile import lower
+from schedir import schedules
+from schedir.analysis.graph import MODELS, Model
 from schedir.errors import ProgramError
-from schedir.graph import MODELS, Model
+from schedir.ir.plan import Plan
+from schedir.ir.program import Program
+from schedir.ir.text import show
+from schedir.ir.ties import Tied, tied_stages
+from schedir.passes.compile import lower
 from schedir.passes.overlap import early_gathers, early_receives, group_opposites
-from schedir.plan import Plan
-from schedir.program import Program
+from schedir.schedules import words
 from schedir.testing import random_draft
-from schedir.text import show
-from schedir.ties import Tied, tied_stages
+from schedir.verify.check import check, check_draft
 from tests import edits, mutations_of_shape  # noqa: F401 (importing it fills the table)
 from tests.threads import verdict
 

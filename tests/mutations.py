@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from schedir.ops import BACKWARDS, COMPUTE, RECEIVES, ROWS, SENDS, SHARDING, Opcode, Per
-from schedir.program import ADDRESS, STAGE
+from schedir.ir.ops import BACKWARDS, COMPUTE, RECEIVES, ROWS, SENDS, SHARDING, Opcode, Per
+from schedir.ir.program import ADDRESS, STAGE
 from tests.edits import (
     Edit,
     at,

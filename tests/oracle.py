@@ -10,9 +10,9 @@ from __future__ import annotations
 from collections import defaultdict, deque
 from dataclasses import dataclass, field
 
-from schedir.costs import Costs
-from schedir.ops import ROWS, Instr, Lane, Opcode, Per
-from schedir.program import Program
+from schedir.ir.costs import Costs
+from schedir.ir.ops import ROWS, Instr, Lane, Opcode, Per
+from schedir.ir.program import Program
 from tests.host import met
 
 O = Opcode

@@ -7,11 +7,11 @@ from dataclasses import replace
 
 from hypothesis import strategies as st
 
-from schedir.costs import Costs
-from schedir.index import Index
-from schedir.plan import Plan
-from schedir.program import Program, Slots
-from schedir.slots import fewest
+from schedir.analysis.slots import fewest
+from schedir.ir.costs import Costs
+from schedir.ir.index import Index
+from schedir.ir.plan import Plan
+from schedir.ir.program import Program, Slots
 from schedir.testing import drafts as drafts
 from schedir.testing import plans as plans
 

@@ -40,7 +40,7 @@ from collections import defaultdict, deque
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from schedir.program import Program
+from schedir.ir.program import Program
 from tests.host import COMPUTES, Entry, Event, Host, Message, Slot, Wrong
 
 

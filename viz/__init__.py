@@ -8,20 +8,20 @@ from typing import TYPE_CHECKING, Final
 
 if TYPE_CHECKING:
     from schedir.viz.chart import compare, gantt
-    from schedir.viz.lettering import letters
-    from schedir.viz.numbers import idle_map, tradeoff
     from schedir.viz.output import save
     from schedir.viz.page import html, save_html
+    from schedir.viz.summary_charts import idle_map, tradeoff
+    from schedir.viz.text_chart import letters
 
 _HOME: Final = {
     "compare": "chart",
     "gantt": "chart",
     "html": "page",
-    "idle_map": "numbers",
-    "letters": "lettering",
+    "idle_map": "summary_charts",
+    "letters": "text_chart",
     "save": "output",
     "save_html": "page",
-    "tradeoff": "numbers",
+    "tradeoff": "summary_charts",
 }
 __all__ = ["compare", "gantt", "html", "idle_map", "letters", "save", "save_html", "tradeoff"]
 

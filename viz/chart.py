@@ -18,13 +18,13 @@ from matplotlib.textpath import text_to_path
 from matplotlib.ticker import FuncFormatter, MaxNLocator
 
 from schedir.errors import UsageError, expect, in_bytes, said
-from schedir.timeline import Timeline, expect_runs
-from schedir.viz import marks
-from schedir.viz.density import in_flight, memory
-from schedir.viz.marks import MARKS, PHASES
-from schedir.viz.paint import entries, legend, paint
+from schedir.predict.timeline import Timeline, expect_runs
+from schedir.viz import overlays
+from schedir.viz.layout import CURVE, LANE, Sheet
+from schedir.viz.overlays import MARKS, PHASES
 from schedir.viz.palette import ACCENT, KINDS, PALETTES, Palette, recoloured
-from schedir.viz.sheet import CURVE, LANE, Sheet
+from schedir.viz.raster import in_flight, memory
+from schedir.viz.render import entries, legend, paint
 
 # Inches.
 _WIDTH: Final = (5.5, 22.0)  # of the axes, at least and at most
@@ -49,7 +49,7 @@ class Style(TypedDict, total=False):
     `width` is that of the axes in inches, or "column" or "page" for a figure as wide as those of
     a paper (3.35 and 7 inches); without it, wide enough for the labels, within bounds.
 
-    `show` names what there is besides boxes (`schedir.viz.marks.MARKS`), between commas or in a
+    `show` names what there is besides boxes (`schedir.viz.overlays.MARKS`), between commas or in a
     collection: "lanes", "arrows" for messages, "path" for the critical path, "in_flight" and
     "memory" for curves of them under each rank, and "phases" to shade warmup and cooldown.
 
@@ -179,14 +179,14 @@ def compare(
 def _mark(axes: Axes, sheet: Sheet, show: Collection[str], row: float, *, dense: bool) -> None:
     """What is shown besides boxes."""
     if "phases" in show:
-        marks.phases(axes, sheet)
+        overlays.phases(axes, sheet)
     for nth, name in enumerate(name for name in CURVES if name in show):
         held = CURVES[name](sheet.timeline)
-        marks.curve(axes, sheet, held, nth, named=row * CURVE * 72 >= 5)
+        overlays.curve(axes, sheet, held, nth, named=row * CURVE * 72 >= 5)
     if "arrows" in show and not dense:
-        marks.arrows(axes, sheet)
+        overlays.arrows(axes, sheet)
     if "path" in show:
-        marks.path(axes, sheet, dense=dense)
+        overlays.path(axes, sheet, dense=dense)
 
 
 def _shown(show: str | Collection[str]) -> Collection[str]:

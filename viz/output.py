@@ -10,7 +10,7 @@ import matplotlib
 from matplotlib.figure import Figure
 
 from schedir.errors import UsageError, expect
-from schedir.files import path_of, replacing
+from schedir.io.atomic_write import path_of, replacing
 
 # By suffix, the metadata that would make two equal pictures differ, left out.
 FORMATS: Final[dict[str, dict[str, None]]] = {

@@ -20,11 +20,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from schedir.errors import UsageError, in_bytes
-from schedir.files import replacing
-from schedir.idleness import Cause, idleness
-from schedir.ops import COMPUTE, ROWS, SENDS, Lane
-from schedir.timeline import Timeline, expect_runs
-from schedir.viz.density import in_flight, memory
+from schedir.io.atomic_write import replacing
+from schedir.ir.ops import COMPUTE, ROWS, SENDS, Lane
+from schedir.predict.bubble_causes import Cause, idleness
+from schedir.predict.timeline import Timeline, expect_runs
 from schedir.viz.palette import (
     CAUSES,
     DAY,
@@ -36,6 +35,7 @@ from schedir.viz.palette import (
     ink,
     written,
 )  # fmt: skip
+from schedir.viz.raster import in_flight, memory
 
 _SCRIPTS: Final = ("data.js", "relations.js", "scene.js", "paint.js", "words.js", "main.js")
 _TICKS: Final = 2**31 - 1  # of a run's span: times are whole numbers of it over so many

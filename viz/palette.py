@@ -12,8 +12,8 @@ from typing import Final, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from schedir.idleness import Cause
-from schedir.ops import COMPUTE, ROWS, SENDS, Lane, Opcode
+from schedir.ir.ops import COMPUTE, ROWS, SENDS, Lane, Opcode
+from schedir.predict.bubble_causes import Cause
 
 RGB = tuple[float, float, float]
 

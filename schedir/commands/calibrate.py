@@ -17,8 +17,8 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> str:
     """The costs, on one line."""
-    from schedir.calibrate import calibrate, completed, told
-    from schedir.trace import load_timeline
+    from schedir.io.timeline_file import load_timeline
+    from schedir.predict.calibrate import calibrate, completed, told
 
     if not args.source.endswith(".timeline"):
         raise UsageError(f"a run's file ends in .timeline: {args.source} does not")

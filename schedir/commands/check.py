@@ -6,13 +6,13 @@ import argparse
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from schedir.commands.options import SOURCE, add_shape, model_of, program_of, timeline_of
 from schedir.errors import DeadlockError, GroupError, UsageError
-from schedir.options import SOURCE, add_shape, model_of, program_of, timeline_of
-from schedir.terminal import as_json, table
+from schedir.io.terminal import as_json, table
 
 if TYPE_CHECKING:
-    from schedir.graph import Model
-    from schedir.program import Program
+    from schedir.analysis.graph import Model
+    from schedir.ir.program import Program
 
 ABOUT = "prove that a program is complete and finishes"
 _LONGEST = 40  # links of a chain that are shown
@@ -31,8 +31,8 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> str:
     """Under which models a program finishes."""
-    from schedir.check import check
-    from schedir.graph import MODELS
+    from schedir.analysis.graph import MODELS
+    from schedir.verify.check import check
 
     if args.why is not None:
         return _why(args)
@@ -108,7 +108,7 @@ def _why(args: argparse.Namespace) -> str:
 
 def _under(program: Program, models: Sequence[Model], *, blocks: bool) -> list[Model]:
     """Those of some models under which a program finishes."""
-    from schedir.check import check
+    from schedir.verify.check import check
 
     def finishes(model: Model) -> bool:
         try:

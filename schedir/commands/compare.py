@@ -7,13 +7,13 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from schedir.commands.draw import add_picture, only_charts, save_chart
+from schedir.commands.options import SOURCE, add_shape, timeline_of
 from schedir.commands.simulate import facts
 from schedir.errors import UsageError
-from schedir.options import SOURCE, add_shape, timeline_of
-from schedir.terminal import as_json, table
+from schedir.io.terminal import as_json, table
 
 if TYPE_CHECKING:
-    from schedir.timeline import Timeline
+    from schedir.predict.timeline import Timeline
 
 ABOUT = (
     "set schedules of one model side by side: costs are those of a whole rank, of a microbatch "
@@ -81,7 +81,7 @@ def _compared(timelines: Sequence[Timeline], *, as_table: bool) -> str:
 
 def _differ(timelines: Sequence[Timeline]) -> str:
     """Of two runs of one program in one unit, where they differ most."""
-    from schedir.differences import differences
+    from schedir.predict.differences import differences
 
     if len(timelines) != 2:
         return ""

@@ -5,12 +5,12 @@ from __future__ import annotations
 import argparse
 from typing import TYPE_CHECKING, cast
 
+from schedir.commands.options import SOURCE, add_shape, timeline_of
 from schedir.errors import UsageError
-from schedir.numerals import decimal
-from schedir.options import SOURCE, add_shape, timeline_of
+from schedir.ir.numerals import decimal
 
 if TYPE_CHECKING:
-    from schedir.timeline import Timeline
+    from schedir.predict.timeline import Timeline
     from schedir.viz.chart import Style
 
 ABOUT = "draw runs: on the terminal, as a picture, or as a page to look around in"
@@ -122,8 +122,8 @@ def in_letters(timeline: Timeline, before: str = "") -> str:
     """The run in letters, as wide as the terminal; each line begins with `before`."""
     from shutil import get_terminal_size
 
-    from schedir.terminal import painted
-    from schedir.viz.lettering import letters
+    from schedir.io.terminal import painted
+    from schedir.viz.text_chart import letters
 
     lines = letters(timeline, get_terminal_size().columns - len(before))
     return painted([[(before, ""), *line] for line in lines])
@@ -146,8 +146,8 @@ def _expected(measured: Timeline) -> Timeline:
     """The run that the mean times of a measured one predict."""
     from dataclasses import replace
 
-    from schedir.calibrate import calibrate
-    from schedir.simulate import simulate
+    from schedir.predict.calibrate import calibrate
+    from schedir.predict.simulate import simulate
 
     model, blocks, sizes = measured.model, measured.blocks, measured.sizes
     costs = calibrate(measured)

@@ -5,14 +5,14 @@ from __future__ import annotations
 import argparse
 from typing import TYPE_CHECKING, Any
 
-from schedir.options import SOURCE, add_shape, costs_of, timeline_of
-from schedir.terminal import as_json
+from schedir.commands.options import SOURCE, add_shape, costs_of, timeline_of
+from schedir.io.terminal import as_json
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-    from schedir.advice import Advice
-    from schedir.timeline import Timeline
+    from schedir.predict.timeline import Timeline
+    from schedir.predict.what_if import Advice
 
 ABOUT = "tell why ranks are idle, and what would shorten the step, by simulating each change"
 SHOWN, LEAST = 3, 0.005  # changes that are told, and what they save at least of a prediction
@@ -27,10 +27,10 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> str:
     """Some five lines."""
-    from schedir.advice import advise
-    from schedir.idleness import idleness
-    from schedir.load import load
-    from schedir.program import Program
+    from schedir.io.load import load
+    from schedir.ir.program import Program
+    from schedir.predict.bubble_causes import idleness
+    from schedir.predict.what_if import advise
 
     timeline = timeline_of(args, args.source)
     costs, schedule = None, None
@@ -50,7 +50,7 @@ def run(args: argparse.Namespace) -> str:
 
 def _facts(timeline: Timeline, advice: Advice) -> dict[str, Any]:
     from schedir.commands.simulate import facts
-    from schedir.idleness import Cause, by_cause, idleness
+    from schedir.predict.bubble_causes import Cause, by_cause, idleness
 
     table = by_cause(idleness(timeline), timeline.ranks)
     return facts(timeline) | {
@@ -63,7 +63,7 @@ def _facts(timeline: Timeline, advice: Advice) -> dict[str, Any]:
 
 def _where(timeline: Timeline, idle: NDArray[Any]) -> str:
     """The bubble by cause, the largest first."""
-    from schedir.idleness import Cause, by_cause
+    from schedir.predict.bubble_causes import Cause, by_cause
 
     whole = timeline.span * timeline.ranks
     share = by_cause(idle, timeline.ranks).sum(0) / (whole or 1.0)
@@ -81,7 +81,7 @@ def _who(timeline: Timeline, idle: NDArray[Any]) -> list[str]:
     """Which instruction of which rank is waited for longest, in all its microbatches."""
     import numpy as np
 
-    from schedir.ops import COMPUTE, ROWS
+    from schedir.ir.ops import COMPUTE, ROWS
 
     spans = timeline.spans
     idle = idle[idle["awaits"] >= 0]
@@ -107,8 +107,8 @@ def _who(timeline: Timeline, idle: NDArray[Any]) -> list[str]:
 
 def _what(advice: Advice, timeline: Timeline) -> list[str]:
     """What helps most, and of what these claims are."""
-    from schedir.advice import LARGE
-    from schedir.calibrate import SAID, unexplained
+    from schedir.predict.calibrate import SAID, unexplained
+    from schedir.predict.what_if import LARGE
 
     base, unit = advice.base, timeline.unit and f" {timeline.unit}"
     if not advice.given:

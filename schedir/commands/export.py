@@ -6,9 +6,9 @@ import argparse
 from collections.abc import Callable
 from typing import NamedTuple
 
+from schedir.commands.options import SOURCE, add_shape, model_of, program_of, timeline_of
 from schedir.errors import UsageError
-from schedir.files import replacing
-from schedir.options import SOURCE, add_shape, model_of, program_of, timeline_of
+from schedir.io.atomic_write import replacing
 
 ABOUT = "write a program or a run in the form that another system reads"
 LARGE = 5_000_000  # bytes above which JSON is packed
@@ -23,8 +23,8 @@ class Form(NamedTuple):
 
 
 def _torch(args: argparse.Namespace) -> str:
-    from schedir import torch_csv
-    from schedir.check import check, check_draft
+    from schedir.io import torch_csv
+    from schedir.verify.check import check, check_draft
 
     program, _ = program_of(args, args.source)
     program = check_draft(program) if program.is_draft else check(program, model_of(args, program))
@@ -32,7 +32,7 @@ def _torch(args: argparse.Namespace) -> str:
 
 
 def _perfetto(args: argparse.Namespace) -> str:
-    from schedir import perfetto
+    from schedir.io import perfetto
 
     return perfetto.text(timeline_of(args, args.source))
 

@@ -6,12 +6,12 @@ import argparse
 import re
 from typing import TYPE_CHECKING
 
+from schedir.commands.options import add_lowering, costs_of, count, sizes_of
 from schedir.errors import ProgramError, UsageError
-from schedir.files import replacing, text_of
-from schedir.options import add_lowering, costs_of, count, sizes_of
+from schedir.io.atomic_write import replacing, text_of
 
 if TYPE_CHECKING:
-    from schedir.graph import Model
+    from schedir.analysis.graph import Model
 
 ABOUT = "read a CSV of torch.distributed.pipelining, check it, and write it as a program"
 
@@ -31,12 +31,12 @@ def run(args: argparse.Namespace) -> str:
     from dataclasses import replace
     from pathlib import Path
 
-    from schedir import torch_csv
-    from schedir.check import check
-    from schedir.compile import compile, finish, within
-    from schedir.passes.slots import share_slots
-    from schedir.text import show
-    from schedir.ties import tied_stages
+    from schedir.io import torch_csv
+    from schedir.ir.text import show
+    from schedir.ir.ties import tied_stages
+    from schedir.passes.compile import compile, finish, within
+    from schedir.passes.share_slots import share_slots
+    from schedir.verify.check import check
 
     if not args.output.endswith(".sched"):
         raise UsageError(f"a program's file ends in .sched: {args.output} does not")

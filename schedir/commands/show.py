@@ -6,10 +6,10 @@ import argparse
 import sys
 
 from schedir.commands.draw import in_letters
+from schedir.commands.options import SOURCE, add_shape, program_of, timeline_of
 from schedir.errors import ProgramError, UsageError
-from schedir.files import replacing
-from schedir.options import SOURCE, add_shape, program_of, timeline_of
-from schedir.terminal import coloured
+from schedir.io.atomic_write import replacing
+from schedir.io.terminal import coloured
 
 ABOUT = "print a program's text (and a chart of it, on a terminal), or write it to a file"
 
@@ -25,7 +25,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> str:
     """The text, folded unless told otherwise."""
-    from schedir.text import show
+    from schedir.ir.text import show
 
     program, _ = program_of(args, args.source)
     text = show(program, folded=not args.flat)

@@ -5,12 +5,12 @@ from __future__ import annotations
 import argparse
 from typing import TYPE_CHECKING, Any
 
+from schedir.commands.options import SOURCE, add_shape, costs_of, timeline_of
 from schedir.errors import UsageError, in_bytes
-from schedir.options import SOURCE, add_shape, costs_of, timeline_of
-from schedir.terminal import as_json, table
+from schedir.io.terminal import as_json, table
 
 if TYPE_CHECKING:
-    from schedir.timeline import Timeline
+    from schedir.predict.timeline import Timeline
 
 ABOUT = "predict when each rank works, and how much it holds"
 
@@ -25,7 +25,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> str:
     """A row per rank, and what the ranks come to together."""
-    from schedir.trace import SUFFIX, save_timeline
+    from schedir.io.timeline_file import SUFFIX, save_timeline
 
     if args.output is not None and not args.output.endswith(SUFFIX):
         raise UsageError(f"a run's file ends in {SUFFIX}: {args.output} does not")
@@ -65,7 +65,7 @@ def _slots(args: argparse.Namespace, timeline: Timeline) -> dict[str, Any]:
     """How many slots each rank shares, and how long it would take if each value had its own."""
     from dataclasses import replace
 
-    from schedir.simulate import simulate
+    from schedir.predict.simulate import simulate
 
     program = timeline.program
     if not program.slots:

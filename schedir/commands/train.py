@@ -17,7 +17,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 
 def more() -> str:
     """The settings, by section."""
-    from schedir.config import settings
+    from schedir.training.config import settings
 
     lines = ["\nsettings, what they take, and their defaults:\n"]
     for section, (_, own) in settings().items():
@@ -31,7 +31,7 @@ def run(args: argparse.Namespace) -> int:
     """One process, or one for every rank."""
     import json
 
-    from schedir.train import run
+    from schedir.training.train import run
 
     traced = [] if args.trace is None else [f"output.trace={json.dumps(args.trace)}"]
     return run(args.config, [*args.sets, *traced])

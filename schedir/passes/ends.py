@@ -9,11 +9,11 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from schedir.graph import Graph
-from schedir.index import NONE, Index
-from schedir.ops import ADDS, COMPUTE, ROWS, Lane
-from schedir.program import Program
-from schedir.slots import groups
+from schedir.analysis.graph import Graph
+from schedir.analysis.slots import groups
+from schedir.ir.index import NONE, Index
+from schedir.ir.ops import ADDS, COMPUTE, ROWS, Lane
+from schedir.ir.program import Program
 
 Ends = NDArray[np.int64]  # positions that the ends come behind, shape (updates - 1, ranks)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from schedir.program import JOINED, Stream, Words
+from schedir.ir.program import JOINED, Stream, Words
 
 
 def insert(stream: Stream, before: tuple[Words, Words], after: tuple[Words, Words]) -> Stream:

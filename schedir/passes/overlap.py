@@ -13,10 +13,10 @@ from dataclasses import replace
 import numpy as np
 from numpy.typing import NDArray
 
-from schedir.graph import Graph, Model
-from schedir.index import Index, Positions
-from schedir.ops import COMPUTE, GATHERS, RECEIVES, SENDS
-from schedir.program import JOINED, Program, Stream, Words
+from schedir.analysis.graph import Graph, Model
+from schedir.ir.index import Index, Positions
+from schedir.ir.ops import COMPUTE, GATHERS, RECEIVES, SENDS
+from schedir.ir.program import JOINED, Program, Stream, Words
 
 
 def early_receives(program: Program, model: Model = "device", ahead: int = 1) -> Program:

@@ -7,12 +7,12 @@ from itertools import pairwise
 
 import numpy as np
 
-from schedir.graph import Graph
-from schedir.index import Index
-from schedir.ops import ADDS, Opcode
+from schedir.analysis.graph import Graph
+from schedir.ir.index import Index
+from schedir.ir.ops import ADDS, Opcode
+from schedir.ir.program import Program, Stream, Words, pack
 from schedir.passes.ends import apart, meets, together
 from schedir.passes.insert import insert
-from schedir.program import Program, Stream, Words, pack
 
 
 def reduce_grads(program: Program) -> Program:

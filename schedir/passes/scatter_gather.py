@@ -9,9 +9,9 @@ from dataclasses import replace
 
 import numpy as np
 
-from schedir.ops import ROWS, SHARDING, makers, takers
+from schedir.ir.ops import ROWS, SHARDING, makers, takers
+from schedir.ir.program import ADDRESS, OP, Program, Stream, Words
 from schedir.passes.insert import insert
-from schedir.program import ADDRESS, OP, Program, Stream, Words
 
 
 def scatter_gather(program: Program) -> Program:

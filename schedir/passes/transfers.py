@@ -9,15 +9,15 @@ from itertools import pairwise
 import numpy as np
 from numpy.typing import NDArray
 
-from schedir.costs import Costs
-from schedir.explain import deadlock
-from schedir.graph import Graph
-from schedir.index import NONE, Positions
-from schedir.ops import ROWS, SENDS, Opcode, Per, makers
+from schedir.analysis.graph import Graph
+from schedir.analysis.longest_path import Walk, walk
+from schedir.ir.costs import Costs
+from schedir.ir.index import NONE, Positions
+from schedir.ir.ops import ROWS, SENDS, Opcode, Per, makers
+from schedir.ir.plan import Plan
+from schedir.ir.program import ADDRESS, OP, STAGE, Order, Program, Stream
 from schedir.passes.ends import meets, together
-from schedir.plan import Plan
-from schedir.program import ADDRESS, OP, STAGE, Order, Program, Stream
-from schedir.walk import Walk, walk
+from schedir.verify.deadlock import deadlock
 
 _SENT_BY = {send: makers(ROWS[send].needs[0]) for send in SENDS}
 _MAKE = tuple(op for ops in _SENT_BY.values() for op in ops)

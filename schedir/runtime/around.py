@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import partial
 
-from schedir.ops import Instr, Opcode
+from schedir.ir.ops import Instr, Opcode
 from schedir.runtime.buffers import watched
 from schedir.runtime.random import BACKWARD, FORWARD, WEIGHT
 from schedir.runtime.rank import Rank

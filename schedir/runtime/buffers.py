@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from schedir.errors import ModelError
-from schedir.ops import Instr, Opcode
+from schedir.ir.ops import Instr, Opcode
 from schedir.runtime.rank import Rank
 
 

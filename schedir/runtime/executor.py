@@ -16,10 +16,10 @@ import torch
 from torch import Tensor, nn
 from torch.profiler import record_function
 
-from schedir.check import check
 from schedir.errors import ExecutionError, ModelError, Site, expect, flag, in_words, said
-from schedir.ops import ROWS, Lane
-from schedir.program import Program
+from schedir.ir.ops import ROWS, Lane
+from schedir.ir.program import Program
+from schedir.ir.ties import Ties
 from schedir.runtime.given import (
     loss_of,
     max_norm_of,
@@ -32,11 +32,11 @@ from schedir.runtime.given import (
 from schedir.runtime.handlers import HANDLERS
 from schedir.runtime.precision import LossScale, Steps
 from schedir.runtime.rank import Boundary, Call, Loss, Microbatches, Rank
-from schedir.runtime.stamps import Recorded, stamps_of
+from schedir.runtime.recorder import Recorded, stamps_of
 from schedir.runtime.tied import prints, weights_of
-from schedir.runtime.transport import Transport, has_left
 from schedir.runtime.unchanged import expect_kept
-from schedir.ties import Ties
+from schedir.transports.transport import Transport, has_left
+from schedir.verify.check import check
 
 
 class Executor(Rank):

@@ -15,12 +15,12 @@ import torch.distributed as dist
 from torch import Tensor
 
 from schedir.errors import NonFiniteError, Site
-from schedir.ops import COMPUTE, ROWS, Instr, Opcode, Token
-from schedir.program import Program
-from schedir.runtime.c10d import Processes
+from schedir.ir.ops import COMPUTE, ROWS, Instr, Opcode, Token
+from schedir.ir.program import Program
 from schedir.runtime.executor import Executor
 from schedir.runtime.precision import are_finite
 from schedir.runtime.rank import Call, Microbatches
+from schedir.transports.processes import Processes
 
 
 def began(

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from schedir.errors import ExecutionError, ModelError, expect, said
-from schedir.program import Program
+from schedir.ir.program import Program
 
 _T = TypeVar("_T")
 _PROGRAM = "schedir.compile(schedule, Plan(ranks=2, microbatches=4))"

@@ -16,8 +16,8 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from schedir.errors import ModelError
+from schedir.ir.ops import GATHERS, HANDED, RECEIVES, ROWS, Instr, Opcode, Token
 from schedir.kernels.boundary import pack
-from schedir.ops import GATHERS, HANDED, RECEIVES, ROWS, Instr, Opcode, Token
 from schedir.runtime.around import around, on_version
 from schedir.runtime.given import one_number
 from schedir.runtime.gradients import is_sharded
@@ -27,8 +27,8 @@ from schedir.runtime.rank import Call, Rank, Slot, Stage
 from schedir.runtime.split import Tape, recording
 from schedir.runtime.splittable import could_wait, left_whole, watching
 from schedir.runtime.tied import summing
-from schedir.runtime.transport import own_part
 from schedir.runtime.unchanged import expect_own
+from schedir.transports.transport import own_part
 
 # What is taken in is received, and made whole if it comes in parts.
 _RECEIVES = {ROWS[op].gives[0]: op for op in RECEIVES}

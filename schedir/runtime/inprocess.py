@@ -6,97 +6,29 @@ allows is what happens, in an order that a seed decides.
 
 from __future__ import annotations
 
-from collections import defaultdict, deque
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from copy import deepcopy
 from functools import cached_property
-from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
+from schedir.analysis.graph import Graph, Model
 from schedir.errors import ModelError
-from schedir.graph import Graph, Model
-from schedir.index import NONE
-from schedir.ops import COLLECTIVES, Lane, Opcode
-from schedir.program import Program
+from schedir.ir.index import NONE
+from schedir.ir.ops import COLLECTIVES, Opcode
+from schedir.ir.program import Program
+from schedir.ir.ties import Ties
+from schedir.predict.timeline import Timeline
 from schedir.runtime.executor import Executor
 from schedir.runtime.given import maker_of, program_of, stages_of
 from schedir.runtime.precision import LossScale, Steps
 from schedir.runtime.rank import Boundary, Loss, Microbatches
-from schedir.runtime.stamps import read, timeline_of
-from schedir.runtime.streams import Meetings, StreamHub, StreamMailbox
+from schedir.runtime.recorder import read, timeline_of
 from schedir.runtime.tied import like, prints
-from schedir.runtime.transport import Done, Group, Work, buffers
-from schedir.ties import Ties, ranks_of
-from schedir.timeline import Timeline
-
-
-class _Hub:
-    """Where the virtual ranks meet: messages on their way, and collectives half arrived."""
-
-    def __init__(self) -> None:
-        self.sent: dict[tuple[Lane, int, int], deque[Tensor]] = defaultdict(deque)
-        self.awaited: dict[tuple[Lane, int, int], deque[Tensor]] = defaultdict(deque)
-        self.meetings: Meetings[Tensor] = Meetings()
-        self.told: list[Any] = []  # what is told of all ranks
-
-
-class _Mailbox:
-    """The transport of one virtual rank."""
-
-    tp, dp, tp_rank, dp_rank = 1, 1, 0, 0
-    grouped, blocks, static = False, False, False
-
-    def __init__(self, hub: _Hub, rank: int, members: dict[Group, list[int]], model: Model) -> None:
-        self.hub, self.rank, self.members, self.model = hub, rank, members, model
-
-    buffers = staticmethod(buffers)
-
-    def agree(self, facts: Mapping[str, str], tell: object = None) -> list[Any]:
-        """All virtual ranks are told the same."""
-        return self.hub.told
-
-    def send(self, tensor: Tensor, peer: int, lane: Lane) -> Work:
-        key = lane, self.rank, peer
-        if self.hub.awaited[key]:
-            self.hub.awaited[key].popleft().copy_(tensor)
-        else:
-            self.hub.sent[key].append(tensor.clone())
-        return Done()
-
-    def recv(self, tensor: Tensor, peer: int, lane: Lane) -> Work:
-        key = lane, peer, self.rank
-        if self.hub.sent[key]:
-            tensor.copy_(self.hub.sent[key].popleft())
-        else:
-            self.hub.awaited[key].append(tensor)
-        return Done()
-
-    def all_reduce(self, tensor: Tensor, group: Group) -> Work:
-        """The last to come sums for all, first rank first whatever the order of arrival."""
-        came = self.hub.meetings.come(group, self.rank, self.members[group], tensor)
-        if came:
-            total = torch.stack(came).sum(0) if len(came) != 2 else came[0] + came[1]
-            for member in came:
-                member.copy_(total)
-        return Done()
-
-    running = nullcontext
-
-    def start_group(self) -> None:
-        """Messages are delivered one by one."""
-
-    begin = end = end_group = step_ended = start_group
-
-    def all_gather(self, whole: Tensor, shard: Tensor) -> Work:
-        raise NotImplementedError("virtual ranks have no tensor-parallel group")
-
-    def aside(self) -> AbstractContextManager[object]:
-        """Nobody waits for gathers."""
-        return nullcontext()
+from schedir.transports.mailbox import mailboxes
 
 
 class InProcess:
@@ -137,7 +69,7 @@ class InProcess:
         self.program = program
         cuda = any(p.is_cuda for stage in stages for p in stage.parameters())
         told = [(0, prints(dict(enumerate(stages))))] if program.trains else []
-        self.mail = _mailboxes(program, model, cuda, told)
+        self.mail = mailboxes(program, model, cuda, told)
         copies = _copies(program, stages)
         self.ranks = []
         self.second_holders: list[tuple[nn.Module, nn.Module]] = []  # and of which module a copy
@@ -268,32 +200,6 @@ def _in_turns(graph: Graph) -> Iterator[tuple[int, int]]:
                 yield rank, at - int(program.offsets[rank])
                 issued[at] = moved = True
                 next_of[rank] += 1
-
-
-def _mailboxes(
-    program: Program, model: Model, cuda: bool, told: list[Any]
-) -> Sequence[_Mailbox | StreamMailbox]:
-    """A transport for each virtual rank, to all of which this is told."""
-    members = [_members(program, rank) for rank in range(program.plan.ranks)]
-    if cuda:
-        streams = StreamHub()
-        streams.told = told
-        return [StreamMailbox(streams, rank, m, model) for rank, m in enumerate(members)]
-    hub = _Hub()
-    hub.told = told
-    return [_Mailbox(hub, rank, m, model) for rank, m in enumerate(members)]
-
-
-def _members(program: Program, rank: int) -> dict[Group, list[int]]:
-    """Whom a rank meets, itself included."""
-    plan = program.plan
-    tied = (ranks_of(stages, plan) for stages in program.tied)
-    return {
-        "dp": [rank],
-        "holders": sorted({rank, plan.ranks - 1 - rank}),
-        "model": [*range(plan.ranks)],
-        **{ranks: [*ranks] for ranks in tied},
-    }
 
 
 def _copies(

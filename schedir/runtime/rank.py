@@ -12,22 +12,22 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from schedir.analysis.slots import KINDS, assign, counts, reuses
 from schedir.errors import ModelError
-from schedir.index import Index
-from schedir.ops import SENDS, Instr, Opcode, Token
-from schedir.plan import Plan
-from schedir.program import Program
-from schedir.runtime.arrivals import arrived
+from schedir.ir.index import Index
+from schedir.ir.ops import SENDS, Instr, Opcode, Token
+from schedir.ir.plan import Plan
+from schedir.ir.program import Program
 from schedir.runtime.given import shape_of
 from schedir.runtime.gradients import Gradients
+from schedir.runtime.implied_acks import arrived
 from schedir.runtime.lender import Lender
 from schedir.runtime.precision import LossScale, Steps, step_if
 from schedir.runtime.random import Draws
 from schedir.runtime.tied import Own, Weight, is_apart, stand_ins
-from schedir.runtime.transport import Transport, Work
 from schedir.runtime.unchanged import Unchanged
 from schedir.runtime.versions import Versions
-from schedir.slots import KINDS, assign, counts, reuses
+from schedir.transports.transport import Transport, Work
 
 _APART = (
     "an optimizer draws random numbers, others for each copy of a tied weight: they drift apart"

@@ -12,8 +12,9 @@ import torch
 from torch import Tensor, nn
 
 from schedir.errors import ExecutionError
-from schedir.ops import Instr, Opcode
-from schedir.program import Program
+from schedir.ir.ops import Instr, Opcode
+from schedir.ir.program import Program
+from schedir.ir.ties import Place, Ties
 from schedir.runtime.given import (
     loss_of,
     model_of,
@@ -28,7 +29,6 @@ from schedir.runtime.random import BACKWARD, FORWARD, WEIGHT, Draws
 from schedir.runtime.rank import Loss, Microbatches
 from schedir.runtime.split import Tape, recording
 from schedir.runtime.tied import Known, prints
-from schedir.ties import Place, Ties
 
 
 def reference(

@@ -12,12 +12,12 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from schedir.errors import ModelError, said
+from schedir.ir.sizes import Sizes
 from schedir.runtime.buffers import restored
 from schedir.runtime.given import loss_of, model_of, one_number
 from schedir.runtime.lender import Lender
 from schedir.runtime.rank import Boundary, Loss
 from schedir.runtime.split import Tape, recording
-from schedir.sizes import Sizes
 
 
 def sizes_of(

@@ -19,11 +19,11 @@ import torch
 from torch import Tensor, nn
 
 from schedir.errors import ModelError, expect
-from schedir.plan import Plan
-from schedir.program import Program
+from schedir.ir.plan import Plan
+from schedir.ir.program import Program
+from schedir.ir.ties import Place, Tied, Ties, meets, ranks_of, show_tie
 from schedir.runtime.precision import options_of
-from schedir.runtime.transport import Transport, Work
-from schedir.ties import Place, Tied, Ties, meets, ranks_of, show_tie
+from schedir.transports.transport import Transport, Work
 
 SAMPLE = 4096  # numbers of a parameter that are compared
 HOW = "ties = schedir.ties(stages), for compile(..., tied=ties) and the executor's tied=ties"

@@ -10,7 +10,7 @@ from operator import attrgetter
 from torch import Tensor, nn
 
 from schedir.errors import ModelError
-from schedir.program import Program
+from schedir.ir.program import Program
 from schedir.runtime.tied import Weight
 
 _requires_grad = attrgetter("requires_grad")

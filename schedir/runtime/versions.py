@@ -14,8 +14,8 @@ from torch.autograd.graph import Node, get_gradient_edge
 from torch.utils.hooks import RemovableHandle
 
 from schedir.errors import ModelError
-from schedir.ops import COMPUTE, Instr
-from schedir.plan import Plan
+from schedir.ir.ops import COMPUTE, Instr
+from schedir.ir.plan import Plan
 from schedir.runtime.tied import like
 
 

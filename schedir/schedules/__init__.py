@@ -15,6 +15,7 @@ from schedir.schedules.flush import eager_1f1b, forward_only, gpipe, one_f_one_b
 from schedir.schedules.looped import interleaved, interleaved_zb, looped_bfs, looped_dfs
 from schedir.schedules.twoway import chimera, dualpipe
 from schedir.schedules.vee import dualpipe_v, zb_v
+from schedir.schedules.words import Schedule
 from schedir.schedules.zero_bubble import zb_h1, zb_h2
 
 __all__ = [
@@ -37,3 +38,8 @@ __all__ = [
     "zb_h2",
     "zb_v",
 ]
+
+
+def built_in() -> dict[str, Schedule]:
+    """The schedules that come with schedir, by name."""
+    return {name: globals()[name] for name in __all__}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from schedir.schedules.flush import one_f_one_b
-from schedir.words import Word, delayed
+from schedir.schedules.words import Word, delayed
 
 
 @delayed(1)

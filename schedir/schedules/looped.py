@@ -5,7 +5,7 @@ from __future__ import annotations
 from functools import lru_cache
 
 from schedir.errors import ScheduleError
-from schedir.words import EMPTY, B, F, I, W, Word, join, placed, weave
+from schedir.schedules.words import EMPTY, B, F, I, W, Word, join, placed, weave
 
 
 def looped_bfs(r: int, P: int, m: int, v: int) -> Word:
@@ -16,7 +16,7 @@ def looped_bfs(r: int, P: int, m: int, v: int) -> Word:
     time, and (v-1)(P-m)(F+B) more if m < P; m v stage activations in flight.  PyTorch's
     LoopedBFS runs each stage's backwards in descending order, which takes as long.
 
-    >>> from schedir.ascii import timeline
+    >>> from schedir.viz.ascii import timeline
     >>> print(timeline(looped_bfs, ranks=2, microbatches=2, stages_per_rank=2))
     rank 0  F0  F1  F0' F1' ..  ..  ..  B0' --  B1' --  B0  --  B1  --
     rank 1  ..  F0  F1  F0' F1' B0' --  B1' --  B0  --  B1  --  ..  ..
@@ -32,7 +32,7 @@ def looped_dfs(r: int, P: int, m: int, v: int) -> Word:
     them.  Ranks idle (P-1)(F+B) where P divides m; m v stage activations in flight.
     Beside `looped_bfs`, fewer boundary activations wait: those of P microbatches, not of m.
 
-    >>> from schedir.ascii import timeline
+    >>> from schedir.viz.ascii import timeline
     >>> from schedir import Costs
     >>> print(timeline(looped_dfs, 2, 4, stages_per_rank=2, costs=Costs(B=1)))
     rank 0  F0  F1  F0' F1' F2  F3  F2' F3' ..  ..  B0' B1' B0  B1  B2' B3' B2  B3
@@ -54,7 +54,7 @@ def interleaved(r: int, P: int, m: int, v: int, group: int | None = None) -> Wor
     Bubble (P-1)/(v m) of ideal time where P divides m; min(2(P-1-r) + (v-1)P + 1, v m)
     stage activations in flight; v times the messages of 1F1B.
 
-    >>> from schedir.ascii import timeline
+    >>> from schedir.viz.ascii import timeline
     >>> print(timeline(interleaved, ranks=2, microbatches=2, stages_per_rank=2))
     rank 0  F0  F1  F0' F1' ..  ..  B0' --  ..  B1' --  B0  --  B1  --
     rank 1  ..  F0  F1  F0' B0' --  F1' B1' --  B0  --  B1  --  ..  ..
@@ -72,7 +72,7 @@ def interleaved_zb(r: int, P: int, m: int, v: int) -> Word:
     those of `interleaved`.  Where P divides m, ranks idle as under `zb_h1` with the costs of
     one stage: v times less.  v P stage activations in flight on every rank.
 
-    >>> from schedir.ascii import timeline
+    >>> from schedir.viz.ascii import timeline
     >>> print(timeline(interleaved_zb, ranks=2, microbatches=2, stages_per_rank=2))
     rank 0  F0  F1  F0' F1' ..  I0' W0' I1' W1' I0  W0  I1  W1
     rank 1  ..  F0  F1  F0' I0' F1' I1' W0' I0  W1' I1  W0  W1

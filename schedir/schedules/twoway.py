@@ -9,7 +9,7 @@ from __future__ import annotations
 from schedir.errors import ScheduleError
 from schedir.schedules.blocks import in_order
 from schedir.schedules.vee import dualpipe_v
-from schedir.words import B, F, Word, placed
+from schedir.schedules.words import B, F, Word, placed
 
 
 @placed("mirror", 2)
@@ -23,7 +23,7 @@ def dualpipe(r: int, P: int, m: int) -> Word:
     on its own result as soon as it is ready: (P/2-1)(F + I - W) at F = I >= W.)  P+1 stage
     activations in flight on every rank, and parameters twice.  Takes even m >= 2P.
 
-    >>> from schedir.ascii import timeline
+    >>> from schedir.viz.ascii import timeline
     >>> from schedir import Costs
     >>> # A pair takes 2 here.
     >>> print(timeline(dualpipe, 4, 8, placement="mirror", costs=Costs(FB=2)))
@@ -49,7 +49,7 @@ def chimera(r: int, P: int, m: int) -> Word:
     B = 2F, m = P the paper's.  P/2 + 1 + min(r, P-1-r) activations in flight for m >= P, and
     parameters twice.
 
-    >>> from schedir.ascii import timeline
+    >>> from schedir.viz.ascii import timeline
     >>> from schedir import Costs
     >>> print(timeline(chimera, 4, 4, placement="mirror", costs=Costs(B=1)))
     rank 0  F0  F1  ..  F2' B2' F3' B3' B0  ..  B1

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from schedir.errors import ScheduleError
-from schedir.words import B, F, I, W, Word, overlap, placed
+from schedir.schedules.words import B, F, I, W, Word, overlap, placed
 
 
 @placed("vee", 2)
@@ -16,7 +16,7 @@ def zb_v(r: int, P: int, m: int) -> Word:
     (P-1) max(F, 2(F-W)).  2P stage activations in flight on every rank, as much memory as P of
     1F1B's.  Takes m >= 2P-1.
 
-    >>> from schedir.ascii import timeline
+    >>> from schedir.viz.ascii import timeline
     >>> print(timeline(zb_v, ranks=2, microbatches=3, placement="vee"))
     rank 0  F0  F1  F2  F0' I0' W0' F1' I1' W1' I0  W0  F2' I2' W2' I1  W1  I2  W2  ..
     rank 1  ..  F0  F0' F1  F1' I0' W0' F2  I0  W0  F2' I1' W1' I1  I2' I2  W1  W2' W2
@@ -50,14 +50,14 @@ def dualpipe_v(r: int, P: int, m: int) -> Word:
     as soon as it is ready, the same order would idle (P-1)(F + I - W) at F = I >= W: a span of 63
     for 66 with P = 4, m = 10 and unit costs.
 
-    >>> from schedir.ascii import timeline
+    >>> from schedir.viz.ascii import timeline
     >>> from schedir import Costs
     >>> # A pair takes 2 here.
     >>> print(timeline(dualpipe_v, 2, 4, placement="vee", costs=Costs(FB=2)))
     rank 0  F0  F1  F2  F0' I0' W0' F1' F3  B1' ..  F2' B0  B2' --  F3' B1  B3' --  I2  W2  I3  W3
     rank 1  ..  F0  F0' F1  F1' F2  B0' --  F2' B0  F3  B1' F3' B1  B2' --  B2  --  I3' I3  W3' W3
     >>> from schedir import Plan, Word, draft, simulate
-    >>> from schedir.program import JOINED
+    >>> from schedir.ir.program import JOINED
     >>> def halves(r, P, m): return Word(dualpipe_v(r, P, m).letters & ~JOINED)
     >>> [simulate(draft(s, Plan(4, 10, placement="vee"))).span for s in (dualpipe_v, halves)]
     [66.0, 63.0]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from schedir.words import F, I, W, Word, weave
+from schedir.schedules.words import F, I, W, Word, weave
 
 
 def zb_h1(r: int, P: int, m: int) -> Word:
@@ -13,7 +13,7 @@ def zb_h1(r: int, P: int, m: int) -> Word:
     longer one fills no more.  min(P, m) activations in flight on every rank, as 1F1B has on its
     first.
 
-    >>> from schedir.ascii import timeline
+    >>> from schedir.viz.ascii import timeline
     >>> print(timeline(zb_h1, ranks=3, microbatches=4))
     rank 0  F0 F1 F2 .. .. I0 W0 F3 I1 W1 I2 W2 I3 W3
     rank 1  .. F0 F1 .. I0 F2 I1 W0 F3 I2 W1 I3 W2 W3
@@ -30,7 +30,7 @@ def zb_h2(r: int, P: int, m: int) -> Word:
     last end ranks idle (P-1) max(F, x).  So it pays where ranks need not end together (the
     paper validates the optimizer's step afterwards).  min(2P-1, m) activations in flight.
 
-    >>> from schedir.ascii import timeline
+    >>> from schedir.viz.ascii import timeline
     >>> print(timeline(zb_h2, ranks=3, microbatches=5))
     rank 0  F0 F1 F2 F3 F4 I0 W0 I1 W1 I2 W2 I3 W3 I4 W4 .. ..
     rank 1  .. F0 F1 F2 I0 F3 I1 F4 I2 W0 I3 W1 I4 W2 W3 W4 ..

@@ -10,13 +10,13 @@ import numpy as np
 import pytest
 from matplotlib.image import imread
 
-from schedir.compile import compile
-from schedir.costs import Costs
-from schedir.plan import Plan
-from schedir.program import Program
+from schedir.ir.costs import Costs
+from schedir.ir.plan import Plan
+from schedir.ir.program import Program
+from schedir.passes.compile import compile
+from schedir.predict.simulate import simulate
+from schedir.predict.timeline import Timeline
 from schedir.schedules import interleaved, one_f_one_b, pipedream_2bw
-from schedir.simulate import simulate
-from schedir.timeline import Timeline
 from schedir.viz import save_html
 from tests.browser.chromium import Chromium
 

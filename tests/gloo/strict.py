@@ -15,10 +15,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from schedir.ops import Lane
-from schedir.program import Program
-from schedir.runtime.c10d import Processes
-from schedir.runtime.transport import Work
+from schedir.ir.ops import Lane
+from schedir.ir.program import Program
+from schedir.transports.processes import Processes
+from schedir.transports.transport import Work
 
 ACK = 99  # the tag of a receiver's word that it is there
 

@@ -9,17 +9,18 @@ from typing import Any
 import pytest
 from torch import nn
 
-from schedir import compile, gpt
-from schedir.config import Config, DataConfig, PipelineConfig, TrainConfig
-from schedir.plan import Plan
-from schedir.runtime.c10d import Gloo
-from schedir.runtime.edges import Edge
+from schedir import compile
+from schedir.ir.plan import Plan
 from schedir.runtime.executor import Executor
 from schedir.runtime.precision import LossScale, float32_gradients
 from schedir.runtime.rank import Boundary
 from schedir.schedules import one_f_one_b
-from schedir.train import program_of
-from schedir.trainer import _Trainer
+from schedir.training import gpt
+from schedir.training.config import Config, DataConfig, PipelineConfig, TrainConfig
+from schedir.training.train import program_of
+from schedir.training.trainer import _Trainer
+from schedir.transports.edges import Edge
+from schedir.transports.processes import Gloo
 from tests.gloo.spawn import RankError, run
 from tests.gloo.tiny_stages import BOUNDARY, gpt_stages
 

@@ -9,13 +9,14 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from benchmarks import gpu as benchmark
 from benchmarks.gpu import Figure, layer_flop, main, of_gpt, of_ranks, peak, recorded, sleeping
-from schedir import Costs, Plan, compile, gpt, simulate
-from schedir.runtime import tiny
+from schedir import Costs, Plan, compile, simulate
+from schedir.ir.sizes import Sizes
 from schedir.runtime.executor import Executor
 from schedir.runtime.inprocess import InProcess
 from schedir.runtime.rank import Boundary
 from schedir.schedules import one_f_one_b
-from schedir.sizes import Sizes
+from schedir.testing import tiny
+from schedir.training import gpt
 from tests.gloo.virtual_gpu import copies, install
 
 

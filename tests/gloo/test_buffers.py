@@ -10,19 +10,19 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from schedir.compile import compile
 from schedir.errors import ExecutionError
-from schedir.plan import Plan
+from schedir.ir.plan import Plan
+from schedir.ir.ties import ties
+from schedir.passes.compile import compile
 from schedir.runtime import split_linears
-from schedir.runtime.c10d import Gloo
 from schedir.runtime.executor import Executor
 from schedir.runtime.inprocess import InProcess
 from schedir.runtime.rank import Boundary
 from schedir.runtime.reference import reference
-from schedir.runtime.warm import warm_up
+from schedir.runtime.warmup import warm_up
 from schedir.schedules import chimera, dualpipe, gpipe, interleaved, one_f_one_b, zb_h1, zb_v
-from schedir.ties import ties
-from schedir.words import B, F, Word
+from schedir.schedules.words import B, F, Word
+from schedir.transports.processes import Gloo
 from tests.gloo.spawn import run
 from tests.gloo.tiny_stages import gradients, same_bits
 

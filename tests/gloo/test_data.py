@@ -11,8 +11,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from schedir.data import Batches, load, python_sources
 from schedir.errors import UsageError
+from schedir.training.data import Batches, load, python_sources
 from tests.gloo.spawn import run
 
 

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from schedir import compile
 from schedir.errors import ExecutionError
-from schedir.plan import Plan
+from schedir.ir.plan import Plan
 from schedir.runtime.inprocess import InProcess
 from schedir.schedules import one_f_one_b
 from tests.gloo.training import TORCHRUN, arguments, finish, start
@@ -21,10 +21,10 @@ import os
 import signal
 import sys
 
-import schedir.data
+import schedir.training.data
 from schedir.schedules import one_f_one_b as mine
 
-drawn = schedir.data.Batches.batch
+drawn = schedir.training.data.Batches.batch
 
 
 def batch(self, step):
@@ -33,7 +33,7 @@ def batch(self, step):
     return drawn(self, step)
 
 
-schedir.data.Batches.batch = batch
+schedir.training.data.Batches.batch = batch
 """
 KILL = "os.kill(os.getpid(), signal.SIGKILL)"
 

@@ -11,18 +11,19 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from schedir import compile, config, gpt_config, show, train
-from schedir.config import TrainConfig
+from schedir import compile, show
 from schedir.errors import DeadlockError, ModelError, UsageError
-from schedir.plan import Plan
-from schedir.runtime.cuda import HOST, SHARED, refuse_twins, require_gpus
-from schedir.runtime.edges import Edge, Grouped
+from schedir.ir.plan import Plan
 from schedir.runtime.graphs import GraphedStep
 from schedir.runtime.inprocess import InProcess
-from schedir.runtime.nccl import CTAS, MODELS, edge_options, meet, nccl
 from schedir.runtime.rank import Boundary
-from schedir.runtime.tiny import loss, tiny_stages
 from schedir.schedules import gpipe
+from schedir.testing.tiny import loss, tiny_stages
+from schedir.training import config, gpt_config, train
+from schedir.training.config import TrainConfig
+from schedir.transports.cuda import HOST, SHARED, refuse_twins, require_gpus
+from schedir.transports.edges import Edge, Grouped
+from schedir.transports.nccl import CTAS, MODELS, edge_options, meet, nccl
 from tests.pure.test_blocking import sends
 
 

@@ -10,18 +10,18 @@ import torch.distributed as dist
 from torch import Tensor
 
 from schedir import compile, draft
-from schedir.check import check
+from schedir.analysis.graph import Model
 from schedir.errors import DeadlockError
-from schedir.graph import Model
-from schedir.ops import SENDS, Lane
-from schedir.passes.slots import Choice
-from schedir.plan import Plan
-from schedir.program import Program
-from schedir.runtime.c10d import Processes
-from schedir.runtime.edges import Edge, Grouped, directed_edges
-from schedir.runtime.shared import Shared
-from schedir.runtime.transport import Work
+from schedir.ir.ops import SENDS, Lane
+from schedir.ir.plan import Plan
+from schedir.ir.program import Program
+from schedir.passes.share_slots import Choice
 from schedir.schedules import gpipe, interleaved, one_f_one_b
+from schedir.transports.edges import Edge, Grouped, directed_edges
+from schedir.transports.processes import Processes
+from schedir.transports.shared import Shared
+from schedir.transports.transport import Work
+from schedir.verify.check import check
 from tests.gloo.spawn import RankError, run
 from tests.gloo.strict import Strict
 from tests.gloo.tiny_stages import batch, expected, gpt_executor, gradients_by_stage, same_bits, zb

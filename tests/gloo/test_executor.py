@@ -13,22 +13,22 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from schedir import gpt
-from schedir.compile import compile, lower
+from schedir.analysis.slots import KINDS
 from schedir.errors import ExecutionError, ModelError
-from schedir.ops import COMPUTE, ROWS, SENDS, TRANSFERS, Per, Token
-from schedir.plan import Plan
-from schedir.program import Program
+from schedir.ir.ops import COMPUTE, ROWS, SENDS, TRANSFERS, Per, Token
+from schedir.ir.plan import Plan
+from schedir.ir.program import Program
+from schedir.ir.ties import tied_stages
+from schedir.passes.compile import compile, lower
 from schedir.runtime import split_linears
-from schedir.runtime.c10d import Gloo
 from schedir.runtime.executor import Executor
 from schedir.runtime.inprocess import InProcess
 from schedir.runtime.reference import reference
 from schedir.schedules import gpipe, one_f_one_b
-from schedir.slots import KINDS
+from schedir.schedules.words import B, F, Word
 from schedir.testing import plans, random_draft
-from schedir.ties import tied_stages
-from schedir.words import B, F, Word
+from schedir.training import gpt
+from schedir.transports.processes import Gloo
 from tests.gloo.spawn import RankError, run
 from tests.gloo.tiny_stages import (
     BATCH,

@@ -12,13 +12,14 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from schedir import compile, gpt
-from schedir.plan import Plan
-from schedir.program import Program
+from schedir import compile
+from schedir.ir.plan import Plan
+from schedir.ir.program import Program
 from schedir.runtime.inprocess import InProcess
 from schedir.runtime.precision import MainOptimizer, float32_gradients
 from schedir.runtime.rank import Boundary
 from schedir.schedules import one_f_one_b, pipedream_2bw
+from schedir.training import gpt
 from tests.gloo.tiny_stages import BOUNDARY, batch, gpt_stages, zb
 
 

@@ -12,12 +12,12 @@ from pathlib import Path
 
 import pytest
 
-import schedir.data
-from schedir import gpt
-from schedir.config import TrainConfig
+import schedir.training.data
 from schedir.errors import UsageError
 from schedir.runtime.precision import LossScale
-from schedir.train import run
+from schedir.training import gpt
+from schedir.training.config import TrainConfig
+from schedir.training.train import run
 from tests.gloo.training import arguments, finish, start
 
 GOLDEN = Path(__file__).parents[1] / "golden"
@@ -28,11 +28,11 @@ import os
 
 import torch
 
-import schedir.data
-from schedir import gpt
+import schedir.training.data
+from schedir.training import gpt
 from schedir.schedules import {schedule} as mine
 
-made, drawn, now = gpt.build_stage, schedir.data.Batches.batch, [0]
+made, drawn, now = gpt.build_stage, schedir.training.data.Batches.batch, [0]
 
 
 def batch(self, step):
@@ -51,7 +51,7 @@ def build_stage(config, s, stages, **more):
     return module
 
 
-schedir.data.Batches.batch = batch
+schedir.training.data.Batches.batch = batch
 gpt.build_stage = build_stage
 """
 FORWARD, BACKWARD = "y = y * math.nan", "y.register_hook(lambda dy: dy * math.inf)"
@@ -62,7 +62,7 @@ ONE = ["pipeline.ranks=1", "pipeline.tp=1", "pipeline.stages_per_rank=4", "train
 def poison(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., str]:
     """Write a schedule whose file spoils a stage in some steps; what it patches is put back."""
     monkeypatch.setattr(gpt, "build_stage", gpt.build_stage)
-    monkeypatch.setattr(schedir.data.Batches, "batch", schedir.data.Batches.batch)
+    monkeypatch.setattr(schedir.training.data.Batches, "batch", schedir.training.data.Batches.batch)
 
     def write(
         what: str, stage: int, *steps: int, ranks: str = "01234567", schedule: str = "interleaved"
@@ -159,7 +159,7 @@ def test_what_a_loss_scale_makes_too_large_stops_no_run(
     folder = f'output.folder="{tmp_path}"'
     many = ["data.microbatch_size=8", "train.steps=8"]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("schedir.trainer.LossScale", partial(LossScale, 2.0**22))
+        patch.setattr("schedir.training.trainer.LossScale", partial(LossScale, 2.0**22))
         assert run(config, [*ONE, *many, "train.precision=float16", folder]) == 0
     skipped = [row["skipped"] for row in rows(tmp_path)]
     assert skipped[0] == "1" and skipped[-1] == "0" and "skipped" in capsys.readouterr().out

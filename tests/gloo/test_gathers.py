@@ -13,21 +13,22 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from schedir import Costs, compile, gpt, simulate
-from schedir.graph import Graph
-from schedir.ops import TRANSFERS
-from schedir.passes.slots import Choice
-from schedir.plan import Plan
-from schedir.runtime import tiny
-from schedir.runtime.c10d import Gloo
+from schedir import Costs, compile, simulate
+from schedir.analysis.graph import Graph
+from schedir.ir.ops import TRANSFERS
+from schedir.ir.plan import Plan
+from schedir.passes.share_slots import Choice
 from schedir.runtime.executor import Executor
 from schedir.runtime.inprocess import InProcess
 from schedir.runtime.rank import Boundary
 from schedir.runtime.reference import reference
-from schedir.runtime.streams import StreamHub, StreamMailbox, _Point
-from schedir.runtime.transport import Work
 from schedir.schedules import gpipe, interleaved, one_f_one_b
-from schedir.words import Schedule
+from schedir.schedules.words import Schedule
+from schedir.testing import tiny
+from schedir.training import gpt
+from schedir.transports.processes import Gloo
+from schedir.transports.streams import StreamHub, StreamMailbox, _Point
+from schedir.transports.transport import Work
 from tests.gloo.spawn import run
 from tests.gloo.tiny_stages import BOUNDARY, batch, config, gradients, paired, same_bits, zb
 from tests.gloo.virtual_gpu import VirtualGPU, charge, copies, install

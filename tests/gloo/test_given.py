@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from schedir import compile
 from schedir.errors import ExecutionError, ModelError, ProgramError, UsageError
-from schedir.plan import Plan
+from schedir.ir.plan import Plan
 from schedir.runtime import split_linears
 from schedir.runtime.executor import Executor
 from schedir.runtime.inprocess import InProcess

@@ -11,9 +11,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from schedir.errors import UsageError
-from schedir.gpt import GPTConfig, Stage, build_stage, count_tokens, loss
 from schedir.parallel.group import shard_dim
 from schedir.runtime import split
+from schedir.training.gpt import GPTConfig, Stage, build_stage, count_tokens, loss
 from tests.gloo.spawn import run
 
 torch.set_num_threads(1)

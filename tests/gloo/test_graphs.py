@@ -8,14 +8,15 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from schedir import compile, gpt
+from schedir import compile
 from schedir.errors import ModelError
-from schedir.plan import Plan
+from schedir.ir.plan import Plan
 from schedir.runtime.graphs import Rates, undrawn, untouched
 from schedir.runtime.inprocess import InProcess
 from schedir.runtime.precision import LossScale, MainOptimizer, float32_gradients
 from schedir.runtime.rank import Boundary
 from schedir.schedules import interleaved, one_f_one_b
+from schedir.training import gpt
 from tests.gloo.tiny_stages import BOUNDARY, HIDDEN, batch, gpt_stages, gradients, same_bits
 
 CPU = torch.device("cpu")

@@ -11,16 +11,16 @@ from torch import Tensor, nn
 
 from schedir import compile
 from schedir.errors import ExecutionError
-from schedir.plan import Plan
-from schedir.runtime.c10d import Gloo
+from schedir.ir.plan import Plan
 from schedir.runtime.executor import Executor
 from schedir.runtime.inprocess import InProcess
 from schedir.runtime.rank import Boundary
 from schedir.runtime.reference import reference
-from schedir.runtime.shared import Shared
 from schedir.runtime.sizes import sizes_of
 from schedir.schedules import gpipe, one_f_one_b
-from schedir.words import B, F, Word
+from schedir.schedules.words import B, F, Word
+from schedir.transports.processes import Gloo
+from schedir.transports.shared import Shared
 from tests.gloo.spawn import run
 from tests.gloo.tiny_stages import gradients, same_bits
 

@@ -7,12 +7,12 @@ import pytest
 
 pytest.importorskip("triton")
 
-from schedir.kernels import ahead
+from schedir.kernels import aot
 
 
-@pytest.mark.parametrize("case", ahead.CASES, ids=lambda case: case.name)
-def test_fits_its_registers(case: ahead.Case) -> None:
-    compiled = ahead.compile_for(case)
+@pytest.mark.parametrize("case", aot.CASES, ids=lambda case: case.name)
+def test_fits_its_registers(case: aot.Case) -> None:
+    compiled = aot.compile_for(case)
     assert compiled.registers <= case.most
     assert compiled.spilled == 0
     if case.kernel == "accumulate_kernel":
@@ -20,10 +20,10 @@ def test_fits_its_registers(case: ahead.Case) -> None:
 
 
 def test_every_kernel_is_compiled() -> None:
-    folder = Path(ahead.__file__).parent
+    folder = Path(aot.__file__).parent
     kernels = {
         (file.stem, name)
         for file in folder.glob("*_triton.py")
         for name in re.findall(r"^def (\w+_kernel)\(", file.read_text(), re.MULTILINE)
     }
-    assert kernels == {(case.module, case.kernel) for case in ahead.CASES}
+    assert kernels == {(case.module, case.kernel) for case in aot.CASES}

@@ -12,16 +12,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from schedir import compile, gpt
-from schedir.config import TrainConfig
+from schedir import compile
 from schedir.errors import ModelError, UsageError
-from schedir.plan import Plan
-from schedir.runtime.c10d import Gloo
+from schedir.ir.plan import Plan
 from schedir.runtime.executor import Executor
 from schedir.runtime.inprocess import InProcess
 from schedir.runtime.precision import LossScale, MainOptimizer, float32_gradients
 from schedir.runtime.rank import Boundary
 from schedir.schedules import one_f_one_b
+from schedir.training import gpt
+from schedir.training.config import TrainConfig
+from schedir.transports.processes import Gloo
 from tests.gloo.spawn import run
 from tests.gloo.tiny_stages import BOUNDARY, batch, gpt_stages, zb
 

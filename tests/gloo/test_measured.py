@@ -10,19 +10,21 @@ import pytest
 import torch
 
 import schedir
-from schedir import Plan, gpt
+from schedir import Plan
 from schedir.errors import ExecutionError, ModelError
-from schedir.index import Index
-from schedir.ops import Opcode
-from schedir.program import Program
-from schedir.runtime import clock as runtime_clock
-from schedir.runtime import stamps as runtime_stamps
-from schedir.runtime.c10d import Gloo, measured
+from schedir.ir.index import Index
+from schedir.ir.ops import Opcode
+from schedir.ir.program import Program
+from schedir.predict.timeline import Timeline
+from schedir.runtime import recorder as runtime_stamps
 from schedir.runtime.executor import Executor
 from schedir.runtime.inprocess import InProcess
-from schedir.runtime.stamps import read, timeline_of
+from schedir.runtime.measured import measured
+from schedir.runtime.recorder import read, timeline_of
 from schedir.schedules import one_f_one_b
-from schedir.timeline import Timeline
+from schedir.training import gpt
+from schedir.transports import clock as runtime_clock
+from schedir.transports.processes import Gloo
 from tests.gloo.spawn import run
 from tests.gloo.tiny_stages import BOUNDARY, batch, gpt_stages, paired
 

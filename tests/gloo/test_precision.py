@@ -10,15 +10,16 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from schedir import compile, gpt
+from schedir import compile
+from schedir.ir.plan import Plan
 from schedir.kernels.weight_gradient import accumulate_
-from schedir.plan import Plan
 from schedir.runtime.inprocess import InProcess
 from schedir.runtime.precision import MainOptimizer, float32_gradients
 from schedir.runtime.rank import Boundary
 from schedir.runtime.reference import reference
 from schedir.runtime.split import Tape, linear, recording
 from schedir.schedules import dualpipe, gpipe, one_f_one_b
+from schedir.training import gpt
 from tests.gloo.tiny_stages import BOUNDARY, batch, gpt_stages, gradients, same_bits, zb
 from tests.gloo.training import CONFIG, alone, train
 

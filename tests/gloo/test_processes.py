@@ -11,16 +11,17 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from schedir import gpt
-from schedir.check import check
-from schedir.compile import compile
 from schedir.errors import DeadlockError
-from schedir.ops import RECEIVES
-from schedir.plan import Plan
-from schedir.program import Program, Stream
-from schedir.runtime.c10d import Gloo, measured
+from schedir.ir.ops import RECEIVES
+from schedir.ir.plan import Plan
+from schedir.ir.program import Program, Stream
+from schedir.passes.compile import compile
 from schedir.runtime.executor import Executor
+from schedir.runtime.measured import measured
 from schedir.schedules import gpipe, interleaved, one_f_one_b
+from schedir.training import gpt
+from schedir.transports.processes import Gloo
+from schedir.verify.check import check
 from tests.gloo.spawn import RankError, run
 from tests.gloo.tiny_stages import (
     BOUNDARY,

@@ -8,12 +8,13 @@ from typing import Any
 import pytest
 import torch
 
-from schedir import compile, gpt
-from schedir.passes.slots import Choice
-from schedir.plan import Plan
-from schedir.runtime import streams
+from schedir import compile
+from schedir.ir.plan import Plan
+from schedir.passes.share_slots import Choice
 from schedir.runtime.inprocess import InProcess
 from schedir.schedules import chimera, interleaved, one_f_one_b
+from schedir.training import gpt
+from schedir.transports import streams
 from tests.gloo.races import Races
 from tests.gloo.tiny_stages import BOUNDARY, batch, expected, gpt_stages, gradients, same_bits, zb
 from tests.gloo.virtual_gpu import install

@@ -19,10 +19,9 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from schedir.compile import compile, lower
 from schedir.errors import ExecutionError, ModelError
-from schedir.plan import Plan
-from schedir.runtime.c10d import Gloo
+from schedir.ir.plan import Plan
+from schedir.passes.compile import compile, lower
 from schedir.runtime.executor import Executor
 from schedir.runtime.inprocess import InProcess
 from schedir.runtime.random import FORWARD, Draws, key, layer, mix
@@ -30,9 +29,10 @@ from schedir.runtime.rank import Boundary
 from schedir.runtime.reference import reference
 from schedir.runtime.sizes import sizes_of
 from schedir.runtime.splittable import SplitLinear
-from schedir.runtime.warm import warm_up
+from schedir.runtime.warmup import warm_up
 from schedir.schedules import chimera, dualpipe, gpipe, interleaved, one_f_one_b
 from schedir.testing import plans, random_draft
+from schedir.transports.processes import Gloo
 from tests.gloo.spawn import run
 from tests.gloo.test_zoo_runs import ZOO, M, newest_first, program_of
 from tests.gloo.tiny_stages import gradients, same_bits, zb

@@ -9,15 +9,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from schedir import gpt
-from schedir.compile import compile
-from schedir.plan import Plan
-from schedir.runtime.c10d import Gloo
+from schedir.ir.plan import Plan
+from schedir.passes.compile import compile
 from schedir.runtime.executor import Executor
 from schedir.runtime.inprocess import InProcess
 from schedir.runtime.rank import Boundary
 from schedir.runtime.reference import reference
 from schedir.schedules import chimera, interleaved, one_f_one_b
+from schedir.training import gpt
+from schedir.transports.processes import Gloo
 from tests.gloo.spawn import run
 from tests.gloo.tiny_stages import gradients
 

@@ -12,16 +12,17 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from schedir import compile, gpt
+from schedir import compile
 from schedir.errors import ModelError
-from schedir.plan import Plan
-from schedir.program import Program
-from schedir.runtime import shared
+from schedir.ir.plan import Plan
+from schedir.ir.program import Program
 from schedir.runtime.executor import Executor
 from schedir.runtime.rank import Boundary
-from schedir.runtime.shared import Shared
 from schedir.schedules import chimera, one_f_one_b
-from schedir.words import F, Word
+from schedir.schedules.words import F, Word
+from schedir.training import gpt
+from schedir.transports import shared
+from schedir.transports.shared import Shared
 from tests.gloo.spawn import RankError, run
 from tests.gloo.tiny_stages import BOUNDARY, batch, expected, gpt_stages, gradients, same_bits
 

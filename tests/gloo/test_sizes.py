@@ -15,11 +15,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 
-from schedir import compile, gpt, simulate
+from schedir import compile, simulate
+from schedir.analysis.memory import Held, held
 from schedir.errors import MemoryLimitError, ModelError
-from schedir.memory import Held, held
-from schedir.ops import COMPUTE, Token
-from schedir.plan import Plan
+from schedir.ir.ops import COMPUTE, Token
+from schedir.ir.plan import Plan
 from schedir.runtime.executor import Executor
 from schedir.runtime.inprocess import InProcess
 from schedir.runtime.precision import float32_gradients
@@ -28,6 +28,7 @@ from schedir.runtime.sizes import sizes_of
 from schedir.runtime.split import Tape, recording
 from schedir.runtime.splittable import split_linears
 from schedir.schedules import dualpipe_v, gpipe, interleaved, one_f_one_b, zb_h1, zb_v
+from schedir.training import gpt
 from tests.gloo.tiny_stages import BOUNDARY, HIDDEN, batch, gpt_stages, zb
 
 

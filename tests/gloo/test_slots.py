@@ -8,21 +8,21 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from schedir.compile import compile
+from schedir.analysis.slots import KINDS, counts
 from schedir.errors import ExecutionError
-from schedir.index import Index
-from schedir.ops import Opcode, Token
-from schedir.passes.slots import Choice
-from schedir.plan import Plan
-from schedir.runtime import tiny
+from schedir.ir.index import Index
+from schedir.ir.ops import Opcode, Token
+from schedir.ir.plan import Plan
+from schedir.passes.compile import compile
+from schedir.passes.share_slots import Choice
 from schedir.runtime.executor import Executor
 from schedir.runtime.inprocess import InProcess
 from schedir.runtime.rank import Boundary
 from schedir.runtime.reference import reference
 from schedir.runtime.split import linear
 from schedir.schedules import gpipe, interleaved, one_f_one_b
-from schedir.slots import KINDS, counts
-from schedir.words import Schedule
+from schedir.schedules.words import Schedule
+from schedir.testing import tiny
 from tests.gloo.test_processes import step_on_gloo
 from tests.gloo.tiny_stages import expected, gradients, same_bits, zb
 from tests.laws import ZOO, least, plan_of

@@ -16,13 +16,13 @@ from torch.nn.functional import mse_loss
 
 from schedir import compile
 from schedir.errors import ExecutionError
-from schedir.plan import Plan
+from schedir.ir.plan import Plan
 from schedir.runtime import split, split_linears
 from schedir.runtime.inprocess import InProcess
 from schedir.runtime.rank import Boundary
 from schedir.runtime.reference import reference
 from schedir.schedules import zb_h1
-from schedir.words import F, I, W
+from schedir.schedules.words import F, I, W
 from tests.gloo.tiny_layers import Conv1D, N, Square
 from tests.gloo.tiny_stages import gradients, same_bits, zb
 

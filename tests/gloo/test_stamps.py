@@ -13,19 +13,22 @@ from hypothesis import strategies as st
 
 import schedir
 from schedir import Costs, Plan, Timeline
-from schedir.calibrate import calibrate
-from schedir.graph import Graph
-from schedir.idleness import Cause, by_cause, idleness
-from schedir.ops import SENDS, TRANSFERS, Lane, Opcode
-from schedir.passes.slots import Choice
-from schedir.program import JOINED, Program, Stream
-from schedir.runtime import inprocess, tiny
-from schedir.runtime.inprocess import InProcess, _Hub, _Mailbox
+from schedir.analysis.graph import Graph
+from schedir.ir.ops import SENDS, TRANSFERS, Lane, Opcode
+from schedir.ir.program import JOINED, Program, Stream
+from schedir.passes.share_slots import Choice
+from schedir.predict.bubble_causes import Cause, by_cause, idleness
+from schedir.predict.calibrate import calibrate
+from schedir.runtime import inprocess
+from schedir.runtime.inprocess import InProcess
 from schedir.runtime.rank import Boundary
-from schedir.runtime.stamps import TICK, EventStamps, Recorded, read
-from schedir.runtime.transport import Work
+from schedir.runtime.recorder import TICK, EventStamps, Recorded, read
 from schedir.schedules import dualpipe, dualpipe_v, gpipe, interleaved, one_f_one_b
-from schedir.words import Schedule
+from schedir.schedules.words import Schedule
+from schedir.testing import tiny
+from schedir.transports import mailbox
+from schedir.transports.mailbox import Hub, Mailbox
+from schedir.transports.transport import Work
 from tests.gloo.virtual_gpu import VirtualGPU, charge, copies, install
 from tests.laws import ZOO, least, plan_of
 from tests.legal import too_early
@@ -169,11 +172,11 @@ class _Later:
         self.gpu.stream.now = max(self.gpu.stream.now, self.over)
 
 
-class _Library(_Mailbox):
+class _Library(Mailbox):
     """Messages that arrive at 3, 4, 5, ..."""
 
     def __init__(self, gpu: VirtualGPU) -> None:
-        super().__init__(_Hub(), 1, {}, "edge")
+        super().__init__(Hub(), 1, {}, "edge")
         self.gpu, self.count = gpu, 0
 
     def recv(self, tensor: torch.Tensor, peer: int, lane: Lane) -> Work:
@@ -234,7 +237,7 @@ def test_a_sum_is_by_rank_in_whatever_order_ranks_come(
     for order in permutations(range(4)):
         if on_gpu:
             install(monkeypatch)
-        ranks = inprocess._mailboxes(schedir.compile(gpipe, Plan(4, 1)), "edge", False, [])
+        ranks = mailbox.mailboxes(schedir.compile(gpipe, Plan(4, 1)), "edge", False, [])
         first = [torch.tensor(part) for part in (1e16, 1.0, -1e16, 3.0)]
         second = [torch.tensor(float(rank)) for rank in range(4)]
         for rank in order:

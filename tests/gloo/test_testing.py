@@ -13,14 +13,13 @@ from hypothesis import given, settings
 from torch import Tensor
 
 from schedir import schedules
-from schedir.check import check, check_draft
+from schedir.analysis.graph import MODELS
 from schedir.errors import DeadlockError, ProgramError, ScheduleError, UsageError
-from schedir.graph import MODELS
-from schedir.plan import Plan
-from schedir.program import Program
-from schedir.runtime import tiny
-from schedir.testing import assert_schedule, drafts, plans, plans_of, programs
-from schedir.words import B, F, I, W, Word, draft, weave
+from schedir.ir.plan import Plan
+from schedir.ir.program import Program
+from schedir.schedules.words import B, F, I, W, Word, draft, weave
+from schedir.testing import assert_schedule, drafts, plans, plans_of, programs, tiny
+from schedir.verify.check import check, check_draft
 
 
 @pytest.mark.parametrize("name", sorted(schedules.__all__))

@@ -15,15 +15,15 @@ from torch import Tensor, nn
 import schedir
 from schedir import Plan
 from schedir.runtime import split_linears
-from schedir.runtime.c10d import Gloo
 from schedir.runtime.executor import Executor
 from schedir.runtime.inprocess import InProcess
 from schedir.runtime.precision import MainOptimizer, float32_gradients
 from schedir.runtime.rank import Boundary
 from schedir.runtime.reference import reference
 from schedir.schedules import dualpipe, interleaved, one_f_one_b, zb_h1, zb_v
-from schedir.words import B, Word
-from schedir.words import F as Forward
+from schedir.schedules.words import B, Word
+from schedir.schedules.words import F as Forward
+from schedir.transports.processes import Gloo
 from tests.gloo.spawn import run
 from tests.gloo.tiny_stages import gpt_executor, gradients, own_batch, same_bits, zb
 

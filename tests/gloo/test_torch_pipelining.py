@@ -13,16 +13,17 @@ from torch import Tensor, nn
 from torch.distributed.pipelining import schedules as theirs
 from torch.distributed.pipelining.stage import PipelineStage
 
-from schedir import schedules, torch_csv
-from schedir.check import check, check_draft
-from schedir.compile import compile, finish, lower
+from schedir import schedules
+from schedir.analysis.graph import MODELS
 from schedir.errors import CellError
-from schedir.graph import MODELS
-from schedir.ops import COMPUTE
-from schedir.plan import Plan
-from schedir.program import Program
+from schedir.io import torch_csv
+from schedir.ir.ops import COMPUTE
+from schedir.ir.plan import Plan
+from schedir.ir.program import Program
+from schedir.passes.compile import compile, finish, lower
 from schedir.runtime.reference import reference
-from schedir.runtime.tiny import WIDTH, batch, loss
+from schedir.testing.tiny import WIDTH, batch, loss
+from schedir.verify.check import check, check_draft
 from tests.gloo.spawn import run
 
 # ---------------------------------------------------------------- theirs here

@@ -11,8 +11,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from schedir.trace import load_timeline
-from schedir.train import run
+from schedir.io.timeline_file import load_timeline
+from schedir.training.train import run
 from tests.gloo.training import (
     ALONE,
     TORCHRUN,
@@ -136,9 +136,9 @@ def test_training_is_what_a_plain_loop_does(config: str, tmp_path: Path) -> None
     """Against torch's own clipping and AdamW: learning rates, betas, decay and clipping arrive."""
     import torch
 
-    from schedir import gpt
-    from schedir.config_file import read
-    from schedir.trainer import batches
+    from schedir.training import gpt
+    from schedir.training.config_file import read
+    from schedir.training.trainer import batches
 
     sets = [*ALONE, "train.betas=[0.5, 0.7]", "train.clip=0.3", "train.weight_decay=0.4",
             "train.lr=0.02", f'output.folder="{tmp_path}/out"']  # fmt: skip

@@ -14,9 +14,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from schedir import gpt
 from schedir.errors import ConfigError, ProgramError, UsageError
-from schedir.train import run
+from schedir.training import gpt
+from schedir.training.train import run
 from tests.gloo.training import (
     ALONE,
     LIMIT,
@@ -193,9 +193,9 @@ def test_a_peer_that_never_comes_is_one_error(
 FAILING = """\
 import os
 
-import schedir.data
-import schedir.train
-from schedir import gpt, schedules
+import schedir.training.data
+from schedir import schedules
+from schedir.training import gpt, train
 from schedir.errors import UsageError
 
 mine = schedules.one_f_one_b
@@ -213,9 +213,9 @@ if os.environ.get("RANK") == "1":
 @pytest.mark.parametrize(
     ("what", "code", "said"),
     [
-        ("schedir.data.Batches.batch = refuse", 2, "rank 1: UsageError: no such luck\n"),
+        ("schedir.training.data.Batches.batch = refuse", 2, "rank 1: UsageError: no such luck\n"),
         ("mine = schedules.gpipe", 2, "processes 0 and 1 do not agree on the program"),
-        ("schedir.train.leave = lambda: os._exit(9)", 1, "rank 1 ended with exit code 9; the"),
+        ("train.leave = lambda: os._exit(9)", 1, "rank 1 ended with exit code 9; the"),
     ],
 )
 def test_the_rank_that_fails_says_why(

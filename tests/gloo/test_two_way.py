@@ -7,13 +7,13 @@ from typing import Any
 import pytest
 import torch
 
-from schedir import gpt
-from schedir.compile import compile
-from schedir.plan import Plan
-from schedir.runtime.c10d import Gloo
+from schedir.ir.plan import Plan
+from schedir.passes.compile import compile
 from schedir.runtime.inprocess import InProcess
 from schedir.runtime.reference import reference
 from schedir.schedules import chimera, dualpipe
+from schedir.training import gpt
+from schedir.transports.processes import Gloo
 from tests.gloo.spawn import run
 from tests.gloo.test_processes import step_on_gloo
 from tests.gloo.tiny_stages import (

@@ -13,18 +13,18 @@ from torch import Tensor, nn
 from torch.nn.utils import parameters_to_vector, vector_to_parameters
 from torch.utils.checkpoint import checkpoint
 
-from schedir.compile import compile
 from schedir.errors import ExecutionError
-from schedir.plan import Plan
+from schedir.ir.plan import Plan
+from schedir.passes.compile import compile
 from schedir.runtime import split_linears
-from schedir.runtime.c10d import Gloo
 from schedir.runtime.executor import Executor
 from schedir.runtime.inprocess import InProcess
 from schedir.runtime.rank import Boundary
 from schedir.runtime.reference import reference
-from schedir.runtime.tiny import WIDTH, batch, loss, tiny_stages
 from schedir.schedules import gpipe, one_f_one_b, pipedream_2bw
-from schedir.words import EMPTY, B, F, I, W, Word
+from schedir.schedules.words import EMPTY, B, F, I, W, Word
+from schedir.testing.tiny import WIDTH, batch, loss, tiny_stages
+from schedir.transports.processes import Gloo
 from tests.gloo.spawn import run
 
 BOUNDARY = Boundary((2, WIDTH), torch.float64)

@@ -9,17 +9,18 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from schedir import compile, gpt
+from schedir import compile
 from schedir.errors import ExecutionError
-from schedir.plan import Plan
-from schedir.program import Program
-from schedir.runtime.c10d import Gloo
+from schedir.ir.plan import Plan
+from schedir.ir.program import Program
 from schedir.runtime.executor import Executor
 from schedir.runtime.inprocess import InProcess
 from schedir.runtime.rank import Boundary
-from schedir.runtime.transport import Group, Work
-from schedir.runtime.warm import warm_up
+from schedir.runtime.warmup import warm_up
 from schedir.schedules import dualpipe, forward_only, interleaved, one_f_one_b
+from schedir.training import gpt
+from schedir.transports.processes import Gloo
+from schedir.transports.transport import Group, Work
 from tests.gloo.spawn import run
 from tests.gloo.tiny_stages import (
     BOUNDARY,

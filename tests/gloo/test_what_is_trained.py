@@ -16,12 +16,12 @@ import schedir
 from schedir import Plan, Ties
 from schedir.errors import ModelError, ProgramError
 from schedir.runtime import split_linears
-from schedir.runtime.c10d import Gloo
 from schedir.runtime.executor import Executor
 from schedir.runtime.inprocess import InProcess
 from schedir.runtime.rank import Boundary
 from schedir.runtime.unchanged import Unchanged
 from schedir.schedules import gpipe, interleaved, one_f_one_b, zb_v
+from schedir.transports.processes import Gloo
 from tests.gloo.spawn import RankError, run
 from tests.gloo.test_ties import BOUNDARY, SCALE, Model, adam, batch, loss, parts
 

@@ -13,16 +13,16 @@ import pytest
 import torch
 from torch import Tensor
 
-from schedir import gpt
-from schedir.compile import compile
-from schedir.load import built_in
-from schedir.plan import Plan
-from schedir.program import Program
-from schedir.runtime.c10d import Gloo
+from schedir.ir.plan import Plan
+from schedir.ir.program import Program
+from schedir.passes.compile import compile
 from schedir.runtime.executor import Executor
 from schedir.runtime.inprocess import InProcess
 from schedir.runtime.reference import reference
-from schedir.words import B, F, I, W, Word, placed_for
+from schedir.schedules import built_in
+from schedir.schedules.words import B, F, I, W, Word, placed_for
+from schedir.training import gpt
+from schedir.transports.processes import Gloo
 from tests.gloo.spawn import run
 from tests.gloo.tiny_stages import BOUNDARY, batch, expected, gpt_stages, gradients, same_bits
 

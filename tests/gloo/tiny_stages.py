@@ -9,15 +9,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from schedir import gpt
-from schedir.plan import Plan
-from schedir.program import Program
-from schedir.runtime.c10d import Processes
+from schedir.ir.plan import Plan
+from schedir.ir.program import Program
 from schedir.runtime.executor import Executor
 from schedir.runtime.rank import Boundary
 from schedir.runtime.reference import reference
 from schedir.schedules import gpipe, interleaved, one_f_one_b
-from schedir.words import B, F, I, W, Word, overlap
+from schedir.schedules.words import B, F, I, W, Word, overlap
+from schedir.training import gpt
+from schedir.transports.processes import Processes
 
 CONTEXT, HIDDEN, BATCH = 8, 16, 2
 BOUNDARY = Boundary((BATCH, CONTEXT, HIDDEN))

@@ -7,7 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from schedir.train import run
+from schedir.training.train import run
 
 ROOT = Path(__file__).resolve().parents[2]
 LIMIT = 240  # seconds: enough on any machine, and the end of a hang

@@ -18,12 +18,13 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from schedir.costs import Costs
-from schedir.index import Index
-from schedir.ops import TRANSFERS
-from schedir.runtime import executor, inprocess, stamps
+from schedir.ir.costs import Costs
+from schedir.ir.index import Index
+from schedir.ir.ops import TRANSFERS
+from schedir.runtime import executor, inprocess, recorder
 from schedir.runtime.rank import Call
-from schedir.runtime.streams import StreamHub, StreamMailbox
+from schedir.transports import mailbox
+from schedir.transports.streams import StreamHub, StreamMailbox
 
 LANE = -1  # the priority of a lane's stream
 
@@ -134,18 +135,18 @@ def install(monkeypatch: pytest.MonkeyPatch) -> VirtualGPU:
     }  # fmt: skip
     for name, patch in patches.items():
         monkeypatch.setattr(torch.cuda, name, patch)
-    monkeypatch.setattr(executor, "stamps_of", stamps.EventStamps)
-    monkeypatch.setattr(stamps, "perf_counter", lambda: gpu.host)
+    monkeypatch.setattr(executor, "stamps_of", recorder.EventStamps)
+    monkeypatch.setattr(recorder, "perf_counter", lambda: gpu.host)
 
     def mailboxes(program: Any, model: Any, cuda: bool, told: Any) -> list[StreamMailbox]:
         hub = StreamHub()
         hub.told = told
         return [
-            StreamMailbox(hub, rank, inprocess._members(program, rank), model)
+            StreamMailbox(hub, rank, mailbox.members_of(program, rank), model)
             for rank in range(program.plan.ranks)
         ]
 
-    monkeypatch.setattr(inprocess, "_mailboxes", mailboxes)
+    monkeypatch.setattr(inprocess, "mailboxes", mailboxes)
     return gpu
 
 

@@ -8,8 +8,8 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from schedir.runtime.cuda import HOST, SHARED
-from schedir.runtime.nccl import initialise
+from schedir.transports.cuda import HOST, SHARED
+from schedir.transports.nccl import initialise
 
 # "Hosts" talk over sockets of this machine. Their kernels take turns on the GPU: all correct, and
 # nothing fast. One protocol and one ring have the fewest turns.

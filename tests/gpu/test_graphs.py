@@ -8,15 +8,16 @@ from typing import Any
 import pytest
 import torch
 
-from schedir import compile, gpt
+from schedir import compile
 from schedir.errors import ModelError
-from schedir.plan import Plan
+from schedir.ir.plan import Plan
 from schedir.runtime.executor import Executor
 from schedir.runtime.graphs import GraphedStep
 from schedir.runtime.inprocess import InProcess
 from schedir.runtime.precision import MainOptimizer
 from schedir.runtime.rank import Boundary
 from schedir.schedules import one_f_one_b
+from schedir.training import gpt
 from tests.gloo.tiny_stages import BOUNDARY, batch, gpt_stages
 from tests.gpu.test_streams import on_gpu
 

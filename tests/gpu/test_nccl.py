@@ -11,17 +11,18 @@ import torch.distributed as dist
 from torch import Tensor
 
 from schedir import compile
-from schedir.graph import Model
-from schedir.passes.slots import Choice
-from schedir.plan import Plan
-from schedir.program import Program
-from schedir.runtime.c10d import Gloo, measured
+from schedir.analysis.graph import Model
+from schedir.ir.plan import Plan
+from schedir.ir.program import Program
+from schedir.passes.share_slots import Choice
+from schedir.predict.timeline import Timeline
 from schedir.runtime.executor import Executor
 from schedir.runtime.graphs import GraphedStep
-from schedir.runtime.nccl import MODELS, Kind, nccl
-from schedir.runtime.warm import warm_up
+from schedir.runtime.measured import measured
+from schedir.runtime.warmup import warm_up
 from schedir.schedules import interleaved, one_f_one_b
-from schedir.timeline import Timeline
+from schedir.transports.nccl import MODELS, Kind, nccl
+from schedir.transports.processes import Gloo
 from tests.gloo.spawn import run
 from tests.gloo.tiny_stages import batch, gpt_executor, gradients_by_stage, zb
 from tests.gpu.shared import share_gpu

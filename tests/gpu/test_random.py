@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 from schedir import compile
 from schedir.errors import ModelError
-from schedir.plan import Plan
+from schedir.ir.plan import Plan
 from schedir.runtime.graphs import GraphedStep
 from schedir.runtime.inprocess import InProcess
 from schedir.runtime.random import layer

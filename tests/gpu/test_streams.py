@@ -9,17 +9,18 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from schedir import compile, gpt
+from schedir import compile
 from schedir.errors import ExecutionError
-from schedir.ops import Lane
-from schedir.plan import Plan
+from schedir.ir.ops import Lane
+from schedir.ir.plan import Plan
+from schedir.predict.timeline import Timeline
 from schedir.runtime.inprocess import InProcess
 from schedir.runtime.precision import float32_gradients
 from schedir.runtime.rank import Boundary
+from schedir.runtime.recorder import TICK
 from schedir.runtime.reference import reference
-from schedir.runtime.stamps import TICK
 from schedir.schedules import interleaved, one_f_one_b
-from schedir.timeline import Timeline
+from schedir.training import gpt
 from tests.gloo.tiny_stages import BOUNDARY, batch, gpt_stages, gradients, zb
 from tests.legal import too_early
 

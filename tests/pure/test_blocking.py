@@ -6,13 +6,13 @@ import random
 
 import pytest
 
-from schedir.check import check
-from schedir.costs import Costs
 from schedir.errors import DeadlockError
-from schedir.ops import ROWS, Lane, Opcode
+from schedir.ir.costs import Costs
+from schedir.ir.ops import ROWS, Lane, Opcode
+from schedir.ir.program import Program
 from schedir.passes.overlap import early_gathers, early_receives
-from schedir.program import Program
-from schedir.simulate import simulate
+from schedir.predict.simulate import simulate
+from schedir.verify.check import check
 from tests.edits import MUTATIONS, written
 from tests.mutants import legal, refusal
 from tests.oracle import Machine

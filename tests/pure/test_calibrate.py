@@ -11,12 +11,12 @@ from hypothesis import strategies as st
 
 import schedir
 from schedir import Costs, Plan, Program
-from schedir.calibrate import bubbles, calibrate, unexplained
-from schedir.compile import lower
-from schedir.ops import SENDS
+from schedir.ir.ops import SENDS
+from schedir.passes.compile import lower
+from schedir.predict.calibrate import bubbles, calibrate, unexplained
+from schedir.predict.timeline import Timeline
 from schedir.schedules import gpipe, interleaved, looped_bfs, one_f_one_b
-from schedir.timeline import Timeline
-from schedir.words import B, F, I, Schedule, W, Word
+from schedir.schedules.words import B, F, I, Schedule, W, Word
 from tests.laws import TWO_WAY, ZOO, least, plan_of
 from tests.measuring import measured
 from tests.strategies import costs, drafts

@@ -9,8 +9,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from schedir.check import check, check_draft
-from schedir.compile import compile, lower
+from schedir.analysis.graph import MODELS
 from schedir.errors import (
     CompletenessError,
     DeadlockError,
@@ -21,13 +20,14 @@ from schedir.errors import (
     ProgramError,
     ReductionError,
 )
-from schedir.graph import MODELS
-from schedir.ops import COMPUTE, RECEIVES, SENDS
-from schedir.plan import Plan
-from schedir.program import Program, Stream, pack
+from schedir.ir.ops import COMPUTE, RECEIVES, SENDS
+from schedir.ir.plan import Plan
+from schedir.ir.program import Program, Stream, pack
+from schedir.ir.text import parse, show
+from schedir.passes.compile import compile, lower
 from schedir.schedules import dualpipe, gpipe, interleaved, one_f_one_b, pipedream_2bw
-from schedir.text import parse, show
-from schedir.words import B, F, I, W, Word, draft, overlap
+from schedir.schedules.words import B, F, I, W, Word, draft, overlap
+from schedir.verify.check import check, check_draft
 
 
 def zb(r: int, P: int, m: int) -> Word:

@@ -12,15 +12,14 @@ from pathlib import Path
 import pytest
 
 import schedir
-from schedir.cli import main
+from schedir.__main__ import main
+from schedir.analysis.graph import MODELS
 from schedir.commands import check
-from schedir.compile import compile
-from schedir.graph import MODELS
-from schedir.load import built_in
-from schedir.plan import Plan
-from schedir.schedules import gpipe, one_f_one_b
-from schedir.text import parse, show
-from schedir.words import draft
+from schedir.ir.plan import Plan
+from schedir.ir.text import parse, show
+from schedir.passes.compile import compile
+from schedir.schedules import built_in, gpipe, one_f_one_b
+from schedir.schedules.words import draft
 from tests.commands import ENV, command, refused, said
 
 IN_PAIRS = """
@@ -90,7 +89,7 @@ def test_help_of_train_tells_the_settings(capsys: pytest.CaptureFixture[str]) ->
 
 def test_help_loads_little() -> None:
     code = (
-        "import sys\nfrom schedir.cli import main\nmain(['--help'])\n"
+        "import sys\nfrom schedir.__main__ import main\nmain(['--help'])\n"
         "print('loaded:', *({'torch', 'matplotlib', 'networkx', 'rich'} & sys.modules.keys()))"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=ENV)

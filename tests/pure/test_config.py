@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 
 import schedir
-from schedir.config import Config
-from schedir.config_file import read
 from schedir.errors import ConfigError, ParseError, ProgramError
-from schedir.gpt_config import GPTConfig
-from schedir.train import program_of
+from schedir.training.config import Config
+from schedir.training.config_file import read
+from schedir.training.gpt_config import GPTConfig
+from schedir.training.train import program_of
 
 FULL = """\
 # A run on eight processes.
@@ -261,9 +261,7 @@ def test_a_program_that_is_none_is_refused_with_its_place(tmp_path: Path, progra
 
 
 def test_nothing_heavy_is_needed(tmp_path: Path) -> None:
-    code = (
-        "import sys, schedir.config_file as c; c.read(sys.argv[1]); print('torch' in sys.modules)"
-    )
+    code = "import sys, schedir.training.config_file as c; c.read(sys.argv[1]); print('torch' in sys.modules)"
     done = subprocess.run(
         [sys.executable, "-c", code, write(tmp_path, FULL)], capture_output=True, text=True
     )

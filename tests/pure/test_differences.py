@@ -13,11 +13,11 @@ from hypothesis import strategies as st
 
 import schedir
 from schedir import Costs, Plan, Program
-from schedir.calibrate import calibrate, completed, told
-from schedir.compile import lower
-from schedir.differences import differences
+from schedir.commands.options import costs_of
 from schedir.errors import UsageError
-from schedir.options import costs_of
+from schedir.passes.compile import lower
+from schedir.predict.calibrate import calibrate, completed, told
+from schedir.predict.differences import differences
 from schedir.schedules import dualpipe_v, gpipe, interleaved, one_f_one_b
 from tests.commands import refused, said
 from tests.strategies import costs, drafts

@@ -38,7 +38,7 @@ def test_readme_python_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_readme_commands_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from schedir.cli import main
+    from schedir.__main__ import main
 
     lines = [line.split() for _, body in BLOCKS for line in body.splitlines()]
     commands = [words[1:] for words in lines if words[:1] == ["schedir"] and words[1] != "train"]
@@ -55,7 +55,7 @@ def test_traces_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """The page on traces: its Python and its commands, in order, and what one of them prints."""
-    from schedir.cli import main
+    from schedir.__main__ import main
 
     monkeypatch.chdir(tmp_path)
     out = ""
@@ -80,7 +80,7 @@ def test_traces_run(
 def test_readme_letters_are_what_is_printed(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    from schedir.cli import main
+    from schedir.__main__ import main
 
     monkeypatch.setenv("COLUMNS", "80")
     (shown,) = [body for _, body in BLOCKS if "\n$ schedir draw" in body]

@@ -14,11 +14,11 @@ from pathlib import Path
 import pytest
 
 import schedir
-from schedir.check import check
-from schedir.cli import main
+from schedir.__main__ import main
+from schedir.analysis.graph import MODELS
 from schedir.errors import ProgramError
-from schedir.graph import MODELS
-from schedir.text import parse, show
+from schedir.ir.text import parse, show
+from schedir.verify.check import check
 
 GOLDEN = Path(__file__).parents[1] / "golden"
 NAMES = {**vars(schedir), **vars(schedir.schedules), "partial": partial}

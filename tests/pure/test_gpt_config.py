@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from schedir.errors import UsageError
-from schedir.gpt_config import GPTConfig, split_heads, split_layers
+from schedir.training.gpt_config import GPTConfig, split_heads, split_layers
 
 
 @given(layers=st.integers(1, 40), stages=st.integers(1, 40))

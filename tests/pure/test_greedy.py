@@ -7,16 +7,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from schedir import greedy
-from schedir.check import check
-from schedir.compile import lower
-from schedir.costs import Costs
+from schedir.analysis.memory import peak_in_flight
 from schedir.errors import ScheduleError
-from schedir.memory import peak_in_flight
-from schedir.plan import Plan
+from schedir.ir.costs import Costs
+from schedir.ir.plan import Plan
+from schedir.passes.compile import lower
+from schedir.predict.simulate import simulate
 from schedir.schedules import gpipe, one_f_one_b
-from schedir.simulate import simulate
+from schedir.schedules.words import draft
 from schedir.testing import plans
-from schedir.words import draft
+from schedir.verify.check import check
 from tests.strategies import costs
 
 

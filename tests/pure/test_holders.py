@@ -9,18 +9,18 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from schedir.check import check
-from schedir.compile import compile, lower
-from schedir.costs import Costs
-from schedir.graph import MODELS, Graph, Model
-from schedir.greedy import greedy
-from schedir.ops import Opcode
-from schedir.plan import Plan
-from schedir.program import Program, Stream
+from schedir.analysis.graph import MODELS, Graph, Model
+from schedir.analysis.longest_path import walk
+from schedir.ir.costs import Costs
+from schedir.ir.ops import Opcode
+from schedir.ir.plan import Plan
+from schedir.ir.program import Program, Stream
+from schedir.ir.ties import tied_stages
+from schedir.passes.compile import compile, lower
 from schedir.schedules import chimera, dualpipe
-from schedir.ties import tied_stages
-from schedir.walk import walk
-from schedir.words import Schedule
+from schedir.schedules.greedy import greedy
+from schedir.schedules.words import Schedule
+from schedir.verify.check import check
 from tests.laws import plan_of
 
 APART: tuple[Model, ...] = ("edge", "pair", "device")  # reductions have a queue of their own

@@ -11,11 +11,11 @@ from hypothesis import strategies as st
 
 import schedir
 from schedir import Costs, Plan, Program, Timeline
-from schedir.compile import lower
-from schedir.graph import MODELS, Model
-from schedir.idleness import Cause, by_cause, exposed, idleness, ready_gaps
-from schedir.ops import SHARDING, TRANSFERS, Lane
+from schedir.analysis.graph import MODELS, Model
+from schedir.ir.ops import SHARDING, TRANSFERS, Lane
+from schedir.passes.compile import lower
 from schedir.passes.overlap import group_opposites
+from schedir.predict.bubble_causes import Cause, by_cause, exposed, idleness, ready_gaps
 from schedir.schedules import dualpipe_v, gpipe, interleaved, one_f_one_b
 from tests.strategies import costs, drafts
 
@@ -102,7 +102,7 @@ def test_an_even_pipeline_fills_and_drains() -> None:
 
 
 @pytest.mark.parametrize("schedule", [gpipe, one_f_one_b])
-def test_what_a_slow_stage_costs_the_others(schedule: schedir.words.Schedule) -> None:
+def test_what_a_slow_stage_costs_the_others(schedule: schedir.schedules.words.Schedule) -> None:
     slow = Costs(F=(1, 1, 1.5, 1), B=(2, 2, 3, 2))
     timeline = schedir.simulate(schedir.compile(schedule, Plan(4, 8)), slow)
     assert causes(timeline)[Cause.IMBALANCE] == [12, 12, 0, 12]

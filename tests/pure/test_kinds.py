@@ -27,16 +27,16 @@ from schedir import (
     ties,
     torch_csv,
 )
-from schedir.advice import advise
-from schedir.calibrate import calibrate
 from schedir.errors import ProgramError
-from schedir.greedy import greedy
-from schedir.idleness import idleness
-from schedir.program import Slots
+from schedir.ir.program import Slots
+from schedir.ir.text import parse
+from schedir.predict.bubble_causes import idleness
+from schedir.predict.calibrate import calibrate
+from schedir.predict.what_if import advise
 from schedir.schedules import one_f_one_b
-from schedir.text import parse
+from schedir.schedules.greedy import greedy
+from schedir.schedules.words import B, join, overlap, weave
 from schedir.viz import chart, gantt, save, save_html
-from schedir.words import B, join, overlap, weave
 
 PLAN = Plan(2, 4)
 PROGRAM = compile(one_f_one_b, PLAN)

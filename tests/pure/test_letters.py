@@ -14,21 +14,21 @@ from hypothesis import strategies as st
 from matplotlib.image import imread
 
 from schedir import save_timeline, viz
-from schedir.cli import main
-from schedir.compile import compile, lower
-from schedir.costs import Costs
+from schedir.__main__ import main
 from schedir.errors import UsageError
-from schedir.plan import Plan
-from schedir.program import Program
+from schedir.io.terminal import painted
+from schedir.ir.costs import Costs
+from schedir.ir.plan import Plan
+from schedir.ir.program import Program
+from schedir.ir.text import parse, show
+from schedir.passes.compile import compile, lower
+from schedir.predict.simulate import simulate
+from schedir.predict.timeline import Timeline
 from schedir.schedules import dualpipe_v, interleaved, one_f_one_b
-from schedir.simulate import simulate
-from schedir.terminal import painted
+from schedir.schedules.words import Schedule
 from schedir.testing import drafts
-from schedir.text import parse, show
-from schedir.timeline import Timeline
-from schedir.viz.lettering import letters
 from schedir.viz.palette import colour, written
-from schedir.words import Schedule
+from schedir.viz.text_chart import letters
 from tests.strategies import costs
 
 STUCK = """schedir 1

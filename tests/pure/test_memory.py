@@ -10,18 +10,18 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from schedir.compile import compile, lower, within
-from schedir.costs import Costs
 from schedir.errors import MemoryLimitError, UsageError, in_bytes
-from schedir.ops import ROWS, Opcode, Token
+from schedir.ir.costs import Costs
+from schedir.ir.ops import ROWS, Opcode, Token
+from schedir.ir.plan import Plan
+from schedir.ir.program import Program, Slots
+from schedir.ir.sizes import Sizes, bytes_of
+from schedir.passes.compile import compile, lower, within
 from schedir.passes.overlap import group_opposites
-from schedir.plan import Plan
-from schedir.program import Program, Slots
+from schedir.predict.simulate import simulate
 from schedir.schedules import gpipe, interleaved, one_f_one_b, zb_h1
-from schedir.simulate import simulate
-from schedir.sizes import Sizes, bytes_of
+from schedir.schedules.words import F, I, W
 from schedir.testing import drafts
-from schedir.words import F, I, W
 from tests.commands import refused, said
 from tests.oracle import Machine
 from tests.strategies import costs, with_slots

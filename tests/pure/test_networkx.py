@@ -13,12 +13,12 @@ import networkx as nx
 from hypothesis import event, example, given, settings
 from hypothesis import strategies as st
 
-from schedir.costs import Costs
+from schedir.analysis.graph import MODELS, Model
 from schedir.errors import DeadlockError, GroupError, OrderError
-from schedir.graph import MODELS, Model
-from schedir.ops import ROWS
-from schedir.program import Program
-from schedir.simulate import simulate
+from schedir.ir.costs import Costs
+from schedir.ir.ops import ROWS
+from schedir.ir.program import Program
+from schedir.predict.simulate import simulate
 from tests.mutants import mutate
 from tests.oracle import Machine
 from tests.strategies import with_slots

@@ -21,10 +21,10 @@ USE = """
 import re, sys
 import schedir
 from schedir import Costs, Plan
-from schedir.advice import advise
-from schedir.perfetto import text
+from schedir.predict.what_if import advise
+from schedir.io.perfetto import text
 from schedir.schedules import one_f_one_b, zb_h1
-from schedir.sizes import Sizes
+from schedir.ir.sizes import Sizes
 
 costs = Costs(F=2, B=3, send=0.5)
 for schedule in one_f_one_b, zb_h1:
@@ -58,7 +58,7 @@ def test_a_row_is_enough(tmp_path: Path) -> None:
         source = ROOT / name
         shutil.copytree(source, tmp_path / name, symlinks=True,
                         ignore=shutil.ignore_patterns("__pycache__"))  # fmt: skip
-    for file, changes in (("ops", (OPCODE, ROW)), ("costs", (COST,))):
+    for file, changes in (("ir/ops", (OPCODE, ROW)), ("ir/costs", (COST,))):
         path = tmp_path / "schedir" / f"{file}.py"
         text = path.read_text()
         for before, after in changes:

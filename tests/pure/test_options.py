@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 import schedir
-from schedir.plan import Plan
+from schedir.ir.plan import Plan
 from schedir.schedules import zb_v
 from tests.commands import refused, said
 

@@ -8,10 +8,10 @@ from dataclasses import replace
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from schedir.compile import lower
-from schedir.ops import COMPUTE, Instr, Opcode
+from schedir.ir.ops import COMPUTE, Instr, Opcode
+from schedir.ir.program import Program
+from schedir.passes.compile import lower
 from schedir.passes.overlap import early_gathers, early_receives, group_opposites
-from schedir.program import Program
 from schedir.testing import drafts
 from tests.edits import written
 

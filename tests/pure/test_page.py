@@ -18,20 +18,20 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from schedir.cli import main
-from schedir.compile import compile, lower
-from schedir.costs import Costs
+from schedir.__main__ import main
 from schedir.errors import PlanError, UsageError
-from schedir.idleness import idleness
-from schedir.ops import Opcode
-from schedir.plan import Plan
-from schedir.program import Program
+from schedir.io.timeline_file import save_timeline
+from schedir.ir.costs import Costs
+from schedir.ir.ops import Opcode
+from schedir.ir.plan import Plan
+from schedir.ir.program import Program
+from schedir.ir.sizes import Sizes
+from schedir.passes.compile import compile, lower
+from schedir.predict.bubble_causes import idleness
+from schedir.predict.simulate import simulate
+from schedir.predict.timeline import Timeline, spans_of
 from schedir.schedules import dualpipe_v, gpipe, one_f_one_b
-from schedir.simulate import simulate
-from schedir.sizes import Sizes
 from schedir.testing import drafts
-from schedir.timeline import Timeline, spans_of
-from schedir.trace import save_timeline
 from schedir.viz import html, save_html
 from tests.strategies import costs
 
@@ -219,7 +219,7 @@ def test_100_000_spans_take_less_than_4_mb() -> None:
 
 def test_runs_without_time_or_instructions_are_pages_too() -> None:
     html(timeline(2, 2, F=0, I=0, W=0))
-    from schedir.text import parse
+    from schedir.ir.text import parse
 
     empty = parse("schedir 1\nprogram none\nranks 1 microbatches 1\nrank 0\n")
     none = np.empty(0)

@@ -16,16 +16,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import schedir
-from schedir import Costs, Plan, perfetto
-from schedir.compile import lower
+from schedir import Costs, Plan
+from schedir.analysis.graph import MODELS, Model
 from schedir.errors import UsageError
-from schedir.graph import MODELS, Model
-from schedir.idleness import Cause, by_cause, idleness
-from schedir.ops import COMPUTE, SENDS
+from schedir.io import perfetto
+from schedir.ir.ops import COMPUTE, SENDS
+from schedir.ir.program import Program
+from schedir.ir.sizes import Sizes
+from schedir.passes.compile import lower
 from schedir.passes.overlap import group_opposites
-from schedir.program import Program
+from schedir.predict.bubble_causes import Cause, by_cause, idleness
 from schedir.schedules import dualpipe_v, gpipe, one_f_one_b
-from schedir.sizes import Sizes
 from tests.commands import refused, said
 from tests.strategies import costs, drafts
 

@@ -12,23 +12,23 @@ from matplotlib.colors import to_hex
 from matplotlib.figure import Figure
 from matplotlib.quiver import Quiver
 
-from schedir.cli import main
-from schedir.compile import compile, lower
-from schedir.costs import Costs
+from schedir.__main__ import main
 from schedir.errors import UsageError
-from schedir.ops import SENDS, Opcode
-from schedir.plan import Plan
-from schedir.program import Program
+from schedir.ir.costs import Costs
+from schedir.ir.ops import SENDS, Opcode
+from schedir.ir.plan import Plan
+from schedir.ir.program import Program
+from schedir.ir.sizes import Sizes
+from schedir.passes.compile import compile, lower
+from schedir.predict.simulate import simulate
+from schedir.predict.timeline import Timeline
 from schedir.schedules import dualpipe_v, gpipe, interleaved, one_f_one_b, zb_h1
-from schedir.simulate import simulate
-from schedir.sizes import Sizes
+from schedir.schedules.words import Schedule
 from schedir.testing import drafts
-from schedir.timeline import Timeline
 from schedir.viz import compare, gantt, idle_map, save, tradeoff
-from schedir.viz.density import in_flight, memory, shares
-from schedir.viz.marks import MARKS, messages, phase_times
+from schedir.viz.overlays import MARKS, messages, phase_times
 from schedir.viz.palette import ACCENT
-from schedir.words import Schedule
+from schedir.viz.raster import in_flight, memory, shares
 from tests.strategies import costs
 
 PAIRED = simulate(compile(dualpipe_v, Plan(4, 10, 2, "vee")))

@@ -14,10 +14,7 @@ import pytest
 from hypothesis import event, given, settings
 from hypothesis import strategies as st
 
-from schedir import torch_csv
-from schedir.check import check
-from schedir.compile import compile
-from schedir.costs import Costs
+from schedir.analysis.graph import MODELS, Model
 from schedir.errors import (
     DeadlockError,
     LevelError,
@@ -26,15 +23,18 @@ from schedir.errors import (
     SlotError,
     UsageError,
 )
-from schedir.graph import MODELS, Model
-from schedir.greedy import greedy
-from schedir.plan import Plan
-from schedir.program import Program, Slots
+from schedir.io import torch_csv
+from schedir.ir.costs import Costs
+from schedir.ir.plan import Plan
+from schedir.ir.program import Program, Slots
+from schedir.ir.text import parse, show
+from schedir.passes.compile import compile
+from schedir.predict.simulate import simulate
 from schedir.schedules import forward_only, interleaved, one_f_one_b, zb_h1
-from schedir.simulate import simulate
+from schedir.schedules.greedy import greedy
+from schedir.schedules.words import draft
 from schedir.testing import drafts
-from schedir.text import parse, show
-from schedir.words import draft
+from schedir.verify.check import check
 from tests.mutants import MUTATIONS, lowered, mutate, updating
 from tests.pure.test_check import naive
 from tests.strategies import costs, with_slots
@@ -44,7 +44,7 @@ from tests.strategies import costs, with_slots
 def looks(monkeypatch: pytest.MonkeyPatch) -> list[Program]:
     """The programs whose completeness is looked at."""
     seen: list[Program] = []
-    module = import_module("schedir.check")
+    module = import_module("schedir.verify.check")
     real = module.completeness
 
     def counted(program: Program, *, draft: bool) -> object:

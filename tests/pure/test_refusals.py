@@ -5,15 +5,15 @@ from pathlib import Path
 
 import pytest
 
-from schedir.compile import compile
-from schedir.plan import Plan
+from schedir.ir.plan import Plan
+from schedir.ir.text import show
+from schedir.passes.compile import compile
 from schedir.schedules import one_f_one_b
-from schedir.text import show
 from tests.commands import refused
 
 MINE = """
 from schedir import B, F
-from schedir.words import delayed
+from schedir.schedules.words import delayed
 
 ANSWER = 42
 
@@ -71,7 +71,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     Path("quits.py").write_text("raise GeneratorExit\n")
     for mark in ("delayed", "placed"):
         Path(f"{mark}.py").write_text(
-            f"from schedir.words import {mark}\n@{mark}\ndef f(r, P, m): pass\n"
+            f"from schedir.schedules.words import {mark}\n@{mark}\ndef f(r, P, m): pass\n"
         )
     Path("c.toml").write_text("[pipeline]\nranks = ٢\n")
     Path("d.toml").write_text("[pipeline]\nmicrobatches = 4\n")

@@ -8,13 +8,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from schedir.compile import compile
-from schedir.costs import Costs
+from schedir.analysis.graph import Model
 from schedir.errors import ScheduleError
-from schedir.graph import Model
-from schedir.plan import Plan
+from schedir.ir.costs import Costs
+from schedir.ir.plan import Plan
+from schedir.passes.compile import compile
+from schedir.predict.simulate import simulate
 from schedir.schedules import gpipe, interleaved, one_f_one_b
-from schedir.simulate import simulate
 
 MODELS: tuple[Model, ...] = ("edge", "pair", "device")
 UNIT = Costs(F=1, B=2)

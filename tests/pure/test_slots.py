@@ -12,24 +12,24 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from schedir.check import check
-from schedir.compile import compile, lower
-from schedir.costs import Costs
+from schedir.analysis.graph import MODELS, Graph, Model
+from schedir.analysis.longest_path import remaining
+from schedir.analysis.slots import KINDS, assign, fewest, reuses
 from schedir.errors import ParseError, PlanError, SlotError, UsageError
-from schedir.graph import MODELS, Graph, Model
-from schedir.index import Index
-from schedir.ops import BOUNDARY, ROWS, Token
+from schedir.ir.costs import Costs
+from schedir.ir.index import Index
+from schedir.ir.ops import BOUNDARY, ROWS, Token
+from schedir.ir.plan import Plan
+from schedir.ir.program import Program, Slots
+from schedir.ir.text import parse, show
+from schedir.passes.compile import compile, lower
 from schedir.passes.overlap import early_gathers, early_receives, group_opposites
-from schedir.passes.slots import Choice, share_slots
-from schedir.plan import Plan
-from schedir.program import Program, Slots
+from schedir.passes.share_slots import Choice, share_slots
+from schedir.predict.simulate import simulate
 from schedir.schedules import gpipe, interleaved, one_f_one_b
-from schedir.simulate import simulate
-from schedir.slots import KINDS, assign, fewest, reuses
+from schedir.schedules.words import Schedule, draft
 from schedir.testing import drafts
-from schedir.text import parse, show
-from schedir.walk import remaining
-from schedir.words import Schedule, draft
+from schedir.verify.check import check
 from tests.laws import ZOO, least, plan_of
 from tests.oracle import Machine
 from tests.strategies import costs, with_slots

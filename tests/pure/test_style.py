@@ -11,17 +11,17 @@ import pytest
 from matplotlib.colors import to_hex
 from matplotlib.figure import Figure
 
-from schedir.compile import compile
-from schedir.costs import Costs
 from schedir.errors import UsageError
-from schedir.ops import Opcode
-from schedir.plan import Plan
+from schedir.ir.costs import Costs
+from schedir.ir.ops import Opcode
+from schedir.ir.plan import Plan
+from schedir.passes.compile import compile
+from schedir.predict.simulate import simulate
+from schedir.predict.timeline import Timeline
 from schedir.schedules import gpipe, interleaved, one_f_one_b, zb_h1
-from schedir.simulate import simulate
-from schedir.timeline import Timeline
+from schedir.schedules.words import Schedule
 from schedir.viz import compare, gantt, tradeoff
 from schedir.viz.palette import DAY, IDLE, PALETTES, colour, lightness, recoloured, written
-from schedir.words import Schedule
 from tests.commands import refused, said
 
 

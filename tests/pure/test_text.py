@@ -11,14 +11,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from schedir.compile import compile, lower
 from schedir.errors import ParseError, PlanError, ProgramError
+from schedir.ir.plan import Plan
+from schedir.ir.program import Program, Stream
+from schedir.ir.text import parse, show
+from schedir.passes.compile import compile, lower
 from schedir.passes.overlap import group_opposites
-from schedir.plan import Plan
-from schedir.program import Program, Stream
 from schedir.schedules import gpipe, interleaved, one_f_one_b
 from schedir.testing import drafts, ties
-from schedir.text import parse, show
 
 
 @given(drafts(), st.booleans(), st.booleans(), st.data())
@@ -37,7 +37,7 @@ def test_what_prints_parses(
 @given(st.lists(st.integers(0, 2**57 - 1), max_size=40), st.integers(1, 3))
 def test_any_words_survive(words: list[int], period: int) -> None:
     """Not only right programs: whatever the grammar can say, in any order."""
-    from schedir.ops import ROWS, Per
+    from schedir.ir.ops import ROWS, Per
 
     kept: list[int] = []
     for word in words * period:

@@ -10,20 +10,20 @@ import pytest
 from hypothesis import event, given, settings
 from hypothesis import strategies as st
 
-from schedir.check import check
-from schedir.compile import compile, lower
-from schedir.costs import Costs
+from schedir.analysis.graph import MODELS, Graph, Model
+from schedir.analysis.longest_path import walk
 from schedir.errors import DeadlockError, ProgramError
-from schedir.graph import MODELS, Graph, Model
-from schedir.ops import Opcode as O
+from schedir.ir.costs import Costs
+from schedir.ir.ops import Opcode as O
+from schedir.ir.plan import Plan
+from schedir.ir.program import Program, Stream, pack
+from schedir.passes.compile import compile, lower
 from schedir.passes.overlap import early_gathers, early_receives, group_opposites
-from schedir.plan import Plan
-from schedir.program import Program, Stream, pack
+from schedir.predict.simulate import simulate
 from schedir.schedules import interleaved, interleaved_zb
-from schedir.simulate import simulate
+from schedir.schedules.words import Schedule
 from schedir.testing import drafts, ties
-from schedir.walk import walk
-from schedir.words import Schedule
+from schedir.verify.check import check
 from tests.mutants import mutate
 from tests.oracle import Machine
 from tests.strategies import costs, with_slots

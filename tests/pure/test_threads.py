@@ -9,12 +9,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from schedir.compile import compile, lower
-from schedir.graph import MODELS
-from schedir.plan import Plan
-from schedir.program import Program
+from schedir.analysis.graph import MODELS
+from schedir.ir.plan import Plan
+from schedir.ir.program import Program
+from schedir.passes.compile import compile, lower
+from schedir.schedules.words import Schedule, name_of
 from schedir.testing import drafts
-from schedir.words import Schedule, name_of
 from tests.edits import written
 from tests.mutants import MUTATIONS, known, trial
 from tests.threads import verdict

@@ -11,11 +11,11 @@ import pytest
 
 import schedir
 from schedir import Plan, Ties, parse, show
-from schedir.cli import main
+from schedir.__main__ import main
 from schedir.errors import ParseError, PlanError, ReductionError, UsageError
-from schedir.ops import Opcode
+from schedir.ir.ops import Opcode
+from schedir.ir.ties import parties
 from schedir.schedules import dualpipe, one_f_one_b, zb_v
-from schedir.ties import parties
 from tests.commands import refused
 
 
@@ -128,7 +128,9 @@ def test_who_meets(plan: Plan, tied: Any, party: list[int]) -> None:
     program = schedir.compile(schedule, plan, tied=tied)
     (node,) = {
         tuple(
-            schedir.graph.Graph(program).node[schedir.index.Index(program).op == Opcode.ReduceTied]
+            schedir.analysis.graph.Graph(program).node[
+                schedir.ir.index.Index(program).op == Opcode.ReduceTied
+            ]
         )
     }
     held = [r for r, own in enumerate(plan.stages_of) if {*own} & {s for t in tied for s in t}]

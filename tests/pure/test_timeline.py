@@ -6,17 +6,17 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from schedir.compile import compile, lower
-from schedir.costs import Costs
-from schedir.graph import MODELS, Graph, Model
+from schedir.analysis.graph import MODELS, Graph, Model
+from schedir.ir.costs import Costs
+from schedir.ir.plan import Plan
+from schedir.ir.program import Program
+from schedir.passes.compile import compile, lower
 from schedir.passes.overlap import group_opposites
-from schedir.plan import Plan
-from schedir.program import Program
+from schedir.predict.simulate import simulate
+from schedir.predict.timeline import Timeline
 from schedir.schedules import gpipe, one_f_one_b
-from schedir.simulate import simulate
+from schedir.schedules.words import B, F, overlap
 from schedir.testing import drafts
-from schedir.timeline import Timeline
-from schedir.words import B, F, overlap
 from tests.strategies import costs
 
 

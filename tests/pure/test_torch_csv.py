@@ -11,9 +11,6 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from schedir import torch_csv
-from schedir.check import check
-from schedir.compile import compile, finish, lower
 from schedir.errors import (
     CellError,
     CompletenessError,
@@ -23,14 +20,17 @@ from schedir.errors import (
     ReductionError,
     UsageError,
 )
-from schedir.ops import COMPUTE
+from schedir.io import torch_csv
+from schedir.ir.ops import COMPUTE
+from schedir.ir.plan import Plan
+from schedir.ir.program import Program, Stream
+from schedir.ir.text import parse, show
+from schedir.passes.compile import compile, finish, lower
 from schedir.passes.overlap import group_opposites
-from schedir.plan import Plan
-from schedir.program import Program, Stream
 from schedir.schedules import chimera, dualpipe_v, forward_only, gpipe, interleaved, one_f_one_b
+from schedir.schedules.words import B, F, Word, draft, overlap
 from schedir.testing import drafts
-from schedir.text import parse, show
-from schedir.words import B, F, Word, draft, overlap
+from schedir.verify.check import check
 from tests.commands import refused, said
 
 

@@ -17,12 +17,12 @@ from hypothesis import strategies as st
 
 import schedir
 from schedir import Costs, Plan, Sizes, Timeline, load_timeline, save_timeline
-from schedir.cli import main
-from schedir.compile import lower
+from schedir.__main__ import main
+from schedir.analysis.graph import MODELS, Model
 from schedir.errors import ProgramError, TraceError, UsageError
-from schedir.graph import MODELS, Model
+from schedir.ir.program import Program
+from schedir.passes.compile import lower
 from schedir.passes.overlap import group_opposites
-from schedir.program import Program
 from schedir.schedules import dualpipe_v, one_f_one_b
 from schedir.testing import drafts
 from tests.commands import refused, said
@@ -253,7 +253,7 @@ def test_nothing_is_written_half(monkeypatch: pytest.MonkeyPatch) -> None:
     def fails(*_: object) -> str:
         raise RuntimeError
 
-    monkeypatch.setattr("schedir.trace.ZipFile.writestr", fails)
+    monkeypatch.setattr("schedir.io.timeline_file.ZipFile.writestr", fails)
     with pytest.raises(RuntimeError):
         save_timeline(timeline(), FILE)
     assert FILE.read_text() == "before"

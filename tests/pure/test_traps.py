@@ -11,9 +11,8 @@ from typing import get_args
 import numpy as np
 import pytest
 
-from schedir.check import check
-from schedir.compile import compile
-from schedir.costs import Costs
+from schedir.analysis.graph import MODELS, Graph, Model
+from schedir.analysis.longest_path import walk
 from schedir.errors import (
     CompletenessError,
     CostsError,
@@ -22,12 +21,13 @@ from schedir.errors import (
     OrderError,
     ProgramError,
 )
-from schedir.graph import MODELS, Graph, Model
-from schedir.plan import Plan
-from schedir.program import Program, Stream
+from schedir.ir.costs import Costs
+from schedir.ir.plan import Plan
+from schedir.ir.program import Program, Stream
+from schedir.passes.compile import compile
+from schedir.predict.simulate import simulate
 from schedir.schedules import one_f_one_b
-from schedir.simulate import simulate
-from schedir.walk import walk
+from schedir.verify.check import check
 from tests.edits import written
 from tests.threads import verdict
 

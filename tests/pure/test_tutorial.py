@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from schedir.cli import main
+from schedir.__main__ import main
 from tests.tutorial import PAGE, ROOT, steps
 
 

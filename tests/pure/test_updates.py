@@ -14,11 +14,9 @@ import pytest
 from hypothesis import event, given, settings
 from hypothesis import strategies as st
 
-from schedir import words
-from schedir.check import check
-from schedir.cli import main
-from schedir.compile import compile
-from schedir.costs import Costs
+from schedir.__main__ import main
+from schedir.analysis.graph import MODELS
+from schedir.analysis.memory import held, peak_versions
 from schedir.errors import (
     CompletenessError,
     OrderError,
@@ -27,25 +25,27 @@ from schedir.errors import (
     ReductionError,
     ScheduleError,
 )
-from schedir.graph import MODELS
-from schedir.memory import held, peak_versions
-from schedir.ops import Opcode
-from schedir.plan import Plan
-from schedir.program import Program
+from schedir.ir.costs import Costs
+from schedir.ir.ops import Opcode
+from schedir.ir.plan import Plan
+from schedir.ir.program import Program
+from schedir.ir.sizes import Sizes
+from schedir.ir.text import parse, show
+from schedir.passes.compile import compile
+from schedir.predict.simulate import simulate
 from schedir.schedules import (
     gpipe,
     interleaved_zb,
     looped_dfs,
     one_f_one_b,
     pipedream_2bw,
+    words,
     zb_h1,
     zb_h2,
 )
-from schedir.simulate import simulate
-from schedir.sizes import Sizes
+from schedir.schedules.words import Schedule, Word, delayed, draft, overlap
 from schedir.testing import random_draft
-from schedir.text import parse, show
-from schedir.words import Schedule, Word, delayed, draft, overlap
+from schedir.verify.check import check
 from tests.commands import refused
 from tests.laws import TRIPLES, run
 from tests.oracle import Machine

@@ -10,20 +10,20 @@ import pytest
 from matplotlib.collections import PolyCollection
 from matplotlib.figure import Figure
 
-from schedir.compile import compile
-from schedir.costs import Costs
 from schedir.errors import UsageError
-from schedir.ops import Lane, Opcode
-from schedir.plan import Plan
-from schedir.program import Program
+from schedir.ir.costs import Costs
+from schedir.ir.ops import Lane, Opcode
+from schedir.ir.plan import Plan
+from schedir.ir.program import Program
+from schedir.ir.text import parse
+from schedir.passes.compile import compile
+from schedir.predict.simulate import simulate
+from schedir.predict.timeline import Timeline, spans_of
 from schedir.schedules import gpipe, interleaved, one_f_one_b
-from schedir.simulate import simulate
-from schedir.text import parse
-from schedir.timeline import Timeline, spans_of
+from schedir.schedules.words import B, F, I, Schedule, W, Word, overlap
 from schedir.viz import compare, gantt, save
+from schedir.viz.layout import Sheet
 from schedir.viz.palette import TONES, at_lightness, ink, lightness, linear, luminance, shade
-from schedir.viz.sheet import Sheet
-from schedir.words import B, F, I, Schedule, W, Word, overlap
 
 ROOT = Path(__file__).resolve().parents[2]
 LETTERS = (Opcode.Forward, Opcode.BackwardInput, Opcode.BackwardWeight, Opcode.Backward)

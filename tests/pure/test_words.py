@@ -11,20 +11,20 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from schedir import torch_csv
-from schedir.check import check
-from schedir.compile import compile
-from schedir.costs import Costs
+from schedir.analysis.graph import Graph
+from schedir.analysis.longest_path import walk
 from schedir.errors import CostsError, PlanError, ScheduleError, UsageError
-from schedir.graph import Graph
-from schedir.ops import ROWS, Opcode, Per
-from schedir.plan import MAX_MICROBATCHES, Plan
+from schedir.io import torch_csv
+from schedir.ir.costs import Costs
+from schedir.ir.ops import ROWS, Opcode, Per
+from schedir.ir.plan import MAX_MICROBATCHES, Plan
+from schedir.ir.sizes import Sizes
+from schedir.ir.text import show
+from schedir.passes.compile import compile
+from schedir.predict.simulate import simulate
 from schedir.schedules import one_f_one_b
-from schedir.simulate import simulate
-from schedir.sizes import Sizes
-from schedir.text import show
-from schedir.walk import walk
-from schedir.words import EMPTY, B, F, I, W, Word, delayed, draft, overlap, weave
+from schedir.schedules.words import EMPTY, B, F, I, W, Word, delayed, draft, overlap, weave
+from schedir.verify.check import check
 
 
 def spelled(word: Word, plan: Plan | None = None) -> str:

@@ -13,13 +13,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from schedir.cli import main
-from schedir.compile import compile
-from schedir.costs import Costs
+from schedir.__main__ import main
+from schedir.analysis.graph import MODELS
 from schedir.errors import PlanError, ScheduleError
-from schedir.graph import MODELS
-from schedir.plan import Plan
-from schedir.program import JOINED
+from schedir.ir.costs import Costs
+from schedir.ir.plan import Plan
+from schedir.ir.program import JOINED
+from schedir.passes.compile import compile
+from schedir.predict.simulate import simulate
 from schedir.schedules import (
     chimera,
     dualpipe,
@@ -39,8 +40,7 @@ from schedir.schedules import (
     zb_h2,
     zb_v,
 )
-from schedir.simulate import simulate
-from schedir.words import Schedule, Word, draft
+from schedir.schedules.words import Schedule, Word, draft
 from tests.laws import TRIPLES, TWO_WAY, ZOO, cases, least, plan_of, run
 
 # ------------------------------------------------------------------ whole backwards

@@ -1,0 +1,188 @@
+"""Perfetto: a Timeline as Chrome trace JSON, which ui.perfetto.dev and chrome://tracing show.
+
+Written after "Trace Event Format" (the Catapult project) and what Perfetto says of importing it:
+complete slices (X) that do not overlap on a track, flows (s, f), counters (C), and metadata (M).
+Times are in microseconds.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import defaultdict
+from collections.abc import Iterator
+from typing import Any, Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from schedir.errors import UsageError
+from schedir.ir.ops import SENDS, TRANSFERS, Lane
+from schedir.predict.bubble_causes import Cause, idleness
+from schedir.predict.timeline import Timeline, expect_runs
+
+Event = dict[str, Any]
+
+MICROSECONDS: Final = {"s": 1e6, "": 1e3}  # of a unit; a unit of costs is shown as a millisecond
+_MOST: Final = 2**53  # nanoseconds: what a float tells apart
+_IDLE: Final = "idle"
+
+
+def text(timeline: Timeline) -> str:
+    """The whole trace: JSON, one event per line.
+
+    A rank is a process, and its lanes are threads: compute, idle (the cause of every idle
+    interval), and for each communication lane one thread or, where transfers overlap, several.
+    A message is an arrow; what is in flight is a counter.  A pair run together is one slice.
+
+    Raises UsageError for a run that is too long to be told in nanoseconds.
+    """
+    expect_runs([timeline])
+    facts = {
+        "program": timeline.program.name,
+        "digest": timeline.program.digest,
+        "kind": timeline.kind,
+        "doubt": timeline.doubt,
+        "model": timeline.model,
+        "unit": timeline.unit,
+        "microseconds_per_unit": _scale(timeline),
+    }
+    lines = ",\n".join(json.dumps(event, separators=(",", ":")) for event in events(timeline))
+    return (
+        f'{{"displayTimeUnit":"ms","otherData":{json.dumps(facts)},"traceEvents":[\n{lines}\n]}}\n'
+    )
+
+
+def _scale(timeline: Timeline) -> float:
+    return MICROSECONDS.get(timeline.unit, MICROSECONDS[""])
+
+
+def events(timeline: Timeline) -> Iterator[Event]:
+    """All events: names first, then slices, arrows and counters."""
+    sheet = _Tracks(timeline)
+    yield from sheet.names()
+    yield from sheet.slices()
+    yield from sheet.arrows()
+    yield from sheet.counters()
+
+
+class _Tracks:
+    """On which track each span is shown, and when, in whole nanoseconds."""
+
+    def __init__(self, timeline: Timeline) -> None:
+        self.timeline, spans = timeline, timeline.spans
+        self.idle = idleness(timeline)
+        self.start, self.end = self._ns(spans["start"]), self._ns(spans["end"])
+        self.second = timeline.second_of_pair  # shown with the first
+        # Threads have a number of their own across all ranks, which is no rank's.
+        self.thread: dict[tuple[int, str], int] = {}
+        self.on = self._place()
+        for rank in np.unique(self.idle["rank"]).tolist():
+            self._number(rank, _IDLE)
+
+    def _ns(self, times: NDArray[np.float64]) -> NDArray[np.int64]:
+        """Rounded alike everywhere, so that what did not overlap still does not."""
+        since = (times - self.timeline.begin) * (1e3 * _scale(self.timeline))
+        if len(since) and not since.max() < _MOST:
+            raise UsageError(f"{self.timeline.program.name} is too long to be told in nanoseconds")
+        return np.rint(since).astype(np.int64)
+
+    def _number(self, rank: int, name: str) -> int:
+        return self.thread.setdefault((rank, name), self.timeline.ranks + len(self.thread))
+
+    def _place(self) -> list[int]:
+        """The thread of each span: the first of its lane's that is free again."""
+        spans = self.timeline.spans
+        free: dict[tuple[int, str], list[int]] = defaultdict(list)  # when each thread is
+        on = [0] * len(spans)
+        order = np.lexsort((self.end, self.start))
+        columns = (spans["rank"], spans["lane"], spans["op"], self.start, self.end)
+        rows = zip(order.tolist(), *(c[order].tolist() for c in columns), strict=True)
+        for at, rank, lane, op, start, end in rows:
+            if self.second[at]:
+                continue
+            name = Lane(lane).name.lower()
+            if op in TRANSFERS:
+                name += " out" if op in SENDS else " in"
+            threads = free[rank, name]
+            k = next((k for k, since in enumerate(threads) if since <= start), len(threads))
+            threads[k : k + 1] = [end]
+            on[at] = self._number(rank, f"{name} {k + 1}" if k else name)
+        return on
+
+    # ------------------------------------------------------------ events
+
+    def names(self) -> Iterator[Event]:
+        """Ranks in order; in each, compute first, then what it waits for, then its messages."""
+        order = ["compute", _IDLE, "act in", "act out", "grad in", "grad out", "tp", "dp"]
+
+        def place(name: str) -> tuple[int, str]:
+            return next(k for k, one in enumerate(order) if name.startswith(one)), name
+
+        def about(what: str, pid: int, tid: int | None, **args: object) -> Event:
+            thread = {} if tid is None else {"tid": tid}
+            return {"ph": "M", "name": what, "pid": pid, **thread, "args": args}
+
+        for rank in range(self.timeline.ranks):
+            yield about("process_name", rank, None, name=f"rank {rank}")
+            yield about("process_sort_index", rank, None, sort_index=rank)
+            own = sorted((name for r, name in self.thread if r == rank), key=place)
+            for k, name in enumerate(own):
+                yield about("thread_name", rank, self.thread[rank, name], name=name)
+                yield about("thread_sort_index", rank, self.thread[rank, name], sort_index=k)
+
+    def slices(self) -> Iterator[Event]:
+        """What runs, and what each rank waits for."""
+        timeline = self.timeline
+        offsets = timeline.program.offsets.tolist()
+        names = [str(i) for s in timeline.program.streams for i in s]
+        ranks = timeline.spans["rank"].tolist()
+        second, joint = self.second.tolist(), [*self.second[1:].tolist(), False]
+        for at, (start, end) in enumerate(zip(self.start.tolist(), self.end.tolist(), strict=True)):
+            if second[at]:
+                continue
+            name = f"{names[at]} & {names[at + 1]}" if joint[at] else names[at]
+            index = at - offsets[ranks[at]]
+            yield _slice(ranks[at], self.on[at], name, start, end, {"index": index})
+        idle = self.idle
+        columns = (idle["rank"], idle["cause"], idle["awaits"])
+        times = (self._ns(idle["start"]), self._ns(idle["end"]))
+        for rank, cause, awaits, start, end in zip(
+            *(c.tolist() for c in (*columns, *times)), strict=True
+        ):
+            why = {} if awaits < 0 else {"awaits": f"{names[awaits]} on rank {ranks[awaits]}"}
+            thread = self.thread[rank, _IDLE]
+            yield _slice(rank, thread, Cause(cause).name.lower(), start, end, why)
+
+    def arrows(self) -> Iterator[Event]:
+        """From every send to its receive."""
+        partner = self.timeline.graph.partner
+        op, rank = self.timeline.spans["op"], self.timeline.spans["rank"].tolist()
+        for at in np.flatnonzero(np.isin(op, SENDS) & (partner >= 0)).tolist():
+            to = int(partner[at])
+            both = {"cat": "message", "name": "message", "id": at}
+            start = {"pid": rank[at], "tid": self.on[at], "ts": self.start[at] / 1e3}
+            end = {"pid": rank[to], "tid": self.on[to], "ts": self.start[to] / 1e3}
+            yield {"ph": "s", **both, **start}
+            yield {"ph": "f", "bp": "e", **both, **end}
+
+    def counters(self) -> Iterator[Event]:
+        """How many (stage, microbatch) each rank holds; where sizes are known, also bytes."""
+
+        def counter(name: str, rank: int, at: int, **args: float) -> Event:
+            return {"ph": "C", "name": name, "pid": rank, "ts": at / 1e3, "args": args}
+
+        for rank in range(self.timeline.ranks):
+            times, counts = self.timeline.in_flight(rank)
+            for at, count in zip(self._ns(times).tolist(), counts.tolist(), strict=True):
+                yield counter("in flight", rank, at, microbatches=count)
+        for rank, curve in enumerate(self.timeline.memory if self.timeline.sizes else ()):
+            columns = zip(*(part.tolist() for part in curve.kinds.values()), strict=True)
+            for at, sizes in zip(self._ns(curve.times).tolist(), columns, strict=True):
+                yield counter("bytes", rank, at, **dict(zip(curve.kinds, sizes, strict=True)))
+
+
+def _slice(pid: int, tid: int, name: str, start: int, end: int, args: Event) -> Event:
+    return {
+        "ph": "X", "name": name, "pid": pid, "tid": tid,
+        "ts": start / 1e3, "dur": (end - start) / 1e3, "args": args,
+    }  # fmt: skip

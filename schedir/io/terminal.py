@@ -1,0 +1,113 @@
+"""What the command line prints: tables, coloured programs, refusals, JSON.
+
+Rich is imported where it is needed: --help must not wait for it.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Iterable, Sequence
+from io import StringIO
+from shutil import get_terminal_size
+from typing import TYPE_CHECKING
+from unicodedata import east_asian_width
+
+from schedir.errors import ProgramError
+
+if TYPE_CHECKING:
+    from rich.text import Text
+
+
+def coloured(text: str) -> str:
+    """The text of a program as a terminal shows it; elsewhere, or with NO_COLOR, as it is."""
+    if not in_colour():
+        return text
+    from rich.text import Text
+
+    from schedir.ir.ops import ROWS
+
+    styles = {"F": "bright_blue", "B": "magenta", "I": "yellow", "W": "green"}
+    lines = Text(text)
+    lines.highlight_regex(r"(?m)^\S.*$", "bold")
+    for row in ROWS:
+        style = styles.get(row.text, "cyan" if row.hop else "bright_black")
+        lines.highlight_regex(
+            rf"(?m)(?<=\s){row.text}(?: \d+(\.\d+([+-]\d*)?)?)?(?=$|[;\s])", style
+        )
+    return _printed([lines], end="")
+
+
+def painted(lines: Iterable[Sequence[tuple[str, str]]]) -> str:
+    """Lines made of pieces of text with a style each; plain where colours are not wanted."""
+    if not in_colour():
+        return "".join("".join(text for text, _ in line).rstrip() + "\n" for line in lines)
+    from rich.text import Text
+
+    return _printed(Text.assemble(*line) for line in lines)
+
+
+def _printed(texts: Iterable[Text], end: str = "\n") -> str:
+    """Styled lines as this terminal takes them."""
+    from rich.console import Console
+
+    said = StringIO()
+    console = Console(file=said, highlight=False, force_terminal=True)
+    for text in texts:
+        console.print(text, soft_wrap=True, end=end)
+    return said.getvalue()
+
+
+def in_colour() -> bool:
+    """Whether what is printed goes to a person's terminal, who has not asked for NO_COLOR."""
+    return sys.stdout.isatty() and not os.environ.get("NO_COLOR")
+
+
+def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """A table with its first column to the left and numbers to the right.
+
+    On a narrow terminal the words of a heading stand below each other.  No number is ever cut.
+    """
+    rows, heads = list(rows), [[name] for name in head]
+    gap, gaps = "   ", len(head) - 1
+    wide = sum(_widths(heads, rows)) + 3 * gaps
+    if sys.stdout.isatty() and wide >= get_terminal_size().columns:
+        gap, heads = "  ", [name.split() for name in head]
+    widths, high = _widths(heads, rows), max(map(len, heads))
+
+    def line(cells: Sequence[str]) -> str:
+        room = [" " * (width - _cells(cell)) for cell, width in zip(cells, widths, strict=True)]
+        first, *others = zip(cells, room, strict=True)
+        return " " + gap.join(["".join(first), *(left + cell for cell, left in others)]).rstrip()
+
+    top = [line(words) for words in zip(*([""] * (high - len(h)) + h for h in heads), strict=True)]
+    if in_colour():
+        top = [f"\x1b[1m{words}\x1b[0m" for words in top]
+    rule = " " + "\u2500" * (sum(widths) + len(gap) * gaps)
+    return "\n".join([*top, rule, *map(line, rows), ""])
+
+
+def _widths(heads: Sequence[Sequence[str]], rows: Sequence[Sequence[str]]) -> list[int]:
+    columns = zip(*rows, strict=True) if rows else [[] for _ in heads]
+    return [max(map(_cells, (*own, *cells))) for own, cells in zip(heads, columns, strict=True)]
+
+
+def _cells(text: str) -> int:
+    """How many columns of a terminal a text takes."""
+    return sum(1 + (east_asian_width(letter) in "WF") for letter in text)
+
+
+def told(error: ProgramError) -> str:
+    """What was refused, and where in a person's file it comes from."""
+    from schedir.io.load import origin
+
+    lines = [f"{type(error).__name__}: {error}", *getattr(error, "__notes__", [])]
+    if error.__cause__ and (where := origin(error)):
+        lines.append(f"  at {where}")
+    return "\n".join(lines)
+
+
+def as_json(value: object) -> str:
+    """JSON for a program to read."""
+    return json.dumps(value, indent=2) + "\n"

@@ -1,0 +1,221 @@
+"""Trace: a Timeline as a file.  `docs/traces.md` describes the format.
+
+A zip archive of four members: `header.json`, `program.sched`, and `start.npy` and `end.npy`,
+one number per instruction in the order of the program.  Nothing in it is pickled, and a file
+that is no Timeline is refused before anything large is allocated.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import asdict, fields
+from io import BytesIO
+from pathlib import Path
+from typing import Any, Final
+from zipfile import ZIP_DEFLATED, ZIP_STORED, ZipFile, ZipInfo
+
+import numpy as np
+from numpy.typing import NDArray
+
+from schedir.analysis.graph import MODELS
+from schedir.errors import ProgramError, Site, TraceError, UsageError
+from schedir.io.atomic_write import replacing
+from schedir.ir.ops import Lane
+from schedir.ir.program import Program
+from schedir.ir.sizes import Sizes
+from schedir.ir.text import parse, show
+from schedir.predict.timeline import KINDS, UNITS, Timeline, expect_runs, spans_of
+from schedir.verify.check import check
+
+FORMAT: Final = 1
+SUFFIX: Final = ".timeline"
+MOST: Final = 2**24  # instructions
+_HEADER, _PROGRAM, _START, _END = "header.json", "program.sched", "start.npy", "end.npy"
+_SMALL = 2**16  # bytes of a program beyond what its instructions take
+_HEAD = 2**23  # of a header: sizes may be one per stage
+
+
+def save_timeline(timeline: Timeline, path: str | Path) -> None:
+    """Write a Timeline to a file that `load_timeline` reads.  The same Timeline, the same bytes.
+
+    Raises UsageError for a path that cannot be written; the file is there whole or not at all.
+    """
+    expect_runs([timeline])
+    header = {
+        "schedir_timeline": FORMAT,
+        "instructions": len(timeline),
+        "digest": timeline.program.digest,
+        "kind": timeline.kind,
+        "unit": timeline.unit,
+        "model": timeline.model,
+        "blocks": timeline.blocks,
+        "clock_error": timeline.clock_error,
+        "sizes": timeline.sizes and asdict(timeline.sizes),
+    }
+    members = {
+        _HEADER: json.dumps(header, indent=2).encode() + b"\n",
+        _PROGRAM: show(timeline.program).encode(),
+        _START: _npy(timeline.spans["start"]),
+        _END: _npy(timeline.spans["end"]),
+    }
+    with replacing(path) as temporary, ZipFile(temporary, "w", ZIP_DEFLATED) as archive:
+        for name, content in members.items():
+            # A fixed date, so that a file is decided by what is in it.
+            archive.writestr(ZipInfo(name), content, ZIP_DEFLATED)
+
+
+def _npy(values: NDArray[np.float64]) -> bytes:
+    file = BytesIO()
+    np.lib.format.write_array(file, values.astype("<f8"), version=(1, 0), allow_pickle=False)
+    return file.getvalue()
+
+
+def load_timeline(path: str | Path) -> Timeline:
+    """The Timeline in a file.
+
+    Its program is checked under the model that it ran under.  A prediction with an effect before
+    its cause is refused; a measured run, whose clocks may have lied, says so (`Timeline.doubt`).
+
+    Raises TraceError for a file that is no Timeline, what `parse` and `check` raise for its
+    program, and UsageError for a file that cannot be read.
+    """
+    try:
+        with ZipFile(path) as archive:
+            return _Reader(archive).timeline()
+    except ProgramError as error:
+        error.add_note(f"in {path}")
+        raise
+    except OSError as error:
+        raise UsageError(f"cannot read {path}: {error.strerror or error}") from None
+    except Exception as error:  # zipfile has a dozen ways to say that it cannot read a file
+        raise TraceError(f"{path} is no Timeline: {error or type(error).__name__}") from None
+
+
+class _Reader:
+    """Reads the members one after the other, each only after its size was found sound."""
+
+    def __init__(self, archive: ZipFile) -> None:
+        self.archive = archive
+        names = [_HEADER, _PROGRAM, _START, _END]
+        if sorted(i.filename for i in archive.infolist()) != sorted(names):
+            raise TraceError(f"a Timeline's file holds {', '.join(names)}, and nothing else")
+
+    def timeline(self) -> Timeline:
+        header = self._header()
+        n = header["instructions"]
+        self._size(_START, 8 * n + 1024)
+        self._size(_END, 8 * n + 1024)
+        self._size(_PROGRAM, 32 * n + _SMALL)
+        program = parse(self._read(_PROGRAM).decode(), most=n)
+        if len(program) != n:
+            raise TraceError(f"the header says {n} instructions, the program has {len(program)}")
+        if program.digest != header["digest"]:
+            raise TraceError("the program is not the one whose digest the header gives")
+        model, blocks = header["model"], header.get("blocks", False)
+        program = check(program, model, blocks=blocks)
+        start, end = self._times(_START, n), self._times(_END, n)
+        _fit(program, start, end)
+        spans = spans_of(program, start, end)
+        timeline = Timeline(
+            program, spans, header["kind"], header["unit"], model, float(header["clock_error"]),
+            _sizes(header.get("sizes"), program.plan.stages), blocks,
+        )  # fmt: skip
+        _in_order(timeline)
+        return timeline
+
+    def _header(self) -> dict[str, Any]:
+        self._size(_HEADER, _HEAD)
+        header = json.loads(self._read(_HEADER))
+        if not isinstance(header, dict) or header.get("schedir_timeline") != FORMAT:
+            raise TraceError(f"this reads Timelines of format {FORMAT}, which the header is not")
+        n, unit, error = header.get("instructions"), header.get("unit"), header.get("clock_error")
+        sound = {
+            "instructions": type(n) is int and 0 <= n <= MOST,
+            "digest": isinstance(header.get("digest"), str),
+            "kind": header.get("kind") in KINDS,
+            "unit": isinstance(unit, str) and unit in UNITS,
+            "model": header.get("model") in MODELS,
+            "blocks": isinstance(header.get("blocks", False), bool),
+            "clock_error": isinstance(error, int | float) and 0 <= error < math.inf,
+        }
+        for key, fine in sound.items():
+            if not fine:
+                hint = f"there are {' and '.join(map(repr, UNITS))} (units of cost)"
+                raise TraceError(
+                    f"the header cannot have {key} {header.get(key)!r:.80}",
+                    hint=hint if key == "unit" else "",
+                )
+        return header
+
+    def _size(self, name: str, most: int) -> None:
+        """Refuse a member that says it is larger than it can be, or is packed in an odd way."""
+        info = self.archive.getinfo(name)
+        if info.file_size > most:
+            raise TraceError(f"{name} cannot have {info.file_size} bytes")
+        if info.compress_type not in (ZIP_STORED, ZIP_DEFLATED):
+            raise TraceError(f"{name} is packed by method {info.compress_type}, not deflated")
+
+    def _read(self, name: str) -> bytes:
+        """A member; never more of it than it says there is, so that none unfolds to a bomb."""
+        info = self.archive.getinfo(name)
+        with self.archive.open(info) as member:
+            return member.read(info.file_size + 1)
+
+    def _times(self, name: str, n: int) -> NDArray[np.float64]:
+        file = BytesIO(self._read(name))
+        if np.lib.format.read_magic(file) != (1, 0):
+            raise TraceError(f"{name} is not of npy's version 1.0")
+        shape, _, dtype = np.lib.format.read_array_header_1_0(file)
+        if shape != (n,) or dtype != np.dtype("<f8"):
+            raise TraceError(f"{name} is {dtype} of shape {shape}, not <f8 of shape ({n},)")
+        values = np.frombuffer(file.read(), "<f8").astype(float)
+        if len(values) != n or not np.isfinite(values).all():
+            raise TraceError(f"{name} does not have a finite time for each instruction")
+        return values
+
+
+def _sizes(said: Any, stages: int) -> Sizes | None:
+    """What the header says of sizes; nothing in files that were written before they were kept."""
+    names = [f.name for f in fields(Sizes)]
+    if said is None:
+        return None
+    if not isinstance(said, dict) or not said.keys() <= {*names}:
+        raise TraceError(f"sizes are {', '.join(names)}, and not {said!r:.80}")
+    sizes = Sizes(**{k: tuple(v) if isinstance(v, list) else v for k, v in said.items()})
+    for name in names:
+        sizes.of(name, stages)  # raises where their number is wrong
+    return sizes
+
+
+def _fit(program: Program, start: NDArray[np.float64], end: NDArray[np.float64]) -> None:
+    """Refuse times that no run of the program can have."""
+    if (end < start).any():
+        k = int((end < start).argmax())
+        raise TraceError(f"instruction {k} ends at {end[k]:g}, before it starts at {start[k]:g}")
+    spans = spans_of(program, start, end)
+    own = np.flatnonzero((spans["lane"] == Lane.COMPUTE) & ~program.joined)
+    same = spans["rank"][own][1:] == spans["rank"][own][:-1]
+    early = same & (start[own][1:] < end[own][:-1])
+    if early.any():
+        k = int(own[1:][early][0])
+        raise TraceError(f"instruction {k} starts at {start[k]:g}, before its rank is free")
+
+
+def _in_order(timeline: Timeline) -> None:
+    """Refuse a prediction in which effects come before causes."""
+    if timeline.kind == "measured":
+        return
+    by, cause = timeline.early
+    if not by.any():
+        return
+    worst, spans = int(by.argmax()), timeline.spans
+    sites = []
+    for k in (worst, int(cause[worst])):
+        rank, index, instr = timeline.graph.index.place(k)
+        sites.append(Site(rank, index, instr, f"{spans['start'][k]:g} to {spans['end'][k]:g}"))
+    raise TraceError(
+        "a prediction cannot have an effect before its cause",
+        program=timeline.program.name,
+        sites=sites,
+    )

@@ -1,0 +1,327 @@
+"""The CSV of torch.distributed.pipelining: what its `_load_csv` reads and its `_dump_csv` writes.
+
+    0F0,0F1,0B0,0B1
+    1F0,1B0,1F1,1B1
+
+Row k is rank k.  A cell is a stage, an action, and a microbatch where the action has one;
+`(0F7;7B3)OVERLAP_F_B` are two that run as one, and an empty cell is an idle turn.  There are two
+forms: compute only, which torch lowers itself, and compute with transfers and reductions.  What
+torch leaves to the training loop (tied weights, the norm of gradients, the step) has no action.
+"""
+
+from __future__ import annotations
+
+import csv
+import re
+from difflib import get_close_matches
+from io import StringIO
+from numbers import Integral
+from typing import Final, NamedTuple
+
+import numpy as np
+
+from schedir.errors import (
+    CellError,
+    CompletenessError,
+    GroupError,
+    LevelError,
+    Site,
+    UsageError,
+    expect,
+)
+from schedir.ir.ops import BACKWARDS, COMPUTE, ROWS, TRANSFERS, Opcode, Per
+from schedir.ir.plan import MAX_MICROBATCHES, MAX_STAGES, PLACEMENTS, Plan
+from schedir.ir.program import JOINED, OP, OPS, STAGE, Program, Stream
+
+# The forms: compute only is the same in all versions.  The other is named by torch's version, for
+# its actions change: REDUCE_GRAD, without which it does not scale gradients, came late in 2025
+# (pytorch PR 166449), and waits are being added (194121, 196725).
+FORMS: Final = ("torch", "torch-2.13")
+
+_O = Opcode
+_ACTIONS: Final = {
+    "F": _O.Forward,
+    "B": _O.Backward,
+    "I": _O.BackwardInput,
+    "W": _O.BackwardWeight,
+    "SEND_F": _O.SendAct,
+    "RECV_F": _O.RecvAct,
+    "SEND_B": _O.SendGrad,
+    "RECV_B": _O.RecvGrad,
+    "REDUCE_GRAD": _O.ReduceGrads,
+}
+_TEXT: Final = {op: action for action, op in _ACTIONS.items()}
+# Read over: shards of weights, which no instruction of ours moves, and waits, which each of
+# ours has in it.  The value says whether the action has a microbatch.
+_SILENT: Final = {
+    "UNSHARD": False,
+    "RESHARD": False,
+    "WAIT_SEND_F": True,
+    "WAIT_SEND_B": True,
+    "WAIT_REDUCE_GRAD": False,
+}
+# Of every action: its word without stage and microbatch, and whether it has a microbatch.
+_KINDS: Final[dict[str, tuple[int | None, bool]]] = {
+    **{action: (int(op) << OP, ROWS[op].per is Per.MICROBATCH) for action, op in _ACTIONS.items()},
+    **{action: (None, each) for action, each in _SILENT.items()},
+}
+_PAIR: Final = "OVERLAP_F_B"
+_MISSING: Final = "is the row of a rank missing?"
+_CELL = re.compile(r"(\d+)([A-Za-z_]+)(\d*)", re.ASCII)
+_CELLS = re.compile(r"\(([^()]*)\)(\w*)")
+
+# ---------------------------------------------------------------- program to CSV
+
+
+def show(program: Program, to: str = "torch") -> str:
+    """The CSV of a program; `to` is one of FORMS.
+
+    "torch" is compute only: torch lowers it as it loads it, and adds what FSDP needs.  Any
+    version reads it.  "torch-2.13" has the program's own transfers and reductions, to be loaded
+    with format="compute_comms", and is for stages without FSDP.  Scatter and gather are left out:
+    torch sends whole activations.
+
+    Raises CompletenessError for a program without a backward, which torch does not load,
+    LevelError for a draft that should have transfers, GroupError for instructions issued as one
+    that torch cannot issue so, and UsageError for another form, or for stages with two
+    holders or several updates.
+    """
+    expect(program, Program, "schedir.compile(schedule, plan)")
+    if to not in FORMS:
+        raise UsageError(f"no form {to!r} to export to", hint=f"there are {', '.join(FORMS)}")
+    if not program.trains:
+        raise CompletenessError("torch loads no schedule without a backward", program=program.name)
+    if to != "torch" and program.is_draft and program.plan.ranks > 1:
+        raise LevelError(
+            f"a draft has no transfers, but {to!r} is the form with them",
+            program=program.name,
+            hint="export to 'torch', or lower the draft",
+        )
+    if program.plan.two_way:
+        raise UsageError(
+            f"{program.name} has two holders of each stage, and torch's schedules one",
+            program=program.name,
+        )
+    if program.plan.updates > 1:
+        raise UsageError(
+            f"{program.name} has {program.plan.updates} updates, and torch's schedules one",
+            program=program.name,
+        )
+    action = {int(op): _TEXT[op] for op in (COMPUTE if to == "torch" else _TEXT)}
+    rows = []
+    for rank, stream in enumerate(program.streams):
+        cells: list[str] = []
+        for index, word in enumerate(stream.words.tolist()):
+            op = word >> OP & 0xFF
+            if op not in action:
+                continue
+            mb = word & 0xFFFFFFFF if _KINDS[action[op]][1] else ""
+            cell = f"{word >> STAGE & 0xFFFF}{action[op]}{mb}"
+            if word & JOINED:
+                _may_join(program, rank, index)
+                cells[-1] = f"({cells[-1]};{cell}){_PAIR}"
+            else:
+                cells.append(cell)
+        rows.append(",".join(cells) + "\n")
+    return "".join(rows)
+
+
+def _may_join(program: Program, rank: int, index: int) -> None:
+    """Refuse what torch cannot run as one: it has pairs of a forward and a backward only."""
+    stream = program.streams[rank]
+    both = [stream[k].op for k in range(max(index - 1, 0), index + 1)]
+    alone = not stream.words[max(index - 1, 0)] & JOINED
+    if alone and _O.Forward in both and any(op in BACKWARDS for op in both):
+        return
+    transfers = all(op in TRANSFERS for op in both)
+    raise GroupError(
+        "torch issues each transfer by itself"
+        if transfers
+        else "torch runs a forward and a backward as one, and nothing else",
+        program=program.name,
+        sites=[Site(rank, k, stream[k]) for k in range(max(index - 1, 0), index + 1)],
+        hint="export to 'torch', where it places transfers itself" if transfers else "",
+    )
+
+
+# ---------------------------------------------------------------- CSV to program
+
+
+class _At(NamedTuple):
+    """Where a cell stands: its row and column, from 1, and its text."""
+
+    row: int
+    column: int
+    text: str
+
+    def error(self, fact: str, hint: str = "") -> CellError:
+        return CellError(fact, line=self.row, column=self.column, hint=hint)
+
+
+def parse(text: str, name: str = "imported", ranks: int | None = None) -> Program:
+    """The program that a CSV says, of either form: a draft if it has no transfers.
+
+    Ranks, stages, microbatches and the placement are inferred: a file that was cut off after some
+    rows is one of fewer ranks, unless its transfers or its placement tell, or `ranks` does.  Where
+    there are no transfers, reductions are left out too: `schedir.compile` puts all of them where
+    they belong.  UNSHARD, RESHARD and waits are read over.  Whether the program is right is for
+    `check` to say.
+
+    Raises CellError with row and column for what is no action, a stage on two ranks or on none,
+    a message to or from a stage that is not there, a microbatch that not every stage has, and
+    another number of rows than `ranks`; PlanError where the plan cannot be.
+    """
+    expect(text, str, 'Path("mine.csv").read_text()')
+    if ranks is not None:
+        expect(ranks, Integral, "4")
+    reader = _Reader()
+    rows = _rows(text)
+    if ranks is not None and len(rows) != ranks:
+        at = _At(min(len(rows), ranks) + 1, 1, "")
+        has = "row" if len(rows) == 1 else "rows"
+        why = f"rank {len(rows)} has none"
+        if len(rows) > ranks:
+            why = f"row {ranks + 1} is of no rank"
+        raise at.error(f"there are {len(rows)} {has} for {ranks} ranks: {why}")
+    for row, cells in enumerate(rows, 1):
+        reader.rank(row, cells)
+    plan = reader.plan()
+    words = [np.array(words, np.int64) for words in reader.ranks]
+    if not any(np.isin(w >> OP & 0xFF, TRANSFERS).any() for w in words):
+        words = [w[np.isin(w >> OP & 0xFF, COMPUTE)] for w in words]
+    return Program(name, plan, tuple(map(Stream, words)))
+
+
+def _rows(text: str) -> list[list[str]]:
+    reader = csv.reader(StringIO(text.removeprefix("\ufeff"), newline=""))
+    rows: list[list[str]] = []
+    try:
+        rows.extend(reader)
+    except csv.Error as error:
+        raise CellError(f"this is no CSV: {error}", line=len(rows) + 1, column=1) from None
+    while rows and not any(cell.strip() for cell in rows[-1]):
+        rows.pop()
+    if not rows:
+        raise CellError("no cell has an action like 0F0", line=1, column=1)
+    return rows
+
+
+class _Reader:
+    """What was read so far."""
+
+    def __init__(self) -> None:
+        self.ranks: list[list[int]] = []
+        self.holder: dict[int, _At] = {}  # where each stage is first named
+        self.other: dict[int, _At] = {}  # where a message goes to or comes from it
+        self.most, self.most_at = -1, _At(1, 1, "")  # the largest microbatch
+
+    def rank(self, row: int, cells: list[str]) -> None:
+        self.ranks.append([])
+        for column, cell in enumerate(cells, 1):
+            cell = cell.strip()
+            if cell:
+                self.cell(_At(row, column, cell))
+        if not any(map(str.strip, cells)):
+            raise _At(row, 1, "").error(f"rank {row - 1} has nothing to do")
+
+    def cell(self, at: _At) -> None:
+        words = self.ranks[-1]
+        pair = _CELLS.fullmatch(at.text) if at.text[0] == "(" else None
+        if not pair:
+            word = self.action(at, at.text)
+            if word is not None:
+                words.append(word)
+            return
+        parts = [part.strip() for part in pair[1].split(";")]
+        both = [self.action(at, part) for part in parts]
+        ops = [OPS[word >> OP & 0xFF] for word in both if word is not None]
+        if not (
+            pair[2] == _PAIR
+            and len(ops) == len(both) == 2
+            and _O.Forward in ops
+            and any(op in BACKWARDS for op in ops)
+        ):
+            raise at.error(
+                f"{_short(at.text)} is not two actions that run as one",
+                hint=f"a forward and a backward do: (0F7;7B3){_PAIR}",
+            )
+        first, second = both
+        assert first is not None and second is not None
+        words += [first, second | JOINED]
+
+    def action(self, at: _At, text: str) -> int | None:
+        """The word of an action, or nothing for one that is read over."""
+        found = _CELL.fullmatch(text)
+        kind = found[2] if found else ""
+        if not found or kind not in _KINDS:
+            near = get_close_matches(kind[:40], list(_KINDS), 1)
+            raise at.error(
+                f"{_short(text)} is no action like 0F0 or 3SEND_B1",
+                hint=f"did you mean {near[0]}?" if near else "",
+            )
+        word, each = _KINDS[kind]
+        if each != bool(found[3]):
+            right = f"{found[1][:9]}{kind}{'0' * each}"
+            why = "a microbatch" if each else "no microbatch"
+            raise at.error(f"{kind} has {why}, as in {right}: not {_short(text)}")
+        stage, mb = int(found[1][:10]), int(found[3][:10] or 0)
+        if len(found[1]) > 9 or stage >= MAX_STAGES:
+            raise at.error(f"{_short(text)}: at most {MAX_STAGES} stages are allowed")
+        if len(found[3]) > 9 or mb >= MAX_MICROBATCHES:
+            raise at.error(f"{_short(text)}: at most {MAX_MICROBATCHES} microbatches are allowed")
+        held = self.holder.setdefault(stage, at)
+        if held.row != at.row:
+            raise at.error(
+                f"{_short(text)} is on rank {at.row - 1}, but stage {stage} is on rank "
+                f"{held.row - 1}: {_short(held.text)} in row {held.row}, column {held.column}"
+            )
+        if word is not None and (hop := ROWS[word >> OP & 0xFF].hop):
+            self.other.setdefault(stage + hop, at)
+        if each and mb > self.most:
+            self.most, self.most_at = mb, at
+        return None if word is None else word | stage << STAGE | mb
+
+    def plan(self) -> Plan:
+        """The smallest shape in which all cells have their place; every one must be filled."""
+        last = max(self.holder)
+        for stage in range(last):
+            if stage not in self.holder:
+                at = self.holder[last]
+                raise at.error(
+                    f"{_short(at.text)} names stage {last}, but no row has stage {stage}", _MISSING
+                )
+        for stage, at in sorted(self.other.items()):
+            if stage not in self.holder:
+                raise at.error(
+                    f"{_short(at.text)} is to or from stage {stage}, but no row has that",
+                    _MISSING if stage > last else "",
+                )
+        words = np.concatenate([np.array(w, np.int64) for w in self.ranks])
+        forward = words[words >> OP & 0xFF == _O.Forward]
+        count = np.bincount(forward >> STAGE & 0xFFFF, minlength=last + 1)
+        m = max(self.most + 1, 1)
+        if (count < m).any():
+            stage = int((count < m).argmax())
+            raise self.most_at.error(
+                f"{_short(self.most_at.text)} names microbatch {self.most}, so that there are {m}, "
+                f"but stage {stage} runs only {count[stage]} forward"
+                if self.most >= 0
+                else "no cell has a microbatch"
+            )
+        return _placed(len(self.ranks), m, [self.holder[s].row - 1 for s in range(last + 1)])
+
+
+def _placed(ranks: int, m: int, rank_of: list[int]) -> Plan:
+    """The plan of a map from stage to rank, by the name of its placement where it has one."""
+    v = len(rank_of) // ranks
+    for name in PLACEMENTS:
+        if v * ranks == len(rank_of) and (v > 1 or name == "loop"):
+            plan = Plan(ranks, m, v, name)
+            if plan.rank_of.tolist() == rank_of:
+                return plan
+    return Plan(ranks, m, placement=tuple(rank_of))
+
+
+def _short(text: str) -> str:
+    """A cell as an error shows it."""
+    return repr(text if len(text) <= 40 else text[:40] + "...")

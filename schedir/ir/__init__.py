@@ -1,0 +1,1 @@
+"""The language: what a program is, and how it is written down."""

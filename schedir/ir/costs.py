@@ -1,0 +1,84 @@
+"""Costs: how long each instruction takes, in any one unit of time."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+
+import numpy as np
+from numpy.typing import NDArray
+
+from schedir.errors import CostsError
+from schedir.ir.ops import Opcode
+from schedir.ir.per_stage import PerStage, by_stage, per_stage
+
+Cost = PerStage
+
+# Which field prices which instruction.  A receive ends with its send and costs nothing itself.
+FIELD = {
+    Opcode.Forward: "F",
+    Opcode.Backward: "B",
+    Opcode.BackwardInput: "I",
+    Opcode.BackwardWeight: "W",
+    Opcode.SendAct: "send",
+    Opcode.SendGrad: "send",
+    Opcode.Scatter: "scatter",
+    Opcode.ScatterGrad: "scatter",
+    Opcode.Gather: "gather",
+    Opcode.GatherGrad: "gather",
+    Opcode.ReduceGrads: "reduce_grads",
+    Opcode.ReduceHolders: "reduce_holders",
+    Opcode.ReduceTied: "reduce_tied",
+    Opcode.ReduceNorm: "reduce_norm",
+    Opcode.OptimizerStep: "step",
+}
+
+
+@dataclass(frozen=True)
+class Costs:
+    """Time of each instruction: a number, or one number per stage.
+
+    `B` defaults to I + W, and `FB`, the time of a forward run together with a B or an I, to the
+    sum of both.  `send` is the time from a transfer's start to its end; it occupies the queues of
+    both ranks, never their compute.  All else is free unless told.  For instructions that are not
+    of a stage (step, reduce_norm) the k-th number is rank k's.
+
+    Raises CostsError for a cost that is negative or not finite.
+    """
+
+    F: Cost = 1.0
+    I: Cost = 1.0
+    W: Cost = 1.0
+    B: Cost | None = None
+    FB: Cost | None = None
+    send: Cost = 0.0
+    step: Cost = 0.0
+    reduce_grads: Cost = 0.0
+    reduce_holders: Cost = 0.0
+    reduce_tied: Cost = 0.0
+    reduce_norm: Cost = 0.0
+    scatter: Cost = 0.0
+    gather: Cost = 0.0
+
+    def __post_init__(self) -> None:
+        for f in fields(self):
+            value = getattr(self, f.name)
+            if value is None and f.default is None:
+                continue
+            object.__setattr__(self, f.name, per_stage(f"cost {f.name}", value, CostsError))
+
+    def table(self, stages: int) -> NDArray[np.float64]:
+        """Cost by (opcode, stage), shape (opcodes, stages)."""
+        table = np.zeros((len(Opcode), stages))
+        for op, name in FIELD.items():
+            if getattr(self, name) is not None:
+                table[op] = self._row(name, stages)
+        if self.B is None:
+            table[Opcode.Backward] = table[Opcode.BackwardInput] + table[Opcode.BackwardWeight]
+        return table
+
+    def together(self, stages: int) -> NDArray[np.float64] | None:
+        """Cost of a forward run together with a backward, by the forward's stage, if given."""
+        return None if self.FB is None else self._row("FB", stages)
+
+    def _row(self, name: str, stages: int) -> NDArray[np.float64]:
+        return by_stage(f"cost {name}", getattr(self, name), stages, CostsError)

@@ -1,0 +1,42 @@
+"""Per stage: numbers of which there is one for all stages, or one for each."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import numpy as np
+from numpy.typing import NDArray
+
+from schedir.errors import ProgramError
+from schedir.ir.numerals import NO_NUMBERS
+
+PerStage = float | tuple[float, ...]
+
+
+def per_stage(what: str, value: object, error: type[ProgramError]) -> PerStage:
+    """A number, or several as a tuple.
+
+    Raises `error` for anything else, and where one is negative or not finite.
+    """
+    try:
+        if isinstance(value, NO_NUMBERS):
+            raise TypeError
+        # An array or a tensor without dimensions is one number, though its type can be iterated.
+        several = isinstance(value, Iterable) and getattr(value, "ndim", 1) != 0
+        each = tuple(map(float, value)) if several else float(value)  # type: ignore[arg-type, call-overload]
+    except (TypeError, ValueError):
+        raise error(f"{what} must be a number or one per stage, not {value!r:.60}") from None
+    bad = [n for n in np.atleast_1d(each) if not 0 <= n < np.inf]
+    if bad or each == ():
+        raise error(f"{what} must be finite and not negative, not {bad[0] if bad else 'empty'}")
+    return each
+
+
+def by_stage(
+    what: str, value: PerStage, stages: int, error: type[ProgramError]
+) -> NDArray[np.float64]:
+    """The number of each stage, shape (stages,).  Raises `error` for another number of them."""
+    row = np.asarray(value, float)
+    if row.ndim and len(row) != stages:
+        raise error(f"{what} has {len(row)} numbers for {stages} stages")
+    return np.broadcast_to(row, (stages,))

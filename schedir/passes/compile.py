@@ -1,0 +1,193 @@
+"""Compile: a schedule or a draft in, a checked Program out."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any, Literal
+
+from schedir.analysis.graph import Model
+from schedir.analysis.memory import fit, held
+from schedir.errors import (
+    CompletenessError,
+    LevelError,
+    MemoryLimitError,
+    UsageError,
+    expect,
+    flag,
+    in_bytes,
+)
+from schedir.ir.costs import Costs
+from schedir.ir.ops import Opcode
+from schedir.ir.plan import Plan
+from schedir.ir.program import Program
+from schedir.ir.sizes import Sizes
+from schedir.ir.ties import Ties, tied_stages
+from schedir.passes.overlap import early_gathers, early_receives, group_opposites
+from schedir.passes.reductions import (
+    optimizer_step,
+    reduce_grads,
+    reduce_holders,
+    reduce_norm,
+    reduce_tied,
+)
+from schedir.passes.scatter_gather import scatter_gather
+from schedir.passes.share_slots import Choice, share_slots
+from schedir.passes.transfers import transfers
+from schedir.schedules.words import Schedule, draft
+from schedir.verify.check import check, check_draft
+
+SIZES = "Sizes(activation=16e6, saved=1.2e9)"  # an example
+
+
+def compile(
+    schedule: Schedule | Program,
+    plan: Plan | None = None,
+    tp: int | None = None,
+    dp: int | None = None,
+    model: Model = "device",
+    costs: Costs | None = None,
+    *,
+    tied: bool | Ties | Sequence[Sequence[int]] | None = None,
+    clip: bool | None = None,
+    boundary: Literal["replicated", "sharded"] = "replicated",
+    overlap: bool = False,
+    slots: Choice | None = None,
+    sizes: Sizes | None = None,
+    limit: float | None = None,
+    debug: bool = False,
+) -> Program:
+    """Draft a schedule on a plan, lower it in the order of these costs, and check it.
+
+    A draft, as of `greedy` or of a CSV, is lowered as it is: on its own plan, and with its own
+    `tp`, `dp`, `tied` and `clip` where none are given here.
+
+    `tp` and `dp` are the sizes of the tensor- and data-parallel groups, by default 1.  `tied` says
+    which stages hold copies of one weight: `schedir.ties(stages)`, or stages like
+    `((0, 3), (1, 2))`, or True for first and last.  `clip` says that gradients are clipped by their
+    global norm.  `boundary` is the layout of activations between stages within a tensor-parallel
+    group: "replicated" ones are scattered for the wire and gathered behind it, "sharded" ones
+    go as they are.  `overlap` groups opposite transfers, and begins gathers and posts other
+    receives early.
+    `slots` says how many static buffers values share: the "fewest" there can be, or "enough" to
+    lose no time at these costs; by default each value has its own.  `limit` is the most bytes
+    that a rank may hold, and `sizes` says what takes how many.  `debug` checks after every pass.
+
+    Raises a ProgramError if the schedule is wrong: LevelError for a program that is lowered
+    already, UsageError for a plan that is missing or not the draft's.  The result finishes under
+    `model`.
+    """
+    if boundary not in ("replicated", "sharded"):
+        raise UsageError(f"boundary must be 'replicated' or 'sharded', not {boundary!r}")
+    overlap, debug = flag(overlap, "overlap"), flag(debug, "debug")
+    if costs is not None:
+        expect(costs, Costs, "Costs(F=1, B=2)")
+    if sizes is not None:
+        expect(sizes, Sizes, SIZES)
+    program = _drafted(schedule, plan)
+    ties = None if tied is None else tied_stages(tied, program.plan)
+    traits: dict[str, Any] = {"tp": tp, "dp": dp, "tied": ties, "clip": clip}
+    program = replace(program, **{k: v for k, v in traits.items() if v is not None})
+    program = lower(
+        _whole(program), costs, model, boundary=boundary, overlap=overlap, slots=slots, debug=debug
+    )
+    program = check(program, model)
+    return program if limit is None else within(program, sizes, limit)
+
+
+def _drafted(schedule: Schedule | Program, plan: Plan | None) -> Program:
+    """The draft of a schedule, or a draft itself."""
+    if not isinstance(schedule, Program):
+        expect(plan, Plan, "Plan(ranks=4, microbatches=8)")
+        assert plan is not None
+        return draft(schedule, plan)
+    if plan not in (None, schedule.plan):
+        raise UsageError(f"a draft has its own plan, {schedule.plan}, and is not for {plan}")
+    if not schedule.is_draft:
+        raise LevelError(
+            "this is lowered already: it says more than F, B, I and W",
+            program=schedule.name,
+            hint="schedir.check(program) proves it",
+        )
+    return schedule
+
+
+def _whole(program: Program) -> Program:
+    """A complete draft; what is missing is often all stages of a rank but its first."""
+    try:
+        return check_draft(program)
+    except CompletenessError as error:
+        first = [own[0] for own in program.plan.stages_of]
+        said = {int(stage) for stream in program.streams for stage in set(stream.stage.tolist())}
+        if program.plan.stages_per_rank > 1 and said <= {*first}:
+            error.hint = (
+                "it says F, which is F[0], and nothing of F[1], a rank's second stage; "
+                "with a parameter v, it is told how many there are"
+            )
+        raise
+
+
+def within(program: Program, sizes: Sizes | None, limit: float) -> Program:
+    """Return a checked program if no rank ever holds more than `limit` bytes.
+
+    Raises MemoryLimitError that says which rank does, when, and what fills it; UsageError where
+    no sizes are given.
+    """
+    if sizes is None:
+        raise UsageError(
+            "a limit in bytes needs the sizes of what is held",
+            hint="--sizes activation=16MB,saved=1.2GB, or sizes=Sizes(...)",
+        )
+    expect(sizes, Sizes, SIZES)
+    if not isinstance(limit, int | float):
+        raise UsageError(f"a limit is a number of bytes, not {limit!r:.60}", hint="40e9")
+    try:
+        return fit(program, sizes, limit)
+    except MemoryLimitError as error:
+        few = share_slots(program, "fewest")
+        most = max(own.bytes.max(initial=0.0) for own in held(few, sizes))
+        if most <= limit:
+            error.hint = f"with the fewest slots no rank holds more than {in_bytes(most)}"
+        raise
+
+
+def lower(
+    program: Program,
+    costs: Costs | None = None,
+    model: Model = "device",
+    *,
+    boundary: Literal["replicated", "sharded"] = "replicated",
+    overlap: bool = False,
+    slots: Choice | None = None,
+    debug: bool = False,
+) -> Program:
+    """A complete draft with its transfers, reductions and step; the options are `compile`'s.
+
+    Legal under every progress model as it is.  With `overlap` or `slots` it is made for `model`,
+    and to be checked.
+    """
+    program = transfers(program, costs)
+    if boundary == "replicated":
+        program = scatter_gather(program)
+    program = finish(program)
+    if debug:
+        check(program, "serial")
+    if overlap:
+        for early in (group_opposites, early_gathers, partial(early_receives, model=model)):
+            program = early(program)
+            if debug:
+                check(program, model)
+    return program if slots is None else share_slots(program, slots, costs, model)
+
+
+def finish(program: Program) -> Program:
+    """A program with its transfers, and now with its reductions and step.
+
+    Those that reduce the stages' gradients may be there already.
+    """
+    passes = [reduce_grads, reduce_holders, reduce_tied, reduce_norm, optimizer_step]
+    reduced = Opcode.ReduceGrads in program.ops
+    for end in passes[reduced:]:
+        program = end(program)
+    return program

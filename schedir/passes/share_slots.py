@@ -1,0 +1,103 @@
+"""Slots: how many static buffers each rank has for what is taken in and put out.
+
+A pass like others, and the last: it changes no Stream, only `Program.slots`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from schedir.analysis.graph import Graph, Model
+from schedir.analysis.longest_path import Times, remaining, walk
+from schedir.analysis.slots import counts, fewest, uses
+from schedir.errors import UsageError
+from schedir.ir.costs import Costs
+from schedir.ir.index import Index
+from schedir.ir.ops import BOUNDARY
+from schedir.ir.program import Program, Slots
+
+Choice = Literal["fewest", "enough"]
+_PARTS = 16  # how finely ranks and kinds are divided to try fewer on each part
+
+
+def share_slots(
+    program: Program, choice: Choice, costs: Costs | None = None, model: Model = "device"
+) -> Program:
+    """A lowered program with a number of slots for each rank and kind.
+
+    "fewest" is the most values that overlap along the Stream: with less, a Stream could not be
+    run in its order.  A program that is legal under `serial` stays legal under every model: a
+    fill waits only for what stands before it in its own Stream, which under `serial` it does
+    anyway.  Other programs must be checked again.
+
+    "enough" is the fewest with which the predicted time at `costs` under `model` stays what it
+    is with a slot for each value.  Of each rank and kind it is a proven minimum where all those
+    minima together keep the time; else it is as few as trying has found.
+    """
+    if choice not in ("fewest", "enough"):
+        raise UsageError(f"slots must be 'fewest' or 'enough', not {choice!r}")
+    program = replace(program, slots=())
+    graph = Graph(program, model)
+    least = fewest(graph.index)[:, : len(BOUNDARY)]
+    if choice == "fewest":
+        return _with(program, least)
+    reached = walk(graph, costs)
+    if not reached.done.all():
+        return _with(program, least)  # there is no time to keep; `check` says why
+    span = float(reached.end.max(initial=0.0)) * (1 + 1e-9)
+
+    def keeps(slots: NDArray[np.int64]) -> bool:
+        end = walk(Graph(_with(program, slots), model, graph.index), costs).end
+        return float(end.max(initial=0.0)) <= span
+
+    latest = span - remaining(graph, costs)
+    needed = np.maximum(least, _overlap(graph.index, latest, reached.end, least=True))
+    calm = np.maximum(needed, _overlap(graph.index, reached.start, reached.end, least=False))
+    own = counts(graph.index)[:, : len(BOUNDARY)]
+    best = next(slots for slots in (needed, calm, own) if keeps(slots))
+    parts = [np.flatnonzero(best > needed)]
+    smallest = max(1, best.size // _PARTS)
+    while parts:
+        part = parts.pop()
+        fewer = best.copy()
+        fewer.flat[part] = needed.flat[part]
+        if not len(part) or keeps(fewer):
+            best = fewer
+        elif len(part) > smallest:
+            parts += np.array_split(part, 2)
+    return _with(program, best)
+
+
+def _with(program: Program, counts: NDArray[np.int64]) -> Program:
+    return replace(program, slots=tuple(Slots(*row) for row in counts.tolist()))
+
+
+def _overlap(index: Index, start: Times, end: Times, *, least: bool) -> NDArray[np.int64]:
+    """How many slots of each rank and kind let every fill start and every free end when told.
+
+    The k-th fill takes what the (k-c)-th free leaves, so that one must end before this one
+    starts.  Those need not come in the order of their numbers: with `least` the answer is a
+    bound from below, else from above.
+    """
+    counts = np.zeros((index.program.plan.ranks, len(BOUNDARY)), np.int64)
+    for column, kind in enumerate(BOUNDARY):
+        own = uses(index, kind)
+        starts, ends = start[own.fill], end[own.free]
+        for rank in np.flatnonzero(np.diff(own.first)).tolist():
+            here = slice(own.first[rank], own.first[rank + 1])
+            fills, frees = starts[here], ends[here]
+            if least:
+                fills, frees = np.maximum.accumulate(fills), _from_the_end(np.minimum, frees)
+            else:
+                fills, frees = _from_the_end(np.minimum, fills), np.maximum.accumulate(frees)
+            free = np.searchsorted(frees, fills, side="right")
+            counts[rank, column] = (np.arange(1, len(fills) + 1) - free).max()
+    return counts
+
+
+def _from_the_end(most: np.ufunc, times: Times) -> Times:
+    return np.asarray(most.accumulate(times[::-1])[::-1])

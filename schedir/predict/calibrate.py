@@ -1,0 +1,183 @@
+"""Calibrate: from a measured run, the costs that predict it."""
+
+from __future__ import annotations
+
+from dataclasses import fields, replace
+from typing import Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from schedir.analysis.longest_path import walk
+from schedir.ir.costs import FIELD, Cost, Costs
+from schedir.ir.index import NONE
+from schedir.ir.ops import COMPUTE, ROWS, Lane, Opcode
+from schedir.ir.program import Program
+from schedir.predict.bubble_causes import Cause, idleness, ready_gaps
+from schedir.predict.timeline import Timeline, expect_runs
+
+Floats = NDArray[np.float64]
+
+MISSED: Final = 0.1  # of a step: a prediction that is further off says nothing of its run
+SAID: Final = 0.01  # of ranks x span: what is less is not worth a word
+USUAL: Final = 0.9  # of the host's gaps are no longer than usual
+_OPS: Final = {name: [op for op in FIELD if FIELD[op] == name] for name in FIELD.values()}
+# What runs beside computes, and is seen to end when somebody looks.
+_LATE: Final = [name for name, ops in _OPS.items() if ROWS[ops[0]].lane is not Lane.COMPUTE]
+SPLIT: Final = (Opcode.BackwardInput, Opcode.BackwardWeight)
+
+
+def calibrate(measured: Timeline) -> Costs:
+    """The costs at which a simulation does what was measured, with the waits that it asks for.
+
+    Counted is:
+
+    - of a message, a gather and a reduction, only what somebody waited for.  That one's span is
+      its time, as it was seen to end when it did.  Others are seen to have ended when the
+      receiver looks, so their spans are no more than bounds.  The cost is the one time that is
+      nearest to all of them: the least c of the smallest sum of distances |c - interval|, where
+      the interval is what is known: [0, span], or of one that was waited for [least, span], where
+      `least` is shorter if the one ahead in its queue was seen to end after it began.  If nobody
+      waited for any, the cost is 0.  A wait counts if it is longer than nine in ten of the times
+      that the host takes between two computes where there is nothing to wait for, and than the
+      error of the clocks.
+    - of all else the mean time, per stage for F, B, I, W and pairs, one for each other kind.  To
+      the time of an instruction of the compute lane, what came before it and is not explained is
+      added: from when a simulation would begin it, had all computes ended as they did and
+      messages taken the time above, until it began.  That is the host's own work, messages that
+      took longer than most, and noise; it is negative for a message that took less.
+
+    Instructions that the program, or a stage of it, does not have cost nothing.
+
+    A mean is assumed to stand for all: where the times of one instruction differ from microbatch
+    to microbatch (the first touches new memory, another process takes the core), a simulation is
+    too short if others waited for the slow ones, and too long if those fell where nobody waited.
+    Of a stage with two holders it is the mean of both.
+    """
+    expect_runs([measured])
+    spans, stages = measured.spans, range(measured.program.plan.stages)
+    costs: dict[str, Cost] = dict.fromkeys(FIELD.values(), 0.0)
+    bounds = _bounds(measured)
+    once = measured.graph.node == np.arange(len(spans))  # of what is one on several ranks
+    for name in _LATE:
+        costs[name] = _nearest(bounds[:, once & np.isin(spans["op"], _OPS[name])])
+    took = spans["end"] - spans["start"] + _unexplained(measured, Costs(**costs))
+    second = measured.second_of_pair
+    paired = second | np.append(second[1:], False)
+    for name, ops in _OPS.items():
+        here = np.isin(spans["op"], ops)
+        if ops[0] in COMPUTE and here.any():
+            of = [here & (spans["stage"] == s) for s in stages]
+            costs[name] = tuple(_alone(name, took[w], paired[w]) for w in of)
+        elif name not in _LATE:
+            costs[name] = _mean(took[here])
+    if second.any():
+        ahead = paired & (spans["op"] == Opcode.Forward)
+        costs["FB"] = tuple(_mean(took[ahead & (spans["stage"] == s)]) for s in stages)
+    return Costs(**costs)
+
+
+def off(predicted: Timeline, run: Timeline) -> float:
+    """How much longer than a run its prediction takes, over the run; 0 for a run of no length."""
+    return predicted.span / run.span - 1 if run.span else 0.0
+
+
+def unexplained(predicted: Timeline, run: Timeline) -> float:
+    """The share of ranks x span that a prediction at a run's own times counts as work, and in
+    which ranks of the run stood still: the host's time, messages that were late, and noise.
+    """
+    whole = predicted.span * predicted.ranks
+    return float((predicted.busy - run.busy).sum()) / whole if whole else 0.0
+
+
+def bubbles(run: Timeline, predicted: Timeline) -> str:
+    """The bubble of a run, and the predicted one if the prediction does not miss the run.
+
+    What is unexplained is said where it is a hundredth or more.
+    """
+    more = off(predicted, run)
+    if abs(more) > MISSED:
+        than = f"{abs(more):.0%} {'more' if more > 0 else 'less'}"
+        return f"bubble {run.bubble:.1%}, not predicted: at its mean times it takes {than}"
+    lost = unexplained(predicted, run)
+    also = f" and {lost:.1%} unexplained" if lost >= SAID else ""
+    return f"bubble {run.bubble:.1%}, predicted {predicted.bubble:.1%}{also}"
+
+
+def _mean(times: Floats) -> float:
+    return max(0.0, float(times.mean())) if len(times) else 0.0
+
+
+def _alone(name: str, took: Floats, paired: NDArray[np.bool_]) -> float:
+    """The mean of what is not in a pair; if all is, a pair's third for F, and the rest for B."""
+    if paired.all():
+        return _mean(took) * (1 / 3 if name == "F" else 2 / 3)
+    return _mean(took[~paired])
+
+
+def _bounds(measured: Timeline) -> Floats:
+    """The least and the most time that each instruction can have taken, shape (2, n)."""
+    spans, graph, idle = measured.spans, measured.graph, idleness(measured)
+    idle = idle[np.isin(idle["cause"], (Cause.MESSAGE, Cause.REDUCTION))]
+    # Another one ended the wait if this one was seen to end later.
+    idle = idle[idle["end"] >= spans["end"][idle["awaits"]] - measured.clock_error]
+    waited = np.zeros(graph.nodes)
+    np.maximum.at(waited, graph.node[idle["awaits"]], idle["end"] - idle["start"])
+    gaps = ready_gaps(measured)
+    usual = float(np.quantile(gaps, USUAL)) if len(gaps) else 0.0
+    # What is behind another in its queue may have begun when that one was seen to end.
+    behind = (graph.ahead != NONE) & (graph.gates[0][graph.ahead] != graph.gates[0])
+    freed = np.where(behind, spans["end"][graph.ahead], -np.inf)
+    begun = np.full(graph.nodes, -np.inf)
+    np.maximum.at(begun, graph.node, np.maximum(spans["start"], freed))
+    least = np.maximum(spans["end"] - begun[graph.node], 0.0)
+    known = waited[graph.node] > max(usual, measured.clock_error)
+    return np.stack([np.where(known, least, 0.0), spans["end"] - spans["start"]])
+
+
+def _nearest(bounds: Floats) -> float:
+    """The least of the times of which the sum of distances to all intervals is the smallest.
+
+    Each end of an interval pulls as strongly as any other, so it is the median of them all.
+    """
+    count = bounds.shape[1]
+    return float(np.sort(bounds, axis=None)[count - 1]) if count else 0.0
+
+
+def _unexplained(measured: Timeline, costs: Costs) -> Floats:
+    """How much later than it could each instruction of the compute lane began.
+
+    It could when all computes that it waits for had ended as they did, and all else as at `costs`.
+    """
+    spans, compute = measured.spans, measured.spans["lane"] == Lane.COMPUTE
+    known = np.where(compute, spans["end"] - measured.begin, np.nan)
+    could = walk(measured.graph, costs, known).start
+    return np.where(compute, spans["start"] - measured.begin - could, 0.0)
+
+
+def completed(costs: Costs, program: Program) -> Costs:
+    """Costs of a run with those of backwards that it does not have: a whole one is I + W, and
+    of a whole one I and W are half each.
+    """
+    table = costs.table(program.plan.stages)
+    whole, first, late = (table[op] for op in (Opcode.Backward, *SPLIT))
+    if Opcode.BackwardInput not in program.ops:
+        half = tuple((whole / 2).tolist())
+        return replace(costs, I=half, W=half, B=tuple(whole.tolist()))
+    if Opcode.Backward not in program.ops:
+        costs = replace(costs, B=tuple((first + late).tolist()))
+    return costs
+
+
+def told(costs: Costs) -> str:
+    """Costs as the option --costs takes them.
+
+    >>> told(Costs(F=(1.5, 2.0), B=3.0, I=1.0, W=2.0, send=0.25)).split(",step")[0]
+    'F=1.5:2,I=1,W=2,B=3,send=0.25'
+    """
+    values = {f.name: getattr(costs, f.name) for f in fields(costs)}
+    return ",".join(
+        f"{name}={':'.join(f'{cost:.6g}' for cost in np.atleast_1d(value))}"
+        for name, value in values.items()
+        if value is not None
+    )

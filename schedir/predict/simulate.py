@@ -1,0 +1,57 @@
+"""Simulate: the longest path through the dependency graph is the predicted time."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from schedir.analysis.graph import Model
+from schedir.analysis.longest_path import walk
+from schedir.errors import CostsError, expect, flag
+from schedir.ir.costs import Costs
+from schedir.ir.program import Program
+from schedir.ir.sizes import Sizes
+from schedir.passes.compile import SIZES, lower
+from schedir.predict.timeline import Timeline, spans_of
+from schedir.verify.check import check_draft, complete, prove
+from schedir.verify.deadlock import deadlock
+
+
+def simulate(
+    program: Program,
+    costs: Costs | None = None,
+    *,
+    model: Model = "device",
+    blocks: bool = False,
+    sizes: Sizes | None = None,
+    unchecked: bool = False,
+) -> Timeline:
+    """The Timeline that a program will have at the given costs under a progress model.
+
+    Every instruction starts as soon as its queue, its values and its partners let it.  Of a
+    draft it is the program that `compile` makes of it for this model, in the order of these
+    costs.  `blocks` says that hosts wait themselves, as on CPUs (`Graph`): then a message waits for
+    the computes before it in its Stream.  With `sizes`, memory is told in bytes.
+
+    Raises what `check` raises for a program that is wrong, and CostsError if the costs add up
+    to infinity.  A program that `check` has proven is not looked at again.  With `unchecked` it
+    need only be complete and finish: what it computes may be wrong.
+    """
+    expect(program, Program, "schedir.compile(schedule, plan)")
+    blocks, unchecked = flag(blocks, "blocks"), flag(unchecked, "unchecked")
+    if costs is not None:
+        expect(costs, Costs, "Costs(F=1, B=2)")
+    if sizes is not None:
+        expect(sizes, Sizes, SIZES)
+    if program.is_draft and (program.trains or program.plan.ranks > 1):  # else it is whole
+        program = lower(check_draft(program), costs, model)
+    graph = complete(program, model, blocks=blocks)
+    reached = walk(graph, costs)
+    if not unchecked:
+        prove(graph, reached)
+    elif not reached.done.all():
+        raise deadlock(graph, reached)
+    if not np.isfinite(reached.end).all():
+        raise CostsError("the costs add up to more than a number can hold", program=program.name)
+    del graph  # makes room for the spans
+    spans = spans_of(program, reached.start, reached.end)
+    return Timeline(program, spans, model=model, sizes=sizes, blocks=blocks)

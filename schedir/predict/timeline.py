@@ -1,0 +1,337 @@
+"""Timeline: what happened, or will.  Predicted and measured runs are the same type."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import pairwise
+from typing import Any, Final, Literal, NamedTuple, get_args
+
+import numpy as np
+from numpy.typing import NDArray
+
+from schedir.analysis.graph import Graph, Model
+from schedir.analysis.memory import Held, held, in_flight, peak_in_flight, peak_versions
+from schedir.errors import UsageError, expect
+from schedir.ir.index import NONE, Positions
+from schedir.ir.notebook import html
+from schedir.ir.ops import COMPUTE, RECEIVES, ROWS, Instr, Lane, Opcode
+from schedir.ir.program import FIELDS, OPS, Program
+from schedir.ir.sizes import Sizes
+
+Spans = NDArray[Any]  # structured: SPAN
+Times = NDArray[np.float64]
+Kind = Literal["predicted", "measured"]
+
+KINDS: Final[tuple[Kind, ...]] = get_args(Kind)
+# Units of time that a Timeline may be in, those of the costs and seconds, and how finely its
+# clocks tell it: CUDA's events tell half a microsecond.
+UNITS: Final = {"": 0.0, "s": 1e-6}
+
+SPAN: Final = np.dtype(
+    [("rank", "i4"), ("stage", "i4"), ("mb", "i4"), ("lane", "i2"), ("op", "i2"),
+     ("start", "f8"), ("end", "f8")]
+)  # fmt: skip
+
+
+def spans_of(program: Program, start: NDArray[np.float64], end: NDArray[np.float64]) -> Spans:
+    """Spans of all instructions of a program, rank by rank, from their starts and ends."""
+    fields, lanes = program.words.view(FIELDS), np.array([row.lane for row in ROWS], np.int16)
+    spans = np.empty(len(fields), SPAN)
+    for rank, (lo, hi) in enumerate(pairwise(program.offsets.tolist())):
+        own, given = spans[lo:hi], fields[lo:hi]
+        own["rank"], own["lane"] = rank, lanes[given["op"]]
+        for name in ("op", "stage", "mb"):
+            own[name] = given[name]
+    spans["start"], spans["end"] = start, end
+    return spans
+
+
+def expect_runs(runs: object) -> None:
+    """Raise UsageError for what is no sequence of Timelines, and for an empty one."""
+    run = "schedir.simulate(program)"
+    expect(runs, Sequence, f"[{run}]")
+    assert isinstance(runs, Sequence)
+    if not runs:
+        raise UsageError("this takes a Timeline or more, not none")
+    for each in runs:
+        expect(each, Timeline, run)
+
+
+class Early(NamedTuple):
+    """By how much each instruction comes before a cause of it, 0 where it does not, and which cause
+    that is (an index into spans, or -1); each of shape (n,)."""
+
+    by: NDArray[np.float64]
+    cause: NDArray[np.int64]
+
+
+class Memory(NamedTuple):
+    """A step curve: from `times[i]` on, `held[i]` is held, of which `kinds` has the parts."""
+
+    times: NDArray[np.float64]
+    held: NDArray[np.float64]
+    kinds: dict[str, NDArray[np.float64]]
+
+
+@dataclass(frozen=True, eq=False)
+class Timeline:
+    """Start and end of every instruction.
+
+    `spans` is a structured array with one entry per instruction, in the order of the program
+    (rank by rank, each in Stream order): rank, lane (a Lane), op (an Opcode), stage, mb, and
+    start and end in `unit` ("" for the units of the costs, "s" for a measured run).
+    `model` is the progress model under which it was predicted, or that its transport gives.
+    `clock_error` says by how much the clocks of two ranks may differ, in `unit`: 0 in a
+    prediction, and where all ranks read one clock.  `sizes` are those of the values, where
+    memory is to be told in bytes.
+
+    Raises UsageError for a unit that is none of UNITS.
+    """
+
+    program: Program
+    spans: Spans
+    kind: Kind = "predicted"
+    unit: str = ""
+    model: Model = "device"
+    clock_error: float = 0.0
+    sizes: Sizes | None = None
+    blocks: bool = False
+
+    def __post_init__(self) -> None:
+        if self.unit not in UNITS:
+            known = " or ".join(map(repr, UNITS))
+            raise UsageError(
+                f"the unit of a Timeline is {known} (units of cost), not {self.unit!r:.60}"
+            )
+
+    def __len__(self) -> int:
+        return len(self.spans)
+
+    def __repr__(self) -> str:
+        return (
+            f"<{self.kind} Timeline of {self.program.name}: span {self.span:g}{self.unit}, "
+            f"bubble {self.bubble:.1%}{self.doubt and f', {self.doubt}'}>"
+        )
+
+    def _repr_html_(self) -> str:
+        return html(self)
+
+    @property
+    def ranks(self) -> int:
+        """How many pipeline ranks there are."""
+        return self.program.plan.ranks
+
+    @cached_property
+    def begin(self) -> float:
+        """When the first instruction starts."""
+        return float(self.spans["start"].min()) if len(self) else 0.0
+
+    @cached_property
+    def span(self) -> float:
+        """From the start of the first instruction to the end of the last (the makespan)."""
+        return float(self.spans["end"].max()) - self.begin if len(self) else 0.0
+
+    @cached_property
+    def busy(self) -> NDArray[np.float64]:
+        """Time that each rank's compute lane is in use, shape (ranks,).
+
+        A pair run together counts once.
+        """
+        return self._busy(self.spans["lane"] == Lane.COMPUTE)
+
+    def _busy(self, which: NDArray[np.bool_]) -> NDArray[np.float64]:
+        own = self.spans[which & ~self.second_of_pair]
+        busy = np.zeros(self.ranks)
+        np.add.at(busy, own["rank"], own["end"] - own["start"])
+        return busy
+
+    @cached_property
+    def second_of_pair(self) -> NDArray[np.bool_]:
+        """Whether each span is the second of a pair run together, whose time is the first's."""
+        second: NDArray[np.bool_] = self.program.joined & np.isin(self.spans["op"], COMPUTE)
+        return second
+
+    @cached_property
+    def idle(self) -> NDArray[np.float64]:
+        """Time within the span that each rank's compute lane is not in use, shape (ranks,)."""
+        return self.span - self.busy
+
+    @property
+    def bubble(self) -> float:
+        """Idle share of ranks x span, from 0 to 1."""
+        whole = self.span * self.ranks
+        return float(self.idle.sum()) / whole if whole else 0.0
+
+    @property
+    def bubble_over_ideal(self) -> float:
+        """Idle over busy time: the papers' bubble, (P-1)/m for 1F1B (SC21, section 2.2.1)."""
+        ideal = float(self.busy.sum())
+        return float(self.idle.sum()) / ideal if ideal else 0.0
+
+    @cached_property
+    def own_span(self) -> NDArray[np.float64]:
+        """From first start to last end of F, B, I, W on each rank, shape (ranks,)."""
+        work = np.isin(self.spans["op"], COMPUTE)
+        first, last = np.full(self.ranks, np.inf), np.full(self.ranks, -np.inf)
+        np.minimum.at(first, self.spans["rank"][work], self.spans["start"][work])
+        np.maximum.at(last, self.spans["rank"][work], self.spans["end"][work])
+        return np.where(last >= first, last - first, 0.0)
+
+    @cached_property
+    def idle_in_own_span(self) -> NDArray[np.float64]:
+        """Idle time of each rank within its own span: the zero-bubble papers' measure.
+
+        arXiv 2401.10241, section 5: what is left when ranks need not end together.
+        """
+        return self.own_span - self._busy(np.isin(self.spans["op"], COMPUTE))
+
+    @property
+    def peak_activations(self) -> float:
+        """The most that a rank holds, in activations of a whole rank; half a rank's is half."""
+        plan = self.program.plan
+        return int(self.peak_in_flight.max(initial=0)) * plan.ranks / plan.stages
+
+    @cached_property
+    def peak_in_flight(self) -> NDArray[np.int64]:
+        """Per rank, the most (stage, mb) alive at once: from F until B, or until W."""
+        return peak_in_flight(self.program)
+
+    @cached_property
+    def peak_versions(self) -> NDArray[np.int64]:
+        """Per rank, the most versions of its weights that are of use at once."""
+        return peak_versions(self.program)
+
+    @cached_property
+    def memory(self) -> tuple[Memory, ...]:
+        """What each rank holds as time passes: in bytes, or, without sizes, in activations."""
+        if self.sizes is None:
+            curves = (self.in_flight(rank) for rank in range(self.ranks))
+            alive = np.float64(self.program.trains)
+            return tuple(
+                Memory(times, counts * alive, {"activations": counts * alive})
+                for times, counts in curves
+            )
+        return tuple(
+            self._memory(rank, own) for rank, own in enumerate(held(self.program, self.sizes))
+        )
+
+    def _memory(self, rank: int, own: Held) -> Memory:
+        spans = self.spans[int(self.program.offsets[rank]) :][own.at]
+        times = np.where(own.starts, spans["start"], spans["end"])
+        times[0] = self.begin
+        parts = {name: np.full(len(times), size) for name, (_, size) in own.fixed.items()}
+        parts |= {name: size for name, (_, size) in own.kept.items()}
+        return Memory(times, own.bytes, parts)
+
+    @cached_property
+    def peak_memory(self) -> NDArray[np.float64]:
+        """Per rank, the most that is held at once.
+
+        In bytes; without sizes, in activations of one (stage, mb).
+        """
+        return np.array([curve.held.max(initial=0.0) for curve in self.memory])
+
+    @property
+    def peak_together(self) -> float:
+        """The most that all ranks hold at once: of virtual ranks that share one device."""
+        changes = [np.diff(curve.held, prepend=0.0) for curve in self.memory]
+        at = np.argsort(np.concatenate([curve.times for curve in self.memory]), kind="stable")
+        return float(np.cumsum(np.concatenate(changes)[at]).max(initial=0.0))
+
+    def in_flight(self, rank: int) -> tuple[NDArray[np.float64], NDArray[np.int64]]:
+        """Times and counts of (stage, mb) alive on a rank: a step curve."""
+        lo, hi = self.program.offsets[rank : rank + 2]
+        at, count = in_flight(self.program.streams[rank])
+        own = self.spans[lo:hi][at]
+        grows = own["op"] == Opcode.Forward
+        return np.where(grows, own["start"], own["end"]), count
+
+    @cached_property
+    def critical_path(self) -> NDArray[np.int64]:
+        """The chain of instructions that decides the span: indices into `spans`, in order."""
+        if not len(self):
+            return np.empty(0, np.int64)
+        return self.path_to(int(self.spans["end"].argmax()))
+
+    def path_to(self, position: int) -> NDArray[np.int64]:
+        """The chain that decides when an instruction starts: indices into `spans`, it last.
+
+        Each one's predecessor is, of all that it waited for, what ended last.
+        """
+        path = [position]
+        while (before := int(self.latest[path[-1]])) >= 0:
+            path.append(before)
+        return np.array(path[::-1], np.int64)
+
+    @cached_property
+    def latest(self) -> NDArray[np.int64]:
+        """For each span, of all that it waited for, what ended last: its index, or -1."""
+        return self.graph.latest(self.spans["end"])
+
+    @cached_property
+    def early(self) -> Early:
+        """Which instructions come before what causes them: of such a run, times cannot be right.
+
+        What an instruction needs has ended before it starts; of a measured message or reduction it
+        is only known that it has begun, for its end may be noted late, and of a measured pair that
+        runs together that each half was over.  A message begins at its sender, and nobody leaves a
+        collective before all have come; that is by the clocks of two ranks, which may differ by
+        `clock_error`.
+        """
+        spans, graph, seen = self.spans, self.graph, self.kind == "measured"
+        start, end, rank = spans["start"], spans["end"], spans["rank"]
+        given = np.where(seen & (spans["lane"] != Lane.COMPUTE), start, end)
+        pair = self.second_of_pair & seen
+        pair[:-1] |= pair[1:]
+        taken = np.where(pair, end, start)
+        by, cause = np.zeros(len(self)), np.full(len(self), NONE, np.int64)
+        fine = max(UNITS[self.unit], 1e-9 * self.span)
+        error = self.clock_error if seen else 0.0
+
+        def wait(time: Times, effect: Positions, source: Positions, since: Times) -> None:
+            late = since[source] - time[effect] - error * (rank[source] != rank[effect])
+            more = late > np.maximum(by[effect], fine)
+            by[effect[more]], cause[effect[more]] = late[more], source[more]
+
+        for giver in graph.needs:
+            needer = np.flatnonzero(giver != NONE).astype(np.int32)
+            wait(taken, needer, giver[needer], given)
+            sent = graph.partner[giver[needer]]
+            far = sent != NONE
+            wait(taken, needer[far], sent[far], start)
+        got = np.flatnonzero(graph.index.among(RECEIVES) & (graph.partner != NONE)).astype(np.int32)
+        wait(end, got, graph.partner[got], start)
+        for members in graph.meetings:
+            last = members[start[members].argmax()]
+            wait(end, members.astype(np.int32), np.full(len(members), last, np.int32), start)
+        return Early(by, cause)
+
+    @property
+    def doubt(self) -> str:
+        """What is to be said of times that cannot be right, or nothing."""
+        worst = float(self.early.by.max(initial=0.0))
+        return f"effects up to {worst:.3g} {self.unit}".rstrip() + " before causes" if worst else ""
+
+    @property
+    def about(self) -> str:
+        """What views say beside the name: predicted or measured, and how many stages per rank."""
+        plan = self.program.plan
+        return self.kind + (f", {plan.held_by_a_rank}" if plan.stages_per_rank > 1 else "")
+
+    @property
+    def told(self) -> str:
+        """`about`, and the doubt if there is one, which no view may leave out."""
+        return ", ".join(filter(None, [self.about, self.doubt]))
+
+    @cached_property
+    def graph(self) -> Graph:
+        """The dependency graph of the program, under the run's model."""
+        return Graph(self.program, self.model, blocks=self.blocks)
+
+    def of(self, rank: int, index: int) -> tuple[Instr, float, float]:
+        """The instruction at an index of a rank's Stream, with its start and end."""
+        s = self.spans[int(self.program.offsets[rank]) + index]
+        instr = Instr(OPS[int(s["op"])], int(s["stage"]), int(s["mb"]))
+        return instr, float(s["start"]), float(s["end"])

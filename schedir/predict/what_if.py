@@ -1,0 +1,274 @@
+"""Advice: what would make a step shorter, each claim from simulating the change."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from typing import Final, Literal, NamedTuple
+
+import numpy as np
+
+from schedir.analysis.graph import Model
+from schedir.errors import PlanError, ProgramError
+from schedir.ir.costs import FIELD, Cost, Costs
+from schedir.ir.ops import COMPUTE, ROWS, TRANSFERS, Lane, Opcode
+from schedir.ir.plan import Plan
+from schedir.ir.program import Program
+from schedir.ir.ties import show_tied, tied_stages
+from schedir.passes.compile import compile
+from schedir.passes.share_slots import Choice, share_slots
+from schedir.predict.calibrate import MISSED, calibrate, completed, off
+from schedir.predict.simulate import simulate
+from schedir.predict.timeline import Timeline, expect_runs
+from schedir.schedules import built_in
+from schedir.schedules.greedy import greedy
+from schedir.schedules.words import Schedule, delay_for, draft, placed_for
+
+LARGE: Final = 100_000  # instructions of a program for which other orders are not searched
+_I: Final = Opcode.BackwardInput
+_WORK: Final = (*(FIELD[op] for op in COMPUTE), "FB")
+_REDUCTIONS: Final = tuple(FIELD[row.op] for row in ROWS if row.lane is Lane.DP)
+
+
+@dataclass(frozen=True)
+class Change:
+    """What could be changed, and the share of the time of a microbatch that it saves."""
+
+    what: str
+    saves: float
+
+
+class Advice(NamedTuple):
+    """What is simulated: the run as it is, at these costs, and the changes, best first.
+
+    `error` is how much longer than the run the simulation of it takes, over the run: 0 for a
+    prediction.  Where it is more than MISSED, either way, nothing is changed and no advice given.
+    """
+
+    base: Timeline
+    error: float
+    changes: list[Change]
+
+    @property
+    def given(self) -> bool:
+        """Whether the simulation is near enough to the run to say what would change it."""
+        return abs(self.error) <= MISSED
+
+
+def advise(
+    timeline: Timeline, costs: Costs | None = None, schedule: Schedule | None = None
+) -> Advice:
+    """What would make a run shorter.
+
+    `costs` are those of a prediction; without, they are read off the run (`calibrate`).
+    `schedule` is what the program was compiled from; without, a built-in schedule that gives
+    the same program is used, or more microbatches are not tried.
+    """
+    expect_runs([timeline])
+    program = timeline.program
+    costs = completed(costs or calibrate(timeline), program)
+    base = simulate(program, costs, model=timeline.model, blocks=timeline.blocks)
+    advice = Advice(base, off(base, timeline), [])
+    if not advice.given:
+        return advice
+    found: dict[str, Change] = {}
+    for kind, change in _Changes(base, costs, schedule or _recipe(program)).all():
+        if kind not in found or change.saves > found[kind].saves:
+            found[kind] = change
+    return advice._replace(changes=sorted(found.values(), key=lambda change: -change.saves))
+
+
+def _recipe(program: Program) -> Schedule | None:
+    """The built-in schedule of the program's name, if it gives this program."""
+    schedule = built_in().get(program.name)
+    if schedule is None:
+        return None
+    try:
+        again = draft(schedule, program.plan)
+    except ProgramError:
+        return None
+    # Which costs it was lowered with is not known; the order of compute tells.
+    return schedule if _work(again) == _work(program) else None
+
+
+def _work(program: Program) -> list[bytes]:
+    return [s.words[np.isin(s.op, COMPUTE)].tobytes() for s in program.streams]
+
+
+class _Lowering:
+    """How a program was lowered: read off it, and done again to a draft."""
+
+    def __init__(self, program: Program, model: Model) -> None:
+        self.like, self.model = program, model
+        whole = program.tp == 1 or Opcode.Scatter in program.ops
+        self.boundary: Literal["replicated", "sharded"] = "replicated" if whole else "sharded"
+        self.overlap = bool((program.joined & np.isin(program.op, TRANSFERS)).any())
+        self.slots: Choice | None = None
+        if program.slots:
+            few = share_slots(program, "fewest").slots
+            self.slots = "fewest" if program.slots == few else "enough"
+
+    def of(self, drafted: Program, costs: Costs) -> Program:
+        """A draft lowered in this way, and checked."""
+        like = self.like
+        tied = like.tied
+        if drafted.plan.stages != like.plan.stages:
+            tied = tied_stages(show_tied(tied, like.plan) == "yes", drafted.plan)
+            if like.tied and not tied:
+                raise PlanError("of a model that is cut otherwise it is not known what is tied")
+        return compile(
+            drafted,
+            tp=like.tp,
+            dp=like.dp,
+            model=self.model,
+            costs=costs,
+            tied=tied,
+            clip=like.clip,
+            boundary=self.boundary,
+            overlap=self.overlap,
+            slots=self.slots,
+        )
+
+
+class _Changes:
+    """The changes that are tried.  Each kind gives some; the best of a kind is kept."""
+
+    def __init__(self, base: Timeline, costs: Costs, schedule: Schedule | None) -> None:
+        self.base, self.costs, self.schedule = base, costs, schedule
+        self.program, self.plan = base.program, base.program.plan
+        self.room = base.peak_activations
+        self.lowering = _Lowering(self.program, base.model)
+
+    def all(self) -> Iterator[tuple[str, Change]]:
+        """Kinds, with a change of each that could be simulated."""
+        ways: dict[str, Callable[[], Iterator[tuple[str, Timeline, float]]]] = {
+            "even": self._even,
+            "send": self._send,
+            "reduce": self._reduce,
+            "more": self._more,
+            "order": self._order,
+            "room": self._room,
+        }
+        for kind, way in ways.items():
+            try:
+                for what, timeline, microbatches in way():
+                    now = self.base.span / self.plan.microbatches
+                    then = timeline.span / microbatches
+                    if now:
+                        yield kind, Change(what, 1 - then / now)
+            except ProgramError:  # a schedule that is not for this plan
+                continue
+
+    def _of(self, program: Program, costs: Costs) -> Timeline:
+        return simulate(program, costs, model=self.base.model, blocks=self.base.blocks)
+
+    def _at(self, costs: Costs) -> Timeline:
+        return self._of(self.program, costs)
+
+    def _even(self) -> Iterator[tuple[str, Timeline, float]]:
+        table = self.costs.table(self.plan.stages)
+        each = table[Opcode.Forward] + table[Opcode.Backward]
+        worst, mean = int(each.argmax()), float(each.mean())
+        if not mean or each[worst] <= 1.01 * mean:
+            return
+        even: dict[str, Cost] = {
+            name: float(np.mean(getattr(self.costs, name)))
+            for name in _WORK
+            if getattr(self.costs, name) is not None
+        }
+        holders = " and ".join(map(str, self.plan.holders[:, worst].tolist()))
+        what = (
+            f"stages that all take the mean (stage {worst} on rank {holders} takes "
+            f"{each[worst] / mean:.2f}x)"
+        )
+        yield what, self._at(replace(self.costs, **even)), self.plan.microbatches
+
+    def _send(self) -> Iterator[tuple[str, Timeline, float]]:
+        free = replace(self.costs, send=0.0, scatter=0.0, gather=0.0)
+        yield "messages that take no time", self._at(free), self.plan.microbatches
+
+    def _reduce(self) -> Iterator[tuple[str, Timeline, float]]:
+        free: dict[str, Cost] = dict.fromkeys(_REDUCTIONS, 0.0)
+        what = "reductions that take no time"
+        yield what, self._at(replace(self.costs, **free)), self.plan.microbatches
+
+    def _more(self) -> Iterator[tuple[str, Timeline, float]]:
+        if self.schedule is not None and len(self.program) <= LARGE:
+            plan = replace(self.plan, microbatches=2 * self.plan.microbatches)
+            program = self.lowering.of(draft(self.schedule, plan), self.costs)
+            timeline = self._of(program, self.costs)
+            yield "twice as many microbatches of this size", timeline, plan.microbatches
+
+    def _order(self) -> Iterator[tuple[str, Timeline, float]]:
+        """The built-in schedules that hold no more activations."""
+        if len(self.program) > LARGE:
+            return
+        for name, schedule in built_in().items():
+            placement, fixed = placed_for(schedule)
+            most = {1, self.plan.stages_per_rank}
+            for v in {fixed} if fixed else most:
+                try:
+                    plan = Plan(
+                        self.plan.ranks, self.plan.microbatches, v, placement or "loop",
+                        self.plan.updates, delay_for(schedule) or 0,
+                    )  # fmt: skip
+                    if plan.two_way != self.plan.two_way:  # it would hold the model twice
+                        continue
+                    costs = _cut(self.costs, self.plan.stages, plan.stages)
+                    program = self.lowering.of(draft(schedule, plan), costs)
+                    timeline = self._of(program, costs)
+                except ProgramError:
+                    continue
+                fits = timeline.peak_activations <= self.room
+                if program.trains == self.program.trains and fits and name != self.program.name:
+                    what = f"{name} with {v} stage{'s' * (v > 1)} per rank"
+                    what += ", which holds no more activations"
+                    if _I in program.ops and _I not in self.program.ops:
+                        what += "; I and W each half of B"
+                    yield what, timeline, plan.microbatches
+
+    def _room(self) -> Iterator[tuple[str, Timeline, float]]:
+        """Greedy orders: with as many activations on each rank, and with one more if there is any.
+
+        What a greedy order saves with as many, it saves by its order.
+        """
+        if len(self.program) > LARGE or not self.program.trains:
+            return
+        peak = self.base.peak_in_flight
+        most = [np.count_nonzero(s.op == Opcode.Forward) for s in self.program.streams]
+        best = self.base.span
+        for more, what in (
+            (0, "a greedy order, which holds no more activations"),
+            (1, "one more activation in flight on each rank, in greedy order"),
+        ):
+            if more and (peak == most).all():
+                return
+            timeline = self._greedy((peak + more).tolist())
+            if timeline.span < best:
+                best = timeline.span
+                yield what, timeline, self.plan.microbatches
+
+    def _greedy(self, in_flight: list[int]) -> Timeline:
+        letters = "IFW" if _I in self.program.ops else "BF"
+        drafted = greedy(self.plan, letters, in_flight.__getitem__, self.costs)
+        program = self.lowering.of(drafted, self.costs)
+        return self._of(program, self.costs)
+
+
+def _cut(costs: Costs, stages: int, into: int) -> Costs:
+    """Costs of the same model cut into another number of stages, each as long as the others.
+
+    Within a stage, time is spread evenly.
+    """
+    if stages == into:
+        return costs
+    old, new = np.linspace(0, 1, stages + 1), np.linspace(0, 1, into + 1)
+    table, cut = costs.table(stages), {}
+    for op in COMPUTE:
+        total = np.concatenate([[0.0], np.cumsum(table[op])])
+        cut[FIELD[op]] = tuple(np.diff(np.interp(new, old, total)).tolist())
+    together = costs.together(stages)
+    if together is not None:
+        total = np.concatenate([[0.0], np.cumsum(together)])
+        cut["FB"] = tuple(np.diff(np.interp(new, old, total)).tolist())
+    return replace(costs, **cut)

@@ -1,0 +1,142 @@
+"""Greedy: say what is preferred and what is allowed, and let time decide the rest."""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Callable, Iterable
+from operator import index
+
+from schedir.errors import ScheduleError, expect, said
+from schedir.ir.costs import Costs
+from schedir.ir.ops import BY_TEXT, Instr, Opcode
+from schedir.ir.plan import Plan
+from schedir.ir.program import Program, Stream
+
+_F, _B, _I, _W = Opcode.Forward, Opcode.Backward, Opcode.BackwardInput, Opcode.BackwardWeight
+
+
+def greedy(
+    plan: Plan,
+    prefer: str,
+    in_flight: int | Callable[[int], int],
+    costs: Costs | None = None,
+    name: str = "greedy",
+) -> Program:
+    """A draft by list scheduling: an idle rank never waits while there is something it may do.
+
+    It starts what is ready and comes first in `prefer`, the letters of F and B or of F, I and W;
+    among equals the lowest microbatch, then the deepest stage.  Rank r has at most `in_flight`,
+    or `in_flight(r)`, (stage, mb) alive, each from its F to its B or W.
+
+    No F takes the room that later stages of its own rank need to go on.  So the deepest
+    microbatch can always move, nothing hangs, and the limit need only be the number of a rank's
+    own stages or more; ScheduleError where it is less.
+
+    `compile` and `simulate` take a draft as it is.  Raises UsageError for a plan or costs of
+    another kind, and ScheduleError for what is no order or no number.
+
+    >>> from schedir.schedules import one_f_one_b
+    >>> from schedir.schedules.words import draft
+    >>> plan = Plan(ranks=4, microbatches=8)
+    >>> found = greedy(plan, "BF", lambda rank: plan.ranks - rank)
+    >>> found.streams == draft(one_f_one_b, plan).streams
+    True
+    """
+    expect(plan, Plan, "Plan(ranks=2, microbatches=4)")
+    costs = Costs() if costs is None else costs
+    expect(costs, Costs, "Costs(F=1, B=2)")
+    if not isinstance(prefer, str) or sorted(prefer) not in (["B", "F"], ["F", "I", "W"]):
+        raise ScheduleError(f"prefer orders the letters BF or FIW, not {said(prefer)}")
+    run = _Run(plan, [BY_TEXT[letter] for letter in prefer], in_flight, costs)
+    return Program(name, plan, tuple(run.streams()))
+
+
+def _limit(given: object) -> int:
+    try:
+        return index(given)  # type: ignore[arg-type]
+    except TypeError:
+        raise ScheduleError(
+            f"in_flight is a whole number, or a function of the rank that gives one, not "
+            f"{said(given)}"
+        ) from None
+
+
+class _Run:
+    """The state of the ranks at one moment."""
+
+    def __init__(
+        self,
+        plan: Plan,
+        prefer: list[Opcode],
+        in_flight: int | Callable[[int], int],
+        costs: Costs,
+    ) -> None:
+        self.plan, self.costs = plan, costs.table(plan.stages).tolist()
+        self.prefer = {op: k for k, op in enumerate(prefer)}
+        self.backward = _I if _I in prefer else _B
+        # How many may be alive before an F of a stage: one less for each stage after it.
+        self.room: list[dict[int, int]] = [{} for _ in range(plan.ranks)]
+        for rank, own in enumerate(plan.stages_of):
+            limit = _limit(in_flight(rank) if callable(in_flight) else in_flight)
+            if limit < len(own):
+                raise ScheduleError(
+                    f"{limit} activations in flight are too few for rank {rank}, which has "
+                    f"{len(own)} stage{'s' * (len(own) > 1)}"
+                )
+            for after, stage in enumerate(reversed(own)):
+                self.room[rank][stage] = limit - after
+        self.ready: list[set[Instr]] = [set() for _ in range(plan.ranks)]
+        self.alive = [0] * plan.ranks
+        self.done: list[list[Instr]] = [[] for _ in range(plan.ranks)]
+
+    def streams(self) -> Iterable[Stream]:
+        """Run everything; what each rank did, in order."""
+        for mb in range(self.plan.microbatches):
+            self.ready[int(self.plan.rank_at(0, mb))].add(Instr(_F, 0, mb))
+        # When a rank is through with a task, or when a task's value has come from elsewhere.
+        events: list[tuple[float, int, Instr, bool]] = []
+        idle, now = set(range(self.plan.ranks)), 0.0
+        while True:
+            for rank in sorted(idle):
+                task = self._start(rank)
+                if task is not None:
+                    idle.discard(rank)
+                    end = now + self.costs[task.op][task.stage]
+                    heapq.heappush(events, (end, rank, task, True))
+            if not events:
+                break
+            now = events[0][0]
+            while events and events[0][0] == now:
+                _, rank, task, ends = heapq.heappop(events)
+                if ends:
+                    idle.add(rank)
+                    for after in self._after(*task):
+                        there = int(self.plan.rank_at(*after[1:]))
+                        send = self.costs[Opcode.SendAct][task.stage] * (there != rank)
+                        heapq.heappush(events, (now + send, there, after, False))
+                else:
+                    self.ready[rank].add(task)
+        yield from map(Stream.of, self.done)
+
+    def _start(self, rank: int) -> Instr | None:
+        """What an idle rank starts now, if anything."""
+        alive = self.alive[rank]
+        room = self.room[rank]
+        may = [t for t in self.ready[rank] if t.op is not _F or alive < room[t.stage]]
+        if not may:
+            return None
+        task = min(may, key=lambda t: (self.prefer[t.op], t.mb, -t.stage))
+        self.ready[rank].discard(task)
+        self.alive[rank] += (task.op is _F) - (task.op in (_B, _W))
+        self.done[rank].append(task)
+        return task
+
+    def _after(self, op: Opcode, stage: int, mb: int) -> Iterable[Instr]:
+        """What needs the value of a task."""
+        if op is _F:
+            last = stage + 1 == self.plan.stages
+            yield Instr(self.backward, stage, mb) if last else Instr(_F, stage + 1, mb)
+        elif op is not _W and stage:
+            yield Instr(self.backward, stage - 1, mb)
+        if op is _I:
+            yield Instr(_W, stage, mb)

@@ -1,0 +1,303 @@
+"""Testing: strategies for hypothesis, and a property test for a schedule of your own.
+
+>>> from schedir import B, F
+>>> from schedir.testing import assert_schedule
+>>> def mine(rank, ranks, microbatches):
+...     lead = min(ranks - 1 - rank, microbatches)
+...     return lead * F + (microbatches - lead) * (F + B) + lead * B
+>>> assert_schedule(mine)
+
+A schedule that is not right fails on the smallest plan that shows it:
+
+>>> def impatient(rank, ranks, microbatches):
+...     lead = min(rank, microbatches)
+...     return lead * F + (microbatches - lead) * (F + B) + lead * B
+>>> assert_schedule(impatient)  # doctest: +ELLIPSIS
+Traceback (most recent call last):
+    ...
+AssertionError: impatient is refused on Plan(ranks=2, microbatches=2) under 'edge'
+DeadlockError: impatient: 2 ranks wait for each other; stopped after 2 of 8 instructions
+  rank 0 #1   B 0.0  needs B 1.0 from rank 1, which is #2 there, and rank 1 stands at #1
+  rank 1 #1   F 1.1  needs F 0.1 from rank 0, which is #2 there, and rank 0 stands at #1
+  ...
+
+hypothesis is needed here and nowhere else; torch is imported when gradients are compared.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterable, Sequence
+from contextlib import suppress
+from dataclasses import replace
+from itertools import product
+
+from schedir.analysis.graph import MODELS, Model
+from schedir.errors import PlanError, ProgramError, UsageError, expect, said
+from schedir.ir.ops import Instr, Opcode
+from schedir.ir.plan import Plan
+from schedir.ir.program import Program, Stream
+from schedir.ir.ties import Tied, tied_stages
+from schedir.passes.compile import compile, lower
+from schedir.passes.overlap import group_opposites
+from schedir.schedules.words import Schedule, name_of, placed_for, takes_v
+from schedir.verify.check import check
+
+try:
+    from hypothesis import Phase, given, settings
+    from hypothesis import strategies as st
+except ImportError as error:
+    raise ImportError("schedir.testing needs hypothesis: pip install hypothesis") from error
+
+_PLANS = "plans=[Plan(ranks=2, microbatches=4)]"
+_F, _B = Opcode.Forward, Opcode.Backward
+_I, _W = Opcode.BackwardInput, Opcode.BackwardWeight
+
+# ---------------------------------------------------------------- a schedule of your own
+
+
+def assert_schedule(
+    schedule: Schedule,
+    *,
+    plans: st.SearchStrategy[Plan] | Iterable[Plan] | None = None,
+    models: Sequence[Model] = MODELS,
+    exact: bool | None = None,
+    examples: int = 50,
+) -> None:
+    """Assert that a schedule is right on many plans.
+
+    It compiles; it is complete and finishes under each of `models`; and run in this process, in
+    random legal orders on a tiny model, it gives the gradients of the same model without a
+    schedule.
+
+    `plans` are the plans that the schedule is to take, or a strategy, of which `examples` are
+    tried; without it, those of `plans_of`.  Gradients must be the same bits where the program is
+    ascending, and else within 1e-6 (the norm of the difference over the norm, per parameter);
+    `exact` says to demand the bits of all, or of none.  Of several updates they are the last's,
+    and no optimizer steps between them.
+
+    Raises AssertionError that names the plan, the first or the smallest found, and what is wrong;
+    UsageError where there is no plan to try, and for plans and models that are none.
+    """
+
+    models = _models(models)
+
+    def holds(plan: Plan, seed: int) -> None:
+        program = _legal(schedule, plan, models)
+        wrong = _differs(program, models[0], seed, exact)
+        if wrong:
+            raise AssertionError(f"{program.name} is wrong on {plan}\n{wrong}")
+
+    if isinstance(plans, st.SearchStrategy):
+        tried = given(plan=plans, seed=st.integers(0, 2**32 - 1))(holds)
+        phases = [phase for phase in Phase if phase is not Phase.explain]  # of no use to the reader
+        # No database: it would hand the failures of one schedule to the next.
+        settings(max_examples=examples, deadline=None, phases=phases, database=None)(tried)()
+        return
+    if plans is not None and not isinstance(plans, Iterable):
+        expect(plans, Plan, _PLANS)  # one alone is several with one
+    several = plans_of(schedule) if plans is None else plans
+    several = [several] if isinstance(several, Plan) else list(several)
+    if not several:
+        raise UsageError("there is no plan to try the schedule on")
+    for plan in several:
+        expect(plan, Plan, _PLANS)
+    for seed, plan in enumerate(several):
+        holds(plan, seed)
+
+
+def _models(given: object) -> tuple[Model, ...]:
+    """Progress models, of which there is one at least; one alone is meant as one of one."""
+    each: object = [given] if isinstance(given, str) else given
+    found = tuple(each) if isinstance(each, Iterable) else (each,)
+    if not found or any(model not in MODELS for model in found):
+        raise UsageError(f"models are some of {', '.join(map(repr, MODELS))}, not {said(given)}")
+    return found
+
+
+def _legal(schedule: Schedule, plan: Plan, models: Sequence[Model]) -> Program:
+    """The program of a schedule, complete and free of deadlock under every model."""
+    model = models[0]
+    try:
+        program = compile(schedule, plan, model=model)
+        for model in models:
+            check(program, model)
+    except ProgramError as error:
+        raise AssertionError(
+            f"{name_of(schedule)} is refused on {plan} under {model!r}\n"
+            f"{type(error).__name__}: {error}"
+        ) from error
+    return program
+
+
+def _differs(program: Program, model: Model, seed: int, exact: bool | None) -> str:
+    """How a run differs from the reference, in words; "" if it does not."""
+    import torch
+
+    from schedir.runtime.inprocess import InProcess
+    from schedir.runtime.rank import Boundary
+    from schedir.runtime.reference import reference
+    from schedir.testing.tiny import batch, loss, tiny_stages
+
+    plan = program.plan
+    inputs, targets = batch(plan.microbatches, seed)
+    plain, stages = (tiny_stages(plan.stages, seed) for _ in range(2))
+    boundary = Boundary(tuple(inputs.shape[1:]), inputs.dtype)
+    ranks = InProcess(program, stages, loss=loss, boundary=boundary, model=model)
+    total = ranks.step(inputs, targets, seed=seed)
+    if not torch.equal(total, reference(plain, inputs, targets, loss=loss)):
+        return "the loss is not that of the reference"
+    if not program.trains:
+        return ""
+    if plan.updates > 1:  # the gradients of the last are left to look at
+        last = slice(-plan.per_update, None)
+        reference(plain, inputs[last], targets[last], loss=loss)
+    bits = program.ascending if exact is None else exact
+    for stage, (one, other) in enumerate(zip(stages, plain, strict=True)):
+        for (name, p), q in zip(one.named_parameters(), other.parameters(), strict=True):
+            assert p.grad is not None and q.grad is not None
+            error = float((p.grad - q.grad).norm() / q.grad.norm())
+            if not error <= (0.0 if bits else 1e-6):  # not a number is off, too
+                why = "" if program.ascending else (
+                    ": its backwards do not ascend, so they add up in another order"
+                )  # fmt: skip
+                return f"the gradient of {name} in stage {stage} is off by {error:.1e}{why}"
+    return ""
+
+
+# ---------------------------------------------------------------- plans and programs
+
+
+def plans_of(
+    schedule: Schedule, ranks: int = 4, microbatches: int = 6, stages_per_rank: int = 3
+) -> list[Plan]:
+    """All plans up to these sizes of the kind that a schedule is written for, smaller ones first.
+
+    As its mark says (`words.placed`); else any stages per rank if it takes `v`, or one.
+
+    >>> plans_of(lambda rank, ranks, microbatches: None, ranks=2, microbatches=2)[1:]
+    [Plan(ranks=1, microbatches=2), Plan(ranks=2, microbatches=1), Plan(ranks=2, microbatches=2)]
+    """
+    placement, v = placed_for(schedule)
+    if placement is None:
+        placement, v = "loop", None if takes_v(schedule) else 1
+    each = [v] if v else range(1, stages_per_rank + 1)
+    found: dict[Plan, None] = {}
+    for shape in product(range(1, ranks + 1), range(1, microbatches + 1), each):
+        with suppress(PlanError):  # a mirror of an odd number of ranks, for one
+            found[Plan(*shape, placement)] = None
+    return [*found]
+
+
+@st.composite
+def plans(
+    draw: st.DrawFn,
+    ranks: int = 4,
+    microbatches: int = 6,
+    stages_per_rank: int = 3,
+    placements: Sequence[str] = ("loop", "vee", "mirror", "given"),
+) -> Plan:
+    """Small plans, up to these sizes.
+
+    A "given" placement is any, uneven ones among them; there `stages_per_rank` is the most on
+    average.  "vee" and "mirror" need two.
+    """
+    more = stages_per_rank > 1
+    paired = min(ranks, microbatches) > 1 and more
+    can = {"vee": more, "mirror": paired}
+    kind = draw(st.sampled_from([kind for kind in placements if can.get(kind, True)]))
+    if kind == "mirror":
+        P = 2 * draw(st.integers(1, ranks // 2))
+        return Plan(P, draw(st.integers(2, microbatches)), placement=kind)
+    P = draw(st.integers(1, ranks))
+    m = draw(st.integers(1, microbatches))
+    if kind == "given":
+        others = draw(st.lists(st.integers(0, P - 1), max_size=P * (stages_per_rank - 1)))
+        return Plan(P, m, placement=tuple(draw(st.permutations([*range(P), *others]))))
+    fewest = 2 if kind == "vee" else 1
+    return Plan(P, m, draw(st.integers(fewest, stages_per_rank)), kind)
+
+
+@st.composite
+def drafts(
+    draw: st.DrawFn,
+    ranks: int = 4,
+    microbatches: int = 6,
+    stages_per_rank: int = 3,
+    split: float = 0.5,
+) -> Program:
+    """Complete drafts on small plans; `split` is the share of I and W.
+
+    They ascend, where stages have one holder.
+    """
+    plan = draw(plans(ranks, microbatches, stages_per_rank))
+    return random_draft(plan, random.Random(draw(st.integers(0, 2**32 - 1))), split=split)
+
+
+@st.composite
+def programs(
+    draw: st.DrawFn, ranks: int = 4, microbatches: int = 6, stages_per_rank: int = 3
+) -> Program:
+    """Programs that are legal under every progress model, with all kinds of traits."""
+    draft = draw(drafts(ranks, microbatches, stages_per_rank))
+    clip, grouped = draw(st.booleans()), draw(st.booleans())
+    tied = draw(ties(draft.plan))
+    program = lower(replace(draft, tp=draw(st.integers(1, 2)), tied=tied, clip=clip))
+    return group_opposites(program) if grouped else program
+
+
+def ties(plan: Plan) -> st.SearchStrategy[Tied]:
+    """What may be tied in a plan: nothing, first and last stage, or up to two sets of any."""
+    if plan.stages == 1:
+        return st.just(())
+    stages = st.sets(st.integers(0, plan.stages - 1), min_size=2)
+    any_sets = st.lists(stages.map(sorted), min_size=1, max_size=2)
+    return st.one_of(st.booleans(), any_sets).map(lambda tied: tied_stages(tied, plan))
+
+
+def random_draft(plan: Plan, rng: random.Random, *, split: float = 0.5) -> Program:
+    """A draft in the order in which a random execution would meet its instructions.
+
+    Every holder's backwards ascend.  `split` is the share of backwards cut into I and W.
+    """
+    S, m = plan.stages, plan.microbatches
+    streams: list[list[Instr]] = [[] for _ in range(plan.ranks)]
+    ready = [Instr(_F, 0, mb) for mb in range(m)]
+    backward = {(s, mb): _I if rng.random() < split else _B for s in range(S) for mb in range(m)}
+    arrived: set[tuple[int, int]] = set()  # (stage, mb) whose gradient is there
+    # Of each stage, and of the microbatches that go up at its second holder by themselves:
+    turns = [[0] * S, [plan.down] * S]  # the microbatch whose backward is next
+    late: list[list[list[int]]] = [[[] for _ in range(S)] for _ in turns]  # I ran, W did not
+
+    def offer(stage: int, up: bool) -> None:
+        """The stage's next backward, if its gradient is there; a whole one waits for all W."""
+        mb = turns[up][stage]
+        if (stage, mb) in arrived and (backward[stage, mb] is _I or not late[up][stage]):
+            arrived.remove((stage, mb))
+            ready.append(Instr(backward[stage, mb], stage, mb))
+
+    while ready:
+        instr = ready.pop(rng.randrange(len(ready)))
+        op, s, mb = instr
+        up = mb >= plan.down
+        turn, weights = turns[up], late[up]
+        streams[int(plan.rank_at(s, mb))].append(instr)
+        if op is _F and s + 1 < S:
+            ready.append(Instr(_F, s + 1, mb))
+        elif op is _F:
+            arrived.add((s, mb))
+        elif op is _W:
+            weights[s].remove(mb)
+            if weights[s]:
+                ready.append(Instr(_W, s, weights[s][0]))
+        else:
+            turn[s] += 1
+            if op is _I:
+                weights[s].append(mb)
+                if len(weights[s]) == 1:
+                    ready.append(Instr(_W, s, mb))
+            if s:
+                arrived.add((s - 1, mb))
+                offer(s - 1, up)
+        offer(s, up)
+    return Program("random", plan, tuple(map(Stream.of, streams)))

@@ -1,0 +1,1 @@
+"""Training a GPT: configuration, model, data, the loop and its processes."""

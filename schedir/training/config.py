@@ -1,0 +1,233 @@
+"""Config: what a training run is told, section by section.  Needs no torch."""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import dataclass, field, fields
+from inspect import getdoc
+from typing import Annotated, Any, Final, NamedTuple, get_type_hints
+
+from schedir.analysis.graph import Model
+from schedir.errors import UsageError
+from schedir.ir.plan import Plan
+from schedir.training.gpt_config import GPTConfig, split_heads, split_layers
+from schedir.training.settings import Range, say
+
+Count = Annotated[int, Range(1)]
+Share = Annotated[float, Range(0, below=1)]
+NotNegative = Annotated[float, Range(0)]
+
+
+@dataclass(frozen=True)
+class PipelineConfig:
+    """Who computes what.  A `schedule` that is a FILE.sched brings the other settings along.
+
+    `schedule` is a built-in name, file.py:function or FILE.sched; the first two may have options
+    in brackets, as in "interleaved(group=4)".  A schedule that is for one placement brings that
+    along, and one that takes `v` has 2 stages per rank unless told.  A step has one update, or
+    several `updates` without a flush, on weights that are `delay` updates old (one number per
+    stage, if need be); `pipedream_2bw` brings its delay along.
+    `overlap` groups opposite transfers, and begins gathers and posts receives early; `slots` says
+    whether each value has a buffer of its own ("own"), or they share the "fewest", or "enough" to
+    lose no time at unit costs; `division` is the layers of each stage, where they cannot be or
+    shall not be the same.  pp x tp x dp processes run it.
+    """
+
+    schedule: str = "one_f_one_b"
+    ranks: int = 1
+    microbatches: int = 8
+    stages_per_rank: int = field(default=1, metadata={"default": "1, or 2 with a parameter v"})
+    placement: str | tuple[int, ...] = "loop"
+    updates: int = 1
+    delay: int | tuple[int, ...] = 0
+    tp: Count = 1
+    dp: Count = 1
+    overlap: bool = True
+    slots: str = "own"
+    division: tuple[int, ...] | None = None
+
+    def __post_init__(self) -> None:
+        if self.slots not in (known := ("own", "fewest", "enough")):
+            raise UsageError(f"slots {self.slots!r} is not known", hint=" or ".join(known))
+
+    @property
+    def plan(self) -> Plan:
+        """The shape of the pipeline; raises PlanError if there is none such."""
+        return Plan(**{name: getattr(self, name) for name in PLAN})
+
+
+@dataclass(frozen=True)
+class DataConfig:
+    """What is read: a .bin of uint16 tokens, or text files and globs of them, byte by byte.
+
+    Without a `source`, the Python source of the standard library.  A step takes
+    dp x microbatches x `microbatch_size` windows of the model's context.  `seed` is what these are
+    drawn from, and what dropout leaves out.
+    """
+
+    source: str | tuple[str, ...] | None = None
+    microbatch_size: Count = 4
+    seed: Annotated[int, Range(0)] = 0
+
+
+# The transports of each device.
+TRANSPORTS: Final = {"cpu": ("shared", "gloo"), "cuda": ("edge", "grouped")}
+_CHOICES = {
+    "device": ("cpu", "cuda"),
+    "transport": ("auto", *TRANSPORTS["cpu"], *TRANSPORTS["cuda"]),
+    "precision": ("float32", "bfloat16", "float16"),
+    "nonfinite": ("stop", "skip"),
+}
+
+
+@dataclass(frozen=True)
+class TrainConfig:
+    """How it is trained: AdamW, a linear warm-up, then half a cosine from `lr` to `min_lr`.
+
+    `clip` is the largest global gradient norm, 0 for no clipping; `timeout` how many seconds an
+    instruction may take, with its wait for other ranks; `threads` those of torch in a process.
+
+    `device` is cpu, or cuda for a GPU each.  `transport` is how messages travel: between CPUs
+    through `shared` memory or by `gloo`, between GPUs by NCCL with a queue for each `edge` or
+    `grouped`.  `auto` is shared memory on one machine (a Linux on x86-64), unless slots are shared,
+    else gloo; on GPUs edge.
+
+    `precision` is the type of the weights, float32, bfloat16 or float16; gradients and the
+    optimizer's numbers are float32 in any case.  In float16 the loss is scaled, led by the gradient
+    norm, which `clip` takes.
+
+    `nonfinite` is what becomes of an update whose loss or gradient is infinite or NaN, and which
+    is never made: the run shall `stop`, and say where it began, or `skip` it, led by the gradient
+    norm.  What the scale of float16 makes too large is skipped in any case.
+    """
+
+    steps: Count = 100
+    lr: NotNegative = 1e-3
+    min_lr: NotNegative = 1e-4
+    warmup: Annotated[int, Range(0)] = 10
+    weight_decay: NotNegative = 0.1
+    betas: tuple[Share, Share] = (0.9, 0.95)
+    clip: NotNegative = 1.0
+    log_every: Count = 10
+    timeout: Annotated[float, Range(1, below=1e7)] = 120.0
+    threads: Annotated[int, Range(1, below=1025)] = 1
+    device: str = "cpu"
+    transport: str = "auto"
+    precision: str = "float32"
+    nonfinite: str = "stop"
+
+    def __post_init__(self) -> None:
+        if self.min_lr > self.lr:
+            raise UsageError(f"min_lr {self.min_lr:g} is above lr {self.lr:g}")
+        for name, known in _CHOICES.items():
+            if getattr(self, name) not in known:
+                raise UsageError(
+                    f"{name} {getattr(self, name)!r} is not known", hint=" or ".join(known)
+                )
+        if self.transport not in ("auto", *TRANSPORTS[self.device]):
+            raise UsageError(
+                f"transport {self.transport} is none of device {self.device}",
+                hint=" or ".join(TRANSPORTS[self.device]),
+            )
+        if not self.clip:
+            for needs, why in (
+                (self.precision == "float16", "float16 scales the loss by"),
+                (self.nonfinite == "skip", "nonfinite skip leaves out updates by"),
+            ):
+                if needs:
+                    raise UsageError(
+                        f"{why} what the gradient norm says, and clip 0 takes none",
+                        hint="clip = 1e9 takes it and clips nothing",
+                    )
+
+    @property
+    def model(self) -> Model:
+        """The progress model of the transport, under which a program must be proven."""
+        return "device" if self.transport == "grouped" else "edge"
+
+    def learning_rate(self, step: int) -> float:
+        """The learning rate of a step, counted from 0.
+
+        >>> config = TrainConfig(steps=10, lr=1.0, min_lr=0.5, warmup=2)
+        >>> [round(config.learning_rate(step), 3) for step in (0, 1, 2, 6, 10)]
+        [0.5, 1.0, 1.0, 0.75, 0.5]
+        """
+        if step < self.warmup:
+            return self.lr * (step + 1) / self.warmup
+        done = (step - self.warmup) / max(1, self.steps - self.warmup)
+        return self.min_lr + (self.lr - self.min_lr) * (1 + math.cos(math.pi * done)) / 2
+
+
+@dataclass(frozen=True)
+class OutputConfig:
+    """Where results go: a folder, made if it is not there.
+
+    `trace` is a folder for the last step's Timeline, which needs `record`: to note when each
+    instruction begins and ends.  Without it, nothing is said of bubbles.
+    """
+
+    folder: str = "schedir-output"
+    trace: str | None = None
+    record: bool = True
+
+    def __post_init__(self) -> None:
+        if self.trace is not None and not self.record:
+            raise UsageError("trace needs record to be true")
+
+
+@dataclass(frozen=True)
+class Config:
+    """A training run; raises ProgramError if its sections do not go together."""
+
+    model: GPTConfig = field(default_factory=GPTConfig)
+    pipeline: PipelineConfig = field(default_factory=PipelineConfig)
+    data: DataConfig = field(default_factory=DataConfig)
+    train: TrainConfig = field(default_factory=TrainConfig)
+    output: OutputConfig = field(default_factory=OutputConfig)
+
+    def __post_init__(self) -> None:
+        split_layers(self.model.layers, self.pipeline.plan.stages, self.pipeline.division)
+        split_heads(self.model.heads, self.pipeline.tp)
+
+    @property
+    def world(self) -> int:
+        """How many processes train."""
+        return self.pipeline.ranks * self.pipeline.tp * self.pipeline.dp
+
+
+# By name, the class of each section, and the types of its settings.
+SECTIONS: Final = get_type_hints(Config)
+KINDS: Final = {name: get_type_hints(kind, include_extras=True) for name, kind in SECTIONS.items()}
+PLAN: Final = tuple(f.name for f in fields(Plan))  # settings that are the plan's
+
+
+class Setting(NamedTuple):
+    """A setting of a section: what it takes, in words, and its default, as in TOML or in words."""
+
+    name: str
+    takes: str
+    default: str
+
+
+def settings() -> dict[str, tuple[str, list[Setting]]]:
+    """By section, what it is about and its settings."""
+    return {
+        section: (
+            str(getdoc(kind)),
+            [
+                Setting(
+                    f.name,
+                    say(KINDS[section][f.name]),
+                    f.metadata.get("default", _toml(f.default)),
+                )
+                for f in fields(kind)
+            ],
+        )
+        for section, kind in SECTIONS.items()
+    }
+
+
+def _toml(value: Any) -> str:
+    """A default as it would be written; nothing where there is none."""
+    return "" if value is None else json.dumps(list(value) if isinstance(value, tuple) else value)

@@ -1,0 +1,182 @@
+"""A GPT cut into pipeline stages, each shared by a tensor-parallel group.
+
+The model is GPT-2's (pre-LayerNorm, GELU, learned positions), parallel within a layer as in
+Megatron-LM (arXiv 1909.08053). What a parameter starts as depends on the seed and its name
+alone: any number of stages and tensor-parallel ranks starts from the same model. What dropout
+leaves out depends on the layer, whatever its stage; tensor-parallel ranks leave out the same of
+what each holds whole, and each its own of its attention heads, as in Megatron-LM (appendix B.2).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Sequence
+from contextlib import nullcontext
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+
+from schedir.errors import UsageError
+from schedir.kernels.gelu import bias_gelu
+from schedir.kernels.layer_norm import add_layer_norm
+from schedir.parallel.group import tp_rank, tp_size
+from schedir.parallel.layers import ColumnParallelLinear, RowParallelLinear
+from schedir.parallel.vocab import (
+    VocabParallelEmbedding,
+    VocabParallelHead,
+    shard_vocab,
+    vocab_parallel_cross_entropy,
+)
+from schedir.runtime.random import layer
+from schedir.training.gpt_config import GPTConfig as GPTConfig
+from schedir.training.gpt_config import split_heads, split_layers
+
+IGNORE = -1  # a target that counts neither in the loss nor in `count_tokens`
+STD = 0.02
+
+
+def build_stage(
+    config: GPTConfig,
+    stage: int,
+    stages: int,
+    *,
+    tp: ProcessGroup | None = None,
+    division: Sequence[int] | None = None,
+) -> Stage:
+    """Stage `stage` of `stages`, this rank's shard of it, in float32 on the CPU.
+
+    `division` is the number of layers of each stage (`split_layers`). Raises UsageError if the
+    layers do not fit the stages, or the heads the tensor-parallel ranks.
+    """
+    counts = split_layers(config.layers, stages, division)
+    if not 0 <= stage < stages:
+        raise UsageError(f"stage {stage} is not one of 0..{stages - 1}")
+    split_heads(config.heads, tp_size(tp))
+    first = sum(counts[:stage])
+    return Stage(config, range(first, first + counts[stage]), stage == 0, stage == stages - 1, tp)
+
+
+def loss(logits: Tensor, targets: Tensor, tp: ProcessGroup | None = None) -> Tensor:
+    """Sum of the cross entropies of the counted tokens, 0-dim float32, the same on all ranks.
+
+    `logits` (b, T, V/t) are this rank's, as the last stage returns them; `targets` int64 (b, T).
+    """
+    return vocab_parallel_cross_entropy(logits, targets, tp, IGNORE)
+
+
+def count_tokens(targets: Tensor) -> int:
+    """How many targets count: divide the summed loss by it for the mean."""
+    return int((targets != IGNORE).sum())
+
+
+class Stage(nn.Module):
+    """Consecutive layers of a GPT, with the embedding if first and the head if last.
+
+    Maps (b, T, hidden) to (b, T, hidden). The first stage takes tokens instead, int64 (b, T);
+    the last gives this rank's logits, (b, T, ceil(V/t)). Parameters bear the names that they
+    have in the model of one stage.
+    """
+
+    def __init__(
+        self, config: GPTConfig, layers: range, first: bool, last: bool, tp: ProcessGroup | None
+    ) -> None:
+        super().__init__()
+        self.config = config
+        self.embedding: VocabParallelEmbedding | None = None
+        self.positions: nn.Parameter | None = None
+        self.norm: nn.LayerNorm | None = None
+        self.head: VocabParallelHead | None = None
+        if first:
+            weight = _vocab_weight(config, "embedding.weight", tp)
+            self.embedding = VocabParallelEmbedding(weight, tp)
+            self.positions = nn.Parameter(_draw(config, "positions", config.context, config.hidden))
+        self.layers = nn.ModuleDict({str(index): Layer(config, index, tp) for index in layers})
+        if last:
+            self.norm = nn.LayerNorm(config.hidden)
+            if not (config.tied and first):
+                name = "embedding.weight" if config.tied else "head.weight"
+                weight = _vocab_weight(config, name, tp)
+            self.head = VocabParallelHead(weight, config.vocab, tp)
+
+    @property
+    def tied_weight(self) -> nn.Parameter | None:
+        """This stage's copy of the embedding, if another stage has one: sum their gradients.
+
+        None where nothing is tied, on the stages between, and where one stage is the model, in
+        which the head shares the embedding's parameter.
+        """
+        ends = [end for end in (self.embedding, self.head) if end is not None]
+        return ends[0].weight if self.config.tied and len(ends) == 1 else None
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.embedding is not None and self.positions is not None:
+            length = x.shape[-1]
+            if length > self.config.context:
+                raise UsageError(f"{length} tokens do not fit a context of {self.config.context}")
+            x = self.embedding(x) + self.positions[:length]
+            if self.training and self.config.dropout:
+                with layer(0):
+                    x = F.dropout(x, self.config.dropout)
+        for block in self.layers.values():
+            x = block(x)
+        if self.norm is not None and self.head is not None:
+            x = self.head(self.norm(x))
+        return x
+
+
+class Layer(nn.Module):
+    """One transformer layer; tensor-parallel ranks share its heads and its feed-forward width."""
+
+    def __init__(self, config: GPTConfig, index: int, tp: ProcessGroup | None) -> None:
+        super().__init__()
+        hidden, self.head_width = config.hidden, config.hidden // config.heads
+        self.number, self.dropout, self.slice = 1 + index, config.dropout, tp_rank(tp)
+        # GPT-2: what adds to the residual stream starts smaller, the more of it there is.
+        residual_std = STD / math.sqrt(2 * config.layers)
+
+        def full(name: str, k: int, n: int, std: float = STD) -> tuple[Tensor, Tensor]:
+            return _draw(config, f"layers.{index}.{name}.weight", k, n, std=std), torch.zeros(k)
+
+        self.attention_norm = nn.LayerNorm(hidden)
+        # Rows in the order (head, q k v, width): a slice of them is whole heads.
+        self.qkv = ColumnParallelLinear(*full("qkv", 3 * hidden, hidden), tp)
+        self.proj = RowParallelLinear(*full("proj", hidden, hidden, residual_std), tp)
+        self.mlp_norm = nn.LayerNorm(hidden)
+        self.up = ColumnParallelLinear(*full("up", 4 * hidden, hidden), tp)
+        self.down = RowParallelLinear(*full("down", hidden, 4 * hidden, residual_std), tp)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not (self.training and self.dropout):
+            return self._forward(x, 0.0)
+        with layer(self.number):
+            return self._forward(x, self.dropout)
+
+    def _forward(self, x: Tensor, dropout: float) -> Tensor:
+        b, length, _ = x.shape
+        qkv = self.qkv(self.attention_norm(x)).view(b, length, -1, 3, self.head_width)
+        q, k, v = qkv.permute(3, 0, 2, 1, 4)  # each (b, heads/t, T, width)
+        with layer(self.number, self.slice) if dropout else nullcontext():
+            heads = F.scaled_dot_product_attention(q, k, v, dropout_p=dropout, is_causal=True)
+        attended, norm = self.proj(heads.transpose(1, 2).reshape(b, length, -1)), self.mlp_norm
+        attended = _dropped(attended, dropout)
+        x, normed = add_layer_norm(attended, x, norm.weight, norm.bias, norm.eps)
+        down = self.down(bias_gelu(self.up.product(normed), self.up.bias))
+        return x + _dropped(down, dropout)
+
+
+def _dropped(x: Tensor, share: float) -> Tensor:
+    return F.dropout(x, share) if share else x
+
+
+def _draw(config: GPTConfig, name: str, *shape: int, std: float = STD) -> Tensor:
+    """The whole parameter `name`, normal(0, std), from a generator of its own."""
+    digest = hashlib.sha256(f"{config.seed} {name}".encode()).digest()
+    generator = torch.Generator().manual_seed(int.from_bytes(digest[:7], "big"))
+    return std * torch.randn(shape, generator=generator)
+
+
+def _vocab_weight(config: GPTConfig, name: str, tp: ProcessGroup | None) -> nn.Parameter:
+    return shard_vocab(_draw(config, name, config.vocab, config.hidden), tp)

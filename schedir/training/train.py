@@ -1,0 +1,266 @@
+"""Train: a configuration in, a trained GPT out, on as many processes as it asks for."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import sys
+import tempfile
+import traceback
+from collections.abc import Sequence
+from contextlib import nullcontext
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, cast
+
+from schedir.errors import ExecutionError, NonFiniteError, ProgramError, UsageError
+from schedir.io.atomic_write import replacing
+from schedir.io.load import load
+from schedir.io.terminal import told
+from schedir.io.timeline_file import save_timeline
+from schedir.ir.numerals import whole
+from schedir.ir.program import Program
+from schedir.ir.ties import show_tied, tied_stages
+from schedir.passes.compile import compile
+from schedir.passes.share_slots import Choice, share_slots
+from schedir.predict.calibrate import unexplained
+from schedir.training.config import Config, OutputConfig
+from schedir.training.config_file import read
+from schedir.training.launch import crash, end_with_parent, launch, leave
+from schedir.verify.check import check
+
+# What is wrong with a configuration is said before torch is imported.
+if TYPE_CHECKING:
+    from schedir.training.trainer import Result
+
+RESULTS = ("loss.csv", "summary.json", "timeline.png")
+TRACE = "measured.timeline"
+_LAUNCHER = "use torchrun, or unset RANK"
+
+
+def run(path: str, sets: Sequence[str] = ()) -> int:
+    """Train as the configuration in `path` says, with settings of `sets` on top.
+
+    Under torchrun, this process is one rank.  Otherwise it starts all that are asked for on
+    this machine.  Returns the exit code: 0, 1 after a crash, 2 if a rank refused, 130 after
+    Ctrl-C.  Raises ProgramError for what can be refused before anything is started.
+    """
+    if "RANK" in os.environ:
+        return _run_rank(path, sets)
+    config = read(path, sets)
+    program = program_of(config)
+    check_memory(config, config.world)
+    _make_folders(config)
+    try:
+        from schedir.training.trainer import batches
+        from schedir.training.world import require_device
+
+        require_device(config)
+        batches(config).batch(0)
+        if config.world > 1:
+            return launch(["train", *(f"--set={s}" for s in sets), "--", path], config.world)
+        _train(config, program)
+    except ExecutionError as error:
+        print(error, file=sys.stderr)
+        return 1
+    except OSError as error:
+        crash(_refused(error))
+    except KeyboardInterrupt:
+        return 130
+    return 0
+
+
+def program_of(config: Config) -> Program:
+    """The program that a configuration trains, checked.
+
+    Raises ProgramError for a schedule that is wrong, does not train, or does not fit the rest.
+    """
+    pipeline = config.pipeline
+    found = load(pipeline.schedule)
+    tied = tied_stages(config.model.tied, pipeline.plan)  # one stage shares the weight itself
+    clip, model = config.train.clip > 0, config.train.model
+    slots = None if pipeline.slots == "own" else cast(Choice, pipeline.slots)
+    if not isinstance(found, Program) or found.is_draft:
+        plan = None if isinstance(found, Program) else pipeline.plan
+        program = compile(
+            found, plan, pipeline.tp, pipeline.dp, model,
+            tied=tied, clip=clip, overlap=pipeline.overlap, slots=slots,
+        )  # fmt: skip
+    else:
+        ties = [show_tied(one, pipeline.plan) for one in (found.tied, tied)]
+        for what, has, wants, right in (
+            ("tied", *ties, f"model.tied = {str(bool(found.tied)).lower()}"),
+            ("clip", _yes(found.clip), _yes(clip), f"train.clip = {float(found.clip)}"),
+        ):
+            if has != wants:
+                raise UsageError(
+                    f"{pipeline.schedule} has {what} {has}, the configuration {wants}",
+                    hint=f"{right}, or compile it with{'out' * (wants == 'no')} --{what}",
+                )
+        program = found
+        if slots:
+            program = share_slots(check(found, model, blocks=True), slots, model=model)
+    check(program, model, blocks=True)
+    if not program.trains:
+        raise UsageError(f"schedule {pipeline.schedule} has no backward: it trains nothing")
+    return program
+
+
+def _yes(value: bool) -> str:
+    return "yes" if value else "no"
+
+
+def _make_folders(config: Config) -> None:
+    make_folder(config.output.folder)
+    if config.output.trace is not None:
+        make_folder(config.output.trace)
+
+
+def make_folder(folder: str) -> None:
+    """Make a folder for results.  Raises UsageError if they cannot be written there."""
+    try:
+        Path(folder).mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+    except OSError as error:
+        raise UsageError(f"cannot write to the output folder {folder}: {error.strerror}") from None
+    for path in (Path(folder, name) for name in RESULTS):
+        if path.exists() and not (path.is_file() and os.access(path, os.W_OK)):
+            raise UsageError(f"cannot write {path}: it is no file that can be replaced")
+
+
+def check_memory(config: Config, processes: int) -> None:
+    """Refuse what that many processes cannot hold on this machine.
+
+    Counts what cannot be done without: each process's share of the model, with gradients and
+    AdamW's two moments; one microbatch's activations; the tokens of a step.  Of what trains on a
+    GPU, the model as it is made here, and the tokens.  Raises UsageError.
+    """
+    cpu = config.train.device == "cpu"
+    model, pipeline, data = config.model, config.pipeline, config.data
+    windows = pipeline.dp * pipeline.microbatches * data.microbatch_size
+    tokens = data.microbatch_size * model.context
+    shares = pipeline.ranks * pipeline.tp
+    needs = {
+        "model": (16 if cpu else 4) * model.parameters // shares,
+        "activations": 4 * cpu * tokens * (model.hidden * model.layers + model.vocab) // shares,
+        "tokens": 8 * windows * (model.context + 1),
+    }
+    has = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    if processes * sum(needs.values()) > has:
+        said = ", ".join(f"{name} {processes * size / 2**30:,.1f}" for name, size in needs.items())
+        raise UsageError(
+            f"{processes} processes need more than the {has / 2**30:,.1f} GiB that this machine "
+            f"has: {said}"
+        )
+
+
+def _run_rank(path: str, sets: Sequence[str]) -> int:
+    """One of several processes: they read the same configuration, and one says what is wrong."""
+    end_with_parent()
+    _check_environment()
+    try:
+        config = read(path, sets)
+        program = program_of(config)
+        check_memory(config, _whole("LOCAL_WORLD_SIZE", 1, config.world, otherwise="1"))
+        if os.environ["RANK"] == "0":
+            _make_folders(config)
+        _train(config, program)
+    except NonFiniteError as error:  # which all ranks raise
+        crash(str(error) if error.process == int(os.environ["RANK"]) else None)
+    except ExecutionError as error:
+        crash(str(error), left=isinstance(error.__cause__, (RuntimeError, OSError)))
+    except ProgramError as error:
+        crash(told(error), 2)
+    except OSError as error:
+        crash(_refused(error))
+    except SystemExit as error:
+        crash(f"sys.exit({error.code!r}) was called")
+    except KeyboardInterrupt:
+        crash("interrupted")
+    except BaseException:
+        crash(traceback.format_exc(), left=True)
+    leave()
+
+
+def _refused(error: OSError) -> str:
+    """Why the system does not let a run go on: a closed pipe, a full disk."""
+    if isinstance(error, BrokenPipeError):
+        return "standard output was closed"
+    where = f" ({error.filename})" if error.filename else ""
+    return f"cannot go on: {error.strerror or error}{where}"
+
+
+def _check_environment() -> None:
+    """Refuse an environment that no launcher would have made."""
+    names = ("WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+    if missing := [name for name in names if name not in os.environ]:
+        raise UsageError(f"RANK is set, but {' and '.join(missing)} not", hint=_LAUNCHER)
+    world = _whole("WORLD_SIZE", 1, 2**31 - 1)
+    _whole("RANK", 0, world - 1)
+    _whole("MASTER_PORT", 0, 65535)
+
+
+def _whole(name: str, least: int, most: int, otherwise: str = "") -> int:
+    """A whole number of the environment."""
+    value = os.environ.get(name, otherwise)
+    try:
+        number = whole(value)
+        fits = least <= number <= most
+    except ValueError:
+        fits = False
+    if not fits:
+        raise UsageError(
+            f"{name} is {value!r} in the environment, and not a number from {least} to {most}",
+            hint=_LAUNCHER,
+        )
+    return number
+
+
+def _train(config: Config, program: Program) -> None:
+    from schedir.training.trainer import train
+    from schedir.training.world import processes
+
+    folder = Path(config.output.folder)
+    first = os.environ.get("RANK", "0") == "0"
+    with (
+        processes(config.train.timeout, config.train.device),
+        (folder / RESULTS[0]).open("w") if first else nullcontext() as losses,
+    ):
+        if losses is not None:
+            losses.write("step,loss,learning_rate,gradient_norm,skipped\n")
+        result = train(config, program, losses)
+        if result is not None:
+            _save(result, config.output)
+
+
+def _save(result: Result, output: OutputConfig) -> None:
+    """The summary, and of a run that was recorded the picture and the trace."""
+    _, summary, picture = (Path(output.folder, name) for name in RESULTS)
+    facts: dict[str, Any] = {
+        "program": result.program.name,
+        "digest": result.program.digest,
+        "loss": result.loss if math.isfinite(result.loss) else None,  # as JSON has it
+        "tokens_per_second": result.tokens_per_second,
+        "memory": {"predicted": result.memory},
+    }
+    if result.runs is not None:
+        from schedir.viz import compare, save
+
+        measured, predicted = result.runs
+        save(compare([predicted, measured]), picture)
+        facts["bubble"] = {
+            "measured": measured.bubble,
+            "predicted": predicted.bubble,
+            "unexplained": unexplained(predicted, measured),
+        }
+        facts["seconds"] = {"measured": measured.span, "predicted": predicted.span}
+        facts["clock_error"] = measured.clock_error
+        if output.trace is not None:
+            path = Path(output.trace, TRACE)
+            save_timeline(measured, path)
+            print(f"wrote {path}")
+    with replacing(summary) as temporary:
+        temporary.write_text(json.dumps(facts, indent=2) + "\n")
+    wrote = RESULTS if result.runs is not None else RESULTS[:-1]
+    print(f"wrote {', '.join(wrote[:-1])} and {wrote[-1]} to {output.folder}", flush=True)

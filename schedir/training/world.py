@@ -1,0 +1,72 @@
+"""World: the processes of a training run, how they find each other and how they part."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import Any
+
+import torch.distributed as dist
+
+from schedir.errors import ExecutionError
+from schedir.training.config import Config
+from schedir.training.launch import meet, myself
+from schedir.transports.transport import has_left
+
+PATIENCE = 600.0  # seconds that processes wait for the first one to write results
+
+
+def require_device(config: Config) -> None:
+    """Refuse a device that this machine does not have for all processes.  Raises UsageError."""
+    if config.train.device == "cuda":
+        from schedir.transports.cuda import require_gpus
+
+        here = os.environ.get("LOCAL_WORLD_SIZE", config.world)
+        require_gpus(int(here))
+
+
+@contextmanager
+def processes(timeout: float, device: str = "cpu") -> Iterator[None]:
+    """Within this context the processes of a run know each other; they leave it together.
+
+    They are found as torchrun says; without it, this one is alone.  `timeout` is how many
+    seconds they wait for each other.  Raises ExecutionError if they do not come.
+    """
+    alone = "RANK" not in os.environ
+    how: dict[str, Any] = {}
+    if alone:
+        how = {"store": dist.HashStore(), "rank": 0, "world_size": 1}  # type: ignore[attr-defined]
+    try:
+        if device == "cuda":
+            from schedir.transports.nccl import initialise
+
+            initialise(timeout, **how)
+        else:
+            dist.init_process_group("gloo", timeout=timedelta(seconds=timeout), **how)
+    except RuntimeError as error:  # torch's DistError, and what else a network may do
+        raise ExecutionError(
+            f"the processes did not find each other in {timeout:g} s: "
+            f"{str(error).strip().partition(chr(10))[0]}"
+        ) from error
+    done = False
+    try:
+        everyone: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(everyone, myself())
+        meet(everyone)
+        yield
+        # Nobody closes a connection that another still reads from, and who fails after this
+        # fails nobody else.  The first process may still be busy with its results.
+        # Of the group itself: torch's function wants Gloo alone, where ours has NCCL beside it.
+        world: Any = dist.group.WORLD
+        world.monitored_barrier(timedelta(seconds=max(timeout, PATIENCE)))
+        done = True
+    except (RuntimeError, OSError) as error:
+        if fact := has_left(error):
+            raise ExecutionError(f"outside of a step, {fact}") from error
+        raise
+    finally:
+        # A rank that fails says why before others see its connections close.
+        if done or alone:
+            dist.destroy_process_group()

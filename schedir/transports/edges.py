@@ -1,0 +1,169 @@
+"""Edges: transports whose queues are process groups, as a library without tags needs them.
+
+NCCL matches messages of a communicator by order alone, and runs them in order.  Which messages
+share a communicator is therefore what may hold up what: the progress model.
+
+- `Edge`, model `edge`: a group of two ranks for each directed edge and lane.
+- `Grouped`, model `device`: one group for the pipeline; groups of the program are issued as one.
+
+Both run over any backend.  Every process makes every group and sends the first message of every
+edge in one global order, before the first step: connections are made at first use, and one that
+is made while a peer's kernel spins can hang (NVIDIA/nccl issue 783).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from schedir.analysis.graph import Model
+from schedir.ir.ops import ROWS, SENDS, Lane
+from schedir.ir.program import Program
+from schedir.transports.processes import Processes
+from schedir.transports.transport import Work
+
+
+class DirectedEdge(NamedTuple):
+    """The messages of one lane from one pipeline rank to another."""
+
+    lane: Lane
+    source: int
+    target: int
+
+
+def directed_edges(program: Program) -> list[DirectedEdge]:
+    """Every edge that a program sends along, in the one order that all ranks follow."""
+    return sorted(set(_edges(program)))
+
+
+def _edges(program: Program) -> Iterator[DirectedEdge]:
+    for rank, stream in enumerate(program.streams):
+        for op, stage, mb in stream:
+            if op in SENDS:
+                row = ROWS[op]
+                yield DirectedEdge(row.lane, rank, int(program.plan.rank_at(stage + row.hop, mb)))
+
+
+def _warm_up(transport: Processes, edges: list[DirectedEdge], device: torch.device | str) -> None:
+    """Send a number along every edge, one after the other."""
+    one = torch.zeros(1, device=device)
+    for edge in edges:
+        if transport.rank == edge.source:
+            transport.send(one, edge.target, edge.lane).wait()
+        elif transport.rank == edge.target:
+            transport.recv(one, edge.source, edge.lane).wait()
+
+
+class Edge(Processes):
+    """A process group for each directed edge.  Its progress model is `edge`.
+
+    `device` is where tensors are; `backend` that of the groups, if not as the default group's, and
+    `options` makes what each is told.  Raises as Processes.
+    """
+
+    model: Model = "edge"
+
+    def __init__(
+        self,
+        program: Program,
+        timeout: float | None = None,
+        *,
+        device: torch.device | str = "cpu",
+        backend: str | None = None,
+        options: Callable[[], Any] = lambda: None,
+    ) -> None:
+        super().__init__(program, timeout, device)
+        self.edges = directed_edges(program)
+        # The other ends of this process's edges, which share its replica and its slice.
+        self.processes = [int(p) for p in self.mesh[self.dp_rank, :, self.tp_rank]]
+        self.edge_groups: dict[DirectedEdge, Any] = {}
+        for edge in self.edges:
+            for members in self._ends(edge):
+                group = dist.new_group(
+                    members, timeout=self._timeout, backend=backend, pg_options=options()
+                )
+                if dist.get_rank() in members:
+                    self.edge_groups[edge] = group
+        _warm_up(self, self.edges, device)
+
+    def _ends(self, edge: DirectedEdge) -> list[list[int]]:
+        """The processes at the two ends of an edge, for each replica and slice."""
+        ends = self.mesh[:, [edge.source, edge.target]]
+        return [sorted(map(int, pair)) for pair in ends.swapaxes(1, 2).reshape(-1, 2)]
+
+    def send(self, tensor: Tensor, peer: int, lane: Lane) -> Work:
+        """Start to send."""
+        group = self.edge_groups[DirectedEdge(lane, self.rank, peer)]
+        return cast(Work, dist.isend(tensor, self.processes[peer], group=group))
+
+    def recv(self, tensor: Tensor, peer: int, lane: Lane) -> Work:
+        """Start to receive."""
+        group = self.edge_groups[DirectedEdge(lane, peer, self.rank)]
+        return cast(Work, dist.irecv(tensor, self.processes[peer], group=group))
+
+
+class _Held:
+    """A transfer that waits for the rest of its group to be issued."""
+
+    def __init__(self) -> None:
+        self.work: Work | None = None
+
+    def wait(self) -> None:
+        assert self.work is not None, "a group is issued before anybody waits for it"
+        self.work.wait()
+
+
+class Grouped(Processes):
+    """All messages through the pipeline's group.  Its progress model is `device`.
+
+    A group of the program is one `batch_isend_irecv`, and a transfer alone a batch of one: a
+    library that fuses must find both sides fused in the same way.  Raises as Processes.
+    """
+
+    model: Model = "device"
+    grouped = True
+
+    def __init__(
+        self,
+        program: Program,
+        timeout: float | None = None,
+        *,
+        device: torch.device | str = "cpu",
+    ) -> None:
+        super().__init__(program, timeout, device)
+        self.held: list[tuple[dist.P2POp, _Held]] | None = None
+        _warm_up(self, directed_edges(program), device)
+
+    def send(self, tensor: Tensor, peer: int, lane: Lane) -> Work:
+        """Start to send, or hold it back for its group."""
+        return self._issue(dist.P2POp(dist.isend, tensor, group=self.pipeline, group_peer=peer))
+
+    def recv(self, tensor: Tensor, peer: int, lane: Lane) -> Work:
+        """Start to receive, or hold it back for its group."""
+        return self._issue(dist.P2POp(dist.irecv, tensor, group=self.pipeline, group_peer=peer))
+
+    def _issue(self, transfer: dist.P2POp) -> Work:
+        if self.held is None:
+            (work,) = dist.batch_isend_irecv([transfer])
+            return cast(Work, work)
+        held = _Held()
+        self.held.append((transfer, held))
+        return held
+
+    def start_group(self) -> None:
+        """Hold back the transfers that come."""
+        self.held = []
+
+    def end_group(self) -> None:
+        """Issue those that were held back, as one batch."""
+        assert self.held is not None
+        members, self.held = self.held, None
+        works = dist.batch_isend_irecv([transfer for transfer, _ in members])
+        # NCCL gives one Work for the whole batch, Gloo one for each transfer.
+        each = works if len(works) == len(members) else works * len(members)
+        for (_, held), work in zip(members, each, strict=True):
+            held.work = cast(Work, work)

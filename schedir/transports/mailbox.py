@@ -1,0 +1,109 @@
+"""Mailbox: messages and collectives between virtual ranks of one process."""
+
+from __future__ import annotations
+
+from collections import defaultdict, deque
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from schedir.analysis.graph import Model
+from schedir.ir.ops import Lane
+from schedir.ir.program import Program
+from schedir.ir.ties import ranks_of
+from schedir.transports.streams import Meetings, StreamHub, StreamMailbox
+from schedir.transports.transport import Done, Group, Work, buffers
+
+
+class Hub:
+    """Where the virtual ranks meet: messages on their way, and collectives half arrived."""
+
+    def __init__(self) -> None:
+        self.sent: dict[tuple[Lane, int, int], deque[Tensor]] = defaultdict(deque)
+        self.awaited: dict[tuple[Lane, int, int], deque[Tensor]] = defaultdict(deque)
+        self.meetings: Meetings[Tensor] = Meetings()
+        self.told: list[Any] = []  # what is told of all ranks
+
+
+class Mailbox:
+    """The transport of one virtual rank."""
+
+    tp, dp, tp_rank, dp_rank = 1, 1, 0, 0
+    grouped, blocks, static = False, False, False
+
+    def __init__(self, hub: Hub, rank: int, members: dict[Group, list[int]], model: Model) -> None:
+        self.hub, self.rank, self.members, self.model = hub, rank, members, model
+
+    buffers = staticmethod(buffers)
+
+    def agree(self, facts: Mapping[str, str], tell: object = None) -> list[Any]:
+        """All virtual ranks are told the same."""
+        return self.hub.told
+
+    def send(self, tensor: Tensor, peer: int, lane: Lane) -> Work:
+        key = lane, self.rank, peer
+        if self.hub.awaited[key]:
+            self.hub.awaited[key].popleft().copy_(tensor)
+        else:
+            self.hub.sent[key].append(tensor.clone())
+        return Done()
+
+    def recv(self, tensor: Tensor, peer: int, lane: Lane) -> Work:
+        key = lane, peer, self.rank
+        if self.hub.sent[key]:
+            tensor.copy_(self.hub.sent[key].popleft())
+        else:
+            self.hub.awaited[key].append(tensor)
+        return Done()
+
+    def all_reduce(self, tensor: Tensor, group: Group) -> Work:
+        """The last to come sums for all, first rank first whatever the order of arrival."""
+        came = self.hub.meetings.come(group, self.rank, self.members[group], tensor)
+        if came:
+            total = torch.stack(came).sum(0) if len(came) != 2 else came[0] + came[1]
+            for member in came:
+                member.copy_(total)
+        return Done()
+
+    running = nullcontext
+
+    def start_group(self) -> None:
+        """Messages are delivered one by one."""
+
+    begin = end = end_group = step_ended = start_group
+
+    def all_gather(self, whole: Tensor, shard: Tensor) -> Work:
+        raise NotImplementedError("virtual ranks have no tensor-parallel group")
+
+    def aside(self) -> AbstractContextManager[object]:
+        """Nobody waits for gathers."""
+        return nullcontext()
+
+
+def mailboxes(
+    program: Program, model: Model, cuda: bool, told: list[Any]
+) -> Sequence[Mailbox | StreamMailbox]:
+    """A transport for each virtual rank, to all of which this is told."""
+    members = [members_of(program, rank) for rank in range(program.plan.ranks)]
+    if cuda:
+        streams = StreamHub()
+        streams.told = told
+        return [StreamMailbox(streams, rank, m, model) for rank, m in enumerate(members)]
+    hub = Hub()
+    hub.told = told
+    return [Mailbox(hub, rank, m, model) for rank, m in enumerate(members)]
+
+
+def members_of(program: Program, rank: int) -> dict[Group, list[int]]:
+    """Whom a rank meets, itself included."""
+    plan = program.plan
+    tied = (ranks_of(stages, plan) for stages in program.tied)
+    return {
+        "dp": [rank],
+        "holders": sorted({rank, plan.ranks - 1 - rank}),
+        "model": [*range(plan.ranks)],
+        **{ranks: [*ranks] for ranks in tied},
+    }

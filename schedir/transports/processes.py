@@ -1,0 +1,161 @@
+"""Processes over torch.distributed: mesh, transport, and what ranks must agree on."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from datetime import timedelta
+from functools import partial
+from typing import Any, cast
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from numpy.typing import NDArray
+from torch import Tensor
+
+from schedir.analysis.graph import Model
+from schedir.errors import ModelError
+from schedir.ir.ops import Lane, Token
+from schedir.ir.program import Program
+from schedir.ir.ties import meets, ranks_of
+from schedir.transports.transport import Group, Work, buffers
+
+
+class Processes:
+    """Processes of torch.distributed, and what they do together: all but messages.
+
+    Ranks lie in a mesh (dp, pp, tp), tp innermost, so that tensor-parallel groups are
+    neighbours.  Tensors on a GPU take the backend that the default group has for them.
+
+    Gathers have a group of their own beside that of the layers, and a CUDA stream: one that waits
+    for its message holds up no layer.
+
+    `timeout` is how many seconds its groups wait for each other; torch's half an hour unless
+    told.  `device` is where tensors are.
+
+    `torch.distributed` must be initialised with pp * tp * dp processes.
+    Raises ModelError otherwise.
+    """
+
+    model: Model
+    grouped = False
+    blocks = True
+    aside: Callable[[], AbstractContextManager[object]] = staticmethod(nullcontext)
+
+    def __init__(
+        self,
+        program: Program,
+        timeout: float | None = None,
+        device: torch.device | str = "cpu",
+    ) -> None:
+        self.static = torch.device(device).type != "cpu"
+        self.tp, self.dp, pp = program.tp, program.dp, program.plan.ranks
+        world = dist.get_world_size()
+        if world != pp * self.tp * self.dp:
+            raise ModelError(
+                f"{world} processes do not make pp {pp} x tp {self.tp} x dp {self.dp} = "
+                f"{pp * self.tp * self.dp}",
+                program=program.name,
+            )
+        self.mesh = mesh = np.arange(world).reshape(self.dp, pp, self.tp)
+        self.dp_rank, self.rank, self.tp_rank = (
+            int(k) for k in np.unravel_index(dist.get_rank(), mesh.shape)
+        )
+        self._timeout = None if timeout is None else timedelta(seconds=timeout)
+        self.name = program.name
+        self.agree({"the program": program.digest[:12], "the transport": type(self).__name__})
+        self.pipeline = self._group(mesh.swapaxes(1, 2).reshape(-1, pp))
+        self.tp_group = self.gather_group = None
+        if self.tp > 1:
+            self.tp_group = self._group(mesh.reshape(-1, self.tp))
+            self.gather_group = self._group(mesh.reshape(-1, self.tp))
+            if self.static:
+                self.aside = partial(torch.cuda.stream, torch.cuda.Stream(device))
+        self.groups: dict[Group, Any] = {"model": self._group(mesh.reshape(self.dp, -1))}
+        if self.dp > 1:
+            self.groups["dp"] = self._group(mesh.reshape(self.dp, -1).T)
+        if program.plan.two_way:
+            pairs = np.stack([mesh, mesh[:, ::-1]], -1)[:, : pp // 2]
+            self.groups["holders"] = self._group(pairs.reshape(-1, 2))
+        for stages in program.tied:
+            ranks = ranks_of(stages, program.plan)
+            if ranks not in self.groups and meets(stages, program.plan):
+                rows = mesh[:, ranks].swapaxes(1, 2).reshape(-1, len(ranks))
+                self.groups[ranks] = self._group(rows)
+
+    def _group(self, members: NDArray[np.int64]) -> Any:
+        """The group of the row that this process is in; None if it is in none.
+
+        Every process takes part in making every group, in one order.
+        """
+        own, _ = dist.new_subgroups_by_enumeration(members.tolist(), timeout=self._timeout)
+        return own
+
+    def agree(self, facts: Mapping[str, str], tell: object = None) -> list[Any]:
+        """As Transport.agree: all processes must call this."""
+        all_of: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(all_of, (dict(facts), tell))
+        everyone: list[dict[str, str]] = [own for own, _ in all_of]
+        # In sorted order, so that all processes say the same of several differences.
+        for fact in sorted({fact for own in everyone for fact in own}):
+            values = {k: own[fact] for k, own in enumerate(everyone) if fact in own}
+            first = next(iter(values))
+            for other, value in values.items():
+                if value != values[first]:
+                    raise ModelError(
+                        f"processes {first} and {other} do not agree on {fact}: {values[first]} "
+                        f"and {value}",
+                        program=self.name,
+                    )
+        return [told for _, told in all_of]
+
+    def send(self, tensor: Tensor, peer: int, lane: Lane) -> Work:
+        """As Transport.send."""
+        raise NotImplementedError
+
+    def recv(self, tensor: Tensor, peer: int, lane: Lane) -> Work:
+        """As Transport.recv."""
+        raise NotImplementedError
+
+    def buffers(self, slots: Mapping[Token, int], like: Tensor) -> dict[tuple[Token, int], Tensor]:
+        """As Transport.buffers."""
+        return buffers(slots, like)
+
+    def step_ended(self) -> None:
+        """Nobody needs to know."""
+
+    def start_group(self) -> None:
+        """Only a transport that is `grouped` is told."""
+
+    def end_group(self) -> None:
+        """As `start_group`."""
+
+    def all_reduce(self, tensor: Tensor, group: Group) -> Work:
+        """Start to sum in place."""
+        return cast(Work, dist.all_reduce(tensor, group=self.groups[group], async_op=True))
+
+    def all_gather(self, whole: Tensor, shard: Tensor) -> Work:
+        """Start to make a tensor whole."""
+        # The group itself, whose names for this change less than those of dist.
+        assert self.gather_group is not None
+        return cast(Work, self.gather_group._allgather_base(whole, shard))
+
+
+class Gloo(Processes):
+    """The transport of CPU processes.  Its progress model is `edge`.
+
+    Gloo honours tags: one tag per lane makes each directed edge a queue of its own, which nothing
+    else can hold up.
+    """
+
+    model: Model = "edge"
+
+    def send(self, tensor: Tensor, peer: int, lane: Lane) -> Work:
+        """Start to send; Gloo's sends run on their own."""
+        # The group itself: dist.isend would look up each time what is known here.
+        return cast(Work, self.pipeline.send([tensor], peer, lane))
+
+    def recv(self, tensor: Tensor, peer: int, lane: Lane) -> Work:
+        """Start to receive."""
+        return cast(Work, self.pipeline.recv([tensor], peer, lane))

@@ -1,0 +1,359 @@
+"""Shared: the transport of processes on one machine, through memory that they share.
+
+What a rank receives lives in memory that its neighbours see: a send is one copy into the slot
+from which the receiver computes, a count, and a byte on a socket for a receiver that sleeps.  No
+thread stands between the two, as Gloo's do, which compete with the ranks where every core computes.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import platform
+import shutil
+import socket
+import struct
+import sys
+import tempfile
+import weakref
+from collections import defaultdict
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from time import monotonic, sleep
+from typing import Final, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.constants import default_pg_timeout
+
+from schedir.analysis.graph import Model
+from schedir.analysis.slots import KINDS, assign, counts
+from schedir.errors import ModelError
+from schedir.ir.index import Index
+from schedir.ir.ops import GATHERS, RECEIVES, ROWS, Lane, Token
+from schedir.ir.program import Program
+from schedir.transports.edges import directed_edges
+from schedir.transports.processes import Processes
+from schedir.transports.transport import Done, PeerLeft, Work, own_part
+
+LINE: Final = 64  # bytes of a cache line, on which slots begin
+ORDERED: Final = ("x86_64",)  # others may show a count before what it counts
+# Where files are memory; or else on a disk, of which memory is a copy.
+PLACES: tuple[str, ...] = ("/dev/shm", tempfile.gettempdir())
+# What a receive takes in, and what makes it whole where it was scattered.
+_GATHERS: Final = {ROWS[op].gives[0]: op for op in GATHERS}
+RECEIVED: Final = {op: (ROWS[op].gives[0], _GATHERS[ROWS[op].gives[0]]) for op in RECEIVES}
+_DONE: Final = Done()
+Place = tuple[Token, int]  # a slot: its kind and number
+
+
+def can_share() -> bool:
+    """Whether all processes see one memory, of a Linux that shows stores in order; all must ask."""
+    everyone: list[object] = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, _sight())
+    return everyone[0] is not None and all(one == everyone[0] for one in everyone)
+
+
+def _sight() -> object:
+    """What processes that see one memory have in common; None where there is none.
+
+    Not the name of the host: machines may share one, and containers of one machine, each with
+    places of its own, may too.
+    """
+    if sys.platform != "linux" or platform.machine() not in ORDERED:
+        return None
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text()
+    except OSError:
+        return None
+    there = [os.stat(place) for place in PLACES if os.path.isdir(place)]
+    return boot, [(place.st_dev, place.st_ino) for place in there]
+
+
+class Shared(Processes):
+    """Processes of one machine that write into each other's memory.  Its progress model is `edge`.
+
+    Every message of a step has a slot of its own, so a send waits for nothing but the receiver's
+    end of the step before, which depends on nothing that is sent in this one.  Collectives go
+    over Gloo.
+
+    Raises ModelError for a program that shares slots, for processes that cannot share memory, and
+    as Processes.
+    """
+
+    model: Model = "edge"
+
+    def __init__(self, program: Program, timeout: float | None = None) -> None:
+        super().__init__(program, timeout)
+        if program.slots:
+            raise ModelError(
+                "messages have a slot each in shared memory, and the program shares slots",
+                program=program.name,
+                hint='transport = "gloo"',
+            )
+        if not can_share():
+            raise ModelError(
+                "memory is shared by processes of one machine, a Linux on x86-64 as yet",
+                program=program.name,
+                hint='transport = "gloo"',
+            )
+        self.program = program
+        self.seconds = default_pg_timeout.total_seconds() if timeout is None else timeout
+        self.ended = 0  # steps of this rank
+        self.memory: _Memory | None = None  # where it receives
+        self.outgoing: dict[tuple[Lane, int], _Outgoing] = {}
+        self.incoming: dict[tuple[Lane, int], _Incoming] = {}
+
+    def buffers(self, slots: Mapping[Token, int], like: Tensor) -> dict[Place, Tensor]:
+        """As Transport.buffers, where the neighbours see them; all processes must call this.
+
+        Raises ModelError if the machine has no room.
+        """
+        self.ended = 0  # in this memory
+        ranks, folder, problem = self.program.plan.ranks, "", ""
+        size = _Memory.size(ranks, slots, like)
+        dist.barrier()  # a file is left behind where one that waits for others is ended
+        try:
+            folder = _make(size)
+        except OSError as error:
+            problem = f"{error.strerror or error}, for {size} bytes"
+        everyone: list[tuple[str, str]] = [("", "")] * dist.get_world_size()
+        try:
+            dist.all_gather_object(everyone, (folder, problem))
+            for process, (_, why) in enumerate(everyone):
+                if why:
+                    raise ModelError(
+                        f"process {process} cannot share what it receives: {why}",
+                        program=self.name,
+                        hint='transport = "gloo"',
+                    )
+            peers = [everyone[int(p)][0] for p in self.mesh[self.dp_rank, :, self.tp_rank]]
+            self.memory = _Memory(peers[self.rank], ranks, slots, like)
+            self._meet(peers, like)
+        except OSError as error:
+            raise ModelError(
+                f"rank {self.rank} does not reach a neighbour: {error}",
+                program=self.name,
+                hint='transport = "gloo"',
+            ) from error
+        finally:
+            shutil.rmtree(folder, ignore_errors=True)
+        return self.memory.slots
+
+    def _meet(self, folders: list[str], like: Tensor) -> None:
+        """Connect to the ranks with which this one exchanges messages, and map their memory."""
+        own, ranks = self.memory, self.program.plan.ranks
+        assert own is not None
+        edges = directed_edges(self.program)
+        sources = [(lane, source) for lane, source, target in edges if target == self.rank]
+        targets = [(lane, target) for lane, source, target in edges if source == self.rank]
+        neighbours = {rank for _, rank in (*sources, *targets)}
+        connections = _connect(folders, self.rank, neighbours, self.seconds)
+        for lane, rank in sources:
+            at = own.count(rank, lane)
+            self.incoming[lane, rank] = _Incoming(rank, own, at, connections[rank])
+        index = Index(self.program)
+        sizes = counts(index)
+        for rank in {rank for _, rank in targets}:
+            size = dict(zip(KINDS, sizes[rank].tolist(), strict=True))
+            slots = {kind: size[kind] for kind, _ in RECEIVED.values()}
+            theirs = _Memory(folders[rank], ranks, slots, like)
+            for lane, messages in _inbox(index, rank, self.rank).items():
+                parts = [
+                    own_part(self, theirs.slots[place]) if cut else theirs.slots[place]
+                    for place, cut in messages
+                ]
+                at = theirs.count(self.rank, lane)
+                self.outgoing[lane, rank] = _Outgoing(rank, theirs, at, connections[rank], parts)
+        weakref.finalize(self, _close, [*connections.values()])
+        dist.barrier()  # nobody removes a folder in which others look
+
+    def send(self, tensor: Tensor, peer: int, lane: Lane) -> Work:
+        """Write into the receiver's memory."""
+        way = self.outgoing[lane, peer]
+        if way.head[0] < self.ended:
+            way.wait(self.ended, self.seconds)
+        way.send(tensor, self.ended)
+        return _DONE
+
+    def recv(self, tensor: Tensor, peer: int, lane: Lane) -> Work:
+        """Expect a message where `buffers` has made room for it: `tensor` is there."""
+        way = self.incoming[lane, peer]
+        way.asked += 1
+        return _Arrival(way, way.asked)
+
+    def step_ended(self) -> None:
+        """As Transport.step_ended: the neighbours may write again."""
+        self.ended += 1
+        if self.memory is not None:
+            self.memory.head[0] = self.ended
+
+
+class _Memory:
+    """Where a rank receives: a head of 64-bit numbers, then slots.
+
+    The head says how many steps the rank has ended, then of each lane of each rank how many
+    messages came.  Each number has one writer.
+    """
+
+    def __init__(self, folder: str, ranks: int, slots: Mapping[Token, int], like: Tensor) -> None:
+        with open(f"{folder}/memory", "r+b") as file:
+            memory = mmap.mmap(file.fileno(), 0)
+        self.head = memoryview(memory).cast("q")
+        self.slots: dict[Place, Tensor] = {}
+        at = _lines(self.count(ranks, 0) * 8)
+        for kind, count in slots.items():
+            for number in range(count):
+                # Each a tensor of its own: views of one would look changed when another is.
+                flat = torch.frombuffer(memory, dtype=like.dtype, count=like.numel(), offset=at)
+                self.slots[kind, number] = flat.view(like.shape)
+                at += _lines(like.nbytes)
+
+    @staticmethod
+    def count(rank: int, lane: int) -> int:
+        """Where in the head the messages of a lane of a rank are counted."""
+        return 1 + rank * len(Lane) + lane
+
+    @classmethod
+    def size(cls, ranks: int, slots: Mapping[Token, int], like: Tensor) -> int:
+        """In bytes."""
+        return _lines(cls.count(ranks, 0) * 8) + _lines(like.nbytes) * sum(slots.values())
+
+
+def _lines(size: int) -> int:
+    return -(-size // LINE) * LINE
+
+
+class _Outgoing:
+    """The messages of one lane to one rank, which go into `parts` in the order of a step."""
+
+    def __init__(
+        self, rank: int, memory: _Memory, at: int, connection: socket.socket, parts: list[Tensor]
+    ) -> None:
+        self.rank, self.head, self.at = rank, memory.head, at
+        self.connection, self.parts = connection, parts
+        self.sent = 0
+
+    def send(self, tensor: Tensor, steps: int) -> None:
+        """Write it, count it, and wake the receiver.  `steps` came before this one."""
+        self.parts[self.sent % len(self.parts)].copy_(tensor)
+        self.sent += 1
+        self.head[self.at] = self.sent
+        try:
+            self.connection.send(b"\0", socket.MSG_DONTWAIT)
+        except BlockingIOError:
+            pass  # full of bytes that will wake it
+        except OSError as error:
+            if self.head[0] <= steps:  # else it has seen the count, ended the step, and left
+                raise _left(self.rank) from error
+
+    def wait(self, steps: int, seconds: float) -> None:
+        """Return when the receiver has ended so many steps: it has left all that it received."""
+        over = monotonic() + seconds
+        while self.head[0] < steps:
+            if monotonic() > over:
+                raise TimeoutError(f"rank {self.rank} has not ended its step in {seconds:g} s")
+            sleep(1e-4)
+            # Its bytes may be there for another lane; without any, this sees it leave.
+            _take(self.connection, self.rank, socket.MSG_DONTWAIT)
+
+
+class _Incoming:
+    """The messages of one lane from one rank."""
+
+    def __init__(self, rank: int, memory: _Memory, at: int, connection: socket.socket) -> None:
+        self.rank, self.head, self.at, self.connection = rank, memory.head, at, connection
+        self.asked = 0
+
+    def wait(self, number: int) -> None:
+        """Return when so many have come."""
+        while self.head[self.at] < number:
+            if not _take(self.connection, self.rank):
+                raise TimeoutError(f"nothing has come from rank {self.rank} in time")
+
+
+class _Arrival(NamedTuple):
+    """Work that ends when a message is there."""
+
+    way: _Incoming
+    number: int
+
+    def wait(self) -> None:
+        self.way.wait(self.number)
+
+
+def _take(connection: socket.socket, rank: int, flags: int = 0) -> bool:
+    """Take the bytes that woke this rank, or sleep until one comes; whether one came in time."""
+    try:
+        if connection.recv(4096, flags):
+            return True
+    except BlockingIOError:
+        return False
+    except OSError as error:
+        raise _left(rank) from error
+    raise _left(rank)
+
+
+def _left(rank: int) -> PeerLeft:
+    return PeerLeft(f"rank {rank} has left")
+
+
+def _inbox(index: Index, rank: int, sender: int) -> dict[Lane, list[tuple[Place, bool]]]:
+    """What a rank receives of another in a step, by lane: its slot, and whether a part alone."""
+    program, plan = index.program, index.program.plan
+    stream, assigned = program.streams[rank], assign(index, rank)
+    found: dict[Lane, list[tuple[Place, bool]]] = defaultdict(list)
+    there = {tuple(i) for i in stream}
+    for op, stage, mb in stream:
+        if op in RECEIVED and plan.rank_at(stage + ROWS[op].hop, mb) == sender:
+            kind, gather = RECEIVED[op]
+            place = kind, assigned[kind, stage, mb]
+            found[ROWS[op].lane].append((place, (gather, stage, mb) in there))
+    return found
+
+
+def _make(size: int) -> str:
+    """A folder with a file of so many bytes, which are there: `memory`.  Raises OSError."""
+    for place in PLACES:
+        folder = ""
+        try:
+            folder = tempfile.mkdtemp(prefix="schedir-", dir=place)
+            with open(f"{folder}/memory", "wb") as file:
+                os.posix_fallocate(file.fileno(), 0, size)
+            return folder
+        except OSError:
+            shutil.rmtree(folder, ignore_errors=True)
+            if place == PLACES[-1]:
+                raise
+    raise AssertionError
+
+
+def _connect(
+    folders: list[str], own: int, neighbours: Iterable[int], seconds: float
+) -> dict[int, socket.socket]:
+    """A connection to each neighbour: all listen, the lower rank calls.  All must call this."""
+    connections = {}
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(f"{folders[own]}/socket")
+        listener.listen(len(folders))
+        listener.settimeout(seconds)
+        dist.barrier()
+        for rank in neighbours:
+            if rank > own:
+                connections[rank] = socket.socket(socket.AF_UNIX)
+                connections[rank].connect(f"{folders[rank]}/socket")
+                connections[rank].sendall(struct.pack("q", own))
+        for _ in range(sum(rank < own for rank in neighbours)):
+            caller, _ = listener.accept()
+            connections[struct.unpack("q", caller.recv(8, socket.MSG_WAITALL))[0]] = caller
+    # By the kernel: Python's own timeout would ask it twice for each message.
+    patience = struct.pack("ll", int(seconds), int(seconds % 1 * 1e6))
+    for connection in connections.values():
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, patience)
+    return connections
+
+
+def _close(connections: Iterable[socket.socket]) -> None:
+    for connection in connections:
+        connection.close()

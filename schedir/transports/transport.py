@@ -1,0 +1,130 @@
+"""Transport: what the executor asks of whoever moves tensors between ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from contextlib import AbstractContextManager
+from typing import Any, Literal, Protocol
+
+import torch
+from torch import Tensor
+
+from schedir.analysis.graph import Model
+from schedir.ir.ops import Lane, Token
+
+# The ranks of the pipeline that hold a tied weight are a group by themselves.
+Group = Literal["dp", "holders", "model"] | tuple[int, ...]
+
+
+class Work(Protocol):
+    """Something under way.  `wait` is called once, and blocks until it has ended."""
+
+    def wait(self) -> object: ...
+
+
+class Transport(Protocol):
+    """Moves tensors for one rank.  Nothing here blocks but what says so; a Work's `wait` does.
+
+    `model` is the progress model that it gives: the executor refuses programs that are not
+    proven under it.  `tp` and `dp` are the sizes of its groups, `tp_rank` and `dp_rank` this
+    process's place in its tensor-parallel group and among the replicas.  Messages of one lane
+    between two ranks arrive in the order in which they are sent.
+
+    Where it `blocks`, what stands behind a compute in its Stream waits with it: on a CPU the host
+    itself waits, and over NCCL torch lets a message wait for all that was issued to compute before
+    it.  Programs must be proven for that, too.
+
+    Where it is `static`, what is sent is copied into memory that is made once: a library that
+    sends on streams of its own would hold whatever it is given for as long as it likes.
+
+    Where it is `grouped`, the transfers of a group of the program are called between
+    `start_group` and `end_group`, and are issued as one.
+    """
+
+    model: Model
+    blocks: bool
+    grouped: bool
+    static: bool
+    tp: int
+    dp: int
+    tp_rank: int
+    dp_rank: int
+
+    def agree(self, facts: Mapping[str, str], tell: object = None) -> list[Any]:
+        """Compare facts, by name, among all that have them; raise ModelError in all processes
+        where one differs: unseen, it would be a hang or a wrong result later.  Returns what all
+        tell.  It blocks."""
+
+    def buffers(self, slots: Mapping[Token, int], like: Tensor) -> dict[tuple[Token, int], Tensor]:
+        """Memory for what is received, by kind and slot: so many of a kind, each like `like`.
+        Called once for each executor, by all processes; it may block.  An executor before it is
+        over then."""
+
+    def step_ended(self) -> None:
+        """A step has ended: nothing that was received in it is looked at again."""
+
+    def send(self, tensor: Tensor, peer: int, lane: Lane) -> Work:
+        """Start to send to a pipeline rank; the tensor must not change before the end."""
+
+    def recv(self, tensor: Tensor, peer: int, lane: Lane) -> Work:
+        """Start to receive from a pipeline rank."""
+
+    def start_group(self) -> None:
+        """Hold back the transfers that come."""
+
+    def end_group(self) -> None:
+        """Issue those that were held back, as one."""
+
+    def all_reduce(self, tensor: Tensor, group: Group) -> Work:
+        """Start to sum in place: over the replicas of a stage ("dp"), its two holders ("holders"),
+        the ranks that hold a tied weight (a tuple of them), or all that hold a part of one replica
+        of the model ("model")."""
+
+    def all_gather(self, whole: Tensor, shard: Tensor) -> Work:
+        """Start to make a tensor whole from the 1/t of each tensor-parallel rank, which lies in its
+        place there; both flat."""
+
+    def aside(self) -> AbstractContextManager[object]:
+        """Within this a wait holds up no computation, but the gathers that are started within it;
+        and the host, where it is the one that waits."""
+
+
+def buffers(slots: Mapping[Token, int], like: Tensor) -> dict[tuple[Token, int], Tensor]:
+    """As Transport.buffers, in memory of the process."""
+    return {
+        (kind, number): torch.empty_like(like)
+        for kind, count in slots.items()
+        for number in range(count)
+    }
+
+
+# What Gloo, NCCL and torch's store say where the other end of a connection has gone.
+_CLOSED = ("connection closed", "connection reset", "broken pipe", "socket closed",
+           "remote process exited", "connection was likely closed")  # fmt: skip
+
+
+def has_left(error: BaseException) -> str:
+    """What an error says in words of its own where a peer has ended; "" for any other error.
+
+    A connection of a module's own that breaks is another error.
+    """
+    if isinstance(error, PeerLeft):
+        return str(error)
+    lost = isinstance(error, RuntimeError) and any(w in str(error.args).lower() for w in _CLOSED)
+    return "a peer has left" if lost else ""
+
+
+class PeerLeft(ConnectionError):
+    """A transport's own word that a peer has ended."""
+
+
+def own_part(transport: Transport, whole: Tensor) -> Tensor:
+    """This tensor-parallel rank's 1/t of a boundary, flat, in its place in the whole."""
+    return whole.view(transport.tp, -1)[transport.tp_rank]
+
+
+class Done:
+    """Work that had ended when it was returned."""
+
+    def wait(self) -> None:
+        """Return at once."""

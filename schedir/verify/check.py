@@ -1,0 +1,198 @@
+"""Check: a program that passes finishes, is complete, and uses every value after it is made."""
+
+from __future__ import annotations
+
+from itertools import pairwise, product
+
+import numpy as np
+
+from schedir.analysis.graph import MODELS, Graph, Model, known
+from schedir.analysis.longest_path import Walk, walk
+from schedir.analysis.slots import fewest, groups
+from schedir.errors import GroupError, OrderError, Site, SlotError, expect, flag
+from schedir.ir.index import NONE, Index
+from schedir.ir.ops import (
+    ADDS,
+    BOUNDARY,
+    COLLECTIVES,
+    RECEIVES,
+    ROWS,
+    TRANSFERS,
+    Opcode,
+    Per,
+    Token,
+)
+from schedir.ir.program import Program
+from schedir.verify.completeness import completeness
+from schedir.verify.deadlock import deadlock, misordered
+
+
+def check(program: Program, model: Model = "device", *, blocks: bool = False) -> Program:
+    """Return `program` if it is right, whoever wrote it.
+
+    It is complete (every stage runs every microbatch forward and backward once, every message
+    has both sides, gradients are reduced and stepped once), each rank gives a value before it
+    uses it and finds a slot for it, no ranks wait for each other under the progress model of the
+    transport that will run it ("edge", "pair", "device" or "serial"), and messages arrive as
+    they are sent.  With `blocks`, the hosts themselves wait for what a compute needs, as on CPUs.
+
+    A proof stays with the Program: to check it again costs nothing.
+
+    Raises a ProgramError that says what is wrong and where: CompletenessError (PartnerError,
+    ReductionError), GroupError, LevelError, OrderError, SlotError or DeadlockError.
+    """
+    expect(program, Program, "schedir.compile(schedule, plan)")
+    blocks = flag(blocks, "blocks")
+    if (known(model), blocks) not in program.proofs:
+        prove(complete(program, model, blocks=blocks))
+    return program
+
+
+def complete(program: Program, model: Model, *, blocks: bool = False) -> Graph:
+    """The dependency graph of a program that is complete, as `check` says; raises if it is not."""
+    index = Index(program) if program.proofs else completeness(program, draft=False)
+    return Graph(program, model, index, blocks=blocks)
+
+
+def prove(graph: Graph, reached: Walk | None = None) -> None:
+    """Prove a complete program as `check` does, and note that with it.
+
+    `reached` is a walk of the graph, where there is one: then nobody walks again.
+    """
+    program, index = graph.program, graph.index
+    if (graph.model, graph.blocks) in program.proofs:
+        return
+    ordered = reached is None and _in_one_order(graph)
+    _updates_in_turn(graph)
+    if early := misordered(graph):
+        raise early
+    _in_slots(graph)
+    if not ordered:
+        reached = reached or walk(graph)
+        if not reached.done.all():
+            raise deadlock(graph, reached)
+    _in_turn(graph)
+    # One order is one for all models and hosts; and what runs where hosts block runs elsewhere.
+    every = ordered and not index.joined.any()
+    models = MODELS if every else (graph.model,)
+    hosts = (False, True) if every or graph.blocks else (False,)
+    program.proofs.update(product(models, hosts))
+
+
+def check_draft(program: Program) -> Program:
+    """Return a draft if its compute is all there; whether it finishes, the lowering finds out."""
+    completeness(program, draft=True)
+    return program
+
+
+def _in_slots(graph: Graph) -> None:
+    """Each fill finds a slot that was freed earlier in the Stream, and not by what it runs with."""
+    if not graph.program.slots:
+        return
+    group = groups(graph.index)
+    wrong = (graph.reuses != NONE) & (group[graph.reuses] >= group)
+    if not wrong.any():
+        return
+    fill = int(wrong.argmax())
+    free = int(graph.reuses[fill])
+    rank, at, instr = graph.index.place(fill)
+    _, freed_at, frees = graph.index.place(free)
+    kind = next(k for k in BOUNDARY if k in ROWS[instr.op].gives)
+    count = graph.program.slots[rank][BOUNDARY.index(kind)]
+    least = int(fewest(graph.index)[rank, BOUNDARY.index(kind)])
+    raise SlotError(
+        f"rank {rank} has {count} {kind.name.lower()} slot{'s' * (count != 1)}, "
+        f"and {instr} needs one more",
+        program=graph.program.name,
+        sites=[Site(rank, at, instr, "fills it"), Site(rank, freed_at, frees, "frees the next")],
+        hint=f"its Stream needs {least}",
+    )
+
+
+def _in_one_order(graph: Graph) -> bool:
+    """Whether all Streams agree with the order of messages that the program brings along.
+
+    Then it finishes under every model, if no value is used before it is given, and no slot before
+    it is free.  For all edges of the graph lead forward within one Stream, or join what has one
+    number; and along each Stream numbers go up, from group to group.  So no path leads back to
+    where it began.
+    """
+    index = graph.index
+    if any(len(own) != index.size[Per.MICROBATCH] for own in graph.program.order.values()):
+        return False
+    number = index.messages()
+    for k, members in enumerate(graph.meetings):
+        number[members] = 2**30 + k
+    if ((number == NONE) & index.among(TRANSFERS + COLLECTIVES)).any():
+        return False
+    for lo, hi in pairwise(graph.program.offsets.tolist()):
+        own = number[lo:hi]
+        before = np.maximum.accumulate(np.append(np.int32(NONE), own))[:-1]
+        joined = index.joined[lo:hi]
+        if joined.any():  # what came before the group
+            before = before[np.maximum.accumulate(np.where(joined, 0, np.arange(hi - lo)))]
+        if ((own <= before) & (own != NONE)).any():
+            return False
+    return True
+
+
+def _updates_in_turn(graph: Graph) -> None:
+    """A rank steps before it adds to the next update: there is one sum of gradients."""
+    index, plan = graph.index, graph.program.plan
+    if plan.updates == 1:
+        return
+    at = np.flatnonzero(index.among(ADDS))
+    update, rank = index.update(at), index.rank[at]
+    before = np.where(update > 0, (update - 1) * plan.ranks + rank, NONE).astype(np.int32)
+    step = index.where(Opcode.OptimizerStep, before)
+    if not (step > at).any():
+        return
+    k = int((step > at).argmax())
+    late = at[(at > at[k]) & (at < step[k]) & (update < update[k])][:1]
+    adds, *others = (index.place(int(p)) for p in (at[k], *late, step[k]))
+    notes = ["is of that, and comes only now"] * len(late) + ["takes them, and should come before"]
+    splits = Token.TAPE in ROWS[adds[2].op].gives
+    raise OrderError(
+        f"{adds[2]} is of update {update[k]}, but what it adds to the gradients would go into "
+        f"update {update[k] - 1}",
+        program=graph.program.name,
+        sites=[
+            Site(
+                *adds,
+                "adds those of what is not split (biases, norms)" if splits else "adds to them",
+            ),
+            *(Site(*other, note) for other, note in zip(others, notes, strict=True)),
+        ],
+        hint="all backwards of an update, I and W too, come before those of the next, as in "
+        "one_f_one_b and pipedream_2bw",
+    )
+
+
+def _in_turn(graph: Graph) -> None:
+    """Messages of one channel are received as they are sent.
+
+    Transports match them by position.  Queues keep their order, or the graph would have a
+    cycle; but within a group there is no queue, so two messages of it could cross.  Only under
+    `edge` have activations and gradients between two ranks a channel each.
+    """
+    if not graph.index.joined.any():
+        return
+    index, partner = graph.index, graph.partner
+    got = np.flatnonzero(index.among(RECEIVES))
+    ranks = np.int64(graph.program.plan.ranks)
+    channel = index.rank[partner[got]] * ranks + index.rank[got]
+    if graph.model == "edge":
+        channel += index.op[got] * ranks**2
+    got = got[np.argsort(channel, kind="stable")]
+    channel.sort()
+    cross = (channel[1:] == channel[:-1]) & (partner[got[1:]] < partner[got[:-1]])
+    if not cross.any():
+        return
+    k = int(cross.argmax())
+    places = [index.place(int(at)) for at in (*got[[k, k + 1]], *partner[got[[k + 1, k]]])]
+    raise GroupError(
+        f"{places[0][2]} and {places[1][2]} are sent the other way round, and messages between "
+        "two ranks match by position",
+        program=graph.program.name,
+        sites=[Site(*place) for place in places],
+    )

@@ -1,0 +1,228 @@
+"""Complete: all the work is there, once, where it belongs.  What counting alone can find.
+
+Order is not looked at here; that is the dependency graph's.
+"""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import numpy as np
+
+from schedir.errors import (
+    CompletenessError,
+    GroupError,
+    LevelError,
+    ReductionError,
+    expect,
+)
+from schedir.ir.index import NONE, Index
+from schedir.ir.ops import BACKWARDS, COMPUTE, ROWS, TRANSFERS, Opcode, Per
+from schedir.ir.program import FIELDS, Program
+from schedir.verify.communication import reductions, sharding, transfers
+from schedir.verify.inspector import Look
+
+MOST_IN_GROUP = 256  # NCCL hangs on larger ones
+_SMALL = 2**16  # instructions of which tables may be made, whatever the plan
+_O = Opcode
+_F, _B, _I, _W = _O.Forward, _O.Backward, _O.BackwardInput, _O.BackwardWeight
+
+
+def completeness(program: Program, *, draft: bool) -> Index:
+    """Raise for the first thing that is missing, there twice, or where it does not belong.
+
+    A draft is held to its compute instructions only.  Returns the index of the program for
+    those that look further.  Raises CompletenessError or one of its kinds, GroupError, or
+    LevelError.
+    """
+    expect(program, Program, "schedir.compile(schedule, plan)")
+    _size(program)
+    _words(program)
+    index = Index(program)
+    look = Look(program, index)
+    if draft:
+        _only_compute(look)
+    elif program.is_draft and program.trains:
+        raise LevelError(
+            "this is a draft: it computes, but nothing is sent, reduced or stepped",
+            program=program.name,
+            hint="schedir.compile lowers a draft, as well as a schedule",
+        )
+    _ranges(look)
+    _owners(look)
+    _twice(look)
+    _groups(look)
+    _compute(look)
+    if not draft:
+        transfers(look)
+        sharding(look)
+        reductions(look)
+    return index
+
+
+def _size(program: Program) -> None:
+    """Refuse what is far too small or too large for its plan, before tables of it are made.
+
+    What is a little wrong is better said by what is missing, or there twice.
+    """
+    plan, n = program.plan, len(program)
+    if len(program.streams) != plan.ranks:
+        raise CompletenessError(
+            f"{len(program.streams)} Streams for {plan.ranks} ranks", program=program.name
+        )
+    least = plan.stages * plan.microbatches
+    if least > max(4 * n, _SMALL) or n > max(4 * plan.room, _SMALL):
+        raise CompletenessError(
+            f"{n} instructions are far too {'few' if n < least else 'many'} for {plan.stages} "
+            f"stages x {plan.microbatches} microbatches, which take {least} to {plan.room}",
+            program=program.name,
+        )
+
+
+def _words(program: Program) -> None:
+    """Refuse what is no instruction at all; only hand-made words can be that wrong."""
+    words, fields = program.words, program.words.view(FIELDS)
+    known = (fields["joined"] <= 1) & (fields["op"] < len(ROWS))
+    for row in ROWS:
+        if row.per is Per.RANK:
+            here = np.flatnonzero(fields["op"] == row.op)
+            known[here] &= fields["stage"][here] == 0
+    if not known.all():
+        at = int(np.flatnonzero(~known)[0])
+        rank = int(np.searchsorted(program.offsets, at, side="right")) - 1
+        raise CompletenessError(
+            f"rank {rank} #{at - int(program.offsets[rank])} is no instruction: "
+            f"word {int(words[at]):#x}",
+            program=program.name,
+        )
+
+
+def _only_compute(look: Look) -> None:
+    look.any(~look.index.among(COMPUTE), lambda at: "a draft has only F, B, I and W")
+
+
+def _ranges(look: Look) -> None:
+    ix, plan = look.index, look.plan
+    look.any(
+        ix.stage >= plan.stages,
+        lambda at: f"there is no stage {ix.stage[at]}: they are 0 to {plan.stages - 1}",
+    )
+    late = ix.among(row.op for row in ROWS if row.per is not Per.MICROBATCH)
+    look.any(
+        (ix.mb >= plan.microbatches) & ~late,
+        lambda at: (
+            f"there is no microbatch {ix.mb[at]}: they are 0 to {plan.microbatches - 1}"
+            + _too_many(look, at)
+        ),
+    )
+    look.any(
+        (ix.mb >= plan.updates) & late,
+        lambda at: f"there is no update {ix.mb[at]}: they are 0 to {plan.updates - 1}",
+    )
+
+
+def _too_many(look: Look, at: int) -> str:
+    """What is there more often than there are microbatches, where that is so."""
+    ix = look.index
+    alike = BACKWARDS if ix.op[at] in BACKWARDS else (ix.op[at],)
+    ops = [op for op in alike if ((ix.op == op) & (ix.stage == ix.stage[at])).any()]
+    number = int((np.isin(ix.op, ops) & (ix.stage == ix.stage[at])).sum())
+    if number <= look.plan.microbatches:
+        return ""
+    names = " and ".join(ROWS[op].text for op in ops)
+    return f", but stage {ix.stage[at]} has {number} {names}"
+
+
+def _owners(look: Look) -> None:
+    ix, plan = look.index, look.plan
+    wrong = np.empty(len(ix), bool)
+    for rank, (lo, hi) in enumerate(pairwise(look.program.offsets.tolist())):
+        wrong[lo:hi] = plan.rank_at(ix.stage[lo:hi], ix.mb[lo:hi]) != rank
+    for row in ROWS:
+        if row.per is not Per.MICROBATCH:
+            here = np.flatnonzero(ix.op == row.op)
+            elsewhere = (plan.holders[:, ix.stage[here]] != ix.rank[here]).all(0)
+            wrong[here] = elsewhere if row.per is Per.STAGE else False  # either holder reduces
+    look.any(
+        wrong,
+        lambda at: (
+            f"stage {ix.stage[at]}{f' runs microbatch {ix.mb[at]}' * plan.two_way} "
+            f"{'' if plan.two_way else 'is '}on rank {plan.rank_at(ix.stage[at], ix.mb[at])}, "
+            f"not on rank {ix.rank[at]}"
+        ),
+    )
+
+
+def _twice(look: Look) -> None:
+    ix = look.index
+    for row in ROWS:
+        if row.op not in ix.at:
+            continue
+        here = ix.op == row.op
+        if np.count_nonzero(here) > np.count_nonzero(ix.at[row.op] != NONE):
+            found = np.flatnonzero(here)
+            one = int(found[(ix.at[row.op][ix.key[found]] != found).argmax()])
+            other = int(ix.at[row.op][ix.key[one]])
+            kind = CompletenessError if row.per is Per.MICROBATCH else ReductionError
+            site = look.site(one)
+            look.refuse(f"{site.instr} is there twice", site, look.site(other), kind=kind)
+
+
+def _groups(look: Look) -> None:
+    ix = look.index
+    if not ix.joined.any():
+        return
+    starts = look.program.offsets[:-1]
+    starts = starts[starts < len(ix.op)]
+    lone = np.zeros(len(ix.op), bool)
+    lone[starts] = ix.joined[starts]
+    if lone.any():
+        at = int(lone.argmax())
+        look.refuse("nothing comes before it to be joined to", look.site(at), kind=GroupError)
+    begins = np.flatnonzero(~ix.joined)
+    sizes = np.diff([*begins.tolist(), len(ix.op)])
+    transfer = ix.among(TRANSFERS)
+    for begin, size in zip(begins[sizes > 1].tolist(), sizes[sizes > 1].tolist(), strict=True):
+        ops = ix.op[begin : begin + size]
+        if transfer[begin : begin + size].all():
+            if size > MOST_IN_GROUP:
+                look.refuse(
+                    f"{size} transfers are issued as one; at most {MOST_IN_GROUP} may be",
+                    look.site(begin),
+                    kind=GroupError,
+                )
+        elif size > 2 or not np.isin(ops, COMPUTE).all():
+            look.refuse(
+                "only transfers, or two computes, can be issued as one",
+                *(look.site(begin + k) for k in range(min(size, 4))),
+                kind=GroupError,
+            )
+
+
+def _compute(look: Look) -> None:
+    f, b, i, w = (look.there(op) for op in (_F, _B, _I, _W))
+    if not f.all():
+        look.missing(_F, int((~f).argmax()))
+    if not look.program.trains:
+        return
+    for split, name in ((i, _I), (w, _W)):
+        if (b & split).any():
+            key = int((b & split).argmax())
+            look.refuse(
+                f"stage {look.stage[key]} has both a whole and a split backward of "
+                f"microbatch {look.mb[key]}",
+                look.spot(_B, key),
+                look.spot(name, key),
+                hint="B is I and W in one",
+            )
+    if (w & ~i).any():
+        look.missing(_I, int((w & ~i).argmax()), ", but its W is there")
+    if (i & ~w).any():
+        look.missing(_W, int((i & ~w).argmax()), ", but its I is there")
+    if not (b | i).all():
+        key = int((~(b | i)).argmax())
+        rank = int(look.plan.rank_at(look.stage[key], look.mb[key]))
+        look.refuse(
+            f"microbatch {look.mb[key]} has no backward in stage {look.stage[key]} (rank {rank})",
+            look.spot(_F, key),
+        )

@@ -1,0 +1,196 @@
+"""Explain: who waits for whom when a program cannot finish."""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+from schedir.analysis.graph import Graph
+from schedir.analysis.longest_path import Walk
+from schedir.errors import DeadlockError, OrderError, ProgramError, Site, Wait
+from schedir.ir.index import NONE
+from schedir.ir.ops import COMPUTE, HANDED, ROWS, Opcode, Token
+
+_BLOCKS = (
+    "a host that waits for what a compute needs, as on CPUs, issues nothing meanwhile, and over "
+    "NCCL a message waits for what was issued before it: what others need must stand before"
+)
+
+
+def misordered(graph: Graph) -> OrderError | None:
+    """The first instruction of a rank that uses a value before the same rank gives it.
+
+    Each value is to be given earlier in the Stream, and not by what runs together with it: lanes
+    run at their own pace, but the host issues a Stream in order, and a wait for what has not been
+    issued yet would wait for nothing.
+    """
+    first = len(graph)
+    for needs in graph.needs:
+        wrong = needs > np.arange(len(graph), dtype=np.int32)
+        if graph.index.joined.any():
+            wrong |= (needs != NONE) & (graph.gates[0][needs] == graph.gates[0])
+        if graph.program.is_draft:  # there, a value may come from another rank
+            wrong &= graph.index.rank[needs] == graph.index.rank
+        if wrong.any() and wrong.argmax() < first:
+            first = int(wrong.argmax())
+            giver = int(needs[first])
+    if first == len(graph):
+        return None
+    needer, gives = graph.index.place(first), graph.index.place(giver)
+    instr, given = needer[2], gives[2]
+    token = _token(given.op, instr.op)
+    if giver > first:
+        fact = f"{instr} needs {token}, which {given} gives only later"
+    else:
+        fact = f"{instr} needs {token}, which {given} gives, but they run as one"
+    return OrderError(
+        fact,
+        program=graph.program.name,
+        sites=[Site(*needer, "needs it here"), Site(*gives, "gives it")],
+        hint=_delay(graph) if Opcode.OptimizerStep in (given.op, instr.op) else "",
+    )
+
+
+def _delay(graph: Graph) -> str:
+    """The least delay with which no instruction would use weights of a later step."""
+    index = graph.index
+    stepped = np.cumsum(index.op == Opcode.OptimizerStep)
+    first = graph.program.offsets[index.rank]  # of the rank's Stream, where a count begins
+    stepped -= np.append(0, stepped)[first]
+    at = np.flatnonzero(index.among(COMPUTE))
+    least = int((index.update(at) - stepped[at]).max(initial=0))
+    return (
+        f"weights that are older by {least} would be there: "
+        f"--delay {least}, pipeline.delay = {least} or Plan(delay={least})"
+    )
+
+
+def deadlock(graph: Graph, walk: Walk) -> ProgramError:
+    """The error that shows the shortest cycle among the ranks that wait.
+
+    In a draft, which nobody has checked for order, it may be that of a rank with itself.
+    """
+    import networkx as nx
+
+    if graph.program.is_draft and (early := misordered(graph)):
+        return early
+    left = _left(graph, walk)
+    heads = _heads(graph, left)
+    cycle: list[int] = []
+    for there in ({h for h in heads.values() if len(_members(graph, h)) == 1}, set[int]()):
+        waits = nx.DiGraph()
+        for head in heads.values():
+            for needed in _unmet(graph, left, head, there):
+                waits.add_edge(head, heads[int(graph.queue[needed])], needed=needed)
+        if cycle := _shortest_cycle(waits):
+            break
+    steps = []
+    for a, b in zip(cycle, cycle[1:] + cycle[:1], strict=True):
+        needed = waits.edges[a, b]["needed"]
+        rank, at, instr = graph.index.place(a)
+        needs_rank, needs_at, needs = graph.index.place(needed)
+        stands_at = graph.index.place(b)[1]
+        steps.append(Wait(rank, at, instr, needs, needs_rank, needs_at, stands_at))
+    ran = int(left.sum())
+    ranks = len({w.rank for w in steps})
+    who = f"{ranks} ranks wait for each other" if ranks > 1 else "a rank waits for itself"
+    return DeadlockError(
+        f"{who}; stopped after {ran} of {len(graph.program)} instructions",
+        program=graph.program.name,
+        model=graph.model,
+        cycle=steps,
+        ran=ran,
+        total=len(graph.program),
+        window=_window(graph, steps),
+        hint=_BLOCKS * graph.blocks,
+    )
+
+
+def _left(graph: Graph, walk: Walk) -> NDArray[np.bool_]:
+    """Whether each instruction ends, and all that are issued with it."""
+    done = walk.done
+    if not graph.index.joined.any():
+        return done
+    left = np.ones(graph.nodes, bool)
+    np.logical_and.at(left, graph.gates[1], done)
+    return np.asarray(left[graph.gates[1]])
+
+
+def _heads(graph: Graph, left: NDArray[np.bool_]) -> dict[int, int]:
+    """By queue, the first instruction that never ends."""
+    stuck = np.flatnonzero(~left)
+    queues, first = np.unique(graph.queue[stuck], return_index=True)
+    return dict(zip(queues.tolist(), stuck[first].tolist(), strict=True))
+
+
+def _members(graph: Graph, head: int) -> NDArray[np.intp]:
+    """All that is issued with an instruction: its group, or itself alone."""
+    enter = graph.gates[0]
+    grouped = enter[head] != graph.node[head]
+    return np.flatnonzero(enter == enter[head]) if grouped else np.array([head])
+
+
+def _values(graph: Graph, left: NDArray[np.bool_], members: NDArray[np.intp]) -> list[int]:
+    """What some instructions wait for on their own rank, outside their queue."""
+    needed = graph.waits[:, members].reshape(-1).tolist()
+    return [n for n in needed if n != NONE and not left[n]]
+
+
+def _unmet(graph: Graph, left: NDArray[np.bool_], head: int, there: set[int]) -> list[int]:
+    """The instructions that a head waits for: values not given, partners not there.
+
+    Of two sides that are `there`, the one that lacks a value does not wait for the other.  A
+    group is entered as one, so its first member waits for whatever any member needs.
+    """
+    members = _members(graph, head)
+    waits = _values(graph, left, members)  # its own, too: a slot that it would free itself
+    come = {p for p in there if waits or not _values(graph, left, np.array([p]))}
+    come |= {*members.tolist()}
+    for one in members.tolist():
+        partners = np.flatnonzero((graph.node == graph.node[one]) & ~left)
+        waits += {*partners.tolist()} - come
+    mine = graph.queue[head]
+    return sorted(n for n in waits if graph.queue[n] != mine or n == head or n > head)
+
+
+def _shortest_cycle(waits: nx.DiGraph) -> list[int]:  # type: ignore[name-defined] # noqa: F821
+    """The shortest cycle, the earliest if several are as short."""
+    import networkx as nx
+
+    best: list[int] = []
+    for part in nx.strongly_connected_components(waits):
+        if len(part) == 1 and not any(waits.has_edge(n, n) for n in part):
+            continue
+        inner = waits.subgraph(part)
+        for node in sorted(part):
+            for after in sorted(inner.successors(node)):
+                path = nx.shortest_path(inner, after, node)
+                if not best or len(path) < len(best):
+                    best = [node, *path[:-1]]
+    return best
+
+
+def _window(graph: Graph, steps: list[Wait]) -> list[Site]:
+    """What the second rank of the cycle has before the instruction that the first waits for."""
+    first, second = steps[0], steps[1 % len(steps)]
+    stream = graph.program.streams[first.needs_rank]
+    lo, hi = first.stands_at, first.needs_index
+    shown = [i for i in range(max(0, lo - 2), min(len(stream), hi + 1)) if i <= lo + 2 or i >= hi]
+    notes = {lo: "waits", hi: f"rank {first.rank} waits for this"}
+    if lo == hi:
+        notes = {lo: f"waits, and rank {first.rank} waits for it"}
+    return [Site(second.rank, i, stream[i], notes.get(i, "")) for i in shown]
+
+
+def _token(giver: int, needer: int) -> str:
+    """What one instruction gives and the other needs, in words."""
+    needs = {HANDED[t][0] if t in HANDED else t for t in ROWS[needer].needs}
+    shared = {*ROWS[giver].gives} & (needs | {*ROWS[needer].needs})
+    names = {
+        Token.ACT_IN: "the activation", Token.ACT_OUT: "the activation",
+        Token.SAVED: "what the forward saved", Token.TAPE: "what its I leaves",
+        Token.GRAD_IN: "the gradient", Token.GRAD_OUT: "the gradient",
+        Token.WGRAD: "the weights' gradient", Token.GRAD: "the reduced gradient",
+        Token.NORM: "the norm", Token.PARAMETERS: "the weights",
+    }  # fmt: skip
+    return names[min(shared)] if shared else "the value"

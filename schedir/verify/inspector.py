@@ -1,0 +1,65 @@
+"""Look: what there is of a program, and how to refuse it.  For those that count its work."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NoReturn
+
+import numpy as np
+from numpy.typing import NDArray
+
+from schedir.errors import CompletenessError, ProgramError, Site
+from schedir.ir.index import Index
+from schedir.ir.ops import ROWS, Instr, Opcode
+from schedir.ir.program import Program
+
+
+class Look:
+    """One program under inspection.
+
+    `stage` and `mb` have an entry for each key stage*microbatches + mb.
+    """
+
+    def __init__(self, program: Program, index: Index) -> None:
+        self.program, self.index, self.plan = program, index, program.plan
+        stages, mbs = (
+            np.arange(k, dtype=np.int32) for k in (self.plan.stages, self.plan.microbatches)
+        )
+        self.stage, self.mb = np.repeat(stages, len(mbs)), np.tile(mbs, len(stages))
+
+    def site(self, position: int, note: str = "") -> Site:
+        """The instruction at a position, for an error."""
+        return Site(*self.index.place(position), note)
+
+    def refuse(
+        self,
+        fact: str,
+        *sites: Site,
+        kind: type[ProgramError] = CompletenessError,
+        hint: str = "",
+    ) -> NoReturn:
+        """Refuse the program."""
+        raise kind(fact, program=self.program.name, sites=sites, hint=hint)
+
+    def any(self, wrong: NDArray[np.bool_], fact: Callable[[int], str]) -> None:
+        """Refuse the first instruction that is marked wrong."""
+        if wrong.any():
+            at = int(wrong.argmax())
+            self.refuse(fact(at), self.site(at))
+
+    def there(self, op: Opcode) -> NDArray[np.bool_]:
+        """Where `op` exists, by stage*microbatches + mb (or by stage, or rank)."""
+        table = self.index.at.get(op)
+        if table is None:
+            return np.zeros(self.index.size[ROWS[op].per], bool)
+        return np.asarray(table >= 0)
+
+    def spot(self, op: Opcode, key: int) -> Site:
+        """The `op` of a key, for an error."""
+        return self.site(int(self.index.at[op][key]))
+
+    def missing(self, op: Opcode, key: int, why: str = "") -> NoReturn:
+        """Refuse a program for an instruction of a (stage, mb) that is not there."""
+        instr = Instr(op, int(self.stage[key]), int(self.mb[key]))
+        rank = int(self.plan.rank_at(*instr[1:]))
+        self.refuse(f"{instr} is missing on rank {rank}{why}")

@@ -1,0 +1,98 @@
+"""What pictures need to know of a run, whoever draws them: who is which, shares, and holdings."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from schedir.ir.ops import Lane, Opcode
+from schedir.predict.timeline import Timeline
+
+
+def own_stage(timeline: Timeline) -> NDArray[np.int64]:
+    """Of each span, which of its rank's own stages it is of, from 0; shape (n,)."""
+    own: NDArray[np.int64] = timeline.program.plan.local_of[timeline.spans["stage"]]
+    return own
+
+
+class Curve(NamedTuple):
+    """What every rank holds as time passes, as a name and a unit ("B" or "") and, by rank, times
+    from the timeline's begin and what is held from each on."""
+
+    name: str
+    unit: str
+    steps: list[tuple[NDArray[np.float64], NDArray[np.float64]]]
+
+
+def in_flight(timeline: Timeline) -> Curve:
+    """How many (stage, mb) are held."""
+    each = (timeline.in_flight(rank) for rank in range(timeline.ranks))
+    return Curve("in flight", "", [_settled(timeline, times, n) for times, n in each])
+
+
+def memory(timeline: Timeline) -> Curve:
+    """How many bytes are held; without sizes, how many activations."""
+    steps = [_settled(timeline, own.times, own.held) for own in timeline.memory]
+    return Curve("memory", "" if timeline.sizes is None else "B", steps)
+
+
+def _settled(
+    timeline: Timeline, times: NDArray[np.float64], values: NDArray[Any]
+) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+    """A step curve in order of time, without what lasts no time."""
+    order = np.argsort(times, kind="stable")
+    times, values = times[order] - timeline.begin, values[order].astype(float)
+    lasts = np.ones(len(times), bool)
+    lasts[:-1] = np.diff(times) > 0
+    return times[lasts], values[lasts]
+
+
+class Mixed(NamedTuple):
+    """A run from afar: kinds of boxes, as opcode and own stage, and how much of each is seen.
+
+    `share[rank, column, kind]` is the part of a column of time that the rank's compute lane spends
+    on a kind, from 0 to 1.
+    """
+
+    kinds: list[tuple[int, int]]
+    share: NDArray[np.float64]
+
+
+def mixed(timeline: Timeline, columns: int) -> Mixed:
+    """The run's span cut into equal columns; see `Mixed`."""
+    ops = len(Opcode)
+    key, kind = np.unique(own_stage(timeline) * ops + timeline.spans["op"], return_inverse=True)
+    kinds = [(k % ops, k // ops) for k in key.tolist()]
+    return Mixed(kinds, shares(timeline, kind, len(key), columns))
+
+
+def shares(
+    timeline: Timeline, kind: NDArray[np.int64], kinds: int, columns: int
+) -> NDArray[np.float64]:
+    """Which part of each column of time a rank's compute lane spends on each kind.
+
+    `kind` has an entry from 0 to kinds - 1 for every span.  The span is cut into equal columns;
+    of a pair run together each half counts half.  Shape (ranks, columns, kinds), each from 0
+    to 1.
+    """
+    spans, second = timeline.spans, timeline.second_of_pair
+    weight = np.ones(len(spans))
+    weight[second] = 0.5
+    weight[np.flatnonzero(second) - 1] = 0.5
+    share = np.zeros((timeline.ranks, columns, kinds))
+    edges = np.linspace(0, timeline.span, columns + 1)
+    busy = np.flatnonzero((spans["lane"] == Lane.COMPUTE) & (spans["end"] > spans["start"]))
+    group = spans["rank"][busy].astype(np.int64) * kinds + kind[busy]
+    order = np.lexsort((spans["start"][busy], group))
+    busy, group = busy[order], group[order]
+    for own in np.split(busy, np.flatnonzero(np.diff(group)) + 1) if len(busy) else ():
+        start, end = (spans[at][own] - timeline.begin for at in ("start", "end"))
+        # Time spent until t: a line that rises from start to end, and is level in between.
+        times = np.stack([start, end], 1).reshape(-1)
+        spent = np.cumsum(np.stack([0 * start, weight[own] * (end - start)], 1).reshape(-1))
+        until = np.interp(edges, np.maximum.accumulate(times), spent, 0.0, spent[-1])
+        part = np.diff(until) / (timeline.span / columns)
+        share[spans["rank"][own[0]], :, kind[own[0]]] = np.clip(part, 0, 1)
+    return share

@@ -1,0 +1,135 @@
+"""Figures of a run as pictures: bubble against memory, and where idle time comes from."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Final
+
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.patheffects import withStroke
+from matplotlib.ticker import FuncFormatter, MaxNLocator
+
+from schedir.predict.bubble_causes import Cause, by_cause, idleness
+from schedir.predict.timeline import Timeline, expect_runs
+from schedir.viz.palette import ACCENT, CAUSES, ink
+
+_POINT: Final = "#0072b2"
+_CELL: Final = (0.95, 0.26, 11.0)  # inches: width and height of a cell, and most of all together
+_SMALLEST: Final = 4.5  # points, of a number in a cell
+
+
+def tradeoff(timelines: Sequence[Timeline]) -> Figure:
+    """Bubble against memory, a point per Timeline; the best for each memory are joined.
+
+    Memory is the most that a rank holds: GB, or where sizes are not given, activations of a
+    whole rank.
+
+    Raises UsageError for no Timelines.
+    """
+    expect_runs(timelines)
+    sized = all(t.sizes is not None for t in timelines)
+    x = np.array([_gigabytes(t) if sized else t.peak_activations for t in timelines])
+    y = np.array([t.bubble for t in timelines])
+    figure = Figure(figsize=(5.2, 3.7), layout="constrained")
+    axes = figure.subplots()
+    order = np.lexsort((y, x))
+    best = order[y[order] <= np.minimum.accumulate(y[order])]
+    axes.plot(
+        x[best], y[best], color=ACCENT, alpha=0.45, linewidth=1, drawstyle="steps-post", zorder=1
+    )
+    axes.scatter(x, y, s=34, color=_POINT, edgecolor="white", linewidth=0.8, zorder=2)
+    axes.set_xlim(0, float(x.max()) * 1.3 or 1)
+    axes.set_ylim(0, max(float(y.max()) * 1.15, 0.01))
+    _name(axes, x, y, [t.program.name for t in timelines])
+    if doubts := [f"{t.program.name}: {t.doubt}" for t in timelines if t.doubt]:
+        axes.set_title("\n".join(doubts), fontsize=7, style="italic", loc="left", parse_math=False)
+    axes.yaxis.set_major_locator(MaxNLocator(nbins=9, steps=[1, 2, 5, 10]))
+    axes.yaxis.set_major_formatter(FuncFormatter(lambda share, _: f"{100 * share:.6g}%"))
+    axes.xaxis.set_major_locator(MaxNLocator(nbins=8, steps=[1, 2, 5, 10]))
+    held = "memory of a rank at most, in GB"
+    if not sized:
+        held = "most in flight on a rank, in activations of a whole rank"
+    axes.set_xlabel(held, fontsize=8)
+    axes.set_ylabel("bubble", fontsize=8)
+    axes.tick_params(labelsize=7.5)
+    axes.grid(color="#e6e6e6", linewidth=0.6)
+    axes.set_axisbelow(True)
+    for side in ("top", "right"):
+        axes.spines[side].set_visible(False)
+    return figure
+
+
+def _gigabytes(timeline: Timeline) -> float:
+    return float(timeline.peak_memory.max()) / 1e9
+
+
+def _name(axes: Axes, x: np.ndarray, y: np.ndarray, names: Sequence[str]) -> None:
+    """Write names above the right of their points, moved until none lies on another."""
+    wide, high = axes.get_xlim()[1], axes.get_ylim()[1]
+    spots = np.stack([x / wide * 320, y / high * 210], 1).tolist()  # points, of the type kind
+    taken = [(left - 4, left + 4, up) for left, up in spots]  # left, right and height
+    for k in np.lexsort((x, y)).tolist():
+        name = names[k] if len(names[k]) <= 30 else f"{names[k][:29]}…"
+        left, at = spots[k]
+        left, at = left + 5, at + 6  # clear of the line that goes on from the point
+        right = left + 4 + 4.2 * len(name)
+        tries = [at + move for step in range(len(names) + 1) for move in (8.5 * step, -8.5 * step)]
+        free = next(
+            t for t in tries
+            if t > -4 and all(abs(t - c) >= 8 or right < a or left > b for a, b, c in taken)
+        )  # fmt: skip
+        taken.append((left, right, free))
+        axes.annotate(
+            name, (float(x[k]), float(y[k])), (5, free - spots[k][1]), textcoords="offset points",
+            va="center_baseline", fontsize=7, parse_math=False,
+            path_effects=[withStroke(linewidth=2, foreground="white")],
+        )  # fmt: skip
+
+
+def idle_map(timeline: Timeline) -> Figure:
+    """A heat map of idle time: a row per rank, a column per cause, as shares of the span.
+
+    Causes are those of `predict.bubble_causes`; one that is nowhere has no column.  The last column
+    is the sum, the last row the mean of all ranks.
+    """
+    expect_runs([timeline])
+    share = by_cause(idleness(timeline), timeline.ranks) / (timeline.span or 1.0)
+    present = np.flatnonzero(share.sum(0) > 0)
+    columns = np.column_stack([share[:, present], share.sum(1)])
+    cells = np.vstack([columns, columns.mean(0)])
+    wide, high, most = _CELL
+    high = min(high, most / len(cells))
+    left, head, foot = 0.7, 0.75 + 0.15 * bool(timeline.doubt), 0.15
+    size = (left + wide * cells.shape[1] + 0.15, head + high * len(cells) + foot)
+    figure = Figure(figsize=size)
+    axes = figure.add_axes((left / size[0], foot / size[1], wide * cells.shape[1] / size[0],
+                            high * len(cells) / size[1]))  # fmt: skip
+    top = float(cells.max(initial=0)) or 1.0
+    axes.imshow(cells, cmap="YlOrBr", vmin=0, vmax=top, aspect="auto")
+    names = [CAUSES[Cause(k)][0] for k in present.tolist()]
+    axes.set_xticks(range(cells.shape[1]), [*names, "all"], fontsize=7.5)
+    axes.xaxis.tick_top()
+    every = -(-9 // max(int(high * 72), 1))
+    ranks = range(0, timeline.ranks, every)
+    axes.set_yticks([*ranks, timeline.ranks], [*(f"rank {r}" for r in ranks), "mean"], fontsize=7.5)
+    axes.tick_params(length=0)
+    for spine in axes.spines.values():
+        spine.set_visible(False)
+    axes.axhline(timeline.ranks - 0.5, color="white", linewidth=3)
+    axes.axvline(cells.shape[1] - 1.5, color="white", linewidth=3)
+    points = min(7.0, high * 72 * 0.6)
+    if points >= _SMALLEST:
+        paint = axes.images[0]
+        for (row, column), value in np.ndenumerate(cells):
+            face = tuple(float(part) for part in paint.to_rgba(value)[:3])
+            said = f"{value:.1%}" if value else "0"
+            axes.text(column, row, said, ha="center", va="center_baseline", fontsize=points,
+                      color=ink((face[0], face[1], face[2])))  # fmt: skip
+    name = timeline.program.name
+    name = name if len(name) <= 40 else f"{name[:39]}…"
+    about = f"{name} ({timeline.about}): idle share of the span, by cause"
+    figure.text(0.1 / size[0], 1 - 0.22 / size[1], about, fontsize=9, parse_math=False)
+    figure.text(0.1 / size[0], 1 - 0.4 / size[1], timeline.doubt, fontsize=7.5, style="italic")
+    return figure

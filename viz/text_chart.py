@@ -1,0 +1,143 @@
+"""A run on a terminal: a line per rank, letters for boxes, the terminal's width for its span."""
+
+from __future__ import annotations
+
+from math import ceil
+from typing import Final
+
+import numpy as np
+
+from schedir.ir.ops import COMPUTE, ROWS, Lane
+from schedir.predict.timeline import Timeline, expect_runs
+from schedir.viz.layout import Sheet
+from schedir.viz.palette import colour, ink, written
+from schedir.viz.raster import mixed, own_stage
+
+Piece = tuple[str, str]  # text, and its style as rich writes it: "black on #7cc4ee", or ""
+Line = list[Piece]
+
+_RANKS: Final = 40  # that are shown at most; of more, evenly chosen ones
+_LINES: Final = 60  # at most, of a run that is cut into pieces
+_CUTS: Final = 6  # pieces at most
+_IDLE: Final = (".", "bright_black")
+
+
+def letters(timeline: Timeline, width: int = 80) -> list[Line]:
+    """The lines of a chart `width` characters wide, in pieces of one style each.
+
+    Each box has its letter, microbatch and, where a rank has several stages, a ' for each own
+    stage below.  A run that is too long for that is cut into pieces under each other; one that
+    is too long for some pieces is shown as the letter of what takes most of each column, or a
+    dot where most of it is idle.  Beside each rank stand its idle share and the most that it
+    holds at once.
+    """
+    expect_runs([timeline])
+    every = ceil(timeline.ranks / _RANKS)
+    ranks = range(0, timeline.ranks, every)
+    name = len(f"rank {timeline.ranks - 1} ")
+    columns = max(width - name - 13, 10)
+    label, narrow = _longest_label(timeline), Sheet(timeline).narrow
+    most = min(_CUTS, max(1, _LINES // (len(ranks) + 1)))
+    need = timeline.span / narrow * (label + 1) if timeline.span else 0.0
+    if need * label <= columns * (label + 1):  # without room between boxes, one piece does
+        need = min(need, columns)
+    cuts = max(1, ceil(need / columns))
+    boxes = cuts <= most
+    cuts = cuts if boxes else 1
+    whole = columns * cuts
+    cells = int(whole * narrow / (timeline.span or 1.0) + 1e-9)
+    if boxes and cells and _even(timeline, narrow):
+        # Boxes of one length are equally wide, and a short one is never cut in two.
+        whole = round(timeline.span / narrow) * cells
+        columns = ceil(whole / cuts / cells) * cells
+    rows = _boxes(timeline, ranks, whole) if boxes else _mixed(timeline, ranks, whole)
+
+    plan, unit = timeline.program.plan, timeline.unit and f" {timeline.unit}"
+    fact = f"{timeline.told}: span {timeline.span:.6g}{unit}, bubble {timeline.bubble:.1%}"
+    lines: list[Line] = [
+        [(timeline.program.name, "bold"), (f", {fact}", "")],
+    ]
+    share = timeline.idle / (timeline.span or 1.0)
+    for cut in range(cuts):
+        if cut == cuts - 1:  # there the figures are
+            room = " " * (name + whole - cut * columns)
+            lines.append([(f"{room}   idle  held", "bright_black")])
+        elif cut:
+            lines.append([])
+        for rank, row in zip(ranks, rows, strict=True):
+            part = row[cut * columns : (cut + 1) * columns]
+            last = cut == cuts - 1
+            said = f" {share[rank]:6.1%} {timeline.peak_in_flight[rank]:5}" if last else ""
+            lines.append([(f"{f'rank {rank}':<{name}}", ""), *_joined(part), (said, "")])
+    if every > 1:
+        lines.append([(f"one rank in {every} of {timeline.ranks} is shown", "bright_black")])
+    if not boxes:
+        lines.append([(f"{plan.microbatches} microbatches, mixed: what most of each column is",
+                       "bright_black")])  # fmt: skip
+    return lines
+
+
+def _longest_label(timeline: Timeline) -> int:
+    plan = timeline.program.plan
+    return 1 + len(str(plan.microbatches - 1)) + plan.stages_per_rank - 1
+
+
+def _even(timeline: Timeline, narrow: float) -> bool:
+    """Whether boxes, and the whole run, take some times the narrowest one."""
+    spans = timeline.spans[timeline.spans["lane"] == Lane.COMPUTE]
+    times = np.append(spans["end"] - spans["start"], timeline.span) / narrow
+    return bool(np.abs(times - np.round(times)).max() < 1e-6)
+
+
+def _style(op: int, local: int, stages: int) -> str:
+    fill = colour(op, local, stages)
+    return f"{ink(fill)} on {written(fill)}"
+
+
+def _joined(cells: list[Piece]) -> Line:
+    """Neighbours of one style as one piece."""
+    line: Line = []
+    for text, style in cells:
+        if line and line[-1][1] == style:
+            line[-1] = (line[-1][0] + text, style)
+        else:
+            line.append((text, style))
+    return line
+
+
+def _boxes(timeline: Timeline, ranks: range, columns: int) -> list[list[Piece]]:
+    """A cell per column, in which each box has its label, then lines, then room."""
+    spans, second, local = timeline.spans, timeline.second_of_pair, own_stage(timeline)
+    scale = columns / (timeline.span or 1.0)
+    stages = timeline.program.plan.stages_per_rank
+    rows = []
+    for rank in ranks:
+        row = [_IDLE] * columns
+        lo, hi = timeline.program.offsets[rank : rank + 2].tolist()
+        for k in range(lo, hi):
+            s = spans[k]
+            if s["lane"] != Lane.COMPUTE or s["end"] <= s["start"]:
+                continue
+            a, b = (round(float(s[at] - timeline.begin) * scale) for at in ("start", "end"))
+            if second[k]:
+                a += (b - a) // 2
+            text = ROWS[s["op"]].text
+            if s["op"] in COMPUTE:
+                text += f"{s['mb']}{chr(39) * int(local[k])}"
+            text = f"{text[: b - a]:-<{max(b - a - 1, 0)}}"[: b - a]
+            style = _style(int(s["op"]), int(local[k]), stages)
+            cells = [(letter, style) for letter in text] + [(" ", "")] * (b - a - len(text))
+            row[a:b] = cells
+        rows.append(row[:columns])
+    return rows
+
+
+def _mixed(timeline: Timeline, ranks: range, columns: int) -> list[list[Piece]]:
+    """A cell per column: the letter of what takes most of it."""
+    stages, (kinds, share) = timeline.program.plan.stages_per_rank, mixed(timeline, columns)
+    idle, top = 1 - share.sum(-1), share.argmax(-1)
+    table = [(ROWS[op].text[0], _style(op, local, stages)) for op, local in kinds]
+    return [
+        [_IDLE if idle[rank, c] > 0.5 else table[top[rank, c]] for c in range(columns)]
+        for rank in ranks
+    ]
