@@ -12,7 +12,7 @@ demo: $(READY)
 
 test: lint
 	$(BIN)/pytest -n 2 schedir tests/pure
-	$(BIN)/pytest tests/gloo tests/gpu tests/browser
+	$(BIN)/pytest tests/cpu tests/gpu tests/browser
 
 lint: $(READY)
 	$(BIN)/ruff check

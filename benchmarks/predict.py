@@ -39,7 +39,7 @@ from schedir.schedules.words import delay_for
 from schedir.training import gpt
 from schedir.training.gpt_config import GPTConfig
 from schedir.transports.shared import Shared
-from tests.gloo.spawn import run
+from tests.cpu.spawn import run
 from tests.laws import ZOO, plan_of
 
 MODEL = GPTConfig(vocab=256, layers=8, hidden=96, heads=4, context=64)

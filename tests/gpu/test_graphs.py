@@ -18,7 +18,7 @@ from schedir.runtime.precision import MainOptimizer
 from schedir.runtime.rank import Boundary
 from schedir.schedules import one_f_one_b
 from schedir.training import gpt
-from tests.gloo.tiny_stages import BOUNDARY, batch, gpt_stages
+from tests.cpu.tiny_stages import BOUNDARY, batch, gpt_stages
 from tests.gpu.test_streams import on_gpu
 
 

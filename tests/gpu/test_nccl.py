@@ -23,8 +23,8 @@ from schedir.runtime.warmup import warm_up
 from schedir.schedules import interleaved, one_f_one_b
 from schedir.transports.nccl import MODELS, Kind, nccl
 from schedir.transports.processes import Gloo
-from tests.gloo.spawn import run
-from tests.gloo.tiny_stages import batch, gpt_executor, gradients_by_stage, zb
+from tests.cpu.spawn import run
+from tests.cpu.tiny_stages import batch, gpt_executor, gradients_by_stage, zb
 from tests.gpu.shared import share_gpu
 from tests.legal import too_early
 

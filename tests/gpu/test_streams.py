@@ -21,7 +21,7 @@ from schedir.runtime.recorder import TICK
 from schedir.runtime.reference import reference
 from schedir.schedules import interleaved, one_f_one_b
 from schedir.training import gpt
-from tests.gloo.tiny_stages import BOUNDARY, batch, gpt_stages, gradients, zb
+from tests.cpu.tiny_stages import BOUNDARY, batch, gpt_stages, gradients, zb
 from tests.legal import too_early
 
 PLANS = [(one_f_one_b, Plan(4, 6)), (zb, Plan(4, 4)), (interleaved, Plan(2, 5, 3))]

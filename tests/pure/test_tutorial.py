@@ -1,4 +1,4 @@
-"""The tutorial's commands print what it shows; what needs torch is in tests/gloo."""
+"""The tutorial's commands print what it shows; what needs torch is in tests/cpu."""
 
 from pathlib import Path
 

@@ -1,0 +1,86 @@
+"""Races: what would race on a GPU, found where there is none.
+
+On a virtual GPU every operation of torch runs at once, and is noted as one of the stream that is
+current.  Of what came before it, a stream has seen what its events order; two uses of a memory, one
+of which writes, must be ordered.  Memory that is let go is taken anew by the stream that asked for
+it, so whatever else used it must be over there (torch's caching allocator).
+"""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any
+
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from tests.cpu.virtual_gpu import Stream, VirtualGPU
+
+
+class _Memory:
+    """A storage: the stream that asked for it, the last write, and the reads since."""
+
+    def __init__(self, stream: Stream) -> None:
+        self.stream = stream
+        self.write: tuple[Stream, int, str] | None = None
+        self.reads: dict[Stream, tuple[int, str]] = {}
+
+
+class Races(TorchDispatchMode):
+    """Within this, `found` are the uses that nothing orders."""
+
+    def __init__(self, gpu: VirtualGPU) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.gpu = gpu
+        self.memories: dict[int, _Memory] = {}
+        self.found: list[str] = []
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        out = func(*args, **(kwargs or {}))
+        returned = [r.alias_info for r in func._schema.returns]
+        if any(alias is not None and not alias.is_write for alias in returned):
+            return out  # a view, which uses nothing
+        given = {**dict(enumerate(args)), **(kwargs or {})}
+        stream = self.gpu.stream
+        stream.seen[stream] += 1
+        read: list[Tensor] = []
+        written = [t for t in tree_leaves(out) if isinstance(t, Tensor)]
+        for k, argument in enumerate(func._schema.arguments):
+            value = given.get(k, given.get(argument.name))
+            writes = argument.alias_info is not None and argument.alias_info.is_write
+            (written if writes else read).extend(
+                t for t in tree_leaves(value) if isinstance(t, Tensor)
+            )
+        for tensor in read:
+            self._use(tensor, stream, str(func), writes=False)
+        for tensor in written:
+            self._use(tensor, stream, str(func), writes=True)
+        return out
+
+    def _use(self, tensor: Tensor, stream: Stream, name: str, writes: bool) -> None:
+        storage = tensor.untyped_storage()
+        key = storage._cdata
+        if key not in self.memories:
+            self.memories[key] = _Memory(stream)
+            weakref.finalize(storage, self._free, key)
+        memory = self.memories[key]
+        before = [memory.write] if memory.write else []
+        if writes:
+            before += [(s, t, n) for s, (t, n) in memory.reads.items()]
+        for other, when, what in before:
+            if stream.seen[other] < when:
+                self.found.append(f"{name} {'writes' if writes else 'reads'} beside {what}")
+        if writes:
+            memory.write, memory.reads = (stream, stream.seen[stream], name), {}
+        else:
+            memory.reads[stream] = stream.seen[stream], name
+
+    def _free(self, key: int) -> None:
+        memory = self.memories.pop(key)
+        uses = [(s, t, n) for s, (t, n) in memory.reads.items()]
+        for stream, tick, name in [*uses, *([memory.write] if memory.write else [])]:
+            if memory.stream.seen[stream] < tick:
+                self.found.append(f"memory is let go while {name} uses it")

@@ -1,0 +1,122 @@
+"""What processes must agree on is compared before it can become a hang or a wrong result."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import pytest
+from torch import nn
+
+from schedir import compile
+from schedir.ir.plan import Plan
+from schedir.runtime.executor import Executor
+from schedir.runtime.precision import LossScale, float32_gradients
+from schedir.runtime.rank import Boundary
+from schedir.schedules import one_f_one_b
+from schedir.training import gpt
+from schedir.training.config import Config, DataConfig, PipelineConfig, TrainConfig
+from schedir.training.train import program_of
+from schedir.training.trainer import _Trainer
+from schedir.transports.edges import Edge
+from schedir.transports.processes import Gloo
+from tests.cpu.spawn import RankError, run
+from tests.cpu.tiny_stages import BOUNDARY, gpt_stages
+
+
+def _executor(process: int, differs: str) -> None:
+    """One of two ranks, or of two replicas, of which process 1 has something of its own."""
+    other = process == 1
+    replicas = differs in ("hidden", "gradients", "turned", "order", "fewer")
+    plan = Plan(1, 2) if replicas else Plan(2, 2)
+    program = compile(one_f_one_b, plan, tied=plan.ranks > 1, dp=1 + replicas, clip=True)
+    transport = (Edge if other and differs == "transport" else Gloo)(program)
+    stages = gpt_stages(plan.stages)
+    if replicas and other:
+        if differs == "gradients":
+            float32_gradients(stages[0].bfloat16())
+        elif differs == "hidden":
+            stages = [gpt.build_stage(gpt.GPTConfig(32, 1, 32, 2, 8), 0, 1)]
+        else:
+            _change(stages[0], differs)
+    if other and differs == "tied":
+        (weight,) = (p for n, p in stages[1].named_parameters() if n == "head.weight")
+        weight.data = weight.data[:-1]
+    shape = (*BOUNDARY.shape[:2], 32) if other and differs == "shape" else BOUNDARY.shape
+    Executor(
+        program,
+        transport.rank,
+        {s: stages[s] for s in plan.stages_of[transport.rank]},
+        transport,
+        loss=gpt.loss,
+        boundary=Boundary(shape),
+        max_norm=2.0 if other and differs == "max_norm" else 1.0,
+        loss_scale=LossScale(8.0) if other and differs == "scale" else None,
+        seed=int(other and differs == "seed"),
+    )
+
+
+def _change(stage: nn.Module, how: str) -> None:
+    """As many numbers in another shape; the same in another order; or one less to train."""
+    weight, bias = (stage.get_parameter(f"layers.0.proj.{name}") for name in ("weight", "bias"))
+    if how == "turned":
+        weight.data = weight.data.view(8, 32)
+    elif how == "order":
+        proj = stage.get_submodule("layers.0.proj")
+        proj._parameters.clear()
+        proj.register_parameter("bias", bias)
+        proj.register_parameter("weight", weight)
+    else:
+        stage.get_parameter("norm.bias").requires_grad_(False)
+
+
+@pytest.mark.parametrize(
+    ("differs", "said"),
+    [
+        ("shape", "the boundary: [2, 8, 16] of torch.float32 and [2, 8, 32] of torch.float32"),
+        ("max_norm", "max_norm: 1.0 and 2.0"),
+        ("scale", "the loss scale: None and 8 (growth 2, backoff 0.5, interval 2000)"),
+        ("seed", "the seed: 0 and 1"),
+        ("transport", "the transport: Gloo and Edge"),
+        ("hidden", "parameter 0 of stage 0, slice 0: positions [8, 16] of torch.float32, "),
+        ("gradients", "of torch.bfloat16, gradients in torch.float32"),
+        (
+            "turned",
+            "layers.0.proj.weight [16, 16] of torch.float32, gradients in torch.float32 and ",
+        ),
+        ("order", "and layers.0.proj.bias [16] of "),
+        ("fewer", "the parameters of stage 0, slice 0: "),
+        ("tied", "the tied weight, slice 0: [32, 16] of "),
+    ],
+)
+def test_a_difference_is_one_error_in_every_process(differs: str, said: str) -> None:
+    with pytest.raises(RankError) as caught:
+        run(_executor, 2, differs, limit=60)
+    assert len(caught.value.tracebacks) == 2
+    for tb in caught.value.tracebacks.values():
+        assert "ModelError: " in tb and "processes 0 and 1 do not agree on " in tb
+        assert said in tb
+
+
+def test_processes_that_agree_are_let_through() -> None:
+    assert run(_executor, 2, "nothing") == [None, None]
+
+
+def _trainer(process: int, config: Config) -> None:
+    if process:
+        config = replace(config, train=replace(config.train, lr=0.5))
+    _Trainer(config, program_of(config), None)
+
+
+def test_trainers_that_read_different_configurations() -> None:
+    config: Any = Config(
+        model=gpt.GPTConfig(256, 2, 16, 2, 8),
+        pipeline=PipelineConfig(schedule="one_f_one_b", ranks=2, microbatches=2),
+        data=DataConfig(),
+        train=TrainConfig(),
+    )
+    with pytest.raises(RankError) as caught:
+        run(partial(_trainer, config=config), 2, limit=60)
+    for tb in caught.value.tracebacks.values():
+        assert "processes 0 and 1 do not agree on train.lr: 0.001 and 0.5" in tb

@@ -1,0 +1,320 @@
+"""What modules keep beside their parameters, and how values lie in memory, in any schedule."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from schedir.errors import ExecutionError
+from schedir.ir.plan import Plan
+from schedir.ir.ties import ties
+from schedir.passes.compile import compile
+from schedir.runtime import split_linears
+from schedir.runtime.executor import Executor
+from schedir.runtime.inprocess import InProcess
+from schedir.runtime.rank import Boundary
+from schedir.runtime.reference import reference
+from schedir.runtime.warmup import warm_up
+from schedir.schedules import chimera, dualpipe, gpipe, interleaved, one_f_one_b, zb_h1, zb_v
+from schedir.schedules.words import B, F, Word
+from schedir.transports.processes import Gloo
+from tests.cpu.spawn import run
+from tests.cpu.tiny_stages import gradients, same_bits
+
+WIDTH, ROWS = 8, 8
+BOUNDARY = Boundary((ROWS, WIDTH))
+
+
+class Normed(nn.Module):
+    """A linear layer and one with running statistics; either may be run again in the backward."""
+
+    def __init__(self, k: int, again: str = "", replaces: bool = False) -> None:
+        super().__init__()
+        self.inner, self.norm = nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH)
+        self.again, self.replaces = again, replaces
+        self.mean: Tensor
+        self.register_buffer("mean", torch.zeros(WIDTH))
+        numbers = torch.Generator().manual_seed(k)
+        for p in self.inner.parameters():
+            p.data = torch.randn(p.shape, generator=numbers)
+        split_linears(self)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.replaces:
+            self.mean = 0.9 * self.mean + 0.1 * x.detach().mean(0)
+        x = self._run(self.inner, x)
+        return torch.tanh(self._run(self.norm, x))
+
+    def _run(self, part: nn.Module, x: Tensor) -> Tensor:
+        kind = type(part).__name__
+        if self.again and self.again in kind:
+            y: Tensor = checkpoint(part, x, use_reentrant=False)
+            return y
+        return part(x)  # type: ignore[no-any-return]
+
+
+def normed(stages: int, **options: Any) -> list[Any]:
+    return [Normed(k, **options) for k in range(stages)]
+
+
+def squares(y: Tensor, target: Tensor) -> Tensor:
+    return (y - target).square().sum()
+
+
+def batch(m: int) -> tuple[Tensor, Tensor]:
+    x = torch.randn(m, *BOUNDARY.shape, generator=torch.Generator().manual_seed(9))
+    return x, x + 1
+
+
+def buffers(stages: Any) -> list[dict[str, Tensor]]:
+    return [{name: b.clone() for name, b in stage.named_buffers()} for stage in stages]
+
+
+def virtual(schedule: Any, plan: Plan, stages: list[nn.Module]) -> InProcess:
+    found = compile(schedule, plan, model="edge")
+    return InProcess(found, stages, loss=squares, boundary=BOUNDARY)
+
+
+@pytest.mark.parametrize("again", ["", "Linear"])
+@pytest.mark.parametrize(
+    ("schedule", "plan"),
+    [
+        (gpipe, Plan(2, 4)),
+        (one_f_one_b, Plan(4, 6)),
+        (interleaved, Plan(2, 4, 2)),
+        (zb_h1, Plan(4, 6)),
+        (zb_v, Plan(2, 4, 2, "vee")),
+    ],
+)
+def test_running_statistics_are_those_of_a_plain_loop(
+    schedule: Any, plan: Plan, again: str
+) -> None:
+    """Also where others than the layer that has them are recomputed."""
+    m, ours, theirs = plan.microbatches, *(normed(plan.stages, replaces=True) for _ in range(2))
+    for stage in ours:
+        stage.again = again
+    ranks = virtual(schedule, plan, ours)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for order in (None, 3):
+            reference(theirs, *batch(m), loss=squares)
+            ranks.step(*batch(m), seed=order)
+            assert same_bits(buffers(ours), buffers(theirs))
+    assert int(ours[0].norm.num_batches_tracked) == 2 * m
+
+
+class Cached(nn.Module):
+    """Keeps numbers that are always the same, in a buffer that it makes or writes again."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.how, self.inner = how, nn.Linear(WIDTH, WIDTH)
+        self.cache: Tensor | None
+        self.register_buffer("cache", None if how == "lazy" else self._numbers(), persistent=False)
+
+    def _numbers(self) -> Tensor:
+        return torch.arange(WIDTH + 0.0).index_fill(0, torch.tensor([0]), float("nan"))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = checkpoint(self.run, x, use_reentrant=False)
+        return y
+
+    def run(self, x: Tensor) -> Tensor:
+        if self.cache is None or self.how == "replaced":
+            self.cache = self._numbers()
+        elif self.how == "written":
+            self.cache.copy_(self._numbers())
+        return self.inner(x) + self.cache.nan_to_num()  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("how", ["lazy", "replaced", "written"])
+def test_what_is_written_again_as_it_was_has_not_changed(how: str) -> None:
+    plan = Plan(2, 4, placement="mirror")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        ranks = virtual(chimera, plan, [Cached(how) for _ in range(2)])
+        for _ in range(2):
+            ranks.step(*batch(4))
+
+
+def test_a_module_with_buffers_in_two_stages_is_said() -> None:
+    one, *others = normed(3)
+    stages = [one, *others, one]
+    found = compile(zb_v, Plan(2, 4, 2, "vee"), tied=ties(stages))
+    ranks = InProcess(found, stages, loss=squares, boundary=BOUNDARY)
+    with pytest.warns(UserWarning, match=r"buffer norm.running_mean .* another stage that has it"):
+        ranks.step(*batch(4))
+
+
+def test_microbatches_may_lie_anywhere_in_a_batch() -> None:
+    """Where one begins at no multiple of a vector, products round otherwise than of a copy."""
+    numbers = torch.Generator().manual_seed(0)
+    x, target = torch.randn(2, 4, 3, 6, generator=numbers)
+    stages: list[Any] = [nn.Linear(6, 6) for _ in range(2)]
+    ranks = InProcess(
+        compile(one_f_one_b, Plan(2, 4)), stages, loss=squares, boundary=Boundary((3, 6))
+    )
+    loss = ranks.step(x, target)
+    got = gradients(stages)
+    assert torch.equal(reference(stages, x, target, loss=squares), loss)
+    assert same_bits(gradients(stages), got)
+    whole = nn.Sequential(*stages)
+    whole.zero_grad()
+    for one, t in zip(x, target, strict=True):
+        torch.autograd.backward(squares(whole(one), t))
+    assert same_bits(gradients(stages), got)
+
+
+@pytest.mark.parametrize("schedule", [chimera, dualpipe])
+@pytest.mark.parametrize("replaces", [False, True])
+def test_two_holders_of_what_forwards_change_are_refused(schedule: Any, replaces: bool) -> None:
+    plan, stages = Plan(2, 4, placement="mirror"), normed(2, replaces=replaces)
+    if replaces:
+        for stage in stages:
+            stage.norm.eval()
+    with pytest.raises(ExecutionError) as error:
+        virtual(schedule, plan, stages).step(*batch(4))
+    name = "mean" if replaces else "norm.running_mean"
+    assert f"buffer {name} in a forward" in error.value.fact and "eval()" in error.value.hint
+    assert str(error.value).splitlines() == [
+        f"{schedule.__name__}: ModelError: stage 0 changes its buffer {name} in a forward, and its "
+        "two holders would have two of it",
+        "  rank 0 #0   F 0.0  failed",
+        "  hint: freeze it, as eval() does, or take a placement where a stage has one holder",
+    ]
+    frozen = [stage.eval() for stage in normed(2)]
+    virtual(schedule, plan, frozen).step(*batch(4))
+
+
+@pytest.mark.parametrize("schedule", [one_f_one_b, zb_h1])
+def test_statistics_that_a_backward_would_take_again_are_refused(schedule: Any) -> None:
+    with pytest.raises(ExecutionError) as error:
+        virtual(schedule, Plan(2, 4), normed(2, again="BatchNorm1d")).step(*batch(4))
+    (site,) = error.value.sites
+    assert str(error.value).splitlines() == [
+        f"{schedule.__name__}: ModelError: stage 1 changes its buffer norm.running_mean in a "
+        "backward, as a forward that is run again does: when, its schedule would decide",
+        f"  rank 1 #{site.index:<3} {site.instr}  failed",
+        "  hint: keep what changes buffers out of what is checkpointed",
+    ]
+    assert str(site.instr)[0] in "BI"
+
+
+def newest_first(r: int, P: int, m: int) -> Word:
+    """Forwards and backwards against the order of the microbatches."""
+    late = [*reversed(range(m))]
+    return sum((op.at(mb) for op in (F, B) for mb in late), 0 * F)
+
+
+def test_other_orders_are_said_and_are_those_of_the_programs_reference() -> None:
+    plan, ours, theirs, plain = Plan(2, 4), *(normed(2) for _ in range(3))
+    ranks = virtual(newest_first, plan, ours)
+    with pytest.warns(UserWarning, match="not in the order of the microbatches") as caught:
+        ranks.step(*batch(4))
+    assert len(caught) == 2  # one for each stage
+    reference(theirs, *batch(4), loss=squares, program=ranks.program)
+    reference(plain, *batch(4), loss=squares)
+    assert same_bits(buffers(ours), buffers(theirs)) and not same_bits(
+        buffers(ours), buffers(plain)
+    )
+    assert same_bits(gradients(ours), gradients(theirs))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        ranks.step(*batch(4))
+
+
+def _replica(rank: int) -> list[str]:
+    found = compile(one_f_one_b, Plan(1, 2), dp=2, model="edge")
+    transport, said = Gloo(found), []
+    for stage in (Normed(0), Normed(0).eval()):
+        executor = Executor(found, 0, {0: stage}, transport, loss=squares, boundary=BOUNDARY)
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            for _ in range(2):
+                executor.step(*batch(2))
+        said.append(" ".join(str(w.message) for w in caught))
+    return said
+
+
+def test_replicas_are_told_that_each_has_its_own_statistics() -> None:
+    for changing, frozen in run(_replica, 2):
+        assert changing.count("each replica has its own") == 1 and "norm.running_mean" in changing
+        assert frozen == ""
+
+
+def test_warming_up_leaves_statistics_as_they_are() -> None:
+    stages = normed(2)
+    ranks, before = virtual(one_f_one_b, Plan(2, 4), stages), buffers(stages)
+    for rank in ranks.ranks:
+        warm_up(rank, torch.randn(BOUNDARY.shape), torch.ones(BOUNDARY.shape))
+    assert same_bits(before, buffers(stages))
+
+
+# ---------------------------------------------------------------- layouts
+
+
+class Turned(nn.Module):
+    """Gives, and gives back, what lies across or behind other rows; sums up what it is given."""
+
+    def __init__(self, k: int, across: bool) -> None:
+        super().__init__()
+        self.inner, self.across = nn.Linear(SIDE, SIDE), across
+        numbers = torch.Generator().manual_seed(k)
+        for p in self.inner.parameters():
+            p.data = torch.randn(p.shape, generator=numbers) / 8
+        split_linears(self)
+        self.layouts: set[tuple[Any, ...]] = set()
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.layouts.add((x.stride(), x.storage_offset()))
+        rows = torch.cat([torch.ones(1, SIDE), x])
+        y = torch.tanh(self.inner(rows) + rows.sum(-1, keepdim=True) / 8)[1:]
+        y = y.transpose(0, 1) if self.across else y
+        y.register_hook(self._back)
+        return y
+
+    def _back(self, dy: Tensor) -> None:
+        self.layouts.add((dy.stride(), dy.storage_offset()))
+
+
+SIDE = 65
+
+
+@pytest.mark.parametrize("across", [False, True])
+def test_a_layout_is_the_same_whether_handed_over_or_sent(across: bool) -> None:
+    """The bits of a sum depend on how its parts lie."""
+    x = torch.randn(3, SIDE, SIDE, generator=torch.Generator().manual_seed(0))
+    right = [Turned(k, across) for k in range(4)]
+    total = reference(right, x, x, loss=squares)
+    plans: list[tuple[Any, Plan]] = [
+        (interleaved, Plan(4, 3)),  # sent
+        (interleaved, Plan(2, 3, 2)),
+        (interleaved, Plan(1, 3, 4)),  # handed over
+        (zb_v, Plan(2, 3, 2, "vee")),
+    ]
+    for schedule, plan in plans:
+        stages = [Turned(k, across) for k in range(4)]
+        found = compile(schedule, plan, model="edge")
+        ranks = InProcess(found, stages, loss=squares, boundary=Boundary((SIDE, SIDE)))
+        assert torch.equal(ranks.step(x, x), total)
+        assert same_bits(gradients(stages), gradients(right))
+        for stage, plain in zip(stages[1:-1], right[1:-1], strict=True):
+            assert stage.layouts == plain.layouts == {((SIDE, 1), 0)}
+
+
+def test_what_is_handed_over_lies_as_what_is_sent() -> None:
+    boundary = Boundary((2, 1, 3))
+    for value in (
+        torch.randn(3, 1, 2).transpose(0, 2),
+        torch.randn(2, 3).as_strided((2, 1, 3), (3, 1, 1)),
+        torch.randn(3, 1, 3)[1:],
+        torch.randn(1, 1, 1).expand(2, 1, 3),
+    ):
+        laid = boundary.as_sent(value)
+        assert torch.equal(laid, value) and laid.stride() == (3, 3, 1)
+        assert laid.storage_offset() == 0 and boundary.as_sent(laid) is laid

@@ -1,0 +1,125 @@
+"""A process that dies in a run: one message that names it, and none of those that lose it."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from schedir import compile
+from schedir.errors import ExecutionError
+from schedir.ir.plan import Plan
+from schedir.runtime.inprocess import InProcess
+from schedir.schedules import one_f_one_b
+from tests.cpu.training import TORCHRUN, arguments, finish, start
+
+DEADLY = """\
+import os
+import signal
+import sys
+
+import schedir.training.data
+from schedir.schedules import one_f_one_b as mine
+
+drawn = schedir.training.data.Batches.batch
+
+
+def batch(self, step):
+    if step == 2 and os.environ.get("RANK") == "1":
+        {how}
+    return drawn(self, step)
+
+
+schedir.training.data.Batches.batch = batch
+"""
+KILL = "os.kill(os.getpid(), signal.SIGKILL)"
+
+
+def dying(config: str, tmp_path: Path, how: str, transport: str) -> list[str]:
+    """What `schedir train` is told, for a run whose second of three ranks dies."""
+    schedule = tmp_path / "mine.py"
+    schedule.write_text(DEADLY.format(how=how))
+    sets = ["pipeline.ranks=3", "pipeline.tp=1", "pipeline.stages_per_rank=1", "model.layers=3",
+            f"train.transport={transport}", f"pipeline.schedule={schedule}:mine"]  # fmt: skip
+    return arguments(config, tmp_path / "out", *sets)
+
+
+@pytest.mark.parametrize(
+    ("how", "transport", "said"),
+    [
+        (KILL, "shared", "rank 1 was ended by signal 9 (Killed); the others were stopped"),
+        (KILL, "gloo", "rank 1 was ended by signal 9 (Killed); the others were stopped"),
+        ("os._exit(7)", "gloo", "rank 1 ended with exit code 7; the others were stopped"),
+        ("os._exit(0)", "shared", "rank 1 ended with exit code 0; the others were stopped"),
+        ("os._exit(2)", "gloo", "rank 1 ended with exit code 2; the others were stopped"),
+        ("raise KeyboardInterrupt", "shared", "rank 1: interrupted"),
+        ("sys.exit(3)", "gloo", "rank 1: sys.exit(3) was called"),
+    ],
+)
+def test_the_launcher_says_who_died_and_how(
+    config: str, tmp_path: Path, how: str, transport: str, said: str
+) -> None:
+    command = [sys.executable, "-m", "schedir", *dying(config, tmp_path, how, transport)]
+    code, _, err = finish(start(command))
+    assert (code, err) == (1, said + "\n")
+
+
+@pytest.mark.parametrize(
+    ("how", "said"),
+    [
+        ("os._exit(0)", "rank 1 ended with exit code 0; the others were stopped"),
+        ("os._exit(1)", "rank 1 ended with exit code 1; the others were stopped"),
+    ],
+)
+def test_a_warning_says_nothing_of_a_death(
+    config: str, tmp_path: Path, how: str, said: str
+) -> None:
+    command = [sys.executable, "-m", "schedir", *dying(config, tmp_path, how, "gloo")]
+    schedule = tmp_path / "mine.py"
+    schedule.write_text(f"import warnings\n{schedule.read_text()}\nwarnings.warn('odd')\n")
+    code, _, err = finish(start(command))
+    assert code == 1 and "UserWarning: odd" in err and err.endswith(f"\n{said}\n")
+    assert not (tmp_path / "out" / "summary.json").exists()
+
+
+@pytest.mark.parametrize(
+    ("how", "said"),
+    [
+        ("raise ConnectionResetError('connection reset by the store')",
+         "ConnectionResetError: connection reset by the store"),
+        ("raise RuntimeError(100_000 * 'x')", f"RuntimeError: {1000 * 'x'}..."),
+        ("raise Unsaid", "Unsaid"),
+        ("raise NotImplementedError", "NotImplementedError"),
+    ],
+)  # fmt: skip
+def test_what_a_module_raises_is_said_as_its_own(how: str, said: str) -> None:
+    class Unsaid(Exception):
+        def __str__(self) -> str:
+            raise ValueError
+
+    class Raises(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            exec(how, {"Unsaid": Unsaid})
+            return x
+
+    program = compile(one_f_one_b, Plan(1, 2))
+    world = InProcess(program, [Raises(2, 2)], loss=torch.dist, boundary=(2, 2))
+    with pytest.raises(ExecutionError) as error:
+        world.step(torch.ones(2, 2, 2), torch.ones(2, 2, 2))
+    assert error.value.fact == said
+
+
+@pytest.mark.parametrize("transport", ["shared", "gloo"])
+def test_under_torchrun_a_neighbour_says_who_died(
+    config: str, tmp_path: Path, transport: str
+) -> None:
+    agent = [*TORCHRUN, "--standalone", "--nproc-per-node", "3", "-m", "schedir"]
+    code, _, err = finish(start([*agent, *dying(config, tmp_path, KILL, transport)]))
+    ours = [line for line in err.splitlines() if line.startswith("rank ")]
+    assert code == 1 and "pair.cc" not in err
+    # torchrun, which ends the others at once, says it too, and may be the first to see it.
+    assert len(ours) <= 1 and all("rank 1 has left: its process" in line for line in ours)
+    assert ours or "(SIGKILL)" in err

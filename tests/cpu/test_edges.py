@@ -1,0 +1,198 @@
+"""Transports beside Gloo: the queues that NCCL gives, over Gloo, and shared memory."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from schedir import compile, draft
+from schedir.analysis.graph import Model
+from schedir.errors import DeadlockError
+from schedir.ir.ops import SENDS, Lane
+from schedir.ir.plan import Plan
+from schedir.ir.program import Program
+from schedir.passes.share_slots import Choice
+from schedir.schedules import gpipe, interleaved, one_f_one_b
+from schedir.transports.edges import Edge, Grouped, directed_edges
+from schedir.transports.processes import Processes
+from schedir.transports.shared import Shared
+from schedir.transports.transport import Work
+from schedir.verify.check import check
+from tests.cpu.spawn import RankError, run
+from tests.cpu.strict import Strict
+from tests.cpu.tiny_stages import batch, expected, gpt_executor, gradients_by_stage, same_bits, zb
+from tests.pure.test_check import naive
+
+TRANSPORTS: dict[str, type[Processes]] = {
+    "edge": Edge,
+    "grouped": Grouped,
+    "strict": Strict,
+    "shared": Shared,
+}
+
+
+def _step(transport: Processes, program: Program) -> Any:
+    executor = gpt_executor(program, transport)
+    for _ in range(2):
+        executor.step(*batch(program.plan.microbatches))
+    return gradients_by_stage(executor)
+
+
+def one_rank(rank: int, kind: str, schedule: Any, plan: Plan, tp: int) -> Any:
+    model: Model = TRANSPORTS[kind].model
+    program = compile(schedule, plan, tp=tp, model=model, tied=True, overlap=True)
+    return _step(TRANSPORTS[kind](program), program)
+
+
+@pytest.mark.parametrize(
+    ("kind", "schedule", "plan"),
+    [
+        ("edge", one_f_one_b, Plan(3, 4)),
+        ("edge", interleaved, Plan(2, 4, 2)),  # both neighbours are the same peer
+        ("grouped", one_f_one_b, Plan(3, 4)),
+        ("grouped", interleaved, Plan(2, 4, 2)),
+        ("strict", one_f_one_b, Plan(3, 4)),
+        ("strict", gpipe, Plan(2, 3)),
+        ("shared", zb, Plan(3, 4)),
+        ("shared", interleaved, Plan(2, 4, 2)),
+    ],
+)
+def test_the_bits_of_the_reference(kind: str, schedule: Any, plan: Plan) -> None:
+    _, right = expected(plan)
+    results = run(one_rank, plan.ranks, kind, schedule, plan, 1)
+    got = {s: g for grads in results for s, g in grads.items()}
+    assert same_bits([got[s] for s in range(plan.stages)], right)
+
+
+def test_programs_have_groups_to_issue() -> None:
+    for schedule, plan in ((one_f_one_b, Plan(3, 4)), (interleaved, Plan(2, 4, 2))):
+        program = compile(schedule, plan, model="device", overlap=True)
+        assert all(stream.joined.any() for stream in program.streams)
+
+
+def test_edges_and_tensor_parallel_groups_together() -> None:
+    """Scattered messages cross the edges of each slice, and all transports give the same bits."""
+    plan = Plan(2, 3)
+    edge, *others = (run(one_rank, 4, kind, one_f_one_b, plan, 2) for kind in TRANSPORTS)
+    for other in others:
+        for one, same in zip(edge, other, strict=True):
+            assert same_bits(list(one.values()), list(same.values()))
+
+
+class Static(Edge):
+    """Sends what lies in static memory, as NCCL does, and notes where that is."""
+
+    def __init__(self, program: Program) -> None:
+        self.sent: list[int] = []
+        super().__init__(program)
+        self.static = True
+
+    def send(self, tensor: Tensor, peer: int, lane: Lane) -> Work:
+        self.sent.append(tensor.data_ptr())
+        return super().send(tensor, peer, lane)
+
+
+def addresses(rank: int, schedule: Any, plan: Plan, tp: int, slots: Choice | None) -> Any:
+    """Whether what is sent lies in the same places in each of two steps, how many, and bits."""
+    program = compile(schedule, plan, tp=tp, tied=True, slots=slots)
+    transport = Static(program)
+    transport.sent.clear()
+    grads = _step(transport, program)
+    sent = transport.sent
+    return sent[: len(sent) // 2] == sent[len(sent) // 2 :], len({*sent}), grads
+
+
+@pytest.mark.parametrize("slots", [None, "fewest"])
+@pytest.mark.parametrize(("schedule", "plan"), [(zb, Plan(2, 4)), (interleaved, Plan(2, 4, 2))])
+def test_what_is_sent_lies_in_static_memory(
+    schedule: Any, plan: Plan, slots: Choice | None
+) -> None:
+    _, right = expected(plan)
+    results = run(addresses, plan.ranks, schedule, plan, 1, slots)
+    program = compile(schedule, plan, tied=True, slots=slots)
+    got = {s: g for _, _, grads in results for s, g in grads.items()}
+    assert same_bits([got[s] for s in range(plan.stages)], right)
+    for (same, places, _), stream in zip(results, program.streams, strict=True):
+        sends = sum(op in SENDS for op, _, _ in stream)
+        assert same and 0 < places <= sends and (places == sends) == (slots is None)
+
+
+def test_parts_of_boundaries_lie_in_static_memory() -> None:
+    plan = Plan(2, 3)
+    static = run(addresses, 4, one_f_one_b, plan, 2, None)
+    plain = run(one_rank, 4, "edge", one_f_one_b, plan, 2)
+    for (same, places, grads), right in zip(static, plain, strict=True):
+        assert same and places == 3
+        assert same_bits([*grads.values()], [*right.values()])
+
+
+def without_check(rank: int, kind: str) -> Any:
+    """A program that is legal under `edge` alone, on a transport that says it were that."""
+    program = naive(draft(one_f_one_b, Plan(2, 4)))
+    transport: Processes = Strict(program, waits=2.0) if kind == "strict" else Edge(program)
+    with pytest.raises(DeadlockError):
+        check(program, "device")
+    transport.model = "edge"
+    return len(_step(transport, program))
+
+
+def test_what_the_model_forbids_hangs_where_it_is_strict_and_only_there() -> None:
+    assert run(without_check, 2, "edge") == [1, 1]
+    with pytest.raises(RankError) as error:
+        run(without_check, 2, "strict", limit=30)
+    assert any("Stuck" in tb for tb in error.value.tracebacks.values())
+
+
+def groups_made(rank: int) -> Any:
+    """The groups that this process takes part in making, in order, and its own edges."""
+    made, new_group = [], dist.new_group
+
+    def noted(ranks: list[int], *args: Any, **options: Any) -> Any:
+        made.append(tuple(ranks))
+        return new_group(ranks, *args, **options)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(dist, "new_group", noted)
+        transport = Edge(compile(interleaved, Plan(2, 4, 2), tp=2))
+    return made, sorted(transport.edge_groups)
+
+
+def test_every_process_makes_the_same_groups_in_one_order() -> None:
+    results = run(groups_made, 4)
+    program = compile(interleaved, Plan(2, 4, 2), tp=2)
+    assert len({tuple(made) for made, _ in results}) == 1
+    assert results[0][0] == [(0, 2), (1, 3)] * 4  # two lanes, each in both directions
+    for _, own in results:
+        assert own == directed_edges(program)
+
+
+def test_edges_of_a_chain() -> None:
+    edges = directed_edges(compile(one_f_one_b, Plan(3, 4)))
+    assert [(e.lane.name, e.source, e.target) for e in edges] == [
+        ("ACT", 0, 1),
+        ("ACT", 1, 2),
+        ("GRAD", 1, 0),
+        ("GRAD", 2, 1),
+    ]
+
+
+def held_back(rank: int) -> Any:
+    """To wait for a transfer of a group that is still open would be to wait for ever."""
+    transport = Grouped(compile(one_f_one_b, Plan(2, 2)))
+    transport.start_group()
+    work = transport.send(torch.zeros(1), 1 - rank, Lane.ACT)
+    with pytest.raises(AssertionError):
+        work.wait()
+    other = transport.recv(torch.empty(1), 1 - rank, Lane.GRAD)
+    transport.end_group()
+    other.wait()
+    work.wait()
+    return True
+
+
+def test_a_group_is_issued_at_its_end() -> None:
+    assert run(held_back, 2) == [True, True]

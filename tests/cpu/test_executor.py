@@ -1,0 +1,378 @@
+"""The executor: the bits of the reference, in any legal order, in one process."""
+
+from __future__ import annotations
+
+import random
+import warnings
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+from schedir.analysis.slots import KINDS
+from schedir.errors import ExecutionError, ModelError
+from schedir.ir.ops import COMPUTE, ROWS, SENDS, TRANSFERS, Per, Token
+from schedir.ir.plan import Plan
+from schedir.ir.program import Program
+from schedir.ir.ties import tied_stages
+from schedir.passes.compile import compile, lower
+from schedir.runtime import split_linears
+from schedir.runtime.executor import Executor
+from schedir.runtime.inprocess import InProcess
+from schedir.runtime.reference import reference
+from schedir.schedules import gpipe, one_f_one_b
+from schedir.schedules.words import B, F, Word
+from schedir.testing import plans, random_draft
+from schedir.training import gpt
+from schedir.transports.processes import Gloo
+from tests.cpu.spawn import RankError, run
+from tests.cpu.tiny_stages import (
+    BATCH,
+    BOUNDARY,
+    CONTEXT,
+    HIDDEN,
+    PLANS,
+    batch,
+    expected,
+    gpt_stages,
+    gradients,
+    same_bits,
+    zb,
+)
+
+
+@settings(max_examples=25)
+@given(
+    plans(ranks=3, microbatches=4, stages_per_rank=2),
+    st.integers(0, 2**32),
+    st.booleans(),
+    st.data(),
+)
+def test_random_schedules_in_random_orders_give_the_same_bits(
+    plan: Plan, seed: int, tied: bool, data: st.DataObject
+) -> None:
+    program = lower(_with(random_draft(plan, random.Random(seed)), tied))
+    assert program.ascending or plan.two_way
+    loss, right = expected(plan, tied, program if plan.two_way else None)
+    stages = gpt_stages(plan.stages, tied)
+    ranks = InProcess(program, stages, loss=gpt.loss, boundary=BOUNDARY)
+    inputs, targets, scale = batch(plan.microbatches)
+    for order in [None, *data.draw(st.lists(st.integers(0, 2**32), min_size=1, max_size=2))]:
+        assert torch.equal(ranks.step(inputs, targets, scale, seed=order), loss)
+        assert same_bits(gradients(stages), right)
+
+
+def _with(program: Program, tied: bool) -> Program:
+    return replace(program, tied=tied_stages(tied, program.plan))
+
+
+def _vee(r: int, P: int, m: int) -> Word:
+    return m * F[0] + m * F[1] + m * B[1] + m * B[0]
+
+
+@pytest.mark.parametrize(("schedule", "plan"), [*PLANS, (_vee, Plan(3, 3, placement="vee"))])
+def test_in_process(schedule: Any, plan: Plan) -> None:
+    loss, right = expected(plan)
+    stages = gpt_stages(plan.stages)
+    for overlap in (False, True):
+        program = compile(schedule, plan, tied=True, model="edge", overlap=overlap)
+        ranks = InProcess(program, stages, loss=gpt.loss, boundary=BOUNDARY)
+        for seed in (None, 0, 1):
+            assert torch.equal(ranks.step(*batch(plan.microbatches), seed=seed), loss)
+            assert same_bits(gradients(stages), right)
+
+
+# ---------------------------------------------------------------- refusals
+
+
+def _two_programs(rank: int) -> None:
+    Gloo(compile([gpipe, one_f_one_b][rank], Plan(2, 4)))
+
+
+def _wrong_world(rank: int) -> None:
+    Gloo(compile(gpipe, Plan(3, 4)))
+
+
+@pytest.mark.parametrize("fn", [_two_programs, _wrong_world])
+def test_ranks_that_disagree_fail_at_once(fn: Any) -> None:
+    with pytest.raises(RankError) as caught:
+        run(fn, 2)
+    assert all("ModelError" in tb for tb in caught.value.tracebacks.values())
+
+
+def _in_process(program: Program, stages: list[nn.Module]) -> InProcess:
+    return InProcess(program, stages, loss=gpt.loss, boundary=BOUNDARY)
+
+
+def test_models_that_do_not_fit_are_refused() -> None:
+    plan = Plan(2, 2)
+    tied, untied = gpt_stages(2), gpt_stages(2, tied=False)
+    for program, stages in [
+        (compile(gpipe, plan), tied),
+        (compile(gpipe, plan, tied=True), untied),
+        (compile(gpipe, plan, tp=2, tied=True), tied),
+        (compile(gpipe, plan, tied=True), tied[:1]),
+    ]:
+        with pytest.raises(ModelError):
+            _in_process(program, stages)
+
+
+def test_a_failing_stage_is_named() -> None:
+    class Broken(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            raise ValueError("no such luck\nat all")
+
+    program = compile(gpipe, Plan(2, 2), tied=False)
+    stages = gpt_stages(2, tied=False)
+    stages[1] = Broken(1, 1)
+    with pytest.raises(ExecutionError) as caught:
+        _in_process(program, stages).step(*batch(2))
+    site = caught.value.sites[0]
+    assert (site.rank, str(site.instr)) == (1, "F 1.0") or str(site.instr) == "F 1.1"
+    with pytest.raises(ExecutionError):
+        _in_process(program, stages).step([], [])
+
+
+@pytest.mark.parametrize("wrong", [lambda x: (x, x), lambda x: x[:, :1], lambda x: x.double()])
+def test_what_does_not_fit_the_boundary_is_refused(wrong: Any) -> None:
+    class Odd(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = gpt_stages(2, tied=False)[0]
+
+        def forward(self, x: Tensor) -> Any:
+            return wrong(self.inner(x))
+
+    program = compile(gpipe, Plan(2, 2))
+    stages = [Odd(), gpt_stages(2, tied=False)[1]]
+    with pytest.raises(ExecutionError) as caught:
+        _in_process(program, stages).step(*batch(2))
+    assert isinstance(caught.value.__cause__, ModelError)
+    assert caught.value.sites[0].rank == 0
+
+
+def test_what_cannot_be_split_runs_whole_with_one_warning_each() -> None:
+    class Plain(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.ones(HIDDEN))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return x * self.weight
+
+    def loss(y: Tensor, target: Tensor) -> Tensor:
+        return (y - target).square().sum()
+
+    x = torch.randn(3, BATCH, CONTEXT, HIDDEN)
+    plan = Plan(2, 3)
+    one, other = [Plain(), Plain()], [Plain(), Plain()]
+    reference(one, x, x + 1, loss=loss)
+    ranks = InProcess(compile(zb, plan), other, loss=loss, boundary=BOUNDARY)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        ranks.step(x, x + 1)
+    assert same_bits(gradients(one), gradients(other))
+    assert len(caught) == 2 and all("Plain" in str(w.message) for w in caught)
+
+
+class Scale(nn.Module):
+    """Multiplies by a weight, whose type may be another than the boundary's."""
+
+    def __init__(self, dtype: torch.dtype = torch.float32) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.full((HIDDEN,), 1.5, dtype=dtype))
+        self.bias = nn.Parameter(torch.ones(HIDDEN))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.tanh(x * self.weight.float() + self.bias)
+
+
+def _squares(y: Tensor, target: Tensor) -> Tensor:
+    return (y - target).square().sum()
+
+
+@pytest.mark.parametrize("schedule", [one_f_one_b, zb])
+@pytest.mark.parametrize("frozen", [(0,), (1,), (0, 1), (0, 1, 2), "parameterless", "mixed"])
+@pytest.mark.filterwarnings("ignore:Scale .* is not split")
+def test_stages_that_have_little_to_train(schedule: Any, frozen: Any) -> None:
+    x = torch.randn(4, BATCH, CONTEXT, HIDDEN, generator=torch.Generator().manual_seed(0))
+
+    def stages() -> list[nn.Module]:
+        if frozen == "parameterless":
+            return [nn.Tanh(), Scale(), nn.Tanh()]
+        if frozen == "mixed":
+            return [Scale(torch.bfloat16), Scale(), Scale(torch.float64)]
+        made: list[nn.Module] = [Scale(), Scale(), Scale()]
+        for k in frozen:
+            made[k].requires_grad_(False)
+        return made
+
+    one, other = stages(), stages()
+    total = reference(one, x, x + 1, loss=_squares, scale=0.5)
+    program = compile(schedule, Plan(3, 4), clip=True)
+    ranks = InProcess(program, other, loss=_squares, boundary=BOUNDARY, max_norm=1e9)
+    for _ in range(2):
+        assert torch.equal(ranks.step(x, x + 1, 0.5), total)
+        assert same_bits(gradients(one), gradients(other))
+    assert frozen == (0, 1, 2) or any(g.any() for grads in gradients(one) for g in grads.values())
+
+
+def test_a_frozen_tied_weight_is_refused() -> None:
+    stages = gpt_stages(2)
+    stages[0].requires_grad_(False)
+    with pytest.raises(ModelError) as caught:
+        _in_process(compile(gpipe, Plan(2, 2), tied=True), stages)
+    assert "stage 0" in caught.value.fact and "frozen" in caught.value.fact
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_what_is_sent_is_let_go_as_the_step_goes(overlap: bool) -> None:
+    plan = Plan(4, 16)
+    program = compile(one_f_one_b, plan, tied=True, overlap=overlap, model="edge")
+    ranks = _in_process(program, gpt_stages(4))
+    most = {(r, op): 0 for r in range(4) for op in SENDS}
+    for r, rank in enumerate(ranks.ranks):
+
+        def watched(k: int, r: int = r, rank: Any = rank, call: Any = rank.call) -> None:
+            call(k)
+            for op in SENDS:
+                held = sum(rank.stream[sent].op == op for sent in rank.sending)
+                most[r, op] = max(most[r, op], held)
+
+        rank.call = watched  # type: ignore[method-assign]
+    ranks.step(*batch(16), seed=1)
+    assert not any(rank.sending for rank in ranks.ranks)
+    # What the schedule holds, and one or two that are let go after the next was sent.
+    assert all(held <= 4 - r + 1 for (r, _), held in most.items()) and most[0, SENDS[0]] >= 3
+
+
+def test_optimizers_may_forget_gradients_between_steps() -> None:
+    """Three steps, with zero_grad between them or not, train alike, and like the reference."""
+    plan, trained = Plan(2, 3), []
+    for how in ("kept", "forgotten", "reference"):
+        stages = gpt_stages(2, tied=False)
+        ranks = _in_process(compile(one_f_one_b, plan), stages)
+        for step in range(3):
+            inputs, targets, scale = batch(3, seed=step)
+            if how == "reference":
+                reference(stages, inputs, targets, loss=gpt.loss, scale=scale)
+            else:
+                ranks.step(inputs, targets, scale)
+            for p in (p for s in stages for p in s.parameters()):
+                assert p.grad is not None
+                p.data.sub_(p.grad, alpha=0.5)
+                if how == "forgotten":  # as zero_grad(set_to_none=True) does
+                    p.grad = None
+        trained.append([{n: p.detach() for n, p in s.named_parameters()} for s in stages])
+    assert same_bits(trained[0], trained[1]) and same_bits(trained[0], trained[2])
+    assert not same_bits(trained[0], [dict(s.named_parameters()) for s in gpt_stages(2, False)])
+
+
+class Block(nn.Module):
+    """A residual block of torch's own layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(HIDDEN, 24), nn.GELU(), nn.Linear(24, HIDDEN))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = x + self.layers(x)
+        return y
+
+
+def _blocks() -> list[nn.Module]:
+    torch.manual_seed(1)
+    return [Block(), Block()]
+
+
+def test_split_layers_leave_their_gradients_to_w() -> None:
+    x = torch.randn(4, BATCH, CONTEXT, HIDDEN, generator=torch.Generator().manual_seed(0))
+    one, other = _blocks(), [split_linears(block) for block in _blocks()]
+    reference(one, x, x + 1, loss=_squares)
+    ranks = InProcess(compile(zb, Plan(2, 4)), other, loss=_squares, boundary=BOUNDARY)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        ranks.step(x, x + 1)
+    assert same_bits(gradients(one), gradients(other))
+    plain = InProcess(compile(zb, Plan(2, 4)), _blocks(), loss=_squares, boundary=BOUNDARY)
+    with pytest.warns(
+        UserWarning, match=r"stage [01].*layers\.0 \(Linear\), layers\.2.*split_linears"
+    ):
+        plain.step(x, x + 1)
+
+
+def test_linears_whose_weights_have_hooks_run_whole() -> None:
+    stages = [split_linears(block) for block in _blocks()]
+    for block in stages:
+        for layer in block.modules():
+            if isinstance(layer, nn.Linear):
+                layer.weight.register_hook(lambda grad: grad / 2)
+    x = torch.randn(4, BATCH, CONTEXT, HIDDEN)
+    ranks = InProcess(compile(zb, Plan(2, 4)), stages, loss=_squares, boundary=BOUNDARY)
+    with pytest.warns(UserWarning, match=r"layers\.0 \(SplitLinear\)"):
+        ranks.step(x, x + 1)
+
+
+def test_a_split_that_does_not_happen_is_refused() -> None:
+    """As under torch.compile, whose backward is a graph of its own."""
+
+    class Traced(Block):
+        def forward(self, x: Tensor) -> Tensor:
+            weight, bias, *_ = self.parameters()
+            return x + torch.nn.functional.linear(x, weight, bias)[..., :HIDDEN]
+
+    x = torch.randn(4, BATCH, CONTEXT, HIDDEN)
+    stages = [split_linears(Traced()), split_linears(Block())]
+    ranks = InProcess(compile(zb, Plan(2, 4)), stages, loss=_squares, boundary=BOUNDARY)
+    with pytest.raises(ExecutionError) as caught:
+        ranks.step(x, x + 1)
+    assert "Traced (stage 0)" in str(caught.value) and "I 0." in str(caught.value)
+
+
+def test_evaluation_has_no_gradients() -> None:
+    plan = Plan(2, 3)
+    program = compile(lambda r, P, m: m * F, plan)
+    stages = gpt_stages(2, tied=False)
+    loss, _ = expected(plan, tied=False)
+    got = _in_process(program, stages).step(*batch(3))
+    assert torch.equal(got, loss)
+    assert not any(g.any() for grads in gradients(stages) for g in grads.values())
+
+
+def test_rows_do_not_lie() -> None:
+    """Each instruction of a middle stage finds, leaves and clears what its row declares."""
+    met = set()
+    for schedule in (one_f_one_b, zb):
+        program = compile(schedule, Plan(3, 3), tied=True)
+        ranks = InProcess(program, gpt_stages(3), loss=gpt.loss, boundary=BOUNDARY)
+        middle = ranks.ranks[1]
+        call = middle.call
+
+        def watched(k: int, call: Any = call, middle: Executor = middle) -> None:
+            instr = middle.stream[k]
+            row = ROWS[instr.op]
+
+            def held() -> set[Token]:
+                return {
+                    t
+                    for t in KINDS
+                    if (at := middle.assigned.get((t, 1, instr.mb))) is not None
+                    and middle.slots[t].values[at] is not None
+                }
+
+            before = held()
+            call(k)
+            after, known = held(), {*KINDS}
+            if row.per is Per.MICROBATCH:
+                assert {*row.needs} & known <= before, instr
+                assert after - before == {*row.gives} & known - before, instr
+                assert before - after == {*row.frees} & known, instr
+                met.add(row.op)
+
+        middle.call = watched  # type: ignore[method-assign]
+        ranks.step(*batch(3))
+    assert met == {*COMPUTE, *TRANSFERS}

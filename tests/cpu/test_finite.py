@@ -1,0 +1,271 @@
+"""Numbers that are not finite: no weight takes them on, nor what an optimizer keeps."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from copy import deepcopy
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from schedir import compile
+from schedir.ir.plan import Plan
+from schedir.ir.program import Program
+from schedir.runtime.inprocess import InProcess
+from schedir.runtime.precision import MainOptimizer, float32_gradients
+from schedir.runtime.rank import Boundary
+from schedir.schedules import one_f_one_b, pipedream_2bw
+from schedir.training import gpt
+from tests.cpu.tiny_stages import BOUNDARY, batch, gpt_stages, zb
+
+
+def sgd(**options: Any) -> Callable[[Any], Any]:
+    return partial(torch.optim.SGD, lr=0.1, momentum=0.9, dampening=0.5, **options)
+
+
+def adamw(**options: Any) -> Callable[[Any], Any]:
+    return partial(torch.optim.AdamW, lr=0.1, **options)
+
+
+class Stranger:
+    """An optimizer that knows nothing but to step."""
+
+    def __init__(self, parameters: list[nn.Parameter]) -> None:
+        self.parameters = parameters
+
+    def step(self) -> None:
+        with torch.no_grad():
+            for p in self.parameters:
+                assert p.grad is not None
+                p.sub_(p.grad, alpha=0.1)
+
+
+class Averaged(torch.optim.AdamW):
+    """An optimizer that does more than torch's own: it averages the weights."""
+
+    def __init__(self, parameters: list[nn.Parameter]) -> None:
+        super().__init__(parameters, lr=0.1, fused=True)
+        self.averages = [p.detach().clone() for p in parameters]
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        super().step(closure)
+        for average, p in zip(self.averages, self.param_groups[0]["params"], strict=True):
+            average.lerp_(p.detach(), 0.5)
+
+
+class Around:
+    """An optimizer around another one, as schedule-free ones are."""
+
+    def __init__(self, parameters: list[nn.Parameter]) -> None:
+        self.inner = torch.optim.AdamW(parameters, lr=0.1, fused=True)
+        self.averages = [torch.zeros(())]
+
+    def step(self) -> None:
+        self.inner.step()
+        self.averages[0] += 1
+
+
+def hooked(parameters: list[nn.Parameter]) -> Any:
+    """An optimizer with a hook on its step."""
+    optimizer: Any = torch.optim.AdamW(parameters, lr=0.1, fused=True)
+    optimizer.averages = [torch.zeros(())]
+    optimizer.register_step_post_hook(lambda *_: optimizer.averages[0].add_(1))
+    return optimizer
+
+
+def spoilt(stage: nn.Module) -> nn.Module:
+    """A stage whose output, or its gradient, is multiplied by what it is told."""
+    told: Any = stage
+    told.output = told.gradient = 1.0
+
+    def spoil(module: nn.Module, given: Any, y: Tensor) -> Tensor:
+        y = y * told.output
+        if told.gradient != 1.0:
+            y.register_hook(lambda dy: dy * told.gradient)
+        return y
+
+    stage.register_forward_hook(spoil)
+    return stage
+
+
+def world_of(program: Program, make: Any, dtype: torch.dtype = torch.float32) -> Any:
+    stages = [spoilt(stage.to(dtype)) for stage in gpt_stages(program.plan.stages, tied=False)]
+    wide = dtype != torch.float32
+    for stage in stages if wide else ():
+        float32_gradients(stage)
+    return InProcess(
+        program,
+        stages,
+        loss=gpt.loss,
+        boundary=Boundary(BOUNDARY.shape, dtype),
+        optimizer=(lambda ps: MainOptimizer(ps, make)) if wide else make,
+    )
+
+
+def learned(world: Any) -> list[Tensor]:
+    """Weights, and then the state of optimizers, cloned."""
+    weights = [
+        p for rank in world.ranks for s in rank.stages.values() for p in s.module.parameters()
+    ]
+    weights += [p for rank in world.ranks for p in getattr(rank.optimizer, "main", [])]
+    weights += [a for rank in world.ranks for a in getattr(rank.optimizer, "averages", [])]
+    optimizers = [getattr(rank.optimizer, "inner", rank.optimizer) for rank in world.ranks]
+    states = [each for one in optimizers for each in getattr(one, "state", {}).values()]
+    state = [t for each in states for t in each.values() if isinstance(t, Tensor)]
+    return [t.detach().clone() for t in (*weights, *state)]
+
+
+def set_stage(world: Any, stage: int, output: float = 1.0, gradient: float = 1.0) -> None:
+    for rank in world.ranks:
+        if stage in rank.stages:
+            rank.stages[stage].module.output = output
+            rank.stages[stage].module.gradient = gradient
+
+
+SPOILS = [
+    {"stage": 0, "output": math.nan},
+    {"stage": 1, "output": math.inf},
+    {"stage": 2, "output": math.nan},
+    {"stage": 2, "gradient": math.nan},  # of all; the loss is fine
+    {"stage": 0, "gradient": math.inf},  # of the first stage alone
+]
+
+
+@pytest.mark.parametrize("spoil", SPOILS, ids=str)
+@pytest.mark.parametrize("schedule", [one_f_one_b, zb])
+@pytest.mark.parametrize(
+    ("make", "dtype"),
+    [
+        (adamw(), torch.float32),
+        (adamw(fused=True), torch.float32),
+        (sgd(), torch.float32),
+        (sgd(fused=True), torch.float32),
+        (Stranger, torch.float32),
+        (Averaged, torch.float32),
+        (Around, torch.float32),
+        (hooked, torch.float32),
+        (adamw(), torch.bfloat16),
+        (adamw(fused=True), torch.bfloat16),
+    ],
+)
+def test_what_is_not_finite_is_as_if_it_had_not_been(
+    make: Any, dtype: torch.dtype, schedule: Any, spoil: dict[str, Any]
+) -> None:
+    """Before anything was learned, when no optimizer has a state, and after."""
+    program = compile(schedule, Plan(3, 4), clip=True)
+    ours, plain = world_of(program, make, dtype), world_of(program, make, dtype)
+    for step in range(2):
+        before = learned(ours)
+        set_stage(ours, **spoil)
+        ours.step(*batch(4, seed=7))
+        assert [rank.finite.tolist() for rank in ours.ranks] == [[False]] * 3
+        after = learned(ours)
+        assert all(torch.equal(a, b) for a, b in zip(before, after, strict=False))
+        set_stage(ours, spoil["stage"])
+        for world in (ours, plain):
+            world.step(*batch(4, seed=step))
+            assert [rank.finite.tolist() for rank in world.ranks] == [[True]] * 3
+        pairs = zip(learned(ours), learned(plain), strict=True)
+        assert all(torch.equal(a, b) for a, b in pairs)
+    assert not all(torch.equal(a, b) for a, b in zip(before, learned(ours), strict=False))
+
+
+def test_a_loss_alone_counts_though_its_gradients_are_finite() -> None:
+    """As of a token that a mask forbids: the loss is infinite, and its gradient is not."""
+    program = compile(one_f_one_b, Plan(2, 4), clip=True)
+
+    def loss(y: Tensor, target: Tensor) -> Tensor:
+        return gpt.loss(y, target) + (math.inf if target.sum() == 0 else 0.0)
+
+    stages = gpt_stages(2, tied=False)
+    world = InProcess(program, stages, loss=loss, boundary=BOUNDARY, optimizer=adamw())
+    inputs, targets, scale = batch(4)
+    targets[1] = 0
+    before = deepcopy([*stages[0].parameters()])
+    world.step(inputs, targets, scale)
+    assert [rank.finite.tolist() for rank in world.ranks] == [[False]] * 2
+    assert all(torch.equal(a, b) for a, b in zip(before, stages[0].parameters(), strict=True))
+
+
+@pytest.mark.parametrize("schedule", [one_f_one_b, zb])
+def test_a_loss_counts_though_no_gradient_tells(schedule: Any) -> None:
+    """As a mean over no tokens: torch gives a loss that is NaN, and gradients of zero."""
+    program = compile(schedule, Plan(3, 4), clip=True)
+    stages = gpt_stages(3, tied=False)
+
+    def mean(y: Tensor, target: Tensor) -> Tensor:
+        return nn.functional.cross_entropy(y.flatten(0, -2), target.flatten(), ignore_index=-1)
+
+    world = InProcess(program, stages, loss=mean, boundary=BOUNDARY, optimizer=adamw())
+    inputs, targets, scale = batch(4)
+    before = learned(world)
+    targets[2] = -1
+    assert world.step(inputs, targets, scale).isnan()
+    assert [rank.finite.tolist() for rank in world.ranks] == [[False]] * 3
+    after = learned(world)
+    assert all(torch.equal(a, b) for a, b in zip(before, after, strict=False))
+
+
+class Rotates(nn.Module):
+    """A complex parameter."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.w = nn.Parameter(torch.randn(5, 5, dtype=torch.complex64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (x.to(self.w.dtype) @ self.w).imag
+
+
+def test_the_norm_of_complex_gradients_is_that_of_both_parts() -> None:
+    torch.manual_seed(0)
+    stages, x = [Rotates(), Rotates()], torch.randn(4, 3, 5)
+    world = InProcess(
+        compile(one_f_one_b, Plan(2, 4), clip=True), stages,
+        loss=lambda y, t: y.square().sum(), boundary=(3, 5), max_norm=math.inf,
+    )  # fmt: skip
+    world.step(x, x)
+    grads = [p.grad for stage in stages for p in stage.parameters() if p.grad is not None]
+    whole = torch.stack([g.abs().double().square().sum() for g in grads]).sum().sqrt()
+    assert float(world.ranks[0].norm) == pytest.approx(float(whole), rel=1e-6)
+
+
+@pytest.mark.parametrize("clip", [False, True])
+def test_without_the_norm_each_rank_judges_by_its_own_gradients(clip: bool) -> None:
+    world = world_of(compile(one_f_one_b, Plan(3, 4), clip=clip), adamw())
+    set_stage(world, 1, gradient=math.inf)
+    world.step(*batch(4))
+    finite = [bool(rank.finite) for rank in world.ranks]
+    assert finite == [False, False, not clip]
+    left = [all(p.isfinite().all() for p in r.stages[k].module.parameters())
+            for k, r in enumerate(world.ranks)]  # fmt: skip
+    assert all(left)
+
+
+def test_gradients_that_are_not_finite_are_left_to_look_at() -> None:
+    world = world_of(compile(one_f_one_b, Plan(2, 2), clip=True), adamw())
+    set_stage(world, 0, gradient=math.inf)
+    world.step(*batch(2))
+    assert not all(g.isfinite().all() for g in world.ranks[0].stages[0].gradients.flat)
+    assert all(g.isfinite().all() for g in world.ranks[1].stages[1].gradients.flat)
+
+
+def test_each_update_of_a_step_has_its_own_word() -> None:
+    program = compile(pipedream_2bw, Plan(2, 6, updates=3, delay=1), clip=True)
+    ours, plain = world_of(program, adamw()), world_of(program, adamw())
+    inputs, targets, scale = batch(6)
+    last = ours.ranks[1].stages[1].module
+
+    seen: list[int] = []
+    last.register_forward_pre_hook(lambda *_: seen.append(1))
+    last.register_forward_hook(lambda m, g, y: y * (math.nan if len(seen) in (3, 4) else 1.0))
+    for world in (ours, plain):
+        world.step(inputs, targets, scale)
+    assert [rank.finite.tolist() for rank in ours.ranks] == [[True, False, True]] * 2
+    assert all(t.isfinite().all() for t in learned(ours))
+    pairs = zip(learned(ours), learned(plain), strict=True)
+    assert not all(torch.equal(a, b) for a, b in pairs)

@@ -1,0 +1,175 @@
+"""Gathers in flight while layers talk: the bits of the reference, and the predicted times."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from schedir import Costs, compile, simulate
+from schedir.analysis.graph import Graph
+from schedir.ir.ops import TRANSFERS
+from schedir.ir.plan import Plan
+from schedir.passes.share_slots import Choice
+from schedir.runtime.executor import Executor
+from schedir.runtime.inprocess import InProcess
+from schedir.runtime.rank import Boundary
+from schedir.runtime.reference import reference
+from schedir.schedules import gpipe, interleaved, one_f_one_b
+from schedir.schedules.words import Schedule
+from schedir.testing import tiny
+from schedir.training import gpt
+from schedir.transports.processes import Gloo
+from schedir.transports.streams import StreamHub, StreamMailbox, _Point
+from schedir.transports.transport import Work
+from tests.cpu.spawn import run
+from tests.cpu.tiny_stages import BOUNDARY, batch, config, gradients, paired, same_bits, zb
+from tests.cpu.virtual_gpu import VirtualGPU, charge, copies, install
+from tests.laws import plan_of
+
+PLANS = [
+    (paired, Plan(2, 4)),
+    (one_f_one_b, Plan(2, 4)),
+    (zb, Plan(2, 4)),
+    (interleaved, Plan(2, 4, 2)),
+]
+SLOTS: list[Choice | None] = [None, "fewest"]
+
+
+class Late(Gloo):
+    """A transport whose gathers write as late as they may.
+
+    Until it is waited for, a gather has spoilt what it is to write; and nobody may write what it
+    reads.
+    """
+
+    def __init__(self, program: Any) -> None:
+        super().__init__(program)
+        self.open: set[_LateGather] = set()
+        self.beside = 0  # collectives of layers that were called while a gather was in flight
+
+    def all_gather(self, whole: Tensor, shard: Tensor) -> Work:
+        return _LateGather(self, whole, shard)
+
+    def all_reduce_of_layers(self, tensor: Tensor, *args: Any, **how: Any) -> Any:
+        if how.get("group") is self.tp_group:
+            self.beside += bool(self.open)
+        return _ALL_REDUCE(tensor, *args, **how)
+
+
+_ALL_REDUCE = dist.all_reduce
+
+
+class _LateGather:
+    def __init__(self, transport: Late, whole: Tensor, shard: Tensor) -> None:
+        self.transport, self.whole, self.shard = transport, whole, shard
+        self.read, self.written = shard.clone(), whole.clone()
+        own = self.written.view(transport.tp, -1)[transport.tp_rank]
+        self.work = Gloo.all_gather(transport, self.written, own)
+        whole.fill_(torch.nan)
+        shard.copy_(self.read)
+        transport.open.add(self)
+
+    def wait(self) -> None:
+        self.transport.open.remove(self)
+        self.work.wait()
+        assert torch.equal(self.shard, self.read)
+        self.whole.copy_(self.written)
+
+
+def one_rank(rank: int, schedule: Any, plan: Plan) -> list[tuple[bool, int]]:
+    """Whether the bits are those of the reference, and what was called beside a gather."""
+    inputs, targets, scale = batch(plan.microbatches)
+    found = []
+    for slots in SLOTS:
+        program = compile(schedule, plan, tp=2, model="edge", tied=True, overlap=True, slots=slots)
+        transport = Late(program)
+        group = transport.tp_group
+        loss = partial(gpt.loss, tp=group)
+        ours, right = (
+            [gpt.build_stage(config(plan.stages), s, plan.stages, tp=group) for s in own]
+            for own in (plan.stages_of[transport.rank], range(plan.stages))
+        )
+        stages = dict(zip(plan.stages_of[transport.rank], ours, strict=True))
+        executor = Executor(
+            program, transport.rank, stages, transport, loss=loss, boundary=BOUNDARY
+        )
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(dist, "all_reduce", transport.all_reduce_of_layers)
+            for _ in range(2):  # twice: a step leaves nothing behind
+                executor.step(inputs, targets, scale)
+        assert not transport.open
+        reference(right, inputs, targets, loss=loss, scale=scale)
+        wanted = [gradients(right)[s] for s in stages]
+        found.append((same_bits(gradients(ours), wanted), transport.beside))
+    return found
+
+
+@pytest.mark.parametrize(("schedule", "plan"), PLANS)
+def test_the_bits_of_the_reference_with_gathers_in_flight(schedule: Any, plan: Plan) -> None:
+    results = run(one_rank, 4, schedule, plan)
+    assert all(same for found in results for same, _ in found)
+    for of_slots in zip(*results, strict=True):
+        assert any(beside for _, beside in of_slots)
+
+
+# ---------------------------------------------------------------- on a GPU that is not there
+
+
+class Sliced(StreamMailbox):
+    """One of two tensor-parallel ranks; the other's part is what this one has."""
+
+    tp = 2
+
+    def __init__(self, hub: StreamHub, rank: int, gpu: VirtualGPU, seconds: float) -> None:
+        super().__init__(hub, rank, {}, "edge")
+        self.gpu, self.seconds = gpu, seconds
+        self.messages, self.gathers = torch.cuda.Stream(), torch.cuda.Stream()
+
+    def aside(self) -> AbstractContextManager[object]:
+        return torch.cuda.stream(self.messages)
+
+    def all_gather(self, whole: Tensor, shard: Tensor) -> Work:
+        self.gathers.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self.gathers):
+            whole.view(self.tp, -1)[1].copy_(shard)
+            self.gpu.work(self.seconds)
+            return _Point(self.gathers)
+
+
+@pytest.mark.parametrize("schedule", [gpipe, one_f_one_b, interleaved])
+@pytest.mark.parametrize("slots", [None, "fewest"])
+def test_gathers_run_beside_computes_as_predicted(
+    schedule: Schedule, slots: Choice | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    costs = Costs(F=2.0, I=2.0, W=1.0, send=0.25, gather=0.75)
+    plan = plan_of(schedule, 4, 5)
+    program = compile(schedule, plan, tp=2, model="edge", costs=costs, overlap=True, slots=slots)
+    boundary = Boundary((2, tiny.WIDTH), torch.float64)
+    gpu, hub, stages = install(monkeypatch), StreamHub(), tiny.tiny_stages(plan.stages)
+    ranks = InProcess.__new__(InProcess)  # which refuses tensor-parallel ranks
+    ranks.program, ranks.graph, ranks.second_holders = program, Graph(program, "edge"), []
+    ranks.mail = [Sliced(hub, rank, gpu, 0.75) for rank in range(plan.ranks)]
+    ranks.ranks = []
+    for rank, mail in enumerate(ranks.mail):
+        own = {s: stages[s] for s in plan.stages_of[rank]}
+        executor = Executor(program, rank, own, mail, loss=tiny.loss, boundary=boundary)
+        ranks.ranks.append(executor)
+    charge(ranks, gpu, replace(costs, gather=0.0))
+    for _ in range(2):
+        gpu.host = gpu.over
+        with copies(gpu, costs):
+            ranks.step(*tiny.batch(plan.microbatches))
+    timeline, predicted = ranks.timeline(), simulate(program, costs, model="edge")
+    for name in ("start", "end"):
+        moves = ~np.isin(timeline.spans["op"], TRANSFERS) | (name == "end")
+        np.testing.assert_allclose(
+            timeline.spans[name][moves], predicted.spans[name][moves], atol=1e-9
+        )

@@ -1,0 +1,71 @@
+"""Hugging Face's GPT-2, cut by hand: the example on processes, and beside the whole model."""
+
+import runpy
+from typing import Any
+
+import pytest
+import torch
+
+import schedir
+from schedir import Plan
+from schedir.runtime import split_linears
+from schedir.runtime.inprocess import InProcess
+from schedir.runtime.rank import Boundary
+from tests.cpu.training import ROOT, TORCHRUN, finish, start
+
+pytest.importorskip("transformers")
+EXAMPLE = ROOT / "examples/gpt2.py"
+
+
+def test_four_processes_print_what_one_does() -> None:
+    one, four = (
+        start([TORCHRUN[0], str(EXAMPLE)]),
+        start([*TORCHRUN, "--nproc-per-node=4", str(EXAMPLE)]),
+    )
+    (code, alone, err), (codes, apart, errs) = finish(one), finish(four)
+    assert (code, codes) == (0, 0), err + errs
+    assert alone == apart
+    losses = [float(line.split()[-1]) for line in alone.splitlines()]
+    assert len(losses) == 10 and losses[-1] < losses[0] - 0.5
+
+
+@pytest.mark.parametrize(
+    ("schedule", "plan"),
+    [
+        ("one_f_one_b", Plan(4, 6)),
+        ("zb_h1", Plan(4, 6)),
+        ("zb_v", Plan(2, 6, 2, "vee")),  # the tied weight's copies are on one rank
+    ],
+    ids=lambda case: case if isinstance(case, str) else "",
+)
+def test_gradients_of_the_whole_model(schedule: str, plan: Plan) -> None:
+    example: Any = runpy.run_path(str(EXAMPLE))
+    torch.manual_seed(0)
+    config = example["GPT2Config"](
+        n_layer=4, n_embd=32, n_head=2, vocab_size=64, n_positions=16,
+        bos_token_id=0, eos_token_id=0, use_cache=False,
+        embd_pdrop=0.0, attn_pdrop=0.0, resid_pdrop=0.0,
+    )  # fmt: skip
+    model = example["GPT2LMHeadModel"](config).train()
+    tokens = torch.randint(64, (6, 2, 17))
+    inputs, targets = tokens[..., :-1], tokens[..., 1:]
+    expected = torch.zeros(())
+    for x, target in zip(inputs, targets, strict=True):
+        loss = example["summed_loss"](model(x).logits, target) / 10
+        loss.backward()
+        expected += loss.detach() * 10
+    plain = {name: p.grad.clone() for name, p in model.named_parameters()}
+    model.zero_grad()
+    stages = [example["Stage"](model, number) for number in range(4)]
+    if schedule.startswith("zb"):
+        stages = [split_linears(stage) for stage in stages]
+    ties = schedir.ties(stages)
+    program = schedir.compile(getattr(schedir.schedules, schedule), plan, tied=ties)
+    loss, boundary = example["summed_loss"], Boundary((2, 16, 32))
+    ranks = InProcess(program, stages, loss=loss, boundary=boundary, tied=ties)
+    total = ranks.step(inputs, targets, scale=0.1)
+    assert torch.allclose(total, expected)
+    for name, p in model.named_parameters():
+        assert p.grad is not None
+        error = (p.grad - plain[name]).norm() / plain[name].norm()
+        assert error < 1e-6, f"{name} is off by {error:.1e}"

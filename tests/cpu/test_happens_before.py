@@ -1,0 +1,96 @@
+"""What virtual ranks on streams do is ordered by events, whatever runs first."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from schedir import compile
+from schedir.ir.plan import Plan
+from schedir.passes.share_slots import Choice
+from schedir.runtime.inprocess import InProcess
+from schedir.schedules import chimera, interleaved, one_f_one_b
+from schedir.training import gpt
+from schedir.transports import streams
+from tests.cpu.happens_before import Races
+from tests.cpu.tiny_stages import BOUNDARY, batch, expected, gpt_stages, gradients, same_bits, zb
+from tests.cpu.virtual_gpu import install
+
+PLANS = [
+    (one_f_one_b, Plan(3, 4)),
+    (zb, Plan(2, 4)),
+    (interleaved, Plan(2, 4, 2)),
+    (chimera, Plan(2, 4, placement="mirror")),
+]
+
+
+@pytest.fixture
+def races(monkeypatch: pytest.MonkeyPatch) -> Iterator[Races]:
+    with Races(install(monkeypatch)) as races:
+        yield races
+
+
+def run(schedule: Any, plan: Plan, slots: Choice | None = None, record: bool = False) -> Any:
+    program = compile(schedule, plan, model="edge", overlap=True, tied=True, clip=True, slots=slots)
+    stages = gpt_stages(plan.stages)
+    world = InProcess(
+        program, stages, loss=gpt.loss, boundary=BOUNDARY, record=record,
+        optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.0),
+        max_norm=1e9,
+    )  # fmt: skip
+    for seed in (None, 0, 1):
+        world.step(*batch(plan.microbatches), seed=seed)
+    return gradients(stages)
+
+
+@pytest.mark.parametrize("static", [False, True])
+@pytest.mark.parametrize("slots", [None, "fewest"])
+@pytest.mark.parametrize(("schedule", "plan"), PLANS)
+def test_nothing_races(
+    schedule: Any,
+    plan: Plan,
+    slots: Choice | None,
+    static: bool,
+    races: Races,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Whether what is sent goes to static memory first, as for NCCL, and is recorded, or not."""
+    monkeypatch.setattr(streams.StreamMailbox, "static", static)
+    got = run(schedule, plan, slots, record=static)
+    assert not races.found
+    assert same_bits(got, expected(plan)[1]) or plan.two_way
+
+
+class _Ready(streams._Point):
+    """A point that nobody waits for."""
+
+    def __init__(self) -> None: ...
+
+    def wait(self) -> None: ...
+
+
+@pytest.mark.parametrize("side", ["source", "target"])
+def test_a_copy_that_does_not_wait_is_seen(
+    side: str, races: Races, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    copy = streams._copy
+
+    def hasty(source: Any, target: Any) -> Any:
+        sides = {"source": source, "target": target}
+        sides[side] = sides[side]._replace(ready=_Ready())
+        return copy(**sides)
+
+    monkeypatch.setattr(streams, "_copy", hasty)
+    run(one_f_one_b, Plan(3, 4), "fewest")
+    assert any("copy_" in race for race in races.found)
+
+
+def test_a_step_that_does_not_follow_the_caller_is_seen(
+    races: Races, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(streams.StreamMailbox, "begin", lambda self: None)
+    run(one_f_one_b, Plan(3, 4))
+    assert races.found

@@ -1,0 +1,216 @@
+"""Stages that write to what they are given: bits of the reference, and nobody else's memory."""
+
+from __future__ import annotations
+
+from copy import deepcopy
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from schedir import compile
+from schedir.errors import ExecutionError
+from schedir.ir.plan import Plan
+from schedir.runtime.executor import Executor
+from schedir.runtime.inprocess import InProcess
+from schedir.runtime.rank import Boundary
+from schedir.runtime.reference import reference
+from schedir.runtime.sizes import sizes_of
+from schedir.schedules import gpipe, one_f_one_b
+from schedir.schedules.words import B, F, Word
+from schedir.transports.processes import Gloo
+from schedir.transports.shared import Shared
+from tests.cpu.spawn import run
+from tests.cpu.tiny_stages import gradients, same_bits
+
+WIDTH = 5
+BOUNDARY = Boundary((3, WIDTH))
+
+
+class Tanh(nn.Module):
+    """A layer that saves its output, which the next stage must not change."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = torch.tanh(self.linear(x))
+        return y
+
+
+class Sometimes(nn.Module):
+    """Writes to its input if that is large."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x.relu_() if float(x.sum()) > 0 else x * 1
+
+
+def loss(y: Tensor, target: Tensor) -> Tensor:
+    return (y - target).square().sum()
+
+
+def stages(number: int) -> list[nn.Module]:
+    """Each writes to its input first, and saves its output last."""
+    torch.manual_seed(0)
+    return [nn.Sequential(nn.ReLU(inplace=True), Tanh()) for _ in range(number)]
+
+
+def batch(m: int) -> tuple[Tensor, Tensor]:
+    numbers = torch.Generator().manual_seed(1)
+    x, y = torch.randn(2, m, 3, WIDTH, generator=numbers)
+    return x, y
+
+
+def plain(number: int, m: int) -> tuple[float, list[dict[str, Tensor]]]:
+    """A loop by torch alone, with layers that write to nothing."""
+    own = stages(number)
+    for stage in own:
+        stage[0].inplace = False  # type: ignore[index]
+    total = sum(loss(nn.Sequential(*own)(x), t) for x, t in zip(*batch(m), strict=True))
+    total.backward()  # type: ignore[union-attr]
+    return float(total.detach()), gradients(own)  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize("slots", [None, "fewest"])
+@pytest.mark.parametrize(
+    ("schedule", "plan"),
+    [
+        (one_f_one_b, Plan(3, 4)),  # received
+        (gpipe, Plan(1, 3, placement=(0, 0, 0))),  # handed over
+        (gpipe, Plan(2, 4, placement=(0, 0, 1, 1))),
+    ],
+)
+def test_the_bits_of_layers_that_write_to_nothing(schedule: Any, plan: Plan, slots: Any) -> None:
+    def mine(r: int, P: int, m: int) -> Word:
+        own = range(len(plan.stages_of[r]))
+        down = sum((m * F[j] for j in own[1:]), m * F[0])
+        return down + sum((m * B[j] for j in reversed(own[:-1])), m * B[own[-1]])
+
+    program = compile(mine if schedule is gpipe else schedule, plan, slots=slots)
+    own = stages(plan.stages)
+    world = InProcess(program, own, loss=loss, boundary=BOUNDARY)
+    x, target = batch(plan.microbatches)
+    before, (total, grads) = x.clone(), plain(plan.stages, plan.microbatches)
+    for _ in range(3):  # what is known of a module after its first microbatch is used
+        assert float(world.step(x, target)) == pytest.approx(total)
+        got = gradients(own)
+        for a, b in zip(got, grads, strict=True):
+            assert all(torch.allclose(a[n], b[n], rtol=1e-5, atol=1e-6) for n in a)
+        assert torch.equal(x, before)  # the caller's batch
+    again = stages(plan.stages)
+    reference(again, x, target, loss=loss, program=program)
+    assert same_bits(gradients(again), got) and torch.equal(x, before)
+
+
+def test_what_runs_forward_only_leaves_the_batch_alone() -> None:
+    program = compile(lambda r, P, m: m * F[0] + m * F[1], Plan(1, 2, placement=(0, 0)))
+    own = [nn.Flatten(0, 1), nn.Sequential(nn.ReLU(inplace=True), nn.Linear(WIDTH, 1))]
+    x, target = batch(2)
+    x, before = x[:, :, None], x.clone()[:, :, None]
+    world = InProcess(program, own, loss=lambda y, t: y.sum(), boundary=BOUNDARY)
+    for _ in range(2):
+        world.step(x, target)
+        assert torch.equal(x, before)
+
+
+@pytest.mark.parametrize("first", [nn.Identity, nn.SiLU, lambda: nn.ReLU(inplace=True)])
+def test_the_bits_of_a_plain_loop_wherever_a_batch_lies(first: Any) -> None:
+    """Rows of an odd width: each microbatch begins elsewhere in its cache line."""
+
+    def made() -> list[nn.Module]:
+        torch.manual_seed(0)
+        return [nn.Sequential(first(), Tanh()), Tanh(), Tanh()]
+
+    own, again, loop = made(), made(), made()
+    x, target = batch(6)
+    world = InProcess(compile(one_f_one_b, Plan(3, 6)), own, loss=loss, boundary=BOUNDARY)
+    total = world.step(x, target)
+    assert torch.equal(total, reference(again, x, target, loss=loss))
+    mine = x.clone()  # which a loop writes to
+    for mb in range(6):
+        loss(nn.Sequential(*loop)(mine[mb]), target[mb]).backward()
+    assert same_bits(gradients(own), gradients(loop))
+    assert same_bits(gradients(again), gradients(loop))
+
+
+def test_a_dropout_writes_in_training_alone() -> None:
+    program = compile(one_f_one_b, Plan(1, 2))
+    own = [nn.Sequential(nn.Dropout(0.5, inplace=True), nn.Linear(WIDTH, WIDTH))]
+    again = deepcopy(own)
+    world = InProcess(program, own, loss=loss, boundary=BOUNDARY)
+    x, target = batch(2)
+    before = x.clone()
+    for step, mode in enumerate((False, True, False, True)):
+        for stage in own + again:
+            stage.train(mode)
+        world.step(x, target)
+        reference(again, x, target, loss=loss, step=step)
+        assert same_bits(gradients(own), gradients(again)) and torch.equal(x, before)
+
+
+def _process(rank: int, kind: Any) -> tuple[list[dict[str, Tensor]], bool]:
+    program = compile(one_f_one_b, Plan(2, 4), model="edge")
+    own = stages(2)[rank]
+    executor = Executor(program, rank, {rank: own}, kind(program), loss=loss, boundary=BOUNDARY)
+    x, target = batch(4)
+    before = x.clone()
+    for _ in range(3):
+        executor.step(x, target)
+    return gradients([own]), torch.equal(x, before)
+
+
+@pytest.mark.parametrize("kind", [Gloo, Shared])
+def test_over_processes(kind: Any) -> None:
+    again = stages(2)
+    reference(again, *batch(4), loss=loss)
+    found = run(_process, 2, kind)
+    assert same_bits([one for (one,), _ in found], gradients(again))
+    assert all(same for _, same in found)
+
+
+def test_what_writes_only_later_is_said() -> None:
+    program = compile(one_f_one_b, Plan(1, 2))
+    own = [nn.Sequential(Sometimes(), nn.Linear(WIDTH, WIDTH))]
+    x, target = batch(2)
+    x[0], x[1] = -1, 1
+    with pytest.raises(ExecutionError, match="changes its input in place") as error:
+        InProcess(program, own, loss=loss, boundary=BOUNDARY).step(x, target)
+    assert error.value.sites[0].index == 2
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_function_that_writes_works_on_what_is_received_and_else_is_said(ranks: int) -> None:
+    class Writes(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return x.relu_()
+
+    own = [nn.Linear(WIDTH, WIDTH), nn.Sequential(Writes(), nn.Linear(WIDTH, WIDTH))]
+
+    def mine(r: int, P: int, m: int) -> Word:
+        return m * (F + B) if P > 1 else m * (F[0] + F[1] + B[1] + B[0])
+
+    program = compile(mine, Plan(ranks, 2, placement=(0, ranks - 1)))
+    world = InProcess(program, own, loss=loss, boundary=BOUNDARY)
+    if ranks > 1:
+        world.step(*batch(2))
+        return
+    with pytest.raises(ExecutionError) as error:
+        world.step(*batch(2))
+    assert str(error.value).splitlines() == [
+        "mine: ModelError: a stage changes its input in place, which others read or it had left "
+        "alone",
+        "  rank 0 #1   F 1.0  failed",
+        "  hint: let it begin with x = x.clone(), or say inplace=True as layers of torch do",
+    ]
+
+
+def test_sizes_are_those_of_what_is_kept() -> None:
+    """Of a stage that writes: its input, where it lies, and its output."""
+    x, target = batch(1)
+    before = x.clone()
+    one = sizes_of(stages(3), x[0], target[0], loss=loss, boundary=BOUNDARY)
+    assert torch.equal(x, before)
+    size = 4 * 3 * WIDTH
+    assert one.saved[:2] == (2 * size, 2 * size)  # type: ignore[index]

@@ -1,0 +1,155 @@
+"""float16 with a scaled loss, against torch.amp.GradScaler."""
+
+from __future__ import annotations
+
+from functools import partial
+from itertools import pairwise
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+from schedir import compile
+from schedir.errors import ModelError, UsageError
+from schedir.ir.plan import Plan
+from schedir.runtime.executor import Executor
+from schedir.runtime.inprocess import InProcess
+from schedir.runtime.precision import LossScale, MainOptimizer, float32_gradients
+from schedir.runtime.rank import Boundary
+from schedir.schedules import one_f_one_b
+from schedir.training import gpt
+from schedir.training.config import TrainConfig
+from schedir.transports.processes import Gloo
+from tests.cpu.spawn import run
+from tests.cpu.tiny_stages import BOUNDARY, batch, gpt_stages, zb
+
+HALF = Boundary(BOUNDARY.shape, torch.float16)
+LARGE, STEPS, CLIP = 2.0**24, 14, 0.5  # so large that steps overflow
+
+
+def half_stages(stages: int, tied: bool) -> list[nn.Module]:
+    modules = [m.half() for m in gpt_stages(stages, tied)]
+    for module in modules:
+        float32_gradients(module)
+    return modules
+
+
+def sgd(parameters: Any, fused: bool) -> MainOptimizer:
+    """Not Adam, which makes large steps of small differences."""
+    return MainOptimizer(parameters, partial(torch.optim.SGD, lr=0.1, fused=fused))
+
+
+def large() -> LossScale:
+    return LossScale(LARGE, interval=3)
+
+
+@given(st.lists(st.booleans(), max_size=30), st.sampled_from([2.0**16, 2.0**127, 1e-44]))
+def test_the_rule_is_that_of_torch(finite: list[bool], start: float) -> None:
+    scale = LossScale(start, interval=3)
+    value, good = torch.tensor(start), torch.zeros((), dtype=torch.int32)
+    for each in finite:
+        scale.update(torch.tensor(each))
+        torch._amp_update_scale_(value, good, torch.tensor(float(not each)), 2.0, 0.5, 3)
+        assert (float(scale.value), int(scale.good)) == (float(value), int(good))
+
+
+def test_the_constants_are_those_of_torch() -> None:
+    ours, torchs = LossScale(), torch.amp.GradScaler("cpu")
+    assert float(ours.value) == torchs.get_scale()
+    assert ours.growth == torchs.get_growth_factor()
+    assert ours.backoff == torchs.get_backoff_factor()
+    assert ours.interval == torchs.get_growth_interval()
+
+
+def plain(stages: list[nn.Module]) -> tuple[list[float], list[Tensor]]:
+    """A loop over microbatches with torch's own scaler: its values, and what was learned."""
+    whole = nn.Sequential(*stages)
+    optimizer = sgd(whole.parameters(), fused=False)
+    scaler = torch.amp.GradScaler("cpu", init_scale=LARGE, growth_interval=3)
+    values = []
+    inputs, targets, scale = batch(4)
+    for _ in range(STEPS):
+        whole.zero_grad()
+        for x, target in zip(inputs, targets, strict=True):
+            scaler.scale(gpt.loss(whole(x), target) * scale).backward()
+        for p, main in zip(optimizer.parameters, optimizer.main, strict=True):
+            main.grad = p.grad
+        scaler.unscale_(optimizer.inner)
+        torch.nn.utils.clip_grad_norm_(optimizer.main, CLIP)
+        scaler.step(optimizer.inner)
+        scaler.update()
+        with torch.no_grad():
+            torch._foreach_copy_([*optimizer.parameters], [*optimizer.main])
+        values.append(scaler.get_scale())
+    return values, [p.detach() for p in optimizer.main]
+
+
+@pytest.mark.parametrize("fused", [True, False])
+@pytest.mark.parametrize("schedule", [one_f_one_b, zb])
+def test_a_pipeline_learns_as_a_plain_loop_with_torchs_scaler(schedule: Any, fused: bool) -> None:
+    values, want = plain(half_stages(2, tied=False))
+    assert {b / a for a, b in pairwise(values)} == {0.5, 1.0, 2.0}  # all that can happen
+    world = InProcess(
+        compile(schedule, Plan(2, 4), clip=True),
+        half_stages(2, tied=False),
+        loss=gpt.loss,
+        boundary=HALF,
+        optimizer=partial(sgd, fused=fused),
+        max_norm=CLIP,
+        loss_scale=large,
+    )
+    for value in values:
+        world.step(*batch(4))
+        assert [float(r.loss_scale.value) for r in world.ranks if r.loss_scale] == [value] * 2
+    got = [p.detach() for r in world.ranks for p in r.optimizer.main]  # type: ignore[union-attr]
+    start = [p.detach().float() for stage in half_stages(2, tied=False) for p in stage.parameters()]
+    for one, other, was in zip(got, want, start, strict=True):
+        assert (one - other).norm() <= 0.02 * (other - was).norm() + 1e-5
+
+
+def _replica(process: int) -> tuple[list[tuple[float, bool]], list[Tensor]]:
+    """Of two replicas, only the first has something to learn, and overflows."""
+    program = compile(one_f_one_b, Plan(2, 4), dp=2, tied=True, clip=True)
+    transport = Gloo(program)
+    own = {transport.rank: half_stages(2, tied=True)[transport.rank]}
+    adamw = partial(torch.optim.AdamW, lr=1e-2, fused=True)
+    optimizer = MainOptimizer(own[transport.rank].parameters(), adamw)
+    executor = Executor(
+        program, transport.rank, own, transport,
+        loss=gpt.loss, boundary=HALF, optimizer=optimizer, loss_scale=(scale := large()),
+    )  # fmt: skip
+    inputs, targets, mean = batch(4)
+    if transport.dp_rank:
+        targets = torch.full_like(targets, gpt.IGNORE)
+    seen = []
+    for _ in range(STEPS):
+        before = [p.clone() for p in optimizer.main]
+        executor.step(inputs, targets, mean)
+        moved = any(not torch.equal(a, b) for a, b in zip(before, optimizer.main, strict=True))
+        seen.append((float(scale.value), moved))
+    return seen, [p.detach() for p in optimizer.main]
+
+
+def test_all_replicas_and_ranks_skip_together() -> None:
+    results = run(_replica, 4)
+    seen = results[0][0]
+    assert all(other == seen for other, _ in results)
+    before = [LARGE, *(value for value, _ in seen)]
+    assert [moved for _, moved in seen] == [
+        after >= was for was, (after, _) in zip(before, seen, strict=False)
+    ]
+    assert {moved for _, moved in seen} == {True, False}
+    for rank in range(2):
+        pairs = zip(results[rank][1], results[rank + 2][1], strict=True)
+        assert all(torch.equal(one, other) for one, other in pairs)
+
+
+def test_programs_that_do_not_say_the_norm_are_refused() -> None:
+    program = compile(one_f_one_b, Plan(2, 4))
+    with pytest.raises(ModelError, match="led by the norm"):
+        InProcess(program, half_stages(2, False), loss=gpt.loss, boundary=HALF, loss_scale=large)
+    with pytest.raises(UsageError, match="clip 0 takes none"):
+        TrainConfig(precision="float16", clip=0.0)

@@ -1,0 +1,138 @@
+"""Measured Timelines: what is one node has one span, and all clocks are process 0's."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import schedir
+from schedir import Plan
+from schedir.errors import ExecutionError, ModelError
+from schedir.ir.index import Index
+from schedir.ir.ops import Opcode
+from schedir.ir.program import Program
+from schedir.predict.timeline import Timeline
+from schedir.runtime import recorder as runtime_stamps
+from schedir.runtime.executor import Executor
+from schedir.runtime.inprocess import InProcess
+from schedir.runtime.measured import measured
+from schedir.runtime.recorder import read, timeline_of
+from schedir.schedules import one_f_one_b
+from schedir.training import gpt
+from schedir.transports import clock as runtime_clock
+from schedir.transports.processes import Gloo
+from tests.cpu.spawn import run
+from tests.cpu.tiny_stages import BOUNDARY, batch, gpt_stages, paired
+
+
+def _measured(program: Program, **late: float) -> Timeline:
+    """Every instruction lasts from its position to a half behind it; `late` moves starts."""
+    start = np.arange(len(program), dtype=float)
+    end = start + 0.5
+    index = Index(program)
+    for position in range(len(program)):
+        instr = str(index.place(position)[2]).replace(" ", "_").replace(".", "_")
+        start[position] += late.get(instr, 0.0)
+        end[position] += late.get(instr, 0.0)
+    return timeline_of(program, start, end, "edge")
+
+
+def test_a_pair_begins_with_its_first_member_and_ends_with_its_last() -> None:
+    program = schedir.compile(paired, Plan(2, 4), model="edge")
+    timeline = _measured(program)
+    second = np.flatnonzero(program.words >> 56)
+    assert len(second) > 0
+    start, end = timeline.spans["start"], timeline.spans["end"]
+    for k in second.tolist():
+        assert start[k] == start[k - 1] == k - 1
+        assert end[k] == end[k - 1] == k + 0.5
+
+
+def test_a_message_begins_when_both_sides_are_there() -> None:
+    program = schedir.compile(one_f_one_b, Plan(2, 2), model="edge")
+    for late in ({"send_act_0_1": 100.0}, {"recv_act_1_1": 100.0}):
+        spans = _measured(program, **late).spans
+        act = (spans["op"] == Opcode.SendAct) | (spans["op"] == Opcode.RecvAct)
+        send, recv = spans[act & (spans["mb"] == 1)]
+        assert send["start"] == recv["start"] >= 100
+        assert send["end"] == recv["end"] >= send["start"]
+
+
+def _processes(rank: int) -> Any:
+    """Rank 1 as on another machine, whose clock runs 1000 s ahead of rank 0's."""
+
+    def clock() -> float:
+        return time.perf_counter() + 1000 * rank
+
+    for module in (runtime_stamps, runtime_clock):
+        module.perf_counter = clock  # type: ignore[attr-defined]
+    runtime_clock.socket.gethostname = lambda: f"host{rank}"  # type: ignore[attr-defined]
+    program = schedir.compile(one_f_one_b, Plan(2, 3), model="edge", tied=True, clip=True)
+    transport = Gloo(program, timeout=77.0)
+    stage = {rank: gpt_stages(2)[rank]}
+    own = Executor(program, rank, stage, transport, loss=gpt.loss, boundary=BOUNDARY)
+    own.step(*batch(3))
+    (times,), _ = read([own.stamps])
+    reductions = {
+        i.op: (times.began[k] - 1000 * rank, times.ended[k] - 1000 * rank)
+        for k, i in enumerate(own.stream)
+        if i.op in (Opcode.ReduceTied, Opcode.ReduceNorm)
+    }
+    timeouts = [
+        group._get_backend(torch.device("cpu")).options._timeout.total_seconds()
+        for group in (transport.pipeline, transport.groups["model"], transport.groups[0, 1])
+    ]
+    return measured(own, transport), reductions, timeouts, runtime_clock.clock_offset()
+
+
+def test_clocks_reductions_and_timeouts_of_processes() -> None:
+    results = run(_processes, 2)
+    timeline = results[0][0]
+    assert results[1][0] is None
+    # Another sign of the offset would set the ranks 2000 s apart, none of it 1000.
+    assert 0 < timeline.span < 500
+    for op in (Opcode.ReduceTied, Opcode.ReduceNorm):
+        begun = max(reductions[op][0] for _, reductions, *_ in results)
+        assert all(reductions[op][1] >= begun for _, reductions, *_ in results), op
+    assert [timeouts for *_, timeouts, _ in results] == [[77.0] * 3] * 2
+    # The offset is wrong by no more than it says, and is not said to be exact.
+    assert results[0][3] == (0, 0)
+    offset, error = results[1][3]
+    assert abs(offset - 1000) <= error < 1
+    assert 0 < timeline.clock_error < 1
+
+
+def _ranks(record: bool = True) -> InProcess:
+    program = schedir.compile(one_f_one_b, Plan(2, 3), model="edge", tied=True, clip=True)
+    return InProcess(program, gpt_stages(2, True), loss=gpt.loss, boundary=BOUNDARY, record=record)
+
+
+def test_what_is_not_recorded_asks_no_clock(monkeypatch: pytest.MonkeyPatch) -> None:
+    never, off, on = _ranks(record=False), _ranks(), _ranks()
+    for rank in off.ranks:
+        rank.record = False
+
+    def clock() -> float:
+        raise AssertionError("nobody shall ask")
+
+    monkeypatch.setattr(runtime_stamps, "perf_counter", clock)
+    for ranks in (never, off):
+        ranks.step(*batch(3))
+        with pytest.raises(ModelError, match="no step has been recorded"):
+            ranks.timeline()
+    with pytest.raises(ExecutionError, match="nobody shall ask"):
+        on.step(*batch(3))
+
+
+def test_a_profile_groups_by_instruction() -> None:
+    ranks = _ranks()
+    ranks.step(*batch(3))
+    with torch.profiler.profile(acc_events=True) as profile:  # or torch 2.11 warns
+        ranks.step(*batch(3))
+    count = {event.key: event.count for event in profile.key_averages()}
+    assert count["F 0"] == count["B 1"] == count["recv_grad 0"] == 3
+    assert count["reduce_grads 1"] == 1 and count["step"] == count["reduce_norm"] == 2

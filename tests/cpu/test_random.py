@@ -1,0 +1,382 @@
+"""Random numbers: the same for any schedule, order and layout as in a plain loop."""
+
+from __future__ import annotations
+
+import random
+import runpy
+import shutil
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from schedir.errors import ExecutionError, ModelError
+from schedir.ir.plan import Plan
+from schedir.passes.compile import compile, lower
+from schedir.runtime.executor import Executor
+from schedir.runtime.inprocess import InProcess
+from schedir.runtime.random import FORWARD, Draws, key, layer, mix
+from schedir.runtime.rank import Boundary
+from schedir.runtime.reference import reference
+from schedir.runtime.sizes import sizes_of
+from schedir.runtime.splittable import SplitLinear
+from schedir.runtime.warmup import warm_up
+from schedir.schedules import chimera, dualpipe, gpipe, interleaved, one_f_one_b
+from schedir.testing import plans, random_draft
+from schedir.transports.processes import Gloo
+from tests.cpu.spawn import run
+from tests.cpu.test_zoo_runs import ZOO, M, newest_first, program_of
+from tests.cpu.tiny_stages import gradients, same_bits, zb
+
+WIDTH = 6
+BOUNDARY = Boundary((2, WIDTH))
+
+
+class Noisy(nn.Module):
+    """A linear layer with dropout, by torch's default generator; notes what was left out."""
+
+    def __init__(self, k: int, again: bool = False, number: int | None = None) -> None:
+        super().__init__()
+        self.inner = SplitLinear(WIDTH, WIDTH)
+        numbers = torch.Generator().manual_seed(k)
+        for p in self.inner.parameters():
+            p.data = torch.randn(p.shape, generator=numbers)
+        self.again, self.number = again, number
+        self.masks: list[Tensor] = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        run: Callable[[Tensor], Tensor] = self.run
+        return checkpoint(run, x, use_reentrant=False) if self.again else run(x)
+
+    def run(self, x: Tensor) -> Tensor:
+        if self.number is None:
+            return self.dropped(x)
+        with layer(self.number):
+            return self.dropped(x)
+
+    def dropped(self, x: Tensor) -> Tensor:
+        y = F.dropout(torch.tanh(self.inner(x)), 0.5)
+        self.masks.append(y.detach() == 0)
+        return y
+
+
+def noisy(stages: int, **options: Any) -> list[nn.Module]:
+    return [Noisy(k, **options) for k in range(stages)]
+
+
+def squares(y: Tensor, target: Tensor) -> Tensor:
+    return (F.dropout(y, 0.2) - target).square().sum()
+
+
+def batch(microbatches: int) -> tuple[Tensor, Tensor]:
+    x = torch.randn(microbatches, *BOUNDARY.shape, generator=torch.Generator().manual_seed(9))
+    return x, x + 1
+
+
+def virtual(program: Any, stages: list[nn.Module], **options: Any) -> InProcess:
+    return InProcess(program, stages, loss=squares, boundary=BOUNDARY, **options)
+
+
+def expected(stages: list[nn.Module], m: int = M, **options: Any) -> tuple[Tensor, Any]:
+    loss = reference(stages, *batch(m), loss=squares, **options)
+    return loss, gradients(stages)
+
+
+def program(schedule: Any) -> Any:
+    found = program_of(schedule)
+    return compile(schedule, found.plan, model="edge")
+
+
+@pytest.mark.parametrize("schedule", [*ZOO.values(), newest_first], ids=lambda s: s.__name__)
+def test_any_schedule_in_any_order(schedule: Any) -> None:
+    """Each step is that of the reference: whatever its order, and whoever holds the stages."""
+    found = program(schedule)
+    S = found.plan.stages
+    ours, theirs = noisy(S), noisy(S)
+    ranks = virtual(found, ours, seed=7)
+    for step, order in enumerate((None, 0, 1)):
+        plain, _ = expected(noisy(S), seed=7, step=step)
+        loss, right = expected(theirs, seed=7, step=step, program=found)
+        assert torch.equal(plain, loss)
+        assert torch.equal(ranks.step(*batch(M), seed=order), loss)
+        assert same_bits(gradients(ours), right)
+
+
+@settings(max_examples=25)
+@given(
+    plans(ranks=3, microbatches=4, stages_per_rank=2),
+    st.integers(0, 2**32),
+    st.integers(-(2**70), 2**70),
+    st.booleans(),
+)
+def test_random_schedules_in_random_orders(plan: Plan, order: int, seed: int, again: bool) -> None:
+    """Recomputed or not, by layers or by stages."""
+    found = lower(random_draft(plan, random.Random(order)))
+    numbered = [Noisy(k, again, number=k) if k % 2 else Noisy(k, again) for k in range(plan.stages)]
+    plain = [Noisy(k, number=stage.number) for k, stage in enumerate(numbered)]
+    loss, right = expected(list(plain), plan.microbatches, seed=seed, program=found)
+    ranks = virtual(found, list(numbered), seed=seed)
+    assert torch.equal(ranks.step(*batch(plan.microbatches), seed=order), loss)
+    assert same_bits(gradients(numbered), right)
+
+
+def masks(**options: Any) -> list[Tensor]:
+    """What the stages of a model leave out, by stage and microbatch."""
+    stages = noisy(2, **options.pop("model", {}))
+    expected(stages, 4, **options)
+    return [mask for stage in stages for mask in stage.masks]  # type: ignore[union-attr]
+
+
+def test_what_decides_a_draw() -> None:
+    found = masks()
+    assert all(torch.equal(a, b) for a, b in zip(found, masks(), strict=True))
+    drawn = [*found, *masks(seed=1), *masks(step=1)]
+    assert not any(torch.equal(a, b) for k, a in enumerate(drawn) for b in drawn[:k])
+    ranks = virtual(compile(gpipe, Plan(2, 4)), noisy(2))
+    first = ranks.step(*batch(4))
+    assert not torch.equal(ranks.step(*batch(4)), first)
+    for rank in ranks.ranks:
+        rank.draws.step = 0
+    assert torch.equal(ranks.step(*batch(4)), first)
+
+
+def test_keys_are_those_of_splitmix64() -> None:
+    """The numbers of Vigna's splitmix64.c for the seed 1234567."""
+    golden = 0x9E3779B97F4A7C15
+    given = [mix(1234567 + k * golden & 2**64 - 1) for k in range(3)]
+    assert given == [6457827717110365317, 3203168211198807973, 9817491932198370423]
+    keys = {key(*numbers) for numbers in ((), (0,), (0, 0), (1,), (1, 2), (2, 1), (-1,), (2**70,))}
+    assert len(keys) == 7  # of 2**70, 64 bits count
+
+
+def test_generators_are_afterwards_as_they_were() -> None:
+    x, _ = batch(4)
+    found = compile(one_f_one_b, Plan(2, 4), model="edge")
+    ranks, stages = virtual(found, noisy(2)), noisy(2)
+    before = torch.get_rng_state()
+    ranks.step(*batch(4))
+    assert torch.equal(torch.get_rng_state(), before)
+    expected(stages, 4)
+    assert torch.equal(torch.get_rng_state(), before)
+    warm_up(ranks.ranks[0], x[0], x[0])
+    assert torch.equal(torch.get_rng_state(), before)
+    sizes_of(stages, x[0], x[0], loss=squares, boundary=BOUNDARY)
+    assert torch.equal(torch.get_rng_state(), before)
+    with layer(3):  # outside of a step, nothing
+        drawn = torch.rand(1)
+    torch.set_rng_state(before)
+    assert torch.equal(torch.rand(1), drawn)
+
+
+def test_numbers_of_layers() -> None:
+    """Whole and of 32 bits, as a field of the key is; in a step and elsewhere."""
+    for number in (-1, 2**32, 1.5, "h.0", None):
+        with (
+            pytest.raises(ModelError, match="layers and slices are numbered from 0 to"),
+            layer(
+                number,  # type: ignore[arg-type]
+            ),
+        ):
+            pass
+    draws = Draws(0, torch.device("cpu"), 1)
+    draws.begin()
+
+    def drawn(*numbers: Any) -> float:
+        draws.seeded(FORWARD, 0, 0)()
+        with layer(*numbers):
+            return float(torch.rand(()))
+
+    with draws.kept():
+        assert drawn(np.int64(3), np.int64(1)) == drawn(3, 1)
+        assert len({drawn(*n) for n in ((0,), (1,), (0, 0), (0, 1), (1, 0), (1, 1))}) == 6
+
+
+class Within(Noisy):
+    """Runs a reference of others in its forward, or does not."""
+
+    others = (nn.Linear(4, 4),)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.training:
+            reference(self.others, torch.ones(1, 1, 4), torch.ones(1, 1, 4), loss=squares)
+        with layer(7):
+            return F.dropout(super().forward(x))
+
+
+def test_a_step_within_a_forward_leaves_its_numbers_alone() -> None:
+    found = compile(one_f_one_b, Plan(2, 4), model="edge")
+    with_others, without = ([Within(k) for k in range(2)] for _ in range(2))
+    for stage in without:
+        stage.eval()
+    losses = [virtual(found, [*stages]).step(*batch(4)) for stages in (with_others, without)]
+    assert torch.equal(*losses)
+
+
+def test_generators_are_as_they_were_after_a_failure() -> None:
+    def fails(y: Tensor, target: Tensor) -> Tensor:
+        raise ValueError("no such luck")
+
+    stages, before = noisy(2), torch.get_rng_state()
+    ranks = InProcess(compile(gpipe, Plan(2, 4)), stages, loss=fails, boundary=BOUNDARY)
+    with pytest.raises(ExecutionError):
+        ranks.step(*batch(4))
+    assert stages[0].masks and torch.equal(torch.get_rng_state(), before)
+    with pytest.raises(ValueError):
+        reference(stages, *batch(4), loss=fails)
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+@pytest.mark.parametrize("number", [None, 5])
+@pytest.mark.parametrize("schedule", [one_f_one_b, zb, dualpipe])
+def test_what_is_recomputed_draws_the_same(schedule: Any, number: int | None) -> None:
+    plan = Plan(2, 4, placement="mirror" if schedule is dualpipe else "loop")
+    found = compile(schedule, plan, model="edge")
+    _, right = expected(noisy(2, number=number), 4, program=found)
+    again = noisy(2, again=True, number=number)
+    ranks = virtual(found, again)
+    for order in (None, 1):
+        for rank in ranks.ranks:
+            rank.draws.step = 0
+        ranks.step(*batch(4), seed=order)
+        assert same_bits(gradients(again), right)
+
+
+def test_layers_draw_the_same_in_any_stage() -> None:
+    """Four layers in one, two and four stages: what each draws is its own number's."""
+    found = []
+    for stages in (1, 2, 4):
+        layers = [Noisy(k, number=k) for k in range(4)]
+        each = 4 // stages
+        whole = [nn.Sequential(*layers[k : k + each]) for k in range(0, 4, each)]
+        loss = reference(whole, *batch(3), loss=lambda y, t: (y - t).square().sum())
+        found.append((loss, [layer.masks for layer in layers]))
+        ranks = InProcess(
+            compile(interleaved, Plan(1, 3, stages)),
+            whole,
+            loss=lambda y, t: (y - t).square().sum(),
+            boundary=BOUNDARY,
+        )
+        assert torch.equal(ranks.step(*batch(3)), loss)
+    assert all(torch.equal(loss, found[0][0]) for loss, _ in found)
+    assert len({str(mask) for mask in found[0][1]}) == 4
+
+
+def test_updates_of_a_step_go_on_counting_microbatches() -> None:
+    plan = Plan(2, 4, updates=2, delay=1)
+    loss, _ = expected(noisy(2), 4)
+    assert torch.equal(virtual(compile(one_f_one_b, plan), noisy(2)).step(*batch(4)), loss)
+
+
+class Shaken(torch.optim.SGD):
+    """Adds noise to what it trains, by torch's default generator."""
+
+    def step(self, closure: Any = None) -> Any:
+        for group in self.param_groups:
+            for p in group["params"]:
+                p.data += torch.rand_like(p)
+
+
+def test_two_holders_step_by_the_same_numbers() -> None:
+    found = compile(chimera, Plan(4, 4, placement="mirror"))
+    ranks = virtual(found, noisy(4), optimizer=lambda ps: Shaken(ps, lr=0.1))
+    ranks.step(*batch(4), seed=3)
+    for s, (one, other) in enumerate(found.plan.holders.T.tolist()):
+        ours, theirs = (ranks.ranks[r].stages[s].module.parameters() for r in (one, other))
+        assert all(torch.equal(p, q) for p, q in zip(ours, theirs, strict=True))
+
+
+def test_an_optimizer_that_draws_for_copies_of_a_weight_is_said() -> None:
+    """Where one Parameter is all that it steps, it draws once."""
+    for ranks in (1, 2):
+        stages: list[Any] = noisy(2)
+        stages[1].inner.weight = stages[0].inner.weight
+        found = compile(interleaved, Plan(ranks, 2, 2 // ranks), tied=True)
+        virtually = virtual(found, stages, optimizer=Shaken)
+        with warnings.catch_warnings(record=True) as said:
+            warnings.simplefilter("always")
+            for _ in range(2):
+                virtually.step(*batch(2))
+        assert ["drift apart" in str(one.message) for one in said] == [True] * 2 * (ranks > 1)
+
+
+class Plain(nn.Module):
+    """A linear layer with dropout, which is compiled whole; or with a part that is recomputed."""
+
+    def __init__(self, k: int, again: bool) -> None:
+        super().__init__()
+        self.inner, self.again = nn.Linear(WIDTH, WIDTH), again
+        numbers = torch.Generator().manual_seed(k)
+        for p in self.inner.parameters():
+            p.data = torch.randn(p.shape, generator=numbers)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.inner(x)
+        if self.again:
+            z: Tensor = checkpoint(self.dropped, y, use_reentrant=False)
+            return z
+        return self.dropped(y)
+
+    def dropped(self, y: Tensor) -> Tensor:
+        return F.dropout(torch.tanh(y), 0.5)
+
+
+@pytest.mark.parametrize("again", [False, True])
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch's own, on its way in
+@pytest.mark.filterwarnings("ignore:The .grad attribute")  # torch hides it, unless it is an error
+def test_compiled_stages_are_those_of_a_compiled_reference(backend: str, again: bool) -> None:
+    """By inductor, which draws other numbers than eager torch, and by what draws the same."""
+    if backend == "inductor" and shutil.which("g++") is None:
+        pytest.skip("no C++ compiler")
+
+    def stages() -> list[Any]:
+        return [torch.compile(Plain(k, again), backend=backend) for k in range(2)]
+
+    theirs, ours = stages(), stages()
+    ranks = virtual(compile(one_f_one_b, Plan(2, 4), model="edge"), ours, seed=3)
+    for step, order in enumerate((None, 1)):
+        loss, right = expected(theirs, 4, seed=3, step=step)
+        assert torch.equal(ranks.step(*batch(4), seed=order), loss)
+        assert same_bits(gradients(ours), right)
+        eager, _ = expected([Plain(k, again) for k in range(2)], 4, seed=3, step=step)
+        assert torch.equal(eager, loss) == (backend == "aot_eager")
+
+
+def _replica(rank: int) -> Any:
+    found = compile(interleaved, Plan(1, 2, 2), dp=2, model="edge")
+    transport = Gloo(found)
+    stages = noisy(2)
+    executor = Executor(
+        found, 0, dict(enumerate(stages)), transport, loss=squares, boundary=BOUNDARY
+    )
+    own = slice(2 * transport.dp_rank, 2 * transport.dp_rank + 2)
+    x, target = batch(4)
+    executor.step(x[own], target[own])
+    return [stage.masks for stage in stages], gradients(stages)
+
+
+def test_replicas_draw_as_one_that_has_all_microbatches() -> None:
+    stages = noisy(2)
+    _, right = expected(stages, 4)
+    results = run(_replica, 2)
+    for s, stage in enumerate(stages):
+        drawn = [mask for masks, _ in results for mask in masks[s]]
+        assert all(torch.equal(a, b) for a, b in zip(drawn, stage.masks, strict=True))  # type: ignore[arg-type]
+    for _, got in results:
+        for one, other in zip(got, right, strict=True):
+            assert all(torch.allclose(one[n], other[n], rtol=1e-5, atol=1e-6) for n in one)
+
+
+def test_the_example(capsys: pytest.CaptureFixture[str]) -> None:
+    runpy.run_path(str(Path(__file__).parents[2] / "examples/dropout.py"), run_name="__main__")
+    first, *others = (line.split()[-1] for line in capsys.readouterr().out.splitlines())
+    assert others == [first, first]

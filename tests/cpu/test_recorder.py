@@ -1,0 +1,248 @@
+"""Stamps: Timelines of virtual ranks, on this CPU and on a GPU whose clock is a test's."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import permutations
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import schedir
+from schedir import Costs, Plan, Timeline
+from schedir.analysis.graph import Graph
+from schedir.ir.ops import SENDS, TRANSFERS, Lane, Opcode
+from schedir.ir.program import JOINED, Program, Stream
+from schedir.passes.share_slots import Choice
+from schedir.predict.bubble_causes import Cause, by_cause, idleness
+from schedir.predict.calibrate import calibrate
+from schedir.runtime import inprocess
+from schedir.runtime.inprocess import InProcess
+from schedir.runtime.rank import Boundary
+from schedir.runtime.recorder import TICK, EventStamps, Recorded, read
+from schedir.schedules import dualpipe, dualpipe_v, gpipe, interleaved, one_f_one_b
+from schedir.schedules.words import Schedule
+from schedir.testing import tiny
+from schedir.transports import mailbox
+from schedir.transports.mailbox import Hub, Mailbox
+from schedir.transports.transport import Work
+from tests.cpu.virtual_gpu import VirtualGPU, charge, copies, install
+from tests.laws import ZOO, least, plan_of
+from tests.legal import too_early
+
+BOUNDARY = Boundary((2, tiny.WIDTH), torch.float64)
+PAIRED = (dualpipe, dualpipe_v)
+
+
+def ranks_of(program: Program) -> InProcess:
+    stages = tiny.tiny_stages(program.plan.stages)
+    return InProcess(program, stages, loss=tiny.loss, boundary=BOUNDARY)
+
+
+def shape(schedule: Schedule) -> Plan:
+    return plan_of(schedule, 4, max(5, least(schedule, 4)))
+
+
+@pytest.mark.parametrize("seed", [None, 1, 2])
+def test_a_step_on_a_cpu_is_a_legal_timeline(seed: int | None) -> None:
+    for name, schedule in ZOO.items():
+        plan = shape(schedule)
+        program = schedir.compile(schedule, plan, model="edge", overlap=True, slots="fewest")
+        ranks = ranks_of(program)
+        ranks.step(*tiny.batch(plan.microbatches), seed=seed)
+        timeline = ranks.timeline()
+        assert (timeline.kind, timeline.unit, timeline.begin) == ("measured", "s", 0.0)
+        assert [i for k in range(plan.ranks) for i in program.streams[k]] == [
+            timeline.of(k, n)[0] for k in range(plan.ranks) for n in range(len(program.streams[k]))
+        ]
+        compute = timeline.spans["lane"] == Lane.COMPUTE
+        assert (timeline.spans["end"] > timeline.spans["start"])[compute].all()
+        if schedule not in PAIRED:  # a pair may begin with what it has
+            assert not too_early(timeline), name
+        assert not timeline.doubt, name
+
+
+def test_too_early_is_found() -> None:
+    program = schedir.compile(one_f_one_b, Plan(2, 3), model="edge")
+    timeline = schedir.simulate(program, Costs(send=1.0), model="edge")
+    assert not too_early(timeline)
+    spans = timeline.spans.copy()
+    spans["start"][spans["start"].argmax()] -= 1e-3
+    assert too_early(replace(timeline, spans=spans))
+
+
+def on_gpu(
+    program: Program, costs: Costs, host: float = 0.0
+) -> tuple[Timeline, InProcess, VirtualGPU]:
+    """A step on a virtual GPU, the second one; `host` is what an instruction takes of the host."""
+    with pytest.MonkeyPatch.context() as patch:
+        gpu = install(patch)
+        ranks = ranks_of(program)
+        charge(ranks, gpu, costs, host)
+        for _ in range(2):
+            gpu.host = gpu.over
+            with copies(gpu, costs):
+                ranks.step(*tiny.batch(program.plan.microbatches))
+            assert not gpu.forked
+        return ranks.timeline(), ranks, gpu
+
+
+@st.composite
+def programs(draw: st.DrawFn) -> tuple[Program, Costs]:
+    schedule = draw(st.sampled_from([s for s in ZOO.values() if s not in PAIRED]))
+    plan = shape(schedule)
+
+    def per_stage() -> tuple[float, ...]:
+        return tuple(
+            map(
+                float, draw(st.lists(st.integers(1, 5), min_size=plan.stages, max_size=plan.stages))
+            )
+        )
+
+    costs = Costs(F=per_stage(), I=per_stage(), W=per_stage(), send=float(draw(st.integers(0, 3))))
+    slots: Choice | None = draw(st.sampled_from([None, "fewest"]))
+    return schedir.compile(schedule, plan, model="edge", costs=costs, slots=slots), costs
+
+
+@settings(max_examples=25)
+@given(programs())
+def test_streams_run_what_the_graph_allows_and_no_sooner(case: tuple[Program, Costs]) -> None:
+    program, costs = case
+    timeline, _, _ = on_gpu(program, costs)
+    predicted = schedir.simulate(program, costs, model="edge")
+    assert not too_early(timeline, 1e-9)
+    assert (timeline.spans["end"] >= predicted.spans["end"] - 1e-9).all()
+    compute = timeline.spans["lane"] == Lane.COMPUTE
+    took = (timeline.spans["end"] - timeline.spans["start"])[compute]
+    given = (predicted.spans["end"] - predicted.spans["start"])[compute]
+    np.testing.assert_allclose(took, given, atol=1e-9)
+
+
+@pytest.mark.parametrize("schedule", [gpipe, one_f_one_b, interleaved])
+def test_receives_posted_early_let_streams_run_as_predicted(schedule: Schedule) -> None:
+    costs = Costs(F=2.0, I=2.0, W=1.0, send=0.25)
+    program = schedir.compile(schedule, shape(schedule), model="edge", costs=costs, overlap=True)
+    timeline, _, _ = on_gpu(program, costs)
+    predicted = schedir.simulate(program, costs, model="edge")
+    for name in ("start", "end"):
+        moves = ~np.isin(timeline.spans["op"], TRANSFERS) | (name == "end")
+        np.testing.assert_allclose(
+            timeline.spans[name][moves], predicted.spans[name][moves], atol=1e-9
+        )
+    again = schedir.simulate(program, calibrate(timeline), model="edge")
+    assert again.span == pytest.approx(timeline.span)
+
+
+def test_a_late_host_is_seen() -> None:
+    costs = Costs(F=1.0, B=2.0)
+    program = schedir.compile(gpipe, Plan(1, 8), model="edge")
+    prompt, _, _ = on_gpu(program, costs, host=0.25)
+    late, _, _ = on_gpu(program, costs, host=3.0)
+    assert by_cause(idleness(prompt), 1)[0, Cause.HOST] == 0
+    # Each instruction waits for the host as long as the one before it was too short.
+    assert by_cause(idleness(late), 1)[0, Cause.HOST] == pytest.approx(7 * 2 + 2 + 7 * 1 + 4)
+
+
+def test_a_message_ends_when_it_has_arrived_and_not_when_somebody_looks() -> None:
+    costs = Costs(F=(1.0, 10.0), B=2.0, send=0.5)
+    program = schedir.compile(gpipe, Plan(2, 3), model="edge", overlap=True)
+    timeline, _, _ = on_gpu(program, costs)
+    sends = np.flatnonzero(np.isin(timeline.spans["op"], SENDS))
+    acts = timeline.spans[sends[:2]]
+    # The second one has come long before the forward that takes it in: the first lasts until 11.5.
+    np.testing.assert_allclose(acts["end"], [1.5, 2.5])
+
+
+def test_events_are_made_before_a_step_and_are_external() -> None:
+    program = schedir.compile(one_f_one_b, Plan(2, 3), model="edge", clip=True)
+    _, _, gpu = on_gpu(program, Costs())  # which forbids to make them later
+    assert gpu.external == 2 * len(program)
+
+
+class _Later:
+    """Work on streams of a library, as NCCL's: it can be waited for, and no more."""
+
+    def __init__(self, gpu: VirtualGPU, over: float) -> None:
+        self.gpu, self.over = gpu, over
+
+    def wait(self) -> None:
+        self.gpu.stream.now = max(self.gpu.stream.now, self.over)
+
+
+class _Library(Mailbox):
+    """Messages that arrive at 3, 4, 5, ..."""
+
+    def __init__(self, gpu: VirtualGPU) -> None:
+        super().__init__(Hub(), 1, {}, "edge")
+        self.gpu, self.count = gpu, 0
+
+    def recv(self, tensor: torch.Tensor, peer: int, lane: Lane) -> Work:
+        self.count += 1
+        return _Later(self.gpu, 2.0 + self.count)
+
+
+def test_what_cannot_be_marked_is_awaited_beside_the_compute_stream(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    gpu = install(monkeypatch)
+    program = schedir.compile(gpipe, Plan(2, 4), model="edge")
+    sender, own = program.streams
+    words = own.words[np.argsort(own.op != Opcode.RecvAct, kind="stable")].copy()
+    words[2] |= JOINED  # all four receives come first, of which two are a group
+    program = replace(program, streams=(sender, Stream(words)))
+    stamps = EventStamps(program, 1, "edge", torch.device("cpu"))
+    transport = Recorded(_Library(gpu), stamps)
+
+    def receive(k: int) -> None:
+        stamps.begins(k)
+        transport.recv(torch.zeros(1), 0, Lane.ACT)
+        stamps.ends(k)
+
+    receive(0)
+    transport.start_group()
+    receive(1)
+    receive(2)
+    transport.end_group()
+    receive(3)
+    assert gpu.stream.now == 0  # nobody has waited
+    assert gpu.forked
+    stamps.close()
+    assert gpu.stream.now == 6 and not gpu.forked
+    (times,), error = read([stamps])
+    assert times.ended[:4].tolist() == [3, 4, 5, 6]
+    assert times.began[:4].tolist() == [0, 3, 3, 5]  # groups behind each other
+    assert error == TICK
+
+
+@pytest.mark.parametrize("schedule", ZOO.values(), ids=ZOO)
+def test_each_stream_runs_in_its_order(schedule: Schedule) -> None:
+    """And nothing is issued before what it waits for, which on streams would be no wait at all."""
+    plan = shape(schedule)
+    program = schedir.compile(schedule, plan, model="edge", tied=True, clip=True, overlap=True)
+    turns = list(inprocess._in_turns(Graph(program, "edge")))
+    assert len(turns) == len(program)
+    for rank, stream in enumerate(program.streams):
+        assert [k for r, k in turns if r == rank] == [*range(len(stream))]
+
+
+@pytest.mark.parametrize("on_gpu", [False, True])
+def test_a_sum_is_by_rank_in_whatever_order_ranks_come(
+    on_gpu: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And each comes twice, before others have come at all."""
+    sums = set()
+    for order in permutations(range(4)):
+        if on_gpu:
+            install(monkeypatch)
+        ranks = mailbox.mailboxes(schedir.compile(gpipe, Plan(4, 1)), "edge", False, [])
+        first = [torch.tensor(part) for part in (1e16, 1.0, -1e16, 3.0)]
+        second = [torch.tensor(float(rank)) for rank in range(4)]
+        for rank in order:
+            for parts in (first, second):
+                ranks[rank].all_reduce(parts[rank], "model")
+        sums |= {float(part) for part in first}
+        assert {float(part) for part in second} == {6.0}
+    assert len(sums) == 1

@@ -1,0 +1,268 @@
+"""Messages through memory that processes share."""
+
+from __future__ import annotations
+
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from schedir import compile
+from schedir.errors import ModelError
+from schedir.ir.plan import Plan
+from schedir.ir.program import Program
+from schedir.runtime.executor import Executor
+from schedir.runtime.rank import Boundary
+from schedir.schedules import chimera, one_f_one_b
+from schedir.schedules.words import F, Word
+from schedir.training import gpt
+from schedir.transports import shared
+from schedir.transports.shared import Shared
+from tests.cpu.spawn import RankError, run
+from tests.cpu.tiny_stages import BOUNDARY, batch, expected, gpt_stages, gradients, same_bits
+
+
+def forwards(r: int, P: int, m: int) -> Word:
+    """Nobody answers, so nothing but the transport holds a sender back."""
+    return m * F
+
+
+class Double(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.two = nn.Parameter(torch.full((), 2.0))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.two
+
+
+def executor(
+    program: Program, rank: int, seconds: float = 20.0, transport: Shared | None = None
+) -> Executor:
+    """A rank that doubles four numbers; the loss is their sum beyond a target."""
+    return Executor(
+        program,
+        rank,
+        {rank: Double()},
+        transport or Shared(program, seconds),
+        loss=lambda y, target: (y - target).sum(),
+        boundary=Boundary((4,)),
+    )
+
+
+def chimeras(rank: int, plan: Plan) -> Any:
+    program = compile(chimera, plan, model="edge", tied=True)
+    stages = gpt_stages(plan.stages)
+    own = {s: stages[s] for s in plan.stages_of[rank]}
+    world = Executor(program, rank, own, Shared(program), loss=gpt.loss, boundary=BOUNDARY)
+    world.step(*batch(plan.microbatches))
+    return {s: gradients([m])[0] for s, m in own.items()}
+
+
+def test_stages_with_two_holders() -> None:
+    plan = Plan(4, 6, placement="mirror")
+    _, right = expected(plan, program=compile(chimera, plan, tied=True, model="edge"))
+    for own in run(chimeras, plan.ranks, plan):
+        assert same_bits(list(own.values()), [right[s] for s in own])
+
+
+def ahead(rank: int, steps: int, m: int) -> list[Tensor | None]:
+    """Losses of steps whose first rank never waits for anything but room."""
+    own = executor(compile(forwards, Plan(2, m), model="edge"), rank)
+    losses = []
+    for step in range(steps):
+        if rank:
+            time.sleep(0.2)
+        x = torch.full((m, 4), float(step))
+        losses.append(own.step(x, torch.zeros(m, 4)))
+    return losses
+
+
+def test_a_sender_does_not_overwrite_the_step_before() -> None:
+    _, losses = run(ahead, 2, 4, 3)
+    assert [float(loss) for loss in losses] == [step * 4.0 * 4 * 3 for step in range(4)]
+
+
+def unread(rank: int, m: int) -> Tensor | None:
+    """All is sent before anything is taken: more than a socket holds."""
+    own = executor(compile(forwards, Plan(2, m), model="edge"), rank)
+    if rank:
+        dist.barrier()
+    loss = own.step(torch.ones(m, 4), torch.zeros(m, 4))
+    if not rank:
+        dist.barrier()
+    return loss
+
+
+def test_a_send_never_waits_for_its_receive() -> None:
+    _, loss = run(unread, 2, 1500)
+    assert float(loss) == 16 * 1500
+
+
+def alone(rank: int, leaves: bool) -> None:
+    own = executor(compile(one_f_one_b, Plan(2, 3), model="edge"), rank, seconds=1.5)
+    if rank and leaves:
+        os._exit(0)
+    if rank:
+        time.sleep(6)
+    own.step(torch.ones(3, 4), torch.zeros(3, 4))
+
+
+@pytest.mark.parametrize(
+    ("leaves", "why"),
+    [
+        (True, "rank 1 has left"),
+        (False, "TimeoutError: nothing has come from rank 1 in time"),
+    ],
+)
+def test_a_neighbour_that_leaves_or_sleeps(leaves: bool, why: str) -> None:
+    with pytest.raises(RankError) as error:
+        run(alone, 2, leaves, grace=10.0)
+    assert why in error.value.tracebacks[0]
+
+
+def left(rank: int, place: str, problem: bool) -> str:
+    """In one place, or in none for the second rank."""
+    program = compile(one_f_one_b, Plan(2, 3), model="edge")
+    transport = Shared(program, 20.0)
+    shared.PLACES = (place if rank == 0 or not problem else f"{place}/none",)
+    try:
+        own = executor(program, rank, transport=transport)
+    except ModelError as error:
+        return error.fact
+    own.step(torch.ones(3, 4), torch.zeros(3, 4))
+    return ""
+
+
+@pytest.mark.parametrize("problem", [False, True])
+def test_nothing_is_left_behind(problem: bool, tmp_path: Path) -> None:
+    for fact in run(left, 2, str(tmp_path), problem):
+        assert fact.startswith("process 1 cannot share what it receives: No such file") == problem
+    assert not list(tmp_path.iterdir())
+
+
+def apart(rank: int, places: list[str]) -> bool:
+    shared.PLACES = (places[rank],)
+    return shared.can_share()
+
+
+def test_processes_that_do_not_see_one_place_cannot_share(tmp_path: Path) -> None:
+    places = [str(tmp_path / "a"), str(tmp_path / "b")]
+    for place in places:
+        os.mkdir(place)
+    assert run(apart, 2, places) == [False, False]
+    assert run(apart, 2, places[:1] * 2) == [True, True]
+
+
+def again(rank: int) -> list[float]:
+    """Executors one after the other, on one transport."""
+    program = compile(one_f_one_b, Plan(2, 3), model="edge")
+    transport = Shared(program, 5.0)
+    losses = []
+    for k in range(2):
+        own = executor(program, rank, transport=transport)
+        for _ in range(2):
+            losses.append(own.step(torch.full((3, 4), k + 1.0), torch.zeros(3, 4)))
+    return [float(loss) for loss in losses if loss is not None]
+
+
+def test_a_transport_serves_one_executor_after_the_other() -> None:
+    assert run(again, 2, grace=6.0) == [[], [48.0, 48.0, 96.0, 96.0]]
+
+
+def identity(rank: int) -> list[Tensor | None]:
+    """The loss is what the last stage has received, in the memory that the first writes."""
+    program = compile(forwards, Plan(2, 3), model="edge")
+    transport = Shared(program, 20.0)
+    stage = Double() if rank == 0 else nn.Identity()
+    own = Executor(
+        program, rank, {rank: stage}, transport, loss=lambda y, _: y, boundary=Boundary(())
+    )
+    ended = own.transport.step_ended
+
+    def slow() -> None:
+        ended()
+        time.sleep(0.3)
+
+    own.transport.step_ended = slow  # type: ignore[method-assign]
+    return [own.step(torch.full((3,), float(step)), torch.zeros(3)) for step in range(3)]
+
+
+def test_a_loss_in_memory_that_is_received_is_summed_before_it_is_left() -> None:
+    _, losses = run(identity, 2)
+    assert [float(loss) for loss in losses] == [0.0, 6.0, 12.0]
+
+
+class _Late:
+    """A connection whose bytes are late: the receiver is served, and gone, before the last."""
+
+    def __init__(self, connection: Any, messages: int) -> None:
+        self.connection, self.left = connection, messages
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.connection, name)
+
+    def send(self, *how: Any) -> None:
+        self.left -= 1
+        if not self.left:
+            dist.barrier()  # the receiver finds the counts
+            dist.barrier()
+        self.connection.send(*how)
+
+
+def served(rank: int) -> float:
+    program = compile(forwards, Plan(2, 3), model="edge")
+    transport = Shared(program, 5.0)
+    own = executor(program, rank, transport=transport)
+    if rank == 0:
+        (way,) = transport.outgoing.values()
+        way.connection = _Late(way.connection, 3)  # type: ignore[assignment]
+    else:
+        dist.barrier()
+    loss = own.step(torch.ones(3, 4), torch.zeros(3, 4))
+    if rank:
+        for way_in in transport.incoming.values():
+            way_in.connection.close()
+        dist.barrier()
+    return float(loss or 0)
+
+
+def test_a_receiver_that_leaves_when_it_is_served_is_no_failure() -> None:
+    assert run(served, 2) == [0.0, 48.0]
+
+
+def waiting(rank: int, place: str) -> list[str]:
+    """What the first rank has made when the second has not come yet."""
+    program = compile(one_f_one_b, Plan(2, 3), model="edge")
+    transport = Shared(program, 20.0)
+    shared.PLACES = (place,)
+    found = []
+
+    def late(*how: Any) -> Any:
+        time.sleep(1)
+        found.extend(os.listdir(place))
+        return Shared.buffers(transport, *how)
+
+    if rank:
+        transport.buffers = late  # type: ignore[method-assign, assignment]
+    executor(program, rank, transport=transport)
+    return found
+
+
+def test_who_waits_for_others_has_made_no_file(tmp_path: Path) -> None:
+    assert run(waiting, 2, str(tmp_path)) == [[], []]
+
+
+def slots(rank: int) -> str:
+    with pytest.raises(ModelError) as error:
+        Shared(compile(one_f_one_b, Plan(2, 3), model="edge", slots="fewest"))
+    return error.value.hint
+
+
+def test_shared_slots_are_refused() -> None:
+    assert run(slots, 2) == ['transport = "gloo"'] * 2

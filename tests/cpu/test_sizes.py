@@ -1,0 +1,360 @@
+"""Sizes of a model: what is measured is what lives, in every step of a run."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from functools import partial
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from torch.utils.checkpoint import checkpoint
+
+from schedir import compile, simulate
+from schedir.analysis.memory import Held, held
+from schedir.errors import MemoryLimitError, ModelError
+from schedir.ir.ops import COMPUTE, Token
+from schedir.ir.plan import Plan
+from schedir.runtime.executor import Executor
+from schedir.runtime.inprocess import InProcess
+from schedir.runtime.precision import float32_gradients
+from schedir.runtime.rank import Boundary, Call
+from schedir.runtime.sizes import sizes_of
+from schedir.runtime.split import Tape, recording
+from schedir.runtime.splittable import split_linears
+from schedir.schedules import dualpipe_v, gpipe, interleaved, one_f_one_b, zb_h1, zb_v
+from schedir.training import gpt
+from tests.cpu.tiny_stages import BOUNDARY, HIDDEN, batch, gpt_stages, zb
+
+
+class Born(TorchDispatchMode):
+    """All memory that operations make, and how much of it still lives."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.made: dict[StorageWeakRef, int] = {}
+        self.look: Callable[[], None] = lambda: None  # after each operation
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        given = _refs(tree_leaves((args, kwargs)))
+        out = func(*args, **(kwargs or {}))
+        self.made |= {
+            ref: size for ref, size in _refs(tree_leaves(out)).items() if ref not in given
+        }
+        self.look()
+        return out
+
+    def living(self, but: Iterable[Tensor] = ()) -> dict[StorageWeakRef, int]:
+        """What lives and how large it is, without the memory of some tensors."""
+        self.made = {ref: size for ref, size in self.made.items() if not ref.expired()}
+        these = _refs(but)
+        return {ref: size for ref, size in self.made.items() if ref not in these}
+
+    def alive(self, but: Iterable[Tensor] = ()) -> int:
+        """Bytes that live, without the memory of some tensors."""
+        return sum(self.living(but).values())
+
+
+def _refs(values: Iterable[object]) -> dict[StorageWeakRef, int]:
+    """The memory of those that are tensors, and its bytes."""
+    memory = [x.untyped_storage() for x in values if isinstance(x, Tensor)]
+    return {StorageWeakRef(one): one.nbytes() for one in memory}
+
+
+class Checkpointed(nn.Module):
+    """A stage of which only inputs are kept."""
+
+    def __init__(self, inner: nn.Module, reentrant: bool) -> None:
+        super().__init__()
+        self.inner, self.reentrant = inner, reentrant
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = checkpoint(self.inner, x, use_reentrant=self.reentrant)
+        return y
+
+
+def _plain(stage: nn.Module) -> nn.Module:
+    return stage
+
+
+WRAPS: list[Callable[[nn.Module], nn.Module]] = [
+    _plain,
+    lambda stage: Checkpointed(stage, False),
+    lambda stage: Checkpointed(stage, True),
+]
+
+
+def _alive_after_forward(stages: list[nn.Module], s: int) -> tuple[int, int]:
+    """What a stage keeps after a forward, and after the first half of its backward."""
+    inputs, targets, _ = batch(1)
+    born, last = Born(), s == len(stages) - 1
+    x = inputs[0] if s == 0 else torch.zeros(BOUNDARY.shape).requires_grad_()
+    given = 0 if s == 0 else x.untyped_storage().nbytes()
+    with born:
+        y = stages[s](x)
+        y = gpt.loss(y, targets[0]) if last else y
+        saved = born.alive([y]) + given
+        tape = Tape()
+        with recording(tape):
+            torch.autograd.backward(y, None if last else torch.ones_like(y))
+    own = [p.grad for p in stages[s].parameters() if p.grad is not None]
+    dx = [] if x.grad is None else [x.grad]
+    del y
+    return saved, born.alive([*own, *dx])
+
+
+@pytest.mark.parametrize("wrap", WRAPS)
+@pytest.mark.parametrize(("count", "tied"), [(1, True), (2, True), (3, False)])
+def test_a_stage_keeps_what_lives(
+    count: int, tied: bool, wrap: Callable[[nn.Module], nn.Module]
+) -> None:
+    inputs, targets, _ = batch(1)
+    stages = [wrap(stage) for stage in gpt_stages(count, tied)]
+    if wrap is WRAPS[2]:  # a reentrant checkpoint of tokens has no gradient
+        stages[0] = gpt_stages(count, tied)[0]
+    sizes = sizes_of(stages, inputs[0], targets[0], loss=gpt.loss, boundary=BOUNDARY)
+    alive = [_alive_after_forward(stages, s) for s in range(count)]
+    assert sizes.saved == tuple(saved for saved, _ in alive)
+    assert sizes.tape == tuple(tape for _, tape in alive)
+    assert all(size > 0 for size in sizes.of("tape", count))
+
+
+class Witness:
+    """Compares what lives in and after each F, B, I, W of a rank with what was predicted.
+
+    In an instruction counts what lived when it began, as long as it lives, and what a tape has.
+    """
+
+    def __init__(self, rank: Executor, own: Held) -> None:
+        self.rank, self.own, self.born = rank, own, Born()
+        self.most, self.beside = 0, 0.0  # what lives; by how much the prediction was beside it
+        self.group = 0  # the most alive while those run that are issued as one
+        for k, (wait, run) in enumerate(rank.calls):
+            if rank.stream[k].op in COMPUTE:  # which is in order
+                rank.calls[k] = Call(wait, partial(self.run, k, run))
+
+    def run(self, k: int, run: Callable[[], None]) -> None:
+        rank, own, before = self.rank, self.own, self.living()
+        most = sum(before.values())
+
+        def look() -> None:
+            nonlocal most
+            tapes = (tape.tensors() for tape in rank.slots[Token.TAPE].values if tape is not None)
+            there = {ref: size for ref, size in before.items() if not ref.expired()}
+            there |= {
+                ref: size for ref, size in _refs(x for tape in tapes for x in tape).items()
+                if ref in self.born.made
+            }  # fmt: skip
+            most = max(most, sum(there.values()))
+
+        self.born.look = look
+        with self.born:
+            run()
+        alive = sum(self.living().values())
+        self.most, most = max(self.most, most, alive), max(most, alive)
+        first, last = _group(rank.stream.joined.tolist(), k)
+        self.group = max(self.group if k > first else 0, most)  # while all of it runs
+        if k == last:
+            began = (own.at < first) | own.starts & (own.at <= last)
+            self.compare(k, int(np.flatnonzero(began)[-1]), self.group)
+            self.compare(k, int(np.searchsorted(own.at, k, side="right")) - 1, alive)
+
+    def compare(self, k: int, change: int, alive: int) -> None:
+        """Compare what is alive with what was predicted from a change on."""
+        number, size = (sum(part[i][change] for part in self.own.kept.values()) for i in (0, 1))
+        assert 0 <= size - alive <= number * own_activation, (self.rank.rank, k)
+        self.beside = max(self.beside, float(size - alive))
+
+    def living(self) -> dict[StorageWeakRef, int]:
+        """What compute keeps: not what it has put out, and what is sent."""
+        rank = self.rank
+        out = [x for kind in (Token.ACT_OUT, Token.GRAD_OUT) for x in rank.slots[kind].values]
+        out += [tensor for _, tensor in rank.sending.values()]
+        return self.born.living(rank.losses + out)
+
+
+def _group(joined: list[bool], k: int) -> tuple[int, int]:
+    """The first and the last of those that are issued as one with k."""
+    first = last = k
+    while joined[first]:
+        first -= 1
+    while last + 1 < len(joined) and joined[last + 1]:
+        last += 1
+    return first, last
+
+
+own_activation = 4 * torch.Size(BOUNDARY.shape).numel()
+
+
+@pytest.mark.parametrize("slots", ["fewest", None])
+@pytest.mark.parametrize(
+    ("schedule", "plan"),
+    [
+        (gpipe, Plan(2, 4)),
+        (one_f_one_b, Plan(2, 4)),
+        (zb, Plan(3, 4)),
+        (interleaved, Plan(2, 4, 2)),
+        (interleaved, Plan(1, 3, 2)),  # stages beside each other
+    ],
+)
+def test_what_computes_leaves_what_was_predicted(schedule: Any, plan: Plan, slots: Any) -> None:
+    """Exactly with shared slots; with own ones what is received is in its slot all the time."""
+    stages = gpt_stages(plan.stages, tied=False)
+    inputs, targets, scale = batch(plan.microbatches)
+    sizes = sizes_of(stages, inputs[0], targets[0], loss=gpt.loss, boundary=BOUNDARY, state=0)
+    program = compile(schedule, plan, slots=slots)
+    world = InProcess(program, stages, loss=gpt.loss, boundary=BOUNDARY)
+    witnesses = [
+        Witness(rank, own) for rank, own in zip(world.ranks, held(program, sizes), strict=True)
+    ]
+    world.step(inputs, targets, scale)
+    peaks = simulate(program, sizes=sizes).peak_memory.tolist()
+    for rank, witness, peak in zip(world.ranks, witnesses, peaks, strict=True):
+        static = [*rank.buffers.values()]
+        for stage in rank.stages.values():
+            module = stage.module
+            static += [*module.parameters(), *module.buffers(), *stage.gradients.flat]
+        there = sum(_refs(static).values())
+        fixed = {name: size for name, (_, size) in witness.own.fixed.items()}
+        out = fixed.pop("act_out") + fixed.pop("grad_out")
+        assert there == sum(fixed.values())
+        assert witness.most > 0 and (witness.beside == 0 or slots is None)
+        # Not all that is put out is there at once.
+        assert 0 <= peak - there - witness.most <= out + witness.beside
+
+
+def normed_stages(stages: int) -> list[nn.Module]:
+    """Stacks of Linear, LayerNorm and GELU."""
+    torch.manual_seed(0)
+
+    def stack() -> nn.Module:
+        wide, narrow = nn.Linear(HIDDEN, 3 * HIDDEN), nn.Linear(3 * HIDDEN, HIDDEN, bias=False)
+        parts = (wide, nn.LayerNorm(3 * HIDDEN), nn.GELU(), narrow, nn.LayerNorm(HIDDEN))
+        return nn.Sequential(*parts, nn.GELU(), nn.Linear(HIDDEN, HIDDEN))
+
+    return [split_linears(nn.Sequential(stack(), stack())) for _ in range(stages)]
+
+
+def normed_batch(microbatches: int) -> tuple[Tensor, Tensor, float]:
+    shape = (microbatches, *BOUNDARY.shape)
+    return torch.randn(shape), torch.randn(shape), 1.0
+
+
+def asked_stages(stages: int) -> list[nn.Module]:
+    """The same with norms that are split, too."""
+    return [split_linears(stage, nn.LayerNorm) for stage in normed_stages(stages)]
+
+
+def checkpointed_stages(stages: int) -> list[nn.Module]:
+    return [Checkpointed(stage, False) for stage in gpt_stages(stages, tied=False)]
+
+
+MODELS: dict[str, tuple[Any, Any, Any]] = {
+    "gpt": (partial(gpt_stages, tied=False), batch, gpt.loss),
+    "checkpointed": (checkpointed_stages, batch, gpt.loss),
+    "asked": (asked_stages, normed_batch, nn.functional.mse_loss),
+    "normed": (normed_stages, normed_batch, nn.functional.mse_loss),
+}
+
+
+@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize(
+    ("schedule", "plan"),
+    [
+        (one_f_one_b, Plan(3, 4)),
+        (zb_h1, Plan(3, 5)),
+        (zb_v, Plan(2, 4, placement="vee")),
+        (dualpipe_v, Plan(2, 5, placement="vee")),
+    ],
+)
+def test_what_lives_in_an_instruction_is_what_was_predicted(
+    schedule: Any, plan: Plan, model: str
+) -> None:
+    make, data, loss = MODELS[model]
+    stages, (inputs, targets, scale) = make(plan.stages), data(plan.microbatches)
+    sizes = sizes_of(stages, inputs[0], targets[0], loss=loss, boundary=BOUNDARY, state=0)
+    free = compile(schedule, plan, slots="fewest")
+    most = float(simulate(free, sizes=sizes).peak_memory.max())
+    program = compile(schedule, plan, slots="fewest", sizes=sizes, limit=most)
+    world = InProcess(program, stages, loss=loss, boundary=BOUNDARY)
+    owns = held(program, sizes)
+    witnesses = [Witness(rank, own) for rank, own in zip(world.ranks, owns, strict=True)]
+    world.step(inputs, targets, scale)
+    timeline = simulate(program, sizes=sizes)
+    for rank, (witness, curve) in enumerate(zip(witnesses, timeline.memory, strict=True)):
+        assert witness.beside == 0
+        static = sum(size for _, size in witness.own.fixed.values())
+        assert curve.held.max() == static + witness.most, rank
+    with pytest.raises(MemoryLimitError):
+        compile(schedule, plan, slots="fewest", sizes=sizes, limit=most - 1)
+
+
+class Odd(nn.Module):
+    """A stage with buffers that change, random numbers, and a branch that nothing needs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(8)
+        self.drop = nn.Dropout(0.5)
+        self.linear = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        (x.exp() * x).sum()
+        y: Tensor = self.drop(self.linear(self.norm(x)))
+        return y
+
+
+def test_the_model_is_left_as_it_was() -> None:
+    stages, x = [Odd(), Odd()], torch.randn(4, 8)
+    stages[0].linear.weight.grad = torch.ones(8, 8)
+    was = [{name: value.clone() for name, value in s.state_dict().items()} for s in stages]
+    random = torch.get_rng_state()
+    sizes = sizes_of(stages, x, x, loss=nn.functional.mse_loss, boundary=Boundary((4, 8)), state=0)
+    assert torch.equal(torch.get_rng_state(), random)
+    for stage, state in zip(stages, was, strict=True):
+        assert all(torch.equal(value, state[name]) for name, value in stage.state_dict().items())
+    grads = [p.grad for stage in stages for p in stage.parameters()]
+    assert torch.equal(grads[2], torch.ones(8, 8)) if grads[2] is not None else False
+    assert sum(grad is not None for grad in grads) == 1
+    assert sizes.tape == (0, 0)  # nothing was split
+    given = x.clone().requires_grad_()
+    with (born := Born()):
+        y = nn.functional.mse_loss(stages[1](given), x)
+    assert sizes.of("saved", 2)[1] == born.alive([y]) + 4 * 4 * 8
+    assert sizes.activation == 4 * 4 * 8 and sizes.version == (4 * 88, 4 * 88)
+    assert sizes.weights == (4 * (88 + 88 + 16) + 8,) * 2  # with buffers, and a number of batches
+
+
+def test_stages_of_others_and_of_another_type() -> None:
+    stages = gpt_stages(2)
+    inputs, targets, _ = batch(1)
+    whole = sizes_of(stages, inputs[0], targets[0], loss=gpt.loss, boundary=BOUNDARY)
+    part = sizes_of([None, stages[1]], inputs[0], targets[0], loss=gpt.loss, boundary=BOUNDARY)
+    for name in ("saved", "tape", "weights", "version"):
+        assert part.of(name, 2).tolist() == [0, whole.of(name, 2)[1]]
+    numbers = sum(p.numel() for p in stages[1].parameters())
+    mask = sum(b.nbytes for b in stages[1].buffers())
+    assert part.of("weights", 2)[1] == 16 * numbers + mask
+    half = stages[1].to(torch.bfloat16)
+    float32_gradients(half)
+    boundary = Boundary(BOUNDARY.shape, torch.bfloat16)
+    part = sizes_of([None, half], inputs[0], targets[0], loss=gpt.loss, boundary=boundary, state=12)
+    assert part.of("weights", 2)[1] == 18 * numbers + mask
+    assert 2 * part.activation == whole.activation
+
+
+def test_a_frozen_stage_keeps_its_input() -> None:
+    stages, x = [nn.Identity(), nn.Identity().requires_grad_(False)], torch.randn(4, 8)
+    sizes = sizes_of(stages, x, x, loss=lambda y, _: y.sum(), boundary=Boundary((4, 8)))
+    assert sizes.saved == (0, 4 * 4 * 8) and sizes.weights == (0, 0)
+
+
+def test_what_cannot_pass_is_refused() -> None:
+    stages, x = [nn.Linear(8, 9), nn.Linear(8, 8)], torch.randn(4, 8)
+    with pytest.raises(ModelError, match=r"stage 0 gives \[4, 9\]"):
+        sizes_of(stages, x, x, loss=nn.functional.mse_loss, boundary=Boundary((4, 8)))

@@ -1,0 +1,196 @@
+"""Static slots in a run: as many as predicted, and the bits of the reference."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from schedir.analysis.slots import KINDS, counts
+from schedir.errors import ExecutionError
+from schedir.ir.index import Index
+from schedir.ir.ops import Opcode, Token
+from schedir.ir.plan import Plan
+from schedir.passes.compile import compile
+from schedir.passes.share_slots import Choice
+from schedir.runtime.executor import Executor
+from schedir.runtime.inprocess import InProcess
+from schedir.runtime.rank import Boundary
+from schedir.runtime.reference import reference
+from schedir.runtime.split import linear
+from schedir.schedules import gpipe, interleaved, one_f_one_b
+from schedir.schedules.words import Schedule
+from schedir.testing import tiny
+from tests.cpu.test_processes import step_on_gloo
+from tests.cpu.tiny_stages import expected, gradients, same_bits, zb
+from tests.laws import ZOO, least, plan_of
+
+BOUNDARY = Boundary((2, tiny.WIDTH), torch.float64)
+
+
+def watch(rank: Executor, used: dict[Token, set[int]]) -> None:
+    """Note which slots are ever taken; what is on its way still is where it was."""
+    call = rank.call
+
+    def watched(k: int) -> None:
+        call(k)
+        for kind, slots in rank.slots.items():
+            used[kind] |= {n for n, value in enumerate(slots.values) if value is not None}
+        for kind, send in ((Token.ACT_OUT, Opcode.SendAct), (Token.GRAD_OUT, Opcode.SendGrad)):
+            leaving = sum(rank.stream[sent].op == send for sent in rank.sending)
+            assert rank.slots[kind].taken + leaving <= len(rank.slots[kind].values)
+
+    rank.call = watched  # type: ignore[method-assign]
+
+
+@pytest.mark.parametrize("schedule", ZOO.values(), ids=ZOO)
+def test_as_many_slots_are_used_as_are_predicted(schedule: Schedule) -> None:
+    """Exactly, by rank and kind, in whatever legal order; and nothing is ever overwritten."""
+    plan = plan_of(schedule, 4, max(6, least(schedule, 4)))
+    stages = tiny.tiny_stages(plan.stages)
+    inputs, targets = tiny.batch(plan.microbatches)
+    choices: list[Choice | None] = [None, "fewest", "enough"]
+    for overlap in (False, True):
+        results: list[tuple[Tensor, list[dict[str, Tensor]]]] = []
+        for choice in choices:
+            program = compile(schedule, plan, model="edge", overlap=overlap, slots=choice)
+            predicted = counts(Index(program))
+            ranks = InProcess(program, stages, loss=tiny.loss, boundary=BOUNDARY)
+            used: list[dict[Token, set[int]]] = [{k: set() for k in KINDS} for _ in ranks.ranks]
+            for rank, noted in zip(ranks.ranks, used, strict=True):
+                watch(rank, noted)
+            buffers = [{k: b.data_ptr() for k, b in r.buffers.items()} for r in ranks.ranks]
+            for seed in range(2):
+                loss = ranks.step(inputs, targets, seed=seed)
+                results.append((loss, gradients(stages)))
+            for r, rank in enumerate(ranks.ranks):
+                own = {kind: len(used[r][kind]) for kind in KINDS}
+                assert own == dict(zip(KINDS, predicted[r].tolist(), strict=True))
+                assert all(s.most <= len(s.values) and not s.taken for s in rank.slots.values())
+                received = {key: b.data_ptr() for key, b in rank.buffers.items()}
+                assert received == buffers[r]
+                assert len(received) == own[Token.ACT_IN] + own[Token.GRAD_IN]
+        for loss, grads in results[1:]:
+            assert torch.equal(loss, results[0][0]) and same_bits(grads, results[0][1])
+
+
+class Odd(nn.Module):
+    """Hands on what it is given: its output is its input, and so is its gradient."""
+
+    def __init__(self, inner: Any = None) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (x if self.inner is None else linear(x, self.inner.weight)).view(*x.shape)
+
+
+def keep_apart(rank: Executor) -> None:
+    """Let nothing that outlives a buffer have its memory."""
+    call, static = rank.call, {memory(b) for b in rank.buffers.values()}
+
+    def watched(k: int) -> None:
+        call(k)
+        out = [v for kind in (Token.ACT_OUT, Token.GRAD_OUT) for v in rank.slots[kind].values]
+        for tape in filter(None, rank.slots[Token.TAPE].values):
+            out += tape.tensors()
+        out += [saved[0] for saved in rank.slots[Token.SAVED].values if saved is not None]
+        assert not static & {memory(value) for value in out if value is not None}
+
+    rank.call = watched  # type: ignore[method-assign]
+
+
+def memory(tensor: Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()
+
+
+@pytest.mark.parametrize("schedule", [gpipe, one_f_one_b, zb])
+def test_what_autograd_hands_on_is_not_overwritten(schedule: Any) -> None:
+    """Not even where a stage's input is its output, and one gradient the other, for some steps."""
+    plan = Plan(4, 6)
+    inputs, targets = tiny.batch(plan.microbatches)
+
+    def stages() -> list[nn.Module]:
+        first, inner, last = tiny.tiny_stages(3)
+        return [first, Odd(), Odd(inner), last]
+
+    one = stages()
+    total = reference(one, inputs, targets, loss=tiny.loss)
+    for choice in (None, "fewest"):
+        other = stages()
+        program = compile(schedule, plan, model="edge", overlap=True, slots=choice)
+        ranks = InProcess(program, other, loss=tiny.loss, boundary=BOUNDARY)
+        for rank in ranks.ranks if choice else ():  # else a buffer is one value's for the step
+            keep_apart(rank)
+        for seed in range(4):
+            assert torch.equal(ranks.step(inputs, targets, seed=seed), total)
+            assert same_bits(gradients(one), gradients(other))
+
+
+def test_outputs_are_let_go_when_they_are_sent() -> None:
+    """What a backward needs is where an output came from, not its memory."""
+    program = compile(gpipe, Plan(2, 4), model="edge")
+    ranks = InProcess(program, tiny.tiny_stages(2), loss=tiny.loss, boundary=BOUNDARY)
+    saved = ranks.ranks[0].slots[Token.SAVED]
+    call, roots = ranks.ranks[0].call, list[Any]()
+
+    def watched(k: int) -> None:
+        call(k)
+        roots.extend(value[1] for value in saved.values if value is not None)
+
+    ranks.ranks[0].call = watched  # type: ignore[method-assign]
+    ranks.step(*tiny.batch(4))
+    assert roots and not any(isinstance(root, Tensor) for root in roots)
+
+
+@pytest.mark.parametrize(
+    ("schedule", "plan", "options"),
+    [
+        (one_f_one_b, Plan(4, 6), {"overlap": True}),
+        (gpipe, Plan(2, 4), {}),
+        (interleaved, Plan(2, 4, 2), {}),
+    ],
+)
+def test_processes_with_the_fewest_slots(schedule: Any, plan: Plan, options: Any) -> None:
+    loss, right = expected(plan)
+    results = step_on_gloo(schedule, plan, slots="fewest", **options)
+    got = {s: g for grads, _, _ in results for s, g in grads.items()}
+    assert same_bits([got[s] for s in range(plan.stages)], right)
+    assert [torch.equal(l, loss) for _, l, _ in results if l is not None] == [True]
+
+
+def test_tensor_parallel_processes_with_the_fewest_slots() -> None:
+    """Slices are received into their place in the whole."""
+    plan = Plan(2, 4)
+    own, few = (step_on_gloo(zb, plan, tp=2, slots=slots) for slots in (None, "fewest"))
+    for (grads, _, _), (same, _, _) in zip(own, few, strict=True):
+        assert same_bits(list(grads.values()), list(same.values()))
+
+
+class Failing(nn.Linear):
+    """Fails once, in its second forward."""
+
+    runs = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.runs += 1
+        if self.runs == 2:
+            raise KeyboardInterrupt
+        return super().forward(x)
+
+
+def test_no_step_follows_one_that_has_failed() -> None:
+    """What was on its way would be taken for the messages of the next."""
+    stages = [Failing(1, 1), nn.Linear(1, 1)]
+    program = compile(one_f_one_b, Plan(2, 3))
+    x = torch.ones(3, 1)
+    ranks = InProcess(program, stages, loss=nn.MSELoss(), boundary=Boundary((1,)))
+    with pytest.raises(ExecutionError, match="2 inputs"):
+        ranks.step(x[:2], x)  # refused before it begins
+    with pytest.raises(KeyboardInterrupt):
+        ranks.step(x, x)
+    with pytest.raises(ExecutionError) as error:
+        ranks.step(x, x)
+    assert "rank 0 has failed in the step before" in error.value.fact

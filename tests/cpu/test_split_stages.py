@@ -1,0 +1,258 @@
+"""Stages that are split, in schedules: weights used twice, versions, and what is left whole."""
+
+from __future__ import annotations
+
+import builtins
+import copy
+import warnings
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import mse_loss
+
+from schedir import compile
+from schedir.errors import ExecutionError
+from schedir.ir.plan import Plan
+from schedir.runtime import split, split_linears
+from schedir.runtime.inprocess import InProcess
+from schedir.runtime.rank import Boundary
+from schedir.runtime.reference import reference
+from schedir.schedules import zb_h1
+from schedir.schedules.words import F, I, W
+from tests.cpu.tiny_layers import Conv1D, N, Square
+from tests.cpu.tiny_stages import gradients, same_bits, zb
+
+
+class Twice(nn.Module):
+    def __init__(self, layer: nn.Module) -> None:
+        super().__init__()
+        self.layer = layer
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.layer(self.layer(x))
+        return y
+
+
+class Own(nn.Module):
+    """`x @ w @ w`, each by torch's own product or by one that can be split."""
+
+    def __init__(self, one: Any, other: Any) -> None:
+        super().__init__()
+        self.w = nn.Parameter(torch.randn(N, N) / N**0.5)
+        self.one, self.other = one, other
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.other(self.one(x, self.w), self.w)
+        return y
+
+
+class Tied(nn.Module):
+    """Tokens in, scores of tokens out, by one weight, within one stage."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.head = nn.Embedding(N, N), nn.Linear(N, N, bias=False)
+        self.head.weight = self.embed.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        tokens = (x.abs() * 10).long() % N
+        y: Tensor = self.head(self.embed(tokens[..., 0])) + x
+        return y
+
+
+TWICE: dict[str, Callable[[], nn.Module]] = {
+    "linear": lambda: Twice(nn.Linear(N, N)),
+    "conv1d": lambda: Twice(Conv1D(N, N)),
+    "tied": Tied,
+    "plain": lambda: Own(torch.matmul, torch.matmul),
+    "split": lambda: Own(split.matmul, split.matmul),
+    "mixed": lambda: Own(torch.matmul, split.matmul),
+    "mixed, other way": lambda: Own(split.matmul, torch.matmul),
+}
+
+
+@pytest.mark.filterwarnings("ignore:.* is not split in")
+@pytest.mark.parametrize("kind", TWICE)
+def test_a_weight_that_is_used_twice_counts_once_each(kind: str) -> None:
+    torch.manual_seed(0)
+    plain = [TWICE[kind]() for _ in range(2)]
+    late = [split_linears(copy.deepcopy(stage)) for stage in plain]
+    x = torch.randn(4, 3, N)
+    for mb in x:  # autograd itself, and nothing of ours
+        y = plain[1](plain[0](mb))
+        (y - 1).square().sum().backward()
+    program = compile(zb, Plan(2, 4))
+    ranks = InProcess(program, late, loss=lambda y, _: (y - 1).square().sum(),
+                      boundary=Boundary((3, N)))  # fmt: skip
+    ranks.step(x, x)
+    for got, want in zip(gradients(late), gradients(plain), strict=True):
+        assert got.keys() == want.keys() and got
+        for name, b in want.items():
+            torch.testing.assert_close(got[name], b, rtol=1e-5, atol=1e-5)
+            assert "mixed" in kind or torch.equal(got[name], b)
+
+
+def test_what_was_taught_computes_on_its_version() -> None:
+    """A rule that reads the weight finds that of its microbatch, after newer ones."""
+    torch.manual_seed(0)
+    halves = 4 * (I + W)
+    program = compile(
+        # The last F run on the version after that of the W that follow.
+        lambda r, P, m: 8 * F + halves + 4 * I + 4 * F + 4 * W + halves,
+        Plan(2, 12, updates=3, delay=1),
+    )
+    x = torch.randn(12, 3, N)
+    states = []
+    for taught in (False, True):
+        torch.manual_seed(1)
+        stages: list[nn.Module] = [Square(N), Square(N)]
+        if taught:
+            stages = [split_linears(stage) for stage in stages]
+        ranks = InProcess(
+            program, stages, loss=lambda y, t: (y - t).square().sum(), boundary=Boundary((3, N)),
+            optimizer=lambda parameters: torch.optim.SGD(parameters, 0.01),
+        )  # fmt: skip
+        with warnings.catch_warnings():
+            warnings.simplefilter("error" if taught else "ignore")
+            for _ in range(2):
+                ranks.step(x, x + 1, 0.1)
+        states.append([stage.state_dict() for stage in stages])
+    for plain, late in zip(*states, strict=True):
+        assert all(torch.equal(plain[name], late[name]) for name in plain)
+
+
+class Mixed(nn.Module):
+    """Layers of which some are split, some could be, and some cannot."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.positions = nn.Parameter(torch.zeros(3, N))
+        self.attn = nn.ModuleDict({"c_attn": Conv1D(N, N), "norm": nn.LayerNorm(N)})
+        self.own = nn.Sequential(nn.Bilinear(N, N, N), split_linears(nn.Linear(N, N)))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.attn["norm"](self.attn["c_attn"](x + self.positions))
+        y: Tensor = self.own[1](self.own[0](x, x))
+        return y
+
+
+def test_the_warning_names_the_layers() -> None:
+    x = torch.randn(4, 3, N)
+
+    def run(stages: Sequence[nn.Module]) -> list[str]:
+        program, boundary = compile(zb, Plan(2, 4)), Boundary((3, N))
+        ranks = InProcess(program, stages, loss=mse_loss, boundary=boundary)
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            ranks.step(x, x)
+            ranks.step(x, x)  # it is said once
+        return sorted(str(w.message) for w in caught)
+
+    torch.manual_seed(0)
+    plain, said = [Mixed(), Mixed()], []
+    loss = reference(copy.deepcopy(plain), x, x, loss=mse_loss)
+    assert loss.isfinite()
+    said = run(plain)
+    assert said == [
+        f"Mixed (stage {s}) is not split in attn.c_attn (Conv1D), own.0 (Bilinear): I runs their "
+        "whole backward; schedir.runtime.split_linears(stage) splits Conv1D; "
+        "schedir.runtime.register_split teaches a type"
+        for s in range(2)
+    ]
+    said = run([split_linears(stage) for stage in plain])
+    assert ["attn.c_attn" in text or "split_linears" in text for text in said] == [False, False]
+    norms: list[nn.Module] = [nn.Sequential(*(nn.LayerNorm(N) for _ in range(9))) for _ in range(2)]
+    said = run(norms)
+    assert "0 (LayerNorm), 1 (LayerNorm)" in said[0] and "and 3 more" in said[0]
+    assert run([split_linears(stage, nn.LayerNorm) for stage in norms]) == []
+
+
+class Skips(nn.Module):
+    """A residual layer that some microbatches skip, and one that nobody needs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.layer, self.unused = nn.LayerNorm(N), nn.Linear(N, N), nn.Linear(N, N)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.unused(x)
+        x = self.norm(x)
+        y: Tensor = x + self.layer(x) if torch.rand(()) < 0.5 else x
+        return y
+
+
+class Narrow(nn.Module):
+    """A layer that was taught, under autocast."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = Square(N)
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.autocast("cpu", torch.bfloat16):
+            y: Tensor = self.layer(x).float()
+        return y
+
+
+@pytest.mark.parametrize(("kind", "said"), [(Skips, 0), (Narrow, 2)])
+def test_layers_that_are_not_reached_are_not_missed(kind: Any, said: int) -> None:
+    """A microbatch, or all, may leave nothing for W; what ran whole is said, and once."""
+    torch.manual_seed(0)
+    plain: list[nn.Module] = [kind(), kind()]
+    late = [split_linears(copy.deepcopy(stage)) for stage in plain]
+    x = torch.randn(8, 3, N)
+    reference(plain, x, x, loss=mse_loss, seed=1)
+    ranks = InProcess(
+        compile(zb, Plan(2, 8)), late, loss=mse_loss, boundary=Boundary((3, N)), seed=1
+    )
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        ranks.step(x, x)
+    for stage in plain:  # what nobody needs is 0 in a buffer
+        for p in stage.parameters():
+            p.grad = torch.zeros_like(p) if p.grad is None else p.grad
+    assert same_bits(gradients(plain), gradients(late))
+    assert len(caught) == said
+
+
+def test_a_split_that_does_not_happen_is_refused() -> None:
+    class Traced(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = split_linears(Square(N))
+
+        def forward(self, x: Tensor) -> Tensor:
+            (weight,) = self.parameters()
+            return x * weight
+
+    ranks = InProcess(compile(zb, Plan(2, 4)), [Traced(), Traced()], loss=mse_loss,
+                      boundary=Boundary((3, N)))  # fmt: skip
+    with pytest.raises(ExecutionError, match="made to be split"):
+        ranks.step(torch.randn(4, 3, N), torch.randn(4, 3, N))
+
+
+def test_same_bits_of_a_schedule() -> None:
+    """Whole stages of known layers, in a zero-bubble schedule, as in a plain loop."""
+    torch.manual_seed(0)
+    plain = [
+        nn.Sequential(Conv1D(N, N), nn.LayerNorm(N), nn.GELU(), Conv1D(N, N)) for _ in range(3)
+    ]
+    late = [split_linears(copy.deepcopy(stage), nn.LayerNorm) for stage in plain]
+    x = torch.randn(6, 3, N)
+    reference(plain, x, x, loss=mse_loss)
+    ranks = InProcess(compile(zb_h1, Plan(3, 6)), late, loss=mse_loss, boundary=Boundary((3, N)))
+    ranks.step(x, x)
+    assert same_bits(gradients(plain), gradients(late))
+
+
+def test_the_page_runs() -> None:
+    page = Path(__file__).parents[2] / "docs" / "splitting.md"
+    scope: dict[str, Any] = {}
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for block in page.read_text().split("```python\n")[1:]:
+            exec(builtins.compile(block.split("```")[0], page.name, "exec"), scope)

@@ -1,0 +1,261 @@
+"""Layers that are split by their type: the bits of the whole backward, and what is refused."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+from torch.nn.functional import gelu, mse_loss
+from torch.nn.utils import parametrize, prune
+
+from schedir.errors import ModelError, UsageError
+from schedir.runtime import check_split, register_split, split, split_linears
+from schedir.runtime.rank import Boundary
+from schedir.runtime.sizes import sizes_of
+from tests.cpu.tiny_layers import LAYERS, N, Square
+
+
+class Uses(nn.Module):
+    """One layer, several times."""
+
+    def __init__(self, layer: nn.Module, uses: int) -> None:
+        super().__init__()
+        self.layer, self.uses = layer, uses
+
+    def forward(self, x: Tensor) -> Tensor:
+        for _ in range(self.uses):
+            x = x + gelu(self.layer(x))
+        return x
+
+
+def _grads(
+    net: nn.Module, x: Tensor, late: bool, left: int | None = None
+) -> dict[str, Tensor | None]:
+    """Gradients after two microbatches, of which W runs at the end or whole backwards do."""
+    tapes = []
+    found: dict[str, Tensor | None] = {}
+    for k in range(2):
+        one = (x + k).requires_grad_()
+        y = net(one)
+        found[f"y{k}"] = y.detach()
+        dy = torch.linspace(-1, 1, y.numel()).view_as(y).to(y)
+        if late:
+            with split.recording(split.Tape()) as tape:
+                torch.autograd.backward(y, dy)
+            assert left is None or len(tape) == left
+            tapes.append(tape)
+        else:
+            torch.autograd.backward(y, dy)
+        found[f"dx{k}"] = one.grad
+    for tape in tapes:
+        tape.run()
+    return found | {name: p.grad for name, p in net.named_parameters()}
+
+
+def _equal(got: dict[str, Tensor | None], want: dict[str, Tensor | None]) -> None:
+    assert got.keys() == want.keys()
+    for name, b in want.items():
+        a = got[name]
+        assert (a is None) == (b is None), name
+        assert a is None or b is None or torch.equal(a, b), name
+
+
+@settings(max_examples=80, deadline=None)
+@given(
+    kind=st.sampled_from([*LAYERS]),
+    shape=st.lists(st.integers(1, 4), min_size=1, max_size=3),
+    bias=st.booleans(),
+    uses=st.integers(1, 3),
+    dtype=st.sampled_from([torch.float32, torch.float64, torch.bfloat16]),
+    frozen=st.sampled_from(["", "weight", "bias"]),
+    wide=st.booleans(),
+)
+def test_same_bits_as_the_whole_backward(
+    kind: str,
+    shape: list[int],
+    bias: bool,
+    uses: int,
+    dtype: torch.dtype,
+    frozen: str,
+    wide: bool,
+) -> None:
+    torch.manual_seed(0)
+    layer = LAYERS[kind](bias).to(dtype)
+    if getattr(layer, frozen, None) is not None and frozen:
+        getattr(layer, frozen).requires_grad_(False)
+    x = torch.randn(*shape, N).to(dtype)
+    plain = Uses(layer, uses)
+    whole, late = (split_linears(copy.deepcopy(plain), nn.LayerNorm) for _ in range(2))
+    wide = wide and dtype is torch.bfloat16
+    for net in (plain, whole, late):
+        for p in net.parameters() if wide else ():
+            p.grad_dtype = torch.float32
+            p.grad = torch.zeros_like(p, dtype=torch.float32)
+    left = sum(p.requires_grad and (n == "weight" or kind == "norm")
+               for n, p in layer.named_parameters())  # fmt: skip
+    want = _grads(whole, x, late=False)
+    _equal(_grads(late, x, late=True, left=left * uses), want)
+    if not wide and kind != "conv2d":  # autograd rounds each gradient first, or computes otherwise
+        _equal(want, _grads(plain, x, late=False))
+
+
+def test_hugging_faces_own() -> None:
+    pytorch_utils = pytest.importorskip("transformers.pytorch_utils")
+    layer = pytorch_utils.Conv1D(12, N)
+    names, x = [*layer.state_dict()], torch.randn(2, 3, N)
+    plain, late = copy.deepcopy(layer), split_linears(layer)
+    assert late is layer and type(late) is not type(plain) and [*late.state_dict()] == names
+    _equal(_grads(late, x, late=True, left=1), _grads(plain, x, late=False))
+
+
+@pytest.mark.parametrize("kind", LAYERS)
+def test_what_is_split_can_be_copied_and_sent(kind: str) -> None:
+    layer = LAYERS[kind](True)
+    x = torch.randn(3, N)
+    split_linears(layer, nn.LayerNorm)
+    assert isinstance(layer, type(LAYERS[kind](True)))
+    for other in (copy.deepcopy(layer), copy.copy(layer)):
+        assert type(other) is type(layer) and torch.equal(other(x), layer(x))
+    if kind == "norm":  # importable in another process
+        assert type(pickle.loads(pickle.dumps(layer))) is type(layer)
+
+
+def test_norms_are_split_where_asked_for() -> None:
+    net = nn.Sequential(nn.Linear(N, N), nn.LayerNorm(N), nn.LayerNorm(N, elementwise_affine=False))
+    assert type(split_linears(net)[1]) is nn.LayerNorm  # type: ignore[index]
+    split_linears(net, nn.LayerNorm)
+    with split.recording(split.Tape()) as tape:
+        net(torch.randn(2, N)).square().sum().backward()
+    weight = net[1].weight
+    assert len(tape) == 3 and isinstance(weight, nn.Parameter) and weight.grad is None
+    # As a whole beside products a norm leaves more than it saves time: what its tape keeps.
+    net = nn.Sequential(nn.LayerNorm(N), nn.Linear(N, 4 * N), nn.GELU(), nn.Linear(4 * N, N))
+    x = torch.randn(8, N)
+    tapes = []
+    for also in ((), (nn.LayerNorm,)):
+        stages = [nn.Identity(), split_linears(copy.deepcopy(net), *also)]
+        sizes = sizes_of(stages, x, x, loss=mse_loss, boundary=Boundary((8, N)))
+        tapes.append(sizes.of("tape", 2)[1])
+    assert tapes[1] - tapes[0] == 4 * (8 * N + 8 * N + 2 * 8)  # x, dy, means and deviations
+
+
+def test_what_is_taught_wrongly() -> None:
+    class Odd(Square):
+        pass
+
+    def rule(layer: Any, x: Tensor, dy: Tensor) -> Tensor:
+        return (x * dy).sum_to_size(N)
+
+    def back(layer: Any, x: Tensor, dy: Tensor) -> Tensor:
+        dx: Tensor = dy * layer.weight.square()
+        return dx
+
+    layer, x = Odd(N), torch.randn(2, 3, N)
+    with pytest.raises(UsageError, match=r"type of nn\.Module, not Odd"):
+        register_split(layer, input=back, later={"weight": rule})  # type: ignore[arg-type]
+    with pytest.raises(UsageError, match="how Odd is split is not known"):
+        split_linears(layer, Odd)
+    with pytest.raises(UsageError, match="how Odd is split is not known"):
+        check_split(layer, x)
+    register_split(Odd, input=back, later={"weight": rule})
+    with pytest.raises(ModelError, match="the gradient of weight is not autograd's"):
+        check_split(layer, x)
+    register_split(Odd, input=rule, later={"weight": rule})
+    with pytest.raises(ModelError, match=r"gives its input, which is \[2, 3, 6\]"):
+        check_split(layer, x)
+    register_split(Odd, input=back, later={"weight": lambda layer, x, dy: (x * dy).sum()})
+    with pytest.raises(ModelError, match=r"which is \[6\], a gradient of \[\]"):
+        check_split(layer, x)
+    register_split(Odd, input=back, later={"wieght": rule})
+    with pytest.raises(ModelError, match="says nothing of its weight"):
+        split_linears(layer)
+
+
+def test_a_taught_layer_may_be_called_in_other_ways() -> None:
+    class Scaled(Square):
+        def forward(self, x: Tensor, by: float = 1.0) -> Tensor:
+            return super().forward(x) * by
+
+    register_split(
+        Scaled,
+        input=lambda layer, x, dy: dy * layer.weight.square(),
+        later={"weight": lambda layer, x, dy: (x * dy).sum_to_size(N) * (2 * layer.weight)},
+    )
+    layer, x = split_linears(Scaled(N)), torch.randn(2, N)
+    for y, factor, left in [(layer(x=x), 1, 1), (layer(x, by=2.0), 2, 0), (layer(x, 2.0), 2, 0)]:
+        assert torch.equal(y, Square.forward(layer, x) * factor)  # type: ignore[arg-type]
+        with split.recording(split.Tape()) as tape:
+            y.sum().backward()
+        assert len(tape) == left
+
+
+def test_what_is_taught_again_counts() -> None:
+    """Also for layers that were split before; and what is split is compared with the whole."""
+
+    class Twice(Square):
+        pass
+
+    def back(layer: Any, x: Tensor, dy: Tensor) -> Tensor:
+        dx: Tensor = dy * layer.weight.square()
+        return dx
+
+    def late(layer: Any, x: Tensor, dy: Tensor) -> Tensor:
+        dw: Tensor = (x * dy).sum_to_size(N) * (2 * layer.weight)
+        return dw
+
+    x = torch.randn(2, 3, N)
+    register_split(Twice, input=lambda layer, x, dy: dy, later={"weight": late})
+    layer = Twice(N)
+    net = split_linears(nn.Sequential(layer, nn.Linear(N, N)))
+    with pytest.raises(ModelError, match="the gradient of the input is not autograd's"):
+        check_split(layer, x)
+    register_split(Twice, input=back, later={"weight": late})
+    for one in split_linears(net).children():
+        check_split(one, x)
+    given = x.clone().requires_grad_()
+    dx, dw = torch.autograd.grad(layer(given).sum(), (given, layer.weight))
+    assert torch.equal(dx, back(layer, x, torch.ones_like(x)))
+    torch.testing.assert_close(dw, late(layer, x, torch.ones_like(x)))
+
+
+def _pruned(layer: nn.Module) -> nn.Module:
+    kept: nn.Module = prune.custom_from_mask(layer, "weight", torch.arange(N) % 2)
+    return kept
+
+
+def _parametrized(layer: nn.Module) -> nn.Module:
+    parametrize.register_parametrization(layer, "weight", nn.Softplus())
+    return layer
+
+
+@pytest.mark.parametrize("compute", [_pruned, _parametrized])
+@pytest.mark.parametrize("first", [False, True])
+def test_taught_layers_whose_weights_are_computed_are_whole(compute: Any, first: bool) -> None:
+    x, plain = torch.randn(3, N), Square(N)
+    late: nn.Module = copy.deepcopy(plain)
+    late = compute(split_linears(late)) if first else split_linears(compute(late))
+    _equal(_grads(late, x, True, left=0), _grads(compute(plain), x, False))
+
+
+@pytest.mark.parametrize("kind", LAYERS)
+def test_rules_are_compared_with_autograd(kind: str) -> None:
+    check_split(LAYERS[kind](True), torch.randn(2, 3, N))
+
+
+def test_under_autocast_what_was_taught_is_whole() -> None:
+    x = torch.randn(3, N)
+    plain, late = Square(N), split_linears(Square(N))
+    late.load_state_dict(plain.state_dict())
+    found = []
+    for net in (plain, late):
+        with torch.autocast("cpu", torch.bfloat16):
+            y = net(x).float()
+        y.square().sum().backward()
+        found.append({name: p.grad for name, p in net.named_parameters()})
+    _equal(*found)

@@ -1,0 +1,386 @@
+"""Weights that several stages share: trained as the whole model trains them, wherever they are."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from copy import deepcopy
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import schedir
+from schedir import Plan
+from schedir.runtime import split_linears
+from schedir.runtime.executor import Executor
+from schedir.runtime.inprocess import InProcess
+from schedir.runtime.precision import MainOptimizer, float32_gradients
+from schedir.runtime.rank import Boundary
+from schedir.runtime.reference import reference
+from schedir.schedules import dualpipe, interleaved, one_f_one_b, zb_h1, zb_v
+from schedir.schedules.words import B, Word
+from schedir.schedules.words import F as Forward
+from schedir.transports.processes import Gloo
+from tests.cpu.spawn import run
+from tests.cpu.tiny_stages import gpt_executor, gradients, own_batch, same_bits, zb
+
+VOCAB, WIDTH, LENGTH = 11, 6, 5
+SCALE = 0.25
+adam = partial(torch.optim.AdamW, lr=0.02)
+MIDDLE = ((1, 2),)  # layers that are one matrix
+THREE = ((0, 1, 3),)
+
+
+class Layer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(WIDTH)
+        self.up = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = x + torch.tanh(self.up(self.norm(x)))
+        return y
+
+
+class Model(nn.Module):
+    """As Hugging Face ties GPT-2: the head's weight is the embedding's Parameter."""
+
+    h: Any
+
+    def __init__(self, layers: int, shared: Sequence[Sequence[int]] = (), seed: int = 0) -> None:
+        super().__init__()
+        torch.manual_seed(seed)
+        self.wte = nn.Embedding(VOCAB, WIDTH)
+        self.h = nn.ModuleList(Layer() for _ in range(layers))
+        self.lm_head = nn.Linear(WIDTH, VOCAB, bias=False)
+        self.lm_head.weight = self.wte.weight
+        for first, *others in shared:
+            for other in others:
+                self.h[other].up.weight = self.h[first].up.weight
+        self.double()
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.wte(x)
+        for layer in self.h:
+            x = layer(x)
+        y: Tensor = self.lm_head(x)
+        return y
+
+
+class Part(nn.Module):
+    """A layer, with what comes first and last; the names are not the model's."""
+
+    def __init__(self, model: Model, s: int) -> None:
+        super().__init__()
+        self.words = model.wte if s == 0 else None
+        self.layer = model.h[s]
+        self.head = model.lm_head if s == len(model.h) - 1 else None
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x if self.words is None else self.words(x)
+        x = self.layer(x)
+        return x if self.head is None else self.head(x)
+
+
+def parts(model: Model) -> list[Any]:
+    return [Part(model, s) for s in range(len(model.h))]
+
+
+def loss(y: Tensor, target: Tensor) -> Tensor:
+    return F.cross_entropy(y.flatten(0, 1), target.flatten(), reduction="sum")
+
+
+def batch(microbatches: int, step: int) -> tuple[Tensor, Tensor]:
+    numbers = torch.Generator().manual_seed(100 + step)
+    x = torch.randint(0, VOCAB, (microbatches, 2, LENGTH + 1), generator=numbers)
+    return x[..., :-1], x[..., 1:]
+
+
+BOUNDARY = Boundary((2, LENGTH, WIDTH), torch.float64)
+
+
+def plain(
+    model: nn.Module, microbatches: int, steps: int = 3, optimizer: Any = adam, clip: float = 0.0
+) -> list[float]:
+    """The whole model, a microbatch after the other; the norms of its gradients."""
+    made, norms = optimizer(model.parameters()), []
+    for step in range(steps):
+        model.zero_grad()
+        for x, target in zip(*batch(microbatches, step), strict=True):
+            torch.autograd.backward(loss(model(x), target) * SCALE)
+        if clip:
+            norms.append(float(nn.utils.clip_grad_norm_(model.parameters(), clip)))
+        made.step()
+    return norms
+
+
+def near(one: nn.Module, other: nn.Module, most: float = 1e-9) -> bool:
+    return all(
+        torch.allclose(p, q, rtol=0, atol=most)
+        for p, q in zip(one.parameters(), other.parameters(), strict=True)
+    )
+
+
+VEE = Plan(2, 4, 2, "vee")
+CASES = [
+    (one_f_one_b, Plan(4, 6), ()),
+    (one_f_one_b, Plan(4, 6), MIDDLE),
+    (one_f_one_b, Plan(4, 4), (*THREE,)),
+    (zb, Plan(4, 4), MIDDLE),
+    (zb_h1, Plan(4, 6), THREE),
+    (zb_v, VEE, ()),
+    (zb_v, VEE, MIDDLE),
+    (zb_v, VEE, THREE),
+    (interleaved, Plan(1, 3, 4), THREE),
+    (interleaved, Plan(2, 4, 2), MIDDLE),
+    (dualpipe, Plan(4, 8, placement="mirror"), MIDDLE),
+    (dualpipe, Plan(4, 8, placement="mirror"), ((0, 1, 2),)),
+]
+
+
+@pytest.mark.parametrize(("schedule", "plan", "shared"), CASES)
+def test_in_process(schedule: Any, plan: Plan, shared: Any) -> None:
+    whole, model = Model(4, shared), Model(4, shared)
+    stages = parts(model)
+    split_linears(model)
+    ties = schedir.ties(stages)
+    assert ties == schedir.ties(model).among(stages)
+    program = schedir.compile(schedule, plan, model="edge", tied=ties, clip=True)
+    ranks = InProcess(program, stages, loss=loss, boundary=BOUNDARY, optimizer=adam, max_norm=0.5)
+    norms = plain(whole, plan.microbatches, clip=0.5)
+    for step in range(3):
+        twin = deepcopy(stages)  # all at once, so that they share as these do
+        total = ranks.step(*batch(plan.microbatches, step), SCALE, seed=step)
+        right = reference(
+            twin, *batch(plan.microbatches, step), loss=loss, scale=SCALE, program=program
+        )
+        assert torch.equal(total, right)
+        norm = float(ranks.ranks[0].norm)
+        assert norm == pytest.approx(norms[step], rel=1e-9)
+        shrink = min(1.0, 0.5 / (norm + 1e-6))
+        for got, want in zip(gradients(stages), gradients(twin), strict=True):
+            assert all(torch.allclose(got[n], want[n] * shrink, rtol=1e-12) for n in want)
+    assert near(model, whole)
+    assert stages[0].words.weight is stages[-1].head.weight is model.wte.weight
+    for first, *others in shared:
+        assert all(model.h[first].up.weight is model.h[other].up.weight for other in others)
+
+
+@pytest.mark.parametrize(("schedule", "plan", "shared"), CASES)
+def test_bits_of_the_reference(schedule: Any, plan: Plan, shared: Any) -> None:
+    """Also where copies are two objects, and nobody sees that they were one."""
+    model = Model(4, shared)
+    together = parts(model)
+    split_linears(model)
+    apart = [deepcopy(s) for s in together]
+    ties = schedir.ties(together)
+    program = schedir.compile(schedule, plan, model="edge", tied=ties)
+    own = program if plan.two_way else None
+    twin = deepcopy(together)
+    right = reference(twin, *batch(plan.microbatches, 0), loss=loss, scale=SCALE, program=own)
+    other = [deepcopy(s) for s in together]
+    x, y = batch(plan.microbatches, 0)
+    assert torch.equal(
+        reference(other, x, y, loss=loss, scale=SCALE, program=own, tied=ties), right
+    )
+    assert same_bits(gradients(other), gradients(twin))
+    for stages in (together, apart):
+        ranks = InProcess(program, stages, loss=loss, boundary=BOUNDARY, tied=ties)
+        for seed in (None, 1, 2):
+            assert torch.equal(ranks.step(x, y, SCALE, seed=seed), right)
+            assert same_bits(gradients(stages), gradients(twin))
+
+
+def test_true_is_first_and_last_whose_one_parameter_is_seen() -> None:
+    whole, model = Model(2), Model(2)
+    split_linears(model)
+    program = schedir.compile(zb_v, Plan(1, 3, 2, "vee"), tied=True)
+    ranks = InProcess(
+        program, parts(model), loss=loss, boundary=BOUNDARY, optimizer=adam, tied=None
+    )
+    for step in range(3):
+        ranks.step(*batch(3, step), SCALE)
+    plain(whole, 3)
+    assert near(model, whole)
+
+
+def test_a_module_in_two_stages() -> None:
+    """`stages[0].mix is stages[-1].mix`, on one rank and on two."""
+
+    def make() -> list[Any]:
+        torch.manual_seed(1)
+        mix = nn.Linear(WIDTH, WIDTH)
+        return [nn.Sequential(nn.Linear(WIDTH, WIDTH), mix, nn.Tanh()).double() for _ in range(2)]
+
+    def squares(y: Tensor, target: Tensor) -> Tensor:
+        return (y - target).square().sum()
+
+    x = torch.randn(3, 2, WIDTH, dtype=torch.float64, generator=torch.Generator().manual_seed(5))
+    whole = nn.Sequential(*make())
+    optimizer = adam(whole.parameters())
+    for _ in range(3):
+        whole.zero_grad()
+        for one in x:
+            torch.autograd.backward(squares(whole(one), one + 1) * SCALE)
+        optimizer.step()
+    for schedule, plan in ((interleaved, Plan(1, 3, 2)), (one_f_one_b, Plan(2, 3))):
+        stages = make()
+        program = schedir.compile(schedule, plan, tied=schedir.ties(stages))
+        ranks = InProcess(
+            program, stages, loss=squares, optimizer=adam,
+            boundary=Boundary((2, WIDTH), torch.float64),
+        )  # fmt: skip
+        for _ in range(3):
+            ranks.step(x, x + 1, SCALE)
+        assert near(nn.Sequential(*stages), whole)
+        assert stages[0][1] is stages[1][1]
+
+
+def flushed(r: int, P: int, m: int) -> Word:
+    """A vee, four microbatches at a time, all forward and then all backward."""
+    turn = 2 * Forward[0] + 2 * Forward[1] + 2 * B[1] + 2 * B[0]
+    return sum((turn for _ in range(m // 2)), 0 * Forward)
+
+
+def twice(r: int, P: int, m: int) -> Word:
+    return one_f_one_b(r, P, m // 2) + one_f_one_b(r, P, m // 2)
+
+
+@pytest.mark.parametrize(
+    ("schedule", "plan", "shared"),
+    [
+        (flushed, Plan(2, 8, 2, "vee", updates=4, delay=0), THREE),
+        (flushed, Plan(1, 8, 2, "vee", updates=4, delay=1), ()),
+        (twice, Plan(4, 8, updates=2, delay=0), MIDDLE),
+    ],
+)
+def test_several_updates(schedule: Any, plan: Plan, shared: Any) -> None:
+    layers = plan.stages
+    whole, model = Model(layers, shared), Model(layers, shared)
+    stages = parts(model)
+    program = schedir.compile(schedule, plan, model="edge", tied=schedir.ties(stages))
+    sgd = partial(torch.optim.SGD, lr=0.02, momentum=0.5)
+    ranks = InProcess(program, stages, loss=loss, boundary=BOUNDARY, optimizer=sgd)
+    ranks.step(*batch(8, 0), SCALE, seed=3)
+    optimizer, kept = sgd(whole.parameters()), [deepcopy(whole)]
+    for u, (x, y) in enumerate(zip(*(b.chunk(plan.updates) for b in batch(8, 0)), strict=True)):
+        used = kept[max(u - int(plan.delay if isinstance(plan.delay, int) else 0), 0)]
+        used.zero_grad()
+        for one, target in zip(x, y, strict=True):
+            torch.autograd.backward(loss(used(one), target) * SCALE)
+        for p, q in zip(whole.parameters(), used.parameters(), strict=True):
+            p.grad = q.grad
+        optimizer.step()
+        kept.append(deepcopy(whole))
+    assert near(model, whole)
+    assert stages[0].words.weight is stages[-1].head.weight
+
+
+@pytest.mark.parametrize("plan", [VEE, Plan(1, 4, 4, "vee")])
+def test_bfloat16_with_float32_gradients(plan: Plan) -> None:
+    """The one object, and two that are copies, give the same bits."""
+    trained = []
+    for copied in (False, True):
+        stages = parts(Model(4))
+        ties = schedir.ties(stages)
+        stages = [deepcopy(s) for s in stages] if copied else stages
+        for stage in map(split_linears, stages):
+            float32_gradients(stage.bfloat16())
+        program = schedir.compile(zb_v if plan is VEE else gpipe_v, plan, tied=ties, clip=True)
+        ranks = InProcess(
+            program, stages, loss=loss, boundary=Boundary((2, LENGTH, WIDTH), torch.bfloat16),
+            optimizer=lambda own: MainOptimizer(own, adam), tied=ties,
+        )  # fmt: skip
+        for step in range(3):
+            ranks.step(*batch(4, step), SCALE)
+        weights = [s.state_dict() for s in stages]
+        trained.append((weights, [float(r.norm) for r in ranks.ranks]))
+        assert torch.equal(weights[0]["words.weight"], weights[-1]["head.weight"])
+        assert stages[0].words.weight.grad.dtype == torch.float32
+    (one, norm), (other, same) = trained
+    assert norm == same
+    for a, b in zip(one, other, strict=True):
+        assert a.keys() == b.keys() and all(torch.equal(a[n], b[n]) for n in a)
+
+
+def gpipe_v(r: int, P: int, m: int) -> Word:
+    return sum((m * Forward[v] for v in range(4)), 0 * Forward) + sum(
+        (m * B[v] for v in reversed(range(4))), 0 * B
+    )
+
+
+# ---------------------------------------------------------------- processes
+
+
+def _train(
+    process: int, schedule: Any, plan: Plan, shared: Any, dp: int, how: str
+) -> dict[int, dict[str, Tensor]]:
+    """What a process holds after three steps."""
+    stages = parts(Model(plan.stages, shared))
+    split_linears(nn.ModuleList(stages))
+    ties = schedir.ties(stages)
+    program = schedir.compile(schedule, plan, dp=dp, model="edge", tied=ties, clip=True)
+    transport = Gloo(program)
+    own = {s: stages[s] for s in plan.stages_of[transport.rank]}
+    if how == "copied":
+        own = {s: deepcopy(module) for s, module in own.items()}
+    parameters = dict.fromkeys(p for module in own.values() for p in module.parameters())
+    executor = Executor(
+        program, transport.rank, own, transport, loss=loss, boundary=BOUNDARY,
+        optimizer=adam(parameters), tied=ties, max_norm=0.5,
+    )  # fmt: skip
+    m = plan.microbatches
+    for step in range(3):
+        x, y = batch(m * dp, step)
+        mine = slice(transport.dp_rank * m, (transport.dp_rank + 1) * m)
+        executor.step(x[mine], y[mine], SCALE)
+    return {s: module.state_dict() for s, module in own.items()}
+
+
+@pytest.mark.parametrize(
+    ("schedule", "plan", "shared", "dp", "how"),
+    [
+        (one_f_one_b, Plan(4, 6), MIDDLE, 1, "shared"),
+        (zb_h1, Plan(4, 4), THREE, 1, "copied"),
+        (zb_v, VEE, THREE, 1, "shared"),
+        (zb_v, VEE, (), 2, "shared"),
+        (zb_v, VEE, MIDDLE, 1, "copied"),
+        (dualpipe, Plan(4, 8, placement="mirror"), MIDDLE, 1, "shared"),
+    ],
+)
+def test_processes(schedule: Any, plan: Plan, shared: Any, dp: int, how: str) -> None:
+    held = run(_train, plan.ranks * dp, schedule, plan, shared, dp, how)
+    whole = Model(plan.stages, shared)
+    plain(whole, plan.microbatches * dp, clip=0.5)
+    want = [part.state_dict() for part in parts(whole)]
+    seen: dict[Any, Tensor] = {}
+    for own in held:
+        for s, weights in own.items():
+            for name, p in weights.items():
+                assert torch.allclose(p, want[s][name], rtol=0, atol=1e-9)
+                key = want[s][name].data_ptr()  # one for all copies
+                assert torch.equal(seen.setdefault(key, p), p)
+
+
+def _sharded(process: int, how: str) -> dict[int, dict[str, Tensor]]:
+    """Gradients of a GPT whose embedding is cut: ties named by hand, or by the modules."""
+    program = schedir.compile(one_f_one_b, Plan(2, 3), tp=2, model="edge", tied=True, clip=True)
+    transport = Gloo(program)
+    ties = schedir.Ties((((0, "embedding.weight"), (1, "head.weight")),)) if how == "said" else None
+    executor = gpt_executor(program, transport, lr=0.01, tied=ties)
+    for step in range(2):
+        executor.step(*own_batch(program, transport, step))
+    return {s: stage.module.state_dict() for s, stage in executor.stages.items()}
+
+
+def test_slices_of_a_tied_weight() -> None:
+    said, named = (run(_sharded, 4, how) for how in ("said", "named"))
+    for own, other in zip(said, named, strict=True):
+        for s in own:
+            assert all(torch.equal(own[s][n], other[s][n]) for n in own[s])
+    for slice_ in (0, 1):
+        first, last = said[slice_][0]["embedding.weight"], said[2 + slice_][1]["head.weight"]
+        assert torch.equal(first, last) and first.shape[0] == 16

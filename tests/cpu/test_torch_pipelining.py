@@ -1,0 +1,182 @@
+"""torch.distributed.pipelining: its programs are read and checked here, and ours run there."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+from unittest.mock import create_autospec
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.pipelining import schedules as theirs
+from torch.distributed.pipelining.stage import PipelineStage
+
+from schedir import schedules
+from schedir.analysis.graph import MODELS
+from schedir.errors import CellError
+from schedir.io import torch_csv
+from schedir.ir.ops import COMPUTE
+from schedir.ir.plan import Plan
+from schedir.ir.program import Program
+from schedir.passes.compile import compile, finish, lower
+from schedir.runtime.reference import reference
+from schedir.testing.tiny import WIDTH, batch, loss
+from schedir.verify.check import check, check_draft
+from tests.cpu.spawn import run
+
+# ---------------------------------------------------------------- theirs here
+
+VEE = ("ScheduleZBVZeroBubble", "ScheduleDualPipeV")
+LOOP = ("ScheduleInterleaved1F1B", "ScheduleInterleavedZeroBubble", "ScheduleLoopedBFS")
+SINGLE = ("ScheduleGPipe", "Schedule1F1B")
+
+
+def built(name: str, plan: Plan) -> Any:
+    """A schedule of torch's, as rank 0 has it; its stages are there in outline only."""
+    stages = []
+    for index in plan.stages_of[0]:
+        stage = create_autospec(PipelineStage, instance=True)
+        stage.group_rank, stage.group_size, stage.group = 0, plan.ranks, None
+        stage.stage_index, stage.num_stages, stage.submod = index, plan.stages, None
+        stage.is_first, stage.is_last = index == 0, index == plan.stages - 1
+        stages.append(stage)
+    kind = getattr(theirs, name)
+    given = stages[0] if name in SINGLE else stages
+    return kind(given, n_microbatches=plan.microbatches, loss_fn=lambda *_: None)
+
+
+def rows(order: dict[int, list[Any]]) -> str:
+    return "\n".join(",".join(str(a or "") for a in order[rank]) for rank in sorted(order))
+
+
+def right(text: str) -> Program:
+    """The program of a CSV, lowered if need be, and checked under every model."""
+    program = torch_csv.parse(text)
+    program = lower(check_draft(program)) if program.is_draft else finish(program)
+    for model in MODELS:
+        check(program, model)
+    return program
+
+
+def test_all_of_torchs_schedules_are_here() -> None:
+    """One that is new there wants a line here."""
+    bases = {"PipelineScheduleSingle", "PipelineScheduleMulti", "get_schedule_class"}
+    assert {*theirs.__all__} - bases == {*VEE, *LOOP, *SINGLE}
+
+
+@pytest.mark.parametrize("plan", [Plan(2, 4, 2, "vee"), Plan(3, 8, 2, "vee")])
+@pytest.mark.parametrize("name", VEE)
+def test_their_vee(name: str, plan: Plan, tmp_path: Path) -> None:
+    theirs_imports(name, plan, tmp_path / "x.csv")
+
+
+@pytest.mark.parametrize("plan", [Plan(1, 2, 2), Plan(2, 4), Plan(2, 6, 3), Plan(4, 8, 2)])
+@pytest.mark.parametrize("name", LOOP)
+def test_their_loops(name: str, plan: Plan, tmp_path: Path) -> None:
+    theirs_imports(name, plan, tmp_path / "x.csv")
+
+
+def theirs_imports(name: str, plan: Plan, path: Path) -> None:
+    """Both forms are legal everywhere, and are the same computation."""
+    schedule = built(name, plan)
+    orders = []
+    for form in ("compute_only", "compute_comms"):
+        schedule._dump_csv(str(path), format=form)
+        program = right(path.read_text())
+        assert program.plan.rank_of.tolist() == plan.rank_of.tolist()
+        assert program.plan.microbatches == plan.microbatches
+        orders.append([s.words[np.isin(s.op, COMPUTE)].tolist() for s in program.streams])
+    assert orders[0] == orders[1]
+
+
+@pytest.mark.parametrize("plan", [Plan(1, 3), Plan(2, 4), Plan(4, 9)])
+def test_their_gpipe_is_ours(plan: Plan) -> None:
+    program = right(rows(built("ScheduleGPipe", plan)._get_pipeline_order()))
+    assert program.streams == compile(schedules.gpipe, plan).streams
+
+
+def test_their_list_of_1f1b_is_refused_or_ours() -> None:
+    """What torch 2.13 lists for its last rank begins with microbatch 1; its run is another code."""
+    plan = Plan(2, 4)
+    text = rows(built("Schedule1F1B", plan)._get_pipeline_order())
+    if "1F4" in text:
+        with pytest.raises(CellError) as caught:
+            right(text)
+        assert (caught.value.line, caught.value.column) == (2, 7)
+    else:
+        assert right(text).streams == compile(schedules.one_f_one_b, plan).streams
+
+
+# ---------------------------------------------------------------- ours there
+
+OURS = [
+    ("gpipe", Plan(2, 4)),
+    ("one_f_one_b", Plan(2, 4)),
+    ("interleaved", Plan(2, 4, 2)),  # both neighbours are the same peer
+    ("zb_h1", Plan(2, 4)),
+    ("interleaved_zb", Plan(2, 4, 2)),
+    ("zb_v", Plan(2, 4, placement="vee")),
+    ("v_half", Plan(2, 4, placement="vee")),
+    ("dualpipe_v", Plan(2, 4, placement="vee")),
+]
+RUNS = [(name, plan, form) for name, plan in OURS for form in torch_csv.FORMS]
+
+
+class Layer(nn.Module):
+    def __init__(self, numbers: torch.Generator) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH, dtype=torch.float64)
+        with torch.no_grad():
+            for p in self.parameters():
+                p.copy_(torch.randn(p.shape, generator=numbers, dtype=p.dtype))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.tanh(self.linear(x))
+
+
+def layers(stages: int) -> list[nn.Module]:
+    numbers = torch.Generator().manual_seed(0)
+    return [Layer(numbers) for _ in range(stages)]
+
+
+def in_torch(rank: int, folder: str) -> list[dict[int, list[Tensor]]]:
+    """The gradients of this rank's stages, by stage, for each of RUNS."""
+    return [_step(rank, *each, f"{folder}/{k}.csv") for k, each in enumerate(RUNS)]
+
+
+def _step(rank: int, name: str, plan: Plan, form: str, path: str) -> dict[int, list[Tensor]]:
+    stages, own = layers(plan.stages), plan.stages_of[rank]
+    held = [PipelineStage(stages[s], s, plan.stages, torch.device("cpu")) for s in own]
+    for stage in held:
+        # What it would send first is for NCCL; torch 2.11 sends it to itself, which Gloo refuses.
+        stage._get_init_p2p_neighbors_ops = list  # type: ignore[method-assign]
+    runtime = theirs._PipelineScheduleRuntime(
+        held,
+        n_microbatches=plan.microbatches,
+        loss_fn=loss,
+    )
+    runtime._load_csv(path, format="compute_only" if form == "torch" else "compute_comms")
+    inputs, targets = (x.flatten(0, 1) for x in batch(plan.microbatches))
+    args = (inputs,) if 0 in own else ()
+    runtime.step(*args, target=targets if plan.stages - 1 in own else None)
+    return {s: [p.grad for p in stages[s].parameters() if p.grad is not None] for s in own}
+
+
+def test_ours_run_in_torch(tmp_path: Path) -> None:
+    """From the file to the gradients; REDUCE_GRAD divides by the microbatches there."""
+    for k, (name, plan, form) in enumerate(RUNS):
+        program = compile(getattr(schedules, name), plan)
+        (tmp_path / f"{k}.csv").write_text(torch_csv.show(program, form))
+    results = run(in_torch, 2, str(tmp_path))
+    for (name, plan, form), *ranks in zip(RUNS, *results, strict=True):
+        plain = layers(plan.stages)
+        reference(plain, *batch(plan.microbatches), loss=loss, scale=1 / plan.microbatches)
+        for rank, grads in enumerate(ranks):
+            assert {*grads} == {*plan.stages_of[rank]}
+            for stage, got in grads.items():
+                expected = [p.grad for p in plain[stage].parameters()]
+                assert len(got) == len(expected)
+                for one, other in zip(got, expected, strict=True):
+                    torch.testing.assert_close(one, other, rtol=1e-12, atol=0, msg=f"{name} {form}")

@@ -1,0 +1,170 @@
+"""Training through the command line: its losses and its speed."""
+
+from __future__ import annotations
+
+import csv
+import json
+import socket
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from schedir.io.timeline_file import load_timeline
+from schedir.training.train import run
+from tests.cpu.training import (
+    ALONE,
+    TORCHRUN,
+    alone,
+    arguments,
+    finish,
+    losses,
+    start,
+    train,
+)
+
+
+def test_four_processes_are_one_and_torchrun_is_the_launcher(config: str, tmp_path: Path) -> None:
+    traces = tmp_path / "traces"
+    many = train(config, tmp_path / "many", f'output.trace="{traces}"')
+    one = alone(config, tmp_path / "one", "output.record=false")
+    assert len(many) == 6 and many[-1] < many[0]
+    assert many == pytest.approx(one, rel=1e-5)
+
+    summary = json.loads((tmp_path / "many" / "summary.json").read_text())
+    assert summary["loss"] == many[-1]
+    memory = summary["memory"]["predicted"]
+    assert len(memory) == 2 and all(size > 4 * 4 * 12 * 32**2 / 2 for size in memory)
+    assert 0 < summary["bubble"]["predicted"] < 1 and 0 < summary["bubble"]["measured"] < 1
+    assert (tmp_path / "many" / "timeline.png").read_bytes().startswith(b"\x89PNG")
+    trace = load_timeline(traces / "measured.timeline")
+    assert (trace.kind, trace.unit, trace.model) == ("measured", "s", "edge") and trace.blocks
+    assert trace.program.digest == summary["digest"]
+    assert trace.span == summary["seconds"]["measured"]
+    assert trace.peak_memory.tolist() == memory
+    assert trace.clock_error == summary["clock_error"] == 0  # one machine, one clock
+    assert not trace.doubt
+
+    summary = json.loads((tmp_path / "one" / "summary.json").read_text())
+    assert summary["loss"] == one[-1] and "bubble" not in summary
+    assert not (tmp_path / "one" / "timeline.png").exists()
+
+    again = [*TORCHRUN, "--standalone", "--nproc-per-node", "4", "-m", "schedir"]
+    code, _, err = finish(start([*again, *arguments(config, tmp_path / "again")]))
+    assert code == 0, err
+    bits = [(tmp_path / name / "loss.csv").read_bytes() for name in ("many", "again")]
+    assert bits[0] == bits[1]
+
+
+def test_two_nodes(config: str, tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = str(free.getsockname()[1])
+    where = ["--nnodes", "2", "--master-addr", "127.0.0.1", "--master-port", port]
+    what = ["-m", "schedir", *arguments(config, tmp_path / "two", "pipeline.tp=1")]
+    agents = [
+        start([*TORCHRUN, *where, "--nproc-per-node", "1", "--node-rank", node, *what])
+        for node in ("0", "1")
+    ]
+    for code, _, err in map(finish, agents):
+        assert code == 0, err
+    assert losses(tmp_path / "two") == pytest.approx(alone(config, tmp_path / "one"), rel=1e-5)
+
+
+def test_replicas_uneven_stages_and_a_token_file(config: str, tmp_path: Path) -> None:
+    tokens = tmp_path / "tokens.bin"
+    np.random.default_rng(0).integers(300, size=500).astype("<u2").tofile(tokens)
+    sets = [f'data.source="{tokens}"', "model.vocab=300", "model.tied=false", "train.clip=0"]
+    # A replica has half of the microbatches: together they have the same batch.
+    whole = [*sets, "pipeline.microbatches=4"]
+    half = [*sets, "pipeline.microbatches=2", "pipeline.dp=2", "pipeline.tp=1"]
+    uneven = ["pipeline.schedule=gpipe", "pipeline.stages_per_rank=1", "pipeline.division=[3, 1]"]
+    many = train(config, tmp_path / "many", *half, *uneven)
+    assert many == pytest.approx(alone(config, tmp_path / "one", *whole), rel=1e-5)
+
+
+def test_updates_without_a_flush(config: str, tmp_path: Path) -> None:
+    """The same versions of the weights, however many ranks; without them, other losses."""
+    many = ["pipeline.tp=1", "pipeline.stages_per_rank=1", "pipeline.schedule=pipedream_2bw",
+            "pipeline.microbatches=6"]  # fmt: skip
+    three = [*many, "pipeline.updates=3"]
+    one = alone(config, tmp_path / "one", *three)
+    assert train(config, tmp_path / "many", *three) == pytest.approx(one, rel=1e-5)
+    assert alone(config, tmp_path / "flushed", *many)[-1] != pytest.approx(one[-1], rel=1e-2)
+
+
+def test_dropout_leaves_out_the_same_in_any_layout(config: str, tmp_path: Path) -> None:
+    """Two pipelines of two stages of two layers, beside one process with one of four."""
+    sets = ["pipeline.tp=1", "pipeline.stages_per_rank=1", "pipeline.schedule=one_f_one_b",
+            "model.dropout=0.2"]  # fmt: skip
+    one = alone(config, tmp_path / "one", *sets, "pipeline.microbatches=4")
+    many = train(config, tmp_path / "many", *sets, "pipeline.microbatches=2", "pipeline.dp=2")
+    assert many == pytest.approx(one, rel=1e-5)
+    drier = alone(config, tmp_path / "none", *sets[:-1], "pipeline.microbatches=4")
+    assert drier[0] != pytest.approx(one[0], rel=1e-5)
+
+
+def test_updates_that_would_mix_are_refused(config: str, tmp_path: Path) -> None:
+    sets = ["pipeline.tp=1", "pipeline.stages_per_rank=1", "pipeline.schedule=zb_h1",
+            "pipeline.microbatches=8", "pipeline.updates=4", "pipeline.delay=1"]  # fmt: skip
+    code, _, err = finish(
+        start([sys.executable, "-m", "schedir", *arguments(config, tmp_path / "out", *sets)])
+    )
+    assert code == 2 and err.count("would go into update 0") == 1 and "Traceback" not in err
+    assert not (tmp_path / "out").exists()
+
+
+def test_speed_leaves_out_the_first_step(
+    config: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    alone(config, tmp_path, "train.log_every=1", "train.steps=4")
+    lines = [line for line in capfd.readouterr().out.splitlines() if line.startswith("step ")]
+    each = [float(line.split(" tokens/s")[0].split()[-1].replace(",", "")) for line in lines]
+    summary = json.loads((tmp_path / "summary.json").read_text())
+    assert len(each) == 4
+    assert summary["tokens_per_second"] == pytest.approx(3 / sum(1 / r for r in each[1:]), rel=0.01)
+
+
+def test_a_wrong_number_of_processes_is_one_error(config: str, tmp_path: Path) -> None:
+    agent = [*TORCHRUN, "--standalone", "--nproc-per-node", "2", "-m", "schedir"]
+    code, _, err = finish(start([*agent, *arguments(config, tmp_path / "out")]))
+    assert code != 0
+    assert err.count("2 processes do not make pp 2 x tp 2 x dp 1") == 1
+
+
+def test_training_is_what_a_plain_loop_does(config: str, tmp_path: Path) -> None:
+    """Against torch's own clipping and AdamW: learning rates, betas, decay and clipping arrive."""
+    import torch
+
+    from schedir.training import gpt
+    from schedir.training.config_file import read
+    from schedir.training.trainer import batches
+
+    sets = [*ALONE, "train.betas=[0.5, 0.7]", "train.clip=0.3", "train.weight_decay=0.4",
+            "train.lr=0.02", f'output.folder="{tmp_path}/out"']  # fmt: skip
+    assert run(config, sets) == 0
+    told = read(config, sets)
+    model = gpt.build_stage(told.model, 0, 1)
+    parameters = list(model.parameters())
+    groups = [
+        {"params": [p for p in parameters if p.ndim > 1], "weight_decay": 0.4},
+        {"params": [p for p in parameters if p.ndim == 1], "weight_decay": 0.0},
+    ]
+    optimizer = torch.optim.AdamW(groups, betas=(0.5, 0.7))
+    rates = [0.01, 0.02, 0.02, *(told.train.learning_rate(k) for k in (3, 4, 5))]
+    expected = []
+    for step, rate in enumerate(rates):
+        for group in optimizer.param_groups:
+            group["lr"] = rate
+        inputs, targets = batches(told).batch(step)
+        optimizer.zero_grad()
+        loss = gpt.loss(model(inputs), targets) / targets.numel()
+        loss.backward()
+        norm = torch.nn.utils.clip_grad_norm_(parameters, 0.3)
+        assert norm > 0.3  # or clipping would not be seen
+        optimizer.step()
+        expected.append((float(loss.detach()), rate, float(norm), 0.0))
+    with (tmp_path / "out" / "loss.csv").open() as file:
+        rows = [list(map(float, row.values())) for row in csv.DictReader(file)]
+    for (_, *row), wants in zip(rows, expected, strict=True):
+        assert row == pytest.approx(wants, rel=1e-4)

@@ -1,0 +1,248 @@
+"""How training runs end: together, and with one clear error."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from schedir.errors import ConfigError, ProgramError, UsageError
+from schedir.training import gpt
+from schedir.training.train import run
+from tests.cpu.training import (
+    ALONE,
+    LIMIT,
+    arguments,
+    finish,
+    start,
+)
+
+# How runs end
+
+SCHEDULE = """\
+import os
+from pathlib import Path
+
+from schedir import B, F
+
+
+def mine(rank, ranks, microbatches):
+    Path({folder!r}, os.environ.get("RANK", "parent")).write_text(str(os.getpid()))
+    return microbatches * (F + B)
+"""
+
+
+@pytest.fixture
+def endless(config: str, tmp_path: Path) -> Iterator[tuple[subprocess.Popen[str], list[int]]]:
+    """A run of two ranks under way, and their process ids."""
+    folder = tmp_path / "pids"
+    folder.mkdir()
+    schedule = tmp_path / "mine.py"
+    schedule.write_text(SCHEDULE.format(folder=str(folder)))
+    sets = ["train.steps=1000000", "train.log_every=1", "train.timeout=10", "pipeline.tp=1",
+            "pipeline.stages_per_rank=1", f"pipeline.schedule={schedule}:mine"]  # fmt: skip
+    process = start([sys.executable, "-m", "schedir", *arguments(config, tmp_path / "out", *sets)])
+    assert process.stdout is not None and process.stderr is not None
+    for first in ("memory ", "step "):
+        assert process.stdout.readline().startswith(first), process.stderr.read()
+    yield process, [int((folder / rank).read_text()) for rank in "01"]
+    process.kill()
+
+
+def gone(pid: int) -> bool:
+    """Whether a process has ended, though nobody may have asked how."""
+    state = subprocess.run(["ps", "-o", "stat=", "-p", str(pid)], capture_output=True, text=True)
+    return state.stdout.strip()[:1] in ("", "Z")
+
+
+@pytest.mark.parametrize(
+    ("to", "what", "code", "said"),
+    [
+        ("rank 1", signal.SIGKILL, 1, "rank 1 was ended by signal 9"),
+        ("rank 1", signal.SIGSTOP, 1, "rank 0: mine: "),
+        ("launcher", signal.SIGINT, 130, ""),
+        ("launcher", signal.SIGKILL, -signal.SIGKILL, ""),
+    ],
+)
+def test_all_end_together(
+    endless: tuple[subprocess.Popen[str], list[int]],
+    to: str,
+    what: signal.Signals,
+    code: int,
+    said: str,
+) -> None:
+    process, pids = endless
+    os.kill(pids[1] if to == "rank 1" else process.pid, what)
+    got, _, err = finish(process)
+    assert got == code and said in err
+    assert err.count("\n") <= 3 and "Traceback" not in err
+    deadline = time.monotonic() + LIMIT
+    while not all(map(gone, pids)):
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+# Refusals
+
+
+@pytest.mark.parametrize(
+    ("setting", "kind"),
+    [
+        ("pipeline.tp=3", ConfigError),
+        ("pipeline.ranks=3", ConfigError),
+        ("pipeline.schedule=gpip", UsageError),
+        ("pipeline.schedule=gpipe", ProgramError),  # it leaves out the second stages
+        ("pipeline.dp=1000", UsageError),
+        ("data.source=no-such-file.txt", UsageError),
+        ("model.vocab=100", UsageError),  # the text has bytes above
+        ("model.context=100000", UsageError),
+        ("data.microbatch_size=1000000000000", UsageError),  # more than there is memory
+        ("model.vocab=1000000000000", UsageError),
+        ("model.hidden=1000000000", UsageError),
+    ],
+)
+def test_what_cannot_be_is_refused_before_anything_starts(
+    config: str, tmp_path: Path, setting: str, kind: type[ProgramError]
+) -> None:
+    with pytest.raises(kind):
+        run(config, [setting, f'output.folder="{tmp_path / "out"}"'])
+    assert not (tmp_path / "out" / "loss.csv").exists()
+
+
+def test_an_output_folder_that_cannot_be_written_is_refused(config: str, tmp_path: Path) -> None:
+    file = tmp_path / "file"
+    file.touch()
+    command = [sys.executable, "-m", "schedir", *arguments(config, file / "out")]
+    code, out, err = finish(start(command))
+    assert (code, out) == (2, "") and str(file / "out") in err and "Traceback" not in err
+
+
+@pytest.mark.parametrize("name", ["loss.csv", "summary.json", "timeline.png"])
+def test_results_that_are_no_files_are_refused(config: str, tmp_path: Path, name: str) -> None:
+    (tmp_path / name).mkdir()
+    with pytest.raises(UsageError) as error:
+        run(config, [*ALONE, f'output.folder="{tmp_path}"'])
+    assert str(tmp_path / name) in error.value.fact
+
+
+def test_a_program_file_must_fit_the_configuration(config: str, tmp_path: Path) -> None:
+    import schedir
+
+    program = schedir.compile(schedir.schedules.gpipe, schedir.Plan(1, 3), model="edge")
+    path = tmp_path / "program.sched"
+    path.write_text(schedir.show(program))
+    plain = tmp_path / "plain.toml"
+    plain.write_text(f"[pipeline]\nschedule = '{path}'\n")
+    with pytest.raises(UsageError) as error:
+        run(str(plain))
+    assert "clip" in error.value.fact and error.value.hint.startswith("train.clip = 0.0, or")
+    forward = schedir.compile(lambda r, P, m: m * schedir.F, schedir.Plan(1, 3))
+    path.write_text(schedir.show(forward).replace("<lambda>", "forward"))
+    with pytest.raises(ProgramError):
+        run(str(plain), ["train.clip=0"])
+
+
+def test_a_rank_without_a_world_is_refused(config: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RANK", "0")
+    with pytest.raises(UsageError) as error:
+        run(config)
+    assert "MASTER_ADDR" in error.value.fact
+
+
+WORLD = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": "0"}
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("RANK", "x"), ("RANK", "-1"), ("RANK", "2"), ("MASTER_PORT", "abc"), ("MASTER_PORT", "65536"),
+     ("WORLD_SIZE", "0"), ("WORLD_SIZE", "9" * 30)],
+)  # fmt: skip
+def test_an_odd_environment_is_refused(
+    config: str, monkeypatch: pytest.MonkeyPatch, name: str, value: str
+) -> None:
+    for variable, usual in (WORLD | {name: value}).items():
+        monkeypatch.setenv(variable, usual)
+    with pytest.raises(UsageError) as error:
+        run(config)
+    assert error.value.fact.startswith(f"{name} is {value!r}") and "torchrun" in error.value.hint
+
+
+def test_a_peer_that_never_comes_is_one_error(
+    config: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = str(free.getsockname()[1])
+    for variable, value in (WORLD | {"MASTER_PORT": port}).items():
+        monkeypatch.setenv(variable, value)
+    sets = ["train.timeout=1", "pipeline.tp=1"]
+    command = [sys.executable, "-m", "schedir", *arguments(config, tmp_path / "out", *sets)]
+    code, _, err = finish(start(command))
+    assert code == 1 and err.count("rank 0: the processes did not find each other in 1 s") == 1
+    assert "Traceback" not in err
+
+
+# A schedule's file is the user's own code: here it makes rank 1 fail.
+FAILING = """\
+import os
+
+import schedir.training.data
+from schedir import schedules
+from schedir.training import gpt, train
+from schedir.errors import UsageError
+
+mine = schedules.one_f_one_b
+
+
+def refuse(self, step):
+    raise UsageError("no such luck")
+
+
+if os.environ.get("RANK") == "1":
+    {what}
+"""
+
+
+@pytest.mark.parametrize(
+    ("what", "code", "said"),
+    [
+        ("schedir.training.data.Batches.batch = refuse", 2, "rank 1: UsageError: no such luck\n"),
+        ("mine = schedules.gpipe", 2, "processes 0 and 1 do not agree on the program"),
+        ("train.leave = lambda: os._exit(9)", 1, "rank 1 ended with exit code 9; the"),
+    ],
+)
+def test_the_rank_that_fails_says_why(
+    config: str, tmp_path: Path, what: str, code: int, said: str
+) -> None:
+    schedule = tmp_path / "mine.py"
+    schedule.write_text(FAILING.format(what=what))
+    sets = ["pipeline.tp=1", "pipeline.stages_per_rank=1", f"pipeline.schedule={schedule}:mine"]
+    command = [sys.executable, "-m", "schedir", *arguments(config, tmp_path / "out", *sets)]
+    got, _, err = finish(start(command))
+    assert got == code and err.count("\n") == 1 and said in err
+    # Who fails when all is done does not keep the first rank from its results.
+    assert (tmp_path / "out" / "summary.json").exists() == ("leave" in what)
+    assert (tmp_path / "out" / "timeline.png").exists() == ("leave" in what)
+
+
+def test_out_of_memory_before_the_first_step_is_one_error(
+    config: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A GPU's; what an instruction runs out of has the instruction's name."""
+
+    def full(*given: object, **more: object) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.\nMore.")
+
+    monkeypatch.setattr(gpt, "build_stage", full)
+    code = run(config, [*ALONE, f'output.folder="{tmp_path}"'])
+    (said,) = capsys.readouterr().err.splitlines()
+    assert code == 1 and said.endswith(
+        "outside of a step, OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB."
+    )

@@ -1,0 +1,130 @@
+"""Stages with two holders: both have the same gradients, and step to the same bits."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from schedir.ir.plan import Plan
+from schedir.passes.compile import compile
+from schedir.runtime.inprocess import InProcess
+from schedir.runtime.reference import reference
+from schedir.schedules import chimera, dualpipe
+from schedir.training import gpt
+from schedir.transports.processes import Gloo
+from tests.cpu.spawn import run
+from tests.cpu.test_processes import step_on_gloo
+from tests.cpu.tiny_stages import (
+    BOUNDARY,
+    batch,
+    expected,
+    gpt_executor,
+    gpt_stages,
+    gradients,
+    own_batch,
+    same_bits,
+)
+
+MIRROR = [
+    (dualpipe, Plan(2, 4, placement="mirror")),
+    (dualpipe, Plan(4, 8, placement="mirror")),
+    (chimera, Plan(4, 6, placement="mirror")),
+    (chimera, Plan(2, 3, placement="mirror")),
+]
+
+
+@pytest.mark.parametrize(("schedule", "plan"), MIRROR)
+def test_in_process(schedule: Any, plan: Plan) -> None:
+    program = compile(schedule, plan, tied=True, model="edge", overlap=True)
+    loss, right = expected(plan, program=program)
+    plain_loss, plain = expected(plan)
+    assert torch.equal(loss, plain_loss)
+    for one, other in zip(right, plain, strict=True):
+        assert all(float((one[n] - other[n]).norm() / other[n].norm()) < 1e-6 for n in one)
+    stages = gpt_stages(plan.stages)
+    ranks = InProcess(program, stages, loss=gpt.loss, boundary=BOUNDARY)
+    for seed in range(3):
+        assert torch.equal(ranks.step(*batch(plan.microbatches), seed=seed), loss)
+        for holders in plan.holders.tolist():
+            held = [ranks.ranks[r].stages[s].module for s, r in enumerate(holders)]
+            assert same_bits(gradients(held), right)
+
+
+def test_second_holders_begin_a_step_as_their_stages_are() -> None:
+    """Stepped by an optimizer of one's own, loaded, or in another mode."""
+    plan = MIRROR[0][1]
+    program = compile(dualpipe, plan, tied=True)
+    stages = gpt_stages(plan.stages)
+    ranks = InProcess(program, stages, loss=gpt.loss, boundary=BOUNDARY)
+    ranks.step(*batch(plan.microbatches))
+    for stage in stages:
+        torch.optim.SGD(stage.parameters(), lr=0.1).step()
+        stage.eval()
+    ranks.step(*batch(plan.microbatches))
+    right = [stage.state_dict() for stage in stages]
+    for holders in plan.holders.tolist():
+        held = [ranks.ranks[r].stages[s].module for s, r in enumerate(holders)]
+        assert not any(stage.training for stage in held)
+        assert same_bits([stage.state_dict() for stage in held], right)
+
+
+@pytest.mark.parametrize(("schedule", "plan"), [MIRROR[0], (chimera, MIRROR[2][1])])
+def test_gloo(schedule: Any, plan: Plan) -> None:
+    program = compile(schedule, plan, tied=True, model="edge")
+    loss, right = expected(plan, program=program)
+    results = step_on_gloo(schedule, plan)
+    for grads, _, _ in results:
+        for stage, got in grads.items():
+            assert same_bits([got], [right[stage]])
+    halves = [l for _, l, _ in results if l is not None]  # each direction's, where it ends
+    assert float(halves[0] + halves[1]) == pytest.approx(float(loss), rel=1e-6)
+
+
+def _train(rank: int, plan: Plan, steps: int, tp: int, dp: int) -> Any:
+    """What a process holds after some steps, and the norms of their gradients."""
+    program = compile(dualpipe, plan, tp, dp, "edge", tied=True, clip=True)
+    transport = Gloo(program)
+    executor = gpt_executor(program, transport, lr=0.01, max_norm=0.05)
+    norms = []
+    for step in range(steps):
+        executor.step(*own_batch(program, transport, step))
+        norms.append(float(executor.norm))
+    held = {
+        s: [p.detach().clone() for p in stage.module.parameters()]
+        for s, stage in executor.stages.items()
+    }
+    return held, norms, transport.tp_rank
+
+
+@pytest.mark.parametrize(("tp", "dp"), [(2, 1), (1, 2)])
+def test_holders_stay_the_same(tp: int, dp: int) -> None:
+    """A clipped AdamW step counts each parameter once, and gives all that hold it the same bits."""
+    plan, steps = Plan(2, 4, placement="mirror"), 2
+    results = run(_train, 4, plan, steps, tp, dp)
+    first: dict[Any, Any] = {}
+    for held, norms, tp_rank in results:
+        assert norms == results[0][1]
+        for stage, parameters in held.items():
+            same = first.setdefault((stage, tp_rank), parameters)
+            assert all(torch.equal(p, q) for p, q in zip(parameters, same, strict=True))
+
+    stages = gpt_stages(plan.stages)
+    parameters = [p for stage in stages for p in stage.parameters()]
+    copy = stages[-1].tied_weight
+    once = [p for p in parameters if p is not copy]
+    optimizer = torch.optim.AdamW(parameters, 0.01)
+    for step in range(steps):
+        inputs, targets, scale = batch(plan.microbatches * dp, step)
+        reference(stages, inputs, targets, loss=gpt.loss, scale=scale)
+        norm = torch.stack([p.grad.square().sum() for p in once if p.grad is not None]).sum().sqrt()
+        assert results[0][1][step] == pytest.approx(float(norm), rel=1e-4)
+        for p in parameters:
+            assert p.grad is not None
+            p.grad.mul_(min(1.0, 0.05 / (float(norm) + 1e-6)))
+        optimizer.step()
+    if tp == 1:
+        for (stage, _), got in first.items():
+            for p, q in zip(got, stages[stage].parameters(), strict=True):
+                assert float((p - q.detach()).norm() / q.detach().norm()) < 1e-3

@@ -1,0 +1,293 @@
+"""Several updates without a flush: the rule of PipeDream-2BW, held to plain loops."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from copy import deepcopy
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.utils import parameters_to_vector, vector_to_parameters
+from torch.utils.checkpoint import checkpoint
+
+from schedir.errors import ExecutionError
+from schedir.ir.plan import Plan
+from schedir.passes.compile import compile
+from schedir.runtime import split_linears
+from schedir.runtime.executor import Executor
+from schedir.runtime.inprocess import InProcess
+from schedir.runtime.rank import Boundary
+from schedir.runtime.reference import reference
+from schedir.schedules import gpipe, one_f_one_b, pipedream_2bw
+from schedir.schedules.words import EMPTY, B, F, I, W, Word
+from schedir.testing.tiny import WIDTH, batch, loss, tiny_stages
+from schedir.transports.processes import Gloo
+from tests.cpu.spawn import run
+
+BOUNDARY = Boundary((2, WIDTH), torch.float64)
+LR = 0.02
+sgd = partial(torch.optim.SGD, lr=LR)
+adam = partial(torch.optim.AdamW, lr=LR)
+
+
+def split(r: int, P: int, m: int) -> Word:
+    """1F1B with its backwards split, W at once."""
+    lead = min(P - 1 - r, m)
+    return lead * F + (m - lead) * (F + I + W) + lead * (I + W)
+
+
+def weights(stages: Sequence[nn.Module]) -> list[Tensor]:
+    return [p.detach().clone() for stage in stages for p in stage.parameters()]
+
+
+def same(one: list[Tensor], other: list[Tensor]) -> bool:
+    return all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
+
+
+def gradient(model: nn.Module, inputs: Tensor, targets: Tensor) -> Tensor:
+    """Of the losses of an update, one microbatch after the other."""
+    model.zero_grad()
+    for x, target in zip(inputs, targets, strict=True):
+        torch.autograd.backward(loss(model(x), target))
+    return torch.cat([p.grad.reshape(-1) for p in model.parameters() if p.grad is not None])
+
+
+def two_buffered(plan: Plan, inputs: Tensor, targets: Tensor) -> list[Tensor]:
+    """W(t+1) = W(t) - lr grad(W(t-1)), the paper's rule, and nothing of ours."""
+    model = nn.Sequential(*tiny_stages(plan.stages))
+    now = parameters_to_vector(model.parameters()).detach()
+    before = now
+    for x, target in zip(inputs.chunk(plan.updates), targets.chunk(plan.updates), strict=True):
+        vector_to_parameters(before, model.parameters())
+        now, before = now.add(gradient(model, x, target), alpha=-LR), now
+    vector_to_parameters(now, model.parameters())
+    return weights([model])
+
+
+def stage_by_stage(
+    plan: Plan, inputs: Tensor, targets: Tensor, optimizer: Any, make: Any = tiny_stages
+) -> list[Tensor]:
+    """Any delays: each microbatch on a whole model put together from kept versions."""
+    stages = make(plan.stages)
+    steps = [optimizer(list(stage.parameters())) for stage in stages]
+    kept = [[deepcopy(stage)] for stage in stages]
+    for u in range(plan.updates):
+        mb = slice(u * plan.per_update, (u + 1) * plan.per_update)
+        used = [versions[int(plan.version(s, mb.start))] for s, versions in enumerate(kept)]
+        gradient(nn.Sequential(*used), inputs[mb], targets[mb])
+        for stage, old, step, versions in zip(stages, used, steps, kept, strict=True):
+            for p, q in zip(stage.parameters(), old.parameters(), strict=True):
+                p.grad = q.grad
+            step.step()
+            versions.append(deepcopy(stage))
+    return weights(stages)
+
+
+def in_process(
+    schedule: Any, plan: Plan, optimizer: Any, seed: int = 0, make: Any = tiny_stages
+) -> list[Tensor]:
+    program = compile(schedule, plan, model="edge")
+    stages = make(plan.stages)
+    own = weights(stages)
+    ranks = InProcess(program, stages, loss=loss, boundary=BOUNDARY, optimizer=optimizer)
+    ranks.step(*batch(plan.microbatches), seed=seed)
+    assert not same(own, weights(stages))
+    return weights(stages)
+
+
+@pytest.mark.parametrize("plan", [Plan(2, 6, updates=6, delay=1), Plan(4, 12, updates=4, delay=1)])
+def test_2bw_is_its_rule(plan: Plan) -> None:
+    right = two_buffered(plan, *batch(plan.microbatches))
+    for seed in range(3):
+        assert same(in_process(pipedream_2bw, plan, sgd, seed), right)
+
+
+@pytest.mark.parametrize(
+    ("schedule", "plan"),
+    [
+        (pipedream_2bw, Plan(3, 12, updates=4, delay=1)),
+        (split, Plan(3, 12, updates=4, delay=1)),
+        (split, Plan(2, 8, updates=4, delay=2)),
+        (one_f_one_b, Plan(3, 5, updates=5, delay=(2, 1, 0))),  # PipeDream
+        (one_f_one_b, Plan(4, 6, updates=6, delay=(3, 2, 1, 0))),
+        (gpipe, Plan(2, 4, updates=1)),
+    ],
+)
+def test_every_microbatch_uses_its_version(schedule: Any, plan: Plan) -> None:
+    for optimizer in (sgd, adam):
+        right = stage_by_stage(plan, *batch(plan.microbatches), optimizer)
+        for seed in range(2):
+            assert same(in_process(schedule, plan, optimizer, seed), right)
+
+
+def normed(stages: int) -> list[nn.Module]:
+    """Stages of a linear, which is split, and a norm and biases, which are not."""
+    numbers = torch.Generator().manual_seed(0)
+    made = []
+    for _ in range(stages):
+        stage = nn.Sequential(
+            nn.Linear(WIDTH, WIDTH, dtype=torch.float64), nn.LayerNorm(WIDTH, dtype=torch.float64)
+        )
+        with torch.no_grad():
+            for p in stage.parameters():
+                p.copy_(torch.randn(p.shape, generator=numbers, dtype=p.dtype))
+        made.append(split_linears(stage))
+    return made
+
+
+def w_at_the_end(r: int, P: int, m: int) -> Iterator[Word]:
+    """1F1B with its backwards split; each update of four microbatches ends with all its W."""
+    lead = min(P - 1 - r, m)
+    yield lead * F
+    for mb in range(m):
+        yield (F if mb < m - lead else EMPTY) + I
+        if mb % 4 == 3:
+            yield 4 * W
+
+
+@pytest.mark.parametrize("schedule", [split, w_at_the_end])
+def test_what_is_not_split_goes_into_its_update(schedule: Any) -> None:
+    plan = Plan(4, 16, updates=4, delay=1)
+    for optimizer in (sgd, adam):
+        right = stage_by_stage(plan, *batch(plan.microbatches), optimizer, normed)
+        assert same(in_process(schedule, plan, optimizer, make=normed), right)
+
+
+class Beside(nn.Module):
+    """A stage with a reference of its own to a weight."""
+
+    def __init__(self, beside: bool) -> None:
+        super().__init__()
+        self.layer = nn.Linear(WIDTH, WIDTH, dtype=torch.float64)
+        self.own = [self.layer.weight] * beside
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = torch.tanh(self.layer(x))
+        return sum((y @ weight for weight in self.own), y)
+
+
+@pytest.mark.parametrize("late", [False, True])
+def test_versions_have_the_hooks_of_their_weights(late: bool) -> None:
+    """A step of two updates without a delay is two steps, also with hooks on gradients."""
+    found = []
+    for updates in (1, 2):
+        torch.manual_seed(0)
+        stages: list[nn.Module] = [Beside(False), Beside(False)]
+        for stage in stages:
+            for weight in stage.parameters():
+                if late:
+                    weight.register_post_accumulate_grad_hook(_halve)
+                else:
+                    weight.register_hook(lambda gradient: gradient * 0.5)
+        program = compile(_in_turns, Plan(2, 2 * updates, updates=updates))
+        ranks = InProcess(
+            program, stages, loss=loss, boundary=BOUNDARY, optimizer=partial(torch.optim.SGD, lr=LR)
+        )
+        inputs, targets = batch(4)
+        for own in range(0, 4, 2 * updates):
+            ranks.step(inputs[own : own + 2 * updates], targets[own : own + 2 * updates])
+        found.append(weights(stages))
+    assert same(*found)
+
+
+def _halve(weight: Tensor) -> None:
+    assert weight.grad is not None
+    weight.grad *= 0.5
+
+
+def _in_turns(r: int, P: int, m: int) -> Word:
+    return m // 2 * (2 * F + 2 * B)
+
+
+def test_a_reference_to_a_weight_that_has_versions_is_refused() -> None:
+    inputs, targets = batch(4)
+    stages: list[nn.Module] = [Beside(True), Beside(True)]
+    ranks = InProcess(
+        compile(_in_turns, Plan(2, 4, updates=2, delay=1)), stages, loss=loss, boundary=BOUNDARY,
+        optimizer=sgd,
+    )  # fmt: skip
+    with pytest.raises(ExecutionError, match=r"layer\.weight is used beside its module"):
+        ranks.step(inputs, targets)
+    y = stages[0](inputs[0]).sum()
+    torch.autograd.backward(y)  # afterwards the module is the user's own
+
+
+def test_evaluation_uses_the_weights_as_they_are() -> None:
+    program = compile(lambda r, P, m: m * F, Plan(2, 6, updates=3, delay=1), model="edge")
+    stages, (inputs, targets) = tiny_stages(2), batch(6)
+    ranks = InProcess(program, stages, loss=loss, boundary=BOUNDARY)
+    assert ranks.step(inputs, targets) == reference(tiny_stages(2), inputs, targets, loss=loss)
+
+
+def test_no_delay_is_one_program_after_the_other() -> None:
+    def flushed(r: int, P: int, m: int) -> Word:
+        return sum((one_f_one_b(r, P, 4) for _ in range(m // 4)), 0 * F)
+
+    plan, (inputs, targets) = Plan(3, 12, updates=3), batch(12)
+    right = tiny_stages(3)
+    one = InProcess(
+        compile(one_f_one_b, Plan(3, 4), model="edge"),
+        right, loss=loss, boundary=BOUNDARY, optimizer=adam,
+    )  # fmt: skip
+    for u in range(3):
+        one.step(inputs[4 * u : 4 * u + 4], targets[4 * u : 4 * u + 4])
+    assert same(in_process(flushed, plan, adam), weights(right))
+
+
+class Odd(nn.Module):
+    """A layer that runs twice, once in a forward that the backward repeats; and a frozen weight."""
+
+    def __init__(self, seed: int) -> None:
+        super().__init__()
+        (self.one,) = tiny_stages(1, seed)
+        self.same = self.one
+        self.shift = nn.Parameter(torch.ones(WIDTH, dtype=torch.float64), requires_grad=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = checkpoint(self.same, self.one(x), use_reentrant=False)
+        return y + self.shift
+
+
+def test_old_weights_are_used_wherever_they_are() -> None:
+    plan = Plan(2, 8, updates=4, delay=1)
+    right = nn.Sequential(Odd(0), Odd(1))
+    kept = [deepcopy(right)]
+    optimizer = sgd([p for p in right.parameters() if p.requires_grad])
+    for u, (x, target) in enumerate(zip(*(b.chunk(4) for b in batch(8)), strict=True)):
+        used = kept[max(u - 1, 0)]
+        gradient(used, x, target)
+        for p, q in zip(right.parameters(), used.parameters(), strict=True):
+            p.grad = q.grad
+        optimizer.step()
+        kept.append(deepcopy(right))
+    stages = [Odd(0), Odd(1)]
+    ranks = InProcess(
+        compile(pipedream_2bw, plan, model="edge"),
+        stages,
+        loss=loss,
+        boundary=BOUNDARY,
+        optimizer=lambda own: sgd([p for p in own if p.requires_grad]),
+    )
+    ranks.step(*batch(8))
+    assert same(weights(stages), weights([right]))
+    assert all(stage.same is stage.one and stage.one.weight.is_leaf for stage in stages)
+
+
+def _one_rank(rank: int, plan: Plan) -> Any:
+    program = compile(pipedream_2bw, plan, model="edge", dp=1)
+    stages = {s: m for s, m in enumerate(tiny_stages(plan.stages)) if s in plan.stages_of[rank]}
+    executor = Executor(
+        program, rank, stages, Gloo(program), loss=loss, boundary=BOUNDARY,
+        optimizer=sgd([p for m in stages.values() for p in m.parameters()]),
+    )  # fmt: skip
+    executor.step(*batch(plan.microbatches))
+    return weights([*stages.values()])
+
+
+def test_2bw_on_gloo() -> None:
+    plan = Plan(2, 8, updates=4, delay=1)
+    held = run(_one_rank, 2, plan)
+    assert same([p for rank in held for p in rank], two_buffered(plan, *batch(8)))

@@ -1,0 +1,101 @@
+"""Every schedule of the zoo trains the same GPT, with the bits that are promised.
+
+Ascending ones give those of the plain reference; others those of a reference that adds in their
+order, and are close to the plain one.
+"""
+
+from __future__ import annotations
+
+from inspect import signature
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from schedir.ir.plan import Plan
+from schedir.ir.program import Program
+from schedir.passes.compile import compile
+from schedir.runtime.executor import Executor
+from schedir.runtime.inprocess import InProcess
+from schedir.runtime.reference import reference
+from schedir.schedules import built_in
+from schedir.schedules.words import B, F, I, W, Word, placed_for
+from schedir.training import gpt
+from schedir.transports.processes import Gloo
+from tests.cpu.spawn import run
+from tests.cpu.tiny_stages import BOUNDARY, batch, expected, gpt_stages, gradients, same_bits
+
+M = 6
+
+
+def newest_first(r: int, P: int, m: int) -> Word:
+    """GPipe with backwards in the opposite order, the first half of them split."""
+    late = [(m - 1 - k, k < m // 2) for k in range(m)]
+    backwards = sum((I.at(mb) if split else B.at(mb) for mb, split in late), 0 * F)
+    return m * F + backwards + sum((W.at(mb) for mb, split in late if split), 0 * F)
+
+
+def program_of(schedule: Any, overlap: bool = False) -> Program:
+    placement, fixed = placed_for(schedule)
+    v = fixed or (2 if "v" in signature(schedule).parameters else 1)
+    plan = Plan(2, M, v, placement or "loop")
+    return compile(schedule, plan, tied=True, model="edge", overlap=overlap)
+
+
+ZOO = {name: s for name, s in built_in().items() if name != "forward_only"}
+
+
+@pytest.mark.parametrize("schedule", [*ZOO.values(), newest_first], ids=lambda s: s.__name__)
+def test_in_process(schedule: Any) -> None:
+    program = program_of(schedule)
+    loss, right = _promised(program)
+    stages = gpt_stages(program.plan.stages)
+    ranks = InProcess(program, stages, loss=gpt.loss, boundary=BOUNDARY)
+    for seed in range(2):
+        assert torch.equal(ranks.step(*batch(M), seed=seed), loss)
+        assert same_bits(gradients(stages), right)
+
+
+def _promised(program: Program) -> tuple[Tensor, list[dict[str, Tensor]]]:
+    """Loss and gradients that a program must give, which are near those of the plain reference."""
+    loss, plain = expected(program.plan)
+    if program.ascending:
+        return loss, plain
+    stages = gpt_stages(program.plan.stages)
+    inputs, targets, scale = batch(M)
+    loss = reference(stages, inputs, targets, loss=gpt.loss, scale=scale, program=program)
+    ordered = gradients(stages)
+    for own, other in zip(ordered, plain, strict=True):
+        for name, grad in own.items():
+            assert (grad - other[name]).norm() <= 1e-6 * other[name].norm(), name
+    assert not same_bits(ordered, plain)
+    return loss, ordered
+
+
+OVER_GLOO = ("dualpipe_v", "interleaved_zb", "v_half", "wave", "zb_h2", "zb_v")
+
+
+def _rank(rank: int) -> list[tuple[Tensor | None, dict[int, dict[str, Tensor]]]]:
+    """One of two processes, which run one schedule after the other."""
+    results = []
+    for name in OVER_GLOO:
+        for overlap in (False, True):
+            program = program_of(ZOO[name], overlap)
+            whole = gpt_stages(program.plan.stages)
+            stages = {s: whole[s] for s in program.plan.stages_of[rank]}
+            executor = Executor(
+                program, rank, stages, Gloo(program), loss=gpt.loss, boundary=BOUNDARY
+            )
+            loss = executor.step(*batch(M))
+            results.append((loss, {s: gradients([stage])[0] for s, stage in stages.items()}))
+    return results
+
+
+def test_over_gloo() -> None:
+    for k, results in enumerate(zip(*run(_rank, 2), strict=True)):
+        name = OVER_GLOO[k // 2]
+        loss, right = _promised(program_of(ZOO[name]))
+        assert [torch.equal(got, loss) for got, _ in results if got is not None] == [True], name
+        got = {s: grads for _, stages in results for s, grads in stages.items()}
+        assert same_bits([got[s] for s in range(len(right))], right), name
