@@ -13,7 +13,7 @@ from tempfile import TemporaryDirectory
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from schedir.cli import main  # noqa: E402
+from schedir.__main__ import main  # noqa: E402
 from tests.browser.chromium import Chromium, found  # noqa: E402
 
 DRAWN = "draw one_f_one_b --ranks 6 --microbatches 12 --costs F=1,B=2,send=0.2 -o"

@@ -1,5 +1,56 @@
-"""Running programs: stages, the split backward pass, transports, the executor."""
+"""Running programs: an executor for each rank, transports, the split backward pass, sizes.
 
-from schedir.runtime.splittable import check_split, register_split, split_linears
+What users need is here by name, and each is loaded where it is first used.
+"""
 
-__all__ = ["check_split", "register_split", "split_linears"]
+from importlib import import_module
+from typing import TYPE_CHECKING, Final
+
+# Loaded at once: its module has the same name, and would else take the place of the function.
+from schedir.runtime.reference import reference
+
+if TYPE_CHECKING:
+    from schedir.runtime.executor import Executor
+    from schedir.runtime.inprocess import InProcess
+    from schedir.runtime.rank import Boundary
+    from schedir.runtime.sizes import sizes_of
+    from schedir.runtime.splittable import check_split, register_split, split_linears
+    from schedir.transports.nccl import nccl
+    from schedir.transports.processes import Gloo
+    from schedir.transports.shared import Shared
+
+_HOME: Final = {
+    "Boundary": "runtime.rank",
+    "Executor": "runtime.executor",
+    "Gloo": "transports.processes",
+    "InProcess": "runtime.inprocess",
+    "Shared": "transports.shared",
+    "check_split": "runtime.splittable",
+    "nccl": "transports.nccl",
+    "register_split": "runtime.splittable",
+    "sizes_of": "runtime.sizes",
+    "split_linears": "runtime.splittable",
+}
+__all__ = [
+    "Boundary",
+    "Executor",
+    "Gloo",
+    "InProcess",
+    "Shared",
+    "check_split",
+    "nccl",
+    "reference",
+    "register_split",
+    "sizes_of",
+    "split_linears",
+]
+
+
+def __getattr__(name: str) -> object:
+    if name not in _HOME:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(f"schedir.{_HOME[name]}"), name)
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})
