@@ -1,35 +1,72 @@
-"""How fast programs are compiled, checked and simulated, beside torch.distributed.pipelining.
+"""How fast programs are compiled, checked and simulated: beside another checkout, or torch.
 
-    python benchmarks/compile.py [--large] [--torch]
+    python benchmarks/compile.py [--large] [--torch] [--rounds N]
+    python benchmarks/compile.py --against COMMIT-OR-FOLDER [--rounds N] [--turns N]
 
-Each row runs in a process of its own, so that its peak memory is its own; torch's rows run in
-the same call, one after the other with ours.  "B/instr" is the growth of the peak over that
-after imports, by instruction: of compile and check, and of all with the Timeline.
+A turn compiles (and so checks) and simulates one program, in seconds of processor time.  Each turn
+of a process is for a number of microbatches and for costs that the process has not seen before.
+Each round starts a process per row (and checkout), which first warms up on a small program.
+`--against` takes turns: the same turn in one checkout, then in the other; its ratios are of such
+pairs, with their quartiles.  `--torch` runs torch.distributed.pipelining in between.
+
+"B/instr" is the growth of the peak of memory over that before, by instruction: when compiled, and
+with the Timeline.  The last row is the command `schedir check gpipe` beside `import numpy`.
 """
 
 from __future__ import annotations
 
 import argparse
+import gc
 import json
+import os
 import resource
+import statistics
 import subprocess
 import sys
-from time import perf_counter
-from typing import Any
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from pathlib import Path
+from time import process_time
+from typing import Any, NamedTuple
 
-SMALL = [
-    ("one_f_one_b", 8, 1, 64),
-    ("one_f_one_b", 64, 1, 1024),
-    ("interleaved", 64, 2, 256),
-    ("interleaved", 64, 2, 1024),
-    ("interleaved", 128, 4, 512),
-]
-LARGE = [
-    ("interleaved", 256, 8, 512),
-    ("interleaved", 256, 8, 2048),
-    ("one_f_one_b", 1024, 1, 8192),
-]
-TORCH = [("interleaved", 64, 2, 256), ("interleaved", 64, 2, 1024)]
+ROOT = Path(__file__).resolve().parents[1]
+
+
+class Row(NamedTuple):
+    """A shape to measure; with how many turns, and steps from one's microbatches to the next's."""
+
+    schedule: str
+    ranks: int
+    v: int
+    microbatches: int
+    turns: int = 1
+    step: int = 1
+
+
+SMALL = (
+    Row("one_f_one_b", 4, 1, 8, turns=9),
+    Row("one_f_one_b", 8, 1, 64, turns=15),
+    Row("one_f_one_b", 64, 1, 1024, turns=3),
+    Row("interleaved", 64, 2, 256, turns=3, step=64),
+    Row("interleaved", 64, 2, 1024, turns=3, step=64),
+    Row("interleaved", 128, 4, 512, turns=1),
+)
+LARGE = (
+    Row("interleaved", 256, 8, 512),
+    Row("interleaved", 256, 8, 2048),
+    Row("one_f_one_b", 1024, 1, 8192),
+)
+TORCH = SMALL[3:5]  # what torch can be asked for in the time of a coffee
+PARTS = ("draft", "compile", "simulate", "memory", "show", "parse")
+COUNTED = PARTS[:3]  # what a turn is
+MOST_TEXT = 2**24  # instructions; larger programs are measured without their text
+
+Measured = dict[str, float]
+
+
+# ------------------------------------------------------------ in the process that is measured
 
 
 def peak() -> float:
@@ -37,45 +74,37 @@ def peak() -> float:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024.0
 
 
-def ours(name: str, ranks: int, v: int, m: int) -> dict[str, float]:
-    """Seconds of each part, and bytes per instruction."""
-    from schedir import check, schedules, show, simulate
-    from schedir.ir.plan import Plan
-    from schedir.ir.text import parse
-    from schedir.passes.compile import lower
-    from schedir.schedules.words import draft
-    from schedir.verify.check import check_draft
+def timed(into: Measured, part: str, call: Callable[..., Any], *args: Any) -> Any:
+    begin = process_time()
+    result = call(*args)
+    into[part] = process_time() - begin
+    return result
 
-    seconds: dict[str, float] = {}
 
-    def timed(part: str, call: Any, *args: Any) -> Any:
-        begin = perf_counter()
-        result = call(*args)
-        seconds[part] = perf_counter() - begin
-        return result
+def ours(name: str, ranks: int, v: int, microbatches: int, turn: int, text: bool) -> Measured:
+    """Seconds of each part, and bytes per instruction.  Names that every checkout has."""
+    import schedir
 
+    plan, costs = schedir.Plan(ranks, microbatches, v), schedir.Costs(F=1 + turn / 1024)
+    got: Measured = {}
+    gc.collect()
     base = peak()
-    spelled = timed("draft", draft, getattr(schedules, name), Plan(ranks, m, v))
-    timed("check draft", check_draft, spelled)
-    program = timed("lower", lower, spelled)
-    del spelled
-    timed("check", check, program)
+    draft = timed(got, "draft", schedir.draft, getattr(schedir.schedules, name), plan)
+    program = timed(got, "compile", partial(schedir.compile, draft, costs=costs))
+    del draft
     compiled = peak()
-    timeline = timed("simulate", simulate, program)
-    simulated = peak()
-    timed("memory", lambda: timeline.peak_in_flight)
-    n = len(program)
-    if n < 2**24:  # larger ones are measured without
-        text = timed("show", show, program)
-        timed("parse", parse, text)
-    return seconds | {
-        "instructions": n,
-        "B/instr": (compiled - base) / n,
-        "with Timeline": (simulated - base) / n,
-    }
+    timeline = timed(got, "simulate", schedir.simulate, program, costs)
+    simulated, n = peak(), len(program)
+    if text:
+        timed(got, "memory", lambda: timeline.peak_in_flight)
+        if n < MOST_TEXT:
+            timed(got, "parse", schedir.parse, timed(got, "show", schedir.show, program))
+    got |= {"instructions": n, "B/instr": compiled - base, "with Timeline": simulated - base}
+    return {key: value / n if key in ("B/instr", "with Timeline") else value
+            for key, value in got.items()}  # fmt: skip
 
 
-def torchs(name: str, ranks: int, v: int, m: int) -> dict[str, float]:
+def torchs(name: str, ranks: int, v: int, microbatches: int, *_: object) -> Measured:
     """torch: its constructor builds and lowers, its simulator walks what is lowered."""
     from unittest.mock import create_autospec
 
@@ -91,9 +120,15 @@ def torchs(name: str, ranks: int, v: int, m: int) -> dict[str, float]:
         stage.is_first, stage.is_last, stage.has_backward = j == 0, False, True
         stage.stage_index_to_group_rank = {s: s % ranks for s in range(ranks * v)}
         stages.append(stage)
-    base, begin = peak(), perf_counter()
-    schedule = schedules.ScheduleInterleaved1F1B(stages, n_microbatches=m, loss_fn=lambda *_: None)
-    constructed = perf_counter() - begin
+    got: Measured = {}
+    base = peak()
+    schedule = timed(
+        got,
+        "compile",
+        lambda: schedules.ScheduleInterleaved1F1B(
+            stages, n_microbatches=microbatches, loss_fn=lambda *_: None
+        ),
+    )
     kinds = schedules._ComputationType
     other = {kinds.UNSHARD, kinds.RESHARD, kinds.REDUCE_GRAD}
     order = {
@@ -101,60 +136,219 @@ def torchs(name: str, ranks: int, v: int, m: int) -> dict[str, float]:
         for rank, actions in schedule.pipeline_order_with_comms.items()
     }
     n = sum(map(len, order.values()))
-    begin = perf_counter()
-    schedules._simulate_comms_compute(
-        order, stage_to_rank=lambda s: s % ranks, num_stages=ranks * v
+    timed(
+        got,
+        "simulate",
+        lambda: schedules._simulate_comms_compute(
+            order, stage_to_rank=lambda s: s % ranks, num_stages=ranks * v
+        ),
     )
-    simulated = perf_counter() - begin
-    return {
-        "instructions": n,
-        "lower": constructed,
-        "simulate": simulated,
-        "with Timeline": (peak() - base) / n,
-    }
+    return got | {"instructions": n, "with Timeline": (peak() - base) / n}
 
 
-def measured(who: str, row: tuple[str, int, int, int]) -> dict[str, float]:
-    """One row, in a process of its own."""
-    command = [sys.executable, __file__, "--row", who, *map(str, row)]
-    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
-    result: dict[str, float] = json.loads(done.stdout.splitlines()[-1])
-    return result
+def serve(who: str) -> None:
+    """Answer each request on stdin, a row with its turn, by what was measured: lines of JSON."""
+    measure = {"schedir": ours, "torch": torchs}[who]
+    if who == "schedir":
+        for turn in range(2):
+            ours("gpipe", 3, 1, 5 + turn, turn, True)
+    for line in sys.stdin:
+        print(json.dumps(measure(*json.loads(line))), flush=True)
+
+
+# ------------------------------------------------------------ who asks
+
+
+class Worker:
+    """A process that measures turns of a checkout."""
+
+    def __init__(self, checkout: Path, who: str = "schedir") -> None:
+        self.process = subprocess.Popen(
+            [sys.executable, __file__, "--serve", who],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            **_in(checkout),
+        )
+
+    def turn(self, row: Row, turn: int, text: bool = False) -> Measured:
+        """Measure a turn: 0 is for the row's own number of microbatches, the others lie around."""
+        assert self.process.stdin and self.process.stdout
+        away = (turn + 1) // 2 * (1 if turn % 2 else -1)
+        asked = (*row[:3], row.microbatches + away * row.step, turn, text)
+        print(json.dumps(asked), file=self.process.stdin, flush=True)
+        if not (line := self.process.stdout.readline()):
+            raise SystemExit(f"a process that measured {row} ended with {self.process.wait()}")
+        got: Measured = json.loads(line)
+        return got
+
+    def __enter__(self) -> Worker:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.process.communicate()  # the end of its requests is its own
+
+
+def _in(checkout: Path) -> dict[str, Any]:
+    """How a process is started that imports schedir from there."""
+    return {"cwd": checkout, "env": os.environ | {"PYTHONPATH": str(checkout)}}
+
+
+@contextmanager
+def checkout_of(named: str) -> Iterator[Path]:
+    """A folder as it is; of a commit a temporary work tree."""
+    if Path(named, "schedir").is_dir():
+        yield Path(named).resolve()
+        return
+    git = ["git", "-C", str(ROOT), "worktree"]
+    with tempfile.TemporaryDirectory() as folder:
+        where = Path(folder, "checkout")
+        added = subprocess.run([*git, "add", "--quiet", "--detach", str(where), named])
+        if added.returncode:
+            raise SystemExit(f"--against takes a folder with schedir in it, or a commit: {named}")
+        try:
+            yield where
+        finally:
+            subprocess.run([*git, "remove", "--force", str(where)], check=True)
+
+
+def command_time(checkout: Path, *command: str) -> float:
+    """Processor time of a command, in seconds."""
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    subprocess.run([sys.executable, *command], stdout=subprocess.DEVNULL, check=True,
+                   **_in(checkout))  # fmt: skip
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return after.ru_utime - before.ru_utime + after.ru_stime - before.ru_stime
+
+
+COMMANDS = {
+    "import numpy": ("-c", "import numpy"),
+    "schedir check gpipe": ("-m", "schedir", "check", "gpipe"),
+}
+
+
+def total(got: Measured) -> float:
+    """What a turn took."""
+    return sum(got.get(part, 0.0) for part in COUNTED)
+
+
+def spread(values: list[float], form: str = ".2f") -> str:
+    """The median, and the quartiles around it."""
+    low, middle, high = (
+        statistics.quantiles(values, method="inclusive") if values[1:] else values * 3
+    )
+    return f"{middle:{form}} [{low:{form}}, {high:{form}}]"
+
+
+def compare(here: Path, other: Path, rows: tuple[Row, ...], rounds: int, say: Any) -> list[Any]:
+    """Rows of a table: what each row takes in two checkouts, and the ratios, turn by turn."""
+    cells = []
+    for row in rows:
+        ratios: dict[str, list[float]] = {}
+        times: tuple[list[float], list[float]] = ([], [])
+        n = 0.0
+        for _ in range(rounds):
+            say(f"{row}")
+            with Worker(other) as before, Worker(here) as after:
+                for turn in range(row.turns):
+                    old, new = before.turn(row, turn), after.turn(row, turn)
+                    for part in COUNTED:
+                        ratios.setdefault(part, []).append(new[part] / old[part])
+                    ratios.setdefault("all", []).append(total(new) / total(old))
+                    times[0].append(total(old)), times[1].append(total(new))
+                    if turn == 0:
+                        n = new["instructions"]
+                        for part in ("B/instr", "with Timeline"):
+                            more = new[part] / old[part] if old[part] else float("nan")
+                            ratios.setdefault(part, []).append(more)
+        seconds = [f"{1e3 * statistics.median(each):.2f}" for each in times]
+        told = [*COUNTED, "all", "B/instr", "with Timeline"]
+        if n < 2**16:
+            told[-2:] = []  # so little memory that it is noise
+        cells.append(
+            [*map(str, row[:4]), f"{n:,.0f}", *seconds, *(spread(ratios[p]) for p in told)]
+        )
+    for name, command in COMMANDS.items():
+        say(name)
+        pairs = [[command_time(at, *command) for at in (other, here)] for _ in range(3 * rounds)]
+        seconds = [f"{1e3 * statistics.median(each):.2f}" for each in zip(*pairs, strict=True)]
+        ratio = spread([after / before for before, after in pairs])
+        cells.append([name, *[""] * 4, *seconds, *[""] * len(COUNTED), ratio])
+    return cells
+
+
+def alone(rows: tuple[Row, ...], rounds: int, torch: bool, say: Any) -> Iterator[list[str]]:
+    """Rows of a table: what each row takes here, and torch beside it."""
+    for row in rows:
+        whose = ("schedir", "torch")[: 1 + (torch and row in TORCH)]
+        got: dict[str, list[Measured]] = {who: [] for who in whose}
+        for k in range(rounds):
+            say(f"{row}")
+            with ExitStack() as stack:
+                for who in whose:
+                    if who == "torch" and k:
+                        continue  # it takes minutes
+                    worker = stack.enter_context(Worker(ROOT, who))
+                    turns = row.turns if who == "schedir" else 1
+                    got[who] += [worker.turn(row, turn, text=turn == 0) for turn in range(turns)]
+        for who, each in got.items():
+            first = each[0]
+            cells = [f"{1e3 * statistics.median(g[p] for g in each if p in g):.2f}"
+                     if p in first else "" for p in PARTS]  # fmt: skip
+            sums = spread([1e3 * total(g) for g in each])
+            bytes_ = [f"{first[p]:.0f}" if p in first else "" for p in ("B/instr", "with Timeline")]
+            yield [who, *map(str, row[:4]), f"{first['instructions']:,.0f}", *cells, sums, *bytes_]
+        if len(whose) > 1:
+            ratios = [total(got["torch"][0]) / total(g) for g in got["schedir"]]
+            yield [
+                "",
+                *map(str, row[:4]),
+                *[""] * (1 + len(PARTS)),
+                f"torch x {spread(ratios, '.0f')}",
+            ]
+    numpy, check = ([command_time(ROOT, *c) for _ in range(3 * rounds)] for c in COMMANDS.values())
+    for name, each in zip(COMMANDS, (numpy, check), strict=True):
+        yield ["", name, *[""] * (4 + len(PARTS)), spread([1e3 * s for s in each])]
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
     parser.add_argument("--large", action="store_true", help="up to 34 million instructions")
     parser.add_argument("--torch", action="store_true", help="torch.distributed.pipelining too")
-    parser.add_argument("--row", nargs=5, help=argparse.SUPPRESS)
+    parser.add_argument("--against", metavar="CHECKOUT", help="a folder or a commit")
+    parser.add_argument("--rounds", type=int, default=3, help="processes per row (default 3)")
+    parser.add_argument("--rows", help="of which rows, by number from 0: 0,1,3")
+    parser.add_argument("--serve", choices=("schedir", "torch"), help=argparse.SUPPRESS)
     args = parser.parse_args()
-    if args.row:
-        who, name, *shape = args.row
-        print(json.dumps((ours if who == "schedir" else torchs)(name, *map(int, shape))))
-        return
+    if args.serve:
+        return serve(args.serve)
 
     from rich.console import Console
     from rich.table import Table
 
-    parts = ["draft", "check draft", "lower", "check", "simulate", "memory", "show", "parse"]
-    table = Table("", "schedule", "P", "v", "m", "instructions", *parts, "B/instr", "with Timeline")
-    console = Console(width=170)
-    times: dict[tuple[str, tuple[str, int, int, int]], float] = {}
-    for row in SMALL + LARGE * args.large:
-        for who in ("schedir", "torch")[: 1 + (args.torch and row in TORCH)]:
-            console.print(f"{who}: {row}", style="dim")
-            got = measured(who, row)
-            times[who, row] = sum(
-                got.get(k, 0.0) for k in ("draft", "check draft", "lower", "check", "simulate")
-            )
-            cells = [f"{got[p]:.3f}" if p in got else "" for p in parts]
-            bytes_ = [f"{got[p]:.0f}" if p in got else "" for p in ("B/instr", "with Timeline")]
-            table.add_row(who, *map(str, row), f"{got['instructions']:,.0f}", *cells, *bytes_)
-    console.print(table)
-    console.print("times in seconds")
-    for row in TORCH if args.torch else []:
-        ratio = times["torch", row] / times["schedir", row]
-        console.print(f"{row}: compile, check and simulate take torch {ratio:.0f} times as long")
+    rows = SMALL + LARGE * args.large
+    if args.rows:
+        rows = tuple(rows[int(k)] for k in args.rows.split(","))
+    console, progress = Console(width=200), Console(stderr=True)
+
+    def say(what: str) -> None:
+        progress.print(what, style="dim")
+
+    shape = ["schedule", "P", "v", "m", "instructions"]
+    bytes_ = ["B/instr", "with Timeline"]
+    if args.against:
+        with checkout_of(args.against) as other:
+            table = Table(*shape, "ms before", "ms now", *COUNTED, "all", *bytes_)
+            for cells in compare(ROOT, other, rows, args.rounds, say):
+                table.add_row(*cells)
+        console.print(table)
+        console.print("ms are of the whole; ratios, now by before: the median and the quartiles")
+    else:
+        table = Table("", *shape, *PARTS, "compiled and simulated", *bytes_)
+        for cells in alone(rows, args.rounds, args.torch, say):
+            table.add_row(*cells)
+        console.print(table)
+        console.print("medians in milliseconds of processor time; in brackets the quartiles")
 
 
 if __name__ == "__main__":
