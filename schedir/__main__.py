@@ -49,9 +49,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     except SystemExit as end:  # --help
         return int(end.code or 0)
     except ProgramError as error:
-        from schedir.io.terminal import told
+        from schedir.io.terminal import format_error
 
-        print(told(error), file=sys.stderr)
+        print(format_error(error), file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         return 130

@@ -10,7 +10,7 @@ import matplotlib
 from matplotlib.figure import Figure
 
 from schedir.errors import UsageError, expect
-from schedir.io.atomic_write import path_of, replacing
+from schedir.io.files import atomic_write, path_of
 
 # By suffix, the metadata that would make two equal pictures differ, left out.
 FORMATS: Final[dict[str, dict[str, None]]] = {
@@ -42,7 +42,7 @@ def save(figure: Figure, path: str | Path) -> None:
     """
     expect(figure, Figure, "schedir.viz.gantt(timeline)")
     suffix = suffix_of(path)
-    with replacing(path) as temporary, matplotlib.rc_context(_STYLE), warnings.catch_warnings():
+    with atomic_write(path) as temporary, matplotlib.rc_context(_STYLE), warnings.catch_warnings():
         # A letter that the font does not have is drawn as a box, and nothing more is to be said.
         warnings.filterwarnings("ignore", "Glyph .* missing from font", UserWarning)
         figure.savefig(temporary, format=suffix[1:], dpi=_DPI, metadata=FORMATS[suffix])

@@ -20,7 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from schedir.errors import UsageError, in_bytes
-from schedir.io.atomic_write import replacing
+from schedir.io.files import atomic_write
 from schedir.ir.ops import COMPUTE, ROWS, SENDS, Lane
 from schedir.predict.bubble_causes import Cause, idleness
 from schedir.predict.timeline import Timeline, expect_runs
@@ -87,7 +87,7 @@ def html(timeline: Timeline, other: Timeline | None = None) -> str:
 def save_html(path: str | Path, timeline: Timeline, other: Timeline | None = None) -> None:
     """Write `html` to a file, which appears whole.  Raises UsageError where it cannot."""
     text = html(timeline, other)
-    with replacing(path) as temporary:
+    with atomic_write(path) as temporary:
         temporary.write_text(text, encoding="utf-8")
 
 
@@ -103,7 +103,7 @@ def in_words(timeline: Timeline) -> str:
         apart = "each of them alike"
     peak = timeline.peak_in_flight
     return (
-        f"{name}, {timeline.told}: {plan.ranks} ranks, {plan.stages} stages, "
+        f"{name}, {timeline.caption}: {plan.ranks} ranks, {plan.stages} stages, "
         f"{plan.microbatches} microbatches, {len(timeline)} instructions in "
         f"{timeline.span:.6g} {unit}. Ranks are idle {timeline.bubble:.1%} of the time, {apart}. "
         f"Rank {int(peak.argmax())} has the most in flight, {int(peak.max())}."

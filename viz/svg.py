@@ -35,7 +35,7 @@ def svg(timeline: Timeline) -> str:
         f'text-anchor="end">rank {r}</text>'
         for r in range(0, timeline.ranks, every)
     )
-    what = f"{timeline.program.name}, {timeline.told}: bubble {timeline.bubble:.1%}"
+    what = f"{timeline.program.name}, {timeline.caption}: bubble {timeline.bubble:.1%}"
     return (
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {_LEFT + _WIDE:g} {high:.1f}" '
         f'width="{_LEFT + _WIDE:g}" style="max-width:100%;height:auto" role="img" '

@@ -53,7 +53,7 @@ def letters(timeline: Timeline, width: int = 80) -> list[Line]:
     rows = _boxes(timeline, ranks, whole) if boxes else _mixed(timeline, ranks, whole)
 
     plan, unit = timeline.program.plan, timeline.unit and f" {timeline.unit}"
-    fact = f"{timeline.told}: span {timeline.span:.6g}{unit}, bubble {timeline.bubble:.1%}"
+    fact = f"{timeline.caption}: span {timeline.span:.6g}{unit}, bubble {timeline.bubble:.1%}"
     lines: list[Line] = [
         [(timeline.program.name, "bold"), (f", {fact}", "")],
     ]

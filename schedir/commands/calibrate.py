@@ -18,11 +18,11 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> str:
     """The costs, on one line."""
     from schedir.io.timeline_file import load_timeline
-    from schedir.predict.calibrate import calibrate, completed, told
+    from schedir.predict.calibrate import calibrate, completed, format_costs
 
     if not args.source.endswith(".timeline"):
         raise UsageError(f"a run's file ends in .timeline: {args.source} does not")
     timeline = load_timeline(args.source)
     if timeline.doubt:  # beside the costs, which another command reads
         print(f"{args.source}: {timeline.doubt}", file=sys.stderr)
-    return f"{told(completed(calibrate(timeline), timeline.program))}\n"
+    return f"{format_costs(completed(calibrate(timeline), timeline.program))}\n"

@@ -72,7 +72,7 @@ def _where(timeline: Timeline, idle: NDArray[Any]) -> str:
     unit = timeline.unit and f" {timeline.unit}"
     ranks = f"{timeline.ranks} rank{'s' * (timeline.ranks > 1)}"
     return (
-        f"{timeline.program.name}, {timeline.told}: {timeline.bubble:.1%} of {ranks} x "
+        f"{timeline.program.name}, {timeline.caption}: {timeline.bubble:.1%} of {ranks} x "
         f"{timeline.span:.6g}{unit} is idle{causes and f': {causes}'}"
     )
 

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from schedir.commands.options import SOURCE, add_shape, model_of, program_of, timeline_of
 from schedir.errors import UsageError
-from schedir.io.atomic_write import replacing
+from schedir.io.files import atomic_write
 
 ABOUT = "write a program or a run in the form that another system reads"
 LARGE = 5_000_000  # bytes above which JSON is packed
@@ -68,6 +68,6 @@ def run(args: argparse.Namespace) -> str:
         import gzip
 
         content = gzip.compress(content, mtime=0)
-    with replacing(output) as path:
+    with atomic_write(output) as path:
         path.write_bytes(content)
     return f"wrote {output}\n"

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from schedir.commands.options import add_lowering, costs_of, count, sizes_of
 from schedir.errors import ProgramError, UsageError
-from schedir.io.atomic_write import replacing, text_of
+from schedir.io.files import atomic_write, read_text
 
 if TYPE_CHECKING:
     from schedir.analysis.graph import Model
@@ -40,7 +40,7 @@ def run(args: argparse.Namespace) -> str:
 
     if not args.output.endswith(".sched"):
         raise UsageError(f"a program's file ends in .sched: {args.output} does not")
-    costs, text = costs_of(args.costs), text_of(args.source)
+    costs, text = costs_of(args.costs), read_text(args.source)
     name = re.sub(r"[^\w.-]+", "_", Path(args.source).stem)
     try:
         program = torch_csv.parse(text, name, args.ranks)
@@ -60,7 +60,7 @@ def run(args: argparse.Namespace) -> str:
     check(program, model)
     if args.limit is not None:
         within(program, sizes_of(args), args.limit)
-    with replacing(args.output) as path:
+    with atomic_write(args.output) as path:
         path.write_text(show(program), encoding="utf-8")
     plan = program.plan
     return (

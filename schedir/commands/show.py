@@ -8,7 +8,7 @@ import sys
 from schedir.commands.draw import in_letters
 from schedir.commands.options import SOURCE, add_shape, program_of, timeline_of
 from schedir.errors import ProgramError, UsageError
-from schedir.io.atomic_write import replacing
+from schedir.io.files import atomic_write
 from schedir.io.terminal import coloured
 
 ABOUT = "print a program's text (and a chart of it, on a terminal), or write it to a file"
@@ -33,7 +33,7 @@ def run(args: argparse.Namespace) -> str:
         return coloured(text) + _drawn(args)
     if not args.output.endswith(".sched"):
         raise UsageError(f"a program's file ends in .sched: {args.output} does not")
-    with replacing(args.output) as path:
+    with atomic_write(args.output) as path:
         path.write_text(text, encoding="utf-8")
     return f"wrote {args.output}\n"
 

@@ -48,7 +48,7 @@ def run(args: argparse.Namespace) -> str:
     unit = timeline.unit and f" {timeline.unit}"
     rows = enumerate(zip(*columns.values(), strict=True))
     return (
-        f"{timeline.program.name}, {timeline.told}\n"
+        f"{timeline.program.name}, {timeline.caption}\n"
         + table(
             ["rank", *(name.replace("_", " ") for name in columns)],
             [

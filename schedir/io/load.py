@@ -13,7 +13,7 @@ from traceback import extract_tb
 from types import FunctionType, ModuleType
 
 from schedir.errors import ProgramError, UsageError, in_words
-from schedir.io.atomic_write import text_of
+from schedir.io.files import read_text
 from schedir.io.timeline_file import SUFFIX, load_timeline
 from schedir.ir.program import Program
 from schedir.ir.text import parse
@@ -97,7 +97,7 @@ def _literal(name: str, option: str, value: ast.expr) -> object:
 
 
 def _program(path: str) -> Program:
-    text = text_of(path)
+    text = read_text(path)
     try:
         return parse(text)
     except ProgramError as error:

@@ -98,7 +98,7 @@ def _cells(text: str) -> int:
     return sum(1 + (east_asian_width(letter) in "WF") for letter in text)
 
 
-def told(error: ProgramError) -> str:
+def format_error(error: ProgramError) -> str:
     """What was refused, and where in a person's file it comes from."""
     from schedir.io.load import origin
 

@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 
 from schedir.analysis.graph import MODELS
 from schedir.errors import ProgramError, Site, TraceError, UsageError
-from schedir.io.atomic_write import replacing
+from schedir.io.files import atomic_write
 from schedir.ir.ops import Lane
 from schedir.ir.program import Program
 from schedir.ir.sizes import Sizes
@@ -59,7 +59,7 @@ def save_timeline(timeline: Timeline, path: str | Path) -> None:
         _START: _npy(timeline.spans["start"]),
         _END: _npy(timeline.spans["end"]),
     }
-    with replacing(path) as temporary, ZipFile(temporary, "w", ZIP_DEFLATED) as archive:
+    with atomic_write(path) as temporary, ZipFile(temporary, "w", ZIP_DEFLATED) as archive:
         for name, content in members.items():
             # A fixed date, so that a file is decided by what is in it.
             archive.writestr(ZipInfo(name), content, ZIP_DEFLATED)

@@ -169,10 +169,10 @@ def completed(costs: Costs, program: Program) -> Costs:
     return costs
 
 
-def told(costs: Costs) -> str:
+def format_costs(costs: Costs) -> str:
     """Costs as the option --costs takes them.
 
-    >>> told(Costs(F=(1.5, 2.0), B=3.0, I=1.0, W=2.0, send=0.25)).split(",step")[0]
+    >>> format_costs(Costs(F=(1.5, 2.0), B=3.0, I=1.0, W=2.0, send=0.25)).split(",step")[0]
     'F=1.5:2,I=1,W=2,B=3,send=0.25'
     """
     values = {f.name: getattr(costs, f.name) for f in fields(costs)}

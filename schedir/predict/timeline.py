@@ -321,7 +321,7 @@ class Timeline:
         return self.kind + (f", {plan.held_by_a_rank}" if plan.stages_per_rank > 1 else "")
 
     @property
-    def told(self) -> str:
+    def caption(self) -> str:
         """`about`, and the doubt if there is one, which no view may leave out."""
         return ", ".join(filter(None, [self.about, self.doubt]))
 

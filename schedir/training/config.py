@@ -12,7 +12,7 @@ from schedir.analysis.graph import Model
 from schedir.errors import UsageError
 from schedir.ir.plan import Plan
 from schedir.training.gpt_config import GPTConfig, split_heads, split_layers
-from schedir.training.settings import Range, say
+from schedir.training.settings import Range, describe
 
 Count = Annotated[int, Range(1)]
 Share = Annotated[float, Range(0, below=1)]
@@ -218,7 +218,7 @@ def settings() -> dict[str, tuple[str, list[Setting]]]:
             [
                 Setting(
                     f.name,
-                    say(KINDS[section][f.name]),
+                    describe(KINDS[section][f.name]),
                     f.metadata.get("default", _toml(f.default)),
                 )
                 for f in fields(kind)

@@ -19,7 +19,7 @@ from schedir.io.load import load
 from schedir.ir.program import Program
 from schedir.schedules.words import delay_for, placed_for, stages_per_rank_for
 from schedir.training.config import KINDS, PLAN, SECTIONS, Config, PipelineConfig
-from schedir.training.settings import fit, say
+from schedir.training.settings import coerce, describe
 
 
 class _Given(NamedTuple):
@@ -51,10 +51,10 @@ def read(path: str, sets: Sequence[str] = ()) -> Config:
     for (section, name), setting in given.items():
         kind = KINDS[section][name]
         try:
-            values[section, name] = fit(setting.value, kind)
+            values[section, name] = coerce(setting.value, kind)
         except TypeError:
             raise setting.error(
-                f"{section}.{name} must be {say(kind)}, not {setting.value!r}"
+                f"{section}.{name} must be {describe(kind)}, not {setting.value!r}"
             ) from None
     values |= _of_program(values, given)
     with _blaming(path, given):

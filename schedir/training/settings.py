@@ -29,24 +29,24 @@ _NAMES = {
 }
 
 
-def fit(value: Any, kind: Any) -> Any:
+def coerce(value: Any, kind: Any) -> Any:
     """The value as a `kind`: lists become tuples, and whole numbers floats, where one is asked for.
 
     Raises TypeError if it is none.
 
-    >>> fit([1, 2], tuple[float, ...])
+    >>> coerce([1, 2], tuple[float, ...])
     (1.0, 2.0)
     """
     parts = get_args(kind)
     if get_origin(kind) is Annotated:
-        value = fit(value, parts[0])
+        value = coerce(value, parts[0])
         if not all(limit.least <= value < limit.below for limit in parts[1:]):
             raise TypeError
         return value
     if get_origin(kind) in (Union, UnionType):
         for part in parts:
             try:
-                return fit(value, part)
+                return coerce(value, part)
             except TypeError:
                 continue
         raise TypeError
@@ -54,7 +54,7 @@ def fit(value: Any, kind: Any) -> Any:
         each = [parts[0]] * len(value) if ... in parts else parts
         if len(each) != len(value):
             raise TypeError
-        return tuple(map(fit, value, each))
+        return tuple(map(coerce, value, each))
     if type(value) is int and not -(2**63) <= value < 2**63:
         raise TypeError  # as TOML has them
     if kind is float and type(value) is int:
@@ -64,19 +64,20 @@ def fit(value: Any, kind: Any) -> Any:
     return value
 
 
-def say(kind: Any, *, many: bool = False) -> str:
+def describe(kind: Any, *, many: bool = False) -> str:
     """What a type is called.
 
-    >>> say(str | tuple[int, ...])
+    >>> describe(str | tuple[int, ...])
     'a string or a list of whole numbers'
-    >>> say(tuple[float, float])
+    >>> describe(tuple[float, float])
     'a list of 2 numbers'
     """
     parts = get_args(kind)
     if get_origin(kind) is Annotated:
-        return " ".join([say(parts[0], many=many), *map(str, parts[1:])])
+        return " ".join([describe(parts[0], many=many), *map(str, parts[1:])])
     if get_origin(kind) in (Union, UnionType):
-        return " or ".join(say(part) for part in parts if part is not NoneType)
+        return " or ".join(describe(part) for part in parts if part is not NoneType)
     if get_origin(kind) is tuple:
-        return f"a list of {'' if ... in parts else f'{len(parts)} '}{say(parts[0], many=True)}"
+        number = "" if ... in parts else f"{len(parts)} "
+        return f"a list of {number}{describe(parts[0], many=True)}"
     return _NAMES[kind][many]

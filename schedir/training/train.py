@@ -14,9 +14,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 from schedir.errors import ExecutionError, NonFiniteError, ProgramError, UsageError
-from schedir.io.atomic_write import replacing
+from schedir.io.files import atomic_write
 from schedir.io.load import load
-from schedir.io.terminal import told
+from schedir.io.terminal import format_error
 from schedir.io.timeline_file import save_timeline
 from schedir.ir.numerals import whole
 from schedir.ir.program import Program
@@ -171,7 +171,7 @@ def _run_rank(path: str, sets: Sequence[str]) -> int:
     except ExecutionError as error:
         crash(str(error), left=isinstance(error.__cause__, (RuntimeError, OSError)))
     except ProgramError as error:
-        crash(told(error), 2)
+        crash(format_error(error), 2)
     except OSError as error:
         crash(_refused(error))
     except SystemExit as error:
@@ -260,7 +260,7 @@ def _save(result: Result, output: OutputConfig) -> None:
             path = Path(output.trace, TRACE)
             save_timeline(measured, path)
             print(f"wrote {path}")
-    with replacing(summary) as temporary:
+    with atomic_write(summary) as temporary:
         temporary.write_text(json.dumps(facts, indent=2) + "\n")
     wrote = RESULTS if result.runs is not None else RESULTS[:-1]
     print(f"wrote {', '.join(wrote[:-1])} and {wrote[-1]} to {output.folder}", flush=True)

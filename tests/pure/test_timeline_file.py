@@ -285,7 +285,7 @@ def test_effects_before_causes_are_told_by_every_view(
     wrong = replace(right, spans=spans, kind="measured", unit="s")
     # What is sent from 1 ms on is there at 1.1 ms, less the 4 ms of a wrong clock.
     says = "effects up to 0.0039 s before causes"
-    assert wrong.doubt == says and says in repr(wrong) and says in wrong.told
+    assert wrong.doubt == says and says in repr(wrong) and says in wrong.caption
     instr = wrong.graph.index.place(int(wrong.early.by.argmax()))[2]
     cause = wrong.graph.index.place(int(wrong.early.cause[wrong.early.by.argmax()]))[2]
     assert (str(instr), str(cause)) == ("recv_act 1.3", "send_act 0.3")

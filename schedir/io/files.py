@@ -1,4 +1,4 @@
-"""Files are read as text, and appear whole or not at all."""
+"""Files: read as text, and written whole or not at all."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 from schedir.errors import UsageError, said
 
 
-def text_of(path: str | Path) -> str:
+def read_text(path: str | Path) -> str:
     """The text of a file, without the byte-order mark that some editors put before it.
 
     Raises UsageError if it cannot be read, or is no UTF-8.
@@ -32,7 +32,7 @@ def path_of(given: object) -> Path:
 
 
 @contextmanager
-def replacing(path: str | Path) -> Iterator[Path]:
+def atomic_write(path: str | Path) -> Iterator[Path]:
     """A temporary name beside `path`; what is written there becomes `path` when the block ends.
 
     If the block raises, `path` is left as it was.  Raises UsageError for a path that cannot be
