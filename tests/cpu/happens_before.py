@@ -55,12 +55,13 @@ class Races(TorchDispatchMode):
                 t for t in tree_leaves(value) if isinstance(t, Tensor)
             )
         for tensor in read:
-            self._use(tensor, stream, str(func), writes=False)
+            self.use(tensor, stream, str(func), writes=False)
         for tensor in written:
-            self._use(tensor, stream, str(func), writes=True)
+            self.use(tensor, stream, str(func), writes=True)
         return out
 
-    def _use(self, tensor: Tensor, stream: Stream, name: str, writes: bool) -> None:
+    def use(self, tensor: Tensor, stream: Stream, name: str, writes: bool) -> None:
+        """Note a use that torch does not see, or one that it has noted."""
         storage = tensor.untyped_storage()
         key = storage._cdata
         if key not in self.memories:

@@ -1,0 +1,105 @@
+"""NCCL as the streams of a GPU see it, in real processes: the data travel over Gloo.
+
+As torch's ProcessGroupNCCL does, each process group has a stream.  What is issued to a group
+follows the stream that is current then, and runs on the group's stream behind what was issued
+before.  A Work's `wait` lets the stream that is current then follow, and it holds up no host.
+What is sent is copied into static memory first, and gathers are waited for on a stream aside.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from functools import partial
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import _disable_current_modes
+
+from schedir.ir.ops import Lane
+from schedir.ir.program import Program
+from schedir.runtime.executor import Executor
+from schedir.runtime.recorder import EventStamps
+from schedir.transports.edges import DirectedEdge, Edge
+from schedir.transports.transport import Group, Work
+from tests.cpu.happens_before import Races
+from tests.cpu.virtual_gpu import Event, Stream, VirtualGPU
+
+Kind = Literal["send", "recv", "all_reduce", "all_gather"]
+
+
+class _StreamWork:
+    """Something under way on a group's stream."""
+
+    def __init__(self, transport: NcclLike, kind: Kind, work: Work, stream: Stream) -> None:
+        self.transport, self.kind = transport, kind
+        self.work: Work | None = work
+        self.end = Event(transport.gpu)
+        self.end.record(stream)
+
+    def wait(self) -> None:
+        current = self.transport.gpu.stream
+        # The recorder's own streams wait as soon as something is issued.  The host must not wait
+        # there for data: the peer may send them later.
+        if current not in self.transport.recorders and self.work is not None:
+            with _disable_current_modes():
+                self.work.wait()
+            self.work = None  # Gloo's work can be waited for once
+        if self.kind != self.transport.unwaited:
+            current.wait_event(self.end)
+
+
+class NcclLike(Edge):
+    """`unwaited` is a kind of which nobody waits for the end: a mutant, which must be found.
+
+    `uses` counts what was issued, by kind.
+    """
+
+    def __init__(
+        self, program: Program, gpu: VirtualGPU, races: Races, unwaited: Kind | None = None
+    ) -> None:
+        self.gpu, self.races, self.unwaited = gpu, races, unwaited
+        self.streams: dict[int, Stream] = {}
+        self.recorders: list[Any] = []  # streams on which the recorder waits
+        self.uses: Counter[Kind] = Counter()
+        super().__init__(program)
+        self.static, self.aside = True, partial(torch.cuda.stream, torch.cuda.Stream())
+
+    def follow(self, executor: Executor) -> None:
+        """Know the recorder's streams."""
+        if isinstance(executor.stamps, EventStamps):
+            self.recorders = [*executor.stamps.beside.values()]
+
+    def _issue(
+        self, kind: Kind, group: Any, reads: list[Tensor], writes: list[Tensor], start: Any
+    ) -> Work:
+        """Issue to a group what reads and writes these tensors."""
+        stream = self.streams.setdefault(id(group), Stream(self.gpu))
+        stream.wait_stream(self.gpu.stream)
+        stream.seen[stream] += 1
+        self.uses[kind] += 1
+        for tensor in reads:
+            self.races.use(tensor, stream, kind, writes=False)
+        for tensor in writes:
+            self.races.use(tensor, stream, kind, writes=True)
+        with _disable_current_modes():
+            work: Work = start()
+        return _StreamWork(self, kind, work, stream)
+
+    def send(self, tensor: Tensor, peer: int, lane: Lane) -> Work:
+        group = self.edge_groups[DirectedEdge(lane, self.rank, peer)]
+        start = partial(super().send, tensor, peer, lane)
+        return self._issue("send", group, [tensor], [], start)
+
+    def recv(self, tensor: Tensor, peer: int, lane: Lane) -> Work:
+        group = self.edge_groups[DirectedEdge(lane, peer, self.rank)]
+        start = partial(super().recv, tensor, peer, lane)
+        return self._issue("recv", group, [], [tensor], start)
+
+    def all_reduce(self, tensor: Tensor, group: Group) -> Work:
+        start = partial(super().all_reduce, tensor, group)
+        return self._issue("all_reduce", self.groups[group], [tensor], [tensor], start)
+
+    def all_gather(self, whole: Tensor, shard: Tensor) -> Work:
+        start = partial(super().all_gather, whole, shard)
+        return self._issue("all_gather", self.gather_group, [shard], [whole], start)
