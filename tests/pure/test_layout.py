@@ -36,7 +36,7 @@ FLOORS = (
 )
 # (who, what): imports allowed on one floor.
 TIES = {("__main__", "__init__")}  # the version
-HEAVY = ("torch", "triton", "matplotlib", "networkx")
+HEAVY = ("torch", "triton", "matplotlib", "networkx", "numba")
 
 FLOOR = {room: floor for floor, rooms in enumerate(FLOORS) for room in rooms}
 TORCH_FROM = FLOOR["kernels"]
@@ -124,6 +124,7 @@ def test_heavy_imports_stay_home(name: str) -> None:
     roots = {target.split(".")[0] for target in module_imports(name)}
     assert "torch" not in roots or FLOOR[room(name)] >= TORCH_FROM
     assert "matplotlib" not in roots or room(name) == "viz"
+    assert "numba" not in roots or name == "schedir.analysis.compiled"
     assert "triton" not in roots or name == "schedir.kernels.aot" or name.endswith("_triton")
 
 

@@ -1,0 +1,154 @@
+"""Three ways to one longest path agree to the last bit, and none needs what may be missing."""
+
+from __future__ import annotations
+
+import random
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+from hypothesis import event, given, settings
+from hypothesis import strategies as st
+
+from schedir import Costs, Plan, compile, schedules, simulate
+from schedir.analysis import compiled, longest_path
+from schedir.analysis.frontiers import by_frontiers
+from schedir.analysis.graph import MODELS, Graph, Model
+from schedir.analysis.longest_path import problem_of
+from schedir.analysis.loops import Problem, by_loop, longest
+from schedir.errors import UsageError
+from schedir.ir.program import Program
+from schedir.testing import drafts
+from tests.mutants import mutate
+from tests.strategies import with_slots
+
+
+def agree(problem: Problem) -> bool:
+    """Solve it in each way that there is here; returns whether all nodes were reached."""
+    problem = problem._replace(edges=[*problem.edges])
+    ways = [by_loop(problem), by_frontiers(problem)]
+    if (machine_code := compiled._compile(longest)) is not None:
+        ways.append(by_loop(problem, machine_code))
+    start, turn = ways[0]
+    for other_start, other_turn in ways[1:]:
+        np.testing.assert_array_equal(turn, other_turn)
+        reached = turn > 0
+        np.testing.assert_array_equal(start[reached], other_start[reached])
+    return bool((turn > 0)[problem.node_mask].all())
+
+
+def odd(plan: Plan, rng: random.Random) -> Costs:
+    """Costs whose sums are rounded."""
+
+    def per_stage() -> tuple[float, ...]:
+        return tuple(rng.random() for _ in range(plan.stages))
+
+    return Costs(F=per_stage(), B=per_stage(), I=per_stage(), W=per_stage(), send=per_stage())
+
+
+def known(program: Program, rng: random.Random) -> np.ndarray[tuple[int], np.dtype[np.float64]]:
+    """Ends that are given, of about every third instruction."""
+    return np.array([rng.random() * 9 if rng.random() < 0.3 else np.nan for _ in program.words])
+
+
+@given(drafts(), st.integers(0, 2**32))
+@settings(deadline=None)
+def test_of_drafts(draft: Program, seed: int) -> None:
+    rng = random.Random(seed)
+    ends = known(draft, rng) if seed % 3 == 0 else None
+    assert agree(problem_of(Graph(draft), odd(draft.plan, rng), ends))
+
+
+CHANGES = ("swap_any", "move_anywhere", "join_computes", "join_transfers", "join_both_sides")
+
+
+@given(st.sampled_from(CHANGES), st.sampled_from(MODELS), st.booleans(), st.integers(0, 2**32))
+@settings(deadline=None)
+def test_of_programs(change: str, model: Model, blocks: bool, seed: int) -> None:
+    rng = random.Random(seed)
+    for program in mutate(change, seed):
+        program = with_slots(program, rng)
+        ends = known(program, rng) if seed % 3 == 0 else None
+        graph = Graph(program, model, blocks=blocks)
+        event("ends" if agree(problem_of(graph, odd(program.plan, rng), ends)) else "hangs")
+
+
+@given(
+    st.sampled_from((1, 9, 400)), st.integers(0, 30), st.booleans(), st.booleans(), st.integers()
+)
+@settings(deadline=None)
+def test_of_any_graph(nodes: int, edges: int, fixes: bool, hops: bool, seed: int) -> None:
+    """Many successors, some that are there twice, circles, and numbers that are no nodes."""
+    rng = np.random.default_rng(abs(seed))
+    mask = rng.random(nodes) < 0.95
+    parts = []
+    for _ in range(int(rng.integers(1, 4))):
+        pair = np.sort(rng.integers(0, nodes, (edges, 2)).astype(np.int32), 1)
+        pair[:, 0] //= 64
+        pair = pair[mask[pair].all(1) & (pair[:, 0] < pair[:, 1])]
+        back = rng.random(len(pair)) < 0.01
+        pair[back] = pair[back][:, ::-1]
+        parts.append((pair[:, 0], pair[:, 1]))
+    agree(
+        Problem(
+            parts,
+            mask,
+            rng.random(nodes),
+            np.where(rng.random(nodes) < 0.3, rng.random(nodes), np.nan) if fixes else np.empty(0),
+            rng.integers(0, 3, nodes).astype(np.int32) if hops else np.empty(0, np.int32),
+            rng.random(nodes) if hops else np.empty(0),
+        )
+    )
+
+
+def test_of_a_large_program(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A command that walks once walks by frontiers; whoever asks for it, by what is compiled."""
+    program = compile(schedules.interleaved, Plan(8, 64, 2), costs=Costs(send=0.1))
+    assert agree(problem_of(Graph(program), Costs(F=1.1, send=0.3)))
+    spans = simulate(program, Costs(F=1.1, send=0.3)).spans
+    monkeypatch.setattr(longest_path, "FEW", 0)
+    assert (simulate(program, Costs(F=1.1, send=0.3)).spans == spans).all()
+
+
+def run(code: str) -> list[str]:
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return done.stdout.split()
+
+
+WALK = """
+import sys
+from schedir import Plan, compile, schedules, simulate
+from schedir.analysis import compiled
+program = compile(schedules.one_f_one_b, Plan(16, 256))
+def times():
+    return simulate(program).span
+"""
+
+
+def test_a_short_process_does_not_import_numba() -> None:
+    assert run(WALK + "print(times(), 'numba' in sys.modules)") == ["813.0", "False"]
+
+
+def test_rent_becomes_a_price() -> None:
+    pytest.importorskip("numba")
+    code = WALK + "compiled.paid(compiled.PRICE)\nprint(times(), 'numba' in sys.modules)"
+    assert run(code) == ["813.0", "True"]
+
+
+def test_without_numba_all_works() -> None:
+    hide = "import sys\nsys.modules['numba'] = None\n" + WALK
+    assert run(hide + "compiled.paid(9)\nprint(times())") == ["813.0"]
+    code = (
+        "\ntry:\n    compiled.load()\nexcept Exception as error:\n    print(type(error).__name__)"
+    )
+    assert run(hide + code) == [UsageError.__name__]
+
+
+def test_load_is_at_once() -> None:
+    pytest.importorskip("numba")
+    assert run(WALK + "compiled.load()\nprint('numba' in sys.modules, times())") == [
+        "True",
+        "813.0",
+    ]
