@@ -34,8 +34,9 @@ from schedir.passes.compile import compile
 from schedir.predict.simulate import simulate
 from schedir.predict.timeline import Timeline
 from schedir.schedules import words
+from schedir.schedules.draft import draft
 from schedir.schedules.greedy import greedy
-from schedir.schedules.words import EMPTY, B, F, I, W, Word, draft, overlap, weave
+from schedir.schedules.words import EMPTY, B, F, I, W, Word, overlap, weave
 from schedir.verify.check import check
 
 __version__ = "0.1.0"

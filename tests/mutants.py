@@ -22,6 +22,7 @@ from schedir.ir.ties import Tied, tied_stages
 from schedir.passes.compile import lower
 from schedir.passes.overlap import early_gathers, early_receives, group_opposites
 from schedir.schedules import words
+from schedir.schedules.draft import draft as drafted
 from schedir.testing import random_draft
 from schedir.verify.check import check, check_draft
 from tests import edits, mutations_of_shape  # noqa: F401 (importing it fills the table)
@@ -100,7 +101,7 @@ def lowered(rng: random.Random) -> Program:
         model = rng.choice(MODELS)
         try:
             plan = Plan(ranks, m, v, placement)
-            draft = words.draft(schedule, plan) if schedule else random_draft(plan, rng)
+            draft = drafted(schedule, plan) if schedule else random_draft(plan, rng)
             program = lower(replace(check_draft(draft), tp=tp, tied=ties(plan, rng), clip=clip))
         except ProgramError:
             continue  # a schedule need not know every plan
@@ -120,9 +121,7 @@ def updating(rng: random.Random) -> Program:
         tied, clip = rng.random() < 0.5, rng.random() < 0.5
         try:
             draft = (
-                words.draft(
-                    rng.choice([schedules.one_f_one_b, schedules.zb_h1, schedules.zb_h1]), plan
-                )
+                drafted(rng.choice([schedules.one_f_one_b, schedules.zb_h1, schedules.zb_h1]), plan)
                 if v == 1 and rng.random() < 0.6
                 else random_draft(plan, rng, split=rng.choice([0, 0.5, 1, 1]))
             )

@@ -208,7 +208,7 @@ def program_of(
     from schedir.io.load import load
     from schedir.ir.program import Program
     from schedir.passes.compile import compile, within
-    from schedir.schedules.words import draft
+    from schedir.schedules.draft import draft
     from schedir.verify.check import check
 
     known(args.model or "device")

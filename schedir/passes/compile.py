@@ -35,7 +35,8 @@ from schedir.passes.reductions import (
 from schedir.passes.scatter_gather import scatter_gather
 from schedir.passes.share_slots import Choice, share_slots
 from schedir.passes.transfers import transfers
-from schedir.schedules.words import Schedule, draft
+from schedir.schedules.draft import draft
+from schedir.schedules.words import Schedule
 from schedir.verify.check import check, check_draft
 
 SIZES = "Sizes(activation=16e6, saved=1.2e9)"  # an example
@@ -77,6 +78,30 @@ def compile(
     Raises a ProgramError if the schedule is wrong: LevelError for a program that is lowered
     already, UsageError for a plan that is missing or not the draft's.  The result finishes under
     `model`.
+
+    >>> from schedir import B, F, Plan, compile, show
+    >>> def mine(rank, ranks, microbatches):
+    ...     return microbatches * F + microbatches * B
+    >>> program = compile(mine, Plan(ranks=2, microbatches=4))
+    >>> print(show(program), end="")
+    schedir 1
+    program mine
+    ranks 2  microbatches 4  stages_per_rank 1  placement loop
+    tp 1  dp 1  tied no  clip no
+    <BLANKLINE>
+    rank 0
+      4 x  F 0.0+; send_act 0.0+
+      4 x  recv_grad 0.0+; B 0.0+
+      reduce_grads 0
+      step
+    <BLANKLINE>
+    rank 1
+      4 x  recv_act 1.0+; F 1.0+
+      3 x  B 1.0+; send_grad 1.0+
+      B 1.3
+      reduce_grads 1
+      send_grad 1.3
+      step
     """
     if boundary not in ("replicated", "sharded"):
         raise UsageError(f"boundary must be 'replicated' or 'sharded', not {boundary!r}")

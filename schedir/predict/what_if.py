@@ -21,8 +21,9 @@ from schedir.predict.calibrate import MISSED, calibrate, completed, off
 from schedir.predict.simulate import simulate
 from schedir.predict.timeline import Timeline, expect_runs
 from schedir.schedules import built_in
+from schedir.schedules.draft import draft
 from schedir.schedules.greedy import greedy
-from schedir.schedules.words import Schedule, delay_for, draft, placed_for
+from schedir.schedules.words import Schedule, delay_for, placed_for
 
 LARGE: Final = 100_000  # instructions of a program for which other orders are not searched
 _I: Final = Opcode.BackwardInput

@@ -17,7 +17,8 @@ from schedir.analysis.graph import MODELS
 from schedir.errors import DeadlockError, ProgramError, ScheduleError, UsageError
 from schedir.ir.plan import Plan
 from schedir.ir.program import Program
-from schedir.schedules.words import B, F, I, W, Word, draft, weave
+from schedir.schedules.draft import draft
+from schedir.schedules.words import B, F, I, W, Word, weave
 from schedir.testing import assert_schedule, drafts, plans, plans_of, programs, tiny
 from schedir.verify.check import check, check_draft
 

@@ -26,7 +26,8 @@ from schedir.ir.program import Program, Stream, pack
 from schedir.ir.text import parse, show
 from schedir.passes.compile import compile, lower
 from schedir.schedules import dualpipe, gpipe, interleaved, one_f_one_b, pipedream_2bw
-from schedir.schedules.words import B, F, I, W, Word, draft, overlap
+from schedir.schedules.draft import draft
+from schedir.schedules.words import B, F, I, W, Word, overlap
 from schedir.verify.check import check, check_draft
 
 

@@ -19,7 +19,7 @@ from schedir.ir.plan import Plan
 from schedir.ir.text import parse, show
 from schedir.passes.compile import compile
 from schedir.schedules import built_in, gpipe, one_f_one_b
-from schedir.schedules.words import draft
+from schedir.schedules.draft import draft
 from tests.commands import ENV, command, refused, said
 
 IN_PAIRS = """

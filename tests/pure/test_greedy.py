@@ -14,7 +14,7 @@ from schedir.ir.plan import Plan
 from schedir.passes.compile import lower
 from schedir.predict.simulate import simulate
 from schedir.schedules import gpipe, one_f_one_b
-from schedir.schedules.words import draft
+from schedir.schedules.draft import draft
 from schedir.testing import plans
 from schedir.verify.check import check
 from tests.strategies import costs

@@ -31,8 +31,8 @@ from schedir.ir.text import parse, show
 from schedir.passes.compile import compile
 from schedir.predict.simulate import simulate
 from schedir.schedules import forward_only, interleaved, one_f_one_b, zb_h1
+from schedir.schedules.draft import draft
 from schedir.schedules.greedy import greedy
-from schedir.schedules.words import draft
 from schedir.testing import drafts
 from schedir.verify.check import check
 from tests.mutants import MUTATIONS, lowered, mutate, updating

@@ -27,7 +27,8 @@ from schedir.passes.overlap import early_gathers, early_receives, group_opposite
 from schedir.passes.share_slots import Choice, share_slots
 from schedir.predict.simulate import simulate
 from schedir.schedules import gpipe, interleaved, one_f_one_b
-from schedir.schedules.words import Schedule, draft
+from schedir.schedules.draft import draft
+from schedir.schedules.words import Schedule
 from schedir.testing import drafts
 from schedir.verify.check import check
 from tests.laws import ZOO, least, plan_of

@@ -28,7 +28,8 @@ from schedir.ir.text import parse, show
 from schedir.passes.compile import compile, finish, lower
 from schedir.passes.overlap import group_opposites
 from schedir.schedules import chimera, dualpipe_v, forward_only, gpipe, interleaved, one_f_one_b
-from schedir.schedules.words import B, F, Word, draft, overlap
+from schedir.schedules.draft import draft
+from schedir.schedules.words import B, F, Word, overlap
 from schedir.testing import drafts
 from schedir.verify.check import check
 from tests.commands import refused, said

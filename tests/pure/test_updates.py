@@ -43,7 +43,8 @@ from schedir.schedules import (
     zb_h1,
     zb_h2,
 )
-from schedir.schedules.words import Schedule, Word, delayed, draft, overlap
+from schedir.schedules.draft import draft
+from schedir.schedules.words import Schedule, Word, delayed, overlap
 from schedir.testing import random_draft
 from schedir.verify.check import check
 from tests.commands import refused

@@ -23,7 +23,8 @@ from schedir.ir.text import show
 from schedir.passes.compile import compile
 from schedir.predict.simulate import simulate
 from schedir.schedules import one_f_one_b
-from schedir.schedules.words import EMPTY, B, F, I, W, Word, delayed, draft, overlap, weave
+from schedir.schedules.draft import draft
+from schedir.schedules.words import EMPTY, B, F, I, W, Word, delayed, overlap, weave
 from schedir.verify.check import check
 
 

@@ -40,7 +40,8 @@ from schedir.schedules import (
     zb_h2,
     zb_v,
 )
-from schedir.schedules.words import Schedule, Word, draft
+from schedir.schedules.draft import draft
+from schedir.schedules.words import Schedule, Word
 from tests.laws import TRIPLES, TWO_WAY, ZOO, cases, least, plan_of, run
 
 # ------------------------------------------------------------------ whole backwards
