@@ -6,6 +6,7 @@ A test compares the committed pages with what this makes.
 from __future__ import annotations
 
 import re
+import runpy
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -358,6 +359,7 @@ PAGES: dict[str, Callable[[], str]] = {
     "ir.md": ir,
     "schedules.md": schedules_page,
     "config.md": config_page,
+    "api.md": runpy.run_path(str(HERE / "api_page.py"))["page"],
 }
 PAGES |= {f"images/schedules/{name}.svg": partial(picture, name) for name in WHEN}
 

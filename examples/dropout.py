@@ -11,10 +11,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import schedir
-from schedir.runtime.inprocess import InProcess
+from schedir.runtime import Boundary, InProcess, reference
 from schedir.runtime.random import layer
-from schedir.runtime.rank import Boundary
-from schedir.runtime.reference import reference
 
 WIDTH = 16
 

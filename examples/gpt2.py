@@ -19,10 +19,8 @@ from transformers import GPT2Config, GPT2LMHeadModel
 
 import schedir
 from schedir import Plan
-from schedir.runtime.executor import Executor
-from schedir.runtime.rank import Boundary
+from schedir.runtime import Boundary, Executor, Gloo
 from schedir.schedules import interleaved
-from schedir.transports.processes import Gloo
 
 STAGES, MICROBATCHES, SIZE, CONTEXT, STEPS = 4, 8, 2, 64, 10
 

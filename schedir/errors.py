@@ -3,6 +3,17 @@
 An error carries its facts as fields; the message is built from them, so that a program can
 read what a person reads.  Line 1 says which program and what is wrong, then come the
 instructions concerned (`rank R #I instr`), a window of a Stream, and a hint where it is sure.
+
+>>> from schedir import Plan, check, compile, errors, parse, schedules, show
+>>> text = show(compile(schedules.gpipe, Plan(ranks=2, microbatches=2)), folded=False)
+>>> try:
+...     check(parse(text.replace("recv_grad 0.1", "")))
+... except errors.ProgramError as error:
+...     refusal = error
+>>> type(refusal).__name__, refusal.program, refusal.fact
+('PartnerError', 'gpipe', 'send_grad 1.1 has no recv_grad 0.1 on rank 0')
+>>> [(site.rank, site.index, str(site.instr)) for site in refusal.sites]
+[(1, 8, 'send_grad 1.1')]
 """
 
 from __future__ import annotations

@@ -7,13 +7,14 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Final
 
 if TYPE_CHECKING:
-    from schedir.viz.chart import compare, gantt
+    from schedir.viz.chart import Style, compare, gantt
     from schedir.viz.output import save
     from schedir.viz.page import html, save_html
     from schedir.viz.summary_charts import idle_map, tradeoff
     from schedir.viz.text_chart import letters
 
 _HOME: Final = {
+    "Style": "chart",
     "compare": "chart",
     "gantt": "chart",
     "html": "page",
@@ -23,7 +24,17 @@ _HOME: Final = {
     "save_html": "page",
     "tradeoff": "summary_charts",
 }
-__all__ = ["compare", "gantt", "html", "idle_map", "letters", "save", "save_html", "tradeoff"]
+__all__ = [
+    "Style",
+    "compare",
+    "gantt",
+    "html",
+    "idle_map",
+    "letters",
+    "save",
+    "save_html",
+    "tradeoff",
+]
 
 
 def __getattr__(name: str) -> object:

@@ -59,6 +59,12 @@ class Style(TypedDict, total=False):
 
     `axis` is what stands under the time axis, or "none" for no numbers and no words.  `time` is
     the part that is drawn, from and to, in the runs' unit from their begin.
+
+    >>> import schedir
+    >>> paper = schedir.viz.Style(width="column", palette="grey", show="path", axis="time in ms")
+    >>> run = schedir.simulate(schedir.compile(schedir.schedules.zb_h1, schedir.Plan(4, 8)))
+    >>> f"{schedir.viz.gantt(run, **paper).get_figwidth():g} inches"
+    '3.35 inches'
     """
 
     width: float | str | None
@@ -79,8 +85,15 @@ def gantt(timeline: Timeline, *, title: str | None = None, **style: Unpack[Style
     one box cut in two.  Hatching is idle time.
 
     `title` stands for name and kind; "" leaves out the whole line above the chart.  `style` is
-    any of `schedir.viz.chart.Style`.  Boxes too small to be seen are mixed to the colour that
+    any of `schedir.viz.Style`.  Boxes too small to be seen are mixed to the colour that
     they have from afar, without their lanes and arrows.
+
+    >>> import schedir
+    >>> program = schedir.compile(schedir.schedules.one_f_one_b, schedir.Plan(4, 8))
+    >>> run = schedir.simulate(program, schedir.Costs(F=1, B=2))
+    >>> figure = schedir.viz.gantt(run, show="arrows,path", palette="grey")
+    >>> figure.axes[0].get_title("left"), figure.axes[0].get_title("right")
+    ('one_f_one_b (predicted)', 'bubble 27.3%, peak 4 activations, span 33')
     """
     return compare([timeline], titles=None if title is None else [title], **style)
 
@@ -102,6 +115,14 @@ def compare(
     says so.
 
     Raises UsageError for no Timelines, another number of titles, and a style that cannot be.
+
+    >>> import schedir
+    >>> plan = schedir.Plan(ranks=4, microbatches=8)
+    >>> schedules = schedir.schedules.gpipe, schedir.schedules.zb_h1
+    >>> runs = [schedir.simulate(schedir.compile(schedule, plan)) for schedule in schedules]
+    >>> figure = schedir.viz.compare(runs)
+    >>> [axes.get_title("right") for axes in figure.axes]
+    ['bubble 27.3%, peak 8 activations, span 33', 'bubble 11.1%, peak 4 activations, span 27']
     """
     expect_runs(timelines)
     shared = len({t.unit for t in timelines}) == 1

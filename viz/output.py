@@ -39,6 +39,15 @@ def save(figure: Figure, path: str | Path) -> None:
     """Write a figure as PNG, SVG or PDF, by the suffix of `path`; the file appears whole.
 
     Raises UsageError for any other suffix, and where the file cannot be written.
+
+    >>> from pathlib import Path
+    >>> from tempfile import TemporaryDirectory
+    >>> import schedir
+    >>> run = schedir.simulate(schedir.compile(schedir.schedules.gpipe, schedir.Plan(2, 4)))
+    >>> with TemporaryDirectory() as folder:
+    ...     schedir.viz.save(schedir.viz.gantt(run), f"{folder}/gpipe.svg")
+    ...     print(*[path.name for path in Path(folder).iterdir()])
+    gpipe.svg
     """
     expect(figure, Figure, "schedir.viz.gantt(timeline)")
     suffix = suffix_of(path)

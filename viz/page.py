@@ -51,6 +51,11 @@ def html(timeline: Timeline, other: Timeline | None = None) -> str:
     long in both, as `compare` does.
 
     Raises UsageError for two runs of different numbers of ranks.
+
+    >>> import schedir
+    >>> run = schedir.simulate(schedir.compile(schedir.schedules.gpipe, schedir.Plan(2, 4)))
+    >>> schedir.viz.html(run).splitlines()[0]
+    '<!doctype html>'
     """
     runs = [timeline] if other is None else [timeline, other]
     expect_runs(runs)
@@ -85,7 +90,17 @@ def html(timeline: Timeline, other: Timeline | None = None) -> str:
 
 
 def save_html(path: str | Path, timeline: Timeline, other: Timeline | None = None) -> None:
-    """Write `html` to a file, which appears whole.  Raises UsageError where it cannot."""
+    """Write `html` to a file, which appears whole.  Raises UsageError where it cannot.
+
+    >>> from pathlib import Path
+    >>> from tempfile import TemporaryDirectory
+    >>> import schedir
+    >>> run = schedir.simulate(schedir.compile(schedir.schedules.gpipe, schedir.Plan(2, 4)))
+    >>> with TemporaryDirectory() as folder:
+    ...     schedir.viz.save_html(f"{folder}/gpipe.html", run)
+    ...     print(*[path.name for path in Path(folder).iterdir()])
+    gpipe.html
+    """
     text = html(timeline, other)
     with atomic_write(path) as temporary:
         temporary.write_text(text, encoding="utf-8")

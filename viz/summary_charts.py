@@ -27,6 +27,15 @@ def tradeoff(timelines: Sequence[Timeline]) -> Figure:
     whole rank.
 
     Raises UsageError for no Timelines.
+
+    >>> import schedir
+    >>> plan = schedir.Plan(ranks=4, microbatches=8)
+    >>> schedules = schedir.schedules.gpipe, schedir.schedules.one_f_one_b, schedir.schedules.zb_h1
+    >>> figure = schedir.viz.tradeoff(
+    ...     [schedir.simulate(schedir.compile(schedule, plan)) for schedule in schedules]
+    ... )
+    >>> [text.get_text() for text in figure.axes[0].texts]
+    ['zb_h1', 'one_f_one_b', 'gpipe']
     """
     expect_runs(timelines)
     sized = all(t.sizes is not None for t in timelines)
@@ -93,6 +102,12 @@ def idle_map(timeline: Timeline) -> Figure:
 
     Causes are those of `predict.bubble_causes`; one that is nowhere has no column.  The last column
     is the sum, the last row the mean of all ranks.
+
+    >>> import schedir
+    >>> run = schedir.simulate(schedir.compile(schedir.schedules.one_f_one_b, schedir.Plan(4, 8)))
+    >>> figure = schedir.viz.idle_map(run)
+    >>> [label.get_text() for label in figure.axes[0].get_xticklabels()]
+    ['warmup', 'cooldown', 'all']
     """
     expect_runs([timeline])
     share = by_cause(idleness(timeline), timeline.ranks) / (timeline.span or 1.0)

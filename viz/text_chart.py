@@ -30,6 +30,15 @@ def letters(timeline: Timeline, width: int = 80) -> list[Line]:
     is too long for some pieces is shown as the letter of what takes most of each column, or a
     dot where most of it is idle.  Beside each rank stand its idle share and the most that it
     holds at once.
+
+    >>> import schedir
+    >>> run = schedir.simulate(schedir.compile(schedir.schedules.zb_h1, schedir.Plan(2, 4)))
+    >>> for line in schedir.viz.letters(run, width=60):
+    ...     print("".join(text for text, style in line))
+    zb_h1, predicted: span 13, bubble 7.7%
+                                                     idle  held
+    rank 0 F0 F1 ...I0 W0 F2 I1 W1 F3 I2 W2 I3 W3    7.7%     2
+    rank 1 ...F0 I0 F1 I1 W0 F2 I2 W1 F3 I3 W2 W3    7.7%     2
     """
     expect_runs([timeline])
     every = ceil(timeline.ranks / _RANKS)

@@ -40,6 +40,15 @@ def save_timeline(timeline: Timeline, path: str | Path) -> None:
     """Write a Timeline to a file that `load_timeline` reads.  The same Timeline, the same bytes.
 
     Raises UsageError for a path that cannot be written; the file is there whole or not at all.
+
+    >>> from pathlib import Path
+    >>> from tempfile import TemporaryDirectory
+    >>> from schedir import Plan, compile, save_timeline, schedules, simulate
+    >>> run = simulate(compile(schedules.gpipe, Plan(ranks=2, microbatches=4)))
+    >>> with TemporaryDirectory() as folder:
+    ...     save_timeline(run, f"{folder}/gpipe.timeline")
+    ...     print(*[path.name for path in Path(folder).iterdir()])
+    gpipe.timeline
     """
     expect_runs([timeline])
     header = {
@@ -79,6 +88,14 @@ def load_timeline(path: str | Path) -> Timeline:
 
     Raises TraceError for a file that is no Timeline, what `parse` and `check` raise for its
     program, and UsageError for a file that cannot be read.
+
+    >>> from tempfile import TemporaryDirectory
+    >>> from schedir import Plan, compile, load_timeline, save_timeline, schedules, simulate
+    >>> run = simulate(compile(schedules.gpipe, Plan(ranks=2, microbatches=4)))
+    >>> with TemporaryDirectory() as folder:
+    ...     save_timeline(run, f"{folder}/gpipe.timeline")
+    ...     load_timeline(f"{folder}/gpipe.timeline")
+    <predicted Timeline of gpipe: span 15, bubble 20.0%>
     """
     try:
         with ZipFile(path) as archive:

@@ -33,6 +33,8 @@ from schedir.ir.ops import BACKWARDS, COMPUTE, ROWS, TRANSFERS, Opcode, Per
 from schedir.ir.plan import MAX_MICROBATCHES, MAX_STAGES, PLACEMENTS, Plan
 from schedir.ir.program import JOINED, OP, OPS, STAGE, Program, Stream
 
+__all__ = ["parse", "show"]
+
 # The forms: compute only is the same in all versions.  The other is named by torch's version, for
 # its actions change: REDUCE_GRAD, without which it does not scale gradients, came late in 2025
 # (pytorch PR 166449), and waits are being added (194121, 196725).
@@ -85,6 +87,11 @@ def show(program: Program, to: str = "torch") -> str:
     LevelError for a draft that should have transfers, GroupError for instructions issued as one
     that torch cannot issue so, and UsageError for another form, or for stages with two
     holders or several updates.
+
+    >>> from schedir import Plan, compile, schedules, torch_csv
+    >>> print(torch_csv.show(compile(schedules.one_f_one_b, Plan(ranks=2, microbatches=2))), end="")
+    0F0,0F1,0B0,0B1
+    1F0,1B0,1F1,1B1
     """
     expect(program, Program, "schedir.compile(schedule, plan)")
     if to not in FORMS:
@@ -170,6 +177,11 @@ def parse(text: str, name: str = "imported", ranks: int | None = None) -> Progra
     Raises CellError with row and column for what is no action, a stage on two ranks or on none,
     a message to or from a stage that is not there, a microbatch that not every stage has, and
     another number of rows than `ranks`; PlanError where the plan cannot be.
+
+    >>> from schedir import compile, torch_csv
+    >>> draft = torch_csv.parse("0F0,0F1,0B0,0B1\\n1F0,1B0,1F1,1B1\\n", name="mine")
+    >>> compile(draft)
+    <program mine: 2 ranks, 20 instructions>
     """
     expect(text, str, 'Path("mine.csv").read_text()')
     if ranks is not None:

@@ -43,6 +43,15 @@ class Costs:
     of a stage (step, reduce_norm) the k-th number is rank k's.
 
     Raises CostsError for a cost that is negative or not finite.
+
+    >>> from schedir import Costs, Plan, compile, schedules, simulate
+    >>> program = compile(schedules.gpipe, Plan(ranks=2, microbatches=4))
+    >>> simulate(program, Costs(F=1, B=2)).span
+    15.0
+    >>> simulate(program, Costs(F=1, B=2, send=0.5)).span
+    16.0
+    >>> simulate(program, Costs(F=(1, 1.5), B=(2, 3))).span  # one for each stage
+    21.0
     """
 
     F: Cost = 1.0

@@ -47,7 +47,13 @@ class Per(Enum):
 
 
 class Opcode(IntEnum):
-    """The instructions, by number; the number is the row in `ROWS`."""
+    """The instructions, by number; the number is the row in `ROWS`.
+
+    >>> from schedir import Opcode, Plan, compile, schedules
+    >>> program = compile(schedules.gpipe, Plan(ranks=2, microbatches=4))
+    >>> [instr.mb for instr in program.streams[0] if instr.op is Opcode.SendAct]
+    [0, 1, 2, 3]
+    """
 
     Forward = 0
     Backward = 1
@@ -193,6 +199,11 @@ class Instr(NamedTuple):
 
     `stage` is 0 where the row is not addressed by it, and `mb` is the update where a row is not
     addressed by microbatch.
+
+    >>> from schedir import Instr, Opcode
+    >>> forward = Instr(Opcode.Forward, stage=2, mb=5)
+    >>> str(forward), forward.stage
+    ('F 2.5', 2)
     """
 
     op: Opcode

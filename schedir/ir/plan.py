@@ -53,6 +53,18 @@ class Plan:
     stage.
 
     Raises PlanError for anything that no pipeline can have, before anything is built.
+
+    >>> from schedir import Plan
+    >>> Plan(ranks=2, microbatches=8, stages_per_rank=2).stages_of
+    ((0, 2), (1, 3))
+    >>> Plan(ranks=2, microbatches=8, placement="vee").stages_of
+    ((0, 3), (1, 2))
+    >>> Plan(ranks=2, microbatches=8, placement=(0, 1, 1)).stages_of
+    ((0,), (1, 2))
+    >>> Plan(ranks=2, microbatches=0)
+    Traceback (most recent call last):
+        ...
+    schedir.errors.PlanError: microbatches must be from 1 to 1048576, not 0
     """
 
     ranks: int

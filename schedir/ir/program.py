@@ -62,6 +62,13 @@ class Stream(Sequence[Instr]):
 
     `joined[i]` says that instruction i is issued together with the one before it.  The words are
     taken over as they are, not copied: whoever has made them does not write to them afterwards.
+
+    >>> from schedir import Plan, compile, schedules
+    >>> stream = compile(schedules.gpipe, Plan(ranks=2, microbatches=2)).streams[1]
+    >>> [str(instr) for instr in stream[:5]]
+    ['recv_act 1.0', 'F 1.0', 'recv_act 1.1', 'F 1.1', 'B 1.0']
+    >>> stream[1], stream.mb[:5]
+    (Instr(op=<Opcode.Forward: 0>, stage=1, mb=0), array([0, 0, 1, 1, 0]))
     """
 
     __slots__ = ("words",)
@@ -160,6 +167,17 @@ class Program:
 
     `words` are all Streams, one behind the other, and `offsets` says where each begins, with
     one more entry than there are ranks.
+
+    >>> from schedir import Plan, compile, schedules
+    >>> program = compile(schedules.one_f_one_b, Plan(ranks=4, microbatches=8))
+    >>> program
+    <program one_f_one_b: 4 ranks, 168 instructions>
+    >>> program.is_draft, program.trains, program.ascending
+    (False, True, True)
+    >>> print(*program.streams[3][:4], sep=", ")
+    recv_act 3.0, F 3.0, recv_act 3.1, B 3.0
+    >>> len(program.digest)
+    64
     """
 
     name: str

@@ -35,6 +35,12 @@ class Sizes:
 
     Raises UsageError for a size that is negative or not finite, and for a `both` that is less than
     one of the two or more than their sum.
+
+    >>> from schedir import Plan, Sizes, compile, schedules, simulate
+    >>> program = compile(schedules.one_f_one_b, Plan(ranks=2, microbatches=8), slots="fewest")
+    >>> sizes = Sizes(activation=10e6, saved=100e6, weights=1e9)
+    >>> simulate(program, sizes=sizes).peak_memory / 1e6  # MB on each rank
+    array([1220., 1120.])
     """
 
     activation: Size = 0.0

@@ -41,7 +41,21 @@ _SPARE = 1000  # instructions beyond what the plan has room for
 
 
 def show(program: Program, folded: bool = True) -> str:
-    """The text of a program; folded, repeated runs of a Stream are one line each."""
+    """The text of a program; folded, repeated runs of a Stream are one line each.
+
+    >>> from schedir import Plan, compile, schedules, show
+    >>> print(show(compile(schedules.gpipe, Plan(ranks=1, microbatches=8))), end="")
+    schedir 1
+    program gpipe
+    ranks 1  microbatches 8  stages_per_rank 1  placement loop
+    tp 1  dp 1  tied no  clip no
+    <BLANKLINE>
+    rank 0
+      8 x  F 0.0+
+      8 x  B 0.0+
+      reduce_grads 0
+      step
+    """
     expect(program, Program, "schedir.compile(schedule, plan)")
     plan = program.plan
     place = plan.placement
@@ -179,6 +193,18 @@ def parse(text: str, most: int = MOST) -> Program:
 
     Raises ParseError with line and column where the text does not follow the grammar, or its
     plan cannot be; whether the program is right is for `check` to say.
+
+    >>> from schedir import Plan, compile, parse, schedules, show
+    >>> program = compile(schedules.gpipe, Plan(ranks=2, microbatches=4))
+    >>> parse(show(program)) == program
+    True
+    >>> parse(show(program).replace("send_act", "sendact"))
+    Traceback (most recent call last):
+        ...
+    schedir.errors.ParseError: line 7, column 16: no instruction 'sendact 0.0+'
+        4 x  F 0.0+; sendact 0.0+
+                     ^
+      hint: did you mean 'send_act'?
     """
     expect(text, str, 'Path("mine.sched").read_text()')
     lines = [

@@ -38,6 +38,7 @@ class Ties:
     `schedir.ties(stages)` finds them; where a process makes its own stages alone, they are said.
     Raises UsageError for what is no such places.
 
+    >>> from schedir import Ties
     >>> ties = Ties((((0, "embedding.weight"), (3, "head.weight")),))
     >>> ties.stages
     ((0, 3),)
@@ -125,6 +126,16 @@ def ties(model: Module | Sequence[Module] | Mapping[int, Module]) -> Ties | Mode
 
     Of all the stages of a model, in order, the places of each: `compile` and the executor take
     them as `tied`.  Of a whole model, its names for each; `among(stages)` then finds the places.
+
+    >>> import schedir
+    >>> class Stage:  # of an nn.Module nothing is asked but this
+    ...     def __init__(self, **parameters):
+    ...         self.parameters = parameters
+    ...     def named_parameters(self, *, remove_duplicate=True):
+    ...         return iter(self.parameters.items())
+    >>> weight = object()
+    >>> schedir.ties([Stage(embedding=weight), Stage(layer=object()), Stage(head=weight)])
+    Ties(weights=(((0, 'embedding'), (2, 'head')),))
     """
     if hasattr(model, "named_parameters"):
         found = [(names, weight) for weight, names in _shared([model]) if len(names) > 1]

@@ -35,6 +35,13 @@ def simulate(
     Raises what `check` raises for a program that is wrong, and CostsError if the costs add up
     to infinity.  A program that `check` has proven is not looked at again.  With `unchecked` it
     need only be complete and finish: what it computes may be wrong.
+
+    >>> from schedir import Costs, Plan, compile, schedules, simulate
+    >>> program = compile(schedules.one_f_one_b, Plan(ranks=4, microbatches=8))
+    >>> simulate(program, Costs(F=1, B=2))
+    <predicted Timeline of one_f_one_b: span 33, bubble 27.3%>
+    >>> simulate(program, Costs(F=1, B=2, send=0.25), model="edge").span
+    37.0
     """
     expect(program, Program, "schedir.compile(schedule, plan)")
     blocks, unchecked = flag(blocks, "blocks"), flag(unchecked, "unchecked")

@@ -88,6 +88,20 @@ class Timeline:
     memory is to be told in bytes.
 
     Raises UsageError for a unit that is none of UNITS.
+
+    >>> from schedir import Costs, Plan, compile, schedules, simulate
+    >>> program = compile(schedules.one_f_one_b, Plan(ranks=2, microbatches=4))
+    >>> run = simulate(program, Costs(F=1, B=2))
+    >>> run.span, run.bubble, run.idle, run.peak_in_flight
+    (15.0, 0.2, array([3., 3.]), array([2, 1]))
+    >>> for instr, start, end in [run.of(rank=1, index=k) for k in range(4)]:
+    ...     print(f"{start:g} to {end:g}: {instr}")
+    1 to 1: recv_act 1.0
+    1 to 2: F 1.0
+    2 to 2: recv_act 1.1
+    2 to 4: B 1.0
+    >>> run.critical_path[:4]  # what decides the span: indices into `spans`
+    array([ 0, 18, 19, 21])
     """
 
     program: Program

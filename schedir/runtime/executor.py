@@ -86,6 +86,21 @@ class Executor(Rank):
     All processes of a transport make theirs together: it compares what they must agree on.
     Raises ModelError where they do not, or where modules, transport and program do not go
     together, and whatever `check` raises where the program is not proven for the transport.
+
+    >>> import schedir, torch
+    >>> from torch import distributed, nn
+    >>> from schedir.runtime import Executor, Gloo
+    >>> distributed.init_process_group("gloo", store=distributed.HashStore(), rank=0, world_size=1)
+    >>> plan = schedir.Plan(ranks=1, microbatches=4, stages_per_rank=2)
+    >>> program = schedir.compile(schedir.schedules.interleaved, plan)
+    >>> stages, loss = [nn.Linear(8, 8), nn.Linear(8, 1)], nn.functional.mse_loss
+    >>> sgd = torch.optim.SGD([p for stage in stages for p in stage.parameters()], lr=0.01)
+    >>> how = dict(loss=loss, boundary=(2, 8), optimizer=sgd)
+    >>> rank = Executor(program, 0, stages, Gloo(program), **how)  # of several, each makes its own
+    >>> x, y = torch.ones(4, 2, 8), torch.ones(4, 2, 1)  # of each microbatch two samples
+    >>> bool(rank.step(x, y) > rank.step(x, y))  # it has learned
+    True
+    >>> distributed.destroy_process_group()
     """
 
     def __init__(

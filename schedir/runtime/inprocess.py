@@ -41,6 +41,18 @@ class InProcess:
     itself, and others a copy, as processes would.  Copies begin each step as what they are of.
     Raises ModelError as an Executor, and for programs with tensor- or data-parallel groups, whose
     ranks run at once and need processes.
+
+    >>> import schedir, torch
+    >>> from torch import nn
+    >>> from schedir.runtime import InProcess
+    >>> program = schedir.compile(schedir.schedules.one_f_one_b, schedir.Plan(2, 4))
+    >>> stages = [nn.Linear(8, 8), nn.Linear(8, 1)]
+    >>> ranks = InProcess(program, stages, loss=nn.functional.mse_loss, boundary=(2, 8))
+    >>> x, y = torch.ones(4, 2, 8), torch.ones(4, 2, 1)
+    >>> bool(ranks.step(x, y) == ranks.step(x, y, seed=7))  # any legal order has the same bits
+    True
+    >>> ranks.timeline().unit
+    's'
     """
 
     def __init__(

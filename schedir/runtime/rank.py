@@ -42,6 +42,11 @@ class Boundary:
     """Shape and type of what passes between stages, for one microbatch.
 
     Raises ModelError for a shape that no tensor has, and for a type that is none of torch.
+
+    >>> import torch
+    >>> from schedir.runtime import Boundary
+    >>> print(Boundary((8, 512, 64), torch.bfloat16))
+    [8, 512, 64] of torch.bfloat16
     """
 
     shape: tuple[int, ...]

@@ -56,6 +56,20 @@ def reference(
 
     Raises ModelError for stages, a loss or a seed of another kind, ExecutionError for inputs and
     targets that are not as many.
+
+    >>> import schedir, torch
+    >>> from copy import deepcopy
+    >>> from torch import nn
+    >>> from schedir.runtime import InProcess, reference
+    >>> program = schedir.compile(schedir.schedules.one_f_one_b, schedir.Plan(2, 4))
+    >>> stages = [nn.Linear(8, 8), nn.Linear(8, 1)]
+    >>> plain = deepcopy(stages)
+    >>> x, y, loss = torch.ones(4, 2, 8), torch.ones(4, 2, 1), nn.functional.mse_loss
+    >>> total = InProcess(program, stages, loss=loss, boundary=(2, 8)).step(x, y)
+    >>> bool(total == reference(plain, x, y, loss=loss))
+    True
+    >>> torch.equal(stages[0].weight.grad, plain[0].weight.grad)
+    True
     """
     stages, loss, seed = model_of(stages), loss_of(loss), seed_of(seed)
     program = program_of(program) if program is not None else None

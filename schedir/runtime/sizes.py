@@ -45,6 +45,14 @@ def sizes_of(
     Gradients, buffers and random numbers are left as they were.  Hooks run, and stages that talk
     within their tensor-parallel group do: all its ranks must call this.  Raises ModelError where
     a stage gives what cannot pass the boundary, and for arguments of another kind.
+
+    >>> import torch
+    >>> from torch import nn
+    >>> from schedir.runtime import sizes_of
+    >>> stages, x = [nn.Linear(64, 64), nn.Linear(64, 64)], torch.ones(8, 64)
+    >>> sizes = sizes_of(stages, x, x, loss=nn.functional.mse_loss, boundary=(8, 64))
+    >>> sizes.activation, sizes.saved, sizes.weights  # bytes; of saved and weights for each stage
+    (2048.0, (0.0, 4096.0), (66560.0, 66560.0))
     """
     boundary, loss = Boundary.of(boundary), loss_of(loss)
     for what, given in (("input", input), ("target", target)):

@@ -49,6 +49,20 @@ def split_linears(module: nn.Module, *also: type[nn.Module]) -> nn.Module:
 
     Raises UsageError for a type in `also` that is not known, and ModelError for a layer with a
     parameter of which its split does not tell the gradient.
+
+    >>> from copy import deepcopy
+    >>> import schedir, torch
+    >>> from torch import nn
+    >>> from schedir.runtime import InProcess, reference, split_linears
+    >>> program = schedir.compile(schedir.schedules.zb_h1, schedir.Plan(ranks=2, microbatches=4))
+    >>> plain = [nn.Sequential(nn.Linear(8, 8), nn.GELU()) for _ in range(2)]
+    >>> stages = [split_linears(deepcopy(stage)) for stage in plain]
+    >>> x, loss = torch.ones(4, 2, 8), nn.functional.mse_loss
+    >>> total = InProcess(program, stages, loss=loss, boundary=(2, 8)).step(x, x)
+    >>> bool(total == reference(plain, x, x, loss=loss))
+    True
+    >>> torch.equal(stages[0][0].weight.grad, plain[0][0].weight.grad)  # which W has computed
+    True
     """
     expect(module, nn.Module, "split_linears(stage), of one stage")
     for kind in also:
@@ -112,6 +126,7 @@ def register_split(
     Raises UsageError for what is no type of module.
 
     >>> import torch
+    >>> from schedir.runtime import check_split, register_split
     >>> class Scale(torch.nn.Module):
     ...     def __init__(self, n):
     ...         super().__init__()
@@ -151,6 +166,10 @@ def check_split(layer: nn.Module, x: Tensor) -> None:
 
     Raises ModelError that says which gradient is off: by more than 1 % of its norm in types of 16
     bits, else by more than 0.01 %; UsageError for a layer of a type that is not known.
+
+    >>> import torch
+    >>> from schedir.runtime import check_split
+    >>> check_split(torch.nn.Linear(8, 8), torch.randn(4, 8))
     """
     expect(layer, nn.Module, "nn.Linear(8, 8)")
     expect(x, Tensor, "torch.randn(2, 8)")

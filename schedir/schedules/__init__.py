@@ -7,6 +7,15 @@ start to the last end of all ranks, "in its own span" from its own first start t
 end (see `Timeline.idle` and `idle_in_own_span`).  Timelines are at F = I = W = 1; a letter is
 one unit of time, a dot is idle, a ' marks the rank's second stage.  Papers on zero bubbles call
 our I "B".
+
+>>> from schedir import Plan, compile, schedules, simulate
+>>> plan = Plan(ranks=4, microbatches=8)
+>>> for schedule in (schedules.gpipe, schedules.one_f_one_b, schedules.zb_h1):
+...     run = simulate(compile(schedule, plan))
+...     print(f"{run.program.name}: {run.bubble:.1%} idle, peak {run.peak_in_flight.max()}")
+gpipe: 27.3% idle, peak 8
+one_f_one_b: 27.3% idle, peak 4
+zb_h1: 11.1% idle, peak 4
 """
 
 from schedir.schedules.blocks import v_half, v_min, wave

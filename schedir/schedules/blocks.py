@@ -29,6 +29,7 @@ def wave(r: int, P: int, m: int, v: int) -> Word:
     2(m/P)|B-F|), whatever v: at F = B that is `interleaved`'s bubble.  Elsewhere each wave costs
     anew, so it suits m = P.  (v-1)P + r+1 stage activations in flight, for m >= P.
 
+    >>> from schedir.schedules import wave
     >>> from schedir.viz.ascii import timeline
     >>> print(timeline(wave, ranks=2, microbatches=2, placement="vee"))
     rank 0  F0  F1  ..  F0' B0' --  F1' B1' --  ..  B0  --  ..  ..  B1  --
@@ -59,6 +60,7 @@ def v_half(r: int, P: int, m: int) -> Word:
     max(0, 2F-W-2I, 2I-W-2F) with each microbatch.  There is no slack, so where all messages of a
     rank share a queue, compile it at its own costs.
 
+    >>> from schedir.schedules import v_half
     >>> from schedir.viz.ascii import timeline
     >>> print(timeline(v_half, ranks=2, microbatches=3, placement="vee"))
     rank 0  F0  F1  ..  F0' I0' F1' W0' F2  I0  I1' W0  F2' I2' I1  W1' I2  W2' W1  W2
@@ -76,6 +78,7 @@ def v_min(r: int, P: int, m: int) -> Word:
     (4P-7) F, or (4P-5) F where P = 1 modulo 3: two thirds of 1F1B's 6(P-1).  It needs costs that
     are alike: for P >= 3 and W <= max(F, I) each microbatch adds 6 max(F, I) - 2(F+I+W).
 
+    >>> from schedir.schedules import v_min
     >>> from schedir.viz.ascii import timeline
     >>> print(timeline(v_min, ranks=2, microbatches=3, placement="vee"))
     rank 0  F0  F1  ..  F0' I0' F1' I1' I0  W0' F2  I1  W1' W0  F2' I2' W1  W2' I2  W2

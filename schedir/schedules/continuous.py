@@ -18,6 +18,7 @@ def pipedream_2bw(r: int, P: int, m: int) -> Word:
     `one_f_one_b` with a delay of P-1-s for stage s and an update for every microbatch is PipeDream
     itself (arXiv 1806.03377), which keeps P-r versions.
 
+    >>> from schedir.schedules import pipedream_2bw
     >>> from schedir import Plan, compile
     >>> program = compile(pipedream_2bw, Plan(ranks=2, microbatches=6, updates=3, delay=1))
     >>> print(*program.streams[1][:8], sep="; ")

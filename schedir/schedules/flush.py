@@ -10,6 +10,7 @@ def gpipe(r: int, P: int, m: int) -> Word:
 
     Bubble (P-1)/m of ideal time; m activations in flight.
 
+    >>> from schedir.schedules import gpipe
     >>> from schedir.viz.ascii import timeline
     >>> print(timeline(gpipe, ranks=3, microbatches=4))
     rank 0  F0 F1 F2 F3 .. .. .. .. .. .. B0 -- B1 -- B2 -- B3 --
@@ -25,6 +26,7 @@ def one_f_one_b(r: int, P: int, m: int) -> Word:
     Bubble (P-1)/m of ideal time, as GPipe; rank r has only min(P-r, m) activations in flight.
     Ranks idle (P-1)(F+B), in its own span rank r for (P-1-r)(F+B) of it.
 
+    >>> from schedir.schedules import one_f_one_b
     >>> from schedir.viz.ascii import timeline
     >>> print(timeline(one_f_one_b, ranks=3, microbatches=4))
     rank 0  F0 F1 F2 .. .. .. .. B0 -- F3 B1 -- .. B2 -- .. B3 --
@@ -42,6 +44,7 @@ def eager_1f1b(r: int, P: int, m: int) -> Word:
     Where one takes t, 1F1B loses 2(P-1)t more with every P microbatches, and this nothing more
     up to t = (F+B)/2.  min(2(P-1-r) + 1, m) activations in flight.
 
+    >>> from schedir.schedules import eager_1f1b
     >>> from schedir.viz.ascii import timeline
     >>> print(timeline(eager_1f1b, ranks=3, microbatches=4))
     rank 0  F0 F1 F2 F3 .. .. .. B0 -- .. B1 -- .. B2 -- .. B3 --
@@ -59,6 +62,7 @@ def forward_only(r: int, P: int, m: int, v: int) -> Word:
     under "loop" if m >= P, and 2(P-1)F under "vee" with two stages per rank, which is the least
     there.  Nothing is kept for a backward; up to m boundary activations wait between stages.
 
+    >>> from schedir.schedules import forward_only
     >>> from schedir.viz.ascii import timeline
     >>> print(timeline(forward_only, ranks=2, microbatches=3, stages_per_rank=2))
     rank 0  F0  F1  F2  F0' F1' F2' ..

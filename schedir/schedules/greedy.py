@@ -35,11 +35,10 @@ def greedy(
     `compile` and `simulate` take a draft as it is.  Raises UsageError for a plan or costs of
     another kind, and ScheduleError for what is no order or no number.
 
-    >>> from schedir.schedules import one_f_one_b
-    >>> from schedir.schedules.words import draft
+    >>> from schedir import Plan, draft, greedy, schedules
     >>> plan = Plan(ranks=4, microbatches=8)
     >>> found = greedy(plan, "BF", lambda rank: plan.ranks - rank)
-    >>> found.streams == draft(one_f_one_b, plan).streams
+    >>> found.streams == draft(schedules.one_f_one_b, plan).streams
     True
     """
     expect(plan, Plan, "Plan(ranks=2, microbatches=4)")

@@ -16,6 +16,7 @@ def looped_bfs(r: int, P: int, m: int, v: int) -> Word:
     time, and (v-1)(P-m)(F+B) more if m < P; m v stage activations in flight.  PyTorch's
     LoopedBFS runs each stage's backwards in descending order, which takes as long.
 
+    >>> from schedir.schedules import looped_bfs
     >>> from schedir.viz.ascii import timeline
     >>> print(timeline(looped_bfs, ranks=2, microbatches=2, stages_per_rank=2))
     rank 0  F0  F1  F0' F1' ..  ..  ..  B0' --  B1' --  B0  --  B1  --
@@ -32,6 +33,7 @@ def looped_dfs(r: int, P: int, m: int, v: int) -> Word:
     them.  Ranks idle (P-1)(F+B) where P divides m; m v stage activations in flight.
     Beside `looped_bfs`, fewer boundary activations wait: those of P microbatches, not of m.
 
+    >>> from schedir.schedules import looped_dfs
     >>> from schedir.viz.ascii import timeline
     >>> from schedir import Costs
     >>> print(timeline(looped_dfs, 2, 4, stages_per_rank=2, costs=Costs(B=1)))
@@ -54,6 +56,7 @@ def interleaved(r: int, P: int, m: int, v: int, group: int | None = None) -> Wor
     Bubble (P-1)/(v m) of ideal time where P divides m; min(2(P-1-r) + (v-1)P + 1, v m)
     stage activations in flight; v times the messages of 1F1B.
 
+    >>> from schedir.schedules import interleaved
     >>> from schedir.viz.ascii import timeline
     >>> print(timeline(interleaved, ranks=2, microbatches=2, stages_per_rank=2))
     rank 0  F0  F1  F0' F1' ..  ..  B0' --  ..  B1' --  B0  --  B1  --
@@ -72,6 +75,7 @@ def interleaved_zb(r: int, P: int, m: int, v: int) -> Word:
     those of `interleaved`.  Where P divides m, ranks idle as under `zb_h1` with the costs of
     one stage: v times less.  v P stage activations in flight on every rank.
 
+    >>> from schedir.schedules import interleaved_zb
     >>> from schedir.viz.ascii import timeline
     >>> print(timeline(interleaved_zb, ranks=2, microbatches=2, stages_per_rank=2))
     rank 0  F0  F1  F0' F1' ..  I0' W0' I1' W1' I0  W0  I1  W1

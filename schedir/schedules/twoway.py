@@ -23,6 +23,7 @@ def dualpipe(r: int, P: int, m: int) -> Word:
     on its own result as soon as it is ready: (P/2-1)(F + I - W) at F = I >= W.)  P+1 stage
     activations in flight on every rank, and parameters twice.  Takes even m >= 2P.
 
+    >>> from schedir.schedules import dualpipe
     >>> from schedir.viz.ascii import timeline
     >>> from schedir import Costs
     >>> # A pair takes 2 here.
@@ -49,6 +50,7 @@ def chimera(r: int, P: int, m: int) -> Word:
     B = 2F, m = P the paper's.  P/2 + 1 + min(r, P-1-r) activations in flight for m >= P, and
     parameters twice.
 
+    >>> from schedir.schedules import chimera
     >>> from schedir.viz.ascii import timeline
     >>> from schedir import Costs
     >>> print(timeline(chimera, 4, 4, placement="mirror", costs=Costs(B=1)))

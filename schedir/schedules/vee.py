@@ -16,6 +16,7 @@ def zb_v(r: int, P: int, m: int) -> Word:
     (P-1) max(F, 2(F-W)).  2P stage activations in flight on every rank, as much memory as P of
     1F1B's.  Takes m >= 2P-1.
 
+    >>> from schedir.schedules import zb_v
     >>> from schedir.viz.ascii import timeline
     >>> print(timeline(zb_v, ranks=2, microbatches=3, placement="vee"))
     rank 0  F0  F1  F2  F0' I0' W0' F1' I1' W1' I0  W0  F2' I2' W2' I1  W1  I2  W2  ..
@@ -50,6 +51,7 @@ def dualpipe_v(r: int, P: int, m: int) -> Word:
     as soon as it is ready, the same order would idle (P-1)(F + I - W) at F = I >= W: a span of 63
     for 66 with P = 4, m = 10 and unit costs.
 
+    >>> from schedir.schedules import dualpipe_v
     >>> from schedir.viz.ascii import timeline
     >>> from schedir import Costs
     >>> # A pair takes 2 here.

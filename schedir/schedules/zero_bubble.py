@@ -13,6 +13,7 @@ def zb_h1(r: int, P: int, m: int) -> Word:
     longer one fills no more.  min(P, m) activations in flight on every rank, as 1F1B has on its
     first.
 
+    >>> from schedir.schedules import zb_h1
     >>> from schedir.viz.ascii import timeline
     >>> print(timeline(zb_h1, ranks=3, microbatches=4))
     rank 0  F0 F1 F2 .. .. I0 W0 F3 I1 W1 I2 W2 I3 W3
@@ -30,6 +31,7 @@ def zb_h2(r: int, P: int, m: int) -> Word:
     last end ranks idle (P-1) max(F, x).  So it pays where ranks need not end together (the
     paper validates the optimizer's step afterwards).  min(2P-1, m) activations in flight.
 
+    >>> from schedir.schedules import zb_h2
     >>> from schedir.viz.ascii import timeline
     >>> print(timeline(zb_h2, ranks=3, microbatches=5))
     rank 0  F0 F1 F2 F3 F4 I0 W0 I1 W1 I2 W2 I3 W3 I4 W4 .. ..

@@ -49,6 +49,16 @@ try:
 except ImportError as error:
     raise ImportError("schedir.testing needs hypothesis: pip install hypothesis") from error
 
+__all__ = [
+    "assert_schedule",
+    "drafts",
+    "plans",
+    "plans_of",
+    "programs",
+    "random_draft",
+    "ties",
+]
+
 _PLANS = "plans=[Plan(ranks=2, microbatches=4)]"
 _F, _B = Opcode.Forward, Opcode.Backward
 _I, _W = Opcode.BackwardInput, Opcode.BackwardWeight
@@ -78,6 +88,10 @@ def assert_schedule(
 
     Raises AssertionError that names the plan, the first or the smallest found, and what is wrong;
     UsageError where there is no plan to try, and for plans and models that are none.
+
+    >>> from schedir import Plan, schedules
+    >>> from schedir.testing import assert_schedule
+    >>> assert_schedule(schedules.zb_h1, plans=[Plan(ranks=2, microbatches=4)])
     """
 
     models = _models(models)
@@ -175,6 +189,7 @@ def plans_of(
 
     As its mark says (`words.placed`); else any stages per rank if it takes `v`, or one.
 
+    >>> from schedir.testing import plans_of
     >>> plans_of(lambda rank, ranks, microbatches: None, ranks=2, microbatches=2)[1:]
     [Plan(ranks=1, microbatches=2), Plan(ranks=2, microbatches=1), Plan(ranks=2, microbatches=2)]
     """
@@ -201,6 +216,13 @@ def plans(
 
     A "given" placement is any, uneven ones among them; there `stages_per_rank` is the most on
     average.  "vee" and "mirror" need two.
+
+    >>> from hypothesis import given
+    >>> from schedir.testing import plans
+    >>> @given(plans(ranks=2, microbatches=4))
+    ... def every_stage_has_a_rank(plan):
+    ...     assert {stage for own in plan.stages_of for stage in own} == {*range(plan.stages)}
+    >>> every_stage_has_a_rank()
     """
     more = stages_per_rank > 1
     paired = min(ranks, microbatches) > 1 and more
@@ -229,6 +251,14 @@ def drafts(
     """Complete drafts on small plans; `split` is the share of I and W.
 
     They ascend, where stages have one holder.
+
+    >>> import schedir
+    >>> from hypothesis import given
+    >>> from schedir.testing import drafts
+    >>> @given(drafts(ranks=2, microbatches=3))
+    ... def every_draft_compiles(draft):
+    ...     schedir.check(schedir.compile(draft))
+    >>> every_draft_compiles()
     """
     plan = draw(plans(ranks, microbatches, stages_per_rank))
     return random_draft(plan, random.Random(draw(st.integers(0, 2**32 - 1))), split=split)
@@ -238,7 +268,16 @@ def drafts(
 def programs(
     draw: st.DrawFn, ranks: int = 4, microbatches: int = 6, stages_per_rank: int = 3
 ) -> Program:
-    """Programs that are legal under every progress model, with all kinds of traits."""
+    """Programs that are legal under every progress model, with all kinds of traits.
+
+    >>> import schedir
+    >>> from hypothesis import given
+    >>> from schedir.testing import programs
+    >>> @given(programs(ranks=2, microbatches=3))
+    ... def what_prints_parses(program):
+    ...     assert schedir.parse(schedir.show(program)) == program
+    >>> what_prints_parses()
+    """
     draft = draw(drafts(ranks, microbatches, stages_per_rank))
     clip, grouped = draw(st.booleans()), draw(st.booleans())
     tied = draw(ties(draft.plan))
@@ -247,7 +286,17 @@ def programs(
 
 
 def ties(plan: Plan) -> st.SearchStrategy[Tied]:
-    """What may be tied in a plan: nothing, first and last stage, or up to two sets of any."""
+    """What may be tied in a plan: nothing, first and last stage, or up to two sets of any.
+
+    >>> from hypothesis import given
+    >>> import schedir
+    >>> from schedir.testing import ties
+    >>> plan = schedir.Plan(ranks=3, microbatches=2)
+    >>> @given(ties(plan))
+    ... def any_ties_compile(tied):
+    ...     schedir.compile(schedir.schedules.gpipe, plan, tied=tied)
+    >>> any_ties_compile()
+    """
     if plan.stages == 1:
         return st.just(())
     stages = st.sets(st.integers(0, plan.stages - 1), min_size=2)
@@ -259,6 +308,12 @@ def random_draft(plan: Plan, rng: random.Random, *, split: float = 0.5) -> Progr
     """A draft in the order in which a random execution would meet its instructions.
 
     Every holder's backwards ascend.  `split` is the share of backwards cut into I and W.
+
+    >>> import random
+    >>> from schedir import Plan
+    >>> from schedir.testing import random_draft
+    >>> random_draft(Plan(ranks=2, microbatches=4), random.Random(0), split=0.0)
+    <draft random: 2 ranks, 16 instructions>
     """
     S, m = plan.stages, plan.microbatches
     streams: list[list[Instr]] = [[] for _ in range(plan.ranks)]

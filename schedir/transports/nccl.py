@@ -77,6 +77,14 @@ def nccl(
 
     "edge" gives each directed edge a communicator, with few multiprocessors and a stream of high
     priority; "grouped" one to the pipeline.  A program must be proven for the model of its kind.
+
+    >>> import schedir, torch
+    >>> from schedir.runtime import nccl
+    >>> program = schedir.compile(schedir.schedules.gpipe, schedir.Plan(ranks=2, microbatches=4))
+    >>> nccl(program, torch.device("cpu"))
+    Traceback (most recent call last):
+        ...
+    schedir.errors.ModelError: gpipe: NCCL moves tensors of GPUs, not of cpu
     """
     if device.type != "cuda":
         raise ModelError(f"NCCL moves tensors of GPUs, not of {device}", program=program.name)

@@ -147,6 +147,19 @@ class Gloo(Processes):
 
     Gloo honours tags: one tag per lane makes each directed edge a queue of its own, which nothing
     else can hold up.
+
+    >>> import schedir
+    >>> from torch import distributed
+    >>> from schedir.runtime import Gloo
+    >>> distributed.init_process_group("gloo", store=distributed.HashStore(), rank=0, world_size=1)
+    >>> one = schedir.compile(schedir.schedules.gpipe, schedir.Plan(ranks=1, microbatches=4))
+    >>> Gloo(one).model
+    'edge'
+    >>> Gloo(schedir.compile(schedir.schedules.gpipe, schedir.Plan(ranks=4, microbatches=4), dp=2))
+    Traceback (most recent call last):
+        ...
+    schedir.errors.ModelError: gpipe: 1 processes do not make pp 4 x tp 1 x dp 2 = 8
+    >>> distributed.destroy_process_group()
     """
 
     model: Model = "edge"

@@ -80,6 +80,17 @@ class Shared(Processes):
 
     Raises ModelError for a program that shares slots, for processes that cannot share memory, and
     as Processes.
+
+    >>> import schedir
+    >>> from torch import distributed
+    >>> from schedir.runtime import Gloo, Shared
+    >>> from schedir.transports.shared import can_share
+    >>> distributed.init_process_group("gloo", store=distributed.HashStore(), rank=0, world_size=1)
+    >>> program = schedir.compile(schedir.schedules.gpipe, schedir.Plan(ranks=1, microbatches=4))
+    >>> transport = Shared(program) if can_share() else Gloo(program)
+    >>> transport.model
+    'edge'
+    >>> distributed.destroy_process_group()
     """
 
     model: Model = "edge"

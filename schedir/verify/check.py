@@ -40,6 +40,16 @@ def check(program: Program, model: Model = "device", *, blocks: bool = False) ->
 
     Raises a ProgramError that says what is wrong and where: CompletenessError (PartnerError,
     ReductionError), GroupError, LevelError, OrderError, SlotError or DeadlockError.
+
+    >>> from schedir import Plan, check, compile, parse, schedules, show
+    >>> text = show(compile(schedules.gpipe, Plan(ranks=2, microbatches=2)), folded=False)
+    >>> check(parse(text), model="edge")
+    <program gpipe: 2 ranks, 20 instructions>
+    >>> check(parse(text.replace("recv_grad 0.1", "")))
+    Traceback (most recent call last):
+        ...
+    schedir.errors.PartnerError: gpipe: send_grad 1.1 has no recv_grad 0.1 on rank 0
+      rank 1 #8   send_grad 1.1
     """
     expect(program, Program, "schedir.compile(schedule, plan)")
     blocks = flag(blocks, "blocks")
