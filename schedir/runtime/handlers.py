@@ -18,15 +18,12 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from schedir.errors import ModelError
 from schedir.ir.ops import GATHERS, HANDED, RECEIVES, ROWS, Instr, Opcode, Token
 from schedir.kernels.boundary import pack
+from schedir.runtime import reductions
 from schedir.runtime.around import around, on_version
 from schedir.runtime.given import one_number
-from schedir.runtime.gradients import is_sharded
-from schedir.runtime.precision import are_finite
-from schedir.runtime.random import UPDATE
 from schedir.runtime.rank import Call, Rank, Slot, Stage
 from schedir.runtime.split import Tape, recording
 from schedir.runtime.splittable import could_wait, left_whole, watching
-from schedir.runtime.tied import summing
 from schedir.runtime.unchanged import expect_own
 from schedir.transports.transport import own_part
 
@@ -264,7 +261,7 @@ def gather(rank: Rank, i: Instr) -> Call:
     whole = rank.buffers[kind, rank.slot(kind, i.stage, i.mb).number]
     flat, part = whole.view(-1), own_part(rank.transport, whole)
     arriving, key = rank.stages[i.stage].arriving, (kind, i.mb)
-    aside, start = rank.transport.aside, rank.transport.all_gather
+    aside, start = rank.transport.aside, rank.transport.collective
 
     def wait() -> None:
         with aside():
@@ -272,104 +269,11 @@ def gather(rank: Rank, i: Instr) -> Call:
 
     def run() -> None:
         with aside():
-            arriving[key] = start(flat, part)  # which is what the boundary waits for now
+            arriving[key] = start(
+                "all_gather", "tp", flat, part
+            )  # which is what the boundary waits for now
 
     return Call(wait, run)
-
-
-# ------------------------------------------------------------ reductions and step
-
-
-def reduce_grads(rank: Rank, i: Instr) -> Call:
-    gradients, plan = rank.stages[i.stage].gradients, rank.plan
-    taken = [  # the losses that are taken here
-        mb
-        for mb in range(i.mb * plan.per_update, (i.mb + 1) * plan.per_update)
-        if i.stage == plan.stages - 1 and plan.rank_at(i.stage, mb) == rank.rank
-    ]
-
-    def run() -> None:
-        gradients.scale(rank.scale)
-        if taken:  # a gradient may not tell of its loss: that of a mean over no tokens is zero
-            losses = torch.stack([rank.losses[mb] for mb in taken])
-            gradients.spoil((losses - losses).sum())
-        if rank.program.dp > 1:
-            for flat in gradients.flat:
-                rank.reducing.append(rank.transport.all_reduce(flat, "dp"))
-
-    return Call(None, run)
-
-
-def _reduced(rank: Rank) -> None:
-    """Waits until every reduction that was begun has ended."""
-    for work in rank.reducing:
-        work.wait()
-    rank.reducing.clear()
-
-
-def reduce_holders(rank: Rank, i: Instr) -> Call:
-    gradients = rank.stages[i.stage].gradients
-
-    def run() -> None:
-        for flat in gradients.flat:
-            rank.reducing.append(rank.transport.all_reduce(flat, "holders"))
-
-    # The sum over replicas comes first; what is reduced here alone is there already.
-    return Call(partial(_reduced, rank) if rank.program.dp > 1 else None, run)
-
-
-def reduce_tied(rank: Rank, i: Instr) -> Call:
-    sums = [summing(w, rank.plan, rank.rank, rank.transport, rank.reducing) for w in rank.tied]
-
-    def run() -> None:
-        for begin in sums:
-            begin()
-
-    return Call(partial(_reduced, rank), run)
-
-
-def reduce_norm(rank: Rank, i: Instr) -> Call:
-    counted = [
-        p
-        for s, stage in rank.stages.items()
-        for p in stage.gradients.parameters
-        # What several ranks hold in full is counted by one of them.
-        if rank.plan.rank_of[s] == rank.rank
-        and (is_sharded(p) or rank.transport.tp_rank == 0)
-        and not any(p is w.own.get(s) and s > w.stages[0] for w in rank.tied)
-    ]
-
-    def run() -> None:
-        grads = [p.grad for p in counted if p.grad is not None]
-        reals = [torch.view_as_real(g) if g.is_complex() else g for g in grads]
-        squares = [g.double().square().sum() for g in reals]
-        rank.norm = torch.stack(squares).sum() if squares else torch.zeros_like(rank.norm)
-        rank.reducing.append(rank.transport.all_reduce(rank.norm, "model"))
-
-    return Call(partial(_reduced, rank), run)
-
-
-def step(rank: Rank, i: Instr) -> Call:
-    def run() -> None:
-        if rank.program.clip:  # no number of it for Python: on a GPU that would wait for it
-            rank.norm = rank.norm.sqrt()
-            finite = rank.norm.isfinite()
-            shrink = (rank.max_norm / (rank.norm + 1e-6)).clamp(max=1.0)
-            for stage in rank.stages.values():
-                # What is not finite is left to look at, and not made NaN everywhere.
-                stage.gradients.scale(torch.where(finite, shrink, 1.0))
-        else:
-            finite = are_finite(flat for s in rank.stages.values() for flat in s.gradients.flat)
-        rank.finite[i.mb] = finite
-        rank.let_step(finite)
-        if rank.loss_scale is not None:
-            rank.loss_scale.update(finite)
-        if i.mb < rank.plan.updates - 1:  # the last one's gradients are left to look at
-            rank.begin_update(i.mb + 1)
-
-    # Whoever holds these stages too, draws as this rank does.
-    first, update = min(rank.stages), rank.plan.microbatches + i.mb
-    return Call(partial(_reduced, rank), rank.draws.seeded(UPDATE, first, update, run))
 
 
 # A handler for every row of the instruction table.
@@ -386,9 +290,9 @@ HANDLERS: dict[Opcode, Callable[[Rank, Instr], Call]] = {
     Opcode.Gather: gather,
     Opcode.ScatterGrad: scatter,
     Opcode.GatherGrad: gather,
-    Opcode.ReduceGrads: reduce_grads,
-    Opcode.ReduceHolders: reduce_holders,
-    Opcode.ReduceTied: reduce_tied,
-    Opcode.ReduceNorm: reduce_norm,
-    Opcode.OptimizerStep: step,
+    Opcode.ReduceGrads: reductions.reduce_grads,
+    Opcode.ReduceHolders: reductions.reduce_holders,
+    Opcode.ReduceTied: reductions.reduce_tied,
+    Opcode.ReduceNorm: reductions.reduce_norm,
+    Opcode.OptimizerStep: reductions.step,
 }

@@ -12,7 +12,8 @@ so events are recorded on streams, and read when the step is over:
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from time import perf_counter
 from typing import Final, NamedTuple, Protocol, runtime_checkable
 
@@ -26,7 +27,8 @@ from schedir.errors import ModelError
 from schedir.ir.ops import COMPUTE, SENDS, Lane
 from schedir.ir.program import Program
 from schedir.predict.timeline import Timeline, spans_of
-from schedir.transports.transport import Done, Group, Transport, Work
+from schedir.transports.collectives import Group, Kind
+from schedir.transports.transport import Done, Transport, Work
 
 Floats = NDArray[np.float64]
 
@@ -214,7 +216,7 @@ def stamps_of(program: Program, rank: int, model: Model, device: torch.device) -
 
 
 class Recorded:
-    """A transport whose messages, reductions and gathers are followed to their end."""
+    """A transport whose messages and collectives are followed to their end."""
 
     def __init__(self, inner: Transport, stamps: Stamps) -> None:
         self.inner, self.stamps = inner, stamps
@@ -222,7 +224,7 @@ class Recorded:
         self.static = inner.static
         self.tp, self.dp = inner.tp, inner.dp
         self.tp_rank, self.dp_rank = inner.tp_rank, inner.dp_rank
-        self.agree, self.send, self.aside = inner.agree, inner.send, inner.aside
+        self.agree, self.send = inner.agree, inner.send
         self.buffers, self.step_ended = inner.buffers, inner.step_ended
         self.open = False  # within a group
 
@@ -230,15 +232,17 @@ class Recorded:
         """As Transport.recv."""
         return self._follow(self.inner.recv(tensor, peer, lane))
 
-    def all_reduce(self, tensor: Tensor, group: Group) -> Work:
-        """As Transport.all_reduce."""
-        return self._follow(self.inner.all_reduce(tensor, group))
+    def collective(self, kind: Kind, group: Group, out: Tensor, own: Tensor) -> Work:
+        """As Transport.collective."""
+        return self._follow(self.inner.collective(kind, group, out, own))
 
-    def all_gather(self, whole: Tensor, shard: Tensor) -> Work:
-        """As Transport.all_gather."""
-        if self.stamps.at is not None:
-            self.stamps.begins(self.stamps.at)  # anew, on the stream that is aside
-        return self._follow(self.inner.all_gather(whole, shard))
+    @contextmanager
+    def aside(self) -> Iterator[None]:
+        """As Transport.aside: an instruction that goes there begins there."""
+        with self.inner.aside():
+            if self.stamps.at is not None:
+                self.stamps.begins(self.stamps.at)
+            yield
 
     def _follow(self, work: Work) -> Work:
         work = self.stamps.follow(work)

@@ -371,7 +371,12 @@ def summing(
         return lambda: _spread(own, [*map(_grad, own.values())])
     if len(ranks) == len(weight.stages) == 2:  # in place: a sum of two has one order
         (copy,) = own.values()
-        return lambda: under_way.append(transport.all_reduce(_grad(copy), ranks))
+
+        def in_place() -> None:
+            grad = _grad(copy)
+            under_way.append(transport.collective("all_reduce", ranks, grad, grad))
+
+        return in_place
 
     def begin() -> None:
         first = _grad(next(iter(own.values())))
@@ -380,7 +385,7 @@ def summing(
         for row, s in zip(rows, weight.stages, strict=True):
             if s in own and plan.rank_of[s] == rank:
                 row.copy_(_grad(own[s]))
-        work = transport.all_reduce(rows, ranks)
+        work = transport.collective("all_reduce", ranks, rows, rows)
         under_way.append(_Then(work, partial(_spread, own, [*rows])))
 
     return begin

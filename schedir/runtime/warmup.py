@@ -72,7 +72,7 @@ def _meet(executor: Executor, transport: Processes) -> None:
     if ops & {Opcode.Scatter, Opcode.ScatterGrad}:
         pack(whole, transport.tp, transport.tp_rank)
     if ops & {Opcode.Gather, Opcode.GatherGrad}:
-        transport.all_gather(whole.view(-1), own_part(transport, whole)).wait()
+        transport.collective("all_gather", "tp", whole.view(-1), own_part(transport, whole)).wait()
     for k, i in enumerate(executor.stream):
         if ROWS[i.op].lane is Lane.DP:
             wait, run = executor.calls[k]

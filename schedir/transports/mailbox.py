@@ -5,17 +5,28 @@ from __future__ import annotations
 from collections import defaultdict, deque
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from schedir.analysis.graph import Model
 from schedir.ir.ops import Lane
 from schedir.ir.program import Program
 from schedir.ir.ties import ranks_of
-from schedir.transports.streams import Meetings, StreamHub, StreamMailbox
-from schedir.transports.transport import Done, Group, Work, buffers
+from schedir.transports.collectives import Group, Kind, Meetings, Part, meet
+from schedir.transports.streams import StreamHub, StreamMailbox
+from schedir.transports.transport import Done, Work, buffers
+
+
+@dataclass(eq=False)
+class _Part(Part, Done):
+    """A part in a collective, and whether that is over: in a legal order, before anybody waits."""
+
+    over: bool = False
+
+    def wait(self) -> None:
+        assert self.over, "the others come before anybody waits"
 
 
 class Hub:
@@ -24,7 +35,7 @@ class Hub:
     def __init__(self) -> None:
         self.sent: dict[tuple[Lane, int, int], deque[Tensor]] = defaultdict(deque)
         self.awaited: dict[tuple[Lane, int, int], deque[Tensor]] = defaultdict(deque)
-        self.meetings: Meetings[Tensor] = Meetings()
+        self.meetings: Meetings[_Part] = Meetings()
         self.told: list[Any] = []  # what is told of all ranks
 
 
@@ -59,14 +70,15 @@ class Mailbox:
             self.hub.awaited[key].append(tensor)
         return Done()
 
-    def all_reduce(self, tensor: Tensor, group: Group) -> Work:
-        """The last to come sums for all, first rank first whatever the order of arrival."""
-        came = self.hub.meetings.come(group, self.rank, self.members[group], tensor)
+    def collective(self, kind: Kind, group: Group, out: Tensor, own: Tensor) -> Work:
+        """The last to come does it for all, in the order of ranks whatever that of arrival."""
+        own_part = _Part(kind, out, own)
+        came = self.hub.meetings.come(group, self.rank, self.members[group], own_part)
         if came:
-            total = torch.stack(came).sum(0) if len(came) != 2 else came[0] + came[1]
-            for member in came:
-                member.copy_(total)
-        return Done()
+            meet(came)
+            for part in came:
+                part.over = True
+        return own_part
 
     running = nullcontext
 
@@ -74,9 +86,6 @@ class Mailbox:
         """Messages are delivered one by one."""
 
     begin = end = end_group = step_ended = start_group
-
-    def all_gather(self, whole: Tensor, shard: Tensor) -> Work:
-        raise NotImplementedError("virtual ranks have no tensor-parallel group")
 
     def aside(self) -> AbstractContextManager[object]:
         """Nobody waits for gathers."""
@@ -103,6 +112,7 @@ def members_of(program: Program, rank: int) -> dict[Group, list[int]]:
     tied = (ranks_of(stages, plan) for stages in program.tied)
     return {
         "dp": [rank],
+        "tp": [rank],
         "holders": sorted({rank, plan.ranks - 1 - rank}),
         "model": [*range(plan.ranks)],
         **{ranks: [*ranks] for ranks in tied},

@@ -19,7 +19,8 @@ from schedir.errors import ModelError
 from schedir.ir.ops import Lane, Token
 from schedir.ir.program import Program
 from schedir.ir.ties import meets, ranks_of
-from schedir.transports.transport import Group, Work, buffers
+from schedir.transports.collectives import COLLECTIVES, Group, Kind
+from schedir.transports.transport import Work, buffers
 
 
 class Processes:
@@ -28,8 +29,8 @@ class Processes:
     Ranks lie in a mesh (dp, pp, tp), tp innermost, so that tensor-parallel groups are
     neighbours.  Tensors on a GPU take the backend that the default group has for them.
 
-    Gathers have a group of their own beside that of the layers, and a CUDA stream: one that waits
-    for its message holds up no layer.
+    The tensor-parallel group of collectives is another one than that of the layers, and there is a
+    CUDA stream for it: a gather that waits for its message holds up no layer.
 
     `timeout` is how many seconds its groups wait for each other; torch's half an hour unless
     told.  `device` is where tensors are.
@@ -66,13 +67,13 @@ class Processes:
         self.name = program.name
         self.agree({"the program": program.digest[:12], "the transport": type(self).__name__})
         self.pipeline = self._group(mesh.swapaxes(1, 2).reshape(-1, pp))
-        self.tp_group = self.gather_group = None
+        self.groups: dict[Group, Any] = {"model": self._group(mesh.reshape(self.dp, -1))}
+        self.tp_group = None  # that of the layers
         if self.tp > 1:
             self.tp_group = self._group(mesh.reshape(-1, self.tp))
-            self.gather_group = self._group(mesh.reshape(-1, self.tp))
+            self.groups["tp"] = self._group(mesh.reshape(-1, self.tp))
             if self.static:
                 self.aside = partial(torch.cuda.stream, torch.cuda.Stream(device))
-        self.groups: dict[Group, Any] = {"model": self._group(mesh.reshape(self.dp, -1))}
         if self.dp > 1:
             self.groups["dp"] = self._group(mesh.reshape(self.dp, -1).T)
         if program.plan.two_way:
@@ -131,15 +132,9 @@ class Processes:
     def end_group(self) -> None:
         """As `start_group`."""
 
-    def all_reduce(self, tensor: Tensor, group: Group) -> Work:
-        """Start to sum in place."""
-        return cast(Work, dist.all_reduce(tensor, group=self.groups[group], async_op=True))
-
-    def all_gather(self, whole: Tensor, shard: Tensor) -> Work:
-        """Start to make a tensor whole."""
-        # The group itself, whose names for this change less than those of dist.
-        assert self.gather_group is not None
-        return cast(Work, self.gather_group._allgather_base(whole, shard))
+    def collective(self, kind: Kind, group: Group, out: Tensor, own: Tensor) -> Work:
+        """As Transport.collective."""
+        return cast(Work, COLLECTIVES[kind].start(self.groups[group], out, own))
 
 
 class Gloo(Processes):

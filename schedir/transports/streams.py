@@ -9,16 +9,16 @@ from __future__ import annotations
 from collections import defaultdict, deque
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, Generic, NamedTuple, TypeVar
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from schedir.analysis.graph import Model
 from schedir.ir.ops import Lane
-from schedir.transports.transport import Group, Work, buffers
-
-T = TypeVar("T")
+from schedir.transports.collectives import Group, Kind, Meetings, Part, meet
+from schedir.transports.transport import Work, buffers
 
 
 class _Point:
@@ -49,19 +49,6 @@ class _Point:
         torch.cuda.current_stream().wait_event(self.event)
 
 
-class Meetings(Generic[T]):
-    """Collectives that some members have come to; a member may come to several before others."""
-
-    def __init__(self) -> None:
-        self.came: dict[tuple[Group, int], deque[T]] = defaultdict(deque)
-
-    def come(self, group: Group, rank: int, members: list[int], brings: T) -> list[T]:
-        """To the last to come, what each member brings, by rank; to others nothing."""
-        self.came[group, rank].append(brings)
-        waiting = [self.came[group, member] for member in members]
-        return [first.popleft() for first in waiting] if all(waiting) else []
-
-
 class _Side(NamedTuple):
     """One side of a message that came first: its tensor, from when on, and where it will end."""
 
@@ -71,6 +58,14 @@ class _Side(NamedTuple):
     lane: torch.cuda.Stream
 
 
+@dataclass(eq=False)
+class _StreamPart(Part):
+    """A part in a collective, from when on its tensors may be used, and where the result ends."""
+
+    ready: _Point
+    ended: _Point
+
+
 class StreamHub:
     """Where virtual ranks meet: messages with one side there, and collectives half arrived."""
 
@@ -78,7 +73,7 @@ class StreamHub:
         self.sent: dict[tuple[Lane, int, int], deque[_Side]] = defaultdict(deque)
         self.awaited: dict[tuple[Lane, int, int], deque[_Side]] = defaultdict(deque)
         self.lanes: dict[tuple[Lane, int, int], torch.cuda.Stream] = {}
-        self.meetings: Meetings[tuple[Tensor, _Point, _Point]] = Meetings()
+        self.meetings: Meetings[_StreamPart] = Meetings()
         self.told: list[Any] = []  # what is told of all ranks
 
     def lane(self, lane: Lane, source: int, target: int) -> torch.cuda.Stream:
@@ -100,7 +95,7 @@ class StreamMailbox:
     ) -> None:
         self.hub, self.rank, self.members, self.model = hub, rank, members, model
         self.compute = torch.cuda.Stream()
-        self.reductions = torch.cuda.Stream(priority=-1)
+        self.collectives = torch.cuda.Stream(priority=-1)
 
     buffers = staticmethod(buffers)
 
@@ -143,25 +138,19 @@ class StreamMailbox:
 
     end_group = step_ended = start_group
 
-    def all_reduce(self, tensor: Tensor, group: Group) -> Work:
-        """The last to come sums for all."""
-        members, ended = self.members[group], _Point()
-        came = self.hub.meetings.come(group, self.rank, members, (tensor, _here(), ended))
+    def collective(self, kind: Kind, group: Group, out: Tensor, own: Tensor) -> Work:
+        """The last to come does it for all, in the order of ranks."""
+        ended = _Point()
+        part = _StreamPart(kind, out, own, _here(), ended)
+        came = self.hub.meetings.come(group, self.rank, self.members[group], part)
         if came:
-            with torch.cuda.stream(self.reductions):
-                for _, ready, _ in came:
-                    ready.wait()
-                total = came[0][0].clone()
-                for other, _, _ in came[1:]:
-                    total += other
-                for each, _, _ in came:
-                    each.copy_(total)
-                for _, _, over in came:
-                    over.reach(self.reductions)
+            with torch.cuda.stream(self.collectives):
+                for part in came:
+                    part.ready.wait()
+                meet(came)
+                for part in came:
+                    part.ended.reach(self.collectives)
         return ended
-
-    def all_gather(self, whole: Tensor, shard: Tensor) -> Work:
-        raise NotImplementedError("virtual ranks have no tensor-parallel group")
 
     def aside(self) -> AbstractContextManager[object]:
         """Nobody waits for gathers."""

@@ -4,16 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from contextlib import AbstractContextManager
-from typing import Any, Literal, Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 from schedir.analysis.graph import Model
 from schedir.ir.ops import Lane, Token
-
-# The ranks of the pipeline that hold a tied weight are a group by themselves.
-Group = Literal["dp", "holders", "model"] | tuple[int, ...]
+from schedir.transports.collectives import Group, Kind
 
 
 class Work(Protocol):
@@ -75,14 +73,15 @@ class Transport(Protocol):
     def end_group(self) -> None:
         """Issue those that were held back, as one."""
 
-    def all_reduce(self, tensor: Tensor, group: Group) -> Work:
-        """Start to sum in place: over the replicas of a stage ("dp"), its two holders ("holders"),
-        the ranks that hold a tied weight (a tuple of them), or all that hold a part of one replica
-        of the model ("model")."""
+    def collective(self, kind: Kind, group: Group, out: Tensor, own: Tensor) -> Work:
+        """Start what a group of n ranks does together: each brings `own`, and gets `out`.
 
-    def all_gather(self, whole: Tensor, shard: Tensor) -> Work:
-        """Start to make a tensor whole from the 1/t of each tensor-parallel rank, which lies in its
-        place there; both flat."""
+        "all_reduce": the sum of all `own`, which have one shape.  "all_gather": all `own` one after
+        the other, in the order of ranks.  "reduce_scatter": of the sum the 1/n that is the rank's
+        in that order.  `out` may be `own` of an all_reduce; the part that a gather brings may lie
+        in its place in `out`, and what a reduce_scatter gives in its place in `own`.  Both are
+        contiguous, and flat but for an all_reduce.  Neither may be touched before the end.
+        """
 
     def aside(self) -> AbstractContextManager[object]:
         """Within this a wait holds up no computation, but the gathers that are started within it;

@@ -20,12 +20,14 @@ from schedir.ir.ops import Lane
 from schedir.ir.program import Program
 from schedir.runtime.executor import Executor
 from schedir.runtime.recorder import EventStamps
+from schedir.transports import collectives
+from schedir.transports.collectives import Group
 from schedir.transports.edges import DirectedEdge, Edge
-from schedir.transports.transport import Group, Work
+from schedir.transports.transport import Work
 from tests.cpu.happens_before import Races
 from tests.cpu.virtual_gpu import Event, Stream, VirtualGPU
 
-Kind = Literal["send", "recv", "all_reduce", "all_gather"]
+Kind = Literal["send", "recv"] | collectives.Kind
 
 
 class _StreamWork:
@@ -96,10 +98,6 @@ class NcclLike(Edge):
         start = partial(super().recv, tensor, peer, lane)
         return self._issue("recv", group, [], [tensor], start)
 
-    def all_reduce(self, tensor: Tensor, group: Group) -> Work:
-        start = partial(super().all_reduce, tensor, group)
-        return self._issue("all_reduce", self.groups[group], [tensor], [tensor], start)
-
-    def all_gather(self, whole: Tensor, shard: Tensor) -> Work:
-        start = partial(super().all_gather, whole, shard)
-        return self._issue("all_gather", self.gather_group, [shard], [whole], start)
+    def collective(self, kind: collectives.Kind, group: Group, out: Tensor, own: Tensor) -> Work:
+        start = partial(super().collective, kind, group, out, own)
+        return self._issue(kind, self.groups[group], [own], [out], start)

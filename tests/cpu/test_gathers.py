@@ -26,6 +26,7 @@ from schedir.schedules import gpipe, interleaved, one_f_one_b
 from schedir.schedules.words import Schedule
 from schedir.testing import tiny
 from schedir.training import gpt
+from schedir.transports.collectives import Group, Kind
 from schedir.transports.processes import Gloo
 from schedir.transports.streams import StreamHub, StreamMailbox, _Point
 from schedir.transports.transport import Work
@@ -55,8 +56,10 @@ class Late(Gloo):
         self.open: set[_LateGather] = set()
         self.beside = 0  # collectives of layers that were called while a gather was in flight
 
-    def all_gather(self, whole: Tensor, shard: Tensor) -> Work:
-        return _LateGather(self, whole, shard)
+    def collective(self, kind: Kind, group: Group, out: Tensor, own: Tensor) -> Work:
+        if kind == "all_gather":
+            return _LateGather(self, out, own)
+        return super().collective(kind, group, out, own)
 
     def all_reduce_of_layers(self, tensor: Tensor, *args: Any, **how: Any) -> Any:
         if how.get("group") is self.tp_group:
@@ -72,7 +75,7 @@ class _LateGather:
         self.transport, self.whole, self.shard = transport, whole, shard
         self.read, self.written = shard.clone(), whole.clone()
         own = self.written.view(transport.tp, -1)[transport.tp_rank]
-        self.work = Gloo.all_gather(transport, self.written, own)
+        self.work = Gloo.collective(transport, "all_gather", "tp", self.written, own)
         whole.fill_(torch.nan)
         shard.copy_(self.read)
         transport.open.add(self)
@@ -136,10 +139,12 @@ class Sliced(StreamMailbox):
     def aside(self) -> AbstractContextManager[object]:
         return torch.cuda.stream(self.messages)
 
-    def all_gather(self, whole: Tensor, shard: Tensor) -> Work:
+    def collective(self, kind: Kind, group: Group, out: Tensor, own: Tensor) -> Work:
+        if kind != "all_gather":
+            return super().collective(kind, group, out, own)
         self.gathers.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self.gathers):
-            whole.view(self.tp, -1)[1].copy_(shard)
+            out.view(self.tp, -1)[1].copy_(own)
             self.gpu.work(self.seconds)
             return _Point(self.gathers)
 

@@ -242,7 +242,7 @@ def test_a_sum_is_by_rank_in_whatever_order_ranks_come(
         second = [torch.tensor(float(rank)) for rank in range(4)]
         for rank in order:
             for parts in (first, second):
-                ranks[rank].all_reduce(parts[rank], "model")
+                ranks[rank].collective("all_reduce", "model", parts[rank], parts[rank])
         sums |= {float(part) for part in first}
         assert {float(part) for part in second} == {6.0}
     assert len(sums) == 1

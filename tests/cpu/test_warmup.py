@@ -19,8 +19,9 @@ from schedir.runtime.rank import Boundary
 from schedir.runtime.warmup import warm_up
 from schedir.schedules import dualpipe, forward_only, interleaved, one_f_one_b
 from schedir.training import gpt
+from schedir.transports.collectives import Group, Kind
 from schedir.transports.processes import Gloo
-from schedir.transports.transport import Group, Work
+from schedir.transports.transport import Work
 from tests.cpu.spawn import run
 from tests.cpu.tiny_stages import (
     BOUNDARY,
@@ -76,13 +77,9 @@ class Noted(Gloo):
         super().__init__(program)
         self.met: set[Any] = set()
 
-    def all_reduce(self, tensor: Tensor, group: Group) -> Work:
+    def collective(self, kind: Kind, group: Group, out: Tensor, own: Tensor) -> Work:
         self.met.add(group)
-        return super().all_reduce(tensor, group)
-
-    def all_gather(self, whole: Tensor, shard: Tensor) -> Work:
-        self.met.add("tp")
-        return super().all_gather(whole, shard)
+        return super().collective(kind, group, out, own)
 
 
 def in_processes(rank: int, schedule: Any, plan: Plan, tp: int, dp: int) -> set[str]:

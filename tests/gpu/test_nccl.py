@@ -137,7 +137,7 @@ def late_gather(rank: int, folder: str) -> tuple[bool, bool]:
     torch.cuda.synchronize()
     with transport.aside():
         torch.cuda._sleep(4_000_000_000)  # cycles, on the stream that waits for messages
-        gather: Any = transport.all_gather(whole, part)
+        gather: Any = transport.collective("all_gather", "tp", whole, part)
     dist.all_reduce(one, group=transport.tp_group)
     summed = torch.cuda.Event()
     summed.record()

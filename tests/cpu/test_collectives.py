@@ -1,0 +1,161 @@
+"""Collectives of all kinds over all transports of a CPU, against a plain computation."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from itertools import permutations
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from schedir import compile
+from schedir.ir.plan import Plan
+from schedir.ir.program import Program
+from schedir.schedules import chimera, gpipe
+from schedir.transports import mailbox
+from schedir.transports.collectives import COLLECTIVES, Group, Kind
+from schedir.transports.edges import Edge, Grouped
+from schedir.transports.processes import Gloo, Processes
+from schedir.transports.shared import Shared
+from tests.cpu.spawn import run
+from tests.cpu.strict import Strict
+from tests.cpu.virtual_gpu import install
+
+TRANSPORTS: tuple[Callable[[Program], Processes], ...] = (Gloo, Shared, Edge, Grouped, Strict)
+TYPES = (torch.float32, torch.bfloat16, torch.complex64)
+PART = 3  # numbers of a rank's part
+
+
+def brings(process: int, members: int, dtype: torch.dtype) -> Tensor:
+    """What a process brings to a group; sums of it are exact in any order."""
+    return (1 + process + torch.arange(members * PART) ** 2 % 7).to(dtype)
+
+
+def plainly(kind: Kind, members: list[int], own: int, dtype: torch.dtype) -> Tensor:
+    """What process `own` must get."""
+    all_of = [brings(process, len(members), dtype) for process in members]
+    at = members.index(own)
+    if kind == "all_gather":
+        return torch.stack([one.view(len(members), PART)[0] for one in all_of]).view(-1)
+    total = torch.stack(all_of).sum(0)
+    return total if kind == "all_reduce" else total[at * PART : (at + 1) * PART]
+
+
+def collect(
+    transport: Any, group: Group, members: list[int], own: int, dtype: torch.dtype
+) -> dict[tuple[Kind, bool], tuple[Any, Tensor]]:
+    """Start every kind in a group: by kind, and whether in place, its Work and result."""
+    n, started = len(members), {}
+    for kind in COLLECTIVES:
+        for in_place in (False, True):
+            whole = brings(own, n, dtype)
+            mine = whole[members.index(own) * PART :][:PART]
+            if kind == "all_reduce":
+                out, given = whole if in_place else torch.empty_like(whole), whole
+            elif kind == "all_gather":
+                given = mine.copy_(whole[:PART]) if in_place else whole[:PART]
+                out = whole if in_place else torch.empty_like(whole)
+            else:
+                out, given = mine if in_place else torch.empty(PART, dtype=dtype), whole
+            work = transport.collective(kind, group, out, given)
+            started[kind, in_place] = work, out
+    return started
+
+
+def wrong(started: Any, members: list[int], own: int, dtype: torch.dtype) -> list[Any]:
+    """Wait for all that was started; which of it was not as it should be."""
+    found = []
+    for (kind, in_place), (work, out) in started.items():
+        work.wait()
+        if not torch.equal(out, plainly(kind, members, own, dtype)):
+            found.append((kind, in_place, dtype, out))
+    return found
+
+
+def groups_of(program: Program, process: int) -> dict[Group, list[int]]:
+    """Who is in the groups of a process, by the order of processes (dp, pp, tp)."""
+    tp, dp, pp = program.tp, program.dp, program.plan.ranks
+    r, p, t = process // (pp * tp), process // tp % pp, process % tp
+
+    def at(ranks: Any, replicas: Any = (r,), slices: Any = (t,)) -> list[int]:
+        return [(x * pp + y) * tp + z for x in replicas for y in ranks for z in slices]
+
+    found: dict[Group, list[int]] = {"model": at(range(pp), slices=range(tp))}
+    if dp > 1:
+        found["dp"] = at([p], range(dp))
+    if tp > 1:
+        found["tp"] = at([p], slices=range(tp))
+    if program.plan.two_way:
+        found["holders"] = at(sorted({p, pp - 1 - p}))
+    if program.tied:
+        found[0, pp - 1] = at([0, pp - 1])
+    return found
+
+
+def in_processes(rank: int) -> list[Any]:
+    found = []
+    for program in (
+        compile(gpipe, Plan(2, 2), tp=2, tied=True),
+        compile(gpipe, Plan(2, 2), dp=2),
+        compile(chimera, Plan(2, 2, placement="mirror"), tp=2),
+    ):
+        for make in TRANSPORTS:
+            transport = make(program)
+            groups = groups_of(program, rank)
+            assert groups.keys() == transport.groups.keys()
+            for dtype in TYPES:
+                for group, members in groups.items():
+                    started = collect(transport, group, members, rank, dtype)
+                    said = wrong(started, members, rank, dtype)
+                    found += [(make, group, *one) for one in said]
+    return found
+
+
+def test_processes() -> None:
+    assert run(in_processes, 4) == [[]] * 4
+
+
+@pytest.mark.parametrize("on_gpu", [False, True])
+def test_virtual_ranks(on_gpu: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever the order in which they come."""
+    program = compile(gpipe, Plan(3, 2), tied=True)
+    for order in permutations(range(3)):
+        if on_gpu:
+            install(monkeypatch)
+        ranks = mailbox.mailboxes(program, "edge", False, [])
+        for dtype in TYPES:
+            for group in ("dp", "tp", "model"):
+                members = {k: m.members[group] for k, m in enumerate(ranks)}
+                started = {k: collect(ranks[k], group, members[k], k, dtype) for k in order}
+                assert not [one for k in order for one in wrong(started[k], members[k], k, dtype)]
+
+
+@pytest.mark.parametrize("kind", COLLECTIVES)
+def test_virtual_ranks_meet_in_their_own_order(kind: Kind, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Sums that are rounded are the same, in bits, whoever comes last."""
+    program, results = compile(gpipe, Plan(3, 2)), set()
+    for order in permutations(range(3)):
+        ranks = mailbox.mailboxes(program, "edge", False, [])
+        own = [torch.tensor(part) for part in ([1e16, 1.0, 3.0], [1.0] * 3, [-1e16, 1.0, 1e-9])]
+        sizes = {"all_reduce": 3, "all_gather": 9, "reduce_scatter": 1}
+        out = [torch.zeros(sizes[kind]) for _ in ranks]
+        for k in order:
+            ranks[k].collective(kind, "model", out[k], own[k])
+        results.add(str([one.tolist() for one in out]))
+    assert len(results) == 1
+
+
+def test_nobody_goes_on_before_all_have_come() -> None:
+    first, second = mailbox.mailboxes(compile(gpipe, Plan(2, 2)), "edge", False, [])
+    one, other = torch.ones(2), torch.ones(2)
+    work = first.collective("all_reduce", "model", one, one)
+    with pytest.raises(AssertionError, match="others come before"):
+        work.wait()
+    second.collective("all_reduce", "model", other, other)
+    work.wait()
+    assert one.tolist() == [2, 2]
+    first.collective("all_reduce", "model", one, one)
+    with pytest.raises(AssertionError, match="one thing at a time"):
+        second.collective("reduce_scatter", "model", other[:1], other)
