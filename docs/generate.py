@@ -359,6 +359,7 @@ PAGES: dict[str, Callable[[], str]] = {
     "ir.md": ir,
     "schedules.md": schedules_page,
     "config.md": config_page,
+    "design.md": runpy.run_path(str(HERE / "design_map.py"))["page"],
     "api.md": runpy.run_path(str(HERE / "api_page.py"))["page"],
 }
 PAGES |= {f"images/schedules/{name}.svg": partial(picture, name) for name in WHEN}

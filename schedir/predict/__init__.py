@@ -1,1 +1,1 @@
-"""What a run will be, or was: Timelines, and what follows from them."""
+"""What a run will be, or was: Timelines, why ranks are idle, and what would shorten a step."""

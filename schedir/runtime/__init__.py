@@ -1,4 +1,4 @@
-"""Running programs: an executor for each rank, transports, the split backward pass, sizes.
+"""What runs a program: an executor for each rank, split backwards, what is kept and measured.
 
 What users need is here by name, and each is loaded where it is first used.
 """

@@ -1,1 +1,1 @@
-"""What is refused, and why."""
+"""What is refused, and why: missing work, values used too early, ranks that wait for ever."""
