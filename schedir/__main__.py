@@ -11,25 +11,14 @@ import argparse
 import os
 import sys
 from collections.abc import Callable, Sequence
+from importlib import import_module
 from typing import NoReturn
 
 from schedir import __version__
-from schedir.commands import (
-    calibrate,
-    check,
-    compare,
-    draw,
-    explain,
-    export,
-    import_,
-    show,
-    simulate,
-    train,
-)
+from schedir.commands import files, listed
 from schedir.errors import ProgramError, UsageError
 
 _ABOUT = "Pipeline schedules as programs: compile, check, predict, draw and run them."
-_COMMANDS = (show, check, simulate, explain, draw, compare, train, calibrate, export, import_)
 _EXIT = (
     "exit code: 0 fine, 2 refused program or bad usage, 1 a bug of schedir or a rank that crashed, "
     "130 interrupted"
@@ -43,7 +32,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         if getattr(sys, name) is None:
             setattr(sys, name, open(os.devnull, "w"))  # noqa: SIM115
     try:
-        args = _parser().parse_args(argv)
+        argv = sys.argv[1:] if argv is None else argv
+        args = _parser(argv).parse_args(argv)
         said: str | int = args.run(args)
         return _say(said) if isinstance(said, str) else said
     except SystemExit as end:  # --help
@@ -89,12 +79,14 @@ class _Parser(argparse.ArgumentParser):
         raise UsageError(message, hint=f"see {self.prog} --help")
 
 
-def _parser() -> argparse.ArgumentParser:
+def _parser(argv: Sequence[str]) -> argparse.ArgumentParser:
     parser = _Parser(prog="schedir", description=_ABOUT, epilog=_EXIT, allow_abbrev=False)
     parser.add_argument("--version", action="version", version=f"schedir {__version__}")
     subparsers = parser.add_subparsers(metavar="COMMAND", required=True)
-    for command in _COMMANDS:
-        name = command.__name__.rpartition(".")[2].rstrip("_")
+    named, known = next(iter(argv), ""), files()
+    # One that is named is the only one that is imported.
+    commands = {named: import_module(known[named])} if named in known else listed()
+    for name, command in commands.items():
         about = command.ABOUT
         sub = subparsers.add_parser(name, help=about, description=about, allow_abbrev=False)
         sub.set_defaults(run=command.run)

@@ -77,17 +77,25 @@ class ProgramError(Exception):
     """A program, or what was to become one, is refused.
 
     `fact` is one sentence, `program` the name of the program, `sites` the instructions
-    concerned, `hint` what would be right, given only where that is sure.
+    concerned, `hint` what would be right, given only where that is sure.  `fields` are the settings
+    that do not fit, by their names in `Plan`, `Program` or a configuration, the likeliest first.
     """
 
     def __init__(
-        self, fact: str, *, program: str = "", sites: Sequence[Site] = (), hint: str = ""
+        self,
+        fact: str,
+        *,
+        program: str = "",
+        sites: Sequence[Site] = (),
+        hint: str = "",
+        fields: Sequence[str] = (),
     ) -> None:
         super().__init__(fact)
         self.fact = fact
         self.program = program
         self.sites = tuple(sites)
         self.hint = hint
+        self.fields = tuple(fields)
 
     def lines(self) -> list[str]:
         """The body of the message, a line each, without the first and the hint."""
@@ -136,7 +144,7 @@ def flag(value: object, what: str) -> bool:
     """True or False, as numpy and 1 and 0 say it, too.  Raises UsageError for anything else."""
     if type(value).__name__ in ("bool", "bool_") or (isinstance(value, int) and value in (0, 1)):
         return bool(value)
-    raise UsageError(f"{what} is True or False, not {said(value)}")
+    raise UsageError(f"{what} is True or False, not {said(value)}", fields=[what])
 
 
 class ConfigError(UsageError):
@@ -146,10 +154,17 @@ class ConfigError(UsageError):
     """
 
     def __init__(
-        self, fact: str, *, where: str, line: int = 0, column: int = 0, hint: str = ""
+        self,
+        fact: str,
+        *,
+        where: str,
+        line: int = 0,
+        column: int = 0,
+        hint: str = "",
+        fields: Sequence[str] = (),
     ) -> None:
         place = f"{where}, line {line}, column {column}" if line else where
-        super().__init__(fact, program=place, hint=hint)
+        super().__init__(fact, program=place, hint=hint, fields=fields)
         self.where = where
         self.line = line
         self.column = column

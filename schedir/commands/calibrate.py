@@ -7,6 +7,7 @@ import sys
 
 from schedir.errors import UsageError
 
+ORDER = 7
 ABOUT = "print the mean times of a run as --costs takes them"
 
 

@@ -6,7 +6,7 @@ import argparse
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from schedir.commands.options import SOURCE, add_shape, model_of, program_of, timeline_of
+from schedir.commands._options import add_shape, add_source, request_of
 from schedir.errors import DeadlockError, GroupError, UsageError
 from schedir.io.terminal import as_json, table
 
@@ -14,13 +14,14 @@ if TYPE_CHECKING:
     from schedir.analysis.graph import Model
     from schedir.ir.program import Program
 
+ORDER = 1
 ABOUT = "prove that a program is complete and finishes"
 _LONGEST = 40  # links of a chain that are shown
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
     """A source, and whose start to explain."""
-    parser.add_argument("source", metavar="SCHEDULE", help=SOURCE)
+    add_source(parser)
     parser.add_argument("--why", metavar="RANK:INDEX", help="what decides when this one starts")
     parser.add_argument(
         "--blocks", action="store_true", help="on hosts that wait themselves, as those of CPUs do"
@@ -36,8 +37,8 @@ def run(args: argparse.Namespace) -> str:
 
     if args.why is not None:
         return _why(args)
-    program, _ = program_of(args, args.source)
-    first = model_of(args, program)
+    request = request_of(args, args.source)
+    program, first = request.program, request.proven_model
     others = [model for model in MODELS if args.model is None and model != first]
     try:
         check(program, first, blocks=args.blocks)
@@ -72,7 +73,7 @@ def run(args: argparse.Namespace) -> str:
 
 def _why(args: argparse.Namespace) -> str:
     """The chain of instructions that decides when one starts."""
-    timeline = timeline_of(args, args.source)
+    timeline = request_of(args, args.source).timeline
     rank, _, index = args.why.partition(":")
     streams = timeline.program.streams
     if not all(part.isascii() and part.isdecimal() for part in (rank, index)):

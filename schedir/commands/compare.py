@@ -6,15 +6,16 @@ import argparse
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from schedir.commands.draw import add_picture, only_charts, save_chart
-from schedir.commands.options import SOURCE, add_shape, timeline_of
-from schedir.commands.simulate import facts
+from schedir.commands._facts import facts
+from schedir.commands._options import add_shape, add_source, request_of
+from schedir.commands._pictures import add_picture, only_charts, save_chart
 from schedir.errors import UsageError
 from schedir.io.terminal import as_json, table
 
 if TYPE_CHECKING:
     from schedir.predict.timeline import Timeline
 
+ORDER = 5
 ABOUT = (
     "set schedules of one model side by side: costs are those of a whole rank, of a microbatch "
     "or of its reductions, split evenly over its stages; a schedule without a parameter v has one "
@@ -25,7 +26,7 @@ MOST = 8  # differences that are told
 
 def arguments(parser: argparse.ArgumentParser) -> None:
     """Sources, and where a picture of all goes."""
-    parser.add_argument("source", metavar="SCHEDULE", nargs="+", help=SOURCE)
+    add_source(parser, several=True)
     parser.add_argument("-o", dest="output", metavar="FILE", help="draw them under each other")
     parser.add_argument("--tradeoff", action="store_true", help="draw bubble against memory")
     add_picture(parser)
@@ -41,7 +42,7 @@ def run(args: argparse.Namespace) -> str:
         only_charts(args, "a table")
     elif args.tradeoff:
         only_charts(args, "bubble against memory")
-    timelines = [timeline_of(args, source, share=True) for source in args.source]
+    timelines = [request_of(args, source, share=True).timeline for source in args.source]
     said = _compared(timelines, as_table=not args.json)
     if not args.json:
         said += _differ(timelines)

@@ -3,23 +3,22 @@
 from __future__ import annotations
 
 import argparse
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING
 
-from schedir.commands.options import SOURCE, add_shape, timeline_of
+from schedir.commands._options import add_shape, add_source, request_of
+from schedir.commands._pictures import add_picture, in_letters, only_charts, save_chart
 from schedir.errors import UsageError
-from schedir.ir.numerals import decimal
 
 if TYPE_CHECKING:
     from schedir.predict.timeline import Timeline
-    from schedir.viz.chart import Style
 
+ORDER = 4
 ABOUT = "draw runs: on the terminal, as a picture, or as a page to look around in"
-_STYLE = ("show", "width", "palette", "colours", "axis", "time")  # as schedir.viz has them
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
     """Sources, where the picture goes, and what it shows."""
-    parser.add_argument("source", metavar="SCHEDULE", nargs="+", help=SOURCE)
+    add_source(parser, several=True)
     parser.add_argument(
         "-o", dest="output", metavar="FILE",
         help="html for a page of one run or two; png, svg or pdf for a picture; "
@@ -30,65 +29,6 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     add_shape(parser)
 
 
-def add_picture(parser: argparse.ArgumentParser) -> None:
-    """What a chart shows, and how wide it is."""
-    parser.add_argument(
-        "--show", metavar="MARKS",
-        help="of lanes,arrows,path,in_flight,memory,phases, or none (lanes)",
-    )  # fmt: skip
-    parser.add_argument(
-        "--width", metavar="WIDTH", type=_width, help="column or page of a paper, or inches"
-    )
-    parser.add_argument(
-        "--title", metavar="TEXT", action="append",
-        help="instead of a name, one for each chart; '' for no line above it",
-    )  # fmt: skip
-    parser.add_argument(
-        "--palette", metavar="NAME",
-        help="plain (holds for colour-blind readers and in grey), grey, or bright",
-    )  # fmt: skip
-    parser.add_argument(
-        "--colours", metavar="COLOURS", type=_colours,
-        help="F=skyblue,B=#4b3b8f: of F, B, I, W, act, grad, tp, dp, step",
-    )  # fmt: skip
-    parser.add_argument("--axis", metavar="TEXT", help="under the time axis; none for no axis")
-    parser.add_argument(
-        "--time", metavar="FROM:TO", type=_times, help="the part that is drawn, in the run's unit"
-    )
-
-
-def _width(text: str) -> float | str:
-    try:
-        inches = decimal(text)
-    except ValueError:
-        return text
-    if not 1 <= inches <= 100:
-        raise argparse.ArgumentTypeError(f"must be from 1 to 100 inches, not {text}")
-    return inches
-
-
-def _colours(text: str) -> dict[str, str]:
-    pairs = [part.partition("=") for part in text.split(",")]
-    if not all(equals for _, equals, _ in pairs):
-        raise argparse.ArgumentTypeError(f"is like F=skyblue,B=#4b3b8f, not {text!r}")
-    return {kind.strip(): said.strip() for kind, _, said in pairs}
-
-
-def _times(text: str) -> tuple[float, float]:
-    try:
-        begin, end = map(decimal, text.split(":"))
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"is two numbers, like 10:25, not {text!r}") from None
-    return begin, end
-
-
-def only_charts(args: argparse.Namespace, what: str) -> None:
-    """Refuse what `add_picture` takes where something else is drawn."""
-    for name in ("title", *_STYLE):
-        if getattr(args, name) is not None:
-            raise UsageError(f"--{name} is for Gantt charts, not for {what}")
-
-
 def run(args: argparse.Namespace) -> str:
     """The picture, by the ending of its name."""
     page = args.output is not None and args.output.lower().endswith(".html")
@@ -96,7 +36,7 @@ def run(args: argparse.Namespace) -> str:
         raise UsageError("a map of idle time is a picture", hint="-o FILE.png")
     if page or args.idle or args.output is None:
         only_charts(args, "a page" if page else "a map of idle time" if args.idle else "letters")
-    timelines = [timeline_of(args, source) for source in args.source]
+    timelines = [request_of(args, source).timeline for source in args.source]
     if args.output is None:
         return "\n".join(map(in_letters, timelines))
     if page:
@@ -116,30 +56,6 @@ def run(args: argparse.Namespace) -> str:
     else:
         save_chart(args, timelines)
     return f"wrote {args.output}\n"
-
-
-def in_letters(timeline: Timeline, before: str = "") -> str:
-    """The run in letters, as wide as the terminal; each line begins with `before`."""
-    from shutil import get_terminal_size
-
-    from schedir.io.terminal import painted
-    from schedir.viz.text_chart import letters
-
-    lines = letters(timeline, get_terminal_size().columns - len(before))
-    return painted([[(before, ""), *line] for line in lines])
-
-
-def save_chart(args: argparse.Namespace, timelines: list[Timeline]) -> None:
-    """A Gantt chart of runs under each other, as `add_picture` says."""
-    from schedir.viz import compare, save
-    from schedir.viz.output import suffix_of
-
-    suffix_of(args.output)  # a wrong ending is told before anything is drawn
-    said = {name: getattr(args, name) for name in _STYLE}
-    style = {name: value for name, value in said.items() if value is not None}
-    if style.get("show") == "none":
-        style["show"] = ""
-    save(compare(timelines, titles=args.title, **cast("Style", style)), args.output)
 
 
 def _expected(measured: Timeline) -> Timeline:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import argparse
 from typing import TYPE_CHECKING, Any
 
-from schedir.commands.options import SOURCE, add_shape, costs_of, timeline_of
+from schedir.commands._facts import facts
+from schedir.commands._options import add_shape, add_source, request_of
 from schedir.io.terminal import as_json
 
 if TYPE_CHECKING:
@@ -14,32 +15,29 @@ if TYPE_CHECKING:
     from schedir.predict.timeline import Timeline
     from schedir.predict.what_if import Advice
 
+ORDER = 3
 ABOUT = "tell why ranks are idle, and what would shorten the step, by simulating each change"
 SHOWN, LEAST = 3, 0.005  # changes that are told, and what they save at least of a prediction
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
     """A source."""
-    parser.add_argument("source", metavar="SCHEDULE", help=SOURCE)
+    add_source(parser)
     parser.add_argument("--json", action="store_true", help="for a program to read")
     add_shape(parser)
 
 
 def run(args: argparse.Namespace) -> str:
     """Some five lines."""
-    from schedir.io.load import load
-    from schedir.ir.program import Program
+    from schedir.ir.costs import Costs
     from schedir.predict.bubble_causes import idleness
     from schedir.predict.what_if import advise
 
-    timeline = timeline_of(args, args.source)
-    costs, schedule = None, None
-    if args.costs is not None or not args.source.endswith(".timeline"):
-        costs = costs_of(args.costs)
-    if not args.source.endswith(".timeline"):
-        found = load(args.source)
-        schedule = None if isinstance(found, Program) else found
-    advice = advise(timeline, costs, schedule)
+    request = request_of(args, args.source)
+    timeline, costs = request.timeline, request.costs
+    if costs is None and request.run is None:
+        costs = Costs()
+    advice = advise(timeline, costs, request.schedule)
     if args.json:
         return as_json(_facts(timeline, advice))
     idle = idleness(timeline)
@@ -49,7 +47,6 @@ def run(args: argparse.Namespace) -> str:
 
 
 def _facts(timeline: Timeline, advice: Advice) -> dict[str, Any]:
-    from schedir.commands.simulate import facts
     from schedir.predict.bubble_causes import Cause, by_cause, idleness
 
     table = by_cause(idleness(timeline), timeline.ranks)

@@ -6,10 +6,11 @@ import argparse
 from collections.abc import Callable
 from typing import NamedTuple
 
-from schedir.commands.options import SOURCE, add_shape, model_of, program_of, timeline_of
+from schedir.commands._options import add_shape, add_source, request_of
 from schedir.errors import UsageError
 from schedir.io.files import atomic_write
 
+ORDER = 8
 ABOUT = "write a program or a run in the form that another system reads"
 LARGE = 5_000_000  # bytes above which JSON is packed
 
@@ -26,15 +27,16 @@ def _torch(args: argparse.Namespace) -> str:
     from schedir.io import torch_csv
     from schedir.verify.check import check, check_draft
 
-    program, _ = program_of(args, args.source)
-    program = check_draft(program) if program.is_draft else check(program, model_of(args, program))
+    request = request_of(args, args.source)
+    program = request.program
+    program = check_draft(program) if program.is_draft else check(program, request.proven_model)
     return torch_csv.show(program, args.to)
 
 
 def _perfetto(args: argparse.Namespace) -> str:
     from schedir.io import perfetto
 
-    return perfetto.text(timeline_of(args, args.source))
+    return perfetto.text(request_of(args, args.source).timeline)
 
 
 FORMS = {
@@ -46,7 +48,7 @@ FORMS = {
 
 def arguments(parser: argparse.ArgumentParser) -> None:
     """A source, the form, and where it goes."""
-    parser.add_argument("source", metavar="SCHEDULE", help=SOURCE)
+    add_source(parser)
     about = "; ".join(f"{name}: {form.about}" for name, form in FORMS.items())
     parser.add_argument("--to", metavar="FORM", required=True, help=about)
     parser.add_argument("-o", dest="output", metavar="FILE", required=True)

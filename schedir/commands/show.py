@@ -5,18 +5,20 @@ from __future__ import annotations
 import argparse
 import sys
 
-from schedir.commands.draw import in_letters
-from schedir.commands.options import SOURCE, add_shape, program_of, timeline_of
+from schedir.commands._options import add_shape, add_source, request_of
+from schedir.commands._pictures import in_letters
 from schedir.errors import ProgramError, UsageError
 from schedir.io.files import atomic_write
+from schedir.io.request import Request
 from schedir.io.terminal import coloured
 
+ORDER = 0
 ABOUT = "print a program's text (and a chart of it, on a terminal), or write it to a file"
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
     """A source, and how to print it."""
-    parser.add_argument("source", metavar="SCHEDULE", help=SOURCE)
+    add_source(parser)
     parser.add_argument("--flat", action="store_true", help="one line per instruction")
     parser.add_argument("--draft", action="store_true", help="compute only, before the lowering")
     parser.add_argument("-o", dest="output", metavar="FILE.sched", help="write it there")
@@ -27,10 +29,10 @@ def run(args: argparse.Namespace) -> str:
     """The text, folded unless told otherwise."""
     from schedir.ir.text import show
 
-    program, _ = program_of(args, args.source)
-    text = show(program, folded=not args.flat)
+    request = request_of(args, args.source)
+    text = show(request.program, folded=not args.flat)
     if args.output is None:
-        return coloured(text) + _drawn(args)
+        return coloured(text) + _drawn(request)
     if not args.output.endswith(".sched"):
         raise UsageError(f"a program's file ends in .sched: {args.output} does not")
     with atomic_write(args.output) as path:
@@ -38,11 +40,11 @@ def run(args: argparse.Namespace) -> str:
     return f"wrote {args.output}\n"
 
 
-def _drawn(args: argparse.Namespace) -> str:
+def _drawn(request: Request) -> str:
     """On a terminal, what the program will do, if it can; as comments, so that all still parses."""
     if not sys.stdout.isatty():
         return ""
     try:
-        return "\n" + in_letters(timeline_of(args, args.source), before="# ")
+        return "\n" + in_letters(request.timeline, before="# ")
     except ProgramError:
         return ""  # what is wrong with it, `check` tells

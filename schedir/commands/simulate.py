@@ -5,19 +5,22 @@ from __future__ import annotations
 import argparse
 from typing import TYPE_CHECKING, Any
 
-from schedir.commands.options import SOURCE, add_shape, costs_of, timeline_of
+from schedir.commands._facts import facts
+from schedir.commands._options import add_shape, add_source, request_of
 from schedir.errors import UsageError, in_bytes
+from schedir.io.request import Request
 from schedir.io.terminal import as_json, table
 
 if TYPE_CHECKING:
     from schedir.predict.timeline import Timeline
 
+ORDER = 2
 ABOUT = "predict when each rank works, and how much it holds"
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
     """A source, and where the run goes."""
-    parser.add_argument("source", metavar="SCHEDULE", help=SOURCE)
+    add_source(parser)
     parser.add_argument("-o", dest="output", metavar="FILE.timeline", help="write the run there")
     parser.add_argument("--json", action="store_true", help="for a program to read")
     add_shape(parser)
@@ -29,7 +32,8 @@ def run(args: argparse.Namespace) -> str:
 
     if args.output is not None and not args.output.endswith(SUFFIX):
         raise UsageError(f"a run's file ends in {SUFFIX}: {args.output} does not")
-    timeline = timeline_of(args, args.source)
+    request = request_of(args, args.source)
+    timeline = request.timeline
     if args.output is not None:
         save_timeline(timeline, args.output)
     columns: dict[str, list[Any]] = {
@@ -40,7 +44,7 @@ def run(args: argparse.Namespace) -> str:
     }
     if timeline.sizes is not None:
         columns["peak_memory"] = timeline.peak_memory.tolist()
-    slots = _slots(args, timeline)
+    slots = _slots(request)
     if args.json:
         return as_json(facts(timeline) | columns | slots)
     if "peak_memory" in columns:
@@ -61,20 +65,21 @@ def run(args: argparse.Namespace) -> str:
     )
 
 
-def _slots(args: argparse.Namespace, timeline: Timeline) -> dict[str, Any]:
+def _slots(request: Request) -> dict[str, Any]:
     """How many slots each rank shares, and how long it would take if each value had its own."""
     from dataclasses import replace
 
     from schedir.predict.simulate import simulate
 
+    timeline = request.timeline
     program = timeline.program
     if not program.slots:
         return {}
     slots = [counts._asdict() for counts in program.slots]
-    if args.source.endswith(".timeline") and args.costs is None:  # its costs are not known
+    if request.run is not None and request.costs is None:  # its costs are not known
         return {"slots": slots}
-    free, costs = replace(program, slots=()), costs_of(args.costs)
-    own = simulate(free, costs, model=timeline.model, blocks=timeline.blocks)
+    free = replace(program, slots=())
+    own = simulate(free, request.costs, model=timeline.model, blocks=timeline.blocks)
     return {"slots": slots, "span_with_own_slots": own.span}
 
 
@@ -89,18 +94,3 @@ def _said(timeline: Timeline, slots: dict[str, Any]) -> str:
         text += f"; with one for each value the span would be {own:.6g}"
         text += f", {less:.1%} less" if less > 1e-9 else ", the same"
     return f"{text}\n"
-
-
-def facts(timeline: Timeline) -> dict[str, Any]:
-    """What is said of a run as a whole."""
-    return {
-        "program": timeline.program.name,
-        "digest": timeline.program.digest,
-        "kind": timeline.kind,
-        "stages_per_rank": timeline.program.plan.stages_per_rank,
-        "doubt": timeline.doubt,
-        "unit": timeline.unit,
-        "span": timeline.span,
-        "bubble": timeline.bubble,
-        "bubble_over_ideal": timeline.bubble_over_ideal,
-    }

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 
+ORDER = 6
 ABOUT = "train a GPT as a configuration says"
 
 

@@ -5,23 +5,55 @@ from __future__ import annotations
 import ast
 import sys
 from difflib import get_close_matches
-from functools import partial
+from functools import cached_property, partial
 from importlib.util import module_from_spec, spec_from_file_location
 from inspect import signature
 from pathlib import Path
 from traceback import extract_tb
 from types import FunctionType, ModuleType
+from typing import TYPE_CHECKING
 
 from schedir.errors import ProgramError, UsageError, in_words
 from schedir.io.files import read_text
 from schedir.io.timeline_file import SUFFIX, load_timeline
 from schedir.ir.program import Program
 from schedir.ir.text import parse
+from schedir.predict.timeline import Timeline
 from schedir.schedules import built_in
 from schedir.schedules.words import Schedule
 
+if TYPE_CHECKING:
+    from typing import Self
+
 # So named, a person's random.py hides nobody's random.
 _PREFIX = "schedir_file_"
+
+
+class Source(str):
+    """What a person names, as `load` takes it; it is loaded once, when it is first asked for."""
+
+    def __new__(cls, name: str) -> Self:
+        return name if isinstance(name, cls) else super().__new__(cls, name)
+
+    @classmethod
+    def of(cls, found: Schedule | Program, name: str) -> Self:
+        """What is there already, called so."""
+        source = cls(name)
+        vars(source)["found"] = found
+        return source
+
+    @cached_property
+    def run(self) -> Timeline | None:
+        """The run that it is, if it is one; raises what `load_timeline` does."""
+        return load_timeline(self) if self.endswith(SUFFIX) else None
+
+    @cached_property
+    def found(self) -> Schedule | Program:
+        """The schedule, or the Program, of a run its; raises what `load` does."""
+        return load(self) if self.run is None else self.run.program
+
+    def __reduce__(self) -> tuple[type[Source], tuple[str]]:
+        return Source, (str(self),)  # who takes a copy loads it anew
 
 
 def load(source: str) -> Schedule | Program:

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from functools import cached_property
 from operator import index
+from typing import Final
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from schedir.errors import PlanError
-from schedir.ir.numerals import NO_NUMBERS
+from schedir.ir.fields import Kind, fields_of, itself, setting, whole_number, whole_numbers
+from schedir.ir.numerals import NO_NUMBERS, whole
 from schedir.ir.ops import ROWS, Per
 
 MAX_MICROBATCHES = 2**20
@@ -30,6 +32,56 @@ def _vee(rank: int, local: int, ranks: int) -> int:
 
 
 PLACEMENTS = {"loop": _loop, "vee": _vee}
+
+
+def _read_placement(text: str) -> str | tuple[int, ...]:
+    try:
+        return whole_numbers(text)
+    except ValueError:
+        if text[:1].isdigit():
+            raise ValueError(f"{_NAME}, not {text!r}") from None
+        return text  # a name
+
+
+def _read_delay(text: str) -> int | tuple[int, ...]:
+    try:
+        return whole_numbers(text) if "," in text else whole(text)
+    except ValueError:
+        raise ValueError(f"{_NUMBERS}, not {text!r}") from None
+
+
+def _show(value: str | int | tuple[int, ...], _: object) -> str:
+    return ",".join(map(str, value)) if isinstance(value, tuple) else str(value)
+
+
+# How the fields of a plan are said.
+_NAME = "is a name or ranks like 0,1,1,0"
+_NUMBERS = "must be a whole number, or one per stage like 2,1,0"
+_RANKS = setting(
+    whole_number(1, MAX_STAGES), "pipeline ranks ({ranks})", always=True, digest=itself
+)
+_MICROBATCHES = setting(
+    whole_number(1, MAX_MICROBATCHES), "{per_rank} per rank", always=True, digest=itself
+)
+_STAGES_PER_RANK = setting(
+    whole_number(1, MAX_STAGES),
+    "1, or 2 for a schedule with a parameter v",
+    always=True,
+    digest=lambda _, __: (),  # the holders of the stages say it
+)
+_PLACEMENT = setting(
+    Kind(_NAME, _read_placement, str | tuple[int, ...], show=_show, metavar="WHERE"),
+    "loop, vee, mirror, or ranks like 0,1,1,0",
+    always=True,
+    digest=lambda _, plan: (plan.holders.tolist(),),
+)
+_UPDATES = setting(whole_number(1, MAX_MICROBATCHES), "updates without a flush (1)", digest=itself)
+_DELAY = setting(
+    Kind(_NUMBERS, _read_delay, int | tuple[int, ...], show=_show),
+    "updates by which weights are old; or 2,1,0",
+    beside="updates",
+    digest=itself,
+)
 
 
 @dataclass(frozen=True, repr=False)
@@ -67,23 +119,23 @@ class Plan:
     schedir.errors.PlanError: microbatches must be from 1 to 1048576, not 0
     """
 
-    ranks: int
-    microbatches: int
-    stages_per_rank: int = 1
-    placement: str | tuple[int, ...] = "loop"
-    updates: int = 1
-    delay: int | tuple[int, ...] = 0
+    ranks: int = field(metadata=_RANKS)
+    microbatches: int = field(metadata=_MICROBATCHES)
+    stages_per_rank: int = field(default=1, metadata=_STAGES_PER_RANK)
+    placement: str | tuple[int, ...] = field(default="loop", metadata=_PLACEMENT)
+    updates: int = field(default=1, metadata=_UPDATES)
+    delay: int | tuple[int, ...] = field(default=0, metadata=_DELAY)
 
     def __post_init__(self) -> None:
-        self._whole("ranks", MAX_STAGES)
-        self._whole("microbatches", MAX_MICROBATCHES)
-        self._whole("stages_per_rank", MAX_STAGES)
-        self._whole("updates", MAX_MICROBATCHES)
+        for f in PLAN:
+            value = f.kind.settle(f.name, getattr(self, f.name), None)
+            object.__setattr__(self, f.name, value)
         if isinstance(self.placement, str):
             if self.placement not in PLACEMENTS and not self.two_way:
                 raise PlanError(
                     f"placement must be 'loop', 'vee', 'mirror' or the rank of each stage, "
-                    f"not {self.placement!r}"
+                    f"not {self.placement!r}",
+                    fields=["placement"],
                 )
             if self.placement != "loop" and self.stages_per_rank == 1:
                 object.__setattr__(self, "stages_per_rank", 2)
@@ -92,11 +144,15 @@ class Plan:
         else:
             self._read_map(self.placement)
         if self.stages > MAX_STAGES:
-            raise PlanError(f"{self.stages} stages are more than the {MAX_STAGES} allowed")
+            raise PlanError(
+                f"{self.stages} stages are more than the {MAX_STAGES} allowed",
+                fields=["ranks", "stages_per_rank", "placement"],
+            )
         if self.stages * self.microbatches > MAX_CELLS:
             raise PlanError(
                 f"{self.stages} stages x {self.microbatches} microbatches are more than the "
-                f"{MAX_CELLS} cells allowed"
+                f"{MAX_CELLS} cells allowed",
+                fields=["microbatches", "ranks", "stages_per_rank", "placement"],
             )
         self._check_updates()
 
@@ -106,18 +162,6 @@ class Plan:
         told = (f"{name}={value!r}" for name, value in said.items() if value != usual[name])
         return f"Plan({', '.join(told)})"
 
-    def _whole(self, name: str, most: int) -> None:
-        value = getattr(self, name)
-        try:
-            if isinstance(value, bool):
-                raise TypeError
-            value = index(value)
-        except TypeError:
-            raise PlanError(f"{name} must be a whole number, not {value!r}") from None
-        if not 1 <= value <= most:
-            raise PlanError(f"{name} must be from 1 to {most}, not {value}")
-        object.__setattr__(self, name, value)
-
     def _read_map(self, given: Iterable[int]) -> None:
         try:
             if isinstance(given, NO_NUMBERS):
@@ -126,23 +170,28 @@ class Plan:
         except TypeError:
             raise PlanError(
                 f"placement must be 'loop', 'vee', 'mirror' or the rank of each stage, "
-                f"not {given!r}"
+                f"not {given!r}",
+                fields=["placement"],
             ) from None
         held = Counter(placement)
         for stage, rank in enumerate(placement):
             if not 0 <= rank < self.ranks:
                 raise PlanError(
                     f"placement puts stage {stage} on rank {rank}, but the ranks are "
-                    f"0 to {self.ranks - 1}"
+                    f"0 to {self.ranks - 1}",
+                    fields=["placement", "ranks"],
                 )
         for rank in range(self.ranks):
             if rank not in held:
-                raise PlanError(f"placement gives rank {rank} no stage")
+                raise PlanError(
+                    f"placement gives rank {rank} no stage", fields=["placement", "ranks"]
+                )
         most = max(held.values())
         if self.stages_per_rank not in (1, most):
             raise PlanError(
                 f"placement puts up to {most} stages on a rank, but stages_per_rank is "
-                f"{self.stages_per_rank}"
+                f"{self.stages_per_rank}",
+                fields=["placement", "stages_per_rank"],
             )
         object.__setattr__(self, "placement", placement)
         object.__setattr__(self, "stages_per_rank", most)
@@ -152,18 +201,25 @@ class Plan:
             if getattr(self, name) % 2:
                 raise PlanError(
                     f"placement 'mirror' pairs ranks and their stages: {name} must be even, "
-                    f"not {getattr(self, name)}"
+                    f"not {getattr(self, name)}",
+                    fields=["placement", name],
                 )
         if self.microbatches < 2:
-            raise PlanError("placement 'mirror' takes two microbatches at least, one each way")
+            raise PlanError(
+                "placement 'mirror' takes two microbatches at least, one each way",
+                fields=["placement", "microbatches"],
+            )
 
     def _check_updates(self) -> None:
         if self.microbatches % self.updates:
             raise PlanError(
-                f"{self.microbatches} microbatches cannot be divided among {self.updates} updates"
+                f"{self.microbatches} microbatches cannot be divided among {self.updates} updates",
+                fields=["microbatches", "updates"],
             )
         if self.two_way and self.updates > 1:
-            raise PlanError("placement 'mirror' goes with one update")
+            raise PlanError(
+                "placement 'mirror' goes with one update", fields=["placement", "updates"]
+            )
         try:
             if isinstance(self.delay, NO_NUMBERS):
                 raise TypeError
@@ -173,18 +229,26 @@ class Plan:
                 delay = index(self.delay)
         except TypeError:
             raise PlanError(
-                f"delay must be a whole number or one per stage, not {self.delay!r}"
+                f"delay must be a whole number or one per stage, not {self.delay!r}",
+                fields=["delay"],
             ) from None
         each = delay if isinstance(delay, tuple) else (delay,)
         if isinstance(delay, tuple) and len(delay) != self.stages:
-            raise PlanError(f"delay has {len(delay)} numbers for {self.stages} stages")
+            raise PlanError(
+                f"delay has {len(delay)} numbers for {self.stages} stages", fields=["delay"]
+            )
         for d in each:
             if not 0 <= d < MAX_MICROBATCHES:
-                raise PlanError(f"delay must be from 0 to {MAX_MICROBATCHES - 1}, not {d}")
+                raise PlanError(
+                    f"delay must be from 0 to {MAX_MICROBATCHES - 1}, not {d}", fields=["delay"]
+                )
         if len({*each}) == 1:
             delay = each[0]
         if delay != 0 and self.updates == 1:
-            raise PlanError(f"delay is {delay}, but there is one update, with nothing to be behind")
+            raise PlanError(
+                f"delay is {delay}, but there is one update, with nothing to be behind",
+                fields=["delay", "updates"],
+            )
         object.__setattr__(self, "delay", delay)
 
     @property
@@ -283,3 +347,6 @@ class Plan:
             local[list(own)] = np.arange(len(own))
         local.flags.writeable = False
         return local
+
+
+PLAN: Final = fields_of(Plan, of_plan=True)

@@ -14,11 +14,12 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple, overload
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from schedir.errors import PlanError, flag, said
+from schedir.errors import PlanError, said
+from schedir.ir.fields import YES_OR_NO, Option, fields_of, itself, setting, whole_number
 from schedir.ir.notebook import html
 from schedir.ir.ops import ADDS, ADDS_TO_WEIGHTS, COMPUTE, Instr, Opcode
-from schedir.ir.plan import Plan
-from schedir.ir.ties import Tied, tied_stages
+from schedir.ir.plan import PLAN, Plan
+from schedir.ir.ties import TIED, Tied, tied_stages
 
 if TYPE_CHECKING:
     from typing import Self
@@ -146,6 +147,35 @@ class Slots(NamedTuple):
     grad_out: int
 
 
+def _digest_of_ties(tied: Tied, plan: Plan) -> tuple[object, ...]:
+    """First and last stage are one case, however many stages there are."""
+    ends = {tied_stages(True, plan): True, (): False}  # one stage is tied to nothing
+    return (ends.get(tied, tied),)
+
+
+# How the traits of a program are said.
+_TP = setting(whole_number(1, 65535), "tensor-parallel ranks (1)", always=True, digest=itself)
+_DP = setting(whole_number(1, 65535), "data-parallel replicas (1)", always=True, digest=itself)
+_TIED = setting(
+    TIED,
+    "stages that share weights",
+    options=[
+        Option("tied", "", "a tied embedding"),
+        Option("ties", "STAGES", "stages that share weights: 0=2,1=3"),
+    ],
+    always=True,
+    digest=_digest_of_ties,
+    in_config=False,  # it is the model's there
+)
+_CLIP = setting(
+    YES_OR_NO,
+    "clipped gradients",
+    always=True,
+    digest=itself,
+    in_config=False,  # it is the norm's there
+)
+
+
 @dataclass(frozen=True)
 class Program:
     """A plan and one Stream per rank.
@@ -183,10 +213,10 @@ class Program:
     name: str
     plan: Plan
     streams: tuple[Stream, ...]
-    tp: int = 1
-    dp: int = 1
-    tied: Tied = ()
-    clip: bool = False
+    tp: int = field(default=1, metadata=_TP)
+    dp: int = field(default=1, metadata=_DP)
+    tied: Tied = field(default=(), metadata=_TIED)
+    clip: bool = field(default=False, metadata=_CLIP)
     slots: tuple[Slots, ...] = ()
     order: Mapping[Opcode, NDArray[np.int32]] = field(
         default_factory=dict, repr=False, compare=False
@@ -200,32 +230,31 @@ class Program:
     def __post_init__(self) -> None:
         name = self.name
         if not isinstance(name, str) or not name.isprintable() or "#" in name or not name.strip():
-            raise PlanError(f"a program's name is one printable line without '#', not {name!r}")
+            raise PlanError(
+                f"a program's name is one printable line without '#', not {name!r}", fields=["name"]
+            )
         if name != name.strip():
-            raise PlanError(f"a program's name has no space around it: {name!r} has")
-        for size in ("tp", "dp"):
-            value = getattr(self, size)
-            try:
-                whole = 0 if isinstance(value, bool) else index(value)
-            except TypeError:
-                whole = 0
-            if not 1 <= whole <= 65535:
-                raise PlanError(f"{size} must be a whole number from 1 to 65535, not {said(value)}")
-            object.__setattr__(self, size, whole)
-        object.__setattr__(self, "clip", flag(self.clip, "clip"))
+            raise PlanError(
+                f"a program's name has no space around it: {name!r} has", fields=["name"]
+            )
+        for f in TRAITS:
+            value = f.kind.settle(f.name, getattr(self, f.name), self.plan)
+            object.__setattr__(self, f.name, value)
         try:
             slots = tuple(Slots(*map(index, counts)) for counts in self.slots)
         except TypeError:
             raise PlanError(
                 f"slots are four whole numbers for each rank, not {said(self.slots)}",
                 hint="Slots(act_in=2, act_out=1, grad_in=1, grad_out=1)",
+                fields=["slots"],
             ) from None
         if slots and len(slots) != self.plan.ranks:
-            raise PlanError(f"slots are given for {len(slots)} of {self.plan.ranks} ranks")
+            raise PlanError(
+                f"slots are given for {len(slots)} of {self.plan.ranks} ranks", fields=["slots"]
+            )
         if any(not 0 <= count < 2**31 for counts in slots for count in counts):
-            raise PlanError("the number of slots is a whole number from 0 on")
+            raise PlanError("the number of slots is a whole number from 0 on", fields=["slots"])
         object.__setattr__(self, "slots", slots)
-        object.__setattr__(self, "tied", tied_stages(self.tied, self.plan))
         # One array holds all words, and the Streams are views of it: nothing is there twice.
         words = _whole([s.words for s in self.streams])
         offsets = np.cumsum([0, *map(len, self.streams)])
@@ -297,14 +326,14 @@ class Program:
     @cached_property
     def digest(self) -> str:
         """sha256 of all that decides how the program runs; its name does not."""
-        plan = self.plan
-        ends = {tied_stages(True, plan): True, (): False}  # one stage is tied to nothing
-        tied = ends.get(self.tied, self.tied)
-        sha = hashlib.sha256(
-            repr((plan.ranks, plan.microbatches, plan.holders.tolist(), plan.updates, plan.delay,
-                  self.tp, self.dp, tied, self.clip, self.slots)).encode()
-        )  # fmt: skip
+        first = [item for f in HEADER if f.digest for item in f.digest(f.of(self), self.plan)]
+        later = [(f.name, f.of(self)) for f in HEADER if not (f.digest or f.is_default(self))]
+        sha = hashlib.sha256(repr((*first, self.slots, *later)).encode())
         for s in self.streams:
             sha.update(len(s).to_bytes(8, "little"))
             sha.update(s.words.astype("<i8", copy=False).tobytes())
         return sha.hexdigest()
+
+
+TRAITS: Final = fields_of(Program, of_plan=False)
+HEADER: Final = (*PLAN, *TRAITS)  # all that is said of a program beside its instructions

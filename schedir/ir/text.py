@@ -21,19 +21,19 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from difflib import get_close_matches
+from itertools import groupby
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from schedir.errors import ParseError, PlanError, expect
+from schedir.ir.fields import Field
 from schedir.ir.ops import BY_TEXT, ROWS, Per
-from schedir.ir.plan import Plan
-from schedir.ir.program import JOINED, OP, STAGE, Program, Slots, Stream, Words
-from schedir.ir.ties import read_tied, show_tied
+from schedir.ir.plan import PLAN, Plan
+from schedir.ir.program import HEADER, JOINED, OP, STAGE, Program, Slots, Stream, Words
 
 FORMAT = 1
-_PLAN = ("ranks", "microbatches", "stages_per_rank", "placement", "updates", "delay")
-_KEYS = (*_PLAN, "tp", "dp", "tied", "clip")
+_KEYS = {f.name: f for f in HEADER}
 MOST = 2**28  # instructions that a text may unfold to
 _SPARE = 1000  # instructions beyond what the plan has room for
 
@@ -57,19 +57,8 @@ def show(program: Program, folded: bool = True) -> str:
       step
     """
     expect(program, Program, "schedir.compile(schedule, plan)")
-    plan = program.plan
-    place = plan.placement
-    lines = [
-        f"schedir {FORMAT}",
-        f"program {program.name}",
-        f"ranks {plan.ranks}  microbatches {plan.microbatches}  "
-        f"stages_per_rank {plan.stages_per_rank}  "
-        f"placement {place if isinstance(place, str) else ','.join(map(str, place))}",
-        *_updates(plan),
-        f"tp {program.tp}  dp {program.dp}  tied {show_tied(program.tied, plan)}  "
-        f"clip {'yes' if program.clip else 'no'}",
-    ]
-    period = 8 * plan.stages if folded else 0
+    lines = [f"schedir {FORMAT}", f"program {program.name}", *_header_lines(program)]
+    period = 8 * program.plan.stages if folded else 0
     for rank, stream in enumerate(program.streams):
         has = program.slots[rank]._asdict() if program.slots else {}
         lines += ["", "  ".join([f"rank {rank}", *(f"{kind} {n}" for kind, n in has.items())])]
@@ -77,15 +66,18 @@ def show(program: Program, folded: bool = True) -> str:
     return "\n".join(lines) + "\n"
 
 
-def _updates(plan: Plan) -> list[str]:
-    """The header's line on updates, where there are several."""
-    if plan.updates == 1:
-        return []
-    delay = ",".join(map(str, np.atleast_1d(plan.delay).tolist()))
-    rule = (
-        f"microbatch k is of update k // {plan.per_update} = u, on weights after max(u - delay, 0)"
-    )
-    return [f"updates {plan.updates}  delay {delay}  # {rule}"]
+def _header_lines(program: Program) -> Iterator[str]:
+    """A line of the fields that all texts have, then one of those that few have, and again."""
+    for (_, always), fields in groupby(HEADER, lambda f: (f.of_plan, f.always)):
+        shown = [f for f in fields if always or not _KEYS[f.beside or f.name].is_default(program)]
+        line = "  ".join(f.show(program) for f in shown)
+        if "updates" in [f.name for f in shown]:
+            line += (
+                f"  # microbatch k is of update k // {program.plan.per_update} = u, on weights "
+                "after max(u - delay, 0)"
+            )
+        if line:
+            yield line
 
 
 def _lines(words: Words, period: int) -> Iterator[str]:
@@ -185,7 +177,7 @@ _TIMES = re.compile(r"\s*(\d{1,9})\s+x\s", re.ASCII)
 _INSTR = re.compile(
     r"\s*([A-Za-z_]\w*)(?:\s+(\d{1,10})(?:\.(\d{1,10}))?([+-]\d{0,9})?)?\s*$", re.ASCII
 )
-_LIST = re.compile(r"\d{1,9}(,\d{1,9})*", re.ASCII)
+_Found = dict[str, tuple[Any, _Line, int]]  # by key, its value and where that stands
 
 
 def parse(text: str, most: int = MOST) -> Program:
@@ -222,25 +214,28 @@ def parse(text: str, most: int = MOST) -> Program:
     header = {key: value for key, (value, _, _) in found.items()}
     name = header.pop("program")
     try:
-        plan = Plan(**{key: header.pop(key) for key in _PLAN if key in header})
+        plan = Plan(**{f.name: header.pop(f.name) for f in PLAN if f.name in header})
+        traits = {name: _KEYS[name].kind.settle(name, said, plan) for name, said in header.items()}
     except PlanError as error:
-        # What it says names the key; the placement may be at fault where none is named.
-        key = next((k for k in re.findall(r"\w+", error.fact) if k in found), "ranks")
-        _, line, at = found[key]
-        raise line.error(error.fact, at, error.hint) from None
+        raise _at_field(error, found, "ranks") from None
     most = min(most, 4 * plan.room + _SPARE)  # what is a little wrong is best said of the whole
     streams, slots = _streams(lines[begin:], plan.ranks, lines[-1], most)
     try:
-        return Program(name, plan, streams, **header, slots=slots)
+        return Program(name, plan, streams, **traits, slots=slots)
     except PlanError as error:
-        key = next((k for k in re.findall(r"\w+", error.fact) if k in found), "program")
-        _, line, at = found[key]
-        raise line.error(error.fact, at) from None
+        raise _at_field(error, found, "program") from None
 
 
-def _header(lines: list[_Line], first: _Line) -> dict[str, tuple[Any, _Line, int]]:
+def _at_field(error: PlanError, found: _Found, otherwise: str) -> ParseError:
+    """A refusal of the header's values, at the first of the fields that it speaks of."""
+    key = next((name for name in error.fields if name in found), otherwise)
+    _, line, at = found[key]
+    return line.error(error.fact, at, error.hint)
+
+
+def _header(lines: list[_Line], first: _Line) -> _Found:
     """What the header gives: the value of each key, and where that stands."""
-    found: dict[str, tuple[Any, _Line, int]] = {}
+    found: _Found = {}
     for line in lines:
         name = _NAME.match(line.text)
         for pair in [name] if name else _PAIR.finditer(line.text):
@@ -255,36 +250,20 @@ def _header(lines: list[_Line], first: _Line) -> dict[str, tuple[Any, _Line, int
             if not value:
                 raise line.error(f"{key} has no value", pair.start(1))
             at = pair.start(2)
-            found[key] = (value if name else _value(line, at, key, value), line, at)
-    for key in ("program", "ranks", "microbatches"):
+            found[key] = (value if name else _value(line, at, _KEYS[key], value), line, at)
+    for key in ("program", *(f.name for f in HEADER if f.required)):
         if key not in found:
             raise (lines[-1] if lines else first).error(f"the header gives no {key!r}")
     return found
 
 
-def _value(line: _Line, at: int, key: str, value: str) -> object:
-    if key == "tied" and (stages := read_tied(value)) is not None:
-        return stages
-    if key in ("tied", "clip"):
-        if value not in ("yes", "no"):
-            ties = ", or stages like 0=3,1=2" * (key == "tied")
-            raise line.error(f"{key} is yes or no{ties}, not {value!r}", at)
-        return value == "yes"
-    if key == "delay" and "," in value and _LIST.fullmatch(value):
-        return tuple(map(int, value.split(",")))
-    if key == "placement":
-        if not value[0].isdigit():
-            return value
-        if not _LIST.fullmatch(value):
-            raise line.error(f"placement is a name or ranks like 0,1,1,0, not {value!r}", at)
-        return tuple(map(int, value.split(",")))
-    if not re.fullmatch(r"[+-]?[0-9]+", value):
-        raise line.error(f"{key} must be a whole number, not {value!r}", at)
-    if len(value) > 18:
-        raise line.error(f"{key} has too many digits: {value[:18]}...", at)
-    if key in ("tp", "dp") and not 1 <= int(value) <= 65535:
-        raise line.error(f"{key} must be from 1 to 65535, not {value}", at)
-    return int(value)
+def _value(line: _Line, at: int, field: Field, text: str) -> object:
+    try:
+        return field.kind.read(text)
+    except ValueError:
+        if re.fullmatch(r"[+-]?[0-9]{19,}", text):
+            raise line.error(f"{field.name} has too many digits: {text[:18]}...", at) from None
+        raise line.error(f"{field.name} {field.kind.takes}, not {text!r}", at) from None
 
 
 def _streams(

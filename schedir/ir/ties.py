@@ -16,9 +16,10 @@ import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from operator import index
-from typing import Any, Protocol, overload
+from typing import Any, Final, Protocol, overload
 
 from schedir.errors import PlanError, UsageError, said
+from schedir.ir.fields import Kind
 from schedir.ir.plan import Plan
 
 Tied = tuple[tuple[int, ...], ...]  # ascending stages that share weights, each set once, sorted
@@ -193,6 +194,7 @@ def tied_stages(tied: object, plan: Plan) -> Tied:
         raise PlanError(
             "ties of a whole model do not say which stages have the weights",
             hint="schedir.ties(model).among(stages)",
+            fields=["tied"],
         )
     sets: Any = tied.stages if isinstance(tied, Ties) else tied
     try:
@@ -200,13 +202,17 @@ def tied_stages(tied: object, plan: Plan) -> Tied:
     except TypeError:
         raise PlanError(
             f"tied is a bool, schedir.ties(stages), or stages like ((0, 3), (1, 2)), not "
-            f"{tied!r:.60}"
+            f"{tied!r:.60}",
+            fields=["tied"],
         ) from None
     for one in found:
         if len(one) < 2:
-            raise PlanError(f"tied are two stages or more, not {[*one]}")
+            raise PlanError(f"tied are two stages or more, not {[*one]}", fields=["tied"])
         if one[0] < 0 or one[-1] >= plan.stages:
-            raise PlanError(f"stages {show_tie(one)} are tied, but there are {plan.stages} stages")
+            raise PlanError(
+                f"stages {show_tie(one)} are tied, but there are {plan.stages} stages",
+                fields=["tied"],
+            )
     return tuple(sorted(found))
 
 
@@ -222,11 +228,22 @@ def show_tied(tied: Tied, plan: Plan) -> str:
     return ",".join(map(show_tie, tied))
 
 
-def read_tied(text: str) -> Tied | None:
-    """The stages in a text like `0=3,1=2`; None if it is not of this form."""
+def read_tied(text: str) -> Tied | bool:
+    """What a text says to be tied: yes, no, or stages like `0=3,1=2`; ValueError for any other."""
+    if text in ("yes", "no"):
+        return text == "yes"
     if not re.fullmatch(r"\d{1,5}(=\d{1,5})+(,\d{1,5}(=\d{1,5})+)*", text, re.ASCII):
-        return None
+        raise ValueError(f"stages that share weights are like 0=2,1=3, not {text!r}")
     return tuple(tuple(map(int, stages.split("="))) for stages in text.split(","))
+
+
+TIED: Final = Kind(
+    "is yes or no, or stages like 0=3,1=2",
+    read_tied,
+    bool,
+    show=show_tied,
+    settle=lambda _, value, plan: tied_stages(value, plan),
+)
 
 
 def ranks_of(stages: Iterable[int], plan: Plan) -> tuple[int, ...]:

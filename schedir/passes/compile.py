@@ -57,6 +57,7 @@ def compile(
     slots: Choice | None = None,
     sizes: Sizes | None = None,
     limit: float | None = None,
+    blocks: bool = False,
     debug: bool = False,
 ) -> Program:
     """Draft a schedule on a plan, lower it in the order of these costs, and check it.
@@ -73,11 +74,12 @@ def compile(
     receives early.
     `slots` says how many static buffers values share: the "fewest" there can be, or "enough" to
     lose no time at these costs; by default each value has its own.  `limit` is the most bytes
-    that a rank may hold, and `sizes` says what takes how many.  `debug` checks after every pass.
+    that a rank may hold, and `sizes` says what takes how many.  `blocks` says that hosts wait
+    themselves, as on CPUs.  `debug` checks after every pass.
 
     Raises a ProgramError if the schedule is wrong: LevelError for a program that is lowered
     already, UsageError for a plan that is missing or not the draft's.  The result finishes under
-    `model`.
+    `model`, as `check` says.
 
     >>> from schedir import B, F, Plan, compile, show
     >>> def mine(rank, ranks, microbatches):
@@ -117,7 +119,7 @@ def compile(
     program = lower(
         _whole(program), costs, model, boundary=boundary, overlap=overlap, slots=slots, debug=debug
     )
-    program = check(program, model)
+    program = check(program, model, blocks=blocks)
     return program if limit is None else within(program, sizes, limit)
 
 

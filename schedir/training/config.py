@@ -6,11 +6,16 @@ import json
 import math
 from dataclasses import dataclass, field, fields
 from inspect import getdoc
-from typing import Annotated, Any, Final, NamedTuple, get_type_hints
+from typing import Annotated, Any, Final, NamedTuple, TypeVar, cast, get_type_hints
 
 from schedir.analysis.graph import Model
 from schedir.errors import UsageError
-from schedir.ir.plan import Plan
+from schedir.io.load import Source
+from schedir.io.request import Request
+from schedir.ir.fields import Field
+from schedir.ir.plan import PLAN, Plan
+from schedir.ir.program import HEADER
+from schedir.passes.share_slots import Choice
 from schedir.training.gpt_config import GPTConfig, split_heads, split_layers
 from schedir.training.settings import Range, describe
 
@@ -19,7 +24,24 @@ Share = Annotated[float, Range(0, below=1)]
 NotNegative = Annotated[float, Range(0)]
 
 
+_Section = TypeVar("_Section", bound=type)
+
+
+def _with_header(section: _Section) -> _Section:
+    """A class with a setting, too, for each field of a program's header that it does not name."""
+    for f in HEADER:
+        if f.in_config and f.name not in section.__annotations__:
+            least, most = f.kind.least, f.kind.most
+            limits = None if least is None or most is None else Range(least, below=most + 1)
+            section.__annotations__[f.name] = (
+                Annotated[f.kind.type, limits] if limits else f.kind.type
+            )
+            setattr(section, f.name, f.default)
+    return section
+
+
 @dataclass(frozen=True)
+@_with_header
 class PipelineConfig:
     """Who computes what.  A `schedule` that is a FILE.sched brings the other settings along.
 
@@ -49,12 +71,14 @@ class PipelineConfig:
 
     def __post_init__(self) -> None:
         if self.slots not in (known := ("own", "fewest", "enough")):
-            raise UsageError(f"slots {self.slots!r} is not known", hint=" or ".join(known))
+            raise UsageError(
+                f"slots {self.slots!r} is not known", hint=" or ".join(known), fields=["slots"]
+            )
 
     @property
     def plan(self) -> Plan:
         """The shape of the pipeline; raises PlanError if there is none such."""
-        return Plan(**{name: getattr(self, name) for name in PLAN})
+        return Plan(**{f.name: getattr(self, f.name) for f in PLAN})
 
 
 @dataclass(frozen=True)
@@ -119,26 +143,32 @@ class TrainConfig:
 
     def __post_init__(self) -> None:
         if self.min_lr > self.lr:
-            raise UsageError(f"min_lr {self.min_lr:g} is above lr {self.lr:g}")
+            raise UsageError(
+                f"min_lr {self.min_lr:g} is above lr {self.lr:g}", fields=["min_lr", "lr"]
+            )
         for name, known in _CHOICES.items():
             if getattr(self, name) not in known:
                 raise UsageError(
-                    f"{name} {getattr(self, name)!r} is not known", hint=" or ".join(known)
+                    f"{name} {getattr(self, name)!r} is not known",
+                    hint=" or ".join(known),
+                    fields=[name],
                 )
         if self.transport not in ("auto", *TRANSPORTS[self.device]):
             raise UsageError(
                 f"transport {self.transport} is none of device {self.device}",
                 hint=" or ".join(TRANSPORTS[self.device]),
+                fields=["transport", "device"],
             )
         if not self.clip:
-            for needs, why in (
-                (self.precision == "float16", "float16 scales the loss by"),
-                (self.nonfinite == "skip", "nonfinite skip leaves out updates by"),
+            for name, value, why in (
+                ("precision", "float16", "float16 scales the loss by"),
+                ("nonfinite", "skip", "nonfinite skip leaves out updates by"),
             ):
-                if needs:
+                if getattr(self, name) == value:
                     raise UsageError(
                         f"{why} what the gradient norm says, and clip 0 takes none",
                         hint="clip = 1e9 takes it and clips nothing",
+                        fields=["clip", name],
                     )
 
     @property
@@ -173,7 +203,7 @@ class OutputConfig:
 
     def __post_init__(self) -> None:
         if self.trace is not None and not self.record:
-            raise UsageError("trace needs record to be true")
+            raise UsageError("trace needs record to be true", fields=["trace", "record"])
 
 
 @dataclass(frozen=True)
@@ -191,15 +221,41 @@ class Config:
         split_heads(self.model.heads, self.pipeline.tp)
 
     @property
+    def request(self) -> Request:
+        """What is asked for: the program of the pipeline, checked as the transport needs it."""
+        pipeline, train = self.pipeline, self.train
+        said = {f.name: getattr(pipeline, f.name) for f in HEADER if f.in_config}
+        return Request(
+            Source(pipeline.schedule),
+            said | {"tied": self.model.tied, "clip": train.clip > 0},
+            usual={},
+            model=train.model,
+            blocks=True,
+            overlap=pipeline.overlap,
+            slots=None if pipeline.slots == "own" else cast(Choice, pipeline.slots),
+            lowers=True,
+            contradicts=contradicts,
+        )
+
+    @property
     def world(self) -> int:
         """How many processes train."""
         return self.pipeline.ranks * self.pipeline.tp * self.pipeline.dp
 
 
+def contradicts(source: str, field: Field, has: str, said: str) -> UsageError:
+    """The refusal of a configuration that says of a program what its file does not."""
+    fact, hint = f"{source} has {field.name} {has}, not {said}", f"leave out {field.name}"
+    if own := {"tied": "model.tied = {}", "clip": "train.clip = {:.1f}"}.get(field.name):
+        fact = f"{source} has {field.name} {has}, the configuration {said}"
+        right = own.format(json.dumps(has != "no") if field.name == "tied" else has != "no")
+        hint = f"{right}, or compile it with{'out' * (said == 'no')} --{field.name}"
+    return UsageError(fact, hint=hint, fields=[field.name])
+
+
 # By name, the class of each section, and the types of its settings.
 SECTIONS: Final = get_type_hints(Config)
 KINDS: Final = {name: get_type_hints(kind, include_extras=True) for name, kind in SECTIONS.items()}
-PLAN: Final = tuple(f.name for f in fields(Plan))  # settings that are the plan's
 
 
 class Setting(NamedTuple):

@@ -15,10 +15,11 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from schedir.errors import ConfigError, ProgramError
-from schedir.io.load import load
-from schedir.ir.program import Program
-from schedir.schedules.words import delay_for, placed_for, stages_per_rank_for
-from schedir.training.config import KINDS, PLAN, SECTIONS, Config, PipelineConfig
+from schedir.io.load import Source
+from schedir.io.request import Request
+from schedir.ir.plan import PLAN
+from schedir.ir.program import HEADER, TRAITS, Program
+from schedir.training.config import KINDS, SECTIONS, Config, PipelineConfig, contradicts
 from schedir.training.settings import coerce, describe
 
 
@@ -30,8 +31,10 @@ class _Given(NamedTuple):
     line: int = 0
     column: int = 0
 
-    def error(self, fact: str, hint: str = "") -> ConfigError:
-        return ConfigError(fact, where=self.where, line=self.line, column=self.column, hint=hint)
+    def error(self, fact: str, hint: str = "", fields: Sequence[str] = ()) -> ConfigError:
+        return ConfigError(
+            fact, where=self.where, line=self.line, column=self.column, hint=hint, fields=fields
+        )
 
 
 # By section and name.
@@ -56,8 +59,8 @@ def read(path: str, sets: Sequence[str] = ()) -> Config:
             raise setting.error(
                 f"{section}.{name} must be {describe(kind)}, not {setting.value!r}"
             ) from None
-    values |= _of_program(values, given)
     with _blaming(path, given):
+        values |= _of_source(values, given)
         return Config(
             **{
                 section: kind(**{name: v for (s, name), v in values.items() if s == section})
@@ -103,34 +106,19 @@ def _of_set(option: str) -> tuple[tuple[str, str], _Given]:
     return (section, name), setting
 
 
-def _of_program(values: _Values, given: _Settings) -> _Values:
-    """What a program in a file decides, where a setting that says otherwise is refused, or what a
-    schedule is for, where none does."""
-    source = values.get(("pipeline", "schedule"), PipelineConfig.schedule)
-    program = load(source)
-    if not isinstance(program, Program):
-        placement = placed_for(program)[0]
-        delay = delay_for(program) if values.get(("pipeline", "updates"), 1) > 1 else None
-        mapped = isinstance(values.get(("pipeline", "placement"), placement), tuple)
-        v = None if mapped else stages_per_rank_for(program)
-        marks = {"placement": placement, "stages_per_rank": v, "delay": delay}
-        return {
-            ("pipeline", name): mark
-            for name, mark in marks.items()
-            if mark and ("pipeline", name) not in given
-        }
-    overlap = given.get(("pipeline", "overlap"))
-    if overlap and not program.is_draft:
-        raise overlap.error(f"{source} has its transfers: overlap is for what is compiled")
-    decided = {}
-    for name in PLAN if program.is_draft else (*PLAN, "tp", "dp"):
-        key = "pipeline", name
-        has = decided[key] = getattr(program.plan if name in PLAN else program, name)
-        if key in given and values[key] != has:
-            raise given[key].error(
-                f"{source} has {name} {has}, not {values[key]}", f"leave out {name}"
-            )
-    return decided
+def _of_source(values: _Values, given: _Settings) -> _Values:
+    """What the source decides: a program in a file, which no setting may contradict, or a schedule
+    by what it is for, where no setting says otherwise."""
+    source = Source(values.get(("pipeline", "schedule"), PipelineConfig.schedule))
+    said = {f.name: values["pipeline", f.name] for f in HEADER if ("pipeline", f.name) in values}
+    usual = {f.name: getattr(PipelineConfig, f.name) for f in PLAN if f.required}
+    request = Request(source, said, usual, lowers=True, contradicts=contradicts)
+    decided = {f.name: getattr(request.plan, f.name) for f in PLAN}
+    if isinstance(source.found, Program) and not source.found.is_draft:
+        if overlap := given.get(("pipeline", "overlap")):
+            raise overlap.error(f"{source} has its transfers: overlap is for what is compiled")
+        decided |= {f.name: f.of(source.found) for f in TRAITS if f.in_config}
+    return {("pipeline", name): value for name, value in ({"schedule": source} | decided).items()}
 
 
 def _known(name: str, known: dict[str, Any], what: str, at: _Given) -> None:
@@ -145,14 +133,17 @@ def _known(name: str, known: dict[str, Any], what: str, at: _Given) -> None:
 
 @contextmanager
 def _blaming(path: str, given: _Settings) -> Iterator[None]:
-    """Say of a refusal which setting it speaks of: its first word that is one."""
+    """Say of a refusal where the first of its fields stands that is among the settings."""
     try:
         yield
+    except ConfigError:
+        raise
     except ProgramError as error:
+        if not error.fields:
+            raise
         named = {name: setting for (_, name), setting in given.items()}
-        words = re.findall(r"\w+", error.fact)
-        at = next((named[word] for word in words if word in named), _Given(None, path))
-        raise at.error(error.fact, error.hint) from error
+        at = next((named[name] for name in error.fields if name in named), _Given(None, path))
+        raise at.error(error.fact, error.hint, error.fields) from error
 
 
 def _not_toml(path: str, text: str, message: str) -> ConfigError:

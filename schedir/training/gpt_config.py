@@ -30,11 +30,19 @@ class GPTConfig:
     def __post_init__(self) -> None:
         for name in ("vocab", "layers", "hidden", "heads", "context"):
             if getattr(self, name) < 1:
-                raise UsageError(f"{name} is {getattr(self, name)}; it must be 1 or more")
+                raise UsageError(
+                    f"{name} is {getattr(self, name)}; it must be 1 or more", fields=[name]
+                )
         if self.hidden % self.heads:
-            raise UsageError(f"hidden {self.hidden} is no multiple of heads {self.heads}")
+            raise UsageError(
+                f"hidden {self.hidden} is no multiple of heads {self.heads}",
+                fields=["hidden", "heads"],
+            )
         if not 0 <= self.dropout < 1:
-            raise UsageError(f"dropout is {self.dropout:g}; it must be at least 0 and below 1")
+            raise UsageError(
+                f"dropout is {self.dropout:g}; it must be at least 0 and below 1",
+                fields=["dropout"],
+            )
 
     @property
     def parameters(self) -> int:
@@ -59,27 +67,32 @@ def split_layers(layers: int, stages: int, given: Sequence[int] | None = None) -
     if stages < 1:
         raise UsageError(f"{stages} stages; there must be 1 or more")
     each, over = divmod(layers, stages)
+    cut = ("layers", "ranks", "stages_per_rank", "placement")
     if given is None:
         if not each:
-            raise UsageError(f"{layers} layers do not fill {stages} stages")
+            raise UsageError(f"{layers} layers do not fill {stages} stages", fields=cut)
         if over:
             uneven = [each + (stage < over) for stage in range(stages)]
             raise UsageError(
                 f"{layers} layers cannot be divided by {stages} stages",
                 hint=f"an uneven division can be given: {uneven}",
+                fields=cut,
             )
         return (each,) * stages
     if len(given) != stages or sum(given) != layers:
         raise UsageError(
-            f"division {tuple(given)} is not one of {layers} layers on {stages} stages"
+            f"division {tuple(given)} is not one of {layers} layers on {stages} stages",
+            fields=["division", *cut],
         )
     if min(given) < 0 or 0 in given[1:-1]:
-        raise UsageError(f"division {tuple(given)} leaves a stage with nothing to do")
+        raise UsageError(
+            f"division {tuple(given)} leaves a stage with nothing to do", fields=["division"]
+        )
     return tuple(given)
 
 
 def split_heads(heads: int, tp: int) -> int:
     """Heads per tensor-parallel rank. Raises UsageError if they cannot be shared evenly."""
     if heads % tp:
-        raise UsageError(f"tp {tp} does not divide {heads} heads")
+        raise UsageError(f"tp {tp} does not divide {heads} heads", fields=["tp", "heads"])
     return heads // tp

@@ -11,23 +11,18 @@ import traceback
 from collections.abc import Sequence
 from contextlib import nullcontext
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 from schedir.errors import ExecutionError, NonFiniteError, ProgramError, UsageError
 from schedir.io.files import atomic_write
-from schedir.io.load import load
 from schedir.io.terminal import format_error
 from schedir.io.timeline_file import save_timeline
 from schedir.ir.numerals import whole
 from schedir.ir.program import Program
-from schedir.ir.ties import show_tied, tied_stages
-from schedir.passes.compile import compile
-from schedir.passes.share_slots import Choice, share_slots
 from schedir.predict.calibrate import unexplained
 from schedir.training.config import Config, OutputConfig
 from schedir.training.config_file import read
 from schedir.training.launch import crash, end_with_parent, launch, leave
-from schedir.verify.check import check
 
 # What is wrong with a configuration is said before torch is imported.
 if TYPE_CHECKING:
@@ -75,39 +70,13 @@ def program_of(config: Config) -> Program:
 
     Raises ProgramError for a schedule that is wrong, does not train, or does not fit the rest.
     """
-    pipeline = config.pipeline
-    found = load(pipeline.schedule)
-    tied = tied_stages(config.model.tied, pipeline.plan)  # one stage shares the weight itself
-    clip, model = config.train.clip > 0, config.train.model
-    slots = None if pipeline.slots == "own" else cast(Choice, pipeline.slots)
-    if not isinstance(found, Program) or found.is_draft:
-        plan = None if isinstance(found, Program) else pipeline.plan
-        program = compile(
-            found, plan, pipeline.tp, pipeline.dp, model,
-            tied=tied, clip=clip, overlap=pipeline.overlap, slots=slots,
-        )  # fmt: skip
-    else:
-        ties = [show_tied(one, pipeline.plan) for one in (found.tied, tied)]
-        for what, has, wants, right in (
-            ("tied", *ties, f"model.tied = {str(bool(found.tied)).lower()}"),
-            ("clip", _yes(found.clip), _yes(clip), f"train.clip = {float(found.clip)}"),
-        ):
-            if has != wants:
-                raise UsageError(
-                    f"{pipeline.schedule} has {what} {has}, the configuration {wants}",
-                    hint=f"{right}, or compile it with{'out' * (wants == 'no')} --{what}",
-                )
-        program = found
-        if slots:
-            program = share_slots(check(found, model, blocks=True), slots, model=model)
-    check(program, model, blocks=True)
+    program = config.request.program
     if not program.trains:
-        raise UsageError(f"schedule {pipeline.schedule} has no backward: it trains nothing")
+        raise UsageError(
+            f"schedule {config.pipeline.schedule} has no backward: it trains nothing",
+            fields=["schedule"],
+        )
     return program
-
-
-def _yes(value: bool) -> str:
-    return "yes" if value else "no"
 
 
 def _make_folders(config: Config) -> None:

@@ -149,7 +149,7 @@ def test_interrupt_ends_with_130() -> None:
 def test_a_bug_of_ours_says_so(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(check, "program_of", None)
+    monkeypatch.setattr(check, "request_of", None)
     assert main(["check", "gpipe"]) == 1
     err = capsys.readouterr().err
     assert err.startswith("this is a bug in schedir\nTraceback")

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 import schedir
 from schedir import Costs, Plan, Program
-from schedir.commands.options import costs_of
+from schedir.commands._options import read_costs
 from schedir.errors import UsageError
 from schedir.passes.compile import lower
 from schedir.predict.calibrate import calibrate, completed, format_costs
@@ -77,7 +77,7 @@ def test_pairs_have_a_cost_of_their_own() -> None:
 
 def test_told_costs_are_read_again() -> None:
     found = Costs(F=(1.5, 2), B=3, send=1e-5, FB=(1, 2))
-    assert costs_of(format_costs(found)) == found
+    assert read_costs(format_costs(found)) == found
     assert completed(Costs(F=1, B=3, I=0, W=0), PROGRAM) == Costs(
         F=1, B=(3, 3, 3), I=(1.5,) * 3, W=(1.5,) * 3
     )

@@ -1,0 +1,184 @@
+"""Options of the command line that say how a source is wanted, and the Request that they make."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable
+from dataclasses import fields
+from difflib import get_close_matches
+from typing import Any
+
+from schedir.analysis.graph import MODELS
+from schedir.errors import UsageError
+from schedir.io.load import Source
+from schedir.io.request import Request
+from schedir.ir.costs import Costs
+from schedir.ir.fields import Field, Kind
+from schedir.ir.numerals import decimal, whole
+from schedir.ir.plan import PLAN
+from schedir.ir.program import HEADER, TRAITS
+from schedir.ir.sizes import Sizes, bytes_of
+
+SOURCE = (
+    "a built-in schedule or file.py:function, with options in brackets if it has any "
+    "(interleaved(group=4)), or a program FILE.sched, or a run FILE.timeline"
+)
+RANKS, PER_RANK = 4, 2  # ranks, and microbatches per rank, unless told
+
+
+def add_source(parser: argparse.ArgumentParser, *, several: bool = False) -> None:
+    """What a command works on."""
+    parser.add_argument("source", metavar="SCHEDULE", nargs="+" if several else None, help=SOURCE)
+
+
+def add_shape(parser: argparse.ArgumentParser) -> None:
+    """The options by which a schedule is compiled; None where a FILE.sched may say it."""
+    group = parser.add_argument_group("how a schedule is compiled; a FILE.sched has its shape")
+    for f in PLAN:
+        _add_field(group, f)
+    _add_lowering(group)
+
+
+def add_lowering(parser: argparse.ArgumentParser) -> None:
+    """The options by which a draft is lowered, for sources that have their shape."""
+    _add_lowering(parser.add_argument_group("how it is lowered"))
+
+
+def _add_field(parser: argparse._ArgumentGroup, field: Field) -> None:
+    group: Any = parser.add_mutually_exclusive_group() if len(field.options) > 1 else parser
+    for option in field.options:
+        name = "--" + option.name.replace("_", "-")
+        help = option.help.format(ranks=RANKS, per_rank=PER_RANK)
+        how: dict[str, Any] = {"dest": field.name, "default": None, "help": help}
+        if option.metavar:
+            group.add_argument(name, type=_value_of(field.kind), metavar=option.metavar, **how)
+        else:
+            group.add_argument(name, action="store_true", **how)
+
+
+def _add_lowering(group: argparse._ArgumentGroup) -> None:
+    for f in TRAITS:
+        _add_field(group, f)
+    group.add_argument(
+        "--overlap",
+        action="store_true",
+        help="group opposite transfers, begin gathers and post receives early",
+    )
+    models = [f"{model} (default)" if model == "device" else model for model in MODELS]
+    group.add_argument("--model", metavar="MODEL", help=f"{', '.join(models[:-1])} or {models[-1]}")
+    group.add_argument(
+        "--costs", type=read_costs, metavar="COSTS", help="F=1,B=2,send=0.1; F=1:1:2 per stage"
+    )
+    group.add_argument(
+        "--slots", metavar="HOW", help="share static buffers: fewest, or enough to lose no time"
+    )
+    group.add_argument(
+        "--sizes",
+        type=read_sizes,
+        metavar="SIZES",
+        help="activation=16MB,saved=1.2GB; saved=1GB:2GB per stage",
+    )
+    group.add_argument(
+        "--limit", type=_bytes, metavar="BYTES", help="what a rank may hold, like 40GB or 40GiB"
+    )
+
+
+def _value_of(kind: Kind) -> Callable[[str], Any]:
+    """What an option makes of its text."""
+
+    def read(text: str) -> Any:
+        try:
+            value = kind.read(text)
+        except ValueError as error:
+            raise argparse.ArgumentTypeError(str(error)) from None
+        least, most = kind.least, kind.most
+        if least is not None and most is not None and not least <= value <= most:
+            raise argparse.ArgumentTypeError(
+                f"must be a whole number from {least} to {most}, not {text!r}"
+            )
+        return value
+
+    return read
+
+
+def count(text: str) -> int:
+    """A whole number, as an option takes it."""
+    try:
+        return whole(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+
+
+def _bytes(text: str) -> float:
+    try:
+        return bytes_of(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"must be bytes, like 40GB, not {text!r}") from None
+
+
+def read_costs(text: str) -> Costs:
+    """`F=1,B=2,send=0.1`, or `F=1:1:2` for one per stage."""
+    return Costs(**_numbers("cost", Costs, text, decimal, "1"))
+
+
+def read_sizes(text: str) -> Sizes:
+    """`activation=16MB,saved=1.2GB`, or `saved=1GB:1GB:2GB` for one per stage."""
+    return Sizes(**_numbers("size", Sizes, text, bytes_of, "1GB"))
+
+
+def _numbers(
+    what: str, kind: type[Costs | Sizes], text: str, number: Callable[[str], float], one: str
+) -> dict[str, Any]:
+    """What `name=number,name=number:number` gives for the fields of a class."""
+    names = [f.name for f in fields(kind)]
+    given: dict[str, Any] = {}
+    for part in text.split(",") if text else ():
+        name, equals, value = part.partition("=")
+        name = name.strip()
+        if name not in names:
+            near = get_close_matches(name, names, 1)
+            raise UsageError(
+                f"--{what}s: no {what} {name!r}",
+                hint=f"did you mean {near[0]!r}?" if near else f"there are {', '.join(names)}",
+            )
+        if name in given:
+            raise UsageError(f"--{what}s: {name} is given twice")
+        try:
+            given[name] = tuple(map(number, value.split(":"))) if ":" in value else number(value)
+        except ValueError:
+            said = f"{value!r}" if equals else "nothing"
+            raise UsageError(
+                f"--{what}s: {name} must be a number or one per stage, not {said}",
+                hint=f"{name}={one} or {name}={one}:{one}:{one}",
+            ) from None
+    return given
+
+
+def request_of(args: argparse.Namespace, source: str, **more: Any) -> Request:
+    """What the options ask for of a source; `more` are fields of the Request that none says."""
+    values = {f.name: getattr(args, f.name, None) for f in HEADER}
+    said = {name: value for name, value in values.items() if value is not None}
+    ranks = said.get("ranks", RANKS)
+    return Request(
+        Source(source),
+        said,
+        usual={"ranks": ranks, "microbatches": PER_RANK * ranks},
+        costs=args.costs,
+        sizes=args.sizes,
+        model=args.model,
+        overlap=args.overlap,
+        slots=args.slots,
+        limit=args.limit,
+        draft=getattr(args, "draft", False),
+        contradicts=_contradicts,
+        **more,
+    )
+
+
+def _contradicts(source: str, field: Field, has: str, said: str) -> UsageError:
+    option = field.options[0].name.replace("_", "-")
+    return UsageError(
+        f"{source} has {field.name} {has}, not {said}",
+        hint=f"leave out --{option}",
+        fields=[field.name],
+    )

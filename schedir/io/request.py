@@ -1,0 +1,233 @@
+"""Request: what a person asks for, and all that is said beside it, resolved in one place.
+
+The command line makes a Request of its options, a training run of its configuration.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import Any, TypeVar
+
+from schedir.analysis.graph import MODELS, Model, known
+from schedir.errors import UsageError
+from schedir.io.load import Source
+from schedir.ir.costs import Costs
+from schedir.ir.fields import Field
+from schedir.ir.plan import PLAN, Plan
+from schedir.ir.program import HEADER, TRAITS, Program
+from schedir.ir.sizes import Sizes
+from schedir.passes.compile import compile, within
+from schedir.passes.share_slots import Choice, share_slots
+from schedir.predict.simulate import simulate
+from schedir.predict.timeline import Timeline
+from schedir.schedules.draft import draft
+from schedir.schedules.words import (
+    Schedule,
+    delay_for,
+    placed_for,
+    stages_per_rank_for,
+    takes_v,
+)
+from schedir.verify.check import check
+
+# Costs and sizes that a rank has of its stages together: split over them, they are one model's.
+_OF_A_RANK = (
+    *("F", "B", "I", "W", "FB", "reduce_grads", "reduce_holders"),
+    *("saved", "tape", "both", "weights", "version"),
+)
+
+
+def _contradicts(source: str, field: Field, has: str, said: str) -> UsageError:
+    return UsageError(f"{source} has {field.name} {has}, not {said}", fields=[field.name])
+
+
+@dataclass(frozen=True)
+class Request:
+    """A source, and how its program is wanted.  Each property is found when it is first asked for.
+
+    `said` are the fields of the plan and the program that somebody
+    said, by name; what is not said the source decides, or `usual`, which has at least `ranks` and
+    `microbatches`.  `costs`, `sizes` and `model` are those of a prediction, `overlap`, `slots`,
+    `limit` and `blocks` as `compile` and `check` take them; None is what nobody said.  `draft`
+    asks for the compute only.
+
+    A program in a file is taken as it is, and what contradicts it is refused, by
+    `contradicts(source, field, has, said)`.  With `lowers` a draft in a file is lowered, with the
+    traits that are said, and values of a lowered program share the slots that are asked for.
+
+    `share` is for comparing schedules of one model: costs and sizes are a rank's, and are split
+    evenly over its stages; only schedules that take `v`, or are for several, have several.
+    """
+
+    source: Source
+    said: Mapping[str, Any]
+    usual: Mapping[str, Any]
+    costs: Costs | None = None
+    sizes: Sizes | None = None
+    model: Model | None = None
+    blocks: bool = False
+    overlap: bool = False
+    slots: Choice | None = None
+    limit: float | None = None
+    draft: bool = False
+    lowers: bool = False
+    share: bool = False
+    contradicts: Callable[[str, Field, str, str], UsageError] = field(default=_contradicts)
+
+    def __post_init__(self) -> None:
+        if self.model is not None:
+            known(self.model)
+
+    # ------------------------------------------------------------ what is resolved
+
+    @property
+    def run(self) -> Timeline | None:
+        """The run in a file, if the source is one."""
+        return self.source.run
+
+    @property
+    def schedule(self) -> Schedule | None:
+        """The schedule, if the source is one."""
+        found = self.source.found
+        return None if isinstance(found, Program) else found
+
+    @cached_property
+    def plan(self) -> Plan:
+        """The plan of the program in a file, or that on which a schedule is drafted.
+
+        Raises PlanError for one that cannot be, UsageError for one that contradicts a file.
+        """
+        found = self.source.found
+        if isinstance(found, Program):
+            self._agree(found)
+            return found.plan
+        return self._plan_for(found)
+
+    @property
+    def traits(self) -> dict[str, Any]:
+        """What somebody said of the program beside its plan."""
+        return {f.name: self.said[f.name] for f in TRAITS if f.name in self.said}
+
+    @cached_property
+    def program(self) -> Program:
+        """The program: a schedule's compiled and so checked, one in a file as it is.
+
+        Raises a ProgramError for one that is wrong.
+        """
+        plan, found = self.plan, self.source.found
+        if not isinstance(found, Program):
+            found = draft(found, plan)
+        elif not self.lowers:
+            return found if self.limit is None else self._within(check(found, self.proven_model))
+        elif not found.is_draft:
+            return self._within(self._with_slots(found))
+        found = replace(found, **self.traits)
+        if self.draft:
+            return found
+        return compile(
+            found,
+            model=self.model or "device",
+            blocks=self.blocks,
+            costs=self._stage_costs,
+            overlap=self.overlap,
+            slots=self.slots,
+            sizes=self._stage_sizes,
+            limit=self.limit,
+        )
+
+    @cached_property
+    def timeline(self) -> Timeline:
+        """The predicted run of the program, which is checked, or the run in a file.
+
+        With `costs` it is the prediction of the program of a run, in the unit of that.
+        """
+        found = self.run
+        if found is None:
+            costs, sizes = self._stage_costs, self._stage_sizes
+            return simulate(self.program, costs, model=self.model or "device", sizes=sizes)
+        if self.model not in (None, found.model) and not self.share:
+            raise UsageError(
+                f"{self.source} ran under {found.model}, not {self.model}", fields=["model"]
+            )
+        self._agree(found.program)
+        sizes = self._stage_sizes or found.sizes
+        if self.limit is not None:
+            within(found.program, sizes, self.limit)
+        if self.costs is not None and not self.share:
+            model, blocks = found.model, found.blocks
+            predicted = simulate(found.program, self.costs, model=model, blocks=blocks)
+            found = replace(predicted, unit=found.unit)
+        return replace(found, sizes=sizes)
+
+    @property
+    def proven_model(self) -> Model:
+        """The progress model that is said, else device, or that of a run whose program it is."""
+        proven = {model for model, _ in self.run.program.proofs} if self.run else {"device"}
+        own = [model for model in MODELS if model in proven]
+        return self.model or ("device" if "device" in own or not own else own[0])
+
+    # ------------------------------------------------------------ how
+
+    def _plan_for(self, schedule: Schedule) -> Plan:
+        """What is said, what the schedule is made for, what is usual: whichever comes first."""
+        values = dict(self.usual) | dict(self.said)
+        mark, fixed = placed_for(schedule)
+        placement = values.get("placement") or mark or "loop"
+        v = values.get("stages_per_rank")
+        if v is None or (self.share and (fixed or (placement == "loop" and not takes_v(schedule)))):
+            v = stages_per_rank_for(schedule) if isinstance(placement, str) else 1  # as a map says
+        values |= {"placement": placement, "stages_per_rank": v}
+        if values.get("updates", 1) != 1 and "delay" not in values:
+            values["delay"] = delay_for(schedule) or 0
+        return Plan(**{f.name: values[f.name] for f in PLAN if f.name in values})
+
+    def _agree(self, program: Program) -> None:
+        """Refuse what contradicts the program in a file."""
+        for f in HEADER:
+            free = self.lowers and program.is_draft and not f.of_plan
+            split = self.share and f.name in ("stages_per_rank", "placement")
+            if f.name not in self.said or free or split:
+                continue
+            said = f.kind.settle(f.name, self.said[f.name], program.plan)
+            if said != f.of(program):
+                has, said = (f.kind.show(value, program.plan) for value in (f.of(program), said))
+                raise self.contradicts(self.source, f, has, said)
+        if not self.lowers:
+            for name in ("draft", "overlap", "slots"):
+                if getattr(self, name):
+                    raise UsageError(
+                        f"{self.source} is a program: --{name} is for schedules", fields=[name]
+                    )
+
+    def _with_slots(self, program: Program) -> Program:
+        """A lowered program, checked, whose values share the slots that are asked for."""
+        program = check(program, self.model or "device", blocks=self.blocks)
+        if self.slots is None:
+            return program
+        program = share_slots(program, self.slots, self.costs, self.model or "device")
+        return check(program, self.model or "device", blocks=self.blocks)
+
+    def _within(self, program: Program) -> Program:
+        """A checked program, within the limit if there is one."""
+        return program if self.limit is None else within(program, self._stage_sizes, self.limit)
+
+    @property
+    def _stage_costs(self) -> Costs:
+        return self._per_stage(self.costs or Costs())
+
+    @property
+    def _stage_sizes(self) -> Sizes | None:
+        return self.sizes and self._per_stage(self.sizes)
+
+    def _per_stage(self, each: _Each) -> _Each:
+        """Costs or sizes of a microbatch on a rank as those on one of its stages."""
+        if not self.share:
+            return each
+        whole = {name: getattr(each, name, None) for name in _OF_A_RANK}
+        part = self.plan.ranks / self.plan.stages
+        return replace(each, **{k: c * part for k, c in whole.items() if isinstance(c, float)})
+
+
+_Each = TypeVar("_Each", Costs, Sizes)
