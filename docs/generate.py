@@ -34,6 +34,7 @@ from schedir.ir.text import FORMAT
 from schedir.schedules import one_f_one_b
 from schedir.schedules.words import delay_for, placed_for, stages_per_rank_for
 from schedir.training.config import settings
+from schedir.transports.registry import TRANSPORTS
 
 HERE = Path(__file__).parent
 
@@ -328,7 +329,14 @@ is refused, with its line, before a process starts. `examples/demo.toml`, for on
 {demo}
 ```
 
-{sections}"""
+{sections}
+
+## Transports
+
+What `train.transport` takes for each device, the best first, and the progress model that a program
+must be proven for.
+
+{transports}"""
 
 
 def config_page() -> str:
@@ -340,7 +348,12 @@ def config_page() -> str:
             f"## [{section}]\n\n{about}\n\n{table(['setting', 'takes', 'default'], rows)}\n\n"
         )
     demo = (HERE.parent / "examples" / "demo.toml").read_text().strip()
-    return CONFIG.format(demo=demo, sections=sections).rstrip() + "\n"
+    transports = table(
+        ["device", "transport", "messages travel", "model"],
+        [[row.device, f"`{row.name}`", row.doc, row.model] for row in TRANSPORTS.values()],
+    )
+    page = CONFIG.format(demo=demo, sections=sections.rstrip(), transports=transports)
+    return page.rstrip() + "\n"
 
 
 def picture(name: str) -> str:

@@ -18,6 +18,7 @@ from schedir.ir.program import HEADER
 from schedir.passes.share_slots import Choice
 from schedir.training.gpt_config import GPTConfig, split_heads, split_layers
 from schedir.training.settings import Range, describe
+from schedir.transports.registry import AUTO, DEVICES, TRANSPORTS, transports_of
 
 Count = Annotated[int, Range(1)]
 Share = Annotated[float, Range(0, below=1)]
@@ -95,11 +96,9 @@ class DataConfig:
     seed: Annotated[int, Range(0)] = 0
 
 
-# The transports of each device.
-TRANSPORTS: Final = {"cpu": ("shared", "gloo"), "cuda": ("edge", "grouped")}
 _CHOICES = {
-    "device": ("cpu", "cuda"),
-    "transport": ("auto", *TRANSPORTS["cpu"], *TRANSPORTS["cuda"]),
+    "device": (*DEVICES,),
+    "transport": (AUTO, *TRANSPORTS),
     "precision": ("float32", "bfloat16", "float16"),
     "nonfinite": ("stop", "skip"),
 }
@@ -112,10 +111,8 @@ class TrainConfig:
     `clip` is the largest global gradient norm, 0 for no clipping; `timeout` how many seconds an
     instruction may take, with its wait for other ranks; `threads` those of torch in a process.
 
-    `device` is cpu, or cuda for a GPU each.  `transport` is how messages travel: between CPUs
-    through `shared` memory or by `gloo`, between GPUs by NCCL with a queue for each `edge` or
-    `grouped`.  `auto` is shared memory on one machine (a Linux on x86-64), unless slots are shared,
-    else gloo; on GPUs edge.
+    `device` is cpu, or cuda for a GPU each.  `transport` is how messages travel, as the table of
+    transports says; `auto` takes the first of the device that fits.
 
     `precision` is the type of the weights, float32, bfloat16 or float16; gradients and the
     optimizer's numbers are float32 in any case.  In float16 the loss is scaled, led by the gradient
@@ -137,7 +134,7 @@ class TrainConfig:
     timeout: Annotated[float, Range(1, below=1e7)] = 120.0
     threads: Annotated[int, Range(1, below=1025)] = 1
     device: str = "cpu"
-    transport: str = "auto"
+    transport: str = AUTO
     precision: str = "float32"
     nonfinite: str = "stop"
 
@@ -153,10 +150,10 @@ class TrainConfig:
                     hint=" or ".join(known),
                     fields=[name],
                 )
-        if self.transport not in ("auto", *TRANSPORTS[self.device]):
+        if not transports_of(self.device, self.transport):
             raise UsageError(
                 f"transport {self.transport} is none of device {self.device}",
-                hint=" or ".join(TRANSPORTS[self.device]),
+                hint=" or ".join(r.name for r in TRANSPORTS.values() if r.device == self.device),
                 fields=["transport", "device"],
             )
         if not self.clip:
@@ -174,7 +171,7 @@ class TrainConfig:
     @property
     def model(self) -> Model:
         """The progress model of the transport, under which a program must be proven."""
-        return "device" if self.transport == "grouped" else "edge"
+        return transports_of(self.device, self.transport)[0].model
 
     def learning_rate(self, step: int) -> float:
         """The learning rate of a step, counted from 0.
@@ -274,7 +271,7 @@ def settings() -> dict[str, tuple[str, list[Setting]]]:
             [
                 Setting(
                     f.name,
-                    describe(KINDS[section][f.name]),
+                    _takes(section, f.name),
                     f.metadata.get("default", _toml(f.default)),
                 )
                 for f in fields(kind)
@@ -282,6 +279,14 @@ def settings() -> dict[str, tuple[str, list[Setting]]]:
         )
         for section, kind in SECTIONS.items()
     }
+
+
+def _takes(section: str, name: str) -> str:
+    """What a setting takes, in words."""
+    if name not in _CHOICES:
+        return describe(KINDS[section][name])
+    *others, last = map(json.dumps, _CHOICES[name])
+    return f"{', '.join(others)} or {last}"
 
 
 def _toml(value: Any) -> str:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from threading import Event, Thread
 from time import perf_counter
-from typing import Any, NamedTuple, NoReturn, TextIO
+from typing import NamedTuple, NoReturn, TextIO
 
 import torch
 import torch.distributed as dist
@@ -32,8 +32,7 @@ from schedir.training import gpt
 from schedir.training.config import Config, TrainConfig
 from schedir.training.data import Batches, load
 from schedir.training.launch import crash
-from schedir.transports.processes import Gloo, Processes
-from schedir.transports.shared import Shared, can_share
+from schedir.transports.registry import choose
 from schedir.transports.transport import has_left
 
 
@@ -90,18 +89,6 @@ class _Step(NamedTuple):
     seconds: float
 
 
-def _transport(program: Program, device: torch.device, train: TrainConfig) -> Processes:
-    """What carries the messages of a run."""
-    kind: Any = train.transport
-    if device.type == "cuda":
-        from schedir.transports.nccl import nccl
-
-        return nccl(program, device, "edge" if kind == "auto" else kind, train.timeout)
-    if kind == "shared" or (kind == "auto" and not program.slots and can_share()):
-        return Shared(program, train.timeout)
-    return Gloo(program, train.timeout)
-
-
 class _Trainer:
     def __init__(self, config: Config, program: Program, losses: TextIO | None) -> None:
         self.config, self.program, self.losses = config, program, losses
@@ -109,7 +96,8 @@ class _Trainer:
         self.device = torch.device(config.train.device)
         if self.device.type == "cuda":
             self.device = torch.device("cuda", torch.cuda.current_device())
-        self.transport = _transport(program, self.device, config.train)
+        transport = choose(config.train.transport, config.train.device, program)
+        self.transport = transport(program, config.train.timeout, device=self.device)
         self.transport.agree(_facts(config))
         plan, tp = program.plan, self.transport.tp_group
         division = config.pipeline.division

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from schedir.errors import ExecutionError
 from schedir.training.config import Config
 from schedir.training.launch import meet, myself
+from schedir.transports.registry import DEVICES, find
 from schedir.transports.transport import has_left
 
 PATIENCE = 600.0  # seconds that processes wait for the first one to write results
@@ -20,11 +21,8 @@ PATIENCE = 600.0  # seconds that processes wait for the first one to write resul
 
 def require_device(config: Config) -> None:
     """Refuse a device that this machine does not have for all processes.  Raises UsageError."""
-    if config.train.device == "cuda":
-        from schedir.transports.cuda import require_gpus
-
-        here = os.environ.get("LOCAL_WORLD_SIZE", config.world)
-        require_gpus(int(here))
+    here = os.environ.get("LOCAL_WORLD_SIZE", config.world)
+    find(DEVICES[config.train.device].require)(int(here))
 
 
 @contextmanager
@@ -39,12 +37,7 @@ def processes(timeout: float, device: str = "cpu") -> Iterator[None]:
     if alone:
         how = {"store": dist.HashStore(), "rank": 0, "world_size": 1}  # type: ignore[attr-defined]
     try:
-        if device == "cuda":
-            from schedir.transports.nccl import initialise
-
-            initialise(timeout, **how)
-        else:
-            dist.init_process_group("gloo", timeout=timedelta(seconds=timeout), **how)
+        find(DEVICES[device].initialise)(timeout, **how)
     except RuntimeError as error:  # torch's DistError, and what else a network may do
         raise ExecutionError(
             f"the processes did not find each other in {timeout:g} s: "

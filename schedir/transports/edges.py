@@ -76,7 +76,7 @@ class Edge(Processes):
         backend: str | None = None,
         options: Callable[[], Any] = lambda: None,
     ) -> None:
-        super().__init__(program, timeout, device)
+        super().__init__(program, timeout, device=device)
         self.edges = directed_edges(program)
         # The other ends of this process's edges, which share its replica and its slice.
         self.processes = [int(p) for p in self.mesh[self.dp_rank, :, self.tp_rank]]
@@ -134,7 +134,7 @@ class Grouped(Processes):
         *,
         device: torch.device | str = "cpu",
     ) -> None:
-        super().__init__(program, timeout, device)
+        super().__init__(program, timeout, device=device)
         self.held: list[tuple[dist.P2POp, _Held]] | None = None
         _warm_up(self, directed_edges(program), device)
 

@@ -17,15 +17,11 @@ import torch
 import torch.distributed as dist
 from torch.distributed.rendezvous import rendezvous
 
-from schedir.analysis.graph import Model
 from schedir.errors import ModelError, UsageError
 from schedir.ir.program import Program
 from schedir.transports.cuda import HOST, QUEUES, refuse_twins, take_gpu
 from schedir.transports.edges import Edge, Grouped
-from schedir.transports.processes import Processes
 
-Kind = Literal["edge", "grouped"]
-MODELS: Final[dict[Kind, Model]] = {"edge": Edge.model, "grouped": Grouped.model}
 BACKENDS = "cpu:gloo,cuda:nccl"  # what processes agree on goes over Gloo
 CTAS = 4  # multiprocessors that one edge may take from what computes
 # Set where the environment does not say otherwise.
@@ -70,13 +66,43 @@ def meet(
     return {"store": store, "rank": rank, "world_size": world_size, **how}
 
 
+class NCCLEdge(Edge):
+    """Each directed edge has a communicator, with few multiprocessors and a stream of high
+    priority.  Raises as Edge."""
+
+    def __init__(
+        self, program: Program, timeout: float | None = None, *, device: torch.device
+    ) -> None:
+        _require_cuda(device, program)
+        options = partial(edge_options, timeout)
+        super().__init__(program, timeout, device=device, backend="nccl", options=options)
+
+
+class NCCLGrouped(Grouped):
+    """The pipeline has one communicator.  Raises as Grouped."""
+
+    def __init__(
+        self, program: Program, timeout: float | None = None, *, device: torch.device
+    ) -> None:
+        _require_cuda(device, program)
+        super().__init__(program, timeout, device=device)
+
+
+def _require_cuda(device: torch.device, program: Program) -> None:
+    if device.type != "cuda":
+        raise ModelError(f"NCCL moves tensors of GPUs, not of {device}", program=program.name)
+
+
 def nccl(
-    program: Program, device: torch.device, kind: Kind = "edge", timeout: float | None = None
-) -> Processes:
+    program: Program,
+    device: torch.device,
+    kind: Literal["edge", "grouped"] = "edge",
+    timeout: float | None = None,
+) -> NCCLEdge | NCCLGrouped:
     """The transport of a program on GPUs, connected and warm; after `initialise`.
 
-    "edge" gives each directed edge a communicator, with few multiprocessors and a stream of high
-    priority; "grouped" one to the pipeline.  A program must be proven for the model of its kind.
+    "edge" gives each directed edge a communicator, "grouped" one to the pipeline.  A program must
+    be proven for the model of its kind.
 
     >>> import schedir, torch
     >>> from schedir.runtime import nccl
@@ -86,12 +112,8 @@ def nccl(
         ...
     schedir.errors.ModelError: gpipe: NCCL moves tensors of GPUs, not of cpu
     """
-    if device.type != "cuda":
-        raise ModelError(f"NCCL moves tensors of GPUs, not of {device}", program=program.name)
-    if kind == "grouped":
-        return Grouped(program, timeout, device=device)
-    options = partial(edge_options, timeout)
-    return Edge(program, timeout, device=device, backend="nccl", options=options)
+    make = NCCLGrouped if kind == "grouped" else NCCLEdge
+    return make(program, timeout, device=device)
 
 
 def edge_options(timeout: float | None = None) -> Any:

@@ -23,6 +23,17 @@ from schedir.transports.collectives import COLLECTIVES, Group, Kind
 from schedir.transports.transport import Work, buffers
 
 
+def require(processes: int) -> None:
+    """Every machine has a CPU for its processes."""
+
+
+def initialise(timeout: float, **how: Any) -> torch.device:
+    """Initialise torch.distributed over Gloo, as torchrun says, or as `how` tells
+    `init_process_group`; returns where the tensors of its processes are."""
+    dist.init_process_group("gloo", timeout=timedelta(seconds=timeout), **how)
+    return torch.device("cpu")
+
+
 class Processes:
     """Processes of torch.distributed, and what they do together: all but messages.
 
@@ -37,6 +48,8 @@ class Processes:
 
     `torch.distributed` must be initialised with pp * tp * dp processes.
     Raises ModelError otherwise.
+
+    One that `schedir train` may choose has a row in `registry`.
     """
 
     model: Model
@@ -48,6 +61,7 @@ class Processes:
         self,
         program: Program,
         timeout: float | None = None,
+        *,
         device: torch.device | str = "cpu",
     ) -> None:
         self.static = torch.device(device).type != "cpu"
@@ -84,6 +98,11 @@ class Processes:
             if ranks not in self.groups and meets(stages, program.plan):
                 rows = mesh[:, ranks].swapaxes(1, 2).reshape(-1, len(ranks))
                 self.groups[ranks] = self._group(rows)
+
+    @classmethod
+    def fits(cls, program: Program) -> bool:
+        """Whether these processes can run the program so; all must ask."""
+        return True
 
     def _group(self, members: NDArray[np.int64]) -> Any:
         """The group of the row that this process is in; None if it is in none.

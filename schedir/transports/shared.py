@@ -95,8 +95,19 @@ class Shared(Processes):
 
     model: Model = "edge"
 
-    def __init__(self, program: Program, timeout: float | None = None) -> None:
-        super().__init__(program, timeout)
+    @classmethod
+    def fits(cls, program: Program) -> bool:
+        """Whether no slots are shared, and all processes see one memory; all must ask."""
+        return not program.slots and can_share()
+
+    def __init__(
+        self,
+        program: Program,
+        timeout: float | None = None,
+        *,
+        device: torch.device | str = "cpu",
+    ) -> None:
+        super().__init__(program, timeout, device=device)
         if program.slots:
             raise ModelError(
                 "messages have a slot each in shared memory, and the program shares slots",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
@@ -23,7 +24,17 @@ from schedir.training import config, gpt_config, train
 from schedir.training.config import TrainConfig
 from schedir.transports.cuda import HOST, SHARED, refuse_twins, require_gpus
 from schedir.transports.edges import Edge, Grouped
-from schedir.transports.nccl import CTAS, MODELS, edge_options, meet, nccl
+from schedir.transports.nccl import CTAS, NCCLEdge, NCCLGrouped, edge_options, meet, nccl
+from schedir.transports.processes import Gloo, Processes
+from schedir.transports.registry import (
+    DEVICES,
+    TRANSPORTS,
+    TransportRow,
+    choose,
+    find,
+    transports_of,
+)
+from schedir.transports.shared import Shared
 from tests.pure.test_blocking import sends
 
 
@@ -124,11 +135,34 @@ def test_what_waits_behind_a_compute_is_refused_on_every_device(
 
 
 def test_a_transport_names_its_model() -> None:
-    assert MODELS == {"edge": "edge", "grouped": "device"}
     assert TrainConfig(device="cuda", transport="grouped").model == "device"
     assert TrainConfig().model == "edge"
     with pytest.raises(UsageError):
         TrainConfig(transport="grouped")  # of a CPU
+
+
+@pytest.mark.parametrize("row", TRANSPORTS.values(), ids=lambda row: row.name)
+def test_a_row_says_of_a_transport_what_its_class_says(row: TransportRow) -> None:
+    found = find(row.home)
+    assert issubclass(found, Processes)
+    assert (found.model, found.blocks) == (row.model, row.blocks)
+    program, options = inspect.signature(found).parameters, ("program", "timeout", "device")
+    assert [*program] == [*options] and program["device"].kind is inspect.Parameter.KEYWORD_ONLY
+    assert row.device in DEVICES
+    for function in (DEVICES[row.device].require, DEVICES[row.device].initialise):
+        assert callable(find(function))
+
+
+def test_the_transport_that_is_chosen() -> None:
+    own = compile(gpipe, Plan(2, 2))
+    shares = compile(gpipe, Plan(2, 2), slots="fewest")
+    assert choose("auto", "cpu", shares) is Gloo
+    assert choose("shared", "cpu", shares) is Shared  # which refuses it, and says why
+    assert choose("gloo", "cpu", own) is Gloo
+    assert choose("auto", "cuda", own) is NCCLEdge
+    assert choose("grouped", "cuda", own) is NCCLGrouped
+    models = {row.model for row in transports_of("cuda")}
+    assert models == {"edge"}  # that for which "auto" has the program made
 
 
 def test_what_needs_a_gpu_says_so() -> None:

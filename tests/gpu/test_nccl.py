@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -21,8 +21,9 @@ from schedir.runtime.graphs import GraphedStep
 from schedir.runtime.measured import measured
 from schedir.runtime.warmup import warm_up
 from schedir.schedules import interleaved, one_f_one_b
-from schedir.transports.nccl import MODELS, Kind, nccl
+from schedir.transports.nccl import nccl
 from schedir.transports.processes import Gloo
+from schedir.transports.registry import TRANSPORTS
 from tests.cpu.spawn import run
 from tests.cpu.tiny_stages import batch, gpt_executor, gradients_by_stage, zb
 from tests.gpu.shared import share_gpu
@@ -49,12 +50,17 @@ def on_cpu(rank: int, schedule: Any, plan: Plan) -> Gradients:
 
 
 def on_gpu(
-    rank: int, folder: str, kind: Kind, schedule: Any, plan: Plan, slots: Choice | None
+    rank: int,
+    folder: str,
+    kind: Literal["edge", "grouped"],
+    schedule: Any,
+    plan: Plan,
+    slots: Choice | None,
 ) -> list[Gradients]:
     """Gradients of a first step, of one in which the host may not wait, and of a graph's."""
     device = share_gpu(rank, folder)
     torch.use_deterministic_algorithms(True)
-    program = _program(schedule, plan, MODELS[kind], slots)
+    program = _program(schedule, plan, TRANSPORTS[kind].model, slots)
     executor = gpt_executor(program, nccl(program, device, kind), device)
     inputs, targets, scale = batch(plan.microbatches)
     inputs, targets = inputs.to(device), targets.to(device)
@@ -77,7 +83,11 @@ def on_gpu(
 @pytest.mark.parametrize(("kind", "slots"), [("edge", None), ("edge", "fewest"), ("grouped", None)])
 @pytest.mark.parametrize(("schedule", "plan"), PLANS)
 def test_gradients_are_those_of_the_cpu(
-    kind: Kind, slots: Choice | None, schedule: Any, plan: Plan, tmp_path: Path
+    kind: Literal["edge", "grouped"],
+    slots: Choice | None,
+    schedule: Any,
+    plan: Plan,
+    tmp_path: Path,
 ) -> None:
     want = run(on_cpu, 4, schedule, plan)
     results = run(on_gpu, 4, str(tmp_path), kind, schedule, plan, slots, limit=300)
@@ -90,12 +100,12 @@ def test_gradients_are_those_of_the_cpu(
                 assert all(torch.equal(got, other[stage][name]) for other in others), (stage, name)
 
 
-def recorded(rank: int, folder: str, kind: Kind) -> list[Timeline | None]:
+def recorded(rank: int, folder: str, kind: Literal["edge", "grouped"]) -> list[Timeline | None]:
     """Timelines of a step in which the host may not wait, and of a graph's, on process 0."""
     device = share_gpu(rank, folder)
     plan, overlap = Plan(2, 4), kind == "grouped"  # else members of a group go their own ways
     program = compile(
-        one_f_one_b, plan, tp=2, model=MODELS[kind], tied=True, clip=True, overlap=overlap
+        one_f_one_b, plan, tp=2, model=TRANSPORTS[kind].model, tied=True, clip=True, overlap=overlap
     )  # fmt: skip
     transport = nccl(program, device, kind)
     executor = gpt_executor(program, transport, device, record=True)
@@ -115,7 +125,9 @@ def recorded(rank: int, folder: str, kind: Kind) -> list[Timeline | None]:
 
 
 @pytest.mark.parametrize("kind", ["edge", "grouped"])
-def test_a_recorded_step_is_a_legal_timeline(kind: Kind, tmp_path: Path) -> None:
+def test_a_recorded_step_is_a_legal_timeline(
+    kind: Literal["edge", "grouped"], tmp_path: Path
+) -> None:
     first, *others = run(recorded, 4, str(tmp_path), kind, limit=300)
     assert others == [[None, None]] * 3
     for timeline in first:

@@ -178,6 +178,11 @@ schedir.simulate(schedir.check(program, model="device"), schedir.Costs())
 assert schedir.parse(schedir.show(program)) == program
 """,
         """
+from schedir.training.config import TrainConfig, settings
+settings()
+assert TrainConfig(device="cuda", transport="grouped").model == "device"
+""",
+        """
 import runpy, sys
 sys.argv = ["schedir", "--help"]
 try:
@@ -186,7 +191,7 @@ except SystemExit as end:
     assert end.code in (0, None), end.code
 """,
     ],
-    ids=["import", "api", "help"],
+    ids=["import", "api", "settings", "help"],
 )
 def test_nothing_heavy_is_loaded(code: str) -> None:
     report = f"{code}\nimport sys\nprint('loaded:', *(m for m in {HEAVY} if m in sys.modules))"

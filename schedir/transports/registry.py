@@ -1,0 +1,103 @@
+"""Registry: the transports of processes, and the devices that they are for.  Needs no torch.
+
+A new transport is a row of `TRANSPORTS` and a class that is a `Processes`; a new kind of device is
+a row of `DEVICES` besides.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from importlib import import_module
+from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple
+
+from schedir.analysis.graph import Model
+from schedir.ir.program import Program
+
+if TYPE_CHECKING:
+    from schedir.transports.processes import Processes
+
+Device = Literal["cpu", "cuda"]
+AUTO: Final = "auto"  # the first of a device that fits
+
+
+class DeviceRow(NamedTuple):
+    """Where processes have their tensors.
+
+    `require(processes)` refuses, by UsageError, a machine that does not have the device for so many
+    processes; `initialise(timeout, **how)` lets processes know each other.  Both are the name of a
+    module of this folder, and of a function in it.
+    """
+
+    device: Device
+    require: str
+    initialise: str
+
+
+class TransportRow(NamedTuple):
+    """A transport of processes.
+
+    `model` is the progress model that it gives, and `blocks` whether what stands behind a compute
+    waits with it, as Transport says.  `home` is the name of a module of this folder, and of a class
+    in it that is made of (program, timeout, device=).  `doc` ends the sentence "messages travel".
+    """
+
+    name: str
+    device: Device
+    model: Model
+    blocks: bool
+    home: str
+    doc: str
+
+
+_DEVICES: Final[tuple[DeviceRow, ...]] = (
+    DeviceRow("cpu", "processes:require", "processes:initialise"),
+    DeviceRow("cuda", "cuda:require_gpus", "nccl:initialise"),
+)
+
+# Of each device the best first.
+_TRANSPORTS: Final[tuple[TransportRow, ...]] = (
+    TransportRow(
+        "shared", "cpu", "edge", True, "shared:Shared",
+        "through memory that the processes of one machine share (a Linux on x86-64), for programs "
+        "that share no slots",
+    ),
+    TransportRow(
+        "gloo", "cpu", "edge", True, "processes:Gloo",
+        "by Gloo, on one machine or several",
+    ),
+    TransportRow(
+        "edge", "cuda", "edge", True, "nccl:NCCLEdge",
+        "by NCCL, with a queue for each directed edge",
+    ),
+    TransportRow(
+        "grouped", "cuda", "device", True, "nccl:NCCLGrouped",
+        "by NCCL, with one queue, in groups",
+    ),
+)  # fmt: skip
+
+DEVICES: Final[dict[str, DeviceRow]] = {row.device: row for row in _DEVICES}
+TRANSPORTS: Final[dict[str, TransportRow]] = {row.name: row for row in _TRANSPORTS}
+
+
+def transports_of(device: str, name: str = AUTO) -> list[TransportRow]:
+    """The transports of a device, the best first: those of that name, or, for "auto", all that
+    give the progress model of the first, for which the program is made before it is chosen."""
+    own = [row for row in _TRANSPORTS if row.device == device]
+    return [row for row in own if row.name == name or (name == AUTO and row.model == own[0].model)]
+
+
+def find(home: str) -> Any:
+    """What a row names, with its module loaded."""
+    module, name = home.split(":")
+    return getattr(import_module(f"schedir.transports.{module}"), name)
+
+
+def choose(name: str, device: str, program: Program) -> type[Processes]:
+    """The class of the transport of that name; for "auto", of the first that fits, or the last.
+
+    All processes must call this, after `initialise`.
+    """
+    *better, last = transports_of(device, name)
+    classes: Iterator[type[Processes]] = (find(row.home) for row in better)
+    found: type[Processes] | None = next((one for one in classes if one.fits(program)), None)
+    return found or find(last.home)
