@@ -1,4 +1,4 @@
-"""Idleness: why the compute lane of a rank is idle when it is."""
+"""Bubble causes: why the compute lane of a rank is idle when it is."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ from enum import IntEnum
 from typing import Any, Final
 
 import numpy as np
-from numpy.typing import NDArray
+from numpy.typing import ArrayLike, NDArray
 
 from schedir.ir.index import NONE
-from schedir.ir.ops import BACKWARDS, ROWS, Lane, Opcode
+from schedir.ir.ops import BACKWARDS, Lane, Opcode
 from schedir.predict.timeline import Timeline, expect_runs
 
 Floats = NDArray[np.float64]
@@ -31,7 +31,13 @@ class Cause(IntEnum):
 IDLE: Final = np.dtype(
     [("rank", "i4"), ("cause", "i4"), ("awaits", "i8"), ("start", "f8"), ("end", "f8")]
 )
-_LANE: Final = np.array([row.lane for row in ROWS])
+# Between two instructions of a compute lane; and a part of that, with one cause.
+GAP: Final = np.dtype(
+    [("rank", "i4"), ("before", "i8"), ("after", "i8"), ("start", "f8"), ("end", "f8")]
+)
+WAIT: Final = np.dtype(
+    [("gap", "i8"), ("cause", "i4"), ("awaits", "i8"), ("start", "f8"), ("end", "f8")]
+)
 
 
 def idleness(timeline: Timeline) -> NDArray[Any]:
@@ -63,8 +69,16 @@ def idleness(timeline: Timeline) -> NDArray[Any]:
     expect_runs([timeline])
     if not len(timeline):
         return np.empty(0, IDLE)
-    waits = _Gaps(timeline)
-    return waits.told()
+    gaps = _gaps(timeline)
+    waits = _waits(timeline, gaps)
+    idle = np.empty(len(waits), IDLE)
+    for name in ("cause", "awaits", "start", "end"):
+        idle[name] = waits[name]
+    idle["rank"] = gaps["rank"][waits["gap"]]
+    peer = waits["cause"] == Cause.PEER
+    idle["cause"][peer] = _phases(timeline, gaps)[waits["gap"][peer]]
+    idle = _call_imbalance(timeline, gaps, idle)
+    return idle[np.lexsort((idle["start"], idle["rank"]))]
 
 
 def by_cause(idle: NDArray[Any], ranks: int) -> Floats:
@@ -126,112 +140,120 @@ def _followers(timeline: Timeline) -> tuple[Ints, Ints]:
     return own[:-1][same], own[1:][same]
 
 
-class _Gaps:
-    """The gaps of all compute lanes, and the intervals that they fall into.
+def _gaps(timeline: Timeline) -> NDArray[Any]:
+    """The gaps of all compute lanes, by rank and start: a structured array (GAP).
 
-    A gap has its rank, when it begins and ends, and `before` and `after`: the indices of the
-    instructions around it, -1 where there is none.
+    `before` and `after` are the indices of the instructions around a gap, -1 where there is none.
     """
+    spans = timeline.spans
+    own = np.flatnonzero((spans["lane"] == Lane.COMPUTE) & ~timeline.second_of_pair)
+    bounds = np.searchsorted(spans["rank"][own], np.arange(timeline.ranks + 1))
+    gaps = np.empty(len(own) + timeline.ranks, GAP)
+    gaps["rank"] = np.repeat(np.arange(timeline.ranks), np.diff(bounds) + 1)
+    gaps["after"] = after = np.insert(own, bounds[1:], NONE)
+    gaps["before"] = before = np.insert(own, bounds[:-1], NONE)
+    gaps["start"] = np.where(before == NONE, timeline.begin, spans["end"][before])
+    gaps["end"] = np.where(after == NONE, spans["end"].max(), spans["start"][after])
+    return gaps[gaps["end"] > gaps["start"]]
 
-    def __init__(self, timeline: Timeline) -> None:
-        self.timeline, spans = timeline, timeline.spans
-        own = np.flatnonzero((spans["lane"] == Lane.COMPUTE) & ~timeline.second_of_pair)
-        bounds = np.searchsorted(spans["rank"][own], np.arange(timeline.ranks + 1))
-        after = np.insert(own, bounds[1:], NONE)
-        before = np.insert(own, bounds[:-1], NONE)
-        rank = np.repeat(np.arange(timeline.ranks), np.diff(bounds) + 1)
-        begin, finish = timeline.begin, spans["end"].max()
-        lo = np.where(before == NONE, begin, spans["end"][before])
-        hi = np.where(after == NONE, finish, spans["start"][after])
-        real = hi > lo
-        self.rank, self.before, self.after = rank[real], before[real], after[real]
-        self.lo, self.hi = lo[real], hi[real]
-        self.found: list[tuple[Ints, Cause, Ints, Floats, Floats]] = []
 
-    def told(self) -> NDArray[Any]:
-        """The intervals of all gaps."""
-        self._walk_back()
-        idle = np.concatenate([np.empty(0, IDLE), *(self._rows(*found) for found in self.found)])
-        idle = self._call_imbalance(idle)
-        return idle[np.lexsort((idle["start"], idle["rank"]))]
+def _waits(timeline: Timeline, gaps: NDArray[Any]) -> NDArray[Any]:
+    """What each gap consists of, in any order: a structured array (WAIT).
 
-    def _tell(self, gap: Ints, cause: Cause, awaits: Ints, lo: Floats, hi: Floats) -> None:
-        real = hi > lo
-        if real.any():
-            self.found.append((gap[real], cause, awaits[real], lo[real], hi[real]))
+    All gaps at once are walked from their end back to their beginning.  At each step we stand at
+    `time`, before the instruction `now`: first comes the time since what `now` waited for had
+    ended, and then the time in which that ran, before which we stand next.
+    """
+    spans, latest = timeline.spans, _latest(timeline)
+    nothing_follows = gaps["after"] == NONE
+    tail = np.flatnonzero(nothing_follows)
+    none = np.full(len(tail), NONE)
+    found = [_wait(tail, Cause.COOLDOWN, none, gaps["start"][tail], gaps["end"][tail])]
+    gap = np.flatnonzero(~nothing_follows)
+    now, time = gaps["after"][gap], gaps["end"][gap]
+    while len(gap):
+        begin, awaited = gaps["start"][gap], latest[now]
+        some = awaited != NONE
+        ended = np.where(some, np.clip(spans["end"][awaited], begin, time), begin)
+        found.append(_wait(gap, *_since_then(timeline, now, awaited), ended, time))
+        on = some & (ended > begin)
+        gap, begin, now, time = gap[on], begin[on], awaited[on], ended[on]
 
-    def _rows(self, gap: Ints, cause: Cause, awaits: Ints, lo: Floats, hi: Floats) -> NDArray[Any]:
-        rows = np.empty(len(gap), IDLE)
-        rows["rank"], rows["awaits"], rows["start"], rows["end"] = self.rank[gap], awaits, lo, hi
-        rows["cause"] = self._phase(gap) if cause is Cause.PEER else cause
-        return rows
+        cause = _while_it_runs(timeline, now)
+        # Of another rank's compute nobody asks what it waited for: it stands for all of that.
+        began = np.where(cause == Cause.PEER, -np.inf, spans["start"][now])
+        began = np.clip(began, begin, time)
+        found.append(_wait(gap, cause, now, began, time))
+        on = began > begin
+        gap, now, time = gap[on], now[on], began[on]
+    waits = np.concatenate(found)
+    return waits[waits["end"] > waits["start"]]
 
-    def _walk_back(self) -> None:
-        """From the end of every gap back to its beginning, all gaps at once."""
-        spans, rank = self.timeline.spans, self.timeline.spans["rank"]
-        lane, latest = _LANE[spans["op"]], self._latest()
-        gap = np.arange(len(self.rank))
-        tail = self.after == NONE
-        none = np.full(int(tail.sum()), NONE)
-        self._tell(gap[tail], Cause.COOLDOWN, none, self.lo[tail], self.hi[tail])
-        gap = gap[~tail]
-        now, hi = self.after[gap], self.hi[gap]  # we stand before `now`, at time `hi`
-        while len(gap):
-            lo, before = self.lo[gap], latest[now]
-            some = before != NONE
-            ended = np.where(some, np.clip(spans["end"][before], lo, hi), lo)
-            direct = some & (lane[now] == Lane.COMPUTE) & (lane[before] == Lane.COMPUTE)
-            direct &= rank[now] != rank[before]
-            self._tell(gap[direct], Cause.MESSAGE, before[direct], ended[direct], hi[direct])
-            host = ~direct
-            self._tell(gap[host], Cause.HOST, now[host], ended[host], hi[host])
 
-            on = some & (ended > lo)
-            gap, lo, now, hi = gap[on], lo[on], before[on], ended[on]
-            works = lane[now] == Lane.COMPUTE
-            self._tell(gap[works], Cause.PEER, now[works], lo[works], hi[works])
-            gap, lo, now, hi = gap[~works], lo[~works], now[~works], hi[~works]
-            began = np.clip(spans["start"][now], lo, hi)
-            reduces = lane[now] == Lane.DP
-            for cause, which in ((Cause.REDUCTION, reduces), (Cause.MESSAGE, ~reduces)):
-                self._tell(gap[which], cause, now[which], began[which], hi[which])
-            on = began > lo
-            gap, now, hi = gap[on], now[on], began[on]
+def _wait(gap: Ints, cause: ArrayLike, awaits: Ints, start: Floats, end: Floats) -> NDArray[Any]:
+    waits = np.empty(len(gap), WAIT)
+    waits["gap"], waits["cause"], waits["awaits"] = gap, cause, awaits
+    waits["start"], waits["end"] = start, end
+    return waits
 
-    def _latest(self) -> Ints:
-        """What each instruction waited for longest; of equals, work rather than a transfer."""
-        spans = self.timeline.spans
-        order = np.lexsort((_LANE[spans["op"]] == Lane.COMPUTE, spans["end"]))
-        place = np.full(len(spans) + 1, -1.0)  # the last entry is that of NONE
-        place[order] = np.arange(len(spans))
-        return self.timeline.graph.latest(place[:-1])
 
-    def _phase(self, gap: Ints) -> NDArray[np.int32]:
-        """The cause of a wait for another rank, by the phase that the rank is in."""
-        begins, ends = (times[self.rank[gap]] for times in steady(self.timeline))
-        phase = np.full(len(gap), Cause.PEER, np.int32)
-        phase[self.lo[gap] >= ends] = Cause.COOLDOWN
-        fills = np.isfinite(begins) & (self.hi[gap] <= begins)
-        phase[fills | (self.before[gap] == NONE)] = Cause.WARMUP
-        return phase
+def _since_then(timeline: Timeline, now: Ints, awaited: Ints) -> tuple[Ints, Ints]:
+    """Why an instruction has not begun though what it waited for has ended; and what is awaited.
 
-    def _call_imbalance(self, idle: NDArray[Any]) -> NDArray[Any]:
-        """Take from the waits for other ranks what a rank has less to do than the busiest one."""
-        timeline, rank = self.timeline, idle["rank"]
-        begins = np.full(timeline.ranks, -np.inf)  # when the first instruction does
-        first = self.before == NONE
-        begins[self.rank[first]] = self.hi[first]
-        at = np.flatnonzero(np.isin(idle["cause"], (Cause.WARMUP, Cause.COOLDOWN, Cause.PEER)))
-        turn = (idle["cause"] != Cause.PEER).astype(int) + (idle["start"] < begins[rank])
-        at = at[np.lexsort((idle["start"][at], turn[at], rank[at]))]
-        long = idle["end"][at] - idle["start"][at]
-        total = np.concatenate([[0.0], np.cumsum(long)])
-        base = total[np.searchsorted(rank[at], rank[at])]
-        left = (timeline.busy.max() - timeline.busy)[rank[at]] - (total[:-1] - base)
-        whole, part = at[left >= long], at[(left > 0) & (left < long)]
-        idle["cause"][whole] = Cause.IMBALANCE
-        rest = idle[part].copy()
-        rest["start"] += left[(left > 0) & (left < long)]
-        idle["end"][part] = rest["start"]
-        idle["cause"][part] = Cause.IMBALANCE
-        return np.concatenate([idle, rest[rest["end"] > rest["start"]]])
+    Of a draft, whose messages are no instructions, a message is under way.  Else it is the host.
+    """
+    lane, rank = timeline.spans["lane"], timeline.spans["rank"]
+    computes = (lane[now] == Lane.COMPUTE) & (lane[awaited] == Lane.COMPUTE)
+    message = (awaited != NONE) & computes & (rank[now] != rank[awaited])
+    cause = np.where(message, Cause.MESSAGE, Cause.HOST)
+    return cause, np.where(message, awaited, now)
+
+
+def _while_it_runs(timeline: Timeline, awaited: Ints) -> Ints:
+    """Why a rank is idle while what it waits for runs."""
+    lane = timeline.spans["lane"][awaited]
+    return np.select(
+        [lane == Lane.COMPUTE, lane == Lane.DP], [Cause.PEER, Cause.REDUCTION], Cause.MESSAGE
+    )
+
+
+def _latest(timeline: Timeline) -> Ints:
+    """What each instruction waited for longest; of equals, work rather than a transfer."""
+    spans = timeline.spans
+    order = np.lexsort((spans["lane"] == Lane.COMPUTE, spans["end"]))
+    place = np.full(len(spans) + 1, -1.0)  # the last entry is that of NONE
+    place[order] = np.arange(len(spans))
+    return timeline.graph.latest(place[:-1])
+
+
+def _phases(timeline: Timeline, gaps: NDArray[Any]) -> Ints:
+    """The cause of a wait for another rank, by the phase that the waiting rank is in at a gap."""
+    begins, ends = (times[gaps["rank"]] for times in steady(timeline))
+    fills = np.isfinite(begins) & (gaps["end"] <= begins)
+    return np.select(
+        [fills | (gaps["before"] == NONE), gaps["start"] >= ends],
+        [Cause.WARMUP, Cause.COOLDOWN],
+        Cause.PEER,
+    )
+
+
+def _call_imbalance(timeline: Timeline, gaps: NDArray[Any], idle: NDArray[Any]) -> NDArray[Any]:
+    """Take from the waits for other ranks what a rank has less to do than the busiest one."""
+    rank = idle["rank"]
+    begins = np.full(timeline.ranks, -np.inf)  # when the first instruction does
+    first = gaps[gaps["before"] == NONE]
+    begins[first["rank"]] = first["end"]
+    at = np.flatnonzero(np.isin(idle["cause"], (Cause.WARMUP, Cause.COOLDOWN, Cause.PEER)))
+    turn = (idle["cause"] != Cause.PEER).astype(int) + (idle["start"] < begins[rank])
+    at = at[np.lexsort((idle["start"][at], turn[at], rank[at]))]
+    long = idle["end"][at] - idle["start"][at]
+    total = np.concatenate([[0.0], np.cumsum(long)])
+    base = total[np.searchsorted(rank[at], rank[at])]
+    left = (timeline.busy.max() - timeline.busy)[rank[at]] - (total[:-1] - base)
+    whole, part = at[left >= long], at[(left > 0) & (left < long)]
+    idle["cause"][whole] = Cause.IMBALANCE
+    rest = idle[part].copy()
+    rest["start"] += left[(left > 0) & (left < long)]
+    idle["end"][part] = rest["start"]
+    idle["cause"][part] = Cause.IMBALANCE
+    return np.concatenate([idle, rest[rest["end"] > rest["start"]]])
