@@ -7,14 +7,15 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Final
 
 if TYPE_CHECKING:
-    from schedir.viz.chart import Style, compare, gantt
+    from schedir.viz.chart import compare, gantt
     from schedir.viz.output import save
     from schedir.viz.page import html, save_html
+    from schedir.viz.style import Style
     from schedir.viz.summary_charts import idle_map, tradeoff
     from schedir.viz.text_chart import letters
 
 _HOME: Final = {
-    "Style": "chart",
+    "Style": "style",
     "compare": "chart",
     "gantt": "chart",
     "html": "page",

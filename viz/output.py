@@ -1,4 +1,4 @@
-"""Figures to files."""
+"""Output: figures to files."""
 
 from __future__ import annotations
 

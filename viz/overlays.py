@@ -1,4 +1,4 @@
-"""Marks: what a chart can show besides its boxes."""
+"""Overlays: what a chart can show besides its boxes."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from schedir.predict.bubble_causes import steady
 from schedir.predict.timeline import Timeline
 from schedir.viz.layout import CURVE, INSET, Floats, Sheet, corners
 from schedir.viz.palette import ACCENT
-from schedir.viz.raster import Curve
+from schedir.viz.raster import Curve, in_flight, memory
 
-MARKS: Final = {
+OVERLAYS: Final = {
     "lanes": "a thin lane for each kind of communication that takes time",
     "arrows": "messages, from sender to receiver",
     "path": "the critical path, outlined",
@@ -26,8 +26,9 @@ MARKS: Final = {
     "phases": "warmup and cooldown, shaded",
 }
 PHASES: Final = {"warmup": "#d6e8f5", "cooldown": "#fde3cf"}
+CURVES: Final = {"in_flight": in_flight, "memory": memory}
 _MOST: Final = 4000  # arrows
-_CURVES: Final = {"in flight": "#0072b2", "memory": "#a0522d"}
+_COLOURS: Final = {"in flight": "#0072b2", "memory": "#a0522d"}
 
 
 def messages(timeline: Timeline) -> NDArray[np.int64]:
@@ -106,7 +107,7 @@ def phase_times(timeline: Timeline) -> dict[str, tuple[Floats, Floats]]:
 
 def curve(axes: Axes, sheet: Sheet, held: Curve, nth: int, *, named: bool) -> None:
     """Under each rank, what it holds: a step curve, all to one scale; `named` says its peak."""
-    span, colour = sheet.timeline.span, _CURVES[held.name]
+    span, colour = sheet.timeline.span, _COLOURS[held.name]
     peaks = [float(values.max(initial=0)) for _, values in held.steps]
     high = CURVE / (max(peaks, default=0) or 1.0)
     fills, lines = [], []

@@ -1,4 +1,4 @@
-"""What pictures need to know of a run, whoever draws them: who is which, shares, and holdings."""
+"""Raster: what all pictures take from a run: own stages, curves, shares of columns of time."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Paint: a Sheet onto matplotlib axes."""
+"""Render: a Sheet onto matplotlib axes."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _HATCH: Final[dict[str, Any]] = {
 _BAND: Final = "#f0f0f0"  # an empty communication lane
 
 
-def paint(
+def render(
     axes: Axes, sheet: Sheet, inches: float, row: float, *, dense: bool = False, ground: bool = True
 ) -> None:
     """Draw all boxes and labels; `inches` are those of a unit of time, `row` of a lane.

@@ -1,4 +1,4 @@
-"""Figures of a run as pictures: bubble against memory, and where idle time comes from."""
+"""Summary charts: bubble against memory, and where idle time comes from."""
 
 from __future__ import annotations
 

@@ -10,7 +10,7 @@ from schedir.ir.numerals import decimal
 
 if TYPE_CHECKING:
     from schedir.predict.timeline import Timeline
-    from schedir.viz.chart import Style
+    from schedir.viz.style import Style
 
 _STYLE = ("show", "width", "palette", "colours", "axis", "time")  # as schedir.viz has them
 

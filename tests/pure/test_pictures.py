@@ -1,4 +1,4 @@
-"""What pictures show besides boxes: marks, densities, trade-offs and maps of idle time."""
+"""What pictures show besides boxes: overlays, densities, trade-offs and maps of idle time."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -26,7 +26,7 @@ from schedir.schedules import dualpipe_v, gpipe, interleaved, one_f_one_b, zb_h1
 from schedir.schedules.words import Schedule
 from schedir.testing import drafts
 from schedir.viz import compare, gantt, idle_map, save, tradeoff
-from schedir.viz.overlays import MARKS, messages, phase_times
+from schedir.viz.overlays import OVERLAYS, messages, phase_times
 from schedir.viz.palette import ACCENT
 from schedir.viz.raster import in_flight, memory, shares
 from tests.strategies import costs
@@ -85,14 +85,14 @@ def test_small_boxes_become_densities(tmp_path: Path) -> None:
     assert not gantt(timeline()).axes[0].images
 
 
-# ---------------------------------------------------------------- marks
+# ---------------------------------------------------------------- overlays
 
 
 def lines_of(figure: Figure) -> list[LineCollection]:
     return [c for c in figure.axes[0].collections if isinstance(c, LineCollection)]
 
 
-def test_marks_are_named() -> None:
+def test_overlays_are_named() -> None:
     with pytest.raises(
         UsageError, match="lanes, arrows, path, in_flight, memory, phases, not 'colour'"
     ):
@@ -103,7 +103,7 @@ def test_marks_are_named() -> None:
 
 @pytest.mark.parametrize(("width", "inches"), [("column", 3.35), ("page", 7.0)])
 def test_a_paper_has_widths(width: str, inches: float) -> None:
-    for show in ((), tuple(MARKS)):
+    for show in ((), tuple(OVERLAYS)):
         figure = compare([timeline(), timeline(gpipe)], width=width, show=show)
         assert figure.get_figwidth() == pytest.approx(inches)
         names = [axes.get_title("left") for axes in figure.axes]
@@ -205,7 +205,7 @@ def test_the_map_of_idle_time_adds_up(tmp_path: Path) -> None:
 
 def test_plain_options_reach_all_of_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    marks = ["--show", ",".join(MARKS), "--width", "column"]
+    marks = ["--show", ",".join(OVERLAYS), "--width", "column"]
     for argv in (
         ["draw", "one_f_one_b", *marks],
         ["draw", "gpipe", "one_f_one_b", "--show", "none", "--width", "6.5"],

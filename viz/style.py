@@ -1,0 +1,116 @@
+"""Style: how a chart is asked to look, and what is meant by it."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from math import inf
+from numbers import Real
+from typing import Final, TypedDict
+
+from matplotlib.colors import is_color_like, to_hex
+
+from schedir.errors import UsageError, expect, said
+from schedir.viz.overlays import OVERLAYS
+from schedir.viz.palette import KINDS, PALETTES, Palette, recoloured
+
+LEFT, RIGHT = 0.62, 0.12  # inches, beside the axes
+PAPER: Final = {"column": 3.35, "page": 7.0}  # inches of whole figures, as journals set them
+
+
+class Style(TypedDict, total=False):
+    """How charts look.
+
+    `width` is that of the axes in inches, or "column" or "page" for a figure as wide as those of
+    a paper (3.35 and 7 inches); without it, wide enough for the labels, within bounds.
+
+    `show` names what there is besides boxes (`schedir.viz.overlays.OVERLAYS`), between commas or
+    in a collection: "lanes", "arrows" for messages, "path" for the critical path, "in_flight" and
+    "memory" for curves of them under each rank, and "phases" to shade warmup and cooldown.
+
+    `palette` is one of `schedir.viz.palette.PALETTES`: "plain" holds for colour-blind readers and
+    on a grey print, "grey" is that print, "bright" is Okabe and Ito's.  `colours` has others for
+    some of F, B, I, W, act, grad, tp, dp and step, as matplotlib knows them.
+
+    `axis` is what stands under the time axis, or "none" for no numbers and no words.  `time` is
+    the part that is drawn, from and to, in the runs' unit from their begin.
+
+    >>> import schedir
+    >>> paper = schedir.viz.Style(width="column", palette="grey", show="path", axis="time in ms")
+    >>> run = schedir.simulate(schedir.compile(schedir.schedules.zb_h1, schedir.Plan(4, 8)))
+    >>> f"{schedir.viz.gantt(run, **paper).get_figwidth():g} inches"
+    '3.35 inches'
+    """
+
+    width: float | str | None
+    show: str | Collection[str]
+    palette: str
+    colours: Mapping[str, str]
+    axis: str | None
+    time: tuple[float, float] | None
+
+
+@dataclass(frozen=True)
+class Look:
+    """A Style as it is meant: each part has a value, and can be.
+
+    `width` is that of the axes in inches, None where it follows from the labels; `time` is as it
+    was given, for how long the runs take says whether it can be.
+    """
+
+    show: frozenset[str]
+    palette: Palette
+    axis: str | None
+    time: tuple[float, float] | None
+    width: float | None
+
+
+def look_of(style: Style) -> Look:
+    """What a Style means.  Raises UsageError for one that cannot be."""
+    axis = style.get("axis")
+    if axis is not None:
+        expect(axis, str, '"time in ms"')
+    return Look(
+        _shown(style.get("show", "lanes")),
+        _palette(style),
+        axis,
+        style.get("time"),
+        _width(style.get("width")),
+    )
+
+
+def _shown(show: str | Collection[str]) -> frozenset[str]:
+    """The overlays that are asked for, between commas or in a collection."""
+    if isinstance(show, str):
+        show = [mark.strip() for mark in show.split(",") if mark.strip()]
+    expect(show, Collection, '"lanes,arrows"')
+    for mark in show:
+        if not isinstance(mark, str) or mark not in OVERLAYS:
+            raise UsageError(f"a chart shows {', '.join(OVERLAYS)}, not {said(mark)}")
+    return frozenset(show)
+
+
+def _width(given: object) -> float | None:
+    """The width of the axes, in inches, if one is asked for."""
+    if isinstance(given, str) and given in PAPER:
+        return PAPER[given] - LEFT - RIGHT
+    if given is None:
+        return None
+    if isinstance(given, Real) and 0 < float(given) < inf:
+        return float(given)
+    raise UsageError(f"a width is a number of inches, or {' or '.join(PAPER)}: {said(given)}")
+
+
+def _palette(style: Style) -> Palette:
+    """The palette that is asked for, with colours of its own for some kinds."""
+    name, given, colours = style.get("palette", "plain"), {}, style.get("colours", {})
+    if not isinstance(name, str) or name not in PALETTES:
+        raise UsageError(f"a palette is {', '.join(PALETTES)}, not {said(name)}")
+    expect(colours, Mapping, '{"F": "skyblue"}')
+    for kind, colour in colours.items():
+        if kind not in KINDS:
+            raise UsageError(f"what has a colour is {', '.join(KINDS)}, not {said(kind)}")
+        if not is_color_like(colour):
+            raise UsageError(f"{kind} has no colour {said(colour)}", hint="a name, or #4b3b8f")
+        given[kind] = to_hex(colour)
+    return recoloured(PALETTES[name], given)
