@@ -28,7 +28,7 @@ from schedir import (
     simulate,
     viz,
 )
-from schedir.analysis.graph import MODELS
+from schedir.analysis.models import MODELS
 from schedir.ir.ops import ROWS, Token
 from schedir.ir.text import FORMAT
 from schedir.schedules import one_f_one_b

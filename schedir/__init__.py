@@ -21,6 +21,7 @@ from importlib import import_module
 from typing import Any
 
 from schedir import errors, schedules
+from schedir.compiler.compile import compile
 from schedir.io.timeline_file import load_timeline, save_timeline
 from schedir.ir.costs import Costs
 from schedir.ir.notebook import register
@@ -30,7 +31,6 @@ from schedir.ir.program import Program, Stream
 from schedir.ir.sizes import Sizes
 from schedir.ir.text import parse, show
 from schedir.ir.ties import Ties, ties
-from schedir.passes.compile import compile
 from schedir.predict.simulate import simulate
 from schedir.predict.timeline import Timeline
 from schedir.schedules import words

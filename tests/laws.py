@@ -6,10 +6,10 @@ from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 from schedir import schedules
-from schedir.analysis.graph import Model
+from schedir.analysis.models import Model
+from schedir.compiler.compile import compile
 from schedir.ir.costs import Costs
 from schedir.ir.plan import Plan
-from schedir.passes.compile import compile
 from schedir.predict.simulate import simulate
 from schedir.predict.timeline import Timeline
 from schedir.schedules import (

@@ -20,12 +20,12 @@ def too_early(timeline: Timeline, tolerance: float = 0.0) -> list[str]:
     np.minimum.at(begins, graph.node, spans["start"])
     np.maximum.at(over, graph.node, spans["end"])
     ready, found = np.full(graph.nodes, -np.inf), []
-    for node in graph.any_order(0):
+    for node in graph.random_topological_order(0):
         over[node] = max(over[node], ready[node])  # of a group nothing else is known
         if begins[node] < ready[node] - tolerance:
-            found.append(str(graph.index.place(node)[2]))
+            found.append(str(graph.index.locate(node)[2]))
         for b in after[node]:
             ready[b] = max(ready[b], over[node])
     backwards = np.flatnonzero(spans["end"] < spans["start"]).tolist()
-    found += [str(graph.index.place(k)[2]) for k in backwards]
+    found += [str(graph.index.locate(k)[2]) for k in backwards]
     return found

@@ -7,8 +7,9 @@ from dataclasses import replace
 import numpy as np
 from numpy.typing import NDArray
 
-from schedir.analysis.graph import Graph, Model
+from schedir.analysis.graph import Graph
 from schedir.analysis.longest_path import walk
+from schedir.analysis.models import Model
 from schedir.ir.costs import Costs
 from schedir.ir.ops import TRANSFERS, Lane
 from schedir.ir.program import Program
@@ -82,7 +83,7 @@ def slow_at_the_end(program: Program, times: float) -> Timeline:
     takes, ready = np.zeros(graph.nodes), np.zeros(graph.nodes)
     slow = (spans["mb"] == program.plan.microbatches - 1) & (spans["lane"] == Lane.COMPUTE)
     np.maximum.at(takes, graph.node, (spans["end"] - spans["start"]) * np.where(slow, times, 1.0))
-    for node in graph.any_order(0):
+    for node in graph.random_topological_order(0):
         for b in after[node]:
             ready[b] = max(ready[b], ready[node] + takes[node])
     spans["start"] = ready[graph.node]

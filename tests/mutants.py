@@ -13,13 +13,13 @@ from itertools import count
 from types import FunctionType
 
 from schedir import schedules
-from schedir.analysis.graph import MODELS, Model
+from schedir.analysis.models import MODELS, Model
+from schedir.compiler.compile import lower
 from schedir.errors import ProgramError
 from schedir.ir.plan import Plan
 from schedir.ir.program import Program
 from schedir.ir.text import show
 from schedir.ir.ties import Tied, tied_stages
-from schedir.passes.compile import lower
 from schedir.passes.overlap import early_gathers, early_receives, group_opposites
 from schedir.schedules import words
 from schedir.schedules.draft import draft as drafted

@@ -7,9 +7,8 @@ from dataclasses import replace
 
 from hypothesis import strategies as st
 
-from schedir.analysis.slots import fewest
+from schedir.analysis.slots import minimum_slots
 from schedir.ir.costs import Costs
-from schedir.ir.index import Index
 from schedir.ir.plan import Plan
 from schedir.ir.program import Program, Slots
 from schedir.testing import drafts as drafts
@@ -34,7 +33,7 @@ def with_slots(program: Program, rng: random.Random) -> Program:
     """The program with few slots on each rank, or, every third time, with one for each value."""
     if not rng.randrange(3):
         return program
-    few = fewest(Index(program))[:, :4].tolist()
+    few = minimum_slots(program)[:, :4].tolist()
     more = rng.randrange(1, 4)
     slots = tuple(Slots(*(n + rng.randrange(more) for n in row)) for row in few)
     return replace(program, slots=slots)

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import numpy as np
 
+from schedir.compiler.compile import compile
 from schedir.ir.costs import Costs
 from schedir.ir.ops import ROWS, Lane
 from schedir.ir.plan import Plan
-from schedir.passes.compile import compile
 from schedir.predict.simulate import simulate
 from schedir.predict.timeline import Timeline
 from schedir.schedules.words import Schedule

@@ -82,7 +82,7 @@ def solve(problem: Problem) -> tuple[Times, Turns]:
 
 def problem_of(graph: Graph, costs: Costs, known: Times | None = None) -> Problem:
     """What `walk` solves."""
-    problem = Problem(graph.edges(), graph.there, _node_costs(graph, costs))
+    problem = Problem(graph.edges(), graph.node_mask, _node_costs(graph, costs))
     if known is not None:
         fixed = np.full(graph.nodes, np.nan)
         fixed[graph.node] = known
@@ -101,7 +101,7 @@ def _node_costs(graph: Graph, costs: Costs) -> Times:
     cost = np.zeros(graph.nodes)
     cost[: len(index)] = table[row]
     own = cost[: len(index)]
-    for members in graph.meetings:
+    for members in graph.collective_groups:
         cost[members[:1]] = own[members].max()
     pairs = np.flatnonzero(index.joined & (node != np.arange(len(index), dtype=np.int32)))
     pairs = pairs[np.isin(index.op[pairs], COMPUTE)]

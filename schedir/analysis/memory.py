@@ -14,20 +14,38 @@ as tape only what comes on top of it.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from schedir.analysis.slots import KINDS, counts, groups, uses
+from schedir.analysis.slots import KINDS, counts, groups
 from schedir.errors import MemoryLimitError, Site
+from schedir.ir.chains import NO_FORM
+from schedir.ir.flow import Flow
 from schedir.ir.index import Index
-from schedir.ir.ops import BOUNDARY, COMPUTE, ROWS, Opcode, Token
-from schedir.ir.program import Program, Stream
+from schedir.ir.ops import (
+    BOUNDARY,
+    COMPUTE,
+    KEPT,
+    ROWS,
+    SLOTTED,
+    STEPS,
+    TIERS,
+    TOKENS,
+    Lane,
+    Per,
+    Token,
+)
+from schedir.ir.program import OWN, Program, Stream
 from schedir.ir.sizes import Sizes
 
-_HELD = {Token.SAVED, Token.TAPE}  # BackwardInput turns one into the other
-_CHANGE = np.array([len(_HELD & {*r.gives}) - len(_HELD & {*r.frees}) for r in ROWS])
+# What a microbatch is held by: values that are not static, of a stage and microbatch.  A change in
+# place is neither a fill nor an end.
+_HELD: Final = {token for token in KEPT if TOKENS[token].per is Per.MICROBATCH}
+_CHANGE: Final = np.array(
+    [len(_HELD & {*r.gives} - {*r.needs}) - len(_HELD & {*r.frees} - {*r.gives}) for r in ROWS]
+)
 
 
 def in_flight(stream: Stream) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
@@ -46,7 +64,7 @@ def peak_versions(program: Program) -> NDArray[np.int64]:
     plan = program.plan
     peaks = np.ones(plan.ranks, np.int64)
     for rank, stream in enumerate(program.streams if plan.updates > 1 else ()):
-        steps = np.flatnonzero(stream.op == Opcode.OptimizerStep)
+        steps = np.flatnonzero(np.isin(stream.op, STEPS))
         at = np.flatnonzero(np.isin(stream.op, COMPUTE))
         version = plan.version(stream.stage[at], stream.mb[at])
         last = np.full(plan.updates + 1, -1)
@@ -69,7 +87,7 @@ def peak_in_flight(program: Program) -> NDArray[np.int64]:
 # ---------------------------------------------------------------- in bytes
 
 
-class Held(NamedTuple):
+class Footprint(NamedTuple):
     """What one rank holds.
 
     `fixed` has the number and the bytes, together, of what is there all the time, by name.
@@ -95,14 +113,35 @@ class Held(NamedTuple):
         rows = [(name, n, size) for name, (n, size) in (self.fixed | now).items() if size]
         return sorted(rows, key=lambda row: -row[2])
 
+    def in_time(self, when: NDArray[np.float64]) -> Footprint:
+        """The same, by when each change comes; at one moment, what goes does so first."""
+        order = np.lexsort((self.starts, when))
+        kept = {}
+        for name, (number, size) in self.kept.items():
+            changes = np.diff(number, prepend=0)[order], np.diff(size, prepend=0.0)[order]
+            kept[name] = np.cumsum(changes[0]), np.cumsum(changes[1])
+        return Footprint(self.fixed, self.at[order], self.starts[order], kept)
 
-def held(program: Program, sizes: Sizes) -> list[Held]:
-    """What each rank of a complete program holds as it runs."""
-    index, plan = Index(program), program.plan
-    weights, slots = sizes.of("weights", plan.stages), counts(index)
+
+def held(
+    program: Program, sizes: Sizes, tier: str = "device", *, late: bool = False
+) -> list[Footprint]:
+    """What each rank of a complete program holds as it runs, on one of TIERS.
+
+    Changes come in the order of the Stream.  That is the order of time where compute makes them;
+    what another lane moves off the device may be there longer, and counts until it is back, or
+    freed, where `late`: then nothing is ever more.
+    """
+    index, plan = Index.of(program), program.plan
+    weights, slots = sizes.of("weights", plan.stages), counts(program)
     version, versions = sizes.of("version", plan.stages), peak_versions(program)
-    room = [_slot_sizes(index, kind, sizes) for kind in BOUNDARY]
-    kept = {kind: _kept(index, kind, sizes) for kind in KINDS[len(BOUNDARY) :]}
+    static = [kind for kind in SLOTTED if kind in BOUNDARY or _is_said(program, kind)]
+    room = {kind: _slot_sizes(index, kind, sizes) for kind in static}
+    kept = {
+        kind: _kept(index, kind, sizes, TIERS.index(tier), late)
+        for kind in KINDS
+        if kind not in static or tier != TIERS[0]
+    }
     # What goes at the end of an instruction goes before what comes there.
     comes = np.concatenate([k.bytes > 0 for k in kept.values()])
     order = np.lexsort((comes, np.concatenate([k.when for k in kept.values()])))
@@ -115,25 +154,34 @@ def held(program: Program, sizes: Sizes) -> list[Held]:
     ranks = []
     for rank, stages in enumerate(plan.stages_of):
         here = slice(first[rank], first[rank + 1])
-        fixed = {"weights": (len(stages), float(weights[list(stages)].sum()))}
-        if plan.updates > 1:
-            copies = int(versions[rank])
-            size = copies * float(version[list(stages)].sum())
-            fixed["versions"] = (copies * len(stages), size)
-        for kind, count, each in zip(BOUNDARY, slots[rank].tolist(), room, strict=False):
-            fixed[kind.name.lower()] = (count, count * float(each[rank]))
+        fixed = {}
+        if tier == TIERS[0]:
+            fixed["weights"] = (len(stages), float(weights[list(stages)].sum()))
+            if plan.updates > 1:
+                copies = int(versions[rank])
+                size = copies * float(version[list(stages)].sum())
+                fixed["versions"] = (copies * len(stages), size)
+            for kind, each in room.items():
+                count = int(slots[rank, KINDS.index(kind)])
+                fixed[kind.name.lower()] = (count, count * float(each[rank]))
         curves = {}
         for k, kind in enumerate(kept):
             mine = own[here] == k
             sums = np.cumsum(number[here] * mine), np.cumsum(change[here] * mine)
             curves[kind.name.lower()] = (np.append(0, sums[0]), np.append(0.0, sums[1]))
         index_in = np.append(0, at[here] - program.offsets[rank])
-        ranks.append(Held(fixed, index_in, np.append(True, starts[here]), curves))
+        ranks.append(Footprint(fixed, index_in, np.append(True, starts[here]), curves))
     return ranks
 
 
+def _is_said(program: Program, kind: Token) -> bool:
+    """Whether a program says how many slots of a kind each rank has."""
+    column = SLOTTED.index(kind)
+    return bool(program.slots) and all(slots[column] != OWN for slots in program.slots)
+
+
 class _Kept(NamedTuple):
-    """Changes of what compute keeps: positions, when along the Streams, number and bytes."""
+    """Changes of what is kept: positions, when along the Streams, number and bytes."""
 
     at: NDArray[np.int64]
     when: NDArray[np.int64]
@@ -141,45 +189,83 @@ class _Kept(NamedTuple):
     bytes: NDArray[np.float64]
 
 
-def _kept(index: Index, kind: Token, sizes: Sizes) -> _Kept:
-    fill, freed, _, _ = uses(index, kind)
-    stage, stages = index.stage[fill], index.program.plan.stages
-    size = sizes.of(kind.name.lower(), stages)[stage]
-    group, one = groups(index).astype(np.int64), np.ones(len(fill), np.int64)
-    changes = [(fill, 2 * group[fill], one, size), (freed, 2 * group[freed] + 1, -one, -size)]
-    if kind is Token.TAPE:  # while it is made, it counts as what it adds to what was saved
-        new = (sizes.of("both", stages) - sizes.of("saved", stages))[stage]
-        made = fill, 2 * group[fill] + 1, 0 * one, size - new
-        changes[:1] = [(fill, 2 * group[fill], one, new), made]
+def _kept(index: Index, kind: Token, sizes: Sizes, tier: int, late: bool) -> _Kept:
+    """What a kind of value holds on a tier, from when it comes there until it goes.
+
+    What takes another form without leaving does so at the start of the change if it grows, else at
+    its end.
+    """
+    flow, stages = Flow.of(index.program), index.program.plan.stages
+    begin, end, at_tier, form, made, over = flow.states(kind)
+    chains = flow.chains(kind)
+    names = [TOKENS[kind].size, *(chains.forms if chains else ())]
+    size = np.stack([sizes.of(name, stages) for name in names])[form - NO_FORM, index.stage[begin]]
+    here = at_tier == tier
+    if late and tier == 0:  # nobody knows when another lane has moved it
+        lanes = np.array([row.lane for row in ROWS])[index.op]
+        here = here | (lanes[begin] != Lane.COMPUTE)
+    group = groups(index).astype(np.int64)
+    before, after = _neighbours(begin, end, here, made, over)
+    comes, goes = here & ~before, here & ~after
+    one = np.ones(len(begin), np.int64)
+    changes = [
+        (begin[comes], 2 * group[begin[comes]], one[comes], size[comes]),
+        (end[goes], 2 * group[end[goes]] + 1, -one[goes], -size[goes]),
+    ]
+    stays = np.flatnonzero(here & after)  # from one form to the next
+    if len(stays):
+        following = np.searchsorted(begin, end[stays])
+        grows = size[following] - size[stays]
+        when = 2 * group[end[stays]] + (grows < 0)
+        changes.append((end[stays], when, 0 * one[stays], grows))
+    made_of = TOKENS[kind].made_of
+    if made_of is not None:  # while it is made, it counts as what it adds to what it is made of
+        first = np.flatnonzero(comes & made)
+        whole = sizes.of(made_of[1], stages) - sizes.of(TOKENS[made_of[0]].size, stages)
+        new = whole[index.stage[begin[first]]]
+        start = begin[first]
+        changes[0] = (start, 2 * group[start], one[first], new)
+        changes.insert(1, (start, 2 * group[start] + 1, 0 * one[first], size[first] - new))
     return _Kept(*map(np.concatenate, zip(*changes, strict=True)))
+
+
+def _neighbours(
+    begin: NDArray[np.int32], end: NDArray[np.int32], here: NDArray[np.bool_],
+    made: NDArray[np.bool_], over: NDArray[np.bool_],
+) -> tuple[NDArray[np.bool_], NDArray[np.bool_]]:  # fmt: skip
+    """Whether the piece of a value before each one, and the one after it, is here, too."""
+    before, after = np.zeros_like(here), np.zeros_like(here)
+    goes_on = np.flatnonzero(~over & np.isin(end, begin))
+    following = np.searchsorted(begin, end[goes_on])
+    after[goes_on], before[following] = here[following], here[goes_on]
+    return before, after
 
 
 def _slot_sizes(index: Index, kind: Token, sizes: Sizes) -> NDArray[np.float64]:
     """Bytes of a slot of each rank: the most that a value of that kind takes there."""
-    name = "activation" if kind in (Token.ACT_IN, Token.ACT_OUT) else "gradient"
-    edge = 1 if kind in (Token.ACT_IN, Token.GRAD_OUT) else 0  # what the stage before puts out
-    own = uses(index, kind)
-    size = sizes.of(name, index.program.plan.stages)
-    return own.most(size[index.stage[own.fill].astype(np.intp) - edge])
+    row, lives = TOKENS[kind], Flow.of(index.program).lives(kind)
+    size = sizes.of(row.size, index.program.plan.stages)
+    return lives.most(size[index.stage[lives.fill].astype(np.intp) + row.edge])
 
 
-def fit(program: Program, sizes: Sizes, limit: float) -> Program:
+def require_memory_limit(program: Program, sizes: Sizes, limit: float) -> Program:
     """Return a complete program if no rank ever holds more than `limit` bytes.
 
     Raises MemoryLimitError that says which rank does, when, and what fills it.
     """
-    for rank, own in enumerate(held(program, sizes)):
+    for rank, own in enumerate(held(program, sizes, late=True)):
         most = int(own.bytes.argmax())
         if own.bytes[most] <= limit:
             continue
         at = int(own.at[most])
         instr = program.streams[rank][at]
-        new = ", and its own tape is what it adds to what was saved"
+        tape = any(TOKENS[token].made_of for token in ROWS[instr.op].gives)
+        new = ", and its own tape is what it adds to what was saved" * tape
         raise MemoryLimitError(
             program=program.name,
             limit=limit,
             needs=float(own.bytes[most]),
             holds=own.table(most),
-            site=Site(rank, at, instr, "while it runs" + new * (instr.op is Opcode.BackwardInput)),
+            site=Site(rank, at, instr, "while it runs" + new),
         )
     return program

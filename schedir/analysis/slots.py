@@ -14,84 +14,24 @@ fewest slots cost nothing, and nobody has to say how many there are.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any, Final, NamedTuple
+from typing import Final
 
 import numpy as np
 from numpy.typing import NDArray
 
-from schedir.ir.index import NONE, Index, Positions
-from schedir.ir.ops import BOUNDARY, HANDED, ROWS, Token, makers
-from schedir.ir.program import Slots
+from schedir.ir.flow import Flow
+from schedir.ir.index import Index, Positions
+from schedir.ir.ops import BOUNDARY, KEPT, SLOTTED, Token
+from schedir.ir.program import OWN, Program
 
-KINDS: Final = (*BOUNDARY, Token.SAVED, Token.TAPE)  # the number of the first four is a choice
-
-_FILLS: Final = {kind: np.array([row.op in makers(kind) for row in ROWS]) for kind in KINDS}
-# Who frees a value, and how many stages further on: what is handed over is freed by its taker.
-_FREERS: Final = {
-    kind: [(r.op, 0) for r in ROWS if kind in r.frees]
-    + [
-        (r.op, -hop)
-        for taken, (made, hop) in HANDED.items()
-        for r in ROWS
-        if made is kind and taken in r.frees
-    ]
-    for kind in KINDS
-}
+# Of the slotted the number is a choice; of the others there are the fewest.
+KINDS: Final = tuple(dict.fromkeys((*SLOTTED, *KEPT)))
 
 
-class Uses(NamedTuple):
-    """The values of one kind, by where they are filled and freed.
-
-    `fill` has the position that fills each value, rank by rank and along each Stream, `freed`
-    the position that frees it, and `free` the latter in order.  Rank r has the values from
-    `first[r]` to `first[r + 1]`.
-    """
-
-    fill: Positions
-    freed: Positions
-    free: Positions
-    first: NDArray[np.intp]
-
-    def peak(self, group: Positions) -> NDArray[np.int64]:
-        """The most values that overlap along each Stream: the fewest slots there can be.
-
-        `group` numbers the groups of instructions that are issued as one: what one of them
-        frees is not free for another.
-        """
-        fills = group[self.fill]
-        alive = np.arange(1, len(fills) + 1) - np.searchsorted(group[self.free], fills)
-        return self.most(alive)
-
-    def most(self, each: NDArray[Any]) -> NDArray[Any]:
-        """The largest of each rank's numbers, or 0; `each` has one for each fill."""
-        most = np.zeros(len(self.first) - 1, each.dtype)
-        here = np.flatnonzero(np.diff(self.first))
-        if len(here):
-            most[here] = np.maximum.reduceat(each, self.first[here])
-        return most
-
-
-def uses(index: Index, kind: Token) -> Uses:
-    """Where the values of a kind are filled and freed; those that nobody frees are none."""
-    plan = index.program.plan
-    fill = np.flatnonzero(_FILLS[kind][index.op] & index.valid).astype(np.int32)
-    stage, key = index.stage[fill].astype(np.int32), index.key[fill]
-    free = np.full(len(fill), NONE, np.int32)
-    for op, hop in _FREERS[kind]:
-        if op in index.at:
-            there = (stage + hop >= 0) & (stage + hop < plan.stages)
-            found = index.where(op, np.where(there, key + hop * plan.microbatches, NONE))
-            free = np.where(free == NONE, found, free)
-    own = (free != NONE) & (index.rank[free] == index.rank[fill])
-    fill, freed = fill[own], free[own]
-    return Uses(fill, freed, np.sort(freed), np.searchsorted(fill, index.program.offsets))
-
-
-def fewest(index: Index) -> NDArray[np.int64]:
+def minimum_slots(program: Program) -> NDArray[np.int64]:
     """The fewest slots of each rank and kind, shape (ranks, kinds), kinds as in KINDS."""
-    group = groups(index)
-    return np.stack([uses(index, kind).peak(group) for kind in KINDS], 1)
+    flow, group = Flow.of(program), groups(Index.of(program))
+    return np.stack([flow.lives(kind).peak(group) for kind in KINDS], 1)
 
 
 def groups(index: Index) -> Positions:
@@ -99,44 +39,47 @@ def groups(index: Index) -> Positions:
     return np.cumsum(~index.joined, dtype=np.int32)
 
 
-def reuses(index: Index, slots: Sequence[Slots]) -> Positions:
-    """Who frees the slot that each instruction fills; NONE where it is the slot's first value.
+def reuses(program: Program) -> dict[Token, tuple[Positions, Positions]]:
+    """By kind, who fills a slot that had a value before, and who frees it."""
+    flow, found = Flow.of(program), {}
+    for kind, count in zip(SLOTTED, np.array(program.slots).T, strict=False):
+        if (count == OWN).all():
+            continue
+        lives = flow.lives(kind)
+        values = np.diff(lives.first)
+        room = np.repeat(np.where(count == OWN, values, count), values)
+        taken = np.arange(len(lives.fill)) - room
+        again = taken >= np.repeat(lives.first[:-1], values)
+        if again.any():
+            found[kind] = lives.fill[again], lives.free[taken[again]]
+    return found
 
-    `slots` has an entry per rank.  No instruction fills two slots of kinds whose number is a
-    choice.
-    """
-    freed = np.full(len(index), NONE, np.int32)
-    for kind, count in zip(BOUNDARY, np.array(slots).T, strict=True):
-        fill, _, free, first = uses(index, kind)
-        taken = np.arange(len(fill)) - np.repeat(count, np.diff(first))
-        again = taken >= np.repeat(first[:-1], np.diff(first))
-        freed[fill[again]] = free[taken[again]]
-    return freed
 
-
-def counts(index: Index) -> NDArray[np.int64]:
+def counts(program: Program) -> NDArray[np.int64]:
     """How many slots each rank has of each kind, shape (ranks, kinds), kinds as in KINDS.
 
-    Where the program does not say, each value has its own, and there are never more.  Of SAVED
-    and TAPE there are the fewest.
+    Where the program does not say, each value that crosses a boundary has its own, and there are
+    never more; of others there are the fewest.
     """
-    said, group = np.array(index.program.slots, np.int64), groups(index)
+    flow, group = Flow.of(program), groups(Index.of(program))
+    said = dict(zip(SLOTTED, np.array(program.slots, np.int64).T, strict=False))
     columns = []
-    for k, kind in enumerate(KINDS):
-        own = uses(index, kind)
-        if kind in BOUNDARY:
-            values = np.diff(own.first)
-            columns.append(np.minimum(said[:, k], values) if len(said) else values)
-        else:
-            columns.append(own.peak(group))
+    for kind in KINDS:
+        lives = flow.lives(kind)
+        values = np.diff(lives.first)
+        most = values if kind in BOUNDARY else lives.peak(group)
+        if kind in said:
+            most = np.where(said[kind] == OWN, most, np.minimum(said[kind], values))
+        columns.append(most)
     return np.stack(columns, 1)
 
 
-def assign(index: Index, rank: int) -> dict[tuple[Token, int, int], int]:
+def assign(program: Program, rank: int) -> dict[tuple[Token, int, int], int]:
     """The slot of each value of a rank, by kind, stage and microbatch; from 0 in each kind."""
     slots: dict[tuple[Token, int, int], int] = {}
-    for kind, count in zip(KINDS, counts(index)[rank].tolist(), strict=True):
-        fill, freed, _, first = uses(index, kind)
+    flow, index = Flow.of(program), Index.of(program)
+    for kind, count in zip(KINDS, counts(program)[rank].tolist(), strict=True):
+        fill, freed, _, first = flow.lives(kind)
         own = slice(first[rank], first[rank + 1])
         place = list(range(count))  # of the k-th fill: first those never used, then as they free
         order = np.argsort(freed[own], kind="stable").tolist()

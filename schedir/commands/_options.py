@@ -8,7 +8,7 @@ from dataclasses import fields
 from difflib import get_close_matches
 from typing import Any
 
-from schedir.analysis.graph import MODELS
+from schedir.analysis.models import MODELS
 from schedir.errors import UsageError
 from schedir.io.load import Source
 from schedir.io.request import Request

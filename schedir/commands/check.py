@@ -11,7 +11,7 @@ from schedir.errors import DeadlockError, GroupError, UsageError
 from schedir.io.terminal import as_json, table
 
 if TYPE_CHECKING:
-    from schedir.analysis.graph import Model
+    from schedir.analysis.models import Model
     from schedir.ir.program import Program
 
 ORDER = 1
@@ -32,7 +32,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> str:
     """Under which models a program finishes."""
-    from schedir.analysis.graph import MODELS
+    from schedir.analysis.models import MODELS
     from schedir.verify.check import check
 
     if args.why is not None:

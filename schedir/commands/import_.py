@@ -28,10 +28,10 @@ def run(args: argparse.Namespace) -> str:
     from dataclasses import replace
     from pathlib import Path
 
+    from schedir.compiler.compile import finish
     from schedir.io import torch_csv
     from schedir.io.load import Source
     from schedir.ir.text import show
-    from schedir.passes.compile import finish
 
     if not args.output.endswith(".sched"):
         raise UsageError(f"a program's file ends in .sched: {args.output} does not")

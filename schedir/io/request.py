@@ -10,7 +10,8 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, TypeVar
 
-from schedir.analysis.graph import MODELS, Model, known
+from schedir.analysis.models import MODELS, Model, require_model
+from schedir.compiler.compile import compile, within
 from schedir.errors import UsageError
 from schedir.io.load import Source
 from schedir.ir.costs import Costs
@@ -18,8 +19,8 @@ from schedir.ir.fields import Field
 from schedir.ir.plan import PLAN, Plan
 from schedir.ir.program import HEADER, TRAITS, Program
 from schedir.ir.sizes import Sizes
-from schedir.passes.compile import compile, within
-from schedir.passes.share_slots import Choice, share_slots
+from schedir.passes.record import Slots as Choice
+from schedir.passes.share_slots import share_slots
 from schedir.predict.simulate import simulate
 from schedir.predict.timeline import Timeline
 from schedir.schedules.draft import draft
@@ -78,7 +79,7 @@ class Request:
 
     def __post_init__(self) -> None:
         if self.model is not None:
-            known(self.model)
+            require_model(self.model)
 
     # ------------------------------------------------------------ what is resolved
 

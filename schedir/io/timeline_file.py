@@ -18,7 +18,7 @@ from zipfile import ZIP_DEFLATED, ZIP_STORED, ZipFile, ZipInfo
 import numpy as np
 from numpy.typing import NDArray
 
-from schedir.analysis.graph import MODELS
+from schedir.analysis.models import MODELS
 from schedir.errors import ProgramError, Site, TraceError, UsageError
 from schedir.io.files import atomic_write
 from schedir.ir.ops import Lane
@@ -229,7 +229,7 @@ def _in_order(timeline: Timeline) -> None:
     worst, spans = int(by.argmax()), timeline.spans
     sites = []
     for k in (worst, int(cause[worst])):
-        rank, index, instr = timeline.graph.index.place(k)
+        rank, index, instr = timeline.graph.index.locate(k)
         sites.append(Site(rank, index, instr, f"{spans['start'][k]:g} to {spans['end'][k]:g}"))
     raise TraceError(
         "a prediction cannot have an effect before its cause",

@@ -3,37 +3,23 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
+from typing import Final
 
 import numpy as np
 from numpy.typing import NDArray
 
 from schedir.errors import CostsError
-from schedir.ir.ops import Opcode
-from schedir.ir.per_stage import PerStage, by_stage, per_stage
+from schedir.ir.ops import LATE, ROWS, SPLITS, WHOLES, Opcode
+from schedir.ir.per_stage import PerStage, by_stage, per_stage, with_fields
 
 Cost = PerStage
 
 # Which field prices which instruction.  A receive ends with its send and costs nothing itself.
-FIELD = {
-    Opcode.Forward: "F",
-    Opcode.Backward: "B",
-    Opcode.BackwardInput: "I",
-    Opcode.BackwardWeight: "W",
-    Opcode.SendAct: "send",
-    Opcode.SendGrad: "send",
-    Opcode.Scatter: "scatter",
-    Opcode.ScatterGrad: "scatter",
-    Opcode.Gather: "gather",
-    Opcode.GatherGrad: "gather",
-    Opcode.ReduceGrads: "reduce_grads",
-    Opcode.ReduceHolders: "reduce_holders",
-    Opcode.ReduceTied: "reduce_tied",
-    Opcode.ReduceNorm: "reduce_norm",
-    Opcode.OptimizerStep: "step",
-}
+FIELD: Final = {row.op: row.cost for row in ROWS if row.cost}
 
 
 @dataclass(frozen=True)
+@with_fields(FIELD.values())
 class Costs:
     """Time of each instruction: a number, or one number per stage.
 
@@ -82,7 +68,7 @@ class Costs:
             if getattr(self, name) is not None:
                 table[op] = self._row(name, stages)
         if self.B is None:
-            table[Opcode.Backward] = table[Opcode.BackwardInput] + table[Opcode.BackwardWeight]
+            table[[*WHOLES]] = table[[*SPLITS]] + table[[*LATE]]
         return table
 
     def together(self, stages: int) -> NDArray[np.float64] | None:

@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import Final
+from collections.abc import Iterable, Iterator
+from typing import Any, Final
 
 import numpy as np
 from numpy.typing import NDArray
 
-from schedir.ir.ops import ROWS, Instr, Opcode, Per
+from schedir.ir.ops import ROWS, Instr, Opcode, Per, Row
 from schedir.ir.program import FIELDS, Program, unpack
 
 Positions = NDArray[np.int32]
 
 NONE: Final = -1
 _COUNTED: Final = np.array([row.per is Per.MICROBATCH for row in ROWS])
+_TURNS: Final = np.array([row.per is Per.TURN for row in ROWS])
+_EMPTY: Final = np.empty(0, np.int32)
 
 
 class Index:
@@ -22,18 +24,14 @@ class Index:
 
     `op`, `stage`, `mb` and `joined` (issued with the one before it) have one entry per
     instruction.  `key` is what an instruction is once for: stage*microbatches + mb, or the stage
-    (for its second holder stages + the stage), or the rank (`Row.per`); the latter for update 0,
-    then all of them for update 1, and so on.  `at[op]` has the position of each key, -1 where
-    there is none.  What is out of range is not `valid` and not in `at`.
+    (for its second holder stages + the stage), or the rank (`Row.per`); the latter for update or
+    turn 0, then all of them for update 1, and so on.  `positions[op]` has where an opcode stands,
+    ascending, and `at[op]` the position of each key, -1 where there is none.  What is out of range
+    is not `valid`, and in neither.
     """
 
     def __init__(self, program: Program) -> None:
         self.program, plan = program, program.plan
-        self.size = {
-            Per.MICROBATCH: plan.stages * plan.microbatches,
-            Per.STAGE: plan.holders.size * plan.updates,
-            Per.RANK: plan.ranks * plan.updates,
-        }
         fields = program.words.view(FIELDS)  # no copy
         self.op: NDArray[np.uint8] = fields["op"].copy()
         self.stage: NDArray[np.uint16] = fields["stage"]
@@ -43,39 +41,84 @@ class Index:
         self.key: Positions = np.multiply(self.stage, plan.microbatches, dtype=np.int32)
         np.add(self.key, self.mb, out=self.key, casting="unsafe")
         self.key[~self.valid] = 0
-        for row in ROWS:
-            if row.per is not Per.MICROBATCH:
-                here = np.flatnonzero(self.op == row.op)
-                self.valid[here] &= self.mb[here] < plan.updates
-                here = here[self.valid[here]]
-                self.key[here] = self.ending(row.per, here)
+        order = np.argsort(self.op, kind="stable").astype(np.int32)
+        ends = np.cumsum(np.bincount(self.op, minlength=len(ROWS))).tolist()
+        found = {
+            row: order[begin:end]
+            for row, begin, end in zip(ROWS, [0, *ends], ends, strict=False)
+            if begin < end
+        }
+        turns = [self.mb[at] for row, at in found.items() if row.per is Per.TURN]
+        self.turns = min(  # of a stage; no more than there are instructions for them
+            sum(map(len, turns)), max((int(mb.max()) + 1 for mb in turns), default=0)
+        )
+        self.size = {
+            Per.MICROBATCH: plan.stages * plan.microbatches,
+            Per.STAGE: plan.holders.size * plan.updates,
+            Per.RANK: plan.ranks * plan.updates,
+            Per.TURN: plan.holders.size * self.turns,
+        }
+        self.positions: dict[Opcode, Positions] = {}
         self.at: dict[Opcode, Positions] = {}
-        for row in ROWS:
-            here = np.flatnonzero((self.op == row.op) & self.valid)
+        whole = bool(self.valid.all())
+        for row, here in found.items():
+            if row.per is not Per.MICROBATCH:
+                times = self.turns if row.per is Per.TURN else plan.updates
+                self.valid[here] = (self.stage[here] < plan.stages) & (self.mb[here] < times)
+                here = here[self.valid[here]]
+                self.key[here] = self.keys(row.per, here, self.mb[here])
+            elif not whole:
+                here = here[self.valid[here]]
             if len(here):
                 table = np.full(self.size[row.per], NONE, np.int32)
                 table[self.key[here]] = here
-                self.at[row.op] = table
+                self.positions[row.op], self.at[row.op] = here, table
 
     def __len__(self) -> int:
         return len(self.op)
 
-    def ending(self, per: Per, at: NDArray[np.intp]) -> NDArray[np.int64]:
-        """The key of what some instructions' stage, or rank (`per`), has once in their update."""
+    @classmethod
+    def of(cls, program: Program) -> Index:
+        """The index of a program, which is made once."""
+        return program.derived("index", lambda: cls(program))
+
+    def rows(self) -> Iterator[tuple[Row, Positions]]:
+        """The rows of which there are instructions in range, and where these stand."""
+        return ((ROWS[op], at) for op, at in self.positions.items())
+
+    def where_all(self, ops: Iterable[Opcode]) -> Positions:
+        """Where any of some opcodes stands, ascending."""
+        found = [self.positions[op] for op in ops if op in self.positions]
+        return found[0] if len(found) == 1 else np.sort(np.concatenate([_EMPTY, *found]))
+
+    def keys(
+        self, per: Per, at: NDArray[Any], time: NDArray[Any] | None = None
+    ) -> NDArray[np.int64]:
+        """The key of what some instructions' stage, or rank (`per`), has the given times.
+
+        `time` is the update or the turn; without it, it is the update of each instruction.
+        """
         plan = self.program.plan
-        key = (self.stage if per is Per.STAGE else self.rank)[at].astype(np.int64)
-        if per is Per.STAGE and plan.two_way:
-            key += plan.stages * (plan.rank_of[key] != self.rank[at])
-        if plan.updates > 1:
-            key += self.update(at) * (self.size[per] // plan.updates)
+        if per is Per.RANK:
+            key, each = self.rank[at].astype(np.int64), plan.ranks
+        else:
+            key, each = self.stage[at].astype(np.int64), plan.holders.size
+            if plan.two_way:
+                key += plan.stages * (plan.rank_of[key] != self.rank[at])
+        if time is not None:
+            key += np.asarray(time, np.int64) * each
+        elif plan.updates > 1:
+            key += self.update(at) * each
         return key
 
-    def update(self, at: NDArray[np.intp]) -> NDArray[np.int64]:
+    def update(self, at: NDArray[Any]) -> NDArray[np.int64]:
         """The update that each of some instructions is for."""
         mb = self.mb[at].astype(np.int64)
-        return np.where(_COUNTED[self.op[at]], mb // self.program.plan.per_update, mb)
+        op, each = self.op[at], self.program.plan.per_update
+        # Turns are of the only update.
+        return np.asarray(np.where(_COUNTED[op], mb // each, np.where(_TURNS[op], 0, mb)), np.int64)
 
-    def among(self, ops: Iterable[Opcode]) -> NDArray[np.bool_]:
+    def is_op(self, ops: Iterable[Opcode]) -> NDArray[np.bool_]:
         """Whether each instruction is one of `ops`."""
         found = np.zeros(len(self), bool)
         for op in ops:
@@ -106,7 +149,7 @@ class Index:
                 number[at] = numbers[self.key[at] + np.int32(hop * self.program.plan.microbatches)]
         return number
 
-    def place(self, position: int) -> tuple[int, int, Instr]:
+    def locate(self, position: int) -> tuple[int, int, Instr]:
         """Rank, index in its Stream and instruction at a position."""
         rank = int(np.searchsorted(self.program.offsets, position, side="right")) - 1
         instr = unpack(int(self.program.words[position]))

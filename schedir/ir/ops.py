@@ -1,17 +1,17 @@
 """The instruction table: one row per instruction, and all that schedir knows about it.
 
-Printer, parser, dependency graph, memory count, simulator, executor and `docs/ir.md` read
-these rows; none of them restates what a row says.
+Printer, parser, flow of values, dependency graph, memory count, simulator, executor and
+`docs/ir.md` read these rows; none of them restates what a row says.
 """
 
 from __future__ import annotations
 
 from enum import Enum, IntEnum
-from typing import Final, NamedTuple
+from typing import Final, Literal, NamedTuple
 
 
 class Token(IntEnum):
-    """What instructions hand to each other: one value per (stage, mb), or per stage, or rank."""
+    """What instructions hand to each other; `TOKENS` has a row for each."""
 
     ACT_IN = 0
     ACT_OUT = 1
@@ -26,7 +26,7 @@ class Token(IntEnum):
 
 
 class Lane(IntEnum):
-    """An in-order queue of a rank; progress models cut act and grad finer, or fuse them."""
+    """An in-order queue of a rank; `LANES` has a row for each."""
 
     COMPUTE = 0
     ACT = 1
@@ -38,12 +38,23 @@ class Lane(IntEnum):
 class Per(Enum):
     """What an instruction exists once for, which is also how its text is addressed.
 
-    The last two once in each update, whose number follows in the text if it is not 0.
+    STAGE and RANK once in each update, whose number follows in the text if it is not 0; TURN as
+    often as a program likes, and the k-th time for its stage has the number k there.
     """
 
     MICROBATCH = "stage.mb"
     STAGE = "stage"
     RANK = ""
+    TURN = "stage.turn"
+
+
+class Found(Enum):
+    """How the giver of a value is found (`schedir/ir/flow.py`)."""
+
+    ONCE = "made once for its address, and changed in the order of the table"
+    ALL = "collected from all that give it: the last of them"
+    VERSION = "of the update whose weights the microbatch uses"
+    AGAIN = "made again and again: by the nearest giver that stands earlier in the Stream"
 
 
 class Opcode(IntEnum):
@@ -74,12 +85,67 @@ class Opcode(IntEnum):
     OptimizerStep = 16
 
 
+class TokenRow(NamedTuple):
+    """A row of the table of values.
+
+    `per` is what there is one value of, `words` what a person calls it, `found` who gives it.
+    `size` is the field of Sizes that says how many bytes it takes, "" if nobody counts them, with
+    `edge` -1 where it is as large as what the stage before puts out.  `handed` says that on one
+    rank it is what a neighbouring stage gives: that value, and how many stages further on.
+    `made_of` says that an instruction
+    makes it of another value that it frees, and which field of Sizes tells the bytes of both.
+    """
+
+    token: Token
+    per: Per
+    found: Found
+    words: str
+    size: str = ""
+    edge: int = 0
+    handed: tuple[Token, int] | None = None
+    made_of: tuple[Token, str] | None = None
+
+
+class LaneRow(NamedTuple):
+    """A row of the table of lanes.
+
+    Progress models cut what is on the `wire` finer, or make one queue of it.  `host` says what a
+    host that blocks, as on CPUs, does with what is on the lane: it "runs" it itself; or it "waits"
+    for what it needs, and then starts it; or it "starts" it, and goes on.
+    """
+
+    lane: Lane
+    wire: bool
+    host: Literal["runs", "waits", "starts"]
+    doc: str
+
+
+class Change(NamedTuple):
+    """How an instruction that needs and gives a value changes it.
+
+    From one state to another, which are two of TIERS, or two fields of Sizes: then the value takes
+    that many bytes before and after.  Who made it leaves it as the first change wants it, and in
+    the first of TIERS; whoever only reads it wants it there, and as the last change leaves it.
+    """
+
+    token: Token
+    before: str
+    after: str
+
+
+TIERS: Final = ("device", "host", "disk")
+
+
 class Row(NamedTuple):
     """A row of the instruction table.
 
     `needs` must have been given before the instruction starts, `gives` is there when it ends,
     `frees` is of no use to anybody afterwards.  `hop` is set for transfers: the other side of
-    the message sits at stage + hop.  `meets` is set for what has partners on other ranks.
+    the message sits at stage + hop.  `meets` is set for what has partners on other ranks, and
+    `group` says who they are: all ranks of the pipeline ("model"), the holders of the stage
+    ("holders"), or those that share tied weights ("tied"), whose values it needs and gives at once.
+    `cost` is the field of Costs that prices it.  `drains` says that a host that blocks waits for
+    what stands before it on its lane: "always", or where there are "replicas".
     """
 
     op: Opcode
@@ -90,58 +156,92 @@ class Row(NamedTuple):
     gives: tuple[Token, ...]
     frees: tuple[Token, ...]
     doc: str
+    cost: str = ""
     hop: int = 0
     meets: Opcode | None = None
+    group: Literal["", "model", "holders", "tied"] = ""
+    drains: Literal["", "always", "replicas"] = ""
+    changes: tuple[Change, ...] = ()
 
 
 _T, _L, _O = Token, Lane, Opcode
-_MB = Per.MICROBATCH
+_MB, _STAGE, _RANK = Per.MICROBATCH, Per.STAGE, Per.RANK
+_ONCE, _ALL = Found.ONCE, Found.ALL
+
+TOKENS: Final[tuple[TokenRow, ...]] = (
+    TokenRow(_T.ACT_IN, _MB, _ONCE, "the activation", "activation", -1,
+             handed=(_T.ACT_OUT, -1)),
+    TokenRow(_T.ACT_OUT, _MB, _ONCE, "the activation", "activation"),
+    TokenRow(_T.SAVED, _MB, _ONCE, "what the forward saved", "saved"),
+    TokenRow(_T.GRAD_IN, _MB, _ONCE, "the gradient", "gradient",
+             handed=(_T.GRAD_OUT, +1)),
+    TokenRow(_T.GRAD_OUT, _MB, _ONCE, "the gradient", "gradient", -1),
+    TokenRow(_T.TAPE, _MB, _ONCE, "what its I leaves", "tape", made_of=(_T.SAVED, "both")),
+    TokenRow(_T.WGRAD, _STAGE, _ALL, "the weights' gradient"),
+    TokenRow(_T.GRAD, _STAGE, _ALL, "the reduced gradient"),
+    TokenRow(_T.NORM, _RANK, _ALL, "the norm"),
+    TokenRow(_T.PARAMETERS, _RANK, Found.VERSION, "the weights"),
+)  # fmt: skip
+
+LANES: Final[tuple[LaneRow, ...]] = (
+    LaneRow(_L.COMPUTE, False, "runs", "what the rank computes"),
+    LaneRow(_L.ACT, True, "starts", "messages with activations"),
+    LaneRow(_L.GRAD, True, "starts", "messages with gradients"),
+    LaneRow(_L.TP, False, "waits", "gathers within the tensor-parallel group"),
+    LaneRow(_L.DP, False, "starts", "reductions over replicas and ranks"),
+)
 
 ROWS: Final[tuple[Row, ...]] = (
     Row(_O.Forward, "F", _L.COMPUTE, _MB, (_T.ACT_IN, _T.PARAMETERS), (_T.ACT_OUT, _T.SAVED),
         (_T.ACT_IN,),
         "Runs a stage on a microbatch, on the version of the weights that is the microbatch's; "
-        "the last stage also computes the loss."),
+        "the last stage also computes the loss.", cost="F"),
     Row(_O.Backward, "B", _L.COMPUTE, _MB, (_T.SAVED, _T.GRAD_IN), (_T.GRAD_OUT, _T.WGRAD),
         (_T.SAVED, _T.GRAD_IN),
-        "Whole backward: gradients of the input and of the weights."),
+        "Whole backward: gradients of the input and of the weights.", cost="B"),
     Row(_O.BackwardInput, "I", _L.COMPUTE, _MB, (_T.SAVED, _T.GRAD_IN),
         (_T.GRAD_OUT, _T.TAPE, _T.WGRAD), (_T.SAVED, _T.GRAD_IN),
         "Gradient of the input, and of the weights that are not split (biases, norms); of what "
-        "was saved, a tape keeps what the others need. The zero-bubble papers call it B."),
+        "was saved, a tape keeps what the others need. The zero-bubble papers call it B.",
+        cost="I"),
     Row(_O.BackwardWeight, "W", _L.COMPUTE, _MB, (_T.TAPE,), (_T.WGRAD,), (_T.TAPE,),
-        "Gradients of the weights that are split, from the tape."),
+        "Gradients of the weights that are split, from the tape.", cost="W"),
     Row(_O.SendAct, "send_act", _L.ACT, _MB, (_T.ACT_OUT,), (), (_T.ACT_OUT,),
-        "Sends an activation to the rank of the next stage.", +1, _O.RecvAct),
+        "Sends an activation to the rank of the next stage.",
+        cost="send", hop=+1, meets=_O.RecvAct),
     Row(_O.RecvAct, "recv_act", _L.ACT, _MB, (), (_T.ACT_IN,), (),
-        "Receives an activation from the rank of the previous stage.", -1, _O.SendAct),
+        "Receives an activation from the rank of the previous stage.", hop=-1, meets=_O.SendAct),
     Row(_O.SendGrad, "send_grad", _L.GRAD, _MB, (_T.GRAD_OUT,), (), (_T.GRAD_OUT,),
-        "Sends a gradient to the rank of the previous stage.", -1, _O.RecvGrad),
+        "Sends a gradient to the rank of the previous stage.",
+        cost="send", hop=-1, meets=_O.RecvGrad),
     Row(_O.RecvGrad, "recv_grad", _L.GRAD, _MB, (), (_T.GRAD_IN,), (),
-        "Receives a gradient from the rank of the next stage.", +1, _O.SendGrad),
+        "Receives a gradient from the rank of the next stage.", hop=+1, meets=_O.SendGrad),
     Row(_O.Scatter, "scatter", _L.COMPUTE, _MB, (_T.ACT_OUT,), (_T.ACT_OUT,), (),
-        "Keeps this tensor-parallel rank's 1/t of an activation, so that only it is sent."),
+        "Keeps this tensor-parallel rank's 1/t of an activation, so that only it is sent.",
+        cost="scatter"),
     Row(_O.Gather, "gather", _L.TP, _MB, (_T.ACT_IN,), (_T.ACT_IN,), (),
         "Makes a received activation whole by an all-gather in the tensor-parallel group, beside "
-        "what computes."),
+        "what computes.", cost="gather"),
     Row(_O.ScatterGrad, "scatter_grad", _L.COMPUTE, _MB, (_T.GRAD_OUT,), (_T.GRAD_OUT,), (),
-        "Scatter of a gradient."),
+        "Scatter of a gradient.", cost="scatter"),
     Row(_O.GatherGrad, "gather_grad", _L.TP, _MB, (_T.GRAD_IN,), (_T.GRAD_IN,), (),
-        "Gather of a gradient."),
-    Row(_O.ReduceGrads, "reduce_grads", _L.DP, Per.STAGE, (_T.WGRAD,), (_T.GRAD,), (_T.WGRAD,),
-        "Sums a stage's gradient over the data-parallel group and scales it."),
-    Row(_O.ReduceHolders, "reduce_holders", _L.DP, Per.STAGE, (_T.GRAD,), (_T.GRAD,), (),
+        "Gather of a gradient.", cost="gather"),
+    Row(_O.ReduceGrads, "reduce_grads", _L.DP, _STAGE, (_T.WGRAD,), (_T.GRAD,), (_T.WGRAD,),
+        "Sums a stage's gradient over the data-parallel group and scales it.",
+        cost="reduce_grads"),
+    Row(_O.ReduceHolders, "reduce_holders", _L.DP, _STAGE, (_T.GRAD,), (_T.GRAD,), (),
         "Sums a stage's gradient over its two holders, where microbatches go both ways.",
-        0, _O.ReduceHolders),
-    Row(_O.ReduceTied, "reduce_tied", _L.DP, Per.STAGE, (_T.GRAD,), (_T.GRAD,), (),
+        cost="reduce_holders", meets=_O.ReduceHolders, group="holders", drains="replicas"),
+    Row(_O.ReduceTied, "reduce_tied", _L.DP, _STAGE, (_T.GRAD,), (_T.GRAD,), (),
         "Sums the gradients of the copies of each tied weight of the rank, in the order of stages; "
         "all copies get the sum.",
-        0, _O.ReduceTied),
-    Row(_O.ReduceNorm, "reduce_norm", _L.DP, Per.RANK, (_T.GRAD,), (_T.NORM,), (),
-        "The norm of all gradients, over all pipeline ranks.", 0, _O.ReduceNorm),
-    Row(_O.OptimizerStep, "step", _L.COMPUTE, Per.RANK, (_T.GRAD, _T.NORM), (_T.PARAMETERS,),
+        cost="reduce_tied", meets=_O.ReduceTied, group="tied", drains="always"),
+    Row(_O.ReduceNorm, "reduce_norm", _L.DP, _RANK, (_T.GRAD,), (_T.NORM,), (),
+        "The norm of all gradients, over all pipeline ranks.",
+        cost="reduce_norm", meets=_O.ReduceNorm, group="model", drains="always"),
+    Row(_O.OptimizerStep, "step", _L.COMPUTE, _RANK, (_T.GRAD, _T.NORM), (_T.PARAMETERS,),
         (_T.GRAD, _T.NORM),
-        "Updates the parameters of the rank's stages."),
+        "Updates the parameters of the rank's stages.", cost="step"),
 )  # fmt: skip
 
 BY_TEXT: Final = {row.text: row.op for row in ROWS}
@@ -157,6 +257,16 @@ def takers(token: Token) -> tuple[Opcode, ...]:
     return tuple(row.op for row in ROWS if token in row.needs and token not in row.gives)
 
 
+def changes(token: Token) -> tuple[Opcode, ...]:
+    """Who changes a value in place: needs it and gives it."""
+    return tuple(row.op for row in ROWS if token in row.gives and token in row.needs)
+
+
+def change_of(op: Opcode, token: Token) -> Change | None:
+    """How an instruction changes the state of a value, if it does."""
+    return next((change for change in ROWS[op].changes if change.token is token), None)
+
+
 # What crosses the boundary of a stage, in the order of `program.Slots`.
 BOUNDARY: Final = (Token.ACT_IN, Token.ACT_OUT, Token.GRAD_IN, Token.GRAD_OUT)
 # Kinds of instructions, read off the table.
@@ -170,35 +280,58 @@ COMPUTE: Final = tuple(
     row.op for row in ROWS
     if row.lane is Lane.COMPUTE and row.per is _MB and row.op not in SHARDING
 )  # fmt: skip
-BACKWARDS: Final = makers(Token.GRAD_OUT)  # W, which only adds to the weights, is none
+# F; B and I, of which I leaves a tape; W, which only adds to the weights and is no backward.
+FORWARDS: Final = makers(Token.ACT_OUT)
+BACKWARDS: Final = makers(Token.GRAD_OUT)
+SPLITS: Final = makers(Token.TAPE)
+WHOLES: Final = tuple(op for op in BACKWARDS if op not in SPLITS)
+LATE: Final = takers(Token.TAPE)
+STEPS: Final = makers(Token.PARAMETERS)
 # What adds to a stage's sum of gradients; and by weights: those not split, and those that are.
 ADDS: Final = makers(Token.WGRAD)
 ADDS_TO_WEIGHTS: Final = (
     tuple(op for op in ADDS if Token.TAPE not in ROWS[op].needs),
     tuple(op for op in ADDS if Token.TAPE not in ROWS[op].gives),
 )
+REDUCES: Final = tuple(row.op for row in ROWS if row.lane is Lane.DP)
+# What instructions work with as it comes: gradients, and so nothing without a backward.
+OF_GRADIENTS: Final = tuple(
+    row.op for row in ROWS if {*row.needs, *row.gives} & {Token.GRAD_IN, Token.GRAD_OUT}
+)
 
 # Neighbours on one rank hand over directly: what one stage takes in is what the other put out.
-HANDED: Final = {Token.ACT_IN: (Token.ACT_OUT, -1), Token.GRAD_IN: (Token.GRAD_OUT, +1)}
+HANDED: Final = {row.token: row.handed for row in TOKENS if row.handed is not None}
+
+# Values in slots whose number is a choice: what crosses boundaries, and what something off the
+# compute lane makes, changes or frees, so that the order of compute does not say when.
+SLOTTED: Final = BOUNDARY + tuple(
+    row.token for row in TOKENS
+    if row.token not in BOUNDARY and row.size and any(
+        row.token in {*r.needs, *r.gives, *r.frees} and r.lane is not Lane.COMPUTE for r in ROWS
+    )
+)  # fmt: skip
+# Values that are held from the start of what makes them to the end of what frees them, where no
+# number of slots is said.
+KEPT: Final = tuple(row.token for row in TOKENS if row.size and row.token not in BOUNDARY)
 
 
-def givers(op: Opcode, token: Token) -> tuple[Opcode, ...]:
+def chain(op: Opcode, token: Token) -> tuple[Opcode, ...]:
     """Who may have given `token` to `op`, the last in the chain first.
 
     An instruction that both needs and gives a value changes it in place (Gather): it comes
     between the maker and everybody else.  Several change it in the order of the table.
     """
-    changes = [r.op for r in ROWS if token in r.gives and token in r.needs]
-    if op in changes:
-        changes = changes[: changes.index(op)]
-    return (*reversed(changes), *makers(token))
+    changed = changes(token)
+    if op in changed:
+        changed = changed[: changed.index(op)]
+    return (*reversed(changed), *makers(token))
 
 
 class Instr(NamedTuple):
     """One instruction, decoded: a view, never stored in bulk.
 
-    `stage` is 0 where the row is not addressed by it, and `mb` is the update where a row is not
-    addressed by microbatch.
+    `stage` is 0 where the row is not addressed by it, and `mb` is the update, or the turn, where a
+    row is not addressed by microbatch.
 
     >>> from schedir import Instr, Opcode
     >>> forward = Instr(Opcode.Forward, stage=2, mb=5)
@@ -214,6 +347,6 @@ class Instr(NamedTuple):
         row = ROWS[self.op]
         if row.per is Per.MICROBATCH:
             return f"{row.text} {self.stage}.{self.mb}"
-        if row.per is Per.STAGE:
-            return f"{row.text} {self.stage}" + f".{self.mb}" * (self.mb > 0)
-        return row.text + f" {self.mb}" * (self.mb > 0)
+        if row.per is Per.RANK:
+            return row.text + f" {self.mb}" * (self.mb > 0)
+        return f"{row.text} {self.stage}" + f".{self.mb}" * (self.mb > 0)

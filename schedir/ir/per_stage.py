@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from typing import TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -40,3 +41,19 @@ def by_stage(
     if row.ndim and len(row) != stages:
         raise error(f"{what} has {len(row)} numbers for {stages} stages")
     return np.broadcast_to(row, (stages,))
+
+
+_Class = TypeVar("_Class")
+
+
+def with_fields(names: Iterable[str]) -> Callable[[type[_Class]], type[_Class]]:
+    """A class of numbers per stage with a field, 0 unless told, for each name that it lacks."""
+
+    def extended(kind: type[_Class]) -> type[_Class]:
+        for name in dict.fromkeys(names):
+            if name not in kind.__annotations__:
+                kind.__annotations__[name] = PerStage
+                setattr(kind, name, 0.0)
+        return kind
+
+    return extended

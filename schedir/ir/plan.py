@@ -288,6 +288,7 @@ class Plan:
             Per.MICROBATCH: self.stages * self.microbatches,
             Per.STAGE: self.stages * (1 + self.two_way) * self.updates,
             Per.RANK: self.ranks * self.updates,
+            Per.TURN: self.stages * (1 + self.two_way) * self.microbatches,
         }
         return sum(each[row.per] for row in ROWS)
 

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import hashlib
 import sys
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from collections import namedtuple
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
 from itertools import pairwise
 from operator import index
-from typing import TYPE_CHECKING, Any, Final, NamedTuple, overload
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeVar, overload
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -17,7 +18,15 @@ from numpy.typing import ArrayLike, NDArray
 from schedir.errors import PlanError, said
 from schedir.ir.fields import YES_OR_NO, Option, fields_of, itself, setting, whole_number
 from schedir.ir.notebook import html
-from schedir.ir.ops import ADDS, ADDS_TO_WEIGHTS, COMPUTE, Instr, Opcode
+from schedir.ir.ops import (
+    ADDS,
+    ADDS_TO_WEIGHTS,
+    BOUNDARY,
+    COMPUTE,
+    SLOTTED,
+    Instr,
+    Opcode,
+)
 from schedir.ir.plan import PLAN, Plan
 from schedir.ir.ties import TIED, Tied, tied_stages
 
@@ -34,6 +43,9 @@ _FIELDS = [("mb", "u4"), ("stage", "u2"), ("op", "u1"), ("joined", "u1")]
 FIELDS: Final = np.dtype(_FIELDS if sys.byteorder == "little" else _FIELDS[::-1])
 ADDRESS: Final = (1 << OP) - 1
 OPS: Final = tuple(Opcode)
+
+_LARGE: Final = 2**22  # instructions of a program with which nothing is kept that is made of it
+_T = TypeVar("_T")
 
 
 def pack(op: ArrayLike, stage: ArrayLike, mb: ArrayLike) -> Words:
@@ -137,14 +149,37 @@ class Stream(Sequence[Instr]):
         return f"<Stream of {len(self)} instructions>"
 
 
-class Slots(NamedTuple):
+OWN: Final = 2**31  # of slots: each value has its own, where nobody says how many there are
+
+if TYPE_CHECKING:
+
+    class _Slots(NamedTuple):
+        act_in: int
+        act_out: int
+        grad_in: int
+        grad_out: int
+else:
+    _KINDS = [kind.name.lower() for kind in SLOTTED]
+    _Slots = namedtuple("_Slots", _KINDS, defaults=[OWN] * (len(SLOTTED) - len(BOUNDARY)))
+
+
+class Slots(_Slots):
     """How many static slots a rank has for what is taken in and put out, in activations and
     in gradients (`schedir/analysis/slots.py` says who lives in which)."""
 
-    act_in: int
-    act_out: int
-    grad_in: int
-    grad_out: int
+    __slots__ = ()
+
+    @classmethod
+    def unsaid(cls) -> Self:
+        """Nothing said of any kind."""
+        return cls(**dict.fromkeys(cls._fields, OWN))
+
+    def said(self) -> dict[str, int]:
+        """The numbers that are said, by kind."""
+        return {kind: number for kind, number in self._asdict().items() if number != OWN}
+
+    def __repr__(self) -> str:
+        return f"Slots({', '.join(f'{kind}={number}' for kind, number in self.said().items())})"
 
 
 def _digest_of_ties(tied: Tied, plan: Plan) -> tuple[object, ...]:
@@ -226,6 +261,7 @@ class Program:
     proofs: set[tuple[str, bool]] = field(
         init=False, default_factory=set, repr=False, compare=False
     )
+    _derived: dict[object, Any] = field(init=False, default_factory=dict, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         name = self.name
@@ -252,7 +288,7 @@ class Program:
             raise PlanError(
                 f"slots are given for {len(slots)} of {self.plan.ranks} ranks", fields=["slots"]
             )
-        if any(not 0 <= count < 2**31 for counts in slots for count in counts):
+        if any(not 0 <= count < 2**31 for counts in slots for count in counts.said().values()):
             raise PlanError("the number of slots is a whole number from 0 on", fields=["slots"])
         object.__setattr__(self, "slots", slots)
         # One array holds all words, and the Streams are views of it: nothing is there twice.
@@ -277,6 +313,23 @@ class Program:
 
     def _repr_html_(self) -> str:
         return html(self)
+
+    def with_slots(self, slots: Sequence[Slots]) -> Self:
+        """The same Streams with other numbers of slots: who gives what stays known."""
+        made = replace(self, slots=tuple(slots))
+        kept = {what: it for what, it in self._derived.items() if what in ("index", "flow")}
+        made._derived.update(kept)
+        return made
+
+    def derived(self, what: object, make: Callable[[], _T]) -> _T:
+        """What is made of the program once, and then kept with it, if it is not too large."""
+        if what not in self._derived:
+            made = make()
+            if len(self) > _LARGE:
+                return made
+            self._derived[what] = made
+        found: _T = self._derived[what]
+        return found
 
     @property
     def op(self) -> NDArray[np.uint8]:

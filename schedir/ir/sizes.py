@@ -9,7 +9,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from schedir.errors import UsageError
-from schedir.ir.per_stage import PerStage, by_stage, per_stage
+from schedir.ir.ops import ROWS, TIERS, TOKENS
+from schedir.ir.per_stage import PerStage, by_stage, per_stage, with_fields
 
 Size = PerStage
 
@@ -18,7 +19,18 @@ _UNITS |= {f"{p}B": 1000 ** (k + 1) for k, p in enumerate("kMGTP")}
 _UNITS |= {f"{p}iB": 1024 ** (k + 1) for k, p in enumerate("KMGTP")}
 
 
+# What tables of instructions and values name.
+_NAMED = [row.size for row in TOKENS if row.size] + [
+    name
+    for row in ROWS
+    for change in row.changes
+    for name in (change.before, change.after)
+    if name not in TIERS
+]
+
+
 @dataclass(frozen=True)
+@with_fields(_NAMED)
 class Sizes:
     """Bytes on one device, for one microbatch: a number, or one number per stage.
 

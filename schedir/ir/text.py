@@ -28,9 +28,9 @@ import numpy as np
 
 from schedir.errors import ParseError, PlanError, expect
 from schedir.ir.fields import Field
-from schedir.ir.ops import BY_TEXT, ROWS, Per
+from schedir.ir.ops import BOUNDARY, BY_TEXT, ROWS, Per
 from schedir.ir.plan import PLAN, Plan
-from schedir.ir.program import HEADER, JOINED, OP, STAGE, Program, Slots, Stream, Words
+from schedir.ir.program import HEADER, JOINED, OP, OWN, STAGE, Program, Slots, Stream, Words
 
 FORMAT = 1
 _KEYS = {f.name: f for f in HEADER}
@@ -60,7 +60,7 @@ def show(program: Program, folded: bool = True) -> str:
     lines = [f"schedir {FORMAT}", f"program {program.name}", *_header_lines(program)]
     period = 8 * program.plan.stages if folded else 0
     for rank, stream in enumerate(program.streams):
-        has = program.slots[rank]._asdict() if program.slots else {}
+        has = program.slots[rank].said() if program.slots else {}
         lines += ["", "  ".join([f"rank {rank}", *(f"{kind} {n}" for kind, n in has.items())])]
         lines += [f"  {line}" for line in _lines(stream.words, period)]
     return "\n".join(lines) + "\n"
@@ -171,8 +171,11 @@ class _Line(NamedTuple):
 
 _NAME = re.compile(r"(program)\b\s*(.*)")
 _PAIR = re.compile(r"\s*(\S+)(?:\s+(\S+))?")
-_SLOTS = r"\s+".join(rf"{kind}\s+(\d{{1,9}})" for kind in Slots._fields)
-_RANK = re.compile(rf"rank\s+(\d{{1,9}})(?:\s+{_SLOTS})?\s*$", re.ASCII)
+# Slots are said of the kinds that there are, in their order, and of a boundary's all or none.
+_BOUNDARY, _MORE = Slots._fields[: len(BOUNDARY)], Slots._fields[len(BOUNDARY) :]
+_SLOTS = "".join(rf"\s+{kind}\s+(\d{{1,9}})" for kind in _BOUNDARY)
+_SLOTS = rf"(?:{_SLOTS})?" + "".join(rf"(?:\s+{kind}\s+(\d{{1,9}}))?" for kind in _MORE)
+_RANK = re.compile(rf"rank\s+(\d{{1,9}}){_SLOTS}\s*$", re.ASCII)
 _TIMES = re.compile(r"\s*(\d{1,9})\s+x\s", re.ASCII)
 _INSTR = re.compile(
     r"\s*([A-Za-z_]\w*)(?:\s+(\d{1,10})(?:\.(\d{1,10}))?([+-]\d{0,9})?)?\s*$", re.ASCII
@@ -276,7 +279,7 @@ def _streams(
         if not line.text[0].isspace():
             found = _RANK.match(line.text)
             if not found:
-                form = "  ".join(["rank N", *(f"{kind} N" for kind in Slots._fields)])
+                form = "  ".join(["rank N", *(f"{kind} N" for kind in _BOUNDARY)])
                 raise line.error(
                     f"expected 'rank N' or {form!r}, or an instruction indented under one"
                 )
@@ -284,10 +287,11 @@ def _streams(
                 raise line.error(f"expected rank {len(streams)}, not {found[1]}", found.start(1))
             if len(streams) == ranks:
                 raise line.error(f"the header says {ranks} ranks", found.start(1))
-            if streams and (found[2] is None) is (len(slots) > 0):
+            told = Slots(*(OWN if n is None else int(n) for n in found.groups()[1:]))
+            if streams and (told == Slots.unsaid()) is (len(slots) > 0):
                 raise line.error("slots are said of all ranks or of none", found.end(1))
-            if found[2] is not None:
-                slots.append(Slots(*map(int, found.groups()[1:])))
+            if told != Slots.unsaid():
+                slots.append(told)
             streams.append([])
         else:
             streams[-1].append(_unfold(line, left))

@@ -12,12 +12,10 @@ from numpy.typing import NDArray
 from schedir.analysis.graph import Graph
 from schedir.analysis.slots import groups
 from schedir.ir.index import NONE, Index
-from schedir.ir.ops import ADDS, COMPUTE, ROWS, Lane
+from schedir.ir.ops import ADDS, COMPUTE, REDUCES
 from schedir.ir.program import Program
 
 Ends = NDArray[np.int64]  # positions that the ends come behind, shape (updates - 1, ranks)
-
-_REDUCES = tuple(row.op for row in ROWS if row.lane is Lane.DP)
 
 
 def meets(program: Program) -> bool:
@@ -30,8 +28,8 @@ def apart(program: Program) -> Ends:
 
     What it made is sent first, for others may need it to come to their own end.
     """
-    index = Index(program)
-    computes = np.flatnonzero(index.among(COMPUTE))
+    index = Index.of(program)
+    computes = np.flatnonzero(index.is_op(COMPUTE))
     return computes[np.searchsorted(computes[:-1], _last(index), side="right")] - 1
 
 
@@ -58,7 +56,7 @@ def together(graph: Graph) -> Ends:
 def _last(index: Index) -> Ends:
     """Where each rank last adds to each update before the last, or reduces it."""
     plan = index.program.plan
-    at = np.flatnonzero(index.among(ADDS + _REDUCES))
+    at = np.flatnonzero(index.is_op(ADDS + REDUCES))
     last = np.zeros((plan.updates, plan.ranks), np.int64)
     np.maximum.at(last, (index.update(at), index.rank[at]), at)
     return last[:-1]

@@ -9,14 +9,17 @@ what they give is legal under the model they are told, and `check` says so again
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any, Final
 
 import numpy as np
 from numpy.typing import NDArray
 
-from schedir.analysis.graph import Graph, Model
+from schedir.analysis.graph import Graph
+from schedir.analysis.models import Model
 from schedir.ir.index import Index, Positions
-from schedir.ir.ops import COMPUTE, GATHERS, RECEIVES, SENDS
+from schedir.ir.ops import COMPUTE, GATHERS, RECEIVES, SENDS, TRANSFERS
 from schedir.ir.program import JOINED, Program, Stream, Words
+from schedir.passes.record import Options, Pass
 
 
 def early_receives(program: Program, model: Model = "device", ahead: int = 1) -> Program:
@@ -26,10 +29,10 @@ def early_receives(program: Program, model: Model = "device", ahead: int = 1) ->
     say in when a transfer runs, so the dependency graph stays as it is.  Each step ahead
     costs a buffer.
     """
-    graph = Graph(program, model)
+    graph = Graph.of(program, model)
     joined, group_end = graph.index.joined, np.append(~graph.index.joined[1:], True)
-    moves = graph.index.among(RECEIVES) & ~joined & group_end
-    return _moved(program, moves, 2 * _floor(graph.index, graph.ahead, ahead) + 1)
+    moves = graph.index.is_op(RECEIVES) & ~joined & group_end
+    return _moved(program, moves, 2 * _floor(graph.index, graph.queue_predecessor, ahead) + 1)
 
 
 def early_gathers(program: Program, ahead: int = 1) -> Program:
@@ -40,17 +43,17 @@ def early_gathers(program: Program, ahead: int = 1) -> Program:
     """
     if program.tp == 1:
         return program
-    graph = Graph(program, "serial")
+    graph = Graph.of(program, "serial")
     floor = _floor(graph.index, graph.needs[0], ahead)
     computes = np.append(_computes(graph.index), len(graph))
     first = computes[np.searchsorted(computes, floor, side="right")]
     own = np.arange(len(graph))
-    return _moved(program, graph.index.among(GATHERS), 2 * np.minimum(first, own) - 1)
+    return _moved(program, graph.index.is_op(GATHERS), 2 * np.minimum(first, own) - 1)
 
 
 def _computes(index: Index) -> NDArray[np.intp]:
     """Where computes stand; of those that run together the first."""
-    return np.flatnonzero(index.among(COMPUTE) & ~index.joined)
+    return np.flatnonzero(index.is_op(COMPUTE) & ~index.joined)
 
 
 def _floor(index: Index, behind: Positions, ahead: int) -> NDArray[np.intp]:
@@ -87,7 +90,7 @@ def group_opposites(program: Program) -> Program:
     are joined on both.  No path leads from one to the other except directly, so this makes no
     cycle that was not there, under any model.
     """
-    graph = Graph(program, "serial")
+    graph = Graph.of(program, "serial")
     index, partner = graph.index, graph.partner
     send, receive = np.isin(index.op, SENDS), np.isin(index.op, RECEIVES)
     second = np.flatnonzero((send[1:] & receive[:-1]) | (receive[1:] & send[:-1])) + 1
@@ -105,3 +108,29 @@ def group_opposites(program: Program) -> Program:
             taken[[a, b, *there]] = True
             words[[b, there[1]]] |= JOINED
     return _with(program, words)
+
+
+def _read(program: Program, model: Model) -> dict[str, Any]:
+    return {"overlap": bool((program.joined & np.isin(program.op, TRANSFERS)).any())}
+
+
+def _wanted(program: Program, options: Options) -> bool:
+    return options.overlap
+
+
+GROUP_OPPOSITES: Final = Pass(
+    "group_opposites",
+    "better",
+    lambda program, options: group_opposites(program),
+    _wanted,
+    read=_read,
+)
+EARLY_GATHERS: Final = Pass(
+    "early_gathers", "better", lambda program, options: early_gathers(program), _wanted
+)
+EARLY_RECEIVES: Final = Pass(
+    "early_receives",
+    "better",
+    lambda program, options: early_receives(program, options.model),
+    _wanted,
+)

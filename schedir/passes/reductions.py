@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
 from itertools import pairwise
+from typing import Final
 
 import numpy as np
 
 from schedir.analysis.graph import Graph
 from schedir.ir.index import Index
-from schedir.ir.ops import ADDS, Opcode
+from schedir.ir.ops import ADDS, Opcode, Per
 from schedir.ir.program import Program, Stream, Words, pack
 from schedir.passes.ends import apart, meets, together
 from schedir.passes.insert import insert
+from schedir.passes.record import Expected, Mask, Options, Pass, Present
 
 
 def reduce_grads(program: Program) -> Program:
@@ -46,7 +49,7 @@ def reduce_holders(program: Program) -> Program:
         return program
     if program.dp > 1 or not program.order:
         return _append(program, [pack(Opcode.ReduceHolders, own, 0) for own in plan.stages_of])
-    index, begins = Index(program), program.offsets.tolist()
+    index, begins = Index.of(program), program.offsets.tolist()
     messages = index.messages()
     passed = np.concatenate([np.maximum.accumulate(messages[b:e]) for b, e in pairwise(begins)])
     ready = index.at[Opcode.ReduceGrads].reshape(plan.holders.shape)
@@ -91,7 +94,7 @@ def _append(program: Program, tails: list[Words]) -> Program:
     """End each Stream, and each update before the last, with its tail."""
     plan, none = program.plan, np.empty(0, np.int64)
     earlier = np.arange(plan.updates - 1)
-    ends = together(Graph(program)) if meets(program) else apart(program)
+    ends = together(Graph.of(program)) if meets(program) else apart(program)
     streams = []
     for stream, tail, end in zip(
         program.streams, tails, (ends - program.offsets[:-1]).T, strict=True
@@ -101,3 +104,58 @@ def _append(program: Program, tails: list[Words]) -> Program:
         words = insert(stream, (none, none), after).words if len(words) else stream.words
         streams.append(Stream(np.concatenate([words, tail + plan.updates - 1])))
     return replace(program, streams=tuple(streams))
+
+
+# ------------------------------------------------------------ what must then be there
+
+
+def _each(program: Program, per: Per) -> Mask:
+    """A mask over the holders of stages, or over ranks, which is true if the program trains."""
+    size = program.plan.ranks if per is Per.RANK else program.plan.holders.size
+    return np.full(size, program.trains)
+
+
+def _stages(program: Program, present: Present) -> Iterator[Expected]:
+    yield Expected(Opcode.ReduceGrads, _each(program, Per.STAGE))
+
+
+def _holders(program: Program, present: Present) -> Iterator[Expected]:
+    once = _each(program, Per.STAGE) & program.plan.two_way
+    yield Expected(Opcode.ReduceHolders, once, "each stage has one holder")
+
+
+def _tied(program: Program, present: Present) -> Iterator[Expected]:
+    holders = program.plan.holders.reshape(-1)  # by key: all first holders, then all second ones
+    first: dict[int, int] = {}  # the key of each rank's first copy
+    for stage in sorted({s for stages in program.tied for s in stages}):
+        for key in range(stage, len(holders), program.plan.stages):
+            first.setdefault(int(holders[key]), key)
+    once = _each(program, Per.STAGE) & np.isin(np.arange(len(holders)), [*first.values()])
+    why = "one per rank that holds a copy of a tied weight, at its first stage"
+    yield Expected(Opcode.ReduceTied, once, why if program.tied else "the program says 'tied no'")
+
+
+def _norm(program: Program, present: Present) -> Iterator[Expected]:
+    once = _each(program, Per.RANK) & program.clip
+    yield Expected(Opcode.ReduceNorm, once, "the program says 'clip no'")
+
+
+def _steps(program: Program, present: Present) -> Iterator[Expected]:
+    yield Expected(Opcode.OptimizerStep, _each(program, Per.RANK))
+
+
+def _unless_there(program: Program, options: Options) -> bool:
+    return Opcode.ReduceGrads not in program.ops
+
+
+REDUCE_GRADS: Final = Pass(
+    "reduce_grads", "ends", lambda p, options: reduce_grads(p), _unless_there, _stages
+)
+REDUCE_HOLDERS: Final = Pass(
+    "reduce_holders", "ends", lambda p, options: reduce_holders(p), expected=_holders
+)
+REDUCE_TIED: Final = Pass("reduce_tied", "ends", lambda p, options: reduce_tied(p), expected=_tied)
+REDUCE_NORM: Final = Pass("reduce_norm", "ends", lambda p, options: reduce_norm(p), expected=_norm)
+OPTIMIZER_STEP: Final = Pass(
+    "optimizer_step", "ends", lambda p, options: optimizer_step(p), expected=_steps
+)

@@ -6,12 +6,15 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any, Final
 
 import numpy as np
 
+from schedir.analysis.models import Model
 from schedir.ir.ops import ROWS, SHARDING, makers, takers
 from schedir.ir.program import ADDRESS, OP, Program, Stream, Words
 from schedir.passes.insert import insert
+from schedir.passes.record import Pass
 
 
 def scatter_gather(program: Program) -> Program:
@@ -39,3 +42,17 @@ def _stream(stream: Stream) -> Stream:
         words.append(address[here] | int(change) << OP)
     none = np.empty(0, np.int64)
     return insert(stream, (np.concatenate(at), np.concatenate(words)), (none, none))
+
+
+def _read(program: Program, model: Model) -> dict[str, Any]:
+    whole = program.tp == 1 or not program.ops.isdisjoint(SHARDING)
+    return {"boundary": "replicated" if whole else "sharded"}
+
+
+SCATTER_GATHER: Final = Pass(
+    "scatter_gather",
+    "messages",
+    lambda program, options: scatter_gather(program),
+    wanted=lambda program, options: options.boundary == "replicated",
+    read=_read,
+)

@@ -5,22 +5,23 @@ A pass like others, and the last: it changes no Stream, only `Program.slots`.
 
 from __future__ import annotations
 
-from dataclasses import replace
-from typing import Literal
+from typing import Any, Final
 
 import numpy as np
 from numpy.typing import NDArray
 
-from schedir.analysis.graph import Graph, Model
+from schedir.analysis.graph import Graph
 from schedir.analysis.longest_path import Times, remaining, walk
-from schedir.analysis.slots import counts, fewest, uses
+from schedir.analysis.models import Model
+from schedir.analysis.slots import counts, minimum_slots
 from schedir.errors import UsageError
 from schedir.ir.costs import Costs
-from schedir.ir.index import Index
-from schedir.ir.ops import BOUNDARY
-from schedir.ir.program import Program, Slots
+from schedir.ir.flow import Flow
+from schedir.ir.ops import BOUNDARY, SLOTTED
+from schedir.ir.program import OWN, Program, Slots
+from schedir.passes.record import Options, Pass
+from schedir.passes.record import Slots as Choice
 
-Choice = Literal["fewest", "enough"]
 _PARTS = 16  # how finely ranks and kinds are divided to try fewer on each part
 
 
@@ -40,9 +41,9 @@ def share_slots(
     """
     if choice not in ("fewest", "enough"):
         raise UsageError(f"slots must be 'fewest' or 'enough', not {choice!r}")
-    program = replace(program, slots=())
-    graph = Graph(program, model)
-    least = fewest(graph.index)[:, : len(BOUNDARY)]
+    program = program.with_slots(())
+    graph = Graph.of(program, model)
+    least = minimum_slots(program)[:, : len(SLOTTED)]
     if choice == "fewest":
         return _with(program, least)
     reached = walk(graph, costs)
@@ -51,13 +52,13 @@ def share_slots(
     span = float(reached.end.max(initial=0.0)) * (1 + 1e-9)
 
     def keeps(slots: NDArray[np.int64]) -> bool:
-        end = walk(Graph(_with(program, slots), model, graph.index), costs).end
+        end = walk(Graph(_with(program, slots), model), costs).end
         return float(end.max(initial=0.0)) <= span
 
     latest = span - remaining(graph, costs)
-    needed = np.maximum(least, _overlap(graph.index, latest, reached.end, least=True))
-    calm = np.maximum(needed, _overlap(graph.index, reached.start, reached.end, least=False))
-    own = counts(graph.index)[:, : len(BOUNDARY)]
+    needed = np.maximum(least, _overlap(program, latest, reached.end, least=True))
+    calm = np.maximum(needed, _overlap(program, reached.start, reached.end, least=False))
+    own = counts(program)[:, : len(SLOTTED)]
     best = next(slots for slots in (needed, calm, own) if keeps(slots))
     parts = [np.flatnonzero(best > needed)]
     smallest = max(1, best.size // _PARTS)
@@ -73,19 +74,21 @@ def share_slots(
 
 
 def _with(program: Program, counts: NDArray[np.int64]) -> Program:
-    return replace(program, slots=tuple(Slots(*row) for row in counts.tolist()))
+    """The program with a number of slots of each rank and kind, unsaid for kinds it has not."""
+    there = (counts > 0).any(0) | np.isin(SLOTTED, BOUNDARY)
+    return program.with_slots([Slots(*row) for row in np.where(there, counts, OWN).tolist()])
 
 
-def _overlap(index: Index, start: Times, end: Times, *, least: bool) -> NDArray[np.int64]:
+def _overlap(program: Program, start: Times, end: Times, *, least: bool) -> NDArray[np.int64]:
     """How many slots of each rank and kind let every fill start and every free end when told.
 
     The k-th fill takes what the (k-c)-th free leaves, so that one must end before this one
     starts.  Those need not come in the order of their numbers: with `least` the answer is a
     bound from below, else from above.
     """
-    counts = np.zeros((index.program.plan.ranks, len(BOUNDARY)), np.int64)
-    for column, kind in enumerate(BOUNDARY):
-        own = uses(index, kind)
+    counts = np.zeros((program.plan.ranks, len(SLOTTED)), np.int64)
+    for column, kind in enumerate(SLOTTED):
+        own = Flow.of(program).lives(kind)
         starts, ends = start[own.fill], end[own.free]
         for rank in np.flatnonzero(np.diff(own.first)).tolist():
             here = slice(own.first[rank], own.first[rank + 1])
@@ -101,3 +104,24 @@ def _overlap(index: Index, start: Times, end: Times, *, least: bool) -> NDArray[
 
 def _from_the_end(most: np.ufunc, times: Times) -> Times:
     return np.asarray(most.accumulate(times[::-1])[::-1])
+
+
+def _lower(program: Program, options: Options) -> Program:
+    assert options.slots is not None
+    return share_slots(program, options.slots, options.costs, options.model)
+
+
+def _read(program: Program, model: Model) -> dict[str, Any]:
+    if not program.slots:
+        return {"slots": None}
+    few = share_slots(program, "fewest").slots
+    return {"slots": "fewest" if program.slots == few else "enough"}
+
+
+SHARE_SLOTS: Final = Pass(
+    "share_slots",
+    "better",
+    _lower,
+    wanted=lambda program, options: options.slots is not None,
+    read=_read,
+)

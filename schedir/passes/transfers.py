@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 from itertools import pairwise
+from typing import Final
 
 import numpy as np
 from numpy.typing import NDArray
 
+from schedir.analysis.deadlock import deadlock
 from schedir.analysis.graph import Graph
 from schedir.analysis.longest_path import Walk, walk
 from schedir.ir.costs import Costs
@@ -17,7 +19,7 @@ from schedir.ir.ops import ROWS, SENDS, Opcode, Per, makers
 from schedir.ir.plan import Plan
 from schedir.ir.program import ADDRESS, OP, STAGE, Order, Program, Stream
 from schedir.passes.ends import meets, together
-from schedir.verify.deadlock import deadlock
+from schedir.passes.record import Pass
 
 _SENT_BY = {send: makers(ROWS[send].needs[0]) for send in SENDS}
 _MAKE = tuple(op for ops in _SENT_BY.values() for op in ops)
@@ -35,7 +37,7 @@ def transfers(program: Program, costs: Costs | None = None) -> Program:
     Raises DeadlockError if the draft itself cannot finish, or OrderError if that is due to one rank
     alone, which is all that can be wrong.
     """
-    graph = Graph(program)
+    graph = Graph.of(program)
     reached = walk(graph, _ordering(costs or Costs(), program.plan))
     if not reached.done.all():
         raise deadlock(graph, reached)
@@ -74,7 +76,7 @@ def _numbers(graph: Graph, reached: Walk, ended: NDArray[np.int64]) -> Order:
     """The number of each message in the global order, by the stage and microbatch of its send."""
     index = graph.index
     numbers: dict[Opcode, Positions] = {}
-    whose = np.flatnonzero(index.among(_MAKE)).astype(np.int32)
+    whose = np.flatnonzero(index.is_op(_MAKE)).astype(np.int32)
     order = whose[np.lexsort((reached.turn[whose], reached.end[whose], ended[whose]))]
     for send, ops in _SENT_BY.items():
         numbers[send] = np.full(index.size[Per.MICROBATCH], NONE, np.int32)
@@ -107,7 +109,7 @@ def _messages(graph: Graph) -> Iterator[tuple[Opcode, Positions, NDArray[np.intp
     index, plan = graph.index, graph.program.plan
     for send, ops in _SENT_BY.items():
         row = ROWS[send]
-        at = np.flatnonzero(index.among(ops)).astype(np.int32)
+        at = np.flatnonzero(index.is_op(ops)).astype(np.int32)
         other = index.stage[at].astype(np.int32) + row.hop
         inside = (other >= 0) & (other < plan.stages)
         there = plan.rank_at(np.where(inside, other, 0), index.mb[at])
@@ -118,3 +120,8 @@ def _messages(graph: Graph) -> Iterator[tuple[Opcode, Positions, NDArray[np.intp
             order = np.argsort(rank[crosses].astype(np.uint16), kind="stable")
             cuts = np.searchsorted(rank[crosses][order], np.arange(plan.ranks + 1))
             yield op, at[crosses][order], cuts, shift
+
+
+TRANSFER: Final = Pass(
+    "transfers", "messages", lambda program, options: transfers(program, options.costs)
+)

@@ -126,8 +126,10 @@ def _bounds(measured: Timeline) -> Floats:
     gaps = ready_gaps(measured)
     usual = float(np.quantile(gaps, USUAL)) if len(gaps) else 0.0
     # What is behind another in its queue may have begun when that one was seen to end.
-    behind = (graph.ahead != NONE) & (graph.gates[0][graph.ahead] != graph.gates[0])
-    freed = np.where(behind, spans["end"][graph.ahead], -np.inf)
+    behind = (graph.queue_predecessor != NONE) & (
+        graph.enter_leave[0][graph.queue_predecessor] != graph.enter_leave[0]
+    )
+    freed = np.where(behind, spans["end"][graph.queue_predecessor], -np.inf)
     begun = np.full(graph.nodes, -np.inf)
     np.maximum.at(begun, graph.node, np.maximum(spans["start"], freed))
     least = np.maximum(spans["end"] - begun[graph.node], 0.0)

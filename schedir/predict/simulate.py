@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import numpy as np
 
-from schedir.analysis.graph import Model
+from schedir.analysis.deadlock import deadlock
 from schedir.analysis.longest_path import walk
+from schedir.analysis.models import Model
+from schedir.compiler.compile import SIZES, lower
 from schedir.errors import CostsError, expect, flag
 from schedir.ir.costs import Costs
 from schedir.ir.program import Program
 from schedir.ir.sizes import Sizes
-from schedir.passes.compile import SIZES, lower
 from schedir.predict.timeline import Timeline, spans_of
 from schedir.verify.check import check_draft, complete, prove
-from schedir.verify.deadlock import deadlock
 
 
 def simulate(

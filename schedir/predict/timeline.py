@@ -11,12 +11,13 @@ from typing import Any, Final, Literal, NamedTuple, get_args
 import numpy as np
 from numpy.typing import NDArray
 
-from schedir.analysis.graph import Graph, Model
-from schedir.analysis.memory import Held, held, in_flight, peak_in_flight, peak_versions
+from schedir.analysis.graph import Graph
+from schedir.analysis.memory import Footprint, held, in_flight, peak_in_flight, peak_versions
+from schedir.analysis.models import Model
 from schedir.errors import UsageError, expect
 from schedir.ir.index import NONE, Positions
 from schedir.ir.notebook import html
-from schedir.ir.ops import COMPUTE, RECEIVES, ROWS, Instr, Lane, Opcode
+from schedir.ir.ops import COMPUTE, RECEIVES, ROWS, Instr, Lane
 from schedir.ir.program import FIELDS, OPS, Program
 from schedir.ir.sizes import Sizes
 
@@ -227,14 +228,21 @@ class Timeline:
                 Memory(times, counts * alive, {"activations": counts * alive})
                 for times, counts in curves
             )
+        return self.memory_on("device")
+
+    def memory_on(self, tier: str) -> tuple[Memory, ...]:
+        """What each rank holds on a tier as time passes, in bytes: "device", "host" or "disk"."""
+        sizes = self.sizes or Sizes()
         return tuple(
-            self._memory(rank, own) for rank, own in enumerate(held(self.program, self.sizes))
+            self._memory(rank, own) for rank, own in enumerate(held(self.program, sizes, tier))
         )
 
-    def _memory(self, rank: int, own: Held) -> Memory:
+    def _memory(self, rank: int, own: Footprint) -> Memory:
         spans = self.spans[int(self.program.offsets[rank]) :][own.at]
         times = np.where(own.starts, spans["start"], spans["end"])
         times[0] = self.begin
+        if (np.diff(times) < 0).any():  # what other lanes change comes when it comes
+            own, times = own.in_time(times), np.sort(times)
         parts = {name: np.full(len(times), size) for name, (_, size) in own.fixed.items()}
         parts |= {name: size for name, (_, size) in own.kept.items()}
         return Memory(times, own.bytes, parts)
@@ -259,7 +267,7 @@ class Timeline:
         lo, hi = self.program.offsets[rank : rank + 2]
         at, count = in_flight(self.program.streams[rank])
         own = self.spans[lo:hi][at]
-        grows = own["op"] == Opcode.Forward
+        grows = np.diff(count, prepend=0) > 0
         return np.where(grows, own["start"], own["end"]), count
 
     @cached_property
@@ -315,9 +323,9 @@ class Timeline:
             sent = graph.partner[giver[needer]]
             far = sent != NONE
             wait(taken, needer[far], sent[far], start)
-        got = np.flatnonzero(graph.index.among(RECEIVES) & (graph.partner != NONE)).astype(np.int32)
+        got = np.flatnonzero(graph.index.is_op(RECEIVES) & (graph.partner != NONE)).astype(np.int32)
         wait(end, got, graph.partner[got], start)
-        for members in graph.meetings:
+        for members in graph.collective_groups:
             last = members[start[members].argmax()]
             wait(end, members.astype(np.int32), np.full(len(members), last, np.int32), start)
         return Early(by, cause)
@@ -342,7 +350,7 @@ class Timeline:
     @cached_property
     def graph(self) -> Graph:
         """The dependency graph of the program, under the run's model."""
-        return Graph(self.program, self.model, blocks=self.blocks)
+        return Graph.of(self.program, self.model, blocks=self.blocks)
 
     def of(self, rank: int, index: int) -> tuple[Instr, float, float]:
         """The instruction at an index of a rank's Stream, with its start and end."""

@@ -4,19 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from typing import Final, Literal, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 
-from schedir.analysis.graph import Model
+from schedir.analysis.models import Model
+from schedir.compiler.compile import compile
 from schedir.errors import PlanError, ProgramError
 from schedir.ir.costs import FIELD, Cost, Costs
-from schedir.ir.ops import COMPUTE, ROWS, TRANSFERS, Lane, Opcode
+from schedir.ir.ops import COMPUTE, ROWS, Lane, Opcode
 from schedir.ir.plan import Plan
 from schedir.ir.program import Program
 from schedir.ir.ties import show_tied, tied_stages
-from schedir.passes.compile import compile
-from schedir.passes.share_slots import Choice, share_slots
+from schedir.passes.lowering import LOWERING
 from schedir.predict.calibrate import MISSED, calibrate, completed, off
 from schedir.predict.simulate import simulate
 from schedir.predict.timeline import Timeline, expect_runs
@@ -101,13 +101,9 @@ class _Lowering:
 
     def __init__(self, program: Program, model: Model) -> None:
         self.like, self.model = program, model
-        whole = program.tp == 1 or Opcode.Scatter in program.ops
-        self.boundary: Literal["replicated", "sharded"] = "replicated" if whole else "sharded"
-        self.overlap = bool((program.joined & np.isin(program.op, TRANSFERS)).any())
-        self.slots: Choice | None = None
-        if program.slots:
-            few = share_slots(program, "fewest").slots
-            self.slots = "fewest" if program.slots == few else "enough"
+        self.options: dict[str, Any] = {}
+        for each in LOWERING:
+            self.options |= each.read(program, model)
 
     def of(self, drafted: Program, costs: Costs) -> Program:
         """A draft lowered in this way, and checked."""
@@ -125,9 +121,7 @@ class _Lowering:
             costs=costs,
             tied=tied,
             clip=like.clip,
-            boundary=self.boundary,
-            overlap=self.overlap,
-            slots=self.slots,
+            **self.options,
         )
 
 

@@ -15,7 +15,8 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from schedir.analysis.graph import Graph, Model
+from schedir.analysis.graph import Graph
+from schedir.analysis.models import Model
 from schedir.errors import ModelError
 from schedir.ir.index import NONE
 from schedir.ir.ops import COLLECTIVES, Opcode
@@ -115,7 +116,7 @@ class InProcess:
         # Who is at a node, by (rank, index); a send names its node, so it comes first.
         self.at: list[list[tuple[int, int]]] = [[] for _ in range(self.graph.nodes)]
         for position, node in enumerate(self.graph.node.tolist()):
-            rank, index, _ = self.graph.index.place(position)
+            rank, index, _ = self.graph.index.locate(position)
             self.at[node].insert(0 if position == node else len(self.at[node]), (rank, index))
 
     def step(
@@ -160,7 +161,7 @@ class InProcess:
 
     def _any_order(self, seed: int) -> Iterator[tuple[int, int]]:
         """Rank and index of every instruction, in a legal order."""
-        return (one for node in self.graph.any_order(seed) for one in self.at[node])
+        return (one for node in self.graph.random_topological_order(seed) for one in self.at[node])
 
     @cached_property
     def turns(self) -> list[tuple[int, int]]:
@@ -187,7 +188,7 @@ def _in_turns(graph: Graph) -> Iterator[tuple[int, int]]:
     Before an instruction comes what it waits for, with all its sides: a host that does not wait
     can let a stream wait for what has been issued only.
     """
-    program, node, leave = graph.program, graph.node.tolist(), graph.gates[1].tolist()
+    program, node, leave = graph.program, graph.node.tolist(), graph.enter_leave[1].tolist()
     sides: dict[int, list[int]] = defaultdict(list)  # of a node
     for position, one in enumerate(node):
         sides[one].append(position)
@@ -195,7 +196,7 @@ def _in_turns(graph: Graph) -> Iterator[tuple[int, int]]:
     for position, gate in enumerate(leave):
         whole[gate] += sides[node[position]]
     # A reduction with partners, and a step, wait for all those before them on their rank.
-    meets = graph.index.among(COLLECTIVES)
+    meets = graph.index.is_op(COLLECTIVES)
     met = np.maximum.accumulate(np.where(meets, np.arange(len(meets)), NONE))
     before = np.full((1, len(meets)), NONE)
     before[0, 1:] = met[:-1]

@@ -227,8 +227,8 @@ class Rank:
         self.known = arrived(program, rank)
         self.where: dict[tuple[int, ...], int] = {i: k for k, i in enumerate(self.stream)}
         index = Index(program)
-        self.assigned = assign(index, rank)
-        self.slots = dict(zip(KINDS, map(Slots, counts(index)[rank].tolist()), strict=True))
+        self.assigned = assign(program, rank)
+        self.slots = dict(zip(KINDS, map(Slots, counts(program)[rank].tolist()), strict=True))
         # Static memory of what is received, by kind and slot.
         self.buffers = transport.buffers(
             {kind: len(self.slots[kind].values) for kind in (Token.ACT_IN, Token.GRAD_IN)},
@@ -306,6 +306,10 @@ def _left(index: Index, rank: int) -> dict[int, int]:
     program, lo = index.program, int(index.program.offsets[rank])
     if not program.slots:
         return {}
-    own = reuses(index, program.slots)[lo : int(program.offsets[rank + 1])].tolist()
-    stream = program.streams[rank]
-    return {k: at - lo for k, at in enumerate(own) if at >= 0 and stream[at - lo].op in SENDS}
+    stream, end = program.streams[rank], int(program.offsets[rank + 1])
+    return {
+        fill - lo: free - lo
+        for fills, frees in reuses(program).values()
+        for fill, free in zip(fills.tolist(), frees.tolist(), strict=True)
+        if lo <= fill < end and stream[free - lo].op in SENDS
+    }

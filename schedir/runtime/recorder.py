@@ -22,7 +22,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from schedir.analysis.graph import Graph, Model
+from schedir.analysis.graph import Graph
+from schedir.analysis.models import Model
 from schedir.errors import ModelError
 from schedir.ir.ops import COMPUTE, SENDS, Lane
 from schedir.ir.program import Program

@@ -32,13 +32,13 @@ from contextlib import suppress
 from dataclasses import replace
 from itertools import product
 
-from schedir.analysis.graph import MODELS, Model
+from schedir.analysis.models import MODELS, Model
+from schedir.compiler.compile import compile, lower
 from schedir.errors import PlanError, ProgramError, UsageError, expect, said
 from schedir.ir.ops import Instr, Opcode
 from schedir.ir.plan import Plan
 from schedir.ir.program import Program, Stream
 from schedir.ir.ties import Tied, tied_stages
-from schedir.passes.compile import compile, lower
 from schedir.passes.overlap import group_opposites
 from schedir.schedules.words import Schedule, name_of, placed_for, takes_v
 from schedir.verify.check import check

@@ -8,14 +8,14 @@ from dataclasses import dataclass, field, fields
 from inspect import getdoc
 from typing import Annotated, Any, Final, NamedTuple, TypeVar, cast, get_type_hints
 
-from schedir.analysis.graph import Model
+from schedir.analysis.models import Model
 from schedir.errors import UsageError
 from schedir.io.load import Source
 from schedir.io.request import Request
 from schedir.ir.fields import Field
 from schedir.ir.plan import PLAN, Plan
 from schedir.ir.program import HEADER
-from schedir.passes.share_slots import Choice
+from schedir.passes.record import Slots as Choice
 from schedir.training.gpt_config import GPTConfig, split_heads, split_layers
 from schedir.training.settings import Range, describe
 from schedir.transports.registry import AUTO, DEVICES, TRANSPORTS, transports_of

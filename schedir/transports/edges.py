@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from schedir.analysis.graph import Model
+from schedir.analysis.models import Model
 from schedir.ir.ops import ROWS, SENDS, Lane
 from schedir.ir.program import Program
 from schedir.transports.processes import Processes

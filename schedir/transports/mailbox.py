@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import Tensor
 
-from schedir.analysis.graph import Model
+from schedir.analysis.models import Model
 from schedir.ir.ops import Lane
 from schedir.ir.program import Program
 from schedir.ir.ties import ranks_of

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from numpy.typing import NDArray
 from torch import Tensor
 
-from schedir.analysis.graph import Model
+from schedir.analysis.models import Model
 from schedir.errors import ModelError
 from schedir.ir.ops import Lane, Token
 from schedir.ir.program import Program

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from importlib import import_module
 from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple
 
-from schedir.analysis.graph import Model
+from schedir.analysis.models import Model
 from schedir.ir.program import Program
 
 if TYPE_CHECKING:

@@ -27,7 +27,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.constants import default_pg_timeout
 
-from schedir.analysis.graph import Model
+from schedir.analysis.models import Model
 from schedir.analysis.slots import KINDS, assign, counts
 from schedir.errors import ModelError
 from schedir.ir.index import Index
@@ -176,7 +176,7 @@ class Shared(Processes):
             at = own.count(rank, lane)
             self.incoming[lane, rank] = _Incoming(rank, own, at, connections[rank])
         index = Index(self.program)
-        sizes = counts(index)
+        sizes = counts(self.program)
         for rank in {rank for _, rank in targets}:
             size = dict(zip(KINDS, sizes[rank].tolist(), strict=True))
             slots = {kind: size[kind] for kind, _ in RECEIVED.values()}
@@ -324,7 +324,7 @@ def _left(rank: int) -> PeerLeft:
 def _inbox(index: Index, rank: int, sender: int) -> dict[Lane, list[tuple[Place, bool]]]:
     """What a rank receives of another in a step, by lane: its slot, and whether a part alone."""
     program, plan = index.program, index.program.plan
-    stream, assigned = program.streams[rank], assign(index, rank)
+    stream, assigned = program.streams[rank], assign(program, rank)
     found: dict[Lane, list[tuple[Place, bool]]] = defaultdict(list)
     there = {tuple(i) for i in stream}
     for op, stage, mb in stream:

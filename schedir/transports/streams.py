@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from schedir.analysis.graph import Model
+from schedir.analysis.models import Model
 from schedir.ir.ops import Lane
 from schedir.transports.collectives import Group, Kind, Meetings, Part, meet
 from schedir.transports.transport import Work, buffers

@@ -9,7 +9,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from schedir.analysis.graph import Model
+from schedir.analysis.models import Model
 from schedir.ir.ops import Lane, Token
 from schedir.transports.collectives import Group, Kind
 

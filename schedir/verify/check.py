@@ -6,25 +6,28 @@ from itertools import pairwise, product
 
 import numpy as np
 
-from schedir.analysis.graph import MODELS, Graph, Model, known
+from schedir.analysis.deadlock import deadlock, misordered
+from schedir.analysis.graph import Graph
 from schedir.analysis.longest_path import Walk, walk
-from schedir.analysis.slots import fewest, groups
-from schedir.errors import GroupError, OrderError, Site, SlotError, expect, flag
-from schedir.ir.index import NONE, Index
+from schedir.analysis.models import MODELS, Model, require_model
+from schedir.analysis.slots import groups, minimum_slots
+from schedir.errors import CompletenessError, GroupError, OrderError, Site, SlotError, expect, flag
+from schedir.ir.flow import FREERS
+from schedir.ir.index import NONE
 from schedir.ir.ops import (
     ADDS,
-    BOUNDARY,
     COLLECTIVES,
     RECEIVES,
-    ROWS,
+    SLOTTED,
+    SPLITS,
+    STEPS,
+    TOKENS,
     TRANSFERS,
-    Opcode,
+    Found,
     Per,
-    Token,
 )
 from schedir.ir.program import Program
 from schedir.verify.completeness import completeness
-from schedir.verify.deadlock import deadlock, misordered
 
 
 def check(program: Program, model: Model = "device", *, blocks: bool = False) -> Program:
@@ -53,15 +56,16 @@ def check(program: Program, model: Model = "device", *, blocks: bool = False) ->
     """
     expect(program, Program, "schedir.compile(schedule, plan)")
     blocks = flag(blocks, "blocks")
-    if (known(model), blocks) not in program.proofs:
+    if (require_model(model), blocks) not in program.proofs:
         prove(complete(program, model, blocks=blocks))
     return program
 
 
 def complete(program: Program, model: Model, *, blocks: bool = False) -> Graph:
     """The dependency graph of a program that is complete, as `check` says; raises if it is not."""
-    index = Index(program) if program.proofs else completeness(program, draft=False)
-    return Graph(program, model, index, blocks=blocks)
+    if not program.proofs:
+        completeness(program, draft=False)
+    return Graph.of(program, model, blocks=blocks)
 
 
 def prove(graph: Graph, reached: Walk | None = None) -> None:
@@ -76,6 +80,7 @@ def prove(graph: Graph, reached: Walk | None = None) -> None:
     _updates_in_turn(graph)
     if early := misordered(graph):
         raise early
+    _let_go(graph)
     _in_slots(graph)
     if not ordered:
         reached = reached or walk(graph)
@@ -97,19 +102,21 @@ def check_draft(program: Program) -> Program:
 
 def _in_slots(graph: Graph) -> None:
     """Each fill finds a slot that was freed earlier in the Stream, and not by what it runs with."""
-    if not graph.program.slots:
+    if not graph.reuses:
         return
-    group = groups(graph.index)
-    wrong = (graph.reuses != NONE) & (group[graph.reuses] >= group)
-    if not wrong.any():
+    group, index = groups(graph.index), graph.index
+    wrong = [
+        (int(fill[late.argmax()]), int(free[late.argmax()]), kind)
+        for kind, (fill, free) in graph.reuses.items()
+        if (late := group[free] >= group[fill]).any()
+    ]
+    if not wrong:
         return
-    fill = int(wrong.argmax())
-    free = int(graph.reuses[fill])
-    rank, at, instr = graph.index.place(fill)
-    _, freed_at, frees = graph.index.place(free)
-    kind = next(k for k in BOUNDARY if k in ROWS[instr.op].gives)
-    count = graph.program.slots[rank][BOUNDARY.index(kind)]
-    least = int(fewest(graph.index)[rank, BOUNDARY.index(kind)])
+    fill, free, kind = min(wrong)
+    rank, at, instr = index.locate(fill)
+    _, freed_at, frees = index.locate(free)
+    count = graph.program.slots[rank][SLOTTED.index(kind)]
+    least = int(minimum_slots(graph.program)[rank, SLOTTED.index(kind)])
     raise SlotError(
         f"rank {rank} has {count} {kind.name.lower()} slot{'s' * (count != 1)}, "
         f"and {instr} needs one more",
@@ -117,6 +124,28 @@ def _in_slots(graph: Graph) -> None:
         sites=[Site(rank, at, instr, "fills it"), Site(rank, freed_at, frees, "frees the next")],
         hint=f"its Stream needs {least}",
     )
+
+
+def _let_go(graph: Graph) -> None:
+    """What is made again and again is let go before it is made again, and in the end."""
+    flow, place = graph.flow, graph.index.locate
+    for row in TOKENS:
+        chains = flow.chains(row.token) if row.found is Found.AGAIN else None
+        if chains is None:
+            continue
+        for again, before in chains.too_many()[:1]:
+            raise OrderError(
+                f"{place(again)[2]} gives {row.words}, which {place(before)[2]} has given, and "
+                "nobody has let go",
+                program=graph.program.name,
+                sites=[Site(*place(before), "gives it"), Site(*place(again), "gives it again")],
+            )
+        for last in chains.left()[:1] if FREERS[row.token] else []:
+            raise CompletenessError(
+                f"{place(last)[2]} gives {row.words}, and nobody lets go of it",
+                program=graph.program.name,
+                sites=[Site(*place(last), "gives it")],
+            )
 
 
 def _in_one_order(graph: Graph) -> bool:
@@ -131,9 +160,9 @@ def _in_one_order(graph: Graph) -> bool:
     if any(len(own) != index.size[Per.MICROBATCH] for own in graph.program.order.values()):
         return False
     number = index.messages()
-    for k, members in enumerate(graph.meetings):
+    for k, members in enumerate(graph.collective_groups):
         number[members] = 2**30 + k
-    if ((number == NONE) & index.among(TRANSFERS + COLLECTIVES)).any():
+    if ((number == NONE) & index.is_op(TRANSFERS + COLLECTIVES)).any():
         return False
     for lo, hi in pairwise(graph.program.offsets.tolist()):
         own = number[lo:hi]
@@ -151,17 +180,17 @@ def _updates_in_turn(graph: Graph) -> None:
     index, plan = graph.index, graph.program.plan
     if plan.updates == 1:
         return
-    at = np.flatnonzero(index.among(ADDS))
+    at = np.flatnonzero(index.is_op(ADDS))
     update, rank = index.update(at), index.rank[at]
     before = np.where(update > 0, (update - 1) * plan.ranks + rank, NONE).astype(np.int32)
-    step = index.where(Opcode.OptimizerStep, before)
+    step = index.where(STEPS[0], before)
     if not (step > at).any():
         return
     k = int((step > at).argmax())
     late = at[(at > at[k]) & (at < step[k]) & (update < update[k])][:1]
-    adds, *others = (index.place(int(p)) for p in (at[k], *late, step[k]))
+    adds, *others = (index.locate(int(p)) for p in (at[k], *late, step[k]))
     notes = ["is of that, and comes only now"] * len(late) + ["takes them, and should come before"]
-    splits = Token.TAPE in ROWS[adds[2].op].gives
+    splits = adds[2].op in SPLITS
     raise OrderError(
         f"{adds[2]} is of update {update[k]}, but what it adds to the gradients would go into "
         f"update {update[k] - 1}",
@@ -188,7 +217,7 @@ def _in_turn(graph: Graph) -> None:
     if not graph.index.joined.any():
         return
     index, partner = graph.index, graph.partner
-    got = np.flatnonzero(index.among(RECEIVES))
+    got = np.flatnonzero(index.is_op(RECEIVES))
     ranks = np.int64(graph.program.plan.ranks)
     channel = index.rank[partner[got]] * ranks + index.rank[got]
     if graph.model == "edge":
@@ -199,7 +228,7 @@ def _in_turn(graph: Graph) -> None:
     if not cross.any():
         return
     k = int(cross.argmax())
-    places = [index.place(int(at)) for at in (*got[[k, k + 1]], *partner[got[[k + 1, k]]])]
+    places = [index.locate(int(at)) for at in (*got[[k, k + 1]], *partner[got[[k + 1, k]]])]
     raise GroupError(
         f"{places[0][2]} and {places[1][2]} are sent the other way round, and messages between "
         "two ranks match by position",

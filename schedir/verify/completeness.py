@@ -17,15 +17,27 @@ from schedir.errors import (
     expect,
 )
 from schedir.ir.index import NONE, Index
-from schedir.ir.ops import BACKWARDS, COMPUTE, ROWS, TRANSFERS, Opcode, Per
+from schedir.ir.ops import (
+    BACKWARDS,
+    COMPUTE,
+    FORWARDS,
+    LATE,
+    ROWS,
+    SPLITS,
+    TRANSFERS,
+    WHOLES,
+    Instr,
+    Opcode,
+    Per,
+)
 from schedir.ir.program import FIELDS, Program
-from schedir.verify.communication import reductions, sharding, transfers
-from schedir.verify.inspector import Look
+from schedir.passes.lowering import LOWERING
+from schedir.passes.record import Mask
+from schedir.verify.communication import sharding, transfers
+from schedir.verify.inspector import Inspector
 
 MOST_IN_GROUP = 256  # NCCL hangs on larger ones
 _SMALL = 2**16  # instructions of which tables may be made, whatever the plan
-_O = Opcode
-_F, _B, _I, _W = _O.Forward, _O.Backward, _O.BackwardInput, _O.BackwardWeight
 
 
 def completeness(program: Program, *, draft: bool) -> Index:
@@ -38,8 +50,8 @@ def completeness(program: Program, *, draft: bool) -> Index:
     expect(program, Program, "schedir.compile(schedule, plan)")
     _size(program)
     _words(program)
-    index = Index(program)
-    look = Look(program, index)
+    index = Index.of(program)
+    look = Inspector(program, index)
     if draft:
         _only_compute(look)
     elif program.is_draft and program.trains:
@@ -53,10 +65,11 @@ def completeness(program: Program, *, draft: bool) -> Index:
     _twice(look)
     _groups(look)
     _compute(look)
+    _turns(look)
     if not draft:
         transfers(look)
         sharding(look)
-        reductions(look)
+        _expected(look)
     return index
 
 
@@ -97,31 +110,36 @@ def _words(program: Program) -> None:
         )
 
 
-def _only_compute(look: Look) -> None:
-    look.any(~look.index.among(COMPUTE), lambda at: "a draft has only F, B, I and W")
+def _only_compute(look: Inspector) -> None:
+    look.refuse_first(~look.index.is_op(COMPUTE), lambda at: "a draft has only F, B, I and W")
 
 
-def _ranges(look: Look) -> None:
+def _ranges(look: Inspector) -> None:
     ix, plan = look.index, look.plan
-    look.any(
+    look.refuse_first(
         ix.stage >= plan.stages,
         lambda at: f"there is no stage {ix.stage[at]}: they are 0 to {plan.stages - 1}",
     )
-    late = ix.among(row.op for row in ROWS if row.per is not Per.MICROBATCH)
-    look.any(
+    late = ix.is_op(row.op for row in ROWS if row.per is not Per.MICROBATCH)
+    look.refuse_first(
         (ix.mb >= plan.microbatches) & ~late,
         lambda at: (
             f"there is no microbatch {ix.mb[at]}: they are 0 to {plan.microbatches - 1}"
             + _too_many(look, at)
         ),
     )
-    look.any(
-        (ix.mb >= plan.updates) & late,
+    turns = ix.is_op(row.op for row in ROWS if row.per is Per.TURN)
+    look.refuse_first(
+        (ix.mb >= plan.updates) & late & ~turns,
         lambda at: f"there is no update {ix.mb[at]}: they are 0 to {plan.updates - 1}",
+    )
+    look.refuse_first(
+        (ix.mb >= ix.turns) & turns,
+        lambda at: f"there is no turn {ix.mb[at]}: turns of a stage count from 0 on",
     )
 
 
-def _too_many(look: Look, at: int) -> str:
+def _too_many(look: Inspector, at: int) -> str:
     """What is there more often than there are microbatches, where that is so."""
     ix = look.index
     alike = BACKWARDS if ix.op[at] in BACKWARDS else (ix.op[at],)
@@ -133,7 +151,7 @@ def _too_many(look: Look, at: int) -> str:
     return f", but stage {ix.stage[at]} has {number} {names}"
 
 
-def _owners(look: Look) -> None:
+def _owners(look: Inspector) -> None:
     ix, plan = look.index, look.plan
     wrong = np.empty(len(ix), bool)
     for rank, (lo, hi) in enumerate(pairwise(look.program.offsets.tolist())):
@@ -142,8 +160,10 @@ def _owners(look: Look) -> None:
         if row.per is not Per.MICROBATCH:
             here = np.flatnonzero(ix.op == row.op)
             elsewhere = (plan.holders[:, ix.stage[here]] != ix.rank[here]).all(0)
-            wrong[here] = elsewhere if row.per is Per.STAGE else False  # either holder reduces
-    look.any(
+            wrong[here] = (
+                elsewhere if row.per in (Per.STAGE, Per.TURN) else False
+            )  # either holder reduces
+    look.refuse_first(
         wrong,
         lambda at: (
             f"stage {ix.stage[at]}{f' runs microbatch {ix.mb[at]}' * plan.two_way} "
@@ -153,7 +173,7 @@ def _owners(look: Look) -> None:
     )
 
 
-def _twice(look: Look) -> None:
+def _twice(look: Inspector) -> None:
     ix = look.index
     for row in ROWS:
         if row.op not in ix.at:
@@ -163,12 +183,12 @@ def _twice(look: Look) -> None:
             found = np.flatnonzero(here)
             one = int(found[(ix.at[row.op][ix.key[found]] != found).argmax()])
             other = int(ix.at[row.op][ix.key[one]])
-            kind = CompletenessError if row.per is Per.MICROBATCH else ReductionError
+            kind = ReductionError if row.per in (Per.STAGE, Per.RANK) else CompletenessError
             site = look.site(one)
             look.refuse(f"{site.instr} is there twice", site, look.site(other), kind=kind)
 
 
-def _groups(look: Look) -> None:
+def _groups(look: Inspector) -> None:
     ix = look.index
     if not ix.joined.any():
         return
@@ -181,7 +201,7 @@ def _groups(look: Look) -> None:
         look.refuse("nothing comes before it to be joined to", look.site(at), kind=GroupError)
     begins = np.flatnonzero(~ix.joined)
     sizes = np.diff([*begins.tolist(), len(ix.op)])
-    transfer = ix.among(TRANSFERS)
+    transfer = ix.is_op(TRANSFERS)
     for begin, size in zip(begins[sizes > 1].tolist(), sizes[sizes > 1].tolist(), strict=True):
         ops = ix.op[begin : begin + size]
         if transfer[begin : begin + size].all():
@@ -199,30 +219,77 @@ def _groups(look: Look) -> None:
             )
 
 
-def _compute(look: Look) -> None:
-    f, b, i, w = (look.there(op) for op in (_F, _B, _I, _W))
+def _compute(look: Inspector) -> None:
+    """Each stage runs each microbatch forward once, and backward once if the program trains."""
+    (forward,), (whole,), (first,), (late,) = FORWARDS, WHOLES, SPLITS, LATE
+    f, b, i, w = (look.present(op) for op in (forward, whole, first, late))
     if not f.all():
-        look.missing(_F, int((~f).argmax()))
+        look.missing(forward, int((~f).argmax()))
     if not look.program.trains:
         return
-    for split, name in ((i, _I), (w, _W)):
+    for split, name in ((i, first), (w, late)):
         if (b & split).any():
             key = int((b & split).argmax())
             look.refuse(
                 f"stage {look.stage[key]} has both a whole and a split backward of "
                 f"microbatch {look.mb[key]}",
-                look.spot(_B, key),
-                look.spot(name, key),
+                look.site_of(whole, key),
+                look.site_of(name, key),
                 hint="B is I and W in one",
             )
     if (w & ~i).any():
-        look.missing(_I, int((w & ~i).argmax()), ", but its W is there")
+        look.missing(first, int((w & ~i).argmax()), ", but its W is there")
     if (i & ~w).any():
-        look.missing(_W, int((i & ~w).argmax()), ", but its I is there")
+        look.missing(late, int((i & ~w).argmax()), ", but its I is there")
     if not (b | i).all():
         key = int((~(b | i)).argmax())
         rank = int(look.plan.rank_at(look.stage[key], look.mb[key]))
         look.refuse(
             f"microbatch {look.mb[key]} has no backward in stage {look.stage[key]} (rank {rank})",
-            look.spot(_F, key),
+            look.site_of(forward, key),
         )
+
+
+def _turns(look: Inspector) -> None:
+    """What comes several times for a stage counts its turns from 0 on, along the Stream."""
+    ix = look.index
+    for row, at in ix.rows():
+        if row.per is not Per.TURN:
+            continue
+        if look.plan.updates > 1:
+            look.refuse(f"{row.text} goes with one update", look.site(int(at[0])))
+        place = ix.keys(row.per, at, np.zeros(len(at), np.int64))
+        order = np.argsort(place, kind="stable")
+        first = np.searchsorted(place[order], place[order])
+        wrong = ix.mb[at[order]] != np.arange(len(at)) - first
+        if wrong.any():
+            where = int(at[order[wrong.argmax()]])
+            stage, turn = int(ix.stage[where]), int((np.arange(len(at)) - first)[wrong.argmax()])
+            look.refuse(
+                f"{look.site(where).instr} comes where {Instr(row.op, stage, turn)} should",
+                look.site(where),
+            )
+
+
+def _expected(look: Inspector) -> None:
+    """What passes add is there as the plan and the program's traits ask, and no more."""
+    for each in LOWERING:
+        for op, once, why in each.expected(look.program, look.present):
+            _as_expected(look, op, once, why)
+
+
+def _as_expected(look: Inspector, op: Opcode, once: Mask, why: str) -> None:
+    plan, per, present = look.plan, ROWS[op].per, look.present(op)
+    should = np.resize(np.asarray(once, bool), len(present))
+    kind = ReductionError if per in (Per.STAGE, Per.RANK) else CompletenessError
+    if (should & ~present).any():
+        time, key = divmod(int((should & ~present).argmax()), len(once))
+        if per is Per.MICROBATCH:
+            look.missing(op, key)
+        rank = key if per is Per.RANK else int(plan.holders.reshape(-1)[key])
+        instr = Instr(op, 0 if per is Per.RANK else key % plan.stages, time)
+        look.refuse(f"{instr} is missing on rank {rank}", kind=kind)
+    if (present & ~should).any():
+        site = look.site_of(op, int((present & ~should).argmax()))
+        reason = why if look.program.trains else "the program has no backward"
+        look.refuse(f"{site.instr} has nothing to do: {reason}", site, kind=kind)

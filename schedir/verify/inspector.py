@@ -1,4 +1,4 @@
-"""Look: what there is of a program, and how to refuse it.  For those that count its work."""
+"""Inspector: what there is of a program, and how to refuse it.  For those that count its work."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from schedir.ir.ops import ROWS, Instr, Opcode
 from schedir.ir.program import Program
 
 
-class Look:
+class Inspector:
     """One program under inspection.
 
     `stage` and `mb` have an entry for each key stage*microbatches + mb.
@@ -29,7 +29,7 @@ class Look:
 
     def site(self, position: int, note: str = "") -> Site:
         """The instruction at a position, for an error."""
-        return Site(*self.index.place(position), note)
+        return Site(*self.index.locate(position), note)
 
     def refuse(
         self,
@@ -41,20 +41,20 @@ class Look:
         """Refuse the program."""
         raise kind(fact, program=self.program.name, sites=sites, hint=hint)
 
-    def any(self, wrong: NDArray[np.bool_], fact: Callable[[int], str]) -> None:
+    def refuse_first(self, wrong: NDArray[np.bool_], fact: Callable[[int], str]) -> None:
         """Refuse the first instruction that is marked wrong."""
         if wrong.any():
             at = int(wrong.argmax())
             self.refuse(fact(at), self.site(at))
 
-    def there(self, op: Opcode) -> NDArray[np.bool_]:
+    def present(self, op: Opcode) -> NDArray[np.bool_]:
         """Where `op` exists, by stage*microbatches + mb (or by stage, or rank)."""
         table = self.index.at.get(op)
         if table is None:
             return np.zeros(self.index.size[ROWS[op].per], bool)
         return np.asarray(table >= 0)
 
-    def spot(self, op: Opcode, key: int) -> Site:
+    def site_of(self, op: Opcode, key: int) -> Site:
         """The `op` of a key, for an error."""
         return self.site(int(self.index.at[op][key]))
 

@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 from matplotlib.image import imread
 
+from schedir.compiler.compile import compile
 from schedir.ir.costs import Costs
 from schedir.ir.plan import Plan
 from schedir.ir.program import Program
-from schedir.passes.compile import compile
 from schedir.predict.simulate import simulate
 from schedir.predict.timeline import Timeline
 from schedir.schedules import interleaved, one_f_one_b, pipedream_2bw

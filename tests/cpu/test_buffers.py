@@ -10,10 +10,10 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from schedir.compiler.compile import compile
 from schedir.errors import ExecutionError
 from schedir.ir.plan import Plan
 from schedir.ir.ties import ties
-from schedir.passes.compile import compile
 from schedir.runtime import split_linears
 from schedir.runtime.executor import Executor
 from schedir.runtime.inprocess import InProcess

@@ -10,12 +10,12 @@ import torch.distributed as dist
 from torch import Tensor
 
 from schedir import compile, draft
-from schedir.analysis.graph import Model
+from schedir.analysis.models import Model
 from schedir.errors import DeadlockError
 from schedir.ir.ops import SENDS, Lane
 from schedir.ir.plan import Plan
 from schedir.ir.program import Program
-from schedir.passes.share_slots import Choice
+from schedir.passes.record import Slots as Choice
 from schedir.schedules import gpipe, interleaved, one_f_one_b
 from schedir.transports.edges import Edge, Grouped, directed_edges
 from schedir.transports.processes import Processes

@@ -14,12 +14,12 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from schedir.analysis.slots import KINDS
+from schedir.compiler.compile import compile, lower
 from schedir.errors import ExecutionError, ModelError
 from schedir.ir.ops import COMPUTE, ROWS, SENDS, TRANSFERS, Per, Token
 from schedir.ir.plan import Plan
 from schedir.ir.program import Program
 from schedir.ir.ties import tied_stages
-from schedir.passes.compile import compile, lower
 from schedir.runtime import split_linears
 from schedir.runtime.executor import Executor
 from schedir.runtime.inprocess import InProcess

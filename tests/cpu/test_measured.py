@@ -35,7 +35,7 @@ def _measured(program: Program, **late: float) -> Timeline:
     end = start + 0.5
     index = Index(program)
     for position in range(len(program)):
-        instr = str(index.place(position)[2]).replace(" ", "_").replace(".", "_")
+        instr = str(index.locate(position)[2]).replace(" ", "_").replace(".", "_")
         start[position] += late.get(instr, 0.0)
         end[position] += late.get(instr, 0.0)
     return timeline_of(program, start, end, "edge")

@@ -14,7 +14,7 @@ import torch
 from schedir import compile
 from schedir.ir.plan import Plan
 from schedir.ir.program import Program
-from schedir.passes.share_slots import Choice
+from schedir.passes.record import Slots as Choice
 from schedir.runtime.warmup import warm_up
 from schedir.schedules import chimera, interleaved, one_f_one_b, pipedream_2bw
 from schedir.transports.processes import Gloo, Processes

@@ -11,11 +11,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from schedir.compiler.compile import compile
 from schedir.errors import DeadlockError
 from schedir.ir.ops import RECEIVES
 from schedir.ir.plan import Plan
 from schedir.ir.program import Program, Stream
-from schedir.passes.compile import compile
 from schedir.runtime.executor import Executor
 from schedir.runtime.measured import measured
 from schedir.schedules import gpipe, interleaved, one_f_one_b

@@ -19,9 +19,9 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from schedir.compiler.compile import compile, lower
 from schedir.errors import ExecutionError, ModelError
 from schedir.ir.plan import Plan
-from schedir.passes.compile import compile, lower
 from schedir.runtime.executor import Executor
 from schedir.runtime.inprocess import InProcess
 from schedir.runtime.random import FORWARD, Draws, key, layer, mix

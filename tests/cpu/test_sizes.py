@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 
 from schedir import compile, simulate
-from schedir.analysis.memory import Held, held
+from schedir.analysis.memory import Footprint, held
 from schedir.errors import MemoryLimitError, ModelError
 from schedir.ir.ops import COMPUTE, Token
 from schedir.ir.plan import Plan
@@ -130,7 +130,7 @@ class Witness:
     In an instruction counts what lived when it began, as long as it lives, and what a tape has.
     """
 
-    def __init__(self, rank: Executor, own: Held) -> None:
+    def __init__(self, rank: Executor, own: Footprint) -> None:
         self.rank, self.own, self.born = rank, own, Born()
         self.most, self.beside = 0, 0.0  # what lives; by how much the prediction was beside it
         self.group = 0  # the most alive while those run that are issued as one

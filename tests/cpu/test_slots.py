@@ -9,12 +9,11 @@ import torch
 from torch import Tensor, nn
 
 from schedir.analysis.slots import KINDS, counts
+from schedir.compiler.compile import compile
 from schedir.errors import ExecutionError
-from schedir.ir.index import Index
 from schedir.ir.ops import Opcode, Token
 from schedir.ir.plan import Plan
-from schedir.passes.compile import compile
-from schedir.passes.share_slots import Choice
+from schedir.passes.record import Slots as Choice
 from schedir.runtime.executor import Executor
 from schedir.runtime.inprocess import InProcess
 from schedir.runtime.rank import Boundary
@@ -56,7 +55,7 @@ def test_as_many_slots_are_used_as_are_predicted(schedule: Schedule) -> None:
         results: list[tuple[Tensor, list[dict[str, Tensor]]]] = []
         for choice in choices:
             program = compile(schedule, plan, model="edge", overlap=overlap, slots=choice)
-            predicted = counts(Index(program))
+            predicted = counts(program)
             ranks = InProcess(program, stages, loss=tiny.loss, boundary=BOUNDARY)
             used: list[dict[Token, set[int]]] = [{k: set() for k in KINDS} for _ in ranks.ranks]
             for rank, noted in zip(ranks.ranks, used, strict=True):

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from torch import Tensor
 
 from schedir import schedules
-from schedir.analysis.graph import MODELS
+from schedir.analysis.models import MODELS
 from schedir.errors import DeadlockError, ProgramError, ScheduleError, UsageError
 from schedir.ir.plan import Plan
 from schedir.ir.program import Program

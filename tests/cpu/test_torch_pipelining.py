@@ -14,13 +14,13 @@ from torch.distributed.pipelining import schedules as theirs
 from torch.distributed.pipelining.stage import PipelineStage
 
 from schedir import schedules
-from schedir.analysis.graph import MODELS
+from schedir.analysis.models import MODELS
+from schedir.compiler.compile import compile, finish, lower
 from schedir.errors import CellError
 from schedir.io import torch_csv
 from schedir.ir.ops import COMPUTE
 from schedir.ir.plan import Plan
 from schedir.ir.program import Program
-from schedir.passes.compile import compile, finish, lower
 from schedir.runtime.reference import reference
 from schedir.testing.tiny import WIDTH, batch, loss
 from schedir.verify.check import check, check_draft

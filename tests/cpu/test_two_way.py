@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 import torch
 
+from schedir.compiler.compile import compile
 from schedir.ir.plan import Plan
-from schedir.passes.compile import compile
 from schedir.runtime.inprocess import InProcess
 from schedir.runtime.reference import reference
 from schedir.schedules import chimera, dualpipe

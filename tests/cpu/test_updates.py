@@ -13,9 +13,9 @@ from torch import Tensor, nn
 from torch.nn.utils import parameters_to_vector, vector_to_parameters
 from torch.utils.checkpoint import checkpoint
 
+from schedir.compiler.compile import compile
 from schedir.errors import ExecutionError
 from schedir.ir.plan import Plan
-from schedir.passes.compile import compile
 from schedir.runtime import split_linears
 from schedir.runtime.executor import Executor
 from schedir.runtime.inprocess import InProcess

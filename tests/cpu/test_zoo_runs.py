@@ -13,9 +13,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from schedir.compiler.compile import compile
 from schedir.ir.plan import Plan
 from schedir.ir.program import Program
-from schedir.passes.compile import compile
 from schedir.runtime.executor import Executor
 from schedir.runtime.inprocess import InProcess
 from schedir.runtime.reference import reference

@@ -11,10 +11,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from schedir import compile
-from schedir.analysis.graph import Model
+from schedir.analysis.models import Model
 from schedir.ir.plan import Plan
 from schedir.ir.program import Program
-from schedir.passes.share_slots import Choice
+from schedir.passes.record import Slots as Choice
 from schedir.predict.timeline import Timeline
 from schedir.runtime.executor import Executor
 from schedir.runtime.graphs import GraphedStep

@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 
 import schedir
 from schedir import Costs, Plan, Program, Timeline
-from schedir.analysis.graph import MODELS, Model
+from schedir.analysis.models import MODELS, Model
+from schedir.compiler.compile import lower
 from schedir.ir.ops import SHARDING, TRANSFERS, Lane
-from schedir.passes.compile import lower
 from schedir.passes.overlap import group_opposites
 from schedir.predict.bubble_causes import Cause, by_cause, exposed, idleness, ready_gaps
 from schedir.schedules import dualpipe_v, gpipe, interleaved, one_f_one_b
@@ -155,7 +155,7 @@ def test_gaps_are_those_for_which_nothing_is_missing() -> None:
     timeline = schedir.simulate(program, Costs(F=1, B=2, send=0.5), model="edge")
     spans = timeline.spans.copy()
     for instr, late in (("F 0.1", 0.25), ("B 1.1", 0.5)):  # and all that comes after
-        of = [str(timeline.graph.index.place(k)[2]) for k in range(len(spans))]
+        of = [str(timeline.graph.index.locate(k)[2]) for k in range(len(spans))]
         after = spans["start"] >= spans["start"][of.index(instr)]
         spans["start"][after] += late
         spans["end"][after] += late

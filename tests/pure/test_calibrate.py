@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 
 import schedir
 from schedir import Costs, Plan, Program
+from schedir.compiler.compile import lower
 from schedir.ir.ops import SENDS
-from schedir.passes.compile import lower
 from schedir.predict.calibrate import bubbles, calibrate, unexplained
 from schedir.predict.timeline import Timeline
 from schedir.schedules import gpipe, interleaved, looped_bfs, one_f_one_b

@@ -9,7 +9,8 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from schedir.analysis.graph import MODELS
+from schedir.analysis.models import MODELS
+from schedir.compiler.compile import compile, lower
 from schedir.errors import (
     CompletenessError,
     DeadlockError,
@@ -24,7 +25,6 @@ from schedir.ir.ops import COMPUTE, RECEIVES, SENDS
 from schedir.ir.plan import Plan
 from schedir.ir.program import Program, Stream, pack
 from schedir.ir.text import parse, show
-from schedir.passes.compile import compile, lower
 from schedir.schedules import dualpipe, gpipe, interleaved, one_f_one_b, pipedream_2bw
 from schedir.schedules.draft import draft
 from schedir.schedules.words import B, F, I, W, Word, overlap

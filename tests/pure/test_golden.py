@@ -15,7 +15,7 @@ import pytest
 
 import schedir
 from schedir.__main__ import main
-from schedir.analysis.graph import MODELS
+from schedir.analysis.models import MODELS
 from schedir.errors import ProgramError
 from schedir.ir.text import parse, show
 from schedir.verify.check import check

@@ -8,10 +8,10 @@ from hypothesis import strategies as st
 
 from schedir import greedy
 from schedir.analysis.memory import peak_in_flight
+from schedir.compiler.compile import lower
 from schedir.errors import ScheduleError
 from schedir.ir.costs import Costs
 from schedir.ir.plan import Plan
-from schedir.passes.compile import lower
 from schedir.predict.simulate import simulate
 from schedir.schedules import gpipe, one_f_one_b
 from schedir.schedules.draft import draft

@@ -9,14 +9,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from schedir.analysis.graph import MODELS, Graph, Model
+from schedir.analysis.graph import Graph
 from schedir.analysis.longest_path import walk
+from schedir.analysis.models import MODELS, Model
+from schedir.compiler.compile import compile, lower
 from schedir.ir.costs import Costs
 from schedir.ir.ops import Opcode
 from schedir.ir.plan import Plan
 from schedir.ir.program import Program, Stream
 from schedir.ir.ties import tied_stages
-from schedir.passes.compile import compile, lower
 from schedir.schedules import chimera, dualpipe
 from schedir.schedules.greedy import greedy
 from schedir.schedules.words import Schedule

@@ -15,13 +15,13 @@ from matplotlib.image import imread
 
 from schedir import save_timeline, viz
 from schedir.__main__ import main
+from schedir.compiler.compile import compile, lower
 from schedir.errors import UsageError
 from schedir.io.terminal import painted
 from schedir.ir.costs import Costs
 from schedir.ir.plan import Plan
 from schedir.ir.program import Program
 from schedir.ir.text import parse, show
-from schedir.passes.compile import compile, lower
 from schedir.predict.simulate import simulate
 from schedir.predict.timeline import Timeline
 from schedir.schedules import dualpipe_v, interleaved, one_f_one_b

@@ -14,9 +14,10 @@ from hypothesis import strategies as st
 from schedir import Costs, Plan, compile, schedules, simulate
 from schedir.analysis import compiled, longest_path
 from schedir.analysis.frontiers import by_frontiers
-from schedir.analysis.graph import MODELS, Graph, Model
+from schedir.analysis.graph import Graph
 from schedir.analysis.longest_path import problem_of
 from schedir.analysis.loops import Problem, by_loop, longest
+from schedir.analysis.models import MODELS, Model
 from schedir.errors import UsageError
 from schedir.ir.program import Program
 from schedir.testing import drafts

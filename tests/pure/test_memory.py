@@ -10,13 +10,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from schedir.compiler.compile import compile, lower, within
 from schedir.errors import MemoryLimitError, UsageError, in_bytes
 from schedir.ir.costs import Costs
 from schedir.ir.ops import ROWS, Opcode, Token
 from schedir.ir.plan import Plan
 from schedir.ir.program import Program, Slots
 from schedir.ir.sizes import Sizes, bytes_of
-from schedir.passes.compile import compile, lower, within
 from schedir.passes.overlap import group_opposites
 from schedir.predict.simulate import simulate
 from schedir.schedules import gpipe, interleaved, one_f_one_b, zb_h1

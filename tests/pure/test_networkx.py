@@ -13,7 +13,7 @@ import networkx as nx
 from hypothesis import event, example, given, settings
 from hypothesis import strategies as st
 
-from schedir.analysis.graph import MODELS, Model
+from schedir.analysis.models import MODELS, Model
 from schedir.errors import DeadlockError, GroupError, OrderError
 from schedir.ir.costs import Costs
 from schedir.ir.ops import ROWS

@@ -8,9 +8,9 @@ from dataclasses import replace
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from schedir.compiler.compile import lower
 from schedir.ir.ops import COMPUTE, Instr, Opcode
 from schedir.ir.program import Program
-from schedir.passes.compile import lower
 from schedir.passes.overlap import early_gathers, early_receives, group_opposites
 from schedir.testing import drafts
 from tests.edits import written

@@ -19,6 +19,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from schedir.__main__ import main
+from schedir.compiler.compile import compile, lower
 from schedir.errors import PlanError, UsageError
 from schedir.io.timeline_file import save_timeline
 from schedir.ir.costs import Costs
@@ -26,7 +27,6 @@ from schedir.ir.ops import Opcode
 from schedir.ir.plan import Plan
 from schedir.ir.program import Program
 from schedir.ir.sizes import Sizes
-from schedir.passes.compile import compile, lower
 from schedir.predict.bubble_causes import idleness
 from schedir.predict.simulate import simulate
 from schedir.predict.timeline import Timeline, spans_of

@@ -17,13 +17,13 @@ from hypothesis import strategies as st
 
 import schedir
 from schedir import Costs, Plan
-from schedir.analysis.graph import MODELS, Model
+from schedir.analysis.models import MODELS, Model
+from schedir.compiler.compile import lower
 from schedir.errors import UsageError
 from schedir.io import perfetto
 from schedir.ir.ops import COMPUTE, SENDS
 from schedir.ir.program import Program
 from schedir.ir.sizes import Sizes
-from schedir.passes.compile import lower
 from schedir.passes.overlap import group_opposites
 from schedir.predict.bubble_causes import Cause, by_cause, idleness
 from schedir.schedules import dualpipe_v, gpipe, one_f_one_b

@@ -13,13 +13,13 @@ from matplotlib.figure import Figure
 from matplotlib.quiver import Quiver
 
 from schedir.__main__ import main
+from schedir.compiler.compile import compile, lower
 from schedir.errors import UsageError
 from schedir.ir.costs import Costs
 from schedir.ir.ops import SENDS, Opcode
 from schedir.ir.plan import Plan
 from schedir.ir.program import Program
 from schedir.ir.sizes import Sizes
-from schedir.passes.compile import compile, lower
 from schedir.predict.simulate import simulate
 from schedir.predict.timeline import Timeline
 from schedir.schedules import dualpipe_v, gpipe, interleaved, one_f_one_b, zb_h1

@@ -14,7 +14,8 @@ import pytest
 from hypothesis import event, given, settings
 from hypothesis import strategies as st
 
-from schedir.analysis.graph import MODELS, Model
+from schedir.analysis.models import MODELS, Model
+from schedir.compiler.compile import compile
 from schedir.errors import (
     DeadlockError,
     LevelError,
@@ -28,7 +29,6 @@ from schedir.ir.costs import Costs
 from schedir.ir.plan import Plan
 from schedir.ir.program import Program, Slots
 from schedir.ir.text import parse, show
-from schedir.passes.compile import compile
 from schedir.predict.simulate import simulate
 from schedir.schedules import forward_only, interleaved, one_f_one_b, zb_h1
 from schedir.schedules.draft import draft

@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 
+from schedir.compiler.compile import compile
 from schedir.ir.plan import Plan
 from schedir.ir.text import show
-from schedir.passes.compile import compile
 from schedir.schedules import one_f_one_b
 from tests.commands import refused
 

@@ -8,11 +8,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from schedir.analysis.graph import Model
+from schedir.analysis.models import Model
+from schedir.compiler.compile import compile
 from schedir.errors import ScheduleError
 from schedir.ir.costs import Costs
 from schedir.ir.plan import Plan
-from schedir.passes.compile import compile
 from schedir.predict.simulate import simulate
 from schedir.schedules import gpipe, interleaved, one_f_one_b
 

@@ -12,9 +12,11 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from schedir.analysis.graph import MODELS, Graph, Model
+from schedir.analysis.graph import Graph
 from schedir.analysis.longest_path import remaining
-from schedir.analysis.slots import KINDS, assign, fewest, reuses
+from schedir.analysis.models import MODELS, Model
+from schedir.analysis.slots import KINDS, assign, minimum_slots, reuses
+from schedir.compiler.compile import compile, lower
 from schedir.errors import ParseError, PlanError, SlotError, UsageError
 from schedir.ir.costs import Costs
 from schedir.ir.index import Index
@@ -22,9 +24,9 @@ from schedir.ir.ops import BOUNDARY, ROWS, Token
 from schedir.ir.plan import Plan
 from schedir.ir.program import Program, Slots
 from schedir.ir.text import parse, show
-from schedir.passes.compile import compile, lower
 from schedir.passes.overlap import early_gathers, early_receives, group_opposites
-from schedir.passes.share_slots import Choice, share_slots
+from schedir.passes.record import Slots as Choice
+from schedir.passes.share_slots import share_slots
 from schedir.predict.simulate import simulate
 from schedir.schedules import gpipe, interleaved, one_f_one_b
 from schedir.schedules.draft import draft
@@ -63,11 +65,15 @@ def test_no_two_values_share_a_slot_at_once(
     index = Index(program)
     machine = Machine(program, model, Costs())
     machine.run()
-    waits = reuses(index, program.slots) if program.slots else None
+    waits = None
+    if program.slots:
+        waits = np.full(len(index), -1)
+        for fills, frees in reuses(program).values():
+            waits[fills] = frees
     for rank, stream in enumerate(program.streams):
         at = {i: k for k, i in enumerate(stream)}
         group = np.cumsum(~stream.joined).tolist()
-        slots = assign(index, rank)
+        slots = assign(program, rank)
         lives: dict[tuple[str, int], list[tuple[int, int]]] = {}
         values = machine.values(rank)
         for (kind, stage, mb), slot in slots.items():
@@ -99,7 +105,7 @@ def test_the_fewest_are_the_most_that_overlap(
     program = varied(draft, data, model)
     machine = Machine(program, model, Costs())
     machine.run()
-    few = fewest(Index(program))
+    few = minimum_slots(program)
     for rank, stream in enumerate(program.streams):
         group = np.cumsum(~stream.joined).tolist()
         alive = [Counter[str]() for _ in range(max(group, default=0) + 1)]
@@ -109,7 +115,7 @@ def test_the_fewest_are_the_most_that_overlap(
         for kind, count in zip(BOUNDARY, few[rank].tolist(), strict=False):
             assert count == max(a[kind.name.lower()] for a in alive)
         used = Counter(kind for kind, _ in {(k, s) for (k, _, _), s in assign(
-            Index(replace(program, slots=tuple(Slots(*row[:4]) for row in few.tolist()))), rank
+            replace(program, slots=tuple(Slots(*row[:4]) for row in few.tolist())), rank
         ).items()})  # fmt: skip
         assert [used[kind] for kind in KINDS] == few[rank].tolist()
 
@@ -139,7 +145,7 @@ def test_enough_keeps_the_predicted_time(draft: Program, model: Model, data: st.
     program = varied(draft, data, model)
     priced = data.draw(costs(draft.plan))
     shared = check(share_slots(program, "enough", priced, model), model)
-    few, own = fewest(Index(program))[:, :4], [len(s) for s in program.streams]
+    few, own = minimum_slots(program)[:, :4], [len(s) for s in program.streams]
     assert shared.streams == program.streams
     assert (np.array(shared.slots) >= few).all()
     assert all(max(counts) <= max(n, 1) for counts, n in zip(shared.slots, own, strict=True))
@@ -293,6 +299,6 @@ def test_what_remains_is_known(
 
 def test_a_draft_takes_nothing_in() -> None:
     program = draft(one_f_one_b, Plan(3, 4))
-    assert not fewest(Index(program))[:, :4].any()
-    looped = fewest(Index(draft(interleaved, Plan(1, 4, 2))))
+    assert not minimum_slots(program)[:, :4].any()
+    looped = minimum_slots(draft(interleaved, Plan(1, 4, 2)))
     assert looped[0, BOUNDARY.index(Token.ACT_OUT)] > 0

@@ -11,11 +11,11 @@ import pytest
 from matplotlib.colors import to_hex
 from matplotlib.figure import Figure
 
+from schedir.compiler.compile import compile
 from schedir.errors import UsageError
 from schedir.ir.costs import Costs
 from schedir.ir.ops import Opcode
 from schedir.ir.plan import Plan
-from schedir.passes.compile import compile
 from schedir.predict.simulate import simulate
 from schedir.predict.timeline import Timeline
 from schedir.schedules import gpipe, interleaved, one_f_one_b, zb_h1

@@ -11,11 +11,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from schedir.compiler.compile import compile, lower
 from schedir.errors import ParseError, PlanError, ProgramError
 from schedir.ir.plan import Plan
 from schedir.ir.program import Program, Stream
 from schedir.ir.text import parse, show
-from schedir.passes.compile import compile, lower
 from schedir.passes.overlap import group_opposites
 from schedir.schedules import gpipe, interleaved, one_f_one_b
 from schedir.testing import drafts, ties

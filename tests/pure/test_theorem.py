@@ -10,14 +10,15 @@ import pytest
 from hypothesis import event, given, settings
 from hypothesis import strategies as st
 
-from schedir.analysis.graph import MODELS, Graph, Model
+from schedir.analysis.graph import Graph
 from schedir.analysis.longest_path import walk
+from schedir.analysis.models import MODELS, Model
+from schedir.compiler.compile import compile, lower
 from schedir.errors import DeadlockError, ProgramError
 from schedir.ir.costs import Costs
 from schedir.ir.ops import Opcode as O
 from schedir.ir.plan import Plan
 from schedir.ir.program import Program, Stream, pack
-from schedir.passes.compile import compile, lower
 from schedir.passes.overlap import early_gathers, early_receives, group_opposites
 from schedir.predict.simulate import simulate
 from schedir.schedules import interleaved, interleaved_zb
@@ -110,9 +111,9 @@ def agrees(program: Program, model: Model, priced: Costs) -> None:
     timeline = simulate(program, priced, model=model, unchecked=True)
     graph = Graph(program, model)
     left = np.zeros(graph.nodes)  # a group is left when all its transfers have ended
-    np.maximum.at(left, graph.gates[1], walk(graph, priced).end)
+    np.maximum.at(left, graph.enter_leave[1], walk(graph, priced).end)
     for (rank, index), end in machine.ended.items():
-        assert left[graph.gates[1][int(program.offsets[rank]) + index]] == end
+        assert left[graph.enter_leave[1][int(program.offsets[rank]) + index]] == end
     assert timeline.span == max(machine.ended.values(), default=0.0)
 
 

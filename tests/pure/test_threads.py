@@ -9,10 +9,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from schedir.analysis.graph import MODELS
+from schedir.analysis.models import MODELS
+from schedir.compiler.compile import compile, lower
 from schedir.ir.plan import Plan
 from schedir.ir.program import Program
-from schedir.passes.compile import compile, lower
 from schedir.schedules.words import Schedule, name_of
 from schedir.testing import drafts
 from tests.edits import written

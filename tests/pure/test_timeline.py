@@ -6,11 +6,12 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from schedir.analysis.graph import MODELS, Graph, Model
+from schedir.analysis.graph import Graph
+from schedir.analysis.models import MODELS, Model
+from schedir.compiler.compile import compile, lower
 from schedir.ir.costs import Costs
 from schedir.ir.plan import Plan
 from schedir.ir.program import Program
-from schedir.passes.compile import compile, lower
 from schedir.passes.overlap import group_opposites
 from schedir.predict.simulate import simulate
 from schedir.predict.timeline import Timeline
@@ -51,10 +52,10 @@ def test_paths_through_groups_end(draft: Program, data: st.DataObject) -> None:
 
 def waits_for(graph: Graph, position: int) -> list[int]:
     """All that must have ended before an instruction starts, its partners' waits included."""
-    enter = graph.gates[0]
+    enter = graph.enter_leave[0]
     meets = np.flatnonzero(graph.node == graph.node[position])
     members = np.flatnonzero(np.isin(enter, enter[meets]))
-    before = np.concatenate([graph.needs[:, members].reshape(-1), graph.ahead[members]])
+    before = np.concatenate([graph.needs[:, members].reshape(-1), graph.queue_predecessor[members]])
     return sorted({*before[before >= 0].tolist()} - {*members.tolist()})
 
 

@@ -18,10 +18,10 @@ from hypothesis import strategies as st
 import schedir
 from schedir import Costs, Plan, Sizes, Timeline, load_timeline, save_timeline
 from schedir.__main__ import main
-from schedir.analysis.graph import MODELS, Model
+from schedir.analysis.models import MODELS, Model
+from schedir.compiler.compile import lower
 from schedir.errors import ProgramError, TraceError, UsageError
 from schedir.ir.program import Program
-from schedir.passes.compile import lower
 from schedir.passes.overlap import group_opposites
 from schedir.schedules import dualpipe_v, one_f_one_b
 from schedir.testing import drafts
@@ -286,8 +286,8 @@ def test_effects_before_causes_are_told_by_every_view(
     # What is sent from 1 ms on is there at 1.1 ms, less the 4 ms of a wrong clock.
     says = "effects up to 0.0039 s before causes"
     assert wrong.doubt == says and says in repr(wrong) and says in wrong.caption
-    instr = wrong.graph.index.place(int(wrong.early.by.argmax()))[2]
-    cause = wrong.graph.index.place(int(wrong.early.cause[wrong.early.by.argmax()]))[2]
+    instr = wrong.graph.index.locate(int(wrong.early.by.argmax()))[2]
+    cause = wrong.graph.index.locate(int(wrong.early.cause[wrong.early.by.argmax()]))[2]
     assert (str(instr), str(cause)) == ("recv_act 1.3", "send_act 0.3")
     # Clocks that may be that far apart say nothing of it.
     assert not replace(wrong, clock_error=0.0039001).doubt

@@ -11,6 +11,7 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
+from schedir.compiler.compile import compile, finish, lower
 from schedir.errors import (
     CellError,
     CompletenessError,
@@ -25,7 +26,6 @@ from schedir.ir.ops import COMPUTE
 from schedir.ir.plan import Plan
 from schedir.ir.program import Program, Stream
 from schedir.ir.text import parse, show
-from schedir.passes.compile import compile, finish, lower
 from schedir.passes.overlap import group_opposites
 from schedir.schedules import chimera, dualpipe_v, forward_only, gpipe, interleaved, one_f_one_b
 from schedir.schedules.draft import draft

@@ -11,8 +11,10 @@ from typing import get_args
 import numpy as np
 import pytest
 
-from schedir.analysis.graph import MODELS, Graph, Model
+from schedir.analysis.graph import Graph
 from schedir.analysis.longest_path import walk
+from schedir.analysis.models import MODELS, Model
+from schedir.compiler.compile import compile
 from schedir.errors import (
     CompletenessError,
     CostsError,
@@ -24,7 +26,6 @@ from schedir.errors import (
 from schedir.ir.costs import Costs
 from schedir.ir.plan import Plan
 from schedir.ir.program import Program, Stream
-from schedir.passes.compile import compile
 from schedir.predict.simulate import simulate
 from schedir.schedules import one_f_one_b
 from schedir.verify.check import check

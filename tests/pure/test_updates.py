@@ -15,8 +15,9 @@ from hypothesis import event, given, settings
 from hypothesis import strategies as st
 
 from schedir.__main__ import main
-from schedir.analysis.graph import MODELS
 from schedir.analysis.memory import held, peak_versions
+from schedir.analysis.models import MODELS
+from schedir.compiler.compile import compile
 from schedir.errors import (
     CompletenessError,
     OrderError,
@@ -31,7 +32,6 @@ from schedir.ir.plan import Plan
 from schedir.ir.program import Program
 from schedir.ir.sizes import Sizes
 from schedir.ir.text import parse, show
-from schedir.passes.compile import compile
 from schedir.predict.simulate import simulate
 from schedir.schedules import (
     gpipe,

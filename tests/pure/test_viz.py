@@ -10,13 +10,13 @@ import pytest
 from matplotlib.collections import PolyCollection
 from matplotlib.figure import Figure
 
+from schedir.compiler.compile import compile
 from schedir.errors import UsageError
 from schedir.ir.costs import Costs
 from schedir.ir.ops import Lane, Opcode
 from schedir.ir.plan import Plan
 from schedir.ir.program import Program
 from schedir.ir.text import parse
-from schedir.passes.compile import compile
 from schedir.predict.simulate import simulate
 from schedir.predict.timeline import Timeline, spans_of
 from schedir.schedules import gpipe, interleaved, one_f_one_b

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from schedir.analysis.graph import Graph
 from schedir.analysis.longest_path import walk
+from schedir.compiler.compile import compile
 from schedir.errors import CostsError, PlanError, ScheduleError, UsageError
 from schedir.io import torch_csv
 from schedir.ir.costs import Costs
@@ -20,7 +21,6 @@ from schedir.ir.ops import ROWS, Opcode, Per
 from schedir.ir.plan import MAX_MICROBATCHES, Plan
 from schedir.ir.sizes import Sizes
 from schedir.ir.text import show
-from schedir.passes.compile import compile
 from schedir.predict.simulate import simulate
 from schedir.schedules import one_f_one_b
 from schedir.schedules.draft import draft

@@ -14,12 +14,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from schedir.__main__ import main
-from schedir.analysis.graph import MODELS
+from schedir.analysis.models import MODELS
+from schedir.compiler.compile import compile
 from schedir.errors import PlanError, ScheduleError
 from schedir.ir.costs import Costs
 from schedir.ir.plan import Plan
 from schedir.ir.program import JOINED
-from schedir.passes.compile import compile
 from schedir.predict.simulate import simulate
 from schedir.schedules import (
     chimera,

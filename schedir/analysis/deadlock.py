@@ -1,4 +1,4 @@
-"""Explain: who waits for whom when a program cannot finish."""
+"""Deadlock: who waits for whom when a program cannot finish, and who uses a value too early."""
 
 from __future__ import annotations
 
@@ -8,8 +8,9 @@ from numpy.typing import NDArray
 from schedir.analysis.graph import Graph
 from schedir.analysis.longest_path import Walk
 from schedir.errors import DeadlockError, OrderError, ProgramError, Site, Wait
+from schedir.ir.flow import Stale
 from schedir.ir.index import NONE
-from schedir.ir.ops import COMPUTE, HANDED, ROWS, Opcode, Token
+from schedir.ir.ops import COMPUTE, ROWS, STEPS, TOKENS, change_of
 
 _BLOCKS = (
     "a host that waits for what a compute needs, as on CPUs, issues nothing meanwhile, and over "
@@ -25,10 +26,14 @@ def misordered(graph: Graph) -> OrderError | None:
     issued yet would wait for nothing.
     """
     first = len(graph)
-    for needs in graph.needs:
-        wrong = needs > np.arange(len(graph), dtype=np.int32)
+    needs_of = graph.needs
+    for stale in graph.flow.stale:
+        first = min(first, stale.needer)
+    giver = NONE
+    for needs in needs_of:
+        wrong: NDArray[np.bool_] = needs > np.arange(len(graph), dtype=np.int32)
         if graph.index.joined.any():
-            wrong |= (needs != NONE) & (graph.gates[0][needs] == graph.gates[0])
+            wrong |= (needs != NONE) & (graph.enter_leave[0][needs] == graph.enter_leave[0])
         if graph.program.is_draft:  # there, a value may come from another rank
             wrong &= graph.index.rank[needs] == graph.index.rank
         if wrong.any() and wrong.argmax() < first:
@@ -36,28 +41,45 @@ def misordered(graph: Graph) -> OrderError | None:
             giver = int(needs[first])
     if first == len(graph):
         return None
-    needer, gives = graph.index.place(first), graph.index.place(giver)
+    if giver == NONE:
+        return _stale(graph, next(stale for stale in graph.flow.stale if stale.needer == first))
+    needer, gives = graph.index.locate(first), graph.index.locate(giver)
     instr, given = needer[2], gives[2]
-    token = _token(given.op, instr.op)
+    token = graph.flow.token(first, giver)
+    value = TOKENS[token].words if token is not None else "the value"
     if giver > first:
-        fact = f"{instr} needs {token}, which {given} gives only later"
+        fact = f"{instr} needs {value}, which {given} gives only later"
     else:
-        fact = f"{instr} needs {token}, which {given} gives, but they run as one"
+        fact = f"{instr} needs {value}, which {given} gives, but they run as one"
     return OrderError(
         fact,
         program=graph.program.name,
         sites=[Site(*needer, "needs it here"), Site(*gives, "gives it")],
-        hint=_delay(graph) if Opcode.OptimizerStep in (given.op, instr.op) else "",
+        hint=_delay(graph) if {given.op, instr.op} & {*STEPS} else "",
+    )
+
+
+def _stale(graph: Graph, stale: Stale) -> OrderError:
+    """The error for a value that is no longer, or not now, what its reader wants."""
+    needer, culprit = graph.index.locate(stale.needer), graph.index.locate(stale.culprit)
+    instr, last = needer[2], culprit[2]
+    words, gone = TOKENS[stale.token].words, stale.token in ROWS[last.op].frees
+    change = change_of(last.op, stale.token)
+    how = "has used up" if gone else f"has left as {change.after}" if change else "has left unfit"
+    return OrderError(
+        f"{instr} needs {words}, which {last} {how}",
+        program=graph.program.name,
+        sites=[Site(*culprit, "touches it last"), Site(*needer, "needs it here")],
     )
 
 
 def _delay(graph: Graph) -> str:
     """The least delay with which no instruction would use weights of a later step."""
     index = graph.index
-    stepped = np.cumsum(index.op == Opcode.OptimizerStep)
+    stepped = np.cumsum(index.is_op(STEPS), dtype=np.int64)
     first = graph.program.offsets[index.rank]  # of the rank's Stream, where a count begins
     stepped -= np.append(0, stepped)[first]
-    at = np.flatnonzero(index.among(COMPUTE))
+    at = np.flatnonzero(index.is_op(COMPUTE))
     least = int((index.update(at) - stepped[at]).max(initial=0))
     return (
         f"weights that are older by {least} would be there: "
@@ -87,9 +109,9 @@ def deadlock(graph: Graph, walk: Walk) -> ProgramError:
     steps = []
     for a, b in zip(cycle, cycle[1:] + cycle[:1], strict=True):
         needed = waits.edges[a, b]["needed"]
-        rank, at, instr = graph.index.place(a)
-        needs_rank, needs_at, needs = graph.index.place(needed)
-        stands_at = graph.index.place(b)[1]
+        rank, at, instr = graph.index.locate(a)
+        needs_rank, needs_at, needs = graph.index.locate(needed)
+        stands_at = graph.index.locate(b)[1]
         steps.append(Wait(rank, at, instr, needs, needs_rank, needs_at, stands_at))
     ran = int(left.sum())
     ranks = len({w.rank for w in steps})
@@ -112,8 +134,8 @@ def _left(graph: Graph, walk: Walk) -> NDArray[np.bool_]:
     if not graph.index.joined.any():
         return done
     left = np.ones(graph.nodes, bool)
-    np.logical_and.at(left, graph.gates[1], done)
-    return np.asarray(left[graph.gates[1]])
+    np.logical_and.at(left, graph.enter_leave[1], done)
+    return np.asarray(left[graph.enter_leave[1]])
 
 
 def _heads(graph: Graph, left: NDArray[np.bool_]) -> dict[int, int]:
@@ -125,7 +147,7 @@ def _heads(graph: Graph, left: NDArray[np.bool_]) -> dict[int, int]:
 
 def _members(graph: Graph, head: int) -> NDArray[np.intp]:
     """All that is issued with an instruction: its group, or itself alone."""
-    enter = graph.gates[0]
+    enter = graph.enter_leave[0]
     grouped = enter[head] != graph.node[head]
     return np.flatnonzero(enter == enter[head]) if grouped else np.array([head])
 
@@ -180,17 +202,3 @@ def _window(graph: Graph, steps: list[Wait]) -> list[Site]:
     if lo == hi:
         notes = {lo: f"waits, and rank {first.rank} waits for it"}
     return [Site(second.rank, i, stream[i], notes.get(i, "")) for i in shown]
-
-
-def _token(giver: int, needer: int) -> str:
-    """What one instruction gives and the other needs, in words."""
-    needs = {HANDED[t][0] if t in HANDED else t for t in ROWS[needer].needs}
-    shared = {*ROWS[giver].gives} & (needs | {*ROWS[needer].needs})
-    names = {
-        Token.ACT_IN: "the activation", Token.ACT_OUT: "the activation",
-        Token.SAVED: "what the forward saved", Token.TAPE: "what its I leaves",
-        Token.GRAD_IN: "the gradient", Token.GRAD_OUT: "the gradient",
-        Token.WGRAD: "the weights' gradient", Token.GRAD: "the reduced gradient",
-        Token.NORM: "the norm", Token.PARAMETERS: "the weights",
-    }  # fmt: skip
-    return names[min(shared)] if shared else "the value"

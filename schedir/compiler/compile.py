@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from functools import partial
-from typing import Any, Literal
+from typing import Any
 
-from schedir.analysis.graph import Model
-from schedir.analysis.memory import fit, held
+from schedir.analysis.memory import held, require_memory_limit
+from schedir.analysis.models import Model
 from schedir.errors import (
     CompletenessError,
     LevelError,
@@ -19,22 +18,14 @@ from schedir.errors import (
     in_bytes,
 )
 from schedir.ir.costs import Costs
-from schedir.ir.ops import Opcode
 from schedir.ir.plan import Plan
 from schedir.ir.program import Program
 from schedir.ir.sizes import Sizes
 from schedir.ir.ties import Ties, tied_stages
-from schedir.passes.overlap import early_gathers, early_receives, group_opposites
-from schedir.passes.reductions import (
-    optimizer_step,
-    reduce_grads,
-    reduce_holders,
-    reduce_norm,
-    reduce_tied,
-)
-from schedir.passes.scatter_gather import scatter_gather
-from schedir.passes.share_slots import Choice, share_slots
-from schedir.passes.transfers import transfers
+from schedir.passes.lowering import LOWERING
+from schedir.passes.record import Boundary, Options, Pass
+from schedir.passes.record import Slots as Choice
+from schedir.passes.share_slots import share_slots
 from schedir.schedules.draft import draft
 from schedir.schedules.words import Schedule
 from schedir.verify.check import check, check_draft
@@ -52,13 +43,14 @@ def compile(
     *,
     tied: bool | Ties | Sequence[Sequence[int]] | None = None,
     clip: bool | None = None,
-    boundary: Literal["replicated", "sharded"] = "replicated",
+    boundary: Boundary = "replicated",
     overlap: bool = False,
     slots: Choice | None = None,
     sizes: Sizes | None = None,
     limit: float | None = None,
     blocks: bool = False,
     debug: bool = False,
+    **more: Any,
 ) -> Program:
     """Draft a schedule on a plan, lower it in the order of these costs, and check it.
 
@@ -76,6 +68,7 @@ def compile(
     lose no time at these costs; by default each value has its own.  `limit` is the most bytes
     that a rank may hold, and `sizes` says what takes how many.  `blocks` says that hosts wait
     themselves, as on CPUs.  `debug` checks after every pass.
+    `more` are the options that further passes take (`Pass.options`).
 
     Raises a ProgramError if the schedule is wrong: LevelError for a program that is lowered
     already, UsageError for a plan that is missing or not the draft's.  The result finishes under
@@ -117,8 +110,9 @@ def compile(
     traits: dict[str, Any] = {"tp": tp, "dp": dp, "tied": ties, "clip": clip}
     program = replace(program, **{k: v for k, v in traits.items() if v is not None})
     program = lower(
-        _whole(program), costs, model, boundary=boundary, overlap=overlap, slots=slots, debug=debug
-    )
+        _whole(program), costs, model,
+        boundary=boundary, overlap=overlap, slots=slots, debug=debug, **more,
+    )  # fmt: skip
     program = check(program, model, blocks=blocks)
     return program if limit is None else within(program, sizes, limit)
 
@@ -170,10 +164,10 @@ def within(program: Program, sizes: Sizes | None, limit: float) -> Program:
     if not isinstance(limit, int | float):
         raise UsageError(f"a limit is a number of bytes, not {limit!r:.60}", hint="40e9")
     try:
-        return fit(program, sizes, limit)
+        return require_memory_limit(program, sizes, limit)
     except MemoryLimitError as error:
         few = share_slots(program, "fewest")
-        most = max(own.bytes.max(initial=0.0) for own in held(few, sizes))
+        most = max(own.bytes.max(initial=0.0) for own in held(few, sizes, late=True))
         if most <= limit:
             error.hint = f"with the fewest slots no rank holds more than {in_bytes(most)}"
         raise
@@ -184,28 +178,26 @@ def lower(
     costs: Costs | None = None,
     model: Model = "device",
     *,
-    boundary: Literal["replicated", "sharded"] = "replicated",
+    boundary: Boundary = "replicated",
     overlap: bool = False,
     slots: Choice | None = None,
     debug: bool = False,
+    **more: Any,
 ) -> Program:
     """A complete draft with its transfers, reductions and step; the options are `compile`'s.
 
     Legal under every progress model as it is.  With `overlap` or `slots` it is made for `model`,
     and to be checked.
     """
-    program = transfers(program, costs)
-    if boundary == "replicated":
-        program = scatter_gather(program)
-    program = finish(program)
-    if debug:
-        check(program, "serial")
-    if overlap:
-        for early in (group_opposites, early_gathers, partial(early_receives, model=model)):
-            program = early(program)
-            if debug:
-                check(program, model)
-    return program if slots is None else share_slots(program, slots, costs, model)
+    known = sorted(option for each in LOWERING for option in each.options)
+    for option in more:
+        if option not in known:
+            raise UsageError(
+                f"no option {option!r} of lowering",
+                hint=f"passes take {', '.join(known)}" if known else "",
+            )
+    options = Options(costs, model, boundary, overlap, slots, more)
+    return _fold(program, LOWERING, options, debug=debug)
 
 
 def finish(program: Program) -> Program:
@@ -213,8 +205,17 @@ def finish(program: Program) -> Program:
 
     Those that reduce the stages' gradients may be there already.
     """
-    passes = [reduce_grads, reduce_holders, reduce_tied, reduce_norm, optimizer_step]
-    reduced = Opcode.ReduceGrads in program.ops
-    for end in passes[reduced:]:
-        program = end(program)
+    return _fold(program, [each for each in LOWERING if each.part == "ends"], Options())
+
+
+def _fold(
+    program: Program, passes: Sequence[Pass], options: Options, *, debug: bool = False
+) -> Program:
+    """A program after some passes, each of which is asked whether it is wanted."""
+    for k, each in enumerate(passes):
+        if each.wanted(program, options):
+            program = each.lower(program, options)
+        whole = all(later.part == "better" for later in passes[k + 1 :])
+        if debug and whole:
+            check(program, options.model if each.part == "better" else "serial")
     return program

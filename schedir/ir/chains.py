@@ -1,0 +1,161 @@
+"""Chains: all that touches the values of one kind, value by value along the Stream.
+
+For values that are made again and again, or that change their state on the way: where they lie (a
+tier), and in which form (a field of Sizes).  Who makes a value leaves it in the form that the first
+change wants; a reader wants it as the last change leaves it, in the first tier.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Final, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from schedir.ir.index import NONE, Positions
+from schedir.ir.ops import TIERS, Change
+
+Ints = NDArray[np.int64]
+Mask = NDArray[np.bool_]
+Part = tuple[Positions, Ints, bool, bool, Change | None]
+
+NO_FORM: Final = -1  # that of the token itself
+_ANY: Final = -2
+
+
+class Chains(NamedTuple):
+    """Events by value and position: `gives` are makers and changes, the others free.
+
+    `tier` and `form` are what the value is after each event, `last` the form after the last change
+    of its life; `moves` says that the tier changes.
+    """
+
+    at: Positions
+    key: Ints
+    gives: NDArray[np.bool_]
+    makes: NDArray[np.bool_]
+    moves: NDArray[np.bool_]
+    tier: Ints
+    form: Ints
+    last: Ints
+    forms: tuple[str, ...]
+
+    @classmethod
+    def of(cls, parts: Sequence[Part]) -> Chains:
+        """Chains of (positions, keys, whether they give, whether they make, their change)."""
+        names = [
+            c for *_, change in parts if change
+            for c in (change.before, change.after) if c not in TIERS
+        ]  # fmt: skip
+        forms = tuple(dict.fromkeys(names))
+
+        def column(value: Sequence[int]) -> Ints:
+            return np.repeat(np.array(value, np.int64), [len(part[0]) for part in parts])
+
+        at = np.concatenate([np.empty(0, np.int32), *(part[0] for part in parts)])
+        key = np.concatenate([np.empty(0, np.int64), *(part[1] for part in parts)])
+        sort = np.lexsort((at, key))
+        gives = column([part[2] for part in parts])[sort] > 0
+        makes = column([part[3] for part in parts])[sort] > 0
+        key = key[sort]
+        first = np.append(True, key[1:] != key[:-1])[: len(key)]
+        life = np.cumsum(makes | first) - 1
+        begins = np.flatnonzero(makes | first)
+
+        def state(names: Sequence[str], rest: int) -> tuple[Ints, Ints, NDArray[np.bool_]]:
+            """What it is after each event, after the last of its life, and which events set it."""
+            places = {name: k for k, name in enumerate(names)}
+            before, after = (
+                column(
+                    [places.get(str(part[4][side]), _ANY) if part[4] else _ANY for part in parts]
+                )
+                for side in (1, 2)
+            )
+            before, after = before[sort], after[sort]
+            sets = after != _ANY
+            start, end = np.full((2, len(begins)), rest)
+            at = np.flatnonzero(sets)
+            end[life[at]] = after[at]
+            start[life[at[::-1]]] = before[at[::-1]]
+            known = np.where(sets, after, _ANY)
+            known[begins] = np.where(sets[begins], after[begins], start)
+            since = np.maximum.accumulate(np.where(known != _ANY, np.arange(len(known)), 0))
+            return known[since], end[life], sets
+
+        tier, _, moves = state(TIERS, 0)
+        form, last, _ = state(forms, NO_FORM)
+        return cls(at[sort], key, gives, makes, moves, tier, form, last, forms)
+
+    def _fits(self, event: Ints, change: Change | None) -> NDArray[np.bool_]:
+        """Whether the value is, after each of some events, as who comes next wants it."""
+        tier = TIERS.index(change.before) if change and change.before in TIERS else 0
+        fits: NDArray[np.bool_] = self.gives[event] & (self.tier[event] == tier)
+        if change is None:
+            fits &= self.form[event] == self.last[event]
+        elif change.before in self.forms:
+            fits &= self.form[event] == self.forms.index(change.before)
+        return fits
+
+    def givers(
+        self, key: Ints, needer: Positions, change: Change | None
+    ) -> tuple[Positions, list[tuple[int, int]]]:
+        """Who gives a value to each of some instructions, and who has left it unfit for which.
+
+        It is the nearest earlier event if that leaves it fit, else the next that will; -1 where
+        nothing touches the value.
+        """
+        giver = np.full(len(needer), NONE, np.int32)
+        stale: list[tuple[int, int]] = []
+        if not len(self.at):
+            return giver, stale
+        span = max(int(self.at.max()), int(needer.max(initial=0))) + 1
+        order = self.key * span + self.at
+        event = np.searchsorted(order, key * span + needer) - 1
+        near = np.maximum(event, 0)
+        known = (event >= 0) & (self.key[near] == key)
+        fits = known & self._fits(near, change)
+        giver[fits] = self.at[near[fits]]
+        for k in np.flatnonzero(~fits & np.isin(key, self.key)).tolist():
+            one, where = int(key[k]), int(needer[k])
+            later = np.flatnonzero((self.key == one) & (self.at > where))
+            later = later[self._fits(later, change)]
+            if len(later):
+                giver[k] = self.at[later[0]]
+            elif known[k]:
+                stale.append((where, int(self.at[near[k]])))
+        return giver, stale
+
+    def too_many(self) -> list[tuple[int, int]]:
+        """Who makes a value that is still there, and who has left it there."""
+        again = self.makes[1:] & self.gives[:-1] & (self.key[1:] == self.key[:-1])
+        return [(int(self.at[k + 1]), int(self.at[k])) for k in np.flatnonzero(again).tolist()]
+
+    def left(self) -> list[int]:
+        """Who touches values last that nobody frees."""
+        end = np.append(self.key[1:] != self.key[:-1], True)[: len(self.at)]
+        return [int(at) for at in self.at[end & self.gives]]
+
+    def _pieces(self, among: Ints) -> tuple[Ints, Ints]:
+        """Events that give, and what comes next to the same value, of those among which we look."""
+        one, two = among[:-1], among[1:]
+        whole = self.gives[one] & (self.key[one] == self.key[two]) & ~self.makes[two]
+        one, two = one[whole], two[whole]
+        sort = np.argsort(self.at[one], kind="stable")
+        return one[sort], two[sort]
+
+    def on_device(self) -> tuple[Positions, Positions]:
+        """Where values come into the first tier, and where they leave it or are freed."""
+        one, two = self._pieces(np.flatnonzero(self.makes | self.moves | ~self.gives))
+        here = self.tier[one] == 0
+        return self.at[one[here]], self.at[two[here]]
+
+    def pieces(
+        self,
+    ) -> tuple[Positions, Positions, Ints, Ints, Mask, Mask]:
+        """As `flow.States`."""
+        one, two = self._pieces(np.arange(len(self.at)))
+        return (
+            self.at[one], self.at[two], self.tier[one], self.form[one],
+            self.makes[one], ~self.gives[two],
+        )  # fmt: skip

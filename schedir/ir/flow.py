@@ -1,0 +1,305 @@
+"""Flow: who gives each value, who changes it in place, who reads it last, and how long it lives.
+
+A value has a chain of instructions along the Stream of its rank: one makes it, some may change it,
+some read it, one frees it.  Everything that asks for a part of such a chain asks here: the
+dependency graph, slots, memory, and the explaining of errors.  What is known of a kind of value is
+its row in `TOKENS`, what an instruction does with it is the instruction's row in `ROWS`.
+
+The giver of a value is the nearest instruction that gives it and stands earlier in the Stream.
+Where each value is made once and changed at most once, that is a look-up in a table: the change if
+there is one, else the maker.  If it stands later, it is the giver all the same, so that `check` can
+say which two stand the wrong way round.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import cached_property
+from typing import Any, Final, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from schedir.ir.chains import NO_FORM, Chains
+from schedir.ir.index import NONE, Index, Positions
+from schedir.ir.ops import (
+    HANDED,
+    ROWS,
+    TOKENS,
+    Found,
+    Opcode,
+    Per,
+    Row,
+    Token,
+    chain,
+    change_of,
+    changes,
+    makers,
+)
+from schedir.ir.program import Program
+
+Keys = NDArray[np.int64]
+
+# Who frees a value, and how many stages further on: what is handed over is freed by its taker.
+FREERS: Final = {
+    token: [(row.op, 0) for row in ROWS if token in row.frees]
+    + [
+        (row.op, -hop)
+        for taken, (made, hop) in HANDED.items()
+        for row in ROWS
+        if made is token and taken in row.frees
+    ]
+    for token in Token
+}
+
+
+class Stale(NamedTuple):
+    """An instruction that needs a value which the last to touch it has freed, or left elsewhere."""
+
+    needer: int
+    culprit: int
+    token: Token
+
+
+class Lives(NamedTuple):
+    """Values of one kind, by where they are filled and freed.
+
+    `fill` has the position that fills each value, rank by rank and along each Stream, `freed`
+    the position that frees it, and `free` the latter in order.  Rank r has the values from
+    `first[r]` to `first[r + 1]`.
+    """
+
+    fill: Positions
+    freed: Positions
+    free: Positions
+    first: NDArray[np.intp]
+
+    def peak(self, group: Positions) -> NDArray[np.int64]:
+        """The most values that overlap along each Stream: the fewest slots there can be.
+
+        `group` numbers the groups of instructions that are issued as one: what one of them
+        frees is not free for another.
+        """
+        fills = group[self.fill]
+        alive = np.arange(1, len(fills) + 1) - np.searchsorted(group[self.free], fills)
+        return self.most(alive)
+
+    def most(self, each: NDArray[Any]) -> NDArray[Any]:
+        """The largest of each rank's numbers, or 0; `each` has one for each fill."""
+        most = np.zeros(len(self.first) - 1, each.dtype)
+        here = np.flatnonzero(np.diff(self.first))
+        if len(here):
+            most[here] = np.maximum.reduceat(each, self.first[here])
+        return most
+
+
+class States(NamedTuple):
+    """What values of one kind are, from one instruction that touches them to the next.
+
+    `begin` and `end` are the positions of the two, `tier` is where the value lies (an index into
+    TIERS), `form` which field of Sizes tells its bytes (an index into `Chains.forms`, NO_FORM for
+    that of the token).  `made` says that the value begins here, `over` that it ends.
+    """
+
+    begin: Positions
+    end: Positions
+    tier: NDArray[np.int64]
+    form: NDArray[np.int64]
+    made: NDArray[np.bool_]
+    over: NDArray[np.bool_]
+
+
+class Flow:
+    """The flow of values through a program."""
+
+    def __init__(self, index: Index) -> None:
+        self.index = index
+        self.stale: list[Stale] = []  # what `needs` has found
+        self._chains: dict[Token, Chains | None] = {}
+
+    @classmethod
+    def of(cls, program: Program) -> Flow:
+        """The flow of a program, which is made once."""
+        return program.derived("flow", lambda: cls(Index.of(program)))
+
+    # ------------------------------------------------------------ who gives what
+
+    @cached_property
+    def needs(self) -> NDArray[np.int32]:
+        """For each instruction, who gives the values that it needs, shape (k, n).
+
+        Positions, or -1 for what is there from the start.  Row k is for the k-th of `Row.needs`;
+        where givers are on several lanes, the last on each is in a further row.
+        """
+        found: list[tuple[int, Positions, Positions]] = []
+        for row, needer in self.index.rows():
+            more = len(row.needs)
+            for k, token in enumerate(row.needs):
+                first, *others = self._givers(row, token, needer)
+                found.append((k, needer, first))
+                for giver in others:
+                    found.append((more, needer, giver))
+                    more += 1
+        needs = np.full((max([2, *(k + 1 for k, _, _ in found)]), len(self.index)), NONE, np.int32)
+        for k, needer, giver in found:
+            needs[k, needer] = giver
+        return needs
+
+    def token(self, needer: int, giver: int) -> Token | None:
+        """Which value of a giver's an instruction needs; None if it is none."""
+        row = ROWS[int(self.index.op[needer])]
+        given = ROWS[int(self.index.op[giver])].gives
+        for k, token in enumerate(row.needs):
+            if int(self.needs[k, needer]) == giver:
+                return token
+        return next((token for token in row.needs if token in given), None)
+
+    def _givers(self, row: Row, token: Token, needer: Positions) -> Iterator[Positions]:
+        """Who gives a value to each of some instructions of a row, by lane if on several."""
+        found = TOKENS[token].found
+        if found is Found.ALL:
+            yield from self._last(row, token, needer)
+        elif found is Found.VERSION:
+            yield self._of_version(row, token, needer)
+        elif (chains := self.chains(token)) is not None:
+            yield self._nearest(chains, row, token, needer)
+        else:
+            yield self._once(row, token, needer)
+
+    def _once(self, row: Row, token: Token, needer: Positions) -> Positions:
+        """Of values made once: the last in the chain that is there."""
+        key = self.index.key[needer]
+        giver = self._first(chain(row.op, token), key)
+        if token in HANDED:
+            plan, (made, hop) = self.index.program.plan, HANDED[token]
+            stage = self.index.stage[needer].astype(np.int32) + hop
+            inside = (stage >= 0) & (stage < plan.stages)
+            other = np.where(inside, key + np.int32(hop * plan.microbatches), NONE)
+            giver = np.where(giver == NONE, self._first(makers(made), other), giver)
+        return giver
+
+    def _first(self, ops: tuple[Opcode, ...], key: Positions) -> Positions:
+        """Positions of the first of `ops` that is there, by key."""
+        tables = [op for op in ops if op in self.index.at]
+        if not tables:
+            return np.full(len(key), NONE, np.int32)
+        giver = self.index.where(tables[0], key)
+        for op in tables[1:]:
+            giver = np.where(giver == NONE, self.index.where(op, key), giver)
+        return giver
+
+    def _of_version(self, row: Row, token: Token, needer: Positions) -> Positions:
+        """Of weights: what changes their version, else what makes it; -1 for those from the start.
+
+        The instruction with number u makes version u + 1, and changes version u.
+        """
+        index, plan = self.index, self.index.program.plan
+        changed = [op for op in chain(row.op, token) if op in index.at and token in ROWS[op].needs]
+        if plan.updates == 1 and not changed:
+            return np.full(len(needer), NONE, np.int32)
+        version = (
+            plan.version(index.stage[needer], index.mb[needer])
+            if row.per is Per.MICROBATCH
+            else index.update(needer)
+        )
+        giver = np.full(len(needer), NONE, np.int32)
+        for op in chain(row.op, token):
+            time = version if op in changed else version - 1
+            key = np.where(time >= 0, index.keys(ROWS[op].per, needer, time), NONE)
+            giver = np.where(giver == NONE, index.where(op, key.astype(np.int32)), giver)
+        return giver
+
+    def _last(self, row: Row, token: Token, needer: Positions) -> Iterator[Positions]:
+        """Of what many give: the last of a stage's, or of all of a rank's, on each lane."""
+        index = self.index
+        per = Per.RANK if row.group == "tied" else row.per
+        ops = chain(row.op, token)
+        for lane in sorted({ROWS[op].lane for op in ops if op in index.at}) or [row.lane]:
+            gives = index.where_all(op for op in ops if ROWS[op].lane is lane)
+            if row.group == "tied":  # all copies of the rank
+                tied = [s for stages in index.program.tied for s in stages]
+                gives = gives[np.isin(index.stage[gives], tied)]
+            last = np.full(index.size[per], NONE, np.int32)
+            last[index.keys(per, gives)] = gives
+            yield last[index.keys(per, needer)]
+
+    def _nearest(self, chains: Chains, row: Row, token: Token, needer: Positions) -> Positions:
+        """Of what is made again, or changes its state: the nearest earlier giver."""
+        giver, stale = chains.givers(self._keys(token, needer), needer, change_of(row.op, token))
+        self.stale += [Stale(who, culprit, token) for who, culprit in stale]
+        return giver
+
+    # ------------------------------------------------------------ how long it lives
+
+    def chains(self, token: Token) -> Chains | None:
+        """The chains of a token's values; None where the table of instructions is enough."""
+        if token not in self._chains:
+            self._chains[token] = self._chained(token) if self._needs_chains(token) else None
+        return self._chains[token]
+
+    def _needs_chains(self, token: Token) -> bool:
+        if TOKENS[token].found is Found.AGAIN:
+            return True
+        changed = [op for op in changes(token) if op in self.index.at]
+        return TOKENS[token].found is Found.ONCE and (
+            len(changed) > 1 or any(change_of(op, token) for op in changed)
+        )
+
+    def _chained(self, token: Token) -> Chains:
+        parts = []
+        for op in (*makers(token), *changes(token)):
+            at = self.index.positions.get(op)
+            if at is not None:
+                change = change_of(op, token)
+                parts.append((at, self._keys(token, at), True, op in makers(token), change))
+        for op, hop in FREERS[token]:
+            at = self.index.positions.get(op)
+            if at is not None:
+                key = self._keys(token, at) - hop * self.index.program.plan.microbatches
+                parts.append((at, key, False, False, None))
+        return Chains.of(parts)
+
+    def _keys(self, token: Token, at: Positions) -> Keys:
+        """Which value of a token's each of some instructions touches."""
+        if TOKENS[token].per is Per.MICROBATCH:
+            return self.index.key[at].astype(np.int64)
+        return self.index.keys(TOKENS[token].per, at, np.zeros(len(at), np.int64))
+
+    def lives(self, token: Token) -> Lives:
+        """Where the values of a kind are filled on the device and freed; without those never freed.
+
+        A value that is moved off the device and back fills a slot twice.
+        """
+        index = self.index
+        chains = self.chains(token)
+        if chains is not None:
+            fill, freed = chains.on_device()
+        else:
+            fill = index.where_all(makers(token))
+            freed = self._freed(token, fill)
+        own = freed != NONE
+        own[own] = index.rank[freed[own]] == index.rank[fill[own]]
+        fill, freed = fill[own], freed[own]
+        first = np.searchsorted(fill, index.program.offsets)
+        return Lives(fill, freed, np.sort(freed), first)
+
+    def _freed(self, token: Token, fill: Positions) -> Positions:
+        """Who frees each value that is made once, by where it is filled."""
+        index, plan = self.index, self.index.program.plan
+        stage, key = index.stage[fill].astype(np.int32), index.key[fill]
+        freed = np.full(len(fill), NONE, np.int32)
+        for op, hop in FREERS[token]:
+            if op in index.at:
+                there = (stage + hop >= 0) & (stage + hop < plan.stages)
+                found = index.where(op, np.where(there, key + hop * plan.microbatches, NONE))
+                freed = np.where(freed == NONE, found, freed)
+        return freed
+
+    def states(self, token: Token) -> States:
+        """What the values of a kind are, piece by piece, in the order of `begin`."""
+        chains = self.chains(token)
+        if chains is not None:
+            return States(*chains.pieces())
+        lives = self.lives(token)
+        whole, none = np.ones(len(lives.fill), bool), np.zeros(len(lives.fill), np.int64)
+        return States(lives.fill, lives.freed, none, none + NO_FORM, whole, whole)

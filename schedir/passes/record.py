@@ -1,0 +1,72 @@
+"""Record: what is known of a pass, for who runs passes, checks what they add, or repeats them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from schedir.analysis.models import Model
+from schedir.ir.costs import Costs
+from schedir.ir.ops import Opcode
+from schedir.ir.program import Program
+
+Boundary = Literal["replicated", "sharded"]
+Slots = Literal["fewest", "enough"]
+Mask = NDArray[np.bool_]
+
+
+@dataclass(frozen=True)
+class Options:
+    """How a draft is lowered; `more` has the options that passes bring along, by name."""
+
+    costs: Costs | None = None
+    model: Model = "device"
+    boundary: Boundary = "replicated"
+    overlap: bool = False
+    slots: Slots | None = None
+    more: Mapping[str, Any] = field(default_factory=dict)
+
+
+class Expected(NamedTuple):
+    """Which instructions of one kind must be there: `once` has an entry for each key of its row
+    (`Index.key`), of update 0 where the row is once in each.  `why` says why there is no other."""
+
+    op: Opcode
+    once: Mask
+    why: str = ""
+
+
+Present = Callable[[Opcode], Mask]
+
+
+def _nothing(program: Program, present: Present) -> Iterator[Expected]:
+    return iter(())
+
+
+def _none(program: Program, model: Model) -> dict[str, Any]:
+    return {}
+
+
+@dataclass(frozen=True)
+class Pass:
+    """A pass: from a Program to a Program.
+
+    `lower` does it, with the options of the whole lowering, where `wanted` says so.  `part` says
+    when: "draft" passes work on drafts, "messages" make of a draft a program with its messages,
+    "ends" add what ends updates, "better" ones change an order or a number and add nothing.
+    `expected` is what `check` then finds of the instructions that it adds, given a function that
+    says where those of an opcode are.  `read` tells the options with which a program was lowered,
+    as far as they show.  `options` are the names of those in `Options.more` that it takes.
+    """
+
+    name: str
+    part: Literal["draft", "messages", "ends", "better"]
+    lower: Callable[[Program, Options], Program]
+    wanted: Callable[[Program, Options], bool] = lambda program, options: True
+    expected: Callable[[Program, Present], Iterator[Expected]] = _nothing
+    read: Callable[[Program, Model], dict[str, Any]] = _none
+    options: tuple[str, ...] = ()
