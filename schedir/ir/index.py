@@ -99,6 +99,7 @@ class Index:
         `time` is the update or the turn; without it, it is the update of each instruction.
         """
         plan = self.program.plan
+        key: NDArray[np.int64]
         if per is Per.RANK:
             key, each = self.rank[at].astype(np.int64), plan.ranks
         else:
@@ -116,7 +117,8 @@ class Index:
         mb = self.mb[at].astype(np.int64)
         op, each = self.op[at], self.program.plan.per_update
         # Turns are of the only update.
-        return np.asarray(np.where(_COUNTED[op], mb // each, np.where(_TURNS[op], 0, mb)), np.int64)
+        update: NDArray[np.int64] = np.where(_COUNTED[op], mb // each, np.where(_TURNS[op], 0, mb))
+        return update
 
     def is_op(self, ops: Iterable[Opcode]) -> NDArray[np.bool_]:
         """Whether each instruction is one of `ops`."""
