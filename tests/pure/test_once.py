@@ -1,0 +1,123 @@
+"""A command, or a training run, loads its source once and checks its program once."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from importlib import import_module
+from pathlib import Path
+
+import pytest
+
+import schedir
+from schedir.ir.program import Program
+from schedir.training.config_file import read
+from schedir.training.train import program_of
+from tests.commands import said
+
+MINE = """
+from pathlib import Path
+from schedir import B, F
+
+with Path("loaded").open("a") as file:
+    file.write("once\\n")
+
+def mine(rank, ranks, microbatches):
+    return microbatches * F + microbatches * B
+"""
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    Path("mine.py").write_text(MINE)
+    vee = schedir.Plan(2, 4, placement="vee")
+    program = schedir.compile(schedir.schedules.zb_v, vee, model="edge", overlap=True)
+    Path("f.sched").write_text(schedir.show(program))
+    return tmp_path
+
+
+@pytest.fixture
+def proven(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, str]]:
+    """What is looked at: whether programs are complete, and proofs for a progress model."""
+    seen: list[tuple[str, str]] = []
+
+    def note(module: str, function: str, what: Callable[..., str]) -> None:
+        there = import_module(module)
+        real = getattr(there, function)
+
+        def noted(*args: object, **options: object) -> object:
+            if kind := what(*args, **options):
+                seen.append((kind, args[0].name if isinstance(args[0], Program) else ""))
+            return real(*args, **options)
+
+        monkeypatch.setattr(there, function, noted)
+
+    def complete(program: Program, *, draft: bool) -> str:
+        return "" if draft else "complete"
+
+    def proof(graph: object, *_: object) -> str:
+        key = (graph.model, graph.blocks)  # type: ignore[attr-defined]
+        return "" if key in graph.program.proofs else "proof"  # type: ignore[attr-defined]
+
+    note("schedir.verify.check", "completeness", complete)
+    note("schedir.verify.check", "prove", proof)
+    note("schedir.predict.simulate", "prove", proof)
+    return seen
+
+
+COMMANDS = (
+    "show mine.py:mine", "check mine.py:mine", "check mine.py:mine --why 1:1",
+    "simulate mine.py:mine --costs F=1,B=2", "draw mine.py:mine", "draw mine.py:mine -o x.svg",
+    "compare mine.py:mine", "export mine.py:mine --to torch -o x.csv",
+    "export mine.py:mine --to perfetto -o x.json", "simulate mine.py:mine -o x.timeline",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("argv", COMMANDS)
+def test_a_command_checks_once(
+    argv: str, capsys: pytest.CaptureFixture[str], proven: list[tuple[str, str]]
+) -> None:
+    said(capsys, *argv.split())
+    assert proven == [("complete", "mine"), ("proof", "")]
+    assert Path("loaded").read_text() == "once\n"
+
+
+@pytest.mark.parametrize(
+    "argv",
+    ["simulate f.sched --model edge", "draw f.sched --model edge", "show f.sched",
+     "export f.sched --model edge --to torch -o x.csv",
+     "simulate f.sched --model edge --sizes saved=1 --limit 1GB"],
+)  # fmt: skip
+def test_a_program_in_a_file_is_checked_once(
+    argv: str, capsys: pytest.CaptureFixture[str], proven: list[tuple[str, str]]
+) -> None:
+    said(capsys, *argv.split())
+    once = [("complete", "zb_v"), ("proof", "")]
+    assert proven == ([] if argv.startswith("show") else once)
+
+
+def test_explain_loads_a_file_once(capsys: pytest.CaptureFixture[str]) -> None:
+    """Though it compiles the schedule again, changed."""
+    said(capsys, "explain", "mine.py:mine")
+    assert Path("loaded").read_text() == "once\n"
+
+
+@pytest.mark.parametrize(
+    "sets",
+    [
+        ["schedule=mine.py:mine", "ranks=2"],
+        ["schedule=zb_v", "ranks=2"],
+        ["schedule=zb_v", "ranks=2", "slots=fewest"],
+        ["schedule=f.sched"],
+    ],
+)
+def test_a_training_run_checks_once(sets: list[str], proven: list[tuple[str, str]]) -> None:
+    """Proven as its transport needs it: nobody looks again, be it the executor or a report."""
+    Path("run.toml").write_text("[model]\ntied = false\n[train]\nclip = 0\n")
+    config = read("run.toml", [f"pipeline.{setting}" for setting in sets])
+    program = program_of(config)
+    schedir.check(program, config.train.model, blocks=True)
+    schedir.simulate(program, model=config.train.model, blocks=True)
+    assert proven == [("complete", program.name), ("proof", "")]
+    if "mine" in sets[0]:
+        assert Path("loaded").read_text() == "once\n"

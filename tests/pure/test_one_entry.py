@@ -1,0 +1,137 @@
+"""A trait is one entry, and a command is one file: in a copy, nothing else is edited."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import schedir
+
+ROOT = Path(__file__).resolve().parents[2]
+
+TRAIT = """\
+    zero: int = field(
+        default=0, metadata=setting(whole_number(0, 3), "what replicas shard of the optimizer (0)")
+    )
+"""
+COMMAND = '''
+"""Count the instructions of a program."""
+
+import argparse
+
+from schedir.commands._options import add_shape, add_source, request_of
+
+ABOUT = "say how many instructions a program has"
+
+
+def arguments(parser: argparse.ArgumentParser) -> None:
+    add_source(parser)
+    add_shape(parser)
+
+
+def run(args: argparse.Namespace) -> str:
+    return f"{len(request_of(args, args.source).program)}\\n"
+'''
+
+
+@pytest.fixture
+def copy(tmp_path: Path) -> Path:
+    """A copy of what is imported as schedir."""
+    for name in ("schedir", "kernels", "viz"):
+        ignore = shutil.ignore_patterns("__pycache__")
+        shutil.copytree(ROOT / name, tmp_path / name, symlinks=True, ignore=ignore)
+    return tmp_path
+
+
+def ran(folder: Path, *argv: str) -> tuple[int, str]:
+    """The exit code and all that python says, with the copy in `folder`."""
+    done = subprocess.run(
+        [sys.executable, *argv], cwd=folder, env={"PYTHONPATH": str(folder), "COLUMNS": "200"},
+        capture_output=True, text=True,
+    )  # fmt: skip
+    return done.returncode, done.stdout + done.stderr
+
+
+USE = """
+import sys
+from dataclasses import replace
+import schedir
+from schedir.errors import ConfigError, ParseError, PlanError
+from schedir.schedules import one_f_one_b
+from schedir.training.config import settings
+from schedir.training.config_file import read
+
+plain = schedir.compile(one_f_one_b, schedir.Plan(2, 4))
+assert plain.digest == sys.argv[1] and "zero" not in schedir.show(plain)
+program = replace(plain, zero=2)
+text = schedir.show(program)
+assert "clip no\\nzero 2\\n" in text
+assert schedir.parse(text) == program and program.digest != plain.digest
+try:
+    schedir.parse(text.replace("zero 2", "zero 4"))
+except ParseError as error:
+    assert (error.line, error.column) == (5, 6) and "from 0 to 3" in error.fact
+else:
+    raise AssertionError
+try:
+    replace(plain, zero=-1)
+except PlanError as error:
+    assert error.fields == ("zero",)
+else:
+    raise AssertionError
+
+assert "zero" in [setting.name for setting in settings()["pipeline"][1]]
+with open("run.toml", "w") as file:
+    file.write("[pipeline]\\nranks = 2\\nzero = 1\\n")
+config = read("run.toml")
+assert config.request.program.zero == 1
+with open("x.sched", "w") as file:
+    file.write(text)
+for given, says in (("zero=4", "pipeline.zero must be a whole number of at least 0 and below 4"),
+                    ("schedule=x.sched", "line 3, column 1: x.sched has zero 2, not 1")):
+    try:
+        read("run.toml", [f"pipeline.{given}"])
+    except ConfigError as error:
+        assert says in str(error), error
+    else:
+        raise AssertionError
+"""
+
+
+def test_a_trait_is_one_entry(copy: Path) -> None:
+    path = copy / "schedir" / "ir" / "program.py"
+    before = "    clip: bool = field(default=False, metadata=_CLIP)\n"
+    text = path.read_text()
+    assert text.count(before) == 1
+    path.write_text(text.replace(before, before + TRAIT))
+    plain = schedir.compile(schedir.schedules.one_f_one_b, schedir.Plan(2, 4))
+    code, said = ran(copy, "-c", USE, plain.digest)
+    assert code == 0, said
+
+    def command(*argv: str) -> tuple[int, str]:
+        return ran(copy, "-m", "schedir", *argv)
+
+    assert "--zero N" in command("show", "--help")[1]
+    code, said = command("show", "gpipe", "--zero", "2")
+    assert code == 0 and "\nzero 2\n" in said
+    assert command("show", "x.sched", "--zero", "2")[0] == 0
+    code, said = command("show", "x.sched", "--zero", "1")
+    assert code == 2 and "has zero 2, not 1\n  hint: leave out --zero" in said
+    code, said = command("show", "gpipe", "--zero", "4")
+    assert code == 2 and "--zero: must be a whole number from 0 to 3" in said
+
+
+@pytest.mark.parametrize("file", ["count", "import_as_well", "async_"])
+def test_a_command_is_one_file(copy: Path, file: str) -> None:
+    (copy / "schedir" / "commands" / f"{file}.py").write_text(COMMAND.lstrip())
+    name = file.rstrip("_")
+    code, said = ran(copy, "-m", "schedir", "--help")
+    assert code == 0 and said.index("export") < said.index("import  ") < said.index(f"    {name}")
+    assert "say how many instructions a program has" in said
+    program = schedir.compile(schedir.schedules.gpipe, schedir.Plan(4, 8))
+    assert ran(copy, "-m", "schedir", name, "gpipe") == (0, f"{len(program)}\n")
+    assert "--microbatches" in ran(copy, "-m", "schedir", name, "--help")[1]
