@@ -64,10 +64,10 @@ def split_layers(layers: int, stages: int, given: Sequence[int] | None = None) -
     >>> split_layers(10, 4, given=(2, 4, 4, 0))
     (2, 4, 4, 0)
     """
-    if stages < 1:
-        raise UsageError(f"{stages} stages; there must be 1 or more")
-    each, over = divmod(layers, stages)
     cut = ("layers", "ranks", "stages_per_rank", "placement")
+    if stages < 1:
+        raise UsageError(f"{stages} stages; there must be 1 or more", fields=cut)
+    each, over = divmod(layers, stages)
     if given is None:
         if not each:
             raise UsageError(f"{layers} layers do not fill {stages} stages", fields=cut)

@@ -61,3 +61,13 @@ def test_half_a_gigabyte(capsys: pytest.CaptureFixture[str]) -> None:
         assert "saved must be a number" in refused(
             capsys, "simulate", "gpipe", f"--sizes=saved={no}"
         )
+
+
+def test_no_option_is_left_unread(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    said(capsys, "show", "gpipe", "--draft", "--tp=2", "--clip", "-o", "d.sched")
+    draft = schedir.parse(Path("d.sched").read_text())
+    assert draft.is_draft and (draft.tp, draft.clip) == (2, True)
+    assert "no size 'nonsense'" in refused(capsys, "show", "d.sched", "--sizes=nonsense=1")

@@ -1,0 +1,113 @@
+"""Fields: an error names the setting that it speaks of, and nobody looks for it in the words."""
+
+from __future__ import annotations
+
+import ast
+from dataclasses import MISSING, fields
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from schedir.errors import ConfigError, ParseError, PlanError, ProgramError
+from schedir.ir.plan import Plan
+from schedir.ir.program import HEADER, Program
+from schedir.ir.text import parse
+from schedir.training.config import Config, PipelineConfig
+from schedir.training.config_file import read
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.mark.parametrize(
+    ("plan", "blamed"),
+    [
+        ({"ranks": 0}, ["ranks"]),
+        ({"microbatches": 1.5}, ["microbatches"]),
+        ({"stages_per_rank": True}, ["stages_per_rank"]),
+        ({"ranks": 2**15, "stages_per_rank": 2}, ["ranks", "stages_per_rank", "placement"]),
+        ({"microbatches": 2**20, "ranks": 2**10}, ["microbatches", "ranks"]),
+        ({"placement": "zigzag"}, ["placement"]),
+        ({"placement": 3}, ["placement"]),
+        ({"placement": (0, 2)}, ["placement", "ranks"]),
+        ({"placement": (0, 0)}, ["placement", "ranks"]),
+        ({"placement": (0, 1), "stages_per_rank": 3}, ["placement", "stages_per_rank"]),
+        ({"placement": "mirror", "ranks": 3}, ["placement", "ranks"]),
+        ({"placement": "mirror", "microbatches": 1}, ["placement", "microbatches"]),
+        ({"placement": "mirror", "updates": 2}, ["placement", "updates"]),
+        ({"updates": 3}, ["microbatches", "updates"]),
+        ({"updates": 2, "delay": "x"}, ["delay"]),
+        ({"updates": 2, "delay": -1}, ["delay"]),
+        ({"updates": 2, "delay": (1, 2, 3)}, ["delay"]),
+        ({"delay": 1}, ["delay", "updates"]),
+    ],
+)
+def test_a_plan_that_cannot_be_names_its_fields(plan: dict[str, Any], blamed: list[str]) -> None:
+    with pytest.raises(PlanError) as caught:
+        Plan(**{"ranks": 2, "microbatches": 8} | plan)
+    assert [*caught.value.fields][: len(blamed)] == blamed
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [{"tp": 0}, {"dp": "2"}, {"tied": 3}, {"tied": ((0, 9),)}, {"tied": ((1,),)}, {"clip": 2},
+     {"slots": 3}, {"slots": [(1, 1, 1, 1)]}, {"name": "a#b"}, {"name": " x"}],
+)  # fmt: skip
+def test_a_program_that_cannot_be_names_its_fields(wrong: dict[str, Any]) -> None:
+    with pytest.raises(ProgramError) as caught:
+        Program(**{"name": "x", "plan": Plan(2, 4), "streams": ()} | wrong)  # type: ignore[arg-type]
+    assert caught.value.fields == (*wrong,)
+
+
+@pytest.mark.parametrize(
+    ("sets", "where", "blamed"),
+    [
+        (["pipeline.ranks=3"], "--set pipeline.ranks=3", "ranks"),  # nothing says it in its words
+        (["pipeline.ranks=2", "model.layers=5"], "--set model.layers=5", "layers"),
+        (["pipeline.ranks=8"], "--set pipeline.ranks=8", "ranks"),
+        (["model.heads=3"], "--set model.heads=3", "heads"),
+        (["model.heads=2", "pipeline.tp=3"], "--set pipeline.tp=3", "tp"),
+        (["train.lr=1e-5"], "--set train.lr=1e-5", "lr"),
+        (["train.precision=float16", "train.clip=0"], "--set train.clip=0", "clip"),
+        (["train.device=cuda", "train.transport=gloo"], "--set train.transport=gloo", "transport"),
+        (["output.trace=x", "output.record=false"], "--set output.trace=x", "trace"),
+        (["pipeline.slots=few"], "--set pipeline.slots=few", "slots"),
+        (["pipeline.ranks=2", "pipeline.placement=0,2"], "--set pipeline.placement=0,2",
+         "placement"),
+        (["pipeline.ranks=3", "pipeline.schedule=dualpipe", "model.layers=6"],
+         "--set pipeline.ranks=3", "ranks"),
+    ],
+)  # fmt: skip
+def test_a_configuration_is_blamed_where_it_is_said(
+    tmp_path: Path, sets: list[str], where: str, blamed: str
+) -> None:
+    (tmp_path / "run.toml").write_text("")
+    with pytest.raises(ConfigError) as caught:
+        read(str(tmp_path / "run.toml"), sets)
+    assert caught.value.where == where and blamed in caught.value.fields
+
+
+def test_a_name_in_a_value_is_not_to_blame() -> None:
+    """The words of a message hold what a person wrote, which may be the name of another field."""
+    text = "schedir 1\nprogram x\ndp 1\nranks 2  microbatches 2  placement dp\nrank 0\nrank 1\n"
+    with pytest.raises(ParseError) as caught:
+        parse(text)
+    assert (caught.value.line, caught.value.column) == (4, 36)
+
+
+def test_every_refusal_of_a_setting_names_it() -> None:
+    for path in ("ir/plan", "ir/program", "training/config", "training/gpt_config"):
+        for node in ast.walk(ast.parse((ROOT / "schedir" / f"{path}.py").read_text())):
+            if isinstance(node, ast.Call) and ast.unparse(node.func) in ("PlanError", "UsageError"):
+                assert "fields" in [word.arg for word in node.keywords], ast.unparse(node)
+
+
+def test_a_configuration_has_each_field() -> None:
+    """Those that it names itself are of the same default, but for the shape of a run."""
+    own = {f.name: f for f in fields(PipelineConfig)}
+    differ = [f.name for f in HEADER if f.in_config and own[f.name].default != f.default]
+    assert differ == ["ranks", "microbatches"]
+    assert [f.name for f in HEADER if f.default is MISSING] == differ
+    program = Config().request.program
+    assert {f.name for f in HEADER if not f.in_config} == {"tied", "clip"}
+    assert (program.tied, program.clip) == ((), True)  # one stage is tied to nothing
