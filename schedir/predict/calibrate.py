@@ -77,7 +77,7 @@ def calibrate(measured: Timeline) -> Costs:
     return Costs(**costs)
 
 
-def off(predicted: Timeline, run: Timeline) -> float:
+def missed_by(predicted: Timeline, run: Timeline) -> float:
     """How much longer than a run its prediction takes, over the run; 0 for a run of no length."""
     return predicted.span / run.span - 1 if run.span else 0.0
 
@@ -90,12 +90,12 @@ def unexplained(predicted: Timeline, run: Timeline) -> float:
     return float((predicted.busy - run.busy).sum()) / whole if whole else 0.0
 
 
-def bubbles(run: Timeline, predicted: Timeline) -> str:
+def format_bubbles(run: Timeline, predicted: Timeline) -> str:
     """The bubble of a run, and the predicted one if the prediction does not miss the run.
 
     What is unexplained is said where it is a hundredth or more.
     """
-    more = off(predicted, run)
+    more = missed_by(predicted, run)
     if abs(more) > MISSED:
         than = f"{abs(more):.0%} {'more' if more > 0 else 'less'}"
         return f"bubble {run.bubble:.1%}, not predicted: at its mean times it takes {than}"

@@ -1,4 +1,4 @@
-"""Advice: what would make a step shorter, each claim from simulating the change."""
+"""What if: what would make a step shorter, each claim from simulating the change."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from schedir.ir.plan import Plan
 from schedir.ir.program import Program
 from schedir.ir.ties import show_tied, tied_stages
 from schedir.passes.lowering import LOWERING
-from schedir.predict.calibrate import MISSED, calibrate, completed, off
+from schedir.predict.calibrate import MISSED, calibrate, completed, missed_by
 from schedir.predict.simulate import simulate
 from schedir.predict.timeline import Timeline, expect_runs
 from schedir.schedules import built_in
@@ -37,6 +37,14 @@ class Change:
 
     what: str
     saves: float
+
+
+class Trial(NamedTuple):
+    """A changed run, and how many microbatches it has."""
+
+    what: str
+    run: Timeline
+    microbatches: int
 
 
 class Advice(NamedTuple):
@@ -69,7 +77,7 @@ def advise(
     program = timeline.program
     costs = completed(costs or calibrate(timeline), program)
     base = simulate(program, costs, model=timeline.model, blocks=timeline.blocks)
-    advice = Advice(base, off(base, timeline), [])
+    advice = Advice(base, missed_by(base, timeline), [])
     if not advice.given:
         return advice
     found: dict[str, Change] = {}
@@ -136,31 +144,34 @@ class _Changes:
 
     def all(self) -> Iterator[tuple[str, Change]]:
         """Kinds, with a change of each that could be simulated."""
-        ways: dict[str, Callable[[], Iterator[tuple[str, Timeline, float]]]] = {
-            "even": self._even,
-            "send": self._send,
-            "reduce": self._reduce,
-            "more": self._more,
-            "order": self._order,
-            "room": self._room,
-        }
-        for kind, way in ways.items():
+        kinds: tuple[Callable[[], Iterator[Trial]], ...] = (
+            self._even_stages,
+            self._free_messages,
+            self._free_reductions,
+            self._more_microbatches,
+            self._other_schedules,
+            self._greedy_orders,
+        )
+        now = self.base.span / self.plan.microbatches
+        for kind in kinds:
             try:
-                for what, timeline, microbatches in way():
-                    now = self.base.span / self.plan.microbatches
-                    then = timeline.span / microbatches
+                for what, run, microbatches in kind():
                     if now:
-                        yield kind, Change(what, 1 - then / now)
+                        yield kind.__name__, Change(what, 1 - run.span / microbatches / now)
             except ProgramError:  # a schedule that is not for this plan
                 continue
 
-    def _of(self, program: Program, costs: Costs) -> Timeline:
+    def _run(self, program: Program, costs: Costs) -> Timeline:
+        """As the base was simulated."""
         return simulate(program, costs, model=self.base.model, blocks=self.base.blocks)
 
-    def _at(self, costs: Costs) -> Timeline:
-        return self._of(self.program, costs)
+    def _priced(self, what: str, **costs: Cost) -> Trial:
+        """The same program, of which something costs something else."""
+        run = self._run(self.program, replace(self.costs, **costs))
+        return Trial(what, run, self.plan.microbatches)
 
-    def _even(self) -> Iterator[tuple[str, Timeline, float]]:
+    def _even_stages(self) -> Iterator[Trial]:
+        """Stages that take as long as the mean of them, if one takes longer."""
         table = self.costs.table(self.plan.stages)
         each = table[Opcode.Forward] + table[Opcode.Backward]
         worst, mean = int(each.argmax()), float(each.mean())
@@ -176,25 +187,23 @@ class _Changes:
             f"stages that all take the mean (stage {worst} on rank {holders} takes "
             f"{each[worst] / mean:.2f}x)"
         )
-        yield what, self._at(replace(self.costs, **even)), self.plan.microbatches
+        yield self._priced(what, **even)
 
-    def _send(self) -> Iterator[tuple[str, Timeline, float]]:
-        free = replace(self.costs, send=0.0, scatter=0.0, gather=0.0)
-        yield "messages that take no time", self._at(free), self.plan.microbatches
+    def _free_messages(self) -> Iterator[Trial]:
+        yield self._priced("messages that take no time", send=0.0, scatter=0.0, gather=0.0)
 
-    def _reduce(self) -> Iterator[tuple[str, Timeline, float]]:
-        free: dict[str, Cost] = dict.fromkeys(_REDUCTIONS, 0.0)
-        what = "reductions that take no time"
-        yield what, self._at(replace(self.costs, **free)), self.plan.microbatches
+    def _free_reductions(self) -> Iterator[Trial]:
+        yield self._priced("reductions that take no time", **dict.fromkeys(_REDUCTIONS, 0.0))
 
-    def _more(self) -> Iterator[tuple[str, Timeline, float]]:
+    def _more_microbatches(self) -> Iterator[Trial]:
+        """Twice as many, of a schedule that is known."""
         if self.schedule is not None and len(self.program) <= LARGE:
             plan = replace(self.plan, microbatches=2 * self.plan.microbatches)
             program = self.lowering.of(draft(self.schedule, plan), self.costs)
-            timeline = self._of(program, self.costs)
-            yield "twice as many microbatches of this size", timeline, plan.microbatches
+            run = self._run(program, self.costs)
+            yield Trial("twice as many microbatches of this size", run, plan.microbatches)
 
-    def _order(self) -> Iterator[tuple[str, Timeline, float]]:
+    def _other_schedules(self) -> Iterator[Trial]:
         """The built-in schedules that hold no more activations."""
         if len(self.program) > LARGE:
             return
@@ -211,18 +220,18 @@ class _Changes:
                         continue
                     costs = _cut(self.costs, self.plan.stages, plan.stages)
                     program = self.lowering.of(draft(schedule, plan), costs)
-                    timeline = self._of(program, costs)
+                    run = self._run(program, costs)
                 except ProgramError:
                     continue
-                fits = timeline.peak_activations <= self.room
+                fits = run.peak_activations <= self.room
                 if program.trains == self.program.trains and fits and name != self.program.name:
                     what = f"{name} with {v} stage{'s' * (v > 1)} per rank"
                     what += ", which holds no more activations"
                     if _I in program.ops and _I not in self.program.ops:
                         what += "; I and W each half of B"
-                    yield what, timeline, plan.microbatches
+                    yield Trial(what, run, plan.microbatches)
 
-    def _room(self) -> Iterator[tuple[str, Timeline, float]]:
+    def _greedy_orders(self) -> Iterator[Trial]:
         """Greedy orders: with as many activations on each rank, and with one more if there is any.
 
         What a greedy order saves with as many, it saves by its order.
@@ -238,16 +247,16 @@ class _Changes:
         ):
             if more and (peak == most).all():
                 return
-            timeline = self._greedy((peak + more).tolist())
-            if timeline.span < best:
-                best = timeline.span
-                yield what, timeline, self.plan.microbatches
+            run = self._greedy((peak + more).tolist())
+            if run.span < best:
+                best = run.span
+                yield Trial(what, run, self.plan.microbatches)
 
     def _greedy(self, in_flight: list[int]) -> Timeline:
         letters = "IFW" if _I in self.program.ops else "BF"
         drafted = greedy(self.plan, letters, in_flight.__getitem__, self.costs)
         program = self.lowering.of(drafted, self.costs)
-        return self._of(program, self.costs)
+        return self._run(program, self.costs)
 
 
 def _cut(costs: Costs, stages: int, into: int) -> Costs:

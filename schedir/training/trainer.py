@@ -18,7 +18,7 @@ from schedir.analysis.memory import held
 from schedir.errors import ExecutionError, Site, in_bytes, in_words
 from schedir.ir.program import Program
 from schedir.ir.sizes import Sizes
-from schedir.predict.calibrate import bubbles, calibrate
+from schedir.predict.calibrate import calibrate, format_bubbles
 from schedir.predict.simulate import simulate
 from schedir.predict.timeline import Timeline
 from schedir.runtime.executor import Executor
@@ -272,7 +272,7 @@ class _Trainer:
         timed = seconds[1:] if first == 1 else seconds
         self.timed += timed
         last = recent[-1]
-        bubble = "" if runs is None else f"  {bubbles(*runs)}"
+        bubble = "" if runs is None else f"  {format_bubbles(*runs)}"
         clipped = "" if last.norm is None else f"  norm {last.norm:.3f}"
         scaled = "" if self.loss_scale is None else f"  scale {float(self.loss_scale.value):g}"
         skipped = sum(s.skipped for s in recent)

@@ -13,7 +13,7 @@ import schedir
 from schedir import Costs, Plan, Program
 from schedir.compiler.compile import lower
 from schedir.ir.ops import SENDS
-from schedir.predict.calibrate import bubbles, calibrate, unexplained
+from schedir.predict.calibrate import calibrate, format_bubbles, unexplained
 from schedir.predict.timeline import Timeline
 from schedir.schedules import gpipe, interleaved, looped_bfs, one_f_one_b
 from schedir.schedules.words import B, F, I, Schedule, W, Word
@@ -167,10 +167,10 @@ def test_one_late_message_does_not_make_all_late() -> None:
 def test_a_bubble_is_called_predicted_where_the_step_was() -> None:
     program = schedir.compile(gpipe, Plan(2, 4))
     step, slow = (schedir.simulate(program, Costs(F=f)) for f in (1.0, 2.0))
-    assert bubbles(step, step) == "bubble 20.0%, predicted 20.0%"
+    assert format_bubbles(step, step) == "bubble 20.0%, predicted 20.0%"
     told = "bubble 20.0%, not predicted: at its mean times it takes 33% more"
-    assert bubbles(step, slow) == told
-    assert "25% less" in bubbles(slow, step)
+    assert format_bubbles(step, slow) == told
+    assert "25% less" in format_bubbles(slow, step)
 
 
 def test_what_a_prediction_counts_as_work_is_said() -> None:
@@ -181,6 +181,6 @@ def test_what_a_prediction_counts_as_work_is_said() -> None:
     lost = unexplained(predicted, run)
     assert lost == pytest.approx(0.08, abs=0.005)
     assert run.bubble == pytest.approx(predicted.bubble + lost, abs=0.005)
-    assert bubbles(run, predicted).endswith(
+    assert format_bubbles(run, predicted).endswith(
         f"predicted {predicted.bubble:.1%} and {lost:.1%} unexplained"
     )
