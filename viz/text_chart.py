@@ -1,9 +1,9 @@
-"""A run on a terminal: a line per rank, letters for boxes, the terminal's width for its span."""
+"""Text chart: a run on a terminal, as wide as that: a line for each rank, letters for its boxes."""
 
 from __future__ import annotations
 
 from math import ceil
-from typing import Final
+from typing import Final, NamedTuple
 
 import numpy as np
 
@@ -44,46 +44,60 @@ def letters(timeline: Timeline, width: int = 80) -> list[Line]:
     every = ceil(timeline.ranks / _RANKS)
     ranks = range(0, timeline.ranks, every)
     name = len(f"rank {timeline.ranks - 1} ")
-    columns = max(width - name - 13, 10)
-    label, narrow = _longest_label(timeline), Sheet(timeline).narrow
-    most = min(_CUTS, max(1, _LINES // (len(ranks) + 1)))
-    need = timeline.span / narrow * (label + 1) if timeline.span else 0.0
-    if need * label <= columns * (label + 1):  # without room between boxes, one piece does
-        need = min(need, columns)
-    cuts = max(1, ceil(need / columns))
-    boxes = cuts <= most
-    cuts = cuts if boxes else 1
-    whole = columns * cuts
-    cells = int(whole * narrow / (timeline.span or 1.0) + 1e-9)
-    if boxes and cells and _even(timeline, narrow):
-        # Boxes of one length are equally wide, and a short one is never cut in two.
-        whole = round(timeline.span / narrow) * cells
-        columns = ceil(whole / cuts / cells) * cells
-    rows = _boxes(timeline, ranks, whole) if boxes else _mixed(timeline, ranks, whole)
+    cut = _cut(timeline, len(ranks), max(width - name - 13, 10))
+    rows = (_boxes if cut.boxes else _mixed)(timeline, ranks, cut.whole)
 
     plan, unit = timeline.program.plan, timeline.unit and f" {timeline.unit}"
     fact = f"{timeline.caption}: span {timeline.span:.6g}{unit}, bubble {timeline.bubble:.1%}"
-    lines: list[Line] = [
-        [(timeline.program.name, "bold"), (f", {fact}", "")],
-    ]
+    lines: list[Line] = [[(timeline.program.name, "bold"), (f", {fact}", "")]]
     share = timeline.idle / (timeline.span or 1.0)
-    for cut in range(cuts):
-        if cut == cuts - 1:  # there the figures are
-            room = " " * (name + whole - cut * columns)
+    for piece in range(cut.pieces):
+        begin, last = piece * cut.columns, piece == cut.pieces - 1
+        if last:  # there the figures are
+            room = " " * (name + cut.whole - begin)
             lines.append([(f"{room}   idle  held", "bright_black")])
-        elif cut:
+        elif piece:
             lines.append([])
         for rank, row in zip(ranks, rows, strict=True):
-            part = row[cut * columns : (cut + 1) * columns]
-            last = cut == cuts - 1
-            said = f" {share[rank]:6.1%} {timeline.peak_in_flight[rank]:5}" if last else ""
-            lines.append([(f"{f'rank {rank}':<{name}}", ""), *_joined(part), (said, "")])
+            figures = f" {share[rank]:6.1%} {timeline.peak_in_flight[rank]:5}" if last else ""
+            boxes = _joined(row[begin : begin + cut.columns])
+            lines.append([(f"{f'rank {rank}':<{name}}", ""), *boxes, (figures, "")])
     if every > 1:
         lines.append([(f"one rank in {every} of {timeline.ranks} is shown", "bright_black")])
-    if not boxes:
+    if not cut.boxes:
         lines.append([(f"{plan.microbatches} microbatches, mixed: what most of each column is",
                        "bright_black")])  # fmt: skip
     return lines
+
+
+class _Cut(NamedTuple):
+    """How a run is cut into pieces: columns of them all, columns of each, and how many.
+
+    Without `boxes` there is no room for them, and the one piece shows what is most of each column.
+    """
+
+    whole: int
+    columns: int
+    pieces: int
+    boxes: bool
+
+
+def _cut(timeline: Timeline, ranks: int, columns: int) -> _Cut:
+    """How a run is cut into pieces of at most about so many columns, for so many lines each."""
+    label, narrow = _longest_label(timeline), Sheet(timeline).narrow
+    need = timeline.span / narrow * (label + 1) if timeline.span else 0.0
+    if need * label <= columns * (label + 1):  # without room between boxes, one piece does
+        need = min(need, columns)
+    pieces = max(1, ceil(need / columns))
+    if pieces > min(_CUTS, max(1, _LINES // (ranks + 1))):
+        return _Cut(columns, columns, 1, boxes=False)
+    whole = columns * pieces
+    cells = int(whole * narrow / (timeline.span or 1.0) + 1e-9)
+    if cells and _even(timeline, narrow):
+        # Boxes of one length are equally wide, and a short one is never cut in two.
+        whole = round(timeline.span / narrow) * cells
+        columns = ceil(whole / pieces / cells) * cells
+    return _Cut(whole, columns, pieces, boxes=True)
 
 
 def _longest_label(timeline: Timeline) -> int:
