@@ -48,11 +48,10 @@ def _contradicts(source: str, field: Field, has: str, said: str) -> UsageError:
 class Request:
     """A source, and how its program is wanted.  Each property is found when it is first asked for.
 
-    `said` are the fields of the plan and the program that somebody
-    said, by name; what is not said the source decides, or `usual`, which has at least `ranks` and
-    `microbatches`.  `costs`, `sizes` and `model` are those of a prediction, `overlap`, `slots`,
-    `limit` and `blocks` as `compile` and `check` take them; None is what nobody said.  `draft`
-    asks for the compute only.
+    `said` are the fields of the plan and the program that somebody said, by name; what nobody said
+    the source decides, or `usual`, which has at least `ranks` and `microbatches`.  `costs`, `sizes`
+    and `model` are those of a prediction, `overlap`, `slots`, `limit` and `blocks` as `compile` and
+    `check` take them; None is what nobody said.  `draft` asks for the compute only.
 
     A program in a file is taken as it is, and what contradicts it is refused, by
     `contradicts(source, field, has, said)`.  With `lowers` a draft in a file is lowered, with the

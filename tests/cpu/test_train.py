@@ -23,6 +23,7 @@ from tests.cpu.training import (
     start,
     train,
 )
+from tests.proofs import proofs
 
 
 def test_four_processes_are_one_and_torchrun_is_the_launcher(config: str, tmp_path: Path) -> None:
@@ -55,6 +56,15 @@ def test_four_processes_are_one_and_torchrun_is_the_launcher(config: str, tmp_pa
     assert code == 0, err
     bits = [(tmp_path / name / "loss.csv").read_bytes() for name in ("many", "again")]
     assert bits[0] == bits[1]
+
+
+def test_a_program_is_checked_once(
+    config: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By the run: its executor, and what predicts each report, find the proof."""
+    seen = proofs(monkeypatch)
+    alone(config, tmp_path)
+    assert seen == [("complete", "interleaved"), ("proof", "interleaved")]
 
 
 def test_two_nodes(config: str, tmp_path: Path) -> None:

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from importlib import import_module
 from pathlib import Path
 
 import pytest
 
 import schedir
-from schedir.ir.program import Program
 from schedir.training.config_file import read
 from schedir.training.train import program_of
 from tests.commands import said
+from tests.proofs import proofs
 
 MINE = """
 from pathlib import Path
@@ -38,31 +36,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.fixture
 def proven(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, str]]:
-    """What is looked at: whether programs are complete, and proofs for a progress model."""
-    seen: list[tuple[str, str]] = []
-
-    def note(module: str, function: str, what: Callable[..., str]) -> None:
-        there = import_module(module)
-        real = getattr(there, function)
-
-        def noted(*args: object, **options: object) -> object:
-            if kind := what(*args, **options):
-                seen.append((kind, args[0].name if isinstance(args[0], Program) else ""))
-            return real(*args, **options)
-
-        monkeypatch.setattr(there, function, noted)
-
-    def complete(program: Program, *, draft: bool) -> str:
-        return "" if draft else "complete"
-
-    def proof(graph: object, *_: object) -> str:
-        key = (graph.model, graph.blocks)  # type: ignore[attr-defined]
-        return "" if key in graph.program.proofs else "proof"  # type: ignore[attr-defined]
-
-    note("schedir.verify.check", "completeness", complete)
-    note("schedir.verify.check", "prove", proof)
-    note("schedir.predict.simulate", "prove", proof)
-    return seen
+    return proofs(monkeypatch)
 
 
 COMMANDS = (
@@ -78,7 +52,7 @@ def test_a_command_checks_once(
     argv: str, capsys: pytest.CaptureFixture[str], proven: list[tuple[str, str]]
 ) -> None:
     said(capsys, *argv.split())
-    assert proven == [("complete", "mine"), ("proof", "")]
+    assert proven == [("complete", "mine"), ("proof", "mine")]
     assert Path("loaded").read_text() == "once\n"
 
 
@@ -92,7 +66,7 @@ def test_a_program_in_a_file_is_checked_once(
     argv: str, capsys: pytest.CaptureFixture[str], proven: list[tuple[str, str]]
 ) -> None:
     said(capsys, *argv.split())
-    once = [("complete", "zb_v"), ("proof", "")]
+    once = [("complete", "zb_v"), ("proof", "zb_v")]
     assert proven == ([] if argv.startswith("show") else once)
 
 
@@ -118,6 +92,6 @@ def test_a_training_run_checks_once(sets: list[str], proven: list[tuple[str, str
     program = program_of(config)
     schedir.check(program, config.train.model, blocks=True)
     schedir.simulate(program, model=config.train.model, blocks=True)
-    assert proven == [("complete", program.name), ("proof", "")]
+    assert proven == [("complete", program.name), ("proof", program.name)]
     if "mine" in sets[0]:
         assert Path("loaded").read_text() == "once\n"

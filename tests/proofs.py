@@ -1,0 +1,32 @@
+"""What is looked at when programs are checked: each once, if nobody asks twice."""
+
+from __future__ import annotations
+
+from importlib import import_module
+
+import pytest
+
+from schedir.analysis.graph import Graph
+from schedir.ir.program import Program
+
+
+def proofs(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, str]]:
+    """From now on, ("complete", name) for each program that is looked at for what is missing, and
+    ("proof", name) for each for which it is proven, under one model, that it ends."""
+    seen: list[tuple[str, str]] = []
+
+    def complete(program: Program, *, draft: bool) -> object:
+        seen.extend([] if draft else [("complete", program.name)])
+        return real_complete(program, draft=draft)
+
+    def prove(graph: Graph, *more: object) -> object:
+        if (graph.model, graph.blocks) not in graph.program.proofs:
+            seen.append(("proof", graph.program.name))
+        return real_prove(graph, *more)
+
+    check = import_module("schedir.verify.check")
+    real_complete, real_prove = check.completeness, check.prove
+    monkeypatch.setattr(check, "completeness", complete)
+    for module in (check, import_module("schedir.predict.simulate")):
+        monkeypatch.setattr(module, "prove", prove)
+    return seen
