@@ -1,0 +1,199 @@
+"""Strategies: plans, drafts and programs for property tests."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import replace
+from itertools import product
+
+from hypothesis import strategies as st
+
+from schedir.compiler.compile import lower
+from schedir.errors import PlanError
+from schedir.ir.ops import Instr, Opcode
+from schedir.ir.plan import Plan
+from schedir.ir.program import Program, Stream
+from schedir.ir.ties import Tied, tied_stages
+from schedir.passes.overlap import group_opposites
+from schedir.schedules.words import Schedule, placed_for, takes_v
+
+_F, _B = Opcode.Forward, Opcode.Backward
+_I, _W = Opcode.BackwardInput, Opcode.BackwardWeight
+
+
+def plans_of(
+    schedule: Schedule, ranks: int = 4, microbatches: int = 6, stages_per_rank: int = 3
+) -> list[Plan]:
+    """All plans up to these sizes of the kind that a schedule is written for, smaller ones first.
+
+    As its mark says (`words.placed`); else any stages per rank if it takes `v`, or one.
+
+    >>> from schedir.testing import plans_of
+    >>> plans_of(lambda rank, ranks, microbatches: None, ranks=2, microbatches=2)[1:]
+    [Plan(ranks=1, microbatches=2), Plan(ranks=2, microbatches=1), Plan(ranks=2, microbatches=2)]
+    """
+    placement, v = placed_for(schedule)
+    if placement is None:
+        placement, v = "loop", None if takes_v(schedule) else 1
+    each = [v] if v else range(1, stages_per_rank + 1)
+    found: dict[Plan, None] = {}
+    for shape in product(range(1, ranks + 1), range(1, microbatches + 1), each):
+        with suppress(PlanError):  # a mirror of an odd number of ranks, for one
+            found[Plan(*shape, placement)] = None
+    return [*found]
+
+
+@st.composite
+def plans(
+    draw: st.DrawFn,
+    ranks: int = 4,
+    microbatches: int = 6,
+    stages_per_rank: int = 3,
+    placements: Sequence[str] = ("loop", "vee", "mirror", "given"),
+) -> Plan:
+    """Small plans, up to these sizes.
+
+    A "given" placement is any, uneven ones among them; there `stages_per_rank` is the most on
+    average.  "vee" and "mirror" need two.
+
+    >>> from hypothesis import given
+    >>> from schedir.testing import plans
+    >>> @given(plans(ranks=2, microbatches=4))
+    ... def every_stage_has_a_rank(plan):
+    ...     assert {stage for own in plan.stages_of for stage in own} == {*range(plan.stages)}
+    >>> every_stage_has_a_rank()
+    """
+    more = stages_per_rank > 1
+    paired = min(ranks, microbatches) > 1 and more
+    can = {"vee": more, "mirror": paired}
+    kind = draw(st.sampled_from([kind for kind in placements if can.get(kind, True)]))
+    if kind == "mirror":
+        P = 2 * draw(st.integers(1, ranks // 2))
+        return Plan(P, draw(st.integers(2, microbatches)), placement=kind)
+    P = draw(st.integers(1, ranks))
+    m = draw(st.integers(1, microbatches))
+    if kind == "given":
+        others = draw(st.lists(st.integers(0, P - 1), max_size=P * (stages_per_rank - 1)))
+        return Plan(P, m, placement=tuple(draw(st.permutations([*range(P), *others]))))
+    fewest = 2 if kind == "vee" else 1
+    return Plan(P, m, draw(st.integers(fewest, stages_per_rank)), kind)
+
+
+@st.composite
+def drafts(
+    draw: st.DrawFn,
+    ranks: int = 4,
+    microbatches: int = 6,
+    stages_per_rank: int = 3,
+    split: float = 0.5,
+) -> Program:
+    """Complete drafts on small plans; `split` is the share of I and W.
+
+    They ascend, where stages have one holder.
+
+    >>> import schedir
+    >>> from hypothesis import given
+    >>> from schedir.testing import drafts
+    >>> @given(drafts(ranks=2, microbatches=3))
+    ... def every_draft_compiles(draft):
+    ...     schedir.check(schedir.compile(draft))
+    >>> every_draft_compiles()
+    """
+    plan = draw(plans(ranks, microbatches, stages_per_rank))
+    return random_draft(plan, random.Random(draw(st.integers(0, 2**32 - 1))), split=split)
+
+
+@st.composite
+def programs(
+    draw: st.DrawFn, ranks: int = 4, microbatches: int = 6, stages_per_rank: int = 3
+) -> Program:
+    """Programs that are legal under every progress model, with all kinds of traits.
+
+    >>> import schedir
+    >>> from hypothesis import given
+    >>> from schedir.testing import programs
+    >>> @given(programs(ranks=2, microbatches=3))
+    ... def what_prints_parses(program):
+    ...     assert schedir.parse(schedir.show(program)) == program
+    >>> what_prints_parses()
+    """
+    draft = draw(drafts(ranks, microbatches, stages_per_rank))
+    clip, grouped = draw(st.booleans()), draw(st.booleans())
+    tied = draw(ties(draft.plan))
+    program = lower(replace(draft, tp=draw(st.integers(1, 2)), tied=tied, clip=clip))
+    return group_opposites(program) if grouped else program
+
+
+def ties(plan: Plan) -> st.SearchStrategy[Tied]:
+    """What may be tied in a plan: nothing, first and last stage, or up to two sets of any.
+
+    >>> from hypothesis import given
+    >>> import schedir
+    >>> from schedir.testing import ties
+    >>> plan = schedir.Plan(ranks=3, microbatches=2)
+    >>> @given(ties(plan))
+    ... def any_ties_compile(tied):
+    ...     schedir.compile(schedir.schedules.gpipe, plan, tied=tied)
+    >>> any_ties_compile()
+    """
+    if plan.stages == 1:
+        return st.just(())
+    stages = st.sets(st.integers(0, plan.stages - 1), min_size=2)
+    any_sets = st.lists(stages.map(sorted), min_size=1, max_size=2)
+    return st.one_of(st.booleans(), any_sets).map(lambda tied: tied_stages(tied, plan))
+
+
+def random_draft(plan: Plan, rng: random.Random, *, split: float = 0.5) -> Program:
+    """A draft in the order in which a random execution would meet its instructions.
+
+    Every holder's backwards ascend.  `split` is the share of backwards cut into I and W.
+
+    >>> import random
+    >>> from schedir import Plan
+    >>> from schedir.testing import random_draft
+    >>> random_draft(Plan(ranks=2, microbatches=4), random.Random(0), split=0.0)
+    <draft random: 2 ranks, 16 instructions>
+    """
+    S, m = plan.stages, plan.microbatches
+    streams: list[list[Instr]] = [[] for _ in range(plan.ranks)]
+    ready = [Instr(_F, 0, mb) for mb in range(m)]
+    backward = {(s, mb): _I if rng.random() < split else _B for s in range(S) for mb in range(m)}
+    arrived: set[tuple[int, int]] = set()  # (stage, mb) whose gradient is there
+    # Of each stage, and of the microbatches that go up at its second holder by themselves:
+    turns = [[0] * S, [plan.down] * S]  # the microbatch whose backward is next
+    late: list[list[list[int]]] = [[[] for _ in range(S)] for _ in turns]  # I ran, W did not
+
+    def offer(stage: int, up: bool) -> None:
+        """The stage's next backward, if its gradient is there; a whole one waits for all W."""
+        mb = turns[up][stage]
+        if (stage, mb) in arrived and (backward[stage, mb] is _I or not late[up][stage]):
+            arrived.remove((stage, mb))
+            ready.append(Instr(backward[stage, mb], stage, mb))
+
+    while ready:
+        instr = ready.pop(rng.randrange(len(ready)))
+        op, s, mb = instr
+        up = mb >= plan.down
+        turn, weights = turns[up], late[up]
+        streams[int(plan.rank_at(s, mb))].append(instr)
+        if op is _F and s + 1 < S:
+            ready.append(Instr(_F, s + 1, mb))
+        elif op is _F:
+            arrived.add((s, mb))
+        elif op is _W:
+            weights[s].remove(mb)
+            if weights[s]:
+                ready.append(Instr(_W, s, weights[s][0]))
+        else:
+            turn[s] += 1
+            if op is _I:
+                weights[s].append(mb)
+                if len(weights[s]) == 1:
+                    ready.append(Instr(_W, s, mb))
+            if s:
+                arrived.add((s - 1, mb))
+                offer(s - 1, up)
+        offer(s, up)
+    return Program("random", plan, tuple(map(Stream.of, streams)))
