@@ -101,3 +101,14 @@ def test_links_lead_somewhere() -> None:
     for page in [ROOT / "README.md", *DOCS.rglob("*.md"), *ROOT.glob("*.md")]:
         for link in re.findall(r"\]\(([^)#]+)\)", page.read_text()):
             assert "://" in link or (page.parent / link).exists(), (page, link)
+
+
+def test_files_that_pages_name_are_there() -> None:
+    import re
+
+    files = [
+        f"/{file.relative_to(ROOT)}" for file in ROOT.rglob("*.py") if ".venv" not in file.parts
+    ]
+    for page in [*DOCS.rglob("*.md"), *ROOT.glob("*.md"), *ROOT.glob("*/README.md")]:
+        for named in re.findall(r"`([\w/]+/\w+\.py)`", page.read_text()):
+            assert any(file.endswith(f"/{named}") for file in files), f"{page.name} names {named}"
