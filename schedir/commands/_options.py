@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import fields
 from difflib import get_close_matches
 from typing import Any
@@ -13,11 +13,12 @@ from schedir.errors import UsageError
 from schedir.io.load import Source
 from schedir.io.request import Request
 from schedir.ir.costs import Costs
-from schedir.ir.fields import Field, Kind
+from schedir.ir.fields import Field, Kind, Option
 from schedir.ir.numerals import decimal, whole
 from schedir.ir.plan import PLAN
 from schedir.ir.program import HEADER, TRAITS
 from schedir.ir.sizes import Sizes, bytes_of
+from schedir.passes.lowering import OPTIONS
 
 SOURCE = (
     "a built-in schedule or file.py:function, with options in brackets if it has any "
@@ -35,7 +36,7 @@ def add_shape(parser: argparse.ArgumentParser) -> None:
     """The options by which a schedule is compiled; None where a FILE.sched may say it."""
     group = parser.add_argument_group("how a schedule is compiled; a FILE.sched has its shape")
     for f in PLAN:
-        _add_field(group, f)
+        _add_field(group, f.name, f.kind, f.options)
     _add_lowering(group)
 
 
@@ -44,21 +45,26 @@ def add_lowering(parser: argparse.ArgumentParser) -> None:
     _add_lowering(parser.add_argument_group("how it is lowered"))
 
 
-def _add_field(parser: argparse._ArgumentGroup, field: Field) -> None:
-    group: Any = parser.add_mutually_exclusive_group() if len(field.options) > 1 else parser
-    for option in field.options:
+def _add_field(
+    parser: argparse._ArgumentGroup, field: str, kind: Kind, options: Sequence[Option]
+) -> None:
+    """The options that say a field of a program, or how it is lowered."""
+    group: Any = parser.add_mutually_exclusive_group() if len(options) > 1 else parser
+    for option in options:
         name = "--" + option.name.replace("_", "-")
         help = option.help.format(ranks=RANKS, per_rank=PER_RANK)
-        how: dict[str, Any] = {"dest": field.name, "default": None, "help": help}
+        how: dict[str, Any] = {"dest": field, "default": None, "help": help}
         if option.metavar:
-            group.add_argument(name, type=_value_of(field.kind), metavar=option.metavar, **how)
+            group.add_argument(name, type=_value_of(kind), metavar=option.metavar, **how)
         else:
             group.add_argument(name, action="store_true", **how)
 
 
 def _add_lowering(group: argparse._ArgumentGroup) -> None:
     for f in TRAITS:
-        _add_field(group, f)
+        _add_field(group, f.name, f.kind, f.options)
+    for name, (kind, help) in OPTIONS.items():
+        _add_field(group, name, kind, [Option(name, kind.metavar, help)])
     group.add_argument(
         "--overlap",
         action="store_true",
@@ -169,6 +175,7 @@ def request_of(args: argparse.Namespace, source: str, **more: Any) -> Request:
         overlap=args.overlap,
         slots=args.slots,
         limit=args.limit,
+        more={name: value for name in OPTIONS if (value := getattr(args, name)) is not None},
         draft=getattr(args, "draft", False),
         contradicts=_contradicts,
         **more,

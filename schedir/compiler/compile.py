@@ -22,7 +22,7 @@ from schedir.ir.plan import Plan
 from schedir.ir.program import Program
 from schedir.ir.sizes import Sizes
 from schedir.ir.ties import Ties, tied_stages
-from schedir.passes.lowering import LOWERING
+from schedir.passes.lowering import LOWERING, OPTIONS
 from schedir.passes.record import Boundary, Options, Pass
 from schedir.passes.record import Slots as Choice
 from schedir.passes.share_slots import share_slots
@@ -189,12 +189,12 @@ def lower(
     Legal under every progress model as it is.  With `overlap` or `slots` it is made for `model`,
     and to be checked.
     """
-    known = sorted(option for each in LOWERING for option in each.options)
     for option in more:
-        if option not in known:
+        if option not in OPTIONS:
             raise UsageError(
                 f"no option {option!r} of lowering",
-                hint=f"passes take {', '.join(known)}" if known else "",
+                hint=f"passes take {', '.join(sorted(OPTIONS))}" if OPTIONS else "",
+                fields=[option],
             )
     options = Options(costs, model, boundary, overlap, slots, more)
     return _fold(program, LOWERING, options, debug=debug)

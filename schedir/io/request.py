@@ -50,8 +50,8 @@ class Request:
 
     `said` are the fields of the plan and the program that somebody said, by name; what nobody said
     the source decides, or `usual`, which has at least `ranks` and `microbatches`.  `costs`, `sizes`
-    and `model` are those of a prediction, `overlap`, `slots`, `limit` and `blocks` as `compile` and
-    `check` take them; None is what nobody said.  `draft` asks for the compute only.
+    and `model` are those of a prediction, `overlap`, `slots`, `limit`, `blocks` and `more` as
+    `compile` takes them; None is what nobody said.  `draft` asks for the compute only.
 
     A program in a file is taken as it is, and what contradicts it is refused, by
     `contradicts(source, field, has, said)`.  With `lowers` a draft in a file is lowered, with the
@@ -71,6 +71,7 @@ class Request:
     overlap: bool = False
     slots: Choice | None = None
     limit: float | None = None
+    more: Mapping[str, Any] = field(default_factory=dict)
     draft: bool = False
     lowers: bool = False
     share: bool = False
@@ -122,6 +123,11 @@ class Request:
         elif not self.lowers:
             return found if self.limit is None else self._within(check(found, self.proven_model))
         elif not found.is_draft:
+            for name in self.more:
+                raise UsageError(
+                    f"{self.source} has its transfers: {name} is for what is compiled",
+                    fields=[name],
+                )
             return self._within(self._with_slots(found))
         found = replace(found, **self.traits)
         if self.draft:
@@ -135,6 +141,7 @@ class Request:
             slots=self.slots,
             sizes=self._stage_sizes,
             limit=self.limit,
+            **self.more,
         )
 
     @cached_property
@@ -195,11 +202,12 @@ class Request:
                 has, said = (f.kind.show(value, program.plan) for value in (f.of(program), said))
                 raise self.contradicts(self.source, f, has, said)
         if not self.lowers:
-            for name in ("draft", "overlap", "slots"):
-                if getattr(self, name):
-                    raise UsageError(
-                        f"{self.source} is a program: --{name} is for schedules", fields=[name]
-                    )
+            own = [name for name in ("draft", "overlap", "slots") if getattr(self, name)]
+            for name in (*own, *self.more):
+                option = name.replace("_", "-")
+                raise UsageError(
+                    f"{self.source} is a program: --{option} is for schedules", fields=[name]
+                )
 
     def _with_slots(self, program: Program) -> Program:
         """A lowered program, checked, whose values share the slots that are asked for."""

@@ -6,8 +6,10 @@ another draft in the way of a program repeats it.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Final
 
+from schedir.ir.fields import YES_OR_NO, Kind
 from schedir.passes.overlap import EARLY_GATHERS, EARLY_RECEIVES, GROUP_OPPOSITES
 from schedir.passes.record import Pass
 from schedir.passes.reductions import (
@@ -34,3 +36,10 @@ LOWERING: Final[tuple[Pass, ...]] = (
     EARLY_RECEIVES,
     SHARE_SLOTS,
 )
+
+# What passes take beside the options of all lowering: by name the kind, and what it is for.
+OPTIONS: Final[Mapping[str, tuple[Kind, str]]] = {
+    option: (each.kinds.get(option, YES_OR_NO), each.about or f"with the pass {each.name}")
+    for each in LOWERING
+    for option in each.options
+}

@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 
 from schedir.analysis.models import Model
 from schedir.ir.costs import Costs
+from schedir.ir.fields import Kind
 from schedir.ir.ops import Opcode
 from schedir.ir.program import Program
 
@@ -60,7 +61,8 @@ class Pass:
     "ends" add what ends updates, "better" ones change an order or a number and add nothing.
     `expected` is what `check` then finds of the instructions that it adds, given a function that
     says where those of an opcode are.  `read` tells the options with which a program was lowered,
-    as far as they show.  `options` are the names of those in `Options.more` that it takes.
+    as far as they show.  `options` are the names of those in `Options.more` that it takes: yes or
+    no, or of the kind that `kinds` has of the name; `about` is what `--help` says of them.
     """
 
     name: str
@@ -70,3 +72,5 @@ class Pass:
     expected: Callable[[Program, Present], Iterator[Expected]] = _nothing
     read: Callable[[Program, Model], dict[str, Any]] = _none
     options: tuple[str, ...] = ()
+    kinds: Mapping[str, Kind] = field(default_factory=dict)
+    about: str = ""

@@ -12,9 +12,10 @@ from schedir.analysis.models import Model
 from schedir.errors import UsageError
 from schedir.io.load import Source
 from schedir.io.request import Request
-from schedir.ir.fields import Field
+from schedir.ir.fields import Field, Kind
 from schedir.ir.plan import PLAN, Plan
 from schedir.ir.program import HEADER
+from schedir.passes.lowering import OPTIONS
 from schedir.passes.record import Slots as Choice
 from schedir.training.gpt_config import GPTConfig, split_heads, split_layers
 from schedir.training.settings import Range, describe
@@ -28,21 +29,32 @@ NotNegative = Annotated[float, Range(0)]
 _Section = TypeVar("_Section", bound=type)
 
 
-def _with_header(section: _Section) -> _Section:
-    """A class with a setting, too, for each field of a program's header that it does not name."""
-    for f in HEADER:
-        if f.in_config and f.name not in section.__annotations__:
-            least, most = f.kind.least, f.kind.most
-            limits = None if least is None or most is None else Range(least, below=most + 1)
-            section.__annotations__[f.name] = (
-                Annotated[f.kind.type, limits] if limits else f.kind.type
-            )
-            setattr(section, f.name, f.default)
+def _with_all_settings(section: _Section) -> _Section:
+    """A class with a setting, too, for each field of a program, and each option of a pass, that it
+    does not name."""
+    said = {f.name: (f.kind, f.default) for f in HEADER if f.in_config}
+    said |= {name: (kind, _unsaid(kind)) for name, (kind, _) in OPTIONS.items()}
+    for name, (kind, default) in said.items():
+        if name not in section.__annotations__:
+            section.__annotations__[name] = _type_of(kind, optional=default is None)
+            setattr(section, name, default)
     return section
 
 
+def _unsaid(kind: Kind) -> bool | None:
+    """The value of an option that nobody says."""
+    return False if kind.type is bool else None
+
+
+def _type_of(kind: Kind, *, optional: bool) -> Any:
+    limited = kind.type
+    if kind.least is not None and kind.most is not None:
+        limited = Annotated[kind.type, Range(kind.least, below=kind.most + 1)]
+    return limited | None if optional else limited
+
+
 @dataclass(frozen=True)
-@_with_header
+@_with_all_settings
 class PipelineConfig:
     """Who computes what.  A `schedule` that is a FILE.sched brings the other settings along.
 
@@ -230,6 +242,11 @@ class Config:
             blocks=True,
             overlap=pipeline.overlap,
             slots=None if pipeline.slots == "own" else cast(Choice, pipeline.slots),
+            more={
+                name: getattr(pipeline, name)
+                for name, (kind, _) in OPTIONS.items()
+                if getattr(pipeline, name) is not _unsaid(kind)
+            },
             lowers=True,
             contradicts=contradicts,
         )

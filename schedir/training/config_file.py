@@ -19,6 +19,7 @@ from schedir.io.load import Source
 from schedir.io.request import Request
 from schedir.ir.plan import PLAN
 from schedir.ir.program import HEADER, TRAITS, Program
+from schedir.passes.lowering import OPTIONS
 from schedir.training.config import KINDS, SECTIONS, Config, PipelineConfig, contradicts
 from schedir.training.settings import coerce, describe
 
@@ -115,8 +116,9 @@ def _of_source(values: _Values, given: _Settings) -> _Values:
     request = Request(source, said, usual, lowers=True, contradicts=contradicts)
     decided = {f.name: getattr(request.plan, f.name) for f in PLAN}
     if isinstance(source.found, Program) and not source.found.is_draft:
-        if overlap := given.get(("pipeline", "overlap")):
-            raise overlap.error(f"{source} has its transfers: overlap is for what is compiled")
+        for name in ("overlap", *OPTIONS):
+            if setting := given.get(("pipeline", name)):
+                raise setting.error(f"{source} has its transfers: {name} is for what is compiled")
         decided |= {f.name: f.of(source.found) for f in TRAITS if f.in_config}
     return {("pipeline", name): value for name, value in ({"schedule": source} | decided).items()}
 

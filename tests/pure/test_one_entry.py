@@ -125,6 +125,66 @@ def test_a_trait_is_one_entry(copy: Path) -> None:
     assert code == 2 and "--zero: must be a whole number from 0 to 3" in said
 
 
+PASS = """
+_MARK = Pass(
+    "mark",
+    "draft",
+    lambda program, options: replace(program, name=f"{program.name}{options.more['mark_by']}"),
+    wanted=lambda program, options: "mark_by" in options.more,
+    options=("mark_by", "doubtful"),
+    kinds={"mark_by": whole_number(0, 9)},
+    about="a number behind the name",
+)
+
+LOWERING: Final[tuple[Pass, ...]] = (
+    _MARK,
+"""
+
+
+def test_options_of_a_pass_are_options_of_all_commands_and_settings(copy: Path) -> None:
+    path = copy / "schedir" / "passes" / "lowering.py"
+    before = "\nLOWERING: Final[tuple[Pass, ...]] = (\n"
+    text = path.read_text()
+    assert text.count(before) == 1
+    text = text.replace("YES_OR_NO, Kind", "YES_OR_NO, Kind, whole_number")
+    text = text.replace("from typing import", "from dataclasses import replace\nfrom typing import")
+    path.write_text(text.replace(before, PASS))
+
+    def command(*argv: str) -> tuple[int, str]:
+        return ran(copy, "-m", "schedir", *argv)
+
+    out = command("show", "--help")[1]
+    assert "--mark-by N" in out and "a number behind the name" in out and "--doubtful " in out
+    assert "program gpipe0\n" in command("show", "gpipe", "--mark-by", "0")[1]
+    assert "program gpipe\n" in command("show", "gpipe", "--doubtful")[1]
+    assert "from 0 to 9" in command("show", "gpipe", "--mark-by", "10")[1]
+    assert command("show", "gpipe", "--mark-by", "1", "-o", "x.sched")[0] == 0
+    code, said = command("show", "x.sched", "--mark-by", "0")
+    assert code == 2 and "--mark-by is for schedules" in said
+    code, said = ran(
+        copy,
+        "-c",
+        """if True:
+        from schedir.errors import ConfigError
+        from schedir.training.config_file import read
+        from schedir.training.train import program_of
+        open("run.toml", "w").close()
+        def names(*sets):
+            return program_of(read("run.toml", [f"pipeline.{s}" for s in sets])).name
+        assert names() == "one_f_one_b"
+        assert names("mark_by=0", "doubtful=true") == "one_f_one_b0"
+        for wrong in (["mark_by=10"], ["schedule=x.sched", "mark_by=0"]):
+            try:
+                names(*wrong)
+            except ConfigError as error:
+                print(error)
+            else:
+                raise AssertionError
+    """,
+    )
+    assert code == 0 and "below 10" in said and "mark_by is for what is compiled" in said, said
+
+
 @pytest.mark.parametrize("file", ["count", "import_as_well", "async_"])
 def test_a_command_is_one_file(copy: Path, file: str) -> None:
     (copy / "schedir" / "commands" / f"{file}.py").write_text(COMMAND.lstrip())
