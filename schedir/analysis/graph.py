@@ -140,8 +140,9 @@ class Graph:
         """For each transfer the position of its other side; -1 where there is none."""
         partner = np.full(len(self), NONE, np.int32)
         for send in SENDS:
+            if (at := self.index.positions.get(send)) is None:
+                continue
             row = ROWS[send]
-            at = np.flatnonzero((self.index.op == send) & self.index.valid)
             stage = self.index.stage[at].astype(np.int32) + row.hop
             inside = (stage >= 0) & (stage < self.program.plan.stages)
             key = self.index.key[at] + np.int32(row.hop * self.program.plan.microbatches)
@@ -160,11 +161,9 @@ class Graph:
         # First of all that there can be: by opcode, holder and stage, whose queue of which kind.
         # A queue is a rank, a line, perhaps a peer (1 + its rank), and perhaps a way.
         lines = len(_APART) + 1
-        held = np.zeros((len(ROWS), len(plan.holders), plan.stages), np.int64)
-        for row, queues in zip(ROWS, held, strict=True):
-            queues += plan.holders * lines + _LINE[row.op]
-            if not row.hop:
-                continue
+        held = plan.holders * lines + _LINE[:, None, None]
+        for op in TRANSFERS:
+            row, queues = ROWS[op], held[op]
             if rules.peers:
                 there = np.clip(np.arange(plan.stages) + row.hop, 0, plan.stages - 1)
                 queues += plan.ranks * lines * (1 + plan.holders[:, there])
@@ -182,17 +181,13 @@ class Graph:
         queue[late] = np.searchsorted(queues, index.rank[late] * lines + _LINE[index.op[late]])
         return queue
 
-    def in_queues(self) -> NDArray[np.intp]:
-        """All positions, queue by queue, each in order."""
-        return np.argsort(self.queue, kind="stable")
-
     @cached_property
     def queue_predecessor(self) -> Positions:
         """The position of the instruction before each one in its queue, or -1."""
-        order = self.in_queues()
-        same = self.queue[order[1:]] == self.queue[order[:-1]]
+        order = np.argsort(self.queue, kind="stable").astype(np.int32)
+        queue = self.queue[order]
         before = np.full(len(order), NONE, np.int32)
-        before[order[1:][same]] = order[:-1][same]
+        before[order[1:]] = np.where(queue[1:] == queue[:-1], order[:-1], np.int32(NONE))
         return before
 
     def latest(self, end: NDArray[np.float64]) -> NDArray[np.int64]:
@@ -221,7 +216,7 @@ class Graph:
         stages = self.program.plan.stages
         table = costs.table(stages)
         row = self.index.op.astype(np.int32) * np.int32(stages) + self.index.stage
-        late = np.flatnonzero(self.index.is_op(_PER_RANK))  # the k-th number is rank k's
+        late = self.index.where_all(_PER_RANK)  # the k-th number is rank k's
         column = np.minimum(self.index.rank[late], stages - 1)
         row[late] = self.index.op[late] * np.int32(stages) + column
         return table.reshape(-1), row
@@ -237,17 +232,16 @@ class Graph:
         return first, size, (size > 1) & np.isin(self.index.op[first], TRANSFERS)
 
     @cached_property
-    def collective_groups(self) -> list[NDArray[np.intp]]:
+    def collective_groups(self) -> list[Positions]:
         """The members of each collective.
 
         All of a kind meet for an update, but the holders of each stage by themselves, and those
         who share no tied weight apart (`ties.parties`).
         """
-        meetings: list[NDArray[np.intp]] = []
+        meetings: list[Positions] = []
         plan = self.program.plan
         for op in COLLECTIVES:
-            at = np.flatnonzero(self.index.op == op)
-            if not len(at):
+            if (at := self.index.positions.get(op)) is None:
                 continue
             which, group = self.index.mb[at].astype(np.intp), ROWS[op].group
             if group == "holders":
@@ -262,11 +256,12 @@ class Graph:
     def node(self) -> Positions:
         """The node of each instruction, named by its first member: a send names its message."""
         node = np.arange(len(self), dtype=np.int32)
-        got = np.flatnonzero(self.index.is_op(RECEIVES) & (self.partner != NONE))
+        got = self.index.where_all(RECEIVES)
+        got = got[self.partner[got] != NONE]
         node[got] = self.partner[got]
         for members in self.collective_groups:
             node[members] = members[0]
-        if self.index.joined.any():
+        if self.index.any_joined:
             first, _, transfers = self._groups
             cell = self.index.joined & ~transfers  # computes run together are one node
             node[cell] = first[cell]
@@ -275,7 +270,7 @@ class Graph:
     @cached_property
     def enter_leave(self) -> Positions:
         """The nodes by which each instruction is entered and left, shape (2, n)."""
-        if not self.index.joined.any():
+        if not self.index.any_joined:
             return np.broadcast_to(self.node, (2, len(self)))
         gates = np.stack([self.node, self.node])
         first, _, grouped = self._groups
@@ -283,31 +278,31 @@ class Graph:
         gates[:, grouped] = len(self) + 2 * which + [[0], [1]]
         return gates
 
-    @property
+    @cached_property
     def nodes(self) -> int:
         """More than the largest node and the largest position; not every number below is a node."""
-        return max(len(self), int(self.enter_leave.max(initial=-1)) + 1)
+        return len(self) if not self.index.any_joined else max(len(self), int(self.enter_leave.max(initial=-1)) + 1)
 
     @property
     def node_mask(self) -> NDArray[np.bool_]:
         """Whether each number below `nodes` is a node."""
         there = np.zeros(self.nodes, bool)
-        there[self.node] = there[self.enter_leave[0]] = there[self.enter_leave[1]] = True
+        there[self.node] = True
+        if self.index.any_joined:
+            there[self.enter_leave] = True
         return there
 
     def edges(self) -> Iterator[tuple[Positions, Positions]]:
         """Edges between nodes, from whom and to whom, a kind at a time; some come twice."""
         enter, leave = self.enter_leave
-        order = self.in_queues().astype(np.int32)
-        queue = self.queue[order]
-        follows = queue[1:] == queue[:-1]
-        before, after = order[:-1][follows], order[1:][follows]
-        if self.index.joined.any():
+        after = np.flatnonzero(self.queue_predecessor != NONE)
+        before = self.queue_predecessor[after]
+        if self.index.any_joined:
             # Members of one group follow each other in their queue without an edge.
             apart = (enter[before] != enter[after]) | ~self.index.joined[after]
             before, after = before[apart], after[apart]
-        del order, queue, follows
         yield leave[before], enter[after]
+        del before, after
         for giver in self.needs:
             needer = np.flatnonzero(giver != NONE)
             yield leave[giver[needer]], enter[needer]
@@ -317,9 +312,10 @@ class Graph:
             for before in self.host_waits:
                 late = np.flatnonzero(before != NONE)
                 yield leave[before[late]], enter[late]
-        grouped = np.flatnonzero(enter != self.node)
-        yield enter[grouped], self.node[grouped]
-        yield self.node[grouped], leave[grouped]
+        if self.index.any_joined:
+            grouped = np.flatnonzero(enter != self.node)
+            yield enter[grouped], self.node[grouped]
+            yield self.node[grouped], leave[grouped]
 
     def random_topological_order(self, seed: int) -> Iterator[int]:
         """Nodes in a random legal order, decided by `seed`; stops early at a cycle."""

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from functools import cached_property
 from typing import Any, Final
 
 import numpy as np
 from numpy.typing import NDArray
 
 from schedir.ir.ops import ROWS, Instr, Opcode, Per, Row
-from schedir.ir.program import FIELDS, Program, unpack
+from schedir.ir.program import FIELDS, Program, is_op, unpack
 
 Positions = NDArray[np.int32]
 
@@ -122,12 +123,14 @@ class Index:
 
     def is_op(self, ops: Iterable[Opcode]) -> NDArray[np.bool_]:
         """Whether each instruction is one of `ops`."""
-        found = np.zeros(len(self), bool)
-        for op in ops:
-            found |= self.op == op
-        return found
+        return is_op(self.op, tuple(ops))
 
-    @property
+    @cached_property
+    def any_joined(self) -> bool:
+        """Whether any instruction is issued together with the one before it."""
+        return bool(self.joined.any())
+
+    @cached_property
     def rank(self) -> Positions:
         """The rank of each instruction."""
         ranks = np.arange(self.program.plan.ranks, dtype=np.int32)

@@ -19,6 +19,8 @@ def per_stage(what: str, value: object, error: type[ProgramError]) -> PerStage:
 
     Raises `error` for anything else, and where one is negative or not finite.
     """
+    if type(value) is float and 0 <= value < np.inf:  # as most are
+        return value
     try:
         if isinstance(value, NO_NUMBERS):
             raise TypeError
@@ -37,10 +39,11 @@ def by_stage(
     what: str, value: PerStage, stages: int, error: type[ProgramError]
 ) -> NDArray[np.float64]:
     """The number of each stage, shape (stages,).  Raises `error` for another number of them."""
-    row = np.asarray(value, float)
-    if row.ndim and len(row) != stages:
-        raise error(f"{what} has {len(row)} numbers for {stages} stages")
-    return np.broadcast_to(row, (stages,))
+    if isinstance(value, tuple) and len(value) != stages:
+        raise error(f"{what} has {len(value)} numbers for {stages} stages")
+    row = np.empty(stages)
+    row[:] = value
+    return row
 
 
 _Class = TypeVar("_Class")

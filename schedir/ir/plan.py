@@ -274,7 +274,7 @@ class Plan:
         most = f"{max(each)} stage{'s' * (max(each) > 1)} per rank"
         return most if len(each) == 1 else f"up to {most}"
 
-    @property
+    @cached_property
     def stages(self) -> int:
         """How many stages the model is cut into."""
         if isinstance(self.placement, str):

@@ -7,7 +7,7 @@ import sys
 from collections import namedtuple
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
-from functools import cached_property
+from functools import cache, cached_property
 from itertools import pairwise
 from operator import index
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeVar, overload
@@ -52,6 +52,18 @@ def pack(op: ArrayLike, stage: ArrayLike, mb: ArrayLike) -> Words:
     """Words of instructions given as equally long arrays (or numbers)."""
     o, s, m = (np.asarray(x, np.int64) for x in (op, stage, mb))
     return np.atleast_1d(o << OP | s << STAGE | m)
+
+
+@cache
+def _table(ops: tuple[int, ...]) -> NDArray[np.bool_]:
+    table = np.zeros(256, bool)
+    table[[*ops]] = True
+    return table
+
+
+def is_op(op: NDArray[Any], ops: tuple[int, ...]) -> NDArray[np.bool_]:
+    """Whether each of an array of opcodes is one of `ops`."""
+    return _table(ops)[op]
 
 
 def unpack(word: int) -> Instr:
@@ -305,7 +317,7 @@ class Program:
         return type(self), tuple(getattr(self, f.name) for f in fields(self) if f.init)
 
     def __len__(self) -> int:
-        return sum(map(len, self.streams))
+        return len(self.words)
 
     def __repr__(self) -> str:
         kind = "draft" if self.is_draft else "program"
@@ -344,10 +356,9 @@ class Program:
     @cached_property
     def ops(self) -> frozenset[int]:
         """The opcodes that there are."""
-        # Rank by rank: bincount makes eight bytes of each.
-        return frozenset().union(
-            *(np.flatnonzero(np.bincount(s.op)).tolist() for s in self.streams)
-        )
+        # Some at a time: bincount makes eight bytes of each.
+        parts = (self.op[at : at + 2**16] for at in range(0, len(self), 2**16))
+        return frozenset().union(*(np.flatnonzero(np.bincount(part)).tolist() for part in parts))
 
     @property
     def is_draft(self) -> bool:
@@ -369,7 +380,7 @@ class Program:
             return False
         for s in self.streams:
             for ops in ADDS_TO_WEIGHTS:
-                at = np.flatnonzero(np.isin(s.op, ops))
+                at = np.flatnonzero(is_op(s.op, ops))
                 at = at[np.argsort(s.stage[at], kind="stable")]
                 same = s.stage[at][1:] == s.stage[at][:-1]
                 if (same & (s.mb[at][1:] < s.mb[at][:-1])).any():
