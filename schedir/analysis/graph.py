@@ -281,7 +281,11 @@ class Graph:
     @cached_property
     def nodes(self) -> int:
         """More than the largest node and the largest position; not every number below is a node."""
-        return len(self) if not self.index.any_joined else max(len(self), int(self.enter_leave.max(initial=-1)) + 1)
+        return (
+            len(self)
+            if not self.index.any_joined
+            else max(len(self), int(self.enter_leave.max(initial=-1)) + 1)
+        )
 
     @property
     def node_mask(self) -> NDArray[np.bool_]:

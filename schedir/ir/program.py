@@ -1,19 +1,17 @@
-"""Program and Stream: the compiled lists.  Immutable; every pass maps a Program to a new one."""
+"""Program: the compiled lists.  Immutable; every pass maps a Program to a new one."""
 
 from __future__ import annotations
 
 import hashlib
-import sys
 from collections import namedtuple
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
-from functools import cache, cached_property
-from itertools import pairwise
+from functools import cached_property
 from operator import index
-from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeVar, overload
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeVar
 
 import numpy as np
-from numpy.typing import ArrayLike, NDArray
+from numpy.typing import NDArray
 
 from schedir.errors import PlanError, said
 from schedir.ir.fields import YES_OR_NO, Option, fields_of, itself, setting, whole_number
@@ -24,143 +22,30 @@ from schedir.ir.ops import (
     BOUNDARY,
     COMPUTE,
     SLOTTED,
-    Instr,
     Opcode,
 )
 from schedir.ir.plan import PLAN, Plan
+from schedir.ir.stream import ADDRESS as ADDRESS
+from schedir.ir.stream import FIELDS as FIELDS
+from schedir.ir.stream import JOINED as JOINED
+from schedir.ir.stream import OP as OP
+from schedir.ir.stream import OPS as OPS
+from schedir.ir.stream import STAGE as STAGE
+from schedir.ir.stream import Cut as Cut
+from schedir.ir.stream import Stream as Stream
+from schedir.ir.stream import Words as Words
+from schedir.ir.stream import is_op as is_op
+from schedir.ir.stream import pack as pack
+from schedir.ir.stream import unpack as unpack
 from schedir.ir.ties import TIED, Tied, tied_stages
 
 if TYPE_CHECKING:
     from typing import Self
 
-Words = NDArray[np.int64]
 Order = Mapping[Opcode, NDArray[np.int32]]
-
-# An instruction in one word: joined (bit 56), op (48..55), stage (32..47), microbatch (0..31).
-JOINED: Final = 1 << 56
-OP, STAGE = 48, 32
-_FIELDS = [("mb", "u4"), ("stage", "u2"), ("op", "u1"), ("joined", "u1")]
-FIELDS: Final = np.dtype(_FIELDS if sys.byteorder == "little" else _FIELDS[::-1])
-ADDRESS: Final = (1 << OP) - 1
-OPS: Final = tuple(Opcode)
 
 _LARGE: Final = 2**22  # instructions of a program with which nothing is kept that is made of it
 _T = TypeVar("_T")
-
-
-def pack(op: ArrayLike, stage: ArrayLike, mb: ArrayLike) -> Words:
-    """Words of instructions given as equally long arrays (or numbers)."""
-    o, s, m = (np.asarray(x, np.int64) for x in (op, stage, mb))
-    return np.atleast_1d(o << OP | s << STAGE | m)
-
-
-@cache
-def _table(ops: tuple[int, ...]) -> NDArray[np.bool_]:
-    table = np.zeros(256, bool)
-    table[[*ops]] = True
-    return table
-
-
-def is_op(op: NDArray[Any], ops: tuple[int, ...]) -> NDArray[np.bool_]:
-    """Whether each of an array of opcodes is one of `ops`."""
-    return _table(ops)[op]
-
-
-def unpack(word: int) -> Instr:
-    """The instruction in a word, whether it is joined or not."""
-    return Instr(OPS[word >> OP & 0xFF], word >> STAGE & 0xFFFF, word & 0xFFFFFFFF)
-
-
-def _whole(parts: Sequence[Words]) -> Words:
-    """All parts in one array: the one that they are cut from, if it is just that."""
-    base = parts[0].base if parts else None
-    if isinstance(base, np.ndarray) and base.dtype == np.int64 and base.ndim == 1:
-        begins = base.ctypes.data + 8 * np.cumsum([0, *map(len, parts)])
-        at = [part.ctypes.data for part in parts]
-        if base.flags.c_contiguous and begins.tolist() == [*at, base.ctypes.data + base.nbytes]:
-            return base
-    return np.concatenate([np.empty(0, np.int64), *parts])
-
-
-class Stream(Sequence[Instr]):
-    """The instruction list of one rank: a sequence of Instr outside, int64 words inside.
-
-    `joined[i]` says that instruction i is issued together with the one before it.  The words are
-    taken over as they are, not copied: whoever has made them does not write to them afterwards.
-
-    >>> from schedir import Plan, compile, schedules
-    >>> stream = compile(schedules.gpipe, Plan(ranks=2, microbatches=2)).streams[1]
-    >>> [str(instr) for instr in stream[:5]]
-    ['recv_act 1.0', 'F 1.0', 'recv_act 1.1', 'F 1.1', 'B 1.0']
-    >>> stream[1], stream.mb[:5]
-    (Instr(op=<Opcode.Forward: 0>, stage=1, mb=0), array([0, 0, 1, 1, 0]))
-    """
-
-    __slots__ = ("words",)
-
-    def __init__(self, words: Words) -> None:
-        words = np.ascontiguousarray(words, np.int64).view()
-        words.flags.writeable = False
-        self.words = words
-
-    @classmethod
-    def of(cls, instrs: Iterable[Instr]) -> Self:
-        """A Stream of the given instructions, none of them joined."""
-        table = np.array([tuple(i) for i in instrs], np.int64).reshape(-1, 3)
-        return cls(pack(table[:, 0], table[:, 1], table[:, 2]))
-
-    @property
-    def op(self) -> Words:
-        """The opcode of each instruction."""
-        return self.words >> OP & 0xFF
-
-    @property
-    def stage(self) -> Words:
-        """The stage of each instruction."""
-        return self.words >> STAGE & 0xFFFF
-
-    @property
-    def mb(self) -> Words:
-        """The microbatch of each instruction."""
-        return self.words & 0xFFFFFFFF
-
-    @property
-    def joined(self) -> NDArray[np.bool_]:
-        """Whether each instruction is issued together with the one before it."""
-        return np.asarray(self.words & JOINED, bool)
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        # Arrays are pickled and copied as writable ones, and Streams are not.
-        return type(self), (self.words,)
-
-    def __len__(self) -> int:
-        return len(self.words)
-
-    @overload
-    def __getitem__(self, i: int) -> Instr: ...
-    @overload
-    def __getitem__(self, i: slice) -> Stream: ...
-    def __getitem__(self, i: int | slice) -> Instr | Stream:
-        if isinstance(i, slice):
-            return Stream(self.words[i])
-        return unpack(int(self.words[i]))
-
-    def __iter__(self) -> Iterator[Instr]:
-        for op, stage, mb in zip(
-            self.op.tolist(), self.stage.tolist(), self.mb.tolist(), strict=True
-        ):
-            yield Instr(OPS[op], stage, mb)
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, Stream) and np.array_equal(self.words, other.words)
-
-    def __hash__(self) -> int:
-        return hash(self.words.tobytes())
-
-    def __repr__(self) -> str:
-        return f"<Stream of {len(self)} instructions>"
-
-
 OWN: Final = 2**31  # of slots: each value has its own, where nobody says how many there are
 
 if TYPE_CHECKING:
@@ -303,18 +188,15 @@ class Program:
         if any(not 0 <= count < 2**31 for counts in slots for count in counts.said().values()):
             raise PlanError("the number of slots is a whole number from 0 on", fields=["slots"])
         object.__setattr__(self, "slots", slots)
-        # One array holds all words, and the Streams are views of it: nothing is there twice.
-        words = _whole([s.words for s in self.streams])
-        offsets = np.cumsum([0, *map(len, self.streams)])
-        words.flags.writeable = False
-        views = (Stream(words[lo:hi]) for lo, hi in pairwise(offsets.tolist()))
-        object.__setattr__(self, "streams", tuple(views))
-        object.__setattr__(self, "words", words)
-        object.__setattr__(self, "offsets", offsets)
+        streams = Cut.of(self.streams)
+        object.__setattr__(self, "streams", streams)
+        object.__setattr__(self, "words", streams.words)
+        object.__setattr__(self, "offsets", streams.offsets)
 
     def __reduce__(self) -> tuple[Any, ...]:
         # A copy, or what is pickled, is made anew: all words in one array, and nothing proven yet.
-        return type(self), tuple(getattr(self, f.name) for f in fields(self) if f.init)
+        given = {f.name: getattr(self, f.name) for f in fields(self) if f.init}
+        return type(self), (*(given | {"streams": tuple(self.streams)}).values(),)
 
     def __len__(self) -> int:
         return len(self.words)
@@ -351,7 +233,7 @@ class Program:
     @property
     def joined(self) -> NDArray[np.bool_]:
         """Whether each instruction is issued together with the one before it."""
-        return np.asarray(self.words & JOINED, bool)
+        return self.words.view(FIELDS)["joined"].astype(bool)
 
     @cached_property
     def ops(self) -> frozenset[int]:

@@ -1,22 +1,47 @@
-"""Insert: put instructions before or after others, without coming between joined ones."""
+"""Insert: put instructions before or behind others, without coming between joined ones."""
 
 from __future__ import annotations
 
+from dataclasses import replace
+from typing import Any
+
 import numpy as np
+from numpy.typing import NDArray
 
-from schedir.ir.program import JOINED, Stream, Words
+from schedir.ir.program import Cut, Program, Words
 
 
-def insert(stream: Stream, before: tuple[Words, Words], after: tuple[Words, Words]) -> Stream:
-    """`stream` with words put before and after given indices; each pair is (indices, words).
+def behind(program: Program, at: NDArray[Any], words: Words) -> Program:
+    """The program with words put behind given positions, or behind the whole group of each."""
+    ranks = _ranks(program, at)
+    if (joined := program.joined).any():
+        last = np.flatnonzero(np.append(~joined[1:], True))
+        at = last[np.searchsorted(last, at)]
+    return _insert(program, at + 1, ranks, words)
 
-    An index inside a group stands for the whole group.
-    """
-    (early, put_early), (late, put_late) = before, after
-    begins = np.flatnonzero((stream.words & JOINED) == 0)
-    if len(begins) < len(stream):
-        ends = np.append(begins[1:], len(stream)) - 1
-        early = begins[np.searchsorted(begins, early, side="right") - 1]
-        late = ends[np.searchsorted(begins, late, side="right") - 1]
-    at = np.concatenate([late + 1, early])  # what comes after one stands before the next's
-    return Stream(np.insert(stream.words, at, np.concatenate([put_late, put_early])))
+
+def before(program: Program, at: NDArray[Any], words: Words) -> Program:
+    """The program with words put before given positions, or before the whole group of each."""
+    ranks = _ranks(program, at)
+    if (joined := program.joined).any():
+        first = np.flatnonzero(~joined)
+        at = first[np.searchsorted(first, at, side="right") - 1]
+    return _insert(program, at, ranks, words)
+
+
+def at_ends(program: Program, ranks: Words, words: Words) -> Program:
+    """The program with words at the ends of the Streams of given ranks."""
+    return _insert(program, program.offsets[ranks + 1], ranks, words)
+
+
+def _ranks(program: Program, at: NDArray[Any]) -> Words:
+    return np.searchsorted(program.offsets, at, side="right") - 1
+
+
+def _insert(program: Program, at: NDArray[Any], ranks: Words, words: Words) -> Program:
+    """Put words where others stand; of several at one place, those of lower ranks come first."""
+    order = np.lexsort((ranks, at))
+    offsets = program.offsets.copy()
+    offsets[1:] += np.cumsum(np.bincount(ranks, minlength=program.plan.ranks))
+    streams = Cut.at(np.insert(program.words, at[order], words[order]), offsets)
+    return replace(program, streams=streams)

@@ -18,7 +18,7 @@ from schedir.analysis.graph import Graph
 from schedir.analysis.models import Model
 from schedir.ir.index import Index, Positions
 from schedir.ir.ops import COMPUTE, GATHERS, RECEIVES, SENDS, TRANSFERS
-from schedir.ir.program import JOINED, Program, Stream, Words
+from schedir.ir.program import JOINED, Cut, Program, Words
 from schedir.passes.record import Options, Pass
 
 
@@ -80,7 +80,7 @@ def _moved(program: Program, moves: NDArray[np.bool_], key: NDArray[np.intp]) ->
 
 def _with(program: Program, words: Words) -> Program:
     """A program of as long Streams, whose words are these."""
-    return replace(program, streams=tuple(map(Stream, np.split(words, program.offsets[1:-1]))))
+    return replace(program, streams=Cut.at(words, program.offsets))
 
 
 def group_opposites(program: Program) -> Program:

@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import replace
+from collections.abc import Iterator, Sequence
 from itertools import pairwise
 from typing import Final
 
 import numpy as np
 
 from schedir.analysis.graph import Graph
-from schedir.ir.index import Index
+from schedir.ir.index import NONE, Index
 from schedir.ir.ops import ADDS, Opcode, Per
-from schedir.ir.program import Program, Stream, Words, pack
+from schedir.ir.program import FIELDS, Program, is_op, pack
 from schedir.passes.ends import apart, meets, together
-from schedir.passes.insert import insert
+from schedir.passes.insert import at_ends, behind
 from schedir.passes.record import Expected, Mask, Options, Pass, Present
 
 
@@ -24,14 +23,18 @@ def reduce_grads(program: Program) -> Program:
     Always there when the program trains: with one replica it is local, and scales.  Of several
     updates each has its own.
     """
-    streams = []
-    for stream in program.streams:
-        at = np.flatnonzero(np.isin(stream.op, ADDS))
-        word = pack(Opcode.ReduceGrads, stream.stage[at], stream.mb[at] // program.plan.per_update)
-        words, last = np.unique(word[::-1], return_index=True)
-        none = np.empty(0, np.int64)
-        streams.append(insert(stream, (none, none), (at[::-1][last], words)))
-    return replace(program, streams=tuple(streams))
+    plan, fields = program.plan, program.words.view(FIELDS)
+    at = np.flatnonzero(is_op(fields["op"], ADDS))
+    stage, update = fields["stage"][at], fields["mb"][at] // plan.per_update
+    rank = np.searchsorted(program.offsets, at, side="right") - 1
+    second = plan.holders[0, stage] != rank
+    last = np.full((plan.updates, 2, plan.stages), NONE)
+    last[update, second.astype(np.intp), stage] = at  # the last of those with one address stays
+    at = last[last != NONE]
+    update, _, stage = np.nonzero(last != NONE)
+    words = pack(Opcode.ReduceGrads, stage, update)
+    order = np.argsort(words, kind="stable")
+    return behind(program, at[order], words[order])
 
 
 def reduce_holders(program: Program) -> Program:
@@ -48,23 +51,26 @@ def reduce_holders(program: Program) -> Program:
     if not (plan.two_way and program.trains):
         return program
     if program.dp > 1 or not program.order:
-        return _append(program, [pack(Opcode.ReduceHolders, own, 0) for own in plan.stages_of])
+        return _append(program, Opcode.ReduceHolders, plan.stages_of)
     index, begins = Index.of(program), program.offsets.tolist()
     messages = index.messages()
     passed = np.concatenate([np.maximum.accumulate(messages[b:e]) for b, e in pairwise(begins)])
     ready = index.at[Opcode.ReduceGrads].reshape(plan.holders.shape)
-    behind = passed[ready].max(0)  # the message that the sum of each stage stands behind
+    after = passed[ready].max(0)  # the message that the sum of each stage stands behind
     ready = ready - program.offsets[plan.holders]
-    order = np.lexsort((ready.max(0), behind))
-    streams, none = [], np.empty(0, np.int64)
-    for rank, stream in enumerate(program.streams):
+    order = np.lexsort((ready.max(0), after))
+    at, stages = [], []
+    for rank in range(plan.ranks):
         own = order[np.isin(order, plan.stages_of[rank])]
         before = passed[begins[rank] : begins[rank + 1]]
         reduced = np.where(plan.holders[0, own] == rank, *ready[:, own])
-        last = before[np.searchsorted(before, behind[own], side="right") - 1]
-        after = np.maximum.accumulate(np.maximum(reduced, np.searchsorted(before, last)))
-        streams.append(insert(stream, (none, none), (after, pack(Opcode.ReduceHolders, own, 0))))
-    return replace(program, streams=tuple(streams))
+        last = before[np.searchsorted(before, after[own], side="right") - 1]
+        index_of = np.maximum.accumulate(np.maximum(reduced, np.searchsorted(before, last)))
+        at.append(begins[rank] + index_of)
+        stages.append(own)
+    return behind(
+        program, np.concatenate(at), pack(Opcode.ReduceHolders, np.concatenate(stages), 0)
+    )
 
 
 def reduce_tied(program: Program) -> Program:
@@ -73,37 +79,33 @@ def reduce_tied(program: Program) -> Program:
         return program
     tied = {s for stages in program.tied for s in stages}
     copies = [[s for s in own if s in tied] for own in program.plan.stages_of]
-    return _append(program, [pack(Opcode.ReduceTied, own[:1], 0) for own in copies])
+    return _append(program, Opcode.ReduceTied, [own[:1] for own in copies])
 
 
 def reduce_norm(program: Program) -> Program:
     """The global norm that clipping needs; all ranks meet."""
     if not (program.clip and program.trains):
         return program
-    return _append(program, [pack(Opcode.ReduceNorm, 0, 0)] * program.plan.ranks)
+    return _append(program, Opcode.ReduceNorm, [[0]] * program.plan.ranks)
 
 
 def optimizer_step(program: Program) -> Program:
     """End every Stream, and every update in it, with the optimizer's step, if there are any."""
     if not program.trains:
         return program
-    return _append(program, [pack(Opcode.OptimizerStep, 0, 0)] * program.plan.ranks)
+    return _append(program, Opcode.OptimizerStep, [[0]] * program.plan.ranks)
 
 
-def _append(program: Program, tails: list[Words]) -> Program:
-    """End each Stream, and each update before the last, with its tail."""
-    plan, none = program.plan, np.empty(0, np.int64)
-    earlier = np.arange(plan.updates - 1)
-    ends = together(Graph.of(program)) if meets(program) else apart(program)
-    streams = []
-    for stream, tail, end in zip(
-        program.streams, tails, (ends - program.offsets[:-1]).T, strict=True
-    ):
-        words = (tail + earlier[:, None]).reshape(-1)
-        after = (np.repeat(end, len(tail)), words)
-        words = insert(stream, (none, none), after).words if len(words) else stream.words
-        streams.append(Stream(np.concatenate([words, tail + plan.updates - 1])))
-    return replace(program, streams=tuple(streams))
+def _append(program: Program, op: Opcode, stages: Sequence[Sequence[int]]) -> Program:
+    """End each Stream, and each update before the last, with an `op` for some stages."""
+    last = program.plan.updates - 1
+    ranks = np.repeat(np.arange(len(stages)), [*map(len, stages)])
+    words = pack(op, np.array([stage for own in stages for stage in own], np.int64), 0)
+    if last:
+        ends = together(Graph.of(program)) if meets(program) else apart(program)
+        earlier = words + np.arange(last)[:, None]
+        program = behind(program, ends[:, ranks].reshape(-1), earlier.reshape(-1))
+    return at_ends(program, ranks, words + last)
 
 
 # ------------------------------------------------------------ what must then be there

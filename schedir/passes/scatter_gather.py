@@ -5,15 +5,14 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any, Final
 
 import numpy as np
 
 from schedir.analysis.models import Model
 from schedir.ir.ops import ROWS, SHARDING, makers, takers
-from schedir.ir.program import ADDRESS, OP, Program, Stream, Words
-from schedir.passes.insert import insert
+from schedir.ir.program import ADDRESS, FIELDS, OP, Program, Words, is_op
+from schedir.passes.insert import before
 from schedir.passes.record import Pass
 
 
@@ -27,21 +26,20 @@ def scatter_gather(program: Program) -> Program:
     """
     if program.tp == 1:
         return program
-    return replace(program, streams=tuple(map(_stream, program.streams)))
-
-
-def _stream(stream: Stream) -> Stream:
-    op, address = stream.op, stream.words & ADDRESS
+    plan, fields = program.plan, program.words.view(FIELDS)
+    address = program.words & ADDRESS
+    key = fields["stage"].astype(np.int64) * plan.microbatches + fields["mb"]
     at: list[Words] = []
     words: list[Words] = []
-    for change in SHARDING:  # of a value of this rank, before whoever takes it
+    for change in SHARDING:  # of a value of a rank, before whoever takes it there
         (token,) = ROWS[change].gives
-        made = address[np.isin(op, makers(token))]
-        here = np.flatnonzero(np.isin(op, takers(token)) & np.isin(address, made))
+        made = np.zeros(plan.stages * plan.microbatches, bool)
+        made[key[is_op(fields["op"], makers(token))]] = True
+        here = np.flatnonzero(is_op(fields["op"], takers(token)))
+        here = here[made[key[here]]]
         at.append(here)
         words.append(address[here] | int(change) << OP)
-    none = np.empty(0, np.int64)
-    return insert(stream, (np.concatenate(at), np.concatenate(words)), (none, none))
+    return before(program, np.concatenate(at), np.concatenate(words))
 
 
 def _read(program: Program, model: Model) -> dict[str, Any]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 from itertools import pairwise
-from typing import Final
+from typing import Any, Final
 
 import numpy as np
 from numpy.typing import NDArray
@@ -14,10 +14,10 @@ from schedir.analysis.deadlock import deadlock
 from schedir.analysis.graph import Graph
 from schedir.analysis.longest_path import Walk, walk
 from schedir.ir.costs import Costs
-from schedir.ir.index import NONE, Positions
+from schedir.ir.index import NONE, Index, Positions
 from schedir.ir.ops import ROWS, SENDS, Opcode, Per, makers
 from schedir.ir.plan import Plan
-from schedir.ir.program import ADDRESS, OP, STAGE, Order, Program, Stream
+from schedir.ir.program import ADDRESS, OP, STAGE, Cut, Program
 from schedir.passes.ends import meets, together
 from schedir.passes.record import Pass
 
@@ -41,48 +41,51 @@ def transfers(program: Program, costs: Costs | None = None) -> Program:
     reached = walk(graph, _ordering(costs or Costs(), program.plan))
     if not reached.done.all():
         raise deadlock(graph, reached)
-    ended = _ended(graph)
-    order, messages = _numbers(graph, reached, ended), list(_messages(graph))
-    total = len(program) + sum(len(made) for _, made, _, _ in messages)
-    streams, all_words, begin = [], np.empty(total, np.int64), 0
-    for rank, (lo, hi) in enumerate(pairwise(program.offsets.tolist())):
-        own = np.arange(lo, hi, dtype=np.int32)
-        # Columns: updates ended, time, turn (breaks ties as the walk did), place, word.
-        rows = [(ended[own], reached.start[own], 2 * reached.turn[own], own, program.words[own])]
-        for op, made, cuts, shift in messages:
-            at = made[cuts[rank] : cuts[rank + 1]]
-            word = (program.words[at] & ADDRESS) + shift | int(op) << OP
-            rows.append((ended[at], reached.end[at], 2 * reached.turn[at] + 1, at, word))
-        after, time, turn, place, words = map(np.concatenate, zip(*rows, strict=True))
-        stream = all_words[begin : begin + len(words)]
-        stream[:] = words[np.lexsort((place, turn, time, after))]
-        streams.append(Stream(stream))
-        begin += len(words)
-    return replace(program, streams=tuple(streams), order=order)
+    index, made = graph.index, graph.index.where_all(_MAKE)
+    begins, ends = _numbers(graph, reached, made)
+    words, keys, order = [program.words], [_key(index.rank, begins)], {}
+    for send, ops in _SENT_BY.items():
+        at = index.where_all(ops)
+        number = ends[np.searchsorted(made, at)]
+        order[send] = np.full(index.size[Per.MICROBATCH], NONE, np.int32)
+        order[send][index.key[at]] = number
+        for op, which, rank, shift in _sides(index, send, at):
+            words.append((program.words[at[which]] & ADDRESS) + shift | int(op) << OP)
+            keys.append(_key(rank, number[which]))
+    key = np.concatenate(keys)
+    offsets = np.append(0, np.cumsum(np.bincount(key >> 32, minlength=program.plan.ranks)))
+    streams = Cut.at(np.concatenate(words)[np.argsort(key, kind="stable")], offsets)
+    return replace(program, streams=streams, order=order)
 
 
-def _ended(graph: Graph) -> NDArray[np.int64]:
-    """How many updates have ended ahead of each instruction, where ranks meet for that."""
-    ended = np.zeros(len(graph), np.int64)
-    if meets(graph.program):
+def _key(rank: NDArray[Any], number: NDArray[Any]) -> NDArray[np.int64]:
+    """What sorts by rank, and along each Stream."""
+    return np.asarray(np.asarray(rank, np.int64) << 32 | number)
+
+
+def _numbers(
+    graph: Graph, reached: Walk, made: Positions
+) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
+    """The global order: a number for each instruction, and one for what each maker makes.
+
+    In order of time, of starts and ends.  Of those at one time, the turn of the walk tells what
+    comes first, and else the position.
+    """
+    program, turn = graph.program, reached.turn.astype(np.int64)
+    time = np.concatenate([reached.start, reached.end[made]])
+    turn = np.concatenate([2 * turn, 2 * turn[made] + 1])
+    keys = [turn.astype(np.uint16) if turn.max(initial=0) < 2**16 else turn, time]  # sorts faster
+    if meets(program):  # then how many updates have ended ahead comes before time
+        ended = np.zeros(len(graph), np.int64)
         for ends, (lo, hi) in zip(
-            together(graph).T, pairwise(graph.program.offsets.tolist()), strict=True
+            together(graph).T, pairwise(program.offsets.tolist()), strict=True
         ):
             ended[lo:hi] = np.searchsorted(ends, np.arange(lo, hi))
-    return ended
-
-
-def _numbers(graph: Graph, reached: Walk, ended: NDArray[np.int64]) -> Order:
-    """The number of each message in the global order, by the stage and microbatch of its send."""
-    index = graph.index
-    numbers: dict[Opcode, Positions] = {}
-    whose = np.flatnonzero(index.is_op(_MAKE)).astype(np.int32)
-    order = whose[np.lexsort((reached.turn[whose], reached.end[whose], ended[whose]))]
-    for send, ops in _SENT_BY.items():
-        numbers[send] = np.full(index.size[Per.MICROBATCH], NONE, np.int32)
-        number = np.flatnonzero(np.isin(index.op[order], ops)).astype(np.int32)
-        numbers[send][index.key[order[number]]] = number
-    return numbers
+        keys.append(np.concatenate([ended, ended[made]]))
+    order = np.lexsort(keys)
+    number = np.empty(len(order), np.int32)
+    number[order] = np.arange(len(order), dtype=np.int32)
+    return number[: len(graph)], number[len(graph) :]
 
 
 def _ordering(costs: Costs, plan: Plan) -> Costs:
@@ -100,26 +103,22 @@ def _ordering(costs: Costs, plan: Plan) -> Costs:
     return replace(costs, send=tuple(np.maximum(table[Opcode.SendAct], trifle).tolist()))
 
 
-def _messages(graph: Graph) -> Iterator[tuple[Opcode, Positions, NDArray[np.intp], int]]:
-    """Sends, and receives: who makes what is sent, by the rank of the transfer.
+def _sides(
+    index: Index, send: Opcode, at: Positions
+) -> Iterator[tuple[Opcode, NDArray[np.intp], NDArray[Any], int]]:
+    """Sends, and receives: which makers' values they move, and on which rank, rank by rank.
 
-    The makers' positions come rank by rank, with the places where each rank's begin, and what
-    leads from the word of the maker's stage to that of the transfer's.
+    The last is what leads from the word of the maker's stage to that of the transfer's.
     """
-    index, plan = graph.index, graph.program.plan
-    for send, ops in _SENT_BY.items():
-        row = ROWS[send]
-        at = np.flatnonzero(index.is_op(ops)).astype(np.int32)
-        other = index.stage[at].astype(np.int32) + row.hop
-        inside = (other >= 0) & (other < plan.stages)
-        there = plan.rank_at(np.where(inside, other, 0), index.mb[at])
-        crosses = inside & (there != index.rank[at])
-        assert row.meets is not None
-        sides = ((send, index.rank[at], 0), (row.meets, there, row.hop << STAGE))
-        for op, rank, shift in sides:
-            order = np.argsort(rank[crosses].astype(np.uint16), kind="stable")
-            cuts = np.searchsorted(rank[crosses][order], np.arange(plan.ranks + 1))
-            yield op, at[crosses][order], cuts, shift
+    row, plan = ROWS[send], index.program.plan
+    other = index.stage[at].astype(np.int32) + row.hop
+    inside = (other >= 0) & (other < plan.stages)
+    here, there = index.rank[at], plan.rank_at(np.where(inside, other, 0), index.mb[at])
+    crosses = np.flatnonzero(inside & (there != here))
+    assert row.meets is not None
+    yield send, crosses, here[crosses], 0
+    crosses = crosses[np.argsort(there[crosses].astype(np.uint16), kind="stable")]
+    yield row.meets, crosses, there[crosses], row.hop << STAGE
 
 
 TRANSFER: Final = Pass(

@@ -12,7 +12,7 @@ import numpy as np
 
 from schedir.errors import ProgramError, ScheduleError, expect, in_words
 from schedir.ir.plan import Plan
-from schedir.ir.program import Program, Stream, Words
+from schedir.ir.program import Cut, Program, Words
 from schedir.schedules.spell import spell
 from schedir.schedules.words import (
     EMPTY,
@@ -77,21 +77,22 @@ def draft(schedule: Schedule, plan: Plan) -> Program:
             hint="bind other options with functools.partial" if several else "",
         ) from None
     _check_placed(schedule, plan, name)
-    streams: list[Stream] = []
-    words: list[Words] = []
-    letters = 0
+    spelled: list[Words] = []  # of some ranks each
+    words: list[Words] = []  # of the ranks since
+    offsets, first = np.zeros(plan.ranks + 1, np.int64), 0
     for rank, own in enumerate(plan.stages_of):
         call = partial(schedule, v=len(own)) if v else schedule
         words.append(_called(call, name, rank, plan))
-        letters += len(words[-1])
-        if letters >= _AT_ONCE or rank + 1 == plan.ranks:
+        offsets[rank + 1] = offsets[rank] + len(words[-1])
+        if offsets[rank + 1] - offsets[first] >= _AT_ONCE or rank + 1 == plan.ranks:
             try:
-                streams += spell(words, len(streams), plan)
+                spelled.append(spell(words, first, plan))
             except ProgramError as error:
                 error.program = name
                 raise
-            words, letters = [], 0
-    return Program(name, plan, tuple(streams))
+            words, first = [], rank + 1
+    whole = spelled[0] if len(spelled) == 1 else np.concatenate(spelled)
+    return Program(name, plan, Cut.at(whole, offsets))
 
 
 def _check_placed(schedule: Schedule, plan: Plan, name: str) -> None:

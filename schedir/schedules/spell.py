@@ -5,29 +5,27 @@ Own stages become stages of the model, and microbatches that number themselves g
 
 from __future__ import annotations
 
-from itertools import pairwise
-
 import numpy as np
 from numpy.typing import NDArray
 
 from schedir.errors import ScheduleError
 from schedir.ir.ops import ROWS, Opcode
 from schedir.ir.plan import Plan
-from schedir.ir.program import FIELDS, JOINED, Stream, Words, pack
+from schedir.ir.program import FIELDS, JOINED, Words, pack
 from schedir.schedules.words import AUTO, OLDEST
 
 Places = NDArray[np.intp]  # indices of letters
 
 
-def spell(words: list[Words], first: int, plan: Plan) -> list[Stream]:
-    """The Streams of some ranks, the `first` one and those that follow it, from their letters.
+def spell(words: list[Words], first: int, plan: Plan) -> Words:
+    """The words of some ranks, the `first` one and those that follow it, from their letters.
 
     Raises ScheduleError for a stage that a rank does not have, and for W that finish no I.
     """
-    letters, cuts = np.concatenate(words), np.cumsum([0, *map(len, words)])
+    letters = np.concatenate(words)
     fields = letters.view(FIELDS)
     op, said = fields["op"], fields["mb"]
-    rank = np.repeat(np.arange(first, first + len(words)), np.diff(cuts))
+    rank = np.repeat(np.arange(first, first + len(words)), [*map(len, words)])
     local = _own_stages(fields, rank, plan)
     w, i = _finished(op, rank, local)
     local[w] = local[i]
@@ -44,8 +42,7 @@ def spell(words: list[Words], first: int, plan: Plan) -> list[Stream]:
     mb = np.where(said == AUTO, before + begin[cell], said)
     free = said[w] == AUTO
     mb[w[free]] = mb[i[free]]
-    spelled = pack(op, own.reshape(-1)[cell], mb) | letters & JOINED
-    return [Stream(spelled[begin:end]) for begin, end in pairwise(cuts.tolist())]
+    return pack(op, own.reshape(-1)[cell], mb) | letters & JOINED
 
 
 def _own_stages(fields: NDArray[np.void], rank: Words, plan: Plan) -> Words:

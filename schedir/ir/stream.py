@@ -1,0 +1,158 @@
+"""Stream: the instruction list of one rank, as words; and how a word is read."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable, Iterator, Sequence
+from functools import cache
+from itertools import pairwise
+from typing import TYPE_CHECKING, Any, Final, overload
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from schedir.ir.ops import Instr, Opcode
+
+if TYPE_CHECKING:
+    from typing import Self
+
+Words = NDArray[np.int64]
+
+# An instruction in one word: joined (bit 56), op (48..55), stage (32..47), microbatch (0..31).
+JOINED: Final = 1 << 56
+OP, STAGE = 48, 32
+_FIELDS = [("mb", "u4"), ("stage", "u2"), ("op", "u1"), ("joined", "u1")]
+FIELDS: Final = np.dtype(_FIELDS if sys.byteorder == "little" else _FIELDS[::-1])
+ADDRESS: Final = (1 << OP) - 1
+OPS: Final = tuple(Opcode)
+
+
+def pack(op: ArrayLike, stage: ArrayLike, mb: ArrayLike) -> Words:
+    """Words of instructions given as equally long arrays (or numbers)."""
+    o, s, m = (np.asarray(x, np.int64) for x in (op, stage, mb))
+    return np.atleast_1d(o << OP | s << STAGE | m)
+
+
+@cache
+def _table(ops: tuple[int, ...]) -> NDArray[np.bool_]:
+    table = np.zeros(256, bool)
+    table[[*ops]] = True
+    return table
+
+
+def is_op(op: NDArray[Any], ops: tuple[int, ...]) -> NDArray[np.bool_]:
+    """Whether each of an array of opcodes is one of `ops`."""
+    found: NDArray[np.bool_] = _table(ops)[op]
+    return found
+
+
+def unpack(word: int) -> Instr:
+    """The instruction in a word, whether it is joined or not."""
+    return Instr(OPS[word >> OP & 0xFF], word >> STAGE & 0xFFFF, word & 0xFFFFFFFF)
+
+
+class Stream(Sequence[Instr]):
+    """The instruction list of one rank: a sequence of Instr outside, int64 words inside.
+
+    `joined[i]` says that instruction i is issued together with the one before it.  The words are
+    taken over as they are, not copied: whoever has made them does not write to them afterwards.
+
+    >>> from schedir import Plan, compile, schedules
+    >>> stream = compile(schedules.gpipe, Plan(ranks=2, microbatches=2)).streams[1]
+    >>> [str(instr) for instr in stream[:5]]
+    ['recv_act 1.0', 'F 1.0', 'recv_act 1.1', 'F 1.1', 'B 1.0']
+    >>> stream[1], stream.mb[:5]
+    (Instr(op=<Opcode.Forward: 0>, stage=1, mb=0), array([0, 0, 1, 1, 0]))
+    """
+
+    __slots__ = ("words",)
+
+    def __init__(self, words: Words) -> None:
+        words = np.ascontiguousarray(words, np.int64).view()
+        words.flags.writeable = False
+        self.words = words
+
+    @classmethod
+    def of(cls, instrs: Iterable[Instr]) -> Self:
+        """A Stream of the given instructions, none of them joined."""
+        table = np.array([tuple(i) for i in instrs], np.int64).reshape(-1, 3)
+        return cls(pack(table[:, 0], table[:, 1], table[:, 2]))
+
+    @property
+    def op(self) -> Words:
+        """The opcode of each instruction."""
+        return self.words >> OP & 0xFF
+
+    @property
+    def stage(self) -> Words:
+        """The stage of each instruction."""
+        return self.words >> STAGE & 0xFFFF
+
+    @property
+    def mb(self) -> Words:
+        """The microbatch of each instruction."""
+        return self.words & 0xFFFFFFFF
+
+    @property
+    def joined(self) -> NDArray[np.bool_]:
+        """Whether each instruction is issued together with the one before it."""
+        return np.asarray(self.words & JOINED, bool)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # Arrays are pickled and copied as writable ones, and Streams are not.
+        return type(self), (self.words,)
+
+    def __len__(self) -> int:
+        return len(self.words)
+
+    @overload
+    def __getitem__(self, i: int) -> Instr: ...
+    @overload
+    def __getitem__(self, i: slice) -> Stream: ...
+    def __getitem__(self, i: int | slice) -> Instr | Stream:
+        if isinstance(i, slice):
+            return Stream(self.words[i])
+        return unpack(int(self.words[i]))
+
+    def __iter__(self) -> Iterator[Instr]:
+        for op, stage, mb in zip(
+            self.op.tolist(), self.stage.tolist(), self.mb.tolist(), strict=True
+        ):
+            yield Instr(OPS[op], stage, mb)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Stream) and np.array_equal(self.words, other.words)
+
+    def __hash__(self) -> int:
+        return hash(self.words.tobytes())
+
+    def __repr__(self) -> str:
+        return f"<Stream of {len(self)} instructions>"
+
+
+class Cut(tuple[Stream, ...]):
+    """All Streams of a program, cut from one array: nothing is there twice.
+
+    `words` has one Stream behind the other, and `offsets` says where each begins, with one more
+    entry than there are ranks.
+    """
+
+    words: Words
+    offsets: Words
+
+    @classmethod
+    def at(cls, words: Words, offsets: Words) -> Self:
+        """Cut an array of words, which is taken over as it is."""
+        words.flags.writeable = False
+        cut = cls(Stream(words[lo:hi]) for lo, hi in pairwise(offsets.tolist()))
+        cut.words, cut.offsets = words, offsets
+        return cut
+
+    @classmethod
+    def of(cls, streams: Iterable[Stream]) -> Self:
+        """Streams as they are, if they are cut from one array; else copied into one."""
+        if isinstance(streams, cls):
+            return streams
+        parts = [stream.words for stream in streams]
+        words = parts[0] if len(parts) == 1 else np.concatenate([np.empty(0, np.int64), *parts])
+        return cls.at(words, np.cumsum([0, *map(len, parts)]))
