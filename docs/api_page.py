@@ -192,8 +192,10 @@ def markdown(doc: str) -> str:
         if example:
             text = re.sub(r" *# doctest: .*", "", text).replace("<BLANKLINE>", "")
             text = f"```python\n{text}\n```"
-        else:
-            text = text.replace(".  ", ". ")
+        else:  # what stands in backquotes is as it is; elsewhere a star is a star
+            spans = re.split(r"(`[^`]*`)", text.replace(".  ", ". "))
+            spans[::2] = [span.replace("*", r"\*") for span in spans[::2]]
+            text = "".join(spans)
         parts.append(text)
     return "\n\n".join(parts)
 

@@ -1,4 +1,4 @@
-"""A Timeline in letters, for docstrings and plain terminals."""
+"""Ascii: the chart of doctests, a Timeline with a cell for each unit of time."""
 
 from __future__ import annotations
 

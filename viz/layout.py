@@ -1,4 +1,4 @@
-"""Where everything of a Timeline lies on paper: rectangles, before any drawing."""
+"""Layout: where everything of a Timeline lies in its chart: rectangles, before any drawing."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a notebook shows of a Program or a Timeline: a small picture, and the text."""
+"""Notebook: what one shows of a Program or a Timeline: a small picture, and the text."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A run as a small SVG, written by hand: no matplotlib, and right in the middle of a page."""
+"""SVG: a run as a small one, written by hand: no matplotlib, and right in the middle of a page."""
 
 from __future__ import annotations
 
