@@ -28,24 +28,22 @@ SPLIT: Final = (Opcode.BackwardInput, Opcode.BackwardWeight)
 
 
 def calibrate(measured: Timeline) -> Costs:
-    """The costs at which a simulation does what was measured, with the waits that it asks for.
+    """The costs at which a simulation takes as long as the run did, and waits where it waited.
 
-    Counted is:
+    A message, a gather and a reduction cost what somebody waited for them; nothing, if nobody did.
+    An instruction that somebody waited for was seen to end when it ended, so its time lies between
+    `least` and its span, where `least` is the span less what the one ahead in its queue may have
+    taken of it.  The end of any other is seen only when the receiver looks, so its time lies
+    between 0 and its span.  The cost of a kind is the time that is nearest to all these intervals:
+    of the times c with the smallest sum of distances |c - interval| the least.  A wait counts if
+    it is longer than nine in ten of the gaps that the host leaves between two computes with
+    nothing to wait for, and longer than the error of the clocks.
 
-    - of a message, a gather and a reduction, only what somebody waited for.  That one's span is
-      its time, as it was seen to end when it did.  Others are seen to have ended when the
-      receiver looks, so their spans are no more than bounds.  The cost is the one time that is
-      nearest to all of them: the least c of the smallest sum of distances |c - interval|, where
-      the interval is what is known: [0, span], or of one that was waited for [least, span], where
-      `least` is shorter if the one ahead in its queue was seen to end after it began.  If nobody
-      waited for any, the cost is 0.  A wait counts if it is longer than nine in ten of the times
-      that the host takes between two computes where there is nothing to wait for, and than the
-      error of the clocks.
-    - of all else the mean time, per stage for F, B, I, W and pairs, one for each other kind.  To
-      the time of an instruction of the compute lane, what came before it and is not explained is
-      added: from when a simulation would begin it, had all computes ended as they did and
-      messages taken the time above, until it began.  That is the host's own work, messages that
-      took longer than most, and noise; it is negative for a message that took less.
+    All else costs its mean time, per stage for F, B, I, W and pairs, one number for each other
+    kind.  An instruction of the compute lane takes its span and the delay before it that nothing
+    explains: how much earlier a simulation would begin it in which all computes end as they did and
+    messages take the times above.  The delay is the host's own work, messages that took longer
+    than most, and noise; it is negative where a message took less than most.
 
     Instructions that the program, or a stage of it, does not have cost nothing.
 

@@ -37,7 +37,8 @@ def check(program: Program, model: Model = "device", *, blocks: bool = False) ->
     every message has both sides, gradients are reduced and stepped once), each rank gives a value
     before it uses it and finds a slot for it, no ranks wait for each other under the progress
     model of the transport that will run it ("edge", "pair", "device" or "serial"), and messages
-    arrive as they are sent.  With `blocks`, the hosts themselves wait for what a compute needs, as on CPUs.
+    arrive as they are sent.  With `blocks`, the hosts themselves wait for what a compute needs, as
+    on CPUs.
 
     A proof stays with the Program: to check it again costs nothing.
 
