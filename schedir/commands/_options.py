@@ -36,7 +36,8 @@ def add_shape(parser: argparse.ArgumentParser) -> None:
     """The options by which a schedule is compiled; None where a FILE.sched may say it."""
     group = parser.add_argument_group("how a schedule is compiled; a FILE.sched has its shape")
     for f in PLAN:
-        _add_field(group, f.name, f.kind, f.options)
+        said = [o._replace(help=o.help.format(ranks=RANKS, per_rank=PER_RANK)) for o in f.options]
+        _add_field(group, f.name, f.kind, said)
     _add_lowering(group)
 
 
@@ -52,8 +53,7 @@ def _add_field(
     group: Any = parser.add_mutually_exclusive_group() if len(options) > 1 else parser
     for option in options:
         name = "--" + option.name.replace("_", "-")
-        help = option.help.format(ranks=RANKS, per_rank=PER_RANK)
-        how: dict[str, Any] = {"dest": field, "default": None, "help": help}
+        how: dict[str, Any] = {"dest": field, "default": None, "help": option.help}
         if option.metavar:
             group.add_argument(name, type=_value_of(kind), metavar=option.metavar, **how)
         else:

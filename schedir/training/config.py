@@ -269,7 +269,7 @@ def contradicts(source: str, field: Field, has: str, said: str) -> UsageError:
 
 # By name, the class of each section, and the types of its settings.
 SECTIONS: Final = get_type_hints(Config)
-KINDS: Final = {name: get_type_hints(kind, include_extras=True) for name, kind in SECTIONS.items()}
+TYPES: Final = {name: get_type_hints(kind, include_extras=True) for name, kind in SECTIONS.items()}
 
 
 class Setting(NamedTuple):
@@ -301,7 +301,7 @@ def settings() -> dict[str, tuple[str, list[Setting]]]:
 def _takes(section: str, name: str) -> str:
     """What a setting takes, in words."""
     if name not in _CHOICES:
-        return describe(KINDS[section][name])
+        return describe(TYPES[section][name])
     *others, last = map(json.dumps, _CHOICES[name])
     return f"{', '.join(others)} or {last}"
 

@@ -20,7 +20,7 @@ from schedir.io.request import Request
 from schedir.ir.plan import PLAN
 from schedir.ir.program import HEADER, TRAITS, Program
 from schedir.passes.lowering import OPTIONS
-from schedir.training.config import KINDS, SECTIONS, Config, PipelineConfig, contradicts
+from schedir.training.config import SECTIONS, TYPES, Config, PipelineConfig, contradicts
 from schedir.training.settings import coerce, describe
 
 
@@ -53,7 +53,7 @@ def read(path: str, sets: Sequence[str] = ()) -> Config:
     given.update(map(_of_set, sets))
     values: _Values = {}
     for (section, name), setting in given.items():
-        kind = KINDS[section][name]
+        kind = TYPES[section][name]
         try:
             values[section, name] = coerce(setting.value, kind)
         except TypeError:
@@ -87,7 +87,7 @@ def _of_file(path: str) -> Iterator[tuple[tuple[str, str], _Given]]:
             raise at.error(f"{section} is a section, not {table!r}", f"[{section}]")
         for name, value in table.items():
             setting = _Given(value, path, *_find(text, section, name))
-            _known(name, KINDS[section], f"setting {section}", setting)
+            _known(name, TYPES[section], f"setting {section}", setting)
             yield (section, name), setting
 
 
@@ -103,7 +103,7 @@ def _of_set(option: str) -> tuple[tuple[str, str], _Given]:
     if not equals or not dot:
         raise setting.error("is not SECTION.NAME=VALUE", "pipeline.ranks=2")
     _known(section, SECTIONS, "section", setting)
-    _known(name, KINDS[section], f"setting {section}", setting)
+    _known(name, TYPES[section], f"setting {section}", setting)
     return (section, name), setting
 
 

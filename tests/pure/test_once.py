@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,7 @@ from tests.commands import said
 from tests.proofs import proofs
 
 MINE = """
+import pickle
 from pathlib import Path
 from schedir import B, F
 
@@ -95,3 +97,10 @@ def test_a_training_run_checks_once(sets: list[str], proven: list[tuple[str, str
     assert proven == [("complete", program.name), ("proof", program.name)]
     if "mine" in sets[0]:
         assert Path("loaded").read_text() == "once\n"
+
+
+def test_a_configuration_that_has_loaded_a_file_is_pickled_without_it() -> None:
+    Path("run.toml").write_text("[pipeline]\nschedule = 'mine.py:mine'\n")
+    config = read("run.toml")
+    assert pickle.loads(pickle.dumps(config)) == config
+    assert Path("loaded").read_text() == "once\n"
