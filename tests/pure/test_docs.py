@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import runpy
 import shlex
 from pathlib import Path
@@ -96,16 +97,25 @@ def test_readme_error_is_what_is_printed() -> None:
 
 
 def test_links_lead_somewhere() -> None:
-    import re
+    for page in [*DOCS.rglob("*.md"), *ROOT.glob("*.md")]:
+        for link, place in re.findall(r"\]\(([^)#]*)#?([^)]*)\)", page.read_text()):
+            if "://" in link:
+                continue
+            target = page.parent / link if link else page
+            assert target.exists(), (page, link)
+            assert not place or place in places(target.read_text()), (page, link, place)
 
-    for page in [ROOT / "README.md", *DOCS.rglob("*.md"), *ROOT.glob("*.md")]:
-        for link in re.findall(r"\]\(([^)#]+)\)", page.read_text()):
-            assert "://" in link or (page.parent / link).exists(), (page, link)
+
+def places(page: str) -> set[str]:
+    """What links may name of a page: its headings, those of the same name with a number."""
+    code = re.compile(r"^```.*?^```", re.MULTILINE | re.DOTALL)
+    headings = re.findall(r"^#+ (.*)$", code.sub("", page), re.MULTILINE)
+    slugs = [re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in headings]
+    before = [slugs[:k].count(slug) for k, slug in enumerate(slugs)]
+    return {f"{slug}-{k}" if k else slug for slug, k in zip(slugs, before, strict=True)}
 
 
 def test_files_that_pages_name_are_there() -> None:
-    import re
-
     folders = ("schedir", "kernels", "viz", "tests", "examples", "docs", "benchmarks")
     files = [str(file) for folder in folders for file in (ROOT / folder).rglob("*.py")]
     for page in [*DOCS.rglob("*.md"), *ROOT.glob("*.md"), *ROOT.glob("*/README.md")]:
