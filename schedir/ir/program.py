@@ -272,6 +272,7 @@ class Program:
     @cached_property
     def digest(self) -> str:
         """sha256 of all that decides how the program runs; its name does not."""
+        # What came later stands behind, and only where it is of use: other digests stay.
         first = [item for f in HEADER if f.digest for item in f.digest(f.of(self), self.plan)]
         later = [(f.name, f.of(self)) for f in HEADER if not (f.digest or f.is_default(self))]
         sha = hashlib.sha256(repr((*first, self.slots, *later)).encode())

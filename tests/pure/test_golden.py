@@ -1,6 +1,7 @@
 """Golden text.  Each file holds what it is checked against; a new test is a new file.
 
 `golden/*.sched`: a program, and in its first line (a comment) the call that compiles it.
+`golden/digests.txt`: the digests of these programs, which only another format may change.
 `golden/refused/*.txt`: a program (or what should be one), a line of dashes, and the message.
 `golden/mistakes.txt`: schedules with the mistakes of a person new to this, and what each is told.
 """
@@ -33,6 +34,12 @@ def test_program(path: Path) -> None:
     assert parse(text) == program
     for model in MODELS:
         check(parse(text), model)
+
+
+def test_digests() -> None:
+    programs = {path.stem: parse(path.read_text()) for path in sorted(GOLDEN.glob("*.sched"))}
+    said = "".join(f"{program.digest} {name}\n" for name, program in programs.items())
+    assert said == (GOLDEN / "digests.txt").read_text()
 
 
 @pytest.mark.parametrize("path", sorted(GOLDEN.glob("refused/*.txt")), ids=lambda p: p.stem)
