@@ -1,13 +1,14 @@
 """How fast programs are compiled, checked and simulated: beside another checkout, or torch.
 
-    python benchmarks/compile.py [--large] [--torch] [--rounds N]
-    python benchmarks/compile.py --against COMMIT-OR-FOLDER [--rounds N] [--turns N]
+    python benchmarks/compile.py [--large] [--torch] [--compiled]
+    python benchmarks/compile.py --against COMMIT-OR-FOLDER [--compiled]
 
 A turn compiles (and so checks) and simulates one program, in seconds of processor time.  Each turn
 of a process is for a number of microbatches and for costs that the process has not seen before.
 Each round starts a process per row (and checkout), which first warms up on a small program.
 `--against` takes turns: the same turn in one checkout, then in the other; its ratios are of such
-pairs, with their quartiles.  `--torch` runs torch.distributed.pipelining in between.
+pairs, with their quartiles.  `--torch` runs torch.distributed.pipelining in between.  With
+`--compiled` loops run compiled by numba from the first turn on, and without it they never do.
 
 "B/instr" is the growth of the peak of memory over that before, by instruction: when compiled, and
 with the Timeline.  The last row is the command `schedir check gpipe` beside `import numpy`.
@@ -25,8 +26,9 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
+from importlib import import_module
 from pathlib import Path
 from time import process_time
 from typing import Any, NamedTuple
@@ -148,8 +150,13 @@ def torchs(name: str, ranks: int, v: int, microbatches: int, *_: object) -> Meas
 
 def serve(who: str) -> None:
     """Answer each request on stdin, a row with its turn, by what was measured: lines of JSON."""
-    measure = {"schedir": ours, "torch": torchs}[who]
-    if who == "schedir":
+    measure = {"schedir": ours, "compiled": ours, "torch": torchs}[who]
+    if who == "compiled":
+        with suppress(ImportError):  # a checkout that has none
+            import_module("schedir.analysis.compiled").load()
+    else:
+        sys.modules["numba"] = None  # type: ignore[assignment]
+    if who != "torch":
         for turn in range(2):
             ours("gpipe", 3, 1, 5 + turn, turn, True)
     for line in sys.stdin:
@@ -240,7 +247,9 @@ def spread(values: list[float], form: str = ".2f") -> str:
     return f"{middle:{form}} [{low:{form}}, {high:{form}}]"
 
 
-def compare(here: Path, other: Path, rows: tuple[Row, ...], rounds: int, say: Any) -> list[Any]:
+def compare(
+    here: Path, other: Path, rows: tuple[Row, ...], rounds: int, who: str, say: Any
+) -> list[Any]:
     """Rows of a table: what each row takes in two checkouts, and the ratios, turn by turn."""
     cells = []
     for row in rows:
@@ -249,7 +258,7 @@ def compare(here: Path, other: Path, rows: tuple[Row, ...], rounds: int, say: An
         n = 0.0
         for _ in range(rounds):
             say(f"{row}")
-            with Worker(other) as before, Worker(here) as after:
+            with Worker(other, who) as before, Worker(here, who) as after:
                 for turn in range(row.turns):
                     old, new = before.turn(row, turn), after.turn(row, turn)
                     for part in COUNTED:
@@ -277,10 +286,12 @@ def compare(here: Path, other: Path, rows: tuple[Row, ...], rounds: int, say: An
     return cells
 
 
-def alone(rows: tuple[Row, ...], rounds: int, torch: bool, say: Any) -> Iterator[list[str]]:
+def alone(
+    rows: tuple[Row, ...], rounds: int, ours: str, torch: bool, say: Any
+) -> Iterator[list[str]]:
     """Rows of a table: what each row takes here, and torch beside it."""
     for row in rows:
-        whose = ("schedir", "torch")[: 1 + (torch and row in TORCH)]
+        whose = (ours, "torch")[: 1 + (torch and row in TORCH)]
         got: dict[str, list[Measured]] = {who: [] for who in whose}
         for k in range(rounds):
             say(f"{row}")
@@ -289,7 +300,7 @@ def alone(rows: tuple[Row, ...], rounds: int, torch: bool, say: Any) -> Iterator
                     if who == "torch" and k:
                         continue  # it takes minutes
                     worker = stack.enter_context(Worker(ROOT, who))
-                    turns = row.turns if who == "schedir" else 1
+                    turns = 1 if who == "torch" else row.turns
                     got[who] += [worker.turn(row, turn, text=turn == 0) for turn in range(turns)]
         for who, each in got.items():
             first = each[0]
@@ -299,7 +310,7 @@ def alone(rows: tuple[Row, ...], rounds: int, torch: bool, say: Any) -> Iterator
             bytes_ = [f"{first[p]:.0f}" if p in first else "" for p in ("B/instr", "with Timeline")]
             yield [who, *map(str, row[:4]), f"{first['instructions']:,.0f}", *cells, sums, *bytes_]
         if len(whose) > 1:
-            ratios = [total(got["torch"][0]) / total(g) for g in got["schedir"]]
+            ratios = [total(got["torch"][0]) / total(g) for g in got[ours]]
             yield [
                 "",
                 *map(str, row[:4]),
@@ -316,9 +327,10 @@ def main() -> None:
     parser.add_argument("--large", action="store_true", help="up to 34 million instructions")
     parser.add_argument("--torch", action="store_true", help="torch.distributed.pipelining too")
     parser.add_argument("--against", metavar="CHECKOUT", help="a folder or a commit")
+    parser.add_argument("--compiled", action="store_true", help="loops compiled by numba")
     parser.add_argument("--rounds", type=int, default=3, help="processes per row (default 3)")
     parser.add_argument("--rows", help="of which rows, by number from 0: 0,1,3")
-    parser.add_argument("--serve", choices=("schedir", "torch"), help=argparse.SUPPRESS)
+    parser.add_argument("--serve", choices=("schedir", "compiled", "torch"), help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.serve:
         return serve(args.serve)
@@ -329,6 +341,7 @@ def main() -> None:
     rows = SMALL + LARGE * args.large
     if args.rows:
         rows = tuple(rows[int(k)] for k in args.rows.split(","))
+    who = "compiled" if args.compiled else "schedir"
     console, progress = Console(width=200), Console(stderr=True)
 
     def say(what: str) -> None:
@@ -339,13 +352,13 @@ def main() -> None:
     if args.against:
         with checkout_of(args.against) as other:
             table = Table(*shape, "ms before", "ms now", *COUNTED, "all", *bytes_)
-            for cells in compare(ROOT, other, rows, args.rounds, say):
+            for cells in compare(ROOT, other, rows, args.rounds, who, say):
                 table.add_row(*cells)
         console.print(table)
         console.print("ms are of the whole; ratios, now by before: the median and the quartiles")
     else:
         table = Table("", *shape, *PARTS, "compiled and simulated", *bytes_)
-        for cells in alone(rows, args.rounds, args.torch, say):
+        for cells in alone(rows, args.rounds, who, args.torch, say):
             table.add_row(*cells)
         console.print(table)
         console.print("medians in milliseconds of processor time; in brackets the quartiles")

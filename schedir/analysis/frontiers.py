@@ -77,20 +77,20 @@ class _Successors:
 
         Where no more than `few` edges want another place, there is none.
         """
-        places = [np.full(nodes + 2, nodes, np.int32)]
+        rows = np.full((nodes + 2, 2), nodes, np.int32)
         rest: dict[int, set[int]] = {}
         for source, target in edges:
-            for place in places:
+            for place in rows.T:
                 source, target = _put(source, target, place, nodes)
             while len(source) > few:
-                places.append(np.full(nodes + 2, nodes, np.int32))
-                source, target = _put(source, target, places[-1], nodes)
+                rows = np.column_stack([rows, np.full(nodes + 2, nodes, np.int32)])
+                source, target = _put(source, target, rows[:, -1], nodes)
             for a, b in zip(source.tolist(), target.tolist(), strict=True):
                 rest.setdefault(a, set()).add(b)
         for a, more in rest.items():
-            more.add(int(places[-1][a]))
-            places[-1][a] = nodes + 1
-        return cls(np.stack(places, 1), {a: np.array([*more]) for a, more in rest.items()})
+            more.add(int(rows[a, -1]))
+            rows[a, -1] = nodes + 1
+        return cls(rows, {a: np.array([*more]) for a, more in rest.items()})
 
     def before(self) -> Turns:
         """How many nodes each one waits for."""

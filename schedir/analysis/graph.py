@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Final
 
 import numpy as np
@@ -73,7 +73,8 @@ class Graph:
     @classmethod
     def of(cls, program: Program, model: Model = "device", *, blocks: bool = False) -> Graph:
         """The graph of a program, which is made once for each model."""
-        return program.derived(("graph", model, blocks), lambda: cls(program, model, blocks=blocks))
+        Flow.of(program)
+        return program.derived(("graph", model, blocks), partial(cls, model=model, blocks=blocks))
 
     def __len__(self) -> int:
         return len(self.index)

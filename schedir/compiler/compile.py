@@ -214,7 +214,10 @@ def _fold(
     """A program after some passes, each of which is asked whether it is wanted."""
     for k, each in enumerate(passes):
         if each.wanted(program, options):
-            program = each.lower(program, options)
+            lowered = each.lower(program, options)
+            if lowered is not program:
+                program.forget()
+            program = lowered
         whole = all(later.part == "better" for later in passes[k + 1 :])
         if debug and whole:
             check(program, options.model if each.part == "better" else "serial")

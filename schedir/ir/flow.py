@@ -120,7 +120,8 @@ class Flow:
     @classmethod
     def of(cls, program: Program) -> Flow:
         """The flow of a program, which is made once."""
-        return program.derived("flow", lambda: cls(Index.of(program)))
+        Index.of(program)
+        return program.derived("flow", lambda twin: cls(Index.of(twin)))
 
     # ------------------------------------------------------------ who gives what
 

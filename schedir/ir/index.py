@@ -81,7 +81,7 @@ class Index:
     @classmethod
     def of(cls, program: Program) -> Index:
         """The index of a program, which is made once."""
-        return program.derived("index", lambda: cls(program))
+        return program.derived("index", cls)
 
     def rows(self) -> Iterator[tuple[Row, Positions]]:
         """The rows of which there are instructions in range, and where these stand."""

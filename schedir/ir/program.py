@@ -215,15 +215,25 @@ class Program:
         made._derived.update(kept)
         return made
 
-    def derived(self, what: object, make: Callable[[], _T]) -> _T:
-        """What is made of the program once, and then kept with it, if it is not too large."""
+    def derived(self, what: object, make: Callable[[Self], _T]) -> _T:
+        """What is made of the program once, and then kept with it, if it is not too large.
+
+        It is made of a twin, which has the same Streams and proofs, and what is derived so far.  So
+        the program holds it, and it does not hold the program: both go when nobody uses them.
+        """
         if what not in self._derived:
-            made = make()
+            twin = object.__new__(type(self))
+            vars(twin).update(vars(self) | {"_derived": dict(self._derived)})
+            made = make(twin)
             if len(self) > _LARGE:
                 return made
             self._derived[what] = made
         found: _T = self._derived[what]
         return found
+
+    def forget(self) -> None:
+        """Let go of what is derived: of a program that only another one is made of."""
+        self._derived.clear()
 
     @property
     def op(self) -> NDArray[np.uint8]:

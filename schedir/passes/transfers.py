@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 from itertools import pairwise
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -23,6 +23,9 @@ from schedir.passes.record import Pass
 
 _SENT_BY = {send: makers(ROWS[send].needs[0]) for send in SENDS}
 _MAKE = tuple(op for ops in _SENT_BY.values() for op in ops)
+
+
+_AT_ONCE = 2**18  # instructions that are merged at once
 
 
 def transfers(program: Program, costs: Costs | None = None) -> Program:
@@ -43,24 +46,52 @@ def transfers(program: Program, costs: Costs | None = None) -> Program:
         raise deadlock(graph, reached)
     index, made = graph.index, graph.index.where_all(_MAKE)
     begins, ends = _numbers(graph, reached, made)
-    words, keys, order = [program.words], [_key(index.rank, begins)], {}
+    order: dict[Opcode, Positions] = {}
+    parts = [_Part(np.arange(len(index), dtype=np.int32), begins, index.rank, keep=-1, lead=0)]
     for send, ops in _SENT_BY.items():
         at = index.where_all(ops)
         number = ends[np.searchsorted(made, at)]
         order[send] = np.full(index.size[Per.MICROBATCH], NONE, np.int32)
         order[send][index.key[at]] = number
-        for op, which, rank, shift in _sides(index, send, at):
-            words.append((program.words[at[which]] & ADDRESS) + shift | int(op) << OP)
-            keys.append(_key(rank, number[which]))
-    key = np.concatenate(keys)
-    offsets = np.append(0, np.cumsum(np.bincount(key >> 32, minlength=program.plan.ranks)))
-    streams = Cut.at(np.concatenate(words)[np.argsort(key, kind="stable")], offsets)
-    return replace(program, streams=streams, order=order)
+        parts += _sides(index, send, at, number)
+    del graph, reached, index
+    program.forget()  # to make room
+    return replace(program, streams=_merged(program, parts), order=order)
 
 
-def _key(rank: NDArray[Any], number: NDArray[Any]) -> NDArray[np.int64]:
-    """What sorts by rank, and along each Stream."""
-    return np.asarray(np.asarray(rank, np.int64) << 32 | number)
+class _Part(NamedTuple):
+    """Some of what is merged to Streams, rank by rank: instructions, sends or receives.
+
+    Each is made of the instruction at a position, has a number in the global order, and a rank.
+    Of the instruction's word it keeps some bits, and `lead` leads from these to its own word.
+    """
+
+    at: Positions
+    number: NDArray[np.int32]
+    rank: NDArray[Any]
+    keep: int
+    lead: int
+
+
+def _merged(program: Program, parts: list[_Part]) -> Cut:
+    """Streams that have all parts, in the global order; some ranks at a time, to take less room."""
+    sizes = [np.bincount(part.rank, minlength=program.plan.ranks) for part in parts]
+    cuts = [np.append(0, np.cumsum(size)) for size in sizes]
+    offsets = sum(cuts, np.zeros(program.plan.ranks + 1, np.int64))
+    words = np.empty(int(offsets[-1]), np.int64)
+    first = 0
+    while first < program.plan.ranks:
+        reach = np.searchsorted(offsets, offsets[first] + _AT_ONCE, side="right") - 1
+        last = max(int(reach), first + 1)
+        keys, merged = [], []
+        for part, cut in zip(parts, cuts, strict=True):
+            own = slice(cut[first], cut[last])
+            keys.append(np.asarray(part.rank[own], np.int64) << 32 | part.number[own])
+            merged.append((program.words[part.at[own]] & part.keep) + part.lead)
+        order = np.argsort(np.concatenate(keys), kind="stable")  # of sorted parts: fast
+        words[offsets[first] : offsets[last]] = np.concatenate(merged)[order]
+        first = last
+    return Cut.at(words, offsets)
 
 
 def _numbers(
@@ -71,9 +102,10 @@ def _numbers(
     In order of time, of starts and ends.  Of those at one time, the turn of the walk tells what
     comes first, and else the position.
     """
-    program, turn = graph.program, reached.turn.astype(np.int64)
+    program = graph.program
     time = np.concatenate([reached.start, reached.end[made]])
-    turn = np.concatenate([2 * turn, 2 * turn[made] + 1])
+    turn = 2 * np.concatenate([reached.turn, reached.turn[made]])
+    turn[len(graph) :] += 1
     keys = [turn.astype(np.uint16) if turn.max(initial=0) < 2**16 else turn, time]  # sorts faster
     if meets(program):  # then how many updates have ended ahead comes before time
         ended = np.zeros(len(graph), np.int64)
@@ -103,22 +135,18 @@ def _ordering(costs: Costs, plan: Plan) -> Costs:
     return replace(costs, send=tuple(np.maximum(table[Opcode.SendAct], trifle).tolist()))
 
 
-def _sides(
-    index: Index, send: Opcode, at: Positions
-) -> Iterator[tuple[Opcode, NDArray[np.intp], NDArray[Any], int]]:
-    """Sends, and receives: which makers' values they move, and on which rank, rank by rank.
-
-    The last is what leads from the word of the maker's stage to that of the transfer's.
-    """
+def _sides(index: Index, send: Opcode, at: Positions, number: NDArray[np.int32]) -> Iterator[_Part]:
+    """The sends, and the receives, of what crosses ranks of all that is made at some positions."""
     row, plan = ROWS[send], index.program.plan
     other = index.stage[at].astype(np.int32) + row.hop
     inside = (other >= 0) & (other < plan.stages)
     here, there = index.rank[at], plan.rank_at(np.where(inside, other, 0), index.mb[at])
     crosses = np.flatnonzero(inside & (there != here))
     assert row.meets is not None
-    yield send, crosses, here[crosses], 0
+    yield _Part(at[crosses], number[crosses], here[crosses], ADDRESS, int(send) << OP)
     crosses = crosses[np.argsort(there[crosses].astype(np.uint16), kind="stable")]
-    yield row.meets, crosses, there[crosses], row.hop << STAGE
+    lead = (int(row.meets) << OP) + (row.hop << STAGE)
+    yield _Part(at[crosses], number[crosses], there[crosses], ADDRESS, lead)
 
 
 TRANSFER: Final = Pass(

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import pickle
 import random
+import weakref
 from collections.abc import Callable
 from copy import copy, deepcopy
 from dataclasses import replace
@@ -14,6 +16,7 @@ import pytest
 from hypothesis import event, given, settings
 from hypothesis import strategies as st
 
+from schedir.analysis.graph import Graph
 from schedir.analysis.models import MODELS, Model
 from schedir.compiler.compile import compile
 from schedir.errors import (
@@ -26,6 +29,8 @@ from schedir.errors import (
 )
 from schedir.io import torch_csv
 from schedir.ir.costs import Costs
+from schedir.ir.flow import Flow
+from schedir.ir.index import Index
 from schedir.ir.plan import Plan
 from schedir.ir.program import Program, Slots
 from schedir.ir.text import parse, show
@@ -220,3 +225,19 @@ def test_what_cannot_be_compiled() -> None:
     with pytest.raises(LevelError) as caught:
         check(given)
     assert "schedir.compile lowers a draft" in caught.value.hint
+
+
+def test_what_is_derived_of_a_program_goes_with_it() -> None:
+    """It does not wait for the garbage collector, which counts objects and not their bytes."""
+    gc.collect()
+    gc.disable()
+    try:
+        program = compile(one_f_one_b, Plan(2, 4))
+        index, flow, graph = Index.of(program), Flow.of(program), Graph.of(program)
+        timeline = simulate(program)
+        assert timeline.graph is graph and graph.flow is flow and flow.index is index
+        gone = [weakref.ref(each) for each in (program, index, flow, graph)]
+        del program, index, flow, graph, timeline
+        assert [ref() for ref in gone] == [None] * 4
+    finally:
+        gc.enable()
