@@ -68,3 +68,10 @@ def test_pages_import_public_names_from_where_they_are_public() -> None:
             each = [name.strip() for name in names.split("#")[0].split(",")]
             wrong = [name for name in each if home not in public and (home, name) in homes]
             assert not wrong, f"{page.name} takes {wrong} from {home}"
+
+
+def test_no_public_module_is_left_out() -> None:
+    """A module that `schedir` names is public, if it says by `__all__` which names of it are."""
+    homes = {name: API["path_of"](f"schedir.{home}") for name, home in schedir._LATER.items()}
+    telling = {name for name, path in homes.items() if path and "\n__all__ = " in path.read_text()}
+    assert telling <= API["PUBLIC"].keys()
