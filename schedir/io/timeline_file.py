@@ -81,7 +81,7 @@ def _npy(values: NDArray[np.float64]) -> bytes:
 
 
 def load_timeline(path: str | Path) -> Timeline:
-    """The Timeline in a file.
+    """Read a Timeline from a file that `save_timeline` wrote.
 
     Its program is checked under the model that it ran under.  A prediction with an effect before
     its cause is refused; a measured run, whose clocks may have lied, says so (`Timeline.doubt`).
@@ -121,9 +121,9 @@ class _Reader:
     def timeline(self) -> Timeline:
         header = self._header()
         n = header["instructions"]
-        self._size(_START, 8 * n + 1024)
-        self._size(_END, 8 * n + 1024)
-        self._size(_PROGRAM, 32 * n + _SMALL)
+        self._require_size(_START, 8 * n + 1024)
+        self._require_size(_END, 8 * n + 1024)
+        self._require_size(_PROGRAM, 32 * n + _SMALL)
         program = parse(self._read(_PROGRAM).decode(), most=n)
         if len(program) != n:
             raise TraceError(f"the header says {n} instructions, the program has {len(program)}")
@@ -132,17 +132,17 @@ class _Reader:
         model, blocks = header["model"], header.get("blocks", False)
         program = check(program, model, blocks=blocks)
         start, end = self._times(_START, n), self._times(_END, n)
-        _fit(program, start, end)
+        _require_run(program, start, end)
         spans = spans_of(program, start, end)
         timeline = Timeline(
             program, spans, header["kind"], header["unit"], model, float(header["clock_error"]),
             _sizes(header.get("sizes"), program.plan.stages), blocks,
         )  # fmt: skip
-        _in_order(timeline)
+        _require_causes_first(timeline)
         return timeline
 
     def _header(self) -> dict[str, Any]:
-        self._size(_HEADER, _HEAD)
+        self._require_size(_HEADER, _HEAD)
         header = json.loads(self._read(_HEADER))
         if not isinstance(header, dict) or header.get("schedir_timeline") != FORMAT:
             raise TraceError(f"this reads Timelines of format {FORMAT}, which the header is not")
@@ -165,7 +165,7 @@ class _Reader:
                 )
         return header
 
-    def _size(self, name: str, most: int) -> None:
+    def _require_size(self, name: str, most: int) -> None:
         """Refuse a member that says it is larger than it can be, or is packed in an odd way."""
         info = self.archive.getinfo(name)
         if info.file_size > most:
@@ -205,7 +205,7 @@ def _sizes(said: Any, stages: int) -> Sizes | None:
     return sizes
 
 
-def _fit(program: Program, start: NDArray[np.float64], end: NDArray[np.float64]) -> None:
+def _require_run(program: Program, start: NDArray[np.float64], end: NDArray[np.float64]) -> None:
     """Refuse times that no run of the program can have."""
     if (end < start).any():
         k = int((end < start).argmax())
@@ -219,7 +219,7 @@ def _fit(program: Program, start: NDArray[np.float64], end: NDArray[np.float64])
         raise TraceError(f"instruction {k} starts at {start[k]:g}, before its rank is free")
 
 
-def _in_order(timeline: Timeline) -> None:
+def _require_causes_first(timeline: Timeline) -> None:
     """Refuse a prediction in which effects come before causes."""
     if timeline.kind == "measured":
         return

@@ -76,7 +76,7 @@ _CELLS = re.compile(r"\(([^()]*)\)(\w*)")
 
 
 def show(program: Program, to: str = "torch") -> str:
-    """The CSV of a program; `to` is one of FORMS.
+    """A program as a CSV of torch.distributed.pipelining; `to` is one of FORMS.
 
     "torch" is compute only: torch lowers it as it loads it, and adds what FSDP needs.  Any
     version reads it.  "torch-2.13" has the program's own transfers and reductions, to be loaded
@@ -166,7 +166,7 @@ class _At(NamedTuple):
 
 
 def parse(text: str, name: str = "imported", ranks: int | None = None) -> Program:
-    """The program that a CSV says, of either form: a draft if it has no transfers.
+    """The program that such a CSV says, of either form: a draft if it has no transfers.
 
     Ranks, stages, microbatches and the placement are inferred: a file that was cut off after some
     rows is one of fewer ranks, unless its transfers or its placement tell, or `ranks` does.  Where

@@ -123,7 +123,7 @@ EMPTY = Word(np.empty(0, np.int64))
 
 
 def join(words: Iterable[Word]) -> Word:
-    """One after the other.  `sum` says the same, and copies all that came before each time.
+    """Words one after the other.  `sum` says the same, and copies all that came before each time.
 
     >>> from schedir.words import F, join
     >>> join(F[j] for j in range(3))

@@ -99,7 +99,7 @@ def nccl(
     kind: Literal["edge", "grouped"] = "edge",
     timeout: float | None = None,
 ) -> NCCLEdge | NCCLGrouped:
-    """The transport of a program on GPUs, connected and warm; after `initialise`.
+    """The transport of a program on GPUs, connected and warm; after `transports.nccl.initialise`.
 
     "edge" gives each directed edge a communicator, "grouped" one to the pipeline.  A program must
     be proven for the model of its kind.
