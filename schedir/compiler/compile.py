@@ -19,9 +19,9 @@ from schedir.errors import (
 )
 from schedir.ir.costs import Costs
 from schedir.ir.plan import Plan
-from schedir.ir.program import Program
+from schedir.ir.program import TRAITS, Program
 from schedir.ir.sizes import Sizes
-from schedir.ir.ties import Ties, tied_stages
+from schedir.ir.ties import Ties
 from schedir.passes.lowering import LOWERING, OPTIONS
 from schedir.passes.record import Boundary, Options, Pass
 from schedir.passes.record import Slots as Choice
@@ -68,7 +68,7 @@ def compile(
     lose no time at these costs; by default each value has its own.  `limit` is the most bytes
     that a rank may hold, and `sizes` says what takes how many.  `blocks` says that hosts wait
     themselves, as on CPUs.  `debug` checks after every pass.
-    `more` are the options that further passes take (`Pass.options`).
+    `more` are further traits of the program, and options that passes take (`Pass.options`).
 
     Raises a ProgramError if the schedule is wrong: LevelError for a program that is lowered
     already, UsageError for a plan that is missing or not the draft's.  The result finishes under
@@ -106,8 +106,8 @@ def compile(
     if sizes is not None:
         expect(sizes, Sizes, SIZES)
     program = _drafted(schedule, plan)
-    ties = None if tied is None else tied_stages(tied, program.plan)
-    traits: dict[str, Any] = {"tp": tp, "dp": dp, "tied": ties, "clip": clip}
+    traits: dict[str, Any] = {"tp": tp, "dp": dp, "tied": tied, "clip": clip}
+    traits |= {f.name: more.pop(f.name) for f in TRAITS if f.name in more}
     program = replace(program, **{k: v for k, v in traits.items() if v is not None})
     program = lower(
         _whole(program), costs, model,

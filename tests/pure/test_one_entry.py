@@ -70,6 +70,7 @@ assert plain.digest == sys.argv[1] and "zero" not in schedir.show(plain)
 program = replace(plain, zero=2)
 text = schedir.show(program)
 assert "clip no\\nzero 2\\n" in text
+assert schedir.compile(one_f_one_b, schedir.Plan(2, 4), zero=2).digest == program.digest
 assert schedir.parse(text) == program and program.digest != plain.digest
 try:
     schedir.parse(text.replace("zero 2", "zero 4"))
