@@ -206,12 +206,10 @@ def signature(name: Name) -> str:
     if isinstance(node, ast.Module):
         return ""
     if isinstance(node, ast.FunctionDef):
-        given, result = node.args, f" -> {ast.unparse(node.returns)}" if node.returns else ""
+        given, result = parameters(node.args), ast.unparse(node.returns) if node.returns else ""
         if any("composite" in ast.unparse(decorator) for decorator in node.decorator_list):
-            del given.args[0]  # hypothesis gives `draw`
-            assert node.returns is not None
-            result = f" -> SearchStrategy[{ast.unparse(node.returns)}]"
-        return call(name.name, parameters(given), result)
+            given, result = given[1:], f"SearchStrategy[{result}]"  # hypothesis gives `draw`
+        return call(name.name, given, f" -> {result}" if result else "")
     (init,) = [n for n in methods(node) if n.name == "__init__"] or [None]
     if init is not None:
         return call(name.name, parameters(init.args)[1:], "")

@@ -7,7 +7,7 @@ import builtins
 import doctest
 import re
 import runpy
-from inspect import getdoc
+from inspect import getdoc, signature
 from operator import attrgetter
 from pathlib import Path
 from typing import Any
@@ -56,6 +56,10 @@ def test_the_page_reads_what_is_imported() -> None:
             public = attrgetter(name)(schedir)
             if callable(public):
                 assert read.doc == getdoc(public), name
+                called = API["signature"](read)
+                if called and public is not schedir.viz.Style:
+                    taken = re.findall(r"(\w+)(?:: |,|=|\))", called)
+                    assert {*signature(public).parameters} <= {*taken}, name
 
 
 def test_pages_import_public_names_from_where_they_are_public() -> None:
