@@ -13,6 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from schedir.ir.ops import COMPUTE, ROWS, SENDS, Lane, Opcode
+from schedir.ir.ops import LANES as ROWS_OF_LANES
 from schedir.predict.bubble_causes import Cause
 
 RGB = tuple[float, float, float]
@@ -40,7 +41,7 @@ TONES: Final = {
     Opcode.BackwardWeight: Tone("#1b9e77", 49, 41),
     Opcode.Backward: Tone("#4b3b8f", 31, 15),
 }
-LANES: Final = {
+LANES: Final = {row.lane: "#7a7a7a" for row in ROWS_OF_LANES[1:]} | {
     Lane.ACT: "#0072b2",
     Lane.GRAD: "#d55e00",
     Lane.TP: "#7a7a7a",
@@ -62,7 +63,7 @@ PALETTES: Final = {
     "plain": DAY,
     "grey": Palette(
         {op: Tone("#808080", tone.light, tone.dark) for op, tone in TONES.items()},
-        {Lane.ACT: "#8c8c8c", Lane.GRAD: "#3c3c3c", Lane.TP: "#b4b4b4", Lane.DP: "#1a1a1a"},
+        LANES | {Lane.ACT: "#8c8c8c", Lane.GRAD: "#3c3c3c", Lane.TP: "#b4b4b4", Lane.DP: "#1a1a1a"},
     ),
     # Okabe and Ito's colours (2008), which colour-blind readers tell by hue.
     "bright": Palette(
@@ -72,7 +73,7 @@ PALETTES: Final = {
             Opcode.BackwardWeight: Tone("#009e73", 62, 52),
             Opcode.Backward: Tone("#d55e00", 58, 48),
         },
-        {Lane.ACT: "#0072b2", Lane.GRAD: "#cc79a7", Lane.TP: "#7a7a7a", Lane.DP: "#1a1a1a"},
+        LANES | {Lane.ACT: "#0072b2", Lane.GRAD: "#cc79a7", Lane.TP: "#7a7a7a", Lane.DP: "#1a1a1a"},
     ),
 }
 ACCENT: Final = "#c8005f"  # a critical path
@@ -87,7 +88,7 @@ NAMES: Final = {
     Opcode.BackwardWeight: "W backward, weight",
     Opcode.OptimizerStep: "optimizer step",
 }
-LANE_NAMES: Final = {
+LANE_NAMES: Final = {row.lane: row.doc for row in ROWS_OF_LANES[1:]} | {
     Lane.ACT: "activations",
     Lane.GRAD: "gradients",
     Lane.TP: "tensor parallel",

@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 
 from schedir.ir.flow import Flow
 from schedir.ir.index import Index, Positions
-from schedir.ir.ops import BOUNDARY, KEPT, SLOTTED, Token
+from schedir.ir.ops import KEPT, SLOTTED, Token
 from schedir.ir.program import OWN, Program
 
 # Of the slotted the number is a choice; of the others there are the fewest.
@@ -58,8 +58,8 @@ def reuses(program: Program) -> dict[Token, tuple[Positions, Positions]]:
 def counts(program: Program) -> NDArray[np.int64]:
     """How many slots each rank has of each kind, shape (ranks, kinds), kinds as in KINDS.
 
-    Where the program does not say, each value that crosses a boundary has its own, and there are
-    never more; of others there are the fewest.
+    Where the program does not say, each value has its own, and there are never more; of what
+    compute alone fills and frees there are the fewest.
     """
     flow, group = Flow.of(program), groups(Index.of(program))
     said = dict(zip(SLOTTED, np.array(program.slots, np.int64).T, strict=False))
@@ -67,17 +67,21 @@ def counts(program: Program) -> NDArray[np.int64]:
     for kind in KINDS:
         lives = flow.lives(kind)
         values = np.diff(lives.first)
-        most = values if kind in BOUNDARY else lives.peak(group)
+        most = values if kind in SLOTTED else lives.peak(group)
         if kind in said:
             most = np.where(said[kind] == OWN, most, np.minimum(said[kind], values))
         columns.append(most)
     return np.stack(columns, 1)
 
 
-def assign(program: Program, rank: int) -> dict[tuple[Token, int, int], int]:
-    """The slot of each value of a rank, by kind, stage and microbatch; from 0 in each kind."""
-    slots: dict[tuple[Token, int, int], int] = {}
-    flow, index = Flow.of(program), Index.of(program)
+def assign(program: Program, rank: int) -> dict[tuple[Token, int, int], dict[int, int]]:
+    """The slots of each value of a rank, by kind, stage and microbatch; from 0 in each kind.
+
+    By the index in the Stream of what fills one: a value that leaves the device and comes back has
+    two.
+    """
+    slots: dict[tuple[Token, int, int], dict[int, int]] = {}
+    flow, index, begin = Flow.of(program), Index.of(program), int(program.offsets[rank])
     for kind, count in zip(KINDS, counts(program)[rank].tolist(), strict=True):
         fill, freed, _, first = flow.lives(kind)
         own = slice(first[rank], first[rank + 1])
@@ -86,5 +90,6 @@ def assign(program: Program, rank: int) -> dict[tuple[Token, int, int], int]:
         for k, at in enumerate(fill[own].tolist()):
             if k >= count:
                 place.append(place[order[k - count]])
-            slots[kind, int(index.stage[at]), int(index.mb[at])] = place[k]
+            value = kind, int(index.stage[at]), int(index.mb[at])
+            slots.setdefault(value, {})[at - begin] = place[k]
     return slots

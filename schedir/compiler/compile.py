@@ -218,7 +218,7 @@ def _fold(
             if lowered is not program:
                 program.forget()
             program = lowered
-        whole = all(later.part == "better" for later in passes[k + 1 :])
+        whole = all(later.part in ("memory", "better") for later in passes[k + 1 :])
         if debug and whole:
             check(program, options.model if each.part == "better" else "serial")
     return program

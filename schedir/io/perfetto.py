@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from schedir.errors import UsageError
-from schedir.ir.ops import SENDS, TRANSFERS, Lane
+from schedir.ir.ops import LANES, SENDS, TRANSFERS, Lane
 from schedir.predict.bubble_causes import Cause, idleness
 from schedir.predict.timeline import Timeline, expect_runs
 
@@ -113,7 +113,12 @@ class _Tracks:
 
     def names(self) -> Iterator[Event]:
         """Ranks in order; in each, compute first, then what it waits for, then its messages."""
-        order = ["compute", _IDLE, "act in", "act out", "grad in", "grad out", "tp", "dp"]
+        first, *others = LANES
+        ways = ((row.lane.name.lower(), row.wire) for row in others)
+        order = [first.lane.name.lower(), _IDLE]
+        order += [
+            f"{lane}{way}" for lane, wire in ways for way in ([" in", " out"] if wire else [""])
+        ]
 
         def place(name: str) -> tuple[int, str]:
             return next(k for k, one in enumerate(order) if name.startswith(one)), name

@@ -80,8 +80,9 @@ def show(program: Program, to: str = "torch") -> str:
 
     "torch" is compute only: torch lowers it as it loads it, and adds what FSDP needs.  Any
     version reads it.  "torch-2.13" has the program's own transfers and reductions, to be loaded
-    with format="compute_comms", and is for stages without FSDP.  Scatter and gather are left out:
-    torch sends whole activations.
+    with format="compute_comms", and is for stages without FSDP.  What torch has no action for is
+    left out: scatters and gathers, as torch sends whole activations, steps, and what changes where
+    a value is kept.
 
     Raises CompletenessError for a program without a backward, which torch does not load,
     LevelError for a draft that should have transfers, GroupError for instructions issued as one
@@ -114,7 +115,7 @@ def show(program: Program, to: str = "torch") -> str:
             f"{program.name} has {program.plan.updates} updates, and torch's schedules one",
             program=program.name,
         )
-    action = {int(op): _TEXT[op] for op in (COMPUTE if to == "torch" else _TEXT)}
+    action = {int(op): text for op, text in _TEXT.items() if to != "torch" or op in COMPUTE}
     rows = []
     for rank, stream in enumerate(program.streams):
         cells: list[str] = []

@@ -77,7 +77,8 @@ class Chains(NamedTuple):
             start, end = np.full((2, len(begins)), rest)
             at = np.flatnonzero(sets)
             end[life[at]] = after[at]
-            start[life[at[::-1]]] = before[at[::-1]]
+            if names is not TIERS:  # who makes a value does so in the first of these
+                start[life[at[::-1]]] = before[at[::-1]]
             known = np.where(sets, after, _ANY)
             known[begins] = np.where(sets[begins], after[begins], start)
             since = np.maximum.accumulate(np.where(known != _ANY, np.arange(len(known)), 0))
@@ -124,6 +125,8 @@ class Chains(NamedTuple):
                 giver[k] = self.at[later[0]]
             elif known[k]:
                 stale.append((where, int(self.at[near[k]])))
+            elif len(later := np.flatnonzero((self.key == one) & self.makes)):
+                giver[k] = self.at[later[0]]
         return giver, stale
 
     def too_many(self) -> list[tuple[int, int]]:

@@ -58,7 +58,8 @@ class Pass:
 
     `lower` does it, with the options of the whole lowering, where `wanted` says so.  `part` says
     when: "draft" passes work on drafts, "messages" make of a draft a program with its messages,
-    "ends" add what ends updates, "better" ones change an order or a number and add nothing.
+    "ends" add what ends updates, "memory" ones what says where values are kept, and "better" ones
+    change an order or a number.
     `expected` is what `check` then finds of the instructions that it adds, given a function that
     says where those of an opcode are.  `read` tells the options with which a program was lowered,
     as far as they show.  `options` are the names of those in `Options.more` that it takes: yes or
@@ -66,7 +67,7 @@ class Pass:
     """
 
     name: str
-    part: Literal["draft", "messages", "ends", "better"]
+    part: Literal["draft", "messages", "ends", "memory", "better"]
     lower: Callable[[Program, Options], Program]
     wanted: Callable[[Program, Options], bool] = lambda program, options: True
     expected: Callable[[Program, Present], Iterator[Expected]] = _nothing

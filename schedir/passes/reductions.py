@@ -51,7 +51,7 @@ def reduce_holders(program: Program) -> Program:
     if not (plan.two_way and program.trains):
         return program
     if program.dp > 1 or not program.order:
-        return _append(program, Opcode.ReduceHolders, plan.stages_of)
+        return append(program, Opcode.ReduceHolders, plan.stages_of)
     index, begins = Index.of(program), program.offsets.tolist()
     messages = index.messages()
     passed = np.concatenate([np.maximum.accumulate(messages[b:e]) for b, e in pairwise(begins)])
@@ -79,24 +79,24 @@ def reduce_tied(program: Program) -> Program:
         return program
     tied = {s for stages in program.tied for s in stages}
     copies = [[s for s in own if s in tied] for own in program.plan.stages_of]
-    return _append(program, Opcode.ReduceTied, [own[:1] for own in copies])
+    return append(program, Opcode.ReduceTied, [own[:1] for own in copies])
 
 
 def reduce_norm(program: Program) -> Program:
     """The global norm that clipping needs; all ranks meet."""
     if not (program.clip and program.trains):
         return program
-    return _append(program, Opcode.ReduceNorm, [[0]] * program.plan.ranks)
+    return append(program, Opcode.ReduceNorm, [[0]] * program.plan.ranks)
 
 
 def optimizer_step(program: Program) -> Program:
     """End every Stream, and every update in it, with the optimizer's step, if there are any."""
     if not program.trains:
         return program
-    return _append(program, Opcode.OptimizerStep, [[0]] * program.plan.ranks)
+    return append(program, Opcode.OptimizerStep, [[0]] * program.plan.ranks)
 
 
-def _append(program: Program, op: Opcode, stages: Sequence[Sequence[int]]) -> Program:
+def append(program: Program, op: Opcode, stages: Sequence[Sequence[int]]) -> Program:
     """End each Stream, and each update before the last, with an `op` for some stages."""
     last = program.plan.updates - 1
     ranks = np.repeat(np.arange(len(stages)), [*map(len, stages)])

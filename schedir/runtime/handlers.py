@@ -47,7 +47,7 @@ def forward(rank: Rank, i: Instr) -> Call:
     grad, module, lender = rank.trains, stage.module, stage.lender
     loss, expect = rank.loss, rank.boundary.expect
     hands = rank.beside(i.stage + 1, mb) is not None
-    saved = rank.slot(Token.SAVED, i.stage, mb) if grad else None
+    saved = rank.slot(Token.SAVED, i.stage, mb, rank.where[i]) if grad else None
     shared = bool(rank.program.slots)
 
     def run() -> None:
@@ -85,7 +85,7 @@ def _root(y: Tensor) -> Root:
 def backward(rank: Rank, i: Instr, *, splits: bool = False) -> Call:
     mb, last = i.mb, i.stage == rank.plan.stages - 1
     handed = rank.beside(i.stage + 1, mb) is not None
-    saved = rank.slot(Token.SAVED, i.stage, mb)
+    saved = rank.slot(Token.SAVED, i.stage, mb, rank.where[i])
     given = None if last else _given(rank, i, Token.GRAD_IN, +1)
     out = rank.slot(Token.GRAD_OUT, i.stage, mb) if i.stage else None
     hands = rank.beside(i.stage - 1, mb) is not None

@@ -255,9 +255,11 @@ class Rank:
             with self.draws.warning(_APART) if self.apart else nullcontext():
                 step_if(finite, self.optimizer)
 
-    def slot(self, kind: Token, stage: int, mb: int) -> Slot:
-        """Where a value lives."""
-        return Slot(self.slots[kind], self.assigned[kind, stage, mb])
+    def slot(self, kind: Token, stage: int, mb: int, at: int | None = None) -> Slot:
+        """Where a value lives; as the instruction at an index of the Stream finds or fills it."""
+        fills = self.assigned[kind, stage, mb]
+        last = max(fill for fill in fills if at is None or fill <= at)
+        return Slot(self.slots[kind], fills[last])
 
     def outgoing(self, kind: Token, number: int) -> Tensor:
         """Static memory from which the value in a slot is sent.

@@ -330,7 +330,8 @@ def _inbox(index: Index, rank: int, sender: int) -> dict[Lane, list[tuple[Place,
     for op, stage, mb in stream:
         if op in RECEIVED and plan.rank_at(stage + ROWS[op].hop, mb) == sender:
             kind, gather = RECEIVED[op]
-            place = kind, assigned[kind, stage, mb]
+            (number,) = assigned[kind, stage, mb].values()
+            place = kind, number
             found[ROWS[op].lane].append((place, (gather, stage, mb) in there))
     return found
 

@@ -76,7 +76,7 @@ def test_no_two_values_share_a_slot_at_once(
         slots = assign(program, rank)
         lives: dict[tuple[str, int], list[tuple[int, int]]] = {}
         values = machine.values(rank)
-        for (kind, stage, mb), slot in slots.items():
+        for (kind, stage, mb), (slot,) in ((of, fills.values()) for of, fills in slots.items()):
             if kind in BOUNDARY:
                 fill, free = values.pop((kind.name.lower(), stage, mb))
             else:  # compute alone fills and frees it
@@ -114,7 +114,7 @@ def test_the_fewest_are_the_most_that_overlap(
                 alive[g][name] += 1
         for kind, count in zip(BOUNDARY, few[rank].tolist(), strict=False):
             assert count == max(a[kind.name.lower()] for a in alive)
-        used = Counter(kind for kind, _ in {(k, s) for (k, _, _), s in assign(
+        used = Counter(kind for kind, _ in {(k, *s.values()) for (k, _, _), s in assign(
             replace(program, slots=tuple(Slots(*row[:4]) for row in few.tolist())), rank
         ).items()})  # fmt: skip
         assert [used[kind] for kind in KINDS] == few[rank].tolist()

@@ -1,0 +1,141 @@
+"""New rows: four kinds of instruction, each a row, a pass and a handler in a copy of the tree.
+
+    recompute   an in-place change with memory: what the forward saved is made again
+    offload     a change of tier on lanes of their own: to the host and back
+    shard       a gather with turns and slots: a stage's weights are whole only while it runs
+    verdict     a collective: all ranks judge together whether the gradients are finite
+
+Each is three things and nothing else: edits of the tables in `ir/ops.py` (`EDITS`), the file of a
+pass with its place in `LOWERING` (`*_pass.py`), and the file of its handlers (`*_handlers.py`).
+"""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+HERE = Path(__file__).parent
+
+_OPCODES = "    OptimizerStep = 16\n"
+_TOKENS = "    PARAMETERS = 9\n"
+_LANES = "    DP = 4\n"
+_TOKEN_ROWS = '    TokenRow(_T.PARAMETERS, _RANK, Found.VERSION, "the weights"),\n'
+_LANE_ROWS = '    LaneRow(_L.DP, False, "starts", "reductions over replicas and ranks"),\n'
+_ROWS = ")  # fmt: skip\n\nBY_TEXT"
+
+# What is put behind what in ops.py; what stands behind "=" takes the place.
+EDITS: dict[str, list[tuple[str, str]]] = {
+    "recompute": [
+        (_OPCODES, "    Recompute = {next}\n"),
+        ("rows", """\
+    Row(_O.Recompute, "R", _L.COMPUTE, _MB, (_T.SAVED, _T.PARAMETERS), (_T.SAVED,), (),
+        "Runs a stage forward again on the input that it has kept.", cost="recompute",
+        changes=(Change(_T.SAVED, "checkpoint", "saved"),)),
+"""),
+    ],
+    "offload": [
+        (_OPCODES, "    Offload = {next}\n    Reload = {next}\n"),
+        (_LANES, "    D2H = {lane}\n    H2D = {lane}\n"),
+        (_LANE_ROWS, """\
+    LaneRow(_L.D2H, False, "starts", "copies to the host"),
+    LaneRow(_L.H2D, False, "starts", "copies back to the device"),
+"""),
+        ("rows", """\
+    Row(_O.Offload, "offload", _L.D2H, _MB, (_T.SAVED,), (_T.SAVED,), (),
+        "Moves what a forward saved to the host.", cost="offload",
+        changes=(Change(_T.SAVED, "device", "host"),)),
+    Row(_O.Reload, "reload", _L.H2D, _MB, (_T.SAVED,), (_T.SAVED,), (),
+        "Moves it back.", cost="offload", changes=(Change(_T.SAVED, "host", "device"),)),
+"""),
+    ],
+    "shard": [
+        (_OPCODES, "    Unshard = {next}\n    Reshard = {next}\n"),
+        (_TOKENS, "    FULL = {token}\n"),
+        (_LANES, "    PARAMS = {lane}\n"),
+        (_TOKEN_ROWS, """\
+    TokenRow(_T.FULL, _STAGE, Found.AGAIN, "the whole weights", "params"),
+"""),
+        (_LANE_ROWS, '    LaneRow(_L.PARAMS, False, "starts", "gathers of weights"),\n'),
+        ('="F", _L.COMPUTE, _MB, (', '"F", _L.COMPUTE, _MB, (_T.FULL, '),
+        ('="B", _L.COMPUTE, _MB, (', '"B", _L.COMPUTE, _MB, (_T.FULL, '),
+        ('="I", _L.COMPUTE, _MB, (', '"I", _L.COMPUTE, _MB, (_T.FULL, '),
+        ("rows", """\
+    Row(_O.Unshard, "unshard", _L.PARAMS, Per.TURN, (_T.PARAMETERS,), (_T.FULL,), (),
+        "Makes the weights of a stage whole.", cost="unshard"),
+    Row(_O.Reshard, "reshard", _L.COMPUTE, Per.TURN, (_T.FULL,), (), (_T.FULL,),
+        "Lets go of the whole weights of a stage."),
+"""),
+    ],
+    "verdict": [
+        (_OPCODES, "    Judge = {next}\n"),
+        (_TOKENS, "    VERDICT = {token}\n"),
+        (_TOKEN_ROWS, '    TokenRow(_T.VERDICT, _RANK, _ALL, "the verdict"),\n'),
+        ('="step", _L.COMPUTE, _RANK, (', '"step", _L.COMPUTE, _RANK, (_T.VERDICT, '),
+        ("rows", """\
+    Row(_O.Judge, "judge", _L.DP, _RANK, (_T.GRAD,), (_T.VERDICT,), (),
+        "All ranks count together what is not finite.", cost="judge", meets=_O.Judge,
+        group="model", drains="always"),
+"""),
+    ],
+}  # fmt: skip
+# The pass's name in its file, and the pass in LOWERING that it stands before.
+PASSES = {
+    "recompute": ("RECOMPUTE", "TRANSFER"),
+    "offload": ("OFFLOAD", "GROUP_OPPOSITES"),
+    "shard": ("SHARD", "GROUP_OPPOSITES"),
+    "verdict": ("JUDGE", "OPTIMIZER_STEP"),
+}
+
+
+def copy(to: Path, *names: str) -> Path:
+    """A copy of the tree, with the tests, extended by some of EDITS; returns its folder."""
+    for folder in ("schedir", "kernels", "viz", "tests"):
+        shutil.copytree(ROOT / folder, to / folder, symlinks=True,
+                        ignore=shutil.ignore_patterns("__pycache__"))  # fmt: skip
+    ops = to / "schedir" / "ir" / "ops.py"
+    text = ops.read_text()
+    numbers = {"next": 17, "token": 10, "lane": 5}
+    for name in names:
+        for where, what in EDITS[name]:
+            for key in numbers:
+                while f"{{{key}}}" in what:
+                    what = what.replace(f"{{{key}}}", str(numbers[key]), 1)
+                    numbers[key] += 1
+            if where == "rows":
+                where, what = _ROWS, what + _ROWS
+            elif where.startswith("="):
+                where = where[1:]
+            else:
+                what = _last(text, where) + what
+                where = _last(text, where)
+            assert text.count(where) == 1, (name, where)
+            text = text.replace(where, what)
+    ops.write_text(text)
+    for name in names:
+        _add(to, name)
+    return to
+
+
+def _last(text: str, where: str) -> str:
+    """The line that ends the list which a line of the tree's own ends: others come behind it."""
+    begin = text.index(where)
+    rest = text[begin:].split("\n")
+    end = next(k for k, line in enumerate(rest) if not line.startswith("    "))
+    return "\n".join(rest[:end]) + "\n"
+
+
+def _add(to: Path, name: str) -> None:
+    """The files of a pass and of handlers, each named where it belongs."""
+    record, before = PASSES[name]
+    shutil.copy(HERE / f"{name}_pass.py", to / "schedir" / "passes" / f"{name}.py")
+    lowering = to / "schedir" / "passes" / "lowering.py"
+    text = lowering.read_text()
+    text = text.replace("\nLOWERING", f"from schedir.passes.{name} import {record}\n\nLOWERING", 1)
+    head, listed, rest = text.partition("\nLOWERING")
+    rest = rest.replace(f"    {before},\n", f"    {record},\n    {before},\n")
+    lowering.write_text(head + listed + rest)
+    shutil.copy(HERE / f"{name}_handlers.py", to / "schedir" / "runtime" / f"{name}.py")
+    with (to / "schedir" / "runtime" / "handlers.py").open("a") as handlers:
+        handlers.write(f"\n\nfrom schedir.runtime.{name} import handlers as {name}\n"
+                       f"\nHANDLERS.update({name}({{**HANDLERS}}))\n")  # fmt: skip

@@ -1,0 +1,217 @@
+"""What must hold of a new row before it runs: order, memory, text, pictures, export, explanation.
+
+    python looks.py NAME FOLDER
+
+In a copy that has the row, without torch.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+
+import schedir
+from schedir import Costs, Plan, Program, Sizes
+from schedir.io import perfetto, torch_csv
+from schedir.predict.what_if import advise
+from schedir.schedules import interleaved, one_f_one_b, zb_h1
+
+COSTS = Costs(F=2, B=3, send=0.5)
+
+
+def flat(program: Program) -> str:
+    return schedir.show(program, folded=False)
+
+
+def refused(text: str, error: str, *sites: str) -> None:
+    """A text's program is refused with this kind of error, which names these instructions."""
+    try:
+        schedir.check(schedir.parse(text))
+    except schedir.errors.ProgramError as caught:
+        found = [str(site.instr) for site in caught.sites]
+        assert type(caught).__name__ == error and found == [*sites], (caught, found)
+        assert str(caught)
+    else:
+        raise AssertionError(f"{error} of {sites} is not seen")
+
+
+def moved(text: str, what: str, before: str, times: int = 1) -> str:
+    """An instruction's line taken out, and put before another one's (or nowhere)."""
+    assert text.count(f"  {what}\n") == times and (not before or f"  {before}\n" in text), (
+        what,
+        before,
+    )
+    text = text.replace(f"  {what}\n", "", 1)
+    return text.replace(f"  {before}\n", f"  {what}\n  {before}\n", 1) if before else text
+
+
+def everywhere(program: Program, text: str, costs: Costs, folder: str) -> None:
+    """Round trips, pictures, files, and what explains a run."""
+    assert schedir.parse(schedir.show(program)) == program == schedir.check(program)
+    run = schedir.simulate(program, costs, sizes=Sizes(activation=1, saved=10))
+    assert f'"{text} ' in perfetto.text(run)
+    schedir.viz.save(schedir.viz.gantt(run, show="lanes,path,phases,memory"), f"{folder}/x.png")
+    assert text in schedir.viz.html(run)
+    schedir.save_timeline(run, f"{folder}/x.timeline")
+    assert schedir.load_timeline(f"{folder}/x.timeline").program == program
+    assert torch_csv.show(program) == torch_csv.show(
+        schedir.compile(plain_of(program), program.plan)
+    )
+    advise(run, costs)
+    assert run.idle is not None and run.critical_path.size
+
+
+def plain_of(program: Program) -> Callable[..., object]:
+    return getattr(schedir.schedules, program.name)
+
+
+def recompute(folder: str) -> None:
+    sizes = Sizes(saved=10, checkpoint=1)
+    for schedule, plan in (
+        (one_f_one_b, Plan(2, 4)),
+        (zb_h1, Plan(2, 4)),
+        (interleaved, Plan(2, 4, 2)),
+    ):
+        plain = schedir.compile(schedule, plan, costs=COSTS)
+        program = schedir.compile(schedule, plan, costs=COSTS, recompute=True, debug=True)
+        before, run = (schedir.simulate(p, COSTS, sizes=sizes) for p in (plain, program))
+        assert run.peak_in_flight.tolist() == before.peak_in_flight.tolist()
+        everywhere(program, "R", Costs(F=2, B=3, recompute=2), folder)
+    # By hand: rank 0 has two in flight, so one checkpoint beside one that is whole.
+    plain, program = (schedir.compile(one_f_one_b, Plan(2, 4), recompute=r) for r in (False, True))
+    peaks = [schedir.simulate(p, sizes=sizes).peak_memory.tolist() for p in (plain, program)]
+    assert peaks == [[20, 10], [11, 10]], peaks
+    looped = schedir.compile(interleaved, Plan(2, 4, 2), recompute=True)
+    whole = schedir.compile(interleaved, Plan(2, 4, 2))
+    peaks = [schedir.simulate(p, sizes=sizes).peak_memory.tolist() for p in (whole, looped)]
+    assert peaks == [[50, 30], [14, 12]], peaks  # 4 checkpoints and one whole, 2 and one
+    run = schedir.simulate(program, Costs(F=1, B=2, recompute=1))
+    assert run.busy.tolist() == [4 * 3 + 4, 4 * 3]
+    text = flat(program)
+    refused(moved(text, "R 0.0", "F 0.0"), "OrderError", "R 0.0", "F 0.0")
+    refused(moved(text, "R 0.0", "B 0.1"), "OrderError", "B 0.0", "R 0.0")
+    refused(text.replace("  R 0.0\n", "  R 0.0\n  R 0.0\n"), "CompletenessError", "R 0.0", "R 0.0")
+
+
+def offload(folder: str) -> None:
+    sizes = Sizes(saved=10)
+    plain = schedir.compile(one_f_one_b, Plan(4, 8))
+    program = schedir.compile(one_f_one_b, Plan(4, 8), offload=True, debug=True)
+    for time in 0.0, 0.25, 5.0:
+        costs = Costs(F=1, B=2, offload=time)
+        before, run = (schedir.simulate(p, costs, sizes=sizes) for p in (plain, program))
+        assert run.peak_in_flight.tolist() == before.peak_in_flight.tolist() == [4, 3, 2, 1]
+        # Replayed from the spans: on the device from F, or Reload, until Offload, or B, has ended.
+        spans, held = run.spans, [[] for _ in range(4)]
+        names = [schedir.Opcode(op).name for op in spans["op"].tolist()]
+        for name, span in zip(names, spans, strict=True):
+            if name in ("Forward", "Reload"):
+                held[span["rank"]].append((span["start"], 1, 10))
+            elif name in ("Offload", "Backward"):
+                held[span["rank"]].append((span["end"], 0, -10))
+        most = []
+        for changes in held:
+            now = peak = 0
+            for _, _, change in sorted(changes):
+                now += change
+                peak = max(peak, now)
+            most.append(peak)
+        assert run.peak_memory.tolist() == most, (time, run.peak_memory, most)
+        host = [max(curve.held) for curve in run.memory_on("host")]
+        assert (host[0] > 0) == (time > 0) and host[3] == 0  # it comes back at once, if it may
+        assert all(curve.held[-1] == 0 for curve in run.memory_on("host"))
+    everywhere(program, "offload", Costs(F=1, B=2, offload=0.25), folder)
+    # Nobody knows when another lane has moved it: a limit counts it until it is freed, or, with a
+    # number of slots, as many as there are.
+    try:
+        schedir.compile(one_f_one_b, Plan(4, 8), offload=True, sizes=sizes, limit=35)
+    except schedir.errors.MemoryLimitError as error:
+        assert error.needs == 40
+    else:
+        raise AssertionError("a limit is not held")
+    few = schedir.compile(one_f_one_b, Plan(4, 8), offload=True, slots="fewest")
+    assert schedir.parse(schedir.show(few)) == few and {s.saved for s in few.slots} == {1}
+    schedir.compile(one_f_one_b, Plan(4, 8), offload=True, slots="fewest", sizes=sizes, limit=10)
+    late = schedir.simulate(few, Costs(F=1, B=2, offload=0.25), sizes=sizes)
+    assert late.peak_memory.tolist() == [10, 10, 10, 10]
+    assert [max(curve.held) for curve in late.memory_on("host")] == [40, 30, 20, 0]
+    text = flat(program)
+    refused(moved(text, "reload 0.0", "B 0.1"), "OrderError", "B 0.0", "reload 0.0")
+    refused(moved(text, "reload 0.0", "offload 0.0"), "OrderError", "reload 0.0", "offload 0.0")
+    refused(moved(text, "offload 0.0", "F 0.0"), "OrderError", "offload 0.0", "F 0.0")
+    refused(moved(text, "reload 0.0", ""), "CompletenessError")
+    refused(moved(text, "offload 0.0", ""), "CompletenessError", "reload 0.0")
+
+
+def shard(folder: str) -> None:
+    sizes = Sizes(saved=10, params=100)
+    plan = Plan(2, 4, 2)
+    plain = schedir.compile(interleaved, plan)
+    program = schedir.compile(interleaved, plan, shard=True, debug=True)
+    turns = [[i for i in s if i.op.name == "Unshard"] for s in program.streams]
+    assert max(i.mb for i in turns[0]) > 0 and [s.full for s in program.slots] == [2, 2]
+    assert "unshard 2\n" in flat(program) and "unshard 2.1\n" in flat(program)
+    costs = Costs(F=1, B=2, unshard=0.5)
+    before, run = (schedir.simulate(p, costs, sizes=sizes) for p in (plain, program))
+    assert run.peak_in_flight.tolist() == before.peak_in_flight.tolist()
+    assert run.peak_memory.tolist() == [peak + 200 for peak in before.peak_memory.tolist()]
+    everywhere(program, "unshard", costs, folder)
+    # A gather waits for the slot that is let go: never more than two are whole.
+    for slow in 0.0, 0.5, 9.0:
+        run = schedir.simulate(program, Costs(F=1, B=2, unshard=slow))
+        names = [schedir.Opcode(op).name for op in run.spans["op"].tolist()]
+        for rank in range(2):
+            changes = [(s["start"], 1) if n == "Unshard" else (s["end"], -1)
+                       for n, s in zip(names, run.spans, strict=True)
+                       if s["rank"] == rank and n in ("Unshard", "Reshard")]  # fmt: skip
+            now = 0
+            for _, change in sorted(changes):
+                now += change
+                assert 0 <= now <= 2
+    text = flat(program)
+    one = [i for i in program.streams[0] if i.op.name in ("Unshard", "Reshard") and i.stage == 0]
+    first, gone, again = map(str, one[:3])
+    assert (first, gone, again) == ("unshard 0", "reshard 0", "unshard 0.1")
+    refused(moved(text, first, "F 0.1"), "OrderError", "F 0.0", first)
+    refused(moved(text, gone, "F 0.1"), "OrderError", "F 0.1", again)
+    refused(moved(text, "reshard 0.5", "B 0.3"), "OrderError", "reshard 0.5", "B 0.3")
+    refused(moved(text, again, first), "CompletenessError", again)
+    refused(moved(moved(text, gone, ""), "reshard 0.1", ""), "CompletenessError", "reshard 0.2")
+    refused(moved(text, gone, ""), "CompletenessError", "reshard 0.1")
+    fewer = text.replace("rank 0  full 2", "rank 0  full 1")
+    assert fewer != text
+    refused(fewer, "SlotError", "unshard 2", "reshard 0")
+
+
+def verdict(folder: str) -> None:
+    plain = schedir.compile(one_f_one_b, Plan(3, 4), clip=True)
+    program = schedir.compile(one_f_one_b, Plan(3, 4), clip=True, judge=True, debug=True)
+    assert len(program) == len(plain) + 3
+    run = schedir.simulate(program, Costs(F=1, B=2, judge=7))
+    assert run.span == schedir.simulate(plain, Costs(F=1, B=2)).span + 7
+    everywhere(program, "judge", Costs(F=1, B=2, judge=7), folder)
+    text = flat(program)
+    refused(
+        text.replace("  judge\n  step\n", "  step\n  judge\n", 1), "OrderError", "step", "judge"
+    )
+    early = text.replace("  judge\n", "", 1).replace(
+        "  reduce_grads 0\n", "  judge\n  reduce_grads 0\n"
+    )
+    refused(early, "OrderError", "judge", "reduce_grads 0")
+    refused(text.replace("  judge\n", "", 1), "ReductionError")
+    updates = schedir.compile(one_f_one_b, Plan(2, 4, updates=2, delay=1), judge=True)
+    assert flat(updates).count("judge 1\n") == 2
+    # Where one rank judges before its norm and another after, they wait for each other.
+    crossed = text.replace("  reduce_norm\n  judge\n", "  judge\n  reduce_norm\n", 1)
+    try:
+        schedir.check(schedir.parse(crossed))
+    except schedir.errors.DeadlockError as error:
+        assert {str(w.instr) for w in error.cycle} == {"judge", "reduce_norm"}
+    else:
+        raise AssertionError("a deadlock is not seen")
+
+
+if __name__ == "__main__":
+    {"recompute": recompute, "offload": offload, "shard": shard, "verdict": verdict}[sys.argv[1]](
+        sys.argv[2]
+    )

@@ -1,0 +1,31 @@
+"""Judge: all ranks come to one verdict on the gradients of an update before any of them steps."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+
+from schedir.ir.ops import Opcode
+from schedir.ir.program import Program, pack
+from schedir.passes.record import Expected, Pass, Present
+from schedir.passes.reductions import append
+
+
+def judge(program: Program) -> Program:
+    """A Judge at the end of every update of every rank."""
+    return append(program, [pack(Opcode.Judge, 0, 0)] * program.plan.ranks)
+
+
+def _all(program: Program, present: Present) -> Iterator[Expected]:
+    yield Expected(Opcode.Judge, np.full(program.plan.ranks, present(Opcode.Judge).any()))
+
+
+JUDGE = Pass(
+    "judge",
+    "ends",
+    lambda program, options: judge(program),
+    wanted=lambda program, options: bool(options.more.get("judge")),
+    expected=_all,
+    options=("judge",),
+)
