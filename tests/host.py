@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple
 
 from schedir.ir.ops import Instr, Opcode
+from tests import strange
 
 if TYPE_CHECKING:
     from tests.threads import Machine
@@ -63,6 +64,7 @@ class Value:
 
     ready: Event
     tensor: Tensor | None = None
+    state: dict[bool, str] = field(default_factory=dict)  # where it is not as it was made
 
 
 @dataclass(eq=False, slots=True)
@@ -122,13 +124,17 @@ class Host:
     def issue(self, group: list[Instr]) -> None:
         if len(group) > 1:
             messages = all(i.op in MESSAGES for i in group) and len(group) <= LARGEST
-            cell = all(i.op in COMPUTES for i in group) and len(group) == 2
+            cell = all(strange.computes(i.op) for i in group) and len(group) == 2
             if not (messages or cell):
                 raise Wrong(f"{len(group)} instructions from {group[0]} on cannot run as one")
         self.entry = Entry(self.rank, group)
         for instr in group:
             self.address(instr)
-            self.ISSUE[instr.op](self, instr)
+            if instr.op in self.ISSUE:
+                self.ISSUE[instr.op](self, instr)
+                strange.beside(self, instr)
+            else:
+                strange.issue(self, instr)
         for slot, value in self.given:
             if slot in self.slots:
                 raise Wrong(f"{self.entry} fills {slot}, which is still in use")
@@ -141,6 +147,8 @@ class Host:
         per_rank = i.op in (O.ReduceNorm, O.OptimizerStep)
         per_stage = i.op in (O.ReduceGrads, O.ReduceHolders, O.ReduceTied)
         most = self.machine.updates if per_rank or per_stage else self.machine.microbatches
+        if i.op not in self.ISSUE:
+            per_rank, per_stage, most = strange.address(self, i)
         here = per_rank or per_stage or self.runs(i.stage, i.mb)
         if i.stage not in ([0] if per_rank else self.own) or i.mb >= most or not here:
             raise Wrong(f"there is no {i} on rank {self.rank}")
@@ -148,6 +156,9 @@ class Host:
     def runs(self, stage: int, mb: int) -> bool:
         """Whether this rank runs a microbatch in a stage."""
         return stage in self.own and self.machine.holder(stage, mb) == self.rank
+
+    def wrong(self, why: str) -> None:
+        raise Wrong(f"{self.entry}: {why}")
 
     # ------------------------------------------------------------ slots
 
@@ -162,12 +173,13 @@ class Host:
     def take(self, *slot: object) -> Value:
         """The same, and the slot is free again."""
         value = self.look(*slot)
+        strange.expect(self, slot, value)
         self.slots.pop(slot, None)
         return value
 
     def give(self, *slot: object) -> Value:
         """Fill a slot with what will be there when the entry has ended."""
-        value = Value(self.entry.done)
+        value = Value(self.entry.done, state=strange.made(self, slot))
         self.given.append((slot, value))
         return value
 
@@ -341,7 +353,7 @@ class Host:
         right: set[Slot] = {("parameters", update + 1) for update in updates}
         microbatches = range(self.machine.microbatches)
         right |= {("loss", mb) for mb in microbatches if self.runs(self.machine.stages - 1, mb)}
-        for slot in self.slots.keys() - right:
+        for slot in self.slots.keys() - right - strange.kept(self):
             raise Wrong(f"{slot} is left on rank {self.rank}")
         for slot in right - self.slots.keys():
             raise Wrong(f"{slot} is missing on rank {self.rank}")

@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from functools import cache, lru_cache
 from itertools import count
 from types import FunctionType
+from typing import Any
 
 from schedir import schedules
 from schedir.analysis.models import MODELS, Model
@@ -20,6 +21,7 @@ from schedir.ir.plan import Plan
 from schedir.ir.program import Program
 from schedir.ir.text import show
 from schedir.ir.ties import Tied, tied_stages
+from schedir.passes.lowering import LOWERING
 from schedir.passes.overlap import early_gathers, early_receives, group_opposites
 from schedir.schedules import words
 from schedir.schedules.draft import draft as drafted
@@ -89,6 +91,12 @@ def ties(plan: Plan, rng: random.Random) -> Tied:
     )
 
 
+def more(rng: random.Random) -> dict[str, Any]:
+    """Options that passes bring along, of a tree that has such."""
+    options = [option for each in LOWERING for option in each.options]
+    return {option: True for option in options if rng.random() < 0.4}
+
+
 def lowered(rng: random.Random) -> Program:
     """A known schedule, or a random draft, lowered with random traits."""
     while True:
@@ -102,9 +110,12 @@ def lowered(rng: random.Random) -> Program:
         try:
             plan = Plan(ranks, m, v, placement)
             draft = drafted(schedule, plan) if schedule else random_draft(plan, rng)
-            program = lower(replace(check_draft(draft), tp=tp, tied=ties(plan, rng), clip=clip))
+            whole = replace(check_draft(draft), tp=tp, tied=ties(plan, rng), clip=clip)
+            program = lower(whole, **(added := more(rng)))
         except ProgramError:
             continue  # a schedule need not know every plan
+        if added and verdict(program, "edge").kind != "ok":
+            continue  # nor a pass every draft
         if rng.random() < 0.4:
             ahead = rng.randint(1, 3)
             program = early_gathers(group_opposites(program), ahead)
@@ -125,7 +136,8 @@ def updating(rng: random.Random) -> Program:
                 if v == 1 and rng.random() < 0.6
                 else random_draft(plan, rng, split=rng.choice([0, 0.5, 1, 1]))
             )
-            program = lower(replace(check_draft(draft), tied=tied_stages(tied, plan), clip=clip))
+            whole = replace(check_draft(draft), tied=tied_stages(tied, plan), clip=clip)
+            program = lower(whole, **more(rng))
         except ProgramError:
             continue
         if verdict(program, "edge").kind == "ok":

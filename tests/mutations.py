@@ -2,7 +2,18 @@
 
 from __future__ import annotations
 
-from schedir.ir.ops import BACKWARDS, COMPUTE, RECEIVES, ROWS, SENDS, SHARDING, Opcode, Per
+from schedir.ir.ops import (
+    BACKWARDS,
+    LATE,
+    RECEIVES,
+    ROWS,
+    SENDS,
+    SHARDING,
+    SPLITS,
+    WHOLES,
+    Opcode,
+    Per,
+)
 from schedir.ir.program import ADDRESS, STAGE
 from tests.edits import (
     Edit,
@@ -22,7 +33,7 @@ from tests.edits import (
 )
 
 O = Opcode
-_, B, I, W = COMPUTE
+(B,), (I,), (W,) = WHOLES, SPLITS, LATE
 REDUCTIONS = (O.ReduceGrads, O.ReduceHolders, O.ReduceTied, O.ReduceNorm)
 PER_MB = tuple(row.op for row in ROWS if row.per is Per.MICROBATCH)
 CUTS = {O.Scatter: (O.Gather, +1), O.ScatterGrad: (O.GatherGrad, -1)}

@@ -206,7 +206,7 @@ SLIPS = [
 def edit_text(program: Program, rng: random.Random) -> Program | None:
     """A line too few, too many or elsewhere, or a slip in one, as by hand."""
     text = show(program, folded=rng.random() < 0.5)
-    begin = text.index("rank 0\n") if rng.random() < 0.8 else 0
+    begin = text.index("\nrank 0") + 1 if rng.random() < 0.8 else 0
     lines = text[begin:].splitlines(keepends=True)
     j, k = (rng.randrange(len(lines)) for _ in range(2))
     match rng.randrange(4):

@@ -10,7 +10,7 @@ from schedir.analysis.longest_path import Walk
 from schedir.errors import DeadlockError, OrderError, ProgramError, Site, Wait
 from schedir.ir.flow import Stale
 from schedir.ir.index import NONE
-from schedir.ir.ops import COMPUTE, ROWS, STEPS, TOKENS, change_of
+from schedir.ir.ops import COMPUTE, ROWS, STEPS, TIERS, TOKENS, change_of
 
 _BLOCKS = (
     "a host that waits for what a compute needs, as on CPUs, issues nothing meanwhile, and over "
@@ -65,7 +65,10 @@ def _stale(graph: Graph, stale: Stale) -> OrderError:
     instr, last = needer[2], culprit[2]
     words, gone = TOKENS[stale.token].words, stale.token in ROWS[last.op].frees
     change = change_of(last.op, stale.token)
-    how = "has used up" if gone else f"has left as {change.after}" if change else "has left unfit"
+    how = "has used up" if gone else "has left unfit"
+    if change is not None and not gone:
+        way = "moved to the" if change.after in TIERS else "made a"
+        how = f"has {way} {change.after}"
     return OrderError(
         f"{instr} needs {words}, which {last} {how}",
         program=graph.program.name,

@@ -7,24 +7,27 @@ from dataclasses import replace
 
 import numpy as np
 
-from schedir.ir.ops import BACKWARDS, FORWARDS, Opcode
+from schedir.ir.ops import COMPUTE, FORWARDS, ROWS, Lane, Opcode, Token
 from schedir.ir.program import ADDRESS, OP, Program, Stream
 from schedir.passes.insert import insert
 from schedir.passes.record import Expected, Pass, Present
 
+_USES = tuple(row.op for row in ROWS if Token.SAVED in row.needs and row.lane is Lane.COMPUTE)
+
 
 def offload(program: Program) -> Program:
-    """Offload behind each forward and Reload before its backward, if anything is between them."""
+    """Offload behind each forward and Reload before it is used, if anything is between them."""
     return replace(program, streams=tuple(map(_stream, program.streams)))
 
 
 def _stream(stream: Stream) -> Stream:
     op, address = stream.op, stream.words & ADDRESS
-    made, used = (np.flatnonzero(np.isin(op, ops)) for ops in (FORWARDS, BACKWARDS))
+    made, used = (np.flatnonzero(np.isin(op, ops)) for ops in (FORWARDS, _USES))
     if not len(used):
         return stream
-    pair = used[np.argsort(address[used])][np.searchsorted(np.sort(address[used]), address[made])]
-    work = np.cumsum(np.isin(op, (*FORWARDS, *BACKWARDS)))
+    values, first = np.unique(address[used], return_index=True)
+    pair = used[first][np.searchsorted(values, address[made])]
+    work = np.cumsum(np.isin(op, COMPUTE))
     far = work[pair] - work[made] > 1
     made, pair = made[far], pair[far]
     return insert(

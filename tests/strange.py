@@ -1,0 +1,127 @@
+"""Strange instructions: what the oracle's host does with rows that it has never heard of.
+
+It reads of the table what the row says for itself, and no more: which values it needs, gives and
+frees, how it changes them, and whom it meets.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from schedir.ir.ops import ROWS, TIERS, TOKENS, Instr, Lane, Opcode, Per, Token
+
+if TYPE_CHECKING:
+    from tests.host import Host, Slot, Value
+
+KNOWN_ROWS, KNOWN_VALUES = 17, 10
+_LANES = {Lane.COMPUTE: "compute", Lane.TP: "gathers", Lane.DP: "reductions"}
+
+
+def computes(op: Opcode) -> bool:
+    """Whether it can run as one with another."""
+    row = ROWS[op]
+    cuts = (Opcode.Scatter, Opcode.ScatterGrad)
+    return row.lane is Lane.COMPUTE and row.per is Per.MICROBATCH and op not in cuts
+
+
+def address(host: Host, i: Instr) -> tuple[bool, bool, int]:
+    """Whether it is once for a rank, or for a stage; and how many numbers there are."""
+    per = ROWS[i.op].per
+    if per is Per.TURN:
+        own = [j for j, _ in host.machine.lists[host.rank] if j[:2] == i[:2]]
+        return False, True, len(own) if own[i.mb : i.mb + 1] == [i] else 0
+    updates, mbs = host.machine.updates, host.machine.microbatches
+    return per is Per.RANK, per is Per.STAGE, mbs if per is Per.MICROBATCH else updates
+
+
+def issue(host: Host, i: Instr) -> None:
+    """Takes what it needs, gives what it gives, and meets all ranks if it meets anybody."""
+    row = ROWS[i.op]
+    if row.per is Per.TURN and host.machine.updates > 1:
+        host.wrong(f"{i} with several updates")
+    host.queue(_LANES.get(row.lane, row.lane))
+    for token in row.needs:
+        for slot in _slots(host, token, i):
+            if token in row.gives:
+                _change(host, i, token, slot)
+            elif token in row.frees:
+                host.take(*slot)
+            else:
+                host.look(*slot)
+    for token in row.gives:
+        if token not in row.needs:
+            for slot in _slots(host, token, i):
+                host.give(*slot)
+    if row.meets is i.op:
+        host.collective((row.text, i.mb), len(host.machine.lists))
+
+
+def beside(host: Host, i: Instr) -> None:
+    """Of a known instruction, the values that are strange."""
+    row = ROWS[i.op]
+    for token in row.needs:
+        if token >= KNOWN_VALUES:
+            for slot in _slots(host, token, i):
+                if any(token in ROWS[j.op].gives for j, _ in host.machine.lists[host.rank]):
+                    (host.take if token in row.frees else host.look)(*slot)
+
+
+def _slots(host: Host, token: Token, i: Instr) -> list[Slot]:
+    """Where the values of a kind are that an instruction touches."""
+    if token is Token.GRAD:
+        return host.final(i.mb)
+    if token is Token.PARAMETERS:
+        version = host.machine.version(i.stage, i.mb) if ROWS[i.op].per is Per.MICROBATCH else 0
+        return [("parameters", version)] * (version > 0)
+    per, name = TOKENS[token].per, token.name.lower()
+    return [(name, *{Per.MICROBATCH: i[1:], Per.STAGE: i[1:2], Per.RANK: i[2:]}[per])]
+
+
+def _changes(host: Host, slot: Slot, tiers: bool) -> list[tuple[str, str]]:
+    """How the value of a slot changes on its rank, in the order of the Stream."""
+    return [
+        (change.before, change.after)
+        for i, _ in host.machine.lists[host.rank]
+        for change in ROWS[i.op].changes
+        if (change.before in TIERS) is tiers and slot in _slots(host, change.token, i)
+    ]
+
+
+def made(host: Host, slot: Slot) -> dict[bool, str]:
+    """The state in which a value is made: as the first change wants it, on the device."""
+    forms = _changes(host, slot, False)
+    return {True: TIERS[0], False: forms[0][0] if forms else ""}
+
+
+def expect(host: Host, slot: Slot, value: Value) -> None:
+    """Whoever takes a value wants it on the device, as the last change leaves it."""
+    forms = _changes(host, slot, False)
+    if value.state != {True: TIERS[0], False: forms[-1][1] if forms else ""}:
+        host.wrong(f"{slot} is {value.state}")
+
+
+def _change(host: Host, i: Instr, token: Token, slot: Slot) -> None:
+    value = host.look(*slot)
+    state = {**value.state}
+    moves = False
+    for change in ROWS[i.op].changes:
+        if change.token is token:
+            tiers = change.before in TIERS
+            moves |= tiers
+            if state[tiers] != change.before:
+                host.wrong(f"{i} finds {slot} {state}")
+            state[tiers] = change.after
+    if not moves and state[True] != TIERS[0]:
+        host.wrong(f"{i} finds {slot} {state}")
+    host.slots.pop(slot, None)
+    host.give(*slot).state = state
+
+
+def kept(host: Host) -> set[Slot]:
+    """What may be left in the end: values that nobody frees."""
+    names = {
+        token.name.lower()
+        for token in Token
+        if token >= KNOWN_VALUES and not any(token in row.frees for row in ROWS)
+    }
+    return {slot for slot in host.slots if slot[0] in names}
