@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
 
 import numpy as np
 
 from schedir.ir.ops import COMPUTE, FORWARDS, ROWS, Lane, Opcode, Token
-from schedir.ir.program import ADDRESS, OP, Program, Stream
-from schedir.passes.insert import insert
+from schedir.ir.program import ADDRESS, OP, Program, Words
+from schedir.passes.insert import before, behind
 from schedir.passes.record import Expected, Pass, Present
 
 _USES = tuple(row.op for row in ROWS if Token.SAVED in row.needs and row.lane is Lane.COMPUTE)
@@ -17,24 +16,25 @@ _USES = tuple(row.op for row in ROWS if Token.SAVED in row.needs and row.lane is
 
 def offload(program: Program) -> Program:
     """Offload behind each forward and Reload before it is used, if anything is between them."""
-    return replace(program, streams=tuple(map(_stream, program.streams)))
+    made, used = _ends(program)
+    work = np.cumsum(np.isin(program.op, COMPUTE))
+    far = work[used] - work[made] > 1
+    address = (program.words & ADDRESS)[made[far]]
+    program = behind(program, made[far], address | int(Opcode.Offload) << OP)
+    made, used = _ends(program)
+    used = used[np.isin((program.words & ADDRESS)[used], address)]
+    address = (program.words & ADDRESS)[used]
+    return before(program, used, address | int(Opcode.Reload) << OP)
 
 
-def _stream(stream: Stream) -> Stream:
-    op, address = stream.op, stream.words & ADDRESS
-    made, used = (np.flatnonzero(np.isin(op, ops)) for ops in (FORWARDS, _USES))
+def _ends(program: Program) -> tuple[Words, Words]:
+    """Where each forward stands, and the first that uses what it saved."""
+    address = program.words & ADDRESS
+    made, used = (np.flatnonzero(np.isin(program.op, ops)) for ops in (FORWARDS, _USES))
     if not len(used):
-        return stream
+        return used, used
     values, first = np.unique(address[used], return_index=True)
-    pair = used[first][np.searchsorted(values, address[made])]
-    work = np.cumsum(np.isin(op, COMPUTE))
-    far = work[pair] - work[made] > 1
-    made, pair = made[far], pair[far]
-    return insert(
-        stream,
-        (pair, address[pair] | int(Opcode.Reload) << OP),
-        (made, address[made] | int(Opcode.Offload) << OP),
-    )
+    return made, used[first][np.searchsorted(values, address[made])]
 
 
 def _both(program: Program, present: Present) -> Iterator[Expected]:

@@ -2,28 +2,21 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import numpy as np
 
 from schedir.ir.ops import BACKWARDS, FORWARDS, Opcode
-from schedir.ir.program import ADDRESS, OP, Program, Stream
-from schedir.passes.insert import insert
+from schedir.ir.program import ADDRESS, OP, Program
+from schedir.passes.insert import before
 from schedir.passes.record import Pass
 
 
 def recompute(program: Program) -> Program:
     """R before each backward that does not follow its own forward at once."""
-    return replace(program, streams=tuple(map(_stream, program.streams)))
-
-
-def _stream(stream: Stream) -> Stream:
-    op, address = stream.op, stream.words & ADDRESS
+    op, address = program.op, program.words & ADDRESS
     at = np.flatnonzero(np.isin(op, BACKWARDS))
     own = np.isin(op[at - 1], FORWARDS) & (address[at - 1] == address[at])
     at = at[~own]
-    none = np.empty(0, np.int64)
-    return insert(stream, (at, address[at] | int(Opcode.Recompute) << OP), (none, none))
+    return before(program, at, address[at] | int(Opcode.Recompute) << OP)
 
 
 RECOMPUTE = Pass(

@@ -7,14 +7,14 @@ from collections.abc import Iterator
 import numpy as np
 
 from schedir.ir.ops import Opcode
-from schedir.ir.program import Program, pack
+from schedir.ir.program import Program
 from schedir.passes.record import Expected, Pass, Present
 from schedir.passes.reductions import append
 
 
 def judge(program: Program) -> Program:
     """A Judge at the end of every update of every rank."""
-    return append(program, [pack(Opcode.Judge, 0, 0)] * program.plan.ranks)
+    return append(program, Opcode.Judge, [[0]] * program.plan.ranks)
 
 
 def _all(program: Program, present: Present) -> Iterator[Expected]:
