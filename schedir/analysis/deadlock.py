@@ -29,10 +29,10 @@ def misordered(graph: Graph) -> OrderError | None:
     needs_of = graph.needs
     for stale in graph.flow.stale:
         first = min(first, stale.needer)
-    giver = NONE
+    giver, own = NONE, np.arange(len(graph), dtype=np.int32)
     for needs in needs_of:
-        wrong: NDArray[np.bool_] = needs > np.arange(len(graph), dtype=np.int32)
-        if graph.index.joined.any():
+        wrong: NDArray[np.bool_] = needs > own
+        if graph.index.any_joined:
             wrong |= (needs != NONE) & (graph.enter_leave[0][needs] == graph.enter_leave[0])
         if graph.program.is_draft:  # there, a value may come from another rank
             wrong &= graph.index.rank[needs] == graph.index.rank
@@ -134,7 +134,7 @@ def deadlock(graph: Graph, walk: Walk) -> ProgramError:
 def _left(graph: Graph, walk: Walk) -> NDArray[np.bool_]:
     """Whether each instruction ends, and all that are issued with it."""
     done = walk.done
-    if not graph.index.joined.any():
+    if not graph.index.any_joined:
         return done
     left = np.ones(graph.nodes, bool)
     np.logical_and.at(left, graph.enter_leave[1], done)

@@ -82,27 +82,29 @@ def solve(problem: Problem) -> tuple[Times, Turns]:
 
 def problem_of(graph: Graph, costs: Costs, known: Times | None = None) -> Problem:
     """What `walk` solves."""
-    problem = Problem(graph.edges(), graph.node_mask, _node_costs(graph, costs))
+    table, row = graph.costs(costs)
+    problem = Problem(graph.edges(), graph.node_mask, _node_costs(graph, costs, table[row]))
     if known is not None:
         fixed = np.full(graph.nodes, np.nan)
         fixed[graph.node] = known
         problem = problem._replace(fixed=fixed)
     if graph.program.is_draft:
-        send = costs.table(graph.program.plan.stages)[Opcode.SendAct]
+        send = table.reshape(len(Opcode), -1)[Opcode.SendAct]
         if send.any():
             problem = problem._replace(rank=graph.index.rank, hop=send[graph.index.stage])
     return problem
 
 
-def _node_costs(graph: Graph, costs: Costs) -> Times:
+def _node_costs(graph: Graph, costs: Costs, each: Times) -> Times:
     """The cost of each node: of a collective the most that a member takes, of a pair the sum."""
     index, node = graph.index, graph.node
-    table, row = graph.costs(costs)
     cost = np.zeros(graph.nodes)
-    cost[: len(index)] = table[row]
+    cost[: len(index)] = each
     own = cost[: len(index)]
     for members in graph.collective_groups:
         cost[members[:1]] = own[members].max()
+    if not index.any_joined:
+        return cost
     pairs = np.flatnonzero(index.joined & (node != np.arange(len(index), dtype=np.int32)))
     pairs = pairs[np.isin(index.op[pairs], COMPUTE)]
     cost[node[pairs]] += own[pairs]

@@ -65,7 +65,7 @@ class Costs:
         """Cost by (opcode, stage), shape (opcodes, stages)."""
         table = np.zeros((len(Opcode), stages))
         for op, name in FIELD.items():
-            if getattr(self, name) is not None:
+            if getattr(self, name):  # all else is free
                 table[op] = self._row(name, stages)
         if self.B is None:
             table[[*WHOLES]] = table[[*SPLITS]] + table[[*LATE]]

@@ -61,6 +61,7 @@ class Index:
         }
         self.positions: dict[Opcode, Positions] = {}
         self.at: dict[Opcode, Positions] = {}
+        self._with_ends: dict[Opcode, Positions] = {}
         whole = bool(self.valid.all())
         for row, here in found.items():
             if row.per is not Per.MICROBATCH:
@@ -71,9 +72,10 @@ class Index:
             elif not whole:
                 here = here[self.valid[here]]
             if len(here):
-                table = np.full(self.size[row.per], NONE, np.int32)
-                table[self.key[here]] = here
-                self.positions[row.op], self.at[row.op] = here, table
+                table = np.full(self.size[row.per] + 2, NONE, np.int32)  # an end for `where`
+                table[1:-1][self.key[here]] = here
+                self.positions[row.op], self.at[row.op] = here, table[1:-1]
+                self._with_ends[row.op] = table
 
     def __len__(self) -> int:
         return len(self.op)
@@ -138,11 +140,10 @@ class Index:
 
     def where(self, op: Opcode, key: NDArray[np.int32]) -> Positions:
         """Positions of `op` at the given keys; -1 where there is none, or no such key."""
-        table = self.at.get(op)
+        table = self._with_ends.get(op)
         if table is None:
             return np.full(len(key), NONE, np.int32)
-        inside = (key >= 0) & (key < len(table))
-        return np.where(inside, table[np.where(inside, key, 0)], np.int32(NONE))
+        return table.take(key + 1, mode="clip")
 
     def messages(self) -> Positions:
         """The number of each transfer's message in `Program.order`; -1 where there is none."""

@@ -7,6 +7,7 @@ Printer, parser, flow of values, dependency graph, memory count, simulator, exec
 from __future__ import annotations
 
 from enum import Enum, IntEnum
+from functools import cache
 from typing import Final, Literal, NamedTuple
 
 
@@ -247,21 +248,25 @@ ROWS: Final[tuple[Row, ...]] = (
 BY_TEXT: Final = {row.text: row.op for row in ROWS}
 
 
+@cache
 def makers(token: Token) -> tuple[Opcode, ...]:
     """Who makes a value: gives it without having needed it."""
     return tuple(row.op for row in ROWS if token in row.gives and token not in row.needs)
 
 
+@cache
 def takers(token: Token) -> tuple[Opcode, ...]:
     """Who uses a value as it is: needs it, and does not give it on."""
     return tuple(row.op for row in ROWS if token in row.needs and token not in row.gives)
 
 
+@cache
 def changes(token: Token) -> tuple[Opcode, ...]:
     """Who changes a value in place: needs it and gives it."""
     return tuple(row.op for row in ROWS if token in row.gives and token in row.needs)
 
 
+@cache
 def change_of(op: Opcode, token: Token) -> Change | None:
     """How an instruction changes the state of a value, if it does."""
     return next((change for change in ROWS[op].changes if change.token is token), None)
@@ -315,6 +320,7 @@ SLOTTED: Final = BOUNDARY + tuple(
 KEPT: Final = tuple(row.token for row in TOKENS if row.size and row.token not in BOUNDARY)
 
 
+@cache
 def chain(op: Opcode, token: Token) -> tuple[Opcode, ...]:
     """Who may have given `token` to `op`, the last in the chain first.
 

@@ -281,7 +281,7 @@ class Plan:
             return self.ranks * self.stages_per_rank // (1 + self.two_way)
         return len(self.placement)
 
-    @property
+    @cached_property
     def room(self) -> int:
         """The most instructions that a program can have without one that is there twice."""
         each = {

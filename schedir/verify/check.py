@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from itertools import pairwise, product
+from itertools import product
 
 import numpy as np
 
@@ -89,7 +89,7 @@ def prove(graph: Graph, reached: Walk | None = None) -> None:
             raise deadlock(graph, reached)
     _in_turn(graph)
     # One order is one for all models and hosts; and what runs where hosts block runs elsewhere.
-    every = ordered and not index.joined.any()
+    every = ordered and not index.any_joined
     models = MODELS if every else (graph.model,)
     hosts = (False, True) if every or graph.blocks else (False,)
     program.proofs.update(product(models, hosts))
@@ -165,15 +165,15 @@ def _in_one_order(graph: Graph) -> bool:
         number[members] = 2**30 + k
     if ((number == NONE) & index.is_op(TRANSFERS + COLLECTIVES)).any():
         return False
-    for lo, hi in pairwise(graph.program.offsets.tolist()):
-        own = number[lo:hi]
-        before = np.maximum.accumulate(np.append(np.int32(NONE), own))[:-1]
-        joined = index.joined[lo:hi]
-        if joined.any():  # what came before the group
-            before = before[np.maximum.accumulate(np.where(joined, 0, np.arange(hi - lo)))]
-        if ((own <= before) & (own != NONE)).any():
-            return False
-    return True
+    at = np.flatnonzero(number != NONE)
+    least = most = number[at]
+    rank = index.rank[at]
+    if index.any_joined:  # of each group
+        group = groups(index)[at]
+        first = np.flatnonzero(np.append(True, group[1:] != group[:-1])[: len(at)])
+        least, most = np.minimum.reduceat(least, first), np.maximum.reduceat(most, first)
+        rank = rank[first]
+    return not ((least[1:] <= most[:-1]) & (rank[1:] == rank[:-1])).any()
 
 
 def _updates_in_turn(graph: Graph) -> None:
@@ -215,7 +215,7 @@ def _in_turn(graph: Graph) -> None:
     cycle; but within a group there is no queue, so two messages of it could cross.  Only under
     `edge` have activations and gradients between two ranks a channel each.
     """
-    if not graph.index.joined.any():
+    if not graph.index.any_joined:
         return
     index, partner = graph.index, graph.partner
     got = np.flatnonzero(index.is_op(RECEIVES))

@@ -5,8 +5,6 @@ Order is not looked at here; that is the dependency graph's.
 
 from __future__ import annotations
 
-from itertools import pairwise
-
 import numpy as np
 
 from schedir.errors import (
@@ -16,7 +14,7 @@ from schedir.errors import (
     ReductionError,
     expect,
 )
-from schedir.ir.index import NONE, Index
+from schedir.ir.index import Index
 from schedir.ir.ops import (
     BACKWARDS,
     COMPUTE,
@@ -30,13 +28,14 @@ from schedir.ir.ops import (
     Opcode,
     Per,
 )
-from schedir.ir.program import FIELDS, Program
+from schedir.ir.program import FIELDS, Program, is_op
 from schedir.passes.lowering import LOWERING
 from schedir.passes.record import Mask
 from schedir.verify.communication import sharding, transfers
 from schedir.verify.inspector import Inspector
 
 MOST_IN_GROUP = 256  # NCCL hangs on larger ones
+_PER_RANK = tuple(row.op for row in ROWS if row.per is Per.RANK)
 _SMALL = 2**16  # instructions of which tables may be made, whatever the plan
 
 
@@ -96,10 +95,7 @@ def _words(program: Program) -> None:
     """Refuse what is no instruction at all; only hand-made words can be that wrong."""
     words, fields = program.words, program.words.view(FIELDS)
     known = (fields["joined"] <= 1) & (fields["op"] < len(ROWS))
-    for row in ROWS:
-        if row.per is Per.RANK:
-            here = np.flatnonzero(fields["op"] == row.op)
-            known[here] &= fields["stage"][here] == 0
+    known &= (fields["stage"] == 0) | ~is_op(fields["op"], _PER_RANK)
     if not known.all():
         at = int(np.flatnonzero(~known)[0])
         rank = int(np.searchsorted(program.offsets, at, side="right")) - 1
@@ -116,6 +112,8 @@ def _only_compute(look: Inspector) -> None:
 
 def _ranges(look: Inspector) -> None:
     ix, plan = look.index, look.plan
+    if ix.valid.all():
+        return
     look.refuse_first(
         ix.stage >= plan.stages,
         lambda at: f"there is no stage {ix.stage[at]}: they are 0 to {plan.stages - 1}",
@@ -153,16 +151,12 @@ def _too_many(look: Inspector, at: int) -> str:
 
 def _owners(look: Inspector) -> None:
     ix, plan = look.index, look.plan
-    wrong = np.empty(len(ix), bool)
-    for rank, (lo, hi) in enumerate(pairwise(look.program.offsets.tolist())):
-        wrong[lo:hi] = plan.rank_at(ix.stage[lo:hi], ix.mb[lo:hi]) != rank
-    for row in ROWS:
-        if row.per is not Per.MICROBATCH:
-            here = np.flatnonzero(ix.op == row.op)
-            elsewhere = (plan.holders[:, ix.stage[here]] != ix.rank[here]).all(0)
-            wrong[here] = (
-                elsewhere if row.per in (Per.STAGE, Per.TURN) else False
-            )  # either holder reduces
+    wrong = plan.rank_at(ix.stage, ix.mb) != ix.rank
+    for row, here in ix.rows():
+        if row.per is Per.RANK:
+            wrong[here] = False
+        elif row.per is not Per.MICROBATCH:  # either holder reduces
+            wrong[here] = (plan.holders[:, ix.stage[here]] != ix.rank[here]).all(0)
     look.refuse_first(
         wrong,
         lambda at: (
@@ -175,13 +169,10 @@ def _owners(look: Inspector) -> None:
 
 def _twice(look: Inspector) -> None:
     ix = look.index
-    for row in ROWS:
-        if row.op not in ix.at:
-            continue
-        here = ix.op == row.op
-        if np.count_nonzero(here) > np.count_nonzero(ix.at[row.op] != NONE):
-            found = np.flatnonzero(here)
-            one = int(found[(ix.at[row.op][ix.key[found]] != found).argmax()])
+    for row, found in ix.rows():
+        twice = ix.at[row.op][ix.key[found]] != found
+        if twice.any():
+            one = int(found[twice.argmax()])
             other = int(ix.at[row.op][ix.key[one]])
             kind = ReductionError if row.per in (Per.STAGE, Per.RANK) else CompletenessError
             site = look.site(one)
@@ -190,7 +181,7 @@ def _twice(look: Inspector) -> None:
 
 def _groups(look: Inspector) -> None:
     ix = look.index
-    if not ix.joined.any():
+    if not ix.any_joined:
         return
     starts = look.program.offsets[:-1]
     starts = starts[starts < len(ix.op)]
@@ -280,7 +271,11 @@ def _expected(look: Inspector) -> None:
 
 def _as_expected(look: Inspector, op: Opcode, once: Mask, why: str) -> None:
     plan, per, present = look.plan, ROWS[op].per, look.present(op)
-    should = np.resize(np.asarray(once, bool), len(present))
+    should = np.asarray(once, bool)
+    if len(should) != len(present):  # so in each update, or turn
+        should = np.resize(should, len(present))
+    if np.array_equal(should, present):
+        return
     kind = ReductionError if per in (Per.STAGE, Per.RANK) else CompletenessError
     if (should & ~present).any():
         time, key = divmod(int((should & ~present).argmax()), len(once))

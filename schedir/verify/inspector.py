@@ -22,10 +22,8 @@ class Inspector:
 
     def __init__(self, program: Program, index: Index) -> None:
         self.program, self.index, self.plan = program, index, program.plan
-        stages, mbs = (
-            np.arange(k, dtype=np.int32) for k in (self.plan.stages, self.plan.microbatches)
-        )
-        self.stage, self.mb = np.repeat(stages, len(mbs)), np.tile(mbs, len(stages))
+        shape = self.plan.stages, self.plan.microbatches
+        self.stage, self.mb = np.indices(shape, np.int32).reshape(2, -1)
 
     def site(self, position: int, note: str = "") -> Site:
         """The instruction at a position, for an error."""
