@@ -292,7 +292,7 @@ class Graph:
     def node_mask(self) -> NDArray[np.bool_]:
         """Whether each number below `nodes` is a node."""
         there = np.zeros(self.nodes, bool)
-        there[self.node] = True
+        there[: len(self)] = self.node == np.arange(len(self), dtype=np.int32)
         if self.index.any_joined:
             there[self.enter_leave] = True
         return there

@@ -66,7 +66,7 @@ def draft(schedule: Schedule, plan: Plan) -> Program:
         ) from None
     if inspect.iscoroutinefunction(schedule) or inspect.isasyncgenfunction(schedule):
         raise ScheduleError("a schedule is a plain function, not an async one", program=name)
-    v = {"v": plan.stages_per_rank} if takes_v(schedule) else {}
+    v = {"v": plan.stages_per_rank} if takes_v(schedule, signature) else {}
     try:
         signature.bind(0, plan.ranks, plan.microbatches, **v)
     except TypeError:
@@ -102,9 +102,9 @@ def _check_placed(schedule: Schedule, plan: Plan, name: str) -> None:
         raise ScheduleError(
             f"{name} is for updates with a delay of {delay}, not of {plan.delay}", program=name
         )
-    if placement is None:
-        return
     v = fixed or plan.stages_per_rank
+    if placement is None or (placement, v) == (plan.placement, plan.stages_per_rank):
+        return
     right = Plan(plan.ranks, plan.microbatches, v, placement)
     if not np.array_equal(plan.holders, right.holders):
         raise ScheduleError(
@@ -122,7 +122,7 @@ def _called(call: Schedule, name: str, rank: int, plan: Plan) -> Words:
     words, count = [EMPTY.letters], 0
     try:
         told = call(rank, plan.ranks, plan.microbatches)
-        many = isinstance(told, Iterable) and not isinstance(told, str)
+        many = not isinstance(told, Word | str) and isinstance(told, Iterable)
         for word in _yielded(told, what) if many else [told]:
             if not isinstance(word, Word):
                 raise ScheduleError(

@@ -70,14 +70,16 @@ class Word:
 
     def __mul__(self, times: SupportsIndex | np.bool_) -> Word:
         # (rank == 0) * F: once, or not at all.
-        count = int(times) if isinstance(times, bool | np.bool_) else _whole("n * F", times)
+        count = int(times) if isinstance(times, (bool, np.bool_)) else _whole("n * F", times)
         if count < 0:
             raise ValueError(f"n * F takes n from 0 on, not {count}: max(n, 0) is never less")
         if count * max(len(self), 1) > _MOST:
             raise ValueError(
                 f"n * {self!r} is longer than the {_MOST} instructions that a rank may have"
             )
-        return Word(np.tile(self.letters, count))
+        letters = np.empty((count, len(self)), np.int64)
+        letters[:] = self.letters
+        return Word(letters.reshape(-1))
 
     __rmul__ = __mul__
 
@@ -247,11 +249,15 @@ def name_of(schedule: Schedule) -> str:
     return str(getattr(schedule, "__name__", type(schedule).__name__))
 
 
-def takes_v(schedule: Schedule) -> bool:
-    """Whether a schedule is to be told `v`: has a parameter of that name, which is not bound."""
+def takes_v(schedule: Schedule, signature: inspect.Signature | None = None) -> bool:
+    """Whether a schedule is to be told `v`: has a parameter of that name, which is not bound.
+
+    `signature` is the schedule's, where that is known.
+    """
     bound = schedule.keywords if isinstance(schedule, partial) else {}
     try:
-        return "v" in inspect.signature(schedule).parameters and "v" not in bound
+        signature = signature or inspect.signature(schedule)
+        return "v" in signature.parameters and "v" not in bound
     except (TypeError, ValueError):  # no function: `draft` says so
         return False
 
