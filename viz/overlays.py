@@ -10,7 +10,7 @@ from matplotlib.collections import LineCollection, PolyCollection
 from numpy.typing import NDArray
 
 from schedir.errors import in_bytes
-from schedir.ir.ops import COMPUTE, SENDS, Lane, Opcode
+from schedir.ir.ops import COMPUTE, SENDS, Lane
 from schedir.predict.bubble_causes import steady
 from schedir.predict.timeline import Timeline
 from schedir.viz.layout import CURVE, INSET, Floats, Sheet, corners
@@ -52,7 +52,7 @@ def arrows(axes: Axes, sheet: Sheet) -> None:
     floor = sheet.curve_top - 0.06  # below the lanes
     y0 = rank[sent] * sheet.pitch + np.where(down, floor, 0)
     y1 = rank[got] * sheet.pitch + np.where(down, 0, floor)
-    act = np.isin(sheet.op[sent], (Opcode.SendAct, Opcode.Forward))
+    act = np.isin(sheet.op[sent], (*FORWARDS, *(op for op in SENDS if op not in OF_GRADIENTS)))
     colours = np.where(act, sheet.palette.lanes[Lane.ACT], sheet.palette.lanes[Lane.GRAD])
     axes.quiver(
         x0, y0, x1 - x0, y1 - y0, color=colours, angles="xy", scale_units="xy", scale=1,
@@ -65,7 +65,7 @@ def path(axes: Axes, sheet: Sheet, *, dense: bool) -> None:
     """The chain that decides the span: its boxes outlined, or struck through, its links joined."""
     chain = sheet.timeline.critical_path
     chain = chain[sheet.right[chain] > sheet.left[chain]]
-    hidden = ~np.isin(sheet.op[chain], [*COMPUTE, Opcode.OptimizerStep])
+    hidden = ~np.isin(sheet.op[chain], [*COMPUTE, *STEPS])
     chain = chain[~(hidden & (not sheet.lanes))]
     middle = (sheet.top[chain] + sheet.bottom[chain]) / 2
     if dense:

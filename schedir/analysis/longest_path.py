@@ -18,7 +18,7 @@ from schedir.analysis.graph import Graph
 from schedir.analysis.loops import Problem, Turns, by_loop, longest
 from schedir.analysis.loops import Times as Times
 from schedir.ir.costs import Costs
-from schedir.ir.ops import BACKWARDS, COMPUTE, Opcode
+from schedir.ir.ops import BACKWARDS, COMPUTE, FORWARD, ROWS, SENDS
 
 FEW = 4096  # nodes, of which a loop over lists takes less time than frontiers
 
@@ -89,7 +89,7 @@ def problem_of(graph: Graph, costs: Costs, known: Times | None = None) -> Proble
         fixed[graph.node] = known
         problem = problem._replace(fixed=fixed)
     if graph.program.is_draft:
-        send = table.reshape(len(Opcode), -1)[Opcode.SendAct]
+        send = table.reshape(len(ROWS), -1)[SENDS[0]]
         if send.any():
             problem = problem._replace(rank=graph.index.rank, hop=send[graph.index.stage])
     return problem
@@ -110,8 +110,8 @@ def _node_costs(graph: Graph, costs: Costs, each: Times) -> Times:
     cost[node[pairs]] += own[pairs]
     together = costs.together(graph.program.plan.stages)
     if together is not None:
-        forward = np.where(index.op[pairs] == Opcode.Forward, pairs, pairs - 1)
+        forward = np.where(index.op[pairs] == FORWARD, pairs, pairs - 1)
         other = index.op[2 * pairs - 1 - forward]
-        priced = (index.op[forward] == Opcode.Forward) & np.isin(other, BACKWARDS)
+        priced = (index.op[forward] == FORWARD) & np.isin(other, BACKWARDS)
         cost[node[pairs[priced]]] = together[index.stage[forward[priced]]]
     return cost

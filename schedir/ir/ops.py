@@ -285,13 +285,17 @@ COMPUTE: Final = tuple(
     row.op for row in ROWS
     if row.lane is Lane.COMPUTE and row.per is _MB and row.op not in SHARDING
 )  # fmt: skip
-# F; B and I, of which I leaves a tape; W, which only adds to the weights and is no backward.
+# What computes, by what it makes of what: F; B and I, of which I leaves a tape; W, which takes it.
 FORWARDS: Final = makers(Token.ACT_OUT)
-BACKWARDS: Final = makers(Token.GRAD_OUT)
+BACKWARDS: Final = makers(Token.GRAD_OUT)  # W, which only adds to the weights, is none
 SPLITS: Final = makers(Token.TAPE)
 WHOLES: Final = tuple(op for op in BACKWARDS if op not in SPLITS)
 LATE: Final = takers(Token.TAPE)
 STEPS: Final = makers(Token.PARAMETERS)
+# Of each of these there is one: whoever adds another must say which is meant where.
+(FORWARD,), (BACKWARD,), (BACKWARD_INPUT,), (BACKWARD_WEIGHT,), (STEP,) = (
+    FORWARDS, WHOLES, SPLITS, LATE, STEPS,
+)  # fmt: skip
 # What adds to a stage's sum of gradients; and by weights: those not split, and those that are.
 ADDS: Final = makers(Token.WGRAD)
 ADDS_TO_WEIGHTS: Final = (

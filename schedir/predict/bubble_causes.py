@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from schedir.ir.index import NONE
-from schedir.ir.ops import BACKWARDS, Lane, Opcode
+from schedir.ir.ops import BACKWARDS, FORWARD, Lane
 from schedir.predict.timeline import Timeline, expect_runs
 
 Floats = NDArray[np.float64]
@@ -111,7 +111,7 @@ def steady(timeline: Timeline) -> tuple[Floats, Floats]:
     """
     spans = timeline.spans
     begins, ends = np.full(timeline.ranks, np.inf), np.full(timeline.ranks, -np.inf)
-    back, ahead = np.isin(spans["op"], BACKWARDS), spans["op"] == Opcode.Forward
+    back, ahead = np.isin(spans["op"], BACKWARDS), spans["op"] == FORWARD
     np.minimum.at(begins, spans["rank"][back], spans["start"][back])
     np.maximum.at(ends, spans["rank"][ahead], spans["end"][ahead])
     return begins, np.maximum(begins, ends)

@@ -11,7 +11,15 @@ from numpy.typing import NDArray
 from schedir.analysis.longest_path import walk
 from schedir.ir.costs import FIELD, Cost, Costs
 from schedir.ir.index import NONE
-from schedir.ir.ops import COMPUTE, ROWS, Lane, Opcode
+from schedir.ir.ops import (
+    BACKWARD,
+    BACKWARD_INPUT,
+    BACKWARD_WEIGHT,
+    COMPUTE,
+    FORWARD,
+    ROWS,
+    Lane,
+)
 from schedir.ir.program import Program
 from schedir.predict.bubble_causes import Cause, idleness, ready_gaps
 from schedir.predict.timeline import Timeline, expect_runs
@@ -24,7 +32,7 @@ USUAL: Final = 0.9  # of the host's gaps are no longer than usual
 _OPS: Final = {name: [op for op in FIELD if FIELD[op] == name] for name in FIELD.values()}
 # What runs beside computes, and is seen to end when somebody looks.
 _LATE: Final = [name for name, ops in _OPS.items() if ROWS[ops[0]].lane is not Lane.COMPUTE]
-SPLIT: Final = (Opcode.BackwardInput, Opcode.BackwardWeight)
+SPLIT: Final = (BACKWARD_INPUT, BACKWARD_WEIGHT)
 
 
 def calibrate(measured: Timeline) -> Costs:
@@ -70,7 +78,7 @@ def calibrate(measured: Timeline) -> Costs:
         elif name not in _LATE:
             costs[name] = _mean(took[here])
     if second.any():
-        ahead = paired & (spans["op"] == Opcode.Forward)
+        ahead = paired & (spans["op"] == FORWARD)
         costs["FB"] = tuple(_mean(took[ahead & (spans["stage"] == s)]) for s in stages)
     return Costs(**costs)
 
@@ -160,11 +168,11 @@ def completed(costs: Costs, program: Program) -> Costs:
     of a whole one I and W are half each.
     """
     table = costs.table(program.plan.stages)
-    whole, first, late = (table[op] for op in (Opcode.Backward, *SPLIT))
-    if Opcode.BackwardInput not in program.ops:
+    whole, first, late = (table[op] for op in (BACKWARD, *SPLIT))
+    if BACKWARD_INPUT not in program.ops:
         half = tuple((whole / 2).tolist())
         return replace(costs, I=half, W=half, B=tuple(whole.tolist()))
-    if Opcode.Backward not in program.ops:
+    if BACKWARD not in program.ops:
         costs = replace(costs, B=tuple((first + late).tolist()))
     return costs
 

@@ -12,7 +12,7 @@ from schedir.analysis.models import Model
 from schedir.compiler.compile import compile
 from schedir.errors import PlanError, ProgramError
 from schedir.ir.costs import FIELD, Cost, Costs
-from schedir.ir.ops import COMPUTE, ROWS, Lane, Opcode
+from schedir.ir.ops import BACKWARD, BACKWARD_INPUT, COMPUTE, FORWARD, ROWS, Lane
 from schedir.ir.plan import Plan
 from schedir.ir.program import Program
 from schedir.ir.ties import show_tied, tied_stages
@@ -26,7 +26,7 @@ from schedir.schedules.greedy import greedy
 from schedir.schedules.words import Schedule, delay_for, placed_for
 
 LARGE: Final = 100_000  # instructions of a program for which other orders are not searched
-_I: Final = Opcode.BackwardInput
+_I: Final = BACKWARD_INPUT
 _WORK: Final = (*(FIELD[op] for op in COMPUTE), "FB")
 _REDUCTIONS: Final = tuple(FIELD[row.op] for row in ROWS if row.lane is Lane.DP)
 
@@ -173,7 +173,7 @@ class _Changes:
     def _even_stages(self) -> Iterator[Trial]:
         """Stages that take as long as the mean of them, if one takes longer."""
         table = self.costs.table(self.plan.stages)
-        each = table[Opcode.Forward] + table[Opcode.Backward]
+        each = table[FORWARD] + table[BACKWARD]
         worst, mean = int(each.argmax()), float(each.mean())
         if not mean or each[worst] <= 1.01 * mean:
             return
@@ -239,7 +239,7 @@ class _Changes:
         if len(self.program) > LARGE or not self.program.trains:
             return
         peak = self.base.peak_in_flight
-        most = [np.count_nonzero(s.op == Opcode.Forward) for s in self.program.streams]
+        most = [np.count_nonzero(s.op == FORWARD) for s in self.program.streams]
         best = self.base.span
         for more, what in (
             (0, "a greedy order, which holds no more activations"),

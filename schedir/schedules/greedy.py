@@ -8,11 +8,20 @@ from operator import index
 
 from schedir.errors import ScheduleError, expect, said
 from schedir.ir.costs import Costs
-from schedir.ir.ops import BY_TEXT, Instr, Opcode
+from schedir.ir.ops import (
+    BACKWARD,
+    BACKWARD_INPUT,
+    BACKWARD_WEIGHT,
+    BY_TEXT,
+    FORWARD,
+    SENDS,
+    Instr,
+    Opcode,
+)
 from schedir.ir.plan import Plan
 from schedir.ir.program import Program, Stream
 
-_F, _B, _I, _W = Opcode.Forward, Opcode.Backward, Opcode.BackwardInput, Opcode.BackwardWeight
+_F, _B, _I, _W = FORWARD, BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT
 
 
 def greedy(
@@ -111,7 +120,7 @@ class _Run:
                     idle.add(rank)
                     for after in self._after(*task):
                         there = int(self.plan.rank_at(*after[1:]))
-                        send = self.costs[Opcode.SendAct][task.stage] * (there != rank)
+                        send = self.costs[SENDS[0]][task.stage] * (there != rank)
                         heapq.heappush(events, (now + send, there, after, False))
                 else:
                     self.ready[rank].add(task)

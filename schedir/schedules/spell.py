@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from schedir.errors import ScheduleError
-from schedir.ir.ops import ROWS, Opcode
+from schedir.ir.ops import BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT, ROWS
 from schedir.ir.plan import Plan
 from schedir.ir.program import FIELDS, JOINED, Words, pack
 from schedir.schedules.words import AUTO, OLDEST
@@ -33,7 +33,7 @@ def spell(words: list[Words], first: int, plan: Plan) -> Words:
     most = max(map(len, held))
     own = np.array([[*stages, *[0] * (most - len(stages))] for stages in held])
     cell = (rank - first) * most + local  # whose own stage, in a table like `own`
-    whole_or_input = np.where(op == Opcode.BackwardInput, Opcode.Backward, op)
+    whole_or_input = np.where(op == BACKWARD_INPUT, BACKWARD, op)
     # The k-th forward of a stage is of its k-th microbatch, and so is the k-th backward, where a B
     # and an I count alike.  The second of two holders begins at the microbatches that go up.
     before = _count(cell * len(ROWS) + whole_or_input, own.size * len(ROWS))
@@ -77,7 +77,7 @@ def _finished(op: NDArray[np.uint8], rank: Words, local: Words) -> tuple[Places,
     The k-th W of a stage finishes the stage's k-th I; the k-th bare W finishes the rank's k-th I.
     Raises ScheduleError for bare W beside others, and for more of them than there are I.
     """
-    w, i = np.flatnonzero(op == Opcode.BackwardWeight), np.flatnonzero(op == Opcode.BackwardInput)
+    w, i = np.flatnonzero(op == BACKWARD_WEIGHT), np.flatnonzero(op == BACKWARD_INPUT)
     if not len(w):
         return w, w
     stage_of_i = local[i]

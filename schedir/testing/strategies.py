@@ -12,15 +12,15 @@ from hypothesis import strategies as st
 
 from schedir.compiler.compile import lower
 from schedir.errors import PlanError
-from schedir.ir.ops import Instr, Opcode
+from schedir.ir.ops import BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT, FORWARD, Instr
 from schedir.ir.plan import Plan
 from schedir.ir.program import Program, Stream
 from schedir.ir.ties import Tied, tied_stages
 from schedir.passes.overlap import group_opposites
 from schedir.schedules.words import Schedule, placed_for, takes_v
 
-_F, _B = Opcode.Forward, Opcode.Backward
-_I, _W = Opcode.BackwardInput, Opcode.BackwardWeight
+_F, _B = FORWARD, BACKWARD
+_I, _W = BACKWARD_INPUT, BACKWARD_WEIGHT
 
 
 def plans_of(
