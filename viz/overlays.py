@@ -10,7 +10,7 @@ from matplotlib.collections import LineCollection, PolyCollection
 from numpy.typing import NDArray
 
 from schedir.errors import in_bytes
-from schedir.ir.ops import COMPUTE, SENDS, Lane
+from schedir.ir.ops import COMPUTE, FORWARDS, OF_GRADIENTS, SENDS, STEPS, Lane
 from schedir.predict.bubble_causes import steady
 from schedir.predict.timeline import Timeline
 from schedir.viz.layout import CURVE, INSET, Floats, Sheet, corners

@@ -1,40 +1,30 @@
 """Lowering: the passes that make a program of a draft, in their order.
 
 The one list of them: `compile` folds over it, `check` counts what it expects, and whoever lowers
-another draft in the way of a program repeats it.
+another draft in the way of a program repeats it.  A pass is in it by being in this folder: a module
+has its records in `PASSES`, and a record says where it stands (`Pass.part`, `Pass.order`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import pkgutil
+from collections.abc import Iterator, Mapping
+from importlib import import_module
 from typing import Final
 
 from schedir.ir.fields import YES_OR_NO, Kind
-from schedir.passes.overlap import EARLY_GATHERS, EARLY_RECEIVES, GROUP_OPPOSITES
-from schedir.passes.record import Pass
-from schedir.passes.reductions import (
-    OPTIMIZER_STEP,
-    REDUCE_GRADS,
-    REDUCE_HOLDERS,
-    REDUCE_NORM,
-    REDUCE_TIED,
-)
-from schedir.passes.scatter_gather import SCATTER_GATHER
-from schedir.passes.share_slots import SHARE_SLOTS
-from schedir.passes.transfers import TRANSFER
+from schedir.passes.record import PARTS, Pass
 
-LOWERING: Final[tuple[Pass, ...]] = (
-    TRANSFER,
-    SCATTER_GATHER,
-    REDUCE_GRADS,
-    REDUCE_HOLDERS,
-    REDUCE_TIED,
-    REDUCE_NORM,
-    OPTIMIZER_STEP,
-    GROUP_OPPOSITES,
-    EARLY_GATHERS,
-    EARLY_RECEIVES,
-    SHARE_SLOTS,
+
+def _found() -> Iterator[Pass]:
+    folder, here = __name__.rpartition(".")[::2]
+    for module in pkgutil.iter_modules(import_module(folder).__path__):
+        if module.name != here:
+            yield from getattr(import_module(f"{folder}.{module.name}"), "PASSES", ())
+
+
+LOWERING: Final[tuple[Pass, ...]] = tuple(
+    sorted(_found(), key=lambda each: (PARTS.index(each.part), each.order, each.name))
 )
 
 # What passes take beside the options of all lowering: by name the kind, and what it is for.

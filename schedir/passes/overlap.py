@@ -118,19 +118,27 @@ def _wanted(program: Program, options: Options) -> bool:
     return options.overlap
 
 
-GROUP_OPPOSITES: Final = Pass(
-    "group_opposites",
-    "better",
-    lambda program, options: group_opposites(program),
-    _wanted,
-    read=_read,
-)
-EARLY_GATHERS: Final = Pass(
-    "early_gathers", "better", lambda program, options: early_gathers(program), _wanted
-)
-EARLY_RECEIVES: Final = Pass(
-    "early_receives",
-    "better",
-    lambda program, options: early_receives(program, options.model),
-    _wanted,
+PASSES: Final = (
+    Pass(
+        "group_opposites",
+        "better",
+        lambda program, options: group_opposites(program),
+        _wanted,
+        read=_read,
+        order=1,
+    ),
+    Pass(
+        "early_gathers",
+        "better",
+        lambda program, options: early_gathers(program),
+        _wanted,
+        order=2,
+    ),
+    Pass(
+        "early_receives",
+        "better",
+        lambda program, options: early_receives(program, options.model),
+        _wanted,
+        order=3,
+    ),
 )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal, NamedTuple
+from typing import Any, Final, Literal, NamedTuple, get_args
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,6 +18,9 @@ from schedir.ir.program import Program
 Boundary = Literal["replicated", "sharded"]
 Slots = Literal["fewest", "enough"]
 Mask = NDArray[np.bool_]
+Part = Literal["draft", "messages", "ends", "memory", "better"]
+
+PARTS: Final[tuple[Part, ...]] = get_args(Part)
 
 
 @dataclass(frozen=True)
@@ -59,7 +62,7 @@ class Pass:
     `lower` does it, with the options of the whole lowering, where `wanted` says so.  `part` says
     when: "draft" passes work on drafts, "messages" make of a draft a program with its messages,
     "ends" add what ends updates, "memory" ones what says where values are kept, and "better" ones
-    change an order or a number.
+    change an order or a number; of one part they come in the order of their `order`.
     `expected` is what `check` then finds of the instructions that it adds, given a function that
     says where those of an opcode are.  `read` tells the options with which a program was lowered,
     as far as they show.  `options` are the names of those in `Options.more` that it takes: yes or
@@ -67,7 +70,7 @@ class Pass:
     """
 
     name: str
-    part: Literal["draft", "messages", "ends", "memory", "better"]
+    part: Part
     lower: Callable[[Program, Options], Program]
     wanted: Callable[[Program, Options], bool] = lambda program, options: True
     expected: Callable[[Program, Present], Iterator[Expected]] = _nothing
@@ -75,3 +78,4 @@ class Pass:
     options: tuple[str, ...] = ()
     kinds: Mapping[str, Kind] = field(default_factory=dict)
     about: str = ""
+    order: int = 0

@@ -150,14 +150,14 @@ def _unless_there(program: Program, options: Options) -> bool:
     return Opcode.ReduceGrads not in program.ops
 
 
-REDUCE_GRADS: Final = Pass(
-    "reduce_grads", "ends", lambda p, options: reduce_grads(p), _unless_there, _stages
-)
-REDUCE_HOLDERS: Final = Pass(
-    "reduce_holders", "ends", lambda p, options: reduce_holders(p), expected=_holders
-)
-REDUCE_TIED: Final = Pass("reduce_tied", "ends", lambda p, options: reduce_tied(p), expected=_tied)
-REDUCE_NORM: Final = Pass("reduce_norm", "ends", lambda p, options: reduce_norm(p), expected=_norm)
-OPTIMIZER_STEP: Final = Pass(
-    "optimizer_step", "ends", lambda p, options: optimizer_step(p), expected=_steps
+PASSES: Final = (
+    Pass(
+        "reduce_grads", "ends", lambda p, options: reduce_grads(p), _unless_there, _stages, order=1
+    ),
+    Pass(
+        "reduce_holders", "ends", lambda p, options: reduce_holders(p), expected=_holders, order=2
+    ),
+    Pass("reduce_tied", "ends", lambda p, options: reduce_tied(p), expected=_tied, order=3),
+    Pass("reduce_norm", "ends", lambda p, options: reduce_norm(p), expected=_norm, order=4),
+    Pass("optimizer_step", "ends", lambda p, options: optimizer_step(p), expected=_steps, order=9),
 )

@@ -47,10 +47,13 @@ def _read(program: Program, model: Model) -> dict[str, Any]:
     return {"boundary": "replicated" if whole else "sharded"}
 
 
-SCATTER_GATHER: Final = Pass(
-    "scatter_gather",
-    "messages",
-    lambda program, options: scatter_gather(program),
-    wanted=lambda program, options: options.boundary == "replicated",
-    read=_read,
+PASSES: Final = (
+    Pass(
+        "scatter_gather",
+        "messages",
+        lambda program, options: scatter_gather(program),
+        wanted=lambda program, options: options.boundary == "replicated",
+        read=_read,
+        order=1,
+    ),
 )

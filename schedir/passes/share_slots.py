@@ -118,10 +118,13 @@ def _read(program: Program, model: Model) -> dict[str, Any]:
     return {"slots": "fewest" if program.slots == few else "enough"}
 
 
-SHARE_SLOTS: Final = Pass(
-    "share_slots",
-    "better",
-    _lower,
-    wanted=lambda program, options: options.slots is not None,
-    read=_read,
+PASSES: Final = (
+    Pass(
+        "share_slots",
+        "better",
+        _lower,
+        wanted=lambda program, options: options.slots is not None,
+        read=_read,
+        order=9,  # it changes no Stream
+    ),
 )

@@ -149,6 +149,6 @@ def _sides(index: Index, send: Opcode, at: Positions, number: NDArray[np.int32])
     yield _Part(at[crosses], number[crosses], there[crosses], ADDRESS, lead)
 
 
-TRANSFER: Final = Pass(
-    "transfers", "messages", lambda program, options: transfers(program, options.costs)
+PASSES: Final = (
+    Pass("transfers", "messages", lambda program, options: transfers(program, options.costs)),
 )

@@ -5,8 +5,8 @@
     shard       a gather with turns and slots: a stage's weights are whole only while it runs
     verdict     a collective: all ranks judge together whether the gradients are finite
 
-Each is three things and nothing else: edits of the tables in `ir/ops.py` (`EDITS`), the file of a
-pass with its place in `LOWERING` (`*_pass.py`), and the file of its handlers (`*_handlers.py`).
+Each is three files and nothing else: edits of the tables in `ir/ops.py` (`EDITS`), the file of a
+pass (`*_pass.py`), and the file of its handlers (`*_handlers.py`).
 """
 
 from __future__ import annotations
@@ -79,13 +79,6 @@ EDITS: dict[str, list[tuple[str, str]]] = {
 """),
     ],
 }  # fmt: skip
-# The pass's name in its file, and the pass in LOWERING that it stands before.
-PASSES = {
-    "recompute": ("RECOMPUTE", "TRANSFER"),
-    "offload": ("OFFLOAD", "GROUP_OPPOSITES"),
-    "shard": ("SHARD", "GROUP_OPPOSITES"),
-    "verdict": ("JUDGE", "OPTIMIZER_STEP"),
-}
 
 
 def copy(to: Path, *names: str) -> Path:
@@ -127,14 +120,7 @@ def _last(text: str, where: str) -> str:
 
 def _add(to: Path, name: str) -> None:
     """The files of a pass and of handlers, each named where it belongs."""
-    record, before = PASSES[name]
     shutil.copy(HERE / f"{name}_pass.py", to / "schedir" / "passes" / f"{name}.py")
-    lowering = to / "schedir" / "passes" / "lowering.py"
-    text = lowering.read_text()
-    text = text.replace("\nLOWERING", f"from schedir.passes.{name} import {record}\n\nLOWERING", 1)
-    head, listed, rest = text.partition("\nLOWERING")
-    rest = rest.replace(f"    {before},\n", f"    {record},\n    {before},\n")
-    lowering.write_text(head + listed + rest)
     shutil.copy(HERE / f"{name}_handlers.py", to / "schedir" / "runtime" / f"{name}.py")
     with (to / "schedir" / "runtime" / "handlers.py").open("a") as handlers:
         handlers.write(f"\n\nfrom schedir.runtime.{name} import handlers as {name}\n"

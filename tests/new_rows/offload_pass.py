@@ -42,11 +42,13 @@ def _both(program: Program, present: Present) -> Iterator[Expected]:
     yield Expected(Opcode.Offload, present(Opcode.Reload), "nothing comes back")
 
 
-OFFLOAD = Pass(
-    "offload",
-    "memory",
-    lambda program, options: offload(program),
-    wanted=lambda program, options: bool(options.more.get("offload")),
-    expected=_both,
-    options=("offload",),
+PASSES = (
+    Pass(
+        "offload",
+        "memory",
+        lambda program, options: offload(program),
+        wanted=lambda program, options: bool(options.more.get("offload")),
+        expected=_both,
+        options=("offload",),
+    ),
 )

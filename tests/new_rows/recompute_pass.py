@@ -19,10 +19,12 @@ def recompute(program: Program) -> Program:
     return before(program, at, address[at] | int(Opcode.Recompute) << OP)
 
 
-RECOMPUTE = Pass(
-    "recompute",
-    "draft",
-    lambda program, options: recompute(program),
-    wanted=lambda program, options: bool(options.more.get("recompute")),
-    options=("recompute",),
+PASSES = (
+    Pass(
+        "recompute",
+        "draft",
+        lambda program, options: recompute(program),
+        wanted=lambda program, options: bool(options.more.get("recompute")),
+        options=("recompute",),
+    ),
 )

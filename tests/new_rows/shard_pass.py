@@ -36,11 +36,14 @@ def _both(program: Program, present: Present) -> Iterator[Expected]:
     yield Expected(Opcode.Reshard, present(Opcode.Unshard), "its weights were not whole")
 
 
-SHARD = Pass(
-    "shard",
-    "memory",
-    lambda program, options: shard(program),
-    wanted=lambda program, options: bool(options.more.get("shard")),
-    expected=_both,
-    options=("shard",),
+PASSES = (
+    Pass(
+        "shard",
+        "memory",
+        lambda program, options: shard(program),
+        wanted=lambda program, options: bool(options.more.get("shard")),
+        expected=_both,
+        options=("shard",),
+        order=1,
+    ),
 )

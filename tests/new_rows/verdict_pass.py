@@ -21,11 +21,14 @@ def _all(program: Program, present: Present) -> Iterator[Expected]:
     yield Expected(Opcode.Judge, np.full(program.plan.ranks, present(Opcode.Judge).any()))
 
 
-JUDGE = Pass(
-    "judge",
-    "ends",
-    lambda program, options: judge(program),
-    wanted=lambda program, options: bool(options.more.get("judge")),
-    expected=_all,
-    options=("judge",),
+PASSES = (
+    Pass(
+        "judge",
+        "ends",
+        lambda program, options: judge(program),
+        wanted=lambda program, options: bool(options.more.get("judge")),
+        expected=_all,
+        options=("judge",),
+        order=5,
+    ),
 )
