@@ -28,7 +28,8 @@ class Index:
     (for its second holder stages + the stage), or the rank (`Row.per`); the latter for update or
     turn 0, then all of them for update 1, and so on.  `positions[op]` has where an opcode stands,
     ascending, and `at[op]` the position of each key, -1 where there is none.  What is out of range
-    is not `valid`, and in neither.
+    is not `valid`, and in neither.  `all_valid` says that nothing is out of range, and `once`
+    that nothing in range is there twice.
     """
 
     def __init__(self, program: Program) -> None:
@@ -44,12 +45,12 @@ class Index:
         self.key[~self.valid] = 0
         order = np.argsort(self.op, kind="stable").astype(np.int32)
         ends = np.cumsum(np.bincount(self.op, minlength=len(ROWS))).tolist()
-        found = {
-            row: order[begin:end]
+        found = [
+            (row, order[begin:end])
             for row, begin, end in zip(ROWS, [0, *ends], ends, strict=False)
             if begin < end
-        }
-        turns = [self.mb[at] for row, at in found.items() if row.per is Per.TURN]
+        ]
+        turns = [self.mb[at] for row, at in found if row.per is Per.TURN]
         self.turns = min(  # of a stage; no more than there are instructions for them
             sum(map(len, turns)), max((int(mb.max()) + 1 for mb in turns), default=0)
         )
@@ -59,23 +60,34 @@ class Index:
             Per.RANK: plan.ranks * plan.updates,
             Per.TURN: plan.holders.size * self.turns,
         }
-        self.positions: dict[Opcode, Positions] = {}
-        self.at: dict[Opcode, Positions] = {}
-        self._with_ends: dict[Opcode, Positions] = {}
-        whole = bool(self.valid.all())
-        for row, here in found.items():
+        for row, here in found:
             if row.per is not Per.MICROBATCH:
                 times = self.turns if row.per is Per.TURN else plan.updates
                 self.valid[here] = (self.stage[here] < plan.stages) & (self.mb[here] < times)
                 here = here[self.valid[here]]
                 self.key[here] = self.keys(row.per, here, self.mb[here])
-            elif not whole:
-                here = here[self.valid[here]]
-            if len(here):
-                table = np.full(self.size[row.per] + 2, NONE, np.int32)  # an end for `where`
-                table[1:-1][self.key[here]] = here
-                self.positions[row.op], self.at[row.op] = here, table[1:-1]
-                self._with_ends[row.op] = table
+        self.all_valid = bool(self.valid.all())
+        if not self.all_valid:
+            found = [(row, at[self.valid[at]]) for row, at in found]
+        self.positions: dict[Opcode, Positions] = {row.op: at for row, at in found if len(at)}
+        # All tables lie in one, each with an entry before and behind it that says NONE.
+        begins, total = np.zeros(256, np.int64), 1
+        for op in self.positions:
+            begins[op] = total
+            total += self.size[ROWS[op].per] + 1
+        table = np.full(total, NONE, np.int32)
+        cell = begins[self.op]
+        cell += self.key
+        own = np.arange(len(self), dtype=np.int32)
+        if not self.all_valid:
+            cell, own = cell[self.valid], own[self.valid]
+        table[cell] = own
+        self.once = bool((table[cell] == own).all())
+        self._tables = {
+            op: table[begins[op] - 1 : begins[op] + self.size[ROWS[op].per] + 1]
+            for op in self.positions
+        }
+        self.at = {op: table[1:-1] for op, table in self._tables.items()}
 
     def __len__(self) -> int:
         return len(self.op)
@@ -140,7 +152,7 @@ class Index:
 
     def where(self, op: Opcode, key: NDArray[np.int32]) -> Positions:
         """Positions of `op` at the given keys; -1 where there is none, or no such key."""
-        table = self._with_ends.get(op)
+        table = self._tables.get(op)
         if table is None:
             return np.full(len(key), NONE, np.int32)
         return table.take(key + 1, mode="clip")

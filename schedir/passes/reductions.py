@@ -132,7 +132,8 @@ def _tied(program: Program, present: Present) -> Iterator[Expected]:
     for stage in sorted({s for stages in program.tied for s in stages}):
         for key in range(stage, len(holders), program.plan.stages):
             first.setdefault(int(holders[key]), key)
-    once = _each(program, Per.STAGE) & np.isin(np.arange(len(holders)), [*first.values()])
+    once = np.zeros(len(holders), bool)
+    once[[*first.values()]] = program.trains
     why = "one per rank that holds a copy of a tied weight, at its first stage"
     yield Expected(Opcode.ReduceTied, once, why if program.tied else "the program says 'tied no'")
 

@@ -34,20 +34,24 @@ def transfers(look: Inspector) -> None:
         row = ROWS[send]
         receive = row.meets
         assert receive is not None
-        other = look.stage + row.hop
+        stage, mb = np.arange(plan.stages)[:, None], np.arange(m)
+        other = stage + row.hop
         inside = (other >= 0) & (other < plan.stages)
         there = np.clip(other, 0, plan.stages - 1)
-        here, away = plan.rank_at(look.stage, look.mb), plan.rank_at(there, look.mb)
-        crosses = inside & (here != away)
-        sent = look.present(send)
-        key = np.where(inside, there * m + look.mb, 0)
-        got = look.present(receive)[key] & inside
-        edge = np.zeros_like(sent)  # receives that some edge accounts for
-        edge[key[crosses]] = True
-        if np.array_equal(sent, crosses) and np.array_equal(look.present(receive), edge):
+        here, away = plan.rank_at(stage, mb), plan.rank_at(there, mb)
+        crosses, arrives = np.zeros((2, plan.stages, m), bool)
+        crosses[:] = inside & (here != away)
+        arrives[there[inside]] = crosses[inside[:, 0]]  # receives that some edge accounts for
+        sent, arrived = look.present(send), look.present(receive)
+        crosses, arrives = crosses.reshape(-1), arrives.reshape(-1)
+        if np.array_equal(sent, crosses) and np.array_equal(arrived, arrives):
             continue
+        key = np.where(inside, there * m + mb, 0).reshape(-1)
+        got = arrived[key] & np.repeat(inside, m)
+        here, away, other = (np.broadcast_to(k, (plan.stages, m)).reshape(-1)
+                             for k in (here, away, other))  # fmt: skip
         _stray(look, send, sent & ~crosses)
-        _stray(look, receive, look.present(receive) & ~edge)
+        _stray(look, receive, arrived & ~arrives)
         for one, two, side, gone, k in (
             (sent, got, send, receive, np.arange(len(sent))),
             (got, sent, receive, send, key),

@@ -112,7 +112,7 @@ def _only_compute(look: Inspector) -> None:
 
 def _ranges(look: Inspector) -> None:
     ix, plan = look.index, look.plan
-    if ix.valid.all():
+    if ix.all_valid:
         return
     look.refuse_first(
         ix.stage >= plan.stages,
@@ -169,6 +169,8 @@ def _owners(look: Inspector) -> None:
 
 def _twice(look: Inspector) -> None:
     ix = look.index
+    if ix.once:
+        return
     for row, found in ix.rows():
         twice = ix.at[row.op][ix.key[found]] != found
         if twice.any():
