@@ -26,9 +26,9 @@ def paid(seconds: float) -> None:
     _rent[0] += seconds
 
 
-def compiled(loop: Loop) -> Loop | None:
-    """The loop as machine code, where that pays by now, or somebody has asked for it; or None."""
-    return _compile(loop) if _rent[0] >= PRICE else None
+def compiled(loops: tuple[Loop, ...]) -> tuple[Loop, ...] | None:
+    """Loops as machine code, where that pays by now, or somebody has asked for it; or None."""
+    return _compile(loops) if _rent[0] >= PRICE else None
 
 
 def load() -> None:
@@ -49,11 +49,10 @@ def _numba() -> Any:
 
 
 @cache
-def _compile(loop: Loop) -> Loop | None:
+def _compile(loops: tuple[Loop, ...]) -> tuple[Loop, ...] | None:
     if (numba := _numba()) is None:
         return None
     try:
-        made: Loop = numba.njit(cache=True)(loop)
-    except RuntimeError:  # there is no folder that it may keep it in
-        made = numba.njit(loop)
-    return made
+        return tuple(map(numba.njit(cache=True), loops))
+    except RuntimeError:  # there is no folder that it may keep them in
+        return tuple(map(numba.njit, loops))

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from schedir.analysis.compiled import compiled, paid
 from schedir.analysis.frontiers import by_frontiers
 from schedir.analysis.graph import Graph
-from schedir.analysis.loops import Problem, Turns, by_loop, longest
+from schedir.analysis.loops import LOOPS, Problem, Turns, by_loop
 from schedir.analysis.loops import Times as Times
 from schedir.ir.costs import Costs
 from schedir.ir.ops import BACKWARDS, COMPUTE, FORWARD, ROWS, SENDS
@@ -71,9 +71,9 @@ def remaining(graph: Graph, costs: Costs | None = None) -> Times:
 
 def solve(problem: Problem) -> tuple[Times, Turns]:
     """The start of each node, and its turn, as `by_loop`, in the way that takes least."""
-    loop = compiled(longest)
-    if loop is not None or len(problem.cost) <= FEW:
-        return by_loop(problem, loop)
+    loops = compiled(LOOPS)
+    if loops is not None or len(problem.cost) <= FEW:
+        return by_loop(problem, loops)
     begin = perf_counter()
     found = by_frontiers(problem)
     paid(perf_counter() - begin)

@@ -8,7 +8,7 @@ programs, and compiled over arrays (`compiled`), where numba is installed.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -40,8 +40,8 @@ class Problem(NamedTuple):
     hop: Times = _NO_TIMES
 
 
-def by_loop(problem: Problem, loop: Loop | None = None) -> tuple[Times, Turns]:
-    """The start of each node, and its turn: by a compiled loop, or by Python, over lists.
+def by_loop(problem: Problem, loops: tuple[Loop, ...] | None = None) -> tuple[Times, Turns]:
+    """The start of each node, and its turn: by LOOPS compiled, or by Python, over lists.
 
     The turn is one more than the latest turn of all that the node waits for, 1 if it waits for
     nothing, and 0 if it is never reached.
@@ -53,21 +53,48 @@ def by_loop(problem: Problem, loop: Loop | None = None) -> tuple[Times, Turns]:
     del sources  # large programs need the room
     target = np.concatenate(targets, dtype=np.int32)
     del targets
-    missing, first, ready, turn = (np.zeros(n, np.int32) for n in (nodes, nodes + 1, nodes, nodes))
+    ready, turn, start = np.zeros(nodes, np.int32), np.zeros(nodes, np.int32), np.zeros(nodes)
+    if loops is None:
+        after = target[np.argsort(source, kind="stable")]
+        first = np.append(0, np.cumsum(np.bincount(source, minlength=nodes)))
+        missing = np.bincount(target, minlength=nodes)
+    else:
+        first, missing = np.zeros(nodes + 1, np.int32), np.zeros(nodes, np.int32)
+        after = np.empty(len(source), np.int32)
+        loops[0](source, target, first, after, missing)
     missing[~node_mask] = 1
-    after, start = np.zeros(len(source), np.int32), np.zeros(nodes)
-    everything: list[Any] = [source, target, *given, missing, first, after, ready, start, turn]
-    if loop is not None:
-        loop(*everything)
+    everything: list[Any] = [*given, missing, first, after, ready, start, turn]
+    if loops is not None:
+        loops[1](*everything)
         return start, turn
     lists = [each.tolist() for each in everything]
     longest(*lists)
     return np.array(lists[-2], float), np.array(lists[-1], np.int32)
 
 
+def successors(
+    source: Numbers, target: Numbers, first: Numbers, after: Numbers, missing: Numbers
+) -> None:
+    """Fill edges by their source: those of node a lead to `after[first[a]:first[a + 1]]`.
+
+    `first` comes with one zero more than there are nodes, and `missing`, in which the edges to each
+    node are counted, with one for each.
+    """
+    for a in source:
+        first[a] += 1
+    for b in target:
+        missing[b] += 1
+    total = 0
+    for a in range(len(first)):
+        total += first[a]
+        first[a] = total
+    for k in range(len(source)):
+        a = source[k]
+        first[a] -= 1
+        after[first[a]] = target[k]
+
+
 def longest(
-    source: Numbers,
-    target: Numbers,
     cost: Numbers,
     fixed: Numbers,
     rank: Numbers,
@@ -79,26 +106,11 @@ def longest(
     start: Numbers,
     turn: Numbers,
 ) -> None:
-    """Fill `start` and `turn`, which come with zeros.
+    """Fill `start` and `turn`, which come with zeros, as `ready`, which has room for all nodes.
 
-    The first six are the Problem.  `missing` comes with 0 for each node, and 1 for a number that
-    is none; `first` with one zero more than there are nodes.  In `ready` is room for all nodes, in
-    `after` for all edges.
+    The first four are the Problem's, the others as `successors` fills them.
     """
     nodes, fixes, hops = len(cost), len(fixed) > 0, len(hop) > 0
-    # Edges by their source: those of node a are after[first[a]:first[a + 1]].
-    for a in source:
-        first[a] += 1
-    for b in target:
-        missing[b] += 1
-    total = 0
-    for a in range(nodes + 1):
-        total += first[a]
-        first[a] = total
-    for k in range(len(source)):
-        a = source[k]
-        first[a] -= 1
-        after[first[a]] = target[k]
     # First in, first out: so the last that a node waits for is of the latest turn.
     done, known = 0, 0
     for a in range(nodes):
@@ -124,3 +136,6 @@ def longest(
                 turn[b] = turn[a] + 1
                 ready[known] = b
                 known += 1
+
+
+LOOPS: Final = (successors, longest)  # what is compiled

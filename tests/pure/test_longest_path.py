@@ -16,7 +16,7 @@ from schedir.analysis import compiled, longest_path
 from schedir.analysis.frontiers import by_frontiers
 from schedir.analysis.graph import Graph
 from schedir.analysis.longest_path import problem_of
-from schedir.analysis.loops import Problem, by_loop, longest
+from schedir.analysis.loops import LOOPS, Problem, by_loop
 from schedir.analysis.models import MODELS, Model
 from schedir.errors import UsageError
 from schedir.ir.program import Program
@@ -29,7 +29,7 @@ def agree(problem: Problem) -> bool:
     """Solve it in each way that there is here; returns whether all nodes were reached."""
     problem = problem._replace(edges=[*problem.edges])
     ways = [by_loop(problem), by_frontiers(problem)]
-    if (machine_code := compiled._compile(longest)) is not None:
+    if (machine_code := compiled._compile(LOOPS)) is not None:
         ways.append(by_loop(problem, machine_code))
     start, turn = ways[0]
     for other_start, other_turn in ways[1:]:
