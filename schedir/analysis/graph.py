@@ -171,15 +171,18 @@ class Graph:
             if rules.ways:
                 way = 1 + 2 * row.lane + (row.op in RECEIVES)
                 queues += plan.ranks * lines * (1 + plan.ranks) * way
-        queues, numbers = np.unique(held, return_inverse=True)
-        number = numbers.reshape(-1).astype(np.uint16 if len(queues) < 2**16 else np.uint32)
+        late = index.where_all(_LATE)  # any rank has them
+        of_late = index.rank[late] * lines + _LINE[index.op[late]]
+        if held.max() >= 2**16:  # few enough, most often, if they are numbered
+            queues, numbers = np.unique(held, return_inverse=True)
+            held, of_late = numbers.reshape(held.shape), np.searchsorted(queues, of_late)
+        number = held.reshape(-1).astype(np.uint16 if held.max() < 2**16 else np.uint32)
         cell = index.op.astype(np.int32) * np.int32(held[0].size)
         cell += np.minimum(index.stage, plan.stages - 1)
         if plan.two_way:
             cell[index.mb >= plan.down] += plan.stages
         queue: NDArray[np.unsignedinteger] = number[cell]
-        late = index.where_all(_LATE)  # any rank has them
-        queue[late] = np.searchsorted(queues, index.rank[late] * lines + _LINE[index.op[late]])
+        queue[late] = of_late
         return queue
 
     @cached_property

@@ -169,14 +169,15 @@ class Flow:
 
     def _once(self, row: Row, token: Token, needer: Positions) -> Positions:
         """Of values made once: the last in the chain that is there."""
-        key = self.index.key[needer]
-        giver = self._first(chain(row.op, token), key)
+        giver = self._first(chain(row.op, token), self.index.key[needer])
         if token in HANDED:
             plan, (made, hop) = self.index.program.plan, HANDED[token]
-            stage = self.index.stage[needer].astype(np.int32) + hop
+            lacks = np.flatnonzero(giver == NONE)
+            at = needer[lacks]
+            stage = self.index.stage[at].astype(np.int32) + hop
             inside = (stage >= 0) & (stage < plan.stages)
-            other = np.where(inside, key + np.int32(hop * plan.microbatches), NONE)
-            giver = np.where(giver == NONE, self._first(makers(made), other), giver)
+            other = np.where(inside, self.index.key[at] + hop * plan.microbatches, NONE)
+            giver[lacks] = self._first(makers(made), other)
         return giver
 
     def _first(self, ops: tuple[Opcode, ...], key: Positions) -> Positions:

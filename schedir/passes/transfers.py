@@ -17,7 +17,7 @@ from schedir.ir.costs import Costs
 from schedir.ir.index import NONE, Index, Positions
 from schedir.ir.ops import ROWS, SENDS, Opcode, Per, makers
 from schedir.ir.plan import Plan
-from schedir.ir.program import ADDRESS, OP, STAGE, Cut, Program
+from schedir.ir.program import ADDRESS, OP, STAGE, Cut, Program, Words
 from schedir.passes.ends import meets, together
 from schedir.passes.record import Pass
 
@@ -56,7 +56,7 @@ def transfers(program: Program, costs: Costs | None = None) -> Program:
         parts += _sides(index, send, at, number)
     del graph, reached, index
     program.forget()  # to make room
-    return replace(program, streams=_merged(program, parts), order=order)
+    return replace(program, streams=_streams(program, parts), order=order)
 
 
 class _Part(NamedTuple):
@@ -72,26 +72,35 @@ class _Part(NamedTuple):
     keep: int
     lead: int
 
+    def cut(self, begin: int, end: int | None) -> _Part:
+        """Those from one index to before another."""
+        own = slice(begin, end)
+        return self._replace(at=self.at[own], number=self.number[own], rank=self.rank[own])
 
-def _merged(program: Program, parts: list[_Part]) -> Cut:
-    """Streams that have all parts, in the global order; some ranks at a time, to take less room."""
-    sizes = [np.bincount(part.rank, minlength=program.plan.ranks) for part in parts]
-    cuts = [np.append(0, np.cumsum(size)) for size in sizes]
-    offsets = sum(cuts, np.zeros(program.plan.ranks + 1, np.int64))
+
+def _streams(program: Program, parts: list[_Part]) -> Cut:
+    """Streams that have all parts, in the global order."""
+    size = sum(np.bincount(part.rank, minlength=program.plan.ranks) for part in parts)
+    offsets = np.append(0, np.cumsum(size))
     words = np.empty(int(offsets[-1]), np.int64)
-    first = 0
-    while first < program.plan.ranks:
-        reach = np.searchsorted(offsets, offsets[first] + _AT_ONCE, side="right") - 1
-        last = max(int(reach), first + 1)
-        keys, merged = [], []
-        for part, cut in zip(parts, cuts, strict=True):
-            own = slice(cut[first], cut[last])
-            keys.append(np.asarray(part.rank[own], np.int64) << 32 | part.number[own])
-            merged.append((program.words[part.at[own]] & part.keep) + part.lead)
-        order = np.argsort(np.concatenate(keys), kind="stable")  # of sorted parts: fast
-        words[offsets[first] : offsets[last]] = np.concatenate(merged)[order]
-        first = last
+    _merge(program.words, parts, 0, program.plan.ranks, words)
     return Cut.at(words, offsets)
+
+
+def _merge(given: Words, parts: list[_Part], first: int, last: int, into: Words) -> None:
+    """Merge all parts for the ranks from `first` to before `last`; of many some at a time."""
+    if len(into) > _AT_ONCE and last - first > 1:
+        half = (first + last) // 2
+        cuts = [int(np.searchsorted(part.rank, half)) for part in parts]
+        low = [part.cut(0, cut) for part, cut in zip(parts, cuts, strict=True)]
+        high = [part.cut(cut, None) for part, cut in zip(parts, cuts, strict=True)]
+        _merge(given, low, first, half, into[: sum(cuts)])
+        _merge(given, high, half, last, into[sum(cuts) :])
+        return
+    keys = [np.asarray(part.rank, np.int64) << 32 | part.number for part in parts]
+    merged = [(given[part.at] & part.keep) + part.lead for part in parts]
+    order = np.argsort(np.concatenate(keys), kind="stable")  # of sorted parts: fast
+    into[:] = np.concatenate(merged)[order]
 
 
 def _numbers(
