@@ -25,7 +25,7 @@ _SENT_BY = {send: makers(ROWS[send].needs[0]) for send in SENDS}
 _MAKE = tuple(op for ops in _SENT_BY.values() for op in ops)
 
 
-_AT_ONCE = 2**18  # instructions that are merged at once
+_AT_ONCE = 2**16  # instructions that are merged at once
 
 
 def transfers(program: Program, costs: Costs | None = None) -> Program:

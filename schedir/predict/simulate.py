@@ -59,6 +59,7 @@ def simulate(
         raise deadlock(graph, reached)
     if not np.isfinite(reached.end).all():
         raise CostsError("the costs add up to more than a number can hold", program=program.name)
-    del graph  # makes room for the spans
-    spans = spans_of(program, reached.start, reached.end)
+    start, end = reached.start, reached.end
+    del graph, reached  # makes room for the spans
+    spans = spans_of(program, start, end)
     return Timeline(program, spans, model=model, sizes=sizes, blocks=blocks)
