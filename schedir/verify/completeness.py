@@ -276,7 +276,7 @@ def _as_expected(look: Inspector, op: Opcode, once: Mask, why: str) -> None:
     should = np.asarray(once, bool)
     if len(should) != len(present):  # so in each update, or turn
         should = np.resize(should, len(present))
-    if np.array_equal(should, present):
+    if not (should != present).any():
         return
     kind = ReductionError if per in (Per.STAGE, Per.RANK) else CompletenessError
     if (should & ~present).any():

@@ -122,9 +122,8 @@ WALK = """
 import sys
 from schedir import Plan, compile, schedules, simulate
 from schedir.analysis import compiled
-program = compile(schedules.one_f_one_b, Plan(16, 256))
 def times():
-    return simulate(program).span
+    return simulate(compile(schedules.one_f_one_b, Plan(16, 256))).span
 """
 
 
@@ -136,6 +135,17 @@ def test_rent_becomes_a_price() -> None:
     pytest.importorskip("numba")
     code = WALK + "compiled.paid(compiled.PRICE)\nprint(times(), 'numba' in sys.modules)"
     assert run(code) == ["813.0", "True"]
+
+
+def test_small_programs_pay_rent_too() -> None:
+    pytest.importorskip("numba")
+    code = """
+compiled.PRICE = 1e-9
+for _ in range(2):
+    simulate(compile(schedules.gpipe, Plan(2, 4)))
+print("numba" in sys.modules)
+"""
+    assert run(WALK + code) == ["True"]
 
 
 def test_without_numba_all_works() -> None:
