@@ -34,6 +34,7 @@ class Index:
 
     def __init__(self, program: Program) -> None:
         self.program, plan = program, program.plan
+        self._rank: Positions | None = None
         fields = program.words.view(FIELDS)  # no copy
         self.op: NDArray[np.uint8] = fields["op"].copy()
         self.stage: NDArray[np.uint16] = fields["stage"]
@@ -144,11 +145,16 @@ class Index:
         """Whether any instruction is issued together with the one before it."""
         return bool(self.joined.any())
 
-    @cached_property
+    @property
     def rank(self) -> Positions:
-        """The rank of each instruction."""
+        """The rank of each instruction; made anew each time where it would take much room."""
+        if self._rank is not None:
+            return self._rank
         ranks = np.arange(self.program.plan.ranks, dtype=np.int32)
-        return np.repeat(ranks, np.diff(self.program.offsets))
+        rank = np.repeat(ranks, np.diff(self.program.offsets))
+        if len(rank) <= 2**16:
+            self._rank = rank
+        return rank
 
     def where(self, op: Opcode, key: NDArray[np.int32]) -> Positions:
         """Positions of `op` at the given keys; -1 where there is none, or no such key."""
