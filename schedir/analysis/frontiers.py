@@ -54,6 +54,8 @@ def by_frontiers(problem: Problem) -> tuple[Times, Turns]:
                 missing[more] -= 1
                 to = np.concatenate([to, more])
         to = to[missing[to] == 0]
+        if len(count) < len(to):  # one has had many successors
+            count = np.arange(len(to), dtype=np.int32)
         turn[to] = number = count[: len(to)]
         front = to[turn[to] == number]  # once each
     return start[:-2], turn[:-2]

@@ -14,7 +14,7 @@ from schedir.io.load import Source
 from schedir.io.request import Request
 from schedir.ir.fields import Field, Kind
 from schedir.ir.plan import PLAN, Plan
-from schedir.ir.program import HEADER
+from schedir.ir.program import HEADER, TRAITS
 from schedir.passes.lowering import OPTIONS
 from schedir.passes.record import Slots as Choice
 from schedir.training.gpt_config import GPTConfig, split_heads, split_layers
@@ -87,6 +87,9 @@ class PipelineConfig:
             raise UsageError(
                 f"slots {self.slots!r} is not known", hint=" or ".join(known), fields=["slots"]
             )
+        for f in TRAITS:
+            if f.in_config:
+                f.kind.settle(f.name, getattr(self, f.name), self.plan)  # refuses what cannot be
 
     @property
     def plan(self) -> Plan:

@@ -138,6 +138,7 @@ def test_options_and_overlap_reach_the_program(tmp_path: Path) -> None:
         ("[pipeline]\nmicrobatches = 1048577", 2, 1, "1048576"),
         ("[pipeline]\nranks = 0", 2, 1, "ranks"),
         ("[pipeline]\ntp = 0", 2, 1, "at least 1"),
+        ("[pipeline]\ndp = 70000", 2, 1, "65535"),
         ("[pipeline]\nplacement = 'zigzag'", 2, 1, "'loop'"),
         ("[pipeline]\nplacement = [0, 'x']", 2, 1, "whole numbers"),
         ("[pipeline]\ndivision = [1, 2]", 2, 1, "1 stages"),

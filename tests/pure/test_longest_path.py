@@ -103,6 +103,13 @@ def test_of_any_graph(nodes: int, edges: int, fixes: bool, hops: bool, seed: int
     )
 
 
+def test_one_that_many_wait_for() -> None:
+    """More than any frontier before it had: a norm of the gradients of a thousand ranks."""
+    many, nodes = np.arange(1, 101, dtype=np.int32), 100 * 64
+    star = (np.zeros_like(many), many)
+    assert agree(Problem([star], np.arange(nodes) <= 100, np.ones(nodes)))
+
+
 def test_of_a_large_program(monkeypatch: pytest.MonkeyPatch) -> None:
     """A command that walks once walks by frontiers; whoever asks for it, by what is compiled."""
     program = compile(schedules.interleaved, Plan(8, 64, 2), costs=Costs(send=0.1))
