@@ -23,7 +23,6 @@ from schedir.analysis.slots import KINDS, counts, groups
 from schedir.errors import MemoryLimitError, Site
 from schedir.ir.chains import NO_FORM
 from schedir.ir.flow import Flow
-from schedir.ir.index import Index
 from schedir.ir.ops import (
     BOUNDARY,
     COMPUTE,
@@ -37,21 +36,35 @@ from schedir.ir.ops import (
     Per,
     Token,
 )
-from schedir.ir.program import OWN, Program, Stream
+from schedir.ir.program import ADDRESS, OWN, Program, Stream
 from schedir.ir.sizes import Sizes
 
-# What a microbatch is held by: values that are not static, of a stage and microbatch.  A change in
-# place is neither a fill nor an end.
-_HELD: Final = {token for token in KEPT if TOKENS[token].per is Per.MICROBATCH}
+# What a microbatch is held by: what compute keeps of it for later compute.  A change in place is
+# neither a fill nor an end.
+_HELD: Final = {
+    token for token in KEPT
+    if TOKENS[token].per is Per.MICROBATCH
+    and all(r.lane is Lane.COMPUTE for r in ROWS if token in {*r.gives} - {*r.needs} | {*r.frees})
+}  # fmt: skip
 _CHANGE: Final = np.array(
     [len(_HELD & {*r.gives} - {*r.needs}) - len(_HELD & {*r.frees} - {*r.gives}) for r in ROWS]
 )
+_SEVERAL: Final = sum(TOKENS[token].made_of is None for token in _HELD) > 1
 
 
 def in_flight(stream: Stream) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
     """Where the number of (stage, mb) alive changes in a Stream, and to what."""
     change = _CHANGE[stream.op]
     at = np.flatnonzero(change)
+    if _SEVERAL:  # values hold one (stage, mb), which begins with the first and ends with the last
+        address = stream.words[at] & ADDRESS
+        order = np.argsort(address, kind="stable")
+        each, address = change[at][order], address[order]
+        values = np.cumsum(each)
+        first = np.searchsorted(address, address)
+        values -= (values - each)[first]
+        change[at[order]] = (values > 0).astype(np.int64) - (values > each)
+        at = np.flatnonzero(change)
     return at, np.cumsum(change[at])
 
 
@@ -114,12 +127,18 @@ class Footprint(NamedTuple):
         return sorted(rows, key=lambda row: -row[2])
 
     def in_time(self, when: NDArray[np.float64]) -> Footprint:
-        """The same, by when each change comes; at one moment, what goes does so first."""
-        order = np.lexsort((self.starts, when))
+        """The same, by when each change comes; what comes and goes at one moment counts as one.
+
+        So what goes at a moment leaves room for what comes then, and what is there for no time at
+        all is not held.
+        """
+        order = np.argsort(when, kind="stable")
+        last = np.append(when[order][1:] > when[order][:-1], True)
         kept = {}
         for name, (number, size) in self.kept.items():
             changes = np.diff(number, prepend=0)[order], np.diff(size, prepend=0.0)[order]
-            kept[name] = np.cumsum(changes[0]), np.cumsum(changes[1])
+            kept[name] = np.cumsum(changes[0])[last], np.cumsum(changes[1])[last]
+        order = order[last]
         return Footprint(self.fixed, self.at[order], self.starts[order], kept)
 
 
@@ -132,13 +151,13 @@ def held(
     what another lane moves off the device may be there longer, and counts until it is back, or
     freed, where `late`: then nothing is ever more.
     """
-    index, plan = Index.of(program), program.plan
+    flow, plan = Flow.of(program), program.plan
     weights, slots = sizes.of("weights", plan.stages), counts(program)
     version, versions = sizes.of("version", plan.stages), peak_versions(program)
     static = [kind for kind in SLOTTED if kind in BOUNDARY or _is_said(program, kind)]
-    room = {kind: _slot_sizes(index, kind, sizes) for kind in static}
+    room = {kind: _slot_sizes(flow, kind, sizes) for kind in static}
     kept = {
-        kind: _kept(index, kind, sizes, TIERS.index(tier), late)
+        kind: _kept(flow, kind, sizes, TIERS.index(tier), late)
         for kind in KINDS
         if kind not in static or tier != TIERS[0]
     }
@@ -189,13 +208,14 @@ class _Kept(NamedTuple):
     bytes: NDArray[np.float64]
 
 
-def _kept(index: Index, kind: Token, sizes: Sizes, tier: int, late: bool) -> _Kept:
+def _kept(flow: Flow, kind: Token, sizes: Sizes, tier: int, late: bool) -> _Kept:
     """What a kind of value holds on a tier, from when it comes there until it goes.
 
     What takes another form without leaving does so at the start of the change if it grows, else at
     its end.
     """
-    flow, stages = Flow.of(index.program), index.program.plan.stages
+    index = flow.index
+    stages = index.program.plan.stages
     begin, end, at_tier, form, made, over = flow.states(kind)
     chains = flow.chains(kind)
     names = [TOKENS[kind].size, *(chains.forms if chains else ())]
@@ -241,9 +261,9 @@ def _neighbours(
     return before, after
 
 
-def _slot_sizes(index: Index, kind: Token, sizes: Sizes) -> NDArray[np.float64]:
+def _slot_sizes(flow: Flow, kind: Token, sizes: Sizes) -> NDArray[np.float64]:
     """Bytes of a slot of each rank: the most that a value of that kind takes there."""
-    row, lives = TOKENS[kind], Flow.of(index.program).lives(kind)
+    row, lives, index = TOKENS[kind], flow.lives(kind), flow.index
     size = sizes.of(row.size, index.program.plan.stages)
     return lives.most(size[index.stage[lives.fill].astype(np.intp) + row.edge])
 

@@ -37,6 +37,9 @@ from schedir.ir.ops import (
     makers,
 )
 from schedir.ir.program import Program
+from schedir.ir.table_rules import require_tables
+
+require_tables()
 
 Keys = NDArray[np.int64]
 
@@ -214,8 +217,10 @@ class Flow:
     def _last(self, row: Row, token: Token, needer: Positions) -> Iterator[Positions]:
         """Of what many give: the last of a stage's, or of all of a rank's, on each lane."""
         index = self.index
-        per = Per.RANK if row.group == "tied" else row.per
         ops = chain(row.op, token)
+        per = row.per
+        if row.group == "tied" or any(ROWS[op].per is Per.RANK for op in ops):
+            per = Per.RANK  # what a rank gives, it gives to each of its stages
         for lane in sorted({ROWS[op].lane for op in ops if op in index.at}) or [row.lane]:
             gives = index.where_all(op for op in ops if ROWS[op].lane is lane)
             if row.group == "tied":  # all copies of the rank

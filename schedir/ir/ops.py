@@ -127,6 +127,8 @@ class Change(NamedTuple):
     From one state to another, which are two of TIERS, or two fields of Sizes: then the value takes
     that many bytes before and after.  Who made it leaves it as the first change wants it, and in
     the first of TIERS; whoever only reads it wants it there, and as the last change leaves it.
+    What reads it in another state says so by a change from that state to itself, and need not give
+    it.
     """
 
     token: Token
@@ -279,7 +281,9 @@ SENDS: Final = tuple(row.op for row in ROWS if row.hop and row.needs)
 RECEIVES: Final = tuple(row.op for row in ROWS if row.hop and row.gives)
 TRANSFERS: Final = SENDS + RECEIVES
 COLLECTIVES: Final = tuple(row.op for row in ROWS if row.meets is row.op)
-SHARDING: Final = tuple(row.op for row in ROWS if {*row.needs} & {*row.gives} & {*BOUNDARY})
+SHARDING: Final = tuple(  # what tells no change cuts a value in slices, or makes it whole
+    row.op for row in ROWS if {*row.needs} & {*row.gives} & {*BOUNDARY} and not row.changes
+)
 GATHERS: Final = tuple(op for op in SHARDING if ROWS[op].lane is Lane.TP)
 COMPUTE: Final = tuple(
     row.op for row in ROWS

@@ -64,9 +64,11 @@ class Pass:
     "ends" add what ends updates, "memory" ones what says where values are kept, and "better" ones
     change an order or a number; of one part they come in the order of their `order`.
     `expected` is what `check` then finds of the instructions that it adds, given a function that
-    says where those of an opcode are.  `read` tells the options with which a program was lowered,
-    as far as they show.  `options` are the names of those in `Options.more` that it takes: yes or
-    no, or of the kind that `kinds` has of the name; `about` is what `--help` says of them.
+    says where those of an opcode are.  A program is right without "memory" and "better" passes,
+    too: what such a pass adds is expected only where some of it is there.  `read` tells the options
+    with which a program was lowered, as far as they show.  `options` are the names of those in
+    `Options.more` that it takes: yes or no, or of the kind that `kinds` has of the name; `about` is
+    what `--help` says of them.
     """
 
     name: str

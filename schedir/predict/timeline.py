@@ -241,8 +241,8 @@ class Timeline:
         spans = self.spans[int(self.program.offsets[rank]) :][own.at]
         times = np.where(own.starts, spans["start"], spans["end"])
         times[0] = self.begin
-        if (np.diff(times) < 0).any():  # what other lanes change comes when it comes
-            own, times = own.in_time(times), np.sort(times)
+        if (spans["lane"][1:] != Lane.COMPUTE).any():  # what other lanes change, in order of time
+            own, times = own.in_time(times), np.unique(times)
         parts = {name: np.full(len(times), size) for name, (_, size) in own.fixed.items()}
         parts |= {name: size for name, (_, size) in own.kept.items()}
         return Memory(times, own.bytes, parts)

@@ -1,9 +1,14 @@
-"""New rows: four kinds of instruction, each a row, a pass and a handler in a copy of the tree.
+"""New rows: kinds of instruction, each a row, a pass and a handler in a copy of the tree.
 
     recompute   an in-place change with memory: what the forward saved is made again
     offload     a change of tier on lanes of their own: to the host and back
     shard       a gather with turns and slots: a stage's weights are whole only while it runs
     verdict     a collective: all ranks judge together whether the gradients are finite
+
+Two more are looked at and not run, and have no handlers:
+
+    log         a value beside what a forward saves, moved to the host, and read and freed there
+    step_stage  a step of each stage, which needs what a rank gives
 
 Each is three files and nothing else: edits of the tables in `ir/ops.py` (`EDITS`), the file of a
 pass (`*_pass.py`), and the file of its handlers (`*_handlers.py`).
@@ -79,10 +84,47 @@ EDITS: dict[str, list[tuple[str, str]]] = {
 """),
     ],
 }  # fmt: skip
+LOOKED_AT: dict[str, list[tuple[str, str]]] = {
+    "log": [
+        (_OPCODES, "    ToHost = {next}\n    Log = {next}\n"),
+        (_TOKENS, "    SEEN = {token}\n    MASK = {token}\n"),
+        (_TOKEN_ROWS, """\
+    TokenRow(_T.SEEN, _MB, _ONCE, "what is logged", "seen"),
+    TokenRow(_T.MASK, _MB, _ONCE, "the mask", "mask"),
+"""),
+        (_LANES, "    COPY = {lane}\n    HOST = {lane}\n"),
+        (_LANE_ROWS, """\
+    LaneRow(_L.COPY, False, "starts", "copies to the host"),
+    LaneRow(_L.HOST, False, "starts", "what the host does"),
+"""),
+        ("=(_T.ACT_OUT, _T.SAVED),\n", "(_T.ACT_OUT, _T.SAVED, _T.SEEN, _T.MASK),\n"),
+        ("=(_T.GRAD_OUT, _T.WGRAD),\n        (_T.SAVED, ",
+         "(_T.GRAD_OUT, _T.WGRAD),\n        (_T.MASK, _T.SAVED, "),
+        ('="B", _L.COMPUTE, _MB, (', '"B", _L.COMPUTE, _MB, (_T.MASK, '),
+        ("rows", """\
+    Row(_O.ToHost, "to_host", _L.COPY, _MB, (_T.SEEN,), (_T.SEEN,), (),
+        "Moves what is logged to the host.", cost="to_host",
+        changes=(Change(_T.SEEN, "device", "host"),)),
+    Row(_O.Log, "log", _L.HOST, _MB, (_T.SEEN,), (), (_T.SEEN,), "Logs it there.", cost="log",
+        changes=(Change(_T.SEEN, "host", "host"),)),
+"""),
+    ],
+    "step_stage": [
+        (_OPCODES, "    StepStage = {next}\n"),
+        (_TOKENS, "    STEPPED = {token}\n"),
+        (_TOKEN_ROWS, '    TokenRow(_T.STEPPED, _STAGE, _ALL, "the stepped weights"),\n'),
+        ("=(_T.GRAD, _T.NORM), (_T.PARAMETERS,),\n        (_T.GRAD, _T.NORM)",
+         "(_T.STEPPED,), (_T.PARAMETERS,),\n        (_T.STEPPED,)"),
+        ("rows", """\
+    Row(_O.StepStage, "step_stage", _L.COMPUTE, _STAGE, (_T.GRAD, _T.NORM), (_T.STEPPED,),
+        (_T.GRAD, _T.NORM), "Steps a stage.", cost="step_stage"),
+"""),
+    ],
+}  # fmt: skip
 
 
 def copy(to: Path, *names: str) -> Path:
-    """A copy of the tree, with the tests, extended by some of EDITS; returns its folder."""
+    """A copy of the tree, with the tests, extended by some of these rows; returns its folder."""
     for folder in ("schedir", "kernels", "viz", "tests"):
         shutil.copytree(ROOT / folder, to / folder, symlinks=True,
                         ignore=shutil.ignore_patterns("__pycache__"))  # fmt: skip
@@ -90,7 +132,7 @@ def copy(to: Path, *names: str) -> Path:
     text = ops.read_text()
     numbers = {"next": 17, "token": 10, "lane": 5}
     for name in names:
-        for where, what in EDITS[name]:
+        for where, what in (EDITS | LOOKED_AT)[name]:
             for key in numbers:
                 while f"{{{key}}}" in what:
                     what = what.replace(f"{{{key}}}", str(numbers[key]), 1)
@@ -121,6 +163,8 @@ def _last(text: str, where: str) -> str:
 def _add(to: Path, name: str) -> None:
     """The files of a pass and of handlers, each named where it belongs."""
     shutil.copy(HERE / f"{name}_pass.py", to / "schedir" / "passes" / f"{name}.py")
+    if name in LOOKED_AT:
+        return
     shutil.copy(HERE / f"{name}_handlers.py", to / "schedir" / "runtime" / f"{name}.py")
     with (to / "schedir" / "runtime" / "handlers.py").open("a") as handlers:
         handlers.write(f"\n\nfrom schedir.runtime.{name} import handlers as {name}\n"

@@ -211,7 +211,40 @@ def verdict(folder: str) -> None:
         raise AssertionError("a deadlock is not seen")
 
 
+def log(folder: str) -> None:
+    program = schedir.compile(one_f_one_b, Plan(2, 4), debug=True)
+    sizes = Sizes(saved=10, seen=3, mask=1)
+    for copy, use in (0.0, 0.0), (0.25, 0.5), (3.0, 0.5), (0.25, 9.0):
+        run = schedir.simulate(program, Costs(F=1, B=2, to_host=copy, log=use), sizes=sizes)
+        # What is logged holds no microbatch, and a mask beside what is saved holds it once.
+        assert run.peak_in_flight.tolist() == [2, 1]
+        for tier, begins, ends in ("device", "Forward", "ToHost"), ("host", "ToHost", "Log"):
+            for rank, curve in enumerate(run.memory_on(tier)):
+                spans = run.spans[run.spans["rank"] == rank]
+                start, end = (
+                    spans[spans["op"] == schedir.Opcode[name]][side]
+                    for name, side in ((begins, "start"), (ends, "end"))
+                )
+                for time, seen in zip(curve.times, curve.kinds["seen"], strict=True):
+                    assert seen == 3 * ((start <= time) & (end > time)).sum(), (tier, rank, time)
+    text = flat(program)
+    refused(moved(text, "log 0.1", "to_host 0.1"), "OrderError", "log 0.1", "to_host 0.1")
+    refused(moved(text, "to_host 0.1", "F 0.1"), "OrderError", "to_host 0.1", "F 0.1")
+    refused(moved(text, "log 0.1", ""), "CompletenessError", "to_host 0.1")
+    everywhere(program, "log", Costs(F=1, B=2, to_host=0.25, log=0.5), folder)
+
+
+def step_stage(folder: str) -> None:
+    program = schedir.compile(interleaved, Plan(2, 4, 2), clip=True, debug=True)
+    streams = flat(program).split("rank 1\n")
+    for stage in range(4):  # the norm is of the rank, and each of its stages needs it
+        own = streams[stage % 2].replace(f"  step_stage {stage}\n", "")
+        own = own.replace("  reduce_norm\n", f"  step_stage {stage}\n  reduce_norm\n")
+        text = "rank 1\n".join([own, streams[1]] if stage % 2 == 0 else [streams[0], own])
+        refused(text, "OrderError", f"step_stage {stage}", "reduce_norm")
+    everywhere(schedir.compile(interleaved, Plan(2, 4, 2)), "step_stage", Costs(), folder)
+
+
 if __name__ == "__main__":
-    {"recompute": recompute, "offload": offload, "shard": shard, "verdict": verdict}[sys.argv[1]](
-        sys.argv[2]
-    )
+    each = (recompute, offload, shard, verdict, log, step_stage)
+    {look.__name__: look for look in each}[sys.argv[1]](sys.argv[2])

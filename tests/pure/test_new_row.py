@@ -1,6 +1,6 @@
 """A new instruction is a row, a pass and a handler: all that reads the table knows it then.
 
-Four kinds of it (`tests/new_rows`), each in a copy of the tree; how they run is tested beside the
+Some kinds of it (`tests/new_rows`), each in a copy of the tree; how they run is tested beside the
 executor.
 """
 
@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.new_rows import EDITS, copy
+from tests.new_rows import EDITS, LOOKED_AT, copy
 
 
 def _run(tree: Path, script: str, *args: str) -> str:
@@ -23,7 +23,7 @@ def _run(tree: Path, script: str, *args: str) -> str:
     return done.stdout
 
 
-@pytest.mark.parametrize("name", EDITS)
+@pytest.mark.parametrize("name", [*EDITS, *LOOKED_AT])
 def test_a_row_is_enough(tmp_path: Path, name: str) -> None:
     """Order, memory, text, pictures, export and explanation."""
     _run(copy(tmp_path, name), "looks.py", name, str(tmp_path))

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from copy import copy, deepcopy
 from dataclasses import replace
 from importlib import import_module
+from typing import Any
 
 import numpy as np
 import pytest
@@ -33,6 +34,7 @@ from schedir.ir.flow import Flow
 from schedir.ir.index import Index
 from schedir.ir.plan import Plan
 from schedir.ir.program import Program, Slots
+from schedir.ir.sizes import Sizes
 from schedir.ir.text import parse, show
 from schedir.predict.simulate import simulate
 from schedir.schedules import forward_only, interleaved, one_f_one_b, zb_h1
@@ -241,3 +243,25 @@ def test_what_is_derived_of_a_program_goes_with_it() -> None:
         assert [ref() for ref in gone] == [None] * 4
     finally:
         gc.enable()
+
+
+def test_index_and_flow_are_made_once_for_a_program(monkeypatch: pytest.MonkeyPatch) -> None:
+    program = compile(one_f_one_b, Plan(2, 4), slots="fewest")
+    made: list[object] = []
+    for kind in (Index, Flow, Graph):
+        before = kind.__init__
+
+        def counted(self: object, *given: Any, _before: Any = before, **options: Any) -> None:
+            made.append(self)
+            _before(self, *given, **options)
+
+        monkeypatch.setattr(kind, "__init__", counted)
+    timeline = simulate(program, sizes=Sizes(activation=1, saved=10))
+    assert timeline.peak_memory.any() and timeline.critical_path.size and timeline.idle.any()
+    assert not made
+    check(program, "edge")
+    assert not made
+    slots = compile(one_f_one_b, Plan(2, 4)).with_slots(program.slots)
+    made.clear()
+    check(slots)
+    assert [type(each) for each in made] == [Graph]

@@ -1,0 +1,166 @@
+"""Table rules: what rows of the tables in `ir/ops.py` must keep to, so that they can be read.
+
+A row that breaks one would be read as something else, in silence: so nothing that reads the tables
+is imported with it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from enum import IntEnum
+from typing import Final
+
+from schedir.ir.ops import (
+    BOUNDARY,
+    HANDED,
+    LANES,
+    ROWS,
+    TIERS,
+    TOKENS,
+    Change,
+    Found,
+    Lane,
+    LaneRow,
+    Opcode,
+    Per,
+    Row,
+    Token,
+    TokenRow,
+)
+
+# What there is one of for a rank that meets others in each kind of group: so none meets itself.
+_MEET: Final = {
+    "model": (Per.RANK,),
+    "holders": (Per.STAGE, Per.TURN),
+    "tied": (Per.STAGE,),
+}
+_CHAINED: Final = (Found.ONCE, Found.AGAIN)
+
+
+class TableError(Exception):
+    """A row of a table cannot be read: which, and what it must keep to."""
+
+
+def require_tables(
+    rows: Sequence[Row] = ROWS,
+    tokens: Sequence[TokenRow] = TOKENS,
+    lanes: Sequence[LaneRow] = LANES,
+) -> None:
+    """Raise TableError for the first row that breaks a rule."""
+    for fault in faults(rows, tokens, lanes):
+        raise TableError(fault)
+
+
+def faults(
+    rows: Sequence[Row], tokens: Sequence[TokenRow], lanes: Sequence[LaneRow]
+) -> Iterator[str]:
+    """What is wrong with the tables, row by row."""
+    yield from _of_order(Opcode, [row.op for row in rows])
+    yield from _of_order(Token, [value.token for value in tokens])
+    yield from _of_order(Lane, [lane.lane for lane in lanes])
+    for value in tokens:
+        yield from _of_token(value, rows)
+    texts: dict[str, Row] = {}
+    for row in rows:
+        if texts.setdefault(row.text, row) is not row:
+            yield f"{row.op.name}: its text is that of {texts[row.text].op.name}, {row.text!r}"
+        for fault in (*_of_row(row, rows, lanes), *_of_values(row, rows, tokens)):
+            yield f"{row.op.name}: {fault}"
+
+
+def _of_order(all_of: type[IntEnum], places: Sequence[IntEnum]) -> Iterator[str]:
+    """Faults of a table's order: each row stands in the place that its number says."""
+    for place, one in enumerate(places):
+        if one != place:
+            yield f"{one.name} is number {one}, and its row stands in place {place}"
+    for one in [*all_of][len(places) :]:
+        yield f"{one.name} has no row"
+
+
+def _of_token(value: TokenRow, rows: Sequence[Row]) -> Iterator[str]:
+    """Faults of a value."""
+    token, name = value.token, value.token.name
+    if token not in HANDED and not any(token in row.gives for row in rows):
+        yield f"{name}: no instruction gives it"
+    if value.found is Found.AGAIN and value.per is Per.TURN:
+        yield f"{name}: what is made again and again is one value of its stage, not one a turn"
+    if value.size and value.found not in _CHAINED:
+        yield f"{name}: bytes are counted of what one instruction gives, not of {value.found.name}"
+    if value.size and value.per is Per.RANK:
+        yield f"{name}: bytes are told for each stage, not for each rank"
+    if value.edge and token not in BOUNDARY:
+        yield f"{name}: only what crosses a boundary is as large as what another stage puts out"
+    if value.made_of is not None:
+        for row in rows:
+            if token in {*row.gives} - {*row.needs} and value.made_of[0] not in row.frees:
+                yield f"{name}: {row.op.name} makes it, and does not free what it is made of"
+
+
+def _of_row(row: Row, rows: Sequence[Row], lanes: Sequence[LaneRow]) -> Iterator[str]:
+    """Faults of a row by itself: its text, its lane, and whom it meets."""
+    lane = lanes[row.lane]
+    if not (row.text.isidentifier() and row.text.isascii()):
+        yield f"its text is one word, not {row.text!r}"
+    if not {*row.frees} <= {*row.needs}:
+        yield "it frees what it does not need"
+    if row.drains and lane.host != "starts":
+        yield f"hosts wait at lane {row.lane.name} anyway: nothing is drained there"
+    if bool(row.hop) != lane.wire:
+        yield "what has a hop is on a wire, and nothing else is"
+    if row.hop:
+        other = rows[row.meets] if row.meets is not None else row
+        if other.meets is not row.op or other.hop != -row.hop:
+            yield "the other side of a message meets it, a hop back"
+        if row.per is not Per.MICROBATCH:
+            yield "a message is of a microbatch"
+        if len(row.gives) + len(row.needs) != 1:
+            yield "a message moves one value: it is needed at one side, and given at the other"
+    elif row.meets not in (None, row.op):
+        yield "without a hop it meets others of its own kind"
+    elif row.meets is None and row.group:
+        yield f"it is of the group {row.group!r}, and meets nobody"
+    elif row.meets is not None and row.per not in _MEET.get(row.group, ()):
+        can = " or ".join(per.name for per in _MEET.get(row.group, ())) or "a group"
+        yield f"its group is {row.group!r}, which takes {can}, not {row.per.name}"
+
+
+def _of_values(row: Row, rows: Sequence[Row], tokens: Sequence[TokenRow]) -> Iterator[str]:
+    """Faults in what a row does with values: how it is told which is meant, and how they change."""
+    for token in {*row.needs, *row.gives}:
+        value = tokens[token]
+        once = value.found is Found.ONCE or value.per is Per.MICROBATCH
+        if value.found in _CHAINED and once and row.per is not value.per:
+            yield f"{token.name} is one for each {value.per.name}, and it for each {row.per.name}"
+        if value.found is Found.AGAIN and value.per is Per.STAGE and row.per is Per.RANK:
+            yield f"{token.name} is one for each STAGE, and it for each RANK"
+        if value.found is Found.VERSION and token in row.gives and row.per not in (
+            Per.STAGE, Per.RANK,
+        ):  # fmt: skip
+            yield f"{token.name} is changed once in each update, not for each {row.per.name}"
+        if value.found is Found.VERSION and row.per is Per.RANK and token in row.needs:
+            for giver in rows:
+                if token in giver.gives and giver.per is Per.STAGE:
+                    yield f"{token.name} comes of {giver.op.name}, one for each STAGE"
+    changed = [change.token for change in row.changes]
+    for token in changed:
+        if changed.count(token) > 1:
+            yield f"it has two changes of {token.name}: each is an instruction"
+            return
+    for change in row.changes:
+        yield from _of_change(change, row, tokens)
+
+
+def _of_change(change: Change, row: Row, tokens: Sequence[TokenRow]) -> Iterator[str]:
+    """Faults of a change."""
+    token, before, after = change
+    tiers = [state in TIERS for state in (before, after)]
+    if token not in row.needs:
+        yield f"it changes {token.name}, which it does not need"
+    elif token not in row.gives and before != after:
+        yield f"it changes {token.name}, and does not give it"
+    if not (before and after) or tiers[0] != tiers[1]:
+        yield f"{token.name} changes its tier, or its size, not {before!r} to {after!r}"
+    if tokens[token].found not in _CHAINED:
+        yield f"{token.name} has no states: it is found by {tokens[token].found.name}"
+    if token in BOUNDARY and not all(tiers):
+        yield f"slots of {token.name} are of one size"

@@ -1,0 +1,29 @@
+"""Log: what each forward shows goes to the host behind it, and is logged there."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+
+from schedir.ir.ops import FORWARD, Opcode
+from schedir.ir.program import ADDRESS, OP, Program
+from schedir.passes.insert import behind
+from schedir.passes.record import Expected, Pass, Present
+
+
+def log(program: Program) -> Program:
+    """ToHost behind each forward, and Log behind that."""
+    for new, after in ((Opcode.ToHost, FORWARD), (Opcode.Log, Opcode.ToHost)):
+        at = np.flatnonzero(program.op == after)
+        words = (program.words & ADDRESS)[at] | int(new) << OP
+        program = behind(program, at, words)
+    return program
+
+
+def _both(program: Program, present: Present) -> Iterator[Expected]:
+    yield Expected(Opcode.ToHost, present(Opcode.Log), "nobody logs it")
+    yield Expected(Opcode.Log, present(Opcode.ToHost), "nothing was moved to the host")
+
+
+PASSES = (Pass("log", "memory", lambda program, options: log(program), expected=_both),)

@@ -1,0 +1,28 @@
+"""Step stage: each stage is stepped by itself, before the step of its rank."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+
+from schedir.ir.ops import Opcode
+from schedir.ir.program import Program
+from schedir.passes.record import Expected, Pass, Present
+from schedir.passes.reductions import append
+
+
+def _each(program: Program, present: Present) -> Iterator[Expected]:
+    yield Expected(Opcode.StepStage, np.full(program.plan.holders.size, program.trains))
+
+
+PASSES = (
+    Pass(
+        "step_stage",
+        "ends",
+        lambda program, options: append(program, Opcode.StepStage, program.plan.stages_of),
+        wanted=lambda program, options: program.trains,
+        expected=_each,
+        order=8,
+    ),
+)

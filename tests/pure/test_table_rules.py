@@ -1,0 +1,110 @@
+"""Rows of the tables that would be read as something else are refused when they are imported."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from schedir.ir.ops import (
+    LANES,
+    ROWS,
+    TOKENS,
+    Change,
+    Found,
+    Lane,
+    Opcode,
+    Per,
+    Row,
+    Token,
+    TokenRow,
+)
+from schedir.ir.table_rules import TableError, require_tables
+
+O, T = Opcode, Token
+
+
+def row(op: Opcode, **other: Any) -> list[Row]:
+    """The table with one row changed."""
+    return [each._replace(**other) if each.op is op else each for each in ROWS]
+
+
+def value(token: Token, **other: Any) -> list[TokenRow]:
+    return [each._replace(**other) if each.token is token else each for each in TOKENS]
+
+
+def test_the_tables_keep_to_the_rules() -> None:
+    require_tables()
+
+
+@pytest.mark.parametrize(
+    ("who", "rows"),
+    [
+        # A message that is not of a microbatch, or whose other side is another's.
+        ("SendAct", row(O.SendAct, per=Per.TURN)),
+        ("SendAct", row(O.SendAct, meets=O.RecvGrad)),
+        ("SendAct", row(O.RecvAct, hop=+1)),
+        ("SendAct", row(O.SendAct, hop=0)),
+        ("SendAct", row(O.SendAct, lane=Lane.DP)),
+        ("SendAct", row(O.SendAct, needs=(T.ACT_OUT, T.SAVED))),
+        # A collective of several stages of one rank, or of nobody.
+        ("ReduceGrads", row(O.ReduceGrads, meets=O.ReduceGrads, group="model")),
+        ("ReduceNorm", row(O.ReduceNorm, group="")),
+        ("ReduceNorm", row(O.ReduceNorm, per=Per.TURN)),
+        ("ReduceNorm", row(O.ReduceNorm, meets=None)),
+        ("ReduceNorm", row(O.ReduceNorm, meets=O.ReduceTied)),
+        # Values that are found by another address than that of who needs them.
+        ("OptimizerStep", row(O.OptimizerStep, needs=(T.SAVED,))),
+        ("Forward", row(O.Forward, per=Per.STAGE)),
+        ("Backward", row(O.Backward, gives=(T.GRAD_OUT, T.WGRAD, T.PARAMETERS))),
+        # Changes that nobody would see, or only half.
+        ("Gather", row(O.Gather, changes=(Change(T.SAVED, "device", "host"),))),
+        ("Backward", row(O.Backward, changes=(Change(T.SAVED, "device", "host"),))),
+        ("Gather", row(O.Gather, changes=(Change(T.ACT_IN, "device", "saved"),))),
+        ("Gather", row(O.Gather, changes=(Change(T.ACT_IN, "activation", "saved"),))),
+        ("Gather", row(O.Gather, changes=(Change(T.ACT_IN, "device", "host"),) * 2)),
+        (
+            "ReduceHolders",
+            row(O.ReduceHolders, changes=(Change(T.GRAD, "device", "host"),)),
+        ),
+        # And the rest.
+        ("BackwardWeight", row(O.BackwardWeight, needs=())),
+        ("Backward", row(O.Backward, text="F")),
+        ("Backward", row(O.Backward, text="b 1")),
+        ("Gather", row(O.Gather, drains="always")),
+        ("Backward", [ROWS[0], ROWS[2], ROWS[1], *ROWS[3:]]),
+        ("OptimizerStep", [*ROWS[:-1]]),
+    ],
+)
+def test_rows_that_cannot_be_read(who: str, rows: list[Row]) -> None:
+    with pytest.raises(TableError, match=who):
+        require_tables(rows)
+
+
+@pytest.mark.parametrize(
+    ("who", "tokens"),
+    [
+        ("GRAD", value(T.GRAD, size="gradients")),
+        ("NORM", value(T.NORM, size="norm")),
+        ("NORM", value(T.NORM, found=Found.AGAIN, size="norm")),
+        ("SAVED", value(T.SAVED, edge=-1)),
+        ("TAPE", value(T.TAPE, made_of=(T.ACT_OUT, "both"))),
+        ("WGRAD", value(T.WGRAD, per=Per.TURN, found=Found.AGAIN)),
+        ("GRAD", value(T.GRAD, found=Found.ONCE)),
+        ("GRAD", value(T.GRAD, found=Found.AGAIN)),
+        ("PARAMETERS", [*TOKENS[:-1]]),
+    ],
+)
+def test_values_that_cannot_be_read(who: str, tokens: list[TokenRow]) -> None:
+    with pytest.raises(TableError, match=who):
+        require_tables(tokens=tokens)
+
+
+def test_values_that_nobody_gives() -> None:
+    with pytest.raises(TableError, match="TAPE: no instruction gives it"):
+        require_tables(row(O.BackwardInput, gives=(T.GRAD_OUT, T.WGRAD)))
+
+
+def test_lanes_without_a_row() -> None:
+    with pytest.raises(TableError, match="DP has no row"):
+        require_tables(lanes=LANES[:-1])
