@@ -221,7 +221,7 @@ def _in_turn(graph: Graph) -> None:
     got = np.flatnonzero(index.is_op(RECEIVES))
     ranks = np.int64(graph.program.plan.ranks)
     channel = index.rank[partner[got]] * ranks + index.rank[got]
-    if graph.model == "edge":
+    if graph.rules.ways:
         channel += index.op[got] * ranks**2
     got = got[np.argsort(channel, kind="stable")]
     channel.sort()

@@ -1,0 +1,209 @@
+"""How many files an extension takes: each kind is made in a copy of the tree, tried, and counted.
+
+CONTRIBUTING has the table, and this holds it to what is counted.
+"""
+
+from __future__ import annotations
+
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+from tests import new_rows
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+class Extension(NamedTuple):
+    """What is put behind which line of which file ("" for a new file), and what is then tried."""
+
+    edits: list[tuple[str, str, str]]
+    use: str
+
+
+EXTENSIONS = {
+    "a field of programs": Extension(
+        [("ir/program.py", "    clip: bool = field(default=False, metadata=_CLIP)\n", """\
+    zero: int = field(default=0, metadata=setting(whole_number(0, 3), "pieces of weights"))
+""")],
+        """
+import schedir
+program = schedir.compile(schedir.schedules.gpipe, schedir.Plan(2, 2), zero=2)
+assert "zero 2" in schedir.show(program) and schedir.parse(schedir.show(program)) == program
+""",
+    ),
+    "a pass": Extension(
+        [("passes/mark.py", "", """\
+from dataclasses import replace
+
+from schedir.passes.record import Pass
+
+PASSES = (
+    Pass("mark", "better", lambda program, options: replace(program, name="marked"),
+         wanted=lambda program, options: bool(options.more.get("mark")), options=("mark",)),
+)
+""")],
+        """
+from schedir.__main__ import main
+assert main(["show", "gpipe", "--mark", "-o", "x.sched"]) == 0
+assert "program marked" in open("x.sched").read()
+""",
+    ),
+    "a progress model": Extension(
+        [("analysis/models.py", 'Model = Literal["edge", ', '"way", '),
+         ("analysis/models.py", 'MODEL_ROWS: Final[tuple[ModelRow, ...]] = (\n    ModelRow("edge", '
+          'True, True, True, "a queue for each peer, direction and kind of message"),\n',
+          '    ModelRow("way", True, False, True, "a queue for each direction and kind"),\n')],
+        """
+import schedir
+from schedir.__main__ import main
+program = schedir.compile(schedir.schedules.interleaved, schedir.Plan(4, 8, 2), model="way")
+spans = [schedir.simulate(program, schedir.Costs(send=0.5), model=model).span
+         for model in ("edge", "way", "device")]
+assert spans == sorted(spans) and spans[0] < spans[2]
+assert main(["check", "gpipe", "--model", "way"]) == 0
+""",
+    ),
+    "a schedule": Extension(
+        [("schedules/flush.py", "    lead = min(2 * (P - 1 - r), m)\n"
+          "    return lead * F + (m - lead) * (F + B) + lead * B\n", """\
+
+
+def in_pairs(r: int, P: int, m: int) -> Word:
+    return m // 2 * (2 * F) + m // 2 * (2 * B)
+"""),
+         ("schedules/__init__.py", "from schedir.schedules.flush import eager_1f1b, forward_only, "
+          "gpipe", ", in_pairs"),
+         ("schedules/__init__.py", '    "gpipe",\n', '    "in_pairs",\n')],
+        """
+from schedir.__main__ import main
+assert main(["check", "in_pairs", "--microbatches", "4"]) == 0
+""",
+    ),
+    "a transport": Extension(
+        [("transports/slow.py", "", """\
+from time import sleep
+
+from schedir.transports.processes import Gloo
+
+
+class Slow(Gloo):
+    def send(self, tensor, peer, lane):
+        sleep(0.001)
+        return super().send(tensor, peer, lane)
+"""),
+         ("transports/registry.py", '        "by Gloo, on one machine or several",\n    ),\n',
+          '    TransportRow("slow", "cpu", "edge", True, "slow:Slow", "slowly"),\n')],
+        """
+import schedir
+from schedir.training.config_file import read
+from schedir.transports.registry import choose
+open("x.toml", "w").write("[train]\\ntransport = 'slow'\\n")
+assert read("x.toml").train.transport == "slow"
+program = schedir.compile(schedir.schedules.gpipe, schedir.Plan(1, 1))
+assert choose("slow", "cpu", program).__name__ == "Slow"
+""",
+    ),
+    "a command": Extension(
+        [("commands/ranks.py", "", '''\
+"""Ranks: how many a schedule has."""
+
+import argparse
+
+from schedir.commands._options import add_shape, request_of
+
+ABOUT = "how many ranks a schedule has"
+
+
+def arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("source")
+    add_shape(parser)
+
+
+def run(args: argparse.Namespace) -> str:
+    return f"{request_of(args, args.source).plan.ranks}\\n"
+''')],
+        """
+from schedir.__main__ import main
+assert main(["ranks", "gpipe", "--ranks", "3"]) == 0
+""",
+    ),
+    "a kind of collective": Extension(
+        [("transports/collectives.py", 'Kind = Literal["all_reduce", ', '"most", '),
+         ("transports/collectives.py", "COLLECTIVES: Final[dict[Kind, Collective]] = {\n", """\
+    "most": Collective(
+        lambda own: [torch.stack([*own]).amax(0)] * len(own),
+        lambda group, out, own: dist.all_reduce(
+            out.copy_(own), op=dist.ReduceOp.MAX, group=group, async_op=True
+        ),
+    ),
+""")],
+        """
+import schedir, torch
+from schedir.transports.mailbox import mailboxes
+program = schedir.compile(schedir.schedules.gpipe, schedir.Plan(3, 3))
+outs = [torch.zeros(1) for _ in range(3)]
+for rank, mail in enumerate(mailboxes(program, "edge", False, [])):
+    mail.collective("most", "model", outs[rank], torch.tensor([float(rank)]))
+assert [float(out) for out in outs] == [2.0, 2.0, 2.0]
+""",
+    ),
+}  # fmt: skip
+
+
+def _instruction(tree: Path) -> str:
+    new_rows.copy(tree, "recompute")
+    return """
+import schedir
+program = schedir.compile(schedir.schedules.one_f_one_b, schedir.Plan(2, 4), recompute=True)
+assert "R 0.0" in schedir.show(program, folded=False)
+"""
+
+
+def _edited(tree: Path, name: str) -> str:
+    extension = EXTENSIONS[name]
+    for folder in ("schedir", "kernels", "viz"):
+        shutil.copytree(ROOT / folder, tree / folder, symlinks=True,
+                        ignore=shutil.ignore_patterns("__pycache__"))  # fmt: skip
+    for file, line, new in extension.edits:
+        path = tree / "schedir" / file
+        text = path.read_text() if line else ""
+        assert not line or text.count(line) == 1, (file, line)
+        path.write_text(text.replace(line, line + new) if line else new)
+    return extension.use
+
+
+def _changed(tree: Path) -> list[str]:
+    """The files of schedir that are new, or are not as they were."""
+
+    def files(root: Path) -> dict[str, bytes]:
+        found = (f for f in (root / "schedir").rglob("*.py") if "__pycache__" not in f.parts)
+        return {str(f.relative_to(root)): f.read_bytes() for f in found}
+
+    old, new = files(ROOT), files(tree)
+    return sorted(name for name in new if new[name] != old.get(name))
+
+
+MAKE: dict[str, Callable[[Path], str]] = {
+    "an instruction": _instruction,
+    **{name: lambda tree, name=name: _edited(tree, name) for name in EXTENSIONS},  # type: ignore[misc]
+}
+
+
+@pytest.mark.parametrize("name", MAKE)
+def test_an_extension_takes_as_many_files_as_is_said(tmp_path: Path, name: str) -> None:
+    use = MAKE[name](tmp_path)
+    env = {"PYTHONPATH": str(tmp_path), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run([sys.executable, "-c", use], cwd=tmp_path, env=env, capture_output=True,
+                          text=True)  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    rows = re.findall(r"^\| (an? [^|]+) \| (\d) \|", (ROOT / "CONTRIBUTING.md").read_text(), re.M)
+    said = {kind.strip(): int(files) for kind, files in rows}
+    assert said[name] == len(_changed(tmp_path)) <= 3
+    assert set(MAKE) == said.keys()
