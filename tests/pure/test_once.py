@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import pickle
+from collections import Counter
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 import schedir
+from schedir.analysis.graph import Graph
+from schedir.ir.flow import Flow
+from schedir.ir.index import Index
 from schedir.training.config_file import read
 from schedir.training.train import program_of
 from tests.commands import said
@@ -104,3 +109,22 @@ def test_a_configuration_that_has_loaded_a_file_is_pickled_without_it() -> None:
     config = read("run.toml")
     assert pickle.loads(pickle.dumps(config)) == config
     assert Path("loaded").read_text() == "once\n"
+
+
+def test_index_flow_and_graph_are_made_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of the draft and of the program, whoever asks."""
+    made: Counter[str] = Counter()
+    for kind in (Index, Flow, Graph):
+
+        def counted(self: Any, *args: Any, _init: Any = kind.__init__, **options: Any) -> None:
+            made[type(self).__name__] += 1
+            _init(self, *args, **options)
+
+        monkeypatch.setattr(kind, "__init__", counted)
+    program = schedir.compile(schedir.schedules.one_f_one_b, schedir.Plan(4, 8))
+    assert made == {"Index": 2, "Flow": 2, "Graph": 2}
+    schedir.check(program)
+    run = schedir.simulate(program, sizes=schedir.Sizes(activation=1, saved=1))
+    assert run.peak_memory.size and run.critical_path.size and run.peak_in_flight.size
+    assert schedir.viz.letters(run, 80) and schedir.show(program)
+    assert made == {"Index": 2, "Flow": 2, "Graph": 2}
