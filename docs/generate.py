@@ -28,8 +28,8 @@ from schedir import (
     simulate,
     viz,
 )
-from schedir.analysis.models import MODELS
-from schedir.ir.ops import ROWS, Token
+from schedir.analysis.models import MODEL_ROWS, MODELS
+from schedir.ir.ops import LANES, ROWS, TOKENS, Token
 from schedir.ir.text import FORMAT
 from schedir.schedules import one_f_one_b
 from schedir.schedules.words import delay_for, placed_for, stages_per_rank_for
@@ -76,22 +76,25 @@ these figures.
 
 ## Values
 
-Each exists once per (stage, microbatch), except WGRAD, GRAD (per stage and holder) and NORM, PARAMETERS
-(per rank): {tokens}. WGRAD is one sum, to which all who give it add: so of several updates each is
-stepped before anything is added to the next. Neighbouring stages on one rank hand activations and gradients over
-without messages: there, ACT_OUT of one is ACT_IN of the other.
+What instructions hand to each other. "Found" says how the giver of a value is found, which is the nearest
+instruction that gives it and stands earlier in the Stream ([decision 22](decisions/22-one-flow-of-values.md)).
+
+{values}
+
+WGRAD is one sum, to which all who give it add: so of several updates each is stepped before anything is added
+to the next. Where a stage has two holders, each has its own WGRAD and GRAD. Neighbouring stages on one rank
+hand activations and gradients over without messages: there, ACT_OUT of one is ACT_IN of the other.
+
+## Lanes
+
+{lanes}
 
 ## Progress models
 
 How transfers queue decides what can hang. `check(program, model)` proves a program for one of
 them, and the transport that runs it names the one it gives.
 
-| model | transfers queue per | who behaves so |
-| --- | --- | --- |
-| `edge` | directed edge, activations and gradients apart | one 2-rank group per directed edge; Gloo with a tag per lane; shared memory |
-| `pair` | unordered pair of ranks | torch's lazily created point-to-point communicators |
-| `device` | rank | one communicator for the pipeline, `batch_isend_irecv` |
-| `serial` | rank, compute included | blocking sends; the strictest |
+{rules}
 
 Whatever `schedir.compile` makes finishes under all of them ({models}).
 
@@ -147,20 +150,42 @@ def gathers() -> str:
     return table(["schedule", "stages per rank", "on the compute lane", "on its own"], rows)
 
 
+HOSTS = {
+    "runs": "runs it",
+    "waits": "waits for what it needs, and starts it",
+    "starts": "starts it",
+}
+
+
 def ir() -> str:
     """The page about instructions."""
 
     def tokens(some: tuple[Token, ...]) -> str:
         return ", ".join(t.name.lower() for t in some) or "-"
 
-    table = ["| name | text | lane | once per | needs | gives | frees |", "| --- " * 7 + "|"]
+    table = [
+        "| name | text | lane | once per | needs | gives | frees | priced by |", "| --- " * 8 + "|"
+    ]  # fmt: skip
     lines = []
     for row in ROWS:
         table.append(
             f"| {row.op.name} | `{row.text}` | {row.lane.name.lower()} | {row.per.value or 'rank'} "
-            f"| {tokens(row.needs)} | {tokens(row.gives)} | {tokens(row.frees)} |"
+            f"| {tokens(row.needs)} | {tokens(row.gives)} | {tokens(row.frees)} "
+            f"| {row.cost or '-'} |"
         )
         lines.append(f"- **{row.op.name}**: {row.doc}")
+    values = ["| value | is | one per | found: | bytes |", "| --- " * 5 + "|"]
+    for value in TOKENS:
+        values.append(
+            f"| {value.token.name} | {value.words} | {value.per.value or 'rank'} "
+            f"| {value.found.value} "
+            f"| {value.size or '-'} |"
+        )
+    lanes = ["| lane | has | a host that blocks |", "| --- " * 3 + "|"]
+    for lane in LANES:
+        lanes.append(f"| {lane.lane.name.lower()} | {lane.doc} | {HOSTS[lane.host]} |")
+    rules = ["| model | transfers | who behaves so |", "| --- " * 3 + "|"]
+    rules += [f"| `{model.name}` | {model.doc} | {model.who} |" for model in MODEL_ROWS]
     return IR.format(
         table="\n".join(table),
         lines="\n".join(lines),
@@ -168,7 +193,9 @@ def ir() -> str:
         forward=FORWARD,
         send=SEND,
         gather=GATHER,
-        tokens=", ".join(t.name for t in Token),
+        values="\n".join(values),
+        lanes="\n".join(lanes),
+        rules="\n".join(rules),
         models=", ".join(f"`{m}`" for m in MODELS),
         program=show(compile(one_f_one_b, Plan(2, 8))),
         format=FORMAT,

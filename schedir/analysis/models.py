@@ -17,6 +17,7 @@ class ModelRow(NamedTuple):
     """How a rank's transfers are queued: apart from what else it does (`lanes`), for each rank
     that it talks to (`peers`), and for each kind and direction of message (`ways`).  A channel, in
     which messages match by position, is a pair of ranks, or with `ways` each kind between them.
+    `doc` says of transfers how they queue, `who` which transports behave so.
     """
 
     name: Model
@@ -24,14 +25,31 @@ class ModelRow(NamedTuple):
     peers: bool
     ways: bool
     doc: str
+    who: str
 
 
 MODEL_ROWS: Final[tuple[ModelRow, ...]] = (
-    ModelRow("edge", True, True, True, "a queue for each peer, direction and kind of message"),
-    ModelRow("pair", True, True, False, "a queue for each peer"),
-    ModelRow("device", True, False, False, "one queue for all transfers of a rank"),
-    ModelRow("serial", False, False, False, "one queue for all that a rank does"),
-)
+    ModelRow(
+        "edge", True, True, True,
+        "queue per directed edge, activations and gradients apart",
+        "one 2-rank group per directed edge; Gloo with a tag per lane; shared memory",
+    ),
+    ModelRow(
+        "pair", True, True, False,
+        "queue per unordered pair of ranks",
+        "torch's lazily created point-to-point communicators",
+    ),
+    ModelRow(
+        "device", True, False, False,
+        "queue per rank",
+        "one communicator for the pipeline, `batch_isend_irecv`",
+    ),
+    ModelRow(
+        "serial", False, False, False,
+        "queue per rank, compute included",
+        "blocking sends; the strictest",
+    ),
+)  # fmt: skip
 MODELS: Final = tuple(row.name for row in MODEL_ROWS)
 assert get_args(Model) == MODELS
 

@@ -57,9 +57,12 @@ assert "program marked" in open("x.sched").read()
     ),
     "a progress model": Extension(
         [("analysis/models.py", 'Model = Literal["edge", ', '"way", '),
-         ("analysis/models.py", 'MODEL_ROWS: Final[tuple[ModelRow, ...]] = (\n    ModelRow("edge", '
-          'True, True, True, "a queue for each peer, direction and kind of message"),\n',
-          '    ModelRow("way", True, False, True, "a queue for each direction and kind"),\n')],
+         ("analysis/models.py", "MODEL_ROWS: Final[tuple[ModelRow, ...]] = (\n    ModelRow(\n"
+          '        "edge", True, True, True,\n'
+          '        "queue per directed edge, activations and gradients apart",\n'
+          '        "one 2-rank group per directed edge; Gloo with a tag per lane; shared memory",\n'
+          "    ),\n",
+          '    ModelRow("way", True, False, True, "queue per direction and kind", "nobody"),\n')],
         """
 import schedir
 from schedir.__main__ import main
