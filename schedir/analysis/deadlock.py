@@ -99,7 +99,7 @@ def deadlock(graph: Graph, walk: Walk) -> ProgramError:
 
     if graph.program.is_draft and (early := misordered(graph)):
         return early
-    left = _left(graph, walk)
+    left = _finished(graph, walk)
     heads = _heads(graph, left)
     cycle: list[int] = []
     for there in ({h for h in heads.values() if len(_members(graph, h)) == 1}, set[int]()):
@@ -131,7 +131,7 @@ def deadlock(graph: Graph, walk: Walk) -> ProgramError:
     )
 
 
-def _left(graph: Graph, walk: Walk) -> NDArray[np.bool_]:
+def _finished(graph: Graph, walk: Walk) -> NDArray[np.bool_]:
     """Whether each instruction ends, and all that are issued with it."""
     done = walk.done
     if not graph.index.any_joined:

@@ -110,7 +110,7 @@ def compile(
     traits |= {f.name: more.pop(f.name) for f in TRAITS if f.name in more}
     program = replace(program, **{k: v for k, v in traits.items() if v is not None})
     program = lower(
-        _whole(program), costs, model,
+        _complete_draft(program), costs, model,
         boundary=boundary, overlap=overlap, slots=slots, debug=debug, **more,
     )  # fmt: skip
     program = check(program, model, blocks=blocks)
@@ -134,7 +134,7 @@ def _drafted(schedule: Schedule | Program, plan: Plan | None) -> Program:
     return schedule
 
 
-def _whole(program: Program) -> Program:
+def _complete_draft(program: Program) -> Program:
     """A complete draft; what is missing is often all stages of a rank but its first."""
     try:
         return check_draft(program)
