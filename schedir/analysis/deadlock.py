@@ -99,13 +99,13 @@ def deadlock(graph: Graph, walk: Walk) -> ProgramError:
 
     if graph.program.is_draft and (early := misordered(graph)):
         return early
-    left = _finished(graph, walk)
-    heads = _heads(graph, left)
+    finished = _finished(graph, walk)
+    heads = _heads(graph, finished)
     cycle: list[int] = []
     for there in ({h for h in heads.values() if len(_members(graph, h)) == 1}, set[int]()):
         waits = nx.DiGraph()
         for head in heads.values():
-            for needed in _unmet(graph, left, head, there):
+            for needed in _unmet(graph, finished, head, there):
                 waits.add_edge(head, heads[int(graph.queue[needed])], needed=needed)
         if cycle := _shortest_cycle(waits):
             break
@@ -116,7 +116,7 @@ def deadlock(graph: Graph, walk: Walk) -> ProgramError:
         needs_rank, needs_at, needs = graph.index.locate(needed)
         stands_at = graph.index.locate(b)[1]
         steps.append(Wait(rank, at, instr, needs, needs_rank, needs_at, stands_at))
-    ran = int(left.sum())
+    ran = int(finished.sum())
     ranks = len({w.rank for w in steps})
     who = f"{ranks} ranks wait for each other" if ranks > 1 else "a rank waits for itself"
     return DeadlockError(
@@ -136,14 +136,14 @@ def _finished(graph: Graph, walk: Walk) -> NDArray[np.bool_]:
     done = walk.done
     if not graph.index.any_joined:
         return done
-    left = np.ones(graph.nodes, bool)
-    np.logical_and.at(left, graph.enter_leave[1], done)
-    return np.asarray(left[graph.enter_leave[1]])
+    finished = np.ones(graph.nodes, bool)
+    np.logical_and.at(finished, graph.enter_leave[1], done)
+    return np.asarray(finished[graph.enter_leave[1]])
 
 
-def _heads(graph: Graph, left: NDArray[np.bool_]) -> dict[int, int]:
+def _heads(graph: Graph, finished: NDArray[np.bool_]) -> dict[int, int]:
     """By queue, the first instruction that never ends."""
-    stuck = np.flatnonzero(~left)
+    stuck = np.flatnonzero(~finished)
     queues, first = np.unique(graph.queue[stuck], return_index=True)
     return dict(zip(queues.tolist(), stuck[first].tolist(), strict=True))
 
@@ -155,24 +155,24 @@ def _members(graph: Graph, head: int) -> NDArray[np.intp]:
     return np.flatnonzero(enter == enter[head]) if grouped else np.array([head])
 
 
-def _values(graph: Graph, left: NDArray[np.bool_], members: NDArray[np.intp]) -> list[int]:
+def _values(graph: Graph, finished: NDArray[np.bool_], members: NDArray[np.intp]) -> list[int]:
     """What some instructions wait for on their own rank, outside their queue."""
     needed = graph.waits[:, members].reshape(-1).tolist()
-    return [n for n in needed if n != NONE and not left[n]]
+    return [n for n in needed if n != NONE and not finished[n]]
 
 
-def _unmet(graph: Graph, left: NDArray[np.bool_], head: int, there: set[int]) -> list[int]:
+def _unmet(graph: Graph, finished: NDArray[np.bool_], head: int, there: set[int]) -> list[int]:
     """The instructions that a head waits for: values not given, partners not there.
 
     Of two sides that are `there`, the one that lacks a value does not wait for the other.  A
     group is entered as one, so its first member waits for whatever any member needs.
     """
     members = _members(graph, head)
-    waits = _values(graph, left, members)  # its own, too: a slot that it would free itself
-    come = {p for p in there if waits or not _values(graph, left, np.array([p]))}
+    waits = _values(graph, finished, members)  # its own, too: a slot that it would free itself
+    come = {p for p in there if waits or not _values(graph, finished, np.array([p]))}
     come |= {*members.tolist()}
     for one in members.tolist():
-        partners = np.flatnonzero((graph.node == graph.node[one]) & ~left)
+        partners = np.flatnonzero((graph.node == graph.node[one]) & ~finished)
         waits += {*partners.tolist()} - come
     mine = graph.queue[head]
     return sorted(n for n in waits if graph.queue[n] != mine or n == head or n > head)
