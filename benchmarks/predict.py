@@ -87,7 +87,7 @@ def train(rank: int, name: str, ranks: int, steps: int) -> tuple[list[Timeline],
 
 def _recording(executor: Executor, times: int = 200) -> float:
     """Processor seconds per instruction: instructions that do nothing, recorded and not."""
-    executor.calls = [Call(None, lambda: None)] * len(executor.stream)
+    executor.calls = [Call(None, lambda: None)] * len(executor.state.stream)
     took = [0.0, 0.0]
     for turn in range(2 * times):
         executor.record = turn % 2 == 0

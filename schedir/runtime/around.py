@@ -5,27 +5,27 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import partial
 
-from schedir.ir.ops import Instr, Opcode
-from schedir.runtime.buffers import watched
-from schedir.runtime.random import BACKWARD, FORWARD, WEIGHT
-from schedir.runtime.rank import Rank
-
-_PURPOSES = {Opcode.Forward: FORWARD, Opcode.BackwardWeight: WEIGHT}
+from schedir.ir.ops import Instr
+from schedir.runtime.buffers import buffers_checked
+from schedir.runtime.random import FORWARD
+from schedir.runtime.rank import State
 
 
-def around(rank: Rank, i: Instr, run: Callable[[], None]) -> Callable[[], None]:
+def around(state: State, i: Instr, purpose: int, run: Callable[[], None]) -> Callable[[], None]:
     """The same as `run`, which computes with an own stage, with the random numbers and the weights
-    that are the microbatch's: also where a backward recomputes."""
-    purpose = _PURPOSES.get(i.op, BACKWARD)
-    seeded = rank.draws.seeded(purpose, i.stage, i.mb, watched(rank, i, run))
-    return on_version(rank, i, seeded)
+    that are the microbatch's: also where a backward recomputes.  `purpose` is one of `random`."""
+    checked = buffers_checked(state, i, purpose == FORWARD, run)
+    seeded = state.draws.seeded(purpose, i.stage, i.mb, checked)
+    return on_version(state, i, seeded)
 
 
-def on_version(rank: Rank, i: Instr, run: Callable[[], None]) -> Callable[[], None]:
+def on_version(state: State, i: Instr, run: Callable[[], None]) -> Callable[[], None]:
     """The same with the weights that are the microbatch's, or the stage's own of what it shares."""
-    stage = rank.stages[i.stage]
+    stage = state.stages[i.stage]
     if stage.versions is not None:
-        use: Callable[[], None] = partial(stage.versions.use, int(rank.plan.version(i.stage, i.mb)))
+        use: Callable[[], None] = partial(
+            stage.versions.use, int(state.plan.version(i.stage, i.mb))
+        )
     elif stage.own is not None:
         use = stage.own.use
     else:

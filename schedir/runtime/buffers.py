@@ -16,8 +16,8 @@ import torch
 from torch import nn
 
 from schedir.errors import ModelError
-from schedir.ir.ops import Instr, Opcode
-from schedir.runtime.rank import Rank
+from schedir.ir.ops import Instr
+from schedir.runtime.rank import State
 
 
 @contextmanager
@@ -37,8 +37,10 @@ def restored(module: nn.Module, device: torch.device) -> Iterator[None]:
                 owner._buffers[name] = buffer.copy_(was)
 
 
-def watched(rank: Rank, i: Instr, run: Callable[[], None]) -> Callable[[], None]:
-    """The same as `run`, which runs an own stage, forward or backward.
+def buffers_checked(
+    state: State, i: Instr, forward: bool, run: Callable[[], None]
+) -> Callable[[], None]:
+    """The same as `run`, which runs an own stage, `forward` or backward.
 
     It raises ModelError where a buffer has changed that must not, and warns, once for a stage,
     where it is then not what a plain loop leaves.  A buffer has changed if it was written to, or
@@ -47,13 +49,13 @@ def watched(rank: Rank, i: Instr, run: Callable[[], None]) -> Callable[[], None]
     looked at by value, on a CPU, where the host may.  What they write again as it was, as a cache,
     is compared from then on; any other is known by its trace.
     """
-    stage = rank.stages[i.stage]
+    stage = state.stages[i.stage]
     tables = [(path, m._buffers) for path, m in stage.module.named_modules() if m._buffers]
-    wrong, hint = _wrong(rank, i) if tables else ("", "")
+    wrong, hint = _wrong(state, i, forward) if tables else ("", "")
     if not wrong:
         return run
 
-    def watching() -> None:
+    def checked() -> None:
         look = (i.op, stage.module.training)
         first = look not in stage.looked_at
         stage.looked_at.add(look)
@@ -69,7 +71,7 @@ def watched(rank: Rank, i: Instr, run: Callable[[], None]) -> Callable[[], None]
         values = [b.clone() if k else b for b, k in zip(buffers, known, strict=True)]
         run()
         after, later = [table.get(name) for _, table, name, _ in before], _versions(buffers)
-        by_value = first and rank.device.type == "cpu"
+        by_value = first and state.device.type == "cpu"
         if not by_value and versions == later and all(map(is_, buffers, after)):
             return
         for k, (path, _, name, buffer) in enumerate(before):
@@ -91,7 +93,7 @@ def watched(rank: Rank, i: Instr, run: Callable[[], None]) -> Callable[[], None]
                 stage.warned_of_buffers = True
                 warnings.warn(fact, stacklevel=2)
 
-    return watching
+    return checked
 
 
 def _versions(buffers: Sequence[torch.Tensor]) -> list[int]:
@@ -109,29 +111,29 @@ def _same(one: torch.Tensor, other: torch.Tensor) -> bool:
     return torch.equal(*(t.detach().reshape(-1).view(torch.uint8) for t in (one, other)))
 
 
-def _wrong(rank: Rank, i: Instr) -> tuple[str, str]:
+def _wrong(state: State, i: Instr, forward: bool) -> tuple[str, str]:
     """What is wrong with a change, and a hint if it is refused; nothing if all is well."""
-    if i.op is not Opcode.Forward:
+    if not forward:
         return (
             "in a backward, as a forward that is run again does: when, its schedule would decide",
             "keep what changes buffers out of what is checkpointed",
         )
-    if rank.plan.two_way:
+    if state.plan.two_way:
         return (
             "in a forward, and its two holders would have two of it",
             "freeze it, as eval() does, or take a placement where a stage has one holder",
         )
-    if rank.program.dp > 1:
+    if state.program.dp > 1:
         return "in a forward: each replica has its own, made by its own microbatches", ""
     others = {
         owner
-        for s, other in rank.stages.items()
+        for s, other in state.stages.items()
         if s != i.stage
         for owner in other.module.modules()
     }
-    if any(m._buffers and m in others for m in rank.stages[i.stage].module.modules()):
+    if any(m._buffers and m in others for m in state.stages[i.stage].module.modules()):
         return "in a forward, and so does another stage that has it: the schedule decides when", ""
-    own = [mb for op, s, mb in rank.stream if op is Opcode.Forward and s == i.stage]
+    own = [mb for op, s, mb in state.stream if op is i.op and s == i.stage]
     if own != sorted(own):
         return "in a forward, and its forwards are not in the order of the microbatches", ""
     return "", ""

@@ -7,7 +7,6 @@ is the caller's choice among the legal ones: a process makes them in Stream orde
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from types import MappingProxyType
@@ -20,6 +19,7 @@ from schedir.errors import ExecutionError, ModelError, Site, expect, flag, in_wo
 from schedir.ir.ops import ROWS, Lane
 from schedir.ir.program import Program
 from schedir.ir.ties import Ties
+from schedir.runtime.agreement import facts_of, require_each_once, require_fit, require_scalable
 from schedir.runtime.given import (
     loss_of,
     max_norm_of,
@@ -31,15 +31,16 @@ from schedir.runtime.given import (
 )
 from schedir.runtime.handlers import HANDLERS
 from schedir.runtime.precision import LossScale, Steps
-from schedir.runtime.rank import Boundary, Call, Loss, Microbatches, Rank
-from schedir.runtime.recorder import Recorded, stamps_of
+from schedir.runtime.random import Draws
+from schedir.runtime.rank import Boundary, Call, Loss, Microbatches, Stage, State, device_of
+from schedir.runtime.recorder import Recorded, Stamps, stamps_of
 from schedir.runtime.tied import prints, weights_of
 from schedir.runtime.unchanged import expect_kept
 from schedir.transports.transport import Transport, has_left
 from schedir.verify.check import check
 
 
-class Executor(Rank):
+class Executor:
     """One rank of a program, ready to run steps.
 
     `stages` are the rank's own stages by number, or all of the model in order, of which it takes
@@ -135,57 +136,79 @@ class Executor(Rank):
             raise ModelError(f"{said(transport)} is no transport", hint="Gloo(program)")
         if loss_scale is not None:
             expect(loss_scale, LossScale, "LossScale()")
-        facts = {
+        own = prints(stages, optimizer) if program.trains else {}
+        facts = facts_of(program, stages, transport, own) | {
             "the boundary": str(boundary),
             "the loss scale": str(loss_scale),
             "the seed": str(seed),
         }
         if program.clip:
             facts["max_norm"] = repr(max_norm)
-        for s, module in stages.items():
-            facts |= _shapes(module, f"stage {s}, slice {transport.tp_rank}")
-            if program.tied and (weight := getattr(module, "tied_weight", None)) is not None:
-                facts[f"the tied weight, slice {transport.tp_rank}"] = _shape(weight)
-        own = prints(stages, optimizer) if program.trains else {}
-        for s, parameters in own.items():
-            for p in parameters:
-                who = f"{p.names[0]} in stage {s}, slice {transport.tp_rank}"
-                facts[f"the numbers of {who}"] = p.values
-                if p.stepped:
-                    facts[f"the optimizer's options for {who}"] = p.stepped
         everyone = transport.agree(facts, (transport.tp_rank, own))
         check(program, transport.model, blocks=transport.blocks)
-        _fit(program, rank, stages, transport, boundary)
+        require_fit(program, rank, stages, transport, boundary)
         if loss_scale is not None:
-            _fit_scale(program)
-        _fit_optimizer(program, optimizer)
+            require_scalable(program)
+        require_each_once(optimizer, program)
         told = [own for tp_rank, own in everyone if tp_rank == transport.tp_rank]
         weights = weights_of(program, stages, told, tied, alike=alike) if program.trains else []
         if program.trains:
             expect_kept(program, stages, weights)
-        super().__init__(
+        self.record, self.profiled = record, False
+        self.stamps: Stamps | None = None
+        if record:
+            self.stamps = stamps_of(program, rank, transport.model, device_of(stages))
+            transport = Recorded(transport, self.stamps)
+        self.state = State(
             program, rank, stages, transport, loss, boundary,
             optimizer, max_norm, loss_scale, seed, weights, copies,
         )  # fmt: skip
-        self.record = record
-        self.stamps = stamps_of(program, rank, transport.model, self.device) if record else None
-        if self.stamps is not None:
-            self.transport = Recorded(transport, self.stamps)
         self.position = 0  # index in the Stream: where this rank stands
         self.under_way = False  # a step, or one that has failed
-        self.profiled = False
-        self.calls = [HANDLERS[i.op](self, i) for i in self.stream]
+        self.calls = [HANDLERS[i.op].link(self.state, i) for i in self.state.stream]
         if transport.grouped:
-            self._link_groups()
+            self._link_groups(transport)
 
-    def _link_groups(self) -> None:
+    @property
+    def program(self) -> Program:
+        """What is run."""
+        return self.state.program
+
+    @property
+    def rank(self) -> int:
+        """Which of the pipeline's ranks this is."""
+        return self.state.rank
+
+    @property
+    def stages(self) -> Mapping[int, Stage]:
+        """Own stages by number, with their modules and gradients."""
+        return self.state.stages
+
+    @property
+    def draws(self) -> Draws:
+        """What modules draw from; its `step` is the number of the next step."""
+        return self.state.draws
+
+    @property
+    def norm(self) -> Tensor:
+        """The global norm of the last update's gradients before clipping, if the program clips:
+        0-dim, float64, on the rank's device."""
+        return self.state.norm
+
+    @property
+    def finite(self) -> Tensor:
+        """Of each update of the last step whether it was made: bool, on the rank's device."""
+        return self.state.finite
+
+    def _link_groups(self, transport: Transport) -> None:
         """Let the transport know where a group of transfers begins and ends."""
-        joined = [*self.stream.joined.tolist(), False]
-        for k, i in enumerate(self.stream):
+        stream = self.state.stream
+        joined = [*stream.joined.tolist(), False]
+        for k, i in enumerate(stream):
             if ROWS[i.op].lane not in (Lane.ACT, Lane.GRAD) or joined[k] == joined[k + 1]:
                 continue
             wait, run = self.calls[k]
-            start, end = self.transport.start_group, self.transport.end_group
+            start, end = transport.start_group, transport.end_group
             both = partial(_both, start, run) if joined[k + 1] else partial(_both, run, end)
             self.calls[k] = Call(wait, both)
 
@@ -207,14 +230,14 @@ class Executor(Rank):
         """
         self.begin(inputs, targets, scale)
         try:
-            with self.draws.kept(), torch.set_grad_enabled(self.trains):
+            with self.draws.kept(), torch.set_grad_enabled(self.program.trains):
                 if self.record or self.profiled:
                     for k in range(len(self.calls)):
                         self.call(k)
                 else:
                     self._run()
         except BaseException:  # an interrupt, too, must not leave modules what stands in
-            self.restore()
+            self.state.restore()
             raise
         return self.finish()
 
@@ -238,30 +261,23 @@ class Executor(Rank):
                 program=self.program.name,
                 hint="make the executor and its transport anew",
             )
+        state = self.state
         try:
-            self.unchanged.expect()
+            state.unchanged.expect()
         except ModelError as error:
             error.program = self.program.name
             raise
-        m = self.plan.microbatches
-        for name, given, where in (("inputs", inputs, 0), ("targets", targets, -1)):
-            if where % self.plan.stages not in self.stages:
+        m = state.plan.microbatches
+        for name, given, stage in (("inputs", inputs, 0), ("targets", targets, -1)):
+            if stage % state.plan.stages not in state.stages:
                 continue
             if (number := number_of(given, name, self.program)) != m:
                 raise ExecutionError(
                     f"rank {self.rank} is given {number} {name} for {m} microbatches",
                     program=self.program.name,
                 )
-        self.draws.begin()
         self.profiled = torch.autograd.profiler._is_profiler_enabled
-        self.inputs, self.targets, self.scale = inputs, targets, scale
-        if self.loss_scale is not None:
-            self.seed = (self.loss_scale.value * scale).float()
-            self.scale = self.loss_scale.inverse
-        for shared, copy in self.copies.items():
-            if copy is not shared:
-                copy.detach().copy_(shared.detach())
-        self.begin_update(0)
+        state.begin(inputs, targets, scale)
 
     def call(self, k: int) -> None:
         """Run the instruction at index k of the Stream; `step` has set whether gradients flow."""
@@ -274,7 +290,7 @@ class Executor(Rank):
             if stamps is not None:
                 stamps.begins(k)
             if self.profiled:
-                name = str(self.stream[k])
+                name = str(self.state.stream[k])
                 with record_function(name.partition(".")[0], name):
                     run()
             else:
@@ -287,112 +303,22 @@ class Executor(Rank):
     def failed(self, error: Exception) -> ExecutionError:
         """An error as that of the instruction at which this rank stands."""
         k = self.position
-        self.restore()
         return ExecutionError(
             has_left(error) or in_words(error),
             program=self.program.name,
-            sites=[Site(self.rank, k, self.stream[k], "failed")],
+            sites=[Site(self.rank, k, self.state.stream[k], "failed")],
             hint=getattr(error, "hint", ""),
         )
 
     def finish(self) -> Tensor | None:
         """End a step: everything that is still on its way out is waited for."""
-        for work, _ in self.sending.values():
-            work.wait()
-        self.sending.clear()
-        total = None
-        if self.plan.stages - 1 in self.stages:
-            # By microbatch, whatever their order was; a loss may lie in what was received.
-            total = sum(self.losses, torch.zeros((), device=self.device))
+        total = self.state.finish()
         self.under_way = False
-        self.transport.step_ended()
-        self.restore()
         if self.stamps is not None and self.record:
             self.stamps.close()
         return total
-
-    def restore(self) -> None:
-        """Let the modules have their parameters as between steps."""
-        for stage in self.stages.values():
-            stage.restore()
 
 
 def _both(first: Callable[[], None], second: Callable[[], None]) -> None:
     first()
     second()
-
-
-def _shapes(module: nn.Module, where: str) -> dict[str, str]:
-    """What a module trains: how much, and what each parameter is, in order."""
-    counts: Counter[str] = Counter()
-    facts = {}
-    trained = ((name, p) for name, p in module.named_parameters() if p.requires_grad)
-    for k, (name, p) in enumerate(trained):
-        counts[_types(p)] += p.numel()
-        facts[f"parameter {k} of {where}"] = f"{name} {_shape(p)}"
-    total = " and ".join(f"{n} of {kind}" for kind, n in counts.items()) or "nothing"
-    return facts | {f"the parameters of {where}": total}
-
-
-def _shape(p: nn.Parameter) -> str:
-    return f"{list(p.shape)} of {_types(p)}"
-
-
-def _types(p: nn.Parameter) -> str:
-    return f"{p.dtype}, gradients in {p.grad_dtype or p.dtype}"
-
-
-def _fit_scale(program: Program) -> None:
-    """Refuse a program in which a loss scale could not be led."""
-    if not program.clip:
-        raise ModelError(
-            "a loss scale is led by the norm of the gradients, which the program does not take",
-            program=program.name,
-            hint="compile(..., clip=True); a max_norm of infinity clips nothing",
-        )
-    if program.plan.updates > 1:
-        raise ModelError(
-            f"a loss scale changes between updates, and the program has {program.plan.updates} "
-            "in a step",
-            program=program.name,
-        )
-
-
-def _fit_optimizer(program: Program, optimizer: Steps | None) -> None:
-    """Refuse an optimizer that would step one weight twice."""
-    seen: set[object] = set()
-    for group in getattr(optimizer, "param_groups", ()):
-        for p in group["params"]:
-            key = (p.data_ptr(), p.shape, p.stride()) if p.numel() and not p.is_meta else id(p)
-            if key in seen:
-                raise ModelError(
-                    f"the optimizer has a weight of {list(p.shape)} twice, and would step it twice",
-                    program=program.name,
-                    hint="dict.fromkeys(parameters) has each once",
-                )
-            seen.add(key)
-
-
-def _fit(
-    program: Program,
-    rank: int,
-    stages: Mapping[int, nn.Module],
-    transport: Transport,
-    boundary: Boundary,
-) -> None:
-    """Refuse modules and a transport that the program was not made for."""
-    own = program.plan.stages_of[rank]
-
-    def refuse(fact: str, hint: str = "") -> None:
-        raise ModelError(fact, program=program.name, hint=hint)
-
-    if sorted(stages) != list(own):
-        refuse(f"rank {rank} owns stages {list(own)}, but is given {sorted(stages)}")
-    if (program.tp, program.dp) != (transport.tp, transport.dp):
-        refuse(
-            f"the program is for tp {program.tp} and dp {program.dp}, the transport has "
-            f"tp {transport.tp} and dp {transport.dp}"
-        )
-    size = torch.Size(boundary.shape).numel()
-    if size % program.tp:
-        refuse(f"a boundary of {size} numbers is not divisible by tp {program.tp}")

@@ -15,12 +15,14 @@ import torch.distributed as dist
 from torch import Tensor
 
 from schedir.errors import NonFiniteError, Site
-from schedir.ir.ops import COMPUTE, ROWS, Instr, Opcode, Token
+from schedir.ir.ops import COMPUTE, FORWARDS, ROWS, Instr, Token, makers
 from schedir.ir.program import Program
 from schedir.runtime.executor import Executor
 from schedir.runtime.precision import are_finite
 from schedir.runtime.rank import Call, Microbatches
 from schedir.transports.processes import Processes
+
+_COLLECTS = makers(Token.GRAD)  # what makes an update's gradient of those of its microbatches
 
 
 def began(
@@ -40,7 +42,7 @@ def began(
     everyone: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(everyone, known)
     before, again = ([*chain(*each)] for each in zip(*everyone, strict=True))
-    last = executor.plan.stages - 1
+    last = executor.state.plan.stages - 1
     return first(again, last) or first(before, last)
 
 
@@ -56,7 +58,7 @@ class Found(NamedTuple):
     @property
     def forward(self) -> bool:
         """Whether it is a forward's output, or a loss."""
-        return self.instr.op is Opcode.Forward
+        return self.instr.op in FORWARDS
 
     @property
     def order(self) -> tuple[int, ...]:
@@ -102,15 +104,16 @@ def not_finite(found: Found | None, program: Program, step: int) -> NonFiniteErr
 
 def left(executor: Executor, process: int, replica: int) -> list[Found]:
     """What the step that has just ended left: losses, and gradients of its last update."""
-    plan, found = executor.plan, []
+    state, found = executor.state, list[Instr]()
+    plan = state.plan
     for s, stage in executor.stages.items():
         if not are_finite(stage.gradients.flat):
-            found.append(Instr(Opcode.ReduceGrads, s, plan.updates - 1))
+            update = plan.updates - 1
+            found += [i for i in state.stream if i.op in _COLLECTS and i[1:] == (s, update)]
         if s == plan.stages - 1:
-            bad = (mb for mb, loss in enumerate(executor.losses) if not are_finite([loss]))
-            found += [Instr(Opcode.Forward, s, mb) for mb in bad]
-    where = executor.where
-    return [Found(process, replica, executor.rank, where[i], i) for i in found]
+            bad = (mb for mb, loss in enumerate(state.losses) if not are_finite([loss]))
+            found += [Instr(FORWARDS[0], s, mb) for mb in bad]
+    return [Found(process, replica, executor.rank, state.index_of[i], i) for i in found]
 
 
 def run_again(
@@ -127,34 +130,34 @@ def run_again(
     them: what comes after adds to the same sum.
     """
     found: list[Found] = []
-    usual = executor.calls, executor.optimizer, executor.record
+    usual = executor.calls, executor.state.optimizer, executor.record
 
     def watch(k: int, i: Instr, call: Call) -> Call:
         def run() -> None:
             call.run()
             known = any(f.instr.stage == i.stage and not f.forward for f in found)
-            if not (known and i.op is not Opcode.Forward) and not are_finite(gives()):
+            if not (known and i.op not in FORWARDS) and not are_finite(gives()):
                 found.append(Found(process, replica, executor.rank, k, i))
 
         gives = partial(_gives, executor, i)
         return Call(call.wait, run) if i.op in COMPUTE else call
 
-    executor.calls = [watch(k, i, executor.calls[k]) for k, i in enumerate(executor.stream)]
-    executor.optimizer, executor.record = None, False
+    executor.calls = [watch(k, i, executor.calls[k]) for k, i in enumerate(executor.state.stream)]
+    executor.state.optimizer, executor.record = None, False
     executor.draws.step -= 1  # the same random numbers
     try:
         executor.step(inputs, targets, scale)
     finally:
-        executor.calls, executor.optimizer, executor.record = usual
+        executor.calls, executor.state.optimizer, executor.record = usual
     return found
 
 
 def _gives(executor: Executor, i: Instr) -> list[Tensor]:
     """What a compute has just given: its output, or the sums of gradients and what it passes on."""
-    if i.op is Opcode.Forward and i.stage == executor.plan.stages - 1:
-        return [executor.losses[i.mb]]
-    given = [] if i.op is Opcode.Forward else [*executor.stages[i.stage].gradients.flat]
+    if i.op in FORWARDS and i.stage == executor.state.plan.stages - 1:
+        return [executor.state.losses[i.mb]]
+    given = [] if i.op in FORWARDS else [*executor.stages[i.stage].gradients.flat]
     for kind in (Token.ACT_OUT, Token.GRAD_OUT):
         if kind in ROWS[i.op].gives and (i.stage or kind is Token.ACT_OUT):
-            given.append(executor.slot(kind, i.stage, i.mb).look())
+            given.append(executor.state.slot(kind, i.stage, i.mb).look())
     return given

@@ -13,7 +13,7 @@ from torch import Tensor
 from schedir.errors import ModelError
 from schedir.runtime.executor import Executor
 from schedir.runtime.precision import innermost, is_gated
-from schedir.runtime.random import Watched
+from schedir.runtime.random import DrawDetector
 from schedir.runtime.rank import Microbatches
 
 WARM = 2  # steps before capture: what is made on first use must be there
@@ -37,13 +37,13 @@ class GraphedStep:
     def __init__(
         self, executor: Executor, inputs: Microbatches, targets: Microbatches, scale: float = 1.0
     ) -> None:
-        name, device = executor.program.name, executor.device
+        name, device = executor.program.name, executor.state.device
         if device.type != "cuda":
             raise ModelError(
                 f"a CUDA graph holds what runs on a GPU, rank {executor.rank} is on {device}",
                 program=name,
             )
-        inner = innermost(executor.optimizer)
+        inner = innermost(executor.state.optimizer)
         if inner is not None and not is_gated(inner):
             raise ModelError(
                 f"whether {type(inner).__name__} steps, if gradients are finite, is decided by "
@@ -55,7 +55,7 @@ class GraphedStep:
         self.inputs = [x.to(device, copy=True) for x in inputs]
         self.targets = [x.to(device, copy=True) for x in targets]
         self.scale = Number(scale, torch.float64, device)
-        self.rates = Rates(executor.optimizer, device)
+        self.rates = Rates(executor.state.optimizer, device)
         given = self.inputs, self.targets, self.scale.tensor
         aside = torch.cuda.Stream(device)
         aside.wait_stream(torch.cuda.current_stream(device))
@@ -94,12 +94,12 @@ class GraphedStep:
             self.scale.write(scale)
         self.rates.write()
         self.graph.replay()
-        self.executor.norm = self.norm  # a step without the graph would have another
+        self.executor.state.norm = self.norm  # a step without the graph would have another
         return self.loss
 
     def close(self) -> None:
         """Let the graph go, when it has run."""
-        torch.cuda.synchronize(self.executor.device)
+        torch.cuda.synchronize(self.executor.state.device)
         self.graph.reset()
 
 
@@ -154,10 +154,10 @@ class Rates:
 @contextmanager
 def undrawn(executor: Executor) -> Iterator[None]:
     """Raises ModelError at the end of this context if steps in it have drawn random numbers."""
-    watched = [Watched(generator) for generator in executor.draws.generators]
-    with executor.draws.seeding(watched):
+    detectors = [DrawDetector(generator) for generator in executor.draws.generators]
+    with executor.draws.seeding(detectors):
         yield
-    if any(generator.drawn for generator in watched):
+    if any(generator.drawn for generator in detectors):
         raise ModelError(
             f"a step of rank {executor.rank} draws random numbers, and each replay of a CUDA graph "
             "would draw the same",
@@ -172,15 +172,15 @@ def untouched(executor: Executor) -> Iterator[None]:
 
     State that an optimizer makes meanwhile stays, and is zero, which is what torch's begin with.
     """
-    optimizer: Any = executor.optimizer
+    optimizer: Any = executor.state.optimizer
     inner = getattr(optimizer, "inner", optimizer)
     tensors: list[Tensor] = [*getattr(optimizer, "main", [])]
     for stage in executor.stages.values():
         tensors += stage.module.buffers()
         if optimizer is not None:
             tensors += stage.module.parameters()
-    if executor.loss_scale is not None:
-        tensors += [executor.loss_scale.value, executor.loss_scale.good]
+    if executor.state.loss_scale is not None:
+        tensors += [executor.state.loss_scale.value, executor.state.loss_scale.good]
     was = [(t, t.detach().to("cpu", copy=True)) for t in (*tensors, *_state(inner))]
     known = {id(t) for t, _ in was}
     with warnings.catch_warnings():

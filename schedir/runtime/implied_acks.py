@@ -1,4 +1,4 @@
-"""Arrivals: which messages of a rank are known to have arrived, and when.
+"""Implied acks: which messages of a rank are known to have arrived, and when.
 
 Gloo's sends cannot be asked whether they have ended, only waited for, and a wait that comes too
 early could hold up what the receiver waits for.  But a message that comes back, sent by the
@@ -22,7 +22,7 @@ _SENT: Final = {
 }
 
 
-def arrived(program: Program, rank: int) -> dict[int, list[int]]:
+def implied_acks(program: Program, rank: int) -> dict[int, list[int]]:
     """For receives of a rank, the sends that have arrived when it has; both by index.
 
     Each send is there once, with the first receive that proves it, if there is one.

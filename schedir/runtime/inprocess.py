@@ -19,7 +19,7 @@ from schedir.analysis.graph import Graph
 from schedir.analysis.models import Model
 from schedir.errors import ModelError
 from schedir.ir.index import NONE
-from schedir.ir.ops import COLLECTIVES, Opcode
+from schedir.ir.ops import COLLECTIVES, ROWS
 from schedir.ir.program import Program
 from schedir.ir.ties import Ties
 from schedir.predict.timeline import Timeline
@@ -30,6 +30,9 @@ from schedir.runtime.rank import Boundary, Loss, Microbatches
 from schedir.runtime.recorder import read, timeline_of
 from schedir.runtime.tied import like, prints
 from schedir.transports.mailbox import mailboxes
+
+_COLLECTED = {token for op in COLLECTIVES for token in ROWS[op].gives}
+_AFTER_COLLECTIVES = tuple(row.op for row in ROWS if _COLLECTED & {*row.needs})
 
 
 class InProcess:
@@ -148,12 +151,12 @@ class InProcess:
                         self.ranks[r].call(index)
         except BaseException:  # an interrupt, too, must not leave modules what stands in
             for rank in self.ranks:
-                rank.restore()
+                rank.state.restore()
             raise
         for rank, mail in zip(self.ranks, self.mail, strict=True):
             with mail.running():
                 if rank.finish() is not None:
-                    last.append(rank.losses)
+                    last.append(rank.state.losses)
             mail.end()
         zero = torch.zeros((), device=last[0][0].device)
         each = (sum(losses, zero) for losses in zip(*last, strict=True))
@@ -195,12 +198,12 @@ def _in_turns(graph: Graph) -> Iterator[tuple[int, int]]:
     whole: dict[int, list[int]] = defaultdict(list)  # of what an instruction ends with: its group
     for position, gate in enumerate(leave):
         whole[gate] += sides[node[position]]
-    # A reduction with partners, and a step, wait for all those before them on their rank.
+    # What needs what a collective gives waits for all collectives before it on its rank.
     meets = graph.index.is_op(COLLECTIVES)
     met = np.maximum.accumulate(np.where(meets, np.arange(len(meets)), NONE))
     before = np.full((1, len(meets)), NONE)
     before[0, 1:] = met[:-1]
-    late = meets | (graph.index.op == Opcode.OptimizerStep)
+    late = graph.index.is_op(_AFTER_COLLECTIVES)
     before[0, ~late | (before[0] < program.offsets[graph.index.rank])] = NONE
     waits = [{*one} - {NONE} for one in np.concatenate([graph.waits, before]).T.tolist()]
     issued, next_of = [False] * len(node), program.offsets[:-1].tolist()

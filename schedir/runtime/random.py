@@ -57,7 +57,7 @@ class Generator(Protocol):
     def set_state(self, state: Tensor, /) -> object: ...
 
 
-class Watched:
+class DrawDetector:
     """A generator of which it is known whether anybody has `drawn` from it between seedings."""
 
     def __init__(self, inner: Generator) -> None:

@@ -15,12 +15,12 @@ from torch import Tensor, nn
 from schedir.analysis.slots import KINDS, assign, counts, reuses
 from schedir.errors import ModelError
 from schedir.ir.index import Index
-from schedir.ir.ops import SENDS, Instr, Opcode, Token
+from schedir.ir.ops import RECEIVES, ROWS, SENDS, Instr, Opcode, Token
 from schedir.ir.plan import Plan
 from schedir.ir.program import Program
 from schedir.runtime.given import shape_of
 from schedir.runtime.gradients import Gradients
-from schedir.runtime.implied_acks import arrived
+from schedir.runtime.implied_acks import implied_acks
 from schedir.runtime.lender import Lender
 from schedir.runtime.precision import LossScale, Steps, step_if
 from schedir.runtime.random import Draws
@@ -104,6 +104,11 @@ class Slots:
         self.values: list[Any] = [None] * count
         self.taken = self.most = 0
 
+    def forget(self) -> None:
+        """Let go whatever is in them."""
+        self.values[:] = [None] * len(self.values)
+        self.taken = self.most = 0
+
 
 class Slot:
     """The slot of one value, looked up when an instruction is linked."""
@@ -152,11 +157,12 @@ class Stage:
         if self.own is not None:
             self.own.use()
         self.gradients = Gradients(module)
-        self.arriving: dict[tuple[Token, int], Work] = {}
+        # What is on its way to an instruction that takes in a value, by kind and microbatch.
+        self.arrivals: dict[tuple[Token, int], Work] = {}
         self.versions = Versions(module, plan, instrs) if several else None
-        self.watched = False  # for layers that are not split; of that it is said once
-        self.warned_of_layers = False
-        self.looked_behind = False  # an output, for Parameters of others
+        self.layers_seen = False  # what is split, in a backward that used all that could be
+        self.warned_of_layers = False  # that some are not split
+        self.parameters_checked = False  # that an output depends on no Parameters of others
         self.warned_of_buffers = False  # that they are not what a plain loop leaves
         self.looked_at: set[tuple[Opcode, bool]] = set()  # buffers, by value, in which mode
         self.rewritten: set[tuple[str, str]] = set()  # buffers that have been, as they were
@@ -170,10 +176,11 @@ class Stage:
             self.own.restore()
 
 
-class Rank:
+class State:
     """Own stages, the slots of their values, what is on its way, and what the step was given.
 
-    `where` finds an instruction (op, stage, mb) in the rank's Stream.
+    This is what handlers link instructions to.  `index_of` finds an instruction (op, stage, mb) in
+    the rank's Stream.
     """
 
     def __init__(
@@ -213,8 +220,8 @@ class Rank:
         self.inputs: Microbatches = ()
         self.targets: Microbatches = ()
         self.scale: float | Tensor = 1.0  # by which sums of gradients are multiplied
-        self.seed: Tensor | None = None  # the gradient of the loss, where it is not 1
-        self.device = _device(self.stages)
+        self.loss_gradient: Tensor | None = None  # with which backwards begin, where it is not 1
+        self.device = device_of(stages)
         first = transport.dp_rank * m  # of all replicas' microbatches
         self.draws = Draws(seed, self.device, m, first=first, updates=self.plan.updates)
         self.losses = [torch.zeros((), device=self.device)] * m
@@ -224,18 +231,45 @@ class Rank:
         # reductions that nobody has waited for.
         self.sending: dict[int, tuple[Work, Tensor]] = {}
         self.reducing: list[Work] = []
-        self.known = arrived(program, rank)
-        self.where: dict[tuple[int, ...], int] = {i: k for k, i in enumerate(self.stream)}
+        # For receives, by index in the Stream, the sends that have arrived when they have.
+        self.implied_acks = implied_acks(program, rank)
+        self.index_of: dict[tuple[int, ...], int] = {i: k for k, i in enumerate(self.stream)}
         index = Index(program)
         self.assigned = assign(program, rank)
         self.slots = dict(zip(KINDS, map(Slots, counts(program)[rank].tolist()), strict=True))
         # Static memory of what is received, by kind and slot.
         self.buffers = transport.buffers(
-            {kind: len(self.slots[kind].values) for kind in (Token.ACT_IN, Token.GRAD_IN)},
+            {kind: len(self.slots[kind].values) for op in RECEIVES for kind in ROWS[op].gives},
             torch.empty(boundary.shape, dtype=boundary.dtype, device=self.device),
         )
         self._outgoing: dict[tuple[Token, int], Tensor] = {}
-        self.left = _left(index, rank)
+        self.reuse_after_send = _reuse_after_send(index, rank)
+
+    def begin(self, inputs: Microbatches, targets: Microbatches, scale: float | Tensor) -> None:
+        """Make ready for a step."""
+        self.draws.begin()
+        self.inputs, self.targets, self.scale = inputs, targets, scale
+        if self.loss_scale is not None:
+            self.loss_gradient = (self.loss_scale.value * scale).float()
+            self.scale = self.loss_scale.inverse
+        for shared, copy in self.copies.items():
+            if copy is not shared:
+                copy.detach().copy_(shared.detach())
+        self.begin_update(0)
+
+    def finish(self) -> Tensor | None:
+        """End a step: wait for what is still on its way out; returns the sum of losses on the rank
+        of the last stage, and None elsewhere."""
+        for work, _ in self.sending.values():
+            work.wait()
+        self.sending.clear()
+        total = None
+        if self.plan.stages - 1 in self.stages:
+            # By microbatch, whatever their order was; a loss may lie in what was received.
+            total = sum(self.losses, torch.zeros((), device=self.device))
+        self.transport.step_ended()
+        self.restore()
+        return total
 
     def begin_update(self, update: int) -> None:
         """Make ready for an update: no gradients, and the weights as they are now."""
@@ -271,10 +305,10 @@ class Rank:
             self._outgoing[kind, number] = torch.empty(shape, dtype=dtype, device=self.device)
         return self._outgoing[kind, number]
 
-    def loss_seed(self, mb: int) -> Tensor:
+    def loss_gradient_of(self, mb: int) -> Tensor:
         """The gradient of a loss: NaN where it is not finite, so that all who step with it know."""
         loss = self.losses[mb]
-        return loss - loss + (1.0 if self.seed is None else self.seed)
+        return loss - loss + (1.0 if self.loss_gradient is None else self.loss_gradient)
 
     def let_go(self, send: int) -> None:
         """Wait for a send, unless somebody has, and then let go what was sent."""
@@ -283,19 +317,30 @@ class Rank:
             work.wait()
             del tensor  # not before: on a GPU what comes next may take its memory
 
-    def beside(self, stage: int, mb: int) -> Stage | None:
+    def wait_for_reductions(self) -> None:
+        """Wait until every reduction that was begun has ended."""
+        for work in self.reducing:
+            work.wait()
+        self.reducing.clear()
+
+    def restore(self) -> None:
+        """Let the modules have their parameters as between steps."""
+        for stage in self.stages.values():
+            stage.restore()
+
+    def local_stage(self, stage: int, mb: int) -> Stage | None:
         """The stage if this rank runs it for the microbatch: then values are handed over."""
         if stage not in self.stages or self.plan.rank_at(stage, mb) != self.rank:
             return None
         return self.stages[stage]
 
 
-def _device(stages: Mapping[int, Stage]) -> torch.device:
+def device_of(stages: Mapping[int, nn.Module]) -> torch.device:
     """Where a rank's stages are: where their parameters are.
 
     Raises ModelError if they are in several places.
     """
-    found = {p.device for stage in stages.values() for p in stage.module.parameters()}
+    found = {p.device for stage in stages.values() for p in stage.parameters()}
     if len(found) > 1:
         raise ModelError(
             f"the parameters of one rank are on {' and '.join(sorted(map(str, found)))}"
@@ -303,7 +348,7 @@ def _device(stages: Mapping[int, Stage]) -> torch.device:
     return next(iter(found), torch.device("cpu"))
 
 
-def _left(index: Index, rank: int) -> dict[int, int]:
+def _reuse_after_send(index: Index, rank: int) -> dict[int, int]:
     """For what fills a slot that a send must have left, that send; both by index in the Stream."""
     program, lo = index.program, int(index.program.offsets[rank])
     if not program.slots:

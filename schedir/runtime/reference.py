@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from schedir.errors import ExecutionError
-from schedir.ir.ops import Instr, Opcode
+from schedir.ir.ops import BACKWARDS, FORWARDS, LATE, SPLITS, WHOLES, Instr
 from schedir.ir.program import Program
 from schedir.ir.ties import Place, Ties
 from schedir.runtime.given import (
@@ -115,13 +115,13 @@ def _step(
             gradients[k].zero()
             tapes: dict[int, Tape] = {}
             for op, _, mb in backwards:
-                weight = op is Opcode.BackwardWeight
+                weight = op in LATE
                 draws.seeded(WEIGHT if weight else BACKWARD, k, mb)()
                 if weight:
                     tapes.pop(mb).run()
                     continue
                 x, y = saved[k][mb]
-                split = op is Opcode.BackwardInput
+                split = op in SPLITS
                 with recording(tapes.setdefault(mb, Tape())) if split else nullcontext():
                     if y.requires_grad:  # a first stage may have nothing to train
                         torch.autograd.backward(y, dys[mb])
@@ -151,7 +151,7 @@ def _forwards(program: Program | None, stage: int, microbatches: int) -> list[in
     if program is None or program.plan.two_way:
         return [*range(microbatches)]
     stream = program.streams[int(program.plan.rank_of[stage])]
-    return [i.mb for i in stream if i.op is Opcode.Forward and i.stage == stage]
+    return [i.mb for i in stream if i.op in FORWARDS and i.stage == stage]
 
 
 def _tied(stages: Sequence[nn.Module], tied: Ties | None) -> list[tuple[Place, ...]]:
@@ -164,8 +164,8 @@ def _tied(stages: Sequence[nn.Module], tied: Ties | None) -> list[tuple[Place, .
 def _backwards(program: Program | None, stage: int, microbatches: int) -> Iterator[list[Instr]]:
     """What each holder of a stage runs of it but forwards, in order."""
     if program is None:
-        yield [Instr(Opcode.Backward, stage, mb) for mb in range(microbatches)]
+        yield [Instr(WHOLES[0], stage, mb) for mb in range(microbatches)]
         return
-    late = (Opcode.Backward, Opcode.BackwardInput, Opcode.BackwardWeight)
+    parts = BACKWARDS + LATE
     for rank in program.plan.holders[:, stage].tolist():
-        yield [i for i in program.streams[rank] if i.stage == stage and i.op in late]
+        yield [i for i in program.streams[rank] if i.stage == stage and i.op in parts]

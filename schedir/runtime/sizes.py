@@ -123,7 +123,7 @@ def _stage(
                 y = one_number(loss(y, target))
             else:
                 boundary.expect(y, s)
-        tape = _Watched(lambda tape: size([x, *(one.tensor for one in packed), *tape.tensors()]))
+        tape = _PeakTape(lambda tape: size([x, *(one.tensor for one in packed), *tape.tensors()]))
         saved = tape.most
         if y.requires_grad:
             with recording(tape):
@@ -141,7 +141,7 @@ def _stage(
     )
 
 
-class _Watched(Tape):
+class _PeakTape(Tape):
     """A tape, and the most bytes of what is saved and what is on it that there were at once.
 
     That only grows as the tape does.

@@ -38,13 +38,13 @@ class Versions:
         self.kept: dict[int, dict[int, nn.Parameter]] = {}
         self.names = {p: name for name, p in module.named_parameters() if p.requires_grad}
         # Of the module's own parameters in a step: where gradients come, and who looks there.
-        self.watched: list[tuple[Node, RemovableHandle]] = []
+        self.hooks: list[tuple[Node, RemovableHandle]] = []
 
     def begin(self) -> None:
         """Keep what the weights are, of which no backward may then meet the module's own."""
         for parameter, name in self.names.items():
             node = get_gradient_edge(parameter).node
-            self.watched.append((node, node.register_hook(partial(_met, name))))
+            self.hooks.append((node, node.register_hook(partial(_met, name))))
         self.keep(0)
 
     def keep(self, version: int) -> None:
@@ -69,9 +69,9 @@ class Versions:
         for owner, name, parameter in self.places:
             owner._parameters[name] = parameter
         self.kept.clear()
-        for _, handle in self.watched:
+        for _, handle in self.hooks:
             handle.remove()
-        self.watched.clear()
+        self.hooks.clear()
 
 
 def _met(name: str, *gradients: object) -> None:

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+
 import torch
 from torch import Tensor
 
-from schedir.ir.ops import ROWS, Lane, Opcode
-from schedir.kernels.boundary import pack
+from schedir.ir.ops import FORWARDS, SPLITS
 from schedir.runtime.buffers import restored
 from schedir.runtime.executor import Executor
+from schedir.runtime.handlers import HANDLERS
+from schedir.runtime.rank import State
 from schedir.runtime.recorder import Recorded
 from schedir.runtime.split import Tape, recording
 from schedir.transports.processes import Processes
-from schedir.transports.transport import own_part
 
 
 def warm_up(executor: Executor, input: Tensor, target: Tensor) -> None:
@@ -26,59 +28,57 @@ def warm_up(executor: Executor, input: Tensor, target: Tensor) -> None:
     torch's generators stay as they are.  Ranks meet here: all processes must call this.  Raises
     ExecutionError for a stage that fails, as its first forward.
     """
-    for s in executor.stages:
-        forwards = (k for k, i in enumerate(executor.stream) if i[:2] == (Opcode.Forward, s))
-        executor.position = next(forwards, 0)
+    state = executor.state
+    for s in state.stages:
+        own = (k for k, i in enumerate(state.stream) if i.op in FORWARDS and i.stage == s)
+        executor.position = next(own, 0)
         try:
-            with restored(executor.stages[s].module, executor.device):
-                _run(executor, s, input, target)
+            with restored(state.stages[s].module, state.device):
+                _run(state, s, input, target)
         except Exception as error:
             raise executor.failed(error) from error
-    transport = executor.transport
+    transport = state.transport
     if isinstance(transport, Recorded):
         transport = transport.inner
     if isinstance(transport, Processes):  # virtual ranks have nobody to connect to
-        _meet(executor, transport)
-    for stage in executor.stages.values():
+        _run_once(executor)
+    for stage in state.stages.values():
         stage.gradients.zero()
-    if executor.device.type == "cuda":
-        torch.cuda.synchronize(executor.device)
+    if state.device.type == "cuda":
+        torch.cuda.synchronize(state.device)
 
 
-def _run(executor: Executor, s: int, input: Tensor, target: Tensor) -> None:
+def _run(state: State, s: int, input: Tensor, target: Tensor) -> None:
     """Run an own stage, forward and backward, as the program splits it."""
-    last, module = executor.plan.stages - 1, executor.stages[s].module
-    shape, dtype = executor.boundary.shape, executor.boundary.dtype
-    x = input if s == 0 else torch.zeros(shape, dtype=dtype, device=executor.device)
+    last, module = state.plan.stages - 1, state.stages[s].module
+    shape, dtype = state.boundary.shape, state.boundary.dtype
+    x = input if s == 0 else torch.zeros(shape, dtype=dtype, device=state.device)
     y = module(x if s == 0 else x.requires_grad_())
-    y = executor.loss(y, target) if s == last else y
-    if executor.program.trains and y.requires_grad:
+    y = state.loss(y, target) if s == last else y
+    if state.trains and y.requires_grad:
         tape = Tape()
         dy = None if s == last else torch.zeros_like(y)
-        if any(op is Opcode.BackwardInput for op, _, _ in executor.stream):
-            with recording(tape):
-                torch.autograd.backward(y, dy)
-        else:
+        splits = any(i.op in SPLITS for i in state.stream)
+        with recording(tape) if splits else nullcontext():
             torch.autograd.backward(y, dy)
         tape.run()
 
 
-def _meet(executor: Executor, transport: Processes) -> None:
-    """Do once what ranks of a step do together, but for messages."""
-    ops = {i.op for i in executor.stream}
-    whole = torch.zeros(
-        executor.boundary.shape, dtype=executor.boundary.dtype, device=executor.device
-    )
-    if ops & {Opcode.Scatter, Opcode.ScatterGrad}:
-        pack(whole, transport.tp, transport.tp_rank)
-    if ops & {Opcode.Gather, Opcode.GatherGrad}:
-        transport.collective("all_gather", "tp", whole.view(-1), own_part(transport, whole)).wait()
-    for k, i in enumerate(executor.stream):
-        if ROWS[i.op].lane is Lane.DP:
-            wait, run = executor.calls[k]
-            if wait is not None:
-                wait()
-            run()
-    for work in executor.reducing:
-        work.wait()
-    executor.reducing.clear()
+def _run_once(executor: Executor) -> None:
+    """Do once what else a step does at first use, as its handlers say; wait for each."""
+    state, done = executor.state, set[object]()
+    for i, (wait, run) in zip(state.stream, executor.calls, strict=True):
+        how = HANDLERS[i.op].warm_up
+        what: object = (i.op, i.stage) if how == "run" else how
+        if how in ("stage", "skip") or what in done:
+            continue
+        done.add(what)
+        if callable(how):
+            how(state)
+            continue
+        if wait is not None:
+            wait()
+        run()
+        state.wait_for_reductions()
+    for slots in state.slots.values():
+        slots.forget()

@@ -140,7 +140,7 @@ class _Trainer:
             warm_up(self.executor, inputs, targets)
         self.sizes = self._sizes(inputs, targets)
         self.memory = self._memory()
-        with self._watched():
+        with self._watchdog():
             for step in range(train.steps):
                 reported = (step + 1) % train.log_every == 0 or step + 1 == train.steps
                 self.executor.record = record and reported
@@ -157,8 +157,8 @@ class _Trainer:
             [own.get(s) for s in stages],
             input,
             target,
-            loss=executor.loss,
-            boundary=executor.boundary,
+            loss=executor.state.loss,
+            boundary=executor.state.boundary,
             # AdamW's moments, and the float32 copies of other weights.
             state=12.0 if isinstance(self.optimizer, MainOptimizer) else 8.0,
         )
@@ -180,7 +180,7 @@ class _Trainer:
         return most
 
     @contextmanager
-    def _watched(self) -> Iterator[None]:
+    def _watchdog(self) -> Iterator[None]:
         """Crash if one instruction takes longer than the timeout, and say where it stands."""
         most, done = self.config.train.timeout, Event()
 
@@ -201,7 +201,9 @@ class _Trainer:
 
     def _stands(self, fact: str) -> ExecutionError:
         k = self.executor.position
-        site = Site(self.executor.rank, k, self.executor.stream[k], f"in step {self.step + 1}")
+        site = Site(
+            self.executor.rank, k, self.executor.state.stream[k], f"in step {self.step + 1}"
+        )
         return ExecutionError(fact, program=self.program.name, sites=[site])
 
     def _step(self, step: int) -> _Step:
@@ -239,7 +241,7 @@ class _Trainer:
             return skipped > 0
         # The scale is there to be too large, and is halved; but it makes no loss, and below 1 no
         # gradient larger.
-        scaled = float(self.executor.scale) < 1.0
+        scaled = float(self.executor.state.scale) < 1.0
         return bool(_most(not scaled or not (total is None or bool(total.isfinite()))))
 
     def _stop(self, step: int, given: tuple[Sequence[Tensor], Sequence[Tensor], float]) -> NoReturn:

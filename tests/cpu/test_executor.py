@@ -240,12 +240,12 @@ def test_what_is_sent_is_let_go_as_the_step_goes(overlap: bool) -> None:
         def watched(k: int, r: int = r, rank: Any = rank, call: Any = rank.call) -> None:
             call(k)
             for op in SENDS:
-                held = sum(rank.stream[sent].op == op for sent in rank.sending)
+                held = sum(rank.state.stream[sent].op == op for sent in rank.state.sending)
                 most[r, op] = max(most[r, op], held)
 
         rank.call = watched  # type: ignore[method-assign]
     ranks.step(*batch(16), seed=1)
-    assert not any(rank.sending for rank in ranks.ranks)
+    assert not any(rank.state.sending for rank in ranks.ranks)
     # What the schedule holds, and one or two that are let go after the next was sent.
     assert all(held <= 4 - r + 1 for (r, _), held in most.items()) and most[0, SENDS[0]] >= 3
 
@@ -353,16 +353,17 @@ def test_rows_do_not_lie() -> None:
         call = middle.call
 
         def watched(k: int, call: Any = call, middle: Executor = middle) -> None:
-            instr = middle.stream[k]
+            instr = middle.state.stream[k]
             row = ROWS[instr.op]
 
             def held() -> set[Token]:
                 return {
                     t
                     for t in KINDS
-                    if (at := next(iter(middle.assigned.get((t, 1, instr.mb), {}).values()), None))
-                    is not None
-                    and middle.slots[t].values[at] is not None
+                    if any(
+                        middle.state.slots[t].values[at] is not None
+                        for at in middle.state.assigned.get((t, 1, instr.mb), {}).values()
+                    )
                 }
 
             before = held()

@@ -111,9 +111,11 @@ def learned(world: Any) -> list[Tensor]:
     weights = [
         p for rank in world.ranks for s in rank.stages.values() for p in s.module.parameters()
     ]
-    weights += [p for rank in world.ranks for p in getattr(rank.optimizer, "main", [])]
-    weights += [a for rank in world.ranks for a in getattr(rank.optimizer, "averages", [])]
-    optimizers = [getattr(rank.optimizer, "inner", rank.optimizer) for rank in world.ranks]
+    weights += [p for rank in world.ranks for p in getattr(rank.state.optimizer, "main", [])]
+    weights += [a for rank in world.ranks for a in getattr(rank.state.optimizer, "averages", [])]
+    optimizers = [
+        getattr(rank.state.optimizer, "inner", rank.state.optimizer) for rank in world.ranks
+    ]
     states = [each for one in optimizers for each in getattr(one, "state", {}).values()]
     state = [t for each in states for t in each.values() if isinstance(t, Tensor)]
     return [t.detach().clone() for t in (*weights, *state)]

@@ -57,7 +57,7 @@ def rank(number: Any = 0, **given: Any) -> Executor:
 def test_shapes_of_all_kinds_are_boundaries(shape: Any) -> None:
     assert Boundary(shape) == Boundary((2, 3)) and type(Boundary(shape).shape) is tuple
     same = {hash(Boundary(shape)), hash(Boundary((2, 3)))}
-    assert len(same) == 1 and world(boundary=shape).ranks[0].boundary == Boundary((2, 3))
+    assert len(same) == 1 and world(boundary=shape).ranks[0].state.boundary == Boundary((2, 3))
     sizes_of(modules(), X[0], X[0], loss=squares, boundary=shape)
 
 

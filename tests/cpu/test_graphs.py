@@ -90,9 +90,9 @@ def test_steps_before_a_capture_leave_nothing_behind(adamw: bool, main: bool) ->
             world.step(*batch(2, seed)[:2])
         own = world.ranks[0]
         parameters = [p for s in own.stages.values() for p in s.module.parameters()]
-        inner = getattr(own.optimizer, "inner", own.optimizer)
+        inner = getattr(own.state.optimizer, "inner", own.state.optimizer)
         states = [t for state in inner.state.values() for t in state.values()]
-        found.append([*parameters, *states, own.loss_scale.value, own.loss_scale.good])
+        found.append([*parameters, *states, own.state.loss_scale.value, own.state.loss_scale.good])
     assert [p.data_ptr() for p in found[1][: len(places)]] == places
     assert len(found[0]) > len(places) + 2
     assert all(torch.equal(one, other) for one, other in zip(*found, strict=True))
@@ -115,7 +115,7 @@ def test_a_step_that_draws_is_refused(draws: bool) -> None:
     if not draws:
         with undrawn(rank):
             assert torch.equal(world.step(inputs, targets), first)
-        with rank.draws.seeding([]):  # as in a capture
+        with rank.state.draws.seeding([]):  # as in a capture
             assert torch.equal(world.step(inputs, targets), first)
         return
     before = torch.get_rng_state()

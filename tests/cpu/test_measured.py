@@ -79,7 +79,7 @@ def _processes(rank: int) -> Any:
     (times,), _ = read([own.stamps])
     reductions = {
         i.op: (times.began[k] - 1000 * rank, times.ended[k] - 1000 * rank)
-        for k, i in enumerate(own.stream)
+        for k, i in enumerate(own.state.stream)
         if i.op in (Opcode.ReduceTied, Opcode.ReduceNorm)
     }
     timeouts = [

@@ -108,14 +108,7 @@ def ranks() -> list[tuple[dict[str, Ran], dict[Kind, Ran]]]:
     return run(_all, 4)
 
 
-WARM_UP = pytest.mark.xfail(
-    strict=True, reason="a warm-up scales gradients beside their reduction for the update before"
-)
-
-
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=WARM_UP if name == "updates" else ()) for name in CASES]
-)
+@pytest.mark.parametrize("name", CASES)
 def test_nothing_races(name: str, ranks: list[Any]) -> None:
     for found, uses, same in (cases[name] for cases, _ in ranks):
         assert not found

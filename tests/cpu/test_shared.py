@@ -183,13 +183,13 @@ def identity(rank: int) -> list[Tensor | None]:
     own = Executor(
         program, rank, {rank: stage}, transport, loss=lambda y, _: y, boundary=Boundary(())
     )
-    ended = own.transport.step_ended
+    ended = own.state.transport.step_ended
 
     def slow() -> None:
         ended()
         time.sleep(0.3)
 
-    own.transport.step_ended = slow  # type: ignore[method-assign]
+    own.state.transport.step_ended = slow  # type: ignore[method-assign]
     return [own.step(torch.full((3,), float(step)), torch.zeros(3)) for step in range(3)]
 
 

@@ -135,7 +135,7 @@ class Witness:
         self.most, self.beside = 0, 0.0  # what lives; by how much the prediction was beside it
         self.group = 0  # the most alive while those run that are issued as one
         for k, (wait, run) in enumerate(rank.calls):
-            if rank.stream[k].op in COMPUTE:  # which is in order
+            if rank.state.stream[k].op in COMPUTE:  # which is in order
                 rank.calls[k] = Call(wait, partial(self.run, k, run))
 
     def run(self, k: int, run: Callable[[], None]) -> None:
@@ -144,7 +144,9 @@ class Witness:
 
         def look() -> None:
             nonlocal most
-            tapes = (tape.tensors() for tape in rank.slots[Token.TAPE].values if tape is not None)
+            tapes = (
+                tape.tensors() for tape in rank.state.slots[Token.TAPE].values if tape is not None
+            )
             there = {ref: size for ref, size in before.items() if not ref.expired()}
             there |= {
                 ref: size for ref, size in _refs(x for tape in tapes for x in tape).items()
@@ -157,7 +159,7 @@ class Witness:
             run()
         alive = sum(self.living().values())
         self.most, most = max(self.most, most, alive), max(most, alive)
-        first, last = _group(rank.stream.joined.tolist(), k)
+        first, last = _group(rank.state.stream.joined.tolist(), k)
         self.group = max(self.group if k > first else 0, most)  # while all of it runs
         if k == last:
             began = (own.at < first) | own.starts & (own.at <= last)
@@ -173,9 +175,9 @@ class Witness:
     def living(self) -> dict[StorageWeakRef, int]:
         """What compute keeps: not what it has put out, and what is sent."""
         rank = self.rank
-        out = [x for kind in (Token.ACT_OUT, Token.GRAD_OUT) for x in rank.slots[kind].values]
-        out += [tensor for _, tensor in rank.sending.values()]
-        return self.born.living(rank.losses + out)
+        out = [x for kind in (Token.ACT_OUT, Token.GRAD_OUT) for x in rank.state.slots[kind].values]
+        out += [tensor for _, tensor in rank.state.sending.values()]
+        return self.born.living(rank.state.losses + out)
 
 
 def _group(joined: list[bool], k: int) -> tuple[int, int]:
@@ -215,7 +217,7 @@ def test_what_computes_leaves_what_was_predicted(schedule: Any, plan: Plan, slot
     world.step(inputs, targets, scale)
     peaks = simulate(program, sizes=sizes).peak_memory.tolist()
     for rank, witness, peak in zip(world.ranks, witnesses, peaks, strict=True):
-        static = [*rank.buffers.values()]
+        static = [*rank.state.buffers.values()]
         for stage in rank.stages.values():
             module = stage.module
             static += [*module.parameters(), *module.buffers(), *stage.gradients.flat]

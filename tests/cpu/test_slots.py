@@ -35,11 +35,11 @@ def watch(rank: Executor, used: dict[Token, set[int]]) -> None:
 
     def watched(k: int) -> None:
         call(k)
-        for kind, slots in rank.slots.items():
+        for kind, slots in rank.state.slots.items():
             used[kind] |= {n for n, value in enumerate(slots.values) if value is not None}
         for kind, send in ((Token.ACT_OUT, Opcode.SendAct), (Token.GRAD_OUT, Opcode.SendGrad)):
-            leaving = sum(rank.stream[sent].op == send for sent in rank.sending)
-            assert rank.slots[kind].taken + leaving <= len(rank.slots[kind].values)
+            leaving = sum(rank.state.stream[sent].op == send for sent in rank.state.sending)
+            assert rank.state.slots[kind].taken + leaving <= len(rank.state.slots[kind].values)
 
     rank.call = watched  # type: ignore[method-assign]
 
@@ -60,15 +60,17 @@ def test_as_many_slots_are_used_as_are_predicted(schedule: Schedule) -> None:
             used: list[dict[Token, set[int]]] = [{k: set() for k in KINDS} for _ in ranks.ranks]
             for rank, noted in zip(ranks.ranks, used, strict=True):
                 watch(rank, noted)
-            buffers = [{k: b.data_ptr() for k, b in r.buffers.items()} for r in ranks.ranks]
+            buffers = [{k: b.data_ptr() for k, b in r.state.buffers.items()} for r in ranks.ranks]
             for seed in range(2):
                 loss = ranks.step(inputs, targets, seed=seed)
                 results.append((loss, gradients(stages)))
             for r, rank in enumerate(ranks.ranks):
                 own = {kind: len(used[r][kind]) for kind in KINDS}
                 assert own == dict(zip(KINDS, predicted[r].tolist(), strict=True))
-                assert all(s.most <= len(s.values) and not s.taken for s in rank.slots.values())
-                received = {key: b.data_ptr() for key, b in rank.buffers.items()}
+                assert all(
+                    s.most <= len(s.values) and not s.taken for s in rank.state.slots.values()
+                )
+                received = {key: b.data_ptr() for key, b in rank.state.buffers.items()}
                 assert received == buffers[r]
                 assert len(received) == own[Token.ACT_IN] + own[Token.GRAD_IN]
         for loss, grads in results[1:]:
@@ -88,14 +90,14 @@ class Odd(nn.Module):
 
 def keep_apart(rank: Executor) -> None:
     """Let nothing that outlives a buffer have its memory."""
-    call, static = rank.call, {memory(b) for b in rank.buffers.values()}
+    call, static = rank.call, {memory(b) for b in rank.state.buffers.values()}
 
     def watched(k: int) -> None:
         call(k)
-        out = [v for kind in (Token.ACT_OUT, Token.GRAD_OUT) for v in rank.slots[kind].values]
-        for tape in filter(None, rank.slots[Token.TAPE].values):
+        out = [v for kind in (Token.ACT_OUT, Token.GRAD_OUT) for v in rank.state.slots[kind].values]
+        for tape in filter(None, rank.state.slots[Token.TAPE].values):
             out += tape.tensors()
-        out += [saved[0] for saved in rank.slots[Token.SAVED].values if saved is not None]
+        out += [saved[0] for saved in rank.state.slots[Token.SAVED].values if saved is not None]
         assert not static & {memory(value) for value in out if value is not None}
 
     rank.call = watched  # type: ignore[method-assign]
@@ -132,7 +134,7 @@ def test_outputs_are_let_go_when_they_are_sent() -> None:
     """What a backward needs is where an output came from, not its memory."""
     program = compile(gpipe, Plan(2, 4), model="edge")
     ranks = InProcess(program, tiny.tiny_stages(2), loss=tiny.loss, boundary=BOUNDARY)
-    saved = ranks.ranks[0].slots[Token.SAVED]
+    saved = ranks.ranks[0].state.slots[Token.SAVED]
     call, roots = ranks.ranks[0].call, list[Any]()
 
     def watched(k: int) -> None:

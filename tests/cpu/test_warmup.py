@@ -11,11 +11,13 @@ from torch import Tensor, nn
 
 from schedir import compile
 from schedir.errors import ExecutionError
+from schedir.ir.ops import Instr, Opcode, Token
 from schedir.ir.plan import Plan
 from schedir.ir.program import Program
 from schedir.runtime.executor import Executor
+from schedir.runtime.handlers import HANDLERS, Handler
 from schedir.runtime.inprocess import InProcess
-from schedir.runtime.rank import Boundary
+from schedir.runtime.rank import Boundary, Call, State
 from schedir.runtime.warmup import warm_up
 from schedir.schedules import dualpipe, forward_only, interleaved, one_f_one_b
 from schedir.training import gpt
@@ -126,6 +128,51 @@ def test_ranks_meet_in_every_group(
     schedule: Any, plan: Plan, tp: int, dp: int, groups: set[str]
 ) -> None:
     assert set.union(*run(in_processes, plan.ranks * tp * dp, schedule, plan, tp, dp)) == groups
+
+
+def with_handlers(rank: int) -> list[Any]:
+    """What is linked and called where handlers say how they are warmed up."""
+    program = compile(interleaved, Plan(1, 3, 2), clip=True)
+    inputs, targets, scale = batch(3)
+    called, stepping = list[Any](), list[bool]()
+
+    def linked(handler: Handler, state: State, i: Instr) -> Call:
+        def run() -> None:
+            called.append(i)
+            call.run()
+            if i.op is Opcode.ReduceGrads and not stepping:  # as one might that makes a value
+                state.slot(Token.SAVED, i.stage, 0).fill("a value")
+
+        call = handler.link(state, i)
+        return Call(call.wait, run)
+
+    ways: dict[Opcode, Any] = {
+        Opcode.ReduceNorm: "skip",
+        Opcode.OptimizerStep: lambda state: called.append(state.rank),
+    }
+    with pytest.MonkeyPatch.context() as patch:
+        for op, handler in HANDLERS.items():
+            way = Handler(partial(linked, handler), ways.get(op, handler.warm_up))
+            patch.setitem(HANDLERS, op, way)
+        stages, loss = gpt_stages(2, tied=False), gpt.loss
+        executor = Executor(program, 0, stages, Gloo(program), loss=loss, boundary=BOUNDARY)
+        warm_up(executor, inputs[0], targets[0])
+        warm = [str(one) for one in called]
+        assert not any(slots.taken for slots in executor.state.slots.values())
+        stepping.append(True)
+        executor.step(inputs, targets, scale)
+        assert len(called) - len(warm) == len(program)
+    right = gradients([stage.module for stage in executor.stages.values()])
+    other = InProcess(program, gpt_stages(2, tied=False), loss=loss, boundary=BOUNDARY)
+    other.step(inputs, targets, scale)
+    assert same_bits(right, gradients([s.module for s in other.ranks[0].stages.values()]))
+    return warm
+
+
+def test_a_handler_says_how_it_is_warmed_up() -> None:
+    """Once for each stage, in the order of the Stream; or by a function of its own, once."""
+    assert run(with_handlers, 1) == [["reduce_grads 1", "reduce_grads 0", "0"]]
+    assert HANDLERS.keys() == {*Opcode}
 
 
 class Greedy(nn.Module):

@@ -49,7 +49,7 @@ def test_it_follows_batches_scales_and_learning_rates(dtype: torch.dtype) -> Non
         inputs, targets, scale = batch(3, seed=step)
         scale /= step + 1
         for rank in (eager, captured):
-            optimizer: Any = rank.optimizer
+            optimizer: Any = rank.state.optimizer
             for group in optimizer.param_groups:
                 group["lr"] = rate
         loss = eager.step(inputs.cuda(), targets.cuda(), scale)

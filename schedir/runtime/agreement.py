@@ -1,0 +1,113 @@
+"""Agreement: what processes must agree on, and what must go together, before anything runs."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import nn
+
+from schedir.errors import ModelError
+from schedir.ir.program import Program
+from schedir.runtime.precision import Steps
+from schedir.runtime.rank import Boundary
+from schedir.runtime.tied import Print
+from schedir.transports.transport import Transport
+
+
+def facts_of(
+    program: Program,
+    stages: Mapping[int, nn.Module],
+    transport: Transport,
+    prints: Mapping[int, Sequence[Print]],
+) -> dict[str, str]:
+    """What a process tells the others of its stages, and of how they are stepped, by name."""
+    facts: dict[str, str] = {}
+    for s, module in stages.items():
+        facts |= _shapes(module, f"stage {s}, slice {transport.tp_rank}")
+        if program.tied and (weight := getattr(module, "tied_weight", None)) is not None:
+            facts[f"the tied weight, slice {transport.tp_rank}"] = _shape(weight)
+    for s, parameters in prints.items():
+        for p in parameters:
+            who = f"{p.names[0]} in stage {s}, slice {transport.tp_rank}"
+            facts[f"the numbers of {who}"] = p.values
+            if p.stepped:
+                facts[f"the optimizer's options for {who}"] = p.stepped
+    return facts
+
+
+def _shapes(module: nn.Module, where: str) -> dict[str, str]:
+    """What a module trains: how much, and what each parameter is, in order."""
+    counts: Counter[str] = Counter()
+    facts = {}
+    trained = ((name, p) for name, p in module.named_parameters() if p.requires_grad)
+    for k, (name, p) in enumerate(trained):
+        counts[_types(p)] += p.numel()
+        facts[f"parameter {k} of {where}"] = f"{name} {_shape(p)}"
+    total = " and ".join(f"{n} of {kind}" for kind, n in counts.items()) or "nothing"
+    return facts | {f"the parameters of {where}": total}
+
+
+def _shape(p: nn.Parameter) -> str:
+    return f"{list(p.shape)} of {_types(p)}"
+
+
+def _types(p: nn.Parameter) -> str:
+    return f"{p.dtype}, gradients in {p.grad_dtype or p.dtype}"
+
+
+def require_scalable(program: Program) -> None:
+    """Refuse a program in which a loss scale could not be led."""
+    if not program.clip:
+        raise ModelError(
+            "a loss scale is led by the norm of the gradients, which the program does not take",
+            program=program.name,
+            hint="compile(..., clip=True); a max_norm of infinity clips nothing",
+        )
+    if program.plan.updates > 1:
+        raise ModelError(
+            f"a loss scale changes between updates, and the program has {program.plan.updates} "
+            "in a step",
+            program=program.name,
+        )
+
+
+def require_each_once(optimizer: Steps | None, program: Program) -> None:
+    """Refuse an optimizer that would step one weight twice."""
+    seen: set[object] = set()
+    for group in getattr(optimizer, "param_groups", ()):
+        for p in group["params"]:
+            key = (p.data_ptr(), p.shape, p.stride()) if p.numel() and not p.is_meta else id(p)
+            if key in seen:
+                raise ModelError(
+                    f"the optimizer has a weight of {list(p.shape)} twice, and would step it twice",
+                    program=program.name,
+                    hint="dict.fromkeys(parameters) has each once",
+                )
+            seen.add(key)
+
+
+def require_fit(
+    program: Program,
+    rank: int,
+    stages: Mapping[int, nn.Module],
+    transport: Transport,
+    boundary: Boundary,
+) -> None:
+    """Refuse modules and a transport that the program was not made for."""
+    own = program.plan.stages_of[rank]
+
+    def refuse(fact: str, hint: str = "") -> None:
+        raise ModelError(fact, program=program.name, hint=hint)
+
+    if sorted(stages) != list(own):
+        refuse(f"rank {rank} owns stages {list(own)}, but is given {sorted(stages)}")
+    if (program.tp, program.dp) != (transport.tp, transport.dp):
+        refuse(
+            f"the program is for tp {program.tp} and dp {program.dp}, the transport has "
+            f"tp {transport.tp} and dp {transport.dp}"
+        )
+    size = torch.Size(boundary.shape).numel()
+    if size % program.tp:
+        refuse(f"a boundary of {size} numbers is not divisible by tp {program.tp}")

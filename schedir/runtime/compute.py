@@ -1,0 +1,178 @@
+"""Compute: handlers of what runs a stage: forward, and backward as a whole or in two parts."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import GradientEdge, get_gradient_edge
+
+from schedir.errors import ModelError
+from schedir.ir.ops import HANDED, Instr, Token
+from schedir.runtime.around import around, on_version
+from schedir.runtime.given import one_number
+from schedir.runtime.random import BACKWARD, FORWARD, WEIGHT
+from schedir.runtime.rank import Call, Slot, Stage, State
+from schedir.runtime.split import Tape, recording
+from schedir.runtime.splittable import could_wait, left_whole, watching
+from schedir.runtime.transfers import message_wait
+from schedir.runtime.unchanged import expect_own
+
+# Where a backward begins: the last stage's loss, or where its output came from.
+Root = Tensor | GradientEdge | None
+
+
+def forward(state: State, i: Instr) -> Call:
+    stage, mb, last = state.stages[i.stage], i.mb, i.stage == state.plan.stages - 1
+    local_input = state.local_stage(i.stage - 1, mb) is not None
+    given = _input_slot(state, i, Token.ACT_IN, -1) if i.stage else None
+    out = None if last else state.slot(Token.ACT_OUT, i.stage, mb)
+    grad, module, lender = state.trains, stage.module, stage.lender
+    loss, expect = state.loss, state.boundary.expect
+    local_output = state.local_stage(i.stage + 1, mb) is not None
+    saved = state.slot(Token.SAVED, i.stage, mb, state.index_of[i]) if grad else None
+    shared = bool(state.program.slots)
+
+    def run() -> None:
+        x: Tensor = state.inputs[mb] if given is None else given.look()
+        if given is not None and not local_input:
+            x = x.clone() if shared else x.detach()  # what is saved of it outlives its turn
+        if given is not None and grad:
+            x.requires_grad_()
+        y, x = lender.run(module, x, ours=given is not None and not local_input)
+        if out is None:
+            y = one_number(loss(y, state.targets[mb]))
+            state.losses[mb] = y.detach()
+        else:
+            expect(y, i.stage)
+            out.fill(state.boundary.as_sent(y.detach()) if local_output else y.detach())
+        if saved is not None:
+            if not stage.parameters_checked:
+                stage.parameters_checked = True
+                kept = stage.versions.names if stage.versions is not None else ()
+                expect_own(y, module, kept, i.stage, state.optimizer)
+            saved.fill((x, _root(y)))
+        if given is not None:
+            given.free()
+
+    return Call(
+        _both(message_wait(state, i, Token.ACT_IN), _slot_wait(state, i)),
+        around(state, i, FORWARD, run),
+    )
+
+
+def _root(y: Tensor) -> Root:
+    """Where a backward begins: not the output itself, which would keep its memory."""
+    if not y.requires_grad:
+        return None
+    return y if not y.dim() else get_gradient_edge(y)
+
+
+def backward(state: State, i: Instr, *, splits: bool = False) -> Call:
+    mb, last = i.mb, i.stage == state.plan.stages - 1
+    local_input = state.local_stage(i.stage + 1, mb) is not None
+    saved = state.slot(Token.SAVED, i.stage, mb, state.index_of[i])
+    given = None if last else _input_slot(state, i, Token.GRAD_IN, +1)
+    out = state.slot(Token.GRAD_OUT, i.stage, mb) if i.stage else None
+    local_output = state.local_stage(i.stage - 1, mb) is not None
+    shared = splits and not local_input and bool(state.program.slots)
+
+    def run() -> None:
+        x, root = saved.look()
+        dy = state.loss_gradient_of(mb) if given is None else given.look()
+        if shared and dy is not None:
+            dy = dy.clone()  # a tape may keep it, and outlive its turn
+        if root is not None:  # a first stage may have nothing to train
+            torch.autograd.backward(root, dy)
+        if out is not None:
+            dx, x.grad = x.grad, None
+            if dx is None:
+                raise ModelError(f"the output of stage {i.stage} does not depend on its input")
+            if dy is not None and _share(dx, dy):
+                dx = dx.clone()  # autograd may hand on what it was given
+            out.fill(state.boundary.as_sent(dx) if local_output else dx)
+        saved.free()
+        if given is not None:
+            given.free()
+
+    return Call(
+        _both(message_wait(state, i, Token.GRAD_IN), _slot_wait(state, i)),
+        around(state, i, BACKWARD, run),
+    )
+
+
+def _share(one: Tensor, other: Tensor) -> bool:
+    """Whether two tensors have one memory."""
+    return one.untyped_storage().data_ptr() == other.untyped_storage().data_ptr()
+
+
+def backward_input(state: State, i: Instr) -> Call:
+    stage, tape_slot = state.stages[i.stage], state.slot(Token.TAPE, i.stage, i.mb)
+    wait, whole = backward(state, i, splits=True)
+
+    def run() -> None:
+        tape = Tape()
+        tape_slot.fill(tape)
+        none: AbstractContextManager[set[str]] = nullcontext(set())
+        with recording(tape), none if stage.layers_seen else watching(stage.module) as came:
+            whole()
+        could = set() if len(tape) else could_wait(stage.module)
+        if could & came:
+            raise ModelError(
+                f"layers of {_name(stage, i)} are made to be split, but I ran its whole backward",
+                hint="do not run the stage under torch.compile",
+            )
+        stage.layers_seen = not could  # what this microbatch has not used, another may
+        if not stage.warned_of_layers and not could:
+            stage.warned_of_layers = True
+            if alone := left_whole(stage.module, came, bool(len(tape))):
+                warnings.warn(f"{_name(stage, i)} is not split in {alone}", stacklevel=2)
+
+    return Call(wait, on_version(state, i, run))
+
+
+def _name(stage: Stage, i: Instr) -> str:
+    return f"{type(stage.module).__name__} (stage {i.stage})"
+
+
+def backward_weight(state: State, i: Instr) -> Call:
+    tape_slot = state.slot(Token.TAPE, i.stage, i.mb)
+
+    def run() -> None:
+        tape_slot.look().run()
+        tape_slot.free()
+
+    return Call(None, around(state, i, WEIGHT, run))
+
+
+def _input_slot(state: State, i: Instr, kind: Token, hop: int) -> Slot:
+    """The slot of what an instruction takes in: where the stage beside puts it out, or receives."""
+    if state.local_stage(i.stage + hop, i.mb) is None:
+        return state.slot(kind, i.stage, i.mb)
+    return state.slot(HANDED[kind][0], i.stage + hop, i.mb)
+
+
+def _slot_wait(state: State, i: Instr) -> Callable[[], None] | None:
+    """Waits until the slot that an instruction fills is left, where a send had it last."""
+    send = state.reuse_after_send.get(state.index_of[i])
+    if send is None:
+        return None
+
+    return partial(state.let_go, send)
+
+
+def _both(
+    one: Callable[[], None] | None, other: Callable[[], None] | None
+) -> Callable[[], None] | None:
+    if one is None or other is None:
+        return one or other
+
+    def wait() -> None:
+        one()
+        other()
+
+    return wait

@@ -1,0 +1,124 @@
+"""Transfers: handlers of messages, and of what makes them parts or whole on their way."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+from schedir.ir.ops import GATHERS, RECEIVES, ROWS, SHARDING, Instr, Token
+from schedir.kernels.boundary import pack
+from schedir.runtime.rank import Call, State
+from schedir.transports.transport import own_part
+
+# What is taken in is received, and made whole if it comes in parts.
+_RECEIVES = {ROWS[op].gives[0]: op for op in RECEIVES}
+_GATHERS = {ROWS[op].gives[0]: op for op in GATHERS}
+# What is put out in parts.
+_SCATTERS = {ROWS[op].gives[0]: op for op in SHARDING if op not in GATHERS}
+
+
+def send(state: State, i: Instr) -> Call:
+    mb, row, k = i.mb, ROWS[i.op], state.index_of[i]
+    kind = row.needs[0]
+    out = state.slot(kind, i.stage, mb)
+    peer = int(state.plan.rank_at(i.stage + row.hop, mb))
+    start, sending, lane = state.transport.send, state.sending, row.lane
+    scattered = (_SCATTERS[kind], i.stage, mb) in state.index_of
+    # A scatter has put it into static memory.
+    own = state.outgoing(kind, out.number) if state.transport.static and not scattered else None
+
+    def run() -> None:
+        tensor = out.look()
+        tensor = tensor.contiguous() if own is None else own.copy_(tensor)
+        # The reference stays until the send has ended: freed earlier, it may be reused.
+        sending[k] = (start(tensor, peer, lane), tensor)
+        out.free()
+
+    return Call(None, run)
+
+
+def recv(state: State, i: Instr) -> Call:
+    mb, row = i.mb, ROWS[i.op]
+    kind = row.gives[0]
+    given, peer = state.slot(kind, i.stage, mb), int(state.plan.rank_at(i.stage + row.hop, mb))
+    whole = state.buffers[kind, given.number]
+    scattered = (_GATHERS[kind], i.stage, mb) in state.index_of
+    part = own_part(state.transport, whole) if scattered else whole
+    start, arrivals, lane = state.transport.recv, state.stages[i.stage].arrivals, row.lane
+
+    def run() -> None:
+        given.fill(whole)
+        arrivals[kind, mb] = start(part, peer, lane)
+
+    return Call(None, run)
+
+
+def message_wait(state: State, i: Instr, kind: Token) -> Callable[[], None] | None:
+    """Waits until what an instruction takes in is there, if it comes by message.
+
+    Then what the message proves to have arrived is let go.
+    """
+    k = state.index_of.get((_RECEIVES[kind], i.stage, i.mb))
+    if k is None:
+        return None
+    arrivals, key = state.stages[i.stage].arrivals, (kind, i.mb)
+    known = state.implied_acks.get(k, ())
+
+    def wait() -> None:
+        arrivals.pop(key).wait()
+        for send in known:
+            state.let_go(send)
+
+    return wait
+
+
+def scatter(state: State, i: Instr) -> Call:
+    kind = ROWS[i.op].gives[0]
+    out = state.slot(kind, i.stage, i.mb)
+    own = None
+    if state.transport.static:
+        own = own_part(state.transport, state.outgoing(kind, out.number))
+
+    def run() -> None:
+        # Own memory, not a view: the whole is not kept alive by what is sent of it.
+        shard = pack(out.look(), state.program.tp, state.transport.tp_rank, own)
+        out.free()
+        out.fill(shard)
+
+    return Call(None, run)
+
+
+def gather(state: State, i: Instr) -> Call:
+    kind = ROWS[i.op].gives[0]
+    whole = state.buffers[kind, state.slot(kind, i.stage, i.mb).number]
+    flat, part = whole.view(-1), own_part(state.transport, whole)
+    arrivals, key = state.stages[i.stage].arrivals, (kind, i.mb)
+    aside, start = state.transport.aside, state.transport.collective
+
+    def wait() -> None:
+        with aside():
+            arrivals[key].wait()
+
+    def run() -> None:
+        with aside():
+            # The boundary waits for this from now on, and no longer for its message.
+            arrivals[key] = start("all_gather", "tp", flat, part)
+
+    return Call(wait, run)
+
+
+def pack_once(state: State) -> None:
+    """Do what a scatter does, with nothing."""
+    pack(_boundary(state), state.transport.tp, state.transport.tp_rank)
+
+
+def gather_once(state: State) -> None:
+    """Do what a gather does, with nothing."""
+    whole = _boundary(state)
+    part = own_part(state.transport, whole)
+    state.transport.collective("all_gather", "tp", whole.view(-1), part).wait()
+
+
+def _boundary(state: State) -> torch.Tensor:
+    return torch.zeros(state.boundary.shape, dtype=state.boundary.dtype, device=state.device)
