@@ -25,7 +25,7 @@ from schedir.transports.processes import Processes
 _COLLECTS = makers(Token.GRAD)  # what makes an update's gradient of those of its microbatches
 
 
-def began(
+def find_origin(
     executor: Executor,
     transport: Processes,
     inputs: Microbatches,
@@ -38,12 +38,12 @@ def began(
     from what it left.  All processes must call this, and come to the same.
     """
     who = dist.get_rank(), transport.dp_rank
-    known = left(executor, *who), run_again(executor, *who, inputs, targets, scale)
+    known = left_behind(executor, *who), run_again(executor, *who, inputs, targets, scale)
     everyone: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(everyone, known)
     before, again = ([*chain(*each)] for each in zip(*everyone, strict=True))
     last = executor.state.plan.stages - 1
-    return first(again, last) or first(before, last)
+    return earliest(again, last) or earliest(before, last)
 
 
 class Found(NamedTuple):
@@ -69,7 +69,7 @@ class Found(NamedTuple):
         return 0, mb, not self.forward, stage if self.forward else -stage, self.process
 
 
-def first(found: Iterable[Found], last: int) -> Found | None:
+def earliest(found: Iterable[Found], last: int) -> Found | None:
     """Where it began, of all that all ranks have found; `last` is the last stage.
 
     An output may be infinite, as that of a mask, where the loss of its microbatch is finite.
@@ -102,7 +102,7 @@ def not_finite(found: Found | None, program: Program, step: int) -> NonFiniteErr
     )
 
 
-def left(executor: Executor, process: int, replica: int) -> list[Found]:
+def left_behind(executor: Executor, process: int, replica: int) -> list[Found]:
     """What the step that has just ended left: losses, and gradients of its last update."""
     state, found = executor.state, list[Instr]()
     plan = state.plan

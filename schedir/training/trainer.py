@@ -22,7 +22,7 @@ from schedir.predict.calibrate import calibrate, format_bubbles
 from schedir.predict.simulate import simulate
 from schedir.predict.timeline import Timeline
 from schedir.runtime.executor import Executor
-from schedir.runtime.finite import began, not_finite
+from schedir.runtime.finite import find_origin, not_finite
 from schedir.runtime.measured import measured
 from schedir.runtime.precision import LossScale, MainOptimizer, float32_gradients
 from schedir.runtime.rank import Boundary
@@ -249,7 +249,7 @@ class _Trainer:
         if self.recent:
             self.executor.record = False
             self._report(step)
-        found = began(self.executor, self.transport, *given)
+        found = find_origin(self.executor, self.transport, *given)
         raise not_finite(found, self.program, step + 1)
 
     def _report(self, step: int) -> Result | None:

@@ -106,7 +106,7 @@ class Edge(Processes):
         return cast(Work, dist.irecv(tensor, self.processes[peer], group=group))
 
 
-class _Held:
+class _Deferred:
     """A transfer that waits for the rest of its group to be issued."""
 
     def __init__(self) -> None:
@@ -135,7 +135,7 @@ class Grouped(Processes):
         device: torch.device | str = "cpu",
     ) -> None:
         super().__init__(program, timeout, device=device)
-        self.held: list[tuple[dist.P2POp, _Held]] | None = None
+        self.held: list[tuple[dist.P2POp, _Deferred]] | None = None
         _warm_up(self, directed_edges(program), device)
 
     def send(self, tensor: Tensor, peer: int, lane: Lane) -> Work:
@@ -150,9 +150,9 @@ class Grouped(Processes):
         if self.held is None:
             (work,) = dist.batch_isend_irecv([transfer])
             return cast(Work, work)
-        held = _Held()
-        self.held.append((transfer, held))
-        return held
+        deferred = _Deferred()
+        self.held.append((transfer, deferred))
+        return deferred
 
     def start_group(self) -> None:
         """Hold back the transfers that come."""
@@ -165,5 +165,5 @@ class Grouped(Processes):
         works = dist.batch_isend_irecv([transfer for transfer, _ in members])
         # NCCL gives one Work for the whole batch, Gloo one for each transfer.
         each = works if len(works) == len(members) else works * len(members)
-        for (_, held), work in zip(members, each, strict=True):
-            held.work = cast(Work, work)
+        for (_, deferred), work in zip(members, each, strict=True):
+            deferred.work = cast(Work, work)

@@ -268,7 +268,7 @@ class _Outgoing:
             pass  # full of bytes that will wake it
         except OSError as error:
             if self.head[0] <= steps:  # else it has seen the count, ended the step, and left
-                raise _left(self.rank) from error
+                raise _peer_left(self.rank) from error
 
     def wait(self, steps: int, seconds: float) -> None:
         """Return when the receiver has ended so many steps: it has left all that it received."""
@@ -313,11 +313,11 @@ def _take(connection: socket.socket, rank: int, flags: int = 0) -> bool:
     except BlockingIOError:
         return False
     except OSError as error:
-        raise _left(rank) from error
-    raise _left(rank)
+        raise _peer_left(rank) from error
+    raise _peer_left(rank)
 
 
-def _left(rank: int) -> PeerLeft:
+def _peer_left(rank: int) -> PeerLeft:
     return PeerLeft(f"rank {rank} has left")
 
 
