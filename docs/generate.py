@@ -163,39 +163,26 @@ def ir() -> str:
     def tokens(some: tuple[Token, ...]) -> str:
         return ", ".join(t.name.lower() for t in some) or "-"
 
-    table = [
-        "| name | text | lane | once per | needs | gives | frees | priced by |", "| --- " * 8 + "|"
-    ]  # fmt: skip
-    lines = []
+    rows, values = [], []
     for row in ROWS:
-        table.append(
-            f"| {row.op.name} | `{row.text}` | {row.lane.name.lower()} | {row.per.value or 'rank'} "
-            f"| {tokens(row.needs)} | {tokens(row.gives)} | {tokens(row.frees)} "
-            f"| {row.cost or '-'} |"
-        )
-        lines.append(f"- **{row.op.name}**: {row.doc}")
-    values = ["| value | is | one per | found: | bytes |", "| --- " * 5 + "|"]
+        said = [row.op.name, f"`{row.text}`", row.lane.name.lower(), row.per.value or "rank"]
+        rows.append([*said, *map(tokens, (row.needs, row.gives, row.frees)), row.cost or "-"])
     for value in TOKENS:
-        values.append(
-            f"| {value.token.name} | {value.words} | {value.per.value or 'rank'} "
-            f"| {value.found.value} "
-            f"| {value.size or '-'} |"
-        )
-    lanes = ["| lane | has | a host that blocks |", "| --- " * 3 + "|"]
-    for lane in LANES:
-        lanes.append(f"| {lane.lane.name.lower()} | {lane.doc} | {HOSTS[lane.host]} |")
-    rules = ["| model | transfers | who behaves so |", "| --- " * 3 + "|"]
-    rules += [f"| `{model.name}` | {model.doc} | {model.who} |" for model in MODEL_ROWS]
+        said = [value.token.name, value.words, value.per.value or "rank"]
+        values.append([*said, value.found.value, value.size or "-"])
+    head = ["name", "text", "lane", "once per", "needs", "gives", "frees", "priced by"]
+    lanes = [[lane.lane.name.lower(), lane.doc, HOSTS[lane.host]] for lane in LANES]
+    rules = [[f"`{model.name}`", model.doc, model.who] for model in MODEL_ROWS]
     return IR.format(
-        table="\n".join(table),
-        lines="\n".join(lines),
+        table=table(head, rows),
+        lines="\n".join(f"- **{row.op.name}**: {row.doc}" for row in ROWS),
         gathers=gathers(),
         forward=FORWARD,
         send=SEND,
         gather=GATHER,
-        values="\n".join(values),
-        lanes="\n".join(lanes),
-        rules="\n".join(rules),
+        values=table(["value", "is", "one per", "found:", "bytes"], values),
+        lanes=table(["lane", "has", "a host that blocks"], lanes),
+        rules=table(["model", "transfers", "who behaves so"], rules),
         models=", ".join(f"`{m}`" for m in MODELS),
         program=show(compile(one_f_one_b, Plan(2, 8))),
         format=FORMAT,

@@ -7,7 +7,7 @@ from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import cached_property
 from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -95,6 +95,19 @@ class Call(NamedTuple):
 
     wait: Callable[[], None] | None
     run: Callable[[], None]
+
+
+class Handler(NamedTuple):
+    """How an instruction is linked, and how it is warmed up before the first step.
+
+    A warm-up is to load, compile and connect what the first step would.  "stage": it is, where the
+    stage is run forward and backward.  "run": by the linked call, once for each stage; gradients,
+    and what the calls leave in slots, are forgotten.  "skip": nothing is to be done.  Or by a
+    function, once.
+    """
+
+    link: Callable[[State, Instr], Call]
+    warm_up: Literal["stage", "run", "skip"] | Callable[[State], None]
 
 
 class Slots:

@@ -15,9 +15,9 @@ from schedir.ir.ops import Instr, Opcode, Token
 from schedir.ir.plan import Plan
 from schedir.ir.program import Program
 from schedir.runtime.executor import Executor
-from schedir.runtime.handlers import HANDLERS, Handler
+from schedir.runtime.handlers import HANDLERS
 from schedir.runtime.inprocess import InProcess
-from schedir.runtime.rank import Boundary, Call, State
+from schedir.runtime.rank import Boundary, Call, Handler, State
 from schedir.runtime.warmup import warm_up
 from schedir.schedules import dualpipe, forward_only, interleaved, one_f_one_b
 from schedir.training import gpt

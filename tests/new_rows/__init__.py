@@ -161,11 +161,8 @@ def _last(text: str, where: str) -> str:
 
 
 def _add(to: Path, name: str) -> None:
-    """The files of a pass and of handlers, each named where it belongs."""
+    """The files of a pass and of handlers."""
     shutil.copy(HERE / f"{name}_pass.py", to / "schedir" / "passes" / f"{name}.py")
-    if name in LOOKED_AT:
-        return
-    shutil.copy(HERE / f"{name}_handlers.py", to / "schedir" / "runtime" / f"{name}.py")
-    with (to / "schedir" / "runtime" / "handlers.py").open("a") as handlers:
-        handlers.write(f"\n\nfrom schedir.runtime.{name} import handlers as {name}\n"
-                       f"\nHANDLERS.update({name}({{**HANDLERS}}))\n")  # fmt: skip
+    if name not in LOOKED_AT:
+        runtime = to / "schedir" / "runtime"
+        shutil.copy(HERE / f"{name}_handlers.py", runtime / f"{name}_handlers.py")

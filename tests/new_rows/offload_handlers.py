@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from schedir.ir.ops import Instr, Opcode, Token
-from schedir.runtime.rank import Call, Rank
+from schedir.runtime.rank import Call, Handler, State
 
 
 class Holder:
@@ -21,13 +21,13 @@ class Holder:
         self.host: Tensor | None = None
 
 
-_HELD: WeakKeyDictionary[Rank, dict[Any, Any]] = WeakKeyDictionary()
+_HELD: WeakKeyDictionary[State, dict[Any, Any]] = WeakKeyDictionary()
 
 
-def handlers(base):
-    def forward(rank: Rank, i: Instr) -> Call:
-        wait, run = base[Opcode.Forward](rank, i)
-        held = _HELD.setdefault(rank, defaultdict(list))
+def forward(plain: Handler) -> Handler:
+    def link(state: State, i: Instr) -> Call:
+        wait, run = plain.link(state, i)
+        held = _HELD.setdefault(state, defaultdict(list))
 
         def pack(tensor: Tensor) -> Tensor | Holder:
             if isinstance(tensor, torch.nn.Parameter):
@@ -48,29 +48,35 @@ def handlers(base):
 
         return Call(wait, keep)
 
-    def offload(rank: Rank, i: Instr) -> Call:
-        slot = rank.slot(Token.SAVED, i.stage, i.mb, rank.where[i])
+    return plain._replace(link=link)
 
-        def run() -> None:
-            _HELD[rank]["host", *i[1:]] = slot.look()
-            slot.free()
-            for holder in _HELD[rank][i[1:]]:
-                assert holder.device is not None
-                holder.host = holder.device.clone()
-                holder.device.zero_().log_()  # nobody reads it now
-                holder.device = None
 
-        return Call(None, run)
+def offload(state: State, i: Instr) -> Call:
+    slot = state.slot(Token.SAVED, i.stage, i.mb, state.index_of[i])
 
-    def reload(rank: Rank, i: Instr) -> Call:
-        slot = rank.slot(Token.SAVED, i.stage, i.mb, rank.where[i])
+    def run() -> None:
+        _HELD[state]["host", *i[1:]] = slot.look()
+        slot.free()
+        for holder in _HELD[state][i[1:]]:
+            assert holder.device is not None
+            holder.host = holder.device.clone()
+            holder.device.zero_().log_()  # nobody reads it now
+            holder.device = None
 
-        def run() -> None:
-            slot.fill(_HELD[rank].pop(("host", *i[1:])))
-            for holder in _HELD[rank][i[1:]]:
-                assert holder.host is not None
-                holder.device, holder.host = holder.host.clone(), None
+    return Call(None, run)
 
-        return Call(None, run)
 
-    return {Opcode.Forward: forward, Opcode.Offload: offload, Opcode.Reload: reload}
+def reload(state: State, i: Instr) -> Call:
+    slot = state.slot(Token.SAVED, i.stage, i.mb, state.index_of[i])
+
+    def run() -> None:
+        slot.fill(_HELD[state].pop(("host", *i[1:])))
+        for holder in _HELD[state][i[1:]]:
+            assert holder.host is not None
+            holder.device, holder.host = holder.host.clone(), None
+
+    return Call(None, run)
+
+
+HANDLERS = {Opcode.Offload: Handler(offload, "skip"), Opcode.Reload: Handler(reload, "skip")}
+WRAPPERS = {Opcode.Forward: forward}

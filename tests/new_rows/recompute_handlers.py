@@ -6,15 +6,16 @@ import torch
 
 from schedir.ir.ops import Instr, Opcode, Token
 from schedir.runtime.around import around
+from schedir.runtime.compute_handlers import _root
 from schedir.runtime.given import one_number
-from schedir.runtime.handlers import _root
-from schedir.runtime.rank import Call, Rank
+from schedir.runtime.random import FORWARD
+from schedir.runtime.rank import Call, Handler, State
 
 
-def handlers(base):
-    def forward(rank: Rank, i: Instr) -> Call:
-        wait, run = base[Opcode.Forward](rank, i)
-        if (Opcode.Recompute, i.stage, i.mb) not in rank.where:
+def forward(plain: Handler) -> Handler:
+    def link(state: State, i: Instr) -> Call:
+        wait, run = plain.link(state, i)
+        if (Opcode.Recompute, i.stage, i.mb) not in state.index_of:
             return Call(wait, run)
 
         def keep() -> None:
@@ -23,19 +24,24 @@ def handlers(base):
 
         return Call(wait, keep)
 
-    def recompute(rank: Rank, i: Instr) -> Call:
-        saved, module = rank.slot(Token.SAVED, i.stage, i.mb), rank.stages[i.stage].module
-        last = i.stage == rank.plan.stages - 1
+    return plain._replace(link=link)
 
-        def run() -> None:
-            x, root = saved.look()
-            assert root is None, "a checkpoint has nothing to go back from"
-            y = module(x)
-            if last:
-                y = one_number(rank.loss(y, rank.targets[i.mb]))
-            saved.free()
-            saved.fill((x, _root(y)))
 
-        return Call(None, around(rank, Instr(Opcode.Forward, *i[1:]), run))
+def recompute(state: State, i: Instr) -> Call:
+    saved, module = state.slot(Token.SAVED, i.stage, i.mb), state.stages[i.stage].module
+    last = i.stage == state.plan.stages - 1
 
-    return {Opcode.Forward: forward, Opcode.Recompute: recompute}
+    def run() -> None:
+        x, root = saved.look()
+        assert root is None, "a checkpoint has nothing to go back from"
+        y = module(x)
+        if last:
+            y = one_number(state.loss(y, state.targets[i.mb]))
+        saved.free()
+        saved.fill((x, _root(y)))
+
+    return Call(None, around(state, i, FORWARD, run))
+
+
+HANDLERS = {Opcode.Recompute: Handler(recompute, "stage")}
+WRAPPERS = {Opcode.Forward: forward}

@@ -64,7 +64,7 @@ def main(names: str) -> None:
             assert program.ops & {int(op) for op in schedir.Opcode if op > 16}
             run(program)
     if "verdict" in rows:
-        from schedir.runtime.verdict import VERDICTS
+        from schedir.runtime.verdict_handlers import VERDICTS
 
         assert [float(v) for v in VERDICTS] == [0.0] * 2 * (3 + 2 + 2 + 2)
 

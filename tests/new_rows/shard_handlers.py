@@ -8,49 +8,55 @@ import torch
 from torch import Tensor
 
 from schedir.ir.ops import Instr, Opcode, Token
-from schedir.runtime.rank import Call, Rank
+from schedir.runtime.rank import Call, Handler, State
 
-_KEPT: WeakKeyDictionary[Rank, dict[int, list[Tensor]]] = WeakKeyDictionary()
-
-
-def _parameters(rank: Rank, stage: int) -> list[Tensor]:
-    return [p.data for p in rank.stages[stage].module.parameters()]
+_KEPT: WeakKeyDictionary[State, dict[int, list[Tensor]]] = WeakKeyDictionary()
 
 
-def handlers(base):
-    def unshard(rank: Rank, i: Instr) -> Call:
-        slot, kept = rank.slot(Token.FULL, i.stage, i.mb), _KEPT.setdefault(rank, {})
+def _parameters(state: State, stage: int) -> list[Tensor]:
+    return [p.data for p in state.stages[stage].module.parameters()]
 
-        def run() -> None:
-            own = _parameters(rank, i.stage)
-            for p, whole in zip(own, kept.get(i.stage, own), strict=True):
-                p.copy_(whole)
-            slot.fill(own)
 
-        return Call(None, run)
+def unshard(state: State, i: Instr) -> Call:
+    slot, kept = state.slot(Token.FULL, i.stage, i.mb), _KEPT.setdefault(state, {})
 
-    def reshard(rank: Rank, i: Instr) -> Call:
-        slot, kept = rank.slot(Token.FULL, i.stage, i.mb), _KEPT.setdefault(rank, {})
+    def run() -> None:
+        own = _parameters(state, i.stage)
+        for p, whole in zip(own, kept.get(i.stage, own), strict=True):
+            p.copy_(whole)
+        slot.fill(own)
 
-        def run() -> None:
-            kept[i.stage] = [p.clone() for p in slot.look()]
-            for p in slot.look():
-                p.fill_(torch.nan)
-            slot.free()
+    return Call(None, run)
 
-        return Call(None, run)
 
-    def step(rank: Rank, i: Instr) -> Call:
-        wait, run = base[Opcode.OptimizerStep](rank, i)
-        kept = _KEPT.setdefault(rank, {})
+def reshard(state: State, i: Instr) -> Call:
+    slot, kept = state.slot(Token.FULL, i.stage, i.mb), _KEPT.setdefault(state, {})
+
+    def run() -> None:
+        kept[i.stage] = [p.clone() for p in slot.look()]
+        for p in slot.look():
+            p.fill_(torch.nan)
+        slot.free()
+
+    return Call(None, run)
+
+
+def step(plain: Handler) -> Handler:
+    def link(state: State, i: Instr) -> Call:
+        wait, run = plain.link(state, i)
+        kept = _KEPT.setdefault(state, {})
 
         def whole() -> None:
             for stage, own in kept.items():
-                for p, value in zip(_parameters(rank, stage), own, strict=True):
+                for p, value in zip(_parameters(state, stage), own, strict=True):
                     p.copy_(value)
             kept.clear()
             run()
 
         return Call(wait, whole)
 
-    return {Opcode.Unshard: unshard, Opcode.Reshard: reshard, Opcode.OptimizerStep: step}
+    return plain._replace(link=link)
+
+
+HANDLERS = {Opcode.Unshard: Handler(unshard, "skip"), Opcode.Reshard: Handler(reshard, "skip")}
+WRAPPERS = {Opcode.OptimizerStep: step}

@@ -6,28 +6,23 @@ import torch
 from torch import Tensor
 
 from schedir.ir.ops import Instr, Opcode
-from schedir.runtime.rank import Call, Rank
+from schedir.runtime.rank import Call, Handler, State
 
 VERDICTS: list[Tensor] = []  # of each rank, for who looks
 
 
-def handlers(base):
-    def judge(rank: Rank, i: Instr) -> Call:
-        verdict = torch.ones(1)
-        VERDICTS.append(verdict)
+def judge(state: State, i: Instr) -> Call:
+    verdict = torch.ones(1)
+    VERDICTS.append(verdict)
 
-        def wait() -> None:
-            for work in rank.reducing:
-                work.wait()
-            rank.reducing.clear()
+    def run() -> None:
+        flats = [flat for stage in state.stages.values() for flat in stage.gradients.flat]
+        bad = sum(int((~flat.isfinite()).sum()) for flat in flats)
+        own = torch.full((state.plan.ranks,), float(bad))
+        work = state.transport.collective("reduce_scatter", "model", verdict, own)
+        state.reducing.append(work)
 
-        def run() -> None:
-            flats = [flat for stage in rank.stages.values() for flat in stage.gradients.flat]
-            bad = sum(int((~flat.isfinite()).sum()) for flat in flats)
-            own = torch.full((rank.plan.ranks,), float(bad))
-            work = rank.transport.collective("reduce_scatter", "model", verdict, own)
-            rank.reducing.append(work)
+    return Call(state.wait_for_reductions, run)
 
-        return Call(wait, run)
 
-    return {Opcode.Judge: judge}
+HANDLERS = {Opcode.Judge: Handler(judge, "run")}

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from typing import Final
+
 import torch
 
-from schedir.ir.ops import Instr
+from schedir.ir.ops import Instr, Opcode
 from schedir.runtime.gradients import is_sharded
 from schedir.runtime.precision import are_finite
 from schedir.runtime.random import UPDATE
-from schedir.runtime.rank import Call, State
+from schedir.runtime.rank import Call, Handler, State
 from schedir.runtime.tied import summing
 
 
@@ -99,3 +101,12 @@ def step(state: State, i: Instr) -> Call:
     # Whoever holds these stages too, draws as this rank does.
     first, update = min(state.stages), state.plan.microbatches + i.mb
     return Call(state.wait_for_reductions, state.draws.seeded(UPDATE, first, update, run))
+
+
+HANDLERS: Final = {
+    Opcode.ReduceGrads: Handler(reduce_grads, "run"),
+    Opcode.ReduceHolders: Handler(reduce_holders, "run"),
+    Opcode.ReduceTied: Handler(reduce_tied, "run"),
+    Opcode.ReduceNorm: Handler(reduce_norm, "run"),
+    Opcode.OptimizerStep: Handler(step, "skip"),
+}

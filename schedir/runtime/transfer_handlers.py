@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Final
 
 import torch
 
-from schedir.ir.ops import GATHERS, RECEIVES, ROWS, SHARDING, Instr, Token
+from schedir.ir.ops import GATHERS, RECEIVES, ROWS, SHARDING, Instr, Opcode, Token
 from schedir.kernels.boundary import pack
-from schedir.runtime.rank import Call, State
+from schedir.runtime.rank import Call, Handler, State
 from schedir.transports.transport import own_part
 
 # What is taken in is received, and made whole if it comes in parts.
@@ -122,3 +123,15 @@ def gather_once(state: State) -> None:
 
 def _boundary(state: State) -> torch.Tensor:
     return torch.zeros(state.boundary.shape, dtype=state.boundary.dtype, device=state.device)
+
+
+HANDLERS: Final = {
+    Opcode.SendAct: Handler(send, "skip"),
+    Opcode.RecvAct: Handler(recv, "skip"),
+    Opcode.SendGrad: Handler(send, "skip"),
+    Opcode.RecvGrad: Handler(recv, "skip"),
+    Opcode.Scatter: Handler(scatter, pack_once),
+    Opcode.Gather: Handler(gather, gather_once),
+    Opcode.ScatterGrad: Handler(scatter, pack_once),
+    Opcode.GatherGrad: Handler(gather, gather_once),
+}

@@ -6,20 +6,21 @@ import warnings
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
+from typing import Final
 
 import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from schedir.errors import ModelError
-from schedir.ir.ops import HANDED, Instr, Token
+from schedir.ir.ops import HANDED, Instr, Opcode, Token
 from schedir.runtime.around import around, on_version
 from schedir.runtime.given import one_number
 from schedir.runtime.random import BACKWARD, FORWARD, WEIGHT
-from schedir.runtime.rank import Call, Slot, Stage, State
+from schedir.runtime.rank import Call, Handler, Slot, Stage, State
 from schedir.runtime.split import Tape, recording
 from schedir.runtime.splittable import could_wait, left_whole, watching
-from schedir.runtime.transfers import message_wait
+from schedir.runtime.transfer_handlers import message_wait
 from schedir.runtime.unchanged import expect_own
 
 # Where a backward begins: the last stage's loss, or where its output came from.
@@ -176,3 +177,11 @@ def _both(
         other()
 
     return wait
+
+
+HANDLERS: Final = {
+    Opcode.Forward: Handler(forward, "stage"),
+    Opcode.Backward: Handler(backward, "stage"),
+    Opcode.BackwardInput: Handler(backward_input, "stage"),
+    Opcode.BackwardWeight: Handler(backward_weight, "stage"),
+}
