@@ -35,6 +35,7 @@ from schedir.ir.ops import (
     Lane,
     Per,
     Token,
+    takers,
 )
 from schedir.ir.program import ADDRESS, OWN, Program, Stream
 from schedir.ir.sizes import Sizes
@@ -49,6 +50,8 @@ _HELD: Final = {
 _CHANGE: Final = np.array(
     [len(_HELD & {*r.gives} - {*r.needs}) - len(_HELD & {*r.frees} - {*r.gives}) for r in ROWS]
 )
+_USES_WEIGHTS: Final = tuple(dict.fromkeys((*COMPUTE, *takers(Token.PARAMETERS))))
+_COUNTED: Final = tuple(op for op in _USES_WEIGHTS if ROWS[op].per is Per.MICROBATCH)
 _SEVERAL: Final = sum(TOKENS[token].made_of is None for token in _HELD) > 1
 
 
@@ -72,14 +75,16 @@ def peak_versions(program: Program) -> NDArray[np.int64]:
     """Per rank, the most versions of its weights that are of use at once, the newest included.
 
     One for a program of one update.  An old version is of use until the last instruction that
-    computes with it.
+    computes with it, or reads it.
     """
     plan = program.plan
     peaks = np.ones(plan.ranks, np.int64)
     for rank, stream in enumerate(program.streams if plan.updates > 1 else ()):
         steps = np.flatnonzero(np.isin(stream.op, STEPS))
-        at = np.flatnonzero(np.isin(stream.op, COMPUTE))
-        version = plan.version(stream.stage[at], stream.mb[at])
+        at = np.flatnonzero(np.isin(stream.op, _USES_WEIGHTS))
+        counted = np.isin(stream.op[at], _COUNTED)  # what is once in an update, uses its weights
+        version = np.minimum(stream.mb[at], plan.updates)
+        version[counted] = plan.version(stream.stage[at][counted], stream.mb[at][counted])
         last = np.full(plan.updates + 1, -1)
         np.maximum.at(last, version, at)
         old = [int((last[: k + 1] > step).sum()) for k, step in enumerate(steps.tolist())]

@@ -1,4 +1,4 @@
-"""Communication: every message has both sides, and what is sent in slices is made whole."""
+"""Communication: messages have both sides, groups meet whole, and slices are made whole."""
 
 from __future__ import annotations
 
@@ -6,7 +6,17 @@ import numpy as np
 from numpy.typing import NDArray
 
 from schedir.errors import PartnerError
-from schedir.ir.ops import COMPUTE, OF_GRADIENTS, RECEIVES, ROWS, SENDS, SHARDING, Instr, Opcode
+from schedir.ir.ops import (
+    COLLECTIVES,
+    COMPUTE,
+    OF_GRADIENTS,
+    RECEIVES,
+    ROWS,
+    SENDS,
+    SHARDING,
+    Instr,
+    Opcode,
+)
 from schedir.verify.inspector import Inspector
 
 _MOVE_GRADIENTS = tuple(op for op in OF_GRADIENTS if op not in COMPUTE)
@@ -87,6 +97,34 @@ def _stray(look: Inspector, op: Opcode, stray: NDArray[np.bool_]) -> None:
         else f"there is no stage {other}"
     )
     look.refuse(f"{site.instr} has nobody to go to: {why}", site, kind=PartnerError)
+
+
+def meetings(look: Inspector) -> None:
+    """Where one rank of a group meets the others, all of them are there."""
+    plan = look.plan
+    for op in COLLECTIVES:
+        if op not in look.index.at:
+            continue
+        present, group = look.present(op), ROWS[op].group
+        each: NDArray[np.bool_]
+        if group == "model":
+            each = present.reshape(-1, plan.ranks)
+        elif group == "holders":
+            each = present.reshape(-1, len(plan.holders), plan.stages).swapaxes(1, 2)
+        else:  # those that share tied weights: the passes know whose are summed
+            continue
+        alone = (each.any(-1, keepdims=True) & ~each).reshape(-1, each.shape[-1])
+        if alone.any():
+            meeting, absent = map(int, np.argwhere(alone)[0])
+            here = each.reshape(alone.shape)[meeting]
+            if group == "model":
+                key, rank = meeting * plan.ranks + int(here.argmax()), absent
+            else:
+                time, stage = divmod(meeting, plan.stages)
+                key = (time * len(here) + int(here.argmax())) * plan.stages + stage
+                rank = int(plan.holders[absent, stage])
+            site = look.site_of(op, key)
+            look.refuse(f"{site.instr} meets no other on rank {rank}", site, kind=PartnerError)
 
 
 def sharding(look: Inspector) -> None:

@@ -31,7 +31,7 @@ from schedir.ir.ops import (
 from schedir.ir.program import FIELDS, Program, is_op
 from schedir.passes.lowering import LOWERING
 from schedir.passes.record import Mask
-from schedir.verify.communication import sharding, transfers
+from schedir.verify.communication import meetings, sharding, transfers
 from schedir.verify.inspector import Inspector
 
 MOST_IN_GROUP = 256  # NCCL hangs on larger ones
@@ -69,6 +69,7 @@ def completeness(program: Program, *, draft: bool) -> Index:
         transfers(look)
         sharding(look)
         _expected(look)
+        meetings(look)
     return index
 
 

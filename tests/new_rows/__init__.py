@@ -8,7 +8,7 @@
 Two more are looked at and not run, and have no handlers:
 
     log         a value beside what a forward saves, moved to the host, and read and freed there
-    step_stage  a step of each stage, which needs what a rank gives
+    step_stage  a step of each stage, which needs what a rank gives; and what only reads weights
 
 Each is three files and nothing else: edits of the tables in `ir/ops.py` (`EDITS`), the file of a
 pass (`*_pass.py`), and the file of its handlers (`*_handlers.py`).
@@ -110,7 +110,7 @@ LOOKED_AT: dict[str, list[tuple[str, str]]] = {
 """),
     ],
     "step_stage": [
-        (_OPCODES, "    StepStage = {next}\n"),
+        (_OPCODES, "    StepStage = {next}\n    Snapshot = {next}\n"),
         (_TOKENS, "    STEPPED = {token}\n"),
         (_TOKEN_ROWS, '    TokenRow(_T.STEPPED, _STAGE, _ALL, "the stepped weights"),\n'),
         ("=(_T.GRAD, _T.NORM), (_T.PARAMETERS,),\n        (_T.GRAD, _T.NORM)",
@@ -118,6 +118,8 @@ LOOKED_AT: dict[str, list[tuple[str, str]]] = {
         ("rows", """\
     Row(_O.StepStage, "step_stage", _L.COMPUTE, _STAGE, (_T.GRAD, _T.NORM), (_T.STEPPED,),
         (_T.GRAD, _T.NORM), "Steps a stage.", cost="step_stage"),
+    Row(_O.Snapshot, "snapshot", _L.COMPUTE, _RANK, (_T.PARAMETERS,), (), (),
+        "Copies the weights that an update begins with."),
 """),
     ],
 }  # fmt: skip

@@ -1,0 +1,60 @@
+"""All of a group meet, or none: also where no pass says what it expects."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from schedir.compiler.compile import compile
+from schedir.errors import PartnerError
+from schedir.ir.index import Index
+from schedir.ir.plan import Plan
+from schedir.ir.program import Program
+from schedir.ir.text import parse, show
+from schedir.schedules import dualpipe_v, one_f_one_b
+from schedir.testing import random_draft
+from schedir.verify.communication import meetings
+from schedir.verify.inspector import Inspector
+
+
+def met(program: Program) -> None:
+    meetings(Inspector(program, Index.of(program)))
+
+
+def without(program: Program, rank: int, what: str) -> Program:
+    head, *ranks = show(program, folded=False).split("\nrank ")
+    assert ranks[rank].count(f"  {what}\n") == 1
+    ranks[rank] = ranks[rank].replace(f"  {what}\n", "")
+    return parse("\nrank ".join([head, *ranks]))
+
+
+@pytest.mark.parametrize("rank", range(3))
+@pytest.mark.parametrize("update", range(2))
+def test_one_of_all_ranks_is_missing(rank: int, update: int) -> None:
+    plan = Plan(3, 4, updates=2, delay=1)
+    program = compile(one_f_one_b, plan, clip=True)
+    met(program)
+    what = "reduce_norm" + " 1" * update
+    with pytest.raises(PartnerError, match=f"meets no other on rank {rank}") as caught:
+        met(without(program, rank, what))
+    (site,) = caught.value.sites
+    assert str(site.instr) == what and site.rank == (rank == 0)
+    met(without(without(without(program, 0, what), 1, what), 2, what))
+
+
+@pytest.mark.parametrize("stage", range(4))
+@pytest.mark.parametrize("side", range(2))
+def test_one_of_two_holders_is_missing(stage: int, side: int) -> None:
+    plan = Plan(4, 4, placement="mirror")
+    program = compile(random_draft(plan, random.Random(1)))
+    met(program)
+    rank, other = plan.holders[side, stage], plan.holders[1 - side, stage]
+    with pytest.raises(PartnerError, match=f"meets no other on rank {rank}") as caught:
+        met(without(program, rank, f"reduce_holders {stage}"))
+    (site,) = caught.value.sites
+    assert str(site.instr) == f"reduce_holders {stage}" and site.rank == other
+
+
+def test_programs_without_meetings() -> None:
+    met(compile(dualpipe_v, Plan(2, 4, 2, "vee")))
