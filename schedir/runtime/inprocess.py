@@ -160,7 +160,10 @@ class InProcess:
             mail.end()
         zero = torch.zeros((), device=last[0][0].device)
         each = (sum(losses, zero) for losses in zip(*last, strict=True))
-        return sum(each, zero)  # by microbatch; each loss is 0 but on one rank
+        total = sum(each, zero)  # by microbatch; each loss is 0 but on one rank
+        for mail in self.mail:
+            mail.begin()  # a rank's stream may reuse its losses' memory only after this read them
+        return total
 
     def _any_order(self, seed: int) -> Iterator[tuple[int, int]]:
         """Rank and index of every instruction, in a legal order."""

@@ -25,7 +25,7 @@ from torch import Tensor
 from schedir.analysis.graph import Graph
 from schedir.analysis.models import Model
 from schedir.errors import ModelError
-from schedir.ir.ops import COMPUTE, SENDS, Lane
+from schedir.ir.ops import SENDS, Lane
 from schedir.ir.program import Program
 from schedir.predict.timeline import Timeline, spans_of
 from schedir.transports.collectives import Group, Kind
@@ -145,8 +145,8 @@ class EventStamps(Stamps):
         own = program.streams[rank]
         queue = Graph(program, model).queue[slice(*program.offsets[rank : rank + 2].tolist())]
         self.queue, self.group = queue.tolist(), np.cumsum(~own.joined).tolist()
-        # What may end later than it is issued, and is known to: sends are, by their receivers.
-        self.late = np.flatnonzero(~np.isin(own.op, (*COMPUTE, *SENDS))).tolist()
+        # What may end later than it is issued, on whatever lane; of sends their receivers know it.
+        self.late = np.flatnonzero(~np.isin(own.op, SENDS)).tolist()
         queues = sorted({self.queue[k] for k in self.late})
         self.beside = {q: torch.cuda.Stream(device) for q in queues}
         self.elsewhere: set[int] = set()  # what is recorded to end on another stream
