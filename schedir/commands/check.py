@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 
 ORDER = 1
 ABOUT = "prove that a program is complete and finishes"
+BLOCKS = ", on hosts that block, as CPUs do"
 _LONGEST = 40  # links of a chain that are shown
 
 
@@ -57,7 +58,7 @@ def run(args: argparse.Namespace) -> str:
     fails = [model for model in others if model not in models]
     but = f", but not under {_and(fails)}" if fails else ""
     if args.blocks:
-        but += ", on hosts that block, as CPUs do"
+        but += BLOCKS
     elif on_cpus != models:
         only = f"only under {_and(on_cpus)}" if on_cpus else "under none"
         but += f"; on hosts that block, as CPUs do, {only} (--blocks says why)"
@@ -73,7 +74,7 @@ def run(args: argparse.Namespace) -> str:
 
 def _why(args: argparse.Namespace) -> str:
     """The chain of instructions that decides when one starts."""
-    timeline = request_of(args, args.source).timeline
+    timeline = request_of(args, args.source, blocks=args.blocks).timeline
     rank, _, index = args.why.partition(":")
     streams = timeline.program.streams
     if not all(part.isascii() and part.isdecimal() for part in (rank, index)):
@@ -98,7 +99,8 @@ def _why(args: argparse.Namespace) -> str:
     left = len(shown) - _LONGEST
     return (
         f"{timeline.program.name}: rank {rank} #{index} {last} starts at {begin:.6g} under "
-        f"{timeline.model}; what decides it, each link from the end of the one before\n"
+        f"{timeline.model}{BLOCKS * args.blocks}; what decides it, each link from the end of the "
+        "one before\n"
         + (f"the last {_LONGEST} of {len(shown)} links\n" if left > 0 else "")
         + table(
             ["start", "end", "rank", "index", "instruction"],

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from difflib import get_close_matches
+from inspect import signature
 from typing import Any
 
 from schedir.analysis.memory import held, require_memory_limit
@@ -191,9 +193,11 @@ def lower(
     """
     for option in more:
         if option not in OPTIONS:
+            known = [*[*signature(compile).parameters][2:-1], *sorted(OPTIONS)]
+            near = get_close_matches(option, known, 1)
             raise UsageError(
-                f"no option {option!r} of lowering",
-                hint=f"passes take {', '.join(sorted(OPTIONS))}" if OPTIONS else "",
+                f"no option {option!r} of compile",
+                hint=f"did you mean {near[0]!r}?" if near else f"there are {', '.join(known)}",
                 fields=[option],
             )
     options = Options(costs, model, boundary, overlap, slots, more)

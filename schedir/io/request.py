@@ -153,11 +153,14 @@ class Request:
         found = self.run
         if found is None:
             costs, sizes = self._stage_costs, self._stage_sizes
-            return simulate(self.program, costs, model=self.model or "device", sizes=sizes)
+            model, blocks = self.model or "device", self.blocks
+            return simulate(self.program, costs, model=model, sizes=sizes, blocks=blocks)
         if self.model not in (None, found.model) and not self.share:
             raise UsageError(
                 f"{self.source} ran under {found.model}, not {self.model}", fields=["model"]
             )
+        if self.blocks and not found.blocks:
+            raise UsageError(f"{self.source} ran on hosts that do not block", fields=["blocks"])
         self._agree(found.program)
         sizes = self._stage_sizes or found.sizes
         if self.limit is not None:

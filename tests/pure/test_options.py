@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 import schedir
 from schedir.ir.plan import Plan
-from schedir.schedules import zb_v
+from schedir.schedules import gpipe, interleaved, zb_v
 from tests.commands import refused, said
 
 
@@ -71,3 +72,36 @@ def test_no_option_is_left_unread(
     draft = schedir.parse(Path("d.sched").read_text())
     assert draft.is_draft and (draft.tp, draft.clip) == (2, True)
     assert "no size 'nonsense'" in refused(capsys, "show", "d.sched", "--sizes=nonsense=1")
+
+
+def test_why_on_hosts_that_block(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """There a gather holds up what comes behind it, and so `--blocks` tells of another start."""
+    monkeypatch.chdir(tmp_path)
+    costs = schedir.Costs(send=0.5, gather=0.3)
+    program = schedir.compile(gpipe, Plan(4, 8), tp=2, costs=costs)
+    last = len(program.streams[3]) - 1
+    argv = "--tp=2", "--costs=send=0.5,gather=0.3", f"--why=3:{last}"
+    starts = []
+    for blocks in (False, True):
+        asked = ["check", "gpipe", *argv, *["--blocks"] * blocks]
+        chain = json.loads(said(capsys, *asked, "--json"))
+        run = schedir.simulate(program, costs, blocks=blocks)
+        assert chain[-1]["start"] == run.spans["start"][-1]
+        assert ("under device, on hosts that block" in said(capsys, *asked)) == blocks
+        starts.append(chain[-1]["start"])
+    assert starts[0] < starts[1]
+    schedir.save_timeline(schedir.simulate(program), "x.timeline")
+    assert "do not block" in refused(capsys, "check", "x.timeline", "--why=0:1", "--blocks")
+
+
+@pytest.mark.parametrize(
+    ("option", "hint"),
+    [("overlaps", "did you mean 'overlap'?"), ("colour", "there are tp, dp, model, costs")],
+)
+def test_an_option_that_compile_does_not_have(option: str, hint: str) -> None:
+    given: dict[str, Any] = {option: True}
+    with pytest.raises(schedir.errors.UsageError) as error:
+        schedir.compile(interleaved, Plan(2, 2), **given)
+    assert error.value.fields == (option,) and error.value.hint.startswith(hint)
