@@ -29,7 +29,7 @@ from schedir.errors import (
     UsageError,
     expect,
 )
-from schedir.ir.ops import BACKWARDS, COMPUTE, ROWS, TRANSFERS, Opcode, Per
+from schedir.ir.ops import BACKWARDS, COMPUTE, FORWARD, ROWS, TRANSFERS, Opcode, Per
 from schedir.ir.plan import MAX_MICROBATCHES, MAX_STAGES, PLACEMENTS, Plan
 from schedir.ir.program import JOINED, OP, OPS, STAGE, Program, Stream
 
@@ -139,7 +139,7 @@ def _may_join(program: Program, rank: int, index: int) -> None:
     stream = program.streams[rank]
     both = [stream[k].op for k in range(max(index - 1, 0), index + 1)]
     alone = not stream.words[max(index - 1, 0)] & JOINED
-    if alone and _O.Forward in both and any(op in BACKWARDS for op in both):
+    if alone and FORWARD in both and any(op in BACKWARDS for op in both):
         return
     transfers = all(op in TRANSFERS for op in both)
     raise GroupError(
@@ -251,7 +251,7 @@ class _Reader:
         if not (
             pair[2] == _PAIR
             and len(ops) == len(both) == 2
-            and _O.Forward in ops
+            and FORWARD in ops
             and any(op in BACKWARDS for op in ops)
         ):
             raise at.error(
@@ -310,7 +310,7 @@ class _Reader:
                     _MISSING if stage > last else "",
                 )
         words = np.concatenate([np.array(w, np.int64) for w in self.ranks])
-        forward = words[words >> OP & 0xFF == _O.Forward]
+        forward = words[words >> OP & 0xFF == FORWARD]
         count = np.bincount(forward >> STAGE & 0xFFFF, minlength=last + 1)
         m = max(self.most + 1, 1)
         if (count < m).any():

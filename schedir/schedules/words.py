@@ -25,7 +25,7 @@ import numpy as np
 
 from schedir.errors import said
 from schedir.ir.numerals import NO_NUMBERS
-from schedir.ir.ops import ROWS, Opcode
+from schedir.ir.ops import BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT, FORWARD, ROWS
 from schedir.ir.program import JOINED, OP, STAGE, Words, pack
 
 __all__ = [
@@ -117,10 +117,10 @@ def _whole(what: str, value: SupportsIndex) -> int:
         raise TypeError(f"{what} takes a whole number, not {value!r:.60}{hint}") from None
 
 
-F = Word(pack(Opcode.Forward, 0, AUTO))
-B = Word(pack(Opcode.Backward, 0, AUTO))
-I = Word(pack(Opcode.BackwardInput, 0, AUTO))
-W = Word(pack(Opcode.BackwardWeight, OLDEST, AUTO))  # bare: the oldest I not yet finished
+F = Word(pack(FORWARD, 0, AUTO))
+B = Word(pack(BACKWARD, 0, AUTO))
+I = Word(pack(BACKWARD_INPUT, 0, AUTO))
+W = Word(pack(BACKWARD_WEIGHT, OLDEST, AUTO))  # bare: the oldest I not yet finished
 EMPTY = Word(np.empty(0, np.int64))
 
 
