@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 from schedir.ir.chains import NO_FORM, Chains
 from schedir.ir.index import NONE, Index, Positions
 from schedir.ir.ops import (
-    HANDED,
+    LOCAL_HANDOVER,
     ROWS,
     TOKENS,
     Found,
@@ -34,7 +34,7 @@ from schedir.ir.ops import (
     chain,
     change_of,
     changes,
-    makers,
+    producers,
 )
 from schedir.ir.program import Program
 from schedir.ir.table_rules import require_tables
@@ -48,7 +48,7 @@ FREERS: Final = {
     token: [(row.op, 0) for row in ROWS if token in row.frees]
     + [
         (row.op, -hop)
-        for taken, (made, hop) in HANDED.items()
+        for taken, (made, hop) in LOCAL_HANDOVER.items()
         for row in ROWS
         if made is token and taken in row.frees
     ]
@@ -173,14 +173,14 @@ class Flow:
     def _once(self, row: Row, token: Token, needer: Positions) -> Positions:
         """Of values made once: the last in the chain that is there."""
         giver = self._first(chain(row.op, token), self.index.key[needer])
-        if token in HANDED:
-            plan, (made, hop) = self.index.program.plan, HANDED[token]
+        if token in LOCAL_HANDOVER:
+            plan, (made, hop) = self.index.program.plan, LOCAL_HANDOVER[token]
             lacks = np.flatnonzero(giver == NONE)
             at = needer[lacks]
             stage = self.index.stage[at].astype(np.int32) + hop
             inside = (stage >= 0) & (stage < plan.stages)
             other = np.where(inside, self.index.key[at] + hop * plan.microbatches, NONE)
-            giver[lacks] = self._first(makers(made), other)
+            giver[lacks] = self._first(producers(made), other)
         return giver
 
     def _first(self, ops: tuple[Opcode, ...], key: Positions) -> Positions:
@@ -254,11 +254,11 @@ class Flow:
 
     def _chained(self, token: Token) -> Chains:
         parts = []
-        for op in (*makers(token), *changes(token)):
+        for op in (*producers(token), *changes(token)):
             at = self.index.positions.get(op)
             if at is not None:
                 change = change_of(op, token)
-                parts.append((at, self._keys(token, at), True, op in makers(token), change))
+                parts.append((at, self._keys(token, at), True, op in producers(token), change))
         for op, hop in FREERS[token]:
             at = self.index.positions.get(op)
             if at is not None:
@@ -282,7 +282,7 @@ class Flow:
         if chains is not None:
             fill, freed = chains.on_device()
         else:
-            fill = index.where_all(makers(token))
+            fill = index.where_all(producers(token))
             freed = self._freed(token, fill)
         own = freed != NONE
         own[own] = index.rank[freed[own]] == index.rank[fill[own]]

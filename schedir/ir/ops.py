@@ -251,13 +251,13 @@ BY_TEXT: Final = {row.text: row.op for row in ROWS}
 
 
 @cache
-def makers(token: Token) -> tuple[Opcode, ...]:
+def producers(token: Token) -> tuple[Opcode, ...]:
     """Who makes a value: gives it without having needed it."""
     return tuple(row.op for row in ROWS if token in row.gives and token not in row.needs)
 
 
 @cache
-def takers(token: Token) -> tuple[Opcode, ...]:
+def consumers(token: Token) -> tuple[Opcode, ...]:
     """Who uses a value as it is: needs it, and does not give it on."""
     return tuple(row.op for row in ROWS if token in row.needs and token not in row.gives)
 
@@ -290,18 +290,18 @@ COMPUTE: Final = tuple(
     if row.lane is Lane.COMPUTE and row.per is _MB and row.op not in SHARDING
 )  # fmt: skip
 # What computes, by what it makes of what: F; B and I, of which I leaves a tape; W, which takes it.
-FORWARDS: Final = makers(Token.ACT_OUT)
-BACKWARDS: Final = makers(Token.GRAD_OUT)  # W, which only adds to the weights, is none
-SPLITS: Final = makers(Token.TAPE)
+FORWARDS: Final = producers(Token.ACT_OUT)
+BACKWARDS: Final = producers(Token.GRAD_OUT)  # W, which only adds to the weights, is none
+SPLITS: Final = producers(Token.TAPE)
 WHOLES: Final = tuple(op for op in BACKWARDS if op not in SPLITS)
-LATE: Final = takers(Token.TAPE)
-STEPS: Final = makers(Token.PARAMETERS)
+LATE: Final = consumers(Token.TAPE)
+STEPS: Final = producers(Token.PARAMETERS)
 # Of each of these there is one: whoever adds another must say which is meant where.
 (FORWARD,), (BACKWARD,), (BACKWARD_INPUT,), (BACKWARD_WEIGHT,), (STEP,) = (
     FORWARDS, WHOLES, SPLITS, LATE, STEPS,
 )  # fmt: skip
 # What adds to a stage's sum of gradients; and by weights: those not split, and those that are.
-ADDS: Final = makers(Token.WGRAD)
+ADDS: Final = producers(Token.WGRAD)
 ADDS_TO_WEIGHTS: Final = (
     tuple(op for op in ADDS if Token.TAPE not in ROWS[op].needs),
     tuple(op for op in ADDS if Token.TAPE not in ROWS[op].gives),
@@ -313,7 +313,7 @@ OF_GRADIENTS: Final = tuple(
 )
 
 # Neighbours on one rank hand over directly: what one stage takes in is what the other put out.
-HANDED: Final = {row.token: row.handed for row in TOKENS if row.handed is not None}
+LOCAL_HANDOVER: Final = {row.token: row.handed for row in TOKENS if row.handed is not None}
 
 # Values in slots whose number is a choice: what crosses boundaries, and what something off the
 # compute lane makes, changes or frees, so that the order of compute does not say when.
@@ -338,7 +338,7 @@ def chain(op: Opcode, token: Token) -> tuple[Opcode, ...]:
     changed = changes(token)
     if op in changed:
         changed = changed[: changed.index(op)]
-    return (*reversed(changed), *makers(token))
+    return (*reversed(changed), *producers(token))
 
 
 class Instr(NamedTuple):

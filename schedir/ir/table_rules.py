@@ -12,8 +12,8 @@ from typing import Final
 
 from schedir.ir.ops import (
     BOUNDARY,
-    HANDED,
     LANES,
+    LOCAL_HANDOVER,
     ROWS,
     TIERS,
     TOKENS,
@@ -80,7 +80,7 @@ def _of_order(all_of: type[IntEnum], places: Sequence[IntEnum]) -> Iterator[str]
 def _of_token(value: TokenRow, rows: Sequence[Row]) -> Iterator[str]:
     """Faults of a value."""
     token, name = value.token, value.token.name
-    if token not in HANDED and not any(token in row.gives for row in rows):
+    if token not in LOCAL_HANDOVER and not any(token in row.gives for row in rows):
         yield f"{name}: no instruction gives it"
     if value.found is Found.AGAIN and value.per is Per.TURN:
         yield f"{name}: what is made again and again is one value of its stage, not one a turn"

@@ -10,7 +10,7 @@ from typing import Any, Final
 import numpy as np
 
 from schedir.analysis.models import Model
-from schedir.ir.ops import ROWS, SHARDING, makers, takers
+from schedir.ir.ops import ROWS, SHARDING, consumers, producers
 from schedir.ir.program import ADDRESS, FIELDS, OP, Program, Words, is_op
 from schedir.passes.insert import before
 from schedir.passes.record import Pass
@@ -34,8 +34,8 @@ def scatter_gather(program: Program) -> Program:
     for change in SHARDING:  # of a value of a rank, before whoever takes it there
         (token,) = ROWS[change].gives
         made = np.zeros(plan.stages * plan.microbatches, bool)
-        made[key[is_op(fields["op"], makers(token))]] = True
-        here = np.flatnonzero(is_op(fields["op"], takers(token)))
+        made[key[is_op(fields["op"], producers(token))]] = True
+        here = np.flatnonzero(is_op(fields["op"], consumers(token)))
         here = here[made[key[here]]]
         at.append(here)
         words.append(address[here] | int(change) << OP)

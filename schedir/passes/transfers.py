@@ -15,13 +15,13 @@ from schedir.analysis.graph import Graph
 from schedir.analysis.longest_path import Walk, walk
 from schedir.ir.costs import Costs
 from schedir.ir.index import NONE, Index, Positions
-from schedir.ir.ops import ROWS, SENDS, Opcode, Per, makers
+from schedir.ir.ops import ROWS, SENDS, Opcode, Per, producers
 from schedir.ir.plan import Plan
 from schedir.ir.program import ADDRESS, OP, STAGE, Cut, Program, Words
 from schedir.passes.ends import meets, together
 from schedir.passes.record import Pass
 
-_SENT_BY = {send: makers(ROWS[send].needs[0]) for send in SENDS}
+_SENT_BY = {send: producers(ROWS[send].needs[0]) for send in SENDS}
 _MAKE = tuple(op for ops in _SENT_BY.values() for op in ops)
 
 

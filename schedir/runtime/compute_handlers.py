@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from schedir.errors import ModelError
-from schedir.ir.ops import HANDED, Instr, Opcode, Token
+from schedir.ir.ops import LOCAL_HANDOVER, Instr, Opcode, Token
 from schedir.runtime.around import around, on_version
 from schedir.runtime.given import one_number
 from schedir.runtime.random import BACKWARD, FORWARD, WEIGHT
@@ -154,7 +154,7 @@ def _input_slot(state: State, i: Instr, kind: Token, hop: int) -> Slot:
     """The slot of what an instruction takes in: where the stage beside puts it out, or receives."""
     if state.local_stage(i.stage + hop, i.mb) is None:
         return state.slot(kind, i.stage, i.mb)
-    return state.slot(HANDED[kind][0], i.stage + hop, i.mb)
+    return state.slot(LOCAL_HANDOVER[kind][0], i.stage + hop, i.mb)
 
 
 def _slot_wait(state: State, i: Instr) -> Callable[[], None] | None:

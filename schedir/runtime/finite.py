@@ -15,14 +15,14 @@ import torch.distributed as dist
 from torch import Tensor
 
 from schedir.errors import NonFiniteError, Site
-from schedir.ir.ops import COMPUTE, FORWARDS, ROWS, Instr, Token, makers
+from schedir.ir.ops import COMPUTE, FORWARDS, ROWS, Instr, Token, producers
 from schedir.ir.program import Program
 from schedir.runtime.executor import Executor
 from schedir.runtime.precision import are_finite
 from schedir.runtime.rank import Call, Microbatches
 from schedir.transports.processes import Processes
 
-_COLLECTS = makers(Token.GRAD)  # what makes an update's gradient of those of its microbatches
+_COLLECTS = producers(Token.GRAD)  # what makes an update's gradient of those of its microbatches
 
 
 def find_origin(

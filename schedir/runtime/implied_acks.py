@@ -9,16 +9,16 @@ from __future__ import annotations
 
 from typing import Final
 
-from schedir.ir.ops import HANDED, ROWS, SENDS
+from schedir.ir.ops import LOCAL_HANDOVER, ROWS, SENDS
 from schedir.ir.program import Program
 
 # Who takes in what a neighbouring stage sent: which send that is, and how far away its stage.
 _SENT: Final = {
-    row.op: (send, HANDED[token][1])
+    row.op: (send, LOCAL_HANDOVER[token][1])
     for row in ROWS
     for token in row.needs
     for send in SENDS
-    if token in HANDED and HANDED[token][0] in ROWS[send].needs
+    if token in LOCAL_HANDOVER and LOCAL_HANDOVER[token][0] in ROWS[send].needs
 }
 
 
