@@ -35,7 +35,7 @@ from schedir.ir.ops import (
     Lane,
     Per,
     Token,
-    takers,
+    consumers,
 )
 from schedir.ir.program import ADDRESS, OWN, Program, Stream
 from schedir.ir.sizes import Sizes
@@ -50,7 +50,7 @@ _HELD: Final = {
 _CHANGE: Final = np.array(
     [len(_HELD & {*r.gives} - {*r.needs}) - len(_HELD & {*r.frees} - {*r.gives}) for r in ROWS]
 )
-_USES_WEIGHTS: Final = tuple(dict.fromkeys((*COMPUTE, *takers(Token.PARAMETERS))))
+_USES_WEIGHTS: Final = tuple(dict.fromkeys((*COMPUTE, *consumers(Token.PARAMETERS))))
 _COUNTED: Final = tuple(op for op in _USES_WEIGHTS if ROWS[op].per is Per.MICROBATCH)
 _SEVERAL: Final = sum(TOKENS[token].made_of is None for token in _HELD) > 1
 
