@@ -73,7 +73,6 @@ class Graph:
     @classmethod
     def of(cls, program: Program, model: Model = "device", *, blocks: bool = False) -> Graph:
         """The graph of a program, which is made once for each model."""
-        Flow.of(program)
         return program.derived(("graph", model, blocks), partial(cls, model=model, blocks=blocks))
 
     def __len__(self) -> int:

@@ -123,7 +123,6 @@ class Flow:
     @classmethod
     def of(cls, program: Program) -> Flow:
         """The flow of a program, which is made once."""
-        Index.of(program)
         return program.derived("flow", lambda twin: cls(Index.of(twin)))
 
     # ------------------------------------------------------------ who gives what

@@ -220,16 +220,17 @@ class Program:
 
         It is made of a twin, which has the same Streams and proofs, and what is derived so far.  So
         the program holds it, and it does not hold the program: both go when nobody uses them.
+        What is derived of the twin meanwhile stays with the twin, and is kept, too.
         """
-        if what not in self._derived:
-            twin = object.__new__(type(self))
-            vars(twin).update(vars(self) | {"_derived": dict(self._derived)})
-            made = make(twin)
-            if len(self) > _LARGE:
-                return made
-            self._derived[what] = made
-        found: _T = self._derived[what]
-        return found
+        if what in (known := self._derived):
+            found: _T = known[what]
+            return found
+        twin = object.__new__(type(self))
+        vars(twin).update(vars(self) | {"_derived": dict(known), "_is_twin": True})
+        made = make(twin)
+        if "_is_twin" in vars(self) or len(self) <= _LARGE:
+            known.update(twin._derived | {what: made})
+        return made
 
     def forget(self) -> None:
         """Let go of what is derived: of a program that only another one is made of."""

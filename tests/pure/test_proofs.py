@@ -245,17 +245,24 @@ def test_what_is_derived_of_a_program_goes_with_it() -> None:
         gc.enable()
 
 
-def test_index_and_flow_are_made_once_for_a_program(monkeypatch: pytest.MonkeyPatch) -> None:
-    program = compile(one_f_one_b, Plan(2, 4), slots="fewest")
-    made: list[object] = []
+@pytest.fixture
+def made(monkeypatch: pytest.MonkeyPatch) -> list[object]:
+    """All indexes, flows and graphs that are made from now on."""
+    all_made: list[object] = []
     for kind in (Index, Flow, Graph):
         before = kind.__init__
 
         def counted(self: object, *given: Any, _before: Any = before, **options: Any) -> None:
-            made.append(self)
+            all_made.append(self)
             _before(self, *given, **options)
 
         monkeypatch.setattr(kind, "__init__", counted)
+    return all_made
+
+
+def test_index_and_flow_are_made_once_for_a_program(made: list[object]) -> None:
+    program = compile(one_f_one_b, Plan(2, 4), slots="fewest")
+    made.clear()
     timeline = simulate(program, sizes=Sizes(activation=1, saved=10))
     assert timeline.peak_memory.any() and timeline.critical_path.size and timeline.idle.any()
     assert not made
@@ -265,3 +272,17 @@ def test_index_and_flow_are_made_once_for_a_program(monkeypatch: pytest.MonkeyPa
     made.clear()
     check(slots)
     assert [type(each) for each in made] == [Graph]
+    check(parse(show(program)))
+    assert sorted(type(each).__name__ for each in made[1:]) == ["Flow", "Graph", "Index"]
+
+
+def test_large_programs_keep_nothing(made: list[object], monkeypatch: pytest.MonkeyPatch) -> None:
+    program = parse(show(compile(one_f_one_b, Plan(2, 4), slots="fewest")))
+    monkeypatch.setattr("schedir.ir.program._LARGE", 10)
+    made.clear()
+    check(program)  # once to see that it is complete, and once for its graph
+    assert sorted(type(each).__name__ for each in made) == ["Flow", "Graph", "Index", "Index"]
+    alive = [weakref.ref(each) for each in made]
+    made.clear()
+    gc.collect()
+    assert [ref() for ref in alive] == [None] * 4
