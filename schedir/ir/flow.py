@@ -117,7 +117,7 @@ class Flow:
 
     def __init__(self, index: Index) -> None:
         self.index = index
-        self.stale: list[Stale] = []  # what `needs` has found
+        self._stale: list[Stale] = []  # what `needs` finds on its way
         self._chains: dict[Token, Chains | None] = {}
 
     @classmethod
@@ -147,6 +147,11 @@ class Flow:
         for k, needer, giver in found:
             needs[k, needer] = giver
         return needs
+
+    @property
+    def stale(self) -> list[Stale]:
+        """Who needs a value that is not there as it is needed, and will not be."""
+        return self._stale if self.needs.size else []
 
     def token(self, needer: int, giver: int) -> Token | None:
         """Which value of a giver's an instruction needs; None if it is none."""
@@ -232,7 +237,7 @@ class Flow:
     def _nearest(self, chains: Chains, row: Row, token: Token, needer: Positions) -> Positions:
         """Of what is made again, or changes its state: the nearest earlier giver."""
         giver, stale = chains.givers(self._keys(token, needer), needer, change_of(row.op, token))
-        self.stale += [Stale(who, culprit, token) for who, culprit in stale]
+        self._stale += [Stale(who, culprit, token) for who, culprit in stale]
         return giver
 
     # ------------------------------------------------------------ how long it lives
