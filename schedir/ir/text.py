@@ -60,7 +60,7 @@ def show(program: Program, folded: bool = True) -> str:
     lines = [f"schedir {FORMAT}", f"program {program.name}", *_header_lines(program)]
     period = 8 * program.plan.stages if folded else 0
     for rank, stream in enumerate(program.streams):
-        has = program.slots[rank].said() if program.slots else {}
+        has = program.slots[rank].said() if rank < len(program.slots) else {}
         lines += ["", "  ".join([f"rank {rank}", *(f"{kind} {n}" for kind, n in has.items())])]
         lines += [f"  {line}" for line in _lines(stream.words, period)]
     return "\n".join(lines) + "\n"

@@ -12,13 +12,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from schedir.compiler.compile import compile, lower
-from schedir.errors import ParseError, PlanError, ProgramError
+from schedir.errors import CompletenessError, ParseError, PlanError, ProgramError
 from schedir.ir.plan import Plan
 from schedir.ir.program import Program, Stream
 from schedir.ir.text import parse, show
 from schedir.passes.overlap import group_opposites
 from schedir.schedules import gpipe, interleaved, one_f_one_b
 from schedir.testing import drafts, ties
+from schedir.verify.check import check
 
 
 @given(drafts(), st.booleans(), st.booleans(), st.data())
@@ -172,3 +173,12 @@ def test_digest_is_of_what_runs() -> None:
         group_opposites(one),
     ]
     assert len({one.digest, *(o.digest for o in others)}) == 1 + len(others)
+
+
+def test_a_program_with_a_stream_too_many_is_shown() -> None:
+    """So that whoever made it can see what `check` refuses."""
+    program = compile(one_f_one_b, Plan(2, 4), slots="fewest")
+    more = replace(program, streams=(*program.streams, program.streams[1]))
+    assert "rank 2\n" in show(more) and "rank 2  act_in" not in show(more)
+    with pytest.raises(CompletenessError, match="3 Streams for 2 ranks"):
+        check(more)
