@@ -2,7 +2,8 @@
 
 For values that are made again and again, or that change their state on the way: where they lie (a
 tier), and in which form (a field of Sizes).  Who makes a value leaves it in the form that the first
-change wants; a reader wants it as the last change leaves it, in the first tier.
+change wants.  A reader wants it as the last change leaves it, in the first tier, unless its own row
+says by a `Change` where, and in which form, it reads it.
 """
 
 from __future__ import annotations
@@ -103,8 +104,8 @@ class Chains(NamedTuple):
     ) -> tuple[Positions, list[tuple[int, int]]]:
         """Who gives a value to each of some instructions, and who has left it unfit for which.
 
-        It is the nearest earlier event if that leaves it fit, else the next that will; -1 where
-        nothing touches the value.
+        The giver is the nearest earlier event if that leaves the value fit, else the next event
+        that will; -1 where nothing touches the value.
         """
         giver = np.full(len(needer), NONE, np.int32)
         stale: list[tuple[int, int]] = []
