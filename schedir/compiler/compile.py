@@ -116,7 +116,7 @@ def compile(
         boundary=boundary, overlap=overlap, slots=slots, debug=debug, **more,
     )  # fmt: skip
     program = check(program, model, blocks=blocks)
-    return program if limit is None else within(program, sizes, limit)
+    return program if limit is None else check_memory(program, sizes, limit)
 
 
 def _drafted(schedule: Schedule | Program, plan: Plan | None) -> Program:
@@ -151,7 +151,7 @@ def _complete_draft(program: Program) -> Program:
         raise
 
 
-def within(program: Program, sizes: Sizes | None, limit: float) -> Program:
+def check_memory(program: Program, sizes: Sizes | None, limit: float) -> Program:
     """Return a checked program if no rank ever holds more than `limit` bytes.
 
     Raises MemoryLimitError that says which rank does, when, and what fills it; UsageError where

@@ -11,7 +11,7 @@ from functools import cached_property
 from typing import Any, TypeVar
 
 from schedir.analysis.models import MODELS, Model, require_model
-from schedir.compiler.compile import compile, within
+from schedir.compiler.compile import check_memory, compile
 from schedir.errors import UsageError
 from schedir.io.load import Source
 from schedir.ir.costs import Costs
@@ -164,7 +164,7 @@ class Request:
         self._agree(found.program)
         sizes = self._stage_sizes or found.sizes
         if self.limit is not None:
-            within(found.program, sizes, self.limit)
+            check_memory(found.program, sizes, self.limit)
         if self.costs is not None and not self.share:
             model, blocks = found.model, found.blocks
             predicted = simulate(found.program, self.costs, model=model, blocks=blocks)
@@ -222,7 +222,9 @@ class Request:
 
     def _within(self, program: Program) -> Program:
         """A checked program, within the limit if there is one."""
-        return program if self.limit is None else within(program, self._stage_sizes, self.limit)
+        return (
+            program if self.limit is None else check_memory(program, self._stage_sizes, self.limit)
+        )
 
     @property
     def _stage_costs(self) -> Costs:

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from schedir.compiler.compile import compile, lower, within
+from schedir.compiler.compile import check_memory, compile, lower
 from schedir.errors import MemoryLimitError, UsageError, in_bytes
 from schedir.ir.costs import Costs
 from schedir.ir.ops import ROWS, Opcode, Token
@@ -104,11 +104,11 @@ def test_peaks_are_those_counted_by_hand(
         assert np.array_equal(np.sum([*curve.kinds.values()], axis=0), curve.held)
         assert curve.held[0] == curve.held[-1]  # nothing is kept from step to step
         assert (np.diff(curve.times) >= 0).all() and curve.times[0] == timeline.begin
-    assert within(program, given, max(peaks)) is program
+    assert check_memory(program, given, max(peaks)) is program
     if not max(peaks):
         return
     with pytest.raises(MemoryLimitError) as caught:
-        within(program, given, max(peaks) - 1)
+        check_memory(program, given, max(peaks) - 1)
     error, site = caught.value, caught.value.sites[0]
     assert error.needs == peaks[site.rank] == sum(size for _, _, size in error.holds)
     then = by_hand(machine, given, site.rank)[site.index]
@@ -137,7 +137,7 @@ def test_what_does_not_train_keeps_nothing() -> None:
     assert simulate(program, sizes=given).peak_memory.tolist() == [13, 13]
     assert simulate(program).peak_memory.tolist() == [0, 0]
     with pytest.raises(MemoryLimitError) as caught:
-        within(program, given, 12)
+        check_memory(program, given, 12)
     assert caught.value.sites[0].index == 0
 
 
@@ -183,7 +183,7 @@ def test_what_is_saved_and_taped_at_once() -> None:
     assert curve.kinds["saved"].tolist() == [0, 10, 10, 0, 0, 0]
     assert simulate(program, sizes=Sizes(saved=4, tape=10)).peak_memory.tolist() == [10]
     with pytest.raises(MemoryLimitError) as caught:
-        within(program, told, 11)
+        check_memory(program, told, 11)
     assert caught.value.needs == 12 and caught.value.sites[0].index == 1
     assert caught.value.holds == (("saved", 1, 10.0), ("tape", 1, 2.0))
     assert (
@@ -194,7 +194,7 @@ def test_what_is_saved_and_taped_at_once() -> None:
     saved  1      10 B
     tape   1       2 B"""
     )
-    assert within(program, told, 12) is program
+    assert check_memory(program, told, 12) is program
 
 
 @pytest.mark.parametrize("both", [9, 15, (12, 15)])
