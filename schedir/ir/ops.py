@@ -296,10 +296,8 @@ SPLITS: Final = producers(Token.TAPE)
 WHOLES: Final = tuple(op for op in BACKWARDS if op not in SPLITS)
 LATE: Final = consumers(Token.TAPE)
 STEPS: Final = producers(Token.PARAMETERS)
-# Of each of these there is one: whoever adds another must say which is meant where.
-(FORWARD,), (BACKWARD,), (BACKWARD_INPUT,), (BACKWARD_WEIGHT,), (STEP,) = (
-    FORWARDS, WHOLES, SPLITS, LATE, STEPS,
-)  # fmt: skip
+# Of what computes there is one each: whoever adds another must say which is meant where.
+(FORWARD,), (BACKWARD,), (BACKWARD_INPUT,), (BACKWARD_WEIGHT,) = FORWARDS, WHOLES, SPLITS, LATE
 # What adds to a stage's sum of gradients; and by weights: those not split, and those that are.
 ADDS: Final = producers(Token.WGRAD)
 ADDS_TO_WEIGHTS: Final = (
