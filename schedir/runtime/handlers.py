@@ -8,10 +8,10 @@ with `_handlers`: by opcode in `HANDLERS`, and in `WRAPPERS` what goes around th
 from __future__ import annotations
 
 import pkgutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from importlib import import_module
 from types import ModuleType
-from typing import Final
+from typing import Any, Final
 
 from schedir.ir.ops import Opcode
 from schedir.runtime.rank import Handler
@@ -24,14 +24,21 @@ def _modules() -> Iterator[ModuleType]:
             yield import_module(f"{folder}.{module.name}")
 
 
-def _found() -> dict[Opcode, Handler]:
-    modules, found = [*_modules()], dict[Opcode, Handler]()
+def found_in(modules: Sequence[Any]) -> dict[Opcode, Handler]:
+    """The handlers of modules by opcode, wrapped.  Raises ImportError for two of one opcode."""
+    found: dict[Opcode, Handler] = {}
+    home: dict[Opcode, str] = {}
     for module in modules:
-        found |= module.HANDLERS
+        for op, handler in module.HANDLERS.items():
+            if op in found:
+                raise ImportError(
+                    f"{module.__name__} has a handler of {op.name}, and so has {home[op]}"
+                )
+            found[op], home[op] = handler, module.__name__
     for module in modules:
         for op, wrap in getattr(module, "WRAPPERS", {}).items():
             found[op] = wrap(found[op])
     return found
 
 
-HANDLERS: Final = _found()
+HANDLERS: Final = found_in([*_modules()])

@@ -22,11 +22,12 @@ from schedir.predict.calibrate import calibrate
 from schedir.runtime import inprocess
 from schedir.runtime.inprocess import InProcess
 from schedir.runtime.rank import Boundary
-from schedir.runtime.recorder import TICK, EventStamps, Recorded, read
+from schedir.runtime.recorder import TICK, EventStamps, HostStamps, Recorded, read
 from schedir.schedules import dualpipe, dualpipe_v, gpipe, interleaved, one_f_one_b
 from schedir.schedules.words import Schedule
 from schedir.testing import tiny
 from schedir.transports import mailbox
+from schedir.transports.collectives import Group, Kind
 from schedir.transports.mailbox import Hub, Mailbox
 from schedir.transports.transport import Work
 from tests.cpu.virtual_gpu import VirtualGPU, charge, copies, install
@@ -154,6 +155,31 @@ def test_a_message_ends_when_it_has_arrived_and_not_when_somebody_looks() -> Non
     acts = timeline.spans[sends[:2]]
     # The second one has come long before the forward that takes it in: the first lasts until 11.5.
     np.testing.assert_allclose(acts["end"], [1.5, 2.5])
+
+
+class _Ended:
+    """Work that has ended, but of which only a wait can tell."""
+
+    def wait(self) -> None:
+        pass
+
+
+class _Slow(Mailbox):
+    """Collectives of which only a wait can tell."""
+
+    def collective(self, kind: Kind, group: Group, out: torch.Tensor, own: torch.Tensor) -> Work:
+        return _Ended()
+
+
+def test_an_instruction_that_has_waited_goes_on_being_recorded() -> None:
+    stamps, tensor = HostStamps(1), torch.zeros(1)
+    transport = Recorded(_Slow(Hub(), 0, {}, "edge"), stamps)
+    stamps.begins(0)
+    for _ in range(2):
+        work = transport.collective("all_reduce", "model", tensor, tensor)
+        stamps.ended[0] = 0.0
+        work.wait()
+        assert stamps.ended[0] > 0
 
 
 def test_events_are_made_before_a_step_and_are_external() -> None:
