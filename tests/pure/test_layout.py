@@ -194,7 +194,7 @@ def test_packages_are_the_folders() -> None:
     folders = {"schedir"} | {
         f"schedir.{folder.name}"
         for folder in SOURCE.iterdir()
-        if any(entry.is_file() for entry in folder.glob("*"))
+        if folder.name != "__pycache__" and any(entry.is_file() for entry in folder.glob("*"))
     }
     assert set(setuptools["packages"]) == folders
     for package, folder in mapped.items():
