@@ -12,7 +12,8 @@ demo: $(READY)
 
 test: lint
 	$(BIN)/pytest -n 2 schedir tests/pure
-	$(BIN)/pytest tests/cpu tests/gpu tests/browser
+	$(BIN)/pytest -n 2 --dist loadfile tests/cpu
+	$(BIN)/pytest tests/gpu tests/browser
 
 lint: $(READY)
 	$(BIN)/ruff check
