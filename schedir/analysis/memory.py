@@ -232,9 +232,14 @@ def _kept(flow: Flow, kind: Token, sizes: Sizes, tier: int, late: bool) -> _Kept
     group = groups(index).astype(np.int64)
     before, after = _neighbours(begin, end, here, made, over)
     comes, goes = here & ~before, here & ~after
-    one = np.ones(len(begin), np.int64)
+    one, adds, first = np.ones(len(begin), np.int64), size.copy(), np.empty(0, np.intp)
+    if made_of := TOKENS[kind].made_of:  # while it is made, it counts as what it adds to that
+        first = np.flatnonzero(comes & made)
+        more = sizes.of(made_of[1], stages) - sizes.of(TOKENS[made_of[0]].size, stages)
+        adds[first] = more[index.stage[begin[first]]]
     changes = [
-        (begin[comes], 2 * group[begin[comes]], one[comes], size[comes]),
+        (begin[comes], 2 * group[begin[comes]], one[comes], adds[comes]),
+        (begin[first], 2 * group[begin[first]] + 1, 0 * one[first], (size - adds)[first]),
         (end[goes], 2 * group[end[goes]] + 1, -one[goes], -size[goes]),
     ]
     stays = np.flatnonzero(here & after)  # from one form to the next
@@ -243,14 +248,6 @@ def _kept(flow: Flow, kind: Token, sizes: Sizes, tier: int, late: bool) -> _Kept
         grows = size[following] - size[stays]
         when = 2 * group[end[stays]] + (grows < 0)
         changes.append((end[stays], when, 0 * one[stays], grows))
-    made_of = TOKENS[kind].made_of
-    if made_of is not None:  # while it is made, it counts as what it adds to what it is made of
-        first = np.flatnonzero(comes & made)
-        whole = sizes.of(made_of[1], stages) - sizes.of(TOKENS[made_of[0]].size, stages)
-        new = whole[index.stage[begin[first]]]
-        start = begin[first]
-        changes[0] = (start, 2 * group[start], one[first], new)
-        changes.insert(1, (start, 2 * group[start] + 1, 0 * one[first], size[first] - new))
     return _Kept(*map(np.concatenate, zip(*changes, strict=True)))
 
 

@@ -5,9 +5,10 @@
     shard       a gather with turns and slots: a stage's weights are whole only while it runs
     verdict     a collective: all ranks judge together whether the gradients are finite
 
-Two more are looked at and not run, and have no handlers:
+Three more are looked at and not run, and have no handlers:
 
     log         a value beside what a forward saves, moved to the host, and read and freed there
+    tape        what an I makes of what was saved, moved to the host and back
     step_stage  a step of each stage, which needs what a rank gives; and what only reads weights
 
 Each is three files and nothing else: edits of the tables in `ir/ops.py` (`EDITS`), the file of a
@@ -107,6 +108,18 @@ LOOKED_AT: dict[str, list[tuple[str, str]]] = {
         changes=(Change(_T.SEEN, "device", "host"),)),
     Row(_O.Log, "log", _L.HOST, _MB, (_T.SEEN,), (), (_T.SEEN,), "Logs it there.", cost="log",
         changes=(Change(_T.SEEN, "host", "host"),)),
+"""),
+    ],
+    "tape": [
+        (_OPCODES, "    OffloadTape = {next}\n    ReloadTape = {next}\n"),
+        (_LANES, "    TAPES = {lane}\n"),
+        (_LANE_ROWS, '    LaneRow(_L.TAPES, False, "starts", "copies of tapes"),\n'),
+        ("rows", """\
+    Row(_O.OffloadTape, "offload_tape", _L.TAPES, _MB, (_T.TAPE,), (_T.TAPE,), (),
+        "Moves what an I leaves to the host.", cost="move",
+        changes=(Change(_T.TAPE, "device", "host"),)),
+    Row(_O.ReloadTape, "reload_tape", _L.TAPES, _MB, (_T.TAPE,), (_T.TAPE,), (),
+        "Moves it back.", cost="move", changes=(Change(_T.TAPE, "host", "device"),)),
 """),
     ],
     "step_stage": [

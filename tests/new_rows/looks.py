@@ -234,6 +234,26 @@ def log(folder: str) -> None:
     everywhere(program, "log", Costs(F=1, B=2, to_host=0.25, log=0.5), folder)
 
 
+def tape(folder: str) -> None:
+    program = schedir.compile(zb_h1, Plan(3, 5), debug=True)
+    sizes = Sizes(saved=10, tape=4, both=12)
+    sizes_of = {  # what changes at the start of an instruction, and at its end
+        "Forward": (10, 0), "BackwardInput": (12 - 10, 4 - 2 - 10), "OffloadTape": (0, -4),
+        "ReloadTape": (4, 0), "BackwardWeight": (0, -4),
+    }  # fmt: skip
+    for time in 0.25, 3.0:
+        run = schedir.simulate(program, Costs(F=1, I=1, W=1, move=time), sizes=sizes)
+        for rank, curve in enumerate(run.memory):
+            changes = []
+            for span in run.spans[run.spans["rank"] == rank]:
+                starts, ends = sizes_of.get(schedir.Opcode(span["op"]).name, (0, 0))
+                changes += [(span["start"], starts), (span["end"], ends)]
+            for moment, now in zip(curve.times, curve.held, strict=True):
+                held = sum(change for when, change in changes if when <= moment)
+                assert now == held, (time, rank, moment, now, held)
+    everywhere(program, "offload_tape", Costs(F=1, I=1, W=1, move=0.25), folder)
+
+
 def step_stage(folder: str) -> None:
     program = schedir.compile(interleaved, Plan(2, 4, 2), clip=True, debug=True)
     streams = flat(program).split("rank 1\n")
@@ -253,5 +273,5 @@ def step_stage(folder: str) -> None:
 
 
 if __name__ == "__main__":
-    each = (recompute, offload, shard, verdict, log, step_stage)
+    each = (recompute, offload, shard, verdict, log, tape, step_stage)
     {look.__name__: look for look in each}[sys.argv[1]](sys.argv[2])
