@@ -17,7 +17,7 @@ from schedir.analysis.models import Model
 from schedir.errors import UsageError, expect
 from schedir.ir.index import NONE, Positions
 from schedir.ir.notebook import html
-from schedir.ir.ops import COMPUTE, RECEIVES, ROWS, Instr, Lane
+from schedir.ir.ops import COMPUTE, RECEIVES, ROWS, TIERS, Instr, Lane
 from schedir.ir.program import FIELDS, OPS, Program
 from schedir.ir.sizes import Sizes
 
@@ -231,10 +231,19 @@ class Timeline:
         return self.memory_on("device")
 
     def memory_on(self, tier: str) -> tuple[Memory, ...]:
-        """What each rank holds on a tier as time passes, in bytes: "device", "host" or "disk"."""
-        sizes = self.sizes or Sizes()
+        """What each rank holds on a tier as time passes, in bytes: "device", "host" or "disk".
+
+        Raises UsageError for another tier, and where no sizes are known.
+        """
+        if tier not in TIERS:
+            raise UsageError(f"there is no tier {tier!r:.60}: they are {', '.join(TIERS)}")
+        if self.sizes is None:
+            raise UsageError(
+                "memory in bytes needs the sizes of what is held",
+                hint="simulate(program, sizes=Sizes(...))",
+            )
         return tuple(
-            self._memory(rank, own) for rank, own in enumerate(held(self.program, sizes, tier))
+            self._memory(rank, own) for rank, own in enumerate(held(self.program, self.sizes, tier))
         )
 
     def _memory(self, rank: int, own: Footprint) -> Memory:

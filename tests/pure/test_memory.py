@@ -277,3 +277,10 @@ def test_what_ranks_hold_together_is_the_sum_at_one_time(
     assert max(now) <= timeline.peak_together <= timeline.peak_memory.sum()
     if timeline.ranks == 1:
         assert timeline.peak_together == timeline.peak_memory[0]
+
+
+def test_memory_of_what_is_not_known_is_refused() -> None:
+    run = simulate(compile(one_f_one_b, Plan(2, 4)))
+    for tier in ("device", "host", "attic"):
+        with pytest.raises(UsageError):
+            run.memory_on(tier)
