@@ -17,17 +17,7 @@ from tempfile import TemporaryDirectory
 
 from matplotlib import rc_context
 
-from schedir import (
-    Costs,
-    Plan,
-    Timeline,
-    compile,
-    greedy,
-    schedules,
-    show,
-    simulate,
-    viz,
-)
+from schedir import Costs, Plan, Timeline, compile, greedy, schedules, show, simulate, viz
 from schedir.analysis.models import MODEL_ROWS, MODELS
 from schedir.ir.ops import LANES, ROWS, TOKENS, Token
 from schedir.ir.text import FORMAT
@@ -101,6 +91,12 @@ Whatever `schedir.compile` makes finishes under all of them ({models}).
 On CPUs, hosts block: a rank that waits for what a compute needs issues nothing meanwhile, not even a
 send that another rank waits for. `check(program, model, blocks=True)` and `schedir check --blocks`
 prove a program for such hosts; what finishes under `serial` does so there, too.
+
+On GPUs hosts do not block, but at times wait for the whole device: to allocate memory, or to load a
+kernel at its first use. A receive that was posted early, and spins, is then waited for by the host
+that should issue what it needs. `check(program, model, device_waits=True)` and `schedir check
+--device-waits` prove that a program lives through that anywhere; with `overlap` under `edge` most do
+not, and so executors over NCCL run a first step that is undone, in one order that all ranks share.
 
 ## Text
 

@@ -16,6 +16,11 @@ _BLOCKS = (
     "a host that waits for what a compute needs, as on CPUs, issues nothing meanwhile, and over "
     "NCCL a message waits for what was issued before it: what others need must stand before"
 )
+_WAITS = (
+    "a host that waits for its whole device, as an allocation or the first use of a kernel may, "
+    "waits for messages that were posted early: post them later (overlap=False), or let nothing be "
+    "allocated in a step"
+)
 
 
 def misordered(graph: Graph) -> OrderError | None:
@@ -127,7 +132,7 @@ def deadlock(graph: Graph, walk: Walk) -> ProgramError:
         ran=ran,
         total=len(graph.program),
         window=_window(graph, steps),
-        hint=_BLOCKS * graph.blocks,
+        hint=_WAITS if graph.device_waits else _BLOCKS * graph.blocks,
     )
 
 

@@ -40,7 +40,7 @@ from schedir.ir.ops import (
     Per,
     Token,
 )
-from schedir.ir.program import Program
+from schedir.ir.program import Program, Proof
 from schedir.ir.ties import parties
 
 _PER_RANK: Final = tuple(row.op for row in ROWS if row.per is Per.RANK)
@@ -60,20 +60,44 @@ class Graph:
     A host that `blocks`, as on CPUs, waits itself for what a compute needs, and for the message of
     a gather, and issues nothing meanwhile: so what stands behind either in its Stream follows it,
     in whatever queue.  Over NCCL messages wait so, and hosts do not.
+
+    With `device_waits` it blocks, and each time that it launches anything but a message it waits
+    for all that it has issued, as cudaMalloc, cudaFree and the first use of a kernel may (CUDA C++
+    Programming Guide, "Implicit Synchronization" and "Lazy Loading").
     """
 
-    def __init__(self, program: Program, model: Model = "device", *, blocks: bool = False) -> None:
+    def __init__(
+        self,
+        program: Program,
+        model: Model = "device",
+        *,
+        blocks: bool = False,
+        device_waits: bool = False,
+    ) -> None:
         self.program = program
         self.rules = model_row(model)
         self.model = model
-        self.blocks = blocks
+        self.blocks, self.device_waits = blocks or device_waits, device_waits
         self.index = Index.of(program)
         self.flow = Flow.of(program)
 
     @classmethod
-    def of(cls, program: Program, model: Model = "device", *, blocks: bool = False) -> Graph:
-        """The graph of a program, which is made once for each model."""
-        return program.derived(("graph", model, blocks), partial(cls, model=model, blocks=blocks))
+    def of(
+        cls,
+        program: Program,
+        model: Model = "device",
+        *,
+        blocks: bool = False,
+        device_waits: bool = False,
+    ) -> Graph:
+        """The graph of a program, which is made once for each model and kind of host."""
+        make = partial(cls, model=model, blocks=blocks, device_waits=device_waits)
+        return program.derived(("graph", model, blocks, device_waits), make)
+
+    @property
+    def proof(self) -> Proof:
+        """What a walk of this graph to its end proves."""
+        return Proof(self.model, self.blocks, self.device_waits)
 
     def __len__(self) -> int:
         return len(self.index)
@@ -113,7 +137,30 @@ class Graph:
         """
         line = _LINE[self.index.op]
         rows = [self._waited(row.lane, line) for row in LANES]
+        rows += self._device_waited() if self.device_waits else []
         return np.stack([row for row in rows if row is not None])
+
+    def _device_waited(self) -> list[Positions]:
+        """What a host that waits for its device has waited for, a row for each at a time.
+
+        Who launches something waits for the last who did, and for each message since; a message is
+        issued when the last who launched something has waited.
+        """
+        own = np.arange(len(self), dtype=np.int32)
+        begin = self.program.offsets[self.index.rank].astype(np.int32)
+        launches = ~self.index.is_op(TRANSFERS)
+        last = np.full_like(own, NONE)
+        last[1:] = np.maximum.accumulate(np.where(launches, own, np.int32(NONE)))[:-1]
+        last[last < begin] = NONE
+        since = own - np.maximum(last, begin - 1) - 1
+        rows = [last] + [
+            np.where(since >= back, own - back, np.int32(NONE))
+            for back in range(1, int(since[launches].max(initial=0)) + 1)
+        ]
+        enter = self.enter_leave[0]  # what runs together does not wait for itself
+        rows = [np.where(enter[row] == enter, np.int32(NONE), row) for row in rows]
+        who = np.where(launches, own, last)
+        return [np.where(who == NONE, np.int32(NONE), row[who]) for row in rows]
 
     def _waited(self, lane: Lane, line: NDArray[np.int64]) -> Positions | None:
         """What a host has waited for on a lane before each instruction; None if it never waits."""

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 ORDER = 1
 ABOUT = "prove that a program is complete and finishes"
 BLOCKS = ", on hosts that block, as CPUs do"
+DEVICE_WAITS = ", where hosts wait for their whole device"
 _LONGEST = 40  # links of a chain that are shown
 
 
@@ -26,6 +27,11 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--why", metavar="RANK:INDEX", help="what decides when this one starts")
     parser.add_argument(
         "--blocks", action="store_true", help="on hosts that wait themselves, as those of CPUs do"
+    )
+    parser.add_argument(
+        "--device-waits",
+        action="store_true",
+        help="on hosts that wait for all they have issued, as for memory in a step on a GPU",
     )
     parser.add_argument("--json", action="store_true", help="for a program to read")
     add_shape(parser)
@@ -37,19 +43,23 @@ def run(args: argparse.Namespace) -> str:
     from schedir.verify.check import check
 
     if args.why is not None:
+        if args.device_waits:
+            raise UsageError("--why tells of hosts that do not wait for their device")
         return _why(args)
     request = request_of(args, args.source)
     program, first = request.program, request.proven_model
     others = [model for model in MODELS if args.model is None and model != first]
+    hosts = {"blocks": args.blocks, "device_waits": args.device_waits}
     try:
-        check(program, first, blocks=args.blocks)
+        check(program, first, **hosts)
     except (DeadlockError, GroupError) as error:
-        if fine := _under(program, others, blocks=args.blocks):
+        if fine := _under(program, others, **hosts):
             error.hint = f"it finishes under {_and(fine)}"
         raise
-    models = sorted([first, *_under(program, others, blocks=args.blocks)], key=MODELS.index)
+    models = sorted([first, *_under(program, others, **hosts)], key=MODELS.index)
     # What finishes under `serial`, where a compute is a transfer's equal, finishes on such hosts.
-    on_cpus = models if args.blocks or "serial" in models else _under(program, models, blocks=True)
+    known = any(hosts.values()) or "serial" in models
+    on_cpus = models if known else _under(program, models, blocks=True)
     if args.json:
         facts = {"program": program.name, "digest": program.digest, "ranks": program.plan.ranks}
         facts["stages_per_rank"] = program.plan.stages_per_rank
@@ -57,7 +67,9 @@ def run(args: argparse.Namespace) -> str:
         return as_json(facts | {"instructions": len(program)} | models_said)
     fails = [model for model in others if model not in models]
     but = f", but not under {_and(fails)}" if fails else ""
-    if args.blocks:
+    if args.device_waits:
+        but += DEVICE_WAITS
+    elif args.blocks:
         but += BLOCKS
     elif on_cpus != models:
         only = f"only under {_and(on_cpus)}" if on_cpus else "under none"
@@ -109,13 +121,13 @@ def _why(args: argparse.Namespace) -> str:
     )
 
 
-def _under(program: Program, models: Sequence[Model], *, blocks: bool) -> list[Model]:
+def _under(program: Program, models: Sequence[Model], **hosts: bool) -> list[Model]:
     """Those of some models under which a program finishes."""
     from schedir.verify.check import check
 
     def finishes(model: Model) -> bool:
         try:
-            check(program, model, blocks=blocks)
+            check(program, model, **hosts)
         except (DeadlockError, GroupError):
             return False
         return True

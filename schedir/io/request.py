@@ -174,7 +174,7 @@ class Request:
     @property
     def proven_model(self) -> Model:
         """The progress model that is said, else device, or that of a run whose program it is."""
-        proven = {model for model, _ in self.run.program.proofs} if self.run else {"device"}
+        proven = {proof.model for proof in self.run.program.proofs} if self.run else {"device"}
         own = [model for model in MODELS if model in proven]
         return self.model or ("device" if "device" in own or not own else own[0])
 

@@ -108,6 +108,15 @@ _CLIP = setting(
 )
 
 
+class Proof(NamedTuple):
+    """That a program ends: under which progress model, on hosts that block or not, and whether they
+    may wait for their device, as `check` says."""
+
+    model: str
+    blocks: bool = False
+    device_waits: bool = False
+
+
 @dataclass(frozen=True)
 class Program:
     """A plan and one Stream per rank.
@@ -123,9 +132,8 @@ class Program:
     nobody trusts it: `check` looks whether it holds, which is faster than to find an order.  So a
     pass need not keep it up.
 
-    `proofs` says for which progress models, and whether for hosts that block, `check` has proven
-    the program.  A program that is made of it, as by `dataclasses.replace`, `copy` or `pickle`, has
-    none.
+    `proofs` says for which progress models and hosts `check` has proven the program.  A program
+    that is made of it, as by `dataclasses.replace`, `copy` or `pickle`, has none.
 
     `words` are all Streams, one behind the other, and `offsets` says where each begins, with
     one more entry than there are ranks.
@@ -155,9 +163,7 @@ class Program:
     )
     words: Words = field(init=False, repr=False, compare=False)
     offsets: Words = field(init=False, repr=False, compare=False)
-    proofs: set[tuple[str, bool]] = field(
-        init=False, default_factory=set, repr=False, compare=False
-    )
+    proofs: set[Proof] = field(init=False, default_factory=set, repr=False, compare=False)
     _derived: dict[object, Any] = field(init=False, default_factory=dict, repr=False, compare=False)
 
     def __post_init__(self) -> None:

@@ -26,11 +26,20 @@ from schedir.ir.ops import (
     Found,
     Per,
 )
-from schedir.ir.program import Program
+from schedir.ir.program import Program, Proof
 from schedir.verify.completeness import completeness
 
+# Whether hosts block, and wait for their device: who lives through more, lives through less.
+_HOSTS = ((False, False), (True, False), (True, True))
 
-def check(program: Program, model: Model = "device", *, blocks: bool = False) -> Program:
+
+def check(
+    program: Program,
+    model: Model = "device",
+    *,
+    blocks: bool = False,
+    device_waits: bool = False,
+) -> Program:
     """Return `program` if it is right, whoever wrote it.
 
     A right program is complete (every stage runs every microbatch forward and backward once,
@@ -38,7 +47,9 @@ def check(program: Program, model: Model = "device", *, blocks: bool = False) ->
     before it uses it and finds a slot for it, no ranks wait for each other under the progress
     model of the transport that will run it ("edge", "pair", "device" or "serial"), and messages
     arrive as they are sent.  With `blocks`, the hosts themselves wait for what a compute needs, as
-    on CPUs.
+    on CPUs.  With `device_waits`, a host may besides wait, at whatever it launches, until all that
+    it has issued is over: so a program lives through memory that is allocated, or a kernel that is
+    loaded, in the middle of a step on GPUs.
 
     A proof stays with the Program: to check it again costs nothing.
 
@@ -56,17 +67,20 @@ def check(program: Program, model: Model = "device", *, blocks: bool = False) ->
       rank 1 #8   send_grad 1.1
     """
     expect(program, Program, "schedir.compile(schedule, plan)")
-    blocks = flag(blocks, "blocks")
-    if (require_model(model), blocks) not in program.proofs:
-        prove(complete(program, model, blocks=blocks))
+    device_waits = flag(device_waits, "device_waits")
+    blocks = flag(blocks, "blocks") or device_waits
+    if Proof(require_model(model), blocks, device_waits) not in program.proofs:
+        prove(complete(program, model, blocks=blocks, device_waits=device_waits))
     return program
 
 
-def complete(program: Program, model: Model, *, blocks: bool = False) -> Graph:
+def complete(
+    program: Program, model: Model, *, blocks: bool = False, device_waits: bool = False
+) -> Graph:
     """The dependency graph of a program that is complete, as `check` says; raises if it is not."""
     if not program.proofs:
         completeness(program, draft=False)
-    return Graph.of(program, model, blocks=blocks)
+    return Graph.of(program, model, blocks=blocks, device_waits=device_waits)
 
 
 def prove(graph: Graph, reached: Walk | None = None) -> None:
@@ -75,7 +89,7 @@ def prove(graph: Graph, reached: Walk | None = None) -> None:
     `reached` is a walk of the graph, where there is one: then nobody walks again.
     """
     program, index = graph.program, graph.index
-    if (graph.model, graph.blocks) in program.proofs:
+    if graph.proof in program.proofs:
         return
     ordered = reached is None and _in_one_order(graph)
     _updates_in_turn(graph)
@@ -91,8 +105,8 @@ def prove(graph: Graph, reached: Walk | None = None) -> None:
     # One order is one for all models and hosts; and what runs where hosts block runs elsewhere.
     every = ordered and not index.any_joined
     models = MODELS if every else (graph.model,)
-    hosts = (False, True) if every or graph.blocks else (False,)
-    program.proofs.update(product(models, hosts))
+    hosts = _HOSTS if every else _HOSTS[: 1 + graph.blocks + graph.device_waits]
+    program.proofs.update(Proof(model, *host) for model, host in product(models, hosts))
 
 
 def check_draft(program: Program) -> Program:

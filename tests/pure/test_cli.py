@@ -295,6 +295,15 @@ def test_check_says_what_cpus_finish(capsys: pytest.CaptureFixture[str]) -> None
     assert out.endswith("under edge, on hosts that block, as CPUs do\n")
 
 
+def test_check_says_what_lives_through_a_wait_for_the_device(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    argv = ["check", "gpipe", "--ranks", "3", "--model", "edge", "--device-waits"]
+    assert said(capsys, *argv).endswith("under edge, where hosts wait for their whole device\n")
+    assert "whole device" in refused(capsys, *argv, "--overlap")
+    assert "--why" in refused(capsys, *argv, "--why", "0:1")
+
+
 def test_check_json(capsys: pytest.CaptureFixture[str]) -> None:
     program = parse(Path("f.sched").read_text())
     assert json.loads(said(capsys, "check", "f.sched", "--json")) == {

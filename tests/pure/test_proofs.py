@@ -33,7 +33,7 @@ from schedir.ir.costs import Costs
 from schedir.ir.flow import Flow
 from schedir.ir.index import Index
 from schedir.ir.plan import Plan
-from schedir.ir.program import Program, Slots
+from schedir.ir.program import Program, Proof, Slots
 from schedir.ir.sizes import Sizes
 from schedir.ir.text import parse, show
 from schedir.predict.simulate import simulate
@@ -67,7 +67,7 @@ def test_a_proof_stays_until_the_program_changes(looks: list[Program]) -> None:
     looks.clear()
     for _ in range(2):
         simulate(check(program))
-    assert looks == [program] and program.proofs == {("device", False)}
+    assert looks == [program] and program.proofs == {Proof("device")}
     renamed = replace(program, name="another")
     assert not renamed.proofs
     simulate(renamed)
@@ -93,11 +93,13 @@ def test_what_holds_where_hosts_block_holds_elsewhere(looks: list[Program]) -> N
     looks.clear()
     check(program, "edge", blocks=True)
     simulate(program, model="edge")
-    assert program.proofs == {("edge", False), ("edge", True)}
+    assert program.proofs == {Proof("edge"), Proof("edge", blocks=True)}
     check(program, "serial")
-    assert ("serial", True) not in program.proofs
+    assert Proof("serial", blocks=True) not in program.proofs
     assert len(looks) == 1  # it is complete under every model
-    assert compile(one_f_one_b, Plan(3, 6)).proofs == {(m, b) for m in MODELS for b in (0, 1)}
+    hosts = ((False, False), (True, False), (True, True))
+    ordered = compile(one_f_one_b, Plan(3, 6)).proofs
+    assert ordered == {Proof(model, *host) for model in MODELS for host in hosts}
 
 
 @settings(max_examples=60)
@@ -107,10 +109,9 @@ def test_each_proof_holds_by_itself(seed: int) -> None:
     rng = random.Random(seed)
     program = check(with_slots(rng.choice([lowered, updating])(rng), rng), "edge")
     event(f"{len(program.proofs)} proofs")
-    for model in MODELS:
-        for blocks in (False, True):
-            if (model, blocks) in program.proofs:
-                check(replace(program, order={}), model, blocks=blocks)
+    for model, blocks, device_waits in program.proofs:
+        again = replace(program, order={})
+        check(again, model, blocks=blocks, device_waits=device_waits)  # type: ignore[arg-type]
 
 
 def test_no_proof_of_what_is_refused() -> None:
@@ -122,7 +123,7 @@ def test_no_proof_of_what_is_refused() -> None:
                 check(program, model)
             with pytest.raises(DeadlockError):
                 simulate(program, model=model)
-    assert program.proofs == {("edge", False)}
+    assert program.proofs == {Proof("edge")}
     with pytest.raises(UsageError):
         check(program, "tcp")  # type: ignore[arg-type]
 

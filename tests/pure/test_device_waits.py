@@ -1,0 +1,122 @@
+"""Hosts that wait for their whole device: the checker accepts what they live through, no more."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from schedir import check, compile, schedules
+from schedir.errors import DeadlockError
+from schedir.ir.costs import Costs
+from schedir.ir.ops import ROWS
+from schedir.ir.plan import Plan
+from schedir.ir.program import Program
+from schedir.passes.overlap import early_gathers, early_receives
+from tests.edits import MUTATIONS, written
+from tests.mutants import legal, refusal
+from tests.oracle import Machine
+from tests.strategies import with_slots
+from tests.threads import verdict
+
+CASES = {
+    "one_f_one_b": Plan(4, 8), "gpipe": Plan(4, 8), "zb_h1": Plan(4, 8),
+    "interleaved": Plan(4, 8, 2), "dualpipe": Plan(4, 8, 2, "mirror"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("tp", [1, 2])
+@pytest.mark.parametrize("name", CASES)
+def test_receives_posted_early_do_not_live_through_it(name: str, tp: int) -> None:
+    schedule, plan = getattr(schedules, name), CASES[name]
+    check(compile(schedule, plan, tp=tp, dp=2, model="edge"), "edge", device_waits=True)
+    check(compile(schedule, plan, tp=tp, overlap=True), device_waits=True)
+    early = compile(schedule, plan, tp=tp, model="edge", overlap=True)
+    check(early, "edge", blocks=True)
+    with pytest.raises(DeadlockError) as caught:
+        check(early, "edge", device_waits=True)
+    assert "whole device" in caught.value.hint
+
+
+def test_a_message_behind_a_reduction_is_issued_when_that_has_waited() -> None:
+    """The receive before the reduction needs what is sent behind it."""
+    reduces = ("reduce_grads 2; send_grad 2.0", "send_grad 2.0; reduce_grads 2")
+    wrong, right = (
+        written(
+            "F 0.0; send_act 0.0; recv_act 2.0; F 2.0; send_act 2.0; recv_grad 2.0; B 2.0; "
+            f"recv_grad 0.0; {ends}; B 0.0; reduce_grads 0; step",
+            "recv_act 1.0; F 1.0; send_act 1.0; recv_act 3.0; F 3.0; B 3.0; send_grad 3.0; "
+            "recv_grad 1.0; B 1.0; send_grad 1.0; reduce_grads 3; reduce_grads 1; step",
+            header="stages_per_rank 2",
+        )
+        for ends in reduces
+    )
+    check(right, "edge", device_waits=True)
+    check(wrong, "edge", blocks=True)
+    with pytest.raises(DeadlockError):
+        check(wrong, "edge", device_waits=True)
+    assert (lives(wrong), lives(right)) == (False, True)
+
+
+def lives(program: Program) -> bool:
+    """Whether hosts come to the end that make one call after the other, under `edge`, and wait
+    before each that is no message until all that they have begun is over.
+
+    What is issued together is under way when it has all been begun, and what its queues had
+    before it is over; a message or a collective is over when all its sides are under way.
+    """
+    machine = Machine(program, "edge", Costs())
+    machine.run()  # fills its tables
+    at, lists = [0] * len(program.streams), machine.lists
+    over: set[tuple[int, int]] = set()
+
+    def under_way(rank: int, k: int) -> bool:
+        group = next(group for group in machine.groups[rank] if k in group)
+        before = (j for own in machine.before[rank, group[0]] for j in own)
+        return group[-1] < at[rank] and all((rank, j) in over for j in before)
+
+    def moves(rank: int, k: int) -> bool:
+        message = bool(ROWS[lists[rank][k].op].hop)
+        return message or all((rank, j) in over for j in range(k) if not together(rank, j, k))
+
+    def together(rank: int, *of: int) -> bool:
+        return any({*of} <= {*group} for group in machine.groups[rank])
+
+    moved = True
+    while moved:
+        was = sum(at) + len(over)
+        for rank, own in enumerate(lists):
+            at[rank] += at[rank] < len(own) and moves(rank, at[rank])
+            for k in range(at[rank]):
+                sides = machine._partners(rank, own[k])
+                if all(under_way(*side) for side in sides):
+                    over.update(sides)
+        moved = sum(at) + len(over) > was
+    return all(k == len(own) for k, own in zip(at, lists, strict=True))
+
+
+@pytest.mark.parametrize("slots", [False, True])
+def test_checker_equals_hosts_that_wait_for_their_device(slots: bool) -> None:
+    verdicts = {True: 0, False: 0}
+    for seed in range(80):
+        rng = random.Random(seed)
+        program = legal(rng)
+        if seed % 2:
+            for name in rng.choices(("late_send", "run_order", "swap_neighbours"), k=3):
+                changed = MUTATIONS[name](program, rng)
+                if changed and verdict(changed, "edge").kind == "ok":
+                    program = changed
+        else:
+            program = early_gathers(early_receives(program, "edge", rng.choice([0, 1, 3])), 3)
+        program = with_slots(program, rng) if slots else program
+        if refusal(program, "edge"):
+            continue
+        try:
+            check(program, "edge", device_waits=True)
+        except DeadlockError as error:
+            verdicts[False] += 1
+            assert str(error) and not lives(program), seed
+        else:
+            verdicts[True] += 1
+            assert lives(program), seed
+    assert min(verdicts.values()) > 10
