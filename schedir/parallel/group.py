@@ -5,7 +5,8 @@ A group is a `ProcessGroup`, or None for tensor parallelism of 1, where nothing 
 
 from __future__ import annotations
 
-from typing import Any
+from functools import partial
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -13,6 +14,8 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from schedir.errors import UsageError
+from schedir.runtime.split import Reduce
+from schedir.transports.transport import Work
 
 
 def tp_size(group: ProcessGroup | None) -> int:
@@ -46,12 +49,13 @@ def shard_dim(param: Tensor) -> int | None:
     return getattr(param, "shard_dim", None)
 
 
-def f(x: Tensor, group: ProcessGroup | None) -> Tensor:
-    """Enter a sharded region: identity forward, all-reduce backward (1909.08053, section 3)."""
-    if tp_size(group) == 1:
-        return x
-    y: Tensor = _F.apply(x, group)  # type: ignore[no-untyped-call]
-    return y
+def f(group: ProcessGroup | None) -> Reduce | None:
+    """Enter a sharded region: identity forward, all-reduce backward (1909.08053, section 3).
+
+    For `split.linear(x, weight, reduce=f(group))`, which starts the all-reduce before it computes
+    the weight's gradient; None where there is nobody to sum with.
+    """
+    return None if group is None or group.size() == 1 else partial(_start_sum, group)
 
 
 def g(x: Tensor, group: ProcessGroup | None) -> Tensor:
@@ -79,15 +83,8 @@ def _sum(x: Tensor, group: ProcessGroup) -> Tensor:
     return total
 
 
-class _F(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: ProcessGroup) -> Tensor:
-        ctx.group = group
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx: Any, *dys: Tensor) -> tuple[Tensor, None]:
-        return _sum(dys[0], ctx.group), None
+def _start_sum(group: ProcessGroup, x: Tensor) -> Work:
+    return cast(Work, dist.all_reduce(x, group=group, async_op=True))
 
 
 class _G(torch.autograd.Function):

@@ -30,7 +30,7 @@ class ColumnParallelLinear(nn.Module):
 
     def product(self, x: Tensor) -> Tensor:
         """The output without the bias, for who adds it along with what comes next."""
-        return split.linear(f(x, self.group), self.weight)
+        return split.linear(x, self.weight, reduce=f(self.group))
 
 
 class RowParallelLinear(nn.Module):

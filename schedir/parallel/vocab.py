@@ -61,7 +61,7 @@ class VocabParallelHead(nn.Module):
         self.register_buffer("padding", ids >= vocab, persistent=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        logits = split.linear(f(x, self.group), self.weight)
+        logits = split.linear(x, self.weight, reduce=f(self.group))
         return logits.masked_fill(self.padding, float("-inf")) if self.padded else logits
 
 

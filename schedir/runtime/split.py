@@ -36,8 +36,10 @@ from torch.autograd.graph import Node
 
 from schedir.errors import ModelError
 from schedir.kernels.weight_gradient import accumulate_
+from schedir.transports.transport import Work
 
 Rule = Callable[..., Tensor]  # weight, what the forward has kept (mostly its input), dy -> dW
+Reduce = Callable[[Tensor], Work]  # starts a sum over ranks, in place
 
 
 class _Deferred(NamedTuple):
@@ -133,18 +135,22 @@ def recording(tape: Tape) -> Iterator[Tape]:
         _tape = outer
 
 
-def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+def linear(
+    x: Tensor, weight: Tensor, bias: Tensor | None = None, reduce: Reduce | None = None
+) -> Tensor:
     """`x @ weight.T + bias`, splittable: (..., n), (k, n) and (k,) to (..., k).
 
-    The gradient of the bias is cheap, and not left for later.
+    The gradient of the bias is cheap, and not left for later.  `reduce` starts to sum the gradient
+    of x over ranks, in place; that of the weight, if it is not left for later, is computed before
+    anybody waits for the sum.
     """
-    y: Tensor = _Linear.apply(x, weight, bias, _LINEAR)  # type: ignore[no-untyped-call]
+    y: Tensor = _Linear.apply(x, weight, bias, _LINEAR, reduce)  # type: ignore[no-untyped-call]
     return y
 
 
 def matmul(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """`x @ weight + bias`, splittable as `linear` is: (..., n), (n, k) and (k,) to (..., k)."""
-    y: Tensor = _Linear.apply(x, weight, bias, _MATMUL)  # type: ignore[no-untyped-call]
+    y: Tensor = _Linear.apply(x, weight, bias, _MATMUL, None)  # type: ignore[no-untyped-call]
     return y
 
 
@@ -251,9 +257,16 @@ _LINEAR, _MATMUL = _Product(True), _Product(False)
 
 class _Linear(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, rule: _Product) -> Tensor:
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        rule: _Product,
+        reduce: Reduce | None,
+    ) -> Tensor:
         _remember(ctx, weight)
-        ctx.rule = rule
+        ctx.rule, ctx.reduce, ctx.dtype = rule, reduce, x.dtype
         if rule.transposed:
             y = F.linear(x, weight, bias)
         elif bias is None:
@@ -266,12 +279,17 @@ class _Linear(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *dys: Tensor) -> tuple[Tensor | None, ...]:
         (weight,), (x,), (dy,) = _remembered(ctx), ctx.saved_tensors, dys
-        needs_dx, needs_dw, needs_db, _ = ctx.needs_input_grad
+        needs_dx, needs_dw, needs_db, *_ = ctx.needs_input_grad
         back = weight if ctx.rule.transposed else weight.t()
-        dx = dy @ back.to(dy.dtype).conj() if needs_dx else None
+        dx, sum_of_dx = dy @ back.to(dy.dtype).conj() if needs_dx else None, None
+        if dx is not None and ctx.reduce is not None:
+            dx = dx.to(ctx.dtype).contiguous()
+            sum_of_dx = ctx.reduce(dx)
         db = _rows(dy).sum(0) if needs_db else None
         dw = _weight_gradient(ctx, 1, ctx.rule, weight, (x,), dy) if needs_dw else None
-        return dx, dw, db, None
+        if sum_of_dx is not None:
+            sum_of_dx.wait()
+        return dx, dw, db, None, None
 
 
 class _Embedding(torch.autograd.Function):

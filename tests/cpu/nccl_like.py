@@ -18,6 +18,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from schedir.ir.ops import Lane
 from schedir.ir.program import Program
+from schedir.parallel.group import _start_sum as start_sum
 from schedir.runtime.executor import Executor
 from schedir.runtime.recorder import EventStamps
 from schedir.transports import collectives
@@ -27,7 +28,7 @@ from schedir.transports.transport import Work
 from tests.cpu.happens_before import Races
 from tests.cpu.virtual_gpu import Event, Stream, VirtualGPU
 
-Kind = Literal["send", "recv"] | collectives.Kind
+Kind = Literal["send", "recv", "dX"] | collectives.Kind
 
 
 class _StreamWork:
@@ -54,7 +55,8 @@ class _StreamWork:
 class NcclLike(Edge):
     """`unwaited` is a kind of which nobody waits for the end: a mutant, which must be found.
 
-    `uses` counts what was issued, by kind.
+    `uses` counts what was issued, by kind; "dX" is a layer's sum of its input's gradient, if
+    layers start it by `start_sum`.
     """
 
     def __init__(
@@ -101,3 +103,7 @@ class NcclLike(Edge):
     def collective(self, kind: collectives.Kind, group: Group, out: Tensor, own: Tensor) -> Work:
         start = partial(super().collective, kind, group, out, own)
         return self._issue(kind, self.groups[group], [own], [out], start)
+
+    def start_sum(self, group: Any, x: Tensor) -> Work:
+        """As layers start the sum of an input's gradient over their group."""
+        return self._issue("dX", group, [], [x], partial(start_sum, group, x))

@@ -14,6 +14,7 @@ import torch
 from schedir import compile
 from schedir.ir.plan import Plan
 from schedir.ir.program import Program
+from schedir.parallel import group
 from schedir.passes.record import Slots as Choice
 from schedir.runtime.warmup import warm_up
 from schedir.schedules import chimera, interleaved, one_f_one_b, pipedream_2bw
@@ -24,7 +25,7 @@ from tests.cpu.spawn import run
 from tests.cpu.tiny_stages import gpt_executor, gradients_by_stage, own_batch, zb
 from tests.cpu.virtual_gpu import install
 
-KINDS: tuple[Kind, ...] = ("send", "recv", "all_reduce", "all_gather")
+KINDS: tuple[Kind, ...] = ("send", "recv", "all_reduce", "all_gather", "dX")
 Ran = tuple[list[str], Counter[Kind], bool]
 
 
@@ -83,6 +84,7 @@ def _steps(case: Case, unwaited: Kind | None) -> Ran:
         gpu = install(patch)
         with Races(gpu) as races:
             transport = NcclLike(program, gpu, races, unwaited)
+            patch.setattr(group, "_start_sum", transport.start_sum)
             got = _step(transport, case, program)
         found = [*races.found]
     expected = _step(Gloo(program), case, program)
@@ -114,7 +116,7 @@ def test_nothing_races(name: str, ranks: list[Any]) -> None:
         assert not found
         assert same
         assert uses["send"] and uses["recv"] and uses["all_reduce"]
-        assert bool(uses["all_gather"]) == (CASES[name].tp > 1)
+        assert bool(uses["all_gather"]) == bool(uses["dX"]) == (CASES[name].tp > 1)
 
 
 @pytest.mark.parametrize("kind", KINDS)
