@@ -5,8 +5,9 @@ What goes wrong here later goes wrong as a hang, so it is refused before a proce
 
 from __future__ import annotations
 
+import json
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -27,6 +28,7 @@ _WAITS = {
     "TORCH_DISTRIBUTED_DEBUG": ("detail",),
 }
 _ORDER = "NCCL_LAUNCH_ORDER_IMPLICIT"
+_TWINS = "schedir: processes of one GPU"
 
 
 def require_gpus(
@@ -98,17 +100,26 @@ def refuse_twins(store: Any, process: int, processes: int, card: str, host: str)
     """Refuse two processes of one GPU that NCCL takes for one host's: `card` names the GPU.
 
     All processes must call this, with the store where they meet: before NCCL does, which would
-    say less.  Raises ModelError in each.
+    say less.  The first compares, and tells the others.  Raises ModelError in each.
     """
-    store.set(f"schedir: GPU of process {process}", f"{card}\n{host}")
+    keys = [f"schedir: GPU of process {other}" for other in range(processes)]
+    store.set(keys[process], f"{card}\n{host}")
+    if process == 0:
+        store.set(_TWINS, json.dumps(_twins(store.multi_get(keys))))
+    if twins := json.loads(store.get(_TWINS)):
+        first, other, both = twins
+        raise ModelError(
+            f"processes {first} and {other} are on one GPU, {both}, and on one host",
+            hint="each process takes the GPU of its LOCAL_RANK; to share one in a test, set "
+            f"{HOST} to another name for each",
+        )
+
+
+def _twins(cards: Sequence[bytes]) -> tuple[int, int, str] | None:
+    """The first process that has the GPU and the host of an earlier one, and that GPU."""
     seen: dict[bytes, int] = {}
-    for other in range(processes):
-        who = store.get(f"schedir: GPU of process {other}")
+    for other, who in enumerate(cards):
         first = seen.setdefault(who, other)
         if first != other:
-            raise ModelError(
-                f"processes {first} and {other} are on one GPU, "
-                f"{who.decode().partition(chr(10))[0]}, and on one host",
-                hint="each process takes the GPU of its LOCAL_RANK; to share one in a test, set "
-                f"{HOST} to another name for each",
-            )
+            return first, other, who.decode().partition("\n")[0]
+    return None

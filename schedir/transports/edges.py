@@ -6,14 +6,14 @@ share a communicator is therefore what may hold up what: the progress model.
 - `Edge`, model `edge`: a group of two ranks for each directed edge and lane.
 - `Grouped`, model `device`: one group for the pipeline; groups of the program are issued as one.
 
-Both run over any backend.  Every process makes every group and sends the first message of every
-edge in one global order, before the first step: connections are made at first use, and one that
-is made while a peer's kernel spins can hang (NVIDIA/nccl issue 783).
+Both run over any backend.  All processes make groups and send the first message of every edge in
+one global order, before the first step: connections are made at first use, and one that is made
+while a peer's kernel spins can hang (NVIDIA/nccl issue 783).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -23,6 +23,7 @@ from torch import Tensor
 from schedir.analysis.models import Model
 from schedir.ir.ops import ROWS, SENDS, Lane
 from schedir.ir.program import Program
+from schedir.transports import groups
 from schedir.transports.processes import Processes
 from schedir.transports.transport import Work
 
@@ -38,6 +39,22 @@ class DirectedEdge(NamedTuple):
 def directed_edges(program: Program) -> list[DirectedEdge]:
     """Every edge that a program sends along, in the one order that all ranks follow."""
     return sorted(set(_edges(program)))
+
+
+def apart(edges: Iterable[DirectedEdge]) -> list[list[DirectedEdge]]:
+    """Edges, those together whose ends are all different: a colouring, first fit.
+
+    A rank with n edges is in n of them, and there are at most 2n - 1 for the most that a rank has.
+    """
+    colours: list[list[DirectedEdge]] = []
+    for edge in edges:
+        ends = {edge.source, edge.target}
+        free = (c for c in colours if all(ends.isdisjoint((e.source, e.target)) for e in c))
+        colour = next(free, None)
+        if colour is None:
+            colours.append(colour := [])
+        colour.append(edge)
+    return colours
 
 
 def _edges(program: Program) -> Iterator[DirectedEdge]:
@@ -81,13 +98,13 @@ class Edge(Processes):
         # The other ends of this process's edges, which share its replica and its slice.
         self.processes = [int(p) for p in self.mesh[self.dp_rank, :, self.tp_rank]]
         self.edge_groups: dict[DirectedEdge, Any] = {}
-        for edge in self.edges:
-            for members in self._ends(edge):
-                group = dist.new_group(
-                    members, timeout=self._timeout, backend=backend, pg_options=options()
-                )
-                if dist.get_rank() in members:
-                    self.edge_groups[edge] = group
+        for some in apart(self.edges):
+            group = groups.make(
+                [row for edge in some for row in self._ends(edge)],
+                timeout=self._timeout, backend=backend, options=options,
+            )  # fmt: skip
+            own = (edge for edge in some if self.rank in (edge.source, edge.target))
+            self.edge_groups |= dict.fromkeys(own, group)
         _warm_up(self, self.edges, device)
 
     def _ends(self, edge: DirectedEdge) -> list[list[int]]:
@@ -126,6 +143,7 @@ class Grouped(Processes):
 
     model: Model = "device"
     grouped = True
+    has_pipeline = True
 
     def __init__(
         self,

@@ -27,6 +27,8 @@ CTAS = 4  # multiprocessors that one edge may take from what computes
 # Set where the environment does not say otherwise.
 VARIABLES: Final = {
     QUEUES: "32",
+    # The host's group would connect all processes with all others, n x n reads of the store.
+    "TORCH_GLOO_LAZY_INIT": "1",
     # That an edge's messages are one queue is what an edge is: no reason to warn.
     "TORCH_NCCL_SHOW_EAGER_INIT_P2P_SERIALIZATION_WARNING": "false",
 }

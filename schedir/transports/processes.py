@@ -19,6 +19,7 @@ from schedir.errors import ModelError
 from schedir.ir.ops import Lane, Token
 from schedir.ir.program import Program
 from schedir.ir.ties import meets, ranks_of
+from schedir.transports import groups
 from schedir.transports.collectives import COLLECTIVES, Group, Kind
 from schedir.transports.transport import Work, buffers
 
@@ -55,6 +56,7 @@ class Processes:
     model: Model
     grouped = False
     blocks = True
+    has_pipeline = False  # whether messages go through a group of the pipeline's ranks
     aside: Callable[[], AbstractContextManager[object]] = staticmethod(nullcontext)
 
     def __init__(
@@ -79,8 +81,14 @@ class Processes:
         )
         self._timeout = None if timeout is None else timedelta(seconds=timeout)
         self.name = program.name
-        self.agree({"the program": program.digest[:12], "the transport": type(self).__name__})
-        self.pipeline = self._group(mesh.swapaxes(1, 2).reshape(-1, pp))
+        groups.level(
+            self.agree(
+                {"the program": program.digest[:12], "the transport": type(self).__name__},
+                groups.count(),
+            )
+        )
+        if self.has_pipeline:
+            self.pipeline = self._group(mesh.swapaxes(1, 2).reshape(-1, pp))
         self.groups: dict[Group, Any] = {"model": self._group(mesh.reshape(self.dp, -1))}
         self.tp_group = None  # that of the layers
         if self.tp > 1:
@@ -105,12 +113,8 @@ class Processes:
         return True
 
     def _group(self, members: NDArray[np.int64]) -> Any:
-        """The group of the row that this process is in; None if it is in none.
-
-        Every process takes part in making every group, in one order.
-        """
-        own, _ = dist.new_subgroups_by_enumeration(members.tolist(), timeout=self._timeout)
-        return own
+        """The group of the row that this process is in; None if it is in none."""
+        return groups.make(members.tolist(), timeout=self._timeout)
 
     def agree(self, facts: Mapping[str, str], tell: object = None) -> list[Any]:
         """As Transport.agree: all processes must call this."""
@@ -177,6 +181,7 @@ class Gloo(Processes):
     """
 
     model: Model = "edge"
+    has_pipeline = True
 
     def send(self, tensor: Tensor, peer: int, lane: Lane) -> Work:
         """Start to send; Gloo's sends run on their own."""

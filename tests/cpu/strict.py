@@ -44,6 +44,7 @@ class Strict(Processes):
 
     model = "device"
     grouped = True
+    has_pipeline = True
 
     def __init__(self, program: Program, waits: float = 60.0) -> None:
         super().__init__(program)

@@ -17,7 +17,8 @@ from schedir.ir.plan import Plan
 from schedir.ir.program import Program
 from schedir.passes.record import Slots as Choice
 from schedir.schedules import gpipe, interleaved, one_f_one_b
-from schedir.transports.edges import Edge, Grouped, directed_edges
+from schedir.transports import groups
+from schedir.transports.edges import Edge, Grouped, apart, directed_edges
 from schedir.transports.processes import Processes
 from schedir.transports.shared import Shared
 from schedir.transports.transport import Work
@@ -157,17 +158,60 @@ def groups_made(rank: int) -> Any:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(dist, "new_group", noted)
-        transport = Edge(compile(interleaved, Plan(2, 4, 2), tp=2))
+        transport = Edge(compile(one_f_one_b, Plan(3, 4), tp=2))
     return made, sorted(transport.edge_groups)
 
 
-def test_every_process_makes_the_same_groups_in_one_order() -> None:
-    results = run(groups_made, 4)
-    program = compile(interleaved, Plan(2, 4, 2), tp=2)
-    assert len({tuple(made) for made, _ in results}) == 1
-    assert results[0][0] == [(0, 2), (1, 3)] * 4  # two lanes, each in both directions
-    for _, own in results:
-        assert own == directed_edges(program)
+def test_a_process_makes_its_own_groups_and_no_others() -> None:
+    program = compile(one_f_one_b, Plan(3, 4), tp=2)
+    for rank, (made, own) in enumerate(run(groups_made, 6)):
+        before, after = (rank - 2, rank), (rank, rank + 2)
+        here = [before] * 2 * (rank >= 2) + [after] * 2 * (rank < 4)  # activations and gradients
+        # The model, the layers, the gathers, and four colours of edges: in one that it does not
+        # have, a process is alone.
+        assert len(made) == 7 and all(rank in row for row in made)
+        assert sorted(row for row in made[3:] if len(row) > 1) == sorted(here)
+        assert own == [e for e in directed_edges(program) if rank // 2 in (e.source, e.target)]
+
+
+def test_edges_apart_have_no_rank_in_common() -> None:
+    for schedule, plan, most in (
+        (one_f_one_b, Plan(16, 16), 4),  # no fewer will do: a rank in the middle has four
+        (interleaved, Plan(8, 8, 2), 4),
+        (interleaved, Plan(5, 10, 2), 5),  # 10 edges, and of five ranks two pairs are apart
+    ):
+        edges = directed_edges(compile(schedule, plan))
+        colours = apart(edges)
+        assert sorted(e for colour in colours for e in colour) == edges
+        for colour in colours:
+            ends = [rank for e in colour for rank in (e.source, e.target)]
+            assert len({*ends}) == len(ends)
+        assert len(colours) == most
+
+
+def uneven(rank: int) -> Any:
+    """Edges where processes have made groups before, not all of them the same number, and where
+    torch has one colour for all, of which NCCL would make one group."""
+    if rank < 2:
+        dist.new_group([0, 1], use_local_synchronization=True)
+    program = compile(one_f_one_b, Plan(3, 4), tied=True)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(dist.distributed_c10d, "_process_group_color", lambda ranks: 7)
+        return _step(Edge(program), program)
+
+
+def test_groups_where_processes_have_others() -> None:
+    plan = Plan(3, 4)
+    _, right = expected(plan)
+    got = {s: g for grads in run(uneven, 3, limit=30) for s, g in grads.items()}
+    assert same_bits([got[s] for s in range(plan.stages)], right)
+
+
+def test_rows_of_one_colour_are_split_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+    rows = [(0, 1), (2, 3), (4, 5)]
+    assert groups._colours(rows) == [rows]
+    monkeypatch.setattr(dist.distributed_c10d, "_process_group_color", lambda ranks: ranks[0] % 4)
+    assert groups._colours(rows) == [[(0, 1), (2, 3)], [(4, 5)]]
 
 
 def test_edges_of_a_chain() -> None:

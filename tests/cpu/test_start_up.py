@@ -1,0 +1,119 @@
+"""Start-up of 1,024 processes, counted: what each asks of the store, and the groups it makes."""
+
+from __future__ import annotations
+
+from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
+from importlib import import_module
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+
+from schedir import compile
+from schedir.errors import ModelError
+from schedir.ir.plan import Plan
+from schedir.schedules import dualpipe, interleaved, one_f_one_b
+from schedir.transports import groups
+from schedir.transports.cuda import HOST, refuse_twins
+from schedir.transports.edges import Edge
+from schedir.transports.processes import Processes
+
+WORLD = 1024
+import_module("torch.testing._internal.distributed.fake_pg")  # makes the backend "fake" known
+
+
+class Counted:
+    """A store that counts what is asked of it: calls, and keys that are read."""
+
+    def __init__(self) -> None:
+        self.inner, self.calls, self.read = dist.HashStore(), Counter[str](), 0  # type: ignore[attr-defined]
+
+    def set(self, key: str, value: str) -> None:
+        self.calls["set"] += 1
+        self.inner.set(key, value)
+
+    def get(self, key: str) -> bytes:
+        self.calls["get"] += 1
+        self.read += 1
+        return bytes(self.inner.get(key))
+
+    def multi_get(self, keys: list[str]) -> list[bytes]:
+        self.calls["multi_get"] += 1
+        self.read += len(keys)
+        return list(self.inner.multi_get(keys))
+
+
+def _said(store: Counted, process: int, card: str) -> str:
+    try:
+        refuse_twins(store, process, WORLD, card, f"host {process // 8}")
+    except ModelError as error:
+        assert HOST in error.hint
+        return error.fact
+    return ""
+
+
+@pytest.mark.parametrize("twin", [None, 9])
+def test_twins_are_found_in_thousands_of_reads(twin: int | None) -> None:
+    """Of 8 GPUs on each of 128 hosts, all taken once, or one of them twice."""
+    store = Counted()
+    cards = [f"GPU {k % 8 if k != twin else 0}" for k in range(WORLD)]
+    with ThreadPoolExecutor(WORLD) as pool:
+        said = {*pool.map(_said, [store] * WORLD, range(WORLD), cards)}
+    assert sum(store.calls.values()) <= 3 * WORLD and store.read <= 2 * WORLD
+    if twin is None:
+        assert said == {""}
+    else:
+        (fact,) = said
+        assert "processes 8 and 9 are on one GPU" in fact
+
+
+def _rows(process: int, program: Any, monkeypatch: pytest.MonkeyPatch) -> tuple[Any, list[Any]]:
+    """The rows of each `make` of one process of a world that is not there, and its own groups."""
+    made: list[Any] = []
+    own: list[Any] = []
+    with monkeypatch.context() as patch:
+        make, new_group = groups.make, dist.new_group
+
+        def noted(rows: Any, **options: Any) -> Any:
+            made.append(sorted(map(tuple, rows)))
+            return make(rows, **options)
+
+        def counted(ranks: list[int], **options: Any) -> Any:
+            own.append(tuple(ranks))
+            return new_group(ranks, **options)
+
+        patch.setattr(groups, "make", noted)
+        patch.setattr(dist, "new_group", counted)
+        patch.setattr(Processes, "agree", lambda self, facts, tell=None: [tell])
+        store = dist.HashStore()  # type: ignore[attr-defined]
+        dist.init_process_group("fake", store=store, rank=process, world_size=WORLD)
+        try:
+            Edge(program)
+        finally:
+            dist.destroy_process_group()
+    return made, own
+
+
+@pytest.mark.parametrize(
+    ("schedule", "plan", "most"),
+    [
+        (one_f_one_b, Plan(16, 32), 9),
+        (interleaved, Plan(16, 32, 2), 9),
+        (dualpipe, Plan(16, 32, placement="mirror"), 13),
+    ],
+)
+def test_a_process_makes_a_dozen_groups(
+    schedule: Any, plan: Plan, most: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each makes as many, in one order, of rows that have no process in common."""
+    program = compile(schedule, plan, tp=8, dp=8, model="edge", tied=True, clip=True, overlap=True)
+    first, _ = _rows(0, program, monkeypatch)
+    for process in (0, 1, 8, 127, 511, 1023):
+        made, own = _rows(process, program, monkeypatch)
+        assert made == first and len(own) == len(made) <= most
+        for rows, row in zip(made, own, strict=True):
+            assert row in rows or row == (process,)
+    for rows in first:
+        members = [process for row in rows for process in row]
+        assert len({*members}) == len(members)
