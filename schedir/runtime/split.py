@@ -26,7 +26,6 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from math import prod
 from typing import Any, NamedTuple
 
 import torch
@@ -35,10 +34,9 @@ from torch import Tensor, nn
 from torch.autograd.graph import Node
 
 from schedir.errors import ModelError
-from schedir.kernels.weight_gradient import accumulate_
+from schedir.runtime.rules import Product, Rows, Rule, add, adds_rows, adds_up_wider, as_rows
 from schedir.transports.transport import Work
 
-Rule = Callable[..., Tensor]  # weight, what the forward has kept (mostly its input), dy -> dW
 Reduce = Callable[[Tensor], Work]  # starts a sum over ranks, in place
 
 
@@ -104,13 +102,15 @@ class Tape:
                 job = self._deferred.popleft()
                 job.expect_unchanged()
                 rule, weight, kept, dy, _ = job
-                if _adds_up_wider(weight):
-                    _add(rule, weight, kept, dy)
+                key = id(weight)
+                uses[key] -= 1
+                alone = not uses[key] and key not in sums
+                if adds_up_wider(weight) or (alone and adds_rows(rule, weight)):
+                    add(rule, weight, kept, dy)
                     continue
-                key, dw = id(weight), rule(weight, *kept, dy)
+                dw = rule(weight, *kept, dy)
                 if key in sums:
                     dw = sums.pop(key) + dw
-                uses[key] -= 1
                 if uses[key]:
                     sums[key] = dw
                 elif weight.grad is None:
@@ -173,13 +173,18 @@ def _weight_gradient(
 
     None when it went to the tape, or to its sum.
     """
-    ours = can_wait(weight) and (_tape is not None or _adds_up_wider(weight))
-    if not ours or not (torch.compiler.is_compiling() or _is_added(ctx.next_functions[k][0])):
+    compiled = torch.compiler.is_compiling()
+    if not can_wait(weight) or not (compiled or _is_added(ctx.next_functions[k][0])):
         return rule(weight, *kept, dy)
     if _tape is not None:
         _tape.defer(rule, weight, kept, dy)
+    elif adds_up_wider(weight):
+        add(rule, weight, kept, dy)
+    elif not compiled and adds_rows(rule, weight) and _is_first(weight):
+        (tokens,) = kept
+        return rule.sparse(weight, tokens, dy)  # for autograd, where there may be other uses
     else:
-        _add(rule, weight, kept, dy)
+        return rule(weight, *kept, dy)
     return None
 
 
@@ -202,23 +207,22 @@ def _is_added(leaf: Node) -> bool:
         return False
 
 
-def _adds_up_wider(weight: Tensor) -> bool:
-    """Whether gradients are added up in a wider type: then each at once, in the product if it can.
+def _is_first(weight: Tensor) -> bool:
+    """Whether the backward pass that runs asks this of a weight for the first time.
 
-    Autograd would round each to the weight's own type first.
+    Two sparse gradients autograd joins to one, in which rows come twice, and which a GPU would add
+    in any order.
     """
-    return weight.grad is not None and weight.grad.dtype != weight.dtype
+    global _asked
+    running = torch._C._current_graph_task_id()
+    if _asked[0] != running:
+        _asked = running, set()
+    first = id(weight) not in _asked[1]
+    _asked[1].add(id(weight))
+    return first
 
 
-def _add(rule: Rule, weight: Tensor, kept: tuple[Tensor, ...], dy: Tensor) -> None:
-    """Add a gradient to one of another type."""
-    assert weight.grad is not None
-    with torch.no_grad():
-        if isinstance(rule, _Product):
-            (x,) = kept
-            accumulate_(weight.grad, *rule.factors(x, dy))
-        else:
-            weight.grad += rule(weight, *kept, dy)
+_asked: tuple[int, set[int]] = -1, set()  # a backward pass, and the weights
 
 
 def _remember(ctx: Any, *weights: Tensor) -> None:
@@ -236,23 +240,7 @@ def _remembered(ctx: Any) -> tuple[Tensor, ...]:
     return weights
 
 
-class _Product(NamedTuple):
-    """The gradient of a weight that is multiplied with, from the right; or its transpose is."""
-
-    transposed: bool
-
-    def factors(self, x: Tensor, dy: Tensor) -> tuple[Tensor, Tensor]:
-        """Matrices a and b of as many rows, of which a.T @ b is the gradient."""
-        given, back = _rows(x).conj(), _rows(dy)
-        return (back, given) if self.transposed else (given, back)
-
-    def __call__(self, weight: Tensor, x: Tensor, dy: Tensor) -> Tensor:
-        # A product and then a sum: fused into the accumulator (addmm) the bits differ.
-        a, b = self.factors(x, dy)
-        return (a.t() @ b).to(weight.dtype)
-
-
-_LINEAR, _MATMUL = _Product(True), _Product(False)
+_LINEAR, _MATMUL = Product(True), Product(False)
 
 
 class _Linear(torch.autograd.Function):
@@ -262,7 +250,7 @@ class _Linear(torch.autograd.Function):
         x: Tensor,
         weight: Tensor,
         bias: Tensor | None,
-        rule: _Product,
+        rule: Product,
         reduce: Reduce | None,
     ) -> Tensor:
         _remember(ctx, weight)
@@ -272,7 +260,7 @@ class _Linear(torch.autograd.Function):
         elif bias is None:
             y = x @ weight
         else:
-            y = torch.addmm(bias, _rows(x), weight).view(*x.shape[:-1], weight.shape[-1])
+            y = torch.addmm(bias, as_rows(x), weight).view(*x.shape[:-1], weight.shape[-1])
         ctx.save_for_backward(x.to(y.dtype))  # under autocast, what was multiplied
         return _owned(y)
 
@@ -285,7 +273,7 @@ class _Linear(torch.autograd.Function):
         if dx is not None and ctx.reduce is not None:
             dx = dx.to(ctx.dtype).contiguous()
             sum_of_dx = ctx.reduce(dx)
-        db = _rows(dy).sum(0) if needs_db else None
+        db = as_rows(dy).sum(0) if needs_db else None
         dw = _weight_gradient(ctx, 1, ctx.rule, weight, (x,), dy) if needs_dw else None
         if sum_of_dx is not None:
             sum_of_dx.wait()
@@ -297,7 +285,7 @@ class _Embedding(torch.autograd.Function):
     def forward(ctx: Any, tokens: Tensor, weight: Tensor, padding: int | None) -> Tensor:
         ctx.save_for_backward(tokens)
         _remember(ctx, weight)
-        ctx.rule = partial(_embedding_dw, padding=-1 if padding is None else padding)
+        ctx.rule = Rows(-1 if padding is None else padding)
         return F.embedding(tokens, weight, padding)
 
     @staticmethod
@@ -306,16 +294,6 @@ class _Embedding(torch.autograd.Function):
         kept = ctx.saved_tensors
         dw = _weight_gradient(ctx, 1, ctx.rule, weight, kept, dy) if needs_dw else None
         return None, dw, None
-
-
-def _embedding_dw(weight: Tensor, tokens: Tensor, dy: Tensor, padding: int) -> Tensor:
-    rows = weight.shape[0]
-    dw: Tensor = torch.ops.aten.embedding_dense_backward(dy, tokens, rows, padding, False)
-    return dw
-
-
-def _rows(x: Tensor) -> Tensor:
-    return x.reshape(prod(x.shape[:-1]), x.shape[-1])  # not -1: there may be none in a row
 
 
 def _owned(y: Tensor) -> Tensor:

@@ -9,6 +9,7 @@ it, so whatever else used it must be over there (torch's caching allocator).
 from __future__ import annotations
 
 import weakref
+from collections.abc import Iterator
 from typing import Any
 
 from torch import Tensor
@@ -47,13 +48,11 @@ class Races(TorchDispatchMode):
         stream = self.gpu.stream
         stream.seen[stream] += 1
         read: list[Tensor] = []
-        written = [t for t in tree_leaves(out) if isinstance(t, Tensor)]
+        written = [*_tensors(out)]
         for k, argument in enumerate(func._schema.arguments):
             value = given.get(k, given.get(argument.name))
             writes = argument.alias_info is not None and argument.alias_info.is_write
-            (written if writes else read).extend(
-                t for t in tree_leaves(value) if isinstance(t, Tensor)
-            )
+            (written if writes else read).extend(_tensors(value))
         for tensor in read:
             self.use(tensor, stream, str(func), writes=False)
         for tensor in written:
@@ -85,3 +84,10 @@ class Races(TorchDispatchMode):
         for stream, tick, name in [*uses, *([memory.write] if memory.write else [])]:
             if memory.stream.seen[stream] < tick:
                 self.found.append(f"memory is let go while {name} uses it")
+
+
+def _tensors(values: Any) -> Iterator[Tensor]:
+    """The tensors in what an operation takes or gives; the two of a sparse one."""
+    for value in tree_leaves(values):
+        if isinstance(value, Tensor):
+            yield from [value._indices(), value._values()] if value.is_sparse else [value]

@@ -1,0 +1,93 @@
+"""Rules for the gradients of weights: of a product, and of rows that are looked up."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from math import prod
+from typing import NamedTuple, TypeGuard
+
+import torch
+from torch import Tensor
+
+from schedir.kernels.embedding_gradient import accumulate_rows_, row_sums
+from schedir.kernels.weight_gradient import accumulate_
+
+Rule = Callable[..., Tensor]  # weight, what the forward has kept (mostly its input), dy -> dW
+
+
+class Product(NamedTuple):
+    """The gradient of a weight that is multiplied with, from the right; or its transpose is."""
+
+    transposed: bool
+
+    def factors(self, x: Tensor, dy: Tensor) -> tuple[Tensor, Tensor]:
+        """Matrices a and b of as many rows, of which a.T @ b is the gradient."""
+        given, back = as_rows(x).conj(), as_rows(dy)
+        return (back, given) if self.transposed else (given, back)
+
+    def __call__(self, weight: Tensor, x: Tensor, dy: Tensor) -> Tensor:
+        # A product and then a sum: fused into the accumulator (addmm) the bits differ.
+        a, b = self.factors(x, dy)
+        return (a.t() @ b).to(weight.dtype)
+
+    def add_to(self, total: Tensor, x: Tensor, dy: Tensor) -> None:
+        """Add it to a sum of a wider type, in the product itself."""
+        accumulate_(total, *self.factors(x, dy))
+
+
+class Rows(NamedTuple):
+    """The gradient of a weight whose rows are looked up; the row `padding` gets none."""
+
+    padding: int
+
+    def __call__(self, weight: Tensor, tokens: Tensor, dy: Tensor) -> Tensor:
+        dw: Tensor = torch.ops.aten.embedding_dense_backward(
+            dy, tokens, len(weight), self.padding, False
+        )
+        return dw
+
+    def add_to(self, total: Tensor, tokens: Tensor, dy: Tensor) -> None:
+        """Add it to a sum of its type or a wider one: the rows that there are.
+
+        In its type, the bits are those of a sum with the whole gradient.
+        """
+        accumulate_rows_(total, tokens, dy, self.padding)
+
+    def sparse(self, weight: Tensor, tokens: Tensor, dy: Tensor) -> Tensor:
+        """It as a sparse tensor, for autograd to add up."""
+        rows, sums = row_sums(tokens, dy, self.padding)
+        return torch.sparse_coo_tensor(
+            rows.unsqueeze(0), sums, weight.shape, check_invariants=False
+        )
+
+
+def adds_up_wider(weight: Tensor) -> bool:
+    """Whether gradients are added up in a wider type: then each at once, in the product if it can.
+
+    Autograd would round each to the weight's own type first.
+    """
+    return weight.grad is not None and weight.grad.dtype != weight.dtype
+
+
+def adds_rows(rule: Rule, weight: Tensor) -> TypeGuard[Rows]:
+    """Whether a gradient has few rows, and there is a sum to which they can be added."""
+    total = weight.grad
+    there = total is not None and total.layout == torch.strided and total.is_contiguous()
+    return isinstance(rule, Rows) and there and not torch.is_grad_enabled()
+
+
+def add(rule: Rule, weight: Tensor, kept: tuple[Tensor, ...], dy: Tensor) -> None:
+    """Add a gradient to the sum that is there."""
+    total = weight.grad
+    assert total is not None
+    with torch.no_grad():
+        if isinstance(rule, Product | Rows):
+            (given,) = kept
+            rule.add_to(total, given, dy)
+        else:
+            total += rule(weight, *kept, dy)
+
+
+def as_rows(x: Tensor) -> Tensor:
+    """The same as a matrix."""
+    return x.reshape(prod(x.shape[:-1]), x.shape[-1])  # not -1: there may be none in a row
