@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -96,8 +97,14 @@ class _Trainer:
         self.device = torch.device(config.train.device)
         if self.device.type == "cuda":
             self.device = torch.device("cuda", torch.cuda.current_device())
+        dtype: torch.dtype = getattr(torch, config.train.precision)
+        self.size = config.data.microbatch_size
+        boundary = Boundary((self.size, config.model.context, config.model.hidden), dtype)
+        message = math.prod(boundary.shape) * dtype.itemsize // program.tp  # each sends its slice
         transport = choose(config.train.transport, config.train.device, program)
-        self.transport = transport(program, config.train.timeout, device=self.device)
+        self.transport = transport(
+            program, config.train.timeout, device=self.device, message=message
+        )
         self.transport.agree(_facts(config))
         plan, tp = program.plan, self.transport.tp_group
         division = config.pipeline.division
@@ -105,7 +112,6 @@ class _Trainer:
             s: gpt.build_stage(config.model, s, plan.stages, tp=tp, division=division)
             for s in plan.stages_of[self.transport.rank]
         }
-        dtype: torch.dtype = getattr(torch, config.train.precision)
         for stage in stages.values():
             stage.to(self.device, dtype)
             float32_gradients(stage)
@@ -115,14 +121,13 @@ class _Trainer:
             make(parameters) if dtype == torch.float32 else MainOptimizer(parameters, make)
         )
         self.loss_scale = LossScale(device=self.device) if dtype == torch.float16 else None
-        self.size = config.data.microbatch_size
         self.executor = Executor(
             program,
             self.transport.rank,
             stages,
             self.transport,
             loss=partial(gpt.loss, tp=tp),
-            boundary=Boundary((self.size, config.model.context, config.model.hidden), dtype),
+            boundary=boundary,
             optimizer=self.optimizer,
             max_norm=config.train.clip if program.clip else None,
             loss_scale=self.loss_scale,

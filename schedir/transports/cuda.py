@@ -8,27 +8,83 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Mapping, Sequence
-from typing import Any
+from pathlib import Path
+from typing import Any, Final, NamedTuple
 
 import torch
 
 from schedir.errors import ModelError, UsageError
+from schedir.transports.groups import MOST
 
 # A process of its own "host": NCCL refuses two ranks on one GPU of one host.
 HOST = "NCCL_HOSTID"
 SHARED = {"NCCL_P2P_DISABLE": "1", "NCCL_SHM_DISABLE": "1"}
 # How many queues the host has to a GPU: streams that share one wait for each other.
 QUEUES, ENOUGH = "CUDA_DEVICE_MAX_CONNECTIONS", 8
-_YES = ("1", "true", "yes", "on", "y", "t")
-# What makes the host wait inside a step.
-_WAITS = {
-    "TORCH_NCCL_BLOCKING_WAIT": _YES,
-    "NCCL_BLOCKING_WAIT": _YES,
-    "CUDA_LAUNCH_BLOCKING": _YES,
-    "TORCH_DISTRIBUTED_DEBUG": ("detail",),
-}
-_ORDER = "NCCL_LAUNCH_ORDER_IMPLICIT"
 _TWINS = "schedir: processes of one GPU"
+
+
+class _Refused(NamedTuple):
+    """Variables, and which of their values are refused: more than `most`, or one of `values`."""
+
+    names: tuple[str, ...]
+    why: str
+    values: tuple[str, ...] = ()
+    most: int | None = None
+    hint: str = "unset it"
+
+    def has(self, value: str) -> bool:
+        if self.most is None:
+            return value.lower() in self.values
+        return value.isdecimal() and int(value) > self.most
+
+
+_YES = ("1", "true", "yes", "on", "y", "t")
+_HOST_WAITS = (
+    "the host would wait inside a step, in Stream order, for what others have yet to issue"
+)
+_REFUSED: Final = (
+    _Refused(
+        (QUEUES,),
+        "streams that share a hardware queue wait for each other, and a receive that waits holds "
+        "up the computation behind it, for ever",
+        tuple(map(str, range(ENOUGH))),
+        hint="unset it, or 32",
+    ),
+    _Refused(
+        ("TORCH_NCCL_BLOCKING_WAIT", "NCCL_BLOCKING_WAIT", "CUDA_LAUNCH_BLOCKING"),
+        _HOST_WAITS,
+        _YES,
+    ),
+    _Refused(("TORCH_DISTRIBUTED_DEBUG",), _HOST_WAITS, ("detail",)),
+    _Refused(
+        ("PYTORCH_NO_CUDA_MEMORY_CACHING",),
+        "each tensor that is freed would wait for the whole GPU, beside receives that wait",
+        most=-1,  # torch looks only if it is there
+    ),
+    _Refused(
+        ("NCCL_LAUNCH_ORDER_IMPLICIT",),
+        "communicators would start in the order in which the host issues them, and a receive that "
+        "waits would hold up all others",
+        most=0,
+    ),
+    _Refused(
+        ("NCCL_COMM_SPLIT_SHARE_RESOURCES",),
+        "communicators would run one after the other, and a receive that waits would hold up all "
+        "others",
+        most=0,
+    ),
+    _Refused(
+        (
+            "NCCL_MIN_CTAS", "NCCL_MAX_CTAS", "NCCL_MIN_P2P_NCHANNELS", "NCCL_NCHANNELS_PER_PEER",
+            "NCCL_NCHANNELS_PER_NET_PEER",
+        ),
+        "it counts for each edge, whose receive would keep as many multiprocessors from what "
+        "computes while it waits",
+        most=MOST,
+        hint=f"unset it, or {MOST} at most",
+    ),
+)  # fmt: skip
 
 
 def require_gpus(
@@ -47,26 +103,11 @@ def require_gpus(
             "device cuda needs a GPU, and torch sees none",
             hint="this torch is built without CUDA" if without else "nvidia-smi should list one",
         )
-    queues = environ.get(QUEUES, "")
-    if queues.isdecimal() and int(queues) < ENOUGH:
-        raise UsageError(
-            f"{QUEUES} is {queues}: streams that share a hardware queue wait for each other, and "
-            "a receive that waits holds up the computation behind it, for ever",
-            hint="unset it, or 32",
-        )
-    for name, values in _WAITS.items():
-        if environ.get(name, "").lower() in values:
-            raise UsageError(
-                f"{name} is {environ[name]}: the host would wait inside a step, in Stream order, "
-                "for what other ranks have yet to issue",
-                hint="unset it",
-            )
-    if environ.get(_ORDER, "0") not in ("", "0"):
-        raise UsageError(
-            f"{_ORDER} is {environ[_ORDER]}: communicators would start in the order in which the "
-            "host issues them, and a receive that waits would hold up all others",
-            hint="unset it",
-        )
+    said = nccl_files(environ) | dict(environ)
+    for refused in _REFUSED:
+        for name in refused.names:
+            if refused.has(said.get(name, "").strip()):
+                raise UsageError(f"{name} is {said[name]}: {refused.why}", hint=refused.hint)
     if processes <= gpus:
         return
     if HOST not in environ:
@@ -83,6 +124,17 @@ def require_gpus(
                 "look for each other's memory",
                 hint=" ".join(f"{n}={v}" for n, v in SHARED.items()),
             )
+
+
+def nccl_files(environ: Mapping[str, str]) -> dict[str, str]:
+    """What NCCL's files set, as variables: a machine's, and before it the user's."""
+    own = environ.get("NCCL_CONF_FILE") or (environ.get("HOME") or "/nonexistent") + "/.nccl.conf"
+    found: dict[str, str] = {}
+    for path in (Path("/etc/nccl.conf"), Path(own)):
+        lines = path.read_text(errors="replace").splitlines() if path.is_file() else []
+        split = (line.partition("=") for line in lines if not line.startswith("#"))
+        found |= {name.strip(): value.strip() for name, equals, value in split if equals}
+    return found
 
 
 def take_gpu(

@@ -13,7 +13,7 @@ while a peer's kernel spins can hang (NVIDIA/nccl issue 783).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -78,8 +78,7 @@ def _warm_up(transport: Processes, edges: list[DirectedEdge], device: torch.devi
 class Edge(Processes):
     """A process group for each directed edge.  Its progress model is `edge`.
 
-    `device` is where tensors are; `backend` that of the groups, if not as the default group's, and
-    `options` makes what each is told.  Raises as Processes.
+    Over NCCL each takes few multiprocessors, as many as its messages need.  Raises as Processes.
     """
 
     model: Model = "edge"
@@ -90,8 +89,7 @@ class Edge(Processes):
         timeout: float | None = None,
         *,
         device: torch.device | str = "cpu",
-        backend: str | None = None,
-        options: Callable[[], Any] = lambda: None,
+        message: int = 0,
     ) -> None:
         super().__init__(program, timeout, device=device)
         self.edges = directed_edges(program)
@@ -99,10 +97,8 @@ class Edge(Processes):
         self.processes = [int(p) for p in self.mesh[self.dp_rank, :, self.tp_rank]]
         self.edge_groups: dict[DirectedEdge, Any] = {}
         for some in apart(self.edges):
-            group = groups.make(
-                [row for edge in some for row in self._ends(edge)],
-                timeout=self._timeout, backend=backend, options=options,
-            )  # fmt: skip
+            rows = [row for edge in some for row in self._ends(edge)]
+            group = self.make(rows, ctas=groups.ctas(message))
             own = (edge for edge in some if self.rank in (edge.source, edge.target))
             self.edge_groups |= dict.fromkeys(own, group)
         _warm_up(self, self.edges, device)
@@ -151,6 +147,7 @@ class Grouped(Processes):
         timeout: float | None = None,
         *,
         device: torch.device | str = "cpu",
+        message: int = 0,
     ) -> None:
         super().__init__(program, timeout, device=device)
         self.held: list[tuple[dist.P2POp, _Deferred]] | None = None

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import os
 import socket
+from collections.abc import MutableMapping
 from datetime import timedelta
-from functools import partial
 from typing import Any, Final, Literal
 
 import torch
@@ -23,14 +23,17 @@ from schedir.transports.cuda import HOST, QUEUES, refuse_twins, take_gpu
 from schedir.transports.edges import Edge, Grouped
 
 BACKENDS = "cpu:gloo,cuda:nccl"  # what processes agree on goes over Gloo
-CTAS = 4  # multiprocessors that one edge may take from what computes
-# Set where the environment does not say otherwise.
-VARIABLES: Final = {
-    QUEUES: "32",
+# Set where the environment does not say otherwise, under any of the names that torch knows.
+VARIABLES: Final[dict[tuple[str, ...], str]] = {
+    (QUEUES,): "32",
     # The host's group would connect all processes with all others, n x n reads of the store.
-    "TORCH_GLOO_LAZY_INIT": "1",
+    ("TORCH_GLOO_LAZY_INIT",): "1",
     # That an edge's messages are one queue is what an edge is: no reason to warn.
-    "TORCH_NCCL_SHOW_EAGER_INIT_P2P_SERIALIZATION_WARNING": "false",
+    ("TORCH_NCCL_SHOW_EAGER_INIT_P2P_SERIALIZATION_WARNING",): "false",
+    # Memory in pieces is none that the allocator waits for the device to get back.
+    ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"): "expandable_segments:True",
+    # The flight recorder: what was issued last, for a hang.
+    ("TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE"): "2000",
 }
 
 
@@ -40,8 +43,7 @@ def initialise(timeout: float, **how: Any) -> torch.device:
     Processes are found as torchrun says, or as `how` tells `init_process_group`.  Raises
     UsageError or ModelError for machines, variables or neighbours with which it cannot work.
     """
-    for name, value in VARIABLES.items():
-        os.environ.setdefault(name, value)
+    set_variables(os.environ)
     there = int(os.environ.get("LOCAL_WORLD_SIZE", os.environ.get("WORLD_SIZE", "1")))
     device = take_gpu(int(os.environ.get("LOCAL_RANK", "0")), there)
     if not dist.is_nccl_available():
@@ -53,6 +55,13 @@ def initialise(timeout: float, **how: Any) -> torch.device:
     # With its device a group is connected when it is made, and not at first use.
     dist.init_process_group(BACKENDS, timeout=timedelta(seconds=timeout), device_id=device, **how)
     return device
+
+
+def set_variables(environ: MutableMapping[str, str]) -> None:
+    """Set what is not set, before torch begins with CUDA and NCCL, which read it once."""
+    for names, value in VARIABLES.items():
+        if not any(name in environ for name in names):
+            environ[names[0]] = value
 
 
 def meet(
@@ -69,29 +78,37 @@ def meet(
 
 
 class NCCLEdge(Edge):
-    """Each directed edge has a communicator, with few multiprocessors and a stream of high
-    priority.  Raises as Edge."""
+    """Each directed edge has a communicator.  Raises as Edge."""
 
     def __init__(
-        self, program: Program, timeout: float | None = None, *, device: torch.device
+        self,
+        program: Program,
+        timeout: float | None = None,
+        *,
+        device: torch.device | str,
+        message: int = 0,
     ) -> None:
         _require_cuda(device, program)
-        options = partial(edge_options, timeout)
-        super().__init__(program, timeout, device=device, backend="nccl", options=options)
+        super().__init__(program, timeout, device=device, message=message)
 
 
 class NCCLGrouped(Grouped):
     """The pipeline has one communicator.  Raises as Grouped."""
 
     def __init__(
-        self, program: Program, timeout: float | None = None, *, device: torch.device
+        self,
+        program: Program,
+        timeout: float | None = None,
+        *,
+        device: torch.device | str,
+        message: int = 0,
     ) -> None:
         _require_cuda(device, program)
         super().__init__(program, timeout, device=device)
 
 
-def _require_cuda(device: torch.device, program: Program) -> None:
-    if device.type != "cuda":
+def _require_cuda(device: torch.device | str, program: Program) -> None:
+    if torch.device(device).type != "cuda":
         raise ModelError(f"NCCL moves tensors of GPUs, not of {device}", program=program.name)
 
 
@@ -100,11 +117,14 @@ def nccl(
     device: torch.device,
     kind: Literal["edge", "grouped"] = "edge",
     timeout: float | None = None,
+    *,
+    message: int = 0,
 ) -> NCCLEdge | NCCLGrouped:
     """The transport of a program on GPUs, connected and warm; after `transports.nccl.initialise`.
 
     "edge" gives each directed edge a communicator, "grouped" one to the pipeline.  A program must
-    be proven for the model of its kind.
+    be proven for the model of its kind.  `message` is how many bytes one has at most, 0 if that is
+    not known.
 
     >>> import schedir, torch
     >>> from schedir.runtime import nccl
@@ -115,13 +135,4 @@ def nccl(
     schedir.errors.ModelError: gpipe: NCCL moves tensors of GPUs, not of cpu
     """
     make = NCCLGrouped if kind == "grouped" else NCCLEdge
-    return make(program, timeout, device=device)
-
-
-def edge_options(timeout: float | None = None) -> Any:
-    """Of a communicator that must not starve what computes beside it."""
-    options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
-    options.config.min_ctas, options.config.max_ctas = 1, CTAS
-    if timeout is not None:
-        options._timeout = timedelta(seconds=timeout)  # as the group's, or torch warns
-    return options
+    return make(program, timeout, device=device, message=message)

@@ -39,13 +39,14 @@ class Processes:
     """Processes of torch.distributed, and what they do together: all but messages.
 
     Ranks lie in a mesh (dp, pp, tp), tp innermost, so that tensor-parallel groups are
-    neighbours.  Tensors on a GPU take the backend that the default group has for them.
+    neighbours.  Groups for tensors on a GPU are NCCL's.
 
     The tensor-parallel group of collectives is another one than that of the layers, and there is a
     CUDA stream for it: a gather that waits for its message holds up no layer.
 
-    `timeout` is how many seconds its groups wait for each other; torch's half an hour unless
-    told.  `device` is where tensors are.
+    `timeout` is how many seconds its groups wait for each other, NCCL's longer; as torch has it
+    unless told.  `device` is where tensors are, and `message` how many bytes one has at most, 0 if
+    that is not known.
 
     `torch.distributed` must be initialised with pp * tp * dp processes.
     Raises ModelError otherwise.
@@ -65,6 +66,7 @@ class Processes:
         timeout: float | None = None,
         *,
         device: torch.device | str = "cpu",
+        message: int = 0,
     ) -> None:
         self.static = torch.device(device).type != "cpu"
         self.tp, self.dp, pp = program.tp, program.dp, program.plan.ranks
@@ -79,7 +81,7 @@ class Processes:
         self.dp_rank, self.rank, self.tp_rank = (
             int(k) for k in np.unravel_index(dist.get_rank(), mesh.shape)
         )
-        self._timeout = None if timeout is None else timedelta(seconds=timeout)
+        self.make = partial(groups.make, timeout=timeout, device=device)
         self.name = program.name
         groups.level(
             self.agree(
@@ -114,7 +116,7 @@ class Processes:
 
     def _group(self, members: NDArray[np.int64]) -> Any:
         """The group of the row that this process is in; None if it is in none."""
-        return groups.make(members.tolist(), timeout=self._timeout)
+        return self.make(members.tolist())
 
     def agree(self, facts: Mapping[str, str], tell: object = None) -> list[Any]:
         """As Transport.agree: all processes must call this."""

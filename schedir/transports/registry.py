@@ -38,7 +38,8 @@ class TransportRow(NamedTuple):
 
     `model` is the progress model that it gives, and `blocks` whether what stands behind a compute
     waits with it, as Transport says.  `home` is the name of a module of this folder, and of a class
-    in it that is made of (program, timeout, device=).  `doc` ends the sentence "messages travel".
+    in it that is made of (program, timeout, device=, message=), as Processes.  `doc` ends the
+    sentence "messages travel".
     """
 
     name: str

@@ -106,6 +106,7 @@ class Shared(Processes):
         timeout: float | None = None,
         *,
         device: torch.device | str = "cpu",
+        message: int = 0,
     ) -> None:
         super().__init__(program, timeout, device=device)
         if program.slots:

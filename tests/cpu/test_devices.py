@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import inspect
 from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
 from functools import partial
 from pathlib import Path
-from typing import Literal
+from types import SimpleNamespace
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -14,6 +16,7 @@ import torch.distributed as dist
 
 from schedir import compile, show
 from schedir.errors import DeadlockError, ModelError, UsageError
+from schedir.io.terminal import format_error
 from schedir.ir.plan import Plan
 from schedir.runtime.graphs import GraphedStep
 from schedir.runtime.inprocess import InProcess
@@ -22,9 +25,10 @@ from schedir.schedules import gpipe
 from schedir.testing.tiny import loss, tiny_stages
 from schedir.training import config, gpt_config, train
 from schedir.training.config import TrainConfig
+from schedir.transports import groups
 from schedir.transports.cuda import HOST, SHARED, refuse_twins, require_gpus
 from schedir.transports.edges import Edge, Grouped
-from schedir.transports.nccl import CTAS, NCCLEdge, NCCLGrouped, edge_options, meet, nccl
+from schedir.transports.nccl import NCCLEdge, NCCLGrouped, meet, nccl, set_variables
 from schedir.transports.processes import Gloo, Processes
 from schedir.transports.registry import (
     DEVICES,
@@ -37,29 +41,39 @@ from schedir.transports.registry import (
 from schedir.transports.shared import Shared
 from tests.pure.test_blocking import sends
 
+GOLDEN = Path(__file__).parents[1] / "golden"
 
-@pytest.mark.parametrize(
-    ("processes", "gpus", "environ", "about"),
-    [
-        (1, 0, {}, "GPU"),
-        (2, 1, {}, "2 processes"),
-        (4, 2, {"CUDA_VISIBLE_DEVICES": "0,1"}, "4 processes"),
-        (1, 1, {"CUDA_DEVICE_MAX_CONNECTIONS": "1"}, "CUDA_DEVICE_MAX_CONNECTIONS"),
-        (1, 1, {"TORCH_NCCL_BLOCKING_WAIT": "1"}, "TORCH_NCCL_BLOCKING_WAIT"),
-        (1, 1, {"CUDA_DEVICE_MAX_CONNECTIONS": "4"}, "CUDA_DEVICE_MAX_CONNECTIONS"),
-        (1, 1, {"CUDA_LAUNCH_BLOCKING": "True"}, "CUDA_LAUNCH_BLOCKING"),
-        (1, 1, {"TORCH_DISTRIBUTED_DEBUG": "DETAIL"}, "TORCH_DISTRIBUTED_DEBUG"),
-        (1, 1, {"NCCL_LAUNCH_ORDER_IMPLICIT": "1"}, "NCCL_LAUNCH_ORDER_IMPLICIT"),
-        (4, 1, {HOST: "a"}, "NCCL_P2P_DISABLE"),
-        (4, 1, {HOST: "a", "NCCL_P2P_DISABLE": "1"}, "NCCL_SHM_DISABLE"),
-    ],
-)
-def test_machines_that_are_refused(
-    processes: int, gpus: int, environ: dict[str, str], about: str
-) -> None:
-    with pytest.raises(UsageError) as error:
-        require_gpus(processes, gpus, environ)
-    assert about in error.value.fact and error.value.hint
+
+REFUSED: list[tuple[int, int, dict[str, str]]] = [
+    (1, 0, {}),
+    (2, 1, {}),
+    (4, 2, {"CUDA_VISIBLE_DEVICES": "0,1"}),
+    (1, 1, {"CUDA_DEVICE_MAX_CONNECTIONS": "1"}),
+    (1, 1, {"TORCH_NCCL_BLOCKING_WAIT": "1"}),
+    (1, 1, {"CUDA_DEVICE_MAX_CONNECTIONS": "4"}),
+    (1, 1, {"CUDA_LAUNCH_BLOCKING": "True"}),
+    (1, 1, {"TORCH_DISTRIBUTED_DEBUG": "DETAIL"}),
+    (1, 1, {"NCCL_LAUNCH_ORDER_IMPLICIT": "1"}),
+    (1, 1, {"NCCL_COMM_SPLIT_SHARE_RESOURCES": "1"}),
+    (1, 1, {"NCCL_MIN_CTAS": "32"}),
+    (1, 1, {"NCCL_MAX_CTAS": "32"}),
+    (1, 1, {"NCCL_MIN_P2P_NCHANNELS": "32"}),
+    (1, 1, {"NCCL_NCHANNELS_PER_NET_PEER": "32"}),
+    (1, 1, {"PYTORCH_NO_CUDA_MEMORY_CACHING": "0"}),
+    (4, 1, {HOST: "a"}),
+    (4, 1, {HOST: "a", "NCCL_P2P_DISABLE": "1"}),
+]
+
+
+def test_machines_that_are_refused() -> None:
+    said = []
+    for processes, gpus, environ in REFUSED:
+        with pytest.raises(UsageError) as error:
+            require_gpus(processes, gpus, environ)
+        assert error.value.hint
+        said.append(format_error(error.value))
+    # How a torch without CUDA is told apart is not this test's.
+    assert "\n".join(said[1:]) + "\n" == (GOLDEN / "machines.txt").read_text()
 
 
 @pytest.mark.parametrize(
@@ -69,11 +83,35 @@ def test_machines_that_are_refused(
         (8, 1, {"CUDA_VISIBLE_DEVICES": "3"}),
         (8, 8, {"CUDA_DEVICE_MAX_CONNECTIONS": "32", "TORCH_NCCL_BLOCKING_WAIT": "0"}),
         (8, 8, {"TORCH_DISTRIBUTED_DEBUG": "INFO", "NCCL_LAUNCH_ORDER_IMPLICIT": "0"}),
+        (8, 8, {"NCCL_COMM_SPLIT_SHARE_RESOURCES": "0", "NCCL_MAX_CTAS": "2"}),
         (4, 1, {HOST: "a", **SHARED}),
     ],
 )
 def test_machines_that_will_do(processes: int, gpus: int, environ: dict[str, str]) -> None:
     require_gpus(processes, gpus, environ)
+
+
+def test_what_nccls_files_set_counts_as_a_variable(tmp_path: Path) -> None:
+    file = tmp_path / ".nccl.conf"
+    file.write_text("# NCCL_MIN_CTAS=32\nNCCL_DEBUG=WARN\nNCCL_COMM_SPLIT_SHARE_RESOURCES = 1\n")
+    home = {"HOME": str(tmp_path)}
+    for environ in (home, {"NCCL_CONF_FILE": str(file)}):
+        with pytest.raises(UsageError) as error:
+            require_gpus(1, 1, environ)
+        assert "NCCL_COMM_SPLIT_SHARE_RESOURCES is 1" in error.value.fact
+    require_gpus(1, 1, home | {"NCCL_COMM_SPLIT_SHARE_RESOURCES": "0"})
+
+
+def test_what_is_set_by_whatever_name_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+    environ = {"PYTORCH_CUDA_ALLOC_CONF": "backend:native", "CUDA_DEVICE_MAX_CONNECTIONS": "16"}
+    set_variables(environ)
+    assert environ["PYTORCH_CUDA_ALLOC_CONF"] == "backend:native"
+    assert "PYTORCH_ALLOC_CONF" not in environ
+    assert environ["CUDA_DEVICE_MAX_CONNECTIONS"] == "16"
+    assert environ["TORCH_FR_BUFFER_SIZE"] == "2000"
+    set_variables(bare := {"TORCH_NCCL_TRACE_BUFFER_SIZE": "0"})
+    assert bare["PYTORCH_ALLOC_CONF"] == "expandable_segments:True"
+    assert "TORCH_FR_BUFFER_SIZE" not in bare
 
 
 def twins(store: Path, hosts: list[str], process: int) -> str:
@@ -146,7 +184,8 @@ def test_a_row_says_of_a_transport_what_its_class_says(row: TransportRow) -> Non
     found = find(row.home)
     assert issubclass(found, Processes)
     assert (found.model, found.blocks) == (row.model, row.blocks)
-    program, options = inspect.signature(found).parameters, ("program", "timeout", "device")
+    program = inspect.signature(found).parameters
+    options = ("program", "timeout", "device", "message")
     assert [*program] == [*options] and program["device"].kind is inspect.Parameter.KEYWORD_ONLY
     assert row.device in DEVICES
     for function in (DEVICES[row.device].require, DEVICES[row.device].initialise):
@@ -184,11 +223,55 @@ def test_processes_meet_before_there_is_a_group(tmp_path: Path) -> None:
     assert given == {"store": store, "rank": 2, "world_size": 3}
 
 
-@pytest.mark.skipif(not dist.is_nccl_available(), reason="a torch without NCCL")
-def test_options_of_an_edge() -> None:
-    options = edge_options(7.0)
-    assert options.is_high_priority_stream and options._timeout.total_seconds() == 7
-    assert (options.config.min_ctas, options.config.max_ctas) == (1, CTAS)
+class Options:
+    """As ProcessGroupNCCL.Options, where torch is built without NCCL."""
+
+    def __init__(self, is_high_priority_stream: bool = False) -> None:
+        self.is_high_priority_stream, self._timeout = is_high_priority_stream, timedelta(minutes=10)
+        self.config = SimpleNamespace(split_share=None, min_ctas=None, max_ctas=None)
+
+
+@pytest.fixture
+def told(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
+    """What `new_group` is told by a process that is alone in its world."""
+    found: list[dict[str, Any]] = []
+    if not dist.is_nccl_available():
+        patch = SimpleNamespace(Options=Options)
+        monkeypatch.setattr(dist, "ProcessGroupNCCL", patch, raising=False)
+    monkeypatch.setattr(dist, "get_rank", lambda: 0)
+    monkeypatch.setattr(dist, "new_group", lambda row, **options: found.append(options))
+    return found
+
+
+def test_options_of_communicators(told: list[dict[str, Any]]) -> None:
+    """They share nothing, and end a process later than we do."""
+    groups.make([[0]], 7.0, "cuda")
+    groups.make([[0]], 7.0, "cuda", 8)
+    groups.make([[0]], None, "cuda")
+    groups.make([[0]], 7.0)
+    plain, edge, torchs, gloo = told
+    for over_nccl in (plain, edge, torchs):
+        options = over_nccl["pg_options"]
+        assert over_nccl["backend"] == "nccl" and options.is_high_priority_stream
+        assert options.config.split_share == 0
+    config = edge["pg_options"].config
+    assert (config.min_ctas, config.max_ctas) == (1, 8)
+    for over_nccl in (plain, edge):
+        assert (
+            over_nccl["timeout"].total_seconds()
+            == over_nccl["pg_options"]._timeout.total_seconds()
+            > 60
+        )
+    assert torchs["timeout"] is None
+    assert gloo["timeout"].total_seconds() == 7 and "backend" not in gloo
+
+
+@pytest.mark.parametrize(
+    ("size", "most"),
+    [(0, 4), (1, 2), (4 << 20, 2), ((4 << 20) + 1, 4), (4096 * 2048 * 2, 8), (1 << 30, 16)],
+)
+def test_multiprocessors_of_an_edge_by_the_bytes_of_its_messages(size: int, most: int) -> None:
+    assert groups.ctas(size) == most
 
 
 def test_memory_of_the_host_is_not_a_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
