@@ -20,7 +20,6 @@ import torch
 from torch import Tensor
 
 from schedir.kernels import (
-    boundary,
     choice,
     cross_entropy,
     gelu,
@@ -114,8 +113,6 @@ def operations(options: argparse.Namespace) -> list[Operation]:
     wide, wide_dy, wide_bias = random(T, n), random(T, n), random(n)
     x, r, dy, weight, bias = random(T, h), random(T, h), random(T, h), random(h), random(h)
     hidden, _, moments = layer_norm_triton.forward(x, r, weight, bias, 1e-5)
-    turned = random(T // 8, 8, h).transpose(0, 1)
-    wire = turned.new_empty(t, turned.numel() // t)
     return [
         (
             "cross entropy, statistics",
@@ -153,12 +150,6 @@ def operations(options: argparse.Namespace) -> list[Operation]:
             lambda: layer_norm_triton.backward(dy, r, hidden, weight, moments),
             lambda: layer_norm.backward_reference(dy, r, hidden, weight, bias),
         ),
-        (
-            "boundary, pack t parts, strided",  # one is over before it can be timed
-            2 * turned.nbytes,
-            lambda: [boundary.pack(turned, t, k, out) for k, out in enumerate(wire)],
-            lambda: [boundary.pack_reference(turned, t, k, out) for k, out in enumerate(wire)],
-        ),
     ]
 
 
@@ -167,20 +158,13 @@ Product = tuple[str, int, Callable[[], object], Callable[[], object], Callable[[
 
 def products(options: argparse.Namespace) -> list[Product]:
     """Name, flop, way, the plain way and the bare product of weight gradients."""
-    from schedir.kernels import weight_gradient_triton
-
     T, h, k = options.tokens, options.hidden, 4 * options.hidden // options.tp
     dy, x = (torch.randn(T, n, device="cuda").bfloat16() for n in (k, h))
     main = torch.zeros(k, h, device="cuda")
     plain = lambda: main.add_(dy.t() @ x)  # noqa: E731
     bare = lambda: dy.t() @ x  # noqa: E731
-    return [
-        (name, 2 * T * h * k, lambda way=way: way(main, dy, x), plain, bare)
-        for name, way in [
-            ("weight gradient, library", weight_gradient.accumulate_),
-            ("weight gradient, kernel", weight_gradient_triton.accumulate_),
-        ]
-    ]
+    way = lambda: weight_gradient.accumulate_(main, dy, x)  # noqa: E731
+    return [("weight gradient", 2 * T * h * k, way, plain, bare)]
 
 
 if __name__ == "__main__":

@@ -2,8 +2,9 @@
 
     python -m schedir.kernels.aot
 
-shows registers, spills and shared memory of each, as ptxas counts them for sm_90.  The types
-and block shapes are those that the operations choose for a large bfloat16 model.
+shows registers, spills and shared memory of each, as ptxas counts them for sm_90, and how many
+blocks of it fit a multiprocessor at once: what waits for memory in one is hidden by the others.
+The types and block shapes are those that the operations choose for a large bfloat16 model.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from __future__ import annotations
 import re
 import subprocess
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
@@ -22,76 +23,87 @@ from triton.backends.compiler import GPUTarget
 from triton.backends.nvidia.compiler import get_ptxas
 from triton.compiler import ASTSource
 
-from schedir.kernels import boundary_triton, cross_entropy_triton, gelu_triton, layer_norm_triton
-from schedir.kernels import weight_gradient_triton as weight_gradient
+from schedir.kernels import cross_entropy_triton, gelu_triton, layer_norm_triton
+
+# What a multiprocessor of compute capability 9.0 has (CUDA C++ Programming Guide, "Technical
+# specifications per compute capability"; Hopper Tuning Guide, 1.4.1.1 and 1.4.2.4). Each block
+# takes 1 KiB of shared memory besides its own, and registers are given to a warp by 256.
+WARPS, BLOCKS, REGISTERS, SHARED, RESERVED, GRANULE = 64, 32, 1 << 16, 228 << 10, 1 << 10, 256
 
 
 @dataclass(frozen=True)
 class Case:
-    """A kernel as it is compiled; `most` are the registers a thread may take, without spilling."""
+    """A kernel as it is compiled, and the least share of a multiprocessor's warps that must fit."""
 
     module: str
     kernel: str
     types: str  # of the arguments in order, see KINDS
     constants: Mapping[str, Any]
     warps: int
-    most: int
-    stages: int = 3
+    occupancy: float = 0.5
+    registers: int | None = None  # that the compiler may use, where the launch says so
+    spilled: int = 0  # bytes a thread, at most
+    note: str = ""
 
     @property
     def name(self) -> str:
         return f"{self.module.removesuffix('_triton')}.{self.kernel.removesuffix('_kernel')}"
+
+    def __str__(self) -> str:
+        return f"{self.name} {self.note}".strip()
 
 
 # Pointers to tensors; numbers; and m, a whole number that 16 divides, for which Triton makes wider
 # loads: what it sees at run time as well.
 KINDS = {"bf16": "*bf16", "f32": "*fp32", "i64": "*i64", "i": "i32", "m": "i32", "f": "fp32"}
 
-_HIDDEN = 8192
-_COLUMNS, _WARPS = layer_norm_triton.shape(_HIDDEN)
+_WIDTHS = 1024, 2048, 4096, 8192, 12288, 16384  # of rows that are normalised
 _GELU = {"ROWS": gelu_triton.ROWS, "COLUMNS": gelu_triton.COLUMNS}
 _LOGITS = {"BLOCK": cross_entropy_triton.block(51200 // 8)}
-_WIRE = {"FLAT": False, "BLOCK": boundary_triton.BLOCK}
-_TILE = {name: getattr(weight_gradient, name) for name in ("ROWS", "COLUMNS", "TOKENS", "GROUP")}
+
+
+def _layer_norm(n: int) -> Iterator[Case]:
+    whole = triton.next_power_of_2(n)
+    yield Case(
+        "layer_norm_triton",
+        "forward_kernel",
+        "bf16 bf16 bf16 bf16 bf16 bf16 f32 m m f",
+        {"COLUMNS": whole},
+        layer_norm_triton.warps(whole, 2),
+        note=f"{n}",
+    )
+    by = layer_norm_triton.tiling(n, 2, SHARED - RESERVED)
+    yield Case(
+        "layer_norm_triton",
+        "backward_kernel",
+        "bf16 bf16 bf16 bf16 f32 bf16 f32 m m m i",
+        {"TILES": by.tiles, "COLUMNS": by.columns, "STAGES": by.stages},
+        by.warps,
+        registers=layer_norm_triton.REGISTERS,
+        spilled=0 if by.tiles == 1 else 16,  # 8 with triton 3.6
+        note=f"{n}",
+    )
+
 
 CASES = (
-    Case("cross_entropy_triton", "statistics_kernel", "bf16 i64 f32 m m m m", _LOGITS, 8, 48),
+    Case("cross_entropy_triton", "statistics_kernel", "bf16 i64 f32 m m m m", _LOGITS, 8),
     Case(
         "cross_entropy_triton",
         "gradient_kernel",
         "bf16 i64 f32 f32 m i m m m i",
         {"T": 8, **_LOGITS},
         8,
-        48,
     ),
-    Case("boundary_triton", "pack_kernel", "bf16 bf16 m m i m m m i", _WIRE, 4, 48),
-    Case("gelu_triton", "forward_kernel", "bf16 bf16 bf16 m m", _GELU, 4, 64),
-    Case("gelu_triton", "backward_kernel", "bf16 bf16 bf16 bf16 f32 m m i", _GELU, 4, 96),
+    Case("gelu_triton", "forward_kernel", "bf16 bf16 bf16 m m", _GELU, gelu_triton.WARPS),
     Case(
-        "layer_norm_triton",
-        "forward_kernel",
-        "bf16 bf16 bf16 bf16 bf16 bf16 f32 m m f",
-        {"COLUMNS": _COLUMNS},
-        _WARPS,
-        64,
-    ),
-    Case(
-        "layer_norm_triton",
+        "gelu_triton",
         "backward_kernel",
-        "bf16 bf16 bf16 bf16 f32 bf16 f32 m m i",
-        {"COLUMNS": _COLUMNS},
-        _WARPS,
-        128,
+        "bf16 bf16 bf16 bf16 f32 m m i",
+        _GELU,
+        gelu_triton.WARPS,
+        occupancy=0.4,
     ),
-    Case(
-        "weight_gradient_triton",
-        "accumulate_kernel",
-        "f32 bf16 bf16 m m m",
-        {**_TILE, "UPCAST": False},
-        weight_gradient.WARPS,
-        224,
-        weight_gradient.STAGES,
-    ),
+    *(case for n in _WIDTHS for case in _layer_norm(n)),
 )
 
 
@@ -102,7 +114,24 @@ class Compiled:
     registers: int
     spilled: int
     shared: int
+    warps: int
     ptx: str
+
+    @property
+    def blocks(self) -> int:
+        """How many of its blocks fit a multiprocessor of sm_90 at once."""
+        of_a_warp = -(-32 * self.registers // GRANULE) * GRANULE
+        return min(
+            BLOCKS,
+            WARPS // self.warps,
+            REGISTERS // (of_a_warp * self.warps),
+            SHARED // (self.shared + RESERVED),
+        )
+
+    @property
+    def occupancy(self) -> float:
+        """Its warps on a multiprocessor, of those that could be there."""
+        return self.blocks * self.warps / WARPS
 
 
 def compile_for(case: Case, capability: int = 90) -> Compiled:
@@ -122,13 +151,13 @@ def compile_for(case: Case, capability: int = 90) -> Compiled:
         constexprs=dict(case.constants),
         attrs=aligned,
     )
-    options = {"num_warps": case.warps, "num_stages": case.stages}
+    options = {"num_warps": case.warps, "maxnreg": case.registers}
     done = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
     ptx: str = done.asm["ptx"]
     said = _ptxas(ptx, capability)
     (registers,) = re.findall(r"Used (\d+) registers", said)
     (spilled,) = re.findall(r"(\d+) bytes spill stores", said)
-    return Compiled(int(registers), int(spilled), done.metadata.shared, ptx)
+    return Compiled(int(registers), int(spilled), done.metadata.shared, case.warps, ptx)
 
 
 def _ptxas(ptx: str, capability: int) -> str:
@@ -145,10 +174,12 @@ def _ptxas(ptx: str, capability: int) -> str:
 def main() -> None:
     """Compile all, and show what it took."""
     print(f"triton {triton.__version__}, sm_90")
-    print(f"{'kernel':32} {'registers':>9} {'at most':>8} {'spilled':>8} {'shared':>8}")
+    columns = "registers", "spilled", "shared", "warps", "blocks", "occupancy"
+    print(f"{'kernel':28}" + "".join(f"{column:>10}" for column in columns))
     for case in CASES:
         c = compile_for(case)
-        print(f"{case.name:32} {c.registers:9} {case.most:8} {c.spilled:8} {c.shared:8}")
+        figures = c.registers, c.spilled, c.shared, c.warps, c.blocks
+        print(f"{case!s:28}" + "".join(f"{x:10}" for x in figures) + f"{c.occupancy:10.0%}")
 
 
 if __name__ == "__main__":

@@ -1,21 +1,61 @@
-"""The kernels of `layer_norm`: a row stays in registers from the first load to the last store."""
+"""The kernels of `layer_norm`: each number is read once and written once.
+
+A thread has as much of a row as it loads at once: 16 bytes, 8 numbers of bfloat16. So 32 warps or
+more fit a multiprocessor at the 64 registers of a backward, which keeps two sums a number: in one
+block for rows of 8192, in 8 blocks for rows of 1024. While a row is computed, the next is on its
+way into shared memory, so that a block waits for memory only once.
+"""
 
 # mypy: allow-untyped-decorators, allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls
 
 from __future__ import annotations
 
+from functools import cache
+from typing import NamedTuple
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.runtime import driver
 
-PROGRAMS = 528  # of a backward: 4 for each multiprocessor of an H100
+LOAD = 16  # bytes that a thread loads at once
+MOST = 32 * 32 * LOAD  # bytes of a row that a backward takes in one tile: 32 warps, a whole block
+ROWS = 8  # of a program of a backward, at least: its sums are written, and read again, for each
+REGISTERS = 64  # of a thread of a backward, at most: 1024 of them fit a multiprocessor
 
 
-def shape(n: int) -> tuple[int, int]:
-    """Columns of a program, all of a row, and its warps: at most 16 numbers a thread."""
-    columns = triton.next_power_of_2(n)
-    return columns, max(1, min(16, columns // 512))
+def warps(columns: int, size: int) -> int:
+    """Of a program that has so many numbers of a row, each of `size` bytes."""
+    return max(1, min(32, columns * size // (32 * LOAD)))
+
+
+class Tiling(NamedTuple):
+    """How a backward divides a row: tiles, columns of each, and the power of 2 that holds them."""
+
+    tiles: int
+    width: int
+    columns: int
+    stages: int  # of its loop: with 3, the next row is fetched while one is computed
+    warps: int
+
+
+@cache
+def tiling(n: int, size: int, shared: int) -> Tiling:
+    """For rows of n numbers of `size` bytes, where a block can have `shared` bytes."""
+    count = triton.cdiv(n * size, MOST)
+    width = 16 * triton.cdiv(triton.cdiv(n, count), 16)
+    columns = triton.next_power_of_2(min(n, width))
+    # Three tensors of each tile, of two rows, and what the sums of a row take.
+    ahead = 2 * 3 * count * columns * size + 1024
+    return Tiling(count, width, columns, 3 if ahead <= shared else 1, warps(columns, size))
+
+
+@cache
+def device_limits(device: torch.device) -> tuple[int, int]:
+    """Multiprocessors, and the shared memory that a block can have."""
+    its = driver.active.utils.get_device_properties(device.index)
+    return its["multiprocessor_count"], its["max_shared_mem"]
 
 
 @triton.jit
@@ -33,14 +73,14 @@ def forward_kernel(
     COLUMNS: tl.constexpr,
 ):
     """One row a program."""
-    row = tl.program_id(0).to(tl.int64)
+    row = tl.program_id(0)
+    at = row.to(tl.int64) * n
     c = tl.arange(0, COLUMNS)
     inside = c < n
-    at = row * n + c
-    total = tl.load(x + at, mask=inside, other=0.0).to(tl.float32)
-    total += tl.load(residual + at, mask=inside, other=0.0).to(tl.float32)
+    total = tl.load(x + at + c, mask=inside, other=0.0).to(tl.float32)
+    total += tl.load(residual + at + c, mask=inside, other=0.0).to(tl.float32)
     rounded = total.to(h.dtype.element_ty)  # what backward will see
-    tl.store(h + at, rounded, mask=inside)
+    tl.store(h + at + c, rounded, mask=inside)
     v = rounded.to(tl.float32)
     mean = tl.sum(v, axis=0) / n
     v = tl.where(inside, v - mean, 0.0)
@@ -49,7 +89,7 @@ def forward_kernel(
     tl.store(moments + rows + row, rstd)
     w = tl.load(weight + c, mask=inside, other=0.0).to(tl.float32)
     b = tl.load(bias + c, mask=inside, other=0.0).to(tl.float32)
-    tl.store(y + at, (v * rstd * w + b).to(y.dtype.element_ty), mask=inside)
+    tl.store(y + at + c, (v * rstd * w + b).to(y.dtype.element_ty), mask=inside)
 
 
 @triton.jit
@@ -63,33 +103,53 @@ def backward_kernel(
     parts,
     rows,
     n,
+    width,
     each,
+    TILES: tl.constexpr,
     COLUMNS: tl.constexpr,
+    STAGES: tl.constexpr,
 ):
-    """`each` rows a program; `parts` (2, programs, n) are their sums for weight and bias."""
-    c = tl.arange(0, COLUMNS)
-    inside = c < n
+    """`each` rows a program; `parts` (2, programs, n) are their sums for weight and bias.
+
+    Of a row that is more than a tile, a program has one, and reads the others for two sums: its
+    neighbours have them in the cache.
+    """
+    tile = tl.program_id(1)
+    c = tile * width + tl.arange(0, COLUMNS)
+    inside = c < tl.minimum((tile + 1) * width, n)
     w = tl.load(weight + c, mask=inside, other=0.0).to(tl.float32)
     dweight = tl.zeros((COLUMNS,), tl.float32)
     dbias = tl.zeros((COLUMNS,), tl.float32)
     first = tl.program_id(0) * each
-    for row in range(first, tl.minimum(first + each, rows)):
-        at = tl.cast(row, tl.int64) * n + c
+    for row in tl.range(first, tl.minimum(first + each, rows), num_stages=STAGES):
+        at = tl.cast(row, tl.int64) * n
         mean = tl.load(moments + row)
         rstd = tl.load(moments + rows + row)
-        v = tl.load(h + at, mask=inside, other=0.0).to(tl.float32)
-        v = tl.where(inside, (v - mean) * rstd, 0.0)
-        g = tl.load(dy + at, mask=inside, other=0.0).to(tl.float32)
+        along = 0.0
+        total = 0.0
+        for k in tl.static_range(1, TILES):
+            begin = (tile + k) % TILES * width
+            o = begin + tl.arange(0, COLUMNS)
+            there = o < tl.minimum(begin + width, n)
+            v = (tl.load(h + at + o, mask=there, other=0.0).to(tl.float32) - mean) * rstd
+            g = tl.load(dy + at + o, mask=there, other=0.0).to(tl.float32)
+            g *= tl.load(weight + o, mask=there, other=0.0).to(tl.float32)
+            along += tl.sum(g * v, axis=0)
+            total += tl.sum(g, axis=0)
+        # Past the row g is 0, and v counts nowhere.
+        v = (tl.load(h + at + c, mask=inside, other=0.0).to(tl.float32) - mean) * rstd
+        g = tl.load(dy + at + c, mask=inside, other=0.0).to(tl.float32)
         dweight += g * v
         dbias += g
         g *= w
-        along = tl.sum(g * v, axis=0) / n
-        g = (g - tl.sum(g, axis=0) / n - v * along) * rstd
-        g += tl.load(dh + at, mask=inside, other=0.0).to(tl.float32)
-        tl.store(dx + at, g.to(dx.dtype.element_ty), mask=inside)
-    part = parts + tl.program_id(0).to(tl.int64) * n + c
-    tl.store(part, dweight, mask=inside)
-    tl.store(part + tl.num_programs(0).to(tl.int64) * n, dbias, mask=inside)
+        along += tl.sum(g * v, axis=0)
+        total += tl.sum(g, axis=0)
+        g = (g - total / n - v * (along / n)) * rstd
+        g += tl.load(dh + at + c, mask=inside, other=0.0).to(tl.float32)
+        tl.store(dx + at + c, g.to(dx.dtype.element_ty), mask=inside)
+    part = parts + tl.program_id(0).to(tl.int64) * n
+    tl.store(part + c, dweight, mask=inside)
+    tl.store(part + tl.num_programs(0).to(tl.int64) * n + c, dbias, mask=inside)
 
 
 def forward(
@@ -99,24 +159,59 @@ def forward(
     x, residual, n = x.contiguous(), residual.contiguous(), x.shape[-1]
     h, y, rows = torch.empty_like(x), torch.empty_like(x), x.numel() // n
     moments = torch.empty(2, rows, dtype=torch.float32, device=x.device)
-    columns, warps = shape(n)
+    columns = triton.next_power_of_2(n)
     forward_kernel[(rows,)](
-        x, residual, weight, bias, h, y, moments, rows, n, eps, COLUMNS=columns, num_warps=warps
+        x,
+        residual,
+        weight,
+        bias,
+        h,
+        y,
+        moments,
+        rows,
+        n,
+        eps,
+        COLUMNS=columns,
+        num_warps=warps(columns, x.element_size()),
     )
     return h, y, moments
 
 
 def backward(
-    dh: Tensor, dy: Tensor, h: Tensor, weight: Tensor, moments: Tensor, programs: int = PROGRAMS
+    dh: Tensor,
+    dy: Tensor,
+    h: Tensor,
+    weight: Tensor,
+    moments: Tensor,
+    limits: tuple[int, int] | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of x, weight and bias; `limits`, if not those of the device, as `device_limits`."""
     dh, dy, n = dh.contiguous(), dy.contiguous(), h.shape[-1]
     dx, rows = torch.empty_like(h), h.numel() // n
-    each = triton.cdiv(rows, programs)
+    multiprocessors, shared = limits or device_limits(h.device)
+    by = tiling(n, h.element_size(), shared)
+    # As many programs as run at once, or fewer.
+    programs = max(1, multiprocessors * (32 // by.warps) // by.tiles)
+    each = max(ROWS, triton.cdiv(rows, programs))
     down = triton.cdiv(rows, each)
     parts = torch.empty(2, down, n, dtype=torch.float32, device=h.device)
-    columns, warps = shape(n)
-    backward_kernel[(down,)](
-        dh, dy, h, weight, moments, dx, parts, rows, n, each, COLUMNS=columns, num_warps=warps
+    backward_kernel[(down, by.tiles)](
+        dh,
+        dy,
+        h,
+        weight,
+        moments,
+        dx,
+        parts,
+        rows,
+        n,
+        by.width,
+        each,
+        TILES=by.tiles,
+        COLUMNS=by.columns,
+        STAGES=by.stages,
+        num_warps=by.warps,
+        maxnreg=REGISTERS,
     )
     dweight, dbias = parts.sum(1).to(weight.dtype)
     return dx, dweight, dbias

@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from schedir.kernels.choice import on_triton
+_HALVES = torch.bfloat16, torch.float16
 
 
 def accumulate_(main: Tensor, dy: Tensor, x: Tensor) -> Tensor:
@@ -17,15 +17,11 @@ def accumulate_(main: Tensor, dy: Tensor, x: Tensor) -> Tensor:
     where the others are bfloat16 or float16."""
     if main.dtype == dy.dtype:
         return main.add_(dy.t() @ x)
-    if dy.is_cuda and main.dtype == torch.float32:
-        try:  # cuBLAS takes a float32 addend and result
-            torch.ops.aten.addmm.dtype_out(main, dy.t(), x, torch.float32, out=main)
-            return main
-        except (AttributeError, NotImplementedError):  # an older torch does not offer it
-            if on_triton(dy) and main.is_contiguous():
-                from schedir.kernels import weight_gradient_triton as kernels
-
-                return kernels.accumulate_(main, dy, x)
+    if dy.is_cuda and main.dtype == torch.float32 and dy.dtype in _HALVES:
+        # cuBLAS takes a float32 addend and result. A torch that does not offer it (before 2.11)
+        # says so: nothing slower takes its place unseen.
+        torch.ops.aten.addmm.dtype_out(main, dy.t(), x, torch.float32, out=main)
+        return main
     return accumulate_reference_(main, dy, x)
 
 

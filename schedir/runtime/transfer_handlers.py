@@ -6,9 +6,9 @@ from collections.abc import Callable
 from typing import Final
 
 import torch
+from torch import Tensor
 
 from schedir.ir.ops import GATHERS, RECEIVES, ROWS, SHARDING, Instr, Opcode, Token
-from schedir.kernels.boundary import pack
 from schedir.runtime.rank import Call, Handler, State
 from schedir.transports.transport import own_part
 
@@ -82,12 +82,17 @@ def scatter(state: State, i: Instr) -> Call:
         own = own_part(state.transport, state.outgoing(kind, out.number))
 
     def run() -> None:
-        # Own memory, not a view: the whole is not kept alive by what is sent of it.
-        shard = pack(out.look(), state.program.tp, state.transport.tp_rank, own)
+        shard = _own_copy(state, out.look(), own)
         out.free()
         out.fill(shard)
 
     return Call(None, run)
+
+
+def _own_copy(state: State, whole: Tensor, into: Tensor | None = None) -> Tensor:
+    """This rank's part, not a view: the whole is not kept alive by what is sent of it."""
+    part = own_part(state.transport, whole.contiguous())
+    return part.clone() if into is None else into.copy_(part)
 
 
 def gather(state: State, i: Instr) -> Call:
@@ -109,9 +114,9 @@ def gather(state: State, i: Instr) -> Call:
     return Call(wait, run)
 
 
-def pack_once(state: State) -> None:
+def scatter_once(state: State) -> None:
     """Do what a scatter does, with nothing."""
-    pack(_boundary(state), state.transport.tp, state.transport.tp_rank)
+    _own_copy(state, _boundary(state))
 
 
 def gather_once(state: State) -> None:
@@ -121,7 +126,7 @@ def gather_once(state: State) -> None:
     state.transport.collective("all_gather", "tp", whole.view(-1), part).wait()
 
 
-def _boundary(state: State) -> torch.Tensor:
+def _boundary(state: State) -> Tensor:
     return torch.zeros(state.boundary.shape, dtype=state.boundary.dtype, device=state.device)
 
 
@@ -130,8 +135,8 @@ HANDLERS: Final = {
     Opcode.RecvAct: Handler(recv, "skip"),
     Opcode.SendGrad: Handler(send, "skip"),
     Opcode.RecvGrad: Handler(recv, "skip"),
-    Opcode.Scatter: Handler(scatter, pack_once),
+    Opcode.Scatter: Handler(scatter, scatter_once),
     Opcode.Gather: Handler(gather, gather_once),
-    Opcode.ScatterGrad: Handler(scatter, pack_once),
+    Opcode.ScatterGrad: Handler(scatter, scatter_once),
     Opcode.GatherGrad: Handler(gather, gather_once),
 }
