@@ -6,7 +6,7 @@ A group is a `ProcessGroup`, or None for tensor parallelism of 1, where nothing 
 from __future__ import annotations
 
 from functools import partial
-from typing import Any, cast
+from typing import Any, Protocol, cast
 
 import torch
 import torch.distributed as dist
@@ -28,17 +28,39 @@ def tp_rank(group: ProcessGroup | None) -> int:
     return 0 if group is None else group.rank()
 
 
-def shard(full: Tensor, dim: int, group: ProcessGroup | None) -> nn.Parameter:
+class Weight(Protocol):
+    """A whole weight, of which a slice can be had: a Tensor, or a `Drawn`."""
+
+    @property
+    def shape(self) -> torch.Size: ...
+
+    def narrow(self, dim: int, start: int, length: int, /) -> Tensor: ...
+
+
+def shard(
+    full: Weight, dim: int, group: ProcessGroup | None, *, padded: bool = False
+) -> nn.Parameter:
     """This rank's 1/t of `full`, cut along `dim`, as a parameter that knows it is a slice.
 
-    Raises UsageError if t does not divide that dimension.
+    Where t does not divide that dimension, zeros fill up the last slices if `padded`; else it
+    raises UsageError.
     """
     t, size = tp_size(group), full.shape[dim]
-    if size % t:
+    if size % t and not padded:
         raise UsageError(f"{t} tensor-parallel ranks cannot share {size} rows or columns evenly")
-    own = full.narrow(dim, tp_rank(group) * (size // t), size // t)
-    # A copy of its own, or the slice would keep the whole alive.
-    param = nn.Parameter(own.clone(memory_format=torch.contiguous_format))
+    each = -(-size // t)
+    start = min(tp_rank(group) * each, size)
+    there = min(each, size - start)
+    own = full.narrow(dim, start, there)
+    if there < each:
+        sizes = list(own.shape)
+        sizes[dim] = each
+        own, part = own.new_zeros(sizes), own
+        own.narrow(dim, 0, there).copy_(part)
+    elif isinstance(full, Tensor):
+        # A copy of its own, or the slice would keep the whole alive.
+        own = own.clone(memory_format=torch.contiguous_format)
+    param = nn.Parameter(own.detach())
     if t > 1:
         param.shard_dim = dim  # type: ignore[attr-defined]
     return param

@@ -1,7 +1,7 @@
 """Linear layers shared by a tensor-parallel group (1909.08053, section 3), splittable into dI, dW.
 
-Each is made from the full weight, of which it keeps its slice: so what is computed does not
-depend on how many ranks share it.
+Each is made from the full weight, a tensor or one that is drawn by slice (`drawn.Drawn`), and keeps
+its slice: so what is computed does not depend on how many ranks share it.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
-from schedir.parallel.group import f, g, shard
+from schedir.parallel.group import Weight, f, g, shard
 from schedir.runtime import split
 
 
@@ -19,7 +19,7 @@ class ColumnParallelLinear(nn.Module):
     Made from the full `weight` (k, n) and `bias` (k,). Raises UsageError if t does not divide k.
     """
 
-    def __init__(self, weight: Tensor, bias: Tensor, group: ProcessGroup | None = None) -> None:
+    def __init__(self, weight: Weight, bias: Tensor, group: ProcessGroup | None = None) -> None:
         super().__init__()
         self.group = group
         self.weight = shard(weight, 0, group)
@@ -39,7 +39,7 @@ class RowParallelLinear(nn.Module):
     Made from the full `weight` (k, n) and `bias` (k,). Raises UsageError if t does not divide n.
     """
 
-    def __init__(self, weight: Tensor, bias: Tensor, group: ProcessGroup | None = None) -> None:
+    def __init__(self, weight: Weight, bias: Tensor, group: ProcessGroup | None = None) -> None:
         super().__init__()
         self.group = group
         self.weight = shard(weight, 1, group)

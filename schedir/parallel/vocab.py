@@ -13,19 +13,18 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from schedir.kernels import cross_entropy
 from schedir.kernels.choice import on_triton
-from schedir.parallel.group import all_gather, f, g, shard, tp_rank, tp_size
+from schedir.parallel.group import Weight, all_gather, f, g, shard, tp_rank, tp_size
 from schedir.runtime import split
 
 
-def shard_vocab(full: Tensor, group: ProcessGroup | None = None) -> nn.Parameter:
+def shard_vocab(full: Weight, group: ProcessGroup | None = None) -> nn.Parameter:
     """This rank's rows of a (vocab, n) weight, padded so that all ranks hold equally many."""
-    return shard(F.pad(full, (0, 0, 0, -len(full) % tp_size(group))), 0, group)
+    return shard(full, 0, group, padded=True)
 
 
 class VocabParallelEmbedding(nn.Module):
@@ -56,9 +55,10 @@ class VocabParallelHead(nn.Module):
         super().__init__()
         self.group = group
         self.weight = weight
-        ids = tp_rank(group) * len(weight) + torch.arange(len(weight))
-        self.padded = bool(ids[-1] >= vocab)
-        self.register_buffer("padding", ids >= vocab, persistent=False)
+        rows, device = len(weight), weight.device
+        own = vocab - tp_rank(group) * rows  # rows that are not padding, if there are so many
+        self.padded = own < rows
+        self.register_buffer("padding", torch.arange(rows, device=device) >= own, persistent=False)
 
     def forward(self, x: Tensor) -> Tensor:
         logits = split.linear(x, self.weight, reduce=f(self.group))

@@ -9,10 +9,10 @@ what each holds whole, and each its own of its attention heads, as in Megatron-L
 
 from __future__ import annotations
 
-import hashlib
 import math
 from collections.abc import Sequence
 from contextlib import nullcontext
+from typing import TypedDict
 
 import torch
 import torch.nn.functional as F
@@ -22,7 +22,8 @@ from torch.distributed import ProcessGroup
 from schedir.errors import UsageError
 from schedir.kernels.gelu import bias_gelu
 from schedir.kernels.layer_norm import add_layer_norm
-from schedir.parallel.group import tp_rank, tp_size
+from schedir.parallel.drawn import Drawn
+from schedir.parallel.group import shard, tp_rank, tp_size
 from schedir.parallel.layers import ColumnParallelLinear, RowParallelLinear
 from schedir.parallel.vocab import (
     VocabParallelEmbedding,
@@ -38,6 +39,13 @@ IGNORE = -1  # a target that counts neither in the loss nor in `count_tokens`
 STD = 0.02
 
 
+class Where(TypedDict):
+    """Where parameters lie, and their type."""
+
+    device: torch.device | str
+    dtype: torch.dtype
+
+
 def build_stage(
     config: GPTConfig,
     stage: int,
@@ -45,18 +53,24 @@ def build_stage(
     *,
     tp: ProcessGroup | None = None,
     division: Sequence[int] | None = None,
+    device: torch.device | str = "cpu",
+    dtype: torch.dtype = torch.float32,
 ) -> Stage:
-    """Stage `stage` of `stages`, this rank's shard of it, in float32 on the CPU.
+    """Stage `stage` of `stages`, this rank's shard of it, in `dtype` on `device`.
 
-    `division` is the number of layers of each stage (`split_layers`). Raises UsageError if the
-    layers do not fit the stages, or the heads the tensor-parallel ranks.
+    To make it takes the shard's own memory, and on the CPU one block of a weight (`Drawn`).  Its
+    numbers are the same on any device, but rounded to `dtype`.  `division` is the number of layers
+    of each stage (`split_layers`). Raises UsageError if the layers do not fit the stages, or the
+    heads the tensor-parallel ranks.
     """
     counts = split_layers(config.layers, stages, division)
     if not 0 <= stage < stages:
         raise UsageError(f"stage {stage} is not one of 0..{stages - 1}")
     split_heads(config.heads, tp_size(tp))
     first = sum(counts[:stage])
-    return Stage(config, range(first, first + counts[stage]), stage == 0, stage == stages - 1, tp)
+    layers = range(first, first + counts[stage])
+    where: Where = {"device": device, "dtype": dtype}
+    return Stage(config, layers, stage == 0, stage == stages - 1, tp, where)
 
 
 def loss(logits: Tensor, targets: Tensor, tp: ProcessGroup | None = None) -> Tensor:
@@ -81,7 +95,13 @@ class Stage(nn.Module):
     """
 
     def __init__(
-        self, config: GPTConfig, layers: range, first: bool, last: bool, tp: ProcessGroup | None
+        self,
+        config: GPTConfig,
+        layers: range,
+        first: bool,
+        last: bool,
+        tp: ProcessGroup | None,
+        where: Where,
     ) -> None:
         super().__init__()
         self.config = config
@@ -90,15 +110,16 @@ class Stage(nn.Module):
         self.norm: nn.LayerNorm | None = None
         self.head: VocabParallelHead | None = None
         if first:
-            weight = _vocab_weight(config, "embedding.weight", tp)
+            weight = shard_vocab(_vocab_weight(config, "embedding.weight", where), tp)
             self.embedding = VocabParallelEmbedding(weight, tp)
-            self.positions = nn.Parameter(_draw(config, "positions", config.context, config.hidden))
-        self.layers = nn.ModuleDict({str(index): Layer(config, index, tp) for index in layers})
+            positions = _drawn(config, "positions", config.context, config.hidden, where)
+            self.positions = shard(positions, 0, None)
+        self.layers = nn.ModuleDict({str(i): Layer(config, i, tp, where) for i in layers})
         if last:
-            self.norm = nn.LayerNorm(config.hidden)
+            self.norm = nn.LayerNorm(config.hidden, **where)
             if not (config.tied and first):
                 name = "embedding.weight" if config.tied else "head.weight"
-                weight = _vocab_weight(config, name, tp)
+                weight = shard_vocab(_vocab_weight(config, name, where), tp)
             self.head = VocabParallelHead(weight, config.vocab, tp)
 
     @property
@@ -130,23 +151,26 @@ class Stage(nn.Module):
 class Layer(nn.Module):
     """One transformer layer; tensor-parallel ranks share its heads and its feed-forward width."""
 
-    def __init__(self, config: GPTConfig, index: int, tp: ProcessGroup | None) -> None:
+    def __init__(
+        self, config: GPTConfig, index: int, tp: ProcessGroup | None, where: Where
+    ) -> None:
         super().__init__()
         hidden, self.head_width = config.hidden, config.hidden // config.heads
         self.number, self.dropout, self.slice = 1 + index, config.dropout, tp_rank(tp)
         # GPT-2: what adds to the residual stream starts smaller, the more of it there is.
         residual_std = STD / math.sqrt(2 * config.layers)
 
-        def full(name: str, k: int, n: int, std: float = STD) -> tuple[Tensor, Tensor]:
-            return _draw(config, f"layers.{index}.{name}.weight", k, n, std=std), torch.zeros(k)
+        def full(name: str, k: int, n: int, dim: int = 0, std: float = STD) -> tuple[Drawn, Tensor]:
+            weight = _drawn(config, f"layers.{index}.{name}.weight", k, n, where, dim, std)
+            return weight, torch.zeros(k, **where)
 
-        self.attention_norm = nn.LayerNorm(hidden)
+        self.attention_norm = nn.LayerNorm(hidden, **where)
         # Rows in the order (head, q k v, width): a slice of them is whole heads.
         self.qkv = ColumnParallelLinear(*full("qkv", 3 * hidden, hidden), tp)
-        self.proj = RowParallelLinear(*full("proj", hidden, hidden, residual_std), tp)
-        self.mlp_norm = nn.LayerNorm(hidden)
+        self.proj = RowParallelLinear(*full("proj", hidden, hidden, 1, residual_std), tp)
+        self.mlp_norm = nn.LayerNorm(hidden, **where)
         self.up = ColumnParallelLinear(*full("up", 4 * hidden, hidden), tp)
-        self.down = RowParallelLinear(*full("down", hidden, 4 * hidden, residual_std), tp)
+        self.down = RowParallelLinear(*full("down", hidden, 4 * hidden, 1, residual_std), tp)
 
     def forward(self, x: Tensor) -> Tensor:
         if not (self.training and self.dropout):
@@ -171,12 +195,12 @@ def _dropped(x: Tensor, share: float) -> Tensor:
     return F.dropout(x, share) if share else x
 
 
-def _draw(config: GPTConfig, name: str, *shape: int, std: float = STD) -> Tensor:
-    """The whole parameter `name`, normal(0, std), from a generator of its own."""
-    digest = hashlib.sha256(f"{config.seed} {name}".encode()).digest()
-    generator = torch.Generator().manual_seed(int.from_bytes(digest[:7], "big"))
-    return std * torch.randn(shape, generator=generator)
+def _drawn(
+    config: GPTConfig, name: str, k: int, n: int, where: Where, dim: int = 0, std: float = STD
+) -> Drawn:
+    """The parameter `name`, normal(0, std), which tensor-parallel ranks share along `dim`."""
+    return Drawn(f"{config.seed} {name}", torch.Size((k, n)), dim, std, **where)
 
 
-def _vocab_weight(config: GPTConfig, name: str, tp: ProcessGroup | None) -> nn.Parameter:
-    return shard_vocab(_draw(config, name, config.vocab, config.hidden), tp)
+def _vocab_weight(config: GPTConfig, name: str, where: Where) -> Drawn:
+    return _drawn(config, name, config.vocab, config.hidden, where)

@@ -108,12 +108,12 @@ class _Trainer:
         self.transport.agree(_facts(config))
         plan, tp = program.plan, self.transport.tp_group
         division = config.pipeline.division
+        make_stage = partial(gpt.build_stage, tp=tp, division=division, device=self.device)
         stages = {
-            s: gpt.build_stage(config.model, s, plan.stages, tp=tp, division=division)
+            s: make_stage(config.model, s, plan.stages, dtype=dtype)
             for s in plan.stages_of[self.transport.rank]
         }
         for stage in stages.values():
-            stage.to(self.device, dtype)
             float32_gradients(stage)
         parameters = [p for stage in stages.values() for p in stage.parameters()]
         make = partial(_adamw, train=config.train)

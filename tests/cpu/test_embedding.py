@@ -11,10 +11,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from schedir.kernels.embedding_gradient import row_sums
 from schedir.runtime.split import Tape, embedding, linear, recording
+from tests.cpu.largest import Largest
 
 torch.set_num_threads(1)
 
@@ -87,23 +87,6 @@ def test_any_uses_have_the_bits_of_plain_torch(
         return weight.grad
 
     assert torch.equal(run(embedding, linear, late), run(F.embedding, F.linear, False))
-
-
-class Largest(TorchDispatchMode):
-    """The most numbers that an operation has given in memory of its own."""
-
-    def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.most = 0
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
-        out = func(*args, **(kwargs or {}))
-        made = all(r.alias_info is None for r in func._schema.returns)
-        if made and isinstance(out, Tensor) and not out.is_sparse:
-            self.most = max(self.most, out.numel())
-        return out
 
 
 @pytest.mark.parametrize("late", [False, True])

@@ -1,0 +1,25 @@
+"""The largest tensor that is made."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+
+class Largest(TorchDispatchMode):
+    """The most numbers that an operation has given in memory of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.most = 0
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        out = func(*args, **(kwargs or {}))
+        made = all(r.alias_info is None for r in func._schema.returns)
+        if made and isinstance(out, Tensor) and not out.is_sparse:
+            self.most = max(self.most, out.numel())
+        return out
