@@ -125,6 +125,10 @@ class _Deferred:
     def __init__(self) -> None:
         self.work: Work | None = None
 
+    def is_completed(self) -> bool:
+        """Whether it has been issued and has ended, as torch.distributed says."""
+        return self.work is not None and cast(dist.Work, self.work).is_completed()
+
     def wait(self) -> None:
         assert self.work is not None, "a group is issued before anybody waits for it"
         self.work.wait()

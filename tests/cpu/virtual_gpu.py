@@ -21,7 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from schedir.ir.costs import Costs
 from schedir.ir.index import Index
 from schedir.ir.ops import TRANSFERS
-from schedir.runtime import executor, inprocess, recorder
+from schedir.runtime import executor, inprocess, progress, recorder
 from schedir.runtime.rank import Call
 from schedir.transports import mailbox
 from schedir.transports.streams import StreamHub, StreamMailbox
@@ -100,6 +100,9 @@ class Event:
         assert self.timed and other.timed and self.recorded and other.recorded
         return 1e3 * (other.time - self.time)
 
+    def query(self) -> bool:
+        return self.time <= self.gpu.host
+
     def synchronize(self) -> None:
         self.gpu.synchronize()
 
@@ -136,6 +139,7 @@ def install(monkeypatch: pytest.MonkeyPatch) -> VirtualGPU:
     for name, patch in patches.items():
         monkeypatch.setattr(torch.cuda, name, patch)
     monkeypatch.setattr(executor, "stamps_of", recorder.EventStamps)
+    monkeypatch.setattr(progress, "event_on", lambda device: Event(gpu))
     monkeypatch.setattr(recorder, "perf_counter", lambda: gpu.host)
 
     def mailboxes(program: Any, model: Any, cuda: bool, told: Any) -> list[StreamMailbox]:

@@ -1,0 +1,202 @@
+"""Where a GPU stands, when the host has issued all of a step: on one whose clock is a test's."""
+
+from __future__ import annotations
+
+import math
+from queue import SimpleQueue
+from threading import Event
+from typing import Any
+
+import pytest
+import torch
+
+import schedir
+from schedir import Costs, Plan
+from schedir.ir.ops import Instr, Opcode
+from schedir.ir.program import Program
+from schedir.runtime.inprocess import InProcess
+from schedir.runtime.progress import Progress, waits_for
+from schedir.runtime.rank import Boundary, Call
+from schedir.schedules import dualpipe, gpipe, one_f_one_b
+from schedir.testing import tiny
+from schedir.training import watchdog
+from schedir.training.watchdog import standstill
+from tests.cpu.virtual_gpu import VirtualGPU, charge, install
+
+COSTS = Costs(F=1.0, B=2.0)
+NORM = "reduce_norm", "waits for all ranks"
+
+
+@pytest.fixture
+def gpu(monkeypatch: pytest.MonkeyPatch) -> VirtualGPU:
+    return install(monkeypatch)
+
+
+def ranks_of(program: Program, gpu: VirtualGPU) -> tuple[InProcess, list[Progress]]:
+    stages = tiny.tiny_stages(program.plan.stages)
+    boundary = Boundary((2, tiny.WIDTH), torch.float64)
+    ranks = InProcess(program, stages, loss=tiny.loss, boundary=boundary, record=False)
+    charge(ranks, gpu, COSTS)
+    return ranks, [Progress(rank) for rank in ranks.ranks]
+
+
+def hang(ranks: InProcess, gpu: VirtualGPU, instr: Instr, rank: int) -> None:
+    """Let an instruction never end."""
+    one = ranks.ranks[rank]
+    k = one.state.index_of[instr]
+    call = one.calls[k]
+
+    def run() -> None:
+        gpu.work(math.inf)
+        call.run()
+
+    one.calls[k] = Call(call.wait, run)
+
+
+def step(ranks: InProcess, gpu: VirtualGPU) -> None:
+    ranks.step(*tiny.batch(ranks.program.plan.microbatches))
+
+
+def said(ranks: InProcess, rank: int, progress: Progress) -> list[tuple[str, str]]:
+    """What the watchdog says of a rank: instructions and notes."""
+    one = ranks.ranks[rank]
+    error = standstill("it stands", one, 9, progress, progress.standing())
+    return [(str(site.instr), site.note) for site in error.sites]
+
+
+def test_a_hang_is_told_from_what_has_ended_and_not_from_where_the_host_is(
+    gpu: VirtualGPU,
+) -> None:
+    program = schedir.compile(one_f_one_b, Plan(2, 4), model="edge")
+    ranks, progress = ranks_of(program, gpu)
+    hang(ranks, gpu, Instr(Opcode.Forward, 1, 1), rank=1)
+    step(ranks, gpu)
+    gpu.host = 1000.0
+    for rank in ranks.ranks:  # where the host is
+        assert rank.position == len(rank.calls) - 1
+    assert said(ranks, 1, progress[1]) == [("F 1.1", "in step 1, computes")]
+    # Lanes run beside each other: of what stands there, the first of the Stream comes first.
+    assert said(ranks, 0, progress[0]) == [
+        ("send_act 0.2", "in step 1, waits for rank 1 to receive"),
+        ("recv_grad 0.1", "in step 1, waits for rank 1 to send"),
+    ]
+    # Without asking, the last instruction of a Stream is blamed.
+    error = standstill("it stands", ranks.ranks[1], 1, None, None)
+    assert [site.index for site in error.sites] == [len(ranks.ranks[1].calls) - 1]
+
+
+@pytest.mark.parametrize("schedule", [gpipe, one_f_one_b])
+@pytest.mark.parametrize("overlap", [False, True])
+def test_the_rank_that_hangs_computes_and_all_others_wait_for_its_side(
+    gpu: VirtualGPU, schedule: Any, overlap: bool
+) -> None:
+    program = schedir.compile(schedule, Plan(4, 8), model="edge", overlap=overlap, clip=True)
+    ranks, progress = ranks_of(program, gpu)
+    hang(ranks, gpu, Instr(Opcode.Backward, 2, 3), rank=2)
+    step(ranks, gpu)
+    gpu.host = 1000.0
+    assert said(ranks, 2, progress[2])[0] == ("B 2.3", "in step 1, computes")
+    for rank, nearer in ((0, 1), (1, 2), (3, 2)):
+        stood = said(ranks, rank, progress[rank])
+        assert f"waits for rank {nearer} to" in stood[0][1]
+        assert all(
+            f"waits for rank {nearer} to" in note or (instr, note[11:]) == NORM
+            for instr, note in stood
+        )
+
+
+def test_a_step_that_hangs_is_told_while_the_host_is_in_the_next_one(gpu: VirtualGPU) -> None:
+    """Its events are not those of the next step."""
+    program = schedir.compile(one_f_one_b, Plan(2, 4), model="edge")
+    ranks, progress = ranks_of(program, gpu)
+    step(ranks, gpu)
+    gpu.host = gpu.over
+    assert [p.standing() for p in progress] == [None, None]
+    hang(ranks, gpu, Instr(Opcode.Backward, 1, 2), rank=1)
+    step(ranks, gpu)
+    step(ranks, gpu)
+    gpu.host += 1000.0
+    assert said(ranks, 1, progress[1]) == [("B 1.2", "in step 2, computes")]
+
+
+def test_it_moves_as_instructions_end(gpu: VirtualGPU) -> None:
+    program = schedir.compile(one_f_one_b, Plan(2, 4), model="edge")
+    ranks, (progress, _) = ranks_of(program, gpu)
+    step(ranks, gpu)
+    seen = []
+    while (standing := progress.standing()) is not None:
+        assert standing.issued == len(ranks.ranks[0].calls) and standing.step == 1
+        seen.append(len(standing.open))
+        gpu.host += 1.0
+    assert seen == sorted(seen, reverse=True) and len({*seen}) > 4
+
+
+def test_a_host_that_stands_itself_is_told(gpu: VirtualGPU) -> None:
+    """What it has not issued cannot end; of that, the instruction that it is at."""
+    program = schedir.compile(gpipe, Plan(1, 3), model="edge")
+    ranks, (progress,) = ranks_of(program, gpu)
+    one = ranks.ranks[0]
+    inputs, targets = tiny.batch(3)
+    one.begin(inputs, targets, 1.0)
+    for k in range(2):
+        one.call(k)
+    gpu.host = 1000.0
+    assert said(ranks, 0, progress)[0][0] == str(one.state.stream[2])
+
+
+def test_what_an_instruction_waits_for_in_words() -> None:
+    tied = schedir.compile(one_f_one_b, Plan(2, 2), tied=True, clip=True, dp=2, tp=2)
+    two = schedir.compile(dualpipe, Plan(2, 4, placement="mirror"))
+    words = {str(i): waits_for(tied, i) for stream in tied.streams for i in stream}
+    words |= {str(i): waits_for(two, i) for stream in two.streams for i in stream if i.stage == 0}
+    assert words["F 0.0"] == "computes"
+    assert words["send_act 0.1"] == "waits for rank 1 to receive"
+    assert {text.partition(" rank ")[0] for text in words.values()} == {
+        "computes", "waits for", "waits for all ranks", "waits for all that share its weights",
+        "waits for its tensor-parallel group", "waits for the other replicas",
+        "waits for the other holder of its stage",
+    }  # fmt: skip
+
+
+def test_the_watchdog_asks_and_says_it(gpu: VirtualGPU, monkeypatch: pytest.MonkeyPatch) -> None:
+    ended: SimpleQueue[str] = SimpleQueue()
+    monkeypatch.setattr(watchdog, "crash", ended.put)
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
+    ranks, _ = ranks_of(schedir.compile(one_f_one_b, Plan(2, 4), model="edge"), gpu)
+    one = ranks.ranks[0]
+    monkeypatch.setattr(one.state, "device", torch.device("cuda"))
+    hang(ranks, gpu, Instr(Opcode.Forward, 1, 1), rank=1)
+    with watchdog.watchdog(one, 0.2, lambda: 2):
+        step(ranks, gpu)
+        gpu.host = 1000.0
+        while not ended.empty():  # of the time before, in which the clock stood
+            ended.get()
+        *_, last = [ended.get(timeout=60) for _ in range(3)]
+        assert last.splitlines() == [
+            "one_f_one_b: nothing has moved for 0.2 s",
+            "  rank 0 #7   send_act 0.2   in step 1, waits for rank 1 to receive",
+            "  rank 0 #8   recv_grad 0.1  in step 1, waits for rank 1 to send",
+        ]
+
+
+class _Busy:
+    """Progress of a GPU whose driver answers nobody."""
+
+    def __init__(self) -> None:
+        self.asked, self.over = 0, Event()
+
+    def standing(self) -> None:
+        self.asked += 1
+        self.over.wait()
+
+
+def test_a_driver_that_does_not_answer_holds_up_no_watchdog(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(watchdog, "ANSWER", 0.01)
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
+    busy: Any = _Busy()
+    asked = watchdog._Asked(busy, torch.device("cuda"))
+    assert [asked.standing() for _ in range(3)] == [None] * 3
+    assert busy.asked == 1  # one thread waits, and no more
+    busy.over.set()
