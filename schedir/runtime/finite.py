@@ -6,11 +6,12 @@ it went wrong runs the step again: its weights are still there, and what it ran 
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from functools import partial
 from itertools import chain
 from typing import Any, NamedTuple
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
@@ -28,17 +29,20 @@ _COLLECTS = producers(Token.GRAD)  # what makes an update's gradient of those of
 def find_origin(
     executor: Executor,
     transport: Processes,
+    left: Iterable[Instr],
     inputs: Microbatches,
     targets: Microbatches,
     scale: float | Tensor,
 ) -> Found | None:
-    """Where the step that has just ended, and was not finite, went wrong; None if nobody saw it.
+    """Where the step before `draws.step`, which was not finite, went wrong; None if nobody saw it.
 
     The step is run again; what cannot be seen so, as nobody can draw its numbers again, is told
-    from what it left.  All processes must call this, and come to the same.
+    from what it `left`, as `Left.spoilt` says.  All processes must call this, and come to the
+    same.
     """
     who = dist.get_rank(), transport.dp_rank
-    known = left_behind(executor, *who), run_again(executor, *who, inputs, targets, scale)
+    before = [Found(*who, executor.rank, executor.state.index_of[i], i) for i in left]
+    known = before, run_again(executor, *who, inputs, targets, scale)
     everyone: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(everyone, known)
     before, again = ([*chain(*each)] for each in zip(*everyone, strict=True))
@@ -102,18 +106,45 @@ def not_finite(found: Found | None, program: Program, step: int) -> NonFiniteErr
     )
 
 
-def left_behind(executor: Executor, process: int, replica: int) -> list[Found]:
-    """What the step that has just ended left: losses, and gradients of its last update."""
-    state, found = executor.state, list[Instr]()
-    plan = state.plan
-    for s, stage in executor.stages.items():
-        if not are_finite(stage.gradients.flat):
-            update = plan.updates - 1
-            found += [i for i in state.stream if i.op in _COLLECTS and i[1:] == (s, update)]
-        if s == plan.stages - 1:
-            bad = (mb for mb, loss in enumerate(state.losses) if not are_finite([loss]))
-            found += [Instr(FORWARDS[0], s, mb) for mb in bad]
-    return [Found(process, replica, executor.rank, state.index_of[i], i) for i in found]
+class Left:
+    """What a step leaves to look at: losses, and the gradients of its last update.
+
+    `finite` says what of it is, without the host; who has read that asks for the instructions
+    that gave what is not.
+    """
+
+    def __init__(self, executor: Executor) -> None:
+        self.executor, state = executor, executor.state
+        plan = state.plan
+        update = plan.updates - 1
+        self.trained = {
+            s: stage
+            for s, stage in executor.stages.items()
+            if any(flat.numel() for flat in stage.gradients.flat)
+        }
+        self.of = [
+            [i for i in state.stream if i.op in _COLLECTS and i[1:] == (s, update)]
+            for s in self.trained
+        ]
+        if plan.stages - 1 in executor.stages:
+            self.of += [
+                [Instr(FORWARDS[0], plan.stages - 1, mb)] for mb in range(plan.microbatches)
+            ]
+
+    def __len__(self) -> int:
+        return len(self.of)
+
+    def finite(self) -> Tensor:
+        """Of gradients by stage, then of losses by microbatch: bool, on the rank's device."""
+        state = self.executor.state
+        each = [are_finite(stage.gradients.flat) for stage in self.trained.values()]
+        if len(each) < len(self):
+            each += torch.stack(state.losses).isfinite().unbind()
+        return torch.stack(each) if each else state.finite[:0]
+
+    def spoilt(self, finite: Sequence[float]) -> list[Instr]:
+        """The instructions that gave what is not finite, as `finite` said."""
+        return [i for of, sound in zip(self.of, finite, strict=True) if not sound for i in of]
 
 
 def run_again(

@@ -43,12 +43,13 @@ def step_if(finite: Tensor, optimizer: Steps) -> None:
 
 def are_finite(flats: Iterable[Tensor]) -> Tensor:
     """Whether no number of these tensors is infinite or NaN: 0-dim bool, on their device."""
-    finite = torch.tensor(True)
+    finite: Tensor | None = None  # nothing of the host's: to copy it to a GPU would wait
     for flat in flats:
         if flat.numel():
             ends = torch.aminmax(torch.view_as_real(flat) if flat.is_complex() else flat)
-            finite = finite.to(flat.device) & ends.min.isfinite() & ends.max.isfinite()
-    return finite
+            both = ends.min.isfinite() & ends.max.isfinite()
+            finite = both if finite is None else finite & both
+    return torch.tensor(True) if finite is None else finite
 
 
 def innermost(optimizer: object) -> Any:

@@ -3,27 +3,22 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
-from threading import Event, Thread
-from time import perf_counter
-from typing import NamedTuple, NoReturn, TextIO
+from typing import TextIO
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from schedir.analysis.memory import held
-from schedir.errors import ExecutionError, Site, in_bytes, in_words
+from schedir.errors import ExecutionError, in_bytes, in_words
 from schedir.ir.program import Program
 from schedir.ir.sizes import Sizes
 from schedir.predict.calibrate import calibrate, format_bubbles
 from schedir.predict.simulate import simulate
 from schedir.predict.timeline import Timeline
 from schedir.runtime.executor import Executor
-from schedir.runtime.finite import find_origin, not_finite
 from schedir.runtime.measured import measured
 from schedir.runtime.precision import LossScale, MainOptimizer, float32_gradients
 from schedir.runtime.rank import Boundary
@@ -32,7 +27,9 @@ from schedir.runtime.warmup import warm_up
 from schedir.training import gpt
 from schedir.training.config import Config, TrainConfig
 from schedir.training.data import Batches, load
-from schedir.training.launch import crash
+from schedir.training.prefetch import Batch, Prefetch
+from schedir.training.steps import Step, Steps
+from schedir.training.watchdog import watchdog
 from schedir.transports.registry import choose
 from schedir.transports.transport import has_left
 
@@ -80,16 +77,6 @@ def train(config: Config, program: Program, losses: TextIO | None = None) -> Res
         raise ExecutionError(f"outside of a step, {fact}", program=program.name) from error
 
 
-class _Step(NamedTuple):
-    """A step as one rank knows it: `loss` is its part of the mean over all tokens."""
-
-    loss: float
-    learning_rate: float
-    norm: float | None
-    skipped: int  # updates
-    seconds: float
-
-
 class _Trainer:
     def __init__(self, config: Config, program: Program, losses: TextIO | None) -> None:
         self.config, self.program, self.losses = config, program, losses
@@ -134,9 +121,15 @@ class _Trainer:
             seed=config.data.seed,
             record=config.output.record,
         )
-        self.recent: list[_Step] = []  # steps not yet reported
+        self.steps = Steps(
+            self.executor,
+            self.transport,
+            microbatch_size=self.size,
+            stops=config.train.nonfinite == "stop",
+            loss_scale=self.loss_scale,
+        )
+        self.recent: list[Step] = []  # steps not yet reported
         self.timed: list[float] = []  # seconds of all steps but the first
-        self.step = 0
 
     def run(self) -> Result | None:
         train, record, result = self.config.train, self.config.output.record, None
@@ -145,11 +138,24 @@ class _Trainer:
             warm_up(self.executor, inputs, targets)
         self.sizes = self._sizes(inputs, targets)
         self.memory = self._memory()
-        with self._watchdog():
+        prefetch = Prefetch(
+            self.batches,
+            train.steps,
+            self.device,
+            replica=self.transport.dp_rank,
+            replicas=self.program.dp,
+            count=gpt.count_tokens,
+        )
+        with prefetch, watchdog(self.executor, train.timeout, lambda: self.steps.number):
             for step in range(train.steps):
                 reported = (step + 1) % train.log_every == 0 or step + 1 == train.steps
                 self.executor.record = record and reported
-                self.recent.append(self._step(step))
+                rate = train.learning_rate(step)
+                for group in self.optimizer.param_groups:
+                    group["lr"] = rate
+                self.steps.issue(self._take(prefetch, step), rate)
+                # The first step connects and warms up: its time is not that of the second.
+                self._settle(int(self.steps.may_be_late and step > 0 and not reported))
                 if reported:
                     result = self._report(step + 1)
         return result
@@ -184,78 +190,26 @@ class _Trainer:
             print(f"memory held, predicted for each rank: {said}", flush=True)
         return most
 
-    @contextmanager
-    def _watchdog(self) -> Iterator[None]:
-        """Crash if one instruction takes longer than the timeout, and say where it stands."""
-        most, done = self.config.train.timeout, Event()
-
-        def watch() -> None:
-            stood, since = (-1, -1), 0.0
-            while not done.wait(min(1.0, most / 4)):
-                stands = self.step, self.executor.position
-                if stands != stood:
-                    stood, since = stands, perf_counter()
-                elif perf_counter() - since > most:
-                    crash(str(self._stands(f"nothing has moved for {most:g} s")))
-
-        Thread(target=watch, daemon=True).start()
+    def _take(self, prefetch: Prefetch, step: int) -> Batch:
+        """The batch of a step; where there is none, what was wrong before it comes first."""
         try:
-            yield
-        finally:
-            done.set()
+            return prefetch.take(step)
+        except Exception:
+            self._settle(0)
+            raise
 
-    def _stands(self, fact: str) -> ExecutionError:
-        k = self.executor.position
-        site = Site(
-            self.executor.rank, k, self.executor.state.stream[k], f"in step {self.step + 1}"
-        )
-        return ExecutionError(fact, program=self.program.name, sites=[site])
-
-    def _step(self, step: int) -> _Step:
-        self.step, began = step, perf_counter()
-        lr = self.config.train.learning_rate(step)
-        for group in self.optimizer.param_groups:
-            group["lr"] = lr
-        # Every rank draws the batch of all replicas, so that each can count its tokens.
-        inputs, targets = self.batches.batch(step)
-        mean = 1 / gpt.count_tokens(targets)
-        share = len(inputs) // self.program.dp
-        mine = slice(self.transport.dp_rank * share, (self.transport.dp_rank + 1) * share)
-        given = (
-            inputs[mine].to(self.device).split(self.size),
-            targets[mine].to(self.device).split(self.size),
-            mean * self.program.plan.updates,  # each has its share of the tokens
-        )
-        total = self.executor.step(*given)
-        skipped = int((~self.executor.finite).sum())
-        if self._fails(skipped, total):
-            self._stop(step, given)
-        # Tensor-parallel ranks all know the loss: the first counts.
-        counts = total is not None and self.transport.tp_rank == 0
-        loss = float(total) * mean if total is not None and counts else 0.0
-        norm = float(self.executor.norm) if self.program.clip else None
-        return _Step(loss, lr, norm, skipped, perf_counter() - began)
-
-    def _fails(self, skipped: int, total: Tensor | None) -> bool:
-        """Whether a step that was not finite ends the run; all processes come to the same."""
-        if self.config.train.nonfinite == "skip":
-            return False
-        if not self.program.clip:  # each rank knows of its own gradients only
-            skipped = _most(skipped)
-        if not skipped or self.loss_scale is None:
-            return skipped > 0
-        # The scale is there to be too large, and is halved; but it makes no loss, and below 1 no
-        # gradient larger.
-        scaled = float(self.executor.state.scale) < 1.0
-        return bool(_most(not scaled or not (total is None or bool(total.isfinite()))))
-
-    def _stop(self, step: int, given: tuple[Sequence[Tensor], Sequence[Tensor], float]) -> NoReturn:
-        """Say what is known of the steps before, and where this one went wrong."""
-        if self.recent:
-            self.executor.record = False
-            self._report(step)
-        found = find_origin(self.executor, self.transport, *given)
-        raise not_finite(found, self.program, step + 1)
+    def _settle(self, leaving: int) -> None:
+        """Look at the numbers of all steps but so many.  Raises NonFiniteError for one that ends
+        the run, after what is known of the steps before it has been said."""
+        while len(self.steps.issued) > leaving:
+            step = self.steps.settle()
+            if step is not None:
+                self.recent.append(step)
+                continue
+            if self.recent:
+                self.executor.record = False
+                self._report(self.steps.number - 1)
+            raise self.steps.error()
 
     def _report(self, step: int) -> Result | None:
         """Bring losses and times of the recent steps to rank 0, which says them."""
@@ -318,13 +272,6 @@ def _facts(config: Config) -> dict[str, str]:
     facts = {f"{t}.{key}": str(v) for t, table in tables.items() for key, v in vars(table).items()}
     facts["pipeline.division"] = str(config.pipeline.division)
     return {key: value for key, value in facts.items() if key not in own}
-
-
-def _most(number: int) -> int:
-    """The largest of a number of each process, known to all."""
-    most = torch.tensor(number, dtype=torch.int64)
-    dist.all_reduce(most, dist.ReduceOp.MAX)
-    return int(most)
 
 
 def _adamw(parameters: list[torch.nn.Parameter], train: TrainConfig) -> torch.optim.Optimizer:

@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
-import schedir.training.data
 from schedir.errors import UsageError
+from schedir.runtime.executor import Executor
 from schedir.runtime.precision import LossScale
 from schedir.training import gpt
 from schedir.training.config import TrainConfig
@@ -28,16 +28,16 @@ import os
 
 import torch
 
-import schedir.training.data
+from schedir.runtime.executor import Executor
 from schedir.training import gpt
 from schedir.schedules import {schedule} as mine
 
-made, drawn, now = gpt.build_stage, schedir.training.data.Batches.batch, [0]
+made, begun, now = gpt.build_stage, Executor.begin, [0]
 
 
-def batch(self, step):
-    now[0] = step
-    return drawn(self, step)
+def begin(self, *given):
+    now[0] = self.draws.step
+    begun(self, *given)
 
 
 def build_stage(config, s, stages, **more):
@@ -51,7 +51,7 @@ def build_stage(config, s, stages, **more):
     return module
 
 
-schedir.training.data.Batches.batch = batch
+Executor.begin = begin
 gpt.build_stage = build_stage
 """
 FORWARD, BACKWARD = "y = y * math.nan", "y.register_hook(lambda dy: dy * math.inf)"
@@ -62,7 +62,7 @@ ONE = ["pipeline.ranks=1", "pipeline.tp=1", "pipeline.stages_per_rank=4", "train
 def poison(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., str]:
     """Write a schedule whose file spoils a stage in some steps; what it patches is put back."""
     monkeypatch.setattr(gpt, "build_stage", gpt.build_stage)
-    monkeypatch.setattr(schedir.training.data.Batches, "batch", schedir.training.data.Batches.batch)
+    monkeypatch.setattr(Executor, "begin", Executor.begin)
 
     def write(
         what: str, stage: int, *steps: int, ranks: str = "01234567", schedule: str = "interleaved"

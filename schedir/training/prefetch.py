@@ -1,0 +1,99 @@
+"""Prefetch: the batch of the next step is drawn while a step runs.
+
+A thread draws it and puts it into pinned memory, from where it is copied without the host's
+waiting.  All memory is made before the first step: to allocate pinned memory in one would keep
+streams from running beside each other (CUDA C++ Programming Guide, "Implicit Synchronization").
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from types import TracebackType
+from typing import Final, NamedTuple
+
+import torch
+from torch import Tensor
+
+from schedir.runtime.events import event_on
+from schedir.training.data import Batches
+
+# A step that runs, the one before it, whose numbers may not have been read, and the one drawn.
+SLOTS: Final = 3
+
+
+class Batch(NamedTuple):
+    """What a step is given: `inputs` and `targets` of one replica, int64 (n, context), on its
+    device, and how many `tokens` count in the batch of all replicas."""
+
+    inputs: Tensor
+    targets: Tensor
+    tokens: int
+
+
+class Prefetch:
+    """The batches of steps 0 to `steps` - 1, one after the other; a context, with its thread.
+
+    `replica` is which one's share of a batch is wanted, of `replicas`; `count` says how many of
+    its targets count.  A Batch keeps its numbers until the one `SLOTS` steps later is taken.
+    """
+
+    def __init__(
+        self,
+        batches: Batches,
+        steps: int,
+        device: torch.device,
+        *,
+        replica: int,
+        replicas: int,
+        count: Callable[[Tensor], int],
+    ) -> None:
+        self.batches, self.steps, self.count = batches, steps, count
+        share = batches.size // replicas
+        self.mine = slice(replica * share, (replica + 1) * share)
+        self.slots = [_Slot((2, share, batches.context), device) for _ in range(SLOTS)]
+        self.thread = ThreadPoolExecutor(1, "prefetch")
+        self.next: Future[int] | None = None
+
+    def __enter__(self) -> Prefetch:
+        self._begin(0)
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        at: TracebackType | None,
+    ) -> None:
+        self.thread.shutdown(cancel_futures=True)
+
+    def take(self, step: int) -> Batch:
+        """The batch of a step: of each once, in order.
+
+        Raises whatever drawing it does, as UsageError for a token that is none.
+        """
+        assert self.next is not None
+        tokens = self.next.result()
+        self._begin(step + 1)
+        slot = self.slots[step % SLOTS]
+        slot.device.copy_(slot.host, non_blocking=True)
+        slot.copied.record()
+        return Batch(slot.device[0], slot.device[1], tokens)
+
+    def _begin(self, step: int) -> None:
+        self.next = self.thread.submit(self._draw, step) if step < self.steps else None
+
+    def _draw(self, step: int) -> int:
+        # Every rank draws the batch of all replicas, so that each can count its tokens.
+        slot, (inputs, targets) = self.slots[step % SLOTS], self.batches.batch(step)
+        slot.copied.synchronize()  # what was here before: a copy may still read it
+        for row, drawn in zip(slot.host, (inputs, targets), strict=True):
+            row.copy_(drawn[self.mine])
+        return self.count(targets)
+
+
+class _Slot:
+    def __init__(self, shape: tuple[int, ...], device: torch.device) -> None:
+        self.host = torch.zeros(shape, dtype=torch.int64, pin_memory=device.type == "cuda")
+        self.device = torch.zeros(shape, dtype=torch.int64, device=device)
+        self.copied = event_on(device)

@@ -1,0 +1,102 @@
+"""Batches drawn by a thread, in memory that is used again and again."""
+
+from __future__ import annotations
+
+import threading
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from schedir.errors import UsageError
+from schedir.training import gpt, prefetch
+from schedir.training.data import Batches
+from schedir.training.prefetch import SLOTS, Prefetch
+
+CPU = torch.device("cpu")
+
+
+def batches(size: int = 4) -> Batches:
+    return Batches(np.arange(200, dtype=np.uint8), 8, size, seed=3)
+
+
+@given(steps=st.integers(1, 9), replicas=st.integers(1, 3), share=st.integers(1, 2))
+def test_each_replica_has_its_part_of_the_same_batches(
+    steps: int, replicas: int, share: int
+) -> None:
+    source = batches(replicas * share)
+    for replica in range(replicas):
+        with Prefetch(
+            source, steps, CPU, replica=replica, replicas=replicas, count=gpt.count_tokens
+        ) as ours:
+            kept = []
+            for step in range(steps):
+                kept.append(ours.take(step))
+                wants = [x[replica * share : (replica + 1) * share] for x in source.batch(step)]
+                assert all(map(torch.equal, kept[-1][:2], wants))
+                assert kept[-1].tokens == replicas * share * 8
+                if step:  # a step that went wrong is run again when the next one has been
+                    before = source.batch(step - 1)[0][replica * share : (replica + 1) * share]
+                    assert torch.equal(kept[-2].inputs, before)
+    assert not [t for t in threading.enumerate() if t.name.startswith("prefetch")]
+
+
+def test_a_batch_is_drawn_while_the_step_before_runs() -> None:
+    drawn = threading.Event()
+
+    class Seen(Batches):
+        def batch(self, step: int) -> tuple[torch.Tensor, torch.Tensor]:
+            if step == 1:
+                drawn.set()
+            return super().batch(step)
+
+    source = Seen(np.arange(200, dtype=np.uint8), 8, 4)
+    with Prefetch(source, 3, CPU, replica=0, replicas=1, count=gpt.count_tokens) as ours:
+        ours.take(0)
+        assert drawn.wait(60)
+
+
+class Copied:
+    """An event behind a copy that takes until it is told."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.over, self.asked = threading.Event(), threading.Event()
+        self.over.set()
+
+    def record(self) -> None:
+        self.over.clear()
+
+    def synchronize(self) -> None:
+        if not self.over.is_set():
+            self.asked.set()
+        assert self.over.wait(60)
+
+
+def test_memory_that_a_copy_still_reads_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(prefetch, "event_on", Copied)
+    source = batches()
+    with Prefetch(source, SLOTS + 1, CPU, replica=0, replicas=1, count=gpt.count_tokens) as ours:
+        for step in range(SLOTS):
+            ours.take(step)
+        first: Copied = ours.slots[0].copied  # type: ignore[assignment]
+        assert first.asked.wait(60)  # what is drawn for the next step waits
+        assert torch.equal(ours.slots[0].host[0], source.batch(0)[0])
+        first.over.set()
+        assert torch.equal(ours.take(SLOTS).inputs, source.batch(SLOTS)[0])
+
+
+def test_an_error_is_that_of_the_step_that_needs_the_batch() -> None:
+    class Fails(Batches):
+        def batch(self, step: int) -> tuple[torch.Tensor, torch.Tensor]:
+            if step == 2:
+                raise UsageError("no such token")
+            return super().batch(step)
+
+    source = Fails(np.arange(200, dtype=np.uint8), 8, 4)
+    with Prefetch(source, 9, CPU, replica=0, replicas=1, count=gpt.count_tokens) as ours:
+        ours.take(0)
+        ours.take(1)
+        with pytest.raises(UsageError, match="no such token"):
+            ours.take(2)

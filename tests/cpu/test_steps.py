@@ -1,0 +1,314 @@
+"""Steps whose numbers are read when the next one has been issued: the same run, to the bit."""
+
+from __future__ import annotations
+
+import math
+import threading
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from schedir.errors import NonFiniteError, UsageError
+from schedir.runtime.executor import Executor
+from schedir.runtime.precision import LossScale
+from schedir.training import gpt, trainer
+from schedir.training.config import Config
+from schedir.training.config_file import read
+from schedir.training.steps import Steps
+from schedir.training.train import program_of, run
+from schedir.training.trainer import _Trainer
+from tests.cpu import spawn
+
+ONE = ["pipeline.ranks=1", "pipeline.tp=1", "pipeline.stages_per_rank=4", "train.log_every=100",
+       "train.steps=7"]  # fmt: skip
+PRECISIONS = ("float32", "bfloat16", "float16")
+Spoil = Callable[[torch.Tensor], torch.Tensor]
+
+
+def infinite_loss(y: torch.Tensor) -> torch.Tensor:
+    return y * math.nan
+
+
+def infinite_gradient(y: torch.Tensor) -> torch.Tensor:
+    y.register_hook(lambda dy: dy * math.inf)
+    return y
+
+
+def spoilt(patch: pytest.MonkeyPatch, what: Spoil, stage: int, *steps: int, once: bool) -> None:
+    """Let a stage's output be spoilt in some steps, from 0; when these run again, too, or not."""
+    made, begun, runs = gpt.build_stage, Executor.begin, list[int]()
+
+    def begin(self: Executor, *given: Any) -> None:
+        runs.append(self.draws.step)
+        begun(self, *given)
+
+    def build_stage(config: Any, s: int, stages: int, **more: Any) -> Any:
+        def spoil(module: Any, given: Any, y: torch.Tensor) -> torch.Tensor:
+            now = runs[-1] if runs else -1
+            return what(y) if now in steps and not (once and runs.count(now) > 1) else y
+
+        module = made(config, s, stages, **more)
+        if s == stage:
+            module.register_forward_hook(spoil)
+        return module
+
+    patch.setattr(Executor, "begin", begin)
+    patch.setattr(gpt, "build_stage", build_stage)
+
+
+def learned(made: _Trainer) -> list[torch.Tensor]:
+    """Weights, and what the optimizer keeps."""
+    inner: Any = getattr(made.optimizer, "inner", made.optimizer)
+    own = [p for s in made.executor.stages.values() for p in s.module.parameters()]
+    kept = [*own, *getattr(made.optimizer, "main", [])]
+    kept += [t for state in inner.state.values() for t in state.values()]
+    return [t.detach().clone() for t in kept]
+
+
+def outcome(
+    config: str, folder: Path, patch: pytest.MonkeyPatch, late: bool, *sets: str
+) -> tuple[int, bytes, list[torch.Tensor], int]:
+    """Of a run with its numbers read late or at once: exit code, loss.csv, what was learned, and
+    how many steps it was late."""
+    trainers, begin, lates = [], _Trainer.__init__, list[int]()
+    settle = Steps.settle
+
+    def init(self: _Trainer, *given: Any) -> None:
+        begin(self, *given)
+        trainers.append(self)
+        self.steps.may_be_late &= late
+
+    def counted(self: Steps) -> Any:
+        lates.append(len(self.issued) - 1)
+        return settle(self)
+
+    patch.setattr(_Trainer, "__init__", init)
+    patch.setattr(Steps, "settle", counted)
+    code = run(config, [*ONE, *sets, f'output.folder="{folder}"'])
+    return code, (folder / "loss.csv").read_bytes(), learned(trainers[0]), sum(lates)
+
+
+def both(
+    config: str, tmp_path: Path, prepare: Callable[[pytest.MonkeyPatch], None], *sets: str
+) -> Iterator[tuple[Any, ...]]:
+    for late in (True, False):
+        with pytest.MonkeyPatch.context() as patch:
+            prepare(patch)
+            yield outcome(config, tmp_path / str(late), patch, late, *sets)
+
+
+@pytest.mark.parametrize("precision", ["float32", "float16"])
+@pytest.mark.parametrize("once", [False, True])
+@pytest.mark.parametrize(
+    ("what", "scale"), [(infinite_loss, 1024.0), (infinite_gradient, 0.5)]
+)  # of 0.5 the gradient of a float16 loss cannot be said to be too large
+def test_a_run_that_stops_late_is_one_that_stops_at_once(
+    config: str,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    what: Spoil,
+    scale: float,
+    once: bool,
+    precision: str,
+) -> None:
+    def prepare(patch: pytest.MonkeyPatch) -> None:
+        spoilt(patch, what, 2, 3, once=once)
+        patch.setattr(trainer, "LossScale", partial(LossScale, scale))
+
+    seen, said = [], []
+    for found in both(config, tmp_path, prepare, f"train.precision={precision}"):
+        seen.append(found)
+        out, err = capsys.readouterr()
+        steps = [line.split("  ") for line in out.splitlines() if line.startswith("step ")]
+        said.append((err, [[part for part in line if "tokens/s" not in part] for line in steps]))
+    (code, rows, weights, late), (_, rows_then, weights_then, never) = seen
+    assert code == 1 and late > 0 and never == 0
+    assert said[0] == said[1] and " of step 4 is infinite" in said[0][0]
+    assert "is where it began" in said[0][0]
+    assert rows == rows_then and rows.count(b"\n") == 4
+    assert all(torch.equal(a, b) for a, b in zip(weights, weights_then, strict=True))
+
+
+@pytest.mark.parametrize(
+    "sets",
+    [
+        ["train.precision=float16"],  # whose scale is too large for some steps
+        ["train.precision=float16", "train.nonfinite=skip"],
+        ["train.nonfinite=skip"],
+    ],
+)
+def test_what_is_skipped_late_is_skipped_as_at_once(
+    config: str, tmp_path: Path, sets: list[str]
+) -> None:
+    def prepare(patch: pytest.MonkeyPatch) -> None:
+        spoilt(
+            patch, infinite_loss, 2, *([3] if "train.nonfinite=skip" in sets else []), once=False
+        )
+        patch.setattr(trainer, "LossScale", partial(LossScale, 2.0**24))
+
+    (code, rows, weights, late), (_, rows_then, weights_then, _) = both(
+        config, tmp_path, prepare, *sets
+    )
+    assert code == 0 and late > 0 and rows == rows_then
+    skipped = [line.rpartition(b",")[2] for line in rows.splitlines()[1:]]
+    assert b"1" in skipped and skipped[-1] == b"0"
+    assert all(torch.equal(a, b) for a, b in zip(weights, weights_then, strict=True))
+
+
+def _replica(process: int, config: Config) -> list[tuple[str, list[torch.Tensor]]]:
+    """Of two replicas the second's loss is infinite, which the first cannot see."""
+    found = []
+    for late in (True, False):
+        with pytest.MonkeyPatch.context() as patch:
+            spoilt(patch, infinite_loss, 0, *([3] if process else []), once=False)
+            made = _Trainer(config, program_of(config), None)
+            made.steps.may_be_late &= late
+            with pytest.raises(NonFiniteError) as error:
+                made.run()
+            found.append((str(error.value), learned(made)))
+    return found
+
+
+@pytest.mark.parametrize("precision", ["float32", "float16"])
+def test_no_replica_goes_on(config: str, precision: str) -> None:
+    sets = ["pipeline.ranks=1", "pipeline.tp=1", "pipeline.dp=2", "pipeline.stages_per_rank=1",
+            "train.log_every=100", "train.steps=7", f"train.precision={precision}"]  # fmt: skip
+    told = read(config, sets)
+    for (said, weights), (said_then, weights_then) in spawn.run(
+        partial(_replica, config=told), 2, limit=60
+    ):
+        assert said == said_then and " of step 4 is " in said and "in replica 1" in said
+        assert all(torch.equal(a, b) for a, b in zip(weights, weights_then, strict=True))
+
+
+def test_where_each_rank_judges_by_itself_numbers_are_read_at_once(
+    config: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Others would step again before the hosts have met."""
+    spoilt(monkeypatch, infinite_gradient, 2, 3, once=False)
+    code, rows, _, lates = outcome(config, tmp_path, monkeypatch, True, "train.clip=0")
+    assert code == 1 and lates == 0 and rows.count(b"\n") == 4
+
+
+# What waits for a device.
+
+
+class NoWait(TorchDispatchMode):
+    """Raises where a host would wait for a GPU to know a number, or a shape."""
+
+    WAITS = ("_local_scalar_dense", "nonzero", "equal", "is_nonzero", "masked_select", "unique",
+             "_unique2", "item")  # fmt: skip
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = func.overloadpacket.__name__
+        # The state of a generator is the host's own, that of a GPU's, too.
+        of_host = name == "equal" and args[0].dtype == torch.uint8
+        assert of_host or name not in self.WAITS, f"the host waits in {func}"
+        return func(*args, **kwargs or {})
+
+
+@pytest.mark.parametrize("schedule", ["interleaved", "zb_h1"])
+@pytest.mark.parametrize("precision", PRECISIONS)
+def test_a_step_that_is_not_reported_waits_for_nothing(
+    config: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    precision: str,
+    schedule: str,
+) -> None:
+    adamw, watched, takes = torch.optim.AdamW, list[str](), _Trainer._take
+
+    def guarded(home: type, name: str) -> None:
+        method = getattr(home, name)
+
+        def inside(self: Any, *given: Any) -> Any:
+            steps = self if isinstance(self, Steps) else self.steps
+            if not 1 <= steps.number - (name == "issue") < 5:  # the first one, and one reported
+                return method(self, *given)
+            watched.append(name)
+            with NoWait():  # type: ignore[no-untyped-call]
+                return method(self, *given)
+
+        monkeypatch.setattr(home, name, inside)
+
+    for home, name in ((Steps, "issue"), (Steps, "settle"), (_Trainer, "_take")):
+        guarded(home, name)
+    # As on a GPU, where no other one is used.
+    monkeypatch.setattr(torch.optim, "AdamW", lambda *a, **k: adamw(*a, **k | {"fused": True}))
+    monkeypatch.setattr(trainer, "LossScale", partial(LossScale, 8.0))
+    one = ["pipeline.stages_per_rank=1"]
+    sets = [*ONE, *(one if schedule == "zb_h1" else []), f"pipeline.schedule={schedule}",
+            f"train.precision={precision}", f'output.folder="{tmp_path}"']  # fmt: skip
+    assert run(config, sets) == 0
+    assert {*watched} == {"issue", "settle", "_take"} and takes is not _Trainer._take
+
+
+@pytest.mark.parametrize("precision", PRECISIONS)
+def test_on_a_gpu_adamw_is_fused_in_any_precision(config: str, precision: str) -> None:
+    told = read(config, ["train.device=cuda", f"train.precision={precision}"])
+    optimizer = trainer._adamw([torch.nn.Parameter(torch.zeros(2, 2))], told.train)
+    assert all(group["fused"] for group in optimizer.param_groups)
+    (p,) = optimizer.param_groups[0]["params"]
+    p.grad = torch.ones(2, 2)
+    with NoWait():  # type: ignore[no-untyped-call]  # nor when it makes what it keeps
+        optimizer.step()
+    assert {t.device for t in optimizer.state[p].values()} == {p.device}
+
+
+# Errors of the data, and ends.
+
+
+def prefetching() -> list[str]:
+    return [t.name for t in threading.enumerate() if t.name.startswith("prefetch")]
+
+
+def test_a_token_that_is_none_is_an_error_of_its_step(
+    config: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from schedir.training.data import Batches
+
+    tokens = tmp_path / "tokens.bin"
+    np.zeros(400, "<u2").tofile(tokens)
+    drawn, begun, steps = Batches.batch, Executor.begin, list[int]()
+
+    def batch(self: Batches, step: int) -> Any:
+        if step == 3:
+            raise UsageError("token 300 at position 7 is not below the vocabulary size 256")
+        return drawn(self, step)
+
+    def begin(self: Executor, *given: Any) -> None:
+        steps.append(self.draws.step)
+        begun(self, *given)
+
+    monkeypatch.setattr(Batches, "batch", batch)
+    monkeypatch.setattr(Executor, "begin", begin)
+    sets = [*ONE, f'data.source="{tokens}"', f'output.folder="{tmp_path}"']
+    with pytest.raises(UsageError, match="token 300"):
+        run(config, sets)
+    assert steps == [0, 1, 2] and not prefetching()
+    # Where the step before was not finite, that has ended the run.
+    spoilt(monkeypatch, infinite_loss, 1, 2, once=False)
+    assert run(config, sets) == 1 and " of step 3 is infinite" in capsys.readouterr().err
+    assert not prefetching()
+
+
+def test_ctrl_c_in_a_step_leaves_no_thread(
+    config: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begun = Executor.begin
+
+    def begin(self: Executor, *given: Any) -> None:
+        assert prefetching()
+        if self.draws.step == 3:
+            raise KeyboardInterrupt
+        begun(self, *given)
+
+    monkeypatch.setattr(Executor, "begin", begin)
+    assert run(config, [*ONE, f'output.folder="{tmp_path}"']) == 130
+    assert not prefetching()
