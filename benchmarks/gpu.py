@@ -50,7 +50,8 @@ from schedir.ir.sizes import Sizes
 from schedir.predict.bubble_causes import exposed, ready_gaps
 from schedir.predict.calibrate import calibrate
 from schedir.predict.timeline import spans_of
-from schedir.runtime.graphs import WARM, GraphedStep
+from schedir.runtime.executor import WARM
+from schedir.runtime.graphs import GraphedStep
 from schedir.runtime.inprocess import InProcess
 from schedir.runtime.precision import MainOptimizer, float32_gradients
 from schedir.runtime.rank import Boundary

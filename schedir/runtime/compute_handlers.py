@@ -17,7 +17,7 @@ from schedir.ir.ops import LOCAL_HANDOVER, Instr, Opcode, Token
 from schedir.runtime.around import around, on_version
 from schedir.runtime.given import one_number
 from schedir.runtime.random import BACKWARD, FORWARD, WEIGHT
-from schedir.runtime.rank import Call, Handler, Slot, Stage, State
+from schedir.runtime.rank import Call, Slot, Stage, State
 from schedir.runtime.split import Tape, recording
 from schedir.runtime.splittable import could_wait, left_whole, watching
 from schedir.runtime.transfer_handlers import message_wait
@@ -180,8 +180,8 @@ def _both(
 
 
 HANDLERS: Final = {
-    Opcode.Forward: Handler(forward, "stage"),
-    Opcode.Backward: Handler(backward, "stage"),
-    Opcode.BackwardInput: Handler(backward_input, "stage"),
-    Opcode.BackwardWeight: Handler(backward_weight, "stage"),
+    Opcode.Forward: forward,
+    Opcode.Backward: backward,
+    Opcode.BackwardInput: backward_input,
+    Opcode.BackwardWeight: backward_weight,
 }

@@ -8,13 +8,16 @@ is the caller's choice among the legal ones: a process makes them in Stream orde
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
+from functools import cached_property, partial
 from types import MappingProxyType
+from typing import Final
 
 import torch
 from torch import Tensor, nn
 from torch.profiler import record_function
 
+from schedir.analysis.graph import Graph
+from schedir.analysis.one_order import one_order
 from schedir.errors import ExecutionError, ModelError, Site, expect, flag, in_words, said
 from schedir.ir.ops import ROWS, Lane
 from schedir.ir.program import Program
@@ -36,8 +39,14 @@ from schedir.runtime.rank import Boundary, Call, Loss, Microbatches, Stage, Stat
 from schedir.runtime.recorder import Recorded, Stamps, stamps_of
 from schedir.runtime.tied import prints, weights_of
 from schedir.runtime.unchanged import expect_kept
+from schedir.runtime.undone import undone
+from schedir.transports.in_turn import InTurn
 from schedir.transports.transport import Transport, has_left
 from schedir.verify.check import check
+
+# Steps before the first.  One makes an optimizer's state, where activations have left memory; the
+# next finds room for these beside it, and one more for what then lies in pieces.
+WARM: Final = 3
 
 
 class Executor:
@@ -155,6 +164,9 @@ class Executor:
         if program.trains:
             expect_kept(program, stages, weights)
         self.record, self.profiled = record, False
+        self.in_turn = InTurn(transport) if transport.static else None
+        self.warm = self.in_turn is None
+        transport = self.in_turn or transport
         self.stamps: Stamps | None = None
         if record:
             self.stamps = stamps_of(program, rank, transport.model, device_of(stages))
@@ -165,7 +177,7 @@ class Executor:
         )  # fmt: skip
         self.position = 0  # index in the Stream: where this rank stands
         self.under_way = False  # a step, or one that has failed
-        self.calls = [HANDLERS[i.op].link(self.state, i) for i in self.state.stream]
+        self.calls = [HANDLERS[i.op](self.state, i) for i in self.state.stream]
         if transport.grouped:
             self._link_groups(transport)
 
@@ -226,13 +238,64 @@ class Executor:
         on the rank of the last stage, and None elsewhere; each of two such ranks sums up those
         taken there.
 
+        Before the first step over a transport of streams, as NCCL, steps are run that are undone
+        (`undone.undone`), with what this one is given, one instruction after the other: loading a
+        kernel, allocating memory or connecting to a peer may wait for all that runs on a GPU, and
+        beside a receive that waits for a peer it would wait for ever.
+
         Raises ExecutionError that names the instruction.
         """
+        if not self.warm:
+            self._warm_up(inputs, targets, scale)
+        return self._step(inputs, targets, scale)
+
+    def step_in_turn(
+        self, inputs: Microbatches, targets: Microbatches, scale: float | Tensor = 1.0
+    ) -> Tensor | None:
+        """As `step`, over a transport of streams, but one instruction after the other, in an order
+        that all ranks share: nothing overlaps, and nothing hangs, whoever waits for the device.
+
+        All processes must call this.  Optimizers are as in a step.
+        """
+        assert self.in_turn is not None, "only where messages are on streams of their own"
+        with self.in_turn.one_by_one():
+            return self._step(inputs, targets, scale, self._one_order)
+
+    @cached_property
+    def _one_order(self) -> list[int]:
+        state = self.state
+        model, blocks = state.transport.model, state.transport.blocks
+        orders = one_order(Graph.of(state.program, model, blocks=blocks))
+        return [*map(int, orders[self.rank])]
+
+    def _warm_up(
+        self, inputs: Microbatches, targets: Microbatches, scale: float | Tensor = 1.0
+    ) -> None:
+        """Do whatever a step does at first use, in steps in turn that are undone."""
+        record, self.record = self.record, False
+        try:
+            with undone(self.state):
+                for _ in range(WARM):
+                    self.step_in_turn(inputs, targets, scale)
+        finally:
+            self.record = record
+        if self.state.device.type == "cuda":
+            torch.cuda.synchronize(self.state.device)
+        self.warm = True
+
+    def _step(
+        self,
+        inputs: Microbatches,
+        targets: Microbatches,
+        scale: float | Tensor,
+        order: Sequence[int] | None = None,
+    ) -> Tensor | None:
+        """A step in the order of the Stream, or another one."""
         self.begin(inputs, targets, scale)
         try:
             with self.draws.kept(), torch.set_grad_enabled(self.program.trains):
-                if self.record or self.profiled:
-                    for k in range(len(self.calls)):
+                if order or self.record or self.profiled:
+                    for k in order or range(len(self.calls)):
                         self.call(k)
                 else:
                     self._run()

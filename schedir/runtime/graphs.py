@@ -11,12 +11,11 @@ import torch
 from torch import Tensor
 
 from schedir.errors import ModelError
-from schedir.runtime.executor import Executor
+from schedir.runtime.executor import WARM, Executor
 from schedir.runtime.precision import innermost, is_gated
 from schedir.runtime.random import DrawDetector
 from schedir.runtime.rank import Microbatches
-
-WARM = 2  # steps before capture: what is made on first use must be there
+from schedir.runtime.undone import undone
 
 
 class GraphedStep:
@@ -27,6 +26,11 @@ class GraphedStep:
     All else is as it was at capture: shapes, and the other numbers of an optimizer.  Parameters
     and the state of the optimizer are left as they were, in their places.
 
+    Over NCCL the graph does one thing after the other, as `Executor.step_in_turn`: CUDA does not
+    promise that branches of a graph run beside each other (CUDA C++ Programming Guide, "CUDA
+    Graphs"), and in a branch that must wait a receive would hold up what it waits for.  With
+    `concurrent` it has the branches of a step; whether that hangs is up to CUDA.
+
     All ranks must capture at the same step, and replay together.  `close` it before process groups
     are destroyed: NCCL would wait for the graphs that hold its calls (pytorch issue 115388).
 
@@ -35,7 +39,13 @@ class GraphedStep:
     """
 
     def __init__(
-        self, executor: Executor, inputs: Microbatches, targets: Microbatches, scale: float = 1.0
+        self,
+        executor: Executor,
+        inputs: Microbatches,
+        targets: Microbatches,
+        scale: float = 1.0,
+        *,
+        concurrent: bool = False,
     ) -> None:
         name, device = executor.program.name, executor.state.device
         if device.type != "cuda":
@@ -57,20 +67,22 @@ class GraphedStep:
         self.scale = Number(scale, torch.float64, device)
         self.rates = Rates(executor.state.optimizer, device)
         given = self.inputs, self.targets, self.scale.tensor
+        branches = concurrent or executor.in_turn is None
+        step = executor.step if branches else executor.step_in_turn
         aside = torch.cuda.Stream(device)
         aside.wait_stream(torch.cuda.current_stream(device))
         on = torch.cuda.stream(aside)
-        with undrawn(executor), on, self.rates.tensors(), untouched(executor):
+        with undrawn(executor), on, self.rates.tensors(), undone(executor.state), _unwarned():
             for _ in range(WARM):
-                executor.step(*given)
+                step(*given)
         torch.cuda.current_stream(device).wait_stream(aside)
         torch.cuda.synchronize(device)
         self.graph = torch.cuda.CUDAGraph()
         # Other threads may call CUDA meanwhile: NCCL's watchdog does.
         captured = torch.cuda.graph(self.graph, stream=aside, capture_error_mode="thread_local")
         # Nothing is drawn, and generators cannot be seeded in a capture.
-        with self.rates.tensors(), executor.draws.seeding([]), captured:
-            self.loss = executor.step(*given)
+        with self.rates.captured(), executor.draws.seeding([]), captured:
+            self.loss = step(*given)
         self.norm = executor.norm
 
     def step(
@@ -125,11 +137,11 @@ class Rates:
     def __init__(self, optimizer: Any, device: torch.device) -> None:
         self.groups: list[dict[str, Any]] = getattr(optimizer, "param_groups", [])
         for group in self.groups:
-            if not group.get("capturable", group.get("fused")):
+            if not (group.get("capturable") or group.get("fused")):
                 raise ModelError(
                     f"{type(innermost(optimizer)).__name__} cannot be captured: "
                     "its numbers are the host's",
-                    hint="capturable=True, or, for SGD, fused=True",
+                    hint="fused=True",
                 )
         self.numbers = [Number(float(g["lr"]), torch.float32, device) for g in self.groups]
 
@@ -145,10 +157,32 @@ class Rates:
             for group, rate in zip(self.groups, was, strict=True):
                 group["lr"] = rate
 
+    @contextmanager
+    def captured(self) -> Iterator[None]:
+        """As `tensors`, for a capture: torch's Adam asks for `capturable`, which its fused one,
+        whose numbers are the device's in any case, does not look at."""
+        groups = [group for group in self.groups if group.get("capturable") is False]
+        for group in groups:
+            group["capturable"] = True
+        try:
+            with self.tensors():
+                yield
+        finally:
+            for group in groups:
+                group["capturable"] = False
+
     def write(self) -> None:
         """Let the tensors be what the groups say."""
         for group, number in zip(self.groups, self.numbers, strict=True):
             number.write(float(group["lr"]))
+
+
+@contextmanager
+def _unwarned() -> Iterator[None]:
+    """Within this context torch does not advise against steps by hand of what can be captured."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", ".*constructed with capturable=True", UserWarning)
+        yield
 
 
 @contextmanager
@@ -164,38 +198,3 @@ def undrawn(executor: Executor) -> Iterator[None]:
             program=executor.program.name,
             hint="run it without a graph, or let nothing draw, as without dropout",
         )
-
-
-@contextmanager
-def untouched(executor: Executor) -> Iterator[None]:
-    """What training changes is afterwards what it was, in the same memory; the host keeps copies.
-
-    State that an optimizer makes meanwhile stays, and is zero, which is what torch's begin with.
-    """
-    optimizer: Any = executor.state.optimizer
-    inner = getattr(optimizer, "inner", optimizer)
-    tensors: list[Tensor] = [*getattr(optimizer, "main", [])]
-    for stage in executor.stages.values():
-        tensors += stage.module.buffers()
-        if optimizer is not None:
-            tensors += stage.module.parameters()
-    if executor.state.loss_scale is not None:
-        tensors += [executor.state.loss_scale.value, executor.state.loss_scale.good]
-    was = [(t, t.detach().to("cpu", copy=True)) for t in (*tensors, *_state(inner))]
-    known = {id(t) for t, _ in was}
-    with warnings.catch_warnings():
-        # torch advises not to step by hand what can be captured.
-        warnings.filterwarnings("ignore", ".*constructed with capturable=True", UserWarning)
-        yield
-    with torch.no_grad():
-        for t, before in was:
-            t.copy_(before)
-        for t in _state(inner):
-            if id(t) not in known:
-                t.zero_()
-
-
-def _state(optimizer: Any) -> list[Tensor]:
-    """The tensors of an optimizer's state."""
-    states = getattr(optimizer, "state", {}).values()
-    return [t for state in states for t in state.values() if isinstance(t, Tensor)]

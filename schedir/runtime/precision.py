@@ -30,7 +30,7 @@ def step_if(finite: Tensor, optimizer: Steps) -> None:
     step, the host must know: on a GPU it waits, once in an update.
     """
     inner = innermost(optimizer)
-    if not is_gated(inner) or _begins_with_momentum(inner):
+    if not is_gated(inner) or not _has_momentum(inner):
         if finite:
             optimizer.step()
         return
@@ -71,9 +71,20 @@ def is_gated(optimizer: object) -> bool:
     )
 
 
-def _begins_with_momentum(optimizer: Any) -> bool:
-    """Whether a step makes momentum: skipped, a fused SGD's would be memory that nobody wrote."""
-    return not optimizer.state and any(group.get("momentum") for group in optimizer.param_groups)
+def _has_momentum(optimizer: Any) -> bool:
+    """Whether a step finds the momentum that it needs.
+
+    A fused SGD makes it in its first step, and where that is skipped leaves memory that nobody
+    wrote.  Without dampening the first is a step like any other, from momentum 0; so we make that.
+    """
+    groups = [group for group in optimizer.param_groups if group.get("momentum")]
+    if optimizer.state or not groups:
+        return True
+    if any(group.get("dampening") for group in groups):
+        return False
+    for p in (p for group in groups for p in group["params"] if p.requires_grad):
+        optimizer.state[p]["momentum_buffer"] = torch.zeros_like(p if p.grad is None else p.grad)
+    return True
 
 
 def options_of(optimizer: object) -> dict[Tensor, str]:

@@ -7,7 +7,7 @@ from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import cached_property
 from types import MappingProxyType
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -97,17 +97,7 @@ class Call(NamedTuple):
     run: Callable[[], None]
 
 
-class Handler(NamedTuple):
-    """How an instruction is linked, and how it is warmed up before the first step.
-
-    A warm-up is to load, compile and connect what the first step would.  "stage": it is, where the
-    stage is run forward and backward.  "run": by the linked call, once for each stage; gradients,
-    and what the calls leave in slots, are forgotten.  "skip": nothing is to be done.  Or by a
-    function, once.
-    """
-
-    link: Callable[[State, Instr], Call]
-    warm_up: Literal["stage", "run", "skip"] | Callable[[State], None]
+Handler = Callable[["State", Instr], Call]  # links an instruction
 
 
 class Slots:
@@ -233,6 +223,7 @@ class State:
         self.inputs: Microbatches = ()
         self.targets: Microbatches = ()
         self.scale: float | Tensor = 1.0  # by which sums of gradients are multiplied
+        self.may_step = True  # else the optimizer is held back
         self.loss_gradient: Tensor | None = None  # with which backwards begin, where it is not 1
         self.device = device_of(stages)
         first = transport.dp_rank * m  # of all replicas' microbatches
@@ -298,6 +289,7 @@ class State:
 
     def let_step(self, finite: Tensor) -> None:
         """Let the optimizer step if `finite`, 0-dim bool, is true."""
+        finite = finite if self.may_step else torch.zeros_like(finite)
         if self.optimizer is not None:
             with self.draws.warning(_APART) if self.apart else nullcontext():
                 step_if(finite, self.optimizer)

@@ -29,7 +29,7 @@ from schedir.ir.ops import SENDS, Lane
 from schedir.ir.program import Program
 from schedir.predict.timeline import Timeline, spans_of
 from schedir.transports.collectives import Group, Kind
-from schedir.transports.transport import Done, Transport, Work
+from schedir.transports.transport import Around, Done, Transport, Work
 
 Floats = NDArray[np.float64]
 
@@ -167,7 +167,9 @@ class EventStamps(Stamps):
 
     def follow(self, work: Work) -> Work:
         """As Stamps.follow, on the work's own lane or beside it."""
-        if self.at is not None:
+        if self.at is not None and isinstance(work, Done):  # where the current stream is
+            self.elsewhere.discard(self.at)
+        elif self.at is not None:
             self.elsewhere.add(self.at)
             self.followed.append((self.at, work))
         return work
@@ -217,17 +219,12 @@ def stamps_of(program: Program, rank: int, model: Model, device: torch.device) -
     return HostStamps(len(program.streams[rank]))
 
 
-class Recorded:
+class Recorded(Around):
     """A transport whose messages and collectives are followed to their end."""
 
     def __init__(self, inner: Transport, stamps: Stamps) -> None:
-        self.inner, self.stamps = inner, stamps
-        self.model, self.blocks, self.grouped = inner.model, inner.blocks, inner.grouped
-        self.static = inner.static
-        self.tp, self.dp = inner.tp, inner.dp
-        self.tp_rank, self.dp_rank = inner.tp_rank, inner.dp_rank
-        self.agree, self.send = inner.agree, inner.send
-        self.buffers, self.step_ended = inner.buffers, inner.step_ended
+        super().__init__(inner)
+        self.stamps, self.send = stamps, inner.send
         self.open = False  # within a group
 
     def recv(self, tensor: Tensor, peer: int, lane: Lane) -> Work:

@@ -10,7 +10,7 @@ from schedir.ir.ops import Instr, Opcode
 from schedir.runtime.gradients import is_sharded
 from schedir.runtime.precision import are_finite
 from schedir.runtime.random import UPDATE
-from schedir.runtime.rank import Call, Handler, State
+from schedir.runtime.rank import Call, State
 from schedir.runtime.tied import summing
 
 
@@ -104,9 +104,9 @@ def step(state: State, i: Instr) -> Call:
 
 
 HANDLERS: Final = {
-    Opcode.ReduceGrads: Handler(reduce_grads, "run"),
-    Opcode.ReduceHolders: Handler(reduce_holders, "run"),
-    Opcode.ReduceTied: Handler(reduce_tied, "run"),
-    Opcode.ReduceNorm: Handler(reduce_norm, "run"),
-    Opcode.OptimizerStep: Handler(step, "skip"),
+    Opcode.ReduceGrads: reduce_grads,
+    Opcode.ReduceHolders: reduce_holders,
+    Opcode.ReduceTied: reduce_tied,
+    Opcode.ReduceNorm: reduce_norm,
+    Opcode.OptimizerStep: step,
 }

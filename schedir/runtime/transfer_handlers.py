@@ -5,11 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Final
 
-import torch
 from torch import Tensor
 
 from schedir.ir.ops import GATHERS, RECEIVES, ROWS, SHARDING, Instr, Opcode, Token
-from schedir.runtime.rank import Call, Handler, State
+from schedir.runtime.rank import Call, State
 from schedir.transports.transport import own_part
 
 # What is taken in is received, and made whole if it comes in parts.
@@ -114,29 +113,13 @@ def gather(state: State, i: Instr) -> Call:
     return Call(wait, run)
 
 
-def scatter_once(state: State) -> None:
-    """Do what a scatter does, with nothing."""
-    _own_copy(state, _boundary(state))
-
-
-def gather_once(state: State) -> None:
-    """Do what a gather does, with nothing."""
-    whole = _boundary(state)
-    part = own_part(state.transport, whole)
-    state.transport.collective("all_gather", "tp", whole.view(-1), part).wait()
-
-
-def _boundary(state: State) -> Tensor:
-    return torch.zeros(state.boundary.shape, dtype=state.boundary.dtype, device=state.device)
-
-
 HANDLERS: Final = {
-    Opcode.SendAct: Handler(send, "skip"),
-    Opcode.RecvAct: Handler(recv, "skip"),
-    Opcode.SendGrad: Handler(send, "skip"),
-    Opcode.RecvGrad: Handler(recv, "skip"),
-    Opcode.Scatter: Handler(scatter, scatter_once),
-    Opcode.Gather: Handler(gather, gather_once),
-    Opcode.ScatterGrad: Handler(scatter, scatter_once),
-    Opcode.GatherGrad: Handler(gather, gather_once),
+    Opcode.SendAct: send,
+    Opcode.RecvAct: recv,
+    Opcode.SendGrad: send,
+    Opcode.RecvGrad: recv,
+    Opcode.Scatter: scatter,
+    Opcode.Gather: gather,
+    Opcode.ScatterGrad: scatter,
+    Opcode.GatherGrad: gather,
 }

@@ -23,7 +23,6 @@ from schedir.runtime.measured import measured
 from schedir.runtime.precision import LossScale, MainOptimizer, float32_gradients
 from schedir.runtime.rank import Boundary
 from schedir.runtime.sizes import sizes_of
-from schedir.runtime.warmup import warm_up
 from schedir.training import gpt
 from schedir.training.config import Config, TrainConfig
 from schedir.training.data import Batches, load
@@ -134,8 +133,6 @@ class _Trainer:
     def run(self) -> Result | None:
         train, record, result = self.config.train, self.config.output.record, None
         inputs, targets = (x[: self.size].to(self.device) for x in self.batches.batch(0))
-        if self.device.type == "cuda":
-            warm_up(self.executor, inputs, targets)
         self.sizes = self._sizes(inputs, targets)
         self.memory = self._memory()
         prefetch = Prefetch(

@@ -127,3 +127,15 @@ class Done:
 
     def wait(self) -> None:
         """Return at once."""
+
+
+class Around:
+    """What a transport that is around another has of it: all but what moves tensors."""
+
+    def __init__(self, inner: Transport) -> None:
+        self.inner = inner
+        self.model, self.blocks, self.grouped = inner.model, inner.blocks, inner.grouped
+        self.static = inner.static
+        self.tp, self.dp = inner.tp, inner.dp
+        self.tp_rank, self.dp_rank = inner.tp_rank, inner.dp_rank
+        self.agree, self.buffers, self.step_ended = inner.agree, inner.buffers, inner.step_ended

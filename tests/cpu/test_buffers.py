@@ -19,7 +19,7 @@ from schedir.runtime.executor import Executor
 from schedir.runtime.inprocess import InProcess
 from schedir.runtime.rank import Boundary
 from schedir.runtime.reference import reference
-from schedir.runtime.warmup import warm_up
+from schedir.runtime.undone import undone
 from schedir.schedules import chimera, dualpipe, gpipe, interleaved, one_f_one_b, zb_h1, zb_v
 from schedir.schedules.words import B, F, Word
 from schedir.transports.processes import Gloo
@@ -247,11 +247,12 @@ def test_replicas_are_told_that_each_has_its_own_statistics() -> None:
         assert frozen == ""
 
 
-def test_warming_up_leaves_statistics_as_they_are() -> None:
+def test_a_step_that_is_undone_leaves_statistics_as_they_are() -> None:
     stages = normed(2)
     ranks, before = virtual(one_f_one_b, Plan(2, 4), stages), buffers(stages)
-    for rank in ranks.ranks:
-        warm_up(rank, torch.randn(BOUNDARY.shape), torch.ones(BOUNDARY.shape))
+    with undone(ranks.ranks[0].state), undone(ranks.ranks[1].state):
+        ranks.step(*batch(4))
+        assert not same_bits(before, buffers(stages))
     assert same_bits(before, buffers(stages))
 
 

@@ -11,10 +11,11 @@ from torch import Tensor, nn
 from schedir import compile
 from schedir.errors import ModelError
 from schedir.ir.plan import Plan
-from schedir.runtime.graphs import Rates, undrawn, untouched
+from schedir.runtime.graphs import Rates, undrawn
 from schedir.runtime.inprocess import InProcess
 from schedir.runtime.precision import LossScale, MainOptimizer, float32_gradients
 from schedir.runtime.rank import Boundary
+from schedir.runtime.undone import undone
 from schedir.schedules import interleaved, one_f_one_b
 from schedir.training import gpt
 from tests.cpu.tiny_stages import BOUNDARY, HIDDEN, batch, gpt_stages, gradients, same_bits
@@ -81,7 +82,7 @@ def test_steps_before_a_capture_leave_nothing_behind(adamw: bool, main: bool) ->
     plain, warm = trained(adamw, main), trained(adamw, main)
     rank = warm.ranks[0]
     places = [p.data_ptr() for s in rank.stages.values() for p in s.module.parameters()]
-    with untouched(rank):
+    with undone(rank.state):
         for _ in range(2):
             rank.step(*batch(2, seed=1)[:2])
     found = []
@@ -133,7 +134,7 @@ def test_statistics_before_a_capture_leave_nothing_behind() -> None:
         boundary=Boundary((3, 4)),
     )
     before = [b.clone() for b in stage.buffers()]
-    with untouched(world.ranks[0]):
+    with undone(world.ranks[0].state):
         world.step(torch.randn(2, 3, 4), torch.ones(2))
     assert all(torch.equal(a, b) for a, b in zip(before, stage.buffers(), strict=True))
 
@@ -164,6 +165,10 @@ def test_an_optimizer_whose_numbers_are_the_hosts_is_refused(make: Any) -> None:
     for optimizer in (make(parameters, lr=0.1), MainOptimizer(parameters, make)):
         with pytest.raises(ModelError) as error:
             Rates(optimizer, CPU)
-        assert make.__name__ in error.value.fact and "capturable" in error.value.hint
+        assert make.__name__ in error.value.fact and "fused" in error.value.hint
     Rates(torch.optim.AdamW(parameters, capturable=True), CPU)
+    adam = torch.optim.AdamW(parameters, fused=True)
+    with Rates(adam, CPU).captured():
+        assert adam.param_groups[0]["capturable"] and isinstance(adam.param_groups[0]["lr"], Tensor)
+    assert not adam.param_groups[0]["capturable"] and adam.param_groups[0]["lr"] == 1e-3
     assert Rates(None, CPU).groups == []

@@ -1,178 +1,264 @@
-"""Warming up leaves nothing behind."""
+"""A step before the first, over transports of streams: it does what is done once, and is undone."""
 
 from __future__ import annotations
 
-from functools import partial
-from typing import Any
+from collections import Counter
+from typing import Any, NamedTuple
 
 import pytest
 import torch
 from torch import Tensor, nn
 
-from schedir import compile
-from schedir.errors import ExecutionError
-from schedir.ir.ops import Instr, Opcode, Token
+from schedir import check, compile
+from schedir.errors import DeadlockError, ExecutionError
 from schedir.ir.plan import Plan
 from schedir.ir.program import Program
 from schedir.runtime.executor import Executor
-from schedir.runtime.handlers import HANDLERS
-from schedir.runtime.inprocess import InProcess
-from schedir.runtime.rank import Boundary, Call, Handler, State
-from schedir.runtime.warmup import warm_up
-from schedir.schedules import dualpipe, forward_only, interleaved, one_f_one_b
-from schedir.training import gpt
+from schedir.runtime.rank import Boundary
+from schedir.schedules import dualpipe, interleaved, one_f_one_b, pipedream_2bw
 from schedir.transports.collectives import Group, Kind
-from schedir.transports.processes import Gloo
-from schedir.transports.transport import Work
+from schedir.transports.edges import Edge, Grouped
+from schedir.transports.processes import Processes
+from schedir.transports.transport import Done, Work
+from tests.cpu.caching_allocator import CachingAllocator
+from tests.cpu.happens_before import Races
+from tests.cpu.nccl_like import NcclLike
 from tests.cpu.spawn import run
-from tests.cpu.tiny_stages import (
-    BOUNDARY,
-    batch,
-    config,
-    expected,
-    gpt_stages,
-    gradients,
-    same_bits,
-    zb,
-)
-
-PLANS = [(one_f_one_b, Plan(2, 4)), (zb, Plan(2, 4)), (interleaved, Plan(2, 4, 2))]
+from tests.cpu.tiny_stages import gpt_executor, gradients_by_stage, own_batch, zb
+from tests.cpu.virtual_gpu import install
 
 
-@pytest.mark.parametrize(("schedule", "plan"), PLANS)
-def test_a_warm_executor_gives_the_same_bits(schedule: Any, plan: Plan) -> None:
-    stages = gpt_stages(plan.stages)
-    before = [p.detach().clone() for m in stages for p in m.parameters()]
-    world = InProcess(compile(schedule, plan, tied=True), stages, loss=gpt.loss, boundary=BOUNDARY)
-    inputs, targets, scale = batch(plan.microbatches)
-    ran: list[Any] = []
-    for stage in stages:
-        bias = next(p for name, p in stage.named_parameters() if name.endswith("norm.bias"))
-        bias.register_post_accumulate_grad_hook(ran.append)
-    for rank in world.ranks:
-        warm_up(rank, inputs[0], targets[0])
-    assert len(ran) == plan.stages
-    assert not any(g.any() for stage in gradients(stages) for g in stage.values())
-    after = [p for m in stages for p in m.parameters()]
-    assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
-    world.step(inputs, targets, scale)
-    assert same_bits(gradients(stages), expected(plan)[1])
+class Case(NamedTuple):
+    """A program of four processes."""
+
+    schedule: Any
+    plan: Plan
+    tp: int = 1
+    dp: int = 1
+    slots: Any = None
+    clip: bool = True
+
+    def compile(self) -> Program:
+        return compile(
+            self.schedule, self.plan, tp=self.tp, dp=self.dp, model="edge", overlap=True,
+            tied=not self.plan.two_way, clip=self.clip, slots=self.slots,
+        )  # fmt: skip
 
 
-def test_a_program_without_backward_is_warmed_forward() -> None:
-    world = InProcess(
-        compile(forward_only, Plan(2, 2)),
-        gpt_stages(2, tied=False),
-        loss=gpt.loss,
-        boundary=BOUNDARY,
-    )
-    inputs, targets, _ = batch(2)
-    for rank in world.ranks:
-        warm_up(rank, inputs[0], targets[0])
-    world.step(inputs, targets)
+CASES = {
+    "1f1b": Case(one_f_one_b, Plan(4, 8)),
+    "1f1b, tp": Case(one_f_one_b, Plan(2, 4), tp=2, slots="fewest"),
+    "split, dp": Case(zb, Plan(2, 4), dp=2),
+    "interleaved": Case(interleaved, Plan(2, 4, 2), tp=2),
+    "two holders": Case(dualpipe, Plan(2, 4, 2, "mirror"), dp=2),
+    "updates": Case(pipedream_2bw, Plan(2, 8, updates=2, delay=1), dp=2, clip=False),
+}
 
 
-class Noted(Gloo):
-    """Notes the groups that meet."""
+class Streamed(Edge):
+    """Says that its messages are on streams, and notes the groups that meet.
+
+    `held` are those of its messages of which nobody has seen the end.
+    """
 
     def __init__(self, program: Program) -> None:
+        self.met: Counter[Group] = Counter()
+        self.held: list[_Held] = []
         super().__init__(program)
-        self.met: set[Any] = set()
+        self.static = True
+
+    def _hold(self, work: Work) -> Work:
+        self.held.append(held := _Held(work))
+        return held
+
+    def send(self, tensor: Tensor, peer: int, lane: Any) -> Work:
+        return self._hold(super().send(tensor, peer, lane))
+
+    def recv(self, tensor: Tensor, peer: int, lane: Any) -> Work:
+        return self._hold(super().recv(tensor, peer, lane))
 
     def collective(self, kind: Kind, group: Group, out: Tensor, own: Tensor) -> Work:
-        self.met.add(group)
-        return super().collective(kind, group, out, own)
+        self.met[group] += 1
+        return self._hold(super().collective(kind, group, out, own))
+
+    def synchronize(self) -> None:
+        """Wait for the whole device."""
+        while self.held:
+            self.held.pop().wait()
 
 
-def in_processes(rank: int, schedule: Any, plan: Plan, tp: int, dp: int) -> set[str]:
-    """Which groups meet when ranks warm up; the step after it has the bits of one without."""
-    program = compile(schedule, plan, tp=tp, dp=dp, tied=not plan.two_way, clip=True)
-    transport, found = Noted(program), []
-    inputs, targets, scale = batch(plan.microbatches)
-    met: set[Any] = set()
-    for warm in (False, True):
-        executor = Executor(
-            program,
-            transport.rank,
-            {
-                s: gpt.build_stage(
-                    config(plan.stages, bool(program.tied)), s, plan.stages, tp=transport.tp_group
-                )
-                for s in plan.stages_of[transport.rank]
-            },
-            transport,
-            loss=partial(gpt.loss, tp=transport.tp_group),
-            boundary=BOUNDARY,
-        )
-        if warm:
-            transport.met.clear()
-            warm_up(executor, inputs[0], targets[0])
-            met = {*transport.met}
-        executor.step(inputs, targets, scale)
-        stages = [stage.module for stage in executor.stages.values()]
-        found.append((gradients(stages), executor.norm))
-    (cold, norm), (after, same) = found
-    assert same_bits(cold, after) and torch.equal(norm, same)
-    return met
+class _Held:
+    """Work that may be waited for several times."""
+
+    def __init__(self, work: Work) -> None:
+        self.work = work
+
+    def wait(self) -> None:
+        work, self.work = self.work, Done()
+        work.wait()
 
 
-@pytest.mark.parametrize(
-    ("schedule", "plan", "tp", "dp", "groups"),
-    [
-        (one_f_one_b, Plan(2, 2), 2, 1, {"tp", (0, 1), "model"}),
-        (one_f_one_b, Plan(2, 2), 1, 2, {"dp", (0, 1), "model"}),
-        (dualpipe, Plan(2, 4, 2, "mirror"), 1, 1, {"holders", "model"}),
-    ],
-)
-def test_ranks_meet_in_every_group(
-    schedule: Any, plan: Plan, tp: int, dp: int, groups: set[str]
-) -> None:
-    assert set.union(*run(in_processes, plan.ranks * tp * dp, schedule, plan, tp, dp)) == groups
+def _bits(executor: Executor) -> list[Any]:
+    """Gradients, and all that a step changes."""
+    optimizer: Any = executor.state.optimizer
+    parameters = [
+        p.detach().clone() for s in executor.stages.values() for p in s.module.parameters()
+    ]
+    return [gradients_by_stage(executor), parameters, optimizer.state_dict(), executor.draws.step]
 
 
-def with_handlers(rank: int) -> list[Any]:
-    """What is linked and called where handlers say how they are warmed up."""
-    program = compile(interleaved, Plan(1, 3, 2), clip=True)
-    inputs, targets, scale = batch(3)
-    called, stepping = list[Any](), list[bool]()
-
-    def linked(handler: Handler, state: State, i: Instr) -> Call:
-        def run() -> None:
-            called.append(i)
-            call.run()
-            if i.op is Opcode.ReduceGrads and not stepping:  # as one might that makes a value
-                state.slot(Token.SAVED, i.stage, 0).fill("a value")
-
-        call = handler.link(state, i)
-        return Call(call.wait, run)
-
-    ways: dict[Opcode, Any] = {
-        Opcode.ReduceNorm: "skip",
-        Opcode.OptimizerStep: lambda state: called.append(state.rank),
-    }
-    with pytest.MonkeyPatch.context() as patch:
-        for op, handler in HANDLERS.items():
-            way = Handler(partial(linked, handler), ways.get(op, handler.warm_up))
-            patch.setitem(HANDLERS, op, way)
-        stages, loss = gpt_stages(2, tied=False), gpt.loss
-        executor = Executor(program, 0, stages, Gloo(program), loss=loss, boundary=BOUNDARY)
-        warm_up(executor, inputs[0], targets[0])
-        warm = [str(one) for one in called]
-        assert not any(slots.taken for slots in executor.state.slots.values())
-        stepping.append(True)
-        executor.step(inputs, targets, scale)
-        assert len(called) - len(warm) == len(program)
-    right = gradients([stage.module for stage in executor.stages.values()])
-    other = InProcess(program, gpt_stages(2, tied=False), loss=loss, boundary=BOUNDARY)
-    other.step(inputs, targets, scale)
-    assert same_bits(right, gradients([s.module for s in other.ranks[0].stages.values()]))
-    return warm
+def _equal(one: Any, other: Any) -> bool:
+    if isinstance(one, Tensor):
+        return torch.equal(one, other)
+    if isinstance(one, dict):
+        return one.keys() == other.keys() and all(_equal(one[k], other[k]) for k in one)
+    if isinstance(one, list):
+        return len(one) == len(other) and all(map(_equal, one, other))
+    return bool(one == other)
 
 
-def test_a_handler_says_how_it_is_warmed_up() -> None:
-    """Once for each stage, in the order of the Stream; or by a function of its own, once."""
-    assert run(with_handlers, 1) == [["reduce_grads 1", "reduce_grads 0", "0"]]
-    assert HANDLERS.keys() == {*Opcode}
+def undone_step(rank: int) -> dict[str, tuple[bool, set[Group], set[Group]]]:
+    """By case: whether steps have the bits of those without; who met before the first; who must."""
+    found = {}
+    for name, case in CASES.items():
+        program = case.compile()
+        ran = []
+        for fused in (False, True):
+            for warm in (False, True):
+                transport = Streamed(program)
+                executor = gpt_executor(program, transport, max_norm=1.0 if case.clip else None)
+                parameters = [p for s in executor.stages.values() for p in s.module.parameters()]
+                executor.state.optimizer = torch.optim.AdamW(parameters, 1e-2, fused=fused)
+                assert not executor.warm
+                executor.warm = not warm
+                inputs, targets, scale = own_batch(program, transport)
+                if warm:
+                    before = _bits(executor)
+                    executor._warm_up(inputs, targets, scale)
+                    after, met = _bits(executor), {*transport.met}
+                    if fused:  # state is made, and is what it begins with
+                        state = after[2].pop("state")
+                        before[2].pop("state")
+                        assert not any(t.any() for own in state.values() for t in own.values())
+                    assert executor.warm and _equal(before[1:], after[1:])
+                    transport.met.clear()
+                for seed in range(2):
+                    executor.step(*own_batch(program, transport, seed))
+                ran.append(_bits(executor))
+        cold, same, *others = ran
+        found[name] = (_equal(cold, same) and _equal(*others), met, {*transport.met})
+    return found
+
+
+def test_the_first_step_is_as_without() -> None:
+    for cases in run(undone_step, 4):
+        for name, (same, met, wanted) in cases.items():
+            assert same and met == wanted and ("model" in met) == CASES[name].clip, name
+
+
+class Growing(nn.Module):
+    """A layer that waits for the device whenever it holds more microbatches than ever before."""
+
+    def __init__(self, transport: Streamed) -> None:
+        super().__init__()
+        self.layer, self.transport, self.most, self.holds = nn.Linear(4, 4), transport, 0, 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.holds += 1
+        if self.holds > self.most:
+            self.most = self.holds
+            self.transport.synchronize()
+        y: Tensor = _Let.apply(self.layer(x), self)  # type: ignore[no-untyped-call]
+        return y
+
+
+class _Let(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, y: Tensor, layer: Growing) -> Tensor:
+        ctx.layer = layer
+        return y.view_as(y)
+
+    @staticmethod
+    def backward(ctx: Any, *dys: Tensor) -> tuple[Tensor, None]:
+        ctx.layer.holds -= 1
+        return dys[0], None
+
+
+def growing(rank: int, cold: bool) -> int:
+    """Steps that end, of a program that does not live through a wait for the device."""
+    program = compile(one_f_one_b, Plan(4, 8), model="edge", overlap=True)
+    with pytest.raises(DeadlockError):
+        check(program, "edge", device_waits=True)
+    transport = Streamed(program)
+    layer = Growing(transport)
+    executor = Executor(
+        program, rank, {rank: layer}, transport, loss=lambda y, _: y.sum(), boundary=Boundary((4,)),
+        alike=True,
+    )  # fmt: skip
+    executor.warm = cold
+    x = torch.ones(8, 4)
+    for _ in range(2):
+        executor.step(x, x)
+    return layer.most
+
+
+def test_memory_grows_before_any_receive_waits() -> None:
+    assert run(growing, 4, False) == [4, 3, 2, 1]
+
+
+def asked(rank: int, warm: bool) -> dict[str, list[int]]:
+    """By case: how often the device is asked for memory in each of three steps."""
+    found: dict[str, list[int]] = {}
+    for name, case in CASES.items():
+        program = case.compile()
+        with pytest.MonkeyPatch.context() as patch:
+            gpu = install(patch)
+            transport = NcclLike(program, gpu, Races(gpu))
+            norm = 1.0 if case.clip else None
+            executor = gpt_executor(program, transport, max_norm=norm, record=False)
+            parameters = [p for s in executor.stages.values() for p in s.module.parameters()]
+            executor.state.optimizer = torch.optim.AdamW(parameters, 1e-2, fused=True)
+            given = own_batch(program, transport)
+            with CachingAllocator(gpu) as allocator:
+                if warm:
+                    executor._warm_up(*given)
+                executor.warm = True
+                found[name] = []
+                for _ in range(3):
+                    before = allocator.asked
+                    executor.step(*given)
+                    found[name].append(allocator.asked - before)
+    return found
+
+
+@pytest.mark.parametrize("warm", [True, False])
+def test_no_memory_is_asked_for_after_steps_that_are_undone(warm: bool) -> None:
+    for rank in run(asked, 4, warm):
+        for name, (first, *others) in rank.items():
+            assert others == [0, 0] if warm else first > 10, (name, first, others)
+            assert not (warm and first), (name, first)
+
+
+def turned(rank: int, kind: str) -> bool:
+    """Whether a step one by one, of a program with groups, has the bits of a step."""
+    program = compile(one_f_one_b, Plan(4, 8), overlap=True, tied=True, clip=True)
+    assert program.joined.any()
+    found = []
+    for in_turn in (False, True):
+        transport: Processes = Grouped(program) if kind == "grouped" else Edge(program)
+        transport.static = True
+        executor = gpt_executor(program, transport, lr=1e-2, max_norm=1.0)
+        executor.warm = True
+        step = executor.step_in_turn if in_turn else executor.step
+        for seed in range(2):
+            step(*own_batch(program, transport, seed))
+        found.append(_bits(executor))
+    return _equal(*found)
+
+
+@pytest.mark.parametrize("kind", ["grouped", "edge"])
+def test_one_by_one_has_the_bits_of_a_step(kind: str) -> None:
+    assert all(run(turned, 4, kind))
 
 
 class Greedy(nn.Module):
@@ -180,12 +266,18 @@ class Greedy(nn.Module):
         return x + torch.empty(1 << 45)  # more than there are addresses
 
 
-def test_a_stage_that_does_not_fit_is_named() -> None:
-    stages = [nn.Linear(4, 4), Greedy()]
-    program = compile(one_f_one_b, Plan(2, 2), model="edge")
-    world = InProcess(program, stages, loss=lambda y, _: y.sum(), boundary=Boundary((2, 4)))
-    warm_up(world.ranks[0], torch.ones(2, 4), torch.ones(2))
+def too_large(rank: int) -> tuple[int, str, str]:
+    program = compile(interleaved, Plan(1, 2, 2), model="edge")
+    executor = Executor(
+        program, rank, [nn.Linear(4, 4), Greedy()], Streamed(program),
+        loss=lambda y, _: y.sum(), boundary=Boundary((2, 4)),
+    )  # fmt: skip
     with pytest.raises(ExecutionError) as error:
-        warm_up(world.ranks[1], torch.ones(2, 4), torch.ones(2))
+        executor.step(torch.ones(2, 2, 4), torch.ones(2, 2))
     (site,) = error.value.sites
-    assert (site.rank, str(site.instr)) == (1, "F 1.0") and "memory" in error.value.fact
+    return site.rank, str(site.instr), error.value.fact
+
+
+def test_a_stage_that_does_not_fit_is_named() -> None:
+    ((rank, instr, fact),) = run(too_large, 1)
+    assert (rank, instr) == (0, "F 1.0") and "memory" in fact

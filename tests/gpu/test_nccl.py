@@ -19,7 +19,6 @@ from schedir.predict.timeline import Timeline
 from schedir.runtime.executor import Executor
 from schedir.runtime.graphs import GraphedStep
 from schedir.runtime.measured import measured
-from schedir.runtime.warmup import warm_up
 from schedir.schedules import interleaved, one_f_one_b
 from schedir.transports.nccl import nccl
 from schedir.transports.processes import Gloo
@@ -64,7 +63,6 @@ def on_gpu(
     executor = gpt_executor(program, nccl(program, device, kind), device)
     inputs, targets, scale = batch(plan.microbatches)
     inputs, targets = inputs.to(device), targets.to(device)
-    warm_up(executor, inputs[0], targets[0])
     found = []
     executor.step(inputs, targets, scale)
     found.append(_gradients(executor))
@@ -111,7 +109,6 @@ def recorded(rank: int, folder: str, kind: Literal["edge", "grouped"]) -> list[T
     executor = gpt_executor(program, transport, device, record=True)
     inputs, targets, scale = batch(plan.microbatches)
     inputs, targets = inputs.to(device), targets.to(device)
-    warm_up(executor, inputs[0], targets[0])
     executor.step(inputs, targets, scale)
     torch.cuda.set_sync_debug_mode("error")
     executor.step(inputs, targets, scale)

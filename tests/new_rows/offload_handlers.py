@@ -26,7 +26,7 @@ _HELD: WeakKeyDictionary[State, dict[Any, Any]] = WeakKeyDictionary()
 
 def forward(plain: Handler) -> Handler:
     def link(state: State, i: Instr) -> Call:
-        wait, run = plain.link(state, i)
+        wait, run = plain(state, i)
         held = _HELD.setdefault(state, defaultdict(list))
 
         def pack(tensor: Tensor) -> Tensor | Holder:
@@ -48,7 +48,7 @@ def forward(plain: Handler) -> Handler:
 
         return Call(wait, keep)
 
-    return plain._replace(link=link)
+    return link
 
 
 def offload(state: State, i: Instr) -> Call:
@@ -78,5 +78,5 @@ def reload(state: State, i: Instr) -> Call:
     return Call(None, run)
 
 
-HANDLERS = {Opcode.Offload: Handler(offload, "skip"), Opcode.Reload: Handler(reload, "skip")}
+HANDLERS = {Opcode.Offload: offload, Opcode.Reload: reload}
 WRAPPERS = {Opcode.Forward: forward}

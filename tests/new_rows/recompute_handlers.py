@@ -14,7 +14,7 @@ from schedir.runtime.rank import Call, Handler, State
 
 def forward(plain: Handler) -> Handler:
     def link(state: State, i: Instr) -> Call:
-        wait, run = plain.link(state, i)
+        wait, run = plain(state, i)
         if (Opcode.Recompute, i.stage, i.mb) not in state.index_of:
             return Call(wait, run)
 
@@ -24,7 +24,7 @@ def forward(plain: Handler) -> Handler:
 
         return Call(wait, keep)
 
-    return plain._replace(link=link)
+    return link
 
 
 def recompute(state: State, i: Instr) -> Call:
@@ -43,5 +43,5 @@ def recompute(state: State, i: Instr) -> Call:
     return Call(None, around(state, i, FORWARD, run))
 
 
-HANDLERS = {Opcode.Recompute: Handler(recompute, "stage")}
+HANDLERS = {Opcode.Recompute: recompute}
 WRAPPERS = {Opcode.Forward: forward}

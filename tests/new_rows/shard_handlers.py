@@ -43,7 +43,7 @@ def reshard(state: State, i: Instr) -> Call:
 
 def step(plain: Handler) -> Handler:
     def link(state: State, i: Instr) -> Call:
-        wait, run = plain.link(state, i)
+        wait, run = plain(state, i)
         kept = _KEPT.setdefault(state, {})
 
         def whole() -> None:
@@ -55,8 +55,8 @@ def step(plain: Handler) -> Handler:
 
         return Call(wait, whole)
 
-    return plain._replace(link=link)
+    return link
 
 
-HANDLERS = {Opcode.Unshard: Handler(unshard, "skip"), Opcode.Reshard: Handler(reshard, "skip")}
+HANDLERS = {Opcode.Unshard: unshard, Opcode.Reshard: reshard}
 WRAPPERS = {Opcode.OptimizerStep: step}

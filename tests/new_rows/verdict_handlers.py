@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from schedir.ir.ops import Instr, Opcode
-from schedir.runtime.rank import Call, Handler, State
+from schedir.runtime.rank import Call, State
 
 VERDICTS: list[Tensor] = []  # of each rank, for who looks
 
@@ -25,4 +25,4 @@ def judge(state: State, i: Instr) -> Call:
     return Call(state.wait_for_reductions, run)
 
 
-HANDLERS = {Opcode.Judge: Handler(judge, "run")}
+HANDLERS = {Opcode.Judge: judge}

@@ -1,0 +1,72 @@
+"""The memory of a GPU that is not there: what torch's caching allocator would ask the device for.
+
+A tensor takes a piece of what its stream has let go, of the smallest that it fits into, and the
+rest stays; pieces that lie beside each other become one again.  Where nothing fits, the device is
+asked for as much as is needed (c10/cuda/CUDACachingAllocator, for allocations above 10 MiB).
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections import defaultdict
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from tests.cpu.virtual_gpu import Stream, VirtualGPU
+
+GRAIN = 512  # bytes, to which sizes are rounded
+GAP = 1 << 40  # between what the device has given
+
+
+class CachingAllocator(TorchDispatchMode):
+    """`asked` counts how often the device has been asked."""
+
+    def __init__(self, gpu: VirtualGPU) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.gpu, self.asked = gpu, 0
+        self.free: dict[Stream, dict[int, int]] = defaultdict(dict)  # sizes by address
+        self.held: set[int] = set()
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        out = func(*args, **(kwargs or {}))
+        given = {t.untyped_storage()._cdata for t in _tensors((args, kwargs))}
+        for tensor in _tensors(out):
+            if tensor.untyped_storage()._cdata not in given:
+                self._take(tensor)
+        return out
+
+    def _take(self, tensor: Tensor) -> None:
+        storage, stream = tensor.untyped_storage(), self.gpu.stream
+        if (key := storage._cdata) in self.held or not storage.nbytes():
+            return
+        free, size = self.free[stream], -(-storage.nbytes() // GRAIN) * GRAIN
+        fits = [(whole, at) for at, whole in free.items() if whole >= size]
+        if not fits:
+            self.asked += 1
+            fits = [(size, self.asked * GAP)]
+        whole, at = min(fits)
+        free.pop(at, None)
+        if whole > size:
+            free[at + size] = whole - size
+        self.held.add(key)
+        weakref.finalize(storage, self._let_go, key, free, at, size)
+
+    def _let_go(self, key: int, free: dict[int, int], at: int, size: int) -> None:
+        self.held.discard(key)
+        size += free.pop(at + size, 0)
+        for before, its in [*free.items()]:
+            if before + its == at:
+                at, size = before, free.pop(before) + size
+        free[at] = size
+
+
+def _tensors(values: Any) -> list[Tensor]:
+    """What has memory of its own: a sparse tensor is made of others."""
+    tensors = (t for t in tree_leaves(values) if isinstance(t, Tensor))
+    return [t for t in tensors if t.layout == torch.strided]

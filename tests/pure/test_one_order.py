@@ -1,0 +1,67 @@
+"""One order: whatever holds up a rank, a program comes to its end."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+
+import pytest
+
+from schedir import check
+from schedir.analysis.graph import Graph
+from schedir.analysis.one_order import one_order
+from schedir.errors import ProgramError
+from schedir.ir.ops import COMPUTE, RECEIVES
+from schedir.ir.program import JOINED, Program
+from schedir.passes.overlap import early_gathers, early_receives
+from tests.mutants import legal, refusal
+from tests.strategies import with_slots
+
+
+def in_order(program: Program) -> Program:
+    """A program whose Streams have the order of `one_order`, and nothing issued together."""
+    orders = one_order(Graph.of(program, "edge"))
+    streams = []
+    for stream, order in zip(program.streams, orders, strict=True):
+        assert sorted(order) == [*range(len(stream))]
+        words = stream.words[order] & ~JOINED
+        streams.append(type(stream)(words))
+    return replace(program, streams=tuple(streams), order={})
+
+
+@pytest.mark.parametrize("slots", [False, True])
+def test_it_lives_through_anything(slots: bool) -> None:
+    groups = 0
+    for seed in range(100):
+        rng = random.Random(seed)
+        program = legal(rng)
+        if seed % 2:
+            program = early_gathers(early_receives(program, "edge", rng.choice([1, 3])), 3)
+        program = with_slots(program, rng) if slots else program
+        if refusal(program, "edge"):
+            continue
+        groups += bool(program.joined.any())
+        found = in_order(program)
+        for model in ("serial", "edge"):
+            check(found, model, device_waits=True)
+        for was, now in zip(program.streams, found.streams, strict=True):
+            assert [i for i in was if i.op in COMPUTE] == [i for i in now if i.op in COMPUTE]
+    assert groups > 10
+
+
+def test_only_receives_move() -> None:
+    """As long as slots are enough: memory comes and goes as in the Streams."""
+    kept = 0
+    for seed in range(100):
+        program = early_gathers(early_receives(legal(random.Random(seed)), "edge", 3), 3)
+        if program.joined.any():
+            continue
+        try:
+            check(program, "edge", blocks=True)
+        except ProgramError:
+            continue
+        kept += 1
+        for was, now in zip(program.streams, in_order(program).streams, strict=True):
+            others = ([i for i in own if i.op not in RECEIVES] for own in (was, now))
+            assert next(others) == next(others)
+    assert kept > 30
