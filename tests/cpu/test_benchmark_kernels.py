@@ -1,0 +1,102 @@
+"""What can be held without a GPU of the benchmark of kernels."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from benchmarks import kernels as benchmark
+
+OPTIONS = argparse.Namespace(tokens=6, hidden=32, vocab=80, tp=2, widths=[16, 40])
+SIZES = {  # bytes of bfloat16: T k, T n and T width, as often as they must be moved
+    "cross entropy, statistics": 6 * 40 * 2,
+    "cross entropy, gradient": 6 * 40 * 2 * 2,
+    "cross entropy, both": 6 * 40 * 2 * 3,
+    "bias + GELU, forward": 6 * 64 * 2 * 2,
+    "bias + GELU, backward": 6 * 64 * 2 * 3,
+    "residual + LayerNorm 16, forward": 6 * 16 * 2 * 4,
+    "residual + LayerNorm 16, backward": 6 * 16 * 2 * 4,
+    "residual + LayerNorm 40, forward": 6 * 40 * 2 * 4,
+    "residual + LayerNorm 40, backward": 6 * 40 * 2 * 4,
+}
+
+
+@pytest.fixture(autouse=True)
+def on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(benchmark, "DEVICE", "cpu")
+    monkeypatch.setattr(torch, "compile", lambda function, **options: function)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_it_refuses_a_machine_without_a_gpu(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("sys.argv", ["kernels.py"])
+    assert benchmark.main() == 2
+    assert capsys.readouterr() == ("", "needs a GPU, and torch sees none\n")
+
+
+def test_all_ways_give_the_same() -> None:
+    seen = {}
+    for work in benchmark.works(OPTIONS):
+        seen[work.name] = work.bytes
+        assert set(work.ways) >= {"ours", "eager", "compiled"}
+        # Once each: some write over what they are given.
+        given = {way: tensors(run()) for way, run in work.ways.items()}
+        for way in given:
+            for one, other in zip(given[way], given["eager"], strict=True):
+                torch.testing.assert_close(one.float(), other.float(), rtol=0.02, atol=0.02)
+    assert seen == SIZES
+
+
+def tensors(given: Any) -> list[torch.Tensor]:
+    return [x.detach().clone() for x in (given if isinstance(given, tuple) else (given,))]
+
+
+def test_it_runs_to_its_end_beside_what_fails(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A compiler that is not there is said, and everything else is measured."""
+
+    def fail(*_: Any) -> Any:
+        raise OSError("no compiler")
+
+    def half(run: Callable[[], Any]) -> float:
+        run()
+        return 2.0
+
+    monkeypatch.setattr(torch, "compile", lambda function, **options: fail)
+    monkeypatch.setattr(benchmark, "find_spec", lambda name: None)
+    assert not benchmark.table(benchmark.works(OPTIONS), 480 / 2 / 0.5, half)
+    header, *rows = capsys.readouterr().out.splitlines()
+    assert header.split()[-4:] == list(benchmark.WAYS)
+    assert rows[0].split() == [
+        "cross",
+        "entropy,",
+        "statistics",
+        "0.0",
+        "2.000",
+        "0.50",
+        "0.50",
+        "-",
+        "-",
+    ]
+    assert [row for row in rows if row.startswith("not measured")] == [
+        *(f"not measured: {name}, compiled: OSError no compiler" for name in SIZES),
+        "not measured: Liger-Kernel is not installed (pip install liger-kernel)",
+    ]
+    assert len(rows) == 2 * len(SIZES) + 1
+    (line,) = benchmark.weight_gradients(OPTIONS, half)
+    assert line.endswith("1.00 times a product and a sum, 1.00 of the product alone")
+
+
+def test_a_kernel_that_fails_is_no_figure() -> None:
+    def fail() -> None:
+        raise OSError
+
+    with pytest.raises(OSError):
+        benchmark.table(iter([benchmark.Work("x", 1, {"ours": fail})]), 1.0, lambda run: run() or 1)
