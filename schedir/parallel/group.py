@@ -81,10 +81,13 @@ def f(group: ProcessGroup | None) -> Reduce | None:
 
 
 def g(x: Tensor, group: ProcessGroup | None) -> Tensor:
-    """Leave a sharded region: all-reduce forward, identity backward (1909.08053, section 3)."""
+    """Leave a sharded region: all-reduce forward, identity backward (1909.08053, section 3).
+
+    The sum is written over x, which is to be what nobody else needs, as a product.
+    """
     if tp_size(group) == 1:
         return x
-    y: Tensor = _G.apply(x, group)  # type: ignore[no-untyped-call]
+    y: Tensor = _G.apply(x.contiguous(), group)  # type: ignore[no-untyped-call]
     return y
 
 
@@ -98,13 +101,6 @@ def all_gather(whole: Tensor, shard: Tensor, group: ProcessGroup) -> None:
     gather(whole.view(-1), shard.view(-1), group=group)
 
 
-def _sum(x: Tensor, group: ProcessGroup) -> Tensor:
-    # Into a copy: autograd may hand the same tensor to others.
-    total = x.clone(memory_format=torch.contiguous_format)
-    dist.all_reduce(total, group=group)
-    return total
-
-
 def _start_sum(group: ProcessGroup, x: Tensor) -> Work:
     return cast(Work, dist.all_reduce(x, group=group, async_op=True))
 
@@ -112,7 +108,9 @@ def _start_sum(group: ProcessGroup, x: Tensor) -> Work:
 class _G(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: ProcessGroup) -> Tensor:
-        return _sum(x, group)
+        ctx.mark_dirty(x)
+        dist.all_reduce(x, group=group)
+        return x
 
     @staticmethod
     def backward(ctx: Any, *dys: Tensor) -> tuple[Tensor, None]:

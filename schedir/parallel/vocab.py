@@ -4,7 +4,8 @@ Rank r holds tokens r*k .. (r+1)*k - 1 with k = ceil(vocab / t). Rows past the v
 padding: zero, never looked up, and with logits of -inf no token's probability.
 (1909.08053, section 3; the loss needs one MAX and one SUM of a few numbers per token, where
 gathering the logits would send all of the vocabulary. On a GPU it is one gather of three numbers
-per token and rank, and the logits are never copied: `schedir.kernels.cross_entropy`.)
+per token and rank, and the logits are never copied: `schedir.kernels.cross_entropy`. Where some are
+padding their gradient is, once.)
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ class VocabParallelEmbedding(nn.Module):
         if tp_size(self.group) == 1:
             return split.embedding(tokens, self.weight)
         row, absent = _own_rows(tokens, len(self.weight), self.group)
-        x = split.embedding(row, self.weight).masked_fill(absent.unsqueeze(-1), 0)
+        x = split.embedding(row, self.weight).masked_fill_(absent.unsqueeze(-1), 0)
         return g(x, self.group)
 
 
@@ -49,20 +50,18 @@ class VocabParallelHead(nn.Module):
     The weight may be the embedding's own parameter (tied).
     """
 
-    padding: Tensor
-
     def __init__(self, weight: nn.Parameter, vocab: int, group: ProcessGroup | None = None) -> None:
         super().__init__()
         self.group = group
         self.weight = weight
-        rows, device = len(weight), weight.device
-        own = vocab - tp_rank(group) * rows  # rows that are not padding, if there are so many
-        self.padded = own < rows
-        self.register_buffer("padding", torch.arange(rows, device=device) >= own, persistent=False)
+        # How many rows are no padding.
+        self.own = min(max(vocab - tp_rank(group) * len(weight), 0), len(weight))
 
     def forward(self, x: Tensor) -> Tensor:
         logits = split.linear(x, self.weight, reduce=f(self.group))
-        return logits.masked_fill(self.padding, float("-inf")) if self.padded else logits
+        if self.own < len(self.weight):
+            logits[..., self.own :] = float("-inf")
+        return logits
 
 
 def vocab_parallel_cross_entropy(

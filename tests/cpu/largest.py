@@ -9,11 +9,15 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 
 class Largest(TorchDispatchMode):
-    """The most numbers that an operation has given in memory of its own."""
+    """How many numbers operations have given in memory of their own, and the most of these."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.most = 0
+        self.sizes: list[int] = []
+
+    @property
+    def most(self) -> int:
+        return max(self.sizes, default=0)
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
@@ -21,5 +25,5 @@ class Largest(TorchDispatchMode):
         out = func(*args, **(kwargs or {}))
         made = all(r.alias_info is None for r in func._schema.returns)
         if made and isinstance(out, Tensor) and not out.is_sparse:
-            self.most = max(self.most, out.numel())
+            self.sizes.append(out.numel())
         return out

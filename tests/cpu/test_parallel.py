@@ -21,6 +21,7 @@ from schedir.parallel.vocab import (
     vocab_parallel_cross_entropy,
 )
 from schedir.runtime.gradients import is_sharded
+from tests.cpu.largest import Largest
 from tests.cpu.spawn import run
 
 torch.set_num_threads(1)
@@ -138,6 +139,25 @@ def test_embedding_column_and_row_equal_the_plain_layers() -> None:
         for whole in shards:
             torch.testing.assert_close(whole[: len(tensor)], tensor, rtol=1e-5, atol=1e-5)
         assert not shards[0][len(tensor) :].any()  # padding has no gradient
+
+
+def made(rank: int) -> list[int]:
+    """How many tensors as large as its output each layer makes forward."""
+    group, counts = dist.group.WORLD, []
+    layers = [
+        (VocabParallelEmbedding(shard_vocab(random(7, 4), group), group), torch.arange(70) % 7),
+        (VocabParallelHead(shard_vocab(random(7, 4), group), 7, group), random(70, 4)),
+        (RowParallelLinear(random(5, 6), random(5), group), random(70, 3)),
+    ]
+    for layer, x in layers:
+        with Largest() as largest:
+            y = layer(x)
+        counts.append(largest.sizes.count(y.numel()))
+    return counts
+
+
+def test_outputs_are_not_copied() -> None:
+    assert run(made, 2) == [[1, 1, 2]] * 2  # a bias makes one more
 
 
 def uneven(rank: int) -> str:
