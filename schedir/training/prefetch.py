@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
 from types import TracebackType
 from typing import Final, NamedTuple
 
@@ -52,7 +53,9 @@ class Prefetch:
         share = batches.size // replicas
         self.mine = slice(replica * share, (replica + 1) * share)
         self.slots = [_Slot((2, share, batches.context), device) for _ in range(SLOTS)]
-        self.thread = ThreadPoolExecutor(1, "prefetch")
+        # Of CUDA a thread uses the first GPU unless told.
+        own = partial(torch.cuda.set_device, device) if device.type == "cuda" else None
+        self.thread = ThreadPoolExecutor(1, "prefetch", own)
         self.next: Future[int] | None = None
 
     def __enter__(self) -> Prefetch:

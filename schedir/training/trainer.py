@@ -102,10 +102,7 @@ class _Trainer:
         for stage in stages.values():
             float32_gradients(stage)
         parameters = [p for stage in stages.values() for p in stage.parameters()]
-        make = partial(_adamw, train=config.train)
-        self.optimizer: MainOptimizer | torch.optim.Optimizer = (
-            make(parameters) if dtype == torch.float32 else MainOptimizer(parameters, make)
-        )
+        self.optimizer = _optimizer(parameters, config.train)
         self.loss_scale = LossScale(device=self.device) if dtype == torch.float16 else None
         self.executor = Executor(
             program,
@@ -269,6 +266,14 @@ def _facts(config: Config) -> dict[str, str]:
     facts = {f"{t}.{key}": str(v) for t, table in tables.items() for key, v in vars(table).items()}
     facts["pipeline.division"] = str(config.pipeline.division)
     return {key: value for key, value in facts.items() if key not in own}
+
+
+def _optimizer(
+    parameters: list[torch.nn.Parameter], train: TrainConfig
+) -> MainOptimizer | torch.optim.Optimizer:
+    """AdamW, and of parameters in 16 bits that of float32 copies."""
+    make = partial(_adamw, train=train)
+    return make(parameters) if train.precision == "float32" else MainOptimizer(parameters, make)
 
 
 def _adamw(parameters: list[torch.nn.Parameter], train: TrainConfig) -> torch.optim.Optimizer:

@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from schedir.errors import NonFiniteError, UsageError
 from schedir.runtime.executor import Executor
-from schedir.runtime.precision import LossScale
+from schedir.runtime.precision import LossScale, innermost, step_if
 from schedir.training import gpt, trainer
 from schedir.training.config import Config
 from schedir.training.config_file import read
@@ -251,14 +251,21 @@ def test_a_step_that_is_not_reported_waits_for_nothing(
 
 @pytest.mark.parametrize("precision", PRECISIONS)
 def test_on_a_gpu_adamw_is_fused_in_any_precision(config: str, precision: str) -> None:
+    """Also of float32 copies; it takes float32 gradients as they are, and asks nothing."""
     told = read(config, ["train.device=cuda", f"train.precision={precision}"])
-    optimizer = trainer._adamw([torch.nn.Parameter(torch.zeros(2, 2))], told.train)
-    assert all(group["fused"] for group in optimizer.param_groups)
-    (p,) = optimizer.param_groups[0]["params"]
+    p = torch.nn.Parameter(torch.zeros(2, 2, dtype=getattr(torch, precision)))
+    p.grad_dtype = torch.float32
+    optimizer: Any = trainer._optimizer([p], told.train)
     p.grad = torch.ones(2, 2)
-    with NoWait():  # type: ignore[no-untyped-call]  # nor when it makes what it keeps
-        optimizer.step()
-    assert {t.device for t in optimizer.state[p].values()} == {p.device}
+    for _ in range(2):
+        with NoWait():  # type: ignore[no-untyped-call]  # nor when it makes what it keeps
+            step_if(torch.tensor(True), optimizer)
+    inner = innermost(optimizer)
+    assert all(group["fused"] for group in optimizer.param_groups)
+    ((stepped, state),) = inner.state.items()
+    assert (stepped is p) == (precision == "float32") and stepped.dtype == torch.float32
+    assert stepped.grad is p.grad or stepped.grad.data_ptr() == p.grad.data_ptr()
+    assert {t.device for t in state.values()} == {p.device} and float(state["step"]) == 2
 
 
 # Errors of the data, and ends.

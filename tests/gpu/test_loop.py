@@ -1,0 +1,127 @@
+"""The training loop on a GPU: nothing of a step is waited for, and what hangs is named."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from time import sleep
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from schedir import compile
+from schedir.ir.ops import Instr, Opcode
+from schedir.ir.plan import Plan
+from schedir.runtime.inprocess import InProcess
+from schedir.runtime.progress import Progress
+from schedir.runtime.rank import Call
+from schedir.schedules import one_f_one_b
+from schedir.training import gpt
+from schedir.training.data import Batches
+from schedir.training.prefetch import Prefetch
+from schedir.training.readings import Readings
+from schedir.training.steps import Steps
+from schedir.training.train import run
+from schedir.training.watchdog import standstill
+from tests.cpu.tiny_stages import BOUNDARY, batch, gpt_stages
+from tests.cpu.training import ALONE, CONFIG, alone, losses
+
+LONG = 2_000_000_000  # cycles, about a second
+
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:Synchronization debug mode is a prototype:UserWarning"
+)
+
+
+@contextmanager
+def no_wait() -> Iterator[None]:
+    """Within this, whatever makes the host wait raises."""
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+def test_numbers_follow_the_device_and_the_host_goes_on() -> None:
+    device = torch.device("cuda", torch.cuda.current_device())
+    readings = Readings(device, 2, 2)
+    numbers = torch.tensor([1.5, math.nan], dtype=torch.float64, device=device)
+    with no_wait():
+        torch.cuda._sleep(LONG)
+        first = readings.copy(numbers)
+        second = readings.copy(numbers + 1)
+        assert not first.row.copied.query()
+    assert first.read()[0] == 1.5 and math.isnan(second.read()[1])
+
+
+def test_batches_come_in_order_and_nobody_waits_for_their_copies() -> None:
+    device = torch.device("cuda", torch.cuda.current_device())
+    source = Batches(np.arange(200, dtype=np.uint8), 8, 4, seed=3)
+    with Prefetch(source, 8, device, replica=1, replicas=2, count=gpt.count_tokens) as ours:
+        for step in range(8):
+            with no_wait():
+                torch.cuda._sleep(LONG // 100)
+                given = ours.take(step)
+            want = source.batch(step)
+            assert torch.equal(given.inputs.cpu(), want[0][2:])
+            assert torch.equal(given.targets.cpu(), want[1][2:])
+
+
+def test_the_instruction_that_hangs_is_named() -> None:
+    program = compile(one_f_one_b, Plan(2, 4), model="edge", tied=True)
+    stages = [stage.cuda() for stage in gpt_stages(2)]
+    world = InProcess(program, stages, loss=gpt.loss, boundary=BOUNDARY, record=False)
+    progress = [Progress(rank) for rank in world.ranks]
+    inputs, targets, scale = batch(4)
+    inputs, targets = inputs.cuda(), targets.cuda()
+    world.step(inputs, targets, scale)
+    torch.cuda.synchronize()
+    assert [p.standing() for p in progress] == [None, None]
+    one = world.ranks[1]
+    k = one.state.index_of[Instr(Opcode.Forward, 1, 1)]
+    wait, run_it = one.calls[k]
+
+    def hangs() -> None:
+        torch.cuda._sleep(2 * LONG)
+        run_it()
+
+    one.calls[k] = Call(wait, hangs)
+    world.step(inputs, targets, scale)
+    sleep(0.5)  # the rest of the step is over long before
+    said = []
+    for rank, each in zip(world.ranks, progress, strict=True):
+        error = standstill("it stands", rank, 2, each, each.standing())
+        said.append([(str(site.instr), site.note) for site in error.sites])
+    assert said[1] == [("F 1.1", "in step 2, computes")]
+    assert said[0] and all("waits for rank 1 to" in note for _, note in said[0])
+    torch.cuda.synchronize()
+    assert [p.standing() for p in progress] == [None, None]
+
+
+@pytest.mark.parametrize("precision", ["float32", "bfloat16", "float16"])
+def test_a_step_that_is_not_reported_waits_for_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, precision: str
+) -> None:
+    text = tmp_path / "text.txt"
+    text.write_text("the quick brown fox jumps over the lazy dog " * 40)
+    config = tmp_path / "run.toml"
+    config.write_text(CONFIG.format(text=text))
+    issue = Steps.issue
+
+    def guarded(self: Steps, *given: Any) -> None:
+        if self.number < 2:
+            return issue(self, *given)
+        with no_wait():
+            return issue(self, *given)
+
+    monkeypatch.setattr(Steps, "issue", guarded)
+    sets = ["train.log_every=100", "output.record=false", f"train.precision={precision}"]
+    cuda = [*ALONE, *sets, "train.device=cuda", f'output.folder="{tmp_path / "gpu"}"']
+    assert run(str(config), cuda) == 0
+    want = alone(str(config), tmp_path / "cpu", "train.log_every=100")
+    assert losses(tmp_path / "gpu") == pytest.approx(want, rel=2e-2)
