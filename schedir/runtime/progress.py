@@ -31,12 +31,12 @@ _GROUPS: Final = {
 
 
 class Standing(NamedTuple):
-    """The oldest step that is under way: its number, from 1, how far the host has `issued` it, and
-    what is `open`, both by index in the Stream."""
+    """The oldest step that is under way: its number, from 1, what of it has not ended (`open`),
+    and what of that the host has `issued`, by index in the Stream."""
 
     step: int
-    issued: int
     open: tuple[int, ...]
+    issued: tuple[int, ...]
 
 
 class Progress:
@@ -55,7 +55,7 @@ class Progress:
         ]
 
     def _run(self, k: int, run: Callable[[], None], started: Callable[[], Sequence[Any]]) -> None:
-        if not k:
+        if self.turns[-1].issued[k]:  # a step begins, in whatever order it is run
             self.turns = [*self.turns[1:], self.turns[0]]
             self.turns[-1].begin(self.executor.draws.step)
         turn, reducing = self.turns[-1], self.executor.state.reducing
@@ -63,20 +63,20 @@ class Progress:
         run()
         turn.works[k] = [*reducing[before:], *started()]
         turn.events[k].record()
-        turn.issued = k + 1
+        turn.issued[k] = True
 
     def standing(self) -> Standing | None:
         """Where the GPU stands, without waiting for it; None where all that was begun has ended."""
         for turn in [*self.turns]:
-            open = turn.still_open()
-            if open:
-                return Standing(turn.step, turn.issued, open)
+            standing = turn.standing()
+            if standing.open:
+                return standing
         return None
 
     def heads(self, standing: Standing) -> list[int]:
-        """What is under way: of what is open and issued, or just about to be, what waits for
-        nothing of its own rank; by index in the Stream.  Lanes run beside each other, so there
-        may be several."""
+        """What is under way: of what is open and issued, or being issued, what waits for nothing
+        of its own rank; by index in the Stream.  Lanes run beside each other, so there may be
+        several."""
         program = self.executor.program
         # What is issued to a lane waits for all that was issued to compute before it.
         graph = Graph.of(program, self.executor.state.transport.model, blocks=True)
@@ -86,7 +86,8 @@ class Progress:
         is_open[[*standing.open]] = True
         elsewhere = (before < 0) | (before >= end - first)
         waits = is_open[np.where(elsewhere, end - first, before)].any(0)
-        return [k for k in standing.open if not waits[k] and k <= standing.issued]
+        there = {*standing.issued, self.executor.position}
+        return [k for k in standing.open if k in there and not waits[k]]
 
 
 class _Turn:
@@ -95,18 +96,18 @@ class _Turn:
     def __init__(self, device: torch.device, count: int) -> None:
         self.events = [event_on(device) for _ in range(count)]
         self.works: list[list[Any]] = [[] for _ in range(count)]
-        self.step, self.issued, self.open = 0, count, list[int]()
+        self.step, self.issued, self.open = 0, [True] * count, list[int]()
 
     def begin(self, step: int) -> None:
-        # In this order: another thread looks at what is open, and then how far it is issued.
-        self.step, self.issued = step, 0
+        # In this order: another thread looks at what is open, and then at what is issued.
+        self.step, self.issued = step, [False] * len(self.events)
         self.open = [*range(len(self.events))]
 
-    def still_open(self) -> tuple[int, ...]:
+    def standing(self) -> Standing:
         open = self.open
         issued = self.issued
-        open[:] = [k for k in open if k >= issued or not self._has_ended(k)]
-        return tuple(open)
+        open[:] = [k for k in open if not (issued[k] and self._has_ended(k))]
+        return Standing(self.step, (*open,), tuple(k for k in open if issued[k]))
 
     def _has_ended(self, k: int) -> bool:
         return self.events[k].query() and all(

@@ -125,7 +125,7 @@ def test_it_moves_as_instructions_end(gpu: VirtualGPU) -> None:
     step(ranks, gpu)
     seen = []
     while (standing := progress.standing()) is not None:
-        assert standing.issued == len(ranks.ranks[0].calls) and standing.step == 1
+        assert standing.issued == standing.open and standing.step == 1
         seen.append(len(standing.open))
         gpu.host += 1.0
     assert seen == sorted(seen, reverse=True) and len({*seen}) > 4
@@ -140,8 +140,29 @@ def test_a_host_that_stands_itself_is_told(gpu: VirtualGPU) -> None:
     one.begin(inputs, targets, 1.0)
     for k in range(2):
         one.call(k)
+    one.position = 2
     gpu.host = 1000.0
-    assert said(ranks, 0, progress)[0][0] == str(one.state.stream[2])
+    assert said(ranks, 0, progress) == [("F 0.2", "in step 1, computes")]
+
+
+def test_a_step_in_another_order_is_one_step(gpu: VirtualGPU) -> None:
+    """As those that warm up, which are undone: so the next one has the same number."""
+    program = schedir.compile(gpipe, Plan(1, 3), model="edge")
+    ranks, (progress,) = ranks_of(program, gpu)
+    one = ranks.ranks[0]
+    inputs, targets = tiny.batch(3)
+    for _ in range(3):
+        one.begin(inputs, targets, 1.0)
+        order = [1, 0, *range(2, len(one.calls))]
+        for k in order:
+            one.call(k)
+            standing = progress.standing()
+            assert standing is not None and standing.step == 1
+            assert {*standing.issued} == {*order[: order.index(k) + 1]}
+        one.finish()
+        gpu.host = gpu.over
+        assert progress.standing() is None
+        one.draws.step -= 1
 
 
 def test_what_an_instruction_waits_for_in_words() -> None:
