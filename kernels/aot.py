@@ -23,7 +23,7 @@ from triton.backends.compiler import GPUTarget
 from triton.backends.nvidia.compiler import get_ptxas
 from triton.compiler import ASTSource
 
-from schedir.kernels import cross_entropy_triton, gelu_triton, layer_norm_triton
+from schedir.kernels import blocks, cross_entropy_triton, gelu_triton, layer_norm_triton
 
 # What a multiprocessor of compute capability 9.0 has (CUDA C++ Programming Guide, "Technical
 # specifications per compute capability"; Hopper Tuning Guide, 1.4.1.1 and 1.4.2.4). Each block
@@ -33,14 +33,13 @@ WARPS, BLOCKS, REGISTERS, SHARED, RESERVED, GRANULE = 64, 32, 1 << 16, 228 << 10
 
 @dataclass(frozen=True)
 class Case:
-    """A kernel as it is compiled, and the least share of a multiprocessor's warps that must fit."""
+    """A kernel as it is compiled."""
 
     module: str
     kernel: str
     types: str  # of the arguments in order, see KINDS
     constants: Mapping[str, Any]
     warps: int
-    occupancy: float = 0.5
     registers: int | None = None  # that the compiler may use, where the launch says so
     spilled: int = 0  # bytes a thread, at most
     note: str = ""
@@ -63,7 +62,7 @@ _LOGITS = {"BLOCK": cross_entropy_triton.block(51200 // 8)}
 
 
 def _layer_norm(n: int) -> Iterator[Case]:
-    whole = triton.next_power_of_2(n)
+    whole = blocks.power_of_2(n)
     yield Case(
         "layer_norm_triton",
         "forward_kernel",
@@ -101,7 +100,7 @@ CASES = (
         "bf16 bf16 bf16 bf16 f32 m m i",
         _GELU,
         gelu_triton.WARPS,
-        occupancy=0.4,
+        registers=gelu_triton.REGISTERS,
     ),
     *(case for n in _WIDTHS for case in _layer_norm(n)),
 )
@@ -120,7 +119,7 @@ class Compiled:
     @property
     def blocks(self) -> int:
         """How many of its blocks fit a multiprocessor of sm_90 at once."""
-        of_a_warp = -(-32 * self.registers // GRANULE) * GRANULE
+        of_a_warp = blocks.count(32 * self.registers, GRANULE) * GRANULE
         return min(
             BLOCKS,
             WARPS // self.warps,

@@ -9,13 +9,14 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from schedir.kernels import blocks
+
 MOST, WARPS = 4096, 8
 
 
 def block(k: int) -> int:
     """Columns that a program takes at a time."""
-    power: int = triton.next_power_of_2(k)
-    return min(MOST, power)
+    return min(MOST, blocks.power_of_2(k))
 
 
 @triton.jit
@@ -91,7 +92,7 @@ def gradient_(
     n, k = logits.shape
     t = len(parts)
     assert logits.stride(1) == 1 and targets.is_contiguous() and parts.is_contiguous()
-    gradient_kernel[(n, triton.cdiv(k, block(k)))](
+    gradient_kernel[(n, blocks.count(k, block(k)))](
         logits,
         targets,
         parts,
@@ -102,7 +103,7 @@ def gradient_(
         k,
         logits.stride(0),
         t,
-        T=triton.next_power_of_2(t),
+        T=blocks.power_of_2(t),
         BLOCK=block(k),
         num_warps=WARPS,
     )

@@ -9,7 +9,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from schedir.kernels import blocks
+
 ROWS, COLUMNS, WARPS = 4, 512, 4  # the tile of a program
+REGISTERS = 64  # of a thread of a backward, at most: 8 programs fit a multiprocessor
 PROGRAMS = 2048  # of a backward: enough to fill a GPU, few enough that the last sum is small
 
 
@@ -59,7 +62,7 @@ def backward_kernel(
 def forward(x: Tensor, bias: Tensor) -> Tensor:
     x, n = x.contiguous(), x.shape[-1]
     y, rows = torch.empty_like(x), x.numel() // n
-    grid = triton.cdiv(rows, ROWS), triton.cdiv(n, COLUMNS)
+    grid = blocks.count(rows, ROWS), blocks.count(n, COLUMNS)
     forward_kernel[grid](x, bias, y, rows, n, ROWS=ROWS, COLUMNS=COLUMNS, num_warps=WARPS)
     return y
 
@@ -69,12 +72,23 @@ def backward(
 ) -> tuple[Tensor, Tensor]:
     dy, x, n = dy.contiguous(), x.contiguous(), x.shape[-1]
     dx, rows = torch.empty_like(x), x.numel() // n
-    across = triton.cdiv(n, COLUMNS)
-    tiles = triton.cdiv(rows, ROWS)
-    each = ROWS * triton.cdiv(tiles, max(1, programs // across))
-    down = triton.cdiv(rows, each)
+    across = blocks.count(n, COLUMNS)
+    tiles = blocks.count(rows, ROWS)
+    each = ROWS * blocks.count(tiles, max(1, programs // across))
+    down = blocks.count(rows, each)
     dbias = torch.empty(down, n, dtype=torch.float32, device=x.device)
     backward_kernel[(down, across)](
-        dy, x, bias, dx, dbias, rows, n, each, ROWS=ROWS, COLUMNS=COLUMNS, num_warps=WARPS
+        dy,
+        x,
+        bias,
+        dx,
+        dbias,
+        rows,
+        n,
+        each,
+        ROWS=ROWS,
+        COLUMNS=COLUMNS,
+        num_warps=WARPS,
+        maxnreg=REGISTERS,
     )
     return dx, dbias.sum(0).to(bias.dtype)

@@ -19,6 +19,8 @@ import triton.language as tl
 from torch import Tensor
 from triton.runtime import driver
 
+from schedir.kernels import blocks
+
 LOAD = 16  # bytes that a thread loads at once
 MOST = 32 * 32 * LOAD  # bytes of a row that a backward takes in one tile: 32 warps, a whole block
 ROWS = 8  # of a program of a backward, at least: its sums are written, and read again, for each
@@ -43,9 +45,9 @@ class Tiling(NamedTuple):
 @cache
 def tiling(n: int, size: int, shared: int) -> Tiling:
     """For rows of n numbers of `size` bytes, where a block can have `shared` bytes."""
-    count = triton.cdiv(n * size, MOST)
-    width = 16 * triton.cdiv(triton.cdiv(n, count), 16)
-    columns = triton.next_power_of_2(min(n, width))
+    count = blocks.count(n * size, MOST)
+    width = 16 * blocks.count(blocks.count(n, count), 16)
+    columns = blocks.power_of_2(min(n, width))
     # Three tensors of each tile, of two rows, and what the sums of a row take.
     ahead = 2 * 3 * count * columns * size + 1024
     return Tiling(count, width, columns, 3 if ahead <= shared else 1, warps(columns, size))
@@ -159,7 +161,7 @@ def forward(
     x, residual, n = x.contiguous(), residual.contiguous(), x.shape[-1]
     h, y, rows = torch.empty_like(x), torch.empty_like(x), x.numel() // n
     moments = torch.empty(2, rows, dtype=torch.float32, device=x.device)
-    columns = triton.next_power_of_2(n)
+    columns = blocks.power_of_2(n)
     forward_kernel[(rows,)](
         x,
         residual,
@@ -192,8 +194,8 @@ def backward(
     by = tiling(n, h.element_size(), shared)
     # As many programs as run at once, or fewer.
     programs = max(1, multiprocessors * (32 // by.warps) // by.tiles)
-    each = max(ROWS, triton.cdiv(rows, programs))
-    down = triton.cdiv(rows, each)
+    each = max(ROWS, blocks.count(rows, programs))
+    down = blocks.count(rows, each)
     parts = torch.empty(2, down, n, dtype=torch.float32, device=h.device)
     backward_kernel[(down, by.tiles)](
         dh,

@@ -13,7 +13,7 @@ from schedir.kernels import aot
 @pytest.mark.parametrize("case", aot.CASES, ids=str)
 def test_it_fits_a_multiprocessor(case: aot.Case) -> None:
     compiled = aot.compile_for(case)
-    assert compiled.occupancy >= case.occupancy
+    assert compiled.occupancy >= 0.5
     assert compiled.spilled <= case.spilled
     if case.constants.get("STAGES", 1) > 1:
         assert "cp.async" in compiled.ptx  # it fetches ahead
