@@ -4,12 +4,14 @@ Without sizes what counts is (stage, mb) pairs in flight: alive from their Forwa
 that it saved is held any more: until Backward, or until BackwardWeight when the backward is
 split.
 
-With sizes it is bytes.  What is taken in and put out lives in static slots: they are there all
-the time, and how many there are is their memory, whichever order runs.  What compute keeps for
-later compute (SAVED, TAPE) is held from the start of the instruction that gives it to the end of
-the one that frees it; compute is in order, so that is exact, too.  A BackwardInput, which makes a
-tape of what was saved, holds `Sizes.both`: until its end all that was saved counts as such, and
-as tape only what comes on top of it.
+With sizes it is bytes.  What is received and what is sent lives in static slots: they are there
+all the time, and how many there are is their memory, whichever order runs; where a scatter leaves
+1/t to be sent, a slot has room for that.  A transport that sends from wherever a value is holds
+less, while fewer are on their way.  What compute keeps for later compute (SAVED, TAPE), and what
+it hands over on its rank, to a neighbouring stage or to a scatter, is held from the start of the
+instruction that gives it to the end of the one that frees it, or cuts it; compute is in order, so
+that is exact, too.  A BackwardInput, which makes a tape of what was saved, holds `Sizes.both`:
+until its end all that was saved counts as such, and as tape only what comes on top of it.
 """
 
 from __future__ import annotations
@@ -19,15 +21,17 @@ from typing import Final, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from schedir.analysis.slots import KINDS, counts, groups
+from schedir.analysis.slots import KINDS, counts, groups, leaving, sent_from
 from schedir.errors import MemoryLimitError, Site
 from schedir.ir.chains import NO_FORM
 from schedir.ir.flow import Flow
+from schedir.ir.index import NONE, Index
 from schedir.ir.ops import (
     BOUNDARY,
     COMPUTE,
     KEPT,
     ROWS,
+    SCATTERS,
     SLOTTED,
     STEPS,
     TIERS,
@@ -104,6 +108,8 @@ def peak_in_flight(program: Program) -> NDArray[np.int64]:
 
 # ---------------------------------------------------------------- in bytes
 
+_HANDED: Final = "handed_over"  # what compute leaves to compute on its rank, that no slot has
+
 
 class Footprint(NamedTuple):
     """What one rank holds.
@@ -157,15 +163,17 @@ def held(
     freed, where `late`: then nothing is ever more.
     """
     flow, plan = Flow.of(program), program.plan
-    weights, slots = sizes.of("weights", plan.stages), counts(program)
+    weights = sizes.of("weights", plan.stages)
     version, versions = sizes.of("version", plan.stages), peak_versions(program)
     static = [kind for kind in SLOTTED if kind in BOUNDARY or _is_said(program, kind)]
-    room = {kind: _slot_sizes(flow, kind, sizes) for kind in static}
+    room = {kind: _room(program, kind, sizes) for kind in static}
     kept = {
-        kind: _kept(flow, kind, sizes, TIERS.index(tier), late)
+        kind.name.lower(): _kept(flow, kind, sizes, TIERS.index(tier), late)
         for kind in KINDS
         if kind not in static or tier != TIERS[0]
     }
+    if tier == TIERS[0] and len((handed := _handed_over(program, sizes)).at):
+        kept[_HANDED] = handed
     # What goes at the end of an instruction goes before what comes there.
     comes = np.concatenate([k.bytes > 0 for k in kept.values()])
     order = np.lexsort((comes, np.concatenate([k.when for k in kept.values()])))
@@ -185,14 +193,13 @@ def held(
                 copies = int(versions[rank])
                 size = copies * float(version[list(stages)].sum())
                 fixed["versions"] = (copies * len(stages), size)
-            for kind, each in room.items():
-                count = int(slots[rank, KINDS.index(kind)])
-                fixed[kind.name.lower()] = (count, count * float(each[rank]))
+            for kind, (number_of, bytes_of) in room.items():
+                fixed[kind.name.lower()] = (int(number_of[rank]), float(bytes_of[rank]))
         curves = {}
-        for k, kind in enumerate(kept):
+        for k, name in enumerate(kept):
             mine = own[here] == k
             sums = np.cumsum(number[here] * mine), np.cumsum(change[here] * mine)
-            curves[kind.name.lower()] = (np.append(0, sums[0]), np.append(0.0, sums[1]))
+            curves[name] = (np.append(0, sums[0]), np.append(0.0, sums[1]))
         index_in = np.append(0, at[here] - program.offsets[rank])
         ranks.append(Footprint(fixed, index_in, np.append(True, starts[here]), curves))
     return ranks
@@ -263,11 +270,40 @@ def _neighbours(
     return before, after
 
 
-def _slot_sizes(flow: Flow, kind: Token, sizes: Sizes) -> NDArray[np.float64]:
-    """Bytes of a slot of each rank: the most that a value of that kind takes there."""
-    row, lives, index = TOKENS[kind], flow.lives(kind), flow.index
-    size = sizes.of(row.size, index.program.plan.stages)
-    return lives.most(size[index.stage[lives.fill].astype(np.intp) + row.edge])
+def _sizes_of(program: Program, kind: Token, sizes: Sizes) -> NDArray[np.float64]:
+    """Bytes of each value of a kind, whole."""
+    row, fill = TOKENS[kind], Flow.of(program).lives(kind).fill
+    size = sizes.of(row.size, program.plan.stages)
+    return size[Index.of(program).stage[fill].astype(np.intp) + row.edge]
+
+
+def _room(
+    program: Program, kind: Token, sizes: Sizes
+) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
+    """Of each rank how many slots of a kind have memory, and how many bytes together: each the
+    most that a value takes there."""
+    lives, each = Flow.of(program).lives(kind), _sizes_of(program, kind, sizes)
+    if kind not in SCATTERS:
+        slots = counts(program)[:, KINDS.index(kind)]
+        return slots, slots * lives.most(each)
+    sent, _ = leaving(program, kind)
+    whole, parts = sent_from(program, kind)
+    most = lives.most(np.where(sent, each, 0.0))
+    return whole + parts, (whole + parts / program.tp) * most
+
+
+def _handed_over(program: Program, sizes: Sizes) -> _Kept:
+    """What is put out and no message takes as it is: whole, until a neighbouring stage on the rank
+    has used it, or a scatter has cut it."""
+    group, changes = groups(Index.of(program)).astype(np.int64), []
+    for kind in SCATTERS:
+        lives, each = Flow.of(program).lives(kind), _sizes_of(program, kind, sizes)
+        sent, cut = leaving(program, kind)
+        here = ~sent | (cut != NONE)
+        begin, each = lives.fill[here], each[here]
+        end, one = np.where(cut == NONE, lives.freed, cut)[here], np.ones(len(begin), np.int64)
+        changes += [(begin, 2 * group[begin], one, each), (end, 2 * group[end] + 1, -one, -each)]
+    return _Kept(*map(np.concatenate, zip(*changes, strict=True)))
 
 
 def require_memory_limit(program: Program, sizes: Sizes, limit: float) -> Program:

@@ -8,6 +8,7 @@ waits for.  That is interval colouring: c slots do if and only if no more than c
 
 What is taken in (ACT_IN, GRAD_IN) is filled by receives.  What is put out (ACT_OUT, GRAD_OUT) is
 filled by compute and read by a send, or by the neighbouring stage's compute on the same rank.
+A slot from which messages leave has the room of a boundary, or of the 1/t that a scatter leaves.
 SAVED and TAPE are filled and freed by compute alone, which is in order anyway: for them the
 fewest slots cost nothing, and nobody has to say how many there are.
 """
@@ -19,9 +20,9 @@ from typing import Final
 import numpy as np
 from numpy.typing import NDArray
 
-from schedir.ir.flow import Flow
-from schedir.ir.index import Index, Positions
-from schedir.ir.ops import KEPT, SLOTTED, Token
+from schedir.ir.flow import Flow, Lives
+from schedir.ir.index import NONE, Index, Positions
+from schedir.ir.ops import KEPT, SCATTERS, SENDS, SLOTTED, Token
 from schedir.ir.program import OWN, Program
 
 # Of the slotted the number is a choice; of the others there are the fewest.
@@ -83,13 +84,43 @@ def assign(program: Program, rank: int) -> dict[tuple[Token, int, int], dict[int
     slots: dict[tuple[Token, int, int], dict[int, int]] = {}
     flow, index, begin = Flow.of(program), Index.of(program), int(program.offsets[rank])
     for kind, count in zip(KINDS, counts(program)[rank].tolist(), strict=True):
-        fill, freed, _, first = flow.lives(kind)
-        own = slice(first[rank], first[rank + 1])
-        place = list(range(count))  # of the k-th fill: first those never used, then as they free
-        order = np.argsort(freed[own], kind="stable").tolist()
-        for k, at in enumerate(fill[own].tolist()):
-            if k >= count:
-                place.append(place[order[k - count]])
+        lives = flow.lives(kind)
+        fills = lives.fill[lives.of(rank)].tolist()
+        for at, place in zip(fills, _places(lives, rank, count), strict=True):
             value = kind, int(index.stage[at]), int(index.mb[at])
-            slots.setdefault(value, {})[at - begin] = place[k]
+            slots.setdefault(value, {})[at - begin] = place
     return slots
+
+
+def _places(lives: Lives, rank: int, count: int) -> list[int]:
+    """The slot of each of a rank's fills: first those never used, then as they free."""
+    order = np.argsort(lives.freed[lives.of(rank)], kind="stable").tolist()
+    place = list(range(min(count, len(order))))
+    for k in range(count, len(order)):
+        place.append(place[order[k - count]])
+    return place
+
+
+def leaving(program: Program, kind: Token) -> tuple[NDArray[np.bool_], Positions]:
+    """Of each value of a kind that is put out, as `Flow.lives` has them: whether a message takes
+    it, and the scatter that has left a part of it by then, or NONE."""
+    lives, index = Flow.of(program).lives(kind), Index.of(program)
+    return index.is_op(SENDS)[lives.freed], index.where(SCATTERS[kind], index.key[lives.fill])
+
+
+def sent_from(program: Program, kind: Token) -> NDArray[np.int64]:
+    """From how many slots of each rank messages take what is put out, shape (2, ranks): as it is,
+    and the parts that scatters leave."""
+    lives, (sent, cut) = Flow.of(program).lives(kind), leaving(program, kind)
+    ranks, values = program.plan.ranks, np.diff(lives.first)
+    rank_of, count = np.repeat(range(ranks), values), counts(program)[:, KINDS.index(kind)]
+    found = []
+    for some in (sent & (cut == NONE), sent & (cut != NONE)):
+        number = np.bincount(rank_of[some], minlength=ranks)
+        slots = np.minimum(number, count)
+        # Some of a rank's values share slots with others, which no message takes.
+        for rank in np.flatnonzero((number > 0) & (number < values) & (count < values)).tolist():
+            places = np.array(_places(lives, rank, int(count[rank])))
+            slots[rank] = len(np.unique(places[some[lives.of(rank)]]))
+        found.append(slots)
+    return np.stack(found)

@@ -77,6 +77,10 @@ class Lives(NamedTuple):
     free: Positions
     first: NDArray[np.intp]
 
+    def of(self, rank: int) -> slice:
+        """Where a rank's values are."""
+        return slice(self.first[rank], self.first[rank + 1])
+
     def peak(self, group: Positions) -> NDArray[np.int64]:
         """The most values that overlap along each Stream: the fewest slots there can be.
 

@@ -285,6 +285,8 @@ SHARDING: Final = tuple(  # what tells no change cuts a value in slices, or make
     row.op for row in ROWS if {*row.needs} & {*row.gives} & {*BOUNDARY} and not row.changes
 )
 GATHERS: Final = tuple(op for op in SHARDING if ROWS[op].lane is Lane.TP)
+# What leaves a part of a value that is put out, by that value.
+SCATTERS: Final = {ROWS[op].gives[0]: op for op in SHARDING if op not in GATHERS}
 COMPUTE: Final = tuple(
     row.op for row in ROWS
     if row.lane is Lane.COMPUTE and row.per is _MB and row.op not in SHARDING

@@ -20,7 +20,7 @@ from schedir.runtime.random import BACKWARD, FORWARD, WEIGHT
 from schedir.runtime.rank import Call, Slot, Stage, State
 from schedir.runtime.split import Tape, recording
 from schedir.runtime.splittable import could_wait, left_whole, watching
-from schedir.runtime.transfer_handlers import message_wait
+from schedir.runtime.transfer_handlers import message_wait, put_out
 from schedir.runtime.unchanged import expect_own
 
 # Where a backward begins: the last stage's loss, or where its output came from.
@@ -31,10 +31,9 @@ def forward(state: State, i: Instr) -> Call:
     stage, mb, last = state.stages[i.stage], i.mb, i.stage == state.plan.stages - 1
     local_input = state.local_stage(i.stage - 1, mb) is not None
     given = _input_slot(state, i, Token.ACT_IN, -1) if i.stage else None
-    out = None if last else state.slot(Token.ACT_OUT, i.stage, mb)
+    give = None if last else put_out(state, i, Token.ACT_OUT, +1)
     grad, module, lender = state.trains, stage.module, stage.lender
     loss, expect = state.loss, state.boundary.expect
-    local_output = state.local_stage(i.stage + 1, mb) is not None
     saved = state.slot(Token.SAVED, i.stage, mb, state.index_of[i]) if grad else None
     shared = bool(state.program.slots)
 
@@ -45,12 +44,12 @@ def forward(state: State, i: Instr) -> Call:
         if given is not None and grad:
             x.requires_grad_()
         y, x = lender.run(module, x, ours=given is not None and not local_input)
-        if out is None:
+        if give is None:
             y = one_number(loss(y, state.targets[mb]))
             state.losses[mb] = y.detach()
         else:
             expect(y, i.stage)
-            out.fill(state.boundary.as_sent(y.detach()) if local_output else y.detach())
+            give(y.detach())
         if saved is not None:
             if not stage.parameters_checked:
                 stage.parameters_checked = True
@@ -78,8 +77,7 @@ def backward(state: State, i: Instr, *, splits: bool = False) -> Call:
     local_input = state.local_stage(i.stage + 1, mb) is not None
     saved = state.slot(Token.SAVED, i.stage, mb, state.index_of[i])
     given = None if last else _input_slot(state, i, Token.GRAD_IN, +1)
-    out = state.slot(Token.GRAD_OUT, i.stage, mb) if i.stage else None
-    local_output = state.local_stage(i.stage - 1, mb) is not None
+    give = put_out(state, i, Token.GRAD_OUT, -1) if i.stage else None
     shared = splits and not local_input and bool(state.program.slots)
 
     def run() -> None:
@@ -89,13 +87,13 @@ def backward(state: State, i: Instr, *, splits: bool = False) -> Call:
             dy = dy.clone()  # a tape may keep it, and outlive its turn
         if root is not None:  # a first stage may have nothing to train
             torch.autograd.backward(root, dy)
-        if out is not None:
+        if give is not None:
             dx, x.grad = x.grad, None
             if dx is None:
                 raise ModelError(f"the output of stage {i.stage} does not depend on its input")
             if dy is not None and _share(dx, dy):
                 dx = dx.clone()  # autograd may hand on what it was given
-            out.fill(state.boundary.as_sent(dx) if local_output else dx)
+            give(dx)
         saved.free()
         if given is not None:
             given.free()

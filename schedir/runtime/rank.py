@@ -246,7 +246,7 @@ class State:
             {kind: len(self.slots[kind].values) for op in RECEIVES for kind in ROWS[op].gives},
             torch.empty(boundary.shape, dtype=boundary.dtype, device=self.device),
         )
-        self._outgoing: dict[tuple[Token, int], Tensor] = {}
+        self._outgoing: dict[tuple[Token, int, bool], Tensor] = {}  # and of what is sent
         self.reuse_after_send = _reuse_after_send(index, rank)
 
     def begin(self, inputs: Microbatches, targets: Microbatches, scale: float | Tensor) -> None:
@@ -300,15 +300,17 @@ class State:
         last = max(fill for fill in fills if at is None or fill <= at)
         return Slot(self.slots[kind], fills[last])
 
-    def outgoing(self, kind: Token, number: int) -> Tensor:
-        """Static memory from which the value in a slot is sent.
+    def outgoing(self, kind: Token, number: int, *, part: bool) -> Tensor | None:
+        """Memory, made once, from which the value in a slot is sent, or the `part` of it that a
+        scatter leaves, flat; None where the transport sends from wherever a value is.
 
         Whoever fills the slot next has waited for the send, or the step has ended.
         """
-        if (kind, number) not in self._outgoing:
+        if self.transport.static and (kind, number, part) not in self._outgoing:
             shape, dtype = self.boundary.shape, self.boundary.dtype
-            self._outgoing[kind, number] = torch.empty(shape, dtype=dtype, device=self.device)
-        return self._outgoing[kind, number]
+            size = (torch.Size(shape).numel() // self.program.tp,) if part else shape
+            self._outgoing[kind, number, part] = torch.empty(size, dtype=dtype, device=self.device)
+        return self._outgoing.get((kind, number, part))
 
     def loss_gradient_of(self, mb: int) -> Tensor:
         """The gradient of a loss: NaN where it is not finite, so that all who step with it know."""

@@ -7,15 +7,13 @@ from typing import Final
 
 from torch import Tensor
 
-from schedir.ir.ops import GATHERS, RECEIVES, ROWS, SHARDING, Instr, Opcode, Token
+from schedir.ir.ops import GATHERS, RECEIVES, ROWS, SCATTERS, Instr, Opcode, Token
 from schedir.runtime.rank import Call, State
 from schedir.transports.transport import own_part
 
 # What is taken in is received, and made whole if it comes in parts.
 _RECEIVES = {ROWS[op].gives[0]: op for op in RECEIVES}
 _GATHERS = {ROWS[op].gives[0]: op for op in GATHERS}
-# What is put out in parts.
-_SCATTERS = {ROWS[op].gives[0]: op for op in SHARDING if op not in GATHERS}
 
 
 def send(state: State, i: Instr) -> Call:
@@ -24,18 +22,28 @@ def send(state: State, i: Instr) -> Call:
     out = state.slot(kind, i.stage, mb)
     peer = int(state.plan.rank_at(i.stage + row.hop, mb))
     start, sending, lane = state.transport.send, state.sending, row.lane
-    scattered = (_SCATTERS[kind], i.stage, mb) in state.index_of
-    # A scatter has put it into static memory.
-    own = state.outgoing(kind, out.number) if state.transport.static and not scattered else None
 
     def run() -> None:
-        tensor = out.look()
-        tensor = tensor.contiguous() if own is None else own.copy_(tensor)
+        tensor = out.look().contiguous()
         # The reference stays until the send has ended: freed earlier, it may be reused.
         sending[k] = (start(tensor, peer, lane), tensor)
         out.free()
 
     return Call(None, run)
+
+
+def put_out(state: State, i: Instr, kind: Token, hop: int) -> Callable[[Tensor], None]:
+    """Fills the slot of what an instruction puts out for stage + hop, laid as its taker wants it.
+
+    A stage on this rank takes it as a message would bring it, a message from static memory where
+    there is some.  A scatter takes it as it is, and puts a part into static memory.
+    """
+    out, as_sent = state.slot(kind, i.stage, i.mb), state.boundary.as_sent
+    if state.local_stage(i.stage + hop, i.mb) is not None:
+        return lambda value: out.fill(as_sent(value))
+    scattered = (SCATTERS[kind], i.stage, i.mb) in state.index_of
+    own = None if scattered else state.outgoing(kind, out.number, part=False)
+    return out.fill if own is None else lambda value: out.fill(own.copy_(value))
 
 
 def recv(state: State, i: Instr) -> Call:
@@ -76,9 +84,7 @@ def message_wait(state: State, i: Instr, kind: Token) -> Callable[[], None] | No
 def scatter(state: State, i: Instr) -> Call:
     kind = ROWS[i.op].gives[0]
     out = state.slot(kind, i.stage, i.mb)
-    own = None
-    if state.transport.static:
-        own = own_part(state.transport, state.outgoing(kind, out.number))
+    own = state.outgoing(kind, out.number, part=True)
 
     def run() -> None:
         shard = _own_copy(state, out.look(), own)

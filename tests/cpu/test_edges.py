@@ -94,6 +94,8 @@ class Static(Edge):
 
     def send(self, tensor: Tensor, peer: int, lane: Lane) -> Work:
         self.sent.append(tensor.data_ptr())
+        # No more memory than what is sent takes: a part of a boundary lies in no whole one.
+        assert tensor.untyped_storage().nbytes() == tensor.nbytes
         return super().send(tensor, peer, lane)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections import deque
 from dataclasses import replace
 
 import numpy as np
@@ -10,16 +11,17 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from schedir.analysis.slots import KINDS, counts
 from schedir.compiler.compile import check_memory, compile, lower
 from schedir.errors import MemoryLimitError, UsageError, in_bytes
 from schedir.ir.costs import Costs
-from schedir.ir.ops import ROWS, Opcode, Token
+from schedir.ir.ops import ROWS, SENDS, Instr, Opcode, Token
 from schedir.ir.plan import Plan
 from schedir.ir.program import Program, Slots
 from schedir.ir.sizes import Sizes, bytes_of
 from schedir.passes.overlap import group_opposites
 from schedir.predict.simulate import simulate
-from schedir.schedules import gpipe, interleaved, one_f_one_b, zb_h1
+from schedir.schedules import gpipe, interleaved, one_f_one_b, zb_h1, zb_v
 from schedir.schedules.words import F, I, W
 from schedir.testing import drafts
 from tests.commands import refused, said
@@ -51,17 +53,30 @@ def by_hand(machine: Machine, given: Sizes, rank: int) -> list[dict[str, float]]
     plan, stream = program.plan, program.streams[rank]
     size = {name: given.of(name, plan.stages).tolist() for name in
             ("activation", "gradient", "saved", "tape", "both", "weights")}  # fmt: skip
-    slots: dict[str, list[float]] = {kind: [] for kind in Slots._fields}
-    for kind, stage, _ in machine.values(rank):
-        edge = stage - 1 if kind in ("act_in", "grad_out") else stage
-        slots[kind].append(size["activation" if kind.startswith("act") else "gradient"][edge])
+    values, at = machine.values(rank), {i: k for k, i in enumerate(stream)}
+    number = slots_by_hand(machine, rank)
     fixed = {"weights": sum(size["weights"][s] for s in plan.stages_of[rank])}
-    for kind, own in slots.items():
-        count = min(getattr(program.slots[rank], kind) if program.slots else len(own), len(own))
-        fixed[kind] = count * max(own, default=0.0)
-    holds, alive = [], {"saved": 0.0, "tape": 0.0}
+    handed: list[tuple[int, int, float]] = []  # from when until when, and how large
+    for kind in Slots._fields:
+        most, has = 0.0, set[tuple[int, float]]()  # slots, and their share of a boundary
+        for (one, stage, mb), (fill, free) in values.items():
+            if one != kind:
+                continue
+            edge = stage - 1 if kind in ("act_in", "grad_out") else stage
+            whole = size["activation" if kind.startswith("act") else "gradient"][edge]
+            out = {"act_out": Opcode.Scatter, "grad_out": Opcode.ScatterGrad}.get(kind)
+            cut = at.get(Instr(out, stage, mb)) if out is not None else None
+            taken = out is None or stream[free].op in SENDS
+            if taken:
+                most = max(most, whole)
+                has.add((number[kind, stage, mb], 1 if cut is None else 1 / program.tp))
+            if not taken or cut is not None:
+                handed.append((fill, free if cut is None else cut, whole))
+        fixed[kind] = most * sum(share for _, share in has)
+    holds, alive = [], {"saved": 0.0, "tape": 0.0, "handed_over": 0.0}
     for group in machine.groups[rank]:
         rows = [(ROWS[stream[k].op], stream[k].stage) for k in group]
+        alive["handed_over"] += sum(whole for fill, _, whole in handed if fill in group)
         for row, stage in rows:
             for token in {Token.SAVED, Token.TAPE} & {*row.gives} if program.trains else ():
                 alive[token.name.lower()] += size[token.name.lower()][stage]
@@ -77,8 +92,26 @@ def by_hand(machine: Machine, given: Sizes, rank: int) -> list[dict[str, float]]
         for row, stage in rows:
             for token in {Token.SAVED, Token.TAPE} & {*row.frees}:
                 alive[token.name.lower()] -= size[token.name.lower()][stage]
+        alive["handed_over"] -= sum(whole for _, end, whole in handed if end in group)
     assert not any(alive.values())
     return holds
+
+
+def slots_by_hand(machine: Machine, rank: int) -> dict[tuple[str, int, int], int]:
+    """The slot of each value: of those of its kind, that which was freed earliest."""
+    program, values, found = machine.program, machine.values(rank), {}
+    for kind in Slots._fields:
+        own = {value: ends for value, ends in values.items() if value[0] == kind}
+        count = getattr(program.slots[rank], kind) if program.slots else len(own)
+        free = deque(range(min(count, len(own))))
+        for group in machine.groups[rank]:
+            for value, _ in sorted(own.items(), key=lambda item: item[1]):
+                if own[value][0] in group:
+                    found[value] = free.popleft()
+            for _, value in sorted((end, value) for value, (_, end) in own.items()):
+                if own[value][1] in group:
+                    free.append(found[value])
+    return found
 
 
 @settings(max_examples=60)
@@ -86,7 +119,7 @@ def by_hand(machine: Machine, given: Sizes, rank: int) -> list[dict[str, float]]
 def test_peaks_are_those_counted_by_hand(
     draft: Program, data: st.DataObject, rng: random.Random
 ) -> None:
-    program = lower(draft)
+    program = lower(replace(draft, tp=data.draw(st.sampled_from([1, 2]))))
     if data.draw(st.booleans()):
         program = group_opposites(program)
     program, given = with_slots(program, rng), data.draw(sizes(draft.plan))
@@ -172,7 +205,22 @@ def test_a_split_backward_holds_no_more_than_a_whole_one_unless_told() -> None:
     assert curve.kinds["tape"].max() == 4 and curve.kinds["saved"].max() == 30
 
 
-def test_what_is_saved_and_taped_at_once() -> None:
+def test_what_is_handed_over_on_a_rank_has_no_slot() -> None:
+    """The last rank of a V has the turn of every microbatch, one way and the other."""
+    program = compile(zb_v, Plan(2, 8, placement="vee"))
+    assert counts(program)[1, KINDS.index(Token.ACT_OUT)] == 16
+    curve = simulate(program, sizes=Sizes(activation=1)).memory[1]
+    assert curve.kinds["act_out"].max() == 8  # what its second stage sends
+    assert curve.kinds["handed_over"].max() == 2  # and not one for each microbatch
+
+
+def test_what_is_scattered_is_whole_only_before() -> None:
+    program = compile(one_f_one_b, Plan(2, 8), tp=4, slots="fewest")
+    curve = simulate(program, sizes=Sizes(activation=1)).memory[0]
+    assert {kind: part.max() for kind, part in curve.kinds.items() if part.any()} == {
+        "act_out": 0.25, "grad_in": 1, "handed_over": 1
+    }  # fmt: skip
+
     program = compile(lambda r, P, m: F + I + W, Plan(1, 1))
     told = Sizes(saved=10, tape=4, both=12)
     curve = simulate(program, Costs(), sizes=told).memory[0]

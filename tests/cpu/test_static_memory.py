@@ -1,0 +1,82 @@
+"""Static memory is made as it is predicted: what is received into, and what is sent from."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+from schedir.analysis.memory import held
+from schedir.compiler.compile import compile, lower
+from schedir.ir.plan import Plan
+from schedir.ir.program import Program, Slots
+from schedir.ir.sizes import Sizes
+from schedir.passes.record import Slots as Choice
+from schedir.runtime.handlers import HANDLERS
+from schedir.runtime.rank import Boundary, State
+from schedir.schedules import one_f_one_b
+from schedir.schedules.words import Schedule
+from schedir.testing import drafts
+from schedir.transports.mailbox import Hub, Mailbox, members_of
+from tests.laws import ZOO, least, plan_of
+from tests.strategies import with_slots
+
+WIDTH = 8  # numbers of a boundary, which every tp here divides
+
+
+class Static(Mailbox):
+    """Sends from memory that is made once, as NCCL, in a tensor-parallel group of any size."""
+
+    static = True
+
+
+def made(program: Program, rank: int) -> dict[str, int]:
+    """By kind, the bytes that a rank makes for a program when it is linked."""
+    transport = Static(Hub(), rank, members_of(program, rank), "edge")
+    transport.tp = program.tp
+    stages = {s: nn.Identity() for s in program.plan.stages_of[rank]}
+    boundary = Boundary((2, WIDTH // 2), torch.float64)
+    loss = nn.functional.mse_loss
+    state = State(program, rank, stages, transport, loss, boundary, None, 1.0, None, 0)
+    for i in state.stream:
+        HANDLERS[i.op](state, i)
+    found = dict.fromkeys(Slots._fields, 0)
+    memory = [(kind, tensor) for (kind, _), tensor in state.buffers.items()]
+    memory += [(kind, tensor) for (kind, _, _), tensor in state._outgoing.items()]
+    for kind, tensor in memory:
+        assert tensor.untyped_storage().nbytes() == tensor.nbytes
+        found[kind.name.lower()] += tensor.nbytes
+    return found
+
+
+def as_predicted(program: Program) -> None:
+    for rank, footprint in enumerate(held(program, Sizes(activation=8 * WIDTH))):
+        predicted = {kind: size for kind, (_, size) in footprint.fixed.items()}
+        assert made(program, rank) == {kind: predicted[kind] for kind in Slots._fields}
+
+
+@pytest.mark.parametrize("schedule", ZOO.values(), ids=ZOO)
+@pytest.mark.parametrize("tp", [1, 8])
+def test_of_every_schedule(schedule: Schedule, tp: int) -> None:
+    plan = plan_of(schedule, 4, max(8, least(schedule, 4)))
+    choices: list[Choice | None] = [None, "enough", "fewest"]
+    for slots in choices:
+        as_predicted(compile(schedule, plan, tp=tp, model="edge", overlap=True, slots=slots))
+
+
+@settings(max_examples=60)
+@given(drafts(), st.sampled_from([1, 2, 4]), st.randoms(use_true_random=False))
+def test_of_any_program(draft: Program, tp: int, rng: random.Random) -> None:
+    as_predicted(with_slots(lower(replace(draft, tp=tp)), rng))
+
+
+def test_what_is_scattered_needs_a_part_of_a_boundary() -> None:
+    program = compile(one_f_one_b, Plan(4, 8), tp=8, slots="fewest")
+    one, part = 8 * WIDTH, WIDTH
+    assert program.slots[1] == Slots(1, 1, 1, 1)
+    assert made(program, 1) == {"act_in": one, "act_out": part, "grad_in": one, "grad_out": part}
