@@ -61,7 +61,9 @@ def run(args: argparse.Namespace) -> str:
             ],
         )
         + f"span {timeline.span:.6g}{unit}, bubble {timeline.bubble:.1%} of ranks x span, "
-        f"{timeline.bubble_over_ideal:.1%} of the busy time\n" + _said(timeline, slots)
+        f"{timeline.bubble_over_ideal:.1%} of the busy time\n"
+        + _said(timeline, slots)
+        + _with_fewer(request)
     )
 
 
@@ -81,6 +83,26 @@ def _slots(request: Request) -> dict[str, Any]:
     free = replace(program, slots=())
     own = simulate(free, request.costs, model=timeline.model, blocks=timeline.blocks)
     return {"slots": slots, "span_with_own_slots": own.span}
+
+
+def _with_fewer(request: Request) -> str:
+    """How much less ranks would hold if values shared slots, where each has its own."""
+    from schedir.ir.program import Program
+    from schedir.passes.share_slots import share_slots
+    from schedir.predict.simulate import simulate
+
+    timeline = request.timeline
+    program, sizes = timeline.program, timeline.sizes
+    if sizes is None or program.slots or isinstance(request.source.found, Program):
+        return ""
+    few = share_slots(program, "enough", request.costs, timeline.model)
+    most = simulate(few, request.costs, model=timeline.model, sizes=sizes).peak_memory.max()
+    if most >= timeline.peak_memory.max():
+        return ""
+    return (
+        "each value has a slot of its own; with --slots enough no rank holds more than "
+        f"{in_bytes(most)}\n"
+    )
 
 
 def _said(timeline: Timeline, slots: dict[str, Any]) -> str:

@@ -67,7 +67,8 @@ def compile(
     go as they are.  `overlap` groups opposite transfers, and begins gathers and posts other
     receives early.
     `slots` says how many static buffers values share: the "fewest" there can be, or "enough" to
-    lose no time at these costs; by default each value has its own.  `limit` is the most bytes
+    lose no time at these costs, or, where they say that messages are free, at messages of half a
+    forward; by default each value has its own.  `limit` is the most bytes
     that a rank may hold, and `sizes` says what takes how many.  `blocks` says that hosts wait
     themselves, as on CPUs.  `debug` checks after every pass.
     `more` are further traits of the program, and options that passes take (`Pass.options`).

@@ -5,6 +5,7 @@ A pass like others, and the last: it changes no Stream, only `Program.slots`.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any, Final
 
 import numpy as np
@@ -22,6 +23,7 @@ from schedir.ir.program import OWN, Program, Slots
 from schedir.passes.record import Options, Pass
 from schedir.passes.record import Slots as Choice
 
+MESSAGE: Final = 0.5  # of a forward: what a message takes where costs say that it takes no time
 _PARTS = 16  # how finely ranks and kinds are divided to try fewer on each part
 
 
@@ -38,6 +40,10 @@ def share_slots(
     "enough" is the fewest with which the predicted time at `costs` under `model` stays what it
     is with a slot for each value.  Of each rank and kind it is a proven minimum where all those
     minima together keep the time; else it is as few as trying has found.
+
+    Costs at which messages are free, as unit costs are, say nothing of slots: one would be empty
+    as soon as it is full, and whoever fills it next would in fact wait for the message.  There it
+    is enough for messages, too, that take half a forward.
     """
     if choice not in ("fewest", "enough"):
         raise UsageError(f"slots must be 'fewest' or 'enough', not {choice!r}")
@@ -46,13 +52,24 @@ def share_slots(
     least = minimum_slots(program)[:, : len(SLOTTED)]
     if choice == "fewest":
         return _with(program, least)
+    costs = costs or Costs()
+    if not np.any(costs.send):
+        message = MESSAGE * float(np.mean(costs.F))
+        least = _enough(program, graph, replace(costs, send=message), least)
+    return _with(program, _enough(program, graph, costs, least))
+
+
+def _enough(
+    program: Program, graph: Graph, costs: Costs, least: NDArray[np.int64]
+) -> NDArray[np.int64]:
+    """The fewest from `least` on that keep the time, at some costs, of a program without slots."""
     reached = walk(graph, costs)
     if not reached.done.all():
-        return _with(program, least)  # there is no time to keep; `check` says why
+        return least  # there is no time to keep; `check` says why
     span = float(reached.end.max(initial=0.0)) * (1 + 1e-9)
 
     def keeps(slots: NDArray[np.int64]) -> bool:
-        end = walk(Graph(_with(program, slots), model), costs).end
+        end = walk(Graph(_with(program, slots), graph.model), costs).end
         return float(end.max(initial=0.0)) <= span
 
     latest = span - remaining(graph, costs)
@@ -70,7 +87,7 @@ def share_slots(
             best = fewer
         elif len(part) > smallest:
             parts += np.array_split(part, 2)
-    return _with(program, best)
+    return best
 
 
 def _with(program: Program, counts: NDArray[np.int64]) -> Program:

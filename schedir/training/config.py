@@ -14,7 +14,7 @@ from schedir.io.load import Source
 from schedir.io.request import Request
 from schedir.ir.fields import Field, Kind
 from schedir.ir.plan import PLAN, Plan
-from schedir.ir.program import HEADER, TRAITS
+from schedir.ir.program import HEADER, TRAITS, Program
 from schedir.passes.lowering import OPTIONS
 from schedir.passes.record import Slots as Choice
 from schedir.training.gpt_config import GPTConfig, split_heads, split_layers
@@ -65,8 +65,10 @@ class PipelineConfig:
     stage, if need be); `pipedream_2bw` brings its delay along.
     `overlap` groups opposite transfers, and begins gathers and posts receives early; `slots` says
     whether each value has a buffer of its own ("own"), or they share the "fewest", or "enough" to
-    lose no time at unit costs; `division` is the layers of each stage, where they cannot be or
-    shall not be the same.  pp x tp x dp processes run it.
+    lose no time while a message takes up to half a forward; "auto" is "enough" on GPUs, where
+    buffers of their own would take gigabytes, and "own" on CPUs, and leaves a FILE.sched that says
+    its slots as it is.  `division` is the layers of each stage, where they cannot be or shall not
+    be the same.  pp x tp x dp processes run it.
     """
 
     schedule: str = "one_f_one_b"
@@ -79,11 +81,11 @@ class PipelineConfig:
     tp: Count = 1
     dp: Count = 1
     overlap: bool = True
-    slots: str = "own"
+    slots: str = AUTO
     division: tuple[int, ...] | None = None
 
     def __post_init__(self) -> None:
-        if self.slots not in (known := ("own", "fewest", "enough")):
+        if self.slots not in (known := (AUTO, "own", "fewest", "enough")):
             raise UsageError(
                 f"slots {self.slots!r} is not known", hint=" or ".join(known), fields=["slots"]
             )
@@ -244,7 +246,7 @@ class Config:
             model=train.model,
             blocks=True,
             overlap=pipeline.overlap,
-            slots=None if pipeline.slots == "own" else cast(Choice, pipeline.slots),
+            slots=self._slots,
             more={
                 name: getattr(pipeline, name)
                 for name, (kind, _) in OPTIONS.items()
@@ -253,6 +255,16 @@ class Config:
             lowers=True,
             contradicts=contradicts,
         )
+
+    @property
+    def _slots(self) -> Choice | None:
+        """How values share slots, as is said or as suits the device; None for slots as they are."""
+        said = self.pipeline.slots
+        if said == AUTO:
+            found = Source(self.pipeline.schedule).found
+            own = isinstance(found, Program) and found.slots
+            said = "own" if own else DEVICES[self.train.device].slots
+        return None if said == "own" else cast(Choice, said)
 
     @property
     def world(self) -> int:

@@ -126,6 +126,10 @@ def nccl(
     be proven for the model of its kind.  `message` is how many bytes one has at most, 0 if that is
     not known.
 
+    What is received and what is sent lies in memory that is made once, with room for a boundary in
+    each slot of the program: compile it with `slots="enough"`.  Without, each value has a slot of
+    its own, and a rank of 1F1B on 8 ranks with 64 microbatches makes 256 boundaries, not 6.
+
     >>> import schedir, torch
     >>> from schedir.runtime import nccl
     >>> program = schedir.compile(schedir.schedules.gpipe, schedir.Plan(ranks=2, microbatches=4))

@@ -25,12 +25,14 @@ class DeviceRow(NamedTuple):
 
     `require(processes)` refuses, by UsageError, a machine that does not have the device for so many
     processes; `initialise(timeout, **how)` lets processes know each other.  Both are the name of a
-    module of this folder, and of a function in it.
+    module of this folder, and of a function in it.  `slots` is how programs share slots where
+    nobody says it: not on a CPU, where messages through shared memory have one each.
     """
 
     device: Device
     require: str
     initialise: str
+    slots: Literal["own", "enough"]
 
 
 class TransportRow(NamedTuple):
@@ -51,8 +53,8 @@ class TransportRow(NamedTuple):
 
 
 _DEVICES: Final[tuple[DeviceRow, ...]] = (
-    DeviceRow("cpu", "processes:require", "processes:initialise"),
-    DeviceRow("cuda", "cuda:require_gpus", "nccl:initialise"),
+    DeviceRow("cpu", "processes:require", "processes:initialise", "own"),
+    DeviceRow("cuda", "cuda:require_gpus", "nccl:initialise", "enough"),
 )
 
 # Of each device the best first.

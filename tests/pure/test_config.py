@@ -11,6 +11,7 @@ import pytest
 
 import schedir
 from schedir.errors import ConfigError, ParseError, ProgramError
+from schedir.schedules import built_in
 from schedir.training.config import Config
 from schedir.training.config_file import read
 from schedir.training.gpt_config import GPTConfig
@@ -114,10 +115,37 @@ def test_options_and_overlap_reach_the_program(tmp_path: Path) -> None:
     assert few.slots and not plain.slots and few.streams == plain.streams
     with pytest.raises(schedir.errors.UsageError, match="'few' is not known"):
         program("pipeline.slots=few")
+    assert program("pipeline.schedule=interleaved", "pipeline.slots=own") == plain
     draft = tmp_path / "draft.sched"
     draft.write_text(schedir.show(schedir.draft(schedir.schedules.interleaved, plain.plan)))
     same = program_of(read(write(tmp_path, f"[pipeline]\nschedule = '{draft}'\noverlap = true\n")))
     assert same.digest == plain.digest
+
+
+def test_on_gpus_values_share_slots_unless_told(tmp_path: Path) -> None:
+    path = write(tmp_path, "[pipeline]\nranks = 4\nmicrobatches = 16\nschedule = 'gpipe'")
+    gpu, file = "train.device=cuda", tmp_path / "own.sched"
+
+    def program(*sets: str) -> schedir.Program:
+        return program_of(read(path, sets))
+
+    own, few = program(), program("pipeline.slots=fewest")
+    assert program(gpu) == program("pipeline.slots=enough") not in (own, few)
+    assert program(gpu, "pipeline.slots=own") == own and not own.slots
+    for said, there in ((own, program(gpu)), (few, few)):  # a file's own numbers stay
+        file.write_text(schedir.show(said))
+        assert program(gpu, f"pipeline.schedule={file}").slots == there.slots
+
+
+@pytest.mark.parametrize("schedule", sorted({*built_in()} - {"forward_only"}))
+@pytest.mark.parametrize("transport", ["edge", "grouped"])
+def test_no_built_in_schedule_is_refused_for_the_slots_of_gpus(
+    tmp_path: Path, schedule: str, transport: str
+) -> None:
+    sets = [f"pipeline.schedule={schedule}", f"train.transport={transport}", "model.layers=8"]
+    text = "[pipeline]\nranks = 4\nmicrobatches = 16\ntp = 2\n[train]\ndevice = 'cuda'"
+    config = read(write(tmp_path, text), sets)
+    assert program_of(config).slots
 
 
 @pytest.mark.parametrize(

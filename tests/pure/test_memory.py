@@ -293,6 +293,14 @@ def test_slots_cost_what_the_command_says(capsys: pytest.CaptureFixture[str]) ->
     assert "the span would be 57.6, the same" in said(capsys, *argv, "--slots", "enough")
 
 
+def test_what_sharing_slots_would_save_is_said(capsys: pytest.CaptureFixture[str]) -> None:
+    argv = ("simulate", "gpipe", "--microbatches", "16", "--sizes", "activation=32MB")
+    hint = "with --slots enough no rank holds more than "
+    assert f"{hint}192 MB" in said(capsys, *argv)
+    assert "192 MB" in (shared := said(capsys, *argv, "--slots", "enough")) and hint not in shared
+    assert hint not in said(capsys, "simulate", "gpipe", "--microbatches", "1", *argv[4:])
+
+
 @pytest.mark.parametrize(
     ("options", "names"),
     [

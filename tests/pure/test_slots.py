@@ -178,6 +178,17 @@ def test_gpipe_pays_for_the_fewest() -> None:
     assert set(compile(gpipe, plan, slots="fewest").slots[1:3]) == {Slots(1, 1, 1, 1)}
 
 
+@pytest.mark.parametrize("schedule", ZOO.values(), ids=ZOO)
+def test_enough_at_free_messages_is_enough_for_others(schedule: Schedule) -> None:
+    """Nobody's messages are free: slots made where they are must do where they are not."""
+    plan = plan_of(schedule, 4, max(8, least(schedule, 4)))
+    own = compile(schedule, plan, model="edge", overlap=True)
+    shared = share_slots(own, "enough", None, "edge")
+    for send in (0, 0.02, 0.1, 0.2, 0.3, 0.5):
+        one, other = (simulate(p, Costs(send=send), model="edge").span for p in (own, shared))
+        assert other == pytest.approx(one, rel=1e-9)
+
+
 def test_enough_is_as_few_as_can_be() -> None:
     """Of GPipe's slots none can be spared: whatever rank and kind is given one less loses time."""
     priced = Costs(F=1, B=2, send=0.1)
