@@ -61,8 +61,9 @@ class Born(TorchDispatchMode):
 
 
 def _refs(values: Iterable[object]) -> dict[StorageWeakRef, int]:
-    """The memory of those that are tensors, and its bytes."""
-    memory = [x.untyped_storage() for x in values if isinstance(x, Tensor)]
+    """The memory of those that are tensors, and its bytes; a sparse one is made of others."""
+    tensors = (x for x in values if isinstance(x, Tensor) and not x.is_sparse)
+    memory = [x.untyped_storage() for x in tensors]
     return {StorageWeakRef(one): one.nbytes() for one in memory}
 
 
