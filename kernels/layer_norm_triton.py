@@ -48,9 +48,14 @@ def tiling(n: int, size: int, shared: int) -> Tiling:
     count = blocks.count(n * size, MOST)
     width = 16 * blocks.count(blocks.count(n, count), 16)
     columns = blocks.power_of_2(min(n, width))
-    # Three tensors of each tile, of two rows, and what the sums of a row take.
-    ahead = 2 * 3 * count * columns * size + 1024
-    return Tiling(count, width, columns, 3 if ahead <= shared else 1, warps(columns, size))
+    stages = 3 if fetched(count, columns, size) <= shared else 1
+    return Tiling(count, width, columns, stages, warps(columns, size))
+
+
+def fetched(tiles: int, columns: int, size: int) -> int:
+    """Bytes of shared memory, at most, where the next row is fetched while one is computed: three
+    tensors of each tile, of two rows, and what the sums of a row take."""
+    return 2 * 3 * tiles * columns * size + 1024
 
 
 @cache

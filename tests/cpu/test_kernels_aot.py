@@ -7,7 +7,7 @@ import pytest
 
 pytest.importorskip("triton")
 
-from schedir.kernels import aot
+from schedir.kernels import aot, layer_norm_triton
 
 
 @pytest.mark.parametrize("case", aot.CASES, ids=str)
@@ -17,6 +17,21 @@ def test_it_fits_a_multiprocessor(case: aot.Case) -> None:
     assert compiled.spilled <= case.spilled
     if case.constants.get("STAGES", 1) > 1:
         assert "cp.async" in compiled.ptx  # it fetches ahead
+        tiles, columns = case.constants["TILES"], case.constants["COLUMNS"]
+        assert compiled.shared <= layer_norm_triton.fetched(tiles, columns, size=2)
+
+
+def test_rows_are_fetched_ahead_where_there_is_room() -> None:
+    for n, size, shared, tiles, stages in [
+        (8192, 2, 99 << 10, 1, 3),  # compute capability 8.9
+        (16384, 2, 163 << 10, 2, 1),  # 8.0
+        (16384, 2, 227 << 10, 2, 3),  # 9.0
+        (16384, 4, 227 << 10, 4, 1),
+    ]:
+        by = layer_norm_triton.tiling(n, size, shared)
+        assert (by.tiles, by.stages) == (tiles, stages)
+        assert by.tiles * by.width >= n and by.columns >= by.width
+        assert by.warps == 32
 
 
 def test_what_fits_a_multiprocessor() -> None:
