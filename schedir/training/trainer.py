@@ -18,6 +18,7 @@ from schedir.ir.sizes import Sizes
 from schedir.predict.calibrate import calibrate, format_bubbles
 from schedir.predict.simulate import simulate
 from schedir.predict.timeline import Timeline
+from schedir.runtime.device_memory import times_asked, warning
 from schedir.runtime.executor import Executor
 from schedir.runtime.measured import measured
 from schedir.runtime.precision import LossScale, MainOptimizer, float32_gradients
@@ -126,6 +127,7 @@ class _Trainer:
         )
         self.recent: list[Step] = []  # steps not yet reported
         self.timed: list[float] = []  # seconds of all steps but the first
+        self.warned = False  # of memory that was asked for after the first step
 
     def run(self) -> Result | None:
         train, record, result = self.config.train, self.config.output.record, None
@@ -148,6 +150,8 @@ class _Trainer:
                 for group in self.optimizer.param_groups:
                     group["lr"] = rate
                 self.steps.issue(self._take(prefetch, step), rate)
+                if step == 0:
+                    self.asked = times_asked(self.device)
                 # The first step connects and warms up: its time is not that of the second.
                 self._settle(int(self.steps.may_be_late and step > 0 and not reported))
                 if reported:
@@ -208,12 +212,16 @@ class _Trainer:
     def _report(self, step: int) -> Result | None:
         """Bring losses and times of the recent steps to rank 0, which says them."""
         recent, self.recent = self.recent, []
-        parts = torch.tensor([s.loss for s in recent], dtype=torch.float64)
+        grew = times_asked(self.device) > self.asked
+        parts = torch.tensor([*(s.loss for s in recent), grew], dtype=torch.float64)
         dist.all_reduce(parts)
         runs = self._runs() if self.executor.record else None
         if dist.get_rank():
             return None
-        losses = parts.tolist()
+        *losses, processes = parts.tolist()
+        if processes and not self.warned:
+            self.warned = True
+            print(warning(int(processes), dist.get_world_size()), flush=True)
         first = step - len(recent) + 1
         for number, (s, loss) in enumerate(zip(recent, losses, strict=True), first):
             if self.losses is not None:

@@ -1,0 +1,51 @@
+"""Memory that a GPU is asked for after the first step: it is counted, and a run says so once."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from schedir.runtime.device_memory import times_asked
+from schedir.training import trainer
+from schedir.training.steps import Steps
+from schedir.training.train import run
+from tests.cpu.training import ALONE
+
+
+@pytest.mark.parametrize("grows", [1, 3, 100])
+def test_a_run_says_so_once(
+    config: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    grows: int,
+) -> None:
+    """Of a GPU that is not there, whose memory grows in a step."""
+    step, issue = 0, Steps.issue
+
+    def issued(self: Steps, *given: Any) -> None:
+        nonlocal step
+        issue(self, *given)
+        step += 1
+
+    monkeypatch.setattr(Steps, "issue", issued)
+    monkeypatch.setattr(trainer, "times_asked", lambda device: 7 + (step >= grows))
+    sets = [*ALONE, "train.log_every=2", f'output.folder="{tmp_path}"']
+    assert run(config, sets) == 0
+    lines = [line.split("  ")[0] for line in capsys.readouterr().out.splitlines()]
+    said = [line for line in lines if line.startswith("memory: ")]
+    assert len(said) == (grows == 3) and all("1 of 1 processes asked" in line for line in said)
+    if said:  # in the first step all may be asked for; then before the report of what grew
+        assert lines.index(said[0]) == lines.index("step 4") - 1
+
+
+def test_it_counts_what_may_wait_for_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    stats = {"num_device_alloc": 5, "num_device_free": 2, "num_alloc_retries": 1, "num_ooms": 64}
+    monkeypatch.setattr(torch.cuda, "memory_stats", lambda device: stats)
+    assert times_asked(torch.device("cuda", 0)) == 8
+    assert times_asked(torch.device("cpu")) == 0
+    stats.clear()  # before torch has begun with the GPU
+    assert times_asked(torch.device("cuda", 0)) == 0
