@@ -25,7 +25,7 @@ from torch import Tensor
 from schedir.analysis.graph import Graph
 from schedir.analysis.models import Model
 from schedir.errors import ModelError
-from schedir.ir.ops import SENDS, Lane
+from schedir.ir.ops import RECEIVES, SENDS, Lane
 from schedir.ir.program import Program
 from schedir.predict.timeline import Timeline, spans_of
 from schedir.transports.collectives import Group, Kind
@@ -128,9 +128,9 @@ class EventStamps(Stamps):
     All events are made here.  They are external: a CUDA graph that captures a recorded step has
     them as nodes of its own, and each replay records them anew.
 
-    Work that cannot be `mark`ed, as NCCL's, is awaited by a stream that does nothing else, one
-    for each queue of the rank under the progress model, and recorded there.  That costs the host
-    some microseconds a message, and the GPU a wait and an event beside the lane.
+    A message that cannot be `mark`ed, as NCCL's, is awaited by a stream that does nothing else, one
+    for each queue in which the rank receives, and recorded there.  That costs the host some
+    microseconds a message, and the GPU a wait and an event beside the lane.
     """
 
     def __init__(self, program: Program, rank: int, model: Model, device: torch.device) -> None:
@@ -148,7 +148,7 @@ class EventStamps(Stamps):
         self.queue, self.group = queue.tolist(), np.cumsum(~own.joined).tolist()
         # What may end later than it is issued, on whatever lane; of sends their receivers know it.
         self.late = np.flatnonzero(~np.isin(own.op, SENDS)).tolist()
-        queues = sorted({self.queue[k] for k in self.late})
+        queues = sorted({self.queue[k] for k in np.flatnonzero(np.isin(own.op, RECEIVES)).tolist()})
         self.beside = {q: torch.cuda.Stream(device) for q in queues}
         self.elsewhere: set[int] = set()  # what is recorded to end on another stream
         self.followed: list[tuple[int, Work]] = []  # not issued yet

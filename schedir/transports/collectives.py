@@ -13,6 +13,7 @@ from typing import Any, Final, Generic, Literal, NamedTuple, TypeVar
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch._C._distributed_c10d import AllgatherOptions, ReduceScatterOptions
 
 Kind = Literal["all_reduce", "all_gather", "reduce_scatter"]
 # The replicas of a stage; its two holders; all that hold a part of one replica of the model; the
@@ -24,11 +25,12 @@ class Collective(NamedTuple):
     """A kind of collective.
 
     `results` says what each member gets of what all bring, both in the order of ranks.  `start`
-    asks a group of torch.distributed for it, of (group, out, own), and returns a Work.
+    asks a group of torch.distributed for it, of (group, out, own, aside), and returns a Work; over
+    NCCL it is not `aside` on the current stream, and there is no Work.
     """
 
     results: Callable[[Sequence[Tensor]], Sequence[Tensor]]
-    start: Callable[[Any, Tensor, Tensor], Any]
+    start: Callable[[Any, Tensor, Tensor, bool], Any]
 
 
 def _sum(own: Sequence[Tensor]) -> Tensor:
@@ -39,10 +41,15 @@ def _sum(own: Sequence[Tensor]) -> Tensor:
     return total
 
 
-def _all_reduce(group: Any, out: Tensor, own: Tensor) -> Any:
+def _all_reduce(group: Any, out: Tensor, own: Tensor, aside: bool) -> Any:
     if out is not own:
         out.copy_(own)
-    return dist.all_reduce(out, group=group, async_op=True)
+    return dist.all_reduce(out, group=group, async_op=aside)
+
+
+def _aside(options: Any, aside: bool) -> Any:
+    options.asyncOp = aside
+    return options
 
 
 def _real(flat: Tensor) -> Tensor:
@@ -58,11 +65,15 @@ COLLECTIVES: Final[dict[Kind, Collective]] = {
     ),
     "all_gather": Collective(
         lambda own: [torch.cat([*own])] * len(own),
-        lambda group, out, own: group._allgather_base(_real(out), _real(own)),
+        lambda group, out, own, aside: group._allgather_base(
+            _real(out), _real(own), _aside(AllgatherOptions(), aside)
+        ),
     ),
     "reduce_scatter": Collective(
         lambda own: _sum(own).chunk(len(own)),
-        lambda group, out, own: group._reduce_scatter_base(_real(out), _real(own)),
+        lambda group, out, own, aside: group._reduce_scatter_base(
+            _real(out), _real(own), _aside(ReduceScatterOptions(), aside)
+        ),
     ),
 }
 

@@ -21,6 +21,7 @@ from schedir.errors import ModelError, UsageError
 from schedir.ir.program import Program
 from schedir.transports.cuda import HOST, QUEUES, refuse_twins, take_gpu
 from schedir.transports.edges import Edge, Grouped
+from schedir.transports.queues import require_queues
 
 BACKENDS = "cpu:gloo,cuda:nccl"  # what processes agree on goes over Gloo
 # Set where the environment does not say otherwise, under any of the names that torch knows.
@@ -89,6 +90,7 @@ class NCCLEdge(Edge):
         message: int = 0,
     ) -> None:
         _require_cuda(device, program)
+        require_queues(program, self.model)
         super().__init__(program, timeout, device=device, message=message)
 
 

@@ -21,6 +21,7 @@ from schedir.ir.program import Program
 from schedir.ir.ties import meets, ranks_of
 from schedir.transports import groups
 from schedir.transports.collectives import COLLECTIVES, Group, Kind
+from schedir.transports.streams import Point
 from schedir.transports.transport import Work, buffers
 
 
@@ -41,8 +42,8 @@ class Processes:
     Ranks lie in a mesh (dp, pp, tp), tp innermost, so that tensor-parallel groups are
     neighbours.  Groups for tensors on a GPU are NCCL's.
 
-    The tensor-parallel group of collectives is another one than that of the layers, and there is a
-    CUDA stream for it: a gather that waits for its message holds up no layer.
+    The tensor-parallel group of collectives is another one than that of the layers, and runs on a
+    CUDA stream of its own: a gather that waits for its message holds up no layer.
 
     `timeout` is how many seconds its groups wait for each other, NCCL's longer; as torch has it
     unless told.  `device` is where tensors are, and `message` how many bytes one has at most, 0 if
@@ -91,23 +92,22 @@ class Processes:
         )
         if self.has_pipeline:
             self.pipeline = self._group(mesh.swapaxes(1, 2).reshape(-1, pp))
-        self.groups: dict[Group, Any] = {"model": self._group(mesh.reshape(self.dp, -1))}
-        self.tp_group = None  # that of the layers
-        if self.tp > 1:
-            self.tp_group = self._group(mesh.reshape(-1, self.tp))
-            self.groups["tp"] = self._group(mesh.reshape(-1, self.tp))
-            if self.static:
-                self.aside = partial(torch.cuda.stream, torch.cuda.Stream(device))
-        if self.dp > 1:
-            self.groups["dp"] = self._group(mesh.reshape(self.dp, -1).T)
-        if program.plan.two_way:
-            pairs = np.stack([mesh, mesh[:, ::-1]], -1)[:, : pp // 2]
-            self.groups["holders"] = self._group(pairs.reshape(-1, 2))
-        for stages in program.tied:
-            ranks = ranks_of(stages, program.plan)
-            if ranks not in self.groups and meets(stages, program.plan):
-                rows = mesh[:, ranks].swapaxes(1, 2).reshape(-1, len(ranks))
-                self.groups[ranks] = self._group(rows)
+        # That of the layers is another one than that of gathers.
+        self.tp_group = self._group(mesh.reshape(-1, self.tp)) if self.tp > 1 else None
+        self.groups = {group: self._group(rows) for group, rows in rows_of(program).items()}
+        self.lanes: dict[Lane, torch.cuda.Stream] = {}
+        if self.static:
+            self.use_streams(device)
+
+    def use_streams(self, device: torch.device | str) -> None:
+        """Let collectives run on streams of ours, one for each queue that a rank has of them.
+
+        Of itself torch would have a stream for each group.  They are of high priority: a gather
+        must not wait for multiprocessors behind what computes.
+        """
+        self.static = True
+        self.lanes = {lane: torch.cuda.Stream(device, priority=-1) for lane in (Lane.TP, Lane.DP)}
+        self.aside = partial(torch.cuda.stream, self.lanes[Lane.TP])
 
     @classmethod
     def fits(cls, program: Program) -> bool:
@@ -159,7 +159,49 @@ class Processes:
 
     def collective(self, kind: Kind, group: Group, out: Tensor, own: Tensor) -> Work:
         """As Transport.collective."""
-        return cast(Work, COLLECTIVES[kind].start(self.groups[group], out, own))
+        if not self.lanes:
+            return cast(Work, COLLECTIVES[kind].start(self.groups[group], out, own, True))
+        lane = self.lanes[Lane.TP if group == "tp" else Lane.DP]
+        lane.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(lane):
+            self.issue(kind, group, out, own)
+        return OnLane(lane, (out, own))
+
+    def issue(self, kind: Kind, group: Group, out: Tensor, own: Tensor) -> None:
+        """Issue a collective to the current stream."""
+        COLLECTIVES[kind].start(self.groups[group], out, own, False)
+
+
+class OnLane(Point):
+    """What was issued to a stream; the memory that it uses is kept until somebody waits."""
+
+    def __init__(self, lane: torch.cuda.Stream, uses: tuple[Tensor, ...]) -> None:
+        super().__init__(lane)
+        self.uses = uses
+
+    def wait(self) -> None:
+        """Let the current stream follow."""
+        super().wait()
+        self.uses = ()
+
+
+def rows_of(program: Program) -> dict[Group, NDArray[np.int64]]:
+    """By what a program's collectives are for, the processes that meet, a row for each group."""
+    tp, dp, plan = program.tp, program.dp, program.plan
+    mesh = np.arange(dp * plan.ranks * tp).reshape(dp, plan.ranks, tp)
+    rows: dict[Group, NDArray[np.int64]] = {"model": mesh.reshape(dp, -1)}
+    if tp > 1:
+        rows["tp"] = mesh.reshape(-1, tp)
+    if dp > 1:
+        rows["dp"] = mesh.reshape(dp, -1).T
+    if plan.two_way:
+        pairs = np.stack([mesh, mesh[:, ::-1]], -1)[:, : plan.ranks // 2]
+        rows["holders"] = pairs.reshape(-1, 2)
+    for stages in program.tied:
+        ranks = ranks_of(stages, plan)
+        if meets(stages, plan):
+            rows[ranks] = mesh[:, ranks].swapaxes(1, 2).reshape(-1, len(ranks))
+    return rows
 
 
 class Gloo(Processes):

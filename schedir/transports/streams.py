@@ -21,7 +21,7 @@ from schedir.transports.collectives import Group, Kind, Meetings, Part, meet
 from schedir.transports.transport import Work, buffers
 
 
-class _Point:
+class Point:
     """A point on a stream, perhaps not reached by the host yet; to wait is the current stream's."""
 
     def __init__(self, stream: torch.cuda.Stream | None = None) -> None:
@@ -57,8 +57,8 @@ class _Side(NamedTuple):
     """One side of a message that came first: its tensor, from when on, and where it will end."""
 
     tensor: Tensor
-    ready: _Point
-    ended: _Point
+    ready: Point
+    ended: Point
     lane: torch.cuda.Stream
 
 
@@ -66,8 +66,8 @@ class _Side(NamedTuple):
 class _StreamPart(Part):
     """A part in a collective, from when on its tensors may be used, and where the result ends."""
 
-    ready: _Point
-    ended: _Point
+    ready: Point
+    ended: Point
 
 
 class StreamHub:
@@ -122,7 +122,7 @@ class StreamMailbox:
     def send(self, tensor: Tensor, peer: int, lane: Lane) -> Work:
         """Leave the tensor for the receiver; its copy is where the send ends."""
         key = lane, self.rank, peer
-        side = _Side(tensor, _here(), _Point(), self.hub.lane(*key))
+        side = _Side(tensor, _here(), Point(), self.hub.lane(*key))
         if not self.hub.awaited[key]:
             self.hub.sent[key].append(side)
             return side.ended
@@ -131,7 +131,7 @@ class StreamMailbox:
     def recv(self, tensor: Tensor, peer: int, lane: Lane) -> Work:
         """Copy what is left, when it is there and the buffer is free."""
         key = lane, peer, self.rank
-        side = _Side(tensor, _here(), _Point(), self.hub.lane(*key))
+        side = _Side(tensor, _here(), Point(), self.hub.lane(*key))
         if not self.hub.sent[key]:
             self.hub.awaited[key].append(side)
             return side.ended
@@ -144,7 +144,7 @@ class StreamMailbox:
 
     def collective(self, kind: Kind, group: Group, out: Tensor, own: Tensor) -> Work:
         """The last to come does it for all, in the order of ranks."""
-        ended = _Point()
+        ended = Point()
         part = _StreamPart(kind, out, own, _here(), ended)
         came = self.hub.meetings.come(group, self.rank, self.members[group], part)
         if came:
@@ -161,12 +161,12 @@ class StreamMailbox:
         return nullcontext()
 
 
-def _here() -> _Point:
+def _here() -> Point:
     """The point that the current stream has reached."""
-    return _Point(torch.cuda.current_stream())
+    return Point(torch.cuda.current_stream())
 
 
-def _copy(source: _Side, target: _Side) -> _Point:
+def _copy(source: _Side, target: _Side) -> Point:
     """A message, on its lane; both sides know where it ends."""
     with torch.cuda.stream(target.lane):
         source.ready.wait()

@@ -3,7 +3,8 @@
 As torch's ProcessGroupNCCL does, each process group has a stream.  What is issued to a group
 follows the stream that is current then, and runs on the group's stream behind what was issued
 before.  A Work's `wait` lets the stream that is current then follow, and it holds up no host.
-What is sent is copied into static memory first, and gathers are waited for on a stream aside.
+Collectives that are not asynchronous run on the stream that is current.  What is sent is copied
+into static memory first, and gathers are waited for on a stream aside.
 """
 
 from __future__ import annotations
@@ -12,7 +13,6 @@ from collections import Counter
 from functools import partial
 from typing import Any, Literal
 
-import torch
 from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
@@ -22,7 +22,7 @@ from schedir.parallel.group import _start_sum as start_sum
 from schedir.runtime.executor import Executor
 from schedir.runtime.recorder import EventStamps
 from schedir.transports import collectives
-from schedir.transports.collectives import Group
+from schedir.transports.collectives import COLLECTIVES, Group
 from schedir.transports.edges import DirectedEdge, Edge
 from schedir.transports.transport import Work
 from tests.cpu.happens_before import Races
@@ -52,6 +52,20 @@ class _StreamWork:
             current.wait_event(self.end)
 
 
+class _Issued:
+    """A collective on a stream of the transport's, with the work that brings the data."""
+
+    def __init__(self, transport: NcclLike, kind: Kind, issued: Any, data: Work) -> None:
+        self.transport, self.kind, self.issued, self.data = transport, kind, issued, data
+        self.mark = issued.mark
+
+    def wait(self) -> None:
+        with _disable_current_modes():
+            self.data.wait()
+        if self.kind != self.transport.unwaited:
+            self.issued.wait()
+
+
 class NcclLike(Edge):
     """`unwaited` is a kind of which nobody waits for the end: a mutant, which must be found.
 
@@ -67,12 +81,20 @@ class NcclLike(Edge):
         self.recorders: list[Any] = []  # streams on which the recorder waits
         self.uses: Counter[Kind] = Counter()
         super().__init__(program)
-        self.static, self.aside = True, partial(torch.cuda.stream, torch.cuda.Stream())
+        self.use_streams("cuda")
 
     def follow(self, executor: Executor) -> None:
         """Know the recorder's streams."""
         if isinstance(executor.stamps, EventStamps):
             self.recorders = [*executor.stamps.beside.values()]
+
+    def _note(self, kind: Kind, stream: Stream, reads: list[Tensor], writes: list[Tensor]) -> None:
+        stream.seen[stream] += 1
+        self.uses[kind] += 1
+        for tensor in reads:
+            self.races.use(tensor, stream, kind, writes=False)
+        for tensor in writes:
+            self.races.use(tensor, stream, kind, writes=True)
 
     def _issue(
         self, kind: Kind, group: Any, reads: list[Tensor], writes: list[Tensor], start: Any
@@ -80,12 +102,7 @@ class NcclLike(Edge):
         """Issue to a group what reads and writes these tensors."""
         stream = self.streams.setdefault(id(group), Stream(self.gpu))
         stream.wait_stream(self.gpu.stream)
-        stream.seen[stream] += 1
-        self.uses[kind] += 1
-        for tensor in reads:
-            self.races.use(tensor, stream, kind, writes=False)
-        for tensor in writes:
-            self.races.use(tensor, stream, kind, writes=True)
+        self._note(kind, stream, reads, writes)
         with _disable_current_modes():
             work: Work = start()
         return _StreamWork(self, kind, work, stream)
@@ -100,9 +117,14 @@ class NcclLike(Edge):
         start = partial(super().recv, tensor, peer, lane)
         return self._issue("recv", group, [], [tensor], start)
 
+    def issue(self, kind: collectives.Kind, group: Group, out: Tensor, own: Tensor) -> None:
+        self._note(kind, self.gpu.stream, [own], [out])
+        with _disable_current_modes():
+            self.data = COLLECTIVES[kind].start(self.groups[group], out, own, True)
+
     def collective(self, kind: collectives.Kind, group: Group, out: Tensor, own: Tensor) -> Work:
-        start = partial(super().collective, kind, group, out, own)
-        return self._issue(kind, self.groups[group], [own], [out], start)
+        issued = super().collective(kind, group, out, own)
+        return _Issued(self, kind, issued, self.data)
 
     def start_sum(self, group: Any, x: Tensor) -> Work:
         """As layers start the sum of an input's gradient over their group."""

@@ -28,7 +28,7 @@ from schedir.testing import tiny
 from schedir.training import gpt
 from schedir.transports.collectives import Group, Kind
 from schedir.transports.processes import Gloo
-from schedir.transports.streams import StreamHub, StreamMailbox, _Point
+from schedir.transports.streams import Point, StreamHub, StreamMailbox
 from schedir.transports.transport import Work
 from tests.cpu.spawn import run
 from tests.cpu.tiny_stages import BOUNDARY, batch, config, gradients, paired, same_bits, zb
@@ -146,7 +146,7 @@ class Sliced(StreamMailbox):
         with torch.cuda.stream(self.gathers):
             out.view(self.tp, -1)[1].copy_(own)
             self.gpu.work(self.seconds)
-            return _Point(self.gathers)
+            return Point(self.gathers)
 
 
 @pytest.mark.parametrize("schedule", [gpipe, one_f_one_b, interleaved])

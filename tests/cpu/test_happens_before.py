@@ -64,7 +64,7 @@ def test_nothing_races(
     assert same_bits(got, expected(plan)[1]) or plan.two_way
 
 
-class _Ready(streams._Point):
+class _Ready(streams.Point):
     """A point that nobody waits for."""
 
     def __init__(self) -> None: ...

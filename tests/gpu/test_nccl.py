@@ -151,7 +151,7 @@ def late_gather(rank: int, folder: str) -> tuple[bool, bool]:
     summed = torch.cuda.Event()
     summed.record()
     summed.synchronize()
-    waited = gather.is_completed()
+    waited = gather.event.query()
     gather.wait()
     return waited, whole.tolist() == [1, 2]
 

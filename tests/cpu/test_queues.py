@@ -1,0 +1,85 @@
+"""How many streams a rank has over NCCL, and a program that has more than a GPU has queues."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from schedir import compile
+from schedir.errors import ModelError
+from schedir.io.terminal import format_error
+from schedir.ir.plan import Plan
+from schedir.ir.program import Program
+from schedir.runtime import nccl
+from schedir.schedules import dualpipe, interleaved, looped_bfs, one_f_one_b
+from schedir.transports.cuda import QUEUES
+from schedir.transports.processes import OnLane
+from schedir.transports.queues import require_queues, streams_of
+from tests.cpu.virtual_gpu import Stream, install
+
+GOLDEN = Path(__file__).parents[1] / "golden"
+
+
+def _program(schedule: Any, plan: Plan, tp: int = 2) -> Program:
+    return compile(
+        schedule, plan, tp=tp, dp=2, model="edge", tied=True, clip=True, overlap=True
+    )  # fmt: skip
+
+
+def test_streams_of_usual_programs() -> None:
+    mirror = Plan(8, 16, placement="mirror")
+    for program, most in (
+        (_program(one_f_one_b, Plan(8, 16)), 18),
+        (_program(interleaved, Plan(8, 16, 2)), 19),
+        (_program(dualpipe, mirror), 29),
+        (_program(dualpipe, mirror, tp=1), 25),
+    ):
+        each = [streams_of(program, rank, "edge") for rank in range(8)]
+        assert max(sum(one.values()) for one in each) == most
+        require_queues(program, "edge", {QUEUES: "32"})
+        grouped = [streams_of(program, rank, "device") for rank in range(8)]
+        assert all(one["messages"] == 2 and one["records"] == 1 for one in grouped)
+
+
+def test_a_rank_in_the_middle_by_hand() -> None:
+    """Its stream, the layers' two, the gathers' two, dp and the norm on one more, and four edges,
+    of which it receives along two."""
+    assert streams_of(_program(one_f_one_b, Plan(8, 16)), 3, "edge") == {
+        "computation": 1, "layers": 2, "gathers": 2, "reductions": 3, "messages": 8, "records": 2,
+    }  # fmt: skip
+
+
+def test_more_streams_than_queues_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By whoever connects, before there is a group, and with what they are for."""
+    placement = (*range(8), 0, 2, 4, 6, 1, 3, 5, 7, 0, 3, 6, 1, 4, 7, 2, 5, 0, 5, 2, 7, 4, 1, 6, 3)
+    many = _program(looped_bfs, Plan(8, 8, 4, placement=placement))
+    few = _program(one_f_one_b, Plan(4, 8))
+    said = []
+    for program, queues in ((many, "32"), (many, "64"), (few, "16"), (few, None)):
+        monkeypatch.delenv(QUEUES, raising=False)
+        if queues is not None:
+            monkeypatch.setenv(QUEUES, queues)
+        with pytest.raises(ModelError) as error:
+            nccl(program, torch.device("cuda", 0))
+        said.append(format_error(error.value))
+    assert "\n".join(said) + "\n" == (GOLDEN / "queues.txt").read_text()
+    require_queues(many, "device", {QUEUES: "32"})
+
+
+def test_memory_is_kept_until_somebody_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What computes may free it sooner, and the allocator would give it away."""
+    lane: Any = Stream(install(monkeypatch))
+    tensor = torch.zeros(4)
+    seen = weakref.ref(tensor)
+    work = OnLane(lane, (tensor,))
+    del tensor
+    gc.collect()
+    assert seen() is not None
+    work.wait()
+    gc.collect()
+    assert seen() is None
