@@ -42,8 +42,8 @@ class Standing(NamedTuple):
 class Progress:
     """What has ended of the last `TURNS` steps of an executor, whose calls it follows from now on.
 
-    Events are made here, and recorded anew in each step: an instruction costs the host a
-    microsecond more.  Any thread may ask for `standing`.
+    Events are made here, and recorded anew in each step: an instruction costs the host an event
+    more, some microseconds.  Any thread may ask for `standing`.
     """
 
     def __init__(self, executor: Executor) -> None:

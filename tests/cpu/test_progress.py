@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from functools import partial
 from queue import SimpleQueue
 from threading import Event
 from typing import Any
@@ -21,6 +22,9 @@ from schedir.schedules import dualpipe, gpipe, one_f_one_b
 from schedir.testing import tiny
 from schedir.training import watchdog
 from schedir.training.watchdog import standstill
+from schedir.transports.edges import Edge, Grouped
+from tests.cpu.spawn import run
+from tests.cpu.tiny_stages import batch, gpt_executor
 from tests.cpu.virtual_gpu import VirtualGPU, charge, install
 
 COSTS = Costs(F=1.0, B=2.0)
@@ -221,3 +225,26 @@ def test_a_driver_that_does_not_answer_holds_up_no_watchdog(
     assert [asked.standing() for _ in range(3)] == [None] * 3
     assert busy.asked == 1  # one thread waits, and no more
     busy.over.set()
+
+
+def _over_processes(process: int, transport: type[Edge] | type[Grouped], tp: int) -> list[Any]:
+    program = schedir.compile(
+        one_f_one_b, Plan(2, 4), tp=tp, tied=True, clip=True, model=transport.model, overlap=True
+    )
+    executor = gpt_executor(program, transport(program), record=False)
+    progress, standing = Progress(executor), []
+    for _ in range(3):
+        executor.step(*batch(4))
+        standing.append(progress.standing())
+    works = [work for each in progress.turns[-1].works for work in each]
+    return [standing, len(works), all(hasattr(work, "is_completed") for work in works)]
+
+
+@pytest.mark.parametrize(("transport", "tp"), [(Edge, 2), (Grouped, 1)])
+def test_what_processes_have_started_is_asked(
+    transport: type[Edge] | type[Grouped], tp: int
+) -> None:
+    """Messages, gathers and reductions, and messages that are issued as one."""
+    asking = partial(_over_processes, transport=transport, tp=tp)
+    for standing, count, asked in run(asking, 2 * tp):
+        assert standing == [None] * 3 and count > 8 and asked
