@@ -84,7 +84,8 @@ class Steps:
         device, plan = executor.state.device, executor.program.plan
         self.has_loss = plan.stages - 1 in executor.stages
         self.left = Left(executor)
-        self.readings = Readings(device, len(_Numbers._fields) + len(self.left), 2)
+        count = len(_Numbers._fields) + stops * len(self.left)
+        self.readings = Readings(device, count, 2)
         self.none = torch.zeros((), dtype=torch.float64, device=device)
         # What is added to the scale of the next step: NaN lets it make no update.
         self.hold = self.none.float() if stops and self.may_be_late else None
@@ -113,8 +114,8 @@ class Steps:
         this, and come to the same.
         """
         step = self.issued.popleft()
-        read = step.numbers.read()
-        numbers, left = _Numbers(*read[: -len(self.left) or None]), read[len(_Numbers._fields) :]
+        read, count = step.numbers.read(), len(_Numbers._fields)
+        numbers, left = _Numbers(*read[:count]), read[count:]
         if self._fails(numbers):
             self._go_back(numbers)
             self.failed = step, left
@@ -138,7 +139,7 @@ class Steps:
         return not_finite(found, self.executor.program, self.number)
 
     def _numbers(self, total: Tensor | None) -> Tensor:
-        """`_Numbers` and `Left.finite`, float64, on the device."""
+        """`_Numbers`, and for a run that may stop `Left.finite`: float64, on the device."""
         scale = self.loss_scale
         numbers = [  # in the order of their names
             self.none if total is None else total,
@@ -147,7 +148,8 @@ class Steps:
             self.none if scale is None else scale.value,
             self.none if scale is None else torch.as_tensor(self.executor.state.scale),
         ]
-        return torch.cat([torch.stack([n.double() for n in numbers]), self.left.finite().double()])
+        all_of = torch.stack([number.double() for number in numbers])
+        return torch.cat([all_of, self.left.finite().double()]) if self.stops else all_of
 
     def _next_hold(self, total: Tensor | None) -> Tensor:
         """NaN if the step ends the run, which the host will know when it has issued the next.

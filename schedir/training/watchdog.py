@@ -57,13 +57,13 @@ def standstill(
     not ended though all that it needs of its own rank has; those follow that are under way beside
     it, on other lanes.  Else the site is where the host is.
     """
-    stream, program = executor.state.stream, executor.program
-    notes = {executor.position: f"in step {step}"}
+    stream, program, notes = executor.state.stream, executor.program, dict[int, str]()
     if progress is not None and standing is not None:
         notes = {
             k: f"in step {standing.step}, {waits_for(program, stream[k])}"
             for k in progress.heads(standing)
         }
+    notes = notes or {executor.position: f"in step {step}"}
     sites = [Site(executor.rank, k, stream[k], note) for k, note in notes.items()]
     return ExecutionError(fact, program=program.name, sites=sites)
 

@@ -6,6 +6,7 @@ import math
 import threading
 from collections.abc import Callable, Iterator
 from functools import partial
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -133,6 +134,31 @@ def test_a_run_that_stops_late_is_one_that_stops_at_once(
     assert "is where it began" in said[0][0]
     assert rows == rows_then and rows.count(b"\n") == 4
     assert all(torch.equal(a, b) for a, b in zip(weights, weights_then, strict=True))
+
+
+def test_one_of_several_updates_stops_late_as_at_once(
+    config: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The others of its step are made, and none of the next."""
+    calls = count()  # of the stage, of which a step has one for each microbatch
+
+    def first_two(y: torch.Tensor) -> torch.Tensor:
+        return infinite_gradient(y) if next(calls) % 3 < 2 else y
+
+    sets = ["pipeline.stages_per_rank=1", "pipeline.placement=[0,0,0,0]", "pipeline.updates=3",
+            "pipeline.delay=1"]  # fmt: skip
+    seen, said = [], []
+    for found in both(config, tmp_path, partial(_spoil, first_two), *sets):
+        seen.append(found)
+        said.append(capsys.readouterr().err)
+    (code, rows, weights, late), (_, rows_then, weights_then, _) = seen
+    assert code == 1 and late > 0 and rows == rows_then
+    assert said[0] == said[1] and "of step 4 is infinite" in said[0] and " B 1." in said[0]
+    assert all(torch.equal(a, b) for a, b in zip(weights, weights_then, strict=True))
+
+
+def _spoil(what: Spoil, patch: pytest.MonkeyPatch) -> None:
+    spoilt(patch, what, 1, 3, once=False)
 
 
 @pytest.mark.parametrize(
