@@ -16,7 +16,7 @@ from schedir.ir.plan import Plan
 from schedir.ir.program import Program
 from schedir.parallel import group
 from schedir.passes.record import Slots as Choice
-from schedir.schedules import chimera, interleaved, one_f_one_b, pipedream_2bw
+from schedir.schedules import chimera, gpipe, interleaved, one_f_one_b, pipedream_2bw
 from schedir.transports.processes import Gloo, Processes
 from schedir.transports.queues import streams_of
 from tests.cpu.happens_before import Races
@@ -57,6 +57,7 @@ CASES = {
     "split, slots shared": Case(zb, Plan(2, 4), tp=2, slots="fewest", record=True),
     "interleaved": Case(interleaved, Plan(2, 4, 2), tp=2, record=True),
     "interleaved, slots shared": Case(interleaved, Plan(2, 4, 2), tp=2, slots="fewest"),
+    "gpipe, slots enough": Case(gpipe, Plan(2, 4), tp=2, slots="enough"),
     "replicas": Case(zb, Plan(2, 4), dp=2, slots="fewest", record=True),
     "two holders": Case(chimera, Plan(2, 4, placement="mirror"), tp=2, slots="fewest"),
     "updates": Case(pipedream_2bw, Plan(2, 8, updates=2, delay=1), dp=2, clip=False),
