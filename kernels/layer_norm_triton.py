@@ -1,4 +1,4 @@
-"""The kernels of `layer_norm`: each number is read once and written once.
+"""The kernels of `layer_norm`: what they are given is read from memory once.
 
 A thread has as much of a row as it loads at once: 16 bytes, 8 numbers of bfloat16. So 32 warps or
 more fit a multiprocessor at the 64 registers of a backward, which keeps two sums a number: in one

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 from schedir import Costs, compile, simulate
 from schedir.analysis.graph import Graph
@@ -87,7 +87,14 @@ class _LateGather:
         self.whole.copy_(self.written)
 
 
-def one_rank(rank: int, schedule: Any, plan: Plan) -> list[tuple[bool, int]]:
+def turned(module: nn.Module, args: Any, y: Tensor) -> Tensor:
+    """The same numbers, in another order in memory: a part of them is no range of it."""
+    y = y.transpose(0, 1).contiguous().transpose(0, 1)
+    assert not y.is_contiguous()
+    return y
+
+
+def one_rank(rank: int, schedule: Any, plan: Plan, hook: Any = None) -> list[tuple[bool, int]]:
     """Whether the bits are those of the reference, and what was called beside a gather."""
     inputs, targets, scale = batch(plan.microbatches)
     found = []
@@ -100,6 +107,8 @@ def one_rank(rank: int, schedule: Any, plan: Plan) -> list[tuple[bool, int]]:
             [gpt.build_stage(config(plan.stages), s, plan.stages, tp=group) for s in own]
             for own in (plan.stages_of[transport.rank], range(plan.stages))
         )
+        for stage in ours if hook else ():
+            stage.register_forward_hook(hook)
         stages = dict(zip(plan.stages_of[transport.rank], ours, strict=True))
         executor = Executor(
             program, transport.rank, stages, transport, loss=loss, boundary=BOUNDARY
@@ -121,6 +130,11 @@ def test_the_bits_of_the_reference_with_gathers_in_flight(schedule: Any, plan: P
     assert all(same for found in results for same, _ in found)
     for of_slots in zip(*results, strict=True):
         assert any(beside for _, beside in of_slots)
+
+
+def test_parts_of_what_is_not_contiguous() -> None:
+    results = run(one_rank, 4, one_f_one_b, Plan(2, 4), turned)
+    assert all(same for found in results for same, _ in found)
 
 
 # ---------------------------------------------------------------- on a GPU that is not there
