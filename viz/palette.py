@@ -12,8 +12,7 @@ from typing import Final, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from schedir.ir.ops import COMPUTE, ROWS, SENDS, Lane, Opcode
-from schedir.ir.ops import LANES as ROWS_OF_LANES
+from schedir.ir.ops import COMPUTE, LANES, ROWS, SENDS, Lane, Opcode
 from schedir.predict.bubble_causes import Cause
 
 RGB = tuple[float, float, float]
@@ -41,13 +40,13 @@ TONES: Final = {
     Opcode.BackwardWeight: Tone("#1b9e77", 49, 41),
     Opcode.Backward: Tone("#4b3b8f", 31, 15),
 }
-LANES: Final = {row.lane: "#7a7a7a" for row in ROWS_OF_LANES[1:]} | {
+WIRES: Final = {row.lane: "#7a7a7a" for row in LANES[1:]} | {
     Lane.ACT: "#0072b2",
     Lane.GRAD: "#d55e00",
     Lane.TP: "#7a7a7a",
     Lane.DP: "#1a1a1a",
 }
-DAY: Final = Palette(TONES, LANES)
+DAY: Final = Palette(TONES, WIRES)
 # On a dark ground: the same hues in the same order, none as dark as the ground.
 NIGHT: Final = Palette(
     {
@@ -56,14 +55,14 @@ NIGHT: Final = Palette(
         Opcode.BackwardWeight: Tone("#1b9e77", 53, 45),
         Opcode.Backward: Tone("#6a55c2", 37, 27),
     },
-    LANES | {Lane.ACT: "#3d9bd1", Lane.GRAD: "#e8772e", Lane.DP: "#e6e6e6"},
+    WIRES | {Lane.ACT: "#3d9bd1", Lane.GRAD: "#e8772e", Lane.DP: "#e6e6e6"},
 )
 # What a chart may be drawn in.  All but "bright" keep the bands of lightness.
 PALETTES: Final = {
     "plain": DAY,
     "grey": Palette(
         {op: Tone("#808080", tone.light, tone.dark) for op, tone in TONES.items()},
-        LANES | {Lane.ACT: "#8c8c8c", Lane.GRAD: "#3c3c3c", Lane.TP: "#b4b4b4", Lane.DP: "#1a1a1a"},
+        WIRES | {Lane.ACT: "#8c8c8c", Lane.GRAD: "#3c3c3c", Lane.TP: "#b4b4b4", Lane.DP: "#1a1a1a"},
     ),
     # Okabe and Ito's colours (2008), which colour-blind readers tell by hue.
     "bright": Palette(
@@ -73,7 +72,7 @@ PALETTES: Final = {
             Opcode.BackwardWeight: Tone("#009e73", 62, 52),
             Opcode.Backward: Tone("#d55e00", 58, 48),
         },
-        LANES | {Lane.ACT: "#0072b2", Lane.GRAD: "#cc79a7", Lane.TP: "#7a7a7a", Lane.DP: "#1a1a1a"},
+        WIRES | {Lane.ACT: "#0072b2", Lane.GRAD: "#cc79a7", Lane.TP: "#7a7a7a", Lane.DP: "#1a1a1a"},
     ),
 }
 ACCENT: Final = "#c8005f"  # a critical path
@@ -88,7 +87,7 @@ NAMES: Final = {
     Opcode.BackwardWeight: "W backward, weight",
     Opcode.OptimizerStep: "optimizer step",
 }
-LANE_NAMES: Final = {row.lane: row.doc for row in ROWS_OF_LANES[1:]} | {
+LANE_NAMES: Final = {row.lane: row.doc for row in LANES[1:]} | {
     Lane.ACT: "activations",
     Lane.GRAD: "gradients",
     Lane.TP: "tensor parallel",
@@ -110,7 +109,7 @@ CAUSES: Final = {
 # What can be given a colour of its own, by the names that a person knows.
 KINDS: Final[dict[str, Opcode | Lane]] = {
     **{ROWS[op].text: op for op in COMPUTE},
-    **{lane.name.lower(): lane for lane in LANES},
+    **{lane.name.lower(): lane for lane in WIRES},
     "step": Opcode.OptimizerStep,
 }
 

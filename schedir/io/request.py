@@ -134,7 +134,7 @@ class Request:
             return found
         return compile(
             found,
-            model=self.model or "device",
+            model=self._model,
             blocks=self.blocks,
             costs=self._stage_costs,
             overlap=self.overlap,
@@ -153,7 +153,7 @@ class Request:
         found = self.run
         if found is None:
             costs, sizes = self._stage_costs, self._stage_sizes
-            model, blocks = self.model or "device", self.blocks
+            model, blocks = self._model, self.blocks
             return simulate(self.program, costs, model=model, sizes=sizes, blocks=blocks)
         if self.model not in (None, found.model) and not self.share:
             raise UsageError(
@@ -170,6 +170,11 @@ class Request:
             predicted = simulate(found.program, self.costs, model=model, blocks=blocks)
             found = replace(predicted, unit=found.unit)
         return replace(found, sizes=sizes)
+
+    @property
+    def _model(self) -> Model:
+        """The progress model that is said, or the usual one."""
+        return self.model or "device"
 
     @property
     def proven_model(self) -> Model:
@@ -214,11 +219,11 @@ class Request:
 
     def _with_slots(self, program: Program) -> Program:
         """A lowered program, checked, whose values share the slots that are asked for."""
-        program = check(program, self.model or "device", blocks=self.blocks)
+        program = check(program, self._model, blocks=self.blocks)
         if self.slots is None:
             return program
-        program = share_slots(program, self.slots, self.costs, self.model or "device")
-        return check(program, self.model or "device", blocks=self.blocks)
+        program = share_slots(program, self.slots, self.costs, self._model)
+        return check(program, self._model, blocks=self.blocks)
 
     def _within(self, program: Program) -> Program:
         """A checked program, within the limit if there is one."""

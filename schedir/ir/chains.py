@@ -19,10 +19,20 @@ from schedir.ir.ops import TIERS, Change
 
 Ints = NDArray[np.int64]
 Mask = NDArray[np.bool_]
-Part = tuple[Positions, Ints, bool, bool, Change | None]
 
 NO_FORM: Final = -1  # that of the token itself
 _ANY: Final = -2
+
+
+class Part(NamedTuple):
+    """Instructions of one row, and the values that they touch: whether they give these, and make
+    them, and how they change them, if they do."""
+
+    at: Positions
+    key: Ints
+    gives: bool
+    makes: bool
+    change: Change | None
 
 
 class Chains(NamedTuple):
@@ -34,9 +44,9 @@ class Chains(NamedTuple):
 
     at: Positions
     key: Ints
-    gives: NDArray[np.bool_]
-    makes: NDArray[np.bool_]
-    moves: NDArray[np.bool_]
+    gives: Mask
+    makes: Mask
+    moves: Mask
     tier: Ints
     form: Ints
     last: Ints
@@ -44,36 +54,30 @@ class Chains(NamedTuple):
 
     @classmethod
     def of(cls, parts: Sequence[Part]) -> Chains:
-        """Chains of (positions, keys, whether they give, whether they make, their change)."""
-        names = [
-            c for *_, change in parts if change
-            for c in (change.before, change.after) if c not in TIERS
-        ]  # fmt: skip
+        """All events that some rows make."""
+        names = [name for part in parts for name in _states(part.change) if name not in TIERS]
         forms = tuple(dict.fromkeys(names))
 
         def column(value: Sequence[int]) -> Ints:
-            return np.repeat(np.array(value, np.int64), [len(part[0]) for part in parts])
+            return np.repeat(np.array(value, np.int64), [len(part.at) for part in parts])
 
-        at = np.concatenate([np.empty(0, np.int32), *(part[0] for part in parts)])
-        key = np.concatenate([np.empty(0, np.int64), *(part[1] for part in parts)])
+        at = np.concatenate([np.empty(0, np.int32), *(part.at for part in parts)])
+        key = np.concatenate([np.empty(0, np.int64), *(part.key for part in parts)])
         sort = np.lexsort((at, key))
-        gives = column([part[2] for part in parts])[sort] > 0
-        makes = column([part[3] for part in parts])[sort] > 0
+        gives = column([part.gives for part in parts])[sort] > 0
+        makes = column([part.makes for part in parts])[sort] > 0
         key = key[sort]
         first = np.append(True, key[1:] != key[:-1])[: len(key)]
         life = np.cumsum(makes | first) - 1
         begins = np.flatnonzero(makes | first)
 
-        def state(names: Sequence[str], rest: int) -> tuple[Ints, Ints, NDArray[np.bool_]]:
+        def state(names: Sequence[str], rest: int) -> tuple[Ints, Ints, Mask]:
             """What it is after each event, after the last of its life, and which events set it."""
             places = {name: k for k, name in enumerate(names)}
+            ends = [_states(part.change) or ("", "") for part in parts]
             before, after = (
-                column(
-                    [places.get(str(part[4][side]), _ANY) if part[4] else _ANY for part in parts]
-                )
-                for side in (1, 2)
+                column([places.get(end[side], _ANY) for end in ends])[sort] for side in (0, 1)
             )
-            before, after = before[sort], after[sort]
             sets = after != _ANY
             start, end = np.full((2, len(begins)), rest)
             at = np.flatnonzero(sets)
@@ -89,10 +93,10 @@ class Chains(NamedTuple):
         form, last, _ = state(forms, NO_FORM)
         return cls(at[sort], key, gives, makes, moves, tier, form, last, forms)
 
-    def _fits(self, event: Ints, change: Change | None) -> NDArray[np.bool_]:
+    def _fits(self, event: Ints, change: Change | None) -> Mask:
         """Whether the value is, after each of some events, as who comes next wants it."""
         tier = TIERS.index(change.before) if change and change.before in TIERS else 0
-        fits: NDArray[np.bool_] = self.gives[event] & (self.tier[event] == tier)
+        fits: Mask = self.gives[event] & (self.tier[event] == tier)
         if change is None:
             fits &= self.form[event] == self.last[event]
         elif change.before in self.forms:
@@ -154,12 +158,15 @@ class Chains(NamedTuple):
         here = self.tier[one] == 0
         return self.at[one[here]], self.at[two[here]]
 
-    def pieces(
-        self,
-    ) -> tuple[Positions, Positions, Ints, Ints, Mask, Mask]:
+    def pieces(self) -> tuple[Positions, Positions, Ints, Ints, Mask, Mask]:
         """As `flow.States`."""
         one, two = self._pieces(np.arange(len(self.at)))
         return (
             self.at[one], self.at[two], self.tier[one], self.form[one],
             self.makes[one], ~self.gives[two],
         )  # fmt: skip
+
+
+def _states(change: Change | None) -> tuple[str, ...]:
+    """What a value is before and after a change; nothing where there is none."""
+    return (change.before, change.after) if change else ()

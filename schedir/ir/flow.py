@@ -20,7 +20,7 @@ from typing import Any, Final, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from schedir.ir.chains import NO_FORM, Chains
+from schedir.ir.chains import NO_FORM, Chains, Part
 from schedir.ir.index import NONE, Index, Positions
 from schedir.ir.ops import (
     LOCAL_HANDOVER,
@@ -266,12 +266,12 @@ class Flow:
             at = self.index.positions.get(op)
             if at is not None:
                 change = change_of(op, token)
-                parts.append((at, self._keys(token, at), True, op in producers(token), change))
+                parts.append(Part(at, self._keys(token, at), True, op in producers(token), change))
         for op, hop in FREERS[token]:
             at = self.index.positions.get(op)
             if at is not None:
                 key = self._keys(token, at) - hop * self.index.program.plan.microbatches
-                parts.append((at, key, False, False, None))
+                parts.append(Part(at, key, False, False, None))
         return Chains.of(parts)
 
     def _keys(self, token: Token, at: Positions) -> Keys:

@@ -29,7 +29,8 @@ class Index:
     turn 0, then all of them for update 1, and so on.  `positions[op]` has where an opcode stands,
     ascending, and `at[op]` the position of each key, -1 where there is none.  What is out of range
     is not `valid`, and in neither.  `all_valid` says that nothing is out of range, and `once`
-    that nothing in range is there twice.
+    that nothing in range is there twice.  Of `program` only what is no matter of slots may be
+    asked: programs that differ in these have one Index.
     """
 
     def __init__(self, program: Program) -> None:

@@ -115,7 +115,7 @@ class InProcess:
                 record=record,
             )
             self.ranks.append(executor)
-        self.graph = Graph(program, model)
+        self.graph = Graph.of(program, model)
         # Who is at a node, by (rank, index); a send names its node, so it comes first.
         self.at: list[list[tuple[int, int]]] = [[] for _ in range(self.graph.nodes)]
         for position, node in enumerate(self.graph.node.tolist()):

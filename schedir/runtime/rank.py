@@ -14,7 +14,6 @@ from torch import Tensor, nn
 
 from schedir.analysis.slots import KINDS, assign, counts, reuses
 from schedir.errors import ModelError
-from schedir.ir.index import Index
 from schedir.ir.ops import RECEIVES, ROWS, SENDS, Instr, Opcode, Token
 from schedir.ir.plan import Plan
 from schedir.ir.program import Program
@@ -238,7 +237,6 @@ class State:
         # For receives, by index in the Stream, the sends that have arrived when they have.
         self.implied_acks = implied_acks(program, rank)
         self.index_of: dict[tuple[int, ...], int] = {i: k for k, i in enumerate(self.stream)}
-        index = Index(program)
         self.assigned = assign(program, rank)
         self.slots = dict(zip(KINDS, map(Slots, counts(program)[rank].tolist()), strict=True))
         # Static memory of what is received, by kind and slot.
@@ -247,7 +245,7 @@ class State:
             torch.empty(boundary.shape, dtype=boundary.dtype, device=self.device),
         )
         self._outgoing: dict[tuple[Token, int, bool], Tensor] = {}  # and of what is sent
-        self.reuse_after_send = _reuse_after_send(index, rank)
+        self.reuse_after_send = _reuse_after_send(program, rank)
 
     def begin(self, inputs: Microbatches, targets: Microbatches, scale: float | Tensor) -> None:
         """Make ready for a step."""
@@ -355,9 +353,9 @@ def device_of(stages: Mapping[int, nn.Module]) -> torch.device:
     return next(iter(found), torch.device("cpu"))
 
 
-def _reuse_after_send(index: Index, rank: int) -> dict[int, int]:
+def _reuse_after_send(program: Program, rank: int) -> dict[int, int]:
     """For what fills a slot that a send must have left, that send; both by index in the Stream."""
-    program, lo = index.program, int(index.program.offsets[rank])
+    lo = int(program.offsets[rank])
     if not program.slots:
         return {}
     stream, end = program.streams[rank], int(program.offsets[rank + 1])

@@ -144,7 +144,7 @@ class EventStamps(Stamps):
         for event in (*self.began, *self.ended, self.joined):
             event.record(stream)  # made at first use
         own = program.streams[rank]
-        queue = Graph(program, model).queue[slice(*program.offsets[rank : rank + 2].tolist())]
+        queue = Graph.of(program, model).queue[slice(*program.offsets[rank : rank + 2].tolist())]
         self.queue, self.group = queue.tolist(), np.cumsum(~own.joined).tolist()
         # What may end later than it is issued, on whatever lane; of sends their receivers know it.
         self.late = np.flatnonzero(~np.isin(own.op, SENDS)).tolist()
@@ -312,7 +312,7 @@ def timeline_of(
     What is one node of the graph has one span: a message and a collective are under way when
     the last side is there, a pair that runs together when its first member begins.
     """
-    node = Graph(program, model).node
+    node = Graph.of(program, model).node
     first, last, over = np.full(len(node), np.inf), *np.full((2, len(node)), -np.inf)
     np.minimum.at(first, node, start)
     np.maximum.at(last, node, start)

@@ -176,7 +176,7 @@ class Shared(Processes):
         for lane, rank in sources:
             at = own.count(rank, lane)
             self.incoming[lane, rank] = _Incoming(rank, own, at, connections[rank])
-        index = Index(self.program)
+        index = Index.of(self.program)
         sizes = counts(self.program)
         for rank in {rank for _, rank in targets}:
             size = dict(zip(KINDS, sizes[rank].tolist(), strict=True))

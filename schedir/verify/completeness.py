@@ -16,14 +16,14 @@ from schedir.errors import (
 )
 from schedir.ir.index import Index
 from schedir.ir.ops import (
+    BACKWARD,
+    BACKWARD_INPUT,
+    BACKWARD_WEIGHT,
     BACKWARDS,
     COMPUTE,
-    FORWARDS,
-    LATE,
+    FORWARD,
     ROWS,
-    SPLITS,
     TRANSFERS,
-    WHOLES,
     Instr,
     Opcode,
     Per,
@@ -215,32 +215,31 @@ def _groups(look: Inspector) -> None:
 
 def _compute(look: Inspector) -> None:
     """Each stage runs each microbatch forward once, and backward once if the program trains."""
-    (forward,), (whole,), (first,), (late,) = FORWARDS, WHOLES, SPLITS, LATE
-    f, b, i, w = (look.present(op) for op in (forward, whole, first, late))
+    f, b, i, w = (look.present(op) for op in (FORWARD, BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT))
     if not f.all():
-        look.missing(forward, int((~f).argmax()))
+        look.missing(FORWARD, int((~f).argmax()))
     if not look.program.trains:
         return
-    for split, name in ((i, first), (w, late)):
+    for split, name in ((i, BACKWARD_INPUT), (w, BACKWARD_WEIGHT)):
         if (b & split).any():
             key = int((b & split).argmax())
             look.refuse(
                 f"stage {look.stage[key]} has both a whole and a split backward of "
                 f"microbatch {look.mb[key]}",
-                look.site_of(whole, key),
+                look.site_of(BACKWARD, key),
                 look.site_of(name, key),
                 hint="B is I and W in one",
             )
     if (w & ~i).any():
-        look.missing(first, int((w & ~i).argmax()), ", but its W is there")
+        look.missing(BACKWARD_INPUT, int((w & ~i).argmax()), ", but its W is there")
     if (i & ~w).any():
-        look.missing(late, int((i & ~w).argmax()), ", but its I is there")
+        look.missing(BACKWARD_WEIGHT, int((i & ~w).argmax()), ", but its I is there")
     if not (b | i).all():
         key = int((~(b | i)).argmax())
         rank = int(look.plan.rank_at(look.stage[key], look.mb[key]))
         look.refuse(
             f"microbatch {look.mb[key]} has no backward in stage {look.stage[key]} (rank {rank})",
-            look.site_of(forward, key),
+            look.site_of(FORWARD, key),
         )
 
 
