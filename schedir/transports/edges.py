@@ -92,7 +92,7 @@ class Edge(Processes):
         message: int = 0,
     ) -> None:
         super().__init__(program, timeout, device=device)
-        self.edges = directed_edges(program)
+        self.edges, self.device = directed_edges(program), device
         # The other ends of this process's edges, which share its replica and its slice.
         self.processes = [int(p) for p in self.mesh[self.dp_rank, :, self.tp_rank]]
         self.edge_groups: dict[DirectedEdge, Any] = {}
@@ -107,6 +107,11 @@ class Edge(Processes):
         """The processes at the two ends of an edge, for each replica and slice."""
         ends = self.mesh[:, [edge.source, edge.target]]
         return [sorted(map(int, pair)) for pair in ends.swapaxes(1, 2).reshape(-1, 2)]
+
+    def along(self, edge: DirectedEdge, number: Tensor, *, sends: bool) -> Any:
+        """Start to send to the other end of an edge, whichever that is, or to receive from it."""
+        peer = self.processes[edge.source + edge.target - self.rank]
+        return (dist.isend if sends else dist.irecv)(number, peer, group=self.edge_groups[edge])
 
     def send(self, tensor: Tensor, peer: int, lane: Lane) -> Work:
         """Start to send."""

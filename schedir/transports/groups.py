@@ -46,7 +46,7 @@ def make(
     for some in _colours(rows):
         row = next((row for row in some if rank in row), None)
         if row is None:
-            _take_no_part()
+            _take_no_part(device)
         else:
             own = dist.new_group(
                 list(row),
@@ -57,7 +57,10 @@ def make(
 
 
 def _gloo(timeout: float | None) -> dict[str, Any]:
-    return {"timeout": None if timeout is None else timedelta(seconds=timeout)}
+    how: dict[str, Any] = {"timeout": None if timeout is None else timedelta(seconds=timeout)}
+    if getattr(dist.group.WORLD, "bound_device_id", None) is not None:
+        how["backend"] = "gloo"  # and not NCCL as well, as the default group has
+    return how
 
 
 def _nccl(timeout: float | None, ctas: int) -> dict[str, Any]:
@@ -72,7 +75,7 @@ def _nccl(timeout: float | None, ctas: int) -> dict[str, Any]:
     how = _gloo(None if timeout is None else timeout + LATER)
     if how["timeout"] is not None:
         options._timeout = how["timeout"]  # as the group's, or torch warns
-    return {"backend": "nccl", "pg_options": options, **how}
+    return how | {"backend": "nccl", "pg_options": options}
 
 
 def ctas(size: int) -> int:
@@ -101,11 +104,11 @@ def _colours(rows: Iterable[Row]) -> list[list[Row]]:
     return [[*split.values()] for split in splits]
 
 
-def _take_no_part() -> None:
+def _take_no_part(device: torch.device | str) -> None:
     """Of a process that is in no row: a communicator is split by all that are in it, and torch
     names a group after its row and the number of groups that the process has."""
     world: Any = dist.group.WORLD
-    if world.bound_device_id is not None:
+    if torch.device(device).type != "cpu" and world.bound_device_id is not None:
         world._get_backend(world.bound_device_id).perform_nocolor_split(world.bound_device_id)
     _alone()
 

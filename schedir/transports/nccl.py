@@ -21,6 +21,7 @@ from schedir.errors import ModelError, UsageError
 from schedir.ir.program import Program
 from schedir.transports.cuda import HOST, QUEUES, refuse_twins, take_gpu
 from schedir.transports.edges import Edge, Grouped
+from schedir.transports.probe import refuse_sharing, touch_cuda
 from schedir.transports.queues import require_queues
 
 BACKENDS = "cpu:gloo,cuda:nccl"  # what processes agree on goes over Gloo
@@ -92,6 +93,7 @@ class NCCLEdge(Edge):
         _require_cuda(device, program)
         require_queues(program, self.model)
         super().__init__(program, timeout, device=device, message=message)
+        refuse_sharing(program, self, touch_cuda(self, device))
 
 
 class NCCLGrouped(Grouped):

@@ -1,0 +1,138 @@
+"""Which streams share a hardware queue, where queues are threads; and whom that concerns."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from functools import partial
+from itertools import combinations
+from pathlib import Path
+from queue import SimpleQueue
+from threading import Event, Thread
+from typing import Any
+
+import numpy as np
+from torch import Tensor
+
+from schedir import compile
+from schedir.analysis.graph import Graph
+from schedir.analysis.longest_path import walk
+from schedir.analysis.sharing import SharedQueues
+from schedir.errors import ModelError
+from schedir.io.terminal import format_error
+from schedir.ir.ops import Lane
+from schedir.ir.plan import Plan
+from schedir.ir.program import Program
+from schedir.schedules import one_f_one_b
+from schedir.transports.edges import DirectedEdge, Edge
+from schedir.transports.probe import Queue, Shared, _number, find_sharing, refuse_sharing
+from tests.cpu.spawn import run
+
+GOLDEN = Path(__file__).parents[1] / "golden"
+
+IN, OUT = DirectedEdge(Lane.ACT, 0, 1), DirectedEdge(Lane.ACT, 1, 2)
+BACK_IN, BACK_OUT = DirectedEdge(Lane.GRAD, 2, 1), DirectedEdge(Lane.GRAD, 1, 0)
+# Those of a GPU, by rank: what is in one of them goes one after the other.
+Hardware = Mapping[int, tuple[tuple[Queue, ...], ...]]
+
+
+class _Done:
+    def __init__(self) -> None:
+        self.event = Event()
+        self.is_completed = self.event.is_set
+        self.wait = self.event.wait
+
+
+class Threads(Edge):
+    """Over Gloo, a thread for each hardware queue, where messages wait for their other side."""
+
+    def __init__(self, program: Program, hardware: Hardware) -> None:
+        self.hardware = hardware
+        self.threads: dict[Any, SimpleQueue[Any]] = {}
+        super().__init__(program)
+
+    def issue_to(self, queue: Queue, do: Callable[[], object]) -> _Done:
+        sharing = (some for some in self.hardware.get(self.rank, ()) if queue in some)
+        key = next(sharing, queue)
+        if key not in self.threads:
+            self.threads[key] = SimpleQueue()
+            Thread(target=self._run, args=(self.threads[key],), daemon=True).start()
+        self.threads[key].put((do, done := _Done()))
+        return done
+
+    def _run(self, queue: SimpleQueue[Any]) -> None:
+        while True:
+            do, done = queue.get()
+            do()
+            done.event.set()
+
+    def along(self, edge: DirectedEdge, number: Tensor, *, sends: bool) -> Any:
+        message = partial(super().along, edge, number, sends=sends)
+        return self.issue_to(edge, lambda: message().wait())
+
+    def touch(self, lane: Lane) -> Callable[[], bool]:
+        return self.issue_to(lane, lambda: None).is_completed
+
+
+def _program() -> Program:
+    return compile(one_f_one_b, Plan(3, 6), model="edge", overlap=True)
+
+
+def tried(rank: int, hardware: Hardware) -> Any:
+    transport = Threads(_program(), hardware)
+    return find_sharing(transport, transport.touch, 0.3)
+
+
+def test_nothing_shares_and_nothing_is_found() -> None:
+    assert run(tried, 3, {}) == [[], [], []]
+
+
+def test_what_shares_is_found_by_its_rank() -> None:
+    hardware: Hardware = {1: ((IN, BACK_IN), (OUT, Lane.COMPUTE)), 2: ((OUT, BACK_IN),)}
+    first, middle, last = run(tried, 3, hardware)
+    assert first == []
+    assert {*middle} == {Shared(1, IN, BACK_IN), Shared(1, OUT, Lane.COMPUTE)}
+    assert last == [Shared(2, OUT, BACK_IN)]
+
+
+def refused(rank: int, hardware: Hardware) -> Any:
+    """What is known to share, or how the program is refused."""
+    transport = Threads(program := _program(), hardware)
+    try:
+        return refuse_sharing(program, transport, transport.touch, 0.3)
+    except ModelError as error:
+        return format_error(error)
+
+
+def test_a_program_is_refused_where_what_shares_would_wait_for_ever() -> None:
+    """Of the pairs of 1F1B's second rank, activations that leave and gradients that come; all
+    processes say the same."""
+    (said,) = {*run(refused, 3, {1: ((OUT, BACK_IN),)})}
+    assert said + "\n" == (GOLDEN / "sharing.txt").read_text()
+    first, *others = run(refused, 3, {1: ((IN, BACK_OUT),)})
+    assert others == [first] * 2 and first == [Shared(1, IN, BACK_OUT)]
+
+
+def test_pairs_that_may_share() -> None:
+    program = _program()
+    queues: list[Queue] = [Lane.COMPUTE, IN, OUT, BACK_IN, BACK_OUT]
+    hang = []
+    for one, other in combinations(queues, 2):
+        numbers = [_number(program, 1, queue) for queue in (one, other)]
+        graph = SharedQueues(program, "edge", [(numbers[0], numbers[1])], blocks=True)
+        if not walk(graph).done.all():
+            hang.append((one, other))
+    assert hang == [(OUT, BACK_IN)]
+
+
+def test_queues_that_share_by_way_of_others_are_one() -> None:
+    program = _program()
+    numbers = {queue: _number(program, 1, queue) for queue in (IN, OUT, BACK_IN, BACK_OUT)}
+    plain = Graph.of(program, "edge", blocks=True).queue
+    assert len({*numbers.values()}) == 4 and {*numbers.values()} < {*plain.tolist()}
+    pairs = [(numbers[BACK_OUT], numbers[OUT]), (numbers[IN], numbers[BACK_OUT])]
+    joined = SharedQueues(program, "edge", pairs, blocks=True).queue
+    least = min(numbers[queue] for queue in (IN, OUT, BACK_OUT))
+    for queue in (IN, OUT, BACK_OUT):
+        assert {*joined[plain == numbers[queue]].tolist()} == {least}
+    others = ~np.isin(plain, [numbers[queue] for queue in (IN, OUT, BACK_OUT)])
+    assert (joined[others] == plain[others]).all()
