@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from schedir.kernels import choice, cross_entropy, weight_gradient
+from schedir.kernels.embedding_gradient import accumulate_rows_
 from schedir.kernels.gelu import bias_gelu
 from schedir.kernels.layer_norm import add_layer_norm
 from schedir.parallel.vocab import vocab_parallel_cross_entropy
@@ -166,3 +167,20 @@ def test_a_graph_replays_them() -> None:
     graph.replay()
     for one, other in zip(captured, run(), strict=True):
         assert torch.equal(one, other)
+
+
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype:UserWarning")
+@pytest.mark.parametrize("tokens", [2048, 8192])  # torch has two ways to sum up equal ones
+def test_rows_of_an_embedding_are_added_alike_whatever_their_order(tokens: int) -> None:
+    torch.use_deterministic_algorithms(False)  # by atomics
+    rows = torch.arange(tokens, device="cuda") ** 2 % 1000
+    dy = random(tokens, 256, dtype=torch.bfloat16)
+    before = random(1000, 256, dtype=torch.float32, seed=1)
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        sums = [accumulate_rows_(before.clone(), rows, dy, padding=1) for _ in range(4)]
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert all(torch.equal(sums[0], other) for other in sums)
+    counted = dy.double().masked_fill((rows == 1).unsqueeze(-1), 0)
+    assert_near(sums[0], before.double().index_add(0, rows, counted), torch.float32)
