@@ -90,9 +90,12 @@ class Steps:
         # What is added to the scale of the next step: NaN lets it make no update.
         self.hold = self.none.float() if stops and self.may_be_late else None
 
-    def issue(self, batch: Batch, learning_rate: float) -> None:
-        """Let the device run a step on a batch; the host waits for nothing of it."""
-        began, executor = perf_counter(), self.executor
+    def issue(self, batch: Batch, learning_rate: float, began: float) -> None:
+        """Let the device run a step on a batch; the host waits for nothing of it.
+
+        `began` is when the step did, which has waited for its batch, by `perf_counter`.
+        """
+        executor = self.executor
         self.number += 1
         mean = 1 / batch.tokens
         given = (

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, replace
 from functools import partial
+from time import perf_counter
 from typing import TextIO
 
 import torch
@@ -146,10 +147,10 @@ class _Trainer:
             for step in range(train.steps):
                 reported = (step + 1) % train.log_every == 0 or step + 1 == train.steps
                 self.executor.record = record and reported
-                rate = train.learning_rate(step)
+                began, rate = perf_counter(), train.learning_rate(step)
                 for group in self.optimizer.param_groups:
                     group["lr"] = rate
-                self.steps.issue(self._take(prefetch, step), rate)
+                self.steps.issue(self._take(prefetch, step), rate, began)
                 if step == 0:
                     self.asked = times_asked(self.device)
                 # The first step connects and warms up: its time is not that of the second.

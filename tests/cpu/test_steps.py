@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import threading
 from collections.abc import Callable, Iterator
@@ -18,7 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from schedir.errors import NonFiniteError, UsageError
 from schedir.runtime.executor import Executor
 from schedir.runtime.precision import LossScale, innermost, step_if
-from schedir.training import gpt, trainer
+from schedir.training import gpt, steps, trainer
 from schedir.training.config import Config
 from schedir.training.config_file import read
 from schedir.training.steps import Steps
@@ -345,3 +346,30 @@ def test_ctrl_c_in_a_step_leaves_no_thread(
     monkeypatch.setattr(Executor, "begin", begin)
     assert run(config, [*ONE, f'output.folder="{tmp_path}"']) == 130
     assert not prefetching()
+
+
+@pytest.mark.parametrize("every", [1, 3, 100])
+def test_the_time_of_a_step_has_its_wait_for_data(
+    config: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, every: int
+) -> None:
+    """Whether its numbers are read late or at once; reports are nobody's."""
+    now = [0.0]
+
+    def lasts(home: type, name: str, seconds: float) -> None:
+        method = getattr(home, name)
+
+        def longer(self: Any, *given: Any) -> Any:
+            now[0] += seconds
+            return method(self, *given)
+
+        monkeypatch.setattr(home, name, longer)
+
+    lasts(_Trainer, "_take", 5.0)
+    lasts(Executor, "step", 1.0)
+    lasts(_Trainer, "_report", 100.0)
+    for module in (trainer, steps):
+        monkeypatch.setattr(module, "perf_counter", lambda: now[0])
+    sets = [*ONE, "output.record=false", f"train.log_every={every}", f'output.folder="{tmp_path}"']
+    assert run(config, sets) == 0
+    speed = json.loads((tmp_path / "summary.json").read_text())["tokens_per_second"]
+    assert speed == pytest.approx(3 * 2 * 16 / 6.0)
