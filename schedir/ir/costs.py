@@ -25,8 +25,10 @@ class Costs:
 
     `B` defaults to I + W, and `FB`, the time of a forward run together with a B or an I, to the
     sum of both.  `send` is the time from a transfer's start to its end; it occupies the queues of
-    both ranks, never their compute.  All else is free unless told.  For instructions that are not
-    of a stage (step, reduce_norm) the k-th number is rank k's.
+    both ranks, never their compute.  `reduce_grads` is what is left of it at its turn: executors
+    begin it under the last backward, and with the time of a whole one a prediction is too long by
+    what that hides.  All else is free unless told.  For instructions that are not of a stage (step,
+    reduce_norm) the k-th number is rank k's.
 
     Raises CostsError for a cost that is negative or not finite.
 

@@ -18,6 +18,7 @@ from schedir.runtime.around import around, on_version
 from schedir.runtime.given import one_number
 from schedir.runtime.random import BACKWARD, FORWARD, WEIGHT
 from schedir.runtime.rank import Call, Slot, Stage, State
+from schedir.runtime.reduction import Reduction
 from schedir.runtime.split import Tape, recording
 from schedir.runtime.splittable import could_wait, left_whole, watching
 from schedir.runtime.transfer_handlers import message_wait, put_out
@@ -79,14 +80,17 @@ def backward(state: State, i: Instr, *, splits: bool = False) -> Call:
     given = None if last else _input_slot(state, i, Token.GRAD_IN, +1)
     give = put_out(state, i, Token.GRAD_OUT, -1) if i.stage else None
     shared = splits and not local_input and bool(state.program.slots)
+    module, beginning = state.stages[i.stage].module, _beginning(state, i)
 
     def run() -> None:
         x, root = saved.look()
         dy = state.loss_gradient_of(mb) if given is None else given.look()
         if shared and dy is not None:
             dy = dy.clone()  # a tape may keep it, and outlive its turn
-        if root is not None:  # a first stage may have nothing to train
-            torch.autograd.backward(root, dy)
+        reduction = beginning()
+        with nullcontext() if reduction is None else reduction.under_backward(module):
+            if root is not None:  # a first stage may have nothing to train
+                torch.autograd.backward(root, dy)
         if give is not None:
             dx, x.grad = x.grad, None
             if dx is None:
@@ -139,13 +143,25 @@ def _name(stage: Stage, i: Instr) -> str:
 
 
 def backward_weight(state: State, i: Instr) -> Call:
-    tape_slot = state.slot(Token.TAPE, i.stage, i.mb)
+    tape_slot, beginning = state.slot(Token.TAPE, i.stage, i.mb), _beginning(state, i)
 
     def run() -> None:
-        tape_slot.look().run()
+        tape, reduction = tape_slot.look(), beginning()
+        if reduction is None:
+            tape.run()
+        else:
+            reduction.under_tape(tape)
         tape_slot.free()
 
     return Call(None, around(state, i, WEIGHT, run))
+
+
+def _beginning(state: State, i: Instr) -> Callable[[], Reduction | None]:
+    """What finds the reduction that begins under an instruction, if one does."""
+    if i not in state.last_to_add:
+        return lambda: None
+    update = i.mb // state.plan.per_update
+    return lambda: None if state.late else state.reductions[i.stage, update]
 
 
 def _input_slot(state: State, i: Instr, kind: Token, hop: int) -> Slot:

@@ -175,6 +175,8 @@ class Executor:
             program, rank, stages, transport, loss, boundary,
             optimizer, max_norm, loss_scale, seed, weights, copies,
         )  # fmt: skip
+        if self.stamps is not None:
+            self.state.as_of = self.stamps.as_of
         self.position = 0  # index in the Stream: where this rank stands
         self.under_way = False  # a step, or one that has failed
         self.calls = [HANDLERS[i.op](self.state, i) for i in self.state.stream]

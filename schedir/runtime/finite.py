@@ -161,7 +161,7 @@ def run_again(
     them: what comes after adds to the same sum.
     """
     found: list[Found] = []
-    usual = executor.calls, executor.state.optimizer, executor.record
+    usual = executor.calls, executor.state.optimizer, executor.record, executor.state.late
 
     def watch(k: int, i: Instr, call: Call) -> Call:
         def run() -> None:
@@ -175,11 +175,12 @@ def run_again(
 
     executor.calls = [watch(k, i, executor.calls[k]) for k, i in enumerate(executor.state.stream)]
     executor.state.optimizer, executor.record = None, False
+    executor.state.late = True  # a sum over replicas would be looked at for a rank's own
     executor.draws.step -= 1  # the same random numbers
     try:
         executor.step(inputs, targets, scale)
     finally:
-        executor.calls, executor.state.optimizer, executor.record = usual
+        executor.calls, executor.state.optimizer, executor.record, executor.state.late = usual
     return found
 
 

@@ -2,45 +2,48 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Iterable
+
 import torch
 from torch import Tensor, nn
 
+Views = list[tuple[nn.Parameter, Tensor]]
+
 
 class Gradients:
-    """The gradients of a stage: `flat` has a buffer for each type of its parameters' gradients.
+    """The gradients of a stage: each of `flat` is a buffer for parameters whose type is one.
 
-    That is a parameter's own type, or its `grad_dtype` where it has been set.
+    That is a parameter's own type, or its `grad_dtype` where it has been set.  Of a type there is
+    one buffer, or several of at most `most` bytes, unless one parameter has more; in the order of
+    parameters, cut from the last on.  `views` are the parameters of each, with their gradients.
+
     Backward passes accumulate into the views, so a reduction is one call on each buffer.
     A stage without parameters, or whose parameters are all frozen, has no buffer.
     """
 
-    def __init__(self, module: nn.Module) -> None:
-        self.parameters = [p for p in module.parameters() if p.requires_grad]
+    def __init__(self, module: nn.Module, most: float = math.inf) -> None:
+        self.names = {p: name for name, p in module.named_parameters() if p.requires_grad}
+        self.parameters = [*self.names]
         kinds: dict[tuple[torch.dtype, torch.device], list[nn.Parameter]] = {}
         for p in self.parameters:
             kinds.setdefault((p.grad_dtype or p.dtype, p.device), []).append(p)
         self.flat: list[Tensor] = []
-        self.bound: list[tuple[nn.Parameter, Tensor]] = []
+        self.views: list[Views] = []
         for (dtype, device), alike in kinds.items():
-            sizes = [p.numel() for p in alike]
-            flat = torch.zeros(sum(sizes), dtype=dtype, device=device)
-            self.flat.append(flat)
-            parts = zip(alike, flat.split(sizes), strict=True)
-            self.bound += [(p, part.view_as(p)) for p, part in parts]
+            for own in _cut(alike, dtype.itemsize, most):
+                sizes = [p.numel() for p in own]
+                flat = torch.zeros(sum(sizes), dtype=dtype, device=device)
+                self.flat.append(flat)
+                parts = zip(own, flat.split(sizes), strict=True)
+                self.views.append([(p, part.view_as(p)) for p, part in parts])
+        self.bound = [bound for views in self.views for bound in views]
         self.zero()
 
     def scale(self, by: float | Tensor) -> None:
         """Multiply every gradient; a 0-dim tensor counts as a number does."""
         for flat in self.flat:
-            if isinstance(by, Tensor) and flat.dtype.itemsize < 4:
-                flat.copy_(flat.float() * by)  # which else would be rounded to their type first
-            else:
-                flat.mul_(by)
-
-    def spoil(self, by: Tensor) -> None:
-        """Let one number be NaN if `by`, 0-dim, is, and leave all as they are if it is zero."""
-        for flat in self.flat[:1]:
-            flat[:1].mul_(by + 1.0)
+            scale(flat, by)
 
     def zero(self) -> None:
         """Forget everything, before a step; an optimizer's zero_grad may have unbound the views."""
@@ -48,6 +51,49 @@ class Gradients:
             flat.zero_()
         for p, view in self.bound:
             p.grad = view
+
+
+def _cut(parameters: list[nn.Parameter], itemsize: int, most: float) -> list[list[nn.Parameter]]:
+    """Runs of parameters, in their order, whose gradients have at most so many bytes."""
+    runs: list[list[nn.Parameter]] = []
+    room = 0.0
+    for p in reversed(parameters):
+        size = p.numel() * itemsize
+        if not runs or size > room:
+            runs.append([])
+            room = most
+        runs[-1].append(p)
+        room = max(room - size, 0)
+    return [run[::-1] for run in reversed(runs)]
+
+
+def scale(flat: Tensor, by: float | Tensor) -> None:
+    """Multiply a buffer; a 0-dim tensor counts as a number does."""
+    if isinstance(by, Tensor) and flat.dtype.itemsize < 4:
+        flat.copy_(flat.float() * by)  # which else would be rounded to their type first
+    else:
+        flat.mul_(by)
+
+
+def spoil(flat: Tensor, by: Tensor) -> None:
+    """Let one number be NaN if `by`, 0-dim, is, and leave all as they are if it is zero."""
+    flat[:1].mul_(by + 1.0)
+
+
+def sum_of_squares(gradients: Iterable[Tensor]) -> Tensor | None:
+    """The sum of the squares of all numbers: 0-dim float64; None if there are none.
+
+    The norm of each is taken in float64; on a GPU without a copy in that type.
+    """
+    kinds: dict[torch.dtype, list[Tensor]] = {}  # on a GPU those of one type are taken at once
+    for g in gradients:
+        real = torch.view_as_real(g) if g.is_complex() else g
+        if real.numel():
+            kinds.setdefault(real.dtype, []).append(real)
+    norms: list[Tensor] = []
+    for alike in kinds.values():
+        norms += torch._foreach_norm(alike, 2, dtype=torch.float64)
+    return torch.stack(norms).square().sum() if norms else None
 
 
 def is_sharded(parameter: Tensor) -> bool:

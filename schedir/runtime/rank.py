@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import cached_property
+from math import inf
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
@@ -17,12 +18,14 @@ from schedir.errors import ModelError
 from schedir.ir.ops import RECEIVES, ROWS, SENDS, Instr, Opcode, Token
 from schedir.ir.plan import Plan
 from schedir.ir.program import Program
+from schedir.runtime import reduction
 from schedir.runtime.given import shape_of
 from schedir.runtime.gradients import Gradients
 from schedir.runtime.implied_acks import implied_acks
 from schedir.runtime.lender import Lender
 from schedir.runtime.precision import LossScale, Steps, step_if
 from schedir.runtime.random import Draws
+from schedir.runtime.reduction import Reduction, last_to_add
 from schedir.runtime.tied import Own, Weight, is_apart, stand_ins
 from schedir.runtime.unchanged import Unchanged
 from schedir.runtime.versions import Versions
@@ -152,13 +155,14 @@ class Stage:
         instead: Mapping[nn.Parameter, nn.Parameter],
         *,
         several: bool,
+        most: float,
     ) -> None:
         self.module = module
         self.lender = Lender()
         self.own = Own(module, instead) if instead else None  # where it shares a Parameter
         if self.own is not None:
             self.own.use()
-        self.gradients = Gradients(module)
+        self.gradients = Gradients(module, most)
         # What is on its way to an instruction that takes in a value, by kind and microbatch.
         self.arrivals: dict[tuple[Token, int], Work] = {}
         self.versions = Versions(module, plan, instrs) if several else None
@@ -215,6 +219,7 @@ class State:
                 (i for i in self.stream if i.stage == s),
                 instead.get(s, {}),
                 several=self.trains and self.plan.updates > 1,
+                most=reduction.BUCKET if program.dp > 1 else inf,
             )
             for s in self.plan.stages_of[rank]
         }
@@ -234,6 +239,12 @@ class State:
         # reductions that nobody has waited for.
         self.sending: dict[int, tuple[Work, Tensor]] = {}
         self.reducing: list[Work] = []
+        # Sums over replicas, by stage and update; under what they begin, unless they are `late`.
+        self.reductions: dict[tuple[int, int], Reduction] = {}
+        self.last_to_add = last_to_add(self.stream, self.plan) if program.dp > 1 else set()
+        self.late = False
+        # Within `as_of(k)` the recorder counts what is started as instruction k's.
+        self.as_of: Callable[[int], AbstractContextManager[object]] = nullcontext
         # For receives, by index in the Stream, the sends that have arrived when they have.
         self.implied_acks = implied_acks(program, rank)
         self.index_of: dict[tuple[int, ...], int] = {i: k for k, i in enumerate(self.stream)}

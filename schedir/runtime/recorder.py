@@ -67,6 +67,15 @@ class Stamps(ABC):
     def follow(self, work: Work) -> Work:
         """Note when what the instruction starts ends; returns what to wait for instead."""
 
+    @contextmanager
+    def as_of(self, k: int) -> Iterator[None]:
+        """Within this, what is started counts as instruction k's, at whose turn it may be over."""
+        at, self.at = self.at, None if self.at is None else k
+        try:
+            yield
+        finally:
+            self.at = at
+
     @abstractmethod
     def issued(self) -> None:
         """What is followed has been issued: of a group, all at once."""
@@ -208,6 +217,7 @@ class EventStamps(Stamps):
             if group != self.group[k]:
                 free[queue] = last
             began[k] = max(began[k], free[queue])
+            ended[k] = max(began[k], ended[k])  # what was started for it early may be over
             before[queue] = self.group[k], max(last, float(ended[k]))
         return Read(began, ended)
 

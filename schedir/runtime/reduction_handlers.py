@@ -7,32 +7,37 @@ from typing import Final
 import torch
 
 from schedir.ir.ops import Instr, Opcode
-from schedir.runtime.gradients import is_sharded
+from schedir.runtime.gradients import is_sharded, scale, spoil, sum_of_squares
 from schedir.runtime.precision import are_finite
 from schedir.runtime.random import UPDATE
 from schedir.runtime.rank import Call, State
+from schedir.runtime.reduction import Reduction
 from schedir.runtime.tied import summing
+from schedir.transports.transport import Work
 
 
 def reduce_grads(state: State, i: Instr) -> Call:
     gradients, plan = state.stages[i.stage].gradients, state.plan
-    start, reducing = state.transport.collective, state.reducing
+    start, reducing, at = state.transport.collective, state.reducing, state.index_of[i]
     taken = [  # the losses that are taken here
         mb
         for mb in range(i.mb * plan.per_update, (i.mb + 1) * plan.per_update)
         if i.stage == plan.stages - 1 and plan.rank_at(i.stage, mb) == state.rank
     ]
 
-    def run() -> None:
-        gradients.scale(state.scale)
-        if taken:  # a gradient may not tell of its loss: that of a mean over no tokens is zero
+    def begin(k: int) -> list[Work]:
+        flat = gradients.flat[k]
+        scale(flat, state.scale)
+        if taken and not k:  # a gradient may not tell of its loss: a mean over no tokens is zero
             losses = torch.stack([state.losses[mb] for mb in taken])
-            gradients.spoil((losses - losses).sum())
-        if state.program.dp > 1:
-            for flat in gradients.flat:
-                reducing.append(start("all_reduce", "dp", flat, flat))
+            spoil(flat, (losses - losses).sum())
+        if state.program.dp == 1:
+            return []
+        with state.as_of(at):
+            return [start("all_reduce", "dp", flat, flat)]
 
-    return Call(None, run)
+    state.reductions[i.stage, i.mb] = reduction = Reduction(gradients, begin)
+    return Call(None, lambda: reducing.extend(reduction.end()))
 
 
 def reduce_holders(state: State, i: Instr) -> Call:
@@ -71,10 +76,8 @@ def reduce_norm(state: State, i: Instr) -> Call:
     start, reducing = state.transport.collective, state.reducing
 
     def run() -> None:
-        grads = [p.grad for p in counted if p.grad is not None]
-        reals = [torch.view_as_real(g) if g.is_complex() else g for g in grads]
-        squares = [g.double().square().sum() for g in reals]
-        state.norm = torch.stack(squares).sum() if squares else torch.zeros_like(state.norm)
+        total = sum_of_squares(p.grad for p in counted if p.grad is not None)
+        state.norm = torch.zeros_like(state.norm) if total is None else total
         reducing.append(start("all_reduce", "model", state.norm, state.norm))
 
     return Call(state.wait_for_reductions, run)

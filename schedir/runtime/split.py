@@ -21,7 +21,7 @@ as the tapes of one weight run in the order in which their backward passes did.
 
 from __future__ import annotations
 
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -84,8 +84,14 @@ class Tape:
         for job in self._deferred:
             yield from (*job.kept, job.dy)
 
-    def run(self) -> None:
+    def weights(self) -> Iterator[Tensor]:
+        """The weights whose gradients it leaves, once for each use."""
+        return (job.weight for job in self._deferred)
+
+    def run(self, added: Callable[[Tensor], object] | None = None) -> None:
         """Compute every weight gradient, add it to `weight.grad`, and empty the tape.
+
+        `added` is told of each weight when it has all of its gradient.
 
         An existing `grad` is added to in place, so it may be a view of a flat buffer.
         A weight used several times (tied embeddings) gets one addition of the sum, in
@@ -93,9 +99,7 @@ class Tape:
 
         Raises ModelError where an input or an output gradient has been written to since.
         """
-        uses: dict[int, int] = {}
-        for job in self._deferred:
-            uses[id(job.weight)] = uses.get(id(job.weight), 0) + 1
+        uses = Counter(map(id, self.weights()))
         sums: dict[int, Tensor] = {}
         with torch.no_grad():
             while self._deferred:  # popped one by one: memory falls as the work goes on
@@ -107,16 +111,18 @@ class Tape:
                 alone = not uses[key] and key not in sums
                 if adds_up_wider(weight) or (alone and adds_rows(rule, weight)):
                     add(rule, weight, kept, dy)
-                    continue
-                dw = rule(weight, *kept, dy)
-                if key in sums:
-                    dw = sums.pop(key) + dw
-                if uses[key]:
-                    sums[key] = dw
-                elif weight.grad is None:
-                    weight.grad = dw
                 else:
-                    weight.grad += dw
+                    dw = rule(weight, *kept, dy)
+                    if key in sums:
+                        dw = sums.pop(key) + dw
+                    if uses[key]:
+                        sums[key] = dw
+                    elif weight.grad is None:
+                        weight.grad = dw
+                    else:
+                        weight.grad += dw
+                if added is not None and not uses[key]:
+                    added(weight)
 
 
 # A global, not a thread-local: on CUDA, backward runs in autograd's own threads.

@@ -16,6 +16,8 @@ from schedir.ir.plan import Plan
 from schedir.ir.program import Program
 from schedir.parallel import group
 from schedir.passes.record import Slots as Choice
+from schedir.runtime import reduction
+from schedir.runtime.reduction import Reduction
 from schedir.schedules import chimera, gpipe, interleaved, one_f_one_b, pipedream_2bw
 from schedir.transports.processes import Gloo, Processes
 from schedir.transports.queues import streams_of
@@ -27,6 +29,7 @@ from tests.cpu.virtual_gpu import install
 
 KINDS: tuple[Kind, ...] = ("send", "recv", "all_reduce", "all_gather", "dX")
 Ran = tuple[list[str], Counter[Kind], bool, int]
+BUCKET = 2048  # bytes: each stage has several, of one gradient and of more
 
 
 class Case(NamedTuple):
@@ -58,10 +61,14 @@ CASES = {
     "interleaved": Case(interleaved, Plan(2, 4, 2), tp=2, record=True),
     "interleaved, slots shared": Case(interleaved, Plan(2, 4, 2), tp=2, slots="fewest"),
     "gpipe, slots enough": Case(gpipe, Plan(2, 4), tp=2, slots="enough"),
-    "replicas": Case(zb, Plan(2, 4), dp=2, slots="fewest", record=True),
+    "replicas": Case(one_f_one_b, Plan(2, 4), dp=2),
+    "replicas, split": Case(zb, Plan(2, 4), dp=2, slots="fewest", record=True),
     "two holders": Case(chimera, Plan(2, 4, placement="mirror"), tp=2, slots="fewest"),
     "updates": Case(pipedream_2bw, Plan(2, 8, updates=2, delay=1), dp=2, clip=False),
 }
+
+
+REPLICAS = [name for name, case in CASES.items() if case.dp > 1]
 
 
 def _step(transport: Processes, case: Case, program: Program) -> Any:
@@ -76,12 +83,20 @@ def _step(transport: Processes, case: Case, program: Program) -> Any:
     return gradients_by_stage(executor)
 
 
-def _steps(case: Case, unwaited: Kind | None) -> Ran:
+def _steps(case: Case, unwaited: Kind | None, hasty: bool = False) -> Ran:
     """What races in two steps, what was issued, whether gradients are as over Gloo, and on how
-    many streams a step has work that its count does not have; NCCL's own are not seen here."""
+    many streams a step has work that its count does not have; NCCL's own are not seen here.
+
+    Where it is `hasty`, a bucket starts when all but one of its gradients are there.
+    """
     program = case.compile()
     with pytest.MonkeyPatch.context() as patch:
         gpu = install(patch)
+        patch.setattr(reduction, "BUCKET", BUCKET)
+        if hasty:
+            missing = Reduction._missing
+            patch.setattr(Reduction, "_missing", lambda self: {*[*missing(self)][1:]})
+            patch.setattr(Reduction, "_expect_whole", lambda self: None)
         with Races(gpu) as races:
             transport = NcclLike(program, gpu, races, unwaited)
             patch.setattr(group, "_start_sum", transport.start_sum)
@@ -100,17 +115,21 @@ def _steps(case: Case, unwaited: Kind | None) -> Ran:
     return sorted(set(found)), transport.uses, same, made + unseen - sum(counted.values())
 
 
-def _all(rank: int) -> tuple[dict[str, Ran], dict[Kind, Ran]]:
-    """Every case as it is, and one with each of its waits left out: in one world, for speed."""
+def _all(rank: int) -> tuple[dict[str, Ran], dict[str, Ran]]:
+    """Every case as it is, one with each of its waits left out, and those with buckets that start
+    too early: in one world, for speed."""
     mutant = CASES["1f1b, slots shared"]
     return (
         {name: _steps(case, None) for name, case in CASES.items()},
-        {kind: _steps(mutant, kind) for kind in KINDS},
+        {
+            **{kind: _steps(mutant, kind) for kind in KINDS},
+            **{name: _steps(CASES[name], None, hasty=True) for name in REPLICAS},
+        },
     )
 
 
 @pytest.fixture(scope="module")
-def ranks() -> list[tuple[dict[str, Ran], dict[Kind, Ran]]]:
+def ranks() -> list[tuple[dict[str, Ran], dict[str, Ran]]]:
     return run(_all, 4)
 
 
@@ -127,3 +146,9 @@ def test_nothing_races(name: str, ranks: list[Any]) -> None:
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_stream_that_does_not_wait_is_seen(kind: Kind, ranks: list[Any]) -> None:
     assert any(kind in race for _, mutants in ranks for race in mutants[kind][0])
+
+
+@pytest.mark.parametrize("name", REPLICAS)
+def test_a_bucket_that_starts_one_gradient_too_early_is_seen(name: str, ranks: list[Any]) -> None:
+    for _, mutants in ranks:
+        assert any("beside all_reduce" in race for race in mutants[name][0])

@@ -1,0 +1,188 @@
+"""Replicas: stages with peculiar gradients, and a log of when their sums over replicas begin."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from schedir import compile
+from schedir.ir.ops import ADDS, Opcode
+from schedir.ir.plan import Plan
+from schedir.runtime import reduction, split_linears
+from schedir.runtime.executor import Executor
+from schedir.runtime.precision import LossScale, float32_gradients
+from schedir.runtime.rank import Boundary
+from schedir.transports.collectives import Group, Kind
+from schedir.transports.processes import Gloo
+from schedir.transports.transport import Work
+from tests.cpu.tiny_stages import zb
+
+WIDTH, ROWS = 6, 3
+Log = list[str]
+LOG: Log = []  # of a process: what is begun, and which layers its backwards have come to
+
+
+class _Mark(torch.autograd.Function):
+    """Itself; its backward notes that it has come here."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, name: str) -> Tensor:
+        ctx.name = name
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, *dys: Tensor) -> Any:
+        LOG.append(ctx.name)
+        return dys[0], None
+
+
+class Layers(nn.Module):
+    """Linear layers; `how` says what is peculiar about them."""
+
+    def __init__(self, how: str = "") -> None:
+        super().__init__()
+        self.how = how
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(4))
+        self.norm = nn.LayerNorm(WIDTH)
+        if how == "frozen":
+            self.layers[2].requires_grad_(False)
+        if how == "hooks":
+            weights: Any = [layer.weight for layer in self.layers]
+            weights[3].register_hook(lambda g: 2 * g)
+            weights[0].register_post_accumulate_grad_hook(_halve)
+        if how == "written late":
+            self.layers[0].register_full_backward_hook(self._write)
+        if how == "wide":
+            float32_gradients(self.bfloat16())
+
+    def _write(self, *_: Any) -> None:
+        weight: Any = self.layers[3].weight
+        with torch.no_grad():
+            weight.grad += 1
+
+    def _layer(self, k: int, x: Tensor) -> Tensor:
+        mark: Tensor = _Mark.apply(x, f"layer {k}")  # type: ignore[no-untyped-call]
+        return torch.tanh(self.layers[k](mark))
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.how.startswith("checkpoint") and not x.requires_grad:
+            x = x.detach().requires_grad_()
+        if self.how == "checkpoint, reentrant, shared":
+            x = checkpoint(partial(self._layer, 3), x, use_reentrant=True)
+        some = self.how == "some" and float(x[0, 0]) > 0
+        for k in range(4):
+            if some and k == 2:
+                continue  # by the numbers, and so not on all replicas
+            layer = partial(self._layer, k)
+            if self.how == "checkpoint":
+                x = checkpoint(layer, x, use_reentrant=False)
+            elif self.how.startswith("checkpoint, reentrant") and k < 2:
+                x = checkpoint(layer, x, use_reentrant=True)
+            else:
+                x = layer(x)
+        if self.how == "twice":
+            x = torch.tanh(self.layers[0](x))
+        if self.how == "checkpoint, reentrant, twice":
+            x = checkpoint(partial(self._layer, 1), x, use_reentrant=True)
+        y: Tensor = self.norm(x)
+        return y
+
+
+def _halve(p: Tensor) -> None:
+    assert p.grad is not None
+    p.grad.mul_(0.5)
+
+
+class Spied(Gloo):
+    """Notes what is begun for replicas, and where the rank stands then."""
+
+    executor: Executor
+
+    def collective(self, kind: Kind, group: Group, out: Tensor, own: Tensor) -> Work:
+        if group == "dp":
+            i = self.executor.state.stream[self.executor.position]
+            LOG.append(f"{'bucket' if i.op in ADDS else 'late'} {out.numel()}")
+            assert i.op in ADDS or i.op is Opcode.ReduceGrads
+        return super().collective(kind, group, out, own)
+
+
+class Case(NamedTuple):
+    schedule: Any
+    plan: Plan
+    how: str = ""
+    clip: bool = True
+    scaled: bool = False
+
+
+@contextmanager
+def buckets_of(size: int) -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(reduction, "BUCKET", size)
+        yield
+
+
+def loss(y: Tensor, target: Tensor) -> Tensor:
+    """Of a target with a NaN it is NaN, and its gradient zero."""
+    usual = (y.float() - target.nan_to_num()).square().sum()
+    return torch.where(target.isnan().any(), torch.nan, usual)
+
+
+def executor_of(case: Case, transport: type[Gloo] = Spied) -> Executor:
+    program = compile(
+        case.schedule, case.plan, dp=2, model="edge", overlap=True, clip=case.clip
+    )  # fmt: skip
+    torch.manual_seed(0)
+    stages: list[nn.Module] = [Layers(case.how) for _ in range(case.plan.stages)]
+    if case.schedule is zb:
+        for stage in stages:
+            split_linears(stage)
+    gloo = transport(program)
+    own = {s: stages[s] for s in program.plan.stages_of[gloo.rank]}
+    parameters = [p for stage in own.values() for p in stage.parameters() if p.requires_grad]
+    dtype = parameters[0].dtype
+    executor = Executor(
+        program,
+        gloo.rank,
+        own,
+        gloo,
+        loss=loss,
+        boundary=Boundary((ROWS, WIDTH), dtype),
+        optimizer=torch.optim.SGD(parameters, 0.1) if dtype == torch.float32 else None,
+        loss_scale=LossScale(8.0) if case.scaled else None,
+    )
+    if isinstance(gloo, Spied):
+        gloo.executor = executor
+    return executor
+
+
+def steps(executor: Executor, bad: bool = False) -> Any:
+    """Gradients, weights and norm after two steps, and the logs of both."""
+    logs: list[Log] = []
+    m = executor.program.plan.microbatches
+    numbers = torch.Generator().manual_seed(executor.state.transport.dp_rank)
+    dtype = next(iter(executor.stages.values())).gradients.parameters[0].dtype
+    for _ in range(2):
+        LOG.clear()
+        x, y = torch.randn(2, m, ROWS, WIDTH, generator=numbers)
+        if bad and executor.state.transport.dp_rank == 0:
+            y[0, 0, 0] = torch.nan
+        executor.step(x.to(dtype), y, torch.tensor(0.125))
+        logs.append([*LOG])
+    state = executor.stages.values()
+    found = [p.grad.clone() for s in state for p in s.module.parameters() if p.grad is not None]
+    found += [p.detach().clone() for s in state for p in s.module.parameters()]
+    return [*found, executor.norm.clone(), executor.finite], logs
+
+
+def same(one: list[Tensor], other: list[Tensor]) -> bool:
+    return all(
+        torch.equal(a.nan_to_num(7.0), b.nan_to_num(7.0)) and torch.equal(a.isnan(), b.isnan())
+        for a, b in zip(one, other, strict=True)
+    )

@@ -1,0 +1,292 @@
+"""Gradients are summed over replicas bucket by bucket, beside the backward that ends them."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from schedir import compile
+from schedir.errors import ExecutionError
+from schedir.ir.ops import ADDS, Opcode
+from schedir.ir.plan import Plan
+from schedir.ir.program import Program
+from schedir.runtime.executor import Executor
+from schedir.runtime.finite import find_origin
+from schedir.runtime.inprocess import InProcess
+from schedir.runtime.measured import measured
+from schedir.runtime.progress import Progress
+from schedir.runtime.recorder import EventStamps, HostStamps, read
+from schedir.schedules import chimera, gpipe, interleaved, one_f_one_b, pipedream_2bw
+from schedir.transports.processes import Gloo
+from tests.cpu.replicas import (
+    ROWS,
+    WIDTH,
+    Case,
+    Layers,
+    Log,
+    buckets_of,
+    executor_of,
+    same,
+    steps,
+)
+from tests.cpu.spawn import run
+from tests.cpu.tiny_stages import zb
+from tests.cpu.virtual_gpu import install
+from tests.legal import too_early
+
+GOLDEN = Path(__file__).parents[1] / "golden" / "written_late.txt"
+ONE = Plan(1, 3)
+CASES = {
+    "whole": Case(one_f_one_b, ONE),
+    "split": Case(zb, ONE),
+    "two stages": Case(interleaved, Plan(1, 2, 2)),
+    "two updates": Case(pipedream_2bw, Plan(1, 4, updates=2, delay=1), clip=False),
+    "loss scale": Case(one_f_one_b, ONE, scaled=True),
+    **{
+        f"{how}, {schedule.__name__}": Case(schedule, ONE, how)
+        for how in ("frozen", "hooks", "wide", "some", "twice", "checkpoint")
+        for schedule in (one_f_one_b, zb)
+    },
+    "checkpoint, reentrant": Case(one_f_one_b, ONE, "checkpoint, reentrant"),
+    "checkpoint, reentrant, twice": Case(one_f_one_b, ONE, "checkpoint, reentrant, twice"),
+}
+
+
+def _early_and_late(rank: int) -> dict[str, tuple[bool, list[Log], list[Log], int]]:
+    """Of each case whether bits are those of one late sum, both logs, and the buckets."""
+    found = {}
+    for name, case in CASES.items():
+        with buckets_of(4 * WIDTH * WIDTH):  # a weight, or biases
+            executor = executor_of(case)
+            early, log = steps(executor)
+        late = executor_of(case)  # in one bucket
+        late.state.late = True
+        right, late_log = steps(late)
+        buckets = sum(len(stage.gradients.flat) for stage in executor.stages.values())
+        found[name] = same(early, right), log, late_log, buckets
+    return found
+
+
+@pytest.fixture(scope="module")
+def replicas() -> list[dict[str, tuple[bool, list[Log], list[Log], int]]]:
+    return run(_early_and_late, 2)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_buckets_give_the_bits_of_one_late_sum(name: str, replicas: list[Any]) -> None:
+    updates = CASES[name].plan.updates
+    for same_bits, logs, late, buckets in (found[name] for found in replicas):
+        assert same_bits and buckets > 3
+        for log, other in zip(logs, late, strict=True):
+            assert sum(line.startswith("bucket") for line in log) == updates * buckets
+            assert not any(line.startswith("late") for line in log)
+            assert not any(line.startswith("bucket") for line in other)
+    one, two = (found[name][1] for found in replicas)
+    assert _begun(one) == _begun(two)  # in one order, whatever each has met
+    if CASES[name].how == "some":
+        assert {len(log) for log in one} != {len(log) for log in two}
+
+
+def _begun(logs: list[Log]) -> list[str]:
+    return [line for log in logs for line in log if "bucket" in line]
+
+
+@pytest.mark.parametrize("name", ["whole", "two stages", "two updates", "hooks, one_f_one_b"])
+def test_the_first_begins_before_the_last_backward_has_ended(
+    name: str, replicas: list[Any]
+) -> None:
+    """The buckets of a layer begin before the backward has come to the layer before."""
+    for _, logs, _, _ in (found[name] for found in replicas):
+        for log in logs:
+            lines = iter(log)  # in this order, among others
+            for k in (3, 2, 1):
+                assert "bucket 36" in lines and f"layer {k}" in lines
+
+
+def _under_a_tape(rank: int) -> list[int]:
+    """How much is left on the last tape when each bucket begins."""
+    left: list[int] = []
+    with buckets_of(4 * WIDTH * WIDTH):
+        executor = executor_of(Case(zb, ONE))
+        mine: Any = executor.state.reductions[0, 0]
+        begin = mine.start_one
+
+        def spy(k: int) -> Any:
+            left.append(sum(map(len, mine.missing)))
+            return begin(k)
+
+        mine.start_one = spy
+        steps(executor)
+    return left
+
+
+def test_buckets_begin_under_the_last_tape() -> None:
+    for left in run(_under_a_tape, 2):
+        # Norm and biases are there before it, and then come four weights.
+        assert left == 2 * [4, 3, 3, 2, 2, 1, 1, 0]
+
+
+def _spoilt(rank: int) -> tuple[bool, int, bool, bool]:
+    case = CASES["whole"]
+    with buckets_of(64):
+        early, _ = steps(executor_of(case), bad=True)
+    late = executor_of(case)
+    late.state.late = True
+    right, _ = steps(late, bad=True)
+    lost = sum(int(t.isnan().sum()) for t in right[:-2])
+    return same(early, right), lost, bool(right[0][0, 0].isnan()), bool(right[-1].any())
+
+
+def test_a_loss_that_is_not_finite_spoils_one_number_of_all_replicas() -> None:
+    assert run(_spoilt, 2) == [(True, 1, True, False)] * 2
+
+
+def _holders(rank: int) -> bool:
+    case = Case(chimera, Plan(2, 4, placement="mirror"))
+    with buckets_of(64):
+        early, _ = steps(executor_of(case))
+    late = executor_of(case)
+    late.state.late = True
+    return same(early, steps(late)[0])
+
+
+def test_two_holders_add_up_what_replicas_have() -> None:
+    assert run(_holders, 4) == [True] * 4
+
+
+def _too_late(rank: int, how: str) -> str:
+    with buckets_of(64):
+        executor = executor_of(Case(one_f_one_b, ONE, how))
+    try:
+        steps(executor)
+    except ExecutionError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize("how", ["written late", "checkpoint, reentrant, shared"])
+def test_what_is_written_too_late_is_refused(how: str) -> None:
+    for text in run(_too_late, 2, how):
+        assert re.sub(r"layers\.3\.\w+", "layers.3.weight", text) == GOLDEN.read_text().rstrip("\n")
+
+
+def _origin(rank: int) -> tuple[int, int]:
+    """Where it is said to go wrong, if replica 1 gets a bad gradient in its last microbatch."""
+    with buckets_of(64):
+        executor = executor_of(CASES["whole"], Gloo)
+    transport: Any = executor.state.transport
+    module: Any = executor.stages[0].module
+    came: list[int] = []
+
+    def spoil(g: Tensor) -> Tensor:
+        came.append(rank)
+        return g * torch.nan if rank and not len(came) % 3 else g
+
+    module.layers[3].weight.register_hook(spoil)
+    x, y = torch.ones(2, 3, ROWS, WIDTH)
+    executor.step(x, y)
+    found = find_origin(executor, transport.inner, [], x, y, 1.0)
+    assert found is not None
+    return found.replica, found.instr.mb
+
+
+def test_where_numbers_go_wrong_is_seen_before_they_are_summed() -> None:
+    assert run(_origin, 2) == [(1, 2)] * 2
+
+
+def _timeline(rank: int) -> None:
+    with buckets_of(64):
+        executor = executor_of(Case(zb, ONE))
+    steps(executor)
+    transport: Any = executor.state.transport
+    timeline = measured(executor, transport.inner)
+    if timeline is not None:
+        assert not too_early(timeline) and not timeline.doubt
+
+
+def test_a_recorded_step_is_a_legal_timeline() -> None:
+    run(_timeline, 2)
+
+
+def _open(rank: int) -> dict[str, int]:
+    """Of a step, how many works each instruction has started for the watchdog."""
+    with buckets_of(64):
+        executor = executor_of(CASES["split"]._replace(clip=False))
+    progress = Progress(executor)
+    steps(executor)
+    works = zip(executor.state.stream, progress.turns[-1].works, strict=True)
+    return {str(i): len(own) for i, own in works if own}
+
+
+def test_a_replica_that_is_late_is_waited_for_by_the_reduction() -> None:
+    assert run(_open, 2) == [{"reduce_grads 0": 9}] * 2
+
+
+def test_what_begins_early_is_recorded_as_of_its_own_instruction() -> None:
+    class Ends:
+        def wait(self) -> None:
+            """At once."""
+
+    stamps = HostStamps(2)
+    stamps.begins(0)
+    with stamps.as_of(1):
+        work = stamps.follow(Ends())
+    stamps.ends(0)
+    backward = stamps.ended[0]
+    stamps.begins(1)
+    stamps.ends(1)
+    over = stamps.ended[1]
+    work.wait()
+    assert stamps.ended[0] == backward and stamps.ended[1] > over
+    with stamps.as_of(1):  # nothing is recorded
+        assert not isinstance(work, type(stamps.follow(Ends())))
+
+
+def test_what_was_over_before_its_turn_ends_when_that_comes(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    gpu = install(monkeypatch)
+    lane = torch.cuda.Stream()
+
+    class Ends:
+        def wait(self) -> None:
+            """At once."""
+
+        def mark(self, event: torch.cuda.Event) -> None:
+            event.record(lane)
+
+    program = compile(one_f_one_b, ONE, dp=2, model="edge")
+    own = [i.op for i in program.streams[0]]
+    at = own.index(Opcode.ReduceGrads)
+    assert own[at - 1] in ADDS
+    stamps = EventStamps(program, 0, "edge", torch.device("cpu"))
+    for k in range(len(own)):
+        stamps.begins(k)
+        if k == at - 1:
+            with stamps.as_of(at):
+                stamps.follow(Ends())
+            stamps.issued()
+        gpu.work(1.0)
+        stamps.ends(k)
+    stamps.close()
+    (times,), _ = read([stamps])
+    assert times.ended[at - 1] == times.began[at] == times.ended[at]
+
+
+def test_one_replica_has_no_buckets() -> None:
+    program = compile(gpipe, ONE)
+    with buckets_of(64):
+        executor = _alone(program)
+    (stage,) = executor.stages.values()
+    assert len(stage.gradients.flat) == 1 and not executor.state.last_to_add
+
+
+def _alone(program: Program) -> Executor:
+    loss: Callable[[Tensor, Tensor], Tensor] = nn.functional.mse_loss
+    return InProcess(program, [Layers()], loss=loss, boundary=(ROWS, WIDTH)).ranks[0]
