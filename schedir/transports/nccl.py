@@ -1,8 +1,8 @@
 """NCCL: the transports of `edges` on GPUs.
 
-Lanes are CUDA streams: computation is on the stream that is current when a step runs, and each
-process group has a stream of its own, for which torch orders both sides by events.  A Work's
-`wait` lets the current stream wait, and never the host.
+Lanes are CUDA streams: computation is on the stream that is current when a step runs, messages are
+on one that torch has for each process group, and collectives on two of ours.  Events order both
+sides.  A Work's `wait` lets the current stream wait, and never the host.
 """
 
 from __future__ import annotations

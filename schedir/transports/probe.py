@@ -6,7 +6,7 @@ rank's other streams get something short to do; what does not end shares a queue
 Then the message is sent, and all of it ends.  Nothing can hang: only hosts wait.
 
 Of streams that share, the program says whether it matters: most pairs may.  What is not tried is
-whether the streams of ours share one among themselves.
+whether the streams of ours share one among themselves, and the one communicator of `Grouped`.
 """
 
 from __future__ import annotations
