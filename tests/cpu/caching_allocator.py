@@ -2,7 +2,8 @@
 
 A tensor takes a piece of what its stream has let go, of the smallest that it fits into, and the
 rest stays; pieces that lie beside each other become one again.  Where nothing fits, the device is
-asked for as much as is needed (c10/cuda/CUDACachingAllocator, for allocations above 10 MiB).
+asked for a segment that has room for several (c10/cuda/CUDACachingAllocator, whose segments are
+20 MiB for tensors of up to 10).
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from torch.utils._pytree import tree_leaves
 from tests.cpu.virtual_gpu import Stream, VirtualGPU
 
 GRAIN = 512  # bytes, to which sizes are rounded
+SEGMENT = 16 << 10  # bytes, where tests' largest tensors have 8 KiB
 GAP = 1 << 40  # between what the device has given
 
 
@@ -49,7 +51,7 @@ class CachingAllocator(TorchDispatchMode):
         fits = [(whole, at) for at, whole in free.items() if whole >= size]
         if not fits:
             self.asked += 1
-            fits = [(size, self.asked * GAP)]
+            fits = [(max(size, SEGMENT), self.asked * GAP)]
         whole, at = min(fits)
         free.pop(at, None)
         if whole > size:
