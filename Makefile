@@ -5,7 +5,7 @@ READY := .venv/.ready
 # One thread per process: four ranks share few cores, and the same thread count gives the same bits.
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: demo test lint format clean
+.PHONY: demo test lint format clean gpu
 
 demo: $(READY)
 	$(BIN)/python examples/demo.py
@@ -14,6 +14,10 @@ test: lint
 	$(BIN)/pytest -n 2 schedir tests/pure
 	$(BIN)/pytest -n 2 --dist loadfile tests/cpu
 	$(BIN)/pytest tests/gpu tests/browser
+
+# What is run where there is a GPU: PYTHON is one whose torch has CUDA, ARGS as benchmarks/gpu_run.py takes.
+gpu:
+	$(PYTHON) benchmarks/gpu_run.py $(ARGS)
 
 lint: $(READY)
 	$(BIN)/ruff check

@@ -2,13 +2,23 @@
 
 from __future__ import annotations
 
+import argparse
+import math
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
 import pytest
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
+from benchmarks import figures, gpu_stage, host_waits
 from benchmarks import gpu as benchmark
-from benchmarks.gpu import Figure, layer_flop, main, of_gpt, of_ranks, peak, recorded, sleeping
+from benchmarks.figures import Figure
+from benchmarks.gpu import captured, main, of_a_gpt, of_ranks, peak, recorded, sleeping
+from benchmarks.gpu_stage import layer_flop
 from schedir import Costs, Plan, compile, simulate
 from schedir.ir.sizes import Sizes
 from schedir.runtime.executor import Executor
@@ -17,7 +27,7 @@ from schedir.runtime.rank import Boundary
 from schedir.schedules import one_f_one_b
 from schedir.testing import tiny
 from schedir.training import gpt
-from tests.cpu.virtual_gpu import copies, install
+from tests.cpu.virtual_gpu import Stream, copies, install
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
@@ -39,10 +49,133 @@ def test_the_products_of_a_layer() -> None:
 
 
 def test_a_goal_that_is_no_number_is_missed() -> None:
-    assert [Figure("", v, "us", 3.0).missed for v in (2.0, 3.0, 3.1, float("nan"))] == [
-        False, False, True, True,
-    ]  # fmt: skip
-    assert not Figure("", float("nan"), "us").missed
+    def missed(goal: figures.Goal, *values: float) -> list[bool]:
+        return [Figure("", v, "us", goal).missed for v in values]
+
+    assert missed(figures.GRAPHED, 2.0, 3.0, 3.1, math.nan) == [False, False, True, True]
+    assert missed(figures.STAGE, 89.9, 90.0, 91.0, math.nan) == [True, False, False, True]
+    assert not Figure("", math.nan, "us").missed
+
+
+def test_figures_are_read_as_they_were_written(tmp_path: Path) -> None:
+    """A file that was cut short has all but what was being written."""
+    file = tmp_path / "figures"
+    written = [Figure("a", 1.5, "us", figures.GAP), Figure("b", math.inf, "")]
+    assert figures.read(file) == []
+    for figure in written:
+        figures.write(file, figure)
+    figures.write(None, written[0])
+    file.write_text(file.read_text() + '["c", 3')
+    assert figures.read(file) == written
+
+
+def test_the_shapes_of_a_stage_allow_its_own_products(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is timed beside a stage has as many operations as the stage is said to have."""
+    monkeypatch.setattr(gpu_stage, "DEVICE", "cpu")
+    counted = []
+
+    def count(run: Callable[[], object]) -> float:
+        with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
+            run()
+        counted.append(counter.get_total_flops())
+        return 2.0
+
+    monkeypatch.setattr(gpu_stage, "seconds", count)
+    rates = gpu_stage.allowed_rate(256, 16, 3), gpu_stage.stage_rate(256, 16, 3)
+    flop = 3 * 3 * layer_flop(256, 16)
+    assert rates == (flop / 2, flop / 2)
+    assert counted == [flop, flop]
+
+
+def test_every_part_is_measured_beside_one_that_fails(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def fails(options: argparse.Namespace) -> Iterator[Figure]:
+        yield Figure("first", 1.0, "us")
+        raise OSError("no driver")
+
+    def runs(options: argparse.Namespace) -> Iterator[Figure]:
+        yield Figure("second", options.value, "us", figures.GAP)
+
+    monkeypatch.setattr(benchmark, "PARTS", {"x": fails, "y": runs})
+    file = tmp_path / "figures"
+    given = argparse.Namespace(only=None, figures=file, value=1.0)
+    assert not benchmark.table(given)
+    out, err = capsys.readouterr()
+    assert "not measured, or not all of it: x: OSError" in out and "no driver" in err
+    assert [figure.name for figure in figures.read(file)] == ["first", "second"]
+    assert benchmark.table(argparse.Namespace(only=["y"], figures=None, value=1.0))
+    assert not benchmark.table(argparse.Namespace(only=["y"], figures=None, value=11.0))
+
+
+def test_waits_of_the_host_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Event:
+        def synchronize(self) -> str:
+            return "over"
+
+    modes: list[str] = []
+    monkeypatch.setattr(torch.cuda, "set_sync_debug_mode", modes.append)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    monkeypatch.setattr(host_waits, "ASKED", (torch.cuda, Event))
+    with host_waits.host_waits() as found:
+        assert found == [] and modes == ["warn"]
+        torch.cuda.synchronize()
+        assert Event().synchronize() == "over"
+        warnings.warn(host_waits.WARNED, stacklevel=1)
+        warnings.warn(host_waits.WARNED, stacklevel=1)
+        warnings.warn("another", stacklevel=1)
+    assert modes == ["warn", "default"]
+    assert len(found) == 4 and found[1].endswith("Event.synchronize is called")
+    Event().synchronize()
+    assert len(found) == 4
+
+
+class _Graph:
+    """A graph that holds nothing: a replay runs nothing."""
+
+    def replay(self) -> None:
+        pass
+
+
+class _Generator:
+    """A GPU's: within a capture it is neither seeded nor looked at."""
+
+    capturing = False
+
+    def manual_seed(self, seed: int) -> None:
+        assert not self.capturing
+
+    def get_state(self) -> torch.Tensor:
+        assert not self.capturing
+        return torch.zeros(1)
+
+    def set_state(self, state: torch.Tensor) -> None:
+        assert not self.capturing
+
+
+def test_a_capture_seeds_no_generator(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And nothing that ranks have begun is left beside it."""
+    gpu = install(monkeypatch)
+    monkeypatch.setattr(torch.cuda, "_sleep", lambda cycles: gpu.work(cycles * 1e-6))
+    monkeypatch.setattr(gpu_stage, "DEVICE", "cpu")
+    boundary = Boundary((1, 2, 4))
+    inputs = torch.randn(16, *boundary.shape)
+    ranks, generator = sleeping(16, boundary, 1000), _Generator()
+    for rank in ranks.ranks:
+        rank.draws.generators = [generator]
+
+    @contextmanager
+    def capture(graph: _Graph, stream: Stream, capture_error_mode: str) -> Iterator[None]:
+        generator.capturing = True
+        stream.wait_stream(gpu.stream)
+        with torch.cuda.stream(stream):  # type: ignore[arg-type]
+            yield
+            assert not gpu.forked
+
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", _Graph)
+    monkeypatch.setattr(torch.cuda, "graph", capture)
+    captured(ranks, inputs, inputs)()
+    assert generator.capturing and ranks.ranks[0].draws.generators == [generator]
 
 
 def test_ranks_that_sleep_run_as_predicted(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -51,7 +184,7 @@ def test_ranks_that_sleep_run_as_predicted(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(torch.cuda, "_sleep", lambda cycles: gpu.work(cycles * 1e-6))
     boundary = Boundary((1, 2, 4))
     inputs = torch.randn(16, *boundary.shape)
-    monkeypatch.setattr(benchmark, "DEVICE", "cpu")
+    monkeypatch.setattr(gpu_stage, "DEVICE", "cpu")
     ranks = sleeping(16, boundary, 1000)  # a millisecond
 
     def step() -> None:
@@ -60,7 +193,7 @@ def test_ranks_that_sleep_run_as_predicted(monkeypatch: pytest.MonkeyPatch) -> N
             ranks.step(inputs, inputs)
 
     runs = recorded(ranks, step, 3)
-    found = {figure.name.strip(): figure for figure in of_ranks("", runs, 3.0)}
+    found = {figure.name.strip(): figure for figure in of_ranks("", runs, figures.GRAPHED)}
     assert not any(figure.missed for figure in found.values())
     assert found[": gap, median"].value == pytest.approx(0, abs=1e-3)
     costs = Costs(F=1, B=2, send=0.02)
@@ -73,10 +206,11 @@ def test_ranks_that_sleep_run_as_predicted(monkeypatch: pytest.MonkeyPatch) -> N
 def test_figures_of_a_gpt(monkeypatch: pytest.MonkeyPatch) -> None:
     """What a GPU would run and allocate, to the end: the figures themselves say nothing here."""
     gpu = install(monkeypatch)
-    monkeypatch.setattr(benchmark, "DEVICE", "cpu")
+    monkeypatch.setattr(gpu_stage, "DEVICE", "cpu")
     for name, given in (("memory_allocated", 100), ("max_memory_allocated", 2**20)):
         monkeypatch.setattr(torch.cuda, name, lambda given=given: given)
-    monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda: None)
+    for name in ("reset_peak_memory_stats", "set_sync_debug_mode"):
+        monkeypatch.setattr(torch.cuda, name, lambda *given: None)
     config = gpt.GPTConfig(256, 4, 32, 2, 8, tied=False)
     call = Executor.call
 
@@ -85,8 +219,12 @@ def test_figures_of_a_gpt(monkeypatch: pytest.MonkeyPatch) -> None:
         call(executor, k)
 
     monkeypatch.setattr(Executor, "call", slow)
-    found = {figure.name.strip(): figure.value for figure in of_gpt(config, 4, 2)}
-    assert list(found)[-2:] == ["peak memory", "peak memory, predicted, off by"]
+    found = {figure.name.strip(): figure.value for figure in of_a_gpt(config, 4, 2)}
+    assert list(found)[-4:] == [
+        "host waits in a step", "device asked for memory, in all steps",
+        "peak memory", "peak memory, predicted, off by",
+    ]  # fmt: skip
+    assert found["host waits in a step"] == 0
     assert found["peak memory"] == pytest.approx((2**20 - 100) / 2**30)
     assert found["step"] > 1 and found["peak memory, predicted, off by"] > 0
 

@@ -3,13 +3,24 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Literal
 
 import torch
 import torch.distributed as dist
 
+from schedir.ir.program import Program
 from schedir.transports.cuda import HOST, SHARED
-from schedir.transports.nccl import initialise
+from schedir.transports.edges import Edge, Grouped
+from schedir.transports.nccl import initialise, nccl
+
+Kind = Literal["edge", "grouped"]
+
+# A rehearsal: a CPU in the place of the GPU, and Gloo in that of NCCL.  What it shows is that these
+# tests run; see `stand_in`.
+REHEARSED = os.environ.get("SCHEDIR_REHEARSAL") == "1"
 
 # "Hosts" talk over sockets of this machine. Their kernels take turns on the GPU: all correct, and
 # nothing fast. One protocol and one ring have the fewest turns.
@@ -34,6 +45,8 @@ VARIABLES = SHARED | {
 
 def share_gpu(rank: int, folder: str) -> torch.device:
     """In a process that `spawn.run` started: exchange its Gloo world for one of NCCL."""
+    if REHEARSED:
+        return torch.device("cpu")
     world = dist.get_world_size()
     dist.barrier()  # nobody leaves while another still arrives
     dist.destroy_process_group()
@@ -42,3 +55,32 @@ def share_gpu(rank: int, folder: str) -> torch.device:
     os.environ["LOCAL_WORLD_SIZE"] = f"{world}"
     store = Path(folder, "nccl").as_uri()
     return initialise(120.0, init_method=store, rank=rank, world_size=world)
+
+
+def over(program: Program, device: torch.device, kind: Kind = "edge") -> Edge | Grouped:
+    """The transport of a program over NCCL."""
+    if not REHEARSED:
+        return nccl(program, device, kind)
+    transport = Edge(program) if kind == "edge" else Grouped(program)
+    transport.static = True
+    return transport
+
+
+@contextmanager
+def no_wait() -> Iterator[None]:
+    """Within this, what makes the host wait for the GPU unasked raises."""
+    if REHEARSED:
+        yield
+        return
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+def wait_for_device() -> None:
+    """Wait for all that runs on the GPU, and give memory back, which torch waits for as well."""
+    if not REHEARSED:
+        torch.cuda.synchronize()
+        torch.cuda.empty_cache()

@@ -17,6 +17,7 @@ from schedir.kernels.gelu import bias_gelu
 from schedir.kernels.layer_norm import add_layer_norm
 from schedir.parallel.vocab import vocab_parallel_cross_entropy
 
+pytestmark = pytest.mark.usefixtures("real_gpu")
 FLOATS = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 
 

@@ -32,9 +32,10 @@ from tests.cpu.training import ALONE, CONFIG, alone, losses
 
 LONG = 2_000_000_000  # cycles, about a second
 
-pytestmark = pytest.mark.filterwarnings(
-    "ignore:Synchronization debug mode is a prototype:UserWarning"
-)
+pytestmark = [
+    pytest.mark.usefixtures("real_gpu"),
+    pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype:UserWarning"),
+]
 
 
 @contextmanager

@@ -9,6 +9,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from benchmarks.gpu import captured
+from benchmarks.host_waits import host_waits
 from schedir import compile
 from schedir.errors import ExecutionError
 from schedir.ir.ops import Lane
@@ -67,30 +69,28 @@ def test_every_order_gives_the_gradients_of_the_reference(
         assert close(gradients(ours), gradients(plain))
 
 
-@pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype:UserWarning")
 @pytest.mark.parametrize("record", [False, True])
-def test_the_host_never_waits_inside_a_step(record: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_host_never_waits_inside_a_step(record: bool) -> None:
     plan = Plan(4, 6)
     inputs, targets, scale = batch(plan.microbatches)
     inputs, targets = inputs.cuda(), targets.cuda()
     program = compile(one_f_one_b, plan, model="edge", tied=True, clip=True)
     world = InProcess(program, on_gpu(4), loss=gpt.loss, boundary=BOUNDARY, record=record)
     world.step(inputs, targets, scale)
-
-    def waits(*given: object) -> None:
-        raise AssertionError("the host waits")
-
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        with monkeypatch.context() as patch:
-            patch.setattr(torch.cuda, "synchronize", waits)
-            for kind in (torch.cuda.Event, torch.cuda.Stream):
-                patch.setattr(kind, "synchronize", waits)
-            world.step(inputs, targets, scale)
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
+    with host_waits() as waits:
+        world.step(inputs, targets, scale)
+    assert waits == []
     if record:
         assert_measured(world.timeline())
+
+
+@pytest.mark.usefixtures("real_gpu")
+def test_a_wait_of_the_host_is_seen() -> None:
+    with host_waits() as waits:
+        torch.ones(1, device="cuda").item()
+        torch.cuda.Event().synchronize()
+        torch.cuda.synchronize()
+    assert len(waits) >= 3
 
 
 def assert_measured(timeline: Timeline) -> None:
@@ -102,24 +102,17 @@ def assert_measured(timeline: Timeline) -> None:
     assert not too_early(timeline, 2 * TICK)
 
 
+@pytest.mark.usefixtures("real_gpu")
 def test_what_a_graph_replays_is_recorded_anew() -> None:
     plan = Plan(2, 3)
     inputs, targets, scale = batch(plan.microbatches)
     inputs, targets = inputs.cuda(), targets.cuda()
     program = compile(one_f_one_b, plan, model="edge", tied=True)
     world = InProcess(program, on_gpu(2), loss=gpt.loss, boundary=BOUNDARY)
-    aside = torch.cuda.Stream()
-    aside.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(aside):
-        for _ in range(2):
-            world.step(inputs, targets, scale)
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, stream=aside, capture_error_mode="thread_local"):
-        world.step(inputs, targets, scale)
+    replay = captured(world, inputs, targets, scale)
     runs = []
     for _ in range(2):
-        graph.replay()
+        replay()
         assert_measured(world.timeline())
         runs.append(world.timeline().spans["end"])
     assert (runs[0] != runs[1]).any()
@@ -135,6 +128,7 @@ class _Greedy(nn.Module):
         return x * self.weight
 
 
+@pytest.mark.usefixtures("real_gpu")
 def test_out_of_memory_names_rank_and_instruction() -> None:
     stages = [nn.Linear(4, 4).cuda(), _Greedy()]
     world = InProcess(

@@ -1,0 +1,76 @@
+"""Figures: what is measured on a GPU, and the goals for it.  No torch here."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Final, NamedTuple
+
+
+class Goal(NamedTuple):
+    """What a figure should be at most, or at least."""
+
+    name: str
+    bound: float
+    unit: str
+    at_least: bool = False
+
+    def met(self, value: float) -> bool:
+        """NaN meets nothing."""
+        return value >= self.bound if self.at_least else value <= self.bound
+
+    def __str__(self) -> str:
+        return f"{'>=' if self.at_least else '<='} {self.bound:g}"
+
+
+WAITS: Final = Goal("host waits in a step", 0, "")
+GAP: Final = Goal("gap between ready instructions, eager", 10, "us")
+GRAPHED: Final = Goal("gap between ready instructions, in a graph", 3, "us")
+EXPOSED: Final = Goal("exposed transfers", 2, "%")
+STAGE: Final = Goal("stage, of the rate that its shapes allow", 90, "%", at_least=True)
+STEP: Final = Goal("step, predicted, off by", 5, "%")
+MEMORY: Final = Goal("peak memory, predicted, off by", 2, "%")
+GOALS: Final = (WAITS, GAP, GRAPHED, EXPOSED, STAGE, STEP, MEMORY)
+
+
+class Figure(NamedTuple):
+    """A line of a table."""
+
+    name: str
+    value: float
+    unit: str
+    goal: Goal | None = None
+
+    @property
+    def missed(self) -> bool:
+        return self.goal is not None and not self.goal.met(self.value)
+
+    def __str__(self) -> str:
+        goal = "" if self.goal is None else str(self.goal)
+        return f"{self.name:44} {self.value:9.2f} {self.unit:8} {goal:>6}{' missed' * self.missed}"
+
+
+def write(path: Path | None, figure: Figure) -> None:
+    """Add a figure to a file of figures, if there is one."""
+    if path is not None:
+        goal = figure.goal and figure.goal.name
+        line = json.dumps([figure.name.strip(), figure.value, figure.unit, goal])
+        with path.open("a") as file:
+            file.write(f"{line}\n")
+
+
+def read(path: Path) -> list[Figure]:
+    """The figures of a file, as far as it was written."""
+    text = path.read_text() if path.exists() else ""
+    whole, _, _ = text.rpartition("\n")
+    return made(map(json.loads, whole.splitlines()))
+
+
+def made(lines: Iterable[list[object]]) -> list[Figure]:
+    """Figures of what `write` has written."""
+    goals = {goal.name: goal for goal in GOALS}
+    return [
+        Figure(str(name), float(str(value)), str(unit), goals.get(str(goal)))
+        for name, value, unit, goal in lines
+    ]

@@ -1,0 +1,287 @@
+"""All that is run where there is a GPU: tests, then figures, in the order of what carries the rest.
+
+    python benchmarks/gpu_run.py
+    python benchmarks/gpu_run.py --minutes 9 --folder results; ... --rest --minutes 9
+    python benchmarks/gpu_run.py --only streams --only "gpt"
+    python benchmarks/gpu_run.py --device cpu
+
+Each step is a process of its own, with a limit: one that hangs or fails holds up no other.  What it
+says is in `FOLDER/STEP.txt`, while it runs in `STEP.txt.part`.  `FOLDER/README.md` is written anew
+after every step: the machine, the steps, and a table goal / measured / met; so a run that is cut
+short leaves what it had.  `--rest` runs what the folder has no result of, so that a run may be of
+several parts.  `--device cpu` rehearses: what can run without a GPU does, and means nothing but
+that it runs.
+
+Exit code: 0 if all steps ended well and no goal was missed, 2 if there is no GPU, else 1.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Final, NamedTuple
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from benchmarks import figures
+
+ROOT: Final = Path(__file__).resolve().parents[1]
+STATE = "results.json"
+FIGURES, FOLDER = "FIGURES", "FOLDER"  # stand for a file of figures, and where results are
+CUT = "cut, as the run's time was over"
+SANITIZER = "TORCH_CUDA_SANITIZER"
+LEAST = 20.0  # seconds: with less left no step is begun
+GRACE = 5.0  # seconds in which a step that is told to end does
+
+
+class Step(NamedTuple):
+    """A step: what it is for, seconds that it may take, what is run, and with which variables.
+
+    `rehearsal` is what is run on a CPU in its place.
+    """
+
+    name: str
+    about: str
+    limit: int
+    command: Sequence[str]
+    environ: Mapping[str, str] = {}
+    rehearsal: Sequence[str] = ()
+
+    def on(self, device: str) -> Sequence[str]:
+        """What is run on a device; nothing where nothing can be."""
+        tests = self.command[:2] == ["-m", "pytest"] and SANITIZER not in self.environ
+        return (
+            self.command if device == "cuda" or (tests and not self.rehearsal) else self.rehearsal
+        )
+
+
+def tests(*given: str) -> list[str]:
+    """pytest, in which no warning of a machine's own packages fails a test."""
+    return ["-m", "pytest", "-q", "-rfEs", "-W", "default", "-p", "no:cacheprovider",
+            "--durations=3", *given]  # fmt: skip
+
+
+def part(name: str) -> list[str]:
+    return ["benchmarks/gpu.py", "--only", name, "--figures", FIGURES]
+
+
+def training(*sets: str) -> list[str]:
+    given = ["pipeline.ranks=1", "pipeline.tp=1", "train.steps=20", "train.log_every=5", *sets]
+    given.append(f'output.folder="{FOLDER}/train"')
+    return ["-m", "schedir", "train", "examples/demo.toml", f"--trace={FOLDER}/train",
+            *(f"--set={s}" for s in given)]  # fmt: skip
+
+
+NCCL: Final = {"NCCL_DEBUG": "WARN"}
+REHEARSAL: Final = {"SCHEDIR_REHEARSAL": "1"}  # of tests/gpu
+STREAMS: Final = "tests/gpu/test_streams.py"
+STEPS: Final = (
+    Step("machine", "the machine and its versions", 60, ["benchmarks/gpu_machine.py"],
+         rehearsal=["benchmarks/gpu_machine.py"]),
+    Step("queues", "streams that share a hardware queue", 60, ["benchmarks/gpu_queues.py"]),
+    Step("kernels", "kernels against float64", 240, tests("tests/gpu/test_kernels.py")),
+    Step("sanitizer", "virtual ranks, under torch's sanitizer of streams", 180,
+         tests("-x", STREAMS), {SANITIZER: "1"}),
+    Step("streams", "virtual ranks, no host waits, Timelines", 120, tests(STREAMS)),
+    Step("nccl grouped", "2 x 2 processes on one GPU, one group", 280,
+         tests("-x", "tests/gpu/test_nccl.py", "-k", "eager and grouped and one_f_one_b"), NCCL),
+    Step("nccl edge", "the same with a group for each edge", 280,
+         tests("-x", "tests/gpu/test_nccl.py", "-k", "eager and edge and one_f_one_b"), NCCL),
+    Step("nccl gather", "a late gather holds up no layer", 120,
+         tests("tests/gpu/test_nccl.py", "-k", "late_gather"), NCCL),
+    Step("graphs", "training by a graph", 120, tests("tests/gpu/test_graphs.py")),
+    Step("bandwidth", "kernels beside eager torch, torch.compile and Liger-Kernel", 240,
+         ["benchmarks/kernels.py"]),
+    *(Step(name, about, limit, part(name)) for name, about, limit in (
+        ("stage", "a stage beside what its shapes allow", 120),
+        ("instruction", "what an instruction costs", 90),
+        ("sleep", "four virtual ranks that sleep", 90),
+        ("graph", "the same as a CUDA graph", 90),
+        ("gpt", "four virtual ranks of a GPT", 240),
+    )),
+    Step("train", "schedir train, 20 steps in bfloat16", 180,
+         training("train.device=cuda", "train.precision=bfloat16"),
+         rehearsal=training("train.precision=bfloat16", "train.steps=2")),
+    Step("loop", "a training loop that waits for nothing", 180, tests("tests/gpu/test_loop.py")),
+    Step("nccl graph", "2 x 2 processes, steps as graphs", 280,
+         tests("-x", "tests/gpu/test_nccl.py", "-k", "graph"), NCCL),
+    Step("nccl steps", "memory, waits for the device, all options at once, failures", 560,
+         tests("tests/gpu/test_nccl_steps.py"), NCCL),
+    Step("nccl rest", "all else over NCCL", 560,
+         tests("tests/gpu/test_nccl.py", "-k",
+               "not graph and not one_f_one_b and not late_gather"), NCCL),
+    Step("random", "random numbers", 120, tests("tests/gpu/test_random.py")),
+)  # fmt: skip
+
+
+class Result(NamedTuple):
+    """How a step ended, in words; its seconds, its figures, and the last line that it said."""
+
+    ended: str
+    seconds: float
+    said: str
+    figures: list[list[Any]]
+
+    @property
+    def is_well(self) -> bool:
+        return self.ended == "ok"
+
+
+class Run:
+    """Steps, and a folder for their results."""
+
+    def __init__(self, folder: Path, device: str, minutes: float | None) -> None:
+        self.folder, self.device = folder, device
+        self.until = None if minutes is None else time.monotonic() + 60 * minutes
+        self.results: dict[str, Result] = {}
+        folder.mkdir(parents=True, exist_ok=True)
+        if (state := folder / STATE).exists():
+            self.results = {k: Result(*v) for k, v in json.loads(state.read_text()).items()}
+
+    def step(self, step: Step) -> Result:
+        """Run a step to its end, or to its limit; its result is written, and all tables."""
+        command = step.on(self.device)
+        limit = float(step.limit)
+        if self.until is not None:
+            limit = min(limit, self.until - time.monotonic())
+        result = self._run(step, command, limit) if command else Result("needs a GPU", 0, "", [])
+        self.results[step.name] = result
+        self.write()
+        return result
+
+    def _run(self, step: Step, command: Sequence[str], limit: float) -> Result:
+        out = self.folder / f"{file_of(step)}.part"
+        found = self.folder / f"{file_of(step)}.figures"
+        found.unlink(missing_ok=True)
+        given = [
+            word.replace(FIGURES, str(found)).replace(FOLDER, str(self.folder)) for word in command
+        ]
+        paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
+        environ = os.environ | {"PYTHONUNBUFFERED": "1", "PYTHONPATH": os.pathsep.join(paths)}
+        environ |= step.environ if self.device == "cuda" else REHEARSAL
+        began = time.monotonic()
+        with out.open("wb") as file:
+            process = subprocess.Popen(
+                [sys.executable, *given], cwd=ROOT, env=environ,
+                stdin=subprocess.DEVNULL, stdout=file, stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )  # fmt: skip
+            try:
+                code = process.wait(max(limit, 1.0))
+                ended = "ok" if code == 0 else f"failed: {code}"
+            except subprocess.TimeoutExpired:
+                ended = f"cut after {limit:.0f} s" if limit == step.limit else CUT
+            finally:
+                end(process)
+        seconds = time.monotonic() - began
+        lines = [line for line in out.read_text(errors="replace").splitlines() if line.strip()]
+        measured = [[f.name, f.value, f.unit, f.goal and f.goal.name] for f in figures.read(found)]
+        found.unlink(missing_ok=True)
+        out.replace(self.folder / file_of(step))
+        return Result(ended, seconds, lines[-1].strip("= ") if lines else "", measured)
+
+    def write(self) -> None:
+        """Write what is known, each file at once."""
+        replace(self.folder / STATE, json.dumps(self.results, indent=1))
+        replace(self.folder / "README.md", page(self.folder, self.results, self.device))
+
+
+def file_of(step: Step) -> str:
+    return f"{step.name.replace(' ', '_')}.txt"
+
+
+def end(process: subprocess.Popen[bytes]) -> None:
+    """End a process, if it has not, and all that it has started."""
+    for how in (signal.SIGTERM, signal.SIGKILL):
+        try:
+            os.killpg(process.pid, how)
+        except ProcessLookupError:
+            break
+        try:
+            process.wait(GRACE)
+        except subprocess.TimeoutExpired:
+            continue
+    process.wait()
+
+
+def replace(path: Path, text: str) -> None:
+    """Write a file that is there as a whole, or not."""
+    part = path.with_name(f"{path.name}.part")
+    part.write_text(text)
+    part.replace(path)
+
+
+def page(folder: Path, results: Mapping[str, Result], device: str) -> str:
+    """Machine, steps and goals, as Markdown."""
+    machine = folder / file_of(STEPS[0])
+    lines = machine.read_text().splitlines() if machine.exists() else []
+    rows = ["# Run on a GPU" if device == "cuda" else "# A rehearsal without a GPU", ""]
+    rows += [f"- {line}" for line in lines]
+    rows += ["", "| step | what | ended | s | last line |", "| --- | --- | --- | --- | --- |"]
+    for step in STEPS:
+        r = results.get(step.name, Result("not run", 0, "", []))
+        rows.append(f"| [{step.name}]({file_of(step)}) | {step.about} | {r.ended} "
+                    f"| {r.seconds:.0f} | {cell(r.said)} |")  # fmt: skip
+    found = [f for r in results.values() for f in figures.made(r.figures)]
+    rows += ["", "| goal | | measured | met |", "| --- | --- | --- | --- |"]
+    for goal in figures.GOALS:
+        own = [f for f in found if f.goal == goal]
+        for f in own:
+            rows.append(f"| {goal.name}: {f.name} | {goal} {goal.unit} | {f.value:.2f} {f.unit} "
+                        f"| {'no' if f.missed else 'yes'} |")  # fmt: skip
+        if not own:
+            rows.append(f"| {goal.name} | {goal} {goal.unit} | not measured | |")
+    rows += ["", "| other figures | |", "| --- | --- |"]
+    rows += [f"| {f.name} | {f.value:.2f} {f.unit} |" for f in found if f.goal is None]
+    return "\n".join(rows) + "\n"
+
+
+def cell(text: str) -> str:
+    """A line, as it may be in a table."""
+    return text.replace("|", "/")[:120]
+
+
+def main(given: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description="all that is run where there is a GPU")
+    names = [step.name for step in STEPS]
+    parser.add_argument("--only", action="append", choices=names, help="a step; may be repeated")
+    parser.add_argument("--rest", action="store_true", help="what the folder has no result of")
+    parser.add_argument("--minutes", type=float, help="in which no step goes on")
+    parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
+    parser.add_argument("--folder", type=Path, help="docs/results/gpu unless told")
+    options = parser.parse_args(given)
+    usual = ROOT / ("docs/results/gpu" if options.device == "cuda" else "out/gpu")
+    run = Run((options.folder or usual).resolve(), options.device, options.minutes)
+    there, well = True, True
+    for step in STEPS:
+        if options.only and step.name not in options.only:
+            continue
+        if options.rest and step.name in run.results and run.results[step.name].ended != CUT:
+            continue
+        if run.until is not None and run.until - time.monotonic() < LEAST:
+            print(f"{step.name}: not run, there is no time left", flush=True)
+            continue
+        if not there:
+            print(f"{step.name}: not run, there is no GPU", flush=True)
+            continue
+        result = run.step(step)
+        print(f"{step.name}: {result.ended}, {result.seconds:.0f} s: {result.said}", flush=True)
+        if step == STEPS[0] and options.device == "cuda":
+            there = result.ended != "failed: 2"
+        elif step != STEPS[0]:
+            missed = any(f.missed for f in figures.made(result.figures))
+            rehearsed = options.device == "cpu" and result.ended == "needs a GPU"
+            well = well and (result.is_well or rehearsed) and not missed
+    print(f"\n{run.folder / 'README.md'}")
+    return 2 if not there else int(not well)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

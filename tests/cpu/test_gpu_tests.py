@@ -1,0 +1,31 @@
+"""The tests of tests/gpu, as far as they run on a CPU: no minute of a GPU is lost to a name."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        ["tests/gpu/test_streams.py", "tests/gpu/test_random.py"],
+        ["tests/gpu/test_nccl.py", "-k", "eager and one_f_one_b and edge and None"],
+        ["tests/gpu/test_nccl_steps.py", "-k", "two_updates or proven or dies"],
+    ],
+    ids=["streams", "nccl", "steps"],
+)
+def test_they_run_where_a_cpu_stands_in(given: list[str]) -> None:
+    """All of them: `SCHEDIR_REHEARSAL=1 python -m pytest tests/gpu`."""
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *given],
+        cwd=ROOT, capture_output=True, text=True, timeout=300,
+        env=os.environ | {"SCHEDIR_REHEARSAL": "1"},
+    )  # fmt: skip
+    assert done.returncode == 0 and " passed" in done.stdout, done.stdout

@@ -1,0 +1,71 @@
+"""A stand-in for the GPU: tests of this folder are rehearsed on a CPU.
+
+    SCHEDIR_REHEARSAL=1 python -m pytest tests/gpu
+
+What would be on a GPU is on the CPU, at once.  Streams and events are those of a GPU that is not
+there, on which every operation takes a moment.  A rehearsal shows that the tests themselves run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from tests.cpu.virtual_gpu import VirtualGPU, install
+
+MOMENT = 1e-5  # seconds that an operation takes
+CYCLE = 1e-9  # of a kernel that does nothing
+
+
+class _OnCPU(TorchFunctionMode):
+    """Lets a CPU's tensor be made where one of a GPU is asked for."""
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        if func is Tensor.cuda:
+            return args[0].clone()
+        given = {name: _on_cpu(value) for name, value in (kwargs or {}).items()}
+        return func(*map(_on_cpu, args), **given)
+
+
+def _on_cpu(value: Any) -> Any:
+    gpu = isinstance(value, str | torch.device) and str(value).partition(":")[0] == "cuda"
+    return "cpu" if gpu else value
+
+
+class _Moments(TorchDispatchMode):
+    """Lets every operation take its time, on the stream that is current, and of the host."""
+
+    def __init__(self, gpu: VirtualGPU) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.gpu = gpu
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        self.gpu.host += MOMENT / 10
+        self.gpu.work(MOMENT)
+        return func(*args, **(kwargs or {}))
+
+
+@contextmanager
+def installed(patch: pytest.MonkeyPatch) -> Iterator[VirtualGPU]:
+    """Within this, torch.cuda has the GPU that is not there."""
+    gpu = install(patch)
+    patches: dict[str, Any] = {
+        "_sleep": lambda cycles: gpu.work(cycles * CYCLE),
+        "get_rng_state": lambda: torch.zeros(1),  # from which nobody draws
+        "set_sync_debug_mode": lambda mode: None,
+    }
+    for name, value in patches.items():
+        patch.setattr(torch.cuda, name, value)
+    with _OnCPU(), _Moments(gpu):
+        yield gpu

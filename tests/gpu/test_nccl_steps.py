@@ -1,0 +1,208 @@
+"""Steps over real NCCL on one GPU: memory, waits for the device, all options at once, failures."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from schedir import check, compile
+from schedir.errors import DeadlockError
+from schedir.ir.ops import Instr, Opcode
+from schedir.ir.plan import Plan
+from schedir.ir.program import Program
+from schedir.runtime.device_memory import times_asked
+from schedir.runtime.executor import Executor
+from schedir.runtime.rank import Boundary, Call
+from schedir.schedules import one_f_one_b, pipedream_2bw
+from schedir.training.watchdog import watchdog
+from schedir.transports.processes import Gloo, Processes
+from tests.cpu.spawn import RankError, run
+from tests.cpu.tiny_stages import batch, gpt_executor, own_batch
+from tests.gpu.shared import REHEARSED, no_wait, over, share_gpu, wait_for_device
+
+HANG = 100_000_000_000  # cycles, about a minute
+PATIENCE = 10.0  # seconds, of the watchdog
+
+
+class Case(NamedTuple):
+    """A program, and how it is run."""
+
+    schedule: Any
+    plan: Plan
+    tp: int = 1
+    dp: int = 1
+    clip: bool = True
+    overlap: bool = True
+    tied: bool = True
+    record: bool = False
+
+    @property
+    def processes(self) -> int:
+        return self.plan.ranks * self.tp * self.dp
+
+    def compile(self) -> Program:
+        return compile(
+            self.schedule, self.plan, tp=self.tp, dp=self.dp, model="edge", tied=self.tied,
+            clip=self.clip, overlap=self.overlap, slots="enough",
+        )  # fmt: skip
+
+
+MANY = Case(one_f_one_b, Plan(2, 24), tp=2)
+ALL = Case(one_f_one_b, Plan(2, 4), tp=2, dp=2, record=True)
+UPDATES = Case(pipedream_2bw, Plan(2, 8, updates=2, delay=1), dp=2, clip=False)
+PROVEN = Case(one_f_one_b, Plan(2, 4), clip=False, overlap=False, tied=False)
+
+
+def made(case: Case, program: Program, transport: Any, device: torch.device) -> Executor:
+    """With AdamW, whose large epsilon makes no large steps of small differences."""
+    norm = 0.5 if case.clip else None
+    executor = gpt_executor(program, transport, device, max_norm=norm, record=case.record)
+    parameters = [p for s in executor.stages.values() for p in s.module.parameters()]
+    executor.state.optimizer = torch.optim.AdamW(parameters, 1e-2, eps=1e-3, fused=True)
+    return executor
+
+
+def trained(
+    rank: int, folder: str | None, case: Case, steps: int
+) -> tuple[list[Tensor], list[int]]:
+    """Weights after some steps, over NCCL in a folder, or over Gloo; and how often each step has
+    asked the device for memory."""
+    program = case.compile()
+    if folder is None:
+        device = torch.device("cpu")
+        transport: Processes = Gloo(program)
+    else:
+        device = share_gpu(rank, folder)
+        transport = over(program, device)
+    executor, asked = made(case, program, transport, device), []
+    for step in range(steps):
+        inputs, targets, scale = own_batch(program, transport, seed=step)
+        given = inputs.to(device), targets.to(device), scale
+        before = times_asked(device)
+        if step:
+            with no_wait():
+                executor.step(*given)
+        else:
+            executor.step(*given)
+        asked.append(times_asked(device) - before)
+    weights = [p.detach().cpu() for s in executor.stages.values() for p in s.module.parameters()]
+    return weights, asked
+
+
+def assert_trains_as_on_a_cpu(folder: Path, case: Case, steps: int = 3) -> list[list[int]]:
+    want = run(trained, case.processes, None, case, steps)
+    got = run(trained, case.processes, str(folder), case, steps, limit=270)
+    for (ours, _), (theirs, _) in zip(got, want, strict=True):
+        for one, other in zip(ours, theirs, strict=True):
+            torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
+    return [asked for _, asked in got]
+
+
+def test_many_microbatches_ask_for_no_memory_after_the_first_step(tmp_path: Path) -> None:
+    for first, *others in assert_trains_as_on_a_cpu(tmp_path, MANY, 4):
+        assert (first > 0) != REHEARSED and others == [0, 0, 0]
+
+
+def test_tp_dp_clipping_recording_and_enough_slots_together(tmp_path: Path) -> None:
+    assert_trains_as_on_a_cpu(tmp_path, ALL)
+
+
+def test_two_updates_in_a_step(tmp_path: Path) -> None:
+    assert_trains_as_on_a_cpu(tmp_path, UPDATES)
+
+
+class Waits(nn.Module):
+    """A layer that waits for the whole device, and lets its memory go, in each forward."""
+
+    def __init__(self, k: int) -> None:
+        super().__init__()
+        self.inner = nn.Linear(4, 4)
+        nn.init.constant_(self.inner.bias, k)
+
+    def forward(self, x: Tensor) -> Tensor:
+        wait_for_device()
+        y: Tensor = self.inner(x)
+        return y
+
+
+def waits(rank: int, folder: str) -> int:
+    device = share_gpu(rank, folder)
+    program = PROVEN.compile()
+    check(program, "edge", device_waits=True)
+    executor = Executor(
+        program, rank, {rank: Waits(rank).to(device)}, over(program, device),
+        loss=lambda y, target: (y - target).square().sum(), boundary=Boundary((2, 4)), alike=True,
+    )  # fmt: skip
+    x = torch.ones(4, 2, 4, device=device)
+    for _ in range(3):
+        executor.step(x, x)
+    return executor.draws.step
+
+
+def test_a_proven_program_lives_through_waits_for_the_device(tmp_path: Path) -> None:
+    """One whose receives are posted early is not proven, and so not tried."""
+    with pytest.raises(DeadlockError):
+        check(PROVEN._replace(overlap=True).compile(), "edge", device_waits=True)
+    assert run(waits, 2, str(tmp_path), limit=200) == [3, 3]
+
+
+def failing(rank: int, folder: str, how: str) -> None:
+    """The second rank of a pipeline dies in its second step, or its GPU never ends a forward."""
+    device = share_gpu(rank, folder)
+    os.dup2(os.open(str(Path(folder, f"said-{rank}")), os.O_CREAT | os.O_WRONLY), 2)
+    case = Case(one_f_one_b, Plan(2, 4), tp=2)
+    program = case.compile()
+    transport = over(program, device)
+    executor = made(case, program, transport, device)
+    inputs, targets, scale = batch(4)
+    given = inputs.to(device), targets.to(device), scale
+    executor.step(*given)
+    if transport.rank == 1:
+        k = executor.state.index_of[Instr(Opcode.Forward, 1, 1)]
+        wait, forward = executor.calls[k]
+        fail = {"dies": partial(os.kill, os.getpid(), signal.SIGKILL),
+                "hangs": partial(torch.cuda._sleep, HANG)}[how]  # fmt: skip
+
+        def fails() -> None:
+            fail()
+            forward()
+
+        executor.calls[k] = Call(wait, fails)
+    with watchdog(executor, PATIENCE, lambda: executor.draws.step):
+        executor.step(*given)
+        wait_for_device()
+
+
+def said(folder: Path, how: str) -> dict[int, str]:
+    """What each process has left: what it said, and how it ended."""
+    with pytest.raises(RankError) as error:
+        run(failing, 4, str(folder), how, limit=240, grace=90)
+    for rank, text in error.value.tracebacks.items():
+        print(f"rank {rank}: {text}", file=sys.stderr)
+        assert "was ended" not in text and "Timeout (" not in text, f"rank {rank} hung"
+    return {
+        rank: Path(folder, f"said-{rank}").read_text(errors="replace") + text
+        for rank, text in error.value.tracebacks.items()
+    }
+
+
+def test_when_a_process_dies_all_others_end_with_a_word(tmp_path: Path) -> None:
+    found = said(tmp_path, "dies")
+    ended = {rank: text for rank, text in found.items() if text != "died without a word"}
+    assert len(found) == 4 and len(ended) >= 2, found
+
+
+@pytest.mark.usefixtures("real_gpu")
+def test_a_kernel_that_hangs_is_named_and_all_processes_end(tmp_path: Path) -> None:
+    found = said(tmp_path, "hangs")
+    hung = [text for text in found.values() if "F 1.1" in text and "computes" in text]
+    assert len(found) == 4 and hung, found
+    assert any("waits for rank 1 to" in text for text in found.values()), found
