@@ -25,8 +25,7 @@ from schedir.ir.program import TRAITS, Program
 from schedir.ir.sizes import Sizes
 from schedir.ir.ties import Ties
 from schedir.passes.lowering import LOWERING, OPTIONS
-from schedir.passes.record import Boundary, Options, Pass
-from schedir.passes.record import Slots as Choice
+from schedir.passes.record import Boundary, Choice, Options, Pass
 from schedir.passes.share_slots import share_slots
 from schedir.schedules.draft import draft
 from schedir.schedules.words import Schedule

@@ -19,7 +19,7 @@ from schedir.ir.fields import Field
 from schedir.ir.plan import PLAN, Plan
 from schedir.ir.program import HEADER, TRAITS, Program
 from schedir.ir.sizes import Sizes
-from schedir.passes.record import Slots as Choice
+from schedir.passes.record import Choice
 from schedir.passes.share_slots import share_slots
 from schedir.predict.simulate import simulate
 from schedir.predict.timeline import Timeline

@@ -93,8 +93,8 @@ class TokenRow(NamedTuple):
     `size` is the field of Sizes that says how many bytes it takes, "" if nobody counts them, with
     `edge` -1 where it is as large as what the stage before puts out.  `handed` says that on one
     rank it is what a neighbouring stage gives: that value, and how many stages further on.
-    `made_of` says that an instruction
-    makes it of another value that it frees, and which field of Sizes tells the bytes of both.
+    `made_of` says that an instruction makes it of another value that it frees, and which field of
+    Sizes tells the bytes of both.
     """
 
     token: Token

@@ -16,7 +16,7 @@ from schedir.ir.ops import Opcode
 from schedir.ir.program import Program
 
 Boundary = Literal["replicated", "sharded"]
-Slots = Literal["fewest", "enough"]
+Choice = Literal["fewest", "enough"]
 Mask = NDArray[np.bool_]
 Part = Literal["draft", "messages", "ends", "memory", "better"]
 
@@ -31,7 +31,7 @@ class Options:
     model: Model = "device"
     boundary: Boundary = "replicated"
     overlap: bool = False
-    slots: Slots | None = None
+    slots: Choice | None = None
     more: Mapping[str, Any] = field(default_factory=dict)
 
 

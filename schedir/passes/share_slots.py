@@ -20,8 +20,7 @@ from schedir.ir.costs import Costs
 from schedir.ir.flow import Flow
 from schedir.ir.ops import BOUNDARY, SLOTTED
 from schedir.ir.program import OWN, Program, Slots
-from schedir.passes.record import Options, Pass
-from schedir.passes.record import Slots as Choice
+from schedir.passes.record import Choice, Options, Pass
 
 MESSAGE: Final = 0.5  # of a forward: what a message takes where costs say that it takes no time
 _PARTS = 16  # how finely ranks and kinds are divided to try fewer on each part

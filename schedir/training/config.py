@@ -16,7 +16,7 @@ from schedir.ir.fields import Field, Kind
 from schedir.ir.plan import PLAN, Plan
 from schedir.ir.program import HEADER, TRAITS, Program
 from schedir.passes.lowering import OPTIONS
-from schedir.passes.record import Slots as Choice
+from schedir.passes.record import Choice
 from schedir.training.gpt_config import GPTConfig, split_heads, split_layers
 from schedir.training.settings import Range, describe
 from schedir.transports.registry import AUTO, DEVICES, TRANSPORTS, transports_of

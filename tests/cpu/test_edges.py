@@ -15,7 +15,7 @@ from schedir.errors import DeadlockError
 from schedir.ir.ops import SENDS, Lane
 from schedir.ir.plan import Plan
 from schedir.ir.program import Program
-from schedir.passes.record import Slots as Choice
+from schedir.passes.record import Choice
 from schedir.schedules import gpipe, interleaved, one_f_one_b
 from schedir.transports import groups
 from schedir.transports.edges import Edge, Grouped, apart, directed_edges

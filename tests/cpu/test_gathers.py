@@ -17,7 +17,7 @@ from schedir import Costs, compile, simulate
 from schedir.analysis.graph import Graph
 from schedir.ir.ops import TRANSFERS
 from schedir.ir.plan import Plan
-from schedir.passes.record import Slots as Choice
+from schedir.passes.record import Choice
 from schedir.runtime.executor import Executor
 from schedir.runtime.inprocess import InProcess
 from schedir.runtime.rank import Boundary

@@ -10,7 +10,7 @@ import torch
 
 from schedir import compile
 from schedir.ir.plan import Plan
-from schedir.passes.record import Slots as Choice
+from schedir.passes.record import Choice
 from schedir.runtime.inprocess import InProcess
 from schedir.schedules import chimera, interleaved, one_f_one_b
 from schedir.training import gpt

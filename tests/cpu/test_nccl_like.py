@@ -15,7 +15,7 @@ from schedir import compile
 from schedir.ir.plan import Plan
 from schedir.ir.program import Program
 from schedir.parallel import group
-from schedir.passes.record import Slots as Choice
+from schedir.passes.record import Choice
 from schedir.runtime import reduction
 from schedir.runtime.reduction import Reduction
 from schedir.schedules import chimera, gpipe, interleaved, one_f_one_b, pipedream_2bw

@@ -16,7 +16,7 @@ from schedir import Costs, Plan, Timeline
 from schedir.analysis.graph import Graph
 from schedir.ir.ops import SENDS, TRANSFERS, Lane, Opcode
 from schedir.ir.program import JOINED, Program, Stream
-from schedir.passes.record import Slots as Choice
+from schedir.passes.record import Choice
 from schedir.predict.bubble_causes import Cause, by_cause, idleness
 from schedir.predict.calibrate import calibrate
 from schedir.runtime import inprocess

@@ -13,7 +13,7 @@ from schedir.compiler.compile import compile
 from schedir.errors import ExecutionError
 from schedir.ir.ops import Opcode, Token
 from schedir.ir.plan import Plan
-from schedir.passes.record import Slots as Choice
+from schedir.passes.record import Choice
 from schedir.runtime.executor import Executor
 from schedir.runtime.inprocess import InProcess
 from schedir.runtime.rank import Boundary

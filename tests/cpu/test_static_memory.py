@@ -16,7 +16,7 @@ from schedir.compiler.compile import compile, lower
 from schedir.ir.plan import Plan
 from schedir.ir.program import Program, Slots
 from schedir.ir.sizes import Sizes
-from schedir.passes.record import Slots as Choice
+from schedir.passes.record import Choice
 from schedir.runtime.handlers import HANDLERS
 from schedir.runtime.rank import Boundary, State
 from schedir.schedules import one_f_one_b

@@ -14,7 +14,7 @@ from schedir import compile
 from schedir.analysis.models import Model
 from schedir.ir.plan import Plan
 from schedir.ir.program import Program
-from schedir.passes.record import Slots as Choice
+from schedir.passes.record import Choice
 from schedir.predict.timeline import Timeline
 from schedir.runtime.executor import Executor
 from schedir.runtime.graphs import GraphedStep

@@ -25,7 +25,7 @@ from schedir.ir.plan import Plan
 from schedir.ir.program import Program, Slots
 from schedir.ir.text import parse, show
 from schedir.passes.overlap import early_gathers, early_receives, group_opposites
-from schedir.passes.record import Slots as Choice
+from schedir.passes.record import Choice
 from schedir.passes.share_slots import share_slots
 from schedir.predict.simulate import simulate
 from schedir.schedules import gpipe, interleaved, one_f_one_b
