@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from schedir.errors import ModelError
+from schedir.ir.program import Program
 from schedir.runtime.executor import WARM, Executor
 from schedir.runtime.precision import innermost, is_gated
 from schedir.runtime.random import DrawDetector
@@ -47,12 +48,8 @@ class GraphedStep:
         *,
         concurrent: bool = False,
     ) -> None:
+        require_gpu(executor)
         name, device = executor.program.name, executor.state.device
-        if device.type != "cuda":
-            raise ModelError(
-                f"a CUDA graph holds what runs on a GPU, rank {executor.rank} is on {device}",
-                program=name,
-            )
         inner = innermost(executor.state.optimizer)
         if inner is not None and not is_gated(inner):
             raise ModelError(
@@ -93,15 +90,8 @@ class GraphedStep:
         `scale` is as in the step before unless told; learning rates are what the optimizer's
         groups say now.  Raises ModelError for other shapes than at capture.
         """
-        for own, given in ((self.inputs, inputs), (self.targets, targets)):
-            for mine, x in zip(own, given, strict=True):
-                if mine.shape != x.shape:
-                    raise ModelError(
-                        f"the graph was captured with microbatches of {list(mine.shape)}, and is "
-                        f"given {list(x.shape)}",
-                        program=self.executor.program.name,
-                    )
-                mine.copy_(x, non_blocking=True)
+        write(self.inputs, inputs, self.executor.program)
+        write(self.targets, targets, self.executor.program)
         if scale is not None:
             self.scale.write(scale)
         self.rates.write()
@@ -113,6 +103,34 @@ class GraphedStep:
         """Let the graph go, when it has run."""
         torch.cuda.synchronize(self.executor.state.device)
         self.graph.reset()
+
+
+def require_gpu(executor: Executor) -> None:
+    """Raise ModelError for an executor that is not on a GPU."""
+    if executor.state.device.type != "cuda":
+        raise ModelError(
+            "a CUDA graph holds what runs on a GPU, "
+            f"rank {executor.rank} is on {executor.state.device}",
+            program=executor.program.name,
+        )
+
+
+def write(own: Sequence[Tensor], given: Microbatches, program: Program) -> None:
+    """Write microbatches where a graph reads them.  Raises ModelError for others than those of its
+    capture."""
+    if len(own) != len(given):
+        raise ModelError(
+            f"the graph was captured with {len(own)} microbatches, and is given {len(given)}",
+            program=program.name,
+        )
+    for mine, x in zip(own, given, strict=True):
+        if (mine.shape, mine.dtype) != (x.shape, x.dtype):
+            raise ModelError(
+                f"the graph was captured with microbatches of {list(mine.shape)} of {mine.dtype}, "
+                f"and is given {list(x.shape)} of {x.dtype}",
+                program=program.name,
+            )
+        mine.copy_(x, non_blocking=True)
 
 
 class Number:

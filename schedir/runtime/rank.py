@@ -109,6 +109,12 @@ class Slots:
         self.values: list[Any] = [None] * count
         self.taken = self.most = 0
 
+    def put(self, number: int, value: Any) -> None:
+        """Let a slot have a value, or None."""
+        self.taken += (value is not None) - (self.values[number] is not None)
+        self.values[number] = value
+        self.most = max(self.most, self.taken)
+
     def forget(self) -> None:
         """Let go whatever is in them."""
         self.values[:] = [None] * len(self.values)
@@ -263,7 +269,11 @@ class State:
         self.draws.begin()
         self.inputs, self.targets, self.scale = inputs, targets, scale
         if self.loss_scale is not None:
-            self.loss_gradient = (self.loss_scale.value * scale).float()
+            gradient = (self.loss_scale.value * scale).float()
+            if self.loss_gradient is None:
+                self.loss_gradient = gradient
+            else:  # in its place, where a graph reads it
+                self.loss_gradient.copy_(gradient)
             self.scale = self.loss_scale.inverse
         for shared, copy in self.copies.items():
             if copy is not shared:

@@ -33,7 +33,8 @@ def undone(state: State) -> Iterator[None]:
         tensors += getattr(state.optimizer, "main", [])
         tensors += (p for stage in state.stages.values() for p in stage.module.parameters())
     was = [(t, t.detach().to("cpu", copy=True)) for t in tensors]
-    step, state.may_step = state.draws.step, steps
+    step, might = state.draws.step, state.may_step  # this may be within another
+    state.may_step = might and steps
     try:
         with ExitStack() as changed:
             for stage in state.stages.values():
@@ -42,7 +43,7 @@ def undone(state: State) -> Iterator[None]:
                 changed.enter_context(_stepped_back(inner))
             yield
     finally:
-        state.may_step, state.draws.step = True, step
+        state.may_step, state.draws.step = might, step
         with torch.no_grad():
             for t, before in was:
                 t.copy_(before)

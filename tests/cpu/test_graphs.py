@@ -99,6 +99,21 @@ def test_steps_before_a_capture_leave_nothing_behind(adamw: bool, main: bool) ->
     assert all(torch.equal(one, other) for one, other in zip(*found, strict=True))
 
 
+def test_what_is_undone_within_another_does_not_end_it() -> None:
+    world = trained(adamw=True, main=False)
+    (rank,) = world.ranks
+    before = [p.detach().clone() for s in rank.stages.values() for p in s.module.parameters()]
+    rank.state.optimizer = torch.optim.AdamW(
+        [p for s in rank.stages.values() for p in s.module.parameters()], fused=True
+    )
+    with undone(rank.state):
+        with undone(rank.state):
+            rank.step(*batch(2)[:2])
+        rank.step(*batch(2)[:2])
+    after = [p for s in rank.stages.values() for p in s.module.parameters()]
+    assert all(torch.equal(one, other) for one, other in zip(before, after, strict=True))
+
+
 @pytest.mark.parametrize("draws", [False, True])
 def test_a_step_that_draws_is_refused(draws: bool) -> None:
     """A replay would draw the same again; whether it draws is seen, and nothing else changes."""
