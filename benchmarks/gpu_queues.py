@@ -24,6 +24,10 @@ PATIENCE = 0.005  # seconds, in which something short ends
 def sharing(streams: Sequence[Any]) -> list[tuple[int, int]]:
     """Pairs of streams, by number: the second one waits while the first is busy."""
     one = torch.zeros(1, device="cuda")
+    for stream in streams:  # what is done at first use may wait for the whole device
+        with torch.cuda.stream(stream):
+            torch.cuda._sleep(1)
+            one.add_(1)
     found = []
     for k, parked in enumerate(streams):
         others = [i for i in range(len(streams)) if i != k]
@@ -59,7 +63,6 @@ def main() -> int:
     high = [torch.cuda.Stream(priority=-1) for _ in range(options.high)]
     names = ["default", *(f"s{k}" for k in range(len(low))), *(f"h{k}" for k in range(len(high)))]
     streams = [torch.cuda.default_stream(), *low, *high]
-    sharing(streams)  # what is done at first use
     found = sharing(streams)
     for k, i in found:
         print(f"{names[i]} waits for {names[k]}")

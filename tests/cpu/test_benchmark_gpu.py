@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import argparse
 import math
+import time
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -14,7 +16,7 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
-from benchmarks import figures, gpu_stage, host_waits
+from benchmarks import figures, gpu_queues, gpu_stage, host_waits
 from benchmarks import gpu as benchmark
 from benchmarks.figures import Figure
 from benchmarks.gpu import captured, main, of_a_gpt, of_ranks, peak, recorded, sleeping
@@ -28,6 +30,7 @@ from schedir.schedules import one_f_one_b
 from schedir.testing import tiny
 from schedir.training import gpt
 from tests.cpu.virtual_gpu import Stream, copies, install
+from tests.gpu.stand_in import installed
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
@@ -108,6 +111,54 @@ def test_every_part_is_measured_beside_one_that_fails(
     assert not benchmark.table(argparse.Namespace(only=["y"], figures=None, value=11.0))
 
 
+class _Graph:
+    """A graph that holds nothing: a replay runs nothing."""
+
+    def replay(self) -> None:
+        pass
+
+
+class _Graphed:
+    """A step as a graph that holds nothing."""
+
+    def __init__(self, *given: object) -> None:
+        self.graph = _Graph()
+
+
+def test_every_part_runs_to_its_end(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """On a CPU that stands in: all figures are there, and say nothing."""
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", _Graph)
+    monkeypatch.setattr(benchmark, "GraphedStep", _Graphed)
+    monkeypatch.setattr(benchmark, "instruction_costs", partial(benchmark.instruction_costs, 4))
+    monkeypatch.setattr(torch.cuda, "graph", lambda graph, **how: nullcontext())
+    file = tmp_path / "figures"
+    options = argparse.Namespace(
+        only=None, figures=file, hidden=128, context=16, layers=1, product=16, microbatches=4,
+        forward=1e-3, steps=2,
+    )  # fmt: skip
+    with installed(monkeypatch):
+        benchmark.table(options)
+    out, err = capsys.readouterr()
+    assert "not measured" not in out and err == ""
+    found = figures.read(file)
+    assert {figure.goal for figure in found} == {None, *figures.GOALS}
+    assert len(found) > 25
+
+
+def test_streams_that_share_a_queue_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    with installed(monkeypatch) as gpu:
+
+        def later(seconds: float) -> None:
+            gpu.host += seconds
+
+        monkeypatch.setattr(time, "sleep", later)
+        one, other, third = (Stream(gpu) for _ in range(3))
+        assert gpu_queues.sharing([one, other, third]) == []
+        assert gpu_queues.sharing([one, other, one]) == [(0, 2), (2, 0)]
+
+
 def test_waits_of_the_host_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
     class Event:
         def synchronize(self) -> str:
@@ -128,13 +179,6 @@ def test_waits_of_the_host_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
     assert len(found) == 4 and found[1].endswith("Event.synchronize is called")
     Event().synchronize()
     assert len(found) == 4
-
-
-class _Graph:
-    """A graph that holds nothing: a replay runs nothing."""
-
-    def replay(self) -> None:
-        pass
 
 
 class _Generator:

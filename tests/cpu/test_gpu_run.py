@@ -62,7 +62,7 @@ def test_a_step_that_fails_or_hangs_holds_up_no_other(tmp_path: Path) -> None:
     assert steps["hangs"][0] == "cut after 2 s"
     assert ended(int((tmp_path / "hangs.txt").read_text()))
     goals = {row[0]: row[1:] for row in rows(tmp_path) if len(row) == 4}
-    assert goals[f"{figures.GAP.name}: a gap"] == ["<= 10 us", "12.50 us", "no"]
+    assert goals[f"{figures.GAP.name} (measures: a gap)"] == ["<= 10 us", "12.50 us", "no"]
     assert goals[figures.MEMORY.name] == ["<= 2 %", "not measured", ""]
 
 
@@ -86,8 +86,8 @@ def test_a_run_may_be_of_several_parts(
     assert capsys.readouterr().out.splitlines()[1].startswith(f"hangs: {gpu_run.CUT}, ")
     monkeypatch.setattr(gpu_run, "STEPS", (GOOD, hangs._replace(command=GOOD.command), MEASURES))
     assert gpu_run.main([*folder, "--rest"]) == 1
-    ran = [line.partition(":")[0] for line in capsys.readouterr().out.splitlines()[:2]]
-    assert ran == ["hangs", "measures"]
+    ran = [line.partition(":")[0] for line in capsys.readouterr().out.splitlines()[:-2]]
+    assert ran == ["good", "hangs", "measures"]  # what machine it is, is asked anew
 
 
 def test_what_is_cut_short_leaves_what_it_had(tmp_path: Path) -> None:
@@ -122,6 +122,16 @@ def test_without_a_gpu_it_says_so(
     assert first.startswith("machine: failed: 2") and first.endswith("torch sees none")
     assert others == [f"{s.name}: not run, there is no GPU" for s in gpu_run.STEPS[1:]]
     assert files(tmp_path) == ["README.md", "machine.txt", STATE]
+    assert gpu_run.main(["--folder", str(tmp_path), "--only", "streams"]) == 2
+    assert "streams: not run, there is no GPU" in capsys.readouterr().out
+
+
+def test_tests_that_are_skipped_are_not_well(tmp_path: Path) -> None:
+    for said, code in (("2 skipped in 1 s", 1), ("1 passed, 2 skipped in 1 s", 0)):
+        step = GOOD._replace(command=["-c", f"print('{said}')"])
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(gpu_run, "STEPS", (GOOD, step._replace(name="tests")))
+            assert gpu_run.main(["--folder", str(tmp_path)]) == code
 
 
 def test_every_step_runs_something(monkeypatch: pytest.MonkeyPatch) -> None:

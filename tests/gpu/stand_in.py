@@ -64,6 +64,10 @@ def installed(patch: pytest.MonkeyPatch) -> Iterator[VirtualGPU]:
         "_sleep": lambda cycles: gpu.work(cycles * CYCLE),
         "get_rng_state": lambda: torch.zeros(1),  # from which nobody draws
         "set_sync_debug_mode": lambda mode: None,
+        "memory_stats": lambda device=None: {},
+        "memory_allocated": lambda: 0,
+        "max_memory_allocated": lambda: 1 << 20,
+        "reset_peak_memory_stats": lambda: None,
     }
     for name, value in patches.items():
         patch.setattr(torch.cuda, name, value)
