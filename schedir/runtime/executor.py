@@ -257,9 +257,13 @@ class Executor:
         """As `step`, over a transport of streams, but one instruction after the other, in an order
         that all ranks share: nothing overlaps, and nothing hangs, whoever waits for the device.
 
-        All processes must call this.  Optimizers are as in a step.
+        All processes must call this.  Raises ModelError over another transport.
         """
-        assert self.in_turn is not None, "only where messages are on streams of their own"
+        if self.in_turn is None:
+            raise ModelError(
+                "one instruction after the other is for messages on streams of their own",
+                program=self.program.name,
+            )
         with self.in_turn.one_by_one():
             return self._step(inputs, targets, scale, self._one_order)
 
