@@ -96,7 +96,7 @@ On GPUs hosts do not block, but at times wait for the whole device: to allocate 
 kernel at its first use. A receive that was posted early, and spins, is then waited for by the host
 that should issue what it needs. `check(program, model, device_waits=True)` and `schedir check
 --device-waits` prove that a program lives through that anywhere; with `overlap` under `edge` most do
-not, and so executors over NCCL run a first step that is undone, in one order that all ranks share.
+not, and so executors over NCCL first run steps that are undone, in one order that all ranks share.
 
 ## Text
 

@@ -23,18 +23,28 @@ from schedir.runtime.rank import State
 @contextmanager
 def restored(module: nn.Module, device: torch.device) -> Iterator[None]:
     """After this context a module's buffers, and torch's generators, are as they were before it."""
-    buffers = [
-        (owner, name, buffer, buffer.clone())
-        for owner in module.modules()
-        for name, buffer in owner.named_buffers(recurse=False)
-    ]
+    tables = [(owner._buffers, dict(owner._buffers)) for owner in module.modules()]
+    buffers = {buffer for _, was in tables for buffer in was.values() if buffer is not None}
+    values = [(own, own.clone()) for own in map(_each_once, buffers)]
     try:
         with torch.random.fork_rng([device] if device.type == "cuda" else []):
             yield
     finally:
+        for table, was in tables:
+            table.clear()
+            table.update(was)
         with torch.no_grad():
-            for owner, name, buffer, was in buffers:
-                owner._buffers[name] = buffer.copy_(was)
+            for own, value in values:
+                own.copy_(value)
+
+
+def _each_once(buffer: torch.Tensor) -> torch.Tensor:
+    """What of a buffer is in memory: one that is expanded has each number several times."""
+    strides = buffer.stride() if buffer.layout is torch.strided else ()
+    for dim, stride in enumerate(strides):
+        if not stride:
+            buffer = buffer.narrow(dim, 0, min(1, buffer.shape[dim]))
+    return buffer
 
 
 def buffers_checked(

@@ -24,9 +24,9 @@ from schedir.ir.program import Program
 from schedir.ir.ties import Ties
 from schedir.runtime.agreement import facts_of, require_each_once, require_fit, require_scalable
 from schedir.runtime.given import (
+    expect_all,
     loss_of,
     max_norm_of,
-    number_of,
     optimizer_of,
     program_of,
     seed_of,
@@ -39,7 +39,7 @@ from schedir.runtime.rank import Boundary, Call, Loss, Microbatches, Stage, Stat
 from schedir.runtime.recorder import Recorded, Stamps, stamps_of
 from schedir.runtime.tied import prints, weights_of
 from schedir.runtime.unchanged import expect_kept
-from schedir.runtime.undone import undone
+from schedir.runtime.undone import Copies, undone
 from schedir.transports.in_turn import InTurn
 from schedir.transports.transport import Transport, has_left
 from schedir.verify.check import check
@@ -243,7 +243,8 @@ class Executor:
         Before the first step over a transport of streams, as NCCL, steps are run that are undone
         (`undone.undone`), with what this one is given, one instruction after the other: loading a
         kernel, allocating memory or connecting to a peer may wait for all that runs on a GPU, and
-        beside a receive that waits for a peer it would wait for ever.
+        beside a receive that waits for a peer it would wait for ever.  What modules, losses and
+        their hooks keep elsewhere than in Parameters and buffers, as a count, is not undone.
 
         Raises ExecutionError that names the instruction.
         """
@@ -278,11 +279,12 @@ class Executor:
         self, inputs: Microbatches, targets: Microbatches, scale: float | Tensor = 1.0
     ) -> None:
         """Do whatever a step does at first use, in steps in turn that are undone."""
+        self._expect_given(inputs, targets)
         record, self.record = self.record, False
         try:
             with undone(self.state):
                 for _ in range(WARM):
-                    self.step_in_turn(inputs, targets, scale)
+                    self.step_in_turn(Copies(inputs), Copies(targets), scale)
         finally:
             self.record = record
         if self.state.device.type == "cuda":
@@ -336,17 +338,15 @@ class Executor:
         except ModelError as error:
             error.program = self.program.name
             raise
-        m = state.plan.microbatches
-        for name, given, stage in (("inputs", inputs, 0), ("targets", targets, -1)):
-            if stage % state.plan.stages not in state.stages:
-                continue
-            if (number := number_of(given, name, self.program)) != m:
-                raise ExecutionError(
-                    f"rank {self.rank} is given {number} {name} for {m} microbatches",
-                    program=self.program.name,
-                )
+        self._expect_given(inputs, targets)
         self.profiled = torch.autograd.profiler._is_profiler_enabled
         state.begin(inputs, targets, scale)
+
+    def _expect_given(self, inputs: Microbatches, targets: Microbatches) -> None:
+        """Raise ExecutionError where this rank takes microbatches, and is not given all."""
+        for name, given, stage in (("inputs", inputs, 0), ("targets", targets, -1)):
+            if stage % self.state.plan.stages in self.state.stages:
+                expect_all(given, name, self.program, self.rank)
 
     def call(self, k: int) -> None:
         """Run the instruction at index k of the Stream; `step` has set whether gradients flow."""

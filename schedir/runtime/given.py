@@ -105,6 +105,15 @@ def number_of(given: object, what: str, program: Program | None = None) -> int:
         ) from None
 
 
+def expect_all(given: object, what: str, program: Program, rank: int) -> None:
+    """Raise ExecutionError for what is not one of each microbatch."""
+    number, wanted = number_of(given, what, program), program.plan.microbatches
+    if number != wanted:
+        raise ExecutionError(
+            f"rank {rank} is given {number} {what} for {wanted} microbatches", program=program.name
+        )
+
+
 def callable_of(given: _T, what: str, example: str) -> _T:
     """What can be called.  Raises ModelError for anything else."""
     if not callable(given):

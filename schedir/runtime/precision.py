@@ -15,6 +15,7 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
+from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
 
 class Steps(Protocol):
@@ -63,12 +64,18 @@ def is_gated(optimizer: object) -> bool:
     What is done beside its step, in a class that derives from torch's or in hooks, would be done
     in any case.
     """
-    hooks = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
     return (
         getattr(optimizer, "_step_supports_amp_scaling", False) is True
         and type(optimizer).__module__.startswith("torch.optim.")
-        and not any(getattr(optimizer, name, None) for name in hooks)
+        and not has_hooks(optimizer)
     )
+
+
+def has_hooks(optimizer: object) -> bool:
+    """Whether something else is called at a step of an optimizer, its own or that of any."""
+    own = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
+    every = _global_optimizer_pre_hooks or _global_optimizer_post_hooks
+    return bool(every) or any(getattr(optimizer, name, None) for name in own)
 
 
 def _has_momentum(optimizer: Any) -> bool:
@@ -77,12 +84,16 @@ def _has_momentum(optimizer: Any) -> bool:
     A fused SGD makes it in its first step, and where that is skipped leaves memory that nobody
     wrote.  Without dampening the first is a step like any other, from momentum 0; so we make that.
     """
-    groups = [group for group in optimizer.param_groups if group.get("momentum")]
-    if optimizer.state or not groups:
-        return True
-    if any(group.get("dampening") for group in groups):
+    missing = [
+        (group, p)
+        for group in optimizer.param_groups
+        if group.get("momentum")
+        for p in group["params"]
+        if p.requires_grad and optimizer.state.get(p, {}).get("momentum_buffer") is None
+    ]
+    if any(group.get("dampening") for group, _ in missing):
         return False
-    for p in (p for group in groups for p in group["params"] if p.requires_grad):
+    for _, p in missing:
         optimizer.state[p]["momentum_buffer"] = torch.zeros_like(p if p.grad is None else p.grad)
     return True
 
