@@ -10,8 +10,8 @@ are between CUDA events.
   that their shapes allow, which is that of their products and attention alone, and the rate of a
   large bfloat16 product, all in the same run.
 - `instruction`: a step over tiny stages of one rank, whose inputs are always ready: what an
-  instruction takes beyond the same forwards and backwards in a plain loop; issued one by one, and
-  as a CUDA graph.
+  instruction takes beyond the same forwards and backwards in a plain loop; issued one by one, as
+  a CUDA graph each, and in one of the whole step.
 
 Four virtual ranks run 1F1B, each on streams of its own, and record it.  `gap`: between two
 instructions of a compute lane, where the second has all that it waits for; recording is part of
@@ -67,6 +67,7 @@ from schedir.ir.sizes import Sizes
 from schedir.predict.bubble_causes import exposed, ready_gaps
 from schedir.predict.calibrate import calibrate
 from schedir.predict.timeline import spans_of
+from schedir.runtime.compute_graphs import GraphedComputes
 from schedir.runtime.device_memory import times_asked
 from schedir.runtime.executor import WARM
 from schedir.runtime.graphs import GraphedStep
@@ -134,8 +135,9 @@ def of_stage(options: argparse.Namespace) -> Iterator[Figure]:
 
 
 def of_instruction(options: argparse.Namespace) -> Iterator[Figure]:
-    alone, whole = instruction_costs()
+    alone, each, whole = instruction_costs()
     yield Figure("one rank, an instruction", alone, "us", figures.GAP)
+    yield Figure("one rank, an instruction that is a graph", each, "us")
     yield Figure("one rank, an instruction of a graph", whole, "us", figures.GRAPHED)
     yield Figure("two events, one after the other", 1e6 * two_events(), "us")
     yield Figure("two events of a graph", 1e6 * two_events(graph=True), "us")
@@ -171,9 +173,9 @@ PARTS: Final[dict[str, Callable[[argparse.Namespace], Iterator[Figure]]]] = {
 # ---------------------------------------------------------------- one instruction
 
 
-def instruction_costs(microbatches: int = 256) -> tuple[float, float]:
-    """Microseconds of a Forward or Backward beyond what it runs, on one rank, issued one by one
-    and as a graph; nothing is recorded."""
+def instruction_costs(microbatches: int = 256) -> tuple[float, float, float]:
+    """Microseconds of a Forward or Backward beyond what it runs, on one rank: issued one by one, as
+    a graph each, and in a graph of the step; nothing is recorded."""
     (stage,) = tiny.tiny_stages(1)
     stage.to(gpu_stage.DEVICE)
     inputs, targets = (x.to(gpu_stage.DEVICE) for x in tiny.batch(microbatches))
@@ -190,11 +192,14 @@ def instruction_costs(microbatches: int = 256) -> tuple[float, float]:
         return (seconds(run) - seconds(of)) / (2 * microbatches) * 1e6
 
     alone = us(lambda: rank.step(inputs, targets), plain)
-    graphed = GraphedStep(rank, inputs, targets)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         plain()
-    return alone, us(graphed.graph.replay, graph.replay)
+    computes = GraphedComputes(rank, inputs, targets)
+    each = us(lambda: rank.step(computes.inputs, computes.targets), graph.replay)
+    computes.close()
+    graphed = GraphedStep(rank, inputs, targets)
+    return alone, each, us(graphed.graph.replay, graph.replay)
 
 
 def two_events(times: int = 100, graph: bool = False) -> float:

@@ -119,10 +119,13 @@ class _Graph:
 
 
 class _Graphed:
-    """A step as a graph that holds nothing."""
+    """A step, or what it computes, as a graph that holds nothing."""
 
-    def __init__(self, *given: object) -> None:
-        self.graph = _Graph()
+    def __init__(self, executor: Executor, inputs: torch.Tensor, targets: torch.Tensor) -> None:
+        self.graph, self.inputs, self.targets = _Graph(), inputs, targets
+
+    def close(self) -> None:
+        pass
 
 
 def test_every_part_runs_to_its_end(
@@ -130,7 +133,8 @@ def test_every_part_runs_to_its_end(
 ) -> None:
     """On a CPU that stands in: all figures are there, and say nothing."""
     monkeypatch.setattr(torch.cuda, "CUDAGraph", _Graph)
-    monkeypatch.setattr(benchmark, "GraphedStep", _Graphed)
+    for name in ("GraphedStep", "GraphedComputes"):
+        monkeypatch.setattr(benchmark, name, _Graphed)
     monkeypatch.setattr(benchmark, "instruction_costs", partial(benchmark.instruction_costs, 4))
     monkeypatch.setattr(torch.cuda, "graph", lambda graph, **how: nullcontext())
     file = tmp_path / "figures"

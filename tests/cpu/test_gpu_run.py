@@ -143,10 +143,12 @@ def test_every_step_runs_something(monkeypatch: pytest.MonkeyPatch) -> None:
             asked.append([word for word in step.command[2:] if word != "-x"])
         elif step.command[0] != "-m":
             assert (ROOT / step.command[0]).is_file(), step.name
+    given = {word for words in asked for word in words}
+    assert {str(path.relative_to(ROOT)) for path in ROOT.glob("tests/gpu/test_*.py")} <= given
     names = [gpu_run.file_of(step) for step in gpu_run.STEPS]
     assert len({*names}) == len(names) and len(asked) > 8
     script = "import pytest\n" + "".join(
-        f"print(int(pytest.main(['--collect-only', *{given!r}])))\n" for given in asked
+        f"print(int(pytest.main(['--collect-only', *{words!r}])))\n" for words in asked
     )
     done = subprocess.run(
         [sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, timeout=240

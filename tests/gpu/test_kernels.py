@@ -16,6 +16,10 @@ from schedir.kernels.embedding_gradient import accumulate_rows_
 from schedir.kernels.gelu import bias_gelu
 from schedir.kernels.layer_norm import add_layer_norm
 from schedir.parallel.vocab import vocab_parallel_cross_entropy
+from schedir.runtime.precision import float32_gradients
+from schedir.runtime.split import Tape, recording
+from schedir.training import gpt
+from tests.cpu.tiny_stages import batch, gpt_stages
 
 pytestmark = pytest.mark.usefixtures("real_gpu")
 FLOATS = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
@@ -124,6 +128,22 @@ def test_weight_gradient(tokens: int, k: int, n: int, dtype: torch.dtype) -> Non
     assert_near(main, want, torch.float32, least=3e-5)
     assert torch.ops.aten.addmm.dtype_out in ran.names
     assert not {torch.ops.aten.mm.default, torch.ops.aten.add_.Tensor} & ran.names
+
+
+def test_a_stage_adds_up_its_weight_gradients_in_products() -> None:
+    """All of them: none is a product of 16 bits, which is then added."""
+    stage, (inputs, targets, _) = gpt_stages(1)[0].to("cuda", torch.bfloat16), batch(1)
+    float32_gradients(stage)
+    for p in stage.parameters():
+        p.grad = torch.zeros_like(p, dtype=torch.float32)
+    tape = Tape()
+    with recording(tape):
+        gpt.loss(stage(inputs[0].cuda()), targets[0].cuda()).backward()
+    assert len(tape) > 4
+    with Operations() as ran:
+        tape.run()
+    assert torch.ops.aten.addmm.dtype_out in ran.names
+    assert torch.ops.aten.mm.default not in ran.names
 
 
 def test_logits_past_an_int32() -> None:

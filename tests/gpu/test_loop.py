@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from time import sleep
 from typing import Any
@@ -29,6 +27,7 @@ from schedir.training.train import run
 from schedir.training.watchdog import standstill
 from tests.cpu.tiny_stages import BOUNDARY, batch, gpt_stages
 from tests.cpu.training import ALONE, CONFIG, alone, losses
+from tests.gpu.shared import no_wait
 
 LONG = 2_000_000_000  # cycles, about a second
 
@@ -36,16 +35,6 @@ pytestmark = [
     pytest.mark.usefixtures("real_gpu"),
     pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype:UserWarning"),
 ]
-
-
-@contextmanager
-def no_wait() -> Iterator[None]:
-    """Within this, whatever makes the host wait raises."""
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        yield
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
 
 
 def test_numbers_follow_the_device_and_the_host_goes_on() -> None:
