@@ -116,9 +116,21 @@ def _versions(buffers: Sequence[torch.Tensor]) -> list[int]:
 
 def _same(one: torch.Tensor, other: torch.Tensor) -> bool:
     """Whether two tensors of a shape have the same bits; NaN is as good as any."""
-    if one.dtype != other.dtype or one.device != other.device:
+    if (one.dtype, one.device, one.layout) != (other.dtype, other.device, other.layout):
         return False
-    return torch.equal(*(t.detach().reshape(-1).view(torch.uint8) for t in (one, other)))
+    bits = ([t.reshape(-1).view(torch.uint8) for t in _dense(it.detach())] for it in (one, other))
+    return all(map(torch.equal, *bits))
+
+
+def _dense(tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """The dense tensors in which one has its numbers: several if it is sparse."""
+    if tensor.layout is torch.sparse_coo:
+        return tensor._indices(), tensor._values()
+    if tensor.layout in (torch.sparse_csr, torch.sparse_bsr):
+        return tensor.crow_indices(), tensor.col_indices(), tensor.values()
+    if tensor.layout in (torch.sparse_csc, torch.sparse_bsc):
+        return tensor.ccol_indices(), tensor.row_indices(), tensor.values()
+    return (tensor,)
 
 
 def _wrong(state: State, i: Instr, forward: bool) -> tuple[str, str]:

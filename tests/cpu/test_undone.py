@@ -81,6 +81,26 @@ class TwoNames(nn.Module):
         return y
 
 
+class Sparse(nn.Module):
+    """Has buffers that are sparse."""
+
+    coo: Tensor
+    csr: Tensor
+    csc: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, eye = nn.Linear(8, 8), torch.eye(8)
+        self.register_buffer("coo", eye.to_sparse())
+        self.register_buffer("csr", eye.to_sparse_csr())
+        self.register_buffer("csc", eye.to_sparse_csc())
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.coo = self.coo * 0.5
+        y: Tensor = torch.sparse.mm(self.coo, self.layer(x).T).T
+        return y
+
+
 class Shrinks(nn.Module):
     """Writes to its own weights."""
 
@@ -178,6 +198,7 @@ CASES: Mapping[str, Callable[[], Made]] = {
     "a buffer made in a forward": lambda: _made(Mean()),
     "a buffer that is expanded": _expanded,
     "one buffer by two names": lambda: _made(TwoNames()),
+    "buffers that are sparse": lambda: _made(Sparse()),
     "weights written in a forward": lambda: _made(Shrinks()),
     "and an optimizer held back": lambda: _made(
         Shrinks(), lambda ps: AdamW(ps, 0.1, fused=True)
@@ -210,9 +231,10 @@ def _steps(make: Callable[[], Made], warm: bool) -> list[Tensor]:
         found += [executor.norm.clone(), executor.finite.clone()]
         made.between()
     modules = nn.ModuleList([made.first, made.last])
+    buffers = [b.to_dense() for b in modules.buffers()]
     state = made.optimizer.state_dict() if made.optimizer else None
     watched = [(t, t.grad) for t in tree_leaves(made.watched) if t.is_leaf]
-    found += [modules.state_dict(), state, watched]
+    found += [*modules.parameters(), buffers, state, watched]
     return [leaf for leaf in tree_leaves(found) if isinstance(leaf, Tensor)]
 
 
