@@ -65,10 +65,10 @@ class PipelineConfig:
     stage, if need be); `pipedream_2bw` brings its delay along.
     `overlap` groups opposite transfers, and begins gathers and posts receives early; `slots` says
     whether each value has a buffer of its own ("own"), or they share the "fewest", or "enough" to
-    lose no time while a message takes up to half a forward; "auto" is "enough" on GPUs, where
-    buffers of their own would take gigabytes, and "own" on CPUs, and leaves a FILE.sched that says
-    its slots as it is.  `division` is the layers of each stage, where they cannot be or shall not
-    be the same.  pp x tp x dp processes run it.
+    lose no time where a message takes half a forward, and hardly any where less; "auto" is
+    "enough" on GPUs, where buffers of their own would take gigabytes, and "own" on CPUs, and
+    leaves a FILE.sched that says its slots as it is.  `division` is the layers of each stage,
+    where they cannot be or shall not be the same.  pp x tp x dp processes run it.
     """
 
     schedule: str = "one_f_one_b"

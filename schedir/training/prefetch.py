@@ -8,8 +8,9 @@ streams from running beside each other (CUDA C++ Programming Guide, "Implicit Sy
 from __future__ import annotations
 
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
-from functools import partial
+from concurrent.futures import Future
+from queue import SimpleQueue
+from threading import Thread
 from types import TracebackType
 from typing import Final, NamedTuple
 
@@ -21,6 +22,7 @@ from schedir.training.data import Batches
 
 # A step that runs, the one before it, whose numbers may not have been read, and the one drawn.
 SLOTS: Final = 3
+MOMENT: Final = 1.0  # seconds that the end of a run waits for a batch that nobody takes
 
 
 class Batch(NamedTuple):
@@ -53,12 +55,14 @@ class Prefetch:
         share = batches.size // replicas
         self.mine = slice(replica * share, (replica + 1) * share)
         self.slots = [_Slot((2, share, batches.context), device) for _ in range(SLOTS)]
-        # Of CUDA a thread uses the first GPU unless told.
-        own = partial(torch.cuda.set_device, device) if device.type == "cuda" else None
-        self.thread = ThreadPoolExecutor(1, "prefetch", own)
-        self.next: Future[int] | None = None
+        self.device, self.next = device, Future[int]()
+        self.wanted: SimpleQueue[tuple[int, Future[int]] | None] = SimpleQueue()
+        # What it waits for, a source or a GPU, may never come, and must not keep an error from
+        # being said, nor the process from ending.
+        self.thread = Thread(target=self._run, name="prefetch", daemon=True)
 
     def __enter__(self) -> Prefetch:
+        self.thread.start()
         self._begin(0)
         return self
 
@@ -68,14 +72,14 @@ class Prefetch:
         error: BaseException | None,
         at: TracebackType | None,
     ) -> None:
-        self.thread.shutdown(cancel_futures=True)
+        self.wanted.put(None)
+        self.thread.join(MOMENT)
 
     def take(self, step: int) -> Batch:
         """The batch of a step: of each once, in order.
 
         Raises whatever drawing it does, as UsageError for a token that is none.
         """
-        assert self.next is not None
         tokens = self.next.result()
         self._begin(step + 1)
         slot = self.slots[step % SLOTS]
@@ -84,9 +88,21 @@ class Prefetch:
         return Batch(slot.device[0], slot.device[1], tokens)
 
     def _begin(self, step: int) -> None:
-        self.next = self.thread.submit(self._draw, step) if step < self.steps else None
+        self.next = Future()
+        if step < self.steps:
+            self.wanted.put((step, self.next))
+
+    def _run(self) -> None:
+        while (wanted := self.wanted.get()) is not None:
+            step, drawn = wanted
+            try:
+                drawn.set_result(self._draw(step))
+            except BaseException as error:
+                drawn.set_exception(error)
 
     def _draw(self, step: int) -> int:
+        if self.device.type == "cuda":  # a thread uses the first GPU unless told
+            torch.cuda.set_device(self.device)
         # Every rank draws the batch of all replicas, so that each can count its tokens.
         slot, (inputs, targets) = self.slots[step % SLOTS], self.batches.batch(step)
         slot.copied.synchronize()  # what was here before: a copy may still read it

@@ -100,3 +100,24 @@ def test_an_error_is_that_of_the_step_that_needs_the_batch() -> None:
         ours.take(1)
         with pytest.raises(UsageError, match="no such token"):
             ours.take(2)
+
+
+def test_a_source_that_does_not_answer_holds_up_no_end() -> None:
+    asked, answer, answered = (threading.Event() for _ in range(3))
+
+    class Stuck(Batches):
+        def batch(self, step: int) -> tuple[torch.Tensor, torch.Tensor]:
+            if step == 1:
+                asked.set()
+                answer.wait(20)
+                answered.set()
+            return super().batch(step)
+
+    source = Stuck(np.arange(200, dtype=np.uint8), 8, 4)
+    with Prefetch(source, 3, CPU, replica=0, replicas=1, count=gpt.count_tokens) as ours:
+        ours.take(0)
+        assert asked.wait(60)
+    assert not answered.is_set() and ours.thread.daemon
+    answer.set()
+    ours.thread.join(60)
+    assert not ours.thread.is_alive()
