@@ -7,7 +7,7 @@ import math
 import time
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 
@@ -118,25 +118,11 @@ class _Graph:
         pass
 
 
-class _Graphed:
-    """A step, or what it computes, as a graph that holds nothing."""
-
-    def __init__(self, executor: Executor, inputs: torch.Tensor, targets: torch.Tensor) -> None:
-        self.graph, self.inputs, self.targets = _Graph(), inputs, targets
-
-    def close(self) -> None:
-        pass
-
-
 def test_every_part_runs_to_its_end(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """On a CPU that stands in: all figures are there, and say nothing."""
-    monkeypatch.setattr(torch.cuda, "CUDAGraph", _Graph)
-    for name in ("GraphedStep", "GraphedComputes"):
-        monkeypatch.setattr(benchmark, name, _Graphed)
     monkeypatch.setattr(benchmark, "instruction_costs", partial(benchmark.instruction_costs, 4))
-    monkeypatch.setattr(torch.cuda, "graph", lambda graph, **how: nullcontext())
     file = tmp_path / "figures"
     options = argparse.Namespace(
         only=None, figures=file, hidden=128, context=16, layers=1, product=16, microbatches=4,

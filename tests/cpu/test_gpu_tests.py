@@ -15,11 +15,11 @@ ROOT = Path(__file__).parents[2]
 @pytest.mark.parametrize(
     "given",
     [
-        ["tests/gpu/test_streams.py", "tests/gpu/test_random.py"],
+        [f"tests/gpu/test_{name}.py" for name in ("streams", "random", "graphs", "compute_graphs")],
         ["tests/gpu/test_nccl.py", "-k", "eager and one_f_one_b and edge and None"],
-        ["tests/gpu/test_nccl_steps.py", "-k", "two_updates or proven or dies"],
+        ["tests/gpu/test_nccl_steps.py", "-k", "proven or dies"],
     ],
-    ids=["streams", "nccl", "steps"],
+    ids=["one process", "nccl", "steps"],
 )
 def test_they_run_where_a_cpu_stands_in(given: list[str]) -> None:
     """All of them: `SCHEDIR_REHEARSAL=1 python -m pytest tests/gpu`."""

@@ -9,8 +9,6 @@ from schedir.runtime.compute_graphs import GraphedComputes
 from tests.cpu.tiny_stages import batch
 from tests.gpu.test_graphs import training
 
-pytestmark = pytest.mark.usefixtures("real_gpu")
-
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_it_trains_as_without(dtype: torch.dtype) -> None:

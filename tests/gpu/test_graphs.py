@@ -21,8 +21,6 @@ from schedir.training import gpt
 from tests.cpu.tiny_stages import BOUNDARY, batch, gpt_stages
 from tests.gpu.test_streams import on_gpu
 
-pytestmark = pytest.mark.usefixtures("real_gpu")
-
 
 def training(dtype: torch.dtype, **options: Any) -> Executor:
     """One rank with AdamW, whose large epsilon makes no large steps of small differences."""

@@ -68,7 +68,6 @@ def test_any_order_draws_as_the_reference(again: bool) -> None:
     assert torch.equal(torch.cuda.get_rng_state(), before)
 
 
-@pytest.mark.usefixtures("real_gpu")
 def test_a_graph_of_what_draws_is_refused() -> None:
     program, x = compile(one_f_one_b, Plan(1, 2)), torch.ones(2, *SHAPE)
     ranks = InProcess(program, noisy(1), loss=loss, boundary=Boundary(SHAPE))
