@@ -118,8 +118,13 @@ def _same(one: torch.Tensor, other: torch.Tensor) -> bool:
     """Whether two tensors of a shape have the same bits; NaN is as good as any."""
     if (one.dtype, one.device, one.layout) != (other.dtype, other.device, other.layout):
         return False
-    bits = ([t.reshape(-1).view(torch.uint8) for t in _dense(it.detach())] for it in (one, other))
-    return all(map(torch.equal, *bits))
+    return all(map(torch.equal, _bits(one), _bits(other)))
+
+
+def _bits(tensor: torch.Tensor) -> list[torch.Tensor]:
+    """The bytes of a tensor, however it lies in memory."""
+    flat = (t.reshape(-1) for t in _dense(tensor.detach()))
+    return [t.clone(memory_format=torch.contiguous_format).view(torch.uint8) for t in flat]
 
 
 def _dense(tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:

@@ -134,6 +134,8 @@ def _expanded() -> Made:
     """A buffer has each of its numbers in memory once."""
     layer = nn.Linear(8, 8)
     layer.register_buffer("ones", torch.ones(1, 8).expand(2, 8))
+    layer.register_buffer("other", torch.ones(16)[::2])
+    layer.register_buffer("one", torch.ones(1).expand(3)[:1])
     return _made(layer)
 
 
