@@ -10,7 +10,7 @@ from typing import Final
 
 import torch
 from torch import Tensor
-from torch.autograd.graph import GradientEdge, get_gradient_edge
+from torch.autograd.graph import get_gradient_edge
 
 from schedir.errors import ModelError
 from schedir.ir.ops import LOCAL_HANDOVER, Instr, Opcode, Token
@@ -18,14 +18,11 @@ from schedir.runtime.around import around, on_version
 from schedir.runtime.given import one_number
 from schedir.runtime.random import BACKWARD, FORWARD, WEIGHT
 from schedir.runtime.rank import Call, Slot, Stage, State
-from schedir.runtime.reduction import Reduction
+from schedir.runtime.reduction import Reduction, Root
 from schedir.runtime.split import Tape, recording
 from schedir.runtime.splittable import could_wait, left_whole, watching
 from schedir.runtime.transfer_handlers import message_wait, put_out
 from schedir.runtime.unchanged import expect_own
-
-# Where a backward begins: the last stage's loss, or where its output came from.
-Root = Tensor | GradientEdge | None
 
 
 def forward(state: State, i: Instr) -> Call:
@@ -88,7 +85,7 @@ def backward(state: State, i: Instr, *, splits: bool = False) -> Call:
         if shared and dy is not None:
             dy = dy.clone()  # a tape may keep it, and outlive its turn
         reduction = beginning()
-        with nullcontext() if reduction is None else reduction.under_backward(module):
+        with nullcontext() if reduction is None else reduction.under_backward(module, root):
             if root is not None:  # a first stage may have nothing to train
                 torch.autograd.backward(root, dy)
         if give is not None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 import torch
 from torch import Tensor, nn
@@ -44,6 +44,16 @@ class Gradients:
         """Multiply every gradient; a 0-dim tensor counts as a number does."""
         for flat in self.flat:
             scale(flat, by)
+
+    def collect(self, k: int, copies: Callable[[nn.Parameter], Iterable[nn.Parameter]]) -> None:
+        """Take into a buffer what has been put in the place of its views, as by a hook that does
+        `p.grad = ...`; of a parameter and its `copies`, whose gradients are one."""
+        for p, view in self.views[k]:
+            for one in (p, *copies(p)):
+                if one.grad is not view:
+                    with torch.no_grad():
+                        view.zero_() if one.grad is None else view.copy_(one.grad)
+                    one.grad = view
 
     def zero(self) -> None:
         """Forget everything, before a step; an optimizer's zero_grad may have unbound the views."""

@@ -14,8 +14,8 @@ from functools import partial
 from typing import Any, Final
 
 import torch
-from torch import nn
-from torch.autograd.graph import get_gradient_edge
+from torch import Tensor, nn
+from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from schedir.errors import ModelError
 from schedir.ir.ops import ADDS, ROWS, Instr, Per, Token
@@ -26,6 +26,9 @@ from schedir.runtime.split import Tape
 from schedir.transports.transport import Work
 
 BUCKET: Final = 32 * 2**20  # bytes: enough for a link's rate; the last, which is exposed, is short
+
+# Where a backward begins: the last stage's loss, or where its output came from.
+Root = Tensor | GradientEdge | None
 
 # What knows of the sum of an update's gradients before it is reduced.
 _OF_SUMS: Final = tuple(
@@ -55,9 +58,9 @@ class Reduction:
 
     Autograd is done with a parameter when the node runs that adds to its gradient, which it does
     once in a backward, after all uses, also where they have given it nothing.  Parameters that a
-    backward does not meet are done with when it ends.  A backward within a backward, as of what is
-    checkpointed with use_reentrant=True, adds without telling: what it adds to a bucket that has
-    started is seen by `end`, as is all else that torch adds too late.
+    backward does not meet are done with when it ends.  Where a backward runs within it, as of what
+    is checkpointed with use_reentrant=True, or modules have hooks, more may be added: there all
+    are done with when it ends.  What else torch adds to a bucket that has started is seen by `end`.
     """
 
     def __init__(self, gradients: Gradients, start: Callable[[int], list[Work]]) -> None:
@@ -77,15 +80,16 @@ class Reduction:
         self.works: list[Work] = []
 
     @contextmanager
-    def under_backward(self, module: nn.Module) -> Iterator[None]:
+    def under_backward(self, module: nn.Module, root: Root) -> Iterator[None]:
         """Within this runs the last backward of the module that adds to the gradient."""
+        early = root is not None and not _may_add_late(module, root)
         device = next((flat.device for flat in self.gradients.flat), torch.device("cpu"))
         stream = torch.cuda.current_stream(device) if device.type == "cuda" else None
         # On the nodes, not on the parameters: those with hooks of their own are not split.
         hooks = [
             get_gradient_edge(p).node.register_hook(partial(self._met, id(p.grad), stream))
             for p in module.parameters()
-            if p.requires_grad and id(p.grad) in self.bucket_of
+            if early and p.requires_grad and id(p.grad) in self.bucket_of
         ]
         try:
             yield
@@ -145,12 +149,35 @@ class Reduction:
     def _expect_whole(self) -> None:
         """Raise ModelError if a bucket was added to since it started."""
         for k, version in self.started:
-            if self.gradients.flat[k]._version != version:
+            in_place = all(p.grad is view for p, view in self.gradients.views[k])
+            if not in_place or self.gradients.flat[k]._version != version:
                 names = [self.gradients.names[p] for p, _ in self.gradients.views[k]]
                 which = f"one of {names[0]} to {names[-1]}" if names[1:] else names[0]
                 raise ModelError(
                     f"the gradient of {which} was written to after autograd was done with it, when "
                     "its sum over replicas was under way",
-                    hint="use_reentrant=False where what is checkpointed shares a weight with what "
-                    "is not; and no hook of a module may write to a gradient",
+                    hint="no hook of a tensor may write to a gradient; and where a Function runs a "
+                    "backward of its own, no weight is used both in it and outside of it",
                 )
+
+
+def _may_add_late(module: nn.Module, root: Tensor | GradientEdge) -> bool:
+    """Whether a backward may add to gradients that autograd is done with.
+
+    A hook of a module may write to any; and what a checkpoint with use_reentrant=True recomputes
+    has a backward of its own, with weights that may be used outside of it, too.
+    """
+    if any(owner._backward_hooks or owner._backward_pre_hooks for owner in module.modules()):
+        return True
+    first = root.node if isinstance(root, GradientEdge) else root.grad_fn
+    nodes, seen = [first], {None, first}
+    while nodes:
+        node = nodes.pop()
+        if node is None:
+            continue
+        if type(node).__name__ == "CheckpointFunctionBackward":  # of torch, and those made of it
+            return True
+        following = {node for node, _ in node.next_functions} - seen
+        nodes += following
+        seen |= following
+    return False

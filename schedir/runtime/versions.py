@@ -64,6 +64,10 @@ class Versions:
         for owner, name, parameter in self.places:
             owner._parameters[name] = copies[id(parameter)]
 
+    def copies(self, parameter: nn.Parameter) -> list[nn.Parameter]:
+        """What is kept of a parameter of the module."""
+        return [copies[id(parameter)] for copies in self.kept.values()]
+
     def restore(self) -> None:
         """Give the module its own parameters back, and forget all versions."""
         for owner, name, parameter in self.places:

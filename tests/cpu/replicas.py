@@ -48,7 +48,7 @@ class Layers(nn.Module):
 
     def __init__(self, how: str = "") -> None:
         super().__init__()
-        self.how = how
+        self.how, self.writes = how, 0
         self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(4))
         self.norm = nn.LayerNorm(WIDTH)
         if how == "frozen":
@@ -57,15 +57,25 @@ class Layers(nn.Module):
             weights: Any = [layer.weight for layer in self.layers]
             weights[3].register_hook(lambda g: 2 * g)
             weights[0].register_post_accumulate_grad_hook(_halve)
-        if how == "written late":
+        if how == "hook of a module":
             self.layers[0].register_full_backward_hook(self._write)
+        if how == "put in its place":
+            weights = [layer.weight for layer in self.layers]
+            weights[2].register_post_accumulate_grad_hook(_clamp)
         if how == "wide":
             float32_gradients(self.bfloat16())
 
     def _write(self, *_: Any) -> None:
         weight: Any = self.layers[3].weight
         with torch.no_grad():
-            weight.grad += 1
+            if self.how == "hook of a module":
+                weight.grad.data.mul_(0.5)  # which raises no version
+            elif self.how == "put in its place late":
+                self.writes += 1
+                if not self.writes % 3:  # else it is known before the last backward
+                    weight.grad = weight.grad + 1
+            else:
+                weight.grad += 1
 
     def _layer(self, k: int, x: Tensor) -> Tensor:
         mark: Tensor = _Mark.apply(x, f"layer {k}")  # type: ignore[no-untyped-call]
@@ -87,6 +97,8 @@ class Layers(nn.Module):
                 x = checkpoint(layer, x, use_reentrant=True)
             else:
                 x = layer(x)
+            if self.how.endswith("late") and k == 0 and x.requires_grad:
+                x.register_hook(self._write)
         if self.how == "twice":
             x = torch.tanh(self.layers[0](x))
         if self.how == "checkpoint, reentrant, twice":
@@ -98,6 +110,11 @@ class Layers(nn.Module):
 def _halve(p: Tensor) -> None:
     assert p.grad is not None
     p.grad.mul_(0.5)
+
+
+def _clamp(p: Tensor) -> None:
+    assert p.grad is not None
+    p.grad = p.grad.clamp(-0.5, 0.5)
 
 
 class Spied(Gloo):

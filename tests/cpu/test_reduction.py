@@ -53,8 +53,17 @@ CASES = {
         for how in ("frozen", "hooks", "wide", "some", "twice", "checkpoint")
         for schedule in (one_f_one_b, zb)
     },
-    "checkpoint, reentrant": Case(one_f_one_b, ONE, "checkpoint, reentrant"),
-    "checkpoint, reentrant, twice": Case(one_f_one_b, ONE, "checkpoint, reentrant, twice"),
+    **{
+        how: Case(one_f_one_b, ONE, how)
+        for how in (
+            "checkpoint, reentrant",
+            "checkpoint, reentrant, twice",
+            "checkpoint, reentrant, shared",
+            "hook of a module",
+            "put in its place",
+        )
+    },
+    "split, checkpoint, reentrant, shared": Case(zb, ONE, "checkpoint, reentrant, shared"),
 }
 
 
@@ -170,10 +179,39 @@ def _too_late(rank: int, how: str) -> str:
     return ""
 
 
-@pytest.mark.parametrize("how", ["written late", "checkpoint, reentrant, shared"])
+@pytest.mark.parametrize("how", ["written late", "put in its place late"])
 def test_what_is_written_too_late_is_refused(how: str) -> None:
     for text in run(_too_late, 2, how):
         assert re.sub(r"layers\.3\.\w+", "layers.3.weight", text) == GOLDEN.read_text().rstrip("\n")
+
+
+def _put(rank: int, schedule: Any, replicas: int) -> bool:
+    """Whether what a hook has put in the place of a gradient is summed and scaled as all else."""
+    plan = Plan(1, 4, updates=2, delay=1) if schedule is pipedream_2bw else ONE
+    torch.manual_seed(0)
+    module, plain = Layers("put in its place"), Layers("put in its place")
+    plain.load_state_dict(module.state_dict())
+    program = compile(schedule, plan, dp=replicas, model="edge", overlap=True)
+    with buckets_of(64):
+        loss = nn.functional.mse_loss
+        executor = Executor(
+            program, 0, {0: module}, Gloo(program), loss=loss, boundary=(ROWS, WIDTH)
+        )
+    x, y = 9 * torch.randn(2, plan.microbatches, ROWS, WIDTH)
+    executor.step(x, y, 0.5 / replicas)
+    for mb in range(plan.microbatches - plan.per_update, plan.microbatches):
+        loss(plain(x[mb]), y[mb]).backward()
+    assert plain.layers[2].weight.grad.abs().max() == 0.5  # type: ignore[union-attr, operator]
+    both = zip(module.parameters(), plain.parameters(), strict=True)
+    return all(torch.equal(p.grad, 0.5 * q.grad) for p, q in both)  # type: ignore[operator, arg-type]
+
+
+@pytest.mark.parametrize("schedule", [one_f_one_b, pipedream_2bw])
+@pytest.mark.parametrize("replicas", [1, 2])
+def test_what_is_put_in_the_place_of_a_gradient_is_the_gradient(
+    schedule: Any, replicas: int
+) -> None:
+    assert all(run(_put, replicas, schedule, replicas))
 
 
 def _origin(rank: int) -> tuple[int, int]:
