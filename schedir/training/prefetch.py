@@ -55,7 +55,8 @@ class Prefetch:
         share = batches.size // replicas
         self.mine = slice(replica * share, (replica + 1) * share)
         self.slots = [_Slot((2, share, batches.context), device) for _ in range(SLOTS)]
-        self.device, self.next = device, Future[int]()
+        self.device = device
+        self.next: Future[int] | None = None
         self.wanted: SimpleQueue[tuple[int, Future[int]] | None] = SimpleQueue()
         # What it waits for, a source or a GPU, may never come, and must not keep an error from
         # being said, nor the process from ending.
@@ -80,6 +81,7 @@ class Prefetch:
 
         Raises whatever drawing it does, as UsageError for a token that is none.
         """
+        assert self.next is not None, "there are so many steps"
         tokens = self.next.result()
         self._begin(step + 1)
         slot = self.slots[step % SLOTS]
@@ -88,8 +90,9 @@ class Prefetch:
         return Batch(slot.device[0], slot.device[1], tokens)
 
     def _begin(self, step: int) -> None:
-        self.next = Future()
+        self.next = None
         if step < self.steps:
+            self.next = Future()
             self.wanted.put((step, self.next))
 
     def _run(self) -> None:
