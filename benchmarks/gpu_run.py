@@ -100,7 +100,7 @@ STEPS: Final = (
          tests("tests/gpu/test_nccl.py", "-k", "late_gather"), NCCL),
     Step("graphs", "training by graphs", 120,
          tests("tests/gpu/test_graphs.py", "tests/gpu/test_compute_graphs.py")),
-    Step("bandwidth", "kernels beside eager torch, torch.compile and Liger-Kernel", 240,
+    Step("bandwidth", "kernels beside eager torch, torch.compile and Liger-Kernel", 420,
          ["benchmarks/kernels.py"]),
     *(Step(name, about, limit, part(name)) for name, about, limit in (
         ("stage", "a stage beside what its shapes allow", 120),

@@ -111,6 +111,18 @@ def test_many_microbatches_ask_for_no_memory_after_the_first_step(tmp_path: Path
         assert (first > 0) != REHEARSED and others == [0, 0, 0]
 
 
+def expandable(rank: int, folder: str) -> bool:
+    """Whether the allocator grows its segments, as `initialise` asks for before CUDA begins."""
+    torch.ones(1, device=share_gpu(rank, folder))
+    settings: dict[str, Any] = torch.cuda.memory._snapshot()["allocator_settings"]
+    return bool(settings["expandable_segments"])
+
+
+@pytest.mark.usefixtures("real_gpu")
+def test_memory_is_in_segments_that_grow(tmp_path: Path) -> None:
+    assert run(expandable, 2, str(tmp_path), limit=100) == [True, True]
+
+
 def test_tp_dp_clipping_recording_and_enough_slots_together(tmp_path: Path) -> None:
     assert_trains_as_on_a_cpu(tmp_path, ALL)
 
