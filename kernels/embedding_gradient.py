@@ -13,12 +13,13 @@ from torch import Tensor
 def row_sums(tokens: Tensor, dy: Tensor, padding: int = -1) -> tuple[Tensor, Tensor]:
     """Rows of the weight, int64 (n,), and what is to be added to them, (n, h), of n tokens.
 
-    `tokens` is int64 (...), `dy` (..., h).  To the row `padding` nothing is added.  There are as
-    many rows as tokens, whatever they are, so that a GPU asks nothing of the host: zeros for row 0
-    fill up.  Each other row is there once.  So it does not matter in which order they are added,
-    and a GPU may do so by atomics.  Each is the row of `embedding_dense_backward`, to the last bit.
+    `tokens` are int64 or int32 (...), `dy` (..., h).  To the row `padding` nothing is added.  There
+    are as many rows as tokens, whatever they are, so that a GPU asks nothing of the host: zeros for
+    row 0 fill up.  Each other row is there once.  So it does not matter in which order they are
+    added, and a GPU may do so by atomics.  Each is the row of `embedding_dense_backward`, to the
+    last bit.
     """
-    flat = tokens.reshape(-1)
+    flat = tokens.reshape(-1).long()
     n = len(flat)
     ascending, order = flat.sort(stable=True)
     slots = torch.diff(ascending, prepend=ascending[:1]).ne(0).cumsum(0)

@@ -66,14 +66,17 @@ def adds_up_wider(weight: Tensor) -> bool:
 
     Autograd would round each to the weight's own type first.
     """
-    return weight.grad is not None and weight.grad.dtype != weight.dtype
+    if weight.grad is None or weight.grad.dtype == weight.dtype:
+        return False
+    return torch.promote_types(weight.grad.dtype, weight.dtype) == weight.grad.dtype
 
 
 def adds_rows(rule: Rule, weight: Tensor) -> TypeGuard[Rows]:
-    """Whether a gradient has few rows, and there is a sum to which they can be added."""
+    """Whether a gradient has few rows, and there is a sum of its type for them."""
     total = weight.grad
-    there = total is not None and total.layout == torch.strided and total.is_contiguous()
-    return isinstance(rule, Rows) and there and not torch.is_grad_enabled()
+    if total is None or total.dtype != weight.dtype or torch.is_grad_enabled():
+        return False
+    return isinstance(rule, Rows) and total.layout == torch.strided and total.is_contiguous()
 
 
 def add(rule: Rule, weight: Tensor, kept: tuple[Tensor, ...], dy: Tensor) -> None:

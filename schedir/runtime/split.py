@@ -14,7 +14,8 @@ the weight gradient needs; `Tape.run` computes it.
 
 Everything else (norms, biases, position embeddings) is cheap and stays in the first
 half, unless it is asked for. The gradients are those of the whole backward bit for bit, as long
-as the tapes of one weight run in the order in which their backward passes did.
+as the tapes of one weight run in the order in which their backward passes did; those of a weight
+that is used otherwise, too, are rounded otherwise: autograd adds its part in the first half.
 
 `split_linears` puts these functions in the place of the forwards of a module's layers.
 """
@@ -113,6 +114,8 @@ class Tape:
                     add(rule, weight, kept, dy)
                 else:
                     dw = rule(weight, *kept, dy)
+                    if weight.grad is not None:  # one of less precision rounds each use
+                        dw = dw.to(weight.grad.dtype)
                     if key in sums:
                         dw = sums.pop(key) + dw
                     if uses[key]:

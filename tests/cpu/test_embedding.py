@@ -90,6 +90,25 @@ def test_any_uses_have_the_bits_of_plain_torch(
 
 
 @pytest.mark.parametrize("late", [False, True])
+@pytest.mark.parametrize("grad", [None, torch.float32, torch.bfloat16])
+def test_tokens_may_be_of_32_bits_and_gradients_of_fewer_than_weights(
+    grad: torch.dtype | None, late: bool
+) -> None:
+    """A gradient of fewer bits is rounded once for each use, as torch does."""
+    tokens = (torch.arange(600) % 7).int()
+    found = []
+    for embed in (embedding, F.embedding):
+        weight = weight_of(torch.float32, grad)
+        for uses in (1, 2):
+            y = sum(embed(tokens * k, weight) * k for k in range(1, 1 + uses))
+            assert isinstance(y, Tensor)
+            backward(y, late and embed is embedding)
+        assert weight.grad is not None
+        found.append(weight.grad)
+    assert torch.equal(found[0], found[1])
+
+
+@pytest.mark.parametrize("late", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_nothing_as_large_as_the_weight_is_made(dtype: torch.dtype, late: bool) -> None:
     weight = weight_of(dtype, torch.float32)
