@@ -14,7 +14,8 @@ the other, is a split of all processes for each row.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any, Final
 
@@ -29,6 +30,8 @@ PART: Final = 2 << 20  # bytes of a message for one multiprocessor
 USUAL: Final = 4  # multiprocessors of an edge whose messages are not known
 MOST: Final = 16  # and of any
 
+_made = 0  # how many times this process has made groups
+
 
 def make(
     rows: Iterable[Row],
@@ -42,18 +45,38 @@ def make(
     seconds they wait for each other, as torch has it unless told.  On a GPU a group is NCCL's, and
     takes at most `ctas` multiprocessors if told.  Every process must call this.
     """
+    global _made
     rank, own = dist.get_rank(), None
     for some in _colours(rows):
+        _made += 1
         row = next((row for row in some if rank in row), None)
         if row is None:
             _take_no_part(device)
         else:
-            own = dist.new_group(
-                list(row),
-                use_local_synchronization=True,  # only members meet
-                **(_gloo(timeout) if torch.device(device).type == "cpu" else _nccl(timeout, ctas)),
-            )
+            on_cpu = torch.device(device).type == "cpu"
+            own = _new(row, **(_gloo(timeout) if on_cpu else _nccl(timeout, ctas)))
     return own
+
+
+def _new(row: Row, **how: Any) -> Any:
+    """The group of a row; only its members meet."""
+    name = f"schedir-{_made}-{row[0]}"
+    with _called(name):
+        group = dist.new_group([*row], use_local_synchronization=True, **how)
+    assert group.group_name == name, "members find each other by it"
+    return group
+
+
+@contextmanager
+def _called(name: str) -> Iterator[None]:
+    """Within this, torch gives a group that name."""
+    torch_: Any = c10d
+    by_torch = torch_._process_group_name
+    torch_._process_group_name = lambda ranks, use_hashed_name: name
+    try:
+        yield
+    finally:
+        torch_._process_group_name = by_torch
 
 
 def _gloo(timeout: float | None) -> dict[str, Any]:
@@ -105,26 +128,24 @@ def _colours(rows: Iterable[Row]) -> list[list[Row]]:
 
 
 def _take_no_part(device: torch.device | str) -> None:
-    """Of a process that is in no row: a communicator is split by all that are in it, and torch
-    names a group after its row and the number of groups that the process has."""
+    """Of a process that is in no row: a communicator is split by all that are in it.
+
+    It makes a group that nobody uses, so that all have as many: by that number torch names those
+    that users make in the same way.
+    """
     world: Any = dist.group.WORLD
     if torch.device(device).type != "cpu" and world.bound_device_id is not None:
         world._get_backend(world.bound_device_id).perform_nocolor_split(world.bound_device_id)
-    _alone()
-
-
-def _alone() -> None:
-    """Make a group that nobody uses."""
-    dist.new_group([dist.get_rank()], backend="gloo", use_local_synchronization=True)
+    _new([dist.get_rank()], backend="gloo")
 
 
 def count() -> int:
-    """How many groups this process has."""
-    return len(c10d._world.pg_names)
+    """How many times this process has made groups."""
+    return _made
 
 
 def level(counts: Iterable[int]) -> None:
-    """Have as many groups as the process that has most, of which `counts` tells: torch would give
-    one group another name in each process otherwise, and its members would not find each other."""
-    for _ in range(count(), max(counts)):
-        _alone()
+    """Count on from the most of what `count` has told of each process, which may have failed in
+    another place."""
+    global _made
+    _made = max(counts)

@@ -210,6 +210,26 @@ def test_groups_where_processes_have_others() -> None:
     assert same_bits([got[s] for s in range(plan.stages)], right)
 
 
+def anew(rank: int) -> Any:
+    """A transport after another, of which some groups, or all, have been destroyed."""
+    program = compile(one_f_one_b, Plan(3, 4), tied=True)
+    for _ in range(2):
+        transport = Edge(program, timeout=10.0)
+        for group in transport.groups.values():
+            if group is not None:
+                dist.destroy_process_group(group)
+    for group in transport.edge_groups.values():
+        dist.destroy_process_group(group)
+    return _step(Edge(program, timeout=10.0), program)
+
+
+def test_groups_where_others_have_been_destroyed() -> None:
+    plan = Plan(3, 4)
+    _, right = expected(plan)
+    got = {s: g for grads in run(anew, 3, limit=30) for s, g in grads.items()}
+    assert same_bits([got[s] for s in range(plan.stages)], right)
+
+
 def test_rows_of_one_colour_are_split_apart(monkeypatch: pytest.MonkeyPatch) -> None:
     rows = [(0, 1), (2, 3), (4, 5)]
     assert groups._colours(rows) == [rows]
