@@ -74,7 +74,7 @@ def backward(
     dx, rows = torch.empty_like(x), x.numel() // n
     across = blocks.count(n, COLUMNS)
     tiles = blocks.count(rows, ROWS)
-    each = ROWS * blocks.count(tiles, max(1, programs // across))
+    each = ROWS * max(1, blocks.count(tiles, max(1, programs // across)))  # there may be no rows
     down = blocks.count(rows, each)
     dbias = torch.empty(down, n, dtype=torch.float32, device=x.device)
     backward_kernel[(down, across)](
