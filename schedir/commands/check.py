@@ -64,6 +64,8 @@ def run(args: argparse.Namespace) -> str:
         facts = {"program": program.name, "digest": program.digest, "ranks": program.plan.ranks}
         facts["stages_per_rank"] = program.plan.stages_per_rank
         models_said = {"models": models, "models_where_hosts_block": on_cpus}
+        if args.device_waits:
+            models_said["models_where_hosts_wait_for_their_device"] = models
         return as_json(facts | {"instructions": len(program)} | models_said)
     fails = [model for model in others if model not in models]
     but = f", but not under {_and(fails)}" if fails else ""

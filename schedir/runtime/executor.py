@@ -339,7 +339,7 @@ class Executor:
             error.program = self.program.name
             raise
         self._expect_given(inputs, targets)
-        self.profiled = torch.autograd.profiler._is_profiler_enabled
+        self.profiled = self.warm and torch.autograd.profiler._is_profiler_enabled
         state.begin(inputs, targets, scale)
 
     def _expect_given(self, inputs: Microbatches, targets: Microbatches) -> None:

@@ -13,7 +13,7 @@ from torch import Tensor
 from schedir.errors import ModelError
 from schedir.ir.program import Program
 from schedir.runtime.executor import WARM, Executor
-from schedir.runtime.precision import innermost, is_gated
+from schedir.runtime.precision import has_momentum, innermost, is_gated
 from schedir.runtime.random import DrawDetector
 from schedir.runtime.rank import Microbatches
 from schedir.runtime.undone import undone
@@ -51,12 +51,13 @@ class GraphedStep:
         require_gpu(executor)
         name, device = executor.program.name, executor.state.device
         inner = innermost(executor.state.optimizer)
-        if inner is not None and not is_gated(inner):
+        if inner is not None and not (is_gated(inner) and has_momentum(inner)):
             raise ModelError(
                 f"whether {type(inner).__name__} steps, if gradients are finite, is decided by "
                 "the host",
                 program=name,
-                hint="one of torch.optim with fused=True, and without hooks",
+                hint="one of torch.optim with fused=True and without hooks; an SGD with dampening "
+                "after its first step",
             )
         self.executor = executor
         self.inputs = [x.to(device, copy=True) for x in inputs]

@@ -31,7 +31,7 @@ def step_if(finite: Tensor, optimizer: Steps) -> None:
     step, the host must know: on a GPU it waits, once in an update.
     """
     inner = innermost(optimizer)
-    if not is_gated(inner) or not _has_momentum(inner):
+    if not is_gated(inner) or not has_momentum(inner):
         if finite:
             optimizer.step()
         return
@@ -78,7 +78,7 @@ def has_hooks(optimizer: object) -> bool:
     return bool(every) or any(getattr(optimizer, name, None) for name in own)
 
 
-def _has_momentum(optimizer: Any) -> bool:
+def has_momentum(optimizer: Any) -> bool:
     """Whether a step finds the momentum that it needs.
 
     A fused SGD makes it in its first step, and where that is skipped leaves memory that nobody

@@ -301,6 +301,8 @@ def test_check_says_what_lives_through_a_wait_for_the_device(
     argv = ["check", "gpipe", "--ranks", "3", "--model", "edge", "--device-waits"]
     assert said(capsys, *argv).endswith("under edge, where hosts wait for their whole device\n")
     assert "whole device" in refused(capsys, *argv, "--overlap")
+    facts = json.loads(said(capsys, *argv, "--json"))
+    assert facts["models_where_hosts_wait_for_their_device"] == ["edge"]
     assert "--why" in refused(capsys, *argv, "--why", "0:1")
 
 
