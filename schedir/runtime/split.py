@@ -222,16 +222,13 @@ def _is_first(weight: Tensor) -> bool:
     Two sparse gradients autograd joins to one, in which rows come twice, and which a GPU would add
     in any order.
     """
-    global _asked
-    running = torch._C._current_graph_task_id()
-    if _asked[0] != running:
-        _asked = running, set()
-    first = id(weight) not in _asked[1]
-    _asked[1].add(id(weight))
-    return first
+    running: int = torch._C._current_graph_task_id()
+    before = _asked.get(id(weight), -1)
+    _asked[id(weight)] = max(running, before)
+    return running > before  # less within one that has begun another, as of what is checkpointed
 
 
-_asked: tuple[int, set[int]] = -1, set()  # a backward pass, and the weights
+_asked: dict[int, int] = {}  # by weight, the last backward pass that asked: they are numbered
 
 
 def _remember(ctx: Any, *weights: Tensor) -> None:

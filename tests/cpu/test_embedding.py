@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
+from torch.utils.checkpoint import checkpoint
 
 from schedir.kernels.embedding_gradient import row_sums
 from schedir.runtime.split import Tape, embedding, linear, recording
@@ -140,6 +141,14 @@ def test_autograd_gets_rows_once_for_each_weight() -> None:
     came.clear()
     backward(embedding(TOKENS, weight) + embedding(TOKENS + 0, weight), late=False)
     assert came == [torch.strided]
+    came.clear()
+    x = random(2, 3, HIDDEN).requires_grad_()
+    inner = checkpoint(  # a backward pass within another
+        lambda x: x.tanh() + embedding(TOKENS, other), x + embedding(TOKENS, weight),
+        use_reentrant=True,
+    )  # fmt: skip
+    backward(inner + embedding(TOKENS, weight), late=False)
+    assert came == [torch.sparse_coo, torch.strided]
 
 
 def test_who_asks_for_the_gradient_gets_the_whole() -> None:
