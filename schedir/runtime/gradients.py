@@ -8,7 +8,10 @@ from collections.abc import Callable, Iterable
 import torch
 from torch import Tensor, nn
 
+from schedir.errors import ModelError
+
 Views = list[tuple[nn.Parameter, Tensor]]
+Copies = Callable[[nn.Parameter], Iterable[nn.Parameter]]
 
 
 class Gradients:
@@ -38,6 +41,7 @@ class Gradients:
                 parts = zip(own, flat.split(sizes), strict=True)
                 self.views.append([(p, part.view_as(p)) for p, part in parts])
         self.bound = [bound for views in self.views for bound in views]
+        self.places = self._places()
         self.zero()
 
     def scale(self, by: float | Tensor) -> None:
@@ -45,7 +49,7 @@ class Gradients:
         for flat in self.flat:
             scale(flat, by)
 
-    def collect(self, k: int, copies: Callable[[nn.Parameter], Iterable[nn.Parameter]]) -> None:
+    def collect(self, k: int, copies: Copies) -> None:
         """Take into a buffer what has been put in the place of its views, as by a hook that does
         `p.grad = ...`; of a parameter and its `copies`, whose gradients are one."""
         for p, view in self.views[k]:
@@ -56,11 +60,29 @@ class Gradients:
                     one.grad = view
 
     def zero(self) -> None:
-        """Forget everything, before a step; an optimizer's zero_grad may have unbound the views."""
+        """Forget everything, before a step; an optimizer's zero_grad may have unbound the views.
+
+        Raises ModelError if a view is in its buffer no more.
+        """
+        if (places := self._places()) != self.places:
+            moved = next(k for k, place in enumerate(places) if place != self.places[k])
+            name = self.names[self.bound[moved][0]]
+            raise ModelError(
+                f"the gradient of {name} has been moved, as by a `to` of its module",
+                hint="make the executor after the last such change",
+            )
         for flat in self.flat:
             flat.zero_()
         for p, view in self.bound:
             p.grad = view
+
+    def _places(self) -> list[int]:
+        """Where each view is in its buffer; a module that is moved takes its gradients along."""
+        places: list[int] = []
+        for flat, views in zip(self.flat, self.views, strict=True):
+            first = flat.data_ptr()
+            places += [view.data_ptr() - first if view.numel() else 0 for _, view in views]
+        return places
 
 
 def _cut(parameters: list[nn.Parameter], itemsize: int, most: float) -> list[list[nn.Parameter]]:

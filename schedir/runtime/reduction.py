@@ -21,8 +21,9 @@ from schedir.errors import ModelError
 from schedir.ir.ops import ADDS, ROWS, Instr, Per, Token
 from schedir.ir.plan import Plan
 from schedir.ir.program import Stream
-from schedir.runtime.gradients import Gradients
+from schedir.runtime.gradients import Copies, Gradients
 from schedir.runtime.split import Tape
+from schedir.runtime.versions import Versions
 from schedir.transports.transport import Work
 
 BUCKET: Final = 32 * 2**20  # bytes: enough for a link's rate; the last, which is exposed, is short
@@ -63,8 +64,14 @@ class Reduction:
     are done with when it ends.  What else torch adds to a bucket that has started is seen by `end`.
     """
 
-    def __init__(self, gradients: Gradients, start: Callable[[int], list[Work]]) -> None:
+    def __init__(
+        self,
+        gradients: Gradients,
+        start: Callable[[int], list[Work]],
+        versions: Versions | None = None,
+    ) -> None:
         self.gradients, self.start_one = gradients, start
+        self.copies: Copies = versions.copies if versions is not None else lambda p: ()
         number = {p: k for k, p in enumerate(gradients.parameters)}
         first = [min(number[p] for p, _ in views) for views in gradients.views]
         self.order = sorted(range(len(first)), key=first.__getitem__, reverse=True)
@@ -107,6 +114,8 @@ class Reduction:
 
     def under_tape(self, tape: Tape) -> None:
         """Run the last tape that adds to the gradient; what it does not have is final."""
+        for k in self.order:
+            self.gradients.collect(k, self.copies)
         later = {id(weight.grad) for weight in tape.weights()}
         for grad in self.bucket_of.keys() - later:
             self._final(grad)
@@ -127,6 +136,7 @@ class Reduction:
     def _start(self) -> None:
         """Start the next bucket."""
         k = self.order[len(self.started)]
+        self.gradients.collect(k, self.copies)
         self.works += self.start_one(k)
         self.started.append((k, self.gradients.flat[k]._version))
 

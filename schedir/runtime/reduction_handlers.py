@@ -19,7 +19,6 @@ from schedir.transports.transport import Work
 def reduce_grads(state: State, i: Instr) -> Call:
     stage, plan = state.stages[i.stage], state.plan
     gradients, versions = stage.gradients, stage.versions
-    copies = versions.copies if versions is not None else lambda p: []
     start, reducing, at = state.transport.collective, state.reducing, state.index_of[i]
     taken = [  # the losses that are taken here
         mb
@@ -29,7 +28,6 @@ def reduce_grads(state: State, i: Instr) -> Call:
 
     def begin(k: int) -> list[Work]:
         flat = gradients.flat[k]
-        gradients.collect(k, copies)
         scale(flat, state.scale)
         if taken and not k:  # a gradient may not tell of its loss: a mean over no tokens is zero
             losses = torch.stack([state.losses[mb] for mb in taken])
@@ -39,7 +37,7 @@ def reduce_grads(state: State, i: Instr) -> Call:
         with state.as_of(at):
             return [start("all_reduce", "dp", flat, flat)]
 
-    state.reductions[i.stage, i.mb] = reduction = Reduction(gradients, begin)
+    state.reductions[i.stage, i.mb] = reduction = Reduction(gradients, begin, versions)
     return Call(None, lambda: reducing.extend(reduction.end()))
 
 

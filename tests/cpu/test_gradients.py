@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from schedir.errors import ModelError
 from schedir.runtime.gradients import Gradients, sum_of_squares
 from schedir.runtime.reduction import Reduction
 
@@ -45,6 +46,17 @@ def test_buckets_are_small_whole_and_in_order(sizes: list[tuple[int, bool]], mos
     assert first == sorted(first, reverse=True) and sorted(reduced.order) == [*range(len(first))]
     plain = Gradients(module)
     assert len(plain.flat) == len({p.dtype for p in module.parameters()})
+
+
+@pytest.mark.parametrize("how", [{"dtype": torch.float64}, {"memory_format": torch.channels_last}])
+def test_gradients_that_are_moved_with_their_module_are_refused(how: Any) -> None:
+    module = nn.Conv2d(2, 3, 2)
+    gradients = Gradients(module)
+    module.share_memory()  # with all of the buffer
+    gradients.zero()
+    module.to(**how)
+    with pytest.raises(ModelError, match=r"^the gradient of weight has been moved"):
+        gradients.zero()
 
 
 def test_the_squares_are_summed_in_float64_without_copies() -> None:
