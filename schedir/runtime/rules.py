@@ -56,9 +56,8 @@ class Rows(NamedTuple):
     def sparse(self, weight: Tensor, tokens: Tensor, dy: Tensor) -> Tensor:
         """It as a sparse tensor, for autograd to add up."""
         rows, sums = row_sums(tokens, dy, self.padding)
-        return torch.sparse_coo_tensor(
-            rows.unsqueeze(0), sums, weight.shape, check_invariants=False
-        )
+        with torch.sparse.check_sparse_tensor_invariants(False):  # torch 2.11 warns otherwise
+            return torch.sparse_coo_tensor(rows.unsqueeze(0), sums, weight.shape)
 
 
 def adds_up_wider(weight: Tensor) -> bool:
