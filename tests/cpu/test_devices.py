@@ -13,6 +13,7 @@ from typing import Any, Literal
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed import distributed_c10d as c10d
 
 from schedir import compile, show
 from schedir.errors import DeadlockError, ModelError, UsageError
@@ -239,7 +240,12 @@ def told(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
         patch = SimpleNamespace(Options=Options)
         monkeypatch.setattr(dist, "ProcessGroupNCCL", patch, raising=False)
     monkeypatch.setattr(dist, "get_rank", lambda: 0)
-    monkeypatch.setattr(dist, "new_group", lambda row, **options: found.append(options))
+
+    def new_group(row: list[int], **options: Any) -> Any:
+        found.append(options)
+        return SimpleNamespace(group_name=c10d._process_group_name(row, use_hashed_name=True))
+
+    monkeypatch.setattr(dist, "new_group", new_group)
     return found
 
 
