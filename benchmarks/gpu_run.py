@@ -231,17 +231,17 @@ def page(folder: Path, results: Mapping[str, Result], device: str) -> str:
         r = results.get(step.name, Result("not run", 0, "", []))
         rows.append(f"| [{step.name}]({file_of(step)}) | {step.about} | {r.ended} "
                     f"| {r.seconds:.0f} | {cell(r.said)} |")  # fmt: skip
-    found = [(step, f) for step, r in results.items() for f in figures.made(r.figures)]
+    found = [(name, f) for name, r in results.items() for f in figures.made(r.figures)]
     rows += ["", "| goal | | measured | met |", "| --- | --- | --- | --- |"]
     for goal in figures.GOALS:
-        own = [(step, f) for step, f in found if f.goal == goal]
-        for step, f in own:
-            rows.append(f"| {goal.name} ({step}: {f.name}) | {goal} {goal.unit} "
+        own = [(name, f) for name, f in found if f.goal == goal]
+        for name, f in own:
+            rows.append(f"| {goal.name} ({name}: {f.name}) | {goal} {goal.unit} "
                         f"| {f.value:.2f} {f.unit} | {'no' if f.missed else 'yes'} |")  # fmt: skip
         if not own:
             rows.append(f"| {goal.name} | {goal} {goal.unit} | not measured | |")
     rows += ["", "| other figures | |", "| --- | --- |"]
-    rows += [f"| {step}: {f.name} | {f.value:.2f} {f.unit} |" for step, f in found if not f.goal]
+    rows += [f"| {name}: {f.name} | {f.value:.2f} {f.unit} |" for name, f in found if not f.goal]
     return "\n".join(rows) + "\n"
 
 

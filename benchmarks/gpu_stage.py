@@ -7,7 +7,7 @@ from statistics import median
 
 import torch
 import torch.nn.functional as F
-from torch import nn
+from torch import Tensor, nn
 
 from schedir.kernels.weight_gradient import accumulate_
 from schedir.runtime.precision import float32_gradients
@@ -68,22 +68,24 @@ def allowed_rate(hidden: int, context: int, layers: int) -> float:
 
     Each product runs as in the stage: y = x W', dx = dy W, and dW added up in float32.
     """
-    new = torch.randn
-    like = {"device": DEVICE, "dtype": torch.bfloat16}
+
+    def new(*shape: int) -> Tensor:
+        return torch.randn(*shape, device=DEVICE, dtype=torch.bfloat16)
+
     shapes = [(3 * hidden, hidden), (hidden, hidden), (4 * hidden, hidden), (hidden, 4 * hidden)]
     products = [
-        (new(context, n, **like), new(k, n, **like), new(context, k, **like),
+        (new(context, n), new(k, n), new(context, k),
          torch.zeros(k, n, device=DEVICE))
         for k, n in shapes
     ]  # fmt: skip
-    q, k, v, dy = (new(1, hidden // 128, context, 128, **like) for _ in range(4))
+    q, k, v, dy = (new(1, hidden // 128, context, 128) for _ in range(4))
     qkv = [part.requires_grad_() for part in (q, k, v)]
 
     def run() -> None:
         for _ in range(layers):
             for x, weight, _, _ in products:
                 F.linear(x, weight)
-            heads = F.scaled_dot_product_attention(*qkv, is_causal=True)
+            heads = F.scaled_dot_product_attention(q, k, v, is_causal=True)
             torch.autograd.grad(heads, qkv, dy)
             for x, weight, gradient, main in products:
                 torch.mm(gradient, weight)

@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from importlib.util import find_spec
 from statistics import median
 from time import perf_counter
@@ -111,7 +112,7 @@ def milliseconds(run: Run, times: int = 30) -> float:
         end.record()
         spans.append((begin, end))
     torch.cuda.synchronize()
-    return median(begin.elapsed_time(end) for begin, end in spans)
+    return float(median(begin.elapsed_time(end) for begin, end in spans))
 
 
 def copied() -> float:
@@ -178,7 +179,7 @@ def forward_and_backward(
     yield Work(
         f"{name}, forward",
         once * size,
-        {key: lambda way=way: way(*inputs) for key, way in ways.items()},
+        {key: partial(way, *inputs) for key, way in ways.items()},
     )
     yield Work(f"{name}, backward", again * size, {key: backward(way) for key, way in ways.items()})
 
@@ -204,14 +205,14 @@ def cross_entropies(T: int, k: int) -> Iterator[Work]:
     yield Work(
         "cross entropy, statistics",
         logits.nbytes,
-        {key: lambda way=way: way(logits, targets, 0) for key, way in ways.items()},
+        {key: partial(way, logits, targets, 0) for key, way in ways.items()},
     )
     ways = with_compiled(cross_entropy.gradient_, cross_entropy.gradient_reference_)
     each = {way: logits.clone() for way in ways}  # it is written over them
     yield Work(
         "cross entropy, gradient",
         2 * logits.nbytes,
-        {key: lambda key=key, way=way: way(each[key], *rest) for key, way in ways.items()},
+        {key: partial(way, each[key], *rest) for key, way in ways.items()},
     )
 
     def torchs(logits: Tensor, targets: Tensor) -> Tensor:
