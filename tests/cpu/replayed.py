@@ -36,7 +36,9 @@ class Graph:
         self.noted.clear()
 
 
-class _Noting(TorchDispatchMode):
+class Noting(TorchDispatchMode):
+    """Notes what a graph holds."""
+
     def __init__(self, graph: Graph) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.graph = graph
@@ -54,7 +56,7 @@ class _Noting(TorchDispatchMode):
 @contextmanager
 def _captured(graph: Graph, pool: Any, stream: Any, capture_error_mode: str) -> Iterator[None]:
     assert capture_error_mode == "thread_local"
-    with _Noting(graph):
+    with Noting(graph):
         yield
 
 

@@ -23,7 +23,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from schedir.runtime import compute_graphs, graphs
-from tests.cpu.replayed import Graph
+from tests.cpu.replayed import Graph, Noting
 from tests.cpu.virtual_gpu import Stream, VirtualGPU, install
 
 MOMENT = 1e-5  # seconds that an operation takes
@@ -62,12 +62,12 @@ class _Moments(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-class _Noting(TorchDispatchMode):
-    """Notes what a graph holds, and what was there before it was written to."""
+class _Noting(Noting):
+    """Notes besides what was there before it was written to."""
 
     def __init__(self, graph: Graph) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.graph, self.before = graph, list[tuple[Tensor, Tensor]]()
+        super().__init__(graph)
+        self.before: list[tuple[Tensor, Tensor]] = []
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
@@ -77,11 +77,7 @@ class _Noting(TorchDispatchMode):
             if argument.alias_info is not None and argument.alias_info.is_write:
                 written = tree_leaves(given.get(k, given.get(argument.name)))
                 self.before += [(t, t.clone()) for t in written if isinstance(t, Tensor)]
-        out = func(*args, **(kwargs or {}))
-        aliases = [r.alias_info for r in func._schema.returns]
-        if not any(alias is not None and not alias.is_write for alias in aliases):  # no view
-            self.graph.noted.append((func, args, kwargs or {}, out))
-        return out
+        return super().__torch_dispatch__(func, types, args, kwargs)
 
 
 @contextmanager
