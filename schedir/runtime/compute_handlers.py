@@ -124,7 +124,8 @@ def backward_input(state: State, i: Instr) -> Call:
         if could & came:
             raise ModelError(
                 f"layers of {_name(stage, i)} are made to be split, but I ran its whole backward",
-                hint="do not run the stage under torch.compile",
+                hint="do not run the stage under torch.compile, and use these weights in their "
+                "layers, not copies of them",
             )
         stage.layers_seen = not could  # what this microbatch has not used, another may
         if not stage.warned_of_layers and not could:

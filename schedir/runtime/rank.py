@@ -76,8 +76,10 @@ class Boundary:
         return torch.empty(self.shape, device="meta").stride()
 
     def as_sent(self, value: Tensor) -> Tensor:
-        """The value laid out as a message brings it: what computes with it rounds by its layout."""
-        if value.stride() == self.strides and not value.storage_offset():
+        """The value laid out as a message brings it, in memory of its own: what computes with it
+        rounds by its layout, and a part would keep the whole alive."""
+        alone = value.untyped_storage().nbytes() == value.nbytes
+        if value.stride() == self.strides and alone:
             return value
         return torch.empty(self.shape, dtype=value.dtype, device=value.device).copy_(value)
 

@@ -314,8 +314,10 @@ def test_what_is_handed_over_lies_as_what_is_sent() -> None:
         torch.randn(3, 1, 2).transpose(0, 2),
         torch.randn(2, 3).as_strided((2, 1, 3), (3, 1, 1)),
         torch.randn(3, 1, 3)[1:],
+        torch.randn(3, 1, 3)[:2],
         torch.randn(1, 1, 1).expand(2, 1, 3),
     ):
         laid = boundary.as_sent(value)
         assert torch.equal(laid, value) and laid.stride() == (3, 3, 1)
         assert laid.storage_offset() == 0 and boundary.as_sent(laid) is laid
+        assert laid.untyped_storage().nbytes() == laid.nbytes  # nothing else is kept with it
