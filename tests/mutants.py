@@ -201,6 +201,15 @@ def trial(name: str, seed: int) -> Trial:
     return Trial(name, seed, "rejected" if spoiled else "equivalent", mutant, tuple(differ))
 
 
+def reordered(program: Program, rng: random.Random) -> Program:
+    """A program of which some instructions come sooner or later, as far as `edge` allows."""
+    for name in rng.choices(("late_send", "run_order", "swap_neighbours"), k=3):
+        changed = MUTATIONS[name](program, rng)
+        if changed and verdict(changed, "edge").kind == "ok":
+            program = changed
+    return program
+
+
 def refusal(program: Program, model: Model) -> str:
     """What the checker says: "" if it accepts, else the error."""
     try:

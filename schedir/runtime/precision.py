@@ -66,9 +66,15 @@ def is_gated(optimizer: object) -> bool:
     """
     return (
         getattr(optimizer, "_step_supports_amp_scaling", False) is True
-        and type(optimizer).__module__.startswith("torch.optim.")
+        and is_torchs(optimizer)
         and not has_hooks(optimizer)
     )
+
+
+def is_torchs(optimizer: object) -> bool:
+    """Whether an optimizer is one of torch's own, and none that derives from them elsewhere."""
+    ours = type(optimizer).__module__.startswith("torch.optim.")
+    return ours and isinstance(optimizer, torch.optim.Optimizer)
 
 
 def has_hooks(optimizer: object) -> bool:

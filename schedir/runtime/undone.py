@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from schedir.runtime.buffers import restored
-from schedir.runtime.precision import has_hooks, innermost, is_gated
+from schedir.runtime.precision import has_hooks, innermost, is_gated, is_torchs
 from schedir.runtime.rank import Microbatches, State
 
 
@@ -29,7 +29,7 @@ def undone(state: State) -> Iterator[None]:
     out: it may change what nobody else knows of.
     """
     inner: Any = innermost(state.optimizer)
-    steps = _is_torchs(inner) and not is_gated(inner) and not has_hooks(inner)
+    steps = is_torchs(inner) and not is_gated(inner) and not has_hooks(inner)
     modules = [stage.module for stage in state.stages.values()]
     own = {p for module in modules for p in module.parameters()}
     if isinstance(state.loss, nn.Module):
@@ -79,11 +79,6 @@ class Copies(Sequence[Any]):
 
 def _copy(x: Tensor) -> Tensor:
     return x.detach().clone().requires_grad_(x.requires_grad)
-
-
-def _is_torchs(optimizer: object) -> bool:
-    ours = type(optimizer).__module__.startswith("torch.optim.")
-    return ours and isinstance(optimizer, torch.optim.Optimizer)
 
 
 @contextmanager
