@@ -1,0 +1,1 @@
+"""Other people's trainers: what makes their steps visible here."""
