@@ -384,12 +384,13 @@ PAGES: dict[str, Callable[[], str]] = {
     "config.md": config_page,
     "design.md": runpy.run_path(str(HERE / "design_map.py"))["page"],
     "api.md": runpy.run_path(str(HERE / "api_page.py"))["page"],
+    **runpy.run_path(str(HERE / "museum_page.py"))["PAGES"],
 }
 PAGES |= {f"images/schedules/{name}.svg": partial(picture, name) for name in WHEN}
 
 
 if __name__ == "__main__":
-    (HERE / "images" / "schedules").mkdir(exist_ok=True)
     for name, page in PAGES.items():
+        HERE.joinpath(name).parent.mkdir(exist_ok=True)
         HERE.joinpath(name).write_text(page())
         print(f"wrote docs/{name}")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from pathlib import Path
 from typing import Any
-from unittest.mock import create_autospec
 
 import numpy as np
 import pytest
@@ -25,26 +24,9 @@ from schedir.runtime.reference import reference
 from schedir.testing.tiny import WIDTH, batch, loss
 from schedir.verify.check import check, check_draft
 from tests.cpu.spawn import run
+from tests.cpu.theirs import LOOP, SINGLE, VEE, built
 
 # ---------------------------------------------------------------- theirs here
-
-VEE = ("ScheduleZBVZeroBubble", "ScheduleDualPipeV")
-LOOP = ("ScheduleInterleaved1F1B", "ScheduleInterleavedZeroBubble", "ScheduleLoopedBFS")
-SINGLE = ("ScheduleGPipe", "Schedule1F1B")
-
-
-def built(name: str, plan: Plan) -> Any:
-    """A schedule of torch's, as rank 0 has it; its stages are there in outline only."""
-    stages = []
-    for index in plan.stages_of[0]:
-        stage = create_autospec(PipelineStage, instance=True)
-        stage.group_rank, stage.group_size, stage.group = 0, plan.ranks, None
-        stage.stage_index, stage.num_stages, stage.submod = index, plan.stages, None
-        stage.is_first, stage.is_last = index == 0, index == plan.stages - 1
-        stages.append(stage)
-    kind = getattr(theirs, name)
-    given = stages[0] if name in SINGLE else stages
-    return kind(given, n_microbatches=plan.microbatches, loss_fn=lambda *_: None)
 
 
 def rows(order: dict[int, list[Any]]) -> str:

@@ -1,0 +1,146 @@
+"""The museum's page and its pictures, from `tests/museum/`: see `generate.py`."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from schedir.analysis.models import MODELS, Model
+from schedir.errors import DeadlockError, GroupError, ProgramError
+from schedir.viz.standstill import standstill
+from tests.museum.cases import CHAPTERS, Case, cases
+
+PAGE = """\
+# The museum of hangs
+
+Generated from `tests/museum/` by `python docs/generate.py`; do not edit.
+
+Pipelines that hung, took the wrong message, lost gradients or ran out of memory: {cases} failures that people have
+met, each with a small program that shows it and what schedir says to it. {programs} of them
+are programs, which a test checks under every progress model; of the others the page says what is missing.
+
+Each case tells three things apart. **Seen** is what its threads report. **What follows** is what follows from the
+program and a model, by counting or by proof; no GPU was asked. **Not confirmed** is what only a run
+on real hardware can tell. NCCL completes small messages without a receiver, so a program that
+a model refuses may well run, until its activations grow. In the pictures an arrow leads
+from what waits to what it waits for (or, where messages cross, from a send to the receive that gets it);
+grey is what has ended.
+
+A program of your own: `schedir check FILE.sched --model device`. [The models](ir.md#progress-models) say
+which transports behave how.
+
+{table}
+
+{chapters}
+Wrong gradients that no order of instructions explains (a weight counted twice, sums divided once too often, gradients lost
+between microbatches) are no matter for `check`: [the same bits](same-bits.md) tells what is compared there.
+"""  # noqa: E501
+
+
+def shown(case: Case) -> tuple[Model, ProgramError] | None:
+    """The refusal that the page shows: that of `device`, or of the first model that refuses."""
+    refused = {model: error for model in MODELS if (error := case.refusal(model))}
+    model = next(iter(model for model in ("device", *MODELS) if model in refused), None)
+    return (model, refused[model]) if model else None
+
+
+def is_drawn(case: Case) -> bool:
+    """Whether a picture helps: where ranks wait for each other, or messages cross."""
+    found = shown(case) if case.program else None
+    return found is not None and isinstance(found[1], DeadlockError | GroupError)
+
+
+def picture(case: Case) -> str:
+    """Where each rank stands."""
+    found = shown(case)
+    assert found is not None
+    return standstill(case.made(), found[1])
+
+
+def link(source: str) -> str:
+    """An issue or a pull request."""
+    repository, _, number = source.partition("#")
+    return f"[{source}](https://github.com/{repository}/issues/{number})"
+
+
+def slug(title: str) -> str:
+    """What a heading is called in links."""
+    kept = "".join(c for c in title.lower() if c.isalnum() or c in " -_")
+    return kept.replace(" ", "-")
+
+
+def told(case: Case) -> str:
+    """One case."""
+    parts = [f"### {case.title}", f"{', '.join(map(link, case.sources))}"]
+    for name, text in (
+        ("Seen", case.seen),
+        ("What follows", case.follows),
+        ("Not confirmed", case.unconfirmed),
+        ("Why it is not said", case.missing),
+    ):
+        if text:
+            parts.append(f"**{name}.** {text.strip()}")
+    if is_drawn(case):
+        parts.append(f"![{case.title}](images/museum/{case.name}.svg)")
+    if found := shown(case) if case.program or case.make else None:
+        model, error = found
+        parts.append(f"```\n{type(error).__name__}: {error}\n```")
+        parts.append(under(case, model))
+    elif case.program or case.make:
+        parts.append("It finishes under every model.")
+    if text := case.program or case.make.strip():
+        kind = "python" if case.make else ""
+        parts.append(block("The program", f"```{kind}\n{text.strip()}\n```"))
+    if case.mended:
+        words = "Mended, it finishes under every model"
+        parts.append(block(words, f"```\n{case.mended.strip()}\n```"))
+    return "\n\n".join(parts)
+
+
+def block(summary: str, text: str) -> str:
+    """Text that unfolds."""
+    return f"<details><summary>{summary}</summary>\n\n{text}\n\n</details>"
+
+
+def under(case: Case, model: Model) -> str:
+    """Under which models a case is refused, and under which it finishes."""
+    refused = [other for other in MODELS if case.expected(other)]
+    fine = [other for other in MODELS if other not in refused]
+    if not fine:
+        return "So under every model."
+    words = " and ".join(
+        filter(None, [", ".join(f"`{m}`" for m in refused[:-1]), f"`{refused[-1]}`"])
+    )
+    others = " and ".join(filter(None, [", ".join(f"`{m}`" for m in fine[:-1]), f"`{fine[-1]}`"]))
+    return f"This is `{model}`; it is refused under {words}, and finishes under {others}."
+
+
+def table(found: list[Case]) -> str:
+    """Every case that is a program, with the verdict of each model."""
+    lines = [["what", *(f"`{model}`" for model in MODELS)], ["---"] * (1 + len(MODELS))]
+    for case in found:
+        said = (case.expected(model) for model in MODELS)
+        verdicts = [one[0].removesuffix("Error").lower() if one else "-" for one in said]
+        lines.append([f"[{case.title}](#{slug(case.title)})", *verdicts])
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+def page() -> str:
+    """docs/museum.md."""
+    programs = [case for case in CASES if case.program or case.make]
+    chapters = ""
+    for chapter, title in CHAPTERS.items():
+        own = [told(case) for case in CASES if case.chapter == chapter]
+        chapters += "\n\n".join([f"## {title}", *own]) + "\n\n" if own else ""
+    return PAGE.format(
+        cases=len(CASES), programs=len(programs), table=table(programs), chapters=chapters
+    )
+
+
+CASES = cases()
+PAGES: dict[str, Callable[[], str]] = {"museum.md": page}
+PAGES |= {f"images/museum/{c.name}.svg": partial(picture, c) for c in CASES if is_drawn(c)}

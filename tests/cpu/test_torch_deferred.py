@@ -1,0 +1,44 @@
+"""What torch itself lowers with deferred receives is refused, and is what the museum shows."""
+
+from __future__ import annotations
+
+from inspect import signature
+
+import pytest
+from torch.distributed.pipelining import schedules
+
+from schedir.analysis.models import MODELS
+from schedir.compiler.compile import finish
+from schedir.errors import DeadlockError
+from schedir.io import torch_csv
+from schedir.ir.plan import Plan
+from schedir.ir.program import Program
+from schedir.verify.check import check
+from tests.cpu.theirs import LOOP, VEE, lowered
+from tests.museum.cases import cases
+
+pytestmark = pytest.mark.skipif(
+    "defer_pp_recv" not in signature(schedules.ScheduleInterleaved1F1B).parameters,
+    reason="torch began to defer receives in 2.13",
+)
+
+
+def program(name: str, defer: bool) -> Program:
+    """What torch makes of a schedule on 2 ranks, with 2 microbatches or, in a vee, 4."""
+    plan = Plan(2, 4, 2, "vee") if name in VEE else Plan(2, 2, 2)
+    return finish(torch_csv.parse(lowered(name, plan, defer_pp_recv=defer)))
+
+
+def test_the_museum_has_what_torch_writes() -> None:
+    (case,) = [case for case in cases() if case.name == "torch_defer_pp_recv"]
+    assert case.made().streams == program("ScheduleInterleaved1F1B", defer=True).streams
+
+
+@pytest.mark.parametrize("name", LOOP + VEE)
+def test_deferred_receives_wait_for_each_other(name: str) -> None:
+    for model in MODELS:
+        check(program(name, defer=False), model)
+    check(program(name, defer=True), "edge")
+    with pytest.raises(DeadlockError) as caught:
+        check(program(name, defer=True), "device")
+    assert {wait.rank for wait in caught.value.cycle} == {0, 1}

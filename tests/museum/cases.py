@@ -1,0 +1,104 @@
+"""The museum: real failures of pipelines, a file each, and what must be said of them.
+
+A case is `NAME.toml` here:
+
+    chapter = "wait"                one of CHAPTERS, by which the page is ordered
+    order = 1                       its place there
+    title = "..."
+    sources = ["owner/repo#1"]      the public threads that it is known from
+    seen = "..."                    what was seen in the field, as these threads tell it
+    follows = "..."                 what follows from a model, or from counting
+    unconfirmed = "..."             what is not confirmed on real NCCL; may be left out
+    missing = "..."                 instead of a program: why none can say it, and what would
+    program = '''...'''             the text of a program
+    make = "..."                    or an expression of schedir that makes one, or refuses to
+    mended = '''...'''             the program that should be there instead, right under every model
+
+    [refused]                       by model, what must be said; what is not named must finish
+    device = ["DeadlockError", "rank 0 #3 send_act 0.1", ...]
+    every = [...]                   the same under all models
+
+What must be said is the class of the error and the instructions that it names; where it names none,
+the sentence of its first line.
+"""
+
+from __future__ import annotations
+
+import tomllib
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+
+import schedir
+from schedir import Program, check, parse
+from schedir.analysis.models import MODELS, Model
+from schedir.errors import DeadlockError, ProgramError
+
+HERE = Path(__file__).parent
+NAMES = {**vars(schedir), **vars(schedir.schedules)}
+CHAPTERS = {
+    "wait": "Ranks that wait for each other",
+    "meet": "Messages that meet the wrong one",
+    "work": "Work that is missing, or stands elsewhere",
+    "sums": "Gradients that are summed too early, or never",
+    "room": "What does not fit",
+    "unsaid": "What a program cannot say",
+}
+
+
+@dataclass(frozen=True)
+class Case:
+    """One failure; what its fields are, the docstring of this module says."""
+
+    name: str
+    chapter: str
+    order: int
+    title: str
+    sources: list[str]
+    seen: str
+    follows: str = ""
+    unconfirmed: str = ""
+    missing: str = ""
+    program: str = ""
+    make: str = ""
+    mended: str = ""
+    refused: dict[str, list[str]] = field(default_factory=dict)
+
+    def made(self) -> Program:
+        """The program, anew each time: no proof is left over.  What makes it may refuse."""
+        made = parse(self.program) if self.program else eval(self.make.strip(), dict(NAMES))
+        assert isinstance(made, Program)
+        return made
+
+    def refusal(self, model: Model) -> ProgramError | None:
+        """What `check` says under a model, None if it accepts."""
+        try:
+            check(self.made(), model)
+        except ProgramError as error:
+            return error
+        return None
+
+    def expected(self, model: Model) -> list[str]:
+        """What must be said under a model; empty if the program must be accepted."""
+        return self.refused.get("every", self.refused.get(model, []))
+
+
+def verdict(error: ProgramError | None) -> list[str]:
+    """What an error says, as a case says it."""
+    if error is None:
+        return []
+    named = error.cycle if isinstance(error, DeadlockError) else error.sites
+    where = [f"rank {one.rank} #{one.index} {one.instr}" for one in named]
+    return [type(error).__name__, *(where or [error.fact])]
+
+
+def cases() -> list[Case]:
+    """All of them, as the page has them."""
+    found = []
+    for path in HERE.glob("*.toml"):
+        told = tomllib.loads(path.read_text())
+        known = {f.name for f in fields(Case)}
+        assert {*told} <= known, f"{path.name}: {sorted({*told} - known)}"
+        assert {*told.get("refused", {})} <= {"every", *MODELS}, path.name
+        found.append(Case(path.stem, **told))
+    chapters = [*CHAPTERS]
+    return sorted(found, key=lambda case: (chapters.index(case.chapter), case.order))

@@ -1,0 +1,57 @@
+"""The museum: each real failure is refused as its file says, and for nothing else."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+from schedir.analysis.models import MODELS
+from schedir.ir.text import parse
+from schedir.verify.check import check
+from tests.museum.cases import Case, cases, verdict
+from tests.threads import verdict as ran
+
+CASES = cases()
+SAID = [case for case in CASES if case.program or case.make]
+
+
+@pytest.mark.parametrize("case", SAID, ids=lambda case: case.name)
+def test_verdicts(case: Case) -> None:
+    assert {model: verdict(case.refusal(model)) for model in MODELS} == {
+        model: case.expected(model) for model in MODELS
+    }
+
+
+@pytest.mark.parametrize("case", [c for c in CASES if c.mended], ids=lambda case: case.name)
+def test_what_is_mended_is_right(case: Case) -> None:
+    for model in MODELS:
+        check(parse(case.mended), model)
+
+
+# The machine has room for everything.
+UNSEEN = ("the_fullest_rank", "one_place_for_gradients")
+EXECUTED = [case for case in SAID if case.name not in UNSEEN]
+
+
+@pytest.mark.parametrize("case", EXECUTED, ids=lambda case: case.name)
+def test_execution_agrees(case: Case) -> None:
+    """What knows nothing of the checker hangs or goes wrong where a case is refused."""
+    for model in MODELS:
+        kind = ran(case.made(), model).kind
+        assert (kind == "ok") == (not case.expected(model)), (model, kind)
+        if "DeadlockError" in case.expected(model):
+            assert kind == "hang"
+
+
+def test_each_is_told_whole() -> None:
+    assert len(SAID) >= 20
+    titles = [case.title for case in CASES]
+    assert len({*titles}) == len(titles)
+    for case in CASES:
+        assert case.seen and case.sources and bool(case.program) + bool(case.make) <= 1
+        assert case.missing or ((case.program or case.make) and case.follows), case.name
+        for source in case.sources:
+            assert re.fullmatch(r"[\w.-]+/[\w.-]+#\d+", source), source
+        if not case.refused:  # what nobody refuses is said not to be
+            assert case.missing or case.unconfirmed, case.name
