@@ -93,8 +93,7 @@ def told(case: Case) -> str:
     elif case.program or case.make:
         parts.append("It finishes under every model.")
     if text := case.program or case.make.strip():
-        kind = "python" if case.make else ""
-        parts.append(block("The program", f"```{kind}\n{text.strip()}\n```"))
+        parts.append(block("The program", f"```\n{text.strip()}\n```"))
     if case.mended:
         words = "Mended, it finishes under every model"
         parts.append(block(words, f"```\n{case.mended.strip()}\n```"))
