@@ -1,32 +1,60 @@
-"""Read another system's program."""
+"""Read another system's program, or a real run of it."""
 
 from __future__ import annotations
 
 import argparse
 import re
+import sys
+from pathlib import Path
 
 from schedir.commands._options import add_lowering, count, request_of
 from schedir.errors import ProgramError, UsageError
 from schedir.io.files import atomic_write, read_text
 
 ORDER = 9
-ABOUT = "read a CSV of torch.distributed.pipelining, check it, and write it as a program"
+ABOUT = "read a CSV of torch.distributed.pipelining, or torch.profiler's traces of a run"
+_LARGE = 2**26  # bytes of traces, from which on progress is shown
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
-    """A file, and where its program goes."""
-    parser.add_argument("source", metavar="FILE.csv", help="with transfers, or compute only")
-    parser.add_argument("-o", dest="output", metavar="FILE.sched", required=True)
+    """Files, and where what they say goes."""
     parser.add_argument(
-        "--ranks", type=count, metavar="N", help="how many rows there must be; a cut file has fewer"
+        "sources",
+        metavar="SOURCE",
+        nargs="+",
+        help="FILE.csv, with transfers or compute only; or traces of torch.profiler, of all ranks: "
+        "files (.json, .json.gz), a folder or a pattern",
+    )
+    parser.add_argument(
+        "-o",
+        dest="output",
+        metavar="FILE",
+        required=True,
+        help="a program FILE.sched; of traces also the run, FILE.timeline",
+    )
+    parser.add_argument(
+        "--ranks", type=count, metavar="N", help="how many there must be; a cut CSV has fewer rows"
+    )
+    parser.add_argument(
+        "--step", type=count, metavar="N", help="ProfilerStep of traces; the last whole one"
     )
     add_lowering(parser)
 
 
 def run(args: argparse.Namespace) -> str:
     """The program, lowered if it has no transfers, and checked in any case."""
+    is_csv = [source.endswith(".csv") for source in args.sources]
+    if not any(is_csv):
+        return _traces(args)
+    if len(is_csv) > 1:
+        raise UsageError("one CSV is a whole program: name one")
+    if args.step is not None:
+        raise UsageError(f"{args.sources[0]} is a program: --step is for traces of a run")
+    return _csv(args, args.sources[0])
+
+
+def _csv(args: argparse.Namespace, source: str) -> str:
     from dataclasses import replace
-    from pathlib import Path
 
     from schedir.compiler.compile import finish
     from schedir.io import torch_csv
@@ -35,20 +63,19 @@ def run(args: argparse.Namespace) -> str:
 
     if not args.output.endswith(".sched"):
         raise UsageError(f"a program's file ends in .sched: {args.output} does not")
-    text = read_text(args.source)
-    name = re.sub(r"[^\w.-]+", "_", Path(args.source).stem)
+    text = read_text(source)
     try:
-        program = torch_csv.parse(text, name, args.ranks)
+        program = torch_csv.parse(text, _name(source), args.ranks)
     except ProgramError as error:
-        error.add_note(f"in {args.source}")
+        error.add_note(f"in {source}")
         raise
-    request = request_of(args, args.source, lowers=True)
+    request = request_of(args, source, lowers=True)
     program = replace(program, **request.traits)
     if not program.is_draft:
         if args.overlap:
-            raise UsageError(f"{args.source} has its transfers: --overlap is for what has none")
+            raise UsageError(f"{source} has its transfers: --overlap is for what has none")
         program = finish(program)
-    program = replace(request, source=Source.of(program, args.source)).program
+    program = replace(request, source=Source.of(program, source)).program
     with atomic_write(args.output) as path:
         path.write_text(show(program), encoding="utf-8")
     plan = program.plan
@@ -56,3 +83,70 @@ def run(args: argparse.Namespace) -> str:
         f"wrote {args.output}: {plan.ranks} ranks, {plan.stages} stages, "
         f"{plan.microbatches} microbatches, {len(program)} instructions\n"
     )
+
+
+def _traces(args: argparse.Namespace) -> str:
+    from schedir.io.timeline_file import SUFFIX, save_timeline
+    from schedir.ir.text import show
+    from schedir.traces.run import files_of, read_run
+
+    if not args.output.endswith((SUFFIX, ".sched")):
+        raise UsageError(f"a run's file ends in {SUFFIX}, a program's in .sched: {args.output}")
+    request = request_of(args, args.sources[0])
+    for option in ("costs", "sizes", "slots", "limit", "overlap"):
+        if getattr(args, option):
+            raise UsageError(
+                f"traces say what was run, and when: --{option} is not for them", fields=[option]
+            )
+    for name in request.more:
+        option = name.replace("_", "-")
+        raise UsageError(f"traces say what was run: --{option} is not for them", fields=[name])
+    files = files_of(args.sources)
+    found = read_run(
+        files,
+        step=args.step,
+        model=args.model,
+        name=_name(args.output),
+        traits=request.traits,
+        seen=_Progress(files),
+    )
+    timeline = found.timeline
+    program, plan = timeline.program, timeline.program.plan
+    if args.ranks is not None and plan.ranks != args.ranks:
+        raise UsageError(f"there are {plan.ranks} pipeline ranks in these traces, not {args.ranks}")
+    if args.output.endswith(SUFFIX):
+        save_timeline(timeline, args.output)
+    else:
+        with atomic_write(args.output) as path:
+            path.write_text(show(program), encoding="utf-8")
+    lines = [
+        f"wrote {args.output}: {plan.ranks} ranks, {plan.stages} stages, {plan.microbatches} "
+        f"microbatches, {len(program)} instructions",
+        f"{found.step}: {timeline.bubble:.1%} of {plan.ranks} ranks x {timeline.span:.6g} s is "
+        "idle",
+        *found.notes,
+    ]
+    if len(found.steps) > 1:
+        others = f"{found.steps[0]} to {found.steps[-1]}"
+        lines.append(f"--step N reads another ProfilerStep, from {others}")
+    return "".join(f"{line}\n" for line in lines)
+
+
+class _Progress:
+    """Says which file of many, or large ones, has been read, to who looks on."""
+
+    def __init__(self, files: list[Path]) -> None:
+        self.count, self.done = len(files), 0
+        large = sum(path.stat().st_size for path in files) >= _LARGE
+        self.shown = large and sys.stderr.isatty()
+
+    def __call__(self, path: Path) -> None:
+        self.done += 1
+        if self.shown:
+            end = "\n" if self.done == self.count else ""
+            print(f"\rread {self.done} of {self.count} files", end=end, file=sys.stderr, flush=True)
+
+
+def _name(source: str) -> str:
+    """A name for a program, after the file that it is read from or written to."""
+    return re.sub(r"[^\w.-]+", "_", Path(source).stem)

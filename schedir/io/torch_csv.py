@@ -41,7 +41,7 @@ __all__ = ["parse", "show"]
 FORMS: Final = ("torch", "torch-2.13")
 
 _O = Opcode
-_ACTIONS: Final = {
+ACTIONS: Final = {
     "F": _O.Forward,
     "B": _O.Backward,
     "I": _O.BackwardInput,
@@ -52,10 +52,10 @@ _ACTIONS: Final = {
     "RECV_B": _O.RecvGrad,
     "REDUCE_GRAD": _O.ReduceGrads,
 }
-_TEXT: Final = {op: action for action, op in _ACTIONS.items()}
+_TEXT: Final = {op: action for action, op in ACTIONS.items()}
 # Read over: shards of weights, which no instruction of ours moves, and waits, which each of
 # ours has in it.  The value says whether the action has a microbatch.
-_SILENT: Final = {
+READ_OVER: Final = {
     "UNSHARD": False,
     "RESHARD": False,
     "WAIT_SEND_F": True,
@@ -64,10 +64,10 @@ _SILENT: Final = {
 }
 # Of every action: its word without stage and microbatch, and whether it has a microbatch.
 _KINDS: Final[dict[str, tuple[int | None, bool]]] = {
-    **{action: (int(op) << OP, ROWS[op].per is Per.MICROBATCH) for action, op in _ACTIONS.items()},
-    **{action: (None, each) for action, each in _SILENT.items()},
+    **{action: (int(op) << OP, ROWS[op].per is Per.MICROBATCH) for action, op in ACTIONS.items()},
+    **{action: (None, each) for action, each in READ_OVER.items()},
 }
-_PAIR: Final = "OVERLAP_F_B"
+PAIR: Final = "OVERLAP_F_B"
 _MISSING: Final = "is the row of a rank missing?"
 _CELL = re.compile(r"(\d+)([A-Za-z_]+)(\d*)", re.ASCII)
 _CELLS = re.compile(r"\(([^()]*)\)(\w*)")
@@ -127,7 +127,7 @@ def show(program: Program, to: str = "torch") -> str:
             cell = f"{word >> STAGE & 0xFFFF}{action[op]}{mb}"
             if word & JOINED:
                 _may_join(program, rank, index)
-                cells[-1] = f"({cells[-1]};{cell}){_PAIR}"
+                cells[-1] = f"({cells[-1]};{cell}){PAIR}"
             else:
                 cells.append(cell)
         rows.append(",".join(cells) + "\n")
@@ -249,14 +249,14 @@ class _Reader:
         both = [self.action(at, part) for part in parts]
         ops = [OPS[word >> OP & 0xFF] for word in both if word is not None]
         if not (
-            pair[2] == _PAIR
+            pair[2] == PAIR
             and len(ops) == len(both) == 2
             and FORWARD in ops
             and any(op in BACKWARDS for op in ops)
         ):
             raise at.error(
                 f"{_short(at.text)} is not two actions that run as one",
-                hint=f"a forward and a backward do: (0F7;7B3){_PAIR}",
+                hint=f"a forward and a backward do: (0F7;7B3){PAIR}",
             )
         first, second = both
         assert first is not None and second is not None
@@ -321,10 +321,10 @@ class _Reader:
                 if self.most >= 0
                 else "no cell has a microbatch"
             )
-        return _placed(len(self.ranks), m, [self.holder[s].row - 1 for s in range(last + 1)])
+        return placed(len(self.ranks), m, [self.holder[s].row - 1 for s in range(last + 1)])
 
 
-def _placed(ranks: int, m: int, rank_of: list[int]) -> Plan:
+def placed(ranks: int, m: int, rank_of: list[int]) -> Plan:
     """The plan of a map from stage to rank, by the name of its placement where it has one."""
     v = len(rank_of) // ranks
     for name in PLACEMENTS:

@@ -22,12 +22,13 @@ from schedir.ir.index import NONE
 from schedir.ir.ops import COLLECTIVES, ROWS
 from schedir.ir.program import Program
 from schedir.ir.ties import Ties
+from schedir.predict.observed import timeline_of
 from schedir.predict.timeline import Timeline
 from schedir.runtime.executor import Executor
 from schedir.runtime.given import maker_of, program_of, stages_of
 from schedir.runtime.precision import LossScale, Steps
 from schedir.runtime.rank import Boundary, Loss, Microbatches
-from schedir.runtime.recorder import read, timeline_of
+from schedir.runtime.recorder import read
 from schedir.runtime.tied import like, prints
 from schedir.transports.mailbox import mailboxes
 

@@ -8,9 +8,10 @@ from typing import Any
 import numpy as np
 import torch.distributed as dist
 
+from schedir.predict.observed import timeline_of
 from schedir.predict.timeline import Timeline
 from schedir.runtime.executor import Executor
-from schedir.runtime.recorder import read, timeline_of
+from schedir.runtime.recorder import read
 from schedir.transports.clock import clock_offset
 from schedir.transports.processes import Processes
 

@@ -27,7 +27,6 @@ from schedir.analysis.models import Model
 from schedir.errors import ModelError
 from schedir.ir.ops import RECEIVES, SENDS, Lane
 from schedir.ir.program import Program
-from schedir.predict.timeline import Timeline, spans_of
 from schedir.transports.collectives import Group, Kind
 from schedir.transports.transport import Around, Done, Transport, Work
 
@@ -312,25 +311,3 @@ def _anchor(device: torch.device) -> tuple[torch.cuda.Event, float, float]:
             best = event, (issued + seen) / 2, error
     assert best is not None
     return best
-
-
-def timeline_of(
-    program: Program, start: Floats, end: Floats, model: Model, *, blocks: bool = False
-) -> Timeline:
-    """A measured Timeline from when each instruction was begun and ended on its own rank.
-
-    What is one node of the graph has one span: a message and a collective are under way when
-    the last side is there, a pair that runs together when its first member begins.
-    """
-    node = Graph.of(program, model).node
-    first, last, over = np.full(len(node), np.inf), *np.full((2, len(node)), -np.inf)
-    np.minimum.at(first, node, start)
-    np.maximum.at(last, node, start)
-    np.maximum.at(over, node, end)
-    spans = spans_of(program, start, end)
-    begun = np.where(spans["lane"] == Lane.COMPUTE, first[node], last[node])
-    spans["start"], spans["end"] = begun, np.maximum(begun, over[node])
-    origin = spans["start"].min()
-    spans["start"] -= origin
-    spans["end"] -= origin
-    return Timeline(program, spans, "measured", "s", model, blocks=blocks)

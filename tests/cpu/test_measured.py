@@ -15,12 +15,13 @@ from schedir.errors import ExecutionError, ModelError
 from schedir.ir.index import Index
 from schedir.ir.ops import Opcode
 from schedir.ir.program import Program
+from schedir.predict.observed import timeline_of
 from schedir.predict.timeline import Timeline
 from schedir.runtime import recorder as runtime_stamps
 from schedir.runtime.executor import Executor
 from schedir.runtime.inprocess import InProcess
 from schedir.runtime.measured import measured
-from schedir.runtime.recorder import read, timeline_of
+from schedir.runtime.recorder import read
 from schedir.schedules import one_f_one_b
 from schedir.training import gpt
 from schedir.transports import clock as runtime_clock

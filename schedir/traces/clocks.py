@@ -1,0 +1,56 @@
+"""Clocks: by how much the clocks of hosts differ, from messages that went between them.
+
+No message is received before it is sent.  So of a message from a to b that was posted at `sent`
+and was there at `got`, each by its own clock, offset(b) - offset(a) <= got - sent; those from b to
+a bound it from below.  Such differences are bounded by the shortest paths, as in NTP; the offsets
+taken lie in the middle of what the bounds allow, and half of that is how far they may be off.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from schedir.errors import TraceError
+
+Floats = NDArray[np.float64]
+
+
+class Offsets(NamedTuple):
+    """What to take from the times of each host, and by how much those of two may still differ."""
+
+    of: Floats
+    error: float
+
+
+def align(
+    hosts: int, sender: NDArray[np.int64], receiver: NDArray[np.int64], took: Floats
+) -> Offsets:
+    """The offsets of the clocks of hosts, from messages between them.
+
+    `sender` and `receiver` are hosts, and `took` is when a message was there, by the receiver's
+    clock, less when it was posted, by the sender's; each of shape (messages,).
+
+    Raises TraceError where messages contradict each other, as clocks that drift or jump make them,
+    and where two hosts are joined by messages in one direction only, or by none.
+    """
+    most = np.full((hosts, hosts), np.inf)  # of offset(column) - offset(row)
+    np.fill_diagonal(most, 0.0)
+    np.minimum.at(most, (sender, receiver), took)
+    for via in range(hosts):  # Floyd and Warshall
+        most = np.minimum(most, most[:, via, None] + most[None, via])
+    if (np.diag(most) < 0).any():
+        raise TraceError(
+            "the clocks of hosts cannot be aligned: messages come back before they were sent, by "
+            f"{-float(np.diag(most).min()):.3g} s, whatever the offsets"
+        )
+    if not np.isfinite(most).all():
+        row, column = map(int, np.argwhere(~np.isfinite(most))[0])
+        raise TraceError(
+            f"the clocks of hosts cannot be aligned: no message goes from host {row} to {column}"
+        )
+    # The latest and the earliest that all bounds allow; so does what lies between them.
+    offsets = (most[0] - most[:, 0]) / 2
+    return Offsets(offsets, float((most + most.T).max()) / 2)

@@ -1,0 +1,232 @@
+"""Instructions: what a rank did in a step, and when, from the marks and kernels of its trace.
+
+On a CPU an instruction's time is that of its range, but what the host waits in it for a message is
+not: torch's runtime waits for a receive inside of the F or B that needs it.  Gloo says until when
+somebody waited, and the last operator before says since when.
+
+On a GPU the host's ranges say only who launched what.  An instruction's time is that of the kernels
+launched in its range, by the thread of the range or, for a backward, by those of autograd; a
+message's is that of NCCL's kernels.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Final, NamedTuple
+
+import numpy as np
+
+from schedir.errors import TraceError
+from schedir.ir.ops import BACKWARDS, COMPUTE, FORWARD, RECEIVES, TRANSFERS, Opcode
+from schedir.traces.kineto import Kernels, Range, Trace
+from schedir.traces.marks import OF_RANK, Action, read_mark
+
+# What a message is that is posted inside of a forward, and of a backward.
+_POSTED: Final = {
+    ("send", True): Opcode.SendAct,
+    ("recv", True): Opcode.RecvAct,
+    ("send", False): Opcode.SendGrad,
+    ("recv", False): Opcode.RecvGrad,
+}
+
+
+class Seen(NamedTuple):
+    """What ran as one, from `began` to `ended` in nanoseconds by the clock of the host.
+
+    `waited` nanoseconds of its range were a wait for messages, and are not in it.
+    """
+
+    actions: tuple[Action, ...]
+    began: int
+    ended: int
+    waited: int = 0
+
+
+@dataclass
+class _Item:
+    """A range, what it says, and of a forward or backward the messages posted inside."""
+
+    actions: tuple[Action, ...]
+    range: Range
+    nested: tuple[_Item, ...] = ()
+
+    @property
+    def computes(self) -> bool:
+        return self.actions[0].op in COMPUTE
+
+
+def repetitions(trace: Trace, within: tuple[int, int], stage: int) -> list[list[Seen]]:
+    """What a rank did between two times, once for each time that it ran its schedule.
+
+    `stage` is that of marks which say none.  Each list is in the order in which the host issued.
+
+    Raises TraceError for a mark that says nothing that is known, and for a run over NCCL without
+    kernels, of which only launches are there.
+    """
+    items, waits = _items(trace, within, stage)
+    if items and trace.kernels is None and "nccl" in trace.backend and "gloo" not in trace.backend:
+        raise TraceError(
+            f"{trace.path} is of a run over NCCL, and has no kernels: its ranges say when the host "
+            "launched them, not when they ran",
+            hint="profile with activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]",
+        )
+    items = _with_posted(trace, items)
+    when = _on_gpu(items, trace.kernels) if trace.kernels else _on_cpu(trace, waits)
+    parts: list[list[Seen]] = []
+    known: set[Action] = set()
+    for item in items:
+        if not parts or not known.isdisjoint(item.actions):  # a step ran its schedule again
+            parts.append([])
+            known.clear()
+        known.update(item.actions)
+        received = [each for each in item.nested if each.actions[0].op in RECEIVES]
+        sent = [each for each in item.nested if each not in received]
+        parts[-1] += [when(each) for each in (*received, item, *sent)]
+    return parts
+
+
+def _items(trace: Trace, within: tuple[int, int], stage: int) -> tuple[list[_Item], list[_Item]]:
+    """What is marked between two times, and the marked waits for messages."""
+    items: list[_Item] = []
+    waits: list[_Item] = []
+    for each in trace.marked:
+        if not within[0] <= each.start < within[1]:
+            continue
+        mark = read_mark(each.name)
+        actions = tuple(
+            action._replace(stage=stage) if action.stage == OF_RANK else action
+            for action in mark.actions
+        )
+        if actions:
+            (waits if mark.waits else items).append(_Item(actions, each))
+    return items, waits
+
+
+def _with_posted(trace: Trace, items: list[_Item]) -> list[_Item]:
+    """Forwards and backwards with the messages posted inside, where messages are not marked.
+
+    If some are posted outside, which are whose is not known, and none is told.
+    """
+    if not items or any(action.op in TRANSFERS for item in items for action in item.actions):
+        return items
+    first, last = items[0].range.start, max(item.range.end for item in items)
+    threads = {item.range.thread for item in items}
+    inside: list[list[_Item]] = [[] for _ in items]
+    starts = np.array([item.range.start for item in items])
+    for each in trace.messages:
+        if each.thread not in threads or not first <= each.start < last:
+            continue
+        k = int(np.searchsorted(starts, each.start, side="right")) - 1
+        item = items[k]
+        if each.end > item.range.end or not item.computes:
+            return items
+        op = _POSTED[each.name, item.actions[0].op == FORWARD]
+        action = item.actions[0]._replace(op=op)
+        same = [one for one in inside[k] if one.actions[0] == action]
+        if same:  # a boundary of several tensors is one message
+            same[0].range = same[0].range._replace(end=each.end)
+        else:
+            inside[k].append(_Item((action,), each))
+    return [
+        _Item(item.actions, item.range, tuple(nested))
+        for item, nested in zip(items, inside, strict=True)
+    ]
+
+
+# ---------------------------------------------------------------- on a CPU
+
+
+def _on_cpu(trace: Trace, waits: list[_Item]) -> Callable[[_Item], Seen]:
+    """When each item was under way, by the host's ranges."""
+    starts = np.array([each.start for each in trace.waited], np.int64)
+    ends = np.array([each.end for each in trace.waited], np.int64)
+    in_order = np.argsort(ends, kind="stable")
+    awaited: dict[Action, int] = {}
+    for wait in waits:
+        for action in wait.actions:
+            awaited[action] = max(awaited.get(action, 0), wait.range.end)
+    marked = np.array([(w.range.start, w.range.end) for w in waits], np.int64).reshape(-1, 2)
+
+    def when(item: _Item) -> Seen:
+        start, end = item.range.start, item.range.end
+        if item.computes:
+            told = ends[in_order]
+            lo, hi = np.searchsorted(told, [start, end], side="right")
+            spells = list(_since(trace, item.range, told[lo:hi].tolist()))
+            spells += [(a, b) for a, b in marked.tolist() if start <= a and b <= end]
+            sent = [e.range.start for e in item.nested if e.actions[0].op not in RECEIVES]
+            stop = min(sent, default=end)
+            waited = min(_length(spells), stop - start)
+            return Seen(item.actions, start + waited, stop, waited)
+        lo, hi = np.searchsorted(starts, [start, end + 1])
+        seen = [int(e) for e in ends[lo:hi]] + [awaited.get(action, 0) for action in item.actions]
+        if any(action.op in RECEIVES for action in item.actions):
+            end = max([end, *seen])
+        return Seen(item.actions, start, end)
+
+    return when
+
+
+def _since(trace: Trace, within: Range, until: list[int]) -> Iterator[tuple[int, int]]:
+    """The waits that ended at these times inside of a range: each since the operator before."""
+    ops = trace.ops.get(within.thread, np.empty(0, np.int64))
+    for end in until:
+        k = int(np.searchsorted(ops, end)) - 1
+        yield max(within.start, int(ops[k]) if k >= 0 else 0), end
+
+
+def _length(spells: list[tuple[int, int]]) -> int:
+    """How long some intervals are, together."""
+    total, over = 0, 0
+    for start, end in sorted(spells):
+        total += max(0, end - max(start, over))
+        over = max(over, end)
+    return total
+
+
+# ---------------------------------------------------------------- on a GPU
+
+
+def _on_gpu(items: list[_Item], kernels: Kernels) -> Callable[[_Item], Seen]:
+    """When each item was under way, by what was launched in it."""
+    flat = [each for item in items for each in (item, *item.nested)]
+    owner = _owners(flat, kernels)
+    order = np.argsort(owner, kind="stable")
+    lo = np.searchsorted(owner[order], np.arange(len(flat)), side="left")
+    hi = np.searchsorted(owner[order], np.arange(len(flat)), side="right")
+    number = {id(each): k for k, each in enumerate(flat)}
+    free = 0  # when the last compute ended: no GPU of ours computes two things at once
+
+    def when(item: _Item) -> Seen:
+        nonlocal free
+        k = number[id(item)]
+        own = order[lo[k] : hi[k]]
+        of_nccl = kernels.nccl[own]
+        # A collective among tensor-parallel ranks lies between an instruction's other kernels.
+        wanted = ~of_nccl if item.computes else of_nccl
+        own = own[wanted] if wanted.any() else own
+        if not len(own):
+            at = free or item.range.start
+            return Seen(item.actions, at, at)
+        start, end = int(kernels.start[own].min()), int(kernels.end[own].max())
+        if item.computes:
+            start, end = max(start, free), max(end, free)
+            free = end
+        return Seen(item.actions, start, end)
+
+    return when
+
+
+def _owners(items: list[_Item], kernels: Kernels) -> np.ndarray:
+    """Which item launched each kernel, or -1; the innermost, of those that lie in each other."""
+    owner = np.full(len(kernels.launch), -1, np.int64)
+    by_launch = np.argsort(kernels.launch, kind="stable")
+    launch = kernels.launch[by_launch]
+    for k, item in enumerate(items):  # what is nested comes behind what it is nested in
+        lo, hi = np.searchsorted(launch, [item.range.start, item.range.end + 1])
+        own = by_launch[lo:hi]
+        if not any(action.op in BACKWARDS for action in item.actions):
+            own = own[kernels.thread[own] == item.range.thread]
+        owner[own] = k
+    return owner

@@ -1,0 +1,230 @@
+"""Kineto: what a file of torch.profiler says of the instructions of one rank.
+
+The form is Chrome's trace events with what torch adds (github.com/pytorch/kineto): ranges that the
+program named (`user_annotation`), operators (`cpu_op`), launches (`cuda_runtime`, `cuda_driver`)
+and what they launched (`kernel`, `gpu_memcpy`, `gpu_memset`), joined by `args.correlation`.
+`ts` and `dur` are microseconds; absolute time is `baseTimeNanoseconds + 1000 ts`.
+
+A file may have gigabytes, of which little is of use: it is read as a stream, and only that is kept.
+"""
+
+from __future__ import annotations
+
+import gzip
+import re
+from array import array
+from collections import defaultdict
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import IO, Any, Final, NamedTuple, cast
+
+import numpy as np
+from numpy.typing import NDArray
+
+from schedir.errors import TraceError, UsageError, said
+from schedir.traces.marks import marks
+
+Ints = NDArray[np.int64]
+
+_STEP: Final = re.compile(r"ProfilerStep#(\d+)")
+_RANK: Final = re.compile(r"rank[-_ ]?(\d+)", re.IGNORECASE)
+_MESSAGES: Final = {"c10d::send": "send", "c10d::recv_": "recv", "c10d::recv_any_source_": "recv"}
+_WAITED: Final = ("gloo:recv",)  # from when a receive is posted until somebody who waited saw it
+_ON_GPU: Final = ("kernel", "gpu_memcpy", "gpu_memset")
+_MOST: Final = 2**53 / 1e3  # microseconds, of which a float tells nanoseconds
+
+
+class Range(NamedTuple):
+    """What happened on a thread of the host, numbered, from `start` to `end` in nanoseconds."""
+
+    name: str
+    start: int
+    end: int
+    thread: int
+
+
+class Kernels(NamedTuple):
+    """What ran on the GPU, in nanoseconds, when and on which thread of the host it was launched,
+    and whether it is NCCL's; each of shape (n,)."""
+
+    start: Ints
+    end: Ints
+    launch: Ints
+    thread: Ints
+    nccl: NDArray[np.bool_]
+
+
+@dataclass
+class Trace:
+    """What of one file is of use.  Times are nanoseconds by the clock of its host.
+
+    `rank` is the number among all processes, if the file or its name says one.  `marked` are the
+    ranges that mark instructions, `messages` the operators that post sends and receives (named
+    "send" and "recv"), `waited` the receives until they were seen, `steps` the start and end of
+    each ProfilerStep, and `ops` when each operator of a thread ended, in order.
+    """
+
+    path: str
+    rank: int | None = None
+    host: str = ""
+    backend: str = ""
+    marked: list[Range] = field(default_factory=list)
+    messages: list[Range] = field(default_factory=list)
+    waited: list[Range] = field(default_factory=list)
+    steps: dict[int, tuple[int, int]] = field(default_factory=dict)
+    ops: dict[int, Ints] = field(default_factory=dict)
+    kernels: Kernels | None = None
+
+
+def read_trace(path: str | Path) -> Trace:
+    """What a file of torch.profiler, packed by gzip or not, says of the instructions of a rank.
+
+    Raises UsageError for a file that cannot be read, TraceError for one that is cut off, that is no
+    JSON, or no trace of torch.profiler.
+    """
+    try:
+        header = _header(path)
+        if "traceEvents" not in header:
+            raise TraceError(f"{path} is no trace of torch.profiler: it has no traceEvents")
+        with _opened(path) as file:
+            return _Reader(str(path), header).read(file)
+    except (OSError, EOFError) as error:
+        if isinstance(error, gzip.BadGzipFile | EOFError):
+            raise TraceError(f"{path} is no whole gzip file: {error}") from None
+        raise UsageError(f"cannot read {path}: {error.strerror or error}") from None
+
+
+def _opened(path: str | Path) -> IO[bytes]:
+    """The file, unpacked where its first bytes say that it is packed."""
+    with open(path, "rb") as file:
+        packed = file.read(2) == b"\x1f\x8b"
+    return cast(IO[bytes], gzip.open(path, "rb") if packed else open(path, "rb"))
+
+
+def _parsed(path: str | Path, events: Iterator[Any]) -> Iterator[Any]:
+    """What a parser gives, its errors in our words."""
+    import ijson
+
+    try:
+        yield from events
+    except ijson.IncompleteJSONError as error:
+        cut = "premature EOF" in str(error) or "Incomplete" in str(error)
+        why = "it ends in the middle" if cut else f"it is no JSON: {_first_line(error)}"
+        hint = "was the run stopped while it was written?" if cut else ""
+        raise TraceError(f"{path} cannot be read: {why}", hint=hint) from None
+    except (ijson.JSONError, UnicodeDecodeError) as error:
+        raise TraceError(f"{path} is no JSON: {_first_line(error)}") from None
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).strip().partition("\n")[0][:200]
+
+
+def _header(path: str | Path) -> dict[str, Any]:
+    """What stands before the events, by name; of the events, that they are there."""
+    import ijson
+
+    found: dict[str, Any] = {}
+    with _opened(path) as file:
+        builder, name = None, ""
+        for prefix, event, value in _parsed(path, ijson.parse(file, use_float=True)):
+            if prefix == "" and event not in ("map_key", "start_map", "end_map"):
+                break  # no object
+            if prefix == "traceEvents" and event == "start_array":
+                found["traceEvents"] = True
+                break
+            if prefix == "" and event == "map_key":
+                if builder is not None:
+                    found[name] = getattr(builder, "value", None)
+                builder, name = ijson.ObjectBuilder(), value
+            elif builder is not None and prefix:
+                builder.event(event, value)
+                found[name] = getattr(builder, "value", None)
+    return found
+
+
+class _Reader:
+    """Reads the events of one file, and keeps what is of use."""
+
+    def __init__(self, path: str, header: dict[str, Any]) -> None:
+        world = header.get("distributedInfo")
+        world = world if isinstance(world, dict) else {}
+        rank, base = world.get("rank"), header.get("baseTimeNanoseconds", 0)
+        named = _RANK.search(Path(path).name)
+        if type(rank) is not int:
+            rank = int(named[1]) if named else None
+        self.base = int(base) if isinstance(base, int | float) else 0
+        self.trace = Trace(
+            path, rank, str(header.get("host_name", "")), str(world.get("backend", "")).lower()
+        )
+        self.ends: dict[int, array[int]] = defaultdict(lambda: array("q"))
+        self.threads: dict[str, int] = {}
+        # Rows of a correlation, a time, and a thread; and of a correlation, start, end, if NCCL's.
+        self.launches, self.ran = array("q"), array("q")
+
+    def read(self, file: IO[bytes]) -> Trace:
+        """All that the file has."""
+        import ijson
+
+        path, trace = self.trace.path, self.trace
+        for event in _parsed(path, ijson.items(file, "traceEvents.item", use_float=True)):
+            if isinstance(event, dict) and event.get("ph") == "X":
+                self._event(event)
+        for ranges in (trace.marked, trace.messages, trace.waited):
+            ranges.sort(key=lambda each: (each.start, -each.end))
+        threads = {each.thread for each in trace.marked}
+        trace.ops = {
+            thread: np.sort(np.array(ends, np.int64))
+            for thread, ends in self.ends.items()
+            if thread in threads
+        }
+        if self.ran:
+            trace.kernels = self._kernels()
+        return trace
+
+    def _event(self, event: dict[str, Any]) -> None:
+        name, kind, args = event.get("name"), event.get("cat"), event.get("args")
+        ts, dur = event.get("ts"), event.get("dur")
+        if not (isinstance(ts, int | float) and isinstance(dur, int | float)):
+            return
+        if not (-_MOST < ts < _MOST and 0 <= dur < _MOST):
+            raise TraceError(
+                f"{self.trace.path} has {said(name)} at {ts:g} us for {dur:g} us: no clock says so"
+            )
+        start = self.base + round(1e3 * ts)
+        end = max(start, self.base + round(1e3 * (ts + dur)))
+        number = args.get("correlation") if isinstance(args, dict) else None
+        if type(number) is not int or not 0 <= number < 2**63:
+            number = None
+        name = name if isinstance(name, str) else ""
+        thread = self.threads.setdefault(str(event.get("tid")), len(self.threads))
+        if kind == "user_annotation":
+            if marks(name):
+                self.trace.marked.append(Range(name, start, end, thread))
+            elif name in _WAITED:
+                self.trace.waited.append(Range(name, start, end, thread))
+            elif step := _STEP.fullmatch(name):
+                self.trace.steps[int(step[1])] = start, end
+        elif kind == "cpu_op":
+            if name in _MESSAGES:
+                self.trace.messages.append(Range(_MESSAGES[name], start, end, thread))
+            else:
+                self.ends[thread].append(end)
+        elif kind in _ON_GPU:
+            if number is not None:
+                self.ran.extend((number, start, end, name.lower().startswith("nccl")))
+        elif number is not None:
+            self.launches.extend((number, start, thread))
+
+    def _kernels(self) -> Kernels:
+        """What ran and was launched while the trace was taken."""
+        launches = np.array(self.launches, np.int64).reshape(-1, 3)
+        ran = np.array(self.ran, np.int64).reshape(-1, 4)
+        launches = launches[np.argsort(launches[:, 0], kind="stable")]
+        at = np.searchsorted(launches[:, 0], ran[:, 0])
+        inside = at < len(launches)
+        known = np.zeros(len(ran), bool)
+        known[inside] = launches[at[inside], 0] == ran[inside, 0]
+        ran, by = ran[known], launches[at[known]]
+        return Kernels(ran[:, 1], ran[:, 2], by[:, 1], by[:, 2], ran[:, 3] > 0)

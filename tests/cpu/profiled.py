@@ -1,0 +1,68 @@
+"""torch's schedules on real Gloo processes, under torch.profiler: what they leave behind."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.pipelining import PipelineStage
+from torch.distributed.pipelining.schedules import get_schedule_class
+from torch.profiler import ProfilerActivity, profile, schedule
+
+RANKS, MICROBATCHES, WIDTH, STEPS = 4, 8, 128, 2
+VEE = ("ZBVZeroBubble", "DualPipeV")
+SEVERAL = ("Interleaved1F1B", "InterleavedZeroBubble", *VEE)
+NAMES = (*SEVERAL, "GPipe")
+
+
+def stages_of(name: str, rank: int) -> list[int]:
+    """The stages of a rank."""
+    if name not in SEVERAL:
+        return [rank]
+    return [rank, 2 * RANKS - 1 - rank] if name in VEE else [rank, rank + RANKS]
+
+
+def steps(rank: int, folder: str) -> dict[str, list[str]]:
+    """Runs each schedule some steps, the last ones profiled; returns what torch says this rank's
+    computes are, in order, for those that say so."""
+    torch.manual_seed(rank)
+    said = {}
+    for name in NAMES:
+        held = stages_of(name, rank)
+        count = RANKS * len(held)
+        stages = [
+            PipelineStage(
+                nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()), s, count, torch.device("cpu")
+            )
+            for s in held
+        ]
+        kind: Any = get_schedule_class(name)
+        given = stages if name in SEVERAL else stages[0]
+        pipe = kind(given, n_microbatches=MICROBATCHES, loss_fn=nn.functional.mse_loss)
+        x, target = torch.randn(2, 2 * MICROBATCHES, WIDTH).unbind()
+
+        def save(profiler: Any, name: str = name) -> None:
+            profiler.export_chrome_trace(f"{folder}/{name}/rank{rank}.json")
+
+        with profile(
+            activities=[ProfilerActivity.CPU],
+            schedule=schedule(wait=0, warmup=1, active=STEPS),
+            on_trace_ready=save,
+        ) as profiler:
+            for _ in range(1 + STEPS):
+                mine = (x,) if 0 in held else ()
+                kwargs = {"target": target} if count - 1 in held else {}
+                pipe.step(*mine, **kwargs)
+                profiler.step()
+        order = getattr(pipe, "pipeline_order", {}).get(rank, [])
+        said[name] = [str(action) for action in order if action is not None]
+    return said
+
+
+def ranges(path: Path) -> list[dict[str, Any]]:
+    """All complete events of a trace, read apart from what is tested."""
+    import json
+
+    return [e for e in json.loads(path.read_text())["traceEvents"] if e["ph"] == "X"]

@@ -1,0 +1,124 @@
+"""Traces of real runs of torch's schedules, imported, beside what torch says and what a hand counts."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from schedir.io import torch_csv
+from schedir.io.timeline_file import load_timeline
+from schedir.ir.ops import COMPUTE
+from schedir.predict.timeline import Timeline
+from schedir.traces.run import read_run
+from tests.commands import said
+from tests.cpu import profiled
+from tests.cpu.spawn import run
+
+_COMPUTE = re.compile(r"PP:\d+[FBIW]\d+|PP:\(.*\)OVERLAP_F_B|(Forward|Backward) \d+")
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[dict[str, list[str]]]]:
+    """A folder of traces for each schedule, and what torch says of each rank's order."""
+    folder = tmp_path_factory.mktemp("traces")
+    for name in profiled.NAMES:
+        (folder / name).mkdir()
+    return folder, run(profiled.steps, profiled.RANKS, str(folder))
+
+
+def by_hand(path: Path) -> tuple[float, float, float]:
+    """Of the last step of a rank: seconds in forwards and backwards that are no wait, and the first
+    start and last end of these."""
+    events = profiled.ranges(path)
+    step = max((e for e in events if e["name"].startswith("ProfilerStep")), key=lambda e: e["ts"])
+    busy, first, last = 0.0, np.inf, -np.inf
+    for each in events:
+        start, end = each["ts"], each["ts"] + each["dur"]
+        if not _COMPUTE.fullmatch(each["name"]) or not step["ts"] <= start:
+            continue
+        within = [e for e in events if start <= e["ts"] and e["ts"] + e["dur"] <= end]
+        ops = [e["ts"] + e["dur"] for e in within if e["cat"] == "cpu_op"]
+        ops = [
+            e["ts"] + e["dur"] for e in within if e["cat"] == "cpu_op" and "c10d" not in e["name"]
+        ]
+        waited = 0.0
+        for wait in events:
+            until = wait["ts"] + wait["dur"]
+            if wait["name"] == "gloo:recv" and start < until <= end:
+                since = max([start, *(t for t in ops if t < until)])
+                waited += until - since
+        sends = [e["ts"] for e in within if e["name"] == "c10d::send"]
+        stop = min([end, *sends])
+        busy += stop - start - waited
+        if "OVERLAP" not in each["name"]:
+            first, last = min(first, start + waited), max(last, stop)
+    return busy / 1e6, first / 1e6, last / 1e6
+
+
+@pytest.mark.parametrize("name", profiled.NAMES)
+def test_import(
+    name: str, runs: tuple[Path, list[dict[str, list[str]]]], capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder, order = runs
+    out = folder / f"{name}.timeline"
+    text = said(capsys, "import", str(folder / name), "-o", str(out))
+    assert f"ProfilerStep {profiled.STEPS}:" in text
+    timeline = load_timeline(out)
+    program = timeline.program
+
+    # Its compute is torch's own.
+    ours = [row.split(",") for row in torch_csv.show(program).splitlines()]
+    if name == "GPipe":
+        each = [[f"{r}{op}{mb}" for op in "FB" for mb in range(8)] for r in range(4)]
+        assert ours == each
+    else:
+        theirs = torch_csv.parse("\n".join(",".join(rank[name]) for rank in order))
+        assert ours == [row.split(",") for row in torch_csv.show(theirs).splitlines()]
+
+    # Busy times and the bubble are what a hand calculation gives.
+    hand = [by_hand(folder / name / f"rank{r}.json") for r in range(profiled.RANKS)]
+    busy = np.array([b for b, _, _ in hand])
+    np.testing.assert_allclose(timeline.busy, busy, atol=2e-6)
+    if name != "DualPipeV":  # of whose pairs it is not known when each half began
+        compute = timeline.spans[np.isin(timeline.spans["op"], COMPUTE)]
+        length = max(e for _, _, e in hand) - min(s for _, s, _ in hand)
+        assert compute["end"].max() - compute["start"].min() == pytest.approx(length, abs=2e-6)
+    assert timeline.bubble == pytest.approx(1 - busy.sum() / 4 / timeline.span, abs=1e-4)
+    assert timeline.idle.sum() / 4 / timeline.span == pytest.approx(timeline.bubble)
+    assert (timeline.kind, timeline.unit, timeline.blocks) == ("measured", "s", True)
+    assert timeline.doubt == ""
+
+
+@pytest.mark.parametrize("name", ["Interleaved1F1B", "DualPipeV"])
+def test_every_command_takes_it(
+    name: str, runs: tuple[Path, list[dict[str, list[str]]]], capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder, _ = runs
+    out = str(folder / f"{name}-all.timeline")
+    said(capsys, "import", str(folder / name), "-o", out)
+    assert "finish under device" in said(capsys, "check", out, "--model", "device")
+    costs = said(capsys, "calibrate", out).strip()
+    predicted = str(folder / "predicted.timeline")
+    said(capsys, "simulate", out, "--costs", costs, "-o", predicted)
+    for argv in (
+        ["simulate", out],
+        ["explain", out],
+        ["compare", predicted, out],
+        ["draw", out, "-o", str(folder / "run.svg")],
+        ["export", out, "--to", "torch-2.13", "-o", str(folder / "run.csv")],
+        ["show", out],
+    ):
+        assert said(capsys, *argv)
+
+
+def test_another_step_and_any_order(runs: tuple[Path, list[dict[str, list[str]]]]) -> None:
+    folder, _ = runs
+    files = [folder / "ZBVZeroBubble" / f"rank{r}.json" for r in (2, 0, 3, 1)]
+    first, last = read_run(files, step=1), read_run(files)
+    assert (first.step, last.step) == ("ProfilerStep 1", f"ProfilerStep {profiled.STEPS}")
+    assert first.timeline.program == last.timeline.program
+    assert isinstance(first.timeline, Timeline)
+    assert (first.timeline.spans["end"] != last.timeline.spans["end"]).any()
