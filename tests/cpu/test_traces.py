@@ -1,4 +1,4 @@
-"""Traces of real runs of torch's schedules, imported, beside what torch says and what a hand counts."""
+"""Traces of real runs of torch's schedules, beside what torch says and what a hand counts."""
 
 from __future__ import annotations
 
@@ -40,7 +40,6 @@ def by_hand(path: Path) -> tuple[float, float, float]:
         if not _COMPUTE.fullmatch(each["name"]) or not step["ts"] <= start:
             continue
         within = [e for e in events if start <= e["ts"] and e["ts"] + e["dur"] <= end]
-        ops = [e["ts"] + e["dur"] for e in within if e["cat"] == "cpu_op"]
         ops = [
             e["ts"] + e["dur"] for e in within if e["cat"] == "cpu_op" and "c10d" not in e["name"]
         ]
