@@ -18,16 +18,17 @@ from typing import Final, NamedTuple
 import numpy as np
 
 from schedir.errors import TraceError
-from schedir.ir.ops import BACKWARDS, COMPUTE, FORWARD, RECEIVES, TRANSFERS, Opcode
+from schedir.io.torch_csv import ACTIONS
+from schedir.ir.ops import BACKWARDS, COMPUTE, FORWARD, RECEIVES, TRANSFERS
 from schedir.traces.kineto import Kernels, Range, Trace
 from schedir.traces.marks import OF_RANK, Action, read_mark
 
 # What a message is that is posted inside of a forward, and of a backward.
 _POSTED: Final = {
-    ("send", True): Opcode.SendAct,
-    ("recv", True): Opcode.RecvAct,
-    ("send", False): Opcode.SendGrad,
-    ("recv", False): Opcode.RecvGrad,
+    ("send", True): ACTIONS["SEND_F"],
+    ("recv", True): ACTIONS["RECV_F"],
+    ("send", False): ACTIONS["SEND_B"],
+    ("recv", False): ACTIONS["RECV_B"],
 }
 
 

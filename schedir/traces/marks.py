@@ -27,8 +27,8 @@ _ACTION: Final = re.compile(r"(\d{1,9})([A-Z_]+)(\d{0,9})", re.ASCII)
 _GROUP: Final = re.compile(r"\(([^()]*)\)(\w+)", re.ASCII)
 _OWN: Final = re.compile(r"([a-z_A-Z]+)(?: (\d{1,9}))?(?:\.(\d{1,9}))?", re.ASCII)
 _GPIPE: Final = re.compile(r"(Forward|Backward) (\d{1,9})", re.ASCII)
-_BY_GPIPE: Final = {"Forward": Opcode.Forward, "Backward": Opcode.Backward}
-_OTHERS: Final = {"STEP": Opcode.OptimizerStep}
+_BY_GPIPE: Final = {"Forward": ACTIONS["F"], "Backward": ACTIONS["B"]}
+_OTHERS: Final = {"STEP": BY_TEXT["step"]}
 
 
 class Action(NamedTuple):
