@@ -5,7 +5,7 @@ READY := .venv/.ready
 # One thread per process: four ranks share few cores, and the same thread count gives the same bits.
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: demo test lint format clean gpu
+.PHONY: demo test docs lint format clean gpu
 
 demo: $(READY)
 	$(BIN)/python examples/demo.py
@@ -14,6 +14,12 @@ test: lint
 	$(BIN)/pytest -n 2 schedir tests/pure
 	$(BIN)/pytest -n 2 --dist loadfile tests/cpu
 	$(BIN)/pytest tests/gpu tests/browser
+
+# A site of all pages, in build/site; a dead link, or a page that is nowhere in its tree, is an error.
+docs: $(READY)
+	rm -rf build/site
+	$(BIN)/sphinx-build -b html -c docs -E -W --keep-going -q . build/site
+	@echo "open build/site/index.html"
 
 # What is run where there is a GPU: PYTHON is one whose torch has CUDA, ARGS as benchmarks/gpu_run.py takes.
 gpu:

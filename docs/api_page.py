@@ -58,7 +58,7 @@ GROUPS = {
          "runtime.check_split", "runtime.Gloo", "runtime.Shared", "runtime.nccl"],
     ),
     "Test": (
-        "[Testing a schedule of your own](testing.md), in ten lines.",
+        "[A schedule of your own](testing.md#a-schedule) is tested in ten lines.",
         ["testing.assert_schedule", "testing.plans_of", "testing.plans", "testing.drafts",
          "testing.programs", "testing.ties", "testing.random_draft"],
     ),
@@ -67,7 +67,7 @@ GROUPS = {
 PAGE = """\
 # The public names
 
-Generated from the source by `python docs/generate.py`; do not edit.
+<!-- Generated from the source by `python docs/generate.py`; do not edit. -->
 
 Names are those of `import schedir`: `viz.gantt` is `schedir.viz.gantt`. What needs torch or
 matplotlib is imported where it is first used. Every example here is a test. Whatever is refused is

@@ -5,7 +5,6 @@ A test compares the committed pages with what this makes.
 
 from __future__ import annotations
 
-import re
 import runpy
 from collections.abc import Callable
 from dataclasses import replace
@@ -31,7 +30,7 @@ HERE = Path(__file__).parent
 IR = """\
 # The instructions
 
-Generated from `schedir/ir/ops.py` by `python docs/generate.py`; do not edit.
+<!-- Generated from `schedir/ir/ops.py` by `python docs/generate.py`; do not edit. -->
 
 A program is one list of instructions per pipeline rank, its *Stream*. An instruction is an
 opcode with the stage and the microbatch that it works on. Each rank has a few in-order queues,
@@ -188,7 +187,7 @@ def ir() -> str:
 SCHEDULES = """\
 # The schedules
 
-Generated from `schedir/schedules/` by `python docs/generate.py`; do not edit.
+<!-- Generated from `schedir/schedules/` by `python docs/generate.py`; do not edit. -->
 
 Every schedule is a function of a few words, and `schedir.compile(schedule, plan)` makes a
 program of it. Figures here are of the same model cut for each: a microbatch takes a whole rank
@@ -329,7 +328,7 @@ def schedules_page() -> str:
 CONFIG = """\
 # The configuration of a training run
 
-Generated from `schedir/training/config.py` by `python docs/generate.py`; do not edit.
+<!-- Generated from `schedir/training/config.py` by `python docs/generate.py`; do not edit. -->
 
 `schedir train CONFIG.toml` takes a TOML file. All settings may be left out, and
 `--set section.name=value` says one on the command line: `--set pipeline.ranks=2`. What is wrong
@@ -366,16 +365,16 @@ def config_page() -> str:
     return page.rstrip() + "\n"
 
 
+GALLERY = runpy.run_path(str(HERE / "gallery_page.py"))
+
+
 def picture(name: str) -> str:
-    """A schedule at 4 ranks and 8 microbatches, as SVG without what no reader sees."""
+    """A schedule at 4 ranks and 8 microbatches, as SVG."""
     with TemporaryDirectory() as folder, rc_context({"font.sans-serif": ["DejaVu Sans"]}):
         path = Path(folder) / "picture.svg"
         viz.save(viz.gantt(shown(name, 4, 8)), path)
         svg = path.read_text()
-    svg = re.sub(r"<!--.*?-->|<metadata>.*?</metadata>", "", svg, flags=re.DOTALL)
-    svg = re.sub(r' id="(?!h|m|p)\w*"', "", svg)  # hatches, markers and clips are referred to
-    svg = re.sub(r"\d+\.\d{2,}", lambda number: f"{float(number[0]):.1f}", svg)
-    return re.sub(r"\s*\n\s*", "\n", svg).replace(" \n", "\n")
+    return str(GALLERY["slim"](svg))
 
 
 PAGES: dict[str, Callable[[], str]] = {
@@ -387,6 +386,7 @@ PAGES: dict[str, Callable[[], str]] = {
     **runpy.run_path(str(HERE / "museum_page.py"))["PAGES"],
 }
 PAGES |= {f"images/schedules/{name}.svg": partial(picture, name) for name in WHEN}
+PAGES |= GALLERY["PAGES"]
 
 
 if __name__ == "__main__":

@@ -11,25 +11,40 @@ from typing import NamedTuple
 ROOT = Path(__file__).parents[1]
 PAGE = ROOT / "docs" / "tutorial.md"
 OWN_MODEL = ROOT / "docs" / "own-model.md"
+READERS = ["index", "inventing", "slow-run", "hanging-run", "training", "memory", "torch",
+           "testing", "gallery", "pictures"]  # fmt: skip
 
 
 class Step(NamedTuple):
-    """A block of Python (to run, or to add to a file), or a command and what it prints."""
+    """A block of Python to run, or of a file to add to it, or a command and what it prints."""
 
     kind: str  # "file", "python" or "command"
     text: str
     prints: str = ""
+    named: str = ""  # the file
+
+    @property
+    def needs_torch(self) -> bool:
+        return any(f"schedir.{room}" in self.text for room in ("runtime", "testing"))
 
     @property
     def argv(self) -> list[str]:
         return shlex.split(self.text)[1:]
 
 
+def blocks(page: str) -> list[tuple[str, str]]:
+    """The blocks of a page: language and text."""
+    return re.findall(r"^```(\w*)\n(.*?)^```$", page, flags=re.M | re.S)
+
+
 def steps(page: str) -> Iterator[Step]:
     """The steps of a page, in order; `$ ` begins a command, the lines behind it are its output."""
-    for language, body in re.findall(r"^```(\w*)\n(.*?)^```$", page, flags=re.M | re.S):
+    for language, body in blocks(page):
+        if named := re.match(r"# (\w+\.\w+)\n", body):
+            yield Step("file", body, named=named[1])
+            continue
         if language == "python":
-            yield Step("file" if re.match(r"# \w+\.py\n", body) else "python", body)
+            yield Step("python", body)
             continue
         for command in re.split(r"^\$ ", body.replace("\\\n", ""), flags=re.M)[1:]:
             yield Step("command", *command.split("\n", 1))

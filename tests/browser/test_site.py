@@ -1,0 +1,52 @@
+"""The site, as `make docs` makes it: it is whole, and reads on a phone as on a desktop."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.browser.chromium import Chromium
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What `make docs` makes."""
+    recipe = r"^\t\$\(BIN\)/sphinx-build (.*) \. build/site$"
+    (flags,) = re.findall(recipe, (ROOT / "Makefile").read_text(), re.M)
+    folder = tmp_path_factory.mktemp("site")
+    done = subprocess.run(
+        [sys.executable, "-m", "sphinx", *flags.split(), ".", str(folder)],
+        cwd=ROOT, capture_output=True, text=True, timeout=300,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    return folder
+
+
+@pytest.mark.parametrize("width", [360, 1280])
+def test_pages_are_whole_and_fit(chromium: Chromium, site: Path, width: int) -> None:
+    """Nothing is broken, sticks out, or is asked of anybody."""
+    (site / "index.html").unlink(missing_ok=True)  # leads away, to the first page
+    source = [site / "source" / "schedir" / "ir" / "ops.py.html"]
+    pages = [page for page in site.rglob("*.html") if "source" not in page.parts] + source
+    assert len(pages) > 50
+    chromium.call(
+        "Emulation.setDeviceMetricsOverride",
+        width=width, height=800, deviceScaleFactor=1, mobile=width < 500,
+    )  # fmt: skip
+    for page in pages:
+        chromium.said.clear()
+        chromium.asked.clear()
+        chromium.call("Page.navigate", url=page.as_uri())
+        chromium.until(lambda: chromium.js("document.readyState") == "complete")
+        name = page.relative_to(site)
+        broken = "[...document.images].filter((one) => !one.naturalWidth).map((one) => one.src)"
+        assert chromium.js(broken) == [], name
+        assert chromium.js("document.documentElement.scrollWidth") <= width, name
+        assert chromium.said == [], name
+        assert all(url.startswith(("file:", "data:")) for url in chromium.asked), name

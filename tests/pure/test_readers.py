@@ -1,0 +1,58 @@
+"""Pages for readers: their Python runs, and their commands print what is shown."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+
+import schedir
+from schedir.__main__ import main
+from tests.tutorial import READERS, ROOT, blocks, steps
+
+
+def commands(page: str) -> list[str]:
+    """Commands that a page shows without what they print."""
+    shell = [body for language, body in blocks(page) if not language and body[:2] != "# "]
+    lines = "".join(shell).replace("\\\n", "").splitlines()
+    return [line for line in lines if line.startswith("schedir ")]
+
+
+def run(command: str, capsys: pytest.CaptureFixture[str]) -> tuple[int, str]:
+    """A command of a shell: its exit code, and what it prints."""
+    words = shlex.split(command, comments=True)[1:]
+    for k, word in enumerate(words):
+        if word.startswith("$("):
+            words[k] = run(word[2:-1], capsys)[1].strip()
+    return main(words), "".join(capsys.readouterr())
+
+
+@pytest.mark.parametrize("name", READERS)
+def test_page_of_a_reader(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    page = (ROOT / "docs" / f"{name}.md").read_text()
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("COLUMNS", "80")
+    program = schedir.compile(schedir.schedules.one_f_one_b, schedir.Plan(4, 8))
+    schedir.save_timeline(schedir.simulate(program), "run.timeline")  # what a reader has
+    ran = 0
+    for step in steps(page):
+        if step.kind == "file":
+            Path(step.named).write_text(step.text)
+        elif step.kind == "python" and not step.needs_torch:
+            exec(compile(step.text, name, "exec"), {})
+            ran += 1
+        elif step.kind == "command":
+            code, out = run(step.text, capsys)
+            assert code == (2 if "Error: " in step.prints else 0), step.text
+            shown = ".*".join(map(re.escape, step.prints.split("...\n")))
+            assert re.fullmatch(shown, out, flags=re.S), (step.text, out)
+            ran += 1
+    for command in commands(page):
+        if not command.startswith("schedir train"):  # tests/cpu trains
+            assert run(command, capsys)[0] == 0, command
+            ran += 1
+    assert ran or name in ("inventing", "training")
