@@ -16,7 +16,7 @@ from schedir.ir.costs import Costs
 from schedir.ir.fields import Field, Kind, Option
 from schedir.ir.numerals import decimal, whole
 from schedir.ir.plan import PLAN
-from schedir.ir.program import HEADER, TRAITS
+from schedir.ir.program import HEADER, TRAITS, Program
 from schedir.ir.sizes import Sizes, bytes_of
 from schedir.passes.lowering import OPTIONS
 
@@ -69,6 +69,11 @@ def _add_lowering(group: argparse._ArgumentGroup) -> None:
         "--overlap",
         action="store_true",
         help="group opposite transfers, begin gathers and post receives early",
+    )
+    group.add_argument(
+        "--relower",
+        action="store_true",
+        help="of a program in a file keep the compute alone, and lower it anew",
     )
     models = [f"{model} (default)" if model == "device" else model for model in MODELS]
     group.add_argument("--model", metavar="MODEL", help=f"{', '.join(models[:-1])} or {models[-1]}")
@@ -177,9 +182,22 @@ def request_of(args: argparse.Namespace, source: str, **more: Any) -> Request:
         limit=args.limit,
         more={name: value for name in OPTIONS if (value := getattr(args, name)) is not None},
         draft=getattr(args, "draft", False),
+        relower=args.relower,
         contradicts=_contradicts,
         **more,
     )
+
+
+def shape_of(program: Program) -> list[str]:
+    """The options that say the shape and the traits of a program."""
+    words = []
+    for f in HEADER:
+        if not f.is_default(program):
+            option = next((option for option in f.options if option.metavar), f.options[0])
+            words.append("--" + option.name.replace("_", "-"))
+            if option.metavar:
+                words.append(f.kind.show(f.of(program), program.plan))
+    return words
 
 
 def _contradicts(source: str, field: Field, has: str, said: str) -> UsageError:

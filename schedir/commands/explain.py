@@ -3,21 +3,25 @@
 from __future__ import annotations
 
 import argparse
+import shlex
 from typing import TYPE_CHECKING, Any
 
 from schedir.commands._facts import facts
-from schedir.commands._options import add_shape, add_source, request_of
+from schedir.commands._options import add_shape, add_source, request_of, shape_of
+from schedir.errors import ProgramError
 from schedir.io.terminal import as_json
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
+    from schedir.io.request import Request
     from schedir.predict.timeline import Timeline
-    from schedir.predict.what_if import Advice
+    from schedir.predict.what_if import Advice, Change
 
 ORDER = 3
 ABOUT = "tell why ranks are idle, and what would shorten the step, by simulating each change"
-SHOWN, LEAST = 3, 0.005  # changes that are told, and what they save at least of a prediction
+SHOWN = 3  # changes that are told, and those of which is told how to get them
+TORCH = "torch-2.13"  # the form of its CSV that has transfers
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
@@ -38,15 +42,16 @@ def run(args: argparse.Namespace) -> str:
     if costs is None and request.run is None:
         costs = Costs()
     advice = advise(timeline, costs, request.schedule)
+    hows = [_how(change, args, request) for change in advice.changes]
     if args.json:
-        return as_json(_facts(timeline, advice))
+        return as_json(_facts(timeline, advice, hows))
     idle = idleness(timeline)
     lines = [_where(timeline, idle), *_who(timeline, idle)]
-    lines += _what(advice, timeline)
+    lines += _what(advice, hows, timeline)
     return "".join(f"{line}\n" for line in lines)
 
 
-def _facts(timeline: Timeline, advice: Advice) -> dict[str, Any]:
+def _facts(timeline: Timeline, advice: Advice, hows: list[list[str]]) -> dict[str, Any]:
     from schedir.predict.bubble_causes import Cause, by_cause, idleness
 
     table = by_cause(idleness(timeline), timeline.ranks)
@@ -54,8 +59,50 @@ def _facts(timeline: Timeline, advice: Advice) -> dict[str, Any]:
         "idle": {cause.name.lower(): table[:, cause].tolist() for cause in Cause},
         "simulated_span": advice.base.span,
         "advice_given": advice.given,
-        "changes": [vars(change) for change in advice.changes],
+        "changes": [
+            {"what": change.what, "saves": change.saves, "how": how}
+            for change, how in zip(advice.changes, hows, strict=True)
+        ],
     }
+
+
+def _how(change: Change, args: argparse.Namespace, request: Request) -> list[str]:
+    """How a change is had, if it is one of transfers or of the progress model."""
+    from schedir.analysis.models import model_row
+    from schedir.io import torch_csv
+    from schedir.ir.costs import Costs
+    from schedir.ir.program import Program
+    from schedir.predict.calibrate import format_costs
+
+    if change.model is not None:
+        return [f"model {change.model}: {model_row(change.model).who}"]
+    if change.anew is None:
+        return []
+    program, costs, overlap = change.anew
+    again = ["--relower"]
+    if not isinstance(request.source.found, Program):
+        if request.more:
+            return []
+        again = shape_of(program)
+        if args.slots is not None:
+            again += ["--slots", args.slots]
+    words = [args.source, *again] + ["--overlap"] * overlap
+    if args.model is not None:
+        words += ["--model", args.model]
+    if costs is not None:
+        usual = format_costs(Costs()).split(",")
+        told = [part for part in format_costs(costs).split(",") if part not in usual]
+        words += ["--costs", ",".join(told)]
+    lines = [f"schedir show {shlex.join(words)} -o other.sched"]
+    try:
+        torch_csv.show(program, TORCH)
+    except ProgramError:
+        return lines
+    return [
+        *lines,
+        f"for torch: schedir export other.sched --to {TORCH} -o other.csv, and there, without",
+        'FSDP, schedule._load_csv("other.csv", format="compute_comms")',
+    ]
 
 
 def _where(timeline: Timeline, idle: NDArray[Any]) -> str:
@@ -102,10 +149,10 @@ def _who(timeline: Timeline, idle: NDArray[Any]) -> list[str]:
     ]
 
 
-def _what(advice: Advice, timeline: Timeline) -> list[str]:
+def _what(advice: Advice, hows: list[list[str]], timeline: Timeline) -> list[str]:
     """What helps most, and of what these claims are."""
     from schedir.predict.calibrate import SAID, unexplained
-    from schedir.predict.what_if import LARGE
+    from schedir.predict.what_if import LARGE, LEAST
 
     base, unit = advice.base, timeline.unit and f" {timeline.unit}"
     if not advice.given:
@@ -122,10 +169,17 @@ def _what(advice: Advice, timeline: Timeline) -> list[str]:
         of = ""
     # What is less than the simulation misses may be noise.
     least = max(LEAST, abs(advice.error))
-    best = [change for change in advice.changes if change.saves >= least][:SHOWN]
+    best = [(k, change) for k, change in enumerate(advice.changes) if change.saves >= least]
     if len(base.program) > LARGE:
         of += f"; other orders of {len(base.program):,} instructions are not tried"
     if not best:
         return [f"nothing that was tried saves {least:.1%} of the time, by simulation{of}"]
     head = f"what would save most of the time of a microbatch, by simulation{of}:"
-    return [head, *(f"  {change.saves:6.1%}  {change.what}" for change in best)]
+    lines = [head]
+    for k, (at, change) in enumerate(best):
+        if k < SHOWN or hows[at]:  # what is told how to get is always told
+            lines += [
+                f"  {change.saves:6.1%}  {change.what}",
+                *(f"{'':10}{how}" for how in hows[at]),
+            ]
+    return lines

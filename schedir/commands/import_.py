@@ -72,7 +72,7 @@ def _csv(args: argparse.Namespace, source: str) -> str:
     request = request_of(args, source, lowers=True)
     program = replace(program, **request.traits)
     if not program.is_draft:
-        if args.overlap:
+        if args.overlap and not args.relower:
             raise UsageError(f"{source} has its transfers: --overlap is for what has none")
         program = finish(program)
     program = replace(request, source=Source.of(program, source)).program
@@ -93,7 +93,7 @@ def _traces(args: argparse.Namespace) -> str:
     if not args.output.endswith((SUFFIX, ".sched")):
         raise UsageError(f"a run's file ends in {SUFFIX}, a program's in .sched: {args.output}")
     request = request_of(args, args.sources[0])
-    for option in ("costs", "sizes", "slots", "limit", "overlap"):
+    for option in ("costs", "sizes", "slots", "limit", "overlap", "relower"):
         if getattr(args, option):
             raise UsageError(
                 f"traces say what was run, and when: --{option} is not for them", fields=[option]

@@ -11,6 +11,7 @@ from functools import cached_property
 from typing import Any, TypeVar
 
 from schedir.analysis.models import MODELS, Model, require_model
+from schedir.compiler.again import compute_of, options_of
 from schedir.compiler.compile import check_memory, compile
 from schedir.errors import UsageError
 from schedir.io.load import Source
@@ -21,6 +22,7 @@ from schedir.ir.program import HEADER, TRAITS, Program
 from schedir.ir.sizes import Sizes
 from schedir.passes.record import Choice
 from schedir.passes.share_slots import share_slots
+from schedir.predict.calibrate import calibrate, completed
 from schedir.predict.simulate import simulate
 from schedir.predict.timeline import Timeline
 from schedir.schedules.draft import draft
@@ -55,7 +57,10 @@ class Request:
 
     A program in a file is taken as it is, and what contradicts it is refused, by
     `contradicts(source, field, has, said)`.  With `lowers` a draft in a file is lowered, with the
-    traits that are said, and values of a lowered program share the slots that are asked for.
+    traits that are said, and values of a lowered program share the slots that are asked for.  With
+    `relower` any program in a file is a draft to be lowered, of its compute alone: as it was
+    lowered where nobody says otherwise, but for `overlap`.  Of a run that is a prediction, at the
+    run's mean times unless there are `costs`.
 
     `share` is for comparing schedules of one model: costs and sizes are a rank's, and are split
     evenly over its stages; only schedules that take `v`, or are for several, have several.
@@ -74,6 +79,7 @@ class Request:
     more: Mapping[str, Any] = field(default_factory=dict)
     draft: bool = False
     lowers: bool = False
+    relower: bool = False
     share: bool = False
     contradicts: Callable[[str, Field, str, str], UsageError] = field(default=_contradicts)
 
@@ -117,9 +123,12 @@ class Request:
 
         Raises a ProgramError for one that is wrong.
         """
-        plan, found = self.plan, self.source.found
+        plan, found, how = self.plan, self.source.found, dict[str, Any]()
         if not isinstance(found, Program):
             found = draft(found, plan)
+        elif self.relower:
+            how = options_of(found, self._model)
+            found = compute_of(found)
         elif not self.lowers:
             return found if self.limit is None else self._within(check(found, self.proven_model))
         elif not found.is_draft:
@@ -132,16 +141,17 @@ class Request:
         found = replace(found, **self.traits)
         if self.draft:
             return found
+        how |= {"overlap": self.overlap, **self.more}
+        if self.slots is not None:
+            how["slots"] = self.slots
         return compile(
             found,
             model=self._model,
-            blocks=self.blocks,
+            blocks=self.blocks or (self.run is not None and self.run.blocks),
             costs=self._stage_costs,
-            overlap=self.overlap,
-            slots=self.slots,
             sizes=self._stage_sizes,
             limit=self.limit,
-            **self.more,
+            **how,
         )
 
     @cached_property
@@ -163,18 +173,22 @@ class Request:
             raise UsageError(f"{self.source} ran on hosts that do not block", fields=["blocks"])
         self._agree(found.program)
         sizes = self._stage_sizes or found.sizes
+        program, given = found.program, None if self.share else self.costs
+        if self.relower:
+            given = given or completed(calibrate(found), program)
+            program = self.program
         if self.limit is not None:
-            check_memory(found.program, sizes, self.limit)
-        if self.costs is not None and not self.share:
-            model, blocks = found.model, found.blocks
-            predicted = simulate(found.program, self.costs, model=model, blocks=blocks)
+            check_memory(program, sizes, self.limit)
+        if given is not None:
+            predicted = simulate(program, given, model=found.model, blocks=found.blocks)
             found = replace(predicted, unit=found.unit)
         return replace(found, sizes=sizes)
 
     @property
     def _model(self) -> Model:
-        """The progress model that is said, or the usual one."""
-        return self.model or "device"
+        """The progress model that is said, else that of a run that is lowered anew, or device."""
+        own = self.run.model if self.relower and self.run is not None else "device"
+        return self.model or own
 
     @property
     def proven_model(self) -> Model:
@@ -201,7 +215,7 @@ class Request:
     def _agree(self, program: Program) -> None:
         """Refuse what contradicts the program in a file."""
         for f in HEADER:
-            free = self.lowers and program.is_draft and not f.of_plan
+            free = (self.relower or (self.lowers and program.is_draft)) and not f.of_plan
             split = self.share and f.name in ("stages_per_rank", "placement")
             if f.name not in self.said or free or split:
                 continue
@@ -209,7 +223,7 @@ class Request:
             if said != f.of(program):
                 has, said = (f.kind.show(value, program.plan) for value in (f.of(program), said))
                 raise self.contradicts(self.source, f, has, said)
-        if not self.lowers:
+        if not (self.lowers or self.relower):
             own = [name for name in ("draft", "overlap", "slots") if getattr(self, name)]
             for name in (*own, *self.more):
                 option = name.replace("_", "-")

@@ -177,6 +177,21 @@ def completed(costs: Costs, program: Program) -> Costs:
     return costs
 
 
+def rounded(costs: Costs) -> Costs:
+    """The costs that `format_costs` says of some, and one number for what all stages have alike.
+
+    >>> rounded(Costs(F=(1 / 3, 1 / 3), B=(2.0, 1 / 3))).B
+    (2.0, 0.333333)
+    """
+
+    def said(value: Cost) -> Cost:
+        each = tuple(float(f"{cost:.6g}") for cost in np.atleast_1d(value))
+        return each if len({*each}) > 1 else each[0]
+
+    told = {f.name: getattr(costs, f.name) for f in fields(costs)}
+    return Costs(**{name: said(value) for name, value in told.items() if value is not None})
+
+
 def format_costs(costs: Costs) -> str:
     """Costs as the option --costs takes them.
 

@@ -4,20 +4,30 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from typing import Any, Final, NamedTuple
+from functools import cached_property
+from typing import Final, NamedTuple
 
 import numpy as np
 
 from schedir.analysis.models import Model
+from schedir.compiler.again import compute_of, options_of
 from schedir.compiler.compile import compile
 from schedir.errors import PlanError, ProgramError
 from schedir.ir.costs import FIELD, Cost, Costs
-from schedir.ir.ops import BACKWARD, BACKWARD_INPUT, COMPUTE, FORWARD, ROWS, Lane
+from schedir.ir.ops import (
+    BACKWARD,
+    BACKWARD_INPUT,
+    COMPUTE,
+    FORWARD,
+    ROWS,
+    SHARDING,
+    TRANSFERS,
+    Lane,
+)
 from schedir.ir.plan import Plan
 from schedir.ir.program import Program
 from schedir.ir.ties import show_tied, tied_stages
-from schedir.passes.lowering import LOWERING
-from schedir.predict.calibrate import MISSED, calibrate, completed, missed_by
+from schedir.predict.calibrate import MISSED, calibrate, completed, missed_by, rounded
 from schedir.predict.simulate import simulate
 from schedir.predict.timeline import Timeline, expect_runs
 from schedir.schedules import built_in
@@ -25,18 +35,35 @@ from schedir.schedules.draft import draft
 from schedir.schedules.greedy import greedy
 from schedir.schedules.words import Schedule, delay_for, placed_for
 
+LEAST: Final = 0.005  # of the time of a microbatch: what saves less is not worth a word
 LARGE: Final = 100_000  # instructions of a program for which other orders are not searched
 _I: Final = BACKWARD_INPUT
 _WORK: Final = (*(FIELD[op] for op in COMPUTE), "FB")
 _REDUCTIONS: Final = tuple(FIELD[row.op] for row in ROWS if row.lane is Lane.DP)
 
 
+class Anew(NamedTuple):
+    """The compute of a program, lowered anew: the program that this gives, and with which `costs`
+    and which `overlap` of `compile` it does; without costs in the order of the usual ones.
+    """
+
+    program: Program
+    costs: Costs | None
+    overlap: bool
+
+
 @dataclass(frozen=True)
 class Change:
-    """What could be changed, and the share of the time of a microbatch that it saves."""
+    """What could be changed, and the share of the time of a microbatch that it saves.
+
+    `anew` is the changed program, where it is the same compute with other transfers; `model` is
+    the progress model, where that is what is changed.
+    """
 
     what: str
     saves: float
+    anew: Anew | None = None
+    model: Model | None = None
 
 
 class Trial(NamedTuple):
@@ -45,6 +72,7 @@ class Trial(NamedTuple):
     what: str
     run: Timeline
     microbatches: int
+    anew: Anew | None = None
 
 
 class Advice(NamedTuple):
@@ -77,6 +105,7 @@ def advise(
     program = timeline.program
     costs = completed(costs or calibrate(timeline), program)
     base = simulate(program, costs, model=timeline.model, blocks=timeline.blocks)
+    base = replace(base, unit=timeline.unit)
     advice = Advice(base, missed_by(base, timeline), [])
     if not advice.given:
         return advice
@@ -97,11 +126,13 @@ def _recipe(program: Program) -> Schedule | None:
     except ProgramError:
         return None
     # Which costs it was lowered with is not known; the order of compute tells.
-    return schedule if _work(again) == _work(program) else None
+    return schedule if again.streams == compute_of(program).streams else None
 
 
-def _work(program: Program) -> list[bytes]:
-    return [s.words[np.isin(s.op, COMPUTE)].tobytes() for s in program.streams]
+def _besides(program: Program) -> list[bytes]:
+    """What each rank does besides its transfers, in its order."""
+    kept = [~np.isin(s.op, (*TRANSFERS, *SHARDING)) for s in program.streams]
+    return [s.words[own].tobytes() for s, own in zip(program.streams, kept, strict=True)]
 
 
 class _Lowering:
@@ -109,12 +140,10 @@ class _Lowering:
 
     def __init__(self, program: Program, model: Model) -> None:
         self.like, self.model = program, model
-        self.options: dict[str, Any] = {}
-        for each in LOWERING:
-            self.options |= each.read(program, model)
+        self.options = options_of(program, model)
 
-    def of(self, drafted: Program, costs: Costs) -> Program:
-        """A draft lowered in this way, and checked."""
+    def of(self, drafted: Program, costs: Costs | None, *, overlap: bool | None = None) -> Program:
+        """A draft lowered in this way, and checked; `overlap` as it was unless told otherwise."""
         like = self.like
         tied = like.tied
         if drafted.plan.stages != like.plan.stages:
@@ -129,7 +158,7 @@ class _Lowering:
             costs=costs,
             tied=tied,
             clip=like.clip,
-            **self.options,
+            **(self.options | ({} if overlap is None else {"overlap": overlap})),
         )
 
 
@@ -148,6 +177,9 @@ class _Changes:
             self._even_stages,
             self._free_messages,
             self._free_reductions,
+            self._other_transfers,
+            self._grouped_transfers,
+            self._free_queues,
             self._more_microbatches,
             self._other_schedules,
             self._greedy_orders,
@@ -155,9 +187,11 @@ class _Changes:
         now = self.base.span / self.plan.microbatches
         for kind in kinds:
             try:
-                for what, run, microbatches in kind():
+                for what, run, microbatches, anew in kind():
                     if now:
-                        yield kind.__name__, Change(what, 1 - run.span / microbatches / now)
+                        model = run.model if run.model != self.base.model else None
+                        saves = 1 - run.span / microbatches / now
+                        yield kind.__name__, Change(what, saves, anew, model)
             except ProgramError:  # a schedule that is not for this plan
                 continue
 
@@ -194,6 +228,57 @@ class _Changes:
 
     def _free_reductions(self) -> Iterator[Trial]:
         yield self._priced("reductions that take no time", **dict.fromkeys(_REDUCTIONS, 0.0))
+
+    def _other_transfers(self) -> Iterator[Trial]:
+        """The same compute with the transfers that the lowering gives it."""
+        if self._best_anew is not None:
+            yield self._best_anew
+
+    def _grouped_transfers(self) -> Iterator[Trial]:
+        """The same with opposite transfers issued as one, if that is better by what is of worth."""
+        alone = self._best_anew
+        least = self.base.span if alone is None else alone.run.span
+        grouped = self._anew(overlap=True)
+        if grouped is not None and grouped.run.span <= least * (1 - LEAST):
+            yield grouped
+
+    @cached_property
+    def _best_anew(self) -> Trial | None:
+        return self._anew(overlap=False)
+
+    def _anew(self, *, overlap: bool) -> Trial | None:
+        """The compute lowered anew, in the better of two orders: that of usual costs, and of these.
+
+        None where the program is too large, or none of both finishes under the model.
+        """
+        best: Trial | None = None
+        if len(self.program) > LARGE:
+            return best
+        for costs in (None, rounded(self.costs)):
+            try:
+                program = self.lowering.of(compute_of(self.program), costs, overlap=overlap)
+                run = self._run(program, self.costs)
+            except ProgramError:
+                continue
+            if best is None or run.span < (1 - 1e-9) * best.run.span:
+                what = "the same compute with other transfers"
+                if _besides(program) != _besides(self.program):
+                    what += " and reductions"
+                what += ", opposite ones grouped" * overlap + self._instead(run)
+                best = Trial(what, run, self.plan.microbatches, Anew(program, costs, overlap))
+        return best
+
+    def _instead(self, run: Timeline) -> str:
+        """The time that the whole takes, and has taken."""
+        unit = self.base.unit and f" {self.base.unit}"
+        return f": {run.span:.4g} instead of {self.base.span:.4g}{unit}"
+
+    def _free_queues(self) -> Iterator[Trial]:
+        """The same program where no message waits behind one that goes elsewhere."""
+        if self.base.model != "edge":
+            run = simulate(self.program, self.costs, model="edge", blocks=self.base.blocks)
+            what = f"the same program with a communicator per edge{self._instead(run)}"
+            yield Trial(what, run, self.plan.microbatches)
 
     def _more_microbatches(self) -> Iterator[Trial]:
         """Twice as many, of a schedule that is known."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -17,9 +18,12 @@ from schedir.analysis.models import MODELS
 from schedir.compiler.compile import compile, finish, lower
 from schedir.errors import CellError
 from schedir.io import torch_csv
+from schedir.ir.costs import Costs
 from schedir.ir.ops import COMPUTE
 from schedir.ir.plan import Plan
 from schedir.ir.program import Program
+from schedir.predict.simulate import simulate
+from schedir.predict.what_if import advise
 from schedir.runtime.reference import reference
 from schedir.testing.tiny import WIDTH, batch, loss
 from schedir.verify.check import check, check_draft
@@ -71,6 +75,53 @@ def theirs_imports(name: str, plan: Plan, path: Path) -> None:
         assert program.plan.microbatches == plan.microbatches
         orders.append([s.words[np.isin(s.op, COMPUTE)].tolist() for s in program.streams])
     assert orders[0] == orders[1]
+
+
+# Spans of torch 2.13's own transfers and of ours, by schedule and model, as the docs tell them: of
+# 4 ranks, 8 stages and 8 microbatches.
+DOCS = Path(__file__).parents[2] / "docs" / "traces.md"
+SPANS = {
+    f"Schedule{name}": dict(zip(("edge", "device", "serial"), cells.split(" | "), strict=True))
+    for name, cells in re.findall(r"^\| (\w+) \| ([\d., |]+) \|$", DOCS.read_text(), re.MULTILINE)
+}
+
+
+def test_the_docs_tell_of_all() -> None:
+    assert {*SPANS} == {*VEE, *LOOP}
+
+
+@pytest.mark.parametrize("name", SPANS)
+def test_what_their_compute_takes_with_other_transfers(name: str, tmp_path: Path) -> None:
+    """What `explain` says of it, and that torch loads what it says to load."""
+    plan = Plan(4, 8, 2, "vee" if name in VEE else "loop")
+    schedule, path = built(name, plan), str(tmp_path / "x.csv")
+    schedule._dump_csv(path, format="compute_comms")
+    program, costs = finish(torch_csv.parse(Path(path).read_text())), Costs(F=1, B=2, send=0.1)
+    for model in MODELS:
+        advice = advise(simulate(program, costs, model=model), costs)
+        (own,) = (c for c in advice.changes if c.anew and not c.anew.overlap)
+        spans = advice.base.span, advice.base.span * (1 - own.saves)
+        assert spans[1] <= spans[0] * (1 + 1e-9)
+        if model in SPANS[name] and torch.__version__ >= "2.13":
+            assert ", ".join(f"{span:.1f}" for span in spans) == SPANS[name][model]
+        edge = [advice.base.span * (1 - c.saves) for c in advice.changes if c.model == "edge"]
+        here = simulate(program, costs, model="edge").span
+        assert edge == [pytest.approx(here)] * (model != "edge")
+        assert own.anew is not None
+        other = torch_csv.show(own.anew.program, "torch-2.13")
+        Path(path).write_text(other)
+        runtime = theirs._PipelineScheduleRuntime(
+            schedule._stages, n_microbatches=plan.microbatches, loss_fn=loss
+        )
+        runtime._load_csv(path, format="compute_comms")
+        assert rows(runtime.pipeline_order_with_comms) == other.rstrip("\n")
+        if "OVERLAP" not in other:  # torch's own search for deadlocks knows these neither
+            order = {
+                rank: [a for a in actions if "REDUCE_GRAD" not in str(a)]
+                for rank, actions in runtime.pipeline_order_with_comms.items()
+            }
+            rank_of = plan.rank_of.tolist()
+            theirs._simulate_comms_compute(order, rank_of.__getitem__, plan.stages)
 
 
 @pytest.mark.parametrize("plan", [Plan(1, 3), Plan(2, 4), Plan(4, 9)])

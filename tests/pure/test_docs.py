@@ -67,7 +67,7 @@ def test_traces_run(
             continue
         for line in body.splitlines():
             words = shlex.split(line, comments=True)
-            if words[:1] == ["schedir"] and words[1] != "train":
+            if line.startswith("schedir ") and words[1] != "train":
                 out += capsys.readouterr().out
                 for k, word in enumerate(words):
                     if word.startswith("$("):

@@ -1,0 +1,280 @@
+"""The same compute with other transfers: what `explain` says of it, and what `--relower` makes."""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import assume, given
+from hypothesis import strategies as st
+
+import schedir
+from schedir import Costs, Plan, Program, Stream, Timeline
+from schedir.analysis.graph import Graph
+from schedir.analysis.models import MODELS, Model
+from schedir.commands._options import read_costs
+from schedir.compiler.again import compute_of, options_of
+from schedir.compiler.compile import compile, finish
+from schedir.errors import ProgramError
+from schedir.io import torch_csv
+from schedir.io.load import load
+from schedir.ir.ops import Opcode
+from schedir.ir.program import JOINED, Cut
+from schedir.passes.record import Choice
+from schedir.predict.calibrate import completed, format_costs, rounded
+from schedir.predict.what_if import advise
+from schedir.schedules import chimera, dualpipe_v, gpipe, interleaved, one_f_one_b, zb_v
+from schedir.schedules.words import Schedule
+from schedir.testing import programs
+from schedir.verify.check import check
+from tests.commands import refused, said
+from tests.strategies import costs as any_costs
+
+GOLDEN = Path(__file__).parents[1] / "golden"
+COSTS = Costs(F=1, B=2, send=0.1)
+AT = "--costs=F=1,B=2,send=0.1"
+
+
+def theirs() -> Program:
+    """Interleaved1F1B of 4 ranks, 8 stages and 8 microbatches, as torch 2.13 lowers it."""
+    text = (GOLDEN / "torch_interleaved_1f1b.csv").read_text()
+    return finish(torch_csv.parse(text, "torch_interleaved_1f1b"))
+
+
+def in_file(path: str) -> Program:
+    found = load(path)
+    assert isinstance(found, Program)
+    return found
+
+
+@pytest.fixture
+def here(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> Path:
+    """A folder to work in, with torch's program in it."""
+    monkeypatch.chdir(tmp_path)
+    said(capsys, "import", str(GOLDEN / "torch_interleaved_1f1b.csv"), "-o", "theirs.sched")
+    return tmp_path
+
+
+def test_torchs_interleaved_1f1b(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    text = said(capsys, "explain", "theirs.sched", AT)
+    assert text == (GOLDEN / "explain_transfers.txt").read_text()
+    assert text in (GOLDEN.parents[1] / "docs" / "traces.md").read_text()
+
+
+def test_the_commands_give_what_is_said(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Of a program and of a run, under each model: each command as it is told, with its span."""
+    odd = compile(zb_v, Plan(4, 8, 2, "vee"), costs=Costs(F=1, I=3, W=0.1))
+    orders = set()
+    cases: list[tuple[Program, Model]] = [
+        (theirs(), "device"), (theirs(), "serial"), (odd, "device"),
+    ]  # fmt: skip
+    for program, model in cases:
+        Path("theirs.sched").write_text(schedir.show(program))
+        run = schedir.simulate(program, COSTS, model=model)
+        seconds = replace(run, kind="measured", unit="s")
+        schedir.save_timeline(seconds, f"{model}.timeline")
+        for argv in (["theirs.sched", AT, f"--model={model}"], [f"{model}.timeline"]):
+            lines = said(capsys, "explain", *argv).splitlines()
+            claims = [k for k, line in enumerate(lines) if "the same compute" in line]
+            assert claims
+            for at in claims:
+                found = re.search(r": ([\d.]+) instead of ([\d.]+)( s)?$", lines[at])
+                assert found and (found[3] is None) == (len(argv) > 1)
+                words = shlex.split(lines[at + 1])
+                assert words[:2] == ["schedir", "show"]
+                orders.add("--costs" in words)
+                said(capsys, *words[1:])
+                again = said(capsys, "simulate", "other.sched", AT, f"--model={model}", "--json")
+                assert json.loads(again)["span"] == pytest.approx(float(found[1]), rel=1e-3)
+                assert run.span == pytest.approx(float(found[2]), rel=1e-3)
+                if "grouped" in lines[at]:
+                    assert "torch" not in lines[at + 2]
+                    continue
+                words = shlex.split(lines[at + 2].partition("schedir ")[2].partition(", and")[0])
+                said(capsys, *words)
+                other, own = in_file("other.sched"), torch_csv.parse(Path("other.csv").read_text())
+                assert finish(own).streams == other.streams
+                assert compute_of(other).streams == compute_of(program).streams
+    assert orders == {False, True}
+
+
+def in_another_order(program: Program, seed: int) -> Program:
+    """The same instructions, each issued alone, in any order that finishes under edge; or not."""
+    if seed % 2:
+        return program
+    program = replace(program, streams=Cut.at(program.words & ~JOINED, program.offsets))
+    graph = Graph.of(program, "edge")
+    turn = {node: k for k, node in enumerate(graph.random_topological_order(seed))}
+    turns = np.array([turn[node] for node in graph.node.tolist()])
+    order = np.lexsort((turns, graph.index.rank))
+    return check(replace(program, streams=Cut.at(program.words[order], program.offsets)), "edge")
+
+
+@given(programs(), st.data(), st.sampled_from(MODELS), st.booleans(), st.integers(0, 2**32 - 1))
+def test_what_is_said_is_simulated_and_right(
+    program: Program, data: st.DataObject, model: Model, blocks: bool, seed: int
+) -> None:
+    """Of any order of the transfers: the compute stays, and what is said of it comes out."""
+    costs = data.draw(any_costs(program.plan))
+    program = in_another_order(program, seed)
+    try:
+        run = schedir.simulate(program, costs, model=model, blocks=blocks)
+    except ProgramError:  # not under this model
+        assume(False)
+    advice = advise(run, costs)
+    costs = completed(costs, program)
+    for change in advice.changes:
+        if change.model is not None:
+            assert change.model == "edge" != model and change.saves >= -1e-9
+            span = schedir.simulate(program, costs, model="edge", blocks=blocks).span
+        elif change.anew is not None:
+            again, order, overlap = change.anew
+            assert compute_of(again).streams == compute_of(program).streams
+            check(again, model, blocks=blocks)
+            options = options_of(program, model) | {"overlap": overlap}
+            same = compile(compute_of(program), model=model, costs=order, **options)
+            assert same.digest == again.digest
+            span = schedir.simulate(same, costs, model=model, blocks=blocks).span
+        else:
+            continue
+        assert change.saves == pytest.approx(1 - span / advice.base.span, abs=1e-9)
+        assert change.what.endswith(f": {span:.4g} instead of {advice.base.span:.4g}")
+
+
+def test_what_is_no_better_is_not_said() -> None:
+    """Of a program that is lowered so, of one without messages, and where messages are free."""
+    run = schedir.simulate(compile(interleaved, Plan(4, 8, 2)))
+    alone = schedir.simulate(compile(gpipe, Plan(1, 4)), COSTS)
+    for changes in (advise(run).changes, advise(alone, COSTS).changes):
+        assert all(change.saves <= 1e-9 for change in changes if change.anew or change.model)
+
+
+def test_what_is_grouped_is_told_only_where_that_is_of_worth() -> None:
+    def told(run: Timeline) -> list[bool]:
+        return sorted(c.anew.overlap for c in advise(run, COSTS).changes if c.anew)
+
+    assert told(schedir.simulate(theirs(), COSTS)) == [False]
+    program = compile(zb_v, Plan(4, 8, 2, "vee"), costs=COSTS)
+    assert told(schedir.simulate(program, COSTS, model="serial")) == [False, True]
+
+
+def test_reductions_that_move_with_the_transfers_are_said() -> None:
+    """Ours reduce a stage as soon as its gradients are there; these wait until the end."""
+    program = compile(interleaved, Plan(2, 4, 2), dp=2)
+    late = [
+        Stream(np.concatenate([words[~last], words[last]]))
+        for words, last in (
+            (s.words, np.isin(s.op, (Opcode.ReduceGrads, Opcode.OptimizerStep)))
+            for s in program.streams
+        )
+    ]
+    costs = replace(COSTS, reduce_grads=1)
+    for other, moved in ((program, False), (replace(program, streams=tuple(late)), True)):
+        changes = advise(schedir.simulate(other, costs), costs).changes
+        (what,) = (c.what for c in changes if c.anew and not c.anew.overlap)
+        assert ("transfers and reductions:" in what) is moved
+
+
+@pytest.mark.parametrize("options", ["", "--tied --clip --dp=2 --slots=enough", "--placement=vee"])
+def test_a_schedule_is_told_how_to_compile_it(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    options: str,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    at = ("--costs=send=0.5", "--model=serial")
+    text = said(capsys, "explain", "zb_v", *at, *options.split()).splitlines()
+    (line,) = (k for k, each in enumerate(text) if "opposite ones grouped" in each)
+    words = shlex.split(text[line + 1])
+    said(capsys, *words[1:])
+    found = re.search(r"grouped: ([\d.]+) instead", text[line])
+    span = json.loads(said(capsys, "simulate", "other.sched", *at, "--json"))["span"]
+    assert found and span == pytest.approx(float(found[1]), rel=1e-3)
+    assert bool(in_file("other.sched").slots) == ("--slots=enough" in options)
+
+
+def test_costs_as_they_are_said() -> None:
+    costs = Costs(F=(1 / 3, 2 / 3), B=(1 / 7, 1 / 7), FB=(1e-9 / 3, 1.0), send=1 / 3)
+    assert read_costs(format_costs(costs)) == replace(rounded(costs), B=(0.142857, 0.142857))
+    assert rounded(costs).B == 0.142857
+    assert rounded(Costs()) == Costs()
+
+
+# ---------------------------------------------------------------- --relower
+
+
+@pytest.mark.parametrize("slots", [None, "fewest", "enough"])
+@pytest.mark.parametrize(
+    ("schedule", "plan"),
+    [
+        (one_f_one_b, Plan(4, 8)),
+        (zb_v, Plan(2, 5, 2, "vee")),
+        (dualpipe_v, Plan(3, 7, 2, "vee")),
+        (chimera, Plan(4, 4, 2, "mirror")),
+    ],
+)
+def test_a_program_lowered_anew_is_itself(
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    schedule: Schedule,
+    plan: Plan,
+    slots: Choice | None,
+) -> None:
+    """How it was lowered is read off it: what nobody says stays."""
+    program = compile(schedule, plan, tp=2, dp=2, clip=True, boundary="sharded", slots=slots)
+    drafted = replace(schedir.draft(schedule, plan), tp=2, dp=2, clip=True)
+    assert compute_of(program) == drafted
+    own, again = tmp_path / "own.sched", tmp_path / "again.sched"
+    own.write_text(schedir.show(program))
+    said(capsys, "show", str(own), "--relower", "-o", str(again))
+    assert again.read_text() == own.read_text()
+
+
+def test_a_program_in_a_file_takes_the_options_of_lowering_with_it_alone(
+    here: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    options = ("--overlap", "--dp=2", "--clip", "--slots=fewest")
+    for option in options:
+        refused(capsys, "show", "theirs.sched", option)
+    refused(capsys, "show", "theirs.sched", "--relower", "--ranks=3")
+    said(capsys, "show", "theirs.sched", "--relower", *options, "-o", "ours.sched")
+    draft = compute_of(theirs())
+    ours = compile(draft, dp=2, clip=True, overlap=True, slots="fewest")
+    assert load("ours.sched") == replace(ours, name=draft.name)
+
+
+def test_torchs_file_is_lowered_anew_as_it_is_read(
+    here: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    text = str(GOLDEN / "torch_interleaved_1f1b.csv")
+    refused(capsys, "import", text, "--overlap", "-o", "ours.sched")
+    said(capsys, "import", text, "--relower", "--overlap", "-o", "ours.sched")
+    assert load("ours.sched") == compile(compute_of(theirs()), overlap=True)
+
+
+def test_a_run_that_is_lowered_anew_is_predicted_at_its_means(
+    here: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Under the model that it ran under, and in its unit."""
+    run = schedir.simulate(theirs(), COSTS, model="serial")
+    schedir.save_timeline(replace(run, kind="measured", unit="s"), "x.timeline")
+    facts = json.loads(said(capsys, "simulate", "x.timeline", "--relower", "--json"))
+    ours = compile(compute_of(theirs()))
+    expected = schedir.simulate(ours, COSTS, model="serial").span
+    assert (facts["kind"], facts["unit"]) == ("predicted", "s")
+    assert facts["span"] == pytest.approx(expected)
+    schedir.save_timeline(replace(run, model="edge"), "edge.timeline")
+    said(capsys, "show", "edge.timeline", "--relower", "--overlap", "-o", "edge.sched")
+    made = [compile(compute_of(theirs()), model=each, overlap=True) for each in ("edge", "serial")]
+    assert in_file("edge.sched") == made[0] != made[1]
+    slow = json.loads(said(capsys, "simulate", "x.timeline", "--relower", AT, "--json"))
+    ordered = compile(compute_of(theirs()), costs=COSTS, model="serial")
+    assert slow["span"] == schedir.simulate(ordered, COSTS, model="serial").span
