@@ -6,6 +6,7 @@ Pages are Markdown that a code host shows as it is.  So the tree of pages is her
 from __future__ import annotations
 
 import posixpath
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -37,11 +38,14 @@ TREE: dict[str, dict[str, list[str]]] = {
     },
     "docs/gallery": {"": ["/docs/schedules", "/docs/pictures"]},
     "docs/inventing": {"": ["/docs/torch"]},
-    "docs/hanging-run": {"": ["/docs/museum"]},
-    "docs/slow-run": {"": ["/docs/traces"]},
+    "docs/slow-run": {
+        "": ["/docs/real-runs", "/docs/instrument", "/docs/which-schedule", "/docs/traces"]
+    },
+    "docs/hanging-run": {"": ["/docs/where", "/docs/museum"]},
     "docs/training": {
         "": ["/docs/own-model", "/docs/memory", "/docs/splitting", "/docs/same-bits"]
     },
+    "docs/testing": {"": ["/docs/gradients"]},
     "docs/design": {"": ["/docs/decisions/README", "/kernels/README"]},
     "docs/decisions/README": {"": ["/docs/decisions/*"]},
     "docs/results/README": {"": ["/docs/results/*"]},
@@ -72,6 +76,7 @@ SOURCES: set[str] = set()  # files that pages link to
 def add_tree(app: Sphinx, page: str, source: list[str]) -> None:
     """Say at the end of a page what is below it."""
     for caption, below in TREE.get(page, {}).items():
+        below = [one for one in below if re.search("[*>]", one) or Path(f"{ROOT}{one}.md").exists()]
         lines = [":hidden:", ":glob:", *([f":caption: {caption}"] if caption else [])]
         source[0] += "\n\n```{toctree}\n" + "\n".join([*lines, "", *below]) + "\n```\n"
 

@@ -17,7 +17,7 @@ from tests.museum.cases import CHAPTERS, Case, cases
 PAGE = """\
 # The museum of hangs
 
-Generated from `tests/museum/` by `python docs/generate.py`; do not edit.
+<!-- Generated from `tests/museum/` by `python docs/generate.py`; do not edit. -->
 
 Pipelines that hung, took the wrong message, lost gradients or ran out of memory: {cases} failures that people have
 met, each with a small program that shows it and what schedir says to it. {programs} of them

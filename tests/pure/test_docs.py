@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import ast
 import re
 import runpy
 import shlex
+from fnmatch import fnmatch
 from pathlib import Path
 
 import pytest
@@ -104,6 +106,21 @@ def test_links_lead_somewhere() -> None:
             target = page.parent / link if link else page
             assert target.exists(), (page, link)
             assert not place or place in places(target.read_text()), (page, link, place)
+
+
+def test_every_page_has_a_place_in_the_site() -> None:
+    """In the tree of docs/conf.py, under one page; that the tree holds, sphinx says."""
+    (tree,) = [
+        ast.literal_eval(node.value)
+        for node in ast.parse((DOCS / "conf.py").read_text()).body
+        if isinstance(node, ast.AnnAssign) and ast.unparse(node.target) == "TREE"
+    ]
+    below = [one for captions in tree.values() for pages in captions.values() for one in pages]
+    named = [re.sub(r".*<(.*)>", r"\1", one).removeprefix("/") for one in below]
+    for page in DOCS.rglob("*.md"):
+        name = str(page.relative_to(ROOT).with_suffix(""))
+        times = sum(fnmatch(name, one) for one in named if name not in tree or "*" not in one)
+        assert times == (name != "docs/index"), f"{name}: is {times} times in TREE of docs/conf.py"
 
 
 def places(page: str) -> set[str]:
