@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import re
 import shlex
+import textwrap
 from contextlib import chdir, redirect_stdout
 from functools import partial
 from inspect import getdoc
@@ -119,6 +120,11 @@ def slim(svg: str) -> str:
     return re.sub(r"\s*\n\s*", "\n", svg).replace(" \n", "\n")
 
 
+def name_of(command: str) -> str:
+    """The file that a command writes."""
+    return command.split()[-1]
+
+
 def said(command: str) -> str:
     """What a command prints."""
     with patch.dict(os.environ, COLUMNS="80"), redirect_stdout(StringIO()) as out:
@@ -131,7 +137,7 @@ def written(command: str) -> str:
     with TemporaryDirectory() as folder, rc_context({"font.sans-serif": ["DejaVu Sans"]}):
         with chdir(folder):
             said(command)
-        return slim(Path(folder, command.split()[-1]).read_text())
+        return slim(Path(folder, name_of(command)).read_text())
 
 
 def first() -> str:
@@ -155,10 +161,16 @@ def thumbnails() -> str:
     return "\n".join(["| | |", "| --- | --- |", *rows])
 
 
+def wrapped(command: str) -> str:
+    """A command in lines of a page's width, as a shell takes it."""
+    return " \\\n    ".join(textwrap.wrap(command, 96, break_on_hyphens=False))
+
+
 def page() -> str:
     """docs/gallery.md."""
     pictures = "\n\n".join(
-        f"### {title}\n\n![{title}](images/{command.split()[-1]})\n\n{about}\n\n```\n{command}\n```"
+        f"### {title}\n\n![{title}](images/{name_of(command)})\n\n"
+        f"{about}\n\n```\n{wrapped(command)}\n```"
         for title, about, command in MORE
     )
     return PAGE.format(
@@ -167,4 +179,4 @@ def page() -> str:
 
 
 PAGES = {"gallery.md": page, "images/first.svg": first}
-PAGES |= {f"images/{c.split()[-1]}": partial(written, c) for _, _, c in MORE}
+PAGES |= {f"images/{name_of(c)}": partial(written, c) for _, _, c in MORE}

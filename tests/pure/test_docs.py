@@ -113,7 +113,7 @@ def test_every_page_has_a_place_in_the_site() -> None:
     (tree,) = [
         ast.literal_eval(node.value)
         for node in ast.parse((DOCS / "conf.py").read_text()).body
-        if isinstance(node, ast.AnnAssign) and ast.unparse(node.target) == "TREE"
+        if isinstance(node, ast.AnnAssign) and node.value and ast.unparse(node.target) == "TREE"
     ]
     below = [one for captions in tree.values() for pages in captions.values() for one in pages]
     named = [re.sub(r".*<(.*)>", r"\1", one).removeprefix("/") for one in below]
