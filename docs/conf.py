@@ -64,6 +64,7 @@ myst_heading_anchors = 4  # of these levels, named as a code host names them
 
 html_theme = "furo"
 html_title = "schedir"
+html_logo = html_favicon = "images/logo.svg"
 html_static_path = ["site.css"]
 html_css_files = ["site.css"]
 html_copy_source = False
