@@ -3,7 +3,7 @@
 No message is received before it is sent.  So of a message from a to b that was posted at `sent`
 and was there at `got`, each by its own clock, offset(b) - offset(a) <= got - sent; those from b to
 a bound it from below.  Such differences are bounded by the shortest paths, as in NTP; the offsets
-taken lie in the middle of what the bounds allow, and half of that is how far they may be off.
+taken lie in the middle of what the bounds allow, and the bounds say how far they may be off.
 """
 
 from __future__ import annotations
@@ -53,4 +53,5 @@ def align(
         )
     # The latest and the earliest that all bounds allow; so does what lies between them.
     offsets = (most[0] - most[:, 0]) / 2
-    return Offsets(offsets, float((most + most.T).max()) / 2)
+    differ = offsets[None] - offsets[:, None]
+    return Offsets(offsets, float((most - differ).max()))  # of a pair seen from either side

@@ -20,7 +20,7 @@ import numpy as np
 from schedir.errors import TraceError
 from schedir.io.torch_csv import ACTIONS
 from schedir.ir.ops import BACKWARDS, COMPUTE, FORWARD, RECEIVES, TRANSFERS
-from schedir.traces.kineto import Kernels, Range, Trace
+from schedir.traces.kineto import Ints, Kernels, Range, Trace
 from schedir.traces.marks import OF_RANK, Action, read_mark
 
 # What a message is that is posted inside of a forward, and of a backward.
@@ -73,7 +73,7 @@ def repetitions(trace: Trace, within: tuple[int, int], stage: int) -> list[list[
             hint="profile with activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]",
         )
     items = _with_posted(trace, items)
-    when = _on_gpu(items, trace.kernels) if trace.kernels else _on_cpu(trace, waits)
+    when = _on_gpu(items, trace) if trace.kernels else _on_cpu(trace, waits)
     parts: list[list[Seen]] = []
     known: set[Action] = set()
     for item in items:
@@ -189,10 +189,12 @@ def _length(spells: list[tuple[int, int]]) -> int:
 # ---------------------------------------------------------------- on a GPU
 
 
-def _on_gpu(items: list[_Item], kernels: Kernels) -> Callable[[_Item], Seen]:
+def _on_gpu(items: list[_Item], trace: Trace) -> Callable[[_Item], Seen]:
     """When each item was under way, by what was launched in it."""
+    kernels = trace.kernels
+    assert kernels is not None
     flat = [each for item in items for each in (item, *item.nested)]
-    owner = _owners(flat, kernels)
+    owner = _owners(flat, kernels, trace.autograd)
     order = np.argsort(owner, kind="stable")
     lo = np.searchsorted(owner[order], np.arange(len(flat)), side="left")
     hi = np.searchsorted(owner[order], np.arange(len(flat)), side="right")
@@ -219,7 +221,7 @@ def _on_gpu(items: list[_Item], kernels: Kernels) -> Callable[[_Item], Seen]:
     return when
 
 
-def _owners(items: list[_Item], kernels: Kernels) -> np.ndarray:
+def _owners(items: list[_Item], kernels: Kernels, autograd: set[int]) -> Ints:
     """Which item launched each kernel, or -1; the innermost, of those that lie in each other."""
     owner = np.full(len(kernels.launch), -1, np.int64)
     by_launch = np.argsort(kernels.launch, kind="stable")
@@ -227,7 +229,7 @@ def _owners(items: list[_Item], kernels: Kernels) -> np.ndarray:
     for k, item in enumerate(items):  # what is nested comes behind what it is nested in
         lo, hi = np.searchsorted(launch, [item.range.start, item.range.end + 1])
         own = by_launch[lo:hi]
-        if not any(action.op in BACKWARDS for action in item.actions):
-            own = own[kernels.thread[own] == item.range.thread]
-        owner[own] = k
+        back = any(action.op in BACKWARDS for action in item.actions)
+        threads = [item.range.thread, *(autograd if back else ())]
+        owner[own[np.isin(kernels.thread[own], threads)]] = k
     return owner

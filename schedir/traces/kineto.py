@@ -31,6 +31,7 @@ _STEP: Final = re.compile(r"ProfilerStep#(\d+)")
 _RANK: Final = re.compile(r"rank[-_ ]?(\d+)", re.IGNORECASE)
 _MESSAGES: Final = {"c10d::send": "send", "c10d::recv_": "recv", "c10d::recv_any_source_": "recv"}
 _WAITED: Final = ("gloo:recv",)  # from when a receive is posted until somebody who waited saw it
+_AUTOGRAD: Final = "autograd::engine::"
 _ON_GPU: Final = ("kernel", "gpu_memcpy", "gpu_memset")
 _MOST: Final = 2**53 / 1e3  # microseconds, of which a float tells nanoseconds
 
@@ -62,7 +63,8 @@ class Trace:
     `rank` is the number among all processes, if the file or its name says one.  `marked` are the
     ranges that mark instructions, `messages` the operators that post sends and receives (named
     "send" and "recv"), `waited` the receives until they were seen, `steps` the start and end of
-    each ProfilerStep, and `ops` when each operator of a thread ended, in order.
+    each ProfilerStep, `ops` when each operator of a thread ended, in order, and `autograd` the
+    threads that run backwards.
     """
 
     path: str
@@ -74,6 +76,7 @@ class Trace:
     waited: list[Range] = field(default_factory=list)
     steps: dict[int, tuple[int, int]] = field(default_factory=dict)
     ops: dict[int, Ints] = field(default_factory=dict)
+    autograd: set[int] = field(default_factory=set)
     kernels: Kernels | None = None
 
 
@@ -211,6 +214,8 @@ class _Reader:
                 self.trace.messages.append(Range(_MESSAGES[name], start, end, thread))
             else:
                 self.ends[thread].append(end)
+                if name.startswith(_AUTOGRAD):
+                    self.trace.autograd.add(thread)
         elif kind in _ON_GPU:
             if number is not None:
                 self.ran.extend((number, start, end, name.lower().startswith("nccl")))

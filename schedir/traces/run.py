@@ -19,7 +19,7 @@ from schedir.compiler.compile import finish, lower
 from schedir.errors import CompletenessError, ProgramError, TraceError, UsageError
 from schedir.io.torch_csv import placed
 from schedir.ir.index import NONE, Index
-from schedir.ir.ops import COMPUTE, RECEIVES, SENDS, TRANSFERS
+from schedir.ir.ops import BY_TEXT, COMPUTE, RECEIVES, SENDS, TRANSFERS
 from schedir.ir.program import JOINED, OP, STAGE, Program, Stream
 from schedir.predict.observed import timeline_of
 from schedir.predict.timeline import Timeline
@@ -33,6 +33,7 @@ Floats = NDArray[np.float64]
 
 _NAMES: Final = ("*.json", "*.json.gz")
 _ALL: Final = (-(2**63), 2**63 - 1)
+_STEP: Final = BY_TEXT["step"]
 # The models under which a run may have finished, the strictest first: it did finish.
 _OVER_NCCL: Final = tuple(model for model in reversed(MODELS) if model != "serial")
 
@@ -273,14 +274,15 @@ class _Assembly:
 
     def _checked(self, marked: Program, gpu: bool) -> tuple[Program, Model]:
         """The whole program, and the model under which it ran."""
-        if marked.is_draft and marked.plan.ranks > 1:
+        if marked.ops.isdisjoint(TRANSFERS) and marked.plan.ranks > 1:
             self.notes.append(
                 "messages are not marked: their order is schedir's own, and when they went is what "
                 "the instructions leave room for"
             )
-            program = lower(replace(marked, name=f"{marked.name}-lowered"))
+            compute = tuple(Stream(s.words[np.isin(s.op, COMPUTE)]) for s in marked.streams)
+            program = lower(replace(marked, name=f"{marked.name}-lowered", streams=compute))
         else:
-            program = finish(marked)
+            program = marked if _STEP in marked.ops else finish(marked)
         models = [self.model] if self.model else (_OVER_NCCL if gpu else ("edge",))
         error: ProgramError | None = None
         for model in models:

@@ -1,0 +1,297 @@
+"""Traces of runs on GPUs, as documented: what is written from a Timeline is read back as it."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from schedir import schedules
+from schedir.compiler.compile import compile
+from schedir.errors import ProgramError, TraceError, UsageError
+from schedir.ir.costs import Costs
+from schedir.ir.ops import COMPUTE, SENDS
+from schedir.ir.plan import Plan
+from schedir.ir.program import Program
+from schedir.predict.simulate import simulate
+from schedir.predict.timeline import Timeline
+from schedir.traces.clocks import align
+from schedir.traces.kineto import read_trace
+from schedir.traces.run import read_run
+from schedir.verify.check import check
+from tests import kineto
+from tests.commands import refused, said
+
+UNIT = 1e-5  # seconds of a unit of cost
+
+
+def run_of(program: Program, seed: int, send: float = 1.0) -> Timeline:
+    rng = np.random.default_rng(seed)
+    n = program.plan.stages
+    costs = {name: tuple(rng.integers(1, 9, n).astype(float).tolist()) for name in "FBIW"}
+    return simulate(program, Costs(**costs, send=send), model="edge")
+
+
+PROGRAMS = [
+    compile(schedules.one_f_one_b, Plan(3, 5)),
+    compile(schedules.gpipe, Plan(2, 3)),
+    compile(schedules.interleaved, Plan(2, 4, 2)),
+    compile(schedules.zb_v, Plan(2, 4, 2, "vee")),
+    compile(schedules.dualpipe_v, Plan(2, 4, 2, "vee")),
+    compile(schedules.zb_h1, Plan(4, 4)),
+]
+
+
+@settings(deadline=None, max_examples=40)
+@given(st.sampled_from(PROGRAMS), st.integers(0, 2**31), st.booleans(), st.integers(1, 2))
+def test_what_is_written_is_read(program: Program, seed: int, packed: bool, replicas: int) -> None:
+    runs = [run_of(program, seed + k) for k in range(2)]
+    with TemporaryDirectory() as folder:
+        kineto.write(Path(folder), runs, seed, unit=UNIT, packed=packed, replicas=replicas)
+        for step, want in ((None, runs[1]), (5, runs[0]), (6, runs[1])):
+            found = read_run([folder], step=step, name=program.name)
+            same(found.timeline, want, 2e-9)
+            assert found.timeline.clock_error == 0
+            assert any("replicas" in note for note in found.notes) == (replicas > 1)
+
+
+def same(got: Timeline, want: Timeline, within: float) -> None:
+    """Forwards, backwards and messages have the times that they had."""
+    assert got.program == want.program
+    assert (got.kind, got.unit, got.blocks) == ("measured", "s", False)
+    known = want.spans["end"] > want.spans["start"]
+    for name in ("start", "end"):
+        ours = got.spans[name] - got.begin
+        theirs = (want.spans[name] - want.begin) * UNIT
+        np.testing.assert_allclose(ours[known], theirs[known], atol=within, rtol=0)
+    np.testing.assert_allclose(got.busy, want.busy * UNIT, atol=within * len(want))
+
+
+@settings(deadline=None, max_examples=25)
+@given(
+    st.sampled_from(PROGRAMS),
+    st.integers(0, 2**31),
+    st.lists(st.integers(-(10**9), 10**9), min_size=4, max_size=4),
+)
+def test_clocks_are_aligned(program: Program, seed: int, offsets: list[int]) -> None:
+    want = run_of(program, seed)
+    hosts = [rank % 3 for rank in range(program.plan.ranks)]
+    with TemporaryDirectory() as folder:
+        kineto.write(Path(folder), [want], seed, unit=UNIT, hosts=hosts, offsets=offsets)
+        found = read_run([folder], name=program.name)
+    error = found.timeline.clock_error
+    same(found.timeline, want, 2 * error + 3e-9)
+    assert 0 < error <= len(set(hosts)) * 3 * want.span * UNIT
+    assert found.timeline.doubt == ""
+    assert any("aligned by their messages" in note for note in found.notes)
+
+
+@given(st.integers(2, 5), st.integers(0, 2**31))
+def test_offsets_are_within_what_is_said(hosts: int, seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    true = rng.uniform(-1, 1, hosts)
+    ring = [(a, b) for a in range(hosts) for b in ((a + 1) % hosts, (a - 1) % hosts)] * 3
+    sender, receiver = np.array(ring).T
+    took = rng.exponential(1e-3, len(ring))
+    found = align(hosts, sender, receiver, took + true[receiver] - true[sender])
+    off = (found.of - found.of[0]) - (true - true[0])
+    assert np.abs(off[:, None] - off[None]).max() <= found.error + 1e-12
+    with pytest.raises(TraceError, match="before they were sent"):
+        align(2, np.array([0, 1]), np.array([1, 0]), np.array([-1.0, 0.5]))
+    with pytest.raises(TraceError, match="no message goes from host"):
+        align(2, np.array([0]), np.array([1]), np.array([1.0]))
+
+
+# ---------------------------------------------------------------- what cannot be read
+
+
+@pytest.fixture
+def traces(tmp_path: Path) -> Path:
+    """A folder with the traces of one step of 1F1B on two ranks."""
+    program = compile(schedules.one_f_one_b, Plan(2, 3))
+    kineto.write(tmp_path, [run_of(program, 1)], 1, unit=UNIT)
+    return tmp_path
+
+
+def edited(path: Path, edit: Callable[[dict[str, Any]], object]) -> None:
+    content = json.loads(path.read_text())
+    edit(content)
+    path.write_text(json.dumps(content))
+
+
+def of_rank(folder: Path, rank: int) -> Path:
+    (path,) = folder.glob(f"*{rank}.json")
+    return path
+
+
+def ranges_of(content: dict[str, Any]) -> list[dict[str, Any]]:
+    return [e for e in content["traceEvents"] if e["cat"] == "user_annotation"]
+
+
+def without(*prefixes: str) -> Callable[[dict[str, Any]], object]:
+    def edit(content: dict[str, Any]) -> None:
+        content["traceEvents"] = [
+            e for e in content["traceEvents"] if not e["name"].startswith(prefixes)
+        ]
+
+    return edit
+
+
+def renamed(old: str, new: str) -> Callable[[dict[str, Any]], object]:
+    def edit(content: dict[str, Any]) -> None:
+        for event in content["traceEvents"]:
+            event["name"] = new if event["name"] == old else event["name"]
+
+    return edit
+
+
+WRONG: dict[str, tuple[Callable[[dict[str, Any]], object], str]] = {
+    "no_marks": (without("PP:"), "mark no instruction"),
+    "unknown_mark": (renamed("PP:0F1", "PP:0G1"), "marks no instruction that is known"),
+    "no_kernels": (
+        lambda c: c.update(traceEvents=ranges_of(c)),
+        "is of a run over NCCL, and has no kernels",
+    ),
+    "no_events": (lambda c: c.pop("traceEvents"), "no trace of torch.profiler"),
+    "lost_forward": (without("PP:0F1"), "F 0.1 is missing on rank 0"),
+    "no_clock": (lambda c: ranges_of(c)[0].update(ts=1e300), "no clock says so"),
+}
+
+
+@pytest.mark.parametrize("what", WRONG)
+def test_wrong_files(what: str, traces: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    edit, fact = WRONG[what]
+    edited(of_rank(traces, 0), edit)
+    if what == "no_marks":
+        edited(of_rank(traces, 1), edit)
+        fact = "none of 2 files has a range that marks an instruction"
+    out = traces / "x.timeline"
+    assert fact in refused(capsys, "import", str(traces), "-o", str(out))
+    assert not out.exists()
+
+
+def test_a_rank_is_missing(traces: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    of_rank(traces, 0).unlink()
+    text = refused(capsys, "import", str(traces), "-o", str(traces / "x.timeline"))
+    assert "stage 1 is there, and stage 0 is not" in text and "a rank missing?" in text
+
+
+def test_messages_that_are_not_marked(traces: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """They are put in by us, which is said; forwards and backwards keep their times."""
+    whole = read_run([traces]).timeline
+    for rank in (0, 1):
+        edited(of_rank(traces, rank), lambda content: _without_messages(content))
+    found = read_run([traces], name="mine")
+    assert any("messages are not marked" in note for note in found.notes)
+    assert found.timeline.program.name == "mine-lowered"
+    for timeline in (whole, found.timeline):
+        check(timeline.program, "serial")
+    spans = [t.spans[np.isin(t.spans["op"], COMPUTE)] for t in (whole, found.timeline)]
+    assert (spans[0] == spans[1]).all()
+    assert found.timeline.doubt == ""
+    sends = found.timeline.spans[np.isin(found.timeline.spans["op"], SENDS)]
+    assert (sends["end"] >= sends["start"]).all() and len(sends) == 6
+
+
+def _without_messages(content: dict[str, Any]) -> None:
+    content["traceEvents"] = [
+        e for e in content["traceEvents"] if not re.search("SEND_|RECV_|SendRecv", e["name"])
+    ]
+
+
+def test_a_step_that_runs_its_schedule_twice(traces: Path) -> None:
+    """Marks that come again are another time; the last is read."""
+    program = compile(schedules.one_f_one_b, Plan(2, 3))
+    runs = [run_of(program, seed) for seed in (3, 4)]
+    for path in traces.iterdir():
+        path.unlink()
+    kineto.write(traces, runs, 1, unit=UNIT)
+    for path in traces.iterdir():
+        edited(path, without("ProfilerStep"))
+    found = read_run([traces], name=program.name)
+    assert found.step == "the whole trace, the second of 2 times that it ran the schedule"
+    same(found.timeline, runs[1], 2e-9)
+
+
+def test_steps(traces: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = str(traces / "x.timeline")
+    text = refused(capsys, "import", str(traces), "-o", out, "--step", "7")
+    assert "there is no ProfilerStep 7" in text and "there are 5" in text
+    edited(of_rank(traces, 0), renamed("ProfilerStep#5", "ProfilerStep#4"))
+    text = refused(capsys, "import", str(traces), "-o", out)
+    assert "no ProfilerStep is in the traces of all ranks" in text
+    for rank in (0, 1):
+        edited(of_rank(traces, rank), without("ProfilerStep"))
+    assert "the whole trace" in said(capsys, "import", str(traces), "-o", out)
+
+
+def test_options_and_names(traces: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    files = [str(path) for path in sorted(traces.iterdir())]
+    out = str(traces / "x.timeline")
+    assert "cannot read nowhere: no such file" in refused(capsys, "import", "nowhere", "-o", out)
+    assert "ends in .timeline" in refused(capsys, "import", *files, "-o", "x.csv")
+    text = refused(capsys, "import", *files, "-o", out, "--costs", "F=1")
+    assert "--costs is not for them" in text
+    text = refused(capsys, "import", *files, "-o", out, "--ranks", "3")
+    assert "2 pipeline ranks in these traces, not 3" in text
+    empty = traces / "empty"
+    empty.mkdir()
+    text = refused(capsys, "import", str(empty), "-o", out)
+    assert "has no traces" in text and "hint" not in text
+    below = empty / "below"
+    below.mkdir()
+    (below / "x.json").write_text("[]")
+    assert f"hint: {below} has some" in refused(capsys, "import", str(empty), "-o", out)
+    assert "no trace of torch.profiler" in refused(capsys, "import", str(below), "-o", out)
+    text = said(capsys, "import", str(traces / "*.json"), "-o", str(traces / "x.sched"))
+    assert "2 ranks, 2 stages, 3 microbatches" in text
+    assert "complete and in order" in said(capsys, "check", str(traces / "x.sched"))
+
+
+@settings(deadline=None, max_examples=60)
+@given(st.integers(0, 2**31), st.booleans())
+def test_cut_files_are_refused_in_a_sentence(seed: int, packed: bool) -> None:
+    program = PROGRAMS[1]
+    rng = np.random.default_rng(seed)
+    with TemporaryDirectory() as name:
+        folder = Path(name)
+        path = kineto.write(folder, [run_of(program, 1)], 1, unit=UNIT, packed=packed)[0]
+        content = path.read_bytes()
+        path.write_bytes(content[: rng.integers(0, len(content) - 2)])
+        with pytest.raises(TraceError) as caught:
+            read_trace(path)
+        assert str(path) in str(caught.value) and len(str(caught.value)) < 400
+
+
+@settings(deadline=None, max_examples=60)
+@given(st.integers(0, 2**31))
+def test_changed_files_are_read_or_refused(seed: int) -> None:
+    """Whatever stands in a file, it is read, or refused in words: never a traceback."""
+    rng = np.random.default_rng(seed)
+    odd: list[Any] = [None, -1, 1e18, "x", [], {}, True, 2**70, "PP:0F0", "kernel", 1.5]
+    with TemporaryDirectory() as name:
+        folder = Path(name)
+        paths = kineto.write(folder, [run_of(PROGRAMS[1], 1)], seed % 7, unit=UNIT)
+        content = json.loads(paths[0].read_text())
+        for _ in range(rng.integers(1, 6)):
+            at: Any = content
+            while isinstance(at, dict | list) and at:
+                keys = list(at) if isinstance(at, dict) else range(len(at))
+                key = keys[rng.integers(len(keys))]
+                if rng.random() < 0.3 or not isinstance(at[key], dict | list):
+                    at[key] = odd[rng.integers(len(odd))]
+                    break
+                at = at[key]
+        paths[0].write_text(json.dumps(content))
+        try:
+            read_run([folder])
+        except (ProgramError, UsageError) as error:
+            assert len(str(error)) < 2000
