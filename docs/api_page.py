@@ -25,6 +25,7 @@ PUBLIC = {
     "schedules": "schedir.schedules",
     "testing": "schedir.testing",
     "torch_csv": "schedir.io.torch_csv",
+    "traces": "schedir.traces",
 }
 # As users think.  Each public name is in one group; a name that stands for others is their module.
 GROUPS = {
@@ -43,7 +44,8 @@ GROUPS = {
     "Predict": (
         "Predicted and measured runs are one type. [Traces](traces.md) tells of runs as files, why "
         "ranks are idle, and what would shorten a step.",
-        ["Costs", "Sizes", "simulate", "Timeline", "save_timeline", "load_timeline"],
+        ["Costs", "Sizes", "simulate", "Timeline", "save_timeline", "load_timeline",
+         "traces.read_run", "traces.Imported"],
     ),
     "Draw": (
         "[Pictures](pictures.md) has every way to look at a run, from the shell and from Python.",

@@ -47,6 +47,7 @@ _LATER = {
     "runtime": "runtime",
     "testing": "testing",
     "torch_csv": "io.torch_csv",
+    "traces": "traces",
     "training": "training",
     "transports": "transports",
     "viz": "viz",

@@ -27,12 +27,13 @@ from schedir.traces.marks import marks
 
 Ints = NDArray[np.int64]
 
-_STEP: Final = re.compile(r"ProfilerStep#(\d+)")
-_RANK: Final = re.compile(r"rank[-_ ]?(\d+)", re.IGNORECASE)
+_STEP: Final = re.compile(r"ProfilerStep#(\d{1,9})", re.ASCII)
+_RANK: Final = re.compile(r"rank[-_ ]?(\d{1,9})", re.IGNORECASE | re.ASCII)
 _MESSAGES: Final = {"c10d::send": "send", "c10d::recv_": "recv", "c10d::recv_any_source_": "recv"}
 _WAITED: Final = ("gloo:recv",)  # from when a receive is posted until somebody who waited saw it
 _AUTOGRAD: Final = "autograd::engine::"
-_ON_GPU: Final = ("kernel", "gpu_memcpy", "gpu_memset")
+_LAUNCHES: Final = ("_runtime", "_driver")  # cuda_runtime, cuda_driver, and others' like them
+_KEPT: Final = ("user_annotation", "cpu_op", "kernel", "gpu_memcpy", "gpu_memset")
 _MOST: Final = 2**53 / 1e3  # microseconds, of which a float tells nanoseconds
 
 
@@ -157,7 +158,7 @@ class _Reader:
         named = _RANK.search(Path(path).name)
         if type(rank) is not int:
             rank = int(named[1]) if named else None
-        self.base = int(base) if isinstance(base, int | float) else 0
+        self.base = int(base) if isinstance(base, int | float) and 0 <= base < 2**62 else 0
         self.trace = Trace(
             path, rank, str(header.get("host_name", "")), str(world.get("backend", "")).lower()
         )
@@ -187,8 +188,11 @@ class _Reader:
         return trace
 
     def _event(self, event: dict[str, Any]) -> None:
-        name, kind, args = event.get("name"), event.get("cat"), event.get("args")
-        ts, dur = event.get("ts"), event.get("dur")
+        """Keep what is of use of one event; most are not."""
+        kind, name, ts, dur = (event.get(key) for key in ("cat", "name", "ts", "dur"))
+        launch = isinstance(kind, str) and kind.endswith(_LAUNCHES)
+        if not (launch or kind in _KEPT) or not isinstance(name, str):
+            return
         if not (isinstance(ts, int | float) and isinstance(dur, int | float)):
             return
         if not (-_MOST < ts < _MOST and 0 <= dur < _MOST):
@@ -197,30 +201,26 @@ class _Reader:
             )
         start = self.base + round(1e3 * ts)
         end = max(start, self.base + round(1e3 * (ts + dur)))
-        number = args.get("correlation") if isinstance(args, dict) else None
-        if type(number) is not int or not 0 <= number < 2**63:
-            number = None
-        name = name if isinstance(name, str) else ""
         thread = self.threads.setdefault(str(event.get("tid")), len(self.threads))
-        if kind == "user_annotation":
+        if kind == "cpu_op":
+            if name in _MESSAGES:
+                self.trace.messages.append(Range(_MESSAGES[name], start, end, thread))
+                return
+            self.ends[thread].append(end)
+            if name.startswith(_AUTOGRAD):
+                self.trace.autograd.add(thread)
+        elif kind == "user_annotation":
             if marks(name):
                 self.trace.marked.append(Range(name, start, end, thread))
             elif name in _WAITED:
                 self.trace.waited.append(Range(name, start, end, thread))
             elif step := _STEP.fullmatch(name):
                 self.trace.steps[int(step[1])] = start, end
-        elif kind == "cpu_op":
-            if name in _MESSAGES:
-                self.trace.messages.append(Range(_MESSAGES[name], start, end, thread))
+        elif (number := _correlation(event.get("args"))) is not None:
+            if launch:
+                self.launches.extend((number, start, thread))
             else:
-                self.ends[thread].append(end)
-                if name.startswith(_AUTOGRAD):
-                    self.trace.autograd.add(thread)
-        elif kind in _ON_GPU:
-            if number is not None:
                 self.ran.extend((number, start, end, name.lower().startswith("nccl")))
-        elif number is not None:
-            self.launches.extend((number, start, thread))
 
     def _kernels(self) -> Kernels:
         """What ran and was launched while the trace was taken."""
@@ -233,3 +233,9 @@ class _Reader:
         known[inside] = launches[at[inside], 0] == ran[inside, 0]
         ran, by = ran[known], launches[at[known]]
         return Kernels(ran[:, 1], ran[:, 2], by[:, 1], by[:, 2], ran[:, 3] > 0)
+
+
+def _correlation(args: object) -> int | None:
+    """What joins a launch and a kernel."""
+    number = args.get("correlation") if isinstance(args, dict) else None
+    return number if type(number) is int and 0 <= number < 2**63 else None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from glob import glob
 from itertools import pairwise
@@ -88,7 +88,7 @@ def read_run(
     model: Model | None = None,
     name: str = "imported",
     traits: dict[str, Any] | None = None,
-    seen: Any = lambda path: None,
+    seen: Callable[[Path], object] | None = None,
 ) -> Imported:
     """The run whose ranks left these traces of torch.profiler, in any order.
 
@@ -102,11 +102,26 @@ def read_run(
     Raises UsageError for what cannot be read, TraceError for what is no trace or marks no
     instructions, for clocks that cannot be aligned and for a step that is not there, and what
     `check` raises for a program that is not whole.
+
+    >>> import json
+    >>> from pathlib import Path
+    >>> from tempfile import TemporaryDirectory
+    >>> from schedir.traces import read_run
+    >>> marked = {"PP:0F0": (0, 10), "PP:0F1": (15, 10), "PP:0B0": (30, 20), "PP:0B1": (50, 20)}
+    >>> events = [
+    ...     {"ph": "X", "cat": "user_annotation", "name": name, "tid": 1, "ts": ts, "dur": dur}
+    ...     for name, (ts, dur) in marked.items()
+    ... ]
+    >>> with TemporaryDirectory() as folder:
+    ...     _ = Path(folder, "rank0.json").write_text(json.dumps({"traceEvents": events}))
+    ...     read_run([folder]).timeline
+    <measured Timeline of imported: span 7e-05s, bubble 14.3%>
     """
     traces = []
     for path in files_of(sources):
         traces.append(read_trace(path))
-        seen(path)
+        if seen is not None:
+            seen(path)
     return _Assembly(traces, name, traits or {}, model).imported(step)
 
 

@@ -1,0 +1,65 @@
+"""One of torch's own schedules on four processes of this machine, under torch.profiler.
+
+    python examples/traced.py traces
+    schedir import traces -o run.timeline
+    schedir draw run.timeline -o run.svg
+
+Nothing here knows of schedir: the trainer is torch's, and so are the traces.  docs/real-runs.md
+goes on from them.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.pipelining import PipelineStage, ScheduleInterleaved1F1B
+from torch.profiler import ProfilerActivity, profile, schedule
+
+RANKS, MICROBATCHES, WIDTH, ROWS = 4, 8, 768, 128
+
+
+def train(rank: int, folder: str, store: str) -> None:
+    """Four steps, of which the last is profiled."""
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", f"file://{store}", rank=rank, world_size=RANKS)
+    stages = [
+        PipelineStage(
+            nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.GELU(), nn.Linear(WIDTH, WIDTH)),
+            index,
+            2 * RANKS,
+            torch.device("cpu"),
+        )
+        for index in (rank, rank + RANKS)
+    ]
+    pipe = ScheduleInterleaved1F1B(stages, MICROBATCHES, loss_fn=nn.functional.mse_loss)
+    optimizers = [torch.optim.AdamW(stage.submod.parameters()) for stage in stages]
+    batch = torch.randn(MICROBATCHES * ROWS, WIDTH)
+    # From here on it is what one pastes into a trainer.
+    with profile(
+        activities=[ProfilerActivity.CPU],
+        schedule=schedule(wait=2, warmup=1, active=1),
+        on_trace_ready=lambda p: p.export_chrome_trace(f"{folder}/rank{rank}.json"),
+    ) as profiler:
+        for _ in range(4):
+            args = (batch,) if rank == 0 else ()
+            pipe.step(*args, **({"target": batch} if rank == RANKS - 1 else {}))
+            for optimizer in optimizers:
+                optimizer.step()
+                optimizer.zero_grad()
+            profiler.step()
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    folder = sys.argv[1] if len(sys.argv) > 1 else "traces"
+    Path(folder).mkdir(parents=True, exist_ok=True)
+    store = str(Path(folder, f".store-{os.getpid()}").resolve())
+    torch.multiprocessing.spawn(train, (folder, store), nprocs=RANKS)
+    Path(store).unlink(missing_ok=True)
+    print(f"wrote {folder}/rank0.json to rank{RANKS - 1}.json")
