@@ -80,6 +80,24 @@ def test_traces_run(
     assert f"one_f_one_b{shown}" in out
 
 
+def test_a_real_run_is_what_the_page_says(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """What `explain` prints of the run that the page shows, and what `import` counted in it."""
+    from schedir.__main__ import main
+
+    monkeypatch.chdir(ROOT / "examples")
+    imported, explained = re.findall(
+        r"```text\n(.*?)```", (DOCS / "real-runs.md").read_text(), re.S
+    )
+    assert main(["explain", "traced.timeline"]) == 0
+    assert capsys.readouterr().out == explained
+    said = [
+        re.search(r"[\d.]+% of 4 ranks x [\d.]+ s is idle", text) for text in (imported, explained)
+    ]
+    assert said[0] and said[1] and said[0][0] == said[1][0]
+
+
 def test_readme_letters_are_what_is_printed(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
