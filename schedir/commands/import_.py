@@ -13,7 +13,6 @@ from schedir.io.files import atomic_write, read_text
 
 ORDER = 9
 ABOUT = "read a CSV of torch.distributed.pipelining, or torch.profiler's traces of a run"
-_LARGE = 2**26  # bytes of traces, from which on progress is shown
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
@@ -88,7 +87,8 @@ def _csv(args: argparse.Namespace, source: str) -> str:
 def _traces(args: argparse.Namespace) -> str:
     from schedir.io.timeline_file import SUFFIX, save_timeline
     from schedir.ir.text import show
-    from schedir.traces.run import files_of, read_run
+    from schedir.traces.files import LARGE, files_of, size_of
+    from schedir.traces.run import read_run
 
     if not args.output.endswith((SUFFIX, ".sched")):
         raise UsageError(f"a run's file ends in {SUFFIX}, a program's in .sched: {args.output}")
@@ -108,7 +108,7 @@ def _traces(args: argparse.Namespace) -> str:
         model=args.model,
         name=_name(args.output),
         traits=request.traits,
-        seen=_Progress(files),
+        seen=_Progress(len(files)) if size_of(files) >= LARGE else None,
     )
     timeline = found.timeline
     program, plan = timeline.program, timeline.program.plan
@@ -133,16 +133,14 @@ def _traces(args: argparse.Namespace) -> str:
 
 
 class _Progress:
-    """Says which file of many, or large ones, has been read, to who looks on."""
+    """Says how many files have been read, to who looks on."""
 
-    def __init__(self, files: list[Path]) -> None:
-        self.count, self.done = len(files), 0
-        large = sum(path.stat().st_size for path in files) >= _LARGE
-        self.shown = large and sys.stderr.isatty()
+    def __init__(self, count: int) -> None:
+        self.count, self.done = count, 0
 
     def __call__(self, path: Path) -> None:
         self.done += 1
-        if self.shown:
+        if sys.stderr.isatty():
             end = "\n" if self.done == self.count else ""
             print(f"\rread {self.done} of {self.count} files", end=end, file=sys.stderr, flush=True)
 

@@ -66,7 +66,7 @@ def repetitions(trace: Trace, within: tuple[int, int], stage: int) -> list[list[
     kernels, of which only launches are there.
     """
     items, waits = _items(trace, within, stage)
-    if items and trace.kernels is None and "nccl" in trace.backend and "gloo" not in trace.backend:
+    if items and trace.kernels is None and "nccl" in trace.backend and not trace.waited:
         raise TraceError(
             f"{trace.path} is of a run over NCCL, and has no kernels: its ranges say when the host "
             "launched them, not when they ran",

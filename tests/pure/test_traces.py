@@ -23,6 +23,7 @@ from schedir.ir.plan import Plan
 from schedir.ir.program import Program
 from schedir.predict.simulate import simulate
 from schedir.predict.timeline import Timeline
+from schedir.traces import files
 from schedir.traces.clocks import align
 from schedir.traces.kineto import read_trace
 from schedir.traces.run import read_run
@@ -219,6 +220,19 @@ def test_a_step_that_runs_its_schedule_twice(traces: Path) -> None:
     found = read_run([traces], name=program.name)
     assert found.step == "the whole trace, the second of 2 times that it ran the schedule"
     same(found.timeline, runs[1], 2e-9)
+
+
+def test_processes_of_their_own_read_the_same(
+    traces: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    alone, seen = read_run([traces]), list[Path]()
+    monkeypatch.setattr(files, "LARGE", 1)
+    several = read_run([traces], seen=seen.append)
+    assert (alone.timeline.spans == several.timeline.spans).all()
+    assert sorted(seen) == sorted(traces.iterdir())
+    of_rank(traces, 1).write_text("{")
+    with pytest.raises(TraceError, match="it ends in the middle"):
+        read_run([traces])
 
 
 def test_steps(traces: Path, capsys: pytest.CaptureFixture[str]) -> None:
