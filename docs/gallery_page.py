@@ -89,6 +89,18 @@ file stands in the place of the schedule. [Every option](pictures.md) has a page
 
 {pictures}
 
+### A real run
+
+![A step of torch's Interleaved1F1B on four processes](images/real-run.svg)
+
+From the traces of torch.profiler: [see the bubbles of your run](real-runs.md).
+
+### Where ranks stand
+
+![Two ranks that both send first](images/museum/send_before_receive.svg)
+
+What a program that hangs looks like; there are more in [the museum](museum.md).
+
 ### A page to look around in
 
 ![A page: one instruction chosen, its critical path and its messages](images/page.png)
