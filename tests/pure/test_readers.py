@@ -56,3 +56,23 @@ def test_page_of_a_reader(
             assert run(command, capsys)[0] == 0, command
             ran += 1
     assert ran or name in ("inventing", "training")
+
+
+def test_commands_that_pages_name_are_there(capsys: pytest.CaptureFixture[str]) -> None:
+    """With their options, in blocks as in sentences; and what is shown as Python is Python."""
+    helps: dict[str, str] = {}
+    for path in [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")]:
+        page = path.read_text().replace("\\\n", "")
+        shell = "".join(body for language, body in blocks(page) if language in ("", "sh", "bash"))
+        named = re.findall(r"^(?:\$ )?schedir +([a-z]+) (.*)$", shell, flags=re.M)
+        named += re.findall(r"`schedir ([a-z]+) ?([^`]*)`", page)
+        for command, rest in named:
+            if command not in helps:
+                assert main([command, "--help"]) == 0, (path.name, command)
+                helps[command] = capsys.readouterr().out
+            for option in re.findall(r"(?<!\S)--?[a-z][\w-]*", rest.split("  #")[0]):
+                known = re.search(rf"(?<!\S){option}(?![\w-])", helps[command].replace("[", " "))
+                assert known, (path.name, command, option)
+        for language, body in blocks(page):
+            if language == "python" and path.name != "api.md":  # whose examples are doctests
+                compile(body, path.name, "exec")
