@@ -1,0 +1,115 @@
+"""Where a job that hangs stands now."""
+
+from __future__ import annotations
+
+import argparse
+from typing import TYPE_CHECKING, Any
+
+from schedir.commands._options import SOURCE, add_shape, request_of
+from schedir.io.terminal import as_json
+
+if TYPE_CHECKING:
+    from schedir.ir.program import Program
+    from schedir.traces.standing import Job
+    from schedir.traces.verdict import Verdict
+
+ORDER = 4
+ABOUT = "tell where a job that hangs stands, from the dumps of its flight recorders"
+
+
+def arguments(parser: argparse.ArgumentParser) -> None:
+    """Dumps, and the program that the job runs."""
+    parser.add_argument(
+        "dumps",
+        metavar="DUMPS",
+        nargs="+",
+        help="dumps of torch's flight recorder, one for each rank: files, a folder, or a pattern",
+    )
+    parser.add_argument("--program", metavar="SCHEDULE", help=f"what the job runs: {SOURCE}")
+    parser.add_argument("--json", action="store_true", help="for a program to read")
+    add_shape(parser)
+
+
+def run(args: argparse.Namespace) -> str:
+    """Who waits for whom, and which rank is the cause."""
+    from schedir.traces.flight_recorder import read_dumps
+    from schedir.traces.standing import Job
+    from schedir.traces.told import job_lines, program_lines
+    from schedir.traces.verdict import judge
+
+    dumps, passed = read_dumps(args.dumps)
+    job = Job(dumps)
+    if args.program is None:
+        verdicts, lines = [], job_lines(job)
+    else:
+        verdicts = judge(job, _program(args, job), args.model)
+        lines = program_lines(job, verdicts)
+    if args.json:
+        return as_json(_facts(job, verdicts))
+    if passed:
+        lines.append(f"passed over {len(passed)} files whose names end in no rank")
+    return "".join(f"{line}\n" for line in lines)
+
+
+def _program(args: argparse.Namespace, job: Job) -> Program:
+    """The program; a schedule is compiled for as many ranks as exchange messages."""
+    from schedir.io.load import Source
+    from schedir.ir.program import Program
+    from schedir.traces.matched import circles
+
+    if args.ranks is None and not isinstance(Source(args.program).found, Program):
+        args.ranks = max(map(len, circles(job)), default=None)
+    return request_of(args, args.program).program
+
+
+def _facts(job: Job, verdicts: list[Verdict]) -> dict[str, Any]:
+    from schedir.traces.told import job_verdict, program_lines
+
+    standing = [
+        {
+            "rank": rank,
+            "file": one.source,
+            "ended": one.ended and str(one.ended),
+            "begun": one.begun and str(one.begun),
+            "since_ns": one.since,
+            "waits": [
+                {"operation": str(wait.op), "rank": wait.on, "why": wait.why.name.lower()}
+                for wait in job.waits[rank]
+            ],
+        }
+        for rank, one in job.standing.items()
+    ]
+    facts: dict[str, Any] = {"standing": standing, "no_dump": [*job.missing]}
+    if not verdicts:
+        cycle = [wait.rank for wait in job.cycle]
+        return facts | {"cycle": cycle, "causes": [*job.roots], "said": job_verdict(job)}
+    return facts | {"copies": [_copy(verdict) for verdict in verdicts],
+                    "said": program_lines(job, verdicts)}  # fmt: skip
+
+
+def _copy(verdict: Verdict) -> dict[str, Any]:
+    placed, matched = verdict.placed, verdict.matched
+    locate = placed.graph.index.locate
+
+    def at(position: int) -> dict[str, Any]:
+        rank, index, instr = locate(position)
+        return {"rank": matched.ranks[rank], "index": index, "instruction": str(instr)}
+
+    return {
+        "program": placed.graph.program.name,
+        "model": verdict.model,
+        "ranks": matched.ranks,
+        "whole_steps_before": matched.step,
+        "stands": [
+            {"rank": matched.ranks[place.rank]} | (
+                {"over": True} if place.at is None else at(place.at) | {"late": place.late}
+            )
+            for place in verdict.places
+        ],
+        "deadlock": verdict.is_deadlock,
+        "circle": [at(link.at) for link in verdict.circle],
+        "causes": [
+            {"kind": cause.kind.name.lower(), "at": [at(k) for k in cause.at]}
+            for cause in verdict.causes
+        ],
+    }  # fmt: skip

@@ -1,0 +1,214 @@
+"""Standing: where each rank of a job stands, and who waits for whom, by what they have recorded.
+
+No program is needed.  A rank waits at the first operation that it has issued and that has not
+ended.  Whom that waits for is read off the other ranks' recordings: a message pairs with its other
+side, the k-th from a to b in a process group with the k-th, and a collective with those of the same
+number.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import Enum
+from functools import cached_property
+from math import prod
+from typing import Final, NamedTuple
+
+from schedir.traces.flight_recorder import Dump, Group, Op
+
+# Collectives whose members may come with different sizes.
+_UNEVEN: Final = ("gather", "scatter", "all_to_all", "v", "v_single", "new_window", "split")
+
+
+@dataclass(frozen=True)
+class Standing:
+    """Where a rank stands: the last operation that has ended, and the first begun that has not.
+
+    `since` is when the rank issued that, or else when it was last heard of, in nanoseconds, and
+    `source` the file that says so.
+    """
+
+    rank: int
+    ended: Op | None
+    begun: Op | None
+    since: int
+    source: str
+
+
+class Why(Enum):
+    """Why an operation has not ended, as far as another rank is concerned."""
+
+    NO_DUMP = "of which there is no dump"
+    NOT_ISSUED = "which has not issued its part"
+    BEHIND = "which has issued its part behind another"
+    OTHER = "whose part does not fit"
+    THERE = "which is there as well"
+
+
+class Wait(NamedTuple):
+    """An operation of `rank` that has not ended, and what its part on rank `on` does."""
+
+    rank: int
+    op: Op
+    on: int
+    why: Why
+    part: Op | None
+
+
+@dataclass(frozen=True)
+class Job:
+    """All that is known of a job: its dumps, and what they say together."""
+
+    dumps: Mapping[int, Dump]
+    ranks: tuple[int, ...] = field(init=False)
+    standing: Mapping[int, Standing] = field(init=False)
+    waits: Mapping[int, tuple[Wait, ...]] = field(init=False)
+
+    def __post_init__(self) -> None:
+        groups = {g for d in self.dumps.values() for g in (*d.groups, *(op.group for op in d.ops))}
+        ranks = {*self.dumps, *(rank for group in groups for rank in group.ranks)}
+        object.__setattr__(self, "ranks", tuple(sorted(ranks)))
+        standing = {rank: _standing(dump) for rank, dump in self.dumps.items()}
+        object.__setattr__(self, "standing", standing)
+        pairs = _Pairs(self.dumps)
+        waits = {rank: pairs.waits(rank) for rank in self.dumps}
+        object.__setattr__(self, "waits", waits)
+
+    @property
+    def missing(self) -> tuple[int, ...]:
+        """The ranks of which there is no dump."""
+        return tuple(rank for rank in self.ranks if rank not in self.dumps)
+
+    @property
+    def cycle(self) -> tuple[Wait, ...]:
+        """Ranks that wait for each other, each for the next; empty if there are none."""
+        return a_cycle(self.waits)
+
+    @property
+    def roots(self) -> tuple[int, ...]:
+        """The ranks for which others wait, and which wait for nobody here."""
+        waited = {wait.on for waits in self.waits.values() for wait in waits}
+        return tuple(sorted(r for r in waited if not any(w.on != r for w in self.waits.get(r, ()))))
+
+    @property
+    def unmet(self) -> tuple[Wait, ...]:
+        """What does not fit, or has not ended though all of its ranks are there."""
+        every = [wait for waits in self.waits.values() for wait in waits]
+        return tuple(wait for wait in every if wait.why in (Why.OTHER, Why.THERE))
+
+
+def _standing(dump: Dump) -> Standing:
+    begun = next((op for op in dump.ops if not op.ended), None)
+    ended = next((op for op in reversed(dump.ops) if op.ended), None)
+    since = begun.created if begun else dump.last_time
+    return Standing(dump.rank, ended, begun, since, dump.path)
+
+
+def a_cycle(waits: Mapping[int, tuple[Wait, ...]]) -> tuple[Wait, ...]:
+    """The waits around a cycle, from the lowest rank that is found in one; empty if none is."""
+    left = {rank: [w for w in own if w.why in _HELD] for rank, own in waits.items()}
+    while done := [rank for rank, own in left.items() if not own]:
+        for rank in done:
+            del left[rank]
+        left = {rank: [w for w in own if w.on in left] for rank, own in left.items()}
+    if not left:
+        return ()
+    path: list[Wait] = []
+    rank = min(left)
+    while rank not in [wait.rank for wait in path]:
+        path.append(left[rank][0])
+        rank = path[-1].on
+    return tuple(path[[wait.rank for wait in path].index(rank) :])
+
+
+_HELD: Final = (Why.NOT_ISSUED, Why.BEHIND)
+
+
+class _Pairs:
+    """Who is the other side of what."""
+
+    def __init__(self, dumps: Mapping[int, Dump]) -> None:
+        self.dumps = dumps
+        # Messages of a rank by channel, and collectives by process group and number.
+        self.sides: dict[tuple[int, Group, int, int], list[Op]] = defaultdict(list)
+        self.parts: dict[tuple[int, Group], dict[int, list[Op]]] = defaultdict(dict)
+        self.place: dict[tuple[int, int], int] = {}
+        for rank, dump in dumps.items():
+            for op in dump.ops:
+                if op.is_message:
+                    channel = self._channel(rank, op)
+                    self.place[rank, op.number] = len(self.sides[channel])
+                    self.sides[channel].append(op)
+                else:
+                    self.parts[rank, op.group].setdefault(op.nth, []).append(op)
+
+    @staticmethod
+    def _channel(rank: int, op: Op) -> tuple[int, Group, int, int]:
+        ends = (rank, op.peer) if op.kind == "send" else (op.peer, rank)
+        return (rank, op.group, *ends)
+
+    @cached_property
+    def heads(self) -> dict[int, tuple[Op, ...]]:
+        """What each rank waits at: the first that has not ended, with all of its batch."""
+        return {rank: _heads(dump) for rank, dump in self.dumps.items()}
+
+    def waits(self, rank: int) -> tuple[Wait, ...]:
+        """What the first of a rank that has not ended waits for."""
+        found = [w for op in self.heads[rank] for w in self._waits_of(rank, op)]
+        held = [wait for wait in found if wait.why is not Why.THERE]
+        return tuple(held or found)
+
+    def _waits_of(self, rank: int, op: Op) -> list[Wait]:
+        others = [op.peer] if op.is_message else [r for r in op.group.ranks if r != rank]
+        return [Wait(rank, op, other, *self._part(rank, op, other)) for other in others]
+
+    def _part(self, rank: int, op: Op, other: int) -> tuple[Why, Op | None]:
+        """What the part of another rank in an operation does, and which it is."""
+        if other not in self.dumps:
+            return Why.NO_DUMP, None
+        part = self.other_side(rank, op) if op.is_message else self._member(rank, op, other)
+        if part is None:
+            # Of a collective that is no longer in its buffer, the rank has had it.
+            later = not op.is_message and any(n > op.nth for n in self.parts[other, op.group])
+            return (Why.THERE if later else Why.NOT_ISSUED), None
+        if _differ(op, part):
+            return Why.OTHER, part
+        behind = not part.ended and part not in self.heads[other]
+        return (Why.BEHIND if behind else Why.THERE), part
+
+    def _member(self, rank: int, op: Op, other: int) -> Op | None:
+        """The collective of another rank with the number of this one; of a batch, the same one."""
+        found = self.parts[other, op.group].get(op.nth, [])
+        at = self.parts[rank, op.group][op.nth].index(op)
+        return found[min(at, len(found) - 1)] if found else None
+
+    def other_side(self, rank: int, op: Op) -> Op | None:
+        """The recording of the other side of a message, None if that rank has not issued it."""
+        _, group, a, b = self._channel(rank, op)
+        own, theirs = self.sides[rank, group, a, b], self.sides[op.peer, group, a, b]
+        at = self.place[rank, op.number]
+        if self.dumps[rank].lost or self.dumps[op.peer].lost:
+            # Where the beginning is lost, what has not ended is paired in order.
+            if op.ended:
+                return None
+            at = sum(not one.ended for one in own[:at])
+            theirs = [one for one in theirs if not one.ended]
+        return theirs[at] if at < len(theirs) else None
+
+
+def _heads(dump: Dump) -> tuple[Op, ...]:
+    left = [op for op in dump.ops if not op.ended]
+    return tuple(op for op in left if op is left[0] or (op.batch and op.batch == left[0].batch))
+
+
+def _differ(op: Op, part: Op) -> bool:
+    """Whether two parts of one operation cannot be."""
+    if op.is_message:
+        return sum(map(prod, op.sizes)) != sum(map(prod, part.sizes)) or op.dtypes != part.dtypes
+    if op.kind != part.kind:
+        return True
+    if op.kind.removesuffix("_base").endswith(_UNEVEN):
+        return False
+    return op.sizes != part.sizes or op.dtypes != part.dtypes

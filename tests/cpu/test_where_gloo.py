@@ -1,0 +1,60 @@
+"""Dumps that torch itself writes: of real processes over Gloo, which records its collectives."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from schedir.traces.flight_recorder import read_dumps
+from schedir.traces.standing import Job, Why
+from schedir.traces.told import job_lines
+from tests.cpu.spawn import run
+
+c10d: Any = torch._C._distributed_c10d
+if not hasattr(c10d, "_dump_fr_trace"):
+    pytest.skip("this torch has no flight recorder", allow_module_level=True)
+
+LATE = 2
+
+
+def _stand(rank: int, folder: str) -> None:
+    """Two all-reduces, of which one rank comes to the second only when all have written dumps."""
+    value = torch.zeros(4, 3)
+    dist.all_reduce(value)
+    store = dist.distributed_c10d._get_default_store()
+    work = None if rank == LATE else dist.all_reduce(value, async_op=True)
+    store.set(f"stands {rank}", "")
+    store.wait([f"stands {other}" for other in range(3)])
+    Path(folder, "pickles", f"nccl_trace_rank_{rank}").write_bytes(c10d._dump_fr_trace())
+    Path(folder, "json", f"trace_{rank}.json").write_bytes(c10d._dump_fr_trace_json())
+    store.set(f"written {rank}", "")
+    store.wait([f"written {other}" for other in range(3)])
+    if work is None:
+        dist.all_reduce(value)
+    else:
+        work.wait()
+
+
+def test_the_rank_that_does_not_come_is_found(tmp_path: Path) -> None:
+    for form in ("pickles", "json"):
+        (tmp_path / form).mkdir()
+    run(_stand, 3, str(tmp_path))
+    for form in ("pickles", "json"):
+        job = Job(read_dumps([str(tmp_path / form)])[0])
+        assert job.roots == (LATE,) and not job.cycle and not job.missing
+        assert {str(s.begun) for s in job.standing.values()} == {
+            "all_reduce 2 of default_pg",
+            "None",
+        }
+        late = job.standing[LATE]
+        assert (str(late.ended), late.begun) == ("all_reduce 1 of default_pg", None)
+        waits = {wait for own in job.waits.values() for wait in own if wait.on == LATE}
+        assert {wait.why for wait in waits} == {Why.NOT_ISSUED}
+        assert any(f"rank {LATE} is the cause" in line for line in job_lines(job))
+    # Pickles say where in whose code, too.
+    found, _ = read_dumps([str(tmp_path / "pickles")])
+    assert "test_where_gloo.py:" in found[0].ops[-1].line

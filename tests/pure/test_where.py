@@ -1,0 +1,288 @@
+"""Where: a job that stands still is placed at the instruction at which it was stopped."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from hypothesis import HealthCheck, assume, given, settings
+from hypothesis import strategies as st
+
+from schedir import Plan, Program, check, compile, parse, schedules
+from schedir.analysis.graph import Graph
+from schedir.analysis.models import MODELS, Model
+from schedir.errors import DeadlockError, ProgramError, UsageError
+from schedir.ir.ops import TRANSFERS
+from schedir.traces.placed import Kind
+from schedir.traces.standing import Job, Why
+from schedir.traces.told import job_lines, program_lines
+from schedir.traces.verdict import Verdict, judge
+from tests.flight import Recorder, a_group_each, job_of, one_group, record, stopped
+from tests.museum.cases import cases
+
+GOLDEN = Path(__file__).parents[1] / "golden"
+PROGRAMS = {
+    "gpipe": Plan(3, 4),
+    "one_f_one_b": Plan(4, 6),
+    "interleaved": Plan(2, 4, stages_per_rank=2),
+    "zb_h1": Plan(3, 5),
+    "zb_v": Plan(2, 6, stages_per_rank=2, placement="vee"),
+    "dualpipe": Plan(4, 8, placement="mirror"),
+}
+
+
+def program_of(name: str, overlap: bool = False) -> Program:
+    return compile(getattr(schedules, name), PROGRAMS[name], overlap=overlap)
+
+
+def culprits(verdict: Verdict) -> set[int]:
+    """The program's ranks that are said to be the cause."""
+    return {int(verdict.placed.rank[at]) for cause in verdict.causes for at in cause.at}
+
+
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=150)
+@given(st.data())
+def test_stopped_anywhere_it_is_found(tmp_path: Path, data: st.DataObject) -> None:
+    """Under any model, hosts that block or run ahead, in any step, and any process groups."""
+    program = program_of(data.draw(st.sampled_from([*PROGRAMS])), data.draw(st.booleans()))
+    groups = data.draw(st.sampled_from([one_group, a_group_each]))
+    model: Model = data.draw(st.sampled_from(MODELS)) if groups is one_group else "edge"
+    blocks = data.draw(st.booleans())
+    graph = Graph(program, model, blocks=blocks)
+    at = data.draw(st.integers(0, len(program) - 1))
+    state = stopped(graph, at, blocks)
+    transfers = [k for k in range(len(program)) if graph.index.op[k] in TRANSFERS]
+    assume(not all(state.ended[k] for k in transfers))
+    before = data.draw(st.sampled_from([0, 0, 3]))
+    ranks = range(program.plan.ranks)
+    recorders = record(state, before=before, layout=groups(ranks))
+    job = job_of(tmp_path, recorders, as_json=data.draw(st.booleans()))
+    (verdict,) = judge(job, program, model)
+    placed, rank = verdict.placed, int(graph.index.rank[at])
+    # What was recorded is matched to the last transfer.
+    assert verdict.matched.step == before
+    for k in transfers:
+        whole = placed._group(k)
+        assert verdict.matched.issued[k] == state.issued[k]
+        assert verdict.matched.ended[k] == all(state.ended[one] for one in whole)
+    # Nobody but the rank that was stopped is the cause, if a batch or a collective, which these
+    # dumps have not, does not hide who it was.
+    assert not verdict.is_deadlock
+    waits = any(state.issued[k] and not state.ended[k] for k in transfers)
+    assert bool(verdict.causes) or not waits
+    if waits and (graph.index.any_joined or program.plan.two_way):
+        assert rank in culprits(verdict)
+    elif waits:
+        assert culprits(verdict) == {rank}
+    # It stands where it was stopped, and whoever waits at a transfer waits at one of its own.
+    for place in verdict.places:
+        if place.at is not None and place.late:
+            lo, hi = place.between
+            own = place.rank == rank and (lo <= at <= hi or at in placed._group(place.at))
+            assert own or program.plan.two_way
+        elif place.at is not None:
+            assert not placed.ended[place.at]
+    for cause in verdict.causes:
+        if cause.kind is Kind.BUSY:
+            assert any(graph.index.rank[k] == rank and at <= k for k in cause.at)
+            assert not placed.sure[at]
+
+
+@pytest.mark.parametrize("blocks", [True, False])
+def test_a_rank_that_waits_is_named_with_what_it_waits_for(tmp_path: Path, blocks: bool) -> None:
+    program = program_of("one_f_one_b")
+    graph = Graph(program, "device", blocks=blocks)
+    at = int(program.offsets[2]) + 8
+    assert str(graph.index.locate(at)[2]) == "B 2.0"
+    (verdict,) = judge(job_of(tmp_path, record(stopped(graph, at, blocks), before=2)), program)
+    stands = [None if p.at is None else str(graph.index.locate(p.at)[2]) for p in verdict.places]
+    assert stands == ["recv_grad 0.0", "recv_grad 1.0", "send_grad 2.0", "recv_act 3.2"]
+    assert [p.late for p in verdict.places] == [False, False, blocks, False]
+
+
+CASES = {case.name: case for case in cases()}
+DEADLOCKS = [
+    (name, model)
+    for name, case in CASES.items()
+    for model in MODELS
+    if case.expected(model)[:1] == ["DeadlockError"]
+]
+
+
+@pytest.mark.parametrize(("name", "model"), DEADLOCKS)
+def test_the_deadlocks_of_the_museum(name: str, model: Model, tmp_path: Path) -> None:
+    """Their circle is that of `check`, and its text, without a program the same ranks."""
+    program = CASES[name].made()
+    graph = Graph(program, model)
+    job = job_of(tmp_path, record(stopped(graph, None, False)))
+    (verdict,) = judge(job, program, model)
+    with pytest.raises(DeadlockError) as caught:
+        check(program, model)
+    assert verdict.is_deadlock
+    ranks = {int(graph.index.rank[link.at]) for link in verdict.circle}
+    assert ranks == {wait.rank for wait in caught.value.cycle}
+    lines = program_lines(job, [verdict])
+    assert lines[-len(str(caught.value).splitlines()) :] == str(caught.value).splitlines()
+    assert {wait.rank for wait in job.cycle} == ranks
+
+
+def test_there_are_deadlocks_in_the_museum() -> None:
+    assert len({name for name, _ in DEADLOCKS}) >= 3
+
+
+def test_a_rank_without_a_dump_is_the_cause(tmp_path: Path) -> None:
+    program = program_of("one_f_one_b")
+    graph = Graph(program, "device", blocks=True)
+    state = stopped(graph, int(program.offsets[2]) + 8, True)
+    recorders = [one for one in record(state) if one.rank != 2]
+    job = job_of(tmp_path, recorders)
+    (verdict,) = judge(job, program)
+    assert job.missing == (2,) and job.roots == (2,)
+    assert {cause.kind for cause in verdict.causes} == {Kind.SILENT} and culprits(verdict) == {2}
+    assert [place.rank for place in verdict.places] == [0, 1, 3]
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_a_ring_that_has_lost_its_beginning(tmp_path: Path, overlap: bool) -> None:
+    program = program_of("zb_h1", overlap)
+    graph = Graph(program, "device", blocks=True)
+    state = stopped(graph, int(program.offsets[1]) + 12, True)
+    whole = judge(job_of(tmp_path, record(state, before=41)), program)
+    for last in (40, 9, 5):
+        job = job_of(tmp_path, record(state, before=41), last)
+        assert all(dump.lost for dump in job.dumps.values())
+        (verdict,) = judge(job, program)
+        assert verdict.matched.step == 41
+        assert (verdict.places, verdict.causes) == (whole[0].places, whole[0].causes)
+        assert job.roots == (1,)
+
+
+def test_where_only_the_pattern_tells_the_place_in_a_step(tmp_path: Path) -> None:
+    """Shapes or objects between the messages count, too; so the counters tell no step."""
+    program = program_of("one_f_one_b")
+    graph = Graph(program, "device", blocks=True)
+    state = stopped(graph, int(program.offsets[2]) + 8, True)
+    recorders = record(state, before=5)
+    for recorder in recorders:
+        first = dict(recorder.entries[30])
+        recorder.entries.insert(30, first | {"input_dtypes": ["Long"]})
+        for number, entry in enumerate(recorder.entries):
+            entry["record_id"] = number
+            entry["op_id"] += number >= 30
+    whole = judge(job_of(tmp_path, recorders), program)
+    assert whole[0].matched.step == 5 and whole[0].matched.left_out == 4
+    (verdict,) = judge(job_of(tmp_path, recorders, last=40), program)
+    assert verdict.matched.step is None
+    assert (verdict.places, verdict.causes) == (whole[0].places, whole[0].causes)
+    with pytest.raises(UsageError):  # too little to tell one place from another
+        judge(job_of(tmp_path, recorders, last=3) and _marked(tmp_path, recorders), program)
+
+
+def _marked(tmp_path: Path, recorders: Sequence[Recorder]) -> Job:
+    """As the last three entries of each rank say, one of which is of whole numbers."""
+    for recorder in recorders:
+        recorder.entries[-3]["input_dtypes"] = ["Long"]
+    return job_of(tmp_path, recorders, last=3)
+
+
+def test_copies_of_tensor_and_data_parallel_ranks(tmp_path: Path) -> None:
+    """Eight ranks, four pipelines: who is who say the process groups, and the cause is in one."""
+    program = program_of("gpipe")
+    graph = Graph(program, "device", blocks=True)
+    late = stopped(graph, int(program.offsets[1]) + 4, True)
+    pipelines = [(0, 4, 8), (1, 5, 9), (2, 6, 10), (3, 7, 11)]
+    recorders = []
+    for k, ranks in enumerate(pipelines):
+        recorders += record(late if k == 2 else stopped(graph, None, True), ranks, before=1,
+                            layout=one_group(ranks, f"pp{k}"))  # fmt: skip
+    job = job_of(tmp_path, recorders)
+    verdicts = judge(job, program)
+    assert [v.matched.ranks for v in verdicts] == pipelines
+    assert [bool(v.causes) for v in verdicts] == [False, False, True, False]
+    assert culprits(verdicts[2]) == {1} and job.roots == (6,)
+    # In the order of the process group, whichever that is.
+    turned = (9, 3, 5)
+    job = job_of(tmp_path, record(late, turned))
+    assert [v.matched.ranks for v in judge(job, program)] == [turned]
+    assert job.roots == (3,)
+
+
+def test_the_late_rank_may_stand_in_a_collective(tmp_path: Path) -> None:
+    """Then it waits for who is not there, and that one is the cause."""
+    program = program_of("gpipe")
+    graph = Graph(program, "device", blocks=True)
+    recorders = record(stopped(graph, int(program.offsets[1]) + 4, True))
+    recorders[1].group("tp", (1, 3), "tp")
+    recorders[1].collective("tp", "all_reduce", ended=False)
+    other = Recorder(3)
+    other.group("tp", (1, 3), "tp")
+    job = job_of(tmp_path, [*recorders, other])
+    assert job.roots == (3,)
+    assert [(w.rank, w.on, w.why) for w in job.waits[1]] == [(1, 3, Why.NOT_ISSUED)]
+    lines = program_lines(job, judge(job, program))
+    assert any("it is in all_reduce 1 of tp" in line and "rank 3" in line for line in lines)
+
+
+POSTED_EARLY = """
+schedir 1
+program posted_early
+ranks 2  microbatches 2  stages_per_rank 1  placement loop
+
+rank 0
+  F 0.0; send_act 0.0; recv_grad 0.0; F 0.1; send_act 0.1; B 0.0; recv_grad 0.1; B 0.1
+  reduce_grads 0; step
+
+rank 1
+  recv_act 1.0; F 1.0; recv_act 1.1; F 1.1; B 1.0; send_grad 1.0; B 1.1; send_grad 1.1
+  reduce_grads 1; step
+"""
+
+
+def test_a_receive_that_is_posted_early_is_no_deadlock(tmp_path: Path) -> None:
+    """Rank 0 has posted a receive and computes what rank 1 waits for.  Only a program can tell."""
+    program = check(parse(POSTED_EARLY), "edge", blocks=True)
+    graph = Graph(program, "edge", blocks=True)
+    assert str(graph.index.locate(3)[2]) == "F 0.1"
+    job = job_of(tmp_path, record(stopped(graph, 3, True)))
+    assert {wait.rank for wait in job.cycle} == {0, 1}
+    assert any("may still compute" in line for line in job_lines(job))
+    (verdict,) = judge(job, program, "edge")
+    assert not verdict.is_deadlock and culprits(verdict) == {0}
+
+
+def test_a_model_that_the_dumps_contradict(tmp_path: Path) -> None:
+    """Process groups have queues of their own, and of one queue the first ends first."""
+    program = program_of("one_f_one_b")
+    graph = Graph(program, "edge", blocks=True)
+    state = stopped(graph, int(program.offsets[2]) + 8, True)
+    apart = job_of(tmp_path, record(state, layout=a_group_each(range(4))))
+    with pytest.raises(UsageError) as caught:
+        judge(apart, program, "device")
+    assert caught.value.fields == ("model",)
+    assert judge(apart, program)[0].model == "edge"
+    assert judge(job_of(tmp_path, record(state)), program)[0].model == "device"
+
+
+def test_dumps_of_another_program(tmp_path: Path) -> None:
+    program = program_of("one_f_one_b")
+    job = job_of(tmp_path, record(stopped(Graph(program), None, False)))
+    for other, fields in (
+        (compile(schedules.gpipe, Plan(4, 6)), ("program",)),
+        (compile(schedules.one_f_one_b, Plan(3, 6)), ("ranks",)),
+    ):
+        with pytest.raises(UsageError) as caught:
+            judge(job, other)
+        assert caught.value.fields == fields
+    with pytest.raises(ProgramError):
+        judge(job, replace(program, streams=program.streams[:3] + program.streams[:1]))
+
+
+def test_only_collectives_place_no_program(tmp_path: Path) -> None:
+    ends = Recorder(0), Recorder(1)
+    for recorder in ends:
+        recorder.group("0", (0, 1), "default_pg")
+        recorder.collective("0", "all_reduce", recorder.rank == 0)
+    with pytest.raises(UsageError):
+        judge(job_of(tmp_path, ends), compile(schedules.gpipe, Plan(2, 4)))

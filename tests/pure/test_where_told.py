@@ -1,0 +1,128 @@
+"""Where a job stands, in words: with its program, and as far as it goes without one."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from schedir import Plan, compile, schedules
+from schedir.analysis.graph import Graph
+from schedir.traces.standing import Why
+from schedir.traces.told import job_lines
+from tests.commands import refused, said
+from tests.flight import Recorder, job_of, record, stopped
+from tests.museum.cases import cases
+
+GOLDEN = Path(__file__).parents[1] / "golden"
+(MOVED,) = [case for case in cases() if case.name == "receives_moved_late"]
+
+
+def _message(rank: int, shape: Sequence[int] = (2, 8), dtype: str = "Float") -> Recorder:
+    recorder = Recorder(rank)
+    recorder.group("1", (0, 1))
+    side = ("recv", 0) if rank else ("send", 1)
+    recorder.messages("1", [side], False, shape=shape, dtype=dtype)
+    return recorder
+
+
+def _collective(rank: int, title: str = "all_reduce", shape: Sequence[int] = (4,)) -> Recorder:
+    recorder = Recorder(rank)
+    recorder.group("1", (0, 1))
+    recorder.collective("1", title, False, shape)
+    return recorder
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        lambda: [_message(0), _message(1, (2, 4))],
+        lambda: [_message(0), _message(1, dtype="Half")],
+        lambda: [_collective(0), _collective(1, "broadcast")],
+        lambda: [_collective(0), _collective(1, shape=(5,))],
+    ],
+    ids=["sizes", "dtypes", "names", "sizes of a collective"],
+)
+def test_parts_that_do_not_fit(other: Callable[[], list[Recorder]], tmp_path: Path) -> None:
+    job = job_of(tmp_path, other())
+    assert {wait.why for wait in job.unmet} == {Why.OTHER} and not job.cycle
+    assert any("does not fit" in line for line in job_lines(job))
+
+
+def test_both_sides_are_there_and_it_has_not_ended(tmp_path: Path) -> None:
+    job = job_of(tmp_path, [_message(0), _message(1)])
+    assert {wait.why for wait in job.unmet} == {Why.THERE} and not job.cycle and not job.roots
+
+
+def _stage(folder: Path, name: str) -> list[str]:
+    """The dumps of a golden text, and the rest of its command."""
+    if name.startswith("late"):
+        program = compile(schedules.one_f_one_b, Plan(4, 6))
+        graph = Graph(program, "device", blocks=True)
+        job_of(folder, record(stopped(graph, int(program.offsets[2]) + 8, True), before=3))
+        return ["--program", "one_f_one_b", "--microbatches", "6"] * ("program" in name)
+    if name.startswith("deadlock"):
+        (folder / "moved.sched").write_text(MOVED.program.lstrip())
+        job_of(folder, record(stopped(Graph(MOVED.made()), None, False)))
+        return ["--program", str(folder / "moved.sched")] * ("program" in name)
+    job_of(folder, recorders_of_collectives())
+    return []
+
+
+def recorders_of_collectives() -> list[Recorder]:
+    """Three ranks in an all-reduce, one that has gone on, one that has left nothing."""
+    recorders = [Recorder(rank) for rank in range(4)]
+    for recorder in recorders:
+        recorder.group("0", range(5), "default_pg")
+        recorder.collective("0", "all_reduce", ended=True)
+        recorder.collective("0", "all_gather" if recorder.rank == 2 else "all_reduce", False)
+    return recorders
+
+
+TEXTS = dict(
+    part.split("\n", 1)
+    for part in re.split(r"^== ", (GOLDEN / "where.txt").read_text(), flags=re.M)[1:]
+)
+
+
+def test_the_page_shows_what_is_told() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "where.md").read_text()
+    shown = {block.partition("\n")[2] for block in page.split("```")[1::2]}
+    assert {TEXTS["late"], TEXTS["late, with its program"]} <= shown
+    assert TEXTS["deadlock, with its program"] in shown
+
+
+@pytest.mark.parametrize("name", TEXTS)
+def test_told(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    more = _stage(tmp_path, name)
+    pattern = str(tmp_path / "nccl_*")
+    assert said(capsys, "where", pattern, *more) == TEXTS[name]
+    facts: dict[str, Any] = json.loads(said(capsys, "where", pattern, *more, "--json"))
+    assert len(facts["standing"]) == len([*tmp_path.glob("nccl_*")])
+    if "program" in name:
+        (copy,) = facts["copies"]
+        assert copy["deadlock"] == name.startswith("deadlock")
+
+
+def test_of_many_ranks_who_matters_is_told(tmp_path: Path) -> None:
+    recorders = [Recorder(rank) for rank in range(60)]
+    for recorder in recorders:
+        recorder.group("0", range(60), "default_pg")
+        if recorder.rank != 41:
+            recorder.collective("0", "barrier", ended=False)
+    lines = job_lines(job_of(tmp_path, recorders))
+    assert len(lines) < 25 and any("rank 41 is the cause" in line for line in lines)
+
+
+def test_the_command_refuses(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert "no file whose name ends in a rank" in refused(capsys, "where", str(tmp_path))
+    _stage(tmp_path, "late, program")
+    assert "not of gpipe" in refused(
+        capsys, "where", str(tmp_path), "--program", "gpipe", "--microbatches", "6"
+    )
+    (tmp_path / "nccl_trace_rank_1").write_bytes(b"\x80\x02cos\nsystem\n.")
+    assert "TraceError" in refused(capsys, "where", str(tmp_path))
