@@ -40,6 +40,7 @@ from schedir.runtime.recorder import Recorded, Stamps, stamps_of
 from schedir.runtime.tied import prints, weights_of
 from schedir.runtime.unchanged import expect_kept
 from schedir.runtime.undone import Copies, undone
+from schedir.traces.marks import mark_of
 from schedir.transports.in_turn import InTurn
 from schedir.transports.transport import Transport, has_left
 from schedir.verify.check import check
@@ -90,8 +91,8 @@ class Executor:
     they were before it.
 
     With `record`, `stamps` notes when each instruction begins and ends; the attribute of that name
-    may be turned off and on between steps.  Under torch.profiler, an instruction is a range
-    named by what it is and its stage ("F 0"), with itself ("F 0.3") as its argument.
+    may be turned off and on between steps.  Under torch.profiler, an instruction is a range that
+    says which it is, in torch's words where it has any (`PP:0F3`, `PP:1REDUCE_GRAD`, `PP:step`).
 
     All processes of a transport make theirs together: it compares what they must agree on.
     Raises ModelError where they do not, or where modules, transport and program do not go
@@ -342,6 +343,11 @@ class Executor:
         self.profiled = self.warm and torch.autograd.profiler._is_profiler_enabled
         state.begin(inputs, targets, scale)
 
+    @cached_property
+    def _marks(self) -> list[str]:
+        """The names of the ranges that instructions are under torch.profiler, by their index."""
+        return [mark_of(instr) for instr in self.state.stream]
+
     def _expect_given(self, inputs: Microbatches, targets: Microbatches) -> None:
         """Raise ExecutionError where this rank takes microbatches, and is not given all."""
         for name, given, stage in (("inputs", inputs, 0), ("targets", targets, -1)):
@@ -359,8 +365,7 @@ class Executor:
             if stamps is not None:
                 stamps.begins(k)
             if self.profiled:
-                name = str(self.state.stream[k])
-                with record_function(name.partition(".")[0], name):
+                with record_function(self._marks[k]):
                     run()
             else:
                 run()

@@ -17,7 +17,7 @@ from typing import Final, NamedTuple
 
 from schedir.errors import TraceError
 from schedir.io.torch_csv import ACTIONS, PAIR, READ_OVER
-from schedir.ir.ops import BY_TEXT, ROWS, TRANSFERS, Opcode, Per
+from schedir.ir.ops import BY_TEXT, ROWS, TRANSFERS, Instr, Opcode, Per
 
 OF_RANK: Final = -1  # a stage that is not said: the rank has one only
 
@@ -28,6 +28,7 @@ _GROUP: Final = re.compile(r"\(([^()]*)\)(\w+)", re.ASCII)
 _OWN: Final = re.compile(r"([a-z_A-Z]+)(?: (\d{1,9}))?(?:\.(\d{1,9}))?", re.ASCII)
 _GPIPE: Final = re.compile(r"(Forward|Backward) (\d{1,9})", re.ASCII)
 _BY_GPIPE: Final = {"Forward": ACTIONS["F"], "Backward": ACTIONS["B"]}
+_WORD: Final = {op: word for word, op in ACTIONS.items()}
 _OTHERS: Final = {"STEP": BY_TEXT["step"]}
 
 
@@ -47,9 +48,27 @@ class Mark(NamedTuple):
     waits: bool = False
 
 
+def is_pp(name: str) -> bool:
+    """Whether a range is named in the words of torch's runtime schedules."""
+    return name.startswith("PP:")
+
+
 def marks(name: str) -> bool:
     """Whether a range with this name is meant to mark an instruction."""
-    return name.startswith("PP:") or _GPIPE.fullmatch(name) is not None
+    return is_pp(name) or _GPIPE.fullmatch(name) is not None
+
+
+def mark_of(instr: Instr) -> str:
+    """The name of a range around an instruction, from which `read_mark` reads it.
+
+    >>> from schedir import Instr, Opcode
+    >>> [mark_of(Instr(op, 1, 0)) for op in (Opcode.Forward, Opcode.ReduceGrads, Opcode.ReduceTied)]
+    ['PP:1F0', 'PP:1REDUCE_GRAD', 'PP:reduce_tied 1']
+    """
+    word, each = _WORD.get(instr.op), ROWS[instr.op].per is Per.MICROBATCH
+    if word is None or (instr.mb and not each):  # torch has no word for a later update
+        return f"PP:{instr}"
+    return f"PP:{instr.stage}{word}" + f"{instr.mb}" * each
 
 
 @lru_cache(maxsize=1 << 16)

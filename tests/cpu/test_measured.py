@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections import Counter
 from typing import Any
 
 import numpy as np
@@ -23,6 +24,7 @@ from schedir.runtime.inprocess import InProcess
 from schedir.runtime.measured import measured
 from schedir.runtime.recorder import read
 from schedir.schedules import one_f_one_b
+from schedir.traces.marks import mark_of
 from schedir.training import gpt
 from schedir.transports import clock as runtime_clock
 from schedir.transports.processes import Gloo
@@ -129,11 +131,13 @@ def test_what_is_not_recorded_asks_no_clock(monkeypatch: pytest.MonkeyPatch) -> 
         on.step(*batch(3))
 
 
-def test_a_profile_groups_by_instruction() -> None:
+def test_a_profile_names_instructions() -> None:
     ranks = _ranks()
     ranks.step(*batch(3))
     with torch.profiler.profile(acc_events=True) as profile:  # or torch 2.11 warns
         ranks.step(*batch(3))
     count = {event.key: event.count for event in profile.key_averages()}
-    assert count["F 0"] == count["B 1"] == count["recv_grad 0"] == 3
-    assert count["reduce_grads 1"] == 1 and count["step"] == count["reduce_norm"] == 2
+    named = [mark_of(instr) for stream in ranks.program.streams for instr in stream]
+    assert {name: n for name, n in count.items() if name.startswith("PP:")} == Counter(named)
+    assert count["PP:0F2"] == count["PP:1SEND_B0"] == count["PP:1REDUCE_GRAD"] == 1
+    assert count["PP:step"] == count["PP:reduce_norm"] == 2
