@@ -47,6 +47,11 @@ GROUPS = {
         ["Costs", "Sizes", "simulate", "Timeline", "save_timeline", "load_timeline",
          "traces.read_run", "traces.Imported"],
     ),
+    "See other trainers": (
+        "Runs of torch's own pipelining, Megatron-LM and DeepSpeed, as Timelines: "
+        "[what is marked, and how](instrument.md).",
+        ["instrument"],
+    ),
     "Draw": (
         "[Pictures](pictures.md) has every way to look at a run, from the shell and from Python.",
         ["viz.gantt", "viz.compare", "viz.Style", "viz.idle_map", "viz.tradeoff", "viz.save",

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import sys
 from importlib import import_module
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from schedir import errors, schedules
 from schedir.compiler.compile import compile
@@ -39,10 +39,15 @@ from schedir.schedules.greedy import greedy
 from schedir.schedules.words import EMPTY, B, F, I, W, Word, overlap, weave
 from schedir.verify.check import check
 
+if TYPE_CHECKING:
+    from schedir.foreign.instrument import instrument
+
 __version__ = "0.1.0"
 
-# What needs torch or matplotlib, or is seldom used, is imported when it is first named.
+# What needs torch or matplotlib, or is seldom used, is imported when it is first named: a module,
+# or `module:name`.
 _LATER = {
+    "instrument": "foreign.instrument:instrument",
     "kernels": "kernels",
     "runtime": "runtime",
     "testing": "testing",
@@ -61,7 +66,9 @@ register(lambda shown: str(import_module("schedir.viz.notebook").of(shown)))
 
 def __getattr__(name: str) -> Any:
     if name in _LATER:
-        return import_module(f"schedir.{_LATER[name]}")
+        module, _, inside = _LATER[name].partition(":")
+        found = import_module(f"schedir.{module}")
+        return getattr(found, inside) if inside else found
     raise AttributeError(f"module 'schedir' has no attribute {name!r}")
 
 
@@ -86,6 +93,7 @@ __all__ = [
     "draft",
     "errors",
     "greedy",
+    "instrument",
     "load_timeline",
     "overlap",
     "parse",

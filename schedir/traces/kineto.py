@@ -23,7 +23,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from schedir.errors import TraceError, UsageError, said
-from schedir.traces.marks import marks
+from schedir.traces.marks import is_pp, marks
 
 Ints = NDArray[np.int64]
 
@@ -177,6 +177,8 @@ class _Reader:
                 self._event(event)
         for ranges in (trace.marked, trace.messages, trace.waited):
             ranges.sort(key=lambda each: (each.start, -each.end))
+        # Where a GPipe is marked by others, its own ranges have messages and waits in them.
+        trace.marked = [e for e in trace.marked if is_pp(e.name)] or trace.marked
         threads = {each.thread for each in trace.marked}
         trace.ops = {
             thread: np.sort(np.array(ends, np.int64))

@@ -1,0 +1,215 @@
+"""schedir.instrument: torch's schedules, and what holds for every trainer."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from functools import partial
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.distributed.pipelining import schedules as theirs
+from torch.distributed.pipelining.stage import PipelineStage
+
+import schedir
+from schedir import Plan, schedules
+from schedir.analysis.models import MODELS
+from schedir.errors import UsageError
+from schedir.testing.tiny import WIDTH, batch, loss
+from tests.cpu.ranges import computes, imported, profiled
+from tests.cpu.spawn import run
+
+ROOT = Path(__file__).parents[2]
+RANKS, MICROBATCHES = 4, 5
+STAGES = {"Schedule1F1B": 1, "ScheduleGPipe": 1, "ScheduleInterleaved1F1B": 2}
+
+
+class _Layer(torch.nn.Linear):
+    """Notes at each forward whether torch's functions have others around them."""
+
+    seen: list[bool]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.seen.append(hasattr(theirs._batch_p2p, "__wrapped__"))
+        return super().forward(x)
+
+
+def _schedule(rank: int, name: str, seen: list[bool]) -> Any:
+    count = RANKS * STAGES[name]
+    held = []
+    for s in range(rank, count, RANKS):
+        layer = _Layer(WIDTH, WIDTH, dtype=torch.float64)
+        layer.seen = seen
+        stage = PipelineStage(layer, s, count, torch.device("cpu"))
+        # What it would send first is for NCCL; torch 2.11 sends it to itself, which Gloo refuses.
+        stage._get_init_p2p_neighbors_ops = list  # type: ignore[method-assign]
+        held.append(stage)
+    given = held if STAGES[name] > 1 else held[0]
+    return getattr(theirs, name)(given, n_microbatches=MICROBATCHES, loss_fn=loss)
+
+
+def _step(rank: int, schedule: Any) -> None:
+    inputs, targets = (x.flatten(0, 1) for x in batch(MICROBATCHES))
+    schedule.step(*(inputs,) * (rank == 0), target=targets if rank == RANKS - 1 else None)
+
+
+def in_torch(rank: int, folder: str) -> dict[str, list[str]]:
+    """The ranges of each schedule, marked and then no longer."""
+    found = {}
+    for name in STAGES:
+        seen: list[bool] = []
+        step = partial(_step, rank, _schedule(rank, name, seen))
+        with schedir.instrument("torch"):
+            found[name] = profiled(step, f"{folder}/{name}-{rank}.json")
+            assert any(seen)
+            seen.clear()
+            step()
+            assert seen and not any(seen)  # without a profiler
+        found[f"plain {name}"] = profiled(step, f"{folder}/plain-{rank}.json")
+        assert not any(seen)
+    return found
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[dict[str, list[str]]]]:
+    """The folder of the traces, and the ranges of each rank."""
+    folder = tmp_path_factory.mktemp("traces")
+    return folder, run(in_torch, RANKS, str(folder))
+
+
+FIRST = """
+0F0 0SEND_F0 0F1 0WAIT_SEND_F0 0SEND_F1 0F2 0WAIT_SEND_F1 0SEND_F2 0F3 0WAIT_SEND_F2
+(0SEND_F3;0RECV_B0)BATCH_P2P 0WAIT_SEND_F3 0WAIT_RECV_B0 0B0
+0F4 (0SEND_F4;0RECV_B1)BATCH_P2P 0WAIT_SEND_F4 0WAIT_RECV_B1 0B1
+0RECV_B2 0WAIT_RECV_B2 0B2 0RECV_B3 0WAIT_RECV_B3 0B3 0RECV_B4 0WAIT_RECV_B4 0B4 0REDUCE_GRAD
+"""
+LAST = """
+3RECV_F0 3WAIT_RECV_F0 3F0 3RECV_F1 3WAIT_RECV_F1 3F1 3RECV_F2 3WAIT_RECV_F2 3F2
+3RECV_F3 3WAIT_RECV_F3 3F3 3RECV_F4 3WAIT_RECV_F4 3F4
+3B0 3SEND_B0 3B1 3SEND_B1 3B2 3SEND_B2 3B3 3SEND_B3 3B4 3SEND_B4
+3WAIT_SEND_B0 3WAIT_SEND_B1 3WAIT_SEND_B2 3WAIT_SEND_B3 3WAIT_SEND_B4 3REDUCE_GRAD
+"""
+
+
+def test_what_marks_nothing_is_marked(runs: tuple[Path, list[dict[str, list[str]]]]) -> None:
+    """Each forward and backward, each message and each wait, in the order of torch's code."""
+    _, ranks = runs
+    assert ranks[0]["Schedule1F1B"] == FIRST.split()
+    assert ranks[3]["ScheduleGPipe"] == LAST.split()
+    for name in ("Schedule1F1B", "ScheduleGPipe"):
+        assert all(rank[f"plain {name}"] == [] for rank in ranks)
+
+
+def test_of_what_is_marked_only_the_waits_are(
+    runs: tuple[Path, list[dict[str, list[str]]]],
+) -> None:
+    """Each receive is waited for in the compute that needs it, each send when all is done."""
+    for rank in runs[1]:
+        found, plain = rank["ScheduleInterleaved1F1B"], rank["plain ScheduleInterleaved1F1B"]
+        assert [name for name in found if "WAIT" not in name] == plain
+        received = [name for name in plain if "RECV" in name]
+        inside = [name.split(">") for name in found if ">" in name]
+        assert sorted(wait.replace("WAIT_", "") for _, wait in inside) == sorted(received)
+        assert all(wait.replace("WAIT_RECV_", "") == compute for compute, wait in inside)
+        sent = [name for name in plain if "SEND" in name]
+        after = [name for name in found if "WAIT_SEND" in name]
+        assert after == found[-len(sent) :]
+        assert sorted(name.replace("WAIT_", "") for name in after) == sorted(sent)
+
+
+@pytest.mark.parametrize(
+    ("name", "ours"),
+    [("Schedule1F1B", schedules.one_f_one_b), ("ScheduleGPipe", schedules.gpipe)],
+)
+def test_their_runs_are_imported(
+    name: str, ours: Any, runs: tuple[Path, list[dict[str, list[str]]]]
+) -> None:
+    program = imported(runs[0], name)
+    assert computes(program) == computes(schedir.compile(ours, Plan(RANKS, MICROBATCHES)))
+    for model in MODELS:
+        schedir.check(program, model=model)
+
+
+# ---------------------------------------------------------------- every trainer
+
+
+def test_it_is_safe_twice() -> None:
+    before = theirs.PipelineScheduleSingle.step
+    first, second = schedir.instrument("torch"), schedir.instrument("torch")
+    marked = theirs.PipelineScheduleSingle.step
+    assert marked is not before and marked.__wrapped__ is before  # type: ignore[attr-defined]
+    first.undo()
+    first.undo()
+    assert theirs.PipelineScheduleSingle.step is marked
+    second.undo()
+    assert theirs.PipelineScheduleSingle.step is before
+
+
+def test_what_others_put_on_top_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+    with schedir.instrument("torch"):
+        ours = theirs.PipelineScheduleSingle.step
+
+        def others(self: Any, *args: Any) -> Any:
+            return ours(self, *args)
+
+        monkeypatch.setattr(theirs.PipelineScheduleSingle, "step", others)
+    assert theirs.PipelineScheduleSingle.step is others
+
+
+def test_with_no_name_all_that_is_there_is_marked() -> None:
+    with schedir.instrument() as done:
+        assert done.trainers["torch"] == torch.__version__
+        assert {*done.left} == {
+            name
+            for name, module in (("megatron", "megatron"), ("deepspeed", "deepspeed"))
+            if find_spec(module) is None
+        }
+        assert str(done).startswith("instrumented torch ")
+
+
+def test_nothing_is_changed_where_something_is_wrong() -> None:
+    before = theirs.PipelineScheduleSingle.step
+    with pytest.raises(UsageError) as caught:
+        schedir.instrument("torch", "titan")
+    assert caught.value.hint == "there are 'torch', 'megatron', 'deepspeed'"
+    assert theirs.PipelineScheduleSingle.step is before
+
+
+# Packages that go by the right names: what is asked of them, and what they are.
+_PACKAGES = {
+    "megatron/__init__.py": "",
+    "deepspeed/__init__.py": "__version__ = '0.3.0'",
+    "deepspeed/runtime/pipe/engine.py": "class PipelineEngine: ...",
+    "broken/deepspeed/__init__.py": "import of_what_is_not_there",
+}
+
+
+def test_wrong_packages_are_one_error(tmp_path: Path) -> None:
+    for name, text in _PACKAGES.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text)
+    asks = """
+import sys, schedir
+for names in (["megatron", "deepspeed"], ["titan"], ["broken"]):
+    if names == ["broken"]:
+        sys.path.insert(0, sys.path[0] + "/broken")
+        names = ["deepspeed"]
+        for module in [m for m in sys.modules if m.startswith("deepspeed")]:
+            del sys.modules[module]
+    try:
+        schedir.instrument(*names)
+    except schedir.errors.UsageError as error:
+        print(error)
+"""
+    (tmp_path / "ask.py").write_text(asks)
+    environment = os.environ | {"PYTHONPATH": f"{tmp_path}{os.pathsep}{ROOT}"}
+    done = subprocess.run(
+        [sys.executable, str(tmp_path / "ask.py")],
+        env=environment, capture_output=True, text=True, timeout=120,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == (ROOT / "tests" / "golden" / "instrument.txt").read_text()

@@ -1,0 +1,85 @@
+"""schedir.instrument and DeepSpeed: its real engines train over Gloo, on a CPU."""
+
+from __future__ import annotations
+
+import os
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import schedir
+from schedir import Plan, schedules
+from schedir.analysis.models import MODELS
+from tests.cpu.ranges import computes, imported, profiled
+from tests.cpu.spawn import run
+
+pytest.importorskip("deepspeed", reason="deepspeed is not installed")
+
+RANKS, MICROBATCHES, WIDTH = 4, 9, 4
+
+
+def in_deepspeed(rank: int, folder: str) -> dict[str, list[str]]:
+    """The ranges of a step of each engine, of an evaluation, and of a step that is not marked."""
+    os.environ |= {"DS_ACCELERATOR": "cpu", "LOCAL_RANK": str(rank)}
+    import deepspeed
+    from deepspeed.runtime.pipe.dualpipev import DualPipeVModule
+    from deepspeed.runtime.pipe.module import PipelineModule
+
+    deepspeed.init_distributed(dist_backend="gloo", auto_mpi_discovery=False)
+    found = {}
+    for name, kind, stages in (("train", PipelineModule, 1), ("dualpipev", DualPipeVModule, 2)):
+        layers = [torch.nn.Linear(WIDTH, WIDTH) for _ in range(RANKS * stages)]
+        model = kind(layers=layers, num_stages=RANKS, loss_fn=torch.nn.MSELoss())
+        config = {
+            "train_micro_batch_size_per_gpu": 1,
+            "gradient_accumulation_steps": MICROBATCHES,
+        }
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        engine: Any = deepspeed.initialize(model=model, optimizer=optimizer, config=config)[0]
+        data = iter([(torch.ones(1, WIDTH), torch.ones(1, WIDTH))] * 10 * MICROBATCHES)
+        train, evaluate = partial(engine.train_batch, data), partial(engine.eval_batch, data)
+        train()  # sends what messages look like, once
+        with schedir.instrument("deepspeed"):
+            found[name] = profiled(train, f"{folder}/{name}-{rank}.json")
+            found[f"{name} eval"] = profiled(evaluate, f"{folder}/{name} eval-{rank}.json")
+        found[f"{name} plain"] = profiled(train, f"{folder}/plain-{rank}.json")
+    return found
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[dict[str, list[str]]]]:
+    """The folder of the traces, and the ranges of each rank."""
+    folder = tmp_path_factory.mktemp("traces")
+    return folder, run(in_deepspeed, RANKS, str(folder))
+
+
+def test_its_1f1b_is_ours(runs: tuple[Path, list[dict[str, list[str]]]]) -> None:
+    program = imported(runs[0], "train")
+    plan = Plan(RANKS, MICROBATCHES)
+    assert computes(program) == computes(schedir.compile(schedules.one_f_one_b, plan))
+    for model in MODELS:
+        schedir.check(program, model=model)
+
+
+@pytest.mark.parametrize("name", ["train eval", "dualpipev", "dualpipev eval"])
+def test_all_else_it_runs_completes(
+    name: str, runs: tuple[Path, list[dict[str, list[str]]]]
+) -> None:
+    program = imported(runs[0], name)
+    assert program.plan.microbatches == MICROBATCHES
+    assert program.plan.placement == ("vee" if "dualpipev" in name else "loop")
+    for model in MODELS:
+        schedir.check(program, model=model)
+
+
+def test_each_instruction_is_marked(runs: tuple[Path, list[dict[str, list[str]]]]) -> None:
+    _, ranks = runs
+    assert ranks[3]["train"][:4] == ["3RECV_F0", "3F0", "3B0", "3SEND_B0"]
+    assert ranks[3]["train"][-2:] == ["3REDUCE_GRAD", "STEP"]
+    assert ranks[2]["train"][2:8] == ["2SEND_F0", "2RECV_F1", "2F1", "2RECV_B0", "2SEND_F1", "2B0"]
+    batch = "(2SEND_F5;5SEND_B1;5RECV_F4;2RECV_B0)BATCH_P2P"  # queued, and then issued as one
+    assert batch in ranks[2]["dualpipev"]
+    assert all(rank["train plain"] == rank["dualpipev plain"] == [] for rank in ranks)
