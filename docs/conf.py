@@ -71,7 +71,7 @@ html_copy_source = False
 html_show_sphinx = False
 
 
-SOURCES: set[str] = set()  # files that pages link to
+SOURCES: dict[str, str] = {}  # the text of each file that pages link to
 
 
 def add_tree(app: Sphinx, page: str, source: list[str]) -> None:
@@ -83,15 +83,15 @@ def add_tree(app: Sphinx, page: str, source: list[str]) -> None:
 
 
 def shown(app: Sphinx, page: str, target: str) -> str:
-    """Where a page's link to source leads: a page of the site that shows the file."""
+    """Where a link of a page to source leads: a page of the site that shows it, if it is text."""
     path = posixpath.normpath(posixpath.join(posixpath.dirname(page), target))
     if (ROOT / path / "README.md").is_file():
         return app.builder.get_relative_uri(page, f"{path}/README")
     if (ROOT / path).is_dir():
         path += "/__init__.py"
-    if not (ROOT / path).is_file():
+    if not (ROOT / path).is_file() or Path(path).suffix == ".timeline":
         return ""
-    SOURCES.add(path)
+    SOURCES[path] = (ROOT / path).read_text()
     return app.builder.get_relative_uri(page, f"source/{path}")
 
 
@@ -107,9 +107,9 @@ def show_files(app: Sphinx) -> Iterator[tuple[str, dict[str, str], str]]:
     away = '<meta http-equiv="refresh" content="0; url=docs/index.html">'
     yield "index", {"title": "schedir", "body": "", "metatags": away}, "page.html"
     assert isinstance(app.builder, StandaloneHTMLBuilder)
-    for path in sorted(SOURCES):
+    for path, text in sorted(SOURCES.items()):
         language = {".py": "python", ".toml": "toml"}.get(Path(path).suffix, "none")
-        code = app.builder.highlighter.highlight_block((ROOT / path).read_text(), language)
+        code = app.builder.highlighter.highlight_block(text, language)
         yield f"source/{path}", {"title": path, "body": f"<h1>{path}</h1>{code}"}, "page.html"
 
 
