@@ -35,12 +35,13 @@ _POSTED: Final = {
 class Seen(NamedTuple):
     """What ran as one, from `began` to `ended` in nanoseconds by the clock of the host.
 
-    `waited` nanoseconds of its range were a wait for messages, and are not in it.
+    `waited` nanoseconds of its range were a wait for messages, and are not in it.  Of a message
+    that was posted, and of which nothing says when it was there, `ended` is None.
     """
 
     actions: tuple[Action, ...]
     began: int
-    ended: int
+    ended: int | None
     waited: int = 0
 
 
@@ -160,11 +161,11 @@ def _on_cpu(trace: Trace, waits: list[_Item]) -> Callable[[_Item], Seen]:
             stop = min(sent, default=end)
             waited = min(_length(spells), stop - start)
             return Seen(item.actions, start + waited, stop, waited)
+        if not any(action.op in RECEIVES for action in item.actions):
+            return Seen(item.actions, start, end)
         lo, hi = np.searchsorted(starts, [start, end + 1])
-        seen = [int(e) for e in ends[lo:hi]] + [awaited.get(action, 0) for action in item.actions]
-        if any(action.op in RECEIVES for action in item.actions):
-            end = max([end, *seen])
-        return Seen(item.actions, start, end)
+        seen = [int(e) for e in ends[lo:hi]] + [awaited[a] for a in item.actions if a in awaited]
+        return Seen(item.actions, start, max([end, *seen]) if seen else None)
 
     return when
 

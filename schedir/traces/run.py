@@ -16,6 +16,7 @@ from schedir.analysis.models import MODELS, Model
 from schedir.compiler.compile import finish, lower
 from schedir.errors import CompletenessError, ProgramError, TraceError
 from schedir.io.torch_csv import placed
+from schedir.ir.flow import Flow
 from schedir.ir.index import NONE, Index
 from schedir.ir.ops import BY_TEXT, COMPUTE, RECEIVES, SENDS, TRANSFERS
 from schedir.ir.program import JOINED, OP, STAGE, Program, Stream
@@ -146,6 +147,11 @@ def _timeline(
             f"{waited / (waited + timeline.busy.sum()):.1%} of the time in forwards and backwards "
             "was a wait for messages: it counts as idle"
         )
+    if unseen := sum(seen.ended is None for part in ranks for seen in part.seen):
+        notes.append(
+            f"of {unseen} messages nothing says when they were there: if a forward or backward "
+            "waited for them inside of its range, that counts as work"
+        )
     return replace(timeline, clock_error=error), notes
 
 
@@ -209,7 +215,7 @@ def _times(program: Program, ranks: list[Part]) -> tuple[Floats, Floats]:
         sizes = [len(seen.actions) for seen in part.seen]
         for times, told in (
             (start, [seen.began - began for seen in part.seen]),
-            (end, [seen.ended - began for seen in part.seen]),
+            (end, [np.nan if s.ended is None else s.ended - began for s in part.seen]),
         ):
             times[at] = np.repeat(told, sizes)[known] / 1e9
     return start, end
@@ -234,20 +240,22 @@ def _align(program: Program, hosts: list[str], start: Floats, end: Floats) -> fl
 
 
 def _fill(program: Program, start: Floats, end: Floats) -> None:
-    """Times of what is not marked, as much as those of forwards and backwards leave room for.
+    """Times of what traces do not tell, as much as what they tell leaves room for.
 
-    A receive is under way from when its rank is free until the next compute begins there; all else
-    takes no time, and comes when what stands before it has ended.
+    What is not marked comes when all before it on its rank has ended, and takes no time.  But a
+    message of which it is not known when it was there may have been under way until it was taken.
     """
+    index, flow = Index.of(program), Flow.of(program)
     lacking = np.isnan(start)
-    index = Index.of(program)
     for lo, hi in pairwise(program.offsets.tolist()):
-        compute, own = index.is_op(COMPUTE)[lo:hi], lacking[lo:hi]
+        own, compute = lacking[lo:hi], index.is_op(COMPUTE)[lo:hi]
         first = start[lo:hi][compute].min()
         over = np.where(index.is_op(TRANSFERS)[lo:hi] | own, first, end[lo:hi])
-        free = np.maximum.accumulate(over)
-        ahead = np.where(compute, start[lo:hi], np.inf)[::-1]
-        taken = np.minimum.accumulate(ahead)[::-1]
-        late = index.is_op(RECEIVES)[lo:hi] & np.isfinite(taken)
-        start[lo:hi][own] = free[own]
-        end[lo:hi][own] = np.where(late, np.maximum(free, taken), free)[own]
+        start[lo:hi][own] = np.maximum.accumulate(over)[own]
+    unseen = np.isnan(end)
+    end[unseen] = start[unseen]
+    late = unseen & index.is_op(RECEIVES)
+    for giver in flow.needs:
+        taker = np.flatnonzero(giver != NONE)
+        taker = taker[late[giver[taker]]]
+        np.maximum.at(end, giver[taker], start[taker])

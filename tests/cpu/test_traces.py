@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from pathlib import Path
 
@@ -121,3 +122,23 @@ def test_another_step_and_any_order(runs: tuple[Path, list[dict[str, list[str]]]
     assert first.timeline.program == last.timeline.program
     assert isinstance(first.timeline, Timeline)
     assert (first.timeline.spans["end"] != last.timeline.spans["end"]).any()
+
+
+def test_waits_that_nothing_tells(
+    runs: tuple[Path, list[dict[str, list[str]]]], tmp_path: Path
+) -> None:
+    """Without Gloo's marks a wait inside of a range is taken for work, and it is said."""
+    folder, _ = runs
+    whole = read_run([folder / "ZBVZeroBubble"])
+    hand = []
+    for path in sorted((folder / "ZBVZeroBubble").iterdir()):
+        content = json.loads(path.read_text())
+        events = [e for e in content["traceEvents"] if e["name"] != "gloo:recv"]
+        (tmp_path / path.name).write_text(json.dumps({**content, "traceEvents": events}))
+        step = max(e["ts"] for e in events if e["name"].startswith("ProfilerStep"))
+        named = [e for e in events if _COMPUTE.fullmatch(e["name"]) and e["ts"] > step]
+        hand.append(sum(e["dur"] for e in named) / 1e6)
+    found = read_run([tmp_path])
+    np.testing.assert_allclose(found.timeline.busy, hand, atol=2e-6)
+    assert any("counts as work" in note for note in found.notes)
+    assert not any("counts as work" in note for note in whole.notes)
