@@ -65,8 +65,10 @@ GROUPS = {
          "runtime.check_split", "runtime.Gloo", "runtime.Shared", "runtime.nccl"],
     ),
     "Test": (
-        "[A schedule of your own](testing.md#a-schedule) is tested in ten lines.",
-        ["testing.assert_schedule", "testing.plans_of", "testing.plans", "testing.drafts",
+        "[A schedule of your own](testing.md#a-schedule) is tested in ten lines, and so are "
+        "[the gradients of any pipeline](gradients.md).",
+        ["testing.assert_schedule", "testing.assert_same_gradients",
+         "testing.plans_of", "testing.plans", "testing.drafts",
          "testing.programs", "testing.ties", "testing.random_draft"],
     ),
 }  # fmt: skip

@@ -21,18 +21,39 @@ DeadlockError: impatient: 2 ranks wait for each other; stopped after 2 of 8 inst
   rank 1 #1   F 1.1  needs F 0.1 from rank 0, which is #2 there, and rank 0 stands at #1
   ...
 
-hypothesis is needed here and nowhere else; torch is imported when gradients are compared.
+A step of another library is held to a plain loop over the same model by `assert_same_gradients`.
+
+What is about schedules needs hypothesis; torch is imported when gradients are compared.
 """
 
-try:
-    import hypothesis  # noqa: F401
-except ImportError as error:
-    raise ImportError("schedir.testing needs hypothesis: pip install hypothesis") from error
+from __future__ import annotations
 
-from schedir.testing.assertions import assert_schedule
-from schedir.testing.strategies import drafts, plans, plans_of, programs, random_draft, ties
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from schedir.testing.assertions import assert_schedule
+    from schedir.testing.gradients import assert_same_gradients
+    from schedir.testing.strategies import drafts, plans, plans_of, programs, random_draft, ties
+
+_LATER = {"assert_same_gradients": "gradients", "assert_schedule": "assertions"}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in __all__:
+        raise AttributeError(f"module 'schedir.testing' has no attribute {name!r}")
+    try:
+        return getattr(import_module(f"schedir.testing.{_LATER.get(name, 'strategies')}"), name)
+    except ImportError as error:
+        if error.name != "hypothesis":
+            raise
+        raise ImportError(
+            f"schedir.testing.{name} needs hypothesis: pip install hypothesis"
+        ) from error
+
 
 __all__ = [
+    "assert_same_gradients",
     "assert_schedule",
     "drafts",
     "plans",

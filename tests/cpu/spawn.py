@@ -2,138 +2,23 @@
 
 from __future__ import annotations
 
-import faulthandler
 import multiprocessing
-import pickle
-import sys
-import tempfile
-import time
-import traceback
 from collections.abc import Callable
-from datetime import timedelta
-from multiprocessing.connection import Connection, wait
-from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
-import torch
-import torch.distributed as dist
+from schedir.testing.processes import GRACE, RankError
+from schedir.testing.processes import run as run_in
+
+__all__ = ["RankError", "run"]
 
 # The children fork from a server that has torch loaded and no threads yet: as quick as fork,
 # as safe as spawn. pytest is there because each child imports the parent's main module.
 _CONTEXT = multiprocessing.get_context("forkserver")
 _CONTEXT.set_forkserver_preload(["torch", "torch.distributed", "numpy", "pytest", __name__])
 
-GRACE = 1.0  # seconds that the others get to say how they failed, once one has
-
-
-class _Report(NamedTuple):
-    """What a rank says before it ends: when, its result, or its traceback."""
-
-    when: float
-    result: Any = None
-    traceback: str = ""
-
-
-class RankError(Exception):
-    """Ranks failed, died or hung; `tracebacks` says how, by rank, the first to fail first."""
-
-    def __init__(self, tracebacks: dict[int, str]) -> None:
-        super().__init__("\n".join(f"rank {rank}: {tb}" for rank, tb in tracebacks.items()))
-        self.tracebacks = tracebacks
-
 
 def run(
     fn: Callable[..., Any], world_size: int, *args: Any, limit: float = 120, grace: float = GRACE
 ) -> list[Any]:
-    """`fn(rank, *args)` on each of `world_size` processes of one Gloo world: results by rank.
-
-    `fn` is a function of a module (children find it by its name); arguments and results are
-    pickled. In it torch.distributed is initialised and torch has one thread. Raises RankError
-    `grace` seconds after the first failure, with every traceback there is; or after `limit`
-    seconds, with the stacks of the ranks that are still running.
-    """
-    work = pickle.dumps((fn, args))  # as bytes: torch would pass tensors in shared memory
-    with tempfile.TemporaryDirectory() as folder:
-        pipes, processes = [], []
-        for rank in range(world_size):
-            pipe, child_pipe = _CONTEXT.Pipe(duplex=False)
-            process = _CONTEXT.Process(
-                target=_child, args=(rank, world_size, folder, limit, child_pipe, work), daemon=True
-            )
-            process.start()
-            child_pipe.close()  # so that the death of the child ends the pipe
-            pipes.append(pipe)
-            processes.append(process)
-        try:
-            reports = _collect(pipes, time.monotonic() + limit, grace)
-        finally:
-            for process in processes:
-                process.kill()
-            for process in processes:
-                process.join()
-        for rank in set(range(world_size)) - reports.keys():
-            stack = _stack(folder, rank).read_text() if _stack(folder, rank).exists() else ""
-            tb = stack or f"was ended {grace:g} s after the first failure"
-            reports[rank] = _Report(time.monotonic(), traceback=tb)
-    failed = {rank: r for rank, r in reports.items() if r.traceback}
-    if failed:
-        first = sorted(failed, key=lambda rank: failed[rank].when)
-        raise RankError({rank: failed[rank].traceback for rank in first})
-    return [reports[rank].result for rank in range(world_size)]
-
-
-def _collect(pipes: list[Connection], deadline: float, grace: float) -> dict[int, _Report]:
-    """Reports by rank, of those that made one in time."""
-    reports: dict[int, _Report] = {}
-    waiting = {pipe: rank for rank, pipe in enumerate(pipes)}
-    failed = False
-    while waiting:
-        ready = wait(list(waiting), timeout=max(0, deadline - time.monotonic()))
-        if not ready:
-            break
-        for pipe in ready:
-            assert isinstance(pipe, Connection)
-            rank = waiting.pop(pipe)
-            try:
-                report = _Report(*pickle.loads(pipe.recv_bytes()))
-            except EOFError:
-                report = _Report(time.monotonic(), traceback="died without a word")
-            reports[rank] = report
-            if report.traceback and not failed:
-                failed, deadline = True, min(deadline, time.monotonic() + grace)
-    return reports
-
-
-def _child(
-    rank: int, world_size: int, folder: str, limit: float, pipe: Connection, work: bytes
-) -> None:
-    torch.set_num_threads(1)
-    with _stack(folder, rank).open("w") as stack:
-        # A little before the parent's patience ends, so that it finds where we hang.
-        faulthandler.dump_traceback_later(max(limit - 1, limit / 2), file=stack)
-        try:
-            fn, args = pickle.loads(work)
-            # A file as the meeting point: there is no port for which runs could race.
-            dist.init_process_group(
-                "gloo",
-                init_method=Path(folder, "store").as_uri(),
-                rank=rank,
-                world_size=world_size,
-                timeout=timedelta(seconds=limit),
-            )
-            result = fn(rank, *args)
-            dist.barrier()  # nobody closes a connection that another still reads from
-            report = pickle.dumps((time.monotonic(), result, ""))
-        except BaseException:
-            report = pickle.dumps((time.monotonic(), None, traceback.format_exc()))
-        # Sent before our connections close: the cause arrives before its consequences.
-        pipe.send_bytes(report)
-        faulthandler.cancel_dump_traceback_later()
-        sys.stdout.flush()
-        sys.stderr.flush()
-        if dist.is_initialized():
-            dist.destroy_process_group()
-
-
-def _stack(folder: str, rank: int) -> Path:
-    return Path(folder, f"stack-{rank}")
+    """`fn(rank, *args)` on each of `world_size` processes, as schedir.testing.processes has it."""
+    return run_in(fn, world_size, *args, context=_CONTEXT, limit=limit, grace=grace)

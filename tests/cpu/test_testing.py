@@ -171,9 +171,12 @@ def test_drafts_are_complete_and_ascend(made: Program) -> None:
 
 
 def test_without_hypothesis_it_says_what_is_missing() -> None:
-    code = "import sys; sys.modules['hypothesis'] = None; import schedir; schedir.testing"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
-    assert "ImportError: schedir.testing needs hypothesis" in done.stderr
+    code = "import sys; sys.modules['hypothesis'] = None; from schedir.testing import "
+    done = subprocess.run(
+        [sys.executable, "-c", code + "assert_schedule"], capture_output=True, text=True
+    )
+    assert "ImportError: schedir.testing.assert_schedule needs hypothesis" in done.stderr
+    subprocess.run([sys.executable, "-c", code + "assert_same_gradients"], check=True)
 
 
 def test_the_page_runs() -> None:

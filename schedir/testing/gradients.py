@@ -1,0 +1,303 @@
+"""Gradients: are those that a pipeline step leaves those of a plain loop over the same model?"""
+
+from __future__ import annotations
+
+import multiprocessing
+import pickle
+import re
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from difflib import get_close_matches
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from schedir.errors import ExecutionError, UsageError, said
+from schedir.runtime.given import callable_of, loss_of
+from schedir.testing.compared import Left, compare
+from schedir.testing.plain import Plain, cut, names_of, own_copy
+from schedir.testing.processes import DIED, RankError, run
+
+Step = Callable[[int, int, Any, Any], Mapping[str, Tensor | None] | None]
+
+
+def assert_same_gradients(
+    step: Step,
+    model: nn.Module | Sequence[nn.Module],
+    batch: Any,
+    *,
+    ranks: int,
+    microbatches: int | None = None,
+    loss_fn: Callable[..., Tensor] | None = None,
+    reduction: Literal["mean", "sum"] | float = "mean",
+    replicas: int = 1,
+    tolerance: float | None = None,
+    timeout: float = 60.0,
+    start: Literal["fork", "spawn"] | None = None,
+) -> float:
+    """Assert that a pipeline step of any library leaves the gradients of a plain loop.
+
+    `step(rank, ranks, model, batch)` is called in `ranks` processes, in which torch.distributed is
+    initialised over Gloo; it builds stages of `model`, a copy of its own, and runs them on `batch`
+    once, or several times, accumulating.  Gradients are read from the parameters of `model`
+    afterwards; where a step works on copies, it returns `{name: gradient}` by the names of `model`.
+    The stages of torch.distributed.pipelining are known by their numbers; others, if `model` is a
+    list, are its parts.
+
+    The plain loop cuts each tensor of `batch` into `microbatches` along its first dimension (a list
+    is cut already), and takes `loss_fn(model(inputs), targets)` of each, where the batch is a pair
+    of inputs and targets; without a `loss_fn` the model gives the loss.  Inputs that are a tuple or
+    a dict are the model's arguments.  What is due is the gradient of the `"mean"` of these losses,
+    of their `"sum"`, or of that sum divided by a number.  Of `replicas` the first has the first
+    microbatches, and all are due the same gradient.
+
+    A gradient is the same if the norm of the difference is within `tolerance` of the sum of its
+    microbatches' norms: 1e-6 in float32 and 1e-12 in float64, else 8 times the type's `eps`, which
+    hides small mistakes; 0 wants the same bits.  Returns the largest difference over the norm.
+
+    Processes are forks of this one, so that `step` may be any function, except where a GPU or a
+    process group is in use here or `start` says "spawn": then it is pickled by its name.
+
+    Raises AssertionError with `mistakes`: which stages differ, and what mistake gives such
+    gradients, if it is known; schedir.errors.ExecutionError if a rank fails, or is not back within
+    `timeout` seconds; UsageError for what cannot be compared, as a model with dropout.
+
+    >>> import torch
+    >>> from torch import nn
+    >>> from schedir.testing import assert_same_gradients
+    >>> def step(rank, ranks, model, batch):  # the loop of a pipeline of one rank
+    ...     for x, y in zip(*(part.chunk(4) for part in batch)):
+    ...         nn.functional.mse_loss(model(x), y).backward()
+    >>> model, batch = nn.Linear(3, 1), (torch.randn(8, 3), torch.randn(8, 1))
+    >>> mse = nn.functional.mse_loss
+    >>> off = assert_same_gradients(
+    ...     step, model, batch, ranks=1, microbatches=4, loss_fn=mse, reduction="sum"
+    ... )
+    >>> off < 1e-6
+    True
+    >>> try:
+    ...     assert_same_gradients(step, model, batch, ranks=1, microbatches=4, loss_fn=mse)
+    ... except AssertionError as error:
+    ...     print(error)
+    2 of 2 gradients are not those of a plain loop
+      rank 0, all 2 parameters: 4 times too large: never divided by the 4 microbatches
+        often scale_grads=False, or no division, with a loss that takes the mean
+    """
+    callable_of(step, "step", "def step(rank, ranks, model, batch): ...")
+    if loss_fn is not None:
+        loss_of(loss_fn)
+    whole = _whole(model)
+    several = cut(batch, microbatches, loss_fn)
+    divisor = _divisor(reduction, len(several))
+    _numbers(ranks, replicas, len(several))
+    loop = Plain(own_copy(whole), several, loss_fn, divisor)
+    how = start or ("spawn" if _forks_are_unsafe() else "fork")
+    with _one_thread():
+        if not loop.due:
+            raise UsageError("the loss depends on no parameter that is trained")
+        left = _processes(step, whole, batch, ranks, how, timeout)
+        if whole is not model:
+            left = [one.by_prefix() for one in left]
+        return compare(loop, left, replicas=replicas, tolerance=tolerance)
+
+
+def _whole(model: Any) -> nn.Module:
+    """The model, whose stages may be given in order."""
+    if isinstance(model, list | tuple) and all(isinstance(part, nn.Module) for part in model):
+        model = nn.Sequential(*model)
+    if not isinstance(model, nn.Module):
+        raise UsageError(f"a model is an nn.Module, or its stages in order, not {said(model)}")
+    devices = {str(p.device) for p in model.parameters()}
+    if devices - {"cpu"}:
+        raise UsageError(
+            f"the processes are on a CPU, and the model on {', '.join(sorted(devices))}",
+            hint="model.cpu()",
+        )
+    return model
+
+
+def _divisor(reduction: object, microbatches: int) -> float:
+    """What the sum of the losses is divided by."""
+    if reduction == "mean":
+        return microbatches
+    if reduction == "sum":
+        return 1
+    if isinstance(reduction, int | float) and not isinstance(reduction, bool) and reduction > 0:
+        return reduction
+    raise UsageError(
+        f"losses are reduced to their 'mean', their 'sum', or the sum divided by a number, not "
+        f"{said(reduction)}",
+        fields=["reduction"],
+    )
+
+
+def _numbers(ranks: object, replicas: object, microbatches: int) -> None:
+    """Refuse what cannot be the numbers of a step."""
+    for name, number in (("ranks", ranks), ("replicas", replicas)):
+        if not isinstance(number, int) or isinstance(number, bool) or number < 1:
+            raise UsageError(f"{name} is a number from 1 on, not {said(number)}", fields=[name])
+    assert isinstance(replicas, int)
+    if microbatches % replicas:
+        raise UsageError(
+            f"{microbatches} microbatches cannot be shared out to {replicas} replicas",
+            fields=["microbatches", "replicas"],
+            hint="microbatches are those of all replicas together",
+        )
+
+
+def _forks_are_unsafe() -> bool:
+    """Whether something is in use here that a fork of this process must not touch."""
+    accelerated = torch.cuda.is_initialized()
+    return not sys.platform.startswith("linux") or accelerated or dist.is_initialized()
+
+
+@contextmanager
+def _one_thread() -> Iterator[None]:
+    """As the processes compute: with more threads sums may round otherwise."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+def _processes(
+    step: Step, model: nn.Module, batch: Any, ranks: int, how: str, timeout: float
+) -> list[Left]:
+    """What each rank leaves of a step."""
+    if how == "spawn":
+        for what, value in (("the step", step), ("the model", model), ("the batch", batch)):
+            try:
+                pickle.dumps(value)
+            except Exception:
+                raise UsageError(
+                    f"processes are spawned, and {what} cannot be pickled for them",
+                    hint="a step is a function of a module then, whose name they can import",
+                ) from None
+    context = multiprocessing.get_context(how)
+    try:
+        left = run(
+            _left, ranks, step, ranks, model, batch, context=context, limit=timeout, grace=0.1
+        )
+    except RankError as error:
+        raise _failed(error, timeout) from None
+    for rank, one in enumerate(left):
+        if isinstance(one, str):
+            raise UsageError(f"rank {rank}: {one}")
+    return left
+
+
+def _left(rank: int, step: Step, ranks: int, model: nn.Module, batch: Any) -> Left | str:
+    """In a process: what the step leaves on a rank, or what of it cannot be understood."""
+    model.zero_grad(set_to_none=True)
+    before = {name: p.detach().clone() for name, p in model.named_parameters()}
+    with _torchs_stages() as made:
+        given = step(rank, ranks, model, batch)
+    if given is not None and not isinstance(given, Mapping):
+        return f"a step returns nothing, or {{name: gradient}}, and not {said(given)}"
+    owned = names_of(model)
+    known = {name for names in owned.values() for name in names}
+    for p, names in owned.items():
+        if type(p) is nn.Parameter and not torch.equal(p, before[names[0]]):
+            return f"the step changes {names[0]}: leave the optimizer out, gradients are compared"
+    stages: dict[int, tuple[str, ...]] = {}
+    gradients: dict[str, Tensor | None] = {}
+    for stage in made:
+        of = _names_in(stage.submod, model)
+        if given is None and None in of.values():
+            return (
+                f"stage {stage.stage_index} has parameters that are not those of `model`: build "
+                "stages of its own modules, or return {name: gradient} by the names of `model`"
+            )
+        named = {name: p for p, name in of.items() if name}
+        stages[stage.stage_index] = tuple(named)
+        if given is None:
+            gradients |= {name: _full(p.grad) for name, p in named.items()}
+    if given is None:
+        for p, names in owned.items():
+            if p.grad is not None and gradients.keys().isdisjoint(names):
+                gradients[names[0]] = _full(p.grad)
+    for name, gradient in (given or {}).items():
+        if name not in known:
+            like = " or ".join(get_close_matches(name, known, 2)) or min(known, default="none")
+            return f"the model has no parameter {name}, but {like}"
+        gradients[name] = _full(gradient)
+    return Left(gradients, stages)
+
+
+def _names_in(part: nn.Module, model: nn.Module) -> dict[nn.Parameter, str | None]:
+    """What the parameters of a part of a model are called there: of a tied one that of the part."""
+    modules = {module: name for name, module in model.named_modules()}
+    every = names_of(model)
+    found: dict[nn.Parameter, str | None] = {}
+    for module in part.modules():
+        for name, p in module.named_parameters(recurse=False):
+            inside = f"{modules.get(module)}.{name}"
+            names = every.get(p, ())
+            found.setdefault(p, inside if inside in names else names[0] if names else None)
+    return found
+
+
+@contextmanager
+def _torchs_stages() -> Iterator[list[Any]]:
+    """The stages of torch.distributed.pipelining that are made meanwhile."""
+    from torch.distributed.pipelining.stage import _PipelineStageBase as Base
+
+    made: list[Any] = []
+    before = Base.__init__
+
+    def init(self: Any, *args: Any, **kwargs: Any) -> None:
+        before(self, *args, **kwargs)
+        made.append(self)
+
+    Base.__init__ = init  # type: ignore[method-assign]
+    try:
+        yield made
+    finally:
+        Base.__init__ = before  # type: ignore[method-assign]
+
+
+def _full(gradient: Tensor | None) -> Tensor | None:
+    """A gradient that may be sharded, whole."""
+    if gradient is None:
+        return None
+    whole = gradient.full_tensor() if hasattr(gradient, "full_tensor") else gradient
+    return whole.detach().to_dense() if whole.layout is not torch.strided else whole.detach()
+
+
+def _failed(error: RankError, timeout: float) -> ExecutionError:
+    """Ranks that raised or hung, in a few words."""
+    if error.hung:
+        stand = {rank: _stand(error.tracebacks[rank]) for rank in error.hung}
+        late = {rank: where for rank, where in stand.items() if where} or stand
+        who = f"rank{'s' * (len(late) > 1)} {', '.join(map(str, late))}"
+        lines = [f"  rank {rank} stands at {where or 'its start'}" for rank, where in late.items()]
+        return ExecutionError(
+            "\n".join([f"{who} did not come back from the step in {timeout:g} s", *lines])
+        )
+    told = error.tracebacks
+    dead = [rank for rank, text in told.items() if text.startswith(DIED)]
+    rank = (dead or [*told])[0]  # of one that dies the others only lose connections
+    lines = told[rank].rstrip().splitlines()
+    frames = [k for k, line in enumerate(lines) if line.startswith('  File "')]
+    what = next((line for line in lines[max(frames, default=0) :] if line[:1] != " "), lines[-1])
+    ours = next((k for k, line in enumerate(lines) if line.endswith(f"in {_left.__name__}")), None)
+    shown = lines[ours + 2 :] if ours is not None else []
+    said = [f"  {line}" for line in shown if {*line} - {*" ^~"}]
+    return ExecutionError("\n".join([f"the step fails on rank {rank}: {what}", *said]))
+
+
+def _stand(stack: str) -> str:
+    """Where a rank stands in the step, by its stack, the innermost call first; "" if it is back."""
+    frames = re.findall(r'File "(.+)", line (\d+) in (.+)', stack)
+    calls = [function for _, _, function in frames]
+    if _left.__name__ not in calls:
+        return ""
+    inside = frames[: calls.index(_left.__name__)]
+    foreign = [frame for frame in inside if "site-packages" not in frame[0]]
+    file, line, function = (foreign or inside or frames)[0]
+    return f"{file}:{line}, in {function}"

@@ -1,0 +1,246 @@
+"""Plain: a model without a pipeline, and what each of its gradients is the sum of."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
+from contextlib import contextmanager
+from copy import deepcopy
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
+
+from schedir.errors import UsageError, said
+
+MOST_USES = 8  # of a parameter, that are told apart
+
+Batch = Any  # a tensor, or a tuple or dict of such; a list of microbatches if it is already cut
+Loss = Callable[..., Tensor] | None
+
+
+class Due(NamedTuple):
+    """The gradient of a parameter, and the sum of its microbatches' norms, by which it rounds."""
+
+    value: Tensor
+    size: float
+
+
+@dataclass(frozen=True)
+class Plain:
+    """A model, its microbatches, and what the sum of their losses is divided by."""
+
+    model: nn.Module
+    microbatches: Sequence[Batch]
+    loss_fn: Loss
+    divisor: float
+
+    @cached_property
+    def due(self) -> dict[str, Due]:
+        """The gradients of all parameters that the loss depends on, by each of their names.
+
+        Raises UsageError for what gives another gradient each time, or none that is a number.
+        """
+        due: dict[str, Due] = {}
+        for part in self._each():
+            for name, one in part.items():
+                size = float(one.double().norm()) / self.divisor
+                before = due.get(name)
+                due[name] = (
+                    Due(one, size)
+                    if before is None
+                    else Due(before.value + one, before.size + size)
+                )
+        due = {name: Due(value / self.divisor, size) for name, (value, size) in due.items()}
+        for name, (value, _) in due.items():
+            if not value.isfinite().all():
+                raise UsageError(f"the plain loop's own gradient of {name} is not finite")
+        return due
+
+    def parts(self, names: Sequence[str]) -> dict[str, Tensor]:
+        """Of some parameters what each microbatch adds: (microbatches, numbers), in double."""
+        rows: dict[str, list[Tensor]] = {name: [] for name in names}
+        for part in self._each():
+            for name, own in rows.items():
+                one = part.get(name)
+                p = self.model.get_parameter(name)
+                flat = torch.zeros(p.numel()) if one is None else one.flatten()
+                own.append(flat.double() / self.divisor)
+        return {name: torch.stack(own) for name, own in rows.items()}
+
+    def uses(self, names: Sequence[str]) -> dict[str, dict[tuple[str, int], Tensor]]:
+        """Of parameters that are used more than once, what each use adds, in double.
+
+        A use is known by the module that makes it, and its number there, from 1.
+        """
+        places = names_of(self.model)
+        noted = _Uses({p for p, own in places.items() if not {*own}.isdisjoint(names)})
+        with self._at(noted), noted:
+            for _ in self._each(noted.begin):
+                pass
+        found: dict[str, dict[tuple[str, int], Tensor]] = {}
+        for p, sums in noted.sums.items():
+            by_use: dict[tuple[str, int], Tensor] = {}
+            for module, number in sorted(sums, key=lambda place: place[1]):
+                nth = 1 + sum(other == module for other, _ in by_use)
+                by_use[module, nth] = sums[module, number] / self.divisor
+            if 1 < len(by_use) <= MOST_USES:
+                found |= dict.fromkeys(places[p], by_use)
+        return found
+
+    def _each(self, begin: Callable[[], None] = lambda: None) -> Iterator[dict[str, Tensor]]:
+        """The gradients of each microbatch's loss; buffers are afterwards as they were."""
+        places = names_of(self.model)
+        before = deepcopy(dict(self.model.named_buffers()))
+        for number, batch in enumerate(self.microbatches):
+            for p in places:
+                p.grad = None
+            begin()
+            state = torch.get_rng_state()
+            loss = loss_of(self.model, batch, self.loss_fn)
+            if number == 0 and not torch.equal(state, torch.get_rng_state()):
+                raise UsageError(
+                    "the model draws random numbers, as dropout does, and a pipeline draws others",
+                    hint="model.eval(), or dropout of 0, for this test",
+                )
+            if loss.requires_grad:
+                loss.backward()
+            yield {n: p.grad for p, own in places.items() if p.grad is not None for n in own}
+        for p in places:
+            p.grad = None
+        for name, buffer in self.model.named_buffers():
+            buffer.copy_(before[name])
+
+    @contextmanager
+    def _at(self, noted: _Uses) -> Iterator[None]:
+        """Tell of the module that runs."""
+        hooks = []
+        for name, module in self.model.named_modules():
+
+            def enter(*_: Any, name: str = name) -> None:
+                noted.inside.append(name or "the model")
+
+            def leave(*_: Any) -> None:
+                noted.inside.pop()
+
+            hooks.append(module.register_forward_pre_hook(enter))
+            hooks.append(module.register_forward_hook(leave, always_call=True))
+        try:
+            yield
+        finally:
+            for hook in hooks:
+                hook.remove()
+
+
+class _Uses(TorchFunctionMode):
+    """Gives each use of some parameters a gradient of its own."""
+
+    def __init__(self, tracked: Set[nn.Parameter]) -> None:
+        super().__init__()
+        self.tracked = tracked
+        self.inside: list[str] = []  # the modules that run, the innermost last
+        self.sums: dict[nn.Parameter, dict[tuple[str, int], Tensor]] = {}
+        self.begin()
+
+    def begin(self) -> None:
+        """Another microbatch: uses are counted anew."""
+        self.count: dict[nn.Parameter, int] = {}
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        name = getattr(func, "__name__", "")
+        if torch.is_grad_enabled() and name not in ("__get__", "__set__", "backward"):
+            args, kwargs = tree_map_only(nn.Parameter, self._stand_in, (args, kwargs or {}))
+        return func(*args, **(kwargs or {}))
+
+    def _stand_in(self, p: nn.Parameter) -> Tensor:
+        if p not in self.tracked:
+            return p
+        number = self.count[p] = self.count.get(p, 0) + 1
+        place = self.inside[-1] if self.inside else "outside", number
+        used = p.view_as(p)
+
+        def note(gradient: Tensor) -> None:
+            sums = self.sums.setdefault(p, {})
+            if place in sums or len(sums) <= MOST_USES:
+                sums[place] = sums.get(place, 0) + gradient.flatten().double()
+
+        used.register_hook(note)
+        return used
+
+
+def names_of(model: nn.Module) -> dict[nn.Parameter, tuple[str, ...]]:
+    """The names of each parameter; a tied one has several."""
+    names: dict[nn.Parameter, tuple[str, ...]] = {}
+    for name, p in model.named_parameters(remove_duplicate=False):
+        names[p] = (*names.get(p, ()), name)
+    return names
+
+
+def loss_of(model: nn.Module, batch: Batch, loss_fn: Loss) -> Tensor:
+    """The loss of a microbatch: `loss_fn(model(inputs), targets)`, or what the model returns."""
+    inputs, targets = batch if loss_fn else (batch, None)
+    if isinstance(inputs, Mapping):
+        output = model(**inputs)
+    elif isinstance(inputs, tuple):
+        output = model(*inputs)
+    else:
+        output = model(inputs)
+    loss = loss_fn(output, targets) if loss_fn else getattr(output, "loss", output)
+    if not isinstance(loss, Tensor) or loss.numel() != 1:
+        gave = "loss_fn gives" if loss_fn else "without a loss_fn the model's output is the loss:"
+        raise UsageError(f"a loss is one number, and {gave} {said(loss)}", fields=["loss_fn"])
+    return loss.reshape(())
+
+
+def cut(batch: Batch, microbatches: int | None, loss_fn: Loss) -> list[Batch]:
+    """The microbatches of a batch: each tensor cut along its first dimension, as torch cuts it.
+
+    Raises UsageError for a batch that is too short, or no pair where there is a loss.
+    """
+    pair = "with a loss_fn a batch is a pair, (inputs, targets)"
+    if isinstance(batch, list):
+        several = batch
+        if microbatches not in (None, len(batch)):
+            raise UsageError(
+                f"the batch is cut into {len(batch)} microbatches, not {microbatches}",
+                fields=["microbatches"],
+            )
+    else:
+        if not isinstance(microbatches, int) or microbatches < 1:
+            raise UsageError(
+                f"a batch is cut into a number of microbatches, not {said(microbatches)}",
+                fields=["microbatches"],
+                hint="a list is a batch that is already cut",
+            )
+        leaves, shape = tree_flatten(batch)
+        pieces = [_pieces(leaf, microbatches) for leaf in leaves]
+        several = [tree_unflatten([own[k] for own in pieces], shape) for k in range(microbatches)]
+    if not several:
+        raise UsageError("a batch of no microbatches has no gradients", fields=["batch"])
+    for one in several:
+        if loss_fn and not (isinstance(one, tuple) and len(one) == 2):
+            raise UsageError(f"{pair}, not {said(one)}", fields=["batch"])
+    return several
+
+
+def _pieces(leaf: Any, microbatches: int) -> Sequence[Any]:
+    if not isinstance(leaf, Tensor) or leaf.dim() == 0:
+        return [leaf] * microbatches
+    if leaf.shape[0] < microbatches:
+        raise UsageError(
+            f"a tensor of shape {list(leaf.shape)} cannot be cut into {microbatches} microbatches",
+            fields=["batch", "microbatches"],
+        )
+    return leaf.tensor_split(microbatches)
+
+
+def own_copy(model: nn.Module) -> nn.Module:
+    """A copy without gradients."""
+    copy = deepcopy(model)
+    copy.zero_grad(set_to_none=True)
+    return copy

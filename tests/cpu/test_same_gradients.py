@@ -1,0 +1,380 @@
+"""assert_same_gradients: torch's schedules over real processes, right and wrong."""
+
+from __future__ import annotations
+
+import os
+import time
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.autograd.graph import GradientEdge
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.pipelining import _backward
+from torch.distributed.pipelining import stage as their_stage
+from torch.nn.functional import mse_loss
+from torch.nn.parallel import DistributedDataParallel
+
+import schedir
+from schedir.errors import ExecutionError, ProgramError, UsageError
+from schedir.runtime import Boundary, Executor, Gloo
+from schedir.testing import assert_same_gradients
+from schedir.testing.compared import Mistake, Place, WrongGradients
+from tests.cpu.torchs import (
+    LOOP,
+    SINGLE,
+    VEE,
+    WIDTH,
+    Layer,
+    Step,
+    Tied,
+    Twice,
+    batch,
+    model,
+    plain,
+    replicated,
+    run,
+    squares,
+)
+
+GOLDEN = Path(__file__).parents[1] / "golden" / "gradients.txt"
+same = partial(assert_same_gradients, ranks=2, microbatches=4, loss_fn=mse_loss, timeout=60)
+
+
+def wrong(step: Step, whole: Any, given: Any = None, **options: Any) -> list[Mistake]:
+    with pytest.raises(WrongGradients) as caught:
+        same(step, whole, batch() if given is None else given, **options)
+    return [*caught.value.mistakes]
+
+
+# ---------------------------------------------------------------- what is right
+
+
+@pytest.mark.parametrize("name", [*SINGLE, *LOOP, *VEE])
+def test_torchs_schedules_are_right(name: str) -> None:
+    off = same(plain(name), model(2 if name in SINGLE else 4), batch())
+    assert off < 1e-6
+
+
+def test_a_sum_is_right_without_scaling() -> None:
+    step = plain("Schedule1F1B", loss_fn=squares, scale_grads=False)
+    same(step, model(2), batch(), loss_fn=squares, reduction="sum")
+
+
+def test_steps_add_up() -> None:
+    step = plain("ScheduleGPipe", steps=2, microbatches=2, scale_grads=False)
+    same(step, model(2), batch(), reduction="sum")
+
+
+def ddp(part: nn.Module, mesh: Any) -> nn.Module:
+    return DistributedDataParallel(part, process_group=mesh.get_group())
+
+
+def fsdp(part: nn.Module, mesh: Any) -> nn.Module:
+    fully_shard(part, mesh=mesh)
+    return part
+
+
+@pytest.mark.parametrize("wrap", [ddp, fsdp])
+def test_replicas_are_right(wrap: Any) -> None:
+    step = replicated("ScheduleInterleaved1F1B", wrap)
+    same(step, model(4), batch(16), ranks=4, replicas=2, microbatches=8)
+
+
+def test_our_executor_is_right() -> None:
+    """It is something that leaves gradients, like others."""
+    program = schedir.compile(schedir.schedules.one_f_one_b, schedir.Plan(2, 4))
+
+    def step(rank: int, ranks: int, stages: nn.Sequential, batch: tuple[Tensor, Tensor]) -> None:
+        executor = Executor(
+            program,
+            rank,
+            {rank: stages[rank]},
+            Gloo(program),
+            loss=squares,
+            boundary=Boundary((2, WIDTH)),
+        )
+        x, y = (each.unflatten(0, (4, 2)) for each in batch)
+        executor.step(x, y)
+
+    whole = [Layer(), Layer()]
+    assert same(step, whole, batch(), loss_fn=squares, reduction="sum", tolerance=0) == 0
+    (mistake,) = wrong(step, whole, loss_fn=squares)
+    assert mistake.kinds == ("not divided",) and mistake.stages == (0, 1)
+
+
+def test_a_step_may_work_on_copies() -> None:
+    def step(rank: int, ranks: int, model: nn.Module, batch: Any) -> dict[str, Tensor | None]:
+        own = Layer()
+        own.load_state_dict(model[rank].state_dict())  # type: ignore[index]
+        run("Schedule1F1B", {rank: own}, 2, [batch])
+        return {f"{rank}.{name}": p.grad for name, p in own.named_parameters()}
+
+    same(step, model(2), batch())
+
+    def silent(*given: Any) -> None:
+        step(*given)
+
+    with pytest.raises(UsageError, match="parameters that are not those of `model`"):
+        same(silent, model(2), batch())
+
+
+# ---------------------------------------------------------------- mistakes that people made
+
+
+def test_losses_that_are_divided_otherwise() -> None:
+    """pytorch/torchtitan#2972, inclusionAI/AReaL PR 1273."""
+    (never,) = wrong(plain("Schedule1F1B", scale_grads=False), model(2))
+    assert never.kinds == ("not divided",) and never.every
+    assert never.places == (Place(0, 0), Place(1, 1))
+    (once,) = wrong(plain("ScheduleGPipe"), model(2), reduction="sum")
+    assert once.kinds == ("divided again",)
+    step = plain("ScheduleInterleavedZeroBubble", loss_fn=lambda y, t: mse_loss(y, t) / 4)
+    (twice,) = wrong(step, model(4))
+    assert twice.kinds == ("divided again",) and twice.stages == (0, 1, 2, 3)
+
+
+def test_gradients_that_are_divided_at_every_step() -> None:
+    """pytorch/torchtitan#1733: scale_grads=True, and several steps add up."""
+    (mistake,) = wrong(plain("Schedule1F1B", steps=2, microbatches=2), model(2), reduction=2)
+    assert mistake.kinds == ("divided at every step",)
+
+
+def weights_as_before(weights: Any, groups: Any, retain_graph: bool = False) -> tuple[()]:
+    """What torch did before PR 181365: from each use of a weight on, all that is behind it."""
+    of = {_backward._get_grad_fn_or_grad_acc(weight): weight for weight in weights}
+    for group in groups:
+        edges, gradients = [], []
+        for given, node in zip(group["grads"], group["intermediates"], strict=True):
+            for k, gradient in enumerate(given):
+                if gradient is not None:
+                    edges.append(GradientEdge(node, k))
+                    gradients.append(gradient)
+        nodes = [*group["params"]]
+        ends = [GradientEdge(node, 0) for node in nodes]
+        for node, dw in zip(nodes, torch.autograd.grad(edges, ends, gradients), strict=True):
+            weight = of[node]
+            weight.grad = dw if weight.grad is None else weight.grad + dw
+    return ()
+
+
+def test_a_weight_that_is_used_twice(monkeypatch: pytest.MonkeyPatch) -> None:
+    """pytorch/pytorch#180952: a split backward counts a part of it double, up to PR 181365."""
+    step, whole = plain("ScheduleInterleavedZeroBubble"), model(4, Twice)
+    if torch.__version__ >= (2, 13):  # type: ignore[operator]  # mended there
+        same(step, whole, batch())
+    monkeypatch.setattr(their_stage, "stage_backward_weight", weights_as_before)
+    mistakes = wrong(step, whole)
+    assert [m.stages for m in mistakes] == [(1,), (2,), (3,)]  # stage 0 splits nothing
+    assert {m.kinds for m in mistakes} == {("use twice",)}
+    assert mistakes[0].findings[0].words == "use 1 in 1 counts twice"
+
+
+def tied(rank: int, ranks: int, model: Any, batch: Any, *, summed: bool) -> None:
+    part = [nn.Sequential(model.embed, model.middle), model.head][rank]
+    run("Schedule1F1B", {rank: part}, 2, [batch])
+    if summed:
+        dist.all_reduce(model.embed.weight.grad)
+
+
+def test_copies_of_a_tied_weight_that_are_not_summed() -> None:
+    """uw-syfi/piper#13."""
+    torch.manual_seed(0)
+    same(partial(tied, summed=True), Tied(), batch())
+    first, last = wrong(partial(tied, summed=False), Tied())
+    assert (first.kinds, first.names) == (("tied not summed",), ("embed.weight",))
+    assert (last.kinds, last.names) == (("tied not summed",), ("head.weight",))
+    assert first.findings[0].words == "the part of embed alone"
+    assert last.findings[0].words == "the part of head alone"
+
+
+def in_2_13(step: Step, whole: Any, given: Any, **options: Any) -> list[Mistake]:
+    """The mistakes of torch 2.13, and of any other that has them, too."""
+    if torch.__version__.startswith("2.13"):
+        return wrong(step, whole, given, **options)
+    try:
+        same(step, whole, given, **options)
+    except WrongGradients as error:
+        return [*error.mistakes]
+    pytest.skip("this torch is right")
+
+
+def test_gradients_that_are_set_to_none_between() -> None:
+    def forget(schedule: Any, *_: Any) -> None:
+        schedule._stage.submod.zero_grad(set_to_none=True)
+
+    step = plain("Schedule1F1B", steps=2, microbatches=2, scale_grads=False, between=forget)
+    (mistake,) = wrong(step, model(2), reduction="sum")
+    assert mistake.kinds == ("last only",) and mistake.stages == (0, 1)
+
+
+def test_stages_of_fsdp_that_are_prepared_anew() -> None:
+    """NVIDIA-NeMo/Automodel PR 3530: they lose their gradients.
+
+    torch prepares them when it changes between step and eval.
+    """
+
+    def sharded(evaluates: bool, rank: int, ranks: int, model: Any, batch: Any) -> None:
+        def evaluate(schedule: Any, args: tuple[Any, ...], target: Any) -> None:
+            if evaluates:
+                schedule.eval(*args, target=target)
+
+        mesh = init_device_mesh("cpu", (ranks, 1), mesh_dim_names=("pp", "dp"))
+        halves = [*zip(*(each.chunk(2) for each in batch), strict=True)]
+        run(
+            "Schedule1F1B",
+            {rank: fsdp(model[rank], mesh["dp"])},
+            ranks,
+            halves,
+            between=evaluate,
+            group=mesh["pp"].get_group(),
+            microbatches=2,
+            scale_grads=False,
+        )
+
+    same(partial(sharded, False), model(2), batch(), reduction="sum")
+    (mistake,) = in_2_13(partial(sharded, True), model(2), batch(), reduction="sum")
+    assert mistake.kinds == ("last only",) and mistake.stages == (0, 1)
+    assert mistake.findings[0].words == "the last 2 microbatches alone"
+
+
+def test_split_backwards_under_ddp() -> None:
+    """pytorch/pytorch#144530: they call no hooks, and so nothing is reduced."""
+    step = replicated("ScheduleInterleavedZeroBubble", ddp)
+    mistakes = in_2_13(step, model(4), batch(16), ranks=4, replicas=2, microbatches=8)
+    assert [m.stages for m in mistakes] == [(1, 2, 3)] * 2
+    assert [{p.rank for p in m.places} for m in mistakes] == [{0, 2}, {1, 3}]
+    assert all("replicas not summed" in m.kinds for m in mistakes)
+
+
+def test_gradients_that_every_stage_divides() -> None:
+    """deepspeedai/DeepSpeed PR 8154: a hook on each stage's output divides what comes back."""
+
+    def step(rank: int, ranks: int, model: Any, batch: Any) -> None:
+        def divide(module: nn.Module, given: Any, output: Tensor) -> None:
+            output.register_hook(lambda dy: dy / 4)
+
+        model[rank].register_forward_hook(divide)
+        run("Schedule1F1B", {rank: model[rank]}, ranks, [batch], scale_grads=False)
+
+    first, second = wrong(step, model(3), ranks=3)
+    assert (first.stages, second.stages) == ((0,), (1,))
+    assert [m.kinds[0] for m in (first, second)] == ["divided again"] * 2
+    assert "three times by the 4" in str(first) and "twice by the 4" in str(second)
+
+
+def test_a_part_that_is_in_no_stage() -> None:
+    """NVIDIA/Megatron-LM#1304: 30 layers on 4 stages, and 28 are built."""
+
+    def step(rank: int, ranks: int, model: Any, batch: Any) -> None:
+        run("Schedule1F1B", {rank: model[rank]}, ranks, [batch])
+
+    mistakes = wrong(step, model(3))
+    nobodys = [m for m in mistakes if m.kinds == ("held by nobody",)]
+    assert [m.names for m in nobodys] == [("2.linear.weight", "2.linear.bias")]
+
+
+# ---------------------------------------------------------------- what cannot be compared
+
+
+def no_step(rank: int, ranks: int, model: Any, batch: Any) -> None:
+    """Leaves nothing."""
+
+
+def test_a_rank_that_fails_is_shown_once() -> None:
+    def fails(rank: int, ranks: int, model: Any, batch: Any) -> None:
+        if rank == 1:
+            raise ValueError("no such thing")
+        dist.barrier()
+
+    with pytest.raises(ExecutionError) as caught:
+        same(fails, model(2), batch())
+    text = str(caught.value)
+    assert text.startswith("the step fails on rank 1: ValueError: no such thing")
+    assert text.count("in fails") == 1 and "rank 0" not in text
+
+
+def test_a_rank_that_dies_is_named() -> None:
+    def dies(rank: int, ranks: int, model: Any, batch: Any) -> None:
+        if rank == 1:
+            os._exit(3)
+        dist.barrier()
+
+    with pytest.raises(ExecutionError, match="rank 1: died without a word, with exit code 3"):
+        same(dies, model(2), batch())
+
+
+def test_a_hang_is_one_error_that_says_where() -> None:
+    def hangs(rank: int, ranks: int, model: Any, batch: Any) -> None:
+        if rank == 1:
+            time.sleep(1000)
+
+    with pytest.raises(ExecutionError) as caught:
+        same(hangs, model(2), batch(), timeout=2)
+    first, where = str(caught.value).splitlines()
+    assert first == "rank 1 did not come back from the step in 2 s"
+    assert "rank 1 stands at" in where and "in hangs" in where
+
+
+def plain_step(rank: int, ranks: int, model: Any, batch: Any) -> None:
+    mse_loss(model(batch[0]), batch[1]).backward()
+
+
+def test_a_process_group_of_ours_is_left_alone(tmp_path: Path) -> None:
+    """Forks would share its connections: functions of modules are taken to spawned processes."""
+    dist.init_process_group("gloo", init_method=(tmp_path / "s").as_uri(), rank=0, world_size=1)
+    try:
+        same(plain_step, model(1), batch(), ranks=1)
+    finally:
+        dist.destroy_process_group()
+
+
+LINEAR = nn.Linear(WIDTH, WIDTH)
+GIVEN: dict[str, dict[str, Any]] = {
+    "no step": {"step": 3},
+    "no model": {"model": "gpt2"},
+    "a model that is elsewhere": {"model": nn.Linear(6, 6, device="meta")},
+    "a batch of one tensor": {"batch": torch.zeros(8, WIDTH)},
+    "a batch too short": {"batch": batch(2)},
+    "no number of microbatches": {"microbatches": None},
+    "a list that is cut already": {"batch": [batch(2), batch(2)]},
+    "another reduction": {"reduction": "median"},
+    "no ranks": {"ranks": 0},
+    "replicas of unequal shares": {"replicas": 3},
+    "dropout": {"model": nn.Sequential(LINEAR, nn.Dropout())},
+    "a loss of many numbers": {"loss_fn": lambda y, t: y - t},
+    "no loss": {"loss_fn": None, "batch": batch()[0]},
+    "frozen": {"model": nn.Linear(WIDTH, WIDTH).requires_grad_(False)},
+    "a step that does nothing": {},
+    "a step that steps": {"step": lambda r, P, model, b: (nn.init.zeros_(model.bias), None)[1]},
+    "a step that returns losses": {"step": lambda r, P, model, b: [0.25]},
+    "another name": {"step": lambda r, P, model, b: {"weihgt": None}},
+    "a slice": {"step": lambda r, P, model, b: {"weight": torch.zeros(3, WIDTH)}},
+    "a function of nowhere": {"start": "spawn", "step": lambda *_: None},
+}
+
+
+def test_what_cannot_be_compared_is_refused_in_one_way() -> None:
+    said = ""
+    for name, given in GIVEN.items():
+        every = {"step": lambda *_: None, "model": LINEAR, "batch": batch(), "ranks": 1, **given}
+        with pytest.raises(ProgramError) as error:
+            same(**every)
+        said += f"{name}\n  {type(error.value).__name__}: {error.value}\n"
+    assert said == GOLDEN.read_text()
+
+
+def test_the_page_runs_and_shows_what_is_said() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "gradients.md").read_text()
+    names: dict[str, Any] = {}
+    exec(page.split("```python")[1].split("```")[0], names)
+    names["test_gradients"]()
+    names["SCALE"] = False
+    with pytest.raises(AssertionError) as error:
+        names["test_gradients"]()
+    assert str(error.value) in page
