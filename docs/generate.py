@@ -86,6 +86,7 @@ them, and the transport that runs it names the one it gives.
 {rules}
 
 Whatever `schedir.compile` makes finishes under all of them ({models}).
+What torch gives, what small messages do, and first uses: [more than queues](progress-models.md).
 
 On CPUs, hosts block: a rank that waits for what a compute needs issues nothing meanwhile, not even a
 send that another rank waits for. `check(program, model, blocks=True)` and `schedir check --blocks`

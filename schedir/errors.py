@@ -276,7 +276,11 @@ class MemoryLimitError(ProgramError):
 
 
 class DeadlockError(ProgramError):
-    """Ranks that wait for each other under a progress model; `cycle` says who for what."""
+    """Ranks that wait for each other under a progress model; `cycle` says who for what.
+
+    `eager` is the least limit in bytes with which the program would finish, where `check` was told
+    of sizes and there is one: messages that are no larger would have to wait for nobody.
+    """
 
     def __init__(
         self,
@@ -295,6 +299,7 @@ class DeadlockError(ProgramError):
         self.cycle = tuple(cycle)
         self.ran = ran
         self.total = total
+        self.eager: float | None = None
 
     def lines(self) -> list[str]:
         width = max(len(str(w.instr)) for w in self.cycle)
@@ -313,6 +318,11 @@ class DeadlockError(ProgramError):
             for s in self.sites
         ]
         return [*chain, f"around rank {self.sites[0].rank}:", *map(str.rstrip, around)]
+
+
+class MatchError(ProgramError):
+    """A message whose two ends do not meet: they are on different communicators, which is so under
+    the progress model "torch", or each meets another on the same."""
 
 
 class ModelError(ProgramError):

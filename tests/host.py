@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 O = Opcode
 COMPUTES = (O.Forward, O.Backward, O.BackwardInput, O.BackwardWeight)
 MESSAGES = (O.SendAct, O.RecvAct, O.SendGrad, O.RecvGrad)
+SENDING = (O.SendAct, O.SendGrad)
 LARGEST = 256
 Slot = tuple[object, ...]
 Part = tuple[int, str]  # of a stage's gradient: the microbatch's "plain" weights, or "split" ones
@@ -75,6 +76,7 @@ class Message:
     sends: bool
     value: Value  # what is sent, or where what is received goes
     met: Event
+    alone: bool = False  # a send that waits for nobody
 
 
 @dataclass(eq=False, slots=True)
@@ -119,14 +121,23 @@ class Host:
                 raise Wrong(f"{instr} is joined to nothing")
             groups[-1].append(instr)
         for group in groups:
-            self.issue(group)
+            self.require_group(group)
+            ways = {i.op in SENDING if i.op in MESSAGES else None for i in group}
+            if self.machine.model == "torch" and ways in ({True}, {False}):
+                for instr in group:  # torch sends, or receives, each by itself
+                    self.issue([instr])
+            else:
+                self.issue(group)
 
-    def issue(self, group: list[Instr]) -> None:
+    def require_group(self, group: list[Instr]) -> None:
+        """Whether these can run as one."""
         if len(group) > 1:
             messages = all(i.op in MESSAGES for i in group) and len(group) <= LARGEST
             cell = all(strange.computes(i.op) for i in group) and len(group) == 2
             if not (messages or cell):
                 raise Wrong(f"{len(group)} instructions from {group[0]} on cannot run as one")
+
+    def issue(self, group: list[Instr]) -> None:
         self.entry = Entry(self.rank, group)
         for instr in group:
             self.address(instr)
@@ -269,12 +280,20 @@ class Host:
         if not 0 <= stage < machine.stages or self.runs(stage, i.mb):
             raise Wrong(f"{i} on rank {self.rank} has nobody to go to")
         peer = machine.holder(stage, i.mb)
-        self.queue({"edge": (kind, peer, sends), "pair": peer}.get(model, "wire"))
         way = (self.rank, peer) if sends else (peer, self.rank)
+        queue, channel = {
+            "edge": ((kind, peer, sends), (kind, *way)),
+            "pair": (peer, way),
+            "direction": (kind, (kind, *way)),
+            "device": ("wire", way),
+            "torch": ("wire", ("all", *way)) if len(self.entry.group) > 1 else (peer, way),
+            "serial": ("all", way),
+        }[model]
+        self.queue(queue)
         slot = (f"{kind}_out" if sends else f"{kind}_in", i.stage, i.mb)
         value = self.take(*slot) if sends else self.give(*slot)
         met = Event()
-        message = Message((kind, *way) if model == "edge" else way, sends, value, met)
+        message = Message(channel, sends, value, met, sends and machine.small(i, kind))
         self.entry.actions.append(lambda: machine.post(message))
         self.entry.meets.append(met)
 

@@ -24,6 +24,8 @@ class Machine:
     model: str
     costs: Costs
     ended: dict[tuple[int, int], float] = field(default_factory=dict)  # (rank, index): when
+    small: float = -1  # activations and gradients of at most so many bytes wait for nobody
+    sizes: tuple[float, float] = (0, 0)  # of activations and gradients
 
     def run(self) -> bool:
         """Whether everything ended; `ended` says when."""
@@ -50,15 +52,23 @@ class Machine:
         groups: list[tuple[int, ...]] = []
         for k, joined in enumerate(self.program.streams[rank].joined):
             groups[-1:] = [(*groups[-1], k)] if joined else [*groups[-1:], (k,)]
+        if self.model == "torch":
+            groups = [part for group in groups for part in self._taken_apart(rank, group)]
         return groups
+
+    def _taken_apart(self, rank: int, group: tuple[int, ...]) -> list[tuple[int, ...]]:
+        """A group as torch issues it: messages of one way each by itself."""
+        ops = {self.lists[rank][k].op for k in group}
+        sends, receives = {O.SendAct, O.SendGrad}, {O.RecvAct, O.RecvGrad}
+        return [(k,) for k in group] if ops <= sends or ops <= receives else [group]
 
     def _all(self, rank: int, groups: list[tuple[int, ...]]) -> set[object]:
         return {q for g in groups for q in self._queues(rank, g)}
 
     def _queues(self, rank: int, group: tuple[int, ...]) -> set[object]:
-        return {self._queue(rank, self.lists[rank][k]) for k in group}
+        return {self._queue(rank, self.lists[rank][k], len(group) > 1) for k in group}
 
-    def _queue(self, rank: int, i: Instr) -> object:
+    def _queue(self, rank: int, i: Instr, grouped: bool) -> object:
         row = ROWS[i.op]
         if self.model == "serial":
             return "all"
@@ -68,7 +78,9 @@ class Machine:
         peer = int(self.program.plan.rank_at(i.stage + row.hop, i.mb))
         if self.model == "edge":
             return (row.lane, peer, i.op in (O.RecvAct, O.RecvGrad))
-        return peer if self.model == "pair" else "wire"
+        if self.model == "direction":
+            return row.lane
+        return peer if self.model == "pair" or (self.model == "torch" and not grouped) else "wire"
 
     def _posted(self, rank: int, group: tuple[int, ...]) -> float | None:
         """When a group's turn comes and its values are there; None if not yet known."""
@@ -204,6 +216,22 @@ class Machine:
             and (i.op != O.ReduceHolders or j.stage == i.stage)
         ]
 
+    def _apart(self, partners: list[tuple[int, int]]) -> bool:
+        """Whether one side of a message is in a group, and the other alone: they never meet."""
+        message = bool(ROWS[self.lists[partners[0][0]][partners[0][1]].op].hop)
+        return message and len({len(self._group_of(r, n)) > 1 for r, n in partners}) > 1
+
+    def _leaves(self, one: tuple[int, int], other: tuple[int, int]) -> tuple[int, int] | None:
+        """The send of a message, if it is small enough to leave without its receiver."""
+        for rank, k in (one, other):
+            i, size = self.lists[rank][k], self.sizes
+            if i.op in (O.SendAct, O.SendGrad):
+                act = i.op == O.SendAct
+                cut = Instr(O.Scatter if act else O.ScatterGrad, i.stage, i.mb)
+                shards = self.program.tp if (rank, cut) in self.where else 1
+                return (rank, k) if size[not act] / shards <= self.small else None
+        return None
+
     def _group_of(self, rank: int, index: int) -> tuple[int, ...]:
         return next(g for g in self.groups[rank] if index in g)
 
@@ -224,11 +252,20 @@ class Machine:
         else:
             for k in group:
                 partners = self._partners(rank, self.lists[rank][k])
+                if self.model == "torch" and self._apart(partners):
+                    return False
+                leaves = self._leaves(*partners) if len(partners) == 2 else None
+                if leaves == (rank, k):
+                    partners = [leaves]
                 starts = [self._posted(r, self._group_of(r, n)) for r, n in partners]
                 if None in starts:
                     return False
-                cost = max(self._cost(r, self.lists[r][n]) for r, n in partners)
-                ends.append(max(s for s in starts if s is not None) + cost)
+                costs = [self._cost(r, self.lists[r][n]) for r, n in partners]
+                if leaves is not None and len(partners) == 2:  # a receive, of what has left
+                    each = zip(starts, costs, strict=True)
+                    ends.append(max(s + c for s, c in each if s is not None))
+                else:
+                    ends.append(max(s for s in starts if s is not None) + max(costs))
         for k in group:
             self.ended[rank, k] = max(ends)
         return True

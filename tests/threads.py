@@ -10,8 +10,9 @@ the verdict must not depend on it.
 The machine:
 
 - *Queues* of a rank: compute (with scatter), gathers, reductions, and those of the progress
-  model for transfers: one per peer, kind and direction (`edge`), one per peer (`pair`), or one
-  (`device`).  Under `serial` everything goes into a single queue.
+  model for transfers: one per peer, kind and direction (`edge`), one per peer (`pair`), one per
+  kind (`direction`), or one (`device`).  Under `torch` there is one for what has both sends and
+  receives, and one per peer for all else.  Under `serial` everything goes into a single queue.
 - *Values* live in slots.  The host looks a value up when it issues the instruction that needs
   it; one that has not been issued yet is an error, as the wait for a CUDA event that was never
   recorded.  What an instruction uses up is gone, and no slot is filled twice.
@@ -20,12 +21,14 @@ The machine:
   whether just their update's are in it, and the step empties it.  Updates before the last leave
   the weights that later forwards look for.
 - *Transfers* block until the other side is there too.  They match by position, not by name:
-  the k-th send from one rank to another meets the k-th receive there, under `edge` of
-  activations and gradients apart.  Tensors say what they are, so who takes in the wrong one
-  notices.
-- *Groups* of transfers are issued as one: their needs are looked up together, they are posted
-  when it is the group's turn in all its queues, and what they give is there when all have
-  met.  Two computes joined run as one.  NCCL hangs on groups of more than 256.
+  the k-th send from one rank to another meets the k-th receive there, under `edge` and `direction`
+  of activations and gradients apart, and under `torch` those of the two kinds of queue apart.  A
+  send of at most `limit` bytes leaves its tensor there, and goes on.  Tensors say what they are, so
+  who takes in the wrong one notices.
+- *Groups* of transfers are issued as one, but under `torch` one by one if all go one way: their
+  needs are looked up together, they are posted when it is the group's turn in all its queues, and
+  what they give is there when all have met.  Two computes joined run as one.  NCCL hangs on groups
+  of more than 256.
 - *Collectives* block until every member is there.
 
 At the end nothing may be left in any slot but the losses of all microbatches and, if there was
@@ -40,8 +43,12 @@ from collections import defaultdict, deque
 from collections.abc import Iterator
 from typing import NamedTuple
 
+from schedir.ir.ops import Instr, Opcode
 from schedir.ir.program import Program
-from tests.host import COMPUTES, Entry, Event, Host, Message, Slot, Wrong
+from schedir.ir.sizes import Sizes
+from tests.host import COMPUTES, Entry, Event, Host, Message, Slot, Value, Wrong
+
+SMALL = Sizes()
 
 
 class Verdict(NamedTuple):
@@ -51,10 +58,16 @@ class Verdict(NamedTuple):
     why: str = ""
 
 
-def verdict(program: Program, model: str, seed: int | None = None) -> Verdict:
+def verdict(
+    program: Program,
+    model: str,
+    seed: int | None = None,
+    limit: float = -1,
+    sizes: Sizes = SMALL,
+) -> Verdict:
     """Run the program under a progress model, in the order that `seed` picks."""
     try:
-        return Machine(program, model, seed).run()
+        return Machine(program, model, seed, limit, sizes).run()
     except Wrong as wrong:
         return Verdict("wrong", str(wrong))
 
@@ -62,8 +75,16 @@ def verdict(program: Program, model: str, seed: int | None = None) -> Verdict:
 class Machine:
     """All ranks, and where they meet."""
 
-    def __init__(self, program: Program, model: str, seed: int | None) -> None:
+    def __init__(
+        self,
+        program: Program,
+        model: str,
+        seed: int | None,
+        limit: float = -1,
+        sizes: Sizes = SMALL,
+    ) -> None:
         self.program, self.model = program, model
+        self.limit, self.sizes = limit, sizes
         self.random = None if seed is None else random.Random(seed)
         self.holders: list[list[int]] = program.plan.holders.tolist()
         self.down = (program.plan.microbatches + 1) // 2  # where stages have two holders
@@ -96,6 +117,17 @@ class Machine:
         behind = delay if isinstance(delay, int) else delay[stage]
         update = mb * self.updates // self.microbatches if self.trains else 0
         return max(update - behind, 0)
+
+    def small(self, i: Instr, kind: str) -> bool:
+        """Whether a send waits for nobody."""
+        maker = i.stage if kind == "act" else i.stage - 1  # of what the gradient is of
+        size = self.sizes.activation
+        if kind == "grad" and self.sizes.gradient is not None:
+            size = self.sizes.gradient
+        size = size[maker] if isinstance(size, tuple) else size
+        scatter = Opcode.Scatter if kind == "act" else Opcode.ScatterGrad
+        cut = any((j.op, j.stage, j.mb) == (scatter, *i[1:]) for own in self.lists for j, _ in own)
+        return size / (self.program.tp if cut else 1) <= self.limit
 
     def run(self) -> Verdict:
         self.hosts = [Host(self, rank) for rank in range(len(self.lists))]
@@ -144,12 +176,16 @@ class Machine:
 
     def post(self, message: Message) -> None:
         """Stand in line for the other side; whoever is second carries the tensor over."""
+        if message.alone:  # a copy is on its way
+            message.value = Value(message.met, message.value.tensor)
+            self.happen(message.met)
         (self.sent if message.sends else self.received)[message.channel].append(message)
         sent, received = self.sent[message.channel], self.received[message.channel]
         if sent and received:
             one, other = sent.popleft(), received.popleft()
             other.value.tensor = one.value.tensor
-            self.happen(one.met)
+            if not one.alone:
+                self.happen(one.met)
             self.happen(other.met)
 
     def join(self, communicator: Slot, members: int, met: Event) -> None:

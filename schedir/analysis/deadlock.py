@@ -7,7 +7,7 @@ from numpy.typing import NDArray
 
 from schedir.analysis.graph import Graph
 from schedir.analysis.longest_path import Walk
-from schedir.errors import DeadlockError, OrderError, ProgramError, Site, Wait
+from schedir.errors import DeadlockError, MatchError, OrderError, ProgramError, Site, Wait
 from schedir.ir.flow import Stale
 from schedir.ir.index import NONE
 from schedir.ir.ops import COMPUTE, ROWS, STEPS, TIERS, TOKENS, change_of
@@ -104,6 +104,8 @@ def deadlock(graph: Graph, walk: Walk) -> ProgramError:
 
     if graph.program.is_draft and (early := misordered(graph)):
         return early
+    if len(graph.apart):
+        return _apart(graph)
     finished = _finished(graph, walk)
     heads = _heads(graph, finished)
     cycle: list[int] = []
@@ -112,7 +114,7 @@ def deadlock(graph: Graph, walk: Walk) -> ProgramError:
         for head in heads.values():
             for needed in _unmet(graph, finished, head, there):
                 waits.add_edge(head, heads[int(graph.queue[needed])], needed=needed)
-        if cycle := _shortest_cycle(waits):
+        if cycle := shortest_cycle(waits):
             break
     steps = []
     for a, b in zip(cycle, cycle[1:] + cycle[:1], strict=True):
@@ -131,8 +133,28 @@ def deadlock(graph: Graph, walk: Walk) -> ProgramError:
         cycle=steps,
         ran=ran,
         total=len(graph.program),
-        window=_window(graph, steps),
+        window=window(graph, steps),
         hint=_WAITS if graph.device_waits else _BLOCKS * graph.blocks,
+    )
+
+
+def _apart(graph: Graph) -> MatchError:
+    """The error for the first message whose ends choose different communicators."""
+    one, other = int(graph.apart[0]), int(graph.partner[graph.apart[0]])
+    sends, takes = graph.index.locate(one), graph.index.locate(other)
+    of_group = "goes with both sends and receives, so by the communicator of all ranks"
+    of_pair = "goes alone, so by the communicator of the two"
+    if grouped := graph.enter_leave[0][one] != graph.node[one]:
+        notes = [of_group, of_pair]
+    else:
+        notes = [of_pair, of_group]
+    return MatchError(
+        f"{sends[2]} and {takes[2]} never meet: the {'send' if grouped else 'receive'} is in a "
+        "group with both sends and receives, and its other side is not",
+        program=graph.program.name,
+        sites=[Site(*sends, notes[0]), Site(*takes, notes[1])],
+        hint="group both ends of a message or neither, or let NCCL be initialised eagerly, "
+        "init_process_group(device_id=...), which gives the model device",
     )
 
 
@@ -179,11 +201,14 @@ def _unmet(graph: Graph, finished: NDArray[np.bool_], head: int, there: set[int]
     for one in members.tolist():
         partners = np.flatnonzero((graph.node == graph.node[one]) & ~finished)
         waits += {*partners.tolist()} - come
+        sent = int(graph.partner[one])
+        if sent in graph.waits_for_nobody and not finished[sent]:
+            waits.append(sent)  # to be taken in, it must have been sent
     mine = graph.queue[head]
     return sorted(n for n in waits if graph.queue[n] != mine or n == head or n > head)
 
 
-def _shortest_cycle(waits: nx.DiGraph) -> list[int]:  # type: ignore[name-defined] # noqa: F821
+def shortest_cycle(waits: nx.DiGraph) -> list[int]:  # type: ignore[name-defined] # noqa: F821
     """The shortest cycle, the earliest if several are as short."""
     import networkx as nx
 
@@ -200,7 +225,7 @@ def _shortest_cycle(waits: nx.DiGraph) -> list[int]:  # type: ignore[name-define
     return best
 
 
-def _window(graph: Graph, steps: list[Wait]) -> list[Site]:
+def window(graph: Graph, steps: list[Wait]) -> list[Site]:
     """What the second rank of the cycle has before the instruction that the first waits for."""
     first, second = steps[0], steps[1 % len(steps)]
     stream = graph.program.streams[first.needs_rank]

@@ -7,10 +7,11 @@ execution.  `check`, `simulate`, the lowering and the in-process executor all as
 What an instruction waits for: `needs` (the givers of its values, as `ir/flow.py` knows them),
 `reuses` (the last reader of the slot that it fills, where slots are shared), `queue_predecessor`
 (the one before it in its queue) and `partner` (the other side of a message).  As a graph of nodes
-(`edges`), a send and its receive are one node, and so are all members of a collective.  A
-group of transfers issued together is entered at one node (*posted*) and left at another
-(*complete*), and each of its transfers lies between: contracting it would call legal rings a
-cycle.
+(`edges`), a send and its receive are one node, and so are all members of a collective; but a send
+that waits for nobody is a node of its own, and its receive comes after.  A message whose ends
+never meet comes after itself.  A group of transfers issued together is entered at one node
+(*posted*) and left at another (*complete*), and each of its transfers lies between: contracting it
+would call legal rings a cycle.
 """
 
 from __future__ import annotations
@@ -23,33 +24,20 @@ from typing import Final
 import numpy as np
 from numpy.typing import NDArray
 
+from schedir.analysis.channels import apart, batched, queues
+from schedir.analysis.hosts import host_waits
 from schedir.analysis.models import Model, model_row
-from schedir.analysis.slots import reuses
+from schedir.analysis.slots import message_sizes, reuses
 from schedir.errors import expect
 from schedir.ir.costs import Costs
 from schedir.ir.flow import Flow
 from schedir.ir.index import NONE, Index, Positions
-from schedir.ir.ops import (
-    COLLECTIVES,
-    LANES,
-    RECEIVES,
-    ROWS,
-    SENDS,
-    TRANSFERS,
-    Lane,
-    Per,
-    Token,
-)
+from schedir.ir.ops import COLLECTIVES, RECEIVES, ROWS, SENDS, TRANSFERS, Per, Token
 from schedir.ir.program import Program, Proof
+from schedir.ir.sizes import Eager
 from schedir.ir.ties import parties
 
 _PER_RANK: Final = tuple(row.op for row in ROWS if row.per is Per.RANK)
-_LATE: Final = tuple(row.op for row in ROWS if row.per is not Per.MICROBATCH)
-# What a rank queues apart, whatever the model: each lane; and the wire, which is the last, as
-# models cut it finer.
-_APART: Final = [row.lane for row in LANES if not row.wire]
-_LINES: Final = {row.lane: len(_APART) if row.wire else _APART.index(row.lane) for row in LANES}
-_LINE: Final = np.array([_LINES[row.lane] for row in ROWS])
 
 
 class Graph:
@@ -64,6 +52,9 @@ class Graph:
     With `device_waits` it blocks, and each time that it launches anything but a message it waits
     for all that it has issued, as cudaMalloc, cudaFree and the first use of a kernel may (CUDA C++
     Programming Guide, "Implicit Synchronization" and "Lazy Loading").
+
+    Messages that are small enough for `eager` leave without their receiver, which takes them in
+    when it comes.
     """
 
     def __init__(
@@ -73,8 +64,9 @@ class Graph:
         *,
         blocks: bool = False,
         device_waits: bool = False,
+        eager: Eager | None = None,
     ) -> None:
-        self.program = program
+        self.program, self.eager = program, eager
         self.rules = model_row(model)
         self.model = model
         self.blocks, self.device_waits = blocks or device_waits, device_waits
@@ -89,15 +81,17 @@ class Graph:
         *,
         blocks: bool = False,
         device_waits: bool = False,
+        eager: Eager | None = None,
     ) -> Graph:
         """The graph of a program, which is made once for each model and kind of host."""
-        make = partial(cls, model=model, blocks=blocks, device_waits=device_waits)
-        return program.derived(("graph", model, blocks, device_waits), make)
+        key = ("graph", model, blocks, device_waits, eager)
+        make = partial(cls, model=model, blocks=blocks, device_waits=device_waits, eager=eager)
+        return program.derived(key, make)
 
     @property
     def proof(self) -> Proof:
         """What a walk of this graph to its end proves."""
-        return Proof(self.model, self.blocks, self.device_waits)
+        return Proof(self.model, self.blocks, self.device_waits, eager=self.eager)
 
     def __len__(self) -> int:
         return len(self.index)
@@ -126,61 +120,8 @@ class Graph:
 
     @cached_property
     def host_waits(self) -> NDArray[np.int32]:
-        """What a host that blocks has waited for before it issues each instruction, shape (k, n).
-
-        A row for each lane at which it waits (`LaneRow.host`).  What it runs itself, it has run: of
-        all before an instruction, that is the one before.  What it waits for and then starts, as a
-        gather, stands for its message and those before it on the lane: once they are there, nothing
-        else can keep it.  Of a lane where instructions drain it first (`Row.drains`), that has
-        ended which stands before the last of these.  The instructions of a lane itself follow each
-        other anyway.
-        """
-        line = _LINE[self.index.op]
-        rows = [self._waited(row.lane, line) for row in LANES]
-        rows += self._device_waited() if self.device_waits else []
-        return np.stack([row for row in rows if row is not None])
-
-    def _device_waited(self) -> list[Positions]:
-        """What a host that waits for its device has waited for, a row for each at a time.
-
-        Who launches something waits for the last who did, and for each message since; a message is
-        issued when the last who launched something has waited.
-        """
-        own = np.arange(len(self), dtype=np.int32)
-        begin = self.program.offsets[self.index.rank].astype(np.int32)
-        launches = ~self.index.is_op(TRANSFERS)
-        last = np.full_like(own, NONE)
-        last[1:] = np.maximum.accumulate(np.where(launches, own, np.int32(NONE)))[:-1]
-        last[last < begin] = NONE
-        since = own - np.maximum(last, begin - 1) - 1
-        rows = [last] + [
-            np.where(since >= back, own - back, np.int32(NONE))
-            for back in range(1, int(since[launches].max(initial=0)) + 1)
-        ]
-        enter = self.enter_leave[0]  # what runs together does not wait for itself
-        rows = [np.where(enter[row] == enter, np.int32(NONE), row) for row in rows]
-        who = np.where(launches, own, last)
-        return [np.where(who == NONE, np.int32(NONE), row[who]) for row in rows]
-
-    def _waited(self, lane: Lane, line: NDArray[np.int64]) -> Positions | None:
-        """What a host has waited for on a lane before each instruction; None if it never waits."""
-        drains = [
-            row.op for row in ROWS
-            if row.lane is lane and row.drains
-            and (row.drains == "always" or self.program.dp > 1)
-        ]  # fmt: skip
-        if LANES[lane].host == "starts" and not drains:
-            return None
-        waited = np.full(len(self), NONE, np.int32)
-        own = np.flatnonzero(line == _LINES[lane])
-        if LANES[lane].host == "starts":
-            waited[own[1:]] = np.where(self.index.is_op(drains)[own[1:]], own[:-1], NONE)
-        else:
-            waited[own] = own
-        before = np.full_like(waited, NONE)
-        before[1:] = np.maximum.accumulate(waited)[:-1]
-        here = (before >= self.program.offsets[self.index.rank]) & (line != _LINES[lane])
-        return np.where(here, before, np.int32(NONE))
+        """What a host that blocks has waited for before each instruction, shape (k, n)."""
+        return host_waits(self.program, self.enter_leave[0], self.device_waits)
 
     @cached_property
     def partner(self) -> Positions:
@@ -200,36 +141,24 @@ class Graph:
         return partner
 
     @cached_property
+    def apart(self) -> Positions:
+        """The sends whose receive is on another communicator, so that the two never meet."""
+        return apart(self.index, self.partner, self.rules)
+
+    @cached_property
+    def waits_for_nobody(self) -> Positions:
+        """The sends that leave without their receiver."""
+        if self.eager is None:
+            return np.empty(0, np.int32)
+        at = self.index.where_all(SENDS)
+        at = at[self.partner[at] != NONE]
+        small = message_sizes(self.program, self.eager.sizes, at) <= self.eager.limit
+        return np.asarray(at[small])
+
+    @cached_property
     def queue(self) -> NDArray[np.unsignedinteger]:
         """The in-order queue of each instruction: equal numbers wait for each other."""
-        index, plan, rules = self.index, self.program.plan, self.rules
-        if not rules.lanes:
-            return index.rank.astype(np.uint16)
-        # First of all that there can be: by opcode, holder and stage, whose queue of which kind.
-        # A queue is a rank, a line, perhaps a peer (1 + its rank), and perhaps a way.
-        lines = len(_APART) + 1
-        held = plan.holders * lines + _LINE[:, None, None]
-        for op in TRANSFERS:
-            row, queues = ROWS[op], held[op]
-            if rules.peers:
-                there = np.clip(np.arange(plan.stages) + row.hop, 0, plan.stages - 1)
-                queues += plan.ranks * lines * (1 + plan.holders[:, there])
-            if rules.ways:
-                way = 1 + 2 * row.lane + (row.op in RECEIVES)
-                queues += plan.ranks * lines * (1 + plan.ranks) * way
-        late = index.where_all(_LATE)  # any rank has them
-        of_late = index.rank[late] * lines + _LINE[index.op[late]]
-        if held.max() >= 2**16:  # few enough, most often, if they are numbered
-            queues, numbers = np.unique(held, return_inverse=True)
-            held, of_late = numbers.reshape(held.shape), np.searchsorted(queues, of_late)
-        number = held.reshape(-1).astype(np.uint16 if held.max() < 2**16 else np.uint32)
-        cell = index.op.astype(np.int32) * np.int32(held[0].size)
-        cell += np.minimum(index.stage, plan.stages - 1)
-        if plan.two_way:
-            cell[index.mb >= plan.down] += plan.stages
-        queue: NDArray[np.unsignedinteger] = number[cell]
-        queue[late] = of_late
-        return queue
+        return queues(self.index, self.rules)
 
     @cached_property
     def queue_predecessor(self) -> Positions:
@@ -275,10 +204,13 @@ class Graph:
 
     @cached_property
     def _groups(self) -> tuple[NDArray[np.intp], NDArray[np.int64], NDArray[np.bool_]]:
-        """First member of each instruction's group, the group's size, and if it is transfers."""
+        """First member of each instruction's group, the group's size, and if it is transfers that
+        are issued as one."""
         begins = np.flatnonzero(~self.index.joined)
         number = np.cumsum(~self.index.joined) - 1
         first, size = begins[number], np.bincount(number, minlength=1)[number]
+        if self.rules.batches:
+            return first, size, batched(self.index)
         return first, size, (size > 1) & np.isin(self.index.op[first], TRANSFERS)
 
     @cached_property
@@ -309,12 +241,14 @@ class Graph:
         got = self.index.where_all(RECEIVES)
         got = got[self.partner[got] != NONE]
         node[got] = self.partner[got]
+        late = self.partner[self.waits_for_nobody]
+        node[late] = late
         for members in self.collective_groups:
             node[members] = members[0]
         if self.index.any_joined:
-            first, _, transfers = self._groups
-            cell = self.index.joined & ~transfers  # computes run together are one node
-            node[cell] = first[cell]
+            first, _, _ = self._groups
+            cell = self.index.joined & ~self.index.is_op(TRANSFERS)
+            node[cell] = first[cell]  # computes run together are one node
         return node
 
     @cached_property
@@ -366,6 +300,10 @@ class Graph:
             for before in self.host_waits:
                 late = np.flatnonzero(before != NONE)
                 yield leave[before[late]], enter[late]
+        if len(alone := self.waits_for_nobody):
+            yield alone, self.partner[alone]
+        if len(never := self.apart):
+            yield never, never
         if self.index.any_joined:
             grouped = np.flatnonzero(enter != self.node)
             yield enter[grouped], self.node[grouped]

@@ -10,42 +10,59 @@ from typing import Final, Literal, NamedTuple, get_args
 
 from schedir.errors import UsageError, said
 
-Model = Literal["edge", "pair", "device", "serial"]
+Model = Literal["edge", "pair", "direction", "device", "torch", "serial"]
 
 
 class ModelRow(NamedTuple):
     """How a rank's transfers are queued: apart from what else it does (`lanes`), for each rank
-    that it talks to (`peers`), and for each kind and direction of message (`ways`).  A channel, in
-    which messages match by position, is a pair of ranks, or with `ways` each kind between them.
+    that it talks to (`peers`), for activations and gradients (`kinds`), and for sends and receives
+    (`ways`).  A channel, in which messages match by position, is a pair of ranks, or with `kinds`
+    each kind between them.  With `batches` a group that has both sends and receives is in a queue
+    of the rank's own, on a communicator of all ranks, and what is in no such group is issued alone.
     `doc` says of transfers how they queue, `who` which transports behave so.
     """
 
     name: Model
     lanes: bool
     peers: bool
+    kinds: bool
     ways: bool
+    batches: bool
     doc: str
     who: str
 
 
 MODEL_ROWS: Final[tuple[ModelRow, ...]] = (
     ModelRow(
-        "edge", True, True, True,
+        "edge", True, True, True, True, False,
         "queue per directed edge, activations and gradients apart",
         "one 2-rank group per directed edge; Gloo with a tag per lane; shared memory",
     ),
     ModelRow(
-        "pair", True, True, False,
+        "pair", True, True, False, False, False,
         "queue per unordered pair of ranks",
-        "torch's lazily created point-to-point communicators",
+        "torch's lazily created point-to-point communicators, for what is issued alone",
     ),
     ModelRow(
-        "device", True, False, False,
+        "direction", True, False, True, False, False,
+        "queue per rank for activations, and one for gradients",
+        "two communicators for the pipeline, one for each direction, as of pytorch#186173",
+    ),
+    ModelRow(
+        "device", True, False, False, False, False,
         "queue per rank",
-        "one communicator for the pipeline, `batch_isend_irecv`",
+        "one communicator for the pipeline: `batch_isend_irecv` for all that is issued, or NCCL "
+        "that is initialised eagerly (`init_process_group(device_id=...)`)",
     ),
     ModelRow(
-        "serial", False, False, False,
+        "torch", True, True, False, False, True,
+        "queue per unordered pair of ranks for what is issued alone, and queue per rank for groups "
+        "with both sends and receives; a message of which only one end is in such a group never "
+        "meets",
+        "torch.distributed.pipelining 2.13 over NCCL that is initialised lazily (no `device_id`)",
+    ),
+    ModelRow(
+        "serial", False, False, False, False, False,
         "queue per rank, compute included",
         "blocking sends; the strictest",
     ),

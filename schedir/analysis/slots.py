@@ -22,8 +22,9 @@ from numpy.typing import NDArray
 
 from schedir.ir.flow import Flow, Lives
 from schedir.ir.index import NONE, Index, Positions
-from schedir.ir.ops import KEPT, SCATTERS, SENDS, SLOTTED, Token
+from schedir.ir.ops import KEPT, ROWS, SCATTERS, SENDS, SLOTTED, TOKENS, Token
 from schedir.ir.program import OWN, Program
+from schedir.ir.sizes import Sizes
 
 # Of the slotted the number is a choice; of the others there are the fewest.
 KINDS: Final = tuple(dict.fromkeys((*SLOTTED, *KEPT)))
@@ -124,3 +125,17 @@ def sent_from(program: Program, kind: Token) -> NDArray[np.int64]:
             slots[rank] = len(np.unique(places[some[lives.of(rank)]]))
         found.append(slots)
     return np.stack(found)
+
+
+def message_sizes(program: Program, sizes: Sizes, sends: Positions) -> NDArray[np.float64]:
+    """Bytes on the wire of each of some sends: what is put out, or the 1/t that a scatter left."""
+    index, size = Index.of(program), np.zeros(len(sends))
+    for op in SENDS:
+        own = np.flatnonzero(index.op[sends] == op)
+        (kind,) = ROWS[op].needs
+        row, at = TOKENS[kind], sends[own]
+        each = sizes.of(row.size, program.plan.stages)
+        size[own] = each[index.stage[at].astype(np.intp) + row.edge]
+        cut = index.where(SCATTERS[kind], index.key[at]) != NONE
+        size[own[cut]] /= program.tp
+    return size

@@ -90,7 +90,7 @@ def _add_lowering(group: argparse._ArgumentGroup) -> None:
         help="activation=16MB,saved=1.2GB; saved=1GB:2GB per stage",
     )
     group.add_argument(
-        "--limit", type=_bytes, metavar="BYTES", help="what a rank may hold, like 40GB or 40GiB"
+        "--limit", type=read_bytes, metavar="BYTES", help="what a rank may hold, like 40GB or 40GiB"
     )
 
 
@@ -120,7 +120,8 @@ def count(text: str) -> int:
         raise argparse.ArgumentTypeError(str(error)) from None
 
 
-def _bytes(text: str) -> float:
+def read_bytes(text: str) -> float:
+    """A number of bytes, as an option takes it."""
     try:
         return bytes_of(text)
     except ValueError:

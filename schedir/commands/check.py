@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from schedir.commands._options import add_shape, add_source, request_of
-from schedir.errors import DeadlockError, GroupError, UsageError
+from schedir.commands._options import add_shape, add_source, read_bytes, request_of
+from schedir.errors import DeadlockError, GroupError, MatchError, UsageError, in_bytes
 from schedir.io.terminal import as_json, table
 
 if TYPE_CHECKING:
@@ -18,6 +18,8 @@ ORDER = 1
 ABOUT = "prove that a program is complete and finishes"
 BLOCKS = ", on hosts that block, as CPUs do"
 DEVICE_WAITS = ", where hosts wait for their whole device"
+LAZY = ", where each communicator is made at its first use"
+_REFUSED = (DeadlockError, GroupError, MatchError)
 _LONGEST = 40  # links of a chain that are shown
 
 
@@ -33,6 +35,17 @@ def arguments(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="on hosts that wait for all they have issued, as for memory in a step on a GPU",
     )
+    parser.add_argument(
+        "--lazy",
+        action="store_true",
+        help="where each communicator is made at its first use, for which hosts meet",
+    )
+    parser.add_argument(
+        "--eager",
+        type=read_bytes,
+        metavar="BYTES",
+        help="messages of at most so many bytes, by --sizes, wait for nobody, like 512KB",
+    )
     parser.add_argument("--json", action="store_true", help="for a program to read")
     add_shape(parser)
 
@@ -45,21 +58,28 @@ def run(args: argparse.Namespace) -> str:
     if args.why is not None:
         if args.device_waits:
             raise UsageError("--why tells of hosts that do not wait for their device")
+        if args.lazy or args.eager is not None:
+            option = "lazy" if args.lazy else "eager"
+            raise UsageError(f"--why tells of predicted runs, for which there is no --{option}")
         return _why(args)
     request = request_of(args, args.source)
     program, first = request.program, request.proven_model
     others = [model for model in MODELS if args.model is None and model != first]
-    hosts = {"blocks": args.blocks, "device_waits": args.device_waits}
+    hosts = {"blocks": args.blocks, "device_waits": args.device_waits, "lazy": args.lazy}
+    how = {"eager": args.eager, "sizes": args.sizes}
     try:
-        check(program, first, **hosts)
-    except (DeadlockError, GroupError) as error:
-        if fine := _under(program, others, **hosts):
-            error.hint = f"it finishes under {_and(fine)}"
+        check(program, first, **hosts, **how)
+    except _REFUSED as error:
+        fine = _under(program, others, **hosts, **how)
+        hints = [f"it finishes under {_and(fine)}"] * bool(fine)
+        if isinstance(error, DeadlockError) and not args.lazy:
+            hints += _eager_hints(program, first, error, hosts)
+        error.hint = "; ".join(hints) or error.hint
         raise
-    models = sorted([first, *_under(program, others, **hosts)], key=MODELS.index)
+    models = sorted([first, *_under(program, others, **hosts, **how)], key=MODELS.index)
     # What finishes under `serial`, where a compute is a transfer's equal, finishes on such hosts.
-    known = any(hosts.values()) or "serial" in models
-    on_cpus = models if known else _under(program, models, blocks=True)
+    known = any(hosts.values()) or ("serial" in models and args.eager is None)
+    on_cpus = models if known else _under(program, models, blocks=True, **how)
     if args.json:
         facts = {"program": program.name, "digest": program.digest, "ranks": program.plan.ranks}
         facts["stages_per_rank"] = program.plan.stages_per_rank
@@ -69,7 +89,11 @@ def run(args: argparse.Namespace) -> str:
         return as_json(facts | {"instructions": len(program)} | models_said)
     fails = [model for model in others if model not in models]
     but = f", but not under {_and(fails)}" if fails else ""
-    if args.device_waits:
+    if args.eager is not None:
+        but += f", where messages of at most {in_bytes(args.eager)} wait for nobody"
+    if args.lazy:
+        but += LAZY
+    elif args.device_waits:
         but += DEVICE_WAITS
     elif args.blocks:
         but += BLOCKS
@@ -123,14 +147,28 @@ def _why(args: argparse.Namespace) -> str:
     )
 
 
-def _under(program: Program, models: Sequence[Model], **hosts: bool) -> list[Model]:
+def _eager_hints(
+    program: Program, model: Model, error: DeadlockError, hosts: dict[str, bool]
+) -> list[str]:
+    """What is said of a program that hangs, but not where messages wait for nobody."""
+    from schedir.analysis.limits import finishes_where
+    from schedir.ir.sizes import Sizes
+
+    if error.eager is not None:
+        return [finishes_where(error.eager)]
+    if not _under(program, [model], **hosts, eager=1, sizes=Sizes(activation=1)):
+        return []
+    return ["it finishes where no message waits for its receiver (--sizes says from which size on)"]
+
+
+def _under(program: Program, models: Sequence[Model], **hosts: Any) -> list[Model]:
     """Those of some models under which a program finishes."""
     from schedir.verify.check import check
 
     def finishes(model: Model) -> bool:
         try:
             check(program, model, **hosts)
-        except (DeadlockError, GroupError):
+        except _REFUSED:
             return False
         return True
 

@@ -25,6 +25,7 @@ from schedir.ir.ops import (
     Opcode,
 )
 from schedir.ir.plan import PLAN, Plan
+from schedir.ir.sizes import Eager
 from schedir.ir.stream import ADDRESS as ADDRESS
 from schedir.ir.stream import FIELDS as FIELDS
 from schedir.ir.stream import JOINED as JOINED
@@ -109,12 +110,15 @@ _CLIP = setting(
 
 
 class Proof(NamedTuple):
-    """That a program ends: under which progress model, on hosts that block or not, and whether they
-    may wait for their device, as `check` says."""
+    """That a program ends: under which progress model, on hosts that block or not, whether they may
+    wait for their device or meet to make communicators, and which messages wait for nobody, as
+    `check` says."""
 
     model: str
     blocks: bool = False
     device_waits: bool = False
+    lazy: bool = False
+    eager: Eager | None = None
 
 
 @dataclass(frozen=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass, fields
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -94,6 +95,13 @@ class Sizes:
         if value is None:
             value = self.activation if name == "gradient" else self.saved
         return by_stage(f"size {name}", value, stages, UsageError)
+
+
+class Eager(NamedTuple):
+    """Messages of at most `limit` bytes, where values have these sizes, wait for nobody."""
+
+    limit: float
+    sizes: Sizes
 
 
 def bytes_of(text: str) -> float:

@@ -29,9 +29,9 @@ def assert_schedule(
 ) -> None:
     """Assert that a schedule is right on many plans.
 
-    It compiles; it is complete and finishes under each of `models`; and run in this process, in
-    random legal orders on a tiny model, it gives the gradients of the same model without a
-    schedule.
+    It compiles; it is complete and finishes under each of `models`, by default all; and run in this
+    process, in random legal orders on a tiny model, it gives the gradients of the same model
+    without a schedule.
 
     `plans` are the plans that the schedule is to take, or a strategy, of which `examples` are
     tried; without it, those of `plans_of`.  Gradients must be the same bits where the program is

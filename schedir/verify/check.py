@@ -2,22 +2,38 @@
 
 from __future__ import annotations
 
+import math
 from itertools import product
+from numbers import Real
 
 import numpy as np
 
+from schedir.analysis.channels import channels
 from schedir.analysis.deadlock import deadlock, misordered
+from schedir.analysis.first_uses import first_uses
 from schedir.analysis.graph import Graph
+from schedir.analysis.limits import finishes_where, least_limit
 from schedir.analysis.longest_path import Walk, walk
 from schedir.analysis.models import MODELS, Model, require_model
 from schedir.analysis.slots import groups, minimum_slots
-from schedir.errors import CompletenessError, GroupError, OrderError, Site, SlotError, expect, flag
+from schedir.errors import (
+    CompletenessError,
+    DeadlockError,
+    GroupError,
+    MatchError,
+    OrderError,
+    Site,
+    SlotError,
+    UsageError,
+    expect,
+    flag,
+    said,
+)
 from schedir.ir.flow import FREERS
 from schedir.ir.index import NONE
 from schedir.ir.ops import (
     ADDS,
     COLLECTIVES,
-    RECEIVES,
     SLOTTED,
     SPLITS,
     STEPS,
@@ -27,6 +43,7 @@ from schedir.ir.ops import (
     Per,
 )
 from schedir.ir.program import Program, Proof
+from schedir.ir.sizes import Eager, Sizes
 from schedir.verify.completeness import completeness
 
 # Whether hosts block, and wait for their device: who lives through more, lives through less.
@@ -39,22 +56,32 @@ def check(
     *,
     blocks: bool = False,
     device_waits: bool = False,
+    lazy: bool = False,
+    eager: float | None = None,
+    sizes: Sizes | None = None,
 ) -> Program:
     """Return `program` if it is right, whoever wrote it.
 
     A right program is complete (every stage runs every microbatch forward and backward once,
     every message has both sides, gradients are reduced and stepped once), each rank gives a value
     before it uses it and finds a slot for it, no ranks wait for each other under the progress
-    model of the transport that will run it ("edge", "pair", "device" or "serial"), and messages
-    arrive as they are sent.  With `blocks`, the hosts themselves wait for what a compute needs, as
-    on CPUs.  With `device_waits`, a host may besides wait, at whatever it launches, until all that
-    it has issued is over: so a program lives through memory that is allocated, or a kernel that is
-    loaded, in the middle of a step on GPUs.
+    model of the transport that will run it ("edge", "pair", "direction", "device", "torch" or
+    "serial"), and messages arrive as they are sent.  With `blocks`, the hosts themselves wait for
+    what a compute needs, as on CPUs.  With `device_waits`, a host may besides wait, at whatever it
+    launches, until all that it has issued is over: so a program lives through memory that is
+    allocated, or a kernel that is loaded, in the middle of a step on GPUs.
+
+    With `lazy`, no communicator is there yet: the first use of each builds it, and the hosts of all
+    its ranks meet for that, each at its own first use.  With `eager`, messages of at most so many
+    bytes wait for nobody, as small ones of NCCL and MPI do: they leave without their receiver,
+    however many are on their way.  `sizes` says how large messages are, and without `eager` lets a
+    DeadlockError tell the least limit with which the program would finish.
 
     A proof stays with the Program: to check it again costs nothing.
 
     Raises a ProgramError that says what is wrong and where: CompletenessError (PartnerError,
-    ReductionError), GroupError, LevelError, OrderError, SlotError or DeadlockError.
+    ReductionError), GroupError, LevelError, OrderError, SlotError, MatchError or DeadlockError; and
+    UsageError for `lazy` on hosts that block, and for `eager` without the sizes of messages.
 
     >>> from schedir import Plan, check, compile, parse, schedules, show
     >>> text = show(compile(schedules.gpipe, Plan(ranks=2, microbatches=2)), folded=False)
@@ -68,19 +95,71 @@ def check(
     """
     expect(program, Program, "schedir.compile(schedule, plan)")
     device_waits = flag(device_waits, "device_waits")
-    blocks = flag(blocks, "blocks") or device_waits
-    if Proof(require_model(model), blocks, device_waits) not in program.proofs:
-        prove(complete(program, model, blocks=blocks, device_waits=device_waits))
+    blocks, lazy = flag(blocks, "blocks") or device_waits, flag(lazy, "lazy")
+    small = eager_of(eager, sizes)
+    if lazy and blocks:
+        raise UsageError(
+            "communicators that are made lazily are those of GPUs, whose hosts do not block",
+            fields=["lazy"],
+        )
+    wanted = Proof(require_model(model), blocks, device_waits, lazy, small)
+    if wanted in program.proofs:
+        return program
+    graph = complete(program, model, blocks=blocks, device_waits=device_waits, eager=small)
+    try:
+        prove(graph)
+    except DeadlockError as error:
+        if sizes is not None and (least := _least_limit(graph, sizes)) is not None:
+            error.eager = least
+            error.hint += "; " * bool(error.hint) + finishes_where(least)
+        raise
+    if lazy:
+        if never := first_uses(graph):
+            raise never
+        program.proofs.add(wanted)
     return program
 
 
+def _least_limit(graph: Graph, sizes: Sizes) -> float | None:
+    """The least limit with which a program is right that hangs, if there is one."""
+    if (least := least_limit(graph, sizes)) is None:
+        return None
+    eager = Graph(graph.program, graph.model, eager=Eager(least, sizes))
+    return None if _crossing(eager) else least
+
+
+def eager_of(limit: object, sizes: Sizes | None) -> Eager | None:
+    """What `check` is told of messages that wait for nobody; raises UsageError if that is nothing
+    that can be meant."""
+    if sizes is not None:
+        expect(sizes, Sizes, "Sizes(activation=16e6)")
+    if limit is None:
+        return None
+    if isinstance(limit, bool) or not isinstance(limit, Real) or not 0 <= float(limit) < math.inf:
+        raise UsageError(
+            f"eager is a number of bytes, such as 512e3, not {said(limit)}", fields=["eager"]
+        )
+    if sizes is None or not np.any(sizes.activation):
+        raise UsageError(
+            "who says from which size on messages wait, says how large they are, too",
+            hint="sizes=Sizes(activation=16e6), or --sizes activation=16MB",
+            fields=["sizes"],
+        )
+    return Eager(float(limit), sizes)
+
+
 def complete(
-    program: Program, model: Model, *, blocks: bool = False, device_waits: bool = False
+    program: Program,
+    model: Model,
+    *,
+    blocks: bool = False,
+    device_waits: bool = False,
+    eager: Eager | None = None,
 ) -> Graph:
     """The dependency graph of a program that is complete, as `check` says; raises if it is not."""
     if not program.proofs:
         completeness(program, draft=False)
-    return Graph.of(program, model, blocks=blocks, device_waits=device_waits)
+    return Graph.of(program, model, blocks=blocks, device_waits=device_waits, eager=eager)
 
 
 def prove(graph: Graph, reached: Walk | None = None) -> None:
@@ -101,12 +180,15 @@ def prove(graph: Graph, reached: Walk | None = None) -> None:
         reached = reached or walk(graph)
         if not reached.done.all():
             raise deadlock(graph, reached)
-    _in_turn(graph)
+    if cross := _crossing(graph):
+        raise cross
     # One order is one for all models and hosts; and what runs where hosts block runs elsewhere.
     every = ordered and not index.any_joined
     models = MODELS if every else (graph.model,)
     hosts = _HOSTS if every else _HOSTS[: 1 + graph.blocks + graph.device_waits]
-    program.proofs.update(Proof(model, *host) for model, host in product(models, hosts))
+    program.proofs.update(
+        Proof(model, *host, eager=graph.eager) for model, host in product(models, hosts)
+    )
 
 
 def check_draft(program: Program) -> Program:
@@ -169,9 +251,11 @@ def _in_one_order(graph: Graph) -> bool:
     Then it finishes under every model, if no value is used before it is given, and no slot before
     it is free.  For all edges of the graph lead forward within one Stream, or join what has one
     number; and along each Stream numbers go up, from group to group.  So no path leads back to
-    where it began.
+    where it began.  But where a model takes groups apart, that is not known.
     """
     index = graph.index
+    if graph.rules.batches and index.any_joined:
+        return False
     if any(len(own) != index.size[Per.MICROBATCH] for own in graph.program.order.values()):
         return False
     number = index.messages()
@@ -222,29 +306,23 @@ def _updates_in_turn(graph: Graph) -> None:
     )
 
 
-def _in_turn(graph: Graph) -> None:
-    """Messages of one channel are received as they are sent.
+def _crossing(graph: Graph) -> GroupError | MatchError | None:
+    """The error for messages of one channel that are not received as they are sent.
 
     Transports match them by position.  Queues keep their order, or the graph would have a
-    cycle; but within a group there is no queue, so two messages of it could cross.  Only under
-    `edge` have activations and gradients between two ranks a channel each.
+    cycle; but within a group there is no queue, and what waits for nobody may be taken in late: so
+    two messages of either could cross.
     """
-    if not graph.index.any_joined:
-        return
     index, partner = graph.index, graph.partner
-    got = np.flatnonzero(index.is_op(RECEIVES))
-    ranks = np.int64(graph.program.plan.ranks)
-    channel = index.rank[partner[got]] * ranks + index.rank[got]
-    if graph.rules.ways:
-        channel += index.op[got] * ranks**2
-    got = got[np.argsort(channel, kind="stable")]
-    channel.sort()
+    if not index.any_joined and graph.eager is None:
+        return None
+    got, channel = channels(index, partner, graph.rules)
     cross = (channel[1:] == channel[:-1]) & (partner[got[1:]] < partner[got[:-1]])
     if not cross.any():
-        return
+        return None
     k = int(cross.argmax())
     places = [index.locate(int(at)) for at in (*got[[k, k + 1]], *partner[got[[k + 1, k]]])]
-    raise GroupError(
+    return (GroupError if graph.eager is None else MatchError)(
         f"{places[0][2]} and {places[1][2]} are sent the other way round, and messages between "
         "two ranks match by position",
         program=graph.program.name,

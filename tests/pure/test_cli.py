@@ -250,7 +250,7 @@ def test_check_says_what_is_proven(capsys: pytest.CaptureFixture[str]) -> None:
     n = len(compile(one_f_one_b, Plan(4, 8)))
     assert said(capsys, "check", "one_f_one_b") == (
         f"one_f_one_b: {n} instructions on 4 ranks are complete and in order, and finish under "
-        "edge, pair, device and serial\n"
+        "edge, pair, direction, device, torch and serial\n"
     )
     out = said(capsys, "check", "f.sched", "--model", "pair")
     assert out.endswith("finish under pair\n")
@@ -264,7 +264,7 @@ def test_check_says_that_nothing_is_trained(capsys: pytest.CaptureFixture[str]) 
 def test_check_of_a_file_names_the_models_that_hold(capsys: pytest.CaptureFixture[str]) -> None:
     Path("narrow.sched").write_text(NARROW)
     err = refused(capsys, "check", "narrow.sched")
-    assert "DeadlockError" in err and err.endswith("hint: it finishes under edge\n")
+    assert "DeadlockError" in err and "hint: it finishes under edge and direction; it" in err
     assert said(capsys, "check", "narrow.sched", "--model", "edge").endswith("under edge\n")
     for argv in (["simulate"], ["draw", "-o", "x.png"], ["compare"]):
         assert "DeadlockError" in refused(capsys, argv[0], "narrow.sched", *argv[1:])

@@ -58,11 +58,11 @@ assert "program marked" in open("x.sched").read()
     "a progress model": Extension(
         [("analysis/models.py", 'Model = Literal["edge", ', '"way", '),
          ("analysis/models.py", "MODEL_ROWS: Final[tuple[ModelRow, ...]] = (\n    ModelRow(\n"
-          '        "edge", True, True, True,\n'
+          '        "edge", True, True, True, True, False,\n'
           '        "queue per directed edge, activations and gradients apart",\n'
           '        "one 2-rank group per directed edge; Gloo with a tag per lane; shared memory",\n'
           "    ),\n",
-          '    ModelRow("way", True, False, True, "queue per direction and kind", "nobody"),\n')],
+          '    ModelRow("way", True, False, True, True, False, "queue per way", "nobody"),\n')],
         """
 import schedir
 from schedir.__main__ import main

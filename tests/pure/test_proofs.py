@@ -109,9 +109,10 @@ def test_each_proof_holds_by_itself(seed: int) -> None:
     rng = random.Random(seed)
     program = check(with_slots(rng.choice([lowered, updating])(rng), rng), "edge")
     event(f"{len(program.proofs)} proofs")
-    for model, blocks, device_waits in program.proofs:
+    for model, blocks, device_waits, *more in program.proofs:
         again = replace(program, order={})
         check(again, model, blocks=blocks, device_waits=device_waits)  # type: ignore[arg-type]
+        assert more == [False, None]
 
 
 def test_no_proof_of_what_is_refused() -> None:

@@ -73,7 +73,8 @@ def test_who_waits_for_ever_hangs() -> None:
         microbatches=2,
     )
     kinds = {model: verdict(crossed, model).kind for model in MODELS}
-    assert kinds == {"edge": "ok", "pair": "hang", "device": "hang", "serial": "hang"}
+    assert [model for model, kind in kinds.items() if kind == "ok"] == ["edge", "direction"]
+    assert {*kinds.values()} == {"ok", "hang"}
 
 
 @given(seeds, st.sampled_from([*MUTATIONS]), st.sampled_from(MODELS), seeds)

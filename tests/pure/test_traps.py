@@ -6,7 +6,6 @@ Each is judged by the checker and by execution.
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import get_args
 
 import numpy as np
 import pytest
@@ -20,6 +19,7 @@ from schedir.errors import (
     CostsError,
     DeadlockError,
     GroupError,
+    MatchError,
     OrderError,
     ProgramError,
 )
@@ -60,7 +60,7 @@ def refused(program: Program, model: Model = "device") -> ProgramError:
 # ---------------------------------------------------------------- each model allows less
 
 STRICTER = {
-    "edge": written(
+    "edge": written(  # under no other
         "recv_act 3.0; F 0.0; send_act 0.0; F 3.0",  # the receive stands before the send
         "recv_act 1.0; F 1.0; F 2.0; send_act 2.0",
         header=VEE,
@@ -70,6 +70,10 @@ STRICTER = {
         "recv_act 1.0; recv_act 4.0; F 1.0; send_act 1.0; F 4.0; send_act 4.0",
         "recv_act 2.0; recv_act 5.0; F 2.0; F 5.0; send_act 2.0",
         header=LOOP,
+    ),
+    "direction": written(
+        "F 0.0; recv_grad 0.0; send_act 0.0; B 0.0; reduce_grads 0; step",  # of the other kind
+        "recv_act 1.0; F 1.0; B 1.0; send_grad 1.0; reduce_grads 1; step",
     ),
     "device": written(
         "F 0.0; send_act 0.0; recv_grad 0.0; B 0.0; reduce_grads 0; reduce_tied 0; step",
@@ -84,10 +88,18 @@ STRICTER = {
 }
 
 
+LEGAL = {
+    "edge": ["edge"],
+    "pair": ["edge", "pair", "torch"],
+    "direction": ["edge", "direction"],
+    "device": [model for model in MODELS if model != "serial"],
+    "serial": [*MODELS],
+}
+
+
 @pytest.mark.parametrize("model", STRICTER)
 def test_legal_up_to(model: str) -> None:
-    models = get_args(Model)
-    assert accepted(STRICTER[model]) == [*models[: models.index(model) + 1]]
+    assert accepted(STRICTER[model]) == LEGAL[model]
 
 
 # ---------------------------------------------------------------- only with unbounded buffers
@@ -175,19 +187,24 @@ def test_an_activation_and_a_gradient_of_one_group_cross() -> None:
         "send_grad 1.1; reduce_grads 1; reduce_grads 3; step",
         microbatches=2, header=LOOP,
     )  # fmt: skip
-    assert accepted(program) == ["edge"]
+    assert accepted(program) == ["edge", "direction"]
     assert isinstance(refused(program, "pair"), GroupError)
+    assert isinstance(refused(program, "torch"), DeadlockError)  # it sends them one by one
 
 
 def test_an_asymmetric_group_is_legal() -> None:
-    """One side as one, the other one by one, in either order: an exchange has no first."""
+    """One side as one, the other one by one, in either order: an exchange has no first.
+
+    But torch has another communicator for groups of both ways than for what goes alone.
+    """
     for there in ("recv_act 1.1; send_act 2.0", "send_act 2.0; recv_act 1.1"):
         program = written(
             "F 0.0; send_act 0.0; F 0.1; send_act 0.1 & recv_act 3.0; F 3.0; recv_act 3.1; F 3.1",
             f"recv_act 1.0; F 1.0; F 2.0; {there}; F 1.1; F 2.1; send_act 2.1",
             microbatches=2, header=VEE,
         )  # fmt: skip
-        assert accepted(program) == [*MODELS]
+        assert accepted(program) == [model for model in MODELS if model != "torch"]
+        assert isinstance(refused(program, "torch"), MatchError)
 
 
 def test_an_asymmetric_group_that_waits_for_itself() -> None:

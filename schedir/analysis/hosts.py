@@ -1,0 +1,76 @@
+"""Hosts: what those that wait have waited for, before they issue an instruction."""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+from schedir.analysis.channels import LINE_OF, LINES
+from schedir.ir.index import NONE, Index, Positions
+from schedir.ir.ops import LANES, ROWS, TRANSFERS, Lane
+from schedir.ir.program import Program
+
+
+def host_waits(program: Program, enter: Positions, device_waits: bool) -> NDArray[np.int32]:
+    """What a host that blocks has waited for before it issues each instruction, shape (k, n).
+
+    A row for each lane at which it waits (`LaneRow.host`).  What it runs itself, it has run: of
+    all before an instruction, that is the one before.  What it waits for and then starts, as a
+    gather, stands for its message and those before it on the lane: once they are there, nothing
+    else can keep it.  Of a lane where instructions drain it first (`Row.drains`), that has
+    ended which stands before the last of these.  The instructions of a lane itself follow each
+    other anyway.
+
+    With `device_waits` it also waits for its device (`Graph`).  `enter` are the nodes by which
+    instructions are entered: what runs together does not wait for itself.
+    """
+    index = Index.of(program)
+    line = LINE_OF[index.op]
+    rows = [_waited(program, row.lane, line) for row in LANES]
+    rows += _device_waited(program, enter) if device_waits else []
+    return np.stack([row for row in rows if row is not None])
+
+
+def _device_waited(program: Program, enter: Positions) -> list[Positions]:
+    """What a host that waits for its device has waited for, a row for each at a time.
+
+    Who launches something waits for the last who did, and for each message since; a message is
+    issued when the last who launched something has waited.
+    """
+    index = Index.of(program)
+    own = np.arange(len(index), dtype=np.int32)
+    begin = program.offsets[index.rank].astype(np.int32)
+    launches = ~index.is_op(TRANSFERS)
+    last = np.full_like(own, NONE)
+    last[1:] = np.maximum.accumulate(np.where(launches, own, np.int32(NONE)))[:-1]
+    last[last < begin] = NONE
+    since = own - np.maximum(last, begin - 1) - 1
+    rows = [last] + [
+        np.where(since >= back, own - back, np.int32(NONE))
+        for back in range(1, int(since[launches].max(initial=0)) + 1)
+    ]
+    rows = [np.where(enter[row] == enter, np.int32(NONE), row) for row in rows]
+    who = np.where(launches, own, last)
+    return [np.where(who == NONE, np.int32(NONE), row[who]) for row in rows]
+
+
+def _waited(program: Program, lane: Lane, line: NDArray[np.int64]) -> Positions | None:
+    """What a host has waited for on a lane before each instruction; None if it never waits."""
+    index = Index.of(program)
+    drains = [
+        row.op for row in ROWS
+        if row.lane is lane and row.drains
+        and (row.drains == "always" or program.dp > 1)
+    ]  # fmt: skip
+    if LANES[lane].host == "starts" and not drains:
+        return None
+    waited = np.full(len(index), NONE, np.int32)
+    own = np.flatnonzero(line == LINES[lane])
+    if LANES[lane].host == "starts":
+        waited[own[1:]] = np.where(index.is_op(drains)[own[1:]], own[:-1], NONE)
+    else:
+        waited[own] = own
+    before = np.full_like(waited, NONE)
+    before[1:] = np.maximum.accumulate(waited)[:-1]
+    here = (before >= program.offsets[index.rank]) & (line != LINES[lane])
+    return np.where(here, before, np.int32(NONE))
