@@ -41,7 +41,7 @@ TREE: dict[str, dict[str, list[str]]] = {
     "docs/slow-run": {
         "": ["/docs/real-runs", "/docs/instrument", "/docs/which-schedule", "/docs/traces"]
     },
-    "docs/hanging-run": {"": ["/docs/where", "/docs/museum"]},
+    "docs/hanging-run": {"": ["/docs/where", "/docs/museum", "/docs/progress-models"]},
     "docs/training": {
         "": ["/docs/own-model", "/docs/memory", "/docs/splitting", "/docs/same-bits"]
     },
