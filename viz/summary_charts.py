@@ -41,7 +41,8 @@ def tradeoff(timelines: Sequence[Timeline]) -> Figure:
     sized = all(t.sizes is not None for t in timelines)
     x = np.array([_gigabytes(t) if sized else t.peak_activations for t in timelines])
     y = np.array([t.bubble for t in timelines])
-    figure = Figure(figsize=(5.2, 3.7), layout="constrained")
+    larger = max(1.0, min(len(timelines) / 12, 1.6))  # for many names
+    figure = Figure(figsize=(5.2 * larger, 3.7 * larger), layout="constrained")
     axes = figure.subplots()
     order = np.lexsort((y, x))
     best = order[y[order] <= np.minimum.accumulate(y[order])]
@@ -51,7 +52,7 @@ def tradeoff(timelines: Sequence[Timeline]) -> Figure:
     axes.scatter(x, y, s=34, color=_POINT, edgecolor="white", linewidth=0.8, zorder=2)
     axes.set_xlim(0, float(x.max()) * 1.3 or 1)
     axes.set_ylim(0, max(float(y.max()) * 1.15, 0.01))
-    _name(axes, x, y, [t.program.name for t in timelines])
+    _name(axes, x, y, [t.program.name for t in timelines], larger)
     if doubts := [f"{t.program.name}: {t.doubt}" for t in timelines if t.doubt]:
         axes.set_title("\n".join(doubts), fontsize=7, style="italic", loc="left", parse_math=False)
     axes.yaxis.set_major_locator(MaxNLocator(nbins=9, steps=[1, 2, 5, 10]))
@@ -74,26 +75,39 @@ def _gigabytes(timeline: Timeline) -> float:
     return float(timeline.peak_memory.max()) / 1e9
 
 
-def _name(axes: Axes, x: np.ndarray, y: np.ndarray, names: Sequence[str]) -> None:
-    """Write names above the right of their points, moved until none lies on another."""
+def _name(axes: Axes, x: np.ndarray, y: np.ndarray, names: Sequence[str], larger: float) -> None:
+    """Write names above the right of their points, moved until none lies on another.
+
+    A line leads to one that has been moved.
+    """
     wide, high = axes.get_xlim()[1], axes.get_ylim()[1]
-    spots = np.stack([x / wide * 320, y / high * 210], 1).tolist()  # points, of the type kind
+    room = 320 * larger, 210 * larger  # points, of the type kind
+    spots = np.stack([x / wide * room[0], y / high * room[1]], 1).tolist()
     taken = [(left - 4, left + 4, up) for left, up in spots]  # left, right and height
     for k in np.lexsort((x, y)).tolist():
         name = names[k] if len(names[k]) <= 30 else f"{names[k][:29]}…"
         left, at = spots[k]
-        left, at = left + 5, at + 6  # clear of the line that goes on from the point
         right = left + 4 + 4.2 * len(name)
-        tries = [at + move for step in range(len(names) + 1) for move in (8.5 * step, -8.5 * step)]
-        free = next(
-            t for t in tries
-            if t > -4 and all(abs(t - c) >= 8 or right < a or left > b for a, b, c in taken)
+        # Clear of the line that goes on from the point: up or down, or to the right as well.
+        tries = [
+            (left + 5 + out, at + up + 6)
+            for step in range(len(names) + 1)
+            for out in (0, 9 * step)
+            for up in (9.5 * step, -9.5 * step)
+        ]
+        begin, free = next(
+            (b, t) for b, t in tries
+            if t > -4 and all(
+                abs(t - c) >= 9 or right + b - left < a or b > e for a, e, c in taken
+            )
         )  # fmt: skip
-        taken.append((left, right, free))
+        taken.append((begin, right + begin - left, free))
+        moved = abs(free - at - 6) > 3
         axes.annotate(
-            name, (float(x[k]), float(y[k])), (5, free - spots[k][1]), textcoords="offset points",
+            name, (float(x[k]), float(y[k])), (begin - left, free - at), textcoords="offset points",
             va="center_baseline", fontsize=7, parse_math=False,
             path_effects=[withStroke(linewidth=2, foreground="white")],
+            arrowprops={"arrowstyle": "-", "color": "#999999", "linewidth": 0.5} if moved else None,
         )  # fmt: skip
 
 

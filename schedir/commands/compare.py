@@ -18,8 +18,8 @@ if TYPE_CHECKING:
 ORDER = 5
 ABOUT = (
     "set schedules of one model side by side: costs are those of a whole rank, of a microbatch "
-    "or of its reductions, split evenly over its stages; a schedule without a parameter v has one "
-    "stage per rank"
+    "or of its reductions, or of any number of stages, spread evenly over those of a schedule; "
+    "one without a parameter v has one stage per rank"
 )
 MOST = 8  # differences that are told
 

@@ -17,6 +17,7 @@ from schedir.errors import UsageError
 from schedir.io.load import Source
 from schedir.ir.costs import Costs
 from schedir.ir.fields import Field
+from schedir.ir.per_stage import cut
 from schedir.ir.plan import PLAN, Plan
 from schedir.ir.program import HEADER, TRAITS, Program
 from schedir.ir.sizes import Sizes
@@ -62,8 +63,9 @@ class Request:
     lowered where nobody says otherwise, but for `overlap`.  Of a run that is a prediction, at the
     run's mean times unless there are `costs`.
 
-    `share` is for comparing schedules of one model: costs and sizes are a rank's, and are split
-    evenly over its stages; only schedules that take `v`, or are for several, have several.
+    `share` is for comparing schedules of one model: costs and sizes are a rank's, or those of any
+    number of stages, and are spread evenly over the stages of the plan; only schedules that take
+    `v`, or are for several, have several.
     """
 
     source: Source
@@ -257,9 +259,9 @@ class Request:
         """Costs or sizes of a microbatch on a rank as those on one of its stages."""
         if not self.share:
             return each
-        whole = {name: getattr(each, name, None) for name in _OF_A_RANK}
-        part = self.plan.ranks / self.plan.stages
-        return replace(each, **{k: c * part for k, c in whole.items() if isinstance(c, float)})
+        whole = {k: c for k in _OF_A_RANK if (c := getattr(each, k, None)) is not None}
+        plan = self.plan
+        return replace(each, **{k: cut(c, plan.ranks, plan.stages) for k, c in whole.items()})
 
 
 _Each = TypeVar("_Each", Costs, Sizes)

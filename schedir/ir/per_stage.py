@@ -46,6 +46,23 @@ def by_stage(
     return row
 
 
+def cut(value: PerStage, parts: int, into: int) -> PerStage:
+    """What the stages of a model take, with the model cut into another number of equal stages.
+
+    A number is that of each of `parts`; of several, each is spread evenly over its own part.
+
+    >>> cut(3.0, 2, 4), cut((1.0, 3.0), 2, 4), cut((1.0, 3.0, 5.0, 7.0), 4, 2)
+    (1.5, (0.5, 0.5, 1.5, 1.5), (4.0, 12.0))
+    """
+    if not isinstance(value, tuple):
+        return value * parts / into
+    if len(value) == into:
+        return value
+    total = np.concatenate([[0.0], np.cumsum(value)])
+    ends = np.interp(np.linspace(0, 1, into + 1), np.linspace(0, 1, len(value) + 1), total)
+    return tuple(np.diff(ends).tolist())
+
+
 _Class = TypeVar("_Class")
 
 

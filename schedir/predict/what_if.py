@@ -24,6 +24,7 @@ from schedir.ir.ops import (
     TRANSFERS,
     Lane,
 )
+from schedir.ir.per_stage import cut
 from schedir.ir.plan import Plan
 from schedir.ir.program import Program
 from schedir.ir.ties import show_tied, tied_stages
@@ -39,6 +40,7 @@ LEAST: Final = 0.005  # of the time of a microbatch: what saves less is not wort
 LARGE: Final = 100_000  # instructions of a program for which other orders are not searched
 _I: Final = BACKWARD_INPUT
 _WORK: Final = (*(FIELD[op] for op in COMPUTE), "FB")
+_OF_STAGES: Final = (*_WORK, "reduce_grads", "reduce_holders")  # what half of a stage has half of
 _REDUCTIONS: Final = tuple(FIELD[row.op] for row in ROWS if row.lane is Lane.DP)
 
 
@@ -303,7 +305,7 @@ class _Changes:
                     )  # fmt: skip
                     if plan.two_way != self.plan.two_way:  # it would hold the model twice
                         continue
-                    costs = _cut(self.costs, self.plan.stages, plan.stages)
+                    costs = self._cut_into(plan.stages)
                     program = self.lowering.of(draft(schedule, plan), costs)
                     run = self._run(program, costs)
                 except ProgramError:
@@ -315,6 +317,12 @@ class _Changes:
                     if _I in program.ops and _I not in self.program.ops:
                         what += "; I and W each half of B"
                     yield Trial(what, run, plan.microbatches)
+
+    def _cut_into(self, stages: int) -> Costs:
+        """Costs of the same model in another number of stages, each as long as the others."""
+        now = {k: c for k in _OF_STAGES if (c := getattr(self.costs, k)) is not None}
+        own = self.plan.stages
+        return replace(self.costs, **{k: cut(c, own, stages) for k, c in now.items()})
 
     def _greedy_orders(self) -> Iterator[Trial]:
         """Greedy orders: with as many activations on each rank, and with one more if there is any.
@@ -342,22 +350,3 @@ class _Changes:
         drafted = greedy(self.plan, letters, in_flight.__getitem__, self.costs)
         program = self.lowering.of(drafted, self.costs)
         return self._run(program, self.costs)
-
-
-def _cut(costs: Costs, stages: int, into: int) -> Costs:
-    """Costs of the same model cut into another number of stages, each as long as the others.
-
-    Within a stage, time is spread evenly.
-    """
-    if stages == into:
-        return costs
-    old, new = np.linspace(0, 1, stages + 1), np.linspace(0, 1, into + 1)
-    table, cut = costs.table(stages), {}
-    for op in COMPUTE:
-        total = np.concatenate([[0.0], np.cumsum(table[op])])
-        cut[FIELD[op]] = tuple(np.diff(np.interp(new, old, total)).tolist())
-    together = costs.together(stages)
-    if together is not None:
-        total = np.concatenate([[0.0], np.cumsum(together)])
-        cut["FB"] = tuple(np.diff(np.interp(new, old, total)).tolist())
-    return replace(costs, **cut)

@@ -1,0 +1,240 @@
+"""Which schedule is the shortest for a plan: all of them simulated, and rules read off that.
+
+    python docs/which_schedule.py          # simulates all, and writes results/which-schedule.csv
+
+The page that tells of it is `which_schedule_page.py`.
+"""
+
+from __future__ import annotations
+
+import csv
+import json
+import shlex
+from collections.abc import Callable, Iterator
+from contextlib import redirect_stdout
+from functools import cache
+from io import StringIO
+from pathlib import Path
+from typing import NamedTuple
+
+from schedir import schedules
+from schedir.__main__ import main
+
+FILE = Path(__file__).parent / "results" / "which-schedule.csv"
+RANKS = (2, 4, 8, 16)
+PER_RANK = (0.5, 1, 2, 4, 8)  # microbatches
+SENDS = (0.0, 0.05, 0.2)  # of a forward of a whole rank
+LIMITS = (0.5, 0.75, 1.0, 1.5, 2.0, None)  # activations that a rank may hold, over the ranks
+ODD = (8, (3, 5, 11, 13, 21))  # ranks, and microbatches of which they have no even share
+WORK = 3.0  # of a microbatch on a rank: F = 1, B = 2
+
+
+class Cell(NamedTuple):
+    """A schedule on a plan, at a time of messages: a row of the file."""
+
+    P: int
+    m: int
+    send: float
+    name: str
+    v: int
+    span: float
+    memory: float
+    split: bool
+    twice: bool
+
+    @property
+    def bubble(self) -> float:
+        """The idle share: every rank works as long."""
+        return 1 - WORK * self.m / self.span
+
+    @property
+    def text(self) -> str:
+        return f"`{self.name}`" + (f" x {self.v}" if self.v > 1 else "")
+
+
+def plans() -> Iterator[tuple[int, int]]:
+    """Ranks and microbatches of the tables."""
+    for P in RANKS:
+        for per_rank in PER_RANK:
+            yield P, int(P * per_rank)
+
+
+def measured() -> Iterator[Cell]:
+    """All schedules of all plans, as `schedir best` has them."""
+    odd = [(ODD[0], m, SENDS[1]) for m in ODD[1]]
+    for P, m, send in [*((*plan, send) for plan in plans() for send in SENDS), *odd]:
+        yield from asked(P, m, send)
+
+
+def asked(P: int, m: int, send: float) -> Iterator[Cell]:
+    """All schedules of a plan, as `schedir best` has them."""
+    command = f"best --ranks {P} --microbatches {m} --costs F=1,B=2,I=1,W=1,send={send}"
+    with redirect_stdout(StringIO()) as out:
+        assert main(shlex.split(f"{command} --model edge --json")) == 0
+    for row in json.loads(out.getvalue()):
+        yield Cell(
+            P, m, send, row["program"], row["stages_per_rank"], float(f"{row['span']:.9g}"),
+            row["peak_activations"], row["split_backwards"], row["parameters_held"] > 1,
+        )  # fmt: skip
+
+
+@cache
+def known() -> dict[tuple[int, int, float], list[Cell]]:
+    """What the file has, by plan and time of messages."""
+    found: dict[tuple[int, int, float], list[Cell]] = {}
+    with FILE.open(newline="") as file:
+        for row in csv.DictReader(file):
+            cell = Cell(
+                int(row["P"]), int(row["m"]), float(row["send"]), row["name"], int(row["v"]),
+                float(row["span"]), float(row["memory"]), row["split"] == "1", row["twice"] == "1",
+            )  # fmt: skip
+            found.setdefault(cell[:3], []).append(cell)
+    return found
+
+
+def written() -> str:
+    """The file."""
+    lines = [",".join(Cell._fields)]
+    lines += [
+        ",".join(f"{x + 0:.9g}" if not isinstance(x, str) else x for x in c) for c in measured()
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def best(P: int, m: int, send: float, limit: float | None, *, whole: bool) -> Cell | None:
+    """The cell of a table.  Simplest is: fewer stages, whole backwards, the one known longest."""
+    fit = [
+        cell
+        for cell in known()[P, m, send]
+        if not cell.twice and not (whole and cell.split) and fits(cell, limit)
+    ]
+    first = ["one_f_one_b", "gpipe", "eager_1f1b", "interleaved"]
+    names = first + [name for name in schedules.__all__ if name not in first]
+    return min(
+        fit,
+        key=lambda c: (round(c.span, 6), c.memory, c.v, c.split, names.index(c.name)),
+        default=None,
+    )
+
+
+def fits(cell: Cell, limit: float | None) -> bool:
+    """Whether a schedule holds no more than a share of the ranks; without one, anything."""
+    return limit is None or cell.memory <= limit * cell.P
+
+
+# ---------------------------------------------------------------- rules
+
+
+class Where(NamedTuple):
+    """A cell of the tables, by what it is asked of."""
+
+    P: int
+    m: int
+    send: float
+    limit: float | None
+    whole: bool
+
+    @property
+    def best(self) -> Cell | None:
+        return best(self.P, self.m, self.send, self.limit, whole=self.whole)
+
+    def of(self, name: str, v: int) -> Cell | None:
+        """A schedule at this place, if it fits."""
+        every = known()[self.P, self.m, self.send]
+        own = [cell for cell in every if (cell.name, cell.v) == (name, v)]
+        return own[0] if own and fits(own[0], self.limit) else None
+
+    def within(self, share: float, *of: tuple[str, int]) -> bool:
+        """Whether one of these takes at most a share longer than the best."""
+        found = [cell for name, v in of if (cell := self.of(name, v))]
+        return bool(self.best and found) and min(c.span for c in found) <= self.best.span * (
+            1 + share
+        )
+
+
+def everywhere() -> Iterator[Where]:
+    for P, m in plans():
+        for send in SENDS:
+            for limit in LIMITS:
+                for whole in (False, True):
+                    yield Where(P, m, send, limit, whole)
+
+
+def roomy(limit: float | None, least: float) -> bool:
+    return limit is None or limit >= least
+
+
+class Rule(NamedTuple):
+    """What is said, where it is to hold, and whether it does."""
+
+    said: str
+    where: Callable[[Where], bool]
+    holds: Callable[[Where], bool]
+
+
+RULES = [
+    Rule(
+        "**Backwards can be split, and there is 1F1B's memory**: `interleaved_zb` with four stages "
+        "per rank where messages are short (up to 0.05 of a forward), at most 1 % from the best.",
+        lambda w: not w.whole and w.m >= w.P and w.send <= 0.05 and roomy(w.limit, 1),
+        lambda w: w.within(0.01, ("interleaved_zb", 4)),
+    ),
+    Rule(
+        "**The same where messages are long** (0.2), and no more memory: `zb_v`; for m < 2P, "
+        "which it does not take, `interleaved_zb` with two stages.",
+        lambda w: not w.whole and w.m >= w.P and w.send == 0.2 and w.limit == 1,
+        lambda w: w.within(0, ("zb_v", 2) if w.m >= 2 * w.P else ("interleaved_zb", 2)),
+    ),
+    Rule(
+        "**Three quarters of that memory**: `v_half`. **Half of it**: `v_min`. From m = P >= 4 on, "
+        "and while F, I and W are alike.",
+        lambda w: not w.whole and w.m >= w.P >= 4 and w.limit in (0.5, 0.75),
+        lambda w: w.within(0, ("v_min" if w.limit == 0.5 else "v_half", 2)),
+    ),
+    Rule(
+        "**More memory than 1F1B's buys nothing** where backwards are split and messages short.",
+        lambda w: not w.whole and w.send <= 0.05 and roomy(w.limit, 1.5),
+        lambda w: w.best == w._replace(limit=1).best,
+    ),
+    Rule(
+        "**Whole backwards, in half as much again as 1F1B's memory**: `interleaved`, with four "
+        "stages per rank, or two where messages are long; from m = 2P on.",
+        lambda w: w.whole and w.m >= 2 * w.P and w.limit == 1.5,
+        lambda w: w.within(0, ("interleaved", 2 if w.send == 0.2 else 4)),
+    ),
+    Rule(
+        "**Whole backwards, in 1F1B's memory**: 1F1B itself from m = 8P on, and where messages "
+        "are long from m = 2P on.",
+        lambda w: w.whole and w.limit == 1 and w.m >= (2 if w.send == 0.2 else 8) * w.P,
+        lambda w: w.within(0, ("one_f_one_b", 1)),
+    ),
+    Rule(
+        "**Whole backwards, any memory, messages that take time**: `looped_bfs` with four stages, "
+        "from m = 2P on, as nobody waits for a message.",
+        lambda w: w.whole and w.send > 0 and w.m >= 2 * w.P and w.limit is None,
+        lambda w: w.within(0, ("looped_bfs", 4)),
+    ),
+    Rule(
+        "**Twice as many microbatches** take two fifths to a half off the bubble, or a little "
+        "more, where backwards are split and m >= P.",
+        lambda w: not w.whole and w.P <= w.m < 8 * w.P and roomy(w.limit, 1),
+        lambda w: 0.45 <= _again(w) <= 0.6,
+    ),
+    Rule(
+        "**Fewer microbatches than ranks** idle at least 29 %, with whole backwards half.",
+        lambda w: w.m < w.P and w.best is not None,
+        lambda w: w.best is not None and w.best.bubble >= (0.5 if w.whole else 0.29),
+    ),
+]
+
+
+def _again(w: Where) -> float:
+    """The bubble with twice as many microbatches, over that with these."""
+    now, then = w.best, w._replace(m=2 * w.m).best
+    assert now is not None and then is not None
+    return then.bubble / now.bubble
+
+
+if __name__ == "__main__":
+    FILE.write_text(written())
+    print(f"wrote {FILE.name}")

@@ -1,0 +1,167 @@
+"""Rank schedules for a plan: which one takes the least time in the memory that there is."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+from schedir.commands._facts import facts
+from schedir.commands._options import SOURCE, add_shape, request_of
+from schedir.errors import MemoryLimitError, ProgramError, UsageError, in_bytes
+from schedir.io.terminal import as_json, table
+from schedir.ir.numerals import decimal
+
+if TYPE_CHECKING:
+    from schedir.io.request import Request
+    from schedir.predict.timeline import Timeline
+
+ORDER = 6
+ABOUT = (
+    "rank all built-in schedules, and yours, for one model and plan, the shortest first; costs are "
+    "those that compare takes, a whole rank's"
+)
+EACH = (1, 2, 4)  # stages per rank that are tried of a schedule that takes v, unless some are said
+
+
+def arguments(parser: argparse.ArgumentParser) -> None:
+    """Further sources, and what may be held."""
+    parser.add_argument("source", metavar="SCHEDULE", nargs="*", help=f"ranked, too: {SOURCE}")
+    parser.add_argument(
+        "--activations",
+        type=_number,
+        metavar="N",
+        help="what a rank may hold, in activations of a whole rank: 1F1B holds one per rank",
+    )
+    parser.add_argument(
+        "--whole", action="store_true", help="none that splits backwards in I and W"
+    )
+    parser.add_argument("--json", action="store_true", help="for a program to read")
+    add_shape(parser)
+
+
+def _number(text: str) -> float:
+    try:
+        return decimal(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+
+
+@dataclass
+class _Found:
+    """What was found of all candidates: which fit, the shortest first, and why others do not."""
+
+    fit: list[Timeline]
+    over: list[str]  # more than may be held
+    split: list[str]  # with backwards that are not whole
+    refused: dict[str, ProgramError]  # not for this plan, or these costs
+
+
+def run(args: argparse.Namespace) -> str:
+    """A row per schedule that fits, and a line for each reason why another does not."""
+    found = _found(args)
+    if args.json:
+        return as_json([_row(timeline) for timeline in found.fit])
+    said = _ranked(found.fit) if found.fit else "none fits\n"
+    if found.over:
+        said += f"over the limit: {', '.join(found.over)}\n"
+    if found.split:
+        said += f"with split backwards: {', '.join(found.split)}\n"
+    for fact in dict.fromkeys(error.fact for error in found.refused.values()):
+        names = [name for name, error in found.refused.items() if error.fact == fact]
+        said += f"not {', '.join(names)}: {fact}\n"
+    return said
+
+
+def _found(args: argparse.Namespace) -> _Found:
+    """Each candidate simulated; one that is the same program as another is left out."""
+    from schedir.ir.ops import BACKWARD_INPUT
+
+    found, digests = _Found([], [], [], {}), set()
+    for name, request in _candidates(args):
+        try:
+            timeline = request.timeline
+        except UsageError:
+            raise
+        except MemoryLimitError:
+            found.over.append(name)
+            continue
+        except ProgramError as error:
+            found.refused[name] = error
+            continue
+        program = timeline.program
+        if program.digest in digests or not program.trains:
+            continue
+        digests.add(program.digest)
+        if args.whole and BACKWARD_INPUT in program.ops:
+            found.split.append(name)
+        elif args.activations is not None and timeline.peak_activations > args.activations:
+            found.over.append(name)
+        else:
+            found.fit.append(timeline)
+    if found.refused and not (found.fit or found.over or found.split):
+        raise next(iter(found.refused.values()))
+    # Sums of costs differ by rounding: what is as long is ranked by what it holds.
+    found.fit.sort(key=lambda t: (float(f"{t.span:.9g}"), t.peak_activations))
+    return found
+
+
+def _candidates(args: argparse.Namespace) -> Iterator[tuple[str, Request]]:
+    """Names and requests: plain schedules first, then those that take v, once for each.
+
+    Schedules that delay updates are another training, and are ranked for plans of several.
+    """
+    from schedir.schedules import built_in
+    from schedir.schedules.words import delay_for, takes_v
+
+    several = args.updates not in (None, 1)
+    known = {
+        name: schedule
+        for name, schedule in built_in().items()
+        if (delay_for(schedule) is not None) == several
+    }
+    for name in sorted(known, key=lambda name: takes_v(known[name])):
+        looped = takes_v(known[name]) and args.stages_per_rank is None
+        for v in EACH if looped else (None,):
+            request = request_of(args, name, share=True)
+            if v is not None:
+                request = replace(request, said={**request.said, "stages_per_rank": v})
+            yield f"{name} x {v}" if looped else name, request
+    for source in args.source:
+        yield source, request_of(args, source, share=True)
+
+
+def _row(timeline: Timeline) -> dict[str, Any]:
+    from schedir.ir.ops import BACKWARD_INPUT
+
+    plan, ops = timeline.program.plan, timeline.program.ops
+    row = facts(timeline) | {
+        "peak_activations": timeline.peak_activations,
+        "split_backwards": BACKWARD_INPUT in ops,
+        "parameters_held": 2 if plan.two_way else 1,
+    }
+    if timeline.sizes is not None:
+        row["peak_memory"] = float(timeline.peak_memory.max())
+    return row
+
+
+def _ranked(timelines: list[Timeline]) -> str:
+    rows = [_row(timeline) for timeline in timelines]
+    sized = ["peak memory"] * ("peak_memory" in rows[0])
+    return table(
+        ["schedule", "stages per rank", "span", "bubble", "peak activations", *sized, "needs"],
+        [
+            [
+                row["program"], str(row["stages_per_rank"]),
+                f"{row['span']:.6g} {row['unit']}".strip(),
+                f"{row['bubble']:.1%}", f"{row['peak_activations']:.6g}",
+                *(in_bytes(row["peak_memory"]) for _ in sized),
+                " and ".join(
+                    ["split backwards"] * row["split_backwards"]
+                    + ["parameters twice"] * (row["parameters_held"] > 1)
+                ) or "-",
+            ]
+            for row in rows
+        ],
+    )  # fmt: skip

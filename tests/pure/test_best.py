@@ -1,0 +1,177 @@
+"""`schedir best`, and the page of which schedule is the shortest, which is made of what it says."""
+
+from __future__ import annotations
+
+import csv
+import json
+import runpy
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+import schedir
+from schedir import Costs, Plan, Sizes, Timeline
+from schedir.compiler.compile import compile
+from schedir.errors import MemoryLimitError, ProgramError
+from schedir.ir.ops import BACKWARD_INPUT
+from schedir.schedules import built_in
+from schedir.schedules.words import delay_for, placed_for, takes_v
+from tests.commands import refused, said
+
+DOCS = Path(__file__).parents[2] / "docs"
+AT = "--costs=F=1,B=2,send=0.05"
+
+
+def run_of(name: str, v: int, P: int, m: int, send: float) -> Timeline:
+    """A schedule of v stages per rank, at F = I = W = 1 of a whole rank."""
+    schedule = built_in()[name]
+    plan = Plan(P, m, v, placed_for(schedule)[0] or "loop")
+    part = P / plan.stages
+    costs = Costs(F=part, I=part, W=part, B=2 * part, send=send)
+    return schedir.simulate(compile(schedule, plan, model="edge", costs=costs), costs, model="edge")
+
+
+def rows(capsys: pytest.CaptureFixture[str], *argv: str) -> list[dict[str, Any]]:
+    found: list[dict[str, Any]] = json.loads(said(capsys, "best", *argv, "--json"))
+    return found
+
+
+@pytest.mark.parametrize(("P", "m"), [(4, 8), (4, 3), (3, 7), (2, 1)])
+def test_all_schedules_are_ranked(capsys: pytest.CaptureFixture[str], P: int, m: int) -> None:
+    """Whatever compiles and trains is there once, the shortest first."""
+    plan = (f"--ranks={P}", f"--microbatches={m}", "--model=edge", AT)
+    found = rows(capsys, *plan)
+    keys = [(float(f"{row['span']:.9g}"), row["peak_activations"]) for row in found]
+    assert keys == sorted(keys)
+    expected: dict[str, Timeline] = {}
+    for name, schedule in built_in().items():
+        fixed = placed_for(schedule)[1]
+        for v in (fixed,) if fixed else (1, 2, 4) if takes_v(schedule) else (1,):
+            if delay_for(schedule) is None:
+                try:
+                    run = run_of(name, v, P, m, 0.05)
+                except ProgramError:
+                    continue
+                if run.program.trains:
+                    expected[run.program.digest] = run
+    assert {row["digest"] for row in found} == {*expected} and len(found) == len(expected)
+    for row in found:
+        run, program = expected[row["digest"]], expected[row["digest"]].program
+        assert row["span"] == pytest.approx(run.span)
+        assert row["peak_activations"] == run.peak_activations
+        assert row["split_backwards"] == (BACKWARD_INPUT in program.ops)
+        assert row["parameters_held"] == 1 + program.plan.two_way
+    whole = rows(capsys, *plan, "--whole", "--activations=2.5")
+    assert whole == [
+        row for row in found if not row["split_backwards"] and row["peak_activations"] <= 2.5
+    ]
+    text = said(capsys, "best", *plan, "--whole", "--activations=2.5")
+    over = [r for r in found if r["peak_activations"] > 2.5 and not r["split_backwards"]]
+    assert ("over the limit: " in text) == bool(over)
+    assert ("not zb_v" in text or ", zb_v:" in text) == (m < 2 * P - 1)
+
+
+def test_bytes_decide_as_compile_does(capsys: pytest.CaptureFixture[str]) -> None:
+    sizes, limit = Sizes(activation=16e6, saved=1e9, weights=8e9), 14e9
+    given = ("--sizes=activation=16MB,saved=1GB,weights=8GB", "--limit=14GB", "--ranks=4")
+    names = {row["program"] for row in rows(capsys, *given) if row["stages_per_rank"] == 1}
+    for name, schedule in built_in().items():
+        if not takes_v(schedule) and placed_for(schedule) == (None, None):
+            try:
+                compile(schedule, Plan(4, 8), sizes=sizes, limit=limit)
+            except MemoryLimitError:
+                assert name not in names
+            else:
+                assert name in names or name == "forward_only" or delay_for(schedule) is not None
+    assert names
+    assert said(capsys, "best", *given[::2], "--sizes=saved=1GB", "--limit=1MB").startswith("none")
+
+
+def test_my_own_is_ranked_too(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "own.py"
+    file.write_text(
+        "from schedir import B, F\n\n\ndef slow(rank, ranks, m):\n    return m * F + m * B\n"
+    )
+    found = rows(capsys, f"{file}:slow", "--ranks=2", "--microbatches=4")
+    assert "slow" not in [row["program"] for row in found]  # it is gpipe
+    file.write_text(
+        "from schedir import B, F\n\n\ndef slow(rank, ranks, m):\n    return m * (F + B)\n"
+    )
+    found = rows(capsys, f"{file}:slow", "--ranks=2", "--microbatches=4")
+    assert found[-1]["program"] == "slow"
+
+
+def test_what_fits_nowhere_is_one_error(capsys: pytest.CaptureFixture[str]) -> None:
+    refused(capsys, "best", "--ranks=2", "--costs=F=1,send=1:2:3:4:5")
+    refused(capsys, "best", "--ranks=2", "--model=none")
+    refused(capsys, "best", "--activations=few")
+
+
+def test_costs_of_stages_are_spread(capsys: pytest.CaptureFixture[str]) -> None:
+    """Those of a run's four stages, for schedules of 8 and 16."""
+    plan = ("--ranks=4", "--microbatches=8", "--model=edge")
+    by_rank = rows(capsys, *plan, "--costs=F=1,B=2,send=0.1")
+    assert by_rank == rows(capsys, *plan, "--costs=F=1:1:1:1,B=2:2:2:2,send=0.1")
+    uneven = rows(capsys, *plan, "--costs=F=1:1:1:2,B=2:2:2:4")
+    (row,) = (r for r in uneven if r["program"] == "interleaved" and r["stages_per_rank"] == 2)
+    costs = Costs(F=(0.5,) * 6 + (1, 1), B=(1,) * 6 + (2, 2))
+    program = compile(built_in()["interleaved"], Plan(4, 8, 2), model="edge", costs=costs)
+    assert row["span"] == schedir.simulate(program, costs, model="edge").span
+
+
+# ---------------------------------------------------------------- the page
+
+PAGE = runpy.run_path(str(DOCS / "which_schedule_page.py"))
+WHICH = SimpleNamespace(**runpy.run_path(str(DOCS / "which_schedule.py")))
+
+
+def test_the_cells_are_what_is_simulated() -> None:
+    """A sample of them, by another way than they were made."""
+    with (DOCS / "results" / "which-schedule.csv").open(newline="") as file:
+        cells = list(csv.DictReader(file))
+    for cell in cells[:: len(cells) // 60]:
+        name, P, m = cell["name"], int(cell["P"]), int(cell["m"])
+        run = run_of(name, int(cell["v"]), P, m, float(cell["send"]))
+        assert float(cell["span"]) == pytest.approx(run.span), "python docs/which_schedule.py"
+        assert float(cell["memory"]) == run.peak_activations
+        assert 1 - WHICH.WORK * m / run.span == pytest.approx(run.bubble)
+
+
+@pytest.mark.parametrize("at", [(2, 1, 0.2), (4, 8, 0.05), (8, 13, 0.05)])
+def test_the_file_has_all_that_the_command_says(at: tuple[int, int, float]) -> None:
+    assert list(WHICH.asked(*at)) == WHICH.known()[at], "python docs/which_schedule.py"
+
+
+def test_every_plan_is_there() -> None:
+    assert {(P, m) for P, m, _ in WHICH.known()} >= {
+        (P, int(P * k)) for P in (2, 4, 8, 16) for k in (0.5, 1, 2, 4, 8)
+    }
+
+
+@pytest.mark.parametrize("rule", WHICH.RULES, ids=lambda rule: rule.said[:30])
+def test_rules_of_thumb_hold_in_all_cells(rule: Any) -> None:
+    asked = [where for where in WHICH.everywhere() if rule.where(where)]
+    assert len(asked) >= 10 and all(rule.holds(where) for where in asked)
+
+
+@pytest.mark.parametrize("formula", PAGE["FORMULAS"], ids=lambda f: f"{f.name} x {f.v}")
+@pytest.mark.parametrize(("P", "m"), [(8, 32), (4, 8)])
+def test_formulas_of_the_papers_hold(formula: Any, P: int, m: int) -> None:
+    whole, own = PAGE["idle"](formula, P, m)
+    simulated, value = own if formula.own else whole, formula.value(P)
+    assert simulated <= value + 1e-9 if formula.most else simulated == pytest.approx(value)
+
+
+def test_any_number_of_microbatches_compiles() -> None:
+    """But for those that the page names."""
+    fill = {"zb_v": 7, "dualpipe_v": 8, "dualpipe": 8, "chimera": 2}
+    page = (DOCS / "which-schedule.md").read_text()
+    assert "`zb_v` (2P-1), `dualpipe_v` and `dualpipe` (2P, the latter even)" in page
+    for name, schedule in built_in().items():
+        placement, fixed = placed_for(schedule)
+        v = fixed or (2 if takes_v(schedule) else 1)
+        for m in range(fill.get(name, 1), 13):
+            if name != "dualpipe" or m % 2 == 0:
+                assert compile(schedule, Plan(4, m, v, placement or "loop")).plan.microbatches == m
