@@ -86,12 +86,17 @@ def told(case: Case) -> str:
             parts.append(f"**{name}.** {text.strip()}")
     if is_drawn(case):
         parts.append(f"![{case.title}](images/museum/{case.name}.svg)")
-    if found := shown(case) if case.program or case.make else None:
+    if found := shown(case) if case.is_said else None:
         model, error = found
         parts.append(f"```\n{type(error).__name__}: {error}\n```")
         parts.append(under(case, model))
-    elif case.program or case.make:
+    elif case.is_said:
         parts.append("It finishes under every model.")
+    if case.runs:
+        rows = [f"rank {rank}: {', '.join(row)}" for rank, row in enumerate(case.runs)]
+        texts = "\n".join(text.strip() + "\n" for text in case.steps.values())
+        parts.append("```\n" + "\n".join(rows) + "\n```")
+        parts.append(block("The programs", f"```\n{texts.strip()}\n```"))
     if text := case.program or case.make.strip():
         parts.append(block("The program", f"```\n{text.strip()}\n```"))
     if case.mended:
@@ -130,7 +135,7 @@ def table(found: list[Case]) -> str:
 
 def page() -> str:
     """docs/museum.md."""
-    programs = [case for case in CASES if case.program or case.make]
+    programs = [case for case in CASES if case.is_said]
     chapters = ""
     for chapter, title in CHAPTERS.items():
         own = [told(case) for case in CASES if case.chapter == chapter]

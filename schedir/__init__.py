@@ -38,6 +38,7 @@ from schedir.schedules.draft import draft
 from schedir.schedules.greedy import greedy
 from schedir.schedules.words import EMPTY, B, F, I, W, Word, overlap, weave
 from schedir.verify.check import check
+from schedir.verify.sequence import check_sequence
 
 if TYPE_CHECKING:
     from schedir.foreign.instrument import instrument
@@ -89,6 +90,7 @@ __all__ = [
     "W",
     "Word",
     "check",
+    "check_sequence",
     "compile",
     "draft",
     "errors",

@@ -325,6 +325,18 @@ class MatchError(ProgramError):
     the progress model "torch", or each meets another on the same."""
 
 
+class SequenceError(ProgramError):
+    """Steps of different ranks that meet each other's messages, or wait for each other.
+
+    `sites` are the instructions concerned, each with the step that it is of; `model` is the
+    progress model.
+    """
+
+    def __init__(self, fact: str, *, model: str, sites: Sequence[Site], hint: str = "") -> None:
+        super().__init__(fact, sites=sites, hint=hint)
+        self.model = model
+
+
 class ModelError(ProgramError):
     """A model that does not fit the program: layers, shapes, ties, or a transport too weak."""
 

@@ -6,6 +6,7 @@ import argparse
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+from schedir.commands import _steps
 from schedir.commands._options import add_shape, add_source, read_bytes, request_of
 from schedir.errors import DeadlockError, GroupError, MatchError, UsageError, in_bytes
 from schedir.io.terminal import as_json, table
@@ -24,8 +25,9 @@ _LONGEST = 40  # links of a chain that are shown
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
-    """A source, and whose start to explain."""
-    add_source(parser)
+    """A source, or several as steps, and whose start to explain."""
+    add_source(parser, several=True)
+    _steps.arguments(parser)
     parser.add_argument("--why", metavar="RANK:INDEX", help="what decides when this one starts")
     parser.add_argument(
         "--blocks", action="store_true", help="on hosts that wait themselves, as those of CPUs do"
@@ -55,6 +57,8 @@ def run(args: argparse.Namespace) -> str:
     from schedir.analysis.models import MODELS
     from schedir.verify.check import check
 
+    if _steps.several(args):
+        return _steps.run(args)
     if args.why is not None:
         if args.device_waits:
             raise UsageError("--why tells of hosts that do not wait for their device")
@@ -62,7 +66,7 @@ def run(args: argparse.Namespace) -> str:
             option = "lazy" if args.lazy else "eager"
             raise UsageError(f"--why tells of predicted runs, for which there is no --{option}")
         return _why(args)
-    request = request_of(args, args.source)
+    request = request_of(args, args.source[0])
     program, first = request.program, request.proven_model
     others = [model for model in MODELS if args.model is None and model != first]
     hosts = {"blocks": args.blocks, "device_waits": args.device_waits, "lazy": args.lazy}
@@ -112,7 +116,7 @@ def run(args: argparse.Namespace) -> str:
 
 def _why(args: argparse.Namespace) -> str:
     """The chain of instructions that decides when one starts."""
-    timeline = request_of(args, args.source, blocks=args.blocks).timeline
+    timeline = request_of(args, args.source[0], blocks=args.blocks).timeline
     rank, _, index = args.why.partition(":")
     streams = timeline.program.streams
     if not all(part.isascii() and part.isdecimal() for part in (rank, index)):

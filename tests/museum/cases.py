@@ -12,6 +12,8 @@ A case is `NAME.toml` here:
     missing = "..."                 instead of a program: why none can say it, and what would
     program = '''...'''             the text of a program
     make = "..."                    or an expression of schedir that makes one, or refuses to
+    runs = [["a", "b"], ["a"]]      or for each rank the steps that it runs in turn, with
+    steps.a = '''...'''            the text of each
     mended = '''...'''             the program that should be there instead, right under every model
 
     [refused]                       by model, what must be said; what is not named must finish
@@ -29,7 +31,7 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 
 import schedir
-from schedir import Program, check, parse
+from schedir import Program, check, check_sequence, parse
 from schedir.analysis.models import MODELS, Model
 from schedir.errors import DeadlockError, ProgramError
 
@@ -39,6 +41,7 @@ CHAPTERS = {
     "wait": "Ranks that wait for each other",
     "meet": "Messages that meet the wrong one",
     "work": "Work that is missing, or stands elsewhere",
+    "steps": "One step after the other",
     "sums": "Gradients that are summed too early, or never",
     "room": "What does not fit",
     "unsaid": "What a program cannot say",
@@ -61,7 +64,19 @@ class Case:
     program: str = ""
     make: str = ""
     mended: str = ""
+    steps: dict[str, str] = field(default_factory=dict)
+    runs: list[list[str]] = field(default_factory=list)
     refused: dict[str, list[str]] = field(default_factory=dict)
+
+    @property
+    def is_said(self) -> bool:
+        """Whether there is a program, or a sequence of such."""
+        return bool(self.program or self.make or self.runs)
+
+    def ran(self) -> list[list[Program]]:
+        """The programs that each rank runs one after the other, of a case of steps."""
+        steps = {name: parse(text) for name, text in self.steps.items()}
+        return [[steps[name] for name in row] for row in self.runs]
 
     def made(self) -> Program:
         """The program, anew each time: no proof is left over.  What makes it may refuse."""
@@ -72,7 +87,7 @@ class Case:
     def refusal(self, model: Model) -> ProgramError | None:
         """What `check` says under a model, None if it accepts."""
         try:
-            check(self.made(), model)
+            check_sequence(self.ran(), model) if self.runs else check(self.made(), model)
         except ProgramError as error:
             return error
         return None

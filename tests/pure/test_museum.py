@@ -10,10 +10,11 @@ from schedir.analysis.models import MODELS
 from schedir.ir.text import parse
 from schedir.verify.check import check
 from tests.museum.cases import Case, cases, verdict
+from tests.sequences import verdict as in_turn
 from tests.threads import verdict as ran
 
 CASES = cases()
-SAID = [case for case in CASES if case.program or case.make]
+SAID = [case for case in CASES if case.is_said]
 
 
 @pytest.mark.parametrize("case", SAID, ids=lambda case: case.name)
@@ -38,7 +39,7 @@ EXECUTED = [case for case in SAID if case.name not in UNSEEN]
 def test_execution_agrees(case: Case) -> None:
     """What knows nothing of the checker hangs or goes wrong where a case is refused."""
     for model in MODELS:
-        kind = ran(case.made(), model).kind
+        kind = (in_turn(case.ran(), model, 0) if case.runs else ran(case.made(), model)).kind
         assert (kind == "ok") == (not case.expected(model)), (model, kind)
         if "DeadlockError" in case.expected(model):
             assert kind == "hang"
@@ -49,8 +50,9 @@ def test_each_is_told_whole() -> None:
     titles = [case.title for case in CASES]
     assert len({*titles}) == len(titles)
     for case in CASES:
-        assert case.seen and case.sources and bool(case.program) + bool(case.make) <= 1
-        assert case.missing or ((case.program or case.make) and case.follows), case.name
+        assert case.seen and case.sources
+        assert bool(case.program) + bool(case.make) + bool(case.runs) <= 1, case.name
+        assert case.missing or (case.is_said and case.follows), case.name
         for source in case.sources:
             assert re.fullmatch(r"[\w.-]+/[\w.-]+#\d+", source), source
         if not case.refused:  # what nobody refuses is said not to be

@@ -1,0 +1,276 @@
+"""Sequence: programs that ranks run one after the other, when not all run the same.
+
+If all ranks run the same right programs in one order, nothing can go wrong: each program takes
+in as many messages as it sends, in every channel, so each begins where all ranks agree; and what
+waits, waits for its own program or an earlier one, so no wait leads back to where it began.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from functools import cached_property
+from typing import Final, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from schedir.analysis.channels import channels, queues
+from schedir.analysis.graph import Graph
+from schedir.analysis.longest_path import solve
+from schedir.analysis.loops import Problem
+from schedir.analysis.models import Model, require_model
+from schedir.errors import SequenceError, Site, UsageError, expect
+from schedir.ir.index import Positions
+from schedir.ir.ops import COLLECTIVES
+from schedir.ir.program import Program
+from schedir.verify.check import check
+
+_HINT: Final = (
+    "messages of a channel match by position, and nothing in them names their step: let all ranks "
+    "run the same programs in one order"
+)
+
+
+class _Step(NamedTuple):
+    """A run of a program: the n-th of it, which all ranks have in common."""
+
+    program: int  # which one
+    nth: int
+
+
+class _Ran(NamedTuple):
+    """A step as one rank has it: where in its sequence, from 1, and how it uses a channel."""
+
+    step: _Step
+    number: int
+    first: int  # position of its first instruction there
+
+
+def check_sequence(runs: Sequence[Sequence[Program]], model: Model = "device") -> None:
+    """Check programs that each rank runs one after the other: `runs` has a list for each rank.
+
+    The n-th run of a program on one rank belongs to the n-th run of it on every other.  Where
+    ranks run the same programs in one order, it is enough that each is right.  Where they do not,
+    messages of one step may arrive in another, or nowhere, and ranks may wait for each other across
+    steps.  Hosts do not wait between steps, but as their messages do.
+
+    Raises what `check` raises for a program that is wrong by itself, UsageError for programs of
+    other numbers of ranks, and SequenceError for the first message that meets one of another step,
+    or never meets, and for ranks that wait for each other.
+
+    >>> from schedir import Plan, check_sequence, compile, schedules
+    >>> train = compile(schedules.gpipe, Plan(ranks=2, microbatches=2))
+    >>> evaluate = compile(schedules.forward_only, Plan(ranks=2, microbatches=2))
+    >>> check_sequence([[train, evaluate, train], [train, evaluate, train]])
+    >>> check_sequence([[train, evaluate], [train, train]])
+    Traceback (most recent call last):
+        ...
+    schedir.errors.SequenceError: send_act 0.0 of forward_only arrives as recv_act 1.0 of gpipe
+      rank 0 #1   send_act 0.0  step 2, forward_only
+      rank 1 #0   recv_act 1.0  step 2, gpipe
+      hint: messages of a channel match by position, and nothing in them names their step: let all ranks run the same programs in one order
+    """  # noqa: E501
+    together = _Together(runs, require_model(model))
+    for program in together.programs:
+        check(program, model)
+    if len({*together.rows}) > 1:
+        together.meet()
+        together.finish()
+
+
+class _Together:
+    """The steps of all ranks, under a progress model."""
+
+    def __init__(self, runs: Sequence[Sequence[Program]], model: Model) -> None:
+        self.model = model
+        self.programs: list[Program] = []
+        known: dict[str, int] = {}
+        rows = []
+        for row in runs:
+            steps, counted = [], Counter[int]()
+            for program in row:
+                expect(program, Program, "schedir.compile(schedule, plan)")
+                if program.plan.ranks != len(runs):
+                    raise UsageError(
+                        f"{program.name} is of {program.plan.ranks} ranks, and there are the steps "
+                        f"of {len(runs)}",
+                        hint="a list of programs for each rank",
+                    )
+                which = known.setdefault(program.digest, len(known))
+                self.programs += [program] * (which == len(self.programs))
+                steps.append(_Step(which, counted[which]))
+                counted[which] += 1
+            rows.append(tuple(steps))
+        self.rows = tuple(rows)
+
+    @cached_property
+    def graphs(self) -> list[Graph]:
+        """The dependency graph of each program."""
+        return [Graph.of(program, self.model) for program in self.programs]
+
+    def name(self, rank: int, number: int) -> str:
+        """A step as an error says it."""
+        return self.programs[self.rows[rank][number - 1].program].name
+
+    def site(self, rank: int, number: int, position: int, note: str = "") -> Site:
+        """An instruction of a step of a rank."""
+        where = self.graphs[self.rows[rank][number - 1].program].index.locate(position)
+        return Site(*where, f"step {number}, {self.name(rank, number)}{note}")
+
+    # ------------------------------------------------------------ who meets whom
+
+    def meet(self) -> None:
+        """Whatever meets belongs to one step.
+
+        A right program sends and receives equally often in a channel, so that is a matter of
+        whole steps: both sides have those that use the channel in one order.
+        """
+        wrong: list[tuple[int, int, int, int, _Ran | None, int, _Ran | None]] = []
+        for members in self._channels():
+            (one, ours), *others = members
+            for other, theirs in others:
+                for k in range(max(len(ours), len(theirs))):
+                    a = ours[k] if k < len(ours) else None
+                    b = theirs[k] if k < len(theirs) else None
+                    if a is None or b is None or a.step != b.step:
+                        numbers = [ran.number for ran in (a, b) if ran is not None]
+                        wrong.append((min(numbers), max(numbers), len(wrong), one, a, other, b))
+                        break
+        if wrong:
+            _, _, _, one, a, other, b = min(wrong, key=lambda found: found[:3])
+            raise self._crossed(one, a, other, b)
+
+    def _channels(self) -> Iterator[list[tuple[int, list[_Ran]]]]:
+        """For each channel and each collective's group: its ranks, and their steps that use it."""
+        uses = [dict(self._uses(graph)) for graph in self.graphs]
+        for channel in sorted({channel for own in uses for channel in own}):
+            sender = channel[2] if channel[0] == 0 else -1  # comes first
+            ranks = {rank for own in uses for rank in own.get(channel, ())}
+            yield [
+                (
+                    rank,
+                    [
+                        _Ran(step, number, uses[step.program][channel][rank])
+                        for number, step in enumerate(self.rows[rank], 1)
+                        if rank in uses[step.program].get(channel, {})
+                    ],
+                )
+                for rank in sorted(ranks, key=lambda rank: (rank != sender, rank))
+            ]
+
+    def _uses(self, graph: Graph) -> Iterator[tuple[tuple[int, ...], dict[int, int]]]:
+        """The channels of a program, and where each rank first uses one.
+
+        A channel is (0, its number, who sends); a collective's group is (1, opcode, *ranks).
+        """
+        index = graph.index
+        got, channel = channels(index, graph.partner, graph.rules)
+        sent = graph.partner[got]
+        for number in np.unique(channel).tolist():
+            here = channel == number
+            one, other = int(sent[here].min()), int(got[here].min())
+            sender, receiver = int(index.rank[one]), int(index.rank[other])
+            yield (0, number, sender), {sender: one, receiver: other}
+        groups: dict[tuple[int, ...], dict[int, int]] = {}
+        for members in graph.collective_groups:
+            ranks = index.rank[members].tolist()
+            if len(ranks) > 1:
+                at = groups.setdefault((1, int(index.op[members[0]]), *ranks), {})
+                for rank, position in zip(ranks, members.tolist(), strict=True):
+                    at.setdefault(rank, position)
+        yield from groups.items()
+
+    def _crossed(self, one: int, a: _Ran | None, other: int, b: _Ran | None) -> SequenceError:
+        """The error for what meets another step's, or nobody's."""
+        sites = [
+            self.site(rank, ran.number, ran.first)
+            for rank, ran in ((one, a), (other, b))
+            if ran is not None
+        ]
+        names = [self.name(rank, ran.number) for rank, ran in ((one, a), (other, b)) if ran]
+        first = sites[0]
+        if a is None or b is None:
+            gone = other if b is None else one
+            fact = (
+                f"{first.instr} of {names[0]} never meets anybody: rank {gone} has no step left "
+                "with its other side"
+            )
+        elif self.graphs[a.step.program].index.op[a.first] in COLLECTIVES:
+            fact = f"{first.instr} of {names[0]} meets {sites[1].instr} of {names[1]}"
+        else:
+            nth = (a.step.nth, b.step.nth)
+            of = names if a.step.program != b.step.program else [
+                f"run {n + 1} of {name}" for n, name in zip(nth, names, strict=True)
+            ]  # fmt: skip
+            fact = f"{first.instr} of {of[0]} arrives as {sites[1].instr} of {of[1]}"
+        return SequenceError(fact, model=self.model, sites=sites, hint=_HINT)
+
+    # ------------------------------------------------------------ whether all finish
+
+    def finish(self) -> None:
+        """Every rank comes to the end of its steps.  What meets belongs to one step by now."""
+        steps = sorted({step for row in self.rows for step in row})
+        begin, total = {}, 0
+        for step in steps:
+            begin[step] = total
+            total += self.graphs[step.program].nodes
+        mask, edges = np.zeros(total, bool), []
+        for step in steps:
+            graph, first = self.graphs[step.program], begin[step]
+            mask[first : first + graph.nodes] = graph.node_mask
+            edges += [(first + a, first + b) for a, b in graph.edges()]
+        for rank, row in enumerate(self.rows):
+            edges += self._borders(rank, row, begin)
+        problem = Problem(((a, b) for a, b in edges), mask, np.zeros(total))
+        _, turn = solve(problem)
+        if (turn[mask] > 0).all():
+            return
+        sites = [
+            site for rank, row in enumerate(self.rows)
+            if (site := self._stands(rank, row, begin, turn > 0))
+        ]  # fmt: skip
+        raise SequenceError(
+            f"{len(sites)} ranks wait for each other, across steps",
+            model=self.model,
+            sites=sites,
+            hint="let all ranks run the same programs in one order",
+        )
+
+    def _borders(
+        self, rank: int, row: Sequence[_Step], begin: dict[_Step, int]
+    ) -> Iterator[tuple[Positions, Positions]]:
+        """In each queue of a rank, from the last of a step to the first of a next one."""
+        last: dict[int, int] = {}
+        for step in row:
+            graph = self.graphs[step.program]
+            queue = self._queue(step.program)
+            own = np.arange(graph.program.offsets[rank], graph.program.offsets[rank + 1])
+            names, where = np.unique(queue[own], return_index=True)
+            _, back = np.unique(queue[own][::-1], return_index=True)
+            enter, leave = graph.enter_leave
+            known = [k for k, name in enumerate(names.tolist()) if name in last]
+            if known:
+                yield (
+                    np.array([last[int(names[k])] for k in known], np.int32),
+                    np.array(begin[step] + enter[own[where[known]]], np.int32),
+                )
+            ends = begin[step] + leave[own[::-1][back]]
+            last |= dict(zip(names.tolist(), ends.tolist(), strict=True))
+
+    def _queue(self, program: int) -> Positions:
+        """The queue of each instruction, by a number that is the same in all programs."""
+        graph = self.graphs[program]
+        return queues(graph.index, graph.rules, own=False)
+
+    def _stands(
+        self, rank: int, row: Sequence[_Step], begin: dict[_Step, int], done: NDArray[np.bool_]
+    ) -> Site | None:
+        """The first instruction of a rank that never ends."""
+        for number, step in enumerate(row, 1):
+            graph = self.graphs[step.program]
+            own = np.arange(graph.program.offsets[rank], graph.program.offsets[rank + 1])
+            late = own[~done[begin[step] + graph.enter_leave[1][own]]]
+            if len(late):
+                return self.site(rank, number, int(late[0]), ", waits")
+        return None

@@ -1,0 +1,180 @@
+"""Sequences of programs: what each rank runs one after the other."""
+
+from __future__ import annotations
+
+import random
+import re
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from hypothesis import assume, event, given, settings
+from hypothesis import strategies as st
+
+from schedir import Plan, check_sequence, compile, schedules
+from schedir.__main__ import main
+from schedir.analysis.models import MODELS, Model
+from schedir.compiler.compile import lower
+from schedir.errors import DeadlockError, GroupError, ProgramError, SequenceError, UsageError
+from schedir.ir.program import Program
+from schedir.ir.text import parse, show
+from schedir.testing import random_draft
+from schedir.verify.check import check
+from tests.mutants import MUTATIONS, reordered, ties
+from tests.sequences import verdict
+
+Runs = list[list[Program]]
+
+TRAIN = compile(schedules.one_f_one_b, Plan(3, 4), clip=True)
+EVALUATE = compile(schedules.forward_only, Plan(3, 4))
+THERE = compile(schedules.forward_only, Plan(2, 1))
+BACK = parse(
+    "schedir 1\nprogram back\nranks 2  microbatches 1  stages_per_rank 1  placement 1,0\n"
+    "rank 0\n  recv_act 1.0; F 1.0\nrank 1\n  F 0.0; send_act 0.0\n"
+)
+
+
+def refusal(runs: Runs, model: Model = "device") -> SequenceError:
+    with pytest.raises(SequenceError) as caught:
+        check_sequence(runs, model)
+    assert caught.value.model == model
+    return caught.value
+
+
+def where(error: SequenceError) -> list[tuple[int, int, str]]:
+    return [(site.rank, site.index, f"{site.instr}, {site.note}") for site in error.sites]
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_the_same_steps_everywhere(model: Model) -> None:
+    check_sequence([[TRAIN, EVALUATE, TRAIN]] * 3, model)
+    check_sequence([[]] * 3, model)
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_another_steps_message(model: Model) -> None:
+    error = refusal([[TRAIN, EVALUATE], [TRAIN, EVALUATE], [TRAIN, TRAIN]], model)
+    assert where(error) == [
+        (1, 3, "send_act 1.0, step 2, forward_only"),
+        (2, 0, "recv_act 2.0, step 2, one_f_one_b"),
+    ]
+
+
+def test_a_message_that_nobody_takes() -> None:
+    error = refusal([[TRAIN, EVALUATE], [TRAIN, EVALUATE], [TRAIN]])
+    assert where(error) == [(1, 3, "send_act 1.0, step 2, forward_only")]
+    error = refusal([[TRAIN], [TRAIN, EVALUATE], [TRAIN, EVALUATE]])
+    assert where(error) == [(1, 0, "recv_act 1.0, step 2, forward_only")]
+
+
+def test_opposite_ways_may_wait_for_each_other() -> None:
+    """Nothing crosses here, and with a queue for both ways both ranks wait with their send."""
+    runs = [[THERE, BACK], [BACK, THERE]]
+    check_sequence(runs, "edge")
+    for model in ("pair", "device", "serial"):
+        assert where(refusal(runs, model)) == [
+            (0, 1, "send_act 0.0, step 1, forward_only, waits"),
+            (1, 1, "send_act 0.0, step 1, back, waits"),
+        ]
+
+
+def test_a_program_that_is_wrong_by_itself() -> None:
+    late = parse(
+        "schedir 1\nprogram late\nranks 2  microbatches 1  stages_per_rank 1  placement loop\n"
+        "rank 0\n  F 0.0; send_act 0.0\nrank 1\n  F 1.0; recv_act 1.0\n"
+    )
+    with pytest.raises(ProgramError, match=r"late: F 1\.0 needs"):
+        check_sequence([[late], [late]])
+
+
+def test_misuse() -> None:
+    with pytest.raises(UsageError, match="of 3 ranks"):
+        check_sequence([[TRAIN], [TRAIN]])
+    with pytest.raises(UsageError, match="takes a Program"):
+        check_sequence([["train"]])  # type: ignore[list-item]
+    with pytest.raises(UsageError, match="model must be"):
+        check_sequence([[TRAIN]] * 3, "tcp")  # type: ignore[arg-type]
+
+
+# ---------------------------------------------------------------- from the shell
+
+
+def test_what_the_shell_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Commands and what they say, as `golden/steps.txt` has them."""
+    monkeypatch.chdir(tmp_path)
+    for program in (TRAIN, EVALUATE, THERE, BACK):
+        name = {"one_f_one_b": "train", "forward_only": "evaluate"}.get(program.name, program.name)
+        name = "there" if program is THERE else name
+        Path(f"{name}.sched").write_text(show(replace(program, name=name)))
+    golden = (Path(__file__).parents[1] / "golden" / "steps.txt").read_text()
+    said = ""
+    for command in re.findall(r"^\$ schedir (.*)$", golden, re.MULTILINE):
+        code = main(command.split())
+        out, err = capsys.readouterr()
+        assert code == (2 if err else 0)
+        said += f"$ schedir {command}\n{out}{err}"
+    assert said == golden
+
+
+# ---------------------------------------------------------------- beside execution
+
+
+def some(plan: Plan, rng: random.Random) -> Program:
+    """A program on a plan's ranks that is legal under `edge` at least."""
+    stages = rng.randint(1, 2)
+    placement = tuple(rng.sample([*range(plan.ranks)] * stages, plan.ranks * stages))
+    plan = replace(plan, microbatches=rng.randint(1, 3), placement=placement)
+    draft = random_draft(plan, rng, split=rng.choice([0, 1]))
+    program = lower(replace(draft, clip=rng.random() < 0.5, tied=ties(plan, rng)))
+    if rng.random() < 0.5:
+        program = MUTATIONS["evaluate"](program, rng) or program
+    return reordered(program, rng) if rng.random() < 0.7 else program
+
+
+def changed(steps: list[Program], rng: random.Random) -> list[Program]:
+    """The steps of one rank, of which two come the other way round, or one is not there."""
+    steps = [*steps]
+    at = rng.randrange(len(steps))
+    if len(steps) > 1 and rng.random() < 0.8:
+        other = rng.randrange(len(steps))
+        steps[at], steps[other] = steps[other], steps[at]
+    else:
+        del steps[at]
+    return steps
+
+
+def legal(programs: list[Program], model: Model) -> bool:
+    try:
+        for program in programs:
+            check(program, model)
+    except (DeadlockError, GroupError):
+        return False
+    return True
+
+
+@settings(max_examples=80)
+@given(st.integers(0, 2**32), st.booleans())
+def test_execution_agrees(seed: int, alike: bool) -> None:
+    rng = random.Random(seed)
+    plan = Plan(rng.choice([2, 2, 3]), 2)
+    programs = [some(plan, rng) for _ in range(rng.randint(1, 2))]
+    steps = [rng.choice(programs) for _ in range(rng.randint(1, 4))]
+    runs = [[*steps] for _ in range(plan.ranks)]
+    if not alike:
+        for rank in rng.sample(range(plan.ranks), rng.randint(1, plan.ranks)):
+            runs[rank] = changed(steps, rng)
+        assume(any(runs))
+    for model in MODELS:
+        if not legal(programs, model):
+            continue
+        ran = verdict(runs, model, rng.randrange(2**32))
+        try:
+            check_sequence(runs, model)
+        except SequenceError as error:
+            event("they wait" if "across" in error.fact else "they cross")
+            assert not alike and ran.kind != "ok", error
+        else:
+            event("alike" if alike else "unlike, and right")
+            assert ran.kind == "ok", ran
