@@ -84,6 +84,9 @@ def told(case: Case) -> str:
     ):
         if text:
             parts.append(f"**{name}.** {text.strip()}")
+    if case.runs:
+        rows = [f"rank {rank}: {', '.join(row)}" for rank, row in enumerate(case.runs)]
+        parts.append("```\n" + "\n".join(rows) + "\n```")
     if is_drawn(case):
         parts.append(f"![{case.title}](images/museum/{case.name}.svg)")
     if found := shown(case) if case.is_said else None:
@@ -93,9 +96,7 @@ def told(case: Case) -> str:
     elif case.is_said:
         parts.append("It finishes under every model.")
     if case.runs:
-        rows = [f"rank {rank}: {', '.join(row)}" for rank, row in enumerate(case.runs)]
         texts = "\n".join(text.strip() + "\n" for text in case.steps.values())
-        parts.append("```\n" + "\n".join(rows) + "\n```")
         parts.append(block("The programs", f"```\n{texts.strip()}\n```"))
     if text := case.program or case.make.strip():
         parts.append(block("The program", f"```\n{text.strip()}\n```"))

@@ -1,0 +1,100 @@
+"""Pictures of where ranks stand say what the error says."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from xml.etree import ElementTree
+
+import pytest
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+
+from schedir.compiler.compile import compile
+from schedir.errors import DeadlockError, GroupError, ProgramError
+from schedir.ir.plan import Plan
+from schedir.ir.program import Program
+from schedir.ir.text import parse, show
+from schedir.schedules import gpipe
+from schedir.verify.check import check
+from schedir.viz.palette import ACCENT
+from schedir.viz.standstill import standstill
+from tests.museum.cases import Case, cases
+from tests.mutants import mutate
+
+SVG = "{http://www.w3.org/2000/svg}"
+MOVES = ("swap_neighbours", "swap_any", "move_anywhere", "swap_receives", "late_send")
+
+
+def drawn(program: Program, error: ProgramError) -> ElementTree.Element:
+    picture = ElementTree.fromstring(standstill(program, error))
+    wide, high = (float(picture.get(side, "")) for side in ("width", "height"))
+    for box in picture.iter(f"{SVG}rect"):
+        if box.get("rx"):
+            left, top, width = (float(box.get(name, "")) for name in ("x", "y", "width"))
+            assert left >= 0 and left + width <= wide and 0 <= top <= high
+    for text in picture.iter(f"{SVG}text"):
+        assert 0 < float(text.get("y", "")) < high
+    return picture
+
+
+def filled(picture: ElementTree.Element, fill: str) -> list[str]:
+    """What stands in the boxes of a colour: the text that is drawn right after each."""
+    items = list(picture)
+    return sorted(
+        str(text.text).removeprefix("& ")
+        for box, text in pairwise(items)
+        if box.tag == f"{SVG}rect" and box.get("rx") and box.get("fill") == fill
+    )
+
+
+def arrows(picture: ElementTree.Element) -> int:
+    return sum("marker-end" in path.attrib for path in picture.iter(f"{SVG}path"))
+
+
+@settings(max_examples=60)
+@given(st.integers(0, 2**32), st.sampled_from(MOVES))
+def test_a_deadlock(seed: int, move: str) -> None:
+    try:
+        _, program = mutate(move, seed)
+    except ProgramError:
+        assume(False)
+    try:
+        check(program, "device")
+    except DeadlockError as error:
+        picture = drawn(program, error)
+        assert filled(picture, ACCENT) == sorted(str(wait.instr) for wait in error.cycle)
+        waits = {(wait.rank, wait.index) for wait in error.cycle}
+        needs = {(wait.needs_rank, wait.needs_index): wait.needs for wait in error.cycle}
+        others = [str(instr) for place, instr in needs.items() if place not in waits]
+        assert filled(picture, "#fbe3ee") == sorted(others)
+        assert arrows(picture) == len(error.cycle) - sum(
+            (wait.rank, wait.index) == (wait.needs_rank, wait.needs_index) for wait in error.cycle
+        )
+        heads = {text.text for text in picture.iter(f"{SVG}text") if text.get("font-weight")}
+        assert {f"rank {wait.rank}" for wait in error.cycle} <= heads
+    except ProgramError as error:
+        drawn(program, error)
+
+
+@pytest.mark.parametrize(
+    "case", [c for c in cases() if c.program and c.refusal("device")], ids=lambda case: case.name
+)
+def test_every_refusal_can_be_drawn(case: Case) -> None:
+    error = case.refusal("device")
+    assert error is not None
+    picture = drawn(case.made(), error)
+    if isinstance(error, GroupError) and len(error.sites) == 4:
+        assert arrows(picture) == 2
+    elif not isinstance(error, DeadlockError):
+        assert filled(picture, ACCENT) == sorted(str(site.instr) for site in error.sites)
+
+
+def test_of_many_ranks_those_that_wait_are_shown() -> None:
+    text = show(compile(gpipe, Plan(12, 2)), folded=False)
+    early = text.replace("  recv_act 5.1\n", "")
+    program = parse(early.replace("  recv_act 5.0\n", "  recv_act 5.1\n  recv_act 5.0\n"))
+    with pytest.raises(DeadlockError) as caught:
+        check(program)
+    picture = drawn(program, caught.value)
+    heads = [text.text for text in picture.iter(f"{SVG}text") if text.get("font-weight")]
+    assert heads == ["rank 4", "rank 5"]
