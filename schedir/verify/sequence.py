@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from functools import cached_property
+from itertools import zip_longest
 from typing import Final, NamedTuple
 
 import numpy as np
@@ -22,7 +23,6 @@ from schedir.analysis.loops import Problem
 from schedir.analysis.models import Model, require_model
 from schedir.errors import SequenceError, Site, UsageError, expect
 from schedir.ir.index import Positions
-from schedir.ir.ops import COLLECTIVES
 from schedir.ir.program import Program
 from schedir.verify.check import check
 
@@ -124,62 +124,46 @@ class _Together:
         """Whatever meets belongs to one step.
 
         A right program sends and receives equally often in a channel, so that is a matter of
-        whole steps: both sides have those that use the channel in one order.
+        whole steps: both sides have those that use the channel in one order.  Collectives need no
+        look: only programs that train have some, and of two such in unlike order none ends.
         """
         wrong: list[tuple[int, int, int, int, _Ran | None, int, _Ran | None]] = []
-        for members in self._channels():
-            (one, ours), *others = members
-            for other, theirs in others:
-                for k in range(max(len(ours), len(theirs))):
-                    a = ours[k] if k < len(ours) else None
-                    b = theirs[k] if k < len(theirs) else None
-                    if a is None or b is None or a.step != b.step:
-                        numbers = [ran.number for ran in (a, b) if ran is not None]
-                        wrong.append((min(numbers), max(numbers), len(wrong), one, a, other, b))
-                        break
+        for (one, ours), (other, theirs) in self._channels():
+            for a, b in zip_longest(ours, theirs):
+                if a is None or b is None or a.step != b.step:
+                    numbers = [ran.number for ran in (a, b) if ran is not None]
+                    wrong.append((min(numbers), max(numbers), len(wrong), one, a, other, b))
+                    break
         if wrong:
             _, _, _, one, a, other, b = min(wrong, key=lambda found: found[:3])
             raise self._crossed(one, a, other, b)
 
     def _channels(self) -> Iterator[list[tuple[int, list[_Ran]]]]:
-        """For each channel and each collective's group: its ranks, and their steps that use it."""
-        uses = [dict(self._uses(graph)) for graph in self.graphs]
+        """For each channel who sends and who receives, with the steps of theirs that use it."""
+        uses = [{number: both for number, both in self._uses(graph)} for graph in self.graphs]
         for channel in sorted({channel for own in uses for channel in own}):
-            sender = channel[2] if channel[0] == 0 else -1  # comes first
-            ranks = {rank for own in uses for rank in own.get(channel, ())}
+            ranks = next(own[channel] for own in uses if channel in own)
             yield [
                 (
                     rank,
                     [
                         _Ran(step, number, uses[step.program][channel][rank])
                         for number, step in enumerate(self.rows[rank], 1)
-                        if rank in uses[step.program].get(channel, {})
+                        if channel in uses[step.program]
                     ],
                 )
-                for rank in sorted(ranks, key=lambda rank: (rank != sender, rank))
+                for rank in ranks
             ]
 
-    def _uses(self, graph: Graph) -> Iterator[tuple[tuple[int, ...], dict[int, int]]]:
-        """The channels of a program, and where each rank first uses one.
-
-        A channel is (0, its number, who sends); a collective's group is (1, opcode, *ranks).
-        """
+    def _uses(self, graph: Graph) -> Iterator[tuple[int, dict[int, int]]]:
+        """The channels of a program: who sends and who receives, and at which position first."""
         index = graph.index
         got, channel = channels(index, graph.partner, graph.rules)
         sent = graph.partner[got]
         for number in np.unique(channel).tolist():
             here = channel == number
-            one, other = int(sent[here].min()), int(got[here].min())
-            sender, receiver = int(index.rank[one]), int(index.rank[other])
-            yield (0, number, sender), {sender: one, receiver: other}
-        groups: dict[tuple[int, ...], dict[int, int]] = {}
-        for members in graph.collective_groups:
-            ranks = index.rank[members].tolist()
-            if len(ranks) > 1:
-                at = groups.setdefault((1, int(index.op[members[0]]), *ranks), {})
-                for rank, position in zip(ranks, members.tolist(), strict=True):
-                    at.setdefault(rank, position)
-        yield from groups.items()
+            first = int(sent[here].min()), int(got[here].min())
+            yield number, {int(index.rank[position]): position for position in first}
 
     def _crossed(self, one: int, a: _Ran | None, other: int, b: _Ran | None) -> SequenceError:
         """The error for what meets another step's, or nobody's."""
@@ -196,14 +180,8 @@ class _Together:
                 f"{first.instr} of {names[0]} never meets anybody: rank {gone} has no step left "
                 "with its other side"
             )
-        elif self.graphs[a.step.program].index.op[a.first] in COLLECTIVES:
-            fact = f"{first.instr} of {names[0]} meets {sites[1].instr} of {names[1]}"
         else:
-            nth = (a.step.nth, b.step.nth)
-            of = names if a.step.program != b.step.program else [
-                f"run {n + 1} of {name}" for n, name in zip(nth, names, strict=True)
-            ]  # fmt: skip
-            fact = f"{first.instr} of {of[0]} arrives as {sites[1].instr} of {of[1]}"
+            fact = f"{first.instr} of {names[0]} arrives as {sites[1].instr} of {names[1]}"
         return SequenceError(fact, model=self.model, sites=sites, hint=_HINT)
 
     # ------------------------------------------------------------ whether all finish

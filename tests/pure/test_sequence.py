@@ -78,6 +78,30 @@ def test_opposite_ways_may_wait_for_each_other() -> None:
         ]
 
 
+def test_what_a_step_leaves_out_is_in_order_all_the_same() -> None:
+    """The second step has no message between ranks 0 and 1, whose messages keep their queue."""
+    there, beside, back = (
+        compile(schedules.forward_only, Plan(3, 1, placement=placement))
+        for placement in ((0, 1, 2), (0, 2, 1), (2, 1, 0))
+    )
+    runs = [[there, beside, back], [back, beside, there], [back, beside, there]]
+    check_sequence(runs, "edge")
+    assert verdict(runs, "edge", 0).kind == "ok"
+    assert "wait" in refusal(runs, "pair").fact
+    assert verdict(runs, "pair", 0).kind == "hang"
+
+
+def test_two_steps_that_train_the_other_way_round() -> None:
+    """Messages of the two go opposite ways, so they do not meet; their norms would."""
+    one, other = (
+        compile(schedules.gpipe, Plan(2, 1, placement=placement), clip=True)
+        for placement in ((0, 1), (1, 0))
+    )
+    runs = [[one, other], [other, one]]
+    assert "wait" in refusal(runs, "edge").fact
+    assert verdict(runs, "edge", 0).kind == "hang"
+
+
 def test_a_program_that_is_wrong_by_itself() -> None:
     late = parse(
         "schedir 1\nprogram late\nranks 2  microbatches 1  stages_per_rank 1  placement loop\n"
