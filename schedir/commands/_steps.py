@@ -36,9 +36,10 @@ def run(args: argparse.Namespace) -> str:
     """Under which models ranks come to the end of their steps."""
     from schedir.analysis.models import MODELS, require_model
 
-    for option in ("why", "blocks", "device_waits"):
+    for option in ("why", "blocks", "device_waits", "output"):
         if getattr(args, option):
-            raise UsageError(f"--{option.replace('_', '-')} goes with one program, not with steps")
+            name = "-o" if option == "output" else f"--{option.replace('_', '-')}"
+            raise UsageError(f"{name} goes with one program, not with steps")
     runs = _runs(args)
     first = require_model(args.model or "device")
     others = [model for model in MODELS if args.model is None and model != first]

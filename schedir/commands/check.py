@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from schedir.commands import _steps
 from schedir.commands._options import add_shape, add_source, read_bytes, request_of
-from schedir.errors import DeadlockError, GroupError, MatchError, UsageError, in_bytes
+from schedir.errors import DeadlockError, GroupError, MatchError, ProgramError, UsageError, in_bytes
 from schedir.io.terminal import as_json, table
 
 if TYPE_CHECKING:
@@ -48,6 +48,9 @@ def arguments(parser: argparse.ArgumentParser) -> None:
         metavar="BYTES",
         help="messages of at most so many bytes, by --sizes, wait for nobody, like 512KB",
     )
+    parser.add_argument(
+        "-o", dest="output", metavar="FILE.svg", help="a picture of where ranks stand, if refused"
+    )
     parser.add_argument("--json", action="store_true", help="for a program to read")
     add_shape(parser)
 
@@ -66,6 +69,8 @@ def run(args: argparse.Namespace) -> str:
             option = "lazy" if args.lazy else "eager"
             raise UsageError(f"--why tells of predicted runs, for which there is no --{option}")
         return _why(args)
+    if args.output is not None and not args.output.endswith(".svg"):
+        raise UsageError(f"a picture of where ranks stand ends in .svg: {args.output} does not")
     request = request_of(args, args.source[0])
     program, first = request.program, request.proven_model
     others = [model for model in MODELS if args.model is None and model != first]
@@ -73,12 +78,15 @@ def run(args: argparse.Namespace) -> str:
     how = {"eager": args.eager, "sizes": args.sizes}
     try:
         check(program, first, **hosts, **how)
-    except _REFUSED as error:
-        fine = _under(program, others, **hosts, **how)
-        hints = [f"it finishes under {_and(fine)}"] * bool(fine)
-        if isinstance(error, DeadlockError) and not args.lazy:
-            hints += _eager_hints(program, first, error, hosts)
-        error.hint = "; ".join(hints) or error.hint
+    except ProgramError as error:
+        if isinstance(error, _REFUSED):
+            fine = _under(program, others, **hosts, **how)
+            hints = [f"it finishes under {_and(fine)}"] * bool(fine)
+            if isinstance(error, DeadlockError) and not args.lazy:
+                hints += _eager_hints(program, first, error, hosts)
+            error.hint = "; ".join(hints) or error.hint
+        if args.output is not None and error.sites:
+            _draw(program, error, args.output)
         raise
     models = sorted([first, *_under(program, others, **hosts, **how)], key=MODELS.index)
     # What finishes under `serial`, where a compute is a transfer's equal, finishes on such hosts.
@@ -163,6 +171,16 @@ def _eager_hints(
     if not _under(program, [model], **hosts, eager=1, sizes=Sizes(activation=1)):
         return []
     return ["it finishes where no message waits for its receiver (--sizes says from which size on)"]
+
+
+def _draw(program: Program, error: ProgramError, output: str) -> None:
+    """Where the ranks of a refused program stand."""
+    from schedir.io.files import atomic_write
+    from schedir.viz.standstill import standstill
+
+    with atomic_write(output) as path:
+        path.write_text(standstill(program, error), encoding="utf-8")
+    error.add_note(f"wrote {output}")
 
 
 def _under(program: Program, models: Sequence[Model], **hosts: Any) -> list[Model]:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from itertools import pairwise
+from pathlib import Path
 from xml.etree import ElementTree
 
 import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
+from schedir.__main__ import main
 from schedir.compiler.compile import compile
 from schedir.errors import DeadlockError, GroupError, ProgramError
 from schedir.ir.plan import Plan
@@ -18,6 +20,7 @@ from schedir.schedules import gpipe
 from schedir.verify.check import check
 from schedir.viz.palette import ACCENT
 from schedir.viz.standstill import standstill
+from tests.commands import refused
 from tests.museum.cases import Case, cases
 from tests.mutants import mutate
 
@@ -98,3 +101,19 @@ def test_of_many_ranks_those_that_wait_are_shown() -> None:
     picture = drawn(program, caught.value)
     heads = [text.text for text in picture.iter(f"{SVG}text") if text.get("font-weight")]
     assert heads == ["rank 4", "rank 5"]
+
+
+def test_the_shell_writes_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    case = next(case for case in cases() if case.name == "receives_moved_late")
+    Path("late.sched").write_text(case.program)
+    assert "wrote x.svg" in refused(capsys, "check", "late.sched", "-o", "x.svg")
+    error = case.refusal("device")
+    assert error is not None
+    assert Path("x.svg").read_text() == standstill(case.made(), error)
+    assert ".svg" in refused(capsys, "check", "late.sched", "-o", "x.png")
+    assert "-o" in refused(capsys, "check", "late.sched", "late.sched", "-o", "y.svg")
+    assert main(["check", "late.sched", "--model", "edge", "-o", "z.svg"]) == 0
+    assert {path.name for path in Path().iterdir()} == {"late.sched", "x.svg"}
