@@ -49,7 +49,7 @@ def refusal(program: Program, model: Model) -> DeadlockError | None:
 
 def main() -> None:
     print(f"torch {torch.__version__}: programs that finish, of those that torch lowered\n")
-    print(f"{'schedule':<30}{'receives':<10}{'programs':>9}", *(f"{m:>9}" for m in MODELS), sep="")
+    print(f"{'schedule':<30}{'receives':<10}{'programs':>9}", *(f"{m:>10}" for m in MODELS), sep="")
     smallest: tuple[int, Program, DeadlockError] | None = None
     total: dict[bool, Counter[str]] = {False: Counter(), True: Counter()}
     for name in LOOP + VEE:
@@ -76,7 +76,7 @@ def main() -> None:
 def row(name: str, defer: bool, done: Counter[str]) -> None:
     """A line of the table."""
     when = "deferred" if defer else "as usual"
-    print(f"{name:<30}{when:<10}{done['all']:>9}", *(f"{done[m]:>9}" for m in MODELS), sep="")
+    print(f"{name:<30}{when:<10}{done['all']:>9}", *(f"{done[m]:>10}" for m in MODELS), sep="")
 
 
 if __name__ == "__main__":

@@ -10,7 +10,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from schedir.analysis.models import MODELS, Model
-from schedir.errors import DeadlockError, GroupError, ProgramError
+from schedir.errors import DeadlockError, GroupError, ProgramError, in_bytes
 from schedir.viz.standstill import standstill
 from tests.museum.cases import CHAPTERS, Case, cases
 
@@ -42,10 +42,17 @@ between microbatches) are no matter for `check`: [the same bits](same-bits.md) t
 
 
 def shown(case: Case) -> tuple[Model, ProgramError] | None:
-    """The refusal that the page shows: that of `device`, or of the first model that refuses."""
-    refused = {model: error for model in MODELS if (error := case.refusal(model))}
-    model = next(iter(model for model in ("device", *MODELS) if model in refused), None)
-    return (model, refused[model]) if model else None
+    """The refusal that the page shows: that of `device`, or of the first model that refuses.
+
+    Of a case of first uses it is that of such a use.
+    """
+    if "pair" in case.lazy:
+        error = case.refusal("pair", lazy=True)
+        return ("pair", error) if error else None
+    for model in ("device", *MODELS):
+        if error := case.refusal(model):
+            return model, error
+    return None
 
 
 def is_drawn(case: Case) -> bool:
@@ -117,11 +124,18 @@ def under(case: Case, model: Model) -> str:
     fine = [other for other in MODELS if other not in refused]
     if not fine:
         return "So under every model."
-    words = " and ".join(
-        filter(None, [", ".join(f"`{m}`" for m in refused[:-1]), f"`{refused[-1]}`"])
+    lazily = " with `--lazy`, where each communicator is made at its first use" * bool(case.lazy)
+    sized = f" With `--eager {in_bytes(case.activation).replace(' ', '')}` it finishes everywhere."
+    return (
+        f"This is `{model}`{lazily}; {'otherwise ' * bool(lazily)}it is refused under "
+        f"{named(refused)}, and finishes under {named(fine)}.{sized * bool(case.activation)}"
     )
-    others = " and ".join(filter(None, [", ".join(f"`{m}`" for m in fine[:-1]), f"`{fine[-1]}`"]))
-    return f"This is `{model}`; it is refused under {words}, and finishes under {others}."
+
+
+def named(models: list[Model]) -> str:
+    """Models in a sentence."""
+    quoted = [f"`{model}`" for model in models]
+    return " and ".join(filter(None, [", ".join(quoted[:-1]), quoted[-1]]))
 
 
 def table(found: list[Case]) -> str:

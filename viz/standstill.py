@@ -11,6 +11,7 @@ from html import escape
 from typing import Final, NamedTuple, cast
 
 import numpy as np
+from numpy.typing import NDArray
 
 from schedir.analysis.graph import Graph
 from schedir.analysis.longest_path import walk
@@ -48,7 +49,7 @@ def standstill(program: Program, error: ProgramError) -> str:
     if isinstance(error, DeadlockError):
         at = [_Place(wait.rank, wait.index) for wait in error.cycle]
         to = [_Place(wait.needs_rank, wait.needs_index) for wait in error.cycle]
-        ended = walk(Graph.of(program, cast(Model, error.model))).done
+        ended = _ended(program, error)
     elif isinstance(error, GroupError) and _crossed(error):
         at, to = at[2:], at[:2]
     ranks = program.plan.ranks
@@ -79,6 +80,18 @@ def standstill(program: Program, error: ProgramError) -> str:
     )
 
 
+def _ended(program: Program, error: DeadlockError) -> NDArray[np.bool_]:
+    """What has ended; where hosts wait and messages would not, what these hosts have issued."""
+    graph = Graph.of(program, cast(Model, error.model))
+    ended = walk(graph).done
+    if ended.all():
+        ended = np.zeros(len(program), bool)
+        for wait in error.cycle:
+            begin = int(program.offsets[wait.rank])
+            ended[begin : begin + wait.index] = True
+    return ended
+
+
 def _crossed(error: GroupError) -> bool:
     """Whether it names two receives, in their order, and the two sends that they get, in theirs."""
     ops = [site.instr.op for site in error.sites if isinstance(site.instr, Instr)]
@@ -98,7 +111,7 @@ class _Column:
         rank: int,
         left: float,
         places: Sequence[_Place],
-        ended: np.ndarray[tuple[int], np.dtype[np.bool_]],
+        ended: NDArray[np.bool_],
     ) -> None:
         stream, first = program.streams[rank], int(program.offsets[rank])
         self.rank, self.left, size = rank, left, len(stream)

@@ -35,8 +35,11 @@ def batched(index: Index) -> NDArray[np.bool_]:
     return np.asarray((has[0] & has[1])[number])
 
 
-def queues(index: Index, rules: ModelRow) -> NDArray[np.unsignedinteger]:
-    """The in-order queue of each instruction: equal numbers wait for each other."""
+def queues(index: Index, rules: ModelRow, *, shared: bool = False) -> NDArray[np.unsignedinteger]:
+    """The in-order queue of each instruction: equal numbers wait for each other.
+
+    With `shared`, a queue has one number in all programs of as many ranks.
+    """
     plan = index.program.plan
     if not rules.lanes:
         return index.rank.astype(np.uint16)
@@ -54,7 +57,7 @@ def queues(index: Index, rules: ModelRow) -> NDArray[np.unsignedinteger]:
             own += plan.ranks * lines * (1 + plan.ranks) * way
     late = index.where_all(_LATE)  # any rank has them
     of_late = index.rank[late] * lines + LINE_OF[index.op[late]]
-    if held.max() >= 2**16:  # few enough, most often, if they are numbered
+    if held.max() >= 2**16 and not shared:  # few enough, most often, if they are numbered
         found, numbers = np.unique(held, return_inverse=True)
         held, of_late = numbers.reshape(held.shape), np.searchsorted(found, of_late)
     number = held.reshape(-1).astype(np.uint16 if held.max() < 2**16 else np.uint32)

@@ -36,8 +36,8 @@ def run(args: argparse.Namespace) -> str:
     """Under which models ranks come to the end of their steps."""
     from schedir.analysis.models import MODELS, require_model
 
-    for option in ("why", "blocks", "device_waits", "output"):
-        if getattr(args, option):
+    for option in ("why", "blocks", "device_waits", "lazy", "eager", "output"):
+        if (said := getattr(args, option)) is not None and said is not False:
             name = "-o" if option == "output" else f"--{option.replace('_', '-')}"
             raise UsageError(f"{name} goes with one program, not with steps")
     runs = _runs(args)

@@ -222,7 +222,7 @@ class _Together:
         last: dict[int, int] = {}
         for step in row:
             graph = self.graphs[step.program]
-            queue = self._queue(step.program)
+            queue = queues(graph.index, graph.rules, shared=True)
             own = np.arange(graph.program.offsets[rank], graph.program.offsets[rank + 1])
             names, where = np.unique(queue[own], return_index=True)
             _, back = np.unique(queue[own][::-1], return_index=True)
@@ -235,11 +235,6 @@ class _Together:
                 )
             ends = begin[step] + leave[own[::-1][back]]
             last |= dict(zip(names.tolist(), ends.tolist(), strict=True))
-
-    def _queue(self, program: int) -> Positions:
-        """The queue of each instruction, by a number that is the same in all programs."""
-        graph = self.graphs[program]
-        return queues(graph.index, graph.rules, own=False)
 
     def _stands(
         self, rank: int, row: Sequence[_Step], begin: dict[_Step, int], done: NDArray[np.bool_]

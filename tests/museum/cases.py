@@ -14,11 +14,14 @@ A case is `NAME.toml` here:
     make = "..."                    or an expression of schedir that makes one, or refuses to
     runs = [["a", "b"], ["a"]]      or for each rank the steps that it runs in turn, with
     steps.a = '''...'''            the text of each
+    activation = 16e6               the size of a message, if it runs where such wait for nobody
     mended = '''...'''             the program that should be there instead, right under every model
 
     [refused]                       by model, what must be said; what is not named must finish
     device = ["DeadlockError", "rank 0 #3 send_act 0.1", ...]
     every = [...]                   the same under all models
+    [lazy]                          the same where communicators are made at their first use, by
+    pair = [...]                    model, of those under which the case is not refused anyway
 
 What must be said is the class of the error and the instructions that it names; where it names none,
 the sentence of its first line.
@@ -29,9 +32,10 @@ from __future__ import annotations
 import tomllib
 from dataclasses import dataclass, field, fields
 from pathlib import Path
+from typing import Any
 
 import schedir
-from schedir import Program, check, check_sequence, parse
+from schedir import Program, Sizes, check, check_sequence, parse
 from schedir.analysis.models import MODELS, Model
 from schedir.errors import DeadlockError, ProgramError
 
@@ -66,7 +70,9 @@ class Case:
     mended: str = ""
     steps: dict[str, str] = field(default_factory=dict)
     runs: list[list[str]] = field(default_factory=list)
+    activation: float = 0.0
     refused: dict[str, list[str]] = field(default_factory=dict)
+    lazy: dict[str, list[str]] = field(default_factory=dict)
 
     @property
     def is_said(self) -> bool:
@@ -84,10 +90,12 @@ class Case:
         assert isinstance(made, Program)
         return made
 
-    def refusal(self, model: Model) -> ProgramError | None:
+    def refusal(self, model: Model, **how: Any) -> ProgramError | None:
         """What `check` says under a model, None if it accepts."""
+        if self.activation:
+            how["sizes"] = Sizes(activation=self.activation)
         try:
-            check_sequence(self.ran(), model) if self.runs else check(self.made(), model)
+            check_sequence(self.ran(), model) if self.runs else check(self.made(), model, **how)
         except ProgramError as error:
             return error
         return None
@@ -113,7 +121,8 @@ def cases() -> list[Case]:
         told = tomllib.loads(path.read_text())
         known = {f.name for f in fields(Case)}
         assert {*told} <= known, f"{path.name}: {sorted({*told} - known)}"
-        assert {*told.get("refused", {})} <= {"every", *MODELS}, path.name
+        named = {*told.get("refused", {}), *told.get("lazy", {})}
+        assert named <= {"every", *MODELS}, path.name
         found.append(Case(path.stem, **told))
     chapters = [*CHAPTERS]
     return sorted(found, key=lambda case: (chapters.index(case.chapter), case.order))

@@ -7,6 +7,7 @@ import re
 import pytest
 
 from schedir.analysis.models import MODELS
+from schedir.errors import DeadlockError
 from schedir.ir.text import parse
 from schedir.verify.check import check
 from tests.museum.cases import Case, cases, verdict
@@ -22,6 +23,23 @@ def test_verdicts(case: Case) -> None:
     assert {model: verdict(case.refusal(model)) for model in MODELS} == {
         model: case.expected(model) for model in MODELS
     }
+
+
+@pytest.mark.parametrize("case", [c for c in CASES if c.lazy], ids=lambda case: case.name)
+def test_first_uses(case: Case) -> None:
+    free = [model for model in MODELS if not case.expected(model)]
+    found = {model: verdict(case.refusal(model, lazy=True)) for model in free}
+    assert found == {model: case.lazy.get(model, []) for model in free}
+
+
+@pytest.mark.parametrize("case", [c for c in CASES if c.activation], ids=lambda case: case.name)
+def test_small_messages(case: Case) -> None:
+    """It runs where messages of this size wait for nobody, and nowhere else."""
+    for model in MODELS:
+        assert case.refusal(model, eager=case.activation) is None
+        large = case.refusal(model, eager=case.activation - 1)
+        assert verdict(large) == case.expected(model)
+        assert not isinstance(large, DeadlockError) or large.eager == case.activation
 
 
 @pytest.mark.parametrize("case", [c for c in CASES if c.mended], ids=lambda case: case.name)

@@ -15,7 +15,14 @@ from schedir import Plan, check_sequence, compile, schedules
 from schedir.__main__ import main
 from schedir.analysis.models import MODELS, Model
 from schedir.compiler.compile import lower
-from schedir.errors import DeadlockError, GroupError, ProgramError, SequenceError, UsageError
+from schedir.errors import (
+    DeadlockError,
+    GroupError,
+    MatchError,
+    ProgramError,
+    SequenceError,
+    UsageError,
+)
 from schedir.ir.program import Program
 from schedir.ir.text import parse, show
 from schedir.testing import random_draft
@@ -173,7 +180,7 @@ def legal(programs: list[Program], model: Model) -> bool:
     try:
         for program in programs:
             check(program, model)
-    except (DeadlockError, GroupError):
+    except (DeadlockError, GroupError, MatchError):
         return False
     return True
 
