@@ -195,15 +195,17 @@ def _one_by_one(original: Any, **kwargs: Any) -> Any:
     names = {id(kwargs[f"tensor_{place}"]): action for place, action in actions.items()}
 
     def marked(function: Any, tensor: Any, **rest: Any) -> Any:
-        with mark(names[id(tensor)]):
+        with mark(names.pop(id(tensor))):
             return function(tensor, **rest)
 
     own = _Distributed(
         isend=partial(marked, distributed.isend), irecv=partial(marked, distributed.irecv)
     )
-    torch = SimpleNamespace(distributed=own)  # all that it takes of torch
-    copy = FunctionType(original.__code__, original.__globals__ | {"torch": torch})
-    return {place: Posted([work], [actions[place]]) for place, work in copy(**kwargs).items()}
+    names_in_it = original.__globals__ | {"torch": SimpleNamespace(distributed=own)}
+    works = FunctionType(original.__code__, names_in_it, closure=original.__closure__)(**kwargs)
+    if names:
+        raise ExecutionError("Megatron posts messages by other functions", hint=_HINT)
+    return {place: Posted([work], [actions[place]]) for place, work in works.items()}
 
 
 class _Distributed(SimpleNamespace):

@@ -24,6 +24,11 @@ ROOT: Final = PACKAGE
 KNOWN: Final = "2.13"
 _MODULE: Final = "torch.distributed.pipelining.schedules"
 
+_BACKWARDS: Final = {
+    "backward_one_chunk": "B",
+    "backward_weight_one_chunk": "W",
+    "perform_reduce_grad": "REDUCE_GRAD",
+}
 _MESSAGES: Final = {
     "get_fwd_send_ops": "SEND_F",
     "get_fwd_recv_ops": "RECV_F",
@@ -41,7 +46,7 @@ class _Step:
     has_loss: bool
     open: record_function | None = None  # a forward that ends when its loss is there
 
-    def mark(self, stage: Any, action: str, chunk: object = "") -> Any:
+    def mark(self, stage: Any, action: str, chunk: object) -> Any:
         self.close()
         return mark(f"{stage.stage_index}{action}{chunk}")
 
@@ -63,9 +68,8 @@ def patch(patches: Patches) -> None:
     within.around(schedules._PipelineSchedule, "_maybe_compute_loss", _loss)
     within.around(schedules, "_batch_p2p", _batch)
     within.around(stage, "forward_one_chunk", _forward)
-    within.around(stage, "backward_one_chunk", _backward)
-    within.around(stage, "backward_weight_one_chunk", _weights)
-    within.around(stage, "perform_reduce_grad", _reduce)
+    for name, action in _BACKWARDS.items():
+        within.around(stage, name, partial(_backward, action))
     for name, action in _MESSAGES.items():
         within.around(stage, name, partial(_ops, action))
     for kind in (schedules.PipelineScheduleSingle, schedules.PipelineScheduleMulti):
@@ -126,28 +130,14 @@ def _loss(original: Any, schedule: Any, stage: Any, *args: Any, **kwargs: Any) -
     return loss
 
 
-def _backward(original: Any, stage: Any, *args: Any, **kwargs: Any) -> Any:
+def _backward(action: str, original: Any, stage: Any, *args: Any, **kwargs: Any) -> Any:
+    """A backward, half of one, or what is done with gradients after all; nothing in `eval`."""
     step = _STEP.get()
-    if step is None or step.marked:
+    if step is None or step.marked or not stage.has_backward:
         return original(stage, *args, **kwargs)
-    full = args[2] if len(args) > 2 else kwargs.get("full_backward", True)
-    with step.mark(stage, "B" if full else "I", _chunk(args, kwargs)):
-        return original(stage, *args, **kwargs)
-
-
-def _weights(original: Any, stage: Any, *args: Any, **kwargs: Any) -> Any:
-    step = _STEP.get()
-    if step is None or step.marked:
-        return original(stage, *args, **kwargs)
-    with step.mark(stage, "W", _chunk(args, kwargs)):
-        return original(stage, *args, **kwargs)
-
-
-def _reduce(original: Any, stage: Any, *args: Any, **kwargs: Any) -> Any:
-    step = _STEP.get()
-    if step is None or step.marked:
-        return original(stage, *args, **kwargs)
-    with step.mark(stage, "REDUCE_GRAD"):
+    if action == "B" and not (args[2] if len(args) > 2 else kwargs.get("full_backward", True)):
+        action = "I"
+    with step.mark(stage, action, "" if action == "REDUCE_GRAD" else _chunk(args, kwargs)):
         return original(stage, *args, **kwargs)
 
 

@@ -52,9 +52,11 @@ def _schedule(rank: int, name: str, seen: list[bool]) -> Any:
     return getattr(theirs, name)(given, n_microbatches=MICROBATCHES, loss_fn=loss)
 
 
-def _step(rank: int, schedule: Any) -> None:
+def _step(rank: int, schedule: Any, method: str = "step") -> None:
     inputs, targets = (x.flatten(0, 1) for x in batch(MICROBATCHES))
-    schedule.step(*(inputs,) * (rank == 0), target=targets if rank == RANKS - 1 else None)
+    getattr(schedule, method)(
+        *(inputs,) * (rank == 0), target=targets if rank == RANKS - 1 else None
+    )
 
 
 def in_torch(rank: int, folder: str) -> dict[str, list[str]]:
@@ -62,9 +64,12 @@ def in_torch(rank: int, folder: str) -> dict[str, list[str]]:
     found = {}
     for name in STAGES:
         seen: list[bool] = []
-        step = partial(_step, rank, _schedule(rank, name, seen))
+        schedule = _schedule(rank, name, seen)
+        step = partial(_step, rank, schedule)
+        evaluate = partial(_step, rank, schedule, method="eval")
         with schedir.instrument("torch"):
             found[name] = profiled(step, f"{folder}/{name}-{rank}.json")
+            found[f"{name} eval"] = profiled(evaluate, f"{folder}/{name} eval-{rank}.json")
             assert any(seen)
             seen.clear()
             step()
@@ -132,6 +137,16 @@ def test_their_runs_are_imported(
     assert computes(program) == computes(schedir.compile(ours, Plan(RANKS, MICROBATCHES)))
     for model in MODELS:
         schedir.check(program, model=model)
+
+
+@pytest.mark.parametrize("name", ["Schedule1F1B", "ScheduleGPipe"])
+def test_an_evaluation_has_no_backward(
+    name: str, runs: tuple[Path, list[dict[str, list[str]]]]
+) -> None:
+    """torch calls its backwards there, too, and they do nothing."""
+    program = imported(runs[0], f"{name} eval")
+    ours = schedir.compile(schedules.forward_only, Plan(RANKS, MICROBATCHES))
+    assert computes(program) == computes(ours) and not program.trains
 
 
 # ---------------------------------------------------------------- every trainer
