@@ -33,8 +33,10 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> str:
     """Who waits for whom, and which rank is the cause."""
     from schedir.traces.flight_recorder import read_dumps
+    from schedir.traces.matched import match
     from schedir.traces.standing import Job
-    from schedir.traces.told import job_lines, program_lines
+    from schedir.traces.told import job_lines
+    from schedir.traces.told_program import named_lines, program_lines
     from schedir.traces.verdict import judge
 
     dumps, passed = read_dumps(args.dumps)
@@ -42,10 +44,13 @@ def run(args: argparse.Namespace) -> str:
     if args.program is None:
         verdicts, lines = [], job_lines(job)
     else:
-        verdicts = judge(job, _program(args, job), args.model)
-        lines = program_lines(job, verdicts)
+        program = _program(args, job)
+        copies = match(job, program)
+        loose = any(matched.loose for matched in copies)
+        verdicts = [] if loose else judge(program, copies, args.model)
+        lines = named_lines(job, program, copies) if loose else program_lines(job, verdicts)
     if args.json:
-        return as_json(_facts(job, verdicts))
+        return as_json(_facts(job, verdicts) | {"said": lines})
     if passed:
         lines.append(f"passed over {len(passed)} files whose names end in no rank")
     return "".join(f"{line}\n" for line in lines)
@@ -63,8 +68,6 @@ def _program(args: argparse.Namespace, job: Job) -> Program:
 
 
 def _facts(job: Job, verdicts: list[Verdict]) -> dict[str, Any]:
-    from schedir.traces.told import job_verdict, program_lines
-
     standing = [
         {
             "rank": rank,
@@ -79,12 +82,13 @@ def _facts(job: Job, verdicts: list[Verdict]) -> dict[str, Any]:
         }
         for rank, one in job.standing.items()
     ]
-    facts: dict[str, Any] = {"standing": standing, "no_dump": [*job.missing]}
-    if not verdicts:
-        cycle = [wait.rank for wait in job.cycle]
-        return facts | {"cycle": cycle, "causes": [*job.roots], "said": job_verdict(job)}
-    return facts | {"copies": [_copy(verdict) for verdict in verdicts],
-                    "said": program_lines(job, verdicts)}  # fmt: skip
+    return {
+        "standing": standing,
+        "no_dump": [*job.missing],
+        "cycle": [wait.rank for wait in job.cycle],
+        "roots": [*job.roots],
+        "copies": [_copy(verdict) for verdict in verdicts],
+    }
 
 
 def _copy(verdict: Verdict) -> dict[str, Any]:

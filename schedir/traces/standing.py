@@ -59,9 +59,13 @@ class Wait(NamedTuple):
 
 @dataclass(frozen=True)
 class Job:
-    """All that is known of a job: its dumps, and what they say together."""
+    """All that is known of a job: its dumps, and what they say together.
+
+    `names` says more of operations than they do themselves, by rank and number.
+    """
 
     dumps: Mapping[int, Dump]
+    names: Mapping[tuple[int, int], str] = field(default_factory=dict)
     ranks: tuple[int, ...] = field(init=False)
     standing: Mapping[int, Standing] = field(init=False)
     waits: Mapping[int, tuple[Wait, ...]] = field(init=False)
@@ -75,6 +79,11 @@ class Job:
         pairs = _Pairs(self.dumps)
         waits = {rank: pairs.waits(rank) for rank in self.dumps}
         object.__setattr__(self, "waits", waits)
+
+    def say(self, rank: int, op: Op) -> str:
+        """An operation of a rank in words."""
+        name = self.names.get((rank, op.number))
+        return f"{op} ({name})" if name else str(op)
 
     @property
     def missing(self) -> tuple[int, ...]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Final
 
@@ -9,9 +10,8 @@ from schedir.analysis.graph import Graph
 from schedir.analysis.models import MODELS, Model
 from schedir.errors import ProgramError, UsageError
 from schedir.ir.program import Program
-from schedir.traces.matched import Matched, match
+from schedir.traces.matched import Matched
 from schedir.traces.placed import Cause, Link, Place, Placed
-from schedir.traces.standing import Job
 from schedir.verify.check import check, complete
 
 # Unless one is said: the usual one, and where the recordings contradict it, laxer ones.
@@ -50,15 +50,15 @@ class Verdict:
         return bool(self.circle)
 
 
-def judge(job: Job, program: Program, model: Model | None = None) -> list[Verdict]:
-    """A verdict on each copy of the program that the job runs.
+def judge(program: Program, copies: Sequence[Matched], model: Model | None = None) -> list[Verdict]:
+    """A verdict on each copy of a program, of which all messages go as the program says.
 
     Without a model it is `device`, or the strictest laxer one that is not contradicted.
     Hosts are taken to block where nobody has issued what one that blocks could not have.  Raises
-    UsageError for recordings that are not of this program, or contradict the model, and another
-    ProgramError for a program that is not complete.
+    UsageError for recordings that contradict the model, and another ProgramError for a program that
+    is not complete.
     """
-    return [_judge(program, matched, model) for matched in match(job, program)]
+    return [_judge(program, matched, model) for matched in copies]
 
 
 def _judge(program: Program, matched: Matched, model: Model | None) -> Verdict:

@@ -15,9 +15,11 @@ from schedir.analysis.graph import Graph
 from schedir.analysis.models import MODELS, Model
 from schedir.errors import DeadlockError, ProgramError, UsageError
 from schedir.ir.ops import TRANSFERS
+from schedir.traces.matched import match
 from schedir.traces.placed import Kind
 from schedir.traces.standing import Job, Why
-from schedir.traces.told import job_lines, program_lines
+from schedir.traces.told import job_lines
+from schedir.traces.told_program import program_lines
 from schedir.traces.verdict import Verdict, judge
 from tests.flight import Recorder, a_group_each, job_of, one_group, record, stopped
 from tests.museum.cases import cases
@@ -35,6 +37,10 @@ PROGRAMS = {
 
 def program_of(name: str, overlap: bool = False) -> Program:
     return compile(getattr(schedules, name), PROGRAMS[name], overlap=overlap)
+
+
+def verdicts_of(job: Job, program: Program, model: Model | None = None) -> list[Verdict]:
+    return judge(program, match(job, program), model)
 
 
 def culprits(verdict: Verdict) -> set[int]:
@@ -59,7 +65,7 @@ def test_stopped_anywhere_it_is_found(tmp_path: Path, data: st.DataObject) -> No
     ranks = range(program.plan.ranks)
     recorders = record(state, before=before, layout=groups(ranks))
     job = job_of(tmp_path, recorders, as_json=data.draw(st.booleans()))
-    (verdict,) = judge(job, program, model)
+    (verdict,) = verdicts_of(job, program, model)
     placed, rank = verdict.placed, int(graph.index.rank[at])
     # What was recorded is matched to the last transfer.
     assert verdict.matched.step == before
@@ -96,7 +102,9 @@ def test_a_rank_that_waits_is_named_with_what_it_waits_for(tmp_path: Path, block
     graph = Graph(program, "device", blocks=blocks)
     at = int(program.offsets[2]) + 8
     assert str(graph.index.locate(at)[2]) == "B 2.0"
-    (verdict,) = judge(job_of(tmp_path, record(stopped(graph, at, blocks), before=2)), program)
+    (verdict,) = verdicts_of(
+        job_of(tmp_path, record(stopped(graph, at, blocks), before=2)), program
+    )
     stands = [None if p.at is None else str(graph.index.locate(p.at)[2]) for p in verdict.places]
     assert stands == ["recv_grad 0.0", "recv_grad 1.0", "send_grad 2.0", "recv_act 3.2"]
     assert [p.late for p in verdict.places] == [False, False, blocks, False]
@@ -117,7 +125,7 @@ def test_the_deadlocks_of_the_museum(name: str, model: Model, tmp_path: Path) ->
     program = CASES[name].made()
     graph = Graph(program, model)
     job = job_of(tmp_path, record(stopped(graph, None, False)))
-    (verdict,) = judge(job, program, model)
+    (verdict,) = verdicts_of(job, program, model)
     with pytest.raises(DeadlockError) as caught:
         check(program, model)
     assert verdict.is_deadlock
@@ -138,7 +146,7 @@ def test_a_rank_without_a_dump_is_the_cause(tmp_path: Path) -> None:
     state = stopped(graph, int(program.offsets[2]) + 8, True)
     recorders = [one for one in record(state) if one.rank != 2]
     job = job_of(tmp_path, recorders)
-    (verdict,) = judge(job, program)
+    (verdict,) = verdicts_of(job, program)
     assert job.missing == (2,) and job.roots == (2,)
     assert {cause.kind for cause in verdict.causes} == {Kind.SILENT} and culprits(verdict) == {2}
     assert [place.rank for place in verdict.places] == [0, 1, 3]
@@ -149,11 +157,11 @@ def test_a_ring_that_has_lost_its_beginning(tmp_path: Path, overlap: bool) -> No
     program = program_of("zb_h1", overlap)
     graph = Graph(program, "device", blocks=True)
     state = stopped(graph, int(program.offsets[1]) + 12, True)
-    whole = judge(job_of(tmp_path, record(state, before=41)), program)
+    whole = verdicts_of(job_of(tmp_path, record(state, before=41)), program)
     for last in (40, 9, 5):
         job = job_of(tmp_path, record(state, before=41), last)
         assert all(dump.lost for dump in job.dumps.values())
-        (verdict,) = judge(job, program)
+        (verdict,) = verdicts_of(job, program)
         assert verdict.matched.step == 41
         assert (verdict.places, verdict.causes) == (whole[0].places, whole[0].causes)
         assert job.roots == (1,)
@@ -171,13 +179,13 @@ def test_where_only_the_pattern_tells_the_place_in_a_step(tmp_path: Path) -> Non
         for number, entry in enumerate(recorder.entries):
             entry["record_id"] = number
             entry["op_id"] += number >= 30
-    whole = judge(job_of(tmp_path, recorders), program)
+    whole = verdicts_of(job_of(tmp_path, recorders), program)
     assert whole[0].matched.step == 5 and whole[0].matched.left_out == 4
-    (verdict,) = judge(job_of(tmp_path, recorders, last=40), program)
+    (verdict,) = verdicts_of(job_of(tmp_path, recorders, last=40), program)
     assert verdict.matched.step is None
     assert (verdict.places, verdict.causes) == (whole[0].places, whole[0].causes)
     with pytest.raises(UsageError):  # too little to tell one place from another
-        judge(job_of(tmp_path, recorders, last=3) and _marked(tmp_path, recorders), program)
+        verdicts_of(job_of(tmp_path, recorders, last=3) and _marked(tmp_path, recorders), program)
 
 
 def _marked(tmp_path: Path, recorders: Sequence[Recorder]) -> Job:
@@ -198,14 +206,14 @@ def test_copies_of_tensor_and_data_parallel_ranks(tmp_path: Path) -> None:
         recorders += record(late if k == 2 else stopped(graph, None, True), ranks, before=1,
                             layout=one_group(ranks, f"pp{k}"))  # fmt: skip
     job = job_of(tmp_path, recorders)
-    verdicts = judge(job, program)
+    verdicts = verdicts_of(job, program)
     assert [v.matched.ranks for v in verdicts] == pipelines
     assert [bool(v.causes) for v in verdicts] == [False, False, True, False]
     assert culprits(verdicts[2]) == {1} and job.roots == (6,)
     # In the order of the process group, whichever that is.
     turned = (9, 3, 5)
     job = job_of(tmp_path, record(late, turned))
-    assert [v.matched.ranks for v in judge(job, program)] == [turned]
+    assert [v.matched.ranks for v in verdicts_of(job, program)] == [turned]
     assert job.roots == (3,)
 
 
@@ -221,7 +229,7 @@ def test_the_late_rank_may_stand_in_a_collective(tmp_path: Path) -> None:
     job = job_of(tmp_path, [*recorders, other])
     assert job.roots == (3,)
     assert [(w.rank, w.on, w.why) for w in job.waits[1]] == [(1, 3, Why.NOT_ISSUED)]
-    lines = program_lines(job, judge(job, program))
+    lines = program_lines(job, verdicts_of(job, program))
     assert any("it is in all_reduce 1 of tp" in line and "rank 3" in line for line in lines)
 
 
@@ -248,7 +256,7 @@ def test_a_receive_that_is_posted_early_is_no_deadlock(tmp_path: Path) -> None:
     job = job_of(tmp_path, record(stopped(graph, 3, True)))
     assert {wait.rank for wait in job.cycle} == {0, 1}
     assert any("may still compute" in line for line in job_lines(job))
-    (verdict,) = judge(job, program, "edge")
+    (verdict,) = verdicts_of(job, program, "edge")
     assert not verdict.is_deadlock and culprits(verdict) == {0}
 
 
@@ -259,10 +267,10 @@ def test_a_model_that_the_dumps_contradict(tmp_path: Path) -> None:
     state = stopped(graph, int(program.offsets[2]) + 8, True)
     apart = job_of(tmp_path, record(state, layout=a_group_each(range(4))))
     with pytest.raises(UsageError) as caught:
-        judge(apart, program, "device")
+        verdicts_of(apart, program, "device")
     assert caught.value.fields == ("model",)
-    assert judge(apart, program)[0].model == "edge"
-    assert judge(job_of(tmp_path, record(state)), program)[0].model == "device"
+    assert verdicts_of(apart, program)[0].model == "edge"
+    assert verdicts_of(job_of(tmp_path, record(state)), program)[0].model == "device"
 
 
 def test_dumps_of_another_program(tmp_path: Path) -> None:
@@ -273,10 +281,10 @@ def test_dumps_of_another_program(tmp_path: Path) -> None:
         (compile(schedules.one_f_one_b, Plan(3, 6)), ("ranks",)),
     ):
         with pytest.raises(UsageError) as caught:
-            judge(job, other)
+            verdicts_of(job, other)
         assert caught.value.fields == fields
     with pytest.raises(ProgramError):
-        judge(job, replace(program, streams=program.streams[:3] + program.streams[:1]))
+        verdicts_of(job, replace(program, streams=program.streams[:3] + program.streams[:1]))
 
 
 def test_only_collectives_place_no_program(tmp_path: Path) -> None:
@@ -285,4 +293,4 @@ def test_only_collectives_place_no_program(tmp_path: Path) -> None:
         recorder.group("0", (0, 1), "default_pg")
         recorder.collective("0", "all_reduce", recorder.rank == 0)
     with pytest.raises(UsageError):
-        judge(job_of(tmp_path, ends), compile(schedules.gpipe, Plan(2, 4)))
+        verdicts_of(job_of(tmp_path, ends), compile(schedules.gpipe, Plan(2, 4)))

@@ -1,0 +1,165 @@
+"""Where ranks stand in real steps of torch.distributed.pipelining, which records itself here.
+
+Gloo has no flight recorder for messages, so the processes write down what torch issues, in the
+order in which torch issues it, as NCCL's recorder does.  One rank stops in the forward of a
+microbatch, in its second step.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.pipelining import PipelineStage
+from torch.distributed.pipelining import schedules as theirs
+
+from schedir import Plan, Program, compile, schedules
+from schedir.compiler.compile import finish
+from schedir.io import torch_csv
+from schedir.ir.index import Index
+from schedir.traces.flight_recorder import read_dumps
+from schedir.traces.matched import match
+from schedir.traces.standing import Job
+from schedir.traces.verdict import judge
+from tests.cpu.spawn import run
+from tests.cpu.theirs import SINGLE, lowered
+from tests.flight import Recorder
+
+STOPS, STEP, STAGE, MICROBATCH = 1, 1, 1, 2
+PLANS = {
+    "ScheduleGPipe": Plan(3, 4),
+    "Schedule1F1B": Plan(3, 5),
+    "ScheduleInterleaved1F1B": Plan(2, 4, stages_per_rank=2),
+}
+
+
+LOOSE = SINGLE  # torch receives when it needs to, and our programs of these earlier
+
+
+class _Seen:
+    """A message that torch has issued; a receive has ended when torch has waited for it."""
+
+    def __init__(self, work: Any, entry: dict[str, Any]) -> None:
+        self.work, self.entry = work, entry
+
+    def wait(self) -> bool:
+        done: bool = self.work.wait()
+        self.entry["state"] = "completed"
+        return done
+
+
+class _Stage(nn.Module):
+    """A layer, which stops for an event at one of its forwards."""
+
+    def __init__(self, at: int, stands: threading.Event | None, goes_on: threading.Event) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+        self.at, self.stands, self.goes_on, self.count = at, stands, goes_on, 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.stands is not None and self.count == self.at:
+            self.stands.set()
+            self.goes_on.wait(60)
+        self.count += 1
+        out: Tensor = self.layer(x)
+        return out
+
+
+def _train(rank: int, name: str, plan: Plan, folder: str) -> None:
+    recorder = Recorder(rank)
+    recorder.group("0", range(plan.ranks), "default_pg")
+    batched = theirs._batch_p2p
+
+    def batch_p2p(ops: list[dist.P2POp], desc: str | None = None) -> list[Any]:
+        sides = [("send" if op.op is dist.isend else "recv", op.peer) for op in ops]
+        shapes = [list(op.tensor.shape) for op in ops]
+        works = batched(ops, desc)
+        first = len(recorder.entries)
+        if len({kind for kind, _ in sides}) > 1:
+            recorder.messages("0", sides, False, shape=shapes[0])
+            entries = recorder.entries[first:-1]
+            return [_Seen(work, recorder.entries[-1]) for work in works] if entries else []
+        for (kind, peer), shape in zip(sides, shapes, strict=True):
+            recorder.messages("0", [(kind, peer)], kind == "send", shape=shape)
+        return [_Seen(w, e) for w, e in zip(works, recorder.entries[first:], strict=True)]
+
+    vars(theirs)["_batch_p2p"] = batch_p2p
+    goes_on, stands = threading.Event(), threading.Event() if rank == STOPS else None
+    store = dist.distributed_c10d._get_default_store()
+
+    def write() -> None:
+        """When nobody has issued or received anything for a while, all write what they have."""
+        if stands is not None:
+            stands.wait(60)
+            store.set("stands", "")
+        store.wait(["stands"])
+        before: Any = None
+        while before != (before := [entry["state"] for entry in recorder.entries]):
+            time.sleep(0.5)
+        recorder.save(Path(folder))
+        store.set(f"written {rank}", "")
+        store.wait([f"written {other}" for other in range(plan.ranks)])
+        goes_on.set()
+
+    writer = threading.Thread(target=write)
+    writer.start()
+    at = STEP * plan.microbatches + MICROBATCH
+    at += 1  # torch runs a forward more, before its first step, to learn the shapes
+    held = plan.stages_of[rank]
+    stages = [
+        PipelineStage(
+            _Stage(at, stands if s == STAGE else None, goes_on), s, plan.stages, torch.device("cpu")
+        )
+        for s in held
+    ]
+    kind: Any = getattr(theirs, name)
+    pipe = kind(
+        stages[0] if name in SINGLE else stages,
+        n_microbatches=plan.microbatches,
+        loss_fn=nn.functional.mse_loss,
+    )
+    x, target = torch.randn(2, 2 * plan.microbatches, 4).unbind()
+    for _ in range(STEP + 1):
+        mine = (x,) if 0 in held else ()
+        pipe.step(*mine, **({"target": target} if plan.stages - 1 in held else {}))
+    writer.join()
+
+
+def _program(name: str, plan: Plan) -> Program:
+    """What torch says that it does, or, where it says nothing, ours of the same name."""
+    if name == "ScheduleGPipe":
+        return compile(schedules.gpipe, plan)
+    if name == "Schedule1F1B":
+        return compile(schedules.one_f_one_b, plan)
+    return finish(torch_csv.parse(lowered(name, plan)))
+
+
+@pytest.mark.parametrize("name", PLANS)
+def test_the_forward_in_which_a_rank_stops_is_named(name: str, tmp_path: Path) -> None:
+    plan = PLANS[name]
+    run(_train, plan.ranks, name, plan, str(tmp_path))
+    job = Job(read_dumps([str(tmp_path)])[0])
+    program = _program(name, plan)
+    index = Index.of(program)
+    (matched,) = match(job, program)
+    assert matched.step == STEP and bool(matched.loose) == (name in LOOSE)
+    # It has what it needs for that forward.
+    ended = [op for op in job.dumps[STOPS].ops if op.ended and op.kind == "recv"]
+    names = [str(index.locate(matched.names[STOPS, op.number])[2]) for op in ended]
+    assert f"recv_act {STAGE}.{MICROBATCH}" in names[-2:]
+    if matched.loose:
+        assert job.roots == (STOPS,)
+        return
+    (verdict,) = judge(program, [matched])
+    assert not verdict.is_deadlock
+    assert {int(index.rank[at]) for cause in verdict.causes for at in cause.at} == {STOPS}
+    place = verdict.places[STOPS]
+    assert place.late
+    between = [str(index.locate(at)[2]) for at in range(*place.between)]
+    assert f"F {STAGE}.{MICROBATCH}" in between
