@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import threading
 import time
+from argparse import Namespace
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining import schedules as theirs
 
 from schedir import Plan, Program, compile, schedules
+from schedir.analysis.graph import Graph
 from schedir.compiler.compile import finish
 from schedir.io import torch_csv
 from schedir.ir.index import Index
@@ -29,7 +31,7 @@ from schedir.traces.standing import Job
 from schedir.traces.verdict import judge
 from tests.cpu.spawn import run
 from tests.cpu.theirs import SINGLE, lowered
-from tests.flight import Recorder
+from tests.flight import Recorder, record, stopped
 
 STOPS, STEP, STAGE, MICROBATCH = 1, 1, 1, 2
 PLANS = {
@@ -163,3 +165,25 @@ def test_the_forward_in_which_a_rank_stops_is_named(name: str, tmp_path: Path) -
     assert place.late
     between = [str(index.locate(at)[2]) for at in range(*place.between)]
     assert f"F {STAGE}.{MICROBATCH}" in between
+
+
+def test_torchs_own_reader_pairs_what_these_tests_write(tmp_path: Path) -> None:
+    """All messages of a job that has ended are paired with each other, and none is amiss."""
+    builder = pytest.importorskip("torch.distributed.flight_recorder.components.builder")
+    loader = pytest.importorskip("torch.distributed.flight_recorder.components.loader")
+    program = compile(schedules.interleaved, Plan(2, 4, stages_per_rank=2))
+    whole = stopped(Graph.of(program), None, False)
+    for recorder in record(whole, before=1):
+        recorder.collective("1", "all_reduce", ended=True)
+        recorder.save(tmp_path)
+    asked = Namespace(
+        trace_dir=str(tmp_path), prefix="nccl_trace_rank_", allow_incomplete_ranks=False,
+        just_print_entries=False, mismatch_cap=10, pg_filters=None, selected_ranks=None,
+        verbose=False,
+    )  # fmt: skip
+    dumps, version = loader.read_dir(asked)
+    found = builder.build_db(dumps, asked, version)
+    job = Job(read_dumps([str(tmp_path)])[0])
+    assert len(found.ncclcalls) == sum(len(dump.ops) for dump in job.dumps.values()) > 0
+    assert all(call.collective_id is not None for call in found.ncclcalls)
+    assert all(collective.pass_check for collective in found.collectives)
