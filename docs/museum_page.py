@@ -10,7 +10,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from schedir.analysis.models import MODELS, Model
-from schedir.errors import DeadlockError, GroupError, ProgramError, in_bytes
+from schedir.errors import DeadlockError, GroupError, MatchError, ProgramError, in_bytes
 from schedir.viz.standstill import standstill
 from tests.museum.cases import CHAPTERS, Case, cases
 
@@ -37,7 +37,7 @@ which transports behave how.
 
 {chapters}
 Wrong gradients that no order of instructions explains (a weight counted twice, sums divided once too often, gradients lost
-between microbatches) are no matter for `check`: [the same bits](same-bits.md) tells what is compared there.
+between microbatches) are no matter for `check`: [Are my gradients right](gradients.md) has these, from the same kind of threads.
 """  # noqa: E501
 
 
@@ -46,11 +46,10 @@ def shown(case: Case) -> tuple[Model, ProgramError] | None:
 
     Of a case of first uses it is that of such a use.
     """
-    if "pair" in case.lazy:
-        error = case.refusal("pair", lazy=True)
-        return ("pair", error) if error else None
-    for model in ("device", *MODELS):
-        if error := case.refusal(model):
+    order: list[Model] = ["pair", *MODELS] if case.lazy else ["device", *MODELS]
+    for model in order:
+        uses = model in case.lazy
+        if (uses or not case.lazy) and (error := case.refusal(model, lazy=uses)):
             return model, error
     return None
 
@@ -58,7 +57,9 @@ def shown(case: Case) -> tuple[Model, ProgramError] | None:
 def is_drawn(case: Case) -> bool:
     """Whether a picture helps: where ranks wait for each other, or messages cross."""
     found = shown(case) if case.program else None
-    return found is not None and isinstance(found[1], DeadlockError | GroupError)
+    if found is None or not isinstance(found[1], DeadlockError | GroupError | MatchError):
+        return False
+    return len(found[1].sites) > 1
 
 
 def picture(case: Case) -> str:
@@ -124,6 +125,11 @@ def under(case: Case, model: Model) -> str:
     fine = [other for other in MODELS if other not in refused]
     if not fine:
         return "So under every model."
+    if not refused:
+        return (
+            f"This is `{model}` with `--lazy`, where each communicator is made at its first use; "
+            "otherwise it finishes under every model."
+        )
     lazily = " with `--lazy`, where each communicator is made at its first use" * bool(case.lazy)
     sized = f" With `--eager {in_bytes(case.activation).replace(' ', '')}` it finishes everywhere."
     return (

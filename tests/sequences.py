@@ -7,7 +7,7 @@ pairs of ranks their channels, for all steps together.
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 from schedir.ir.program import Program
 from tests.host import Entry, Event, Host, Message, Slot, Wrong
@@ -75,16 +75,7 @@ class Together(Machine):
             for entry in host.entries:
                 for queue in entry.queues:
                     queues[rank, queue].append(entry)
-        self.awake: list[Iterator[Event]] = [self.thread(entries) for entries in queues.values()]
-        assert self.random is not None
-        while self.awake:
-            pick = self.random.randrange(len(self.awake))
-            self.awake[pick], self.awake[-1] = self.awake[-1], self.awake[pick]
-            thread = self.awake.pop()
-            for event in thread:
-                if not event.when:
-                    event.sleepers.append(thread)
-                    break
+        self.let_run([self.thread(entries) for entries in queues.values()])
         for host, rank in ran:
             for entry in host.entries:
                 if not entry.done.when:

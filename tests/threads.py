@@ -139,6 +139,17 @@ class Machine:
                 for queue in entry.queues:
                     queues[queue].append(entry)
             threads += map(self.thread, queues.values())
+        self.let_run(threads)
+        for host in self.hosts:
+            for entry in host.entries:
+                if not entry.done.when:
+                    return Verdict("hang", f"rank {host.rank} never ends {entry}")
+        for host in self.hosts:
+            host.judge()
+        return Verdict("ok")
+
+    def let_run(self, threads: list[Iterator[Event]]) -> None:
+        """Until all have ended, or sleep."""
         self.awake = threads
         while self.awake:
             pick = self.random.randrange(len(self.awake)) if self.random else -1
@@ -148,13 +159,6 @@ class Machine:
                 if not event.when:
                     event.sleepers.append(thread)
                     break
-        for host in self.hosts:
-            for entry in host.entries:
-                if not entry.done.when:
-                    return Verdict("hang", f"rank {host.rank} never ends {entry}")
-        for host in self.hosts:
-            host.judge()
-        return Verdict("ok")
 
     def thread(self, entries: list[Entry]) -> Iterator[Event]:
         """One queue: runs its entries in order, and yields what it must wait for."""
