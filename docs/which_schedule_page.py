@@ -53,8 +53,8 @@ this page is made. "Four stages" is the most that was tried.
 
 Every schedule here takes **any number of microbatches, fewer than ranks too**, and no multiple of anything,
 but for those that need many to fill: `zb_v` (2P-1), `dualpipe_v` and `dualpipe` (2P, the latter even), and
-`chimera` (2). torch 2.13 refuses fewer microbatches than stages in its 1F1B and DualPipeV, and in its interleaved schedules
-numbers that are no multiple of its rounds; here a group may be one larger than the next. At {odd_ranks} ranks, and
+`chimera` (2). torch 2.13 refuses fewer microbatches than stages in its 1F1B, and in its two interleaved
+schedules a number that is no multiple of its rounds, m // P; here a group may be one larger than the next. At {odd_ranks} ranks, and
 messages of {send}:
 
 {odd}
