@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import multiprocessing
+import os
 import pickle
 import re
 import sys
@@ -193,6 +194,7 @@ def _processes(
 
 def _left(rank: int, step: Step, ranks: int, model: nn.Module, batch: Any) -> Left | str:
     """In a process: what the step leaves on a rank, or what of it cannot be understood."""
+    os.environ |= {"RANK": f"{rank}", "LOCAL_RANK": f"{rank}", "WORLD_SIZE": f"{ranks}"}
     model.zero_grad(set_to_none=True)
     before = {name: p.detach().clone() for name, p in model.named_parameters()}
     with _torchs_stages() as made:

@@ -123,6 +123,7 @@ class _Terms:
         basis, self.coordinates = torch.linalg.qr(terms.T)
         self.got = basis.T @ got
         self.outside = (got - basis @ self.got).norm()
+        self.size = terms.T.shape
         self.norms = terms.norm(dim=1)
         self.norm = got.norm()
         self.tolerance = tolerance
@@ -155,9 +156,9 @@ class _Terms:
         return factor if self.fit(factor) else None
 
     def solved(self) -> list[float] | None:
-        """The factors of the terms, if there is one solution."""
-        rows, columns = self.coordinates.shape
-        if rows < columns or not float(self.norms.min()):
+        """The factors of the terms, if there is one solution, and numbers left to try it on."""
+        numbers, terms = self.size
+        if numbers <= terms or not float(self.norms.min()):
             return None
         if float(torch.linalg.svdvals(self.coordinates / self.norms)[-1]) < 1e-3:
             return None

@@ -1,31 +1,26 @@
-"""schedir.instrument and Megatron-LM: its real schedules over Gloo, on a CPU.
-
-What they ask of a GPU, a CPU gives here, not in schedir: `torch.zeros(..., device="cuda")`,
-`torch.cuda.current_device()` and `torch.cuda.synchronize()`.
-"""
+"""schedir.instrument and Megatron-LM: its real schedules over Gloo, on a CPU."""
 
 from __future__ import annotations
 
 import re
-import warnings
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch.overrides import TorchFunctionMode
 
 import schedir
 from schedir import Plan, schedules
 from schedir.analysis.models import MODELS
 from schedir.errors import DeadlockError
+from tests.cpu.megatrons import WIDTH, chunks_of, on_cpu
 from tests.cpu.ranges import computes, imported, profiled
 from tests.cpu.spawn import run
 
 pytest.importorskip("megatron.core", reason="megatron-core is not installed")
 
-RANKS, WIDTH, LENGTH = 4, 4, 3
+RANKS, LENGTH = 4, 3
 # By name: chunks, microbatches, and settings of Megatron's.
 RUNS: dict[str, tuple[int, int, dict[str, Any]]] = {
     "1F1B": (1, 6, {}),
@@ -50,57 +45,15 @@ RUNS: dict[str, tuple[int, int, dict[str, Any]]] = {
 HANGS = {("overlapped, all", "device"), ("overlapped, all", "serial")}
 
 
-class _OnCPU(TorchFunctionMode):
-    """What is to be made on a GPU is made here."""
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = dict(kwargs or {})
-        if kwargs.get("device") == "cuda":
-            kwargs["device"] = "cpu"
-        return func(*args, **kwargs)
-
-
-class _Chunk(torch.nn.Module):
-    """A stage as Megatron holds it: its input is set before it is called."""
-
-    def __init__(self, config: Any, vp_stage: int | None) -> None:
-        super().__init__()
-        self.config, self.vp_stage = config, vp_stage
-        self.model_type = "encoder_or_decoder"
-        self.linear = torch.nn.Linear(WIDTH, WIDTH)
-        self.given: Any = None
-
-    def set_input_tensor(self, given: Any) -> None:
-        self.given = given[0]
-
-    def forward(self, data: Any) -> Any:
-        return self.linear(data if self.given is None else self.given)
-
-
 def _forward_step(batches: Any, model: Any) -> Any:
     return model(next(batches)), lambda output: (output.sum(), {})
-
-
-def _model(chunks: int, settings: dict[str, Any]) -> tuple[Any, list[_Chunk]]:
-    from megatron.core.transformer.transformer_config import TransformerConfig
-
-    config = TransformerConfig(
-        num_layers=RANKS * chunks,
-        hidden_size=WIDTH,
-        num_attention_heads=1,
-        pipeline_model_parallel_size=RANKS,
-        virtual_pipeline_model_parallel_size=chunks if chunks > 1 else None,
-        pipeline_dtype=torch.float32,
-        finalize_model_grads_func=lambda *_, **__: None,
-        **settings,
-    )
-    return config, [_Chunk(config, k if chunks > 1 else None) for k in range(chunks)]
 
 
 def _step(chunks: int, microbatches: int, settings: dict[str, Any], forward: bool = False) -> None:
     from megatron.core.pipeline_parallel.schedules import get_forward_backward_func
 
-    _, model = _model(chunks, settings)
+    parts: list[torch.nn.Module] = [torch.nn.Linear(WIDTH, WIDTH) for _ in range(chunks)]
+    model = chunks_of(RANKS, parts, **settings)
     data = [iter([torch.ones(LENGTH, 1, WIDTH)] * microbatches) for _ in range(chunks)]
     get_forward_backward_func(RANKS, chunks if chunks > 1 else None)(
         forward_step_func=_forward_step,
@@ -115,14 +68,8 @@ def _step(chunks: int, microbatches: int, settings: dict[str, Any], forward: boo
 
 def in_megatron(rank: int, folder: str) -> dict[str, list[str]]:
     """The ranges of each of RUNS, of forwards alone, and of a run that is not marked."""
-    warnings.simplefilter("ignore")  # of what is not installed beside Megatron
-    from megatron.core import parallel_state
-
-    torch.cuda.current_device = lambda: "cpu"  # type: ignore[assignment, return-value]
-    torch.cuda.synchronize = lambda device=None: None
-    parallel_state.initialize_model_parallel(pipeline_model_parallel_size=RANKS)
     found: dict[str, list[str]] = {}
-    with _OnCPU():
+    with on_cpu(RANKS):
         with schedir.instrument("megatron"):
             for name, each in RUNS.items():
                 found[name] = profiled(partial(_step, *each), f"{folder}/{name}-{rank}.json")

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import os
-import time
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -21,7 +21,7 @@ from torch.nn.functional import mse_loss
 from torch.nn.parallel import DistributedDataParallel
 
 import schedir
-from schedir.errors import ExecutionError, ProgramError, UsageError
+from schedir.errors import UsageError
 from schedir.runtime import Boundary, Executor, Gloo
 from schedir.testing import assert_same_gradients
 from schedir.testing.compared import Mistake, Place, WrongGradients
@@ -42,7 +42,7 @@ from tests.cpu.torchs import (
     squares,
 )
 
-GOLDEN = Path(__file__).parents[1] / "golden" / "gradients.txt"
+PAGE = Path(__file__).parents[2] / "docs" / "gradients.md"
 same = partial(assert_same_gradients, ranks=2, microbatches=4, loss_fn=mse_loss, timeout=60)
 
 
@@ -106,6 +106,34 @@ def test_our_executor_is_right() -> None:
     assert same(step, whole, batch(), loss_fn=squares, reduction="sum", tolerance=0) == 0
     (mistake,) = wrong(step, whole, loss_fn=squares)
     assert mistake.kinds == ("not divided",) and mistake.stages == (0, 1)
+
+
+def test_a_batch_is_counted_that_nobody_gave() -> None:
+    """torch 2.13 runs a stage once more, to learn shapes; gradients do not depend on it."""
+
+    def step(rank: int, ranks: int, model: Any, batch: Any) -> None:
+        plain("Schedule1F1B")(rank, ranks, model, batch)
+        if torch.__version__.startswith("2.13"):
+            assert int(model[rank].num_batches_tracked) == 5
+
+    same(step, model(2, partial(nn.BatchNorm1d, WIDTH)), batch())
+
+
+class Priced(Layer):
+    """Takes its inputs by name, and gives its loss, as models of transformers do."""
+
+    def forward(self, x: Tensor, labels: Tensor | None = None) -> Any:
+        y = super().forward(x)
+        return y if labels is None else SimpleNamespace(loss=mse_loss(y, labels))
+
+
+def test_a_model_may_give_its_loss() -> None:
+    def step(rank: int, ranks: int, model: Any, batch: dict[str, Tensor]) -> None:
+        assert os.environ["RANK"] == str(rank) and os.environ["WORLD_SIZE"] == str(ranks)
+        run("Schedule1F1B", {rank: model}, 1, [(batch["x"], batch["labels"])])
+
+    x, y = batch()
+    same(step, Priced(), {"x": x, "labels": y}, ranks=1, loss_fn=None)
 
 
 def test_a_step_may_work_on_copies() -> None:
@@ -250,6 +278,7 @@ def test_split_backwards_under_ddp() -> None:
     assert [m.stages for m in mistakes] == [(1, 2, 3)] * 2
     assert [{p.rank for p in m.places} for m in mistakes] == [{0, 2}, {1, 3}]
     assert all("replicas not summed" in m.kinds for m in mistakes)
+    assert all(f"  {m}\n" in PAGE.read_text() for m in mistakes)
 
 
 def test_gradients_that_every_stage_divides() -> None:
@@ -279,98 +308,8 @@ def test_a_part_that_is_in_no_stage() -> None:
     assert [m.names for m in nobodys] == [("2.linear.weight", "2.linear.bias")]
 
 
-# ---------------------------------------------------------------- what cannot be compared
-
-
-def no_step(rank: int, ranks: int, model: Any, batch: Any) -> None:
-    """Leaves nothing."""
-
-
-def test_a_rank_that_fails_is_shown_once() -> None:
-    def fails(rank: int, ranks: int, model: Any, batch: Any) -> None:
-        if rank == 1:
-            raise ValueError("no such thing")
-        dist.barrier()
-
-    with pytest.raises(ExecutionError) as caught:
-        same(fails, model(2), batch())
-    text = str(caught.value)
-    assert text.startswith("the step fails on rank 1: ValueError: no such thing")
-    assert text.count("in fails") == 1 and "rank 0" not in text
-
-
-def test_a_rank_that_dies_is_named() -> None:
-    def dies(rank: int, ranks: int, model: Any, batch: Any) -> None:
-        if rank == 1:
-            os._exit(3)
-        dist.barrier()
-
-    with pytest.raises(ExecutionError, match="rank 1: died without a word, with exit code 3"):
-        same(dies, model(2), batch())
-
-
-def test_a_hang_is_one_error_that_says_where() -> None:
-    def hangs(rank: int, ranks: int, model: Any, batch: Any) -> None:
-        if rank == 1:
-            time.sleep(1000)
-
-    with pytest.raises(ExecutionError) as caught:
-        same(hangs, model(2), batch(), timeout=2)
-    first, where = str(caught.value).splitlines()
-    assert first == "rank 1 did not come back from the step in 2 s"
-    assert "rank 1 stands at" in where and "in hangs" in where
-
-
-def plain_step(rank: int, ranks: int, model: Any, batch: Any) -> None:
-    mse_loss(model(batch[0]), batch[1]).backward()
-
-
-def test_a_process_group_of_ours_is_left_alone(tmp_path: Path) -> None:
-    """Forks would share its connections: functions of modules are taken to spawned processes."""
-    dist.init_process_group("gloo", init_method=(tmp_path / "s").as_uri(), rank=0, world_size=1)
-    try:
-        same(plain_step, model(1), batch(), ranks=1)
-    finally:
-        dist.destroy_process_group()
-
-
-LINEAR = nn.Linear(WIDTH, WIDTH)
-GIVEN: dict[str, dict[str, Any]] = {
-    "no step": {"step": 3},
-    "no model": {"model": "gpt2"},
-    "a model that is elsewhere": {"model": nn.Linear(6, 6, device="meta")},
-    "a batch of one tensor": {"batch": torch.zeros(8, WIDTH)},
-    "a batch too short": {"batch": batch(2)},
-    "no number of microbatches": {"microbatches": None},
-    "a list that is cut already": {"batch": [batch(2), batch(2)]},
-    "another reduction": {"reduction": "median"},
-    "no ranks": {"ranks": 0},
-    "replicas of unequal shares": {"replicas": 3},
-    "dropout": {"model": nn.Sequential(LINEAR, nn.Dropout())},
-    "a loss of many numbers": {"loss_fn": lambda y, t: y - t},
-    "no loss": {"loss_fn": None, "batch": batch()[0]},
-    "frozen": {"model": nn.Linear(WIDTH, WIDTH).requires_grad_(False)},
-    "a step that does nothing": {},
-    "a step that steps": {"step": lambda r, P, model, b: (nn.init.zeros_(model.bias), None)[1]},
-    "a step that returns losses": {"step": lambda r, P, model, b: [0.25]},
-    "another name": {"step": lambda r, P, model, b: {"weihgt": None}},
-    "a slice": {"step": lambda r, P, model, b: {"weight": torch.zeros(3, WIDTH)}},
-    "a function of nowhere": {"start": "spawn", "step": lambda *_: None},
-}
-
-
-def test_what_cannot_be_compared_is_refused_in_one_way() -> None:
-    said = ""
-    for name, given in GIVEN.items():
-        every = {"step": lambda *_: None, "model": LINEAR, "batch": batch(), "ranks": 1, **given}
-        with pytest.raises(ProgramError) as error:
-            same(**every)
-        said += f"{name}\n  {type(error.value).__name__}: {error.value}\n"
-    assert said == GOLDEN.read_text()
-
-
 def test_the_page_runs_and_shows_what_is_said() -> None:
-    page = (Path(__file__).parents[2] / "docs" / "gradients.md").read_text()
+    page = PAGE.read_text()
     names: dict[str, Any] = {}
     exec(page.split("```python")[1].split("```")[0], names)
     names["test_gradients"]()

@@ -54,7 +54,7 @@ class Tied(nn.Module):
         return out
 
 
-def model(stages: int, kind: type[nn.Module] = Layer) -> nn.Sequential:
+def model(stages: int, kind: Callable[[], nn.Module] = Layer) -> nn.Sequential:
     torch.manual_seed(0)
     return nn.Sequential(*(kind() for _ in range(stages)))
 

@@ -1,0 +1,75 @@
+"""Megatron-LM on a CPU, for tests of what runs it.
+
+What its schedules ask of a GPU, a CPU gives here, not in schedir: `torch.zeros(...,
+device="cuda")`, `torch.cuda.current_device()` and `torch.cuda.synchronize()`.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch.overrides import TorchFunctionMode
+
+WIDTH = 4
+
+
+class _OnCPU(TorchFunctionMode):
+    """What is to be made on a GPU is made here."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = dict(kwargs or {})
+        if kwargs.get("device") == "cuda":
+            kwargs["device"] = "cpu"
+        return func(*args, **kwargs)
+
+
+@contextmanager
+def on_cpu(ranks: int) -> Iterator[None]:
+    """In a process of as many: Megatron's pipeline of them, without a GPU."""
+    warnings.simplefilter("ignore")  # of what is not installed beside Megatron
+    from megatron.core import parallel_state
+
+    torch.cuda.current_device = lambda: "cpu"  # type: ignore[assignment, return-value]
+    torch.cuda.synchronize = lambda device=None: None
+    parallel_state.initialize_model_parallel(pipeline_model_parallel_size=ranks)
+    with _OnCPU():
+        yield
+
+
+class Chunk(torch.nn.Module):
+    """A stage as Megatron holds it: its input is set before it is called."""
+
+    def __init__(self, config: Any, vp_stage: int | None, part: torch.nn.Module) -> None:
+        super().__init__()
+        self.config, self.vp_stage = config, vp_stage
+        self.model_type = "encoder_or_decoder"
+        self.part = part
+        self.given: Any = None
+
+    def set_input_tensor(self, given: Any) -> None:
+        self.given = given[0]
+
+    def forward(self, data: Any) -> Any:
+        return self.part(data if self.given is None else self.given)
+
+
+def chunks_of(ranks: int, parts: list[torch.nn.Module], **settings: Any) -> list[Chunk]:
+    """The stages of a rank, in order."""
+    from megatron.core.transformer.transformer_config import TransformerConfig
+
+    several = len(parts) > 1
+    config = TransformerConfig(
+        num_layers=ranks * len(parts),
+        hidden_size=WIDTH,
+        num_attention_heads=1,
+        pipeline_model_parallel_size=ranks,
+        virtual_pipeline_model_parallel_size=len(parts) if several else None,
+        pipeline_dtype=torch.float32,
+        finalize_model_grads_func=lambda *_, **__: None,
+        **settings,
+    )
+    return [Chunk(config, k if several else None, part) for k, part in enumerate(parts)]

@@ -1,0 +1,76 @@
+"""assert_same_gradients and Megatron-LM: its real schedules over Gloo."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import mse_loss
+
+from schedir.testing import assert_same_gradients
+from schedir.testing.compared import WrongGradients
+from tests.cpu.megatrons import WIDTH, chunks_of, on_cpu
+
+pytest.importorskip("megatron.core", reason="megatron-core is not installed")
+
+LENGTH, MICROBATCHES = 3, 4
+
+
+def step(
+    rank: int,
+    ranks: int,
+    model: nn.Sequential,
+    batch: list[tuple[Tensor, Tensor]],
+    **settings: Any,
+) -> None:
+    from megatron.core.pipeline_parallel.schedules import get_forward_backward_func
+
+    def forward(batches: Any, chunk: Any) -> Any:
+        x, y = next(batches)
+        return chunk(x), lambda output: (mse_loss(output, y), {})
+
+    with on_cpu(ranks):
+        chunks = chunks_of(ranks, [model[s] for s in range(rank, len(model), ranks)], **settings)
+        several = len(chunks) if len(chunks) > 1 else None
+        get_forward_backward_func(ranks, several)(
+            forward_step_func=forward,
+            data_iterator=[iter(batch) for _ in chunks],
+            model=chunks,
+            num_microbatches=len(batch),
+            seq_length=LENGTH,
+            micro_batch_size=1,
+            forward_only=False,
+        )
+
+
+torch.manual_seed(0)
+MODEL: list[nn.Module] = [nn.Linear(WIDTH, WIDTH) for _ in range(4)]
+X, Y = torch.randn(2, MICROBATCHES, LENGTH, 1, WIDTH)
+BATCH = [*zip(X, Y, strict=True)]
+OVERLAPPED: dict[str, Any] = {"overlap_p2p_comm": True, "batch_p2p_comm": False}
+same = partial(assert_same_gradients, batch=BATCH, ranks=2, loss_fn=mse_loss)
+
+
+@pytest.mark.parametrize("stages", [2, 4])
+def test_megatron_divides_by_the_microbatches(stages: int) -> None:
+    """1F1B and interleaved; with a loss that is a sum, all is 4 times too small: AReaL PR 1273."""
+    its = partial(step, **OVERLAPPED) if stages > 2 else step
+    assert same(its, MODEL[:stages]) < 1e-6
+    with pytest.raises(WrongGradients) as caught:
+        same(its, MODEL[:stages], reduction="sum")
+    (mistake,) = caught.value.mistakes
+    assert mistake.kinds == ("divided again",) and mistake.stages == tuple(range(stages))
+
+
+def test_two_ranks_that_are_neighbours_on_both_sides_mix_up_their_messages() -> None:
+    """NVIDIA/Megatron-LM#750, #1450: what is sent between them matches by position alone.
+
+    Megatron's command line refuses that, megatron-core does not.
+    """
+    with pytest.raises(WrongGradients) as caught:
+        same(step, MODEL)
+    (mistake,) = caught.value.mistakes
+    assert mistake.kinds == ("unknown",) and mistake.stages == (0, 1, 2, 3)
