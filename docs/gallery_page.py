@@ -9,6 +9,7 @@ import os
 import re
 import shlex
 import textwrap
+from collections.abc import Callable
 from contextlib import chdir, redirect_stdout
 from functools import partial
 from inspect import getdoc
@@ -144,21 +145,18 @@ def said(command: str) -> str:
     return out.getvalue()
 
 
-def written(command: str) -> str:
-    """The picture that a command writes."""
-    with TemporaryDirectory() as folder, rc_context({"font.sans-serif": ["DejaVu Sans"]}):
-        with chdir(folder):
-            said(command)
-        return slim(Path(folder, name_of(command)).read_text())
-
-
-def first() -> str:
-    """The picture that the first lines of the first page write."""
+def first() -> None:
+    """Run the first lines of the first page."""
     code = (HERE / "index.md").read_text().split("```python\n")[1].split("```")[0]
+    exec(compile(code, "index.md", "exec"), {})
+
+
+def written(name: str, draw: Callable[[], object]) -> str:
+    """The picture that is there when something has run."""
     with TemporaryDirectory() as folder, rc_context({"font.sans-serif": ["DejaVu Sans"]}):
         with chdir(folder):
-            exec(compile(code, "index.md", "exec"), {})
-        return slim(Path(folder, "first.svg").read_text())
+            draw()
+        return slim(Path(folder, name).read_text())
 
 
 def thumbnails() -> str:
@@ -190,5 +188,6 @@ def page() -> str:
     )
 
 
-PAGES = {"gallery.md": page, "images/first.svg": first}
-PAGES |= {f"images/{name_of(c)}": partial(written, c) for _, _, c in MORE}
+DRAWN = {"first.svg": first} | {name_of(c): partial(said, c) for _, _, c in MORE}
+PAGES = {"gallery.md": page}
+PAGES |= {f"images/{name}": partial(written, name, draw) for name, draw in DRAWN.items()}
