@@ -31,7 +31,8 @@ from what waits to what it waits for (or, where messages cross, from a send to t
 grey is what has ended.
 
 A program of your own: `schedir check FILE.sched --model device`. [The models](ir.md#progress-models) say
-which transports behave how.
+which transports behave how. Here is what is found under each; `-` finishes, and "lazy" is said of communicators that
+are made at their first use:
 
 {table}
 
@@ -148,10 +149,19 @@ def table(found: list[Case]) -> str:
     """Every case that is a program, with the verdict of each model."""
     lines = [["what", *(f"`{model}`" for model in MODELS)], ["---"] * (1 + len(MODELS))]
     for case in found:
-        said = (case.expected(model) for model in MODELS)
-        verdicts = [one[0].removesuffix("Error").lower() if one else "-" for one in said]
+        verdicts = [
+            in_a_word(case.lazy[model]) + " (lazy)"
+            if model in case.lazy
+            else in_a_word(case.expected(model))
+            for model in MODELS
+        ]
         lines.append([f"[{case.title}](#{slug(case.title)})", *verdicts])
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+def in_a_word(verdict: list[str]) -> str:
+    """What is said of a case, for a cell of the table."""
+    return verdict[0].removesuffix("Error").removesuffix("Limit").lower() if verdict else "-"
 
 
 def page() -> str:

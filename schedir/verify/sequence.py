@@ -21,7 +21,7 @@ from schedir.analysis.graph import Graph
 from schedir.analysis.longest_path import solve
 from schedir.analysis.loops import Problem
 from schedir.analysis.models import Model, require_model
-from schedir.errors import SequenceError, Site, UsageError, expect
+from schedir.errors import SequenceError, Site, UsageError, expect, said
 from schedir.ir.index import Positions
 from schedir.ir.program import Program
 from schedir.verify.check import check
@@ -87,6 +87,12 @@ class _Together:
         self.programs: list[Program] = []
         known: dict[str, int] = {}
         rows = []
+        for some in (runs, *(runs if isinstance(runs, Sequence) else ())):
+            if not isinstance(some, Sequence) or not runs:
+                raise UsageError(
+                    f"this takes a list of programs for each rank, not {said(some)}",
+                    hint="such as [[train, evaluate, train]] * ranks",
+                )
         for row in runs:
             steps, counted = [], Counter[int]()
             for program in row:

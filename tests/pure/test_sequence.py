@@ -123,6 +123,9 @@ def test_misuse() -> None:
         check_sequence([[TRAIN], [TRAIN]])
     with pytest.raises(UsageError, match="takes a Program"):
         check_sequence([["train"]])  # type: ignore[list-item]
+    for runs in (TRAIN, [TRAIN, EVALUATE], [], None, 3):
+        with pytest.raises(UsageError, match="a list of programs for each rank"):
+            check_sequence(runs)  # type: ignore[arg-type]
     with pytest.raises(UsageError, match="model must be"):
         check_sequence([[TRAIN]] * 3, "tcp")  # type: ignore[arg-type]
 
