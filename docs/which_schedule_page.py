@@ -100,8 +100,8 @@ Over all of a rank's time, the bubble is idle / (m (F + B) + idle).
 
 ![Bubble against memory of all schedules]({picture})
 
-The same at P = {P}, m = {m} and messages of {send}, for all; the line joins the best for each memory. `schedir compare ... --tradeoff
--o FILE.svg` draws it of the schedules that you name.
+The same at P = {P}, m = {m} and messages of {send}: each schedule with the stages per rank at which it is shortest; the
+line joins the best for each memory. `schedir compare ... --tradeoff -o FILE.svg` draws it of those that you name.
 
 ## What the tables leave out
 
@@ -271,10 +271,11 @@ PICTURE = "images/which-schedule.svg"
 
 
 def picture() -> str:
-    """Bubble against memory of all, as SVG."""
+    """Bubble against memory of all, each with the stages that suit it best, as SVG."""
     P, m = SHOWN
+    first = {cell.name: cell for cell in reversed(known()[P, m, SENDS[1]])}  # the shortest stays
     runs = []
-    for cell in known()[P, m, SENDS[1]]:
+    for cell in first.values():
         run = run_of(cell.name, cell.v, P, m, SENDS[1])
         name = cell.name + f" x {cell.v}" * (cell.v > 1)
         runs.append(replace(run, program=replace(run.program, name=name)))

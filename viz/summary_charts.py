@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from math import hypot
 from typing import Final
 
 import numpy as np
@@ -95,12 +96,16 @@ def _name(axes: Axes, x: np.ndarray, y: np.ndarray, names: Sequence[str], larger
             for out in (0, 9 * step)
             for up in (9.5 * step, -9.5 * step)
         ]
-        begin, free = next(
+        clear = [
             (b, t) for b, t in tries
-            if t > -4 and all(
-                abs(t - c) >= 9 or right + b - left < a or b > e for a, e, c in taken
-            )
-        )  # fmt: skip
+            if t > -4 and all(abs(t - c) >= 9 or right + b - left < a or b > e for a, e, c in taken)
+        ]  # fmt: skip
+        others = [spot for spot in spots if spot != spots[k]]
+        own = [  # no point is nearer to it than that which it names
+            (b, t) for b, t in clear[:8]
+            if all(hypot(b - x, t - y) >= hypot(b - left, t - at) for x, y in others)
+        ]  # fmt: skip
+        begin, free = (own or clear)[0]
         taken.append((begin, right + begin - left, free))
         moved = abs(free - at - 6) > 3
         axes.annotate(
