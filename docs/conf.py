@@ -6,7 +6,6 @@ Pages are Markdown that a code host shows as it is.  So the tree of pages is her
 from __future__ import annotations
 
 import posixpath
-import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -77,7 +76,6 @@ SOURCES: dict[str, str] = {}  # the text of each file that pages link to
 def add_tree(app: Sphinx, page: str, source: list[str]) -> None:
     """Say at the end of a page what is below it."""
     for caption, below in TREE.get(page, {}).items():
-        below = [one for one in below if re.search("[*>]", one) or Path(f"{ROOT}{one}.md").exists()]
         lines = [":hidden:", ":glob:", *([f":caption: {caption}"] if caption else [])]
         source[0] += "\n\n```{toctree}\n" + "\n".join([*lines, "", *below]) + "\n```\n"
 
