@@ -32,7 +32,7 @@ grey is what has ended.
 
 A program of your own: `schedir check FILE.sched --model device`. [The models](ir.md#progress-models) say
 which transports behave how. Here is what is found under each; `-` finishes, and "lazy" is said of communicators that
-are made at their first use:
+are made at their first use, where that decides:
 
 {table}
 
@@ -45,12 +45,13 @@ between microbatches) are no matter for `check`: [Are my gradients right](gradie
 def shown(case: Case) -> tuple[Model, ProgramError] | None:
     """The refusal that the page shows: that of `device`, or of the first model that refuses.
 
-    Of a case of first uses it is that of such a use.
+    A case may say which, and of one that is about first uses it is that of such a use.
     """
-    order: list[Model] = ["pair", *MODELS] if case.lazy else ["device", *MODELS]
-    for model in order:
-        uses = model in case.lazy
-        if (uses or not case.lazy) and (error := case.refusal(model, lazy=uses)):
+    if case.show:
+        error = case.refusal(case.show, lazy=case.show in case.lazy)
+        return (case.show, error) if error else None
+    for model in ("device", *MODELS):
+        if error := case.refusal(model):
             return model, error
     return None
 
@@ -131,7 +132,8 @@ def under(case: Case, model: Model) -> str:
             f"This is `{model}` with `--lazy`, where each communicator is made at its first use; "
             "otherwise it finishes under every model."
         )
-    lazily = " with `--lazy`, where each communicator is made at its first use" * bool(case.lazy)
+    lazily = " with `--lazy`, where each communicator is made at its first use"
+    lazily *= model in case.lazy
     sized = f" With `--eager {in_bytes(case.activation).replace(' ', '')}` it finishes everywhere."
     return (
         f"This is `{model}`{lazily}; {'otherwise ' * bool(lazily)}it is refused under "

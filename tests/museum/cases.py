@@ -14,6 +14,8 @@ A case is `NAME.toml` here:
     make = "..."                    or an expression of schedir that makes one, or refuses to
     runs = [["a", "b"], ["a"]]      or for each rank the steps that it runs in turn, with
     steps.a = '''...'''            the text of each
+    show = "pair"                   the model whose verdict the page shows; else `device`, or
+                                    the first under which the case is refused
     activation = 16e6               the size of a message, if it runs where such wait for nobody
     mended = '''...'''             the program that should be there instead, right under every model
 
@@ -32,7 +34,7 @@ from __future__ import annotations
 import tomllib
 from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import schedir
 from schedir import Program, Sizes, check, check_sequence, parse
@@ -70,6 +72,7 @@ class Case:
     mended: str = ""
     steps: dict[str, str] = field(default_factory=dict)
     runs: list[list[str]] = field(default_factory=list)
+    show: Literal["", Model] = ""
     activation: float = 0.0
     refused: dict[str, list[str]] = field(default_factory=dict)
     lazy: dict[str, list[str]] = field(default_factory=dict)
