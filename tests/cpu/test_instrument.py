@@ -8,6 +8,7 @@ import sys
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,7 +19,8 @@ from torch.distributed.pipelining.stage import PipelineStage
 import schedir
 from schedir import Plan, schedules
 from schedir.analysis.models import MODELS
-from schedir.errors import UsageError
+from schedir.errors import ExecutionError, UsageError
+from schedir.foreign import deepspeed, megatron
 from schedir.testing.tiny import WIDTH, batch, loss
 from tests.cpu.ranges import computes, imported, profiled
 from tests.cpu.spawn import run
@@ -152,6 +154,28 @@ def test_an_evaluation_has_no_backward(
 # ---------------------------------------------------------------- every trainer
 
 
+def test_a_name_that_may_be_wrong_is_refused() -> None:
+    """What was received must be for the stage and microbatch that computes with it."""
+    at, other, tensor = megatron._At(5, 3), megatron._At(5, 4), torch.zeros(1)
+    megatron._confirm(tensor, at)  # made elsewhere
+    with pytest.raises(ExecutionError, match="no forward_step returned"):
+        megatron._known(tensor)
+    step = megatron._Step(4, 1, iter([other]), iter([]))
+    assert step.message("recv_prev", tensor) == "5RECV_F4"
+    assert step.message("send_prev", tensor) == "5SEND_B4"
+    megatron._confirm([tensor, None], other)
+    with pytest.raises(ExecutionError, match=r"computes 5\.3 .* received for 5\.4"):
+        megatron._confirm(tensor, at)
+    with pytest.raises(ExecutionError, match="more than its schedule has"):
+        step.message("recv_prev", tensor)
+
+    schedule = SimpleNamespace(stage_id=2, stages=4, micro_batches=9, num_pipe_buffers=lambda: 2)
+    deep = deepspeed._Step(schedule, queues=False)
+    assert [deep.action("ForwardPass", buffer, 0) for buffer in (0, 1, 0)] == ["2F0", "2F1", "2F2"]
+    with pytest.raises(ExecutionError, match="not that of microbatch 3"):
+        deep.action("ForwardPass", 0, 0)
+
+
 def test_it_is_safe_twice() -> None:
     before = theirs.PipelineScheduleSingle.step
     first, second = schedir.instrument("torch"), schedir.instrument("torch")
@@ -175,6 +199,7 @@ def test_what_others_put_on_top_stays(monkeypatch: pytest.MonkeyPatch) -> None:
     assert theirs.PipelineScheduleSingle.step is others
 
 
+@pytest.mark.filterwarnings("ignore")  # those of their imports, of what they would like beside them
 def test_with_no_name_all_that_is_there_is_marked() -> None:
     with schedir.instrument() as done:
         assert done.trainers["torch"] == torch.__version__

@@ -48,13 +48,19 @@ def _forward_step(batches: Any, model: Any) -> Any:
     return model(next(batches)), lambda output: (output.sum(), {})
 
 
-def _step(chunks: int, microbatches: int, settings: dict[str, Any], forward: bool = False) -> None:
+def _step(
+    chunks: int,
+    microbatches: int,
+    settings: dict[str, Any],
+    forward: bool = False,
+    ranks: int = RANKS,
+) -> None:
     from megatron.core.pipeline_parallel.schedules import get_forward_backward_func
 
     parts: list[torch.nn.Module] = [torch.nn.Linear(WIDTH, WIDTH) for _ in range(chunks)]
     model = chunks_of(RANKS, parts, **settings)
     data = [iter([torch.ones(LENGTH, 1, WIDTH)] * microbatches) for _ in range(chunks)]
-    get_forward_backward_func(RANKS, chunks if chunks > 1 else None)(
+    get_forward_backward_func(ranks, chunks if chunks > 1 else None)(
         forward_step_func=_forward_step,
         data_iterator=data,
         model=model,
@@ -74,6 +80,8 @@ def in_megatron(rank: int, folder: str) -> dict[str, list[str]]:
                 found[name] = profiled(partial(_step, *each), f"{folder}/{name}-{rank}.json")
             forward = partial(_step, 2, 4, {}, forward=True)
             found["forward"] = profiled(forward, f"{folder}/forward-{rank}.json")
+            alone = partial(_step, 1, 2, {}, ranks=1)
+            found["alone"] = profiled(alone, f"{folder}/alone-{rank}.json")
         found["plain"] = profiled(partial(_step, 1, 4, {}), f"{folder}/plain-{rank}.json")
     return found
 
@@ -130,4 +138,5 @@ def test_what_is_issued_as_one_is_said_so(
         assert not any("BATCH_P2P" in mark for rank in ranks for mark in rank[name])
     batched = [mark for mark in ranks[3]["1F1B, few"] if "BATCH_P2P" in mark]
     assert batched == ["(3SEND_B0;3RECV_F1)BATCH_P2P"]
+    assert all(rank["alone"] == ["0F0", "0B0", "0F1", "0B1", "0REDUCE_GRAD"] for rank in ranks)
     assert ranks[3]["interleaved"][-2:] == ["3REDUCE_GRAD", "3REDUCE_GRAD>7REDUCE_GRAD"]
