@@ -94,6 +94,11 @@ def assert_same_gradients(
     several = cut(batch, microbatches, loss_fn)
     divisor = _divisor(reduction, len(several))
     _numbers(ranks, replicas, len(several))
+    _not_negative("timeout", timeout)
+    if tolerance is not None:
+        _not_negative("tolerance", tolerance)
+    if start not in (None, "fork", "spawn"):
+        raise UsageError(f"start is 'fork' or 'spawn', not {said(start)}", fields=["start"])
     loop = Plain(own_copy(whole), several, loss_fn, divisor)
     how = start or ("spawn" if _forks_are_unsafe() else "fork")
     with _one_thread():
@@ -147,6 +152,11 @@ def _numbers(ranks: object, replicas: object, microbatches: int) -> None:
             fields=["microbatches", "replicas"],
             hint="microbatches are those of all replicas together",
         )
+
+
+def _not_negative(name: str, number: object) -> None:
+    if not isinstance(number, int | float) or isinstance(number, bool) or not number >= 0:
+        raise UsageError(f"{name} is a number from 0 on, not {said(number)}", fields=[name])
 
 
 def _forks_are_unsafe() -> bool:
