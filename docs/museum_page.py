@@ -11,6 +11,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from schedir.analysis.models import MODELS, Model
 from schedir.errors import DeadlockError, GroupError, MatchError, ProgramError, in_bytes
+from schedir.io.terminal import listed
 from schedir.viz.standstill import standstill
 from tests.museum.cases import CHAPTERS, Case, cases
 
@@ -123,8 +124,8 @@ def block(summary: str, text: str) -> str:
 
 def under(case: Case, model: Model) -> str:
     """Under which models a case is refused, and under which it finishes."""
-    refused = [other for other in MODELS if case.expected(other)]
-    fine = [other for other in MODELS if other not in refused]
+    refused = [f"`{other}`" for other in MODELS if case.expected(other)]
+    fine = [f"`{other}`" for other in MODELS if not case.expected(other)]
     if not fine:
         return "So under every model."
     if not refused:
@@ -137,14 +138,8 @@ def under(case: Case, model: Model) -> str:
     sized = f" With `--eager {in_bytes(case.activation).replace(' ', '')}` it finishes everywhere."
     return (
         f"This is `{model}`{lazily}; {'otherwise ' * bool(lazily)}it is refused under "
-        f"{named(refused)}, and finishes under {named(fine)}.{sized * bool(case.activation)}"
+        f"{listed(refused)}, and finishes under {listed(fine)}.{sized * bool(case.activation)}"
     )
-
-
-def named(models: list[Model]) -> str:
-    """Models in a sentence."""
-    quoted = [f"`{model}`" for model in models]
-    return " and ".join(filter(None, [", ".join(quoted[:-1]), quoted[-1]]))
 
 
 def table(found: list[Case]) -> str:

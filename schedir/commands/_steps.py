@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from schedir.commands._options import request_of
 from schedir.errors import ProgramError, SequenceError, UsageError
-from schedir.io.terminal import as_json
+from schedir.io.terminal import as_json, listed
 
 if TYPE_CHECKING:
     from schedir.analysis.models import Model
@@ -46,7 +46,7 @@ def run(args: argparse.Namespace) -> str:
     if error := _refusal(runs, first):
         fine = [model for model in others if _refusal(runs, model) is None]
         if fine and isinstance(error, SequenceError):
-            error.hint = f"they finish under {_and(fine)}"
+            error.hint = f"they finish under {listed(fine)}"
         raise error
     models = [model for model in MODELS if model == first or model in others]
     models = [model for model in models if _refusal(runs, model) is None]
@@ -58,10 +58,10 @@ def run(args: argparse.Namespace) -> str:
         f"rank {rank}: {', '.join(row) or 'nothing'}" for rank, row in enumerate(named)
     )  # fmt: skip
     fails = [model for model in others if model not in models]
-    but = f", but not under {_and(fails)}" if fails else ""
+    but = f", but not under {listed(fails)}" if fails else ""
     return (
         f"{steps}\neach is complete and in order, and one after the other {len(runs)} ranks "
-        f"finish them under {_and(models)}{but}\n"
+        f"finish them under {listed(models)}{but}\n"
     )
 
 
@@ -94,7 +94,3 @@ def _refusal(runs: Sequence[Sequence[Program]], model: Model) -> ProgramError | 
     except ProgramError as error:
         return error
     return None
-
-
-def _and(words: Sequence[str]) -> str:
-    return " and ".join(filter(None, [", ".join(words[:-1]), *words[-1:]]))

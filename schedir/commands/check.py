@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from schedir.commands import _steps
 from schedir.commands._options import add_shape, add_source, read_bytes, request_of
 from schedir.errors import DeadlockError, GroupError, MatchError, ProgramError, UsageError, in_bytes
-from schedir.io.terminal import as_json, table
+from schedir.io.terminal import as_json, listed, table
 
 if TYPE_CHECKING:
     from schedir.analysis.models import Model
@@ -81,7 +81,7 @@ def run(args: argparse.Namespace) -> str:
     except ProgramError as error:
         if isinstance(error, _REFUSED):
             fine = _under(program, others, **hosts, **how)
-            hints = [f"it finishes under {_and(fine)}"] * bool(fine)
+            hints = [f"it finishes under {listed(fine)}"] * bool(fine)
             if isinstance(error, DeadlockError) and not args.lazy:
                 hints += _eager_hints(program, first, error, hosts)
             error.hint = "; ".join(hints) or error.hint
@@ -100,7 +100,7 @@ def run(args: argparse.Namespace) -> str:
             models_said["models_where_hosts_wait_for_their_device"] = models
         return as_json(facts | {"instructions": len(program)} | models_said)
     fails = [model for model in others if model not in models]
-    but = f", but not under {_and(fails)}" if fails else ""
+    but = f", but not under {listed(fails)}" if fails else ""
     if args.eager is not None:
         but += f", where messages of at most {in_bytes(args.eager)} wait for nobody"
     if args.lazy:
@@ -110,7 +110,7 @@ def run(args: argparse.Namespace) -> str:
     elif args.blocks:
         but += BLOCKS
     elif on_cpus != models:
-        only = f"only under {_and(on_cpus)}" if on_cpus else "under none"
+        only = f"only under {listed(on_cpus)}" if on_cpus else "under none"
         but += f"; on hosts that block, as CPUs do, {only} (--blocks says why)"
     plan = program.plan
     ranks = f"{plan.ranks} rank{'s' * (plan.ranks > 1)}"
@@ -118,7 +118,7 @@ def run(args: argparse.Namespace) -> str:
     return (
         f"{program.name}: {len(program)} instructions on {ranks}"
         f"{'' if program.trains else ', which run forward only,'} are complete "
-        f"and in order, and finish under {_and(models)}{but}\n"
+        f"and in order, and finish under {listed(models)}{but}\n"
     )
 
 
@@ -195,7 +195,3 @@ def _under(program: Program, models: Sequence[Model], **hosts: Any) -> list[Mode
         return True
 
     return [model for model in models if finishes(model)]
-
-
-def _and(words: Sequence[str]) -> str:
-    return " and ".join(filter(None, [", ".join(words[:-1]), *words[-1:]]))

@@ -108,6 +108,15 @@ def format_error(error: ProgramError) -> str:
     return "\n".join(lines)
 
 
+def listed(words: Sequence[str]) -> str:
+    """Words in a sentence.
+
+    >>> listed(["edge", "pair", "device"]), listed(["edge"]), listed([])
+    ('edge, pair and device', 'edge', '')
+    """
+    return " and ".join(filter(None, [", ".join(words[:-1]), *words[-1:]]))
+
+
 def as_json(value: object) -> str:
     """JSON for a program to read."""
     return json.dumps(value, indent=2) + "\n"
