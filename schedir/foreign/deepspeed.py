@@ -77,6 +77,7 @@ class _Step:
             return original(engine, **kwargs)
 
     def range(self, kind: str, given: dict[str, Any]) -> Any:
+        """The range of an instruction; what loads, or only queues, has none."""
         if kind in _ACTIONS:
             action = self.action(kind, given["buffer_id"], given.get("phase", 0))
             if not self.queues or not kind.startswith(("Send", "Recv")):
@@ -92,6 +93,7 @@ class _Step:
         return nullcontext()
 
     def action(self, kind: str, buffer: int, phase: int) -> str:
+        """What the next instruction of a kind is called, if it works on its buffer."""
         mb = self.counted[kind, phase]
         self.counted[kind, phase] += 1
         if (phase * self.schedule.micro_batches + mb) % self.buffers != buffer:

@@ -31,7 +31,7 @@ class _Marked:
 _MARKED: dict[str, _Marked] = {}
 
 
-@dataclass
+@dataclass(repr=False)
 class Instrumented:
     """What was instrumented: `undo()`, or the end of a `with`, takes it away again.
 
@@ -65,6 +65,9 @@ class Instrumented:
     def __str__(self) -> str:
         marked = ", ".join(f"{name} {version}" for name, version in self.trainers.items())
         return "; ".join([f"instrumented {marked or 'nothing'}", *self.left.values()])
+
+    def __repr__(self) -> str:
+        return f"<{self}>"
 
 
 def instrument(*trainers: str) -> Instrumented:
