@@ -154,13 +154,6 @@ class Placed:
                 return int(turns[0]), int(both[0])
         return None
 
-    @property
-    def runs_ahead(self) -> bool:
-        """Whether a host has issued what one that blocks could not have issued yet."""
-        issued = np.flatnonzero(self.matched.issued & ~self.ended)
-        held = self.graph.host_waits[:, issued].reshape(-1)
-        return not self.may[held[held != NONE]].all()
-
     @cached_property
     def may(self) -> NDArray[np.bool_]:
         """What may have ended: transfers that have, and all else that nothing else keeps."""

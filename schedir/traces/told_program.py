@@ -56,6 +56,11 @@ def _copy(job: Job, verdict: Verdict) -> list[str]:
         lines.append(
             f"  {matched.left_out} messages are left out: shapes or objects, and no transfers"
         )
+    if matched.counted:
+        lines.append(
+            f"  of rank {listed(matched.counted)} only counters tell the place in the step, which "
+            "holds if all that the buffer has lost were transfers"
+        )
     lines += [f"  {_place(verdict, place)}" for place in verdict.places]
     silent = [r for r, there in zip(matched.ranks, matched.dumped, strict=True) if not there]
     if silent:
@@ -139,8 +144,6 @@ def _program_verdict(job: Job, verdict: Verdict) -> list[str]:
         lines.append(
             f"the program finishes under {verdict.model}: this is no deadlock of it, but a wait"
         )
-    if verdict.if_blocked:
-        lines.append("where hosts wait themselves it is one: schedir check --blocks says how")
     return lines
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Final
 
 from schedir.analysis.graph import Graph
@@ -20,11 +20,11 @@ _USUAL: Final = ("device", *reversed(MODELS[: MODELS.index("device")]))
 
 @dataclass(frozen=True)
 class Verdict:
-    """What is said of a copy of a program, under a progress model and on hosts that block or not.
+    """What is said of a copy of a program under a progress model.
 
-    `refusal` is what `check` says of the program.  `circle` are transfers that wait for each other,
-    each for the next; `causes` what others wait for and nothing keeps.  `if_blocked` says that this
-    is a deadlock where hosts block, and none where they do not.
+    `circle` are transfers that wait for each other, each for the next; `causes` what others wait
+    for and nothing keeps.  `refusal` is what `check` says of the program; of one that stands in a
+    circle also what it says of it on hosts that block, if it says nothing else.
     """
 
     placed: Placed
@@ -32,7 +32,6 @@ class Verdict:
     places: tuple[Place, ...]
     causes: tuple[Cause, ...]
     circle: tuple[Link, ...]
-    if_blocked: bool = False
 
     @property
     def matched(self) -> Matched:
@@ -54,9 +53,8 @@ def judge(program: Program, copies: Sequence[Matched], model: Model | None = Non
     """A verdict on each copy of a program, of which all messages go as the program says.
 
     Without a model it is `device`, or the strictest laxer one that is not contradicted.
-    Hosts are taken to block where nobody has issued what one that blocks could not have.  Raises
-    UsageError for recordings that contradict the model, and another ProgramError for a program that
-    is not complete.
+    Raises UsageError for recordings that contradict the model, and another ProgramError for a
+    program that is not complete.
     """
     return [_judge(program, matched, model) for matched in copies]
 
@@ -72,12 +70,7 @@ def _judge(program: Program, matched: Matched, model: Model | None) -> Verdict:
         raise UsageError(
             f"this did not run under {one}: {later} has not waited for {first}", fields=["model"]
         )
-    blocked = Placed(Graph.of(program, one, blocks=True), matched)
-    free = _verdict(placed)
-    if free.is_deadlock or blocked.runs_ahead:
-        return free
-    found = _verdict(blocked)
-    return replace(free, if_blocked=True) if found.is_deadlock else found
+    return _verdict(placed)
 
 
 def _verdict(placed: Placed) -> Verdict:
@@ -96,9 +89,16 @@ def _verdict(placed: Placed) -> Verdict:
         elif not circle:
             back = [link.at for link in links].index(links[-1].needs)
             circle = tuple(links[back:])
-    refusal = None
-    try:
-        check(graph.program, graph.model, blocks=graph.blocks)
-    except ProgramError as error:
-        refusal = error
+    hosts = (False, True) if circle else (False,)
+    refusals = (_refusal(graph, blocks) for blocks in hosts)
+    refusal = next((one for one in refusals if one is not None), None)
     return Verdict(placed, refusal, places, tuple(causes), circle)
+
+
+def _refusal(graph: Graph, blocks: bool) -> ProgramError | None:
+    """What `check` says of a program, on hosts that block or not."""
+    try:
+        check(graph.program, graph.model, blocks=blocks)
+    except ProgramError as error:
+        return error
+    return None

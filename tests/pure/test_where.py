@@ -167,6 +167,69 @@ def test_a_ring_that_has_lost_its_beginning(tmp_path: Path, overlap: bool) -> No
         assert job.roots == (1,)
 
 
+def test_where_only_counters_tell_the_place_in_a_step(tmp_path: Path) -> None:
+    """Of a first rank that has sent, and sends: any place among its sends would fit."""
+    program = compile(schedules.gpipe, Plan(2, 8))
+    graph = Graph(program, "device", blocks=True)
+    at = next(k for k in range(len(program)) if str(graph.index.locate(k)[2]) == "F 0.6")
+    recorders = record(stopped(graph, at, True), before=5)
+    (verdict,) = verdicts_of(job_of(tmp_path, recorders, last=4), program)
+    assert verdict.matched.counted == (0, 1) and verdict.matched.step == 5
+    assert verdict.places[0].at is not None and culprits(verdict) == {0}
+    assert str(graph.index.locate(verdict.places[0].at)[2]) == "send_act 0.6"
+    assert any("only counters" in line for line in program_lines(Job({}), [verdict]))
+    (verdict,) = verdicts_of(job_of(tmp_path, recorders, last=30), program)
+    assert verdict.matched.counted == () and verdict.matched.step == 5
+    # Counters that count something else as well tell nothing.
+    for recorder in recorders:
+        recorder.entries[-2]["op_id"] += 1
+        recorder.entries[-1]["op_id"] += 1
+    with pytest.raises(UsageError):
+        verdicts_of(job_of(tmp_path, recorders, last=4), program)
+
+
+def test_a_process_group_that_is_not_used_yet_is_of_this_step(tmp_path: Path) -> None:
+    """All activations are there, and no gradient yet: not a whole step, but half of one."""
+    program = compile(schedules.gpipe, Plan(2, 4))
+    graph = Graph(program, "edge", blocks=True)
+    at = next(k for k in range(len(program)) if str(graph.index.locate(k)[2]) == "B 1.0")
+    recorders = record(stopped(graph, at, True), layout=a_group_each(range(2)))
+    (verdict,) = verdicts_of(job_of(tmp_path, recorders[1:]), program)
+    assert verdict.matched.step == 0
+    place = verdict.places[0]
+    assert place.late and place.between[0] <= at <= place.between[1]
+
+
+def test_of_one_queue_what_is_behind_does_not_end_first(tmp_path: Path) -> None:
+    """Such dumps are of a laxer model, whatever is usual."""
+    program = program_of("interleaved")
+    edge, device = Graph(program, "edge"), Graph(program, "device")
+    found = 0
+    for at in range(0, len(program), 3):
+        state, before = stopped(edge, at, False), device.queue_predecessor
+        passed = [
+            k for k in range(len(program)) if state.ended[k] and device.index.op[k] in TRANSFERS
+        ]
+        if all(before[k] < 0 or state.ended[before[k]] for k in passed):
+            continue
+        found += 1
+        job = job_of(tmp_path, record(state))
+        with pytest.raises(UsageError) as caught:
+            verdicts_of(job, program, "device")
+        assert caught.value.fields == ("model",)
+        assert verdicts_of(job, program)[0].model != "device"
+    assert found
+
+
+def test_another_order_of_computes_is_another_program(tmp_path: Path) -> None:
+    """Each channel alone would fit: on two ranks GPipe and 1F1B send the same in the same order."""
+    gpipe, other = (compile(s, Plan(2, 4)) for s in (schedules.gpipe, schedules.one_f_one_b))
+    job = job_of(tmp_path, record(stopped(Graph.of(gpipe), None, False)))
+    with pytest.raises(UsageError) as caught:
+        match(job, other)
+    assert "too late for its use" in caught.value.fact
+
+
 def test_where_only_the_pattern_tells_the_place_in_a_step(tmp_path: Path) -> None:
     """Shapes or objects between the messages count, too; so the counters tell no step."""
     program = program_of("one_f_one_b")

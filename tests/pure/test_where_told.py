@@ -57,6 +57,20 @@ def test_parts_that_do_not_fit(other: Callable[[], list[Recorder]], tmp_path: Pa
     assert any("does not fit" in line for line in job_lines(job))
 
 
+def test_what_a_ring_has_kept_is_paired_in_order(tmp_path: Path) -> None:
+    """The first send that has not ended with the first such receive, however many are lost."""
+    ends = Recorder(0), Recorder(1)
+    for recorder, ended in zip(ends, (9, 7), strict=True):
+        recorder.group("1", (0, 1))
+        for k in range(ended + 2):
+            shape = (2, 8) if k != ended + 1 else (3, 3)
+            side = ("recv", 0) if recorder.rank else ("send", 1)
+            recorder.messages("1", [side], k < ended, shape=shape)
+    job = job_of(tmp_path, ends, last=5)
+    assert all(dump.lost for dump in job.dumps.values())
+    assert {wait.why for wait in job.unmet} == {Why.THERE} and not job.cycle
+
+
 def test_both_sides_are_there_and_it_has_not_ended(tmp_path: Path) -> None:
     job = job_of(tmp_path, [_message(0), _message(1)])
     assert {wait.why for wait in job.unmet} == {Why.THERE} and not job.cycle and not job.roots
