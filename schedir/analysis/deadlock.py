@@ -116,13 +116,7 @@ def deadlock(graph: Graph, walk: Walk) -> ProgramError:
                 waits.add_edge(head, heads[int(graph.queue[needed])], needed=needed)
         if cycle := shortest_cycle(waits):
             break
-    steps = []
-    for a, b in zip(cycle, cycle[1:] + cycle[:1], strict=True):
-        needed = waits.edges[a, b]["needed"]
-        rank, at, instr = graph.index.locate(a)
-        needs_rank, needs_at, needs = graph.index.locate(needed)
-        stands_at = graph.index.locate(b)[1]
-        steps.append(Wait(rank, at, instr, needs, needs_rank, needs_at, stands_at))
+    steps = steps_of(graph, waits, cycle)
     ran = int(finished.sum())
     ranks = len({w.rank for w in steps})
     who = f"{ranks} ranks wait for each other" if ranks > 1 else "a rank waits for itself"
@@ -136,6 +130,15 @@ def deadlock(graph: Graph, walk: Walk) -> ProgramError:
         window=window(graph, steps),
         hint=_WAITS if graph.device_waits else _BLOCKS * graph.blocks,
     )
+
+
+def steps_of(graph: Graph, waits: nx.DiGraph, cycle: list[int]) -> list[Wait]:  # type: ignore[name-defined] # noqa: F821
+    """Who waits for what along a cycle of positions, of which each edge says what is `needed`."""
+    steps, locate = [], graph.index.locate
+    for a, b in zip(cycle, cycle[1:] + cycle[:1], strict=True):
+        needs_rank, needs_at, needs = locate(waits.edges[a, b]["needed"])
+        steps.append(Wait(*locate(a), needs, needs_rank, needs_at, stands_at=locate(b)[1]))
+    return steps
 
 
 def _apart(graph: Graph) -> MatchError:

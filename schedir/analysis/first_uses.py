@@ -13,9 +13,9 @@ from collections import defaultdict
 import numpy as np
 
 from schedir.analysis.channels import communicators
-from schedir.analysis.deadlock import shortest_cycle, window
+from schedir.analysis.deadlock import shortest_cycle, steps_of, window
 from schedir.analysis.graph import Graph
-from schedir.errors import DeadlockError, MatchError, ProgramError, Site, Wait
+from schedir.errors import DeadlockError, MatchError, ProgramError, Site
 
 _HINT = (
     "who makes communicators before the step, as a warm-up in one order on all ranks, has none to "
@@ -80,11 +80,7 @@ def _cycle(graph: Graph, stuck: dict[int, int], uses: dict[int, dict[int, int]])
         for rank, needed in uses[position].items():
             if stuck[rank] != needed:
                 waits.add_edge(position, stuck[rank], needed=needed)
-    cycle, steps = shortest_cycle(waits), []
-    for a, b in zip(cycle, cycle[1:] + cycle[:1], strict=True):
-        needs_rank, needs_at, needs = graph.index.locate(waits.edges[a, b]["needed"])
-        stands_at = graph.index.locate(b)[1]
-        steps.append(Wait(*graph.index.locate(a), needs, needs_rank, needs_at, stands_at))
+    steps = steps_of(graph, waits, shortest_cycle(waits))
     begin = graph.program.offsets
     ran = sum(
         stuck.get(rank, int(begin[rank + 1])) - int(begin[rank]) for rank in range(len(begin) - 1)
