@@ -78,10 +78,10 @@ def loads(data: bytes, where: str = "") -> Any:
     >>> loads(pickle.dumps({"entries": [(1, "a")], "ended": None}))
     {'entries': [(1, 'a')], 'ended': None}
     >>> try:
-    ...     loads(pickle.dumps(print))
+    ...     loads(b"cos\\nsystem\\n.")
     ... except TraceError as error:
     ...     print(error)
-    byte 23 of the pickle imports what it names, and nothing of a dump is ever run
+    byte 0 of the pickle imports what it names, and nothing of a dump is ever run
     """
     reader = _Reader(data)
     try:
