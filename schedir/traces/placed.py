@@ -172,21 +172,9 @@ class Placed:
         return may
 
     def _keeps(self, at: int) -> set[int]:
-        """What an instruction that is no transfer waits for.
-
-        A collective waits for what any of its members does, and for hosts that have not come to it.
-        """
+        """What an instruction that is no transfer waits for, with all members of its collective."""
         members = self._meets.get(at, [at])
-        kept = set().union(*map(self._before, members))
-        if len(members) > 1:
-            kept.update(first for one in members if (first := self._unissued(one)) is not None)
-        return kept - {*members}
-
-    def _unissued(self, at: int) -> int | None:
-        """The first transfer before an instruction on its rank that its host has not issued."""
-        lo = int(self.graph.program.offsets[self.rank[at]])
-        missing = self.transfer[lo:at] & ~self.matched.issued[lo:at]
-        return lo + int(missing.argmax()) if missing.any() else None
+        return set().union(*map(self._before, members)) - {*members}
 
     # ------------------------------------------------------------ where ranks stand
 

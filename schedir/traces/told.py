@@ -118,8 +118,7 @@ def job_verdict(job: Job) -> list[str]:
         elif not cycle:
             lines.append(
                 f"{name} is issued by all of its ranks and nothing stands before it: its value is "
-                "not computed yet, or it does not pass, as where one side issues it in a batch and "
-                "the other alone, and these have communicators of their own"
+                f"not computed yet, or it does not pass{_apart(wait)}"
             )
     for rank in job.roots[:SHOWN]:
         if rank in job.dumps and job.standing[rank].begun is None:
@@ -147,6 +146,18 @@ def _once(waits: Iterable[Wait]) -> list[Wait]:
             seen.add(key)
             kept.append(wait)
     return kept[:SHOWN]
+
+
+def _apart(wait: Wait) -> str:
+    """That the two sides of a message may have gone by two communicators, and never meet."""
+    part = wait.part
+    if part is None or not wait.op.is_message or bool(wait.op.batch) == bool(part.batch):
+        return ""
+    batched, alone = (wait.rank, wait.on) if wait.op.batch else (wait.on, wait.rank)
+    return (
+        f"; rank {batched} has issued it in a batch and rank {alone} alone: torch has two "
+        "communicators for these where they are made at first use, and then it never passes"
+    )
 
 
 def _did(dump: Dump) -> str:

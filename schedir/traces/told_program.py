@@ -132,7 +132,7 @@ def _program_verdict(job: Job, verdict: Verdict) -> list[str]:
             lines.append(f"  {ranks[0]} {' '.join(at)} waits for {' '.join(needs)} of {ranks[1]}")
         return lines
     for cause in verdict.causes:
-        lines += _cause(job, verdict, cause)
+        lines += _cause(job, verdict, cause, "is" if len(verdict.causes) == 1 else "may be")
     if not lines:
         return ["nobody waits for a message of this step"]
     if verdict.refusal is not None:
@@ -147,7 +147,8 @@ def _program_verdict(job: Job, verdict: Verdict) -> list[str]:
     return lines
 
 
-def _cause(job: Job, verdict: Verdict, cause: Cause) -> list[str]:
+def _cause(job: Job, verdict: Verdict, cause: Cause, whether: str) -> list[str]:
+    """What is said of a cause: `whether` it is that, or one of several that may be."""
     names = [_name(verdict, at) for at in cause.at]
     owners = [int(verdict.placed.rank[at]) for at in cause.at]
     who = " or ".join(dict.fromkeys(_rank(verdict, rank) for rank in owners))
@@ -156,13 +157,13 @@ def _cause(job: Job, verdict: Verdict, cause: Cause) -> list[str]:
         return [f"{who} is waited for, at {what}, and has left no dump: its process may be gone"]
     if cause.kind is Kind.BUSY:
         return [
-            f"{who} is the cause: {what} is issued on both sides, and nothing stands before it; "
-            "its value has not been computed, or it does not pass"
+            f"{who} {whether} the cause: {what} is issued on both sides, and nothing stands before "
+            "it; its value has not been computed, or it does not pass"
         ]
     rank = verdict.matched.ranks[owners[0]]
     lines = [
-        f"{who} is the cause: its host has not come to {what}; it computes, or is held up before "
-        "it, or its process is gone"
+        f"{who} {whether} the cause: its host has not come to {what}; it computes, or is held up "
+        "before it, or its process is gone"
     ]
     for wait in job.waits.get(rank, ()):
         if not wait.op.is_message:

@@ -88,6 +88,20 @@ def received_when_needed(program: Program) -> Program:
     return check(replace(program, streams=tuple(streams)), "edge", blocks=True)
 
 
+def test_a_message_in_a_batch_and_alone_may_never_meet(tmp_path: Path) -> None:
+    """As torch issues the last send of a warm-up that has but one microbatch."""
+    ends = Recorder(0), Recorder(1)
+    for recorder in ends:
+        recorder.group("1", (0, 1))
+    ends[0].messages("1", [("send", 1), ("recv", 1)], False)
+    ends[1].messages("1", [("recv", 0)], False)
+    (line,) = [line for line in job_lines(job_of(tmp_path, ends)) if "in a batch" in line]
+    assert "rank 0 has issued it in a batch and rank 1 alone" in line
+    ends[0].entries.clear()
+    ends[0].messages("1", [("send", 1)], False)
+    assert not any("in a batch" in line for line in job_lines(job_of(tmp_path, ends)))
+
+
 def _stage(folder: Path, name: str) -> list[str]:
     """The dumps of a golden text, and the rest of its command."""
     if name.startswith("late"):
