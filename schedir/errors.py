@@ -204,7 +204,7 @@ class ParseError(ProgramError):
 
 
 class TraceError(ProgramError):
-    """A file that is no Timeline: cut off, foreign, or with times that no run can have."""
+    """A file that is no Timeline, trace or dump: cut off, foreign, or with what no run can have."""
 
 
 class CellError(ParseError):

@@ -38,13 +38,17 @@ class Standing:
 
 
 class Why(Enum):
-    """Why an operation has not ended, as far as another rank is concerned."""
+    """What another rank does to an operation that has not ended.
 
-    NO_DUMP = "of which there is no dump"
-    NOT_ISSUED = "which has not issued its part"
-    BEHIND = "which has issued its part behind another"
-    OTHER = "whose part does not fit"
-    THERE = "which is there as well"
+    It has left no dump; it has not issued its part, or has behind another that has not ended; its
+    part does not fit; or it is there, and so are all.
+    """
+
+    NO_DUMP = 0
+    NOT_ISSUED = 1
+    BEHIND = 2
+    OTHER = 3
+    THERE = 4
 
 
 class Wait(NamedTuple):

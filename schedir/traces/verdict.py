@@ -79,9 +79,8 @@ def _verdict(placed: Placed) -> Verdict:
     causes: dict[Cause, None] = {}
     circle: tuple[Link, ...] = ()
     for place in places:
-        if (
-            place.at is None or place.late
-        ):  # a rank that is late is a cause where others wait for it
+        # A rank that is late is a cause where others wait for it.
+        if place.at is None or place.late:
             continue
         links, cause = placed.chain(place.at)
         if cause is not None:
