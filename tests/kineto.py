@@ -19,6 +19,7 @@ import numpy as np
 from schedir.io.torch_csv import ACTIONS
 from schedir.ir.ops import BACKWARDS, COMPUTE, TRANSFERS, Instr, Opcode
 from schedir.predict.timeline import Timeline
+from schedir.traces.marks import mark_of
 
 MAIN, AUTOGRAD, LOADER = 100, 101, 102
 _TEXT = {op: text for text, op in ACTIONS.items()}
@@ -48,18 +49,20 @@ def write(
     offsets: Sequence[int] = (0,),
     replicas: int = 1,
     packed: bool = False,
+    own: bool = False,
 ) -> list[Path]:
     """Files of all ranks, of one ProfilerStep for each Timeline, which follow each other.
 
     A time t of a Timeline is `unit * t` seconds.  Rank r is on host `hosts[r]`, whose clock is
     `offsets[hosts[r]]` nanoseconds ahead; each is there `replicas` times, the others a bit later.
+    With `own`, messages of a batch have a range each, as schedir's executor makes them.
     """
     rng = random.Random(seed)
     paths = []
     ranks = steps[0].ranks
     for replica in range(replicas):
         for rank in range(ranks):
-            writer = _Rank(rng, offsets[hosts[rank]] if hosts else offsets[0])
+            writer = _Rank(rng, offsets[hosts[rank]] if hosts else offsets[0], own)
             since = 10**9 + replica * 12345
             for k, run in enumerate(steps):
                 writer.step(run, rank, k + 5, since, unit)
@@ -75,8 +78,8 @@ def write(
 
 
 class _Rank:
-    def __init__(self, rng: random.Random, offset: int) -> None:
-        self.rng, self.offset = rng, offset
+    def __init__(self, rng: random.Random, offset: int, own: bool) -> None:
+        self.rng, self.offset, self.own = rng, offset, own
         self.events: list[dict[str, Any]] = []
         self.correlation = 0
         self.base = 1_700_000_000 * 10**9
@@ -122,7 +125,15 @@ class _Rank:
             if rng.random() < 0.1:
                 self.add("user_annotation", "PP:0UNSHARD", MAIN, host, host + 5)
                 host += 6
-            name, length = name_of(instrs), rng.randint(60, 200)
+            if self.own and len(instrs) > 1 and instrs[0].op in TRANSFERS:
+                for k, instr in enumerate(instrs[:-1]):  # the last one launches the kernel
+                    self.add("user_annotation", mark_of(instr, k > 0), MAIN, host, host + 9)
+                    host += 10
+                instrs = instrs[-1:]
+                name = mark_of(instrs[0], True)
+            else:
+                name = name_of(instrs)
+            length = rng.randint(60, 200)
             self.add("user_annotation", name, MAIN, host, host + length)
             self.add("gpu_user_annotation", name, 7, start, end)
             self.kernels(instrs, host + 1, host + length - 2, start, end)

@@ -346,7 +346,8 @@ class Executor:
     @cached_property
     def _marks(self) -> list[str]:
         """The names of the ranges that instructions are under torch.profiler, by their index."""
-        return [mark_of(instr) for instr in self.state.stream]
+        stream = self.state.stream
+        return [mark_of(*each) for each in zip(stream, stream.joined.tolist(), strict=True)]
 
     def _expect_given(self, inputs: Microbatches, targets: Microbatches) -> None:
         """Raise ExecutionError where this rank takes microbatches, and is not given all."""

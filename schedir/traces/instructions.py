@@ -12,7 +12,7 @@ message's is that of NCCL's kernels.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final, NamedTuple
 
 import numpy as np
@@ -35,6 +35,7 @@ _POSTED: Final = {
 class Seen(NamedTuple):
     """What ran as one, from `began` to `ended` in nanoseconds by the clock of the host.
 
+    With `joined` it ran as one with what was seen before it.
     `waited` nanoseconds of its range were a wait for messages, and are not in it.  Of a message
     that was posted, and of which nothing says when it was there, `ended` is None.
     """
@@ -43,6 +44,7 @@ class Seen(NamedTuple):
     began: int
     ended: int | None
     waited: int = 0
+    joined: bool = False
 
 
 @dataclass
@@ -51,6 +53,7 @@ class _Item:
 
     actions: tuple[Action, ...]
     range: Range
+    joined: bool = False
     nested: tuple[_Item, ...] = ()
 
     @property
@@ -84,8 +87,26 @@ def repetitions(trace: Trace, within: tuple[int, int], stage: int) -> list[list[
         known.update(item.actions)
         received = [each for each in item.nested if each.actions[0].op in RECEIVES]
         sent = [each for each in item.nested if each not in received]
-        parts[-1] += [when(each) for each in (*received, item, *sent)]
-    return parts
+        parts[-1] += [when(each)._replace(joined=each.joined) for each in (*received, item, *sent)]
+    return [_batched(part) for part in parts] if trace.kernels else parts
+
+
+def _batched(part: list[Seen]) -> list[Seen]:
+    """Messages that are issued as one have one kernel, which was launched with the last of them."""
+    batches: list[list[Seen]] = []
+    for seen in part:
+        if not seen.joined:
+            batches.append([])
+        batches[-1].append(seen)
+    found = []
+    for batch in batches:
+        kernels = [seen for seen in batch if seen.ended is not None]
+        if batch[0].actions[0].op in TRANSFERS and kernels:
+            began = min(seen.began for seen in kernels)
+            ended = max(seen.ended or 0 for seen in kernels)
+            batch = [seen._replace(began=began, ended=ended) for seen in batch]
+        found += batch
+    return found
 
 
 def _items(trace: Trace, within: tuple[int, int], stage: int) -> tuple[list[_Item], list[_Item]]:
@@ -101,7 +122,7 @@ def _items(trace: Trace, within: tuple[int, int], stage: int) -> tuple[list[_Ite
             for action in mark.actions
         )
         if actions:
-            (waits if mark.waits else items).append(_Item(actions, each))
+            (waits if mark.waits else items).append(_Item(actions, each, mark.joined))
     return items, waits
 
 
@@ -130,10 +151,7 @@ def _with_posted(trace: Trace, items: list[_Item]) -> list[_Item]:
             same[0].range = same[0].range._replace(end=each.end)
         else:
             inside[k].append(_Item((action,), each))
-    return [
-        _Item(item.actions, item.range, tuple(nested))
-        for item, nested in zip(items, inside, strict=True)
-    ]
+    return [replace(item, nested=tuple(nested)) for item, nested in zip(items, inside, strict=True)]
 
 
 # ---------------------------------------------------------------- on a CPU
@@ -212,7 +230,8 @@ def _on_gpu(items: list[_Item], trace: Trace) -> Callable[[_Item], Seen]:
         own = own[wanted] if wanted.any() else own
         if not len(own):
             at = free or item.range.start
-            return Seen(item.actions, at, at)
+            message = item.actions[0].op in TRANSFERS
+            return Seen(item.actions, at, None if message else at)
         start, end = int(kernels.start[own].min()), int(kernels.end[own].max())
         if item.computes:
             start, end = max(start, free), max(end, free)

@@ -22,6 +22,7 @@ from schedir.ir.ops import BY_TEXT, ROWS, TRANSFERS, Instr, Opcode, Per
 OF_RANK: Final = -1  # a stage that is not said: the rank has one only
 
 _WAIT: Final = "WAIT_"
+_JOINED: Final = "PP:&"
 _SEVERAL: Final = {PAIR: False, "BATCH_P2P": False, "WAIT": True}  # and whether that is a wait
 _ACTION: Final = re.compile(r"(\d{1,9})([A-Z_]+)(\d{0,9})", re.ASCII)
 _GROUP: Final = re.compile(r"\(([^()]*)\)(\w+)", re.ASCII)
@@ -42,10 +43,12 @@ class Action(NamedTuple):
 
 class Mark(NamedTuple):
     """What a name says: instructions that run as one, or, with `waits`, the messages that the
-    range is the wait for.  None at all for what is read over."""
+    range is the wait for.  None at all for what is read over.  What is `joined` runs as one with
+    what is marked before it."""
 
     actions: tuple[Action, ...]
     waits: bool = False
+    joined: bool = False
 
 
 def is_pp(name: str) -> bool:
@@ -58,13 +61,17 @@ def marks(name: str) -> bool:
     return is_pp(name) or _GPIPE.fullmatch(name) is not None
 
 
-def mark_of(instr: Instr) -> str:
+def mark_of(instr: Instr, joined: bool = False) -> str:
     """The name of a range around an instruction, from which `read_mark` reads it.
+
+    `joined` says that it runs as one with the instruction before it.
 
     >>> from schedir import Instr, Opcode
     >>> [mark_of(Instr(op, 1, 0)) for op in (Opcode.Forward, Opcode.ReduceGrads, Opcode.ReduceTied)]
     ['PP:1F0', 'PP:1REDUCE_GRAD', 'PP:reduce_tied 1']
     """
+    if joined:
+        return _JOINED + mark_of(instr).removeprefix("PP:")
     word, each = _WORD.get(instr.op), ROWS[instr.op].per is Per.MICROBATCH
     if word is None or (instr.mb and not each):  # torch has no word for a later update
         return f"PP:{instr}"
@@ -76,6 +83,11 @@ def read_mark(name: str) -> Mark:
     """What a mark says.  Raises TraceError for one that says nothing that is known."""
     if found := _GPIPE.fullmatch(name):
         return Mark((Action(_BY_GPIPE[found[1]], OF_RANK, int(found[2])),))
+    if name.startswith(_JOINED):
+        mark = _single(name, name.removeprefix(_JOINED))
+        if mark.waits or not mark.actions:
+            raise _unknown(name)
+        return mark._replace(joined=True)
     text = name.removeprefix("PP:")
     group = _GROUP.fullmatch(text)
     if group is None:

@@ -168,7 +168,10 @@ def _timeline(
 def _words(part: Part) -> list[int]:
     """What a rank's marks say, as words of a Stream."""
     return [
-        int(action.op) << OP | action.stage << STAGE | action.mb | (JOINED if k else 0)
+        int(action.op) << OP
+        | action.stage << STAGE
+        | action.mb
+        | (JOINED if k or seen.joined else 0)
         for seen in part.seen
         for k, action in enumerate(seen.actions)
     ]

@@ -5,14 +5,17 @@ from hypothesis import strategies as st
 
 from schedir.ir.ops import ROWS, Instr, Opcode, Per
 from schedir.ir.plan import MAX_MICROBATCHES, MAX_STAGES
-from schedir.traces.marks import Action, mark_of, marks, read_mark
+from schedir.traces.marks import Action, Mark, mark_of, marks, read_mark
 
 
 @given(
-    st.sampled_from(Opcode), st.integers(0, MAX_STAGES - 1), st.integers(0, MAX_MICROBATCHES - 1)
+    st.sampled_from(Opcode),
+    st.integers(0, MAX_STAGES - 1),
+    st.integers(0, MAX_MICROBATCHES - 1),
+    st.booleans(),
 )
-def test_names_are_read_as_they_are_written(op: Opcode, stage: int, mb: int) -> None:
+def test_names_are_read_as_they_are_written(op: Opcode, stage: int, mb: int, joined: bool) -> None:
     instr = Instr(op, 0 if ROWS[op].per is Per.RANK else stage, mb)
-    assert marks(mark_of(instr))
-    read = read_mark(mark_of(instr))
-    assert read.actions == (Action(*instr),) and not read.waits
+    name = mark_of(instr, joined)
+    assert marks(name)
+    assert read_mark(name) == Mark((Action(*instr),), joined=joined)

@@ -50,6 +50,12 @@ PROGRAMS = [
     compile(schedules.zb_h1, Plan(4, 4)),
 ]
 
+OVERLAPPED = [
+    compile(schedules.one_f_one_b, Plan(3, 5), overlap=True),
+    compile(schedules.interleaved, Plan(2, 4, 2), overlap=True),
+    compile(schedules.dualpipe_v, Plan(2, 4, 2, "vee"), overlap=True),
+]
+
 
 @settings(deadline=None, max_examples=40)
 @given(st.sampled_from(PROGRAMS), st.integers(0, 2**31), st.booleans(), st.integers(1, 2))
@@ -74,6 +80,24 @@ def same(got: Timeline, want: Timeline, within: float) -> None:
         theirs = (want.spans[name] - want.begin) * UNIT
         np.testing.assert_allclose(ours[known], theirs[known], atol=within, rtol=0)
     np.testing.assert_allclose(got.busy, want.busy * UNIT, atol=within * len(want))
+
+
+@settings(deadline=None, max_examples=20)
+@given(st.sampled_from(OVERLAPPED), st.integers(0, 2**31), st.booleans())
+def test_batches_have_one_kernel(program: Program, seed: int, own: bool) -> None:
+    """Whether one range marks a batch, or one each of its messages, as our executor does."""
+    want = run_of(program, seed)
+    with TemporaryDirectory() as folder:
+        kineto.write(Path(folder), [want], seed, unit=UNIT, own=own)
+        got = read_run([folder], name=program.name).timeline
+    assert got.program == program
+    compute = np.isin(got.spans["op"], COMPUTE)
+    for name in ("start", "end"):
+        ours = got.spans[name][compute] - got.begin
+        theirs = (want.spans[name][compute] - want.begin) * UNIT
+        np.testing.assert_allclose(ours, theirs, atol=2e-9, rtol=0)
+    sent = np.isin(got.spans["op"], SENDS)
+    assert (got.spans["end"][sent] >= want.spans["end"][sent] * UNIT - 2e-9).all()
 
 
 @settings(deadline=None, max_examples=25)
