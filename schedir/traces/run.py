@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from schedir.analysis.graph import Graph
 from schedir.analysis.models import MODELS, Model
 from schedir.compiler.compile import finish, lower
-from schedir.errors import CompletenessError, ProgramError, TraceError
+from schedir.errors import CompletenessError, ProgramError, ReductionError, TraceError
 from schedir.io.torch_csv import placed
 from schedir.ir.flow import Flow
 from schedir.ir.index import NONE, Index
@@ -111,6 +111,8 @@ def read_run(
                 timeline, told = _timeline(once.ranks, name, traits or {}, model)
             except CompletenessError as error:  # it may have been cut off
                 failed = failed or error
+                if isinstance(error, ReductionError) and not traits:
+                    error.add_note("traces do not tell tp, dp, tied and clip: say what they were")
                 continue
             of = once.replicas + len(once.ranks)
             replicas = "traces are of replicas, which hold the same stages as others"

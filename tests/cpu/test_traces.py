@@ -8,15 +8,21 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from torch.profiler import ProfilerActivity, profile
 
+from schedir.compiler.compile import compile
 from schedir.io import torch_csv
 from schedir.io.timeline_file import load_timeline
 from schedir.ir.ops import COMPUTE
+from schedir.ir.plan import Plan
 from schedir.predict.timeline import Timeline
+from schedir.schedules import one_f_one_b
 from schedir.traces.run import read_run
+from schedir.transports.processes import Gloo
 from tests.commands import said
 from tests.cpu import profiled
 from tests.cpu.spawn import run
+from tests.cpu.tiny_stages import gpt_executor, own_batch, paired
 
 _COMPUTE = re.compile(r"PP:\d+[FBIW]\d+|PP:\(.*\)OVERLAP_F_B|(Forward|Backward) \d+")
 
@@ -142,3 +148,32 @@ def test_waits_that_nothing_tells(
     np.testing.assert_allclose(found.timeline.busy, hand, atol=2e-6)
     assert any("counts as work" in note for note in found.notes)
     assert not any("counts as work" in note for note in whole.notes)
+
+
+OURS = {
+    "grouped": compile(one_f_one_b, Plan(2, 3), overlap=True),
+    "paired": compile(paired, Plan(2, 4), model="edge"),
+    "tied": compile(one_f_one_b, Plan(2, 3), tied=True, clip=True),
+}
+
+
+def _ours(rank: int, folder: str) -> None:
+    """A profiled step of our own executor, with messages issued as one and pairs run as one."""
+    for name, program in OURS.items():
+        transport = Gloo(program)
+        own, given = gpt_executor(program, transport), own_batch(program, transport)
+        own.step(*given)
+        with profile(activities=[ProfilerActivity.CPU], acc_events=True) as profiler:
+            own.step(*given)
+        profiler.export_chrome_trace(f"{folder}/{name}/rank{rank}.json")
+
+
+def test_our_own_executor(tmp_path: Path) -> None:
+    for name in OURS:
+        (tmp_path / name).mkdir()
+    run(_ours, 2, str(tmp_path))
+    for name, program in OURS.items():
+        traits = {"tied": program.tied, "clip": program.clip}
+        found = read_run([tmp_path / name], name=program.name, traits=traits)
+        assert found.timeline.program == program
+        assert found.timeline.doubt == ""
