@@ -31,6 +31,7 @@ from schedir.runtime.rank import Boundary, Loss, Microbatches
 from schedir.runtime.recorder import read
 from schedir.runtime.tied import like, prints
 from schedir.transports.mailbox import mailboxes
+from schedir.verify.check import crossing
 
 _COLLECTED = {token for op in COLLECTIVES for token in ROWS[op].gives}
 _AFTER_COLLECTIVES = tuple(row.op for row in ROWS if _COLLECTED & {*row.needs})
@@ -44,8 +45,9 @@ class InProcess:
     On a GPU, each rank has streams of its own.  `seed`, `tied`, `alike` and `record` are as an
     Executor's.  Of a Parameter that stages on several ranks share, the first of these ranks has
     itself, and others a copy, as processes would.  Copies begin each step as what they are of.
-    Raises ModelError as an Executor, and for programs with tensor- or data-parallel groups, whose
-    ranks run at once and need processes.
+    Raises ModelError as an Executor, for programs with tensor- or data-parallel groups, whose
+    ranks run at once and need processes, and for those of which messages between two ranks pass
+    each other, as they may under the model "torch".
 
     >>> import schedir, torch
     >>> from torch import nn
@@ -117,6 +119,13 @@ class InProcess:
             )
             self.ranks.append(executor)
         self.graph = Graph.of(program, model)
+        if cross := crossing(Graph.of(program, "edge")):  # which "torch" allows
+            raise ModelError(
+                f"{cross.sites[0].instr} and {cross.sites[1].instr} pass each other, on two "
+                f"communicators of {model!r}, but virtual ranks have one mailbox for both",
+                program=program.name,
+                sites=cross.sites,
+            )
         # Who is at a node, by (rank, index); a send names its node, so it comes first.
         self.at: list[list[tuple[int, int]]] = [[] for _ in range(self.graph.nodes)]
         for position, node in enumerate(self.graph.node.tolist()):

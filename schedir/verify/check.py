@@ -125,7 +125,7 @@ def _least_limit(graph: Graph, sizes: Sizes) -> float | None:
     if (least := least_limit(graph, sizes)) is None:
         return None
     eager = Graph(graph.program, graph.model, eager=Eager(least, sizes))
-    return None if _crossing(eager) else least
+    return None if crossing(eager) else least
 
 
 def eager_of(limit: object, sizes: Sizes | None) -> Eager | None:
@@ -180,7 +180,7 @@ def prove(graph: Graph, reached: Walk | None = None) -> None:
         reached = reached or walk(graph)
         if not reached.done.all():
             raise deadlock(graph, reached)
-    if cross := _crossing(graph):
+    if cross := crossing(graph):
         raise cross
     # One order is one for all models and hosts; and what runs where hosts block runs elsewhere.
     every = ordered and not index.any_joined
@@ -306,7 +306,7 @@ def _updates_in_turn(graph: Graph) -> None:
     )
 
 
-def _crossing(graph: Graph) -> GroupError | MatchError | None:
+def crossing(graph: Graph) -> GroupError | MatchError | None:
     """The error for messages of one channel that are not received as they are sent.
 
     Transports match them by position.  Queues keep their order, or the graph would have a

@@ -1,0 +1,47 @@
+"""Programs for torch's communicators, run by virtual ranks."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from schedir.compiler.compile import compile
+from schedir.errors import ModelError
+from schedir.ir.plan import Plan
+from schedir.ir.program import Program
+from schedir.passes.overlap import group_opposites
+from schedir.runtime.inprocess import InProcess
+from schedir.runtime.reference import reference
+from schedir.schedules import one_f_one_b
+from schedir.testing.tiny import batch, loss, tiny_stages
+from tests.edits import written
+
+
+def ranks(program: Program) -> InProcess:
+    stages: list[nn.Module] = [*tiny_stages(program.plan.stages, 0)]
+    inputs, _ = batch(program.plan.microbatches, 0)
+    return InProcess(
+        program, stages, loss=loss, boundary=tuple(inputs.shape[1:]), model="torch"
+    )  # fmt: skip
+
+
+def test_groups_that_torch_issues_run_in_any_order() -> None:
+    program = group_opposites(compile(one_f_one_b, Plan(3, 6)))
+    assert program.joined.any()
+    inputs, targets = batch(6, 0)
+    right = reference([*tiny_stages(3, 0)], inputs, targets, loss=loss)
+    for seed in (None, 0, 1):
+        assert torch.equal(ranks(program).step(inputs, targets, seed=seed), right)
+
+
+def test_messages_that_pass_each_other_are_refused() -> None:
+    """torch has two communicators for them; a mailbox would hand out the wrong one."""
+    program = written(
+        "F 0.0; F 0.1; send_act 0.0 & recv_act 3.1; send_act 0.1; F 3.1; recv_act 3.0; F 3.0",
+        "recv_act 1.1; F 1.1; F 2.1; recv_act 1.0 & send_act 2.1; F 1.0; F 2.0; send_act 2.0",
+        microbatches=2, header="stages_per_rank 2 placement vee",
+    )  # fmt: skip
+    with pytest.raises(ModelError) as caught:
+        ranks(program)
+    assert [str(s.instr) for s in caught.value.sites[:2]] == ["recv_act 1.1", "recv_act 1.0"]
