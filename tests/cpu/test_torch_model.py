@@ -12,6 +12,7 @@ from schedir.ir.plan import Plan
 from schedir.ir.program import Program
 from schedir.passes.overlap import group_opposites
 from schedir.runtime.inprocess import InProcess
+from schedir.runtime.rank import Boundary
 from schedir.runtime.reference import reference
 from schedir.schedules import one_f_one_b
 from schedir.testing.tiny import batch, loss, tiny_stages
@@ -21,9 +22,8 @@ from tests.edits import written
 def ranks(program: Program) -> InProcess:
     stages: list[nn.Module] = [*tiny_stages(program.plan.stages, 0)]
     inputs, _ = batch(program.plan.microbatches, 0)
-    return InProcess(
-        program, stages, loss=loss, boundary=tuple(inputs.shape[1:]), model="torch"
-    )  # fmt: skip
+    boundary = Boundary(tuple(inputs.shape[1:]), inputs.dtype)
+    return InProcess(program, stages, loss=loss, boundary=boundary, model="torch")
 
 
 def test_groups_that_torch_issues_run_in_any_order() -> None:
