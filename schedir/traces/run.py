@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from schedir.analysis.graph import Graph
-from schedir.analysis.models import MODELS, Model
+from schedir.analysis.models import Model
 from schedir.compiler.compile import finish, lower
 from schedir.errors import CompletenessError, ProgramError, ReductionError, TraceError
 from schedir.io.torch_csv import placed
@@ -30,8 +30,9 @@ from schedir.verify.check import check
 Floats = NDArray[np.float64]
 
 _STEP: Final = BY_TEXT["step"]
-# The models under which a run may have finished, the strictest first: it did finish.
-_ON_GPUS: Final = tuple(model for model in reversed(MODELS) if model != "serial")
+# The models under which a run may have finished, the strictest first: it did finish.  Of those of
+# torch only where none of the others will do: a trace does not say who made which communicators.
+_ON_GPUS: Final[tuple[Model, ...]] = ("device", "direction", "pair", "edge", "torch")
 _ON_CPUS: Final[tuple[Model, ...]] = ("edge",)
 
 

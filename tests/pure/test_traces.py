@@ -15,6 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from schedir import schedules
+from schedir.analysis.models import MODELS
 from schedir.compiler.compile import compile
 from schedir.errors import ProgramError, TraceError, UsageError
 from schedir.ir.costs import Costs
@@ -24,6 +25,7 @@ from schedir.ir.program import Program
 from schedir.predict.simulate import simulate
 from schedir.predict.timeline import Timeline
 from schedir.traces import files
+from schedir.traces import run as run_module
 from schedir.traces.clocks import align
 from schedir.traces.kineto import read_trace
 from schedir.traces.run import read_run
@@ -66,7 +68,7 @@ def test_what_is_written_is_read(program: Program, seed: int, packed: bool, repl
         for step, want in ((None, runs[1]), (5, runs[0]), (6, runs[1])):
             found = read_run([folder], step=step, name=program.name)
             same(found.timeline, want, 2e-9)
-            assert found.timeline.clock_error == 0
+            assert (found.timeline.clock_error, found.timeline.model) == (0, "device")
             assert any("replicas" in note for note in found.notes) == (replicas > 1)
 
 
@@ -333,3 +335,7 @@ def test_changed_files_are_read_or_refused(seed: int) -> None:
             read_run([folder])
         except (ProgramError, UsageError) as error:
             assert len(str(error)) < 2000
+
+
+def test_all_models_but_serial_are_tried() -> None:
+    assert {*run_module._ON_GPUS, "serial"} == {*MODELS}
