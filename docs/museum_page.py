@@ -72,6 +72,11 @@ def picture(case: Case) -> str:
     return standstill(case.made(), found[1])
 
 
+def _here(case: Case) -> str:
+    """Where a case is seen that no public thread tells of."""
+    return f"[{case.here}](../{case.here})"
+
+
 def link(source: str) -> str:
     """An issue or a pull request."""
     repository, _, number = source.partition("#")
@@ -86,7 +91,7 @@ def slug(title: str) -> str:
 
 def told(case: Case) -> str:
     """One case."""
-    parts = [f"### {case.title}", f"{', '.join(map(link, case.sources))}"]
+    parts = [f"### {case.title}", f"{', '.join(map(link, case.sources)) or _here(case)}"]
     for name, text in (
         ("Seen", case.seen),
         ("What follows", case.follows),

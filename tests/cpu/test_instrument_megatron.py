@@ -16,6 +16,7 @@ from schedir.errors import DeadlockError
 from tests.cpu.megatrons import WIDTH, chunks_of, on_cpu
 from tests.cpu.ranges import ELSEWHERE, computes, imported, profiled
 from tests.cpu.spawn import run
+from tests.museum.cases import cases
 
 pytest.importorskip("megatron.core", reason="megatron-core is not installed")
 
@@ -28,7 +29,7 @@ RUNS: dict[str, tuple[int, int, dict[str, Any]]] = {
     "interleaved, larger groups": (2, 10, {"microbatch_group_size_per_vp_stage": 6}),
     "overlapped": (2, 8, {"overlap_p2p_comm": True, "batch_p2p_comm": False}),
     "overlapped, all": (
-        3,
+        2,
         4,
         {
             "overlap_p2p_comm": True,
@@ -110,6 +111,13 @@ def test_megatron_runs_what_schedir_says(
     for model in (m for m in ELSEWHERE if (name, m) in HANGS):
         with pytest.raises(DeadlockError):
             schedir.check(program, model=model)
+
+
+def test_the_museum_has_what_megatron_issues(
+    runs: tuple[Path, list[dict[str, list[str]]]],
+) -> None:
+    (case,) = (case for case in cases() if case.name == "megatron_warmup_flush")
+    assert imported(runs[0], "overlapped, all").streams == schedir.parse(case.program).streams
 
 
 def test_every_message_is_posted_once_and_every_receive_awaited(

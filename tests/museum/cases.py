@@ -6,6 +6,7 @@ A case is `NAME.toml` here:
     order = 1                       its place there
     title = "..."
     sources = ["owner/repo#1"]      the public threads that it is known from
+    here = "tests/..."              or the test of ours in which it is seen, where none is known
     seen = "..."                    what was seen in the field, as these threads tell it
     follows = "..."                 what follows from a model, or from counting
     unconfirmed = "..."             what is not confirmed on real NCCL; may be left out
@@ -64,6 +65,7 @@ class Case:
     title: str
     sources: list[str]
     seen: str
+    here: str = ""
     follows: str = ""
     unconfirmed: str = ""
     missing: str = ""

@@ -10,7 +10,7 @@ from schedir.analysis.models import MODELS
 from schedir.errors import DeadlockError
 from schedir.ir.text import parse
 from schedir.verify.check import check
-from tests.museum.cases import Case, cases, verdict
+from tests.museum.cases import HERE, Case, cases, verdict
 from tests.sequences import verdict as in_turn
 from tests.threads import verdict as ran
 
@@ -68,7 +68,8 @@ def test_each_is_told_whole() -> None:
     titles = [case.title for case in CASES]
     assert len({*titles}) == len(titles)
     for case in CASES:
-        assert case.seen and case.sources
+        assert case.seen and (case.sources or case.here)
+        assert not case.here or (HERE.parents[1] / case.here).is_file()
         assert bool(case.program) + bool(case.make) + bool(case.runs) <= 1, case.name
         assert case.missing or (case.is_said and case.follows), case.name
         for source in case.sources:
