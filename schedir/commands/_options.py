@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import fields
 from difflib import get_close_matches
 from typing import Any
@@ -189,11 +189,15 @@ def request_of(args: argparse.Namespace, source: str, **more: Any) -> Request:
     )
 
 
-def shape_of(program: Program) -> list[str]:
-    """The options that say the shape and the traits of a program."""
+def shape_of(program: Program, said: Collection[str] = ()) -> list[str]:
+    """The options that say the shape and the traits of a program.
+
+    A number that is the default of programs is left out unless it was `said`: a schedule or a
+    file may have another.
+    """
     words = []
     for f in HEADER:
-        if not f.is_default(program):
+        if not f.is_default(program) or (f.name in said and f.options[0].metavar):
             option = next((option for option in f.options if option.metavar), f.options[0])
             words.append("--" + option.name.replace("_", "-"))
             if option.metavar:

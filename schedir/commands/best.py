@@ -55,6 +55,7 @@ class _Found:
     fit: list[Timeline]
     over: list[str]  # more than may be held
     split: list[str]  # with backwards that are not whole
+    same: dict[str, str]  # the same program as another, by name
     refused: dict[str, ProgramError]  # not for this plan, or these costs
 
 
@@ -68,6 +69,9 @@ def run(args: argparse.Namespace) -> str:
         said += f"over the limit: {', '.join(found.over)}\n"
     if found.split:
         said += f"with split backwards: {', '.join(found.split)}\n"
+    for source in args.source:
+        if source in found.same:
+            said += f"the same program as {found.same[source]}: {source}\n"
     for fact in dict.fromkeys(error.fact for error in found.refused.values()):
         names = [name for name, error in found.refused.items() if error.fact == fact]
         said += f"not {', '.join(names)}: {fact}\n"
@@ -78,7 +82,7 @@ def _found(args: argparse.Namespace) -> _Found:
     """Each candidate simulated; one that is the same program as another is left out."""
     from schedir.ir.ops import BACKWARD_INPUT
 
-    found, digests = _Found([], [], [], {}), set()
+    found, digests = _Found([], [], [], {}, {}), dict[str, str]()
     for name, request in _candidates(args):
         try:
             timeline = request.timeline
@@ -91,9 +95,11 @@ def _found(args: argparse.Namespace) -> _Found:
             found.refused[name] = error
             continue
         program = timeline.program
-        if program.digest in digests or not program.trains:
+        if not program.trains:
             continue
-        digests.add(program.digest)
+        if (one := digests.setdefault(program.digest, name)) != name:
+            found.same[name] = one
+            continue
         if args.whole and BACKWARD_INPUT in program.ops:
             found.split.append(name)
         elif args.activations is not None and timeline.peak_activations > args.activations:
@@ -113,7 +119,7 @@ def _candidates(args: argparse.Namespace) -> Iterator[tuple[str, Request]]:
     Schedules that delay updates are another training, and are ranked for plans of several.
     """
     from schedir.schedules import built_in
-    from schedir.schedules.words import delay_for, takes_v
+    from schedir.schedules.words import delay_for, placed_for, takes_v
 
     several = args.updates not in (None, 1)
     known = {
@@ -123,7 +129,8 @@ def _candidates(args: argparse.Namespace) -> Iterator[tuple[str, Request]]:
     }
     for name in sorted(known, key=lambda name: takes_v(known[name])):
         looped = takes_v(known[name]) and args.stages_per_rank is None
-        for v in EACH if looped else (None,):
+        vee = placed_for(known[name])[0] is not None  # it has two stages per rank at least
+        for v in EACH[vee:] if looped else (None,):
             request = request_of(args, name, share=True)
             if v is not None:
                 request = replace(request, said={**request.said, "stages_per_rank": v})

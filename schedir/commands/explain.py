@@ -79,21 +79,27 @@ def _how(change: Change, args: argparse.Namespace, request: Request) -> list[str
     if change.anew is None:
         return []
     program, costs, overlap = change.anew
-    again = ["--relower"]
-    if not isinstance(request.source.found, Program):
-        if request.more:
-            return []
-        again = shape_of(program)
-        if args.slots is not None:
-            again += ["--slots", args.slots]
+    if request.more:
+        return []
+    of_file = isinstance(request.source.found, Program)
+    again = ["--relower"] * of_file
+    if request.said or not of_file:
+        again += shape_of(program, request.said)
+    if args.slots is not None:
+        again += ["--slots", args.slots]
     words = [args.source, *again] + ["--overlap"] * overlap
-    if args.model is not None:
-        words += ["--model", args.model]
-    if costs is not None:
+    # A program's file says no model: whoever goes on from other.sched must know under which it is.
+    own = "device" if request.run is None else request.run.model
+    if (model := args.model or own) != "device":
+        words += ["--model", model]
+    command = f"schedir show {shlex.join(words)}"
+    if costs is not None and request.run is not None and request.costs is None:
+        command += f' --costs "$(schedir calibrate {shlex.quote(args.source)})"'
+    elif costs is not None:
         usual = format_costs(Costs()).split(",")
         told = [part for part in format_costs(costs).split(",") if part not in usual]
-        words += ["--costs", ",".join(told)]
-    lines = [f"schedir show {shlex.join(words)} -o other.sched"]
+        command += f" --costs {','.join(told)}"
+    lines = [f"{command} -o other.sched"]
     try:
         torch_csv.show(program, TORCH)
     except ProgramError:

@@ -86,7 +86,9 @@ def test_bytes_decide_as_compile_does(capsys: pytest.CaptureFixture[str]) -> Non
             else:
                 assert name in names or name == "forward_only" or delay_for(schedule) is not None
     assert names
-    assert said(capsys, "best", *given[::2], "--sizes=saved=1GB", "--limit=1MB").startswith("none")
+    none = said(capsys, "best", *given[::2], "--sizes=saved=1GB", "--limit=1MB")
+    assert none.startswith("none")
+    assert "wave x 2, wave x 4" in none and "wave x 1" not in none  # a vee has two at least
 
 
 def test_my_own_is_ranked_too(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -95,7 +97,9 @@ def test_my_own_is_ranked_too(tmp_path: Path, capsys: pytest.CaptureFixture[str]
         "from schedir import B, F\n\n\ndef slow(rank, ranks, m):\n    return m * F + m * B\n"
     )
     found = rows(capsys, f"{file}:slow", "--ranks=2", "--microbatches=4")
-    assert "slow" not in [row["program"] for row in found]  # it is gpipe
+    assert "slow" not in [row["program"] for row in found]  # it is gpipe, which is said
+    told = said(capsys, "best", f"{file}:slow", "--ranks=2", "--microbatches=4")
+    assert f"the same program as gpipe: {file}:slow\n" in told
     file.write_text(
         "from schedir import B, F\n\n\ndef slow(rank, ranks, m):\n    return m * (F + B)\n"
     )

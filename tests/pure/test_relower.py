@@ -68,6 +68,13 @@ def test_torchs_interleaved_1f1b(here: Path, capsys: pytest.CaptureFixture[str])
     assert text in (GOLDEN.parents[1] / "docs" / "traces.md").read_text()
 
 
+def words_of(line: str, capsys: pytest.CaptureFixture[str]) -> list[str]:
+    """The words after `schedir` of a command that `explain` tells, as a shell makes them."""
+    inner = re.search(r'"\$\(schedir (.*)\)"', line)
+    costs = said(capsys, *shlex.split(inner[1])).strip() if inner else ""
+    return shlex.split(line.replace(inner[0], costs) if inner else line)[1:]
+
+
 def test_the_commands_give_what_is_said(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Of a program and of a run, under each model: each command as it is told, with its span."""
     odd = compile(zb_v, Plan(4, 8, 2, "vee"), costs=Costs(F=1, I=3, W=0.1))
@@ -87,10 +94,10 @@ def test_the_commands_give_what_is_said(here: Path, capsys: pytest.CaptureFixtur
             for at in claims:
                 found = re.search(r": ([\d.]+) instead of ([\d.]+)( s)?$", lines[at])
                 assert found and (found[3] is None) == (len(argv) > 1)
-                words = shlex.split(lines[at + 1])
-                assert words[:2] == ["schedir", "show"]
+                words = words_of(lines[at + 1], capsys)
+                assert words[:1] == ["show"]
                 orders.add("--costs" in words)
-                said(capsys, *words[1:])
+                said(capsys, *words)
                 again = said(capsys, "simulate", "other.sched", AT, f"--model={model}", "--json")
                 assert json.loads(again)["span"] == pytest.approx(float(found[1]), rel=1e-3)
                 assert run.span == pytest.approx(float(found[2]), rel=1e-3)
@@ -199,6 +206,40 @@ def test_a_schedule_is_told_how_to_compile_it(
     span = json.loads(said(capsys, "simulate", "other.sched", *at, "--json"))["span"]
     assert found and span == pytest.approx(float(found[1]), rel=1e-3)
     assert bool(in_file("other.sched").slots) == ("--slots=enough" in options)
+
+
+@pytest.mark.parametrize(
+    "argv",
+    [
+        "interleaved --stages-per-rank=1 --tp=2",  # which has two unless told
+        "mine.sched --relower --tp=1",  # which has tp = 2
+        "mine.sched --relower --slots=enough",
+        "mine.timeline",  # which ran under serial, where a program's file says no model
+    ],
+)
+def test_what_was_said_of_the_source_is_said_again(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    argv: str,
+) -> None:
+    """The command gives the program of the claim: its shape, its traits and its model."""
+    monkeypatch.chdir(tmp_path)
+    mine = compile(interleaved, Plan(4, 8, 2), tp=2)
+    Path("mine.sched").write_text(schedir.show(mine))
+    schedir.save_timeline(schedir.simulate(theirs(), COSTS, model="serial"), "mine.timeline")
+    how = [] if "timeline" in argv else ["--costs=send=1", "--model=serial"]
+    text = said(capsys, "explain", *shlex.split(argv), *how).splitlines()
+    claims = [k for k, line in enumerate(text) if "the same compute" in line]
+    assert claims
+    for k in claims:
+        words = words_of(text[k + 1], capsys)
+        said(capsys, *words)
+        assert words[words.index("--model") + 1] == "serial"
+        again = how or [AT, "--model=serial"]
+        found = re.search(r": ([\d.]+) instead", text[k])
+        span = json.loads(said(capsys, "simulate", "other.sched", *again, "--json"))["span"]
+        assert found and span == pytest.approx(float(found[1]), rel=1e-3)
 
 
 def test_costs_as_they_are_said() -> None:
