@@ -10,11 +10,12 @@ import torch
 from torch import Tensor
 
 from schedir.errors import UsageError
-from schedir.testing.mistakes import KINDS, NOTHING, Facts, Finding, Tiers, explain
-from schedir.testing.plain import Due, Plain, names_of
+from schedir.testing.mistakes import KINDS, NOTHING, Explained, Facts, Finding, explain
+from schedir.testing.plain import Due, Plain, names_of, numbers
 
 TOLERANCES: Final = {torch.float32: 1e-6, torch.float64: 1e-12}
 MOST_TERMS = 2**26  # numbers
+CHANCE: Final = 1e-3  # of mistakes tried, that would be found in random numbers
 SHOWN = 3  # names, or possible mistakes, of one line
 
 
@@ -143,7 +144,8 @@ def compare(
     due = loop.due
     wrong: dict[Place, dict[str, Tensor | None]] = {}
     offs: dict[tuple[Place, str], float] = {}
-    weights = [names for names in names_of(loop.model).values() if names[0] in due]
+    every = names_of(loop.model).values()
+    weights = [names for names in every if names[0] in due]
     held = [*_held(left, weights)]
     for place, name, got in held:
         off, same = _difference(name, got, due.get(name), tolerance)
@@ -166,8 +168,10 @@ def compare(
         for names, findings in _grouped(each)
     ]
     places = dict.fromkeys(place for place, _, _ in held)
+    of_wrong = {name for own in wrong.values() for name in own}
     right = [place for place in places if place not in wrong and place.rank is not None]
-    raise WrongGradients(_merged(found), weights, right)
+    undue = [names for names in every if names not in weights and not of_wrong.isdisjoint(names)]
+    raise WrongGradients(_merged(found), [*weights, *undue], right)
 
 
 def _held(
@@ -175,10 +179,13 @@ def _held(
 ) -> Iterator[tuple[Place, str, Tensor | None]]:
     """Who has, or should have, the gradient of what; and what nobody has."""
     found = []
+    staged = {name for one in left for names in one.stages.values() for name in names}
     for rank, one in enumerate(left):
         of = {name: s for s, names in one.stages.items() for name in names}
         for name in dict.fromkeys([*of, *one.gradients]):
             got = one.gradients.get(name)
+            if name not in of and name in staged and got is not None and not bool(got.any()):
+                got = None  # zeros for the whole model, of which this rank has a part
             if got is not None or name in of:  # else it is another's, or nobody's
                 found.append((Place(of.get(name), rank), name, got))
     seen = {name for _, name, _ in found}
@@ -201,8 +208,8 @@ def _difference(
         )
     types = {got.dtype, due.value.dtype}
     allowed = max(map(_tolerance, types)) if tolerance is None else tolerance
-    norm = float(due.value.double().norm())
-    error = float((got.double() - due.value.double()).norm())
+    norm = float(numbers(due.value).norm())
+    error = float((numbers(got) - numbers(due.value)).norm())
     off = error / norm if norm else float(error > 0)
     return off, error <= allowed * due.size
 
@@ -211,19 +218,24 @@ def _tolerance(dtype: torch.dtype) -> float:
     return TOLERANCES.get(dtype, 8 * torch.finfo(dtype).eps)
 
 
+def _rounding(dtype: torch.dtype) -> float:
+    """How far a mistake's gradient may be off; in few digits chance comes as near as 8 `eps`."""
+    return TOLERANCES.get(dtype, 0.5 * torch.finfo(dtype).eps)
+
+
 def _facts(
     loop: Plain, due: Mapping[str, Due], replicas: int, ranks: int, tolerance: float | None
 ) -> Facts:
-    usual = max(_tolerance(one.value.dtype) for one in due.values())
-    rounding = 4 * max(usual, tolerance or 0.0)
+    types = {one.value.dtype for one in due.values()}
+    rounding = 4 * max(tolerance or 0.0, *map(_rounding, types))
     return Facts(len(loop.microbatches), replicas, ranks, loop.divisor, rounding)
 
 
 def _told(
     loop: Plain, wrong: Mapping[Place, Mapping[str, Tensor | None]], facts: Facts
-) -> dict[Place, dict[str, Tiers]]:
+) -> dict[Place, dict[str, Explained]]:
     """What explains each wrong gradient."""
-    told: dict[Place, dict[str, Tiers]] = {place: {} for place in wrong}
+    told: dict[Place, dict[str, Explained]] = {place: {} for place in wrong}
     for names in _portions(loop, [*dict.fromkeys(n for own in wrong.values() for n in own)]):
         parts, uses = loop.parts(names), loop.uses(names)
         for place, own in wrong.items():
@@ -231,9 +243,13 @@ def _told(
                 got = own[name]
                 if got is None:
                     kind = "missing" if place.rank is not None else "held by nobody"
-                    told[place][name] = (frozenset([Finding(kind, "no gradient")]),)
+                    told[place][name] = Explained.surely(kind, "no gradient")
+                elif name not in loop.due:
+                    told[place][name] = Explained.surely("not due", "a gradient, and none is due")
                 else:
-                    told[place][name] = explain(got, parts[name], uses.get(name, {}), facts)
+                    told[place][name] = explain(
+                        numbers(got), parts[name], uses.get(name, {}), facts
+                    )
     return told
 
 
@@ -251,28 +267,40 @@ def _portions(loop: Plain, names: Sequence[str]) -> Iterator[list[str]]:
     yield portion
 
 
-def _grouped(each: Mapping[str, Tiers]) -> Iterator[tuple[tuple[str, ...], tuple[Finding, ...]]]:
+def _grouped(
+    each: Mapping[str, Explained],
+) -> Iterator[tuple[tuple[str, ...], tuple[Finding, ...]]]:
     """The parameters of a place in as few groups as mistakes explain.
 
-    What explains more of them is likelier; of a few numbers a mistake may be explained by chance.
+    What explains more of them is likelier; what may as well be chance is unknown.
     """
     rest = dict(each)
     order = [*KINDS]
     while rest:
-        explained: dict[Finding, tuple[str, ...]] = {}
-        for tier in range(max(map(len, rest.values()))):
-            for name, tiers in rest.items():
-                for finding in tiers[tier] if tier < len(tiers) else ():
-                    explained[finding] = (*explained.get(finding, ()), name)
-            if explained:
-                break
-        if not explained:
+        groups = _explained(rest)
+        if not groups:
             yield tuple(rest), (NOTHING,)
             return
-        most = max(explained.values(), key=len)
-        alike = [finding for finding, names in explained.items() if names == most]
+        most = max(groups.values(), key=len)
+        alike = [finding for finding, names in groups.items() if names == most]
         yield most, tuple(sorted(alike, key=lambda f: (order.index(f.kind), f.words)))
-        rest = {name: tiers for name, tiers in rest.items() if name not in most}
+        rest = {name: one for name, one in rest.items() if name not in most}
+
+
+def _explained(rest: Mapping[str, Explained]) -> dict[Finding, tuple[str, ...]]:
+    """Which parameters a mistake explains, of the simplest mistakes that explain any."""
+    for tier in range(max(len(one.tiers) for one in rest.values())):
+        groups: dict[Finding, tuple[str, ...]] = {}
+        sure: set[Finding] = set()
+        for name, one in rest.items():
+            if tier < len(one.tiers):
+                for finding in one.tiers[tier].findings:
+                    groups[finding] = (*groups.get(finding, ()), name)
+                    if one.by_chance(tier) < CHANCE:
+                        sure.add(finding)
+        if sure:
+            return {finding: names for finding, names in groups.items() if finding in sure}
+    return {}
 
 
 def _merged(found: Sequence[Mistake]) -> list[Mistake]:

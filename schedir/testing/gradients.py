@@ -7,7 +7,7 @@ import os
 import pickle
 import re
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
 from difflib import get_close_matches
 from typing import Any, Literal
@@ -15,11 +15,12 @@ from typing import Any, Literal
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 
 from schedir.errors import ExecutionError, UsageError, said
 from schedir.runtime.given import callable_of, loss_of
 from schedir.testing.compared import Left, compare
-from schedir.testing.plain import Plain, cut, names_of, own_copy
+from schedir.testing.plain import Plain, cut, dense, names_of, own_copy
 from schedir.testing.processes import DIED, RankError, run
 
 Step = Callable[[int, int, Any, Any], Mapping[str, Tensor | None] | None]
@@ -101,7 +102,7 @@ def assert_same_gradients(
         raise UsageError(f"start is 'fork' or 'spawn', not {said(start)}", fields=["start"])
     loop = Plain(own_copy(whole), several, loss_fn, divisor)
     how = start or ("spawn" if _forks_are_unsafe() else "fork")
-    with _one_thread():
+    with _one_thread(), torch.enable_grad(), torch.random.fork_rng(devices=[]):
         if not loop.due:
             raise UsageError("the loss depends on no parameter that is trained")
         left = _processes(step, whole, batch, ranks, how, timeout)
@@ -116,6 +117,8 @@ def _whole(model: Any) -> nn.Module:
         model = nn.Sequential(*model)
     if not isinstance(model, nn.Module):
         raise UsageError(f"a model is an nn.Module, or its stages in order, not {said(model)}")
+    if any(map(is_lazy, model.parameters())):
+        raise UsageError("the model has no weights before its first forward", hint="run it once")
     devices = {str(p.device) for p in model.parameters()}
     if devices - {"cpu"}:
         raise UsageError(
@@ -206,20 +209,22 @@ def _left(rank: int, step: Step, ranks: int, model: nn.Module, batch: Any) -> Le
     """In a process: what the step leaves on a rank, or what of it cannot be understood."""
     os.environ |= {"RANK": f"{rank}", "LOCAL_RANK": f"{rank}", "WORLD_SIZE": f"{ranks}"}
     model.zero_grad(set_to_none=True)
-    before = {name: p.detach().clone() for name, p in model.named_parameters()}
-    with _torchs_stages() as made:
+    # Names are those of before: a step may wrap modules, and put other parameters in them.
+    modules = {name: module for name, module in model.named_modules(remove_duplicate=False)}
+    before = {name: p.detach().clone() for p, names in names_of(model).items() for name in names}
+    known = {name for names in names_of(model).values() for name in names}
+    with torch.enable_grad(), _torchs_stages() as made:
         given = step(rank, ranks, model, batch)
     if given is not None and not isinstance(given, Mapping):
         return f"a step returns nothing, or {{name: gradient}}, and not {said(given)}"
-    owned = names_of(model)
-    known = {name for names in owned.values() for name in names}
+    owned = _named_now(modules, known)
     for p, names in owned.items():
         if type(p) is nn.Parameter and not torch.equal(p, before[names[0]]):
             return f"the step changes {names[0]}: leave the optimizer out, gradients are compared"
     stages: dict[int, tuple[str, ...]] = {}
     gradients: dict[str, Tensor | None] = {}
     for stage in made:
-        of = _names_in(stage.submod, model)
+        of = _names_in(stage.submod, modules, owned)
         if given is None and None in of.values():
             return (
                 f"stage {stage.stage_index} has parameters that are not those of `model`: build "
@@ -241,15 +246,33 @@ def _left(rank: int, step: Step, ranks: int, model: nn.Module, batch: Any) -> Le
     return Left(gradients, stages)
 
 
-def _names_in(part: nn.Module, model: nn.Module) -> dict[nn.Parameter, str | None]:
+def _named_now(
+    modules: Mapping[str, nn.Module], known: Set[str]
+) -> dict[nn.Parameter, tuple[str, ...]]:
+    """The names, of those known before, of the parameters that modules have now."""
+    found: dict[nn.Parameter, tuple[str, ...]] = {}
+    for inside, module in modules.items():
+        for own, p in module.named_parameters(recurse=False):
+            name = f"{inside}.{own}" if inside else own
+            if name in known:
+                found[p] = (*found.get(p, ()), name)
+    return found
+
+
+def _names_in(
+    part: nn.Module,
+    modules: Mapping[str, nn.Module],
+    owned: Mapping[nn.Parameter, tuple[str, ...]],
+) -> dict[nn.Parameter, str | None]:
     """What the parameters of a part of a model are called there: of a tied one that of the part."""
-    modules = {module: name for name, module in model.named_modules()}
-    every = names_of(model)
+    called: dict[nn.Module, str] = {}
+    for name, module in modules.items():
+        called.setdefault(module, name)
     found: dict[nn.Parameter, str | None] = {}
     for module in part.modules():
         for name, p in module.named_parameters(recurse=False):
-            inside = f"{modules.get(module)}.{name}"
-            names = every.get(p, ())
+            inside = f"{called[module]}.{name}".lstrip(".") if module in called else name
+            names = owned.get(p, ())
             found.setdefault(p, inside if inside in names else names[0] if names else None)
     return found
 
@@ -277,8 +300,8 @@ def _full(gradient: Tensor | None) -> Tensor | None:
     """A gradient that may be sharded, whole."""
     if gradient is None:
         return None
-    whole = gradient.full_tensor() if hasattr(gradient, "full_tensor") else gradient
-    return whole.detach().to_dense() if whole.layout is not torch.strided else whole.detach()
+    full = gradient.full_tensor() if hasattr(gradient, "full_tensor") else gradient
+    return dense(full).detach()
 
 
 def _failed(error: RankError, timeout: float) -> ExecutionError:

@@ -25,6 +25,7 @@ KINDS: Final = {
     "missing": "often a backward that is never run, or weights that are others' copies",
     "zero": "often zero_grad after the last backward",
     "held by nobody": "often a part of the model that is in no stage",
+    "not due": "often a weight that is frozen only in part, or that the loss does not use",
     "last only": "often gradients that are assigned, or set to None, between backwards",
     "first only": "often a loop that ends too early",
     "microbatch missing": "often a backward that is never run",
@@ -51,7 +52,35 @@ class Finding(NamedTuple):
     words: str
 
 
-Tiers = tuple[frozenset[Finding], ...]  # what explains a gradient, the simplest first
+class Tier(NamedTuple):
+    """Mistakes that explain a gradient: of how many that were tried, with how many free factors."""
+
+    findings: frozenset[Finding]
+    tried: int = 0
+    free: int = 0
+
+
+class Explained(NamedTuple):
+    """What explains a gradient, the simplest first.
+
+    It has as many `numbers`, zeros left out, and what explains it is as `near`, by its norm.
+    """
+
+    tiers: tuple[Tier, ...]
+    numbers: int = 0
+    near: float = 0.0
+
+    def by_chance(self, tier: int) -> float:
+        """How many of the mistakes tried would explain as many random numbers."""
+        tried, free = self.tiers[tier].tried, self.tiers[tier].free
+        return tried * self.near ** max(0, self.numbers - free)
+
+    @classmethod
+    def surely(cls, kind: str, words: str) -> Explained:
+        """What is seen, and needs no terms."""
+        return cls((Tier(frozenset([Finding(kind, words)])),))
+
+
 MOST_SWAPPED: Final = 64  # microbatches of which each may be taken for each other
 NOTHING: Final = Finding("unknown", "another gradient")
 Use = tuple[str, int]  # a module, and which of its uses of a weight, from 1
@@ -81,17 +110,16 @@ class _Table(NamedTuple):
     factors: Tensor
 
 
-def explain(got: Tensor, parts: Tensor, uses: Mapping[Use, Tensor], facts: Facts) -> Tiers:
-    """The mistakes that give the gradient `got`, where the sum of `parts` is due: one mistake
+def explain(got: Tensor, parts: Tensor, uses: Mapping[Use, Tensor], facts: Facts) -> Explained:
+    """The mistakes that give the numbers `got`, where the sum of `parts` is due: one mistake
     alone, else two at once, else any factor for the whole or for each microbatch.
 
     `parts` is (microbatches, numbers), and `uses` has what each use of the weight adds.
     """
-    got = got.double().flatten()
     if not bool(got.isfinite().all()):
-        return (frozenset([Finding("not finite", "not finite")]),)
+        return Explained.surely("not finite", "not finite")
     if not bool(got.any()):
-        return (frozenset([Finding("zero", "zero")]),)
+        return Explained.surely("zero", "zero")
     over = _Terms(got, parts, facts.tolerance)
     several = [(over, _by_microbatch(facts))]
     if len(uses) > 1:
@@ -113,7 +141,14 @@ def explain(got: Tensor, parts: Tensor, uses: Mapping[Use, Tensor], facts: Facts
     elif (found := over.solved()) is not None:
         counts = ", ".join(f"{c + 0.0:.3g}" for c in found)
         some.append(Finding("weights", f"microbatches count {counts} times"))
-    return frozenset(one), frozenset(two), frozenset(some)
+    rows = sum(len(table.findings) for _, table in several)
+    tiers = (
+        Tier(frozenset(one), len(scales) + rows),
+        Tier(frozenset(two), len(scales) * rows),
+        Tier(frozenset(some), 1, 1 if common is not None else len(parts)),
+    )
+    near = facts.tolerance * float(over.norms.sum() / parts.sum(0).norm())
+    return Explained(tiers, int(got.bool().sum()), min(near, 1.0))
 
 
 class _Terms:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence, Set
 from contextlib import contextmanager
-from copy import deepcopy
+from copy import copy, deepcopy
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
 
-from schedir.errors import UsageError, said
+from schedir.errors import UsageError, in_words, said
 
 MOST_USES = 8  # of a parameter, that are told apart
 
@@ -47,7 +47,7 @@ class Plain:
         due: dict[str, Due] = {}
         for part in self._each():
             for name, one in part.items():
-                size = float(one.double().norm()) / self.divisor
+                size = float(numbers(one).norm()) / self.divisor
                 before = due.get(name)
                 due[name] = (
                     Due(one, size)
@@ -67,8 +67,8 @@ class Plain:
             for name, own in rows.items():
                 one = part.get(name)
                 p = self.model.get_parameter(name)
-                flat = torch.zeros(p.numel()) if one is None else one.flatten()
-                own.append(flat.double() / self.divisor)
+                flat = numbers(torch.zeros_like(p) if one is None else one)
+                own.append(flat / self.divisor)
         return {name: torch.stack(own) for name, own in rows.items()}
 
     def uses(self, names: Sequence[str]) -> dict[str, dict[tuple[str, int], Tensor]]:
@@ -94,7 +94,11 @@ class Plain:
     def _each(self, begin: Callable[[], None] = lambda: None) -> Iterator[dict[str, Tensor]]:
         """The gradients of each microbatch's loss; buffers are afterwards as they were."""
         places = names_of(self.model)
-        before = deepcopy(dict(self.model.named_buffers()))
+        before = [
+            (module, name, buffer, None if buffer is None else buffer.detach().clone())
+            for module in self.model.modules()
+            for name, buffer in module._buffers.items()
+        ]
         for number, batch in enumerate(self.microbatches):
             for p in places:
                 p.grad = None
@@ -108,11 +112,13 @@ class Plain:
                 )
             if loss.requires_grad:
                 loss.backward()
-            yield {n: p.grad for p, own in places.items() if p.grad is not None for n in own}
+            yield {n: dense(p.grad) for p, own in places.items() if p.grad is not None for n in own}
         for p in places:
             p.grad = None
-        for name, buffer in self.model.named_buffers():
-            buffer.copy_(before[name])
+        for module, name, buffer, value in before:  # a forward may put others in their place
+            module._buffers[name] = buffer
+            if buffer is not None and value is not None:
+                buffer.data.copy_(value)
 
     @contextmanager
     def _at(self, noted: _Uses) -> Iterator[None]:
@@ -158,7 +164,7 @@ class _Uses(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
     def _stand_in(self, p: nn.Parameter) -> Tensor:
-        if p not in self.tracked:
+        if p not in self.tracked or not p.requires_grad:
             return p
         number = self.count[p] = self.count.get(p, 0) + 1
         place = self.inside[-1] if self.inside else "outside", number
@@ -167,10 +173,21 @@ class _Uses(TorchFunctionMode):
         def note(gradient: Tensor) -> None:
             sums = self.sums.setdefault(p, {})
             if place in sums or len(sums) <= MOST_USES:
-                sums[place] = sums.get(place, 0) + gradient.flatten().double()
+                sums[place] = sums.get(place, 0) + numbers(dense(gradient))
 
         used.register_hook(note)
         return used
+
+
+def dense(gradient: Tensor) -> Tensor:
+    """A gradient, which may be sparse, with all its numbers."""
+    return gradient if gradient.layout is torch.strided else gradient.to_dense()
+
+
+def numbers(value: Tensor) -> Tensor:
+    """All numbers of a tensor in double; a complex one is two."""
+    value = value.detach()
+    return (torch.view_as_real(value) if value.is_complex() else value).flatten().double()
 
 
 def names_of(model: nn.Module) -> dict[nn.Parameter, tuple[str, ...]]:
@@ -229,18 +246,48 @@ def cut(batch: Batch, microbatches: int | None, loss_fn: Loss) -> list[Batch]:
 
 
 def _pieces(leaf: Any, microbatches: int) -> Sequence[Any]:
-    if not isinstance(leaf, Tensor) or leaf.dim() == 0:
+    if isinstance(leaf, MutableMapping):  # as the BatchEncoding of transformers
+        pieces = [copy(leaf) for _ in range(microbatches)]
+        for key, value in leaf.items():
+            for piece, part in zip(pieces, _pieces(value, microbatches), strict=True):
+                piece[key] = part
+        return pieces
+    if not isinstance(leaf, Tensor):
+        parts: Any = getattr(leaf, "__dict__", {})
+        if any(isinstance(one, Tensor) for one in parts.values()) or hasattr(leaf, "__array__"):
+            raise UsageError(
+                f"a batch of {type(leaf).__name__} cannot be cut into microbatches",
+                fields=["batch"],
+                hint="tensors, or tuples and dicts of them; or a list of microbatches",
+            )
         return [leaf] * microbatches
-    if leaf.shape[0] < microbatches:
+    own = leaf.detach().requires_grad_(
+        leaf.requires_grad
+    )  # the gradient of an input is its owner's
+    if own.dim() == 0:
+        return [own] * microbatches
+    if own.shape[0] < microbatches:
         raise UsageError(
-            f"a tensor of shape {list(leaf.shape)} cannot be cut into {microbatches} microbatches",
+            f"a tensor of shape {list(own.shape)} cannot be cut into {microbatches} microbatches",
             fields=["batch", "microbatches"],
         )
-    return leaf.tensor_split(microbatches)
+    return own.tensor_split(microbatches)
 
 
 def own_copy(model: nn.Module) -> nn.Module:
-    """A copy without gradients."""
-    copy = deepcopy(model)
-    copy.zero_grad(set_to_none=True)
-    return copy
+    """A copy without gradients, and with the hooks of its parameters' gradients.
+
+    Raises UsageError for what cannot be copied.
+    """
+    try:
+        own = deepcopy(model)
+    except Exception as error:  # whatever a module's own parts may raise
+        raise UsageError(
+            f"the plain loop needs a copy of the model, and that fails: {in_words(error)}",
+            hint="parametrizations.weight_norm can be copied, and the older weight_norm cannot",
+        ) from None
+    own.zero_grad(set_to_none=True)
+    for p, copied in zip(model.parameters(), own.parameters(), strict=True):
+        for hook in (p._backward_hooks or {}).values() if p.requires_grad else ():
+            copied.register_hook(hook)
+    return own

@@ -69,7 +69,7 @@ def run(
                 process = context.Process(
                     target=_child,
                     args=(rank, world_size, folder, limit, child_pipe, work),
-                    daemon=True,
+                    daemon=False,  # so that it may have children, as loaders of data
                 )
                 with warnings.catch_warnings():  # Python warns of forks beside any thread
                     warnings.simplefilter("ignore", DeprecationWarning)
@@ -140,7 +140,8 @@ def _child(
                 timeout=timedelta(seconds=limit),
             )
             result = fn(rank, *args)
-            dist.barrier()  # nobody closes a connection that another still reads from
+            if dist.is_initialized():  # else `fn` has ended it
+                dist.barrier()  # nobody closes a connection that another still reads from
             report = pickle.dumps((time.monotonic(), result, ""))
         except BaseException:
             report = pickle.dumps((time.monotonic(), None, traceback.format_exc()))

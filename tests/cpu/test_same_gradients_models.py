@@ -1,0 +1,201 @@
+"""assert_same_gradients: models, batches and steps as people have them; what chance explains."""
+
+from __future__ import annotations
+
+from collections import UserDict
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+from torch.nn.functional import mse_loss
+from torch.utils.data import DataLoader, TensorDataset
+
+from schedir.testing import assert_same_gradients
+from schedir.testing.compared import Left, WrongGradients, compare
+from schedir.testing.plain import Plain, cut, loss_of, own_copy
+from tests.cpu.torchs import WIDTH, Layer, batch, model, plain
+
+same = partial(assert_same_gradients, ranks=1, microbatches=4, loss_fn=mse_loss, timeout=60)
+Loss = Callable[..., Tensor] | None
+
+
+def loop(model: nn.Module, batch: Any, loss_fn: Loss = mse_loss, divisor: float = 4) -> None:
+    for one in cut(batch, 4, loss_fn):
+        (loss_of(model, one, loss_fn) / divisor).backward()
+
+
+def step(rank: int, ranks: int, model: nn.Module, batch: Any) -> None:
+    loop(model, batch)
+
+
+# ---------------------------------------------------------------- models
+
+
+class Buffered(Layer):
+    """Registers a buffer in its first forward, and puts another in the place of two that it had."""
+
+    seen: Tensor
+    late: Tensor
+    scale: Tensor | None
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("seen", torch.zeros(1))
+        self.register_buffer("scale", None)
+        self.other = nn.Module()
+        self.other.register_buffer("seen", self.seen)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not hasattr(self, "late"):
+            self.register_buffer("late", torch.ones(WIDTH))
+        self.seen = torch.cat([self.seen, self.seen[-1:] + 1])
+        self.scale = self.seen[-1:]
+        return super().forward(x) * self.late / self.seen[-1]
+
+
+def test_buffers_may_come_and_grow() -> None:
+    """Also where the loop runs again, to tell what is wrong."""
+    same(step, Buffered(), batch())
+    with pytest.raises(WrongGradients) as caught:
+        same(lambda r, P, m, b: loop(m, b, divisor=1), Buffered(), batch())
+    (mistake,) = caught.value.mistakes
+    assert mistake.kinds == ("not divided",) and mistake.every
+
+
+def test_sparse_gradients_are_gradients() -> None:
+    whole = nn.Sequential(nn.Embedding(9, WIDTH, sparse=True), Layer())
+    same(step, whole, (torch.arange(8), batch()[1]))
+
+
+def test_hooks_of_gradients_are_the_models() -> None:
+    whole = Layer()
+    whole.linear.weight.register_hook(lambda gradient: gradient * torch.eye(WIDTH))
+    same(step, whole, batch())
+
+
+def test_a_frozen_weight_is_due_no_gradient() -> None:
+    whole = nn.Sequential(Layer(), Layer())
+    whole[0].requires_grad_(False)
+    same(step, whole, batch())
+
+    def thawed(rank: int, ranks: int, model: Any, batch: Any) -> None:
+        loop(model, batch)
+        model[0].linear.weight.grad = torch.ones(WIDTH, WIDTH)
+
+    with pytest.raises(WrongGradients, match="1 of 3 gradients") as caught:
+        same(thawed, whole, batch())
+    (mistake,) = caught.value.mistakes
+    assert mistake.kinds == ("not due",) and mistake.names == ("0.linear.weight",)
+
+
+@pytest.mark.filterwarnings("error")
+def test_of_a_complex_weight_both_parts_count() -> None:
+    def squares(y: Tensor, target: Tensor) -> Tensor:
+        return (y - target).abs().square().mean()
+
+    def turned(rank: int, ranks: int, model: nn.Module, batch: Any) -> None:
+        loop(model, batch, squares)
+        assert isinstance(model.weight, Tensor) and model.weight.grad is not None
+        model.weight.grad = torch.complex(model.weight.grad.real, 3 * model.weight.grad.imag)
+
+    whole = nn.Linear(3, 3, dtype=torch.complex64)
+    given = torch.randn(8, 3, dtype=torch.complex64), torch.randn(8, 3, dtype=torch.complex64)
+    same(lambda r, P, m, b: loop(m, b, squares), whole, given, loss_fn=squares)
+    with pytest.raises(WrongGradients) as caught:
+        same(turned, whole, given, loss_fn=squares)
+    assert [m.names for m in caught.value.mistakes] == [("weight",)]
+
+
+# ---------------------------------------------------------------- steps and batches
+
+
+@pytest.mark.parametrize("wrap", [checkpoint_wrapper, partial(torch.compile, backend="eager")])
+def test_a_step_may_wrap_modules(wrap: Any) -> None:
+    """Whose parameters have other names then."""
+
+    def wrapped(rank: int, ranks: int, model: Any, batch: Any) -> None:
+        model[0] = wrap(model[0])
+        model[1].linear.weight = nn.Parameter(model[1].linear.weight.detach().clone())
+        model.extra = nn.Parameter(torch.ones(1))
+        loop(model, batch)
+
+    same(wrapped, model(2), batch())
+
+
+def test_zeros_of_what_is_anothers_are_no_gradient() -> None:
+    """Of a rank that has a gradient for the whole model, and one stage."""
+
+    def zeroed(rank: int, ranks: int, model: Any, batch: Any) -> None:
+        for p in model.parameters():
+            p.grad = torch.zeros_like(p)
+        plain("Schedule1F1B")(rank, ranks, model, batch)
+
+    same(zeroed, model(2), batch(), ranks=2)
+
+
+def test_a_step_may_load_its_data_and_end_its_process_group() -> None:
+    """As the main function of a trainer does."""
+
+    def trains(rank: int, ranks: int, model: Any, batch: Any) -> None:
+        for x, y in DataLoader(TensorDataset(*batch), batch_size=8, num_workers=1):
+            plain("Schedule1F1B")(rank, ranks, model, (x, y))
+        dist.barrier()
+        dist.destroy_process_group()
+
+    same(trains, model(2), batch(), ranks=2)
+
+
+class Named(Layer):
+    def forward(self, x: Tensor, scale: float | None = None) -> Tensor:
+        return super().forward(x)
+
+
+def test_a_batch_may_be_a_dict_of_another_kind() -> None:
+    """As the BatchEncoding of transformers; each microbatch has its part."""
+    x, y = batch(10)
+
+    def named(rank: int, ranks: int, model: nn.Module, batch: Any) -> None:
+        inputs, targets = batch
+        loop(model, ({**inputs}, targets))
+
+    same(named, Named(), (UserDict({"x": x, "scale": None}), y))
+
+
+def test_inputs_of_the_caller_stay_as_they_are() -> None:
+    x, y = batch()
+    leaf = x.requires_grad_()
+    with torch.no_grad():  # of the caller, and not of the step
+        same(step, Layer(), (leaf, y))
+    same(step, Layer(), (leaf * 2, y))
+    assert leaf.grad is None
+
+
+def test_random_numbers_of_the_caller_stay_as_they_are() -> None:
+    whole, given, before = nn.Sequential(Layer(), nn.Dropout()), batch(), torch.get_rng_state()
+    with pytest.raises(Exception, match="draws random numbers"):
+        same(step, whole, given)
+    assert torch.equal(before, torch.get_rng_state())
+
+
+# ---------------------------------------------------------------- chance
+
+
+@pytest.mark.parametrize("kind", [torch.float32, torch.bfloat16])
+def test_chance_names_no_mistake(kind: torch.dtype) -> None:
+    """Gradients of one to three numbers that are wrong in no known way."""
+    torch.manual_seed(0)
+    whole = nn.Sequential(nn.Linear(3, 2), nn.Tanh(), nn.Linear(2, 1)).to(kind)
+    several = cut((torch.randn(16, 3).to(kind), torch.randn(16, 1).to(kind)), 8, mse_loss)
+    loops = Plain(own_copy(whole), several, mse_loss, 8)
+    for seed in range(40):
+        torch.manual_seed(seed)
+        got = {n: due.value * (2 * torch.rand_like(due.value) + 2) for n, due in loops.due.items()}
+        with pytest.raises(WrongGradients) as caught:
+            compare(loops, [Left(got)])
+        kinds = {kind for mistake in caught.value.mistakes for kind in mistake.kinds}
+        assert kinds <= {"unknown", "factor", "weights"}, caught.value
