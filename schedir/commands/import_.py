@@ -124,6 +124,7 @@ def _traces(args: argparse.Namespace) -> str:
         f"microbatches, {len(program)} instructions",
         f"{found.step}: {timeline.bubble:.1%} of {plan.ranks} ranks x {timeline.span:.6g} s is "
         "idle",
+        *filter(None, [timeline.doubt]),
         *found.notes,
     ]
     if len(found.steps) > 1:

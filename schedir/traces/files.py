@@ -70,8 +70,13 @@ def read_all(files: Sequence[Path], seen: Callable[[Path], object] | None = None
     return traces
 
 
+def _cores() -> int:
+    """How many cores this process may use; not every system says that of a process."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
 def _each(files: Sequence[Path]) -> Iterator[Trace]:
-    workers = min(len(files), len(os.sched_getaffinity(0)))
+    workers = min(len(files), _cores())
     if workers < 2 or size_of(files) < LARGE:
         yield from map(read_trace, files)
         return

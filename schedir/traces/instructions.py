@@ -37,7 +37,8 @@ class Seen(NamedTuple):
 
     With `joined` it ran as one with what was seen before it.
     `waited` nanoseconds of its range were a wait for messages, and are not in it.  Of a message
-    that was posted, and of which nothing says when it was there, `ended` is None.
+    that was posted, and of which nothing says when it was there, `ended` is None.  `ran` says
+    whether an operator ran in its range.
     """
 
     actions: tuple[Action, ...]
@@ -45,6 +46,7 @@ class Seen(NamedTuple):
     ended: int | None
     waited: int = 0
     joined: bool = False
+    ran: bool = False
 
 
 @dataclass
@@ -87,7 +89,10 @@ def repetitions(trace: Trace, within: tuple[int, int], stage: int) -> list[list[
         known.update(item.actions)
         received = [each for each in item.nested if each.actions[0].op in RECEIVES]
         sent = [each for each in item.nested if each not in received]
-        parts[-1] += [when(each)._replace(joined=each.joined) for each in (*received, item, *sent)]
+        parts[-1] += [
+            when(each)._replace(joined=each.joined, ran=each.computes and _ran(trace, each.range))
+            for each in (*received, item, *sent)
+        ]
     return [_batched(part) for part in parts] if trace.kernels else parts
 
 
@@ -107,6 +112,15 @@ def _batched(part: list[Seen]) -> list[Seen]:
             batch = [seen._replace(began=began, ended=ended) for seen in batch]
         found += batch
     return found
+
+
+def _ran(trace: Trace, within: Range) -> bool:
+    """Whether an operator ended in a range, on its thread or on one of autograd."""
+    for thread in {within.thread, *trace.autograd} & trace.ops.keys():
+        lo, hi = np.searchsorted(trace.ops[thread], [within.start, within.end + 1])
+        if lo < hi:
+            return True
+    return False
 
 
 def _items(trace: Trace, within: tuple[int, int], stage: int) -> tuple[list[_Item], list[_Item]]:
@@ -218,6 +232,10 @@ def _on_gpu(items: list[_Item], trace: Trace) -> Callable[[_Item], Seen]:
     lo = np.searchsorted(owner[order], np.arange(len(flat)), side="left")
     hi = np.searchsorted(owner[order], np.arange(len(flat)), side="right")
     number = {id(each): k for k, each in enumerate(flat)}
+    streams = _streams(
+        [order[lo[k] : hi[k]] for k, each in enumerate(flat) if each.computes], kernels
+    )
+    on_stream = np.isin(kernels.stream, streams)
     free = 0  # when the last compute ended: no GPU of ours computes two things at once
 
     def when(item: _Item) -> Seen:
@@ -226,8 +244,11 @@ def _on_gpu(items: list[_Item], trace: Trace) -> Callable[[_Item], Seen]:
         own = order[lo[k] : hi[k]]
         of_nccl = kernels.nccl[own]
         # A collective among tensor-parallel ranks lies between an instruction's other kernels.
+        # What another stream fetches ahead or brings away does not: it may run while this waits.
         wanted = ~of_nccl if item.computes else of_nccl
         own = own[wanted] if wanted.any() else own
+        if item.computes and on_stream[own].any():
+            own = own[on_stream[own]]
         if not len(own):
             at = free or item.range.start
             message = item.actions[0].op in TRANSFERS
@@ -253,3 +274,14 @@ def _owners(items: list[_Item], kernels: Kernels, autograd: set[int]) -> Ints:
         threads = [item.range.thread, *(autograd if back else ())]
         owner[own[np.isin(kernels.thread[own], threads)]] = k
     return owner
+
+
+def _streams(each: list[Ints], kernels: Kernels) -> Ints:
+    """The streams that compute: those on which some instruction spends most of its time."""
+    took = np.where(kernels.nccl, 0, kernels.end - kernels.start)
+    found = set()
+    for own in each:
+        streams, at = np.unique(kernels.stream[own], return_inverse=True)
+        if took[own].any():
+            found.add(int(streams[np.bincount(at, took[own]).argmax()]))
+    return np.array(sorted(found), np.int64)

@@ -34,7 +34,9 @@ _WAITED: Final = ("gloo:recv",)  # from when a receive is posted until somebody 
 _AUTOGRAD: Final = "autograd::engine::"
 _LAUNCHES: Final = ("_runtime", "_driver")  # cuda_runtime, cuda_driver, and others' like them
 _KEPT: Final = ("user_annotation", "cpu_op", "kernel", "gpu_memcpy", "gpu_memset")
-_MOST: Final = 2**53 / 1e3  # microseconds, of which a float tells nanoseconds
+_MOST: Final = 2**61 / 1e3  # microseconds: since 1970, in files that say no base
+_NESTED: Final = 1000  # brackets that may stay open in some bytes that are read
+_HEADER: Final = ("distributedInfo", "host_name", "baseTimeNanoseconds")
 
 
 class Range(NamedTuple):
@@ -48,12 +50,13 @@ class Range(NamedTuple):
 
 class Kernels(NamedTuple):
     """What ran on the GPU, in nanoseconds, when and on which thread of the host it was launched,
-    and whether it is NCCL's; each of shape (n,)."""
+    on which stream it ran, and whether it is NCCL's; each of shape (n,)."""
 
     start: Ints
     end: Ints
     launch: Ints
     thread: Ints
+    stream: Ints
     nccl: NDArray[np.bool_]
 
 
@@ -61,17 +64,19 @@ class Kernels(NamedTuple):
 class Trace:
     """What of one file is of use.  Times are nanoseconds by the clock of its host.
 
-    `rank` is the number among all processes, if the file or its name says one.  `marked` are the
+    `rank` is the number among all processes, if the file or its name says one, and `groups` are
+    the ranks of each process group that it is in, as far as the file says.  `marked` are the
     ranges that mark instructions, `messages` the operators that post sends and receives (named
     "send" and "recv"), `waited` the receives until they were seen, `steps` the start and end of
-    each ProfilerStep, `ops` when each operator of a thread ended, in order, and `autograd` the
-    threads that run backwards.
+    each ProfilerStep, `ops` when each operator of a thread that marks or runs backwards ended, in
+    order, and `autograd` the threads that run backwards.
     """
 
     path: str
     rank: int | None = None
     host: str = ""
     backend: str = ""
+    groups: tuple[tuple[int, ...], ...] = ()
     marked: list[Range] = field(default_factory=list)
     messages: list[Range] = field(default_factory=list)
     waited: list[Range] = field(default_factory=list)
@@ -90,7 +95,10 @@ def read_trace(path: str | Path) -> Trace:
     try:
         header = _header(path)
         if "traceEvents" not in header:
-            raise TraceError(f"{path} is no trace of torch.profiler: it has no traceEvents")
+            raise TraceError(
+                f"{path} is no trace of torch.profiler: it has no traceEvents",
+                hint="where other files lie beside, a pattern names the traces only",
+            )
         with _opened(path) as file:
             return _Reader(str(path), header).read(file)
     except (OSError, EOFError) as error:
@@ -99,11 +107,32 @@ def read_trace(path: str | Path) -> Trace:
         raise UsageError(f"cannot read {path}: {error.strerror or error}") from None
 
 
-def _opened(path: str | Path) -> IO[bytes]:
+def _opened(path: str | Path) -> _Shallow:
     """The file, unpacked where its first bytes say that it is packed."""
     with open(path, "rb") as file:
         packed = file.read(2) == b"\x1f\x8b"
-    return cast(IO[bytes], gzip.open(path, "rb") if packed else open(path, "rb"))
+    return _Shallow(path, cast(IO[bytes], gzip.open(path, "rb") if packed else open(path, "rb")))
+
+
+class _Shallow:
+    """A file that is refused where it opens brackets and closes none: parsers keep all of them."""
+
+    def __init__(self, path: str | Path, file: IO[bytes]) -> None:
+        self.path, self.file = path, file
+
+    def read(self, size: int) -> bytes:
+        """Some bytes, of which few are unclosed brackets."""
+        data = self.file.read(size)
+        opened = sum(map(data.count, (b"[", b"{"))) - sum(map(data.count, (b"]", b"}")))
+        if opened > _NESTED:
+            raise TraceError(f"{self.path} is no trace of torch.profiler: it is nested too deeply")
+        return data
+
+    def __enter__(self) -> IO[bytes]:
+        return cast(IO[bytes], self)
+
+    def __exit__(self, *_: object) -> None:
+        self.file.close()
 
 
 def _parsed(path: str | Path, events: Iterator[Any]) -> Iterator[Any]:
@@ -126,7 +155,10 @@ def _first_line(error: Exception) -> str:
 
 
 def _header(path: str | Path) -> dict[str, Any]:
-    """What stands before the events, by name; of the events, that they are there."""
+    """What stands beside the events, by name; of the events, that they are there.
+
+    torch writes it before them; where others have changed the order it is looked for behind.
+    """
     import ijson
 
     found: dict[str, Any] = {}
@@ -145,6 +177,10 @@ def _header(path: str | Path) -> dict[str, Any]:
             elif builder is not None and prefix:
                 builder.event(event, value)
                 found[name] = getattr(builder, "value", None)
+    for name in [name for name in _HEADER if name not in found and "traceEvents" in found]:
+        with _opened(path) as file:
+            for value in _parsed(path, ijson.items(file, name, use_float=True)):
+                found[name] = value
     return found
 
 
@@ -159,12 +195,12 @@ class _Reader:
         if type(rank) is not int:
             rank = int(named[1]) if named else None
         self.base = int(base) if isinstance(base, int | float) and 0 <= base < 2**62 else 0
-        self.trace = Trace(
-            path, rank, str(header.get("host_name", "")), str(world.get("backend", "")).lower()
-        )
+        host, backend = str(header.get("host_name", "")), str(world.get("backend", "")).lower()
+        self.trace = Trace(path, rank, host, backend, _groups(world.get("pg_config")))
         self.ends: dict[int, array[int]] = defaultdict(lambda: array("q"))
         self.threads: dict[str, int] = {}
-        # Rows of a correlation, a time, and a thread; and of a correlation, start, end, if NCCL's.
+        # Rows of a correlation, a time, and a thread; and of a correlation, start, end, stream,
+        # if NCCL's.
         self.launches, self.ran = array("q"), array("q")
 
     def read(self, file: IO[bytes]) -> Trace:
@@ -179,7 +215,7 @@ class _Reader:
             ranges.sort(key=lambda each: (each.start, -each.end))
         # Where a GPipe is marked by others, its own ranges have messages and waits in them.
         trace.marked = [e for e in trace.marked if is_pp(e.name)] or trace.marked
-        threads = {each.thread for each in trace.marked}
+        threads = {each.thread for each in trace.marked} | trace.autograd
         trace.ops = {
             thread: np.sort(np.array(ends, np.int64))
             for thread, ends in self.ends.items()
@@ -222,19 +258,30 @@ class _Reader:
             if launch:
                 self.launches.extend((number, start, thread))
             else:
-                self.ran.extend((number, start, end, name.lower().startswith("nccl")))
+                self.ran.extend((number, start, end, thread, name.lower().startswith("nccl")))
 
     def _kernels(self) -> Kernels:
         """What ran and was launched while the trace was taken."""
         launches = np.array(self.launches, np.int64).reshape(-1, 3)
-        ran = np.array(self.ran, np.int64).reshape(-1, 4)
+        ran = np.array(self.ran, np.int64).reshape(-1, 5)
         launches = launches[np.argsort(launches[:, 0], kind="stable")]
         at = np.searchsorted(launches[:, 0], ran[:, 0])
         inside = at < len(launches)
         known = np.zeros(len(ran), bool)
         known[inside] = launches[at[inside], 0] == ran[inside, 0]
         ran, by = ran[known], launches[at[known]]
-        return Kernels(ran[:, 1], ran[:, 2], by[:, 1], by[:, 2], ran[:, 3] > 0)
+        return Kernels(ran[:, 1], ran[:, 2], by[:, 1], by[:, 2], ran[:, 3], ran[:, 4] > 0)
+
+
+def _groups(config: object) -> tuple[tuple[int, ...], ...]:
+    """The ranks of each process group, of those that say them."""
+    each = [group.get("ranks") for group in config if isinstance(group, dict)] if isinstance(
+        config, list) else []  # fmt: skip
+    return tuple(
+        tuple(ranks)
+        for ranks in each
+        if isinstance(ranks, list) and all(type(rank) is int for rank in ranks)
+    )
 
 
 def _correlation(args: object) -> int | None:

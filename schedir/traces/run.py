@@ -14,7 +14,14 @@ from numpy.typing import NDArray
 from schedir.analysis.graph import Graph
 from schedir.analysis.models import Model
 from schedir.compiler.compile import finish, lower
-from schedir.errors import CompletenessError, ProgramError, ReductionError, TraceError
+from schedir.errors import (
+    CompletenessError,
+    OrderError,
+    PlanError,
+    ProgramError,
+    ReductionError,
+    TraceError,
+)
 from schedir.io.torch_csv import placed
 from schedir.ir.flow import Flow
 from schedir.ir.index import NONE, Index
@@ -24,6 +31,7 @@ from schedir.predict.observed import timeline_of
 from schedir.predict.timeline import Timeline
 from schedir.traces.clocks import align
 from schedir.traces.files import files_of, read_all
+from schedir.traces.instructions import Seen
 from schedir.traces.steps import Part, Processes
 from schedir.verify.check import check
 
@@ -72,7 +80,8 @@ def read_run(
     `model` it is the strictest under which the program finishes, as it did.  `traits` are fields of
     the program that traces do not tell, as `tp`.  `seen` is called with each file that was read.
 
-    Replicas, which hold the same stages, are read once: that of the smallest rank.
+    Replicas, which hold the same stages, are read once: the pipeline that has the smallest rank.
+    An evaluation, in which no backward runs anything, is no step.
 
     Raises UsageError for what cannot be read, TraceError for what is no trace or marks no
     instructions, for clocks that cannot be aligned and for a step that is not there, and what
@@ -104,23 +113,42 @@ def read_run(
             if steps
             else "these traces have no ProfilerStep at all",
         )
-    failed: CompletenessError | None = None
+    failed: ProgramError | None = None
     tried: Sequence[int | None] = [step] if step is not None else steps[::-1] or [None]
+    passed: list[str] = []
     for number in tried:
         for once in processes.times(number):
+            if once.evaluates:
+                failed = failed or TraceError(
+                    f"{once.said} evaluates: in its forwards operators run, in backwards none do"
+                )
+                passed.append(f"{once.said} evaluates: not read")
+                continue
             try:
                 timeline, told = _timeline(once.ranks, name, traits or {}, model)
-            except CompletenessError as error:  # it may have been cut off
+            except (CompletenessError, OrderError, PlanError) as error:  # it may have been cut off
                 failed = failed or error
+                passed.append(f"{once.said} is not whole: not read")
                 if isinstance(error, ReductionError) and not traits:
                     error.add_note("traces do not tell tp, dp, tied and clip: say what they were")
                 continue
             of = once.replicas + len(once.ranks)
             replicas = "traces are of replicas, which hold the same stages as others"
-            notes += [*_unread(once.replicas, of, replicas), *told]
+            notes += [*passed, *_unread(once.replicas, of, replicas), *told]
+            if not once.known:
+                notes.append(
+                    "no group of processes in the traces holds each stage once: those that were "
+                    "read may be of several replicas, which do not talk to each other"
+                )
+            if "" in {part.trace.host for part in once.ranks} and len(once.ranks) > 1:
+                notes.append("no host is named in some traces: their clocks are taken for one")
             return Imported(timeline, once.said, tuple(steps), tuple(notes))
     assert failed is not None
     failed.add_note("no step in these traces is whole")
+    if not steps:
+        failed.add_note(
+            "hint: where profile(schedule=...) marks no steps, a trace has to begin before a step"
+        )
     raise failed
 
 
@@ -134,6 +162,11 @@ def _timeline(
     """The run of a schedule once, and what is to be told of it."""
     notes = []
     gpu = any(part.trace.kernels is not None for part in ranks)
+    if gpu and (lacking := [p.trace.path for p in ranks if p.trace.kernels is None]):
+        raise TraceError(
+            f"{lacking[0]} has no kernels, and others have: its ranges say when the host launched "
+            "them, not when they ran"
+        )
     marked = replace(_marked(ranks, name), **traits)
     if marked.ops.isdisjoint(TRANSFERS) and marked.plan.ranks > 1:
         notes.append(
@@ -157,12 +190,25 @@ def _timeline(
             f"{waited / (waited + timeline.busy.sum()):.1%} of the time in forwards and backwards "
             "was a wait for messages: it counts as idle"
         )
-    if unseen := sum(seen.ended is None for part in ranks for seen in part.seen):
-        notes.append(
+    notes += _not_seen([seen for part in ranks for seen in part.seen], gpu)
+    return replace(timeline, clock_error=error), notes
+
+
+def _not_seen(each: Sequence[Seen], gpu: bool) -> list[str]:
+    """What is to be told of messages and computes of which traces do not say when they were."""
+    unseen = sum(seen.ended is None for seen in each)
+    if not gpu:
+        return [
             f"of {unseen} messages nothing says when they were there: if a forward or backward "
             "waited for them inside of its range, that counts as work"
-        )
-    return replace(timeline, clock_error=error), notes
+        ] * bool(unseen)
+    empty = sum(s.ended == s.began for s in each if s.actions[0].op in COMPUTE)
+    return [
+        f"of {unseen} messages there is no kernel: they are taken to have passed before they were "
+        "needed"
+    ] * bool(unseen) + [
+        f"of {empty} forwards and backwards there is no kernel: they take no time"
+    ] * bool(empty)
 
 
 # ---------------------------------------------------------------- the program
@@ -244,7 +290,14 @@ def _align(program: Program, hosts: list[str], start: Floats, end: Floats) -> fl
     sends = np.flatnonzero(index.is_op(SENDS))
     sends = sends[graph.partner[sends] != NONE]
     got = graph.partner[sends]
-    took = end[got] - start[sends]
+    start_of, end_of = start.copy(), end.copy()
+    for giver in Flow.of(program).needs:  # of messages without times: what they lie between
+        taker = np.flatnonzero(giver != NONE)
+        sent = taker[np.isnan(start[taker]) & index.is_op(SENDS)[taker]]
+        start_of[sent] = np.fmax(start_of[sent], start[giver[sent]])
+        used = taker[np.isnan(end[giver[taker]]) & index.is_op(RECEIVES)[giver[taker]]]
+        np.fmin.at(end_of, giver[used], end[used])
+    took = end_of[got] - start_of[sends]
     far = (host[sends] != host[got]) & np.isfinite(took)
     offsets = align(len(names), host[sends][far], host[got][far], took[far])
     for times in (start, end):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ RANKS, MICROBATCHES, WIDTH, STEPS = 4, 8, 128, 2
 VEE = ("ZBVZeroBubble", "DualPipeV")
 SEVERAL = ("Interleaved1F1B", "InterleavedZeroBubble", *VEE)
 NAMES = (*SEVERAL, "GPipe")
+EVALUATED = "Interleaved1F1B"  # whose last steps are a step and an evaluation
 
 
 def stages_of(name: str, rank: int) -> list[int]:
@@ -56,6 +58,13 @@ def steps(rank: int, folder: str) -> dict[str, list[str]]:
                 kwargs = {"target": target} if count - 1 in held else {}
                 pipe.step(*mine, **kwargs)
                 profiler.step()
+        if name == EVALUATED:
+            when = schedule(wait=0, warmup=1, active=2)
+            to = partial(save, name="evaluated")
+            with profile(activities=[ProfilerActivity.CPU], schedule=when, on_trace_ready=to) as p:
+                for step in (pipe.step, pipe.step, pipe.eval):
+                    step(*mine, **kwargs)
+                    p.step()
         order = getattr(pipe, "pipeline_order", {}).get(rank, [])
         said[name] = [str(action) for action in order if action is not None]
     return said

@@ -11,6 +11,7 @@ import pytest
 from torch.profiler import ProfilerActivity, profile
 
 from schedir.compiler.compile import compile
+from schedir.errors import TraceError
 from schedir.io import torch_csv
 from schedir.io.timeline_file import load_timeline
 from schedir.ir.ops import COMPUTE
@@ -31,7 +32,7 @@ _COMPUTE = re.compile(r"PP:\d+[FBIW]\d+|PP:\(.*\)OVERLAP_F_B|(Forward|Backward) 
 def runs(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[dict[str, list[str]]]]:
     """A folder of traces for each schedule, and what torch says of each rank's order."""
     folder = tmp_path_factory.mktemp("traces")
-    for name in profiled.NAMES:
+    for name in (*profiled.NAMES, "evaluated"):
         (folder / name).mkdir()
     return folder, run(profiled.steps, profiled.RANKS, str(folder))
 
@@ -128,6 +129,17 @@ def test_another_step_and_any_order(runs: tuple[Path, list[dict[str, list[str]]]
     assert first.timeline.program == last.timeline.program
     assert isinstance(first.timeline, Timeline)
     assert (first.timeline.spans["end"] != last.timeline.spans["end"]).any()
+
+
+def test_an_evaluation_is_no_step(runs: tuple[Path, list[dict[str, list[str]]]]) -> None:
+    """torch marks backwards in an evaluation, too, in which nothing runs."""
+    folder, _ = runs
+    found = read_run([folder / "evaluated"])
+    first, last = found.steps
+    assert found.step == f"ProfilerStep {first}"
+    assert f"ProfilerStep {last} evaluates: not read" in found.notes
+    with pytest.raises(TraceError, match=f"ProfilerStep {last} evaluates"):
+        read_run([folder / "evaluated"], step=last)
 
 
 def test_waits_that_nothing_tells(

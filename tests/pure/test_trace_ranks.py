@@ -1,0 +1,258 @@
+"""Traces of which not all is there, or that could be read in several ways: what is told of them.
+
+All are of 1F1B of two microbatches on two stages, with times in microseconds on the GPU:
+
+    stage 0   F0 100-200   F1 200-300                B0 600-800               B1 900-1100
+    stage 1                F0 250-350   B0 350-550   F1 550-650   B1 650-850
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from schedir.errors import ProgramError, TraceError
+from schedir.ir.ops import COMPUTE
+from schedir.traces.run import read_run
+from tests.commands import said
+
+BASE = 1_790_857_026 * 10**9
+NCCL = "ncclDevKernel_SendRecv"
+# Of each stage: what is marked, and from when to when its kernel runs.
+STAGES: list[list[tuple[str, int, int]]] = [
+    [
+        ("0F0", 100, 200), ("0SEND_F0", 200, 250), ("0F1", 200, 300), ("0SEND_F1", 300, 350),
+        ("0RECV_B0", 300, 600), ("0B0", 600, 800), ("0RECV_B1", 600, 900), ("0B1", 900, 1100),
+    ],
+    [
+        ("1RECV_F0", 50, 250), ("1F0", 250, 350), ("1B0", 350, 550), ("1SEND_B0", 550, 600),
+        ("1RECV_F1", 250, 350), ("1F1", 550, 650), ("1B1", 650, 850), ("1SEND_B1", 850, 900),
+    ],
+]  # fmt: skip
+
+
+def event(cat: str, name: str, ts: float, dur: float, tid: int = 1, **args: Any) -> dict[str, Any]:
+    return {"ph": "X", "cat": cat, "name": name, "tid": tid, "ts": ts, "dur": dur, "args": args}
+
+
+def launched(
+    number: int, name: str, at: float, start: float, end: float, stream: int = 7
+) -> list[Any]:
+    return [
+        event("cuda_runtime", "cudaLaunchKernel", at, 0.5, correlation=number),
+        event("kernel", name, start, end - start, stream, correlation=number),
+    ]
+
+
+def write(
+    folder: Path,
+    rank: int,
+    stage: int,
+    *,
+    ahead: float = 0,
+    host: str = "a",
+    groups: Sequence[Sequence[int]] = (),
+    more: Sequence[dict[str, Any]] = (),
+    lost: Sequence[str] = (),
+    messages: bool = True,
+) -> None:
+    """The trace of a rank whose clock is ahead, without some kernels, with its messages or not."""
+    events = [*more]
+    for k, (mark, start, end) in enumerate(STAGES[stage]):
+        is_message = "_" in mark
+        if is_message and not messages:
+            continue
+        events.append(event("user_annotation", f"PP:{mark}", 5 * k, 4))
+        name = NCCL if is_message else "gemm"
+        if {mark, name}.isdisjoint(lost):
+            events += launched(k, name, 5 * k + 1, start, end, 20 if is_message else 7)
+    save(folder, rank, [{**e, "ts": e["ts"] + ahead} for e in events], host, groups)
+
+
+def save(
+    folder: Path,
+    rank: int,
+    events: Sequence[dict[str, Any]],
+    host: str = "a",
+    groups: Sequence[Sequence[int]] = (),
+    backend: str = "nccl",
+) -> None:
+    config = [{"pg_name": str(k), "ranks": ranks} for k, ranks in enumerate(groups)]
+    content = {
+        "distributedInfo": {"backend": backend, "rank": rank, "pg_config": config},
+        "host_name": host,
+        "baseTimeNanoseconds": BASE,
+        "traceEvents": events,
+    }
+    (folder / f"{rank}.json").write_text(json.dumps(content))
+
+
+def times(folder: Path) -> np.ndarray:
+    """When forwards and backwards began and ended, in microseconds from the first."""
+    spans = read_run([folder]).timeline.spans
+    spans = spans[np.isin(spans["op"], COMPUTE)]
+    return np.array([spans["start"], spans["end"]]) * 1e6
+
+
+TRUE = np.array([[0, 100, 500, 800, 150, 250, 450, 550], [100, 200, 700, 1000, 250, 450, 550, 750]])
+
+
+def test_what_other_streams_fetch_ahead_is_no_work(tmp_path: Path) -> None:
+    """As a copy for the gather of parameters, while the forward itself waits for its message."""
+    ahead = launched(90, "all_gather_copy_in", 26, 360, 365, 33)
+    late = launched(91, "chunk_cat", 11, 400, 450, 33)
+    write(tmp_path, 0, 0, more=late)
+    write(tmp_path, 1, 1, more=ahead)
+    np.testing.assert_allclose(times(tmp_path), TRUE, atol=1e-2)
+
+
+def test_kernels_that_are_not_there_are_told(tmp_path: Path) -> None:
+    write(tmp_path, 0, 0)
+    write(tmp_path, 1, 1, lost=["1F1"])
+    notes = read_run([tmp_path]).notes
+    assert notes == ("of 1 forwards and backwards there is no kernel: they take no time",)
+    write(tmp_path, 1, 1, lost=[NCCL])
+    (note,) = read_run([tmp_path]).notes
+    assert note.startswith("of 4 messages there is no kernel")
+    events = [
+        event("user_annotation", f"PP:{name}", 5 * k, 4) for k, (name, *_) in enumerate(STAGES[1])
+    ]
+    save(tmp_path, 1, events, backend="")
+    with pytest.raises(TraceError, match=r"1\.json has no kernels, and others have"):
+        read_run([tmp_path])
+
+
+def test_clocks_are_aligned_without_messages(tmp_path: Path) -> None:
+    """By forwards and backwards, between which the messages must have been."""
+    write(tmp_path, 0, 0, messages=False)
+    write(tmp_path, 1, 1, messages=False, ahead=10**6, host="b")
+    timeline = read_run([tmp_path]).timeline
+    assert 0 < timeline.clock_error < 1e-3
+    np.testing.assert_allclose(times(tmp_path), TRUE, atol=1e6 * timeline.clock_error)
+
+
+def test_a_doubt_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Hosts of one name, or of none, whose clocks differ."""
+    write(tmp_path, 0, 0, host="")
+    write(tmp_path, 1, 1, host="", ahead=-200)
+    text = said(capsys, "import", str(tmp_path), "-o", str(tmp_path / "x.timeline"))
+    assert "effects up to 0.00015 s before causes" in text
+    assert "no host is named in some traces: their clocks are taken for one" in text
+
+
+@pytest.mark.parametrize("layout", [[(0, 2), (1, 3)], [(0, 1), (2, 3)], [(0, 3), (1, 2)]])
+def test_replicas_are_not_mixed(layout: list[tuple[int, int]], tmp_path: Path) -> None:
+    """The groups of processes say who talks to whom; where they say nothing, that is told."""
+    for replica, chain in enumerate(layout):
+        for stage, rank in enumerate(chain):
+            groups = [range(4), chain, [each[stage] for each in layout]]
+            write(tmp_path, rank, stage, ahead=replica * 10**6, groups=[[*g] for g in groups])
+    np.testing.assert_allclose(times(tmp_path), TRUE, atol=1e-2)
+    (tmp_path / "0.json").unlink()  # so it is the other replica
+    found = read_run([tmp_path])
+    np.testing.assert_allclose(times(tmp_path), TRUE, atol=1e-2)
+    assert found.notes == (
+        "1 of 3 traces are of replicas, which hold the same stages as others: not read",
+    )
+    for path in tmp_path.iterdir():
+        content = json.loads(path.read_text())
+        del content["distributedInfo"]["pg_config"]
+        path.write_text(json.dumps(content))
+    assert any("may be of several replicas" in note for note in read_run([tmp_path]).notes)
+
+
+def gpipe(rank: int, stage: int, stages: int) -> list[dict[str, Any]]:
+    """What ScheduleGPipe leaves behind of two microbatches over Gloo."""
+    events = []
+    for k, name in enumerate(["Forward 0", "Forward 1", "Backward 0", "Backward 1"]):
+        at, forward = 1000 * k + 300 * (stage if k < 2 else stages - stage), k < 2
+        events.append(event("user_annotation", name, at, 200))
+        events.append(event("cpu_op", "aten::mm", at + 20, 100))
+        if stage != (0 if forward else stages - 1):
+            events.append(event("cpu_op", "c10d::recv_", at + 5, 2))
+            events.append(event("user_annotation", "gloo:recv", at + 7, 3))
+        if stage != (stages - 1 if forward else 0):
+            events.append(event("cpu_op", "c10d::send", at + 150, 2))
+    return events
+
+
+@pytest.mark.parametrize("layout", [[(0, 2), (1, 3)], [(0, 1), (2, 3)], [(0, 1, 2, 3)]])
+def test_replicas_whose_marks_say_no_stage(layout: list[tuple[int, ...]], tmp_path: Path) -> None:
+    for chain in layout:
+        for stage, rank in enumerate(chain):
+            groups = [[*range(4)], [*chain], [each[stage] for each in layout]]
+            save(tmp_path, rank, gpipe(rank, stage, len(chain)), groups=groups, backend="gloo")
+    plan = read_run([tmp_path]).timeline.program.plan
+    assert (plan.ranks, plan.stages) == (len(layout[0]), len(layout[0]))
+
+
+def test_replicas_of_one_stage(tmp_path: Path) -> None:
+    """They send nothing, so they are no pipeline of four."""
+    for rank in range(4):
+        save(tmp_path, rank, gpipe(rank, 0, 1), groups=[[0, 1, 2, 3]], backend="gloo")
+    found = read_run([tmp_path])
+    assert found.timeline.program.plan.stages == 1
+    assert found.timeline.bubble > 0 and "3 of 4 traces are of replicas" in found.notes[0]
+
+
+def test_files_of_other_writers(tmp_path: Path) -> None:
+    """Times since 1970 and no base, as torch wrote them once; and what says the host behind."""
+    for rank in (0, 1):
+        write(tmp_path, rank, rank, host="ab"[rank], ahead=rank * 10**6)
+    whole = read_run([tmp_path])
+    for path in tmp_path.iterdir():
+        content = json.loads(path.read_text())
+        path.write_text(json.dumps(dict(reversed(content.items()))))
+    behind = read_run([tmp_path])
+    assert behind.timeline.clock_error == whole.timeline.clock_error > 0
+    np.testing.assert_array_equal(behind.timeline.spans, whole.timeline.spans)
+    for path in tmp_path.iterdir():
+        content = json.loads(path.read_text())
+        since = content.pop("baseTimeNanoseconds") / 1e3
+        for each in content["traceEvents"]:
+            each["ts"] += since
+        path.write_text(json.dumps(content))
+    np.testing.assert_allclose(times(tmp_path), TRUE, atol=70)  # as before, to 0.25 us
+
+
+def test_a_trace_that_begins_within_a_step(tmp_path: Path) -> None:
+    """No program is called wrong for it without a word on what may be behind it."""
+    for rank in (0, 1):
+        write(tmp_path, rank, rank)
+        content = json.loads((tmp_path / f"{rank}.json").read_text())
+        events = content["traceEvents"]
+        again = [{**e, "ts": e["ts"] + 10**4, "args": {}} for e in events if "PP:" in e["name"]]
+        content["traceEvents"] = [e for e in events if e["name"] != f"PP:{rank}F0"] + again
+        (tmp_path / f"{rank}.json").write_text(json.dumps(content))
+    with pytest.raises(ProgramError) as caught:
+        read_run([tmp_path])
+    assert "begin before a step" in caught.value.__notes__[-1]
+
+
+def test_steps_that_ranks_do_not_share(tmp_path: Path) -> None:
+    for rank in (0, 1):
+        write(
+            tmp_path, rank, rank, more=[event("user_annotation", f"ProfilerStep#{rank + 4}", 0, 90)]
+        )
+    with pytest.raises(TraceError) as caught:
+        read_run([tmp_path])
+    assert "one has [4] and one has [5]" in str(caught.value)
+
+
+def test_systems_that_do_not_tell_cores(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr("os.sched_getaffinity")
+    for rank in (0, 1):
+        write(tmp_path, rank, rank)
+    assert read_run([tmp_path]).timeline.ranks == 2
+
+
+@pytest.mark.parametrize("begin", ['{"a":', '{"traceEvents":[{"args":'])
+def test_nested_files_are_refused(begin: str, tmp_path: Path) -> None:
+    (tmp_path / "0.json").write_text(begin + "[" * 10**5)
+    with pytest.raises(TraceError, match=r"0\.json is no trace .* it is nested too deeply"):
+        read_run([tmp_path])
