@@ -33,11 +33,12 @@ class State:
     ended: list[bool]
 
 
-def stopped(graph: Graph, at: int | None, blocks: bool) -> State:
+def stopped(graph: Graph, at: int | None, blocks: bool, kernels: bool = False) -> State:
     """The state in which nothing can go on any more, if what stands at a position never runs.
 
     A host that `blocks` waits for what a compute needs, and comes no further than the position; one
-    that does not issues its whole Stream, but for a transfer that it never comes to.
+    that does not issues its whole Stream, but for a transfer that it never comes to.  With
+    `kernels` a transfer waits for all computes that are issued before it, as NCCL's does.
     """
     index, program = graph.index, graph.program
     total = len(index)
@@ -50,12 +51,19 @@ def stopped(graph: Graph, at: int | None, blocks: bool) -> State:
     host = [*program.offsets[:-1].tolist()]
     held = graph.host_waits if blocks else np.full((1, total), NONE)
 
+    lane = [ROWS[op].lane == 0 and not moves for op, moves in zip(index.op, transfer, strict=True)]
+    owns = index.rank.tolist()
+    computes = {r: [k for k in range(total) if lane[k] and owns[k] == r] for r in {*owns}}
+    many = [sum(one < k for one in computes[owns[k]]) for k in range(total)]
+
     def over(positions: Any, but: Sequence[int]) -> bool:
         return all(ended[k] for k in {*positions} - {NONE, *but})
 
     def ready(k: int) -> bool:
         """Whether all has ended that stands before an instruction and its group."""
         group = joined[k]
+        if kernels and transfer[k] and not over(computes[index.rank[k]][: many[k]], ()):
+            return False
         return all(
             over(graph.waits[:, g].tolist(), group) and over([graph.queue_predecessor[g]], group)
             for g in group

@@ -99,5 +99,6 @@ def _json(data: bytes, path: str) -> Any:
 
 
 def plain(text: object) -> str:
-    """A name out of a file, fit for a terminal."""
-    return "".join(c if c.isprintable() else "?" for c in str(text)[:200])
+    """A name out of a file, fit for a terminal; of what is no text nothing is looked at."""
+    given = text if isinstance(text, str) else f"<{type(text).__name__}>"
+    return "".join(c if c.isprintable() else "?" for c in given[:200])

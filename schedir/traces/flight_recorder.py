@@ -13,7 +13,7 @@ and `pg_config`, who is in which process group.  Three things are not on the sur
 from __future__ import annotations
 
 import re
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -24,7 +24,7 @@ from schedir.errors import TraceError, UsageError
 from schedir.traces.dump_files import RANK, paths_of, plain, read
 
 State = Literal["issued", "started", "ended"]
-_STATES: Final[dict[object, State]] = {
+_STATES: Final[dict[str, State]] = {
     "scheduled": "issued", "started": "started", "completed": "ended",
 }  # fmt: skip
 _MESSAGE: Final = re.compile(r"(send|recv) (\d{1,6})(?:->|<-)(\d{1,6})$")
@@ -108,6 +108,11 @@ class Dump:
     groups: tuple[Group, ...]
     lost: int
 
+    @property
+    def is_blind(self) -> bool:
+        """Whether what the rank stands at may be among what is lost."""
+        return bool(self.lost and self.ops and not self.ops[0].ended)
+
     @cached_property
     def last_time(self) -> int:
         """When this rank last issued or ended anything, 0 if it never did."""
@@ -176,11 +181,19 @@ def _config(raw: dict[str, Any], path: str) -> dict[str, Group]:
     if not isinstance(config, dict):
         raise TraceError("the process groups of the dump are no table", program=path)
     groups = {}
+    read_before: dict[str, tuple[int, ...]] = {}
     for name, group in config.items():
         ranks = group.get("ranks") if isinstance(group, dict) else None
-        if not isinstance(ranks, str) or len(ranks) > 2**20 or not _RANKS.match(ranks):
+        if (
+            not isinstance(ranks, str)
+            or len(ranks) > 2**20
+            or (ranks not in read_before and not _RANKS.match(ranks))
+        ):
             raise TraceError(f"the process group {plain(name)} has no list of ranks", program=path)
-        numbers = tuple(int(n) for n in re.findall(r"\d+", ranks) if len(n) <= 6)
+        numbers = read_before.get(ranks)
+        if numbers is None:
+            numbers = tuple(int(n) for n in re.findall(r"\d+", ranks) if len(n) <= 6)
+            read_before[ranks] = numbers
         if numbers:  # Gloo leaves an empty one, without a name
             groups[name] = Group(plain(name), plain(group.get("desc", "")), numbers)
     return groups
@@ -200,6 +213,13 @@ def _title(entry: dict[str, Any], path: str) -> str:
     return title
 
 
+def _state(entry: dict[str, Any], path: str) -> State:
+    state = entry.get("state")
+    if not isinstance(state, str) or state not in _STATES:
+        raise _lacks(entry, "state", path)
+    return _STATES[state]
+
+
 def _number(entry: dict[str, Any], key: str, path: str) -> int:
     number = entry.get(key)
     if type(number) is not int or not -1 <= number < _LARGEST:
@@ -217,14 +237,16 @@ def _dump(path: str, rank: int, raw: dict[str, Any], seen: dict[tuple[str, str],
     config = _config(raw, path)
     entries = sorted(raw["entries"], key=lambda entry: _number(entry, "record_id", path))
     ops: list[Op] = []
+    single: dict[Group, list[int]] = defaultdict(list)
     for entry in entries:
         key = _group_of(entry, path)
         group = config.get(key[0])
         if group is None:
             group = Group(plain(key[0]), plain(key[1]), tuple(sorted(seen[key])), known=False)
         if _title(entry, path).partition(":")[2] == "coalesced":
-            _settle(ops, group, entry, path)
+            _settle(ops, single[group], entry, path)
         else:
+            single[group].append(len(ops))
             ops.append(_op(entry, rank, group, path))
     lost = ops[0].number if ops else 0
     return Dump(rank, path, tuple(ops), tuple(config.values()), lost)
@@ -232,9 +254,7 @@ def _dump(path: str, rank: int, raw: dict[str, Any], seen: dict[tuple[str, str],
 
 def _op(entry: dict[str, Any], rank: int, group: Group, path: str) -> Op:
     backend, _, title = _title(entry, path).partition(":")
-    state = _STATES.get(entry.get("state"))
-    if state is None:
-        raise _lacks(entry, "state", path)
+    state = _state(entry, path)
     if backend == "gloo" and entry.get("retired") is True:
         state = "ended"
     kind, peer = plain(title), -1
@@ -266,27 +286,26 @@ def _op(entry: dict[str, Any], rank: int, group: Group, path: str) -> Op:
     )
 
 
-def _settle(ops: list[Op], group: Group, entry: dict[str, Any], path: str) -> None:
-    """Give the members of a batch, which are the last of their group, the state of the whole."""
-    state = _STATES.get(entry.get("state"))
-    if state is None:
-        raise _lacks(entry, "state", path)
+def _settle(ops: list[Op], single: list[int], entry: dict[str, Any], path: str) -> None:
+    """Give the members of a batch, which are the last of their group, the state of the whole.
+
+    `single` are the places of what the group has issued since its last batch.
+    """
+    state = _state(entry, path)
     numbers = (_number(entry, "p2p_seq_id", path), _number(entry, "collective_seq_id", path))
-    for at in range(len(ops) - 1, -1, -1):
-        op = ops[at]
-        if op.group != group:
-            continue
-        if op.batch or op.nth != numbers[not op.is_message]:
-            return
-        over = _time(entry, "time_discovered_completed_ns")
-        number = _number(entry, "record_id", path)
-        ops[at] = op._replace(state=state, over=over, batch=number + 1)
+    over = _time(entry, "time_discovered_completed_ns")
+    number = _number(entry, "record_id", path)
+    while single and ops[single[-1]].nth == numbers[not ops[single[-1]].is_message]:
+        at = single.pop()
+        ops[at] = ops[at]._replace(state=state, over=over, batch=number + 1)
+    single.clear()
 
 
 def _sizes(entry: dict[str, Any], path: str) -> tuple[tuple[int, ...], ...]:
     given = entry.get("input_sizes")
     if not isinstance(given, list | tuple) or not all(
-        isinstance(sizes, list | tuple) and all(type(n) is int and 0 <= n < _LARGEST for n in sizes)
+        isinstance(sizes, list | tuple)
+        and all(type(n) is int and 0 <= n < _LARGEST for n in sizes[:16])
         for sizes in given[:64]
     ):
         raise _lacks(entry, "input_sizes", path)

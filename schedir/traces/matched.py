@@ -27,7 +27,8 @@ class Matched:
     """A copy of the program: which rank of the job runs which of its ranks, and how far each is.
 
     `step` is the step that all this is of, from 0, or None where the recordings cannot say which.
-    `issued` and `ended` have an entry per instruction, by position, and are true of transfers.
+    `issued`, `started` and `ended` have an entry per instruction, by position, and are true of
+    transfers; what has started is known only where ranks record it.
     `left_out` messages are no transfers, but shapes, objects, or one number.  `apart` has, for each
     rank and process group, the transfers that it carries.  `names` has the position of each
     message, by the rank of the job and its number there.  Of the ranks in `counted` only counters
@@ -40,6 +41,7 @@ class Matched:
     ranks: tuple[int, ...]
     step: int | None
     issued: NDArray[np.bool_]
+    started: NDArray[np.bool_]
     ended: NDArray[np.bool_]
     dumped: tuple[bool, ...]
     left_out: int
@@ -127,13 +129,14 @@ def _match(job: Job, graph: Graph, ranks: tuple[int, ...]) -> Matched:
         for run in each
         for number, _, at in run.named()
     }
-    issued, ended = np.zeros((2, len(program)), bool)
+    issued, started, ended = np.zeros((3, len(program)), bool)
     for run in every:
-        run.mark(step, known, issued, ended)
+        run.mark(step, known, issued, started, ended)
     return Matched(
         ranks,
         step if known else None,
         issued,
+        started,
         ended,
         tuple(rank in job.dumps for rank in ranks),
         left_out,

@@ -24,13 +24,18 @@ from schedir.traces.matched import Matched
 
 
 class Kind(Enum):
-    """What a chain of waits ends at: a rank whose host has not come to a transfer; one of which
-    there is no dump; or a transfer that is issued on both sides, whose value is not there yet, or
-    which does not pass."""
+    """What a chain of waits ends at.
+
+    A rank whose host has not come to a transfer; one of which there is no dump; sides of a message
+    that is issued on both, whose ranks may still compute what they wait for; a message that is
+    issued on both sides, and that nothing keeps from passing; a side whose other side has ended.
+    """
 
     LATE = 0
     SILENT = 1
     BUSY = 2
+    STUCK = 3
+    ENDED = 4
 
 
 @dataclass(frozen=True)
@@ -176,6 +181,14 @@ class Placed:
         members = self._meets.get(at, [at])
         return set().union(*map(self._before, members)) - {*members}
 
+    @property
+    def behind(self) -> tuple[int, ...]:
+        """Ranks whose dumps are older than others: what they have not issued has come elsewhere."""
+        came = np.flatnonzero(self.graph.index.is_op(RECEIVES) & self.matched.ended)
+        sends = self.graph.partner[came]
+        unsaid = sends[~self.matched.issued[sends] & ~self.silent[sends]]
+        return tuple(sorted({int(rank) for rank in self.rank[unsaid]}))
+
     # ------------------------------------------------------------ where ranks stand
 
     def place(self, rank: int) -> Place:
@@ -236,16 +249,32 @@ class Placed:
             one = left.pop(0)
             if (found := self._keeper(one)) is not None:
                 return found if isinstance(found, Cause) else Link(at, found)
-            other = int(self.graph.partner[one])
+            other = self._other(one)
             if not self.ended[other]:
-                send = one if self.graph.index.op[one] in SENDS else other
-                if not all(self.sure[n] for n in self._before(send) if not self.transfer[n]):
-                    suspects.append(send)
+                sides = (one, other) if self.graph.index.op[one] in SENDS else (other, one)
+                suspects += [side for side in sides if self._is_suspect(side)]
             around = [other, *self._group(one), *self._group(other)]
             fresh = [n for n in dict.fromkeys(around) if n not in seen and not self.ended[n]]
             seen.update(fresh)
             left += fresh
-        return Cause(Kind.BUSY, tuple(dict.fromkeys(suspects)) or (at,))
+        if suspects:
+            return Cause(Kind.BUSY, tuple(dict.fromkeys(suspects)))
+        stuck = [n for n in sorted(seen) if not self.ended[n] and not self.ended[self._other(n)]]
+        if stuck:
+            return Cause(Kind.STUCK, tuple(sorted((stuck[0], self._other(stuck[0])))))
+        return Cause(Kind.ENDED, (at,))
+
+    def _other(self, at: int) -> int:
+        return int(self.graph.partner[at])
+
+    def _is_suspect(self, at: int) -> bool:
+        """Whether a side of a message may not have started because of what its rank computes.
+
+        A send needs its value; on a GPU either side waits for all kernels that were issued before.
+        """
+        lo = int(self.graph.program.offsets[int(self.rank[at])])
+        before = ~self.transfer[lo:at] & ~self.sure[lo:at]
+        return not self.matched.started[at] and bool(before.any())
 
     def _keeper(self, at: int) -> int | Cause | None:
         """What keeps a transfer on its own rank: another one, or its host, which is elsewhere."""

@@ -8,6 +8,7 @@ number.
 
 from __future__ import annotations
 
+import re
 from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -18,6 +19,8 @@ from typing import Final, NamedTuple
 
 from schedir.traces.flight_recorder import Dump, Group, Op
 
+# Collectives that end nowhere before all members have issued them.
+_ALL: Final = re.compile(r"all_?reduce|all_?gather|reduce_scatter|all_?to_?all|barrier").search
 # Collectives whose members may come with different sizes.
 _UNEVEN: Final = ("gather", "scatter", "all_to_all", "v", "v_single", "new_window", "split")
 
@@ -65,7 +68,8 @@ class Wait(NamedTuple):
 class Job:
     """All that is known of a job: its dumps, and what they say together.
 
-    `names` says more of operations than they do themselves, by rank and number.
+    `names` says more of operations than they do themselves, by rank and number.  Ranks that are
+    `behind` have written their dumps before others have: what they have not issued has ended there.
     """
 
     dumps: Mapping[int, Dump]
@@ -73,6 +77,8 @@ class Job:
     ranks: tuple[int, ...] = field(init=False)
     standing: Mapping[int, Standing] = field(init=False)
     waits: Mapping[int, tuple[Wait, ...]] = field(init=False)
+    behind: tuple[int, ...] = field(init=False)
+    _pairs: _Pairs = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         groups = {g for d in self.dumps.values() for g in (*d.groups, *(op.group for op in d.ops))}
@@ -83,11 +89,21 @@ class Job:
         pairs = _Pairs(self.dumps)
         waits = {rank: pairs.waits(rank) for rank in self.dumps}
         object.__setattr__(self, "waits", waits)
+        object.__setattr__(self, "behind", pairs.behind())
+        object.__setattr__(self, "_pairs", pairs)
 
     def say(self, rank: int, op: Op) -> str:
         """An operation of a rank in words."""
         name = self.names.get((rank, op.number))
         return f"{op} ({name})" if name else str(op)
+
+    def part(self, wait: Wait, rank: int) -> Op | None:
+        """What a rank has recorded of an operation that another waits at, None if nothing."""
+        return wait.op if rank == wait.rank else self._pairs.part(wait.rank, wait.op, rank)[1]
+
+    def lost(self, wait: Wait) -> bool:
+        """Whether one of the two has lost its beginning, so that a number says nothing of pairs."""
+        return any(self.dumps[r].lost for r in (wait.rank, wait.on) if r in self.dumps)
 
     @property
     def missing(self) -> tuple[int, ...]:
@@ -151,21 +167,49 @@ class _Pairs:
         for rank, dump in dumps.items():
             for op in dump.ops:
                 if op.is_message:
-                    channel = self._channel(rank, op)
-                    self.place[rank, op.number] = len(self.sides[channel])
-                    self.sides[channel].append(op)
+                    into = self.sides[self._channel(rank, op)]
                 else:
-                    self.parts[rank, op.group].setdefault(op.nth, []).append(op)
+                    into = self.parts[rank, op.group].setdefault(op.nth, [])
+                self.place[rank, op.number] = len(into)
+                into.append(op)
+        self.newest = {key: max(parts) for key, parts in self.parts.items()}
+        self.open: dict[tuple[int, Group, int, int], list[Op]] = defaultdict(list)
+        self.open_place: dict[tuple[int, int], int] = {}
+        for channel, sides in self.sides.items():
+            self.open[channel] = [op for op in sides if not op.ended]
+            for at, op in enumerate(self.open[channel]):
+                self.open_place[channel[0], op.number] = at
 
     @staticmethod
     def _channel(rank: int, op: Op) -> tuple[int, Group, int, int]:
         ends = (rank, op.peer) if op.kind == "send" else (op.peer, rank)
         return (rank, op.group, *ends)
 
+    def behind(self) -> tuple[int, ...]:
+        """The ranks that have not issued what has ended elsewhere, and cannot have without them."""
+        found: set[int] = set()
+        ended: dict[Group, int] = {}
+        for (_, group), parts in self.parts.items():
+            over = (n for n, some in parts.items() for op in some if op.ended and _ALL(op.kind))
+            ended[group] = max(ended.get(group, 0), max(over, default=0))
+        for group, last in ended.items():
+            found |= {
+                r for r in group.ranks if r in self.dumps and self.newest.get((r, group), 0) < last
+            }
+        for (rank, group, a, b), sides in self.sides.items():
+            if rank == b and a in self.dumps and not (self.dumps[a].lost or self.dumps[b].lost):
+                sent = len(self.sides.get((a, group, a, b), ()))
+                found |= {a} if any(op.ended for op in sides[sent:]) else set()
+        return tuple(sorted(found))
+
     @cached_property
     def heads(self) -> dict[int, tuple[Op, ...]]:
         """What each rank waits at: the first that has not ended, with all of its batch."""
         return {rank: _heads(dump) for rank, dump in self.dumps.items()}
+
+    @cached_property
+    def _head_numbers(self) -> dict[int, set[int]]:
+        return {rank: {op.number for op in heads} for rank, heads in self.heads.items()}
 
     def waits(self, rank: int) -> tuple[Wait, ...]:
         """What the first of a rank that has not ended waits for."""
@@ -175,40 +219,39 @@ class _Pairs:
 
     def _waits_of(self, rank: int, op: Op) -> list[Wait]:
         others = [op.peer] if op.is_message else [r for r in op.group.ranks if r != rank]
-        return [Wait(rank, op, other, *self._part(rank, op, other)) for other in others]
+        return [Wait(rank, op, other, *self.part(rank, op, other)) for other in others]
 
-    def _part(self, rank: int, op: Op, other: int) -> tuple[Why, Op | None]:
+    def part(self, rank: int, op: Op, other: int) -> tuple[Why, Op | None]:
         """What the part of another rank in an operation does, and which it is."""
         if other not in self.dumps:
             return Why.NO_DUMP, None
         part = self.other_side(rank, op) if op.is_message else self._member(rank, op, other)
         if part is None:
             # Of a collective that is no longer in its buffer, the rank has had it.
-            later = not op.is_message and any(n > op.nth for n in self.parts[other, op.group])
+            later = not op.is_message and self.newest.get((other, op.group), 0) > op.nth
             return (Why.THERE if later else Why.NOT_ISSUED), None
         if _differ(op, part):
             return Why.OTHER, part
-        behind = not part.ended and part not in self.heads[other]
+        behind = not part.ended and part.number not in self._head_numbers[other]
         return (Why.BEHIND if behind else Why.THERE), part
 
     def _member(self, rank: int, op: Op, other: int) -> Op | None:
         """The collective of another rank with the number of this one; of a batch, the same one."""
-        found = self.parts[other, op.group].get(op.nth, [])
-        at = self.parts[rank, op.group][op.nth].index(op)
+        found = self.parts.get((other, op.group), {}).get(op.nth, [])
+        at = self.place[rank, op.number]
         return found[min(at, len(found) - 1)] if found else None
 
     def other_side(self, rank: int, op: Op) -> Op | None:
         """The recording of the other side of a message, None if that rank has not issued it."""
         _, group, a, b = self._channel(rank, op)
-        own, theirs = self.sides[rank, group, a, b], self.sides[op.peer, group, a, b]
-        at = self.place[rank, op.number]
+        theirs, place = self.sides, self.place
         if self.dumps[rank].lost or self.dumps[op.peer].lost:
             # Where the beginning is lost, what has not ended is paired in order.
             if op.ended:
                 return None
-            at = sum(not one.ended for one in own[:at])
-            theirs = [one for one in theirs if not one.ended]
-        return theirs[at] if at < len(theirs) else None
+            theirs, place = self.open, self.open_place
+        sides, at = theirs.get((op.peer, group, a, b), []), place[rank, op.number]
+        return sides[at] if at < len(sides) else None
 
 
 def _heads(dump: Dump) -> tuple[Op, ...]:

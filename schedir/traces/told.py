@@ -20,7 +20,7 @@ def job_lines(job: Job) -> list[str]:
         lines.append(f"  rank {rank}  {_stands(job, rank)}")
     if len(job.dumps) > len(shown):
         lines.append(f"  ... and {len(job.dumps) - len(shown)} more ranks (--json has them all)")
-    return lines + _lost(job.dumps.values()) + job_verdict(job)
+    return lines + _lost([*job.dumps.values()]) + behind_lines(job.behind) + job_verdict(job)
 
 
 def _heading(job: Job) -> str:
@@ -114,17 +114,22 @@ def job_verdict(job: Job) -> list[str]:
     for wait in _once(job.unmet):
         name = f"{job.say(wait.rank, wait.op)} of rank {wait.rank}"
         if wait.why is Why.OTHER:
-            lines.append(f"the cause: {name} {whom(job, [wait])}")
+            unsure = job.behind or (wait.op.is_message and job.lost(wait))
+            lines.append(f"{'it may be' if unsure else 'the cause:'} {name} {whom(job, [wait])}")
         elif not cycle:
-            lines.append(
-                f"{name} is issued by all of its ranks and nothing stands before it: its value is "
-                f"not computed yet, or it does not pass{_apart(wait)}"
-            )
+            lines.append(f"{name} {_all_there(job, wait)}{_apart(wait)}")
+    late = [r for r in job.roots if r in job.dumps and job.standing[r].begun is None]
+    whether = "is" if len(job.roots) == 1 and not job.behind and not cycle else "may be"
     for rank in job.roots[:SHOWN]:
-        if rank in job.dumps and job.standing[rank].begun is None:
+        if rank in late:
+            sure = whether == "is" and any(
+                wait.on == rank and not (wait.op.kind == "recv" and job.lost(wait))
+                for waits in job.waits.values() for wait in waits
+            )  # fmt: skip
             lines.append(
-                f"rank {rank} is the cause: others wait for it, and it waits for nobody here; it "
-                f"computes, or is held up elsewhere, or its process is gone{_did(job.dumps[rank])}"
+                f"rank {rank} {'is' if sure else 'may be'} the cause: others wait for it, and it "
+                "waits for nobody here; it computes, or is held up elsewhere, or its process is "
+                f"gone{_did(job.dumps[rank])}"
             )
         elif rank not in job.dumps:
             lines.append(
@@ -133,6 +138,31 @@ def job_verdict(job: Job) -> list[str]:
     if not lines:
         lines.append("nobody waits for anybody here: what keeps the job is outside of these dumps")
     return lines
+
+
+def _all_there(job: Job, wait: Wait) -> str:
+    """Of what all of its ranks have issued, which of them have not come to it on their devices."""
+    op = wait.op
+    ranks = sorted({op.peer, wait.rank} if op.is_message else {*op.group.ranks})
+    parts = {rank: job.part(wait, rank) for rank in ranks if rank in job.dumps}
+    over = [rank for rank, part in parts.items() if part and part.ended]
+    began = [rank for rank, part in parts.items() if part and part.state == "started"]
+    if over:
+        left = [rank for rank in parts if rank not in over]
+        return (
+            f"has ended on rank {listed(over)}: rank {listed(left)} may be the cause, whose device "
+            "has not come to it; or its dump is the older one"
+        )
+    left = [rank for rank in parts if rank not in began]
+    if began and left:
+        return (
+            f"is issued by all of its ranks, and has started on rank {listed(began)}: rank "
+            f"{listed(left)} may be the cause, whose device has not come to it"
+        )
+    return (
+        "is issued by all of its ranks and nothing stands before it: "
+        + ("it does not pass" if began else "its value is not computed yet, or it does not pass")
+    )  # fmt: skip
 
 
 def _once(waits: Iterable[Wait]) -> list[Wait]:
@@ -186,11 +216,28 @@ def listed(ranks: Sequence[int]) -> str:
     return " and ".join(filter(None, [", ".join(some[:-1]), some[-1]]))
 
 
-def _lost(dumps: Iterable[Dump]) -> list[str]:
+def behind_lines(ranks: Sequence[int]) -> list[str]:
+    """That dumps are of different moments."""
+    if not ranks:
+        return []
+    return [
+        f"the dump of rank {listed(ranks)} is older than others, in which has ended what it has "
+        "not issued: it has gone on since, and what is said of it was so then"
+    ]
+
+
+def _lost(dumps: Sequence[Dump]) -> list[str]:
     lost = [dump.rank for dump in dumps if dump.lost]
     if not lost:
         return []
-    return [
+    lines = []
+    if blind := [dump.rank for dump in dumps if dump.is_blind]:
+        lines.append(
+            f"the oldest entry that is left of rank {listed(blind)} has not ended: where it stands "
+            "may be lost, too"
+        )
+    lines.append(
         f"the buffers of rank {listed(lost)} have lost their beginning: messages that have not "
         "ended are paired in their order (a larger TORCH_FR_BUFFER_SIZE keeps more)"
-    ]
+    )
+    return lines

@@ -11,7 +11,7 @@ from schedir.ir.program import Program
 from schedir.traces.matched import Matched
 from schedir.traces.placed import Cause, Kind, Place
 from schedir.traces.standing import Job
-from schedir.traces.told import SHOWN, job_lines, line_of, listed, whom
+from schedir.traces.told import SHOWN, behind_lines, job_lines, line_of, listed, whom
 from schedir.traces.verdict import Verdict
 
 
@@ -62,10 +62,17 @@ def _copy(job: Job, verdict: Verdict) -> list[str]:
             "holds if all that the buffer has lost were transfers"
         )
     lines += [f"  {_place(verdict, place)}" for place in verdict.places]
+    lines += [f"  {line}" for line in behind_lines(_behind(job, verdict))]
     silent = [r for r, there in zip(matched.ranks, matched.dumped, strict=True) if not there]
     if silent:
         lines.append(f"  there is no dump of rank {listed(silent)}")
     return lines + _program_verdict(job, verdict)
+
+
+def _behind(job: Job, verdict: Verdict) -> list[int]:
+    """The ranks of the job of this copy whose dumps are older than others."""
+    ranks = verdict.matched.ranks
+    return sorted({*job.behind} & {*ranks} | {ranks[own] for own in verdict.placed.behind})
 
 
 def _place(verdict: Verdict, place: Place) -> str:
@@ -131,8 +138,9 @@ def _program_verdict(job: Job, verdict: Verdict) -> list[str]:
             ranks = [_rank(verdict, int(verdict.placed.rank[k])) for k in (link.at, link.needs)]
             lines.append(f"  {ranks[0]} {' '.join(at)} waits for {' '.join(needs)} of {ranks[1]}")
         return lines
+    alone = len(verdict.causes) == 1 and not _behind(job, verdict)
     for cause in verdict.causes:
-        lines += _cause(job, verdict, cause, "is" if len(verdict.causes) == 1 else "may be")
+        lines += _cause(job, verdict, cause, "is" if alone else "may be")
     if not lines:
         return ["nobody waits for a message of this step"]
     if verdict.refusal is not None:
@@ -155,10 +163,27 @@ def _cause(job: Job, verdict: Verdict, cause: Cause, whether: str) -> list[str]:
     what = " or ".join(" ".join(name) for name in names)
     if cause.kind is Kind.SILENT:
         return [f"{who} is waited for, at {what}, and has left no dump: its process may be gone"]
-    if cause.kind is Kind.BUSY:
+    if cause.kind is Kind.BUSY and len(names) == 1:
         return [
             f"{who} {whether} the cause: {what} is issued on both sides, and nothing stands before "
             "it; its value has not been computed, or it does not pass"
+        ]
+    if cause.kind is Kind.BUSY:
+        return [
+            f"{who} may be the cause: {what} is issued, and so is the other side, and what stands "
+            "before it may still be computed; or it does not pass (with TORCH_NCCL_ENABLE_TIMING=1 "
+            "dumps tell which side has started)"
+        ]
+    if cause.kind is Kind.STUCK:
+        both = " and ".join(
+            f"{' '.join(name)} of {_rank(verdict, own)}"
+            for name, own in zip(names, owners, strict=True)
+        )
+        return [f"{both} are issued, and nothing keeps them: the message does not pass"]
+    if cause.kind is Kind.ENDED:
+        return [
+            f"{who} may be the cause: the other side of {what} has ended; its device has not come "
+            "to it, or its dump is the older one"
         ]
     rank = verdict.matched.ranks[owners[0]]
     lines = [

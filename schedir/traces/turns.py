@@ -78,16 +78,23 @@ class Run:
         return self._next(self._begin(known)) // len(self.turns)
 
     def mark(
-        self, step: int, known: bool, issued: NDArray[np.bool_], ended: NDArray[np.bool_]
+        self,
+        step: int,
+        known: bool,
+        issued: NDArray[np.bool_],
+        started: NDArray[np.bool_],
+        ended: NDArray[np.bool_],
     ) -> None:
-        """Note what is issued and what has ended of a step."""
+        """Note what is issued, what has started and what has ended of a step."""
         begin, many = self._begin(known), len(self.turns)
         before = min(max(begin - step * many, 0), many)  # older than what is kept
-        issued[self.turns[:before]] = ended[self.turns[:before]] = True
+        older = self.turns[:before]
+        issued[older] = started[older] = ended[older] = True
         for at, op in zip(self.order, self.ops, strict=True):
             turn, place = divmod(begin + at, many)
             if turn == step:
                 issued[self.turns[place]] = True
+                started[self.turns[place]] = op.state != "issued"
                 ended[self.turns[place]] = op.ended
 
 
@@ -186,6 +193,13 @@ class Recorded:
             if wrong is not None:
                 raise self._foreign(ops, turns, wrong, whole)
             return Run(positions, order, ops, 0, 0)
+        if not ops[0].ended:
+            raise UsageError(
+                f"rank {self.dump.rank} has lost the first {self.dump.lost} entries of its buffer, "
+                f"and the oldest message that is left in {ops[0].group} has not ended: where it "
+                "stands may be lost, too",
+                hint="leave out --program; a larger TORCH_FR_BUFFER_SIZE keeps more",
+            )
         tried = {k: self._order(ops, turns, k) for k in range(many)}
         fits = {k: order for k, (order, wrong) in tried.items() if wrong is None}
         if not fits:

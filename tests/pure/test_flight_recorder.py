@@ -146,6 +146,7 @@ HOSTILE: dict[str, Callable[[Path], None]] = {
     "entries that are none": _changed(_entries=[1, 2]),
     "groups without ranks": _changed(_pg_config={"0": {"ranks": "every one"}}),
     "a state that is none": _changed(state="dreaming"),
+    "a state that has parts": _changed(state=[]),
     "a name that is none": _changed(profiling_name=12),
     "no process group": _changed(process_group="7"),
     "a number that is none": _changed(p2p_seq_id="1"),
@@ -178,6 +179,20 @@ def test_refused(name: str, tmp_path: Path) -> None:
 
 def test_every_sentence_is_of_a_dump() -> None:
     assert [*SENTENCES] == [*HOSTILE]
+
+
+def test_text_that_is_none_is_not_looked_into(tmp_path: Path) -> None:
+    """A list that holds itself twice, sixty times over, is short in a pickle and endless as text."""
+    endless: list[Any] = []
+    for _ in range(60):
+        endless = [endless, endless]
+    path = tmp_path / "nccl_trace_rank_0"
+    _changed(input_dtypes=[endless])(path)
+    (dump,) = read_dumps([str(path)])[0].values()
+    assert dump.ops[0].dtypes == ("<list>",)
+    _changed(state=endless)(path)
+    with pytest.raises(TraceError):
+        read_dumps([str(path)])
 
 
 def test_two_dumps_of_a_rank(tmp_path: Path) -> None:

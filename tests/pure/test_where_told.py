@@ -14,10 +14,14 @@ import pytest
 
 from schedir import Plan, Program, check, compile, schedules
 from schedir.analysis.graph import Graph
+from schedir.errors import UsageError
 from schedir.ir.ops import RECEIVES
 from schedir.ir.stream import Stream
+from schedir.traces.matched import match
 from schedir.traces.standing import Why
 from schedir.traces.told import job_lines
+from schedir.traces.told_program import program_lines
+from schedir.traces.verdict import judge
 from tests.commands import refused, said
 from tests.flight import Recorder, job_of, record, stopped
 from tests.museum.cases import cases
@@ -172,3 +176,63 @@ def test_the_command_refuses(tmp_path: Path, capsys: pytest.CaptureFixture[str])
     )
     (tmp_path / "nccl_trace_rank_1").write_bytes(b"\x80\x02cos\nsystem\n.")
     assert "TraceError" in refused(capsys, "where", str(tmp_path))
+
+
+def test_a_rank_that_computes_behind_an_open_receive_may_be_the_cause(tmp_path: Path) -> None:
+    """On NCCL a receive waits for kernels that were issued before it; its sender has done all."""
+    program = compile(schedules.gpipe, Plan(3, 4))
+    graph = Graph(program)
+    at = next(k for k in range(len(program)) if str(graph.index.locate(k)[2]) == "F 2.2")
+    recorders = record(stopped(graph, at, False, kernels=True))
+    job = job_of(tmp_path, recorders)
+    lines = program_lines(job, judge(program, match(job, program)))
+    assert any(line.startswith("rank 1 or rank 2 may be the cause") for line in lines)
+    # Where they record what has started, one of the two is left.
+    held = [e for e in recorders[1].entries if e["state"] == "scheduled"]
+    held[0]["state"] = "started"
+    job = job_of(tmp_path, recorders)
+    lines = program_lines(job, judge(program, match(job, program)))
+    assert any(line.startswith("rank 2 is the cause: #6 recv_act 2.3") for line in lines)
+    assert any("has started on rank 1: rank 2 may be" in line for line in job_lines(job))
+
+
+def test_dumps_of_different_moments(tmp_path: Path) -> None:
+    """Rank 2 has written its dump before the others have received what it has not issued in it."""
+    program = compile(schedules.one_f_one_b, Plan(4, 6))
+    graph = Graph(program, blocks=True)
+    early, late = (
+        record(stopped(graph, int(program.offsets[rank]) + at, True))
+        for rank, at in ((2, 8), (1, 17))
+    )
+    job = job_of(tmp_path, [*late[:2], early[2], late[3]])
+    assert job.behind == (2,)
+    for lines in (job_lines(job), program_lines(job, judge(program, match(job, program)))):
+        assert any("the dump of rank 2 is older" in line for line in lines)
+        assert not any("is the cause" in line for line in lines)
+    recorders = [_collective(0), _collective(1)]
+    recorders[0].collective("1", "all_reduce", ended=True)
+    job = job_of(tmp_path, recorders)
+    assert job.behind == (1,)
+    recorders[0].entries[-1]["profiling_name"] = "nccl:broadcast"  # its root waits for nobody
+    assert job_of(tmp_path, recorders).behind == ()
+
+
+def test_a_buffer_that_may_have_lost_where_its_rank_stands(tmp_path: Path) -> None:
+    program = compile(schedules.gpipe, Plan(2, 6))
+    graph = Graph(program)
+    job = job_of(tmp_path, record(stopped(graph, 0, False), before=2), last=4)
+    assert any("where it stands may be lost" in line for line in job_lines(job))
+    assert not any("is the cause" in line for line in job_lines(job))
+    with pytest.raises(UsageError) as caught:
+        match(job, program)
+    assert "may be lost, too" in caught.value.fact
+
+
+def test_a_collective_that_has_not_started_everywhere(tmp_path: Path) -> None:
+    recorders = [_collective(0), _collective(1)]
+    recorders[0].entries[0]["state"] = "started"
+    lines = job_lines(job_of(tmp_path, recorders))
+    assert any("has started on rank 0: rank 1 may be the cause" in line for line in lines)
+    recorders[1].entries[0]["state"] = "completed"
+    lines = job_lines(job_of(tmp_path, recorders))
+    assert any("has ended on rank 1: rank 0 may be the cause" in line for line in lines)
