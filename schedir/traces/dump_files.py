@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterable
+from functools import lru_cache
 from glob import glob
 from pathlib import Path
 from typing import Any, Final
@@ -100,5 +101,9 @@ def _json(data: bytes, path: str) -> Any:
 
 def plain(text: object) -> str:
     """A name out of a file, fit for a terminal; of what is no text nothing is looked at."""
-    given = text if isinstance(text, str) else f"<{type(text).__name__}>"
-    return "".join(c if c.isprintable() else "?" for c in given[:200])
+    return _printable(text[:200] if isinstance(text, str) else f"<{type(text).__name__}>")
+
+
+@lru_cache(2**12)
+def _printable(text: str) -> str:
+    return "".join(c if c.isprintable() else "?" for c in text)

@@ -15,7 +15,7 @@ from __future__ import annotations
 import re
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Final, Literal, NamedTuple
@@ -43,6 +43,9 @@ class Group(NamedTuple):
     about: str
     ranks: tuple[int, ...]
     known: bool = True
+
+    def __hash__(self) -> int:
+        return hash((self.name, self.about, len(self.ranks)))  # all ranks are many, for each entry
 
     def __str__(self) -> str:
         return self.about if self.about not in ("", "undefined") else f"group {self.name}"
@@ -128,28 +131,42 @@ def read_dumps(places: Iterable[str]) -> tuple[dict[int, Dump], list[str]]:
     Raises TraceError for a file that is no dump, UsageError where there is none or a rank has two.
     """
     paths, passed = paths_of(places)
-    raws = [(path, read(path)) for path in paths]
     found: dict[int, Dump] = {}
-    seen: dict[tuple[str, str], set[int]] = {}
-    parts = [(path, _rank_of(path, raw), raw) for path, raw in raws]
-    every = [rank for _, rank, _ in parts]
-    for path, rank, raw in parts:
-        for entry in raw["entries"]:
-            members = seen.setdefault(key := _group_of(entry, path), {rank})
-            members.update(every if key[1] == "default_pg" else [rank])
-    for path, rank, raw in parts:
-        if rank in found:
+    for path in paths:  # one at a time: of what a file has, little is kept
+        dump = _dump(path, read(path))
+        if dump.rank in found:
             raise UsageError(
-                f"rank {rank} has two dumps: {found[rank].path} and {path}",
+                f"rank {dump.rank} has two dumps: {found[dump.rank].path} and {path}",
                 hint="give one run at a time, as JSON or as pickles",
             )
-        found[rank] = _dump(path, rank, raw, seen)
-    return dict(sorted(found.items())), passed
+        found[dump.rank] = dump
+    return _with_members(dict(sorted(found.items()))), passed
 
 
-def _rank_of(path: str, raw: dict[str, Any]) -> int:
+def _with_members(dumps: dict[int, Dump]) -> dict[int, Dump]:
+    """The dumps, in which each group without ranks has those that speak of it."""
+    used = {rank: {id(op.group): op.group for op in dump.ops} for rank, dump in dumps.items()}
+    members: dict[tuple[str, str], set[int]] = defaultdict(set)
+    for rank, groups in used.items():
+        for group in groups.values():
+            key = (group.name, group.about)
+            members[key].update(dumps if group.about == "default_pg" else [rank])
+    same: dict[Group, Group] = {}
+    for rank, groups in used.items():
+        whole = {
+            of: group if group.known
+            else group._replace(ranks=tuple(sorted(members[group.name, group.about])))
+            for of, group in groups.items()
+        }  # fmt: skip
+        whole = {of: same.setdefault(group, group) for of, group in whole.items()}
+        if any(whole[of] is not group for of, group in groups.items()):
+            ops = tuple(op._replace(group=whole[id(op.group)]) for op in dumps[rank].ops)
+            dumps[rank] = replace(dumps[rank], ops=ops)
+    return dumps
+
+
+def _rank_of(path: str, raw: dict[str, Any], config: dict[str, Group]) -> int:
     """The rank that a file is of: by its name, which its messages must not contradict."""
-    config = _config(raw, path)
     own = Counter[int]()
     for entry in raw["entries"]:
         name, _ = _group_of(entry, path)
@@ -233,21 +250,27 @@ def _lacks(entry: dict[str, Any], key: str, path: str) -> TraceError:
     return TraceError(f"{where} of the dump has no {key} that can be read", program=path)
 
 
-def _dump(path: str, rank: int, raw: dict[str, Any], seen: dict[tuple[str, str], set[int]]) -> Dump:
+def _dump(path: str, raw: dict[str, Any]) -> Dump:
     config = _config(raw, path)
+    rank = _rank_of(path, raw, config)
     entries = sorted(raw["entries"], key=lambda entry: _number(entry, "record_id", path))
     ops: list[Op] = []
+    others: dict[tuple[str, str], Group] = {}
     single: dict[Group, list[int]] = defaultdict(list)
+    same: dict[object, Any] = {}
     for entry in entries:
-        key = _group_of(entry, path)
-        group = config.get(key[0])
+        name, about = _group_of(entry, path)
+        group = config.get(name) or others.get((name, about))
         if group is None:
-            group = Group(plain(key[0]), plain(key[1]), tuple(sorted(seen[key])), known=False)
+            group = others[name, about] = Group(plain(name), plain(about), (), known=False)
         if _title(entry, path).partition(":")[2] == "coalesced":
             _settle(ops, single[group], entry, path)
         else:
             single[group].append(len(ops))
-            ops.append(_op(entry, rank, group, path))
+            op = _op(entry, rank, group, path)
+            alike = (op.kind, op.sizes, op.dtypes, op.line)
+            kind, sizes, dtypes, line = same.setdefault(alike, alike)
+            ops.append(op._replace(kind=kind, sizes=sizes, dtypes=dtypes, line=line))
     lost = ops[0].number if ops else 0
     return Dump(rank, path, tuple(ops), tuple(config.values()), lost)
 

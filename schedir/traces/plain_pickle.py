@@ -39,7 +39,6 @@ def _whole(raw: bytes) -> int:
 _B, _H, _I, _Q = (struct.Struct(f"<{kind}") for kind in "BHIQ")
 _VALUES: Final = {
     b"J"[0]: _Sized(struct.Struct("<i"), False, int),
-    b"K"[0]: _Sized(_B, False, int),
     b"M"[0]: _Sized(_H, False, int),
     b"G"[0]: _Sized(struct.Struct(">d"), False, float),
     b"\x8a"[0]: _Sized(_B, True, _whole),
@@ -57,7 +56,6 @@ _MADE: Final[dict[int, Callable[[], Any]]] = {
 }
 _TUPLES: Final = {b"\x85"[0]: 1, b"\x86"[0]: 2, b"\x87"[0]: 3}
 _PUTS: Final = {b"q"[0]: _B, b"r"[0]: _I}
-_GETS: Final = {b"h"[0]: _B, b"j"[0]: _I}
 _SKIPS: Final = {b"\x80"[0]: _B, b"\x95"[0]: _Q}  # which protocol, how long a frame
 # What a foreign pickle most likely has, by what it would do.
 _DOES: Final = {
@@ -110,15 +108,27 @@ class _Reader:
         self.memo: dict[int, Any] = {}
 
     def value(self) -> Any:
-        """What is left when the pickle says that it ends."""
+        """What is left when the pickle says that it ends.
+
+        What dumps have most of, values that come again, short text and numbers, is read first.
+        """
         data, stack, memo = self.data, self.stack, self.memo
+        push = stack.append
         for _ in range(MOST):
-            op = data[self.at]
-            self.at += 1
-            if op in _VALUES:
-                stack.append(self._operand(_VALUES[op]))
-            elif op in _GETS:
-                stack.append(memo[self._number(_GETS[op])])
+            at = self.at
+            op = data[at]
+            self.at = at + 1
+            if op == 0x68:  # BINGET
+                push(memo[data[at + 1]])
+                self.at = at + 2
+            elif op == 0x6A:  # LONG_BINGET
+                push(memo[_I.unpack_from(data, at + 1)[0]])
+                self.at = at + 5
+            elif op == 0x4B:  # BININT1
+                push(data[at + 1])
+                self.at = at + 2
+            elif op in _VALUES:
+                push(self._operand(_VALUES[op]))
             elif op in _PUTS:
                 memo[self._number(_PUTS[op])] = stack[-1]
             elif op == 0x94:  # MEMOIZE

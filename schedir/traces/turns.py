@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import defaultdict, deque
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import pairwise
@@ -200,15 +200,14 @@ class Recorded:
                 "stands may be lost, too",
                 hint="leave out --program; a larger TORCH_FR_BUFFER_SIZE keeps more",
             )
-        tried = {k: self._order(ops, turns, k) for k in range(many)}
-        fits = {k: order for k, (order, wrong) in tried.items() if wrong is None}
+        fits = self._places(ops, turns)
         if not fits:
             raise self._foreign(ops, turns, None, whole)
         first = None
         if whole and self._counts(ops[0].group):
             first = ops[0].logical - 1 - ops[0].collectives
         if first is not None and first % many in fits:
-            order = fits[first % many]
+            order, _ = self._order(ops, turns, first % many)
             return Run(positions, order, ops, first, first % many, len(fits) == 1)
         if len(fits) > 1:
             name = self.graph.program.name
@@ -217,7 +216,8 @@ class Recorded:
                 f"and what is left fits {len(fits)} places in a step of {name}",
                 hint="a larger TORCH_FR_BUFFER_SIZE keeps more",
             )
-        ((phase, order),) = fits.items()
+        (phase,) = fits
+        order, _ = self._order(ops, turns, phase)
         return Run(positions, order, ops, None, phase)
 
     def _counts(self, group: Group) -> bool:
@@ -233,32 +233,59 @@ class Recorded:
         talk = any(is_small_talk(op) for op in ops if op.is_message)
         return not self.unsure and steady and not talk and ops[0].logical > ops[0].collectives
 
+    def _places(self, ops: list[Op], turns: list[int]) -> list[int]:
+        """The places in a step at which the first message may be, so that all others fit.
+
+        All places are looked at together, message by message.  After a whole step what comes again
+        fits where it did before, so that the time is that of a step squared, at most.
+        """
+        many = len(turns)
+        ways = {way: k for k, way in enumerate(dict.fromkeys(self.ways[at][:2] for at in turns))}
+        theirs = np.array([ways[self.ways[at][:2]] for at in turns], np.int64)
+        own = [ways.get((op.kind, self.own[op.peer]), -1) for op in ops]
+        twice = np.tile(theirs, 2)
+        before = [np.append(0, np.cumsum(twice == way)) for way in ways.values()]
+        left, single = np.arange(many), 0
+        for at, end in self._batches(ops):
+            if end - at > many or -1 in own[at:end]:
+                return []
+            if end - at > 1:  # what is issued as one may be recorded in any order
+                begin, single = (left + at) % many, end
+                for way, sums in enumerate(before):
+                    same = sums[begin + end - at] - sums[begin] == own[at:end].count(way)
+                    begin, left = begin[same], left[same]
+            elif at - many < single or own[at] != own[at - many]:
+                left = left[theirs[(left + at) % many] == own[at]]
+            if not left.size:
+                return []
+        return [int(place) for place in left]
+
+    @staticmethod
+    def _batches(ops: list[Op]) -> Iterator[tuple[int, int]]:
+        """Where each batch begins and ends; one alone is a batch, too."""
+        begin = 0
+        for at in range(1, len(ops) + 1):
+            if at == len(ops) or not ops[at].batch or ops[at].batch != ops[begin].batch:
+                yield begin, at
+                begin = at
+
     def _order(self, ops: list[Op], turns: list[int], first: int) -> tuple[list[int], int | None]:
         """Which turn each message is, if the first is the given one, and the first that is none.
 
         What is issued as one may be recorded in any order.
         """
         order: list[int] = []
-        at = 0
-        while at < len(ops):
-            end = at + 1
-            while end < len(ops) and ops[at].batch and ops[end].batch == ops[at].batch:
-                end += 1
-            free = [*range(at, end)]
+        for at, end in self._batches(ops):
+            free: dict[tuple[str, int], deque[int]] = defaultdict(deque)
+            for turn in range(at, end):
+                if turns:
+                    free[self.ways[turns[(first + turn) % len(turns)]][:2]].append(turn)
             for k in range(at, end):
-                turn = next((t for t in free if self._fits(ops[k], turns, first + t)), None)
-                if turn is None:
+                way = (ops[k].kind, self.own[ops[k].peer])
+                if not free[way]:
                     return order, k
-                free.remove(turn)
-                order.append(turn)
-            at = end
+                order.append(free[way].popleft())
         return order, None
-
-    def _fits(self, op: Op, turns: list[int], turn: int) -> bool:
-        return bool(turns) and self.ways[turns[turn % len(turns)]][:2] == (
-            op.kind,
-            self.own[op.peer],
-        )
 
     def _foreign(
         self, ops: list[Op], turns: list[int], at: int | None, whole: bool

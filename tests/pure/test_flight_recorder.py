@@ -182,7 +182,7 @@ def test_every_sentence_is_of_a_dump() -> None:
 
 
 def test_text_that_is_none_is_not_looked_into(tmp_path: Path) -> None:
-    """A list that holds itself twice, sixty times over, is short in a pickle and endless as text."""
+    """A list that has another twice, sixty times over, is short as a pickle, endless as text."""
     endless: list[Any] = []
     for _ in range(60):
         endless = [endless, endless]
