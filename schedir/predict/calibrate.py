@@ -51,7 +51,8 @@ def calibrate(measured: Timeline) -> Costs:
     kind.  An instruction of the compute lane takes its span and the delay before it that nothing
     explains: how much earlier a simulation would begin it in which all computes end as they did and
     messages take the times above.  The delay is the host's own work, messages that took longer
-    than most, and noise; it is negative where a message took less than most.
+    than most, and noise; it is negative where a message took less than most.  But nothing costs
+    less than the least that it was seen to take.
 
     Instructions that the program, or a stage of it, does not have cost nothing.
 
@@ -67,19 +68,20 @@ def calibrate(measured: Timeline) -> Costs:
     once = measured.graph.node == np.arange(len(spans))  # of what is one on several ranks
     for name in _LATE:
         costs[name] = _nearest(bounds[:, once & np.isin(spans["op"], _OPS[name])])
-    took = spans["end"] - spans["start"] + _unexplained(measured, Costs(**costs))
+    lasted = spans["end"] - spans["start"]
+    took = np.stack([lasted + _unexplained(measured, Costs(**costs)), lasted])
     second = measured.second_of_pair
     paired = second | np.append(second[1:], False)
     for name, ops in _OPS.items():
         here = np.isin(spans["op"], ops)
         if ops[0] in COMPUTE and here.any():
             of = [here & (spans["stage"] == s) for s in stages]
-            costs[name] = tuple(_alone(name, took[w], paired[w]) for w in of)
+            costs[name] = tuple(_alone(name, took[:, w], paired[w]) for w in of)
         elif name not in _LATE:
-            costs[name] = _mean(took[here])
+            costs[name] = _mean(took[:, here])
     if second.any():
         ahead = paired & (spans["op"] == FORWARD)
-        costs["FB"] = tuple(_mean(took[ahead & (spans["stage"] == s)]) for s in stages)
+        costs["FB"] = tuple(_mean(took[:, ahead & (spans["stage"] == s)]) for s in stages)
     return Costs(**costs)
 
 
@@ -110,15 +112,17 @@ def format_bubbles(run: Timeline, predicted: Timeline) -> str:
     return f"bubble {run.bubble:.1%}, predicted {predicted.bubble:.1%}{also}"
 
 
-def _mean(times: Floats) -> float:
-    return max(0.0, float(times.mean())) if len(times) else 0.0
+def _mean(took: Floats) -> float:
+    """The mean of times with delays, and no less than the least without; shape (2, n)."""
+    times, lasted = took
+    return max(float(lasted.min()), float(times.mean())) if len(times) else 0.0
 
 
 def _alone(name: str, took: Floats, paired: NDArray[np.bool_]) -> float:
     """The mean of what is not in a pair; if all is, a pair's third for F, and the rest for B."""
     if paired.all():
         return _mean(took) * (1 / 3 if name == "F" else 2 / 3)
-    return _mean(took[~paired])
+    return _mean(took[:, ~paired])
 
 
 def _bounds(measured: Timeline) -> Floats:

@@ -8,6 +8,7 @@ taken lie in the middle of what the bounds allow, and the bounds say how far the
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -26,20 +27,20 @@ class Offsets(NamedTuple):
 
 
 def align(
-    hosts: int, sender: NDArray[np.int64], receiver: NDArray[np.int64], took: Floats
+    hosts: Sequence[str], sender: NDArray[np.int64], receiver: NDArray[np.int64], took: Floats
 ) -> Offsets:
     """The offsets of the clocks of hosts, from messages between them.
 
-    `sender` and `receiver` are hosts, and `took` is when a message was there, by the receiver's
-    clock, less when it was posted, by the sender's; each of shape (messages,).
+    `sender` and `receiver` are hosts, by their numbers, and `took` is when a message was there, by
+    the receiver's clock, less when it was posted, by the sender's; each of shape (messages,).
 
     Raises TraceError where messages contradict each other, as clocks that drift or jump make them,
     and where two hosts are joined by messages in one direction only, or by none.
     """
-    most = np.full((hosts, hosts), np.inf)  # of offset(column) - offset(row)
+    most = np.full((len(hosts), len(hosts)), np.inf)  # of offset(column) - offset(row)
     np.fill_diagonal(most, 0.0)
     np.minimum.at(most, (sender, receiver), took)
-    for via in range(hosts):  # Floyd and Warshall
+    for via in range(len(hosts)):  # Floyd and Warshall
         most = np.minimum(most, most[:, via, None] + most[None, via])
     if (np.diag(most) < 0).any():
         raise TraceError(
@@ -49,7 +50,8 @@ def align(
     if not np.isfinite(most).all():
         row, column = map(int, np.argwhere(~np.isfinite(most))[0])
         raise TraceError(
-            f"the clocks of hosts cannot be aligned: no message goes from host {row} to {column}"
+            "the clocks of hosts cannot be aligned: no messages go from "
+            f"{hosts[row] or 'one without a name'} to {hosts[column] or 'one without a name'}"
         )
     # The latest and the earliest that all bounds allow; so does what lies between them.
     offsets = (most[0] - most[:, 0]) / 2

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from glob import glob
@@ -80,5 +81,9 @@ def _each(files: Sequence[Path]) -> Iterator[Trace]:
     if workers < 2 or size_of(files) < LARGE:
         yield from map(read_trace, files)
         return
-    with ProcessPoolExecutor(workers, get_context("forkserver")) as pool:
+    # At Ctrl-C they end, as this one does, and only this one says so.
+    end_quietly = signal.SIGINT, signal.SIG_DFL
+    with ProcessPoolExecutor(
+        workers, get_context("forkserver"), initializer=signal.signal, initargs=end_quietly
+    ) as pool:
         yield from pool.map(read_trace, files)

@@ -299,7 +299,7 @@ def _align(program: Program, hosts: list[str], start: Floats, end: Floats) -> fl
         np.fmin.at(end_of, giver[used], end[used])
     took = end_of[got] - start_of[sends]
     far = (host[sends] != host[got]) & np.isfinite(took)
-    offsets = align(len(names), host[sends][far], host[got][far], took[far])
+    offsets = align(names, host[sends][far], host[got][far], took[far])
     for times in (start, end):
         times -= offsets.of[host]
     return offsets.error

@@ -55,6 +55,15 @@ def test_what_is_not_there_costs_nothing() -> None:
     assert found.B == (5.0,) * 4 and found.I == found.W == 0.0
 
 
+def test_nothing_costs_less_than_it_took() -> None:
+    """Though its messages took much less than most, what they are for did not."""
+    given = Costs(F=1, B=2, send=(1, 50, 50, 50))
+    program = schedir.compile(one_f_one_b, Plan(4, 8))
+    found = calibrate(schedir.simulate(program, given, model="edge"))
+    assert isinstance(found.F, tuple) and isinstance(found.B, tuple)
+    assert min(found.F) >= 1 and min(found.B) >= 2
+
+
 def test_a_pipeline_of_one() -> None:
     found = calibrate(schedir.simulate(schedir.compile(whole, Plan(1, 2)), Costs(F=2)))
     assert found.F == (2.0,) and found.send == 0.0

@@ -128,13 +128,13 @@ def test_offsets_are_within_what_is_said(hosts: int, seed: int) -> None:
     ring = [(a, b) for a in range(hosts) for b in ((a + 1) % hosts, (a - 1) % hosts)] * 3
     sender, receiver = np.array(ring).T
     took = rng.exponential(1e-3, len(ring))
-    found = align(hosts, sender, receiver, took + true[receiver] - true[sender])
+    found = align("abcde"[:hosts], sender, receiver, took + true[receiver] - true[sender])
     off = (found.of - found.of[0]) - (true - true[0])
     assert np.abs(off[:, None] - off[None]).max() <= found.error + 1e-12
     with pytest.raises(TraceError, match="before they were sent"):
-        align(2, np.array([0, 1]), np.array([1, 0]), np.array([-1.0, 0.5]))
-    with pytest.raises(TraceError, match="no message goes from host"):
-        align(2, np.array([0]), np.array([1]), np.array([1.0]))
+        align("ab", np.array([0, 1]), np.array([1, 0]), np.array([-1.0, 0.5]))
+    with pytest.raises(TraceError, match="no messages go from b to a"):
+        align("ab", np.array([0]), np.array([1]), np.array([1.0]))
 
 
 # ---------------------------------------------------------------- what cannot be read
