@@ -55,7 +55,7 @@ class _Found:
     fit: list[Timeline]
     over: list[str]  # more than may be held
     split: list[str]  # with backwards that are not whole
-    same: dict[str, str]  # the same program as another, by name
+    same: dict[str, str]  # of the sources that were said: the same program as another, by name
     refused: dict[str, ProgramError]  # not for this plan, or these costs
 
 
@@ -69,9 +69,8 @@ def run(args: argparse.Namespace) -> str:
         said += f"over the limit: {', '.join(found.over)}\n"
     if found.split:
         said += f"with split backwards: {', '.join(found.split)}\n"
-    for source in args.source:
-        if source in found.same:
-            said += f"the same program as {found.same[source]}: {source}\n"
+    for name, other in found.same.items():
+        said += f"the same program as {other}: {name}\n"
     for fact in dict.fromkeys(error.fact for error in found.refused.values()):
         names = [name for name, error in found.refused.items() if error.fact == fact]
         said += f"not {', '.join(names)}: {fact}\n"
@@ -97,9 +96,11 @@ def _found(args: argparse.Namespace) -> _Found:
         program = timeline.program
         if not program.trains:
             continue
-        if (one := digests.setdefault(program.digest, name)) != name:
-            found.same[name] = one
+        if program.digest in digests:
+            if str(request.source) in args.source and digests[program.digest] != name:
+                found.same[name] = digests[program.digest]
             continue
+        digests[program.digest] = name
         if args.whole and BACKWARD_INPUT in program.ops:
             found.split.append(name)
         elif args.activations is not None and timeline.peak_activations > args.activations:
@@ -127,16 +128,15 @@ def _candidates(args: argparse.Namespace) -> Iterator[tuple[str, Request]]:
         for name, schedule in built_in().items()
         if (delay_for(schedule) is not None) == several
     }
-    for name in sorted(known, key=lambda name: takes_v(known[name])):
-        looped = takes_v(known[name]) and args.stages_per_rank is None
-        vee = placed_for(known[name])[0] is not None  # it has two stages per rank at least
-        for v in EACH[vee:] if looped else (None,):
-            request = request_of(args, name, share=True)
-            if v is not None:
-                request = replace(request, said={**request.said, "stages_per_rank": v})
-            yield f"{name} x {v}" if looped else name, request
-    for source in args.source:
-        yield source, request_of(args, source, share=True)
+    for name in (*sorted(known, key=lambda name: takes_v(known[name])), *args.source):
+        request = request_of(args, name, share=True)
+        schedule = request.schedule
+        if schedule is None or not takes_v(schedule) or args.stages_per_rank is not None:
+            yield name, request
+            continue
+        vee = placed_for(schedule)[0] is not None  # it has two stages per rank at least
+        for v in EACH[vee:]:
+            yield f"{name} x {v}", replace(request, said={**request.said, "stages_per_rank": v})
 
 
 def _row(timeline: Timeline) -> dict[str, Any]:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import builtins
 import json
 import re
 from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from torch.profiler import ProfilerActivity, profile
 
 from schedir.compiler.compile import compile
@@ -24,6 +26,7 @@ from tests.commands import said
 from tests.cpu import profiled
 from tests.cpu.spawn import run
 from tests.cpu.tiny_stages import gpt_executor, own_batch, paired
+from tests.tutorial import blocks
 
 _COMPUTE = re.compile(r"PP:\d+[FBIW]\d+|PP:\(.*\)OVERLAP_F_B|(Forward|Backward) \d+")
 
@@ -178,6 +181,18 @@ def _ours(rank: int, folder: str) -> None:
         with profile(activities=[ProfilerActivity.CPU], acc_events=True) as profiler:
             own.step(*given)
         profiler.export_chrome_trace(f"{folder}/{name}/rank{rank}.json")
+
+
+def test_what_the_page_tells_to_paste(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It writes one file, of one step, where nobody has made the folder."""
+    page = Path(__file__).parents[2] / "docs" / "real-runs.md"
+    pasted = next(body for language, body in blocks(page.read_text()) if language == "python")
+    monkeypatch.chdir(tmp_path)
+    names = {"rank": 3, "batches": range(16), "train_step": lambda batch: torch.ones(2) + batch}
+    exec(builtins.compile(pasted, page.name, "exec"), names)
+    (file,) = (tmp_path / "traces").iterdir()
+    assert file.name.startswith("rank3.")
+    assert set(re.findall(r"ProfilerStep#\d+", file.read_text())) == {"ProfilerStep#6"}
 
 
 def test_our_own_executor(tmp_path: Path) -> None:

@@ -105,6 +105,16 @@ def test_my_own_is_ranked_too(tmp_path: Path, capsys: pytest.CaptureFixture[str]
     )
     found = rows(capsys, f"{file}:slow", "--ranks=2", "--microbatches=4")
     assert found[-1]["program"] == "slow"
+    file.write_text(
+        "from schedir import B, F\n\n\ndef looped(rank, ranks, m, v):\n"
+        "    for j in range(v):\n        yield m * F[j]\n"
+        "    for _ in range(m):\n        for j in reversed(range(v)):\n            yield B[j]\n"
+    )
+    found = rows(capsys, f"{file}:looped", "--ranks=2", "--microbatches=4")
+    stages = {row["stages_per_rank"] for row in found if row["program"] == "looped"}
+    assert stages == {2, 4}  # of one it is gpipe
+    told = said(capsys, "best", f"{file}:looped", "--ranks=2", "--microbatches=4")
+    assert f"the same program as gpipe: {file}:looped x 1\n" in told
 
 
 def test_what_fits_nowhere_is_one_error(capsys: pytest.CaptureFixture[str]) -> None:
