@@ -107,15 +107,11 @@ def deadlock(graph: Graph, walk: Walk) -> ProgramError:
     if len(graph.apart):
         return _apart(graph)
     finished = _finished(graph, walk)
-    heads = _heads(graph, finished)
-    cycle: list[int] = []
-    for there in ({h for h in heads.values() if len(_members(graph, h)) == 1}, set[int]()):
-        waits = nx.DiGraph()
-        for head in heads.values():
-            for needed in _unmet(graph, finished, head, there):
-                waits.add_edge(head, heads[int(graph.queue[needed])], needed=needed)
-        if cycle := shortest_cycle(waits):
-            break
+    waits = nx.DiGraph()
+    for head, needs in _unmet(graph, finished).items():
+        for one, needed in needs:
+            waits.add_edge(head, one, needed=needed)
+    cycle = shortest_cycle(waits)
     steps = steps_of(graph, waits, cycle)
     ran = int(finished.sum())
     ranks = len({w.rank for w in steps})
@@ -179,10 +175,9 @@ def _heads(graph: Graph, finished: NDArray[np.bool_]) -> dict[int, int]:
 
 
 def _members(graph: Graph, head: int) -> NDArray[np.intp]:
-    """All that is issued with an instruction: its group, or itself alone."""
-    enter = graph.enter_leave[0]
-    grouped = enter[head] != graph.node[head]
-    return np.flatnonzero(enter == enter[head]) if grouped else np.array([head])
+    """All that a rank issues with an instruction: its group, or itself alone."""
+    enter, rank = graph.enter_leave[0], graph.index.rank
+    return np.flatnonzero((enter == enter[head]) & (rank == rank[head]))
 
 
 def _values(graph: Graph, finished: NDArray[np.bool_], members: NDArray[np.intp]) -> list[int]:
@@ -191,24 +186,34 @@ def _values(graph: Graph, finished: NDArray[np.bool_], members: NDArray[np.intp]
     return [n for n in needed if n != NONE and not finished[n]]
 
 
-def _unmet(graph: Graph, finished: NDArray[np.bool_], head: int, there: set[int]) -> list[int]:
-    """The instructions that a head waits for: values not given, partners not there.
+def _unmet(graph: Graph, finished: NDArray[np.bool_]) -> dict[int, list[tuple[int, int]]]:
+    """By head, for which other heads it waits, and for which instructions in their queues: values
+    not given, partners not there.
 
-    Of two sides that are `there`, the one that lacks a value does not wait for the other.  A
-    group is entered as one, so its first member waits for whatever any member needs.
+    A group is entered as one, when each member is the first of its queue and has its values.  Of
+    two sides that nothing stands before, the one that lacks a value does not wait for the other.
     """
-    members = _members(graph, head)
-    waits = _values(graph, finished, members)  # its own, too: a slot that it would free itself
-    come = {p for p in there if waits or not _values(graph, finished, np.array([p]))}
-    come |= {*members.tolist()}
-    for one in members.tolist():
-        partners = np.flatnonzero((graph.node == graph.node[one]) & ~finished)
-        waits += {*partners.tolist()} - come
-        sent = int(graph.partner[one])
-        if sent in graph.waits_for_nobody and not finished[sent]:
-            waits.append(sent)  # to be taken in, it must have been sent
-    mine = graph.queue[head]
-    return sorted(n for n in waits if graph.queue[n] != mine or n == head or n > head)
+    heads = _heads(graph, finished)
+    together = {head: _members(graph, head) for head in heads.values()}
+    lacks: dict[int, set[int]] = {}
+    there, ready = set[int](), set[int]()  # nothing stands before it; nor does it lack a value
+    for head, members in together.items():
+        before = {heads[queue] for queue in graph.queue[members].tolist()} - {*members.tolist()}
+        lacks[head] = before.union(_values(graph, finished, members))
+        there.update([] if before else members.tolist())
+        ready.update([] if lacks[head] else members.tolist())
+    unmet = {}
+    for head, members in together.items():
+        waits, own = set[int](), {*members.tolist()}
+        for one in members.tolist():
+            waits.update(np.flatnonzero((graph.node == graph.node[one]) & ~finished).tolist())
+            sent = int(graph.partner[one])
+            if sent in graph.waits_for_nobody and not finished[sent]:
+                waits.add(sent)  # to be taken in, it must have been sent
+        waits -= own | (there if lacks[head] else ready)
+        waits |= lacks[head]  # its own, too: a slot that it would free itself
+        unmet[head] = [(heads[int(graph.queue[n])], n) for n in sorted(waits)]
+    return unmet
 
 
 def shortest_cycle(waits: nx.DiGraph) -> list[int]:  # type: ignore[name-defined] # noqa: F821

@@ -83,10 +83,14 @@ class Graph:
         device_waits: bool = False,
         eager: Eager | None = None,
     ) -> Graph:
-        """The graph of a program, which is made once for each model and kind of host."""
-        key = ("graph", model, blocks, device_waits, eager)
+        """The graph of a program, which is made once for each model and kind of host.
+
+        That with small messages is kept by nobody: who looks for a limit tries many.
+        """
         make = partial(cls, model=model, blocks=blocks, device_waits=device_waits, eager=eager)
-        return program.derived(key, make)
+        if eager is not None:
+            return make(program)
+        return program.derived(("graph", model, blocks, device_waits), make)
 
     @property
     def proof(self) -> Proof:

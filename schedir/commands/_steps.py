@@ -82,6 +82,11 @@ def _runs(args: argparse.Namespace) -> list[list[Program]]:
             raise UsageError(f"--on takes RANK:STEPS, as 1:{args.source[0]}, not {each!r}")
         if int(rank) >= len(runs):
             raise UsageError(f"--on: there is no rank {rank}: they are 0 to {len(runs) - 1}")
+        if runs[int(rank)] is not steps:
+            raise UsageError(
+                f"--on says twice what rank {int(rank)} runs",
+                hint=f"--on {int(rank)}:{'+'.join(args.source)} for one after the other",
+            )
         runs[int(rank)] = [program(source) for source in sources.split("+") if source]
     return runs
 

@@ -85,7 +85,7 @@ def run(args: argparse.Namespace) -> str:
             if isinstance(error, DeadlockError) and not args.lazy:
                 hints += _eager_hints(program, first, error, hosts)
             error.hint = "; ".join(hints) or error.hint
-        if args.output is not None and error.sites:
+        if args.output is not None:
             _draw(program, error, args.output)
         raise
     models = sorted([first, *_under(program, others, **hosts, **how)], key=MODELS.index)
@@ -95,7 +95,9 @@ def run(args: argparse.Namespace) -> str:
     if args.json:
         facts = {"program": program.name, "digest": program.digest, "ranks": program.plan.ranks}
         facts["stages_per_rank"] = program.plan.stages_per_rank
-        models_said = {"models": models, "models_where_hosts_block": on_cpus}
+        models_said = {"models": models}
+        if not args.lazy:  # hosts that meet to make communicators do not block
+            models_said["models_where_hosts_block"] = on_cpus
         if args.device_waits:
             models_said["models_where_hosts_wait_for_their_device"] = models
         return as_json(facts | {"instructions": len(program)} | models_said)
@@ -178,6 +180,9 @@ def _draw(program: Program, error: ProgramError, output: str) -> None:
     from schedir.io.files import atomic_write
     from schedir.viz.standstill import standstill
 
+    if not error.sites:
+        error.add_note(f"wrote no {output}: what is missing stands nowhere")
+        return
     with atomic_write(output) as path:
         path.write_text(standstill(program, error), encoding="utf-8")
     error.add_note(f"wrote {output}")

@@ -15,7 +15,7 @@ from schedir.ir.per_stage import PerStage, by_stage, per_stage, with_fields
 
 Size = PerStage
 
-_UNITS = {"": 1, "B": 1}
+_UNITS = {"": 1, "B": 1, "KB": 1000}
 _UNITS |= {f"{p}B": 1000 ** (k + 1) for k, p in enumerate("kMGTP")}
 _UNITS |= {f"{p}iB": 1024 ** (k + 1) for k, p in enumerate("KMGTP")}
 

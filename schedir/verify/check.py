@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import fields
 from itertools import product
 from numbers import Real
 
@@ -97,6 +98,9 @@ def check(
     device_waits = flag(device_waits, "device_waits")
     blocks, lazy = flag(blocks, "blocks") or device_waits, flag(lazy, "lazy")
     small = eager_of(eager, sizes)
+    if sizes is not None:
+        for size in fields(sizes):  # each is of this program's stages, whether anybody asks or not
+            sizes.of(size.name, program.plan.stages)
     if lazy and blocks:
         raise UsageError(
             "communicators that are made lazily are those of GPUs, whose hosts do not block",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import tracemalloc
 from dataclasses import replace
+from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -24,11 +25,13 @@ from schedir.errors import (
 from schedir.ir.ops import COMPUTE, RECEIVES, SENDS
 from schedir.ir.plan import Plan
 from schedir.ir.program import Program, Stream, pack
+from schedir.ir.sizes import Sizes
 from schedir.ir.text import parse, show
 from schedir.schedules import dualpipe, gpipe, interleaved, one_f_one_b, pipedream_2bw
 from schedir.schedules.draft import draft
 from schedir.schedules.words import B, F, I, W, Word, overlap
 from schedir.verify.check import check, check_draft
+from tests.edits import written
 
 
 def zb(r: int, P: int, m: int) -> Word:
@@ -166,6 +169,48 @@ def test_deadlock_names_the_cycle() -> None:
     assert [(w.rank, w.index, str(w.instr)) for w in cycle] == [(0, 1, "B 0.0"), (1, 1, "F 1.1")]
     assert [(w.needs_rank, str(w.needs)) for w in cycle] == [(1, "B 1.0"), (0, "F 0.1")]
     assert (caught.value.ran, caught.value.total) == (4, 64)
+
+
+def chain(program: Program, **how: object) -> list[str]:
+    """Who waits for what in the cycle of a deadlock under `edge`."""
+    with pytest.raises(DeadlockError) as caught:
+        check(program, "edge", **how)  # type: ignore[arg-type]
+    links = caught.value.cycle
+    for one, after in pairwise([*links, links[0]]):
+        assert (one.needs_rank, one.stands_at) == (after.rank, after.index)
+    return [f"{w.instr} < {w.needs}" for w in links]
+
+
+def test_two_groups_that_are_there_do_not_wait_for_each_other() -> None:
+    """Each waits for another message of its own, and so it is that which the cycle names."""
+    groups = written(
+        "F 0.0; send_act 0.0; F 0.1; send_act 0.1 & recv_act 3.0; F 3.0; B 3.0; recv_act 3.1;"
+        "send_grad 3.0; F 3.1; B 3.1; reduce_grads 3; send_grad 3.1 & recv_grad 0.1; recv_grad 0.0;"
+        "B 0.0; B 0.1; reduce_grads 0; step",
+        "recv_act 1.0; recv_act 1.1; F 1.0; F 2.0; send_act 2.0; F 1.1; F 2.1;"
+        "send_act 2.1 & recv_grad 2.0; B 2.0; B 1.0; recv_grad 2.1 & send_grad 1.0; B 2.1;"
+        "reduce_grads 2; B 1.1; reduce_grads 1; send_grad 1.1; step",
+        microbatches=2, header="stages_per_rank 2 placement vee",
+    )  # fmt: skip
+    assert chain(groups) == ["recv_grad 0.1 < send_grad 1.1", "send_grad 1.0 < recv_grad 0.0"]
+
+
+def test_a_group_waits_for_what_stands_before_any_of_it() -> None:
+    """The group on rank 1 has its gradient, but a receive stands before its other message."""
+    program = written(
+        "F 0.0; send_act 0.0; F 0.1; F 0.2; send_act 0.2; recv_grad 0.0; B 0.0; recv_grad 0.1;"
+        "B 0.1; recv_grad 0.2; B 0.2; reduce_grads 0; send_act 0.1; step",
+        "recv_act 1.0; F 1.0; recv_act 1.1; B 1.0; recv_act 1.2 & send_grad 1.0; F 1.1; B 1.1;"
+        "send_grad 1.1; F 1.2; B 1.2; reduce_grads 1; send_grad 1.2; step",
+        microbatches=3,
+    )
+    assert chain(program, blocks=True, eager=1, sizes=Sizes(activation=1)) == [
+        "recv_grad 0.0 < send_grad 1.0",
+        "send_grad 1.0 < recv_act 1.1",
+        "recv_act 1.1 < send_act 0.1",
+        "send_act 0.1 < B 0.2",
+        "B 0.0 < recv_grad 0.0",
+    ]
 
 
 def naive(program: Program) -> Program:

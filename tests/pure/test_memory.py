@@ -253,7 +253,14 @@ def test_what_cannot_be_there_at_once(both: float) -> None:
 
 @pytest.mark.parametrize(
     ("text", "number"),
-    [("12", 12), ("1.5GB", 1.5e9), ("40 GiB", 40 * 2**30), ("2kB", 2e3), ("1e3MB", 1e9)],
+    [
+        ("12", 12),
+        ("1.5GB", 1.5e9),
+        ("40 GiB", 40 * 2**30),
+        ("2kB", 2e3),
+        ("5KB", 5e3),
+        ("1e3MB", 1e9),
+    ],
 )
 def test_bytes_are_read(text: str, number: float) -> None:
     assert bytes_of(text) == number

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import random
 from itertools import pairwise
 from pathlib import Path
@@ -271,6 +272,14 @@ def test_a_limit_goes_with_the_sizes_of_messages(sizes: Sizes | None) -> None:
     assert caught.value.fields == ("sizes",)
 
 
+def test_sizes_are_of_the_stages_that_there_are() -> None:
+    right = compile(one_f_one_b, Plan(2, 2))
+    for sizes in (Sizes(activation=(1, 2, 3)), Sizes(activation=1, gradient=(1, 2, 3))):
+        for eager in (None, 1):
+            with pytest.raises(UsageError, match="3"):
+                check(right, eager=eager, sizes=sizes)
+
+
 # ---------------------------------------------------------------- first uses
 
 
@@ -370,7 +379,7 @@ def test_check_says_from_which_size_on_a_program_hangs(
     argv = ["check", path, "--sizes", "activation=16MB"]
     assert "where messages of 16 MB wait for nobody" in refuses(capsys, *argv)
     assert "16 MB wait" in refuses(capsys, *argv, "--eager", "15MB")
-    assert said(capsys, *argv, "--eager", "16MB").endswith("at most 16 MB wait for nobody\n")
+    assert said(capsys, *argv, "--eager", "16000KB").endswith("at most 16 MB wait for nobody\n")
     assert "--sizes activation=16MB" in refuses(capsys, "check", path, "--eager", "1")
     assert "no --eager" in refuses(capsys, *argv, "--eager", "1", "--why", "0:1")
 
@@ -379,3 +388,6 @@ def test_check_says_where_communicators_are_made(capsys: pytest.CaptureFixture[s
     out = said(capsys, "check", "gpipe", "--ranks", "3", "--lazy")
     assert out.endswith("and serial, where each communicator is made at its first use\n")
     assert "hosts do not block" in refuses(capsys, "check", "gpipe", "--lazy", "--blocks")
+    for option, known in (("--lazy", False), ("--device-waits", True)):
+        facts = json.loads(said(capsys, "check", "gpipe", "--json", option))
+        assert ("models_where_hosts_block" in facts) == known

@@ -117,3 +117,8 @@ def test_the_shell_writes_it(
     assert "-o" in refused(capsys, "check", "late.sched", "late.sched", "-o", "y.svg")
     assert main(["check", "late.sched", "--model", "edge", "-o", "z.svg"]) == 0
     assert {path.name for path in Path().iterdir()} == {"late.sched", "x.svg"}
+    capsys.readouterr()
+    less = show(case.made(), folded=False).replace("  F 3.1\n", "")
+    Path("less.sched").write_text(less)
+    text = refused(capsys, "check", "less.sched", "-o", "z.svg")
+    assert "F 3.1 is missing" in text and "wrote no z.svg" in text and not Path("z.svg").exists()
