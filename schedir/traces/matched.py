@@ -118,8 +118,15 @@ def _match(job: Job, graph: Graph, ranks: tuple[int, ...]) -> Matched:
                 loose = loose or str(other)
                 runs[own] = of.runs(kept, whole=False)
                 of.check_causes(kept, runs[own])
+            of.check_steps(kept, runs[own])
             if not dump.lost and sum(len(run.turns) for run in runs[own]) < len(of.ways):
                 steps.append(0)  # in a process group that it has not used yet
+    if left_out and not any(runs.values()):
+        raise UsageError(
+            f"all {left_out} messages of ranks {_some(ranks)} are of whole numbers, or of one "
+            "number, as torch sends shapes and objects: none is a transfer",
+            hint="leave out --program",
+        )
     known = all(run.first is not None for own in runs.values() for run in own)
     every = [run for own in runs.values() for run in own]
     step = min([*steps, *(run.step(known) for run in every)], default=0)

@@ -52,7 +52,7 @@ def _stands(job: Job, rank: int) -> str:
     waits = job.waits[rank]
     op = waits[0].op if waits else standing.begun
     others = [whom(job, [*some]) for _, some in groupby(waits, lambda w: (w.why, w.op))]
-    said = "; ".join(others) or "which ranks have a part in it, no dump says"
+    said = "; ".join(dict.fromkeys(others)) or "which ranks have a part in it, no dump says"
     name = f"{job.say(rank, op)}{_nth(job.dumps[rank], op)}"
     return f"{name}: {said}{_ago(job, op.created)}{line_of(op)}"
 

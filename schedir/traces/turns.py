@@ -164,6 +164,22 @@ class Recorded:
         """In what line a message waits for its turn."""
         return ("", -1) if whole else (kind, peer if kind == "recv" else -1)
 
+    def check_steps(self, messages: list[Op], runs: list[Run]) -> None:
+        """Raise UsageError for a message of a step before which a rank has not issued all of the
+        last one, by the program: the rank has other messages than that, or more of them."""
+        if self.dump.lost:
+            return
+        many = len(self.ways)
+        turn = {number: (step, at) for run in runs for number, step, at in run.named()}
+        for number, op in enumerate(messages):
+            step, at = turn[op.number]
+            if step > number // many:
+                instr = self.graph.index.locate(at)[2]
+                raise self._of_another(
+                    f"message {number + 1} of rank {self.dump.rank} would be {instr} of step "
+                    f"{step}, counted from 0, before all {many} messages of the step before"
+                )
+
     def check_causes(self, messages: list[Op], runs: list[Run]) -> None:
         """Raise UsageError for a receive that comes after a send of what was computed with it, or
         later, by the program."""
