@@ -13,14 +13,23 @@ SHOWN = 16  # ranks, or copies of a program, that are told one by one
 
 
 def job_lines(job: Job) -> list[str]:
-    """Where each rank stands by its operations, who waits for whom, and the cause."""
-    lines = [_heading(job)]
+    """The cause, as far as it is known, then where each rank stands by its operations."""
     shown = _shown(job)
-    for rank in shown:
-        lines.append(f"  rank {rank}  {_stands(job, rank)}")
-    if len(job.dumps) > len(shown):
-        lines.append(f"  ... and {len(job.dumps) - len(shown)} more ranks (--json has them all)")
-    return lines + _lost([*job.dumps.values()]) + behind_lines(job.behind) + job_verdict(job)
+    many = len(job.dumps) > len(shown)
+    said: dict[str, list[int]] = {}
+    for rank in job.dumps if many else shown:
+        said.setdefault(_stands(job, rank, many), []).append(rank)
+    # Who is waited for is told first, and many ranks at the same operation are one line.
+    order = sorted(said, key=lambda text: not {*said[text]} & {*shown})[:SHOWN]
+    lines = [f"  {_ranks(said[text])}  {text}" for text in sorted(order, key=lambda t: said[t])]
+    if left := len(job.dumps) - sum(len(said[text]) for text in order):
+        lines.append(f"  ... and {left} more ranks (--json has them all)")
+    about = _lost([*job.dumps.values()]) + behind_lines(job.behind)
+    return [*job_verdict(job), _heading(job), *lines, *about]
+
+
+def _ranks(ranks: Sequence[int]) -> str:
+    return f"rank{'s' * (len(ranks) > 1)} {listed(ranks)}"
 
 
 def _heading(job: Job) -> str:
@@ -39,22 +48,22 @@ def _shown(job: Job) -> list[int]:
     return sorted([*(first & {*job.dumps}), *rest][:SHOWN])
 
 
-def _stands(job: Job, rank: int) -> str:
+def _stands(job: Job, rank: int, briefly: bool) -> str:
+    """Where a rank stands; `briefly` without times, so that many ranks are told alike."""
     standing = job.standing[rank]
     if standing.begun is None:
         ended = standing.ended
         after = (
-            f"it last ended {job.say(rank, ended)}{line_of(ended)}"
-            if ended
-            else "it has recorded nothing"
+            f"last ended {job.say(rank, ended)}{line_of(ended)}" if ended else "nothing is recorded"
         )
-        return f"has nothing open; {after}{_ago(job, standing.since)}"
+        return f"nothing open; {after}{_ago(job, standing.since)}"
     waits = job.waits[rank]
     op = waits[0].op if waits else standing.begun
     others = [whom(job, [*some]) for _, some in groupby(waits, lambda w: (w.why, w.op))]
     said = "; ".join(dict.fromkeys(others)) or "which ranks have a part in it, no dump says"
     name = f"{job.say(rank, op)}{_nth(job.dumps[rank], op)}"
-    return f"{name}: {said}{_ago(job, op.created)}{line_of(op)}"
+    ago = "" if briefly else _ago(job, op.created)
+    return f"{name}: {said}{ago}{line_of(op)}"
 
 
 def _nth(dump: Dump, op: Op) -> str:
@@ -99,7 +108,7 @@ def job_verdict(job: Job) -> list[str]:
         lines.append(f"ranks {listed(ranks)} wait for each other:")
         lines += [
             f"  rank {wait.rank}  {job.say(wait.rank, wait.op)}: {whom(job, [wait])}"
-            for wait in cycle
+            for wait in cycle[:SHOWN]
         ]
         if any(wait.why is Why.NOT_ISSUED for wait in cycle):
             lines.append(
@@ -120,7 +129,13 @@ def job_verdict(job: Job) -> list[str]:
             lines.append(f"{name} {_all_there(job, wait)}{_apart(wait)}")
     late = [r for r in job.roots if r in job.dumps and job.standing[r].begun is None]
     whether = "is" if len(job.roots) == 1 and not job.behind and not cycle else "may be"
-    for rank in job.roots[:SHOWN]:
+    if len(late) > SHOWN:
+        lines.append(
+            f"{len(late)} ranks wait for nobody here, and others wait for them: ranks "
+            f"{listed(late)}; each may be the cause"
+        )
+        late = []
+    for rank in job.roots:
         if rank in late:
             sure = whether == "is" and any(
                 wait.on == rank and not (wait.op.kind == "recv" and job.lost(wait))
@@ -131,10 +146,12 @@ def job_verdict(job: Job) -> list[str]:
                 "waits for nobody here; it computes, or is held up elsewhere, or its process is "
                 f"gone{_did(job.dumps[rank])}"
             )
-        elif rank not in job.dumps:
-            lines.append(
-                f"rank {rank} is waited for, and has left no dump: its process may be gone"
-            )
+    if gone := [rank for rank in job.roots if rank not in job.dumps]:
+        one = len(gone) == 1
+        lines.append(
+            f"{_ranks(gone)} {'is' if one else 'are'} waited for, and {'has' if one else 'have'} "
+            f"left no dump: {'its process' if one else 'their processes'} may be gone"
+        )
     if not lines:
         lines.append("nobody waits for anybody here: what keeps the job is outside of these dumps")
     return lines

@@ -52,6 +52,8 @@ def _copy(job: Job, verdict: Verdict) -> list[str]:
     else:
         step = f"after {matched.step} whole step{'s' * (matched.step != 1)}"
     lines = [f"{program.name}{of}, {step}, under {verdict.model}"]
+    lines += _program_verdict(job, verdict)
+    lines.append("where its ranks stand:")
     if matched.left_out:
         lines.append(
             f"  {matched.left_out} messages are left out: shapes or objects, and no transfers"
@@ -66,7 +68,7 @@ def _copy(job: Job, verdict: Verdict) -> list[str]:
     silent = [r for r, there in zip(matched.ranks, matched.dumped, strict=True) if not there]
     if silent:
         lines.append(f"  there is no dump of rank {listed(silent)}")
-    return lines + _program_verdict(job, verdict)
+    return lines
 
 
 def _behind(job: Job, verdict: Verdict) -> list[int]:
