@@ -21,8 +21,8 @@ PAGE = """\
 <!-- Generated from `tests/museum/` by `python docs/generate.py`; do not edit. -->
 
 Pipelines that hung, took the wrong message, lost gradients or ran out of memory: {cases} failures that people have
-met, each with a small program that shows it and what schedir says to it. {programs} of them
-are programs, which a test checks under every progress model; of the others the page says what is missing.
+met, and what schedir says to them. {programs} are shown by a small program, which a test checks under every progress
+model; of the others the page says why no program shows them.
 
 Each case tells three things apart. **Seen** is what its threads report. **What follows** is what follows from the
 program and a model, by counting or by proof; no GPU was asked. **Not confirmed** is what only a run
@@ -31,9 +31,10 @@ a model refuses may well run, until its activations grow. In the pictures an arr
 from what waits to what it waits for (or, where messages cross, from a send to the receive that gets it);
 grey is what has ended.
 
-A program of your own: `schedir check FILE.sched --model device`. [The models](ir.md#progress-models) say
-which transports behave how. Here is what is found under each; `-` finishes, and "lazy" is said of communicators that
-are made at their first use, where that decides:
+A program of your own is checked by `schedir check FILE.sched --model device`. [The models](ir.md#progress-models) say
+which transports behave how. The table has what is found under each: `-` where the program finishes, else the
+[error](api.md#errors) (deadlock is `DeadlockError`); "(lazy)" where only communicators that are made at their first use
+make the difference.
 
 {table}
 
