@@ -81,13 +81,16 @@ def _step(
 ) -> Any:
     if not profiling():
         return original(schedule, *args, **kwargs)
-    step = _Step(isinstance(schedule, runtime), schedule._loss_fn is not None)
+    # A schedule within another's forward or loss, as a teacher's, is a part of that.
+    inside = _STEP.get() is not None
+    step = None if inside else _Step(isinstance(schedule, runtime), schedule._loss_fn is not None)
     token = _STEP.set(step)
     try:
         with within:
             return original(schedule, *args, **kwargs)
     finally:
-        step.close()
+        if step is not None:
+            step.close()
         _STEP.reset(token)
 
 

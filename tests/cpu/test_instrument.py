@@ -188,6 +188,35 @@ def test_it_is_safe_twice() -> None:
     assert theirs.PipelineScheduleSingle.step is before
 
 
+def _taught(rank: int, path: str) -> list[str]:
+    """The ranges of a step whose loss runs another schedule, that of a teacher, after one fails."""
+    x = torch.ones(4, WIDTH)
+
+    def of(loss_fn: Any) -> Any:
+        stage = PipelineStage(torch.nn.Linear(WIDTH, WIDTH), 0, 1, torch.device("cpu"))
+        return theirs.Schedule1F1B(stage, n_microbatches=2, loss_fn=loss_fn)
+
+    teacher = of(torch.nn.functional.mse_loss)
+
+    def taught(y: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        hints: list[torch.Tensor] = []
+        teacher.eval(target, target=target, losses=hints)
+        return (y - target).square().mean() + sum(hints)
+
+    def fails(y: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        raise ValueError("no loss")
+
+    with schedir.instrument("torch"):
+        with pytest.raises(ValueError, match="no loss"):
+            profiled(partial(of(fails).step, x, target=x), path)
+        return profiled(partial(of(taught).step, x, target=x), path)
+
+
+def test_a_schedule_within_another_is_a_part_of_it(tmp_path: Path) -> None:
+    (found,) = run(_taught, 1, str(tmp_path / "trace.json"))
+    assert found == ["0F0", "0B0", "0F1", "0B1", "0REDUCE_GRAD"]
+
+
 def test_what_others_put_on_top_stays(monkeypatch: pytest.MonkeyPatch) -> None:
     with schedir.instrument("torch"):
         ours = theirs.PipelineScheduleSingle.step
