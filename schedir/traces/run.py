@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import pairwise
+from itertools import chain, pairwise
 from pathlib import Path
 from typing import Any, Final
 
@@ -32,7 +32,7 @@ from schedir.predict.timeline import Timeline
 from schedir.traces.clocks import align
 from schedir.traces.files import files_of, read_all
 from schedir.traces.instructions import Seen
-from schedir.traces.steps import Part, Processes
+from schedir.traces.steps import Once, Part, Processes
 from schedir.verify.check import check
 
 Floats = NDArray[np.float64]
@@ -81,7 +81,8 @@ def read_run(
     the program that traces do not tell, as `tp`.  `seen` is called with each file that was read.
 
     Replicas, which hold the same stages, are read once: the pipeline that has the smallest rank.
-    An evaluation, in which no backward runs anything, is no step.
+    An evaluation, in which no backward runs anything, is no step; if it marks none, either, it is
+    read where nothing trains.
 
     Raises UsageError for what cannot be read, TraceError for what is no trace or marks no
     instructions, for clocks that cannot be aligned and for a step that is not there, and what
@@ -116,33 +117,39 @@ def read_run(
     failed: ProgramError | None = None
     tried: Sequence[int | None] = [step] if step is not None else steps[::-1] or [None]
     passed: list[str] = []
-    for number in tried:
-        for once in processes.times(number):
-            if once.evaluates:
-                failed = failed or TraceError(
-                    f"{once.said} evaluates: in its forwards operators run, in backwards none do"
-                )
-                passed.append(f"{once.said} evaluates: not read")
-                continue
-            try:
-                timeline, told = _timeline(once.ranks, name, traits or {}, model)
-            except (CompletenessError, OrderError, PlanError) as error:  # it may have been cut off
-                failed = failed or error
-                passed.append(f"{once.said} is not whole: not read")
-                if isinstance(error, ReductionError) and not traits:
-                    error.add_note("traces do not tell tp, dp, tied and clip: say what they were")
-                continue
-            of = once.replicas + len(once.ranks)
-            replicas = "traces are of replicas, which hold the same stages as others"
-            notes += [*passed, *_unread(once.replicas, of, replicas), *told]
-            if not once.known:
-                notes.append(
-                    "no group of processes in the traces holds each stage once: those that were "
-                    "read may be of several replicas, which do not talk to each other"
-                )
-            if "" in {part.trace.host for part in once.ranks} and len(once.ranks) > 1:
-                notes.append("no host is named in some traces: their clocks are taken for one")
-            return Imported(timeline, once.said, tuple(steps), tuple(notes))
+    waiting: list[Once] = []  # evaluations that mark no backward: read where nothing trains
+    runs = (once for number in tried for once in processes.times(number))
+    for once in chain(runs, waiting):
+        evaluates = f"{once.said} evaluates: not read"
+        if evaluates in passed:
+            passed.remove(evaluates)
+        elif once.evaluates:
+            failed = failed or TraceError(
+                f"{once.said} evaluates: in its forwards operators run, in backwards none do"
+            )
+            passed.append(evaluates)
+            if not once.has_backwards:
+                waiting.append(once)
+            continue
+        try:
+            timeline, told = _timeline(once.ranks, name, traits or {}, model)
+        except (CompletenessError, OrderError, PlanError) as error:  # it may have been cut off
+            failed = failed or error
+            passed.append(f"{once.said} is not whole: not read")
+            if isinstance(error, ReductionError) and not traits:
+                error.add_note("traces do not tell tp, dp, tied and clip: say what they were")
+            continue
+        of = once.replicas + len(once.ranks)
+        replicas = "traces are of replicas, which hold the same stages as others"
+        notes += [*passed, *_unread(once.replicas, of, replicas), *told]
+        if not once.known:
+            notes.append(
+                "no group of processes in the traces holds each stage once: those that were "
+                "read may be of several replicas, which do not talk to each other"
+            )
+        if "" in {part.trace.host for part in once.ranks} and len(once.ranks) > 1:
+            notes.append("no host is named in some traces: their clocks are taken for one")
+        return Imported(timeline, once.said, tuple(steps), tuple(notes))
     assert failed is not None
     failed.add_note("no step in these traces is whole")
     if not steps:

@@ -54,6 +54,12 @@ class Once(NamedTuple):
         """Whether no backward ran anything."""
         return all(part.only_forwards for part in self.ranks)
 
+    @property
+    def has_backwards(self) -> bool:
+        """Whether any backward is marked."""
+        seen = (seen for part in self.ranks for seen in part.seen)
+        return any(action.op in BACKWARDS for one in seen for action in one.actions)
+
 
 class Processes:
     """The traces of a run by process, and by its steps.
