@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
 from typing import Final, NamedTuple
 
@@ -146,7 +146,7 @@ def compare(
     offs: dict[tuple[Place, str], float] = {}
     every = names_of(loop.model).values()
     weights = [names for names in every if names[0] in due]
-    held = [*_held(left, weights)]
+    held = [*_held(left, weights, replicas)]
     for place, name, got in held:
         off, same = _difference(name, got, due.get(name), tolerance)
         offs[place, name] = off
@@ -155,7 +155,8 @@ def compare(
     if not wrong:
         return max(offs.values(), default=0.0)
     facts = _facts(loop, due, replicas, len(left), tolerance)
-    told = _told(loop, wrong, facts)
+    on = {n: {at.rank for at, of, g in held if of == n and g is not None} for n in due}
+    told = _told(loop, wrong, on, facts)
     found = [
         Mistake(
             places=(place,),
@@ -175,9 +176,9 @@ def compare(
 
 
 def _held(
-    left: Sequence[Left], weights: Sequence[tuple[str, ...]]
+    left: Sequence[Left], weights: Sequence[tuple[str, ...]], replicas: int
 ) -> Iterator[tuple[Place, str, Tensor | None]]:
-    """Who has, or should have, the gradient of what; and what nobody has."""
+    """Who has, or should have, the gradient of what; and what nobody has, or too few have."""
     found = []
     staged = {name for one in left for names in one.stages.values() for name in names}
     for rank, one in enumerate(left):
@@ -188,8 +189,11 @@ def _held(
                 got = None  # zeros for the whole model, of which this rank has a part
             if got is not None or name in of:  # else it is another's, or nobody's
                 found.append((Place(of.get(name), rank), name, got))
-    seen = {name for _, name, _ in found}
-    found += [(Place(None, None), names[0], None) for names in weights if seen.isdisjoint(names)]
+    for names in weights:
+        on = {place.rank for place, name, _ in found if name in names}
+        elsewhere = any(one.gradients.get(name, 0) is None for one in left for name in names)
+        if not on or (len(on) < replicas and not elsewhere):
+            found.append((Place(None, None), names[0], None))
     yield from sorted(found, key=lambda f: (f[0].stage is None, f[0].stage or 0))
 
 
@@ -232,7 +236,10 @@ def _facts(
 
 
 def _told(
-    loop: Plain, wrong: Mapping[Place, Mapping[str, Tensor | None]], facts: Facts
+    loop: Plain,
+    wrong: Mapping[Place, Mapping[str, Tensor | None]],
+    on: Mapping[str, Set[int | None]],
+    facts: Facts,
 ) -> dict[Place, dict[str, Explained]]:
     """What explains each wrong gradient."""
     told: dict[Place, dict[str, Explained]] = {place: {} for place in wrong}
@@ -242,8 +249,7 @@ def _told(
             for name in (name for name in names if name in own):
                 got = own[name]
                 if got is None:
-                    kind = "missing" if place.rank is not None else "held by nobody"
-                    told[place][name] = Explained.surely(kind, "no gradient")
+                    told[place][name] = _missing(place, len(on[name]), facts.replicas)
                 elif name not in loop.due:
                     told[place][name] = Explained.surely("not due", "a gradient, and none is due")
                 else:
@@ -251,6 +257,17 @@ def _told(
                         numbers(got), parts[name], uses.get(name, {}), facts
                     )
     return told
+
+
+def _missing(place: Place, ranks: int, replicas: int) -> Explained:
+    """What is said where there is no gradient, and `ranks` have one."""
+    if place.rank is None and ranks:
+        return Explained.surely(
+            "missing", f"gradients on {ranks} rank alone, of {replicas} replicas"
+        )
+    return Explained.surely(
+        "missing" if place.rank is not None else "held by nobody", "no gradient"
+    )
 
 
 def _portions(loop: Plain, names: Sequence[str]) -> Iterator[list[str]]:

@@ -60,8 +60,8 @@ def assert_same_gradients(
     microbatches' norms: 1e-6 in float32 and 1e-12 in float64, else 8 times the type's `eps`, which
     hides small mistakes; 0 wants the same bits.  Returns the largest difference over the norm.
 
-    Processes are forks of this one, so that `step` may be any function, except where a GPU or a
-    process group is in use here or `start` says "spawn": then it is pickled by its name.
+    Processes are forks of this one, so that `step` may be any function, except where there is a
+    GPU, a process group is in use here, or `start` says "spawn": then it is pickled by its name.
 
     Raises AssertionError with `mistakes`: which stages differ, and what mistake gives such
     gradients, if it is known; schedir.errors.ExecutionError if a rank fails, or is not back within
@@ -163,9 +163,12 @@ def _not_negative(name: str, number: object) -> None:
 
 
 def _forks_are_unsafe() -> bool:
-    """Whether something is in use here that a fork of this process must not touch."""
-    accelerated = torch.cuda.is_initialized()
-    return not sys.platform.startswith("linux") or accelerated or dist.is_initialized()
+    """Whether something is in use here that a fork of this process must not touch.
+
+    Where there is a GPU, autograd has threads for it from the first backward on, and refuses forks.
+    """
+    linux = sys.platform.startswith("linux")
+    return not linux or dist.is_initialized() or torch.accelerator.is_available()
 
 
 @contextmanager

@@ -138,6 +138,24 @@ def test_zeros_of_what_is_anothers_are_no_gradient() -> None:
     same(zeroed, model(2), batch(), ranks=2)
 
 
+def test_each_replica_is_due_a_gradient() -> None:
+    """Unless it says that it is another's, as with a sharded optimizer."""
+
+    def one(rank: int, ranks: int, model: nn.Module, batch: Any) -> None:
+        if rank == 0:
+            loop(model, batch)
+
+    def other(rank: int, ranks: int, model: nn.Module, batch: Any) -> dict[str, Tensor | None]:
+        one(rank, ranks, model, batch)
+        return {name: p.grad for name, p in model.named_parameters()}
+
+    with pytest.raises(WrongGradients, match="1 rank alone, of 2 replicas") as caught:
+        same(one, Layer(), batch(), ranks=2, replicas=2)
+    (mistake,) = caught.value.mistakes
+    assert mistake.kinds == ("missing",) and len(mistake.names) == 2
+    same(other, Layer(), batch(), ranks=2, replicas=2)
+
+
 def test_a_step_may_load_its_data_and_end_its_process_group() -> None:
     """As the main function of a trainer does."""
 
