@@ -7,7 +7,14 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from schedir.commands._options import request_of
-from schedir.errors import ProgramError, SequenceError, UsageError
+from schedir.errors import (
+    DeadlockError,
+    GroupError,
+    MatchError,
+    ProgramError,
+    SequenceError,
+    UsageError,
+)
 from schedir.io.terminal import as_json, listed
 
 if TYPE_CHECKING:
@@ -34,18 +41,18 @@ def several(args: argparse.Namespace) -> bool:
 
 def run(args: argparse.Namespace) -> str:
     """Under which models ranks come to the end of their steps."""
-    from schedir.analysis.models import MODELS, require_model
+    from schedir.analysis.models import MODELS
 
     for option in ("why", "blocks", "device_waits", "lazy", "eager", "output"):
         if (said := getattr(args, option)) is not None and said is not False:
             name = "-o" if option == "output" else f"--{option.replace('_', '-')}"
             raise UsageError(f"{name} goes with one program, not with steps")
-    runs = _runs(args)
-    first = require_model(args.model or "device")
+    runs, own = _runs(args)
+    first = own.pop() if len(own) == 1 else "device"
     others = [model for model in MODELS if args.model is None and model != first]
     if error := _refusal(runs, first):
         fine = [model for model in others if _refusal(runs, model) is None]
-        if fine and isinstance(error, SequenceError):
+        if fine and isinstance(error, SequenceError | DeadlockError | GroupError | MatchError):
             error.hint = f"they finish under {listed(fine)}"
         raise error
     models = [model for model in MODELS if model == first or model in others]
@@ -65,13 +72,16 @@ def run(args: argparse.Namespace) -> str:
     )
 
 
-def _runs(args: argparse.Namespace) -> list[list[Program]]:
-    """What each rank runs."""
+def _runs(args: argparse.Namespace) -> tuple[list[list[Program]], set[Model]]:
+    """What each rank runs, and the models under which the programs are checked alone."""
     known: dict[str, Program] = {}
+    own: set[Model] = set()
 
     def program(source: str) -> Program:
         if source not in known:
-            known[source] = request_of(args, source).program
+            request = request_of(args, source)
+            known[source] = request.program
+            own.add(request.proven_model)
         return known[source]
 
     steps = [program(source) for source in args.source]
@@ -88,7 +98,7 @@ def _runs(args: argparse.Namespace) -> list[list[Program]]:
                 hint=f"--on {int(rank)}:{'+'.join(args.source)} for one after the other",
             )
         runs[int(rank)] = [program(source) for source in sources.split("+") if source]
-    return runs
+    return runs, own
 
 
 def _refusal(runs: Sequence[Sequence[Program]], model: Model) -> ProgramError | None:

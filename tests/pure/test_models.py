@@ -258,6 +258,12 @@ def test_a_proof_says_for_which_limit_it_is() -> None:
         simulate(CROSSED)
 
 
+def test_no_graph_is_kept_of_a_limit() -> None:
+    eager = Eager(1, Sizes(activation=1))
+    assert Graph.of(CROSSED) is Graph.of(CROSSED)
+    assert Graph.of(CROSSED, eager=eager) is not Graph.of(CROSSED, eager=eager)
+
+
 @pytest.mark.parametrize("wrong", [-1, True, "1", float("nan"), float("inf")])
 def test_a_limit_is_a_number_of_bytes(wrong: object) -> None:
     with pytest.raises(UsageError) as caught:

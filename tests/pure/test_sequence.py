@@ -11,7 +11,7 @@ import pytest
 from hypothesis import assume, event, given, settings
 from hypothesis import strategies as st
 
-from schedir import Plan, check_sequence, compile, schedules
+from schedir import Plan, check_sequence, compile, save_timeline, schedules, simulate
 from schedir.__main__ import main
 from schedir.analysis.models import MODELS, Model
 from schedir.compiler.compile import lower
@@ -27,6 +27,8 @@ from schedir.ir.program import Program
 from schedir.ir.text import parse, show
 from schedir.testing import random_draft
 from schedir.verify.check import check
+from tests.commands import refused, said
+from tests.edits import written
 from tests.mutants import MUTATIONS, reordered, ties
 from tests.sequences import verdict
 
@@ -150,6 +152,25 @@ def test_what_the_shell_is_told(
         assert code == (2 if err else 0)
         said += f"$ schedir {command}\n{out}{err}"
     assert said == golden
+
+
+def test_the_shell_asks_for_the_model_of_runs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    late = written(
+        "F 0.0; send_act 0.0; F 0.1; send_act 0.1; recv_act 2.0; F 2.0; send_act 2.0; recv_act 2.1;"
+        "F 2.1; send_act 2.1",
+        "recv_act 1.0; F 1.0; send_act 1.0; recv_act 1.1; F 1.1; send_act 1.1; recv_act 3.0; F 3.0;"
+        "recv_act 3.1; F 3.1",
+        microbatches=2, header="stages_per_rank 2",
+    )  # fmt: skip
+    Path("late.sched").write_text(show(late))
+    save_timeline(simulate(late, model="edge"), "late.timeline")
+    assert "hint: they finish under edge" in refused(capsys, "check", "late.sched", "late.sched")
+    steps = ("late.timeline", "late.timeline")
+    assert "finish them under edge, but not under pair" in said(capsys, "check", *steps)
+    assert "DeadlockError" in refused(capsys, "check", *steps, "--model", "device")
 
 
 # ---------------------------------------------------------------- beside execution
