@@ -174,14 +174,15 @@ class Rule(NamedTuple):
 
 RULES = [
     Rule(
-        "**Backwards can be split, and there is 1F1B's memory**: `interleaved_zb` with four stages "
-        "per rank where messages are short (up to 0.05 of a forward), at most 1 % from the best.",
+        "**Backwards can be split, and there is 1F1B's memory**: from m = P on, `interleaved_zb` "
+        "with four stages per rank where messages are short (up to 0.05 of a forward); its step is "
+        "at most 1 % longer than the best.",
         lambda w: not w.whole and w.m >= w.P and w.send <= 0.05 and roomy(w.limit, 1),
         lambda w: w.within(0.01, ("interleaved_zb", 4)),
     ),
     Rule(
-        "**The same where messages are long** (0.2), and no more memory: `zb_v`; for m < 2P, "
-        "which it does not take, `interleaved_zb` with two stages.",
+        "**The same where messages are long** (0.2), and no more memory: `zb_v` from m = 2P on; "
+        "from m = P to there `interleaved_zb` with two stages.",
         lambda w: not w.whole and w.m >= w.P and w.send == 0.2 and w.limit == 1,
         lambda w: w.within(0, ("zb_v", 2) if w.m >= 2 * w.P else ("interleaved_zb", 2)),
     ),
@@ -221,7 +222,8 @@ RULES = [
         lambda w: 0.45 <= _again(w) <= 0.6,
     ),
     Rule(
-        "**Fewer microbatches than ranks** idle at least 29 %, with whole backwards half.",
+        "**Fewer microbatches than ranks** idle at least 29 % of the time, and with whole "
+        "backwards at least half of it.",
         lambda w: w.m < w.P and w.best is not None,
         lambda w: w.best is not None and w.best.bubble >= (0.5 if w.whole else 0.29),
     ),

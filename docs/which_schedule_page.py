@@ -45,7 +45,8 @@ schedir best --ranks 8 --microbatches 32 --costs F=1,B=2 --sizes activation=16MB
 ## Rules of thumb
 
 Read off the tables, and held against all of their cells, with all three times of messages, each time that
-this page is made. "Four stages" is the most that was tried.
+this page is made. "Four stages" is the most that was tried. In the tables m is a multiple of P, or less than P; for
+any other m the rules need not hold ([some are below](#any-number-of-microbatches)): ask `schedir best`.
 
 {rules}
 
