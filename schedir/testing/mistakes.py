@@ -249,7 +249,7 @@ def _by_use(uses: tuple[Use, ...]) -> _Table:
 def _of_microbatches(facts: Facts) -> Iterator[_Pattern]:
     """What goes wrong with single microbatches."""
     M, R = facts.microbatches, facts.replicas
-    each = torch.arange(M)
+    each = torch.arange(M).double()  # a power of single floats is not exact in float64
     if M == 1:
         return
     for r in range(R if R > 1 else 0):

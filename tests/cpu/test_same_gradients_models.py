@@ -217,3 +217,23 @@ def test_chance_names_no_mistake(kind: torch.dtype) -> None:
             compare(loops, [Left(got)])
         kinds = {kind for mistake in caught.value.mistakes for kind in mistake.kinds}
         assert kinds <= {"unknown", "factor", "weights"}, caught.value
+
+
+def test_mistakes_are_known_in_double_precision() -> None:
+    """Of three microbatches, whose ninths single floats do not have."""
+    torch.manual_seed(0)
+    whole = nn.Linear(3, 3).double()
+    several = cut((torch.randn(6, 3).double(), torch.randn(6, 3).double()), 3, mse_loss)
+    loops = Plain(own_copy(whole), several, mse_loss, 3)
+    for factors, kind in (
+        ((1 / 9, 1 / 3, 1), "divided at every step"),
+        ((0, 0, 1), "last only"),
+        ((2, 0, 1), "microbatch mistaken"),
+        ((1 / 3, 1 / 3, 1 / 3), "divided again"),
+    ):
+        parts = loops.parts(["weight", "bias"])
+        row = torch.tensor(factors, dtype=torch.float64)
+        got = {n: (row @ own).view(loops.due[n].value.shape) for n, own in parts.items()}
+        with pytest.raises(WrongGradients) as caught:
+            compare(loops, [Left(got)])
+        assert kind in caught.value.mistakes[0].kinds, caught.value
