@@ -191,16 +191,17 @@ def _unmet(graph: Graph, finished: NDArray[np.bool_]) -> dict[int, list[tuple[in
     not given, partners not there.
 
     A group is entered as one, when each member is the first of its queue and has its values.  Of
-    two sides that nothing stands before, the one that lacks a value does not wait for the other.
+    two sides that are first in their queues, one that lacks something itself does not wait for
+    the other.
     """
     heads = _heads(graph, finished)
     together = {head: _members(graph, head) for head in heads.values()}
     lacks: dict[int, set[int]] = {}
-    there, ready = set[int](), set[int]()  # nothing stands before it; nor does it lack a value
+    there, ready = set[int](), set[int]()  # first in its queue; and it and its group lack nothing
     for head, members in together.items():
-        before = {heads[queue] for queue in graph.queue[members].tolist()} - {*members.tolist()}
-        lacks[head] = before.union(_values(graph, finished, members))
-        there.update([] if before else members.tolist())
+        own, first = {*members.tolist()}, [heads[queue] for queue in graph.queue[members].tolist()]
+        lacks[head] = ({*first} - own).union(_values(graph, finished, members))
+        there.update(one for one, at in zip(members.tolist(), first, strict=True) if at in own)
         ready.update([] if lacks[head] else members.tolist())
     unmet = {}
     for head, members in together.items():

@@ -213,6 +213,31 @@ def test_a_group_waits_for_what_stands_before_any_of_it() -> None:
     ]
 
 
+# A mutant of `interleaved`, in which receives are posted early.
+LACKING = """
+schedir 1
+program interleaved
+ranks 2  microbatches 2  stages_per_rank 2  placement loop
+tp 1  dp 1  tied no  clip no
+rank 0
+  F 0.0; send_act 0.0; recv_grad 2.0; F 0.1; send_act 0.1; recv_act 2.0; F 2.0; send_act 2.0
+  recv_act 2.1; F 2.1; send_act 2.1; B 2.0; send_grad 2.0 & recv_grad 2.1; B 2.1
+  reduce_grads 2; send_grad 2.1; recv_grad 0.0; B 0.0; recv_grad 0.1; B 0.1; reduce_grads 0
+  step
+rank 1
+  recv_act 1.0; F 1.0; recv_act 1.1; send_act 1.0; F 1.1; send_act 1.1 & recv_act 3.0; F 3.0
+  recv_act 3.1; B 3.0; send_grad 3.0; F 3.1; B 3.1; reduce_grads 3
+  recv_grad 1.0 & send_grad 3.1; B 1.0; send_grad 1.0; recv_grad 1.1; B 1.1; reduce_grads 1
+  send_grad 1.1; step
+"""
+
+
+def test_who_lacks_something_does_not_wait_for_who_is_first() -> None:
+    """Sides of one message, each in a group that has not all it needs, do not make a cycle."""
+    steps = chain(parse(LACKING.strip() + "\n"), device_waits=True)
+    assert "send_grad 2.0 < recv_grad 1.0" not in steps and len(steps) > 2
+
+
 def naive(program: Program) -> Program:
     """Receive, compute, send: how 1F1B is written by hand, around every compute."""
     lowered = lower(program)
