@@ -30,6 +30,7 @@ _STATES: Final[dict[str, State]] = {
 _MESSAGE: Final = re.compile(r"(send|recv) (\d{1,6})(?:->|<-)(\d{1,6})$")
 _RANKS: Final = re.compile(r"\[[\d, ]*\]$")
 _LARGEST: Final = 2**63
+_LONGEST: Final = 2**12  # characters of a name: many entries may share one
 
 
 class Group(NamedTuple):
@@ -225,7 +226,7 @@ def _group_of(entry: dict[str, Any], path: str) -> tuple[str, str]:
 
 def _title(entry: dict[str, Any], path: str) -> str:
     title = entry.get("profiling_name")
-    if not isinstance(title, str):
+    if not isinstance(title, str) or len(title) > _LONGEST:
         raise _lacks(entry, "profiling_name", path)
     return title
 
@@ -354,7 +355,9 @@ def _line(entry: dict[str, Any]) -> str:
         if not isinstance(frame, dict):
             continue
         name, line = frame.get("filename"), frame.get("line")
-        own = isinstance(name, str) and "/torch/" not in name and not name.startswith("<")
+        if not isinstance(name, str) or len(name) > _LONGEST:
+            continue
+        own = "/torch/" not in name and not name.startswith("<")
         if own and type(line) is int:
             return f"{plain(name)}:{min(line, 10**7)}"
     return ""

@@ -156,11 +156,10 @@ def _match(job: Job, graph: Graph, ranks: tuple[int, ...]) -> Matched:
 
 def _carriers(job: Job, ranks: tuple[int, ...]) -> dict[tuple[int, int], list[Group]]:
     """From whom to whom, the process groups that carry messages, the first to be used first."""
-    found: dict[tuple[int, int], list[Group]] = defaultdict(list)
+    found: dict[tuple[int, int], dict[Group, None]] = defaultdict(dict)
     for rank in ranks:
         for op in job.dumps[rank].ops if rank in job.dumps else ():
             if op.is_message and not is_small_talk(op):
                 ends = (rank, op.peer) if op.kind == "send" else (op.peer, rank)
-                if op.group not in found[ends]:
-                    found[ends].append(op.group)
-    return found
+                found[ends][op.group] = None
+    return defaultdict(list, {ends: [*groups] for ends, groups in found.items()})

@@ -276,6 +276,11 @@ class Placed:
         before = ~self.transfer[lo:at] & ~self.sure[lo:at]
         return not self.matched.started[at] and bool(before.any())
 
+    def is_free(self, at: int) -> bool:
+        """Whether nothing keeps what its rank computes before a transfer, in whatever order."""
+        lo = int(self.graph.program.offsets[int(self.rank[at])])
+        return bool((self.transfer[lo:at] | self.may[lo:at]).all())
+
     def _keeper(self, at: int) -> int | Cause | None:
         """What keeps a transfer on its own rank: another one, or its host, which is elsewhere."""
         if self.silent[at]:

@@ -82,7 +82,8 @@ class Job:
 
     def __post_init__(self) -> None:
         groups = {g for d in self.dumps.values() for g in (*d.groups, *(op.group for op in d.ops))}
-        ranks = {*self.dumps, *(rank for group in groups for rank in group.ranks)}
+        members = {id(group.ranks): group.ranks for group in groups}.values()
+        ranks = {*self.dumps, *(rank for some in members for rank in some)}
         object.__setattr__(self, "ranks", tuple(sorted(ranks)))
         standing = {rank: _standing(dump) for rank, dump in self.dumps.items()}
         object.__setattr__(self, "standing", standing)
@@ -160,6 +161,7 @@ class _Pairs:
 
     def __init__(self, dumps: Mapping[int, Dump]) -> None:
         self.dumps = dumps
+        self._members: dict[object, list[tuple[int, Why, Op | None]]] = {}
         # Messages of a rank by channel, and collectives by process group and number.
         self.sides: dict[tuple[int, Group, int, int], list[Op]] = defaultdict(list)
         self.parts: dict[tuple[int, Group], dict[int, list[Op]]] = defaultdict(dict)
@@ -218,8 +220,15 @@ class _Pairs:
         return tuple(held or found)
 
     def _waits_of(self, rank: int, op: Op) -> list[Wait]:
-        others = [op.peer] if op.is_message else [r for r in op.group.ranks if r != rank]
-        return [Wait(rank, op, other, *self.part(rank, op, other)) for other in others]
+        if op.is_message:
+            return [Wait(rank, op, op.peer, *self.part(rank, op, op.peer))]
+        # What members do is the same for all that have issued the same: it is asked once for all.
+        key = (op.group, op.nth, self.place[rank, op.number], op.kind, op.sizes, op.dtypes)
+        if key not in self._members:
+            every = [(other, *self.part(rank, op, other)) for other in op.group.ranks]
+            held = [one for one in every if one[1] is not Why.THERE]
+            self._members[key] = held or every
+        return [Wait(rank, op, *one) for one in self._members[key] if one[0] != rank]
 
     def part(self, rank: int, op: Op, other: int) -> tuple[Why, Op | None]:
         """What the part of another rank in an operation does, and which it is."""

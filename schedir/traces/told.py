@@ -34,9 +34,10 @@ def _ranks(ranks: Sequence[int]) -> str:
 
 def _heading(job: Job) -> str:
     many, there = len(job.ranks), len(job.dumps)
+    dumps = f"{there} dump{'s' * (there != 1)}"
     if not job.missing:
-        return f"{there} dump{'s' * (there != 1)}, of all ranks that they name"
-    return f"{there} dumps of {many} ranks; there is none of rank {listed(job.missing)}"
+        return f"{dumps}, of all ranks that they name"
+    return f"{dumps} of {many} ranks; there is none of rank {listed(job.missing)}"
 
 
 def _shown(job: Job) -> list[int]:

@@ -165,7 +165,7 @@ def _cause(job: Job, verdict: Verdict, cause: Cause, whether: str) -> list[str]:
     what = " or ".join(" ".join(name) for name in names)
     if cause.kind is Kind.SILENT:
         return [f"{who} is waited for, at {what}, and has left no dump: its process may be gone"]
-    if cause.kind is Kind.BUSY and len(names) == 1:
+    if cause.kind is Kind.BUSY and len(names) == 1 and verdict.placed.is_free(cause.at[0]):
         return [
             f"{who} {whether} the cause: {what} is issued on both sides, and nothing stands before "
             "it; its value has not been computed, or it does not pass"

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import defaultdict, deque
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import pairwise
 from math import prod
 from typing import Final, NamedTuple
@@ -236,12 +237,19 @@ class Recorded:
         order, _ = self._order(ops, turns, phase)
         return Run(positions, order, ops, None, phase)
 
+    @cached_property
+    def _by_group(self) -> dict[Group, list[Op]]:
+        found: dict[Group, list[Op]] = defaultdict(list)
+        for op in self.dump.ops:
+            found[op.group].append(op)
+        return found
+
     def _counts(self, group: Group) -> bool:
         """Whether the counters of a process group say how many transfers were before.
 
         They do if each message and each collective counts as one, and all messages are transfers.
         """
-        ops = [op for op in self.dump.ops if op.group == group]
+        ops = self._by_group[group]
         steady = all(
             b.logical == a.logical + 1 and b.collectives == a.collectives + (not b.is_message)
             for a, b in pairwise(ops)

@@ -148,6 +148,7 @@ HOSTILE: dict[str, Callable[[Path], None]] = {
     "a state that is none": _changed(state="dreaming"),
     "a state that has parts": _changed(state=[]),
     "a name that is none": _changed(profiling_name=12),
+    "a name without end": _changed(profiling_name="nccl:" + "e" * 10000),
     "no process group": _changed(process_group="7"),
     "a number that is none": _changed(p2p_seq_id="1"),
     "a number beyond all": _changed(record_id=2**70),
