@@ -274,7 +274,10 @@ class Placed:
         """
         lo = int(self.graph.program.offsets[int(self.rank[at])])
         before = ~self.transfer[lo:at] & ~self.sure[lo:at]
-        return not self.matched.started[at] and bool(before.any())
+        # What the last step computed after its last transfer may not have ended, either.
+        came = (self.transfer[lo:at] & self.ended[lo:at]).any()
+        behind = before.any() or (self.matched.step != 0 and not came)
+        return not self.matched.started[at] and bool(behind)
 
     def is_free(self, at: int) -> bool:
         """Whether nothing keeps what its rank computes before a transfer, in whatever order."""

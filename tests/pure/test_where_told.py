@@ -196,6 +196,16 @@ def test_a_rank_that_computes_behind_an_open_receive_may_be_the_cause(tmp_path: 
     assert any("has started on rank 1: rank 2 may be" in line for line in job_lines(job))
 
 
+def test_the_kernels_of_the_last_step_may_still_run(tmp_path: Path) -> None:
+    """Both sides of a step's first message wait: the sender's compute, or the receiver's last."""
+    program = compile(schedules.one_f_one_b, Plan(2, 4))
+    for before, may in ((0, False), (2, True)):
+        job = job_of(tmp_path, record(stopped(Graph(program), 0, False), before=before))
+        lines = program_lines(job, judge(program, match(job, program)))
+        assert any("rank 0 or rank 1 may be the cause" in line for line in lines) is may
+        assert any(line.startswith("rank 0 is the cause") for line in lines) is not may
+
+
 def test_dumps_of_different_moments(tmp_path: Path) -> None:
     """Rank 2 has written its dump before the others have received what it has not issued in it."""
     program = compile(schedules.one_f_one_b, Plan(4, 6))
