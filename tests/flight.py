@@ -18,10 +18,10 @@ from typing import Any
 import numpy as np
 
 from schedir.analysis.graph import Graph
+from schedir.dumps.flight_recorder import read_dumps
+from schedir.dumps.standing import Job
 from schedir.ir.index import NONE
 from schedir.ir.ops import ROWS, SENDS, TRANSFERS
-from schedir.traces.flight_recorder import read_dumps
-from schedir.traces.standing import Job
 
 
 @dataclass

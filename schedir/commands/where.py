@@ -9,9 +9,9 @@ from schedir.commands._options import SOURCE, add_shape, request_of
 from schedir.io.terminal import as_json
 
 if TYPE_CHECKING:
+    from schedir.dumps.standing import Job
+    from schedir.dumps.verdict import Verdict
     from schedir.ir.program import Program
-    from schedir.traces.standing import Job
-    from schedir.traces.verdict import Verdict
 
 ORDER = 4
 ABOUT = "tell where a job that hangs stands, from the dumps of its flight recorders"
@@ -32,12 +32,12 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> str:
     """Who waits for whom, and which rank is the cause."""
-    from schedir.traces.flight_recorder import read_dumps
-    from schedir.traces.matched import match
-    from schedir.traces.standing import Job
-    from schedir.traces.told import job_lines
-    from schedir.traces.told_program import named_lines, program_lines
-    from schedir.traces.verdict import judge
+    from schedir.dumps.flight_recorder import read_dumps
+    from schedir.dumps.matched import match
+    from schedir.dumps.standing import Job
+    from schedir.dumps.told import job_lines
+    from schedir.dumps.told_program import named_lines, program_lines
+    from schedir.dumps.verdict import judge
 
     dumps, passed = read_dumps(args.dumps)
     job = Job(dumps)
@@ -58,9 +58,9 @@ def run(args: argparse.Namespace) -> str:
 
 def _program(args: argparse.Namespace, job: Job) -> Program:
     """The program; a schedule is compiled for as many ranks as exchange messages."""
+    from schedir.dumps.matched import circles
     from schedir.io.load import Source
     from schedir.ir.program import Program
-    from schedir.traces.matched import circles
 
     if args.ranks is None and not isinstance(Source(args.program).found, Program):
         args.ranks = max(map(len, circles(job)), default=None)

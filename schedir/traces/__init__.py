@@ -1,4 +1,4 @@
-"""What real runs leave behind: traces of profilers, and dumps of runs that stand still."""
+"""Traces of real runs, as profilers leave them, read as programs and Timelines."""
 
 from schedir.traces.run import Imported, read_run
 

@@ -9,9 +9,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from schedir.traces.flight_recorder import read_dumps
-from schedir.traces.standing import Job, Why
-from schedir.traces.told import job_lines
+from schedir.dumps.flight_recorder import read_dumps
+from schedir.dumps.standing import Job, Why
+from schedir.dumps.told import job_lines
 from tests.cpu.spawn import run
 
 c10d: Any = torch._C._distributed_c10d

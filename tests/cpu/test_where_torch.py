@@ -23,12 +23,12 @@ from torch.distributed.pipelining import schedules as theirs
 from schedir import Plan, Program, compile, schedules
 from schedir.analysis.graph import Graph
 from schedir.compiler.compile import finish
+from schedir.dumps.flight_recorder import read_dumps
+from schedir.dumps.matched import match
+from schedir.dumps.standing import Job
+from schedir.dumps.verdict import judge
 from schedir.io import torch_csv
 from schedir.ir.index import Index
-from schedir.traces.flight_recorder import read_dumps
-from schedir.traces.matched import match
-from schedir.traces.standing import Job
-from schedir.traces.verdict import judge
 from tests.cpu.spawn import run
 from tests.cpu.theirs import SINGLE, lowered
 from tests.flight import Recorder, record, stopped

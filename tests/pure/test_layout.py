@@ -27,7 +27,7 @@ FLOORS = (
     {"compiler"},
     {"predict"},
     {"io"},
-    {"viz", "traces"},
+    {"viz", "traces", "dumps"},
     {"kernels", "transports"},
     {"runtime"},
     {"parallel", "testing", "foreign"},

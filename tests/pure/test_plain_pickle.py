@@ -12,9 +12,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from schedir.dumps import plain_pickle
+from schedir.dumps.plain_pickle import loads
 from schedir.errors import TraceError
-from schedir.traces import plain_pickle
-from schedir.traces.plain_pickle import loads
 
 PLAIN = st.recursive(
     st.none() | st.booleans() | st.integers(-(2**70), 2**70) | st.floats(allow_nan=False)

@@ -13,14 +13,14 @@ from hypothesis import strategies as st
 from schedir import Plan, Program, check, compile, parse, schedules
 from schedir.analysis.graph import Graph
 from schedir.analysis.models import MODELS, Model
+from schedir.dumps.matched import match
+from schedir.dumps.placed import Kind
+from schedir.dumps.standing import Job, Why
+from schedir.dumps.told import job_lines
+from schedir.dumps.told_program import program_lines
+from schedir.dumps.verdict import Verdict, judge
 from schedir.errors import DeadlockError, ProgramError, UsageError
 from schedir.ir.ops import TRANSFERS
-from schedir.traces.matched import match
-from schedir.traces.placed import Kind
-from schedir.traces.standing import Job, Why
-from schedir.traces.told import job_lines
-from schedir.traces.told_program import program_lines
-from schedir.traces.verdict import Verdict, judge
 from tests.flight import Recorder, a_group_each, job_of, one_group, record, stopped
 from tests.museum.cases import cases
 

@@ -14,14 +14,14 @@ import pytest
 
 from schedir import Plan, Program, check, compile, schedules
 from schedir.analysis.graph import Graph
+from schedir.dumps.matched import match
+from schedir.dumps.standing import Why
+from schedir.dumps.told import job_lines
+from schedir.dumps.told_program import program_lines
+from schedir.dumps.verdict import judge
 from schedir.errors import UsageError
 from schedir.ir.ops import RECEIVES
 from schedir.ir.stream import Stream
-from schedir.traces.matched import match
-from schedir.traces.standing import Why
-from schedir.traces.told import job_lines
-from schedir.traces.told_program import program_lines
-from schedir.traces.verdict import judge
 from tests.commands import refused, said
 from tests.flight import Recorder, job_of, record, stopped
 from tests.museum.cases import cases

@@ -20,8 +20,8 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, Final, Literal, NamedTuple
 
+from schedir.dumps.files import RANK, paths_of, plain, read
 from schedir.errors import TraceError, UsageError
-from schedir.traces.dump_files import RANK, paths_of, plain, read
 
 State = Literal["issued", "started", "ended"]
 _STATES: Final[dict[str, State]] = {

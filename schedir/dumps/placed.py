@@ -18,9 +18,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from schedir.analysis.graph import Graph
+from schedir.dumps.matched import Matched
 from schedir.ir.index import NONE
 from schedir.ir.ops import RECEIVES, SENDS, TRANSFERS
-from schedir.traces.matched import Matched
 
 
 class Kind(Enum):

@@ -8,10 +8,10 @@ from typing import Final
 
 from schedir.analysis.graph import Graph
 from schedir.analysis.models import MODELS, Model
+from schedir.dumps.matched import Matched
+from schedir.dumps.placed import Cause, Link, Place, Placed
 from schedir.errors import ProgramError, UsageError
 from schedir.ir.program import Program
-from schedir.traces.matched import Matched
-from schedir.traces.placed import Cause, Link, Place, Placed
 from schedir.verify.check import check, complete
 
 # Unless one is said: the usual one, and where the recordings contradict it, laxer ones.

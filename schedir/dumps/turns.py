@@ -14,9 +14,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from schedir.analysis.graph import Graph
+from schedir.dumps.flight_recorder import Dump, Group, Op
 from schedir.errors import UsageError
 from schedir.ir.ops import ROWS, SENDS, TRANSFERS, Lane
-from schedir.traces.flight_recorder import Dump, Group, Op
 
 # Of these are shapes, votes and objects, and no activation.
 _WHOLE: Final = {"int", "long", "byte", "char", "short", "bool"}

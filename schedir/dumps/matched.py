@@ -15,11 +15,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from schedir.analysis.graph import Graph
+from schedir.dumps.flight_recorder import Group
+from schedir.dumps.standing import Job
+from schedir.dumps.turns import OtherTurn, Recorded, Run, is_small_talk
 from schedir.errors import UsageError
 from schedir.ir.program import Program
-from schedir.traces.flight_recorder import Group
-from schedir.traces.standing import Job
-from schedir.traces.turns import OtherTurn, Recorded, Run, is_small_talk
 
 
 @dataclass(frozen=True)

@@ -6,8 +6,8 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from itertools import groupby
 
-from schedir.traces.flight_recorder import Dump, Op
-from schedir.traces.standing import Job, Wait, Why
+from schedir.dumps.flight_recorder import Dump, Op
+from schedir.dumps.standing import Job, Wait, Why
 
 SHOWN = 16  # ranks, or copies of a program, that are told one by one
 

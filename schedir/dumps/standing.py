@@ -17,7 +17,7 @@ from functools import cached_property
 from math import prod
 from typing import Final, NamedTuple
 
-from schedir.traces.flight_recorder import Dump, Group, Op
+from schedir.dumps.flight_recorder import Dump, Group, Op
 
 # Collectives that end nowhere before all members have issued them.
 _ALL: Final = re.compile(r"all_?reduce|all_?gather|reduce_scatter|all_?to_?all|barrier").search

@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
+from schedir.dumps.matched import Matched
+from schedir.dumps.placed import Cause, Kind, Place
+from schedir.dumps.standing import Job
+from schedir.dumps.told import SHOWN, behind_lines, job_lines, line_of, listed, whom
+from schedir.dumps.verdict import Verdict
 from schedir.errors import DeadlockError
 from schedir.ir.index import NONE, Index
 from schedir.ir.program import Program
-from schedir.traces.matched import Matched
-from schedir.traces.placed import Cause, Kind, Place
-from schedir.traces.standing import Job
-from schedir.traces.told import SHOWN, behind_lines, job_lines, line_of, listed, whom
-from schedir.traces.verdict import Verdict
 
 
 def program_lines(job: Job, verdicts: Sequence[Verdict]) -> list[str]:

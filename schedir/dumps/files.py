@@ -10,8 +10,8 @@ from glob import glob
 from pathlib import Path
 from typing import Any, Final
 
+from schedir.dumps.plain_pickle import loads
 from schedir.errors import TraceError, UsageError
-from schedir.traces.plain_pickle import loads
 
 MOST_BYTES: Final = {"pickle": 2**27, "json": 2**25}  # of a file; JSON makes more of a byte
 MOST_ENTRIES: Final = 2**20
