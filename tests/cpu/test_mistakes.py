@@ -86,7 +86,7 @@ def test_a_known_mistake_is_named_and_no_other(data: st.DataObject) -> None:
     stages = data.draw(st.sets(st.integers(0, 2), min_size=1))
     right, bad = summed(loop, [1.0] * M), summed(loop, factors)
     left: Gradients = {n: (bad if int(n[0]) in stages else right)[n] for n in right}
-    (mistake,) = told(loop, Left(left).by_prefix(), replicas=R)
+    (mistake,) = told(loop, *[Left(left).by_prefix()] * R, replicas=R)
     assert mistake.stages == tuple(sorted(stages)) and mistake.every
     alike = {kind for kind, other in every(M, R, d) if other == pytest.approx(factors)}
     assert {*mistake.kinds} == alike
