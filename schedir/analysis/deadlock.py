@@ -116,15 +116,26 @@ def deadlock(graph: Graph, walk: Walk) -> ProgramError:
     ran = int(finished.sum())
     ranks = len({w.rank for w in steps})
     who = f"{ranks} ranks wait for each other" if ranks > 1 else "a rank waits for itself"
-    return DeadlockError(
+    return circle(
+        graph,
         f"{who}; stopped after {ran} of {len(graph.program)} instructions",
+        steps,
+        ran,
+        _WAITS if graph.device_waits else _BLOCKS * graph.blocks,
+    )
+
+
+def circle(graph: Graph, fact: str, steps: list[Wait], ran: int, hint: str) -> DeadlockError:
+    """The error for a circle of waits, when `ran` instructions had run or been issued."""
+    return DeadlockError(
+        fact,
         program=graph.program.name,
         model=graph.model,
         cycle=steps,
         ran=ran,
         total=len(graph.program),
-        window=window(graph, steps),
-        hint=_WAITS if graph.device_waits else _BLOCKS * graph.blocks,
+        window=_window(graph, steps),
+        hint=hint,
     )
 
 
@@ -234,7 +245,7 @@ def shortest_cycle(waits: nx.DiGraph) -> list[int]:  # type: ignore[name-defined
     return best
 
 
-def window(graph: Graph, steps: list[Wait]) -> list[Site]:
+def _window(graph: Graph, steps: list[Wait]) -> list[Site]:
     """What the second rank of the cycle has before the instruction that the first waits for."""
     first, second = steps[0], steps[1 % len(steps)]
     stream = graph.program.streams[first.needs_rank]

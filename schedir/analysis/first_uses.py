@@ -13,7 +13,7 @@ from collections import defaultdict
 import numpy as np
 
 from schedir.analysis.channels import communicators
-from schedir.analysis.deadlock import shortest_cycle, steps_of, window
+from schedir.analysis.deadlock import circle, shortest_cycle, steps_of
 from schedir.analysis.graph import Graph
 from schedir.errors import DeadlockError, MatchError, ProgramError, Site
 
@@ -85,14 +85,11 @@ def _cycle(graph: Graph, stuck: dict[int, int], uses: dict[int, dict[int, int]])
     ran = sum(
         stuck.get(rank, int(begin[rank + 1])) - int(begin[rank]) for rank in range(len(begin) - 1)
     )
-    return DeadlockError(
+    return circle(
+        graph,
         f"{len(steps)} hosts wait for each other, each to make a communicator at its first use; "
         f"{ran} of {len(graph.program)} instructions were issued",
-        program=graph.program.name,
-        model=graph.model,
-        cycle=steps,
-        ran=ran,
-        total=len(graph.program),
-        window=window(graph, steps),
-        hint=_HINT,
+        steps,
+        ran,
+        _HINT,
     )

@@ -6,12 +6,12 @@ import json
 import re
 from collections.abc import Iterable
 from functools import lru_cache
-from glob import glob
 from pathlib import Path
 from typing import Any, Final
 
 from schedir.dumps.plain_pickle import loads
 from schedir.errors import TraceError, UsageError
+from schedir.io.files import named
 
 MOST_BYTES: Final = {"pickle": 2**27, "json": 2**25}  # of a file; JSON makes more of a byte
 MOST_ENTRIES: Final = 2**20
@@ -27,20 +27,21 @@ def paths_of(places: Iterable[str]) -> tuple[list[str], list[str]]:
     """
     paths: dict[str, None] = {}
     passed: list[str] = []
+
+    def in_folder(folder: Path) -> list[Path]:
+        files = sorted(file for file in folder.iterdir() if file.is_file())
+        dumps = [file for file in files if RANK.search(file.name)]
+        passed.extend(str(file) for file in files if file not in {*dumps})
+        if not dumps:
+            raise UsageError(
+                f"{folder} has no file whose name ends in a rank, such as nccl_trace_rank_0"
+            )
+        return dumps
+
     for place in places:
-        if Path(place).is_dir():
-            files = sorted(str(f) for f in Path(place).iterdir() if f.is_file())
-            named = [f for f in files if RANK.search(Path(f).name)]
-            passed += [f for f in files if f not in {*named}]
-            if not named:
-                raise UsageError(
-                    f"{place} has no file whose name ends in a rank, such as nccl_trace_rank_0"
-                )
-        elif Path(place).exists():
-            named = [place]
-        elif not (named := sorted(glob(place))):
+        if not (own := named(place, in_folder)):
             raise UsageError(f"there is no file {place}")
-        paths |= dict.fromkeys(named)
+        paths |= dict.fromkeys(map(str, own))
     if len(paths) > MOST_FILES:
         raise UsageError(f"{len(paths)} files are too many: at most {MOST_FILES} ranks are read")
     return [*paths], passed

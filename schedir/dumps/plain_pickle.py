@@ -17,8 +17,6 @@ from schedir.errors import TraceError
 
 MOST: Final = 2**23  # opcodes of a file: each makes one value at most
 
-_MARK: Final = object()
-
 
 class _Sized(NamedTuple):
     """An opcode with an operand: the bytes of it, or of its length, and what it makes of it."""

@@ -8,6 +8,7 @@ from itertools import groupby
 
 from schedir.dumps.flight_recorder import Dump, Op
 from schedir.dumps.standing import Job, Wait, Why
+from schedir.io import terminal
 
 SHOWN = 16  # ranks, or copies of a program, that are told one by one
 
@@ -231,7 +232,7 @@ def line_of(op: Op | None) -> str:
 
 def listed(ranks: Sequence[int]) -> str:
     some = [*map(str, ranks[:8])] + [f"{len(ranks) - 8} more"] * (len(ranks) > 8)
-    return " and ".join(filter(None, [", ".join(some[:-1]), some[-1]]))
+    return terminal.listed(some)
 
 
 def behind_lines(ranks: Sequence[int]) -> list[str]:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from glob import glob
 from pathlib import Path
 
 from schedir.errors import UsageError, said
@@ -29,6 +30,15 @@ def path_of(given: object) -> Path:
     if not isinstance(given, str | os.PathLike):
         raise UsageError(f"a file is named by a text or a Path, not {said(given)}")
     return Path(given)
+
+
+def named(place: str | Path, in_folder: Callable[[Path], list[Path]]) -> list[Path]:
+    """The files that a person names: a file, those of a folder, or those that fit a pattern like
+    `trace/rank*.json`; none where there are none."""
+    path = Path(place)
+    if path.is_dir():
+        return in_folder(path)
+    return [path] if path.exists() else [Path(name) for name in sorted(glob(str(place)))]
 
 
 @contextmanager

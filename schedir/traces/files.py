@@ -6,12 +6,12 @@ import os
 import signal
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
-from glob import glob
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Final
 
 from schedir.errors import TraceError, UsageError
+from schedir.io.files import named
 from schedir.traces.kineto import Trace, read_trace
 
 NAMES: Final = ("*.json", "*.json.gz")
@@ -25,9 +25,7 @@ def files_of(sources: Iterable[str | Path]) -> list[Path]:
     """
     found: dict[Path, None] = {}
     for source in sources:
-        path = Path(source)
-        own = _in_folder(path) if path.is_dir() else [path]
-        if not path.exists() and not (own := [Path(name) for name in sorted(glob(str(source)))]):
+        if not (own := named(source, _in_folder)):
             raise UsageError(f"cannot read {source}: no such file")
         found |= dict.fromkeys(own)
     return [*found]

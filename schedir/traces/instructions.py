@@ -11,6 +11,7 @@ message's is that of NCCL's kernels.
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Final, NamedTuple
@@ -175,20 +176,20 @@ def _on_cpu(trace: Trace, waits: list[_Item]) -> Callable[[_Item], Seen]:
     """When each item was under way, by the host's ranges."""
     starts = np.array([each.start for each in trace.waited], np.int64)
     ends = np.array([each.end for each in trace.waited], np.int64)
-    in_order = np.argsort(ends, kind="stable")
+    told = np.sort(ends)
     awaited: dict[Action, int] = {}
     for wait in waits:
         for action in wait.actions:
             awaited[action] = max(awaited.get(action, 0), wait.range.end)
-    marked = np.array([(w.range.start, w.range.end) for w in waits], np.int64).reshape(-1, 2)
+    marked = sorted((wait.range.start, wait.range.end) for wait in waits)
 
     def when(item: _Item) -> Seen:
         start, end = item.range.start, item.range.end
         if item.computes:
-            told = ends[in_order]
             lo, hi = np.searchsorted(told, [start, end], side="right")
             spells = list(_since(trace, item.range, told[lo:hi].tolist()))
-            spells += [(a, b) for a, b in marked.tolist() if start <= a and b <= end]
+            inside = marked[bisect_left(marked, (start, 0)) : bisect_left(marked, (end + 1, 0))]
+            spells += [(since, until) for since, until in inside if until <= end]
             sent = [e.range.start for e in item.nested if e.actions[0].op not in RECEIVES]
             stop = min(sent, default=end)
             waited = min(_length(spells), stop - start)
