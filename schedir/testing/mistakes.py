@@ -12,6 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from itertools import permutations
+from math import e
 from typing import Final, NamedTuple
 
 import torch
@@ -63,7 +64,8 @@ class Tier(NamedTuple):
 class Explained(NamedTuple):
     """What explains a gradient, the simplest first.
 
-    It has as many `numbers`, zeros left out, and what explains it is as `near`, by its norm.
+    It has as many `numbers`, zeros left out, and what explains it is as `near`: of the norm of its
+    difference from what is due.
     """
 
     tiers: tuple[Tier, ...]
@@ -71,9 +73,17 @@ class Explained(NamedTuple):
     near: float = 0.0
 
     def by_chance(self, tier: int) -> float:
-        """How many of the mistakes tried would explain as many random numbers."""
+        """How many of the mistakes tried would explain a random difference, at most.
+
+        Of its n numbers a mistake leaves d to chance, whose squares are then at most x = near^2 of
+        the sum of all n: so likely as (e n x / d)^(d / 2), by Chernoff's bound for a sum of d
+        squares of normal numbers, where that is less than one.
+        """
         tried, free = self.tiers[tier].tried, self.tiers[tier].free
-        return tried * self.near ** max(0, self.numbers - free)
+        left = self.numbers - free
+        if left <= 0:
+            return tried
+        return tried * min(1.0, self.near * (e * self.numbers / left) ** 0.5) ** left
 
     @classmethod
     def surely(cls, kind: str, words: str) -> Explained:
@@ -82,6 +92,7 @@ class Explained(NamedTuple):
 
 
 MOST_SWAPPED: Final = 64  # microbatches of which each may be taken for each other
+HARDLY: Final = 0.1  # of how far off a gradient is, an explanation of it may be off
 NOTHING: Final = Finding("unknown", "another gradient")
 Use = tuple[str, int]  # a module, and which of its uses of a weight, from 1
 
@@ -147,8 +158,8 @@ def explain(got: Tensor, parts: Tensor, uses: Mapping[Use, Tensor], facts: Facts
         Tier(frozenset(two), len(scales) * rows),
         Tier(frozenset(some), 1, 1 if common is not None else len(parts)),
     )
-    near = facts.tolerance * float(over.norms.sum() / parts.sum(0).norm())
-    return Explained(tiers, int(got.bool().sum()), min(near, 1.0))
+    near = facts.tolerance * float(torch.maximum(over.norm, over.norms.sum()) / over.off)
+    return Explained(tiers, int(got.bool().sum()), min(near, HARDLY))
 
 
 class _Terms:
@@ -171,7 +182,7 @@ class _Terms:
         """
         errors = (self.got - factors @ self.coordinates.T).norm(dim=1).hypot(self.outside)
         sizes = torch.maximum(self.norm, factors.abs() @ self.norms)
-        near: Tensor = errors <= torch.minimum(self.tolerance * sizes, self.off / 10)
+        near: Tensor = errors <= torch.minimum(self.tolerance * sizes, HARDLY * self.off)
         return near
 
     def fit(self, factor: float) -> bool:
