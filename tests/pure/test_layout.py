@@ -30,7 +30,7 @@ FLOORS = (
     {"viz", "traces", "dumps"},
     {"kernels", "transports"},
     {"runtime"},
-    {"parallel", "testing", "foreign"},
+    {"parallel", "testing", "foreign", "torch"},
     {"training"},
     {"commands"},
     {"__init__", "__main__"},
