@@ -95,10 +95,16 @@ def show(program: Program, to: str = "torch") -> str:
     1F0,1B0,1F1,1B1
     """
     expect(program, Program, "schedir.compile(schedule, plan)")
-    if to not in FORMS:
-        raise UsageError(f"no form {to!r} to export to", hint=f"there are {', '.join(FORMS)}")
     if not program.trains:
         raise CompletenessError("torch loads no schedule without a backward", program=program.name)
+    return "".join(",".join(row) + "\n" for row in cells(program, to))
+
+
+def cells(program: Program, to: str = "torch") -> list[list[str]]:
+    """The cells of each rank's row, as `show` has them; also of a program without a backward, which
+    torch's runtime runs, though it does not load it.  Raises what `show` does."""
+    if to not in FORMS:
+        raise UsageError(f"no form {to!r} to export to", hint=f"there are {', '.join(FORMS)}")
     if to != "torch" and program.is_draft and program.plan.ranks > 1:
         raise LevelError(
             f"a draft has no transfers, but {to!r} is the form with them",
@@ -118,7 +124,7 @@ def show(program: Program, to: str = "torch") -> str:
     action = {int(op): text for op, text in _TEXT.items() if to != "torch" or op in COMPUTE}
     rows = []
     for rank, stream in enumerate(program.streams):
-        cells: list[str] = []
+        row: list[str] = []
         for index, word in enumerate(stream.words.tolist()):
             op = word >> OP & 0xFF
             if op not in action:
@@ -127,11 +133,11 @@ def show(program: Program, to: str = "torch") -> str:
             cell = f"{word >> STAGE & 0xFFFF}{action[op]}{mb}"
             if word & JOINED:
                 _may_join(program, rank, index)
-                cells[-1] = f"({cells[-1]};{cell}){PAIR}"
+                row[-1] = f"({row[-1]};{cell}){PAIR}"
             else:
-                cells.append(cell)
-        rows.append(",".join(cells) + "\n")
-    return "".join(rows)
+                row.append(cell)
+        rows.append(row)
+    return rows
 
 
 def _may_join(program: Program, rank: int, index: int) -> None:

@@ -83,7 +83,7 @@ class Explained(NamedTuple):
         left = self.numbers - free
         if left <= 0:
             return tried
-        return tried * min(1.0, self.near * (e * self.numbers / left) ** 0.5) ** left
+        return float(tried * min(1.0, self.near * (e * self.numbers / left) ** 0.5) ** left)
 
     @classmethod
     def surely(cls, kind: str, words: str) -> Explained:

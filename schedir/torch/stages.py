@@ -1,0 +1,142 @@
+"""Stages: what a rank is given, what wraps their modules, and which weights they share."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.pipelining.stage import _PipelineStageBase
+from torch.nn.parallel import DistributedDataParallel as Replicated
+
+from schedir.errors import ModelError, UsageError, said
+from schedir.ir.program import Program
+from schedir.ir.ties import Tied, Ties
+from schedir.runtime.given import loss_of
+from schedir.runtime.tied import Known, Told, Weight, prints, weights_of
+from schedir.torch.agree import told
+
+EXAMPLE = "[PipelineStage(module, stage_index, num_stages, device)]"
+
+
+def stages_of(given: object) -> list[Any]:
+    """A rank's stages, ascending: a list of them, or one.  Raises UsageError for anything else."""
+    several = isinstance(given, Sequence) and not isinstance(given, str)
+    found: list[Any] = [*given] if several else [given]  # type: ignore[misc]
+    for stage in found:
+        if not isinstance(stage, _PipelineStageBase):
+            raise UsageError(
+                f"stages are torch's PipelineStages, not {said(stage)}",
+                hint=EXAMPLE,
+                fields=["stages"],
+            )
+    if not found:
+        raise UsageError("a rank has one stage at least", hint=EXAMPLE, fields=["stages"])
+    return sorted(found, key=lambda stage: int(stage.stage_index))
+
+
+def require_runnable(
+    stages: Sequence[Any], microbatches: object, loss_fn: object, active: object
+) -> None:
+    """Refuse what no schedule of a rank's stages can be made of.  Raises UsageError."""
+    for stage in stages[1:]:
+        for what in ("num_stages", "group", "device"):
+            one, other = getattr(stages[0], what), getattr(stage, what)
+            if one != other:
+                raise UsageError(
+                    f"stage {stages[0].stage_index} has {what} {said(one)}, and stage "
+                    f"{stage.stage_index} of the same rank {said(other)}",
+                    fields=["stages"],
+                )
+    for name, number in (("n_microbatches", microbatches), ("active", active)):
+        if not isinstance(number, int) or isinstance(number, bool) or number < 1:
+            raise UsageError(f"{name} is a number from 1 on, not {said(number)}", fields=[name])
+    if loss_fn is not None:
+        loss_of(loss_fn)
+    for stage in stages:
+        if not isinstance(stage.submod, FSDPModule) and any(
+            isinstance(m, FSDPModule) for m in stage.submod.modules()
+        ):
+            raise UsageError(
+                f"parts of stage {stage.stage_index} are sharded, and the stage is not: each of "
+                "its backwards would reduce gradients",
+                hint="fully_shard(stage.submod), after its parts",
+                fields=["stages"],
+            )
+
+
+def plain(module: nn.Module) -> nn.Module:
+    """A stage's module without what wraps it, so that parameters have their own names."""
+    while True:
+        inside = getattr(module, "_orig_mod", None)
+        if isinstance(module, Replicated):
+            inside = module.module
+        if not isinstance(inside, nn.Module):
+            return module
+        module = inside
+
+
+class Copies:
+    """The weights that stages share, as all ranks know them; `sets` are the stages of each."""
+
+    def __init__(self, stages: Sequence[Any], group: Any, tied: Ties | None, alike: bool) -> None:
+        self._stages, self._group, self._tied, self._alike = stages, group, tied, alike
+        self._weights: list[Weight] = []
+        self._program: Program | None = None
+        self._told = self._gathered()
+        known = Known(self._told, tied, self._named())
+        self.sets: Tied = tuple(
+            sorted({tuple(s for s, _ in places) for places in known.weights if len(places) > 1})
+        )
+
+    def _gathered(self) -> list[Told]:
+        return told(lambda: prints(self._modules()), self._group)
+
+    def _modules(self) -> dict[int, nn.Module]:
+        return {stage.stage_index: plain(stage.submod) for stage in self._stages}
+
+    def _named(self) -> Tied:
+        """The stages that call a weight their `tied_weight`: they are taken to share one."""
+        named = {s for own in self._told for s, each in own.items() if any(p.named for p in each)}
+        return (tuple(sorted(named)),) if len(named) > 1 else ()
+
+    def fit(self, program: Program) -> None:
+        """Refuse what a program does not tie as it is.  Raises ModelError."""
+        self._program = program
+        self._weights = self._found(alike=self._alike)
+
+    def _found(self, *, alike: bool) -> list[Weight]:
+        assert self._program is not None
+        return weights_of(self._program, self._modules(), self._told, self._tied, alike=alike)
+
+    def weights(self) -> list[Weight]:
+        """The tied weights of which this rank has copies, as they are now.
+
+        Modules may have been given weights since, as those that began on the meta device, whose
+        numbers were not there to compare.  Then all ranks call this at their first step.
+        """
+        if any(
+            p.kind and not p.values for own in self._told for each in own.values() for p in each
+        ):
+            self._told = self._gathered()
+            self._weights = self._found(alike=self._alike)
+        there = {p for module in self._modules().values() for p in module.parameters()}
+        if any(p not in there for weight in self._weights for p in weight.own.values()):
+            self._weights = self._found(alike=True)
+        return self._weights
+
+
+def require_reducible(stage: Any) -> None:
+    """Refuse a DDP whose gradients this cannot reduce as it would.  Raises ModelError."""
+    ddp = stage.submod
+    for what, there in (
+        ("a hook on its communication", bool(getattr(ddp, "_comm_hooks", ()))),
+        ("a type of its own for gradients", getattr(ddp, "mixed_precision", None) is not None),
+    ):
+        if there:
+            raise ModelError(
+                f"stage {stage.stage_index} is wrapped by DistributedDataParallel with {what}, and "
+                "its backwards are split: DDP sees no W, and its gradients are reduced without it",
+                hint="fully_shard, or a schedule of whole backwards",
+            )
