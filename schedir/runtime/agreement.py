@@ -10,7 +10,7 @@ from torch import nn
 
 from schedir.errors import ModelError
 from schedir.ir.program import Program
-from schedir.runtime.precision import Steps
+from schedir.runtime.precision import LossScale, Steps
 from schedir.runtime.rank import Boundary
 from schedir.runtime.tied import Print
 from schedir.transports.transport import Transport
@@ -57,7 +57,18 @@ def _types(p: nn.Parameter) -> str:
     return f"{p.dtype}, gradients in {p.grad_dtype or p.dtype}"
 
 
-def require_scalable(program: Program) -> None:
+def require_steps(
+    program: Program, optimizer: Steps | None, loss_scale: LossScale | None, *, adds: bool
+) -> None:
+    """Refuse what could not step a program as it is to be stepped."""
+    if loss_scale is not None:
+        _require_scalable(program)
+    _require_each_once(optimizer, program)
+    if adds:
+        _require_others_step(program, optimizer)
+
+
+def _require_scalable(program: Program) -> None:
     """Refuse a program in which a loss scale could not be led."""
     if not program.clip:
         raise ModelError(
@@ -73,7 +84,24 @@ def require_scalable(program: Program) -> None:
         )
 
 
-def require_each_once(optimizer: Steps | None, program: Program) -> None:
+def _require_others_step(program: Program, optimizer: Steps | None) -> None:
+    """Refuse an executor that adds to gradients, and would do with them what is left to others."""
+    does = {
+        "sums them over replicas": program.dp > 1,
+        "sums them over two holders": program.plan.two_way,
+        "has several updates": program.plan.updates > 1,
+        "takes their norm": program.clip,
+        "steps an optimizer": optimizer is not None,
+    }
+    if fact := next((what for what, it in does.items() if it), ""):
+        raise ModelError(
+            f"gradients are added to what is there (adds=True), and the executor {fact}",
+            program=program.name,
+            hint="adds=False, whose gradients are those of one step",
+        )
+
+
+def _require_each_once(optimizer: Steps | None, program: Program) -> None:
     """Refuse an optimizer that would step one weight twice."""
     seen: set[object] = set()
     for group in getattr(optimizer, "param_groups", ()):

@@ -22,7 +22,7 @@ from schedir.errors import ExecutionError, ModelError, Site, expect, flag, in_wo
 from schedir.ir.ops import ROWS, Lane
 from schedir.ir.program import Program
 from schedir.ir.ties import Ties
-from schedir.runtime.agreement import facts_of, require_each_once, require_fit, require_scalable
+from schedir.runtime.agreement import facts_of, require_fit, require_steps
 from schedir.runtime.given import (
     expect_all,
     loss_of,
@@ -54,12 +54,11 @@ class Executor:
     """One rank of a program, ready to run steps.
 
     `stages` are the rank's own stages by number, or all of the model in order, of which it takes
-    its own; they are any modules: `module(x) -> y`, the first takes inputs,
-    the last gives what `loss(y, target)` sums up.  All others take and give tensors of
-    `boundary`.  `optimizer.step()` runs at OptimizerStep, after gradients are scaled to a
-    global norm of at most `max_norm`, 1 unless told, if the program clips; of one that does not,
-    a `max_norm` is refused.  With a `loss_scale`, gradients are those of the scaled loss until
-    they are reduced.
+    its own; they are any modules: `module(x) -> y`, the first takes inputs, the last gives what
+    `loss(y, target)` sums up.  All others take and give tensors of `boundary`.  `optimizer.step()`
+    runs at OptimizerStep, after gradients are scaled to a global norm of at most `max_norm`, 1
+    unless told, if the program clips; of one that does not, a `max_norm` is refused.  With a
+    `loss_scale`, gradients are those of the scaled loss until they are reduced.
 
     An update is made only where it is finite, losses and gradients; else weights and the state of
     the optimizer stay as they are, but not buffers that a forward writes, as running statistics.
@@ -88,7 +87,10 @@ class Executor:
 
     Whatever modules draw from torch's default generators is decided by `seed`, the step, the
     microbatch and the stage, as `schedir.runtime.random` says; after a step the generators are as
-    they were before it.
+    they were before it.  With None for a seed modules draw as they come.
+
+    With `adds`, a step adds to the gradients that there are, as autograd does, and leaves the rest
+    to others: no optimizer, norm or sum over replicas, and nothing is judged to be finite.
 
     With `record`, `stamps` notes when each instruction begins and ends; the attribute of that name
     may be turned off and on between steps.  Under torch.profiler, an instruction is a range that
@@ -126,10 +128,11 @@ class Executor:
         optimizer: Steps | None = None,
         max_norm: float | None = None,
         loss_scale: LossScale | None = None,
-        seed: int = 0,
+        seed: int | None = 0,
         tied: Ties | None = None,
         alike: bool = False,
         copies: Mapping[nn.Parameter, nn.Parameter] = MappingProxyType({}),
+        adds: bool = False,
         record: bool = True,
     ) -> None:
         program, boundary = program_of(program), Boundary.of(boundary)
@@ -140,8 +143,8 @@ class Executor:
             )
         stages = stages_of(stages, program, rank)
         loss_of(loss), optimizer_of(optimizer)
-        max_norm, seed = max_norm_of(max_norm, program), seed_of(seed)
-        alike, record = flag(alike, "alike"), flag(record, "record")
+        max_norm, seed = max_norm_of(max_norm, program), None if seed is None else seed_of(seed)
+        alike, adds, record = flag(alike, "alike"), flag(adds, "adds"), flag(record, "record")
         if not hasattr(transport, "agree"):
             raise ModelError(f"{said(transport)} is no transport", hint="Gloo(program)")
         if loss_scale is not None:
@@ -157,9 +160,7 @@ class Executor:
         everyone = transport.agree(facts, (transport.tp_rank, own))
         check(program, transport.model, blocks=transport.blocks)
         require_fit(program, rank, stages, transport, boundary)
-        if loss_scale is not None:
-            require_scalable(program)
-        require_each_once(optimizer, program)
+        require_steps(program, optimizer, loss_scale, adds=adds)
         told = [own for tp_rank, own in everyone if tp_rank == transport.tp_rank]
         weights = weights_of(program, stages, told, tied, alike=alike) if program.trains else []
         if program.trains:
@@ -174,7 +175,7 @@ class Executor:
             transport = Recorded(transport, self.stamps)
         self.state = State(
             program, rank, stages, transport, loss, boundary,
-            optimizer, max_norm, loss_scale, seed, weights, copies,
+            optimizer, max_norm, loss_scale, seed, weights, copies, adds,
         )  # fmt: skip
         if self.stamps is not None:
             self.state.as_of = self.stamps.as_of
@@ -334,11 +335,7 @@ class Executor:
                 hint="make the executor and its transport anew",
             )
         state = self.state
-        try:
-            state.unchanged.expect()
-        except ModelError as error:
-            error.program = self.program.name
-            raise
+        state.unchanged.expect(self.program.name)
         self._expect_given(inputs, targets)
         self.profiled = self.warm and torch.autograd.profiler._is_profiler_enabled
         state.begin(inputs, targets, scale)

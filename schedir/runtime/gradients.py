@@ -22,19 +22,20 @@ class Gradients:
     parameters, cut from the last on.  `views` are the parameters of each, with their gradients.
 
     Backward passes accumulate into the views, so a reduction is one call on each buffer.
-    A stage without parameters, or whose parameters are all frozen, has no buffer.
+    A stage without parameters, or whose parameters are all frozen, has no buffer.  With `most`
+    None no stage has one: each `.grad` is autograd's own, and is added to as that does.
     """
 
-    def __init__(self, module: nn.Module, most: float = math.inf) -> None:
+    def __init__(self, module: nn.Module, most: float | None = math.inf) -> None:
         self.names = {p: name for name, p in module.named_parameters() if p.requires_grad}
         self.parameters = [*self.names]
         kinds: dict[tuple[torch.dtype, torch.device], list[nn.Parameter]] = {}
-        for p in self.parameters:
+        for p in () if most is None else self.parameters:
             kinds.setdefault((p.grad_dtype or p.dtype, p.device), []).append(p)
         self.flat: list[Tensor] = []
         self.views: list[Views] = []
         for (dtype, device), alike in kinds.items():
-            for own in _cut(alike, dtype.itemsize, most):
+            for own in _cut(alike, dtype.itemsize, most or 0):
                 sizes = [p.numel() for p in own]
                 flat = torch.zeros(sum(sizes), dtype=dtype, device=device)
                 self.flat.append(flat)

@@ -7,6 +7,8 @@ are divided into stages changes nothing either.  A rank of replica r computes th
 microbatches r * m, ..., r * m + m - 1 of a step, so that replicas draw as one that has them all.
 
 The CPU's generator takes 32 bits of a key, and a GPU's all 64.
+
+Without a seed nothing of this is done: modules draw from torch's generators as they come.
 """
 
 from __future__ import annotations
@@ -102,7 +104,7 @@ class Draws:
 
     def __init__(
         self,
-        seed: int,
+        seed: int | None,
         device: torch.device,
         microbatches: int,
         *,
@@ -119,8 +121,10 @@ class Draws:
 
     def begin(self) -> None:
         """Make ready for a step."""
-        step = key(self.seed, self.step)
         self.step += 1
+        if self.seed is None:
+            return
+        step = key(self.seed, self.step - 1)
         self.keys = [mix(step ^ number) for number in self.numbers]
 
     def seeded(
@@ -129,6 +133,8 @@ class Draws:
         """The same as `run`, with numbers of its own: of a purpose, a stage, and a microbatch, by
         its `index` on this rank; updates come behind the last.
         """
+        if self.seed is None:
+            return run
         what = purpose | stage
 
         def on() -> None:
@@ -162,8 +168,11 @@ class Draws:
 
     @contextmanager
     def kept(self) -> Iterator[None]:
-        """After this context the generators are as they were before."""
+        """After this context the generators are as they were before, if there is a seed."""
         global _drawing
+        if self.seed is None:
+            yield
+            return
         outer, before = _drawing, [generator.get_state() for generator in self.generators]
         try:
             yield

@@ -163,7 +163,7 @@ class Stage:
         instead: Mapping[nn.Parameter, nn.Parameter],
         *,
         several: bool,
-        most: float,
+        most: float | None,
     ) -> None:
         self.module = module
         self.lender = Lender()
@@ -176,7 +176,7 @@ class Stage:
         self.versions = Versions(module, plan, instrs) if several else None
         self.layers_seen = False  # what is split, in a backward that used all that could be
         self.warned_of_layers = False  # that some are not split
-        self.parameters_checked = False  # that an output depends on no Parameters of others
+        self.parameters_checked = most is None  # that an output depends on no Parameters of others
         self.warned_of_buffers = False  # that they are not what a plain loop leaves
         self.looked_at: set[tuple[Opcode, bool]] = set()  # buffers, by value, in which mode
         self.rewritten: set[tuple[str, str]] = set()  # buffers that have been, as they were
@@ -208,10 +208,12 @@ class State:
         optimizer: Steps | None,
         max_norm: float,
         loss_scale: LossScale | None,
-        seed: int,
+        seed: int | None,
         weights: Sequence[Weight] = (),
         copies: Mapping[nn.Parameter, nn.Parameter] = MappingProxyType({}),
+        adds: bool = False,
     ) -> None:
+        self.adds = adds  # gradients, to what is there, as autograd does
         self.program, self.plan, self.rank = program, program.plan, rank
         self.transport, self.loss, self.boundary = transport, loss, boundary
         self.optimizer, self.max_norm, self.loss_scale = optimizer, max_norm, loss_scale
@@ -227,7 +229,7 @@ class State:
                 (i for i in self.stream if i.stage == s),
                 instead.get(s, {}),
                 several=self.trains and self.plan.updates > 1,
-                most=reduction.BUCKET if program.dp > 1 else inf,
+                most=None if adds else reduction.BUCKET if program.dp > 1 else inf,
             )
             for s in self.plan.stages_of[rank]
         }
@@ -301,6 +303,8 @@ class State:
         for alias, one in self.aliases.items():
             if alias.data_ptr() != one.data_ptr():  # its `data` has been set
                 alias.data = one.data
+            if self.adds:
+                alias.grad = None
         for stage in self.stages.values():
             stage.gradients.zero()
             if stage.versions is not None and update:
@@ -334,8 +338,11 @@ class State:
         return self._outgoing.get((kind, number, part))
 
     def loss_gradient_of(self, mb: int) -> Tensor:
-        """The gradient of a loss: NaN where it is not finite, so that all who step with it know."""
+        """The gradient of a loss: NaN where it is not finite, so that all who step with it know;
+        where gradients are added to others and nothing is scaled later, the scale."""
         loss = self.losses[mb]
+        if self.adds:
+            return torch.as_tensor(self.scale, dtype=loss.dtype, device=loss.device)
         return loss - loss + (1.0 if self.loss_gradient is None else self.loss_gradient)
 
     def let_go(self, send: int) -> None:

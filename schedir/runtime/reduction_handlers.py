@@ -57,6 +57,9 @@ def reduce_tied(state: State, i: Instr) -> Call:
     sums = [summing(w, state.plan, state.rank, state.transport, state.reducing) for w in state.tied]
 
     def run() -> None:
+        for weight in state.tied if state.adds else ():
+            for copy in weight.own.values():  # which a step may not have used
+                copy.grad = torch.zeros_like(copy) if copy.grad is None else copy.grad
         for begin in sums:
             begin()
 

@@ -43,7 +43,7 @@ class Unchanged:
         self.parameters = [*dict.fromkeys(p for own in self.names.values() for p in own.values())]
         self.trained = [*map(_requires_grad, self.parameters)]
 
-    def expect(self) -> None:
+    def expect(self, program: str = "") -> None:
         """Raise ModelError if what is trained has changed; it takes microseconds if not."""
         same = [*map(id, chain.from_iterable(self.tables))] == self.ids
         if same and [*map(_requires_grad, self.parameters)] == self.trained:
@@ -55,6 +55,7 @@ class Unchanged:
                 if what := _change(then.get(name), now.get(name), was):
                     raise ModelError(
                         f"{name} of stage {s} {what}",
+                        program=program,
                         hint="make the executor after the last such change",
                     )
         self._look()  # something else has changed

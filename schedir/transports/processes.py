@@ -49,7 +49,8 @@ class Processes:
     unless told.  `device` is where tensors are, and `message` how many bytes one has at most, 0 if
     that is not known.
 
-    `torch.distributed` must be initialised with pp * tp * dp processes.
+    `torch.distributed` must be initialised with pp * tp * dp processes, or a `group` of it given
+    that has so many: then its members alone make this, and other groups make theirs beside it.
     Raises ModelError otherwise.
 
     One that `schedir train` may choose has a row in `registry`.
@@ -68,19 +69,22 @@ class Processes:
         *,
         device: torch.device | str = "cpu",
         message: int = 0,
+        group: dist.ProcessGroup | None = None,
     ) -> None:
         self.static = torch.device(device).type != "cpu"
         self.tp, self.dp, pp = program.tp, program.dp, program.plan.ranks
-        world = dist.get_world_size()
+        self.within = group
+        world = dist.get_world_size(group)
         if world != pp * self.tp * self.dp:
             raise ModelError(
                 f"{world} processes do not make pp {pp} x tp {self.tp} x dp {self.dp} = "
                 f"{pp * self.tp * self.dp}",
                 program=program.name,
             )
-        self.mesh = mesh = np.arange(world).reshape(self.dp, pp, self.tp)
+        members = np.array(dist.get_process_group_ranks(group or dist.group.WORLD))
+        self.mesh = mesh = members.reshape(self.dp, pp, self.tp)
         self.dp_rank, self.rank, self.tp_rank = (
-            int(k) for k in np.unravel_index(dist.get_rank(), mesh.shape)
+            int(k) for k in np.unravel_index(dist.get_rank(group), mesh.shape)
         )
         self.make = partial(groups.make, timeout=timeout, device=device)
         self.name = program.name
@@ -94,7 +98,7 @@ class Processes:
             self.pipeline = self._group(mesh.swapaxes(1, 2).reshape(-1, pp))
         # That of the layers is another one than that of gathers.
         self.tp_group = self._group(mesh.reshape(-1, self.tp)) if self.tp > 1 else None
-        self.groups = {group: self._group(rows) for group, rows in rows_of(program).items()}
+        self.groups = {name: self._group(members[rows]) for name, rows in rows_of(program).items()}
         self.lanes: dict[Lane, torch.cuda.Stream] = {}
         if self.static:
             self.use_streams(device)
@@ -110,9 +114,13 @@ class Processes:
         self.aside = partial(torch.cuda.stream, self.lanes[Lane.TP])
 
     @classmethod
-    def fits(cls, program: Program) -> bool:
+    def fits(cls, program: Program, group: dist.ProcessGroup | None = None) -> bool:
         """Whether these processes can run the program so; all must ask."""
         return True
+
+    def leave(self) -> None:
+        """Go, in the middle of a step or not: the connections of messages are closed, and a rank
+        that waits for this one is told so.  Nothing can be sent after it."""
 
     def _group(self, members: NDArray[np.int64]) -> Any:
         """The group of the row that this process is in; None if it is in none."""
@@ -120,8 +128,8 @@ class Processes:
 
     def agree(self, facts: Mapping[str, str], tell: object = None) -> list[Any]:
         """As Transport.agree: all processes must call this."""
-        all_of: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(all_of, (dict(facts), tell))
+        all_of: list[Any] = [None] * dist.get_world_size(self.within)
+        dist.all_gather_object(all_of, (dict(facts), tell), self.within)
         everyone: list[dict[str, str]] = [own for own, _ in all_of]
         # In sorted order, so that all processes say the same of several differences.
         for fact in sorted({fact for own in everyone for fact in own}):
@@ -186,7 +194,8 @@ class OnLane(Point):
 
 
 def rows_of(program: Program) -> dict[Group, NDArray[np.int64]]:
-    """By what a program's collectives are for, the processes that meet, a row for each group."""
+    """By what a program's collectives are for, the processes that meet, a row for each group: by
+    their places in the mesh, in its order."""
     tp, dp, plan = program.tp, program.dp, program.plan
     mesh = np.arange(dp * plan.ranks * tp).reshape(dp, plan.ranks, tp)
     rows: dict[Group, NDArray[np.int64]] = {"model": mesh.reshape(dp, -1)}
@@ -235,3 +244,9 @@ class Gloo(Processes):
     def recv(self, tensor: Tensor, peer: int, lane: Lane) -> Work:
         """Start to receive."""
         return cast(Work, self.pipeline.recv([tensor], peer, lane))
+
+    def leave(self) -> None:
+        """As Processes.leave: Gloo closes a connection when nobody has its group any more."""
+        pipeline, self.pipeline = self.pipeline, None
+        if pipeline is not None:
+            dist.destroy_process_group(pipeline)

@@ -17,7 +17,7 @@ import sys
 import tempfile
 import weakref
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from time import monotonic, sleep
 from typing import Final, NamedTuple
@@ -48,10 +48,11 @@ _DONE: Final = Done()
 Place = tuple[Token, int]  # a slot: its kind and number
 
 
-def can_share() -> bool:
-    """Whether all processes see one memory, of a Linux that shows stores in order; all must ask."""
-    everyone: list[object] = [None] * dist.get_world_size()
-    dist.all_gather_object(everyone, _sight())
+def can_share(group: dist.ProcessGroup | None = None) -> bool:
+    """Whether all processes, or those of a group, see one memory, of a Linux that shows stores in
+    order; all must ask."""
+    everyone: list[object] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(everyone, _sight(), group)
     return everyone[0] is not None and all(one == everyone[0] for one in everyone)
 
 
@@ -96,9 +97,9 @@ class Shared(Processes):
     model: Model = "edge"
 
     @classmethod
-    def fits(cls, program: Program) -> bool:
+    def fits(cls, program: Program, group: dist.ProcessGroup | None = None) -> bool:
         """Whether no slots are shared, and all processes see one memory; all must ask."""
-        return not program.slots and can_share()
+        return not program.slots and can_share(group)
 
     def __init__(
         self,
@@ -107,15 +108,16 @@ class Shared(Processes):
         *,
         device: torch.device | str = "cpu",
         message: int = 0,
+        group: dist.ProcessGroup | None = None,
     ) -> None:
-        super().__init__(program, timeout, device=device)
+        super().__init__(program, timeout, device=device, group=group)
         if program.slots:
             raise ModelError(
                 "messages have a slot each in shared memory, and the program shares slots",
                 program=program.name,
                 hint='transport = "gloo"',
             )
-        if not can_share():
+        if not can_share(group):
             raise ModelError(
                 "memory is shared by processes of one machine, a Linux on x86-64 as yet",
                 program=program.name,
@@ -125,6 +127,7 @@ class Shared(Processes):
         self.seconds = default_pg_timeout.total_seconds() if timeout is None else timeout
         self.ended = 0  # steps of this rank
         self.memory: _Memory | None = None  # where it receives
+        self.close: Callable[[], object] = lambda: None
         self.outgoing: dict[tuple[Lane, int], _Outgoing] = {}
         self.incoming: dict[tuple[Lane, int], _Incoming] = {}
 
@@ -136,22 +139,24 @@ class Shared(Processes):
         self.ended = 0  # in this memory
         ranks, folder, problem = self.program.plan.ranks, "", ""
         size = _Memory.size(ranks, slots, like)
-        dist.barrier()  # a file is left behind where one that waits for others is ended
+        dist.barrier(self.within)  # a file is left behind where one that waits for others is ended
         try:
             folder = _make(size)
         except OSError as error:
             problem = f"{error.strerror or error}, for {size} bytes"
-        everyone: list[tuple[str, str]] = [("", "")] * dist.get_world_size()
+        members = dist.get_process_group_ranks(self.within or dist.group.WORLD)
+        everyone: list[tuple[str, str]] = [("", "")] * len(members)
         try:
-            dist.all_gather_object(everyone, (folder, problem))
-            for process, (_, why) in enumerate(everyone):
+            dist.all_gather_object(everyone, (folder, problem), self.within)
+            for process, (_, why) in zip(members, everyone, strict=True):
                 if why:
                     raise ModelError(
                         f"process {process} cannot share what it receives: {why}",
                         program=self.name,
                         hint='transport = "gloo"',
                     )
-            peers = [everyone[int(p)][0] for p in self.mesh[self.dp_rank, :, self.tp_rank]]
+            folders = {p: there for p, (there, _) in zip(members, everyone, strict=True)}
+            peers = [folders[int(p)] for p in self.mesh[self.dp_rank, :, self.tp_rank]]
             self.memory = _Memory(peers[self.rank], ranks, slots, like)
             self._meet(peers, like)
         except OSError as error:
@@ -172,7 +177,7 @@ class Shared(Processes):
         sources = [(lane, source) for lane, source, target in edges if target == self.rank]
         targets = [(lane, target) for lane, source, target in edges if source == self.rank]
         neighbours = {rank for _, rank in (*sources, *targets)}
-        connections = _connect(folders, self.rank, neighbours, self.seconds)
+        connections = _connect(folders, self.rank, neighbours, self.seconds, self.within)
         for lane, rank in sources:
             at = own.count(rank, lane)
             self.incoming[lane, rank] = _Incoming(rank, own, at, connections[rank])
@@ -189,8 +194,8 @@ class Shared(Processes):
                 ]
                 at = theirs.count(self.rank, lane)
                 self.outgoing[lane, rank] = _Outgoing(rank, theirs, at, connections[rank], parts)
-        weakref.finalize(self, _close, [*connections.values()])
-        dist.barrier()  # nobody removes a folder in which others look
+        self.close = weakref.finalize(self, _close, [*connections.values()])
+        dist.barrier(self.within)  # nobody removes a folder in which others look
 
     def send(self, tensor: Tensor, peer: int, lane: Lane) -> Work:
         """Write into the receiver's memory."""
@@ -205,6 +210,10 @@ class Shared(Processes):
         way = self.incoming[lane, peer]
         way.asked += 1
         return _Arrival(way, way.asked)
+
+    def leave(self) -> None:
+        """As Processes.leave."""
+        self.close()
 
     def step_ended(self) -> None:
         """As Transport.step_ended: the neighbours may write again."""
@@ -354,7 +363,11 @@ def _make(size: int) -> str:
 
 
 def _connect(
-    folders: list[str], own: int, neighbours: Iterable[int], seconds: float
+    folders: list[str],
+    own: int,
+    neighbours: Iterable[int],
+    seconds: float,
+    group: dist.ProcessGroup | None,
 ) -> dict[int, socket.socket]:
     """A connection to each neighbour: all listen, the lower rank calls.  All must call this."""
     connections = {}
@@ -362,7 +375,7 @@ def _connect(
         listener.bind(f"{folders[own]}/socket")
         listener.listen(len(folders))
         listener.settimeout(seconds)
-        dist.barrier()
+        dist.barrier(group)
         for rank in neighbours:
             if rank > own:
                 connections[rank] = socket.socket(socket.AF_UNIX)
