@@ -74,7 +74,9 @@ def prints(stages: Mapping[int, nn.Module], optimizer: object = None) -> dict[in
 def _print(p: nn.Parameter, names: list[str], named: bool, stepped: str) -> Print:
     kind, constant, values = f"{list(p.shape)} of {p.dtype}", True, ""
     if not p.is_meta:
-        flat = p.detach().reshape(-1)
+        own = p.detach()
+        own = own.to_local() if hasattr(own, "to_local") else own  # of a sharded one this shard
+        flat = own.reshape(-1)
         sample = flat[:: max(1, flat.numel() // SAMPLE)]
         constant = bool((sample == sample[:1]).all())
         if constant and not bool((flat == flat[:1]).all()):

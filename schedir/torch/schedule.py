@@ -26,7 +26,13 @@ from schedir.torch import actions, gradients, programs
 from schedir.torch.agree import require_same, told
 from schedir.torch.own import Own
 from schedir.torch.sharding import require_whole, with_shards
-from schedir.torch.stages import Copies, require_reducible, require_runnable, stages_of
+from schedir.torch.stages import (
+    Copies,
+    require_reducible,
+    require_runnable,
+    require_sharded_whole,
+    stages_of,
+)
 from schedir.verify.check import check
 
 Runtime = Literal["torch", "schedir"]
@@ -162,7 +168,8 @@ class Schedule(_PipelineScheduleRuntime):
         self._loss_of: dict[int, Tensor] = {}
         self._given: tuple[Any, Any, Any] | None = None
         self._loss_kwargs: dict[str, Any] | None = None
-        self._failed = self._wiped = False
+        self._failed = False
+        self._settled: list[Any] = []
         self._own: Own | None = None
         if runtime == "schedir":
             self._own = Own(held, self.program, self.forward_program, loss_fn, self.scale_grads, tied, group)  # fmt: skip # noqa: E501
@@ -180,6 +187,24 @@ class Schedule(_PipelineScheduleRuntime):
         self._splits = actions.splits(self.program) if self.program.trains else frozenset()
         self._last = actions.order_of_last(self.program, plan.stages - 1)
         self.register_custom_function(REDUCE_GRAD, self._reduce)
+
+    @classmethod
+    def of(cls, **how: Any) -> type[Schedule]:
+        """A class of schedules with these keywords, for what takes a class, as torchtitan:
+        `Schedule.of(schedule="zb_v")`."""
+
+        class Of(cls):  # type: ignore[valid-type, misc]
+            def __init__(self, *args: Any, **kwargs: Any) -> None:
+                super().__init__(*args, **(how | kwargs))
+
+        Of.__name__ = Of.__qualname__ = f"{cls.__name__}.of({', '.join(how)})"
+        return Of
+
+    def _load_csv(self, filename: str, format: str = "compute_only") -> None:
+        raise UsageError(
+            "a schedule is proven as it is made, and takes no other list later",
+            hint=f"Schedule(..., program={filename!r})",
+        )
 
     def _set_mapping(self) -> None:
         """Tell torch who holds which stage, and what each rank computes."""
@@ -228,7 +253,8 @@ class Schedule(_PipelineScheduleRuntime):
                     hint="step(x, target=y), or step(arg_mbs=[(x0,), (x1,)], target_mbs=[y0, y1])",
                 )
             self._given = cut
-        self._loss_kwargs = loss_kwargs
+        if not LOSS_KWARGS:
+            self._loss_kwargs = loss_kwargs
         more = {"loss_kwargs": loss_kwargs} if LOSS_KWARGS else {}
         try:
             return super().step(
@@ -270,7 +296,10 @@ class Schedule(_PipelineScheduleRuntime):
         if self._own is not None:
             self._own.step(*given, loss_kwargs)
             return
+        self._settle_shards()
         self._failed = True
+        if LOSS_KWARGS:
+            self._loss_kwargs = loss_kwargs
         self._loss_of.clear()
         self._internal_losses.clear()
         self.pipeline_order_with_comms = self._orders[self._has_backward]
@@ -286,6 +315,18 @@ class Schedule(_PipelineScheduleRuntime):
             (last,) = (stage for stage in self._stages if stage.is_last)
             made = dict(zip(self._last, last.output_chunks, strict=True))
             last.output_chunks[:] = [made[mb] for mb in sorted(made)]
+
+    def _settle_shards(self) -> None:
+        """Leave it to the schedule when sharded stages are cut up, and not to their forwards: after
+        one of these, half of a backward would add to parameters that are gone."""
+        now = [stage.submod for stage in self._stages]
+        if now == self._settled:
+            return
+        require_sharded_whole(self._stages)
+        for module in now:
+            if isinstance(module, FSDPModule):
+                module.set_reshard_after_forward(False)
+        self._settled = now
 
     # ------------------------------------------------------------ losses, by microbatch
 

@@ -54,6 +54,11 @@ def require_runnable(
             raise UsageError(f"{name} is a number from 1 on, not {said(number)}", fields=[name])
     if loss_fn is not None:
         loss_of(loss_fn)
+    require_sharded_whole(stages)
+
+
+def require_sharded_whole(stages: Sequence[Any]) -> None:
+    """Refuse stages of which parts are sharded alone.  Raises UsageError."""
     for stage in stages:
         if not isinstance(stage.submod, FSDPModule) and any(
             isinstance(m, FSDPModule) for m in stage.submod.modules()

@@ -2,12 +2,27 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
 import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.pipelining import schedules as theirs
 from torch.nn.functional import mse_loss
 
+from schedir import schedules
+from schedir.compiler.compile import compile
+from schedir.io.torch_csv import show
+from schedir.ir.plan import Plan
+from schedir.ir.text import show as text
+from schedir.schedules.words import B, F, I, W, Word
 from schedir.testing.gradients import assert_same_gradients
-from tests.cpu.faces import step_of
-from tests.cpu.torchs import batch, model
+from schedir.torch import Schedule
+from tests.cpu.faces import MB, made, step_of
+from tests.cpu.spawn import run as spawn
+from tests.cpu.torchs import Step, batch, model
 
 SCHEDULES = [
     ("gpipe", "loop", 2),
@@ -16,11 +31,200 @@ SCHEDULES = [
     ("interleaved", "loop", 4),
     ("interleaved_zb", "loop", 4),
     ("zb_v", "vee", 4),
+    ("v_half", "vee", 4),
     ("dualpipe_v", "vee", 4),
 ]
+each = pytest.mark.parametrize(("name", "placement", "stages"), SCHEDULES)
 
 
-@pytest.mark.parametrize(("name", "placement", "stages"), SCHEDULES)
+def same(step: Step, stages: int = 2, ranks: int = 2, **options: Any) -> None:
+    given: dict[str, Any] = {"microbatches": MB, "loss_fn": mse_loss} | options
+    assert_same_gradients(step, model(stages), batch(), ranks=ranks, **given)
+
+
+def backwards(rank: int, ranks: int, m: int, v: int = 1) -> Word:
+    """A schedule of one's own, whose microbatches come last first."""
+    forward = sum((F.at(mb) for mb in range(m - 1, -1, -1)), F * 0)
+    return forward + sum((I.at(mb) + W.at(mb) for mb in range(m)), F * 0)
+
+
+@each
 def test_gradients_are_those_of_a_plain_loop(name: str, placement: str, stages: int) -> None:
-    step = step_of(placement, schedule=name)
-    assert_same_gradients(step, model(stages), batch(), ranks=2, microbatches=4, loss_fn=mse_loss)
+    same(step_of(placement, schedule=name), stages)
+
+
+def test_of_one_rank_alone() -> None:
+    same(step_of("vee", schedule="zb_v"), 2, ranks=1)
+
+
+def test_of_ranks_that_hold_more_than_others() -> None:
+    def mine(rank: int, ranks: int, m: int, v: int) -> Word:
+        forward = [*(F[j] for j in range(v))]
+        return m * sum(forward[1:], forward[0]) + m * sum((B[v - 1 - j] for j in range(v)), F * 0)
+
+    same(step_of((0, 1, 1), schedule=mine), 3)
+
+
+def test_one_of_ones_own_whose_microbatches_come_in_another_order() -> None:
+    """torch takes losses by the order in which they were computed; this one by microbatch."""
+    same(step_of("loop", schedule=backwards))
+
+
+@pytest.mark.parametrize("form", ["program", "draft", "sched", "csv"])
+def test_programs(form: str, tmp_path: Any) -> None:
+    made = compile(schedules.zb_h1, Plan(2, MB))
+    (tmp_path / "x.sched").write_text(text(made))
+    (tmp_path / "x.csv").write_text(show(made))
+    draft = {"program": made, "draft": schedules_draft(), "sched": tmp_path / "x.sched"}
+    same(step_of("loop", program=draft.get(form, str(tmp_path / "x.csv"))))
+
+
+def schedules_draft() -> Any:
+    from schedir.schedules.draft import draft
+
+    return draft(schedules.zb_h1, Plan(2, MB))
+
+
+def test_gradients_add_up_over_steps_and_evaluations() -> None:
+    """Of each step what it adds is scaled, and not what was there."""
+
+    def between(schedule: Schedule, parts: dict[int, nn.Module], x: Tensor, y: Tensor) -> None:
+        with torch.no_grad():
+            schedule.eval(*((x,) if 0 in parts else ()), target=y if 3 in parts else None)
+
+    def step(**options: Any) -> Step:
+        return step_of("vee", schedule="zb_v", steps=2, **options)
+
+    four = {"microbatches": 2 * MB, "reduction": MB}
+    assert_same_gradients(step(), model(4), batch(16), ranks=2, loss_fn=mse_loss, **four)
+    assert_same_gradients(
+        step(around=between), model(4), batch(16), ranks=2, loss_fn=mse_loss, **four
+    )
+
+
+def test_gradients_that_are_not_scaled() -> None:
+    same(step_of("loop", schedule="one_f_one_b", scale_grads=False, steps=1), reduction="sum")
+
+
+def test_its_kind_is_what_torchtitan_asks_for() -> None:
+    assert issubclass(Schedule, theirs.PipelineScheduleMulti)
+    assert issubclass(Schedule.of(schedule="zb_v"), theirs._PipelineScheduleRuntime)
+
+
+# ---------------------------------------------------------------- what steps give
+
+
+class Scaled(nn.Module):
+    """A layer that is told by how much, whole or for each row."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(6, 6)
+
+    def forward(self, x: Tensor, by: Tensor, times: float = 1.0) -> Tensor:
+        return torch.tanh(self.linear(x)) * by * times
+
+
+def weighted(y: Tensor, target: Tensor, weight: float = 1.0) -> Tensor:
+    return mse_loss(y, target) * weight
+
+
+def given(rank: int, name: str, placement: str, stages: int) -> list[list[Tensor]]:
+    """Losses and outputs of steps and evaluations in turn, however they are called."""
+    torch.manual_seed(0)
+    whole = nn.Sequential(*(Scaled() for _ in range(stages)))
+    own = Plan(2, MB, stages // 2, placement).stages_of[rank]
+    parts: dict[int, nn.Module] = {s: whole[s] for s in own}
+    found = getattr(schedules, name, backwards)
+    schedule = made(parts, stages, schedule=found, loss_fn=weighted)
+    (x, y), by = batch(), torch.linspace(1, 2, 8)[:, None]
+    first, last = 0 in parts, stages - 1 in parts
+    kwargs = {"by": by, "times": 0.5}
+    cut: dict[str, Any] = {
+        "arg_mbs": [(part,) for part in x.chunk(MB)] if first else None,
+        "kwarg_mbs": [{"by": part, "times": 0.5} for part in by.chunk(MB)],
+        "target_mbs": [*y.chunk(MB)] if last else None,
+    }
+    whole_batch: dict[str, Any] = {"target": y if last else None, **kwargs}
+    args = (x,) if first else ()
+    more = {"loss_kwargs": {"weight": 3.0}}
+    told: list[list[Tensor]] = []
+    calls = [
+        (schedule.eval, args, whole_batch),  # before any step
+        (schedule.step, args, whole_batch),
+        (schedule.eval, (), cut),
+        (schedule.step, (), cut | more),
+        (schedule.step, args, whole_batch | more),
+        (schedule.eval, args, whole_batch | more),
+    ]
+    for call, positional, keywords in calls:
+        losses: list[Tensor] = [torch.ones(())]  # is emptied first
+        out = call(*positional, losses=losses, **keywords)  # type: ignore[operator]
+        assert (out is None) == (not last)
+        told.append([out.detach(), *(loss.detach() for loss in losses)] if last else [])
+    assert schedule.step(*args, **whole_batch, return_outputs=False) is None
+    return told
+
+
+@pytest.mark.parametrize(("name", "placement", "stages"), [*SCHEDULES[1::3], ("mine", "loop", 2)])
+def test_losses_and_outputs(name: str, placement: str, stages: int) -> None:
+    """Of whole batches and microbatches, trained and evaluated in turn, with what stages and loss
+    are told; in the order of microbatches, whatever the order of the schedule."""
+    torch.manual_seed(0)
+    whole = nn.Sequential(*(Scaled() for _ in range(stages)))
+    (x, y), by = batch(), torch.linspace(1, 2, 8)[:, None]
+    chunks = []
+    for part, scale in zip(x.chunk(MB), by.chunk(MB), strict=True):
+        for layer in whole:
+            part = layer(part, scale, 0.5)
+        chunks.append(part)
+    losses = [mse_loss(*pair) for pair in zip(chunks, y.chunk(MB), strict=True)]
+    ranks = spawn(given, 2, name, placement, stages)
+    (told,) = (told for told in ranks if told[0])
+    for (out, *seen), weight in zip(told, [1, 1, 1, 3, 3, 3], strict=True):
+        torch.testing.assert_close(out, torch.cat(chunks).detach())
+        torch.testing.assert_close(seen, [weight * loss.detach() for loss in losses])
+
+
+def forward_alone(rank: int, names: Sequence[str]) -> list[Any]:
+    """What forwards without a loss give, of each schedule."""
+    whole = model(4)
+    own = Plan(2, MB, placement="vee").stages_of[rank]
+    parts: dict[int, nn.Module] = {s: whole[s] for s in own}
+    x, _ = batch()
+    give = []
+    for name in names:
+        schedule = made(parts, 4, schedule=name, loss_fn=None)
+        assert not schedule._has_backward
+        give.append(schedule.step(*((x,) if 0 in parts else ())))
+    return [out if out is None else out.detach() for out in give]
+
+
+def test_without_a_loss_only_forwards_are_run() -> None:
+    outs, nothing = spawn(forward_alone, 2, ["zb_v", "dualpipe_v", "v_min"])
+    assert nothing == [None] * 3
+    for out in outs:
+        torch.testing.assert_close(out, model(4)(batch()[0]).detach())
+
+
+@pytest.mark.parametrize("name", ["zb_v", "dualpipe_v"])
+def test_torchs_own_eval_fails_for_a_vee(name: str) -> None:
+    """What this is beside: torch's takes backwards in `eval`, and finds none to pass on."""
+    kind = {"zb_v": "ScheduleZBVZeroBubble", "dualpipe_v": "ScheduleDualPipeV"}[name]
+    (first, second) = spawn(partial(their_eval, kind=kind), 2)
+    assert "can't steal_bwd_input" in first + second
+
+
+def their_eval(rank: int, kind: str) -> str:
+    from tests.cpu.torchs import stage_of
+
+    whole = model(4)
+    parts = {s: whole[s] for s in Plan(2, MB, placement="vee").stages_of[rank]}
+    held = [stage_of(part, s, 4) for s, part in parts.items()]
+    schedule = getattr(theirs, kind)(held, n_microbatches=MB, loss_fn=mse_loss)
+    x, y = batch()
+    try:
+        schedule.eval(*((x,) if 0 in parts else ()), target=y if 3 in parts else None)
+    except AssertionError as error:
+        return str(error)
+    return ""

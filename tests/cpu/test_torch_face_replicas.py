@@ -1,0 +1,153 @@
+"""Stages that are sharded or replicated: whole where they compute, reduced once."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor, nn
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.nn.functional import mse_loss
+from torch.nn.parallel import DistributedDataParallel
+
+from schedir.errors import ExecutionError, ProgramError
+from schedir.ir.program import Program
+from schedir.testing.gradients import assert_same_gradients
+from schedir.testing.strategies import programs
+from schedir.torch import Schedule
+from schedir.torch.actions import with_transfers
+from schedir.torch.sharding import require_whole, with_shards
+from tests.cpu.faces import MB, Wrap, step_of
+from tests.cpu.torchs import WIDTH, Step, batch, model, replicated
+
+CASES = [
+    ("one_f_one_b", "loop", 2),
+    ("interleaved", "loop", 4),
+    ("zb_v", "vee", 4),
+    ("dualpipe_v", "vee", 4),
+]
+
+
+class Two(nn.Module):
+    """Two layers, each of which may be sharded by itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.tanh(self.b(torch.tanh(self.a(x))))
+
+
+def sharded(parts: bool = True, **options: Any) -> Wrap:
+    def wrap(module: Any, mesh: Any) -> Any:
+        for part in (module.a, module.b) if parts else ():
+            fully_shard(part, mesh=mesh, **options)
+        return fully_shard(module, mesh=mesh, **options)
+
+    return wrap
+
+
+def in_ddp(module: nn.Module, mesh: Any) -> nn.Module:
+    return DistributedDataParallel(module, process_group=mesh.get_group())
+
+
+def same(step: Step, stages: int, *, rows: int = 16, **options: Any) -> None:
+    given: dict[str, Any] = {"microbatches": 2 * MB, "loss_fn": mse_loss, "replicas": 2} | options
+    assert_same_gradients(step, model(stages, Two), batch(rows), ranks=4, **given)
+
+
+@pytest.mark.parametrize("active", [1, 3])
+@pytest.mark.parametrize(("name", "placement", "stages"), CASES)
+def test_sharded(name: str, placement: str, stages: int, active: int) -> None:
+    """Also where forwards would cut stages up again, as `fully_shard` has it unless told."""
+    wrap = sharded(reshard_after_forward=active == 1)
+    same(step_of(placement, schedule=name, dp=2, wrap=wrap, active=active), stages)
+
+
+def test_sharded_as_one() -> None:
+    same(step_of("vee", schedule="zb_v", dp=2, wrap=sharded(parts=False)), 4)
+
+
+def test_sharded_in_mixed_precision() -> None:
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    step = step_of("vee", schedule="zb_v", dp=2, wrap=sharded(mp_policy=policy))
+    same(step, 4, tolerance=0.02)
+
+
+def test_sharded_gradients_add_up_past_an_evaluation() -> None:
+    """Where torch infers shapes anew, it forgets gradients of sharded stages."""
+
+    def between(schedule: Schedule, parts: dict[int, nn.Module], x: Tensor, y: Tensor) -> None:
+        with torch.no_grad():
+            schedule.eval(*((x,) if 0 in parts else ()), target=y if 3 in parts else None)
+
+    step = step_of("vee", schedule="zb_v", dp=2, wrap=sharded(), steps=2, around=between)
+    same(step, 4, rows=32, microbatches=4 * MB, reduction=2 * MB)
+
+
+@pytest.mark.parametrize(("name", "placement", "stages"), CASES)
+def test_replicated(name: str, placement: str, stages: int) -> None:
+    same(step_of(placement, schedule=name, dp=2, wrap=in_ddp), stages)
+
+
+def test_replicated_gradients_add_up() -> None:
+    step = step_of("vee", schedule="zb_v", dp=2, wrap=in_ddp, steps=2)
+    same(step, 4, rows=32, microbatches=4 * MB, reduction=2 * MB)
+
+
+def test_torchs_own_does_not_reduce_them() -> None:
+    """pytorch#144530, as of 2.13: else ours need not."""
+    with pytest.raises(AssertionError, match="whose hooks they do not call"):
+        same(replicated("ScheduleZBVZeroBubble", in_ddp), 4)
+
+
+def test_a_hook_on_the_reduction_is_refused() -> None:
+    def hooked(module: nn.Module, mesh: Any) -> nn.Module:
+        ddp: Any = in_ddp(module, mesh)
+        ddp.register_comm_hook(None, lambda _, bucket: torch.futures.Future())
+        return ddp  # type: ignore[no-any-return]
+
+    with pytest.raises(ExecutionError, match="with a hook on its communication"):
+        same(step_of("vee", schedule="zb_v", dp=2, wrap=hooked), 4)
+
+
+def test_parts_that_are_sharded_alone_are_refused() -> None:
+    def within(module: Any, mesh: Any) -> Any:
+        fully_shard(module.a, mesh=mesh)
+        return module
+
+    with pytest.raises(ExecutionError, match="parts of stage 0 are sharded"):
+        same(step_of("loop", schedule="gpipe", dp=2, wrap=within), 2)
+
+
+# ---------------------------------------------------------------- when stages are whole
+
+
+@given(programs(), st.integers(1, 4))
+def test_stages_are_whole_where_they_compute(program: Program, active: int) -> None:
+    try:
+        orders = with_transfers(program)
+    except ProgramError:
+        return  # torch has no such actions
+    for order in orders.values():
+        held = with_shards(order, active)
+        require_whole(held, active, program.trains)
+        assert [a for a in held if "SHARD" not in str(a)] == order
+
+
+@given(programs(), st.integers(1, 4), st.data())
+def test_whatever_is_missing_or_too_much_is_refused(
+    program: Program, active: int, data: st.DataObject
+) -> None:
+    try:
+        held = with_shards(with_transfers(program)[0], active)
+    except ProgramError:
+        return
+    at = data.draw(st.sampled_from([k for k, a in enumerate(held) if "SHARD" in str(a)]))
+    for wrong in (held[:at] + held[at + 1 :], [*held[: at + 1], held[at], *held[at + 1 :]]):
+        with pytest.raises(ProgramError):
+            require_whole(wrong, active, program.trains)
