@@ -95,7 +95,7 @@ def test_gradients_add_up_over_steps_and_evaluations() -> None:
     def step(**options: Any) -> Step:
         return step_of("vee", schedule="zb_v", steps=2, **options)
 
-    four = {"microbatches": 2 * MB, "reduction": MB}
+    four: dict[str, Any] = {"microbatches": 2 * MB, "reduction": MB}
     assert_same_gradients(step(), model(4), batch(16), ranks=2, loss_fn=mse_loss, **four)
     assert_same_gradients(
         step(around=between), model(4), batch(16), ranks=2, loss_fn=mse_loss, **four
@@ -159,7 +159,7 @@ def given(rank: int, name: str, placement: str, stages: int) -> list[list[Tensor
     ]
     for call, positional, keywords in calls:
         losses: list[Tensor] = [torch.ones(())]  # is emptied first
-        out = call(*positional, losses=losses, **keywords)  # type: ignore[operator]
+        out = call(*positional, losses=losses, **keywords)
         assert (out is None) == (not last)
         told.append([out.detach(), *(loss.detach() for loss in losses)] if last else [])
     assert schedule.step(*args, **whole_batch, return_outputs=False) is None
