@@ -128,7 +128,7 @@ def rows(names: list[str], ranks: int, steps: int) -> Iterator[tuple[list[str], 
         later = statistics.median(spans[half:])
         if name == BASE:
             base = completed(earlier, program)
-        same = base is not None and program.plan.stages == ranks and not program.plan.two_way
+        same = base is not None and program.plan.stages == ranks and program.plan.rows == 1
         yield (
             [
                 name,

@@ -71,7 +71,7 @@ instruction that gives it and stands earlier in the Stream ([decision 22](decisi
 {values}
 
 WGRAD is one sum, to which all who give it add: so of several updates each is stepped before anything is added
-to the next. Where a stage has two holders, each has its own WGRAD and GRAD. Neighbouring stages on one rank
+to the next. Where a stage has several holders, each has its own WGRAD and GRAD. Neighbouring stages on one rank
 hand activations and gradients over without messages: there, ACT_OUT of one is ACT_IN of the other.
 
 ## Lanes
@@ -106,7 +106,8 @@ not, and so executors over NCCL first run steps that are undone, in one order th
 {program}```
 
 - The header gives the format, the name, the plan and its traits; `placement` is `loop`, `vee`,
-  `mirror` or the rank of each stage, `0,1,1,0`. What is left out has the default of `Plan` and `Program`.
+  `mirror`, `mirror-vee` or the rank of each stage, `0,1,1,0`, or a row of these for each holder,
+  `0,1,1,0/1,0,0,1`. What is left out has the default of `Plan` and `Program`.
 - `F 1.0` is Forward of stage 1, microbatch 0. What exists once per stage or once per rank is
   written without what it lacks: `reduce_grads 1`, `step`. Where a program has several `updates`,
   the number of the update follows if it is not 0: `reduce_grads 1.3`, `step 3`.

@@ -327,11 +327,11 @@ class Host:
         self.give("half grad" if len(self.machine.holders) > 1 else "grad", i.stage, i.mb)
 
     def reduce_holders(self, i: Instr) -> None:
-        """The two holders of a stage meet."""
+        """The holders of a stage meet."""
         self.queue("reductions")
         self.take("half grad", i.stage, i.mb)
         self.give("grad", i.stage, i.mb)
-        self.collective(("holders", i.stage), 2)
+        self.collective(("holders", i.stage), len(self.machine.holders))
 
     def reduce_tied(self, i: Instr) -> None:
         """The holders of copies meet; a rank that holds several names the first."""

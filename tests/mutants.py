@@ -91,6 +91,13 @@ def ties(plan: Plan, rng: random.Random) -> Tied:
     )
 
 
+def rows(rng: random.Random, ranks: int) -> tuple[tuple[int, ...], ...]:
+    """Two or three holders of each of some stages, anywhere; not every one is a placement."""
+    each = min(rng.choice([2, 2, 3]), ranks)
+    holders = [rng.sample(range(ranks), each) for _ in range(rng.randint(1, 4))]
+    return tuple(zip(*holders, strict=True))
+
+
 def more(rng: random.Random) -> dict[str, Any]:
     """Options that passes bring along, of a tree that has such."""
     options = [option for each in LOWERING for option in each.options]
@@ -102,9 +109,9 @@ def lowered(rng: random.Random) -> Program:
     while True:
         ranks, m = rng.choice([1, 2, 2, 3, 3, 4]), rng.choice([1, 2, 2, 3, 3, 4, 6])
         schedule = rng.choice(known()) if rng.random() < 0.5 else None
-        anywhere = rng.choice(["loop", "loop", "vee", "mirror"])
+        anywhere = rng.choice(["loop", "loop", "vee", "mirror", rows(rng, ranks)])
         placement, v = getattr(schedule, "placed", (anywhere, None))
-        v = v or rng.choice([1, 1, 2])
+        v = v or (1 if isinstance(placement, tuple) else rng.choice([1, 1, 2]))
         tp, clip = rng.choice([1, 1, 2]), rng.random() < 0.5
         model = rng.choice([model for model in MODELS if model != "torch"])  # allows more than edge
         try:

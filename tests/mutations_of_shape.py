@@ -171,7 +171,7 @@ def crowd_placement(e: Edit) -> None:
 @whole
 def spell_placement(e: Edit) -> bool | None:
     """The same placement, stage by stage, where that says it all."""
-    if e.program.plan.two_way:
+    if e.program.plan.rows > 1:
         return False
     _replan(e, stages_per_rank=1, placement=tuple(e.program.plan.rank_of.tolist()))
     return None
@@ -238,10 +238,10 @@ def rename(e: Edit) -> None:
 
 @whole
 def renumber(e: Edit) -> None:
-    """The microbatches of each update, or direction, in another order, everywhere."""
+    """The microbatches of each update, or row of holders, in another order, everywhere."""
     plan = e.program.plan
-    ends = [0, plan.down, plan.microbatches] if plan.two_way else range(plan.microbatches + 1)
-    parts = pairwise(ends[:: 1 if plan.two_way else plan.per_update])
+    updates = range(0, plan.microbatches + 1, plan.per_update)
+    parts = pairwise(plan.parts if plan.rows > 1 else updates)
     to = [k for lo, hi in parts for k in e.rng.sample(range(lo, hi), hi - lo)]
     for r, k in e.places(*PER_MB):
         w = e.lists[r][k]

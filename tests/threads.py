@@ -87,7 +87,6 @@ class Machine:
         self.limit, self.sizes = limit, sizes
         self.random = None if seed is None else random.Random(seed)
         self.holders: list[list[int]] = program.plan.holders.tolist()
-        self.down = (program.plan.microbatches + 1) // 2  # where stages have two holders
         self.stages, self.microbatches = program.plan.stages, program.plan.microbatches
         self.updates = program.plan.updates
         if len(program.streams) != program.plan.ranks:
@@ -103,8 +102,10 @@ class Machine:
         self.meetings: dict[Slot, list[Event]] = defaultdict(list)
 
     def holder(self, stage: int, mb: int) -> int:
-        """Who runs a microbatch in a stage: where two hold it, the second has the second half."""
-        return self.holders[len(self.holders) > 1 and mb >= self.down][stage]
+        """Who runs a microbatch in a stage: each of n holders has an n-th, or one more."""
+        rows, m = self.holders, self.microbatches
+        whose = [k for k in range(len(rows)) for _ in range(m // len(rows) + (k < m % len(rows)))]
+        return rows[whose[min(mb, m - 1)]][stage]
 
     def mbs(self, update: int) -> range:
         """The microbatches of an update."""

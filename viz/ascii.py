@@ -7,6 +7,7 @@ import numpy as np
 from schedir.compiler.compile import compile
 from schedir.ir.costs import Costs
 from schedir.ir.ops import ROWS, Lane
+from schedir.ir.placement import Placement
 from schedir.ir.plan import Plan
 from schedir.predict.simulate import simulate
 from schedir.predict.timeline import Timeline
@@ -29,7 +30,8 @@ def chart(timeline: Timeline, unit: float = 1.0) -> str:
         lo += second * (hi - lo) // 2
         cells[s["rank"], lo:hi] = "--"
         if lo < columns:
-            label = f"{ROWS[s['op']].text}{s['mb']}{int(plan.local_of[s['stage']]) * chr(39)}"
+            local = int(plan.local_of(s["stage"], s["rank"]))
+            label = f"{ROWS[s['op']].text}{s['mb']}{local * chr(39)}"
             cells[s["rank"], lo] = label
     width = max(map(len, cells.flat), default=2)
     lines = [
@@ -44,7 +46,7 @@ def timeline(
     ranks: int,
     microbatches: int,
     stages_per_rank: int = 1,
-    placement: str | tuple[int, ...] = "loop",
+    placement: Placement = "loop",
     costs: Costs | None = None,
 ) -> str:
     """The chart of a schedule on a plan, at the given costs."""

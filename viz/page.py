@@ -189,7 +189,7 @@ def _run(run: Timeline, label: str, beside: Timeline) -> dict[str, Any]:
         "ranks": run.ranks,
         "count": len(run),
         "offsets": run.program.offsets.tolist(),
-        "local": plan.local_of.tolist(),
+        "own": plan.stages_of,
         "several": plan.stages_per_rank if plan.stages_per_rank > 1 else 0,
         "doubt": run.doubt,
         "span": run.span,

@@ -13,8 +13,7 @@ from schedir.predict.timeline import Timeline
 
 def own_stage(timeline: Timeline) -> NDArray[np.int64]:
     """Of each span, which of its rank's own stages it is of, from 0; shape (n,)."""
-    own: NDArray[np.int64] = timeline.program.plan.local_of[timeline.spans["stage"]]
-    return own
+    return timeline.program.plan.local_of(timeline.spans["stage"], timeline.spans["rank"])
 
 
 class Curve(NamedTuple):

@@ -66,8 +66,8 @@ def queues(index: Index, rules: ModelRow, *, shared: bool = False) -> NDArray[np
         cell[batched(index)] = _BATCH
     cell *= np.int32(held[0].size)
     cell += np.minimum(index.stage, plan.stages - 1)
-    if plan.two_way:
-        cell[index.mb >= plan.down] += plan.stages
+    if plan.rows > 1:
+        cell += (plan.stages * plan.row_at(index.mb)).astype(np.int32)
     queue: NDArray[np.unsignedinteger] = number[cell]
     queue[late] = of_late
     return queue

@@ -146,7 +146,7 @@ def _row(timeline: Timeline) -> dict[str, Any]:
     row = facts(timeline) | {
         "peak_activations": timeline.peak_activations,
         "split_backwards": BACKWARD_INPUT in ops,
-        "parameters_held": 2 if plan.two_way else 1,
+        "parameters_held": plan.rows,
     }
     if timeline.sizes is not None:
         row["peak_memory"] = float(timeline.peak_memory.max())

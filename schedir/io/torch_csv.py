@@ -30,7 +30,8 @@ from schedir.errors import (
     expect,
 )
 from schedir.ir.ops import BACKWARDS, COMPUTE, FORWARD, ROWS, TRANSFERS, Opcode, Per
-from schedir.ir.plan import MAX_MICROBATCHES, MAX_STAGES, PLACEMENTS, Plan
+from schedir.ir.placement import PLACEMENTS
+from schedir.ir.plan import MAX_MICROBATCHES, MAX_STAGES, Plan
 from schedir.ir.program import JOINED, OP, OPS, STAGE, Program, Stream
 
 __all__ = ["parse", "show"]
@@ -86,7 +87,7 @@ def show(program: Program, to: str = "torch") -> str:
 
     Raises CompletenessError for a program without a backward, which torch does not load,
     LevelError for a draft that should have transfers, GroupError for instructions issued as one
-    that torch cannot issue so, and UsageError for another form, or for stages with two
+    that torch cannot issue so, and UsageError for another form, or for stages with several
     holders or several updates.
 
     >>> from schedir import Plan, compile, schedules, torch_csv
@@ -111,9 +112,10 @@ def cells(program: Program, to: str = "torch") -> list[list[str]]:
             program=program.name,
             hint="export to 'torch', or lower the draft",
         )
-    if program.plan.two_way:
+    if program.plan.rows > 1:
         raise UsageError(
-            f"{program.name} has two holders of each stage, and torch's schedules one",
+            f"{program.name} has {program.plan.rows} holders of each stage, and torch's schedules "
+            "have one",
             program=program.name,
         )
     if program.plan.updates > 1:
@@ -333,8 +335,9 @@ class _Reader:
 def placed(ranks: int, m: int, rank_of: list[int]) -> Plan:
     """The plan of a map from stage to rank, by the name of its placement where it has one."""
     v = len(rank_of) // ranks
-    for name in PLACEMENTS:
-        if v * ranks == len(rank_of) and (v > 1 or name == "loop"):
+    for name, named in PLACEMENTS.items():
+        fits = len(named.rows) == 1 and v * ranks == len(rank_of)
+        if fits and (v > 1 or name == "loop"):
             plan = Plan(ranks, m, v, name)
             if plan.rank_of.tolist() == rank_of:
                 return plan

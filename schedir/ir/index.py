@@ -25,12 +25,12 @@ class Index:
 
     `op`, `stage`, `mb` and `joined` (issued with the one before it) have one entry per
     instruction.  `key` is what an instruction is once for: stage*microbatches + mb, or the stage
-    (for its second holder stages + the stage), or the rank (`Row.per`); the latter for update or
-    turn 0, then all of them for update 1, and so on.  `positions[op]` has where an opcode stands,
-    ascending, and `at[op]` the position of each key, -1 where there is none.  What is out of range
-    is not `valid`, and in neither.  `all_valid` says that nothing is out of range, and `once`
-    that nothing in range is there twice.  Of `program` only what is no matter of slots may be
-    asked: programs that differ in these have one Index.
+    (for its holder in row k of them k*stages + the stage), or the rank (`Row.per`); the latter for
+    update or turn 0, then all of them for update 1, and so on.  `positions[op]` has where an opcode
+    stands, ascending, and `at[op]` the position of each key, -1 where there is none.  What is out
+    of range is not `valid`, and in neither.  `all_valid` says that nothing is out of range, and
+    `once` that nothing in range is there twice.  Of `program` only what is no matter of slots may
+    be asked: programs that differ in these have one Index.
     """
 
     def __init__(self, program: Program) -> None:
@@ -121,8 +121,8 @@ class Index:
             key, each = self.rank[at].astype(np.int64), plan.ranks
         else:
             key, each = self.stage[at].astype(np.int64), plan.holders.size
-            if plan.two_way:
-                key += plan.stages * (plan.rank_of[key] != self.rank[at])
+            if plan.rows > 1:
+                key += plan.stages * plan.row_of(key, self.rank[at])
         if time is not None:
             key += np.asarray(time, np.int64) * each
         elif plan.updates > 1:

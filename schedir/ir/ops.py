@@ -233,7 +233,7 @@ ROWS: Final[tuple[Row, ...]] = (
         "Sums a stage's gradient over the data-parallel group and scales it.",
         cost="reduce_grads"),
     Row(_O.ReduceHolders, "reduce_holders", _L.DP, _STAGE, (_T.GRAD,), (_T.GRAD,), (),
-        "Sums a stage's gradient over its two holders, where microbatches go both ways.",
+        "Sums a stage's gradient over its holders, where it has several.",
         cost="reduce_holders", meets=_O.ReduceHolders, group="holders", drains="replicas"),
     Row(_O.ReduceTied, "reduce_tied", _L.DP, _STAGE, (_T.GRAD,), (_T.GRAD,), (),
         "Sums the gradients of the copies of each tied weight of the rank, in the order of stages; "

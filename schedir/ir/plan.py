@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, field, fields
 from functools import cached_property
@@ -16,31 +15,11 @@ from schedir.errors import PlanError
 from schedir.ir.fields import Kind, fields_of, itself, setting, whole_number, whole_numbers
 from schedir.ir.numerals import NO_NUMBERS, whole
 from schedir.ir.ops import ROWS, Per
+from schedir.ir.placement import PLACEMENT, PLACEMENTS, Placement, check_rows, named_of, rows_of
 
 MAX_MICROBATCHES = 2**20
 MAX_STAGES = 2**15
 MAX_CELLS = 2**27  # stages x microbatches; a program has at least two instructions in each
-
-
-def _loop(rank: int, local: int, ranks: int) -> int:
-    return local * ranks + rank
-
-
-def _vee(rank: int, local: int, ranks: int) -> int:
-    """Down the ranks and back, again and again: rank r holds r, 2P-1-r, 2P+r, ..."""
-    return local * ranks + (ranks - 1 - rank if local % 2 else rank)
-
-
-PLACEMENTS = {"loop": _loop, "vee": _vee}
-
-
-def _read_placement(text: str) -> str | tuple[int, ...]:
-    try:
-        return whole_numbers(text)
-    except ValueError:
-        if text[:1].isdigit():
-            raise ValueError(f"{_NAME}, not {text!r}") from None
-        return text  # a name
 
 
 def _read_delay(text: str) -> int | tuple[int, ...]:
@@ -55,7 +34,6 @@ def _show(value: str | int | tuple[int, ...], _: object) -> str:
 
 
 # How the fields of a plan are said.
-_NAME = "is a name or ranks like 0,1,1,0"
 _NUMBERS = "must be a whole number, or one per stage like 2,1,0"
 _RANKS = setting(
     whole_number(1, MAX_STAGES), "pipeline ranks ({ranks})", always=True, digest=itself
@@ -70,8 +48,8 @@ _STAGES_PER_RANK = setting(
     digest=lambda _, __: (),  # the holders of the stages say it
 )
 _PLACEMENT = setting(
-    Kind(_NAME, _read_placement, str | tuple[int, ...], show=_show, metavar="WHERE"),
-    "loop, vee, mirror, or ranks like 0,1,1,0",
+    PLACEMENT,
+    f"{', '.join(PLACEMENTS)}, or ranks like 0,1,1,0; of several holders like 0,1/1,0",
     always=True,
     digest=lambda _, plan: (plan.holders.tolist(),),
 )
@@ -94,10 +72,13 @@ class Plan:
     with "loop" there is one stage per rank unless told, also for one with a parameter `v`, to which
     commands and configurations then give its default of `v`, or two.
 
-    "mirror" gives each stage two holders, for DualPipe and Chimera: the one that "loop" gives it
-    for half as many stages per rank, and that one's mirror image, ranks-1-r.  The first half of
-    the microbatches goes down the ranks, from first holder to first holder; the rest goes up,
-    from mirror image to mirror image.
+    A stage may have several holders: a placement of several such maps, `rows`, puts each stage on
+    as many ranks.  The first of as many parts of the microbatches, the larger ones first, goes from
+    the first holders to the first holders, the next part along the second row, and so on.
+    "mirror" has two rows, for DualPipe and Chimera: that of "loop" for half as many stages per
+    rank, and its mirror image, ranks-1-r; so half of the microbatches goes down the ranks, and half
+    up.  "mirror-vee", for BitPipe, has "vee" and its mirror image, and four stages per rank unless
+    told otherwise.
 
     With several `updates` there is no flush between them: the first `microbatches / updates`
     microbatches make update 0, the next ones update 1.  A microbatch of update u uses, forward
@@ -113,6 +94,9 @@ class Plan:
     ((0, 3), (1, 2))
     >>> Plan(ranks=2, microbatches=8, placement=(0, 1, 1)).stages_of
     ((0,), (1, 2))
+    >>> Plan(ranks=3, microbatches=8, placement=((0, 1), (2, 0))).holders
+    array([[0, 1],
+           [2, 0]])
     >>> Plan(ranks=2, microbatches=0)
     Traceback (most recent call last):
         ...
@@ -122,7 +106,7 @@ class Plan:
     ranks: int = field(metadata=_RANKS)
     microbatches: int = field(metadata=_MICROBATCHES)
     stages_per_rank: int = field(default=1, metadata=_STAGES_PER_RANK)
-    placement: str | tuple[int, ...] = field(default="loop", metadata=_PLACEMENT)
+    placement: Placement = field(default="loop", metadata=_PLACEMENT)
     updates: int = field(default=1, metadata=_UPDATES)
     delay: int | tuple[int, ...] = field(default=0, metadata=_DELAY)
 
@@ -131,18 +115,15 @@ class Plan:
             value = f.kind.settle(f.name, getattr(self, f.name), None)
             object.__setattr__(self, f.name, value)
         if isinstance(self.placement, str):
-            if self.placement not in PLACEMENTS and not self.two_way:
-                raise PlanError(
-                    f"placement must be 'loop', 'vee', 'mirror' or the rank of each stage, "
-                    f"not {self.placement!r}",
-                    fields=["placement"],
-                )
-            if self.placement != "loop" and self.stages_per_rank == 1:
-                object.__setattr__(self, "stages_per_rank", 2)
-            if self.two_way:
-                self._check_mirror()
+            self._read_name(self.placement)
         else:
-            self._read_map(self.placement)
+            self._read_rows(self.placement)
+        if self.microbatches < self.rows:
+            raise PlanError(
+                f"{self.rows} holders of each stage take {self.rows} microbatches at least, one "
+                f"each, not {self.microbatches}",
+                fields=["placement", "microbatches"],
+            )
         if self.stages > MAX_STAGES:
             raise PlanError(
                 f"{self.stages} stages are more than the {MAX_STAGES} allowed",
@@ -162,53 +143,31 @@ class Plan:
         told = (f"{name}={value!r}" for name, value in said.items() if value != usual[name])
         return f"Plan({', '.join(told)})"
 
-    def _read_map(self, given: Iterable[int]) -> None:
-        try:
-            if isinstance(given, NO_NUMBERS):
-                raise TypeError
-            placement = tuple(index(r) for r in given)
-        except TypeError:
-            raise PlanError(
-                f"placement must be 'loop', 'vee', 'mirror' or the rank of each stage, "
-                f"not {given!r}",
-                fields=["placement"],
-            ) from None
-        held = Counter(placement)
-        for stage, rank in enumerate(placement):
-            if not 0 <= rank < self.ranks:
+    def _read_name(self, name: str) -> None:
+        named = named_of(name)
+        if self.stages_per_rank == 1:
+            object.__setattr__(self, "stages_per_rank", named.stages_per_rank)
+        if len(named.rows) == 1:
+            return
+        for pairs in ("ranks", "stages_per_rank"):
+            if getattr(self, pairs) % 2:
                 raise PlanError(
-                    f"placement puts stage {stage} on rank {rank}, but the ranks are "
-                    f"0 to {self.ranks - 1}",
-                    fields=["placement", "ranks"],
+                    f"placement {name!r} pairs ranks and their stages: {pairs} must be even, "
+                    f"not {getattr(self, pairs)}",
+                    fields=["placement", pairs],
                 )
-        for rank in range(self.ranks):
-            if rank not in held:
-                raise PlanError(
-                    f"placement gives rank {rank} no stage", fields=["placement", "ranks"]
-                )
-        most = max(held.values())
+
+    def _read_rows(self, given: object) -> None:
+        rows = rows_of(given)
+        most = check_rows(rows, self.ranks)
         if self.stages_per_rank not in (1, most):
             raise PlanError(
                 f"placement puts up to {most} stages on a rank, but stages_per_rank is "
                 f"{self.stages_per_rank}",
                 fields=["placement", "stages_per_rank"],
             )
-        object.__setattr__(self, "placement", placement)
+        object.__setattr__(self, "placement", rows if len(rows) > 1 else rows[0])
         object.__setattr__(self, "stages_per_rank", most)
-
-    def _check_mirror(self) -> None:
-        for name in ("ranks", "stages_per_rank"):
-            if getattr(self, name) % 2:
-                raise PlanError(
-                    f"placement 'mirror' pairs ranks and their stages: {name} must be even, "
-                    f"not {getattr(self, name)}",
-                    fields=["placement", name],
-                )
-        if self.microbatches < 2:
-            raise PlanError(
-                "placement 'mirror' takes two microbatches at least, one each way",
-                fields=["placement", "microbatches"],
-            )
 
     def _check_updates(self) -> None:
         if self.microbatches % self.updates:
@@ -216,9 +175,10 @@ class Plan:
                 f"{self.microbatches} microbatches cannot be divided among {self.updates} updates",
                 fields=["microbatches", "updates"],
             )
-        if self.two_way and self.updates > 1:
+        if self.rows > 1 and self.updates > 1:
             raise PlanError(
-                "placement 'mirror' goes with one update", fields=["placement", "updates"]
+                f"a placement with {self.rows} holders of each stage goes with one update",
+                fields=["placement", "updates"],
             )
         try:
             if isinstance(self.delay, NO_NUMBERS):
@@ -263,11 +223,6 @@ class Plan:
         return np.asarray(np.maximum(np.asarray(mb, np.int64) // self.per_update - lag, 0))
 
     @property
-    def two_way(self) -> bool:
-        """Whether each stage has two holders, and microbatches go both ways."""
-        return self.placement == "mirror"
-
-    @property
     def held_by_a_rank(self) -> str:
         """How many stages a rank holds, in words."""
         each = {*map(len, self.stages_of)}
@@ -275,58 +230,72 @@ class Plan:
         return most if len(each) == 1 else f"up to {most}"
 
     @cached_property
+    def rows(self) -> int:
+        """How many holders each stage has, one in each row of the placement."""
+        if isinstance(self.placement, str):
+            return len(PLACEMENTS[self.placement].rows)
+        return len(self.placement) if isinstance(self.placement[0], tuple) else 1
+
+    @cached_property
     def stages(self) -> int:
         """How many stages the model is cut into."""
         if isinstance(self.placement, str):
-            return self.ranks * self.stages_per_rank // (1 + self.two_way)
-        return len(self.placement)
+            return self.ranks * self.stages_per_rank // self.rows
+        return int(self.holders.shape[1])
 
     @cached_property
     def room(self) -> int:
         """The most instructions that a program can have without one that is there twice."""
         each = {
             Per.MICROBATCH: self.stages * self.microbatches,
-            Per.STAGE: self.stages * (1 + self.two_way) * self.updates,
+            Per.STAGE: self.stages * self.rows * self.updates,
             Per.RANK: self.ranks * self.updates,
-            Per.TURN: self.stages * (1 + self.two_way) * self.microbatches,
+            Per.TURN: self.stages * self.rows * self.microbatches,
         }
         return sum(each[row.per] for row in ROWS)
 
-    @cached_property
+    @property
     def rank_of(self) -> NDArray[np.int64]:
-        """The rank that holds each stage, shape (stages,); of two holders the first."""
-        if isinstance(self.placement, str):
-            place = PLACEMENTS.get(self.placement, _loop)
-            held = [
-                (place(r, j, self.ranks), r)
-                for j in range(self.stages // self.ranks)
-                for r in range(self.ranks)
-            ]
-            ranks = np.array([r for _, r in sorted(held)], np.int64)
-        else:
-            ranks = np.array(self.placement, np.int64)
-        ranks.flags.writeable = False
-        return ranks
+        """The rank that holds each stage, shape (stages,); of several holders the first."""
+        first: NDArray[np.int64] = self.holders[0]
+        return first
 
     @cached_property
     def holders(self) -> NDArray[np.int64]:
-        """The ranks that hold each stage, shape (1, stages), or (2, stages) if two do."""
-        ranks = self.rank_of[None]
-        holders = np.concatenate([ranks, self.ranks - 1 - ranks]) if self.two_way else ranks
+        """The ranks that hold each stage, shape (rows, stages)."""
+        if isinstance(self.placement, str):
+            stages, rows = np.arange(self.stages), PLACEMENTS[self.placement].rows
+            holders = np.stack([row(stages, self.ranks) for row in rows])
+        else:
+            holders = np.array(self.placement, np.int64).reshape(self.rows, -1)
         holders.flags.writeable = False
         return holders
 
-    @property
-    def down(self) -> int:
-        """How many microbatches go down the ranks: the first ones.  The others go up."""
-        return (self.microbatches + 1) // 2 if self.two_way else self.microbatches
+    def row_of(self, stage: ArrayLike, rank: ArrayLike) -> NDArray[np.intp]:
+        """Which holder of each stage each rank is, from 0; 0, too, for one that does not hold it.
+
+        In the shape of the two.
+        """
+        stage, rank = np.broadcast_arrays(stage, rank)
+        if self.rows == 1:
+            return np.zeros(stage.shape, np.intp)
+        return np.asarray((self.holders[:, stage] == rank).argmax(0))
+
+    @cached_property
+    def parts(self) -> tuple[int, ...]:
+        """Where the microbatches of each row begin, and where those of the last one end."""
+        each, more = divmod(self.microbatches, self.rows)
+        return tuple(row * each + min(row, more) for row in range(self.rows + 1))
+
+    def row_at(self, mb: ArrayLike) -> NDArray[np.intp]:
+        """The row of holders along which each microbatch goes."""
+        return np.asarray(np.searchsorted(self.parts[1:-1], np.asarray(mb), side="right"))
 
     def rank_at(self, stage: ArrayLike, mb: ArrayLike) -> NDArray[np.int64]:
         """The rank on which each stage runs each microbatch, in the shape of the two."""
-        first = np.asarray(self.rank_of[np.asarray(stage)])
-        if not self.two_way:
-            return first
-        return np.where(np.asarray(mb) < self.down, first, self.ranks - 1 - first)
+        if self.rows == 1:
+            return np.asarray(self.rank_of[np.asarray(stage)])
+        return np.asarray(self.holders[self.row_at(mb), np.asarray(stage)])
 
     @cached_property
     def stages_of(self) -> tuple[tuple[int, ...], ...]:
@@ -338,16 +307,20 @@ class Plan:
         return tuple(map(tuple, held))
 
     @cached_property
-    def local_of(self) -> NDArray[np.int64]:
-        """Which of its rank's own stages each stage is, from 0, shape (stages,).
+    def _locals(self) -> NDArray[np.int64]:
+        """Which of its rank's own stages each stage is for each of its holders, as `holders`."""
+        found = np.empty_like(self.holders)
+        for rank, own in enumerate(self.stages_of):
+            found[self.row_of(own, rank), own] = np.arange(len(own))
+        return found
 
-        Two holders of a stage are mirror images, and agree.
+    def local_of(self, stage: ArrayLike, rank: ArrayLike) -> NDArray[np.int64]:
+        """Which of a rank's own stages each stage is, from 0, in the shape of the two.
+
+        `F[j]` of the rank is of its own stage j, so two holders of a stage may have two names
+        for it.
         """
-        local = np.empty(self.stages, np.int64)
-        for own in self.stages_of:
-            local[list(own)] = np.arange(len(own))
-        local.flags.writeable = False
-        return local
+        return np.asarray(self._locals[self.row_of(stage, rank), np.asarray(stage)])
 
 
 PLAN: Final = fields_of(Plan, of_plan=True)

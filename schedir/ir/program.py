@@ -277,9 +277,9 @@ class Program:
     def ascending(self) -> bool:
         """Whether each stage adds to every gradient in ascending microbatch order.
 
-        Two holders of a stage have two sums, and to add these is another order.
+        Several holders of a stage have a sum each, and to add these is another order.
         """
-        if self.plan.two_way:
+        if self.plan.rows > 1:
             return False
         for s in self.streams:
             for ops in ADDS_TO_WEIGHTS:

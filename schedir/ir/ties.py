@@ -256,6 +256,16 @@ def meets(stages: tuple[int, ...], plan: Plan) -> bool:
     return any(not {*stages} <= {*plan.stages_of[rank]} for rank in ranks_of(stages, plan))
 
 
+def groups_of(tied: Tied, plan: Plan) -> list[tuple[int, ...]]:
+    """The ranks that sum gradients with each other, each set of them once.
+
+    They are the holders of a stage, where it has several, and those of copies of a tied weight.
+    """
+    stages = range(plan.stages) if plan.rows > 1 else ()
+    apart = [stages for stages in tied if meets(stages, plan)]
+    return [*dict.fromkeys(ranks_of(one, plan) for one in [*([s] for s in stages), *apart])]
+
+
 def parties(tied: Tied, plan: Plan) -> list[int]:
     """For each rank a number, the same for ranks that one `reduce_tied` brings together.
 

@@ -27,9 +27,8 @@ def reduce_grads(program: Program) -> Program:
     at = np.flatnonzero(is_op(fields["op"], ADDS))
     stage, update = fields["stage"][at], fields["mb"][at] // plan.per_update
     rank = np.searchsorted(program.offsets, at, side="right") - 1
-    second = plan.holders[0, stage] != rank
-    last = np.full((plan.updates, 2, plan.stages), NONE)
-    last[update, second.astype(np.intp), stage] = at  # the last of those with one address stays
+    last = np.full((plan.updates, plan.rows, plan.stages), NONE)
+    last[update, plan.row_of(stage, rank), stage] = at  # the last of those with one address stays
     at = last[last != NONE]
     update, _, stage = np.nonzero(last != NONE)
     words = pack(Opcode.ReduceGrads, stage, update)
@@ -38,9 +37,9 @@ def reduce_grads(program: Program) -> Program:
 
 
 def reduce_holders(program: Program) -> Program:
-    """Sum each stage's gradient over its two holders, if it has two, as soon as both are ready.
+    """Sum each stage's gradient over its holders, if it has several, as soon as all are ready.
 
-    On both ranks a sum stands between the same two messages of the one order in which `transfers`
+    On all of them a sum stands between the same two messages of the one order in which `transfers`
     has placed them all, and of two sums there the same one comes first, that of the gradient which
     stands earlier in its Stream.  So all Streams agree with one order still, and none can hang.
 
@@ -48,7 +47,7 @@ def reduce_holders(program: Program) -> Program:
     goes on beside what is computed, and what stands behind it on hosts that block would wait too.
     """
     plan = program.plan
-    if not (plan.two_way and program.trains):
+    if not (plan.rows > 1 and program.trains):
         return program
     if program.dp > 1 or not program.order:
         return append(program, Opcode.ReduceHolders, plan.stages_of)
@@ -63,7 +62,7 @@ def reduce_holders(program: Program) -> Program:
     for rank in range(plan.ranks):
         own = order[np.isin(order, plan.stages_of[rank])]
         before = passed[begins[rank] : begins[rank + 1]]
-        reduced = np.where(plan.holders[0, own] == rank, *ready[:, own])
+        reduced = ready[plan.row_of(own, rank), own]
         last = before[np.searchsorted(before, after[own], side="right") - 1]
         index_of = np.maximum.accumulate(np.maximum(reduced, np.searchsorted(before, last)))
         at.append(begins[rank] + index_of)
@@ -122,12 +121,12 @@ def _stages(program: Program, present: Present) -> Iterator[Expected]:
 
 
 def _holders(program: Program, present: Present) -> Iterator[Expected]:
-    once = _each(program, Per.STAGE) & program.plan.two_way
+    once = _each(program, Per.STAGE) & (program.plan.rows > 1)
     yield Expected(Opcode.ReduceHolders, once, "each stage has one holder")
 
 
 def _tied(program: Program, present: Present) -> Iterator[Expected]:
-    holders = program.plan.holders.reshape(-1)  # by key: all first holders, then all second ones
+    holders = program.plan.holders.reshape(-1)  # by key: a row behind the other
     first: dict[int, int] = {}  # the key of each rank's first copy
     for stage in sorted({s for stages in program.tied for s in stages}):
         for key in range(stage, len(holders), program.plan.stages):

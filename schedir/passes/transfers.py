@@ -136,7 +136,8 @@ def _ordering(costs: Costs, plan: Plan) -> Costs:
     line that does no harm.  Around a ring each would wait for the one before it, and all again
     for the first at the next moment; so there they take a trifle, and go as they are needed.
     """
-    neighbours = {frozenset(pair) for pair in pairwise(plan.rank_of.tolist()) if len({*pair}) == 2}
+    rows = plan.holders.tolist()
+    neighbours = {frozenset(pair) for row in rows for pair in pairwise(row) if len({*pair}) == 2}
     if len(neighbours) < plan.ranks:  # a line, or a tree
         return costs
     table = costs.table(plan.stages)

@@ -59,7 +59,7 @@ def calibrate(measured: Timeline) -> Costs:
     A mean is assumed to stand for all: where the times of one instruction differ from microbatch
     to microbatch (the first touches new memory, another process takes the core), a simulation is
     too short if others waited for the slow ones, and too long if those fell where nobody waited.
-    Of a stage with two holders it is the mean of both.
+    Of a stage with several holders it is the mean of all.
     """
     expect_runs([measured])
     spans, stages = measured.spans, range(measured.program.plan.stages)

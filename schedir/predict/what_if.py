@@ -303,7 +303,7 @@ class _Changes:
                         self.plan.ranks, self.plan.microbatches, v, placement or "loop",
                         self.plan.updates, delay_for(schedule) or 0,
                     )  # fmt: skip
-                    if plan.two_way != self.plan.two_way:  # it would hold the model twice
+                    if plan.rows != self.plan.rows:  # it would hold the model more often
                         continue
                     costs = self._cut_into(plan.stages)
                     program = self.lowering.of(draft(schedule, plan), costs)

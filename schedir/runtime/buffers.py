@@ -145,9 +145,9 @@ def _wrong(state: State, i: Instr, forward: bool) -> tuple[str, str]:
             "in a backward, as a forward that is run again does: when, its schedule would decide",
             "keep what changes buffers out of what is checkpointed",
         )
-    if state.plan.two_way:
+    if state.plan.rows > 1:
         return (
-            "in a forward, and its two holders would have two of it",
+            f"in a forward, and each of its {state.plan.rows} holders would have its own",
             "freeze it, as eval() does, or take a placement where a stage has one holder",
         )
     if state.program.dp > 1:

@@ -40,11 +40,12 @@ _AFTER_COLLECTIVES = tuple(row.op for row in ROWS if _COLLECTED & {*row.needs})
 class InProcess:
     """All ranks of a program as virtual ranks of this process.
 
-    `stages` are all the stages of the model, in order; where stages have two holders, the second
-    has a copy.  `optimizer` makes each rank's from its parameters, `loss_scale` each rank's own.
-    On a GPU, each rank has streams of its own.  `seed`, `tied`, `alike` and `record` are as an
-    Executor's.  Of a Parameter that stages on several ranks share, the first of these ranks has
-    itself, and others a copy, as processes would.  Copies begin each step as what they are of.
+    `stages` are all the stages of the model, in order; where stages have several holders, all but
+    the first have copies.  `optimizer` makes each rank's from its parameters, `loss_scale` each
+    rank's own.  On a GPU, each rank has streams of its own.  `seed`, `tied`, `alike` and `record`
+    are as an Executor's.  Of a Parameter that stages on several ranks share, the first of these
+    ranks has itself, and others a copy, as processes would.  Copies begin each step as what they
+    are of.
     Raises ModelError as an Executor, for programs with tensor- or data-parallel groups, whose
     ranks run at once and need processes, and for those of which messages between two ranks pass
     each other, as they may under the model "torch".
@@ -91,10 +92,10 @@ class InProcess:
         self.mail = mailboxes(program, model, cuda, told)
         copies = _copies(program, stages)
         self.ranks = []
-        self.second_holders: list[tuple[nn.Module, nn.Module]] = []  # and of which module a copy
+        self.other_holders: list[tuple[nn.Module, nn.Module]] = []  # and of which module a copy
         for rank, own in enumerate(plan.stages_of):
             held = {s: stages[s] if plan.rank_of[s] == rank else _copy(stages[s]) for s in own}
-            self.second_holders += [(held[s], stages[s]) for s in own if held[s] is not stages[s]]
+            self.other_holders += [(held[s], stages[s]) for s in own if held[s] is not stages[s]]
             own_of = copies[rank]
             parameters = [
                 *dict.fromkeys(
@@ -148,8 +149,8 @@ class InProcess:
         As Executor.step; returns the sum of losses.
         """
         last = []
-        for second, module in self.second_holders:
-            _follow(second, module)
+        for copy, module in self.other_holders:
+            _follow(copy, module)
         for rank, mail in zip(self.ranks, self.mail, strict=True):
             mail.begin()
             with mail.running():
@@ -250,9 +251,9 @@ def _copies(
 
 
 @torch.no_grad()
-def _follow(second: nn.Module, module: nn.Module) -> None:
-    """Let a second holder's copy begin a step as its module is: who has the one trains both."""
-    for mine, theirs in zip(second.modules(), module.modules(), strict=True):
+def _follow(copy: nn.Module, module: nn.Module) -> None:
+    """Let another holder's copy begin a step as its module is: who has the one trains both."""
+    for mine, theirs in zip(copy.modules(), module.modules(), strict=True):
         mine.training = theirs.training
         for name, p in theirs._parameters.items():
             if p is not None:

@@ -25,7 +25,7 @@ TURNS: Final = 2  # steps that may be under way: the host issues one while the o
 
 _GROUPS: Final = {
     "model": "all ranks",
-    "holders": "the other holder of its stage",
+    "holders": "all holders of its stage",
     "tied": "all that share its weights",
 }
 

@@ -7,6 +7,7 @@ from typing import Final
 import torch
 
 from schedir.ir.ops import Instr, Opcode
+from schedir.ir.ties import ranks_of
 from schedir.runtime.gradients import is_sharded, scale, spoil, sum_of_squares
 from schedir.runtime.precision import are_finite
 from schedir.runtime.random import UPDATE
@@ -42,12 +43,12 @@ def reduce_grads(state: State, i: Instr) -> Call:
 
 
 def reduce_holders(state: State, i: Instr) -> Call:
-    gradients = state.stages[i.stage].gradients
+    gradients, holders = state.stages[i.stage].gradients, ranks_of([i.stage], state.plan)
     start, reducing = state.transport.collective, state.reducing
 
     def run() -> None:
         for flat in gradients.flat:
-            reducing.append(start("all_reduce", "holders", flat, flat))
+            reducing.append(start("all_reduce", holders, flat, flat))
 
     # The sum over replicas comes first; what is reduced here alone is there already.
     return Call(state.wait_for_reductions if state.program.dp > 1 else None, run)

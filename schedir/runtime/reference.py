@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from schedir.errors import ExecutionError
 from schedir.ir.ops import BACKWARDS, FORWARDS, LATE, SPLITS, WHOLES, Instr
 from schedir.ir.program import Program
-from schedir.ir.ties import Place, Ties
+from schedir.ir.ties import Place, Ties, ranks_of
 from schedir.runtime.given import (
     loss_of,
     model_of,
@@ -47,9 +47,10 @@ def reference(
 
     Stage by stage all microbatches forward in order; then, the last stage first, all backward in
     order.  With a `program` those of each stage come in its order.  Then the gradients are scaled;
-    of two holders of a stage, which have a sum each, first and second are added; then the sums of
-    a tied weight, one for each stage that has it, are added once, in the order of stages, and all
-    copies get the total.  What is tied is found as an Executor finds it.
+    of several holders of a stage, which have a sum each, these are added in the order of ranks (so
+    do virtual ranks; of processes, three or more may add in another); then the sums of a tied
+    weight, one for each stage that has it, are added once, in the order of stages, and all copies
+    get the total.  What is tied is found as an Executor finds it.
 
     Random numbers are those of an executor of that `seed` in the step of that number, from 0;
     afterwards torch's generators are as they were.  What passes between stages is contiguous.
@@ -128,8 +129,8 @@ def _step(
                 dys[mb] = None if x.grad is None else _sent(x.grad)
             gradients[k].scale(scale)
             sums.append([flat.clone() for flat in gradients[k].flat])
-        for flat, first, *second in zip(gradients[k].flat, *sums, strict=True):
-            flat.copy_(sum(second, first))
+        for flat, first, *others in zip(gradients[k].flat, *sums, strict=True):
+            flat.copy_(sum(others, first))
     views = [{id(p): view for p, view in own.bound} for own in gradients]
     for places in tied:
         copies = [views[s][id(stages[s].get_parameter(name))] for s, name in places]
@@ -147,8 +148,8 @@ def _sent(value: Tensor) -> Tensor:
 
 
 def _forwards(program: Program | None, stage: int, microbatches: int) -> list[int]:
-    """The microbatches of a stage in the order of its forwards; of two holders, in their own."""
-    if program is None or program.plan.two_way:
+    """The microbatches of a stage in the order of its forwards; of several holders ascending."""
+    if program is None or program.plan.rows > 1:
         return [*range(microbatches)]
     stream = program.streams[int(program.plan.rank_of[stage])]
     return [i.mb for i in stream if i.op in FORWARDS and i.stage == stage]
@@ -162,10 +163,10 @@ def _tied(stages: Sequence[nn.Module], tied: Ties | None) -> list[tuple[Place, .
 
 
 def _backwards(program: Program | None, stage: int, microbatches: int) -> Iterator[list[Instr]]:
-    """What each holder of a stage runs of it but forwards, in order."""
+    """What each holder of a stage runs of it but forwards, in order; the first rank first."""
     if program is None:
         yield [Instr(WHOLES[0], stage, mb) for mb in range(microbatches)]
         return
     parts = BACKWARDS + LATE
-    for rank in program.plan.holders[:, stage].tolist():
+    for rank in ranks_of([stage], program.plan):
         yield [i for i in program.streams[rank] if i.stage == stage and i.op in parts]

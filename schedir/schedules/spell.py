@@ -35,10 +35,10 @@ def spell(words: list[Words], first: int, plan: Plan) -> Words:
     cell = (rank - first) * most + local  # whose own stage, in a table like `own`
     whole_or_input = np.where(op == BACKWARD_INPUT, BACKWARD, op)
     # The k-th forward of a stage is of its k-th microbatch, and so is the k-th backward, where a B
-    # and an I count alike.  The second of two holders begins at the microbatches that go up.
+    # and an I count alike.  Each of several holders begins where its part of the microbatches does.
     before = _count(cell * len(ROWS) + whole_or_input, own.size * len(ROWS))
-    down = plan.rank_of[own] == np.arange(first, first + len(words))[:, None]
-    begin = np.where(down, 0, plan.down).reshape(-1)
+    rows = plan.row_of(own, np.arange(first, first + len(words))[:, None])
+    begin = np.array(plan.parts)[rows].reshape(-1)
     mb = np.where(said == AUTO, before + begin[cell], said)
     free = said[w] == AUTO
     mb[w[free]] = mb[i[free]]

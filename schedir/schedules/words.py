@@ -26,6 +26,7 @@ import numpy as np
 from schedir.errors import said
 from schedir.ir.numerals import NO_NUMBERS
 from schedir.ir.ops import BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT, FORWARD, ROWS
+from schedir.ir.placement import Placement
 from schedir.ir.program import JOINED, OP, STAGE, Words, pack
 
 __all__ = [
@@ -179,7 +180,7 @@ Schedule = Callable[..., Word | Iterable[Word]]
 _S = TypeVar("_S", bound=Schedule)
 
 
-def placed(placement: str | tuple[int, ...], v: int | None = None) -> Callable[[_S], _S]:
+def placed(placement: Placement, v: int | None = None) -> Callable[[_S], _S]:
     """Mark a schedule as one for this placement, and for `v` stages per rank where that is fixed.
 
     A schedule sees numbers only, and so cannot tell: `draft` reads the mark, as `schedule.placed`,
@@ -279,11 +280,9 @@ def stages_per_rank_for(schedule: Schedule) -> int:
     return 2 if v.default is inspect.Parameter.empty else int(v.default)
 
 
-def placed_for(schedule: Schedule) -> tuple[str | tuple[int, ...] | None, int | None]:
+def placed_for(schedule: Schedule) -> tuple[Placement | None, int | None]:
     """The placement and the stages per rank that a schedule is marked for; None where it is not."""
-    mark: tuple[str | tuple[int, ...] | None, int | None] = getattr(
-        _function(schedule), "placed", (None, None)
-    )
+    mark: tuple[Placement | None, int | None] = getattr(_function(schedule), "placed", (None, None))
     return mark
 
 

@@ -21,6 +21,7 @@ from schedir.schedules.words import Schedule, placed_for, takes_v
 
 _F, _B = FORWARD, BACKWARD
 _I, _W = BACKWARD_INPUT, BACKWARD_WEIGHT
+PLACED = ("loop", "vee", "mirror", "given", "rows")
 
 
 def plans_of(
@@ -51,12 +52,13 @@ def plans(
     ranks: int = 4,
     microbatches: int = 6,
     stages_per_rank: int = 3,
-    placements: Sequence[str] = ("loop", "vee", "mirror", "given"),
+    placements: Sequence[str] = PLACED,
 ) -> Plan:
     """Small plans, up to these sizes.
 
-    A "given" placement is any, uneven ones among them; there `stages_per_rank` is the most on
-    average.  "vee" and "mirror" need two.
+    A "given" placement is any with one holder of each stage, and "rows" any with two or three,
+    uneven ones among them; there `stages_per_rank` is the most on average.  "vee" and "mirror" need
+    two.
 
     >>> from hypothesis import given
     >>> from schedir.testing import plans
@@ -67,11 +69,13 @@ def plans(
     """
     more = stages_per_rank > 1
     paired = min(ranks, microbatches) > 1 and more
-    can = {"vee": more, "mirror": paired}
+    can = {"vee": more, "mirror": paired, "rows": paired}
     kind = draw(st.sampled_from([kind for kind in placements if can.get(kind, True)]))
     if kind == "mirror":
         P = 2 * draw(st.integers(1, ranks // 2))
         return Plan(P, draw(st.integers(2, microbatches)), placement=kind)
+    if kind == "rows":
+        return _with_rows(draw, ranks, microbatches, stages_per_rank)
     P = draw(st.integers(1, ranks))
     m = draw(st.integers(1, microbatches))
     if kind == "given":
@@ -81,6 +85,17 @@ def plans(
     return Plan(P, m, draw(st.integers(fewest, stages_per_rank)), kind)
 
 
+def _with_rows(draw: st.DrawFn, ranks: int, microbatches: int, stages_per_rank: int) -> Plan:
+    """A plan of which each stage has two or three holders, on ranks of all that hold any."""
+    rows = draw(st.integers(2, min(3, ranks, microbatches)))
+    stage = st.permutations(range(ranks)).map(lambda order: order[:rows])
+    most = max(ranks * stages_per_rank // rows, 1)
+    holders = draw(st.lists(stage, min_size=1, max_size=most))
+    held = sorted({rank for own in holders for rank in own})
+    placement = tuple(zip(*([held.index(rank) for rank in own] for own in holders), strict=True))
+    return Plan(len(held), draw(st.integers(rows, microbatches)), placement=placement)
+
+
 @st.composite
 def drafts(
     draw: st.DrawFn,
@@ -88,8 +103,9 @@ def drafts(
     microbatches: int = 6,
     stages_per_rank: int = 3,
     split: float = 0.5,
+    placements: Sequence[str] = PLACED,
 ) -> Program:
-    """Complete drafts on small plans; `split` is the share of I and W.
+    """Complete drafts on small plans, as of `plans`; `split` is the share of I and W.
 
     They ascend, where stages have one holder.
 
@@ -101,7 +117,7 @@ def drafts(
     ...     schedir.check(schedir.compile(draft))
     >>> every_draft_compiles()
     """
-    plan = draw(plans(ranks, microbatches, stages_per_rank))
+    plan = draw(plans(ranks, microbatches, stages_per_rank, placements))
     return random_draft(plan, random.Random(draw(st.integers(0, 2**32 - 1))), split=split)
 
 
@@ -161,22 +177,22 @@ def random_draft(plan: Plan, rng: random.Random, *, split: float = 0.5) -> Progr
     ready = [Instr(_F, 0, mb) for mb in range(m)]
     backward = {(s, mb): _I if rng.random() < split else _B for s in range(S) for mb in range(m)}
     arrived: set[tuple[int, int]] = set()  # (stage, mb) whose gradient is there
-    # Of each stage, and of the microbatches that go up at its second holder by themselves:
-    turns = [[0] * S, [plan.down] * S]  # the microbatch whose backward is next
+    # Of each stage, and of the microbatches of each of its holders by themselves:
+    turns = [[begin] * S for begin in plan.parts[:-1]]  # the microbatch whose backward is next
     late: list[list[list[int]]] = [[[] for _ in range(S)] for _ in turns]  # I ran, W did not
 
-    def offer(stage: int, up: bool) -> None:
+    def offer(stage: int, row: int) -> None:
         """The stage's next backward, if its gradient is there; a whole one waits for all W."""
-        mb = turns[up][stage]
-        if (stage, mb) in arrived and (backward[stage, mb] is _I or not late[up][stage]):
+        mb = turns[row][stage]
+        if (stage, mb) in arrived and (backward[stage, mb] is _I or not late[row][stage]):
             arrived.remove((stage, mb))
             ready.append(Instr(backward[stage, mb], stage, mb))
 
     while ready:
         instr = ready.pop(rng.randrange(len(ready)))
         op, s, mb = instr
-        up = mb >= plan.down
-        turn, weights = turns[up], late[up]
+        row = int(plan.row_at(mb))
+        turn, weights = turns[row], late[row]
         streams[int(plan.rank_at(s, mb))].append(instr)
         if op is _F and s + 1 < S:
             ready.append(Instr(_F, s + 1, mb))
@@ -194,6 +210,6 @@ def random_draft(plan: Plan, rng: random.Random, *, split: float = 0.5) -> Progr
                     ready.append(Instr(_W, s, mb))
             if s:
                 arrived.add((s - 1, mb))
-                offer(s - 1, up)
-        offer(s, up)
+                offer(s - 1, row)
+        offer(s, row)
     return Program("random", plan, tuple(map(Stream.of, streams)))

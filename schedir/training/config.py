@@ -13,6 +13,7 @@ from schedir.errors import UsageError
 from schedir.io.load import Source
 from schedir.io.request import Request
 from schedir.ir.fields import Field, Kind
+from schedir.ir.placement import Placement
 from schedir.ir.plan import PLAN, Plan
 from schedir.ir.program import HEADER, TRAITS, Program
 from schedir.passes.lowering import OPTIONS
@@ -75,7 +76,7 @@ class PipelineConfig:
     ranks: int = 1
     microbatches: int = 8
     stages_per_rank: int = field(default=1, metadata={"default": "1, or 2 with a parameter v"})
-    placement: str | tuple[int, ...] = "loop"
+    placement: Placement = "loop"
     updates: int = 1
     delay: int | tuple[int, ...] = 0
     tp: Count = 1

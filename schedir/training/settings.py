@@ -79,5 +79,5 @@ def describe(kind: Any, *, many: bool = False) -> str:
         return " or ".join(describe(part) for part in parts if part is not NoneType)
     if get_origin(kind) is tuple:
         number = "" if ... in parts else f"{len(parts)} "
-        return f"a list of {number}{describe(parts[0], many=True)}"
+        return f"{'lists' if many else 'a list'} of {number}{describe(parts[0], many=True)}"
     return _NAMES[kind][many]

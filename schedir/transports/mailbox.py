@@ -13,7 +13,7 @@ from torch import Tensor
 from schedir.analysis.models import Model
 from schedir.ir.ops import Lane
 from schedir.ir.program import Program
-from schedir.ir.ties import ranks_of
+from schedir.ir.ties import groups_of
 from schedir.transports.collectives import Group, Kind, Meetings, Part, meet
 from schedir.transports.streams import StreamHub, StreamMailbox
 from schedir.transports.transport import Done, Work, buffers
@@ -109,11 +109,9 @@ def mailboxes(
 def members_of(program: Program, rank: int) -> dict[Group, list[int]]:
     """Whom a rank meets, itself included."""
     plan = program.plan
-    tied = (ranks_of(stages, plan) for stages in program.tied)
     return {
         "dp": [rank],
         "tp": [rank],
-        "holders": sorted({rank, plan.ranks - 1 - rank}),
         "model": [*range(plan.ranks)],
-        **{ranks: [*ranks] for ranks in tied},
+        **{ranks: [*ranks] for ranks in groups_of(program.tied, plan)},
     }

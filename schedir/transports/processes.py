@@ -18,7 +18,7 @@ from schedir.analysis.models import Model
 from schedir.errors import ModelError
 from schedir.ir.ops import Lane, Token
 from schedir.ir.program import Program
-from schedir.ir.ties import meets, ranks_of
+from schedir.ir.ties import groups_of
 from schedir.transports import groups
 from schedir.transports.collectives import COLLECTIVES, Group, Kind
 from schedir.transports.streams import Point
@@ -203,13 +203,8 @@ def rows_of(program: Program) -> dict[Group, NDArray[np.int64]]:
         rows["tp"] = mesh.reshape(-1, tp)
     if dp > 1:
         rows["dp"] = mesh.reshape(dp, -1).T
-    if plan.two_way:
-        pairs = np.stack([mesh, mesh[:, ::-1]], -1)[:, : plan.ranks // 2]
-        rows["holders"] = pairs.reshape(-1, 2)
-    for stages in program.tied:
-        ranks = ranks_of(stages, plan)
-        if meets(stages, plan):
-            rows[ranks] = mesh[:, ranks].swapaxes(1, 2).reshape(-1, len(ranks))
+    for ranks in groups_of(program.tied, plan):
+        rows[ranks] = mesh[:, ranks].swapaxes(1, 2).reshape(-1, len(ranks))
     return rows
 
 

@@ -156,13 +156,13 @@ def _owners(look: Inspector) -> None:
     for row, here in ix.rows():
         if row.per is Per.RANK:
             wrong[here] = False
-        elif row.per is not Per.MICROBATCH:  # either holder reduces
+        elif row.per is not Per.MICROBATCH:  # each holder reduces
             wrong[here] = (plan.holders[:, ix.stage[here]] != ix.rank[here]).all(0)
     look.refuse_first(
         wrong,
         lambda at: (
-            f"stage {ix.stage[at]}{f' runs microbatch {ix.mb[at]}' * plan.two_way} "
-            f"{'' if plan.two_way else 'is '}on rank {plan.rank_at(ix.stage[at], ix.mb[at])}, "
+            f"stage {ix.stage[at]}{f' runs microbatch {ix.mb[at]}' * (plan.rows > 1)} "
+            f"{'' if plan.rows > 1 else 'is '}on rank {plan.rank_at(ix.stage[at], ix.mb[at])}, "
             f"not on rank {ix.rank[at]}"
         ),
     )

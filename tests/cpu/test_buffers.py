@@ -182,8 +182,8 @@ def test_two_holders_of_what_forwards_change_are_refused(schedule: Any, replaces
     name = "mean" if replaces else "norm.running_mean"
     assert f"buffer {name} in a forward" in error.value.fact and "eval()" in error.value.hint
     assert str(error.value).splitlines() == [
-        f"{schedule.__name__}: ModelError: stage 0 changes its buffer {name} in a forward, and its "
-        "two holders would have two of it",
+        f"{schedule.__name__}: ModelError: stage 0 changes its buffer {name} in a forward, and "
+        "each of its 2 holders would have its own",
         "  rank 0 #0   F 0.0  failed",
         "  hint: freeze it, as eval() does, or take a placement where a stage has one holder",
     ]

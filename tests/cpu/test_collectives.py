@@ -87,8 +87,8 @@ def groups_of(program: Program, process: int) -> dict[Group, list[int]]:
         found["dp"] = at([p], range(dp))
     if tp > 1:
         found["tp"] = at([p], slices=range(tp))
-    if program.plan.two_way:
-        found["holders"] = at(sorted({p, pp - 1 - p}))
+    if program.plan.rows > 1:
+        found |= {(one, pp - 1 - one): at([one, pp - 1 - one]) for one in range(pp // 2)}
     if program.tied:
         found[0, pp - 1] = at([0, pp - 1])
     return found

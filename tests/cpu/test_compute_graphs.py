@@ -63,7 +63,7 @@ def executor_of(case: Case) -> Executor:
         slots=case.slots,
     )  # fmt: skip
     transport = Streamed(program)
-    frozen = case.plan.two_way or case.dp > 1  # whose statistics would not be one
+    frozen = case.plan.rows > 1 or case.dp > 1  # whose statistics would not be one
     stages = {s: stage(s).train(not frozen) for s in program.plan.stages_of[transport.rank]}
     parameters = [p for module in stages.values() for p in module.parameters()]
     return Executor(

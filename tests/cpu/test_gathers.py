@@ -174,7 +174,7 @@ def test_gathers_run_beside_computes_as_predicted(
     boundary = Boundary((2, tiny.WIDTH), torch.float64)
     gpu, hub, stages = install(monkeypatch), StreamHub(), tiny.tiny_stages(plan.stages)
     ranks = InProcess.__new__(InProcess)  # which refuses tensor-parallel ranks
-    ranks.program, ranks.graph, ranks.second_holders = program, Graph(program, "edge"), []
+    ranks.program, ranks.graph, ranks.other_holders = program, Graph(program, "edge"), []
     ranks.mail = [Sliced(hub, rank, gpu, 0.75) for rank in range(plan.ranks)]
     ranks.ranks = []
     for rank, mail in enumerate(ranks.mail):

@@ -179,7 +179,7 @@ def test_what_an_instruction_waits_for_in_words() -> None:
     assert {text.partition(" rank ")[0] for text in words.values()} == {
         "computes", "waits for", "waits for all ranks", "waits for all that share its weights",
         "waits for its tensor-parallel group", "waits for the other replicas",
-        "waits for the other holder of its stage",
+        "waits for all holders of its stage",
     }  # fmt: skip
 
 

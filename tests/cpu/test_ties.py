@@ -178,7 +178,7 @@ def test_bits_of_the_reference(schedule: Any, plan: Plan, shared: Any) -> None:
     apart = [deepcopy(s) for s in together]
     ties = schedir.ties(together)
     program = schedir.compile(schedule, plan, model="edge", tied=ties)
-    own = program if plan.two_way else None
+    own = program if plan.rows > 1 else None
     twin = deepcopy(together)
     right = reference(twin, *batch(plan.microbatches, 0), loss=loss, scale=SCALE, program=own)
     other = [deepcopy(s) for s in together]

@@ -1,17 +1,22 @@
-"""Stages with two holders: both have the same gradients, and step to the same bits."""
+"""Stages with several holders: all have the same gradients, and step to the same bits."""
 
 from __future__ import annotations
 
+import random
 from typing import Any
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from schedir.compiler.compile import compile
 from schedir.ir.plan import Plan
+from schedir.ir.program import Program
 from schedir.runtime.inprocess import InProcess
 from schedir.runtime.reference import reference
 from schedir.schedules import chimera, dualpipe
+from schedir.testing.strategies import drafts, random_draft
 from schedir.training import gpt
 from schedir.transports.processes import Gloo
 from tests.cpu.spawn import run
@@ -52,6 +57,26 @@ def test_in_process(schedule: Any, plan: Plan) -> None:
             assert same_bits(gradients(held), right)
 
 
+@settings(max_examples=15)
+@given(drafts(placements=["rows"]), st.integers(0, 2**16), st.booleans())
+def test_any_holders_in_process(draft: Program, seed: int, tied: bool) -> None:
+    """The bits of the reference that adds in the program's order, and nearly those of a loop."""
+    plan = draft.plan
+    program = compile(draft, tied=tied and plan.stages > 1, model="edge")
+    loss, right = expected(plan, bool(program.tied), program)
+    _, plain = expected(plan, bool(program.tied))
+    for one, other in zip(right, plain, strict=True):
+        assert all(float((one[n] - other[n]).norm()) <= 1e-6 * float(other[n].norm()) for n in one)
+    stages = gpt_stages(plan.stages, bool(program.tied))
+    ranks = InProcess(program, stages, loss=gpt.loss, boundary=BOUNDARY)
+    for one_seed in (None, seed):
+        got = ranks.step(*batch(plan.microbatches), seed=one_seed)
+        assert torch.equal(got, loss)
+        for holders in plan.holders.tolist():
+            held = [ranks.ranks[r].stages[s].module for s, r in enumerate(holders)]
+            assert same_bits(gradients(held), right)
+
+
 def test_second_holders_begin_a_step_as_their_stages_are() -> None:
     """Stepped by an optimizer of one's own, loaded, or in another mode."""
     plan = MIRROR[0][1]
@@ -80,6 +105,25 @@ def test_gloo(schedule: Any, plan: Plan) -> None:
             assert same_bits([got], [right[stage]])
     halves = [l for _, l, _ in results if l is not None]  # each direction's, where it ends
     assert float(halves[0] + halves[1]) == pytest.approx(float(loss), rel=1e-6)
+
+
+CROWD = Plan(4, 7, placement=((0, 1, 2), (1, 2, 3), (3, 0, 1)))
+
+
+def test_three_holders_on_gloo() -> None:
+    """Of three, processes may add in another order than the first, second, third: same on all."""
+    draft = random_draft(CROWD, random.Random(3))
+    program = compile(draft, model="edge", tied=True)
+    _, right = expected(CROWD, program=program)
+    seen: dict[int, list[dict[str, torch.Tensor]]] = {}
+    for grads, _, _ in step_on_gloo(draft, CROWD):
+        for stage, got in grads.items():
+            seen.setdefault(stage, []).append(got)
+            for name, grad in right[stage].items():
+                assert float((got[name] - grad).norm()) <= 1e-6 * float(grad.norm())
+    assert [len(seen[stage]) for stage in range(CROWD.stages)] == [3, 3, 3]
+    for first, *others in seen.values():
+        assert all(same_bits([other], [first]) for other in others)
 
 
 def _train(rank: int, plan: Plan, steps: int, tp: int, dp: int) -> Any:

@@ -43,7 +43,7 @@ class Case(NamedTuple):
     def compile(self) -> Program:
         return compile(
             self.schedule, self.plan, tp=self.tp, dp=self.dp, model="edge", overlap=True,
-            tied=not self.plan.two_way, clip=self.clip, slots=self.slots,
+            tied=self.plan.rows == 1, clip=self.clip, slots=self.slots,
         )  # fmt: skip
 
 

@@ -62,7 +62,7 @@ def test_all_schedules_are_ranked(capsys: pytest.CaptureFixture[str], P: int, m:
         assert row["span"] == pytest.approx(run.span)
         assert row["peak_activations"] == run.peak_activations
         assert row["split_backwards"] == (BACKWARD_INPUT in program.ops)
-        assert row["parameters_held"] == 1 + program.plan.two_way
+        assert row["parameters_held"] == program.plan.rows
     whole = rows(capsys, *plan, "--whole", "--activations=2.5")
     assert whole == [
         row for row in found if not row["split_backwards"] and row["peak_activations"] <= 2.5

@@ -80,7 +80,7 @@ def test_stopped_anywhere_it_is_found(tmp_path: Path, data: st.DataObject) -> No
     assert not verdict.is_deadlock
     waits = any(state.issued[k] and not state.ended[k] for k in transfers)
     assert bool(verdict.causes) or not waits
-    if waits and (graph.index.any_joined or program.plan.two_way):
+    if waits and (graph.index.any_joined or program.plan.rows > 1):
         assert rank in culprits(verdict)
     elif kernels:  # one message may stand behind another's compute: then each only may be it
         named = [line for line in program_lines(job, [verdict]) if " is the cause" in line]
@@ -95,7 +95,7 @@ def test_stopped_anywhere_it_is_found(tmp_path: Path, data: st.DataObject) -> No
         if place.at is not None and place.late:
             lo, hi = place.between
             own = place.rank == rank and (lo <= at <= hi or at in placed._group(place.at))
-            assert own or program.plan.two_way
+            assert own or program.plan.rows > 1
         elif place.at is not None:
             assert not placed.ended[place.at]
     for cause in verdict.causes:

@@ -47,7 +47,7 @@ async function load(raw) {
 
 // Which colour a span has: its opcode, and which of its rank's own stages it is of.
 const SHADES = 8;
-const tintOf = (run, k) => run.op[k] * SHADES + (run.local[Math.min(run.stage[k], run.local.length - 1)] % SHADES);
+const tintOf = (run, k) => run.op[k] * SHADES + (Math.max(run.own[run.rank[k]].indexOf(run.stage[k]), 0) % SHADES);
 
 // Row by row what is drawn: indices by start, and the largest end so far, by which to find the first.
 function rows(run) {

@@ -1,0 +1,149 @@
+"""Placements of people's own: any ranks, and any number of holders of each stage."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from schedir.analysis.models import MODELS
+from schedir.compiler.compile import compile
+from schedir.errors import CompletenessError, PlanError, ProgramError
+from schedir.ir.ops import BACKWARD, FORWARD, Opcode
+from schedir.ir.placement import PLACEMENTS, show_placement
+from schedir.ir.plan import Plan
+from schedir.ir.text import parse, show
+from schedir.predict.simulate import simulate
+from schedir.schedules.draft import draft
+from schedir.schedules.words import B, F, Word
+from schedir.testing.strategies import plans, random_draft
+from schedir.verify.check import check
+
+
+def test_names_are_rows() -> None:
+    for name, rows in {
+        "loop": [[0, 1, 2, 3]],
+        "vee": [[0, 1, 2, 3, 3, 2, 1, 0]],
+        "mirror": [[0, 1, 2, 3], [3, 2, 1, 0]],
+        "mirror-vee": [[0, 1, 2, 3, 3, 2, 1, 0], [3, 2, 1, 0, 0, 1, 2, 3]],
+    }.items():
+        named = Plan(4, 6, placement=name)
+        given = Plan(4, 6, placement=tuple(map(tuple, rows)))
+        assert named.holders.tolist() == given.holders.tolist() == rows
+        assert named.stages_of == given.stages_of
+        assert named.stages_per_rank == given.stages_per_rank == PLACEMENTS[name].stages_per_rank
+        programs = [compile(random_draft(plan, random.Random(1))) for plan in (named, given)]
+        assert programs[0].digest == programs[1].digest
+
+
+@pytest.mark.parametrize(
+    ("rows", "m", "parts"),
+    [(1, 5, (0, 5)), (2, 5, (0, 3, 5)), (3, 5, (0, 2, 4, 5)), (3, 7, (0, 3, 5, 7))],
+)
+def test_parts_are_as_even_as_can_be(rows: int, m: int, parts: tuple[int, ...]) -> None:
+    ranks = np.arange(3)
+    plan = Plan(3, m, placement=tuple(tuple((ranks + k) % 3) for k in range(rows)))
+    assert plan.parts == parts and plan.rows == rows
+    for stage in range(3):
+        on = [(stage + k) % 3 for k in range(rows) for _ in range(parts[k], parts[k + 1])]
+        assert np.broadcast_to(plan.rank_at(stage, range(m)), m).tolist() == on
+
+
+@pytest.mark.parametrize("text", ["loop", "mirror-vee", "0,1,1", "0,1,2,3/3,2,1,0", "0,1/1,2/2,0"])
+def test_a_placement_is_a_text(text: str) -> None:
+    ranks = 4 if text[0] in "lm" or "3" in text else 2 + ("2" in text)
+    plan = Plan(ranks, 6, placement=text)
+    assert show_placement(plan.placement) == text
+    program = compile(random_draft(plan, random.Random(0)))
+    assert f"placement {text}\n" in show(program)
+    assert parse(show(program)) == program
+
+
+@pytest.mark.parametrize(
+    ("plan", "fact"),
+    [
+        (
+            {"placement": ((0, 1), (1, 1))},
+            "puts stage 1 on rank 1 twice: its holders are",
+        ),
+        ({"placement": ((0, 1), (1,))}, "each row of placement has a holder of every stage, but "),
+        ({"placement": ((0, 1), (1, 2))}, "puts stage 1 on rank 2, but the ranks are 0 to 1"),
+        ({"placement": ((0, 1), 1)}, "the rank of each stage, or a row of these for each holder"),
+        ({"placement": ((0, 1), "10")}, "or a row of these for each holder, not "),
+        ({"placement": "0,1/1,x"}, "or a row of these for each holder, not '0,1/1,x'"),
+        ({"placement": ((0, 1), (1, 0)), "ranks": 3}, "placement gives rank 2 no stage"),
+        ({"placement": ((0, 1), (1, 0)), "stages_per_rank": 4}, "puts up to 2 stages on a rank, "),
+        ({"placement": ((0, 1), (1, 0)), "microbatches": 1}, "take 2 microbatches at least, one "),
+        ({"placement": ((0, 1), (1, 0)), "updates": 2}, "2 holders of each stage goes with one "),
+        ({"placement": "mirror-vee", "ranks": 3}, "pairs ranks and their stages: ranks must be "),
+        ({"placement": "mirror-vee", "stages_per_rank": 3}, "stages_per_rank must be even, not 3"),
+    ],
+)
+def test_what_is_no_placement(plan: dict[str, Any], fact: str) -> None:
+    with pytest.raises(PlanError) as caught:
+        Plan(**{"ranks": 2, "microbatches": 8} | plan)
+    assert fact in str(caught.value) and set(caught.value.fields) >= {*plan} - {"ranks"}
+
+
+def test_an_own_stage_may_have_two_names() -> None:
+    """Stage 1 is `F[1]` of rank 0, and `F[0]` of rank 1."""
+    plan = Plan(3, 4, placement=((0, 0), (2, 1)))
+    assert plan.stages_of == ((0, 1), (1,), (0,))
+    assert plan.local_of(1, [0, 1]).tolist() == [1, 0]
+    words = [2 * (F[0] + F[1] + B[1] + B[0]), 2 * (F + B), 2 * (F + B)]
+
+    def mine(rank: int, ranks: int, microbatches: int) -> Word:
+        return words[rank]
+
+    program = compile(mine, plan)
+    check(program)
+    found = [[(s, mb) for op, s, mb in stream if op is FORWARD] for stream in program.streams]
+    assert found == [[(0, 0), (1, 0), (0, 1), (1, 1)], [(1, 2), (1, 3)], [(0, 2), (0, 3)]]
+
+
+@given(plans(placements=["rows"]), st.randoms(use_true_random=False), st.booleans())
+def test_any_holders(plan: Plan, rng: random.Random, tied: bool) -> None:
+    """Each holder runs its part, reduces, and meets the others of its stage, under all models."""
+    for model in MODELS:
+        program = compile(random_draft(plan, rng), model=model, tied=tied and plan.stages > 1)
+        check(program, model)
+    for rank, stream in enumerate(program.streams):
+        for op, s, mb in stream:
+            if op in (FORWARD, BACKWARD):
+                assert plan.holders[plan.row_at(mb), s] == rank
+    for op in (Opcode.ReduceGrads, Opcode.ReduceHolders):
+        each = [[i.stage for i in stream if i.op is op] for stream in program.streams]
+        assert [sorted(own) for own in each] == [[*own] for own in plan.stages_of]
+    assert simulate(program).span >= 3 * plan.parts[1]  # what one holder of a stage computes
+
+
+def test_each_holder_is_missed() -> None:
+    """Of three, whichever is not there when the others sum."""
+    plan = Plan(3, 3, placement=((0, 1), (1, 2), (2, 0)))
+    text = show(compile(random_draft(plan, random.Random(0))), folded=False)
+    for k in range(text.count("\n  reduce_holders 1\n")):
+        head, *parts = text.split("\n  reduce_holders 1\n")
+        without = "\n  reduce_holders 1\n".join([head, *parts[:k]]) + "\n" * (k < len(parts))
+        whole = without + "\n  reduce_holders 1\n".join(parts[k:])
+        with pytest.raises(ProgramError, match=f"reduce_holders 1 is missing on rank {k}"):
+            check(parse(whole))
+
+
+def test_a_microbatch_of_another_holder() -> None:
+    def greedy(rank: int, ranks: int, microbatches: int) -> Word:
+        return F[0].at(2) + F[0].at(0)
+
+    with pytest.raises(CompletenessError, match="runs microbatch 2 on rank 1, not on rank 0"):
+        compile(greedy, Plan(2, 4, placement=((0, 1), (1, 0))))
+
+
+def test_a_draft_of_named_rows_is_that_of_their_name() -> None:
+    from schedir.schedules import dualpipe
+
+    rows = ((0, 1, 2, 3), (3, 2, 1, 0))
+    one, other = (draft(dualpipe, Plan(4, 8, 2, p)) for p in ("mirror", rows))
+    assert [*one.streams] == [*other.streams]
