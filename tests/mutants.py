@@ -109,7 +109,7 @@ def lowered(rng: random.Random) -> Program:
     while True:
         ranks, m = rng.choice([1, 2, 2, 3, 3, 4]), rng.choice([1, 2, 2, 3, 3, 4, 6])
         schedule = rng.choice(known()) if rng.random() < 0.5 else None
-        anywhere = rng.choice(["loop", "loop", "vee", "mirror", rows(rng, ranks)])
+        anywhere: Any = rng.choice(["loop", "loop", "vee", "mirror", rows(rng, ranks)])
         placement, v = getattr(schedule, "placed", (anywhere, None))
         v = v or (1 if isinstance(placement, tuple) else rng.choice([1, 1, 2]))
         tp, clip = rng.choice([1, 1, 2]), rng.random() < 0.5

@@ -45,8 +45,7 @@ def test_names_are_rows() -> None:
     [(1, 5, (0, 5)), (2, 5, (0, 3, 5)), (3, 5, (0, 2, 4, 5)), (3, 7, (0, 3, 5, 7))],
 )
 def test_parts_are_as_even_as_can_be(rows: int, m: int, parts: tuple[int, ...]) -> None:
-    ranks = np.arange(3)
-    plan = Plan(3, m, placement=tuple(tuple((ranks + k) % 3) for k in range(rows)))
+    plan = Plan(3, m, placement=tuple((k, (k + 1) % 3, (k + 2) % 3) for k in range(rows)))
     assert plan.parts == parts and plan.rows == rows
     for stage in range(3):
         on = [(stage + k) % 3 for k in range(rows) for _ in range(parts[k], parts[k + 1])]
