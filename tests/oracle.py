@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections import defaultdict, deque
 from dataclasses import dataclass, field
+from typing import Any
 
 from schedir.ir.costs import Costs
 from schedir.ir.ops import ROWS, Instr, Lane, Opcode, Per
@@ -29,7 +30,6 @@ class Machine:
 
     def run(self) -> bool:
         """Whether everything ended; `ended` says when."""
-        self.table = self.costs.table(self.program.plan.stages)
         self.lists = [list(s) for s in self.program.streams]
         self.groups = [self._groups(r) for r in range(len(self.lists))]
         self.where = {(r, i): k for r, l in enumerate(self.lists) for k, i in enumerate(l)}
@@ -236,8 +236,16 @@ class Machine:
         return next(g for g in self.groups[rank] if index in g)
 
     def _cost(self, rank: int, i: Instr) -> float:
-        column = rank if ROWS[i.op].per is Per.RANK else i.stage
-        return float(self.table[i.op, min(column, self.program.plan.stages - 1)])
+        if i.op == O.Backward and self.costs.B is None:
+            return sum(
+                self._cost(rank, Instr(op, i.stage, i.mb))
+                for op in (O.BackwardInput, O.BackwardWeight)
+            )
+        value: Any = getattr(self.costs, ROWS[i.op].cost) if ROWS[i.op].cost else 0.0
+        if isinstance(value, tuple):
+            column = rank if ROWS[i.op].per is Per.RANK else i.stage
+            value = value[min(column, len(value) - 1)]  # one row is that of all stages
+        return float(value[i.mb] if isinstance(value, tuple) else value)
 
     def _try(self, rank: int, group: tuple[int, ...]) -> bool:
         """End a group if all it waits for has ended; whether it was new."""

@@ -122,10 +122,8 @@ class Machine:
     def small(self, i: Instr, kind: str) -> bool:
         """Whether a send waits for nobody."""
         maker = i.stage if kind == "act" else i.stage - 1  # of what the gradient is of
-        size = self.sizes.activation
-        if kind == "grad" and self.sizes.gradient is not None:
-            size = self.sizes.gradient
-        size = size[maker] if isinstance(size, tuple) else size
+        name = "gradient" if kind == "grad" else "activation"
+        size = float(self.sizes.of(name, self.program.plan.stages)[maker])
         scatter = Opcode.Scatter if kind == "act" else Opcode.ScatterGrad
         cut = any((j.op, j.stage, j.mb) == (scatter, *i[1:]) for own in self.lists for j, _ in own)
         return size / (self.program.tp if cut else 1) <= self.limit

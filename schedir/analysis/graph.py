@@ -19,7 +19,7 @@ from __future__ import annotations
 import random
 from collections.abc import Iterator
 from functools import cached_property, partial
-from typing import Final
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -32,12 +32,10 @@ from schedir.errors import expect
 from schedir.ir.costs import Costs
 from schedir.ir.flow import Flow
 from schedir.ir.index import NONE, Index, Positions
-from schedir.ir.ops import COLLECTIVES, RECEIVES, ROWS, SENDS, TRANSFERS, Per, Token
+from schedir.ir.ops import COLLECTIVES, RECEIVES, ROWS, SENDS, TRANSFERS, Token
 from schedir.ir.program import Program, Proof
 from schedir.ir.sizes import Eager
 from schedir.ir.ties import parties
-
-_PER_RANK: Final = tuple(row.op for row in ROWS if row.per is Per.RANK)
 
 
 class Graph:
@@ -193,16 +191,10 @@ class Graph:
 
     # ------------------------------------------------------------ costs
 
-    def costs(self, costs: Costs) -> tuple[NDArray[np.float64], NDArray[np.int32]]:
+    def costs(self, costs: Costs) -> tuple[NDArray[np.float64], NDArray[np.integer[Any]]]:
         """Cost of each instruction, as a table and where in it each one looks."""
         expect(costs, Costs, "Costs(F=1, B=2)")
-        stages = self.program.plan.stages
-        table = costs.table(stages)
-        row = self.index.op.astype(np.int32) * np.int32(stages) + self.index.stage
-        late = self.index.where_all(_PER_RANK)  # the k-th number is rank k's
-        column = np.minimum(self.index.rank[late], stages - 1)
-        row[late] = self.index.op[late] * np.int32(stages) + column
-        return table.reshape(-1), row
+        return costs.of_each(self.index)
 
     # ------------------------------------------------------------ as nodes and edges
 

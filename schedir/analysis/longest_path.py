@@ -18,7 +18,8 @@ from schedir.analysis.graph import Graph
 from schedir.analysis.loops import LOOPS, Problem, Turns, by_loop
 from schedir.analysis.loops import Times as Times
 from schedir.ir.costs import Costs
-from schedir.ir.ops import BACKWARDS, COMPUTE, FORWARD, ROWS, SENDS
+from schedir.ir.ops import BACKWARDS, COMPUTE, FORWARD, SENDS
+from schedir.ir.per_stage import look_up
 
 FEW = 4096  # nodes, of which a loop over lists takes less time than frontiers
 
@@ -88,9 +89,10 @@ def problem_of(graph: Graph, costs: Costs, known: Times | None = None) -> Proble
         fixed[graph.node] = known
         problem = problem._replace(fixed=fixed)
     if graph.program.is_draft:
-        send = table.reshape(len(ROWS), -1)[SENDS[0]]
+        send = costs.of(SENDS[0], graph.program.plan)
         if send.any():
-            problem = problem._replace(rank=graph.index.rank, hop=send[graph.index.stage])
+            hop = look_up(send, graph.index.stage, graph.index.mb)
+            problem = problem._replace(rank=graph.index.rank, hop=hop)
     return problem
 
 
@@ -107,10 +109,12 @@ def _node_costs(graph: Graph, costs: Costs, each: Times) -> Times:
     pairs = np.flatnonzero(index.joined & (node != np.arange(len(index), dtype=np.int32)))
     pairs = pairs[np.isin(index.op[pairs], COMPUTE)]
     cost[node[pairs]] += own[pairs]
-    together = costs.together(graph.program.plan.stages)
+    together = costs.together(graph.program.plan)
     if together is not None:
         forward = np.where(index.op[pairs] == FORWARD, pairs, pairs - 1)
         other = index.op[2 * pairs - 1 - forward]
         priced = (index.op[forward] == FORWARD) & np.isin(other, BACKWARDS)
-        cost[node[pairs[priced]]] = together[index.stage[forward[priced]]]
+        cost[node[pairs[priced]]] = look_up(
+            together, index.stage[forward[priced]], index.mb[forward[priced]]
+        )
     return cost

@@ -41,6 +41,7 @@ from schedir.ir.ops import (
     Token,
     consumers,
 )
+from schedir.ir.per_stage import look_up
 from schedir.ir.program import ADDRESS, OWN, Program, Stream
 from schedir.ir.sizes import Sizes
 
@@ -227,11 +228,13 @@ def _kept(flow: Flow, kind: Token, sizes: Sizes, tier: int, late: bool) -> _Kept
     its end.
     """
     index = flow.index
-    stages = index.program.plan.stages
+    plan = index.program.plan
     begin, end, at_tier, form, made, over = flow.states(kind)
     chains = flow.chains(kind)
     names = [TOKENS[kind].size, *(chains.forms if chains else ())]
-    size = np.stack([sizes.of(name, stages) for name in names])[form - NO_FORM, index.stage[begin]]
+    at = index.stage[begin], index.mb[begin]
+    of_form = [look_up(sizes.each(name, plan), *at) for name in names]
+    size = of_form[0] if len(names) == 1 else np.choose(form - NO_FORM, of_form)
     here = at_tier == tier
     if late and tier == 0:  # nobody knows when another lane has moved it
         lanes = np.array([row.lane for row in ROWS])[index.op]
@@ -242,8 +245,8 @@ def _kept(flow: Flow, kind: Token, sizes: Sizes, tier: int, late: bool) -> _Kept
     one, adds, first = np.ones(len(begin), np.int64), size.copy(), np.empty(0, np.intp)
     if made_of := TOKENS[kind].made_of:  # while it is made, it counts as what it adds to that
         first = np.flatnonzero(comes & made)
-        more = sizes.of(made_of[1], stages) - sizes.of(TOKENS[made_of[0]].size, stages)
-        adds[first] = more[index.stage[begin[first]]]
+        more = sizes.each(made_of[1], plan) - sizes.each(TOKENS[made_of[0]].size, plan)
+        adds[first] = look_up(more, index.stage[begin[first]], index.mb[begin[first]])
     changes = [
         (begin[comes], 2 * group[begin[comes]], one[comes], adds[comes]),
         (begin[first], 2 * group[begin[first]] + 1, 0 * one[first], (size - adds)[first]),
@@ -273,8 +276,8 @@ def _neighbours(
 def _sizes_of(program: Program, kind: Token, sizes: Sizes) -> NDArray[np.float64]:
     """Bytes of each value of a kind, whole."""
     row, fill = TOKENS[kind], Flow.of(program).lives(kind).fill
-    size = sizes.of(row.size, program.plan.stages)
-    return size[Index.of(program).stage[fill].astype(np.intp) + row.edge]
+    index, size = Index.of(program), sizes.each(row.size, program.plan)
+    return look_up(size, index.stage[fill].astype(np.intp) + row.edge, index.mb[fill])
 
 
 def _room(

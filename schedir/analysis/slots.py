@@ -23,6 +23,7 @@ from numpy.typing import NDArray
 from schedir.ir.flow import Flow, Lives
 from schedir.ir.index import NONE, Index, Positions
 from schedir.ir.ops import KEPT, ROWS, SCATTERS, SENDS, SLOTTED, TOKENS, Token
+from schedir.ir.per_stage import look_up
 from schedir.ir.program import OWN, Program
 from schedir.ir.sizes import Sizes
 
@@ -134,8 +135,8 @@ def message_sizes(program: Program, sizes: Sizes, sends: Positions) -> NDArray[n
         own = np.flatnonzero(index.op[sends] == op)
         (kind,) = ROWS[op].needs
         row, at = TOKENS[kind], sends[own]
-        each = sizes.of(row.size, program.plan.stages)
-        size[own] = each[index.stage[at].astype(np.intp) + row.edge]
+        each = sizes.each(row.size, program.plan)
+        size[own] = look_up(each, index.stage[at].astype(np.intp) + row.edge, index.mb[at])
         cut = index.where(SCATTERS[kind], index.key[at]) != NONE
         size[own[cut]] /= program.tp
     return size

@@ -10,6 +10,7 @@ from typing import Any
 
 from schedir.analysis.models import MODELS
 from schedir.errors import UsageError
+from schedir.io.files import read_text
 from schedir.io.load import Source
 from schedir.io.request import Request
 from schedir.ir.costs import Costs
@@ -78,7 +79,11 @@ def _add_lowering(group: argparse._ArgumentGroup) -> None:
     models = [f"{model} (default)" if model == "device" else model for model in MODELS]
     group.add_argument("--model", metavar="MODEL", help=f"{', '.join(models[:-1])} or {models[-1]}")
     group.add_argument(
-        "--costs", type=read_costs, metavar="COSTS", help="F=1,B=2,send=0.1; F=1:1:2 per stage"
+        "--costs",
+        type=read_costs,
+        metavar="COSTS",
+        help="F=1,B=2,send=0.1; F=1:1:2 per stage, "
+        "F=1/2:3/4 per stage and microbatch (F=1/2: all stages alike), or @FILE that says so",
     )
     group.add_argument(
         "--slots", metavar="HOW", help="share static buffers: fewest, or enough to lose no time"
@@ -87,7 +92,7 @@ def _add_lowering(group: argparse._ArgumentGroup) -> None:
         "--sizes",
         type=read_sizes,
         metavar="SIZES",
-        help="activation=16MB,saved=1.2GB; saved=1GB:2GB per stage",
+        help="activation=16MB,saved=1.2GB; saved=1GB:2GB per stage, saved=1GB/2GB per microbatch",
     )
     group.add_argument(
         "--limit", type=read_bytes, metavar="BYTES", help="what a rank may hold, like 40GB or 40GiB"
@@ -129,7 +134,7 @@ def read_bytes(text: str) -> float:
 
 
 def read_costs(text: str) -> Costs:
-    """`F=1,B=2,send=0.1`, or `F=1:1:2` for one per stage."""
+    """`F=1,B=2,send=0.1`, `F=1:1:2` for one per stage, `F=1/2:3/4` for one per microbatch, too."""
     return Costs(**_numbers("cost", Costs, text, decimal, "1"))
 
 
@@ -142,6 +147,8 @@ def _numbers(
     what: str, kind: type[Costs | Sizes], text: str, number: Callable[[str], float], one: str
 ) -> dict[str, Any]:
     """What `name=number,name=number:number` gives for the fields of a class."""
+    if text.startswith("@"):
+        text = "".join(read_text(text[1:]).split())
     names = [f.name for f in fields(kind)]
     given: dict[str, Any] = {}
     for part in text.split(",") if text else ():
@@ -156,7 +163,7 @@ def _numbers(
         if name in given:
             raise UsageError(f"--{what}s: {name} is given twice")
         try:
-            given[name] = tuple(map(number, value.split(":"))) if ":" in value else number(value)
+            given[name] = _array(value, number)
         except ValueError:
             said = f"{value!r}" if equals else "nothing"
             raise UsageError(
@@ -164,6 +171,14 @@ def _numbers(
                 hint=f"{name}={one} or {name}={one}:{one}:{one}",
             ) from None
     return given
+
+
+def _array(text: str, number: Callable[[str], float]) -> Any:
+    """A number, `1:2` for one per stage, or `1/2:3/4` for one per stage and microbatch."""
+    stages = text.split(":")
+    if "/" in text:
+        return tuple(tuple(map(number, stage.split("/"))) for stage in stages)
+    return tuple(map(number, stages)) if ":" in text else number(text)
 
 
 def request_of(args: argparse.Namespace, source: str, **more: Any) -> Request:

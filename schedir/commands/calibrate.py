@@ -14,6 +14,9 @@ ABOUT = "print the mean times of a run as --costs takes them"
 def arguments(parser: argparse.ArgumentParser) -> None:
     """A run."""
     parser.add_argument("source", metavar="FILE.timeline", help="a run, most often a measured one")
+    parser.add_argument(
+        "--per-microbatch", action="store_true", help="what each microbatch took, not the mean"
+    )
 
 
 def run(args: argparse.Namespace) -> str:
@@ -26,4 +29,5 @@ def run(args: argparse.Namespace) -> str:
     timeline = load_timeline(args.source)
     if timeline.doubt:  # beside the costs, which another command reads
         print(f"{args.source}: {timeline.doubt}", file=sys.stderr)
-    return f"{format_costs(completed(calibrate(timeline), timeline.program))}\n"
+    costs = calibrate(timeline, per_microbatch=args.per_microbatch)
+    return f"{format_costs(completed(costs, timeline.program))}\n"

@@ -22,6 +22,7 @@ from schedir.analysis.models import MODELS
 from schedir.errors import ProgramError, Site, TraceError, UsageError
 from schedir.io.files import atomic_write
 from schedir.ir.ops import Lane
+from schedir.ir.plan import Plan
 from schedir.ir.program import Program
 from schedir.ir.sizes import Sizes
 from schedir.ir.text import parse, show
@@ -33,13 +34,14 @@ SUFFIX: Final = ".timeline"
 MOST: Final = 2**24  # instructions
 _HEADER, _PROGRAM, _START, _END = "header.json", "program.sched", "start.npy", "end.npy"
 _SMALL = 2**16  # bytes of a program beyond what its instructions take
-_HEAD = 2**23  # of a header: sizes may be one per stage
+_HEAD = 2**23  # of a header: sizes may be one per stage and microbatch
 
 
 def save_timeline(timeline: Timeline, path: str | Path) -> None:
     """Write a Timeline to a file that `load_timeline` reads.  The same Timeline, the same bytes.
 
-    Raises UsageError for a path that cannot be written; the file is there whole or not at all.
+    Raises UsageError for a path that cannot be written, and for sizes that are too many numbers for
+    a file; the file is there whole or not at all.
 
     >>> from pathlib import Path
     >>> from tempfile import TemporaryDirectory
@@ -62,8 +64,17 @@ def save_timeline(timeline: Timeline, path: str | Path) -> None:
         "clock_error": timeline.clock_error,
         "sizes": timeline.sizes and asdict(timeline.sizes),
     }
+    said = json.dumps(header, indent=2).encode() + b"\n"
+    if len(said) > _HEAD:
+        said = json.dumps(header).encode() + b"\n"
+    if len(said) > _HEAD:
+        raise UsageError(
+            f"sizes of {len(said)} bytes are too many for a Timeline's file, which holds {_HEAD}",
+            hint="dataclasses.replace(timeline, sizes=None), or one number per stage",
+            fields=["sizes"],
+        )
     members = {
-        _HEADER: json.dumps(header, indent=2).encode() + b"\n",
+        _HEADER: said,
         _PROGRAM: show(timeline.program).encode(),
         _START: _npy(timeline.spans["start"]),
         _END: _npy(timeline.spans["end"]),
@@ -136,7 +147,7 @@ class _Reader:
         spans = spans_of(program, start, end)
         timeline = Timeline(
             program, spans, header["kind"], header["unit"], model, float(header["clock_error"]),
-            _sizes(header.get("sizes"), program.plan.stages), blocks,
+            _sizes(header.get("sizes"), program.plan), blocks,
         )  # fmt: skip
         _require_causes_first(timeline)
         return timeline
@@ -192,16 +203,16 @@ class _Reader:
         return values
 
 
-def _sizes(said: Any, stages: int) -> Sizes | None:
+def _sizes(said: Any, plan: Plan) -> Sizes | None:
     """What the header says of sizes; nothing in files that were written before they were kept."""
     names = [f.name for f in fields(Sizes)]
     if said is None:
         return None
     if not isinstance(said, dict) or not said.keys() <= {*names}:
         raise TraceError(f"sizes are {', '.join(names)}, and not {said!r:.80}")
-    sizes = Sizes(**{k: tuple(v) if isinstance(v, list) else v for k, v in said.items()})
+    sizes = Sizes(**said)
     for name in names:
-        sizes.of(name, stages)  # raises where their number is wrong
+        sizes.each(name, plan)  # raises where their number is wrong
     return sizes
 
 

@@ -3,25 +3,35 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
-from typing import Final
+from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 from numpy.typing import NDArray
 
 from schedir.errors import CostsError
-from schedir.ir.ops import LATE, ROWS, SPLITS, WHOLES, Opcode
+from schedir.ir.ops import LATE, ROWS, SPLITS, WHOLES, Opcode, Per
 from schedir.ir.per_stage import PerStage, by_stage, per_stage, with_fields
+
+if TYPE_CHECKING:
+    from schedir.ir.index import Index
+    from schedir.ir.plan import Plan
 
 Cost = PerStage
 
 # Which field prices which instruction.  A receive ends with its send and costs nothing itself.
 FIELD: Final = {row.op: row.cost for row in ROWS if row.cost}
+_OF_NO_MICROBATCH: Final = {row.cost for row in ROWS if row.per is not Per.MICROBATCH}
+_PER_RANK: Final = tuple(row.op for row in ROWS if row.per is Per.RANK)
 
 
 @dataclass(frozen=True)
 @with_fields(FIELD.values())
 class Costs:
-    """Time of each instruction: a number, or one number per stage.
+    """Time of each instruction: a number, one number per stage, or an array.
+
+    An array has a row for each stage, and in each row a number for each microbatch; one with a
+    single row, shape (1, microbatches), is of all stages alike.  Lists of lists do, too.  What is
+    not of a microbatch (reduce_*, step) takes none.
 
     `B` defaults to I + W, and `FB`, the time of a forward run together with a B or an I, to the
     sum of both.  `send` is the time from a transfer's start to its end; it occupies the queues of
@@ -30,7 +40,7 @@ class Costs:
     what that hides.  All else is free unless told.  For instructions that are not of a stage (step,
     reduce_norm) the k-th number is rank k's.
 
-    Raises CostsError for a cost that is negative or not finite.
+    Raises CostsError for a cost that is negative or not finite, and for rows of different lengths.
 
     >>> from schedir import Costs, Plan, compile, schedules, simulate
     >>> program = compile(schedules.gpipe, Plan(ranks=2, microbatches=4))
@@ -40,6 +50,8 @@ class Costs:
     16.0
     >>> simulate(program, Costs(F=(1, 1.5), B=(2, 3))).span  # one for each stage
     21.0
+    >>> simulate(program, Costs(F=[[1, 1, 1, 3]], B=[[2, 2, 2, 6]])).span  # for each microbatch
+    27.0
     """
 
     F: Cost = 1.0
@@ -61,21 +73,40 @@ class Costs:
             value = getattr(self, f.name)
             if value is None and f.default is None:
                 continue
-            object.__setattr__(self, f.name, per_stage(f"cost {f.name}", value, CostsError))
+            arrays = f.name not in _OF_NO_MICROBATCH
+            value = per_stage(f"cost {f.name}", value, CostsError, arrays=arrays)
+            object.__setattr__(self, f.name, value)
 
-    def table(self, stages: int) -> NDArray[np.float64]:
-        """Cost by (opcode, stage), shape (opcodes, stages)."""
-        table = np.zeros((len(Opcode), stages))
-        for op, name in FIELD.items():
-            if getattr(self, name):  # all else is free
-                table[op] = self._row(name, stages)
-        if self.B is None:
-            table[[*WHOLES]] = table[[*SPLITS]] + table[[*LATE]]
-        return table
+    def of(self, op: Opcode, plan: Plan) -> NDArray[np.float64]:
+        """What an instruction costs: shape (stages, microbatches), or (stages, 1) where it is the
+        same for all microbatches.
 
-    def together(self, stages: int) -> NDArray[np.float64] | None:
-        """Cost of a forward run together with a backward, by the forward's stage, if given."""
-        return None if self.FB is None else self._row("FB", stages)
+        Raises CostsError for numbers of other stages or microbatches than the plan's.
+        """
+        if op in WHOLES and self.B is None:
+            return sum((self.of(part, plan) for part in SPLITS + LATE), np.zeros((plan.stages, 1)))
+        return self._each(FIELD.get(op), plan)
 
-    def _row(self, name: str, stages: int) -> NDArray[np.float64]:
-        return by_stage(f"cost {name}", getattr(self, name), stages, CostsError)
+    def together(self, plan: Plan) -> NDArray[np.float64] | None:
+        """What a forward run together with a backward costs, as `of` says it, if that is given."""
+        return None if self.FB is None else self._each("FB", plan)
+
+    def of_each(self, index: Index) -> tuple[NDArray[np.float64], NDArray[np.integer[Any]]]:
+        """What each instruction of a program costs: all numbers, and which of them is whose."""
+        plan = index.program.plan
+        tables = [self.of(op, plan) for op in Opcode]
+        late = index.where_all(_PER_RANK)  # the k-th number is rank k's
+        column = np.minimum(index.rank[late], plan.stages - 1)
+        if all(table.shape[1] == 1 for table in tables):
+            row = index.op.astype(np.int32) * np.int32(plan.stages) + index.stage
+            row[late] = index.op[late] * np.int32(plan.stages) + column
+            return np.concatenate(tables)[:, 0], row
+        begin = np.cumsum([0, *(table.size for table in tables)])[index.op]
+        width = np.array([table.shape[1] for table in tables])[index.op]
+        cell = begin + index.stage * width + np.where(width > 1, index.mb, 0)
+        cell[late] = begin[late] + column
+        return np.concatenate([table.reshape(-1) for table in tables]), cell
+
+    def _each(self, name: str | None, plan: Plan) -> NDArray[np.float64]:
+        value = getattr(self, name) if name else 0.0
+        return by_stage(f"cost {name}", value, plan.stages, CostsError, plan.microbatches)

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass, fields
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from schedir.errors import UsageError
-from schedir.ir.ops import ROWS, TIERS, TOKENS
-from schedir.ir.per_stage import PerStage, by_stage, per_stage, with_fields
+from schedir.ir.ops import ROWS, TIERS, TOKENS, Per
+from schedir.ir.per_stage import PerStage, by_stage, grid, per_stage, with_fields
+
+if TYPE_CHECKING:
+    from schedir.ir.plan import Plan
 
 Size = PerStage
 
@@ -29,11 +32,25 @@ _NAMED = [row.size for row in TOKENS if row.size] + [
     if name not in TIERS
 ]
 
+_OF_A_MICROBATCH = {"activation", "gradient", "saved", "tape", "both"}
+_OF_A_MICROBATCH |= {row.size for row in TOKENS if row.per is Per.MICROBATCH}
+_OF_A_MICROBATCH |= {
+    name
+    for row in ROWS
+    for change in row.changes
+    for name in (change.before, change.after)
+    if TOKENS[change.token].per is Per.MICROBATCH
+}
+
 
 @dataclass(frozen=True)
 @with_fields(_NAMED)
 class Sizes:
-    """Bytes on one device, for one microbatch: a number, or one number per stage.
+    """Bytes on one device, for one microbatch: a number, one number per stage, or an array.
+
+    An array has a row for each stage, and in each row a number for each microbatch; one with a
+    single row is of all stages alike.  A static slot has room for the largest value of its kind on
+    its rank; what has no slot takes its own bytes.
 
     `activation` is what a stage puts out, whole even where tensor-parallel ranks send slices;
     `gradient` is its gradient, as large unless told.  `saved` is what a Forward keeps for the
@@ -46,7 +63,8 @@ class Sizes:
     optimizer's state.  `version` is a copy of a stage's parameters, of which a run of several
     updates without a flush keeps one for each version that is of use.
 
-    Raises UsageError for a size that is negative or not finite, and for a `both` that is less than
+    Raises UsageError for a size that is negative or not finite, for an array with rows of different
+    lengths or of `weights` or `version`, and for a `both` that is less than
     one of the two or more than their sum.
 
     >>> from schedir import Plan, Sizes, compile, schedules, simulate
@@ -69,32 +87,53 @@ class Sizes:
             value = getattr(self, f.name)
             if value is None:
                 continue
-            object.__setattr__(self, f.name, per_stage(f"size {f.name}", value, UsageError))
+            arrays = f.name in _OF_A_MICROBATCH
+            value = per_stage(f"size {f.name}", value, UsageError, arrays=arrays)
+            object.__setattr__(self, f.name, value)
         if self.both is not None:
             self._expect_both()
 
     def _expect_both(self) -> None:
         """Raise UsageError where `saved` and `tape` cannot be that much at once."""
-        tape = self.saved if self.tape is None else self.tape
-        each = [np.atleast_1d(np.asarray(n, float)) for n in (self.saved, tape, self.both)]
-        if len({len(n) for n in each} - {1}) > 1:
-            return  # `of` says which is of another number of stages
-        for saved, tape, both in np.broadcast(*each):
-            least, most = max(saved, tape), saved + tape
-            if not least <= both <= most * (1 + 1e-12):
-                raise UsageError(
-                    f"size both is what there is of saved and tape at once: from {least:g} to "
-                    f"{most:g}, not {both:g}"
-                )
+        try:
+            saved, tape, both = np.broadcast_arrays(
+                *(grid(self._said(name)) for name in ("saved", "tape", "both"))
+            )
+        except ValueError:
+            return  # `each` says which is of another number of stages or microbatches
+        least, most = np.maximum(saved, tape), saved + tape
+        wrong = (both < least) | (both > most * (1 + 1e-12))
+        if wrong.any():
+            at = np.unravel_index(wrong.argmax(), wrong.shape)
+            raise UsageError(
+                f"size both is what there is of saved and tape at once: from {least[at]:g} to "
+                f"{most[at]:g}, not {both[at]:g}"
+            )
 
     def of(self, name: str, stages: int) -> NDArray[np.float64]:
-        """The size of that name for each stage, shape (stages,)."""
-        value = getattr(self, name)
-        if name == "both" and value is None:
-            return np.maximum(self.of("saved", stages), self.of("tape", stages))
+        """The size of that name for each stage, shape (stages,): of the largest microbatch."""
+        return np.asarray(self._each(name, stages, None).max(1))
+
+    def each(self, name: str, plan: Plan) -> NDArray[np.float64]:
+        """The size of that name, shape (stages, microbatches), or (stages, 1) where it is the same
+        for all microbatches.
+
+        Raises UsageError for numbers of other stages or microbatches than the plan's.
+        """
+        return self._each(name, plan.stages, plan.microbatches)
+
+    def _each(self, name: str, stages: int, microbatches: int | None) -> NDArray[np.float64]:
+        if name == "both" and self.both is None:
+            each = (self._each(part, stages, microbatches) for part in ("saved", "tape"))
+            return np.maximum(*each)
+        return by_stage(f"size {name}", self._said(name), stages, UsageError, microbatches)
+
+    def _said(self, name: str) -> Size:
+        """What is said of a size, or of what is as large where nothing is."""
+        value: Size | None = getattr(self, name)
         if value is None:
             value = self.activation if name == "gradient" else self.saved
-        return by_stage(f"size {name}", value, stages, UsageError)
+        return value
 
 
 class Eager(NamedTuple):

@@ -16,6 +16,7 @@ from schedir.analysis.longest_path import Walk, walk
 from schedir.ir.costs import Costs
 from schedir.ir.index import NONE, Index, Positions
 from schedir.ir.ops import ROWS, SENDS, Opcode, Per, producers
+from schedir.ir.per_stage import from_grid
 from schedir.ir.plan import Plan
 from schedir.ir.program import ADDRESS, OP, STAGE, Cut, Program, Words
 from schedir.passes.ends import meets, together
@@ -140,9 +141,10 @@ def _ordering(costs: Costs, plan: Plan) -> Costs:
     neighbours = {frozenset(pair) for row in rows for pair in pairwise(row) if len({*pair}) == 2}
     if len(neighbours) < plan.ranks:  # a line, or a tree
         return costs
-    table = costs.table(plan.stages)
-    trifle = table.min(initial=1.0, where=table > 0) * 2.0**-30  # no sum of them is a cost
-    return replace(costs, send=tuple(np.maximum(table[Opcode.SendAct], trifle).tolist()))
+    each = [costs.of(op, plan) for op in Opcode]
+    least = min(float(cost.min(initial=1.0, where=cost > 0)) for cost in each)
+    trifle = least * 2.0**-30  # no sum of them is a cost
+    return replace(costs, send=from_grid(np.maximum(each[Opcode.SendAct], trifle)))
 
 
 def _sides(index: Index, send: Opcode, at: Positions, number: NDArray[np.int32]) -> Iterator[_Part]:

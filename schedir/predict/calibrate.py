@@ -20,6 +20,7 @@ from schedir.ir.ops import (
     ROWS,
     Lane,
 )
+from schedir.ir.per_stage import from_grid, grid
 from schedir.ir.program import Program
 from schedir.predict.bubble_causes import Cause, idleness, ready_gaps
 from schedir.predict.timeline import Timeline, expect_runs
@@ -35,7 +36,7 @@ _LATE: Final = [name for name, ops in _OPS.items() if ROWS[ops[0]].lane is not L
 SPLIT: Final = (BACKWARD_INPUT, BACKWARD_WEIGHT)
 
 
-def calibrate(measured: Timeline) -> Costs:
+def calibrate(measured: Timeline, *, per_microbatch: bool = False) -> Costs:
     """The costs at which a simulation takes as long as the run did, and waits where it waited.
 
     A message, a gather and a reduction cost what somebody waited for them; nothing, if nobody did.
@@ -56,10 +57,14 @@ def calibrate(measured: Timeline) -> Costs:
 
     Instructions that the program, or a stage of it, does not have cost nothing.
 
-    A mean is assumed to stand for all: where the times of one instruction differ from microbatch
-    to microbatch (the first touches new memory, another process takes the core), a simulation is
-    too short if others waited for the slow ones, and too long if those fell where nobody waited.
-    Of a stage with several holders it is the mean of all.
+    With `per_microbatch` F, B, I, W and pairs cost what each microbatch took in each stage, as an
+    array: for packed data and segments of a sequence, which take different times.  All else,
+    messages too, costs one number as without.
+
+    Else a mean is assumed to stand for all: where the times of one instruction differ from
+    microbatch to microbatch (the first touches new memory, another process takes the core), a
+    simulation is too short if others waited for the slow ones, and too long if those fell where
+    nobody waited.  Of a stage with several holders it is the mean of all.
     """
     expect_runs([measured])
     spans, stages = measured.spans, range(measured.program.plan.stages)
@@ -77,11 +82,15 @@ def calibrate(measured: Timeline) -> Costs:
         if ops[0] in COMPUTE and here.any():
             of = [here & (spans["stage"] == s) for s in stages]
             costs[name] = tuple(_alone(name, took[:, w], paired[w]) for w in of)
+            if per_microbatch:
+                costs[name] = _of_each(costs[name], measured, took, here & ~paired)
         elif name not in _LATE:
             costs[name] = _mean(took[:, here])
     if second.any():
         ahead = paired & (spans["op"] == FORWARD)
         costs["FB"] = tuple(_mean(took[:, ahead & (spans["stage"] == s)]) for s in stages)
+        if per_microbatch:
+            costs["FB"] = _of_each(costs["FB"], measured, took, ahead)
     return Costs(**costs)
 
 
@@ -116,6 +125,14 @@ def _mean(took: Floats) -> float:
     """The mean of times with delays, and no less than the least without; shape (2, n)."""
     times, lasted = took
     return max(float(lasted.min()), float(times.mean())) if len(times) else 0.0
+
+
+def _of_each(mean: Cost, measured: Timeline, took: Floats, here: NDArray[np.bool_]) -> Cost:
+    """What some instructions took, by stage and microbatch; the stage's mean for all others."""
+    plan, spans = measured.program.plan, measured.spans[here]
+    each = np.repeat(grid(mean), plan.microbatches, 1)
+    each[spans["stage"], spans["mb"]] = took[:, here].max(0)
+    return from_grid(each)
 
 
 def _alone(name: str, took: Floats, paired: NDArray[np.bool_]) -> float:
@@ -171,26 +188,30 @@ def completed(costs: Costs, program: Program) -> Costs:
     """Costs of a run with those of backwards that it does not have: a whole one is I + W, and
     of a whole one I and W are half each.
     """
-    table = costs.table(program.plan.stages)
-    whole, first, late = (table[op] for op in (BACKWARD, *SPLIT))
+    whole, first, late = (costs.of(op, program.plan) for op in (BACKWARD, *SPLIT))
     if BACKWARD_INPUT not in program.ops:
-        half = tuple((whole / 2).tolist())
-        return replace(costs, I=half, W=half, B=tuple(whole.tolist()))
+        half = from_grid(whole / 2)
+        return replace(costs, I=half, W=half, B=from_grid(whole))
     if BACKWARD not in program.ops:
-        costs = replace(costs, B=tuple((first + late).tolist()))
+        costs = replace(costs, B=from_grid(first + late))
     return costs
 
 
 def rounded(costs: Costs) -> Costs:
-    """The costs that `format_costs` says of some, and one number for what all stages have alike.
+    """The costs that `format_costs` says of some, and one number for what all stages, or all
+    microbatches, have alike.
 
     >>> rounded(Costs(F=(1 / 3, 1 / 3), B=(2.0, 1 / 3))).B
     (2.0, 0.333333)
+    >>> rounded(Costs(F=((1.0, 2.0), (1.0, 2.0)))).F
+    ((1.0, 2.0),)
     """
 
     def said(value: Cost) -> Cost:
-        each = tuple(float(f"{cost:.6g}") for cost in np.atleast_1d(value))
-        return each if len({*each}) > 1 else each[0]
+        each = np.array([[float(f"{cost:.6g}") for cost in row] for row in grid(value).tolist()])
+        if (each == each[:, :1]).all():
+            each = each[:, :1]
+        return from_grid(each[:1] if (each == each[:1]).all() else each)
 
     told = {f.name: getattr(costs, f.name) for f in fields(costs)}
     return Costs(**{name: said(value) for name, value in told.items() if value is not None})
@@ -201,10 +222,13 @@ def format_costs(costs: Costs) -> str:
 
     >>> format_costs(Costs(F=(1.5, 2.0), B=3.0, I=1.0, W=2.0, send=0.25)).split(",step")[0]
     'F=1.5:2,I=1,W=2,B=3,send=0.25'
+    >>> format_costs(Costs(F=((1.0, 2.0), (1.5, 2.5)))).split(",")[0]  # stages and microbatches
+    'F=1/2:1.5/2.5'
     """
+
+    def said(value: Cost) -> str:
+        rows = grid(value).tolist()
+        return ":".join("/".join(f"{cost:.6g}" for cost in row) for row in rows)
+
     values = {f.name: getattr(costs, f.name) for f in fields(costs)}
-    return ",".join(
-        f"{name}={':'.join(f'{cost:.6g}' for cost in np.atleast_1d(value))}"
-        for name, value in values.items()
-        if value is not None
-    )
+    return ",".join(f"{k}={said(value)}" for k, value in values.items() if value is not None)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from typing import Final, NamedTuple
 
@@ -24,7 +24,7 @@ from schedir.ir.ops import (
     TRANSFERS,
     Lane,
 )
-from schedir.ir.per_stage import cut
+from schedir.ir.per_stage import cut, from_grid, grid, is_array
 from schedir.ir.plan import Plan
 from schedir.ir.program import Program
 from schedir.ir.ties import show_tied, tied_stages
@@ -42,6 +42,18 @@ _I: Final = BACKWARD_INPUT
 _WORK: Final = (*(FIELD[op] for op in COMPUTE), "FB")
 _OF_STAGES: Final = (*_WORK, "reduce_grads", "reduce_holders")  # what half of a stage has half of
 _REDUCTIONS: Final = tuple(FIELD[row.op] for row in ROWS if row.lane is Lane.DP)
+
+
+def _all_alike(cost: Cost) -> Cost:
+    """The mean of all stages, of each microbatch where these differ."""
+    return from_grid(grid(cost).mean(0, keepdims=True))
+
+
+def _twice(costs: Costs) -> Costs:
+    """The costs of all microbatches, and again of as many."""
+    each = {f.name: getattr(costs, f.name) for f in fields(costs)}
+    again = {name: from_grid(np.tile(grid(c), 2)) for name, c in each.items() if is_array(c)}
+    return replace(costs, **again)
 
 
 class Anew(NamedTuple):
@@ -208,15 +220,15 @@ class _Changes:
 
     def _even_stages(self) -> Iterator[Trial]:
         """Stages that take as long as the mean of them, if one takes longer."""
-        table = self.costs.table(self.plan.stages)
-        each = table[FORWARD] + table[BACKWARD]
+        table = self.costs.of(FORWARD, self.plan) + self.costs.of(BACKWARD, self.plan)
+        each = table.mean(1)
         worst, mean = int(each.argmax()), float(each.mean())
         if not mean or each[worst] <= 1.01 * mean:
             return
         even: dict[str, Cost] = {
-            name: float(np.mean(getattr(self.costs, name)))
+            name: _all_alike(cost)
             for name in _WORK
-            if getattr(self.costs, name) is not None
+            if (cost := getattr(self.costs, name)) is not None
         }
         holders = " and ".join(map(str, self.plan.holders[:, worst].tolist()))
         what = (
@@ -286,8 +298,9 @@ class _Changes:
         """Twice as many, of a schedule that is known."""
         if self.schedule is not None and len(self.program) <= LARGE:
             plan = replace(self.plan, microbatches=2 * self.plan.microbatches)
-            program = self.lowering.of(draft(self.schedule, plan), self.costs)
-            run = self._run(program, self.costs)
+            costs = _twice(self.costs)
+            program = self.lowering.of(draft(self.schedule, plan), costs)
+            run = self._run(program, costs)
             yield Trial("twice as many microbatches of this size", run, plan.microbatches)
 
     def _other_schedules(self) -> Iterator[Trial]:

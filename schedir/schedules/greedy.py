@@ -79,7 +79,8 @@ class _Run:
         in_flight: int | Callable[[int], int],
         costs: Costs,
     ) -> None:
-        self.plan, self.costs = plan, costs.table(plan.stages).tolist()
+        self.plan = plan
+        self.costs = {op: costs.of(op, plan).tolist() for op in (*prefer, SENDS[0])}
         self.prefer = {op: k for k, op in enumerate(prefer)}
         self.backward = _I if _I in prefer else _B
         # How many may be alive before an F of a stage: one less for each stage after it.
@@ -109,7 +110,7 @@ class _Run:
                 task = self._start(rank)
                 if task is not None:
                     idle.discard(rank)
-                    end = now + self.costs[task.op][task.stage]
+                    end = now + self._cost(task.op, task)
                     heapq.heappush(events, (end, rank, task, True))
             if not events:
                 break
@@ -120,11 +121,16 @@ class _Run:
                     idle.add(rank)
                     for after in self._after(*task):
                         there = int(self.plan.rank_at(*after[1:]))
-                        send = self.costs[SENDS[0]][task.stage] * (there != rank)
+                        send = self._cost(SENDS[0], task) * (there != rank)
                         heapq.heappush(events, (now + send, there, after, False))
                 else:
                     self.ready[rank].add(task)
         yield from map(Stream.of, self.done)
+
+    def _cost(self, op: Opcode, task: Instr) -> float:
+        """What an instruction of a task's stage and microbatch costs."""
+        own = self.costs[op][task.stage]
+        return float(own[task.mb if len(own) > 1 else 0])
 
     def _start(self, rank: int) -> Instr | None:
         """What an idle rank starts now, if anything."""

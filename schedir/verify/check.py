@@ -99,8 +99,8 @@ def check(
     blocks, lazy = flag(blocks, "blocks") or device_waits, flag(lazy, "lazy")
     small = eager_of(eager, sizes)
     if sizes is not None:
-        for size in fields(sizes):  # each is of this program's stages, whether anybody asks or not
-            sizes.of(size.name, program.plan.stages)
+        for size in fields(sizes):  # each is of this program's plan, whether anybody asks or not
+            sizes.each(size.name, program.plan)
     if lazy and blocks:
         raise UsageError(
             "communicators that are made lazily are those of GPUs, whose hosts do not block",

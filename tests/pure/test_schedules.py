@@ -12,6 +12,7 @@ from schedir.analysis.models import Model
 from schedir.compiler.compile import compile
 from schedir.errors import ScheduleError
 from schedir.ir.costs import Costs
+from schedir.ir.ops import Opcode
 from schedir.ir.plan import Plan
 from schedir.predict.simulate import simulate
 from schedir.schedules import gpipe, interleaved, one_f_one_b
@@ -29,7 +30,7 @@ def test_bubble_of_gpipe_and_1f1b(schedule, ranks: int, priced: Costs) -> None: 
         for model in MODELS:
             timeline = simulate(program, priced, model=model)
             assert timeline.bubble_over_ideal == pytest.approx((ranks - 1) / m, abs=1e-12)
-            f, b = priced.table(1)[:2, 0]
+            f, b = (priced.of(op, Plan(1, 1)).item() for op in (Opcode.Forward, Opcode.Backward))
             assert timeline.span == (m + ranks - 1) * (f + b)
 
 

@@ -201,7 +201,8 @@ def test_plans_too_large_are_refused_before_anything_is_built() -> None:
 
 
 def test_costs() -> None:
-    table = Costs(F=2, I=(1, 2), W=1.5, send=(0.1, 0.2)).table(2)
+    costs = Costs(F=2, I=(1, 2), W=1.5, send=(0.1, 0.2))
+    table = {op: costs.of(op, Plan(1, 4, 2))[:, 0] for op in Opcode}
     assert table[Opcode.Backward].tolist() == [2.5, 3.5]
     assert table[Opcode.SendAct].tolist() == table[Opcode.SendGrad].tolist() == [0.1, 0.2]
     assert not table[Opcode.RecvAct].any() and not table[Opcode.OptimizerStep].any()
@@ -210,7 +211,7 @@ def test_costs() -> None:
             Costs(F=bad)  # type: ignore[arg-type]
         assert "cost F" in caught.value.fact
     with pytest.raises(CostsError):
-        Costs(F=(1, 2)).table(3)
+        Costs(F=(1, 2)).of(Opcode.Forward, Plan(1, 1, 3))
 
 
 def test_cells_cost_what_they_are_told() -> None:

@@ -1,0 +1,309 @@
+"""Costs and sizes of which each microbatch has its own, beside a machine that looks each one up."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import fields, replace
+from pathlib import Path
+from typing import Any, cast
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from schedir import Costs, Plan, Sizes, check, compile, draft, schedules, simulate
+from schedir.__main__ import main
+from schedir.analysis.memory import held
+from schedir.analysis.slots import message_sizes
+from schedir.commands._options import read_costs, read_sizes
+from schedir.errors import CostsError, MemoryLimitError, UsageError
+from schedir.io.timeline_file import load_timeline, save_timeline
+from schedir.ir.index import Index
+from schedir.ir.ops import SENDS, TOKENS, Instr, Opcode, Token
+from schedir.ir.per_stage import PerStage, by_stage, cut, from_grid, grid
+from schedir.ir.program import Program
+from schedir.predict.calibrate import calibrate, completed, format_costs, rounded
+from schedir.predict.what_if import advise
+from schedir.schedules.greedy import greedy
+from schedir.testing import drafts
+from schedir.verify.check import eager_of
+from tests.oracle import Machine
+from tests.strategies import with_slots
+
+COSTS = ("F", "I", "W", "B", "send", "scatter", "gather")
+SIZES = ("activation", "gradient", "saved", "tape")
+
+
+def arrays(plan: Plan, most: int = 5) -> st.SearchStrategy[PerStage]:
+    """A number, one per stage, one per microbatch, or one for each of both; all of them whole."""
+    one = st.integers(0, most).map(float)
+    row = st.lists(one, min_size=plan.microbatches, max_size=plan.microbatches)
+    several = st.lists(one, min_size=plan.stages, max_size=plan.stages).map(tuple)
+    rows = st.one_of(*(st.lists(row, min_size=n, max_size=n) for n in {1, plan.stages}))
+    return st.one_of(one, several, rows)
+
+
+def naive(value: Any, stage: int, mb: int) -> float:
+    """What is said of one microbatch in one stage."""
+    if isinstance(value, tuple):
+        value = value[0 if len(value) == 1 else stage]
+    return float(value[mb] if isinstance(value, tuple) else value)
+
+
+@given(drafts(), st.data())
+@settings(max_examples=40)
+def test_times_are_those_of_a_machine_that_looks_each_up(drafted: Program, data: Any) -> None:
+    costs = Costs(**{name: data.draw(arrays(drafted.plan), name) for name in COSTS})
+    model = data.draw(st.sampled_from(["device", "edge", "direction"]))
+    tp = data.draw(st.sampled_from([1, 2]))
+    program = compile(drafted, model=model, costs=costs, tp=tp)
+    run = simulate(program, costs, model=model)
+    machine = Machine(program, model, costs)
+    assert machine.run()
+    for rank in range(program.plan.ranks):
+        ends = [machine.ended[rank, k] for k in range(len(program.streams[rank]))]
+        assert run.spans["end"][run.spans["rank"] == rank].tolist() == ends
+
+
+@given(drafts(), st.data())
+@settings(max_examples=40)
+def test_a_draft_takes_as_long_as_with_arrays_of_one_number(drafted: Program, data: Any) -> None:
+    """What is one number for all microbatches is said in any of three ways, and gives the same."""
+    plan = drafted.plan
+    few = {
+        name: data.draw(st.tuples(*[st.integers(0, 5).map(float)] * plan.stages), name)
+        for name in COSTS
+    }
+    many = {name: [[each] * plan.microbatches for each in row] for name, row in few.items()}
+    programs = [compile(drafted, costs=Costs(**costs)) for costs in (few, many)]
+    assert programs[0] == programs[1]
+    runs = [simulate(p, Costs(**c)) for p, c in zip(programs, (few, many), strict=True)]
+    assert (runs[0].spans == runs[1].spans).all()
+    sizes = {
+        name: data.draw(st.tuples(*[st.integers(0, 5).map(float)] * plan.stages), name)
+        for name in SIZES
+    }
+    wide = {
+        name: np.repeat(np.array(row)[:, None], plan.microbatches, 1) for name, row in sizes.items()
+    }
+    held_by = [held(programs[0], Sizes(**each)) for each in (sizes, wide)]
+    for one, other in zip(*held_by, strict=True):
+        assert one.bytes.tolist() == other.bytes.tolist()
+
+
+def swept(program: Program, rank: int, sizes: Sizes) -> float:
+    """The most that a rank holds: every value put into the set as it comes, and all of them added.
+
+    Only of programs without tape, whose values that cross ranks are in slots: as many as a program
+    says, else as many as there are values, each of them as large as the largest.
+    """
+    own = list(program.streams[rank])
+    machine = Machine(program, "device", Costs())
+    machine.lists = [list(s) for s in program.streams]
+    kinds: dict[str, list[float]] = {}
+    for kind, s, mb in machine.values(rank):
+        row = TOKENS[Token[kind.upper()]]
+        ops = {"act_out": Opcode.SendAct, "grad_out": Opcode.SendGrad}
+        if kind in ops and Instr(ops[kind], s, mb) not in own:
+            continue  # handed over on the rank
+        said = sizes.gradient if row.size == "gradient" and sizes.gradient is not None else None
+        value = sizes.activation if said is None else said
+        kinds.setdefault(kind, []).append(naive(value, s + row.edge, mb))
+    total = 0.0
+    for kind, each in kinds.items():
+        said_slots = program.slots[rank]._asdict()[kind] if program.slots else len(each)
+        total += min(said_slots, len(each)) * max(each)
+    now = most = 0.0
+    for instr in own:
+        if instr.op is Opcode.Forward:
+            now += naive(sizes.saved, instr.stage, instr.mb)
+        most = max(most, now)
+        if instr.op is Opcode.Backward:
+            now -= naive(sizes.saved, instr.stage, instr.mb)
+    return total + most
+
+
+@given(st.integers(1, 4), st.integers(1, 6), st.data())
+def test_bytes_are_those_of_a_sweep(ranks: int, microbatches: int, data: Any) -> None:
+    """One stage per rank, and whole backwards, so that what a rank holds is plain to see."""
+    plan = Plan(ranks, microbatches)
+    which = data.draw(st.sampled_from([schedules.gpipe, schedules.one_f_one_b]))
+    program = with_slots(compile(which, plan), random.Random(data.draw(st.integers(0, 9))))
+    sizes = Sizes(
+        **{name: data.draw(arrays(plan), name) for name in ("activation", "gradient", "saved")}
+    )
+    footprints = held(program, sizes)
+    most = [float(own.bytes.max()) for own in footprints]
+    assert most == [swept(program, rank, sizes) for rank in range(ranks)]
+    if max(most) > 0:
+        with pytest.raises(MemoryLimitError) as caught:
+            compile(draft(which, plan), sizes=sizes, limit=0.0)
+        assert caught.value.limit == 0
+    assert simulate(program, sizes=sizes).peak_memory.tolist() == most
+
+
+@given(drafts(), st.data())
+def test_messages_have_their_own_sizes(drafted: Program, data: Any) -> None:
+    program = compile(drafted)
+    sizes = Sizes(
+        activation=data.draw(arrays(program.plan)), gradient=data.draw(arrays(program.plan))
+    )
+    index = Index.of(program)
+    sends = index.where_all(SENDS)
+    expected = []
+    for at in sends.tolist():
+        _, _, (op, s, mb) = index.locate(at)
+        act = op is Opcode.SendAct
+        expected.append(naive(sizes.activation if act else sizes.gradient, s - (not act), mb))
+    assert message_sizes(program, sizes, sends).tolist() == expected
+
+
+@given(drafts(), st.data())
+def test_a_run_tells_the_costs_of_each_microbatch(drafted: Program, data: Any) -> None:
+    """A prediction at what is read off a prediction is the same again; means are not always."""
+    names = ("F", "B", "I", "W")
+    costs = Costs(**{name: data.draw(arrays(drafted.plan), name) for name in names})
+    run = simulate(compile(drafted), costs)
+    found = calibrate(run, per_microbatch=True)
+    again = simulate(run.program, found)
+    assert (again.spans["end"] == run.spans["end"]).all()
+    text = format_costs(completed(found, run.program))
+    assert rounded(read_costs(text)) == rounded(completed(found, run.program))
+
+
+def test_the_mean_misses_what_an_array_tells() -> None:
+    costs = Costs(F=((1, 1, 1, 9, 1, 1, 1, 1),), B=((2, 2, 2, 18, 2, 2, 2, 2),))
+    run = simulate(compile(schedules.one_f_one_b, Plan(4, 8)), costs)
+    assert simulate(run.program, calibrate(run, per_microbatch=True)).span == run.span
+    assert simulate(run.program, calibrate(run)).span < 0.95 * run.span
+
+
+@pytest.mark.parametrize(
+    ("value", "says"),
+    [
+        ([[1, 2], [3]], "rows of 1 and of 2"),
+        ([[1, 2, 3, 4], 5], "must be a number or one per stage, or an array"),
+        ([[[1]]], "must be a number or one per stage, or an array"),
+        (np.ones((2, 2, 2)), "must be a number or one per stage, or an array"),
+        ([[]], "empty"),
+        ([[1, -1]], "not -1"),
+        ([[1, float("nan")]], "not nan"),
+    ],
+)
+def test_what_is_no_array(value: Any, says: str) -> None:
+    for error, make in (
+        (CostsError, lambda: Costs(F=value)),
+        (UsageError, lambda: Sizes(saved=value)),
+    ):
+        with pytest.raises(error, match=says):
+            make()
+
+
+def test_what_is_of_no_microbatch_takes_no_array() -> None:
+    for name in ("step", "reduce_grads", "reduce_holders", "reduce_tied", "reduce_norm"):
+        with pytest.raises(CostsError, match=f"cost {name} must be a number or one per stage, not"):
+            Costs(**{name: ((1.0, 2.0),)})
+    for name in ("weights", "version"):
+        with pytest.raises(UsageError, match=f"size {name} must be a number or one per stage, not"):
+            Sizes(**{name: ((1.0, 2.0),)})
+
+
+@pytest.mark.parametrize("shape", [(2, 7), (3, 8), (8, 2), (1, 1), (2, 1)])
+def test_an_array_of_another_plan(shape: tuple[int, int]) -> None:
+    """(2, 1) could be one per stage, or of one microbatch: who means the former says it flat."""
+    program, given = compile(schedules.gpipe, Plan(2, 8)), cast("PerStage", np.ones(shape))
+    with pytest.raises(CostsError, match=f"{shape[0]} x {shape[1]} numbers, not of 2 stages x 8"):
+        simulate(program, Costs(F=given))
+    for call in (
+        lambda sizes: check(program, sizes=sizes),
+        lambda sizes: held(program, sizes),
+        lambda sizes: simulate(program, sizes=sizes).peak_memory,
+    ):
+        with pytest.raises(
+            UsageError, match=f"{shape[0]} x {shape[1]} numbers, not of 2 stages x 8"
+        ):
+            call(Sizes(saved=given))
+
+
+def test_arrays_are_kept_as_tuples() -> None:
+    """So that costs and sizes can be compared, and be keys."""
+    given: Any = np.array([[1, 2], [3, 4]])
+    costs, sizes = Costs(F=given), Sizes(activation=given[:1])
+    assert costs.F == ((1.0, 2.0), (3.0, 4.0)) and sizes.activation == ((1.0, 2.0),)
+    assert {costs: 1}[Costs(F=((1, 2), (3, 4)))] == 1
+    assert eager_of(1.0, sizes) in {eager_of(1.0, sizes)}
+    assert sizes.of("gradient", 3).tolist() == [2.0] * 3  # the largest
+
+
+def test_greedy_knows_what_each_microbatch_takes() -> None:
+    """The first is back before the third begins, or later."""
+    for first, expected in ((1.0, "F 0.0 F 0.1 B"), (9.0, "F 0.0 F 0.1 F 0.2")):
+        costs = Costs(F=((1.0, 3.0, 1.0), (first, 1.0, 1.0)), B=1.0)
+        own = greedy(Plan(2, 3), "BF", 3, costs).streams[0]
+        assert " ".join(map(str, own)).startswith(expected)
+
+
+def test_advice_takes_arrays() -> None:
+    """Even stages keep what differs between microbatches; twice as many are those again."""
+    costs = Costs(F=((1, 2, 3, 4), (3, 6, 9, 12)), B=((2, 4, 6, 8), (6, 12, 18, 24)))
+    run = simulate(compile(schedules.one_f_one_b, Plan(2, 4)), costs)
+    found = {change.what.split(" (")[0]: change.saves for change in advise(run, costs).changes}
+    even = Costs(F=((2, 4, 6, 8),), B=((4, 8, 12, 16),))
+    wanted = 1 - simulate(run.program, even).span / run.span
+    assert found["stages that all take the mean"] == pytest.approx(wanted)
+    twice = {f.name: getattr(costs, f.name) for f in fields(Costs)}
+    twice |= {name: tuple(row + row for row in twice[name]) for name in ("F", "B")}
+    wanted = (
+        1 - simulate(compile(schedules.one_f_one_b, Plan(2, 8)), Costs(**twice)).span / 2 / run.span
+    )
+    assert found["twice as many microbatches of this size"] == pytest.approx(wanted)
+
+
+def test_arrays_as_text(tmp_path: Any) -> None:
+    assert read_costs("F=1/2:3/4,B=5/6").F == ((1.0, 2.0), (3.0, 4.0))
+    assert read_costs("F=1/2:3/4,B=5/6").B == ((5.0, 6.0),)
+    assert read_sizes("saved=1KB/2KB").saved == ((1000.0, 2000.0),)
+    (tmp_path / "costs").write_text("F=1/2:\n  3/4,\nB=5/6\n")
+    assert read_costs(f"@{tmp_path}/costs") == read_costs("F=1/2:3/4,B=5/6")
+    for bad in ("F=1/", "F=/", "F=1/x", "F=1//2"):
+        with pytest.raises(UsageError, match="--costs: F must be"):
+            read_costs(bad)
+    with pytest.raises(CostsError, match="rows of 1 and of 2"):
+        read_costs("F=1/2:3")
+    with pytest.raises(UsageError, match="cannot read"):
+        read_costs(f"@{tmp_path}/none")
+
+
+@given(st.integers(1, 3), st.integers(1, 3), st.integers(1, 3), st.data())
+def test_stages_are_cut_for_each_microbatch(parts: int, into: int, m: int, data: Any) -> None:
+    rows = [data.draw(st.tuples(*[st.integers(0, 5).map(float)] * m)) for _ in range(parts)]
+    found = grid(cut(tuple(rows), parts, into))
+    for mb in range(m):
+        alone = cut(tuple(row[mb] for row in rows), parts, into)
+        expected = by_stage("x", alone, into, UsageError)
+        if parts == 1:  # one row is of all stages alike
+            expected = np.full((1, 1), rows[0][mb] / into)
+        assert found[:, mb] == pytest.approx(expected[:, 0])
+    assert grid(from_grid(found)).tolist() == found.tolist()
+
+
+REFUSED = (Path(__file__).parents[1] / "golden" / "arrays.txt").read_text().split("\n\n")
+
+
+@pytest.mark.parametrize("told", REFUSED, ids=lambda told: told.split("\n")[0].split()[-1])
+def test_what_a_person_is_told(told: str, capsys: pytest.CaptureFixture[str]) -> None:
+    command, message = told.strip().split("\n", 1)
+    assert main(command.removeprefix("$ schedir ").split()) == 2
+    assert capsys.readouterr().err == message + "\n"
+
+
+def test_a_file_keeps_sizes(tmp_path: Path) -> None:
+    run = simulate(compile(schedules.gpipe, Plan(2, 3)), sizes=Sizes(saved=((1, 2, 3), (4, 5, 6))))
+    save_timeline(run, tmp_path / "run.timeline")
+    assert load_timeline(tmp_path / "run.timeline").sizes == run.sizes
+    many = 10 ** np.random.default_rng(0).random((2, 250_000))
+    run = replace(run, sizes=Sizes(saved=cast("PerStage", many)))
+    with pytest.raises(UsageError, match="too many"):
+        save_timeline(run, tmp_path / "large.timeline")
+    assert not (tmp_path / "large.timeline").exists()
