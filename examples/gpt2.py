@@ -26,18 +26,18 @@ STAGES, MICROBATCHES, SIZE, CONTEXT, STEPS = 4, 8, 2, 64, 10
 
 
 class Stage(nn.Module):
-    """A quarter of GPT-2's blocks; the first stage has its embeddings, too, the last its head."""
+    """Some of GPT-2's blocks; the first stage has its embeddings, too, the last its head."""
 
-    def __init__(self, model: GPT2LMHeadModel, number: int) -> None:
+    def __init__(self, model: GPT2LMHeadModel, number: int, stages: int = STAGES) -> None:
         super().__init__()
         parts = model.transformer
-        each = len(parts.h) // STAGES
+        each = len(parts.h) // stages
         self.blocks = parts.h[number * each : (number + 1) * each]
         if number == 0:
             self.words, self.places, self.drop = parts.wte, parts.wpe, parts.drop
-        if number == STAGES - 1:
+        if number == stages - 1:
             self.norm, self.head = parts.ln_f, model.lm_head
-        self.first, self.last = number == 0, number == STAGES - 1
+        self.first, self.last = number == 0, number == stages - 1
 
     def forward(self, x: Tensor) -> Tensor:
         """Tokens or what the stage before gives, to what the next takes or logits."""

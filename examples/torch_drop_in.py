@@ -1,0 +1,129 @@
+"""Hugging Face's Llama under torch's pipeline, and the line that puts schedir in its place.
+
+    python examples/torch_drop_in.py theirs     # torch's own schedule
+    python examples/torch_drop_in.py torch      # one of schedir's, in torch's runtime
+    python examples/torch_drop_in.py schedir    # the same, in schedir's executor
+
+Four processes start by themselves; `torchrun --nproc-per-node 4` starts them, too.  Weights are
+random and the text is this file, so nothing is downloaded.  All three print the same losses.
+
+Between two stages there are five tensors: hidden states, a mask, positions, how are integers,
+and two rotary tables.  Only the first has a gradient.  The head of the last stage is the embedding
+of the first: torch leaves it to the script to add up their gradients.
+"""
+
+import os
+import sys
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.pipelining import PipelineStage, ScheduleInterleaved1F1B
+from transformers import LlamaConfig, LlamaForCausalLM
+from transformers.masking_utils import create_causal_mask
+
+from schedir import ties
+from schedir.schedules import interleaved
+from schedir.torch import Schedule
+
+RANKS, STAGES, MICROBATCHES, SIZE, CONTEXT, STEPS = 4, 8, 8, 2, 32, 5
+CONFIG = LlamaConfig(
+    num_hidden_layers=8, hidden_size=64, intermediate_size=128, num_attention_heads=4,
+    num_key_value_heads=2, vocab_size=256, max_position_embeddings=CONTEXT,
+    tie_word_embeddings=True, attn_implementation="eager", use_cache=False,
+)  # fmt: skip
+
+
+class Stage(nn.Module):
+    """Some of Llama's layers; the first stage has its embedding, too, the last its head."""
+
+    def __init__(self, model: LlamaForCausalLM, number: int, stages: int) -> None:
+        super().__init__()
+        inner, each = model.model, len(model.model.layers) // stages
+        self.config = model.config
+        self.layers = inner.layers[number * each : (number + 1) * each]
+        self.first, self.last = number == 0, number == stages - 1
+        if self.first:
+            self.embedding, self.rotary = inner.embed_tokens, inner.rotary_emb
+        if self.last:
+            self.norm, self.head = inner.norm, model.lm_head
+
+    def forward(
+        self,
+        x: Tensor,
+        mask: Tensor | None = None,
+        places: Tensor | None = None,
+        cos: Tensor | None = None,
+        sin: Tensor | None = None,
+    ) -> Tensor | tuple[Tensor | None, ...]:
+        """Tokens, or what the stage before gives, to what the next takes or logits."""
+        if self.first:
+            places = torch.arange(x.shape[1], device=x.device).repeat(len(x), 1)
+            x = self.embedding(x)
+            cos, sin = self.rotary(x, places)
+            mask = create_causal_mask(self.config, x, None, None, position_ids=places)
+        for layer in self.layers:
+            x = layer(x, attention_mask=mask, position_ids=places, position_embeddings=(cos, sin))
+        return self.head(self.norm(x)) if self.last else (x, mask, places, cos, sin)
+
+
+def loss(logits: Tensor, tokens: Tensor) -> Tensor:
+    return F.cross_entropy(logits.flatten(0, 1), tokens.flatten())
+
+
+def main(rank: int, how: str) -> None:
+    """Five steps of AdamW as one of four ranks, under a schedule of torch's, or of ours."""
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    model = LlamaForCausalLM(CONFIG).train()
+    parts = [Stage(model, number, STAGES) for number in range(STAGES)]
+    own = [
+        PipelineStage(parts[number], number, STAGES, torch.device("cpu"))
+        for number in range(rank, STAGES, RANKS)
+    ]
+    tied = ties(parts)  # parts[7].head.weight is parts[0].embedding.weight
+    ends = dist.new_group([0, RANKS - 1])  # who has a copy of it
+
+    if how == "theirs":
+        schedule = ScheduleInterleaved1F1B(own, MICROBATCHES, loss)
+    else:
+        schedule = Schedule(own, MICROBATCHES, loss, schedule=interleaved, tied=tied, runtime=how)
+
+    weights = {p for stage in own for p in stage.submod.parameters()}
+    optimizer = torch.optim.AdamW(weights, lr=1e-3)
+    text = torch.tensor([*Path(__file__).read_bytes()])
+    for step in range(STEPS):
+        begins = torch.randint(len(text) - CONTEXT - 1, (MICROBATCHES * SIZE, 1))
+        tokens = text[begins + torch.arange(CONTEXT + 1)]
+        losses: list[Tensor] = []
+        if rank == 0:
+            schedule.step(tokens[:, :-1])
+        elif rank == RANKS - 1:
+            schedule.step(target=tokens[:, 1:], losses=losses)
+            print(f"step {step + 1}  loss {torch.stack(losses).mean().item()!r}", flush=True)
+        else:
+            schedule.step()
+        if how == "theirs" and rank in (0, RANKS - 1):  # ours has added them up
+            dist.all_reduce(model.lm_head.weight.grad, group=ends)
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def start(rank: int, how: str, meeting: str) -> None:
+    dist.init_process_group("gloo", init_method=meeting, rank=rank, world_size=RANKS)
+    main(rank, how)
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    how = sys.argv[1] if len(sys.argv) > 1 else "torch"
+    if "RANK" in os.environ:
+        start(int(os.environ["RANK"]), how, "env://")
+    else:
+        with TemporaryDirectory() as folder:
+            meeting = Path(folder, "store").as_uri()
+            torch.multiprocessing.spawn(start, (how, meeting), RANKS)

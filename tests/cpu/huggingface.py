@@ -1,0 +1,192 @@
+"""Hugging Face models in stages, and what a step of a pipeline leaves beside one process's."""
+
+from __future__ import annotations
+
+import runpy
+from collections.abc import Callable, Sequence
+from functools import cache
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.pipelining.stage import PipelineStage
+
+ROOT = Path(__file__).parents[2]
+RANKS, LAYERS, MICROBATCHES, SIZE, CONTEXT, WORDS = 4, 8, 8, 2, 12, 96
+TIED = {
+    "gpt2": "transformer.wte.weight",
+    "llama": "model.embed_tokens.weight",
+    "keywords": "model.embed_tokens.weight",
+}
+
+
+class Whole(NamedTuple):
+    """A model, a batch for it, and the losses and gradients of a plain loop over microbatches."""
+
+    model: Any
+    tokens: Tensor
+    keywords: dict[str, Tensor]
+    targets: Tensor
+    losses: Tensor
+    logits: Tensor
+    due: dict[str, Tensor]
+
+
+class Left(NamedTuple):
+    """What a step leaves on a rank: by name how far a gradient is off, and which are the same bits;
+    and on the rank of the last stage the losses and the logits."""
+
+    off: dict[str, float]
+    same: set[str]
+    losses: Tensor | None
+    logits: Tensor | None
+
+
+def loss_fn(logits: Tensor, tokens: Tensor) -> Tensor:
+    return F.cross_entropy(logits.flatten(0, 1), tokens.flatten())
+
+
+@cache
+def whole(kind: str) -> Whole:
+    torch.manual_seed(0)
+    model = (gpt2() if kind == "gpt2" else llama("sdpa" if kind == "keywords" else "eager")).train()
+    sequences = torch.randint(WORDS, (MICROBATCHES * SIZE, CONTEXT + 1))
+    tokens, targets = sequences[:, :-1], sequences[:, 1:]
+    keywords = {}
+    if kind == "keywords":  # each sequence has distances of its own
+        steps = torch.randint(1, 4, (len(tokens), 1))
+        keywords["position_ids"] = steps * torch.arange(CONTEXT)
+    losses, logits = [], []
+    alone: Any = WithPositions(model, 0, 1) if keywords else lambda x: model(x).logits
+    for k, (x, y) in enumerate(zip(*map(cut, (tokens, targets)), strict=True)):
+        logits.append(alone(x, **{name: cut(each)[k] for name, each in keywords.items()}))
+        losses.append(loss_fn(logits[-1], y))
+        losses[-1].backward()
+    due = {name: p.grad / MICROBATCHES for name, p in model.named_parameters()}
+    model.zero_grad()
+    return Whole(
+        model, tokens, keywords, targets, torch.stack(losses).detach(), torch.cat(logits).detach(),
+        due,
+    )  # fmt: skip
+
+
+def cut(batch: Tensor) -> Sequence[Tensor]:
+    return batch.chunk(MICROBATCHES)
+
+
+def gpt2() -> Any:
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    config = GPT2Config(
+        n_layer=LAYERS, n_embd=32, n_head=4, vocab_size=WORDS, n_positions=CONTEXT,
+        bos_token_id=0, eos_token_id=0, use_cache=False,
+        embd_pdrop=0.0, attn_pdrop=0.0, resid_pdrop=0.0,
+    )  # fmt: skip
+    return GPT2LMHeadModel(config)
+
+
+def llama(attention: str) -> Any:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    config = LlamaConfig(
+        num_hidden_layers=LAYERS, hidden_size=32, intermediate_size=64, num_attention_heads=4,
+        num_key_value_heads=2, vocab_size=WORDS, max_position_embeddings=64,
+        tie_word_embeddings=True, use_cache=False,
+    )  # fmt: skip
+    config._attn_implementation = attention
+    return LlamaForCausalLM(config)
+
+
+class WithPositions(nn.Module):
+    """Some of Llama's layers, where each stage is given the positions and makes its own tables."""
+
+    def __init__(self, model: Any, number: int, stages: int) -> None:
+        super().__init__()
+        inner, each = model.model, LAYERS // stages
+        self.layers = inner.layers[number * each : (number + 1) * each]
+        self.rotary = inner.rotary_emb
+        self.embedding = inner.embed_tokens if number == 0 else None
+        self.head: nn.Module | None = None
+        if number == stages - 1:
+            self.head = nn.Sequential(inner.norm, model.lm_head)
+
+    def forward(self, x: Tensor, *, position_ids: Tensor) -> Tensor:
+        x = x if self.embedding is None else self.embedding(x)
+        tables = self.rotary(x, position_ids)
+        for layer in self.layers:
+            x = layer(x, position_ids=position_ids, position_embeddings=tables)
+        return x if self.head is None else self.head(x)
+
+
+@cache
+def in_example(name: str, file: str = "torch_drop_in.py") -> Any:
+    """A function or class of an example."""
+    return runpy.run_path(str(ROOT / "examples" / file))[name]
+
+
+@cache
+def stage_class(kind: str) -> Callable[[Any, int, int], nn.Module]:
+    """The stages of the examples, and one of our own."""
+    if kind == "keywords":
+        return WithPositions
+    made: Callable[..., nn.Module] = in_example(
+        "Stage", {"gpt2": "gpt2.py", "llama": "torch_drop_in.py"}[kind]
+    )
+    return made
+
+
+@cache
+def ends() -> Any:
+    """The ranks that have copies of a tied weight where stages are placed in a loop."""
+    return dist.new_group([0, RANKS - 1])
+
+
+class Pipeline:
+    """The stages of a rank, and the schedule that `build` makes of them."""
+
+    def __init__(
+        self, kind: str, own: Sequence[int], stages: int, build: Callable[[list[Any]], Any]
+    ) -> None:
+        self.kind, self.case = kind, whole(kind)
+        self.parts = {s: stage_class(kind)(self.case.model, s, stages) for s in own}
+        self.first, self.last = 0 in own, stages - 1 in own
+        held = [
+            PipelineStage(part, s, stages, torch.device("cpu")) for s, part in self.parts.items()
+        ]
+        for stage in held:
+            if hasattr(stage, "_get_init_p2p_neighbors_ops"):
+                # What it would send first is for NCCL; torch 2.11 sends it to itself, and Gloo
+                # refuses that.
+                stage._get_init_p2p_neighbors_ops = list  # type: ignore[method-assign]
+        self.schedule = build(held)
+
+    def run(self, what: str = "step", by_hand: bool = True) -> Left:
+        """A step, or `eval`; the copies of the tied weight are summed by hand, as torch's users do,
+        or by the schedule.  Gradients are gone after it."""
+        model, losses = self.case.model, list[Tensor]()
+        output = getattr(self.schedule, what)(
+            *((self.case.tokens,) if self.first else ()),
+            target=self.case.targets if self.last else None,
+            losses=losses if self.last else None,
+            **self.case.keywords,
+        )
+        names = {p: name for name, p in model.named_parameters()}
+        own = {p for part in self.parts.values() for p in part.parameters()}
+        got = {names[p]: p.grad for p in own if p.grad is not None}
+        tied, both = TIED[self.kind], ends()
+        if by_hand and what == "step" and self.first != self.last:
+            dist.all_reduce(got[tied], group=both)
+        model.zero_grad()
+        off = {name: distance(g, self.case.due[name]) for name, g in got.items()}
+        same = {name for name, g in got.items() if torch.equal(g, self.case.due[name])}
+        return Left(
+            off, same, torch.stack(losses).detach() if self.last else None,
+            None if output is None else output.detach(),
+        )  # fmt: skip
+
+
+def distance(one: Tensor, other: Tensor) -> float:
+    return float((one - other).norm() / other.norm())
