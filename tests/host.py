@@ -108,6 +108,7 @@ class Host:
         self.machine, self.rank = machine, rank
         self.sums: dict[int, list[Part]] = defaultdict(list)  # of gradients, by stage
         self.own = [s for s, rs in enumerate(zip(*machine.holders, strict=True)) if rank in rs]
+        self.trained = [s for s in self.own if s >= machine.frozen]
         self.slots: dict[Slot, Value] = {}
         self.given: list[tuple[Slot, Value]] = []  # by the group that is being issued
         self.entries: list[Entry] = []
@@ -243,7 +244,7 @@ class Host:
             self.make(self.give("act_in", i.stage + 1, i.mb), "act", i.stage, i.mb)
         else:
             self.make(self.give("act_out", i.stage, i.mb), "act", i.stage, i.mb)
-        if self.machine.trains:
+        if self.machine.trains and i.stage >= self.machine.frozen:
             self.give("saved", i.stage, i.mb)
 
     def backward_input(self, i: Instr) -> None:
@@ -261,9 +262,11 @@ class Host:
         self.take("saved", i.stage, i.mb)
         if i.stage < self.machine.stages - 1:
             self.expect(self.take("grad_in", i.stage, i.mb), "grad", i.stage + 1, i.mb, True)
+        if i.stage == self.machine.frozen:
+            return  # nobody wants it
         if self.runs(i.stage - 1, i.mb):
             self.make(self.give("grad_in", i.stage - 1, i.mb), "grad", i.stage, i.mb)
-        elif i.stage > 0:
+        else:
             self.make(self.give("grad_out", i.stage, i.mb), "grad", i.stage, i.mb)
 
     def backward_weight(self, i: Instr) -> None:
@@ -277,7 +280,8 @@ class Host:
         kind = "act" if i.op in (O.SendAct, O.RecvAct) else "grad"
         sends = i.op in (O.SendAct, O.SendGrad)
         stage = i.stage + (1 if (kind == "act") == sends else -1)
-        if not 0 <= stage < machine.stages or self.runs(stage, i.mb):
+        first = machine.frozen if kind == "grad" else 0
+        if not first <= stage < machine.stages or self.runs(stage, i.mb):
             raise Wrong(f"{i} on rank {self.rank} has nobody to go to")
         peer = machine.holder(stage, i.mb)
         way = (self.rank, peer) if sends else (peer, self.rank)
@@ -309,9 +313,11 @@ class Host:
         self.expect(self.take(*slot), kind, maker, i.mb, not gathers)
         self.make(self.give(*slot), kind, maker, i.mb, gathers)
 
-    def collective(self, communicator: object, members: int) -> None:
+    def collective(self, communicator: object, members: int, update: int) -> None:
+        """Meet the others; who meets them for another update notices."""
         met = Event()
-        self.entry.actions.append(lambda: self.machine.join((communicator,), members, met))
+        member = met, update
+        self.entry.actions.append(lambda: self.machine.join((communicator,), members, member))
         self.entry.meets.append(met)
 
     def reduce_grads(self, i: Instr) -> None:
@@ -331,7 +337,7 @@ class Host:
         self.queue("reductions")
         self.take("half grad", i.stage, i.mb)
         self.give("grad", i.stage, i.mb)
-        self.collective(("holders", i.stage), len(self.machine.holders))
+        self.collective(("holders", i.stage), len(self.machine.holders), i.mb)
 
     def reduce_tied(self, i: Instr) -> None:
         """The holders of copies meet; a rank that holds several names the first."""
@@ -344,24 +350,25 @@ class Host:
             self.give("tied grad", stage, i.mb)
         party = met(self.machine.ties, [host.own for host in self.machine.hosts], self.rank)
         if len(party) > 1:
-            self.collective(("tied", *sorted(party)), len(party))
+            self.collective(("tied", *sorted(party)), len(party), i.mb)
 
     def final(self, update: int) -> list[Slot]:
         """Where the rank's gradients are when nothing is left to add."""
-        return [("tied grad" if s in self.machine.tied else "grad", s, update) for s in self.own]
+        tied = self.machine.tied
+        return [("tied grad" if s in tied else "grad", s, update) for s in self.trained]
 
     def reduce_norm(self, i: Instr) -> None:
         self.queue("reductions")
         for slot in self.final(i.mb):
             self.look(*slot)
         self.give("norm", i.mb)
-        self.collective("all ranks", len(self.machine.lists))
+        self.collective("all ranks", len(self.machine.lists), i.mb)
 
     def step(self, i: Instr) -> None:
         self.queue("compute")
         for slot in self.final(i.mb) + [("norm", i.mb)] * self.machine.program.clip:
             self.take(*slot)
-        for stage in self.own:
+        for stage in self.trained:
             self.total(stage, i.mb)
         self.entry.actions.append(self.sums.clear)
         self.give("parameters", i.mb + 1)

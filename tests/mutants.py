@@ -98,6 +98,11 @@ def rows(rng: random.Random, ranks: int) -> tuple[tuple[int, ...], ...]:
     return tuple(zip(*holders, strict=True))
 
 
+def frozen(plan: Plan, rng: random.Random) -> int:
+    """How many of the first stages are not trained; mostly none."""
+    return rng.randrange(plan.stages) if rng.random() < 0.3 else 0
+
+
 def more(rng: random.Random) -> dict[str, Any]:
     """Options that passes bring along, of a tree that has such."""
     options = [option for each in LOWERING for option in each.options]
@@ -118,6 +123,7 @@ def lowered(rng: random.Random) -> Program:
             plan = Plan(ranks, m, v, placement)
             draft = drafted(schedule, plan) if schedule else random_draft(plan, rng)
             whole = replace(check_draft(draft), tp=tp, tied=ties(plan, rng), clip=clip)
+            whole = replace(whole, frozen=frozen(plan, rng))
             program = lower(whole, **(added := more(rng)))
         except ProgramError:
             continue  # a schedule need not know every plan
@@ -144,6 +150,7 @@ def updating(rng: random.Random) -> Program:
                 else random_draft(plan, rng, split=rng.choice([0, 0.5, 1, 1]))
             )
             whole = replace(check_draft(draft), tied=tied_stages(tied, plan), clip=clip)
+            whole = replace(whole, frozen=frozen(plan, rng))
             program = lower(whole, **more(rng))
         except ProgramError:
             continue

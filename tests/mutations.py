@@ -125,6 +125,24 @@ def split_backward(e: Edit) -> bool | None:
     return None
 
 
+@at(O.Forward)
+def thaw(e: Edit) -> bool | None:
+    """A backward of a frozen stage, somewhere behind its forward."""
+    if stage(e.word) >= e.program.frozen:
+        return False
+    push(e.own, e.rng.randint(e.at + 1, len(e.own)), with_op(e.word, e.rng.choice([B, I, W])))
+    return None
+
+
+@at(B, I)
+def drop_first_trained(e: Edit) -> bool | None:
+    """No backward of the first stage that is trained, as if that was frozen, too."""
+    if stage(e.word) != e.program.frozen:
+        return False
+    pull(e.own, e.at)
+    return None
+
+
 @at(W)
 def drop_w(e: Edit) -> object:
     return pull(e.own, e.at)

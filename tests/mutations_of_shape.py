@@ -191,9 +191,11 @@ def _replan(e: Edit, **changes: Any) -> None:
 
 @whole
 def change_traits(e: Edit) -> None:
-    trait = e.rng.choice(["tp", "dp", "tied", "clip"])
+    trait = e.rng.choice(["tp", "dp", "tied", "clip", "frozen"])
     old = getattr(e.program, trait)
     new: Any = not old if trait in ("tied", "clip") else 3 - old
+    if trait == "frozen":
+        new = abs(old + e.rng.choice([-1, 1]))
     e.program = replace(e.program, **{trait: new})
 
 

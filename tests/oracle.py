@@ -111,6 +111,7 @@ class Machine:
             delay = plan.delay[s] if isinstance(plan.delay, tuple) else plan.delay
             version = max(i.mb // (plan.microbatches // plan.updates) - delay, 0)
             steps = [(rank, k) for k, j in enumerate(own) if j.op == O.OptimizerStep]
+            version *= s >= self.program.frozen
             return here((O.Gather, s), (O.RecvAct, s), (O.Forward, s - 1)) + steps[:version]
         if i.op in (O.Backward, O.BackwardInput):
             before = [(O.Backward, s + 1), (O.BackwardInput, s + 1)]
@@ -166,7 +167,7 @@ class Machine:
             elif op == O.Forward and s + 1 < S:
                 takers = [Instr(O.SendAct, s, mb), Instr(O.Forward, s + 1, mb)]
                 values["act_out", s, mb] = k, next(at[t] for t in takers if t in at)
-            elif op in backward and s > 0:
+            elif op in backward and s > self.program.frozen:
                 takers = [Instr(O.SendGrad, s, mb), *(Instr(o, s - 1, mb) for o in backward)]
                 values["grad_out", s, mb] = k, next(at[t] for t in takers if t in at)
         return values

@@ -37,7 +37,7 @@ class Step(Machine):
         self.together.step_of[id(message)] = self
         self.together.post(message)
 
-    def join(self, communicator: Slot, members: int, met: Event) -> None:
+    def join(self, communicator: Slot, members: int, member: tuple[Event, int]) -> None:
         """Who meets in a collective must be of one step."""
         steps = self.together.joined[communicator]
         steps.append(self)
@@ -45,7 +45,7 @@ class Step(Machine):
             raise Wrong(f"{communicator}: two steps meet")
         if len(steps) == members:
             steps.clear()
-        self.together.join(communicator, members, met)
+        self.together.join(communicator, members, member)
 
 
 class Together(Machine):

@@ -53,7 +53,7 @@ def issue(host: Host, i: Instr) -> None:
             for slot in _slots(host, token, i):
                 host.give(*slot)
     if row.meets is i.op:
-        host.collective((row.text, i.mb), len(host.machine.lists))
+        host.collective((row.text, i.mb), len(host.machine.lists), i.mb)
 
 
 def beside(host: Host, i: Instr) -> None:

@@ -29,7 +29,7 @@ The machine:
   needs are looked up together, they are posted when it is the group's turn in all its queues, and
   what they give is there when all have met.  Two computes joined run as one.  NCCL hangs on groups
   of more than 256.
-- *Collectives* block until every member is there.
+- *Collectives* block until every member is there, and all must be there for one update.
 
 At the end nothing may be left in any slot but the losses of all microbatches and, if there was
 any backward, the parameters of every rank as each step left them; a step takes the reduced, tied
@@ -93,13 +93,14 @@ class Machine:
             raise Wrong(f"{len(program.streams)} Streams")
         self.lists = [[*zip(s, s.joined.tolist(), strict=True)] for s in program.streams]
         self.trains = any(i.op in COMPUTES[1:] for l in self.lists for i, _ in l)
-        self.ties = [{*one} for one in program.tied]
+        self.frozen = program.frozen
+        self.ties = [{*one} for one in program.tied if min(one) >= self.frozen]
         self.tied = {s for one in self.ties for s in one}
         self.awake: list[Iterator[Event]] = []
         self.happened = 0  # how many events have
         self.sent: dict[Slot, deque[Message]] = defaultdict(deque)
         self.received: dict[Slot, deque[Message]] = defaultdict(deque)
-        self.meetings: dict[Slot, list[Event]] = defaultdict(list)
+        self.meetings: dict[Slot, list[tuple[Event, int]]] = defaultdict(list)
 
     def holder(self, stage: int, mb: int) -> int:
         """Who runs a microbatch in a stage: each of n holders has an n-th, or one more."""
@@ -117,7 +118,7 @@ class Machine:
         delay = self.program.plan.delay
         behind = delay if isinstance(delay, int) else delay[stage]
         update = mb * self.updates // self.microbatches if self.trains else 0
-        return max(update - behind, 0)
+        return max(update - behind, 0) if stage >= self.frozen else 0
 
     def small(self, i: Instr, kind: str) -> bool:
         """Whether a send waits for nobody."""
@@ -191,11 +192,13 @@ class Machine:
                 self.happen(one.met)
             self.happen(other.met)
 
-    def join(self, communicator: Slot, members: int, met: Event) -> None:
+    def join(self, communicator: Slot, members: int, member: tuple[Event, int]) -> None:
         """Meet the other members of a collective; the last to come lets all go."""
         meeting = self.meetings[communicator]
-        meeting.append(met)
+        meeting.append(member)
         if len(meeting) == members:
-            for event in meeting:
+            if len(updates := {update for _, update in meeting}) > 1:
+                raise Wrong(f"{communicator} meet for updates {updates}")
+            for event, _ in meeting:
                 self.happen(event)
             meeting.clear()

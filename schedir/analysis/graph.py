@@ -225,7 +225,7 @@ class Graph:
             if group == "holders":
                 which = which * plan.stages + self.index.stage[at]
             elif group == "tied":
-                party = np.array(parties(self.program.tied, plan))
+                party = np.array(parties(self.program.summed, plan))
                 which = which * plan.ranks + party[self.index.rank[at]]
             meetings += [at[which == one] for one in np.unique(which)]
         return meetings

@@ -60,9 +60,12 @@ _COUNTED: Final = tuple(op for op in _USES_WEIGHTS if ROWS[op].per is Per.MICROB
 _SEVERAL: Final = sum(TOKENS[token].made_of is None for token in _HELD) > 1
 
 
-def in_flight(stream: Stream) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Where the number of (stage, mb) alive changes in a Stream, and to what."""
-    change = _CHANGE[stream.op]
+def in_flight(stream: Stream, frozen: int = 0) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """Where the number of (stage, mb) alive changes in a Stream, and to what.
+
+    Of the first `frozen` stages nothing is kept.
+    """
+    change = _CHANGE[stream.op] * (stream.stage >= frozen)
     at = np.flatnonzero(change)
     if _SEVERAL:  # values hold one (stage, mb), which begins with the first and ends with the last
         address = stream.words[at] & ADDRESS
@@ -86,7 +89,7 @@ def peak_versions(program: Program) -> NDArray[np.int64]:
     peaks = np.ones(plan.ranks, np.int64)
     for rank, stream in enumerate(program.streams if plan.updates > 1 else ()):
         steps = np.flatnonzero(np.isin(stream.op, STEPS))
-        at = np.flatnonzero(np.isin(stream.op, _USES_WEIGHTS))
+        at = np.flatnonzero(np.isin(stream.op, _USES_WEIGHTS) & _changes(program, stream))
         counted = np.isin(stream.op[at], _COUNTED)  # what is once in an update, uses its weights
         version = np.minimum(stream.mb[at], plan.updates)
         version[counted] = plan.version(stream.stage[at][counted], stream.mb[at][counted])
@@ -97,6 +100,12 @@ def peak_versions(program: Program) -> NDArray[np.int64]:
     return peaks
 
 
+def _changes(program: Program, stream: Stream) -> NDArray[np.bool_]:
+    """Whether each instruction is of weights that steps change: not of a frozen stage's."""
+    of_rank = np.array([row.per is Per.RANK for row in ROWS])[stream.op]
+    return of_rank | (stream.stage >= program.frozen)
+
+
 def peak_in_flight(program: Program) -> NDArray[np.int64]:
     """Per rank, the most (stage, mb) alive at once; exact, since a rank's compute is in order.
 
@@ -104,7 +113,8 @@ def peak_in_flight(program: Program) -> NDArray[np.int64]:
     """
     if not program.trains:
         return np.zeros(program.plan.ranks, np.int64)
-    return np.array([in_flight(s)[1].max(initial=0) for s in program.streams], np.int64)
+    alive = (in_flight(stream, program.frozen)[1] for stream in program.streams)
+    return np.array([count.max(initial=0) for count in alive], np.int64)
 
 
 # ---------------------------------------------------------------- in bytes
@@ -191,9 +201,9 @@ def held(
         if tier == TIERS[0]:
             fixed["weights"] = (len(stages), float(weights[list(stages)].sum()))
             if plan.updates > 1:
-                copies = int(versions[rank])
-                size = copies * float(version[list(stages)].sum())
-                fixed["versions"] = (copies * len(stages), size)
+                copies, trained = int(versions[rank]), [s for s in stages if s >= program.frozen]
+                size = copies * float(version[trained].sum())
+                fixed["versions"] = (copies * len(trained), size)
             for kind, (number_of, bytes_of) in room.items():
                 fixed[kind.name.lower()] = (int(number_of[rank]), float(bytes_of[rank]))
         curves = {}

@@ -56,7 +56,7 @@ def compile(
     """Draft a schedule on a plan, lower it in the order of these costs, and check it.
 
     A draft, as of `greedy` or of a CSV, is lowered as it is: on its own plan, and with its own
-    `tp`, `dp`, `tied` and `clip` where none are given here.
+    `tp`, `dp`, `tied`, `clip` and `frozen` where none are given here.
 
     `tp` and `dp` are the sizes of the tensor- and data-parallel groups, by default 1.  `tied` says
     which stages hold copies of one weight: `schedir.ties(stages)`, or stages like
@@ -71,6 +71,8 @@ def compile(
     that a rank may hold, and `sizes` says what takes how many.  `blocks` says that hosts wait
     themselves, as on CPUs.  `debug` checks after every pass.
     `more` are further traits of the program, and options that passes take (`Pass.options`).
+    `frozen=2` is such a trait: the first two stages are not trained, and whatever the schedule says
+    of their backwards is left out.
 
     Raises a ProgramError if the schedule is wrong: LevelError for a program that is lowered
     already, UsageError for a plan that is missing or not the draft's.  The result finishes under

@@ -88,7 +88,7 @@ def show(program: Program, to: str = "torch") -> str:
     Raises CompletenessError for a program without a backward, which torch does not load,
     LevelError for a draft that should have transfers, GroupError for instructions issued as one
     that torch cannot issue so, and UsageError for another form, or for stages with several
-    holders or several updates.
+    holders, several updates, or frozen stages.
 
     >>> from schedir import Plan, compile, schedules, torch_csv
     >>> print(torch_csv.show(compile(schedules.one_f_one_b, Plan(ranks=2, microbatches=2))), end="")
@@ -98,6 +98,13 @@ def show(program: Program, to: str = "torch") -> str:
     expect(program, Program, "schedir.compile(schedule, plan)")
     if not program.trains:
         raise CompletenessError("torch loads no schedule without a backward", program=program.name)
+    if program.frozen:
+        raise UsageError(
+            f"{program.name} has no backward of its first {program.frozen} stages, which are "
+            "frozen, and torch refuses a schedule without one",
+            program=program.name,
+            hint="leave frozen out: torch runs a backward of a frozen stage, too",
+        )
     return "".join(",".join(row) + "\n" for row in cells(program, to))
 
 

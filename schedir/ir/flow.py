@@ -202,7 +202,8 @@ class Flow:
         return giver
 
     def _of_version(self, row: Row, token: Token, needer: Positions) -> Positions:
-        """Of weights: what changes their version, else what makes it; -1 for those from the start.
+        """Of weights: what changes their version, else what makes it; -1 for those from the start,
+        as those of a frozen stage always are.
 
         The instruction with number u makes version u + 1, and changes version u.
         """
@@ -215,10 +216,13 @@ class Flow:
             if row.per is Per.MICROBATCH
             else index.update(needer)
         )
+        changes = np.full(len(needer), True)
+        if row.per is not Per.RANK:
+            changes = index.stage[needer] >= index.program.frozen
         giver = np.full(len(needer), NONE, np.int32)
         for op in chain(row.op, token):
             time = version if op in changed else version - 1
-            key = np.where(time >= 0, index.keys(ROWS[op].per, needer, time), NONE)
+            key = np.where((time >= 0) & changes, index.keys(ROWS[op].per, needer, time), NONE)
             giver = np.where(giver == NONE, index.where(op, key.astype(np.int32)), giver)
         return giver
 
@@ -232,7 +236,7 @@ class Flow:
         for lane in sorted({ROWS[op].lane for op in ops if op in index.at}) or [row.lane]:
             gives = index.where_all(op for op in ops if ROWS[op].lane is lane)
             if row.group == "tied":  # all copies of the rank
-                tied = [s for stages in index.program.tied for s in stages]
+                tied = [s for stages in index.program.summed for s in stages]
                 gives = gives[np.isin(index.stage[gives], tied)]
             last = np.full(index.size[per], NONE, np.int32)
             last[index.keys(per, gives)] = gives

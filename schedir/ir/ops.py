@@ -311,6 +311,13 @@ REDUCES: Final = tuple(row.op for row in ROWS if row.lane is Lane.DP)
 OF_GRADIENTS: Final = tuple(
     row.op for row in ROWS if {*row.needs, *row.gives} & {Token.GRAD_IN, Token.GRAD_OUT}
 )
+# Values that there are to train only, and what works with them: none is of a frozen stage, but for
+# what its forward would save.
+TO_TRAIN: Final = frozenset({_T.SAVED, _T.GRAD_IN, _T.GRAD_OUT, _T.TAPE, _T.WGRAD, _T.GRAD})
+OF_TRAINED: Final = tuple(
+    row.op for row in ROWS
+    if TO_TRAIN & {*row.needs, *row.gives} and row.per is not _RANK and row.op not in FORWARDS
+)  # fmt: skip
 
 # Neighbours on one rank hand over directly: what one stage takes in is what the other put out.
 LOCAL_HANDOVER: Final = {row.token: row.handed for row in TOKENS if row.handed is not None}

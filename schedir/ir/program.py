@@ -21,10 +21,11 @@ from schedir.ir.ops import (
     ADDS_TO_WEIGHTS,
     BOUNDARY,
     COMPUTE,
+    OF_TRAINED,
     SLOTTED,
     Opcode,
 )
-from schedir.ir.plan import PLAN, Plan
+from schedir.ir.plan import MAX_STAGES, PLAN, Plan
 from schedir.ir.sizes import Eager
 from schedir.ir.stream import ADDRESS as ADDRESS
 from schedir.ir.stream import FIELDS as FIELDS
@@ -38,7 +39,7 @@ from schedir.ir.stream import Words as Words
 from schedir.ir.stream import is_op as is_op
 from schedir.ir.stream import pack as pack
 from schedir.ir.stream import unpack as unpack
-from schedir.ir.ties import TIED, Tied, tied_stages
+from schedir.ir.ties import TIED, Tied, show_tie, tied_stages
 
 if TYPE_CHECKING:
     from typing import Self
@@ -86,7 +87,21 @@ def _digest_of_ties(tied: Tied, plan: Plan) -> tuple[object, ...]:
     return (ends.get(tied, tied),)
 
 
+def _settled_frozen(name: str, value: Any, plan: Plan) -> int:
+    """How many of the first stages are frozen; of all of them nothing would be trained."""
+    frozen: int = _NUMBER.settle(name, value, plan)
+    if frozen >= plan.stages:
+        raise PlanError(
+            f"{frozen} stages are frozen, and there are {plan.stages}: nothing would be trained",
+            hint="schedules.forward_only runs forwards, whether stages are frozen or not",
+            fields=[name],
+        )
+    return frozen
+
+
 # How the traits of a program are said.
+_NUMBER = whole_number(0, MAX_STAGES)
+_FROZEN_STAGES = replace(_NUMBER, settle=_settled_frozen)
 _TP = setting(whole_number(1, 65535), "tensor-parallel ranks (1)", always=True, digest=itself)
 _DP = setting(whole_number(1, 65535), "data-parallel replicas (1)", always=True, digest=itself)
 _TIED = setting(
@@ -107,6 +122,7 @@ _CLIP = setting(
     digest=itself,
     in_config=False,  # it is the norm's there
 )
+_FROZEN = setting(_FROZEN_STAGES, "first stages that are not trained (0)")
 
 
 class Proof(NamedTuple):
@@ -128,8 +144,10 @@ class Program:
     `tp` and `dp` are the sizes of the tensor- and data-parallel groups that run each Stream;
     `tied` has, for each set of stages that hold copies of the same weights, these stages,
     ascending: `((0, 3),)`; True stands for first and last stage.  `clip` says that gradients are
-    clipped by their global norm.  `slots` has one entry per rank; where it is
-    empty, each value has a slot of its own.
+    clipped by their global norm.  `frozen` is how many of the first stages are not trained: they
+    have no backward, no gradient crosses to them, and stage `frozen` is the first that is trained;
+    it has no gradient of its input, as stage 0 has none of a program without.  `slots` has one
+    entry per rank; where it is empty, each value has a slot of its own.
 
     `order` numbers the messages as the lowering places them: for each kind of send a number by
     stage*microbatches + mb, -1 where there is none.  It is no part of what the program says, and
@@ -161,6 +179,7 @@ class Program:
     dp: int = field(default=1, metadata=_DP)
     tied: Tied = field(default=(), metadata=_TIED)
     clip: bool = field(default=False, metadata=_CLIP)
+    frozen: int = field(default=0, metadata=_FROZEN)
     slots: tuple[Slots, ...] = ()
     order: Mapping[Opcode, NDArray[np.int32]] = field(
         default_factory=dict, repr=False, compare=False
@@ -183,6 +202,14 @@ class Program:
         for f in TRAITS:
             value = f.kind.settle(f.name, getattr(self, f.name), self.plan)
             object.__setattr__(self, f.name, value)
+        for stages in self.tied:
+            if stages[0] < self.frozen <= stages[-1]:
+                raise PlanError(
+                    f"stages {show_tie(stages)} share a weight, and of these "
+                    f"{stages[0]} is frozen and {stages[-1]} is trained: one weight cannot be both",
+                    hint="freeze all stages that share it, or let the frozen one have its own",
+                    fields=["tied", "frozen"],
+                )
         try:
             slots = tuple(Slots(*map(index, counts)) for counts in self.slots)
         except TypeError:
@@ -272,6 +299,16 @@ class Program:
     def trains(self) -> bool:
         """Whether there is any backward; a program without one evaluates."""
         return not self.ops.isdisjoint(ADDS)
+
+    def first_of(self, op: int) -> int:
+        """The first stage that an instruction can be of: of backwards, of messages with gradients
+        and of what reduces them, the first that is trained."""
+        return self.frozen if op in OF_TRAINED else 0
+
+    @property
+    def summed(self) -> Tied:
+        """Of what is `tied` what is trained, and so summed: not copies that are all frozen."""
+        return tuple(stages for stages in self.tied if stages[0] >= self.frozen)
 
     @property
     def ascending(self) -> bool:

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from schedir.analysis.graph import Graph
 from schedir.analysis.slots import groups
 from schedir.ir.index import NONE, Index
-from schedir.ir.ops import ADDS, COMPUTE, REDUCES
+from schedir.ir.ops import COMPUTE, REDUCES
 from schedir.ir.program import Program
 
 Ends = NDArray[np.int64]  # positions that the ends come behind, shape (updates - 1, ranks)
@@ -20,11 +20,11 @@ Ends = NDArray[np.int64]  # positions that the ends come behind, shape (updates 
 
 def meets(program: Program) -> bool:
     """Whether ranks meet at the ends of updates before the last."""
-    return program.plan.updates > 1 and program.trains and bool(program.tied or program.clip)
+    return program.plan.updates > 1 and program.trains and bool(program.summed or program.clip)
 
 
 def apart(program: Program) -> Ends:
-    """Where a rank ends its updates alone: ahead of the first compute after its last backward.
+    """Where a rank ends its updates alone: ahead of the first compute after its last of the update.
 
     What it made is sent first, for others may need it to come to their own end.
     """
@@ -54,9 +54,10 @@ def together(graph: Graph) -> Ends:
 
 
 def _last(index: Index) -> Ends:
-    """Where each rank last adds to each update before the last, or reduces it."""
+    """Where each rank last works on each update before the last: a rank that trains adds to it, or
+    reduces it, and one with frozen stages only runs forwards."""
     plan = index.program.plan
-    at = np.flatnonzero(index.is_op(ADDS + REDUCES))
+    at = np.flatnonzero(index.is_op(COMPUTE + REDUCES))
     last = np.zeros((plan.updates, plan.ranks), np.int64)
     np.maximum.at(last, (index.update(at), index.rank[at]), at)
     return last[:-1]

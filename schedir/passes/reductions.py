@@ -49,24 +49,27 @@ def reduce_holders(program: Program) -> Program:
     plan = program.plan
     if not (plan.rows > 1 and program.trains):
         return program
+    trained = np.arange(program.frozen, plan.stages)
     if program.dp > 1 or not program.order:
-        return append(program, Opcode.ReduceHolders, plan.stages_of)
+        own_of = [[s for s in own if s in trained] for own in plan.stages_of]
+        return append(program, Opcode.ReduceHolders, own_of)
     index, begins = Index.of(program), program.offsets.tolist()
     messages = index.messages()
     passed = np.concatenate([np.maximum.accumulate(messages[b:e]) for b, e in pairwise(begins)])
-    ready = index.at[Opcode.ReduceGrads].reshape(plan.holders.shape)
+    holders = plan.holders[:, trained]
+    ready = index.at[Opcode.ReduceGrads].reshape(plan.holders.shape)[:, trained]
     after = passed[ready].max(0)  # the message that the sum of each stage stands behind
-    ready = ready - program.offsets[plan.holders]
+    ready = ready - program.offsets[holders]
     order = np.lexsort((ready.max(0), after))
     at, stages = [], []
     for rank in range(plan.ranks):
-        own = order[np.isin(order, plan.stages_of[rank])]
+        own = order[np.isin(trained[order], plan.stages_of[rank])]
         before = passed[begins[rank] : begins[rank + 1]]
-        reduced = ready[plan.row_of(own, rank), own]
+        reduced = ready[plan.row_of(trained[own], rank), own]
         last = before[np.searchsorted(before, after[own], side="right") - 1]
         index_of = np.maximum.accumulate(np.maximum(reduced, np.searchsorted(before, last)))
         at.append(begins[rank] + index_of)
-        stages.append(own)
+        stages.append(trained[own])
     return behind(
         program, np.concatenate(at), pack(Opcode.ReduceHolders, np.concatenate(stages), 0)
     )
@@ -74,9 +77,9 @@ def reduce_holders(program: Program) -> Program:
 
 def reduce_tied(program: Program) -> Program:
     """Sum the copies of tied weights: one instruction on each rank that holds any."""
-    if not (program.tied and program.trains):
+    if not (program.summed and program.trains):
         return program
-    tied = {s for stages in program.tied for s in stages}
+    tied = {s for stages in program.summed for s in stages}
     copies = [[s for s in own if s in tied] for own in program.plan.stages_of]
     return append(program, Opcode.ReduceTied, [own[:1] for own in copies])
 
@@ -111,9 +114,12 @@ def append(program: Program, op: Opcode, stages: Sequence[Sequence[int]]) -> Pro
 
 
 def _each(program: Program, per: Per) -> Mask:
-    """A mask over the holders of stages, or over ranks, which is true if the program trains."""
-    size = program.plan.ranks if per is Per.RANK else program.plan.holders.size
-    return np.full(size, program.trains)
+    """A mask over the holders of trained stages, or over ranks, if the program trains."""
+    plan = program.plan
+    if per is Per.RANK:
+        return np.full(plan.ranks, program.trains)
+    trained = np.arange(plan.stages) >= program.frozen
+    return np.tile(trained & program.trains, len(plan.holders))
 
 
 def _stages(program: Program, present: Present) -> Iterator[Expected]:
@@ -128,12 +134,13 @@ def _holders(program: Program, present: Present) -> Iterator[Expected]:
 def _tied(program: Program, present: Present) -> Iterator[Expected]:
     holders = program.plan.holders.reshape(-1)  # by key: a row behind the other
     first: dict[int, int] = {}  # the key of each rank's first copy
-    for stage in sorted({s for stages in program.tied for s in stages}):
+    for stage in sorted({s for stages in program.summed for s in stages}):
         for key in range(stage, len(holders), program.plan.stages):
             first.setdefault(int(holders[key]), key)
     once = np.zeros(len(holders), bool)
     once[[*first.values()]] = program.trains
     why = "one per rank that holds a copy of a tied weight, at its first stage"
+    why = why if program.summed or not program.tied else "all that is tied is frozen"
     yield Expected(Opcode.ReduceTied, once, why if program.tied else "the program says 'tied no'")
 
 

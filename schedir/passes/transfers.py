@@ -151,7 +151,7 @@ def _sides(index: Index, send: Opcode, at: Positions, number: NDArray[np.int32])
     """The sends, and the receives, of what crosses ranks of all that is made at some positions."""
     row, plan = ROWS[send], index.program.plan
     other = index.stage[at].astype(np.int32) + row.hop
-    inside = (other >= 0) & (other < plan.stages)
+    inside = (other >= index.program.first_of(send)) & (other < plan.stages)
     here, there = index.rank[at], plan.rank_at(np.where(inside, other, 0), index.mb[at])
     crosses = np.flatnonzero(inside & (there != here))
     assert row.meets is not None

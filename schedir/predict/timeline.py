@@ -274,7 +274,7 @@ class Timeline:
     def in_flight(self, rank: int) -> tuple[NDArray[np.float64], NDArray[np.int64]]:
         """Times and counts of (stage, mb) alive on a rank: a step curve."""
         lo, hi = self.program.offsets[rank : rank + 2]
-        at, count = in_flight(self.program.streams[rank])
+        at, count = in_flight(self.program.streams[rank], self.program.frozen)
         own = self.spans[lo:hi][at]
         grows = np.diff(count, prepend=0) > 0
         return np.where(grows, own["start"], own["end"]), count

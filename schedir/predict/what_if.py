@@ -164,6 +164,8 @@ class _Lowering:
             tied = tied_stages(show_tied(tied, like.plan) == "yes", drafted.plan)
             if like.tied and not tied:
                 raise PlanError("of a model that is cut otherwise it is not known what is tied")
+            if like.frozen:
+                raise PlanError("of a model that is cut otherwise it is not known what is frozen")
         return compile(
             drafted,
             tp=like.tp,
@@ -172,6 +174,7 @@ class _Lowering:
             costs=costs,
             tied=tied,
             clip=like.clip,
+            frozen=like.frozen,
             **(self.options | ({} if overlap is None else {"overlap": overlap})),
         )
 
@@ -360,6 +363,8 @@ class _Changes:
 
     def _greedy(self, in_flight: list[int]) -> Timeline:
         letters = "IFW" if _I in self.program.ops else "BF"
-        drafted = greedy(self.plan, letters, in_flight.__getitem__, self.costs)
+        drafted = greedy(
+            self.plan, letters, in_flight.__getitem__, self.costs, frozen=self.program.frozen
+        )
         program = self.lowering.of(drafted, self.costs)
         return self._run(program, self.costs)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from operator import index
 
 from schedir.errors import ScheduleError, expect, said
@@ -30,6 +31,7 @@ def greedy(
     in_flight: int | Callable[[int], int],
     costs: Costs | None = None,
     name: str = "greedy",
+    frozen: int = 0,
 ) -> Program:
     """A draft by list scheduling: an idle rank never waits while there is something it may do.
 
@@ -40,6 +42,9 @@ def greedy(
     No F takes the room that later stages of its own rank need to go on.  So the deepest
     microbatch can always move, nothing hangs, and the limit need only be the number of a rank's
     own stages or more; ScheduleError where it is less.
+
+    The first `frozen` stages are not trained: they have no backward, and what they run is not
+    alive, for nothing is kept of it.
 
     `compile` and `simulate` take a draft as it is.  Raises UsageError for a plan or costs of
     another kind, and ScheduleError for what is no order or no number.
@@ -55,8 +60,9 @@ def greedy(
     expect(costs, Costs, "Costs(F=1, B=2)")
     if not isinstance(prefer, str) or sorted(prefer) not in (["B", "F"], ["F", "I", "W"]):
         raise ScheduleError(f"prefer orders the letters BF or FIW, not {said(prefer)}")
-    run = _Run(plan, [BY_TEXT[letter] for letter in prefer], in_flight, costs)
-    return Program(name, plan, tuple(run.streams()))
+    drafted = Program(name, plan, (Stream.of([]),) * plan.ranks, frozen=frozen)
+    run = _Run(drafted, [BY_TEXT[letter] for letter in prefer], in_flight, costs)
+    return replace(drafted, streams=tuple(run.streams()))
 
 
 def _limit(given: object) -> int:
@@ -74,12 +80,13 @@ class _Run:
 
     def __init__(
         self,
-        plan: Plan,
+        drafted: Program,
         prefer: list[Opcode],
         in_flight: int | Callable[[int], int],
         costs: Costs,
     ) -> None:
-        self.plan = plan
+        self.plan = plan = drafted.plan
+        self.frozen = drafted.frozen
         self.costs = {op: costs.of(op, plan).tolist() for op in (*prefer, SENDS[0])}
         self.prefer = {op: k for k, op in enumerate(prefer)}
         self.backward = _I if _I in prefer else _B
@@ -87,12 +94,14 @@ class _Run:
         self.room: list[dict[int, int]] = [{} for _ in range(plan.ranks)]
         for rank, own in enumerate(plan.stages_of):
             limit = _limit(in_flight(rank) if callable(in_flight) else in_flight)
-            if limit < len(own):
+            trained = [stage for stage in own if stage >= self.frozen]
+            if limit < len(trained):
                 raise ScheduleError(
-                    f"{limit} activations in flight are too few for rank {rank}, which has "
-                    f"{len(own)} stage{'s' * (len(own) > 1)}"
+                    f"{limit} activations in flight are too few for rank {rank}, which "
+                    f"{'trains' if self.frozen else 'has'} {len(trained)} "
+                    f"stage{'s' * (len(trained) > 1)}"
                 )
-            for after, stage in enumerate(reversed(own)):
+            for after, stage in enumerate(reversed(trained)):
                 self.room[rank][stage] = limit - after
         self.ready: list[set[Instr]] = [set() for _ in range(plan.ranks)]
         self.alive = [0] * plan.ranks
@@ -136,12 +145,15 @@ class _Run:
         """What an idle rank starts now, if anything."""
         alive = self.alive[rank]
         room = self.room[rank]
-        may = [t for t in self.ready[rank] if t.op is not _F or alive < room[t.stage]]
+        may = [
+            t for t in self.ready[rank]
+            if t.op is not _F or t.stage < self.frozen or alive < room[t.stage]
+        ]  # fmt: skip
         if not may:
             return None
         task = min(may, key=lambda t: (self.prefer[t.op], t.mb, -t.stage))
         self.ready[rank].discard(task)
-        self.alive[rank] += (task.op is _F) - (task.op in (_B, _W))
+        self.alive[rank] += (task.op is _F and task.stage >= self.frozen) - (task.op in (_B, _W))
         self.done[rank].append(task)
         return task
 
@@ -150,7 +162,7 @@ class _Run:
         if op is _F:
             last = stage + 1 == self.plan.stages
             yield Instr(self.backward, stage, mb) if last else Instr(_F, stage + 1, mb)
-        elif op is not _W and stage:
+        elif op is not _W and stage > self.frozen:
             yield Instr(self.backward, stage - 1, mb)
         if op is _I:
             yield Instr(_W, stage, mb)

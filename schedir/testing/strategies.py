@@ -137,8 +137,11 @@ def programs(
     """
     draft = draw(drafts(ranks, microbatches, stages_per_rank))
     clip, grouped = draw(st.booleans()), draw(st.booleans())
-    tied = draw(ties(draft.plan))
-    program = lower(replace(draft, tp=draw(st.integers(1, 2)), tied=tied, clip=clip))
+    tied, frozen = draw(ties(draft.plan)), draw(st.integers(0, draft.plan.stages - 1))
+    if any(stages[0] < frozen <= stages[-1] for stages in tied):
+        frozen = 0
+    tp = draw(st.integers(1, 2))
+    program = lower(replace(draft, tp=tp, tied=tied, clip=clip, frozen=frozen))
     return group_opposites(program) if grouped else program
 
 

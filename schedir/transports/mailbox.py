@@ -113,5 +113,5 @@ def members_of(program: Program, rank: int) -> dict[Group, list[int]]:
         "dp": [rank],
         "tp": [rank],
         "model": [*range(plan.ranks)],
-        **{ranks: [*ranks] for ranks in groups_of(program.tied, plan)},
+        **{ranks: [*ranks] for ranks in groups_of(program.summed, plan)},
     }

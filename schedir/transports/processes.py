@@ -203,7 +203,7 @@ def rows_of(program: Program) -> dict[Group, NDArray[np.int64]]:
         rows["tp"] = mesh.reshape(-1, tp)
     if dp > 1:
         rows["dp"] = mesh.reshape(dp, -1).T
-    for ranks in groups_of(program.tied, plan):
+    for ranks in groups_of(program.summed, plan):
         rows[ranks] = mesh[:, ranks].swapaxes(1, 2).reshape(-1, len(ranks))
     return rows
 

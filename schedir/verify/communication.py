@@ -46,7 +46,7 @@ def transfers(look: Inspector) -> None:
         assert receive is not None
         stage, mb = np.arange(plan.stages)[:, None], np.arange(m)
         other = stage + row.hop
-        inside = (other >= 0) & (other < plan.stages)
+        inside = (other >= look.program.first_of(send)) & (other < plan.stages)
         there = np.clip(other, 0, plan.stages - 1)
         here, away = plan.rank_at(stage, mb), plan.rank_at(there, mb)
         crosses, arrives = np.zeros((2, plan.stages, m), bool)
@@ -92,9 +92,11 @@ def _stray(look: Inspector, op: Opcode, stray: NDArray[np.bool_]) -> None:
     site = look.site_of(op, int(stray.argmax()))
     other = look.stage[int(stray.argmax())] + ROWS[op].hop
     why = (
-        f"stage {other} is on the same rank"
-        if 0 <= other < look.plan.stages
-        else f"there is no stage {other}"
+        f"there is no stage {other}"
+        if not 0 <= other < look.plan.stages
+        else f"stage {other} is frozen"
+        if other < look.program.first_of(op)
+        else f"stage {other} is on the same rank"
     )
     look.refuse(f"{site.instr} has nobody to go to: {why}", site, kind=PartnerError)
 

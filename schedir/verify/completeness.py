@@ -22,6 +22,7 @@ from schedir.ir.ops import (
     BACKWARDS,
     COMPUTE,
     FORWARD,
+    OF_TRAINED,
     ROWS,
     TRANSFERS,
     Instr,
@@ -220,6 +221,11 @@ def _compute(look: Inspector) -> None:
         look.missing(FORWARD, int((~f).argmax()))
     if not look.program.trains:
         return
+    ix, frozen = look.index, look.stage < look.program.frozen
+    look.refuse_first(
+        ix.is_op(OF_TRAINED) & (ix.stage < look.program.frozen),
+        lambda at: f"stage {ix.stage[at]} is frozen, and has no {ROWS[ix.op[at]].text}",
+    )
     for split, name in ((i, BACKWARD_INPUT), (w, BACKWARD_WEIGHT)):
         if (b & split).any():
             key = int((b & split).argmax())
@@ -234,8 +240,8 @@ def _compute(look: Inspector) -> None:
         look.missing(BACKWARD_INPUT, int((w & ~i).argmax()), ", but its W is there")
     if (i & ~w).any():
         look.missing(BACKWARD_WEIGHT, int((i & ~w).argmax()), ", but its I is there")
-    if not (b | i).all():
-        key = int((~(b | i)).argmax())
+    if not (b | i | frozen).all():
+        key = int((~(b | i | frozen)).argmax())
         rank = int(look.plan.rank_at(look.stage[key], look.mb[key]))
         look.refuse(
             f"microbatch {look.mb[key]} has no backward in stage {look.stage[key]} (rank {rank})",

@@ -1,0 +1,244 @@
+"""Frozen: first stages that are not trained have no backward, and nothing that one would bring."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from schedir import Costs, Plan, Sizes, compile, draft, greedy, parse, schedules, show, simulate
+from schedir.__main__ import main
+from schedir.analysis.memory import held, peak_in_flight, peak_versions
+from schedir.analysis.models import MODELS
+from schedir.errors import CompletenessError, PartnerError, PlanError, ProgramError, UsageError
+from schedir.io import torch_csv
+from schedir.ir.ops import OF_TRAINED, STEPS, Opcode
+from schedir.ir.program import Program
+from schedir.passes.frozen import without_backwards
+from schedir.schedules import one_f_one_b, pipedream_2bw
+from schedir.testing import drafts, plans
+from schedir.verify.check import check, check_draft
+from tests.mutants import known
+from tests.strategies import costs
+from tests.threads import verdict
+
+O = Opcode
+TWO_OF_FOUR = Plan(4, 8)
+
+
+def lowered(source: Any, plan: Plan | None = None, **traits: Any) -> Program | None:
+    """What compiles; a schedule need not know every plan."""
+    try:
+        return compile(source, plan, **traits)
+    except ProgramError:
+        assert not isinstance(source, Program)
+        with pytest.raises(ProgramError):
+            check_draft(draft(source, plan or TWO_OF_FOUR))
+        return None
+
+
+def compute(program: Program) -> list[list[str]]:
+    """What each rank computes, in its order."""
+    return [
+        [str(i) for i in own if i.op in (O.Forward, O.Backward, O.BackwardInput, O.BackwardWeight)]
+        for own in program.streams
+    ]
+
+
+@settings(max_examples=60)
+@given(st.data())
+def test_only_what_is_of_backwards_goes(data: st.DataObject) -> None:
+    """Of any schedule or draft, under every model; the rest of the compute keeps its order."""
+    source: Any = data.draw(drafts() if data.draw(st.booleans()) else st.sampled_from(known()))
+    if isinstance(source, Program):
+        plan = source.plan
+    else:
+        where, v = getattr(source, "placed", ("loop", None))
+        plan = Plan(
+            2 * data.draw(st.integers(1, 2)), 2 * data.draw(st.integers(1, 3)), v or 1, where
+        )
+    frozen = data.draw(st.integers(0, plan.stages - 1))
+    how = {"clip": data.draw(st.booleans()), "tp": data.draw(st.integers(1, 2))}
+    own_plan = None if isinstance(source, Program) else plan
+    program, whole = (lowered(source, own_plan, frozen=n, **how) for n in (frozen, 0))
+    if program is None or whole is None:
+        return
+    for model in MODELS:
+        check(program, model)
+        assert verdict(program, model).kind == "ok"
+    assert not [i for s in program.streams for i in s if i.op in OF_TRAINED and i.stage < frozen]
+    gone = {f"{text} {s}" for text in "BIW" for s in range(frozen)}
+    assert compute(program) == [
+        [i for i in own if i.split(".")[0] not in gone] for own in compute(whole)
+    ]
+    assert parse(show(program)) == program
+    assert (program.digest == whole.digest) == (frozen == 0)
+
+
+def test_what_it_saves() -> None:
+    program, whole = (compile(one_f_one_b, TWO_OF_FOUR, frozen=n) for n in (2, 0))
+    priced, sizes = Costs(F=1, B=2), Sizes(activation=1.0, saved=10.0, weights=100.0)
+    assert simulate(program, priced).span == 2 + 8 * 3 + 3  # two forwards ahead of 1F1B on two
+    assert simulate(whole, priced).span == 33
+    assert peak_in_flight(program).tolist() == [0, 0, 2, 1]
+    assert [int(own.kept["saved"][0].max(initial=0)) for own in held(program, sizes)] == [
+        0,
+        0,
+        2,
+        1,
+    ]
+    sends = [np.count_nonzero(stream.op == O.SendGrad) for stream in program.streams]
+    assert sends == [0, 0, 0, 8]
+
+
+def test_every_rank_steps_and_meets_at_the_norm() -> None:
+    program = compile(one_f_one_b, TWO_OF_FOUR, frozen=2, clip=True)
+    texts = [[str(i) for i in stream][-3:] for stream in program.streams]
+    assert texts[0][1:] == ["reduce_norm", "step"] and "reduce_grads 0" not in texts[0]
+    assert texts[2] == ["reduce_grads 2", "reduce_norm", "step"]
+
+
+@pytest.mark.parametrize("clip", [False, True])
+@pytest.mark.parametrize("frozen", [1, 2, 3])
+@pytest.mark.parametrize("schedule", [pipedream_2bw, one_f_one_b])
+def test_several_updates(schedule: Any, frozen: int, clip: bool) -> None:
+    """Frozen weights have one version, and a forward with them waits for no step."""
+    plan = Plan(4, 12, updates=3, delay=1)
+    program = compile(schedule, plan, frozen=frozen, clip=clip)
+    for model in MODELS:
+        check(program, model)
+        assert verdict(program, model).kind == "ok"
+    assert peak_versions(program).tolist() == [1 if r < frozen else 2 for r in range(4)]
+    own = held(program, Sizes(version=1.0, weights=1.0))
+    assert [rank.fixed["versions"][0] for rank in own][:frozen] == [0] * frozen
+    for stream in program.streams:  # each step stands behind the work of its update
+        steps = [k for k, i in enumerate(stream) if i.op in STEPS]
+        for update, at in enumerate(steps):
+            last = max(k for k, i in enumerate(stream) if i.op is O.Forward and i.mb // 4 == update)
+            assert last < at
+
+
+def test_without_a_delay_a_flush_is_still_needed() -> None:
+    with pytest.raises(ProgramError, match="needs the weights"):
+        compile(one_f_one_b, Plan(4, 8, updates=2), frozen=1)
+    compile(one_f_one_b, Plan(4, 8, updates=2), frozen=3)  # the last stage alone is trained
+
+
+# ---------------------------------------------------------------- what is refused
+
+
+def edited(program: Program, a: str, b: str) -> Program:
+    """The program with another text."""
+    text = show(program, folded=False)
+    assert a in text
+    return parse(text.replace(a, b, 1))
+
+
+def test_a_backward_of_a_frozen_stage_is_refused() -> None:
+    program = compile(one_f_one_b, TWO_OF_FOUR, frozen=2)
+    with pytest.raises(CompletenessError, match="stage 1 is frozen") as caught:
+        check(edited(program, "send_act 1.0\n", "send_act 1.0\n  B 1.0\n"))
+    assert [str(site.instr) for site in caught.value.sites] == ["B 1.0"]
+    with pytest.raises(CompletenessError, match="no backward in stage 2"):
+        check(edited(program, "B 2.3\n", ""))
+    with pytest.raises(PartnerError, match="stage 1 is frozen") as lost:
+        check(edited(program, "B 2.3\n", "B 2.3\n  send_grad 2.3\n"))
+    assert lost.value.sites[0].rank == 2
+    with pytest.raises(CompletenessError, match="stage 0 is frozen, and has no reduce_grads"):
+        check(edited(program, "  step\n", "  reduce_grads 0\n  step\n"))
+    with pytest.raises(CompletenessError, match="no backward in stage 1"):
+        check(replace(program, frozen=1))
+
+
+@pytest.mark.parametrize("frozen", [-1, 4, 99, True, "2", 1.5])
+def test_a_number_of_the_first_stages_but_not_all(frozen: Any) -> None:
+    with pytest.raises(PlanError) as caught:
+        compile(one_f_one_b, TWO_OF_FOUR, frozen=frozen)
+    assert caught.value.fields == ("frozen",)
+    if frozen in (4, 99):
+        assert "forward_only" in caught.value.hint
+
+
+def test_one_weight_is_not_both() -> None:
+    with pytest.raises(PlanError) as caught:
+        compile(one_f_one_b, TWO_OF_FOUR, frozen=1, tied=True)
+    assert caught.value.fields == ("tied", "frozen")
+    program = compile(one_f_one_b, TWO_OF_FOUR, frozen=2, tied=[(0, 1), (2, 3)])
+    reduced = [[i.stage for i in s if i.op is O.ReduceTied] for s in program.streams]
+    assert reduced == [[], [], [2], [3]]  # copies that are all frozen have nothing to sum
+    assert not [i for s in compile(one_f_one_b, TWO_OF_FOUR, frozen=2, tied=[(0, 1)]).streams
+                for i in s if i.op is O.ReduceTied]  # fmt: skip
+
+
+def test_torch_has_no_such_schedule() -> None:
+    program = compile(one_f_one_b, TWO_OF_FOUR, frozen=2)
+    for form in torch_csv.FORMS:
+        with pytest.raises(UsageError, match="frozen"):
+            torch_csv.show(program, form)
+
+
+# ---------------------------------------------------------------- drafts
+
+
+def test_a_draft_may_say_what_is_left_out() -> None:
+    """And what is joined to it then runs alone."""
+    whole = draft(schedules.dualpipe_v, Plan(2, 8, placement="vee"))
+    assert any(stream.joined.any() for stream in whole.streams)
+    said = check_draft(replace(whole, frozen=2))
+    less = without_backwards(said)
+    assert check_draft(less) == less and len(less) < len(said)
+    assert simulate(said).program == simulate(less).program == compile(whole, frozen=2)
+    pairs = [
+        {s[k - 1].op, s[k].op} for s in less.streams for k in np.flatnonzero(s.joined).tolist()
+    ]
+    assert pairs and all(O.Forward in pair and len(pair) == 2 for pair in pairs)
+
+
+@settings(max_examples=60)
+@given(st.data())
+def test_greedy_knows_of_it(data: st.DataObject) -> None:
+    plan = data.draw(plans())
+    frozen, priced = data.draw(st.integers(0, plan.stages - 1)), data.draw(costs(plan))
+    prefer = data.draw(st.sampled_from(["BF", "FB", "FIW", "IFW", "WIF"]))
+    limits = [sum(s >= frozen for s in own) for own in plan.stages_of]
+    found = greedy(plan, prefer, limits.__getitem__, priced, frozen=frozen)
+    program = compile(found, costs=priced)
+    assert program.frozen == frozen and check_draft(found) == without_backwards(found)
+    check(program, "serial")
+    assert (peak_in_flight(program) <= limits).all()
+
+
+@pytest.mark.parametrize("frozen", [1, 2, 3])
+@pytest.mark.parametrize("priced", [Costs(F=1, B=2), Costs(F=(3, 1, 1, 1), B=2), Costs(send=0.5)])
+def test_a_greedy_order_that_knows_is_not_worse(frozen: int, priced: Costs) -> None:
+    room = [4 - r for r in range(4)]
+    told = greedy(TWO_OF_FOUR, "BF", room.__getitem__, priced, frozen=frozen)
+    untold = greedy(TWO_OF_FOUR, "BF", room.__getitem__, priced)
+    spans = [
+        simulate(compile(source, None if isinstance(source, Program) else TWO_OF_FOUR,
+                         costs=priced, frozen=frozen), priced).span
+        for source in (told, untold, one_f_one_b)
+    ]  # fmt: skip
+    assert spans[0] == min(spans)
+
+
+# ---------------------------------------------------------------- said on the command line
+
+
+def test_commands(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    shape = ["--ranks", "4", "--microbatches", "8"]
+    file = str(tmp_path / "frozen.sched")
+    assert main(["show", "one_f_one_b", *shape, "--frozen", "2", "-o", file]) == 0
+    assert parse(Path(file).read_text()) == compile(one_f_one_b, TWO_OF_FOUR, frozen=2)
+    assert main(["check", file]) == 0
+    assert main(["explain", file, "--costs", "F=1,B=2"]) == 0
+    assert main(["compare", file, "one_f_one_b", *shape, "--frozen", "2"]) == 0
+    assert main(["check", file, "--frozen", "1"]) == 2
+    capsys.readouterr()
+    assert main(["check", "one_f_one_b", *shape, "--frozen", "4"]) == 2
+    assert "nothing would be trained" in capsys.readouterr().err
