@@ -59,6 +59,14 @@ MORE = [
         "-o idle.svg",
     ),
     (
+        "Two holders of each stage",
+        "A schedule and a placement of one's own: [examples/bitpipe.py](../examples/bitpipe.py) is "
+        "BitPipe, in two vees. Microbatches 0 and 1 go down the ranks and back, 2 and 3 up and "
+        "back.",
+        "schedir draw examples/bitpipe.py:two_vees --microbatches 4 --costs F=1,B=2 "
+        "--placement 0,1,2,3,3,2,1,0/3,2,1,0,0,1,2,3 -o bitpipe.svg",
+    ),
+    (
         "Bubble against memory",
         "A point for each schedule; the line joins the best for each memory.",
         "schedir compare gpipe one_f_one_b interleaved zb_h1 zb_h2 zb_v v_half v_min --ranks 8 "
@@ -154,6 +162,7 @@ def first() -> None:
 def written(name: str, draw: Callable[[], object]) -> str:
     """The picture that is there when something has run."""
     with TemporaryDirectory() as folder, rc_context({"font.sans-serif": ["DejaVu Sans"]}):
+        Path(folder, "examples").symlink_to(HERE.parent / "examples")
         with chdir(folder):
             draw()
         return slim(Path(folder, name).read_text())

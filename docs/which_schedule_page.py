@@ -54,7 +54,7 @@ any other m the rules need not hold ([some are below](#any-number-of-microbatche
 
 Every schedule here takes **any number of microbatches, fewer than ranks too**, and no multiple of anything,
 but for those that need many to fill: `zb_v` (2P-1), `dualpipe_v` and `dualpipe` (2P, the latter even), and
-`chimera` (2). torch 2.13 refuses fewer microbatches than stages in its 1F1B, and in its two interleaved
+`chimera` and `bitpipe` (2). torch 2.13 refuses fewer microbatches than stages in its 1F1B, and in its two interleaved
 schedules a number that is no multiple of its rounds, m // P; here a group may be one larger than the next. At {odd_ranks} ranks, and
 messages of {send}:
 
@@ -73,7 +73,7 @@ schedules that take `v`, 1, 2 and 4 stages per rank were tried: `interleaved x 4
 A cell is the schedule of the shortest step among those that fit: its bubble, and the activations
 of a whole rank that its fullest rank holds. A limit of "P" is what 1F1B holds where
 m >= P. "=" is: as to the left; "-": none fits. Where several take as long, it is the one that holds least, and of these
-the simplest. Schedules that hold all parameters twice (`dualpipe`, `chimera`) are not in the tables,
+the simplest. Schedules that hold all parameters twice (`dualpipe`, `chimera`, `bitpipe`) are not in the tables,
 and neither is `pipedream_2bw`, which trains with older weights.
 
 ### Any backwards

@@ -13,6 +13,7 @@ from schedir.ir.plan import Plan
 from schedir.predict.simulate import simulate
 from schedir.predict.timeline import Timeline
 from schedir.schedules import (
+    bitpipe,
     chimera,
     dualpipe,
     dualpipe_v,
@@ -25,7 +26,7 @@ from schedir.schedules import (
 from schedir.schedules.words import Schedule
 
 ZOO: dict[str, Schedule] = {name: getattr(schedules, name) for name in schedules.__all__}
-TWO_WAY = (chimera, dualpipe)
+TWO_WAY = (bitpipe, chimera, dualpipe)
 LOOPED = (interleaved, interleaved_zb, looped_bfs, looped_dfs)
 # F, I, W: equal; W short; I longest; F longest; W longest; W longer than F and I together.
 TRIPLES = [(1, 1, 1), (2, 2, 2), (3, 3, 2), (2, 3, 1), (3, 2, 2), (4, 1, 2), (2, 2, 3), (1, 1, 4)]
@@ -40,7 +41,8 @@ def plan_of(schedule: Schedule, ranks: int, microbatches: int, v: int = 2) -> Pl
 def least(schedule: Schedule, ranks: int) -> int:
     """The fewest microbatches that a schedule takes."""
     fill: dict[Schedule, int] = {
-        zb_v: 2 * ranks - 1, dualpipe_v: 2 * ranks, dualpipe: 2 * ranks, chimera: 2
+        zb_v: 2 * ranks - 1, dualpipe_v: 2 * ranks, dualpipe: 2 * ranks, chimera: 2,
+        bitpipe: 2,
     }  # fmt: skip
     return fill.get(schedule, 1)
 

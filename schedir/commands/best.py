@@ -153,6 +153,10 @@ def _row(timeline: Timeline) -> dict[str, Any]:
     return row
 
 
+def _held(times: int) -> str:
+    return "parameters twice" if times == 2 else f"parameters {times} times"
+
+
 def _ranked(timelines: list[Timeline]) -> str:
     rows = [_row(timeline) for timeline in timelines]
     sized = ["peak memory"] * ("peak_memory" in rows[0])
@@ -166,7 +170,7 @@ def _ranked(timelines: list[Timeline]) -> str:
                 *(in_bytes(row["peak_memory"]) for _ in sized),
                 " and ".join(
                     ["split backwards"] * row["split_backwards"]
-                    + ["parameters twice"] * (row["parameters_held"] > 1)
+                    + [_held(row["parameters_held"])] * (row["parameters_held"] > 1)
                 ) or "-",
             ]
             for row in rows

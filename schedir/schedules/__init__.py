@@ -22,12 +22,13 @@ from schedir.schedules.blocks import v_half, v_min, wave
 from schedir.schedules.continuous import pipedream_2bw
 from schedir.schedules.flush import eager_1f1b, forward_only, gpipe, one_f_one_b
 from schedir.schedules.looped import interleaved, interleaved_zb, looped_bfs, looped_dfs
-from schedir.schedules.twoway import chimera, dualpipe
+from schedir.schedules.twoway import bitpipe, chimera, dualpipe
 from schedir.schedules.vee import dualpipe_v, zb_v
 from schedir.schedules.words import Schedule
 from schedir.schedules.zero_bubble import zb_h1, zb_h2
 
 __all__ = [
+    "bitpipe",
     "chimera",
     "dualpipe",
     "dualpipe_v",

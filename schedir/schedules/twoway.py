@@ -1,7 +1,8 @@
 """Two directions: each stage has two holders, and half of the microbatches goes up the ranks.
 
 A rank has an early stage, `F[0]`, and a late one, `F[1]`: those entering on its half of the ranks
-pass through the early one, the others through the late one.
+pass through the early one, the others through the late one.  In vees they come back through two
+more.
 """
 
 from __future__ import annotations
@@ -59,12 +60,41 @@ def chimera(r: int, P: int, m: int) -> Word:
     rank 2  ..  F2  F0' F3  F1' B0' B2  B1' B3  ..
     rank 3  F2  F3  ..  F0' B0' F1' B1' B2  ..  B3
     """
-    early = min(r, P - 1 - r)
-    block = []
-    for j, s in enumerate((early, P - 1 - early)):
-        many = (m + 1) // 2 if s == r else m // 2
-        # A microbatch every other slot.  Units of P/2 each way tile 2P slots on every rank.
-        starts = [k // (P // 2) * 2 * P + k % (P // 2) * 2 for k in range(many)]
+    return _interlocked(P, m, down=(r,), up=(P - 1 - r,))
+
+
+@placed("mirror-vee", 4)
+def bitpipe(r: int, P: int, m: int) -> Word:
+    """BitPipe: two interleaved 1F1B pipelines, a vee down and one up the ranks.
+
+    Wu, Chen and Yu, arXiv 2410.19367, in the order of the drawing for P = m = 4 that comes with
+    their code.  Chimera's rule with twice the stages, each half as long: where P divides m, ranks
+    idle (P-2)(min(F,B) + (m/P)|B-F|), which at B = 2F, m = P is (P-2)/(3m+P-2) of the step.  More
+    than P microbatches are units one behind the other; the authors' drawing of m = 2P = 8 lets the
+    second forward of a unit begin sooner, and takes 53 F where this takes 54.  Nothing is sent at
+    the turn of a vee.  3P/2 + 1 + min(r, P-1-r) stage activations in flight for m >= P, and
+    parameters twice.
+
+    >>> from schedir.schedules import bitpipe
+    >>> from schedir.viz.ascii import timeline
+    >>> from schedir import Costs
+    >>> print(timeline(bitpipe, 2, 2, placement="mirror-vee", costs=Costs(B=1)))
+    rank 0  F0    F1'   F1''  F0''' B0''' B1''  B1'   B0
+    rank 1  F1    F0'   F0''  F1''' B1''' B0''  B0'   B1
+    """
+    return _interlocked(P, m, down=(r, 2 * P - 1 - r), up=(P - 1 - r, P + r))
+
+
+def _interlocked(P: int, m: int, down: tuple[int, ...], up: tuple[int, ...]) -> Word:
+    """What a rank does that holds these stages of two 1F1B pipelines, each in the other's bubbles.
+
+    Of the pipelines' stages, P or a multiple of it, all ranks hold as many.
+    """
+    block, stages = [], P * len(down)
+    for j, s in enumerate(sorted(down + up)):
+        many = (m + 1) // 2 if s in down else m // 2
+        # A microbatch every other slot.  Units of P/2 each way tile 2S slots on every rank.
+        starts = [k // (P // 2) * 2 * stages + k % (P // 2) * 2 for k in range(many)]
         block += [(start + s, F[j]) for start in starts]
-        block += [(start + 2 * P - 1 - s, B[j]) for start in starts]
+        block += [(start + 2 * stages - 1 - s, B[j]) for start in starts]
     return in_order(block)

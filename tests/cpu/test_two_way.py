@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import random
+import runpy
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,7 +18,7 @@ from schedir.ir.plan import Plan
 from schedir.ir.program import Program
 from schedir.runtime.inprocess import InProcess
 from schedir.runtime.reference import reference
-from schedir.schedules import chimera, dualpipe
+from schedir.schedules import bitpipe, chimera, dualpipe
 from schedir.testing.strategies import drafts, random_draft
 from schedir.training import gpt
 from schedir.transports.processes import Gloo
@@ -37,6 +40,7 @@ MIRROR = [
     (dualpipe, Plan(4, 8, placement="mirror")),
     (chimera, Plan(4, 6, placement="mirror")),
     (chimera, Plan(2, 3, placement="mirror")),
+    (bitpipe, Plan(4, 6, placement="mirror-vee")),
 ]
 
 
@@ -77,6 +81,20 @@ def test_any_holders_in_process(draft: Program, seed: int, tied: bool) -> None:
             assert same_bits(gradients(held), right)
 
 
+def test_the_example(capsys: pytest.CaptureFixture[str]) -> None:
+    """BitPipe by somebody who knows neither ours nor a name for where its stages are."""
+    found = runpy.run_path(str(Path(__file__).parents[2] / "examples/bitpipe.py"))
+    for ranks, m in ((2, 2), (4, 4), (4, 7), (6, 12)):
+        program = compile(found["two_vees"], found["plan_for"](ranks, m))
+        ours = compile(bitpipe, Plan(ranks, m, placement="mirror-vee"))
+        assert program.digest == replace(ours, name="two_vees").digest
+    found["main"]()
+    *bubbles, ordered, plain = capsys.readouterr().out.splitlines()
+    assert [line.split()[-3] == f"{line.split()[-1]}," for line in bubbles] == [True, True]
+    assert ordered.endswith("in its order: 0e+00 apart")
+    assert float(plain.split()[-2]) < 1e-6
+
+
 def test_second_holders_begin_a_step_as_their_stages_are() -> None:
     """Stepped by an optimizer of one's own, loaded, or in another mode."""
     plan = MIRROR[0][1]
@@ -95,7 +113,7 @@ def test_second_holders_begin_a_step_as_their_stages_are() -> None:
         assert same_bits([stage.state_dict() for stage in held], right)
 
 
-@pytest.mark.parametrize(("schedule", "plan"), [MIRROR[0], (chimera, MIRROR[2][1])])
+@pytest.mark.parametrize(("schedule", "plan"), [MIRROR[0], (chimera, MIRROR[2][1]), MIRROR[4]])
 def test_gloo(schedule: Any, plan: Plan) -> None:
     program = compile(schedule, plan, tied=True, model="edge")
     loss, right = expected(plan, program=program)

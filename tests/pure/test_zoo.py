@@ -18,10 +18,12 @@ from schedir.analysis.models import MODELS
 from schedir.compiler.compile import compile
 from schedir.errors import PlanError, ScheduleError
 from schedir.ir.costs import Costs
+from schedir.ir.ops import ROWS, Opcode
 from schedir.ir.plan import Plan
 from schedir.ir.program import JOINED
 from schedir.predict.simulate import simulate
 from schedir.schedules import (
+    bitpipe,
     chimera,
     dualpipe,
     dualpipe_v,
@@ -198,20 +200,48 @@ def test_pairs_whose_halves_hand_on_their_results_apart(schedule: Schedule) -> N
 
 def test_both_ways_are_alike() -> None:
     """A rank's mirror image does the same to the other half of the microbatches."""
-    for schedule in (dualpipe, chimera):
+    for schedule in (dualpipe, chimera, bitpipe):
         for P, m in ((2, 4), (4, 8), (6, 14)):
             program = draft(schedule, plan_of(schedule, P, m))
             for r, stream in enumerate(program.streams):
                 mirrored = [(op, s, (mb + m // 2) % m) for op, s, mb in stream]
                 assert mirrored == [*program.streams[P - 1 - r]]
-                assert {(mb < m // 2) == (s == r) for _, s, mb in stream} == {True}
+                first = {r, 2 * P - 1 - r}  # a rank's stages on the way down
+                assert {(mb < m // 2) == (s in first) for _, s, mb in stream} == {True}
+
+
+@pytest.mark.parametrize(("schedule", "more"), [(chimera, 0), (bitpipe, 1)])
+def test_interlocked(schedule: Schedule, more: int) -> None:
+    """1F1B in 1F1B's bubbles."""
+    for c in cases(schedule, lambda P: [P, 2 * P, 3 * P], ranks=(2, 4, 6)):
+        B = c.I + c.W
+        assert c.idle == (c.P - 2) * (min(c.F, B) + c.m // c.P * abs(B - c.F))
+        held = [more * c.P + c.P // 2 + 1 + min(r, c.P - 1 - r) for r in range(c.P)]
+        assert c.peak == held
+
+
+def test_bitpipe() -> None:
+    """Its bubble at B = 2F and m = P, and the order that its authors have drawn."""
+    for P in (2, 4, 6, 8):
+        timeline = run(bitpipe, plan_of(bitpipe, P, P), Costs(F=1, B=2))
+        assert timeline.bubble == pytest.approx((P - 2) / (3 * P + P - 2))
+    for m, span in ((4, 28), (8, 54)):  # of the second their drawing has 53
+        assert run(bitpipe, plan_of(bitpipe, 4, m), Costs(F=1, B=2)).span == span
+    program = draft(bitpipe, plan_of(bitpipe, 4, 4))
+    drawn = {  # their microbatches count from 1, and chunks have colours
+        0: "F1 F2 F3 F3 F4 F4 F1 B1 F2 B2 B3 B3 B4 B4 B1 B2",
+        1: "F1 F3 F2 F4 F3 F1 F4 F2 B1 B3 B2 B4 B3 B1 B4 B2",
+        2: "F3 F1 F4 F2 F1 F3 F2 F4 B3 B1 B4 B2 B1 B3 B2 B4",
+        3: "F3 F4 F1 F1 F2 F2 F3 B3 F4 B4 B1 B1 B2 B2 B3 B4",
+    }
+    for rank, stream in enumerate(program.streams):
+        assert [f"{ROWS[i.op].text}{i.mb + 1}" for i in stream] == drawn[rank].split()
+    streams = compile(bitpipe, plan_of(bitpipe, 4, 4)).streams
+    sent = [i for stream in streams for i in stream if i.op is Opcode.SendAct]
+    assert len(sent) == 4 * (8 - 1 - 1)  # each microbatch over each boundary but the turn
 
 
 def test_chimera() -> None:
-    for c in cases(chimera, lambda P: [P, 2 * P, 3 * P], ranks=(2, 4, 6)):
-        B = c.I + c.W
-        assert c.idle == (c.P - 2) * (min(c.F, B) + c.m // c.P * abs(B - c.F))
-        assert c.peak == [c.P // 2 + 1 + min(r, c.P - 1 - r) for r in range(c.P)]
     for P in (2, 4, 6):  # at F = B, half of 1F1B's bubble less one slot each
         timeline = run(chimera, plan_of(chimera, P, 2 * P), Costs(F=2, B=2))
         assert timeline.idle.tolist() == [2 * (P - 2)] * P
@@ -309,7 +339,7 @@ def test_two_ways_need_even_numbers() -> None:
         with pytest.raises(PlanError, match="ranks must be even, not 3"):
             draft(schedule, Plan(3, 8))
         for plan in (Plan(4, 8), Plan(4, 8, placement="vee"), Plan(4, 8, 4, "mirror")):
-            with pytest.raises(ScheduleError, match="is for placement 'mirror'"):
+            with pytest.raises(ScheduleError, match="is for placement 'mirror"):
                 draft(schedule, plan)
 
 
