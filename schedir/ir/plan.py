@@ -60,6 +60,11 @@ _DELAY = setting(
     beside="updates",
     digest=itself,
 )
+_SEGMENTS = setting(
+    whole_number(1, MAX_MICROBATCHES),
+    "segments of each sequence, a microbatch each (1)",
+    in_config=False,  # the GPT of a training run takes whole sequences
+)
 
 
 @dataclass(frozen=True, repr=False)
@@ -85,6 +90,11 @@ class Plan:
     and backward, the weights after max(u - delay, 0) updates.  `delay` may be one number per
     stage.
 
+    With several `segments` each sequence is cut into as many, and each is a microbatch: segment j
+    of sequence n is microbatch n * segments + j.  A later segment sees the earlier ones of its
+    sequence, as in causal attention, and gives them gradients.  So each stage runs the segments of
+    a sequence forward from the first on, and backward from the last on, as `check` makes sure.
+
     Raises PlanError for anything that no pipeline can have, before anything is built.
 
     >>> from schedir import Plan
@@ -109,6 +119,7 @@ class Plan:
     placement: Placement = field(default="loop", metadata=_PLACEMENT)
     updates: int = field(default=1, metadata=_UPDATES)
     delay: int | tuple[int, ...] = field(default=0, metadata=_DELAY)
+    segments: int = field(default=1, metadata=_SEGMENTS)
 
     def __post_init__(self) -> None:
         for f in PLAN:
@@ -136,6 +147,14 @@ class Plan:
                 fields=["microbatches", "ranks", "stages_per_rank", "placement"],
             )
         self._check_updates()
+        whole = {*self.parts, self.per_update}  # where rows, and updates, begin
+        if any(number % self.segments for number in whole):
+            each = ", in each update and along each row of holders" * (len(whole) > 2)
+            raise PlanError(
+                f"{self.microbatches} microbatches are no whole sequences of {self.segments} "
+                f"segments{each}",
+                fields=["segments", "microbatches"],
+            )
 
     def __repr__(self) -> str:
         said = {f.name: getattr(self, f.name) for f in fields(self)}

@@ -317,7 +317,7 @@ class _Changes:
                 try:
                     plan = Plan(
                         self.plan.ranks, self.plan.microbatches, v, placement or "loop",
-                        self.plan.updates, delay_for(schedule) or 0,
+                        self.plan.updates, delay_for(schedule) or 0, self.plan.segments,
                     )  # fmt: skip
                     if plan.rows != self.plan.rows:  # it would hold the model more often
                         continue

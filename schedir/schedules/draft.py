@@ -21,7 +21,7 @@ from schedir.schedules.words import (
     delay_for,
     name_of,
     placed_for,
-    takes_v,
+    takes,
 )
 
 _AT_ONCE = 2**17  # letters that are spelled together: of all ranks of most plans
@@ -32,7 +32,8 @@ def draft(schedule: Schedule, plan: Plan) -> Program:
     """Spell a schedule out: F, B, I and W of every rank, no communication yet.
 
     `schedule` is called with (rank, ranks, microbatches), and with `v`, the number of the rank's
-    own stages, if it has a parameter of that name.  It returns a Word or yields Words.
+    own stages, and `segments`, those of each sequence, if it has parameters of these names.  It
+    returns a Word or yields Words.
 
     Raises ScheduleError if it does not, raises, names a stage that the rank does not own, or is
     for another placement.
@@ -66,9 +67,10 @@ def draft(schedule: Schedule, plan: Plan) -> Program:
         ) from None
     if inspect.iscoroutinefunction(schedule) or inspect.isasyncgenfunction(schedule):
         raise ScheduleError("a schedule is a plain function, not an async one", program=name)
-    v = {"v": plan.stages_per_rank} if takes_v(schedule, signature) else {}
+    told = {"v": plan.stages_per_rank, "segments": plan.segments}
+    told = {name: number for name, number in told.items() if takes(name, schedule, signature)}
     try:
-        signature.bind(0, plan.ranks, plan.microbatches, **v)
+        signature.bind(0, plan.ranks, plan.microbatches, **told)
     except TypeError:
         several = len(signature.parameters) > 3
         raise ScheduleError(
@@ -81,7 +83,8 @@ def draft(schedule: Schedule, plan: Plan) -> Program:
     words: list[Words] = []  # of the ranks since
     offsets, first = np.zeros(plan.ranks + 1, np.int64), 0
     for rank, own in enumerate(plan.stages_of):
-        call = partial(schedule, v=len(own)) if v else schedule
+        told |= {"v": len(own)} if "v" in told else {}
+        call = partial(schedule, **told) if told else schedule
         words.append(_called(call, name, rank, plan))
         offsets[rank + 1] = offsets[rank] + len(words[-1])
         if offsets[rank + 1] - offsets[first] >= _AT_ONCE or rank + 1 == plan.ranks:

@@ -250,17 +250,22 @@ def name_of(schedule: Schedule) -> str:
     return str(getattr(schedule, "__name__", type(schedule).__name__))
 
 
-def takes_v(schedule: Schedule, signature: inspect.Signature | None = None) -> bool:
-    """Whether a schedule is to be told `v`: has a parameter of that name, which is not bound.
+def takes(name: str, schedule: Schedule, signature: inspect.Signature | None = None) -> bool:
+    """Whether a schedule is to be told a number: has a parameter of that name, which is not bound.
 
     `signature` is the schedule's, where that is known.
     """
     bound = schedule.keywords if isinstance(schedule, partial) else {}
     try:
         signature = signature or inspect.signature(schedule)
-        return "v" in signature.parameters and "v" not in bound
+        return name in signature.parameters and name not in bound
     except (TypeError, ValueError):  # no function: `draft` says so
         return False
+
+
+def takes_v(schedule: Schedule) -> bool:
+    """Whether a schedule is to be told `v`."""
+    return takes("v", schedule)
 
 
 def stages_per_rank_for(schedule: Schedule) -> int:

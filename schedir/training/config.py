@@ -97,7 +97,7 @@ class PipelineConfig:
     @property
     def plan(self) -> Plan:
         """The shape of the pipeline; raises PlanError if there is none such."""
-        return Plan(**{f.name: getattr(self, f.name) for f in PLAN})
+        return Plan(**{f.name: getattr(self, f.name) for f in PLAN if f.in_config})
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from schedir.errors import ConfigError, ProgramError
+from schedir.errors import ConfigError, PlanError, ProgramError
 from schedir.io.load import Source
 from schedir.io.request import Request
 from schedir.ir.plan import PLAN
@@ -114,7 +114,13 @@ def _of_source(values: _Values, given: _Settings) -> _Values:
     said = {f.name: values["pipeline", f.name] for f in HEADER if ("pipeline", f.name) in values}
     usual = {f.name: getattr(PipelineConfig, f.name) for f in PLAN if f.required}
     request = Request(source, said, usual, lowers=True, contradicts=contradicts)
-    decided = {f.name: getattr(request.plan, f.name) for f in PLAN}
+    decided = {f.name: getattr(request.plan, f.name) for f in PLAN if f.in_config}
+    if request.plan.segments > 1:
+        raise PlanError(
+            f"{source} cuts each sequence into {request.plan.segments} segments, and the GPT of a "
+            "training run takes whole ones",
+            fields=["schedule"],
+        )
     if isinstance(source.found, Program) and not source.found.is_draft:
         for name in ("overlap", *OPTIONS):
             if setting := given.get(("pipeline", name)):

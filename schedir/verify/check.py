@@ -47,6 +47,7 @@ from schedir.ir.program import Program, Proof
 from schedir.ir.sizes import Eager, Sizes
 from schedir.passes.frozen import without_backwards
 from schedir.verify.completeness import completeness
+from schedir.verify.segments import segments_in_turn
 
 # Whether hosts block, and wait for their device: who lives through more, lives through less.
 _HOSTS = ((False, False), (True, False), (True, True))
@@ -177,6 +178,7 @@ def prove(graph: Graph, reached: Walk | None = None) -> None:
         return
     ordered = reached is None and _in_one_order(graph)
     _updates_in_turn(graph)
+    segments_in_turn(graph.index)
     if early := misordered(graph):
         raise early
     _let_go(graph)

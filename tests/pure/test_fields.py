@@ -40,6 +40,10 @@ ROOT = Path(__file__).resolve().parents[2]
         ({"updates": 2, "delay": -1}, ["delay"]),
         ({"updates": 2, "delay": (1, 2, 3)}, ["delay"]),
         ({"delay": 1}, ["delay", "updates"]),
+        ({"segments": 0}, ["segments"]),
+        ({"segments": 3}, ["segments", "microbatches"]),
+        ({"segments": 8, "updates": 2}, ["segments", "microbatches"]),
+        ({"segments": 8, "placement": "mirror"}, ["segments", "microbatches"]),
     ],
 )
 def test_a_plan_that_cannot_be_names_its_fields(plan: dict[str, Any], blamed: list[str]) -> None:
@@ -109,5 +113,5 @@ def test_a_configuration_has_each_field() -> None:
     assert differ == ["ranks", "microbatches"]
     assert [f.name for f in HEADER if f.default is MISSING] == differ
     program = Config().request.program
-    assert {f.name for f in HEADER if not f.in_config} == {"tied", "clip"}
+    assert {f.name for f in HEADER if not f.in_config} == {"tied", "clip", "segments"}
     assert (program.tied, program.clip) == ((), True)  # one stage is tied to nothing

@@ -1,0 +1,130 @@
+"""Segments of a sequence: forward from the first on, backward from the last on."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, cast
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from schedir import EMPTY, B, Costs, F, I, Instr, Plan, W, Word, check, compile, draft, parse, show
+from schedir.errors import OrderError, ProgramError, ScheduleError
+from schedir.predict.simulate import simulate
+from schedir.predict.what_if import advise
+from schedir.schedules import forward_only, one_f_one_b
+from schedir.training.config_file import read
+
+
+@st.composite
+def orders(draw: st.DrawFn) -> tuple[Plan, list[tuple[str, int, int]]]:
+    """A plan of one rank, and what it computes, each value after it was made."""
+    segments, sequences, stages = (draw(st.integers(1, n)) for n in (3, 2, 2))
+    plan = Plan(1, segments * sequences, stages, segments=segments)
+    split = draw(st.booleans())
+    ahead: dict[tuple[str, int, int], list[tuple[str, int, int]]] = {}
+    for mb in range(plan.microbatches):
+        for s in range(stages):
+            ahead["F", s, mb] = [("F", s - 1, mb)] * (s > 0)
+            back = "I" if split else "B"
+            ahead[back, s, mb] = [("F", s, mb)] + [(back, s + 1, mb)] * (s + 1 < stages)
+            if split:
+                ahead["W", s, mb] = [("I", s, mb)]
+    done: list[tuple[str, int, int]] = []
+    # Now and then in turn, or hardly any order would be right.
+    tidy = draw(st.booleans())
+    while len(done) < len(ahead):
+        ready = [i for i in ahead if i not in done and all(j in done for j in ahead[i])]
+        if tidy:
+            ready = [i for i in ready if in_turn([*done, i], plan) is None] or ready
+        done.append(draw(st.sampled_from(ready)))
+    return plan, done
+
+
+def in_turn(done: list[tuple[str, int, int]], plan: Plan) -> tuple[str, int, int] | None:
+    """The first that runs before another of its sequence that it should come after; None if all
+    that have come are in turn."""
+    for k, (op, s, mb) in enumerate(done):
+        if op == "W":
+            continue
+        first = mb // plan.segments * plan.segments
+        earlier = range(first, mb) if op == "F" else range(mb + 1, first + plan.segments)
+        if any((op, s, other) not in done[:k] for other in earlier):
+            return op, s, mb
+    return None
+
+
+@given(orders())
+def test_what_is_out_of_turn_is_refused(given: tuple[Plan, list[tuple[str, int, int]]]) -> None:
+    plan, done = given
+    letters = {"F": F, "B": B, "I": I, "W": W}
+
+    def mine(rank: int, ranks: int, microbatches: int) -> Word:
+        return sum((letters[op][s].at(mb) for op, s, mb in done), EMPTY)
+
+    drafted = draft(mine, plan)
+    wrong = in_turn(done, plan)
+    if wrong is None:
+        program = compile(drafted)
+        assert parse(show(program)) == program and program.plan.segments == plan.segments
+        return
+    with pytest.raises(OrderError) as caught:
+        compile(drafted)
+    early, late = (cast("Instr", site.instr) for site in caught.value.sites)
+    assert early.op is late.op and early.stage == late.stage
+    assert early.mb // plan.segments == late.mb // plan.segments
+    assert (early.mb > late.mb) is (str(early)[0] == "F")
+    spot = [f"{op} {s}.{mb}" for op, s, mb in done]
+    assert spot.index(str(early)) < spot.index(str(late))
+    assert compile(draft(mine, Plan(1, plan.microbatches, plan.stages)))  # no segments, no rule
+
+
+def test_schedules_are_told_the_segments() -> None:
+    seen = set()
+
+    def told(rank: int, ranks: int, microbatches: int, segments: int) -> Word:
+        seen.add(segments)
+        return microbatches * F
+
+    draft(told, Plan(2, 6, segments=3))
+    draft(told, Plan(2, 6))
+    assert seen == {3, 1}
+
+
+def test_programs_of_other_segments_are_other_programs() -> None:
+    three, none = (compile(forward_only, Plan(2, 6, segments=n)) for n in (3, 1))
+    assert three.digest != none.digest and "segments" not in show(none)
+    assert "segments 3" in show(three)
+    assert check(parse(show(three))).plan == Plan(2, 6, segments=3)
+
+
+def test_no_advice_is_out_of_turn() -> None:
+    """1F1B and others would be shorter, and compute something else."""
+
+    def late(rank: int, ranks: int, microbatches: int) -> Any:
+        yield microbatches * F
+        for first in range(0, microbatches, 2):
+            yield B.at(first + 1) + B.at(first)
+
+    run = simulate(compile(late, Plan(2, 6, segments=2)), Costs(F=(1, 2), B=(2, 4)))
+    for change in advise(run, Costs(F=(1, 2), B=(2, 4)), late).changes:
+        assert "GPipe" not in change.what and "one_f_one_b" not in change.what
+        assert change.anew is None or change.anew.program.plan.segments == 2
+    with pytest.raises(ProgramError):
+        compile(one_f_one_b, Plan(2, 6, segments=2))
+
+
+def test_a_training_run_takes_whole_sequences(tmp_path: Path) -> None:
+    (tmp_path / "p.sched").write_text(show(compile(forward_only, Plan(1, 4, segments=2))))
+    (tmp_path / "c.toml").write_text(f'[pipeline]\nschedule = "{tmp_path}/p.sched"\n')
+    with pytest.raises(ProgramError, match="cuts each sequence into 2 segments"):
+        read(str(tmp_path / "c.toml"))
+
+
+def test_segments_are_those_of_a_plan() -> None:
+    def bound(rank: int, ranks: int, microbatches: int, segments: int, more: int) -> Word:
+        return EMPTY
+
+    with pytest.raises(ScheduleError, match="takes"):
+        draft(bound, Plan(1, 2, segments=2))
