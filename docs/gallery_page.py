@@ -16,6 +16,7 @@ from inspect import getdoc
 from io import StringIO
 from itertools import zip_longest
 from pathlib import Path
+from runpy import run_path
 from tempfile import TemporaryDirectory
 from unittest.mock import patch
 
@@ -197,6 +198,13 @@ def page() -> str:
     )
 
 
-DRAWN = {"first.svg": first} | {name_of(c): partial(said, c) for _, _, c in MORE}
+def seq1f1b() -> None:
+    """The picture of `examples/seq1f1b.py`."""
+    run_path(str(HERE.parent / "examples/seq1f1b.py"))["draw"]("seq1f1b.svg")
+
+
+DRAWN = {"first.svg": first, "seq1f1b.svg": seq1f1b} | {
+    name_of(c): partial(said, c) for _, _, c in MORE
+}
 PAGES = {"gallery.md": page}
 PAGES |= {f"images/{name}": partial(written, name, draw) for name, draw in DRAWN.items()}

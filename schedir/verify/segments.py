@@ -34,17 +34,17 @@ def segments_in_turn(index: Index) -> None:
     if not found:
         return
     late_at, early_at, turn = min(found)
-    early, late = index.locate(early_at), index.locate(late_at)
+    early, later = index.locate(early_at), index.locate(late_at)
     if turn > 0:
-        fact = f"{early[2]} runs before {late[2]}, whose keys and values it sees"
+        fact = f"{early[2]} runs before {later[2]}, whose keys and values it sees"
         needs = "needs what the other leaves"
     else:
-        fact = f"{early[2]} runs before {late[2]}, which gives gradients to its keys and values"
+        fact = f"{early[2]} runs before {later[2]}, which gives gradients to its keys and values"
         needs = "needs the gradients that the other gives"
     raise OrderError(
-        f"{fact}: both are of sequence {late[2].mb // plan.segments}",
+        f"{fact}: both are of sequence {later[2].mb // plan.segments}",
         program=index.program.name,
-        sites=[Site(*early, needs), Site(*late, "comes too late")],
+        sites=[Site(*early, needs), Site(*later, "comes too late")],
         hint=f"the {plan.segments} segments of a sequence go forward from the first on, and "
         "backward from the last on",
     )

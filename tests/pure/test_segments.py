@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from contextlib import redirect_stdout
+from io import StringIO
 from pathlib import Path
+from runpy import run_path
 from typing import Any, cast
 
 import pytest
@@ -10,11 +13,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from schedir import EMPTY, B, Costs, F, I, Instr, Plan, W, Word, check, compile, draft, parse, show
+from schedir.analysis.memory import peak_in_flight
+from schedir.analysis.models import MODELS
 from schedir.errors import OrderError, ProgramError, ScheduleError
 from schedir.predict.simulate import simulate
 from schedir.predict.what_if import advise
 from schedir.schedules import forward_only, one_f_one_b
 from schedir.training.config_file import read
+
+ROOT = Path(__file__).parents[2]
 
 
 @st.composite
@@ -128,3 +135,26 @@ def test_segments_are_those_of_a_plan() -> None:
 
     with pytest.raises(ScheduleError, match="takes"):
         draft(bound, Plan(1, 2, segments=2))
+
+
+def test_seq1f1b_as_a_stranger_writes_it() -> None:
+    """It finishes under every model, is 1F1B of whole sequences, and holds less than that."""
+    example = run_path(str(ROOT / "examples/seq1f1b.py"))
+    for ranks in (1, 2, 3, 4):
+        for segments in (1, 2, 3):
+            plan = Plan(ranks, 4 * segments, segments=segments)
+            program = compile(example["seq1f1b"], plan)
+            for model in MODELS:
+                check(program, model)
+            if segments == 1:
+                assert program.streams == compile(one_f_one_b, plan).streams
+            # 1F1B would hold P - rank sequences of `segments` each.
+            alive = [min(ranks - r - 1 + segments, 4 * segments) for r in range(ranks)]
+            assert peak_in_flight(program).tolist() == alive
+    plain, even, balanced = example["timelines"]()
+    assert balanced.span < 0.8 * plain.span < 0.8 * even.span
+    assert (balanced.peak_memory < 0.5 * plain.peak_memory.max()).all()
+    printed = (ROOT / "docs/inventing.md").read_text()
+    with redirect_stdout(StringIO()) as out:
+        example["main"]()
+    assert f"$ python examples/seq1f1b.py\n{out.getvalue()}```" in printed

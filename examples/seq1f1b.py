@@ -1,0 +1,97 @@
+"""Seq1F1B (arXiv 2406.03488): each sequence goes through the pipeline in causal segments.
+
+    python examples/seq1f1b.py                   # beside 1F1B: span, bubble, memory
+    schedir check examples/seq1f1b.py:seq1f1b --segments 4 --microbatches 32
+
+A later segment sees the keys and values of the earlier ones, so a stage runs the segments of a
+sequence forward from the first on, and backward from the last on.  `Plan(segments=4)` says so, and
+`check` refuses what does not.
+"""
+
+from collections.abc import Iterator
+from itertools import pairwise
+
+from schedir.words import join
+
+import schedir
+from schedir import B, Costs, F, Plan, Sizes, Word, weave
+
+RANKS, SEQUENCES, SEGMENTS = 4, 8, 4
+TOKENS, WIDTH = 32768, 4096
+
+
+def seq1f1b(rank: int, ranks: int, microbatches: int, segments: int) -> Word:
+    """1F1B of segments (section 3.2): P - rank - 2 + k forwards, then by turns.
+
+    Backwards take the earliest sequence that is there, and of it the last segment first: the
+    paper's partially ordered queue.
+    """
+    sequences = range(0, microbatches, segments)
+    backwards = join(B.at(first + k) for first in sequences for k in reversed(range(segments)))
+    return weave(microbatches * F, backwards, min(ranks - rank - 2 + segments, microbatches))
+
+
+def work(tokens: float) -> float:
+    """What a layer does for the first so many tokens of a sequence, in operations: for each token
+    its products with 12 WIDTH^2 weights, and with half of the tokens so far, as keys and values."""
+    return 24 * WIDTH**2 * tokens + 4 * WIDTH * tokens**2 / 2
+
+
+def lengths(tokens: int, segments: int) -> list[int]:
+    """How long the segments are that all take the same time (section 3.4, by bisection)."""
+
+    def most(share: float) -> int:
+        low, high = 0, tokens
+        while low < high:
+            half = (low + high + 1) // 2
+            low, high = (half, high) if work(half) <= share * work(tokens) else (low, half - 1)
+        return low
+
+    ends = [most(k / segments) for k in range(segments)] + [tokens]
+    return [b - a for a, b in pairwise(ends)]
+
+
+def costs_and_sizes(cut: list[int]) -> tuple[Costs, Sizes]:
+    """What each segment costs, where a whole sequence has a forward of 1 and a backward of 2, and
+    what a layer saves of it (34 bytes per token and channel, arXiv 2205.05198)."""
+    ends = [sum(cut[: k + 1]) for k in range(len(cut))]
+    each = [(work(end) - work(end - n)) / work(TOKENS) for n, end in zip(cut, ends, strict=True)]
+    forward = tuple(each) * SEQUENCES
+    backward = tuple(2 * cost for cost in forward)
+    saved = tuple(34 * WIDTH * n for n in cut) * SEQUENCES
+    return Costs(F=(forward,), B=(backward,)), Sizes(saved=(saved,))  # one row: all stages alike
+
+
+def timelines() -> Iterator[schedir.Timeline]:
+    """1F1B of whole sequences, then segments of one length, then segments that take one time."""
+    plan = Plan(RANKS, SEQUENCES)
+    program = schedir.compile(schedir.schedules.one_f_one_b, plan)
+    yield schedir.simulate(program, Costs(F=1, B=2), sizes=Sizes(saved=34 * WIDTH * TOKENS))
+    plan = Plan(RANKS, SEQUENCES * SEGMENTS, segments=SEGMENTS)
+    for cut in ([TOKENS // SEGMENTS] * SEGMENTS, lengths(TOKENS, SEGMENTS)):
+        costs, sizes = costs_and_sizes(cut)
+        program = schedir.compile(seq1f1b, plan, costs=costs)
+        yield schedir.simulate(program, costs, sizes=sizes)
+
+
+def draw(path: str) -> None:
+    """1F1B and Seq1F1B, below each other on one time axis."""
+    from schedir.viz import compare, save
+
+    plain, _, balanced = timelines()
+    titles = ["1F1B of whole sequences", f"Seq1F1B: {SEGMENTS} segments of each, of one time"]
+    save(compare([plain, balanced], titles=titles), path)
+
+
+def main() -> None:
+    """What segments are worth, and what cutting them by time is."""
+    names = ("1F1B", "even segments", "segments of one time")
+    print(f"{RANKS} ranks, {SEQUENCES} sequences of {TOKENS} tokens; a whole forward takes 1")
+    for name, run in zip(names, timelines(), strict=True):
+        most = run.peak_memory.max() / 1e9
+        print(f"{name:<21} span {run.span:5.2f}  bubble {run.bubble:5.1%}  holds {most:5.2f} GB")
+    print(f"lengths of segments: {lengths(TOKENS, SEGMENTS)}")
+
+
+if __name__ == "__main__":
+    main()
