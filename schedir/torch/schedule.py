@@ -307,6 +307,8 @@ class Schedule(_PipelineScheduleRuntime):
             if self._begins_anew():
                 stack.enter_context(gradients.put_aside(self._stages))
             stack.enter_context(self._unwrapped())
+            if self._has_backward and self._copies is not None:
+                self._copies.refresh()
             super()._step_microbatches(*given, **more)
             if self._has_backward:
                 self._finish()
@@ -386,6 +388,6 @@ class Schedule(_PipelineScheduleRuntime):
     def _finish(self) -> None:
         """Sum the copies of tied weights, and scale, each parameter once."""
         if self._copies is not None:
-            gradients.sum_copies(self._copies.weights(), self._rank_of, self._group)
+            gradients.sum_copies(self._copies.weights, self._rank_of, self._group)
         if self.scale_grads and self._n_microbatches > 1:
             gradients.scale(self._stages, self._n_microbatches)

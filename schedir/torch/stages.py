@@ -87,7 +87,7 @@ class Copies:
 
     def __init__(self, stages: Sequence[Any], group: Any, tied: Ties | None, alike: bool) -> None:
         self._stages, self._group, self._tied, self._alike = stages, group, tied, alike
-        self._weights: list[Weight] = []
+        self.weights: list[Weight] = []  # of which this rank has copies
         self._program: Program | None = None
         self._told = self._gathered()
         known = Known(self._told, tied, self._named())
@@ -109,27 +109,24 @@ class Copies:
     def fit(self, program: Program) -> None:
         """Refuse what a program does not tie as it is.  Raises ModelError."""
         self._program = program
-        self._weights = self._found(alike=self._alike)
+        self.weights = self._found(alike=self._alike)
 
     def _found(self, *, alike: bool) -> list[Weight]:
         assert self._program is not None
         return weights_of(self._program, self._modules(), self._told, self._tied, alike=alike)
 
-    def weights(self) -> list[Weight]:
-        """The tied weights of which this rank has copies, as they are now.
+    def refresh(self) -> None:
+        """Find the tied weights again where modules have been given others since.
 
-        Modules may have been given weights since, as those that began on the meta device, whose
-        numbers were not there to compare.  Then all ranks call this at their first step.
+        Of those that began on the meta device the numbers were not there to compare: then all ranks
+        compare them at their first step.  Raises ModelError as `fit` does.
         """
-        if any(
-            p.kind and not p.values for own in self._told for each in own.values() for p in each
-        ):
+        if any(not p.values for own in self._told for each in own.values() for p in each):
             self._told = self._gathered()
-            self._weights = self._found(alike=self._alike)
-        there = {p for module in self._modules().values() for p in module.parameters()}
-        if any(p not in there for weight in self._weights for p in weight.own.values()):
-            self._weights = self._found(alike=True)
-        return self._weights
+            self.weights = self._found(alike=self._alike)
+        own = {p for weight in self.weights for p in weight.own.values()}
+        if own and own - {p for module in self._modules().values() for p in module.parameters()}:
+            self.weights = self._found(alike=True)
 
 
 def require_reducible(stage: Any) -> None:
