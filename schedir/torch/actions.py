@@ -6,6 +6,7 @@ from typing import Any
 
 from torch.distributed.pipelining.schedules import _Action
 
+from schedir.errors import GroupError
 from schedir.io.torch_csv import cells
 from schedir.ir.ops import FORWARD, SPLITS
 from schedir.ir.program import FIELDS, Program, is_op
@@ -19,8 +20,16 @@ def compute_only(program: Program) -> Orders:
 
 
 def with_transfers(program: Program) -> Orders:
-    """All that torch's runtime does of a program, in the program's order."""
-    return _parsed(cells(program, "torch-2.13"))
+    """All that torch's runtime does of a program, in the program's order.
+
+    Raises GroupError for transfers that are issued as one, and UsageError for two holders of a
+    stage and for several updates, for which it has no actions.
+    """
+    try:
+        return _parsed(cells(program, "torch-2.13"))
+    except GroupError as error:
+        error.hint = "compile it without overlap, or give the schedule itself"
+        raise
 
 
 def _parsed(rows: list[list[str]]) -> Orders:

@@ -30,9 +30,10 @@ def told(make: Callable[[], _T], group: Any) -> list[_T]:
     refusals = [(rank, other) for rank, (_, other) in enumerate(everyone) if other is not None]
     if refusals:
         rank, first = refusals[0]
-        if len({str(other) for _, other in refusals}) > 1 or len(refusals) < len(everyone):
+        if len({other.fact for _, other in refusals}) > 1 or len(refusals) < len(everyone):
             first.fact = f"rank {rank}: {first.fact}"
-        raise first
+            raise first
+        raise error or first
     return [what for what, _ in everyone]
 
 
@@ -49,6 +50,5 @@ def require_same(what: str, each: Sequence[object], hint: str = "") -> None:
     """Raise UsageError where ranks were given different things."""
     for rank, other in enumerate(each):
         if other != each[0]:
-            raise UsageError(
-                f"{what} is {said(each[0])} on rank 0, and {said(other)} on rank {rank}", hint=hint
-            )
+            one, two = (v if isinstance(v, str) else said(v) for v in (each[0], other))
+            raise UsageError(f"{what} is {one} on rank 0, and {two} on rank {rank}", hint=hint)

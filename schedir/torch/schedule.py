@@ -112,7 +112,7 @@ class Schedule(_PipelineScheduleRuntime):
                 "num_stages": held[0].num_stages,
                 "n_microbatches": n_microbatches,
                 "runtime": runtime,
-                "whether there is a loss_fn": loss_fn is not None,
+                "loss_fn": "None" if loss_fn is None else "a function",
                 "scale_grads": flag(scale_grads, "scale_grads"),
                 "alike": flag(alike, "alike"),
                 "active": active,
@@ -159,7 +159,7 @@ class Schedule(_PipelineScheduleRuntime):
                 for one in (self.program, forward):
                     check(one, model, blocks=blocks)
                     actions.with_transfers(one)
-            return f"{whole.name} {whole.digest}"
+            return f"{whole.name} ({whole.digest[:16]})"
 
         require_same("the program", told(compiled, group))
         if self._copies is not None and self.program.trains:

@@ -34,10 +34,10 @@ class End(nn.Module):
 def tied_model(stages: int, shared: tuple[int, ...]) -> nn.Sequential:
     """A model in which some stages have one weight."""
     torch.manual_seed(0)
-    found = nn.Sequential(*(End() for _ in range(stages)))
+    ends = [End() for _ in range(stages)]
     for s in shared[1:]:
-        found[s].a.weight = found[shared[0]].a.weight
-    return found
+        ends[s].a.weight = ends[shared[0]].a.weight
+    return nn.Sequential(*ends)
 
 
 def same(step: Step, stages: int = 4, shared: tuple[int, ...] = (0, 3), **options: Any) -> None:
