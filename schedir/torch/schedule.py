@@ -28,6 +28,7 @@ from schedir.torch.own import Own
 from schedir.torch.sharding import require_whole, with_shards
 from schedir.torch.stages import (
     Copies,
+    require_gradients_sent,
     require_reducible,
     require_runnable,
     require_sharded_whole,
@@ -335,6 +336,8 @@ class Schedule(_PipelineScheduleRuntime):
     def _maybe_compute_loss(
         self, stage: Any, output: Any, target_mbs: Any, mb_index: int, *_: Any
     ) -> None:
+        if self._has_backward and not stage.is_last and mb_index == 0:
+            require_gradients_sent(stage, output)
         if stage.is_last and self._loss_fn is not None and target_mbs is not None:
             more = self._loss_kwargs or {}
             self._loss_of[mb_index] = self._loss_fn(output, target_mbs[mb_index], **more)

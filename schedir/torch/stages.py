@@ -71,6 +71,21 @@ def require_sharded_whole(stages: Sequence[Any]) -> None:
             )
 
 
+def require_gradients_sent(stage: Any, output: object) -> None:
+    """Refuse an output that needs a gradient where the stage was told that it does not, by its
+    `output_args`: torch would not send the gradient back, nor say so.  Raises ModelError."""
+    meta = getattr(stage, "_stage_meta", None)  # as of torch 2.13
+    outputs = output if isinstance(output, tuple | list) else (output,)
+    declared = getattr(meta, "outputs", None) or ()
+    for k, (tensor, as_told) in enumerate(zip(outputs, declared, strict=False)):
+        if tensor.requires_grad and not as_told.requires_grad and not stage.is_last:
+            raise ModelError(
+                f"output {k} of stage {stage.stage_index} needs a gradient, and its output_args "
+                "say that it needs none",
+                hint="torch.empty(..., requires_grad=True), and so for the input_args of the next",
+            )
+
+
 def plain(module: nn.Module) -> nn.Module:
     """A stage's module without what wraps it, so that parameters have their own names."""
     while True:

@@ -128,6 +128,13 @@ def weighted(y: Tensor, target: Tensor, weight: float = 1.0) -> Tensor:
     return mse_loss(y, target) * weight
 
 
+TURNS = [*SCHEDULES[1::3], ("mine", "loop", 2)]
+
+
+def all_given(rank: int) -> list[list[list[Tensor]]]:
+    return [given(rank, *each) for each in TURNS]
+
+
 def given(rank: int, name: str, placement: str, stages: int) -> list[list[Tensor]]:
     """Losses and outputs of steps and evaluations in turn, however they are called."""
     torch.manual_seed(0)
@@ -165,24 +172,23 @@ def given(rank: int, name: str, placement: str, stages: int) -> list[list[Tensor
     return told
 
 
-@pytest.mark.parametrize(("name", "placement", "stages"), [*SCHEDULES[1::3], ("mine", "loop", 2)])
-def test_losses_and_outputs(name: str, placement: str, stages: int) -> None:
+def test_losses_and_outputs() -> None:
     """Of whole batches and microbatches, trained and evaluated in turn, with what stages and loss
     are told; in the order of microbatches, whatever the order of the schedule."""
-    torch.manual_seed(0)
-    whole = nn.Sequential(*(Scaled() for _ in range(stages)))
     (x, y), by = batch(), torch.linspace(1, 2, 8)[:, None]
-    chunks = []
-    for part, scale in zip(x.chunk(MB), by.chunk(MB), strict=True):
-        for layer in whole:
-            part = layer(part, scale, 0.5)
-        chunks.append(part)
-    losses = [mse_loss(*pair) for pair in zip(chunks, y.chunk(MB), strict=True)]
-    ranks = spawn(given, 2, name, placement, stages)
-    (told,) = (told for told in ranks if told[0])
-    for (out, *seen), weight in zip(told, [1, 1, 1, 3, 3, 3], strict=True):
-        torch.testing.assert_close(out, torch.cat(chunks).detach())
-        torch.testing.assert_close(seen, [weight * loss.detach() for loss in losses])
+    for (_, _, stages), *ranks in zip(TURNS, *spawn(all_given, 2), strict=True):
+        torch.manual_seed(0)
+        whole = nn.Sequential(*(Scaled() for _ in range(stages)))
+        chunks = []
+        for part, scale in zip(x.chunk(MB), by.chunk(MB), strict=True):
+            for layer in whole:
+                part = layer(part, scale, 0.5)
+            chunks.append(part.detach())
+        losses = [mse_loss(*pair) for pair in zip(chunks, y.chunk(MB), strict=True)]
+        (told,) = (told for told in ranks if told[0])
+        for (out, *seen), weight in zip(told, [1, 1, 1, 3, 3, 3], strict=True):
+            torch.testing.assert_close(out, torch.cat(chunks))
+            torch.testing.assert_close(seen, [weight * loss for loss in losses])
 
 
 def forward_alone(rank: int, names: Sequence[str]) -> list[Any]:
@@ -208,7 +214,7 @@ def test_without_a_loss_only_forwards_are_run() -> None:
 
 def their_eval(rank: int) -> str:
     """What torch's own evaluation of a vee says, here of one rank."""
-    held = [stage_of(part, s, 2) for s, part in enumerate(model(2))]
+    held: list[Any] = [stage_of(part, s, 2) for s, part in enumerate(model(2))]
     schedule = theirs.ScheduleZBVZeroBubble(held, n_microbatches=MB, loss_fn=mse_loss)
     x, y = batch()
     try:

@@ -7,14 +7,14 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed.pipelining.stage import PipelineStage
 from torch.nn.functional import mse_loss
 
-from schedir.ir.plan import Plan
 from schedir.testing.gradients import assert_same_gradients
-from tests.cpu.faces import MB, made, run, step_of
-from tests.cpu.torchs import WIDTH, Step, batch
-
-Given = tuple[Tensor, ...]
+from schedir.torch import Schedule
+from tests.cpu.faces import MB, step_of
+from tests.cpu.spawn import RankError, run
+from tests.cpu.torchs import WIDTH, batch
 
 
 class Block(nn.Module):
@@ -28,10 +28,10 @@ class Block(nn.Module):
     def forward(self, x: Tensor, *more: Tensor) -> Any:
         if self.first:
             rows = torch.arange(len(x))
-            more = (torch.cos(rows)[:, None].expand(-1, WIDTH), rows % 2 == 0, rows, x * 2)
+            more = (torch.cos(rows)[:, None].repeat(1, WIDTH), rows % 2 == 0, rows, x * 2)
         table, mask, rows, side = more
         hidden = torch.tanh(self.linear(x)) * table + (mask * (rows + 1))[:, None] * 0.1
-        side = side + torch.tanh(self.side(hidden))
+        side = side + torch.tanh(self.side(1 * hidden))
         if self.last:
             return hidden + side
         return hidden, table, mask, rows, side
@@ -51,11 +51,47 @@ class Whole(nn.Sequential):
 
 @pytest.mark.parametrize(
     ("name", "placement", "stages"),
-    [("one_f_one_b", "loop", 2), ("interleaved", "loop", 4), ("zb_h1", "loop", 2)]
-    + [("zb_v", "vee", 4), ("dualpipe_v", "vee", 4)],
+    [
+        ("one_f_one_b", "loop", 2),
+        ("interleaved", "loop", 4),
+        ("zb_h1", "loop", 2),
+        ("zb_v", "vee", 4),
+        ("dualpipe_v", "vee", 4),
+    ],
 )
 def test_mixed_types(name: str, placement: str, stages: int) -> None:
     step = step_of(placement, schedule=name)
-    assert_same_gradients(
-        step, blocks(stages), batch(), ranks=2, microbatches=MB, loss_fn=mse_loss
-    )
+    assert_same_gradients(step, blocks(stages), batch(), ranks=2, microbatches=MB, loss_fn=mse_loss)
+
+
+def told_without_gradient(rank: int) -> None:
+    """A stage that says of its second output that it needs no gradient, which it does."""
+    part, like = Two(rank == 1), torch.empty(2, WIDTH)
+    wanted = torch.empty(2, WIDTH, requires_grad=True)
+    between = (wanted, like)
+    stage = PipelineStage(
+        part, rank, 2, torch.device("cpu"),
+        input_args=between if rank else like, output_args=wanted if rank else between,
+    )  # fmt: skip
+    schedule = Schedule([stage], MB, mse_loss, schedule="one_f_one_b")
+    x, y = batch()
+    schedule.step(*(() if rank else (x,)), target=y if rank else None)
+
+
+class Two(nn.Module):
+    def __init__(self, last: bool) -> None:
+        super().__init__()
+        torch.manual_seed(last)
+        self.a, self.b, self.last = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH), last
+
+    def forward(self, x: Tensor, *more: Tensor) -> Any:
+        if self.last:
+            return self.a(x) + self.b(more[0])
+        return self.a(x), self.b(x)
+
+
+def test_a_gradient_that_torch_would_not_send_is_refused() -> None:
+    """Else the weights of `b` in the first stage were not trained, and nobody told."""
+    with pytest.raises(RankError) as caught:
+        run(told_without_gradient, 2, limit=20)
+    assert "output 1 of stage 0 needs a gradient" in str(caught.value)

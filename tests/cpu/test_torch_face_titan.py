@@ -1,0 +1,177 @@
+"""`schedir.torch.Schedule` built and called as torchtitan builds and calls torch's schedules.
+
+After its `pipeline_parallel.py`, `trainer.py` and `validate.py` of 2025 and of August 2026: a model
+on the meta device is cut into stages, each is sharded, then the schedule is made, and only then are
+weights made; batches are whole in the older one, and microbatches in the newer one.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.pipelining import schedules as theirs
+from torch.distributed.pipelining.stage import PipelineStage
+from torch.distributed.tensor import DTensor, distribute_tensor
+
+from schedir.torch import Schedule
+from tests.cpu.spawn import run
+
+LAYERS, WIDTH, ROWS, MB = 4, 6, 8, 4
+
+
+class Layers(nn.Module):
+    """Some layers of a model, which take how to scale what they add."""
+
+    def __init__(self, own: list[int]) -> None:
+        super().__init__()
+        self.layers = nn.ModuleDict({f"{k}": nn.Linear(WIDTH, WIDTH) for k in own})
+
+    def forward(self, x: Tensor, by: Tensor | None = None) -> Tensor:
+        for layer in self.layers.values():
+            x = x + torch.tanh(layer(x)) * (1.0 if by is None else by)
+        return x
+
+    @torch.no_grad()
+    def init_weights(self) -> None:
+        for k, layer in self.layers.items():
+            torch.manual_seed(int(k))
+            for p in layer.parameters():
+                full: Tensor = 0.3 * torch.randn(p.shape)
+                if isinstance(p, DTensor):
+                    full = distribute_tensor(full, p.device_mesh, p.placements)
+                p.copy_(full)
+
+
+def loss_fn(y: Tensor, target: Tensor, global_valid_tokens: float = 1.0) -> Tensor:
+    """A sum that is divided by what the step says."""
+    return (y - target).square().sum() / global_valid_tokens
+
+
+def indices(style: str, rank: int, ranks: int, stages: int) -> list[int]:
+    if style == "v":
+        return [rank, stages - 1 - rank]
+    return [*range(rank, stages, ranks)]
+
+
+def build(kind: type, stages: list[PipelineStage]) -> Any:
+    """By the kind of a class it says whether to pass one stage or all."""
+    looped = issubclass(kind, theirs.PipelineScheduleMulti)
+    given: Any = stages if looped else stages[0]
+    return kind(given, n_microbatches=MB, loss_fn=loss_fn, scale_grads=False)
+
+
+def data(step: int, replica: int) -> tuple[Tensor, Tensor, Tensor]:
+    torch.manual_seed(10 * step + replica)
+    return torch.randn(ROWS, WIDTH), torch.randn(ROWS, WIDTH), torch.rand(ROWS, 1)
+
+
+class Trainer:
+    """What a rank does, of a trainer of one of the two kinds."""
+
+    def __init__(self, kind: type, style: str, stages: int, pre_split: bool) -> None:
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "dp"))
+        pp, self.replica = mesh["pp"].get_local_rank(), mesh["dp"].get_local_rank()
+        held, self.parts = [], []
+        for s in indices(style, pp, 2, stages):
+            with torch.device("meta"):
+                part = Layers([*range(s * LAYERS // stages, (s + 1) * LAYERS // stages)])
+            group = mesh["pp"].get_group()
+            held.append(PipelineStage(part, s, stages, torch.device("cpu"), group=group))
+            self.parts.append(part)
+        for k, stage in enumerate(held):
+            self.parts[k] = fully_shard(  # type: ignore[call-overload]
+                self.parts[k], mesh=mesh["dp"], reshard_after_forward=False
+            )
+            stage.submod = self.parts[k]
+        self.schedule = build(kind, held)
+        self.first, self.last = (any(getattr(s, e) for s in held) for e in ("is_first", "is_last"))
+        for part in self.parts:
+            part.to_empty(device="cpu")
+            part.init_weights()
+        parameters = [p for part in self.parts for p in part.parameters()]
+        self.optimizer = torch.optim.SGD(parameters, lr=0.01)
+        self.pre_split = pre_split
+
+    def call(self, what: Any, step: int, tokens: float) -> float | None:
+        """The sum of the losses of a step or an evaluation, where they are."""
+        x, y, by = data(step, self.replica)
+        losses: list[Tensor] | None = [] if self.last else None
+        told: dict[str, Any] = {"losses": losses, "return_outputs": False}
+        if self.pre_split:
+            what(
+                arg_mbs=[(part,) for part in x.chunk(MB)] if self.first else None,
+                kwarg_mbs=[{"by": part} for part in by.chunk(MB)],
+                target_mbs=[*y.chunk(MB)] if self.last else None,
+                loss_kwargs={"global_valid_tokens": tokens},
+                **told,
+            )
+        elif self.first:
+            what(x, by=by, target=y if self.last else None, **told)
+        else:
+            what(by=by, target=y if self.last else None, **told)
+        return torch.stack([one.detach() for one in losses]).sum().item() if losses else None
+
+    def train(self) -> list[float | None]:
+        """Two steps, with an evaluation ahead of each."""
+        seen = []
+        for step in range(2):
+            with torch.no_grad():
+                for part in self.parts:
+                    part.eval()
+                seen.append(self.call(self.schedule.eval, step + 5, 2.0))
+            for part in self.parts:
+                part.train()
+            self.optimizer.zero_grad()
+            seen.append(self.call(self.schedule.step, step, 2.0))
+            self.optimizer.step()
+        return seen
+
+
+CASES = [
+    (name, style, stages, pre_split)
+    for name, style, stages in (
+        ("one_f_one_b", "loop", 2),
+        ("interleaved", "loop", 4),
+        ("zb_v", "v", 4),
+    )
+    for pre_split in (False, True)
+]
+
+
+def trained(rank: int) -> list[list[float | None]]:
+    return [
+        Trainer(Schedule.of(schedule=name), style, stages, pre_split).train()
+        for name, style, stages, pre_split in CASES
+    ]
+
+
+def plain(pre_split: bool) -> list[list[float]]:
+    """The same of one process, of each replica."""
+    model = Layers([*range(LAYERS)])
+    model.init_weights()
+    optimizer, tokens = torch.optim.SGD(model.parameters(), lr=0.01), 2.0 if pre_split else 1.0
+    seen: list[list[float]] = [[], []]
+    for step in range(2):
+        for replica in range(2):
+            x, y, by = data(step + 5, replica)
+            seen[replica].append(loss_fn(model(x, by), y, tokens).item())
+        optimizer.zero_grad()
+        for replica in range(2):
+            x, y, by = data(step, replica)
+            loss = loss_fn(model(x, by), y, tokens)
+            (loss / 2).backward()  # the mean over replicas
+            seen[replica].append(loss.item())
+        optimizer.step()
+    return seen
+
+
+def test_losses_are_those_of_one_process() -> None:
+    """Of whole batches and of microbatches; one run, as processes are slow to begin."""
+    for case, *ranks in zip(CASES, *run(trained, 4), strict=True):
+        last = [losses for losses in ranks if losses[0] is not None]
+        for one, other in zip(last, plain(case[-1]), strict=True):
+            torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-5, msg=str(case))
