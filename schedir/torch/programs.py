@@ -12,12 +12,12 @@ import torch
 import torch.distributed as dist
 
 from schedir.analysis.models import Model
-from schedir.compiler.compile import compile, lower
+from schedir.compiler.compile import compile, finish, lower
 from schedir.errors import UsageError, said
 from schedir.io import torch_csv
 from schedir.io.files import read_text
 from schedir.io.load import load
-from schedir.ir.ops import FORWARD
+from schedir.ir.ops import FORWARD, STEPS
 from schedir.ir.plan import Plan
 from schedir.ir.program import FIELDS, Program, Stream, is_op
 from schedir.ir.stream import JOINED
@@ -77,7 +77,11 @@ def compiled(found: Schedule | Program, plan: Plan, tied: Tied) -> Program:
             program=found.name,
             fields=["program"],
         )
-    return compile(found, tied=found.tied or tied) if found.is_draft else found
+    if found.is_draft:
+        return compile(found, tied=found.tied or tied)
+    ends = any(is_op(stream.words.view(FIELDS)["op"], STEPS).any() for stream in found.streams)
+    # A CSV may have transfers, but has no step of an optimizer, and no sums of tied weights.
+    return found if ends else finish(replace(found, tied=found.tied or tied))
 
 
 def _shape(plan: Plan) -> str:
