@@ -43,9 +43,9 @@ def arguments(config: str, folder: Path, *sets: str) -> list[str]:
     return ["train", config, *(f"--set={s}" for s in (*sets, f'output.folder="{folder}"'))]
 
 
-def start(command: list[str]) -> subprocess.Popen[str]:
+def start(command: list[str], cwd: Path = ROOT) -> subprocess.Popen[str]:
     return subprocess.Popen(
-        command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        command, cwd=cwd, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     )
 
 
