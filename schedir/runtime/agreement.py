@@ -88,7 +88,7 @@ def _require_others_step(program: Program, optimizer: Steps | None) -> None:
     """Refuse an executor that adds to gradients, and would do with them what is left to others."""
     does = {
         "sums them over replicas": program.dp > 1,
-        "sums them over the holders of a stage": program.plan.rows > 1,
+        "sums them over the holders of a stage": program.plan.rows > 1 and program.trains,
         "has several updates": program.plan.updates > 1,
         "takes their norm": program.clip,
         "steps an optimizer": optimizer is not None,

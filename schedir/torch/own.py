@@ -2,16 +2,37 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from functools import partial
+from typing import Any, Final
 
-from schedir.errors import UsageError
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.nn.parallel import DistributedDataParallel as Replicated
+from torch.utils._pytree import tree_map_only
+
 from schedir.ir.program import Program
 from schedir.ir.ties import Ties
+from schedir.torch import gradients
+from schedir.torch.agree import require_same, told
+from schedir.torch.made import Facts, Made, facts_of, made, shapes_of
+
+KEPT: Final = 4  # executors, of shapes that were met last
 
 
 class Own:
-    """Runs the steps of a `schedir.torch.Schedule`."""
+    """Runs the steps of a `schedir.torch.Schedule` by our Executor.
+
+    The executor is made at the first step, of what `submod` of the stages is then, and of the
+    shapes that the first microbatch has on its way.  Before each step the ranks tell each other
+    whether it still fits (one number); if shapes, modules, or what is trained have changed on any,
+    all make another, and the last few are kept.  So a change is never a hang.
+
+    A rank whose step fails leaves: waits of the others for it end in an ExecutionError.  The next
+    step makes a new executor.
+    """
 
     def __init__(
         self,
@@ -23,7 +44,24 @@ class Own:
         tied: Ties | None,
         group: Any,
     ) -> None:
-        raise UsageError("runtime='schedir' is not there yet", hint="runtime='torch'")
+        self.stages, self.group, self.tied = stages, group, tied
+        self.programs = {False: forward_program, program.trains: program}
+        self.loss_fn = loss_fn
+        self.divisor = program.plan.microbatches if scale_grads else 1
+        self.aside = self.divisor > 1 or bool(program.tied) or program.plan.rows > 1
+        self.first = any(stage.is_first for stage in stages)
+        self.last = next((stage for stage in stages if stage.is_last), None)
+        self.made: dict[tuple[Facts, ...], Made] = {}
+        self.now: Made | None = None
+        self.failures = 0
+        self.changed = torch.zeros(1, dtype=torch.int32, device=_device_of(group, stages[0].device))
+        self.most = dist.AllreduceOptions()
+        self.most.reduceOp = dist.ReduceOp.MAX  # type: ignore[assignment]
+        # Of the step under way, by microbatch.
+        self.outputs: list[Any] = []
+        self.losses: list[Any] = []
+        self.keeps_outputs = self.takes_losses = False
+        self.loss_kwargs: Mapping[str, Any] = {}
 
     def step(
         self,
@@ -34,5 +72,107 @@ class Own:
         return_outputs: bool,
         loss_kwargs: dict[str, Any] | None,
     ) -> None:
-        """Run one step, or the forwards alone if the stages' `has_backward` is False."""
-        raise NotImplementedError
+        """Run one step, or the forwards alone if the stages' `has_backward` is False.
+
+        Outputs of the last stage are left in its `output_chunks`, and losses in `losses`, both
+        detached.
+        """
+        trains = bool(self.stages[0].has_backward)
+        program = self.programs[trains]
+        n = program.plan.microbatches
+        inputs = [*(arg_mbs or [()] * n)] if self.first else []
+        now = self.now = self._ready(trains, inputs, kwarg_mbs or [{}] * n)
+        self.loss_kwargs = loss_kwargs or {}
+        self.keeps_outputs = return_outputs
+        self.takes_losses = self.loss_fn is not None and target_mbs is not None
+        self.outputs, self.losses = [None] * n, [None] * n
+        targets: Any = [*enumerate(target_mbs or [None] * n)] if self.last is not None else []
+        try:
+            with ExitStack() as stack:
+                if trains and self.aside:
+                    stack.enter_context(gradients.put_aside(self.stages))
+                now.executor.step([x for (x,) in inputs], targets)
+                if trains:
+                    self._finish(program)
+        except BaseException:
+            self._failed(now)
+            raise
+        if self.last is not None and return_outputs:
+            self.last.output_chunks.extend(self.outputs)
+        if self.last is not None and losses is not None:
+            losses.clear()
+            losses.extend(self.losses if self.takes_losses else ())
+        self.outputs, self.losses = [], []
+
+    def _finish(self, program: Program) -> None:
+        """What torch's runtime does at REDUCE_GRAD."""
+        if program.plan.rows > 1:  # in buffers of the executor's, which the next step fills
+            for p in gradients.parameters(self.stages):
+                p.grad = None if p.grad is None else p.grad.clone()
+        for stage in self.stages:
+            if isinstance(stage.submod, Replicated):
+                gradients.mean_over_replicas(stage.submod)
+        if self.divisor > 1:
+            gradients.scale(self.stages, self.divisor)
+
+    def _loss(self, y: Any, given: tuple[int, Any]) -> Tensor:
+        """Keep the output and the loss of a microbatch; what the executor takes gradients of."""
+        mb, target = given
+        if self.keeps_outputs:
+            self.outputs[mb] = tree_map_only(Tensor, self._apart, y)
+        if not self.takes_losses:
+            return torch.zeros(())
+        loss = self.loss_fn(y, target, **self.loss_kwargs)
+        self.losses[mb] = tree_map_only(Tensor, self._apart, loss)
+        trains = self.now is not None and self.now.facts.trains
+        return loss if trains else torch.zeros(())
+
+    def _apart(self, tensor: Tensor) -> Tensor:
+        """What a step leaves to its caller: nothing that the next one writes over."""
+        assert self.now is not None
+        there = tensor.untyped_storage().data_ptr() in self.now.received
+        return tensor.detach().clone() if there else tensor.detach()
+
+    def _failed(self, now: Made) -> None:
+        self.failures += 1
+        self.now = None
+        self.made.clear()
+        now.leave()
+
+    # ------------------------------------------------------------ which executor
+
+    def _ready(self, trains: bool, inputs: list[Any], kwarg_mbs: list[Any]) -> Made:
+        """The executor of a step, which all ranks take or make together."""
+        shapes = tuple(map(shapes_of, inputs)), tuple(map(shapes_of, kwarg_mbs))
+        now = self.now
+        self.changed.fill_(now is None or not now.fits(trains, shapes, self.stages))
+        self.group.allreduce([self.changed], self.most).wait()
+        if now is not None and not self.changed.item():
+            return now
+        program = self.programs[trains]
+        mine = partial(facts_of, self.stages, trains, shapes, self.failures, program)
+        key = tuple(told(mine, self.group))
+        require_same("whether gradients are taken", [facts.trains for facts in key])
+        for other in [k for k in self.made if [*map(_failures, k)] != [*map(_failures, key)]]:
+            self.made.pop(other).leave()
+        if key not in self.made:
+            while len(self.made) >= KEPT:
+                self.made.pop(next(iter(self.made))).leave()
+            args, kwargs = [*inputs, ()][0], [*kwarg_mbs, {}][0]
+            self.made[key] = made(
+                key, self.stages, program, self.group, self._loss, self.tied, args, kwargs
+            )
+        return self.made[key]
+
+
+def _failures(facts: Facts) -> int:
+    return facts.failures
+
+
+def _device_of(group: Any, device: torch.device) -> torch.device:
+    """Where processes of a group compare a number: on the host, if they have a backend there."""
+    try:
+        group._get_backend(torch.device("cpu"))
+    except RuntimeError:
+        return torch.device(device)
+    return torch.device("cpu")

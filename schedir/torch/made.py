@@ -1,0 +1,241 @@
+"""Made: executors for torch's stages, and what they are made for."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+from torch.nn.parallel import DistributedDataParallel as Replicated
+from torch.utils._pytree import tree_leaves
+
+from schedir.errors import ModelError, UsageError
+from schedir.ir.program import Program
+from schedir.ir.ties import Ties
+from schedir.runtime.executor import Executor
+from schedir.runtime.rank import Boundary
+from schedir.runtime.splittable import split_linears
+from schedir.torch.actions import splits
+from schedir.torch.shapes import boundaries
+from schedir.torch.stages import require_reducible
+from schedir.transports.nccl import nccl
+from schedir.transports.processes import Gloo, Processes
+from schedir.transports.shared import Shared
+
+Shapes = tuple[tuple[Any, ...], ...]  # of inputs and keywords, by microbatch
+
+
+class Facts(NamedTuple):
+    """What a rank's executor is made for; of all ranks, it says which executor runs a step."""
+
+    trains: bool
+    shapes: Shapes
+    modules: tuple[int, ...]
+    trained: tuple[bool, ...]  # of their parameters, in order
+    prefixes: tuple[str, ...]  # of their names, as torch.compile has them
+    failures: int
+
+
+@dataclass
+class Made:
+    """An executor, and what it was made for."""
+
+    facts: Facts
+    modules: tuple[nn.Module, ...]
+    executor: Executor
+    transport: Processes
+    received: frozenset[int]  # where what is received lies
+
+    def fits(self, trains: bool, shapes: Shapes, stages: Sequence[Any]) -> bool:
+        """Whether it is for this step, as far as this rank can see."""
+        if (trains, shapes) != (self.facts.trains, self.facts.shapes):
+            return False
+        if any(one.submod is not other for one, other in zip(stages, self.modules, strict=True)):
+            return False
+        try:
+            self.executor.state.unchanged.expect()
+        except ModelError:
+            return False
+        return True
+
+    def leave(self) -> None:
+        """Let go what is under way, and let ranks that wait for this one know."""
+        state = self.executor.state
+        state.sending.clear()
+        state.reducing.clear()
+        for stage in state.stages.values():
+            stage.arrivals.clear()
+        self.transport.leave()
+
+
+def facts_of(
+    stages: Sequence[Any], trains: bool, shapes: Shapes, failures: int, program: Program
+) -> Facts:
+    """What a rank has for a step.  Raises UsageError and ModelError for what cannot run."""
+    for stage in stages:
+        _require_own(stage)
+    for each in shapes:
+        for mb, one in enumerate(each):
+            if one != each[0]:
+                raise UsageError(
+                    f"microbatch {mb} is {_said(one)}, and the first {_said(each[0])}: all have "
+                    "one shape",
+                    program=program.name,
+                )
+    inputs, keywords = shapes
+    if any(len(one) != 1 for one in inputs) or any(keywords):
+        raise UsageError(
+            "the first stage takes one tensor, and none by name, as yet",
+            program=program.name,
+            hint="runtime='torch'",
+        )
+    modules = [stage.submod for stage in stages]
+    return Facts(
+        trains,
+        shapes,
+        tuple(map(id, modules)),
+        tuple(p.requires_grad for module in modules for p in module.parameters()),
+        tuple(_prefix(module) for module in modules),
+        failures,
+    )
+
+
+def made(
+    key: Sequence[Facts],
+    stages: Sequence[Any],
+    program: Program,
+    group: Any,
+    loss: Any,
+    tied: Ties | None,
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+) -> Made:
+    """The executor of a rank, for what all ranks have; all of the group call this.
+
+    `args` and `kwargs` are those of the first microbatch.  Layers are made splittable, in place,
+    where backwards are split, but not within what torch.compile has compiled.
+    """
+    rank = dist.get_rank(group)
+    trains = key[rank].trains
+    modules = {stage.stage_index: _inner(stage.submod) for stage in stages}
+    for s in splits(program) & modules.keys() if trains else ():
+        if not hasattr(modules[s], "_orig_mod"):
+            split_linears(modules[s])
+    with torch.inference_mode(False):
+        found = boundaries(modules, program.plan, group, args, kwargs, trains=trains)
+        transport = _transport(program, group, torch.device(stages[0].device))
+        executor = Executor(
+            program,
+            rank,
+            modules,
+            transport,
+            loss=loss,
+            boundary=_one(found, program),
+            seed=None,
+            tied=_tied(tied, key, program),
+            alike=True,  # the schedule has looked
+            adds=not (trains and program.plan.rows > 1),
+            record=False,
+        )
+    received = tree_leaves(executor.state.buffers)
+    return Made(
+        key[rank],
+        tuple(stage.submod for stage in stages),
+        executor,
+        transport,
+        frozenset(one.untyped_storage().data_ptr() for one in received),
+    )
+
+
+def _tied(tied: Ties | None, key: Sequence[Facts], program: Program) -> Ties | None:
+    """What is tied, by the names that parameters have in the modules that run."""
+    if tied is None:
+        return None
+    own = zip(program.plan.stages_of, key, strict=True)
+    prefix = {s: p for stages, of in own for s, p in zip(stages, of.prefixes, strict=True)}
+    return Ties(
+        tuple(tuple((s, prefix[s] + name) for s, name in places) for places in tied.weights)
+    )
+
+
+def _inner(module: nn.Module) -> nn.Module:
+    """What runs: the module that DDP has, without its reductions."""
+    return module.module if isinstance(module, Replicated) else module
+
+
+def shapes_of(given: Any) -> tuple[Any, ...]:
+    """The shapes and types of a microbatch's arguments, by name if they have names."""
+    each = given.items() if isinstance(given, Mapping) else enumerate(given)
+    return tuple(
+        (name, x.shape, x.dtype) if isinstance(x, Tensor) else (name, type(x).__name__)
+        for name, x in each
+    )
+
+
+def _said(shapes: tuple[Any, ...]) -> str:
+    each = (f"{[*one[1]]} of {one[2]}" if len(one) == 3 else str(one[1]) for one in shapes)
+    return ", ".join(each) or "nothing"
+
+
+def _prefix(module: nn.Module) -> str:
+    """What stands before the names of a module's parameters where it is compiled."""
+    return "_orig_mod." if hasattr(_inner(module), "_orig_mod") else ""
+
+
+def _require_own(stage: Any) -> None:
+    """Refuse a stage that our executor does not run as its wrapper would."""
+    module = stage.submod
+    if any(isinstance(m, FSDPModule) for m in module.modules()):
+        raise UsageError(
+            f"stage {stage.stage_index} is sharded by fully_shard, which runtime='schedir' does "
+            "not gather and reduce",
+            hint="runtime='torch'",
+            fields=["runtime"],
+        )
+    if isinstance(module, Replicated):
+        require_reducible(stage)
+    elif any(isinstance(m, Replicated) for m in module.modules()):
+        raise UsageError(
+            f"a part of stage {stage.stage_index} is wrapped by DistributedDataParallel, and would "
+            "reduce its gradients in each backward",
+            hint="DistributedDataParallel(stage.submod)",
+            fields=["stages"],
+        )
+
+
+def _one(found: Mapping[int, tuple[Boundary, ...]], program: Program) -> Boundary:
+    """The one tensor that passes between stages."""
+    each = {one for crossing in found.values() for one in crossing} or {Boundary((1,))}
+    if len(each) > 1 or any(len(crossing) > 1 for crossing in found.values()):
+        raise UsageError(
+            f"stages pass on {', '.join(map(str, sorted(each, key=str)))}, and between all one "
+            "tensor of one shape passes as yet",
+            program=program.name,
+            hint="runtime='torch'",
+        )
+    return each.pop()
+
+
+def _transport(program: Program, group: Any, device: torch.device) -> Processes:
+    """The best transport between the processes of a group; all of them call this."""
+    if device.type == "cpu":
+        kind = Shared if Shared.fits(program, group) else Gloo
+        return kind(program, _patience(group), group=group)
+    if dist.get_world_size(group) != dist.get_world_size():
+        raise UsageError(
+            "on GPUs runtime='schedir' runs in all processes, and not in a group of them",
+            hint="runtime='torch'",
+            fields=["runtime"],
+        )
+    return nccl(program, device)
+
+
+def _patience(group: Any) -> float | None:
+    """For how many seconds processes of a group wait for each other, if it says so."""
+    options = getattr(group._get_backend(torch.device("cpu")), "options", None)
+    timeout = getattr(options, "_timeout", None)
+    return None if timeout is None else float(timeout.total_seconds())

@@ -1,0 +1,74 @@
+"""Shapes: what passes between torch's stages, found by running a microbatch through them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.utils._pytree import tree_map_only
+
+from schedir.errors import ModelError, ProgramError, in_words
+from schedir.ir.plan import Plan
+from schedir.runtime.buffers import restored
+from schedir.runtime.rank import Boundary, device_of
+
+
+def boundaries(
+    modules: Mapping[int, nn.Module],
+    plan: Plan,
+    group: Any,
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+    *,
+    trains: bool,
+) -> dict[int, tuple[Boundary, ...]]:
+    """Of each stage but the last, the tensors that it gives.
+
+    `modules` are this rank's stages, `args` what the first is given for a microbatch, and `kwargs`
+    what this rank's are.  The stages run one after the other, each on what the one before gives,
+    as zeros; buffers, gradients and generators are then what they were.  All ranks of the group
+    call this.  Raises ModelError, in all of them, for a stage that fails, and for one that gives
+    anything but tensors.
+    """
+    rank, found = dist.get_rank(group), dict[int, tuple[Boundary, ...]]()
+    for s in range(plan.stages - 1):
+        owner = int(plan.rank_of[s])
+        told: list[Any] = [None]
+        if rank == owner:
+            try:
+                given = found[s - 1] if s else args
+                told = [_given(modules[s], s, given, kwargs, trains=trains)]
+            except ProgramError as error:
+                told = [error.fact]
+            except Exception as error:
+                told = [f"stage {s} fails in the first microbatch: {in_words(error)}"]
+        dist.broadcast_object_list(told, group=group, group_src=owner)
+        if isinstance(told[0], str):
+            raise ModelError(told[0])
+        found[s] = told[0]
+    return found
+
+
+def _given(
+    module: nn.Module, s: int, given: tuple[Any, ...], kwargs: Mapping[str, Any], *, trains: bool
+) -> tuple[Boundary, ...]:
+    """What a stage gives for a microbatch."""
+    device = device_of({s: module})
+    xs = tuple(_zeros(x, device) if isinstance(x, Boundary) else x for x in given)
+    # Copies, and no leaves: a module may write to what it is given.
+    with restored(module, device), torch.set_grad_enabled(trains):
+        args, named = tree_map_only(Tensor, torch.clone, (xs, dict(kwargs)))
+        y = module(*args, **named)
+    ys = y if isinstance(y, tuple | list) else (y,)
+    for y in ys:
+        if not isinstance(y, Tensor):
+            raise ModelError(f"stage {s} gives {type(y).__name__}, and tensors alone can pass")
+    return tuple(Boundary(tuple(y.shape), y.dtype) for y in ys)
+
+
+def _zeros(one: Boundary, device: torch.device) -> Tensor:
+    zeros = torch.zeros(one.shape, dtype=one.dtype, device=device)
+    return zeros.requires_grad_(one.dtype.is_floating_point or one.dtype.is_complex)
