@@ -99,8 +99,10 @@ class Edit:
     def partner(self, w: int) -> Place | None:
         """Where the other side of a transfer stands."""
         row = ROWS[op(w)]
-        other = stage(w) + row.hop
-        if row.meets is None or not 0 <= other < self.program.plan.stages:
+        if row.meets is None or row.hop is None:
+            return None
+        other = int(self.program.beside(row.hop)[stage(w)])
+        if other < 0:
             return None
         wanted, rank = word(row.meets, other, mb(w)), int(self.program.plan.rank_at(other, mb(w)))
         return next(((rank, k) for k, x in enumerate(self.lists[rank]) if bare(x) == wanted), None)

@@ -18,8 +18,12 @@ if TYPE_CHECKING:
 
 O = Opcode
 COMPUTES = (O.Forward, O.Backward, O.BackwardInput, O.BackwardWeight)
-MESSAGES = (O.SendAct, O.RecvAct, O.SendGrad, O.RecvGrad)
-SENDING = (O.SendAct, O.SendGrad)
+SENDING = (O.SendAct, O.SendGrad, O.SendSkip, O.SendSkipGrad)
+TAKING = (O.RecvAct, O.RecvGrad, O.RecvSkip, O.RecvSkipGrad)
+MESSAGES = SENDING + TAKING
+MOVES = dict(zip(SENDING, ("act", "grad", "skip", "skip_grad"), strict=True)) | dict(
+    zip(TAKING, ("act", "grad", "skip", "skip_grad"), strict=True)
+)
 LARGEST = 256
 Slot = tuple[object, ...]
 Part = tuple[int, str]  # of a stage's gradient: the microbatch's "plain" weights, or "split" ones
@@ -32,7 +36,7 @@ class Wrong(Exception):
 class Tensor(NamedTuple):
     """Data that knows what it is: the output of a stage, or the gradient of its input."""
 
-    kind: str  # "act" or "grad"
+    kind: str  # "act" or "grad", or "skip" or "skip_grad"
     stage: int
     mb: int
     whole: bool = True  # or the 1/t that scatter keeps
@@ -238,6 +242,11 @@ class Host:
             self.look("parameters", version)
         if i.stage > 0:
             self.expect(self.take("act_in", i.stage, i.mb), "act", i.stage - 1, i.mb, True)
+        if i.stage in self.machine.skips.values():
+            begin = self.machine.beginning(i.stage)
+            self.expect(self.take("skip_in", i.stage, i.mb), "skip", begin, i.mb, True)
+        if i.stage in self.machine.skips:
+            self.hand("skip", i, self.machine.skips[i.stage])
         if i.stage == self.machine.stages - 1:
             self.give("loss", i.mb)
         elif self.runs(i.stage + 1, i.mb):
@@ -262,12 +271,22 @@ class Host:
         self.take("saved", i.stage, i.mb)
         if i.stage < self.machine.stages - 1:
             self.expect(self.take("grad_in", i.stage, i.mb), "grad", i.stage + 1, i.mb, True)
+        if i.stage in self.machine.skips:
+            end = self.machine.skips[i.stage]
+            self.expect(self.take("skip_grad_in", i.stage, i.mb), "skip_grad", end, i.mb, True)
+        if self.machine.beginning(i.stage) >= self.machine.frozen:
+            self.hand("skip_grad", i, self.machine.beginning(i.stage))
         if i.stage == self.machine.frozen:
             return  # nobody wants it
         if self.runs(i.stage - 1, i.mb):
             self.make(self.give("grad_in", i.stage - 1, i.mb), "grad", i.stage, i.mb)
         else:
             self.make(self.give("grad_out", i.stage, i.mb), "grad", i.stage, i.mb)
+
+    def hand(self, kind: str, i: Instr, to: int) -> None:
+        """What goes along a skip: to a stage here, or into a message."""
+        slot = (f"{kind}_in", to) if self.runs(to, i.mb) else (f"{kind}_out", i.stage)
+        self.make(self.give(*slot, i.mb), kind, i.stage, i.mb)
 
     def backward_weight(self, i: Instr) -> None:
         self.queue("compute")
@@ -277,18 +296,22 @@ class Host:
     def message(self, i: Instr) -> None:
         """A transfer: sends at once what is in the out slot, or fills the in slot."""
         machine, model = self.machine, self.machine.model
-        kind = "act" if i.op in (O.SendAct, O.RecvAct) else "grad"
-        sends = i.op in (O.SendAct, O.SendGrad)
-        stage = i.stage + (1 if (kind == "act") == sends else -1)
-        first = machine.frozen if kind == "grad" else 0
+        kind, sends = MOVES[i.op], i.op in SENDING
+        lane = "grad" if "grad" in kind else "act"
+        up = (lane == "act") == sends  # to a later stage, or from one
+        if "skip" in kind:
+            stage = machine.skips.get(i.stage, -1) if up else machine.beginning(i.stage)
+        else:
+            stage = i.stage + (1 if up else -1)
+        first = machine.frozen if lane == "grad" else 0
         if not first <= stage < machine.stages or self.runs(stage, i.mb):
             raise Wrong(f"{i} on rank {self.rank} has nobody to go to")
         peer = machine.holder(stage, i.mb)
         way = (self.rank, peer) if sends else (peer, self.rank)
         queue, channel = {
-            "edge": ((kind, peer, sends), (kind, *way)),
+            "edge": ((lane, peer, sends), (lane, *way)),
             "pair": (peer, way),
-            "direction": (kind, (kind, *way)),
+            "direction": (lane, (lane, *way)),
             "device": ("wire", way),
             "torch": ("wire", ("all", *way)) if len(self.entry.group) > 1 else (peer, way),
             "serial": ("all", way),

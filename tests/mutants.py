@@ -19,6 +19,7 @@ from schedir.compiler.compile import lower
 from schedir.errors import ProgramError
 from schedir.ir.plan import Plan
 from schedir.ir.program import Program
+from schedir.ir.skips import Skips
 from schedir.ir.text import show
 from schedir.ir.ties import Tied, tied_stages
 from schedir.passes.lowering import LOWERING
@@ -103,6 +104,18 @@ def frozen(plan: Plan, rng: random.Random) -> int:
     return rng.randrange(plan.stages) if rng.random() < 0.3 else 0
 
 
+def skips(plan: Plan, rng: random.Random) -> Skips:
+    """None, or some."""
+    if plan.stages < 3 or rng.random() < 0.6:
+        return ()
+    found: list[tuple[int, int]] = []
+    for _ in range(rng.choice([1, 1, 2, 3])):
+        begin, end = sorted(rng.sample(range(plan.stages), 2))
+        if end > begin + 1 and all(begin != s and end != t for s, t in found):
+            found.append((begin, end))
+    return tuple(found)
+
+
 def more(rng: random.Random) -> dict[str, Any]:
     """Options that passes bring along, of a tree that has such."""
     options = [option for each in LOWERING for option in each.options]
@@ -123,7 +136,7 @@ def lowered(rng: random.Random) -> Program:
             plan = Plan(ranks, m, v, placement)
             draft = drafted(schedule, plan) if schedule else random_draft(plan, rng)
             whole = replace(check_draft(draft), tp=tp, tied=ties(plan, rng), clip=clip)
-            whole = replace(whole, frozen=frozen(plan, rng))
+            whole = replace(whole, frozen=frozen(plan, rng), skips=skips(plan, rng))
             program = lower(whole, **(added := more(rng)))
         except ProgramError:
             continue  # a schedule need not know every plan
@@ -150,7 +163,7 @@ def updating(rng: random.Random) -> Program:
                 else random_draft(plan, rng, split=rng.choice([0, 0.5, 1, 1]))
             )
             whole = replace(check_draft(draft), tied=tied_stages(tied, plan), clip=clip)
-            whole = replace(whole, frozen=frozen(plan, rng))
+            whole = replace(whole, frozen=frozen(plan, rng), skips=skips(plan, rng))
             program = lower(whole, **more(rng))
         except ProgramError:
             continue

@@ -200,9 +200,11 @@ def phantom_pair(e: Edit) -> bool | None:
     """A send and its receive that nobody asked for, before or after all else."""
     plan, send = e.program.plan, e.rng.choice(SENDS)
     row, s, m = ROWS[send], e.rng.randrange(plan.stages), e.rng.randrange(plan.microbatches)
-    if row.meets is None or not 0 <= s + row.hop < plan.stages:
+    assert row.meets is not None and row.hop is not None
+    other = int(e.program.beside(row.hop)[s])
+    if other < 0:
         return False
-    for there, o in ((s, send), (s + row.hop, row.meets)):
+    for there, o in ((s, send), (other, row.meets)):
         own = e.lists[int(plan.rank_at(there, m))]
         push(own, e.rng.choice([0, len(own)]), word(o, there, m))
     return None

@@ -14,7 +14,7 @@ from typing import Any
 from schedir.ir.costs import Costs
 from schedir.ir.ops import ROWS, Instr, Lane, Opcode, Per
 from schedir.ir.program import Program
-from tests.host import met
+from tests.host import SENDING, TAKING, met
 
 O = Opcode
 
@@ -59,7 +59,7 @@ class Machine:
     def _taken_apart(self, rank: int, group: tuple[int, ...]) -> list[tuple[int, ...]]:
         """A group as torch issues it: messages of one way each by itself."""
         ops = {self.lists[rank][k].op for k in group}
-        sends, receives = {O.SendAct, O.SendGrad}, {O.RecvAct, O.RecvGrad}
+        sends, receives = {*SENDING}, {*TAKING}
         return [(k,) for k in group] if ops <= sends or ops <= receives else [group]
 
     def _all(self, rank: int, groups: list[tuple[int, ...]]) -> set[object]:
@@ -75,12 +75,26 @@ class Machine:
         if not row.hop:
             gathers = i.op in (O.Gather, O.GatherGrad)
             return "dp" if row.lane == Lane.DP else "tp" if gathers else "compute"
-        peer = int(self.program.plan.rank_at(i.stage + row.hop, i.mb))
+        peer = int(self.program.plan.rank_at(self._other(i), i.mb))
         if self.model == "edge":
-            return (row.lane, peer, i.op in (O.RecvAct, O.RecvGrad))
+            return (row.lane, peer, i.op in TAKING)
         if self.model == "direction":
             return row.lane
         return peer if self.model == "pair" or (self.model == "torch" and not grouped) else "wire"
+
+    def _other(self, i: Instr) -> int:
+        """The stage at the other side of a message."""
+        skips = self.program.skips
+        return {
+            O.SendAct: i.stage + 1,
+            O.RecvAct: i.stage - 1,
+            O.SendGrad: i.stage - 1,
+            O.RecvGrad: i.stage + 1,
+            O.SendSkip: dict(skips).get(i.stage, -1),
+            O.RecvSkipGrad: dict(skips).get(i.stage, -1),
+            O.RecvSkip: {t: s for s, t in skips}.get(i.stage, -1),
+            O.SendSkipGrad: {t: s for s, t in skips}.get(i.stage, -1),
+        }[i.op]
 
     def _posted(self, rank: int, group: tuple[int, ...]) -> float | None:
         """When a group's turn comes and its values are there; None if not yet known."""
@@ -90,8 +104,8 @@ class Machine:
         for k in group:
             for need in self._needs(rank, self.lists[rank][k]):
                 times.append(self.ended.get(need, -1.0))
-            if k in self.left[rank]:
-                times.append(self.ended.get((rank, self.left[rank][k]), -1.0))
+            for free in self.left[rank].get(k, ()):
+                times.append(self.ended.get((rank, free), -1.0))
         return None if min(times) < 0 else max(times)
 
     def _needs(self, rank: int, i: Instr) -> list[tuple[int, int]]:
@@ -112,16 +126,21 @@ class Machine:
             version = max(i.mb // (plan.microbatches // plan.updates) - delay, 0)
             steps = [(rank, k) for k, j in enumerate(own) if j.op == O.OptimizerStep]
             version *= s >= self.program.frozen
-            return here((O.Gather, s), (O.RecvAct, s), (O.Forward, s - 1)) + steps[:version]
+            skip = here((O.RecvSkip, s), (O.Forward, self._from(s)))
+            return here((O.Gather, s), (O.RecvAct, s), (O.Forward, s - 1)) + skip + steps[:version]
         if i.op in (O.Backward, O.BackwardInput):
             before = [(O.Backward, s + 1), (O.BackwardInput, s + 1)]
             grad = here((O.GatherGrad, s), (O.RecvGrad, s), *before) if s + 1 < S else []
-            return here((O.Forward, s)) + grad
+            late = dict(self.program.skips).get(s, -1)
+            skip = here((O.RecvSkipGrad, s), (O.Backward, late), (O.BackwardInput, late))
+            return here((O.Forward, s)) + grad + skip
         simple: dict[Opcode, list[tuple[Opcode, int]]] = {
             O.BackwardWeight: [(O.BackwardInput, s)],
             O.SendAct: [(O.Scatter, s), (O.Forward, s)],
             O.Scatter: [(O.Forward, s)],
             O.SendGrad: [(O.ScatterGrad, s), *backward],
+            O.SendSkip: [(O.Forward, s)],
+            O.SendSkipGrad: backward,
             O.ScatterGrad: backward,
             O.Gather: [(O.RecvAct, s)],
             O.GatherGrad: [(O.RecvGrad, s)],
@@ -152,6 +171,10 @@ class Machine:
             if j.op in makers and j.stage in of and j.mb == i.mb
         ]
 
+    def _from(self, stage: int) -> int:
+        """The stage whose skip a stage takes; -1 for none."""
+        return {t: s for s, t in self.program.skips}.get(stage, -1)
+
     def values(self, rank: int) -> dict[tuple[str, int, int], tuple[int, int]]:
         """Of each value that lives in a slot: the indices at which it is filled and freed."""
         own, S = self.lists[rank], self.program.plan.stages
@@ -164,21 +187,32 @@ class Machine:
             elif op == O.RecvGrad:
                 values["grad_in", s, mb] = k, next(at[b] for o in backward
                                                    if (b := Instr(o, s, mb)) in at)  # fmt: skip
+            elif op == O.RecvSkip:
+                values["skip_in", s, mb] = k, at[Instr(O.Forward, s, mb)]
+            elif op == O.RecvSkipGrad:
+                takers = [Instr(o, s, mb) for o in backward]
+                values["skip_grad_in", s, mb] = k, next(at[t] for t in takers if t in at)
             elif op == O.Forward and s + 1 < S:
                 takers = [Instr(O.SendAct, s, mb), Instr(O.Forward, s + 1, mb)]
                 values["act_out", s, mb] = k, next(at[t] for t in takers if t in at)
             elif op in backward and s > self.program.frozen:
                 takers = [Instr(O.SendGrad, s, mb), *(Instr(o, s - 1, mb) for o in backward)]
                 values["grad_out", s, mb] = k, next(at[t] for t in takers if t in at)
+            if op == O.Forward and (end := dict(self.program.skips).get(s)) is not None:
+                takers = [Instr(O.SendSkip, s, mb), Instr(O.Forward, end, mb)]
+                values["skip_out", s, mb] = k, next(at[t] for t in takers if t in at)
+            if op in backward and (begin := self._from(s)) >= self.program.frozen:
+                takers = [Instr(O.SendSkipGrad, s, mb), *(Instr(o, begin, mb) for o in backward)]
+                values["skip_grad_out", s, mb] = k, next(at[t] for t in takers if t in at)
         return values
 
-    def _left(self, rank: int) -> dict[int, int]:
-        """For each index that fills a slot which was used before: the index that freed it."""
-        left: dict[int, int] = {}
+    def _left(self, rank: int) -> dict[int, list[int]]:
+        """For each index that fills slots which were used before: the indices that freed them."""
+        left: dict[int, list[int]] = defaultdict(list)
         if not self.program.slots:
             return left
         # Each slot on the heap is named by the index that freed it, -1 if nobody ever used it.
-        heap = {kind: deque([-1] * n) for kind, n in self.program.slots[rank]._asdict().items()}
+        heap = {kind: deque([-1] * n) for kind, n in self.program.slots[rank].said().items()}
         fills, frees = defaultdict(list), defaultdict(list)
         for (kind, _, _), (fill, free) in self.values(rank).items():
             fills[fill].append(kind)
@@ -188,7 +222,7 @@ class Machine:
                 for kind in fills[k]:
                     before = heap[kind].popleft()
                     if before >= 0:
-                        left[k] = before
+                        left[k].append(before)
             for k in group:
                 for kind in frees[k]:
                     heap[kind].append(k)
@@ -199,7 +233,7 @@ class Machine:
         if row.meets is None:
             return [(rank, self.where[rank, i])]
         if row.hop:
-            stage = i.stage + row.hop
+            stage = self._other(i)
             peer = int(self.program.plan.rank_at(stage, i.mb))
             other = (peer, self.where[peer, Instr(row.meets, stage, i.mb)])
             return [(rank, self.where[rank, i]), other]

@@ -13,7 +13,7 @@ from schedir.ir.ops import ROWS, TIERS, TOKENS, Instr, Lane, Opcode, Per, Token
 if TYPE_CHECKING:
     from tests.host import Host, Slot, Value
 
-KNOWN_ROWS, KNOWN_VALUES = 17, 10
+KNOWN_VALUES = 14
 _LANES = {Lane.COMPUTE: "compute", Lane.TP: "gathers", Lane.DP: "reductions"}
 
 

@@ -96,6 +96,7 @@ class Machine:
         self.frozen = program.frozen
         self.ties = [{*one} for one in program.tied if min(one) >= self.frozen]
         self.tied = {s for one in self.ties for s in one}
+        self.skips = dict(program.skips)
         self.awake: list[Iterator[Event]] = []
         self.happened = 0  # how many events have
         self.sent: dict[Slot, deque[Message]] = defaultdict(deque)
@@ -107,6 +108,10 @@ class Machine:
         rows, m = self.holders, self.microbatches
         whose = [k for k in range(len(rows)) for _ in range(m // len(rows) + (k < m % len(rows)))]
         return rows[whose[min(mb, m - 1)]][stage]
+
+    def beginning(self, stage: int) -> int:
+        """The stage whose skip a stage takes; -1 for none."""
+        return next((s for s, t in self.skips.items() if t == stage), -1)
 
     def mbs(self, update: int) -> range:
         """The microbatches of an update."""
@@ -123,7 +128,9 @@ class Machine:
     def small(self, i: Instr, kind: str) -> bool:
         """Whether a send waits for nobody."""
         maker = i.stage if kind == "act" else i.stage - 1  # of what the gradient is of
-        name = "gradient" if kind == "grad" else "activation"
+        name = {"grad": "gradient", "act": "activation"}.get(kind, "skip")
+        if "skip" in kind:
+            maker = i.stage if kind == "skip" else self.beginning(i.stage)
         size = float(self.sizes.of(name, self.program.plan.stages)[maker])
         scatter = Opcode.Scatter if kind == "act" else Opcode.ScatterGrad
         cut = any((j.op, j.stage, j.mb) == (scatter, *i[1:]) for own in self.lists for j, _ in own)

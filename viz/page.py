@@ -147,7 +147,7 @@ def _op(row: Any) -> dict[str, Any]:
         "label": label or row.text.replace("_", " "),
         "lane": int(row.lane),
         "per": row.per.value or "rank",
-        "hop": row.hop,
+        "hop": row.hop is not None,
         "work": row.op in COMPUTE,
         "sends": row.op in SENDS,
     }

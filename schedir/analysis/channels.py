@@ -19,6 +19,7 @@ _LATE: Final = tuple(row.op for row in ROWS if row.per is not Per.MICROBATCH)
 # models cut it finer.
 _APART: Final = [row.lane for row in LANES if not row.wire]
 LINES: Final = {row.lane: len(_APART) if row.wire else _APART.index(row.lane) for row in LANES}
+_LANE: Final = np.array([row.lane for row in ROWS])
 LINE_OF: Final = np.array([LINES[row.lane] for row in ROWS])
 _BATCH: Final = len(ROWS)  # in the place of an opcode: a transfer of a batch
 _OF_ALL: Final = np.append(LINE_OF, len(_APART))
@@ -50,7 +51,8 @@ def queues(index: Index, rules: ModelRow, *, shared: bool = False) -> NDArray[np
     for op in TRANSFERS:
         row, own = ROWS[op], held[op]
         if rules.peers:
-            there = np.clip(np.arange(plan.stages) + row.hop, 0, plan.stages - 1)
+            assert row.hop is not None
+            there = np.maximum(index.program.beside(row.hop), 0)
             own += plan.ranks * lines * (1 + plan.holders[:, there])
         if rules.kinds or rules.ways:
             way = 1 + 2 * row.lane * rules.kinds + (row.op in RECEIVES) * rules.ways
@@ -84,7 +86,7 @@ def channels(index: Index, partner: Positions, rules: ModelRow) -> tuple[Positio
     ranks = np.int64(index.program.plan.ranks)
     channel = index.rank[partner[got]] * ranks + index.rank[got]
     if rules.kinds:
-        channel += index.op[got] * ranks**2
+        channel += _LANE[index.op[got]] * ranks**2
     elif rules.batches and index.any_joined:
         channel += batched(index)[got] * ranks**2
     order = np.lexsort((got, channel))
@@ -112,7 +114,7 @@ def communicators(
     at = index.where_all(TRANSFERS)
     at = at[partner[at] != NONE]
     ranks = np.int64(index.program.plan.ranks)
-    grad = np.array([row.lane == Lane.GRAD for row in ROWS])[index.op[at]] & rules.kinds
+    grad = (_LANE[index.op[at]] == Lane.GRAD) & rules.kinds
     of_all = -1 - grad.astype(np.int64)
     if not rules.peers:
         return at, of_all

@@ -133,11 +133,8 @@ class Graph:
             if (at := self.index.positions.get(send)) is None:
                 continue
             row = ROWS[send]
-            stage = self.index.stage[at].astype(np.int32) + row.hop
-            inside = (stage >= 0) & (stage < self.program.plan.stages)
-            key = self.index.key[at] + np.int32(row.hop * self.program.plan.microbatches)
-            assert row.meets is not None
-            other = self.index.where(row.meets, np.where(inside, key, NONE))
+            assert row.meets is not None and row.hop is not None
+            other = self.index.where(row.meets, self.index.beside(row.hop, at))
             met = other != NONE
             partner[at[met]], partner[other[met]] = other[met], at[met]
         return partner

@@ -21,7 +21,7 @@ from typing import Final, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from schedir.analysis.slots import KINDS, counts, groups, leaving, sent_from
+from schedir.analysis.slots import KINDS, counts, groups, leaving, sent_from, whole_sizes
 from schedir.errors import MemoryLimitError, Site
 from schedir.ir.chains import NO_FORM
 from schedir.ir.flow import Flow
@@ -31,7 +31,7 @@ from schedir.ir.ops import (
     COMPUTE,
     KEPT,
     ROWS,
-    SCATTERS,
+    SENDS,
     SLOTTED,
     STEPS,
     TIERS,
@@ -57,6 +57,7 @@ _CHANGE: Final = np.array(
 )
 _USES_WEIGHTS: Final = tuple(dict.fromkeys((*COMPUTE, *consumers(Token.PARAMETERS))))
 _COUNTED: Final = tuple(op for op in _USES_WEIGHTS if ROWS[op].per is Per.MICROBATCH)
+_PUT_OUT: Final = tuple(ROWS[op].needs[0] for op in SENDS)
 _SEVERAL: Final = sum(TOKENS[token].made_of is None for token in _HELD) > 1
 
 
@@ -176,12 +177,15 @@ def held(
     flow, plan = Flow.of(program), program.plan
     weights = sizes.of("weights", plan.stages)
     version, versions = sizes.of("version", plan.stages), peak_versions(program)
-    static = [kind for kind in SLOTTED if kind in BOUNDARY or _is_said(program, kind)]
+    static = [
+        kind for kind in SLOTTED
+        if program.has(kind) and (kind in BOUNDARY or _is_said(program, kind))
+    ]  # fmt: skip
     room = {kind: _room(program, kind, sizes) for kind in static}
     kept = {
         kind.name.lower(): _kept(flow, kind, sizes, TIERS.index(tier), late)
         for kind in KINDS
-        if kind not in static or tier != TIERS[0]
+        if program.has(kind) and (kind not in static or tier != TIERS[0])
     }
     if tier == TIERS[0] and len((handed := _handed_over(program, sizes)).at):
         kept[_HANDED] = handed
@@ -285,9 +289,7 @@ def _neighbours(
 
 def _sizes_of(program: Program, kind: Token, sizes: Sizes) -> NDArray[np.float64]:
     """Bytes of each value of a kind, whole."""
-    row, fill = TOKENS[kind], Flow.of(program).lives(kind).fill
-    index, size = Index.of(program), sizes.each(row.size, program.plan)
-    return look_up(size, index.stage[fill].astype(np.intp) + row.edge, index.mb[fill])
+    return whole_sizes(program, kind, sizes, Flow.of(program).lives(kind).fill)
 
 
 def _room(
@@ -296,7 +298,7 @@ def _room(
     """Of each rank how many slots of a kind have memory, and how many bytes together: each the
     most that a value takes there."""
     lives, each = Flow.of(program).lives(kind), _sizes_of(program, kind, sizes)
-    if kind not in SCATTERS:
+    if kind not in _PUT_OUT:
         slots = counts(program)[:, KINDS.index(kind)]
         return slots, slots * lives.most(each)
     sent, _ = leaving(program, kind)
@@ -309,13 +311,16 @@ def _handed_over(program: Program, sizes: Sizes) -> _Kept:
     """What is put out and no message takes as it is: whole, until a neighbouring stage on the rank
     has used it, or a scatter has cut it."""
     group, changes = groups(Index.of(program)).astype(np.int64), []
-    for kind in SCATTERS:
+    for kind in filter(program.has, _PUT_OUT):
         lives, each = Flow.of(program).lives(kind), _sizes_of(program, kind, sizes)
         sent, cut = leaving(program, kind)
         here = ~sent | (cut != NONE)
         begin, each = lives.fill[here], each[here]
         end, one = np.where(cut == NONE, lives.freed, cut)[here], np.ones(len(begin), np.int64)
         changes += [(begin, 2 * group[begin], one, each), (end, 2 * group[end] + 1, -one, -each)]
+    if not changes:
+        none = np.empty(0, np.int64)
+        return _Kept(none, none, none, np.empty(0))
     return _Kept(*map(np.concatenate, zip(*changes, strict=True)))
 
 

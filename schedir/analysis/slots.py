@@ -107,7 +107,14 @@ def leaving(program: Program, kind: Token) -> tuple[NDArray[np.bool_], Positions
     """Of each value of a kind that is put out, as `Flow.lives` has them: whether a message takes
     it, and the scatter that has left a part of it by then, or NONE."""
     lives, index = Flow.of(program).lives(kind), Index.of(program)
-    return index.is_op(SENDS)[lives.freed], index.where(SCATTERS[kind], index.key[lives.fill])
+    return index.is_op(SENDS)[lives.freed], _cut(index, kind, lives.fill)
+
+
+def _cut(index: Index, kind: Token, at: Positions) -> Positions:
+    """The scatter of the value that each of some instructions is for, or NONE."""
+    if kind not in SCATTERS:
+        return np.full(len(at), NONE, np.int32)
+    return index.where(SCATTERS[kind], index.key[at])
 
 
 def sent_from(program: Program, kind: Token) -> NDArray[np.int64]:
@@ -128,15 +135,22 @@ def sent_from(program: Program, kind: Token) -> NDArray[np.int64]:
     return np.stack(found)
 
 
+def whole_sizes(program: Program, kind: Token, sizes: Sizes, at: Positions) -> NDArray[np.float64]:
+    """Bytes, whole, of the value of a kind that each of some instructions is for."""
+    row, index, each = TOKENS[kind], Index.of(program), sizes.each(TOKENS[kind].size, program.plan)
+    if row.across is not None and not row.across.ahead:  # told for the earlier stage
+        each = each[program.beside(row.across)]
+    return look_up(each, index.stage[at], index.mb[at])
+
+
 def message_sizes(program: Program, sizes: Sizes, sends: Positions) -> NDArray[np.float64]:
     """Bytes on the wire of each of some sends: what is put out, or the 1/t that a scatter left."""
     index, size = Index.of(program), np.zeros(len(sends))
     for op in SENDS:
         own = np.flatnonzero(index.op[sends] == op)
         (kind,) = ROWS[op].needs
-        row, at = TOKENS[kind], sends[own]
-        each = sizes.each(row.size, program.plan)
-        size[own] = look_up(each, index.stage[at].astype(np.intp) + row.edge, index.mb[at])
-        cut = index.where(SCATTERS[kind], index.key[at]) != NONE
+        at = sends[own]
+        size[own] = whole_sizes(program, kind, sizes, at)
+        cut = _cut(index, kind, at) != NONE
         size[own[cut]] /= program.tp
     return size

@@ -44,6 +44,7 @@ def compile(
     *,
     tied: bool | Ties | Sequence[Sequence[int]] | None = None,
     clip: bool | None = None,
+    skips: Sequence[tuple[int, int]] | None = None,
     boundary: Boundary = "replicated",
     overlap: bool = False,
     slots: Choice | None = None,
@@ -56,12 +57,13 @@ def compile(
     """Draft a schedule on a plan, lower it in the order of these costs, and check it.
 
     A draft, as of `greedy` or of a CSV, is lowered as it is: on its own plan, and with its own
-    `tp`, `dp`, `tied`, `clip` and `frozen` where none are given here.
+    `tp`, `dp`, `tied`, `clip`, `frozen` and `skips` where none are given here.
 
     `tp` and `dp` are the sizes of the tensor- and data-parallel groups, by default 1.  `tied` says
     which stages hold copies of one weight: `schedir.ties(stages)`, or stages like
     `((0, 3), (1, 2))`, or True for first and last.  `clip` says that gradients are clipped by their
-    global norm.  `boundary` is the layout of activations between stages within a tensor-parallel
+    global norm.  `skips` says from which stage to which a second value passes: `((0, 3), (1, 2))`.
+    `boundary` is the layout of activations between stages within a tensor-parallel
     group: "replicated" ones are scattered for the wire and gathered behind it, "sharded" ones
     go as they are.  `overlap` groups opposite transfers, and begins gathers and posts other
     receives early.
@@ -110,7 +112,7 @@ def compile(
     if sizes is not None:
         expect(sizes, Sizes, SIZES)
     program = _drafted(schedule, plan)
-    traits: dict[str, Any] = {"tp": tp, "dp": dp, "tied": tied, "clip": clip}
+    traits: dict[str, Any] = {"tp": tp, "dp": dp, "tied": tied, "clip": clip, "skips": skips}
     traits |= {f.name: more.pop(f.name) for f in TRAITS if f.name in more}
     program = replace(program, **{k: v for k, v in traits.items() if v is not None})
     program = lower(

@@ -130,6 +130,11 @@ def cells(program: Program, to: str = "torch") -> list[list[str]]:
             f"{program.name} has {program.plan.updates} updates, and torch's schedules one",
             program=program.name,
         )
+    if program.skips:
+        raise UsageError(
+            f"{program.name} has skips, and stages of torch's schedules pass on to neighbours only",
+            program=program.name,
+        )
     action = {int(op): text for op, text in _TEXT.items() if to != "torch" or op in COMPUTE}
     rows = []
     for rank, stream in enumerate(program.streams):
@@ -304,7 +309,7 @@ class _Reader:
                 f"{held.row - 1}: {_short(held.text)} in row {held.row}, column {held.column}"
             )
         if word is not None and (hop := ROWS[word >> OP & 0xFF].hop):
-            self.other.setdefault(stage + hop, at)
+            self.other.setdefault(stage + (1 if hop.ahead else -1), at)  # torch knows neighbours
         if each and mb > self.most:
             self.most, self.most_at = mb, at
         return None if word is None else word | stage << STAGE | mb

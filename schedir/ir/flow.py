@@ -27,6 +27,7 @@ from schedir.ir.ops import (
     ROWS,
     TOKENS,
     Found,
+    Hop,
     Opcode,
     Per,
     Row,
@@ -43,11 +44,11 @@ require_tables()
 
 Keys = NDArray[np.int64]
 
-# Who frees a value, and how many stages further on: what is handed over is freed by its taker.
-FREERS: Final = {
-    token: [(row.op, 0) for row in ROWS if token in row.frees]
+# Who frees a value, and at which stage: what is handed over is freed by its taker.
+FREERS: Final[dict[Token, list[tuple[Opcode, Hop | None]]]] = {
+    token: [(row.op, None) for row in ROWS if token in row.frees]
     + [
-        (row.op, -hop)
+        (row.op, hop.back)
         for taken, (made, hop) in LOCAL_HANDOVER.items()
         for row in ROWS
         if made is token and taken in row.frees
@@ -140,8 +141,9 @@ class Flow:
         """
         found: list[tuple[int, Positions, Positions]] = []
         for row, needer in self.index.rows():
-            more = len(row.needs)
-            for k, token in enumerate(row.needs):
+            needed = self._needed(row)
+            more = len(needed)
+            for k, token in enumerate(needed):
                 first, *others = self._givers(row, token, needer)
                 found.append((k, needer, first))
                 for giver in others:
@@ -161,10 +163,14 @@ class Flow:
         """Which value of a giver's an instruction needs; None if it is none."""
         row = ROWS[int(self.index.op[needer])]
         given = ROWS[int(self.index.op[giver])].gives
-        for k, token in enumerate(row.needs):
+        for k, token in enumerate(self._needed(row)):
             if int(self.needs[k, needer]) == giver:
                 return token
         return next((token for token in row.needs if token in given), None)
+
+    def _needed(self, row: Row) -> list[Token]:
+        """Of the values that a row needs those that the program has."""
+        return [token for token in row.needs if self.index.program.has(token)]
 
     def _givers(self, row: Row, token: Token, needer: Positions) -> Iterator[Positions]:
         """Who gives a value to each of some instructions of a row, by lane if on several."""
@@ -182,12 +188,9 @@ class Flow:
         """Of values made once: the last in the chain that is there."""
         giver = self._first(chain(row.op, token), self.index.key[needer])
         if token in LOCAL_HANDOVER:
-            plan, (made, hop) = self.index.program.plan, LOCAL_HANDOVER[token]
+            made, hop = LOCAL_HANDOVER[token]
             lacks = np.flatnonzero(giver == NONE)
-            at = needer[lacks]
-            stage = self.index.stage[at].astype(np.int32) + hop
-            inside = (stage >= 0) & (stage < plan.stages)
-            other = np.where(inside, self.index.key[at] + hop * plan.microbatches, NONE)
+            other = self.index.beside(hop, needer[lacks])
             giver[lacks] = self._first(producers(made), other)
         return giver
 
@@ -274,12 +277,16 @@ class Flow:
         for op, hop in FREERS[token]:
             at = self.index.positions.get(op)
             if at is not None:
-                key = self._keys(token, at) - hop * self.index.program.plan.microbatches
+                key = self._keys(token, at, hop and hop.back)
                 parts.append(Part(at, key, False, False, None))
         return Chains.of(parts)
 
-    def _keys(self, token: Token, at: Positions) -> Keys:
-        """Which value of a token's each of some instructions touches."""
+    def _keys(self, token: Token, at: Positions, hop: Hop | None = None) -> Keys:
+        """Which value of a token's each of some instructions touches; of another stage's, a hop
+        from its own.
+        """
+        if hop is not None:
+            return self.index.beside(hop, at).astype(np.int64)
         if TOKENS[token].per is Per.MICROBATCH:
             return self.index.key[at].astype(np.int64)
         return self.index.keys(TOKENS[token].per, at, np.zeros(len(at), np.int64))
@@ -290,6 +297,9 @@ class Flow:
         A value that is moved off the device and back fills a slot twice.
         """
         index = self.index
+        if not index.program.has(token):
+            none = np.empty(0, np.int32)
+            return Lives(none, none, none, np.zeros(len(index.program.offsets), np.intp))
         chains = self.chains(token)
         if chains is not None:
             fill, freed = chains.on_device()
@@ -304,13 +314,12 @@ class Flow:
 
     def _freed(self, token: Token, fill: Positions) -> Positions:
         """Who frees each value that is made once, by where it is filled."""
-        index, plan = self.index, self.index.program.plan
-        stage, key = index.stage[fill].astype(np.int32), index.key[fill]
+        index = self.index
         freed = np.full(len(fill), NONE, np.int32)
         for op, hop in FREERS[token]:
             if op in index.at:
-                there = (stage + hop >= 0) & (stage + hop < plan.stages)
-                found = index.where(op, np.where(there, key + hop * plan.microbatches, NONE))
+                key = index.key[fill] if hop is None else index.beside(hop, fill)
+                found = index.where(op, key)
                 freed = np.where(freed == NONE, found, freed)
         return freed
 

@@ -9,7 +9,7 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
-from schedir.ir.ops import ROWS, Instr, Opcode, Per, Row
+from schedir.ir.ops import ROWS, Hop, Instr, Opcode, Per, Row
 from schedir.ir.program import FIELDS, Program, is_op, unpack
 
 Positions = NDArray[np.int32]
@@ -137,6 +137,15 @@ class Index:
         update: NDArray[np.int64] = np.where(_COUNTED[op], mb // each, np.where(_TURNS[op], 0, mb))
         return update
 
+    def beside(self, hop: Hop, at: NDArray[Any]) -> Positions:
+        """The keys of some instructions' microbatches, of which they are, at the stage that is a
+        hop from theirs; -1 where there is none.
+        """
+        stages = np.arange(self.program.plan.stages, dtype=np.int32)
+        there, own = self.program.beside(hop), self.stage[at]
+        shift = (there - stages) * np.int32(self.program.plan.microbatches)
+        return np.where(there[own] < 0, np.int32(NONE), self.key[at] + shift[own])
+
     def is_op(self, ops: Iterable[Opcode]) -> NDArray[np.bool_]:
         """Whether each instruction is one of `ops`."""
         return is_op(self.op, tuple(ops))
@@ -170,8 +179,8 @@ class Index:
         for send, numbers in self.program.order.items():
             for row in (ROWS[send], ROWS[ROWS[send].meets or send]):
                 at = np.flatnonzero(self.op == row.op)
-                hop = 0 if row.op is send else row.hop  # from a receive to its send
-                number[at] = numbers[self.key[at] + np.int32(hop * self.program.plan.microbatches)]
+                assert row.hop is not None
+                number[at] = numbers[self.key[at] if row.op is send else self.beside(row.hop, at)]
         return number
 
     def locate(self, position: int) -> tuple[int, int, Instr]:

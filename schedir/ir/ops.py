@@ -6,9 +6,14 @@ Printer, parser, flow of values, dependency graph, memory count, simulator, exec
 
 from __future__ import annotations
 
-from enum import Enum, IntEnum
+from enum import IntEnum
 from functools import cache
 from typing import Final, Literal, NamedTuple
+
+from schedir.ir.columns import TIERS as TIERS
+from schedir.ir.columns import Found as Found
+from schedir.ir.columns import Hop as Hop
+from schedir.ir.columns import Per as Per
 
 
 class Token(IntEnum):
@@ -24,6 +29,10 @@ class Token(IntEnum):
     GRAD = 7
     NORM = 8
     PARAMETERS = 9
+    SKIP_IN = 10
+    SKIP_OUT = 11
+    SKIP_GRAD_IN = 12
+    SKIP_GRAD_OUT = 13
 
 
 class Lane(IntEnum):
@@ -34,28 +43,6 @@ class Lane(IntEnum):
     GRAD = 2
     TP = 3
     DP = 4
-
-
-class Per(Enum):
-    """What an instruction exists once for, which is also how its text is addressed.
-
-    STAGE and RANK once in each update, whose number follows in the text if it is not 0; TURN as
-    often as a program likes, and the k-th time for its stage has the number k there.
-    """
-
-    MICROBATCH = "stage.mb"
-    STAGE = "stage"
-    RANK = ""
-    TURN = "stage.turn"
-
-
-class Found(Enum):
-    """How the giver of a value is found (`schedir/ir/flow.py`)."""
-
-    ONCE = "made once for its address, and changed in the order of the table"
-    ALL = "collected from all that give it: the last of them"
-    VERSION = "of the update whose weights the microbatch uses"
-    AGAIN = "made again and again: by the nearest giver that stands earlier in the Stream"
 
 
 class Opcode(IntEnum):
@@ -84,15 +71,20 @@ class Opcode(IntEnum):
     ReduceTied = 14
     ReduceNorm = 15
     OptimizerStep = 16
+    SendSkip = 17
+    RecvSkip = 18
+    SendSkipGrad = 19
+    RecvSkipGrad = 20
 
 
 class TokenRow(NamedTuple):
     """A row of the table of values.
 
     `per` is what there is one value of, `words` what a person calls it, `found` who gives it.
-    `size` is the field of Sizes that says how many bytes it takes, "" if nobody counts them, with
-    `edge` -1 where it is as large as what the stage before puts out.  `handed` says that on one
-    rank it is what a neighbouring stage gives: that value, and how many stages further on.
+    `size` is the field of Sizes that says how many bytes it takes, "" if nobody counts them.
+    `across` is set for what one stage puts out and another takes in: where the other one is.  There
+    is such a value where there is that stage; its size is told for the earlier of the two.
+    `handed` is of what is taken in: on one rank it is this value of the other stage.
     `made_of` says that an instruction makes it of another value that it frees, and which field of
     Sizes tells the bytes of both.
     """
@@ -102,8 +94,8 @@ class TokenRow(NamedTuple):
     found: Found
     words: str
     size: str = ""
-    edge: int = 0
-    handed: tuple[Token, int] | None = None
+    across: Hop | None = None
+    handed: Token | None = None
     made_of: tuple[Token, str] | None = None
 
 
@@ -136,15 +128,12 @@ class Change(NamedTuple):
     after: str
 
 
-TIERS: Final = ("device", "host", "disk")
-
-
 class Row(NamedTuple):
     """A row of the instruction table.
 
     `needs` must have been given before the instruction starts, `gives` is there when it ends,
-    `frees` is of no use to anybody afterwards.  `hop` is set for transfers: the other side of
-    the message sits at stage + hop.  `meets` is set for what has partners on other ranks, and
+    `frees` is of no use to anybody afterwards.  `hop` is set for transfers: where the stage
+    of the message's other side is.  `meets` is set for what has partners on other ranks, and
     `group` says who they are: all ranks of the pipeline ("model"), the holders of the stage
     ("holders"), or those that share tied weights ("tied"), whose values it needs and gives at once.
     `cost` is the field of Costs that prices it.  `drains` says that a host that blocks waits for
@@ -160,7 +149,7 @@ class Row(NamedTuple):
     frees: tuple[Token, ...]
     doc: str
     cost: str = ""
-    hop: int = 0
+    hop: Hop | None = None
     meets: Opcode | None = None
     group: Literal["", "model", "holders", "tied"] = ""
     drains: Literal["", "always", "replicas"] = ""
@@ -172,18 +161,23 @@ _MB, _STAGE, _RANK = Per.MICROBATCH, Per.STAGE, Per.RANK
 _ONCE, _ALL = Found.ONCE, Found.ALL
 
 TOKENS: Final[tuple[TokenRow, ...]] = (
-    TokenRow(_T.ACT_IN, _MB, _ONCE, "the activation", "activation", -1,
-             handed=(_T.ACT_OUT, -1)),
-    TokenRow(_T.ACT_OUT, _MB, _ONCE, "the activation", "activation"),
+    TokenRow(_T.ACT_IN, _MB, _ONCE, "the activation", "activation", Hop.PREVIOUS,
+             handed=_T.ACT_OUT),
+    TokenRow(_T.ACT_OUT, _MB, _ONCE, "the activation", "activation", Hop.NEXT),
     TokenRow(_T.SAVED, _MB, _ONCE, "what the forward saved", "saved"),
-    TokenRow(_T.GRAD_IN, _MB, _ONCE, "the gradient", "gradient",
-             handed=(_T.GRAD_OUT, +1)),
-    TokenRow(_T.GRAD_OUT, _MB, _ONCE, "the gradient", "gradient", -1),
+    TokenRow(_T.GRAD_IN, _MB, _ONCE, "the gradient", "gradient", Hop.NEXT,
+             handed=_T.GRAD_OUT),
+    TokenRow(_T.GRAD_OUT, _MB, _ONCE, "the gradient", "gradient", Hop.PREVIOUS),
     TokenRow(_T.TAPE, _MB, _ONCE, "what its I leaves", "tape", made_of=(_T.SAVED, "both")),
     TokenRow(_T.WGRAD, _STAGE, _ALL, "the weights' gradient"),
     TokenRow(_T.GRAD, _STAGE, _ALL, "the reduced gradient"),
     TokenRow(_T.NORM, _RANK, _ALL, "the norm"),
     TokenRow(_T.PARAMETERS, _RANK, Found.VERSION, "the weights"),
+    TokenRow(_T.SKIP_IN, _MB, _ONCE, "the skip", "skip", Hop.SKIP_FROM, handed=_T.SKIP_OUT),
+    TokenRow(_T.SKIP_OUT, _MB, _ONCE, "the skip", "skip", Hop.SKIP_TO),
+    TokenRow(_T.SKIP_GRAD_IN, _MB, _ONCE, "the skip's gradient", "skip", Hop.SKIP_TO,
+             handed=_T.SKIP_GRAD_OUT),
+    TokenRow(_T.SKIP_GRAD_OUT, _MB, _ONCE, "the skip's gradient", "skip", Hop.SKIP_FROM),
 )  # fmt: skip
 
 LANES: Final[tuple[LaneRow, ...]] = (
@@ -195,15 +189,16 @@ LANES: Final[tuple[LaneRow, ...]] = (
 )
 
 ROWS: Final[tuple[Row, ...]] = (
-    Row(_O.Forward, "F", _L.COMPUTE, _MB, (_T.ACT_IN, _T.PARAMETERS), (_T.ACT_OUT, _T.SAVED),
-        (_T.ACT_IN,),
+    Row(_O.Forward, "F", _L.COMPUTE, _MB, (_T.ACT_IN, _T.PARAMETERS, _T.SKIP_IN),
+        (_T.ACT_OUT, _T.SAVED, _T.SKIP_OUT), (_T.ACT_IN, _T.SKIP_IN),
         "Runs a stage on a microbatch, on the version of the weights that is the microbatch's; "
         "the last stage also computes the loss.", cost="F"),
-    Row(_O.Backward, "B", _L.COMPUTE, _MB, (_T.SAVED, _T.GRAD_IN), (_T.GRAD_OUT, _T.WGRAD),
-        (_T.SAVED, _T.GRAD_IN),
+    Row(_O.Backward, "B", _L.COMPUTE, _MB, (_T.SAVED, _T.GRAD_IN, _T.SKIP_GRAD_IN),
+        (_T.GRAD_OUT, _T.WGRAD, _T.SKIP_GRAD_OUT), (_T.SAVED, _T.GRAD_IN, _T.SKIP_GRAD_IN),
         "Whole backward: gradients of the input and of the weights.", cost="B"),
-    Row(_O.BackwardInput, "I", _L.COMPUTE, _MB, (_T.SAVED, _T.GRAD_IN),
-        (_T.GRAD_OUT, _T.TAPE, _T.WGRAD), (_T.SAVED, _T.GRAD_IN),
+    Row(_O.BackwardInput, "I", _L.COMPUTE, _MB, (_T.SAVED, _T.GRAD_IN, _T.SKIP_GRAD_IN),
+        (_T.GRAD_OUT, _T.TAPE, _T.WGRAD, _T.SKIP_GRAD_OUT),
+        (_T.SAVED, _T.GRAD_IN, _T.SKIP_GRAD_IN),
         "Gradient of the input, and of the weights that are not split (biases, norms); of what "
         "was saved, a tape keeps what the others need. The zero-bubble papers call it B.",
         cost="I"),
@@ -211,14 +206,16 @@ ROWS: Final[tuple[Row, ...]] = (
         "Gradients of the weights that are split, from the tape.", cost="W"),
     Row(_O.SendAct, "send_act", _L.ACT, _MB, (_T.ACT_OUT,), (), (_T.ACT_OUT,),
         "Sends an activation to the rank of the next stage.",
-        cost="send", hop=+1, meets=_O.RecvAct),
+        cost="send", hop=Hop.NEXT, meets=_O.RecvAct),
     Row(_O.RecvAct, "recv_act", _L.ACT, _MB, (), (_T.ACT_IN,), (),
-        "Receives an activation from the rank of the previous stage.", hop=-1, meets=_O.SendAct),
+        "Receives an activation from the rank of the previous stage.",
+        hop=Hop.PREVIOUS, meets=_O.SendAct),
     Row(_O.SendGrad, "send_grad", _L.GRAD, _MB, (_T.GRAD_OUT,), (), (_T.GRAD_OUT,),
         "Sends a gradient to the rank of the previous stage.",
-        cost="send", hop=-1, meets=_O.RecvGrad),
+        cost="send", hop=Hop.PREVIOUS, meets=_O.RecvGrad),
     Row(_O.RecvGrad, "recv_grad", _L.GRAD, _MB, (), (_T.GRAD_IN,), (),
-        "Receives a gradient from the rank of the next stage.", hop=+1, meets=_O.SendGrad),
+        "Receives a gradient from the rank of the next stage.",
+        hop=Hop.NEXT, meets=_O.SendGrad),
     Row(_O.Scatter, "scatter", _L.COMPUTE, _MB, (_T.ACT_OUT,), (_T.ACT_OUT,), (),
         "Keeps this tensor-parallel rank's 1/t of an activation, so that only it is sent.",
         cost="scatter"),
@@ -245,6 +242,17 @@ ROWS: Final[tuple[Row, ...]] = (
     Row(_O.OptimizerStep, "step", _L.COMPUTE, _RANK, (_T.GRAD, _T.NORM), (_T.PARAMETERS,),
         (_T.GRAD, _T.NORM),
         "Updates the parameters of the rank's stages.", cost="step"),
+    Row(_O.SendSkip, "send_skip", _L.ACT, _MB, (_T.SKIP_OUT,), (), (_T.SKIP_OUT,),
+        "Sends what a stage gives beside its activation to the rank of a later one.",
+        cost="send", hop=Hop.SKIP_TO, meets=_O.RecvSkip),
+    Row(_O.RecvSkip, "recv_skip", _L.ACT, _MB, (), (_T.SKIP_IN,), (),
+        "Receives what an earlier stage gives beside its activation.", hop=Hop.SKIP_FROM, meets=_O.SendSkip),
+    Row(_O.SendSkipGrad, "send_skip_grad", _L.GRAD, _MB, (_T.SKIP_GRAD_OUT,), (),
+        (_T.SKIP_GRAD_OUT,),
+        "Sends the gradient of a skip to the rank of the stage that gave the skip.",
+        cost="send", hop=Hop.SKIP_FROM, meets=_O.RecvSkipGrad),
+    Row(_O.RecvSkipGrad, "recv_skip_grad", _L.GRAD, _MB, (), (_T.SKIP_GRAD_IN,), (),
+        "Receives the gradient of a skip.", hop=Hop.SKIP_TO, meets=_O.SendSkipGrad),
 )  # fmt: skip
 
 BY_TEXT: Final = {row.text: row.op for row in ROWS}
@@ -274,8 +282,12 @@ def change_of(op: Opcode, token: Token) -> Change | None:
     return next((change for change in ROWS[op].changes if change.token is token), None)
 
 
-# What crosses the boundary of a stage, in the order of `program.Slots`.
-BOUNDARY: Final = (Token.ACT_IN, Token.ACT_OUT, Token.GRAD_IN, Token.GRAD_OUT)
+# What crosses the boundary of a stage, in the order of `program.Slots`; and of that what crosses
+# it in every program.
+BOUNDARY: Final = tuple(row.token for row in TOKENS if row.across is not None)
+BETWEEN_NEIGHBOURS: Final = tuple(
+    token for token in BOUNDARY if TOKENS[token].across in (Hop.NEXT, Hop.PREVIOUS)
+)
 # Kinds of instructions, read off the table.
 SENDS: Final = tuple(row.op for row in ROWS if row.hop and row.needs)
 RECEIVES: Final = tuple(row.op for row in ROWS if row.hop and row.gives)
@@ -309,18 +321,28 @@ ADDS_TO_WEIGHTS: Final = (
 REDUCES: Final = tuple(row.op for row in ROWS if row.lane is Lane.DP)
 # What instructions work with as it comes: gradients, and so nothing without a backward.
 OF_GRADIENTS: Final = tuple(
-    row.op for row in ROWS if {*row.needs, *row.gives} & {Token.GRAD_IN, Token.GRAD_OUT}
-)
+    row.op for row in ROWS
+    if {*row.needs, *row.gives} & {
+        Token.GRAD_IN, Token.GRAD_OUT, Token.SKIP_GRAD_IN, Token.SKIP_GRAD_OUT
+    }
+)  # fmt: skip
 # Values that there are to train only, and what works with them: none is of a frozen stage, but for
 # what its forward would save.
-TO_TRAIN: Final = frozenset({_T.SAVED, _T.GRAD_IN, _T.GRAD_OUT, _T.TAPE, _T.WGRAD, _T.GRAD})
+TO_TRAIN: Final = frozenset({
+    _T.SAVED, _T.GRAD_IN, _T.GRAD_OUT, _T.TAPE, _T.WGRAD, _T.GRAD,
+    _T.SKIP_GRAD_IN, _T.SKIP_GRAD_OUT,
+})  # fmt: skip
 OF_TRAINED: Final = tuple(
     row.op for row in ROWS
     if TO_TRAIN & {*row.needs, *row.gives} and row.per is not _RANK and row.op not in FORWARDS
 )  # fmt: skip
 
-# Neighbours on one rank hand over directly: what one stage takes in is what the other put out.
-LOCAL_HANDOVER: Final = {row.token: row.handed for row in TOKENS if row.handed is not None}
+# Stages on one rank hand over directly: what one takes in is what the other put out.
+LOCAL_HANDOVER: Final = {
+    row.token: (row.handed, row.across)
+    for row in TOKENS
+    if row.handed is not None and row.across is not None
+}
 
 # Values in slots whose number is a choice: what crosses boundaries, and what something off the
 # compute lane makes, changes or frees, so that the order of compute does not say when.

@@ -19,14 +19,20 @@ from schedir.ir.notebook import html
 from schedir.ir.ops import (
     ADDS,
     ADDS_TO_WEIGHTS,
-    BOUNDARY,
+    BETWEEN_NEIGHBOURS,
     COMPUTE,
     OF_TRAINED,
+    ROWS,
     SLOTTED,
+    TOKENS,
+    Hop,
+    Instr,
     Opcode,
+    Token,
 )
 from schedir.ir.plan import MAX_STAGES, PLAN, Plan
 from schedir.ir.sizes import Eager
+from schedir.ir.skips import SKIPS, Skips, beside
 from schedir.ir.stream import ADDRESS as ADDRESS
 from schedir.ir.stream import FIELDS as FIELDS
 from schedir.ir.stream import JOINED as JOINED
@@ -59,7 +65,7 @@ if TYPE_CHECKING:
         grad_out: int
 else:
     _KINDS = [kind.name.lower() for kind in SLOTTED]
-    _Slots = namedtuple("_Slots", _KINDS, defaults=[OWN] * (len(SLOTTED) - len(BOUNDARY)))
+    _Slots = namedtuple("_Slots", _KINDS, defaults=[OWN] * (len(SLOTTED) - len(BETWEEN_NEIGHBOURS)))
 
 
 class Slots(_Slots):
@@ -123,6 +129,7 @@ _CLIP = setting(
     in_config=False,  # it is the norm's there
 )
 _FROZEN = setting(_FROZEN_STAGES, "first stages that are not trained (0)")
+_SKIPS = setting(SKIPS, "from which stage to which: 0=3,1=2", in_config=False)  # it is the model's
 
 
 class Proof(NamedTuple):
@@ -146,8 +153,9 @@ class Program:
     ascending: `((0, 3),)`; True stands for first and last stage.  `clip` says that gradients are
     clipped by their global norm.  `frozen` is how many of the first stages are not trained: they
     have no backward, no gradient crosses to them, and stage `frozen` is the first that is trained;
-    it has no gradient of its input, as stage 0 has none of a program without.  `slots` has one
-    entry per rank; where it is empty, each value has a slot of its own.
+    it has no gradient of its input, as stage 0 has none of a program without.  `skips` has the
+    stages, from and to, between which a value beside the activation passes: `((0, 3), (1, 2))`.
+    `slots` has one entry per rank; where it is empty, each value has a slot of its own.
 
     `order` numbers the messages as the lowering places them: for each kind of send a number by
     stage*microbatches + mb, -1 where there is none.  It is no part of what the program says, and
@@ -180,6 +188,7 @@ class Program:
     tied: Tied = field(default=(), metadata=_TIED)
     clip: bool = field(default=False, metadata=_CLIP)
     frozen: int = field(default=0, metadata=_FROZEN)
+    skips: Skips = field(default=(), metadata=_SKIPS)
     slots: tuple[Slots, ...] = ()
     order: Mapping[Opcode, NDArray[np.int32]] = field(
         default_factory=dict, repr=False, compare=False
@@ -272,6 +281,21 @@ class Program:
     def forget(self) -> None:
         """Let go of what is derived: of a program that only another one is made of."""
         self._derived.clear()
+
+    def beside(self, hop: Hop) -> NDArray[np.int32]:
+        """The stage that is a hop from each, shape (stages,); -1 where there is none."""
+        return beside(hop, self.plan.stages, self.skips)
+
+    def peer(self, i: Instr) -> int:
+        """The rank at the other side of a message."""
+        hop = ROWS[i.op].hop
+        assert hop is not None
+        return int(self.plan.rank_at(self.beside(hop)[i.stage], i.mb))
+
+    def has(self, token: Token) -> bool:
+        """Whether a value of this kind can be there: what crosses a boundary goes somewhere."""
+        across = TOKENS[token].across
+        return across is None or bool((self.beside(across) >= 0).any())
 
     @property
     def op(self) -> NDArray[np.uint8]:

@@ -61,7 +61,8 @@ class Sizes:
     least that it can be, as in arXiv 2401.10241, where M_W <= M_B.  `sizes_of` measures it.
     `weights` is what a stage holds all the time: parameters, their gradients, and the
     optimizer's state.  `version` is a copy of a stage's parameters, of which a run of several
-    updates without a flush keeps one for each version that is of use.
+    updates without a flush keeps one for each version that is of use.  `skip` is what a stage gives
+    to one that is not its neighbour (`Program.skips`), told for the stage that gives it.
 
     Raises UsageError for a size that is negative or not finite, for an array with rows of different
     lengths or of `weights` or `version`, and for a `both` that is less than
@@ -81,6 +82,7 @@ class Sizes:
     both: Size | None = None
     weights: Size = 0.0
     version: Size = 0.0
+    skip: Size = 0.0
 
     def __post_init__(self) -> None:
         for f in fields(self):

@@ -13,7 +13,6 @@ from typing import Final
 from schedir.ir.ops import (
     BOUNDARY,
     LANES,
-    LOCAL_HANDOVER,
     ROWS,
     TIERS,
     TOKENS,
@@ -80,7 +79,7 @@ def _of_order(all_of: type[IntEnum], places: Sequence[IntEnum]) -> Iterator[str]
 def _of_token(value: TokenRow, rows: Sequence[Row]) -> Iterator[str]:
     """Faults of a value."""
     token, name = value.token, value.token.name
-    if token not in LOCAL_HANDOVER and not any(token in row.gives for row in rows):
+    if value.handed is None and not any(token in row.gives for row in rows):
         yield f"{name}: no instruction gives it"
     if value.found is Found.AGAIN and value.per is Per.TURN:
         yield f"{name}: what is made again and again is one value of its stage, not one a turn"
@@ -88,8 +87,10 @@ def _of_token(value: TokenRow, rows: Sequence[Row]) -> Iterator[str]:
         yield f"{name}: bytes are counted of what one instruction gives, not of {value.found.name}"
     if value.size and value.per is Per.RANK:
         yield f"{name}: bytes are told for each stage, not for each rank"
-    if value.edge and token not in BOUNDARY:
-        yield f"{name}: only what crosses a boundary is as large as what another stage puts out"
+    if value.handed is not None and value.across is None:
+        yield f"{name}: it is handed over, and nothing says by which stage"
+    if value.across is not None and (value.per is not Per.MICROBATCH or not value.size):
+        yield f"{name}: what crosses a boundary is of a microbatch, and has a size"
     if value.made_of is not None:
         for row in rows:
             if token in {*row.gives} - {*row.needs} and value.made_of[0] not in row.frees:
@@ -109,7 +110,7 @@ def _of_row(row: Row, rows: Sequence[Row], lanes: Sequence[LaneRow]) -> Iterator
         yield "what has a hop is on a wire, and nothing else is"
     if row.hop:
         other = rows[row.meets] if row.meets is not None else row
-        if other.meets is not row.op or other.hop != -row.hop:
+        if other.meets is not row.op or other.hop is not row.hop.back:
             yield "the other side of a message meets it, a hop back"
         if row.per is not Per.MICROBATCH:
             yield "a message is of a microbatch"
@@ -131,6 +132,8 @@ def _of_values(row: Row, rows: Sequence[Row], tokens: Sequence[TokenRow]) -> Ite
         once = value.found is Found.ONCE or value.per is Per.MICROBATCH
         if value.found in _CHAINED and once and row.per is not value.per:
             yield f"{token.name} is one for each {value.per.name}, and it for each {row.per.name}"
+        if row.hop and value.across is not row.hop:
+            yield f"{token.name} does not go where its message does"
         if value.found is Found.AGAIN and value.per is Per.STAGE and row.per is Per.RANK:
             yield f"{token.name} is one for each STAGE, and it for each RANK"
         if value.found is Found.VERSION and token in row.gives and row.per not in (

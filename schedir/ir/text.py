@@ -13,7 +13,8 @@
 `1.0+` is stage 1, microbatch 0, one more each turn (`+4` four more, `-` one less); `&` joins
 instructions that are issued together; `#` begins a comment.  Where slots are shared, each rank
 says how many it has: `rank 0  act_in 2  act_out 2  grad_in 1  grad_out 1`.  `tied yes` is said of
-first and last stage, of any others that share weights `tied 0=2,1=3`.
+first and last stage, of any others that share weights `tied 0=2,1=3`.  `skips 0=3,1=2` says that
+a second value leads from stage 0 to stage 3, and one from 1 to 2.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ import numpy as np
 
 from schedir.errors import ParseError, PlanError, expect
 from schedir.ir.fields import Field
-from schedir.ir.ops import BOUNDARY, BY_TEXT, ROWS, Per
+from schedir.ir.ops import BETWEEN_NEIGHBOURS, BY_TEXT, ROWS, Per
 from schedir.ir.plan import PLAN, Plan
 from schedir.ir.program import HEADER, JOINED, OP, OWN, STAGE, Program, Slots, Stream, Words
 
@@ -171,9 +172,10 @@ class _Line(NamedTuple):
 
 _NAME = re.compile(r"(program)\b\s*(.*)")
 _PAIR = re.compile(r"\s*(\S+)(?:\s+(\S+))?")
-# Slots are said of the kinds that there are, in their order, and of a boundary's all or none.
-_BOUNDARY, _MORE = Slots._fields[: len(BOUNDARY)], Slots._fields[len(BOUNDARY) :]
-_SLOTS = "".join(rf"\s+{kind}\s+(\d{{1,9}})" for kind in _BOUNDARY)
+# Slots are said of the kinds that there are, in their order; of neighbours' of all or none.
+_ALWAYS = Slots._fields[: len(BETWEEN_NEIGHBOURS)]
+_MORE = Slots._fields[len(BETWEEN_NEIGHBOURS) :]
+_SLOTS = "".join(rf"\s+{kind}\s+(\d{{1,9}})" for kind in _ALWAYS)
 _SLOTS = rf"(?:{_SLOTS})?" + "".join(rf"(?:\s+{kind}\s+(\d{{1,9}}))?" for kind in _MORE)
 _RANK = re.compile(rf"rank\s+(\d{{1,9}}){_SLOTS}\s*$", re.ASCII)
 _TIMES = re.compile(r"\s*(\d{1,9})\s+x\s", re.ASCII)
@@ -279,7 +281,7 @@ def _streams(
         if not line.text[0].isspace():
             found = _RANK.match(line.text)
             if not found:
-                form = "  ".join(["rank N", *(f"{kind} N" for kind in _BOUNDARY)])
+                form = "  ".join(["rank N", *(f"{kind} N" for kind in _ALWAYS)])
                 raise line.error(
                     f"expected 'rank N' or {form!r}, or an instruction indented under one"
                 )

@@ -18,7 +18,7 @@ from schedir.analysis.slots import counts, minimum_slots
 from schedir.errors import UsageError
 from schedir.ir.costs import Costs
 from schedir.ir.flow import Flow
-from schedir.ir.ops import BOUNDARY, SLOTTED
+from schedir.ir.ops import BETWEEN_NEIGHBOURS, SLOTTED
 from schedir.ir.program import OWN, Program, Slots
 from schedir.passes.record import Choice, Options, Pass
 
@@ -91,7 +91,7 @@ def _enough(
 
 def _with(program: Program, counts: NDArray[np.int64]) -> Program:
     """The program with a number of slots of each rank and kind, unsaid for kinds it has not."""
-    there = (counts > 0).any(0) | np.isin(SLOTTED, BOUNDARY)
+    there = (counts > 0).any(0) | np.isin(SLOTTED, BETWEEN_NEIGHBOURS)
     return program.with_slots([Slots(*row) for row in np.where(there, counts, OWN).tolist()])
 
 

@@ -17,15 +17,13 @@ from schedir.ir.costs import Costs
 from schedir.ir.index import NONE, Index, Positions
 from schedir.ir.ops import ROWS, SENDS, Opcode, Per, producers
 from schedir.ir.per_stage import from_grid
-from schedir.ir.plan import Plan
 from schedir.ir.program import ADDRESS, OP, STAGE, Cut, Program, Words
 from schedir.passes.ends import meets, together
 from schedir.passes.record import Pass
 
 _SENT_BY = {send: producers(ROWS[send].needs[0]) for send in SENDS}
-_MAKE = tuple(op for ops in _SENT_BY.values() for op in ops)
 
-
+_EMPTY = np.empty(0, np.int32)
 _AT_ONCE = 2**16  # instructions that are merged at once
 
 
@@ -42,16 +40,21 @@ def transfers(program: Program, costs: Costs | None = None) -> Program:
     alone, which is all that can be wrong.
     """
     graph = Graph.of(program)
-    reached = walk(graph, _ordering(costs or Costs(), program.plan))
+    reached = walk(graph, _ordering(costs or Costs(), program))
     if not reached.done.all():
         raise deadlock(graph, reached)
-    index, made = graph.index, graph.index.where_all(_MAKE)
-    begins, ends = _numbers(graph, reached, made)
+    index = graph.index
+    made = {
+        send: index.where_all(ops)
+        for send, ops in _SENT_BY.items()
+        if program.has(ROWS[send].needs[0])
+    }
+    begins, ends = _numbers(graph, reached, np.concatenate([_EMPTY, *made.values()]))
+    lasts = np.cumsum([len(at) for at in made.values()])
     order: dict[Opcode, Positions] = {}
     parts = [_Part(np.arange(len(index), dtype=np.int32), begins, index.rank, keep=-1, lead=0)]
-    for send, ops in _SENT_BY.items():
-        at = index.where_all(ops)
-        number = ends[np.searchsorted(made, at)]
+    for (send, at), last in zip(made.items(), lasts.tolist(), strict=True):
+        number = ends[last - len(at) : last]
         order[send] = np.full(index.size[Per.MICROBATCH], NONE, np.int32)
         order[send][index.key[at]] = number
         parts += _sides(index, send, at, number)
@@ -107,12 +110,15 @@ def _merge(given: Words, parts: list[_Part], first: int, last: int, into: Words)
 def _numbers(
     graph: Graph, reached: Walk, made: Positions
 ) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
-    """The global order: a number for each instruction, and one for what each maker makes.
+    """The global order: a number for each instruction, and one for each value that is made, by its
+    maker.
 
     In order of time, of starts and ends.  Of those at one time, the turn of the walk tells what
     comes first, and else the position.
     """
     program = graph.program
+    place = np.argsort(made, kind="stable")
+    made = made[place]
     time = np.concatenate([reached.start, reached.end[made]])
     turn = 2 * np.concatenate([reached.turn, reached.turn[made]])
     turn[len(graph) :] += 1
@@ -127,18 +133,22 @@ def _numbers(
     order = np.lexsort(keys)
     number = np.empty(len(order), np.int32)
     number[order] = np.arange(len(order), dtype=np.int32)
-    return number[: len(graph)], number[len(graph) :]
+    ends = np.empty(len(made), np.int32)
+    ends[place] = number[len(graph) :]
+    return number[: len(graph)], ends
 
 
-def _ordering(costs: Costs, plan: Plan) -> Costs:
+def _ordering(costs: Costs, program: Program) -> Costs:
     """The costs that order the messages: around a ring of ranks none is quite free.
 
     Messages of one moment that took no time would stand in the order of their ranks.  Along a
     line that does no harm.  Around a ring each would wait for the one before it, and all again
     for the first at the next moment; so there they take a trifle, and go as they are needed.
     """
-    rows = plan.holders.tolist()
-    neighbours = {frozenset(pair) for row in rows for pair in pairwise(row) if len({*pair}) == 2}
+    plan, rows = program.plan, program.plan.holders.tolist()
+    pairs = [pair for row in rows for pair in pairwise(row)]
+    pairs += [(row[begin], row[end]) for row in rows for begin, end in program.skips]
+    neighbours = {frozenset(pair) for pair in pairs if len({*pair}) == 2}
     if len(neighbours) < plan.ranks:  # a line, or a tree
         return costs
     each = [costs.of(op, plan) for op in Opcode]
@@ -150,15 +160,19 @@ def _ordering(costs: Costs, plan: Plan) -> Costs:
 def _sides(index: Index, send: Opcode, at: Positions, number: NDArray[np.int32]) -> Iterator[_Part]:
     """The sends, and the receives, of what crosses ranks of all that is made at some positions."""
     row, plan = ROWS[send], index.program.plan
-    other = index.stage[at].astype(np.int32) + row.hop
-    inside = (other >= index.program.first_of(send)) & (other < plan.stages)
-    here, there = index.rank[at], plan.rank_at(np.where(inside, other, 0), index.mb[at])
-    crosses = np.flatnonzero(inside & (there != here))
-    assert row.meets is not None
+    assert row.meets is not None and row.hop is not None
+    beside = index.program.beside(row.hop)
+    other = beside[index.stage[at]]
+    here, there = index.rank[at], plan.rank_at(np.maximum(other, 0), index.mb[at])
+    crosses = np.flatnonzero((other >= index.program.first_of(send)) & (there != here))
     yield _Part(at[crosses], number[crosses], here[crosses], ADDRESS, int(send) << OP)
     crosses = crosses[np.argsort(there[crosses].astype(np.uint16), kind="stable")]
-    lead = (int(row.meets) << OP) + (row.hop << STAGE)
-    yield _Part(at[crosses], number[crosses], there[crosses], ADDRESS, lead)
+    shift = beside - np.arange(plan.stages)
+    shifts = np.unique(shift[beside >= 0]).tolist()  # one, but of skips of several lengths
+    for each in shifts:
+        own = crosses if len(shifts) == 1 else crosses[shift[index.stage[at[crosses]]] == each]
+        lead = (int(row.meets) << OP) + (each << STAGE)
+        yield _Part(at[own], number[own], there[own], ADDRESS, lead)
 
 
 PASSES: Final = (

@@ -166,6 +166,8 @@ class _Lowering:
                 raise PlanError("of a model that is cut otherwise it is not known what is tied")
             if like.frozen:
                 raise PlanError("of a model that is cut otherwise it is not known what is frozen")
+            if like.skips:
+                raise PlanError("of a model that is cut otherwise it is not known what skips what")
         return compile(
             drafted,
             tp=like.tp,
@@ -175,6 +177,7 @@ class _Lowering:
             tied=tied,
             clip=like.clip,
             frozen=like.frozen,
+            skips=like.skips,
             **(self.options | ({} if overlap is None else {"overlap": overlap})),
         )
 

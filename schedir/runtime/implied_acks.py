@@ -9,16 +9,18 @@ from __future__ import annotations
 
 from typing import Final
 
-from schedir.ir.ops import LOCAL_HANDOVER, ROWS, SENDS
+from schedir.ir.ops import LOCAL_HANDOVER, ROWS, SENDS, Hop
 from schedir.ir.program import Program
 
-# Who takes in what a neighbouring stage sent: which send that is, and how far away its stage.
+# Who takes in what another stage sent: which sends these are, and where their stage is.
 _SENT: Final = {
-    row.op: (send, LOCAL_HANDOVER[token][1])
+    row.op: [
+        (send, LOCAL_HANDOVER[token][1])
+        for token in row.needs
+        for send in SENDS
+        if token in LOCAL_HANDOVER and LOCAL_HANDOVER[token][0] in ROWS[send].needs
+    ]
     for row in ROWS
-    for token in row.needs
-    for send in SENDS
-    if token in LOCAL_HANDOVER and LOCAL_HANDOVER[token][0] in ROWS[send].needs
 }
 
 
@@ -27,20 +29,19 @@ def implied_acks(program: Program, rank: int) -> dict[int, list[int]]:
 
     Each send is there once, with the first receive that proves it, if there is one.
     """
-    plan, own = program.plan, program.streams[rank]
+    own, there = program.streams[rank], {hop: program.beside(hop).tolist() for hop in Hop}
     where: dict[tuple[int | None, ...], int] = {instr: k for k, instr in enumerate(own)}
-    peers = {int(plan.rank_at(i.stage + ROWS[i.op].hop, i.mb)) for i in own if i.op in SENDS}
+    peers = {program.peer(i) for i in own if i.op in SENDS}
     known: dict[int, list[int]] = {}
     for peer in peers:
         used: list[int] = []  # since the peer's last send to this rank
         for op, stage, mb in program.streams[peer]:
             row = ROWS[op]
-            if op in _SENT:
-                send, hop = _SENT[op]
-                k = where.pop((send, stage + hop, mb), None)
+            for send, hop in _SENT[op]:
+                k = where.pop((send, there[hop][stage], mb), None)
                 used += [k] if k is not None else []
-            elif op in SENDS and used:
-                back = where.get((row.meets, stage + row.hop, mb))
+            if row.hop and op in SENDS and used:
+                back = where.get((row.meets, there[row.hop][stage], mb))
                 if back is not None:
                     known[back], used = used, []
     return known

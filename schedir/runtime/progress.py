@@ -129,7 +129,7 @@ def waits_for(program: Program, i: Instr) -> str:
     """What an instruction under way does, in words: for whom it waits, or that it computes."""
     row = ROWS[i.op]
     if row.hop:
-        peer = program.plan.rank_at(i.stage + row.hop, i.mb)
+        peer = program.peer(i)
         return f"waits for rank {peer} to {'send' if i.op in RECEIVES else 'receive'}"
     if row.group:
         return f"waits for {_GROUPS[row.group]}"

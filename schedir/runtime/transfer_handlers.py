@@ -20,7 +20,7 @@ def send(state: State, i: Instr) -> Call:
     mb, row, k = i.mb, ROWS[i.op], state.index_of[i]
     kind = row.needs[0]
     out = state.slot(kind, i.stage, mb)
-    peer = int(state.plan.rank_at(i.stage + row.hop, mb))
+    peer = state.program.peer(i)
     start, sending, lane = state.transport.send, state.sending, row.lane
 
     def run() -> None:
@@ -49,9 +49,9 @@ def put_out(state: State, i: Instr, kind: Token, hop: int) -> Callable[[Tensor],
 def recv(state: State, i: Instr) -> Call:
     mb, row = i.mb, ROWS[i.op]
     kind = row.gives[0]
-    given, peer = state.slot(kind, i.stage, mb), int(state.plan.rank_at(i.stage + row.hop, mb))
+    given, peer = state.slot(kind, i.stage, mb), state.program.peer(i)
     whole = state.buffers[kind, given.number]
-    scattered = (_GATHERS[kind], i.stage, mb) in state.index_of
+    scattered = (_GATHERS.get(kind), i.stage, mb) in state.index_of
     part = own_part(state.transport, whole) if scattered else whole
     start, arrivals, lane = state.transport.recv, state.stages[i.stage].arrivals, row.lane
 

@@ -242,7 +242,7 @@ class Config:
         said = {f.name: getattr(pipeline, f.name) for f in HEADER if f.in_config}
         return Request(
             Source(pipeline.schedule),
-            said | {"tied": self.model.tied, "clip": train.clip > 0},
+            said | {"tied": self.model.tied, "clip": train.clip > 0, "skips": ()},
             usual={},
             model=train.model,
             blocks=True,

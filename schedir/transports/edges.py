@@ -59,10 +59,9 @@ def apart(edges: Iterable[DirectedEdge]) -> list[list[DirectedEdge]]:
 
 def _edges(program: Program) -> Iterator[DirectedEdge]:
     for rank, stream in enumerate(program.streams):
-        for op, stage, mb in stream:
-            if op in SENDS:
-                row = ROWS[op]
-                yield DirectedEdge(row.lane, rank, int(program.plan.rank_at(stage + row.hop, mb)))
+        for i in stream:
+            if i.op in SENDS:
+                yield DirectedEdge(ROWS[i.op].lane, rank, program.peer(i))
 
 
 def _warm_up(transport: Processes, edges: list[DirectedEdge], device: torch.device | str) -> None:

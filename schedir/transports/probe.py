@@ -136,13 +136,13 @@ def _late(asks: dict[Queue, Callable[[], bool]], patience: float) -> list[Queue]
 def _number(program: Program, rank: int, queue: Queue) -> int:
     """The number of a rank's queue in the program's graph; -1 if it has nothing to do."""
     graph = Graph.of(program, "edge")
-    plan, index = program.plan, graph.index
+    index = graph.index
     for k in range(int(program.offsets[rank]), int(program.offsets[rank + 1])):
         row = ROWS[index.op[k]]
         if isinstance(queue, Lane):
             same = row.lane is queue
         elif row.op in TRANSFERS and row.lane is queue.lane:
-            peer = int(plan.rank_at(int(index.stage[k]) + row.hop, int(index.mb[k])))
+            peer = program.peer(index.locate(k)[2])
             ends = (peer, rank) if row.op in RECEIVES else (rank, peer)
             same = ends == (queue.source, queue.target)
         else:

@@ -43,7 +43,7 @@ ORDERED: Final = ("x86_64",)  # others may show a count before what it counts
 PLACES: tuple[str, ...] = ("/dev/shm", tempfile.gettempdir())
 # What a receive takes in, and what makes it whole where it was scattered.
 _GATHERS: Final = {ROWS[op].gives[0]: op for op in GATHERS}
-RECEIVED: Final = {op: (ROWS[op].gives[0], _GATHERS[ROWS[op].gives[0]]) for op in RECEIVES}
+RECEIVED: Final = {op: (ROWS[op].gives[0], _GATHERS.get(ROWS[op].gives[0])) for op in RECEIVES}
 _DONE: Final = Done()
 Place = tuple[Token, int]  # a slot: its kind and number
 
@@ -333,12 +333,13 @@ def _peer_left(rank: int) -> PeerLeft:
 
 def _inbox(index: Index, rank: int, sender: int) -> dict[Lane, list[tuple[Place, bool]]]:
     """What a rank receives of another in a step, by lane: its slot, and whether a part alone."""
-    program, plan = index.program, index.program.plan
+    program = index.program
     stream, assigned = program.streams[rank], assign(program, rank)
     found: dict[Lane, list[tuple[Place, bool]]] = defaultdict(list)
     there = {tuple(i) for i in stream}
-    for op, stage, mb in stream:
-        if op in RECEIVED and plan.rank_at(stage + ROWS[op].hop, mb) == sender:
+    for i in stream:
+        op, stage, mb = i
+        if op in RECEIVED and program.peer(i) == sender:
             kind, gather = RECEIVED[op]
             (number,) = assigned[kind, stage, mb].values()
             place = kind, number

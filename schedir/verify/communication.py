@@ -14,6 +14,7 @@ from schedir.ir.ops import (
     ROWS,
     SENDS,
     SHARDING,
+    Hop,
     Instr,
     Opcode,
 )
@@ -43,11 +44,13 @@ def transfers(look: Inspector) -> None:
     for send in SENDS if look.program.trains else _BEFORE:
         row = ROWS[send]
         receive = row.meets
-        assert receive is not None
+        assert receive is not None and row.hop is not None
+        if not look.program.has(row.needs[0]) and {send, receive}.isdisjoint(look.index.at):
+            continue
         stage, mb = np.arange(plan.stages)[:, None], np.arange(m)
-        other = stage + row.hop
-        inside = (other >= look.program.first_of(send)) & (other < plan.stages)
-        there = np.clip(other, 0, plan.stages - 1)
+        other = look.program.beside(row.hop)[:, None]
+        inside = other >= look.program.first_of(send)
+        there = np.maximum(other, 0)
         here, away = plan.rank_at(stage, mb), plan.rank_at(there, mb)
         crosses, arrives = np.zeros((2, plan.stages, m), bool)
         crosses[:] = inside & (here != away)
@@ -58,8 +61,8 @@ def transfers(look: Inspector) -> None:
             continue
         key = np.where(inside, there * m + mb, 0).reshape(-1)
         got = arrived[key] & np.repeat(inside, m)
-        here, away, other = (np.broadcast_to(k, (plan.stages, m)).reshape(-1)
-                             for k in (here, away, other))  # fmt: skip
+        here, away = (np.broadcast_to(k, (plan.stages, m)).reshape(-1) for k in (here, away))
+        other = np.repeat(other, m)
         _stray(look, send, sent & ~crosses)
         _stray(look, receive, arrived & ~arrives)
         for one, two, side, gone, k in (
@@ -89,15 +92,18 @@ def transfers(look: Inspector) -> None:
 def _stray(look: Inspector, op: Opcode, stray: NDArray[np.bool_]) -> None:
     if not stray.any():
         return
-    site = look.site_of(op, int(stray.argmax()))
-    other = look.stage[int(stray.argmax())] + ROWS[op].hop
-    why = (
-        f"there is no stage {other}"
-        if not 0 <= other < look.plan.stages
-        else f"stage {other} is frozen"
-        if other < look.program.first_of(op)
-        else f"stage {other} is on the same rank"
-    )
+    site, hop = look.site_of(op, int(stray.argmax())), ROWS[op].hop
+    assert hop is not None
+    stage = int(look.stage[int(stray.argmax())])
+    other = int(look.program.beside(hop)[stage])
+    if other >= look.program.first_of(op):
+        why = f"stage {other} is on the same rank"
+    elif other >= 0:
+        why = f"stage {other} is frozen"
+    elif hop in (Hop.NEXT, Hop.PREVIOUS):
+        why = f"there is no stage {stage + (1 if hop is Hop.NEXT else -1)}"
+    else:
+        why = f"no skip leads {'from' if hop is Hop.SKIP_TO else 'to'} stage {stage}"
     look.refuse(f"{site.instr} has nobody to go to: {why}", site, kind=PartnerError)
 
 
@@ -131,7 +137,6 @@ def meetings(look: Inspector) -> None:
 
 def sharding(look: Inspector) -> None:
     """Each slice that is sent is made whole behind the wire, and nothing else is."""
-    m = look.plan.microbatches
     if look.program.tp == 1:
         look.refuse_first(
             look.index.is_op(SHARDING),
@@ -140,20 +145,20 @@ def sharding(look: Inspector) -> None:
         return
     for cut, send, whole in _SLICED:
         hop = ROWS[send].hop
+        assert hop is not None
         cuts, wholes, sent = look.present(cut), look.present(whole), look.present(send)
         moved = np.zeros_like(cuts)  # cuts, by where they arrive
-        keys = np.flatnonzero(cuts & sent) + hop * m
-        moved[keys] = True
+        moved[look.beside(hop)[cuts & sent]] = True
         if (cuts & ~sent).any():
             site = look.site_of(cut, int((cuts & ~sent).argmax()))
             look.refuse(f"{site.instr} is never sent", site, kind=PartnerError)
-        for lost, op, gone, shift in (
-            (moved & ~wholes, whole, cut, -hop * m),
-            (wholes & ~moved, cut, whole, 0),
+        for lost, op, gone, back in (
+            (moved & ~wholes, whole, cut, look.beside(hop.back)),
+            (wholes & ~moved, cut, whole, None),
         ):
             if lost.any():
                 key = int(lost.argmax())
-                site = look.site_of(gone, key + shift)
+                site = look.site_of(gone, key if back is None else int(back[key]))
                 look.refuse(
                     f"{site.instr} has no {ROWS[op].text} on the other side",
                     site,

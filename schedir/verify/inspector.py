@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from schedir.errors import CompletenessError, ProgramError, Site
 from schedir.ir.index import Index
-from schedir.ir.ops import ROWS, Instr, Opcode
+from schedir.ir.ops import ROWS, Hop, Instr, Opcode
 from schedir.ir.program import Program
 
 
@@ -51,6 +51,11 @@ class Inspector:
         if table is None:
             return np.zeros(self.index.size[ROWS[op].per], bool)
         return np.asarray(table >= 0)
+
+    def beside(self, hop: Hop) -> NDArray[np.int32]:
+        """For each key that of the microbatch at the stage that is a hop further; -1 for none."""
+        there = self.program.beside(hop)[self.stage]
+        return np.where(there < 0, -1, there * np.int32(self.plan.microbatches) + self.mb)
 
     def site_of(self, op: Opcode, key: int) -> Site:
         """The `op` of a key, for an error."""

@@ -23,10 +23,12 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 HERE = Path(__file__).parent
 
-_OPCODES = "    OptimizerStep = 16\n"
-_TOKENS = "    PARAMETERS = 9\n"
+_OPCODES = "    RecvSkipGrad = 20\n"
+_TOKENS = "    SKIP_GRAD_OUT = 13\n"
 _LANES = "    DP = 4\n"
-_TOKEN_ROWS = '    TokenRow(_T.PARAMETERS, _RANK, Found.VERSION, "the weights"),\n'
+_TOKEN_ROWS = (
+    '    TokenRow(_T.SKIP_GRAD_OUT, _MB, _ONCE, "the skip\'s gradient", "skip", Hop.SKIP_FROM),\n'
+)
 _LANE_ROWS = '    LaneRow(_L.DP, False, "starts", "reductions over replicas and ranks"),\n'
 _ROWS = ")  # fmt: skip\n\nBY_TEXT"
 
@@ -98,9 +100,9 @@ LOOKED_AT: dict[str, list[tuple[str, str]]] = {
     LaneRow(_L.COPY, False, "starts", "copies to the host"),
     LaneRow(_L.HOST, False, "starts", "what the host does"),
 """),
-        ("=(_T.ACT_OUT, _T.SAVED),\n", "(_T.ACT_OUT, _T.SAVED, _T.SEEN, _T.MASK),\n"),
-        ("=(_T.GRAD_OUT, _T.WGRAD),\n        (_T.SAVED, ",
-         "(_T.GRAD_OUT, _T.WGRAD),\n        (_T.MASK, _T.SAVED, "),
+        ("=(_T.ACT_OUT, _T.SAVED, _T.SKIP_OUT), (", "(_T.ACT_OUT, _T.SAVED, _T.SEEN, _T.MASK), ("),
+        ("=(_T.GRAD_OUT, _T.WGRAD, _T.SKIP_GRAD_OUT), (_T.SAVED, ",
+         "(_T.GRAD_OUT, _T.WGRAD, _T.SKIP_GRAD_OUT), (_T.MASK, _T.SAVED, "),
         ('="B", _L.COMPUTE, _MB, (', '"B", _L.COMPUTE, _MB, (_T.MASK, '),
         ("rows", """\
     Row(_O.ToHost, "to_host", _L.COPY, _MB, (_T.SEEN,), (_T.SEEN,), (),
@@ -145,7 +147,7 @@ def copy(to: Path, *names: str) -> Path:
                         ignore=shutil.ignore_patterns("__pycache__"))  # fmt: skip
     ops = to / "schedir" / "ir" / "ops.py"
     text = ops.read_text()
-    numbers = {"next": 17, "token": 10, "lane": 5}
+    numbers = {"next": 21, "token": 14, "lane": 5}
     for name in names:
         for where, what in (EDITS | LOOKED_AT)[name]:
             for key in numbers:

@@ -119,7 +119,7 @@ def finishes(program: Program) -> bool:
             reduces = [j for j in range(k) if ROWS[lists[rank][j].op].lane is Lane.DP]
             return all(arrived(rank, j) for j in reduces)
         needs = [j for _, j in machine._needs(rank, lists[rank][k])]
-        needs += [machine.left[rank][k]] if k in machine.left[rank] else []
+        needs += machine.left[rank].get(k, [])
         needs += [j for need in needs for _, j in machine._needs(rank, lists[rank][need])]
         return all(arrived(rank, j) for j in needs if ROWS[lists[rank][j].op].hop)
 

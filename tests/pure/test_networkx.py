@@ -44,8 +44,8 @@ def explicit(program: Program, model: Model, costs: Costs) -> nx.DiGraph:
             for before in machine.before[rank, group[0]]:
                 graph.add_edge(("complete", rank, before), posted, weight=0.0)
             for k in group:
-                if k in machine.left[rank]:
-                    left = machine._group_of(rank, machine.left[rank][k])
+                for free in machine.left[rank].get(k, ()):
+                    left = machine._group_of(rank, free)
                     graph.add_edge(("complete", rank, left), posted, weight=0.0)
                 for giver, at in machine._needs(rank, own[k]):
                     done = ("complete", giver, machine._group_of(giver, at))

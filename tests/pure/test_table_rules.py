@@ -12,6 +12,7 @@ from schedir.ir.ops import (
     TOKENS,
     Change,
     Found,
+    Hop,
     Lane,
     Opcode,
     Per,
@@ -43,8 +44,8 @@ def test_the_tables_keep_to_the_rules() -> None:
         # A message that is not of a microbatch, or whose other side is another's.
         ("SendAct", row(O.SendAct, per=Per.TURN)),
         ("SendAct", row(O.SendAct, meets=O.RecvGrad)),
-        ("SendAct", row(O.RecvAct, hop=+1)),
-        ("SendAct", row(O.SendAct, hop=0)),
+        ("SendAct", row(O.RecvAct, hop=Hop.NEXT)),
+        ("SendAct", row(O.SendAct, hop=None)),
         ("SendAct", row(O.SendAct, lane=Lane.DP)),
         ("SendAct", row(O.SendAct, needs=(T.ACT_OUT, T.SAVED))),
         # A collective of several stages of one rank, or of nobody.
@@ -67,13 +68,15 @@ def test_the_tables_keep_to_the_rules() -> None:
             "ReduceHolders",
             row(O.ReduceHolders, changes=(Change(T.GRAD, "device", "host"),)),
         ),
+        # A message that goes elsewhere than its value.
+        ("SendSkip", row(O.SendSkip, needs=(T.ACT_OUT,))),
         # And the rest.
         ("BackwardWeight", row(O.BackwardWeight, needs=())),
         ("Backward", row(O.Backward, text="F")),
         ("Backward", row(O.Backward, text="b 1")),
         ("Gather", row(O.Gather, drains="always")),
         ("Backward", [ROWS[0], ROWS[2], ROWS[1], *ROWS[3:]]),
-        ("OptimizerStep", [*ROWS[:-1]]),
+        ("RecvSkipGrad", [*ROWS[:-1]]),
     ],
 )
 def test_rows_that_cannot_be_read(who: str, rows: list[Row]) -> None:
@@ -87,12 +90,13 @@ def test_rows_that_cannot_be_read(who: str, rows: list[Row]) -> None:
         ("GRAD", value(T.GRAD, size="gradients")),
         ("NORM", value(T.NORM, size="norm")),
         ("NORM", value(T.NORM, found=Found.AGAIN, size="norm")),
-        ("SAVED", value(T.SAVED, edge=-1)),
+        ("SAVED", value(T.SAVED, handed=T.ACT_OUT)),
+        ("SKIP_OUT", value(T.SKIP_OUT, size="")),
         ("TAPE", value(T.TAPE, made_of=(T.ACT_OUT, "both"))),
         ("WGRAD", value(T.WGRAD, per=Per.TURN, found=Found.AGAIN)),
         ("GRAD", value(T.GRAD, found=Found.ONCE)),
         ("GRAD", value(T.GRAD, found=Found.AGAIN)),
-        ("PARAMETERS", [*TOKENS[:-1]]),
+        ("SKIP_GRAD_OUT", [*TOKENS[:-1]]),
     ],
 )
 def test_values_that_cannot_be_read(who: str, tokens: list[TokenRow]) -> None:

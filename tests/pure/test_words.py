@@ -237,9 +237,10 @@ def test_the_table_numbers_its_rows() -> None:
     assert [row.op for row in ROWS] == list(Opcode)
     assert len({row.text for row in ROWS}) == len(ROWS)
     for row in ROWS:
-        assert (row.hop != 0) <= (row.per is Per.MICROBATCH and row.meets is not None)
+        assert (row.hop is not None) <= (row.per is Per.MICROBATCH and row.meets is not None)
         if row.meets is not None:
-            assert ROWS[row.meets].meets is row.op and ROWS[row.meets].hop == -row.hop
+            assert ROWS[row.meets].meets is row.op
+            assert ROWS[row.meets].hop is (row.hop and row.hop.back)
 
 
 def test_ascending() -> None:

@@ -1,0 +1,213 @@
+"""Skips: a second value with a from and a to, in programs, the checker and the simulator."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from schedir import Costs, Plan, Sizes, check, compile, parse, schedules, show, simulate
+from schedir.analysis.graph import Graph
+from schedir.analysis.memory import held
+from schedir.analysis.models import MODELS
+from schedir.analysis.slots import KINDS, minimum_slots
+from schedir.errors import PlanError, UsageError
+from schedir.io import torch_csv
+from schedir.ir.flow import Flow
+from schedir.ir.ops import ROWS, Hop, Opcode, Token
+from schedir.ir.program import Program, Stream
+from schedir.ir.skips import Skips
+from schedir.ir.stream import OP
+from schedir.ir.text import parse as read
+from schedir.schedules.words import Schedule
+from schedir.testing import random_draft
+from tests.mutants import refusal
+from tests.oracle import Machine
+from tests.threads import verdict
+
+OF_SKIPS = (Opcode.SendSkip, Opcode.RecvSkip, Opcode.SendSkipGrad, Opcode.RecvSkipGrad)
+SMALL: list[tuple[Schedule, Plan, Skips]] = [
+    (schedules.one_f_one_b, Plan(3, 3), ((0, 2),)),
+    (schedules.zb_h1, Plan(4, 4), ((0, 3),)),
+    (schedules.interleaved, Plan(2, 2, 2), ((0, 3),)),
+    (schedules.zb_v, Plan(2, 3, 2, "vee"), ((0, 2), (1, 3))),
+    (schedules.dualpipe, Plan(4, 8, 2, "mirror"), ((0, 2), (1, 3))),
+    (schedules.forward_only, Plan(3, 2), ((0, 2),)),
+]
+NAMES = [schedule.__name__ for schedule, _, _ in SMALL]
+
+
+@pytest.mark.parametrize(("schedule", "plan", "skips"), SMALL, ids=NAMES)
+def test_legal_under_every_model(schedule: Schedule, plan: Plan, skips: Skips) -> None:
+    program = compile(schedule, plan, skips=skips)
+    for model in MODELS:
+        check(parse(show(program)), model, blocks=True)
+        assert verdict(program, model, 1).kind == "ok"
+    stages = {(i.op, i.stage) for stream in program.streams for i in stream if i.op in OF_SKIPS}
+    crossing = {
+        (s, t)
+        for s, t in skips
+        if (
+            plan.rank_at(s, range(plan.microbatches)) != plan.rank_at(t, range(plan.microbatches))
+        ).any()
+    }
+    assert stages == {
+        (op, end)
+        for s, t in crossing
+        for op, end in zip(OF_SKIPS, (s, t, t, s), strict=True)
+        if program.trains or op in OF_SKIPS[:2]
+    }
+
+
+def changed(program: Program, rank: int, words: list[int]) -> Program:
+    streams = [*program.streams]
+    streams[rank] = Stream(np.array(words, np.int64))
+    return replace(program, streams=tuple(streams), order={})
+
+
+@pytest.mark.parametrize(("schedule", "plan", "skips"), SMALL, ids=NAMES)
+def test_every_change_is_refused_or_harmless(schedule: Schedule, plan: Plan, skips: Skips) -> None:
+    """Each instruction of a skip dropped, doubled, swapped with its neighbour, or made another."""
+    program = compile(schedule, plan, skips=skips)
+    refused = 0
+    for rank, stream in enumerate(program.streams):
+        words = stream.words.tolist()
+        for k, i in enumerate(stream):
+            if i.op not in OF_SKIPS:
+                continue
+            other = words[k] + ((int(Opcode.SendAct) - int(Opcode.SendSkip)) << OP)
+            if len(stream) > 24 and i.mb not in (0, plan.microbatches - 1):
+                continue  # of large ones the first and the last, which go different ways
+            for mutant in (
+                words[:k] + words[k + 1 :],
+                [*words[: k + 1], *words[k:]],
+                [*words[:k], *words[k + 1 : k + 2], words[k], *words[k + 2 :]],
+                [*words[: max(k - 1, 0)], words[k], *words[max(k - 1, 0) : k], *words[k + 1 :]],
+                [*words[:k], words[k] + (1 << 32), *words[k + 1 :]],  # of the next stage
+                [*words[:k], other, *words[k + 1 :]],
+            ):
+                if mutant == words:
+                    continue
+                for model in MODELS:
+                    one, said = (
+                        changed(program, rank, mutant),
+                        verdict(changed(program, rank, mutant), model, k),
+                    )
+                    error = refusal(one, model)
+                    assert bool(error) == (said.kind != "ok"), (show(one), model, error, said)
+                    refused += bool(error)
+    assert refused
+
+
+def test_what_is_said_of_it() -> None:
+    program = compile(schedules.one_f_one_b, Plan(3, 2), skips=((0, 2),))
+    text = show(program, folded=False)
+    for lost, kept, where in (
+        ("send_skip 0.1", "recv_skip 2.1", "rank 2"),
+        ("recv_skip_grad 0.0", "send_skip_grad 2.0", "rank 2"),
+    ):
+        with pytest.raises(Exception, match=rf"{kept} has no {lost} on rank 0\n +{where} "):
+            check(read(text.replace(f"  {lost}\n", "")))
+    gone = text.replace("  send_skip 0.1\n", "").replace("  recv_skip 2.1\n", "")
+    with pytest.raises(Exception, match=r"send_skip 0.1 and its receive are missing"):
+        check(read(gone))
+    with pytest.raises(Exception, match=r"send_skip 0.0 has nobody to go to: no skip leads from"):
+        check(replace(program, skips=()))
+
+
+@given(st.integers(0, 2**32 - 1), st.sampled_from(MODELS), st.sampled_from(["", "fewest"]))
+def test_times_are_those_of_a_plain_machine(seed: int, model: Any, slots: Any) -> None:
+    """Any draft, with a skip over any stages: as the oracle says, which reads no table."""
+    rng = np.random.default_rng(seed)
+    ranks, v = int(rng.integers(2, 5)), int(rng.integers(1, 3))
+    plan = Plan(ranks, int(rng.integers(1, 5)), v, rng.choice(["loop", "vee"]) if v > 1 else "loop")
+    ends = sorted(rng.permutation(plan.stages)[:2].tolist())
+    skips = [(ends[0], ends[1])] if ends[1] > ends[0] + 1 else []
+    draft = random_draft(plan, random.Random(seed))
+    program = compile(draft, skips=skips, slots=slots or None)
+    costs = Costs(F=1, I=1.5, W=0.5, B=2, send=0.25)
+    machine = Machine(program, model, costs)
+    assert machine.run()
+    begins = program.offsets.tolist()
+    end = simulate(program, costs, model=model).spans["end"]
+    for (rank, k), when in machine.ended.items():
+        assert end[begins[rank] + k] == pytest.approx(when)
+
+
+def test_memory_counts_it_on_both_ranks() -> None:
+    plan, skip = Plan(3, 4), 10.0
+    program = compile(schedules.one_f_one_b, plan, skips=((0, 2),), slots="fewest")
+    least = dict(zip(KINDS, minimum_slots(program).T.tolist(), strict=True))
+    # Rank 0 keeps its skip until it is sent, rank 2 from when it comes until F takes it.
+    assert least[Token.SKIP_OUT] == [1, 0, 0] and least[Token.SKIP_GRAD_OUT] == [0, 0, 1]
+    assert least[Token.SKIP_IN][0] == least[Token.SKIP_IN][1] == 0 < least[Token.SKIP_IN][2]
+    sizes = Sizes(skip=(skip, 0, 0))
+    number = np.array(
+        [sum(least[kind][rank] for kind in least if "SKIP" in kind.name) for rank in range(3)]
+    )
+    assert simulate(program, sizes=sizes).peak_memory.tolist() == (skip * number).tolist()
+    own = compile(schedules.one_f_one_b, plan, skips=((0, 2),))
+    assert simulate(own, sizes=sizes).peak_memory.tolist() == [2 * 4 * skip, 0, 2 * 4 * skip]
+    # On one rank it is handed over, and lies where it was made until it is used.
+    vee = compile(schedules.zb_v, Plan(2, 3, 2, "vee"), skips=((0, 3),))
+    assert vee.ops.isdisjoint(OF_SKIPS)
+    (here, there) = held(vee, Sizes(skip=(skip, 0, 0, 0)))
+    assert here.bytes.max() >= skip and here.bytes[-1] == 0 and not there.bytes.any()
+
+
+def test_programs_without_stay_as_they_are() -> None:
+    program = compile(schedules.zb_h1, Plan(4, 8))
+    assert "skips" not in show(program) and len(Flow.of(program).needs) == 2
+    assert not any(program.has(ROWS[op].needs[0]) for op in (Opcode.SendSkip, Opcode.SendSkipGrad))
+    assert compile(schedules.zb_h1, Plan(4, 8), skips=()).digest == program.digest
+    other = compile(schedules.zb_h1, Plan(4, 8), skips=[(0, 2)])
+    assert replace(program, skips=((0, 2),)).digest not in (program.digest, other.digest)
+    assert len(Flow.of(other).needs) == 3
+    assert parse(show(other)) == other and parse(show(other)).skips == ((0, 2),)
+
+
+def test_the_stages_beside() -> None:
+    program = compile(schedules.gpipe, Plan(4, 1), skips=((0, 2), (1, 3)))
+    assert program.beside(Hop.NEXT).tolist() == [1, 2, 3, -1]
+    assert program.beside(Hop.PREVIOUS).tolist() == [-1, 0, 1, 2]
+    assert program.beside(Hop.SKIP_TO).tolist() == [2, 3, -1, -1]
+    assert program.beside(Hop.SKIP_FROM).tolist() == [-1, -1, 0, 1]
+    index = Graph.of(program).index
+    for one, other in pairwise((Hop.SKIP_TO, Hop.SKIP_FROM)):
+        at = index.positions[Opcode.Forward]
+        there = index.beside(one, at)
+        back = index.beside(other, index.where(Opcode.Forward, there)[there >= 0])
+        assert back.tolist() == index.key[at][there >= 0].tolist()
+
+
+REFUSED: list[tuple[object, str, str]] = [
+    (3, "pairs of stages", ""),
+    ("0=2", "pairs of stages", ""),
+    (((0, 1, 2),), "pairs of stages", ""),
+    (((0, 9),), "there are 5 stages", ""),
+    (((2, 0),), "not to a later one", ""),
+    (((0, 1),), "neighbours", "let stage 0 put it out beside the rest"),
+    (((0, 2), (0, 4)), "two skips lead from stage 0", "skips=((0, 2), (2, 4))"),
+    (((0, 2), (0, 3)), "two skips lead from stage 0", "skips=((0, 2),), and a boundary of several"),
+    (((0, 4), (2, 4)), "two skips lead to stage 4", "let stage 2 pass on both"),
+    (((0, 2), (0, 2)), "two skips lead from stage 0", "once is enough"),
+]
+
+
+@pytest.mark.parametrize(("skips", "fact", "hint"), REFUSED, ids=str)
+def test_what_skips_are_not(skips: Any, fact: str, hint: str) -> None:
+    with pytest.raises(PlanError) as caught:
+        compile(schedules.gpipe, Plan(5, 4), skips=skips)
+    assert fact in caught.value.fact and hint in caught.value.hint
+    assert [*caught.value.fields] == ["skips"]
+
+
+def test_torch_has_none() -> None:
+    with pytest.raises(UsageError, match="has skips, and stages of torch"):
+        torch_csv.show(compile(schedules.gpipe, Plan(3, 3), skips=((0, 2),)))
