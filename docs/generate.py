@@ -39,9 +39,7 @@ collectives, its partners start too.
 
 {lines}
 
-What has *skip* in its name is there where a program says `skips 0=3`: that stage 3 takes a second
-value, which stage 0 gives ([decision 29](decisions/29-skips.md)). On one rank it is handed over.
-
+Where a program says `skips 0=3`, stage 3 takes a second value of stage 0 ([decision 29](decisions/29-skips.md)).
 The zero-bubble papers call BackwardInput "B"; here, as in torch, B is the whole backward.
 `Scatter` and `Gather` (and their twins for gradients) are the two halves of ScatterGather: one
 boundary tensor that every tensor-parallel rank holds in full crosses as 1/t from each ("Efficient

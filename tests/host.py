@@ -6,12 +6,18 @@ A part of the oracle in `threads.py`, which says what the machine is.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, NamedTuple
+from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 from schedir.ir.ops import Instr, Opcode
 from tests import strange
+from tests.carried import Entry as Entry
+from tests.carried import Event as Event
+from tests.carried import Message as Message
+from tests.carried import Slot as Slot
+from tests.carried import Tensor as Tensor
+from tests.carried import Value as Value
+from tests.carried import Wrong as Wrong
 
 if TYPE_CHECKING:
     from tests.threads import Machine
@@ -25,21 +31,7 @@ MOVES = dict(zip(SENDING, ("act", "grad", "skip", "skip_grad"), strict=True)) | 
     zip(TAKING, ("act", "grad", "skip", "skip_grad"), strict=True)
 )
 LARGEST = 256
-Slot = tuple[object, ...]
 Part = tuple[int, str]  # of a stage's gradient: the microbatch's "plain" weights, or "split" ones
-
-
-class Wrong(Exception):
-    """The program did what cannot be right."""
-
-
-class Tensor(NamedTuple):
-    """Data that knows what it is: the output of a stage, or the gradient of its input."""
-
-    kind: str  # "act" or "grad", or "skip" or "skip_grad"
-    stage: int
-    mb: int
-    whole: bool = True  # or the 1/t that scatter keeps
 
 
 def met(ties: list[set[int]], stages: list[list[int]], rank: int) -> set[int]:
@@ -51,58 +43,6 @@ def met(ties: list[set[int]], stages: list[list[int]], rank: int) -> set[int]:
             if has & party and any(not tie <= {*stages[r]} for r in has):
                 party |= has
     return party
-
-
-class Event:
-    """Something that happens once; `when` counts all that happened before, and is 0 until then."""
-
-    __slots__ = ("sleepers", "when")
-
-    def __init__(self) -> None:
-        self.when = 0
-        self.sleepers: list[Iterator[Event]] = []
-
-
-@dataclass(eq=False, slots=True)
-class Value:
-    """What a slot holds: a tensor that is there when `ready` has happened."""
-
-    ready: Event
-    tensor: Tensor | None = None
-    state: dict[bool, str] = field(default_factory=dict)  # where it is not as it was made
-
-
-@dataclass(eq=False, slots=True)
-class Message:
-    """One side of a transfer."""
-
-    channel: tuple[object, ...]
-    sends: bool
-    value: Value  # what is sent, or where what is received goes
-    met: Event
-    alone: bool = False  # a send that waits for nobody
-
-
-@dataclass(eq=False, slots=True)
-class Entry:
-    """What a queue runs as one: an instruction, or a group."""
-
-    rank: int
-    group: list[Instr]
-    queues: set[object] = field(default_factory=set)
-    waits: list[Event] = field(default_factory=list)
-    actions: list[Callable[[], None]] = field(default_factory=list)
-    meets: list[Event] = field(default_factory=list)  # what actions began, and the entry ends with
-    done: Event = field(default_factory=Event)
-    arrived: int = 0  # queues that stand at this entry
-
-    @property
-    def ended(self) -> int:
-        """When all had met; for compute, when it was done."""
-        return max((event.when for event in self.meets), default=self.done.when)
-
-    def __str__(self) -> str:
-        return " & ".join(map(str, self.group))
 
 
 class Host:

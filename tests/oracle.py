@@ -219,12 +219,12 @@ class Machine:
             frees[free].append(kind)
         for group in self.groups[rank]:
             for k in group:
-                for kind in fills[k]:
+                for kind in heap.keys() & fills[k]:
                     before = heap[kind].popleft()
                     if before >= 0:
                         left[k].append(before)
             for k in group:
-                for kind in frees[k]:
+                for kind in heap.keys() & frees[k]:
                     heap[kind].append(k)
         return left
 

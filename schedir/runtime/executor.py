@@ -141,8 +141,6 @@ class Executor:
                 f"the ranks are 0 to {program.plan.ranks - 1}, and {said(rank)} is none of them",
                 program=program.name,
             )
-        if program.skips:
-            raise ModelError("executors pass on to neighbours only", program=program.name)
         stages = stages_of(stages, program, rank)
         loss_of(loss), optimizer_of(optimizer)
         max_norm, seed = max_norm_of(max_norm, program), None if seed is None else seed_of(seed)

@@ -54,7 +54,7 @@ def test_a_plan_that_cannot_be_names_its_fields(plan: dict[str, Any], blamed: li
 
 @pytest.mark.parametrize(
     "wrong",
-    [{"tp": 0}, {"dp": "2"}, {"tied": 3}, {"tied": ((0, 9),)}, {"tied": ((1,),)}, {"clip": 2},
+    [{"tp": 0}, {"dp": "2"}, {"tied": 3}, {"tied": ((0, 9),)}, {"tied": ((1,),)}, {"clip": 2}, {"skips": ((0, 1),)},
      {"slots": 3}, {"slots": [(1, 1, 1, 1)]}, {"name": "a#b"}, {"name": " x"}],
 )  # fmt: skip
 def test_a_program_that_cannot_be_names_its_fields(wrong: dict[str, Any]) -> None:
@@ -113,5 +113,6 @@ def test_a_configuration_has_each_field() -> None:
     assert differ == ["ranks", "microbatches"]
     assert [f.name for f in HEADER if f.default is MISSING] == differ
     program = Config().request.program
-    assert {f.name for f in HEADER if not f.in_config} == {"tied", "clip", "segments"}
+    ours = {"tied", "clip", "skips", "segments"}
+    assert {f.name for f in HEADER if not f.in_config} == ours
     assert (program.tied, program.clip) == ((), True)  # one stage is tied to nothing
