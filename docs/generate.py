@@ -39,8 +39,8 @@ collectives, its partners start too.
 
 {lines}
 
-Where a program says `skips 0=3`, stage 3 takes a second value of stage 0 ([decision 29](decisions/29-skips.md)).
-The zero-bubble papers call BackwardInput "B"; here, as in torch, B is the whole backward.
+The zero-bubble papers call BackwardInput "B"; here, as in torch, B is the whole backward. With
+`skips 0=3`, stage 3 takes a second value of stage 0 ([decision 29](decisions/29-skips.md)).
 `Scatter` and `Gather` (and their twins for gradients) are the two halves of ScatterGather: one
 boundary tensor that every tensor-parallel rank holds in full crosses as 1/t from each ("Efficient
 Large-Scale Language Model Training on GPU Clusters", SC21, section 4.1). A gather runs beside what
@@ -146,11 +146,8 @@ def gathers() -> str:
     return table(["schedule", "stages per rank", "on the compute lane", "on its own"], rows)
 
 
-HOSTS = {
-    "runs": "runs it",
-    "waits": "waits for what it needs, and starts it",
-    "starts": "starts it",
-}
+WAITS = "waits for what it needs, and starts it"
+HOSTS = {"runs": "runs it", "waits": WAITS, "starts": "starts it"}
 
 
 def ir() -> str:

@@ -54,8 +54,9 @@ def test_a_plan_that_cannot_be_names_its_fields(plan: dict[str, Any], blamed: li
 
 @pytest.mark.parametrize(
     "wrong",
-    [{"tp": 0}, {"dp": "2"}, {"tied": 3}, {"tied": ((0, 9),)}, {"tied": ((1,),)}, {"clip": 2}, {"skips": ((0, 1),)},
-     {"slots": 3}, {"slots": [(1, 1, 1, 1)]}, {"name": "a#b"}, {"name": " x"}],
+    [{"tp": 0}, {"dp": "2"}, {"tied": 3}, {"tied": ((0, 9),)}, {"tied": ((1,),)}, {"clip": 2},
+     {"skips": ((0, 1),)}, {"slots": 3}, {"slots": [(1, 1, 1, 1)]}, {"name": "a#b"},
+     {"name": " x"}],
 )  # fmt: skip
 def test_a_program_that_cannot_be_names_its_fields(wrong: dict[str, Any]) -> None:
     with pytest.raises(ProgramError) as caught:
