@@ -109,7 +109,7 @@ def swept(program: Program, rank: int, sizes: Sizes) -> float:
             continue  # handed over on the rank
         said = sizes.gradient if row.size == "gradient" and sizes.gradient is not None else None
         value = sizes.activation if said is None else said
-        kinds.setdefault(kind, []).append(naive(value, s + row.edge, mb))
+        kinds.setdefault(kind, []).append(naive(value, s - (kind in ("act_in", "grad_out")), mb))
     total = 0.0
     for kind, each in kinds.items():
         said_slots = program.slots[rank]._asdict()[kind] if program.slots else len(each)
