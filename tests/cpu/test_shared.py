@@ -18,8 +18,8 @@ from schedir.ir.plan import Plan
 from schedir.ir.program import Program
 from schedir.runtime.executor import Executor
 from schedir.runtime.rank import Boundary
-from schedir.schedules import chimera, one_f_one_b
-from schedir.schedules.words import F, Word
+from schedir.schedules import bitpipe, chimera, one_f_one_b
+from schedir.schedules.words import F, Schedule, Word
 from schedir.training import gpt
 from schedir.transports import shared
 from schedir.transports.shared import Shared
@@ -55,8 +55,8 @@ def executor(
     )
 
 
-def chimeras(rank: int, plan: Plan) -> Any:
-    program = compile(chimera, plan, model="edge", tied=True)
+def both_ways(rank: int, schedule: Schedule, plan: Plan) -> Any:
+    program = compile(schedule, plan, model="edge", tied=True)
     stages = gpt_stages(plan.stages)
     own = {s: stages[s] for s in plan.stages_of[rank]}
     world = Executor(program, rank, own, Shared(program), loss=gpt.loss, boundary=BOUNDARY)
@@ -64,10 +64,11 @@ def chimeras(rank: int, plan: Plan) -> Any:
     return {s: gradients([m])[0] for s, m in own.items()}
 
 
-def test_stages_with_two_holders() -> None:
-    plan = Plan(4, 6, placement="mirror")
-    _, right = expected(plan, program=compile(chimera, plan, tied=True, model="edge"))
-    for own in run(chimeras, plan.ranks, plan):
+@pytest.mark.parametrize(("schedule", "where"), [(chimera, "mirror"), (bitpipe, "mirror-vee")])
+def test_stages_with_two_holders(schedule: Schedule, where: str) -> None:
+    plan = Plan(4, 6, placement=where)
+    _, right = expected(plan, program=compile(schedule, plan, tied=True, model="edge"))
+    for own in run(both_ways, plan.ranks, schedule, plan):
         assert same_bits(list(own.values()), [right[s] for s in own])
 
 

@@ -144,9 +144,9 @@ def test_three_holders_on_gloo() -> None:
         assert all(same_bits([other], [first]) for other in others)
 
 
-def _train(rank: int, plan: Plan, steps: int, tp: int, dp: int) -> Any:
+def _train(rank: int, schedule: Any, plan: Plan, steps: int, tp: int, dp: int) -> Any:
     """What a process holds after some steps, and the norms of their gradients."""
-    program = compile(dualpipe, plan, tp, dp, "edge", tied=True, clip=True)
+    program = compile(schedule, plan, tp, dp, "edge", tied=True, clip=True)
     transport = Gloo(program)
     executor = gpt_executor(program, transport, lr=0.01, max_norm=0.05)
     norms = []
@@ -160,11 +160,18 @@ def _train(rank: int, plan: Plan, steps: int, tp: int, dp: int) -> Any:
     return held, norms, transport.tp_rank
 
 
-@pytest.mark.parametrize(("tp", "dp"), [(2, 1), (1, 2)])
-def test_holders_stay_the_same(tp: int, dp: int) -> None:
+@pytest.mark.parametrize(
+    ("schedule", "plan", "tp", "dp"),
+    [
+        (*MIRROR[0], 2, 1),
+        (*MIRROR[0], 1, 2),
+        (random_draft(CROWD, random.Random(5)), CROWD, 1, 1),
+    ],
+)
+def test_holders_stay_the_same(schedule: Any, plan: Plan, tp: int, dp: int) -> None:
     """A clipped AdamW step counts each parameter once, and gives all that hold it the same bits."""
-    plan, steps = Plan(2, 4, placement="mirror"), 2
-    results = run(_train, 4, plan, steps, tp, dp)
+    steps = 2
+    results = run(_train, plan.ranks * tp * dp, schedule, plan, steps, tp, dp)
     first: dict[Any, Any] = {}
     for held, norms, tp_rank in results:
         assert norms == results[0][1]

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from schedir.analysis.models import MODELS
@@ -18,6 +18,7 @@ from schedir.ir.placement import PLACEMENTS, show_placement
 from schedir.ir.plan import Plan
 from schedir.ir.text import parse, show
 from schedir.predict.simulate import simulate
+from schedir.schedules import dualpipe
 from schedir.schedules.draft import draft
 from schedir.schedules.words import B, F, Word
 from schedir.testing.strategies import plans, random_draft
@@ -104,6 +105,7 @@ def test_an_own_stage_may_have_two_names() -> None:
     assert found == [[(0, 0), (1, 0), (0, 1), (1, 1)], [(1, 2), (1, 3)], [(0, 2), (0, 3)]]
 
 
+@settings(max_examples=25)
 @given(plans(placements=["rows"]), st.randoms(use_true_random=False), st.booleans())
 def test_any_holders(plan: Plan, rng: random.Random, tied: bool) -> None:
     """Each holder runs its part, reduces, and meets the others of its stage, under all models."""
@@ -141,8 +143,6 @@ def test_a_microbatch_of_another_holder() -> None:
 
 
 def test_a_draft_of_named_rows_is_that_of_their_name() -> None:
-    from schedir.schedules import dualpipe
-
     rows = ((0, 1, 2, 3), (3, 2, 1, 0))
     one, other = (draft(dualpipe, Plan(4, 8, 2, p)) for p in ("mirror", rows))
     assert [*one.streams] == [*other.streams]
