@@ -100,13 +100,13 @@ def check_rows(rows: tuple[tuple[int, ...], ...], ranks: int) -> int:
                     fields=fields,
                 )
             held[rank] += 1
-        for rank in holders:
-            if holders.count(rank) > 1:
-                raise PlanError(
-                    f"placement puts stage {stage} on rank {rank} twice: its holders are "
-                    "different ranks",
-                    fields=["placement"],
-                )
+        if len({*holders}) < len(holders):
+            rank = next(rank for rank in holders if holders.count(rank) > 1)
+            raise PlanError(
+                f"placement puts stage {stage} on rank {rank} twice: its holders are "
+                "different ranks",
+                fields=["placement"],
+            )
     for rank, number in enumerate(held):
         if not number:
             raise PlanError(f"placement gives rank {rank} no stage", fields=fields)
@@ -135,10 +135,7 @@ def show_placement(placement: Placement, _: object = None) -> str:
     """A placement as text has it: `vee`, `0,1,1,0` or `0,1/1,0`."""
     if isinstance(placement, str):
         return placement
-    rows = [row if isinstance(row, tuple) else (row,) for row in placement]
-    return ("/" if isinstance(placement[0], tuple) else ",").join(
-        ",".join(map(str, row)) for row in rows
-    )
+    return "/".join(",".join(map(str, row)) for row in rows_of(placement))
 
 
 _TAKES = "is a name, ranks like 0,1,1,0, or rows of these like 0,1/1,0"
