@@ -10,11 +10,7 @@ from typing import Any, Literal, get_args
 import torch
 from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.pipelining.schedules import (
-    REDUCE_GRAD,
-    PipelineScheduleMulti,
-    _PipelineScheduleRuntime,
-)
+from torch.distributed.pipelining.schedules import REDUCE_GRAD, PipelineScheduleMulti
 from torch.distributed.pipelining.stage import _PipelineStageBase
 from torch.nn.parallel import DistributedDataParallel as Replicated
 
@@ -22,12 +18,14 @@ from schedir.errors import ExecutionError, UsageError, flag, said
 from schedir.ir.program import Program
 from schedir.ir.ties import Ties
 from schedir.schedules.words import Schedule as Words
-from schedir.torch import actions, gradients, programs
+from schedir.torch import actions, gradients, halves, programs
 from schedir.torch.agree import require_same, told
+from schedir.torch.losses import ByMicrobatch
 from schedir.torch.own import Own
 from schedir.torch.sharding import require_whole, with_shards
 from schedir.torch.stages import (
     Copies,
+    require_frozen,
     require_gradients_sent,
     require_reducible,
     require_runnable,
@@ -41,7 +39,7 @@ Runtime = Literal["torch", "schedir"]
 LOSS_KWARGS = "loss_kwargs" in signature(PipelineScheduleMulti.step).parameters
 
 
-class Schedule(_PipelineScheduleRuntime):
+class Schedule(ByMicrobatch):
     """A schedule of torch.distributed.pipelining that runs a program of ours.
 
     It takes what torch's own schedules take, and stands where they stand:
@@ -166,11 +164,12 @@ class Schedule(_PipelineScheduleRuntime):
         if self._copies is not None and self.program.trains:
             self._copies.fit(self.program)
         self._has_backward = self.program.trains and loss_fn is not None
-        self._loss_of: dict[int, Tensor] = {}
+        self._loss_of = {}
         self._given: tuple[Any, Any, Any] | None = None
-        self._loss_kwargs: dict[str, Any] | None = None
+        self._loss_kwargs = None
         self._failed = False
         self._settled: list[Any] = []
+        self._seen: list[Any] = []  # stages that have run forward
         self._own: Own | None = None
         if runtime == "schedir":
             self._own = Own(held, self.program, self.forward_program, loss_fn, self.scale_grads, tied, group)  # fmt: skip # noqa: E501
@@ -181,9 +180,9 @@ class Schedule(_PipelineScheduleRuntime):
             }
             for one in (self.program, self.forward_program)
         }
-        for trains, orders in self._orders.items():
+        for orders in self._orders.values():
             for order in orders.values():
-                require_whole(order, active, trains)
+                require_whole(order, active)
         self._set_mapping()
         self._splits = actions.splits(self.program) if self.program.trains else frozenset()
         self._last = actions.order_of_last(self.program, plan.stages - 1)
@@ -213,8 +212,6 @@ class Schedule(_PipelineScheduleRuntime):
         self.stage_index_to_group_rank = dict(enumerate(self._rank_of))
         for stage in self._stages:
             stage.stage_index_to_group_rank = self.stage_index_to_group_rank
-        if self.program.trains:
-            self._validate_and_set_stage_mapping(self.pipeline_order)
         self.pipeline_order_with_comms = self._orders[self.program.trains]
 
     # ------------------------------------------------------------ a step
@@ -298,6 +295,8 @@ class Schedule(_PipelineScheduleRuntime):
             self._own.step(*given, loss_kwargs)
             return
         self._settle_shards()
+        if self._has_backward:
+            require_frozen(self._stages, self.program)
         self._failed = True
         if LOSS_KWARGS:
             self._loss_kwargs = loss_kwargs
@@ -329,26 +328,17 @@ class Schedule(_PipelineScheduleRuntime):
         for module in now:
             if isinstance(module, FSDPModule):
                 module.set_reshard_after_forward(False)
-        self._settled = now
+        self._settled, self._seen = now, []
 
-    # ------------------------------------------------------------ losses, by microbatch
-
-    def _maybe_compute_loss(
-        self, stage: Any, output: Any, target_mbs: Any, mb_index: int, *_: Any
-    ) -> None:
-        if self._has_backward and not stage.is_last and mb_index == 0:
-            require_gradients_sent(stage, output)
-        if stage.is_last and self._loss_fn is not None and target_mbs is not None:
-            more = self._loss_kwargs or {}
-            self._loss_of[mb_index] = self._loss_fn(output, target_mbs[mb_index], **more)
-
-    def _maybe_get_loss(self, stage: Any, mb_index: int) -> Tensor | None:
-        return self._loss_of[mb_index] if stage.is_last and self._loss_of else None
-
-    def _update_losses(self, stages: Any, losses: list[Tensor] | None) -> None:
-        self._internal_losses[:] = [self._loss_of[mb] for mb in sorted(self._loss_of)]
-        self._loss_of.clear()
-        super()._update_losses(stages, losses)  # type: ignore[no-untyped-call]
+    def _ran_forward(self, stage: Any, output: Any, mb_index: int) -> None:
+        """Look at what the first forward of a stage shows of its backward."""
+        if not self._has_backward or stage in self._seen:
+            return
+        self._seen.append(stage)
+        require_gradients_sent(stage, output)
+        split = stage.stage_index in self._splits and stage.dw_builder is None
+        if split and halves.loses(stage, output, mb_index):
+            stage.dw_builder = halves.whole_at_i
 
     # ------------------------------------------------------------ gradients
 

@@ -6,10 +6,14 @@ between is all that may be computed with them; these actions are put in as the l
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, Final
 
 from torch.distributed.pipelining.schedules import (
+    BACKWARD_INPUT,
+    BACKWARD_WEIGHT,
+    FORWARD,
+    FULL_BACKWARD,
     REDUCE_GRAD,
     RESHARD,
     UNSHARD,
@@ -17,6 +21,9 @@ from torch.distributed.pipelining.schedules import (
 )
 
 from schedir.errors import CompletenessError, OrderError, SlotError
+
+BACKWARDS: Final = (FULL_BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT)
+COMPUTE: Final = (FORWARD, *BACKWARDS)
 
 
 def with_shards(actions: Sequence[Any], active: int) -> list[Any]:
@@ -53,15 +60,15 @@ def _coming(uses: Sequence[Sequence[int]], active: int) -> list[list[int]]:
     return coming[::-1]
 
 
-def _stages(action: Any) -> tuple[int, ...]:
-    """The stages whose parameters an action needs whole."""
+def _stages(action: Any, kinds: Sequence[Any] = (*COMPUTE, REDUCE_GRAD)) -> tuple[int, ...]:
+    """The stages that an action of one of these kinds is of, or that parts of it are of; unless
+    told, those whose parameters it needs whole."""
     if action.sub_actions is not None:
-        return tuple(dict.fromkeys(s for each in action.sub_actions for s in _stages(each)))
-    computes = action.is_compute_op or action.computation_type == REDUCE_GRAD
-    return (action.stage_index,) if computes else ()
+        return tuple(dict.fromkeys(s for each in action.sub_actions for s in _stages(each, kinds)))
+    return (action.stage_index,) if action.computation_type in kinds else ()
 
 
-def require_whole(actions: Sequence[Any], active: int, trains: bool) -> None:
+def require_whole(actions: Sequence[Any], active: int) -> None:
     """Refuse a rank's actions that use a stage while it is cut up, make it whole twice, hold more
     than `active` whole at once, or do not reduce it once, after all that adds to its gradient.
 
@@ -69,8 +76,7 @@ def require_whole(actions: Sequence[Any], active: int, trains: bool) -> None:
     """
     whole: set[int] = set()
     reduced: set[int] = set()
-    used: set[int] = set()
-    room = active
+    added: set[int] = set()  # to gradients of these
     for action in actions:
         kind, stage = action.computation_type, action.stage_index
         if kind == UNSHARD:
@@ -90,16 +96,9 @@ def require_whole(actions: Sequence[Any], active: int, trains: bool) -> None:
                 raise OrderError(f"{action} needs stage {s}, which is cut up")
             if s in reduced:
                 raise OrderError(f"{action} comes after the reduction of stage {s}")
-        used.update(needs)
-        reduced.update(stage for _ in range(kind == REDUCE_GRAD))
+        added.update(_stages(action, BACKWARDS))
+        reduced.update(_stages(action, (REDUCE_GRAD,)))
     if whole:
         raise CompletenessError(f"stages {sorted(whole)} are whole at the end")
-    if trains and used != reduced:
-        raise CompletenessError(f"stages {sorted(used - reduced)} are not reduced")
-
-
-def fsdp(module: Any) -> Iterator[Any]:
-    """The modules that `fully_shard` was given, of those of a stage."""
-    from torch.distributed.fsdp import FSDPModule
-
-    return (m for m in module.modules() if isinstance(m, FSDPModule))
+    if added != reduced:
+        raise CompletenessError(f"stages {sorted(added ^ reduced)} are not reduced after backwards")

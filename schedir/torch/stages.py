@@ -71,6 +71,20 @@ def require_sharded_whole(stages: Sequence[Any]) -> None:
             )
 
 
+def require_frozen(stages: Sequence[Any], program: Program) -> None:
+    """Refuse a stage that is trained, of which the program has no backward.  Raises ModelError."""
+    for stage in stages:
+        if stage.stage_index < program.frozen and any(
+            p.requires_grad for p in stage.submod.parameters()
+        ):
+            raise ModelError(
+                f"the program has no backward of stage {stage.stage_index}, and it has parameters "
+                "that are trained",
+                program=program.name,
+                hint="stage.submod.requires_grad_(False), or a program without frozen stages",
+            )
+
+
 def require_gradients_sent(stage: Any, output: object) -> None:
     """Refuse an output that needs a gradient where the stage was told that it does not, by its
     `output_args`: torch would not send the gradient back, nor say so.  Raises ModelError."""

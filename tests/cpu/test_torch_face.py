@@ -13,6 +13,7 @@ from torch.nn.functional import mse_loss
 
 from schedir import schedules
 from schedir.compiler.compile import compile
+from schedir.errors import ExecutionError
 from schedir.io.torch_csv import show
 from schedir.ir.plan import Plan
 from schedir.ir.text import show as text
@@ -76,6 +77,22 @@ def test_programs(form: str, tmp_path: Any) -> None:
     (tmp_path / "x.csv").write_text(show(made, "torch-2.13" if form == "transfers" else "torch"))
     draft = {"program": made, "draft": schedules_draft(), "sched": tmp_path / "x.sched"}
     same(step_of("loop", program=draft.get(form, str(tmp_path / "x.csv"))))
+
+
+@pytest.mark.parametrize("frozen", [0, 1, 2])
+def test_first_stages_that_are_not_trained(frozen: int) -> None:
+    """Of which a program has no backward, or one that does nothing."""
+    whole = model(4)
+    whole[:2].requires_grad_(False)
+    program = compile(schedules.zb_v, Plan(2, MB, placement="vee"), frozen=frozen)
+    step = step_of("vee", program=program)
+    assert_same_gradients(step, whole, batch(), ranks=2, microbatches=MB, loss_fn=mse_loss)
+
+
+def test_a_stage_that_would_not_be_trained_is_refused() -> None:
+    program = compile(schedules.one_f_one_b, Plan(2, MB), frozen=1)
+    with pytest.raises(ExecutionError, match="no backward of stage 0"):
+        same(step_of("loop", program=program))
 
 
 def schedules_draft() -> Any:

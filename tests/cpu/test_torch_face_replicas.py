@@ -135,7 +135,7 @@ def test_stages_are_whole_where_they_compute(program: Program, active: int) -> N
         return  # torch has no such actions
     for order in orders.values():
         held = with_shards(order, active)
-        require_whole(held, active, program.trains)
+        require_whole(held, active)
         assert [a for a in held if "SHARD" not in str(a)] == order
 
 
@@ -150,4 +150,4 @@ def test_whatever_is_missing_or_too_much_is_refused(
     at = data.draw(st.sampled_from([k for k, a in enumerate(held) if "SHARD" in str(a)]))
     for wrong in (held[:at] + held[at + 1 :], [*held[: at + 1], held[at], *held[at + 1 :]]):
         with pytest.raises(ProgramError):
-            require_whole(wrong, active, program.trains)
+            require_whole(wrong, active)

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.distributed.pipelining.stage import PipelineStage
 from torch.nn.functional import mse_loss
 
+from schedir.schedules.words import F, I, W, Word
 from schedir.testing.gradients import assert_same_gradients
 from schedir.torch import Schedule
 from tests.cpu.faces import MB, step_of
@@ -62,6 +63,36 @@ class Whole(nn.Sequential):
 def test_mixed_types(name: str, placement: str, stages: int) -> None:
     step = step_of(placement, schedule=name)
     assert_same_gradients(step, blocks(stages), batch(), ranks=2, microbatches=MB, loss_fn=mse_loss)
+
+
+class Table(nn.Module):
+    """Hands on a table of its own, to which no gradient of what it takes belongs."""
+
+    def __init__(self, first: bool, last: bool) -> None:
+        super().__init__()
+        self.linear, self.table = nn.Linear(WIDTH, WIDTH), nn.Parameter(torch.randn(WIDTH))
+        self.first, self.last = first, last
+
+    def forward(self, x: Tensor, *more: Tensor) -> Any:
+        x = torch.tanh(self.linear(x)) * (1.0 if self.first else more[0])
+        return x * self.table if self.last else (x, torch.exp(self.table) * 1)
+
+
+def one_by_one(rank: int, ranks: int, m: int) -> Word:
+    """Forward and backward of the last microbatch first."""
+    return sum((F.at(mb) + I.at(mb) + W.at(mb) for mb in range(m - 1, -1, -1)), 0 * F)
+
+
+@pytest.mark.parametrize("name", ["zb_h1", "interleaved_zb", one_by_one])
+def test_weights_past_which_no_input_goes(name: Any) -> None:
+    """torch's halves of a backward leave these out, and do not say so."""
+    stages = 4 if name == "interleaved_zb" else 2
+    torch.manual_seed(0)
+    whole = Whole(*(Table(s == 0, s == stages - 1) for s in range(stages)))
+    if stages == 2:
+        whole[0].requires_grad_(False)  # so that nothing the second takes needs a gradient
+    step = step_of("loop", schedule=name)
+    assert_same_gradients(step, whole, batch(), ranks=2, microbatches=MB, loss_fn=mse_loss)
 
 
 def told_without_gradient(rank: int) -> None:
