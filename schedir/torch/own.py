@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
-from functools import partial
 from typing import Any, Final
 
 import torch
@@ -13,6 +12,7 @@ from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel as Replicated
 from torch.utils._pytree import tree_map_only
 
+from schedir.errors import UsageError, said
 from schedir.ir.program import Program
 from schedir.ir.ties import Ties
 from schedir.torch import gradients
@@ -80,8 +80,9 @@ class Own:
         trains = bool(self.stages[0].has_backward)
         program = self.programs[trains]
         n = program.plan.microbatches
+        wrong = self._wrong(n, arg_mbs, kwarg_mbs, target_mbs, losses, trains)
         inputs = [*(arg_mbs or [()] * n)] if self.first else []
-        now = self.now = self._ready(trains, inputs, kwarg_mbs or [{}] * n)
+        now = self.now = self._ready(trains, inputs, kwarg_mbs or [{}] * n, wrong)
         self.loss_kwargs = loss_kwargs or {}
         self.keeps_outputs = return_outputs
         self.takes_losses = self.loss_fn is not None and target_mbs is not None
@@ -103,6 +104,22 @@ class Own:
             losses.clear()
             losses.extend(self.losses if self.takes_losses else ())
         self.outputs, self.losses = [], []
+
+    def _wrong(
+        self, n: int, args: object, kwargs: object, targets: object, losses: object, trains: bool
+    ) -> str:
+        """What of a step's arguments is wrong, in words; other ranks wait to hear of it."""
+        for what, given in (("arg_mbs", args), ("kwarg_mbs", kwargs), ("target_mbs", targets)):
+            if given is not None and not isinstance(given, list):
+                return f"{what} is {said(given)}, and no list"
+            if isinstance(given, list) and len(given) != n:
+                return f"{what} has {len(given)} of {n} microbatches"
+        if losses is not None and not isinstance(losses, list):
+            return f"losses is {said(losses)}, and no list"
+        takes = self.last is not None and self.loss_fn is not None
+        if takes and targets is None and (trains or losses is not None):
+            return "a loss is taken, and no target is given"
+        return ""
 
     def _finish(self, program: Program) -> None:
         """What torch's runtime does at REDUCE_GRAD."""
@@ -141,16 +158,27 @@ class Own:
 
     # ------------------------------------------------------------ which executor
 
-    def _ready(self, trains: bool, inputs: list[Any], kwarg_mbs: list[Any]) -> Made:
-        """The executor of a step, which all ranks take or make together."""
+    def _ready(
+        self, trains: bool, inputs: list[Any], kwarg_mbs: list[Any], wrong: str = ""
+    ) -> Made:
+        """The executor of a step, which all ranks take or make together; or what is wrong with its
+        arguments on one of them, which all raise."""
+        if wrong:
+            inputs, kwarg_mbs = [], []
         shapes = tuple(map(shapes_of, inputs)), tuple(map(shapes_of, kwarg_mbs))
         now = self.now
-        self.changed.fill_(now is None or not now.fits(trains, shapes, self.stages))
+        fits = not wrong and now is not None and now.fits(trains, shapes, self.stages)
+        self.changed.fill_(not fits)
         self.group.allreduce([self.changed], self.most).wait()
         if now is not None and not self.changed.item():
             return now
         program = self.programs[trains]
-        mine = partial(facts_of, self.stages, trains, shapes, self.failures, program)
+
+        def mine() -> Facts:
+            if wrong:
+                raise UsageError(wrong, program=program.name)
+            return facts_of(self.stages, trains, shapes, self.failures, program)
+
         key = tuple(told(mine, self.group))
         require_same("whether gradients are taken", [facts.trains for facts in key])
         for other in [k for k in self.made if [*map(_failures, k)] != [*map(_failures, key)]]:

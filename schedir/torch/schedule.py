@@ -284,16 +284,16 @@ class Schedule(ByMicrobatch):
     ) -> None:
         if self._given is not None:
             target_mbs = self._given[2]
+        given = (arg_mbs, kwarg_mbs, target_mbs, losses, return_outputs)
+        if self._own is not None:  # which looks at them itself, and lets all ranks know
+            self._own.step(*given, loss_kwargs)
+            return
         self._check_inputs(arg_mbs, kwarg_mbs, target_mbs, losses)
         has_last = any(stage.is_last for stage in self._stages)
         lacks = has_last and self._loss_fn is not None and target_mbs is None
         if lacks and (self._has_backward or losses is not None):
             raise UsageError("a loss is taken, and no target is given", fields=["target"])
         more: dict[str, Any] = {"loss_kwargs": loss_kwargs} if LOSS_KWARGS else {}
-        given = (arg_mbs, kwarg_mbs, target_mbs, losses, return_outputs)
-        if self._own is not None:
-            self._own.step(*given, loss_kwargs)
-            return
         self._settle_shards()
         if self._has_backward:
             require_frozen(self._stages, self.program)
