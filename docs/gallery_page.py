@@ -49,6 +49,13 @@ MORE = [
         "schedir draw one_f_one_b --microbatches 8 --show lanes,phases -o phases.svg",
     ),
     (
+        "Frozen stages",
+        "Two stages [that are not trained](own-model.md#stages-that-are-not-trained) in front of "
+        "two that are: forwards only.",
+        "schedir draw one_f_one_b --ranks 4 --microbatches 8 --frozen 2 --costs F=1,B=2 "
+        "-o frozen.svg",
+    ),
+    (
         "Several under each other",
         "On one time axis, each with its bubble.",
         "schedir compare gpipe one_f_one_b interleaved --microbatches 8 -o compared.svg",
