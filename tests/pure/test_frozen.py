@@ -21,6 +21,7 @@ from schedir.ir.ops import OF_TRAINED, STEPS, Opcode
 from schedir.ir.program import Program
 from schedir.passes.frozen import without_backwards
 from schedir.schedules import one_f_one_b, pipedream_2bw
+from schedir.schedules.words import B, F, Word, overlap
 from schedir.testing import drafts, plans
 from schedir.verify.check import check, check_draft
 from tests.mutants import known
@@ -129,6 +130,18 @@ def test_without_a_delay_a_flush_is_still_needed() -> None:
     compile(one_f_one_b, Plan(4, 8, updates=2), frozen=3)  # the last stage alone is trained
 
 
+def ahead(rank: int, ranks: int, m: int, v: int) -> Word:
+    """All forwards of a frozen stage, and then one after the other of a trained one."""
+    return m * F[0] + m * (F[1] + B[1])
+
+
+def test_frozen_forwards_wait_for_no_step_of_their_rank() -> None:
+    plan = Plan(1, 4, 2, updates=2)
+    compile(ahead, plan, frozen=1)
+    with pytest.raises(ProgramError):
+        compile(lambda r, P, m, v: m * F[0] + m * (F[1] + B[1] + B[0]), plan)
+
+
 # ---------------------------------------------------------------- what is refused
 
 
@@ -187,18 +200,30 @@ def test_torch_has_no_such_schedule() -> None:
 # ---------------------------------------------------------------- drafts
 
 
-def test_a_draft_may_say_what_is_left_out() -> None:
+def behind(r: int, P: int, m: int, v: int) -> Word:
+    """Forwards of the second stage that run together with a backward of the first, behind it."""
+    return m * F[0] + F[1] + B[1] + overlap((m - 1) * B[0], (m - 1) * F[1]) + (m - 1) * B[1] + B[0]
+
+
+@pytest.mark.parametrize(
+    ("schedule", "plan"),
+    [(schedules.dualpipe_v, Plan(2, 8, placement="vee")), (behind, Plan(1, 3, 2))],
+)
+def test_a_draft_may_say_what_is_left_out(schedule: Any, plan: Plan) -> None:
     """And what is joined to it then runs alone."""
-    whole = draft(schedules.dualpipe_v, Plan(2, 8, placement="vee"))
+    whole = draft(schedule, plan)
     assert any(stream.joined.any() for stream in whole.streams)
-    said = check_draft(replace(whole, frozen=2))
+    said = check_draft(replace(whole, frozen=plan.stages // 2))
     less = without_backwards(said)
     assert check_draft(less) == less and len(less) < len(said)
-    assert simulate(said).program == simulate(less).program == compile(whole, frozen=2)
+    assert (
+        simulate(said).program == simulate(less).program == compile(whole, frozen=plan.stages // 2)
+    )
     pairs = [
         {s[k - 1].op, s[k].op} for s in less.streams for k in np.flatnonzero(s.joined).tolist()
     ]
-    assert pairs and all(O.Forward in pair and len(pair) == 2 for pair in pairs)
+    assert all(O.Forward in pair and len(pair) == 2 for pair in pairs)
+    assert bool(pairs) == (schedule is not behind)
 
 
 @settings(max_examples=60)

@@ -1,0 +1,291 @@
+"""Frozen stages run forwards only, and all others have the gradients that a plain loop gives."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from math import inf
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+from schedir.compiler.compile import compile
+from schedir.errors import ModelError, ProgramError
+from schedir.ir.plan import Plan
+from schedir.ir.program import Program
+from schedir.runtime import sizes_of
+from schedir.runtime.boundary import Boundary
+from schedir.runtime.executor import Executor
+from schedir.runtime.inprocess import InProcess
+from schedir.runtime.reference import reference
+from schedir.schedules import dualpipe, forward_only, gpipe, one_f_one_b, pipedream_2bw, zb_h1
+from schedir.testing import drafts
+from schedir.testing.tiny import WIDTH, batch, loss, tiny_stages
+from schedir.transports.processes import Gloo
+from tests.cpu.spawn import run
+from tests.cpu.test_updates import stage_by_stage
+from tests.cpu.tiny_stages import gradients, same_bits
+from tests.mutants import known
+from tests.pure.test_frozen import ahead
+
+BOUNDARY = Boundary((2, WIDTH), torch.float64)
+sgd = partial(torch.optim.SGD, lr=0.02)
+
+
+class Dropped(nn.Module):
+    """A stage that draws, and keeps statistics."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+        self.norm = nn.BatchNorm1d(WIDTH, dtype=torch.float64)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.norm(nn.functional.dropout(self.inner(x), 0.3))
+        return y
+
+
+def stages_of(number: int, frozen: int, *, drops: bool = False) -> list[nn.Module]:
+    """A tiny model of which the first stages are frozen."""
+    torch.manual_seed(0)
+    stages = [Dropped(s) if drops else s for s in tiny_stages(number)]
+    for stage in stages[:frozen]:
+        stage.requires_grad_(False)
+    return stages
+
+
+def of_plain(program: Program, *, whole: bool, drops: bool = False) -> tuple[Tensor, list[Any]]:
+    """Loss and gradients of the reference: in the order of the program, or of no program."""
+    plain = stages_of(program.plan.stages, program.frozen, drops=drops)
+    found = reference(
+        plain, *batch(program.plan.microbatches), loss=loss, program=None if whole else program
+    )
+    return found, gradients(plain)
+
+
+def expect_right(program: Program, seed: int | None = None, *, drops: bool = False) -> InProcess:
+    stages = stages_of(program.plan.stages, program.frozen, drops=drops)
+    ranks = InProcess(program, stages, loss=loss, boundary=BOUNDARY)
+    total = ranks.step(*batch(program.plan.microbatches), seed=seed)
+    for whole in (False, True) if program.ascending else (False,):
+        right, plain = of_plain(program, whole=whole, drops=drops)
+        assert torch.equal(total, right)
+        assert same_bits(gradients(stages), plain)
+    frozen = [p for s in stages[: program.frozen] for p in s.parameters()]
+    assert frozen or not program.frozen
+    assert all(p.grad is None for p in frozen)
+    assert all(p.grad is not None for s in stages[program.frozen :] for p in s.parameters())
+    return ranks
+
+
+@settings(max_examples=60)
+@given(st.data())
+def test_gradients_of_the_reference(data: st.DataObject) -> None:
+    """Any schedule, any draft, any placement, any legal order."""
+    source: Any = data.draw(drafts(3, 4) if data.draw(st.booleans()) else st.sampled_from(known()))
+    plan = None
+    if not isinstance(source, Program):
+        where, v = getattr(source, "placed", ("loop", None))
+        ranks = 2 * data.draw(st.integers(1, 2))
+        plan = Plan(ranks, 2 * data.draw(st.integers(1, 3)), v or 1, where)
+    number = (plan or source.plan).stages
+    frozen = data.draw(st.integers(0, number - 1))
+    how: dict[str, Any] = {
+        "slots": data.draw(st.sampled_from([None, "fewest"])),
+        "overlap": data.draw(st.booleans()),
+    }
+    try:
+        program = compile(source, plan, model="edge", frozen=frozen, **how)
+    except ProgramError:
+        assert plan is not None  # a schedule need not know every plan
+        return
+    if program.trains:
+        expect_right(program, data.draw(st.integers(0, 99)))
+
+
+@pytest.mark.parametrize("frozen", [1, 2, 3])
+def test_draws_and_buffers_are_those_of_training(frozen: int) -> None:
+    program = compile(one_f_one_b, Plan(4, 4), frozen=frozen)
+    ranks = expect_right(program, drops=True)
+    stages = [ranks.ranks[r].stages[r].module for r in range(4)]
+    plain = stages_of(4, frozen, drops=True)
+    reference(plain, *batch(4), loss=loss)
+    for mine, right in zip(stages, plain, strict=True):
+        assert all(map(torch.equal, mine.buffers(), right.buffers()))
+
+
+def test_nothing_is_kept_of_a_frozen_forward() -> None:
+    seen: list[tuple[bool, ...]] = []
+    stages = stages_of(3, 2)
+    for stage in stages:
+        stage.register_forward_hook(
+            lambda m, xs, y: seen.append(
+                (torch.is_grad_enabled(), xs[0].requires_grad, y.requires_grad)
+            )
+        )
+    program = compile(gpipe, Plan(3, 1), frozen=2)
+    InProcess(program, stages, loss=loss, boundary=BOUNDARY).step(*batch(1))
+    assert seen == [(False, False, False)] * 2 + [(True, False, True)]
+
+
+# ---------------------------------------------------------------- updates, norms, holders
+
+
+@pytest.mark.parametrize("frozen", [0, 1, 2])
+@pytest.mark.parametrize("schedule", [pipedream_2bw, one_f_one_b])
+def test_several_updates(schedule: Any, frozen: int) -> None:
+    """Delayed ones, held to a plain loop that knows nothing of schedules."""
+    plan = Plan(3, 9, updates=3, delay=1)
+    make = partial(stages_of, frozen=frozen)
+    stages = make(3)
+    ranks = InProcess(
+        compile(schedule, plan, frozen=frozen), stages, loss=loss, boundary=BOUNDARY, optimizer=sgd
+    )
+    ranks.step(*batch(9))
+    right = stage_by_stage(plan, *batch(9), sgd, make)
+    assert all(map(torch.equal, [p for s in stages for p in s.parameters()], right))
+    before = make(3)
+    changed = [
+        not torch.equal(a.get_parameter("weight"), b.get_parameter("weight"))
+        for a, b in zip(stages, before, strict=True)
+    ]
+    assert changed == [s >= frozen for s in range(3)]
+
+
+def test_forwards_run_ahead_of_the_steps_of_their_rank() -> None:
+    """Frozen weights have one version, and a trained stage beside them has its own."""
+    plan, make = Plan(1, 4, 2, updates=2), partial(stages_of, frozen=1)
+    stages, program = make(2), compile(ahead, plan, frozen=1)
+    InProcess(program, stages, loss=loss, boundary=BOUNDARY, optimizer=sgd).step(*batch(4))
+    right = stage_by_stage(plan, *batch(4), sgd, make)
+    assert all(map(torch.equal, [p for s in stages for p in s.parameters()], right))
+
+
+@pytest.mark.parametrize("schedule", [one_f_one_b, zb_h1])
+def test_the_norm_is_of_what_is_trained(schedule: Any) -> None:
+    program = compile(schedule, Plan(4, 4), frozen=2, clip=True)
+    stages = stages_of(4, 2)
+    ranks = InProcess(program, stages, loss=loss, boundary=BOUNDARY, optimizer=sgd, max_norm=0.1)
+    ranks.step(*batch(4))
+    _, plain = of_plain(program, whole=True)
+    norm = torch.stack([g.norm() for own in plain for g in own.values()]).norm()
+    assert [float(rank.norm) for rank in ranks.ranks] == pytest.approx([float(norm)] * 4)
+    clipped = torch.stack([g.norm() for own in gradients(stages) for g in own.values()]).norm()
+    assert float(clipped) == pytest.approx(0.1, rel=1e-3)
+
+
+def on_gloo(rank: int, program: Program) -> list[dict[str, Tensor]]:
+    """Gradients of a process's own stages."""
+    transport = Gloo(program)
+    stages = stages_of(program.plan.stages, program.frozen)
+    executor = Executor(
+        program, transport.rank, stages, transport, loss=loss, boundary=BOUNDARY,
+        max_norm=inf if program.clip else None,
+    )  # fmt: skip
+    m, (inputs, targets) = program.plan.microbatches, batch(program.dp * program.plan.microbatches)
+    share = slice(transport.dp_rank * m, (transport.dp_rank + 1) * m)
+    executor.step(inputs[share], targets[share])
+    return gradients([stages[s] for s in program.plan.stages_of[transport.rank]])
+
+
+@pytest.mark.parametrize(
+    ("schedule", "plan", "traits"),
+    [
+        (one_f_one_b, Plan(2, 4), {"frozen": 1, "dp": 2}),
+        (zb_h1, Plan(4, 4), {"frozen": 2, "clip": True}),
+        (dualpipe, Plan(2, 4, placement="mirror"), {"frozen": 1}),
+    ],
+)
+def test_real_processes(schedule: Any, plan: Plan, traits: dict[str, Any]) -> None:
+    program = compile(schedule, plan, model="edge", **traits)
+    world = plan.ranks * program.dp
+    found = run(on_gloo, world, program)
+    plain = stages_of(plan.stages, program.frozen)
+    reference(
+        plain, *batch(program.dp * plan.microbatches), loss=loss,
+        program=None if program.dp > 1 else program,
+    )  # fmt: skip
+    right = gradients(plain)
+    for process, own in enumerate(found):
+        rank = process % plan.ranks
+        for s, mine in zip(plan.stages_of[rank], own, strict=True):
+            assert bool(mine) == (s >= program.frozen)
+            for name, grad in mine.items():
+                torch.testing.assert_close(grad, right[s][name], rtol=1e-12, atol=1e-12)
+
+
+# ---------------------------------------------------------------- what is refused, and what is not
+
+
+def test_a_frozen_stage_has_nothing_to_train() -> None:
+    stages = stages_of(3, 1)
+    program = compile(one_f_one_b, Plan(3, 4), frozen=2)
+    with pytest.raises(ModelError, match="stage 1 is frozen, and weight in it") as caught:
+        InProcess(program, stages, loss=loss, boundary=BOUNDARY)
+    assert "frozen=1" in caught.value.hint
+    evaluation = compile(forward_only, Plan(3, 4), frozen=2)  # where nothing is trained anyway
+    InProcess(evaluation, stages, loss=loss, boundary=BOUNDARY).step(*batch(4))
+
+
+def test_frozen_parameters_alone_are_run_back_through() -> None:
+    """Nobody said that stages are frozen: right, with backwards that nobody needs."""
+    stages, plain = stages_of(3, 2), stages_of(3, 2)
+    ranks = InProcess(compile(one_f_one_b, Plan(3, 4)), stages, loss=loss, boundary=BOUNDARY)
+    total = ranks.step(*batch(4))
+    assert torch.equal(total, reference(plain, *batch(4), loss=loss))
+    assert same_bits(gradients(stages), gradients(plain))
+
+
+def test_a_boundary_without_gradients_hints_at_frozen() -> None:
+    table = Boundary((2, WIDTH), torch.float64, grad=False)
+    stages, crossings = stages_of(3, 1), {0: table, 1: BOUNDARY}
+    with pytest.raises(ModelError) as caught:
+        InProcess(compile(gpipe, Plan(3, 2)), stages, loss=loss, boundary=crossings)
+    assert "frozen=1" in caught.value.hint
+    program = compile(gpipe, Plan(3, 2), frozen=1)
+    InProcess(program, stages, loss=loss, boundary=crossings).step(*batch(2))
+
+
+def test_whole_numbers_may_leave_a_frozen_stage() -> None:
+    """As of a tokenizer: nothing goes back."""
+
+    class Rounds(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return x.abs().round().long().clamp(max=7)
+
+    stages: Sequence[nn.Module] = [Rounds(), nn.Sequential(nn.Embedding(8, WIDTH), Last())]
+    program = compile(one_f_one_b, Plan(2, 4), frozen=1)
+    whole = Boundary((2, WIDTH), torch.int64)
+    x, target = batch(4)
+    ranks = InProcess(program, stages, loss=loss, boundary=whole)
+    ranks.step(x, target)
+    mine = gradients(stages)
+    reference(stages, x, target, loss=loss, program=program)
+    assert same_bits(mine, gradients(stages)) and mine[1]
+
+
+class Last(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x.mean(1).double()
+
+
+# ---------------------------------------------------------------- sizes
+
+
+def test_sizes() -> None:
+    stages = [nn.Sequential(nn.Linear(64, 64), nn.Tanh()) for _ in range(3)]
+    stages[0].requires_grad_(False)
+    x = torch.ones(8, 64)
+    how: Any = dict(loss=nn.functional.mse_loss, boundary=(8, 64))
+    usual, frozen = sizes_of(stages, x, x, **how), sizes_of(stages, x, x, frozen=1, **how)
+    assert frozen.of("saved", 3)[0] == frozen.of("tape", 3)[0] == frozen.of("both", 3)[0] == 0.0
+    assert (frozen.of("saved", 3)[1:] == usual.of("saved", 3)[1:]).all()
+    assert (frozen.of("weights", 3) == usual.of("weights", 3)).all()  # as parameters say it
+    assert frozen.of("weights", 3)[0] < frozen.of("weights", 3)[1]
+    elu = [*stages[:1], nn.Sequential(nn.ELU(), nn.Linear(64, 64)), *stages[2:]]
+    less, more = (sizes_of(elu, x, x, frozen=n, **how).of("saved", 3)[1] for n in (1, 0))
+    assert less < more  # nothing for a gradient of its input
