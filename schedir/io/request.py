@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 from schedir.analysis.models import MODELS, Model, require_model
 from schedir.compiler.again import compute_of, options_of
 from schedir.compiler.compile import check_memory, compile
-from schedir.errors import UsageError
+from schedir.errors import PlanError, UsageError
 from schedir.io.load import Source
 from schedir.ir.costs import Costs
 from schedir.ir.fields import Field
@@ -65,7 +65,8 @@ class Request:
 
     `share` is for comparing schedules of one model: costs and sizes are a rank's, or those of any
     number of stages, and are spread evenly over the stages of the plan; only schedules that take
-    `v`, or are for several, have several.
+    `v`, or are for several, have several.  What is frozen is said in parts of which there are as
+    many as ranks, then.
     """
 
     source: Source
@@ -116,8 +117,21 @@ class Request:
 
     @property
     def traits(self) -> dict[str, Any]:
-        """What somebody said of the program beside its plan."""
-        return {f.name: self.said[f.name] for f in TRAITS if f.name in self.said}
+        """What somebody said of the program beside its plan.
+
+        Raises PlanError where schedules are compared, and what is frozen is no number of stages.
+        """
+        said = {f.name: self.said[f.name] for f in TRAITS if f.name in self.said}
+        if self.share and said.get("frozen"):
+            plan, frozen = self.plan, said["frozen"]
+            said["frozen"], rest = divmod(frozen * plan.stages, plan.ranks)
+            if rest:
+                raise PlanError(
+                    f"{frozen} of {plan.ranks} parts of the model are frozen, and with "
+                    f"{plan.stages} stages that is no number of them",
+                    fields=["frozen", "stages_per_rank"],
+                )
+        return said
 
     @cached_property
     def program(self) -> Program:
@@ -218,7 +232,7 @@ class Request:
         """Refuse what contradicts the program in a file."""
         for f in HEADER:
             free = (self.relower or (self.lowers and program.is_draft)) and not f.of_plan
-            split = self.share and f.name in ("stages_per_rank", "placement")
+            split = self.share and f.name in ("stages_per_rank", "placement", "frozen")
             if f.name not in self.said or free or split:
                 continue
             said = f.kind.settle(f.name, self.said[f.name], program.plan)

@@ -17,6 +17,8 @@ from schedir.analysis.memory import held, peak_in_flight, peak_versions
 from schedir.analysis.models import MODELS
 from schedir.errors import CompletenessError, PartnerError, PlanError, ProgramError, UsageError
 from schedir.io import torch_csv
+from schedir.io.load import Source
+from schedir.io.request import Request
 from schedir.ir.ops import OF_TRAINED, STEPS, Opcode
 from schedir.ir.program import Program
 from schedir.passes.frozen import without_backwards
@@ -269,3 +271,17 @@ def test_commands(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     capsys.readouterr()
     assert main(["check", "one_f_one_b", *shape, "--frozen", "4"]) == 2
     assert "nothing would be trained" in capsys.readouterr().err
+
+
+def test_compared_schedules_freeze_the_same_part_of_the_model(tmp_path: Path) -> None:
+    """In however many stages they cut it."""
+    file = tmp_path / "frozen.sched"
+    file.write_text(show(compile(one_f_one_b, TWO_OF_FOUR, frozen=2)))
+    said = {"ranks": 4, "microbatches": 8, "frozen": 2}
+    for name in ("one_f_one_b", "interleaved", "dualpipe", "chimera", str(file)):
+        program = Request(Source(name), said, usual={}, share=True).program
+        assert 2 * program.frozen == program.plan.stages
+    uneven = {**said, "frozen": 1, "placement": (0, 1, 1, 2, 3)}
+    with pytest.raises(PlanError) as caught:
+        _ = Request(Source("gpipe"), uneven, usual={}, share=True).program
+    assert "frozen" in caught.value.fields
