@@ -26,7 +26,7 @@ def facts_of(
     facts: dict[str, str] = {}
     for s, module in stages.items():
         facts |= _shapes(module, f"stage {s}, slice {transport.tp_rank}")
-        if program.tied and (weight := getattr(module, "tied_weight", None)) is not None:
+        if program.summed and (weight := getattr(module, "tied_weight", None)) is not None:
             facts[f"the tied weight, slice {transport.tp_rank}"] = _shape(weight)
     for s, parameters in prints.items():
         for p in parameters:
@@ -138,6 +138,14 @@ def require_fit(
             f"the program is for tp {program.tp} and dp {program.dp}, the transport has "
             f"tp {transport.tp} and dp {transport.dp}"
         )
+    for s, module in stages.items():
+        learns = [name for name, p in module.named_parameters() if p.requires_grad]
+        if program.trains and s < program.frozen and learns:
+            refuse(
+                f"stage {s} is frozen, and {learns[0]} in it requires a gradient: nobody would "
+                "train it",
+                f"stages[{s}].requires_grad_(False), or compile(..., frozen={s})",
+            )
     size = torch.Size(boundary.shape).numel()
     if size % program.tp:
         refuse(f"a boundary of {size} numbers is not divisible by tp {program.tp}")

@@ -30,16 +30,18 @@ def forward(state: State, i: Instr) -> Call:
     local_input = state.local_stage(i.stage - 1, mb) is not None
     given = _input_slot(state, i, Token.ACT_IN, -1) if i.stage else None
     give = None if last else put_out(state, i, Token.ACT_OUT, +1)
-    grad, module, lender = state.trains, stage.module, stage.lender
+    frozen, module, lender = state.program.frozen, stage.module, stage.lender
+    trains = state.trains and i.stage >= frozen
+    graded = trains and i.stage > frozen
     loss, expect = state.loss, state.boundary.expect
-    saved = state.slot(Token.SAVED, i.stage, mb, state.index_of[i]) if grad else None
+    saved = state.slot(Token.SAVED, i.stage, mb, state.index_of[i]) if trains else None
     shared = bool(state.program.slots)
 
     def run() -> None:
         x: Tensor = state.inputs[mb] if given is None else given.look()
         if given is not None and not local_input:
             x = x.clone() if shared else x.detach()  # what is saved of it outlives its turn
-        if given is not None and grad:
+        if graded:
             x.requires_grad_()
         y, x = lender.run(module, x, ours=given is not None and not local_input)
         if give is None:
@@ -59,7 +61,7 @@ def forward(state: State, i: Instr) -> Call:
 
     return Call(
         _both(message_wait(state, i, Token.ACT_IN), _slot_wait(state, i)),
-        around(state, i, FORWARD, run),
+        around(state, i, FORWARD, run if trains else torch.no_grad()(run)),
     )
 
 
@@ -75,7 +77,7 @@ def backward(state: State, i: Instr, *, splits: bool = False) -> Call:
     local_input = state.local_stage(i.stage + 1, mb) is not None
     saved = state.slot(Token.SAVED, i.stage, mb, state.index_of[i])
     given = None if last else _input_slot(state, i, Token.GRAD_IN, +1)
-    give = put_out(state, i, Token.GRAD_OUT, -1) if i.stage else None
+    give = put_out(state, i, Token.GRAD_OUT, -1) if i.stage > state.program.frozen else None
     shared = splits and not local_input and bool(state.program.slots)
     module, beginning = state.stages[i.stage].module, _beginning(state, i)
 

@@ -228,7 +228,7 @@ class State:
                 self.plan,
                 (i for i in self.stream if i.stage == s),
                 instead.get(s, {}),
-                several=self.trains and self.plan.updates > 1,
+                several=self.trains and self.plan.updates > 1 and s >= program.frozen,
                 most=None if adds else reduction.BUCKET if program.dp > 1 else inf,
             )
             for s in self.plan.stages_of[rank]

@@ -95,18 +95,19 @@ def _step(
     tied: Sequence[tuple[Place, ...]],
 ) -> Tensor:
     """As `reference`, with the random numbers of a step that has begun."""
-    gradients = [Gradients(stage) for stage in stages]
+    gradients, frozen = [Gradients(stage) for stage in stages], program.frozen if program else 0
     saved: list[dict[int, tuple[Tensor, Tensor]]] = [{} for _ in stages]
     given = {mb: inputs[mb] for mb in range(len(inputs))}
     for k, stage in enumerate(stages):
         lender = Lender()  # as an executor's: a copy might lie, and so round, otherwise
         for mb in _forwards(program, k, len(given)):
             draws.seeded(FORWARD, k, mb)()
-            y, x = lender.run(stage, given[mb], ours=k > 0)
+            with torch.set_grad_enabled(k >= frozen):
+                y, x = lender.run(stage, given[mb], ours=k > 0)
             if k == len(stages) - 1:
                 y = one_number(loss(y, targets[mb]))
             saved[k][mb] = x, y
-            given[mb] = _sent(y).requires_grad_()
+            given[mb] = _sent(y).requires_grad_(k >= frozen)
     losses = [saved[-1][mb][1].detach() for mb in sorted(given)]
     total = sum(losses, torch.zeros((), device=losses[0].device))
     dys: list[Tensor | None] = [None] * len(losses)

@@ -28,12 +28,14 @@ def sizes_of(
     loss: Loss,
     boundary: Boundary | Sequence[int],
     state: float = 8.0,
+    frozen: int = 0,
 ) -> Sizes:
     """The Sizes of a model of those stages, in order; those of None, which others hold, are 0.
 
     `input` is one microbatch of the first stage's, `target` of the loss's; other stages get zeros.
     `state` is how many bytes an optimizer holds for each number that is trained: 8 are AdamW's
-    two moments in float32.
+    two moments in float32.  The first `frozen` stages keep nothing of a microbatch, as in a
+    program with so many, and the stage behind them nothing for a gradient of its input.
 
     `saved` is the input of a stage and what autograd saves, each storage once; `tape` is what is
     left for a BackwardWeight, and `both` the most that there is of the two at once in a
@@ -60,7 +62,9 @@ def sizes_of(
             raise ModelError(f"{what} is a microbatch, one tensor, not {said(given)}")
     stages = model_of(stages, holes=True)
     found = [
-        _stage(stages, s, input, target, loss, boundary, state) if stage is not None else _Kept()
+        _stage(stages, s, input, target, loss, boundary, state, frozen)
+        if stage is not None
+        else _Kept()
         for s, stage in enumerate(stages)
     ]
     activation = torch.Size(boundary.shape).numel() * boundary.dtype.itemsize
@@ -92,6 +96,7 @@ def _stage(
     loss: Loss,
     boundary: Boundary,
     state: float,
+    frozen: int,
 ) -> _Kept:
     """What stage `s` keeps."""
     module, last = stages[s], s == len(stages) - 1
@@ -104,7 +109,8 @@ def _stage(
         return sum(n for at, n in _storages(tensors).items() if at not in always)
 
     if s:
-        x = torch.zeros(boundary.shape, dtype=boundary.dtype, device=device).requires_grad_()
+        x = torch.zeros(boundary.shape, dtype=boundary.dtype, device=device)
+        x.requires_grad_(s > frozen)
     packed: WeakSet[_Packed] = WeakSet()  # what the graph has let go is not in it
 
     def pack(tensor: Tensor) -> _Packed:
@@ -112,7 +118,7 @@ def _stage(
         packed.add(one := _Packed(tensor.detach()))
         return one
 
-    with _as_before(module, device), torch.enable_grad():
+    with _as_before(module, device), torch.set_grad_enabled(s >= frozen):
         with saved_tensors_hooks(pack, lambda one: one.tensor):
             # Of a model's own inputs, which are there, a module that writes gets a copy.
             lent, lender = x if s else x.clone(), Lender()
@@ -123,7 +129,8 @@ def _stage(
                 y = one_number(loss(y, target))
             else:
                 boundary.expect(y, s)
-        tape = _PeakTape(lambda tape: size([x, *(one.tensor for one in packed), *tape.tensors()]))
+        kept = [x] if x.requires_grad else []
+        tape = _PeakTape(lambda t: size([*kept, *(one.tensor for one in packed), *t.tensors()]))
         saved = tape.most
         if y.requires_grad:
             with recording(tape):

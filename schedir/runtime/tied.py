@@ -157,7 +157,7 @@ class Known:
         that are equal and tied to nobody's knowledge."""
         for places in self.weights:
             stages = tuple(s for s, _ in places)
-            if stages not in program.tied and not self.prints[places[0]].named:
+            if stages not in program.summed and not self.prints[places[0]].named:
                 raise ModelError(
                     f"{where(places)} are one weight, but the program does not tie stages "
                     f"{show_tie(stages)}",
@@ -165,7 +165,7 @@ class Known:
                 )
             for place in places:
                 self._fit_copies(places[0], place)
-        for stages in program.tied:
+        for stages in program.summed:
             of = [{s for s, _ in places} for places in self.weights]
             if {*stages} not in of:
                 named = set().union(*(own for own in of if own < {*stages}))
@@ -248,7 +248,8 @@ def weights_of(
     Raises ModelError where what is tied does not go with the program.
     """
     try:
-        known = Known(told, tied, program.tied)
+        trained = [{s: own[s] for s in own if s >= program.frozen} for own in told]
+        known = Known(trained, tied, program.summed)
         known.fit(program, alike=alike)
     except ModelError as error:
         error.program = program.name

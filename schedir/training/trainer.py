@@ -101,8 +101,9 @@ class _Trainer:
             s: make_stage(config.model, s, plan.stages, dtype=dtype)
             for s in plan.stages_of[self.transport.rank]
         }
-        for stage in stages.values():
+        for s, stage in stages.items():
             float32_gradients(stage)
+            stage.requires_grad_(s >= program.frozen)
         parameters = [p for stage in stages.values() for p in stage.parameters()]
         self.optimizer = _optimizer(parameters, config.train)
         self.loss_scale = LossScale(device=self.device) if dtype == torch.float16 else None
@@ -171,6 +172,7 @@ class _Trainer:
             boundary=executor.state.boundary,
             # AdamW's moments, and the float32 copies of other weights.
             state=12.0 if isinstance(self.optimizer, MainOptimizer) else 8.0,
+            frozen=self.program.frozen,
         )
         measured = ("saved", "tape", "both", "weights", "version")
         each = torch.tensor(
@@ -282,7 +284,8 @@ def _optimizer(
 ) -> MainOptimizer | torch.optim.Optimizer:
     """AdamW, and of parameters in 16 bits that of float32 copies."""
     make = partial(_adamw, train=train)
-    return make(parameters) if train.precision == "float32" else MainOptimizer(parameters, make)
+    whole = train.precision == "float32" or not any(p.requires_grad for p in parameters)
+    return make(parameters) if whole else MainOptimizer(parameters, make)
 
 
 def _adamw(parameters: list[torch.nn.Parameter], train: TrainConfig) -> torch.optim.Optimizer:

@@ -18,9 +18,9 @@ from schedir.errors import ModelError, ProgramError
 from schedir.ir.plan import Plan
 from schedir.ir.program import Program
 from schedir.runtime import sizes_of
-from schedir.runtime.boundary import Boundary
 from schedir.runtime.executor import Executor
 from schedir.runtime.inprocess import InProcess
+from schedir.runtime.rank import Boundary
 from schedir.runtime.reference import reference
 from schedir.schedules import dualpipe, forward_only, gpipe, one_f_one_b, pipedream_2bw, zb_h1
 from schedir.testing import drafts
@@ -238,16 +238,6 @@ def test_frozen_parameters_alone_are_run_back_through() -> None:
     total = ranks.step(*batch(4))
     assert torch.equal(total, reference(plain, *batch(4), loss=loss))
     assert same_bits(gradients(stages), gradients(plain))
-
-
-def test_a_boundary_without_gradients_hints_at_frozen() -> None:
-    table = Boundary((2, WIDTH), torch.float64, grad=False)
-    stages, crossings = stages_of(3, 1), {0: table, 1: BOUNDARY}
-    with pytest.raises(ModelError) as caught:
-        InProcess(compile(gpipe, Plan(3, 2)), stages, loss=loss, boundary=crossings)
-    assert "frozen=1" in caught.value.hint
-    program = compile(gpipe, Plan(3, 2), frozen=1)
-    InProcess(program, stages, loss=loss, boundary=crossings).step(*batch(2))
 
 
 def test_whole_numbers_may_leave_a_frozen_stage() -> None:
