@@ -98,6 +98,13 @@ def show(program: Program, to: str = "torch") -> str:
     expect(program, Program, "schedir.compile(schedule, plan)")
     if not program.trains:
         raise CompletenessError("torch loads no schedule without a backward", program=program.name)
+    if program.frozen:
+        raise UsageError(
+            f"{program.name} has no backward of its first {program.frozen} stages, which are "
+            "frozen, and torch refuses a schedule without one",
+            program=program.name,
+            hint="leave frozen out: torch runs a backward of a frozen stage, too",
+        )
     return "".join(",".join(row) + "\n" for row in cells(program, to))
 
 
@@ -106,13 +113,6 @@ def cells(program: Program, to: str = "torch") -> list[list[str]]:
     torch's runtime runs, though it does not load it.  Raises what `show` does."""
     if to not in FORMS:
         raise UsageError(f"no form {to!r} to export to", hint=f"there are {', '.join(FORMS)}")
-    if program.frozen and program.trains:
-        raise UsageError(
-            f"{program.name} has no backward of its first {program.frozen} stages, which are "
-            "frozen, and torch refuses a schedule without one",
-            program=program.name,
-            hint="leave frozen out: torch runs a backward of a frozen stage, too",
-        )
     if to != "torch" and program.is_draft and program.plan.ranks > 1:
         raise LevelError(
             f"a draft has no transfers, but {to!r} is the form with them",

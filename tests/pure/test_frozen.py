@@ -195,8 +195,6 @@ def test_torch_has_no_such_schedule() -> None:
     for form in torch_csv.FORMS:
         with pytest.raises(UsageError, match="frozen"):
             torch_csv.show(program, form)
-    evaluation = compile(schedules.forward_only, TWO_OF_FOUR, frozen=2)
-    assert torch_csv.cells(evaluation) == torch_csv.cells(replace(evaluation, frozen=0))
 
 
 # ---------------------------------------------------------------- drafts
