@@ -75,24 +75,23 @@ CASES = {
     "one's own, elsewhere": Case(there_and_back, ((0, 6), (2, 4), (1, 7), (3, 5))),
 }
 KINDS = tuple(TIED)
-RUNTIMES: tuple[Runtime, ...] = ("torch",)
-HOWS = ("theirs", *RUNTIMES)
+HOWS = ("theirs", "torch")
+ALL: list[tuple[str, Runtime]] = [(kind, "torch") for kind in KINDS] + [("gpt2", "schedir")]
 Key = tuple[str, str, str, str]
 
 
 def everything(rank: int) -> dict[Key, Left]:
     """What a rank is left with by each case: a step, `eval`, and another step."""
     left: dict[Key, Left] = {}
-    for kind in KINDS:
-        for runtime in RUNTIMES:
-            for name, case in CASES.items():
-                pipeline = built(rank, kind, runtime, case)
-                left[kind, runtime, name, "step"] = pipeline.run(by_hand=False)
-                if name == "ZB-V":
-                    left[kind, runtime, name, "eval"] = pipeline.run("eval")
-                    left[kind, runtime, name, "again"] = pipeline.run(by_hand=False)
-            pipeline = built(rank, kind, runtime, CASES["1F1B"], alike=True)
-            left[kind, runtime, "1F1B", "by hand"] = pipeline.run()
+    for kind, runtime in ALL:
+        for name, case in CASES.items():
+            pipeline = built(rank, kind, runtime, case)
+            left[kind, runtime, name, "step"] = pipeline.run(by_hand=False)
+            if name == "ZB-V":
+                left[kind, runtime, name, "eval"] = pipeline.run("eval")
+                left[kind, runtime, name, "again"] = pipeline.run(by_hand=False)
+        pipeline = built(rank, kind, runtime, CASES["1F1B"], alike=True)
+        left[kind, runtime, "1F1B", "by hand"] = pipeline.run()
     return left
 
 
@@ -119,8 +118,7 @@ def left() -> list[dict[Key, Left]]:
 
 
 @pytest.mark.parametrize("name", CASES)
-@pytest.mark.parametrize("runtime", RUNTIMES)
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("kind", "runtime"), ALL)
 def test_gradients_and_losses_of_one_process(
     left: list[dict[Key, Left]], kind: str, runtime: Runtime, name: str
 ) -> None:
@@ -138,8 +136,7 @@ def test_gradients_and_losses_of_one_process(
         losses_and_logits_are_due(ranks, due)
 
 
-@pytest.mark.parametrize("runtime", RUNTIMES)
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("kind", "runtime"), ALL)
 def test_eval(left: list[dict[Key, Left]], kind: str, runtime: Runtime) -> None:
     """Between two steps: losses and outputs, and no gradients."""
     ranks = [each[kind, runtime, "ZB-V", "eval"] for each in left]

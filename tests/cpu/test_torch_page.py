@@ -47,7 +47,8 @@ assert not first or len(losses) == 8
 assert all(p.grad is not None for stage in vee for p in stage.submod.parameters())
 dist.barrier()
 dist.destroy_process_group()
-print("done")
+if rank == 0:
+    print("done")
 """
 
 
@@ -64,4 +65,4 @@ def test_the_page_runs_and_prints_what_it_shows(tmp_path: Path) -> None:
     script = [*TORCHRUN, "--nproc-per-node=2", str(tmp_path / "train.py")]
     code_, out, err = finish(start(script, cwd=tmp_path))
     assert code_ == 0, err
-    assert out == refusal + "done\ndone\n"
+    assert out == refusal + "done\n"
