@@ -163,7 +163,6 @@ class Schedule(ByMicrobatch):
         require_same("the program", told(compiled, group))
         if self._copies is not None and self.program.trains:
             self._copies.fit(self.program)
-        self._has_backward = self.program.trains and loss_fn is not None
         self._loss_of = {}
         self._given: tuple[Any, Any, Any] | None = None
         self._loss_kwargs = None
@@ -241,6 +240,12 @@ class Schedule(ByMicrobatch):
                 f"rank {self.rank} has failed in the step before, and left messages on their way",
                 program=self.program.name,
                 hint="make the schedule and its process group anew",
+            )
+        if self._has_backward and not self.program.trains:
+            raise UsageError(
+                "a step trains, and the program has forwards alone",
+                program=self.program.name,
+                hint="schedule.eval(...), or a program with backwards",
             )
         cut = (arg_mbs, kwarg_mbs, target_mbs)
         if any(each is not None for each in cut):

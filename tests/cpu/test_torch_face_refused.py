@@ -98,6 +98,7 @@ WRONG: dict[str, Callable[[int], Any]] = {
     "a stage that nobody has": lambda r: made({2 * r: model(4)[r]}, 4, schedule="gpipe"),
     "active": lambda r: two(r, active=0),
     "a list later": lambda r: two(r)._load_csv("x.csv"),
+    "a step of forwards alone": lambda r: two(r, schedule="forward_only").step(),
     "a whole batch and microbatches": lambda r: stepped(
         r, target=batch()[1], target_mbs=[*batch()[1].chunk(MB)]
     ),
