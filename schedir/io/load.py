@@ -171,8 +171,9 @@ def _module(path: str) -> ModuleType:
 
 
 def _near(name: str, known: dict[str, Schedule] | list[str]) -> str:
-    spelled = name.lower().replace("-", "_")
-    others = (spelled, spelled.replace("1f1b", "one_f_one_b"))
+    spelled = name.lower().replace("-", "_").removeprefix("schedule")  # as torch's classes begin
+    names = {"1f1b": "one_f_one_b", "vzerobubble": "_v", "zerobubble": "_zb"}
+    others = [spelled, *(spelled.replace(one, ours) for one, ours in names.items())]
     near = [near for each in others for near in get_close_matches(each, list(known), 1)]
     return f"did you mean {near[0]!r}?" if near else f"there are {', '.join(known)}"
 

@@ -5,6 +5,10 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
+import pytest
+
+from schedir.errors import UsageError
+from schedir.io.load import load
 from tests.cpu.training import ROOT, TORCHRUN, finish, start
 
 PAGE = (ROOT / "docs" / "torch.md").read_text()
@@ -66,3 +70,17 @@ def test_the_page_runs_and_prints_what_it_shows(tmp_path: Path) -> None:
     code_, out, err = finish(start(script, cwd=tmp_path))
     assert code_ == 0, err
     assert out == refusal + "done\n"
+
+
+def test_torchs_names_lead_to_ours() -> None:
+    """As the page has them, and with what torch's classes begin with."""
+    ((theirs, ours),) = re.findall(r"\ntorch's (`GPipe`.*?) are (.*?) here\.", PAGE, re.S)
+    named = [
+        re.findall(r"`(\w+)`", re.sub(r"\(.*?\)", "", each, flags=re.S)) for each in (theirs, ours)
+    ]
+    assert len(named[0]) == 6
+    for one, other in zip(*named, strict=True):
+        for name in (one, f"Schedule{one}"):
+            with pytest.raises(UsageError) as caught:
+                load(name)
+            assert caught.value.hint == f"did you mean {other!r}?"
