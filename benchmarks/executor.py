@@ -40,8 +40,8 @@ import schedir
 from schedir import Plan
 from schedir.io import torch_csv
 from schedir.ir.program import Program
+from schedir.runtime.boundary import Boundary
 from schedir.runtime.executor import Executor
-from schedir.runtime.rank import Boundary
 from schedir.training import gpt
 from schedir.transports.processes import Gloo
 from schedir.transports.shared import Shared
@@ -115,7 +115,7 @@ class Nowhere(Gloo):
         self.blocks, self.static = True, False
         self.tp_rank = self.dp_rank = 0
         self.rank, self.pipeline = rank, dist.group.WORLD
-        self.groups = {}
+        self.groups, self.within = {}, None
 
 
 class Bench:

@@ -67,13 +67,13 @@ from schedir.ir.sizes import Sizes
 from schedir.predict.bubble_causes import exposed, ready_gaps
 from schedir.predict.calibrate import calibrate
 from schedir.predict.timeline import spans_of
+from schedir.runtime.boundary import Boundary
 from schedir.runtime.compute_graphs import GraphedComputes
 from schedir.runtime.device_memory import times_asked
 from schedir.runtime.executor import WARM
 from schedir.runtime.graphs import GraphedStep
 from schedir.runtime.inprocess import InProcess
 from schedir.runtime.precision import MainOptimizer
-from schedir.runtime.rank import Boundary
 from schedir.runtime.sizes import sizes_of
 from schedir.schedules import one_f_one_b
 from schedir.testing import tiny

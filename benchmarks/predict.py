@@ -32,9 +32,10 @@ import schedir
 from schedir import Costs, Timeline, schedules
 from schedir.ir.program import Program
 from schedir.predict.calibrate import calibrate, completed
+from schedir.runtime.boundary import Boundary
 from schedir.runtime.executor import Executor
 from schedir.runtime.measured import measured
-from schedir.runtime.rank import Boundary, Call
+from schedir.runtime.rank import Call
 from schedir.schedules.words import delay_for
 from schedir.training import gpt
 from schedir.training.gpt_config import GPTConfig

@@ -60,9 +60,10 @@ GROUPS = {
     "Run": (
         "[Your own nn.Module](own-model.md) on one process and on four; [what has the bits of a "
         "plain loop](same-bits.md); [split backwards](splitting.md).",
-        ["runtime.InProcess", "runtime.Executor", "runtime.Boundary", "runtime.reference",
-         "runtime.sizes_of", "runtime.split_linears", "runtime.register_split",
-         "runtime.check_split", "runtime.Gloo", "runtime.Shared", "runtime.nccl"],
+        ["runtime.InProcess", "runtime.Executor", "runtime.Boundary",
+         "runtime.boundaries_of", "runtime.reference", "runtime.sizes_of",
+         "runtime.split_linears", "runtime.register_split", "runtime.check_split",
+         "runtime.Gloo", "runtime.Shared", "runtime.nccl"],
     ),
     "Test": (
         "[A schedule of your own](testing.md#a-schedule) is tested in ten lines, and so are "

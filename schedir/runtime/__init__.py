@@ -10,21 +10,22 @@ from typing import TYPE_CHECKING, Final
 from schedir.runtime.reference import reference
 
 if TYPE_CHECKING:
+    from schedir.runtime.boundary import Boundary
     from schedir.runtime.executor import Executor
     from schedir.runtime.inprocess import InProcess
-    from schedir.runtime.rank import Boundary
-    from schedir.runtime.sizes import sizes_of
+    from schedir.runtime.sizes import boundaries_of, sizes_of
     from schedir.runtime.splittable import check_split, register_split, split_linears
     from schedir.transports.nccl import nccl
     from schedir.transports.processes import Gloo
     from schedir.transports.shared import Shared
 
 _HOME: Final = {
-    "Boundary": "runtime.rank",
+    "Boundary": "runtime.boundary",
     "Executor": "runtime.executor",
     "Gloo": "transports.processes",
     "InProcess": "runtime.inprocess",
     "Shared": "transports.shared",
+    "boundaries_of": "runtime.sizes",
     "check_split": "runtime.splittable",
     "nccl": "transports.nccl",
     "register_split": "runtime.splittable",
@@ -37,6 +38,7 @@ __all__ = [
     "Gloo",
     "InProcess",
     "Shared",
+    "boundaries_of",
     "check_split",
     "nccl",
     "reference",

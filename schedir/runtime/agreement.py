@@ -5,13 +5,12 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping, Sequence
 
-import torch
 from torch import nn
 
 from schedir.errors import ModelError
 from schedir.ir.program import Program
+from schedir.runtime.boundary import Boundaries
 from schedir.runtime.precision import LossScale, Steps
-from schedir.runtime.rank import Boundary
 from schedir.runtime.tied import Print
 from schedir.transports.transport import Transport
 
@@ -121,7 +120,7 @@ def require_fit(
     rank: int,
     stages: Mapping[int, nn.Module],
     transport: Transport,
-    boundary: Boundary,
+    boundaries: Boundaries,
 ) -> None:
     """Refuse modules and a transport that the program was not made for."""
     own = program.plan.stages_of[rank]
@@ -146,6 +145,4 @@ def require_fit(
                 "train it",
                 f"stages[{s}].requires_grad_(False), or compile(..., frozen={s})",
             )
-    size = torch.Size(boundary.shape).numel()
-    if size % program.tp:
-        refuse(f"a boundary of {size} numbers is not divisible by tp {program.tp}")
+    boundaries.fit(program)

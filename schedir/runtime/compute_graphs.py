@@ -16,9 +16,10 @@ from torch import Tensor
 
 from schedir.errors import ModelError
 from schedir.ir.ops import BOUNDARY, COMPUTE
+from schedir.runtime.batch import Batch, Keywords, Microbatches
 from schedir.runtime.executor import Executor
-from schedir.runtime.graphs import require_gpu, undrawn, write
-from schedir.runtime.rank import Call, Microbatches, Slots
+from schedir.runtime.graphs import own_batch, require_gpu, undrawn, write
+from schedir.runtime.rank import Call, Slots
 from schedir.runtime.undone import undone
 
 
@@ -39,7 +40,12 @@ class GraphedComputes:
     """
 
     def __init__(
-        self, executor: Executor, inputs: Microbatches, targets: Microbatches, scale: float = 1.0
+        self,
+        executor: Executor,
+        inputs: Microbatches,
+        targets: Microbatches,
+        scale: float = 1.0,
+        keywords: Keywords = (),
     ) -> None:
         require_gpu(executor)
         if executor.program.plan.updates > 1:
@@ -50,11 +56,9 @@ class GraphedComputes:
             )
         state = executor.state
         self.executor, self.usual = executor, executor.calls
-        self.inputs = [x.to(state.device, copy=True) for x in inputs]
-        self.targets = [x.to(state.device, copy=True) for x in targets]
+        self.given = own_batch(Batch(inputs, targets, scale, keywords), state.device)
         self.graphs: dict[int, _Captured] = {}
         self.pool: Any = torch.cuda.graph_pool_handle()
-        given = self.inputs, self.targets, scale
         step = executor.step if executor.in_turn is None else executor.step_in_turn
         aside = torch.cuda.Stream(state.device)
         aside.wait_stream(torch.cuda.current_stream(state.device))
@@ -62,7 +66,7 @@ class GraphedComputes:
         try:
             with torch.cuda.stream(aside), undone(state):
                 with undrawn(executor):
-                    step(*given)
+                    step(*self.given)
                 executor.calls = [
                     Call(call.wait, partial(self._capture, k, call.run))
                     if i.op in COMPUTE
@@ -70,7 +74,7 @@ class GraphedComputes:
                     for k, (i, call) in enumerate(zip(state.stream, self.usual, strict=True))
                 ]
                 with executor.draws.seeding([]):  # which cannot be done in a capture
-                    step(*given)
+                    step(*self.given)
         except BaseException:
             executor.calls, state.late = self.usual, late
             raise
@@ -86,12 +90,15 @@ class GraphedComputes:
         ]
 
     def step(
-        self, inputs: Microbatches, targets: Microbatches, scale: float | Tensor = 1.0
+        self,
+        inputs: Microbatches,
+        targets: Microbatches,
+        scale: float | Tensor = 1.0,
+        keywords: Keywords = (),
     ) -> Tensor | None:
         """As Executor.step.  Raises ModelError for other shapes than at capture."""
-        write(self.inputs, inputs, self.executor.program)
-        write(self.targets, targets, self.executor.program)
-        return self.executor.step(self.inputs, self.targets, scale)
+        write(self.given, Batch(inputs, targets, keywords=keywords), self.executor.program)
+        return self.executor.step(*self.given._replace(scale=scale))
 
     def close(self) -> None:
         """Let the graphs go, when they have run; the executor is as before."""

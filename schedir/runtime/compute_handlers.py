@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
+from operator import attrgetter
 from typing import Final
 
 import torch
@@ -15,6 +16,7 @@ from torch.autograd.graph import get_gradient_edge
 from schedir.errors import ModelError
 from schedir.ir.ops import LOCAL_HANDOVER, Instr, Opcode, Token
 from schedir.runtime.around import around, on_version
+from schedir.runtime.batch import tensors_of
 from schedir.runtime.given import one_number
 from schedir.runtime.random import BACKWARD, FORWARD, WEIGHT
 from schedir.runtime.rank import Call, Slot, Stage, State
@@ -32,30 +34,35 @@ def forward(state: State, i: Instr) -> Call:
     give = None if last else put_out(state, i, Token.ACT_OUT, +1)
     frozen, module, lender = state.program.frozen, stage.module, stage.lender
     trains = state.trains and i.stage >= frozen
-    graded = trains and i.stage > frozen
-    loss, expect = state.loss, state.boundary.expect
+    loss, crossings = state.loss, state.boundaries.crossings
+    came = crossings[i.stage - 1].graded if trains and i.stage > frozen else ()
+    graded = [k for k, has in enumerate(came) if has]
+    expect = None if last else crossings[i.stage].expect
     saved = state.slot(Token.SAVED, i.stage, mb, state.index_of[i]) if trains else None
-    shared = bool(state.program.slots)
+    taken = Tensor.clone if state.program.slots else Tensor.detach
 
     def run() -> None:
-        x: Tensor = state.inputs[mb] if given is None else given.look()
-        if given is not None and not local_input:
-            x = x.clone() if shared else x.detach()  # what is saved of it outlives its turn
-        if graded:
-            x.requires_grad_()
-        y, x = lender.run(module, x, ours=given is not None and not local_input)
-        if give is None:
-            y = one_number(loss(y, state.targets[mb]))
-            state.losses[mb] = y.detach()
+        batch = state.batch
+        xs: Sequence[Tensor] = tensors_of(batch.inputs[mb], mb) if given is None else given.look()
+        if given is not None and not local_input:  # what is saved of it outlives its turn
+            xs = [*map(taken, xs)]
+        for k in graded:
+            xs[k].requires_grad_()
+        ours = given is not None and not local_input
+        y, xs = lender.run(module, xs, batch.keywords_of(mb), ours=ours)
+        if give is None or expect is None:
+            total = one_number(loss(y, batch.targets[mb]))
+            state.losses[mb] = total.detach()
+            ys: Sequence[Tensor] = (total,)
         else:
-            expect(y, i.stage)
-            give(y.detach())
+            ys = expect(y, i.stage)
+            give([*map(Tensor.detach, ys)])
         if saved is not None:
             if not stage.parameters_checked:
                 stage.parameters_checked = True
                 kept = stage.versions.names if stage.versions is not None else ()
-                expect_own(y, module, kept, i.stage, state.optimizer)
-            saved.fill((x, _root(y)))
+                expect_own(ys, module, kept, i.stage, state.optimizer)
+            saved.fill(([xs[k] for k in graded], [*map(_root, filter(_requires_grad, ys))]))
         if given is not None:
             given.free()
 
@@ -65,10 +72,11 @@ def forward(state: State, i: Instr) -> Call:
     )
 
 
+_requires_grad = attrgetter("requires_grad")
+
+
 def _root(y: Tensor) -> Root:
     """Where a backward begins: not the output itself, which would keep its memory."""
-    if not y.requires_grad:
-        return None
     return y if not y.dim() else get_gradient_edge(y)
 
 
@@ -82,21 +90,16 @@ def backward(state: State, i: Instr, *, splits: bool = False) -> Call:
     module, beginning = state.stages[i.stage].module, _beginning(state, i)
 
     def run() -> None:
-        x, root = saved.look()
-        dy = state.loss_gradient_of(mb) if given is None else given.look()
-        if shared and dy is not None:
-            dy = dy.clone()  # a tape may keep it, and outlive its turn
+        xs, roots = saved.look()
+        dys = (state.loss_gradient_of(mb),) if given is None else given.look()
+        if shared:
+            dys = [dy.clone() for dy in dys]  # a tape may keep it, and outlive its turn
         reduction = beginning()
-        with nullcontext() if reduction is None else reduction.under_backward(module, root):
-            if root is not None:  # a first stage may have nothing to train
-                torch.autograd.backward(root, dy)
+        with nullcontext() if reduction is None else reduction.under_backward(module, roots):
+            if roots:  # a first stage may have nothing to train
+                torch.autograd.backward(roots, dys)
         if give is not None:
-            dx, x.grad = x.grad, None
-            if dx is None:
-                raise ModelError(f"the output of stage {i.stage} does not depend on its input")
-            if dy is not None and _share(dx, dy):
-                dx = dx.clone()  # autograd may hand on what it was given
-            give(dx)
+            give(_gradients(xs, dys, i.stage))
         saved.free()
         if given is not None:
             given.free()
@@ -105,6 +108,25 @@ def backward(state: State, i: Instr, *, splits: bool = False) -> Call:
         _both(message_wait(state, i, Token.GRAD_IN), _slot_wait(state, i)),
         around(state, i, BACKWARD, run),
     )
+
+
+def _gradients(xs: Sequence[Tensor], dys: Sequence[Tensor], stage: int) -> Sequence[Tensor]:
+    """The gradients of what a stage took in, which they have no more: zeros of what it has not
+    used.  Raises ModelError if it has used nothing."""
+    dxs: list[Tensor] = []
+    unused = 0
+    for x in xs:
+        dx, x.grad = x.grad, None
+        if dx is None:
+            dx, unused = torch.zeros_like(x), unused + 1
+        for dy in dys:
+            if _share(dx, dy):
+                dx = dx.clone()  # autograd may hand on what it was given
+        dxs.append(dx)
+    if unused == len(xs):
+        which = "its input" if unused == 1 else f"any of its {unused} inputs with a gradient"
+        raise ModelError(f"the output of stage {stage} does not depend on {which}")
+    return dxs
 
 
 def _share(one: Tensor, other: Tensor) -> bool:

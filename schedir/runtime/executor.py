@@ -7,8 +7,8 @@ is the caller's choice among the legal ones: a process makes them in Stream orde
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from functools import cached_property, partial
+from collections.abc import Mapping, Sequence
+from functools import cached_property
 from types import MappingProxyType
 from typing import Final
 
@@ -19,12 +19,12 @@ from torch.profiler import record_function
 from schedir.analysis.graph import Graph
 from schedir.analysis.one_order import one_order
 from schedir.errors import ExecutionError, ModelError, Site, expect, flag, in_words, said
-from schedir.ir.ops import ROWS, Lane
 from schedir.ir.program import Program
 from schedir.ir.ties import Ties
 from schedir.runtime.agreement import facts_of, require_fit, require_steps
+from schedir.runtime.batch import Batch, Keywords, Microbatches
+from schedir.runtime.boundary import Boundaries, Given
 from schedir.runtime.given import (
-    expect_all,
     loss_of,
     max_norm_of,
     optimizer_of,
@@ -32,14 +32,14 @@ from schedir.runtime.given import (
     seed_of,
     stages_of,
 )
-from schedir.runtime.handlers import HANDLERS
+from schedir.runtime.handlers import linked
 from schedir.runtime.precision import LossScale, Steps
 from schedir.runtime.random import Draws
-from schedir.runtime.rank import Boundary, Call, Loss, Microbatches, Stage, State, device_of
+from schedir.runtime.rank import Loss, Stage, State, device_of
 from schedir.runtime.recorder import Recorded, Stamps, stamps_of
 from schedir.runtime.tied import prints, weights_of
 from schedir.runtime.unchanged import expect_kept
-from schedir.runtime.undone import Copies, undone
+from schedir.runtime.undone import copied, undone
 from schedir.traces.marks import mark_of
 from schedir.transports.in_turn import InTurn
 from schedir.transports.transport import Transport, has_left
@@ -54,11 +54,17 @@ class Executor:
     """One rank of a program, ready to run steps.
 
     `stages` are the rank's own stages by number, or all of the model in order, of which it takes
-    its own; they are any modules: `module(x) -> y`, the first takes inputs, the last gives what
-    `loss(y, target)` sums up.  All others take and give tensors of `boundary`.  `optimizer.step()`
-    runs at OptimizerStep, after gradients are scaled to a global norm of at most `max_norm`, 1
-    unless told, if the program clips; of one that does not, a `max_norm` is refused.  With a
-    `loss_scale`, gradients are those of the scaled loss until they are reduced.
+    its own; they are any modules: `module(*tensors, **keywords)`, the first takes inputs, the last
+    gives what `loss(y, target)` sums up.  `optimizer.step()` runs at OptimizerStep, after gradients
+    are scaled to a global norm of at most `max_norm`, 1 unless told, if the program clips; of one
+    that does not, a `max_norm` is refused.  With a `loss_scale`, gradients are those of the scaled
+    loss until they are reduced.
+
+    What others take and give, a tensor or a tuple of them, is `boundary`: a Boundary or a shape;
+    several Boundaries for several tensors; or, where edges differ, a mapping from each stage but
+    the last to what it gives.  `boundaries_of` finds it.  A tensor with a gradient depends on what
+    is trained, or on what came in with one; one without is passed on detached.  What a stage does
+    not use has a gradient of zeros.
 
     An update is made only where it is finite, losses and gradients; else weights and the state of
     the optimizer stay as they are, but not buffers that a forward writes, as running statistics.
@@ -124,7 +130,7 @@ class Executor:
         transport: Transport,
         *,
         loss: Loss,
-        boundary: Boundary | Sequence[int],
+        boundary: Given | Mapping[int, Given] | Boundaries,
         optimizer: Steps | None = None,
         max_norm: float | None = None,
         loss_scale: LossScale | None = None,
@@ -135,7 +141,8 @@ class Executor:
         adds: bool = False,
         record: bool = True,
     ) -> None:
-        program, boundary = program_of(program), Boundary.of(boundary)
+        program = program_of(program)
+        boundaries = Boundaries.of(boundary, program.plan.stages, program.tp)
         if rank not in range(program.plan.ranks):
             raise ModelError(
                 f"the ranks are 0 to {program.plan.ranks - 1}, and {said(rank)} is none of them",
@@ -151,7 +158,7 @@ class Executor:
             expect(loss_scale, LossScale, "LossScale()")
         own = prints(stages, optimizer) if program.trains else {}
         facts = facts_of(program, stages, transport, own) | {
-            "the boundary": str(boundary),
+            "the boundary": str(boundaries),
             "the loss scale": str(loss_scale),
             "the seed": str(seed),
         }
@@ -159,7 +166,7 @@ class Executor:
             facts["max_norm"] = repr(max_norm)
         everyone = transport.agree(facts, (transport.tp_rank, own))
         check(program, transport.model, blocks=transport.blocks)
-        require_fit(program, rank, stages, transport, boundary)
+        require_fit(program, rank, stages, transport, boundaries)
         require_steps(program, optimizer, loss_scale, adds=adds)
         told = [own for tp_rank, own in everyone if tp_rank == transport.tp_rank]
         weights = weights_of(program, stages, told, tied, alike=alike) if program.trains else []
@@ -174,16 +181,14 @@ class Executor:
             self.stamps = stamps_of(program, rank, transport.model, device_of(stages))
             transport = Recorded(transport, self.stamps)
         self.state = State(
-            program, rank, stages, transport, loss, boundary,
+            program, rank, stages, transport, loss, boundaries,
             optimizer, max_norm, loss_scale, seed, weights, copies, adds,
         )  # fmt: skip
         if self.stamps is not None:
             self.state.as_of = self.stamps.as_of
         self.position = 0  # index in the Stream: where this rank stands
         self.under_way = False  # a step, or one that has failed
-        self.calls = [HANDLERS[i.op](self.state, i) for i in self.state.stream]
-        if transport.grouped:
-            self._link_groups(transport)
+        self.calls = linked(self.state)
 
     @property
     def program(self) -> Program:
@@ -216,31 +221,24 @@ class Executor:
         """Of each update of the last step whether it was made: bool, on the rank's device."""
         return self.state.finite
 
-    def _link_groups(self, transport: Transport) -> None:
-        """Let the transport know where a group of transfers begins and ends."""
-        stream = self.state.stream
-        joined = [*stream.joined.tolist(), False]
-        for k, i in enumerate(stream):
-            if ROWS[i.op].lane not in (Lane.ACT, Lane.GRAD) or joined[k] == joined[k + 1]:
-                continue
-            wait, run = self.calls[k]
-            start, end = transport.start_group, transport.end_group
-            both = partial(_both, start, run) if joined[k + 1] else partial(_both, run, end)
-            self.calls[k] = Call(wait, both)
-
     # ------------------------------------------------------------ a step
 
     def step(
-        self, inputs: Microbatches, targets: Microbatches, scale: float | Tensor = 1.0
+        self,
+        inputs: Microbatches,
+        targets: Microbatches,
+        scale: float | Tensor = 1.0,
+        keywords: Keywords = (),
     ) -> Tensor | None:
         """Run the whole Stream once, in its order: all its updates, if it has several.
 
-        `inputs[mb]` is what the first stage takes and `targets[mb]` what the loss of the last
-        is taken against; ranks that hold neither may give empty ones.  Gradients are those of
-        `scale` times the sum of all losses, or of an update's; it may be a 0-dim tensor on the
-        rank's device, which the host does not read.  Returns the sum of all, unscaled,
-        on the rank of the last stage, and None elsewhere; each of two such ranks sums up those
-        taken there.
+        `inputs[mb]` is what the first stage takes, a tensor or a tuple of them, and `targets[mb]`
+        what the loss of the last is taken against; ranks that hold neither may give empty ones.
+        `keywords[mb]` is a mapping of what all stages are given by name, if anything.  Gradients
+        are those of `scale` times the sum of all losses, or of an update's; it may be a 0-dim
+        tensor on the rank's device, which the host does not read.  Returns the sum of all,
+        unscaled, on the rank of the last stage, and None elsewhere; each of two such ranks sums up
+        those taken there.
 
         Before the first step over a transport of streams, as NCCL, steps are run that are undone
         (`undone.undone`), with what this one is given, one instruction after the other: loading a
@@ -250,12 +248,17 @@ class Executor:
 
         Raises ExecutionError that names the instruction.
         """
+        batch = Batch(inputs, targets, scale, keywords)
         if not self.warm:
-            self._warm_up(inputs, targets, scale)
-        return self._step(inputs, targets, scale)
+            self._warm_up(batch)
+        return self._step(batch)
 
     def step_in_turn(
-        self, inputs: Microbatches, targets: Microbatches, scale: float | Tensor = 1.0
+        self,
+        inputs: Microbatches,
+        targets: Microbatches,
+        scale: float | Tensor = 1.0,
+        keywords: Keywords = (),
     ) -> Tensor | None:
         """As `step`, over a transport of streams, but one instruction after the other, in an order
         that all ranks share: nothing overlaps, and nothing hangs, whoever waits for the device.
@@ -268,7 +271,7 @@ class Executor:
                 program=self.program.name,
             )
         with self.in_turn.one_by_one():
-            return self._step(inputs, targets, scale, self._one_order)
+            return self._step(Batch(inputs, targets, scale, keywords), self._one_order)
 
     @cached_property
     def _one_order(self) -> list[int]:
@@ -277,31 +280,23 @@ class Executor:
         orders = one_order(Graph.of(state.program, model, blocks=blocks))
         return [*map(int, orders[self.rank])]
 
-    def _warm_up(
-        self, inputs: Microbatches, targets: Microbatches, scale: float | Tensor = 1.0
-    ) -> None:
+    def _warm_up(self, batch: Batch) -> None:
         """Do whatever a step does at first use, in steps in turn that are undone."""
-        self._expect_given(inputs, targets)
+        self._expect(batch)
         record, self.record = self.record, False
         try:
             with undone(self.state):
                 for _ in range(WARM):
-                    self.step_in_turn(Copies(inputs), Copies(targets), scale)
+                    self.step_in_turn(*copied(batch))
         finally:
             self.record = record
         if self.state.device.type == "cuda":
             torch.cuda.synchronize(self.state.device)
         self.warm = True
 
-    def _step(
-        self,
-        inputs: Microbatches,
-        targets: Microbatches,
-        scale: float | Tensor,
-        order: Sequence[int] | None = None,
-    ) -> Tensor | None:
+    def _step(self, batch: Batch, order: Sequence[int] | None = None) -> Tensor | None:
         """A step in the order of the Stream, or another one."""
-        self.begin(inputs, targets, scale)
+        self.begin(batch)
         try:
             with self.draws.kept(), torch.set_grad_enabled(self.program.trains):
                 if order or self.record or self.profiled:
@@ -326,7 +321,7 @@ class Executor:
         except Exception as error:
             raise self.failed(error) from error
 
-    def begin(self, inputs: Microbatches, targets: Microbatches, scale: float | Tensor) -> None:
+    def begin(self, batch: Batch) -> None:
         """Make ready for a step; then every call is made once, in a legal order."""
         if self.under_way:
             raise ExecutionError(
@@ -336,9 +331,9 @@ class Executor:
             )
         state = self.state
         state.unchanged.expect(self.program.name)
-        self._expect_given(inputs, targets)
+        self._expect(batch)
         self.profiled = self.warm and torch.autograd.profiler._is_profiler_enabled
-        state.begin(inputs, targets, scale)
+        state.begin(batch)
 
     @cached_property
     def _marks(self) -> list[str]:
@@ -346,11 +341,10 @@ class Executor:
         stream = self.state.stream
         return [mark_of(*each) for each in zip(stream, stream.joined.tolist(), strict=True)]
 
-    def _expect_given(self, inputs: Microbatches, targets: Microbatches) -> None:
+    def _expect(self, batch: Batch) -> None:
         """Raise ExecutionError where this rank takes microbatches, and is not given all."""
-        for name, given, stage in (("inputs", inputs, 0), ("targets", targets, -1)):
-            if stage % self.state.plan.stages in self.state.stages:
-                expect_all(given, name, self.program, self.rank)
+        first, last = (s in self.stages for s in (0, self.program.plan.stages - 1))
+        batch.expect(self.program, self.rank, first=first, last=last)
 
     def call(self, k: int) -> None:
         """Run the instruction at index k of the Stream; `step` has set whether gradients flow."""
@@ -389,8 +383,3 @@ class Executor:
         if self.stamps is not None and self.record:
             self.stamps.close()
         return total
-
-
-def _both(first: Callable[[], None], second: Callable[[], None]) -> None:
-    first()
-    second()

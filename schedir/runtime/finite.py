@@ -18,9 +18,10 @@ from torch import Tensor
 from schedir.errors import NonFiniteError, Site
 from schedir.ir.ops import COMPUTE, FORWARDS, ROWS, Instr, Token, producers
 from schedir.ir.program import Program
+from schedir.runtime.batch import Keywords, Microbatches
 from schedir.runtime.executor import Executor
 from schedir.runtime.precision import are_finite
-from schedir.runtime.rank import Call, Microbatches
+from schedir.runtime.rank import Call
 from schedir.transports.processes import Processes
 
 _COLLECTS = producers(Token.GRAD)  # what makes an update's gradient of those of its microbatches
@@ -33,6 +34,7 @@ def find_origin(
     inputs: Microbatches,
     targets: Microbatches,
     scale: float | Tensor,
+    keywords: Keywords = (),
 ) -> Found | None:
     """Where the step before `draws.step`, which was not finite, went wrong; None if nobody saw it.
 
@@ -42,7 +44,7 @@ def find_origin(
     """
     who = dist.get_rank(), transport.dp_rank
     before = [Found(*who, executor.rank, executor.state.index_of[i], i) for i in left]
-    known = before, run_again(executor, *who, inputs, targets, scale)
+    known = before, run_again(executor, *who, inputs, targets, scale, keywords)
     everyone: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(everyone, known)
     before, again = ([*chain(*each)] for each in zip(*everyone, strict=True))
@@ -154,6 +156,7 @@ def run_again(
     inputs: Microbatches,
     targets: Microbatches,
     scale: float | Tensor,
+    keywords: Keywords = (),
 ) -> list[Found]:
     """Run a step without its updates, and look at what each instruction gives.
 
@@ -178,7 +181,7 @@ def run_again(
     executor.state.late = True  # a sum over replicas would be looked at for a rank's own
     executor.draws.step -= 1  # the same random numbers
     try:
-        executor.step(inputs, targets, scale)
+        executor.step(inputs, targets, scale, keywords)
     finally:
         executor.calls, executor.state.optimizer, executor.record, executor.state.late = usual
     return found
@@ -191,5 +194,5 @@ def _gives(executor: Executor, i: Instr) -> list[Tensor]:
     given = [] if i.op in FORWARDS else [*executor.stages[i.stage].gradients.flat]
     for kind in (Token.ACT_OUT, Token.GRAD_OUT):
         if kind in ROWS[i.op].gives and (i.stage or kind is Token.ACT_OUT):
-            given.append(executor.state.slot(kind, i.stage, i.mb).look())
-    return given
+            given += executor.state.tensors_out(kind, i.stage, i.mb)
+    return [x for x in given if x.is_floating_point() or x.is_complex()]

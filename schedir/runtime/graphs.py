@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_leaves, tree_map_only, tree_structure
 
 from schedir.errors import ModelError
 from schedir.ir.program import Program
+from schedir.runtime.batch import Batch, Keywords, Microbatches
 from schedir.runtime.executor import WARM, Executor
 from schedir.runtime.precision import has_momentum, innermost, is_gated
 from schedir.runtime.random import DrawDetector
-from schedir.runtime.rank import Microbatches
 from schedir.runtime.undone import undone
 
 
@@ -45,6 +46,7 @@ class GraphedStep:
         inputs: Microbatches,
         targets: Microbatches,
         scale: float = 1.0,
+        keywords: Keywords = (),
         *,
         concurrent: bool = False,
     ) -> None:
@@ -60,11 +62,10 @@ class GraphedStep:
                 "after its first step",
             )
         self.executor = executor
-        self.inputs = [x.to(device, copy=True) for x in inputs]
-        self.targets = [x.to(device, copy=True) for x in targets]
         self.scale = Number(scale, torch.float64, device)
+        given = own_batch(Batch(inputs, targets, self.scale.tensor, keywords), device)
+        self.given = given
         self.rates = Rates(executor.state.optimizer, device)
-        given = self.inputs, self.targets, self.scale.tensor
         branches = concurrent or executor.in_turn is None
         step = executor.step if branches else executor.step_in_turn
         aside = torch.cuda.Stream(device)
@@ -84,15 +85,18 @@ class GraphedStep:
         self.norm = executor.norm
 
     def step(
-        self, inputs: Microbatches, targets: Microbatches, scale: float | None = None
+        self,
+        inputs: Microbatches,
+        targets: Microbatches,
+        scale: float | None = None,
+        keywords: Keywords = (),
     ) -> Tensor | None:
         """As Executor.step, by one launch; the loss is overwritten by the next step.
 
         `scale` is as in the step before unless told; learning rates are what the optimizer's
         groups say now.  Raises ModelError for other shapes than at capture.
         """
-        write(self.inputs, inputs, self.executor.program)
-        write(self.targets, targets, self.executor.program)
+        write(self.given, Batch(inputs, targets, keywords=keywords), self.executor.program)
         if scale is not None:
             self.scale.write(scale)
         self.rates.write()
@@ -116,22 +120,43 @@ def require_gpu(executor: Executor) -> None:
         )
 
 
-def write(own: Sequence[Tensor], given: Microbatches, program: Program) -> None:
-    """Write microbatches where a graph reads them.  Raises ModelError for others than those of its
-    capture."""
-    if len(own) != len(given):
-        raise ModelError(
-            f"the graph was captured with {len(own)} microbatches, and is given {len(given)}",
-            program=program.name,
-        )
-    for mine, x in zip(own, given, strict=True):
-        if (mine.shape, mine.dtype) != (x.shape, x.dtype):
+def own_batch(batch: Batch, device: torch.device) -> Batch:
+    """The same in memory of its own, where a graph reads it."""
+    inputs, targets, scale, keywords = batch
+    own = ([*inputs], [*targets], [*map(dict, keywords)])
+    inputs, targets, keywords = tree_map_only(Tensor, lambda x: x.to(device, copy=True), own)
+    return Batch(inputs, targets, scale, keywords)
+
+
+def write(own: Batch, given: Batch, program: Program) -> None:
+    """Write microbatches where a graph reads them; all but the scale.  Raises ModelError for others
+    than those of its capture."""
+    for name in ("inputs", "targets", "keywords"):
+        mine, theirs = getattr(own, name), getattr(given, name)
+        if len(mine) != len(theirs):
             raise ModelError(
-                f"the graph was captured with microbatches of {list(mine.shape)} of {mine.dtype}, "
-                f"and is given {list(x.shape)} of {x.dtype}",
+                f"the graph was captured with {len(mine)} microbatches, and is given {len(theirs)}",
+                program=program.name,
+                hint=f"as many {name} as at its capture",
+            )
+        pairs = zip(tree_leaves(mine), tree_leaves([*theirs]), strict=False)
+        like = tree_structure(mine) == tree_structure([*theirs])
+        for x, other in pairs if like else ():
+            if not isinstance(x, Tensor) or not isinstance(other, Tensor):
+                like = (like and x is other) or x == other
+            elif (x.shape, x.dtype) != (other.shape, other.dtype):
+                raise ModelError(
+                    f"the graph was captured with microbatches of {list(x.shape)} of {x.dtype}, "
+                    f"and is given {list(other.shape)} of {other.dtype}",
+                    program=program.name,
+                )
+            else:
+                x.copy_(other, non_blocking=True)
+        if not like:
+            raise ModelError(
+                f"the graph was captured with other {name}: only numbers in tensors may change",
                 program=program.name,
             )
-        mine.copy_(x, non_blocking=True)
 
 
 class Number:

@@ -8,13 +8,14 @@ with `_handlers`: by opcode in `HANDLERS`, and in `WRAPPERS` what goes around th
 from __future__ import annotations
 
 import pkgutil
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from importlib import import_module
 from types import ModuleType
 from typing import Any, Final
 
-from schedir.ir.ops import Opcode
-from schedir.runtime.rank import Handler
+from schedir.ir.ops import ROWS, Lane, Opcode
+from schedir.runtime.rank import Call, Handler, State
 
 
 def _modules() -> Iterator[ModuleType]:
@@ -42,3 +43,28 @@ def found_in(modules: Sequence[Any]) -> dict[Opcode, Handler]:
 
 
 HANDLERS: Final = found_in([*_modules()])
+
+
+def linked(state: State) -> list[Call]:
+    """The calls of a rank's Stream, in its order.
+
+    A transport that groups is told where a group of transfers begins and ends.
+    """
+    stream, transport = state.stream, state.transport
+    calls = [HANDLERS[i.op](state, i) for i in stream]
+    joined = [*stream.joined.tolist(), False]
+    for k, i in enumerate(stream if transport.grouped else ()):
+        if ROWS[i.op].lane not in (Lane.ACT, Lane.GRAD) or joined[k] == joined[k + 1]:
+            continue
+        run = calls[k].run
+        first = joined[k + 1]
+        both = partial(
+            _both, *((transport.start_group, run) if first else (run, transport.end_group))
+        )
+        calls[k] = calls[k]._replace(run=both)
+    return calls
+
+
+def _both(first: Callable[[], None], second: Callable[[], None]) -> None:
+    first()
+    second()

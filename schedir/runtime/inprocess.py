@@ -24,10 +24,12 @@ from schedir.ir.program import Program
 from schedir.ir.ties import Ties
 from schedir.predict.observed import timeline_of
 from schedir.predict.timeline import Timeline
+from schedir.runtime.batch import Batch, Keywords, Microbatches
+from schedir.runtime.boundary import Boundaries, Given
 from schedir.runtime.executor import Executor
 from schedir.runtime.given import maker_of, program_of, stages_of
 from schedir.runtime.precision import LossScale, Steps
-from schedir.runtime.rank import Boundary, Loss, Microbatches
+from schedir.runtime.rank import Loss
 from schedir.runtime.recorder import read
 from schedir.runtime.tied import like, prints
 from schedir.transports.mailbox import mailboxes
@@ -69,7 +71,7 @@ class InProcess:
         stages: Sequence[nn.Module] | Mapping[int, nn.Module],
         *,
         loss: Loss,
-        boundary: Boundary | Sequence[int],
+        boundary: Given | Mapping[int, Given] | Boundaries,
         model: Model = "edge",
         optimizer: Callable[[list[nn.Parameter]], Steps] | None = None,
         max_norm: float | None = None,
@@ -79,13 +81,14 @@ class InProcess:
         alike: bool = False,
         record: bool = True,
     ) -> None:
-        program, boundary = program_of(program), Boundary.of(boundary)
+        program = program_of(program)
         make = maker_of(optimizer, "the optimizer", "optimizer=torch.optim.AdamW")
         scale = maker_of(loss_scale, "the loss scale", "loss_scale=LossScale")
         if (program.tp, program.dp) != (1, 1):
             raise ModelError("virtual ranks run with tp 1 and dp 1", program=program.name)
         stages = [module for _, module in sorted(stages_of(stages, program).items())]
         plan = program.plan
+        boundaries = Boundaries.of(boundary, plan.stages)
         self.program = program
         cuda = any(p.is_cuda for stage in stages for p in stage.parameters())
         told = [(0, prints(dict(enumerate(stages))))] if program.trains else []
@@ -108,7 +111,7 @@ class InProcess:
                 held,
                 self.mail[rank],
                 loss=loss,
-                boundary=boundary,
+                boundary=boundaries,
                 optimizer=make(parameters) if make and parameters else None,
                 max_norm=max_norm,
                 loss_scale=scale and scale(),
@@ -139,6 +142,7 @@ class InProcess:
         targets: Microbatches,
         scale: float | Tensor = 1.0,
         seed: int | None = None,
+        keywords: Keywords = (),
     ) -> Tensor:
         """Run every rank's Stream once, in the legal order that `seed` picks.
 
@@ -148,13 +152,13 @@ class InProcess:
 
         As Executor.step; returns the sum of losses.
         """
-        last = []
+        last, batch = [], Batch(inputs, targets, scale, keywords)
         for copy, module in self.other_holders:
             _follow(copy, module)
         for rank, mail in zip(self.ranks, self.mail, strict=True):
             mail.begin()
             with mail.running():
-                rank.begin(inputs, targets, scale)
+                rank.begin(batch)
         try:
             with self.ranks[0].draws.kept(), torch.set_grad_enabled(self.program.trains):
                 for r, index in self.turns if seed is None else self._any_order(seed):

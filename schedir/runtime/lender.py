@@ -2,16 +2,19 @@
 
 What was received is this rank's own, and may be written over; autograd alone must not see it as
 the leaf that it is.  What the stage before has handed over may be saved there for its backward, and
-the model's inputs are the caller's: of these a module gets a copy if a layer of it says `inplace`
+the model's inputs are the caller's: of these a module gets copies if a layer of it says `inplace`
 and its first microbatch shows that it writes.  Any other is given the very tensor.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, Final
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
 from schedir.errors import ModelError
 
@@ -24,36 +27,59 @@ class Lender:
     def __init__(self) -> None:
         self.writes: dict[bool, bool] = {}  # a dropout writes in training alone
 
-    def run(self, module: nn.Module, x: Tensor, *, ours: bool) -> tuple[Tensor, Tensor]:
-        """What the module makes of x, and the leaf whose `grad` is that of x.
+    def run(
+        self,
+        module: nn.Module,
+        xs: Sequence[Tensor],
+        keywords: Mapping[str, Any] = MappingProxyType({}),
+        *,
+        ours: bool,
+    ) -> tuple[Any, Sequence[Tensor]]:
+        """What the module makes of xs, and the leaves whose `grad` is that of each.
 
-        `ours` is memory that nobody else reads.  Of a copy the leaf has no memory.  Raises
-        ModelError for a module that was not expected to write to x, and did.
+        `ours` is memory that nobody else reads.  Of a copy the leaf has no memory.  Keywords are
+        for several stages, and none gets a copy.  Raises ModelError for a module that was not
+        expected to write to what it is given, and did.
         """
-        lent = leaf = x
+        lent = leaves = xs
         writes = self.writes.get(module.training)
         if writes is None and not (ours or _says_so(module)):
             writes = False
-        if writes is not False:
-            if not x.requires_grad:
-                lent = x if ours else _copy(x)
-            elif ours:
-                lent = torch.ops.aten._unsafe_view(x, x.shape)  # x for autograd, and no leaf
-            else:
-                leaf = x.detach().new_empty(()).expand(x.shape).requires_grad_()
-                lent = _Copy.apply(leaf, x.detach())  # type: ignore[no-untyped-call]
-        before = _version(lent)
+        if writes is not False and xs:
+            lent, leaves = zip(*(_lend(x, ours) for x in xs), strict=True)
+        before = [*map(_version, lent)]
+        named = (
+            [x for x in tree_leaves(dict(keywords)) if isinstance(x, Tensor)] if keywords else ()
+        )
+        versions = [*map(_version, named)]
         try:
-            y: Tensor = module(lent)
+            y = module(*lent, **keywords)
         except RuntimeError as error:
-            if "leaf Variable" in str(error) and lent.is_leaf and lent.requires_grad:
+            given = (*lent, *named)
+            if "leaf Variable" in str(error) and any(x.is_leaf and x.requires_grad for x in given):
                 raise _not_expected() from error
             raise
-        wrote = _version(lent) != before
+        wrote = [*map(_version, lent)] != before
         if wrote and writes is False:
             raise _not_expected()
+        if versions and [*map(_version, named)] != versions:
+            raise ModelError(
+                "a stage changes a keyword in place, which is every stage's",
+                hint="let it begin with mask = mask.clone()",
+            )
         self.writes.setdefault(module.training, wrote)
-        return y, leaf
+        return y, leaves
+
+
+def _lend(x: Tensor, ours: bool) -> tuple[Tensor, Tensor]:
+    """What a module that may write to x is given, and the leaf whose `grad` is that of x."""
+    if not x.requires_grad:
+        lent = x if ours else _copy(x)
+        return lent, lent
+    if ours:
+        return torch.ops.aten._unsafe_view(x, x.shape), x  # x for autograd, and no leaf
+    leaf = x.detach().new_empty(()).expand(x.shape).requires_grad_()
+    return _Copy.apply(leaf, x.detach()), leaf  # type: ignore[no-untyped-call]
 
 
 def _not_expected() -> ModelError:

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
-from functools import cached_property
 from math import inf
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -19,7 +17,8 @@ from schedir.ir.ops import RECEIVES, ROWS, SENDS, Instr, Opcode, Token
 from schedir.ir.plan import Plan
 from schedir.ir.program import Program
 from schedir.runtime import reduction
-from schedir.runtime.given import shape_of
+from schedir.runtime.batch import Batch
+from schedir.runtime.boundary import Boundaries, edge_of
 from schedir.runtime.gradients import Gradients
 from schedir.runtime.implied_acks import implied_acks
 from schedir.runtime.lender import Lender
@@ -29,69 +28,13 @@ from schedir.runtime.reduction import Reduction, last_to_add
 from schedir.runtime.tied import Own, Weight, is_apart, stand_ins
 from schedir.runtime.unchanged import Unchanged
 from schedir.runtime.versions import Versions
-from schedir.transports.transport import Transport, Work
+from schedir.transports.transport import Transport, Work, bytes_on
 
 _APART = (
     "an optimizer draws random numbers, others for each copy of a tied weight: they drift apart"
 )
 
-Loss = Callable[[Tensor, Tensor], Tensor]
-Microbatches = Sequence[Tensor] | Tensor  # one tensor each, or stacked
-
-
-@dataclass(frozen=True)
-class Boundary:
-    """Shape and type of what passes between stages, for one microbatch.
-
-    Raises ModelError for a shape that no tensor has, and for a type that is none of torch.
-
-    >>> import torch
-    >>> from schedir.runtime import Boundary
-    >>> print(Boundary((8, 512, 64), torch.bfloat16))
-    [8, 512, 64] of torch.bfloat16
-    """
-
-    shape: tuple[int, ...]
-    dtype: torch.dtype = torch.float32
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "shape", shape_of(self.shape))
-        if not isinstance(self.dtype, torch.dtype):
-            raise ModelError(
-                f"the type of a boundary is one of torch, not {self.dtype!r:.60}",
-                hint="torch.float32, torch.bfloat16 or torch.float16",
-            )
-
-    @classmethod
-    def of(cls, given: Boundary | Sequence[int]) -> Boundary:
-        """The boundary that is meant: itself, or of a shape one of float32."""
-        return given if isinstance(given, Boundary) else cls(given)  # type: ignore[arg-type]
-
-    def __str__(self) -> str:
-        return f"{list(self.shape)} of {self.dtype}"
-
-    @cached_property
-    def strides(self) -> tuple[int, ...]:
-        """Those of a contiguous tensor."""
-        return torch.empty(self.shape, device="meta").stride()
-
-    def as_sent(self, value: Tensor) -> Tensor:
-        """The value laid out as a message brings it, in memory of its own: what computes with it
-        rounds by its layout, and a part would keep the whole alive."""
-        alone = value.untyped_storage().nbytes() == value.nbytes
-        if value.stride() == self.strides and alone:
-            return value
-        return torch.empty(self.shape, dtype=value.dtype, device=value.device).copy_(value)
-
-    def expect(self, value: object, stage: int) -> None:
-        """Raise ModelError for what cannot pass: the other side has made room for this shape."""
-        if isinstance(value, Tensor):
-            if value.shape == self.shape and value.dtype == self.dtype:
-                return
-            got = f"{list(value.shape)} of {value.dtype}"
-        else:
-            got = type(value).__name__
-        raise ModelError(f"stage {stage} gives {got}, the boundary is {self}")
+Loss = Callable[[Any, Any], Tensor]  # of what the last stage gives, and a target
 
 
 class Call(NamedTuple):
@@ -204,7 +147,7 @@ class State:
         stages: Mapping[int, nn.Module],
         transport: Transport,
         loss: Loss,
-        boundary: Boundary,
+        boundaries: Boundaries,
         optimizer: Steps | None,
         max_norm: float,
         loss_scale: LossScale | None,
@@ -215,7 +158,7 @@ class State:
     ) -> None:
         self.adds = adds  # gradients, to what is there, as autograd does
         self.program, self.plan, self.rank = program, program.plan, rank
-        self.transport, self.loss, self.boundary = transport, loss, boundary
+        self.transport, self.loss, self.boundaries = transport, loss, boundaries
         self.optimizer, self.max_norm, self.loss_scale = optimizer, max_norm, loss_scale
         m = self.plan.microbatches
         self.stream, self.trains = program.streams[rank], program.trains
@@ -234,8 +177,7 @@ class State:
             for s in self.plan.stages_of[rank]
         }
         self.unchanged = Unchanged({s: stages[s] for s in self.stages})
-        self.inputs: Microbatches = ()
-        self.targets: Microbatches = ()
+        self.batch = Batch()
         self.scale: float | Tensor = 1.0  # by which sums of gradients are multiplied
         self.may_step = True  # else the optimizer is held back
         self.loss_gradient: Tensor | None = None  # with which backwards begin, where it is not 1
@@ -260,20 +202,18 @@ class State:
         self.index_of: dict[tuple[int, ...], int] = {i: k for k, i in enumerate(self.stream)}
         self.assigned = assign(program, rank)
         self.slots = dict(zip(KINDS, map(Slots, counts(program)[rank].tolist()), strict=True))
-        # Static memory of what is received, by kind and slot.
-        self.buffers = transport.buffers(
-            {kind: len(self.slots[kind].values) for op in RECEIVES for kind in ROWS[op].gives},
-            torch.empty(boundary.shape, dtype=boundary.dtype, device=self.device),
-        )
+        # Static memory of what is received, by kind and slot: bytes.
+        rooms = {kind: self._rooms(kind) for op in RECEIVES for kind in ROWS[op].gives}
+        self.buffers = transport.buffers(rooms, self.device)
         self._outgoing: dict[tuple[Token, int, bool], Tensor] = {}  # and of what is sent
         self.reuse_after_send = _reuse_after_send(program, rank)
 
-    def begin(self, inputs: Microbatches, targets: Microbatches, scale: float | Tensor) -> None:
+    def begin(self, batch: Batch) -> None:
         """Make ready for a step."""
         self.draws.begin()
-        self.inputs, self.targets, self.scale = inputs, targets, scale
+        self.batch, self.scale = batch, batch.scale
         if self.loss_scale is not None:
-            gradient = (self.loss_scale.value * scale).float()
+            gradient = (self.loss_scale.value * self.scale).float()
             if self.loss_gradient is None:
                 self.loss_gradient = gradient
             else:  # in its place, where a graph reads it
@@ -325,17 +265,34 @@ class State:
         last = max(fill for fill in fills if at is None or fill <= at)
         return Slot(self.slots[kind], fills[last])
 
+    def _rooms(self, kind: Token) -> list[int]:
+        """The bytes of each slot of a kind that messages leave or come into: of the largest."""
+        rooms = [0] * len(self.slots[kind].values)
+        for (one, stage, _), fills in self.assigned.items():
+            if one is kind and 0 <= edge_of(kind, stage) < self.plan.stages - 1:
+                size = self.boundaries.carried(kind, stage).nbytes
+                for number in fills.values():
+                    rooms[number] = max(rooms[number], size)
+        return rooms
+
     def outgoing(self, kind: Token, number: int, *, part: bool) -> Tensor | None:
         """Memory, made once, from which the value in a slot is sent, or the `part` of it that a
-        scatter leaves, flat; None where the transport sends from wherever a value is.
+        scatter leaves: bytes; None where the transport sends from wherever a value is.
 
         Whoever fills the slot next has waited for the send, or the step has ended.
         """
         if self.transport.static and (kind, number, part) not in self._outgoing:
-            shape, dtype = self.boundary.shape, self.boundary.dtype
-            size = (torch.Size(shape).numel() // self.program.tp,) if part else shape
-            self._outgoing[kind, number, part] = torch.empty(size, dtype=dtype, device=self.device)
+            size = self._rooms(kind)[number] // (self.program.tp if part else 1)
+            self._outgoing[kind, number, part] = bytes_on(self.device, size)
         return self._outgoing.get((kind, number, part))
+
+    def tensors_out(self, kind: Token, stage: int, mb: int) -> Sequence[Tensor]:
+        """The tensors of a value in its slot, that is handed over or about to be sent."""
+        value = self.slot(kind, stage, mb).look()
+        if isinstance(value, tuple):
+            return value
+        carried = self.boundaries.carried(kind, stage)
+        return (value,) if carried.alone else carried.lay(value)[1]
 
     def loss_gradient_of(self, mb: int) -> Tensor:
         """The gradient of a loss: NaN where it is not finite, so that all who step with it know;

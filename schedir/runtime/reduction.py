@@ -8,7 +8,7 @@ whatever each does in between.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import Any, Final
@@ -28,8 +28,8 @@ from schedir.transports.transport import Work
 
 BUCKET: Final = 32 * 2**20  # bytes: enough for a link's rate; the last, which is exposed, is short
 
-# Where a backward begins: the last stage's loss, or where its output came from.
-Root = Tensor | GradientEdge | None
+# Where a backward begins: the last stage's loss, or where an output came from.
+Root = Tensor | GradientEdge
 
 # What knows of the sum of an update's gradients before it is reduced.
 _OF_SUMS: Final = tuple(
@@ -87,9 +87,9 @@ class Reduction:
         self.works: list[Work] = []
 
     @contextmanager
-    def under_backward(self, module: nn.Module, root: Root) -> Iterator[None]:
+    def under_backward(self, module: nn.Module, roots: Sequence[Root]) -> Iterator[None]:
         """Within this runs the last backward of the module that adds to the gradient."""
-        early = root is not None and not _may_add_late(module, root)
+        early = bool(roots) and not _may_add_late(module, roots)
         device = next((flat.device for flat in self.gradients.flat), torch.device("cpu"))
         stream = torch.cuda.current_stream(device) if device.type == "cuda" else None
         # On the nodes, not on the parameters: those with hooks of their own are not split.
@@ -171,7 +171,7 @@ class Reduction:
                 )
 
 
-def _may_add_late(module: nn.Module, root: Tensor | GradientEdge) -> bool:
+def _may_add_late(module: nn.Module, roots: Sequence[Root]) -> bool:
     """Whether a backward may add to gradients that autograd is done with.
 
     A hook of a module may write to any; and what a checkpoint with use_reentrant=True recomputes
@@ -179,8 +179,8 @@ def _may_add_late(module: nn.Module, root: Tensor | GradientEdge) -> bool:
     """
     if any(owner._backward_hooks or owner._backward_pre_hooks for owner in module.modules()):
         return True
-    first = root.node if isinstance(root, GradientEdge) else root.grad_fn
-    nodes, seen = [first], {None, first}
+    nodes = [root.node if isinstance(root, GradientEdge) else root.grad_fn for root in roots]
+    seen = {None, *nodes}
     while nodes:
         node = nodes.pop()
         if node is None:

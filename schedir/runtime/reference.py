@@ -15,6 +15,14 @@ from schedir.errors import ExecutionError
 from schedir.ir.ops import BACKWARDS, FORWARDS, LATE, SPLITS, WHOLES, Instr
 from schedir.ir.program import Program
 from schedir.ir.ties import Place, Ties, ranks_of
+from schedir.runtime.batch import (
+    Batch,
+    Keywords,
+    Microbatches,
+    expect_keywords,
+    tensors_of,
+)
+from schedir.runtime.boundary import graded, passed_on
 from schedir.runtime.given import (
     loss_of,
     model_of,
@@ -26,7 +34,7 @@ from schedir.runtime.given import (
 from schedir.runtime.gradients import Gradients
 from schedir.runtime.lender import Lender
 from schedir.runtime.random import BACKWARD, FORWARD, WEIGHT, Draws
-from schedir.runtime.rank import Loss, Microbatches
+from schedir.runtime.rank import Loss
 from schedir.runtime.split import Tape, recording
 from schedir.runtime.tied import Known, prints
 
@@ -42,6 +50,7 @@ def reference(
     seed: int = 0,
     step: int = 0,
     tied: Ties | None = None,
+    keywords: Keywords = (),
 ) -> Tensor:
     """The gradients of `scale` times the sum of losses, left in `.grad`; returns that sum.
 
@@ -53,7 +62,8 @@ def reference(
     get the total.  What is tied is found as an Executor finds it.
 
     Random numbers are those of an executor of that `seed` in the step of that number, from 0;
-    afterwards torch's generators are as they were.  What passes between stages is contiguous.
+    afterwards torch's generators are as they were.  What passes between stages is contiguous, and
+    has a gradient where what a stage gives does.  `keywords` are those of a step.
 
     Raises ModelError for stages, a loss or a seed of another kind, ExecutionError for inputs and
     targets that are not as many.
@@ -77,40 +87,46 @@ def reference(
     several, others = number_of(inputs, "inputs"), number_of(targets, "targets")
     if several != others:
         raise ExecutionError(f"there are {several} inputs and {others} targets")
+    expect_keywords(keywords)
+    if len(keywords) not in (0, several):
+        raise ExecutionError(f"there are {several} inputs and {len(keywords)} keywords")
+    batch = Batch(inputs, targets, scale, keywords)
     device = next((p.device for stage in stages for p in stage.parameters()), torch.device("cpu"))
     draws = Draws(seed, device, several, step=step)
     draws.begin()
     with draws.kept():
-        return _step(stages, inputs, targets, loss, scale, program, draws, _tied(stages, tied))
+        return _step(stages, batch, loss, program, draws, _tied(stages, tied))
 
 
 def _step(
     stages: Sequence[nn.Module],
-    inputs: Microbatches,
-    targets: Microbatches,
+    batch: Batch,
     loss: Loss,
-    scale: float,
     program: Program | None,
     draws: Draws,
     tied: Sequence[tuple[Place, ...]],
 ) -> Tensor:
     """As `reference`, with the random numbers of a step that has begun."""
     gradients, frozen = [Gradients(stage) for stage in stages], program.frozen if program else 0
-    saved: list[dict[int, tuple[Tensor, Tensor]]] = [{} for _ in stages]
-    given = {mb: inputs[mb] for mb in range(len(inputs))}
+    saved: list[dict[int, tuple[list[Tensor], list[Tensor]]]] = [{} for _ in stages]
+    given = {mb: tensors_of(batch.inputs[mb], mb) for mb in range(len(batch.inputs))}
+    losses = [torch.zeros(())] * len(given)
     for k, stage in enumerate(stages):
         lender = Lender()  # as an executor's: a copy might lie, and so round, otherwise
         for mb in _forwards(program, k, len(given)):
             draws.seeded(FORWARD, k, mb)()
             with torch.set_grad_enabled(k >= frozen):
-                y, x = lender.run(stage, given[mb], ours=k > 0)
+                y, xs = lender.run(stage, given[mb], batch.keywords_of(mb), ours=k > 0)
+            ys = passed_on(y, k) if k < len(stages) - 1 else ()
             if k == len(stages) - 1:
-                y = one_number(loss(y, targets[mb]))
-            saved[k][mb] = x, y
-            given[mb] = _sent(y).requires_grad_(k >= frozen)
-    losses = [saved[-1][mb][1].detach() for mb in sorted(given)]
+                ys = (one_number(loss(y, batch.targets[mb])),)
+                losses[mb] = ys[0].detach()
+            leaves = [x for x in xs if x.requires_grad] if k else []
+            saved[k][mb] = leaves, [y for y in ys if y.requires_grad]
+            with_one = zip(map(_sent, ys), graded(ys), strict=True)
+            given[mb] = tuple(y.requires_grad_(has and k >= frozen) for y, has in with_one)
     total = sum(losses, torch.zeros((), device=losses[0].device))
-    dys: list[Tensor | None] = [None] * len(losses)
+    dys: list[list[Tensor] | None] = [None] * len(losses)
     for k in reversed(range(len(stages))):
         sums = []
         for backwards in _backwards(program, k, len(dys)):
@@ -122,13 +138,13 @@ def _step(
                 if weight:
                     tapes.pop(mb).run()
                     continue
-                x, y = saved[k][mb]
+                xs, ys = saved[k][mb]
                 split = op in SPLITS
                 with recording(tapes.setdefault(mb, Tape())) if split else nullcontext():
-                    if y.requires_grad:  # a first stage may have nothing to train
-                        torch.autograd.backward(y, dys[mb])
-                dys[mb] = None if x.grad is None else _sent(x.grad)
-            gradients[k].scale(scale)
+                    if ys:  # a first stage may have nothing to train
+                        torch.autograd.backward(ys, dys[mb])
+                dys[mb] = [_sent(torch.zeros_like(x) if x.grad is None else x.grad) for x in xs]
+            gradients[k].scale(batch.scale)
             sums.append([flat.clone() for flat in gradients[k].flat])
         for flat, first, *others in zip(gradients[k].flat, *sums, strict=True):
             flat.copy_(sum(others, first))

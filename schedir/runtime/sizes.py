@@ -2,37 +2,43 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from types import MappingProxyType
 from typing import Any, NamedTuple
 from weakref import WeakSet
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from schedir.errors import ModelError, said
 from schedir.ir.sizes import Sizes
+from schedir.runtime.batch import tensors_of
+from schedir.runtime.boundary import Boundaries, Boundary, Given, graded, passed_on
 from schedir.runtime.buffers import restored
 from schedir.runtime.given import loss_of, model_of, one_number
 from schedir.runtime.lender import Lender
-from schedir.runtime.rank import Boundary, Loss
+from schedir.runtime.rank import Loss
 from schedir.runtime.split import Tape, recording
 
 
 def sizes_of(
     stages: Sequence[nn.Module | None],
-    input: Tensor,
-    target: Tensor,
+    input: Tensor | Sequence[Tensor],
+    target: Any,
     *,
     loss: Loss,
-    boundary: Boundary | Sequence[int],
+    boundary: Given | Mapping[int, Given] | Boundaries,
     state: float = 8.0,
     frozen: int = 0,
+    keywords: Mapping[str, Any] = MappingProxyType({}),
 ) -> Sizes:
     """The Sizes of a model of those stages, in order; those of None, which others hold, are 0.
 
-    `input` is one microbatch of the first stage's, `target` of the loss's; other stages get zeros.
+    `input` is one microbatch of the first stage's, `target` of the loss's, `keywords` what all are
+    given by name for it; other stages get zeros.
     `state` is how many bytes an optimizer holds for each number that is trained: 8 are AdamW's
     two moments in float32.  The first `frozen` stages keep nothing of a microbatch, as in a
     program with so many, and the stage behind them nothing for a gradient of its input.
@@ -56,26 +62,75 @@ def sizes_of(
     >>> sizes.activation, sizes.saved, sizes.weights  # bytes; of saved and weights for each stage
     (2048.0, (0.0, 4096.0), (66560.0, 66560.0))
     """
-    boundary, loss = Boundary.of(boundary), loss_of(loss)
-    for what, given in (("input", input), ("target", target)):
-        if not isinstance(given, Tensor):
-            raise ModelError(f"{what} is a microbatch, one tensor, not {said(given)}")
+    loss = loss_of(loss)
+    if not isinstance(target, Tensor):
+        raise ModelError(f"target is a microbatch, one tensor, not {said(target)}")
+    xs = _microbatch(input)
     stages = model_of(stages, holes=True)
+    boundaries = Boundaries.of(boundary, len(stages))
+    given = _Given(xs, target, keywords, loss, boundaries, state, frozen)
     found = [
-        _stage(stages, s, input, target, loss, boundary, state, frozen)
-        if stage is not None
-        else _Kept()
-        for s, stage in enumerate(stages)
+        _stage(stages, s, given) if stage is not None else _Kept() for s, stage in enumerate(stages)
     ]
-    activation = torch.Size(boundary.shape).numel() * boundary.dtype.itemsize
+    sent = [crossing.nbytes for crossing in boundaries.crossings]
+    back = [crossing.gradients.nbytes for crossing in boundaries.crossings]
     return Sizes(
-        activation=activation,
+        activation=_each(sent),
+        gradient=None if back == sent else _each(back),
         saved=tuple(kept.saved for kept in found),
         tape=tuple(kept.tape for kept in found),
         both=tuple(kept.both for kept in found),
         weights=tuple(kept.weights for kept in found),
         version=tuple(kept.version for kept in found),
     )
+
+
+def boundaries_of(
+    stages: Sequence[nn.Module],
+    input: Tensor | Sequence[Tensor],
+    *,
+    keywords: Mapping[str, Any] = MappingProxyType({}),
+    frozen: int = 0,
+) -> dict[int, tuple[Boundary, ...]]:
+    """What passes between stages, found by running them once, in order: of each stage but the last
+    the tensors that it puts out.  It is what an Executor takes as `boundary`.
+
+    `input` is one microbatch of the first stage's, `keywords` what all stages are given by name
+    for it.  A tensor has a gradient if it depends on something that is trained, or on what came in
+    with one, and where nothing does so, if it can have one.  What the first `frozen` stages give
+    has none.
+
+    Gradients, buffers and random numbers are left as they were.  Hooks run, and stages that talk
+    within their tensor-parallel group do: all its ranks must call this.  Raises ModelError where a
+    stage gives what is no tensor, or no tuple of tensors, and for arguments of another kind.
+
+    >>> import torch
+    >>> from torch import nn
+    >>> from schedir.runtime import boundaries_of
+    >>> found = boundaries_of([nn.Embedding(50, 32), nn.Linear(32, 50)], torch.ones(4, 8).long())
+    >>> print(*found[0])
+    [4, 8, 32] of torch.float32
+    """
+    stages, xs = model_of(stages), _microbatch(input)
+    found: dict[int, tuple[Boundary, ...]] = {}
+    for s, module in enumerate(stages[:-1]):
+        device = _device(module, xs)
+        xs, named = tree_map_only(Tensor, lambda x: x.to(device).detach(), (xs, dict(keywords)))  # noqa: B023
+        if s:
+            xs = tuple(
+                x.requires_grad_(bool(one.grad)) for x, one in zip(xs, found[s - 1], strict=True)
+            )
+        else:
+            xs = tuple(x.clone() for x in xs)
+        with restored(module, device), torch.set_grad_enabled(s >= frozen):
+            y, _ = Lender().run(module, xs, named, ours=True)
+        ys = passed_on(y, s)
+        found[s] = tuple(
+            Boundary(tuple(y.shape), y.dtype, has and s >= frozen)
+            for y, has in zip(ys, graded(ys), strict=True)
+        )
+        xs = tuple(y.detach().clone() for y in ys)
+    return found
 
 
 class _Kept(NamedTuple):
@@ -88,29 +143,54 @@ class _Kept(NamedTuple):
     version: float = 0.0
 
 
-def _stage(
-    stages: Sequence[nn.Module | None],
-    s: int,
-    input: Tensor,
-    target: Tensor,
-    loss: Loss,
-    boundary: Boundary,
-    state: float,
-    frozen: int,
-) -> _Kept:
+class _Given(NamedTuple):
+    """What stages are run with."""
+
+    xs: tuple[Tensor, ...]
+    target: Tensor
+    keywords: Mapping[str, Any]
+    loss: Loss
+    boundaries: Boundaries
+    state: float
+    frozen: int
+
+
+def _microbatch(given: object) -> tuple[Tensor, ...]:
+    """The tensors of an input.  Raises ModelError for anything else."""
+    try:
+        return tensors_of(given, 0)
+    except ModelError:
+        raise ModelError(
+            f"input is a microbatch, one tensor or a tuple of them, not {said(given)}"
+        ) from None
+
+
+def _each(sizes: list[int]) -> float | tuple[float, ...]:
+    """What each stage puts out, the last nothing: a number where that of all others is one."""
+    return float(sizes[0]) if len({*sizes}) == 1 else (*map(float, sizes), 0.0)
+
+
+def _stage(stages: Sequence[nn.Module | None], s: int, given: _Given) -> _Kept:
     """What stage `s` keeps."""
-    module, last = stages[s], s == len(stages) - 1
+    module, last, crossings = stages[s], s == len(stages) - 1, given.boundaries.crossings
     assert module is not None
-    device = next((p.device for p in module.parameters()), input.device)
-    x, target = input.to(device), target.to(device)
-    always = {*_storages([x, target, *module.parameters(), *module.buffers()])}
+    device = _device(module, given.xs)
+    xs, target, keywords = tree_map_only(
+        Tensor, lambda x: x.to(device), (given.xs, given.target, dict(given.keywords))
+    )
+    named = [x for x in tree_leaves(keywords) if isinstance(x, Tensor)]
+    always = {*_storages([*xs, *named, target, *module.parameters(), *module.buffers()])}
 
     def size(tensors: Iterable[Tensor]) -> int:
         return sum(n for at, n in _storages(tensors).items() if at not in always)
 
     if s:
-        x = torch.zeros(boundary.shape, dtype=boundary.dtype, device=device)
-        x.requires_grad_(s > frozen)
+        xs = tuple(
+            torch.zeros(one.shape, dtype=one.dtype, device=device).requires_grad_(
+                bool(one.grad) and s > given.frozen
+            )
+            for one in crossings[s - 1].tensors
+        )
     packed: WeakSet[_Packed] = WeakSet()  # what the graph has let go is not in it
 
     def pack(tensor: Tensor) -> _Packed:
@@ -118,23 +198,21 @@ def _stage(
         packed.add(one := _Packed(tensor.detach()))
         return one
 
-    with _as_before(module, device), torch.set_grad_enabled(s >= frozen):
+    with _as_before(module, device), torch.set_grad_enabled(s >= given.frozen):
         with saved_tensors_hooks(pack, lambda one: one.tensor):
             # Of a model's own inputs, which are there, a module that writes gets a copy.
-            lent, lender = x if s else x.clone(), Lender()
-            y, _ = lender.run(module, lent, ours=True)
+            lent, lender = xs if s else tuple(x.clone() for x in xs), Lender()
+            y, _ = lender.run(module, lent, keywords, ours=True)
             if not lender.writes[module.training]:
-                always |= {*_storages([lent])} - {*_storages([x] if s else [])}
-            if last:
-                y = one_number(loss(y, target))
-            else:
-                boundary.expect(y, s)
-        kept = [x] if x.requires_grad else []
+                always |= {*_storages(lent)} - {*_storages(xs if s else [])}
+            ys = (one_number(given.loss(y, target)),) if last else crossings[s].expect(y, s)
+        kept = [x for x in xs if x.requires_grad]
         tape = _PeakTape(lambda t: size([*kept, *(one.tensor for one in packed), *t.tensors()]))
         saved = tape.most
-        if y.requires_grad:
+        roots = [y for y in ys if y.requires_grad]
+        if roots:
             with recording(tape):
-                torch.autograd.backward(y, None if last else torch.zeros_like(y))
+                torch.autograd.backward(roots, [torch.ones_like(y) * last for y in roots])
     trained = [p for p in module.parameters() if p.requires_grad]
     parts = [*module.parameters(), *module.buffers()]
     weights = sum(_storages(parts).values())
@@ -143,7 +221,7 @@ def _stage(
         saved,
         size(tape.tensors()),
         tape.most,
-        weights + state * sum(p.numel() for p in trained),
+        weights + given.state * sum(p.numel() for p in trained),
         sum(p.numel() * p.dtype.itemsize for p in trained),
     )
 
@@ -174,6 +252,12 @@ def _storages(tensors: Iterable[Tensor]) -> dict[int, int]:
     """Address and bytes of the memory of tensors that are all there, each once."""
     storages = (tensor.untyped_storage() for tensor in tensors)
     return {storage.data_ptr(): storage.nbytes() for storage in storages}
+
+
+def _device(module: nn.Module, xs: Sequence[Tensor]) -> torch.device:
+    """Where a stage is: where its parameters are, or else what it takes in."""
+    tensors = (*module.parameters(), *xs)
+    return tensors[0].device if tensors else torch.device("cpu")
 
 
 @contextmanager

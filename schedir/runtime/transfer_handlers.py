@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Final
 
 from torch import Tensor
 
 from schedir.ir.ops import GATHERS, RECEIVES, ROWS, SCATTERS, Instr, Opcode, Token
 from schedir.runtime.rank import Call, State
-from schedir.transports.transport import own_part
+from schedir.transports.transport import bytes_on, own_part
 
 # What is taken in is received, and made whole if it comes in parts.
 _RECEIVES = {ROWS[op].gives[0]: op for op in RECEIVES}
@@ -32,34 +33,56 @@ def send(state: State, i: Instr) -> Call:
     return Call(None, run)
 
 
-def put_out(state: State, i: Instr, kind: Token, hop: int) -> Callable[[Tensor], None]:
+def put_out(state: State, i: Instr, kind: Token, hop: int) -> Callable[[Sequence[Tensor]], None]:
     """Fills the slot of what an instruction puts out for stage + hop, laid as its taker wants it.
 
-    A stage on this rank takes it as a message would bring it, a message from static memory where
-    there is some.  A scatter takes it as it is, and puts a part into static memory.
+    A stage on this rank takes the tensors as a message would bring them, a message one tensor from
+    static memory where there is some, and several as bytes, one behind the other.  A scatter takes
+    what would be sent, and puts a part into static memory.
     """
-    out, as_sent = state.slot(kind, i.stage, i.mb), state.boundary.as_sent
+    out, carried = state.slot(kind, i.stage, i.mb), state.boundaries.carried(kind, i.stage)
     if state.local_stage(i.stage + hop, i.mb) is not None:
-        return lambda value: out.fill(as_sent(value))
+        layouts = [one.as_sent for one in carried.tensors]
+        return lambda values: out.fill(
+            tuple([as_sent(value) for as_sent, value in zip(layouts, values, strict=True)])
+        )
     scattered = (SCATTERS[kind], i.stage, i.mb) in state.index_of
     own = None if scattered else state.outgoing(kind, out.number, part=False)
-    return out.fill if own is None else lambda value: out.fill(own.copy_(value))
+    if own is None and carried.alone:
+        return lambda values: out.fill(values[0])
+    device, size = state.device, carried.nbytes
+
+    def fill(memory: Tensor, values: Sequence[Tensor]) -> None:
+        whole, places = carried.lay(memory)
+        for place, value in zip(places, values, strict=True):
+            place.copy_(value)
+        out.fill(whole)
+
+    if own is None:
+        return lambda values: fill(bytes_on(device, size), values)
+    return partial(fill, own)
 
 
 def recv(state: State, i: Instr) -> Call:
     mb, row = i.mb, ROWS[i.op]
     kind = row.gives[0]
     given, peer = state.slot(kind, i.stage, mb), state.program.peer(i)
-    whole = state.buffers[kind, given.number]
+    whole, tensors = _received(state, i, kind)
     scattered = (_GATHERS.get(kind), i.stage, mb) in state.index_of
     part = own_part(state.transport, whole) if scattered else whole
     start, arrivals, lane = state.transport.recv, state.stages[i.stage].arrivals, row.lane
 
     def run() -> None:
-        given.fill(whole)
+        given.fill(tensors)
         arrivals[kind, mb] = start(part, peer, lane)
 
     return Call(None, run)
+
+
+def _received(state: State, i: Instr, kind: Token) -> tuple[Tensor, tuple[Tensor, ...]]:
+    """Where a message comes in, or is made whole, and the tensors in it."""
+    number = state.slot(kind, i.stage, i.mb).number
+    return state.boundaries.carried(kind, i.stage).lay(state.buffers[kind, number])
 
 
 def message_wait(state: State, i: Instr, kind: Token) -> Callable[[], None] | None:
@@ -85,9 +108,11 @@ def scatter(state: State, i: Instr) -> Call:
     kind = ROWS[i.op].gives[0]
     out = state.slot(kind, i.stage, i.mb)
     own = state.outgoing(kind, out.number, part=True)
+    carried = state.boundaries.carried(kind, i.stage)
+    into = None if own is None else carried.part(own)
 
     def run() -> None:
-        shard = _own_copy(state, out.look(), own)
+        shard = _own_copy(state, out.look(), into)
         out.free()
         out.fill(shard)
 
@@ -102,7 +127,7 @@ def _own_copy(state: State, whole: Tensor, into: Tensor | None = None) -> Tensor
 
 def gather(state: State, i: Instr) -> Call:
     kind = ROWS[i.op].gives[0]
-    whole = state.buffers[kind, state.slot(kind, i.stage, i.mb).number]
+    whole, _ = _received(state, i, kind)
     flat, part = whole.view(-1), own_part(state.transport, whole)
     arrivals, key = state.stages[i.stage].arrivals, (kind, i.mb)
     aside, start = state.transport.aside, state.transport.collective

@@ -86,14 +86,18 @@ def expect_kept(
 
 
 def expect_own(
-    y: Tensor, module: nn.Module, kept: Iterable[nn.Parameter], stage: int, optimizer: object
+    ys: Iterable[Tensor],
+    module: nn.Module,
+    kept: Iterable[nn.Parameter],
+    stage: int,
+    optimizer: object,
 ) -> None:
-    """Look for Parameters behind an output that its module does not have, and are not `kept`.
+    """Look for Parameters behind outputs that their module does not have, and are not `kept`.
 
     As of a loss that learns, or kept in a list: nobody zeroes, scales or reduces their gradients.
     Raises ModelError if the optimizer steps one of them; else it may be meant so, and this warns.
     """
-    own, seen, nodes = {*module.parameters(), *kept}, set(), [y.grad_fn]
+    own, seen, nodes = {*module.parameters(), *kept}, set(), [y.grad_fn for y in ys]
     strangers: dict[nn.Parameter, None] = {}
     while nodes:
         node = nodes.pop()

@@ -10,9 +10,10 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map_only
 
+from schedir.runtime.batch import Batch, Microbatches
 from schedir.runtime.buffers import restored
 from schedir.runtime.precision import has_hooks, innermost, is_gated, is_torchs
-from schedir.runtime.rank import Microbatches, State
+from schedir.runtime.rank import State
 
 
 @contextmanager
@@ -63,9 +64,15 @@ def undone(state: State) -> Iterator[None]:
                 t.copy_(before)
 
 
+def copied(batch: Batch) -> Batch:
+    """A batch of which each look gives a copy, as a loss may write to its target, and inputs may
+    have a `grad`."""
+    inputs, targets, scale, keywords = batch
+    return Batch(Copies(inputs), Copies(targets), scale, Copies(keywords))
+
+
 class Copies(Sequence[Any]):
-    """Microbatches of which each look gives a copy, as a loss may write to its target, and inputs
-    may have a `grad`."""
+    """Microbatches of which each look gives a copy."""
 
     def __init__(self, of: Microbatches) -> None:
         self.of = of

@@ -101,8 +101,8 @@ def _difference(program: Program, model: Model, seed: int, exact: bool | None) -
     """How a run differs from the reference, in words; "" if it does not."""
     import torch
 
+    from schedir.runtime.boundary import Boundary
     from schedir.runtime.inprocess import InProcess
-    from schedir.runtime.rank import Boundary
     from schedir.runtime.reference import reference
     from schedir.testing.tiny import batch, loss, tiny_stages
 

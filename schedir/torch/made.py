@@ -16,8 +16,8 @@ from torch.utils._pytree import tree_leaves
 from schedir.errors import ModelError, UsageError
 from schedir.ir.program import Program
 from schedir.ir.ties import Ties
+from schedir.runtime.boundary import Boundary
 from schedir.runtime.executor import Executor
-from schedir.runtime.rank import Boundary
 from schedir.runtime.splittable import split_linears
 from schedir.torch.actions import splits
 from schedir.torch.shapes import boundaries

@@ -12,8 +12,9 @@ from torch.utils._pytree import tree_map_only
 
 from schedir.errors import ModelError, ProgramError, in_words
 from schedir.ir.plan import Plan
+from schedir.runtime.boundary import Boundary
 from schedir.runtime.buffers import restored
-from schedir.runtime.rank import Boundary, device_of
+from schedir.runtime.rank import device_of
 
 
 def boundaries(

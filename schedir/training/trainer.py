@@ -19,11 +19,11 @@ from schedir.ir.sizes import Sizes
 from schedir.predict.calibrate import calibrate, format_bubbles
 from schedir.predict.simulate import simulate
 from schedir.predict.timeline import Timeline
+from schedir.runtime.boundary import Boundary
 from schedir.runtime.device_memory import times_asked, warning
 from schedir.runtime.executor import Executor
 from schedir.runtime.measured import measured
 from schedir.runtime.precision import LossScale, MainOptimizer, float32_gradients
-from schedir.runtime.rank import Boundary
 from schedir.runtime.sizes import sizes_of
 from schedir.training import gpt
 from schedir.training.config import Config, TrainConfig
@@ -169,7 +169,7 @@ class _Trainer:
             input,
             target,
             loss=executor.state.loss,
-            boundary=executor.state.boundary,
+            boundary=executor.state.boundaries,
             # AdamW's moments, and the float32 copies of other weights.
             state=12.0 if isinstance(self.optimizer, MainOptimizer) else 8.0,
             frozen=self.program.frozen,

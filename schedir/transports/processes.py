@@ -16,13 +16,13 @@ from torch import Tensor
 
 from schedir.analysis.models import Model
 from schedir.errors import ModelError
-from schedir.ir.ops import Lane, Token
+from schedir.ir.ops import Lane
 from schedir.ir.program import Program
 from schedir.ir.ties import groups_of
 from schedir.transports import groups
 from schedir.transports.collectives import COLLECTIVES, Group, Kind
 from schedir.transports.streams import Point
-from schedir.transports.transport import Work, buffers
+from schedir.transports.transport import Place, Rooms, Work, buffers
 
 
 def require(processes: int) -> None:
@@ -152,9 +152,9 @@ class Processes:
         """As Transport.recv."""
         raise NotImplementedError
 
-    def buffers(self, slots: Mapping[Token, int], like: Tensor) -> dict[tuple[Token, int], Tensor]:
+    def buffers(self, rooms: Rooms, device: torch.device) -> dict[Place, Tensor]:
         """As Transport.buffers."""
-        return buffers(slots, like)
+        return buffers(rooms, device)
 
     def step_ended(self) -> None:
         """Nobody needs to know."""

@@ -17,7 +17,8 @@ import sys
 import tempfile
 import weakref
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
+from itertools import chain
 from pathlib import Path
 from time import monotonic, sleep
 from typing import Final, NamedTuple
@@ -28,14 +29,14 @@ from torch import Tensor
 from torch.distributed.constants import default_pg_timeout
 
 from schedir.analysis.models import Model
-from schedir.analysis.slots import KINDS, assign, counts
+from schedir.analysis.slots import assign
 from schedir.errors import ModelError
 from schedir.ir.index import Index
-from schedir.ir.ops import GATHERS, RECEIVES, ROWS, Lane, Token
+from schedir.ir.ops import GATHERS, RECEIVES, ROWS, Lane
 from schedir.ir.program import Program
 from schedir.transports.edges import directed_edges
 from schedir.transports.processes import Processes
-from schedir.transports.transport import Done, PeerLeft, Work, own_part
+from schedir.transports.transport import Done, PeerLeft, Place, Rooms, Work, own_part
 
 LINE: Final = 64  # bytes of a cache line, on which slots begin
 ORDERED: Final = ("x86_64",)  # others may show a count before what it counts
@@ -45,7 +46,6 @@ PLACES: tuple[str, ...] = ("/dev/shm", tempfile.gettempdir())
 _GATHERS: Final = {ROWS[op].gives[0]: op for op in GATHERS}
 RECEIVED: Final = {op: (ROWS[op].gives[0], _GATHERS.get(ROWS[op].gives[0])) for op in RECEIVES}
 _DONE: Final = Done()
-Place = tuple[Token, int]  # a slot: its kind and number
 
 
 def can_share(group: dist.ProcessGroup | None = None) -> bool:
@@ -131,34 +131,34 @@ class Shared(Processes):
         self.outgoing: dict[tuple[Lane, int], _Outgoing] = {}
         self.incoming: dict[tuple[Lane, int], _Incoming] = {}
 
-    def buffers(self, slots: Mapping[Token, int], like: Tensor) -> dict[Place, Tensor]:
+    def buffers(self, rooms: Rooms, device: torch.device) -> dict[Place, Tensor]:
         """As Transport.buffers, where the neighbours see them; all processes must call this.
 
         Raises ModelError if the machine has no room.
         """
         self.ended = 0  # in this memory
         ranks, folder, problem = self.program.plan.ranks, "", ""
-        size = _Memory.size(ranks, slots, like)
+        size = _Memory.size(ranks, rooms)
         dist.barrier(self.within)  # a file is left behind where one that waits for others is ended
         try:
             folder = _make(size)
         except OSError as error:
             problem = f"{error.strerror or error}, for {size} bytes"
         members = dist.get_process_group_ranks(self.within or dist.group.WORLD)
-        everyone: list[tuple[str, str]] = [("", "")] * len(members)
+        everyone: list[tuple[str, str, Rooms]] = [("", "", {})] * len(members)
         try:
-            dist.all_gather_object(everyone, (folder, problem), self.within)
-            for process, (_, why) in zip(members, everyone, strict=True):
+            dist.all_gather_object(everyone, (folder, problem, dict(rooms)), self.within)
+            told = dict(zip(members, everyone, strict=True))
+            for process, (_, why, _) in told.items():
                 if why:
                     raise ModelError(
                         f"process {process} cannot share what it receives: {why}",
                         program=self.name,
                         hint='transport = "gloo"',
                     )
-            folders = {p: there for p, (there, _) in zip(members, everyone, strict=True)}
-            peers = [folders[int(p)] for p in self.mesh[self.dp_rank, :, self.tp_rank]]
-            self.memory = _Memory(peers[self.rank], ranks, slots, like)
-            self._meet(peers, like)
+            peers = [told[int(p)] for p in self.mesh[self.dp_rank, :, self.tp_rank]]
+            self.memory = _Memory(folder, ranks, rooms)
+            self._meet([where for where, *_ in peers], [theirs for *_, theirs in peers])
         except OSError as error:
             raise ModelError(
                 f"rank {self.rank} does not reach a neighbour: {error}",
@@ -169,7 +169,7 @@ class Shared(Processes):
             shutil.rmtree(folder, ignore_errors=True)
         return self.memory.slots
 
-    def _meet(self, folders: list[str], like: Tensor) -> None:
+    def _meet(self, folders: list[str], rooms: list[Rooms]) -> None:
         """Connect to the ranks with which this one exchanges messages, and map their memory."""
         own, ranks = self.memory, self.program.plan.ranks
         assert own is not None
@@ -182,11 +182,8 @@ class Shared(Processes):
             at = own.count(rank, lane)
             self.incoming[lane, rank] = _Incoming(rank, own, at, connections[rank])
         index = Index.of(self.program)
-        sizes = counts(self.program)
         for rank in {rank for _, rank in targets}:
-            size = dict(zip(KINDS, sizes[rank].tolist(), strict=True))
-            slots = {kind: size[kind] for kind, _ in RECEIVED.values()}
-            theirs = _Memory(folders[rank], ranks, slots, like)
+            theirs = _Memory(folders[rank], ranks, rooms[rank])
             for lane, messages in _inbox(index, rank, self.rank).items():
                 parts = [
                     own_part(self, theirs.slots[place]) if cut else theirs.slots[place]
@@ -229,18 +226,16 @@ class _Memory:
     messages came.  Each number has one writer.
     """
 
-    def __init__(self, folder: str, ranks: int, slots: Mapping[Token, int], like: Tensor) -> None:
+    def __init__(self, folder: str, ranks: int, rooms: Rooms) -> None:
         with open(f"{folder}/memory", "r+b") as file:
             memory = mmap.mmap(file.fileno(), 0)
         self.head = memoryview(memory).cast("q")
         self.slots: dict[Place, Tensor] = {}
         at = _lines(self.count(ranks, 0) * 8)
-        for kind, count in slots.items():
-            for number in range(count):
-                # Each a tensor of its own: views of one would look changed when another is.
-                flat = torch.frombuffer(memory, dtype=like.dtype, count=like.numel(), offset=at)
-                self.slots[kind, number] = flat.view(like.shape)
-                at += _lines(like.nbytes)
+        for kind, sizes in rooms.items():
+            for number, size in enumerate(sizes):
+                slot = torch.frombuffer(memory, dtype=torch.uint8, count=size, offset=at)
+                self.slots[kind, number], at = slot, at + _lines(size)
 
     @staticmethod
     def count(rank: int, lane: int) -> int:
@@ -248,9 +243,9 @@ class _Memory:
         return 1 + rank * len(Lane) + lane
 
     @classmethod
-    def size(cls, ranks: int, slots: Mapping[Token, int], like: Tensor) -> int:
+    def size(cls, ranks: int, rooms: Rooms) -> int:
         """In bytes."""
-        return _lines(cls.count(ranks, 0) * 8) + _lines(like.nbytes) * sum(slots.values())
+        return sum(map(_lines, [cls.count(ranks, 0) * 8, *chain(*rooms.values())]))
 
 
 def _lines(size: int) -> int:
@@ -258,18 +253,24 @@ def _lines(size: int) -> int:
 
 
 class _Outgoing:
-    """The messages of one lane to one rank, which go into `parts` in the order of a step."""
+    """The messages of one lane to one rank, which go into `rooms` in the order of a step.
+
+    What these are of, bytes at first, the messages of the first step say.
+    """
 
     def __init__(
-        self, rank: int, memory: _Memory, at: int, connection: socket.socket, parts: list[Tensor]
+        self, rank: int, memory: _Memory, at: int, connection: socket.socket, rooms: list[Tensor]
     ) -> None:
         self.rank, self.head, self.at = rank, memory.head, at
-        self.connection, self.parts = connection, parts
+        self.connection, self.rooms = connection, rooms
+        self.parts: list[Tensor] = []
         self.sent = 0
 
     def send(self, tensor: Tensor, steps: int) -> None:
         """Write it, count it, and wake the receiver.  `steps` came before this one."""
-        self.parts[self.sent % len(self.parts)].copy_(tensor)
+        if self.sent < len(self.rooms):
+            self.parts.append(self.rooms[self.sent].view(tensor.dtype).view(tensor.shape))
+        self.parts[self.sent % len(self.rooms)].copy_(tensor)
         self.sent += 1
         self.head[self.at] = self.sent
         try:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
@@ -12,6 +12,9 @@ from torch import Tensor
 from schedir.analysis.models import Model
 from schedir.ir.ops import Lane, Token
 from schedir.transports.collectives import Group, Kind
+
+Place = tuple[Token, int]  # a slot: its kind and number
+Rooms = Mapping[Token, Sequence[int]]  # the bytes of each slot, by kind
 
 
 class Work(Protocol):
@@ -53,10 +56,10 @@ class Transport(Protocol):
         where one differs: unseen, it would be a hang or a wrong result later.  Returns what all
         tell.  It blocks."""
 
-    def buffers(self, slots: Mapping[Token, int], like: Tensor) -> dict[tuple[Token, int], Tensor]:
-        """Memory for what is received, by kind and slot: so many of a kind, each like `like`.
-        Called once for each executor, by all processes; it may block.  An executor before it is
-        over then."""
+    def buffers(self, rooms: Rooms, device: torch.device) -> dict[Place, Tensor]:
+        """Memory for what is received, by kind and slot: flat tensors of as many bytes.  Called
+        once for each executor, by all processes; it may block.  An executor before it is over
+        then."""
 
     def step_ended(self) -> None:
         """A step has ended: nothing that was received in it is looked at again."""
@@ -88,13 +91,18 @@ class Transport(Protocol):
         and the host, where it is the one that waits."""
 
 
-def buffers(slots: Mapping[Token, int], like: Tensor) -> dict[tuple[Token, int], Tensor]:
+def buffers(rooms: Rooms, device: torch.device) -> dict[Place, Tensor]:
     """As Transport.buffers, in memory of the process."""
     return {
-        (kind, number): torch.empty_like(like)
-        for kind, count in slots.items()
-        for number in range(count)
+        (kind, number): bytes_on(device, size)
+        for kind, sizes in rooms.items()
+        for number, size in enumerate(sizes)
     }
+
+
+def bytes_on(device: torch.device, size: int) -> Tensor:
+    """Memory on a device."""
+    return torch.empty(size, dtype=torch.uint8, device=device)
 
 
 # What Gloo, NCCL and torch's store say where the other end of a connection has gone.

@@ -16,9 +16,9 @@ from schedir import compile
 from schedir.ir.ops import ADDS, Opcode
 from schedir.ir.plan import Plan
 from schedir.runtime import reduction, split_linears
+from schedir.runtime.boundary import Boundary
 from schedir.runtime.executor import Executor
 from schedir.runtime.precision import LossScale, float32_gradients
-from schedir.runtime.rank import Boundary
 from schedir.transports.collectives import Group, Kind
 from schedir.transports.processes import Gloo
 from schedir.transports.transport import Work

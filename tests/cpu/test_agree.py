@@ -11,9 +11,9 @@ from torch import nn
 
 from schedir import compile
 from schedir.ir.plan import Plan
+from schedir.runtime.boundary import Boundary
 from schedir.runtime.executor import Executor
 from schedir.runtime.precision import LossScale, float32_gradients
-from schedir.runtime.rank import Boundary
 from schedir.schedules import one_f_one_b
 from schedir.training import gpt
 from schedir.training.config import Config, DataConfig, PipelineConfig, TrainConfig

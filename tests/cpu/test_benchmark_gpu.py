@@ -23,9 +23,9 @@ from benchmarks.gpu import captured, main, of_a_gpt, of_ranks, peak, recorded, s
 from benchmarks.gpu_stage import layer_flop
 from schedir import Costs, Plan, compile, simulate
 from schedir.ir.sizes import Sizes
+from schedir.runtime.boundary import Boundary
 from schedir.runtime.executor import Executor
 from schedir.runtime.inprocess import InProcess
-from schedir.runtime.rank import Boundary
 from schedir.schedules import one_f_one_b
 from schedir.testing import tiny
 from schedir.training import gpt

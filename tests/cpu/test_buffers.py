@@ -15,9 +15,9 @@ from schedir.errors import ExecutionError
 from schedir.ir.plan import Plan
 from schedir.ir.ties import ties
 from schedir.runtime import split_linears
+from schedir.runtime.boundary import Boundary
 from schedir.runtime.executor import Executor
 from schedir.runtime.inprocess import InProcess
-from schedir.runtime.rank import Boundary
 from schedir.runtime.reference import reference
 from schedir.runtime.undone import undone
 from schedir.schedules import chimera, dualpipe, gpipe, interleaved, one_f_one_b, zb_h1, zb_v

@@ -13,10 +13,10 @@ from schedir.errors import ModelError
 from schedir.ir.ops import COMPUTE
 from schedir.ir.plan import Plan
 from schedir.runtime import compute_graphs, split_linears
+from schedir.runtime.boundary import Boundary
 from schedir.runtime.compute_graphs import GraphedComputes
 from schedir.runtime.executor import Executor
 from schedir.runtime.precision import LossScale
-from schedir.runtime.rank import Boundary
 from schedir.schedules import dualpipe, interleaved, one_f_one_b, pipedream_2bw, zb_h1
 from tests.cpu import replayed
 from tests.cpu.spawn import run

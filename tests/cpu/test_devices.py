@@ -19,9 +19,9 @@ from schedir import compile, show
 from schedir.errors import DeadlockError, ModelError, UsageError
 from schedir.io.terminal import format_error
 from schedir.ir.plan import Plan
+from schedir.runtime.boundary import Boundary
 from schedir.runtime.graphs import GraphedStep
 from schedir.runtime.inprocess import InProcess
-from schedir.runtime.rank import Boundary
 from schedir.schedules import gpipe
 from schedir.testing.tiny import loss, tiny_stages
 from schedir.training import config, gpt_config, train

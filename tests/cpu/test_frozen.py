@@ -18,9 +18,9 @@ from schedir.errors import ModelError, ProgramError
 from schedir.ir.plan import Plan
 from schedir.ir.program import Program
 from schedir.runtime import sizes_of
+from schedir.runtime.boundary import Boundary
 from schedir.runtime.executor import Executor
 from schedir.runtime.inprocess import InProcess
-from schedir.runtime.rank import Boundary
 from schedir.runtime.reference import reference
 from schedir.schedules import dualpipe, forward_only, gpipe, one_f_one_b, pipedream_2bw, zb_h1
 from schedir.testing import drafts

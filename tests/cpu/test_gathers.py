@@ -18,9 +18,9 @@ from schedir.analysis.graph import Graph
 from schedir.ir.ops import TRANSFERS
 from schedir.ir.plan import Plan
 from schedir.passes.record import Choice
+from schedir.runtime.boundary import Boundary
 from schedir.runtime.executor import Executor
 from schedir.runtime.inprocess import InProcess
-from schedir.runtime.rank import Boundary
 from schedir.runtime.reference import reference
 from schedir.schedules import gpipe, interleaved, one_f_one_b
 from schedir.schedules.words import Schedule

@@ -16,10 +16,10 @@ from schedir import compile
 from schedir.errors import ExecutionError, ModelError, ProgramError, UsageError
 from schedir.ir.plan import Plan
 from schedir.runtime import split_linears
+from schedir.runtime.boundary import Boundaries, Boundary
 from schedir.runtime.executor import Executor
 from schedir.runtime.inprocess import InProcess
 from schedir.runtime.precision import LossScale
-from schedir.runtime.rank import Boundary
 from schedir.runtime.reference import reference
 from schedir.runtime.sizes import sizes_of
 from schedir.schedules import one_f_one_b
@@ -57,7 +57,8 @@ def rank(number: Any = 0, **given: Any) -> Executor:
 def test_shapes_of_all_kinds_are_boundaries(shape: Any) -> None:
     assert Boundary(shape) == Boundary((2, 3)) and type(Boundary(shape).shape) is tuple
     same = {hash(Boundary(shape)), hash(Boundary((2, 3)))}
-    assert len(same) == 1 and world(boundary=shape).ranks[0].state.boundary == Boundary((2, 3))
+    assert len(same) == 1
+    assert Boundaries.of(shape, 2).crossings[0].tensors == (Boundary((2, 3)),)
     sizes_of(modules(), X[0], X[0], loss=squares, boundary=shape)
 
 
@@ -133,7 +134,7 @@ WRONG: dict[str, Callable[[], object]] = {
     "a reference's loss": lambda: reference(modules(), X, X, loss=nn.MSELoss),  # type: ignore[arg-type]
     "a reference's inputs": lambda: reference(modules(), X[:3], X, loss=squares),
     "a reference's program": lambda: reference(modules(), X, X, loss=squares, program=one_f_one_b),  # type: ignore[arg-type]
-    "sizes of inputs": lambda: sizes_of(modules(), [X], X[0], loss=squares, boundary=(2, 3)),  # type: ignore[arg-type]
+    "sizes of inputs": lambda: sizes_of(modules(), {"x": X}, X[0], loss=squares, boundary=(2, 3)),  # type: ignore[arg-type]
     "sizes of numbers": lambda: sizes_of([1, 2], X[0], X[0], loss=squares, boundary=(2, 3)),  # type: ignore[list-item]
     "sizes without a loss": lambda: sizes_of(modules(), X[0], X[0], loss=None, boundary=(2, 3)),  # type: ignore[arg-type]
     "splits of stages": lambda: split_linears(modules()),  # type: ignore[arg-type]

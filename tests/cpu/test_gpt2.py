@@ -9,8 +9,8 @@ import torch
 import schedir
 from schedir import Plan
 from schedir.runtime import split_linears
+from schedir.runtime.boundary import Boundary
 from schedir.runtime.inprocess import InProcess
-from schedir.runtime.rank import Boundary
 from tests.cpu.training import ROOT, TORCHRUN, finish, start
 
 pytest.importorskip("transformers")

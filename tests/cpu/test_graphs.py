@@ -11,10 +11,10 @@ from torch import Tensor, nn
 from schedir import compile
 from schedir.errors import ModelError
 from schedir.ir.plan import Plan
+from schedir.runtime.boundary import Boundary
 from schedir.runtime.graphs import Rates, undrawn
 from schedir.runtime.inprocess import InProcess
 from schedir.runtime.precision import LossScale, MainOptimizer, float32_gradients
-from schedir.runtime.rank import Boundary
 from schedir.runtime.undone import undone
 from schedir.schedules import interleaved, one_f_one_b
 from schedir.training import gpt

@@ -12,9 +12,9 @@ from torch import Tensor, nn
 from schedir import compile
 from schedir.errors import ExecutionError
 from schedir.ir.plan import Plan
+from schedir.runtime.boundary import Boundary
 from schedir.runtime.executor import Executor
 from schedir.runtime.inprocess import InProcess
-from schedir.runtime.rank import Boundary
 from schedir.runtime.reference import reference
 from schedir.runtime.sizes import sizes_of
 from schedir.schedules import gpipe, one_f_one_b

@@ -15,10 +15,10 @@ from torch import Tensor, nn
 from schedir import compile
 from schedir.errors import ModelError, UsageError
 from schedir.ir.plan import Plan
+from schedir.runtime.boundary import Boundary
 from schedir.runtime.executor import Executor
 from schedir.runtime.inprocess import InProcess
 from schedir.runtime.precision import LossScale, MainOptimizer, float32_gradients
-from schedir.runtime.rank import Boundary
 from schedir.schedules import one_f_one_b
 from schedir.training import gpt
 from schedir.training.config import TrainConfig

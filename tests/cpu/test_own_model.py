@@ -31,7 +31,7 @@ def test_own_model(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert {step.kind for step in PAGE} == {"file", "command"}
-    (tmp_path / "own.py").write_text("".join(s.text for s in PAGE if s.kind == "file"))
+    (tmp_path / "own.py").write_text("".join(s.text for s in PAGE if s.named == "own.py"))
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(str(tmp_path))
     own = import_module("own")
@@ -55,3 +55,8 @@ def test_own_model(
         trained = own.whole().eval()
         loss = sum(own.loss(trained(x), y) for x, y in zip(inputs, targets, strict=True))
     assert evaluation == f"  loss {loss / targets.numel():.4f}\n"
+
+
+def test_several_tensors_pass() -> None:
+    (file,) = (step for step in PAGE if step.named == "tables.py")
+    exec(file.text, {"__name__": "tables"})

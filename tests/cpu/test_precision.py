@@ -13,9 +13,9 @@ from torch import Tensor, nn
 from schedir import compile
 from schedir.ir.plan import Plan
 from schedir.kernels.weight_gradient import accumulate_
+from schedir.runtime.boundary import Boundary
 from schedir.runtime.inprocess import InProcess
 from schedir.runtime.precision import MainOptimizer, float32_gradients
-from schedir.runtime.rank import Boundary
 from schedir.runtime.reference import reference
 from schedir.runtime.split import Tape, linear, recording
 from schedir.schedules import dualpipe, gpipe, one_f_one_b

@@ -15,9 +15,11 @@ import schedir
 from schedir import Costs, Plan
 from schedir.ir.ops import Instr, Opcode
 from schedir.ir.program import Program
+from schedir.runtime.batch import Batch
+from schedir.runtime.boundary import Boundary
 from schedir.runtime.inprocess import InProcess
 from schedir.runtime.progress import Progress, waits_for
-from schedir.runtime.rank import Boundary, Call
+from schedir.runtime.rank import Call
 from schedir.schedules import dualpipe, gpipe, one_f_one_b
 from schedir.testing import tiny
 from schedir.training import watchdog
@@ -141,7 +143,7 @@ def test_a_host_that_stands_itself_is_told(gpu: VirtualGPU) -> None:
     ranks, (progress,) = ranks_of(program, gpu)
     one = ranks.ranks[0]
     inputs, targets = tiny.batch(3)
-    one.begin(inputs, targets, 1.0)
+    one.begin(Batch(inputs, targets))
     for k in range(2):
         one.call(k)
     one.position = 2
@@ -156,7 +158,7 @@ def test_a_step_in_another_order_is_one_step(gpu: VirtualGPU) -> None:
     one = ranks.ranks[0]
     inputs, targets = tiny.batch(3)
     for _ in range(3):
-        one.begin(inputs, targets, 1.0)
+        one.begin(Batch(inputs, targets))
         order = [1, 0, *range(2, len(one.calls))]
         for k in order:
             one.call(k)

@@ -22,10 +22,10 @@ from torch.utils.checkpoint import checkpoint
 from schedir.compiler.compile import compile, lower
 from schedir.errors import ExecutionError, ModelError
 from schedir.ir.plan import Plan
+from schedir.runtime.boundary import Boundary
 from schedir.runtime.executor import Executor
 from schedir.runtime.inprocess import InProcess
 from schedir.runtime.random import FORWARD, Draws, key, layer, mix
-from schedir.runtime.rank import Boundary
 from schedir.runtime.reference import reference
 from schedir.runtime.sizes import sizes_of
 from schedir.runtime.splittable import SplitLinear

@@ -11,9 +11,9 @@ from torch import Tensor
 
 from schedir.compiler.compile import compile
 from schedir.ir.plan import Plan
+from schedir.runtime.boundary import Boundary
 from schedir.runtime.executor import Executor
 from schedir.runtime.inprocess import InProcess
-from schedir.runtime.rank import Boundary
 from schedir.runtime.reference import reference
 from schedir.schedules import chimera, interleaved, one_f_one_b
 from schedir.training import gpt

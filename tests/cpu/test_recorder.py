@@ -20,8 +20,8 @@ from schedir.passes.record import Choice
 from schedir.predict.bubble_causes import Cause, by_cause, idleness
 from schedir.predict.calibrate import calibrate
 from schedir.runtime import inprocess
+from schedir.runtime.boundary import Boundary
 from schedir.runtime.inprocess import InProcess
-from schedir.runtime.rank import Boundary
 from schedir.runtime.recorder import TICK, EventStamps, HostStamps, Recorded, read
 from schedir.schedules import dualpipe, dualpipe_v, gpipe, interleaved, one_f_one_b
 from schedir.schedules.words import Schedule

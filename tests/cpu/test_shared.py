@@ -16,8 +16,8 @@ from schedir import compile
 from schedir.errors import ModelError
 from schedir.ir.plan import Plan
 from schedir.ir.program import Program
+from schedir.runtime.boundary import Boundary
 from schedir.runtime.executor import Executor
-from schedir.runtime.rank import Boundary
 from schedir.schedules import bitpipe, chimera, one_f_one_b
 from schedir.schedules.words import F, Schedule, Word
 from schedir.training import gpt

@@ -20,10 +20,11 @@ from schedir.analysis.memory import Footprint, held
 from schedir.errors import MemoryLimitError, ModelError
 from schedir.ir.ops import COMPUTE, Token
 from schedir.ir.plan import Plan
+from schedir.runtime.boundary import Boundary
 from schedir.runtime.executor import Executor
 from schedir.runtime.inprocess import InProcess
 from schedir.runtime.precision import float32_gradients
-from schedir.runtime.rank import Boundary, Call
+from schedir.runtime.rank import Call
 from schedir.runtime.sizes import sizes_of
 from schedir.runtime.split import Tape, recording
 from schedir.runtime.splittable import split_linears
@@ -179,7 +180,7 @@ class Witness:
         rank = self.rank
         out = [x for kind in (Token.ACT_OUT, Token.GRAD_OUT) for x in rank.state.slots[kind].values]
         out += [tensor for _, tensor in rank.state.sending.values()]
-        return self.born.living(rank.state.losses + out)
+        return self.born.living(rank.state.losses + tree_leaves(out))
 
 
 def _group(joined: list[bool], k: int) -> tuple[int, int]:

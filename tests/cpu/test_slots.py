@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
 from schedir.analysis.slots import KINDS, counts
 from schedir.compiler.compile import compile
@@ -14,9 +15,9 @@ from schedir.errors import ExecutionError
 from schedir.ir.ops import Opcode, Token
 from schedir.ir.plan import Plan
 from schedir.passes.record import Choice
+from schedir.runtime.boundary import Boundary
 from schedir.runtime.executor import Executor
 from schedir.runtime.inprocess import InProcess
-from schedir.runtime.rank import Boundary
 from schedir.runtime.reference import reference
 from schedir.runtime.split import linear
 from schedir.schedules import gpipe, interleaved, one_f_one_b
@@ -98,7 +99,7 @@ def keep_apart(rank: Executor) -> None:
         for tape in filter(None, rank.state.slots[Token.TAPE].values):
             out += tape.tensors()
         out += [saved[0] for saved in rank.state.slots[Token.SAVED].values if saved is not None]
-        assert not static & {memory(value) for value in out if value is not None}
+        assert not static & {memory(value) for value in tree_leaves(out) if value is not None}
 
     rank.call = watched  # type: ignore[method-assign]
 

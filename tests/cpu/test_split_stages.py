@@ -18,8 +18,8 @@ from schedir import compile
 from schedir.errors import ExecutionError
 from schedir.ir.plan import Plan
 from schedir.runtime import split, split_linears
+from schedir.runtime.boundary import Boundary
 from schedir.runtime.inprocess import InProcess
-from schedir.runtime.rank import Boundary
 from schedir.runtime.reference import reference
 from schedir.schedules import zb_h1
 from schedir.schedules.words import F, I, W

@@ -16,7 +16,7 @@ from torch.nn.utils import parametrize, prune
 
 from schedir.errors import ModelError, UsageError
 from schedir.runtime import check_split, register_split, split, split_linears
-from schedir.runtime.rank import Boundary
+from schedir.runtime.boundary import Boundary
 from schedir.runtime.sizes import sizes_of
 from tests.cpu.tiny_layers import LAYERS, N, Square
 

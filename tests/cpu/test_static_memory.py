@@ -17,8 +17,9 @@ from schedir.ir.plan import Plan
 from schedir.ir.program import Program, Slots
 from schedir.ir.sizes import Sizes
 from schedir.passes.record import Choice
+from schedir.runtime.boundary import Boundaries, Boundary
 from schedir.runtime.handlers import HANDLERS
-from schedir.runtime.rank import Boundary, State
+from schedir.runtime.rank import State
 from schedir.schedules import one_f_one_b
 from schedir.schedules.words import Schedule
 from schedir.testing import drafts
@@ -41,8 +42,9 @@ def made(program: Program, rank: int) -> dict[str, int]:
     transport.tp = program.tp
     stages = {s: nn.Identity() for s in program.plan.stages_of[rank]}
     boundary = Boundary((2, WIDTH // 2), torch.float64)
+    boundaries = Boundaries.of(boundary, program.plan.stages, program.tp)
     loss = nn.functional.mse_loss
-    state = State(program, rank, stages, transport, loss, boundary, None, 1.0, None, 0)
+    state = State(program, rank, stages, transport, loss, boundaries, None, 1.0, None, 0)
     for i in state.stream:
         HANDLERS[i.op](state, i)
     found = dict.fromkeys(Slots._fields, 0)

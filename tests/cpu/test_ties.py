@@ -15,10 +15,10 @@ from torch import Tensor, nn
 import schedir
 from schedir import Plan
 from schedir.runtime import split_linears
+from schedir.runtime.boundary import Boundary
 from schedir.runtime.executor import Executor
 from schedir.runtime.inprocess import InProcess
 from schedir.runtime.precision import MainOptimizer, float32_gradients
-from schedir.runtime.rank import Boundary
 from schedir.runtime.reference import reference
 from schedir.schedules import dualpipe, interleaved, one_f_one_b, zb_h1, zb_v
 from schedir.schedules.words import B, Word

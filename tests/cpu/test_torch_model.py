@@ -11,8 +11,8 @@ from schedir.errors import ModelError
 from schedir.ir.plan import Plan
 from schedir.ir.program import Program
 from schedir.passes.overlap import group_opposites
+from schedir.runtime.boundary import Boundary
 from schedir.runtime.inprocess import InProcess
-from schedir.runtime.rank import Boundary
 from schedir.runtime.reference import reference
 from schedir.schedules import one_f_one_b
 from schedir.testing.tiny import batch, loss, tiny_stages

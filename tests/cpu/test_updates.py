@@ -17,9 +17,9 @@ from schedir.compiler.compile import compile
 from schedir.errors import ExecutionError
 from schedir.ir.plan import Plan
 from schedir.runtime import split_linears
+from schedir.runtime.boundary import Boundary
 from schedir.runtime.executor import Executor
 from schedir.runtime.inprocess import InProcess
-from schedir.runtime.rank import Boundary
 from schedir.runtime.reference import reference
 from schedir.schedules import gpipe, one_f_one_b, pipedream_2bw
 from schedir.schedules.words import EMPTY, B, F, I, W, Word

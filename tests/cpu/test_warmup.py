@@ -15,8 +15,9 @@ from schedir import check, compile
 from schedir.errors import DeadlockError, ExecutionError
 from schedir.ir.plan import Plan
 from schedir.ir.program import Program
+from schedir.runtime.batch import Batch
+from schedir.runtime.boundary import Boundary
 from schedir.runtime.executor import Executor
-from schedir.runtime.rank import Boundary
 from schedir.schedules import dualpipe, interleaved, one_f_one_b, pipedream_2bw
 from schedir.transports.collectives import Group, Kind
 from schedir.transports.edges import Edge, Grouped
@@ -136,7 +137,7 @@ def undone_step(rank: int) -> dict[str, tuple[bool, set[Group], set[Group]]]:
                 inputs, targets, scale = own_batch(program, transport)
                 if warm:
                     before = _bits(executor)
-                    executor._warm_up(inputs, targets, scale)
+                    executor._warm_up(Batch(inputs, targets, scale))
                     after, met = _bits(executor), {*transport.met}
                     if fused:  # state is made, and is what it begins with
                         state = after[2].pop("state")
@@ -236,7 +237,7 @@ def asked(rank: int, warm: bool) -> dict[str, list[int]]:
             given = own_batch(program, transport)
             with CachingAllocator(gpu) as allocator:
                 if warm:
-                    executor._warm_up(*given)
+                    executor._warm_up(Batch(*given))
                 executor.warm = True
                 found[name] = []
                 for _ in range(3):

@@ -16,9 +16,9 @@ import schedir
 from schedir import Plan, Ties
 from schedir.errors import ModelError, ProgramError
 from schedir.runtime import split_linears
+from schedir.runtime.boundary import Boundary
 from schedir.runtime.executor import Executor
 from schedir.runtime.inprocess import InProcess
-from schedir.runtime.rank import Boundary
 from schedir.runtime.unchanged import Unchanged
 from schedir.schedules import gpipe, interleaved, one_f_one_b, zb_v
 from schedir.transports.processes import Gloo

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 
 from schedir.ir.plan import Plan
 from schedir.ir.program import Program
+from schedir.runtime.boundary import Boundary
 from schedir.runtime.executor import Executor
-from schedir.runtime.rank import Boundary
 from schedir.runtime.reference import reference
 from schedir.schedules import gpipe, interleaved, one_f_one_b
 from schedir.schedules.words import B, F, I, W, Word, overlap

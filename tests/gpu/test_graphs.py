@@ -11,11 +11,11 @@ import torch
 from schedir import compile
 from schedir.errors import ModelError
 from schedir.ir.plan import Plan
+from schedir.runtime.boundary import Boundary
 from schedir.runtime.executor import Executor
 from schedir.runtime.graphs import GraphedStep
 from schedir.runtime.inprocess import InProcess
 from schedir.runtime.precision import MainOptimizer
-from schedir.runtime.rank import Boundary
 from schedir.schedules import one_f_one_b
 from schedir.training import gpt
 from tests.cpu.tiny_stages import BOUNDARY, batch, gpt_stages

@@ -18,9 +18,10 @@ from schedir.errors import DeadlockError
 from schedir.ir.ops import Instr, Opcode
 from schedir.ir.plan import Plan
 from schedir.ir.program import Program
+from schedir.runtime.boundary import Boundary
 from schedir.runtime.device_memory import times_asked
 from schedir.runtime.executor import Executor
-from schedir.runtime.rank import Boundary, Call
+from schedir.runtime.rank import Call
 from schedir.schedules import one_f_one_b, pipedream_2bw
 from schedir.training.watchdog import watchdog
 from schedir.transports.processes import Gloo, Processes

@@ -13,10 +13,10 @@ from torch.utils.checkpoint import checkpoint
 from schedir import compile
 from schedir.errors import ModelError
 from schedir.ir.plan import Plan
+from schedir.runtime.boundary import Boundary
 from schedir.runtime.graphs import GraphedStep
 from schedir.runtime.inprocess import InProcess
 from schedir.runtime.random import layer
-from schedir.runtime.rank import Boundary
 from schedir.runtime.reference import reference
 from schedir.schedules import interleaved, one_f_one_b
 

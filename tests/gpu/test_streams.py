@@ -16,9 +16,9 @@ from schedir.errors import ExecutionError
 from schedir.ir.ops import Lane
 from schedir.ir.plan import Plan
 from schedir.predict.timeline import Timeline
+from schedir.runtime.boundary import Boundary
 from schedir.runtime.inprocess import InProcess
 from schedir.runtime.precision import float32_gradients
-from schedir.runtime.rank import Boundary
 from schedir.runtime.recorder import TICK
 from schedir.runtime.reference import reference
 from schedir.schedules import interleaved, one_f_one_b

@@ -1,0 +1,310 @@
+"""Boundary: what passes between stages: tensors of any types, and the messages that carry them.
+
+What crosses from one stage to the next is one value of a program, whatever it is made of: it has
+one slot, one message, one place in a queue.  Several tensors lie in one piece of memory, one
+behind the other, and are one message.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import accumulate
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from schedir.errors import ModelError, said
+from schedir.ir.ops import TOKENS, Hop, Token
+from schedir.ir.program import Program
+from schedir.runtime.given import shape_of
+
+# Bytes: by where a tensor begins, too, products round.  A cache line is 64 of them, and what a
+# GPU's library of products looks at is 256 (cuBLAS, CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_A_BYTES).
+ALIGNED = 256
+
+
+@dataclass(frozen=True)
+class Boundary:
+    """Shape and type of a tensor that passes between stages, for one microbatch.
+
+    `grad` says whether its gradient goes back: unless told that of floating and complex types
+    does.  One without, as a table or a mask, is passed on detached.
+
+    Raises ModelError for a shape that no tensor has, for a type that is none of torch, and for
+    gradients of whole numbers.
+
+    >>> import torch
+    >>> from schedir.runtime import Boundary
+    >>> print(Boundary((8, 512, 64), torch.bfloat16))
+    [8, 512, 64] of torch.bfloat16
+    >>> Boundary((8, 512), torch.int64).grad
+    False
+    """
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype = torch.float32
+    grad: bool | None = None
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "shape", shape_of(self.shape))
+        if not isinstance(self.dtype, torch.dtype):
+            raise ModelError(
+                f"the type of a boundary is one of torch, not {self.dtype!r:.60}",
+                hint="torch.float32, torch.bfloat16 or torch.float16",
+            )
+        can = self.dtype.is_floating_point or self.dtype.is_complex
+        if self.grad is not None and not isinstance(self.grad, bool):
+            raise ModelError(f"grad of a boundary is True or False, not {said(self.grad)}")
+        if self.grad and not can:
+            raise ModelError(
+                f"a tensor of {self.dtype} has no gradient", hint="Boundary(shape, dtype)"
+            )
+        object.__setattr__(self, "grad", can if self.grad is None else self.grad)
+
+    @classmethod
+    def of(cls, given: Boundary | Sequence[int]) -> Boundary:
+        """The boundary that is meant: itself, or of a shape one of float32."""
+        return given if isinstance(given, Boundary) else cls(given)  # type: ignore[arg-type]
+
+    def __str__(self) -> str:
+        can = self.dtype.is_floating_point or self.dtype.is_complex
+        return f"{list(self.shape)} of {self.dtype}{' without gradient' * (can and not self.grad)}"
+
+    @cached_property
+    def strides(self) -> tuple[int, ...]:
+        """Those of a contiguous tensor."""
+        return torch.empty(self.shape, device="meta").stride()
+
+    @property
+    def nbytes(self) -> int:
+        """Of one such tensor."""
+        return torch.Size(self.shape).numel() * self.dtype.itemsize
+
+    def within(self, memory: Tensor, begin: int) -> Tensor:
+        """Such a tensor in bytes of memory, from one of them on.
+
+        No view: of those of one memory each would look changed when another is.
+        """
+        at, rest = divmod(int(memory.storage_offset()) + begin, self.dtype.itemsize)
+        assert not rest, "memory is aligned"
+        tensor = torch.empty(0, dtype=self.dtype, device=memory.device)
+        return tensor.set_(memory.untyped_storage(), at, self.shape, self.strides)
+
+    def as_sent(self, value: Tensor) -> Tensor:
+        """The value laid out as a message brings it, in memory of its own: what computes with it
+        rounds by its layout, and a part would keep the whole alive."""
+        alone = value.untyped_storage().nbytes() == value.nbytes
+        if value.stride() == self.strides and alone:
+            return value
+        return torch.empty(self.shape, dtype=value.dtype, device=value.device).copy_(value)
+
+
+Given = Boundary | Sequence[int] | Sequence["Boundary | Sequence[int]"]
+
+
+@dataclass(frozen=True)
+class Crossing:
+    """The tensors that one stage passes on to the next, in order, or the gradients that go back.
+
+    Their message can be cut into so many equal `parts`.
+    """
+
+    tensors: tuple[Boundary, ...]
+    parts: int = 1
+
+    @classmethod
+    def of(cls, given: Given, parts: int = 1) -> Crossing:
+        """The tensors that are meant: a sequence that has a Boundary is one of several."""
+        if isinstance(given, tuple | list) and any(isinstance(one, Boundary) for one in given):
+            return cls(tuple(map(Boundary.of, given)), parts)
+        return cls((Boundary.of(given),), parts)  # type: ignore[arg-type]
+
+    def __str__(self) -> str:
+        return ", ".join(map(str, self.tensors))
+
+    @cached_property
+    def graded(self) -> tuple[bool, ...]:
+        """Of each tensor whether it has a gradient."""
+        return tuple(bool(one.grad) for one in self.tensors)
+
+    @cached_property
+    def gradients(self) -> Crossing:
+        """What goes back."""
+        return Crossing(tuple(one for one in self.tensors if one.grad), self.parts)
+
+    # ------------------------------------------------------------ as a message
+
+    @cached_property
+    def alone(self) -> bool:
+        """Whether the message is one tensor as it is; else it is bytes, with room between."""
+        each = [torch.Size(one.shape).numel() for one in self.tensors]
+        return len(each) == 1 and each[0] % self.parts == 0
+
+    @cached_property
+    def begins(self) -> tuple[int, ...]:
+        """The byte of the message at which each tensor begins, and the first behind it."""
+        if self.alone:
+            return 0, self.tensors[0].nbytes
+        ends = accumulate((_aligned(one.nbytes) for one in self.tensors), initial=0)
+        *begins, end = ends
+        return *begins, _aligned(end, ALIGNED * self.parts)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the message."""
+        return self.begins[-1]
+
+    def lay(self, memory: Tensor) -> tuple[Tensor, tuple[Tensor, ...]]:
+        """In bytes of memory: what is sent or received there, and the tensors in it."""
+        tensors = tuple(
+            one.within(memory, begin) for one, begin in zip(self.tensors, self.begins, strict=False)
+        )
+        if self.alone:
+            return tensors[0], tensors
+        return memory[: self.nbytes], tensors
+
+    def part(self, memory: Tensor) -> Tensor:
+        """In bytes of memory, flat: one of the equal parts of the message."""
+        own = memory[: self.nbytes // self.parts]
+        return own.view(self.tensors[0].dtype) if self.alone else own
+
+    # ------------------------------------------------------------ what a stage gives
+
+    def expect(self, given: object, stage: int) -> Sequence[Tensor]:
+        """The tensors that a stage gives: one, or a tuple or list of them.
+
+        Raises ModelError for what cannot pass: the other side has made room for these.
+        """
+        one = self.tensors[0]
+        if len(self.tensors) > 1 or not isinstance(given, Tensor):
+            return self._expect_each(given, stage)
+        if given.dtype != one.dtype or given.shape != one.shape:
+            return self._expect_each(given, stage)
+        return (given,) if one.grad or not given.requires_grad else self._expect_each(given, stage)
+
+    def _expect_each(self, given: object, stage: int) -> Sequence[Tensor]:
+        """The same, whatever it is."""
+        values: Sequence[Any] = given if isinstance(given, tuple | list) else (given,)
+        if len(values) != len(self.tensors):
+            several = f"{len(self.tensors)} tensors, " if len(self.tensors) > 1 else ""
+            got = f"{len(values)} values" if values is given else _kind(given)
+            raise ModelError(
+                f"stage {stage} gives {got}, the boundary is {several}{self}",
+                hint="" if _are_tensors(values) else _TENSORS,
+            )
+        for k, (one, value) in enumerate(zip(self.tensors, values, strict=True)):
+            if isinstance(value, Tensor) and value.dtype == one.dtype and value.shape == one.shape:
+                continue
+            which = f", tensor {k} of" if len(values) > 1 else ","
+            raise ModelError(
+                f"stage {stage} gives {_kind(value)}{which} the boundary is {one}",
+                hint="" if _are_tensors([value]) else _TENSORS,
+            )
+        has = tuple([value.requires_grad for value in values])
+        if has != self.graded and any(has):
+            k = next(k for k, (one, other) in enumerate(zip(has, self.graded, strict=True))
+                     if one != other)  # fmt: skip
+            raise ModelError(
+                f"tensor {k} that stage {stage} gives has {'a' if has[k] else 'no'} gradient, and "
+                f"the boundary says that it has {'none' if has[k] else 'one'}",
+                hint="pass it on detached, or without grad=False"
+                if has[k]
+                else "Boundary(..., grad=False) for what depends on nothing that is trained",
+            )
+        return values
+
+
+_TENSORS = "a stage gives a tensor, or a tuple of tensors"
+
+
+def _are_tensors(values: Iterable[object]) -> bool:
+    return all(isinstance(value, Tensor) for value in values)
+
+
+def _kind(value: object) -> str:
+    if isinstance(value, Tensor):
+        return f"{list(value.shape)} of {value.dtype}"
+    return type(value).__name__
+
+
+def _aligned(size: int, to: int = ALIGNED) -> int:
+    return -(-size // to) * to
+
+
+@dataclass(frozen=True)
+class Boundaries:
+    """What passes from each stage of a model, but the last, to the next."""
+
+    crossings: tuple[Crossing, ...]
+
+    @classmethod
+    def of(cls, given: Given | Mapping[int, Given] | Boundaries, stages: int, parts: int = 1) -> (
+        Boundaries
+    ):  # fmt: skip
+        """What is meant: of one Boundary, or a sequence of them, that passes everywhere; of a
+        mapping, what each stage puts out that it names.
+
+        Raises ModelError for a mapping that leaves one out, or has another.
+        """
+        if isinstance(given, Boundaries):
+            given = {s: crossing.tensors for s, crossing in enumerate(given.crossings)}
+        if not isinstance(given, Mapping):
+            return cls((Crossing.of(given, parts),) * (stages - 1))
+        if {*given} != {*range(stages - 1)}:
+            raise ModelError(
+                f"stages {said([*range(stages - 1)])} pass something on, and boundaries are given "
+                f"for {said([*given])}",
+                hint="{0: Boundary((8, 64)), 1: (Boundary((8, 64)), Boundary((8,), torch.int64))}",
+            )
+        return cls(tuple(Crossing.of(given[s], parts) for s in range(stages - 1)))
+
+    def __str__(self) -> str:
+        if len({*self.crossings}) == 1:
+            return str(self.crossings[0])
+        return "; ".join(f"behind stage {s} {one}" for s, one in enumerate(self.crossings))
+
+    def carried(self, kind: Token, stage: int) -> Crossing:
+        """What a value of a kind that crosses is, of a stage: tensors, or their gradients."""
+        crossing = self.crossings[edge_of(kind, stage)]
+        return crossing.gradients if TOKENS[kind].size == "gradient" else crossing
+
+    def fit(self, program: Program) -> None:
+        """Raise ModelError where a program takes a gradient back, and there is none."""
+        for s, crossing in enumerate(self.crossings):
+            if program.trains and s >= program.frozen and not any(crossing.graded):
+                raise ModelError(
+                    f"nothing that stage {s} passes on has a gradient ({crossing}), and the "
+                    "program takes one back",
+                    program=program.name,
+                    hint="pass on a tensor that depends on what is trained, or "
+                    f"compile(..., frozen={s + 1}) if nothing is until there",
+                )
+
+
+def edge_of(kind: Token, stage: int) -> int:
+    """The stage behind which a value of a kind crosses, of a stage that takes or gives it."""
+    return stage - (TOKENS[kind].across is Hop.PREVIOUS)
+
+
+def passed_on(given: object, stage: int) -> Sequence[Tensor]:
+    """What a stage gives, where nobody has said what it is: tensors.  Raises ModelError for
+    anything else."""
+    values = given if isinstance(given, tuple | list) else (given,)
+    for value in values:
+        if not isinstance(value, Tensor):
+            raise ModelError(
+                f"stage {stage} gives {_kind(given if values is not given else value)}",
+                hint=_TENSORS,
+            )
+    return values
+
+
+def graded(values: Sequence[Tensor]) -> tuple[bool, ...]:
+    """Of tensors that a stage has given, which have a gradient: those that depend on what is
+    trained, or on what came in with one.  Of nothing but tables, and where all before is frozen,
+    any that can have one."""
+    has = tuple(value.requires_grad for value in values)
+    return has if any(has) else tuple(v.is_floating_point() or v.is_complex() for v in values)

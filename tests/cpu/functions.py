@@ -1,0 +1,64 @@
+"""Stages that functions are, with a weight each."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+
+from schedir.compiler.compile import compile
+from schedir.ir.plan import Plan
+from schedir.runtime.boundary import Boundary
+from schedir.runtime.inprocess import InProcess
+from schedir.schedules import gpipe, interleaved
+
+
+class Made(nn.Module):
+    """A stage that a function is."""
+
+    def __init__(self, run: Callable[..., Any]) -> None:
+        super().__init__()
+        self.weight, self.run = nn.Parameter(torch.ones(4)), run
+
+    def forward(self, *xs: Tensor, **keywords: Any) -> Any:
+        return self.run(self.weight, *xs, **keywords)
+
+
+TWO = (Boundary((4,)), Boundary((4,), torch.int64))
+BOTH = (Boundary((4,)), Boundary((4,)))
+X, COUNT = torch.ones(2, 4), torch.arange(4)
+
+
+def last(w: Tensor, x: Tensor, *others: Tensor, **keywords: Any) -> Tensor:
+    return w * x
+
+
+def two(w: Tensor, x: Tensor, **keywords: Any) -> tuple[Tensor, Tensor]:
+    return w * x, COUNT.clone()
+
+
+def squares(y: Tensor, target: Tensor) -> Tensor:
+    return (y - target).square().sum()
+
+
+def total(y: Tensor, target: Tensor) -> Tensor:
+    return y.sum()
+
+
+def weighed(world: InProcess, stage: int) -> list[float]:
+    """The gradient of a stage's weight."""
+    found = [own.stages[stage].module for own in world.ranks if stage in own.stages]
+    grad = found[0].get_parameter("weight").grad
+    assert grad is not None
+    return cast("list[float]", grad.tolist())
+
+
+def ranks(*runs: Callable[..., Any], ranks: int = 2, **how: Any) -> InProcess:
+    """Stages that functions are, as many to each rank."""
+    plan = Plan(ranks, 2, len(runs) // ranks)
+    stages = [Made(run) for run in runs]
+    how = {"loss": squares, "boundary": TWO, **how}
+    schedule = how.pop("schedule", gpipe if len(runs) == ranks else interleaved)
+    return InProcess(compile(schedule, plan), stages, record=False, **how)

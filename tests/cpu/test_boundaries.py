@@ -1,0 +1,342 @@
+"""Several tensors between stages: any shapes and types, with and without gradients."""
+
+from __future__ import annotations
+
+import math
+import random
+from copy import deepcopy
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+
+from schedir.compiler.compile import compile, lower
+from schedir.errors import ExecutionError, ModelError
+from schedir.ir.plan import Plan
+from schedir.ir.program import Program
+from schedir.runtime.batch import Batch
+from schedir.runtime.boundary import Boundary
+from schedir.runtime.executor import Executor
+from schedir.runtime.graphs import own_batch, write
+from schedir.runtime.inprocess import InProcess
+from schedir.runtime.reference import reference
+from schedir.runtime.sizes import boundaries_of, sizes_of
+from schedir.schedules import (
+    chimera,
+    forward_only,
+    gpipe,
+    interleaved,
+    one_f_one_b,
+    pipedream_2bw,
+    zb_h1,
+    zb_v,
+)
+from schedir.testing import drafts
+from schedir.transports.edges import Edge, Grouped
+from schedir.transports.processes import Gloo
+from schedir.transports.shared import Shared
+from tests.cpu.functions import BOTH, COUNT, TWO, Made, X, ranks, squares, total, two, weighed
+from tests.cpu.many_tensors import batch, drawn, gradients, loss, same_bits
+from tests.cpu.spawn import run
+from tests.strategies import with_slots
+
+torch.set_num_threads(1)
+
+
+def as_in(program: Program, seed: int, order: int | None = None) -> None:
+    """A step of drawn stages has the loss and the gradients of the reference."""
+    stages, boundary = drawn(program.plan.stages, seed)
+    plain = deepcopy(stages)
+    inputs, targets, keywords = batch(program.plan.microbatches)
+    right = reference(plain, inputs, targets, loss=loss, program=program, keywords=keywords)
+    found = boundaries_of(plain, inputs[0], keywords=keywords[0])
+    assert found == boundary
+    norm = math.inf if program.clip else None  # of which nothing is clipped
+    ranks = InProcess(program, stages, loss=loss, boundary=found, max_norm=norm, record=False)
+    for _ in range(2):  # the second has what the first left in every slot
+        total = ranks.step(inputs, targets, seed=order, keywords=keywords)
+        assert torch.equal(total, right)
+        assert not program.trains or same_bits(gradients(stages), gradients(plain))
+
+
+@given(drafts(microbatches=4), st.integers(0, 2**16), st.integers(0, 9))
+@settings(max_examples=40)
+def test_any_tensors_pass_in_any_order(draft: Program, seed: int, order: int) -> None:
+    program = lower(replace(draft, clip=bool(order % 2)))
+    as_in(with_slots(program, random.Random(seed)), seed, order)
+
+
+def test_a_program_of_several_updates_has_the_gradients_of_its_last() -> None:
+    """Nobody steps: so each update has the same weights."""
+    plan = Plan(3, 8, updates=2, delay=1)
+    stages, boundary = drawn(3, 3)
+    plain = deepcopy(stages)
+    inputs, targets, keywords = batch(8)
+    InProcess(compile(pipedream_2bw, plan), stages, loss=loss, boundary=boundary).step(
+        inputs, targets, keywords=keywords, seed=1
+    )
+    reference(plain, inputs[4:], targets[4:], loss=loss, keywords=keywords[4:])
+    assert same_bits(gradients(stages), gradients(plain))
+
+
+def writes(w: Tensor, x: Tensor, count: Tensor) -> Tensor:
+    return w * x * count.add_(1)
+
+
+def test_whole_numbers_may_be_written_to_where_they_are_received() -> None:
+    """Each microbatch brings its own; on one rank they are those of the stage before."""
+    world = ranks(two, writes)
+    for _ in range(2):
+        assert torch.equal(world.step(X, X), 2 * (COUNT.float()).square().sum())
+    with pytest.raises(ExecutionError) as error:
+        ranks(two, writes, ranks=1).step(X, X)
+    assert "in place" in error.value.fact and str(error.value.sites[0].instr) == "F 1.0"
+
+
+def test_each_tensor_is_written_to_by_itself() -> None:
+    """One that a stage writes to lies beside one that autograd has saved."""
+
+    def three(w: Tensor, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        return w * x, COUNT.float(), COUNT.clone()
+
+    def beside(w: Tensor, x: Tensor, table: Tensor, count: Tensor) -> Tensor:
+        return w * x * table + count.add_(1)
+
+    world = ranks(three, beside, boundary=(TWO[0], Boundary((4,), grad=False), TWO[1]), loss=total)
+    world.step(X, X)
+    assert weighed(world, 0) == weighed(world, 1) == [0.0, 2.0, 4.0, 6.0]
+
+
+def test_a_stage_that_says_so_writes_to_copies() -> None:
+    """Of all that it takes, where the stage before, on its rank, may have saved it."""
+
+    class Says(Made):
+        inplace = True
+
+    def keeps(w: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
+        mine.append(COUNT.clone())
+        return w * x, mine[-1]
+
+    mine: list[Tensor] = []
+    stages = [Made(keeps), Says(writes)]
+    world = InProcess(
+        compile(interleaved, Plan(1, 2, 2)), stages, loss=squares, boundary=TWO, record=False
+    )
+    assert torch.equal(world.step(X, X), 2 * COUNT.float().square().sum())
+    assert all(torch.equal(one, COUNT) for one in mine)
+
+
+@pytest.mark.parametrize("own", [1, 2], ids=["one rank", "two ranks"])
+def test_one_tensor_twice_has_the_sum_of_both_gradients(own: int) -> None:
+    def twice(w: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
+        return (w * x,) * 2
+
+    def uneven(w: Tensor, x: Tensor, y: Tensor) -> Tensor:
+        return w * (2 * x + 5 * y)
+
+    world = ranks(twice, uneven, ranks=own, boundary=BOTH, loss=total)
+    world.step(X, X)
+    assert weighed(world, 0) == weighed(world, 1) == [14.0] * 4
+
+
+@pytest.mark.parametrize("slots", [None, "fewest"])
+def test_what_a_stage_does_not_use_has_a_gradient_of_zeros(slots: Any) -> None:
+    """Of some microbatches alone; what the others sent is not met again."""
+
+    def both(w: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
+        return w * x, w * 3
+
+    def some(w: Tensor, x: Tensor, y: Tensor) -> Tensor:
+        return w * (x + y) if float(x.detach().sum()) > 4 else w * x
+
+    inputs = torch.arange(1, 5).float().view(4, 1).expand(4, 4)
+    plan = Plan(2, 4)
+    stages: list[nn.Module] = [Made(both), Made(some)]
+    world = InProcess(compile(one_f_one_b, plan, slots=slots), stages, loss=total, boundary=BOTH)
+    for _ in range(2):
+        world.step(inputs, inputs)
+        assert weighed(world, 0) == [10.0 + 3 * 3] * 4
+
+
+def test_a_gradient_has_the_type_of_its_tensor() -> None:
+    """Whatever a Function of somebody's gives."""
+
+    class Wider(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor) -> Tensor:
+            return x.double()
+
+        @staticmethod
+        def backward(ctx: Any, *dys: Tensor) -> Tensor:
+            return dys[0]
+
+    half = (Boundary((4,), torch.bfloat16), Boundary((4,)))
+    world = ranks(
+        lambda w, x: ((w * x).bfloat16(), w * x),
+        lambda w, x, y: w * Wider.apply(x).float() + y,  # type: ignore[no-untyped-call]
+        boundary=half, loss=total,
+    )  # fmt: skip
+    world.step(X, X)
+    assert weighed(world, 0) == [4.0] * 4
+
+
+def test_of_each_edge_its_own_shapes_are_counted() -> None:
+    """Slots, messages and predictions have the bytes of all tensors that pass."""
+    edges: Any = {0: TWO, 1: Boundary((3,), torch.bfloat16)}
+
+    def narrow(w: Tensor, x: Tensor, count: Tensor) -> Tensor:
+        return (w * x * count)[:3].bfloat16()
+
+    stages = [Made(two), Made(narrow), Made(lambda w, x: w[:3] * x)]
+    sizes = sizes_of(stages, X[0], X[0, :3], loss=total, boundary=edges)
+    assert sizes.activation == (512.0, 6.0, 0.0) and sizes.gradient == (16.0, 6.0, 0.0)
+    world = InProcess(compile(gpipe, Plan(3, 2)), stages, loss=loss, boundary=edges)
+    received = [
+        {(kind.name, b.nbytes) for (kind, _), b in rank.state.buffers.items()}
+        for rank in world.ranks
+    ]
+    assert received == [{("GRAD_IN", 16)}, {("ACT_IN", 512), ("GRAD_IN", 6)}, {("ACT_IN", 6)}]
+
+
+def test_nothing_has_a_gradient_where_nothing_is_trained() -> None:
+    def count(w: Tensor, x: Tensor) -> Tensor:
+        return x.long()
+
+    world = ranks(count, lambda w, n: w * n, schedule=forward_only, boundary=TWO[1],
+                  loss=total)  # fmt: skip
+    assert float(world.step(X, X)) == 8
+
+
+def test_what_a_graph_reads_is_written_anew() -> None:
+    """Tuples and keywords, too; another shape, name or number is refused."""
+    given = Batch([(X[0], COUNT)], X[:1], 1.0, [{"shift": X[0], "how": 2}])
+    program = compile(gpipe, Plan(1, 1))
+    own = own_batch(given, torch.device("cpu"))
+    other = Batch([(X[1] * 7, COUNT + 1)], X[:1] * 3, 1.0, [{"shift": X[0] * 5, "how": 2}])
+    write(own, other, program)
+    assert own.inputs[0][0] is not given.inputs[0][0] and X.eq(1).all()
+    for mine, theirs in zip(tree_leaves([*own]), tree_leaves([*other]), strict=True):
+        assert torch.equal(
+            torch.as_tensor(mine), torch.as_tensor(theirs).reshape_as(torch.as_tensor(mine))
+        )
+    for wrong in (
+        given._replace(inputs=[(X[0], COUNT.float())]),
+        given._replace(inputs=[X[0]]),
+        given._replace(keywords=[{"shift": X[0], "how": 3}]),
+        given._replace(keywords=[{"other": X[0], "how": 2}]),
+        given._replace(keywords=()),
+    ):
+        with pytest.raises(ModelError):
+            write(own, wrong, program)
+
+
+def test_stages_are_left_as_they_were() -> None:
+    stages, boundary = drawn(4, 9)
+    stages[1].register_buffer("seen", torch.zeros(()))
+
+    def look(module: nn.Module, _: object) -> None:
+        module.get_buffer("seen").add_(torch.rand(()))
+
+    stages[1].register_forward_pre_hook(look)
+    state, (inputs, _, keywords) = torch.get_rng_state(), batch(1)
+    assert boundaries_of(stages, inputs[0], keywords=keywords[0]) == boundary
+    assert torch.equal(torch.get_rng_state(), state)
+    assert (
+        not stages[1].get_buffer("seen") and stages[0].get_parameter("take.0.weight").grad is None
+    )
+
+
+# ---------------------------------------------------------------- real processes
+
+
+def test_behind_frozen_stages_nothing_has_a_gradient() -> None:
+    """The first of them may pass on whole numbers alone."""
+    stages: list[nn.Module] = [
+        Made(lambda w, x: x.long()),
+        Made(lambda w, n: (w * n, n.float())),
+        Made(lambda w, x, table: (w * x * table, table)),
+        Made(lambda w, x, table: w * (x + table)),
+    ]
+    for stage in stages[:2]:
+        stage.requires_grad_(False)
+    found = boundaries_of(stages, X[0], frozen=2)
+    assert [[one.grad for one in edge] for edge in found.values()] == [
+        [False], [False, False], [True, False],
+    ]  # fmt: skip
+    plain, program = deepcopy(stages), compile(one_f_one_b, Plan(4, 2), frozen=2)
+    world = InProcess(program, stages, loss=total, boundary=found)
+    right = reference(plain, X, X, loss=total, program=program)
+    assert torch.equal(world.step(X, X), right)
+    assert same_bits(gradients(stages[2:]), gradients(plain[2:]))
+
+
+class Case(NamedTuple):
+    """A program, and the transport that it runs over."""
+
+    transport: Any
+    schedule: Any
+    plan: Plan
+    options: tuple[tuple[str, Any], ...] = ()
+
+    def program(self) -> Program:
+        model = self.transport.model
+        return compile(self.schedule, self.plan, model=model, overlap=True, **dict(self.options))
+
+
+CASES = [
+    Case(Gloo, one_f_one_b, Plan(4, 6)),
+    Case(Gloo, zb_v, Plan(4, 8, 2, "vee"), (("slots", "fewest"),)),
+    Case(Gloo, one_f_one_b, Plan(2, 3), (("dp", 2),)),
+    Case(Gloo, interleaved, Plan(2, 4, 2), (("tp", 2),)),
+    Case(Shared, zb_h1, Plan(4, 6)),
+    Case(Shared, one_f_one_b, Plan(2, 4), (("tp", 2),)),
+    Case(Shared, chimera, Plan(4, 6, placement="mirror")),
+    Case(Edge, one_f_one_b, Plan(4, 6), (("slots", "fewest"),)),
+    Case(Grouped, interleaved, Plan(4, 8, 2)),
+]
+
+
+def own_steps(process: int, cases: list[Case], seed: int) -> list[Any]:
+    """Of each case the gradients of own stages, and the loss."""
+    found = []
+    for case in cases:
+        program, plan = case.program(), case.plan
+        transport = case.transport(program)
+        stages, boundary = drawn(plan.stages, seed)
+        executor = Executor(
+            program, transport.rank, stages, transport, loss=loss, boundary=boundary, record=False
+        )
+        each, m = batch(plan.microbatches * program.dp), plan.microbatches
+        mine = slice(transport.dp_rank * m, (transport.dp_rank + 1) * m)
+        inputs, targets, keywords = each[0][mine], each[1][mine], each[2][mine]
+        for _ in range(3):
+            sum_of_losses = executor.step(inputs, targets, keywords=keywords)
+        own = {s: gradients([stages[s]])[0] for s in plan.stages_of[transport.rank]}
+        found.append((own, sum_of_losses))
+    return found
+
+
+def test_processes_have_the_bits_of_the_reference() -> None:
+    """Over every transport of CPUs: replicas, slices of a boundary, slots that are shared."""
+    seed = 1
+    results = run(own_steps, 4, CASES, seed)
+    for case, processes in zip(CASES, zip(*results, strict=True), strict=True):
+        plain, _ = drawn(case.plan.stages, seed)
+        dp = dict(case.options).get("dp", 1)
+        inputs, targets, keywords = batch(case.plan.microbatches * dp)
+        program = None if dp > 1 else case.program()
+        right = reference(plain, inputs, targets, loss=loss, program=program, keywords=keywords)
+        want = gradients(plain)
+        for own, sum_of_losses in processes:
+            for s, got in own.items():
+                if dp == 1:
+                    assert same_bits([got], [want[s]]), (case, s)
+                else:
+                    assert all(torch.allclose(got[n], want[s][n]) for n in got)
+            if sum_of_losses is not None and dp == 1 and case.plan.rows == 1:
+                assert torch.equal(sum_of_losses, right)
