@@ -16,7 +16,6 @@ from torch.utils._pytree import tree_leaves
 from schedir.errors import ModelError, UsageError
 from schedir.ir.program import Program
 from schedir.ir.ties import Ties
-from schedir.runtime.boundary import Boundary
 from schedir.runtime.executor import Executor
 from schedir.runtime.splittable import split_linears
 from schedir.torch.actions import splits
@@ -86,13 +85,6 @@ def facts_of(
                     "one shape",
                     program=program.name,
                 )
-    inputs, keywords = shapes
-    if any(len(one) != 1 for one in inputs) or any(keywords):
-        raise UsageError(
-            "the first stage takes one tensor, and none by name, as yet",
-            program=program.name,
-            hint="runtime='torch'",
-        )
     modules = [stage.submod for stage in stages]
     return Facts(
         trains,
@@ -134,7 +126,7 @@ def made(
             modules,
             transport,
             loss=loss,
-            boundary=_one(found, program),
+            boundary=found,
             seed=None,
             tied=_tied(tied, key, program),
             alike=True,  # the schedule has looked
@@ -205,19 +197,6 @@ def _require_own(stage: Any) -> None:
             hint="DistributedDataParallel(stage.submod)",
             fields=["stages"],
         )
-
-
-def _one(found: Mapping[int, tuple[Boundary, ...]], program: Program) -> Boundary:
-    """The one tensor that passes between stages."""
-    each = {one for crossing in found.values() for one in crossing} or {Boundary((1,))}
-    if len(each) > 1 or any(len(crossing) > 1 for crossing in found.values()):
-        raise UsageError(
-            f"stages pass on {', '.join(map(str, sorted(each, key=str)))}, and between all one "
-            "tensor of one shape passes as yet",
-            program=program.name,
-            hint="runtime='torch'",
-        )
-    return each.pop()
 
 
 def _transport(program: Program, group: Any, device: torch.device) -> Processes:

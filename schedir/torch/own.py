@@ -81,7 +81,7 @@ class Own:
         program = self.programs[trains]
         n = program.plan.microbatches
         wrong = self._wrong(n, arg_mbs, kwarg_mbs, target_mbs, losses, trains)
-        inputs = [*(arg_mbs or [()] * n)] if self.first else []
+        inputs = [*(arg_mbs or [()] * n)] if self.first and not wrong else []
         now = self.now = self._ready(trains, inputs, kwarg_mbs or [{}] * n, wrong)
         self.loss_kwargs = loss_kwargs or {}
         self.keeps_outputs = return_outputs
@@ -92,7 +92,7 @@ class Own:
             with ExitStack() as stack:
                 if trains and self.aside:
                     stack.enter_context(gradients.put_aside(self.stages))
-                now.executor.step([x for (x,) in inputs], targets)
+                now.executor.step(inputs, targets, keywords=kwarg_mbs or ())
                 if trains:
                     self._finish(program)
         except BaseException:
@@ -114,6 +114,10 @@ class Own:
                 return f"{what} is {said(given)}, and no list"
             if isinstance(given, list) and len(given) != n:
                 return f"{what} has {len(given)} of {n} microbatches"
+        for what, given, kind in (("arg_mbs", args, tuple | list), ("kwarg_mbs", kwargs, Mapping)):
+            for each in given if isinstance(given, list) else ():
+                if not isinstance(each, kind):
+                    return f"{what} has {said(each)} for a microbatch, and no tuple or mapping"
         if losses is not None and not isinstance(losses, list):
             return f"losses is {said(losses)}, and no list"
         takes = self.last is not None and self.loss_fn is not None

@@ -12,7 +12,7 @@ from torch.utils._pytree import tree_map_only
 
 from schedir.errors import ModelError, ProgramError, in_words
 from schedir.ir.plan import Plan
-from schedir.runtime.boundary import Boundary
+from schedir.runtime.boundary import Boundary, graded, passed_on
 from schedir.runtime.buffers import restored
 from schedir.runtime.rank import device_of
 
@@ -63,13 +63,11 @@ def _given(
     with restored(module, device), torch.set_grad_enabled(trains):
         args, named = tree_map_only(Tensor, torch.clone, (xs, dict(kwargs)))
         y = module(*args, **named)
-    ys = y if isinstance(y, tuple | list) else (y,)
-    for y in ys:
-        if not isinstance(y, Tensor):
-            raise ModelError(f"stage {s} gives {type(y).__name__}, and tensors alone can pass")
-    return tuple(Boundary(tuple(y.shape), y.dtype) for y in ys)
+    ys = passed_on(y, s)
+    return tuple(
+        Boundary(tuple(y.shape), y.dtype, has) for y, has in zip(ys, graded(ys), strict=True)
+    )
 
 
 def _zeros(one: Boundary, device: torch.device) -> Tensor:
-    zeros = torch.zeros(one.shape, dtype=one.dtype, device=device)
-    return zeros.requires_grad_(one.dtype.is_floating_point or one.dtype.is_complex)
+    return torch.zeros(one.shape, dtype=one.dtype, device=device).requires_grad_(bool(one.grad))

@@ -10,7 +10,7 @@ import multiprocessing
 from collections.abc import Iterator
 from contextlib import redirect_stdout
 from io import StringIO
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, get_args
 
 import pytest
 import torch
@@ -76,7 +76,7 @@ CASES = {
 }
 KINDS = tuple(TIED)
 HOWS = ("theirs", "torch")
-ALL: list[tuple[str, Runtime]] = [(kind, "torch") for kind in KINDS] + [("gpt2", "schedir")]
+ALL: list[tuple[str, Runtime]] = [(kind, how) for kind in KINDS for how in get_args(Runtime)]
 Key = tuple[str, str, str, str]
 
 

@@ -77,6 +77,9 @@ WRONG: list[dict[str, Any]] = [
     {"losses": ()},
     {"target_mbs": None},
     {"target_mbs": [torch.ones(1)]},
+    {"target_mbs": 5},
+    {"arg_mbs": [torch.ones(1)] * N},
+    {"kwarg_mbs": [5] * N},
     {"kwarg_mbs": ({},) * N},
 ]
 
