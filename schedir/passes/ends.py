@@ -26,11 +26,15 @@ def meets(program: Program) -> bool:
 def apart(program: Program) -> Ends:
     """Where a rank ends its updates alone: ahead of the first compute after its last of the update.
 
-    What it made is sent first, for others may need it to come to their own end.
+    What it made is sent first, for others may need it to come to their own end.  A rank that only
+    runs forwards may be through with an update before it is with an earlier one, and with all of
+    them long before the last: it ends them in turn, and in its own Stream.
     """
     index = Index.of(program)
-    computes = np.flatnonzero(index.is_op(COMPUTE))
-    return computes[np.searchsorted(computes[:-1], _last(index), side="right")] - 1
+    computes = np.append(np.flatnonzero(index.is_op(COMPUTE)), len(index))
+    ahead = computes[np.searchsorted(computes, _last(index), side="right")]
+    ends = np.minimum(ahead, program.offsets[1:]) - 1
+    return np.asarray(np.maximum.accumulate(ends, axis=0), np.int64)
 
 
 def together(graph: Graph) -> Ends:

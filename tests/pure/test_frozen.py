@@ -154,6 +154,26 @@ def edited(program: Program, a: str, b: str) -> Program:
     return parse(text.replace(a, b, 1))
 
 
+@pytest.mark.parametrize("order", [(2, 3, 0, 1), (0, 2, 3, 1), (3, 0, 1, 2)])
+@pytest.mark.parametrize("frozen", [1, 2])
+def test_a_rank_that_only_runs_forwards_ends_its_updates_in_turn(
+    order: tuple[int, ...], frozen: int
+) -> None:
+    """In its own Stream, too: it may be through with the first one only at its end."""
+
+    def mine(rank: int, ranks: int, microbatches: int) -> Word:
+        if rank < frozen:
+            return sum((F.at(mb) for mb in order), 0 * F) + microbatches * B
+        return microbatches * (F + B)
+
+    program = compile(mine, Plan(3, 4, updates=2, delay=1), frozen=frozen)
+    for rank, stream in enumerate(program.streams):
+        steps = [(at, i.mb) for at, i in enumerate(stream) if i.op in STEPS]
+        assert [update for _, update in steps] == [0, 1]
+        early = {i.mb for i in stream[steps[0][0] + 1 :] if i.op is O.Forward and i.mb < 2}
+        assert not (early and rank < frozen)
+
+
 def test_a_backward_of_a_frozen_stage_is_refused() -> None:
     program = compile(one_f_one_b, TWO_OF_FOUR, frozen=2)
     with pytest.raises(CompletenessError, match="stage 1 is frozen") as caught:
