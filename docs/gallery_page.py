@@ -37,6 +37,13 @@ MORE = [
         "--show lanes,arrows,path -o messages.svg",
     ),
     (
+        "Skips",
+        "A second value goes from stage 0 to stage 3, and its gradient back: "
+        "[a value for a later stage](own-model.md#a-value-for-a-later-stage).",
+        "schedir draw one_f_one_b --ranks 4 --microbatches 8 --skips 0=3 --costs F=1,B=2,send=0.2 "
+        "--show arrows -o skip.svg",
+    ),
+    (
         "Memory",
         "What each rank holds over time, in bytes. What is over a limit is refused before "
         "anything runs: [memory](memory.md).",

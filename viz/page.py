@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 
 from schedir.errors import UsageError, in_bytes
 from schedir.io.files import atomic_write
-from schedir.ir.ops import COMPUTE, ROWS, SENDS, Lane
+from schedir.ir.ops import COMPUTE, ROWS, SENDS, Hop, Lane
 from schedir.predict.bubble_causes import Cause, idleness
 from schedir.predict.timeline import Timeline, expect_runs
 from schedir.viz.palette import (
@@ -139,7 +139,7 @@ def _labels(runs: Sequence[Timeline]) -> list[str]:
 
 def _op(row: Any) -> dict[str, Any]:
     label = NAMES.get(row.op, "").removeprefix(f"{row.text} ")
-    if row.hop:
+    if row.hop in (Hop.NEXT, Hop.PREVIOUS):
         label = f"{LANE_NAMES[row.lane]} {'out' if row.op in SENDS else 'in'}"
     return {
         "text": row.text,

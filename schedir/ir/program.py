@@ -24,6 +24,7 @@ from schedir.ir.ops import (
     OF_TRAINED,
     ROWS,
     SLOTTED,
+    TO_TRAIN,
     TOKENS,
     Hop,
     Instr,
@@ -285,6 +286,13 @@ class Program:
     def beside(self, hop: Hop) -> NDArray[np.int32]:
         """The stage that is a hop from each, shape (stages,); -1 where there is none."""
         return beside(hop, self.plan.stages, self.skips)
+
+    def other(self, token: Token, stage: int) -> int:
+        """The stage that gives a stage a value, or takes it from it; -1 where there is none."""
+        across = TOKENS[token].across
+        assert across is not None
+        other = int(self.beside(across)[stage])
+        return other if other >= (self.frozen if token in TO_TRAIN else 0) else -1
 
     def peer(self, i: Instr) -> int:
         """The rank at the other side of a message."""

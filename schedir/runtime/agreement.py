@@ -128,8 +128,6 @@ def require_fit(
     def refuse(fact: str, hint: str = "") -> None:
         raise ModelError(fact, program=program.name, hint=hint)
 
-    if program.skips:
-        refuse("the program has skips, and executors pass on to neighbours only")
     if sorted(stages) != list(own):
         refuse(f"rank {rank} owns stages {list(own)}, but is given {sorted(stages)}")
     if (program.tp, program.dp) != (transport.tp, transport.dp):

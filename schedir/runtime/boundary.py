@@ -7,18 +7,19 @@ behind the other, and are one message.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 
 from schedir.errors import ModelError, said
-from schedir.ir.ops import TOKENS, Hop, Token
+from schedir.ir.ops import TO_TRAIN, TOKENS, Hop, Token
 from schedir.ir.program import Program
+from schedir.ir.skips import Skips
 from schedir.runtime.given import shape_of
 
 # Bytes: by where a tensor begins, too, products round.  A cache line is 64 of them, and what a
@@ -102,7 +103,9 @@ class Boundary:
         return torch.empty(self.shape, dtype=value.dtype, device=value.device).copy_(value)
 
 
+Edge = int | tuple[int, int]  # the stage that puts something out; or from where to where a skip is
 Given = Boundary | Sequence[int] | Sequence["Boundary | Sequence[int]"]
+Edges = Mapping[int, Given] | Mapping[Edge, Given]
 
 
 @dataclass(frozen=True)
@@ -236,47 +239,110 @@ def _aligned(size: int, to: int = ALIGNED) -> int:
 
 @dataclass(frozen=True)
 class Boundaries:
-    """What passes from each stage of a model, but the last, to the next."""
+    """What passes from each stage of a model, but the last, to the next; and along each skip."""
 
     crossings: tuple[Crossing, ...]
+    skips: tuple[tuple[tuple[int, int], Crossing], ...] = ()
 
     @classmethod
-    def of(cls, given: Given | Mapping[int, Given] | Boundaries, stages: int, parts: int = 1) -> (
-        Boundaries
-    ):  # fmt: skip
+    def of(
+        cls,
+        given: Given | Edges | Boundaries,
+        stages: int,
+        parts: int = 1,
+        skips: Skips = (),
+    ) -> Boundaries:
         """What is meant: of one Boundary, or a sequence of them, that passes everywhere; of a
-        mapping, what each stage puts out that it names.
+        mapping, what each stage puts out that it names, and each skip, by its two stages.
 
         Raises ModelError for a mapping that leaves one out, or has another.
         """
+        each: dict[Edge, Given]
         if isinstance(given, Boundaries):
-            given = {s: crossing.tensors for s, crossing in enumerate(given.crossings)}
-        if not isinstance(given, Mapping):
-            return cls((Crossing.of(given, parts),) * (stages - 1))
-        if {*given} != {*range(stages - 1)}:
+            each = {s: crossing.tensors for s, crossing in enumerate(given.crossings)}
+            each |= {skip: crossing.tensors for skip, crossing in given.skips}
+        elif isinstance(given, Mapping):
+            each = {**cast(Mapping[Edge, Given], given)}
+        else:
+            each = dict.fromkeys((*range(stages - 1), *skips), given)
+        if {*each} != {*range(stages - 1), *skips}:
+            along, more = "", ""
+            if skips:
+                along = f", and skips lead along {said([*skips])}"
+                more = f", {skips[0]}: Boundary((8, 64))"
             raise ModelError(
-                f"stages {said([*range(stages - 1)])} pass something on, and boundaries are given "
-                f"for {said([*given])}",
-                hint="{0: Boundary((8, 64)), 1: (Boundary((8, 64)), Boundary((8,), torch.int64))}",
+                f"stages {said([*range(stages - 1)])} pass something on{along}, and boundaries are "
+                f"given for {said([*each])}",
+                hint="{0: Boundary((8, 64)), 1: (Boundary((8, 64)), Boundary((8,), torch.int64))"
+                f"{more}}}",
             )
-        return cls(tuple(Crossing.of(given[s], parts) for s in range(stages - 1)))
+        return cls(
+            tuple(Crossing.of(each[s], parts) for s in range(stages - 1)),
+            tuple((skip, Crossing.of(each[skip])) for skip in skips),
+        )
 
     def __str__(self) -> str:
-        if len({*self.crossings}) == 1:
+        if len({*self.crossings}) == 1 and not self.skips:
             return str(self.crossings[0])
-        return "; ".join(f"behind stage {s} {one}" for s, one in enumerate(self.crossings))
+        each = [f"behind stage {s} {one}" for s, one in enumerate(self.crossings)]
+        each += [f"from stage {s} to {t} {one}" for (s, t), one in self.skips]
+        return "; ".join(each)
+
+    @cached_property
+    def _at(self) -> dict[tuple[Hop, int], Crossing]:
+        """What passes between a stage and the one that is a hop away."""
+        found = {(Hop.NEXT, s): one for s, one in enumerate(self.crossings)}
+        found |= {(Hop.PREVIOUS, s + 1): one for s, one in enumerate(self.crossings)}
+        for (begin, end), one in self.skips:
+            found |= {(Hop.SKIP_TO, begin): one, (Hop.SKIP_FROM, end): one}
+        return found
 
     def carried(self, kind: Token, stage: int) -> Crossing:
         """What a value of a kind that crosses is, of a stage: tensors, or their gradients."""
-        crossing = self.crossings[edge_of(kind, stage)]
-        return crossing.gradients if TOKENS[kind].size == "gradient" else crossing
+        across = TOKENS[kind].across
+        assert across is not None
+        crossing = self._at[across, stage]
+        return crossing.gradients if kind in TO_TRAIN else crossing
+
+    def from_where(self, stage: int) -> list[tuple[int, Boundary]]:
+        """All tensors that a stage takes in, the skip behind the rest: which stage gives each."""
+        found = [(stage - 1, one) for one in self.crossings[stage - 1].tensors] if stage else []
+        for (begin, end), skip in self.skips:
+            found += [(begin, one) for one in skip.tensors] if end == stage else []
+        return found
+
+    def out_of(self, stage: int) -> Crossing:
+        """All that a stage puts out, the skip behind the rest."""
+        ways = ((Hop.NEXT, stage), (Hop.SKIP_TO, stage))
+        return Crossing(
+            tuple(one for way in ways if way in self._at for one in self._at[way].tensors)
+        )
+
+    def skipped_to(self, stage: int) -> int:
+        """How many tensors a stage takes of a skip."""
+        skip = self._at.get((Hop.SKIP_FROM, stage))
+        return len(skip.tensors) if skip else 0
+
+    def expecting(self, stage: int) -> Callable[[object, int], Sequence[Tensor]]:
+        """`Crossing.expect` of all that a stage puts out, which it gives as `with_skip` says."""
+        expect = self.out_of(stage).expect
+        if (Hop.SKIP_TO, stage) not in self._at:
+            return expect
+
+        def both(y: object, stage: int) -> Sequence[Tensor]:
+            rest, skip = with_skip(y, stage)
+            return expect((*rest, *skip), stage)
+
+        return both
 
     def fit(self, program: Program) -> None:
         """Raise ModelError where a program takes a gradient back, and there is none."""
-        for s, crossing in enumerate(self.crossings):
+        own = [(s, f"stage {s} passes on", one) for s, one in enumerate(self.crossings)]
+        own += [(s, f"passes from stage {s} to {t}", one) for (s, t), one in self.skips]
+        for s, what, crossing in own:
             if program.trains and s >= program.frozen and not any(crossing.graded):
                 raise ModelError(
-                    f"nothing that stage {s} passes on has a gradient ({crossing}), and the "
+                    f"nothing that {what} has a gradient ({crossing}), and the "
                     "program takes one back",
                     program=program.name,
                     hint="pass on a tensor that depends on what is trained, or "
@@ -284,9 +350,16 @@ class Boundaries:
                 )
 
 
-def edge_of(kind: Token, stage: int) -> int:
-    """The stage behind which a value of a kind crosses, of a stage that takes or gives it."""
-    return stage - (TOKENS[kind].across is Hop.PREVIOUS)
+def with_skip(given: object, stage: int) -> tuple[Sequence[Tensor], Sequence[Tensor]]:
+    """The tensors of what a stage gives that a skip leads from: (y, skip), or (*ys, skip), of which
+    the skip is a tensor or several.  Raises ModelError for anything else."""
+    if not isinstance(given, tuple | list) or len(given) < 2:
+        raise ModelError(
+            f"stage {stage} gives {_kind(given)}, and a skip leads from it",
+            hint="a stage from which a skip leads returns y, skip: the skip comes last",
+        )
+    *rest, skip = given
+    return passed_on(rest, stage), passed_on(skip, stage)
 
 
 def passed_on(given: object, stage: int) -> Sequence[Tensor]:

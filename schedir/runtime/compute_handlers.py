@@ -5,16 +5,16 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from functools import partial
+from functools import partial, reduce
 from operator import attrgetter
-from typing import Final
+from typing import Final, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
 
 from schedir.errors import ModelError
-from schedir.ir.ops import LOCAL_HANDOVER, Instr, Opcode, Token
+from schedir.ir.ops import BOUNDARY, LOCAL_HANDOVER, ROWS, Instr, Opcode, Token
 from schedir.runtime.around import around, on_version
 from schedir.runtime.batch import tensors_of
 from schedir.runtime.given import one_number
@@ -29,28 +29,29 @@ from schedir.runtime.unchanged import expect_own
 
 def forward(state: State, i: Instr) -> Call:
     stage, mb, last = state.stages[i.stage], i.mb, i.stage == state.plan.stages - 1
-    local_input = state.local_stage(i.stage - 1, mb) is not None
-    given = _input_slot(state, i, Token.ACT_IN, -1) if i.stage else None
-    give = None if last else put_out(state, i, Token.ACT_OUT, +1)
+    taken, give = _taken(state, i), _put_out(state, i)
+    ours = bool(taken) and not any(one.local for one in taken)
     frozen, module, lender = state.program.frozen, stage.module, stage.lender
     trains = state.trains and i.stage >= frozen
-    loss, crossings = state.loss, state.boundaries.crossings
-    came = crossings[i.stage - 1].graded if trains and i.stage > frozen else ()
+    loss, together = state.loss, state.boundaries.skipped_to(i.stage)
+    expect = None if last else state.boundaries.expecting(i.stage)
+    came = [
+        trains and has and state.program.other(one.kind, i.stage) >= frozen
+        for one in taken
+        for has in state.boundaries.carried(one.kind, i.stage).graded
+    ]
     graded = [k for k, has in enumerate(came) if has]
-    expect = None if last else crossings[i.stage].expect
     saved = state.slot(Token.SAVED, i.stage, mb, state.index_of[i]) if trains else None
-    taken = Tensor.clone if state.program.slots else Tensor.detach
+    # What is saved of it outlives its turn.
+    take = _look_at(taken, Tensor.clone if state.program.slots else Tensor.detach)
 
     def run() -> None:
         batch = state.batch
-        xs: Sequence[Tensor] = tensors_of(batch.inputs[mb], mb) if given is None else given.look()
-        if given is not None and not local_input:  # what is saved of it outlives its turn
-            xs = [*map(taken, xs)]
+        xs = take() if taken else tensors_of(batch.inputs[mb], mb)
         for k in graded:
             xs[k].requires_grad_()
-        ours = given is not None and not local_input
-        y, xs = lender.run(module, xs, batch.keywords_of(mb), ours=ours)
-        if give is None or expect is None:
+        y, xs = lender.run(module, xs, batch.keywords_of(mb), ours=ours, together=together)
+        if expect is None:
             total = one_number(loss(y, batch.targets[mb]))
             state.losses[mb] = total.detach()
             ys: Sequence[Tensor] = (total,)
@@ -63,13 +64,77 @@ def forward(state: State, i: Instr) -> Call:
                 kept = stage.versions.names if stage.versions is not None else ()
                 expect_own(ys, module, kept, i.stage, state.optimizer)
             saved.fill(([xs[k] for k in graded], [*map(_root, filter(_requires_grad, ys))]))
-        if given is not None:
-            given.free()
+        for one in taken:
+            one.slot.free()
 
     return Call(
-        _both(message_wait(state, i, Token.ACT_IN), _slot_wait(state, i)),
+        _waits(state, i, taken),
         around(state, i, FORWARD, run if trains else torch.no_grad()(run)),
     )
+
+
+class _Taken(NamedTuple):
+    """A value that an instruction takes in: its slot, and whether a stage of this rank gives it."""
+
+    kind: Token
+    slot: Slot
+    local: bool
+
+
+def _kinds(state: State, i: Instr, tokens: Sequence[Token]) -> list[Token]:
+    """Of the values of a row those that cross the boundary of the instruction's stage."""
+    return [kind for kind in tokens if kind in BOUNDARY and state.program.other(kind, i.stage) >= 0]
+
+
+def _taken(state: State, i: Instr) -> list[_Taken]:
+    """What an instruction takes in: where the other stage puts it out, or where it is received."""
+    found = []
+    for kind in _kinds(state, i, ROWS[i.op].needs):
+        other, (made, _) = state.program.other(kind, i.stage), LOCAL_HANDOVER[kind]
+        local = state.local_stage(other, i.mb) is not None
+        slot = state.slot(made, other, i.mb) if local else state.slot(kind, i.stage, i.mb)
+        found.append(_Taken(kind, slot, local))
+    return found
+
+
+def _look_at(
+    taken: Sequence[_Taken], kept: Callable[[Tensor], Tensor] | None
+) -> Callable[[], Sequence[Tensor]]:
+    """The tensors of all that an instruction takes in; of messages as `kept` has them, if it is
+    said, for their memory is filled again."""
+
+    def look(one: _Taken) -> Sequence[Tensor]:
+        values: Sequence[Tensor] = one.slot.look()
+        return values if one.local or kept is None else [*map(kept, values)]
+
+    if len(taken) == 1:
+        return partial(look, taken[0])
+    return lambda: [value for one in taken for value in look(one)]
+
+
+def _put_out(state: State, i: Instr) -> Callable[[Sequence[Tensor]], None]:
+    """Fills the slots of all that an instruction puts out, which come one behind the other."""
+    ways, end = [], 0
+    for kind in _kinds(state, i, ROWS[i.op].gives):
+        begin, end = end, end + len(state.boundaries.carried(kind, i.stage).tensors)
+        ways.append((put_out(state, i, kind), slice(begin, end)))
+
+    if len(ways) == 1:
+        return ways[0][0]
+
+    def give(values: Sequence[Tensor]) -> None:
+        for out, own in ways:
+            out(values[own])
+
+    return give
+
+
+def _waits(state: State, i: Instr, taken: Sequence[_Taken]) -> Callable[[], None] | None:
+    """Waits for what comes by message, and until the slots that are filled are left, where sends
+    had them last."""
+    waits = [message_wait(state, i, one.kind) for one in taken]
+    waits += [partial(state.let_go, k) for k in state.reuse_after_send.get(state.index_of[i], ())]
+    return reduce(_both, waits, None)
 
 
 _requires_grad = attrgetter("requires_grad")
@@ -82,32 +147,27 @@ def _root(y: Tensor) -> Root:
 
 def backward(state: State, i: Instr, *, splits: bool = False) -> Call:
     mb, last = i.mb, i.stage == state.plan.stages - 1
-    local_input = state.local_stage(i.stage + 1, mb) is not None
+    taken, give = _taken(state, i), _put_out(state, i)
+    wanted = bool(_kinds(state, i, ROWS[i.op].gives))
     saved = state.slot(Token.SAVED, i.stage, mb, state.index_of[i])
-    given = None if last else _input_slot(state, i, Token.GRAD_IN, +1)
-    give = put_out(state, i, Token.GRAD_OUT, -1) if i.stage > state.program.frozen else None
-    shared = splits and not local_input and bool(state.program.slots)
+    # A tape may keep it, and outlive its turn.
+    take = _look_at(taken, Tensor.clone if splits and state.program.slots else None)
     module, beginning = state.stages[i.stage].module, _beginning(state, i)
 
     def run() -> None:
         xs, roots = saved.look()
-        dys = (state.loss_gradient_of(mb),) if given is None else given.look()
-        if shared:
-            dys = [dy.clone() for dy in dys]  # a tape may keep it, and outlive its turn
+        dys = (state.loss_gradient_of(mb),) if last else take()
         reduction = beginning()
         with nullcontext() if reduction is None else reduction.under_backward(module, roots):
             if roots:  # a first stage may have nothing to train
                 torch.autograd.backward(roots, dys)
-        if give is not None:
+        if wanted:
             give(_gradients(xs, dys, i.stage))
         saved.free()
-        if given is not None:
-            given.free()
+        for one in taken:
+            one.slot.free()
 
-    return Call(
-        _both(message_wait(state, i, Token.GRAD_IN), _slot_wait(state, i)),
-        around(state, i, BACKWARD, run),
-    )
+    return Call(_waits(state, i, taken), around(state, i, BACKWARD, run))
 
 
 def _gradients(xs: Sequence[Tensor], dys: Sequence[Tensor], stage: int) -> Sequence[Tensor]:
@@ -184,22 +244,6 @@ def _beginning(state: State, i: Instr) -> Callable[[], Reduction | None]:
         return lambda: None
     update = i.mb // state.plan.per_update
     return lambda: None if state.late else state.reductions[i.stage, update]
-
-
-def _input_slot(state: State, i: Instr, kind: Token, hop: int) -> Slot:
-    """The slot of what an instruction takes in: where the stage beside puts it out, or receives."""
-    if state.local_stage(i.stage + hop, i.mb) is None:
-        return state.slot(kind, i.stage, i.mb)
-    return state.slot(LOCAL_HANDOVER[kind][0], i.stage + hop, i.mb)
-
-
-def _slot_wait(state: State, i: Instr) -> Callable[[], None] | None:
-    """Waits until the slot that an instruction fills is left, where a send had it last."""
-    send = state.reuse_after_send.get(state.index_of[i])
-    if send is None:
-        return None
-
-    return partial(state.let_go, send)
 
 
 def _both(

@@ -23,7 +23,7 @@ from schedir.ir.program import Program
 from schedir.ir.ties import Ties
 from schedir.runtime.agreement import facts_of, require_fit, require_steps
 from schedir.runtime.batch import Batch, Keywords, Microbatches
-from schedir.runtime.boundary import Boundaries, Given
+from schedir.runtime.boundary import Boundaries, Edges, Given
 from schedir.runtime.given import (
     loss_of,
     max_norm_of,
@@ -130,7 +130,7 @@ class Executor:
         transport: Transport,
         *,
         loss: Loss,
-        boundary: Given | Mapping[int, Given] | Boundaries,
+        boundary: Given | Edges | Boundaries,
         optimizer: Steps | None = None,
         max_norm: float | None = None,
         loss_scale: LossScale | None = None,
@@ -142,7 +142,7 @@ class Executor:
         record: bool = True,
     ) -> None:
         program = program_of(program)
-        boundaries = Boundaries.of(boundary, program.plan.stages, program.tp)
+        boundaries = Boundaries.of(boundary, program.plan.stages, program.tp, program.skips)
         if rank not in range(program.plan.ranks):
             raise ModelError(
                 f"the ranks are 0 to {program.plan.ranks - 1}, and {said(rank)} is none of them",

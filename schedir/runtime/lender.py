@@ -34,9 +34,11 @@ class Lender:
         keywords: Mapping[str, Any] = MappingProxyType({}),
         *,
         ours: bool,
+        together: int = 0,
     ) -> tuple[Any, Sequence[Tensor]]:
         """What the module makes of xs, and the leaves whose `grad` is that of each.
 
+        The last so many are given `together`, several as a tuple: those of a skip.
         `ours` is memory that nobody else reads.  Of a copy the leaf has no memory.  Keywords are
         for several stages, and none gets a copy.  Raises ModelError for a module that was not
         expected to write to what it is given, and did.
@@ -53,7 +55,10 @@ class Lender:
         )
         versions = [*map(_version, named)]
         try:
-            y = module(*lent, **keywords)
+            args: Sequence[Any] = lent
+            if together > 1:
+                args = (*lent[:-together], tuple(lent[-together:]))
+            y = module(*args, **keywords)
         except RuntimeError as error:
             given = (*lent, *named)
             if "leaf Variable" in str(error) and any(x.is_leaf and x.requires_grad for x in given):

@@ -18,7 +18,7 @@ from schedir.ir.plan import Plan
 from schedir.ir.program import Program
 from schedir.runtime import reduction
 from schedir.runtime.batch import Batch
-from schedir.runtime.boundary import Boundaries, edge_of
+from schedir.runtime.boundary import Boundaries
 from schedir.runtime.gradients import Gradients
 from schedir.runtime.implied_acks import implied_acks
 from schedir.runtime.lender import Lender
@@ -269,7 +269,7 @@ class State:
         """The bytes of each slot of a kind that messages leave or come into: of the largest."""
         rooms = [0] * len(self.slots[kind].values)
         for (one, stage, _), fills in self.assigned.items():
-            if one is kind and 0 <= edge_of(kind, stage) < self.plan.stages - 1:
+            if one is kind and self.program.other(kind, stage) >= 0:
                 size = self.boundaries.carried(kind, stage).nbytes
                 for number in fills.values():
                     rooms[number] = max(rooms[number], size)
@@ -340,15 +340,14 @@ def device_of(stages: Mapping[int, nn.Module]) -> torch.device:
     return next(iter(found), torch.device("cpu"))
 
 
-def _reuse_after_send(program: Program, rank: int) -> dict[int, int]:
-    """For what fills a slot that a send must have left, that send; both by index in the Stream."""
-    lo = int(program.offsets[rank])
+def _reuse_after_send(program: Program, rank: int) -> dict[int, list[int]]:
+    """For what fills slots that sends must have left, these sends; by index in the Stream."""
+    found: dict[int, list[int]] = {}
     if not program.slots:
-        return {}
-    stream, end = program.streams[rank], int(program.offsets[rank + 1])
-    return {
-        fill - lo: free - lo
-        for fills, frees in reuses(program).values()
-        for fill, free in zip(fills.tolist(), frees.tolist(), strict=True)
-        if lo <= fill < end and stream[free - lo].op in SENDS
-    }
+        return found
+    stream, lo, end = program.streams[rank], *map(int, program.offsets[rank : rank + 2])
+    for fills, frees in reuses(program).values():
+        for fill, free in zip(fills.tolist(), frees.tolist(), strict=True):
+            if lo <= fill < end and stream[free - lo].op in SENDS:
+                found.setdefault(fill - lo, []).append(free - lo)
+    return found

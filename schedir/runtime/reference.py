@@ -22,7 +22,7 @@ from schedir.runtime.batch import (
     expect_keywords,
     tensors_of,
 )
-from schedir.runtime.boundary import graded, passed_on
+from schedir.runtime.boundary import graded, passed_on, with_skip
 from schedir.runtime.given import (
     loss_of,
     model_of,
@@ -109,22 +109,35 @@ def _step(
     """As `reference`, with the random numbers of a step that has begun."""
     gradients, frozen = [Gradients(stage) for stage in stages], program.frozen if program else 0
     saved: list[dict[int, tuple[list[Tensor], list[Tensor]]]] = [{} for _ in stages]
+    skips = program.skips if program is not None else ()
+    ends, begins = dict(skips), {end: begin for begin, end in skips}
+    skipped: dict[tuple[int, int], tuple[Tensor, ...]] = {}  # by the stage it comes from, and mb
+    back: dict[tuple[int, int], list[Tensor]] = {}  # its gradients
     given = {mb: tensors_of(batch.inputs[mb], mb) for mb in range(len(batch.inputs))}
     losses = [torch.zeros(())] * len(given)
     for k, stage in enumerate(stages):
         lender = Lender()  # as an executor's: a copy might lie, and so round, otherwise
         for mb in _forwards(program, k, len(given)):
             draws.seeded(FORWARD, k, mb)()
+            came = skipped[begins[k], mb] if k in begins else ()
+            lent, named = (*given[mb], *came), batch.keywords_of(mb)
             with torch.set_grad_enabled(k >= frozen):
-                y, xs = lender.run(stage, given[mb], batch.keywords_of(mb), ours=k > 0)
-            ys = passed_on(y, k) if k < len(stages) - 1 else ()
-            if k == len(stages) - 1:
+                y, xs = lender.run(stage, lent, named, ours=k > 0, together=len(came))
+            ys: Sequence[Tensor] = ()
+            if k in ends:
+                rest, skip = with_skip(y, k)
+                ys = (*rest, *skip)
+            elif k < len(stages) - 1:
+                ys = passed_on(y, k)
+            else:
                 ys = (one_number(loss(y, batch.targets[mb])),)
                 losses[mb] = ys[0].detach()
             leaves = [x for x in xs if x.requires_grad] if k else []
             saved[k][mb] = leaves, [y for y in ys if y.requires_grad]
             with_one = zip(map(_sent, ys), graded(ys), strict=True)
             given[mb] = tuple(y.requires_grad_(has and k >= frozen) for y, has in with_one)
+            if k in ends:
+                given[mb], skipped[k, mb] = given[mb][: len(rest)], given[mb][len(rest) :]
     total = sum(losses, torch.zeros((), device=losses[0].device))
     dys: list[list[Tensor] | None] = [None] * len(losses)
     for k in reversed(range(len(stages))):
@@ -138,12 +151,18 @@ def _step(
                 if weight:
                     tapes.pop(mb).run()
                     continue
-                xs, ys = saved[k][mb]
+                leaves, roots = saved[k][mb]
                 split = op in SPLITS
                 with recording(tapes.setdefault(mb, Tape())) if split else nullcontext():
-                    if ys:  # a first stage may have nothing to train
-                        torch.autograd.backward(ys, dys[mb])
-                dys[mb] = [_sent(torch.zeros_like(x) if x.grad is None else x.grad) for x in xs]
+                    if roots:  # a first stage may have nothing to train
+                        dy = dys[mb]
+                        torch.autograd.backward(roots, dy and [*dy, *back.pop((k, mb), ())])
+                dxs = [_sent(torch.zeros_like(x) if x.grad is None else x.grad) for x in leaves]
+                if k in begins:
+                    own = len([x for x in skipped[begins[k], mb] if x.requires_grad])
+                    back[begins[k], mb] = dxs[len(dxs) - own :]
+                    dxs = dxs[: len(dxs) - own]
+                dys[mb] = dxs
             gradients[k].scale(batch.scale)
             sums.append([flat.clone() for flat in gradients[k].flat])
         for flat, first, *others in zip(gradients[k].flat, *sums, strict=True):

@@ -15,8 +15,18 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from schedir.errors import ModelError, said
 from schedir.ir.sizes import Sizes
+from schedir.ir.skips import Skips
 from schedir.runtime.batch import tensors_of
-from schedir.runtime.boundary import Boundaries, Boundary, Given, graded, passed_on
+from schedir.runtime.boundary import (
+    Boundaries,
+    Boundary,
+    Edge,
+    Edges,
+    Given,
+    graded,
+    passed_on,
+    with_skip,
+)
 from schedir.runtime.buffers import restored
 from schedir.runtime.given import loss_of, model_of, one_number
 from schedir.runtime.lender import Lender
@@ -30,7 +40,7 @@ def sizes_of(
     target: Any,
     *,
     loss: Loss,
-    boundary: Given | Mapping[int, Given] | Boundaries,
+    boundary: Given | Edges | Boundaries,
     state: float = 8.0,
     frozen: int = 0,
     keywords: Mapping[str, Any] = MappingProxyType({}),
@@ -67,12 +77,15 @@ def sizes_of(
         raise ModelError(f"target is a microbatch, one tensor, not {said(target)}")
     xs = _microbatch(input)
     stages = model_of(stages, holes=True)
-    boundaries = Boundaries.of(boundary, len(stages))
+    named = boundary if isinstance(boundary, Mapping) else ()
+    skips = tuple(sorted(edge for edge in named if isinstance(edge, tuple)))
+    boundaries = Boundaries.of(boundary, len(stages), skips=skips)
     given = _Given(xs, target, keywords, loss, boundaries, state, frozen)
     found = [
         _stage(stages, s, given) if stage is not None else _Kept() for s, stage in enumerate(stages)
     ]
     sent = [crossing.nbytes for crossing in boundaries.crossings]
+    skipped = [(begin, crossing.nbytes) for (begin, _), crossing in boundaries.skips]
     back = [crossing.gradients.nbytes for crossing in boundaries.crossings]
     return Sizes(
         activation=_each(sent),
@@ -82,6 +95,7 @@ def sizes_of(
         both=tuple(kept.both for kept in found),
         weights=tuple(kept.weights for kept in found),
         version=tuple(kept.version for kept in found),
+        skip=tuple(float(dict(skipped).get(s, 0)) for s in range(len(stages))) if skips else 0.0,
     )
 
 
@@ -91,9 +105,11 @@ def boundaries_of(
     *,
     keywords: Mapping[str, Any] = MappingProxyType({}),
     frozen: int = 0,
-) -> dict[int, tuple[Boundary, ...]]:
+    skips: Skips = (),
+) -> dict[Edge, tuple[Boundary, ...]]:
     """What passes between stages, found by running them once, in order: of each stage but the last
-    the tensors that it puts out.  It is what an Executor takes as `boundary`.
+    the tensors that it puts out, and those of each of the `skips`.  It is what an Executor takes as
+    `boundary`.
 
     `input` is one microbatch of the first stage's, `keywords` what all stages are given by name
     for it.  A tensor has a gradient if it depends on something that is trained, or on what came in
@@ -112,24 +128,31 @@ def boundaries_of(
     [4, 8, 32] of torch.float32
     """
     stages, xs = model_of(stages), _microbatch(input)
-    found: dict[int, tuple[Boundary, ...]] = {}
+    found: dict[Edge, tuple[Boundary, ...]] = {}
+    ends, skipped = dict(skips), dict[int, tuple[Tensor, ...]]()
     for s, module in enumerate(stages[:-1]):
         device = _device(module, xs)
         xs, named = tree_map_only(Tensor, lambda x: x.to(device).detach(), (xs, dict(keywords)))  # noqa: B023
+        skip = tuple(x.to(device) for x in skipped.pop(s, ()))
         if s:
+            came = (*found[s - 1], *(one for b, e in skips if e == s for one in found[b, e]))
             xs = tuple(
-                x.requires_grad_(bool(one.grad)) for x, one in zip(xs, found[s - 1], strict=True)
+                x.requires_grad_(bool(one.grad)) for x, one in zip((*xs, *skip), came, strict=True)
             )
         else:
             xs = tuple(x.clone() for x in xs)
         with restored(module, device), torch.set_grad_enabled(s >= frozen):
-            y, _ = Lender().run(module, xs, named, ours=True)
-        ys = passed_on(y, s)
-        found[s] = tuple(
+            y, _ = Lender().run(module, xs, named, ours=True, together=len(skip))
+        rest, given = with_skip(y, s) if s in ends else (passed_on(y, s), ())
+        ys = (*rest, *given)
+        each = tuple(
             Boundary(tuple(y.shape), y.dtype, has and s >= frozen)
             for y, has in zip(ys, graded(ys), strict=True)
         )
-        xs = tuple(y.detach().clone() for y in ys)
+        own = tuple(y.detach().clone() for y in ys)
+        found[s], xs = each[: len(rest)], own[: len(rest)]
+        if s in ends:
+            found[s, ends[s]], skipped[ends[s]] = each[len(rest) :], own[len(rest) :]
     return found
 
 
@@ -172,7 +195,7 @@ def _each(sizes: list[int]) -> float | tuple[float, ...]:
 
 def _stage(stages: Sequence[nn.Module | None], s: int, given: _Given) -> _Kept:
     """What stage `s` keeps."""
-    module, last, crossings = stages[s], s == len(stages) - 1, given.boundaries.crossings
+    module, last, boundaries = stages[s], s == len(stages) - 1, given.boundaries
     assert module is not None
     device = _device(module, given.xs)
     xs, target, keywords = tree_map_only(
@@ -187,9 +210,9 @@ def _stage(stages: Sequence[nn.Module | None], s: int, given: _Given) -> _Kept:
     if s:
         xs = tuple(
             torch.zeros(one.shape, dtype=one.dtype, device=device).requires_grad_(
-                bool(one.grad) and s > given.frozen
+                bool(one.grad) and begin >= given.frozen
             )
-            for one in crossings[s - 1].tensors
+            for begin, one in boundaries.from_where(s)
         )
     packed: WeakSet[_Packed] = WeakSet()  # what the graph has let go is not in it
 
@@ -202,10 +225,11 @@ def _stage(stages: Sequence[nn.Module | None], s: int, given: _Given) -> _Kept:
         with saved_tensors_hooks(pack, lambda one: one.tensor):
             # Of a model's own inputs, which are there, a module that writes gets a copy.
             lent, lender = xs if s else tuple(x.clone() for x in xs), Lender()
-            y, _ = lender.run(module, lent, keywords, ours=True)
+            together = boundaries.skipped_to(s)
+            y, _ = lender.run(module, lent, keywords, ours=True, together=together)
             if not lender.writes[module.training]:
                 always |= {*_storages(lent)} - {*_storages(xs if s else [])}
-            ys = (one_number(given.loss(y, target)),) if last else crossings[s].expect(y, s)
+            ys = (one_number(given.loss(y, target)),) if last else boundaries.expecting(s)(y, s)
         kept = [x for x in xs if x.requires_grad]
         tape = _PeakTape(lambda t: size([*kept, *(one.tensor for one in packed), *t.tensors()]))
         saved = tape.most

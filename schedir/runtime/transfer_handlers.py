@@ -33,20 +33,20 @@ def send(state: State, i: Instr) -> Call:
     return Call(None, run)
 
 
-def put_out(state: State, i: Instr, kind: Token, hop: int) -> Callable[[Sequence[Tensor]], None]:
-    """Fills the slot of what an instruction puts out for stage + hop, laid as its taker wants it.
+def put_out(state: State, i: Instr, kind: Token) -> Callable[[Sequence[Tensor]], None]:
+    """Fills the slot of a value that an instruction puts out, laid as its taker wants it.
 
     A stage on this rank takes the tensors as a message would bring them, a message one tensor from
     static memory where there is some, and several as bytes, one behind the other.  A scatter takes
     what would be sent, and puts a part into static memory.
     """
     out, carried = state.slot(kind, i.stage, i.mb), state.boundaries.carried(kind, i.stage)
-    if state.local_stage(i.stage + hop, i.mb) is not None:
+    if state.local_stage(state.program.other(kind, i.stage), i.mb) is not None:
         layouts = [one.as_sent for one in carried.tensors]
         return lambda values: out.fill(
             tuple([as_sent(value) for as_sent, value in zip(layouts, values, strict=True)])
         )
-    scattered = (SCATTERS[kind], i.stage, i.mb) in state.index_of
+    scattered = (SCATTERS.get(kind), i.stage, i.mb) in state.index_of
     own = None if scattered else state.outgoing(kind, out.number, part=False)
     if own is None and carried.alone:
         return lambda values: out.fill(values[0])
@@ -149,6 +149,10 @@ HANDLERS: Final = {
     Opcode.RecvAct: recv,
     Opcode.SendGrad: send,
     Opcode.RecvGrad: recv,
+    Opcode.SendSkip: send,
+    Opcode.RecvSkip: recv,
+    Opcode.SendSkipGrad: send,
+    Opcode.RecvSkipGrad: recv,
     Opcode.Scatter: scatter,
     Opcode.Gather: gather,
     Opcode.ScatterGrad: scatter,

@@ -339,9 +339,8 @@ def _inbox(index: Index, rank: int, sender: int) -> dict[Lane, list[tuple[Place,
     found: dict[Lane, list[tuple[Place, bool]]] = defaultdict(list)
     there = {tuple(i) for i in stream}
     for i in stream:
-        op, stage, mb = i
-        if op in RECEIVED and program.peer(i) == sender:
-            kind, gather = RECEIVED[op]
+        if i.op in RECEIVED and program.peer(i) == sender:
+            (op, stage, mb), (kind, gather) = i, RECEIVED[i.op]
             (number,) = assigned[kind, stage, mb].values()
             place = kind, number
             found[ROWS[op].lane].append((place, (gather, stage, mb) in there))

@@ -370,11 +370,12 @@ def test_rows_do_not_lie() -> None:
             call(k)
             after, known = held(), {*KINDS}
             if row.per is Per.MICROBATCH:
-                assert {*row.needs} & known <= before, instr
-                assert after - before == {*row.gives} & known - before, instr
-                assert before - after == {*row.frees} & known, instr
+                there = {t for t in known if middle.program.has(t)}  # there are no skips
+                assert {*row.needs} & there <= before, instr
+                assert after - before == {*row.gives} & there - before, instr
+                assert before - after == {*row.frees} & there, instr
                 met.add(row.op)
 
         middle.call = watched  # type: ignore[method-assign]
         ranks.step(*batch(3))
-    assert met == {*COMPUTE, *TRANSFERS}
+    assert met == {op for op in COMPUTE + TRANSFERS if "Skip" not in op.name}

@@ -1,0 +1,78 @@
+"""A U-Net in four stages: what the first makes on the way down, the last takes on the way up.
+
+    python examples/skip.py
+
+Stage 1 gives its own to its neighbour, stage 2, beside the rest; from stage 0 to 3 leads a skip.
+"""
+
+import sys
+
+import torch
+from torch import Tensor, nn
+
+import schedir
+from schedir import Costs, Plan, schedules, viz
+from schedir.runtime import InProcess, boundaries_of, reference
+
+SKIPS = ((0, 3),)
+MICROBATCHES, EACH = 8, 4
+PLANS = {
+    "one_f_one_b": Plan(ranks=4, microbatches=MICROBATCHES),
+    "interleaved": Plan(ranks=2, microbatches=MICROBATCHES, stages_per_rank=2),
+    "zb_v": Plan(ranks=2, microbatches=MICROBATCHES, stages_per_rank=2, placement="vee"),
+}
+
+
+class Down(nn.Module):
+    """Half as long; gives, behind that, what it was before."""
+
+    def __init__(self, channels: int, to: int) -> None:
+        super().__init__()
+        self.conv, self.pool = nn.Conv1d(channels, to, 3, padding=1), nn.MaxPool1d(2)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        x = torch.relu(self.conv(x))
+        return self.pool(x), x
+
+
+class Up(nn.Module):
+    """Twice as long, beside what it was on the way down."""
+
+    def __init__(self, channels: int, before: int, to: int) -> None:
+        super().__init__()
+        self.twice = nn.Upsample(scale_factor=2)
+        self.conv = nn.Conv1d(channels + before, to, 3, padding=1)
+
+    def forward(self, x: Tensor, before: Tensor) -> Tensor:
+        return self.conv(torch.cat([self.twice(x), before], 1))
+
+
+def unet() -> list[nn.Module]:
+    """The stages of the model, in order."""
+    torch.manual_seed(0)
+    return [Down(1, 8), Down(8, 16), Up(16, 16, 8), Up(8, 8, 1)]
+
+
+def main(picture: str = "") -> None:
+    """One model under three schedules, beside a plain loop over its stages."""
+    loss = nn.functional.mse_loss
+    boundary = boundaries_of(unet(), torch.ones(EACH, 1, 32), skips=SKIPS)  # along (0, 3), too
+    inputs, targets = torch.randn(2, MICROBATCHES, EACH, 1, 32)
+    for name, plan in PLANS.items():
+        program = schedir.compile(getattr(schedules, name), plan, skips=SKIPS)  # and checked
+        stages, plain = unet(), unet()
+        total = InProcess(program, stages, loss=loss, boundary=boundary).step(inputs, targets)
+        right = reference(plain, inputs, targets, loss=loss, program=program)
+        own, others = (
+            [p.grad for stage in model for p in stage.parameters()] for model in (stages, plain)
+        )
+        same = all(map(torch.equal, own, others)) and torch.equal(total, right)
+        sent = schedir.show(program, folded=False).count("send_skip ")
+        print(f"{name:12} loss {total:.4f}, bits {same and 'equal'}, {sent} skips sent")
+        if picture and name == "one_f_one_b":
+            timeline = schedir.simulate(program, Costs(F=1, B=2, send=0.2))
+            viz.save(viz.gantt(timeline, show=["arrows"]), picture)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -1,0 +1,269 @@
+"""Skips run: every schedule has the bits of the reference, in any order and in processes."""
+
+from __future__ import annotations
+
+import random
+import runpy
+import warnings
+from copy import deepcopy
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, cast
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+from schedir import schedules
+from schedir.analysis.models import Model
+from schedir.compiler.compile import compile, lower
+from schedir.errors import ExecutionError, ModelError
+from schedir.ir.plan import Plan
+from schedir.ir.program import Program
+from schedir.ir.skips import Skips
+from schedir.runtime.boundary import Boundary
+from schedir.runtime.executor import Executor
+from schedir.runtime.inprocess import InProcess
+from schedir.runtime.reference import reference
+from schedir.runtime.sizes import sizes_of
+from schedir.runtime.split import linear
+from schedir.schedules.words import Schedule
+from schedir.testing import drafts
+from schedir.transports.edges import Edge
+from schedir.transports.processes import Gloo
+from schedir.transports.shared import Shared
+from tests.cpu.spawn import run
+from tests.strategies import with_slots
+
+torch.set_num_threads(1)
+
+ROOT = Path(__file__).parents[2]
+
+WIDTH, NARROW = 8, 4
+SCHEDULES: dict[str, tuple[Schedule, Plan, Skips]] = {
+    "1f1b": (schedules.one_f_one_b, Plan(4, 5), ((0, 2), (1, 3))),
+    "interleaved": (schedules.interleaved, Plan(2, 4, 3), ((0, 5), (1, 4))),
+    "zb_h1": (schedules.zb_h1, Plan(4, 5), ((0, 3),)),
+    "zb_v": (schedules.zb_v, Plan(3, 6, 2, "vee"), ((0, 5), (1, 3), (2, 4))),
+    "dualpipe_v": (schedules.dualpipe_v, Plan(2, 6, 2, "vee"), ((0, 3),)),
+    "mirror": (schedules.dualpipe, Plan(4, 8, 2, "mirror"), ((0, 2), (1, 3))),
+    "2bw": (schedules.pipedream_2bw, Plan(3, 6, updates=1), ((0, 2),)),
+    "forward": (schedules.forward_only, Plan(3, 2), ((0, 2),)),
+}
+
+
+class Layer(nn.Module):
+    """A stage of a U-Net: it may take a skip, and give one, of one tensor or of two."""
+
+    def __init__(self, gives: int, takes: int) -> None:
+        super().__init__()
+        self.gives, self.takes = gives, takes
+        self.weight = nn.Parameter(torch.randn(WIDTH, WIDTH))
+        self.norm = nn.LayerNorm(WIDTH)
+        self.narrow = nn.Parameter(torch.randn(NARROW, WIDTH)) if gives else None
+        self.wide = nn.Parameter(torch.randn(WIDTH, NARROW)) if takes else None
+
+    def forward(self, x: Tensor, *skip: Any) -> Any:
+        assert len(skip) == (self.takes > 0)
+        if self.wide is not None:
+            came = skip[0]
+            if self.takes > 1:
+                came, shift = came
+                x = x.roll(int(shift[0]), -1)
+            x = x + linear(came, self.wide)
+        y = F.dropout(torch.tanh(linear(self.norm(x), self.weight)), 0.2, self.training)
+        if self.narrow is None:
+            return y
+        out = torch.relu(linear(y, self.narrow))
+        return y, (out if self.gives == 1 else (out, torch.tensor([3])))
+
+
+def model(stages: int, skips: Skips, seed: int = 0) -> list[nn.Module]:
+    """Stages, of which every second skip has two tensors, one of whole numbers."""
+    torch.manual_seed(seed)
+    size = {s: 1 + k % 2 for k, (s, _) in enumerate(skips)}
+    back = {t: size[s] for s, t in skips}
+    return [Layer(size.get(s, 0), back.get(s, 0)) for s in range(stages)]
+
+
+def edges(stages: int, skips: Skips) -> Any:
+    thin = Boundary((2, NARROW)), (Boundary((2, NARROW)), Boundary((1,), torch.int64))
+    own: dict[Any, Any] = {s: Boundary((2, WIDTH)) for s in range(stages - 1)}
+    return own | {skip: thin[k % 2] for k, skip in enumerate(skips)}
+
+
+def batch(m: int) -> tuple[Tensor, Tensor]:
+    torch.manual_seed(5)
+    return torch.randn(m, 2, WIDTH), torch.randn(m, 2, WIDTH)
+
+
+def gradients(stages: list[nn.Module]) -> list[Tensor | None]:
+    return [p.grad for stage in stages for p in stage.parameters()]
+
+
+def same(one: list[nn.Module], other: list[nn.Module]) -> bool:
+    return all(
+        a is None or b is None or torch.equal(a, b)
+        for a, b in zip(gradients(one), gradients(other), strict=True)
+    )
+
+
+def as_in(program: Program, seed: int, order: int | None = None) -> None:
+    """A step has the loss and the gradients of the reference, and so has the next."""
+    plan = program.plan
+    stages = model(plan.stages, program.skips, seed)
+    for stage in stages[: program.frozen]:
+        stage.requires_grad_(False)
+    plain = deepcopy(stages)
+    x, y = batch(plan.microbatches)
+    how: Any = {"loss": F.mse_loss, "boundary": edges(plan.stages, program.skips)}
+    ranks = InProcess(program, stages, record=False, **how)
+    for step in range(2):  # the second has what the first left in every slot
+        total = ranks.step(x, y, seed=order)
+        right = reference(plain, x, y, loss=F.mse_loss, program=program, step=step)
+        assert torch.equal(total, right)
+        assert not program.trains or same(stages, plain)
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+@pytest.mark.parametrize("slots", [None, "fewest", "enough"])
+def test_schedules_have_the_bits_of_the_reference(name: str, slots: Any) -> None:
+    schedule, plan, skips = SCHEDULES[name]
+    as_in(compile(schedule, plan, skips=skips, slots=slots), 1)
+    as_in(compile(schedule, plan, skips=skips, slots=slots, overlap=True), 2, 3)
+    if name != "forward":
+        as_in(compile(schedule, plan, skips=skips, slots=slots, frozen=1), 3)
+
+
+@st.composite
+def skipping(draw: st.DrawFn) -> Program:
+    """A draft of any order with skips, lowered."""
+    draft = draw(drafts(microbatches=4))
+    stages = range(draft.plan.stages)
+    pairs = [(s, t) for s in stages for t in stages if s + 1 < t]
+    found: list[tuple[int, int]] = []
+    for s, t in draw(st.lists(st.sampled_from(pairs), max_size=3)) if pairs else []:
+        if all(s != a and t != b for a, b in found):
+            found.append((s, t))
+    return lower(replace(draft, skips=tuple(sorted(found))))
+
+
+@given(skipping(), st.integers(0, 2**16), st.integers(0, 9))
+@settings(max_examples=40)
+def test_any_skips_in_any_order(program: Program, seed: int, order: int) -> None:
+    as_in(with_slots(program, random.Random(seed)), seed, order)
+
+
+def _process(rank: int, transport: str, name: str, model_of: Model) -> list[Any]:
+    schedule, plan, skips = SCHEDULES[name]
+    slots: Any = None if transport == "shared" else "fewest"
+    program = compile(schedule, plan, model=model_of, skips=skips, slots=slots, blocks=True)
+    stages = model(plan.stages, skips)
+    x, y = batch(plan.microbatches)
+    make: Any = {"gloo": Gloo, "shared": Shared, "edge": Edge}[transport]
+    own = {s: stages[s] for s in plan.stages_of[rank]}
+    executor = Executor(
+        program, rank, own, make(program), loss=F.mse_loss, boundary=edges(plan.stages, skips)
+    )
+    for _ in range(2):
+        total = executor.step(x, y)
+    grads = {s: [p.grad for p in stage.parameters()] for s, stage in own.items()}
+    return [total if total is None else float(total), grads]
+
+
+@pytest.mark.parametrize(
+    ("transport", "name", "model_of"),
+    [("gloo", "zb_v", "device"), ("shared", "1f1b", "edge"), ("edge", "interleaved", "edge")],
+)
+def test_processes(transport: str, name: str, model_of: Model) -> None:
+    schedule, plan, skips = SCHEDULES[name]
+    told = run(_process, plan.ranks, transport, name, model_of)
+    plain = model(plan.stages, skips)
+    x, y = batch(plan.microbatches)
+    program = compile(schedule, plan, skips=skips)
+    right = reference(plain, x, y, loss=F.mse_loss, program=program, step=1)
+    assert float(right) in [total for total, _ in told]
+    for _, own in told:
+        for s, found in own.items():
+            for grad, p in zip(found, plain[s].parameters(), strict=True):
+                assert torch.equal(grad, cast(Tensor, p.grad))
+
+
+def test_what_is_kept_of_skips_is_measured() -> None:
+    skips = ((0, 2), (1, 3))
+    x, y = batch(1)
+    sizes = sizes_of(model(4, skips), x[0], y[0], loss=F.mse_loss, boundary=edges(4, skips))
+    assert sizes.skip == (2 * NARROW * 4, 512, 0, 0)  # one begins at 256 behind the other
+    assert sizes.activation == 2 * WIDTH * 4
+
+
+def test_a_skip_that_is_not_used_has_a_gradient_of_zeros() -> None:
+    def gives(y: Tensor) -> Any:
+        return y, 7 * y
+
+    (world, x) = made(gives, loss=lambda y, _: y.sum())
+    world.step(x, x)
+    weight = world.ranks[0].stages[0].module.get_parameter("weight")
+    assert weight.grad is not None and weight.grad.tolist() == [2.0] * WIDTH
+
+
+def test_the_example_prints_what_its_page_shows(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    example = runpy.run_path(str(ROOT / "examples" / "skip.py"))
+    with warnings.catch_warnings(record=True):  # convolutions are not split
+        warnings.simplefilter("always")
+        example["main"](str(tmp_path / "skip.svg"))
+    page = (ROOT / "docs" / "own-model.md").read_text()
+    assert f"$ python examples/skip.py\n{capsys.readouterr().out}" in page
+    assert (tmp_path / "skip.svg").read_text().startswith("<?xml")
+
+
+class Made(nn.Module):
+    """A stage that gives what it is told."""
+
+    def __init__(self, gives: Any = None) -> None:
+        super().__init__()
+        self.weight, self.gives = nn.Parameter(torch.ones(WIDTH)), gives
+
+    def forward(self, x: Tensor, *skip: Tensor) -> Any:
+        y = self.weight * x
+        return y if self.gives is None else self.gives(y)
+
+
+def made(gives: Any, **how: Any) -> tuple[InProcess, Tensor]:
+    """Three stages with a skip over the second, and what they are given."""
+    stages = [Made(gives), Made(), Made()]
+    program = compile(schedules.gpipe, Plan(3, 2), skips=((0, 2),))
+    x = torch.ones(2, WIDTH)
+    how = {"loss": F.mse_loss, "boundary": (WIDTH,), **how}
+    return InProcess(program, stages, **how), x
+
+
+WRONG: list[tuple[Any, dict[str, Any], str, str]] = [
+    (None, {}, "gives [8] of torch.float32, and a skip leads from it", "returns y, skip"),
+    (lambda y: [y], {}, "gives list, and a skip leads from it", "returns y, skip"),
+    (lambda y: (y, 3), {}, "gives int", "a tensor, or a tuple of tensors"),
+    (lambda y: (y, y[:3]), {}, "tensor 1 of the boundary is [8]", ""),
+    (lambda y: (y, (y, y)), {}, "gives 3 values", ""),
+    (lambda y: (y, y.detach()), {}, "tensor 1 that stage 0 gives has no gradient", "grad=False"),
+    (lambda y: (y, y), {"boundary": {0: (8,), 1: (8,)}}, "skips lead along [(0, 2)]", "(0, 2): "),
+    (
+        lambda y: (y, y.long()),
+        {"boundary": {0: (8,), 1: (8,), (0, 2): Boundary((8,), torch.int64)}},
+        "nothing that passes from stage 0 to 2 has a gradient",
+        "depends on what is trained",
+    ),
+]
+
+
+@pytest.mark.parametrize(("gives", "how", "fact", "hint"), WRONG, ids=[w[2] for w in WRONG])
+def test_what_cannot_pass(gives: Any, how: dict[str, Any], fact: str, hint: str) -> None:
+    with pytest.raises((ExecutionError, ModelError)) as caught:
+        world, x = made(gives, **how)
+        world.step(x, x)
+    assert fact in caught.value.fact.replace(", tensor", " tensor"), caught.value.fact
+    assert hint in caught.value.hint
