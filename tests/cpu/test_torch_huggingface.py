@@ -75,7 +75,7 @@ CASES = {
     "one's own, elsewhere": Case(there_and_back, ((0, 6), (2, 4), (1, 7), (3, 5))),
 }
 KINDS = tuple(TIED)
-HOWS = ("theirs", "torch")
+HOWS = ("theirs", *get_args(Runtime))
 ALL: list[tuple[str, Runtime]] = [(kind, how) for kind in KINDS for how in get_args(Runtime)]
 Key = tuple[str, str, str, str]
 
