@@ -139,12 +139,12 @@ class Index:
 
     def beside(self, hop: Hop, at: NDArray[Any]) -> Positions:
         """The keys of some instructions' microbatches, of which they are, at the stage that is a
-        hop from theirs; -1 where there is none.
+        hop from theirs; less than 0 where there is none.
         """
-        stages = np.arange(self.program.plan.stages, dtype=np.int32)
-        there, own = self.program.beside(hop), self.stage[at]
-        shift = (there - stages) * np.int32(self.program.plan.microbatches)
-        return np.where(there[own] < 0, np.int32(NONE), self.key[at] + shift[own])
+        there = self.program.beside(hop)
+        shift = (there - np.arange(len(there))) * self.program.plan.microbatches
+        shift[there < 0] = -(2**30)  # more than any key
+        return np.asarray(self.key[at] + shift.astype(np.int32)[self.stage[at]])
 
     def is_op(self, ops: Iterable[Opcode]) -> NDArray[np.bool_]:
         """Whether each instruction is one of `ops`."""
