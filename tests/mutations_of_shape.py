@@ -267,5 +267,6 @@ def evaluate(e: Edit) -> None:
     """Forwards only, with their transfers."""
     for own in e.lists:
         for k in reversed(range(len(own))):
-            if op(own[k]) not in (F, O.SendAct, O.RecvAct, O.Scatter, O.Gather):
+            kept = (F, O.SendAct, O.RecvAct, O.Scatter, O.Gather, O.SendSkip, O.RecvSkip)
+            if op(own[k]) not in kept:
                 pull(own, k)
