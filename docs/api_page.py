@@ -61,6 +61,7 @@ GROUPS = {
         "[Your own nn.Module](own-model.md) on one process and on four; [what has the bits of a "
         "plain loop](same-bits.md); [split backwards](splitting.md).",
         ["runtime.InProcess", "runtime.Executor", "runtime.Boundary",
+         "runtime.PerMicrobatch",
          "runtime.boundaries_of", "runtime.reference", "runtime.sizes_of",
          "runtime.split_linears", "runtime.register_split", "runtime.check_split",
          "runtime.Gloo", "runtime.Shared", "runtime.nccl"],

@@ -2,6 +2,7 @@
 
     python examples/seq1f1b.py                   # beside 1F1B: span, bubble, memory
     schedir check examples/seq1f1b.py:seq1f1b --segments 4 --microbatches 32
+    python examples/seq1f1b_run.py               # with a model, on four processes
 
 A later segment sees the keys and values of the earlier ones, so a stage runs the segments of a
 sequence forward from the first on, and backward from the last on.  `Plan(segments=4)` says so, and

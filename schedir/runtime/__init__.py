@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from schedir.runtime.boundary import Boundary
     from schedir.runtime.executor import Executor
     from schedir.runtime.inprocess import InProcess
+    from schedir.runtime.per_microbatch import PerMicrobatch
     from schedir.runtime.sizes import boundaries_of, sizes_of
     from schedir.runtime.splittable import check_split, register_split, split_linears
     from schedir.transports.nccl import nccl
@@ -24,6 +25,7 @@ _HOME: Final = {
     "Executor": "runtime.executor",
     "Gloo": "transports.processes",
     "InProcess": "runtime.inprocess",
+    "PerMicrobatch": "runtime.per_microbatch",
     "Shared": "transports.shared",
     "boundaries_of": "runtime.sizes",
     "check_split": "runtime.splittable",
@@ -37,6 +39,7 @@ __all__ = [
     "Executor",
     "Gloo",
     "InProcess",
+    "PerMicrobatch",
     "Shared",
     "boundaries_of",
     "check_split",

@@ -9,7 +9,7 @@ from torch import nn
 
 from schedir.errors import ModelError
 from schedir.ir.program import Program
-from schedir.runtime.boundary import Boundaries
+from schedir.runtime.per_microbatch import Passing
 from schedir.runtime.precision import LossScale, Steps
 from schedir.runtime.tied import Print
 from schedir.transports.transport import Transport
@@ -120,7 +120,7 @@ def require_fit(
     rank: int,
     stages: Mapping[int, nn.Module],
     transport: Transport,
-    boundaries: Boundaries,
+    passing: Passing,
 ) -> None:
     """Refuse modules and a transport that the program was not made for."""
     own = program.plan.stages_of[rank]
@@ -143,4 +143,4 @@ def require_fit(
                 "train it",
                 f"stages[{s}].requires_grad_(False), or compile(..., frozen={s})",
             )
-    boundaries.fit(program)
+    passing.fit(program)

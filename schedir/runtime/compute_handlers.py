@@ -33,12 +33,13 @@ def forward(state: State, i: Instr) -> Call:
     ours = bool(taken) and not any(one.local for one in taken)
     frozen, module, lender = state.program.frozen, stage.module, stage.lender
     trains = state.trains and i.stage >= frozen
-    loss, together = state.loss, state.boundaries.skipped_to(i.stage)
-    expect = None if last else state.boundaries.expecting(i.stage)
+    loss, boundaries = state.loss, state.passing[mb]
+    together = boundaries.skipped_to(i.stage)
+    expect = None if last else boundaries.expecting(i.stage)
     came = [
         trains and has and state.program.other(one.kind, i.stage) >= frozen
         for one in taken
-        for has in state.boundaries.carried(one.kind, i.stage).graded
+        for has in boundaries.carried(one.kind, i.stage).graded
     ]
     graded = [k for k, has in enumerate(came) if has]
     saved = state.slot(Token.SAVED, i.stage, mb, state.index_of[i]) if trains else None
@@ -116,7 +117,7 @@ def _put_out(state: State, i: Instr) -> Callable[[Sequence[Tensor]], None]:
     """Fills the slots of all that an instruction puts out, which come one behind the other."""
     ways, end = [], 0
     for kind in _kinds(state, i, ROWS[i.op].gives):
-        begin, end = end, end + len(state.boundaries.carried(kind, i.stage).tensors)
+        begin, end = end, end + len(state.passing[i.mb].carried(kind, i.stage).tensors)
         ways.append((put_out(state, i, kind), slice(begin, end)))
 
     if len(ways) == 1:

@@ -23,7 +23,7 @@ from schedir.ir.program import Program
 from schedir.ir.ties import Ties
 from schedir.runtime.agreement import facts_of, require_fit, require_steps
 from schedir.runtime.batch import Batch, Keywords, Microbatches
-from schedir.runtime.boundary import Boundaries, Edges, Given
+from schedir.runtime.boundary import Edges, Given
 from schedir.runtime.given import (
     loss_of,
     max_norm_of,
@@ -33,6 +33,7 @@ from schedir.runtime.given import (
     stages_of,
 )
 from schedir.runtime.handlers import linked
+from schedir.runtime.per_microbatch import Passing, PerMicrobatch
 from schedir.runtime.precision import LossScale, Steps
 from schedir.runtime.random import Draws
 from schedir.runtime.rank import Loss, Stage, State, device_of
@@ -62,7 +63,8 @@ class Executor:
 
     What others take and give, a tensor or a tuple of them, is `boundary`: a Boundary or a shape;
     several Boundaries for several tensors; or, where edges differ, a mapping from each stage but
-    the last to what it gives.  `boundaries_of` finds it.  A tensor with a gradient depends on what
+    the last to what it gives; or, where microbatches differ, PerMicrobatch of these.
+    `boundaries_of` finds it for a microbatch.  A tensor with a gradient depends on what
     is trained, or on what came in with one; one without is passed on detached.  What a stage does
     not use has a gradient of zeros.
 
@@ -130,7 +132,7 @@ class Executor:
         transport: Transport,
         *,
         loss: Loss,
-        boundary: Given | Edges | Boundaries,
+        boundary: Given | Edges | PerMicrobatch | Passing,
         optimizer: Steps | None = None,
         max_norm: float | None = None,
         loss_scale: LossScale | None = None,
@@ -142,7 +144,7 @@ class Executor:
         record: bool = True,
     ) -> None:
         program = program_of(program)
-        boundaries = Boundaries.of(boundary, program.plan.stages, program.tp, program.skips)
+        passing = Passing.of(boundary, program)
         if rank not in range(program.plan.ranks):
             raise ModelError(
                 f"the ranks are 0 to {program.plan.ranks - 1}, and {said(rank)} is none of them",
@@ -158,7 +160,7 @@ class Executor:
             expect(loss_scale, LossScale, "LossScale()")
         own = prints(stages, optimizer) if program.trains else {}
         facts = facts_of(program, stages, transport, own) | {
-            "the boundary": str(boundaries),
+            "the boundary": str(passing),
             "the loss scale": str(loss_scale),
             "the seed": str(seed),
         }
@@ -166,7 +168,7 @@ class Executor:
             facts["max_norm"] = repr(max_norm)
         everyone = transport.agree(facts, (transport.tp_rank, own))
         check(program, transport.model, blocks=transport.blocks)
-        require_fit(program, rank, stages, transport, boundaries)
+        require_fit(program, rank, stages, transport, passing)
         require_steps(program, optimizer, loss_scale, adds=adds)
         told = [own for tp_rank, own in everyone if tp_rank == transport.tp_rank]
         weights = weights_of(program, stages, told, tied, alike=alike) if program.trains else []
@@ -181,7 +183,7 @@ class Executor:
             self.stamps = stamps_of(program, rank, transport.model, device_of(stages))
             transport = Recorded(transport, self.stamps)
         self.state = State(
-            program, rank, stages, transport, loss, boundaries,
+            program, rank, stages, transport, loss, passing,
             optimizer, max_norm, loss_scale, seed, weights, copies, adds,
         )  # fmt: skip
         if self.stamps is not None:

@@ -25,9 +25,10 @@ from schedir.ir.ties import Ties
 from schedir.predict.observed import timeline_of
 from schedir.predict.timeline import Timeline
 from schedir.runtime.batch import Batch, Keywords, Microbatches
-from schedir.runtime.boundary import Boundaries, Edges, Given
+from schedir.runtime.boundary import Edges, Given
 from schedir.runtime.executor import Executor
 from schedir.runtime.given import maker_of, program_of, stages_of
+from schedir.runtime.per_microbatch import Passing, PerMicrobatch
 from schedir.runtime.precision import LossScale, Steps
 from schedir.runtime.rank import Loss
 from schedir.runtime.recorder import read
@@ -71,7 +72,7 @@ class InProcess:
         stages: Sequence[nn.Module] | Mapping[int, nn.Module],
         *,
         loss: Loss,
-        boundary: Given | Edges | Boundaries,
+        boundary: Given | Edges | PerMicrobatch,
         model: Model = "edge",
         optimizer: Callable[[list[nn.Parameter]], Steps] | None = None,
         max_norm: float | None = None,
@@ -88,7 +89,7 @@ class InProcess:
             raise ModelError("virtual ranks run with tp 1 and dp 1", program=program.name)
         stages = [module for _, module in sorted(stages_of(stages, program).items())]
         plan = program.plan
-        boundaries = Boundaries.of(boundary, plan.stages, skips=program.skips)
+        passing = Passing.of(boundary, program)
         self.program = program
         cuda = any(p.is_cuda for stage in stages for p in stage.parameters())
         told = [(0, prints(dict(enumerate(stages))))] if program.trains else []
@@ -111,7 +112,7 @@ class InProcess:
                 held,
                 self.mail[rank],
                 loss=loss,
-                boundary=boundaries,
+                boundary=passing,
                 optimizer=make(parameters) if make and parameters else None,
                 max_norm=max_norm,
                 loss_scale=scale and scale(),

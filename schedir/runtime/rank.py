@@ -18,10 +18,10 @@ from schedir.ir.plan import Plan
 from schedir.ir.program import Program
 from schedir.runtime import reduction
 from schedir.runtime.batch import Batch
-from schedir.runtime.boundary import Boundaries
 from schedir.runtime.gradients import Gradients
 from schedir.runtime.implied_acks import implied_acks
 from schedir.runtime.lender import Lender
+from schedir.runtime.per_microbatch import Passing
 from schedir.runtime.precision import LossScale, Steps, step_if
 from schedir.runtime.random import Draws
 from schedir.runtime.reduction import Reduction, last_to_add
@@ -147,7 +147,7 @@ class State:
         stages: Mapping[int, nn.Module],
         transport: Transport,
         loss: Loss,
-        boundaries: Boundaries,
+        passing: Passing,
         optimizer: Steps | None,
         max_norm: float,
         loss_scale: LossScale | None,
@@ -158,7 +158,7 @@ class State:
     ) -> None:
         self.adds = adds  # gradients, to what is there, as autograd does
         self.program, self.plan, self.rank = program, program.plan, rank
-        self.transport, self.loss, self.boundaries = transport, loss, boundaries
+        self.transport, self.loss, self.passing = transport, loss, passing
         self.optimizer, self.max_norm, self.loss_scale = optimizer, max_norm, loss_scale
         m = self.plan.microbatches
         self.stream, self.trains = program.streams[rank], program.trains
@@ -268,9 +268,9 @@ class State:
     def _rooms(self, kind: Token) -> list[int]:
         """The bytes of each slot of a kind that messages leave or come into: of the largest."""
         rooms = [0] * len(self.slots[kind].values)
-        for (one, stage, _), fills in self.assigned.items():
+        for (one, stage, mb), fills in self.assigned.items():
             if one is kind and self.program.other(kind, stage) >= 0:
-                size = self.boundaries.carried(kind, stage).nbytes
+                size = self.passing[mb].carried(kind, stage).nbytes
                 for number in fills.values():
                     rooms[number] = max(rooms[number], size)
         return rooms
@@ -291,7 +291,7 @@ class State:
         value = self.slot(kind, stage, mb).look()
         if isinstance(value, tuple):
             return value
-        carried = self.boundaries.carried(kind, stage)
+        carried = self.passing[mb].carried(kind, stage)
         return (value,) if carried.alone else carried.lay(value)[1]
 
     def loss_gradient_of(self, mb: int) -> Tensor:

@@ -30,6 +30,7 @@ from schedir.runtime.boundary import (
 from schedir.runtime.buffers import restored
 from schedir.runtime.given import loss_of, model_of, one_number
 from schedir.runtime.lender import Lender
+from schedir.runtime.per_microbatch import PerMicrobatch
 from schedir.runtime.rank import Loss
 from schedir.runtime.split import Tape, recording
 
@@ -79,6 +80,11 @@ def sizes_of(
     stages = model_of(stages, holes=True)
     named = boundary if isinstance(boundary, Mapping) else ()
     skips = tuple(sorted(edge for edge in named if isinstance(edge, tuple)))
+    if isinstance(boundary, PerMicrobatch):
+        raise ModelError(
+            f"boundaries are given of {len(boundary.each)} microbatches, and one is measured",
+            hint="sizes_of for each microbatch with its own boundary",
+        )
     boundaries = Boundaries.of(boundary, len(stages), skips=skips)
     given = _Given(xs, target, keywords, loss, boundaries, state, frozen)
     found = [

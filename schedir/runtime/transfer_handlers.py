@@ -40,7 +40,7 @@ def put_out(state: State, i: Instr, kind: Token) -> Callable[[Sequence[Tensor]],
     static memory where there is some, and several as bytes, one behind the other.  A scatter takes
     what would be sent, and puts a part into static memory.
     """
-    out, carried = state.slot(kind, i.stage, i.mb), state.boundaries.carried(kind, i.stage)
+    out, carried = state.slot(kind, i.stage, i.mb), state.passing[i.mb].carried(kind, i.stage)
     if state.local_stage(state.program.other(kind, i.stage), i.mb) is not None:
         layouts = [one.as_sent for one in carried.tensors]
         return lambda values: out.fill(
@@ -82,7 +82,7 @@ def recv(state: State, i: Instr) -> Call:
 def _received(state: State, i: Instr, kind: Token) -> tuple[Tensor, tuple[Tensor, ...]]:
     """Where a message comes in, or is made whole, and the tensors in it."""
     number = state.slot(kind, i.stage, i.mb).number
-    return state.boundaries.carried(kind, i.stage).lay(state.buffers[kind, number])
+    return state.passing[i.mb].carried(kind, i.stage).lay(state.buffers[kind, number])
 
 
 def message_wait(state: State, i: Instr, kind: Token) -> Callable[[], None] | None:
@@ -108,7 +108,7 @@ def scatter(state: State, i: Instr) -> Call:
     kind = ROWS[i.op].gives[0]
     out = state.slot(kind, i.stage, i.mb)
     own = state.outgoing(kind, out.number, part=True)
-    carried = state.boundaries.carried(kind, i.stage)
+    carried = state.passing[i.mb].carried(kind, i.stage)
     into = None if own is None else carried.part(own)
 
     def run() -> None:

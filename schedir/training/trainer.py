@@ -169,7 +169,7 @@ class _Trainer:
             input,
             target,
             loss=executor.state.loss,
-            boundary=executor.state.boundaries,
+            boundary=executor.state.passing[0],
             # AdamW's moments, and the float32 copies of other weights.
             state=12.0 if isinstance(self.optimizer, MainOptimizer) else 8.0,
             frozen=self.program.frozen,

@@ -17,8 +17,9 @@ from schedir.ir.plan import Plan
 from schedir.ir.program import Program, Slots
 from schedir.ir.sizes import Sizes
 from schedir.passes.record import Choice
-from schedir.runtime.boundary import Boundaries, Boundary
+from schedir.runtime.boundary import Boundary
 from schedir.runtime.handlers import HANDLERS
+from schedir.runtime.per_microbatch import Passing
 from schedir.runtime.rank import State
 from schedir.schedules import one_f_one_b
 from schedir.schedules.words import Schedule
@@ -42,9 +43,9 @@ def made(program: Program, rank: int) -> dict[str, int]:
     transport.tp = program.tp
     stages = {s: nn.Identity() for s in program.plan.stages_of[rank]}
     boundary = Boundary((2, WIDTH // 2), torch.float64)
-    boundaries = Boundaries.of(boundary, program.plan.stages, program.tp)
+    passing = Passing.of(boundary, program)
     loss = nn.functional.mse_loss
-    state = State(program, rank, stages, transport, loss, boundaries, None, 1.0, None, 0)
+    state = State(program, rank, stages, transport, loss, passing, None, 1.0, None, 0)
     for i in state.stream:
         HANDLERS[i.op](state, i)
     found = dict.fromkeys(Slots._fields, 0)
@@ -59,7 +60,7 @@ def made(program: Program, rank: int) -> dict[str, int]:
 def as_predicted(program: Program) -> None:
     for rank, footprint in enumerate(held(program, Sizes(activation=8 * WIDTH))):
         predicted = {kind: size for kind, (_, size) in footprint.fixed.items()}
-        assert made(program, rank) == {kind: predicted[kind] for kind in Slots._fields}
+        assert made(program, rank) == {kind: predicted.get(kind, 0) for kind in Slots._fields}
 
 
 @pytest.mark.parametrize("schedule", ZOO.values(), ids=ZOO)
@@ -81,4 +82,5 @@ def test_what_is_scattered_needs_a_part_of_a_boundary() -> None:
     program = compile(one_f_one_b, Plan(4, 8), tp=8, slots="fewest")
     one, part = 8 * WIDTH, WIDTH
     assert program.slots[1] == Slots(1, 1, 1, 1)
-    assert made(program, 1) == {"act_in": one, "act_out": part, "grad_in": one, "grad_out": part}
+    own = {kind: size for kind, size in made(program, 1).items() if size}
+    assert own == {"act_in": one, "act_out": part, "grad_in": one, "grad_out": part}

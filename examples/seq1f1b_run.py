@@ -1,0 +1,178 @@
+"""Seq1F1B on four processes over Gloo: gradients are those of whole sequences.
+
+    python examples/seq1f1b_run.py
+
+A stage keeps the keys and values of the segments that it has seen.  Later ones attend to them, and
+in their backwards leave gradients for them, which the backward of that segment takes along.
+That is right only in the order that `check` asks of a plan with segments.
+"""
+
+import socket
+from collections import defaultdict
+from collections.abc import Iterable
+from copy import deepcopy
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+import torch.nn.functional as F
+from seq1f1b import seq1f1b
+from torch import Tensor, nn
+
+import schedir
+from schedir.runtime import Executor, Gloo, InProcess, PerMicrobatch, reference
+
+RANKS, SEQUENCES, SEGMENTS = 4, 3, 3
+BATCH, TOKENS, WIDTH, HEADS, VOCABULARY = 2, 24, 16, 2, 30
+
+PLAN = schedir.Plan(RANKS, SEQUENCES * SEGMENTS, segments=SEGMENTS)
+PROGRAM = schedir.compile(seq1f1b, PLAN)
+CUT = [11, 8, 5]  # a later segment is shorter: it sees more
+BOUNDARY = PerMicrobatch([(BATCH, n, WIDTH) for n in CUT] * SEQUENCES)
+# What every stage is told of a microbatch, by name.
+KEYWORDS = [{"sequence": n, "segment": k} for n in range(SEQUENCES) for k in range(SEGMENTS)]
+
+
+class Seen(torch.autograd.Function):
+    """Keys and values of a segment behind those of the earlier ones of its sequence, shape
+    (2, batch, heads, tokens, width of a head).
+
+    `kept` has what the earlier segments left, and `owed` the gradients that later ones leave.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, own: Tensor, kept: list[Tensor], owed: dict[int, Tensor]) -> Tensor:
+        kept.append(own.detach())
+        ctx.kept, ctx.owed = kept, owed
+        return torch.cat(kept, dim=-2)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        lengths = [each.shape[-2] for each in ctx.kept]
+        *earlier, own = gradient.split(lengths, dim=-2)
+        for segment, part in enumerate(earlier):
+            ctx.owed[segment] = part + ctx.owed.get(segment, 0)
+        ctx.kept.pop()  # nobody will see it any more
+        return own + ctx.owed.pop(len(earlier), 0), None, None
+
+
+class Block(nn.Module):
+    """Causal attention over all of a sequence so far, and two layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.out = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.mix = nn.Linear(WIDTH, 3 * WIDTH)
+        self.mlp = nn.Sequential(nn.Linear(WIDTH, 64), nn.GELU(), nn.Linear(64, WIDTH))
+        self.kept, self.owed = defaultdict(list), defaultdict(dict)  # by sequence
+
+    def forward(self, x: Tensor, sequence: int, segment: int) -> Tensor:
+        assert len(self.kept[sequence]) == segment, "segments go forward from the first on"
+        mixed = self.mix(self.norm(x)).unflatten(2, (3, HEADS, -1)).permute(2, 0, 3, 1, 4)
+        q, (k, v) = mixed[0], Seen.apply(mixed[1:], self.kept[sequence], self.owed[sequence])
+        before = k.shape[-2] - q.shape[-2]
+        sees = torch.ones(q.shape[-2], k.shape[-2], dtype=torch.bool).tril(before)
+        y = F.scaled_dot_product_attention(q, k, v, attn_mask=sees)
+        x = x + self.out(y.transpose(1, 2).flatten(2))
+        return x + self.mlp(x)
+
+
+class First(nn.Module):
+    """Tokens and their places, then a block."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.token, self.place = nn.Embedding(VOCABULARY, WIDTH), nn.Embedding(TOKENS, WIDTH)
+        self.block = Block()
+
+    def forward(self, tokens: Tensor, sequence: int, segment: int) -> Tensor:
+        begin = sum(CUT[:segment])
+        place = torch.arange(begin, begin + tokens.shape[1])
+        return self.block(self.token(tokens) + self.place(place), sequence, segment)
+
+
+class Last(nn.Module):
+    """A block, then scores of the next token."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.block, self.head = Block(), nn.Linear(WIDTH, VOCABULARY)
+
+    def forward(self, x: Tensor, sequence: int, segment: int) -> Tensor:
+        return self.head(self.block(x, sequence, segment))
+
+
+def loss(y: Tensor, target: Tensor) -> Tensor:
+    """The sum of all tokens, so that segments add up to their sequence."""
+    return F.cross_entropy(y.flatten(0, 1), target.flatten(), reduction="sum")
+
+
+def model() -> list[nn.Module]:
+    """Four stages, the same in every process."""
+    torch.manual_seed(0)
+    return [First(), Block(), Block(), Last()]
+
+
+def batch() -> tuple[Tensor, Tensor]:
+    """Tokens of whole sequences, and each one's next."""
+    tokens = torch.randint(VOCABULARY, (SEQUENCES, BATCH, TOKENS + 1))
+    return tokens[..., :-1], tokens[..., 1:]
+
+
+def cut(whole: Tensor) -> list[Tensor]:
+    """The segments of all sequences, one sequence after the other."""
+    return [segment for one in whole for segment in one.split(CUT, dim=1)]
+
+
+def gradients(stages: Iterable[nn.Module]) -> list[Tensor]:
+    """Of all parameters of some stages."""
+    return [p.grad.clone() for stage in stages for p in stage.parameters()]
+
+
+def process(rank: int, port: int) -> None:
+    """One of the ranks, and the loop over segments beside it."""
+    torch.set_num_threads(1)
+    dist.init_process_group(
+        "gloo", init_method=f"tcp://localhost:{port}", rank=rank, world_size=RANKS
+    )
+    stages, (x, y) = model(), batch()
+    own = Executor(PROGRAM, rank, stages, Gloo(PROGRAM), loss=loss, boundary=BOUNDARY)
+    own.step(cut(x), cut(y), keywords=KEYWORDS)
+    plain = model()
+    reference(plain, cut(x), cut(y), loss=loss, keywords=KEYWORDS, program=PROGRAM)
+    assert all(map(torch.equal, gradients([stages[rank]]), gradients([plain[rank]])))
+    dist.destroy_process_group()
+
+
+def main() -> None:
+    """Whole sequences, a plain loop over segments, virtual ranks, and real ones."""
+    torch.set_num_threads(1)
+    stages, (x, y) = model(), batch()
+
+    whole = deepcopy(stages)
+    each = [{"sequence": n, "segment": 0} for n in range(SEQUENCES)]
+    total = reference(whole, x, y, loss=loss, keywords=each)
+    print(f"whole sequences      loss {float(total):.4f}")
+
+    plain = deepcopy(stages)
+    total = reference(plain, cut(x), cut(y), loss=loss, keywords=KEYWORDS, program=PROGRAM)
+    print(f"a loop over segments loss {float(total):.4f}")
+    for one, other in zip(gradients(whole), gradients(plain), strict=True):
+        assert (one - other).norm() <= 1e-6 * one.norm()  # other sums, otherwise rounded
+
+    ranks = InProcess(PROGRAM, deepcopy(stages), loss=loss, boundary=BOUNDARY)
+    print(f"virtual ranks        loss {float(ranks.step(cut(x), cut(y), keywords=KEYWORDS)):.4f}")
+    virtual = gradients(ranks.ranks[r].stages[r].module for r in range(RANKS))
+    assert all(map(torch.equal, virtual, gradients(plain)))
+
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        port = free.getsockname()[1]
+    mp.spawn(process, (port,), nprocs=RANKS)
+    print("gradients of virtual and of real ranks are those of the loop, to the last bit;")
+    print("those of whole sequences are the same to 1e-6")
+
+
+if __name__ == "__main__":
+    main()

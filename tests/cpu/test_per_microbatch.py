@@ -1,0 +1,177 @@
+"""Microbatches of different shapes: room for the largest, messages of their own size."""
+
+from __future__ import annotations
+
+import random
+import subprocess
+import sys
+from collections.abc import Callable
+from copy import deepcopy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+from schedir.compiler.compile import compile, lower
+from schedir.errors import ProgramError
+from schedir.ir.plan import Plan
+from schedir.ir.program import Program
+from schedir.runtime.boundary import Boundary
+from schedir.runtime.executor import Executor
+from schedir.runtime.inprocess import InProcess
+from schedir.runtime.per_microbatch import PerMicrobatch
+from schedir.runtime.reference import reference
+from schedir.runtime.sizes import sizes_of
+from schedir.runtime.splittable import split_linears
+from schedir.schedules import gpipe, one_f_one_b
+from schedir.testing import drafts
+from schedir.transports.processes import Gloo
+from schedir.transports.shared import Shared
+from tests.cpu.many_tensors import gradients, loss, same_bits
+from tests.cpu.spawn import run
+from tests.strategies import with_slots
+
+torch.set_num_threads(1)
+WIDTH = 4
+
+
+class Packed(nn.Module):
+    """Numbers, and where each of the sequences that are packed ends."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__()
+        torch.manual_seed(number)
+        self.linear = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor, ends: Tensor) -> tuple[Tensor, Tensor]:
+        return torch.tanh(self.linear(x)) + x.cumsum(0)[ends].sum(0), ends
+
+
+class Last(Packed):
+    """The numbers alone."""
+
+    def forward(self, x: Tensor, ends: Tensor) -> Tensor:  # type: ignore[override]
+        return super().forward(x, ends)[0]
+
+
+def model(stages: int) -> list[nn.Module]:
+    return [split_linears(each) for each in (*map(Packed, range(stages - 1)), Last(stages))]
+
+
+def batch(lengths: list[tuple[int, int]]) -> tuple[Any, Any, PerMicrobatch]:
+    """Microbatches of so many tokens, in so many sequences each."""
+    torch.manual_seed(1)
+    x = [(torch.randn(n, WIDTH), torch.randint(n, (k,))) for n, k in lengths]
+    y = [torch.randn(n, WIDTH) for n, _ in lengths]
+    each = [(Boundary((n, WIDTH)), Boundary((k,), torch.int64)) for n, k in lengths]
+    return x, y, PerMicrobatch(each)
+
+
+@given(drafts(microbatches=4), st.data(), st.integers(0, 9))
+@settings(max_examples=40)
+def test_any_lengths_pass_in_any_order(drafted: Program, data: Any, seed: int) -> None:
+    program = with_slots(lower(drafted), random.Random(seed))
+    one = st.tuples(st.integers(1, 5), st.integers(1, 3))
+    count = program.plan.microbatches
+    x, y, boundary = batch(data.draw(st.lists(one, min_size=count, max_size=count)))
+    stages = model(program.plan.stages)
+    plain = deepcopy(stages)
+    right = reference(plain, x, y, loss=loss, program=program)
+    ranks = InProcess(program, stages, loss=loss, boundary=boundary, record=False)
+    for _ in range(2):  # the second finds what the first left in every slot
+        assert torch.equal(ranks.step(x, y, seed=seed), right)
+        assert not program.trains or same_bits(gradients(stages), gradients(plain))
+
+
+LENGTHS = [(3, 1), (5, 2), (1, 1), (4, 3)]
+
+
+def test_a_slot_has_room_for_the_largest_that_it_holds() -> None:
+    x, y, boundary = batch([(300, 1), (500, 2), (100, 1), (400, 3)])
+    each = [300, 500, 100, 400]
+    for slots, expected in (("fewest", [max(each)]), (None, each)):
+        program = compile(gpipe, Plan(2, 4), **({"slots": slots} if slots else {}))
+        ranks = InProcess(program, model(2), loss=loss, boundary=boundary)
+        ranks.step(x, y)
+        rooms = [own.nbytes for own in ranks.ranks[1].state.buffers.values()]
+        # Ends of sequences lie behind the numbers, each on a border of 256 bytes.
+        assert rooms == [-(-n * WIDTH * 4 // 256) * 256 + 256 for n in expected]
+
+
+CASES: list[tuple[Any, Plan, dict[str, Any]]] = [
+    (Gloo, Plan(2, 4), {}),
+    (Gloo, Plan(2, 4), {"slots": "fewest"}),
+    (Gloo, Plan(1, 4), {"tp": 2}),
+    (Shared, Plan(2, 4), {}),
+]
+
+
+def own_steps(process: int) -> list[Any]:
+    """Of each case the gradients of own stages."""
+    x, y, boundary = batch(LENGTHS)
+    found = []
+    for make, plan, options in CASES:
+        program = compile(one_f_one_b, plan, model=make.model, **options)
+        transport, stages = make(program), model(plan.stages)
+        own = Executor(program, transport.rank, stages, transport, loss=loss, boundary=boundary)
+        for _ in range(2):
+            own.step(x, y)
+        found.append(gradients([stages[s] for s in plan.stages_of[transport.rank]]))
+    return found
+
+
+def test_processes_have_the_bits_of_the_reference() -> None:
+    """Over Gloo, with slots that are shared and without, and in shared memory."""
+    results = run(own_steps, 2)
+    x, y, _ = batch(LENGTHS)
+    for case, (_, plan, _) in enumerate(CASES):
+        plain = model(plan.stages)
+        reference(plain, x, y, loss=loss)
+        for rank in range(2):
+            own = plan.stages_of[rank if plan.ranks > 1 else 0]
+            assert same_bits(results[rank][case], gradients([plain[s] for s in own]))
+
+
+def test_seq1f1b_runs_on_real_processes() -> None:
+    """It compares gradients itself: to the bit with a loop over segments, nearly with sequences."""
+    example = Path(__file__).parents[2] / "examples/seq1f1b_run.py"
+    subprocess.run([sys.executable, example], check=True, timeout=240)
+
+
+# ---------------------------------------------------------------- refused
+
+GOLDEN = Path(__file__).parents[1] / "golden" / "per_microbatch.txt"
+SHAPES = [(3, WIDTH), (2, WIDTH)]
+
+
+def step(boundary: Any, lengths: tuple[int, ...] = (3, 2)) -> object:
+    stages = [nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)]
+    ranks = InProcess(compile(gpipe, Plan(2, 2)), stages, loss=loss, boundary=boundary)
+    return ranks.step([torch.ones(n, WIDTH) for n in lengths], [torch.ones(WIDTH)] * 2)
+
+
+WRONG: dict[str, Callable[[], object]] = {
+    "another number": lambda: step(PerMicrobatch(SHAPES[:1])),
+    "a generator": lambda: step(PerMicrobatch(shape for shape in SHAPES)),
+    "another shape": lambda: step(PerMicrobatch(SHAPES), (3, 3)),
+    "an edge of one": lambda: step(PerMicrobatch([{0: SHAPES[0]}, {1: SHAPES[1]}])),
+    "sizes of several": lambda: sizes_of(
+        [nn.Identity(), nn.Identity()], torch.ones(WIDTH), torch.ones(WIDTH), loss=loss,
+        boundary=PerMicrobatch(SHAPES),
+    ),
+}  # fmt: skip
+
+
+def told(wrong: Callable[[], object]) -> str:
+    with pytest.raises(ProgramError) as error:
+        wrong()
+    return f"{type(error.value).__name__}: {error.value}"
+
+
+def test_what_is_refused() -> None:
+    said = "".join(f"{name}\n  {told(wrong)}\n" for name, wrong in WRONG.items())
+    assert said == GOLDEN.read_text()
