@@ -20,6 +20,7 @@ from schedir.compiler.compile import compile, lower
 from schedir.errors import ProgramError
 from schedir.ir.plan import Plan
 from schedir.ir.program import Program
+from schedir.passes.record import Choice
 from schedir.runtime.boundary import Boundary
 from schedir.runtime.executor import Executor
 from schedir.runtime.inprocess import InProcess
@@ -93,8 +94,9 @@ LENGTHS = [(3, 1), (5, 2), (1, 1), (4, 3)]
 def test_a_slot_has_room_for_the_largest_that_it_holds() -> None:
     x, y, boundary = batch([(300, 1), (500, 2), (100, 1), (400, 3)])
     each = [300, 500, 100, 400]
-    for slots, expected in (("fewest", [max(each)]), (None, each)):
-        program = compile(gpipe, Plan(2, 4), **({"slots": slots} if slots else {}))
+    choices: list[tuple[Choice | None, list[int]]] = [("fewest", [max(each)]), (None, each)]
+    for slots, expected in choices:
+        program = compile(gpipe, Plan(2, 4), slots=slots)
         ranks = InProcess(program, model(2), loss=loss, boundary=boundary)
         ranks.step(x, y)
         rooms = [own.nbytes for own in ranks.ranks[1].state.buffers.values()]
@@ -156,12 +158,12 @@ def step(boundary: Any, lengths: tuple[int, ...] = (3, 2)) -> object:
 
 WRONG: dict[str, Callable[[], object]] = {
     "another number": lambda: step(PerMicrobatch(SHAPES[:1])),
-    "a generator": lambda: step(PerMicrobatch(shape for shape in SHAPES)),
+    "a generator": lambda: step(PerMicrobatch(shape for shape in SHAPES)),  # type: ignore[arg-type]
     "another shape": lambda: step(PerMicrobatch(SHAPES), (3, 3)),
     "an edge of one": lambda: step(PerMicrobatch([{0: SHAPES[0]}, {1: SHAPES[1]}])),
     "sizes of several": lambda: sizes_of(
         [nn.Identity(), nn.Identity()], torch.ones(WIDTH), torch.ones(WIDTH), loss=loss,
-        boundary=PerMicrobatch(SHAPES),
+        boundary=PerMicrobatch(SHAPES),  # type: ignore[arg-type]
     ),
 }  # fmt: skip
 
