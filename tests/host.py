@@ -51,6 +51,7 @@ class Host:
     def __init__(self, machine: Machine, rank: int) -> None:
         self.machine, self.rank = machine, rank
         self.sums: dict[int, list[Part]] = defaultdict(list)  # of gradients, by stage
+        self.ending = 0  # the update that the rank ends next
         self.own = [s for s, rs in enumerate(zip(*machine.holders, strict=True)) if rank in rs]
         self.trained = [s for s in self.own if s >= machine.frozen]
         self.slots: dict[Slot, Value] = {}
@@ -320,7 +321,14 @@ class Host:
         tied = self.machine.tied
         return [("tied grad" if s in tied else "grad", s, update) for s in self.trained]
 
+    def ends(self, update: int) -> None:
+        """A rank ends its updates in turn: it has one norm, that of the update that ends."""
+        if update < self.ending:
+            raise Wrong(f"update {update} ends after what is of update {self.ending}")
+        self.ending = update
+
     def reduce_norm(self, i: Instr) -> None:
+        self.ends(i.mb)
         self.queue("reductions")
         for slot in self.final(i.mb):
             self.look(*slot)
@@ -328,6 +336,7 @@ class Host:
         self.collective("all ranks", len(self.machine.lists), i.mb)
 
     def step(self, i: Instr) -> None:
+        self.ends(i.mb)
         self.queue("compute")
         for slot in self.final(i.mb) + [("norm", i.mb)] * self.machine.program.clip:
             self.take(*slot)

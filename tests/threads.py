@@ -30,6 +30,7 @@ The machine:
   what they give is there when all have met.  Two computes joined run as one.  NCCL hangs on groups
   of more than 256.
 - *Collectives* block until every member is there, and all must be there for one update.
+  A rank ends its updates, with the norm and the step, in turn.
 
 At the end nothing may be left in any slot but the losses of all microbatches and, if there was
 any backward, the parameters of every rank as each step left them; a step takes the reduced, tied

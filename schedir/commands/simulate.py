@@ -77,7 +77,7 @@ def _slots(request: Request) -> dict[str, Any]:
     program = timeline.program
     if not program.slots:
         return {}
-    slots = [counts._asdict() for counts in program.slots]
+    slots = [counts.said() for counts in program.slots]
     if request.run is not None and request.costs is None:  # its costs are not known
         return {"slots": slots}
     free = replace(program, slots=())
@@ -108,7 +108,9 @@ def _with_fewer(request: Request) -> str:
 def _said(timeline: Timeline, slots: dict[str, Any]) -> str:
     if not slots:
         return ""
-    most = {kind: max(counts[kind] for counts in slots["slots"]) for kind in slots["slots"][0]}
+    most: dict[str, int] = {}
+    for counts in slots["slots"]:
+        most |= {kind: max(number, most.get(kind, 0)) for kind, number in counts.items()}
     text = "slots, at most: " + ", ".join(f"{kind} {n}" for kind, n in most.items())
     own = slots.get("span_with_own_slots")
     if own:

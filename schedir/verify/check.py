@@ -35,6 +35,7 @@ from schedir.ir.index import NONE
 from schedir.ir.ops import (
     ADDS,
     COLLECTIVES,
+    ROWS,
     SLOTTED,
     SPLITS,
     STEPS,
@@ -178,6 +179,7 @@ def prove(graph: Graph, reached: Walk | None = None) -> None:
         return
     ordered = reached is None and _in_one_order(graph)
     _updates_in_turn(graph)
+    _ends_in_turn(graph)
     segments_in_turn(graph.index)
     if early := misordered(graph):
         raise early
@@ -314,6 +316,29 @@ def _updates_in_turn(graph: Graph) -> None:
         ],
         hint="all backwards of an update, I and W too, come before those of the next, as in "
         "one_f_one_b and pipedream_2bw",
+    )
+
+
+def _ends_in_turn(graph: Graph) -> None:
+    """A rank ends its updates in turn.
+
+    What it adds sees to that; but one whose stages are all frozen adds nothing.
+    """
+    index = graph.index
+    if graph.program.plan.updates == 1:
+        return
+    at = np.flatnonzero(index.is_op(row.op for row in ROWS if row.per is Per.RANK))
+    update, rank = index.update(at), index.rank[at]
+    early = (rank[1:] == rank[:-1]) & (update[1:] < update[:-1])
+    if not early.any():
+        return
+    k = int(early.argmax())
+    first, second = index.locate(int(at[k])), index.locate(int(at[k + 1]))
+    raise OrderError(
+        f"{first[2]}, of update {update[k]}, comes before {second[2]}, of update {update[k + 1]}",
+        program=graph.program.name,
+        sites=[Site(*first, "comes too early"), Site(*second)],
+        hint="each rank ends one update after the other, also where all of its stages are frozen",
     )
 
 

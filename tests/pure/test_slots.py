@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import random
 from collections import Counter
 from dataclasses import replace
@@ -33,6 +34,7 @@ from schedir.schedules.draft import draft
 from schedir.schedules.words import Schedule
 from schedir.testing import drafts
 from schedir.verify.check import check
+from tests.commands import said
 from tests.laws import ZOO, least, plan_of
 from tests.oracle import Machine
 from tests.strategies import costs, with_slots
@@ -313,3 +315,18 @@ def test_a_draft_takes_nothing_in() -> None:
     assert not minimum_slots(program)[:, :4].any()
     looped = minimum_slots(draft(interleaved, Plan(1, 4, 2)))
     assert looped[0, BOUNDARY.index(Token.ACT_OUT)] > 0
+
+
+@pytest.mark.parametrize("skips", [[], ["--skips", "0=3"]])
+def test_simulate_tells_the_slots_that_there_are(
+    capsys: pytest.CaptureFixture[str], skips: list[str]
+) -> None:
+    argv = ["simulate", "gpipe", "--slots", "fewest", *skips]
+    kinds = ["act_in", "act_out", "grad_in", "grad_out"]
+    kinds += ["skip_in", "skip_out", "skip_grad_in", "skip_grad_out"] * bool(skips)
+    line = next(line for line in said(capsys, *argv).splitlines() if line.startswith("slots"))
+    told = [pair.split() for pair in line.split(": ")[1].split(";")[0].split(", ")]
+    assert [kind for kind, _ in told] == kinds
+    assert all(1 <= int(number) <= 8 for _, number in told)
+    slots = json.loads(said(capsys, *argv, "--json"))["slots"]
+    assert all([*counts] == kinds for counts in slots)
