@@ -29,16 +29,32 @@ def parameters(stages: Iterable[Any]) -> list[nn.Parameter]:
 @contextmanager
 def put_aside(stages: Sequence[Any]) -> Iterator[None]:
     """Within this, gradients begin with nothing; after it those of before are added."""
-    before = {p: p.grad for p in parameters(stages) if p.grad is not None}
+    shared = _in_buckets(stages)
+    there = {p: p.grad for p in parameters(stages) if p.grad is not None}
+    before = {p: grad.clone() if p in shared else grad for p, grad in there.items()}
     for p in before:
         p.grad = None
     try:
         yield
     finally:
         for p, grad in before.items():
+            if p.grad is not None and p in shared:
+                p.grad.add_(grad)
+                continue
             if p.grad is not None:
                 grad.add_(p.grad)
             p.grad = grad
+
+
+def _in_buckets(stages: Iterable[Any]) -> set[nn.Parameter]:
+    """Parameters whose gradients may be views of a DDP's buckets, into which it writes again."""
+    return {
+        p
+        for stage in stages
+        for module in stage.submod.modules()
+        if getattr(module, "gradient_as_bucket_view", False)
+        for p in module.parameters()
+    }
 
 
 @torch.no_grad()

@@ -20,7 +20,7 @@ from schedir.runtime.executor import Executor
 from schedir.runtime.splittable import split_linears
 from schedir.torch.actions import splits
 from schedir.torch.shapes import boundaries
-from schedir.torch.stages import require_reducible
+from schedir.torch.stages import require_reducible, require_wrapped_whole
 from schedir.transports.nccl import nccl
 from schedir.transports.processes import Gloo, Processes
 from schedir.transports.shared import Shared
@@ -190,13 +190,7 @@ def _require_own(stage: Any) -> None:
         )
     if isinstance(module, Replicated):
         require_reducible(stage)
-    elif any(isinstance(m, Replicated) for m in module.modules()):
-        raise UsageError(
-            f"a part of stage {stage.stage_index} is wrapped by DistributedDataParallel, and would "
-            "reduce its gradients in each backward",
-            hint="DistributedDataParallel(stage.submod)",
-            fields=["stages"],
-        )
+    require_wrapped_whole([stage])
 
 
 def _transport(program: Program, group: Any, device: torch.device) -> Processes:

@@ -29,7 +29,7 @@ from schedir.torch.stages import (
     require_gradients_sent,
     require_reducible,
     require_runnable,
-    require_sharded_whole,
+    require_wrapped_whole,
     stages_of,
 )
 from schedir.verify.check import check
@@ -329,7 +329,7 @@ class Schedule(ByMicrobatch):
         now = [stage.submod for stage in self._stages]
         if now == self._settled:
             return
-        require_sharded_whole(self._stages)
+        require_wrapped_whole(self._stages)
         for module in now:
             if isinstance(module, FSDPModule):
                 module.set_reshard_after_forward(False)
@@ -360,11 +360,13 @@ class Schedule(ByMicrobatch):
 
     @contextmanager
     def _unwrapped(self) -> Iterator[None]:
-        """Within this, stages that split backwards are without their DDP, which sees none of W."""
+        """Within this, stages are without a DDP that would not reduce them: of split backwards it
+        sees no W, and of a static graph it takes the first microbatch for all."""
         self._replicated: dict[int, Any] = {
             stage.stage_index: stage.submod
             for stage in self._stages
-            if stage.stage_index in self._splits and isinstance(stage.submod, Replicated)
+            if isinstance(stage.submod, Replicated)
+            and (stage.stage_index in self._splits or stage.submod.static_graph)
         }
         for stage in self._stages:
             if stage.stage_index in self._replicated:

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from torch import nn
+from torch.distributed._composable.contract import _get_registry
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.pipelining.stage import _PipelineStageBase
 from torch.nn.parallel import DistributedDataParallel as Replicated
@@ -54,21 +55,35 @@ def require_runnable(
             raise UsageError(f"{name} is a number from 1 on, not {said(number)}", fields=[name])
     if loss_fn is not None:
         loss_of(loss_fn)
-    require_sharded_whole(stages)
+    require_wrapped_whole(stages)
 
 
-def require_sharded_whole(stages: Sequence[Any]) -> None:
-    """Refuse stages of which parts are sharded alone.  Raises UsageError."""
+def require_wrapped_whole(stages: Sequence[Any]) -> None:
+    """Refuse stages of which parts are sharded or replicated, and not the stage: torch's runtime
+    looks at the outermost module alone.  Raises UsageError."""
     for stage in stages:
-        if not isinstance(stage.submod, FSDPModule) and any(
-            isinstance(m, FSDPModule) for m in stage.submod.modules()
+        for is_so, done, again in (
+            (
+                lambda m: isinstance(m, FSDPModule),
+                "sharded",
+                "fully_shard(stage.submod), after its parts",
+            ),
+            (_is_replicated, "replicated", "DistributedDataParallel(torch.compile(module))"),
         ):
-            raise UsageError(
-                f"parts of stage {stage.stage_index} are sharded, and the stage is not: each of "
-                "its backwards would reduce gradients",
-                hint="fully_shard(stage.submod), after its parts",
-                fields=["stages"],
-            )
+            whole = isinstance(stage.submod, FSDPModule | Replicated) and is_so(stage.submod)
+            if not whole and any(map(is_so, stage.submod.modules())):
+                raise UsageError(
+                    f"parts of stage {stage.stage_index} are {done}, and the stage is not: each of "
+                    "its backwards would reduce gradients, or none would",
+                    hint=again,
+                    fields=["stages"],
+                )
+
+
+def _is_replicated(module: nn.Module) -> bool:
+    """By DistributedDataParallel, or by `replicate`, which is the same without a wrapper."""
+    by_name = "replicate" in (_get_registry(module) or ()) and not isinstance(module, FSDPModule)
+    return isinstance(module, Replicated) or by_name
 
 
 def require_frozen(stages: Sequence[Any], program: Program) -> None:
@@ -168,6 +183,6 @@ def require_reducible(stage: Any) -> None:
         if there:
             raise ModelError(
                 f"stage {stage.stage_index} is wrapped by DistributedDataParallel with {what}, and "
-                "its backwards are split: DDP sees no W, and its gradients are reduced without it",
-                hint="fully_shard, or a schedule of whole backwards",
+                "its gradients are reduced without it, as DDP sees no W of split backwards",
+                hint="fully_shard, or a schedule of whole backwards (and no static_graph)",
             )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import pytest
@@ -9,6 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
+from torch.distributed._composable.replicate import replicate
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn.functional import mse_loss
 from torch.nn.parallel import DistributedDataParallel
@@ -51,8 +53,8 @@ def sharded(parts: bool = True, **options: Any) -> Wrap:
     return wrap
 
 
-def in_ddp(module: nn.Module, mesh: Any) -> nn.Module:
-    return DistributedDataParallel(module, process_group=mesh.get_group())
+def in_ddp(module: nn.Module, mesh: Any, **options: Any) -> nn.Module:
+    return DistributedDataParallel(module, process_group=mesh.get_group(), **options)
 
 
 def same(step: Step, stages: int, *, rows: int = 16, **options: Any) -> None:
@@ -94,9 +96,16 @@ def test_replicated(name: str, placement: str, stages: int) -> None:
     same(step_of(placement, schedule=name, dp=2, wrap=in_ddp), stages)
 
 
-def test_replicated_gradients_add_up() -> None:
-    step = step_of("vee", schedule="zb_v", dp=2, wrap=in_ddp, steps=2)
-    same(step, 4, rows=32, microbatches=4 * MB, reduction=2 * MB)
+@pytest.mark.parametrize("option", [None, "gradient_as_bucket_view", "static_graph"])
+@pytest.mark.parametrize(("name", "placement", "stages"), [CASES[0], CASES[2]])
+def test_replicated_gradients_add_up(
+    name: str, placement: str, stages: int, option: str | None
+) -> None:
+    """Also where DDP writes the next gradients over those of before, and where it counts
+    backwards."""
+    wrap = partial(in_ddp, **({option: True} if option else {}))
+    step = step_of(placement, schedule=name, dp=2, wrap=wrap, steps=2)
+    same(step, stages, rows=32, microbatches=4 * MB, reduction=2 * MB)
 
 
 def test_torchs_own_does_not_reduce_them() -> None:
@@ -122,6 +131,26 @@ def test_parts_that_are_sharded_alone_are_refused() -> None:
 
     with pytest.raises(ExecutionError, match="parts of stage 0 are sharded"):
         same(step_of("loop", schedule="gpipe", dp=2, wrap=within), 2)
+
+
+def compiled(module: Any, mesh: Any) -> Any:
+    return torch.compile(in_ddp(module, mesh), backend="eager")
+
+
+def part(module: Any, mesh: Any) -> Any:
+    module.a = in_ddp(module.a, mesh)
+    return module
+
+
+def unwrapped(module: Any, mesh: Any) -> Any:
+    return replicate(module, process_group=mesh.get_group())
+
+
+@pytest.mark.parametrize("wrap", [compiled, part, unwrapped])
+def test_replicas_that_torchs_runtime_does_not_see_are_refused(wrap: Wrap) -> None:
+    """It would not have told DDP which backward is the last."""
+    with pytest.raises(ExecutionError, match="parts of stage 0 are replicated"):
+        same(step_of("loop", schedule="one_f_one_b", dp=2, wrap=wrap), 2)
 
 
 # ---------------------------------------------------------------- when stages are whole
