@@ -2,7 +2,9 @@
 
 torch takes the weights' half from what lies between weights and inputs.  A weight from which no way
 leads to an output past an input, as in a stage behind frozen ones, or of a table that is handed on,
-is in none of its groups, and gets no gradient, nor a word.
+is in none of its groups, and gets no gradient, nor a word; nor does one that is no parameter of the
+stage, as of a loss that is trained.  And it detaches what backwards begin with in place, which
+cannot be done with views.
 """
 
 from __future__ import annotations
@@ -10,31 +12,67 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from torch import Tensor
+import torch
+from torch import Tensor, nn
+from torch.autograd import Function
 from torch.distributed.pipelining import _backward as theirs
 
 
-def loses(stage: Any, output: object, mb: int) -> bool:
-    """Whether halves of torch's backward of a stage would leave out a weight that is used, as the
-    forward of a microbatch has shown."""
-    if stage.is_first:
-        return False  # its backward is whole, at W
-    outputs = output if isinstance(output, tuple | list) else (output,)
-    roots = _nodes(outputs)
-    taken = _nodes(stage.fwd_cache[mb][1])
+def loses(stage: Any, ends: Sequence[object], mb: int) -> bool:
+    """Whether halves of torch's backward of a stage would leave out a weight that is used, or a way
+    by which it is, or count one twice, as the forward of a microbatch has shown.  `ends` is what a
+    backward begins with: outputs, or a loss.
+    """
+    taken, roots = _nodes(stage.fwd_cache[mb][1]), _nodes(ends)
     weights = _nodes([p for p in stage.submod.parameters() if p.requires_grad])
     ways = theirs.construct_reverse_graph(roots)
-    used = {node for node in weights if node in ways}
-    found: set[Any] = set()
-    for group in theirs.get_param_groups(taken, weights, ways):
-        found |= group["params"]
-    return bool(used - found)
+    groups = theirs.get_param_groups(taken, weights, ways)
+    found = [node for group in groups for node in group["params"]]
+    used = {node for node in ways if hasattr(node, "variable")} - {*taken}
+    if used - {*found} or len(found) > len({*found}):
+        return True
+    return any(_passes(group, ways, {*roots}) for group in groups)
+
+
+def _passes(group: Any, ways: Any, roots: set[Any]) -> bool:
+    """Whether a way leads from weights to an output past what their half is taken from."""
+    seen = set(group["params"])
+    left = [*seen]
+    while left:
+        node = left.pop()
+        if node in roots:
+            return True
+        further = {*ways.get(node, ())} - seen - group["intermediates"]
+        seen |= further
+        left += further
+    return False
 
 
 def _nodes(tensors: Sequence[object]) -> list[Any]:
     """Where gradients of tensors come to in the graph."""
     own = (t for t in tensors if isinstance(t, Tensor) and t.requires_grad)
     return [node for t in own if (node := theirs._get_grad_fn_or_grad_acc(t)) is not None]
+
+
+def detachable(end: Any) -> Any:
+    """What a backward begins with, as a tensor that can be detached in place and is no input: the
+    same memory where it is a view or was handed on."""
+    plain = type(end) in (Tensor, nn.Parameter)
+    again = plain and (end._is_view() or (end.is_leaf and end.requires_grad))
+    return _Same.apply(end) if again else end  # type: ignore[no-untyped-call]
+
+
+class _Same(Function):
+    """The same memory in a tensor that is no view."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        same = torch.empty(0, dtype=x.dtype, device=x.device)
+        return same.set_(x.untyped_storage(), x.storage_offset(), x.shape, x.stride())
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        return gradient
 
 
 def whole_at_i() -> Callable[[], None]:

@@ -16,15 +16,15 @@ class ByMicrobatch(_PipelineScheduleRuntime):
     _loss_kwargs: dict[str, Any] | None
 
     def _ran_forward(self, stage: Any, output: Any, mb_index: int) -> None:
-        """Is called after every forward."""
+        """Is called after every forward, and the loss of it."""
 
     def _maybe_compute_loss(
         self, stage: Any, output: Any, target_mbs: Any, mb_index: int, *_: Any
     ) -> None:
-        self._ran_forward(stage, output, mb_index)
         if stage.is_last and self._loss_fn is not None and target_mbs is not None:
             more = self._loss_kwargs or {}
             self._loss_of[mb_index] = self._loss_fn(output, target_mbs[mb_index], **more)
+        self._ran_forward(stage, output, mb_index)
 
     def _maybe_get_loss(self, stage: Any, mb_index: int) -> Tensor | None:
         return self._loss_of[mb_index] if stage.is_last and self._loss_of else None

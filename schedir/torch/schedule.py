@@ -336,14 +336,23 @@ class Schedule(ByMicrobatch):
         self._settled, self._seen = now, []
 
     def _ran_forward(self, stage: Any, output: Any, mb_index: int) -> None:
-        """Look at what the first forward of a stage shows of its backward."""
-        if not self._has_backward or stage in self._seen:
+        """Look at what a forward of a stage shows of its backward."""
+        if not self._has_backward:
             return
-        self._seen.append(stage)
         require_gradients_sent(stage, output)
-        split = stage.stage_index in self._splits and stage.dw_builder is None
-        if split and halves.loses(stage, output, mb_index):
-            stage.dw_builder = halves.whole_at_i
+        if stage.is_first or stage.stage_index not in self._splits or stage.dw_builder is not None:
+            return  # whole: that of the first stage is, at W
+        outputs, inputs = stage.fwd_cache[mb_index]
+        if stage.is_last:
+            ends = (halves.detachable(self._loss_of[mb_index]),)
+            self._loss_of[mb_index] = ends[0]
+        else:
+            ends = tuple(map(halves.detachable, outputs))
+            stage.fwd_cache[mb_index] = (ends, inputs)
+        if stage not in self._seen:
+            self._seen.append(stage)
+            if halves.loses(stage, ends, mb_index):
+                stage.dw_builder = halves.whole_at_i
 
     # ------------------------------------------------------------ gradients
 

@@ -63,15 +63,11 @@ def require_wrapped_whole(stages: Sequence[Any]) -> None:
     looks at the outermost module alone.  Raises UsageError."""
     for stage in stages:
         for is_so, done, again in (
-            (
-                lambda m: isinstance(m, FSDPModule),
-                "sharded",
-                "fully_shard(stage.submod), after its parts",
-            ),
+            (_is_sharded, "sharded", "fully_shard(stage.submod), after its parts"),
             (_is_replicated, "replicated", "DistributedDataParallel(torch.compile(module))"),
         ):
-            whole = isinstance(stage.submod, FSDPModule | Replicated) and is_so(stage.submod)
-            if not whole and any(map(is_so, stage.submod.modules())):
+            outermost = isinstance(stage.submod, FSDPModule | Replicated) and is_so(stage.submod)
+            if not outermost and any(map(is_so, stage.submod.modules())):
                 raise UsageError(
                     f"parts of stage {stage.stage_index} are {done}, and the stage is not: each of "
                     "its backwards would reduce gradients, or none would",
@@ -80,7 +76,11 @@ def require_wrapped_whole(stages: Sequence[Any]) -> None:
                 )
 
 
-def _is_replicated(module: nn.Module) -> bool:
+def _is_sharded(module: Any) -> bool:
+    return isinstance(module, FSDPModule)
+
+
+def _is_replicated(module: Any) -> bool:
     """By DistributedDataParallel, or by `replicate`, which is the same without a wrapper."""
     by_name = "replicate" in (_get_registry(module) or ()) and not isinstance(module, FSDPModule)
     return isinstance(module, Replicated) or by_name

@@ -103,7 +103,8 @@ def test_replicated_gradients_add_up(
 ) -> None:
     """Also where DDP writes the next gradients over those of before, and where it counts
     backwards."""
-    wrap = partial(in_ddp, **({option: True} if option else {}))
+    options: dict[str, Any] = {option: True} if option else {}
+    wrap = partial(in_ddp, **options)
     step = step_of(placement, schedule=name, dp=2, wrap=wrap, steps=2)
     same(step, stages, rows=32, microbatches=4 * MB, reduction=2 * MB)
 
