@@ -18,15 +18,14 @@ from schedir.errors import ExecutionError, UsageError, flag, said
 from schedir.ir.program import Program
 from schedir.ir.ties import Ties
 from schedir.schedules.words import Schedule as Words
-from schedir.torch import actions, gradients, halves, programs
+from schedir.torch import actions, gradients, programs
 from schedir.torch.agree import require_same, told
-from schedir.torch.losses import ByMicrobatch
+from schedir.torch.forwards import Watched
 from schedir.torch.own import Own
 from schedir.torch.sharding import require_whole, with_shards
 from schedir.torch.stages import (
     Copies,
     require_frozen,
-    require_gradients_sent,
     require_reducible,
     require_runnable,
     require_wrapped_whole,
@@ -39,7 +38,7 @@ Runtime = Literal["torch", "schedir"]
 LOSS_KWARGS = "loss_kwargs" in signature(PipelineScheduleMulti.step).parameters
 
 
-class Schedule(ByMicrobatch):
+class Schedule(Watched):
     """A schedule of torch.distributed.pipelining that runs a program of ours.
 
     It takes what torch's own schedules take, and stands where they stand:
@@ -168,7 +167,7 @@ class Schedule(ByMicrobatch):
         self._loss_kwargs = None
         self._failed = False
         self._settled: list[Any] = []
-        self._seen: list[Any] = []  # stages that have run forward
+        self._seen = []
         self._own: Own | None = None
         if runtime == "schedir":
             self._own = Own(held, self.program, self.forward_program, loss_fn, self.scale_grads, tied, group)  # fmt: skip # noqa: E501
@@ -302,6 +301,7 @@ class Schedule(ByMicrobatch):
         self._settle_shards()
         if self._has_backward:
             require_frozen(self._stages, self.program)
+        self._take_stages()
         self._failed = True
         if LOSS_KWARGS:
             self._loss_kwargs = loss_kwargs
@@ -334,25 +334,6 @@ class Schedule(ByMicrobatch):
             if isinstance(module, FSDPModule):
                 module.set_reshard_after_forward(False)
         self._settled, self._seen = now, []
-
-    def _ran_forward(self, stage: Any, output: Any, mb_index: int) -> None:
-        """Look at what a forward of a stage shows of its backward."""
-        if not self._has_backward:
-            return
-        require_gradients_sent(stage, output)
-        if stage.is_first or stage.stage_index not in self._splits or stage.dw_builder is not None:
-            return  # whole: that of the first stage is, at W
-        outputs, inputs = stage.fwd_cache[mb_index]
-        if stage.is_last:
-            ends = (halves.detachable(self._loss_of[mb_index]),)
-            self._loss_of[mb_index] = ends[0]
-        else:
-            ends = tuple(map(halves.detachable, outputs))
-            stage.fwd_cache[mb_index] = (ends, inputs)
-        if stage not in self._seen:
-            self._seen.append(stage)
-            if halves.loses(stage, ends, mb_index):
-                stage.dw_builder = halves.whole_at_i
 
     # ------------------------------------------------------------ gradients
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed._composable.contract import _get_registry
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.pipelining.stage import _PipelineStageBase
@@ -100,18 +100,29 @@ def require_frozen(stages: Sequence[Any], program: Program) -> None:
             )
 
 
-def require_gradients_sent(stage: Any, output: object) -> None:
-    """Refuse an output that needs a gradient where the stage was told that it does not, by its
-    `output_args`: torch would not send the gradient back, nor say so.  Raises ModelError."""
-    meta = getattr(stage, "_stage_meta", None)  # as of torch 2.13
+def require_as_told(stage: Any, output: object, *, sent: bool) -> None:
+    """Refuse an output that is not as the next stage's rank was told, or found with the first
+    microbatch: torch would send it into what is there for another shape, or would not send its
+    gradient back, and not say so.  Raises ModelError."""
+    meta = getattr(stage, "_stage_meta", stage)  # as of torch 2.13
+    declared = getattr(meta, "outputs", None) or getattr(meta, "_outputs_meta", None) or ()
     outputs = output if isinstance(output, tuple | list) else (output,)
-    declared = getattr(meta, "outputs", None) or ()
     for k, (tensor, as_told) in enumerate(zip(outputs, declared, strict=False)):
-        if tensor.requires_grad and not as_told.requires_grad and not stage.is_last:
+        kind, other = (tensor.shape, tensor.dtype), (as_told.shape, as_told.dtype)
+        if sent and type(tensor) is Tensor and kind != other:
             raise ModelError(
-                f"output {k} of stage {stage.stage_index} needs a gradient, and its output_args "
-                "say that it needs none",
-                hint="torch.empty(..., requires_grad=True), and so for the input_args of the next",
+                f"output {k} of stage {stage.stage_index} is {[*kind[0]]} of {kind[1]}, and was "
+                f"{[*other[0]]} of {other[1]} as shapes were found: torch's runtime has one shape "
+                "for all microbatches, from the first step on",
+                hint="batches of one size that n_microbatches divides, another Schedule of the "
+                "same stages for another size, or runtime='schedir'",
+            )
+        if tensor.requires_grad and not as_told.requires_grad and stage.has_backward:
+            raise ModelError(
+                f"output {k} of stage {stage.stage_index} needs a gradient, and its output_args, "
+                "or the first step, say that it needs none",
+                hint="torch.empty(..., requires_grad=True), and so for the input_args of the next; "
+                "another Schedule of the same stages where some of them are trained from now on",
             )
 
 
