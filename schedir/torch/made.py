@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import Any, NamedTuple
 
 import torch
@@ -34,7 +35,8 @@ class Facts(NamedTuple):
     trains: bool
     shapes: Shapes
     modules: tuple[int, ...]
-    trained: tuple[bool, ...]  # of their parameters, in order
+    trained: tuple[int, ...]  # of their parameters, in order: which it is, 0 of a frozen one
+    types: tuple[torch.dtype | None, ...]  # that of autocast, if it is on, and of the parameters
     prefixes: tuple[str, ...]  # of their names, as torch.compile has them
     failures: int
 
@@ -55,8 +57,11 @@ class Made:
             return False
         if any(one.submod is not other for one, other in zip(stages, self.modules, strict=True)):
             return False
+        state = self.executor.state
+        if _types(stages[0].device, state.unchanged.parameters) != self.facts.types:
+            return False
         try:
-            self.executor.state.unchanged.expect()
+            state.unchanged.expect()
         except ModelError:
             return False
         return True
@@ -86,14 +91,26 @@ def facts_of(
                     program=program.name,
                 )
     modules = [stage.submod for stage in stages]
+    parameters = [*dict.fromkeys(p for module in modules for p in module.parameters())]
     return Facts(
         trains,
         shapes,
         tuple(map(id, modules)),
-        tuple(p.requires_grad for module in modules for p in module.parameters()),
+        tuple(id(p) if p.requires_grad else 0 for p in parameters),
+        _types(stages[0].device, parameters),
         tuple(_prefix(module) for module in modules),
         failures,
     )
+
+
+def _types(where: Any, parameters: Iterable[Tensor]) -> tuple[torch.dtype | None, ...]:
+    """What decides of which types tensors are that pass between stages."""
+    device = torch.device(where).type
+    on = torch.is_autocast_enabled(device)
+    return torch.get_autocast_dtype(device) if on else None, *map(_type, parameters)
+
+
+_type = attrgetter("dtype")
 
 
 def made(

@@ -27,8 +27,8 @@ class Own:
 
     The executor is made at the first step, of what `submod` of the stages is then, and of the
     shapes that the first microbatch has on its way.  Before each step the ranks tell each other
-    whether it still fits (one number); if shapes, modules, or what is trained have changed on any,
-    all make another, and the last few are kept.  So a change is never a hang.
+    whether it still fits (one number); if shapes, types, autocast, modules, or what is trained have
+    changed on any, all make another, and the last few are kept.  So a change is never a hang.
 
     A rank whose step fails leaves: waits of the others for it end in an ExecutionError.  The next
     step makes a new executor.

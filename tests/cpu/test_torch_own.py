@@ -251,6 +251,46 @@ def test_what_may_change_between_steps() -> None:
         assert not [(rank, what) for what, same in found.items() if not same]
 
 
+def of_other_kinds(rank: int) -> dict[str, bool]:
+    """What no shape of an input shows, and yet decides what passes, or what is trained."""
+    modules, plain = parts(2), parts(2)
+    for module in (*modules, *plain):
+        module.add_module("head", nn.Linear(WIDTH, WIDTH))
+        module.register_forward_hook(lambda m, _, y: m.head(y))
+    plain[0].load_state_dict(modules[0].state_dict())
+    plain[1].load_state_dict(modules[1].state_dict())
+    schedule, own = made(modules, "one_f_one_b")
+    found = {}
+
+    def compare(what: str) -> None:
+        for module in (*modules, *plain):
+            module.zero_grad()
+        stepped(schedule, 0)
+        looped(plain, 0, True, {p: None for m in plain for p in m.parameters()})
+        found[what] = equal(gradients(own), gradients(plain[rank : rank + 1]))
+
+    compare("as it is")
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        compare("under autocast")
+    compare("without it")
+    for module in (*modules, *plain):
+        one = {name: p.clone() + 1 for name, p in module.state_dict().items()}
+        module.load_state_dict(one, assign=True)
+    compare("of other Parameters")
+    for module in (*modules, *plain):
+        layer = nn.Linear(WIDTH, WIDTH)
+        nn.init.ones_(layer.weight), nn.init.ones_(layer.bias)
+        module.get_submodule("one").linear = layer
+    compare("of another layer")
+    return found
+
+
+def test_steps_follow_types_and_parameters() -> None:
+    for rank, found in enumerate(run(of_other_kinds, 2)):
+        assert len(found) == 5
+        assert not [(rank, what) for what, same in found.items() if not same]
+
+
 def failed(rank: int) -> list[str]:
     """A module fails on one rank; then it does not."""
     schedule, modules = made(parts(2), "one_f_one_b")
