@@ -25,8 +25,8 @@ class Machine:
     model: str
     costs: Costs
     ended: dict[tuple[int, int], float] = field(default_factory=dict)  # (rank, index): when
-    small: float = -1  # activations and gradients of at most so many bytes wait for nobody
-    sizes: tuple[float, float] = (0, 0)  # of activations and gradients
+    small: float = -1  # messages of at most so many bytes wait for nobody
+    sizes: tuple[float, float, float] = (0, 0, 0)  # of activations, gradients and skips
 
     def run(self) -> bool:
         """Whether everything ended; `ended` says when."""
@@ -260,6 +260,8 @@ class Machine:
         """The send of a message, if it is small enough to leave without its receiver."""
         for rank, k in (one, other):
             i, size = self.lists[rank][k], self.sizes
+            if i.op in (O.SendSkip, O.SendSkipGrad):
+                return (rank, k) if size[2] <= self.small else None
             if i.op in (O.SendAct, O.SendGrad):
                 act = i.op == O.SendAct
                 cut = Instr(O.Scatter if act else O.ScatterGrad, i.stage, i.mb)

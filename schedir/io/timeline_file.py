@@ -211,8 +211,7 @@ def _sizes(said: Any, plan: Plan) -> Sizes | None:
     if not isinstance(said, dict) or not said.keys() <= {*names}:
         raise TraceError(f"sizes are {', '.join(names)}, and not {said!r:.80}")
     sizes = Sizes(**said)
-    for name in names:
-        sizes.each(name, plan)  # raises where their number is wrong
+    sizes.require(plan)
     return sizes
 
 

@@ -124,6 +124,12 @@ class Sizes:
         """
         return self._each(name, plan.stages, plan.microbatches)
 
+    def require(self, plan: Plan) -> None:
+        """Raise UsageError for numbers of other stages or microbatches than the plan's, whether
+        anybody asks for that size or not."""
+        for f in fields(self):
+            self.each(f.name, plan)
+
     def _each(self, name: str, stages: int, microbatches: int | None) -> NDArray[np.float64]:
         if name == "both" and self.both is None:
             each = (self._each(part, stages, microbatches) for part in ("saved", "tape"))

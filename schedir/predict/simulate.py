@@ -49,6 +49,7 @@ def simulate(
         expect(costs, Costs, "Costs(F=1, B=2)")
     if sizes is not None:
         expect(sizes, Sizes, SIZES)
+        sizes.require(program.plan)
     if program.is_draft and (program.trains or program.plan.ranks > 1):  # else it is whole
         program = lower(check_draft(program), costs, model)
     graph = complete(program, model, blocks=blocks)

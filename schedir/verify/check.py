@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from dataclasses import fields
 from itertools import product
 from numbers import Real
 
@@ -100,10 +99,9 @@ def check(
     expect(program, Program, "schedir.compile(schedule, plan)")
     device_waits = flag(device_waits, "device_waits")
     blocks, lazy = flag(blocks, "blocks") or device_waits, flag(lazy, "lazy")
-    small = eager_of(eager, sizes)
+    small = eager_of(eager, sizes, program)
     if sizes is not None:
-        for size in fields(sizes):  # each is of this program's plan, whether anybody asks or not
-            sizes.each(size.name, program.plan)
+        sizes.require(program.plan)
     if lazy and blocks:
         raise UsageError(
             "communicators that are made lazily are those of GPUs, whose hosts do not block",
@@ -129,13 +127,13 @@ def check(
 
 def _least_limit(graph: Graph, sizes: Sizes) -> float | None:
     """The least limit with which a program is right that hangs, if there is one."""
-    if (least := least_limit(graph, sizes)) is None:
+    if not _sized(graph.program, sizes) or (least := least_limit(graph, sizes)) is None:
         return None
     eager = Graph(graph.program, graph.model, eager=Eager(least, sizes))
     return None if crossing(eager) else least
 
 
-def eager_of(limit: object, sizes: Sizes | None) -> Eager | None:
+def eager_of(limit: object, sizes: Sizes | None, program: Program) -> Eager | None:
     """What `check` is told of messages that wait for nobody; raises UsageError if that is nothing
     that can be meant."""
     if sizes is not None:
@@ -146,13 +144,20 @@ def eager_of(limit: object, sizes: Sizes | None) -> Eager | None:
         raise UsageError(
             f"eager is a number of bytes, such as 512e3, not {said(limit)}", fields=["eager"]
         )
-    if sizes is None or not np.any(sizes.activation):
+    if sizes is None or not _sized(program, sizes):
+        named = ["activation", *["skip"] * bool(program.skips)]
         raise UsageError(
             "who says from which size on messages wait, says how large they are, too",
-            hint="sizes=Sizes(activation=16e6), or --sizes activation=16MB",
+            hint=f"sizes=Sizes({', '.join(f'{name}=16e6' for name in named)}), or --sizes "
+            + ",".join(f"{name}=16MB" for name in named),
             fields=["sizes"],
         )
     return Eager(float(limit), sizes)
+
+
+def _sized(program: Program, sizes: Sizes) -> bool:
+    """Whether sizes say of all messages how large they are: none would be of no bytes."""
+    return bool(np.any(sizes.activation) and (not program.skips or np.any(sizes.skip)))
 
 
 def complete(

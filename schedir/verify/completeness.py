@@ -222,10 +222,11 @@ def _compute(look: Inspector) -> None:
     if not look.program.trains:
         return
     ix, frozen = look.index, look.stage < look.program.frozen
-    look.refuse_first(
-        ix.is_op(OF_TRAINED) & (ix.stage < look.program.frozen),
-        lambda at: f"stage {ix.stage[at]} is frozen, and has no {ROWS[ix.op[at]].text}",
-    )
+    if look.program.frozen:
+        look.refuse_first(
+            ix.is_op(OF_TRAINED) & (ix.stage < look.program.frozen),
+            lambda at: f"stage {ix.stage[at]} is frozen, and has no {ROWS[ix.op[at]].text}",
+        )
     for split, name in ((i, BACKWARD_INPUT), (w, BACKWARD_WEIGHT)):
         if (b & split).any():
             key = int((b & split).argmax())

@@ -226,13 +226,22 @@ def test_an_array_of_another_plan(shape: tuple[int, int]) -> None:
             call(Sizes(saved=given))
 
 
+def test_sizes_that_nobody_asks_for_are_refused_before_a_file_has_them(tmp_path: Path) -> None:
+    program = compile(schedules.gpipe, Plan(4, 8))
+    for name in ("skip", "tape"):  # of which the program has none
+        with pytest.raises(UsageError, match=f"size {name} is an array of 4 x 3 numbers"):
+            run = simulate(program, sizes=Sizes(**{name: cast("Any", np.ones((4, 3)))}))
+            save_timeline(run, tmp_path / "a.timeline")
+
+
 def test_arrays_are_kept_as_tuples() -> None:
     """So that costs and sizes can be compared, and be keys."""
     given: Any = np.array([[1, 2], [3, 4]])
     costs, sizes = Costs(F=given), Sizes(activation=given[:1])
     assert costs.F == ((1.0, 2.0), (3.0, 4.0)) and sizes.activation == ((1.0, 2.0),)
     assert {costs: 1}[Costs(F=((1, 2), (3, 4)))] == 1
-    assert eager_of(1.0, sizes) in {eager_of(1.0, sizes)}
+    program = compile(schedules.gpipe, Plan(2, 2))
+    assert eager_of(1.0, sizes, program) in {eager_of(1.0, sizes, program)}
     assert sizes.of("gradient", 3).tolist() == [2.0] * 3  # the largest
 
 

@@ -30,6 +30,7 @@ from schedir.verify.check import check, complete
 from tests.commands import refused as refuses
 from tests.commands import said
 from tests.edits import written
+from tests.host import MESSAGES, SENDING
 from tests.mutants import legal, mutate, refusal, reordered
 from tests.oracle import Machine
 from tests.strategies import with_slots
@@ -149,9 +150,8 @@ def _agrees(program: Program, model: Model, eager: Eager | None, seed: int) -> N
     priced = Costs(**{name: float(rng.randint(0, 4)) for name in ("F", "B", "I", "W", "send")})
     machine = Machine(program, model, priced)
     if eager:
-        act, grad = eager.sizes.activation, eager.sizes.gradient
-        assert isinstance(act, float) and isinstance(grad, float)
-        machine.small, machine.sizes = eager.limit, (act, grad)
+        act, grad, skip = (getattr(eager.sizes, k) for k in ("activation", "gradient", "skip"))
+        machine.small, machine.sizes = eager.limit, (act, grad, skip)
     try:
         graph = complete(program, model, eager=eager)
     except ProgramError:
@@ -173,7 +173,7 @@ def test_times_where_small_messages_wait_for_nobody(
     seed: int, name: str, model: Model, limit: float
 ) -> None:
     _, program = mutate(name, seed)
-    eager = Eager(limit, Sizes(activation=2.0, gradient=4.0))
+    eager = Eager(limit, Sizes(activation=2.0, gradient=4.0, skip=1.0))
     _agrees(with_slots(program, random.Random(seed)), model, eager, seed)
 
 
@@ -186,7 +186,7 @@ def test_small_messages_by_execution(
     _, program = mutate(name, seed)
     stages = program.plan.stages
     each = data.draw(st.lists(st.integers(1, 5), min_size=stages, max_size=stages))
-    sizes = Sizes(activation=tuple(map(float, each)))
+    sizes = Sizes(activation=tuple(map(float, each)), skip=3.0)
     ran = verdict(program, model, seed, limit, sizes)
     try:
         check(program, model, eager=limit, sizes=sizes)
@@ -206,7 +206,7 @@ def test_the_least_limit_is_the_least(
     _, program = mutate(name, seed)
     stages = program.plan.stages
     each = data.draw(st.lists(st.integers(1, 5), min_size=stages, max_size=stages))
-    sizes = Sizes(activation=tuple(map(float, each)))
+    sizes = Sizes(activation=tuple(map(float, each)), skip=3.0)
     try:
         check(program, model, sizes=sizes)
     except DeadlockError as error:
@@ -291,21 +291,21 @@ def test_sizes_are_of_the_stages_that_there_are() -> None:
 
 def _past_first_uses(program: Program, model: str, seed: int) -> bool:
     """Whether hosts that make communicators as they come to them all reach their ends."""
-    rng, plan = random.Random(seed), program.plan
+    rng, plan, machine = random.Random(seed), program.plan, Machine(program, model, Costs())
     hosts: list[list[object]] = []
     for rank, stream in enumerate(program.streams):
         own: list[object] = []
         begins = [k for k, joined in enumerate(stream.joined) if not joined] + [len(stream)]
         for begin, end in pairwise(begins):
             group = [*stream][begin:end]
-            both = len({i.op in (O.SendAct, O.SendGrad) for i in group}) == 2
+            both = len({i.op in SENDING for i in group}) == 2
             for i in group:
-                if i.op not in (O.SendAct, O.RecvAct, O.SendGrad, O.RecvGrad):
+                if i.op not in MESSAGES:
                     continue
-                up = i.op in (O.SendAct, O.RecvGrad)  # to the next stage, or from it
-                peer = int(plan.rank_at(i.stage + (1 if up else -1), i.mb))
-                kind = "act" if i.op in (O.SendAct, O.RecvAct) else "grad"
-                way = (rank, peer) if i.op in (O.SendAct, O.SendGrad) else (peer, rank)
+                peer = int(plan.rank_at(machine._other(i), i.mb))
+                acts = (O.SendAct, O.RecvAct, O.SendSkip, O.RecvSkip)
+                kind = "act" if i.op in acts else "grad"
+                way = (rank, peer) if i.op in SENDING else (peer, rank)
                 pair = frozenset(way)
                 own.append(
                     {"edge": (kind, way), "pair": pair, "direction": kind,

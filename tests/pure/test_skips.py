@@ -17,7 +17,7 @@ from schedir.analysis.graph import Graph
 from schedir.analysis.memory import held
 from schedir.analysis.models import MODELS
 from schedir.analysis.slots import KINDS, minimum_slots
-from schedir.errors import PlanError, UsageError
+from schedir.errors import DeadlockError, PlanError, UsageError
 from schedir.io import torch_csv
 from schedir.ir.flow import Flow
 from schedir.ir.ops import ROWS, Hop, Opcode, Token
@@ -211,3 +211,32 @@ def test_what_skips_are_not(skips: Any, fact: str, hint: str) -> None:
 def test_torch_has_none() -> None:
     with pytest.raises(UsageError, match="has skips, and stages of torch"):
         torch_csv.show(compile(schedules.gpipe, Plan(3, 3), skips=((0, 2),)))
+
+
+def test_small_messages_are_told_with_the_size_of_a_skip() -> None:
+    """One of which nobody says how large it is, is not small."""
+    program = compile(schedules.gpipe, Plan(3, 2), skips=((0, 2),))
+    for sizes in (Sizes(activation=16e6), Sizes(skip=16e6)):
+        with pytest.raises(UsageError) as caught:
+            check(program, eager=512e3, sizes=sizes)
+        assert caught.value.fields == ("sizes",)
+        assert "activation=16e6, skip=16e6" in caught.value.hint
+    check(program, eager=512e3, sizes=Sizes(activation=16e6, skip=1e3))
+
+    # Rank 0 sends its skip first, and rank 2 takes its activation first.
+    hangs = show(program, folded=False)
+    for here, there in (
+        ("send_act 0.0\n  send_skip 0.0", "send_skip 0.0\n  send_act 0.0"),
+        (
+            "recv_skip 2.0\n  recv_skip 2.1\n  recv_act 2.0",
+            "recv_act 2.0\n  recv_skip 2.0\n  recv_skip 2.1",
+        ),
+    ):
+        assert here in hangs
+        hangs = hangs.replace(here, there)
+    with pytest.raises(DeadlockError) as stuck:
+        check(parse(hangs), "device", sizes=Sizes(activation=16e6))
+    assert stuck.value.eager is None and "finishes" not in stuck.value.hint
+    with pytest.raises(DeadlockError) as stuck:
+        check(parse(hangs), "device", sizes=Sizes(activation=16e6, skip=1e3))
+    assert stuck.value.eager == 1e3
