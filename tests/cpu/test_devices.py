@@ -185,9 +185,13 @@ def test_a_row_says_of_a_transport_what_its_class_says(row: TransportRow) -> Non
     found = find(row.home)
     assert issubclass(found, Processes)
     assert (found.model, found.blocks) == (row.model, row.blocks)
-    program = inspect.signature(found).parameters
-    options = ("program", "timeout", "device", "message")
-    assert [*program] == [*options] and program["device"].kind is inspect.Parameter.KEYWORD_ONLY
+    taken = inspect.signature(found).parameters
+    first, more = [*taken.values()][:4], [*taken.values()][4:]
+    assert [p.name for p in first] == ["program", "timeout", "device", "message"]
+    assert all(p.kind is inspect.Parameter.KEYWORD_ONLY for p in [*first[2:], *more])
+    assert all(
+        p.default is not inspect.Parameter.empty for p in more
+    )  # whoever makes one by its row
     assert row.device in DEVICES
     for function in (DEVICES[row.device].require, DEVICES[row.device].initialise):
         assert callable(find(function))
