@@ -196,7 +196,7 @@ def instruction_costs(microbatches: int = 256) -> tuple[float, float, float]:
     with torch.cuda.graph(graph):
         plain()
     computes = GraphedComputes(rank, inputs, targets)
-    each = us(lambda: rank.step(computes.inputs, computes.targets), graph.replay)
+    each = us(lambda: rank.step(*computes.given), graph.replay)
     computes.close()
     graphed = GraphedStep(rank, inputs, targets)
     return alone, each, us(graphed.graph.replay, graph.replay)
