@@ -61,7 +61,7 @@ def main(names: str) -> None:
     for schedule, plan in cases:
         for slots in (None, "fewest") if "shard" not in rows else (None,):
             program = schedir.compile(schedule, plan, model="edge", slots=slots, **options)
-            assert program.ops & {int(op) for op in schedir.Opcode if op > 16}
+            assert program.ops & {int(op) for op in schedir.Opcode if op > 20}
             run(program)
     if "verdict" in rows:
         from schedir.runtime.verdict_handlers import VERDICTS
