@@ -180,9 +180,13 @@ def shapes_of(given: Any) -> tuple[Any, ...]:
     """The shapes and types of a microbatch's arguments, by name if they have names."""
     each = given.items() if isinstance(given, Mapping) else enumerate(given)
     return tuple(
-        (name, x.shape, x.dtype) if isinstance(x, Tensor) else (name, type(x).__name__)
-        for name, x in each
+        (name, x.shape, x.dtype) if isinstance(x, Tensor) else (name, _kind(x)) for name, x in each
     )
+
+
+def _kind(given: object) -> str:
+    """The type of what is no tensor; of what says which way a stage goes, what it says."""
+    return repr(given) if isinstance(given, bool | str) else type(given).__name__
 
 
 def _said(shapes: tuple[Any, ...]) -> str:

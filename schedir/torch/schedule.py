@@ -170,7 +170,8 @@ class Schedule(Watched):
         self._seen = []
         self._own: Own | None = None
         if runtime == "schedir":
-            self._own = Own(held, self.program, self.forward_program, loss_fn, self.scale_grads, tied, group)  # fmt: skip # noqa: E501
+            both = self.program, self.forward_program
+            self._own = Own(held, *both, loss_fn, self.scale_grads, tied, group)
         self._orders = {
             one.trains: {
                 rank: with_shards(order, active)

@@ -98,7 +98,7 @@ class Processes:
             self.pipeline = self._group(mesh.swapaxes(1, 2).reshape(-1, pp))
         # That of the layers is another one than that of gathers.
         self.tp_group = self._group(mesh.reshape(-1, self.tp)) if self.tp > 1 else None
-        self.groups = {}
+        self.groups: dict[Group, Any] = {}
         for some in _apart(rows_of(program)):
             made = self._group(members[np.concatenate([*some.values()])])
             self.groups |= dict.fromkeys(some, made)

@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from schedir.torch.made import shapes_of
 from schedir.torch.schedule import Runtime, Schedule
 from tests.cpu.spawn import run
 from tests.cpu.torchs import stage_of
@@ -95,3 +96,9 @@ def test_several_tensors_of_each_edge_and_keywords_of_each_stage() -> None:
     for same in run(both, 2):
         assert len(same) == 15
         assert all(same)
+
+
+def test_keywords_that_say_which_way_to_go_are_told_apart() -> None:
+    assert shapes_of({"mode": "short", "step": 1}) != shapes_of({"mode": "long", "step": 1})
+    assert shapes_of({"masked": True}) != shapes_of({"masked": False})
+    assert shapes_of({"step": 1}) == shapes_of({"step": 2})  # counts, with nothing made anew
