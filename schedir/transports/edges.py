@@ -42,19 +42,8 @@ def directed_edges(program: Program) -> list[DirectedEdge]:
 
 
 def apart(edges: Iterable[DirectedEdge]) -> list[list[DirectedEdge]]:
-    """Edges, those together whose ends are all different: a colouring, first fit.
-
-    A rank with n edges is in n of them, and there are at most 2n - 1 for the most that a rank has.
-    """
-    colours: list[list[DirectedEdge]] = []
-    for edge in edges:
-        ends = {edge.source, edge.target}
-        free = (c for c in colours if all(ends.isdisjoint((e.source, e.target)) for e in c))
-        colour = next(free, None)
-        if colour is None:
-            colours.append(colour := [])
-        colour.append(edge)
-    return colours
+    """Edges, those together whose ends are all different."""
+    return groups.apart(edges, lambda edge: {edge.source, edge.target})
 
 
 def _edges(program: Program) -> Iterator[DirectedEdge]:

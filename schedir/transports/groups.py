@@ -14,16 +14,17 @@ the other, is a split of all processes for each row.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence, Set
 from contextlib import contextmanager
 from datetime import timedelta
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
 Row = Sequence[int]
+_T = TypeVar("_T")
 
 LATER: Final = 600.0  # seconds that NCCL's watchdog is more patient; torch's own default for it
 PART: Final = 2 << 20  # bytes of a message for one multiprocessor
@@ -31,6 +32,23 @@ USUAL: Final = 4  # multiprocessors of an edge whose messages are not known
 MOST: Final = 16  # and of any
 
 _made = 0  # how many times this process has made groups
+
+
+def apart(each: Iterable[_T], members: Callable[[_T], Set[int]]) -> list[list[_T]]:
+    """What has members, together where no two have one in common: a colouring, first fit.
+
+    A member of n is in n of them, and of things with two members there are at most 2n - 1 for the
+    most that one is in.
+    """
+    colours: list[tuple[list[_T], set[int]]] = []
+    for one in each:
+        own = members(one)
+        free = next((colour for colour in colours if colour[1].isdisjoint(own)), None)
+        if free is None:
+            colours.append(free := ([], set()))
+        free[0].append(one)
+        free[1].update(own)
+    return [some for some, _ in colours]
 
 
 def make(

@@ -99,8 +99,9 @@ class Processes:
         # That of the layers is another one than that of gathers.
         self.tp_group = self._group(mesh.reshape(-1, self.tp)) if self.tp > 1 else None
         self.groups: dict[Group, Any] = {}
-        for some in _apart(rows_of(program)):
-            made = self._group(members[np.concatenate([*some.values()])])
+        rows = rows_of(program)
+        for some in groups.apart(rows, lambda name: {*rows[name].flat}):
+            made = self.make([row for name in some for row in members[rows[name]].tolist()])
             self.groups |= dict.fromkeys(some, made)
         self.lanes: dict[Lane, torch.cuda.Stream] = {}
         if self.static:
@@ -209,22 +210,6 @@ def rows_of(program: Program) -> dict[Group, NDArray[np.int64]]:
     for ranks in groups_of(program.summed, plan):
         rows[ranks] = mesh[:, ranks].swapaxes(1, 2).reshape(-1, len(ranks))
     return rows
-
-
-def _apart(rows: Mapping[Group, NDArray[np.int64]]) -> list[dict[Group, NDArray[np.int64]]]:
-    """What meets, together where all rows are of other processes, and as long: first fit."""
-    found: list[dict[Group, NDArray[np.int64]]] = []
-    for name, own in rows.items():
-        free = (
-            some
-            for some in found
-            if all(own.shape[1] == r.shape[1] and not np.isin(own, r).any() for r in some.values())
-        )
-        some = next(free, None)
-        if some is None:
-            found.append(some := {})
-        some[name] = own
-    return found
 
 
 class Gloo(Processes):
