@@ -47,6 +47,10 @@ GROUPS = {
         ["Costs", "Sizes", "simulate", "Timeline", "save_timeline", "load_timeline",
          "traces.read_run", "traces.Imported"],
     ),
+    "Find": (
+        "The shortest schedule that a search finds within a limit of memory, and below what none can be.",
+        ["search"],
+    ),
     "See other trainers": (
         "Runs of torch's own pipelining, Megatron-LM and DeepSpeed, as Timelines: "
         "[what is marked, and how](instrument.md).",

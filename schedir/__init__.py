@@ -42,6 +42,7 @@ from schedir.verify.sequence import check_sequence
 
 if TYPE_CHECKING:
     from schedir.foreign.instrument import instrument
+    from schedir.shortest.search import search
 
 __version__ = "0.1.0"
 
@@ -51,6 +52,7 @@ _LATER = {
     "instrument": "foreign.instrument:instrument",
     "kernels": "kernels",
     "runtime": "runtime",
+    "search": "shortest.search:search",
     "testing": "testing",
     "torch_csv": "io.torch_csv",
     "traces": "traces",
@@ -101,6 +103,7 @@ __all__ = [
     "parse",
     "save_timeline",
     "schedules",
+    "search",
     "show",
     "simulate",
     "ties",

@@ -26,7 +26,7 @@ FLOORS = (
     {"verify"},
     {"compiler"},
     {"predict"},
-    {"io"},
+    {"io", "shortest"},
     {"viz", "traces", "dumps"},
     {"kernels", "transports"},
     {"runtime"},
@@ -37,7 +37,7 @@ FLOORS = (
 )
 # (who, what): imports allowed on one floor.
 TIES = {("__main__", "__init__")}  # the version
-HEAVY = ("torch", "triton", "matplotlib", "networkx", "numba")
+HEAVY = ("torch", "triton", "matplotlib", "networkx", "numba", "ortools")
 
 FLOOR = {room: floor for floor, rooms in enumerate(FLOORS) for room in rooms}
 TORCH_FROM = FLOOR["kernels"]
@@ -126,6 +126,7 @@ def test_heavy_imports_stay_home(name: str) -> None:
     assert "torch" not in roots or FLOOR[room(name)] >= TORCH_FROM
     assert "matplotlib" not in roots or room(name) == "viz"
     assert "numba" not in roots or name == "schedir.analysis.compiled"
+    assert "ortools" not in roots or name == "schedir.shortest.solver"
     assert "triton" not in roots or name == "schedir.kernels.aot" or name.endswith("_triton")
 
 

@@ -1,0 +1,53 @@
+"""Bound and Found: what a search gives."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
+
+from schedir.ir.program import Program
+from schedir.predict.timeline import Timeline
+
+Stopped = Literal["proved", "time", "no better", "interrupted"]
+
+
+class Bound(NamedTuple):
+    """No schedule takes less than `value`, in the unit of the costs; `why` says it in words."""
+
+    value: float
+    why: str
+
+
+class Step(NamedTuple):
+    """A shorter schedule, when it was found, in seconds from the beginning, and by what."""
+
+    seconds: float
+    method: str
+    span: float
+
+
+@dataclass(frozen=True)
+class Found:
+    """The shortest schedule that a search has found, and how short any can be.
+
+    `program` is compiled with the costs of the search and checked, `timeline` its prediction, and
+    `span` what was to be short of that.  No schedule within the limit takes less than `bound`, for
+    the reason that `why` says.  `trail` has each better schedule in turn, and `tried` is how many
+    were looked at.  `stopped` says why the search ended: with a proof that nothing is shorter, with
+    its time, with nothing better to be found, or because somebody interrupted it.
+    """
+
+    program: Program
+    timeline: Timeline
+    span: float
+    bound: float
+    why: str
+    trail: tuple[Step, ...]
+    tried: int
+    seed: int
+    stopped: Stopped
+
+    @property
+    def gap(self) -> float:
+        """By how much of the bound the schedule is longer than that, 0 where it is proved."""
+        return max(self.span / self.bound - 1, 0.0)

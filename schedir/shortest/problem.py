@@ -1,0 +1,234 @@
+"""Problem: what a search solves, as plain numbers of stages and ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property
+from math import inf, isnan
+from operator import index
+from typing import Final, Literal, get_args
+
+import numpy as np
+
+from schedir.errors import CostsError, PlanError, UsageError, expect, flag, in_bytes, said
+from schedir.ir.costs import Costs
+from schedir.ir.ops import (
+    BACKWARD,
+    BACKWARD_INPUT,
+    BACKWARD_WEIGHT,
+    FORWARD,
+    SENDS,
+    STEPS,
+)
+from schedir.ir.plan import Plan
+from schedir.ir.sizes import Sizes
+
+Objective = Literal["span", "own"]
+OBJECTIVES: Final[tuple[Objective, ...]] = get_args(Objective)
+ROUNDING: Final = 1e-9  # sums of bytes, and of times, differ by that much of themselves
+
+
+@dataclass(frozen=True)
+class Problem:
+    """A pipeline whose microbatches are alike, in plain numbers; tuples are by stage or by rank.
+
+    `F`, `I` and `W` are times of a microbatch on each stage.  Where backwards are not `split`, `I`
+    is the time of a whole one, and `W` is 0 and never run.  What a stage's F puts out is there for
+    the next stage `act` later, and the gradient of an I for the stage before `grad` later: 0 where
+    both are on one rank.  `tail` is the least time from a rank's last compute to its end: its
+    optimizer's step.
+
+    A rank may hold `room`, of whatever unit: of each microbatch `saved` from the start of F,
+    `both` from the start of I, `tape` from its end until the end of W.  Where backwards are whole,
+    `saved` is held until the end of I.
+
+    `objective` says what is to be short: the "span" of the whole run, or "own", the longest time
+    that a rank takes from its first compute to its last.
+    """
+
+    plan: Plan
+    split: bool
+    objective: Objective
+    F: tuple[float, ...]
+    I: tuple[float, ...]
+    W: tuple[float, ...]
+    act: tuple[float, ...]
+    grad: tuple[float, ...]
+    tail: tuple[float, ...]
+    saved: tuple[float, ...]
+    tape: tuple[float, ...]
+    both: tuple[float, ...]
+    room: tuple[float, ...]
+
+    @property
+    def microbatches(self) -> int:
+        """How many microbatches there are."""
+        return self.plan.microbatches
+
+    @property
+    def own(self) -> tuple[tuple[int, ...], ...]:
+        """The stages of each rank, ascending."""
+        return self.plan.stages_of
+
+    @cached_property
+    def rank_of(self) -> tuple[int, ...]:
+        """The rank that holds each stage."""
+        return tuple(self.plan.rank_of.tolist())
+
+    def work(self, rank: int) -> float:
+        """The time that a rank computes."""
+        each = (self.F[s] + self.I[s] + self.W[s] for s in self.own[rank])
+        return self.microbatches * sum(each)
+
+    def least_room(self, rank: int) -> float:
+        """The least that a rank must be able to hold: one microbatch, there and back.
+
+        Its stages go forward one after the other, and back again; each W comes at once.
+        """
+        held = sum(self.saved[s] for s in self.own[rank])
+        most = held
+        for s in reversed(self.own[rank]):
+            most = max(most, held - self.saved[s] + self.both[s])
+            held -= self.saved[s]
+        return most
+
+    def fits(self, held: float, rank: int) -> bool:
+        """Whether a rank may hold that much."""
+        return held <= self.room[rank] * (1 + ROUNDING)
+
+
+def problem_of(
+    plan: Plan,
+    costs: Costs | None = None,
+    sizes: Sizes | None = None,
+    limit: float | None = None,
+    *,
+    in_flight: int | Callable[[int], int] | None = None,
+    objective: Objective = "span",
+    split: bool = True,
+) -> Problem:
+    """The Problem of a plan, its costs, and what a rank may hold.
+
+    `limit` is in bytes of `sizes`, what there is of weights included; `in_flight` is the count that
+    `greedy` takes, of (stage, mb) from their F to their W, or B.  Without either there is no limit.
+    Messages take no room here: a program that is found must fit with them.
+
+    Raises PlanError for a plan with several holders of a stage, updates or segments; CostsError for
+    costs per microbatch, those that are all 0, and those of other stages; UsageError for a limit
+    that is none, and for one within which no schedule works.
+    """
+    expect(plan, Plan, "Plan(ranks=4, microbatches=8)")
+    costs = Costs() if costs is None else costs
+    expect(costs, Costs, "Costs(F=1, B=2)")
+    if objective not in OBJECTIVES:
+        raise UsageError(f"objective is 'span' or 'own', not {said(objective)}")
+    split = flag(split, "split")
+    _require_plan(plan)
+    F, I, W = _of(FORWARD, costs, plan), _of(BACKWARD_INPUT, costs, plan), _zeros(plan)
+    if split:
+        W = _of(BACKWARD_WEIGHT, costs, plan)
+    else:
+        I = _of(BACKWARD, costs, plan)
+    if not sum(F + I + W) > 0:
+        raise CostsError("all costs are 0: every schedule is as short")
+    send = _of(SENDS[0], costs, plan)
+    rank_of = plan.rank_of.tolist()
+    act = [c * (a != b) for c, a, b in zip(send, rank_of, [*rank_of[1:], rank_of[-1]], strict=True)]
+    grad = [c * (a != b) for c, a, b in zip(send, rank_of, [rank_of[0], *rank_of], strict=False)]
+    steps = np.array(_of(STEPS[0], costs, plan))
+    tail = [steps[min(rank, plan.stages - 1)] for rank in range(plan.ranks)]
+    saved, tape, both, room = _held(plan, sizes, limit, in_flight, split=split)
+    problem = Problem(
+        plan, split, objective, F, I, W, tuple(act), tuple(grad), tuple(map(float, tail)),
+        saved, tape, both, room,
+    )  # fmt: skip
+    _require_room(problem, limit)
+    return problem
+
+
+def _require_plan(plan: Plan) -> None:
+    several = {
+        "holders of each stage": plan.rows,
+        "updates": plan.updates,
+        "segments": plan.segments,
+    }
+    fields = ("placement", "updates", "segments")
+    for field, (what, number) in zip(fields, several.items(), strict=True):
+        if number > 1:
+            raise PlanError(
+                f"a search takes plans with one of {what}: this has {number}", fields=[field]
+            )
+
+
+def _of(op: int, costs: Costs, plan: Plan) -> tuple[float, ...]:
+    each = costs.of(op, plan)  # type: ignore[arg-type]
+    if each.shape[1] > 1:
+        raise CostsError("a search takes costs that are the same for all microbatches")
+    return tuple(each[:, 0].tolist())
+
+
+def _zeros(plan: Plan) -> tuple[float, ...]:
+    return (0.0,) * plan.stages
+
+
+def _held(
+    plan: Plan,
+    sizes: Sizes | None,
+    limit: float | None,
+    in_flight: int | Callable[[int], int] | None,
+    *,
+    split: bool,
+) -> tuple[tuple[float, ...], ...]:
+    """What is saved, the tape, both, and the room for them."""
+    one, zero = (1.0,) * plan.stages, _zeros(plan)
+    if limit is not None and in_flight is not None:
+        raise UsageError("limit is in bytes, and in_flight counts: say one of the two")
+    if limit is None:
+        room = (inf,) * plan.ranks
+        if in_flight is not None:
+            ask = in_flight if callable(in_flight) else lambda _: in_flight
+            room = tuple(_count(ask(rank)) for rank in range(plan.ranks))
+        return one, one if split else zero, one, room
+    if sizes is None:
+        raise UsageError(
+            "a limit in bytes needs the sizes of what is held",
+            hint="--sizes saved=1.2GB,tape=0.5GB, or sizes=Sizes(...)",
+        )
+    expect(sizes, Sizes, "Sizes(saved=1.2e9, tape=0.5e9)")
+    sizes.require(plan)
+    if isinstance(limit, bool) or not isinstance(limit, int | float) or isnan(limit):
+        raise UsageError(f"a limit is a number of bytes, not {said(limit)}", hint="40e9")
+    saved, tape, both = (
+        tuple(sizes.of(n, plan.stages).tolist()) for n in ("saved", "tape", "both")
+    )
+    weights = sizes.of("weights", plan.stages)
+    room = tuple(float(limit - weights[list(own)].sum()) for own in plan.stages_of)
+    return (saved, tape, both, room) if split else (saved, zero, saved, room)
+
+
+def _count(given: object) -> float:
+    try:
+        return float(index(given))  # type: ignore[arg-type]
+    except TypeError:
+        raise UsageError(
+            f"in_flight is a whole number, or a function of the rank that gives one, not "
+            f"{said(given)}"
+        ) from None
+
+
+def _require_room(problem: Problem, limit: float | None) -> None:
+    """Raise UsageError where a rank cannot take one microbatch there and back."""
+    for rank in range(problem.plan.ranks):
+        least = problem.least_room(rank)
+        if problem.fits(least, rank):
+            continue
+        weights = 0.0 if limit is None else limit - problem.room[rank]
+        say = in_bytes if limit is not None else "{:g} activations".format
+        of = f" and {in_bytes(weights)} of weights" * (weights > 0)
+        raise UsageError(
+            f"no schedule fits: rank {rank} holds {say(least)} of one microbatch{of}, and may hold "
+            f"{say(problem.room[rank] if limit is None else limit)}",
+            hint=f"the least that works there is {say(least + weights)}",
+            fields=["limit" if limit is not None else "in_flight"],
+        )
