@@ -48,8 +48,9 @@ GROUPS = {
          "traces.read_run", "traces.Imported"],
     ),
     "Find": (
-        "The shortest schedule that a search finds within a limit of memory, and below what none can be.",
-        ["search"],
+        "The shortest schedule that a search finds within a limit of memory, and below what none "
+        "can be.",
+        ["search", "bound"],
     ),
     "See other trainers": (
         "Runs of torch's own pipelining, Megatron-LM and DeepSpeed, as Timelines: "

@@ -42,6 +42,7 @@ from schedir.verify.sequence import check_sequence
 
 if TYPE_CHECKING:
     from schedir.foreign.instrument import instrument
+    from schedir.shortest.bound import bound
     from schedir.shortest.search import search
 
 __version__ = "0.1.0"
@@ -49,6 +50,7 @@ __version__ = "0.1.0"
 # What needs torch or matplotlib, or is seldom used, is imported when it is first named: a module,
 # or `module:name`.
 _LATER = {
+    "bound": "shortest.bound:bound",
     "instrument": "foreign.instrument:instrument",
     "kernels": "kernels",
     "runtime": "runtime",
@@ -91,6 +93,7 @@ __all__ = [
     "Timeline",
     "W",
     "Word",
+    "bound",
     "check",
     "check_sequence",
     "compile",

@@ -1,0 +1,134 @@
+"""How much shorter than a program another one can be that takes no more memory."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from schedir.analysis.memory import peak_in_flight
+from schedir.ir.costs import Costs
+from schedir.ir.ops import (
+    BACKWARD,
+    BACKWARD_INPUT,
+    BACKWARD_WEIGHT,
+    COMPUTE,
+    FORWARD,
+    ROWS,
+    SENDS,
+    STEPS,
+    Token,
+)
+from schedir.ir.program import Program
+from schedir.ir.sizes import Sizes
+from schedir.shortest.bound import bound_of
+from schedir.shortest.found import Bound
+from schedir.shortest.problem import Objective, Problem, problem_of
+
+_KNOWN: Final = {FORWARD, BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT}
+# What holds, moves or frees what is kept of a microbatch in a way of its own, as offloads do.
+_OTHER: Final = {
+    row.op for row in ROWS
+    if row.op not in _KNOWN
+    and (row.op in COMPUTE or {Token.SAVED, Token.TAPE} & {*row.needs, *row.gives, *row.frees})
+}  # fmt: skip
+
+
+def bound_of_program(
+    program: Program,
+    costs: Costs | None = None,
+    sizes: Sizes | None = None,
+    *,
+    objective: Objective = "span",
+    split: bool | None = None,
+) -> Bound | None:
+    """Below what no program of the same work can be that needs no more memory than this one.
+
+    Its memory is, with sizes, the most bytes that a rank has of weights and of what is kept for
+    backwards; else the most microbatches in flight on a rank.  Each rank of the other program may
+    have as much.  `split` says whether that one may split backwards in I and W, also some of them
+    only; by default it may if this one does.  In a program that does not, F and B may still be in
+    any order.
+
+    Costs and sizes that differ between microbatches are taken as the least of each stage, and a
+    backward as what it takes whole or split, whichever is less: the bound is lower then, but holds.
+
+    None where nothing is known: of a program with several holders of a stage, updates or segments,
+    with frozen stages, without backwards, with `Costs.FB` and pairs that run together, or with
+    instructions that keep what forwards saved elsewhere.
+    """
+    costs = Costs() if costs is None else costs
+    plan = program.plan
+    if plan.rows > 1 or plan.updates > 1 or plan.segments > 1 or program.frozen:
+        return None
+    if not program.trains or program.ops & _OTHER:
+        return None
+    if costs.together(plan) is not None and (program.joined & np.isin(program.op, COMPUTE)).any():
+        return None
+    problem = _relaxed(program, costs, sizes, objective, split=split)
+    return None if problem is None else bound_of(problem)
+
+
+def _relaxed(
+    program: Program, costs: Costs, sizes: Sizes | None, objective: Objective, *, split: bool | None
+) -> Problem | None:
+    """A Problem that no program of this work and memory takes less than."""
+    plan = program.plan
+    if split is None:
+        split = not program.ops.isdisjoint({BACKWARD_INPUT, BACKWARD_WEIGHT})
+    F, I, W, B, send, step = (
+        costs.of(op, plan).min(1)
+        for op in (FORWARD, BACKWARD_INPUT, BACKWARD_WEIGHT, BACKWARD, SENDS[0], STEPS[0])
+    )
+    if split:  # a backward that is whole is an I with its W behind it
+        I = np.minimum(I, B)
+        W = np.minimum(W, B - I)
+    steps = step if set(STEPS) & program.ops else 0 * step
+    least = Costs(F=_plain(F), I=_plain(I), W=_plain(W), B=_plain(B), send=_plain(send),
+                  step=_plain(steps))  # fmt: skip
+    if not (F + (I + W if split else B)).any():
+        return None
+    problem = problem_of(plan, least, objective=objective, split=split)
+    if sizes is None:
+        return replace(problem, room=(float(peak_in_flight(program).max()),) * plan.ranks)
+    saved, tape, both = (sizes.each(name, plan) for name in ("saved", "tape", "both"))
+    weights = sizes.of("weights", plan.stages)
+    there = np.array([weights[list(own)].sum() for own in plan.stages_of])
+    most = (there + _peaks(program, saved, tape, both)).max()
+    room = _plain(most - there)
+    saved, tape = saved.min(1), tape.min(1)
+    # A whole backward keeps what was saved until its end, and never has a tape.
+    return replace(
+        problem, room=room, saved=_plain(saved), both=_plain(saved),
+        tape=_plain(np.minimum(tape, saved) if split else 0 * tape),
+    )  # fmt: skip
+
+
+def _plain(each: NDArray[np.float64]) -> tuple[float, ...]:
+    return tuple(map(float, each))
+
+
+def _peaks(
+    program: Program,
+    saved: NDArray[np.float64],
+    tape: NDArray[np.float64],
+    both: NDArray[np.float64],
+) -> NDArray[np.float64]:
+    """The most bytes that each rank keeps for backwards; each size is by stage and microbatch."""
+    shape = program.plan.stages, program.plan.microbatches
+    saved, tape, both = (np.broadcast_to(each, shape) for each in (saved, tape, both))
+    zero = np.zeros(shape)
+    starts, ends = np.zeros((len(ROWS), *shape)), np.zeros((len(ROWS), *shape))
+    starts[FORWARD], ends[FORWARD] = saved, zero
+    starts[BACKWARD], ends[BACKWARD] = zero, -saved
+    starts[BACKWARD_INPUT], ends[BACKWARD_INPUT] = both - saved, tape - both
+    starts[BACKWARD_WEIGHT], ends[BACKWARD_WEIGHT] = zero, -tape
+    most = np.zeros(program.plan.ranks)
+    for rank, stream in enumerate(program.streams):
+        at = np.isin(stream.op, COMPUTE)
+        where = stream.op[at], stream.stage[at], stream.mb[at]
+        held = np.cumsum(np.stack([starts[where], ends[where]], 1))
+        most[rank] = held.max(initial=0.0)
+    return most
