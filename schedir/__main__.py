@@ -33,9 +33,10 @@ def main(argv: Sequence[str] | None = None) -> int:
             setattr(sys, name, open(os.devnull, "w"))  # noqa: SIM115
     try:
         argv = sys.argv[1:] if argv is None else argv
-        args = _parser(argv).parse_args(argv)
-        said: str | int = args.run(args)
-        return _say(said) if isinstance(said, str) else said
+        args = _parser(argv).parse_args(argv, argparse.Namespace(typed=argv))
+        said: str | int | tuple[str, int] = args.run(args)
+        text, code = said if isinstance(said, tuple) else (said, 0)
+        return (_say(text) or code) if isinstance(text, str) else text
     except SystemExit as end:  # --help
         return int(end.code or 0)
     except ProgramError as error:

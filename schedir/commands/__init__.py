@@ -3,14 +3,16 @@
     ABOUT: str                                        one line, for --help
     ORDER: int                                        where --help lists it; left out, at the end
     def arguments(parser: ArgumentParser) -> None     what it takes
-    def run(args: Namespace) -> str | int             what it says at its end, or its exit code
+    def run(args: Namespace) -> str | int             what it says at its end, or its exit code,
+                                                      or a tuple of both
 
 and, where --help has more to tell,
 
     def more() -> str                                 what follows its options
 
-The file's name is the command's, with a `_` where that is a word of Python.  Each imports what
-it needs when it runs: --help must not wait for what it does not show.
+`args.typed` has the words that a person typed.  The file's name is the command's, with a `_`
+where that is a word of Python.  Each imports what it needs when it runs: --help must not wait for
+what it does not show.
 """
 
 from __future__ import annotations

@@ -26,6 +26,10 @@ SOURCE = (
     "(interleaved(group=4)), or a program FILE.sched, or a run FILE.timeline"
 )
 RANKS, PER_RANK = 4, 2  # ranks, and microbatches per rank, unless told
+COSTS = (
+    "F=1,B=2,send=0.1; F=1:1:2 per stage, "
+    "F=1/2:3/4 per stage and microbatch (F=1/2: all stages alike), or @FILE that says so"
+)
 
 
 def add_source(parser: argparse.ArgumentParser, *, several: bool = False) -> None:
@@ -36,10 +40,23 @@ def add_source(parser: argparse.ArgumentParser, *, several: bool = False) -> Non
 def add_shape(parser: argparse.ArgumentParser) -> None:
     """The options by which a schedule is compiled; None where a FILE.sched may say it."""
     group = parser.add_argument_group("how a schedule is compiled; a FILE.sched has its shape")
+    _add_plan(group)
+    _add_lowering(group)
+
+
+def add_problem(parser: argparse.ArgumentParser, *, costs: str) -> argparse._ArgumentGroup:
+    """The options that say for what a schedule is searched, and their group."""
+    group = parser.add_argument_group("for what")
+    _add_plan(group)
+    _add_costs(group, costs)
+    _add_memory(group)
+    return group
+
+
+def _add_plan(group: argparse._ArgumentGroup) -> None:
     for f in PLAN:
         said = [o._replace(help=o.help.format(ranks=RANKS, per_rank=PER_RANK)) for o in f.options]
         _add_field(group, f.name, f.kind, said)
-    _add_lowering(group)
 
 
 def add_lowering(parser: argparse.ArgumentParser) -> None:
@@ -78,16 +95,18 @@ def _add_lowering(group: argparse._ArgumentGroup) -> None:
     )
     models = [f"{model} (default)" if model == "device" else model for model in MODELS]
     group.add_argument("--model", metavar="MODEL", help=f"{', '.join(models[:-1])} or {models[-1]}")
-    group.add_argument(
-        "--costs",
-        type=read_costs,
-        metavar="COSTS",
-        help="F=1,B=2,send=0.1; F=1:1:2 per stage, "
-        "F=1/2:3/4 per stage and microbatch (F=1/2: all stages alike), or @FILE that says so",
-    )
+    _add_costs(group, COSTS)
     group.add_argument(
         "--slots", metavar="HOW", help="share static buffers: fewest, or enough to lose no time"
     )
+    _add_memory(group)
+
+
+def _add_costs(group: argparse._ArgumentGroup, help: str) -> None:
+    group.add_argument("--costs", type=read_costs, metavar="COSTS", help=help)
+
+
+def _add_memory(group: argparse._ArgumentGroup) -> None:
     group.add_argument(
         "--sizes",
         type=read_sizes,

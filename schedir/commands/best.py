@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from schedir.commands._facts import facts
 from schedir.commands._options import SOURCE, add_shape, request_of
-from schedir.errors import MemoryLimitError, ProgramError, UsageError, in_bytes
+from schedir.commands._zoo import Ranked, known, ranked
+from schedir.errors import in_bytes
 from schedir.io.terminal import as_json, table
 from schedir.ir.numerals import decimal
 
@@ -48,17 +49,6 @@ def _number(text: str) -> float:
         raise argparse.ArgumentTypeError(str(error)) from None
 
 
-@dataclass
-class _Found:
-    """What was found of all candidates: which fit, the shortest first, and why others do not."""
-
-    fit: list[Timeline]
-    over: list[str]  # more than may be held
-    split: list[str]  # with backwards that are not whole
-    same: dict[str, str]  # of the sources that were said: the same program as another, by name
-    refused: dict[str, ProgramError]  # not for this plan, or these costs
-
-
 def run(args: argparse.Namespace) -> str:
     """A row per schedule that fits, and a line for each reason why another does not."""
     found = _found(args)
@@ -77,40 +67,17 @@ def run(args: argparse.Namespace) -> str:
     return said
 
 
-def _found(args: argparse.Namespace) -> _Found:
-    """Each candidate simulated; one that is the same program as another is left out."""
-    from schedir.ir.ops import BACKWARD_INPUT
+def _found(args: argparse.Namespace) -> Ranked:
+    """What fits, of all candidates."""
 
-    found, digests = _Found([], [], [], {}, {}), dict[str, str]()
-    for name, request in _candidates(args):
-        try:
-            timeline = request.timeline
-        except UsageError:
-            raise
-        except MemoryLimitError:
-            found.over.append(name)
-            continue
-        except ProgramError as error:
-            found.refused[name] = error
-            continue
-        program = timeline.program
-        if not program.trains:
-            continue
-        if program.digest in digests:
-            if str(request.source) in args.source and digests[program.digest] != name:
-                found.same[name] = digests[program.digest]
-            continue
-        digests[program.digest] = name
-        if args.whole and BACKWARD_INPUT in program.ops:
-            found.split.append(name)
-        elif args.activations is not None and timeline.peak_activations > args.activations:
-            found.over.append(name)
-        else:
-            found.fit.append(timeline)
+    def over(timeline: Timeline) -> str:
+        peak = timeline.peak_activations
+        few = args.activations is None or peak <= args.activations
+        return "" if few else f"{peak:.6g} activations"
+
+    found = ranked(_candidates(args), over=over, whole=args.whole, said=args.source)
     if found.refused and not (found.fit or found.over or found.split):
         raise next(iter(found.refused.values()))
-    # Sums of costs differ by rounding: what is as long is ranked by what it holds.
-    found.fit.sort(key=lambda t: (float(f"{t.span:.9g}"), t.peak_activations))
     return found
 
 
@@ -119,16 +86,9 @@ def _candidates(args: argparse.Namespace) -> Iterator[tuple[str, Request]]:
 
     Schedules that delay updates are another training, and are ranked for plans of several.
     """
-    from schedir.schedules import built_in
-    from schedir.schedules.words import delay_for, placed_for, takes_v
+    from schedir.schedules.words import placed_for, takes_v
 
-    several = args.updates not in (None, 1)
-    known = {
-        name: schedule
-        for name, schedule in built_in().items()
-        if (delay_for(schedule) is not None) == several
-    }
-    for name in (*sorted(known, key=lambda name: takes_v(known[name])), *args.source):
+    for name in (*known(delayed=args.updates not in (None, 1)), *args.source):
         request = request_of(args, name, share=True)
         schedule = request.schedule
         if schedule is None or not takes_v(schedule) or args.stages_per_rank is not None:

@@ -1,0 +1,23 @@
+"""Progress: what long work has reached, on one line of a person's terminal."""
+
+from __future__ import annotations
+
+import sys
+from shutil import get_terminal_size
+
+
+class Progress:
+    """A line on standard error that is written over; elsewhere than on a terminal, nothing."""
+
+    def __init__(self) -> None:
+        self.shown = sys.stderr.isatty()
+
+    def show(self, text: str) -> None:
+        """Write it in the place of what stands there."""
+        if self.shown:
+            line = text[: get_terminal_size().columns - 1]  # a line that wraps cannot be cleared
+            print(f"\r{line}\x1b[K", end="", file=sys.stderr, flush=True)
+
+    def done(self) -> None:
+        """Leave an empty line."""
+        self.show("")

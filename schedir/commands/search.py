@@ -1,0 +1,362 @@
+"""Search the shortest schedule within a memory limit, and say how short any can be."""
+
+from __future__ import annotations
+
+import argparse
+import shlex
+from contextlib import nullcontext
+from dataclasses import dataclass, field, replace
+from time import perf_counter
+from typing import TYPE_CHECKING, Any
+
+from schedir.commands._bound import in_words, share_to_gain
+from schedir.commands._facts import facts
+from schedir.commands._options import PER_RANK, RANKS, add_problem, count
+from schedir.commands._progress import Progress
+from schedir.commands._zoo import Ranked, on_the_plan, ranked
+from schedir.errors import UsageError, in_bytes
+from schedir.io.files import atomic_write
+from schedir.io.terminal import as_json
+from schedir.ir.numerals import decimal
+from schedir.ir.plan import PLAN, Plan
+from schedir.ir.text import show
+from schedir.predict.simulate import simulate
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from schedir.io.request import Request
+    from schedir.ir.costs import Costs
+    from schedir.ir.program import Program
+    from schedir.predict.timeline import Timeline
+    from schedir.schedules.words import Schedule
+    from schedir.shortest.found import Found, Step
+
+ORDER = 6
+ABOUT = (
+    "search the shortest schedule that fits into a memory, and say how short any can be; costs and "
+    "sizes are those that simulate takes, of a stage"
+)
+INTERRUPTED = 130
+_STOPPED = {
+    "proved": "proved",
+    "time": "its time was over",
+    "no better": "nothing better to try",
+    "interrupted": "interrupted, this is the best so far",
+}
+MOST = 3  # schedules of the zoo that are told beside
+
+
+def arguments(parser: argparse.ArgumentParser) -> None:
+    """What is searched, within which memory, how long, and where it goes."""
+    parser.add_argument(
+        "-o", dest="output", metavar="FILE.sched", help="write the program there, and of what it is"
+    )
+    parser.add_argument("--json", action="store_true", help="for a program to read")
+    what = add_problem(
+        parser,
+        costs="of a stage, as simulate takes them: F=1,I=1,W=1,send=0.1; F=1:1:2 per stage, or "
+        "@FILE that says so",
+    )
+    what.add_argument("--costs-from", metavar="FILE.timeline",
+                      help="instead of --costs the mean times of this run, and its plan unless "
+                      "another is said")  # fmt: skip
+    what.add_argument(
+        "--in-flight", type=_counts, metavar="N",
+        help="instead of --limit: how many (stage, microbatch) a rank may hold, from F to W, or B; "
+        "8:8:7 per rank",
+    )  # fmt: skip
+    how = parser.add_argument_group("how")
+    how.add_argument("--objective", default="span", metavar="WHAT",
+                     help="what is to be short: span, that of the whole run (default), or own, the "
+                     "longest from a rank's first work to its last")  # fmt: skip
+    how.add_argument("--whole", action="store_true", help="none that splits backwards in I and W")
+    how.add_argument("--seconds", type=_number, default=10.0, metavar="S",
+                     help="how long at most (10)")  # fmt: skip
+    how.add_argument("--evaluations", type=count, metavar="N",
+                     help="how many schedules at most: the same ones, and so the same file, on any "
+                     "machine")  # fmt: skip
+    how.add_argument("--seed", type=count, default=0, metavar="N", help="of what is random in it")
+    how.add_argument("--start", nargs="+", default=[], metavar="SCHEDULE",
+                     help="begin with these, too: names, FILE.sched or FILE.timeline")  # fmt: skip
+    how.add_argument("--prove", default="closed", metavar="HOW",
+                     help="how a bound is proven: closed, by formulas (default), or solver, which "
+                     "needs schedir[solver], for small ones")  # fmt: skip
+
+
+def _counts(text: str) -> int | tuple[int, ...]:
+    return tuple(map(count, text.split(":"))) if ":" in text else count(text)
+
+
+def _number(text: str) -> float:
+    try:
+        return decimal(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+
+
+# ---------------------------------------------------------------- what is asked for
+
+
+@dataclass(frozen=True)
+class _Asked:
+    """For what a schedule is searched.  `run` is the one that the costs are of, if there is one."""
+
+    plan: Plan
+    request: Request  # of this plan, and of costs, sizes and limit; its source is none
+    in_flight: int | tuple[int, ...] | None
+    whole: bool
+    own: bool
+    run: Timeline | None = None
+    notes: list[str] = field(default_factory=list)
+
+    def over(self, timeline: Timeline) -> str:
+        """How many a run holds, if they are more than may be in flight."""
+        if self.in_flight is None:
+            return ""
+        peak = timeline.peak_in_flight
+        return f"{int(peak.max())} in flight" if (peak > self.in_flight).any() else ""
+
+    @property
+    def what(self) -> str:
+        """What is to be short, in words."""
+        return "longest own span" if self.own else "span"
+
+    @property
+    def memory(self) -> str:
+        """What a rank may hold."""
+        if self.request.limit is not None:
+            return in_bytes(self.request.limit)
+        if self.in_flight is None:
+            return "none"
+        each = self.in_flight if isinstance(self.in_flight, tuple) else (self.in_flight,)
+        return f"{':'.join(map(str, each))} in flight"
+
+    def proven(self, found: Found) -> str:
+        """How short any schedule can be."""
+        within = " within this memory" * (self.memory != "none")
+        unit = found.timeline.unit and f" {found.timeline.unit}"
+        return in_words(
+            found.span, found.bound, unit, " with whole backwards" * self.whole + within
+        )
+
+    def length(self, timeline: Timeline) -> float:
+        """What is to be short."""
+        return float(timeline.own_span.max()) if self.own else timeline.span
+
+
+def _asked(args: argparse.Namespace) -> _Asked:
+    """What the options say."""
+    from schedir.io.load import Source
+    from schedir.io.request import Request
+
+    said = {f.name: value for f in PLAN if (value := getattr(args, f.name)) is not None}
+    ranks = said.get("ranks", RANKS)
+    usual: dict[str, Any] = {"ranks": ranks, "microbatches": PER_RANK * ranks}
+    costs, run, notes = args.costs, None, list[str]()
+    if args.costs_from is not None:
+        if costs is not None:
+            raise UsageError("--costs and --costs-from both say the costs: say one of the two")
+        run, costs, notes = _costs_of(args.costs_from, whole=args.whole)
+        usual = {f.name: getattr(run.program.plan, f.name) for f in PLAN}
+    plan = Plan(**(usual | said))
+    if isinstance(args.in_flight, tuple) and len(args.in_flight) != plan.ranks:
+        raise UsageError(
+            f"--in-flight has {len(args.in_flight)} numbers for {plan.ranks} ranks",
+            fields=["in_flight"],
+        )
+    shape = {f.name: getattr(plan, f.name) for f in PLAN}
+    sizes = args.sizes or (None if run is None else run.sizes)
+    request = Request(Source(""), shape, shape, costs=costs, sizes=sizes, limit=args.limit)
+    if run is not None:
+        request = replace(request, model=run.model, blocks=run.blocks)
+    return _Asked(plan, request, args.in_flight, args.whole, args.objective == "own", run, notes)
+
+
+def _costs_of(source: str, *, whole: bool) -> tuple[Timeline, Costs, list[str]]:
+    """A run, its mean times, and what is to be said of these."""
+    from schedir.io.timeline_file import SUFFIX, load_timeline
+    from schedir.ir.ops import BACKWARD_INPUT
+    from schedir.predict.calibrate import SAID, calibrate, completed, missed_by, unexplained
+
+    if not source.endswith(SUFFIX):
+        raise UsageError(f"a run's file ends in {SUFFIX}: {source} does not")
+    run = load_timeline(source)
+    program, unit = run.program, run.unit and f" {run.unit}"
+    costs = completed(calibrate(run), program)
+    again = simulate(program, costs, model=run.model, blocks=run.blocks)
+    missed = missed_by(again, run)
+    note = (
+        f"costs: mean times of {source}, at which it takes {again.span:.6g}{unit} by simulation "
+        f"under {run.model}, {abs(missed):.1%} {'more' if missed > 0 else 'less'} than it took"
+    )
+    if (lost := unexplained(again, run)) >= SAID:
+        note += f"; {lost:.1%} of the ranks' time is unexplained and counts as work"
+    if BACKWARD_INPUT not in program.ops and not whole:
+        note += "; its backwards are whole, and I and W are taken for half of one each"
+    return run, costs, [note, *filter(None, [run.doubt])]
+
+
+# ---------------------------------------------------------------- the command
+
+
+def run(args: argparse.Namespace) -> str | tuple[str, int]:
+    """What was found, how short any can be, and what else there is."""
+    if args.output is not None and not args.output.endswith(".sched"):
+        raise UsageError(f"a program's file ends in .sched: {args.output} does not")
+    asked = _asked(args)
+    with nullcontext() if args.output is None else atomic_write(args.output) as path:
+        if path is not None:
+            path.touch()  # what cannot be written is not searched for
+        began = perf_counter()
+        found = _search(args, asked)
+        took = perf_counter() - began
+        if path is not None:
+            path.write_text(_comments(args, asked, found) + show(found.program), encoding="utf-8")
+    zoo = _beside(asked)
+    said = _json(asked, found, zoo) if args.json else _text(args, asked, found, zoo, took)
+    return (said, INTERRUPTED) if found.stopped == "interrupted" else said
+
+
+def _search(args: argparse.Namespace, asked: _Asked) -> Found:
+    from schedir.shortest.search import search
+
+    progress, request, few = Progress(), asked.request, asked.in_flight
+
+    def report(step: Step, bound: float) -> None:
+        gain = share_to_gain(step.span, bound)
+        progress.show(
+            f"{step.seconds:.1f} s: {step.span:.6g} by {step.method}, none is shorter than "
+            f"{bound:.6g}, {gain:.1%} to gain"
+        )
+
+    try:
+        found = search(
+            asked.plan, request.costs, request.sizes, request.limit,
+            in_flight=few.__getitem__ if isinstance(few, tuple) else few,
+            objective=args.objective,
+            split=not asked.whole,
+            seconds=args.seconds,
+            evaluations=args.evaluations,
+            seed=args.seed,
+            start=_start(args.start, asked),
+            prove=args.prove,
+            report=report,
+        )  # fmt: skip
+    finally:
+        progress.done()
+    unit = "" if asked.run is None else asked.run.unit
+    return replace(found, timeline=replace(found.timeline, unit=unit))
+
+
+def _start(sources: Sequence[str], asked: _Asked) -> list[Schedule | Program]:
+    """With what the search begins, besides what it knows."""
+    from schedir.io.load import Source
+
+    named: list[Schedule | Program] = []
+    for source in sources:
+        request = replace(asked.request, source=Source(source), limit=None)
+        named.append(request.program)
+    ran = asked.run
+    if ran is not None and ran.program.plan == asked.plan:
+        named.append(ran.program)
+    return named
+
+
+def _beside(asked: _Asked) -> Ranked:
+    """The zoo at these costs, and the run's own program; under the model that it ran under."""
+    from schedir.io.load import Source
+
+    candidates, ran = [*on_the_plan(asked.request)], asked.run
+    if ran is not None and ran.program.plan == asked.plan:
+        name = ran.program.name
+        candidates.append((name, replace(asked.request, source=Source.of(ran.program, name))))
+    return ranked(candidates, over=asked.over, length=asked.length, whole=asked.whole)
+
+
+# ---------------------------------------------------------------- what is said
+
+
+def _text(
+    args: argparse.Namespace, asked: _Asked, found: Found, zoo: Ranked, seconds: float
+) -> str:
+    timeline = found.timeline
+    unit = timeline.unit and f" {timeline.unit}"
+    lines = [
+        f"search: {asked.what} {found.span:.6g}{unit}, bubble {timeline.bubble:.1%}; "
+        f"{asked.proven(found)}   ({seconds:.1f} s, {found.tried:,} schedules tried; "
+        f"{_STOPPED[found.stopped]})",
+        f"why: {found.why}",
+        f"it holds {_held(timeline)}",
+        *_compared(asked, found, zoo),
+        *asked.notes,
+    ]
+    if args.output is not None:
+        lines.append(f"wrote {args.output}")
+    return "".join(f"{line}\n" for line in lines)
+
+
+def _held(timeline: Timeline) -> str:
+    """The most that a rank holds."""
+    held = f"{int(timeline.peak_in_flight.max())} in flight"
+    if timeline.sizes is not None:
+        held += f", {in_bytes(float(timeline.peak_memory.max()))}"
+    return held
+
+
+def _compared(asked: _Asked, found: Found, zoo: Ranked) -> list[str]:
+    """The shortest of the zoo, and what of it is too large."""
+    unit = found.timeline.unit and f" {found.timeline.unit}"
+    told = [f"{t.program.name} {asked.length(t):.6g}{unit}" for t in zoo.fit[:MOST]]
+    where, ran = "", asked.run
+    if ran is not None:
+        how: dict[str, Any] = {"model": ran.model, "blocks": ran.blocks}
+        again = simulate(found.program, asked.request.costs, **how)
+        where = f" under {ran.model}, as it ran"
+        told.insert(0, f"search {asked.length(again):.6g}{unit}")
+    lines = [f"beside{where}: {', '.join(told) or 'none that is built in fits'}"]
+    if zoo.over:
+        over = ", ".join(f"{name} ({held})" for name, held in zoo.over.items())
+        lines.append(f"do not fit: {over}")
+    return lines
+
+
+def _json(asked: _Asked, found: Found, zoo: Ranked) -> str:
+    return as_json(
+        facts(found.timeline)
+        | {
+            "objective": "own" if asked.own else "span",
+            "length": found.span,
+            "bound": found.bound,
+            "gap": found.gap,
+            "why": found.why,
+            "stopped": found.stopped,
+            "tried": found.tried,
+            "seed": found.seed,
+            "trail": [step._asdict() for step in found.trail],
+            "peak_in_flight": found.timeline.peak_in_flight.tolist(),
+            "beside": [{"program": t.program.name, "length": asked.length(t)} for t in zoo.fit],
+            "over": zoo.over,
+        }
+    )
+
+
+def _comments(args: argparse.Namespace, asked: _Asked, found: Found) -> str:
+    """What stands above the program, as comments: of what it is the shortest.
+
+    No time is told, so that the same search writes the same file.
+    """
+    from schedir.ir.costs import Costs
+    from schedir.predict.calibrate import format_costs
+
+    request, unit = asked.request, found.timeline.unit and f" {found.timeline.unit}"
+    lines = [
+        f"schedir {shlex.join(args.typed)}",
+        f"plan: {asked.plan}",
+        f"costs: {format_costs(request.costs or Costs())}",
+        f"limit: {asked.memory}",
+        f"{asked.what}: {found.span:.6g}{unit}; {asked.proven(found)}",
+        f"bound: {found.bound:.6g}{unit}; {found.why}",
+        f"seed: {found.seed}; {_STOPPED[found.stopped]}",
+    ]
+    return "".join(f"# {' '.join(line.split())}\n" for line in lines)

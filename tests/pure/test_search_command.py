@@ -1,0 +1,166 @@
+"""`schedir search`: what it says, what it writes, and who takes that."""
+
+from __future__ import annotations
+
+import json
+import shlex
+from pathlib import Path
+
+import pytest
+
+import schedir
+from schedir import Costs, Plan, load_timeline, parse, schedules, simulate
+from schedir.__main__ import main
+from schedir.compiler.compile import compile
+from schedir.errors import MemoryLimitError
+from schedir.ir.ops import BACKWARD_INPUT
+from schedir.ir.sizes import Sizes
+from schedir.predict.calibrate import calibrate, completed
+from tests.commands import refused, said
+
+RUN = Path(__file__).parents[2] / "examples" / "traced.timeline"
+AT = ("--ranks=4", "--microbatches=8", "--costs=F=2,I=2,W=1,send=0.1", "--evaluations=40")
+COSTS, PLAN = Costs(F=2, I=2, W=1, send=0.1), Plan(4, 8)
+
+
+def test_the_file_is_a_program_and_says_of_what_it_is_the_shortest(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    argv = ("search", *AT, "--in-flight=4", "-o", "best.sched")
+    told = said(capsys, *argv)
+    text = Path("best.sched").read_text()
+    comments = [line for line in text.splitlines() if line.startswith("# ")]
+    assert text.startswith("\n".join(comments))
+    assert comments[0] == f"# schedir {shlex.join(argv)}"
+    keys = [line.split(":")[0].removeprefix("# ") for line in comments[1:]]
+    assert keys == ["plan", "costs", "limit", "span", "bound", "seed"]
+    found = simulate(parse(text), COSTS)
+    assert (found.peak_in_flight <= 4).all()
+    assert f"span {found.span:.6g}," in told and f"span: {found.span:.6g};" in text
+    least = schedir.bound(PLAN, COSTS, in_flight=4)
+    assert f"is shorter than {least.value:.6g}:" in told and f"bound: {least.value:.6g};" in text
+    assert least.why in told and least.why in text
+    assert "zb_h1 " in told and "zb_h2 (7 in flight)" in told
+    assert told.endswith("wrote best.sched\n")
+
+
+def test_the_same_search_writes_the_same_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    argv = ("search", *AT, "--in-flight=3", "--seed=7", "-o", "best.sched")
+    said(capsys, *argv)
+    first = Path("best.sched").read_bytes()
+    said(capsys, *argv)
+    assert Path("best.sched").read_bytes() == first
+
+
+def test_every_command_takes_the_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    said(capsys, "search", *AT, "--in-flight=4", "-o", "best.sched")
+    costs = AT[2]
+    assert "search" in said(capsys, "check", "best.sched")
+    for model in ("serial", "edge", "pair", "direction"):
+        said(capsys, "check", "best.sched", f"--model={model}")
+    span = json.loads(said(capsys, "simulate", "best.sched", costs, "--json"))["span"]
+    assert span == simulate(parse(Path("best.sched").read_text()), COSTS).span
+    said(capsys, "explain", "best.sched", costs)
+    said(capsys, "show", "best.sched", "-o", "shown.sched")
+    assert parse(Path("shown.sched").read_text()) == parse(Path("best.sched").read_text())
+    said(capsys, "draw", "best.sched", costs)
+    said(capsys, "draw", "best.sched", costs, "-o", "best.svg")
+    said(capsys, "compare", "best.sched", "zb_h1", "--ranks=4", "--microbatches=8", costs)
+    for form in ("torch", "torch-2.13"):
+        said(capsys, "export", "best.sched", "--to", form, "-o", "best.csv")
+        program = schedir.torch_csv.parse(Path("best.csv").read_text())
+        assert program.plan == PLAN
+    said(capsys, "search", *AT, "--in-flight=4", "--start", "best.sched", "zb_h1")
+
+
+def test_beside_is_the_zoo_on_the_same_plan_at_the_same_costs(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    for shape, plan in (
+        ((), PLAN),
+        (("--stages-per-rank=2",), Plan(4, 8, 2)),
+        (("--placement=vee",), Plan(4, 8, placement="vee")),
+    ):
+        row = json.loads(said(capsys, "search", *AT, *shape, "--in-flight=9", "--json"))
+        assert row["beside"] and {one["program"] for one in row["beside"]}.isdisjoint(row["over"])
+        lengths = [one["length"] for one in row["beside"]]
+        assert lengths == sorted(lengths)
+        for one in row["beside"]:
+            program = compile(getattr(schedules, one["program"]), plan, costs=COSTS)
+            run = simulate(program, COSTS)
+            assert run.span == one["length"] and run.peak_in_flight.max() <= 9
+        for name, held in row["over"].items():
+            run = simulate(compile(getattr(schedules, name), plan))
+            assert held == f"{run.peak_in_flight.max()} in flight"
+        assert row["bound"] <= row["span"] and row["gap"] == row["span"] / row["bound"] - 1
+
+
+def test_a_limit_in_bytes_is_that_of_compile(capsys: pytest.CaptureFixture[str]) -> None:
+    given = ("--sizes=activation=1MB,saved=1GB,tape=0.5GB,weights=2GB", "--limit=7GB")
+    sizes = Sizes(activation=1e6, saved=1e9, tape=0.5e9, weights=2e9)
+    row = json.loads(said(capsys, "search", *AT, *given, "--json"))
+    fit = {one["program"] for one in row["beside"]}
+    assert fit and row["over"]
+    for name in fit:
+        compile(getattr(schedules, name), PLAN, costs=COSTS, sizes=sizes, limit=7e9)
+    for name in row["over"]:
+        with pytest.raises(MemoryLimitError):
+            compile(getattr(schedules, name), PLAN, costs=COSTS, sizes=sizes, limit=7e9)
+
+
+def test_whole_backwards_and_the_own_span(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = str(tmp_path / "x.sched")
+    told = said(capsys, "search", *AT, "--whole", "--objective=own", "-o", file)
+    program = parse(Path(file).read_text())
+    assert BACKWARD_INPUT not in program.ops
+    own = simulate(program, COSTS).own_span.max()
+    assert f"longest own span {own:.6g}," in told and "with whole backwards is shorter" in told
+    assert "zb_h1" not in told
+
+
+def test_the_costs_of_a_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Its plan, its mean times and its unit; and its own program is set beside what is found."""
+    run, file = load_timeline(RUN), str(tmp_path / "x.sched")
+    at = ("--costs-from", str(RUN), "--evaluations=40", "--in-flight=12")
+    told = said(capsys, "search", *at, "-o", file)
+    program = parse(Path(file).read_text())
+    assert program.plan == run.program.plan
+    costs = completed(calibrate(run), run.program)
+    found = simulate(program, costs)
+    assert f"span {found.span:.6g} s" in told
+    again = simulate(run.program, costs, model=run.model, blocks=run.blocks)
+    row = json.loads(said(capsys, "search", *at, "--json"))
+    assert row["unit"] == "s"
+    assert {"program": "traced", "length": again.span} in row["beside"]
+    assert f"takes {again.span:.6g} s by simulation under edge, 1.6% less than it took" in told
+    assert "I and W are taken for half" in told
+    assert "taken for half" not in said(capsys, "search", *at, "--whole")
+    row = json.loads(said(capsys, "search", *at, "--microbatches=12", "--json"))
+    assert "traced" not in [one["program"] for one in row["beside"]]
+
+
+def test_nothing_is_searched_for_a_file_that_cannot_be(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "folder.sched").mkdir()
+    for name in ("no/such/x.sched", "x.csv", "folder.sched"):
+        assert name in refused(capsys, "search", *AT, "--seconds=500", "-o", name)
+    (tmp_path / "old.sched").write_text("old")
+    refused(capsys, "search", *AT, "--in-flight=0", "-o", "old.sched")
+    assert (tmp_path / "old.sched").read_text() == "old"
+    assert {path.name for path in tmp_path.iterdir()} == {"folder.sched", "old.sched"}
+
+
+def test_a_pipe_sees_no_progress(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["search", *AT]) == 0
+    assert capsys.readouterr().err == ""
