@@ -44,7 +44,7 @@ GROUPS = {
     "Predict": (
         "Predicted and measured runs are one type. [Traces](traces.md) tells of runs as files, why "
         "ranks are idle, and what would shorten a step.",
-        ["Costs", "Sizes", "simulate", "Timeline", "save_timeline", "load_timeline",
+        ["Costs", "Sizes", "model_states", "simulate", "Timeline", "save_timeline", "load_timeline",
          "traces.read_run", "traces.Imported"],
     ),
     "Find": (

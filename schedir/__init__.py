@@ -31,6 +31,7 @@ from schedir.ir.program import Program, Stream
 from schedir.ir.sizes import Sizes
 from schedir.ir.text import parse, show
 from schedir.ir.ties import Ties, ties
+from schedir.ir.zero import model_states
 from schedir.predict.simulate import simulate
 from schedir.predict.timeline import Timeline
 from schedir.schedules import words
@@ -102,6 +103,7 @@ __all__ = [
     "greedy",
     "instrument",
     "load_timeline",
+    "model_states",
     "overlap",
     "parse",
     "save_timeline",

@@ -17,7 +17,7 @@ from matplotlib.ticker import FuncFormatter, MaxNLocator
 from schedir.errors import UsageError, in_bytes, said
 from schedir.predict.timeline import Timeline, expect_runs
 from schedir.viz import overlays
-from schedir.viz.layout import CURVE, LANE
+from schedir.viz.layout import LANE
 from schedir.viz.paper import NOTE, SLIM, Chart, Paper, lay_out
 from schedir.viz.render import legend, render
 from schedir.viz.style import LEFT, Look, Style, look_of
@@ -127,7 +127,7 @@ def _overlay(axes: Axes, chart: Chart, look: Look, row: float) -> None:
         overlays.phases(axes, sheet)
     for nth, name in enumerate(name for name in overlays.CURVES if name in look.show):
         held = overlays.CURVES[name](sheet.timeline)
-        overlays.curve(axes, sheet, held, nth, named=row * CURVE * 72 >= 5)
+        overlays.curve(axes, sheet, held, nth, row * 72)
     if "arrows" in look.show and not chart.dense:
         overlays.arrows(axes, sheet)
     if "path" in look.show:

@@ -28,6 +28,7 @@ OVERLAYS: Final = {
 PHASES: Final = {"warmup": "#d6e8f5", "cooldown": "#fde3cf"}
 CURVES: Final = {"in_flight": in_flight, "memory": memory}
 _MOST: Final = 4000  # arrows
+_TEXT: Final = 5  # points
 _COLOURS: Final = {"in flight": "#0072b2", "memory": "#a0522d"}
 
 
@@ -105,24 +106,41 @@ def phase_times(timeline: Timeline) -> dict[str, tuple[Floats, Floats]]:
     return {"warmup": (np.zeros(ranks), warm), "cooldown": (cool, np.full(ranks, timeline.span))}
 
 
-def curve(axes: Axes, sheet: Sheet, held: Curve, nth: int, *, named: bool) -> None:
-    """Under each rank, what it holds: a step curve, all to one scale; `named` says its peak."""
+def curve(axes: Axes, sheet: Sheet, held: Curve, nth: int, points: float) -> None:
+    """Under each rank, what it holds: a step curve, all to one scale.
+
+    A row has so many points: where there is room for it, the peak is said, and layers are named.
+    """
     span, colour = sheet.timeline.span, _COLOURS[held.name]
     peaks = [float(values.max(initial=0)) for _, values in held.steps]
     high = CURVE / (max(peaks, default=0) or 1.0)
-    fills, lines = [], []
+    fills, lines, layers = [], [], []
     for rank, (times, values) in enumerate(held.steps):
         foot = rank * sheet.pitch + sheet.curve_top + CURVE + nth * (CURVE + INSET)
         x = np.concatenate([[0], np.repeat(times, 2), [span]])
         y = foot - high * np.repeat(np.concatenate([[0], values]), 2)
         lines.append(np.stack([x, y], 1))
         fills.append(np.concatenate([lines[-1], [[span, foot], [0, foot]]]))
-        if named:
+        if points * CURVE >= _TEXT:
             peak = in_bytes(peaks[rank]) if held.unit else f"{peaks[rank]:g}"
             axes.annotate(
                 f"{held.name}\n≤ {peak}", (0, foot - CURVE / 2), (-4, 0), ha="right",
                 xycoords=("axes fraction", "data"), va="center", textcoords="offset points",
                 fontsize=5.5, color=colour,
             )  # fmt: skip
+        below = 0.0
+        for name, tops in held.floors.items():
+            top = float(tops[rank])
+            layers.append([(0, foot - high * top), (span, foot - high * top)])
+            if points * high * (top - below) >= _TEXT:
+                axes.annotate(
+                    name, (0, foot - high * (top + below) / 2), (2, 0), ha="left", va="center",
+                    xycoords=("axes fraction", "data"), textcoords="offset points",
+                    fontsize=_TEXT, color=colour,
+                )  # fmt: skip
+            below = top
+    if layers:
+        dotted = LineCollection(layers, colors=colour, linewidths=0.4, linestyles="dotted")
+        axes.add_collection(dotted)
     axes.add_collection(PolyCollection(fills, facecolor=colour, alpha=0.16, linewidth=0))
     axes.add_collection(LineCollection(lines, colors=colour, linewidths=0.8))

@@ -229,7 +229,7 @@ def _columns(run: Timeline, tick: float) -> tuple[dict[str, NDArray[Any]], list[
         columns[name] = np.where(other < 0, 0, other - np.arange(len(run))).astype("<i4")
     curves = []
     held = [in_flight(run)] + ([memory(run)] if run.sizes is not None else [])
-    for c, (name, unit, of) in enumerate(held):
+    for c, (name, unit, of, _) in enumerate(held):
         times = [_ticks(at + run.begin, run, tick) for at, _ in of]
         columns[f"times{c}"] = np.concatenate([_changes(at) for at in times]).astype("<u4")
         columns[f"values{c}"] = np.concatenate([values for _, values in of]).astype("<f4")
@@ -273,7 +273,8 @@ def _table(run: Timeline, label: str) -> str:
         "peak in flight": [str(peak) for peak in run.peak_in_flight],
     }
     if run.sizes:
-        columns["peak memory"] = [in_bytes(held) for held in run.peak_memory.tolist()]
+        sizes = {"peak memory": run.peak_memory} | run.at_rest
+        columns |= {name: [in_bytes(held) for held in each] for name, each in sizes.items()}
     head = "".join(f'<th scope="col">{name}</th>' for name in ("rank", *map(escape, columns)))
     rows = "".join(
         f'<tr><th scope="row">{rank}</th>{"".join(f"<td>{cell}</td>" for cell in row)}</tr>'

@@ -18,11 +18,14 @@ def own_stage(timeline: Timeline) -> NDArray[np.int64]:
 
 class Curve(NamedTuple):
     """What every rank holds as time passes, as a name and a unit ("B" or "") and, by rank, times
-    from the timeline's begin and what is held from each on."""
+    from the timeline's begin and what is held from each on.
+
+    `floors` are layers of what is held all the time, from below: names, and by rank up to where."""
 
     name: str
     unit: str
     steps: list[tuple[NDArray[np.float64], NDArray[np.float64]]]
+    floors: dict[str, NDArray[np.float64]] = {}  # noqa: RUF012
 
 
 def in_flight(timeline: Timeline) -> Curve:
@@ -34,7 +37,10 @@ def in_flight(timeline: Timeline) -> Curve:
 def memory(timeline: Timeline) -> Curve:
     """How many bytes are held; without sizes, how many activations."""
     steps = [_settled(timeline, own.times, own.held) for own in timeline.memory]
-    return Curve("memory", "" if timeline.sizes is None else "B", steps)
+    floors, top = {}, np.zeros(timeline.ranks)
+    for name, each in timeline.at_rest.items():
+        floors[name] = top = top + each
+    return Curve("memory", "" if timeline.sizes is None else "B", steps, floors)
 
 
 def _settled(

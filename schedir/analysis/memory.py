@@ -165,6 +165,16 @@ class Footprint(NamedTuple):
         return Footprint(self.fixed, self.at[order], self.starts[order], kept)
 
 
+def at_rest(program: Program, sizes: Sizes) -> dict[str, NDArray[np.float64]]:
+    """Bytes per rank of what its stages hold all the time, by the names of Sizes that tell it."""
+    plan = program.plan
+    each = {name: sizes.of(name, plan.stages) for name in sizes.at_rest}
+    return {
+        name: np.array([size[list(own)].sum() for own in plan.stages_of])
+        for name, size in each.items()
+    }
+
+
 def held(
     program: Program, sizes: Sizes, tier: str = "device", *, late: bool = False
 ) -> list[Footprint]:
@@ -175,7 +185,7 @@ def held(
     freed, where `late`: then nothing is ever more.
     """
     flow, plan = Flow.of(program), program.plan
-    weights = sizes.of("weights", plan.stages)
+    always = at_rest(program, sizes)
     version, versions = sizes.of("version", plan.stages), peak_versions(program)
     static = [
         kind for kind in SLOTTED
@@ -203,7 +213,8 @@ def held(
         here = slice(first[rank], first[rank + 1])
         fixed = {}
         if tier == TIERS[0]:
-            fixed["weights"] = (len(stages), float(weights[list(stages)].sum()))
+            for name, each in always.items():
+                fixed[name] = (len(stages), float(each[rank]))
             if plan.updates > 1:
                 copies, trained = int(versions[rank]), [s for s in stages if s >= program.frozen]
                 size = copies * float(version[trained].sum())

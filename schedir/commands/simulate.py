@@ -44,11 +44,12 @@ def run(args: argparse.Namespace) -> str:
     }
     if timeline.sizes is not None:
         columns["peak_memory"] = timeline.peak_memory.tolist()
+        columns |= {name: each.tolist() for name, each in timeline.at_rest.items()}
     slots = _slots(request)
     if args.json:
         return as_json(facts(timeline) | columns | slots)
-    if "peak_memory" in columns:
-        columns["peak_memory"] = [in_bytes(size) for size in columns["peak_memory"]]
+    for name in [*columns][4:]:
+        columns[name] = [in_bytes(size) for size in columns[name]]
     unit = timeline.unit and f" {timeline.unit}"
     rows = enumerate(zip(*columns.values(), strict=True))
     return (

@@ -20,7 +20,7 @@ from schedir.ir.fields import Field
 from schedir.ir.per_stage import cut
 from schedir.ir.plan import PLAN, Plan
 from schedir.ir.program import HEADER, TRAITS, Program
-from schedir.ir.sizes import Sizes
+from schedir.ir.sizes import AT_REST, Sizes
 from schedir.passes.record import Choice
 from schedir.passes.share_slots import share_slots
 from schedir.predict.calibrate import calibrate, completed
@@ -39,7 +39,7 @@ from schedir.verify.check import check
 # Costs and sizes that a rank has of its stages together: split over them, they are one model's.
 _OF_A_RANK = (
     *("F", "B", "I", "W", "FB", "reduce_grads", "reduce_holders"),
-    *("saved", "tape", "both", "weights", "version"),
+    *("saved", "tape", "both", "weights", "version", *AT_REST),
 )
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass, fields
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Final, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -31,6 +31,9 @@ _NAMED = [row.size for row in TOKENS if row.size] + [
     for name in (change.before, change.after)
     if name not in TIERS
 ]
+
+# What a stage holds all the time, told apart; `weights` is all of it together.
+AT_REST: Final = ("params", "grads", "optimizer", "buffers")
 
 _OF_A_MICROBATCH = {"activation", "gradient", "saved", "tape", "both"}
 _OF_A_MICROBATCH |= {row.size for row in TOKENS if row.per is Per.MICROBATCH}
@@ -59,19 +62,24 @@ class Sizes:
     once, while a BackwardInput makes a tape of what was saved.  What they share counts once, and
     what was saved goes as the tape comes: unless told it is the larger of the two, which is the
     least that it can be, as in arXiv 2401.10241, where M_W <= M_B.  `sizes_of` measures it.
-    `weights` is what a stage holds all the time: parameters, their gradients, and the
-    optimizer's state.  `version` is a copy of a stage's parameters, of which a run of several
-    updates without a flush keeps one for each version that is of use.  `skip` is what a stage gives
-    to one that is not its neighbour (`Program.skips`), told for the stage that gives it.
+    What a stage holds all the time is told apart or as one sum.  Apart: `params` are the parameters
+    that are trained, `grads` their gradients, `optimizer` its state, with the copies of parameters
+    that it steps in their place, and `buffers` are buffers and what is not trained.  The sum is
+    `weights`, for who knows no more.  `version` is a copy of a stage's parameters, of which a run
+    of several updates without a flush keeps one for each version that is of use.  `skip` is what a
+    stage gives to one that is not its neighbour (`Program.skips`), told for the one that gives it.
 
     Raises UsageError for a size that is negative or not finite, for an array with rows of different
-    lengths or of `weights` or `version`, and for a `both` that is less than
-    one of the two or more than their sum.
+    lengths or of what is not of a microbatch, for a `both` that is less than one of the two or more
+    than their sum, and for `weights` beside what it is the sum of.
 
     >>> from schedir import Plan, Sizes, compile, schedules, simulate
     >>> program = compile(schedules.one_f_one_b, Plan(ranks=2, microbatches=8), slots="fewest")
     >>> sizes = Sizes(activation=10e6, saved=100e6, weights=1e9)
     >>> simulate(program, sizes=sizes).peak_memory / 1e6  # MB on each rank
+    array([1220., 1120.])
+    >>> apart = Sizes(activation=10e6, saved=100e6, params=2e8, grads=2e8, optimizer=6e8)
+    >>> simulate(program, sizes=apart).peak_memory / 1e6
     array([1220., 1120.])
     """
 
@@ -80,7 +88,11 @@ class Sizes:
     saved: Size = 0.0
     tape: Size | None = None
     both: Size | None = None
-    weights: Size = 0.0
+    weights: Size | None = None
+    params: Size = 0.0
+    grads: Size = 0.0
+    optimizer: Size = 0.0
+    buffers: Size = 0.0
     version: Size = 0.0
     skip: Size = 0.0
 
@@ -94,6 +106,23 @@ class Sizes:
             object.__setattr__(self, f.name, value)
         if self.both is not None:
             self._expect_both()
+        if self.weights is not None and (apart := self.told_apart):
+            raise UsageError(
+                f"size weights is the sum of {', '.join(AT_REST)}, and is told beside "
+                f"{' and '.join(apart)}",
+                hint=f"leave out weights, or {' and '.join(apart)}",
+                fields=["weights", *apart],
+            )
+
+    @property
+    def told_apart(self) -> tuple[str, ...]:
+        """The parts that are told of what a stage holds all the time."""
+        return tuple(name for name in AT_REST if np.any(np.array(getattr(self, name))))
+
+    @property
+    def at_rest(self) -> tuple[str, ...]:
+        """The sizes that tell what a stage holds all the time: its parts, or `weights`."""
+        return self.told_apart or ("weights",)
 
     def _expect_both(self) -> None:
         """Raise UsageError where `saved` and `tape` cannot be that much at once."""
@@ -134,6 +163,10 @@ class Sizes:
         if name == "both" and self.both is None:
             each = (self._each(part, stages, microbatches) for part in ("saved", "tape"))
             return np.maximum(*each)
+        if name == "weights" and self.weights is None:
+            return sum(
+                (self._each(part, stages, microbatches) for part in AT_REST), np.zeros((stages, 1))
+            )
         return by_stage(f"size {name}", self._said(name), stages, UsageError, microbatches)
 
     def _said(self, name: str) -> Size:

@@ -12,7 +12,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from schedir.analysis.graph import Graph
-from schedir.analysis.memory import Footprint, held, in_flight, peak_in_flight, peak_versions
+from schedir.analysis.memory import (
+    Footprint,
+    at_rest,
+    held,
+    in_flight,
+    peak_in_flight,
+    peak_versions,
+)
 from schedir.analysis.models import Model
 from schedir.errors import UsageError, expect
 from schedir.ir.index import NONE, Positions
@@ -255,6 +262,13 @@ class Timeline:
         parts = {name: np.full(len(times), size) for name, (_, size) in own.fixed.items()}
         parts |= {name: size for name, (_, size) in own.kept.items()}
         return Memory(times, own.bytes, parts)
+
+    @property
+    def at_rest(self) -> dict[str, NDArray[np.float64]]:
+        """Per rank, the bytes that are held all the time, by the parts that `sizes` tells apart."""
+        if self.sizes is None or not self.sizes.told_apart:
+            return {}
+        return at_rest(self.program, self.sizes)
 
     @cached_property
     def peak_memory(self) -> NDArray[np.float64]:

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from schedir.errors import ModelError, said
+from schedir.errors import ModelError, in_words, said
 from schedir.ir.sizes import Sizes
 from schedir.ir.skips import Skips
 from schedir.runtime.batch import tensors_of
@@ -31,8 +31,11 @@ from schedir.runtime.buffers import restored
 from schedir.runtime.given import loss_of, model_of, one_number
 from schedir.runtime.lender import Lender
 from schedir.runtime.per_microbatch import PerMicrobatch
+from schedir.runtime.precision import innermost
 from schedir.runtime.rank import Loss
 from schedir.runtime.split import Tape, recording
+
+State = Callable[[list[nn.Parameter]], Any]  # makes an optimizer
 
 
 def sizes_of(
@@ -42,7 +45,7 @@ def sizes_of(
     *,
     loss: Loss,
     boundary: Given | Edges | Boundaries,
-    state: float = 8.0,
+    state: float | State = 8.0,
     frozen: int = 0,
     keywords: Mapping[str, Any] = MappingProxyType({}),
 ) -> Sizes:
@@ -51,8 +54,10 @@ def sizes_of(
     `input` is one microbatch of the first stage's, `target` of the loss's, `keywords` what all are
     given by name for it; other stages get zeros.
     `state` is how many bytes an optimizer holds for each number that is trained: 8 are AdamW's
-    two moments in float32.  The first `frozen` stages keep nothing of a microbatch, as in a
-    program with so many, and the stage behind them nothing for a gradient of its input.
+    two moments in float32.  Or it makes an optimizer of parameters, of which then all is counted
+    that it holds after a step: copies in float32 that it steps, and numbers of steps.  The first
+    `frozen` stages keep nothing of a microbatch, as in a program with so many, and the stage behind
+    them nothing for a gradient of its input.
 
     `saved` is the input of a stage and what autograd saves, each storage once; `tape` is what is
     left for a BackwardWeight, and `both` the most that there is of the two at once in a
@@ -70,8 +75,10 @@ def sizes_of(
     >>> from schedir.runtime import sizes_of
     >>> stages, x = [nn.Linear(64, 64), nn.Linear(64, 64)], torch.ones(8, 64)
     >>> sizes = sizes_of(stages, x, x, loss=nn.functional.mse_loss, boundary=(8, 64))
-    >>> sizes.activation, sizes.saved, sizes.weights  # bytes; of saved and weights for each stage
-    (2048.0, (0.0, 4096.0), (66560.0, 66560.0))
+    >>> sizes.activation, sizes.saved, sizes.params  # bytes; of saved and params for each stage
+    (2048.0, (0.0, 4096.0), (16640.0, 16640.0))
+    >>> sizes.of("weights", 2)  # with gradients and the optimizer's state
+    array([66560., 66560.])
     """
     loss = loss_of(loss)
     if not isinstance(target, Tensor):
@@ -99,7 +106,10 @@ def sizes_of(
         saved=tuple(kept.saved for kept in found),
         tape=tuple(kept.tape for kept in found),
         both=tuple(kept.both for kept in found),
-        weights=tuple(kept.weights for kept in found),
+        params=tuple(kept.params for kept in found),
+        grads=tuple(kept.grads for kept in found),
+        optimizer=tuple(kept.optimizer for kept in found),
+        buffers=tuple(kept.buffers for kept in found),
         version=tuple(kept.version for kept in found),
         skip=tuple(float(dict(skipped).get(s, 0)) for s in range(len(stages))) if skips else 0.0,
     )
@@ -168,7 +178,10 @@ class _Kept(NamedTuple):
     saved: float = 0.0
     tape: float = 0.0
     both: float = 0.0
-    weights: float = 0.0
+    params: float = 0.0
+    grads: float = 0.0
+    optimizer: float = 0.0
+    buffers: float = 0.0
     version: float = 0.0
 
 
@@ -180,7 +193,7 @@ class _Given(NamedTuple):
     keywords: Mapping[str, Any]
     loss: Loss
     boundaries: Boundaries
-    state: float
+    state: float | State
     frozen: int
 
 
@@ -244,16 +257,51 @@ def _stage(stages: Sequence[nn.Module | None], s: int, given: _Given) -> _Kept:
             with recording(tape):
                 torch.autograd.backward(roots, [torch.ones_like(y) * last for y in roots])
     trained = [p for p in module.parameters() if p.requires_grad]
-    parts = [*module.parameters(), *module.buffers()]
-    weights = sum(_storages(parts).values())
-    weights += sum(p.numel() * (p.grad_dtype or p.dtype).itemsize for p in trained)
+    own = _storages(trained)
+    rest = _storages([*module.parameters(), *module.buffers()])
     return _Kept(
-        saved,
-        size(tape.tensors()),
-        tape.most,
-        weights + given.state * sum(p.numel() for p in trained),
-        sum(p.numel() * p.dtype.itemsize for p in trained),
+        saved=saved,
+        tape=size(tape.tensors()),
+        both=tape.most,
+        params=sum(own.values()),
+        grads=sum(p.numel() * (p.grad_dtype or p.dtype).itemsize for p in trained),
+        optimizer=_state(trained, given.state),
+        buffers=sum(n for at, n in rest.items() if at not in own),
+        version=sum(p.numel() * p.dtype.itemsize for p in trained),
     )
+
+
+def _state(trained: Sequence[nn.Parameter], state: float | State) -> float:
+    """Bytes that an optimizer holds for parameters once it has stepped, without them and their
+    gradients.
+
+    One that is made is made of parameters on the device "meta", which have no memory, and so
+    takes none itself.
+    """
+    if not callable(state):
+        return state * sum(p.numel() for p in trained)
+    if not trained:
+        return 0.0
+    own = []
+    for p in trained:
+        own.append(nn.Parameter(torch.empty_like(p, device="meta")))
+        own[-1].grad_dtype = p.grad_dtype
+        own[-1].grad = torch.empty_like(p, device="meta", dtype=p.grad_dtype or p.dtype)
+    try:
+        optimizer = state(own)
+        optimizer.step()
+        held = [
+            *getattr(optimizer, "main", ()),
+            *tree_leaves([*innermost(optimizer).state.values()]),
+        ]
+    except Exception as error:
+        raise ModelError(
+            f"the optimizer cannot be measured without its memory: {in_words(error)}",
+            hint="state=8.0, say: how many bytes it holds for each number",
+        ) from error
+    # On "meta" all memory is at the address 0, so what has one memory is told by its tensor.
+    tensors = {id(x): x for x in held if isinstance(x, Tensor)}
+    return float(sum(x.untyped_storage().nbytes() for x in tensors.values()))
 
 
 class _PeakTape(Tape):

@@ -15,7 +15,7 @@ from torch import Tensor
 from schedir.analysis.memory import held
 from schedir.errors import ExecutionError, in_bytes, in_words
 from schedir.ir.program import Program
-from schedir.ir.sizes import Sizes
+from schedir.ir.sizes import AT_REST, Sizes
 from schedir.predict.calibrate import calibrate, format_bubbles
 from schedir.predict.simulate import simulate
 from schedir.predict.timeline import Timeline
@@ -174,7 +174,7 @@ class _Trainer:
             state=12.0 if isinstance(self.optimizer, MainOptimizer) else 8.0,
             frozen=self.program.frozen,
         )
-        measured = ("saved", "tape", "both", "weights", "version")
+        measured = ("saved", "tape", "both", *AT_REST, "version")
         each = torch.tensor(
             [sizes.of(name, len(stages)).tolist() for name in measured],
             dtype=torch.float64,

@@ -20,6 +20,7 @@ from schedir.analysis.memory import Footprint, held
 from schedir.errors import MemoryLimitError, ModelError
 from schedir.ir.ops import COMPUTE, Token
 from schedir.ir.plan import Plan
+from schedir.ir.sizes import AT_REST
 from schedir.runtime.boundary import Boundary
 from schedir.runtime.executor import Executor
 from schedir.runtime.inprocess import InProcess
@@ -335,7 +336,9 @@ def test_the_model_is_left_as_it_was() -> None:
         y = nn.functional.mse_loss(stages[1](given), x)
     assert sizes.of("saved", 2)[1] == born.alive([y]) + 4 * 4 * 8
     assert sizes.activation == 4 * 4 * 8 and sizes.version == (4 * 88, 4 * 88)
-    assert sizes.weights == (4 * (88 + 88 + 16) + 8,) * 2  # with buffers, and a number of batches
+    assert sizes.params == sizes.grads == (4 * 88,) * 2 and sizes.optimizer == (0, 0)
+    assert sizes.buffers == (4 * 16 + 8,) * 2  # with a number of batches
+    assert sizes.weights is None and sizes.of("weights", 2).tolist() == [4 * (88 + 88 + 16) + 8] * 2
 
 
 def test_stages_of_others_and_of_another_type() -> None:
@@ -343,7 +346,7 @@ def test_stages_of_others_and_of_another_type() -> None:
     inputs, targets, _ = batch(1)
     whole = sizes_of(stages, inputs[0], targets[0], loss=gpt.loss, boundary=BOUNDARY)
     part = sizes_of([None, stages[1]], inputs[0], targets[0], loss=gpt.loss, boundary=BOUNDARY)
-    for name in ("saved", "tape", "weights", "version"):
+    for name in ("saved", "tape", "weights", *AT_REST, "version"):
         assert part.of(name, 2).tolist() == [0, whole.of(name, 2)[1]]
     numbers = sum(p.numel() for p in stages[1].parameters())
     mask = sum(b.nbytes for b in stages[1].buffers())
@@ -359,7 +362,7 @@ def test_stages_of_others_and_of_another_type() -> None:
 def test_a_frozen_stage_keeps_its_input() -> None:
     stages, x = [nn.Identity(), nn.Identity().requires_grad_(False)], torch.randn(4, 8)
     sizes = sizes_of(stages, x, x, loss=lambda y, _: y.sum(), boundary=Boundary((4, 8)))
-    assert sizes.saved == (0, 4 * 4 * 8) and sizes.weights == (0, 0)
+    assert sizes.saved == (0, 4 * 4 * 8) and sizes.of("weights", 2).tolist() == [0, 0]
 
 
 def test_what_cannot_pass_is_refused() -> None:

@@ -1,0 +1,76 @@
+"""What a stage holds all the time: what is measured of it is what lives after a step."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Iterable
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from schedir.errors import ModelError
+from schedir.runtime.boundary import Boundary
+from schedir.runtime.precision import MainOptimizer, float32_gradients
+from schedir.runtime.sizes import sizes_of
+
+
+def _sgd(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
+    return torch.optim.SGD(parameters, lr=0.1, momentum=0.9)
+
+
+OPTIMIZERS: dict[str, Callable[[Any], Any]] = {
+    "adamw": torch.optim.AdamW,
+    "plain": torch.optim.SGD,
+    "momentum": _sgd,
+    "main": partial(MainOptimizer, make=torch.optim.AdamW),
+    "main momentum": partial(MainOptimizer, make=_sgd),
+}
+
+
+def _memory(tensors: Iterable[Tensor]) -> dict[StorageWeakRef, int]:
+    memory = [x.untyped_storage() for x in tensors]
+    return {StorageWeakRef(one): one.nbytes() for one in memory}
+
+
+def _bytes(tensors: Iterable[Tensor]) -> int:
+    return sum(_memory(tensors).values())
+
+
+def _living() -> dict[StorageWeakRef, int]:
+    """All memory of tensors; also what a dispatch mode does not see made, as numbers of steps."""
+    return _memory(x for x in gc.get_objects() if issubclass(type(x), Tensor))
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_an_optimizer_is_measured(name: str) -> None:
+    """Parameters, gradients and its state, each as they live after a step."""
+    make, dtype = OPTIMIZERS[name], torch.bfloat16 if "main" in name else torch.float32
+    stage = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Linear(8, 3)).to(dtype)
+    stage[0].requires_grad_(False)
+    float32_gradients(stage)
+    x = torch.randn(4, 8, dtype=dtype)
+
+    def loss(y: Tensor, _: Tensor) -> Tensor:
+        return y.float().square().sum()
+
+    sizes = sizes_of([stage], x, x, loss=loss, boundary=Boundary((4, 8), dtype), state=make)
+    trained = [p for p in stage.parameters() if p.requires_grad]
+    assert sizes.params == (_bytes(trained),)
+    rest = [*stage[0].parameters(), *stage.buffers()]
+    assert sizes.buffers == (_bytes(rest),)
+    loss(stage(x), x).backward()
+    grads = [p.grad for p in trained if p.grad is not None]
+    assert sizes.grads == (_bytes(grads),)
+    before = _living()
+    optimizer = make(trained)
+    optimizer.step()
+    made = {ref: size for ref, size in _living().items() if ref not in before}
+    assert sizes.optimizer == (sum(made.values()),)
+    with pytest.raises(ModelError):
+        sizes_of(
+            [stage], x, x, loss=loss, boundary=Boundary((4, 8), dtype), state=torch.optim.Adafactor
+        )

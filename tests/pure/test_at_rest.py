@@ -1,0 +1,148 @@
+"""What a stage holds all the time: parameters, gradients and state apart, or one sum; and what ZeRO
+leaves of them."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from schedir import Costs, Plan, Sizes, compile, model_states, simulate
+from schedir.__main__ import main
+from schedir.analysis.memory import held
+from schedir.errors import MemoryLimitError, UsageError
+from schedir.ir.sizes import AT_REST
+from schedir.schedules import gpipe, one_f_one_b
+from schedir.viz import gantt
+from schedir.viz.raster import memory
+
+GOLDEN = Path(__file__).parents[1] / "golden"
+TABLE = [
+    line.split(",")
+    for line in (GOLDEN / "zero_table1_memory_GB.csv").read_text().splitlines()
+    if line[0].isdigit()
+]
+CELLS = [
+    (float(billions), int(dp), zero, printed)
+    for billions, dp, *row in TABLE
+    for zero, printed in enumerate(row, 1)
+]
+
+
+def test_parts_are_held_as_their_sum() -> None:
+    """The same curves, and each part by its name, in bytes of the rank's stages."""
+    program = compile(one_f_one_b, Plan(2, 4))
+    parts: dict[str, Any] = {"params": (1, 2), "grads": (2, 4), "optimizer": 6}
+    parts["buffers"] = (0, 0.5)
+    apart = Sizes(activation=3, saved=10, **parts)
+    both = Sizes(activation=3, saved=10, weights=(9.0, 12.5))
+    assert apart.of("weights", 2).tolist() == [9, 12.5]
+    for one, other in zip(held(program, apart), held(program, both), strict=True):
+        assert one.bytes.tolist() == other.bytes.tolist()
+    rows = held(program, apart)[1].fixed
+    assert {name: rows[name] for name in AT_REST} == {
+        "params": (1, 2), "grads": (1, 4), "optimizer": (1, 6), "buffers": (1, 0.5)
+    }  # fmt: skip
+    assert "weights" not in rows and held(program, both)[1].fixed["weights"] == (1, 12.5)
+    curve = simulate(program, Costs(), sizes=apart).memory[0]
+    assert np.sum([*curve.kinds.values()], 0).tolist() == curve.held.tolist()
+
+
+def test_pictures_and_tables_have_a_part_each(capsys: pytest.CaptureFixture[str]) -> None:
+    """Layers from below in the memory curve, by rank; columns in tables."""
+    sizes = Sizes(saved=1, params=2, grads=1, optimizer=(3, 9))
+    run = simulate(compile(one_f_one_b, Plan(2, 4)), sizes=sizes)
+    floors = {name: tops.tolist() for name, tops in memory(run).floors.items()}
+    assert floors == {"params": [2, 2], "grads": [3, 3], "optimizer": [6, 12]}
+    figure = gantt(run, show=("memory",))
+    assert "optimizer" in [text.get_text() for text in figure.axes[0].texts]
+    told = "--ranks=2", "--microbatches=4", "--sizes=saved=1,params=2,grads=1,optimizer=3:9"
+    assert main(["simulate", "one_f_one_b", *told, "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["optimizer"] == [3, 9]
+    one = simulate(compile(one_f_one_b, Plan(2, 4)), sizes=Sizes(saved=1, weights=9))
+    assert one.at_rest == {} and memory(one).floors == {}
+
+
+@pytest.mark.parametrize("name", AT_REST)
+def test_a_sum_and_a_part_of_it_are_refused(name: str) -> None:
+    with pytest.raises(UsageError) as caught:
+        Sizes(weights=0, **{name: 1})
+    assert caught.value.fields == ("weights", name)
+    assert Sizes(**{name: (1, 2)}).at_rest == (name,)
+    assert Sizes().at_rest == Sizes(weights=1).at_rest == ("weights",)
+
+
+REFUSED = (GOLDEN / "at_rest.txt").read_text().split("\n\n")
+
+
+@pytest.mark.parametrize("told", REFUSED)
+def test_what_a_person_is_told(told: str, capsys: pytest.CaptureFixture[str]) -> None:
+    command, message = told.strip().split("\n", 1)
+    assert main(command.removeprefix("$ schedir ").split()) == 2
+    assert capsys.readouterr().err == message + "\n"
+
+
+def test_limits_count_all_parts() -> None:
+    sizes = Sizes(saved=1, params=2, grads=3, optimizer=4, buffers=5)
+    compile(gpipe, Plan(1, 2), sizes=sizes, limit=16)
+    with pytest.raises(MemoryLimitError) as caught:
+        compile(gpipe, Plan(1, 2), sizes=sizes, limit=15)
+    assert {name for name, _, _ in caught.value.holds} == {"saved", *AT_REST}
+
+
+# ---------------------------------------------------------------- ZeRO
+
+
+@pytest.mark.parametrize(("billions", "dp", "zero", "printed"), CELLS)
+def test_the_table_of_the_paper(billions: float, dp: int, zero: int, printed: str) -> None:
+    """arXiv 1910.02054, Table 1: each cell within one unit of its last digit."""
+    digits = len(printed.partition(".")[2])
+    psi = billions  # 10^9 parameters, and so 10^9 bytes for each byte of one
+    found = model_states(2 * psi, 2 * psi, 12 * psi, zero, dp).bytes
+    assert abs(found - float(printed)) <= 10.0**-digits
+
+
+def test_the_table_has_all_cells() -> None:
+    assert len(CELLS) == 54
+
+
+@given(
+    numbers=st.lists(st.integers(0, 10**6), min_size=1, max_size=5),
+    dp=st.integers(1, 64),
+    item=st.tuples(*[st.integers(1, 16)] * 3),
+)
+def test_parts_with_padding_hold_all(
+    numbers: list[int], dp: int, item: tuple[int, int, int]
+) -> None:
+    """Whole numbers of parameters, enough for all, and less than one too many on each replica."""
+    params, grads, optimizer = ([k * n for n in numbers] for k in item)
+    for zero in range(4):
+        states = model_states(params, grads, optimizer, zero, dp, numbers=numbers)
+        for level, k, left in zip((3, 2, 1), item, states, strict=True):
+            if zero < level or dp == 1:
+                assert left.tolist() == [k * n for n in numbers]
+                continue
+            parts = np.round(left / k)
+            assert np.allclose(parts * k, left)
+            assert (parts * dp >= numbers).all() and (parts * dp < np.array(numbers) + dp).all()
+
+
+@pytest.mark.parametrize(
+    ("how", "field"),
+    [({"zero": 4}, "zero"), ({"zero": -1}, "zero"), ({"zero": True}, "zero"), ({"dp": 0}, "dp"),
+     ({"dp": 2.0}, "dp")],
+)  # fmt: skip
+def test_what_is_no_level_and_no_group(how: dict[str, int], field: str) -> None:
+    with pytest.raises(UsageError) as caught:
+        model_states(2, 2, 12, **{"zero": 1, "dp": 2, **how})
+    assert caught.value.fields == (field,)
+
+
+def test_bytes_are_not_negative() -> None:
+    with pytest.raises(UsageError):
+        model_states(-2, 2, 12, 1, 2)
