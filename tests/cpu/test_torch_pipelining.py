@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.distributed.pipelining import schedules as theirs
 from torch.distributed.pipelining.stage import PipelineStage
 
-from schedir import schedules
+from schedir import schedules, search
 from schedir.analysis.models import MODELS
 from schedir.compiler.compile import compile, finish, lower
 from schedir.errors import CellError
@@ -153,6 +153,8 @@ OURS = [
     ("zb_v", Plan(2, 4, placement="vee")),
     ("v_half", Plan(2, 4, placement="vee")),
     ("dualpipe_v", Plan(2, 4, placement="vee")),
+    ("search", Plan(2, 4)),  # what a search finds
+    ("search", Plan(2, 4, 2)),
 ]
 RUNS = [(name, plan, form) for name, plan in OURS for form in torch_csv.FORMS]
 
@@ -200,7 +202,11 @@ def _step(rank: int, name: str, plan: Plan, form: str, path: str) -> dict[int, l
 def test_ours_run_in_torch(tmp_path: Path) -> None:
     """From the file to the gradients; REDUCE_GRAD divides by the microbatches there."""
     for k, (name, plan, form) in enumerate(RUNS):
-        program = compile(getattr(schedules, name), plan)
+        costs = Costs(F=1.1, I=1.3, W=0.7, send=0.1)
+        if name == "search":
+            program = search(plan, costs, in_flight=3, evaluations=30).program
+        else:
+            program = compile(getattr(schedules, name), plan)
         (tmp_path / f"{k}.csv").write_text(torch_csv.show(program, form))
     results = run(in_torch, 2, str(tmp_path))
     for (name, plan, form), *ranks in zip(RUNS, *results, strict=True):

@@ -1,0 +1,121 @@
+"""Schedules that a search has found train a GPT, with the bits of the reference."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from schedir import search
+from schedir.__main__ import main
+from schedir.compiler.again import compute_of
+from schedir.compiler.compile import compile
+from schedir.ir.costs import Costs
+from schedir.ir.plan import Plan
+from schedir.ir.program import Program
+from schedir.ir.text import parse
+from schedir.predict.simulate import simulate
+from schedir.runtime.inprocess import InProcess
+from schedir.schedules import built_in
+from schedir.schedules.draft import draft
+from schedir.training import gpt
+from schedir.transports.processes import Gloo
+from tests.cpu.spawn import run
+from tests.cpu.tiny_stages import (
+    BOUNDARY,
+    batch,
+    expected,
+    gpt_executor,
+    gpt_stages,
+    gradients,
+    gradients_by_stage,
+    same_bits,
+)
+from tests.cpu.training import alone, train
+
+M = 6
+
+
+def costs_of(plan: Plan) -> Costs:
+    """Of stages that all take other times."""
+    draw = random.Random(plan.stages)
+    each = [tuple(draw.uniform(0.7, 1.3) for _ in range(plan.stages)) for _ in range(3)]
+    return Costs(F=each[0], I=each[1], W=each[2], send=0.05)
+
+
+def found(plan: Plan, in_flight: int, split: bool = True) -> Program:
+    """What a search finds; the same in every process, for its budget is no time."""
+    return search(
+        plan, costs_of(plan), in_flight=in_flight, split=split, seconds=60, evaluations=30
+    ).program
+
+
+CASES = [
+    (Plan(4, M), 3, True),
+    (Plan(4, M), 2, False),
+    (Plan(2, M, 2), 5, True),
+    (Plan(2, M, 2, "vee"), 4, True),
+]
+
+
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize(("plan", "in_flight", "split"), CASES)
+def test_in_process(plan: Plan, in_flight: int, split: bool, tied: bool) -> None:
+    program = found(plan, in_flight, split)
+    assert program.ascending
+    if tied:
+        program = compile(compute_of(program), costs=costs_of(plan), tied=True)
+    loss, right = expected(plan, tied)
+    stages = gpt_stages(plan.stages, tied)
+    ranks = InProcess(program, stages, loss=gpt.loss, boundary=BOUNDARY)
+    for seed in range(2):
+        assert torch.equal(ranks.step(*batch(M), seed=seed), loss)
+        assert same_bits(gradients(stages), right)
+
+
+def test_no_built_in_schedule_is_what_is_run() -> None:
+    plan, in_flight, split = CASES[0]
+    streams = compute_of(found(plan, in_flight, split)).streams
+    for name in ("gpipe", "one_f_one_b", "zb_h1", "zb_h2", "eager_1f1b"):
+        assert draft(built_in()[name], plan).streams != streams
+
+
+def _rank(rank: int) -> list[tuple[Tensor | None, dict[int, dict[str, Tensor]]]]:
+    """One of four processes, which run one program after the other."""
+    results = []
+    for plan, in_flight, split in CASES[:2]:
+        program = found(plan, in_flight, split)
+        executor = gpt_executor(program, Gloo(program))
+        results.append((executor.step(*batch(M)), gradients_by_stage(executor)))
+    return results
+
+
+def test_over_gloo() -> None:
+    for case, results in zip(CASES, zip(*run(_rank, 4), strict=True), strict=False):
+        loss, right = expected(case[0], tied=False)
+        assert [torch.equal(got, loss) for got, _ in results if got is not None] == [True]
+        got = {s: grads for _, stages in results for s, grads in stages.items()}
+        assert same_bits([got[s] for s in range(len(right))], right)
+
+
+def test_the_trainer_takes_the_file(config: str, tmp_path: Path) -> None:
+    """As it is, for a model that ties nothing; lowered anew for one that does."""
+    file, tied = str(tmp_path / "best.sched"), str(tmp_path / "tied.sched")
+    costs = "--costs=F=1:1.2,I=1.3:0.9,W=0.8:1.1,send=0.05"
+    at = ("--ranks=2", "--microbatches=3", costs)
+    assert main(["search", *at, "--in-flight=2", "--evaluations=30", "-o", file]) == 0
+    again = ("--relower", "--tied", "--clip", costs, "-o", tied)
+    assert main(["show", file, *again]) == 0
+    programs = [parse(Path(name).read_text()) for name in (file, tied)]
+    priced = Costs(F=(1, 1.2), I=(1.3, 0.9), W=(0.8, 1.1), send=0.05)
+    assert simulate(programs[0], priced).span == simulate(programs[1], priced).span
+    shape = ("pipeline.ranks=2", "pipeline.stages_per_rank=1", "pipeline.tp=1", "train.steps=2")
+    untied = ("model.tied=false", "train.clip=0.0")
+    for name, sets in ((file, untied), (tied, ())):
+        schedule = f'pipeline.schedule="{name}"'
+        many = train(config, tmp_path / "many", *shape, *sets, schedule)
+        plain = alone(config, tmp_path / "one", *shape, *sets, 'pipeline.schedule="one_f_one_b"')
+        assert many == pytest.approx(plain, rel=1e-5)
