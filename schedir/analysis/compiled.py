@@ -11,11 +11,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import cache
+from pathlib import Path
 from typing import Any, Final
 
 from schedir.errors import UsageError
 
-Loop = Callable[..., None]
+Loop = Callable[..., Any]
 
 PRICE: Final = 0.2  # seconds to import numba and a loop from its cache; 0.4 the first time ever
 _rent = [0.0]  # seconds that this process has walked without
@@ -31,6 +32,27 @@ def compiled(loops: tuple[Loop, ...]) -> tuple[Loop, ...] | None:
     return _compile(loops) if _rent[0] >= PRICE else None
 
 
+def within(loops: tuple[Loop, ...], seconds: float) -> tuple[Loop, ...] | None:
+    """Loops as machine code, if they can be had in a part of some seconds; or None.
+
+    From numba's cache on disk they come at once; a loop that is not there yet takes a second or
+    two to be compiled.
+    """
+    found = _compile(loops)
+    ready = found is not None and all(map(_is_kept, found))
+    return found if seconds >= (1 if ready else 8) else None
+
+
+def _is_kept(loop: Any) -> bool:
+    """Whether a compiled loop is in numba's cache on disk, as far as its files tell."""
+    try:
+        folder = Path(loop.stats.cache_path)
+        own = f"{Path(loop.py_func.__code__.co_filename).stem}.{loop.py_func.__name__}-"
+        return any(file.name.startswith(own) for file in folder.iterdir())
+    except (OSError, TypeError):  # there is no cache
+        return False
+
+
 def load() -> None:
     """From now on, run compiled loops.  Raises UsageError where numba cannot be imported."""
     if _numba() is None:
@@ -42,7 +64,7 @@ def load() -> None:
 def _numba() -> Any:
     """The module numba, or None where it is not there, does not fit or is told not to compile."""
     try:
-        import numba
+        import numba.extending
     except Exception:  # of its own, too, where it does not fit to numpy or Python
         return None
     return None if numba.config.DISABLE_JIT else numba
@@ -52,6 +74,8 @@ def _numba() -> Any:
 def _compile(loops: tuple[Loop, ...]) -> tuple[Loop, ...] | None:
     if (numba := _numba()) is None:
         return None
+    for loop in loops:
+        numba.extending.register_jitable(loop)  # others of them may call it
     try:
         return tuple(map(numba.njit(cache=True), loops))
     except RuntimeError:  # there is no folder that it may keep them in

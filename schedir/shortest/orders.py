@@ -20,17 +20,34 @@ F, I, W = range(KINDS)
 Order = tuple[tuple[int, ...], ...]  # by rank: KINDS * stage + kind
 
 
-def codes_of(program: Program) -> Order:
-    """The order of a program's compute; its microbatches need not ascend."""
-    kind = {FORWARD: F, BACKWARD: I, BACKWARD_INPUT: I, BACKWARD_WEIGHT: W}
+def codes_of(program: Program, *, split: bool) -> Order:
+    """The order of a program's compute; its microbatches need not ascend.
+
+    Where backwards are `split`, a whole one is an I and its W; where they are not, an I is one.
+    """
+    of: dict[int, tuple[int, ...]] = {FORWARD: (F,), BACKWARD: (I, W) if split else (I,)}
+    of |= {BACKWARD_INPUT: (I,), BACKWARD_WEIGHT: (W,) if split else ()}
     return tuple(
         tuple(
-            KINDS * int(s) + kind[o]
-            for o, s in zip(stream.op, stream.stage, strict=True)
-            if o in kind
+            KINDS * stage + kind
+            for op, stage in zip(stream.op.tolist(), stream.stage.tolist(), strict=True)
+            for kind in of.get(op, ())
         )
         for stream in program.streams
     )
+
+
+def one_by_one(problem: Problem) -> Order:
+    """One microbatch after the other, forward and back, each W at once: what holds the least."""
+    each = []
+    for own in problem.own:
+        back = [(I, W) if problem.split else (I,)] * len(own)
+        codes = [KINDS * stage for stage in own]
+        codes += [
+            KINDS * s + kind for s, kinds in zip(own[::-1], back, strict=True) for kind in kinds
+        ]
+        each.append(tuple(codes) * problem.microbatches)
+    return tuple(each)
 
 
 def draft_of(problem: Problem, order: Sequence[Sequence[int]], name: str = "search") -> Program:

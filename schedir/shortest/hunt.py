@@ -1,0 +1,209 @@
+"""Hunt: looks for shorter and shorter orders of a Problem, until time or a proof ends it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from math import inf
+from random import Random
+from time import perf_counter
+
+from schedir.analysis.compiled import within
+from schedir.shortest.found import Step
+from schedir.shortest.machine import LOOPS, Machine, Policy
+from schedir.shortest.orders import Order
+from schedir.shortest.policies import neighbours, policies
+from schedir.shortest.problem import ROUNDING, Problem
+
+_SAME = 1 - 1e-12  # times that differ by less are the same
+_SLICE = 0.05  # seconds between two looks at the clock
+_SWEPT, _DESCENDED = 0.3, 0.5  # when to go on with the next way of looking, in parts of the budget
+_FINALISTS = 4  # of the shortest orders that are kept
+_KEPT = 24  # policies whose orders are starting points
+_IN_VAIN = 64  # rounds of annealing without anything better, after which there is hardly any
+_HEATS = (3.0, 1.0, 10.0, 3.0, 0.3)  # at which rounds begin, in mean times of a piece of work
+_COOLED = 1 / 30  # what is left of a round's heat at its end
+
+
+class Spent(Exception):
+    """The budget is spent."""
+
+
+class Hunt:
+    """The shortest orders so far, and how they came.
+
+    The budget is in `seconds`, or in `evaluations` of orders: then what is found depends on the
+    seed alone, as long as the seconds are enough.
+    """
+
+    def __init__(
+        self,
+        problem: Problem,
+        bound: float,
+        *,
+        seconds: float,
+        evaluations: int | None,
+        seed: int,
+        report: Callable[[Step], None],
+    ) -> None:
+        self.problem, self.bound = problem, bound
+        self.shortest: list[tuple[float, Order]] = []  # the shortest first
+        self.trail: list[Step] = []
+        self.begin = perf_counter()
+        self._seconds, self._evaluations, self._report = seconds, evaluations, report
+        self._random = Random(seed)
+        self._machine, self._before = Machine(problem), 0
+        self._pool: list[tuple[float, Policy]] = []
+
+    @property
+    def length(self) -> float:
+        """What the shortest order takes; infinite if there is none."""
+        return self.shortest[0][0] if self.shortest else inf
+
+    @property
+    def best(self) -> Order:
+        """The shortest order."""
+        return self.shortest[0][1]
+
+    @property
+    def proved(self) -> bool:
+        """Whether no order can be shorter than the best."""
+        return self.length <= self.goal
+
+    @property
+    def goal(self) -> float:
+        """The bound, and what sums of times may differ from it by rounding."""
+        return self.bound * (1 + ROUNDING)
+
+    @property
+    def tried(self) -> int:
+        """How many orders were evaluated."""
+        return self._before + self._machine.evaluations
+
+    @property
+    def elapsed(self) -> float:
+        """Seconds since the beginning."""
+        return perf_counter() - self.begin
+
+    def take(self, length: float, order: Order, method: str) -> bool:
+        """Keep an order if it is the shortest so far, and say whether it is."""
+        if length >= self.length * _SAME:
+            return False
+        self.shortest.insert(0, (length, order))
+        del self.shortest[_FINALISTS:]
+        self.trail.append(Step(self.elapsed, method, length))
+        self._report(self.trail[-1])
+        return True
+
+    def start(self, orders: Iterable[tuple[str, Order]]) -> None:
+        """Look at orders that somebody has made."""
+        for name, order in orders:
+            self.take(self._machine.length(order), order, name)
+
+    def run(self) -> bool:
+        """Look until there is a proof, the budget is spent (False), or nothing better comes."""
+        try:
+            self._sweep()
+            self._descend()
+            self._anneal()
+        except Spent:
+            return False
+        return True
+
+    # ------------------------------------------------------------ ways of looking
+
+    def _sweep(self) -> None:
+        """Policies of all kinds."""
+        for policy in policies(self.problem, self._random):
+            if self.proved or self._spent() > _SWEPT:
+                break
+            self._pool.append((self._try(policy, "policy"), policy))
+            self._compile()
+        self._pool.sort(key=lambda each: each[0])
+        del self._pool[_KEPT:]
+
+    def _descend(self) -> None:
+        """The best policies, changed in one thing after another as long as that is better."""
+        for k, (length, policy) in enumerate(self._pool):
+            better: Policy | None = policy
+            while better is not None and not self.proved and self._spent() <= _DESCENDED:
+                policy, better = better, None
+                for other in neighbours(self.problem, policy, self._random):
+                    found = self._try(other, "changed policy")
+                    if found < length * _SAME:
+                        length, better = found, other
+                        break
+                    if self.proved or self._spent() > _DESCENDED:
+                        break
+            self._pool[k] = length, policy
+
+    def _anneal(self) -> None:
+        """Rounds of annealing, longer and longer, from the best and from where policies led."""
+        starts = [self._order_of(policy) for _, policy in self._pool]
+        pieces = sum(map(len, self.best))
+        mean = sum(self.problem.work(rank) for rank in range(self.problem.plan.ranks)) / pieces
+        vain = turns = 0
+        for order, heat in self._rounds(starts):
+            if self.proved or vain >= _IN_VAIN:
+                return
+            turns = max(20 * pieces, turns)
+            vain = 0 if self._round(order, heat * mean, turns) else vain + 1
+            if vain % len(_HEATS) == 0:
+                turns = min(2 * turns, 400 * pieces)
+
+    def _rounds(self, starts: list[Order]) -> Iterator[tuple[Order, float]]:
+        turn = 0
+        while True:
+            for heat in _HEATS:
+                yield self.best, heat
+                if starts:
+                    yield starts[turn % len(starts)], heat
+                    turn += 1
+
+    def _round(self, order: Order, heat: float, turns: int) -> bool:
+        """Whether a round of annealing finds anything better."""
+        cooling = float(_COOLED ** (1 / turns))
+        round_ = self._machine.annealing(order, heat, cooling, self._random.randrange(2**31))
+        each, better = 16, False
+        while turns > 0 and not self.proved:
+            each = min(each, turns, self._left())
+            begin = perf_counter()
+            length = round_.run(each, self.goal)
+            if length < self.length * _SAME:
+                better |= self.take(length, round_.best, "annealing")
+            turns -= each
+            each = max(int(each * min(_SLICE / max(perf_counter() - begin, 1e-9), 8.0)), 1)
+            self._spent()
+        return better
+
+    # ------------------------------------------------------------ the machine, and the budget
+
+    def _try(self, policy: Policy, method: str) -> float:
+        length = self._machine.run(policy)
+        if length < self.length * _SAME:
+            self.take(length, self._machine.made, method)
+        return length
+
+    def _order_of(self, policy: Policy) -> Order:
+        self._machine.run(policy)
+        return self._machine.made
+
+    def _compile(self) -> None:
+        """Go on with machine code, where there is time to get it."""
+        if self._machine.is_compiled or len(self._pool) < 32:
+            return
+        loops = within(LOOPS, self._seconds - self.elapsed)
+        if loops is not None:
+            self._before += self._machine.evaluations
+            self._machine = Machine(self.problem, loops)
+
+    def _left(self) -> int:
+        """How many evaluations are left."""
+        return 2**62 if self._evaluations is None else self._evaluations - self.tried
+
+    def _spent(self) -> float:
+        """The part of the budget that is spent; raises Spent where it is all."""
+        time = self.elapsed / self._seconds
+        part = time if self._evaluations is None else self.tried / self._evaluations
+        if time >= 1 or part >= 1:
+            raise Spent
+        return part
