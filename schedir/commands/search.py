@@ -40,7 +40,7 @@ ABOUT = (
 INTERRUPTED = 130
 _STOPPED = {
     "proved": "proved",
-    "time": "its time was over",
+    "time": "the budget was used up",
     "no better": "nothing better to try",
     "interrupted": "interrupted, this is the best so far",
 }
@@ -226,8 +226,8 @@ def _search(args: argparse.Namespace, asked: _Asked) -> Found:
     def report(step: Step, bound: float) -> None:
         gain = share_to_gain(step.span, bound)
         progress.show(
-            f"{step.seconds:.1f} s: {step.span:.6g} by {step.method}, none is shorter than "
-            f"{bound:.6g}, {gain:.1%} to gain"
+            f"{step.span:.6g} since {step.seconds:.1f} s ({step.method}); none is shorter than "
+            f"{bound:.6g}: {gain:.1%} to gain"
         )
 
     try:

@@ -148,16 +148,14 @@ def problem_of(
 
 
 def _require_plan(plan: Plan) -> None:
-    several = {
-        "holders of each stage": plan.rows,
-        "updates": plan.updates,
-        "segments": plan.segments,
-    }
-    fields = ("placement", "updates", "segments")
-    for field, (what, number) in zip(fields, several.items(), strict=True):
+    for what, number, field in (
+        ("holder of each stage", plan.rows, "placement"),
+        ("update", plan.updates, "updates"),
+        ("segment of each sequence", plan.segments, "segments"),
+    ):
         if number > 1:
             raise PlanError(
-                f"a search takes plans with one of {what}: this has {number}", fields=[field]
+                f"a search is for plans with one {what}: this has {number}", fields=[field]
             )
 
 
@@ -199,9 +197,10 @@ def _held(
     sizes.require(plan)
     if isinstance(limit, bool) or not isinstance(limit, int | float) or isnan(limit):
         raise UsageError(f"a limit is a number of bytes, not {said(limit)}", hint="40e9")
-    saved, tape, both = (
-        tuple(sizes.of(n, plan.stages).tolist()) for n in ("saved", "tape", "both")
-    )
+    each = {name: sizes.each(name, plan) for name in ("saved", "tape", "both")}
+    if any(of_stage.shape[1] > 1 for of_stage in each.values()):
+        raise UsageError("a search takes sizes that are the same for all microbatches")
+    saved, tape, both = (tuple(of_stage[:, 0].tolist()) for of_stage in each.values())
     weights = sizes.of("weights", plan.stages)
     room = tuple(float(limit - weights[list(own)].sum()) for own in plan.stages_of)
     return (saved, tape, both, room) if split else (saved, zero, saved, room)
@@ -217,6 +216,10 @@ def _count(given: object) -> float:
         ) from None
 
 
+def _in_flight(count: float) -> str:
+    return f"{count:g} in flight"
+
+
 def _require_room(problem: Problem, limit: float | None) -> None:
     """Raise UsageError where a rank cannot take one microbatch there and back."""
     for rank in range(problem.plan.ranks):
@@ -224,10 +227,10 @@ def _require_room(problem: Problem, limit: float | None) -> None:
         if problem.fits(least, rank):
             continue
         weights = 0.0 if limit is None else limit - problem.room[rank]
-        say = in_bytes if limit is not None else "{:g} activations".format
+        say = in_bytes if limit is not None else _in_flight
         of = f" and {in_bytes(weights)} of weights" * (weights > 0)
         raise UsageError(
-            f"no schedule fits: rank {rank} holds {say(least)} of one microbatch{of}, and may hold "
+            f"no schedule fits: rank {rank} has {say(least)} of one microbatch{of}, and may have "
             f"{say(problem.room[rank] if limit is None else limit)}",
             hint=f"the least that works there is {say(least + weights)}",
             fields=["limit" if limit is not None else "in_flight"],

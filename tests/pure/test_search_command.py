@@ -2,8 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import os
+import select
 import shlex
+import signal
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -11,12 +17,13 @@ import pytest
 import schedir
 from schedir import Costs, Plan, load_timeline, parse, schedules, simulate
 from schedir.__main__ import main
+from schedir.commands._options import read_costs
 from schedir.compiler.compile import compile
 from schedir.errors import MemoryLimitError
 from schedir.ir.ops import BACKWARD_INPUT
 from schedir.ir.sizes import Sizes
 from schedir.predict.calibrate import calibrate, completed
-from tests.commands import refused, said
+from tests.commands import ENV, refused, said
 
 RUN = Path(__file__).parents[2] / "examples" / "traced.timeline"
 AT = ("--ranks=4", "--microbatches=8", "--costs=F=2,I=2,W=1,send=0.1", "--evaluations=40")
@@ -164,3 +171,53 @@ def test_nothing_is_searched_for_a_file_that_cannot_be(
 def test_a_pipe_sees_no_progress(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["search", *AT]) == 0
     assert capsys.readouterr().err == ""
+
+
+# ---------------------------------------------------------------- what is refused
+
+REFUSED = (Path(__file__).parents[1] / "golden" / "search.txt").read_text().split("\n\n")
+
+
+@pytest.mark.parametrize("told", REFUSED, ids=lambda told: told.split("\n")[0][17:])
+def test_what_a_person_is_told(told: str, capsys: pytest.CaptureFixture[str]) -> None:
+    line, message = told.strip().split("\n", 1)
+    assert main(line.removeprefix("$ schedir ").split()) == 2
+    out, err = capsys.readouterr()
+    assert (out, err) == ("", message + "\n")
+
+
+# ---------------------------------------------------------------- a person looks on, and stops it
+
+
+@pytest.mark.skipif(not hasattr(os, "openpty"), reason="no terminals here")
+def test_what_is_found_is_kept_when_it_is_interrupted(tmp_path: Path) -> None:
+    """On a terminal, after the first line of progress; the file is the best so far."""
+    costs = "F=1:1.2:0.9:1.4:0.8:1.1:1:1.3,I=1:1.1:0.9:1.2:1.3:0.8:1:0.7,W=0.7,send=0.05"
+    argv = [sys.executable, "-m", "schedir", "search", "--ranks=8", "--microbatches=48"]
+    argv += [f"--costs={costs}", "--in-flight=6", "--seconds=300", "-o", "best.sched"]
+    ours, theirs = os.openpty()
+    pipe = subprocess.PIPE
+    with subprocess.Popen(argv, cwd=tmp_path, env=ENV, stdout=pipe, stderr=theirs) as process:
+        try:
+            os.close(theirs)
+            shown = b""
+            while b"none is shorter" not in shown:
+                assert select.select([ours], [], [], 100)[0]
+                shown += os.read(ours, 1000)
+            assert not (tmp_path / "best.sched").exists()
+            process.send_signal(signal.SIGINT)
+            out, _ = process.communicate(timeout=100)
+        finally:
+            process.kill()
+    with contextlib.suppress(OSError):  # what a terminal says at its end
+        while more := os.read(ours, 1000):
+            shown += more
+    os.close(ours)
+    told = out.decode()
+    assert process.returncode == 130 and "; interrupted, this is the best so far)" in told
+    assert shown.endswith(b"\r\x1b[K")
+    text = (tmp_path / "best.sched").read_text()
+    assert "interrupted" in text.split("\nschedir 1\n")[0]
+    found = simulate(parse(text), read_costs(costs))
+    assert f"search: span {found.span:.6g}," in told and found.peak_in_flight.max() <= 6
+    assert [path.name for path in tmp_path.iterdir()] == ["best.sched"]
