@@ -1,0 +1,45 @@
+"""Interleavings: the shortest order of a tiny Problem, by trying every one of them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import product
+from math import inf
+
+from schedir.shortest.orders import KINDS, F, I, W, length, peaks
+from schedir.shortest.problem import Problem
+
+
+def orders_of(problem: Problem, rank: int) -> Iterator[tuple[int, ...]]:
+    """Every order of a rank's work: each kind ascends, F before I before W, and it fits.
+
+    What is held is judged by `peaks`, and ranks by themselves: an order of all of them may hang.
+    """
+    kinds = (F, I, W) if problem.split else (F, I)
+    stages = problem.own[rank]
+    m = problem.microbatches
+
+    def more(done: dict[int, int], codes: tuple[int, ...]) -> Iterator[tuple[int, ...]]:
+        if len(codes) == m * len(stages) * len(kinds):
+            yield codes
+            return
+        for s in stages:
+            for kind in kinds:
+                code = KINDS * s + kind
+                before = done[code - 1] if kind else m
+                if done[code] < min(before, m) and fits((*codes, code)):
+                    yield from more(done | {code: done[code] + 1}, (*codes, code))
+
+    def fits(codes: tuple[int, ...]) -> bool:
+        order: list[tuple[int, ...]] = [()] * problem.plan.ranks
+        order[rank] = codes
+        return problem.fits(peaks(problem, order)[rank], rank)
+
+    return more({KINDS * s + kind: 0 for s in stages for kind in kinds}, ())
+
+
+def shortest(problem: Problem) -> float:
+    """What the shortest order takes: of every order of every rank, with every other."""
+    each = [list(orders_of(problem, rank)) for rank in range(problem.plan.ranks)]
+    taken = (length(problem, order) for order in product(*each))
+    return min((t for t in taken if t is not None), default=inf)
