@@ -278,7 +278,8 @@ class Machine:
                 self._cost(rank, Instr(op, i.stage, i.mb))
                 for op in (O.BackwardInput, O.BackwardWeight)
             )
-        value: Any = getattr(self.costs, ROWS[i.op].cost) if ROWS[i.op].cost else 0.0
+        value: Any = getattr(self.costs.usual(), ROWS[i.op].cost) if ROWS[i.op].cost else 0.0
+        value = 0.0 if value is None else value
         if isinstance(value, tuple):
             column = rank if ROWS[i.op].per is Per.RANK else i.stage
             value = value[min(column, len(value) - 1)]  # one row is that of all stages

@@ -353,7 +353,7 @@ def _comments(args: argparse.Namespace, asked: _Asked, found: Found) -> str:
     lines = [
         f"schedir {shlex.join(args.typed)}",
         f"plan: {asked.plan}",
-        f"costs: {format_costs(request.costs or Costs())}",
+        f"costs: {format_costs((request.costs or Costs()).usual())}",
         f"limit: {asked.memory}",
         f"{asked.what}: {found.span:.6g}{unit}; {asked.proven(found)}",
         f"bound: {found.bound:.6g}{unit}; {found.why}",

@@ -263,7 +263,7 @@ class Request:
 
     @property
     def _stage_costs(self) -> Costs:
-        return self._per_stage(self.costs or Costs())
+        return self._per_stage((self.costs or Costs()).usual())
 
     @property
     def _stage_sizes(self) -> Sizes | None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
@@ -20,12 +20,14 @@ Cost = PerStage
 
 # Which field prices which instruction.  A receive ends with its send and costs nothing itself.
 FIELD: Final = {row.op: row.cost for row in ROWS if row.cost}
+# What a cost is that nobody tells; all else is free.
+_USUAL: Final = {"F": 1.0, "I": 1.0, "W": 1.0}
 _OF_NO_MICROBATCH: Final = {row.cost for row in ROWS if row.per is not Per.MICROBATCH}
 _PER_RANK: Final = tuple(row.op for row in ROWS if row.per is Per.RANK)
 
 
 @dataclass(frozen=True)
-@with_fields(FIELD.values())
+@with_fields(FIELD.values(), None)
 class Costs:
     """Time of each instruction: a number, one number per stage, or an array.
 
@@ -37,7 +39,8 @@ class Costs:
     sum of both.  `send` is the time from a transfer's start to its end; it occupies the queues of
     both ranks, never their compute.  `reduce_grads` is what is left of it at its turn: executors
     begin it under the last backward, and with the time of a whole one a prediction is too long by
-    what that hides.  All else is free unless told.  For instructions that are not of a stage (step,
+    what that hides.  None is a cost that nobody tells: F, I and W then take 1, and all else is
+    free, unless a `Cluster` fills it.  For instructions that are not of a stage (step,
     reduce_norm) the k-th number is rank k's.
 
     Raises CostsError for a cost that is negative or not finite, and for rows of different lengths.
@@ -54,28 +57,38 @@ class Costs:
     27.0
     """
 
-    F: Cost = 1.0
-    I: Cost = 1.0
-    W: Cost = 1.0
+    F: Cost | None = None
+    I: Cost | None = None
+    W: Cost | None = None
     B: Cost | None = None
     FB: Cost | None = None
-    send: Cost = 0.0
-    step: Cost = 0.0
-    reduce_grads: Cost = 0.0
-    reduce_holders: Cost = 0.0
-    reduce_tied: Cost = 0.0
-    reduce_norm: Cost = 0.0
-    scatter: Cost = 0.0
-    gather: Cost = 0.0
+    send: Cost | None = None
+    step: Cost | None = None
+    reduce_grads: Cost | None = None
+    reduce_holders: Cost | None = None
+    reduce_tied: Cost | None = None
+    reduce_norm: Cost | None = None
+    scatter: Cost | None = None
+    gather: Cost | None = None
 
     def __post_init__(self) -> None:
         for f in fields(self):
             value = getattr(self, f.name)
-            if value is None and f.default is None:
+            if value is None:
                 continue
             arrays = f.name not in _OF_NO_MICROBATCH
             value = per_stage(f"cost {f.name}", value, CostsError, arrays=arrays)
             object.__setattr__(self, f.name, value)
+
+    @property
+    def told(self) -> dict[str, Cost]:
+        """The costs that somebody tells, by name."""
+        values = {f.name: getattr(self, f.name) for f in fields(self)}
+        return {name: value for name, value in values.items() if value is not None}
+
+    def usual(self) -> Costs:
+        """The same, with F, I and W told: 1 where nobody tells them."""
+        return replace(self, **(_USUAL | self.told))
 
     def of(self, op: Opcode, plan: Plan) -> NDArray[np.float64]:
         """What an instruction costs: shape (stages, microbatches), or (stages, 1) where it is the
@@ -108,5 +121,6 @@ class Costs:
         return np.concatenate([table.reshape(-1) for table in tables]), cell
 
     def _each(self, name: str | None, plan: Plan) -> NDArray[np.float64]:
-        value = getattr(self, name) if name else 0.0
+        value = getattr(self, name) if name else None
+        value = _USUAL.get(name or "", 0.0) if value is None else value
         return by_stage(f"cost {name}", value, plan.stages, CostsError, plan.microbatches)

@@ -145,14 +145,16 @@ def cut(value: PerStage, parts: int, into: int) -> PerStage:
 _Class = TypeVar("_Class")
 
 
-def with_fields(names: Iterable[str]) -> Callable[[type[_Class]], type[_Class]]:
-    """A class of numbers per stage with a field, 0 unless told, for each name that it lacks."""
+def with_fields(
+    names: Iterable[str], default: float | None = 0.0
+) -> Callable[[type[_Class]], type[_Class]]:
+    """A class of numbers per stage with a field for each name that it lacks."""
 
     def extended(kind: type[_Class]) -> type[_Class]:
         for name in dict.fromkeys(names):
             if name not in kind.__annotations__:
-                kind.__annotations__[name] = PerStage
-                setattr(kind, name, 0.0)
+                kind.__annotations__[name] = PerStage if default is not None else PerStage | None
+                setattr(kind, name, default)
         return kind
 
     return extended

@@ -18,7 +18,7 @@ from schedir.analysis.slots import counts, minimum_slots
 from schedir.errors import UsageError
 from schedir.ir.costs import Costs
 from schedir.ir.flow import Flow
-from schedir.ir.ops import BETWEEN_NEIGHBOURS, SLOTTED
+from schedir.ir.ops import BETWEEN_NEIGHBOURS, FORWARD, SENDS, SLOTTED
 from schedir.ir.program import OWN, Program, Slots
 from schedir.passes.record import Choice, Options, Pass
 
@@ -52,8 +52,8 @@ def share_slots(
     if choice == "fewest":
         return _with(program, least)
     costs = costs or Costs()
-    if not np.any(costs.send):
-        message = MESSAGE * float(np.mean(costs.F))
+    if not costs.of(SENDS[0], program.plan).any():
+        message = MESSAGE * float(costs.of(FORWARD, program.plan).mean())
         least = _enough(program, graph, replace(costs, send=message), least)
     return _with(program, _enough(program, graph, costs, least))
 

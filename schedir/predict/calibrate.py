@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import fields, replace
+from dataclasses import replace
 from typing import Final
 
 import numpy as np
@@ -213,14 +213,13 @@ def rounded(costs: Costs) -> Costs:
             each = each[:, :1]
         return from_grid(each[:1] if (each == each[:1]).all() else each)
 
-    told = {f.name: getattr(costs, f.name) for f in fields(costs)}
-    return Costs(**{name: said(value) for name, value in told.items() if value is not None})
+    return Costs(**{name: said(value) for name, value in costs.told.items()})
 
 
 def format_costs(costs: Costs) -> str:
-    """Costs as the option --costs takes them.
+    """Costs as the option --costs takes them: those that are told.
 
-    >>> format_costs(Costs(F=(1.5, 2.0), B=3.0, I=1.0, W=2.0, send=0.25)).split(",step")[0]
+    >>> format_costs(Costs(F=(1.5, 2.0), B=3.0, I=1.0, W=2.0, send=0.25))
     'F=1.5:2,I=1,W=2,B=3,send=0.25'
     >>> format_costs(Costs(F=((1.0, 2.0), (1.5, 2.5)))).split(",")[0]  # stages and microbatches
     'F=1/2:1.5/2.5'
@@ -230,5 +229,4 @@ def format_costs(costs: Costs) -> str:
         rows = grid(value).tolist()
         return ":".join("/".join(f"{cost:.6g}" for cost in row) for row in rows)
 
-    values = {f.name: getattr(costs, f.name) for f in fields(costs)}
-    return ",".join(f"{k}={said(value)}" for k, value in values.items() if value is not None)
+    return ",".join(f"{name}={said(value)}" for name, value in costs.told.items())

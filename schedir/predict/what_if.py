@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Final, NamedTuple
 
@@ -51,8 +51,7 @@ def _all_alike(cost: Cost) -> Cost:
 
 def _twice(costs: Costs) -> Costs:
     """The costs of all microbatches, and again of as many."""
-    each = {f.name: getattr(costs, f.name) for f in fields(costs)}
-    again = {name: from_grid(np.tile(grid(c), 2)) for name, c in each.items() if is_array(c)}
+    again = {name: from_grid(np.tile(grid(c), 2)) for name, c in costs.told.items() if is_array(c)}
     return replace(costs, **again)
 
 
@@ -186,7 +185,7 @@ class _Changes:
     """The changes that are tried.  Each kind gives some; the best of a kind is kept."""
 
     def __init__(self, base: Timeline, costs: Costs, schedule: Schedule | None) -> None:
-        self.base, self.costs, self.schedule = base, costs, schedule
+        self.base, self.costs, self.schedule = base, costs.usual(), schedule
         self.program, self.plan = base.program, base.program.plan
         self.room = base.peak_activations
         self.lowering = _Lowering(self.program, base.model)
@@ -231,11 +230,7 @@ class _Changes:
         worst, mean = int(each.argmax()), float(each.mean())
         if not mean or each[worst] <= 1.01 * mean:
             return
-        even: dict[str, Cost] = {
-            name: _all_alike(cost)
-            for name in _WORK
-            if (cost := getattr(self.costs, name)) is not None
-        }
+        even = {name: _all_alike(c) for name, c in self.costs.told.items() if name in _WORK}
         holders = " and ".join(map(str, self.plan.holders[:, worst].tolist()))
         what = (
             f"stages that all take the mean (stage {worst} on rank {holders} takes "
@@ -339,7 +334,7 @@ class _Changes:
 
     def _cut_into(self, stages: int) -> Costs:
         """Costs of the same model in another number of stages, each as long as the others."""
-        now = {k: c for k in _OF_STAGES if (c := getattr(self.costs, k)) is not None}
+        now = {name: c for name, c in self.costs.told.items() if name in _OF_STAGES}
         own = self.plan.stages
         return replace(self.costs, **{k: cut(c, own, stages) for k, c in now.items()})
 

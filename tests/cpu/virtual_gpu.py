@@ -186,6 +186,6 @@ def _charged(run: Callable[[], None], gpu: VirtualGPU, seconds: float) -> Callab
 def copies(gpu: VirtualGPU, costs: Costs) -> Iterator[None]:
     """Within this every message takes its cost, and the host may not wait."""
     gpu.host_may_wait = False
-    with _Copies(gpu, float(np.max(costs.send))):
+    with _Copies(gpu, float(np.max(costs.send or 0.0))):
         yield
     gpu.host_may_wait = True

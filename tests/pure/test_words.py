@@ -206,7 +206,7 @@ def test_costs() -> None:
     assert table[Opcode.Backward].tolist() == [2.5, 3.5]
     assert table[Opcode.SendAct].tolist() == table[Opcode.SendGrad].tolist() == [0.1, 0.2]
     assert not table[Opcode.RecvAct].any() and not table[Opcode.OptimizerStep].any()
-    for bad in (-1, float("nan"), float("inf"), "x", "12", b"1", None, (), (1, -1)):
+    for bad in (-1, float("nan"), float("inf"), "x", "12", b"1", object(), (), (1, -1)):
         with pytest.raises(CostsError) as caught:
             Costs(F=bad)  # type: ignore[arg-type]
         assert "cost F" in caught.value.fact
