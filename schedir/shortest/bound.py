@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Final
 
 from schedir.ir.costs import Costs
 from schedir.ir.plan import Plan
 from schedir.ir.sizes import Sizes
+from schedir.shortest.closed import closed_bound
+from schedir.shortest.earliest import earliest_bound
 from schedir.shortest.found import Bound
 from schedir.shortest.problem import Objective, Problem, problem_of
+
+_FEW: Final = 1200  # pieces of work that can all be looked at in 5 milliseconds
 
 
 def bound(
@@ -38,6 +43,15 @@ def bound(
 
 
 def bound_of(problem: Problem) -> Bound:
-    """The largest of the bounds that are known of a Problem."""
-    rank = max(range(problem.plan.ranks), key=problem.work)
-    return Bound(problem.work(rank), f"rank {rank} works {problem.work(rank):.6g}")
+    """The largest bound of a Problem that takes no longer than some milliseconds.
+
+    Of a small Problem that is the tightest that is known.
+    """
+    pieces = (2 + problem.split) * problem.plan.stages * problem.microbatches
+    return tighter_bound(problem) if pieces <= _FEW else closed_bound(problem)
+
+
+def tighter_bound(problem: Problem) -> Bound:
+    """The largest bound of a Problem that is known: some microseconds for each piece of work."""
+    found = (earliest_bound(problem), closed_bound(problem))
+    return max(found, key=lambda bound: bound.value)

@@ -102,8 +102,9 @@ def search(
     length = _length(timeline, objective)
     if length <= least.value * (1 + ROUNDING):
         stopped = "proved"
+    bound = min(least.value, length)  # they are sums of floats, each in an order of its own
     return Found(
-        timeline.program, timeline, length, least.value, least.why, tuple(hunt.trail), hunt.tried,
+        timeline.program, timeline, length, bound, least.why, tuple(hunt.trail), hunt.tried,
         seed, stopped,
     )  # fmt: skip
 

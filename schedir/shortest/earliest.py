@@ -1,0 +1,243 @@
+"""Earliest starts, and what follows at least: bounds that see all ranks at once.
+
+What must have run on a rank before a piece of work starts there is known: each kind of work of a
+stage is in ascending order, and lags say what memory asks for besides.  Each of that has an
+earliest start of its own, and a rank does one after the other: so the piece of work starts no
+earlier than all of that can end.  Backwards in time it is the same, and gives what must still come
+after it.  With both, the shortest that a rank can take is Jackson's preemptive schedule (Carlier,
+"The one-machine sequencing problem", EJOR 11, 1982): a bound, for no rank can do better.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Sequence
+from heapq import heappop, heappush
+from math import inf
+from typing import NamedTuple
+
+from schedir.shortest.found import Bound
+from schedir.shortest.lags import Lags
+from schedir.shortest.orders import KINDS, F, I, W
+from schedir.shortest.problem import Problem
+
+Times = list[list[float]]  # by code, as of an Order, and microbatch
+
+
+class _Need(NamedTuple):
+    """A microbatch's work of one code starts `delay` after what another ended, `lag` before."""
+
+    before: int
+    lag: int
+    delay: float
+
+
+class _Relations(NamedTuple):
+    """By code: what each piece of work needs of other ranks, and what has run before on its own.
+
+    `turn` has the codes in an order in which those of one microbatch can run.
+    """
+
+    needs: Sequence[Sequence[_Need]]
+    ran: Sequence[Sequence[_Need]]
+    turn: Sequence[int]
+
+    def backwards(self) -> _Relations:
+        """The same, seen from the end of the run."""
+        return _Relations(_turned(self.needs), _turned(self.ran), self.turn[::-1])
+
+
+def _turned(all_: Sequence[Sequence[_Need]]) -> list[list[_Need]]:
+    turned: list[list[_Need]] = [[] for _ in all_]
+    for code, each in enumerate(all_):
+        for need in each:
+            turned[need.before].append(need._replace(before=code))
+    return turned
+
+
+def _relations(problem: Problem, first: int) -> _Relations:
+    """Those of the stages from `first` on."""
+    stages, m = problem.plan.stages, problem.microbatches
+    needs: list[list[_Need]] = [[] for _ in range(KINDS * stages)]
+    ran: list[list[_Need]] = [[] for _ in range(KINDS * stages)]
+    kinds, lags = (F, I, W) if problem.split else (F, I), Lags.of(problem)
+    for s in range(first + 1, stages):
+        needs[KINDS * s + F].append(_Need(KINDS * (s - 1) + F, 0, problem.act[s - 1]))
+        needs[KINDS * (s - 1) + I].append(_Need(KINDS * s + I, 0, problem.grad[s]))
+    for own in problem.own:
+        there = [s for s in own if s >= first]
+        for s in there:
+            for kind in kinds:
+                ran[KINDS * s + kind].append(_Need(KINDS * s + kind, 1, 0.0))
+            for q in there:
+                if q < s:
+                    ran[KINDS * s + F].append(_Need(KINDS * q + F, 0, 0.0))
+                elif q > s:
+                    ran[KINDS * s + I].append(_Need(KINDS * q + I, 0, 0.0))
+                for kind in kinds[1:]:
+                    ran[KINDS * s + kind].append(_Need(KINDS * q + F, 0, 0.0))
+                if q >= s and problem.split:
+                    ran[KINDS * s + W].append(_Need(KINDS * q + I, 0, 0.0))
+    for kind, before, of in ((F, I, lags.F_I), (F, W, lags.F_W), (I, W, lags.I_W)):
+        for lag in of:
+            if lag.stage >= first <= lag.before:
+                code = KINDS * lag.stage + kind
+                ran[code].append(_Need(KINDS * lag.before + before, lag.lag, 0.0))
+        for lag in lags.F_I:  # what has an I has had the Is behind it, and all Fs
+            for q in there if lag.before in there else ():
+                if q > lag.before:
+                    code = KINDS * lag.stage + F
+                    ran[code] += (_Need(KINDS * q + kind, lag.lag, 0.0) for kind in (F, I))
+    # Of two that say the same, the one with the smaller lag is enough.
+    for code, each in enumerate(ran):
+        least: dict[int, int] = {}
+        for need in each:
+            least[need.before] = min(need.lag, least.get(need.before, m))
+        ran[code] = [_Need(before, lag, 0.0) for before, lag in least.items() if lag < m]
+    turn = [KINDS * s + F for s in range(first, stages)]
+    for s in range(stages - 1, first - 1, -1):
+        turn += [KINDS * s + kind for kind in kinds[1:]]
+    return _Relations(needs, ran, turn)
+
+
+class _Done:
+    """Work that one rank does, one after the other, each from its release on: when all is done."""
+
+    __slots__ = ("ends", "releases", "takes")
+
+    def __init__(self) -> None:
+        self.releases: list[float] = []
+        self.takes: list[float] = []
+        self.ends: list[float] = []  # of all up to each, in the order of releases
+
+    def add(self, release: float, time: float) -> None:
+        """Add a piece of work."""
+        releases, takes, ends = self.releases, self.takes, self.ends
+        end = ends[-1] if ends else -inf
+        if not releases or release >= releases[-1]:
+            releases.append(release)
+            takes.append(time)
+            ends.append((release if release > end else end) + time)
+            return
+        at = bisect_right(releases, release)
+        releases.insert(at, release)
+        takes.insert(at, time)
+        ends.insert(at, 0.0)
+        end = ends[at - 1] if at else -inf
+        for k in range(at, len(ends)):
+            start = releases[k]
+            end = (start if start > end else end) + takes[k]
+            ends[k] = end
+
+
+def _least(
+    relations: _Relations, cost: Sequence[float], begin: Sequence[float], microbatches: int
+) -> Times:
+    """The earliest start of each piece of work; those of a code are no earlier than its `begin`."""
+    needs, ran, turn = relations
+    times: Times = [[] for _ in cost]
+    done = [_Done() for _ in cost]
+    for j in range(microbatches):
+        for code in turn:
+            time = begin[code]
+            mine = done[code]
+            for before, lag, _ in ran[code]:
+                if j >= lag and (release := times[before][j - lag]) > -inf:
+                    mine.add(release, cost[before])
+            if mine.ends and mine.ends[-1] > time:
+                time = mine.ends[-1]
+            for before, lag, delay in needs[code]:
+                if j >= lag and (end := times[before][j - lag] + cost[before] + delay) > time:
+                    time = end
+            times[code].append(time)
+    return times
+
+
+class _Job(NamedTuple):
+    """A piece of work: its release, its time, and what must come after it."""
+
+    release: float
+    time: float
+    tail: float
+
+
+def _preemptive(jobs: Sequence[_Job]) -> tuple[float, float]:
+    """The end of Jackson's preemptive schedule of a rank, and the tail of what is last.
+
+    What has the longest tail runs first.
+    """
+    jobs = sorted(jobs)
+    waiting: list[list[float]] = []
+    now, at, longest, decides = -inf, 0, 0.0, 0.0
+    while at < len(jobs) or waiting:
+        if not waiting:
+            now = max(now, jobs[at].release)
+        while at < len(jobs) and jobs[at].release <= now:
+            heappush(waiting, [-jobs[at].tail, jobs[at].time])
+            at += 1
+        tail, time = -waiting[0][0], waiting[0][1]
+        until = jobs[at].release if at < len(jobs) else inf
+        if now + time <= until:
+            heappop(waiting)
+            now += time
+            if now + tail > longest:
+                longest, decides = now + tail, tail
+        else:
+            waiting[0][1] -= until - now
+            now = until
+    return longest, decides
+
+
+def earliest_bound(problem: Problem) -> Bound:
+    """The bound by earliest starts and tails of all work.
+
+    Of own spans it is that of the first stage's rank, and of the rank that works longest.
+    """
+    if problem.objective == "span":
+        return _of_ends(problem, 0, problem.tail)
+    busiest = max(range(problem.plan.ranks), key=problem.work)
+    found = []
+    for rank in {problem.rank_of[0], busiest}:
+        ends = [0.0 if r == rank else -inf for r in range(problem.plan.ranks)]
+        found.append(_of_ends(problem, problem.own[rank][0], ends))
+    return max(found, key=lambda bound: bound.value)
+
+
+def _of_ends(problem: Problem, first: int, end: Sequence[float]) -> Bound:
+    """The least time from the first F of stage `first` to the end of the run.
+
+    `end` is the least from a rank's last work to that, -inf for a rank whose work may come later.
+    """
+    cost = [
+        each[s] for s in range(problem.plan.stages) for each in (problem.F, problem.I, problem.W)
+    ]
+    ends = [end[r] for r in problem.rank_of for _ in range(KINDS)]
+    relations = _relations(problem, first)
+    heads = _least(relations, cost, [0.0] * len(cost), problem.microbatches)
+    tails = _least(relations.backwards(), cost, ends, problem.microbatches)
+    best = Bound(0.0, "nothing is to be done")
+    for at, stages in enumerate(problem.own):
+        jobs = [
+            _Job(head, cost[code], tail)
+            for s in stages for code in range(KINDS * s, KINDS * (s + 1))
+            for head, tail in zip(heads[code], reversed(tails[code]), strict=True)
+            if tail > -inf
+        ]  # fmt: skip
+        value, tail = _preemptive(jobs)
+        if value > best.value:
+            best = Bound(value, _why(jobs, at, tail))
+    return best
+
+
+def _why(jobs: Sequence[_Job], rank: int, tail: float) -> str:
+    """The work that decides, in words: what can begin only then, and has that tail at least."""
+    begin, busy, end = 0.0, 0.0, -inf
+    for release, time, _ in sorted(job for job in jobs if job.tail >= tail):
+        if release > end:
+            begin, busy, end = release, 0.0, release
+        busy, end = busy + time, end + time
+    return (
+        f"of the work of rank {rank} {busy:.6g} cannot begin before {begin:.6g}, and {tail:.6g} or "
+        f"more comes behind each of it: microbatches go there and back, a rank does one thing at a "
+        "time, and what does not fit waits until something has gone"
+    )

@@ -1,0 +1,245 @@
+"""Bounds: nothing is shorter, and what is proved in print comes out."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import schedir
+from schedir import Costs, Plan, Sizes, bound, schedules
+from schedir.compiler.compile import lower
+from schedir.errors import CostsError, ScheduleError
+from schedir.ir.program import Program
+from schedir.predict.simulate import simulate
+from schedir.schedules.draft import draft
+from schedir.shortest.bound import bound_of, tighter_bound
+from schedir.shortest.closed import closed_bound
+from schedir.shortest.of_program import bound_of_program
+from schedir.shortest.orders import codes_of, length, peaks
+from schedir.shortest.problem import OBJECTIVES, Objective, Problem, problem_of
+from schedir.testing import drafts, plans_of
+from tests.interleavings import shortest
+from tests.strategies import costs
+
+ONE_HOLDER = ("loop", "vee", "given")
+FINE = 1 - 1e-9
+
+# arXiv 2401.10241: Table 9, times of F, B and W, and of a message; and of Table 5 what ZB-1p idles,
+# of its own span.
+# fmt: off
+ZB_1P = [  # hidden size, heads, ranks, microbatches
+    (2304, 24, 8, 24, 18.522, 18.086, 9.337, 0.601, 0.1585),
+    (2304, 24, 8, 32, 18.513, 18.086, 9.331, 0.626, 0.1242),
+    (2304, 24, 8, 64, 18.546, 18.097, 9.321, 0.762, 0.0674),
+    (4096, 32, 8, 24, 29.718, 29.444, 19.927, 0.527, 0.1323),
+    (4096, 32, 8, 32, 29.802, 29.428, 19.530, 0.577, 0.1045),
+    (4096, 32, 8, 64, 29.935, 29.621, 19.388, 0.535, 0.0554),
+    (5120, 40, 16, 48, 11.347, 11.248, 8.132, 0.377, 0.1397),
+    (5120, 40, 16, 64, 11.307, 11.254, 8.101, 0.379, 0.1088),
+    (5120, 40, 16, 128, 11.325, 11.308, 8.109, 0.378, 0.0576),
+    (6144, 48, 32, 96, 10.419, 10.207, 7.715, 0.408, 0.1421),
+    (6144, 48, 32, 128, 10.408, 10.204, 7.703, 0.408, 0.1106),
+    (6144, 48, 32, 256, 10.402, 10.248, 7.698, 0.460, 0.0594),
+]
+ZB_2P = [0.0433, 0.0039, 0.0026, 0.0029, 0.0022, 0.0010,
+         0.0066, 0.0054, 0.0028, 0.0038, 0.0029, 0.0018]
+# fmt: on
+
+
+@pytest.mark.parametrize(("row", "twice"), [*zip(ZB_1P, ZB_2P, strict=True)])
+def test_the_automatic_schedules_of_the_zero_bubble_paper(
+    row: tuple[float, ...], twice: float
+) -> None:
+    """Its ZB-1p is as short as any schedule within its memory, and its ZB-2p no shorter."""
+    hidden, heads, ranks, m = map(int, row[:4])
+    *times, printed = row[4:]
+    tape = 32 * hidden / (34 * hidden + 5 * heads * 1024)  # section 3.1 there; sequences of 1024
+    priced = Costs(F=times[0], I=times[1], W=times[2], send=times[3])
+    sizes = Sizes(saved=1.0, tape=tape)
+    work = m * sum(times[:3])
+    one, two = (
+        1 - work / bound(Plan(ranks, m), priced, sizes, limit, objective="own").value
+        for limit in (ranks, 2 * ranks)
+    )
+    assert round(one, 4) == printed
+    assert two <= twice + 5e-5
+
+
+def test_why_is_a_proof_in_words() -> None:
+    priced = Costs(F=18.522, I=18.086, W=9.337, send=0.601)
+    least = closed_bound(problem_of(Plan(8, 24), priced, in_flight=8))
+    assert least.why == (
+        "rank 0 works 1102.68 and holds 8: it idles 135.016 between its 8th F and its first I, and "
+        "72.709 between its last F and its last I"
+    )
+    assert least.value == pytest.approx(1102.68 + 135.016 + 72.709)
+
+
+def test_nothing_of_the_zoo_is_shorter() -> None:
+    tried, tight = 0, 0
+    for name in schedules.__all__:
+        schedule = getattr(schedules, name)
+        for plan in plans_of(schedule, ranks=4, microbatches=8, stages_per_rank=2):
+            priced = Costs(F=tuple(3.0 + s % 3 for s in range(plan.stages)), I=3, W=2, send=0.5)
+            try:
+                program = lower(draft(schedule, plan), priced)
+            except ScheduleError:  # it does not take so few microbatches
+                continue
+            if (least := bound_of_program(program, priced)) is not None:
+                span = simulate(program, priced).span
+                assert least.value * FINE <= span, (name, plan)
+                tried, tight = tried + 1, tight + (span * FINE <= least.value)
+    assert tried > tight > 300
+
+
+@settings(max_examples=150)
+@given(st.data())
+def test_no_program_is_shorter(data: st.DataObject) -> None:
+    """Whatever its order is, with whole backwards and others, and in bytes, too."""
+    made = data.draw(drafts(placements=ONE_HOLDER))
+    if data.draw(st.booleans()):
+        made = _mixed_up(made, data.draw(st.randoms(use_true_random=False)))
+    priced = data.draw(costs(made.plan))
+    priced = replace(priced, step=data.draw(st.integers(0, 3)))
+    sizes = Sizes(saved=3, tape=data.draw(st.integers(0, 5)), weights=1)
+    program = lower(made, priced)
+    timeline = simulate(program, priced)
+    for told in (None, sizes):
+        for objective in OBJECTIVES:
+            least = bound_of_program(program, priced, told, objective=objective)
+            took = timeline.span if objective == "span" else timeline.own_span.max()
+            assert least is None or least.value * FINE <= took
+
+
+def _mixed_up(made: Program, rng: random.Random) -> Program:
+    """The same with other numbers of microbatches: no order ascends any more."""
+    number = [*range(made.plan.microbatches)]
+    rng.shuffle(number)
+    streams = tuple(
+        schedir.Stream.of([i._replace(mb=number[i.mb]) for i in stream]) for stream in made.streams
+    )
+    return replace(made, streams=streams)
+
+
+@settings(max_examples=200)
+@given(st.data())
+def test_no_order_is_shorter(data: st.DataObject) -> None:
+    """Of uneven memory, of whole backwards, and whatever is to be short."""
+    made = data.draw(drafts(split=data.draw(st.sampled_from([0.0, 1.0])), placements=ONE_HOLDER))
+    split = 3 * made.plan.stages * made.plan.microbatches == len(made)
+    problem, order = data.draw(problems(made.plan, split)), codes_of(made, split=split)
+    room = peaks(problem, order)
+    if data.draw(st.booleans()):
+        room = [max(room)] * len(room)
+    problem = replace(problem, room=tuple(room))
+    took = length(problem, order)
+    assert took is not None
+    for least in (closed_bound(problem), tighter_bound(problem)):
+        assert least.value * FINE <= took, least.why
+
+
+@st.composite
+def problems(draw: st.DrawFn, plan: Plan, split: bool) -> Problem:
+    """Problems without a limit of memory."""
+    priced = replace(draw(costs(plan)), step=draw(st.integers(0, 4)))
+    try:
+        problem = problem_of(plan, priced, split=split, objective=draw(st.sampled_from(OBJECTIVES)))
+    except CostsError:  # all of them are 0
+        problem = problem_of(plan, split=split)
+    saved = [draw(st.integers(1, 4)) for _ in range(plan.stages)]
+    tape = [draw(st.integers(0, s + 1)) if split else 0 for s in saved]
+    both = [draw(st.integers(max(s, t), s + t)) for s, t in zip(saved, tape, strict=True)]
+    one, two, three = (tuple(map(float, size)) for size in (saved, tape, both))
+    return replace(problem, saved=one, tape=two, both=three)
+
+
+# ---------------------------------------------------------------- against all orders
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.data())
+def test_no_order_at_all_is_shorter(data: st.DataObject) -> None:
+    plan = data.draw(
+        st.sampled_from([Plan(2, 2), Plan(1, 3), Plan(1, 2, 2), Plan(3, 1), Plan(2, 3)])
+    )
+    problem = data.draw(problems(plan, data.draw(st.booleans())))
+    room = [problem.least_room(r) + data.draw(st.integers(0, 4)) for r in range(plan.ranks)]
+    problem = replace(problem, room=tuple(room))
+    least = shortest(problem)
+    assert closed_bound(problem).value * FINE <= least
+    assert tighter_bound(problem).value * FINE <= least
+
+
+@pytest.mark.parametrize("objective", OBJECTIVES)
+@pytest.mark.parametrize("in_flight", [1, 2, 3])
+def test_it_is_often_exact(in_flight: int, objective: Objective) -> None:
+    for priced in (Costs(), Costs(F=2, I=3, W=1, send=1), Costs(F=(3, 1), I=2, W=(0, 4))):
+        problem = problem_of(Plan(2, 3), priced, in_flight=in_flight, objective=objective)
+        assert bound_of(problem).value == pytest.approx(shortest(problem))
+
+
+@pytest.mark.parametrize(
+    ("plan", "priced", "given"),
+    [
+        (Plan(1, 1), Costs(), {}),
+        (Plan(1, 5), Costs(W=0), {"in_flight": 1}),
+        (Plan(4, 1), Costs(send=1), {"in_flight": 1}),
+        (Plan(4, 9), Costs(F=(0, 0, 100, 0), I=0, W=0), {}),
+        (Plan(3, 4, 2, "vee"), Costs(F=0, I=0), {"in_flight": 4}),
+        (Plan(2, 3), Costs(), {"limit": float("inf"), "sizes": Sizes(saved=1)}),
+        (Plan(2, 3), Costs(), {"limit": 5.0, "sizes": Sizes(saved=0)}),
+    ],
+)
+@pytest.mark.parametrize("split", [True, False])
+def test_what_is_strange_has_a_bound(
+    plan: Plan, priced: Costs, given: dict[str, Any], split: bool
+) -> None:
+    least = bound(plan, priced, **given, split=split)
+    made = schedir.greedy(plan, "FIW" if split else "BF", len(plan.stages_of[0]), priced)
+    assert 0 < least.value <= simulate(made, priced).span
+    assert least.why
+
+
+# ---------------------------------------------------------------- of programs
+
+
+def test_of_a_program_at_its_memory() -> None:
+    """1F1B is as short as any with whole backwards at its memory; to split them gains."""
+    plan, priced = Plan(4, 8), Costs()
+    program = schedir.compile(schedules.one_f_one_b, plan)
+    span = simulate(program, priced).span
+    least, split = (bound_of_program(program, priced, split=split) for split in (None, True))
+    assert least is not None
+    assert split is not None
+    assert least.value == span
+    assert split.value == simulate(schedir.compile(schedules.zb_h1, plan), priced).span < span
+
+
+def test_in_bytes_a_program_has_what_it_holds() -> None:
+    program = schedir.compile(schedules.zb_h1, Plan(4, 8))
+    in_bytes = bound_of_program(program, sizes=Sizes(saved=2e9, tape=2e9, weights=(3e9, 0, 0, 0)))
+    assert in_bytes is not None
+    counted = bound(Plan(4, 8), in_flight=lambda rank: 4 if rank == 0 else 5)
+    assert in_bytes.value == counted.value
+
+
+def test_costs_of_microbatches_count_as_the_least() -> None:
+    program = schedir.compile(schedules.zb_h1, Plan(2, 3))
+    uneven = bound_of_program(program, Costs(F=((1, 2, 5),)))
+    assert uneven == bound_of_program(program, Costs(F=1))
+
+
+def test_nothing_is_said_of_what_is_not_known() -> None:
+    zb, chimera = schedules.zb_h1, schedules.chimera
+    assert bound_of_program(schedir.compile(zb, Plan(4, 8), frozen=1)) is None
+    assert bound_of_program(schedir.compile(chimera, Plan(4, 8, placement="mirror"))) is None
+    assert bound_of_program(schedir.compile(schedules.forward_only, Plan(4, 8))) is None
+    assert bound_of_program(schedir.compile(zb, Plan(4, 8)), Costs(F=0, I=0, W=0)) is None
+    paired = schedir.compile(schedules.dualpipe_v, Plan(2, 8, 2, "vee"))
+    assert bound_of_program(paired, Costs()) is not None
+    assert bound_of_program(paired, Costs(FB=2)) is None
