@@ -32,7 +32,7 @@ GROUPS = {
     "Write": (
         "A schedule is a function of (rank, ranks, microbatches) that says words. "
         "[The tutorial](tutorial.md) writes one; [the built-in ones](schedules.md) are drawn.",
-        ["Plan", "F", "B", "I", "W", "EMPTY", "Word", "weave", "overlap", "words.join",
+        ["Plan", "F", "B", "I", "W", "R", "EMPTY", "Word", "weave", "overlap", "words.join",
          "words.placed", "words.delayed", "greedy", "schedules", "draft"],
     ),
     "Compile and check": (

@@ -37,7 +37,7 @@ from schedir.predict.timeline import Timeline
 from schedir.schedules import words
 from schedir.schedules.draft import draft
 from schedir.schedules.greedy import greedy
-from schedir.schedules.words import EMPTY, B, F, I, W, Word, overlap, weave
+from schedir.schedules.words import EMPTY, B, F, I, R, W, Word, overlap, weave
 from schedir.verify.check import check
 from schedir.verify.sequence import check_sequence
 
@@ -88,6 +88,7 @@ __all__ = [
     "Opcode",
     "Plan",
     "Program",
+    "R",
     "Sizes",
     "Stream",
     "Ties",

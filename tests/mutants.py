@@ -51,7 +51,7 @@ MUTATIONS = edits.MUTATIONS
 # often swap what may be swapped.
 HARMLESS = (
     "fuse_backward", "split_backward", "ungroup_computes", "drop_sharded_pair", "evaluate",
-    "renumber", "rename", "spell_placement",
+    "drop_r", "renumber", "rename", "spell_placement",
 )  # fmt: skip
 RARELY_WRONG = ("ungroup", "join_transfers", "join_both_sides", "run_order")
 COMMUTING = ("swap_neighbours", "early_receive", "late_send", "join_both_sides", "run_order")
@@ -117,9 +117,10 @@ def skips(plan: Plan, rng: random.Random) -> Skips:
 
 
 def more(rng: random.Random) -> dict[str, Any]:
-    """Options that passes bring along, of a tree that has such."""
+    """Options that passes bring along."""
+    values = {"recompute": lambda s, m: rng.random() < 0.6, "recompute_at": "late"}
     options = [option for each in LOWERING for option in each.options]
-    return {option: True for option in options if rng.random() < 0.4}
+    return {option: values.get(option, True) for option in options if rng.random() < 0.4}
 
 
 def lowered(rng: random.Random) -> Program:

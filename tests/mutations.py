@@ -154,6 +154,41 @@ def w_before_i(e: Edit) -> None:
     move(e.own, e.at, next(k for k in e.here(I) if bare(e.own[k]) == before))
 
 
+# ---------------------------------------------------------------- recomputation
+
+
+@at(O.Recompute)
+def drop_r(e: Edit) -> None:
+    """What is not recomputed is kept."""
+    pull(e.own, e.at)
+
+
+@at(O.Recompute)
+def double_r(e: Edit) -> None:
+    push(e.own, e.rng.randint(0, len(e.own)), e.word)
+
+
+@at(O.Recompute)
+def move_r(e: Edit) -> None:
+    move(e.own, e.at, e.rng.randint(0, len(e.own)))
+
+
+@at(O.Recompute)
+def swap_r(e: Edit) -> bool | None:
+    """Two R change places."""
+    others = [k for k in e.here(O.Recompute) if k != e.at]
+    if not others:
+        return False
+    swap(e.own, e.at, e.rng.choice(others))
+    return None
+
+
+@at(O.Forward)
+def add_r(e: Edit) -> None:
+    """An R of a forward, anywhere; there may be one."""
+    push(e.own, e.rng.randint(0, len(e.own)), with_op(e.word, O.Recompute))
+
+
 # ---------------------------------------------------------------- transfers
 
 

@@ -20,7 +20,7 @@ INSET: Final = 0.06  # above it
 _GAP: Final = 0.2  # between ranks
 CURVE: Final = 0.7  # a curve
 # Widths of letters and of digits, in font sizes.
-_WIDE: Final = {"F": 0.6, "B": 0.7, "I": 0.35, "W": 1.0}
+_WIDE: Final = {"F": 0.6, "B": 0.7, "I": 0.35, "W": 1.0, "R": 0.7}
 _DIGIT: Final = 0.65
 
 

@@ -12,7 +12,7 @@ from typing import Final, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from schedir.ir.ops import COMPUTE, LANES, ROWS, SENDS, Lane, Opcode
+from schedir.ir.ops import COMPUTE, LANES, RECOMPUTE, ROWS, SENDS, Lane, Opcode
 from schedir.predict.bubble_causes import Cause
 
 RGB = tuple[float, float, float]
@@ -27,7 +27,7 @@ class Tone(NamedTuple):
 
 
 class Palette(NamedTuple):
-    """The tones of F, B, I and W, the colour of each communication lane, and that of a step."""
+    """The tones of F, R, B, I and W, the colour of each communication lane, and that of a step."""
 
     tones: dict[Opcode, Tone]
     lanes: dict[Lane, str]
@@ -36,6 +36,7 @@ class Palette(NamedTuple):
 
 TONES: Final = {
     Opcode.Forward: Tone("#7cc4ee", 92, 82),
+    Opcode.Recompute: Tone("#7cc4ee", 80, 73),
     Opcode.BackwardInput: Tone("#f0a63c", 71, 62),
     Opcode.BackwardWeight: Tone("#1b9e77", 49, 41),
     Opcode.Backward: Tone("#4b3b8f", 31, 15),
@@ -51,6 +52,7 @@ DAY: Final = Palette(TONES, WIRES)
 NIGHT: Final = Palette(
     {
         Opcode.Forward: Tone("#7cc4ee", 86, 77),
+        Opcode.Recompute: Tone("#7cc4ee", 76, 69.5),
         Opcode.BackwardInput: Tone("#f0a63c", 69, 61),
         Opcode.BackwardWeight: Tone("#1b9e77", 53, 45),
         Opcode.Backward: Tone("#6a55c2", 37, 27),
@@ -68,6 +70,7 @@ PALETTES: Final = {
     "bright": Palette(
         {
             Opcode.Forward: Tone("#56b4e9", 75, 65),
+            Opcode.Recompute: Tone("#56b4e9", 92, 86),
             Opcode.BackwardInput: Tone("#f0e442", 92, 84),
             Opcode.BackwardWeight: Tone("#009e73", 62, 52),
             Opcode.Backward: Tone("#d55e00", 58, 48),
@@ -75,6 +78,7 @@ PALETTES: Final = {
         WIRES | {Lane.ACT: "#0072b2", Lane.GRAD: "#cc79a7", Lane.TP: "#7a7a7a", Lane.DP: "#1a1a1a"},
     ),
 }
+HATCHED: Final = frozenset({RECOMPUTE})  # in the hue of F, and so hatched
 ACCENT: Final = "#c8005f"  # a critical path
 IDLE: Final = "#9a9a9a"  # the hatching of a bubble
 _LOST: Final = 95.0  # CIE L* from which on a box is not seen on white
@@ -82,6 +86,7 @@ _LOST: Final = 95.0  # CIE L* from which on a box is not seen on white
 # What legends call them.
 NAMES: Final = {
     Opcode.Forward: "F forward",
+    Opcode.Recompute: "R forward again",
     Opcode.Backward: "B backward",
     Opcode.BackwardInput: "I backward, input",
     Opcode.BackwardWeight: "W backward, weight",
@@ -143,7 +148,7 @@ def at_lightness(hue: str, l_star: float) -> RGB:
 
 
 def shade(op: Opcode, local: int, stages: int, palette: Palette = DAY) -> RGB:
-    """The colour of F, B, I or W on a rank's own stage number `local` of `stages`."""
+    """The colour of F, R, B, I or W on a rank's own stage number `local` of `stages`."""
     tone = palette.tones[op]
     part = local / (stages - 1) if stages > 1 else 0.5
     return at_lightness(tone.hue, tone.light + (tone.dark - tone.light) * part)

@@ -15,7 +15,7 @@ from matplotlib.patches import Patch
 
 from schedir.ir.ops import COMPUTE, ROWS, Lane, Opcode
 from schedir.viz.layout import Floats, Sheet
-from schedir.viz.palette import IDLE, LANE_NAMES, NAMES, colour, ink, outline, received
+from schedir.viz.palette import HATCHED, IDLE, LANE_NAMES, NAMES, colour, ink, outline, received
 from schedir.viz.raster import mixed
 
 _SMALLEST, _LARGEST = 4.5, 9.0  # points, of a label
@@ -28,6 +28,7 @@ _HATCH: Final[dict[str, Any]] = {
     "hatch": "/////",
     "linewidth": 0.0,
 }
+_AGAIN: Final = "\\\\\\\\"  # the other way than what is idle
 _BAND: Final = "#f0f0f0"  # an empty communication lane
 
 
@@ -55,6 +56,10 @@ def render(
         edges = [outline(face) for face in faces]
         thin = min(edge, sheet.narrow * inches * 72 / 8)  # an outline must not eat its box
         _rectangles(axes, sheet.quads(which), fc=faces, ec=edges, linewidth=thin)
+    again = sheet.compute[np.isin(sheet.op[sheet.compute], [*HATCHED])]
+    if len(again):
+        look = {"fc": "none", "ec": "white", "linewidth": 0.0, "hatch_linewidth": 0.6}
+        _rectangles(axes, sheet.quads(again), hatch=_AGAIN, **look)
     _label(axes, sheet, inches, row, stages)
 
 
@@ -123,7 +128,8 @@ def entries(sheets: Sequence[Sheet], extra: dict[str, str]) -> tuple[list[Any], 
         fills = tuple(colour(op, k, len(shades), palette) for k in shades)
         alike.setdefault(fills, []).append(Opcode(op))
     for fills, ops in alike.items():
-        handles.append(tuple(_swatch(fill) for fill in fills))
+        hatch = _AGAIN if ops[0] in HATCHED else ""
+        handles.append(tuple(_swatch(fill, hatch) for fill in fills))
         brief = dict.fromkeys(ROWS[op].text.partition("_")[0] for op in ops)
         names.append(NAMES[ops[0]] if ops[0] in NAMES else ", ".join(brief))
     handles.append((Patch(lw=0.5, fc="white", ec=IDLE, hatch="//////"),))
@@ -139,8 +145,10 @@ def entries(sheets: Sequence[Sheet], extra: dict[str, str]) -> tuple[list[Any], 
     return handles, names
 
 
-def _swatch(fill: Any) -> Patch:
+def _swatch(fill: Any, hatch: str) -> Patch:
     edge = outline(fill)
+    if hatch:
+        return Patch(fc=fill, ec="white", lw=0.0, hatch=hatch)
     return Patch(fc=fill) if edge == "white" else Patch(fc=fill, ec=edge, lw=0.5)
 
 

@@ -30,7 +30,7 @@ class Style(TypedDict, total=False):
 
     `palette` is one of `schedir.viz.palette.PALETTES`: "plain" holds for colour-blind readers and
     on a grey print, "grey" is that print, "bright" is Okabe and Ito's.  `colours` has others for
-    some of F, B, I, W, act, grad, tp, dp and step, as matplotlib knows them.
+    some of F, B, I, W, R, act, grad, tp, dp and step, as matplotlib knows them.
 
     `axis` is what stands under the time axis, or "none" for no numbers and no words.  `time` is
     the part that is drawn, from and to, in the runs' unit from their begin.

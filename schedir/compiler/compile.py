@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 from difflib import get_close_matches
+from functools import partial
 from inspect import signature
 from typing import Any
 
@@ -117,7 +118,8 @@ def compile(
     program = replace(program, **{k: v for k, v in traits.items() if v is not None})
     program = lower(
         _complete_draft(program), costs, model,
-        boundary=boundary, overlap=overlap, slots=slots, debug=debug, **more,
+        boundary=boundary, overlap=overlap, slots=slots, sizes=sizes, limit=limit, debug=debug,
+        **more,
     )  # fmt: skip
     program = check(program, model, blocks=blocks)
     return program if limit is None else check_memory(program, sizes, limit)
@@ -133,7 +135,7 @@ def _drafted(schedule: Schedule | Program, plan: Plan | None) -> Program:
         raise UsageError(f"a draft has its own plan, {schedule.plan}, and is not for {plan}")
     if not schedule.is_draft:
         raise LevelError(
-            "this is lowered already: it says more than F, B, I and W",
+            "this is lowered already: it says more than F, B, I, W and R",
             program=schedule.name,
             hint="schedir.check(program) proves it",
         )
@@ -187,6 +189,8 @@ def lower(
     boundary: Boundary = "replicated",
     overlap: bool = False,
     slots: Choice | None = None,
+    sizes: Sizes | None = None,
+    limit: float | None = None,
     debug: bool = False,
     **more: Any,
 ) -> Program:
@@ -204,7 +208,7 @@ def lower(
                 hint=f"did you mean {near[0]!r}?" if near else f"there are {', '.join(known)}",
                 fields=[option],
             )
-    options = Options(costs, model, boundary, overlap, slots, more)
+    options = Options(costs, model, boundary, overlap, slots, more, sizes, limit)
     return _fold(program, LOWERING, options, debug=debug)
 
 
@@ -222,7 +226,8 @@ def _fold(
     """A program after some passes, each of which is asked whether it is wanted."""
     for k, each in enumerate(passes):
         if each.wanted(program, options):
-            lowered = each.lower(program, options)
+            rest = partial(_fold, passes=passes[k + 1 :], options=options)
+            lowered = each.lower(program, replace(options, rest=rest))
             if lowered is not program:
                 program.forget()
             program = lowered

@@ -38,7 +38,7 @@ from schedir.verify.check import check
 
 # Costs and sizes that a rank has of its stages together: split over them, they are one model's.
 _OF_A_RANK = (
-    *("F", "B", "I", "W", "FB", "reduce_grads", "reduce_holders"),
+    *("F", "B", "I", "W", "R", "FB", "reduce_grads", "reduce_holders"),
     *("saved", "tape", "both", "weights", "version", *AT_REST),
 )
 

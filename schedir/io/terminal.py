@@ -28,7 +28,7 @@ def coloured(text: str) -> str:
 
     from schedir.ir.ops import ROWS
 
-    styles = {"F": "bright_blue", "B": "magenta", "I": "yellow", "W": "green"}
+    styles = {"F": "bright_blue", "R": "blue", "B": "magenta", "I": "yellow", "W": "green"}
     lines = Text(text)
     lines.highlight_regex(r"(?m)^\S.*$", "bold")
     for row in ROWS:

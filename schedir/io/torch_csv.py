@@ -29,7 +29,7 @@ from schedir.errors import (
     UsageError,
     expect,
 )
-from schedir.ir.ops import BACKWARDS, COMPUTE, FORWARD, ROWS, TRANSFERS, Opcode, Per
+from schedir.ir.ops import BACKWARDS, COMPUTE, FORWARD, RECOMPUTE, ROWS, TRANSFERS, Opcode, Per
 from schedir.ir.placement import PLACEMENTS
 from schedir.ir.plan import MAX_MICROBATCHES, MAX_STAGES, Plan
 from schedir.ir.program import JOINED, OP, OPS, STAGE, Program, Stream
@@ -88,7 +88,7 @@ def show(program: Program, to: str = "torch") -> str:
     Raises CompletenessError for a program without a backward, which torch does not load,
     LevelError for a draft that should have transfers, GroupError for instructions issued as one
     that torch cannot issue so, and UsageError for another form, or for stages with several
-    holders, several updates, or frozen stages.
+    holders, several updates, or frozen stages, or with R.
 
     >>> from schedir import Plan, compile, schedules, torch_csv
     >>> print(torch_csv.show(compile(schedules.one_f_one_b, Plan(ranks=2, microbatches=2))), end="")
@@ -134,6 +134,13 @@ def cells(program: Program, to: str = "torch") -> list[list[str]]:
         raise UsageError(
             f"{program.name} has skips, and stages of torch's schedules pass on to neighbours only",
             program=program.name,
+        )
+    if RECOMPUTE in program.ops:
+        raise UsageError(
+            f"{program.name} has R, and torch's runtime recomputes within backwards only",
+            program=program.name,
+            hint="leave recompute out, and run what is in these stages under "
+            "torch.utils.checkpoint",
         )
     action = {int(op): text for op, text in _TEXT.items() if to != "torch" or op in COMPUTE}
     rows = []

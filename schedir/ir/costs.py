@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from schedir.errors import CostsError
-from schedir.ir.ops import LATE, ROWS, SPLITS, WHOLES, Opcode, Per
+from schedir.ir.ops import FORWARD, LATE, RECOMPUTE, ROWS, SPLITS, WHOLES, Opcode, Per
 from schedir.ir.per_stage import PerStage, by_stage, per_stage, with_fields
 
 if TYPE_CHECKING:
@@ -35,12 +35,12 @@ class Costs:
     single row, shape (1, microbatches), is of all stages alike.  Lists of lists do, too.  What is
     not of a microbatch (reduce_*, step) takes none.
 
-    `B` defaults to I + W, and `FB`, the time of a forward run together with a B or an I, to the
-    sum of both.  `send` is the time from a transfer's start to its end; it occupies the queues of
-    both ranks, never their compute.  `reduce_grads` is what is left of it at its turn: executors
-    begin it under the last backward, and with the time of a whole one a prediction is too long by
-    what that hides.  None is a cost that nobody tells: F, I and W then take 1, and all else is
-    free, unless a `Cluster` fills it.  For instructions that are not of a stage (step,
+    `B` defaults to I + W, `R` to F, and `FB`, the time of a forward run together with a B or an I,
+    to the sum of both.  `send` is the time from a transfer's start to its end; it occupies the
+    queues of both ranks, never their compute.  `reduce_grads` is what is left of it at its turn:
+    executors begin it under the last backward, and with the time of a whole one a prediction is too
+    long by what that hides.  None is a cost that nobody tells: F, I and W then take 1, and all else
+    is free, unless a `Cluster` fills it.  For instructions that are not of a stage (step,
     reduce_norm) the k-th number is rank k's.
 
     Raises CostsError for a cost that is negative or not finite, and for rows of different lengths.
@@ -61,6 +61,7 @@ class Costs:
     I: Cost | None = None
     W: Cost | None = None
     B: Cost | None = None
+    R: Cost | None = None
     FB: Cost | None = None
     send: Cost | None = None
     step: Cost | None = None
@@ -98,6 +99,8 @@ class Costs:
         """
         if op in WHOLES and self.B is None:
             return sum((self.of(part, plan) for part in SPLITS + LATE), np.zeros((plan.stages, 1)))
+        if op is RECOMPUTE and self.R is None:
+            return self.of(FORWARD, plan)
         return self._each(FIELD.get(op), plan)
 
     def together(self, plan: Plan) -> NDArray[np.float64] | None:

@@ -75,6 +75,7 @@ class Opcode(IntEnum):
     RecvSkip = 18
     SendSkipGrad = 19
     RecvSkipGrad = 20
+    Recompute = 21
 
 
 class TokenRow(NamedTuple):
@@ -254,6 +255,9 @@ ROWS: Final[tuple[Row, ...]] = (
         cost="send", hop=Hop.SKIP_FROM, meets=_O.RecvSkipGrad),
     Row(_O.RecvSkipGrad, "recv_skip_grad", _L.GRAD, _MB, (), (_T.SKIP_GRAD_IN,), (),
         "Receives the gradient of a skip.", hop=Hop.SKIP_TO, meets=_O.SendSkipGrad),
+    Row(_O.Recompute, "R", _L.COMPUTE, _MB, (_T.SAVED, _T.PARAMETERS), (_T.SAVED,), (),
+        "Runs a stage forward again, on its inputs, which are all that its F then keeps.", cost="R",
+        changes=(Change(_T.SAVED, "checkpoint", "saved"),)),
 )  # fmt: skip
 
 BY_TEXT: Final = {row.text: row.op for row in ROWS}
@@ -313,6 +317,7 @@ LATE: Final = consumers(Token.TAPE)
 STEPS: Final = producers(Token.PARAMETERS)
 # Of what computes there is one each: whoever adds another must say which is meant where.
 (FORWARD,), (BACKWARD,), (BACKWARD_INPUT,), (BACKWARD_WEIGHT,) = FORWARDS, WHOLES, SPLITS, LATE
+(RECOMPUTE,) = (op for op in changes(Token.SAVED) if op in COMPUTE)
 # What adds to a stage's sum of gradients; and by weights: those not split, and those that are.
 ADDS: Final = producers(Token.WGRAD)
 ADDS_TO_WEIGHTS: Final = (
@@ -323,9 +328,7 @@ REDUCES: Final = tuple(row.op for row in ROWS if row.lane is Lane.DP)
 # What instructions work with as it comes: gradients, and so nothing without a backward.
 OF_GRADIENTS: Final = tuple(
     row.op for row in ROWS
-    if {*row.needs, *row.gives} & {
-        Token.GRAD_IN, Token.GRAD_OUT, Token.SKIP_GRAD_IN, Token.SKIP_GRAD_OUT
-    }
+    if {*row.needs, *row.gives} & {_T.GRAD_IN, _T.GRAD_OUT, _T.SKIP_GRAD_IN, _T.SKIP_GRAD_OUT}
 )  # fmt: skip
 # Values that there are to train only, and what works with them: none is of a frozen stage, but for
 # what its forward would save.

@@ -62,6 +62,9 @@ class Sizes:
     once, while a BackwardInput makes a tape of what was saved.  What they share counts once, and
     what was saved goes as the tape comes: unless told it is the larger of the two, which is the
     least that it can be, as in arXiv 2401.10241, where M_W <= M_B.  `sizes_of` measures it.
+    `checkpoint` is what a Forward keeps until a Recompute, where there is one, makes `saved` of it:
+    the stage's inputs; unless told, the activation of the stage before, and nothing in the first,
+    whose inputs are there all the time.
     What a stage holds all the time is told apart or as one sum.  Apart: `params` are the parameters
     that are trained, `grads` their gradients, `optimizer` its state, with the copies of parameters
     that it steps in their place, and `buffers` are buffers and what is not trained.  The sum is
@@ -88,6 +91,7 @@ class Sizes:
     saved: Size = 0.0
     tape: Size | None = None
     both: Size | None = None
+    checkpoint: Size | None = None
     weights: Size | None = None
     params: Size = 0.0
     grads: Size = 0.0
@@ -163,6 +167,9 @@ class Sizes:
         if name == "both" and self.both is None:
             each = (self._each(part, stages, microbatches) for part in ("saved", "tape"))
             return np.maximum(*each)
+        if name == "checkpoint" and self.checkpoint is None:
+            before = self._each("activation", stages, microbatches)
+            return np.concatenate([np.zeros_like(before[:1]), before[:-1]])
         if name == "weights" and self.weights is None:
             return sum(
                 (self._each(part, stages, microbatches) for part in AT_REST), np.zeros((stages, 1))

@@ -29,7 +29,10 @@ LOWERING: Final[tuple[Pass, ...]] = tuple(
 
 # What passes take beside the options of all lowering: by name the kind, and what it is for.
 OPTIONS: Final[Mapping[str, tuple[Kind, str]]] = {
-    option: (each.kinds.get(option, YES_OR_NO), each.about or f"with the pass {each.name}")
+    option: (
+        each.kinds.get(option, YES_OR_NO),
+        each.abouts.get(option) or each.about or f"with the pass {each.name}",
+    )
     for each in LOWERING
     for option in each.options
 }

@@ -14,6 +14,7 @@ from schedir.ir.costs import Costs
 from schedir.ir.fields import Kind
 from schedir.ir.ops import Opcode
 from schedir.ir.program import Program
+from schedir.ir.sizes import Sizes
 
 Boundary = Literal["replicated", "sharded"]
 Choice = Literal["fewest", "enough"]
@@ -25,7 +26,11 @@ PARTS: Final[tuple[Part, ...]] = get_args(Part)
 
 @dataclass(frozen=True)
 class Options:
-    """How a draft is lowered; `more` has the options that passes bring along, by name."""
+    """How a draft is lowered; `more` has the options that passes bring along, by name.
+
+    `sizes` and `limit` are those that the program is to fit.  `rest` is what the passes behind the
+    one that is told make of what it gives, for one that chooses by what becomes of it.
+    """
 
     costs: Costs | None = None
     model: Model = "device"
@@ -33,6 +38,9 @@ class Options:
     overlap: bool = False
     slots: Choice | None = None
     more: Mapping[str, Any] = field(default_factory=dict)
+    sizes: Sizes | None = None
+    limit: float | None = None
+    rest: Callable[[Program], Program] = lambda program: program
 
 
 class Expected(NamedTuple):
@@ -67,8 +75,8 @@ class Pass:
     says where those of an opcode are.  A program is right without "memory" and "better" passes,
     too: what such a pass adds is expected only where some of it is there.  `read` tells the options
     with which a program was lowered, as far as they show.  `options` are the names of those in
-    `Options.more` that it takes: yes or no, or of the kind that `kinds` has of the name; `about` is
-    what `--help` says of them.
+    `Options.more` that it takes: yes or no, or of the kind that `kinds` has of the name; `about`
+    is what `--help` says of them, or of each by name `abouts`.
     """
 
     name: str
@@ -80,4 +88,5 @@ class Pass:
     options: tuple[str, ...] = ()
     kinds: Mapping[str, Kind] = field(default_factory=dict)
     about: str = ""
+    abouts: Mapping[str, str] = field(default_factory=dict)
     order: int = 0

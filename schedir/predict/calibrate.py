@@ -17,6 +17,7 @@ from schedir.ir.ops import (
     BACKWARD_WEIGHT,
     COMPUTE,
     FORWARD,
+    RECOMPUTE,
     ROWS,
     Lane,
 )
@@ -55,7 +56,8 @@ def calibrate(measured: Timeline, *, per_microbatch: bool = False) -> Costs:
     than most, and noise; it is negative where a message took less than most.  But nothing costs
     less than the least that it was seen to take.
 
-    Instructions that the program, or a stage of it, does not have cost nothing.
+    Instructions that the program, or a stage of it, does not have cost nothing, but for R, which is
+    left to be as long as F.
 
     With `per_microbatch` F, B, I, W and pairs cost what each microbatch took in each stage, as an
     array: for packed data and segments of a sequence, which take different times.  All else,
@@ -91,6 +93,8 @@ def calibrate(measured: Timeline, *, per_microbatch: bool = False) -> Costs:
         costs["FB"] = tuple(_mean(took[:, ahead & (spans["stage"] == s)]) for s in stages)
         if per_microbatch:
             costs["FB"] = _of_each(costs["FB"], measured, took, ahead)
+    if RECOMPUTE not in measured.program.ops:
+        del costs[FIELD[RECOMPUTE]]  # it takes as long as its F
     return Costs(**costs)
 
 

@@ -76,11 +76,11 @@ def buffers_checked(
             if buffer is not None
         ]
         buffers = [buffer for *_, buffer in before]
-        versions = _versions(buffers)
+        versions = versions_of(buffers)
         known = [first or (path, name) in stage.rewritten for path, _, name, _ in before]
         values = [b.clone() if k else b for b, k in zip(buffers, known, strict=True)]
         run()
-        after, later = [table.get(name) for _, table, name, _ in before], _versions(buffers)
+        after, later = [table.get(name) for _, table, name, _ in before], versions_of(buffers)
         by_value = first and state.device.type == "cpu"
         if not by_value and versions == later and all(map(is_, buffers, after)):
             return
@@ -91,7 +91,7 @@ def buffers_checked(
             trace = written or now is not buffer
             if not trace and not by_value:
                 continue
-            if (known[k] or not written) and _same(now, was):
+            if (known[k] or not written) and same_bits(now, was):
                 if trace:
                     stage.rewritten.add((path, name))
                 continue
@@ -106,7 +106,7 @@ def buffers_checked(
     return checked
 
 
-def _versions(buffers: Sequence[torch.Tensor]) -> list[int]:
+def versions_of(buffers: Sequence[torch.Tensor]) -> list[int]:
     """How often each has been written to; nobody writes to those of inference mode."""
     try:
         return [buffer._version for buffer in buffers]
@@ -114,7 +114,7 @@ def _versions(buffers: Sequence[torch.Tensor]) -> list[int]:
         return [0 if buffer.is_inference() else buffer._version for buffer in buffers]
 
 
-def _same(one: torch.Tensor, other: torch.Tensor) -> bool:
+def same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
     """Whether two tensors of a shape have the same bits; NaN is as good as any."""
     if (one.dtype, one.device, one.layout) != (other.dtype, other.device, other.layout):
         return False

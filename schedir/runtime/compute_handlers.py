@@ -14,9 +14,10 @@ from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
 
 from schedir.errors import ModelError
-from schedir.ir.ops import BOUNDARY, LOCAL_HANDOVER, ROWS, Instr, Opcode, Token
+from schedir.ir.ops import BOUNDARY, LOCAL_HANDOVER, RECOMPUTE, ROWS, Instr, Opcode, Token
 from schedir.runtime.around import around, on_version
 from schedir.runtime.batch import tensors_of
+from schedir.runtime.checkpoint import Checkpoints
 from schedir.runtime.given import one_number
 from schedir.runtime.random import BACKWARD, FORWARD, WEIGHT
 from schedir.runtime.rank import Call, Slot, Stage, State
@@ -29,42 +30,33 @@ from schedir.runtime.unchanged import expect_own
 
 def forward(state: State, i: Instr) -> Call:
     stage, mb, last = state.stages[i.stage], i.mb, i.stage == state.plan.stages - 1
-    taken, give = _taken(state, i), _put_out(state, i)
-    ours = bool(taken) and not any(one.local for one in taken)
-    frozen, module, lender = state.program.frozen, stage.module, stage.lender
-    trains = state.trains and i.stage >= frozen
-    loss, boundaries = state.loss, state.passing[mb]
-    together = boundaries.skipped_to(i.stage)
-    expect = None if last else boundaries.expecting(i.stage)
-    came = [
-        trains and has and state.program.other(one.kind, i.stage) >= frozen
-        for one in taken
-        for has in boundaries.carried(one.kind, i.stage).graded
-    ]
-    graded = [k for k, has in enumerate(came) if has]
+    taken, give, stage_run = taken_by(state, i), _put_out(state, i), StageRun(state, i)
+    trains = state.trains and i.stage >= state.program.frozen
     saved = state.slot(Token.SAVED, i.stage, mb, state.index_of[i]) if trains else None
+    again = Instr(RECOMPUTE, i.stage, mb) in state.index_of
+    checkpoints = Checkpoints(state, i) if again else None
+    ours = is_ours(taken) and not again  # else it finds its inputs as they are
     # What is saved of it outlives its turn.
     take = _look_at(taken, Tensor.clone if state.program.slots else Tensor.detach)
 
     def run() -> None:
-        batch = state.batch
-        xs = take() if taken else tensors_of(batch.inputs[mb], mb)
-        for k in graded:
-            xs[k].requires_grad_()
-        y, xs = lender.run(module, xs, batch.keywords_of(mb), ours=ours, together=together)
-        if expect is None:
-            total = one_number(loss(y, batch.targets[mb]))
-            state.losses[mb] = total.detach()
-            ys: Sequence[Tensor] = (total,)
+        xs = take() if taken else tensors_of(state.batch.inputs[mb], mb)
+        value: object
+        if checkpoints is not None:
+            (ys, _), value = checkpoints.first(partial(stage_run, xs, ours), xs)
         else:
-            ys = expect(y, i.stage)
+            ys, xs = stage_run(xs, ours)
+            value = stage_run.saved(xs, ys)
+        if last:
+            state.losses[mb] = ys[0].detach()
+        else:
             give([*map(Tensor.detach, ys)])
         if saved is not None:
             if not stage.parameters_checked:
                 stage.parameters_checked = True
                 kept = stage.versions.names if stage.versions is not None else ()
-                expect_own(ys, module, kept, i.stage, state.optimizer)
-            saved.fill(([xs[k] for k in graded], [*map(_root, filter(_requires_grad, ys))]))
+                expect_own(ys, stage.module, kept, i.stage, state.optimizer)
+            saved.fill(value)
         for one in taken:
             one.slot.free()
 
@@ -72,6 +64,43 @@ def forward(state: State, i: Instr) -> Call:
         _waits(state, i, taken),
         around(state, i, FORWARD, run if trains else torch.no_grad()(run)),
     )
+
+
+class StageRun:
+    """Runs an own stage on the inputs of a microbatch: for a forward, or for one again."""
+
+    def __init__(self, state: State, i: Instr) -> None:
+        forward = i._replace(op=Opcode.Forward)
+        stage, boundaries, frozen = state.stages[i.stage], state.passing[i.mb], state.program.frozen
+        self.state, self.stage, self.mb = state, i.stage, i.mb
+        self.module, self.lender = stage.module, stage.lender
+        self.together = boundaries.skipped_to(i.stage)
+        last = i.stage == state.plan.stages - 1
+        self.expect = None if last else boundaries.expecting(i.stage)
+        came = [
+            has and i.stage >= frozen and state.program.other(kind, i.stage) >= frozen
+            for kind in _kinds(state, forward, ROWS[Opcode.Forward].needs)
+            for has in boundaries.carried(kind, i.stage).graded
+        ]
+        self.graded = [k for k, has in enumerate(came) if has and state.trains]
+
+    def __call__(
+        self, xs: Sequence[Tensor], ours: bool
+    ) -> tuple[Sequence[Tensor], Sequence[Tensor]]:
+        """What the stage puts out, the last the loss; and the leaves whose `grad` is that of each
+        of xs.  `ours` says that nobody else reads these, or will."""
+        batch, mb = self.state.batch, self.mb
+        for k in self.graded:
+            xs[k].requires_grad_()
+        keywords = batch.keywords_of(mb)
+        y, xs = self.lender.run(self.module, xs, keywords, ours=ours, together=self.together)
+        if self.expect is not None:
+            return self.expect(y, self.stage), xs
+        return (one_number(self.state.loss(y, batch.targets[mb])),), xs
+
+    def saved(self, xs: Sequence[Tensor], ys: Sequence[Tensor]) -> object:
+        """What a backward takes: leaves, and where it begins."""
+        return [xs[k] for k in self.graded], [*map(_root, filter(_requires_grad, ys))]
 
 
 class _Taken(NamedTuple):
@@ -82,12 +111,17 @@ class _Taken(NamedTuple):
     local: bool
 
 
+def is_ours(taken: Sequence[_Taken]) -> bool:
+    """Whether all that an instruction takes in has come by message: then nobody else reads it."""
+    return bool(taken) and not any(one.local for one in taken)
+
+
 def _kinds(state: State, i: Instr, tokens: Sequence[Token]) -> list[Token]:
     """Of the values of a row those that cross the boundary of the instruction's stage."""
     return [kind for kind in tokens if kind in BOUNDARY and state.program.other(kind, i.stage) >= 0]
 
 
-def _taken(state: State, i: Instr) -> list[_Taken]:
+def taken_by(state: State, i: Instr) -> list[_Taken]:
     """What an instruction takes in: where the other stage puts it out, or where it is received."""
     found = []
     for kind in _kinds(state, i, ROWS[i.op].needs):
@@ -148,7 +182,7 @@ def _root(y: Tensor) -> Root:
 
 def backward(state: State, i: Instr, *, splits: bool = False) -> Call:
     mb, last = i.mb, i.stage == state.plan.stages - 1
-    taken, give = _taken(state, i), _put_out(state, i)
+    taken, give = taken_by(state, i), _put_out(state, i)
     wanted = bool(_kinds(state, i, ROWS[i.op].gives))
     saved = state.slot(Token.SAVED, i.stage, mb, state.index_of[i])
     # A tape may keep it, and outlive its turn.

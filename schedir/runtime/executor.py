@@ -104,6 +104,9 @@ class Executor:
     may be turned off and on between steps.  Under torch.profiler, an instruction is a range that
     says which it is, in torch's words where it has any (`PP:0F3`, `PP:1REDUCE_GRAD`, `PP:step`).
 
+    What is recomputed must give what it gave the first time.  On a CPU a sum of its bits is looked
+    at; on a GPU so with `debug`, for which the host waits.
+
     All processes of a transport make theirs together: it compares what they must agree on.
     Raises ModelError where they do not, or where modules, transport and program do not go
     together, and whatever `check` raises where the program is not proven for the transport.
@@ -142,6 +145,7 @@ class Executor:
         copies: Mapping[nn.Parameter, nn.Parameter] = MappingProxyType({}),
         adds: bool = False,
         record: bool = True,
+        debug: bool = False,
     ) -> None:
         program = program_of(program)
         passing = Passing.of(boundary, program)
@@ -154,6 +158,7 @@ class Executor:
         loss_of(loss), optimizer_of(optimizer)
         max_norm, seed = max_norm_of(max_norm, program), None if seed is None else seed_of(seed)
         alike, adds, record = flag(alike, "alike"), flag(adds, "adds"), flag(record, "record")
+        debug = flag(debug, "debug")
         if not hasattr(transport, "agree"):
             raise ModelError(f"{said(transport)} is no transport", hint="Gloo(program)")
         if loss_scale is not None:
@@ -184,7 +189,7 @@ class Executor:
             transport = Recorded(transport, self.stamps)
         self.state = State(
             program, rank, stages, transport, loss, passing,
-            optimizer, max_norm, loss_scale, seed, weights, copies, adds,
+            optimizer, max_norm, loss_scale, seed, weights, copies, adds, debug,
         )  # fmt: skip
         if self.stamps is not None:
             self.state.as_of = self.stamps.as_of

@@ -45,10 +45,10 @@ class InProcess:
 
     `stages` are all the stages of the model, in order; where stages have several holders, all but
     the first have copies.  `optimizer` makes each rank's from its parameters, `loss_scale` each
-    rank's own.  On a GPU, each rank has streams of its own.  `seed`, `tied`, `alike` and `record`
-    are as an Executor's.  Of a Parameter that stages on several ranks share, the first of these
-    ranks has itself, and others a copy, as processes would.  Copies begin each step as what they
-    are of.
+    rank's own.  On a GPU, each rank has streams of its own.  `seed`, `tied`, `alike`, `record`
+    and `debug` are as an Executor's.  Of a Parameter that stages on several ranks share, the first
+    of these ranks has itself, and others a copy, as processes would.  Copies begin each step as
+    what they are of.
     Raises ModelError as an Executor, for programs with tensor- or data-parallel groups, whose
     ranks run at once and need processes, and for those of which messages between two ranks pass
     each other, as they may under the model "torch".
@@ -81,6 +81,7 @@ class InProcess:
         tied: Ties | None = None,
         alike: bool = False,
         record: bool = True,
+        debug: bool = False,
     ) -> None:
         program = program_of(program)
         make = maker_of(optimizer, "the optimizer", "optimizer=torch.optim.AdamW")
@@ -121,6 +122,7 @@ class InProcess:
                 alike=alike,
                 copies=copies[rank],
                 record=record,
+                debug=debug,
             )
             self.ranks.append(executor)
         self.graph = Graph.of(program, model)

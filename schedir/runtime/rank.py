@@ -123,6 +123,8 @@ class Stage:
         self.warned_of_buffers = False  # that they are not what a plain loop leaves
         self.looked_at: set[tuple[Opcode, bool]] = set()  # buffers, by value, in which mode
         self.rewritten: set[tuple[str, str]] = set()  # buffers that have been, as they were
+        # Buffers that forwards write to, by whether the stage is training: of what is recomputed.
+        self.written: dict[bool, set[str]] = {}
         self.restore()
 
     def restore(self) -> None:
@@ -155,7 +157,9 @@ class State:
         weights: Sequence[Weight] = (),
         copies: Mapping[nn.Parameter, nn.Parameter] = MappingProxyType({}),
         adds: bool = False,
+        debug: bool = False,
     ) -> None:
+        self.debug = debug  # the host may look at what is computed, wherever that is
         self.adds = adds  # gradients, to what is there, as autograd does
         self.program, self.plan, self.rank = program, program.plan, rank
         self.transport, self.loss, self.passing = transport, loss, passing

@@ -27,7 +27,7 @@ from schedir.runtime.boundary import (
     passed_on,
     with_skip,
 )
-from schedir.runtime.buffers import restored
+from schedir.runtime.buffers import restored, same_bits
 from schedir.runtime.given import loss_of, model_of, one_number
 from schedir.runtime.lender import Lender
 from schedir.runtime.per_microbatch import PerMicrobatch
@@ -63,8 +63,9 @@ def sizes_of(
     left for a BackwardWeight, and `both` the most that there is of the two at once in a
     BackwardInput, in which autograd lets go what was saved as it is done with it.  Parameters,
     buffers, the model's input and the target are in none: they are there all the time.  Of a
-    checkpointed part what it keeps is counted, and not what it makes again.  Nothing counts that
-    an instruction needs only while it runs.
+    checkpointed part what it keeps is counted, and not what it makes again.  `checkpoint` is what a
+    forward keeps that is to be run again: its inputs, and buffers that it writes to.  Nothing
+    counts that an instruction needs only while it runs.
 
     Gradients, buffers and random numbers are left as they were.  Hooks run, and stages that talk
     within their tensor-parallel group do: all its ranks must call this.  Raises ModelError where
@@ -106,6 +107,7 @@ def sizes_of(
         saved=tuple(kept.saved for kept in found),
         tape=tuple(kept.tape for kept in found),
         both=tuple(kept.both for kept in found),
+        checkpoint=tuple(kept.checkpoint for kept in found),
         params=tuple(kept.params for kept in found),
         grads=tuple(kept.grads for kept in found),
         optimizer=tuple(kept.optimizer for kept in found),
@@ -178,6 +180,7 @@ class _Kept(NamedTuple):
     saved: float = 0.0
     tape: float = 0.0
     both: float = 0.0
+    checkpoint: float = 0.0
     params: float = 0.0
     grads: float = 0.0
     optimizer: float = 0.0
@@ -245,7 +248,9 @@ def _stage(stages: Sequence[nn.Module | None], s: int, given: _Given) -> _Kept:
             # Of a model's own inputs, which are there, a module that writes gets a copy.
             lent, lender = xs if s else tuple(x.clone() for x in xs), Lender()
             together = boundaries.skipped_to(s)
+            buffers = [(b, b.clone()) for b in module.buffers()]
             y, _ = lender.run(module, lent, keywords, ours=True, together=together)
+            written = sum(b.nbytes for b, was in buffers if not same_bits(b, was))
             if not lender.writes[module.training]:
                 always |= {*_storages(lent)} - {*_storages(xs if s else [])}
             ys = (one_number(given.loss(y, target)),) if last else boundaries.expecting(s)(y, s)
@@ -263,6 +268,7 @@ def _stage(stages: Sequence[nn.Module | None], s: int, given: _Given) -> _Kept:
         saved=saved,
         tape=size(tape.tensors()),
         both=tape.most,
+        checkpoint=size(xs) + written,
         params=sum(own.values()),
         grads=sum(p.numel() * (p.grad_dtype or p.dtype).itemsize for p in trained),
         optimizer=_state(trained, given.state),

@@ -29,7 +29,7 @@ _ALGEBRA = "words are F + B, n * F, F[own stage] and F.at(microbatch)"
 
 
 def draft(schedule: Schedule, plan: Plan) -> Program:
-    """Spell a schedule out: F, B, I and W of every rank, no communication yet.
+    """Spell a schedule out: F, B, I, W and R of every rank, no communication yet.
 
     `schedule` is called with (rank, ranks, microbatches), and with `v`, the number of the rank's
     own stages, and `segments`, those of each sequence, if it has parameters of these names.  It
@@ -120,8 +120,8 @@ def _check_placed(schedule: Schedule, plan: Plan, name: str) -> None:
 def _called(call: Schedule, name: str, rank: int, plan: Plan) -> Words:
     """The letters of all words of one rank, unless they do not end."""
     what = f"the schedule of rank {rank} of {plan.ranks}"
-    enough = 3 * len(plan.stages_of[rank]) * plan.microbatches  # F, I and W of each (stage, mb)
-    most = 4 * enough + 1000  # what is a little wrong is best said of the whole
+    enough = 4 * len(plan.stages_of[rank]) * plan.microbatches  # F, R, I, W of each (stage, mb)
+    most = 3 * enough + 1000  # what is a little wrong is best said of the whole
     words, count = [EMPTY.letters], 0
     try:
         told = call(rank, plan.ranks, plan.microbatches)
@@ -136,7 +136,8 @@ def _called(call: Schedule, name: str, rank: int, plan: Plan) -> Words:
             count += max(len(word), 1)
             if count > most:
                 raise ScheduleError(
-                    f"{what} says more than {most} times F, B, I or W, where {enough} are enough",
+                    f"{what} says more than {most} times F, B, I, W or R, where {enough} are "
+                    "enough",
                     hint="does its loop end?" if many else "",
                 )
     except ProgramError as error:

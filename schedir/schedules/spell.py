@@ -9,9 +9,16 @@ import numpy as np
 from numpy.typing import NDArray
 
 from schedir.errors import ScheduleError
-from schedir.ir.ops import BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT, ROWS
+from schedir.ir.ops import (
+    BACKWARD,
+    BACKWARD_INPUT,
+    BACKWARD_WEIGHT,
+    BACKWARDS,
+    RECOMPUTE,
+    ROWS,
+)
 from schedir.ir.plan import Plan
-from schedir.ir.program import FIELDS, JOINED, Words, pack
+from schedir.ir.program import FIELDS, JOINED, Words, is_op, pack
 from schedir.schedules.words import AUTO, OLDEST
 
 Places = NDArray[np.intp]  # indices of letters
@@ -40,9 +47,44 @@ def spell(words: list[Words], first: int, plan: Plan) -> Words:
     rows = plan.row_of(own, np.arange(first, first + len(words))[:, None])
     begin = np.array(plan.parts)[rows].reshape(-1)
     mb = np.where(said == AUTO, before + begin[cell], said)
+    _recomputed(op, cell, said, mb, rank, local)
     free = said[w] == AUTO
     mb[w[free]] = mb[i[free]]
     return pack(op, own.reshape(-1)[cell], mb) | letters & JOINED
+
+
+def _recomputed(
+    op: NDArray[np.uint8], cell: Words, said: NDArray[np.uint32], mb: Words, rank: Words,
+    local: Words,
+) -> None:  # fmt: skip
+    """Let each R that says none have the microbatch of its backward: of the backwards of its stage
+    behind it, the first of which no R before it is.
+
+    Raises ScheduleError for an R with no such backward.
+    """
+    r = np.flatnonzero(op == RECOMPUTE)
+    if not len(r):
+        return
+    b = np.flatnonzero(is_op(op, BACKWARDS))
+    r, b = r[np.argsort(cell[r], kind="stable")], b[np.argsort(cell[b], kind="stable")]
+    span = len(op) + 1
+    ahead = np.searchsorted(cell[b] * span + b, cell[r] * span + r)  # the next one
+    # The k-th R of a stage takes none that an earlier one has: at - k never falls.
+    k = np.arange(len(r))
+    least = np.searchsorted(cell[r], cell[r])  # where those of its stage begin
+    own = cell[r] * 2 * span  # so that it is no less in any later stage
+    at = np.maximum.accumulate(ahead - (k - least) + own) - own + (k - least)
+    there = at < np.searchsorted(cell[b], cell[r], side="right")
+    free = said[r] == AUTO
+    if (lone := free & ~there).any():
+        one = int(r[lone.argmax()])
+        raise ScheduleError(
+            f"rank {rank[one]} says R[{local[one]}] as its letter "
+            f"#{one - int((rank == rank[one]).argmax())}, and no backward of that stage behind it "
+            "is without one",
+            hint="R makes ready for the B or I that comes next: F + R + B",
+        )
+    mb[r[free]] = mb[b[at[free]]]
 
 
 def _own_stages(fields: NDArray[np.void], rank: Words, plan: Plan) -> Words:

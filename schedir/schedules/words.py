@@ -10,6 +10,9 @@ not.
 <Word F F F B B B>
 >>> I + W + 0 * F, EMPTY
 (<Word I W>, <Word>)
+
+`R` runs a forward again, on what it has kept of its input, and so stands before the backward whose
+microbatch it is of: `F + R + B`.
 """
 
 from __future__ import annotations
@@ -25,7 +28,7 @@ import numpy as np
 
 from schedir.errors import said
 from schedir.ir.numerals import NO_NUMBERS
-from schedir.ir.ops import BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT, FORWARD, ROWS
+from schedir.ir.ops import BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT, FORWARD, RECOMPUTE, ROWS
 from schedir.ir.placement import Placement
 from schedir.ir.program import JOINED, OP, STAGE, Words, pack
 
@@ -34,6 +37,7 @@ __all__ = [
     "B",
     "F",
     "I",
+    "R",
     "W",
     "Word",
     "delayed",
@@ -122,6 +126,7 @@ F = Word(pack(FORWARD, 0, AUTO))
 B = Word(pack(BACKWARD, 0, AUTO))
 I = Word(pack(BACKWARD_INPUT, 0, AUTO))
 W = Word(pack(BACKWARD_WEIGHT, OLDEST, AUTO))  # bare: the oldest I not yet finished
+R = Word(pack(RECOMPUTE, 0, AUTO))  # of the next backward of its stage that has none yet
 EMPTY = Word(np.empty(0, np.int64))
 
 

@@ -37,6 +37,7 @@ from schedir.verify.inspector import Inspector
 
 MOST_IN_GROUP = 256  # NCCL hangs on larger ones
 _PER_RANK = tuple(row.op for row in ROWS if row.per is Per.RANK)
+_LETTERS = " and ".join([", ".join(ROWS[op].text for op in COMPUTE[:-1]), ROWS[COMPUTE[-1]].text])
 _SMALL = 2**16  # instructions of which tables may be made, whatever the plan
 
 
@@ -109,7 +110,7 @@ def _words(program: Program) -> None:
 
 
 def _only_compute(look: Inspector) -> None:
-    look.refuse_first(~look.index.is_op(COMPUTE), lambda at: "a draft has only F, B, I and W")
+    look.refuse_first(~look.index.is_op(COMPUTE), lambda at: f"a draft has only {_LETTERS}")
 
 
 def _ranges(look: Inspector) -> None:
@@ -287,9 +288,10 @@ def _as_expected(look: Inspector, op: Opcode, once: Mask, why: str) -> None:
         return
     kind = ReductionError if per in (Per.STAGE, Per.RANK) else CompletenessError
     if (should & ~present).any():
-        time, key = divmod(int((should & ~present).argmax()), len(once))
+        at = int((should & ~present).argmax())
         if per is Per.MICROBATCH:
-            look.missing(op, key)
+            look.missing(op, at)
+        time, key = divmod(at, plan.ranks if per is Per.RANK else plan.holders.size)
         rank = key if per is Per.RANK else int(plan.holders.reshape(-1)[key])
         instr = Instr(op, 0 if per is Per.RANK else key % plan.stages, time)
         look.refuse(f"{instr} is missing on rank {rank}", kind=kind)

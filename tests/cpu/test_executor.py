@@ -346,8 +346,8 @@ def test_evaluation_has_no_gradients() -> None:
 def test_rows_do_not_lie() -> None:
     """Each instruction of a middle stage finds, leaves and clears what its row declares."""
     met = set()
-    for schedule in (one_f_one_b, zb):
-        program = compile(schedule, Plan(3, 3), tied=True)
+    for schedule, recompute in ((one_f_one_b, None), (zb, None), (one_f_one_b, "all")):
+        program = compile(schedule, Plan(3, 3), tied=True, recompute=recompute)
         ranks = InProcess(program, gpt_stages(3), loss=gpt.loss, boundary=BOUNDARY)
         middle = ranks.ranks[1]
         call = middle.call

@@ -1,6 +1,5 @@
 """New rows: kinds of instruction, each a row, a pass and a handler in a copy of the tree.
 
-    recompute   an in-place change with memory: what the forward saved is made again
     offload     a change of tier on lanes of their own: to the host and back
     shard       a gather with turns and slots: a stage's weights are whole only while it runs
     verdict     a collective: all ranks judge together whether the gradients are finite
@@ -23,7 +22,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 HERE = Path(__file__).parent
 
-_OPCODES = "    RecvSkipGrad = 20\n"
+_OPCODES = "    Recompute = 21\n"
 _TOKENS = "    SKIP_GRAD_OUT = 13\n"
 _LANES = "    DP = 4\n"
 _TOKEN_ROWS = (
@@ -34,14 +33,6 @@ _ROWS = ")  # fmt: skip\n\nBY_TEXT"
 
 # What is put behind what in ops.py; what stands behind "=" takes the place.
 EDITS: dict[str, list[tuple[str, str]]] = {
-    "recompute": [
-        (_OPCODES, "    Recompute = {next}\n"),
-        ("rows", """\
-    Row(_O.Recompute, "R", _L.COMPUTE, _MB, (_T.SAVED, _T.PARAMETERS), (_T.SAVED,), (),
-        "Runs a stage forward again on the input that it has kept.", cost="recompute",
-        changes=(Change(_T.SAVED, "checkpoint", "saved"),)),
-"""),
-    ],
     "offload": [
         (_OPCODES, "    Offload = {next}\n    Reload = {next}\n"),
         (_LANES, "    D2H = {lane}\n    H2D = {lane}\n"),
@@ -68,6 +59,7 @@ EDITS: dict[str, list[tuple[str, str]]] = {
         ('="F", _L.COMPUTE, _MB, (', '"F", _L.COMPUTE, _MB, (_T.FULL, '),
         ('="B", _L.COMPUTE, _MB, (', '"B", _L.COMPUTE, _MB, (_T.FULL, '),
         ('="I", _L.COMPUTE, _MB, (', '"I", _L.COMPUTE, _MB, (_T.FULL, '),
+        ('="R", _L.COMPUTE, _MB, (', '"R", _L.COMPUTE, _MB, (_T.FULL, '),
         ("rows", """\
     Row(_O.Unshard, "unshard", _L.PARAMS, Per.TURN, (_T.PARAMETERS,), (_T.FULL,), (),
         "Makes the weights of a stage whole.", cost="unshard"),
@@ -148,7 +140,7 @@ def copy(to: Path, *names: str) -> Path:
                         ignore=shutil.ignore_patterns("__pycache__"))  # fmt: skip
     ops = to / "schedir" / "ir" / "ops.py"
     text = ops.read_text()
-    numbers = {"next": 21, "token": 14, "lane": 5}
+    numbers = {"next": 22, "token": 14, "lane": 5}
     for name in names:
         for where, what in (EDITS | LOOKED_AT)[name]:
             for key in numbers:

@@ -20,6 +20,6 @@ if __name__ == "__main__":
             found = trial(name, seed)
             assert not found.disagreements, str(found)
             outcomes[found.outcome] += 1
-            strange += found.mutant is not None and any(op > 20 for op in found.mutant.ops)
+            strange += found.mutant is not None and any(op > 21 for op in found.mutant.ops)
     assert strange > sum(outcomes.values()) / 6 and len(outcomes) >= 2, (strange, outcomes)
     print(f"{sum(outcomes.values())} programs, {strange} of them with new rows: {dict(outcomes)}")

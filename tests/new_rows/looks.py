@@ -65,34 +65,6 @@ def plain_of(program: Program) -> Callable[..., object]:
     return getattr(schedir.schedules, program.name)
 
 
-def recompute(folder: str) -> None:
-    sizes = Sizes(saved=10, checkpoint=1)
-    for schedule, plan in (
-        (one_f_one_b, Plan(2, 4)),
-        (zb_h1, Plan(2, 4)),
-        (interleaved, Plan(2, 4, 2)),
-    ):
-        plain = schedir.compile(schedule, plan, costs=COSTS)
-        program = schedir.compile(schedule, plan, costs=COSTS, recompute=True, debug=True)
-        before, run = (schedir.simulate(p, COSTS, sizes=sizes) for p in (plain, program))
-        assert run.peak_in_flight.tolist() == before.peak_in_flight.tolist()
-        everywhere(program, "R", Costs(F=2, B=3, recompute=2), folder)
-    # By hand: rank 0 has two in flight, so one checkpoint beside one that is whole.
-    plain, program = (schedir.compile(one_f_one_b, Plan(2, 4), recompute=r) for r in (False, True))
-    peaks = [schedir.simulate(p, sizes=sizes).peak_memory.tolist() for p in (plain, program)]
-    assert peaks == [[20, 10], [11, 10]], peaks
-    looped = schedir.compile(interleaved, Plan(2, 4, 2), recompute=True)
-    whole = schedir.compile(interleaved, Plan(2, 4, 2))
-    peaks = [schedir.simulate(p, sizes=sizes).peak_memory.tolist() for p in (whole, looped)]
-    assert peaks == [[50, 30], [14, 12]], peaks  # 4 checkpoints and one whole, 2 and one
-    run = schedir.simulate(program, Costs(F=1, B=2, recompute=1))
-    assert run.busy.tolist() == [4 * 3 + 4, 4 * 3]
-    text = flat(program)
-    refused(moved(text, "R 0.0", "F 0.0"), "OrderError", "R 0.0", "F 0.0")
-    refused(moved(text, "R 0.0", "B 0.1"), "OrderError", "B 0.0", "R 0.0")
-    refused(text.replace("  R 0.0\n", "  R 0.0\n  R 0.0\n"), "CompletenessError", "R 0.0", "R 0.0")
-
-
 def offload(folder: str) -> None:
     sizes = Sizes(saved=10)
     plain = schedir.compile(one_f_one_b, Plan(4, 8))
@@ -273,5 +245,5 @@ def step_stage(folder: str) -> None:
 
 
 if __name__ == "__main__":
-    each = (recompute, offload, shard, verdict, log, tape, step_stage)
+    each = (offload, shard, verdict, log, tape, step_stage)
     {look.__name__: look for look in each}[sys.argv[1]](sys.argv[2])

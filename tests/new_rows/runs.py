@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import sys
 from copy import deepcopy
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -54,7 +55,8 @@ def run(program: Program) -> InProcess:
 
 def main(names: str) -> None:
     rows = names.split(",")
-    options = {{"verdict": "judge"}.get(name, name): True for name in rows}
+    options: dict[str, Any] = {{"verdict": "judge"}.get(name, name): True for name in rows}
+    options |= {"recompute": "all"} if "recompute" in rows else {}
     cases = [(one_f_one_b, Plan(3, 4)), (zb_h1, Plan(2, 4)), (interleaved, Plan(2, 4, 2))]
     if "shard" not in rows:  # its pass knows nothing of computes that run as one
         cases.append((dualpipe_v, Plan(2, 4, 2, "vee")))

@@ -147,7 +147,7 @@ def test_nothing_lies_outside_of_the_rooms() -> None:
 TABLE = ("schedir.ir.ops", "schedir.ir.table_rules")
 NAMED = {
     "schedir.io.torch_csv": (9, "torch has a word for each of these, and no others"),
-    "schedir.viz.palette": (18, "each has a colour and a name that people know; others get grey"),
+    "schedir.viz.palette": (22, "each has a colour and a name that people know; others get grey"),
 }
 
 

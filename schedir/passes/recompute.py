@@ -1,0 +1,289 @@
+"""Recompute: what forwards keep is their inputs, and they are run again before their backwards.
+
+Sublinear memory (Chen et al., arXiv 1604.06174) as instructions of a schedule: an R runs as soon as
+its rank has nothing better to do, as while the gradient of its microbatch is on its way.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
+from typing import Any, Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from schedir.analysis.graph import Graph
+from schedir.analysis.longest_path import walk
+from schedir.analysis.memory import Footprint, held
+from schedir.errors import UsageError, said
+from schedir.ir.fields import Kind
+from schedir.ir.numerals import whole
+from schedir.ir.ops import BACKWARDS, COMPUTE, FORWARDS, RECOMPUTE
+from schedir.ir.per_stage import look_up
+from schedir.ir.program import ADDRESS, OP, STAGE, Cut, Program, Words, is_op
+from schedir.ir.sizes import Sizes
+from schedir.passes.insert import before
+from schedir.passes.record import Expected, Options, Pass, Present
+
+Which = str | Iterable[int] | Iterable[tuple[int, int]] | Callable[[int, int], bool]
+Positions = NDArray[np.intp]
+
+_WHEN: Final = ("early", "late")
+_HOW: Final = '"all", "fit", stages as [0, 1], pairs as [(0, 3)], or what says it of (stage, mb)'
+
+
+def recompute(program: Program, options: Options) -> Program:
+    """A draft with R for what the options say, that has none; see `schedir.compile`.
+
+    Raises UsageError for what says nothing, and for "fit" without a limit.
+    """
+    which, when = options.more["recompute"], options.more.get("recompute_at")
+    if when not in (None, *_WHEN):
+        raise UsageError(
+            f"recompute_at is early or late, not {said(when)}", fields=["recompute_at"]
+        )
+    candidates = _candidates(program)
+    if isinstance(which, str) and which == "fit":
+        chosen = _as_few_as_fit(program, candidates, options)
+    else:
+        chosen = candidates[_said(which, program, candidates)]
+    return _placed(program, chosen, options)
+
+
+def _backwards(program: Program) -> Positions:
+    return np.asarray(np.flatnonzero(is_op(program.op, BACKWARDS)), np.intp)
+
+
+def _candidates(program: Program) -> Words:
+    """The addresses of what can be recomputed: of which something stands between F and backward,
+    and no R is there."""
+    address, op = program.words & ADDRESS, program.op
+    at = _backwards(program)
+    own = np.isin(op[at - 1], FORWARDS) & (address[at - 1] == address[at])
+    there = np.isin(address[at], address[op == RECOMPUTE])
+    found: Words = address[at[~own & ~there]]
+    return found
+
+
+def _said(which: Which, program: Program, candidates: Words) -> NDArray[np.bool_]:
+    """Which of the candidates are meant."""
+    plan = program.plan
+    stage, mb = (candidates >> STAGE & 0xFFFF).tolist(), (candidates & 0xFFFFFFFF).tolist()
+    if callable(which):
+        return np.array([bool(which(*each)) for each in zip(stage, mb, strict=True)], bool)
+    if isinstance(which, str):
+        if which == "all":
+            return np.ones(len(candidates), bool)
+        try:
+            which = _read(which)
+        except ValueError:
+            raise _not_said(which) from None
+        assert not isinstance(which, str)
+    try:
+        each = {(int(one),) if not isinstance(one, tuple | list) else (*map(int, one),)
+                for one in which}  # type: ignore[union-attr]  # fmt: skip
+    except (TypeError, ValueError):
+        raise _not_said(which) from None
+    for one in each:
+        if len(one) not in (1, 2):
+            raise _not_said(which)
+        there = (("stage", plan.stages), ("microbatch", plan.microbatches))
+        for number, (what, most) in zip(one, there, strict=False):
+            if not 0 <= number < most:
+                raise UsageError(
+                    f"there is no {what} {number} to recompute: they are 0 to {most - 1}",
+                    fields=["recompute"],
+                )
+    return np.array([(s,) in each or (s, m) in each for s, m in zip(stage, mb, strict=True)], bool)
+
+
+def _not_said(which: object) -> UsageError:
+    return UsageError(f"recompute is {_HOW}, not {said(which)}", fields=["recompute"])
+
+
+def _read(text: str) -> Any:
+    """`all`, `fit`, or stages and microbatches of stages: `0,1.3`."""
+    if text in ("all", "fit"):
+        return text
+    found: list[Any] = []
+    for part in text.split(","):
+        numbers = tuple(map(whole, part.split(".")))
+        if len(numbers) > 2:
+            raise ValueError(f"must be all, fit, or stages like 0,1 or 0.3,0.4, not {text!r}")
+        found.append(numbers if len(numbers) == 2 else numbers[0])
+    return tuple(found)
+
+
+def _at(text: str) -> str:
+    if text not in _WHEN:
+        raise ValueError(f"must be early or late, not {text!r}")
+    return text
+
+
+WHICH: Final = Kind("says what is recomputed", _read, str, metavar="WHAT")
+AT: Final = Kind("is early or late", _at, str, metavar="WHEN")
+_ROUNDS: Final = 4  # of moving R ahead: each makes others wait less
+
+# ---------------------------------------------------------------- where they stand
+
+
+def _placed(program: Program, chosen: Words, options: Options) -> Program:
+    """The draft with R for some addresses, each just before its backward, or where it is hidden.
+
+    It is hidden before a forward that waits, if it fits in there: then it does not make its
+    backward late.  It goes over forwards only.  What is there while they run is there when its own
+    backward runs, too: so no more is held at once.
+    """
+    at = _backwards(program)
+    at = at[np.isin((program.words & ADDRESS)[at], chosen)]
+    address = (program.words & ADDRESS)[at]
+    best = found = before(program, at, address | int(RECOMPUTE) << OP)
+    if options.more.get("recompute_at") == "late" or not len(at):
+        return best
+    least = np.inf
+    for _ in range(_ROUNDS):
+        start, end = _times(found, options)
+        if end.max() >= least:
+            break
+        best, least = found, end.max()
+        earlier = _earlier(found, start, end)
+        if not earlier:
+            break
+        found = _moved(found, earlier)
+    return best
+
+
+def _times(found: Program, options: Options) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+    """When each compute of a draft starts and ends in the program that is made of it."""
+    lowered = options.rest(found)
+    reached = walk(Graph.of(lowered, options.model), options.costs)
+    compute = np.isin(lowered.op, COMPUTE)
+    return reached.start[compute], reached.end[compute]
+
+
+def _earlier(
+    program: Program, start: NDArray[np.float64], end: NDArray[np.float64]
+) -> dict[int, int]:
+    """For R that make a backward late, before which forward each would not; by position."""
+    forward, address = np.isin(program.op, FORWARDS), program.words & ADDRESS
+    begins = {*program.offsets.tolist()}
+    found: dict[int, int] = {}
+    for at in np.flatnonzero(program.op == RECOMPUTE).tolist():
+        takes = (end[at] - start[at]) * (1 - 1e-9)
+        if start[at + 1] - end[at] >= takes:
+            continue  # it runs while the gradient is on its way
+        to = at - 1
+        while to + 1 not in begins and forward[to] and address[to] != address[at]:
+            free = start[to] - (0.0 if to in begins else end[to - 1])
+            if free >= takes and not program.joined[to]:
+                found[at] = to
+                break
+            to -= 1
+    return found
+
+
+def _moved(program: Program, earlier: dict[int, int]) -> Program:
+    """The program with some instructions before others."""
+    key = np.arange(len(program), dtype=float)
+    for at, to in earlier.items():
+        key[at] = to - 0.5
+    words = program.words[np.argsort(key, kind="stable")]
+    return replace(program, streams=Cut.at(words, program.offsets))
+
+
+# ---------------------------------------------------------------- as few as fit
+
+
+def _as_few_as_fit(program: Program, candidates: Words, options: Options) -> Words:
+    """The addresses whose recomputation brings each rank below the limit, by the prediction: along
+    the Stream, wherever too much is held, of what is kept there that which spares most.
+
+    Where all stages keep equally much that is what is kept longest, and no smaller number would do.
+    """
+    if options.limit is None or options.sizes is None:
+        raise UsageError(
+            'recompute="fit" recomputes what does not fit: it needs sizes and a limit',
+            hint="sizes=Sizes(activation=16e6, saved=1.2e9), limit=40e9",
+            fields=["recompute"],
+        )
+    sizes, limit = options.sizes, options.limit
+    chosen = candidates[:0]
+    while True:
+        lowered = options.rest(_placed(program, chosen, options))
+        more = [
+            _spared(lowered, rank, own, candidates[~np.isin(candidates, chosen)], sizes, limit)
+            for rank, own in enumerate(held(lowered, sizes, late=True))
+        ]
+        if not sum(map(len, more)):
+            return chosen
+        chosen = np.concatenate([chosen, *more])
+
+
+def _spared(
+    program: Program, rank: int, own: Footprint, free: Words, sizes: Sizes, limit: float
+) -> Words:
+    """Of the addresses that are free, those that bring a rank below the limit; as far as they do,
+    where even all of them do not."""
+    excess = own.bytes - limit
+    if excess.max(initial=0.0) <= 0:
+        return free[:0]
+    stream = program.streams[rank]
+    address, plan = stream.words & ADDRESS, program.plan
+    first = _where(address, np.isin(stream.op, FORWARDS), free)
+    last = _where(address, np.isin(stream.op, BACKWARDS), free)
+    here = (first >= 0) & (last >= 0)
+    free, first, last = free[here], first[here], last[here]
+    stage, mb = free >> STAGE & 0xFFFF, free & 0xFFFFFFFF
+    less = look_up(sizes.each("saved", plan) - sizes.each("checkpoint", plan), stage, mb)
+    begin, end = np.searchsorted(own.at, first), np.searchsorted(own.at, last)
+    taken = less <= 0
+    found: list[int] = []
+    for at in range(len(excess)):
+        while excess[at] > 0:
+            can = np.flatnonzero(~taken & (begin <= at) & (at < end))
+            if not len(can):
+                break
+            spares = [float(np.minimum(np.maximum(excess[at : end[k]], 0), less[k]).sum())
+                      for k in can.tolist()]  # fmt: skip
+            one = int(can[np.lexsort((end[can], np.array(spares)))[-1]])
+            taken[one] = True
+            found.append(one)
+            excess[begin[one] : end[one]] -= less[one]
+    return free[found]
+
+
+def _where(address: Words, which: NDArray[np.bool_], of: Words) -> Positions:
+    """Where in a Stream those of a kind stand that have some addresses; -1 for none."""
+    at = np.flatnonzero(which)
+    order = at[np.argsort(address[at], kind="stable")]
+    found = np.searchsorted(address[order], of)
+    near = order[np.minimum(found, len(order) - 1)] if len(order) else np.zeros(len(of), np.intp)
+    there = (found < len(order)) & (address[near] == of) if len(order) else np.zeros(len(of), bool)
+    return np.where(there, near, -1)
+
+
+def _both(program: Program, present: Present) -> Iterator[Expected]:
+    """Who is run again has a backward."""
+    back = np.logical_or.reduce([present(op) for op in BACKWARDS])
+    yield Expected(RECOMPUTE, present(RECOMPUTE) & back, "there is no backward that it is for")
+
+
+PASSES: Final = (
+    Pass(
+        "recompute",
+        "draft",
+        recompute,
+        wanted=lambda program, options: (
+            program.trains and options.more.get("recompute") is not None
+        ),
+        expected=_both,
+        options=("recompute", "recompute_at"),
+        kinds={"recompute": WHICH, "recompute_at": AT},
+        abouts={
+            "recompute": "keep inputs only, and run forwards again: all, fit (as few as --limit "
+            "asks for), stages 0,1 or microbatches of stages 0.3,0.4",
+            "recompute_at": "early: where it is hidden (default), or late: just before backwards",
+        },
+    ),
+)

@@ -1,0 +1,36 @@
+"""Recompute: the handler of what runs a forward again, just as it ran, before its backward."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Final
+
+from schedir.ir.ops import FORWARD as F
+from schedir.ir.ops import Instr, Opcode, Token
+from schedir.runtime.around import on_version
+from schedir.runtime.checkpoint import Checkpoint, Checkpoints
+from schedir.runtime.compute_handlers import StageRun, is_ours, taken_by
+from schedir.runtime.random import FORWARD
+from schedir.runtime.rank import Call, State
+
+
+def recompute(state: State, i: Instr) -> Call:
+    stage_run, checkpoints = StageRun(state, i), Checkpoints(state, i)
+    ours = is_ours(taken_by(state, i._replace(op=F)))
+    saved = state.slot(Token.SAVED, i.stage, i.mb, state.index_of[i])
+    last = i.stage == state.plan.stages - 1
+
+    def run() -> None:
+        checkpoint: Checkpoint = saved.look()
+        ys, xs = checkpoints.again(partial(stage_run, checkpoint.xs, ours), checkpoint)
+        if last:  # the same number, of which nobody need keep two
+            state.losses[i.mb] = ys[0].detach()
+        saved.free()
+        saved.fill(stage_run.saved(xs, ys))
+
+    # Not `around`: what the first run of it may change, this one does not.
+    seeded = state.draws.seeded(FORWARD, i.stage, i.mb, run)
+    return Call(None, on_version(state, i, seeded))
+
+
+HANDLERS: Final = {Opcode.Recompute: recompute}

@@ -1,0 +1,83 @@
+"""Recomputation holds what was predicted, to the byte."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from schedir.analysis.memory import held
+from schedir.compiler.compile import compile
+from schedir.errors import MemoryLimitError
+from schedir.ir.ops import RECOMPUTE
+from schedir.ir.plan import Plan
+from schedir.predict.simulate import simulate
+from schedir.runtime.inprocess import InProcess
+from schedir.runtime.sizes import sizes_of
+from schedir.schedules import (
+    dualpipe,
+    dualpipe_v,
+    gpipe,
+    interleaved,
+    one_f_one_b,
+    zb_h1,
+    zb_v,
+)
+from tests.cpu import test_recompute_runs as runs
+from tests.cpu.test_recompute_runs import WIDTH, noisy, squares
+from tests.cpu.test_sizes import MODELS, Witness
+from tests.cpu.tiny_stages import BOUNDARY
+
+torch.set_num_threads(1)
+
+# ---------------------------------------------------------------- bytes
+
+SHAPES = [
+    (gpipe, Plan(2, 4)),
+    (one_f_one_b, Plan(3, 4)),
+    (zb_h1, Plan(3, 5)),
+    (interleaved, Plan(2, 4, 2)),
+    (zb_v, Plan(2, 4, placement="vee", stages_per_rank=2)),
+    (dualpipe_v, Plan(2, 5, placement="vee", stages_per_rank=2)),
+    (dualpipe, Plan(2, 4, placement="mirror")),
+]
+
+
+@pytest.mark.parametrize("model", ["gpt", "normed"])
+@pytest.mark.parametrize("which", ["all", "late", "some"])
+@pytest.mark.parametrize(("schedule", "plan"), SHAPES)
+def test_what_lives_is_what_was_predicted(
+    schedule: Any, plan: Plan, which: str, model: str
+) -> None:
+    """To the byte, by the storages that are alive in and after each instruction."""
+    make, data, loss = MODELS[model]
+    stages, (inputs, targets, scale) = make(plan.stages), data(plan.microbatches)
+    sizes = sizes_of(stages, inputs[0], targets[0], loss=loss, boundary=BOUNDARY, state=0)
+    hows: dict[str, dict[str, Any]] = {
+        "all": {"recompute": "all"},
+        "late": {"recompute": "all", "recompute_at": "late"},
+        "some": {"recompute": lambda s, m: (s + m) % 2 == 0},
+    }
+    how = hows[which]
+    plain = compile(schedule, plan, slots="fewest")
+    free = compile(schedule, plan, slots="fewest", **how)
+    assert RECOMPUTE in free.ops
+    most, before = (simulate(p, sizes=sizes).peak_memory for p in (free, plain))
+    assert (most <= before).all() and (most < before).any()
+    limit = float(most.max())
+    program = compile(schedule, plan, slots="fewest", sizes=sizes, limit=limit, **how)
+    world = InProcess(program, stages, loss=loss, boundary=BOUNDARY)
+    owns = held(program, sizes)
+    witnesses = [Witness(rank, own) for rank, own in zip(world.ranks, owns, strict=True)]
+    world.step(inputs, targets, scale)
+    assert all(witness.beside == 0 for witness in witnesses)
+    with pytest.raises(MemoryLimitError):
+        compile(schedule, plan, slots="fewest", sizes=sizes, limit=limit - 1, **how)
+
+
+def test_a_checkpoint_has_the_buffers_that_are_written() -> None:
+    x = runs.batch(1)[0][0]
+    found = sizes_of(noisy(2), x, x, loss=squares, boundary=runs.BOUNDARY).checkpoint
+    written = 2 * 4 * WIDTH + 8  # mean and variance, and the number of batches
+    assert found == (written, 4 * 2 * WIDTH + written)

@@ -1,0 +1,324 @@
+"""Recompute: where R comes to stand, what it holds and takes, and what is refused."""
+
+from __future__ import annotations
+
+from itertools import combinations
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from schedir.compiler.compile import compile
+from schedir.errors import (
+    CompletenessError,
+    MemoryLimitError,
+    OrderError,
+    ProgramError,
+    ScheduleError,
+    UsageError,
+)
+from schedir.io import torch_csv
+from schedir.ir.costs import Costs
+from schedir.ir.ops import FORWARD, RECOMPUTE
+from schedir.ir.plan import Plan
+from schedir.ir.program import Program
+from schedir.ir.sizes import Sizes
+from schedir.ir.text import parse, show
+from schedir.predict.simulate import simulate
+from schedir.schedules import built_in, gpipe, interleaved, one_f_one_b, zb_h1
+from schedir.schedules.draft import draft
+from schedir.schedules.greedy import greedy
+from schedir.schedules.words import B, F, I, R, W, Word
+from schedir.testing import drafts
+from schedir.verify.check import check
+from tests.laws import ZOO, least, plan_of
+
+SIZES = Sizes(saved=10, checkpoint=1)
+
+
+def again(program: Program) -> list[list[str]]:
+    """What each rank recomputes, in its order."""
+    return [[str(i) for i in stream if i.op is RECOMPUTE] for stream in program.streams]
+
+
+def flat(program: Program) -> str:
+    return show(program, folded=False)
+
+
+# ---------------------------------------------------------------- words
+
+
+@pytest.mark.parametrize(
+    ("word", "spelled"),
+    [
+        (2 * F + 2 * (R + B), "F0 F1 R0 B0 R1 B1"),
+        (2 * F + 2 * R + 2 * B, "F0 F1 R0 R1 B0 B1"),
+        (2 * F + B + R + B, "F0 F1 B0 R1 B1"),
+        (3 * F + R + B + R + R + 2 * B, "F0 F1 F2 R0 B0 R1 R2 B1 B2"),
+        (2 * F + R + B.at(1) + R + B.at(0), "F0 F1 R1 B1 R0 B0"),
+        (2 * F + R.at(1) + B + B, "F0 F1 R1 B0 B1"),
+        (2 * F + R + I + W + R + I + W, "F0 F1 R0 I0 W0 R1 I1 W1"),
+    ],
+)
+def test_r_is_of_the_next_backward_that_has_none(word: Word, spelled: str) -> None:
+    program = draft(lambda r, P, m: word, Plan(1, word.letters.size and 3))
+    assert [f"{i}".replace(" 0.", "") for i in program.streams[0]] == spelled.split()
+
+
+def test_own_stages_count_apart() -> None:
+    word = F[0] + F[0] + F[1] + F[1] + R[1] + B[1] + R[0] + R[1] + B[1] + B[0] + R[0] + B[0]
+    program = draft(lambda r, P, m, v: word, Plan(1, 2, 2))
+    found = [str(i) for i in program.streams[0] if i.op is RECOMPUTE]
+    assert found == ["R 1.0", "R 0.0", "R 1.1", "R 0.1"]
+
+
+def test_r_without_a_backward_behind_it() -> None:
+    with pytest.raises(ScheduleError, match="letter #3") as caught:
+        draft(lambda r, P, m: F + R + B + R, Plan(1, 1))
+    assert "F + R + B" in caught.value.hint
+
+
+def test_a_program_with_r_is_written_and_read() -> None:
+    program = compile(interleaved, Plan(2, 4, 2), recompute="all")
+    assert RECOMPUTE in program.ops
+    assert parse(show(program)) == program == check(program)
+
+
+# ---------------------------------------------------------------- memory and time
+
+
+def test_memory_is_that_counted_by_hand() -> None:
+    """Of two in flight one is a checkpoint; of five, four."""
+    for schedule, plan, whole, less in (
+        (one_f_one_b, Plan(2, 4), [20, 10], [11, 10]),
+        (interleaved, Plan(2, 4, 2), [50, 30], [14, 12]),
+    ):
+        plain, program = compile(schedule, plan), compile(schedule, plan, recompute="all")
+        runs = [simulate(p, sizes=SIZES) for p in (plain, program)]
+        assert [run.peak_memory.tolist() for run in runs] == [whole, less]
+        assert runs[0].peak_in_flight.tolist() == runs[1].peak_in_flight.tolist()
+
+
+def test_a_checkpoint_is_the_activation_of_the_stage_before() -> None:
+    sizes = Sizes(activation=(1, 2, 3), saved=10)
+    assert sizes.of("checkpoint", 3).tolist() == [0, 1, 2]
+    assert Sizes(checkpoint=5).of("checkpoint", 2).tolist() == [5, 5]
+
+
+def test_an_r_costs_as_much_as_its_f_unless_told() -> None:
+    program = compile(one_f_one_b, Plan(2, 4), recompute="all")
+    assert simulate(program, Costs(F=1, B=2)).busy.tolist() == [4 * 3 + 4, 4 * 3]
+    assert simulate(program, Costs(F=1, B=2, R=0.5)).busy.tolist() == [4 * 3 + 2, 4 * 3]
+
+
+def test_r_runs_while_the_gradient_is_on_its_way() -> None:
+    """GPipe's first R fits into the time that the first rank waits; within B it would not."""
+    costs = Costs(F=1, B=2)
+    program = compile(gpipe, Plan(4, 4), recompute=lambda stage, mb: mb == 0, costs=costs)
+    assert sum(map(len, again(program))) == 4
+    plain = simulate(compile(gpipe, Plan(4, 4)), costs).span
+    assert simulate(program, costs).span == plain + 1  # that of the last rank, which never waits
+    inside = Costs(F=1, B=((3, 2, 2, 2),))
+    assert simulate(compile(gpipe, Plan(4, 4)), inside).span == plain + 4
+
+
+@pytest.mark.parametrize("schedule", ZOO.values(), ids=ZOO)
+def test_hidden_is_no_longer_and_holds_no_more(schedule: Any) -> None:
+    if schedule is built_in()["forward_only"]:
+        assert RECOMPUTE not in compile(schedule, Plan(4, 8), recompute="all").ops
+        return
+    plan = plan_of(schedule, 4, max(8, least(schedule, 4)))
+    for costs in (Costs(F=1, I=1, W=1), Costs(F=2, I=3, W=1, send=0.5, R=1)):
+        runs = [
+            simulate(p, costs, sizes=SIZES)
+            for p in (
+                compile(schedule, plan, costs=costs),
+                compile(schedule, plan, costs=costs, recompute="all", recompute_at="late"),
+                compile(schedule, plan, costs=costs, recompute="all"),
+            )
+        ]
+        assert runs[2].span <= runs[1].span
+        assert (runs[2].peak_memory <= runs[1].peak_memory).all()
+        assert (runs[1].peak_memory <= runs[0].peak_memory).all()
+
+
+def test_an_r_goes_before_a_forward_that_waits() -> None:
+    """The second rank waits for its second F as long as an R takes, and then nobody waits for R."""
+
+    def schedule(rank: int, ranks: int, microbatches: int) -> Word:
+        return 3 * F + 3 * B if rank == 0 else F.at(0) + F.at(1) + B.at(0) + F.at(2) + B + B
+
+    costs = Costs(F=(4, 1), B=(1, 1), R=1)
+    where = {(1, 0), (1, 1)}
+    late, early = (
+        compile(schedule, Plan(2, 3), costs=costs, recompute=where, recompute_at=at)
+        for at in ("late", "early")
+    )
+    assert again(late) == again(early)
+    order = [str(i) for i in early.streams[1] if i.op in (FORWARD, RECOMPUTE)]
+    assert order == ["F 1.0", "R 1.0", "F 1.1", "R 1.1", "F 1.2"]
+    assert simulate(early, costs).span < simulate(late, costs).span
+
+
+@settings(max_examples=40)
+@given(drafts(), st.sets(st.integers(0, 30)), st.booleans())
+def test_of_any_draft(program: Program, some: set[int], late: bool) -> None:
+    how: dict[str, Any] = {"recompute_at": "late"} if late else {}
+    lowered = compile(program, recompute=lambda s, m: 5 * s + m in some, debug=True, **how)
+    said = {tuple(map(int, name[2:].split("."))) for own in again(lowered) for name in own}
+    assert all(5 * s + m in some for s, m in said)
+    assert len(said) == sum(map(len, again(lowered)))
+
+
+def test_what_is_said_is_recomputed() -> None:
+    plan = Plan(2, 3)
+    found = {
+        how: again(compile(one_f_one_b, plan, recompute=how)) for how in ("0.1", "0", "1", "all")
+    }
+    assert found["0.1"] == [["R 0.1"], []]
+    assert found["0"] == found["all"] == [["R 0.0", "R 0.1", "R 0.2"], []]
+    assert found["1"] == [[], []]  # each backward follows its own forward: nothing is held less
+    assert again(compile(one_f_one_b, plan, recompute=[(0, 1)])) == found["0.1"]
+    assert again(compile(one_f_one_b, plan, recompute=[0])) == found["0"]
+    frozen = compile(one_f_one_b, plan, recompute="all", frozen=1)
+    assert again(frozen) == [[], []]
+
+
+def test_what_has_r_already_keeps_it() -> None:
+    def schedule(rank: int, ranks: int, microbatches: int) -> Word:
+        return 2 * F + R + B + B
+
+    program = compile(schedule, Plan(1, 2), recompute="all")
+    assert again(program) == [["R 0.0", "R 0.1"]]
+
+
+def test_greedy_drafts_are_recomputed() -> None:
+    found = greedy(Plan(3, 6), "BF", 3)
+    program = compile(found, recompute="all")
+    assert (
+        simulate(program, sizes=SIZES).peak_memory.max()
+        < simulate(compile(found), sizes=SIZES).peak_memory.max()
+    )
+
+
+# ---------------------------------------------------------------- as few as fit
+
+
+def test_nothing_where_all_fits() -> None:
+    program = compile(one_f_one_b, Plan(4, 8), recompute="fit", sizes=SIZES, limit=40)
+    assert program == compile(one_f_one_b, Plan(4, 8))
+
+
+@pytest.mark.parametrize("limit", [39, 31, 25, 22, 13])
+@pytest.mark.parametrize("slots", [None, "fewest"])
+def test_what_fits_is_within_the_limit(limit: float, slots: Any) -> None:
+    program = compile(
+        one_f_one_b, Plan(4, 8), recompute="fit", sizes=SIZES, limit=limit, slots=slots
+    )
+    assert simulate(program, sizes=SIZES).peak_memory.max() <= limit
+    assert not again(program)[3]
+
+
+@pytest.mark.parametrize(
+    ("schedule", "plan"), [(gpipe, Plan(2, 4)), (one_f_one_b, Plan(3, 5)), (zb_h1, Plan(2, 4))]
+)
+def test_no_fewer_would_do(schedule: Any, plan: Plan) -> None:
+    """By trying all smaller sets of a rank."""
+    whole = compile(schedule, plan, recompute="all", recompute_at="late")
+    for limit in (31, 22, 21, 13):
+        try:
+            program = compile(schedule, plan, recompute="fit", sizes=SIZES, limit=limit)
+        except MemoryLimitError:
+            assert simulate(whole, sizes=SIZES).peak_memory.max() > limit
+            continue
+        for rank, own in enumerate(again(program)):
+            pairs = [(rank, mb) for mb in range(plan.microbatches)]
+            for fewer in combinations(pairs, max(len(own) - 1, 0)) if own else ():
+                other = compile(schedule, plan, recompute=list(fewer))
+                assert simulate(other, sizes=SIZES).peak_memory[rank] > limit
+
+
+def test_what_never_fits_is_refused() -> None:
+    with pytest.raises(MemoryLimitError) as caught:
+        compile(one_f_one_b, Plan(4, 8), recompute="fit", sizes=SIZES, limit=9)
+    assert caught.value.needs == 13
+
+
+@pytest.mark.parametrize("given", [{}, {"sizes": SIZES}])
+def test_what_fits_needs_a_limit(given: dict[str, Any]) -> None:
+    with pytest.raises(UsageError) as caught:
+        compile(one_f_one_b, Plan(4, 8), recompute="fit", **given)
+    assert "recompute" in caught.value.fields
+
+
+# ---------------------------------------------------------------- what is refused
+
+
+@pytest.mark.parametrize(
+    "how", ["some", 5, [(0, 1, 2)], ["a"], [7], [(0, 9)], [-1], object(), "0.1.2", "fit,1"]
+)
+def test_what_says_nothing(how: Any) -> None:
+    with pytest.raises(UsageError) as caught:
+        compile(one_f_one_b, Plan(4, 8), recompute=how)
+    assert "recompute" in caught.value.fields
+
+
+def test_when_is_early_or_late() -> None:
+    with pytest.raises(UsageError, match="early or late"):
+        compile(one_f_one_b, Plan(4, 8), recompute="all", recompute_at="soon")
+
+
+def refused(text: str, kind: type[ProgramError], *names: str) -> None:
+    with pytest.raises(kind) as caught:
+        check(parse(text))
+    assert [str(site.instr) for site in caught.value.sites] == [*names]
+
+
+def moved(text: str, what: str, before: str) -> str:
+    text = text.replace(f"  {what}\n", "", 1)
+    return text.replace(f"  {before}\n", f"  {what}\n  {before}\n", 1)
+
+
+def test_r_stands_between_its_f_and_its_backward() -> None:
+    text = flat(compile(one_f_one_b, Plan(2, 4), recompute="all"))
+    refused(moved(text, "R 0.0", "F 0.0"), OrderError, "R 0.0", "F 0.0")
+    refused(moved(text, "R 0.0", "B 0.1"), OrderError, "B 0.0", "R 0.0")
+    twice = text.replace("  R 0.0\n", "  R 0.0\n  R 0.0\n")
+    refused(twice, CompletenessError, "R 0.0", "R 0.0")
+    wrong = text.replace("  R 0.0\n", "  R 1.0\n", 1)
+    refused(wrong, CompletenessError, "R 1.0")
+    check(parse(text.replace("  R 0.0\n", "")))  # what is not recomputed is kept
+
+
+def test_nothing_is_recomputed_where_there_is_no_backward() -> None:
+    for text in (
+        "schedir 1\nprogram x\nranks 1  microbatches 1\n\nrank 0\n  F 0.0; R 0.0\n",
+        flat(compile(one_f_one_b, Plan(2, 2), frozen=1)).replace("  F 0.0\n", "  F 0.0\n  R 0.0\n"),
+    ):
+        refused(text, CompletenessError, "R 0.0")
+
+
+def test_torch_has_no_word_for_it() -> None:
+    program = compile(one_f_one_b, Plan(2, 4), recompute="all")
+    for form in torch_csv.FORMS:
+        with pytest.raises(UsageError, match="within backwards only"):
+            torch_csv.show(program, form)
+
+
+def test_curves_of_memory_never_hold_more_than_predicted() -> None:
+    """Where R stands early it makes whole at its start, and its backward frees at its end."""
+    program = compile(interleaved, Plan(2, 4, 2), recompute="all")
+    run = simulate(program, Costs(F=1, B=2, send=0.25), sizes=SIZES)
+    for rank, curve in enumerate(run.memory):
+        spans = run.spans[run.spans["rank"] == rank]
+        names = np.array([str(i.op.name) for i in program.streams[rank]])
+        for time, now in dict(zip(curve.times, curve.held, strict=True)).items():
+            begun = names[spans["start"] <= time]
+            over = names[spans["end"] <= time]
+            again = {(s["stage"], s["mb"]) for s in spans[names == "Recompute"]}
+            size = [1 if (s["stage"], s["mb"]) in again else 10 for s in spans[names == "Forward"]]
+            came = sum(np.array(size)[: (begun == "Forward").sum()])
+            came += 9 * (begun == "Recompute").sum()
+            assert now == came - 10 * (over == "Backward").sum()
