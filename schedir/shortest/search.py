@@ -20,13 +20,15 @@ from schedir.schedules import built_in
 from schedir.schedules.draft import draft
 from schedir.schedules.words import Schedule, takes_v
 from schedir.shortest.bound import bound_of
-from schedir.shortest.found import Found, Step, Stopped
+from schedir.shortest.found import Bound, Found, Step, Stopped
 from schedir.shortest.hunt import Hunt
 from schedir.shortest.orders import Order, codes_of, draft_of, one_by_one, peaks
 from schedir.shortest.problem import ROUNDING, Objective, Problem, problem_of
+from schedir.shortest.solver import Solved, ortools, solve
 
 Prove = Literal["closed", "solver"]
 _PROVES: Final = get_args(Prove)
+_FIRST = 0.3  # of the seconds that a search takes before the solver
 
 
 def search(
@@ -59,9 +61,10 @@ def search(
     enough seconds for them, what is found depends on `seed` alone.  Ctrl-C ends it, too: what has
     been found until then is returned.
 
-    `prove="solver"` gives what time is left to CP-SAT, which proves small cases that the bound in
-    closed form leaves open (`pip install schedir[solver]`).  `report` is called with each better
-    schedule, and with the bound.
+    `prove="solver"` looks for three tenths of the time, and gives what is left to CP-SAT, which
+    proves small cases that the bound in closed form leaves open (`pip install schedir[solver]`).
+    How far that gets depends on time, and not on `seed` alone.  `report` is called with each better
+    schedule, and with the bound; then with each better bound, too.
 
     Raises UsageError for a limit within which no schedule works, and what `compile` raises.
 
@@ -81,6 +84,9 @@ def search(
         )
     if prove not in _PROVES:
         raise UsageError(f"prove is 'closed' or 'solver', not {said(prove)}", fields=["prove"])
+    by_solver = prove == "solver"
+    if by_solver:
+        ortools()
     costs = Costs() if costs is None else costs
     problem = problem_of(
         plan, costs, sizes, limit, in_flight=in_flight, objective=objective, split=split
@@ -88,7 +94,8 @@ def search(
     least = bound_of(problem)
     maker = _Maker(problem, costs, sizes, limit)
     hunt = Hunt(
-        maker.with_messages(), least.value, seconds=seconds, evaluations=evaluations, seed=seed,
+        maker.with_messages(), least.value, seconds=seconds * (_FIRST if by_solver else 1),
+        evaluations=evaluations, seed=seed,
         report=(lambda step: report(step, least.value)) if report else lambda _: None,
     )  # fmt: skip
     stopped: Stopped = "time"
@@ -96,6 +103,14 @@ def search(
         hunt.start(_starts(problem, start))
         if hunt.run():
             stopped = "no better"
+        if by_solver and not hunt.proved:
+            solved = _solve(problem, hunt, least, seconds, seed, report)
+            least = solved.bound
+            if solved.order is not None:
+                hunt.take(solved.value, solved.order, "CP-SAT")
+            if solved.interrupted:
+                raise KeyboardInterrupt
+            stopped = "no better" if solved.proved else "time"
     except KeyboardInterrupt:
         stopped = "interrupted"
     timeline = maker.timeline(hunt.shortest)
@@ -107,6 +122,26 @@ def search(
         timeline.program, timeline, length, bound, least.why, tuple(hunt.trail), hunt.tried,
         seed, stopped,
     )  # fmt: skip
+
+
+def _solve(
+    problem: Problem,
+    hunt: Hunt,
+    least: Bound,
+    seconds: float,
+    seed: int,
+    report: Callable[[Step, float], None] | None,
+) -> Solved:
+    """Let CP-SAT go on where a hunt has ended, for what is left of its time."""
+
+    def told(value: float, bound: float) -> None:
+        if report is not None:
+            shortest = min(value, hunt.length)
+            report(Step(hunt.elapsed, "CP-SAT", shortest), max(bound, least.value))
+
+    left = max(seconds - hunt.elapsed, 0.0)
+    hint = hunt.best if hunt.shortest else None
+    return solve(problem, left, hint=hint, closed=least, seed=seed, report=told)
 
 
 def _length(timeline: Timeline, objective: Objective) -> float:

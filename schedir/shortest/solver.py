@@ -7,7 +7,7 @@ a search comes first, and hands over what it has found.  Nothing else of schedir
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import replace
 from fractions import Fraction
@@ -24,6 +24,9 @@ CLOSED: Final = "CP-SAT closed it: no order is shorter"
 NOTHING: Final = Bound(0.0, "no schedule takes less than no time")
 _OFTEN = 0.1  # seconds after which there is a look at what the solver has
 _LARGE, _FINE = 2**40, 2**31  # largest whole number of a model; of one that has to be rounded
+
+
+Task = tuple[int, int, int]  # stage, kind, microbatch
 
 
 class Solved(NamedTuple):
@@ -63,7 +66,7 @@ def solve(
 
     Raises UsageError where ortools cannot be imported.
     """
-    cp_model = _ortools()
+    cp_model = ortools()
     known = length(problem, hint) if hint is not None else None
     most = below if known is None else min(known, below)
     if closed.value >= most * (1 - ROUNDING):
@@ -104,13 +107,15 @@ def solve(
     return Solved(order, best, bound, proved, interrupted)
 
 
-def _ortools() -> Any:
+def ortools() -> Any:
+    """CP-SAT's module.  Raises UsageError where it cannot be imported."""
     try:
         from ortools.sat.python import cp_model
     except ImportError:
         raise UsageError(
             "a proof by the solver needs ortools, which cannot be imported",
             hint="pip install schedir[solver]",
+            fields=["prove"],
         ) from None
     return cp_model
 
@@ -164,6 +169,7 @@ class _Model:
             for s in range(problem.plan.stages)
             for kind in self.kinds
         }
+        self.known: dict[tuple[Task, Task], Any] = {}
         self.total = model.new_int_var(least, max(self.longest, least), "")
         self._follow()
         for rank, own in enumerate(problem.own):
@@ -202,34 +208,62 @@ class _Model:
         most = sum(max(problem.saved[s], problem.both[s], problem.tape[s]) for s in own)
         if problem.microbatches * most <= room:
             return
-        alike = all(problem.saved[s] == problem.both[s] == problem.tape[s] for s in own)
         for s in own:
             self._precede(s, room)
-        if alike and len(own) == 1 and problem.split:
+        whole = len(own) == 1 and problem.saved[own[0]] == problem.both[own[0]]
+        if whole and (not problem.split or problem.tape[own[0]] == problem.saved[own[0]]):
             return  # that says it all
-        intervals, held = [], []
         for s in own:
             for k in range(problem.microbatches):
-                for begin, end, size in self._held(s, k):
-                    long = self.model.new_int_var(0, self.longest, "")
-                    intervals.append(self.model.new_interval_var(begin, long, end, ""))
-                    held.append(size)
-        self.model.add_cumulative(intervals, held, room)
+                self._fit((s, F, k), own, room)
+                if problem.both[s] > problem.saved[s]:
+                    self._fit((s, I, k), own, room)
 
-    def _held(self, s: int, k: int) -> Iterator[tuple[Any, Any, int]]:
-        """From when to when how much of a microbatch is held, without a seam where it is alike."""
+    def _fit(self, at: Task, own: Sequence[int], room: int) -> None:
+        """What is held as a piece of work starts fits: of all that comes before it on its rank.
+
+        In numbers of pieces, as `peaks` counts it: CP-SAT sees much further so than with intervals
+        of what is held from when to when.
+        """
         problem = self.problem
-        when = [self.start[s, F][k], self.start[s, I][k], self.end(s, I, k)]
-        sizes = [int(problem.saved[s]), int(problem.both[s])]
-        if problem.split:
-            when.append(self.end(s, W, k))
-            sizes.append(int(problem.tape[s]))
-        begin = 0
-        for at, size in enumerate(sizes):
-            if at + 1 == len(sizes) or sizes[at + 1] != size:
-                if size:
-                    yield when[begin], when[at + 1], size
-                begin = at + 1
+        held = int(
+            problem.saved[at[0]] if at[1] == F else problem.both[at[0]] - problem.saved[at[0]]
+        )
+        terms = []
+        for s in own:
+            saved, tape = int(problem.saved[s]), int(problem.tape[s])
+            for kind, more in zip(self.kinds, (saved, tape - saved, -tape), strict=False):
+                for k in range(problem.microbatches):
+                    if more and (s, kind, k) != at:
+                        before = self._before((s, kind, k), at)
+                        if before is True:
+                            held += more
+                        elif before is not False:
+                            terms.append(before * more)
+        self.model.add(sum(terms) + held <= room)
+
+    def _before(self, one: Task, other: Task) -> Any:
+        """Whether a piece of work of a rank comes before another: known, or a variable."""
+        if self._leads(one, other):
+            return True
+        if self._leads(other, one):
+            return False
+        if (other, one) in self.known:
+            return ~self.known[other, one]
+        if (one, other) not in self.known:
+            is_so = self.known[one, other] = self.model.new_bool_var("")
+            for so, (s, kind, k), (t, what, n) in ((is_so, one, other), (~is_so, other, one)):
+                self.model.add(self.start[t, what][n] >= self.end(s, kind, k)).only_enforce_if(so)
+        return self.known[one, other]
+
+    def _leads(self, one: Task, other: Task) -> bool:
+        """Whether work must come before other work, for what that needs."""
+        (s, kind, k), (t, what, n) = one, other
+        if kind == W:
+            return (s, kind) == (t, what) and k < n
+        turn = 2 * self.problem.plan.stages - 1
+        depth = turn - t if what != F else t
+        return k <= n and (turn - s if kind == I else s) <= depth
 
     def _precede(self, s: int, room: int) -> None:
         """What must have ended before an F of a stage, as that alone would not fit: implied."""

@@ -1,0 +1,174 @@
+"""The solver: CP-SAT gets to certified optima again, and finds what trying every order finds."""
+
+import os
+import sys
+from dataclasses import replace
+from random import Random
+from signal import SIGINT
+from threading import Timer
+
+import pytest
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+
+from schedir.compiler.compile import compile
+from schedir.errors import UsageError
+from schedir.ir.costs import Costs
+from schedir.ir.plan import Plan
+from schedir.ir.sizes import Sizes
+from schedir.predict.simulate import simulate
+from schedir.shortest.found import Bound
+from schedir.shortest.orders import draft_of, length, one_by_one, peaks
+from schedir.shortest.problem import OBJECTIVES, Problem, problem_of
+from schedir.shortest.search import search
+from schedir.shortest.solver import CLOSED, EXACT, Solved, solve
+from tests.certified import Case, cases
+from tests.interleavings import shortest
+
+
+def solved(problem: Problem, **options: object) -> Solved:
+    pytest.importorskip("ortools")
+    return solve(problem, 60, workers=1, **options)  # type: ignore[arg-type]
+
+
+def small(stages_per_rank: int, most: int) -> list[Case]:
+    found = [c for c in cases() if c.stages_per_rank == stages_per_rank and c.cells <= most]
+    return found[:: len(found) // 5 + 1]
+
+
+@pytest.mark.parametrize("case", small(1, 50) + small(2, 12), ids=str)
+def test_the_solver_gets_to_the_optimum_again(case: Case) -> None:
+    problem = case.problem
+    found = solved(problem)
+    assert found.proved and found.order is not None
+    assert found.value == pytest.approx(case.optimum, rel=EXACT)
+    assert found.bound.value <= found.value
+    assert all(problem.fits(held, rank) for rank, held in enumerate(peaks(problem, found.order)))
+    # Beside it, nothing is shorter; and with it at hand, nothing better is found.
+    none = solved(problem, below=case.optimum)
+    assert none.order is None and none.proved
+    assert none.bound.value == pytest.approx(case.optimum, rel=2 * EXACT)
+    kept = solved(problem, hint=found.order)
+    assert kept.proved and kept.value <= found.value
+
+
+@pytest.mark.parametrize("case", small(1, 50), ids=str)
+def test_a_found_order_simulates_as_predicted(case: Case) -> None:
+    """Up to the queues of messages, which only make it longer."""
+    problem = replace(case.problem, objective="span")
+    found = solved(problem)
+    assert found.order is not None
+    run = simulate(compile(draft_of(problem, found.order), costs=case.costs), case.costs)
+    if case.send:
+        assert found.value * (1 - 1e-9) <= run.span
+    else:
+        assert found.value == pytest.approx(run.span, rel=1e-9)
+
+
+SHAPES = [(1, 3, 1, True), (2, 2, 1, True), (2, 3, 1, True), (2, 3, 1, False), (3, 2, 1, True)]
+SHAPES += [(1, 2, 2, False), (1, 1, 2, True), (2, 1, 2, True), (3, 3, 1, False)]
+
+
+@st.composite
+def tiny(draw: st.DrawFn) -> Problem:
+    """Problems of which every order can be tried; all work takes time."""
+    ranks, microbatches, v, split = draw(st.sampled_from(SHAPES))
+    plan = Plan(ranks, microbatches, v, draw(st.sampled_from(["loop", "vee"][:v])))
+    one = draw(st.sampled_from([st.integers(1, 6).map(float), st.floats(0.5, 2.0)]))
+
+    def row(each: st.SearchStrategy[float]) -> tuple[float, ...]:
+        return tuple(draw(st.lists(each, min_size=plan.stages, max_size=plan.stages)))
+
+    costs = Costs(F=row(one), I=row(one), W=row(one), send=draw(st.just(0.0) | one))
+    objective = draw(st.sampled_from(OBJECTIVES))
+    if draw(st.booleans()):
+        room = draw(st.integers(v, 6))
+        return problem_of(plan, costs, in_flight=room, objective=objective, split=split)
+    saved = row(st.integers(1, 5).map(float))
+    tape = tuple(float(draw(st.integers(0, int(s)))) for s in saved)
+    both = tuple(s + draw(st.integers(0, int(t))) for s, t in zip(saved, tape, strict=True))
+    sizes, limit = Sizes(saved=saved, tape=tape, both=both), draw(st.integers(1, 30))
+    try:
+        return problem_of(plan, costs, sizes, limit, objective=objective, split=split)
+    except UsageError:  # there is no room for one microbatch
+        assume(False)
+        raise
+
+
+@given(tiny())
+@settings(max_examples=40, deadline=None)
+def test_the_solver_finds_what_trying_every_order_finds(problem: Problem) -> None:
+    best = shortest(problem)
+    found = solved(problem)
+    assert found.proved and found.order is not None
+    assert found.value == pytest.approx(best, rel=EXACT)
+    assert found.bound.value <= best * (1 + 1e-9)
+    assert length(problem, found.order) == found.value
+
+
+def test_a_known_bound_closes_it_at_once() -> None:
+    problem = problem_of(Plan(ranks=2, microbatches=4), in_flight=2)
+    order = solved(problem).order
+    known = Bound(13.0, "rank 0 ends last")
+    found = solved(problem, hint=order, closed=known)
+    assert (found.order, found.value, found.bound, found.proved) == (order, 13.0, known, True)
+    assert solved(problem, below=13.0, closed=known).order is None
+
+
+def test_without_a_known_bound_cp_sat_says_why() -> None:
+    problem = problem_of(Plan(ranks=2, microbatches=4), in_flight=2)
+    assert solved(problem).bound == Bound(13.0, CLOSED)
+
+
+def test_costs_that_are_no_decimals_are_rounded_down_for_the_bound() -> None:
+    costs = Costs(F=(1 / 3, 2 / 7), I=(0.1 + 0.2, 3**0.5), W=(2 / 3, 5**0.5))
+    problem = problem_of(Plan(ranks=2, microbatches=3), costs, in_flight=2)
+    best = shortest(problem)
+    found = solved(problem)
+    assert best * (1 - EXACT) <= found.bound.value <= best <= found.value <= best * (1 + EXACT)
+
+
+def test_it_tells_how_far_it_is() -> None:
+    told: list[tuple[float, float]] = []
+    problem = problem_of(Plan(ranks=6, microbatches=12), Costs(F=3, I=4, W=2.5), in_flight=3)
+    found = solved(problem, report=lambda value, bound: told.append((value, bound)))
+    values, bounds = zip(*told, strict=True)
+    assert list(values) == sorted(values, reverse=True) and list(bounds) == sorted(bounds)
+    assert all(found.value <= value and bound <= found.value for value, bound in told)
+
+
+def test_without_ortools_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "ortools.sat.python", None)
+    monkeypatch.setitem(sys.modules, "ortools", None)
+    with pytest.raises(UsageError) as caught:
+        solve(problem_of(Plan(ranks=2, microbatches=2)), 1)
+    assert caught.value.hint == "pip install schedir[solver]"
+    with pytest.raises(UsageError) as caught:
+        search(Plan(ranks=2, microbatches=2), prove="solver")
+    assert caught.value.fields == ("prove",)
+
+
+def test_a_search_goes_on_with_the_solver() -> None:
+    pytest.importorskip("ortools")
+    plan, costs = Plan(ranks=4, microbatches=9), Costs(F=3, I=(4, 5, 4, 4), W=2)
+    told: list[float] = []
+    closed = search(plan, costs, in_flight=2, evaluations=50)
+    found = search(
+        plan, costs, in_flight=2, evaluations=50, seconds=60, prove="solver",
+        report=lambda _, bound: told.append(bound),
+    )  # fmt: skip
+    assert closed.bound < found.bound == found.span < closed.span
+    assert (found.stopped, found.why, found.trail[-1].method) == ("proved", CLOSED, "CP-SAT")
+    assert told == sorted(told) and told[-1] == pytest.approx(found.bound)
+
+
+def test_ctrl_c_keeps_what_there_is() -> None:
+    rng = Random(0)
+    costs = Costs(*(tuple(rng.uniform(0.7, 1.3) for _ in range(8)) for _ in range(3)))
+    problem = problem_of(Plan(ranks=8, microbatches=24), costs, in_flight=5)
+    order = one_by_one(problem)
+    timer = Timer(1.0, os.kill, (os.getpid(), SIGINT))
+    timer.start()
+    found = solved(problem, hint=order)
+    assert found.interrupted and not found.proved
+    assert found.order is not None and found.value <= (length(problem, order) or 0)
