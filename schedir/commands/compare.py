@@ -13,6 +13,7 @@ from schedir.errors import UsageError
 from schedir.io.terminal import as_json, table
 
 if TYPE_CHECKING:
+    from schedir.io.request import Request
     from schedir.predict.timeline import Timeline
 
 ORDER = 5
@@ -42,10 +43,11 @@ def run(args: argparse.Namespace) -> str:
         only_charts(args, "a table")
     elif args.tradeoff:
         only_charts(args, "bubble against memory")
-    timelines = [request_of(args, source, share=True).timeline for source in args.source]
+    requests = [request_of(args, source, share=True) for source in args.source]
+    timelines = [request.timeline for request in requests]
     said = _compared(timelines, as_table=not args.json)
     if not args.json:
-        said += _differ(timelines)
+        said += _differ(timelines) + _recomputed(requests)
     if args.output is not None:
         if args.tradeoff:
             from schedir.viz import save, tradeoff
@@ -78,6 +80,21 @@ def _compared(timelines: Sequence[Timeline], *, as_table: bool) -> str:
             for f in rows
         ],
     )  # fmt: skip
+
+
+def _recomputed(requests: Sequence[Request]) -> str:
+    """Of what is recomputed, which form of it is better here."""
+    from schedir.ir.ops import RECOMPUTE
+    from schedir.predict.recomputation import format_forms, forms
+
+    lines = ""
+    for request in requests:
+        timeline = request.timeline
+        if RECOMPUTE in timeline.program.ops:
+            found = forms(timeline, None if request.run is not None else request.stage_costs)
+            if found is not None:
+                lines += f"{timeline.program.name}: {format_forms(found, has=True)}\n"
+    return lines
 
 
 def _differ(timelines: Sequence[Timeline]) -> str:

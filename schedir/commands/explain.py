@@ -34,7 +34,9 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> str:
     """Some five lines."""
     from schedir.ir.costs import Costs
+    from schedir.ir.ops import RECOMPUTE
     from schedir.predict.bubble_causes import idleness
+    from schedir.predict.recomputation import format_forms, forms
     from schedir.predict.what_if import advise
 
     request = request_of(args, args.source)
@@ -48,6 +50,8 @@ def run(args: argparse.Namespace) -> str:
     idle = idleness(timeline)
     lines = [_where(timeline, idle), *_who(timeline, idle)]
     lines += _what(advice, hows, timeline)
+    if advice.given and (found := forms(timeline, costs)) is not None:
+        lines.append(format_forms(found, has=RECOMPUTE in timeline.program.ops))
     return "".join(f"{line}\n" for line in lines)
 
 

@@ -164,7 +164,7 @@ class Request:
             found,
             model=self._model,
             blocks=self.blocks or (self.run is not None and self.run.blocks),
-            costs=self._stage_costs,
+            costs=self.stage_costs,
             sizes=self._stage_sizes,
             limit=self.limit,
             **how,
@@ -178,7 +178,7 @@ class Request:
         """
         found = self.run
         if found is None:
-            costs, sizes = self._stage_costs, self._stage_sizes
+            costs, sizes = self.stage_costs, self._stage_sizes
             model, blocks = self._model, self.blocks
             return simulate(self.program, costs, model=model, sizes=sizes, blocks=blocks)
         if self.model not in (None, found.model) and not self.share:
@@ -262,7 +262,8 @@ class Request:
         )
 
     @property
-    def _stage_costs(self) -> Costs:
+    def stage_costs(self) -> Costs:
+        """The costs of a prediction, those of each stage."""
         return self._per_stage((self.costs or Costs()).usual())
 
     @property

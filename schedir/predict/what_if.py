@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Final, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 
@@ -19,6 +19,7 @@ from schedir.ir.ops import (
     BACKWARD_INPUT,
     COMPUTE,
     FORWARD,
+    RECOMPUTE,
     ROWS,
     SHARDING,
     TRANSFERS,
@@ -148,17 +149,22 @@ def _besides(program: Program) -> list[bytes]:
     return [s.words[own].tobytes() for s, own in zip(program.streams, kept, strict=True)]
 
 
-class _Lowering:
+class Lowering:
     """How a program was lowered: read off it, and done again to a draft."""
 
     def __init__(self, program: Program, model: Model) -> None:
         self.like, self.model = program, model
         self.options = options_of(program, model)
 
-    def of(self, drafted: Program, costs: Costs | None, *, overlap: bool | None = None) -> Program:
-        """A draft lowered in this way, and checked; `overlap` as it was unless told otherwise."""
+    def of(self, drafted: Program, costs: Costs | None, **options: Any) -> Program:
+        """A draft lowered in this way, and checked; with `options` as told, and else as they were.
+
+        Where the program recomputes, and the draft does not, all of it is recomputed.
+        """
         like = self.like
         tied = like.tied
+        ops = like.ops - drafted.ops
+        again = {"recompute": "all"} if RECOMPUTE in ops else {}
         if drafted.plan.stages != like.plan.stages:
             tied = tied_stages(show_tied(tied, like.plan) == "yes", drafted.plan)
             if like.tied and not tied:
@@ -177,7 +183,7 @@ class _Lowering:
             clip=like.clip,
             frozen=like.frozen,
             skips=like.skips,
-            **(self.options | ({} if overlap is None else {"overlap": overlap})),
+            **(self.options | again | options),
         )
 
 
@@ -188,7 +194,7 @@ class _Changes:
         self.base, self.costs, self.schedule = base, costs.usual(), schedule
         self.program, self.plan = base.program, base.program.plan
         self.room = base.peak_activations
-        self.lowering = _Lowering(self.program, base.model)
+        self.lowering = Lowering(self.program, base.model)
 
     def all(self) -> Iterator[tuple[str, Change]]:
         """Kinds, with a change of each that could be simulated."""
