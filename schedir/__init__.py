@@ -22,7 +22,9 @@ from typing import TYPE_CHECKING, Any
 
 from schedir import errors, schedules
 from schedir.compiler.compile import compile
+from schedir.io.cluster_file import load_cluster
 from schedir.io.timeline_file import load_timeline, save_timeline
+from schedir.ir.cluster import Cluster
 from schedir.ir.costs import Costs
 from schedir.ir.notebook import register
 from schedir.ir.ops import Instr, Opcode
@@ -81,6 +83,7 @@ def __getattr__(name: str) -> Any:
 __all__ = [
     "EMPTY",
     "B",
+    "Cluster",
     "Costs",
     "F",
     "I",
@@ -103,6 +106,7 @@ __all__ = [
     "errors",
     "greedy",
     "instrument",
+    "load_cluster",
     "load_timeline",
     "model_states",
     "overlap",

@@ -10,6 +10,7 @@ from typing import Any
 
 from schedir.analysis.models import MODELS
 from schedir.errors import UsageError
+from schedir.io.cluster_file import load_cluster
 from schedir.io.files import read_text
 from schedir.io.load import Source
 from schedir.io.request import Request
@@ -96,6 +97,11 @@ def _add_lowering(group: argparse._ArgumentGroup) -> None:
     models = [f"{model} (default)" if model == "device" else model for model in MODELS]
     group.add_argument("--model", metavar="MODEL", help=f"{', '.join(models[:-1])} or {models[-1]}")
     _add_costs(group, COSTS)
+    group.add_argument(
+        "--cluster", metavar="FILE.toml",
+        help="fill costs of messages, reductions and steps that are not told, by --sizes and what "
+        "these machines do in a second; costs are in seconds, then",
+    )  # fmt: skip
     group.add_argument(
         "--slots", metavar="HOW", help="share static buffers: fewest, or enough to lose no time"
     )
@@ -210,6 +216,7 @@ def request_of(args: argparse.Namespace, source: str, **more: Any) -> Request:
         said,
         usual={"ranks": ranks, "microbatches": PER_RANK * ranks},
         costs=args.costs,
+        cluster=load_cluster(path) if (path := getattr(args, "cluster", None)) else None,
         sizes=args.sizes,
         model=args.model,
         overlap=args.overlap,

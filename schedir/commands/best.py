@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from schedir.commands._facts import facts
+from schedir.commands._facts import facts, filled
 from schedir.commands._options import SOURCE, add_shape, request_of
 from schedir.commands._zoo import Ranked, known, ranked
 from schedir.errors import in_bytes
@@ -51,7 +51,8 @@ def _number(text: str) -> float:
 
 def run(args: argparse.Namespace) -> str:
     """A row per schedule that fits, and a line for each reason why another does not."""
-    found = _found(args)
+    candidates = [*_candidates(args)]
+    found = _found(args, candidates)
     if args.json:
         return as_json([_row(timeline) for timeline in found.fit])
     said = _ranked(found.fit) if found.fit else "none fits\n"
@@ -64,10 +65,11 @@ def run(args: argparse.Namespace) -> str:
     for fact in dict.fromkeys(error.fact for error in found.refused.values()):
         names = [name for name, error in found.refused.items() if error.fact == fact]
         said += f"not {', '.join(names)}: {fact}\n"
-    return said
+    # Of the first one: others have other stages, and so other numbers.
+    return said + filled(r for _, r in candidates if vars(r).get("timeline") in found.fit[:1])
 
 
-def _found(args: argparse.Namespace) -> Ranked:
+def _found(args: argparse.Namespace, candidates: list[tuple[str, Request]]) -> Ranked:
     """What fits, of all candidates."""
 
     def over(timeline: Timeline) -> str:
@@ -75,7 +77,7 @@ def _found(args: argparse.Namespace) -> Ranked:
         few = args.activations is None or peak <= args.activations
         return "" if few else f"{peak:.6g} activations"
 
-    found = ranked(_candidates(args), over=over, whole=args.whole, said=args.source)
+    found = ranked(candidates, over=over, whole=args.whole, said=args.source)
     if found.refused and not (found.fit or found.over or found.split):
         raise next(iter(found.refused.values()))
     return found

@@ -6,7 +6,7 @@ import argparse
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from schedir.commands._facts import facts
+from schedir.commands._facts import facts, filled, filled_facts
 from schedir.commands._options import add_shape, add_source, request_of
 from schedir.commands._pictures import add_picture, only_charts, save_chart
 from schedir.errors import UsageError
@@ -45,9 +45,9 @@ def run(args: argparse.Namespace) -> str:
         only_charts(args, "bubble against memory")
     requests = [request_of(args, source, share=True) for source in args.source]
     timelines = [request.timeline for request in requests]
-    said = _compared(timelines, as_table=not args.json)
+    said = _compared(requests, as_table=not args.json)
     if not args.json:
-        said += _differ(timelines) + _recomputed(requests)
+        said += _differ(timelines) + _recomputed(requests) + filled(requests)
     if args.output is not None:
         if args.tradeoff:
             from schedir.viz import save, tradeoff
@@ -59,13 +59,14 @@ def run(args: argparse.Namespace) -> str:
     return said
 
 
-def _compared(timelines: Sequence[Timeline], *, as_table: bool) -> str:
-    rows, several = [], len({t.kind for t in timelines}) > 1
-    for t in timelines:
+def _compared(requests: Sequence[Request], *, as_table: bool) -> str:
+    rows, several = [], len({request.timeline.kind for request in requests}) > 1
+    for request in requests:
+        t = request.timeline
         plan, peak = t.program.plan, int(t.peak_in_flight.max(initial=0))
         shape = {"ranks": plan.ranks, "microbatches": plan.microbatches, "stages": plan.stages}
         size = {"peak_in_flight": peak, "peak_activations": t.peak_activations}
-        rows.append(facts(t) | shape | size)
+        rows.append(facts(t) | shape | size | filled_facts(request))
     if not as_table:
         return as_json(rows)
     return table(

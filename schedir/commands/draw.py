@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 from typing import TYPE_CHECKING
 
+from schedir.commands._facts import filled
 from schedir.commands._options import add_shape, add_source, request_of
 from schedir.commands._pictures import add_picture, in_letters, only_charts, save_chart
 from schedir.errors import UsageError
@@ -36,9 +37,10 @@ def run(args: argparse.Namespace) -> str:
         raise UsageError("a map of idle time is a picture", hint="-o FILE.png")
     if page or args.idle or args.output is None:
         only_charts(args, "a page" if page else "a map of idle time" if args.idle else "letters")
-    timelines = [request_of(args, source).timeline for source in args.source]
+    requests = [request_of(args, source) for source in args.source]
+    timelines = [request.timeline for request in requests]
     if args.output is None:
-        return "\n".join(map(in_letters, timelines))
+        return "\n".join(map(in_letters, timelines)) + filled(requests)
     if page:
         from schedir.viz import save_html
 
@@ -55,7 +57,7 @@ def run(args: argparse.Namespace) -> str:
         save(idle_map(timelines[0]), args.output)
     else:
         save_chart(args, timelines)
-    return f"wrote {args.output}\n"
+    return f"wrote {args.output}\n" + filled(requests)
 
 
 def _expected(measured: Timeline) -> Timeline:

@@ -6,7 +6,7 @@ import argparse
 import shlex
 from typing import TYPE_CHECKING, Any
 
-from schedir.commands._facts import facts
+from schedir.commands._facts import facts, filled, filled_facts
 from schedir.commands._options import add_shape, add_source, request_of, shape_of
 from schedir.errors import ProgramError
 from schedir.io.terminal import as_json
@@ -40,19 +40,19 @@ def run(args: argparse.Namespace) -> str:
     from schedir.predict.what_if import advise
 
     request = request_of(args, args.source)
-    timeline, costs = request.timeline, request.costs
+    timeline, costs = request.timeline, request.given
     if costs is None and request.run is None:
         costs = Costs()
     advice = advise(timeline, costs, request.schedule)
     hows = [_how(change, args, request) for change in advice.changes]
     if args.json:
-        return as_json(_facts(timeline, advice, hows))
+        return as_json(_facts(timeline, advice, hows) | filled_facts(request))
     idle = idleness(timeline)
     lines = [_where(timeline, idle), *_who(timeline, idle)]
     lines += _what(advice, hows, timeline)
     if advice.given and (found := forms(timeline, costs)) is not None:
         lines.append(format_forms(found, has=RECOMPUTE in timeline.program.ops))
-    return "".join(f"{line}\n" for line in lines)
+    return "".join(f"{line}\n" for line in lines) + filled([request])
 
 
 def _facts(timeline: Timeline, advice: Advice, hows: list[list[str]]) -> dict[str, Any]:
@@ -97,7 +97,7 @@ def _how(change: Change, args: argparse.Namespace, request: Request) -> list[str
     if (model := args.model or own) != "device":
         words += ["--model", model]
     command = f"schedir show {shlex.join(words)}"
-    if costs is not None and request.run is not None and request.costs is None:
+    if costs is not None and request.run is not None and request.given is None:
         command += f' --costs "$(schedir calibrate {shlex.quote(args.source)})"'
     elif costs is not None:
         usual = format_costs(Costs()).split(",")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from typing import TYPE_CHECKING, Any
 
-from schedir.commands._facts import facts
+from schedir.commands._facts import facts, filled, filled_facts
 from schedir.commands._options import add_shape, add_source, request_of
 from schedir.errors import UsageError, in_bytes
 from schedir.io.request import Request
@@ -47,7 +47,7 @@ def run(args: argparse.Namespace) -> str:
         columns |= {name: each.tolist() for name, each in timeline.at_rest.items()}
     slots = _slots(request)
     if args.json:
-        return as_json(facts(timeline) | columns | slots)
+        return as_json(facts(timeline) | columns | filled_facts(request) | slots)
     for name in [*columns][4:]:
         columns[name] = [in_bytes(size) for size in columns[name]]
     unit = timeline.unit and f" {timeline.unit}"
@@ -63,6 +63,7 @@ def run(args: argparse.Namespace) -> str:
         )
         + f"span {timeline.span:.6g}{unit}, bubble {timeline.bubble:.1%} of ranks x span, "
         f"{timeline.bubble_over_ideal:.1%} of the busy time\n"
+        + filled([request])
         + _said(timeline, slots)
         + _with_fewer(request)
     )
@@ -79,10 +80,10 @@ def _slots(request: Request) -> dict[str, Any]:
     if not program.slots:
         return {}
     slots = [counts.said() for counts in program.slots]
-    if request.run is not None and request.costs is None:  # its costs are not known
+    if request.run is not None and request.given is None:  # its costs are not known
         return {"slots": slots}
     free = replace(program, slots=())
-    own = simulate(free, request.costs, model=timeline.model, blocks=timeline.blocks)
+    own = simulate(free, request.given, model=timeline.model, blocks=timeline.blocks)
     return {"slots": slots, "span_with_own_slots": own.span}
 
 
@@ -96,8 +97,8 @@ def _with_fewer(request: Request) -> str:
     program, sizes = timeline.program, timeline.sizes
     if sizes is None or program.slots or isinstance(request.source.found, Program):
         return ""
-    few = share_slots(program, "enough", request.costs, timeline.model)
-    most = simulate(few, request.costs, model=timeline.model, sizes=sizes).peak_memory.max()
+    few = share_slots(program, "enough", request.given, timeline.model)
+    most = simulate(few, request.given, model=timeline.model, sizes=sizes).peak_memory.max()
     if most >= timeline.peak_memory.max():
         return ""
     return (

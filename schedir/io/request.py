@@ -15,6 +15,7 @@ from schedir.compiler.again import compute_of, options_of
 from schedir.compiler.compile import check_memory, compile
 from schedir.errors import PlanError, UsageError
 from schedir.io.load import Source
+from schedir.ir.cluster import Cluster
 from schedir.ir.costs import Costs
 from schedir.ir.fields import Field
 from schedir.ir.per_stage import cut
@@ -63,6 +64,8 @@ class Request:
     lowered where nobody says otherwise, but for `overlap`.  Of a run that is a prediction, at the
     run's mean times unless there are `costs`.
 
+    A `cluster` fills costs that nobody told, for this plan, in seconds.
+
     `share` is for comparing schedules of one model: costs and sizes are a rank's, or those of any
     number of stages, and are spread evenly over the stages of the plan; only schedules that take
     `v`, or are for several, have several.  What is frozen is said in parts of which there are as
@@ -73,6 +76,7 @@ class Request:
     said: Mapping[str, Any]
     usual: Mapping[str, Any]
     costs: Costs | None = None
+    cluster: Cluster | None = None
     sizes: Sizes | None = None
     model: Model | None = None
     blocks: bool = False
@@ -170,6 +174,18 @@ class Request:
             **how,
         )
 
+    @property
+    def given(self) -> Costs | None:
+        """Costs of stages, those told and those that a cluster fills; None where there are none."""
+        return None if self.costs is None and self.cluster is None else self.stage_costs
+
+    @property
+    def filled(self) -> Costs:
+        """The costs that the cluster fills."""
+        told = self._per_stage(self.costs or Costs()).told
+        own = self.stage_costs.told if self.cluster is not None else {}
+        return Costs(**{name: cost for name, cost in own.items() if name not in told})
+
     @cached_property
     def timeline(self) -> Timeline:
         """The predicted run of the program, which is checked, or the run in a file.
@@ -180,7 +196,14 @@ class Request:
         if found is None:
             costs, sizes = self.stage_costs, self._stage_sizes
             model, blocks = self._model, self.blocks
-            return simulate(self.program, costs, model=model, sizes=sizes, blocks=blocks)
+            run = simulate(self.program, costs, model=model, sizes=sizes, blocks=blocks)
+            return run if self.cluster is None else replace(run, unit="s")
+        if self.cluster is not None:
+            raise UsageError(
+                f"{self.source} is a run, which has its own times: a cluster fills those of "
+                "programs and schedules",
+                fields=["cluster"],
+            )
         if self.model not in (None, found.model) and not self.share:
             raise UsageError(
                 f"{self.source} ran under {found.model}, not {self.model}", fields=["model"]
@@ -252,7 +275,7 @@ class Request:
         program = check(program, self._model, blocks=self.blocks)
         if self.slots is None:
             return program
-        program = share_slots(program, self.slots, self.costs, self._model)
+        program = share_slots(program, self.slots, self.stage_costs, self._model)
         return check(program, self._model, blocks=self.blocks)
 
     def _within(self, program: Program) -> Program:
@@ -261,10 +284,19 @@ class Request:
             program if self.limit is None else check_memory(program, self._stage_sizes, self.limit)
         )
 
-    @property
+    @cached_property
     def stage_costs(self) -> Costs:
         """The costs of a prediction, those of each stage."""
-        return self._per_stage((self.costs or Costs()).usual())
+        costs = self.costs or Costs()
+        if self.cluster is None:
+            return self._per_stage(costs.usual())
+        costs, found = self._per_stage(costs), self.source.found
+        groups = {"tp": 1, "dp": 1}
+        for f in TRAITS:
+            if f.name in groups:
+                own = f.of(found) if isinstance(found, Program) else groups[f.name]
+                groups[f.name] = self.said.get(f.name, own)
+        return self.cluster.costs(self.plan, self._stage_sizes, costs, **groups)
 
     @property
     def _stage_sizes(self) -> Sizes | None:

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from schedir.analysis.models import Model
 from schedir.errors import ModelError
+from schedir.ir.mesh import mesh_of
 from schedir.ir.ops import Lane
 from schedir.ir.program import Program
 from schedir.ir.ties import groups_of
@@ -201,7 +202,7 @@ def rows_of(program: Program) -> dict[Group, NDArray[np.int64]]:
     """By what a program's collectives are for, the processes that meet, a row for each group: by
     their places in the mesh, in its order."""
     tp, dp, plan = program.tp, program.dp, program.plan
-    mesh = np.arange(dp * plan.ranks * tp).reshape(dp, plan.ranks, tp)
+    mesh = mesh_of(plan.ranks, tp, dp)
     rows: dict[Group, NDArray[np.int64]] = {"model": mesh.reshape(dp, -1)}
     if tp > 1:
         rows["tp"] = mesh.reshape(-1, tp)

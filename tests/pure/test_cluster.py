@@ -1,0 +1,299 @@
+"""Clusters: formulas against rings that are walked, links by node, and what fills which cost."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import FrozenInstanceError, fields, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from schedir import (
+    Cluster,
+    Costs,
+    Plan,
+    Sizes,
+    compile,
+    load_cluster,
+    save_timeline,
+    schedules,
+    simulate,
+)
+from schedir.__main__ import main
+from schedir.errors import ConfigError, CostsError, UsageError
+from tests.commands import said
+
+ROOT = Path(__file__).parents[2]
+FIVE = ("simulate", "explain", "compare", "best", "draw")
+SIZES = Sizes(activation=60e6, params=2e9, grads=4e9, optimizer=12e9)
+OPTION = "--sizes=activation=60MB,params=2GB,grads=4GB,optimizer=12GB"
+
+
+def cluster(nodes: int = 2, gpus_per_node: int = 4, **more: Any) -> Cluster:
+    usual: dict[str, Any] = {
+        "flops": 300e12, "memory": 80e9, "hbm": 2e12, "nvlink": 300e9, "network": 20e9,
+        "latency": 1e-5, "kernel_us": 5,
+    }  # fmt: skip
+    return Cluster(nodes, gpus_per_node, **(usual | more))
+
+
+# ---------------------------------------------------------------- formulas
+
+
+def walked(of: Cluster, size: float, processes: list[int], turns: int) -> float:
+    """When rings have gone so many turns, message by message.
+
+    One for each way out of a node, which share the bytes, and nvlink; a message starts when what
+    it hands on has come, and its link is free.
+    """
+    node = [p // of.gpus_per_node for p in processes]
+    rings = min(node.count(n) for n in node) if len({*node}) > 1 else 1
+    g, latest = len(processes), 0.0
+    for _ in range(rings):
+        free, came = [0.0] * g, [0.0] * g
+        for _ in range(turns):
+            arrives = [0.0] * g
+            for k in range(g):
+                after = (k + 1) % g
+                width = of.nvlink / rings if node[k] == node[after] else of.network
+                width = min(width, of.nvlink / rings)
+                free[k] = max(free[k], came[k]) + of.latency + size / rings / g / width
+                arrives[after] = free[k]
+            came = arrives
+        latest = max(latest, *came)
+    return latest
+
+
+@given(
+    nodes=st.integers(1, 4), each=st.integers(1, 4), apart=st.integers(1, 4),
+    size=st.floats(1, 1e10), nvlink=st.floats(1e9, 1e12), network=st.floats(1e9, 1e12),
+)  # fmt: skip
+def test_rings_take_what_their_messages_take(
+    nodes: int, each: int, apart: int, size: float, nvlink: float, network: float
+) -> None:
+    """Any number of members on each node, next to each other or not; nodes one after the other."""
+    of = cluster(nodes, each * apart, nvlink=nvlink, network=network)
+    ring = [n * each * apart + k * apart for n in range(nodes) for k in range(each)]
+    g = len(ring)
+    once = walked(of, size, ring, g - 1) if g > 1 else 0.0
+    assert of.all_gather(size, ring) == pytest.approx(once)
+    assert of.reduce_scatter(size, ring) == pytest.approx(once)
+    twice = walked(of, size, ring, 2 * (g - 1)) if g > 1 else 0.0
+    assert of.all_reduce(size, ring) == pytest.approx(twice)
+
+
+def test_formulas_of_one_gpu() -> None:
+    of = cluster(host=12e9, disk=2e9)
+    assert of.gemm(4096, 4096, 4096) == 2 * 4096**3 / 300e12  # bound by compute
+    assert of.gemm(4096, 1, 4096) == 2 * (4096**2 + 2 * 4096) / 2e12  # by memory
+    assert of.gemm(1, 1, 1) == 5e-6 == of.elementwise(2)  # by the host
+    assert of.elementwise(2e9) == 1e-3
+    assert of.host_transfer(12e9) == 1 + 1e-5 and of.disk_transfer(2e9) == 1 + 1e-5
+    assert of.send(3e9, 0, 3) == 0.01 + 1e-5 and of.send(2e9, 3, 4) == 0.1 + 1e-5
+    assert of.send(1e9, 2, 2) == of.all_reduce(1e9, 1) == of.all_reduce_small(8, 1) == 0
+    assert of.all_reduce_small(8, 4) == pytest.approx(2 * (1e-5 + 8 / 300e9))
+    for name in ("host", "disk"):
+        with pytest.raises(UsageError) as caught:
+            getattr(cluster(), f"{name}_transfer")(1)
+        assert caught.value.fields == (name,)
+
+
+# ---------------------------------------------------------------- what fills costs
+
+
+def test_links_are_those_of_the_nodes_that_processes_are_on() -> None:
+    """Of four ranks on two nodes stage 1 sends to the other node, and stage 2 back."""
+    costs = cluster(2, 2).costs(Plan(4, 8), SIZES, Costs(F=1, B=2))
+    near, far = 1e-5 + 60e6 / 300e9, 1e-5 + 60e6 / 20e9
+    assert costs.send == pytest.approx((near, far, far, near))
+    assert costs.step == pytest.approx((2 * 2e9 + 4e9 + 2 * 12e9) / 2e12)
+    assert (costs.reduce_grads, costs.scatter, costs.gather) == (0, 0, 0)
+    assert costs.reduce_norm == pytest.approx(2 * (1e-5 + 8 / (2 * 20e9)))
+    assert (costs.F, costs.B, costs.I, costs.W) == (1, 2, 1, 1)
+
+
+def test_slices_and_replicas() -> None:
+    """Slices stand side by side, then ranks, then replicas: so a replica is on a node each."""
+    of = cluster(3, 8)
+    costs = of.costs(Plan(4, 8), SIZES, Costs(F=1, I=1, W=1), tp=2, dp=3)
+    assert costs.send == pytest.approx(1e-5 + 30e6 / 300e9)
+    assert costs.gather == pytest.approx(of.all_gather(60e6, 2))
+    assert costs.scatter == pytest.approx(2 * 30e6 / 2e12)
+    assert costs.reduce_grads == pytest.approx(of.all_reduce(4e9, range(0, 24, 8)))
+    beside = cluster(4, 6).costs(Plan(4, 8), SIZES, Costs(F=1, I=1, W=1), tp=2, dp=3)
+    assert beside.reduce_grads == pytest.approx(cluster(4, 6).all_reduce(4e9, [0, 8, 16]))
+    assert beside.send == pytest.approx(1e-5 + 30e6 / 20e9)  # each crosses in some replica
+
+
+def test_bytes_of_each_stage_and_microbatch() -> None:
+    sizes = replace(SIZES, activation=((3e6, 6e6), (9e6, 3e6), (0, 0)), grads=(1e9, 2e9, 0))
+    costs = cluster(1, 6, latency=0).costs(Plan(3, 2), sizes, Costs(F=1, B=1), dp=2)
+    us = np.array(costs.send) * 1e6
+    assert us.tolist() == pytest.approx(np.array([[10, 20], [30, 20], [30, 10]]))
+    assert costs.reduce_grads == pytest.approx((1e9 / 300e9, 2e9 / 300e9, 0))
+
+
+def test_holders_and_stages_beside_each_other() -> None:
+    """What stays on a rank sends nothing; a stage with two holders sums over both."""
+    near = cluster(1, 2).costs(Plan(2, 4, placement=(0, 0, 1)), SIZES, Costs(F=1, B=1))
+    assert near.send == pytest.approx((0, 1e-5 + 60e6 / 300e9, 1e-5 + 60e6 / 300e9))
+    assert near.step == pytest.approx((0.032, 0.016, 0.016))
+    mirror = Plan(2, 4, placement="mirror")
+    assert cluster(2, 1).costs(mirror, SIZES, Costs(F=1, B=1)).reduce_holders == pytest.approx(
+        cluster(2, 1).all_reduce(4e9, 2)
+    )
+
+
+@given(st.sets(st.sampled_from(["send", "step", "reduce_grads", "reduce_norm", "gather"])))
+def test_what_is_told_stays(names: set[str]) -> None:
+    told = Costs(F=1, I=2, W=3, **dict.fromkeys(names, 0.0))
+    found = cluster(2, 4).costs(Plan(2, 4), SIZES, told, tp=2, dp=2)
+    for name, cost in told.told.items():
+        assert getattr(found, name) == cost
+    assert found.reduce_tied is None and found.B is None  # nobody knows; I + W
+    assert {"send", "step", "reduce_grads", "gather"} - names <= {
+        name for name, cost in found.told.items() if cost
+    }
+
+
+def test_only_what_is_filled_needs_bytes() -> None:
+    of, plan = cluster(2, 4), Plan(2, 4)
+    told = {"send": 0, "scatter": 0, "gather": 0, "reduce_grads": 0, "step": 0}
+    for name, sizes in [("send", {"activation"}), ("scatter", {"activation"}),
+                        ("gather", {"activation"}), ("reduce_grads", {"grads"}),
+                        ("step", {"params", "grads", "optimizer"})]:  # fmt: skip
+        rest = {other: cost for other, cost in told.items() if other != name}
+        with pytest.raises(UsageError) as caught:
+            of.costs(plan, Sizes(weights=1e9), Costs(F=1, B=2, **rest), tp=2, dp=2)
+        assert {*caught.value.fields} == sizes
+    assert of.costs(plan, None, Costs(F=1, B=2, **told), tp=2, dp=2).send == 0
+
+
+@pytest.mark.parametrize(
+    "told", [{}, {"F": 1}, {"B": 2}, {"F": 1, "I": 1}, {"F": 1, "B": 2, "I": 1}]
+)
+def test_compute_must_be_told(told: set[str]) -> None:
+    """A cost of 1 that nobody told would be a second."""
+    with pytest.raises(CostsError):
+        cluster(1, 2).costs(Plan(2, 4), SIZES, Costs(**dict.fromkeys(told, 1.0)))
+
+
+@pytest.mark.parametrize(("tp", "dp"), [(1, 1), (2, 1), (3, 2), (8, 2)])
+def test_gpus_are_the_product(tp: int, dp: int) -> None:
+    with pytest.raises(UsageError) as caught:
+        cluster(2, 8).costs(Plan(4, 4), SIZES, Costs(F=1, B=1), tp=tp, dp=dp)
+    assert {"nodes", "gpus_per_node", "tp", "dp"} <= {*caught.value.fields}
+
+
+# ---------------------------------------------------------------- numbers and files
+
+
+def test_texts_have_units() -> None:
+    text = cluster(
+        nodes="2", flops="300TFLOP/s", memory="80GB", hbm="2TB/s", nvlink="300 GB/s",  # type: ignore[arg-type]
+        network="20e9", latency="10us", kernel_us="5",
+    )  # fmt: skip
+    assert text == cluster() and text.gpus == 8
+    assert cluster(latency="1ms").latency == cluster(latency="0.001s").latency == 1e-3
+    assert cluster(memory="64GiB").memory == 64 * 2**30
+    with pytest.raises(FrozenInstanceError):
+        text.nodes = 3  # type: ignore[misc]
+
+
+WRONG: dict[str, list[Any]] = {
+    "nodes": [0, -1, 1.5, True, "two", None],
+    "flops": [0, -1e12, float("inf"), "312 TFLOPs", "312T"],
+    "memory": ["80 gigabytes", "80GB/s", 0, []],
+    "nvlink": ["300GB", "300Gb/s", "-300GB/s", float("nan"), ""],
+    "network": ["200Gbit/s", 0, b"1"],
+    "latency": [-1e-6, "5 minutes", "5us/s"],
+    "host": [0, "12GB"],
+}
+
+
+@pytest.mark.parametrize(("name", "value"), [(n, v) for n, some in WRONG.items() for v in some])
+def test_what_is_no_number_of_a_field(name: str, value: Any) -> None:
+    with pytest.raises(UsageError) as caught:
+        cluster(**{name: value})
+    assert caught.value.fields == (name,)
+
+
+def test_the_example_is_read() -> None:
+    of = load_cluster(ROOT / "examples" / "selene.toml")
+    assert (of.gpus, of.flops, of.network) == (16, 312e12, 25e9)
+
+
+@pytest.mark.parametrize(
+    ("line", "name"),
+    [("nvlnk = 1", "nvlnk"), ('flops = "x"', "flops"), ("memory = [1]", "memory"),
+     ("[network]", "network"), ("latency = -1", "latency"), ("nodes = true", "nodes")],
+)  # fmt: skip
+def test_a_file_says_where(line: str, name: str, tmp_path: Path) -> None:
+    rest = [f.name for f in fields(Cluster) if f.name not in (name, "host", "disk")]
+    path = tmp_path / "cluster.toml"
+    path.write_text("".join(f"{other} = 1\n" for other in rest) + f"  {line}\n")
+    with pytest.raises(ConfigError) as caught:
+        load_cluster(path)
+    assert caught.value.fields == (name,)
+    assert (caught.value.line, caught.value.column) == (len(rest) + 1, 3 + ("[" in line[:1]))
+    path.write_text("nodes = 1\n")
+    with pytest.raises(ConfigError) as caught:
+        load_cluster(path)
+    assert caught.value.fields == ("gpus_per_node",)
+
+
+# ---------------------------------------------------------------- commands
+
+
+def _shape(command: str) -> list[str]:
+    sources = {"compare": ["gpipe", "zb_h1"], "best": []}.get(command, ["zb_h1"])
+    shape = ["--ranks=4", "--microbatches=4", "--tp=2", "--dp=2", OPTION]
+    return [command, *sources, *shape, f"--cluster={ROOT}/examples/selene.toml"]
+
+
+@pytest.mark.parametrize("command", FIVE)
+def test_commands_say_what_is_filled(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """In words and, where there are any, in numbers; and it is what they predict by."""
+    of = load_cluster(ROOT / "examples" / "selene.toml")
+    costs = of.costs(Plan(4, 4), SIZES, Costs(F=0.01, B=0.02, send=1e-3), tp=2, dp=2)
+    told = "--costs=F=0.01,B=0.02,send=1e-3"
+    line = said(capsys, *_shape(command), told).partition("the cluster fills, in seconds: ")[2]
+    assert "I=" in line and "reduce_grads=" in line and "send" not in line
+    if command in ("simulate", "explain", "compare"):
+        found = json.loads(said(capsys, *_shape(command), told, "--json"))
+        found = found[-1] if command == "compare" else found
+        assert found["filled"]["reduce_grads"] == costs.reduce_grads
+        assert found["unit"] == "s" and "send" not in found["filled"]
+        program = compile(schedules.zb_h1, Plan(4, 4), tp=2, dp=2, costs=costs)
+        assert found["span"] == simulate(program, costs).span
+
+
+def test_what_stays_free_is_said(capsys: pytest.CaptureFixture[str]) -> None:
+    told = [*_shape("simulate"), "--costs=F=0.01,B=0.02", "--tied"]
+    assert "reduce_tied" in said(capsys, *told)
+    assert "reduce_tied" not in said(capsys, *told[:-2], told[-2] + ",reduce_tied=0.001", "--tied")
+
+
+REFUSED = (ROOT / "tests" / "golden" / "cluster.txt").read_text().split("\n\n")
+
+
+@pytest.mark.parametrize("told", REFUSED, ids=range(len(REFUSED)))
+def test_what_a_person_is_told(
+    told: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    text = (ROOT / "examples" / "selene.toml").read_text()
+    Path("selene.toml").write_text(text)
+    Path("bits.toml").write_text(text.replace("25GB/s", "200Gb/s"))
+    Path("misspelt.toml").write_text(text.replace("nvlink", "nvlnk"))
+    Path("less.toml").write_text(text.replace("network", "# network"))
+    Path("negative.toml").write_text(text.replace('"80GB"', "-80e9"))
+    Path("broken.toml").write_text("nodes = \n")
+    save_timeline(simulate(compile(schedules.gpipe, Plan(4, 4))), "run.timeline")
+    command, message = told.strip().split("\n", 1)
+    assert main(command.removeprefix("$ schedir ").split()) == 2
+    assert capsys.readouterr().err == message + "\n"
