@@ -11,7 +11,7 @@ from tests.certified import Case, cases
 
 def test_half_of_the_cases_have_no_optimal_schedule_in_the_zoo() -> None:
     found = Counter(c.zoo is not None and c.zoo <= c.optimum * (1 + EXACT) for c in cases())
-    assert found[False] >= found[True] > 0
+    assert found.total() >= 150 and found[False] >= found[True] > 0
 
 
 @pytest.mark.parametrize("case", cases(), ids=str)
