@@ -38,7 +38,13 @@ TREE: dict[str, dict[str, list[str]]] = {
     "docs/gallery": {"": ["/docs/schedules", "/docs/pictures"]},
     "docs/inventing": {"": ["/docs/torch"]},
     "docs/slow-run": {
-        "": ["/docs/real-runs", "/docs/instrument", "/docs/which-schedule", "/docs/traces"]
+        "": [
+            "/docs/real-runs",
+            "/docs/instrument",
+            "/docs/which-schedule",
+            "/docs/search",
+            "/docs/traces",
+        ]
     },
     "docs/hanging-run": {"": ["/docs/where", "/docs/museum", "/docs/progress-models"]},
     "docs/training": {

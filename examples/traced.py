@@ -5,7 +5,10 @@
     schedir draw run.timeline -o run.svg
 
 Nothing here knows of schedir: the trainer is torch's, and so are the traces.  docs/real-runs.md
-goes on from them.
+goes on from them.  With the CSV of another schedule for these stages it trains under that one, as
+docs/search.md does:
+
+    python examples/traced.py again best.csv
 """
 
 from __future__ import annotations
@@ -18,12 +21,13 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.pipelining import PipelineStage, ScheduleInterleaved1F1B
+from torch.distributed.pipelining.schedules import _PipelineScheduleRuntime
 from torch.profiler import ProfilerActivity, profile, schedule
 
 RANKS, MICROBATCHES, WIDTH, ROWS = 4, 8, 768, 128
 
 
-def train(rank: int, folder: str, store: str) -> None:
+def train(rank: int, folder: str, store: str, csv: str | None) -> None:
     """Four steps, of which the last is profiled."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo", f"file://{store}", rank=rank, world_size=RANKS)
@@ -36,7 +40,10 @@ def train(rank: int, folder: str, store: str) -> None:
         )
         for index in (rank, rank + RANKS)
     ]
-    pipe = ScheduleInterleaved1F1B(stages, MICROBATCHES, loss_fn=nn.functional.mse_loss)
+    kind = ScheduleInterleaved1F1B if csv is None else _PipelineScheduleRuntime
+    pipe = kind(stages, MICROBATCHES, loss_fn=nn.functional.mse_loss)
+    if csv is not None:
+        pipe._load_csv(csv, format="compute_comms")
     optimizers = [torch.optim.AdamW(stage.submod.parameters()) for stage in stages]
     batch = torch.randn(MICROBATCHES * ROWS, WIDTH)
     # From here on it is what one pastes into a trainer.
@@ -60,6 +67,7 @@ if __name__ == "__main__":
     folder = sys.argv[1] if len(sys.argv) > 1 else "traces"
     Path(folder).mkdir(parents=True, exist_ok=True)
     store = str(Path(folder, f".store-{os.getpid()}").resolve())
-    torch.multiprocessing.spawn(train, (folder, store), nprocs=RANKS)
+    csv = sys.argv[2] if len(sys.argv) > 2 else None
+    torch.multiprocessing.spawn(train, (folder, store, csv), nprocs=RANKS)
     Path(store).unlink(missing_ok=True)
     print(f"wrote {folder}/rank0.json to rank{RANKS - 1}.json")

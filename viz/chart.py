@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Sequence
-from math import ceil
+from math import ceil, inf
+from numbers import Real
 from typing import Any, Final, Unpack
 
 import numpy as np
@@ -25,7 +26,13 @@ from schedir.viz.style import LEFT, Look, Style, look_of
 _SECONDS: Final = ((1.0, "s"), (1e-3, "ms"), (1e-6, "µs"))
 
 
-def gantt(timeline: Timeline, *, title: str | None = None, **style: Unpack[Style]) -> Figure:
+def gantt(
+    timeline: Timeline,
+    *,
+    title: str | None = None,
+    bound: float | None = None,
+    **style: Unpack[Style],
+) -> Figure:
     """Draw a Timeline: a row per rank, rank 0 on top, time to the right.
 
     A row is the compute lane, and below it a thin lane for each kind of communication that
@@ -34,7 +41,9 @@ def gantt(timeline: Timeline, *, title: str | None = None, **style: Unpack[Style
     several stages, their shades and the small numbers tell them apart.  A pair run together is
     one box cut in two.  Hatching is idle time.
 
-    `title` stands for name and kind; "" leaves out the whole line above the chart.  `style` is
+    `title` stands for name and kind; "" leaves out the whole line above the chart.  `bound` is the
+    least span that a schedule can have (`schedir.bound`), in the run's unit: a line marks it, and
+    the most that could be gained is told above.  `style` is
     any of `schedir.viz.Style`.  Boxes too small to be seen are mixed to the colour that
     they have from afar, without their lanes and arrows.
 
@@ -45,26 +54,28 @@ def gantt(timeline: Timeline, *, title: str | None = None, **style: Unpack[Style
     >>> figure.axes[0].get_title("left"), figure.axes[0].get_title("right")
     ('one_f_one_b (predicted)', 'bubble 27.3%, peak 4 activations, span 33')
     """
-    return compare([timeline], titles=None if title is None else [title], **style)
+    return compare([timeline], titles=None if title is None else [title], bounds=[bound], **style)
 
 
 def compare(
     timelines: Sequence[Timeline],
     *,
     titles: Sequence[str] | None = None,
+    bounds: Sequence[float | None] | None = None,
     **style: Unpack[Style],
 ) -> Figure:
     """Draw Timelines under each other, each from its own start, on one time axis.
 
     Beside each stand its bubble and the most that a rank holds: bytes, or without sizes
-    activations of a whole rank, where a stage of half a rank counts half.  `titles` has one for
-    each, as `gantt` takes it, and `style` is that of `gantt`.
+    activations of a whole rank, where a stage of half a rank counts half.  `titles` and `bounds`
+    have one for each, as `gantt` takes it, and `style` is that of `gantt`.
 
     Units of cost and seconds have no common axis: where both are there, each Timeline has its
     own, scaled so that the mean busy time of a rank is equally long in all, and the figure
     says so.
 
-    Raises UsageError for no Timelines, another number of titles, and a style that cannot be.
+    Raises UsageError for no Timelines, another number of titles or bounds, and a style that cannot
+    be.
 
     >>> import schedir
     >>> plan = schedir.Plan(ranks=4, microbatches=8)
@@ -76,7 +87,8 @@ def compare(
     """
     expect_runs(timelines)
     look = look_of(style)
-    return _drawn(lay_out(timelines, _titles(titles, len(timelines)), look), look)
+    told = _titles(titles, len(timelines)), _bounds(bounds, len(timelines))
+    return _drawn(lay_out(timelines, *told, look), look)
 
 
 def _titles(given: object, charts: int) -> Sequence[str | None]:
@@ -89,6 +101,23 @@ def _titles(given: object, charts: int) -> Sequence[str | None]:
     if len(titles) != charts:
         raise UsageError(f"there are {len(titles)} titles for {charts} charts")
     return titles
+
+
+def _bounds(given: object, charts: int) -> Sequence[float | None]:
+    """A bound for each chart, or none."""
+    if given is None:
+        return [None] * charts
+    bounds = [_bound(one) for one in given] if isinstance(given, Sequence) else [_bound(given)]
+    if len(bounds) != charts:
+        raise UsageError(f"there are {len(bounds)} bounds for {charts} charts")
+    return bounds
+
+
+def _bound(given: object) -> float | None:
+    """The least span that there can be, if it is known."""
+    if given is None or (isinstance(given, Real) and 0 < float(given) < inf):
+        return None if given is None else float(given)
+    raise UsageError(f"a bound is a positive number, the least span, not {said(given)}")
 
 
 def _drawn(paper: Paper, look: Look) -> Figure:
@@ -132,6 +161,8 @@ def _overlay(axes: Axes, chart: Chart, look: Look, row: float) -> None:
         overlays.arrows(axes, sheet)
     if "path" in look.show:
         overlays.path(axes, sheet, dense=chart.dense)
+    if chart.bound is not None and chart.frame[0] <= chart.bound <= chart.frame[1]:
+        overlays.bound(axes, chart.bound)
 
 
 def _frame(axes: Axes, chart: Chart, look: Look, row: float) -> None:
@@ -178,6 +209,8 @@ def _head(axes: Axes, chart: Chart, inches: float) -> None:
         peak = in_bytes(float(timeline.peak_memory.max()))
     facts = [f"bubble {timeline.bubble:.1%}", f"peak {peak}"]
     facts += [] if slim else [f"span {timeline.span / one:.4g} {timeline.unit and unit}".rstrip()]
+    if chart.bound is not None:
+        facts.insert(1, _to_gain(timeline.span, chart.bound))
     v, name = timeline.program.plan.stages_per_rank, timeline.program.name
     kind = "" if slim else f" ({timeline.kind}{f', v={v}' * (v > 1)})"
     if title is not None:
@@ -197,6 +230,14 @@ def _head(axes: Axes, chart: Chart, inches: float) -> None:
     }  # a name may hold a dollar sign
     axes.set_title(f"{name}{kind}", loc="left", **plain)
     axes.set_title(about, loc="right", **plain)
+
+
+def _to_gain(span: float, bound: float) -> str:
+    """The most that a schedule as short as the bound would save of a span."""
+    share = 1 - bound / span
+    if share < 1e-9:  # sums of costs differ by rounding
+        return "nothing to gain"
+    return f"at most {'<0.1%' if share < 0.0005 else f'{share:.1%}'} to gain"
 
 
 def _inches(text: str, size: float) -> float:

@@ -26,6 +26,7 @@ OVERLAYS: Final = {
     "phases": "warmup and cooldown, shaded",
 }
 PHASES: Final = {"warmup": "#d6e8f5", "cooldown": "#fde3cf"}
+BOUND: Final = "#d55e00"  # of the mark at the least span that there can be
 CURVES: Final = {"in_flight": in_flight, "memory": memory}
 _MOST: Final = 4000  # arrows
 _TEXT: Final = 5  # points
@@ -81,6 +82,16 @@ def path(axes: Axes, sheet: Sheet, *, dense: bool) -> None:
     links = np.stack([leave, enter], 1)
     links = links[leave[:, 1] != enter[:, 1]]
     axes.add_collection(LineCollection(list(links), colors=ACCENT, linewidths=1.0, zorder=4))
+
+
+def bound(axes: Axes, least: float) -> None:
+    """The least span that there can be: a mark above the rows, and a line that no box is under."""
+    axes.axvline(least, color=BOUND, linewidth=1.0, zorder=0, clip_on=False)
+    axes.annotate(
+        "", (least, 0), (0, 4), textcoords="offset points", annotation_clip=False,
+        arrowprops={"arrowstyle": "-|>", "color": BOUND, "shrinkA": 0, "shrinkB": 0,
+                    "mutation_scale": 6, "linewidth": 0},
+    )  # fmt: skip
 
 
 def phases(axes: Axes, sheet: Sheet) -> None:

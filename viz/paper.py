@@ -15,7 +15,7 @@ import numpy as np
 from schedir.errors import UsageError, said
 from schedir.predict.timeline import Timeline
 from schedir.viz.layout import Sheet
-from schedir.viz.overlays import CURVES, PHASES
+from schedir.viz.overlays import BOUND, CURVES, PHASES
 from schedir.viz.palette import ACCENT
 from schedir.viz.render import entries
 from schedir.viz.style import LEFT, RIGHT, Look
@@ -42,7 +42,7 @@ class Chart:
     """One chart: its boxes, the time that it shows, and the room above and below it.
 
     A `dense` chart has boxes that are too small to be seen one by one.  `last` is the one under
-    which its time axis has numbers.
+    which its time axis has numbers.  `bound` is the least span that there can be, if it is known.
     """
 
     sheet: Sheet
@@ -52,6 +52,7 @@ class Chart:
     head: float
     foot: float
     last: bool
+    bound: float | None
 
     @property
     def length(self) -> float:
@@ -102,8 +103,13 @@ class Paper:
         return LEFT + self.width + RIGHT, height
 
 
-def lay_out(timelines: Sequence[Timeline], titles: Sequence[str | None], look: Look) -> Paper:
-    """The figure of some Timelines, each with its title."""
+def lay_out(
+    timelines: Sequence[Timeline],
+    titles: Sequence[str | None],
+    bounds: Sequence[float | None],
+    look: Look,
+) -> Paper:
+    """The figure of some Timelines, each with its title and the bound on its span."""
     shared = len({t.unit for t in timelines}) == 1
     frames = _frames(timelines, look, shared=shared)
     lengths = [end - begin for begin, end in frames]
@@ -120,11 +126,12 @@ def lay_out(timelines: Sequence[Timeline], titles: Sequence[str | None], look: L
         last = not shared or k == len(sheets) - 1
         foot = _FOOT if last and look.axis != "none" else _BARE
         head = _BARE if titles[k] == "" else _HEAD
-        charts.append(Chart(sheet, frames[k], dense[k], titles[k], head, foot, last))
+        charts.append(Chart(sheet, frames[k], dense[k], titles[k], head, foot, last, bounds[k]))
     notes = [] if shared else [_SCALED]
     notes += [f"{t.program.name:.40}: {t.doubt}" for t in timelines if t.doubt]
     extra = {"critical path": ACCENT} if "path" in look.show else {}
     extra |= PHASES if "phases" in look.show else {}
+    extra |= {"none is shorter": BOUND} if any(bounds) else {}
     return Paper(charts, width, row, notes, extra)
 
 

@@ -13,10 +13,11 @@ if TYPE_CHECKING:
 
     from schedir.io.request import Request
     from schedir.predict.timeline import Timeline
+    from schedir.shortest.found import Bound
 
 
-def facts(timeline: Timeline) -> dict[str, Any]:
-    """What is said of a run as a whole."""
+def facts(timeline: Timeline, bound: Bound | None = None) -> dict[str, Any]:
+    """What is said of a run as a whole, with the bound on its span where one is known."""
     return {
         "program": timeline.program.name,
         "digest": timeline.program.digest,
@@ -27,6 +28,8 @@ def facts(timeline: Timeline) -> dict[str, Any]:
         "span": timeline.span,
         "bubble": timeline.bubble,
         "bubble_over_ideal": timeline.bubble_over_ideal,
+        "bound": bound and bound.value,
+        "gap": bound and max(timeline.span / bound.value - 1, 0.0),
     }
 
 

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, cast
 
+from schedir.commands._bound import bound_of_request
 from schedir.errors import UsageError
 from schedir.ir.numerals import decimal
 
 if TYPE_CHECKING:
+    from schedir.io.request import Request
     from schedir.predict.timeline import Timeline
     from schedir.viz.style import Style
 
@@ -85,8 +88,8 @@ def in_letters(timeline: Timeline, before: str = "") -> str:
     return painted([[(before, ""), *line] for line in lines])
 
 
-def save_chart(args: argparse.Namespace, timelines: list[Timeline]) -> None:
-    """A Gantt chart of runs under each other, as `add_picture` says."""
+def save_chart(args: argparse.Namespace, requests: Sequence[Request]) -> None:
+    """A Gantt chart of runs under each other, as `add_picture` says, with the bounds of these."""
     from schedir.viz import compare, save
     from schedir.viz.output import suffix_of
 
@@ -95,4 +98,7 @@ def save_chart(args: argparse.Namespace, timelines: list[Timeline]) -> None:
     style = {name: value for name, value in said.items() if value is not None}
     if style.get("show") == "none":
         style["show"] = ""
-    save(compare(timelines, titles=args.title, **cast("Style", style)), args.output)
+    found = map(bound_of_request, requests)
+    bounds = [bound and bound.value for bound in found]
+    runs = [request.timeline for request in requests]
+    save(compare(runs, titles=args.title, bounds=bounds, **cast("Style", style)), args.output)

@@ -21,7 +21,7 @@ Candidate = tuple[str, "Request"]
 class Ranked:
     """What was found of all candidates: which fit, the shortest first, and why others do not."""
 
-    fit: list[Timeline] = field(default_factory=list)
+    fit: list[Request] = field(default_factory=list)
     over: dict[str, str] = field(default_factory=dict)  # more than may be held: how much that is
     split: list[str] = field(default_factory=list)  # with backwards that are not whole
     same: dict[str, str] = field(default_factory=dict)  # the same program as another, by name
@@ -87,7 +87,7 @@ def ranked(
         elif too_much := over(timeline):
             found.over[name] = too_much
         else:
-            found.fit.append(timeline)
+            found.fit.append(request)
     # Sums of costs differ by rounding: what is as long is ranked by what it holds.
-    found.fit.sort(key=lambda t: (float(f"{length(t):.9g}"), t.peak_activations))
+    found.fit.sort(key=lambda r: (float(f"{length(r.timeline):.9g}"), r.timeline.peak_activations))
     return found

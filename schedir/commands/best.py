@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+from schedir.commands._bound import bound_of_request, to_gain
 from schedir.commands._facts import facts, filled
 from schedir.commands._options import SOURCE, add_shape, request_of
 from schedir.commands._zoo import Ranked, known, ranked
@@ -54,7 +55,7 @@ def run(args: argparse.Namespace) -> str:
     candidates = [*_candidates(args)]
     found = _found(args, candidates)
     if args.json:
-        return as_json([_row(timeline) for timeline in found.fit])
+        return as_json([_row(request) for request in found.fit])
     said = _ranked(found.fit) if found.fit else "none fits\n"
     if found.over:
         said += f"over the limit: {', '.join(found.over)}\n"
@@ -101,11 +102,12 @@ def _candidates(args: argparse.Namespace) -> Iterator[tuple[str, Request]]:
             yield f"{name} x {v}", replace(request, said={**request.said, "stages_per_rank": v})
 
 
-def _row(timeline: Timeline) -> dict[str, Any]:
+def _row(request: Request) -> dict[str, Any]:
     from schedir.ir.ops import BACKWARD_INPUT
 
+    timeline = request.timeline
     plan, ops = timeline.program.plan, timeline.program.ops
-    row = facts(timeline) | {
+    row = facts(timeline, bound_of_request(request)) | {
         "peak_activations": timeline.peak_activations,
         "split_backwards": BACKWARD_INPUT in ops,
         "parameters_held": plan.rows,
@@ -119,16 +121,17 @@ def _held(times: int) -> str:
     return "parameters twice" if times == 2 else f"parameters {times} times"
 
 
-def _ranked(timelines: list[Timeline]) -> str:
-    rows = [_row(timeline) for timeline in timelines]
+def _ranked(requests: list[Request]) -> str:
+    rows = [_row(request) for request in requests]
     sized = ["peak memory"] * ("peak_memory" in rows[0])
     return table(
-        ["schedule", "stages per rank", "span", "bubble", "peak activations", *sized, "needs"],
+        ["schedule", "stages per rank", "span", "bubble", "to gain", "peak activations", *sized,
+         "needs"],
         [
             [
                 row["program"], str(row["stages_per_rank"]),
                 f"{row['span']:.6g} {row['unit']}".strip(),
-                f"{row['bubble']:.1%}", f"{row['peak_activations']:.6g}",
+                f"{row['bubble']:.1%}", to_gain(row), f"{row['peak_activations']:.6g}",
                 *(in_bytes(row["peak_memory"]) for _ in sized),
                 " and ".join(
                     ["split backwards"] * row["split_backwards"]

@@ -6,6 +6,7 @@ import argparse
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from schedir.commands._bound import bound_of_request, to_gain
 from schedir.commands._facts import facts, filled, filled_facts
 from schedir.commands._options import add_shape, add_source, request_of
 from schedir.commands._pictures import add_picture, only_charts, save_chart
@@ -54,7 +55,7 @@ def run(args: argparse.Namespace) -> str:
 
             save(tradeoff(timelines), args.output)
         else:
-            save_chart(args, timelines)
+            save_chart(args, requests)
         said += "" if args.json else f"wrote {args.output}\n"
     return said
 
@@ -66,17 +67,18 @@ def _compared(requests: Sequence[Request], *, as_table: bool) -> str:
         plan, peak = t.program.plan, int(t.peak_in_flight.max(initial=0))
         shape = {"ranks": plan.ranks, "microbatches": plan.microbatches, "stages": plan.stages}
         size = {"peak_in_flight": peak, "peak_activations": t.peak_activations}
-        rows.append(facts(t) | shape | size | filled_facts(request))
+        found = facts(t, bound_of_request(request))
+        rows.append(found | shape | size | filled_facts(request))
     if not as_table:
         return as_json(rows)
     return table(
-        ["schedule", "ranks", "microbatches", "stages", "span", "bubble", "of busy time",
+        ["schedule", "ranks", "microbatches", "stages", "span", "bubble", "to gain",
          "peak in flight", "peak activations"],
         [
             [", ".join(filter(None, [f["program"], f["kind"] * several, f["doubt"]])),
              *(str(f[name]) for name in ("ranks", "microbatches", "stages")),
              f"{f['span']:.6g} {f['unit']}".strip(),
-             f"{f['bubble']:.1%}", f"{f['bubble_over_ideal']:.1%}",
+             f"{f['bubble']:.1%}", to_gain(f),
              str(f["peak_in_flight"]), f"{f['peak_activations']:.6g}"]
             for f in rows
         ],

@@ -5,12 +5,14 @@ from __future__ import annotations
 import argparse
 from typing import TYPE_CHECKING
 
+from schedir.commands._bound import bound_of_request, said_of
 from schedir.commands._facts import filled
 from schedir.commands._options import add_shape, add_source, request_of
 from schedir.commands._pictures import add_picture, in_letters, only_charts, save_chart
 from schedir.errors import UsageError
 
 if TYPE_CHECKING:
+    from schedir.io.request import Request
     from schedir.predict.timeline import Timeline
 
 ORDER = 4
@@ -40,7 +42,7 @@ def run(args: argparse.Namespace) -> str:
     requests = [request_of(args, source) for source in args.source]
     timelines = [request.timeline for request in requests]
     if args.output is None:
-        return "\n".join(map(in_letters, timelines)) + filled(requests)
+        return "\n".join(map(_letters, requests)) + filled(requests)
     if page:
         from schedir.viz import save_html
 
@@ -56,8 +58,14 @@ def run(args: argparse.Namespace) -> str:
             raise UsageError(f"a map of idle time is of one run, not {len(timelines)}")
         save(idle_map(timelines[0]), args.output)
     else:
-        save_chart(args, timelines)
+        save_chart(args, requests)
     return f"wrote {args.output}\n" + filled(requests)
+
+
+def _letters(request: Request) -> str:
+    """The run in letters, and below it how short any could be."""
+    said = said_of(request.timeline, bound_of_request(request))
+    return in_letters(request.timeline) + (f"{said}\n" if said else "")
 
 
 def _expected(measured: Timeline) -> Timeline:

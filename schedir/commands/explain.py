@@ -6,6 +6,7 @@ import argparse
 import shlex
 from typing import TYPE_CHECKING, Any
 
+from schedir.commands._bound import at_most, share_to_gain
 from schedir.commands._facts import facts, filled, filled_facts
 from schedir.commands._options import add_shape, add_source, request_of, shape_of
 from schedir.errors import ProgramError
@@ -15,8 +16,10 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from schedir.io.request import Request
+    from schedir.ir.costs import Costs
     from schedir.predict.timeline import Timeline
     from schedir.predict.what_if import Advice, Change
+    from schedir.shortest.found import Bound
 
 ORDER = 3
 ABOUT = "tell why ranks are idle, and what would shorten the step, by simulating each change"
@@ -36,30 +39,62 @@ def run(args: argparse.Namespace) -> str:
     from schedir.ir.costs import Costs
     from schedir.ir.ops import RECOMPUTE
     from schedir.predict.bubble_causes import idleness
+    from schedir.predict.calibrate import calibrate, completed
     from schedir.predict.recomputation import format_forms, forms
     from schedir.predict.what_if import advise
 
     request = request_of(args, args.source)
     timeline, costs = request.timeline, request.given
-    if costs is None and request.run is None:
-        costs = Costs()
+    if costs is None:
+        costs = Costs() if request.run is None else calibrate(timeline)
+    costs = completed(costs, timeline.program)
     advice = advise(timeline, costs, request.schedule)
+    least = _least(advice, costs)
     hows = [_how(change, args, request) for change in advice.changes]
     if args.json:
-        return as_json(_facts(timeline, advice, hows) | filled_facts(request))
+        return as_json(_facts(timeline, advice, hows, least) | filled_facts(request))
     idle = idleness(timeline)
     lines = [_where(timeline, idle), *_who(timeline, idle)]
-    lines += _what(advice, hows, timeline)
+    lines += _what(advice, hows, timeline) + _at_most(advice, least)
     if advice.given and (found := forms(timeline, costs)) is not None:
         lines.append(format_forms(found, has=RECOMPUTE in timeline.program.ops))
     return "".join(f"{line}\n" for line in lines) + filled([request])
 
 
-def _facts(timeline: Timeline, advice: Advice, hows: list[list[str]]) -> dict[str, Any]:
+def _least(advice: Advice, costs: Costs) -> list[Bound]:
+    """Below what no order of these stages is that holds no more activations, in which sense advice
+    is given; the second with split backwards, where all are whole.  None where no bound is known.
+    """
+    from schedir.ir.ops import BACKWARD_INPUT
+    from schedir.shortest.of_program import bound_of_program
+
+    program = advice.base.program
+    kinds = (False, True) if BACKWARD_INPUT not in program.ops else (True,)
+    found = [bound_of_program(program, costs, split=split) for split in kinds]
+    return [bound for bound in found if bound is not None] if advice.given else []
+
+
+def _at_most(advice: Advice, least: list[Bound]) -> list[str]:
+    """The most that any other order could save."""
+    shares = [share_to_gain(advice.base.span, bound.value) for bound in least]
+    most = [at_most(share) for share in shares]
+    if len({*most}) > 1:
+        most = [f"{most[0]} with whole backwards, {most[1]} with split ones"]
+    which = "another order of these stages that holds no more activations"
+    return [f"{which} saves {said}" for said in most[:1]]
+
+
+def _facts(
+    timeline: Timeline, advice: Advice, hows: list[list[str]], least: list[Bound]
+) -> dict[str, Any]:
     from schedir.predict.bubble_causes import Cause, by_cause, idleness
 
     table = by_cause(idleness(timeline), timeline.ranks)
+    of_base = facts(advice.base, least[0] if least else None)
     return facts(timeline) | {
+        "bound": of_base["bound"],
+        "gap": of_base["gap"],
+        "bound_when_split": least[-1].value if least else None,
         "idle": {cause.name.lower(): table[:, cause].tolist() for cause in Cause},
         "simulated_span": advice.base.span,
         "advice_given": advice.given,

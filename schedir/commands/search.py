@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
-from schedir.commands._bound import in_words, share_to_gain
+from schedir.commands._bound import at_most, in_words, share_to_gain
 from schedir.commands._facts import facts
 from schedir.commands._options import PER_RANK, RANKS, add_problem, count
 from schedir.commands._progress import Progress
@@ -187,8 +187,9 @@ def _costs_of(source: str, *, whole: bool) -> tuple[Timeline, Costs, list[str]]:
     again = simulate(program, costs, model=run.model, blocks=run.blocks)
     missed = missed_by(again, run)
     note = (
-        f"costs: mean times of {source}, at which it takes {again.span:.6g}{unit} by simulation "
-        f"under {run.model}, {abs(missed):.1%} {'more' if missed > 0 else 'less'} than it took"
+        f"costs: mean times of {source}, which holds {int(run.peak_in_flight.max())} in flight; at "
+        f"these it takes {again.span:.6g}{unit} by simulation under {run.model}, "
+        f"{abs(missed):.1%} {'more' if missed > 0 else 'less'} than it took"
     )
     if (lost := unexplained(again, run)) >= SAID:
         note += f"; {lost:.1%} of the ranks' time is unexplained and counts as work"
@@ -227,7 +228,7 @@ def _search(args: argparse.Namespace, asked: _Asked) -> Found:
         gain = share_to_gain(step.span, bound)
         progress.show(
             f"{step.span:.6g} since {step.seconds:.1f} s ({step.method}); none is shorter than "
-            f"{bound:.6g}: {gain:.1%} to gain"
+            f"{bound:.6g}: {at_most(gain)} to gain"
         )
 
     try:
@@ -284,12 +285,12 @@ def _text(
     unit = timeline.unit and f" {timeline.unit}"
     lines = [
         f"search: {asked.what} {found.span:.6g}{unit}, bubble {timeline.bubble:.1%}; "
-        f"{asked.proven(found)}   ({seconds:.1f} s, {found.tried:,} schedules tried; "
-        f"{_STOPPED[found.stopped]})",
+        f"{asked.proven(found)}",
         f"why: {found.why}",
         f"it holds {_held(timeline)}",
         *_compared(asked, found, zoo),
         *asked.notes,
+        f"{found.tried:,} schedules tried in {seconds:.1f} s: {_STOPPED[found.stopped]}",
     ]
     if args.output is not None:
         lines.append(f"wrote {args.output}")
@@ -307,7 +308,8 @@ def _held(timeline: Timeline) -> str:
 def _compared(asked: _Asked, found: Found, zoo: Ranked) -> list[str]:
     """The shortest of the zoo, and what of it is too large."""
     unit = found.timeline.unit and f" {found.timeline.unit}"
-    told = [f"{t.program.name} {asked.length(t):.6g}{unit}" for t in zoo.fit[:MOST]]
+    fit = [request.timeline for request in zoo.fit]
+    told = [f"{t.program.name} {asked.length(t):.6g}{unit}" for t in fit[:MOST]]
     where, ran = "", asked.run
     if ran is not None:
         how: dict[str, Any] = {"model": ran.model, "blocks": ran.blocks}
@@ -335,7 +337,10 @@ def _json(asked: _Asked, found: Found, zoo: Ranked) -> str:
             "seed": found.seed,
             "trail": [step._asdict() for step in found.trail],
             "peak_in_flight": found.timeline.peak_in_flight.tolist(),
-            "beside": [{"program": t.program.name, "length": asked.length(t)} for t in zoo.fit],
+            "beside": [
+                {"program": t.program.name, "length": asked.length(t)}
+                for t in (request.timeline for request in zoo.fit)
+            ],
             "over": zoo.over,
         }
     )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 from typing import TYPE_CHECKING, Any
 
+from schedir.commands._bound import bound_of_request, said_of
 from schedir.commands._facts import facts, filled, filled_facts
 from schedir.commands._options import add_shape, add_source, request_of
 from schedir.errors import UsageError, in_bytes
@@ -46,8 +47,9 @@ def run(args: argparse.Namespace) -> str:
         columns["peak_memory"] = timeline.peak_memory.tolist()
         columns |= {name: each.tolist() for name, each in timeline.at_rest.items()}
     slots = _slots(request)
+    bound = bound_of_request(request)
     if args.json:
-        return as_json(facts(timeline) | columns | filled_facts(request) | slots)
+        return as_json(facts(timeline, bound) | columns | filled_facts(request) | slots)
     for name in [*columns][4:]:
         columns[name] = [in_bytes(size) for size in columns[name]]
     unit = timeline.unit and f" {timeline.unit}"
@@ -63,6 +65,7 @@ def run(args: argparse.Namespace) -> str:
         )
         + f"span {timeline.span:.6g}{unit}, bubble {timeline.bubble:.1%} of ranks x span, "
         f"{timeline.bubble_over_ideal:.1%} of the busy time\n"
+        + "".join(f"{line}\n" for line in filter(None, [said_of(timeline, bound)]))
         + filled([request])
         + _said(timeline, slots)
         + _with_fewer(request)

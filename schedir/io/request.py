@@ -212,16 +212,25 @@ class Request:
             raise UsageError(f"{self.source} ran on hosts that do not block", fields=["blocks"])
         self._agree(found.program)
         sizes = self._stage_sizes or found.sizes
-        program, given = found.program, None if self.share else self.costs
-        if self.relower:
-            given = given or completed(calibrate(found), program)
-            program = self.program
+        program = self.program if self.relower else found.program
+        given = self.priced
         if self.limit is not None:
             check_memory(program, sizes, self.limit)
         if given is not None:
             predicted = simulate(program, given, model=found.model, blocks=found.blocks)
             found = replace(predicted, unit=found.unit)
         return replace(found, sizes=sizes)
+
+    @cached_property
+    def priced(self) -> Costs | None:
+        """The costs of each stage at which `timeline` is predicted; None for a run as it is."""
+        found = self.run
+        if found is None:
+            return self.stage_costs
+        given = None if self.share else self.costs
+        if given is None and self.relower:
+            given = completed(calibrate(found), found.program)
+        return given
 
     @property
     def _model(self) -> Model:

@@ -148,6 +148,7 @@ def test_the_costs_of_a_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
     row = json.loads(said(capsys, "search", *at, "--json"))
     assert row["unit"] == "s"
     assert {"program": "traced", "length": again.span} in row["beside"]
+    assert f"which holds {run.peak_in_flight.max()} in flight; " in told
     assert f"takes {again.span:.6g} s by simulation under edge, 1.6% less than it took" in told
     assert "I and W are taken for half" in told
     assert "taken for half" not in said(capsys, "search", *at, "--whole")
@@ -214,7 +215,7 @@ def test_what_is_found_is_kept_when_it_is_interrupted(tmp_path: Path) -> None:
             shown += more
     os.close(ours)
     told = out.decode()
-    assert process.returncode == 130 and "; interrupted, this is the best so far)" in told
+    assert process.returncode == 130 and " s: interrupted, this is the best so far\n" in told
     assert shown.endswith(b"\r\x1b[K")
     text = (tmp_path / "best.sched").read_text()
     assert "interrupted" in text.split("\nschedir 1\n")[0]
