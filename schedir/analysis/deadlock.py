@@ -10,7 +10,7 @@ from schedir.analysis.longest_path import Walk
 from schedir.errors import DeadlockError, MatchError, OrderError, ProgramError, Site, Wait
 from schedir.ir.flow import Stale
 from schedir.ir.index import NONE
-from schedir.ir.ops import COMPUTE, ROWS, STEPS, TIERS, TOKENS, change_of
+from schedir.ir.ops import COMPUTE, ROWS, STEPS, TIERS, TOKENS, Token, change_of
 
 _BLOCKS = (
     "a host that waits for what a compute needs, as on CPUs, issues nothing meanwhile, and over "
@@ -60,7 +60,7 @@ def misordered(graph: Graph) -> OrderError | None:
         fact,
         program=graph.program.name,
         sites=[Site(*needer, "needs it here"), Site(*gives, "gives it")],
-        hint=_delay(graph) if {given.op, instr.op} & {*STEPS} else "",
+        hint=_delay(graph) if token is Token.PARAMETERS else "",
     )
 
 

@@ -186,6 +186,10 @@ def held(
     """
     flow, plan = Flow.of(program), program.plan
     always = at_rest(program, sizes)
+    changed = sum(
+        (sizes.of(name, plan.stages) for name in sizes.at_rest if name != "buffers"),
+        np.zeros(plan.stages),
+    )
     version, versions = sizes.of("version", plan.stages), peak_versions(program)
     static = [
         kind for kind in SLOTTED
@@ -215,8 +219,11 @@ def held(
         if tier == TIERS[0]:
             for name, each in always.items():
                 fixed[name] = (len(stages), float(each[rank]))
+            trained = [s for s in stages if s >= program.frozen]
+            if program.validate == "after" and program.trains:  # to make an update again
+                fixed["copies"] = (len(trained), float(changed[trained].sum()))
             if plan.updates > 1:
-                copies, trained = int(versions[rank]), [s for s in stages if s >= program.frozen]
+                copies = int(versions[rank])
                 size = copies * float(version[trained].sum())
                 fixed["versions"] = (copies * len(trained), size)
             for kind, (number_of, bytes_of) in room.items():

@@ -71,6 +71,7 @@ class Costs:
     reduce_norm: Cost | None = None
     scatter: Cost | None = None
     gather: Cost | None = None
+    validate: Cost | None = None
 
     def __post_init__(self) -> None:
         for f in fields(self):

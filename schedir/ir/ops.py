@@ -6,7 +6,6 @@ Printer, parser, flow of values, dependency graph, memory count, simulator, exec
 
 from __future__ import annotations
 
-from enum import IntEnum
 from functools import cache
 from typing import Final, Literal, NamedTuple
 
@@ -14,68 +13,9 @@ from schedir.ir.columns import TIERS as TIERS
 from schedir.ir.columns import Found as Found
 from schedir.ir.columns import Hop as Hop
 from schedir.ir.columns import Per as Per
-
-
-class Token(IntEnum):
-    """What instructions hand to each other; `TOKENS` has a row for each."""
-
-    ACT_IN = 0
-    ACT_OUT = 1
-    SAVED = 2
-    GRAD_IN = 3
-    GRAD_OUT = 4
-    TAPE = 5
-    WGRAD = 6
-    GRAD = 7
-    NORM = 8
-    PARAMETERS = 9
-    SKIP_IN = 10
-    SKIP_OUT = 11
-    SKIP_GRAD_IN = 12
-    SKIP_GRAD_OUT = 13
-
-
-class Lane(IntEnum):
-    """An in-order queue of a rank; `LANES` has a row for each."""
-
-    COMPUTE = 0
-    ACT = 1
-    GRAD = 2
-    TP = 3
-    DP = 4
-
-
-class Opcode(IntEnum):
-    """The instructions, by number; the number is the row in `ROWS`.
-
-    >>> from schedir import Opcode, Plan, compile, schedules
-    >>> program = compile(schedules.gpipe, Plan(ranks=2, microbatches=4))
-    >>> [instr.mb for instr in program.streams[0] if instr.op is Opcode.SendAct]
-    [0, 1, 2, 3]
-    """
-
-    Forward = 0
-    Backward = 1
-    BackwardInput = 2
-    BackwardWeight = 3
-    SendAct = 4
-    RecvAct = 5
-    SendGrad = 6
-    RecvGrad = 7
-    Scatter = 8
-    Gather = 9
-    ScatterGrad = 10
-    GatherGrad = 11
-    ReduceGrads = 12
-    ReduceHolders = 13
-    ReduceTied = 14
-    ReduceNorm = 15
-    OptimizerStep = 16
-    SendSkip = 17
-    RecvSkip = 18
-    SendSkipGrad = 19
-    RecvSkipGrad = 20
-    Recompute = 21
+from schedir.ir.names import Lane as Lane
+from schedir.ir.names import Opcode as Opcode
+from schedir.ir.names import Token as Token
 
 
 class TokenRow(NamedTuple):
@@ -179,6 +119,7 @@ TOKENS: Final[tuple[TokenRow, ...]] = (
     TokenRow(_T.SKIP_GRAD_IN, _MB, _ONCE, "the skip's gradient", "skip", Hop.SKIP_TO,
              handed=_T.SKIP_GRAD_OUT),
     TokenRow(_T.SKIP_GRAD_OUT, _MB, _ONCE, "the skip's gradient", "skip", Hop.SKIP_FROM),
+    TokenRow(_T.OWN_NORM, _RANK, _ALL, "the rank's part of the norm"),
 )  # fmt: skip
 
 LANES: Final[tuple[LaneRow, ...]] = (
@@ -240,8 +181,8 @@ ROWS: Final[tuple[Row, ...]] = (
     Row(_O.ReduceNorm, "reduce_norm", _L.DP, _RANK, (_T.GRAD,), (_T.NORM,), (),
         "The norm of all gradients, over all pipeline ranks.",
         cost="reduce_norm", meets=_O.ReduceNorm, group="model", drains="always"),
-    Row(_O.OptimizerStep, "step", _L.COMPUTE, _RANK, (_T.GRAD, _T.NORM), (_T.PARAMETERS,),
-        (_T.GRAD, _T.NORM),
+    Row(_O.OptimizerStep, "step", _L.COMPUTE, _RANK, (_T.GRAD, _T.NORM),
+        (_T.PARAMETERS, _T.OWN_NORM), (_T.GRAD, _T.NORM),
         "Updates the parameters of the rank's stages.", cost="step"),
     Row(_O.SendSkip, "send_skip", _L.ACT, _MB, (_T.SKIP_OUT,), (), (_T.SKIP_OUT,),
         "Sends what a stage gives beside its activation to the rank of a later one.",
@@ -258,6 +199,10 @@ ROWS: Final[tuple[Row, ...]] = (
     Row(_O.Recompute, "R", _L.COMPUTE, _MB, (_T.SAVED, _T.PARAMETERS), (_T.SAVED,), (),
         "Runs a stage forward again, on its inputs, which are all that its F then keeps.", cost="R",
         changes=(Change(_T.SAVED, "checkpoint", "saved"),)),
+    Row(_O.Validate, "validate", _L.DP, _RANK, (_T.OWN_NORM,), (), (_T.OWN_NORM,),
+        "The norm of all gradients over all pipeline ranks, behind a step that has not waited for "
+        "it: the next step of the run does, and both are made again where it was wrong.",
+        cost="validate", meets=_O.Validate, group="model"),
 )  # fmt: skip
 
 BY_TEXT: Final = {row.text: row.op for row in ROWS}

@@ -14,7 +14,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from schedir.errors import PlanError, said
-from schedir.ir.fields import YES_OR_NO, Option, fields_of, itself, setting, whole_number
+from schedir.ir import traits
+from schedir.ir.fields import fields_of
 from schedir.ir.notebook import html
 from schedir.ir.ops import (
     ADDS,
@@ -31,9 +32,9 @@ from schedir.ir.ops import (
     Opcode,
     Token,
 )
-from schedir.ir.plan import MAX_STAGES, PLAN, Plan
+from schedir.ir.plan import PLAN, Plan
 from schedir.ir.sizes import Eager
-from schedir.ir.skips import SKIPS, Skips, beside
+from schedir.ir.skips import Skips, beside
 from schedir.ir.stream import ADDRESS as ADDRESS
 from schedir.ir.stream import FIELDS as FIELDS
 from schedir.ir.stream import JOINED as JOINED
@@ -46,7 +47,7 @@ from schedir.ir.stream import Words as Words
 from schedir.ir.stream import is_op as is_op
 from schedir.ir.stream import pack as pack
 from schedir.ir.stream import unpack as unpack
-from schedir.ir.ties import TIED, Tied, show_tie, tied_stages
+from schedir.ir.ties import Tied
 
 if TYPE_CHECKING:
     from typing import Self
@@ -88,51 +89,6 @@ class Slots(_Slots):
         return f"Slots({', '.join(f'{kind}={number}' for kind, number in self.said().items())})"
 
 
-def _digest_of_ties(tied: Tied, plan: Plan) -> tuple[object, ...]:
-    """First and last stage are one case, however many stages there are."""
-    ends = {tied_stages(True, plan): True, (): False}  # one stage is tied to nothing
-    return (ends.get(tied, tied),)
-
-
-def _settled_frozen(name: str, value: Any, plan: Plan) -> int:
-    """How many of the first stages are frozen; of all of them nothing would be trained."""
-    frozen: int = _NUMBER.settle(name, value, plan)
-    if frozen >= plan.stages:
-        raise PlanError(
-            f"{frozen} stages are frozen, and there are {plan.stages}: nothing would be trained",
-            hint="schedules.forward_only runs forwards, whether stages are frozen or not",
-            fields=[name],
-        )
-    return frozen
-
-
-# How the traits of a program are said.
-_NUMBER = whole_number(0, MAX_STAGES)
-_FROZEN_STAGES = replace(_NUMBER, settle=_settled_frozen)
-_TP = setting(whole_number(1, 65535), "tensor-parallel ranks (1)", always=True, digest=itself)
-_DP = setting(whole_number(1, 65535), "data-parallel replicas (1)", always=True, digest=itself)
-_TIED = setting(
-    TIED,
-    "stages that share weights",
-    options=[
-        Option("tied", "", "a tied embedding"),
-        Option("ties", "STAGES", "stages that share weights: 0=2,1=3"),
-    ],
-    always=True,
-    digest=_digest_of_ties,
-    in_config=False,  # it is the model's there
-)
-_CLIP = setting(
-    YES_OR_NO,
-    "clipped gradients",
-    always=True,
-    digest=itself,
-    in_config=False,  # it is the norm's there
-)
-_FROZEN = setting(_FROZEN_STAGES, "first stages that are not trained (0)")
-_SKIPS = setting(SKIPS, "from which stage to which: 0=3,1=2", in_config=False)  # it is the model's
-
-
 class Proof(NamedTuple):
     """That a program ends: under which progress model, on hosts that block or not, whether they may
     wait for their device or meet to make communicators, and which messages wait for nobody, as
@@ -156,6 +112,8 @@ class Program:
     have no backward, no gradient crosses to them, and stage `frozen` is the first that is trained;
     it has no gradient of its input, as stage 0 has none of a program without.  `skips` has the
     stages, from and to, between which a value beside the activation passes: `((0, 3), (1, 2))`.
+    `validate` says whether a step that clips waits for the norm ("before"), or is made as if
+    nothing had to be clipped, and is validated "after": then it waits for no other rank.
     `slots` has one entry per rank; where it is empty, each value has a slot of its own.
 
     `order` numbers the messages as the lowering places them: for each kind of send a number by
@@ -184,12 +142,13 @@ class Program:
     name: str
     plan: Plan
     streams: tuple[Stream, ...]
-    tp: int = field(default=1, metadata=_TP)
-    dp: int = field(default=1, metadata=_DP)
-    tied: Tied = field(default=(), metadata=_TIED)
-    clip: bool = field(default=False, metadata=_CLIP)
-    frozen: int = field(default=0, metadata=_FROZEN)
-    skips: Skips = field(default=(), metadata=_SKIPS)
+    tp: int = field(default=1, metadata=traits.TP)
+    dp: int = field(default=1, metadata=traits.DP)
+    tied: Tied = field(default=(), metadata=traits.TIED)
+    clip: bool = field(default=False, metadata=traits.CLIP)
+    frozen: int = field(default=0, metadata=traits.FROZEN)
+    skips: Skips = field(default=(), metadata=traits.SKIPS)
+    validate: str = field(default="before", metadata=traits.VALIDATE)
     slots: tuple[Slots, ...] = ()
     order: Mapping[Opcode, NDArray[np.int32]] = field(
         default_factory=dict, repr=False, compare=False
@@ -212,14 +171,9 @@ class Program:
         for f in TRAITS:
             value = f.kind.settle(f.name, getattr(self, f.name), self.plan)
             object.__setattr__(self, f.name, value)
-        for stages in self.tied:
-            if stages[0] < self.frozen <= stages[-1]:
-                raise PlanError(
-                    f"stages {show_tie(stages)} share a weight, and of these "
-                    f"{stages[0]} is frozen and {stages[-1]} is trained: one weight cannot be both",
-                    hint="freeze all stages that share it, or let the frozen one have its own",
-                    fields=["tied", "frozen"],
-                )
+        traits.require_together(
+            self.plan, self.tied, clip=self.clip, frozen=self.frozen, validate=self.validate
+        )
         try:
             slots = tuple(Slots(*map(index, counts)) for counts in self.slots)
         except TypeError:

@@ -68,9 +68,10 @@ class Sizes:
     What a stage holds all the time is told apart or as one sum.  Apart: `params` are the parameters
     that are trained, `grads` their gradients, `optimizer` its state, with the copies of parameters
     that it steps in their place, and `buffers` are buffers and what is not trained.  The sum is
-    `weights`, for who knows no more.  `version` is a copy of a stage's parameters, of which a run
-    of several updates without a flush keeps one for each version that is of use.  `skip` is what a
-    stage gives to one that is not its neighbour (`Program.skips`), told for the one that gives it.
+    `weights`, for who knows no more.  A program that validates after its step holds all but buffers
+    once more.  `version` is a copy of a stage's parameters, of which a run of several updates
+    without a flush keeps one for each version that is of use.  `skip` is what a stage gives to one
+    that is not its neighbour (`Program.skips`), told for the one that gives it.
 
     Raises UsageError for a size that is negative or not finite, for an array with rows of different
     lengths or of what is not of a microbatch, for a `both` that is less than one of the two or more

@@ -86,7 +86,7 @@ def reduce_tied(program: Program) -> Program:
 
 def reduce_norm(program: Program) -> Program:
     """The global norm that clipping needs; all ranks meet."""
-    if not (program.clip and program.trains):
+    if not (program.clip and program.trains and program.validate == "before"):
         return program
     return append(program, Opcode.ReduceNorm, [[0]] * program.plan.ranks)
 
@@ -96,6 +96,13 @@ def optimizer_step(program: Program) -> Program:
     if not program.trains:
         return program
     return append(program, Opcode.OptimizerStep, [[0]] * program.plan.ranks)
+
+
+def validate(program: Program) -> Program:
+    """The global norm behind a step that has not waited for it; all ranks meet."""
+    if not (program.trains and program.validate == "after"):
+        return program
+    return append(program, Opcode.Validate, [[0]] * program.plan.ranks)
 
 
 def append(program: Program, op: Opcode, stages: Sequence[Sequence[int]]) -> Program:
@@ -145,12 +152,18 @@ def _tied(program: Program, present: Present) -> Iterator[Expected]:
 
 
 def _norm(program: Program, present: Present) -> Iterator[Expected]:
-    once = _each(program, Per.RANK) & program.clip
-    yield Expected(Opcode.ReduceNorm, once, "the program says 'clip no'")
+    once = _each(program, Per.RANK) & program.clip & (program.validate == "before")
+    why = "the program says 'validate after'" if program.clip else "the program says 'clip no'"
+    yield Expected(Opcode.ReduceNorm, once, why)
 
 
 def _steps(program: Program, present: Present) -> Iterator[Expected]:
     yield Expected(Opcode.OptimizerStep, _each(program, Per.RANK))
+
+
+def _validated(program: Program, present: Present) -> Iterator[Expected]:
+    once = _each(program, Per.RANK) & (program.validate == "after")
+    yield Expected(Opcode.Validate, once, "the program does not say 'validate after'")
 
 
 def _unless_there(program: Program, options: Options) -> bool:
@@ -167,4 +180,5 @@ PASSES: Final = (
     Pass("reduce_tied", "ends", lambda p, options: reduce_tied(p), expected=_tied, order=3),
     Pass("reduce_norm", "ends", lambda p, options: reduce_norm(p), expected=_norm, order=4),
     Pass("optimizer_step", "ends", lambda p, options: optimizer_step(p), expected=_steps, order=9),
+    Pass("validate", "ends", lambda p, options: validate(p), expected=_validated, order=10),
 )

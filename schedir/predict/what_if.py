@@ -183,6 +183,7 @@ class Lowering:
             clip=like.clip,
             frozen=like.frozen,
             skips=like.skips,
+            validate=like.validate,
             **(self.options | again | options),
         )
 

@@ -9,10 +9,51 @@ from torch import nn
 
 from schedir.errors import ModelError
 from schedir.ir.program import Program
+from schedir.ir.ties import Ties
+from schedir.runtime.ahead import require_torchs
 from schedir.runtime.per_microbatch import Passing
 from schedir.runtime.precision import LossScale, Steps
-from schedir.runtime.tied import Print
+from schedir.runtime.tied import Print, Weight, prints, weights_of
+from schedir.runtime.unchanged import expect_kept
 from schedir.transports.transport import Transport
+from schedir.verify.check import check
+
+
+def agreed(
+    program: Program,
+    rank: int,
+    stages: Mapping[int, nn.Module],
+    transport: Transport,
+    passing: Passing,
+    optimizer: Steps | None,
+    max_norm: float,
+    loss_scale: LossScale | None,
+    seed: int | None,
+    tied: Ties | None,
+    *,
+    alike: bool,
+    adds: bool,
+) -> list[Weight]:
+    """Compare with all processes what they are given, and refuse what does not go together; returns
+    the tied weights.  All processes must call this."""
+    own = prints(stages, optimizer) if program.trains else {}
+    facts = facts_of(program, stages, transport, own) | {
+        "the boundary": str(passing),
+        "the loss scale": str(loss_scale),
+        "the seed": str(seed),
+    }
+    if program.clip:
+        facts["max_norm"] = repr(max_norm)
+    everyone = transport.agree(facts, (transport.tp_rank, own))
+    check(program, transport.model, blocks=transport.blocks)
+    require_fit(program, rank, stages, transport, passing)
+    require_steps(program, stages, optimizer, loss_scale, adds=adds)
+    if not program.trains:
+        return []
+    told = [own for tp_rank, own in everyone if tp_rank == transport.tp_rank]
+    weights = weights_of(program, stages, told, tied, alike=alike)
+    expect_kept(program, stages, weights)
+    return weights
 
 
 def facts_of(
@@ -57,9 +98,16 @@ def _types(p: nn.Parameter) -> str:
 
 
 def require_steps(
-    program: Program, optimizer: Steps | None, loss_scale: LossScale | None, *, adds: bool
+    program: Program,
+    stages: Mapping[int, nn.Module],
+    optimizer: Steps | None,
+    loss_scale: LossScale | None,
+    *,
+    adds: bool,
 ) -> None:
     """Refuse what could not step a program as it is to be stepped."""
+    if program.validate == "after" and program.trains:
+        _require_repeatable(program, stages, optimizer)
     if loss_scale is not None:
         _require_scalable(program)
     _require_each_once(optimizer, program)
@@ -80,6 +128,21 @@ def _require_scalable(program: Program) -> None:
             f"a loss scale changes between updates, and the program has {program.plan.updates} "
             "in a step",
             program=program.name,
+        )
+
+
+def _require_repeatable(
+    program: Program, stages: Mapping[int, nn.Module], optimizer: Steps | None
+) -> None:
+    """Refuse an update that could not be made again."""
+    require_torchs(optimizer, program.name)
+    trains = any(p.requires_grad for module in stages.values() for p in module.parameters())
+    if optimizer is None and trains:
+        raise ModelError(
+            "gradients may have to be clipped when the next step runs (validate 'after'), and this "
+            "rank has no optimizer: whoever steps by hand would not know",
+            program=program.name,
+            hint="optimizer=..., or compile(..., validate='before')",
         )
 
 

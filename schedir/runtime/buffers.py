@@ -23,19 +23,29 @@ from schedir.runtime.rank import State
 @contextmanager
 def restored(module: nn.Module, device: torch.device) -> Iterator[None]:
     """After this context a module's buffers, and torch's generators, are as they were before it."""
-    tables = [(owner._buffers, dict(owner._buffers)) for owner in module.modules()]
-    buffers = {buffer for _, was in tables for buffer in was.values() if buffer is not None}
-    values = [(own, own.clone()) for own in map(_each_once, buffers)]
+    put_back = remembered(module)
     try:
         with torch.random.fork_rng([device] if device.type == "cuda" else []):
             yield
     finally:
+        put_back()
+
+
+def remembered(module: nn.Module) -> Callable[[], None]:
+    """What puts a module's buffers back as they are now."""
+    tables = [(owner._buffers, dict(owner._buffers)) for owner in module.modules()]
+    buffers = {buffer for _, was in tables for buffer in was.values() if buffer is not None}
+    values = [(own, own.clone()) for own in map(_each_once, buffers)]
+
+    def put_back() -> None:
         for table, was in tables:
             table.clear()
             table.update(was)
         with torch.no_grad():
             for own, value in values:
                 own.copy_(value)
+
+    return put_back
 
 
 def _each_once(buffer: torch.Tensor) -> torch.Tensor:

@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from functools import cached_property
 from types import MappingProxyType
-from typing import Final
 
 import torch
 from torch import Tensor, nn
@@ -18,19 +17,22 @@ from torch.profiler import record_function
 
 from schedir.analysis.graph import Graph
 from schedir.analysis.one_order import one_order
-from schedir.errors import ExecutionError, ModelError, Site, expect, flag, in_words, said
+from schedir.errors import ExecutionError, ModelError, Site, flag, in_words
 from schedir.ir.program import Program
 from schedir.ir.ties import Ties
-from schedir.runtime.agreement import facts_of, require_fit, require_steps
+from schedir.runtime.agreement import agreed
 from schedir.runtime.batch import Batch, Keywords, Microbatches
 from schedir.runtime.boundary import Edges, Given
 from schedir.runtime.given import (
     loss_of,
+    loss_scale_of,
     max_norm_of,
     optimizer_of,
     program_of,
+    rank_of,
     seed_of,
     stages_of,
+    transport_of,
 )
 from schedir.runtime.handlers import linked
 from schedir.runtime.per_microbatch import Passing, PerMicrobatch
@@ -38,17 +40,11 @@ from schedir.runtime.precision import LossScale, Steps
 from schedir.runtime.random import Draws
 from schedir.runtime.rank import Loss, Stage, State, device_of
 from schedir.runtime.recorder import Recorded, Stamps, stamps_of
-from schedir.runtime.tied import prints, weights_of
-from schedir.runtime.unchanged import expect_kept
-from schedir.runtime.undone import copied, undone
+from schedir.runtime.undone import WARM as WARM
+from schedir.runtime.undone import Noted, warm_up
 from schedir.traces.marks import mark_of
 from schedir.transports.in_turn import InTurn
 from schedir.transports.transport import Transport, has_left
-from schedir.verify.check import check
-
-# Steps before the first.  One makes an optimizer's state, where activations have left memory; the
-# next finds room for these beside it, and one more for what then lies in pieces.
-WARM: Final = 3
 
 
 class Executor:
@@ -85,6 +81,9 @@ class Executor:
     trained ones of different stages that are equal, not constant and not tied are refused, unless
     `alike` says that stages may have been seeded alike.  Between steps a Parameter that stages
     share is in all of them; within a step all but the first compute with one that stands in.
+
+    If the program validates "after", an update waits for no norm, and may be made again, with the
+    step behind it (`runtime/ahead.py`): `settle` before anybody looks at weights.
 
     Under tensor parallelism, a parameter of which each rank holds a slice has an attribute
     `shard_dim`, the dimension along which it is cut; others are held whole by all, and the global
@@ -149,36 +148,16 @@ class Executor:
     ) -> None:
         program = program_of(program)
         passing = Passing.of(boundary, program)
-        if rank not in range(program.plan.ranks):
-            raise ModelError(
-                f"the ranks are 0 to {program.plan.ranks - 1}, and {said(rank)} is none of them",
-                program=program.name,
-            )
-        stages = stages_of(stages, program, rank)
+        stages = stages_of(stages, program, rank_of(rank, program))
         loss_of(loss), optimizer_of(optimizer)
         max_norm, seed = max_norm_of(max_norm, program), None if seed is None else seed_of(seed)
         alike, adds, record = flag(alike, "alike"), flag(adds, "adds"), flag(record, "record")
         debug = flag(debug, "debug")
-        if not hasattr(transport, "agree"):
-            raise ModelError(f"{said(transport)} is no transport", hint="Gloo(program)")
-        if loss_scale is not None:
-            expect(loss_scale, LossScale, "LossScale()")
-        own = prints(stages, optimizer) if program.trains else {}
-        facts = facts_of(program, stages, transport, own) | {
-            "the boundary": str(passing),
-            "the loss scale": str(loss_scale),
-            "the seed": str(seed),
-        }
-        if program.clip:
-            facts["max_norm"] = repr(max_norm)
-        everyone = transport.agree(facts, (transport.tp_rank, own))
-        check(program, transport.model, blocks=transport.blocks)
-        require_fit(program, rank, stages, transport, passing)
-        require_steps(program, optimizer, loss_scale, adds=adds)
-        told = [own for tp_rank, own in everyone if tp_rank == transport.tp_rank]
-        weights = weights_of(program, stages, told, tied, alike=alike) if program.trains else []
-        if program.trains:
-            expect_kept(program, stages, weights)
+        transport, loss_scale = transport_of(transport), loss_scale_of(loss_scale)
+        weights = agreed(
+            program, rank, stages, transport, passing,
+            optimizer, max_norm, loss_scale, seed, tied, alike=alike, adds=adds,
+        )  # fmt: skip
         self.record, self.profiled = record, False
         self.in_turn = InTurn(transport) if transport.static else None
         self.warm = self.in_turn is None
@@ -221,14 +200,12 @@ class Executor:
     def norm(self) -> Tensor:
         """The global norm of the last update's gradients before clipping, if the program clips:
         0-dim, float64, on the rank's device."""
-        return self.state.norm
+        return self.state.norm_and_finite()[0]
 
     @property
     def finite(self) -> Tensor:
         """Of each update of the last step whether it was made: bool, on the rank's device."""
-        return self.state.finite
-
-    # ------------------------------------------------------------ a step
+        return self.state.norm_and_finite()[1]
 
     def step(
         self,
@@ -282,38 +259,52 @@ class Executor:
 
     @cached_property
     def _one_order(self) -> list[int]:
-        state = self.state
-        model, blocks = state.transport.model, state.transport.blocks
-        orders = one_order(Graph.of(state.program, model, blocks=blocks))
-        return [*map(int, orders[self.rank])]
+        of = self.state.transport
+        graph = Graph.of(self.program, of.model, blocks=of.blocks)
+        return [*map(int, one_order(graph)[self.rank])]
 
     def _warm_up(self, batch: Batch) -> None:
         """Do whatever a step does at first use, in steps in turn that are undone."""
         self._expect(batch)
         record, self.record = self.record, False
         try:
-            with undone(self.state):
-                for _ in range(WARM):
-                    self.step_in_turn(*copied(batch))
+            warm_up(self.state, self.step_in_turn, batch)
         finally:
             self.record = record
         if self.state.device.type == "cuda":
             torch.cuda.synchronize(self.state.device)
         self.warm = True
 
+    def settle(self) -> None:
+        """Validate the last update, where the program validates after: until then weights and the
+        optimizer's state may be wrong.  What a step returns, `norm` and `finite` are right always.
+
+        All processes must call this, after the same step.
+        """
+        if self.state.ahead is not None:
+            self._expect_whole()
+            self.state.transport.agree({"the step that is settled": str(self.draws.step)})
+            self.state.ahead.settle()
+
     def _step(self, batch: Batch, order: Sequence[int] | None = None) -> Tensor | None:
-        """A step in the order of the Stream, or another one."""
-        self.begin(batch)
+        """A step in the order of the Stream, or another one; again where it was in vain."""
         try:
-            with self.draws.kept(), torch.set_grad_enabled(self.program.trains):
-                if order or self.record or self.profiled:
-                    for k in order or range(len(self.calls)):
-                        self.call(k)
-                else:
-                    self._run()
+            total = self._once(batch, order)
+            while self.is_in_vain():
+                total = self._once(batch, order)
         except BaseException:  # an interrupt, too, must not leave modules what stands in
-            self.state.restore()
+            self.state.fail(begun=self.under_way)
             raise
+        return total
+
+    def _once(self, batch: Batch, order: Sequence[int] | None) -> Tensor | None:
+        self.begin(batch)
+        with self.draws.kept(), torch.set_grad_enabled(self.program.trains):
+            if order or self.record or self.profiled:
+                for k in order or range(len(self.calls)):
+                    self.call(k)
+            else:
+                self._run()
         return self.finish()
 
     def _run(self) -> None:
@@ -330,17 +321,32 @@ class Executor:
 
     def begin(self, batch: Batch) -> None:
         """Make ready for a step; then every call is made once, in a legal order."""
+        state = self.state
+        self._expect_whole()
+        state.unchanged.expect(self.program.name)
+        self._expect(batch)
+        self.profiled = self.warm and torch.autograd.profiler._is_profiler_enabled
+        if state.ahead is not None and state.ahead.begin():
+            noted = Noted(state, batch)
+            batch, state.ahead.put_back = noted.batch, noted.put_back
+        state.begin(batch)
+
+    def is_in_vain(self) -> bool:
+        """Whether the step that has ended was run on wrong weights, on all ranks: these are right
+        now, all else is as it was, and it must be run again."""
+        ahead, self.under_way = self.state.ahead, True  # who fails here has failed in the step
+        in_vain = ahead is not None and ahead.ended()
+        self.under_way = False
+        return in_vain
+
+    def _expect_whole(self) -> None:
+        """Raise ExecutionError after a step that has failed."""
         if self.under_way:
             raise ExecutionError(
                 f"rank {self.rank} has failed in the step before, and left messages on their way",
                 program=self.program.name,
                 hint="make the executor and its transport anew",
             )
-        state = self.state
-        state.unchanged.expect(self.program.name)
-        self._expect(batch)
-        self.profiled = self.warm and torch.autograd.profiler._is_profiler_enabled
-        state.begin(batch)
 
     @cached_property
     def _marks(self) -> list[str]:

@@ -12,6 +12,7 @@ from torch import nn
 
 from schedir.errors import ExecutionError, ModelError, expect, said
 from schedir.ir.program import Program
+from schedir.runtime.precision import LossScale
 
 _T = TypeVar("_T")
 _PROGRAM = "schedir.compile(schedule, Plan(ranks=2, microbatches=4))"
@@ -144,6 +145,30 @@ def optimizer_of(given: _T) -> _T:
             f"an optimizer has a step(), and {said(given)} has none",
             hint="optimizer=torch.optim.AdamW(module.parameters())",
         )
+    return given
+
+
+def rank_of(given: int, program: Program) -> int:
+    """One of a program's ranks.  Raises ModelError for another."""
+    if given in range(program.plan.ranks):
+        return given
+    raise ModelError(
+        f"the ranks are 0 to {program.plan.ranks - 1}, and {said(given)} is none of them",
+        program=program.name,
+    )
+
+
+def loss_scale_of(given: LossScale | None) -> LossScale | None:
+    """A loss scale, or none.  Raises UsageError for anything else."""
+    if given is not None:
+        expect(given, LossScale, "LossScale()")
+    return given
+
+
+def transport_of(given: _T) -> _T:
+    """A transport.  Raises ModelError for anything else."""
+    if not hasattr(given, "agree"):
+        raise ModelError(f"{said(given)} is no transport", hint="Gloo(program)")
     return given
 
 

@@ -74,6 +74,10 @@ class Gradients:
             )
         for flat in self.flat:
             flat.zero_()
+        self.bind()
+
+    def bind(self) -> None:
+        """Let every `.grad` be its view again."""
         for p, view in self.bound:
             p.grad = view
 

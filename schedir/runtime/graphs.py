@@ -52,6 +52,12 @@ class GraphedStep:
     ) -> None:
         require_gpu(executor)
         name, device = executor.program.name, executor.state.device
+        if executor.state.ahead is not None:
+            raise ModelError(
+                "whether a step must be run again (validate 'after') is decided by the host",
+                program=name,
+                hint="compile(..., validate='before')",
+            )
         inner = innermost(executor.state.optimizer)
         if inner is not None and not (is_gated(inner) and has_momentum(inner)):
             raise ModelError(

@@ -155,22 +155,55 @@ class InProcess:
 
         As Executor.step; returns the sum of losses.
         """
-        last, batch = [], Batch(inputs, targets, scale, keywords)
+        batch = Batch(inputs, targets, scale, keywords)
+        self._lift()
+        try:
+            total = self._once(batch, seed)
+            while self._is_in_vain():
+                total = self._once(batch, seed)
+        except BaseException:  # an interrupt, too, must not leave modules what stands in
+            for rank in self.ranks:
+                rank.state.fail(begun=rank.under_way)
+            raise
+        return total
+
+    def _is_in_vain(self) -> bool:
+        """As Executor.is_in_vain, of all ranks."""
+        found = []
+        for rank, mail in zip(self.ranks, self.mail, strict=True):
+            mail.begin()
+            with mail.running():
+                found.append(rank.is_in_vain())
+            mail.end()
+        return any(found)
+
+    def settle(self) -> None:
+        """As Executor.settle, of all ranks."""
+        self._lift()
+        for rank, mail in zip(self.ranks, self.mail, strict=True):
+            mail.begin()
+            with mail.running():
+                rank.settle()
+            mail.end()
+
+    def _lift(self) -> None:
+        """As Ahead.lift, before ranks write to what others hold, too."""
+        for rank in self.ranks:
+            if rank.state.ahead is not None:
+                rank.state.ahead.lift()
+
+    def _once(self, batch: Batch, seed: int | None) -> Tensor:
+        last = []
         for copy, module in self.other_holders:
             _follow(copy, module)
         for rank, mail in zip(self.ranks, self.mail, strict=True):
             mail.begin()
             with mail.running():
                 rank.begin(batch)
-        try:
-            with self.ranks[0].draws.kept(), torch.set_grad_enabled(self.program.trains):
-                for r, index in self.turns if seed is None else self._any_order(seed):
-                    with self.mail[r].running():
-                        self.ranks[r].call(index)
-        except BaseException:  # an interrupt, too, must not leave modules what stands in
-            for rank in self.ranks:
-                rank.state.restore()
-            raise
+        with self.ranks[0].draws.kept(), torch.set_grad_enabled(self.program.trains):
+            for r, index in self.turns if seed is None else self._any_order(seed):
+                with self.mail[r].running():
+                    self.ranks[r].call(index)
         for rank, mail in zip(self.ranks, self.mail, strict=True):
             with mail.running():
                 if rank.finish() is not None:

@@ -17,6 +17,7 @@ from schedir.ir.ops import RECEIVES, ROWS, SENDS, Instr, Opcode, Token
 from schedir.ir.plan import Plan
 from schedir.ir.program import Program
 from schedir.runtime import reduction
+from schedir.runtime.ahead import Ahead
 from schedir.runtime.batch import Batch
 from schedir.runtime.gradients import Gradients
 from schedir.runtime.implied_acks import implied_acks
@@ -191,6 +192,13 @@ class State:
         self.losses = [torch.zeros((), device=self.device)] * m
         self.norm = torch.zeros((), dtype=torch.float64, device=self.device)
         self.finite = torch.ones(self.plan.updates, dtype=torch.bool, device=self.device)
+        self.ahead: Ahead | None = None
+        if program.validate == "after" and self.trains:
+            own = self.stages.values()
+            self.ahead = Ahead(
+                [stage.gradients for stage in own], [stage.module for stage in own],
+                optimizer, loss_scale, self.draws, self.device,
+            )  # fmt: skip
         # Under way: what is sent, by index in the Stream, as long as it may not have arrived, and
         # reductions that nobody has waited for.
         self.sending: dict[int, tuple[Work, Tensor]] = {}
@@ -263,6 +271,13 @@ class State:
             with self.draws.warning(_APART) if self.apart else nullcontext():
                 step_if(finite, self.optimizer)
 
+    def norm_and_finite(self) -> tuple[Tensor, Tensor]:
+        """Of the last step, as `Executor.norm` and `Executor.finite` have it."""
+        if self.ahead is None:
+            return self.norm, self.finite
+        norm = self.ahead.last_norm()
+        return norm, norm.isfinite().view(1)
+
     def slot(self, kind: Token, stage: int, mb: int, at: int | None = None) -> Slot:
         """Where a value lives; as the instruction at an index of the Stream finds or fills it."""
         fills = self.assigned[kind, stage, mb]
@@ -323,6 +338,13 @@ class State:
         """Let the modules have their parameters as between steps."""
         for stage in self.stages.values():
             stage.restore()
+
+    def fail(self, *, begun: bool) -> None:
+        """After an error, where a step was `begun` or was to begin: no module keeps what stands in,
+        and nobody takes an update for right that is not validated."""
+        self.restore()
+        if self.ahead is not None:
+            self.ahead.fail(begun=begun)
 
     def local_stage(self, stage: int, mb: int) -> Stage | None:
         """The stage if this rank runs it for the microbatch: then values are handed over."""

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from typing import Final
 
 import torch
+from torch import Tensor
 
 from schedir.ir.ops import Instr, Opcode
 from schedir.ir.ties import ranks_of
@@ -68,6 +71,17 @@ def reduce_tied(state: State, i: Instr) -> Call:
 
 
 def reduce_norm(state: State, i: Instr) -> Call:
+    own, start, reducing = own_norm(state), state.transport.collective, state.reducing
+
+    def run() -> None:
+        state.norm = own()
+        reducing.append(start("all_reduce", "model", state.norm, state.norm))
+
+    return Call(state.wait_for_reductions, run)
+
+
+def own_norm(state: State) -> Callable[[], Tensor]:
+    """What takes the sum of squares of the rank's own gradients: 0-dim float64."""
     counted = [
         p
         for s, stage in state.stages.items()
@@ -78,27 +92,35 @@ def reduce_norm(state: State, i: Instr) -> Call:
         and not any(p is w.own.get(s) and s > w.stages[0] for w in state.tied)
     ]
 
-    start, reducing = state.transport.collective, state.reducing
-
-    def run() -> None:
+    def own() -> Tensor:
         total = sum_of_squares(p.grad for p in counted if p.grad is not None)
-        state.norm = torch.zeros_like(state.norm) if total is None else total
-        reducing.append(start("all_reduce", "model", state.norm, state.norm))
+        return torch.zeros_like(state.norm) if total is None else total
 
-    return Call(state.wait_for_reductions, run)
+    return own
+
+
+def judge(max_norm: float, total: Tensor) -> tuple[Tensor, Tensor]:
+    """Of the sum of squares of all gradients: whether it is finite, and what they are multiplied by
+    to be clipped.  No number of it is for Python: on a GPU that would wait for it."""
+    norm = total.sqrt()
+    finite = norm.isfinite()
+    # What is not finite is left to look at, and not made NaN everywhere.
+    return finite, torch.where(finite, (max_norm / (norm + 1e-6)).clamp(max=1.0), 1.0)
 
 
 def step(state: State, i: Instr) -> Call:
+    ahead = state.ahead
+
     def run() -> None:
-        if state.program.clip:  # no number of it for Python: on a GPU that would wait for it
+        if ahead is not None:
+            finite, shrink = ahead.judged
+        elif state.program.clip:
+            finite, shrink = judge(state.max_norm, state.norm)
             state.norm = state.norm.sqrt()
-            finite = state.norm.isfinite()
-            shrink = (state.max_norm / (state.norm + 1e-6)).clamp(max=1.0)
-            for stage in state.stages.values():
-                # What is not finite is left to look at, and not made NaN everywhere.
-                stage.gradients.scale(torch.where(finite, shrink, 1.0))
         else:
             finite = are_finite(flat for s in state.stages.values() for flat in s.gradients.flat)
+        for stage in state.stages.values() if state.program.clip else ():
+            stage.gradients.scale(shrink)
         state.finite[i.mb] = finite
         state.let_step(finite)
         if state.loss_scale is not None:
@@ -108,7 +130,32 @@ def step(state: State, i: Instr) -> Call:
 
     # Whoever holds these stages too, draws as this rank does.
     first, update = min(state.stages), state.plan.microbatches + i.mb
-    return Call(state.wait_for_reductions, state.draws.seeded(UPDATE, first, update, run))
+    seeded = state.draws.seeded(UPDATE, first, update, run)
+    if ahead is None:
+        return Call(state.wait_for_reductions, seeded)
+    ahead.update, ahead.judge = seeded, partial(judge, state.max_norm)
+    own = own_norm(state)
+
+    def wait() -> None:
+        state.wait_for_reductions()
+        ahead.hear()
+
+    def claim() -> None:
+        state.norm = own()
+        ahead.step(state.norm)
+
+    return Call(wait, claim)
+
+
+def validate(state: State, i: Instr) -> Call:
+    start, ahead = state.transport.collective, state.ahead
+    assert ahead is not None, "the program says so"
+
+    def run() -> None:
+        total = state.norm
+        ahead.follow(total, start("all_reduce", "model", total, total))
+
+    return Call(None, run)
 
 
 HANDLERS: Final = {
@@ -117,4 +164,5 @@ HANDLERS: Final = {
     Opcode.ReduceTied: reduce_tied,
     Opcode.ReduceNorm: reduce_norm,
     Opcode.OptimizerStep: step,
+    Opcode.Validate: validate,
 }

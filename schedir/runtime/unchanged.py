@@ -81,6 +81,12 @@ def expect_kept(
                     program=program.name,
                     hint="max_norm=None",
                 )
+            if program.validate == "after":
+                raise ModelError(
+                    f"{fact}, and the step may have to be run again (validate 'after')",
+                    program=program.name,
+                    hint="max_norm=None, or compile(..., validate='before')",
+                )
             if program.dp > 1:
                 warnings.warn(f"{fact}: each replica those that it uses", stacklevel=2)
 

@@ -2,18 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from typing import Any
+from typing import Any, Final
 
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map_only
 
+from schedir.errors import ModelError
 from schedir.runtime.batch import Batch, Microbatches
-from schedir.runtime.buffers import restored
+from schedir.runtime.buffers import remembered, restored
 from schedir.runtime.precision import has_hooks, innermost, is_gated, is_torchs
 from schedir.runtime.rank import State
+
+# Steps before the first.  One makes an optimizer's state, where activations have left memory; the
+# next finds room for these beside it, and one more for what then lies in pieces.
+WARM: Final = 3
+
+
+def warm_up(state: State, step: Callable[..., object], batch: Batch) -> None:
+    """Run as many steps, each on a copy of a batch, and undo them."""
+    with undone(state):
+        for _ in range(WARM):
+            step(*copied(batch))
 
 
 @contextmanager
@@ -35,10 +47,7 @@ def undone(state: State) -> Iterator[None]:
     own = {p for module in modules for p in module.parameters()}
     if isinstance(state.loss, nn.Module):
         modules.append(state.loss)
-    others = {p for group in getattr(inner, "param_groups", ()) for p in group["params"]}
-    others |= {p for module in modules for p in module.parameters()} - own
-    others -= own.union(getattr(state.optimizer, "main", ()))
-    gradients = [(p, p.grad) for p in others]
+    gradients = [(p, p.grad) for p in others_of(state)]
     kept: list[object] = [*own, *(gradient for _, gradient in gradients)]
     if state.loss_scale is not None:
         kept += [state.loss_scale.value, state.loss_scale.good]
@@ -48,6 +57,9 @@ def undone(state: State) -> Iterator[None]:
     was = [(t, t.detach().to("cpu", copy=True)) for t in tensors]
     step, might = state.draws.step, state.may_step  # this may be within another
     state.may_step = might and steps
+    held = state.ahead is not None and state.ahead.held
+    if state.ahead is not None:
+        state.ahead.held = True
     try:
         with ExitStack() as changed:
             for module in modules:
@@ -57,11 +69,95 @@ def undone(state: State) -> Iterator[None]:
             yield
     finally:
         state.may_step, state.draws.step = might, step
+        if state.ahead is not None:
+            state.ahead.held = held
         for p, gradient in gradients:
             p.grad = gradient
         with torch.no_grad():
             for t, before in was:
                 t.copy_(before)
+
+
+class Noted:
+    """A step that may be in vain: `put_back` lets all be as before it, but weights and optimizer.
+
+    That is buffers of modules, and of a loss that is one; gradients that are not the stages'; and
+    what is in `batch`, which is the one given, and notes what somebody looks at.
+    """
+
+    def __init__(self, state: State, batch: Batch) -> None:
+        modules = [stage.module for stage in state.stages.values()]
+        if isinstance(state.loss, nn.Module):
+            modules.append(state.loss)
+        self.backs = [remembered(module) for module in modules]
+        self.gradients = [(p, p.grad, _clone(p.grad)) for p in others_of(state)]
+        self.looks = [Looks(each) for each in (batch.inputs, batch.targets, batch.keywords)]
+        self.batch = Batch(self.looks[0], self.looks[1], batch.scale, self.looks[2])
+
+    @torch.no_grad()
+    def put_back(self) -> None:
+        """Let all be as it was."""
+        for back in self.backs:
+            back()
+        given = [one for looks in self.looks for one in reversed(looks.gradients)]
+        for p, gradient, before in (*self.gradients, *given):
+            p.grad = gradient
+            if gradient is not None and before is not None:
+                gradient.copy_(before)
+        for looks in self.looks:
+            for t, version, before in reversed(looks.values):
+                if t._version != version:
+                    t.copy_(before)
+
+
+class Looks(Sequence[Any]):
+    """Microbatches of which is noted what there was when somebody looked at one.
+
+    Raises ModelError for a tensor that somebody's graph has made: a backward through it, which
+    there may be another one of, would not be theirs alone.
+    """
+
+    def __init__(self, of: Microbatches) -> None:
+        self.of = of
+        self.values: list[tuple[Tensor, int, Tensor]] = []
+        self.gradients: list[tuple[Tensor, Tensor | None, Tensor | None]] = []
+
+    def __len__(self) -> int:
+        return len(self.of)
+
+    def __getitem__(self, mb: Any) -> Any:
+        found = self.of[mb]
+        for t in tree_leaves(found):
+            if isinstance(t, Tensor):
+                self._note(t)
+        return found
+
+    def _note(self, t: Tensor) -> None:
+        leaf = self.of if isinstance(self.of, Tensor) else t
+        if t.requires_grad and not leaf.is_leaf:
+            raise ModelError(
+                "what a step is given was made with a gradient, and the step may have to be run "
+                "again (validate 'after')",
+                hint="x.detach(), or compile(..., validate='before')",
+            )
+        if t.requires_grad:
+            self.gradients.append((leaf, leaf.grad, _clone(leaf.grad)))
+        if not t.is_inference():  # which nobody writes to
+            self.values.append((t, t._version, t.detach().clone()))
+
+
+def _clone(t: Tensor | None) -> Tensor | None:
+    return None if t is None else t.detach().clone()
+
+
+def others_of(state: State) -> set[nn.Parameter]:
+    """Parameters that are the optimizer's or the loss's alone: nobody zeroes their gradients."""
+    own = {p for stage in state.stages.values() for p in stage.module.parameters()}
+    groups = getattr(innermost(state.optimizer), "param_groups", ())
+    others = {p for group in groups for p in group["params"]}
+    if isinstance(state.loss, nn.Module):
+        others |= {*state.loss.parameters()} - own
+    return others - own.union(getattr(state.optimizer, "main", ()))
 
 
 def copied(batch: Batch) -> Batch:

@@ -242,7 +242,8 @@ class Config:
         said = {f.name: getattr(pipeline, f.name) for f in HEADER if f.in_config}
         return Request(
             Source(pipeline.schedule),
-            said | {"tied": self.model.tied, "clip": train.clip > 0, "skips": ()},
+            said
+            | {"tied": self.model.tied, "clip": train.clip > 0, "skips": (), "validate": "before"},
             usual={},
             model=train.model,
             blocks=True,
@@ -276,6 +277,9 @@ class Config:
 def contradicts(source: str, field: Field, has: str, said: str) -> UsageError:
     """The refusal of a configuration that says of a program what its file does not."""
     fact, hint = f"{source} has {field.name} {has}, not {said}", f"leave out {field.name}"
+    if field.name == "validate":
+        fact = f"{source} validates updates {has} they are made; a training run looks at each step"
+        hint = "compile it without --validate after"
     if own := {"tied": "model.tied = {}", "clip": "train.clip = {:.1f}"}.get(field.name):
         fact = f"{source} has {field.name} {has}, the configuration {said}"
         right = own.format(json.dumps(has != "no") if field.name == "tied" else has != "no")

@@ -21,8 +21,8 @@ from schedir.errors import NonFiniteError
 from schedir.runtime.executor import Executor
 from schedir.runtime.finite import Left, find_origin, not_finite
 from schedir.runtime.precision import LossScale
+from schedir.runtime.readings import Reading, Readings
 from schedir.training.prefetch import Batch
-from schedir.training.readings import Reading, Readings
 from schedir.transports.processes import Processes
 
 

@@ -17,11 +17,11 @@ from schedir.ir.plan import Plan
 from schedir.runtime.inprocess import InProcess
 from schedir.runtime.progress import Progress
 from schedir.runtime.rank import Call
+from schedir.runtime.readings import Readings
 from schedir.schedules import one_f_one_b
 from schedir.training import gpt
 from schedir.training.data import Batches
 from schedir.training.prefetch import Prefetch
-from schedir.training.readings import Readings
 from schedir.training.steps import Steps
 from schedir.training.train import run
 from schedir.training.watchdog import standstill

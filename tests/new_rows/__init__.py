@@ -10,7 +10,7 @@ Three more are looked at and not run, and have no handlers:
     tape        what an I makes of what was saved, moved to the host and back
     step_stage  a step of each stage, which needs what a rank gives; and what only reads weights
 
-Each is three files and nothing else: edits of the tables in `ir/ops.py` (`EDITS`), the file of a
+Each is edits of the tables in `ir/ops.py` and its numbers in `ir/names.py` (`EDITS`), the file of a
 pass (`*_pass.py`), and the file of its handlers (`*_handlers.py`).
 """
 
@@ -22,16 +22,14 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 HERE = Path(__file__).parent
 
-_OPCODES = "    Recompute = 21\n"
-_TOKENS = "    SKIP_GRAD_OUT = 13\n"
+_OPCODES = "    Validate = 22\n"
+_TOKENS = "    OWN_NORM = 14\n"
 _LANES = "    DP = 4\n"
-_TOKEN_ROWS = (
-    '    TokenRow(_T.SKIP_GRAD_OUT, _MB, _ONCE, "the skip\'s gradient", "skip", Hop.SKIP_FROM),\n'
-)
+_TOKEN_ROWS = '    TokenRow(_T.OWN_NORM, _RANK, _ALL, "the rank\'s part of the norm"),\n'
 _LANE_ROWS = '    LaneRow(_L.DP, False, "starts", "reductions over replicas and ranks"),\n'
 _ROWS = ")  # fmt: skip\n\nBY_TEXT"
 
-# What is put behind what in ops.py; what stands behind "=" takes the place.
+# What is put behind what in names.py and ops.py; what stands behind "=" takes the place.
 EDITS: dict[str, list[tuple[str, str]]] = {
     "offload": [
         (_OPCODES, "    Offload = {next}\n    Reload = {next}\n"),
@@ -121,8 +119,8 @@ LOOKED_AT: dict[str, list[tuple[str, str]]] = {
         (_OPCODES, "    StepStage = {next}\n    Snapshot = {next}\n"),
         (_TOKENS, "    STEPPED = {token}\n"),
         (_TOKEN_ROWS, '    TokenRow(_T.STEPPED, _STAGE, _ALL, "the stepped weights"),\n'),
-        ("=(_T.GRAD, _T.NORM), (_T.PARAMETERS,),\n        (_T.GRAD, _T.NORM)",
-         "(_T.STEPPED,), (_T.PARAMETERS,),\n        (_T.STEPPED,)"),
+        ("=(_T.GRAD, _T.NORM),\n        (_T.PARAMETERS, _T.OWN_NORM), (_T.GRAD, _T.NORM)",
+         "(_T.STEPPED,),\n        (_T.PARAMETERS, _T.OWN_NORM), (_T.STEPPED,)"),
         ("rows", """\
     Row(_O.StepStage, "step_stage", _L.COMPUTE, _STAGE, (_T.GRAD, _T.NORM), (_T.STEPPED,),
         (_T.GRAD, _T.NORM), "Steps a stage.", cost="step_stage"),
@@ -138,9 +136,9 @@ def copy(to: Path, *names: str) -> Path:
     for folder in ("schedir", "kernels", "viz", "tests"):
         shutil.copytree(ROOT / folder, to / folder, symlinks=True,
                         ignore=shutil.ignore_patterns("__pycache__"))  # fmt: skip
-    ops = to / "schedir" / "ir" / "ops.py"
-    text = ops.read_text()
-    numbers = {"next": 22, "token": 14, "lane": 5}
+    files = [to / "schedir" / "ir" / name for name in ("names.py", "ops.py")]
+    texts = [file.read_text() for file in files]
+    numbers = {"next": 23, "token": 15, "lane": 5}
     for name in names:
         for where, what in (EDITS | LOOKED_AT)[name]:
             for key in numbers:
@@ -152,11 +150,13 @@ def copy(to: Path, *names: str) -> Path:
             elif where.startswith("="):
                 where = where[1:]
             else:
-                what = _last(text, where) + what
-                where = _last(text, where)
-            assert text.count(where) == 1, (name, where)
-            text = text.replace(where, what)
-    ops.write_text(text)
+                last = _last(next(text for text in texts if where in text), where)
+                where, what = last, last + what
+            (k,) = (k for k, text in enumerate(texts) if where in text)
+            assert texts[k].count(where) == 1, (name, where)
+            texts[k] = texts[k].replace(where, what)
+    for file, text in zip(files, texts, strict=True):
+        file.write_text(text)
     for name in names:
         _add(to, name)
     return to

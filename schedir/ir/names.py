@@ -1,0 +1,69 @@
+"""Names: instructions, values and lanes, by number; the tables in `ops.py` say what each is."""
+
+from __future__ import annotations
+
+from enum import IntEnum
+
+
+class Token(IntEnum):
+    """What instructions hand to each other; `TOKENS` has a row for each."""
+
+    ACT_IN = 0
+    ACT_OUT = 1
+    SAVED = 2
+    GRAD_IN = 3
+    GRAD_OUT = 4
+    TAPE = 5
+    WGRAD = 6
+    GRAD = 7
+    NORM = 8
+    PARAMETERS = 9
+    SKIP_IN = 10
+    SKIP_OUT = 11
+    SKIP_GRAD_IN = 12
+    SKIP_GRAD_OUT = 13
+    OWN_NORM = 14
+
+
+class Lane(IntEnum):
+    """An in-order queue of a rank; `LANES` has a row for each."""
+
+    COMPUTE = 0
+    ACT = 1
+    GRAD = 2
+    TP = 3
+    DP = 4
+
+
+class Opcode(IntEnum):
+    """The instructions, by number; the number is the row in `ROWS`.
+
+    >>> from schedir import Opcode, Plan, compile, schedules
+    >>> program = compile(schedules.gpipe, Plan(ranks=2, microbatches=4))
+    >>> [instr.mb for instr in program.streams[0] if instr.op is Opcode.SendAct]
+    [0, 1, 2, 3]
+    """
+
+    Forward = 0
+    Backward = 1
+    BackwardInput = 2
+    BackwardWeight = 3
+    SendAct = 4
+    RecvAct = 5
+    SendGrad = 6
+    RecvGrad = 7
+    Scatter = 8
+    Gather = 9
+    ScatterGrad = 10
+    GatherGrad = 11
+    ReduceGrads = 12
+    ReduceHolders = 13
+    ReduceTied = 14
+    ReduceNorm = 15
+    OptimizerStep = 16
+    SendSkip = 17
+    RecvSkip = 18
+    SendSkipGrad = 19
+    RecvSkipGrad = 20
+    Recompute = 21
+    Validate = 22

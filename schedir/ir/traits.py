@@ -1,0 +1,106 @@
+"""Traits: what is said of a program beside its plan and its instructions, field by field."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any, Final
+
+from schedir.errors import PlanError, said
+from schedir.ir.fields import YES_OR_NO, Kind, Option, itself, setting, whole_number
+from schedir.ir.plan import MAX_STAGES, Plan
+from schedir.ir.skips import SKIPS as SKIPS_KIND
+from schedir.ir.ties import TIED as TIED_KIND
+from schedir.ir.ties import Tied, show_tie, tied_stages
+
+
+def _digest_of_ties(tied: Tied, plan: Plan) -> tuple[object, ...]:
+    """First and last stage are one case, however many stages there are."""
+    ends = {tied_stages(True, plan): True, (): False}  # one stage is tied to nothing
+    return (ends.get(tied, tied),)
+
+
+def _settled_frozen(name: str, value: Any, plan: Plan) -> int:
+    """How many of the first stages are frozen; of all of them nothing would be trained."""
+    frozen: int = _NUMBER.settle(name, value, plan)
+    if frozen >= plan.stages:
+        raise PlanError(
+            f"{frozen} stages are frozen, and there are {plan.stages}: nothing would be trained",
+            hint="schedules.forward_only runs forwards, whether stages are frozen or not",
+            fields=[name],
+        )
+    return frozen
+
+
+def _settled_when(name: str, value: Any, _: Plan) -> str:
+    if value not in ("before", "after"):
+        raise PlanError(f"{name} {_WHEN}, not {said(value)}", fields=[name])
+    return str(value)
+
+
+def _read_when(text: str) -> str:
+    if text not in ("before", "after"):
+        raise ValueError(f"{_WHEN}, not {text!r}")
+    return text
+
+
+def require_together(plan: Plan, tied: Tied, *, clip: bool, frozen: int, validate: str) -> None:
+    """Raise PlanError for traits of which each is right, and that do not go together."""
+    for stages in tied:
+        if stages[0] < frozen <= stages[-1]:
+            raise PlanError(
+                f"stages {show_tie(stages)} share a weight, and of these "
+                f"{stages[0]} is frozen and {stages[-1]} is trained: one weight cannot be both",
+                hint="freeze all stages that share it, or let the frozen one have its own",
+                fields=["tied", "frozen"],
+            )
+    if validate == "after" and not clip:
+        raise PlanError(
+            "validate is 'after', and the program takes no norm: no step waits for another rank",
+            hint="clip=True; a max_norm of infinity clips nothing",
+            fields=["validate", "clip"],
+        )
+    if validate == "after" and plan.updates > 1:
+        raise PlanError(
+            f"validate is 'after', and a run has {plan.updates} updates, of which each is computed "
+            "from the one before it",
+            hint="validate='before', or one update",
+            fields=["validate", "updates"],
+        )
+
+
+_WHEN: Final = "is 'before' or 'after'"
+_NUMBER = whole_number(0, MAX_STAGES)
+_FROZEN_STAGES = replace(_NUMBER, settle=_settled_frozen)
+TP: Final = setting(whole_number(1, 65535), "tensor-parallel ranks (1)", always=True, digest=itself)
+DP: Final = setting(
+    whole_number(1, 65535), "data-parallel replicas (1)", always=True, digest=itself
+)
+TIED: Final = setting(
+    TIED_KIND,
+    "stages that share weights",
+    options=[
+        Option("tied", "", "a tied embedding"),
+        Option("ties", "STAGES", "stages that share weights: 0=2,1=3"),
+    ],
+    always=True,
+    digest=_digest_of_ties,
+    in_config=False,  # it is the model's there
+)
+CLIP: Final = setting(
+    YES_OR_NO,
+    "clipped gradients",
+    always=True,
+    digest=itself,
+    in_config=False,  # it is the norm's there
+)
+FROZEN: Final = setting(_FROZEN_STAGES, "first stages that are not trained (0)")
+VALIDATE: Final = setting(
+    Kind(_WHEN, _read_when, str, settle=_settled_when, metavar="WHEN"),
+    "whether a step waits for the norm: before it (before), or after",
+    in_config=False,  # a training run looks at each step's numbers
+)
+SKIPS: Final = setting(
+    SKIPS_KIND,
+    "from which stage to which: 0=3,1=2",
+    in_config=False,  # it is the model's there
+)

@@ -1,0 +1,200 @@
+"""An update that is not validated: who is refused, and what is left as it was."""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from schedir import compile, schedules
+from schedir.errors import ExecutionError, ModelError
+from schedir.ir.plan import Plan
+from schedir.runtime.inprocess import InProcess
+from tests.cpu.test_ahead import ADAMW, same, squares
+from tests.cpu.test_finite import Stranger, hooked, learned
+
+GOLDEN = Path(__file__).parents[1] / "golden" / "ahead.txt"
+X = torch.arange(24.0).view(4, 2, 3)
+
+
+def one(**how: Any) -> InProcess:
+    program = compile(schedules.one_f_one_b, Plan(2, 4), clip=True, validate="after")
+    told: dict[str, Any] = {"loss": squares, "boundary": (2, 3), "optimizer": ADAMW} | how
+    torch.manual_seed(0)
+    stages = told.pop("stages", None) or [nn.Linear(3, 3) for _ in range(2)]
+    return InProcess(program, stages, **told)
+
+
+class Broken(nn.Linear):
+    """Fails when it is told."""
+
+    fails = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.fails:
+            raise RuntimeError("broken")
+        return super().forward(x)
+
+
+def test_after_an_error_no_weights_are_left_that_were_not_validated() -> None:
+    broken = Broken(3, 3)
+    ranks = one(stages=[nn.Linear(3, 3), broken], max_norm=1e-3)
+    before = learned(ranks)
+    ranks.step(X, X)
+    broken.fails = True
+    with pytest.raises(ExecutionError, match="broken"):
+        ranks.step(X, X)
+    assert all(torch.equal(a, b) for a, b in zip(before, learned(ranks), strict=True))
+
+
+def test_after_a_wrong_batch_the_last_update_is_as_it_was() -> None:
+    ranks = one(max_norm=1e-3)
+    ranks.step(X, X)
+    with pytest.raises(ExecutionError):
+        ranks.step(X[:1], X)
+    with pytest.raises(ModelError):
+        ranks.ranks[0].stages[0].module(X[0])
+    ranks.settle()
+    right = one(max_norm=1e-3)
+    right.step(X, X)
+    right.settle()
+    assert same(right, ranks)
+
+
+def test_an_update_is_made_again_whatever_has_become_of_the_gradients() -> None:
+    right, ranks = one(max_norm=1e-3), one(max_norm=1e-3)
+    for each in (right, ranks):
+        each.step(X, X)
+        for rank in each.ranks if each is ranks else ():
+            rank.state.optimizer.zero_grad()  # type: ignore[union-attr]
+        each.settle()
+    assert same(right, ranks)
+
+
+class Head(nn.Module):
+    """A loss that learns, which somebody else steps, and that writes to its target."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = nn.Linear(3, 3)
+
+    def forward(self, y: Tensor, target: Tensor) -> Tensor:
+        target.mul_(0.5)
+        return squares(self.head(y), target)
+
+
+@pytest.mark.parametrize("max_norm", [1e-3, math.inf])
+def test_what_is_given_is_as_one_step_leaves_it(max_norm: float) -> None:
+    """Targets that are written to, and gradients of inputs and of a loss."""
+    found: list[list[Any]] = []
+    for validate in ("before", "after"):
+        torch.manual_seed(0)
+        loss, stages = Head(), [nn.Linear(3, 3) for _ in range(2)]
+        program = compile(schedules.one_f_one_b, Plan(2, 4), clip=True, validate=validate)
+        ranks = InProcess(
+            program, stages, loss=loss, boundary=(2, 3), optimizer=ADAMW, max_norm=max_norm
+        )
+        x, y = X.clone().requires_grad_(), X.clone()
+        rows = [row.clone().requires_grad_() for row in X]
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of the loss
+            found.append([ranks.step(given, y) for given in (x, rows, x)])
+        found[-1] += [x.grad, y, loss.head.weight.grad, *(row.grad for row in rows)]
+    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+
+
+def _looks(what: Callable[[InProcess, nn.Module, Any], object]) -> Callable[[], object]:
+    def look() -> object:
+        ranks = one()
+        ranks.step(X, X)
+        stage = ranks.ranks[0].stages[0].module
+        return what(ranks, stage, ranks.ranks[0].state.optimizer)
+
+    return look
+
+
+def _written(ranks: InProcess, stage: nn.Module, _: Any) -> object:
+    with torch.no_grad():
+        next(stage.parameters()).mul_(2)
+    return ranks.step(X, X)
+
+
+def _hooked(ranks: InProcess, _: nn.Module, optimizer: Any) -> object:
+    optimizer.register_step_post_hook(lambda *_: None)
+    return ranks.step(X, X)
+
+
+def _other(ranks: InProcess, _: nn.Module, optimizer: Any) -> object:
+    stages = [rank.stages[rank.rank].module for rank in ranks.ranks]
+    evaluate = compile(schedules.forward_only, Plan(2, 4))
+    return InProcess(evaluate, stages, loss=squares, boundary=(2, 3)).step(X, X)
+
+
+def _embedding() -> object:
+    return one(stages=[nn.Embedding(8, 3, max_norm=1.0), nn.Linear(3, 3)])
+
+
+WRONG: dict[str, Callable[[], object]] = {
+    "a graph": _looks(
+        lambda ranks, stage, optimizer: ranks.step(X.clone().requires_grad_() * 2, X)
+    ),
+    "a forward": _looks(lambda ranks, stage, optimizer: stage(X[0])),
+    "a checkpoint": _looks(lambda ranks, stage, optimizer: nn.Sequential(stage).state_dict()),
+    "an optimizer's": _looks(lambda ranks, stage, optimizer: optimizer.state_dict()),
+    "another's weights": _looks(
+        lambda ranks, stage, optimizer: stage.load_state_dict(nn.Linear(3, 3).state_dict())
+    ),
+    "another's state": _looks(lambda ranks, stage, optimizer: optimizer.load_state_dict({})),
+    "written weights": _looks(_written),
+    "a hook": _looks(_hooked),
+    "another executor": _looks(_other),
+    "no optimizer": lambda: one(optimizer=None),
+    "a stranger": lambda: one(optimizer=Stranger),
+    "a hooked one": lambda: one(optimizer=hooked),
+    "an embedding": _embedding,
+}
+
+
+def test_what_is_refused() -> None:
+    told = []
+    for name, wrong in WRONG.items():
+        with pytest.raises((ModelError, ExecutionError)) as error:
+            wrong()
+        told.append(f"{name}\n" + "".join(f"  {line}\n" for line in str(error.value).splitlines()))
+    assert "".join(told) == GOLDEN.read_text()
+
+
+def test_settled_weights_may_be_looked_at_and_written_to() -> None:
+    """A run that goes on from what was saved and loaded, as one that never stopped."""
+    whole, parts = one(max_norm=1e-3), one(max_norm=1e-3)
+    for k in range(3):
+        assert torch.equal(whole.step(X, X + k), parts.step(X, X + k))
+        parts.settle()
+        parts.settle()  # nothing is left
+        for rank in parts.ranks:
+            module, optimizer = rank.stages[rank.rank].module, rank.state.optimizer
+            weights = {name: p.clone() for name, p in module.state_dict().items()}
+            state = optimizer.state_dict()  # type: ignore[union-attr]
+            module(X[0])
+            nn.init.zeros_(next(module.parameters()))
+            module.load_state_dict(weights)
+            optimizer.load_state_dict(state)  # type: ignore[union-attr]
+    whole.settle()
+    assert same(whole, parts)
+
+
+def test_a_failed_settle_is_refused_again() -> None:
+    """Weights that were written to stay refused: to go back would lose what was written."""
+    ranks = one()
+    ranks.step(X, X)
+    with torch.no_grad():
+        next(ranks.ranks[1].stages[1].module.parameters()).mul_(2)
+    for again in (ranks.settle, lambda: ranks.step(X, X)):
+        with pytest.raises(ModelError, match="written to"):
+            again()

@@ -1,0 +1,111 @@
+"""Programs whose steps wait for no other rank, and validate after."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+
+from schedir import Costs, Plan, Sizes, compile, draft, parse, schedules, show, simulate
+from schedir.__main__ import main
+from schedir.analysis.memory import held
+from schedir.analysis.models import MODELS
+from schedir.errors import PlanError
+from schedir.ir.ops import Opcode
+from schedir.predict.what_if import Lowering
+from schedir.testing import drafts
+from schedir.verify.check import check
+
+O = Opcode
+PLAN = Plan(4, 8)
+
+
+def program(validate: str, **how: Any) -> Any:
+    return compile(schedules.zb_h1, PLAN, clip=True, validate=validate, **how)
+
+
+def test_every_rank_validates_behind_its_step() -> None:
+    for stream in program("after").streams:
+        assert [instr.op for instr in stream][-2:] == [O.OptimizerStep, O.Validate]
+        assert O.ReduceNorm not in {instr.op for instr in stream}
+
+
+@settings(max_examples=20)
+@given(drafts())
+def test_it_is_legal_wherever_the_norm_is(drawn: Any) -> None:
+    """Under every progress model, on hosts that block, too; and its text says the same."""
+    if drawn.plan.updates > 1 or not drawn.trains:
+        return
+    lowered = compile(drawn, clip=True, validate="after")
+    for model in MODELS:
+        check(lowered, model)
+        check(lowered, model, blocks=True)
+    again = parse(show(lowered))
+    assert (again.validate, again.digest) == ("after", lowered.digest)
+    assert lowered.digest != compile(drawn, clip=True).digest
+
+
+def test_a_step_waits_for_no_other_rank() -> None:
+    """With a slow last stage and a norm that takes long, the first ranks step long before."""
+    costs = Costs(F=(1, 1, 1, 2), I=(1, 1, 1, 2), W=(1, 1, 1, 2), step=1, reduce_norm=3, validate=3)
+    ends = {}
+    for validate in ("before", "after"):
+        run = simulate(program(validate), costs)
+        steps = run.spans[run.spans["op"] == O.OptimizerStep]
+        ends[validate] = steps["end"]
+    assert len(set(ends["before"].tolist())) == 1
+    assert (ends["before"] - ends["after"] >= 3).all()
+    assert ends["before"].max() - ends["after"].min() > 5
+
+
+def test_what_an_update_changes_is_held_once_more() -> None:
+    sizes = Sizes(activation=1, saved=2, weights=(10, 20, 30, 40))
+    most = [
+        np.array([rank.bytes.max() for rank in held(program(validate, **how), sizes)])
+        for validate in ("before", "after")
+        for how in ({}, {"frozen": 2})
+    ]
+    assert (most[2] - most[0]).tolist() == [10, 20, 30, 40]
+    assert (most[3] - most[1]).tolist() == [0, 0, 30, 40]
+
+
+@pytest.mark.parametrize(
+    ("how", "fields"),
+    [
+        ({"clip": False, "validate": "after"}, ("validate", "clip")),
+        ({"clip": True, "validate": "later"}, ("validate",)),
+        ({"clip": True, "validate": None}, None),
+    ],
+)
+def test_what_is_refused(how: dict[str, Any], fields: tuple[str, ...] | None) -> None:
+    if fields is None:
+        assert compile(schedules.gpipe, PLAN, **how).validate == "before"
+        return
+    with pytest.raises(PlanError) as error:
+        compile(schedules.gpipe, PLAN, **how)
+    assert tuple(error.value.fields) == fields
+
+
+def test_several_updates_are_refused() -> None:
+    with pytest.raises(PlanError, match="2 updates") as error:
+        compile(schedules.gpipe, Plan(2, 4, updates=2), clip=True, validate="after")
+    assert tuple(error.value.fields) == ("validate", "updates")
+
+
+def test_advice_is_of_programs_of_its_kind() -> None:
+    """What another schedule would gain is simulated without a wait for the norm, too."""
+    costs = Costs(F=(1, 1, 1, 2))
+    other = draft(schedules.zb_h1, PLAN)
+    assert Lowering(program("after"), "device").of(other, costs).validate == "after"
+
+
+def test_from_the_shell(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "ahead.sched"
+    assert main(["show", "zb_h1", "--clip", "--validate", "after", "-o", str(file)]) == 0
+    assert "validate after" in file.read_text()
+    assert main(["check", str(file)]) == 0
+    assert main(["check", str(file), "--validate", "before"]) != 0
+    assert "validate" in capsys.readouterr().err
