@@ -34,6 +34,7 @@ from schedir.ir.sizes import Sizes
 from schedir.ir.text import parse, show
 from schedir.ir.ties import Ties, ties
 from schedir.ir.zero import model_states
+from schedir.predict.layer_bytes import layer_bytes
 from schedir.predict.simulate import simulate
 from schedir.predict.timeline import Timeline
 from schedir.schedules import words
@@ -106,6 +107,7 @@ __all__ = [
     "errors",
     "greedy",
     "instrument",
+    "layer_bytes",
     "load_cluster",
     "load_timeline",
     "model_states",

@@ -1,0 +1,108 @@
+"""Layer bytes: what one transformer layer keeps of a microbatch, by arXiv 2205.05198."""
+
+from __future__ import annotations
+
+from typing import Final, Literal, NamedTuple, get_args
+
+from schedir.errors import UsageError, said
+
+Recompute = Literal["none", "selective", "full"]
+
+
+class Term(NamedTuple):
+    """What is kept in section 4.1 of the paper: `each` bytes of so many numbers.
+
+    There are s b h numbers, or a s^2 b of what is `square`.  Those of one tensor-parallel rank are
+    1/t where a part is `cut`, and of the others where the sequence is, too (section 4.2).
+    """
+
+    what: str
+    each: int
+    cut: bool
+    square: bool = False
+
+
+TERMS: Final = (
+    Term("input of the first norm", 2, False),
+    Term("input of Q, K and V", 2, False),
+    Term("Q and K", 4, True),
+    Term("V", 2, True),
+    Term("output of the softmax", 2, True, True),
+    Term("mask of its dropout", 1, True, True),
+    Term("output of its dropout", 2, True, True),
+    Term("input of the projection", 2, True),
+    Term("mask of the dropout behind attention", 1, False),
+    Term("input of the second norm", 2, False),
+    Term("input of the first linear layer", 2, False),
+    Term("input of GELU", 8, True),
+    Term("input of the second linear layer", 8, True),
+    Term("mask of the dropout behind the MLP", 1, False),
+)
+
+
+def layer_terms(
+    sequence: int,
+    microbatch: int,
+    hidden: int,
+    heads: int,
+    tp: int = 1,
+    *,
+    recompute: Recompute = "none",
+    sequence_parallel: bool = False,
+) -> dict[str, float]:
+    """The parts of `layer_bytes`, by what they are of."""
+    sizes = {"sequence": sequence, "microbatch": microbatch, "hidden": hidden, "heads": heads}
+    for name, size in (sizes | {"tp": tp}).items():
+        if isinstance(size, bool) or not isinstance(size, int) or size < 1:
+            raise UsageError(f"{name} is a number from 1 on, not {said(size)}", fields=[name])
+    if recompute not in get_args(Recompute):
+        raise UsageError(
+            f"recompute is {', '.join(get_args(Recompute))}, not {said(recompute)}",
+            fields=["recompute"],
+        )
+    whole = {False: sequence * microbatch * hidden, True: heads * sequence**2 * microbatch}
+    if recompute == "full":
+        first = TERMS[0]
+        return {first.what: float(first.each * whole[False])}
+    return {
+        term.what: term.each * whole[term.square] / (tp if term.cut or sequence_parallel else 1)
+        for term in TERMS
+        if not (term.square and recompute == "selective")
+    }
+
+
+def layer_bytes(
+    sequence: int,
+    microbatch: int,
+    hidden: int,
+    heads: int,
+    tp: int = 1,
+    *,
+    recompute: Recompute = "none",
+    sequence_parallel: bool = False,
+) -> float:
+    """Bytes that a transformer layer keeps of a microbatch for its backward, on one of `tp`
+    tensor-parallel ranks: Table 2 of arXiv 2205.05198, in 16 bits, with masks of a byte.
+
+    With s, b, h, a and t: sbh(34 + 5as/h) (equation 1), sbh(10 + 24/t + 5as/(ht)) (2), and with
+    `sequence_parallel` sbh/t (34 + 5as/h) (4).  "selective" recomputes softmax and dropout of
+    attention and leaves the terms with 5as out (6); "full" keeps the input, 2sbh.
+
+    It is the paper's layer.  That of `schedir.training` keeps other things where its operations are
+    others: no as^2b of attention, which is one operation that keeps 4abs bytes, and no masks where
+    nothing is dropped; and each norm keeps 2 numbers for each token, which the paper leaves out.
+    What a layer does keep `sizes_of` measures.
+
+    Raises UsageError for sizes that are no numbers from 1 on, and another `recompute`.
+
+    >>> from schedir import layer_bytes
+    >>> gpt3 = {"sequence": 2048, "microbatch": 1, "hidden": 12288, "heads": 96}
+    >>> [f"{layer_bytes(**gpt3, tp=8, recompute=r) / 1e6:.0f} MB" for r in ("none", "selective")]
+    ['579 MB', '327 MB']
+    """
+    return sum(
+        layer_terms(
+            sequence, microbatch, hidden, heads, tp,
+            recompute=recompute, sequence_parallel=sequence_parallel,
+        ).values()
+    )  # fmt: skip

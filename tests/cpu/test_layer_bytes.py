@@ -1,0 +1,160 @@
+"""Bytes of a transformer layer: each term of arXiv 2205.05198 against storages that live.
+
+Of the paper's layer, in plain torch, all are as printed.  The layer of our GPT differs in named
+terms, and in no other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+from torch.utils.checkpoint import checkpoint
+
+from schedir.predict.layer_bytes import TERMS, Recompute, layer_bytes, layer_terms
+from schedir.runtime.boundary import Boundary
+from schedir.runtime.sizes import sizes_of
+from schedir.training.gpt import Layer
+from schedir.training.gpt_config import GPTConfig
+from tests.cpu.spawn import run
+
+SHAPES = [(48, 2, 64, 4), (32, 1, 32, 8), (16, 3, 96, 2)]  # s, b, h, a
+
+
+class Paper(nn.Module):
+    """The layer of the paper's section 4.1, each operation as it is drawn there."""
+
+    def __init__(self, hidden: int, heads: int, recompute: Recompute = "none") -> None:
+        super().__init__()
+        self.heads, self.recompute = heads, recompute
+        self.norms = nn.ModuleList([nn.LayerNorm(hidden) for _ in range(2)])
+        self.qkv = nn.ModuleList([nn.Linear(hidden, hidden) for _ in range(3)])
+        self.proj, self.up = nn.Linear(hidden, hidden), nn.Linear(hidden, 4 * hidden)
+        self.down = nn.Linear(4 * hidden, hidden)
+
+    def core(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        scores = torch.softmax(q @ k.transpose(1, 2) * q.shape[-1] ** -0.5, -1)
+        return _dropped(scores) @ v
+
+    def layer(self, x: Tensor) -> Tensor:
+        b, length, hidden = x.shape
+        normed = self.norms[0](x)
+        q, k, v = (
+            f(normed).view(b, length, self.heads, -1).transpose(1, 2).flatten(0, 1)
+            for f in self.qkv
+        )
+        if self.recompute == "selective":
+            heads = checkpoint(self.core, q, k, v, use_reentrant=False)
+        else:
+            heads = self.core(q, k, v)
+        heads = heads.view(b, self.heads, length, -1).transpose(1, 2).reshape(b, length, hidden)
+        x = x + _dropped(self.proj(heads))
+        return x + _dropped(self.down(F.gelu(self.up(self.norms[1](x)))))
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.recompute == "full":
+            y: Tensor = checkpoint(self.layer, x, use_reentrant=False)
+            return y
+        return self.layer(x)
+
+
+def _dropped(x: Tensor) -> Tensor:
+    """With a mask of a byte for each number, as on GPUs."""
+    return torch.native_dropout(x, 0.1, True)[0]
+
+
+def kept(layer: nn.Module, x: Tensor) -> list[int]:
+    """Bytes of the storages that a layer saves, in the order of its operations."""
+    own = {p.untyped_storage().data_ptr() for p in layer.parameters()}
+    saved: list[Tensor] = []
+
+    def pack(tensor: Tensor) -> Tensor:
+        saved.append(tensor.detach())
+        return tensor
+
+    with saved_tensors_hooks(pack, lambda tensor: tensor):
+        y = layer(x)
+    storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in saved}
+    del y
+    return [size for at, size in storages.items() if at not in own]
+
+
+STATISTICS = "mean and deviation"  # of a norm, for each token: a number each, which the paper omits
+NORM = [STATISTICS, STATISTICS]
+HALVES = {"Q": "Q and K", "K": "Q and K"}
+# In the order of operations, what is saved: terms of the paper, or other names.
+OF_THE_PAPER = [
+    "input of the first norm", *NORM, "input of Q, K and V", "Q", "K",
+    "output of the softmax", "mask of its dropout", "V", "output of its dropout",
+    "input of the projection", "mask of the dropout behind attention",
+    "input of the second norm", *NORM, "input of the first linear layer", "input of GELU",
+    "input of the second linear layer", "mask of the dropout behind the MLP",
+]  # fmt: skip
+OURS = [
+    "input of the first norm", *NORM, "input of Q, K and V", "Q, K and V", "sums of the softmax",
+    "input of the projection", "input of the second norm", *NORM,
+    "input of the first linear layer", "input of GELU", "input of the second linear layer",
+]  # fmt: skip
+
+
+def expected(names: list[str], s: int, b: int, h: int, a: int, tp: int = 1) -> list[float]:
+    """Bytes of each: the paper's terms by its formula, and others by ours."""
+    terms = layer_terms(s, b, h, a, tp)
+    terms |= {half: terms[both] / 2 for half, both in HALVES.items()}
+    terms["Q, K and V"] = terms["Q and K"] + terms["V"]  # one storage
+    terms[STATISTICS] = 2 * s * b
+    terms["sums of the softmax"] = 4 * a * b * s / tp  # in float32, one for each row of scores
+    return [terms[name] for name in names]
+
+
+def ours(s: int, b: int, h: int, a: int, tp: Any = None) -> list[int]:
+    config = GPTConfig(vocab=8, layers=1, hidden=h, heads=a, context=s)
+    layer = Layer(config, 0, tp, {"device": "cpu", "dtype": torch.bfloat16})
+    return kept(layer, _input(s, b, h))
+
+
+def _input(s: int, b: int, h: int) -> Tensor:
+    return torch.randn(b, s, h, dtype=torch.bfloat16, requires_grad=True)
+
+
+@pytest.mark.parametrize(("s", "b", "h", "a"), SHAPES)
+def test_each_term_of_the_paper_lives(s: int, b: int, h: int, a: int) -> None:
+    assert {*OF_THE_PAPER} - {*NORM, *HALVES} | {*HALVES.values()} == {t.what for t in TERMS}
+    assert kept(Paper(h, a).bfloat16(), _input(s, b, h)) == expected(OF_THE_PAPER, s, b, h, a)
+
+
+@pytest.mark.parametrize("recompute", ["none", "selective", "full"])
+@pytest.mark.parametrize(("s", "b", "h", "a"), SHAPES)
+def test_forms_of_recomputation(s: int, b: int, h: int, a: int, recompute: Recompute) -> None:
+    """As they are measured in a run: the formula, and what norms keep of each token."""
+    x, layer = _input(s, b, h).detach(), Paper(h, a, recompute).bfloat16()
+    loss: Callable[[Tensor, Tensor], Tensor] = lambda y, _: y.sum()  # noqa: E731
+    boundary = Boundary((b, s, h), torch.bfloat16)
+    sizes = sizes_of([nn.Identity(), layer], x, x, loss=loss, boundary=boundary)
+    statistics = 0 if recompute == "full" else 4 * 2 * s * b
+    assert sizes.of("saved", 2)[1] == layer_bytes(s, b, h, a, recompute=recompute) + statistics
+
+
+@pytest.mark.parametrize(("s", "b", "h", "a"), SHAPES)
+def test_our_layer_differs_in_named_terms(s: int, b: int, h: int, a: int) -> None:
+    """No as^2b and no masks; sums of the softmax instead, and what norms keep of each token."""
+    assert ours(s, b, h, a) == expected(OURS, s, b, h, a)
+    masks = sum(each for what, each in layer_terms(s, b, h, a).items() if "mask of the" in what)
+    of_the_paper = layer_bytes(s, b, h, a, recompute="selective")
+    assert sum(ours(s, b, h, a)) == of_the_paper - masks + 8 * s * b + 4 * a * b * s
+
+
+def _shared(rank: int) -> list[list[int]]:
+    return [ours(*shape, dist.group.WORLD) for shape in SHAPES]
+
+
+def test_ranks_share_what_the_paper_says() -> None:
+    """Norms and their outputs are whole on each of two ranks, all else is cut in halves."""
+    for found in run(_shared, 2):
+        assert found == [expected(OURS, *shape, tp=2) for shape in SHAPES]
