@@ -31,12 +31,15 @@ class Lags(NamedTuple):
     `F_I` has the lags of F's behind I's, and so on.  Where there is no room for less than one
     microbatch behind another, the lag is 1; a lag of all microbatches is not said.
 
-    Why they hold.  Let F j of stage s start on a rank.  Each stage of the rank before s has run F
-    j, and it has run I's of no microbatch that s has not.  So where stage q, at or before s, has
-    run i I's, all stages up to q hold j + 1 - i microbatches whole, and those between q and s one:
-    that fits, which is `F_I`.  If all these have gone back but j, what is left is one microbatch
-    whole and tapes, as many as there are I's without a W: that fits, which is `F_W`.  While I j of
-    stage s runs, it holds `both` instead, and stages behind s have run I j: `F_I` again, and `I_W`.
+    Why they hold.  Let F j of stage s start on a rank.  `F_I`: until the I of a microbatch a on
+    stage q, at or behind s, has ended, nothing of a and of what follows it has gone from the stages
+    up to q; all from a to j are on those up to s, and a must get to q, too: so that fits, with
+    `both` for a on q.  Of a stage q before s: if it has run i I's, stages up to q hold j + 1 - i
+    microbatches whole, and those between q and s one.  `F_W`: until the W of a on q has ended, each
+    from a to j - 1 has its tape there, or is whole on the stages up to s.  Where q is not behind s
+    and a tape is no larger than that, j is whole up to s, and the rest are tapes.  `I_W`: while I j
+    of stage s runs, it holds `both`, and stages before s hold j; on q there are tapes, and stages
+    behind s have run I j.
     """
 
     F_I: tuple[Lag, ...]
@@ -66,17 +69,24 @@ def _of_rank(problem: Problem, rank: int) -> Iterator[list[Lag]]:
         whole[s] = sum_
     F_I, F_W, I_W = [], [], []
     for s in own:
-        beside = room - (whole[s] - saved[s]) - problem.both[s]  # while an I runs
-        F_I.append(Lag(s, s, max(fit(beside, whole[s], never), 0) + 1))
+        below = whole[s] - saved[s]
         for q in own:
-            if q <= s:
+            if q >= s:
+                others = room - (whole[q] - whole[s]) - (problem.both[q] - saved[q])
+                F_I.append(Lag(s, q, max(fit(others, whole[s], never), 1)))
+            else:
                 others = room - (whole[s] - whole[q])
                 F_I.append(Lag(s, q, max(fit(others, whole[q], never), 1)))
-            if q <= s and problem.split:
-                whole_ones = max(fit(others, whole[q], never), 1)
-                tapes = max(fit(room - whole[s], tape[q], never), 0) + 1
-                F_W.append(Lag(s, q, tapes if tape[q] <= whole[q] else whole_ones))
-            if q >= s and problem.split:
-                run = q > s  # it has run the I of this microbatch, too
-                I_W.append(Lag(s, q, max(fit(beside, tape[q], never) + 1 - run, 0)))
+            if not problem.split:
+                continue
+            if q > s:
+                tapes = fit(room - whole[s], min(whole[s], tape[q]), never) + 1
+            elif tape[q] <= whole[q]:
+                tapes = fit(room - whole[s], tape[q], never) + 1
+            else:
+                tapes = fit(room - (whole[s] - whole[q]), whole[q], never)
+            F_W.append(Lag(s, q, max(tapes, 1)))
+            if q >= s:  # behind s it has run the I of this microbatch, too
+                tapes = fit(room - below - problem.both[s], tape[q], never) + (q == s)
+                I_W.append(Lag(s, q, max(tapes, 0)))
     yield from (F_I, F_W, I_W)
