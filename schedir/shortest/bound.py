@@ -9,11 +9,15 @@ from schedir.ir.costs import Costs
 from schedir.ir.plan import Plan
 from schedir.ir.sizes import Sizes
 from schedir.shortest.closed import closed_bound
-from schedir.shortest.earliest import earliest_bound
+from schedir.shortest.earliest import earliest_bound, known_of
 from schedir.shortest.found import Bound
 from schedir.shortest.problem import Objective, Problem, problem_of
+from schedir.shortest.refuted import refuted_bound
 
-_FEW: Final = 1200  # pieces of work that can all be looked at in 5 milliseconds
+# How long pure Python takes for a piece of work, in seconds: to find when it can start at the
+# earliest, and to refute times.
+_EARLIEST: Final = 4e-6
+_REFUTED: Final = 4e-4
 
 
 def bound(
@@ -25,33 +29,41 @@ def bound(
     in_flight: int | Callable[[int], int] | None = None,
     objective: Objective = "span",
     split: bool = True,
+    seconds: float = 0.005,
 ) -> Bound:
     """Below what no schedule of a plan can be within a limit of memory, and why.
 
     `limit`, `in_flight`, `objective` and `split` are those of `search`.  `Bound.value` is in the
-    unit of the costs; `Bound.why` is the proof in words, on the rank that it is of.
+    unit of the costs; `Bound.why` is the proof in words.  In about so many `seconds` it is the
+    tightest bound that is known; the clock does not decide it, so that it is always the same.  The
+    formulas are in docs/search.md.
 
     Raises what `search` raises for a plan, costs, sizes or a limit that it does not take.
 
     >>> from schedir import Costs, Plan, bound
-    >>> bound(Plan(ranks=2, microbatches=3), Costs(F=1, I=1, W=1)).value
-    9.0
+    >>> least = bound(Plan(ranks=4, microbatches=8), Costs(F=1, I=1, W=1), in_flight=4)
+    >>> least.value
+    27.0
+    >>> print(least.why)
+    rank 0 works 24 and holds 4: it idles 3 between its 4th F and its first I
     """
-    return bound_of(
-        problem_of(plan, costs, sizes, limit, in_flight=in_flight, objective=objective, split=split)
+    problem = problem_of(
+        plan, costs, sizes, limit, in_flight=in_flight, objective=objective, split=split
     )
+    return bound_of(problem, seconds)
 
 
-def bound_of(problem: Problem) -> Bound:
-    """The largest bound of a Problem that takes no longer than some milliseconds.
+def bound_of(problem: Problem, seconds: float = 0.005) -> Bound:
+    """The largest bound of a Problem that is found in about so many seconds, as its size says.
 
-    Of a small Problem that is the tightest that is known.
+    Without any time it is the closed one, which takes some milliseconds however large it is.
     """
+    found = closed_bound(problem)
     pieces = (2 + problem.split) * problem.plan.stages * problem.microbatches
-    return tighter_bound(problem) if pieces <= _FEW else closed_bound(problem)
-
-
-def tighter_bound(problem: Problem) -> Bound:
-    """The largest bound of a Problem that is known: some microseconds for each piece of work."""
-    found = (earliest_bound(problem), closed_bound(problem))
-    return max(found, key=lambda bound: bound.value)
+    if pieces * _EARLIEST > seconds:
+        return found
+    for known in known_of(problem):
+        found = max(found, earliest_bound(known), key=lambda bound: bound.value)
+        if pieces * _REFUTED <= seconds:
+            found = refuted_bound(problem, known, found)
+    return found

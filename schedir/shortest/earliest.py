@@ -11,7 +11,8 @@ after it.  With both, the shortest that a rank can take is Jackson's preemptive 
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from heapq import heappop, heappush
 from math import inf
 from typing import NamedTuple
@@ -24,7 +25,7 @@ from schedir.shortest.problem import Problem
 Times = list[list[float]]  # by code, as of an Order, and microbatch
 
 
-class _Need(NamedTuple):
+class Need(NamedTuple):
     """A microbatch's work of one code starts `delay` after what another ended, `lag` before."""
 
     before: int
@@ -32,75 +33,75 @@ class _Need(NamedTuple):
     delay: float
 
 
-class _Relations(NamedTuple):
+class Relations(NamedTuple):
     """By code: what each piece of work needs of other ranks, and what has run before on its own.
 
     `turn` has the codes in an order in which those of one microbatch can run.
     """
 
-    needs: Sequence[Sequence[_Need]]
-    ran: Sequence[Sequence[_Need]]
+    needs: Sequence[Sequence[Need]]
+    ran: Sequence[Sequence[Need]]
     turn: Sequence[int]
 
-    def backwards(self) -> _Relations:
+    def backwards(self) -> Relations:
         """The same, seen from the end of the run."""
-        return _Relations(_turned(self.needs), _turned(self.ran), self.turn[::-1])
+        return Relations(_turned(self.needs), _turned(self.ran), self.turn[::-1])
 
 
-def _turned(all_: Sequence[Sequence[_Need]]) -> list[list[_Need]]:
-    turned: list[list[_Need]] = [[] for _ in all_]
+def _turned(all_: Sequence[Sequence[Need]]) -> list[list[Need]]:
+    turned: list[list[Need]] = [[] for _ in all_]
     for code, each in enumerate(all_):
         for need in each:
             turned[need.before].append(need._replace(before=code))
     return turned
 
 
-def _relations(problem: Problem, first: int) -> _Relations:
+def _relations(problem: Problem, first: int) -> Relations:
     """Those of the stages from `first` on."""
     stages, m = problem.plan.stages, problem.microbatches
-    needs: list[list[_Need]] = [[] for _ in range(KINDS * stages)]
-    ran: list[list[_Need]] = [[] for _ in range(KINDS * stages)]
+    needs: list[list[Need]] = [[] for _ in range(KINDS * stages)]
+    ran: list[list[Need]] = [[] for _ in range(KINDS * stages)]
     kinds, lags = (F, I, W) if problem.split else (F, I), Lags.of(problem)
     for s in range(first + 1, stages):
-        needs[KINDS * s + F].append(_Need(KINDS * (s - 1) + F, 0, problem.act[s - 1]))
-        needs[KINDS * (s - 1) + I].append(_Need(KINDS * s + I, 0, problem.grad[s]))
+        needs[KINDS * s + F].append(Need(KINDS * (s - 1) + F, 0, problem.act[s - 1]))
+        needs[KINDS * (s - 1) + I].append(Need(KINDS * s + I, 0, problem.grad[s]))
     for own in problem.own:
         there = [s for s in own if s >= first]
         for s in there:
             for kind in kinds:
-                ran[KINDS * s + kind].append(_Need(KINDS * s + kind, 1, 0.0))
+                ran[KINDS * s + kind].append(Need(KINDS * s + kind, 1, 0.0))
             for q in there:
                 if q < s:
-                    ran[KINDS * s + F].append(_Need(KINDS * q + F, 0, 0.0))
+                    ran[KINDS * s + F].append(Need(KINDS * q + F, 0, 0.0))
                 elif q > s:
-                    ran[KINDS * s + I].append(_Need(KINDS * q + I, 0, 0.0))
+                    ran[KINDS * s + I].append(Need(KINDS * q + I, 0, 0.0))
                 for kind in kinds[1:]:
-                    ran[KINDS * s + kind].append(_Need(KINDS * q + F, 0, 0.0))
+                    ran[KINDS * s + kind].append(Need(KINDS * q + F, 0, 0.0))
                 if q >= s and problem.split:
-                    ran[KINDS * s + W].append(_Need(KINDS * q + I, 0, 0.0))
+                    ran[KINDS * s + W].append(Need(KINDS * q + I, 0, 0.0))
     for kind, before, of in ((F, I, lags.F_I), (F, W, lags.F_W), (I, W, lags.I_W)):
         for lag in of:
             if lag.stage >= first <= lag.before:
                 code = KINDS * lag.stage + kind
-                ran[code].append(_Need(KINDS * lag.before + before, lag.lag, 0.0))
+                ran[code].append(Need(KINDS * lag.before + before, lag.lag, 0.0))
         for lag in lags.F_I:  # what has an I has had the Is behind it, and all Fs
             for q in there if lag.before in there else ():
                 if q > lag.before:
                     code = KINDS * lag.stage + F
-                    ran[code] += (_Need(KINDS * q + kind, lag.lag, 0.0) for kind in (F, I))
+                    ran[code] += (Need(KINDS * q + kind, lag.lag, 0.0) for kind in (F, I))
     # Of two that say the same, the one with the smaller lag is enough.
     for code, each in enumerate(ran):
         least: dict[int, int] = {}
         for need in each:
             least[need.before] = min(need.lag, least.get(need.before, m))
-        ran[code] = [_Need(before, lag, 0.0) for before, lag in least.items() if lag < m]
+        ran[code] = [Need(before, lag, 0.0) for before, lag in least.items() if lag < m]
     turn = [KINDS * s + F for s in range(first, stages)]
     for s in range(stages - 1, first - 1, -1):
         turn += [KINDS * s + kind for kind in kinds[1:]]
-    return _Relations(needs, ran, turn)
+    return Relations(needs, ran, turn)
 
 
-class _Done:
+class Done:
     """Work that one rank does, one after the other, each from its release on: when all is done."""
 
     __slots__ = ("ends", "releases", "takes")
@@ -131,12 +132,12 @@ class _Done:
 
 
 def _least(
-    relations: _Relations, cost: Sequence[float], begin: Sequence[float], microbatches: int
+    relations: Relations, cost: Sequence[float], begin: Sequence[float], microbatches: int
 ) -> Times:
     """The earliest start of each piece of work; those of a code are no earlier than its `begin`."""
     needs, ran, turn = relations
     times: Times = [[] for _ in cost]
-    done = [_Done() for _ in cost]
+    done = [Done() for _ in cost]
     for j in range(microbatches):
         for code in turn:
             time = begin[code]
@@ -153,7 +154,7 @@ def _least(
     return times
 
 
-class _Job(NamedTuple):
+class Job(NamedTuple):
     """A piece of work: its release, its time, and what must come after it."""
 
     release: float
@@ -161,7 +162,7 @@ class _Job(NamedTuple):
     tail: float
 
 
-def _preemptive(jobs: Sequence[_Job]) -> tuple[float, float]:
+def preemptive(jobs: Sequence[Job]) -> tuple[float, float]:
     """The end of Jackson's preemptive schedule of a rank, and the tail of what is last.
 
     What has the longest tail runs first.
@@ -188,48 +189,75 @@ def _preemptive(jobs: Sequence[_Job]) -> tuple[float, float]:
     return longest, decides
 
 
-def earliest_bound(problem: Problem) -> Bound:
-    """The bound by earliest starts and tails of all work.
+@dataclass(frozen=True)
+class Known:
+    """What is known of all work until the end of a run, or until the end of one rank's.
 
-    Of own spans it is that of the first stage's rank, and of the rank that works longest.
+    `heads` has the earliest start of each piece of work, by code and microbatch, and `tails` what
+    comes after its end at least, -inf where it need not be done by then; `codes` has those of each
+    rank.
     """
-    if problem.objective == "span":
-        return _of_ends(problem, 0, problem.tail)
-    busiest = max(range(problem.plan.ranks), key=problem.work)
-    found = []
-    for rank in {problem.rank_of[0], busiest}:
-        ends = [0.0 if r == rank else -inf for r in range(problem.plan.ranks)]
-        found.append(_of_ends(problem, problem.own[rank][0], ends))
-    return max(found, key=lambda bound: bound.value)
 
+    relations: Relations
+    backwards: Relations
+    cost: Sequence[float]
+    codes: Sequence[Sequence[int]]
+    heads: Times
+    tails: Times
 
-def _of_ends(problem: Problem, first: int, end: Sequence[float]) -> Bound:
-    """The least time from the first F of stage `first` to the end of the run.
+    @classmethod
+    def of(cls, problem: Problem, first: int, end: Sequence[float]) -> Known:
+        """From the first F of stage `first` on, of the stages from there.
 
-    `end` is the least from a rank's last work to that, -inf for a rank whose work may come later.
-    """
-    cost = [
-        each[s] for s in range(problem.plan.stages) for each in (problem.F, problem.I, problem.W)
-    ]
-    ends = [end[r] for r in problem.rank_of for _ in range(KINDS)]
-    relations = _relations(problem, first)
-    heads = _least(relations, cost, [0.0] * len(cost), problem.microbatches)
-    tails = _least(relations.backwards(), cost, ends, problem.microbatches)
-    best = Bound(0.0, "nothing is to be done")
-    for at, stages in enumerate(problem.own):
-        jobs = [
-            _Job(head, cost[code], tail)
-            for s in stages for code in range(KINDS * s, KINDS * (s + 1))
-            for head, tail in zip(heads[code], reversed(tails[code]), strict=True)
+        `end` is the least from a rank's last work to the end, -inf if it may come later.
+        """
+        each = (problem.F, problem.I, problem.W)
+        cost = [times[s] for s in range(problem.plan.stages) for times in each]
+        ends = [end[rank] for rank in problem.rank_of for _ in range(KINDS)]
+        relations = _relations(problem, first)
+        backwards = relations.backwards()
+        heads = _least(relations, cost, [0.0] * len(cost), problem.microbatches)
+        tails = _least(backwards, cost, ends, problem.microbatches)
+        there = {*relations.turn}
+        codes = [
+            [code for s in own for code in range(KINDS * s, KINDS * (s + 1)) if code in there]
+            for own in problem.own
+        ]
+        return cls(relations, backwards, cost, codes, heads, [times[::-1] for times in tails])
+
+    def jobs(self, rank: int) -> list[Job]:
+        """The work of a rank."""
+        return [
+            Job(head, self.cost[code], tail)
+            for code in self.codes[rank]
+            for head, tail in zip(self.heads[code], self.tails[code], strict=True)
             if tail > -inf
-        ]  # fmt: skip
-        value, tail = _preemptive(jobs)
+        ]
+
+
+def known_of(problem: Problem) -> Iterator[Known]:
+    """What is known until the end of the run; of own spans, until the ends of two ranks: that of
+    the first stage, and the one that works longest."""
+    if problem.objective == "span":
+        yield Known.of(problem, 0, problem.tail)
+        return
+    busiest = max(range(problem.plan.ranks), key=problem.work)
+    for rank in sorted({problem.rank_of[0], busiest}):
+        ends = [0.0 if r == rank else -inf for r in range(problem.plan.ranks)]
+        yield Known.of(problem, problem.own[rank][0], ends)
+
+
+def earliest_bound(known: Known) -> Bound:
+    """The bound by earliest starts and tails of all work."""
+    best = Bound(0.0, "nothing is to be done")
+    for rank in range(len(known.codes)):
+        value, tail = preemptive(jobs := known.jobs(rank))
         if value > best.value:
-            best = Bound(value, _why(jobs, at, tail))
+            best = Bound(value, _why(jobs, rank, tail))
     return best
 
 
-def _why(jobs: Sequence[_Job], rank: int, tail: float) -> str:
+def _why(jobs: Sequence[Job], rank: int, tail: float) -> str:
     """The work that decides, in words: what can begin only then, and has that tail at least."""
     begin, busy, end = 0.0, 0.0, -inf
     for release, time, _ in sorted(job for job in jobs if job.tail >= tail):
@@ -238,6 +266,6 @@ def _why(jobs: Sequence[_Job], rank: int, tail: float) -> str:
         busy, end = busy + time, end + time
     return (
         f"of the work of rank {rank} {busy:.6g} cannot begin before {begin:.6g}, and {tail:.6g} or "
-        f"more comes behind each of it: microbatches go there and back, a rank does one thing at a "
+        "more comes behind each of it: microbatches go there and back, a rank does one thing at a "
         "time, and what does not fit waits until something has gone"
     )

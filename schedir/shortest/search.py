@@ -91,7 +91,7 @@ def search(
     problem = problem_of(
         plan, costs, sizes, limit, in_flight=in_flight, objective=objective, split=split
     )
-    least = bound_of(problem)
+    least = bound_of(problem, seconds / 20)
     maker = _Maker(problem, costs, sizes, limit)
     hunt = Hunt(
         maker.with_messages(), least.value, seconds=seconds * (_FIRST if by_solver else 1),
