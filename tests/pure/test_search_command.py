@@ -147,6 +147,9 @@ def test_the_costs_of_a_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
     again = simulate(run.program, costs, model=run.model, blocks=run.blocks)
     row = json.loads(said(capsys, "search", *at, "--json"))
     assert row["unit"] == "s"
+    as_it_ran = simulate(program, costs, model=run.model, blocks=run.blocks).span
+    assert as_it_ran > found.span  # hosts wait themselves
+    assert f"beside under edge, as it ran: search {as_it_ran:.6g} s, " in told
     assert {"program": "traced", "length": again.span} in row["beside"]
     assert f"which holds {run.peak_in_flight.max()} in flight; " in told
     assert f"takes {again.span:.6g} s by simulation under edge, 1.6% less than it took" in told
