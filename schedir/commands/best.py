@@ -52,8 +52,7 @@ def _number(text: str) -> float:
 
 def run(args: argparse.Namespace) -> str:
     """A row per schedule that fits, and a line for each reason why another does not."""
-    candidates = [*_candidates(args)]
-    found = _found(args, candidates)
+    found = _found(args)
     if args.json:
         return as_json([_row(request) for request in found.fit])
     said = _ranked(found.fit) if found.fit else "none fits\n"
@@ -67,10 +66,10 @@ def run(args: argparse.Namespace) -> str:
         names = [name for name, error in found.refused.items() if error.fact == fact]
         said += f"not {', '.join(names)}: {fact}\n"
     # Of the first one: others have other stages, and so other numbers.
-    return said + filled(r for _, r in candidates if vars(r).get("timeline") in found.fit[:1])
+    return said + filled(found.fit[:1])
 
 
-def _found(args: argparse.Namespace, candidates: list[tuple[str, Request]]) -> Ranked:
+def _found(args: argparse.Namespace) -> Ranked:
     """What fits, of all candidates."""
 
     def over(timeline: Timeline) -> str:
@@ -78,7 +77,7 @@ def _found(args: argparse.Namespace, candidates: list[tuple[str, Request]]) -> R
         few = args.activations is None or peak <= args.activations
         return "" if few else f"{peak:.6g} activations"
 
-    found = ranked(candidates, over=over, whole=args.whole, said=args.source)
+    found = ranked(_candidates(args), over=over, whole=args.whole, said=args.source)
     if found.refused and not (found.fit or found.over or found.split):
         raise next(iter(found.refused.values()))
     return found

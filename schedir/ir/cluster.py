@@ -5,20 +5,17 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
 from math import ceil, inf, log2
-from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
 
-from schedir.errors import CostsError, UsageError, said
+from schedir.errors import CostsError, UsageError, expect, said
 from schedir.ir.costs import Cost, Costs
 from schedir.ir.mesh import mesh_of
 from schedir.ir.per_stage import from_grid, grid
+from schedir.ir.plan import Plan
 from schedir.ir.sizes import Sizes
 from schedir.ir.units import number_of
-
-if TYPE_CHECKING:
-    from schedir.ir.plan import Plan
 
 Floats = NDArray[np.float64]
 Processes = NDArray[np.int64]
@@ -85,14 +82,27 @@ class Cluster:
     # ------------------------------------------------------------ messages and sums
 
     def bandwidth(self, processes: Group) -> float:
-        """Bytes per second on the slowest link of a ring of processes; infinite for one alone."""
-        group = np.arange(processes) if isinstance(processes, int) else np.array(processes)
+        """Bytes per second on the slowest link of a ring of processes; infinite for one alone.
+
+        Raises UsageError, as all that takes processes, for those that are none of the cluster's.
+        """
+        group = self._group(processes)
         if len(group) < 2:
             return inf
         _, members = np.unique(group // self.gpus_per_node, return_counts=True)
         if len(members) == 1:
             return self.nvlink
         return min(self.nvlink, self.network * int(members.min()))
+
+    def _group(self, processes: Group) -> Processes:
+        """The processes of a group, of which there is one at least, and each once."""
+        group = np.arange(processes) if isinstance(processes, int) else np.array(processes)
+        if not 0 < len({*group.tolist()} & {*range(self.gpus)}) == len(group):
+            raise UsageError(
+                f"a group has different processes of 0 to {self.gpus - 1}, not {said(processes)}",
+                fields=["processes"],
+            )
+        return group
 
     def send(self, size: float, source: int, target: int) -> float:
         """Seconds that a message of `size` bytes takes from one process to another.
@@ -108,7 +118,7 @@ class Cluster:
         (g-1) latency + (g-1)/g size/bandwidth: by a ring, as Thakur et al. (2005), section 4.1:
         (p-1) alpha + (p-1)/p n beta.
         """
-        group = _count(processes)
+        group = len(self._group(processes))
         return (group - 1) * _message(size / group, self.latency, self.bandwidth(processes))
 
     def reduce_scatter(self, size: float, processes: Group) -> float:
@@ -134,7 +144,7 @@ class Cluster:
         ceil(log2 g) (latency + size/bandwidth): Thakur et al. (2005), section 4.4: lg p (alpha + n
         beta).
         """
-        steps = ceil(log2(_count(processes)))
+        steps = ceil(log2(len(self._group(processes))))
         return steps * _message(size, self.latency, self.bandwidth(processes))
 
     # ------------------------------------------------------------ one GPU
@@ -159,7 +169,7 @@ class Cluster:
 
     def host_transfer(self, size: float) -> float:
         """Seconds that `size` bytes take to or from the host's memory: latency + size/host, as
-        data/bandwidth in arXiv 2104.07857, section 4.2.  Raises UsageError where none is told."""
+        data/bandwidth in arXiv 2104.07857, section 4.  Raises UsageError where none is told."""
         return self._transfer(size, "host")
 
     def disk_transfer(self, size: float) -> float:
@@ -211,12 +221,16 @@ class Cluster:
         >>> from schedir import Cluster, Costs, Plan, Sizes
         >>> node = Cluster(nodes=1, gpus_per_node=4, flops="312TFLOP/s", memory="80GB",
         ...                hbm="2TB/s", nvlink="300GB/s", network="25GB/s", latency="10us")
-        >>> sizes = Sizes(activation=6e6, params=2e9, grads=2e9, optimizer=12e9)
+        >>> sizes = Sizes(activation=3e6, params=2e9, grads=2e9, optimizer=12e9)
         >>> filled = node.costs(Plan(4, 8), sizes, Costs(F=0.01, I=0.01, W=0.01))
         >>> filled.send, filled.step
-        (3e-05, 0.015)
+        (2e-05, 0.015)
         """
-        costs, sizes = costs or Costs(), sizes or Sizes()
+        costs = Costs() if costs is None else costs
+        sizes = Sizes() if sizes is None else sizes
+        expect(plan, Plan, "Plan(ranks=4, microbatches=8)")
+        expect(sizes, Sizes, "Sizes(activation=16e6)")
+        expect(costs, Costs, "Costs(F=0.012, B=0.024)")
         processes = plan.ranks * tp * dp
         if processes != self.gpus:
             raise UsageError(
@@ -380,8 +394,6 @@ def _unknown(cost: str, sizes: str) -> UsageError:
 
 
 def _message(size: float, latency: float, bandwidth: float) -> float:
+    if not 0 <= size < inf:
+        raise UsageError(f"a message has bytes, from 0 on, not {said(size)}", fields=["size"])
     return latency + size / bandwidth if bandwidth < inf and size else 0.0
-
-
-def _count(processes: Group) -> int:
-    return processes if isinstance(processes, int) else len(processes)

@@ -102,6 +102,20 @@ def test_formulas_of_one_gpu() -> None:
         assert caught.value.fields == (name,)
 
 
+@pytest.mark.parametrize("processes", [0, 9, -1, [], [0, 8], [-1, 0], [1, 1]])
+def test_groups_are_processes_of_the_cluster(processes: Any) -> None:
+    of = cluster()  # of 8
+    for collective in (of.all_gather, of.reduce_scatter, of.all_reduce, of.all_reduce_small):
+        with pytest.raises(UsageError) as caught:
+            collective(1e6, processes)
+        assert caught.value.fields == ("processes",)
+    with pytest.raises(UsageError) as caught:
+        of.send(1e6, 0, 8)
+    with pytest.raises(UsageError) as caught:
+        of.send(-1, 0, 1)
+    assert caught.value.fields == ("size",)
+
+
 # ---------------------------------------------------------------- what fills costs
 
 
@@ -270,6 +284,19 @@ def test_commands_say_what_is_filled(command: str, capsys: pytest.CaptureFixture
         assert found["unit"] == "s" and "send" not in found["filled"]
         program = compile(schedules.zb_h1, Plan(4, 4), tp=2, dp=2, costs=costs)
         assert found["span"] == simulate(program, costs).span
+
+
+def test_a_program_in_a_file_brings_its_groups(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """tp and dp, which nobody says beside it."""
+    told = "--costs=F=0.01,B=0.02"
+    file, shape = str(tmp_path / "zb_h1.sched"), _shape("simulate")
+    said(capsys, "show", "zb_h1", *shape[2:6], "-o", file)
+    by_file = said(capsys, "simulate", file, *shape[6:], told, "--json")
+    of_both = [json.loads(text) for text in (by_file, said(capsys, *shape, told, "--json"))]
+    assert of_both[0]["filled"] == of_both[1]["filled"]
+    assert of_both[0]["span"] == of_both[1]["span"]
 
 
 def test_what_stays_free_is_said(capsys: pytest.CaptureFixture[str]) -> None:
