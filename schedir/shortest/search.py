@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from math import inf
 from typing import Final, Literal, get_args
 
 from schedir.analysis.memory import held
@@ -212,45 +213,45 @@ class _Maker:
         return replace(problem, room=room)
 
     def timeline(self, orders: Sequence[tuple[float, Order]]) -> Timeline:
-        """The shortest prediction of some orders' programs that fit; at worst of one that does.
+        """The shortest prediction of some orders' programs that fit; the shortest comes first.
 
+        Opposite messages are grouped where that is shorter: they then wait less for each other.
         Raises MemoryLimitError where none does.
         """
         best: Timeline | None = None
         refused: MemoryLimitError | None = None
-        for length, order in orders:
+        for length, order in (*orders, (inf, one_by_one(self._problem))):
+            if best is not None and self._takes(best) <= length * (1 + ROUNDING):
+                break  # as it was thought; those that follow are longer
             try:
-                made = self._made(order)
+                made = [self._made(order, overlap) for overlap in (False, True)]
             except MemoryLimitError as error:
                 refused = refused or error
                 continue
-            if best is None or self._takes(made) < self._takes(best):
-                best = made
-            if self._takes(best) <= length * (1 + ROUNDING):
-                break  # as it was thought; those that follow are longer
+            best = min([best, *made] if best else made, key=self._takes)
         if best is None:
-            try:
-                best = self._made(one_by_one(self._problem))
-            except MemoryLimitError as error:
-                raise (refused or error) from None
+            assert refused is not None
+            raise refused
         return best
 
     def _takes(self, timeline: Timeline) -> float:
         return _length(timeline, self._problem.objective)
 
-    def _made(self, order: Order) -> Timeline:
-        """The prediction of an order's program.  Raises MemoryLimitError where it does not fit."""
-        drafted, sizes = draft_of(self._problem, order), self._sizes
-        if self._limit is None:
-            program = compile(drafted, costs=self._costs)
-        else:
-            try:
-                program = self._compiled(drafted, "enough")
-            except MemoryLimitError:
-                program = self._compiled(drafted, "fewest")
-        return simulate(program, self._costs, sizes=sizes)
+    def _made(self, order: Order, overlap: bool) -> Timeline:
+        """The prediction of an order's program, with slots of its own for each value if they fit.
 
-    def _compiled(self, drafted: Program, slots: Choice) -> Program:
-        return compile(
-            drafted, costs=self._costs, sizes=self._sizes, limit=self._limit, slots=slots
-        )
+        Raises MemoryLimitError where nothing fits.
+        """
+        drafted = draft_of(self._problem, order)
+        ways: list[Choice | None] = [None] if self._limit is None else [None, "enough", "fewest"]
+        for slots in ways:
+            try:
+                program = compile(
+                    drafted, costs=self._costs, sizes=self._sizes, limit=self._limit, slots=slots,
+                    overlap=overlap,
+                )  # fmt: skip
+                break
+            except MemoryLimitError:
+                if slots == ways[-1]:
+                    raise
+        return simulate(program, self._costs, sizes=self._sizes)
