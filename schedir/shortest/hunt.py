@@ -16,9 +16,11 @@ from schedir.shortest.problem import ROUNDING, Problem
 
 _SAME = 1 - 1e-12  # times that differ by less are the same
 _SLICE = 0.05  # seconds between two looks at the clock
-_SWEPT, _DESCENDED = 0.3, 0.5  # when to go on with the next way of looking, in parts of the budget
+# Until when policies are tried, and then changed, in parts of the budget; the rest is annealing.
+_TURNS = ((0.08, 0.2), (0.35, 0.5))
 _FINALISTS = 4  # of the shortest orders that are kept
 _KEPT = 24  # policies whose orders are starting points
+_FEW = 32  # orders, before machine code is asked for
 _IN_VAIN = 64  # rounds of annealing without anything better, after which there is hardly any
 _HEATS = (3.0, 1.0, 10.0, 3.0, 0.3)  # at which rounds begin, in mean times of a piece of work
 _COOLED = 1 / 30  # what is left of a round's heat at its end
@@ -53,6 +55,7 @@ class Hunt:
         self._random = Random(seed)
         self._machine, self._before = Machine(problem), 0
         self._pool: list[tuple[float, Policy]] = []
+        self._ended: set[Policy] = set()  # of which no neighbour is better
 
     @property
     def length(self) -> float:
@@ -102,8 +105,10 @@ class Hunt:
     def run(self) -> bool:
         """Look until there is a proof, the budget is spent (False), or nothing better comes."""
         try:
-            self._sweep()
-            self._descend()
+            tried = policies(self.problem, self._random)
+            for swept, descended in _TURNS:
+                self._sweep(tried, swept)
+                self._descend(descended)
             self._anneal()
         except Spent:
             return False
@@ -111,29 +116,29 @@ class Hunt:
 
     # ------------------------------------------------------------ ways of looking
 
-    def _sweep(self) -> None:
+    def _sweep(self, tried: Iterator[Policy], until: float) -> None:
         """Policies of all kinds."""
-        for policy in policies(self.problem, self._random):
-            if self.proved or self._spent() > _SWEPT:
-                break
+        while not self.proved and self._spent() <= until and (policy := next(tried, None)):
             self._pool.append((self._try(policy, "policy"), policy))
             self._compile()
         self._pool.sort(key=lambda each: each[0])
         del self._pool[_KEPT:]
 
-    def _descend(self) -> None:
+    def _descend(self, until: float) -> None:
         """The best policies, changed in one thing after another as long as that is better."""
         for k, (length, policy) in enumerate(self._pool):
-            better: Policy | None = policy
-            while better is not None and not self.proved and self._spent() <= _DESCENDED:
+            better = None if policy in self._ended else policy
+            while better is not None and not self.proved and self._spent() <= until:
                 policy, better = better, None
                 for other in neighbours(self.problem, policy, self._random):
                     found = self._try(other, "changed policy")
                     if found < length * _SAME:
                         length, better = found, other
                         break
-                    if self.proved or self._spent() > _DESCENDED:
+                    if self.proved or self._spent() > until:
                         break
+            if self._spent() <= until:
+                self._ended.add(policy)
             self._pool[k] = length, policy
 
     def _anneal(self) -> None:
@@ -189,7 +194,7 @@ class Hunt:
 
     def _compile(self) -> None:
         """Go on with machine code, where there is time to get it."""
-        if self._machine.is_compiled or len(self._pool) < 32:
+        if self._machine.is_compiled or self._machine.evaluations < _FEW:
             return
         loops = within(LOOPS, self._seconds - self.elapsed)
         if loops is not None:
