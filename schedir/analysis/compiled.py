@@ -40,7 +40,7 @@ def within(loops: tuple[Loop, ...], seconds: float) -> tuple[Loop, ...] | None:
     """
     found = _compile(loops)
     ready = found is not None and all(map(_is_kept, found))
-    return found if seconds >= (1 if ready else 8) else None
+    return found if seconds >= (0.4 if ready else 8) else None
 
 
 def _is_kept(loop: Any) -> bool:

@@ -22,7 +22,9 @@ _FINALISTS = 4  # of the shortest orders that are kept
 _KEPT = 24  # policies whose orders are starting points
 _FEW = 32  # orders, before machine code is asked for
 _IN_VAIN = 64  # rounds of annealing without anything better, after which there is hardly any
-_HEATS = (3.0, 1.0, 10.0, 3.0, 0.3)  # at which rounds begin, in mean times of a piece of work
+# The heat at which rounds begin, in mean times of a piece of work, and moves for each piece.
+_ROUNDS = ((4.0, 100), (8.0, 400), (16.0, 100), (4.0, 1600), (2.0, 400))
+_COOL = 0.1  # the least heat
 _COOLED = 1 / 30  # what is left of a round's heat at its end
 
 
@@ -54,6 +56,7 @@ class Hunt:
         self._seconds, self._evaluations, self._report = seconds, evaluations, report
         self._random = Random(seed)
         self._machine, self._before = Machine(problem), 0
+        self._rate = 1e4  # moves of work in a second
         self._pool: list[tuple[float, Policy]] = []
         self._ended: set[Policy] = set()  # of which no neighbour is better
 
@@ -142,41 +145,36 @@ class Hunt:
             self._pool[k] = length, policy
 
     def _anneal(self) -> None:
-        """Rounds of annealing, longer and longer, from the best and from where policies led."""
+        """Rounds of annealing, from the best and from where policies led."""
         starts = [self._order_of(policy) for _, policy in self._pool]
         pieces = sum(map(len, self.best))
         mean = sum(self.problem.work(rank) for rank in range(self.problem.plan.ranks)) / pieces
-        vain = turns = 0
-        for order, heat in self._rounds(starts):
-            if self.proved or vain >= _IN_VAIN:
-                return
-            turns = max(20 * pieces, turns)
-            vain = 0 if self._round(order, heat * mean, turns) else vain + 1
-            if vain % len(_HEATS) == 0:
-                turns = min(2 * turns, 400 * pieces)
-
-    def _rounds(self, starts: list[Order]) -> Iterator[tuple[Order, float]]:
-        turn = 0
-        while True:
-            for heat in _HEATS:
-                yield self.best, heat
-                if starts:
-                    yield starts[turn % len(starts)], heat
-                    turn += 1
+        vain = turn = 0
+        while not self.proved and vain < _IN_VAIN:
+            heat, turns = _ROUNDS[turn % len(_ROUNDS)]
+            turns *= pieces
+            order = starts[turn // 2 % len(starts)] if turn % 2 and starts else self.best
+            most = self._affordable() // 3
+            if turns > most:  # in a short round heat does more harm than good
+                heat, turns, order = max(heat * most / turns, _COOL), most, self.best
+            vain = 0 if self._round(order, heat * mean, max(turns, 1)) else vain + 1
+            turn += 1
 
     def _round(self, order: Order, heat: float, turns: int) -> bool:
         """Whether a round of annealing finds anything better."""
         cooling = float(_COOLED ** (1 / turns))
-        round_ = self._machine.annealing(order, heat, cooling, self._random.randrange(2**31))
+        moving = self._machine.annealing(order, heat, cooling, self._random.randrange(2**31))
         each, better = 16, False
         while turns > 0 and not self.proved:
             each = min(each, turns, self._left())
             begin = perf_counter()
-            length = round_.run(each, self.goal)
+            length = moving.run(each, self.goal)
+            took = max(perf_counter() - begin, 1e-9)
             if length < self.length * _SAME:
-                better |= self.take(length, round_.best, "annealing")
+                better |= self.take(length, moving.best, "annealing")
             turns -= each
-            each = max(int(each * min(_SLICE / max(perf_counter() - begin, 1e-9), 8.0)), 1)
+            self._rate = each / took
+            each = max(int(min(self._rate * _SLICE, each * 8)), 1)
             self._spent()
         return better
 
@@ -200,6 +198,12 @@ class Hunt:
         if loops is not None:
             self._before += self._machine.evaluations
             self._machine = Machine(self.problem, loops)
+
+    def _affordable(self) -> int:
+        """How many moves of work the budget is enough for, as far as one can tell."""
+        if self._evaluations is not None:
+            return self._left()
+        return int((self._seconds - self.elapsed) * self._rate)
 
     def _left(self) -> int:
         """How many evaluations are left."""
