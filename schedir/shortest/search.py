@@ -223,12 +223,14 @@ class _Maker:
         for length, order in (*orders, (inf, one_by_one(self._problem))):
             if best is not None and self._takes(best) <= length * (1 + ROUNDING):
                 break  # as it was thought; those that follow are longer
-            try:
-                made = [self._made(order, overlap) for overlap in (False, True)]
-            except MemoryLimitError as error:
-                refused = refused or error
-                continue
-            best = min([best, *made] if best else made, key=self._takes)
+            for overlap in (False, True):
+                try:
+                    made = self._made(order, overlap)
+                except MemoryLimitError as error:
+                    refused = refused or error
+                    continue
+                if best is None or self._takes(made) < self._takes(best):
+                    best = made
         if best is None:
             assert refused is not None
             raise refused
