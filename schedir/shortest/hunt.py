@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
+from itertools import count
 from math import inf
 from random import Random
 from time import perf_counter
@@ -10,7 +11,7 @@ from time import perf_counter
 from schedir.analysis.compiled import within
 from schedir.shortest.found import Step
 from schedir.shortest.machine import LOOPS, Machine, Policy
-from schedir.shortest.orders import Order
+from schedir.shortest.orders import Order, peaks
 from schedir.shortest.policies import neighbours, policies
 from schedir.shortest.problem import ROUNDING, Problem
 
@@ -44,6 +45,7 @@ class Hunt:
         problem: Problem,
         bound: float,
         *,
+        begin: float,
         seconds: float,
         evaluations: int | None,
         seed: int,
@@ -52,7 +54,7 @@ class Hunt:
         self.problem, self.bound = problem, bound
         self.shortest: list[tuple[float, Order]] = []  # the shortest first
         self.trail: list[Step] = []
-        self.begin = perf_counter()
+        self.begin = begin
         self._seconds, self._evaluations, self._report = seconds, evaluations, report
         self._random = Random(seed)
         self._machine, self._before = Machine(problem), 0
@@ -101,17 +103,23 @@ class Hunt:
         return True
 
     def start(self, orders: Iterable[tuple[str, Order]]) -> None:
-        """Look at orders that somebody has made."""
+        """Look at orders that somebody has made, as far as they fit."""
         for name, order in orders:
-            self.take(self._machine.length(order), order, name)
+            if all(map(self.problem.fits, peaks(self.problem, order), count())):
+                self.take(self._machine.length(order), order, name)
 
-    def run(self) -> bool:
-        """Look until there is a proof, the budget is spent (False), or nothing better comes."""
+    def run(self, tighter: Callable[[], float] | None = None) -> bool:
+        """Look until there is a proof, the budget is spent (False), or nothing better comes.
+
+        What is not soon proved asks once for a tighter bound.
+        """
         try:
             tried = policies(self.problem, self._random)
             for swept, descended in _TURNS:
                 self._sweep(tried, swept)
                 self._descend(descended)
+                if tighter is not None and not self.proved:
+                    self.bound, tighter = tighter(), None
             self._anneal()
         except Spent:
             return False

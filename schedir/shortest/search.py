@@ -2,34 +2,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
-from math import inf
+from collections.abc import Callable, Sequence
+from time import perf_counter
 from typing import Final, Literal, get_args
 
-from schedir.analysis.memory import held
-from schedir.compiler.compile import compile
-from schedir.errors import MemoryLimitError, ProgramError, UsageError, said
+from schedir.errors import UsageError, said
 from schedir.ir.costs import Costs
 from schedir.ir.plan import Plan
 from schedir.ir.program import Program
 from schedir.ir.sizes import Sizes
-from schedir.passes.record import Choice
-from schedir.predict.simulate import simulate
-from schedir.predict.timeline import Timeline
-from schedir.schedules import built_in
-from schedir.schedules.draft import draft
-from schedir.schedules.words import Schedule, takes_v
+from schedir.schedules.words import Schedule
 from schedir.shortest.bound import bound_of
 from schedir.shortest.found import Bound, Found, Step, Stopped
 from schedir.shortest.hunt import Hunt
-from schedir.shortest.orders import Order, codes_of, draft_of, one_by_one, peaks
+from schedir.shortest.maker import Made, Maker
+from schedir.shortest.orders import Order
 from schedir.shortest.problem import ROUNDING, Objective, Problem, problem_of
 from schedir.shortest.solver import Solved, ortools, solve
+from schedir.shortest.starts import starts
 
 Prove = Literal["closed", "solver"]
 _PROVES: Final = get_args(Prove)
-_FIRST = 0.3  # of the seconds that a search takes before the solver
+_FIRST: Final = 0.3  # of the seconds that a search takes before the solver
+_PILOTS: Final = 8  # short hunts at most, for the room of messages
+_PILOT: Final = 400  # evaluations of one, and its part of the seconds
+_PILOTED: Final = 0.04
 
 
 def search(
@@ -92,17 +89,29 @@ def search(
     problem = problem_of(
         plan, costs, sizes, limit, in_flight=in_flight, objective=objective, split=split
     )
-    least = bound_of(problem, seconds / 20)
-    maker = _Maker(problem, costs, sizes, limit)
+    least = bound_of(problem)
+
+    def told(step: Step) -> None:
+        if report is not None:
+            report(step, least.value)
+
+    def tighter() -> float:
+        nonlocal least
+        least = max(least, bound_of(problem, seconds / 20), key=lambda bound: bound.value)
+        return least.value
+
+    maker, begin = Maker(problem, costs, sizes, limit), perf_counter()
+    orders = list(starts(problem, start))
+    made, within = _with_messages(maker, problem, orders, least.value, seconds, seed)
     hunt = Hunt(
-        maker.with_messages(), least.value, seconds=seconds * (_FIRST if by_solver else 1),
+        within, least.value, begin=begin, seconds=seconds * (_FIRST if by_solver else 1),
         evaluations=evaluations, seed=seed,
-        report=(lambda step: report(step, least.value)) if report else lambda _: None,
+        report=told,
     )  # fmt: skip
     stopped: Stopped = "time"
     try:
-        hunt.start(_starts(problem, start))
-        if hunt.run():
+        hunt.start(orders)
+        if hunt.run(tighter):
             stopped = "no better"
         if by_solver and not hunt.proved:
             solved = _solve(problem, hunt, least, seconds, seed, report)
@@ -114,15 +123,50 @@ def search(
             stopped = "no better" if solved.proved else "time"
     except KeyboardInterrupt:
         stopped = "interrupted"
-    timeline = maker.timeline(hunt.shortest)
-    length = _length(timeline, objective)
+    last = maker.made(hunt.shortest)
+    made = min([each for each in (last, made) if each], key=lambda made: made.length, default=None)
+    length, timeline = made or maker.least()
     if length <= least.value * (1 + ROUNDING):
         stopped = "proved"
+    assert least.value <= length * (1 + 1e-6), "a bug: this is shorter than any schedule can be"
     bound = min(least.value, length)  # they are sums of floats, each in an order of its own
     return Found(
         timeline.program, timeline, length, bound, least.why, tuple(hunt.trail), hunt.tried,
         seed, stopped,
     )  # fmt: skip
+
+
+def _with_messages(
+    maker: Maker,
+    problem: Problem,
+    orders: Sequence[tuple[str, Order]],
+    bound: float,
+    seconds: float,
+    seed: int,
+) -> tuple[Made | None, Problem]:
+    """The Problem with as little less room as messages need, and a first program that fits.
+
+    How much they need is up to the order.  So short hunts are made, each with less room by what the
+    last one's order held too much.
+    """
+    best, within, found = None, problem, problem
+    for _ in range(_PILOTS if maker.takes_room else 0):
+        pilot = Hunt(
+            within, bound, begin=perf_counter(), seconds=seconds * _PILOTED,
+            evaluations=_PILOT, seed=seed, report=lambda _: None,
+        )  # fmt: skip
+        pilot.start(orders)
+        pilot.run()
+        if not pilot.shortest:
+            break
+        made = maker.made(pilot.shortest[:1])
+        if made is not None and (best is None or made.length < best.length):
+            best, found = made, within
+        smaller = maker.with_messages(pilot.best, within)
+        if smaller == within:
+            break
+        within = smaller
+    return best, found if best is not None else within
 
 
 def _solve(
@@ -143,117 +187,3 @@ def _solve(
     left = max(seconds - hunt.elapsed, 0.0)
     hint = hunt.best if hunt.shortest else None
     return solve(problem, left, hint=hint, closed=least, seed=seed, report=told)
-
-
-def _length(timeline: Timeline, objective: Objective) -> float:
-    return float(timeline.own_span.max()) if objective == "own" else timeline.span
-
-
-# ---------------------------------------------------------------- where it begins
-
-
-def _starts(problem: Problem, given: Sequence[Schedule | Program]) -> Iterator[tuple[str, Order]]:
-    """The orders of what is given, and of built-in schedules for this plan, that fit."""
-    for each in given:
-        program = each if isinstance(each, Program) else draft(each, problem.plan)
-        if program.plan != problem.plan:
-            raise UsageError(
-                f"{program.name} is of {program.plan}, not of {problem.plan}", fields=["start"]
-            )
-        yield from _that_fits(problem, program)
-    for schedule in sorted(built_in().values(), key=takes_v):  # the plainest name of each first
-        try:
-            program = draft(schedule, problem.plan)
-        except ProgramError:  # it is for other plans
-            continue
-        yield from _that_fits(problem, program)
-
-
-def _that_fits(problem: Problem, program: Program) -> Iterator[tuple[str, Order]]:
-    order = codes_of(program, split=problem.split)
-    whole = problem.microbatches * (2 + problem.split)
-    complete = all(
-        len(codes) == len(own) * whole for codes, own in zip(order, problem.own, strict=True)
-    )
-    if complete and all(map(problem.fits, peaks(problem, order), range(problem.plan.ranks))):
-        yield program.name, order
-
-
-# ---------------------------------------------------------------- what it makes
-
-
-class _Maker:
-    """Makes programs of orders, compiled with the costs, within the limit."""
-
-    def __init__(
-        self, problem: Problem, costs: Costs, sizes: Sizes | None, limit: float | None
-    ) -> None:
-        self._problem, self._costs, self._sizes, self._limit = problem, costs, sizes, limit
-
-    def with_messages(self) -> Problem:
-        """The Problem with less room, by what messages take of it: at least one of each kind.
-
-        They take slots, as few as there can be.
-        """
-        problem = self._problem
-        if self._limit is None:
-            return problem
-        order = one_by_one(problem)
-        assert self._sizes is not None
-        program = compile(draft_of(problem, order), costs=self._costs, slots="fewest")
-        most = [float(own.bytes.max()) for own in held(program, self._sizes, late=True)]
-        other = [
-            bytes_ - (self._limit - room) - kept
-            for bytes_, room, kept in zip(most, problem.room, peaks(problem, order), strict=True)
-        ]
-        room = tuple(
-            max(room - max(more, 0.0), problem.least_room(rank))
-            for rank, (room, more) in enumerate(zip(problem.room, other, strict=True))
-        )
-        return replace(problem, room=room)
-
-    def timeline(self, orders: Sequence[tuple[float, Order]]) -> Timeline:
-        """The shortest prediction of some orders' programs that fit; the shortest comes first.
-
-        Opposite messages are grouped where that is shorter: they then wait less for each other.
-        Raises MemoryLimitError where none does.
-        """
-        best: Timeline | None = None
-        refused: MemoryLimitError | None = None
-        for length, order in (*orders, (inf, one_by_one(self._problem))):
-            if best is not None and self._takes(best) <= length * (1 + ROUNDING):
-                break  # as it was thought; those that follow are longer
-            for overlap in (False, True):
-                try:
-                    made = self._made(order, overlap)
-                except MemoryLimitError as error:
-                    refused = refused or error
-                    continue
-                if best is None or self._takes(made) < self._takes(best):
-                    best = made
-        if best is None:
-            assert refused is not None
-            raise refused
-        return best
-
-    def _takes(self, timeline: Timeline) -> float:
-        return _length(timeline, self._problem.objective)
-
-    def _made(self, order: Order, overlap: bool) -> Timeline:
-        """The prediction of an order's program, with slots of its own for each value if they fit.
-
-        Raises MemoryLimitError where nothing fits.
-        """
-        drafted = draft_of(self._problem, order)
-        ways: list[Choice | None] = [None] if self._limit is None else [None, "enough", "fewest"]
-        for slots in ways:
-            try:
-                program = compile(
-                    drafted, costs=self._costs, sizes=self._sizes, limit=self._limit, slots=slots,
-                    overlap=overlap,
-                )  # fmt: skip
-                break
-            except MemoryLimitError:
-                if slots == ways[-1]:
-                    raise
-        return simulate(program, self._costs, sizes=self._sizes)

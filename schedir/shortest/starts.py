@@ -1,0 +1,38 @@
+"""Starts: orders that somebody has made, with which a search begins."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from schedir.errors import ProgramError, UsageError
+from schedir.ir.program import Program
+from schedir.schedules import built_in
+from schedir.schedules.draft import draft
+from schedir.schedules.words import Schedule, takes_v
+from schedir.shortest.orders import Order, codes_of
+from schedir.shortest.problem import Problem
+
+
+def starts(problem: Problem, given: Sequence[Schedule | Program]) -> Iterator[tuple[str, Order]]:
+    """The orders of what is given, and of built-in schedules for this plan, that fit."""
+    for each in given:
+        program = each if isinstance(each, Program) else draft(each, problem.plan)
+        if program.plan != problem.plan:
+            raise UsageError(
+                f"{program.name} is of {program.plan}, not of {problem.plan}", fields=["start"]
+            )
+        yield from _complete(problem, program)
+    for schedule in sorted(built_in().values(), key=takes_v):  # the plainest name of each first
+        try:
+            program = draft(schedule, problem.plan)
+        except ProgramError:  # it is for other plans
+            continue
+        yield from _complete(problem, program)
+
+
+def _complete(problem: Problem, program: Program) -> Iterator[tuple[str, Order]]:
+    """The order of a program that runs all of the Problem's work."""
+    order = codes_of(program, split=problem.split)
+    whole = problem.microbatches * (2 + problem.split)
+    if all(len(codes) == len(own) * whole for codes, own in zip(order, problem.own, strict=True)):
+        yield program.name, order
