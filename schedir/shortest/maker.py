@@ -17,7 +17,7 @@ from schedir.ir.sizes import Sizes
 from schedir.passes.record import Choice
 from schedir.predict.simulate import simulate
 from schedir.predict.timeline import Timeline
-from schedir.shortest.orders import Order, draft_of, one_by_one
+from schedir.shortest.orders import Order, draft_of, one_by_one, peaks
 from schedir.shortest.problem import ROUNDING, Objective, Problem
 
 _SLOTS: tuple[Choice | None, ...] = (None, "enough", "fewest")
@@ -51,10 +51,10 @@ class Maker:
         )
 
     def with_messages(self, order: Order, within: Problem) -> Problem:
-        """A Problem with less room than `within`: by half of what an order holds too much, messages
-        and all, with enough slots to lose no time.  The same where it fits.
+        """A Problem with less room than `within`, too little for an order that holds too much,
+        messages and all, with enough slots to lose no time.  The same where it fits.
 
-        By half, since orders with less room have fewer messages waiting, too.
+        Less by half of that only, since orders with less room have fewer messages waiting, too.
         """
         if not self.takes_room:
             return within
@@ -63,8 +63,10 @@ class Maker:
         most = np.array([own.bytes.max() for own in held(program, self._sizes, late=True)])
         over = np.maximum(most - self._limit * (1 + ROUNDING), 0).tolist()
         room = tuple(
-            max(room - more / 2, within.least_room(rank))
-            for rank, (room, more) in enumerate(zip(within.room, over, strict=True))
+            max(min(room - more / 2, peak * (1 - 1e-6)), within.least_room(rank)) if more else room
+            for rank, (room, more, peak) in enumerate(
+                zip(within.room, over, peaks(within, order), strict=True)
+            )
         )
         return replace(within, room=room)
 
