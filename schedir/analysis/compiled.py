@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
+from types import FunctionType
 from typing import Any, Final
 
 from schedir.errors import UsageError
@@ -75,7 +76,10 @@ def _compile(loops: tuple[Loop, ...]) -> tuple[Loop, ...] | None:
     if (numba := _numba()) is None:
         return None
     for loop in loops:
-        numba.extending.register_jitable(loop)  # others of them may call it
+        for name in loop.__code__.co_names:
+            called = loop.__globals__.get(name)
+            if isinstance(called, FunctionType):  # keep it in that file: numba looks at no other
+                numba.extending.register_jitable(called)
     try:
         return tuple(map(numba.njit(cache=True), loops))
     except RuntimeError:  # there is no folder that it may keep them in

@@ -10,6 +10,7 @@ from typing import Any, Final
 Numbers = Any  # of one dimension: a list, or an array
 
 _NEVER: Final = 1e300
+_WAVES: Final = 4  # one of so many moves is of several ranks
 
 
 def times(
@@ -124,6 +125,8 @@ def anneal(
     change: Numbers,
     room: Numbers,
     rank_at: Numbers,
+    own: Numbers,
+    begin: Numbers,
     path: Numbers,
     best: Numbers,
     undo: Numbers,
@@ -135,6 +138,8 @@ def anneal(
     """Move one piece of work at a time of the order `code`, and keep the shortest in `best`.
 
     Most moves are of work on a critical path: one of two that follow each other without a pause.
+    Some have the like done on several ranks (`wave`): where memory is short, or a rank has several
+    stages, one rank alone can change but little.
     What would hold too much, or never end, is not done; what is longer is done if it is by less
     than a random part of a heat.  `heats` has that, a time, and by what factor it falls in each of
     the `turns`; `randoms` has the last random number.  These are of a linear congruence, so Python
@@ -212,39 +217,55 @@ def anneal(
             ahead = 1 + (draw >> 8) % 3
             behind = 1 + (draw >> 12) % 3
         r = rank_at[x]
-        lo, hi = x - ahead, x + behind
-        if lo < first[r]:
-            lo = first[r]
-        if hi > first[r + 1]:
-            hi = first[r + 1]
-        # Nothing goes past its like, nor past what makes what it needs, or needs what it makes.
-        for y in range(x, hi):
-            c = code[y]
-            z = x - 1
-            while z >= lo and code[z] != c and (code[z] // 3 != c // 3 or nth[z] != nth[y]):
-                z -= 1
-            if z >= lo:
-                if y == x:
-                    lo = z + 1
-                else:
-                    hi = y
-                    break
-        if lo >= x:
-            continue
-        for y in range(lo, hi):
-            undo[y] = code[y]
-        for y in range(x, hi):
-            code[lo + y - x] = undo[y]
-        for y in range(lo, x):
-            code[hi - x + y] = undo[y]
-        held = 0.0
+        low = high = r
+        random = (random * 1103515245 + 12345) % 2147483648
+        spread = random >> 8
+        if x > first[r] and ranks > 1 and spread % _WAVES == 0:
+            if (spread >> 2) % 2 == 0:
+                low, high = 0, ranks - 1
+            else:
+                low = (spread >> 3) % (r + 1)
+                high = r + (spread >> 12) % (ranks - r)
+            lo, hi = first[low], first[high + 1]
+            for y in range(lo, hi):
+                undo[y] = code[y]
+            if wave(low, high, own, begin, first, code, nth, rank_at, x, (spread >> 20) % 2) == 0:
+                continue
+        else:
+            lo, hi = x - ahead, x + behind
+            if lo < first[r]:
+                lo = first[r]
+            if hi > first[r + 1]:
+                hi = first[r + 1]
+            # Nothing goes past its like, nor past what makes what it needs, or needs what it makes.
+            for y in range(x, hi):
+                c = code[y]
+                z = x - 1
+                while z >= lo and code[z] != c and (code[z] // 3 != c // 3 or nth[z] != nth[y]):
+                    z -= 1
+                if z >= lo:
+                    if y == x:
+                        lo = z + 1
+                    else:
+                        hi = y
+                        break
+            if lo >= x:
+                continue
+            for y in range(lo, hi):
+                undo[y] = code[y]
+            for y in range(x, hi):
+                code[lo + y - x] = undo[y]
+            for y in range(lo, x):
+                code[hi - x + y] = undo[y]
         fits = 1
-        for y in range(first[r], hi):
-            d = code[y]
-            if y >= lo and held + more[d] > room[r]:
-                fits = 0
-                break
-            held += change[d]
+        for q in range(low, high + 1):
+            held = 0.0
+            for y in range(first[q], min(first[q + 1], hi)):
+                d = code[y]
+                if y >= lo and held + more[d] > room[q]:
+                    fits = 0
+                    break
+                held += change[d]
         longer = 0.0
         if fits:
             found = times(
@@ -274,3 +295,67 @@ def anneal(
     heats[2] = shortest
     randoms[0] = random
     return float(shortest)
+
+
+def wave(
+    low: int,
+    high: int,
+    own: Numbers,
+    begin: Numbers,
+    first: Numbers,
+    code: Numbers,
+    nth: Numbers,
+    rank_at: Numbers,
+    x: int,
+    behind: int,
+) -> int:
+    """Have the work at `x` go before that ahead of it, and the like on ranks from `low` to `high`.
+
+    The like is of the same kinds and microbatches, of the stages that are their ranks' as many-th.
+    What goes ahead takes the place right before the other, or with `behind` the other the place
+    right after it.  Where it is so already, or would pass its like or what it needs, a rank stays
+    as it is.  `nth` has the microbatches of the order as it was.  Returns how many ranks changed.
+    """
+    r = rank_at[x]
+    one, other = code[x], code[x - 1]
+    mb, met = nth[x], nth[x - 1]
+    place = place_of_other = -1
+    for k in range(begin[r], begin[r + 1]):
+        if own[k] == one // 3:
+            place = k - begin[r]
+        if own[k] == other // 3:
+            place_of_other = k - begin[r]
+    changed = 0
+    for q in range(low, high + 1):
+        if begin[q] + place >= begin[q + 1] or begin[q] + place_of_other >= begin[q + 1]:
+            continue
+        c = 3 * own[begin[q] + place] + one % 3
+        d = 3 * own[begin[q] + place_of_other] + other % 3
+        lo = hi = -1
+        for y in range(first[q], first[q + 1]):
+            if code[y] == d and nth[y] == met:
+                lo = y
+            elif code[y] == c and nth[y] == mb:
+                hi = y
+                break
+        if lo < 0 or hi < 0:
+            continue
+        # What moves is one piece; nothing between the two may be its like, or of its microbatch.
+        moves, n = (d, met) if behind else (c, mb)
+        free = 1
+        for y in range(lo + behind, hi + behind):
+            if code[y] == moves or (code[y] // 3 == moves // 3 and nth[y] == n):
+                free = 0
+                break
+        if free == 0:
+            continue
+        if behind:
+            for y in range(lo, hi):
+                code[y] = code[y + 1]
+            code[hi] = d
+        else:
+            for y in range(hi, lo, -1):
+                code[y] = code[y - 1]
+            code[lo] = c
+        changed += 1
+    return changed

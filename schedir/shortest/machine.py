@@ -15,7 +15,7 @@ from schedir.shortest.dispatch import dispatch
 from schedir.shortest.orders import KINDS, Order
 from schedir.shortest.problem import ROUNDING, Problem
 
-LOOPS: Final = (times, dispatch, anneal)  # what is compiled; those that others call come first
+LOOPS: Final = (times, dispatch, anneal)  # what is compiled
 _MOST = 1e299  # what has no limit, as a number
 
 
@@ -70,9 +70,10 @@ class Machine:
         self._out, self._start = self._ints([0] * n), self._floats([0.0] * n)
         starts = self._ints(self._first)
         own_span = int(problem.objective == "own")
+        own_stages = self._ints([stage for own in problem.own for stage in own])
+        begin = self._ints(first)
         self._given_policy = (
-            *shape, int(problem.split), rank_of,
-            self._ints([stage for own in problem.own for stage in own]), self._ints(first),
+            *shape, int(problem.split), rank_of, own_stages, begin,
             starts, cost, hop, more, change, self._floats(room), self._floats(kept),
         )  # fmt: skip
         self._room_policy = (
@@ -85,7 +86,9 @@ class Machine:
             self._ints([0] * P), self._ints([0] * P), self._start, self._ints([0] * n),
         )  # fmt: skip
         rank_at = [r for r, own in enumerate(problem.own) for _ in range(len(own) * per)]
-        self._moved = (more, change, self._floats(room), self._ints(rank_at))
+        self._moved = (
+            more, change, self._floats(room), self._ints(rank_at), own_stages, begin,
+        )  # fmt: skip
         self._path, self._undo = self._ints([0] * n), self._ints([0] * n)
         self.evaluations = 0
 

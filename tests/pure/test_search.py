@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 
 from schedir import Costs, Plan, Sizes, check, compile, schedules, search, show, simulate
 from schedir.analysis.compiled import within
+from schedir.shortest.anneal import wave
 from schedir.shortest.machine import LOOPS, Machine, Policy
 from schedir.shortest.orders import codes_of, draft_of, length, peaks
 from schedir.shortest.problem import problem_of
@@ -90,3 +91,19 @@ def test_any_policy_ends_and_fits(policy, placement, room, split, seed) -> None:
         assert all(map(problem.fits, peaks(problem, order), count()))
         program = compile(draft_of(problem, order), costs=costs)
         assert codes_of(program, split=split) == order
+
+
+def test_a_wave_does_the_like_on_other_ranks() -> None:
+    codes = [c for stage in range(3) for c in (3 * stage, 3 * stage, 3 * stage + 1, 3 * stage + 2)]
+    first, own, begin = [0, 4, 8, 12], [0, 1, 2], [0, 1, 2, 3]
+    nth = [0, 1, 0, 0] * 3
+    rank_at = [x // 4 for x in range(12)]
+
+    def after(low: int, high: int, behind: int) -> tuple[int, list[int]]:
+        code = list(codes)
+        return wave(low, high, own, begin, first, code, nth, rank_at, 6, behind), code
+
+    # Rank 1's I0 goes before its F1; on ranks 0 and 2, too, where they are among those.
+    changed, code = after(1, 2, 0)
+    assert changed == 2 and code == [0, 0, 1, 2, 3, 4, 3, 5, 6, 7, 6, 8]
+    assert after(0, 2, 1)[1] == [0, 1, 0, 2, 3, 4, 3, 5, 6, 7, 6, 8]
