@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -19,8 +20,9 @@ from schedir.predict.simulate import simulate
 from schedir.schedules.draft import draft
 from schedir.shortest.bound import bound_of
 from schedir.shortest.closed import closed_bound
+from schedir.shortest.lags import Lags
 from schedir.shortest.of_program import bound_of_program
-from schedir.shortest.orders import codes_of, length, peaks
+from schedir.shortest.orders import KINDS, F, I, W, codes_of, length, peaks
 from schedir.shortest.problem import OBJECTIVES, Objective, Problem, problem_of
 from schedir.testing import drafts, plans_of
 from tests.interleavings import shortest
@@ -141,6 +143,35 @@ def test_no_order_is_shorter(data: st.DataObject) -> None:
     assert took is not None
     for least in (closed_bound(problem), bound_of(problem, 1.0)):
         assert least.value * FINE <= took, least.why
+
+
+@settings(max_examples=200)
+@given(st.data())
+def test_what_does_not_fit_waits(data: st.DataObject) -> None:
+    """Each lag holds in any order, within what that order holds at most."""
+    split = data.draw(st.booleans())
+    made = data.draw(drafts(2, 5, 3, split=float(split), placements=ONE_HOLDER))
+    lags_hold(data.draw(problems(made.plan, split)), codes_of(made, split=split))
+
+
+@pytest.mark.parametrize("saved", [1.0, 2.0])
+def test_tapes_of_a_later_stage_wait_for_no_more_than_they_must(saved: float) -> None:
+    """Two of them are there, and that is all that fits beside one F."""
+    problem = replace(problem_of(Plan(1, 3, 2)), saved=(saved, 1.0))
+    there = (0, 3, 4, 1, 2)  # F and F, I and I, W of the first stage
+    lags_hold(problem, [(*there, *there, 0, 5, 5, *there[1:], 5)])
+
+
+def lags_hold(problem: Problem, order: Sequence[Sequence[int]]) -> None:
+    lags = Lags.of(replace(problem, room=tuple(peaks(problem, order))))
+    at = [
+        [k for k, c in enumerate(order[problem.rank_of[code // KINDS]]) if c == code]
+        for code in range(KINDS * problem.plan.stages)
+    ]
+    for late, early, each in ((F, I, lags.F_I), (F, W, lags.F_W), (I, W, lags.I_W)):
+        for s, q, lag in each:
+            begins, ends = at[KINDS * s + late], at[KINDS * q + early]
+            assert all(ends[j - lag] < begins[j] for j in range(lag, len(begins)))
 
 
 @st.composite
