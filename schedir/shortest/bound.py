@@ -11,7 +11,7 @@ from schedir.ir.sizes import Sizes
 from schedir.shortest.closed import closed_bound
 from schedir.shortest.earliest import earliest_bound, known_of
 from schedir.shortest.found import Bound
-from schedir.shortest.problem import Objective, Problem, problem_of
+from schedir.shortest.problem import ROUNDING, Objective, Problem, problem_of
 from schedir.shortest.refuted import refuted_bound
 
 # How long pure Python takes for a piece of work, in seconds: to find when it can start at the
@@ -35,8 +35,8 @@ def bound(
 
     `limit`, `in_flight`, `objective` and `split` are those of `search`.  `Bound.value` is in the
     unit of the costs; `Bound.why` is the proof in words.  In about so many `seconds` it is the
-    tightest bound that is known; the clock does not decide it, so that it is always the same.  The
-    formulas are in docs/search.md.
+    tightest bound that is known; the clock does not decide it, so that it is always the same.
+    The formulas, and their proofs, are on the page of the search.
 
     Raises what `search` raises for a plan, costs, sizes or a limit that it does not take.
 
@@ -63,7 +63,8 @@ def bound_of(problem: Problem, seconds: float = 0.005) -> Bound:
     if pieces * _EARLIEST > seconds:
         return found
     for known in known_of(problem):
-        found = max(found, earliest_bound(known), key=lambda bound: bound.value)
+        if (other := earliest_bound(known)).value > found.value * (1 + ROUNDING):
+            found = other  # else the closed one is easier to follow
         if pieces * _REFUTED <= seconds:
             found = refuted_bound(problem, known, found)
     return found

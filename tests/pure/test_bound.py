@@ -74,7 +74,7 @@ def test_the_automatic_schedules_of_the_zero_bubble_paper(
 
 def test_why_is_a_proof_in_words() -> None:
     priced = Costs(F=18.522, I=18.086, W=9.337, send=0.601)
-    least = closed_bound(problem_of(Plan(8, 24), priced, in_flight=8))
+    least = bound(Plan(8, 24), priced, in_flight=8)
     assert least.why == (
         "rank 0 works 1102.68 and holds 8: it idles 135.016 between its 8th F and its first I, and "
         "72.709 between its last F and its last I"
@@ -268,6 +268,7 @@ def test_costs_of_microbatches_count_as_the_least() -> None:
 def test_nothing_is_said_of_what_is_not_known() -> None:
     zb, chimera = schedules.zb_h1, schedules.chimera
     assert bound_of_program(schedir.compile(zb, Plan(4, 8), frozen=1)) is None
+    assert bound_of_program(schedir.compile(zb, Plan(4, 8), recompute="all")) is None
     assert bound_of_program(schedir.compile(chimera, Plan(4, 8, placement="mirror"))) is None
     assert bound_of_program(schedir.compile(schedules.forward_only, Plan(4, 8))) is None
     assert bound_of_program(schedir.compile(zb, Plan(4, 8)), Costs(F=0, I=0, W=0)) is None
