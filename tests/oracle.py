@@ -133,8 +133,9 @@ class Machine:
             grad = here((O.GatherGrad, s), (O.RecvGrad, s), *before) if s + 1 < S else []
             late = dict(self.program.skips).get(s, -1)
             skip = here((O.RecvSkipGrad, s), (O.Backward, late), (O.BackwardInput, late))
-            return here((O.Forward, s)) + grad + skip
+            return here((O.Recompute, s), (O.Forward, s)) + grad + skip
         simple: dict[Opcode, list[tuple[Opcode, int]]] = {
+            O.Recompute: [(O.Forward, s)],
             O.BackwardWeight: [(O.BackwardInput, s)],
             O.SendAct: [(O.Scatter, s), (O.Forward, s)],
             O.Scatter: [(O.Forward, s)],
@@ -278,6 +279,8 @@ class Machine:
                 self._cost(rank, Instr(op, i.stage, i.mb))
                 for op in (O.BackwardInput, O.BackwardWeight)
             )
+        if i.op == O.Recompute and self.costs.R is None:
+            return self._cost(rank, Instr(O.Forward, i.stage, i.mb))
         value: Any = getattr(self.costs.usual(), ROWS[i.op].cost) if ROWS[i.op].cost else 0.0
         value = 0.0 if value is None else value
         if isinstance(value, tuple):

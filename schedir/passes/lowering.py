@@ -36,3 +36,5 @@ OPTIONS: Final[Mapping[str, tuple[Kind, str]]] = {
     for each in LOWERING
     for option in each.options
 }
+# Of which section of a configuration each of them is a setting.
+SECTION_OF: Final = {option: each.section for each in LOWERING for option in each.options}

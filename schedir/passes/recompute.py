@@ -279,6 +279,7 @@ PASSES: Final = (
         ),
         expected=_both,
         options=("recompute", "recompute_at"),
+        section="memory",
         kinds={"recompute": WHICH, "recompute_at": AT},
         abouts={
             "recompute": "keep inputs only, and run forwards again: all, fit (as few as --limit "

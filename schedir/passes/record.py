@@ -76,7 +76,8 @@ class Pass:
     too: what such a pass adds is expected only where some of it is there.  `read` tells the options
     with which a program was lowered, as far as they show.  `options` are the names of those in
     `Options.more` that it takes: yes or no, or of the kind that `kinds` has of the name; `about`
-    is what `--help` says of them, or of each by name `abouts`.
+    is what `--help` says of them, or of each by name `abouts`.  In a configuration of `schedir
+    train` they are settings of a `section`.
     """
 
     name: str
@@ -89,4 +90,5 @@ class Pass:
     kinds: Mapping[str, Kind] = field(default_factory=dict)
     about: str = ""
     abouts: Mapping[str, str] = field(default_factory=dict)
+    section: Literal["pipeline", "memory"] = "pipeline"
     order: int = 0

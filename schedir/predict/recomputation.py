@@ -34,6 +34,41 @@ class Forms(NamedTuple):
     of: int
 
 
+def recomputed(program: Program) -> str:
+    """What a program recomputes, in words; nothing where that is nothing.
+
+    >>> from schedir import Plan, compile, schedules
+    >>> recomputed(compile(schedules.one_f_one_b, Plan(4, 8), recompute="0,1.0,1.1,1.2,1.5"))
+    '12 of 32 forwards: of stage 0 all, of stage 1 0-2 and 5'
+    """
+    found: dict[int, list[int]] = {}
+    for stream in program.streams:
+        for i in stream:
+            if i.op is RECOMPUTE:
+                found.setdefault(i.stage, []).append(i.mb)
+    if not found:
+        return ""
+    many = program.plan.microbatches
+    each = [
+        f"of stage {stage} {'all' if len(own) == many else _runs(sorted(own))}"
+        for stage, own in sorted(found.items())
+    ]
+    number = sum(map(len, found.values()))
+    return f"{number} of {program.plan.stages * many} forwards: {', '.join(each)}"
+
+
+def _runs(numbers: list[int]) -> str:
+    """Numbers, those that follow each other as one run."""
+    runs: list[list[int]] = []
+    for number in numbers:
+        if runs and number == runs[-1][-1] + 1:
+            runs[-1].append(number)
+        else:
+            runs.append([number])
+    *most, last = [f"{run[0]}-{run[-1]}" if len(run) > 1 else str(run[0]) for run in runs]
+    return f"{', '.join(most)} and {last}" if most else last
+
+
 def forms(timeline: Timeline, costs: Costs | None = None) -> Forms | None:
     """The forms of a run's schedule, lowered as it was: with R for what it recomputes, or for all,
     if that is nothing and the sizes are known of what R spares.

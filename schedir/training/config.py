@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from inspect import getdoc
 from typing import Annotated, Any, Final, NamedTuple, TypeVar, cast, get_type_hints
@@ -16,7 +17,8 @@ from schedir.ir.fields import Field, Kind
 from schedir.ir.placement import Placement
 from schedir.ir.plan import PLAN, Plan
 from schedir.ir.program import HEADER, TRAITS, Program
-from schedir.passes.lowering import OPTIONS
+from schedir.ir.sizes import Sizes, bytes_of
+from schedir.passes.lowering import OPTIONS, SECTION_OF
 from schedir.passes.record import Choice
 from schedir.training.gpt_config import GPTConfig, split_heads, split_layers
 from schedir.training.settings import Range, describe
@@ -34,7 +36,19 @@ def _with_all_settings(section: _Section) -> _Section:
     """A class with a setting, too, for each field of a program, and each option of a pass, that it
     does not name."""
     said = {f.name: (f.kind, f.default) for f in HEADER if f.in_config}
-    said |= {name: (kind, _unsaid(kind)) for name, (kind, _) in OPTIONS.items()}
+    return _with_settings(section, said | _options_of("pipeline"))
+
+
+def _options_of(section: str) -> dict[str, tuple[Kind, Any]]:
+    """The options of passes that are settings of a section, with what they are unless said."""
+    return {
+        name: (kind, _unsaid(kind))
+        for name, (kind, _) in OPTIONS.items()
+        if SECTION_OF[name] == section
+    }
+
+
+def _with_settings(section: _Section, said: Mapping[str, tuple[Kind, Any]]) -> _Section:
     for name, (kind, default) in said.items():
         if name not in section.__annotations__:
             section.__annotations__[name] = _type_of(kind, optional=default is None)
@@ -98,6 +112,48 @@ class PipelineConfig:
     def plan(self) -> Plan:
         """The shape of the pipeline; raises PlanError if there is none such."""
         return Plan(**{f.name: getattr(self, f.name) for f in PLAN if f.in_config})
+
+
+def _with_memory(section: _Section) -> _Section:
+    return _with_settings(section, _options_of("memory"))
+
+
+@dataclass(frozen=True)
+@_with_memory
+class MemoryConfig:
+    """What ranks may hold, and how they come to hold less.
+
+    A run is refused before its first step if by prediction a rank holds more than the `limit`, as
+    in "1.5GB".  What is to `recompute` keeps of its forwards the inputs only, and runs them again:
+    "all", stages as in "0,1", microbatches of stages as in "0.3,0.4", or "fit", as few as the limit
+    asks for; `recompute_at` is "early", where that is hidden, or "late", just before backwards.
+    """
+
+    limit: str | None = None
+    recompute: str | None = None
+
+    def __post_init__(self) -> None:
+        if self.bytes is None and self.fits:
+            raise UsageError(
+                'recompute = "fit" recomputes what does not fit: it needs a limit',
+                hint='limit = "1.5GB"',
+                fields=["recompute"],
+            )
+
+    @property
+    def bytes(self) -> float | None:
+        """The limit, if there is one.  Raises UsageError for what says no bytes."""
+        try:
+            return None if self.limit is None else bytes_of(self.limit)
+        except ValueError:
+            raise UsageError(
+                f"limit {self.limit!r} says no bytes", hint='"1.5GB"', fields=["limit"]
+            ) from None
+
+    @property
+    def fits(self) -> bool:
+        """Whether what is recomputed is chosen by the limit."""
+        return self.recompute == "fit"
 
 
 @dataclass(frozen=True)
@@ -227,6 +283,7 @@ class Config:
 
     model: GPTConfig = field(default_factory=GPTConfig)
     pipeline: PipelineConfig = field(default_factory=PipelineConfig)
+    memory: MemoryConfig = field(default_factory=MemoryConfig)
     data: DataConfig = field(default_factory=DataConfig)
     train: TrainConfig = field(default_factory=TrainConfig)
     output: OutputConfig = field(default_factory=OutputConfig)
@@ -238,6 +295,11 @@ class Config:
     @property
     def request(self) -> Request:
         """What is asked for: the program of the pipeline, checked as the transport needs it."""
+        return self.request_within(None)
+
+    def request_within(self, sizes: Sizes | None) -> Request:
+        """The same within the limit, if these are the sizes of the stages; without any, and before
+        these are known, nothing is recomputed for it."""
         pipeline, train = self.pipeline, self.train
         said = {f.name: getattr(pipeline, f.name) for f in HEADER if f.in_config}
         return Request(
@@ -250,10 +312,13 @@ class Config:
             overlap=pipeline.overlap,
             slots=self._slots,
             more={
-                name: getattr(pipeline, name)
+                name: said
                 for name, (kind, _) in OPTIONS.items()
-                if getattr(pipeline, name) is not _unsaid(kind)
+                if (said := getattr(getattr(self, SECTION_OF[name]), name)) is not _unsaid(kind)
+                and not (said == "fit" and sizes is None)
             },
+            sizes=sizes,
+            limit=None if sizes is None else self.memory.bytes,
             lowers=True,
             contradicts=contradicts,
         )

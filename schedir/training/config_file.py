@@ -19,7 +19,7 @@ from schedir.io.load import Source
 from schedir.io.request import Request
 from schedir.ir.plan import PLAN
 from schedir.ir.program import HEADER, TRAITS, Program
-from schedir.passes.lowering import OPTIONS
+from schedir.passes.lowering import OPTIONS, SECTION_OF
 from schedir.training.config import SECTIONS, TYPES, Config, PipelineConfig, contradicts
 from schedir.training.settings import coerce, describe
 
@@ -123,7 +123,7 @@ def _of_source(values: _Values, given: _Settings) -> _Values:
         )
     if isinstance(source.found, Program) and not source.found.is_draft:
         for name in ("overlap", *OPTIONS):
-            if setting := given.get(("pipeline", name)):
+            if setting := given.get((SECTION_OF.get(name, "pipeline"), name)):
                 raise setting.error(f"{source} has its transfers: {name} is for what is compiled")
         decided |= {f.name: f.of(source.found) for f in TRAITS if f.in_config}
     return {("pipeline", name): value for name, value in ({"schedule": source} | decided).items()}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from time import perf_counter
@@ -10,13 +11,14 @@ from typing import TextIO
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 from schedir.analysis.memory import held
 from schedir.errors import ExecutionError, in_bytes, in_words
 from schedir.ir.program import Program
 from schedir.ir.sizes import AT_REST, Sizes
 from schedir.predict.calibrate import calibrate, format_bubbles
+from schedir.predict.recomputation import recomputed
 from schedir.predict.simulate import simulate
 from schedir.predict.timeline import Timeline
 from schedir.runtime.boundary import Boundary
@@ -89,10 +91,13 @@ class _Trainer:
         self.size = config.data.microbatch_size
         boundary = Boundary((self.size, config.model.context, config.model.hidden), dtype)
         message = math.prod(boundary.shape) * dtype.itemsize // program.tp  # each sends its slice
-        transport = choose(config.train.transport, config.train.device, program)
-        self.transport = transport(
-            program, config.train.timeout, device=self.device, message=message
+        connect = partial(
+            choose(config.train.transport, config.train.device, program),
+            timeout=config.train.timeout,
+            device=self.device,
+            message=message,
         )
+        self.transport = connect(program)
         self.transport.agree(_facts(config))
         plan, tp = program.plan, self.transport.tp_group
         division = config.pipeline.division
@@ -107,12 +112,19 @@ class _Trainer:
         parameters = [p for stage in stages.values() for p in stage.parameters()]
         self.optimizer = _optimizer(parameters, config.train)
         self.loss_scale = LossScale(device=self.device) if dtype == torch.float16 else None
+        loss = partial(gpt.loss, tp=tp)
+        self.sizes = self._sizes(stages, loss, boundary)
+        fitting = self._fitting()
+        if fitting != program:
+            self.transport.leave()
+            self.transport, self.program = connect(fitting), fitting
+            program = fitting
         self.executor = Executor(
             program,
             self.transport.rank,
             stages,
             self.transport,
-            loss=partial(gpt.loss, tp=tp),
+            loss=loss,
             boundary=boundary,
             optimizer=self.optimizer,
             max_norm=config.train.clip if program.clip else None,
@@ -133,8 +145,6 @@ class _Trainer:
 
     def run(self) -> Result | None:
         train, record, result = self.config.train, self.config.output.record, None
-        inputs, targets = (x[: self.size].to(self.device) for x in self.batches.batch(0))
-        self.sizes = self._sizes(inputs, targets)
         self.memory = self._memory()
         prefetch = Prefetch(
             self.batches,
@@ -160,21 +170,23 @@ class _Trainer:
                     result = self._report(step + 1)
         return result
 
-    def _sizes(self, input: Tensor, target: Tensor) -> Sizes:
+    def _sizes(
+        self, own: Mapping[int, nn.Module], loss: Callable[..., Tensor], boundary: Boundary
+    ) -> Sizes:
         """What each stage keeps of a microbatch, and its weights: found by running it once."""
-        executor, stages = self.executor, range(self.program.plan.stages)
-        own = {s: stage.module for s, stage in executor.stages.items()}
+        stages = range(self.program.plan.stages)
+        inputs, targets = (x[: self.size].to(self.device) for x in self.batches.batch(0))
         sizes = sizes_of(
             [own.get(s) for s in stages],
-            input,
-            target,
-            loss=executor.state.loss,
-            boundary=executor.state.passing[0],
+            inputs,
+            targets,
+            loss=loss,
+            boundary=boundary,
             # AdamW's moments, and the float32 copies of other weights.
             state=12.0 if isinstance(self.optimizer, MainOptimizer) else 8.0,
             frozen=self.program.frozen,
         )
-        measured = ("saved", "tape", "both", *AT_REST, "version")
+        measured = ("saved", "tape", "both", "checkpoint", *AT_REST, "version")
         each = torch.tensor(
             [sizes.of(name, len(stages)).tolist() for name in measured],
             dtype=torch.float64,
@@ -182,6 +194,17 @@ class _Trainer:
         )
         dist.all_reduce(each, dist.ReduceOp.MAX)
         return replace(sizes, **dict(zip(measured, map(tuple, each.tolist()), strict=True)))
+
+    def _fitting(self) -> Program:
+        """The program, or the one in its place that is within the limit of memory, if there is one:
+        then process 0 says what it recomputes.  Raises MemoryLimitError where none is."""
+        if self.config.memory.bytes is None:
+            return self.program
+        program = self.config.request_within(self.sizes).program
+        if self.config.memory.fits and not dist.get_rank():
+            what = recomputed(program) or "nothing"
+            print(f"to hold at most {self.config.memory.limit}, recomputed: {what}", flush=True)
+        return program
 
     def _memory(self) -> tuple[float, ...]:
         """The most that each rank will hold, in bytes, known to all; process 0 says it."""

@@ -11,6 +11,8 @@ import pytest
 
 import schedir
 from schedir.errors import ConfigError, ParseError, ProgramError
+from schedir.ir.ops import RECOMPUTE
+from schedir.ir.sizes import Sizes
 from schedir.schedules import built_in
 from schedir.training.config import Config
 from schedir.training.config_file import read
@@ -319,3 +321,31 @@ def test_the_learning_rate_warms_up_and_falls() -> None:
     top = rates.index(max(rates))
     assert rates[: top + 1] == sorted(rates[: top + 1]) and max(rates) == train.lr
     assert rates[top:] == sorted(rates[top:], reverse=True) and rates[-1] >= train.min_lr
+
+
+@pytest.mark.parametrize(
+    ("settings", "fact"),
+    [
+        ('limit = "2X"', "says no bytes"),
+        ('recompute = "fit"', "needs a limit"),
+        ("recompute = 7", "must be a string"),
+        ('recompute = "all"\nrecompute_at = 3', "must be a string"),
+    ],
+)
+def test_memory_that_cannot_be(settings: str, fact: str, tmp_path: Path) -> None:
+    path = tmp_path / "config.toml"
+    path.write_text(f"[memory]\n{settings}\n")
+    with pytest.raises(ConfigError, match=fact):
+        read(str(path), [])
+
+
+def test_memory_is_of_the_program(tmp_path: Path) -> None:
+    """What fits is known when the sizes are; anything else at once."""
+    path = tmp_path / "config.toml"
+    path.write_text('[pipeline]\nranks = 2\n[memory]\nlimit = "15"\nrecompute = "fit"\n')
+    sizes = Sizes(saved=10, checkpoint=1)
+    config = read(str(path), [])
+    assert RECOMPUTE not in config.request.program.ops
+    assert RECOMPUTE in config.request_within(sizes).program.ops
+    path.write_text('[pipeline]\nranks = 2\n[memory]\nrecompute = "all"\n')
+    assert RECOMPUTE in read(str(path), []).request.program.ops

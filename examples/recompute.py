@@ -1,0 +1,39 @@
+"""Train within a limit of memory that keeping all of the forwards exceeds.
+
+    python examples/recompute.py [FOLDER]
+
+Results go to FOLDER, ./recompute-output unless told.  The exit code is 0 if the run that keeps all
+is refused, and the one that recomputes what does not fit trains.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+from schedir.errors import ProgramError
+from schedir.training.train import make_folder, run
+
+CONFIG = Path(__file__).with_suffix(".toml")
+
+
+def main() -> int:
+    folder = Path(*sys.argv[1:2] or ["recompute-output"])
+    try:
+        make_folder(str(folder))
+    except ProgramError as error:
+        print(error)
+        return 2
+    output = f"output.folder={json.dumps(str(folder))}"
+    print("Keeping all that forwards save:", flush=True)
+    refused = run(str(CONFIG), [output])
+    print("\nRunning again what does not fit:", flush=True)
+    code = run(str(CONFIG), [output, "memory.recompute=fit"])
+    if not refused:
+        print("FAILED: the limit is not exceeded")
+    return code or int(not refused)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,59 @@
+"""Training within a limit of memory: refused before the first step, or recomputed as it takes."""
+
+from __future__ import annotations
+
+import json
+import runpy
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.cpu.training import CONFIG, ROOT, arguments, finish, losses, start
+
+SMALL = CONFIG.replace("steps = 6", "steps = 2").replace("tp = 2", "tp = 1")
+
+
+def said(config: Path, folder: Path, *sets: str) -> tuple[int, str, str]:
+    return finish(start([sys.executable, "-m", "schedir", *arguments(str(config), folder, *sets)]))
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> Path:
+    text = tmp_path / "text.txt"
+    text.write_text("to be or not to be " * 200)
+    path = tmp_path / "config.toml"
+    path.write_text(SMALL.format(text=text).replace("layers = 4", "layers = 4\ndropout = 0.1"))
+    return path
+
+
+def test_as_few_as_fit_with_the_same_losses(tmp_path: Path, config: Path) -> None:
+    """Between two processes, with dropout, and messages in shared memory."""
+    own = tmp_path / "own"
+    assert said(config, own)[0] == 0
+    needs = json.loads((own / "summary.json").read_text())["memory"]["predicted"]
+    limit = f"memory.limit={int(0.9 * max(needs))}B"
+    code, out, err = said(config, tmp_path / "refused", limit)
+    assert code == 2 and "MemoryLimitError" in err and "\nstep" not in out
+    code, out, err = said(config, tmp_path / "fits", limit, "memory.recompute=fit")
+    assert code == 0, err
+    assert "recomputed: " in out.splitlines()[0] and " forwards: of stage " in out
+    held = json.loads((tmp_path / "fits" / "summary.json").read_text())["memory"]["predicted"]
+    assert max(held) <= 0.9 * max(needs)
+    assert losses(tmp_path / "fits") == losses(own)
+
+
+def test_what_never_fits_is_refused(tmp_path: Path, config: Path) -> None:
+    code, _, err = said(config, tmp_path / "o", "memory.limit=1kB", "memory.recompute=fit")
+    assert code == 2 and "MemoryLimitError" in err
+
+
+def test_the_example(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["recompute.py", str(tmp_path / "out")])
+    with pytest.raises(SystemExit) as ended:
+        runpy.run_path(str(ROOT / "examples" / "recompute.py"), run_name="__main__")
+    shown = capfd.readouterr()
+    assert ended.value.code == 0, shown
+    assert "rank 0 would hold" in shown.err and "recomputed: 7 of 16 forwards" in shown.out
