@@ -17,6 +17,7 @@ from matplotlib.ticker import FuncFormatter, MaxNLocator
 
 from schedir.errors import UsageError, in_bytes, said
 from schedir.predict.timeline import Timeline, expect_runs
+from schedir.shortest.gain import at_most, gain_of
 from schedir.viz import overlays
 from schedir.viz.layout import LANE
 from schedir.viz.paper import NOTE, SLIM, Chart, Paper, lay_out
@@ -210,7 +211,7 @@ def _head(axes: Axes, chart: Chart, inches: float) -> None:
     facts = [f"bubble {timeline.bubble:.1%}", f"peak {peak}"]
     facts += [] if slim else [f"span {timeline.span / one:.4g} {timeline.unit and unit}".rstrip()]
     if chart.bound is not None:
-        facts.insert(1, _to_gain(timeline.span, chart.bound))
+        facts.insert(1, f"{at_most(gain_of(timeline.span, chart.bound))} to gain")
     v, name = timeline.program.plan.stages_per_rank, timeline.program.name
     kind = "" if slim else f" ({timeline.kind}{f', v={v}' * (v > 1)})"
     if title is not None:
@@ -230,14 +231,6 @@ def _head(axes: Axes, chart: Chart, inches: float) -> None:
     }  # a name may hold a dollar sign
     axes.set_title(f"{name}{kind}", loc="left", **plain)
     axes.set_title(about, loc="right", **plain)
-
-
-def _to_gain(span: float, bound: float) -> str:
-    """The most that a schedule as short as the bound would save of a span."""
-    share = 1 - bound / span
-    if share < 1e-9:  # sums of costs differ by rounding
-        return "nothing to gain"
-    return f"at most {'<0.1%' if share < 0.0005 else f'{share:.1%}'} to gain"
 
 
 def _inches(text: str, size: float) -> float:

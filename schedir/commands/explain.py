@@ -6,11 +6,11 @@ import argparse
 import shlex
 from typing import TYPE_CHECKING, Any
 
-from schedir.commands._bound import at_most, share_to_gain
 from schedir.commands._facts import facts, filled, filled_facts
 from schedir.commands._options import add_shape, add_source, request_of, shape_of
 from schedir.errors import ProgramError
 from schedir.io.terminal import as_json
+from schedir.shortest.gain import at_most, gain_of
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -76,7 +76,7 @@ def _least(advice: Advice, costs: Costs) -> list[Bound]:
 
 def _at_most(advice: Advice, least: list[Bound]) -> list[str]:
     """The most that any other order could save."""
-    shares = [share_to_gain(advice.base.span, bound.value) for bound in least]
+    shares = [gain_of(advice.base.span, bound.value) for bound in least]
     most = [at_most(share) for share in shares]
     if len({*most}) > 1:
         most = [f"{most[0]} with whole backwards, {most[1]} with split ones"]

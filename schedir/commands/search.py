@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
-from schedir.commands._bound import at_most, in_words, share_to_gain
+from schedir.commands._bound import in_words
 from schedir.commands._facts import facts
 from schedir.commands._options import PER_RANK, RANKS, add_problem, count
 from schedir.commands._progress import Progress
@@ -21,6 +21,7 @@ from schedir.ir.numerals import decimal
 from schedir.ir.plan import PLAN, Plan
 from schedir.ir.text import show
 from schedir.predict.simulate import simulate
+from schedir.shortest.gain import at_most, gain_of
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -225,7 +226,7 @@ def _search(args: argparse.Namespace, asked: _Asked) -> Found:
     progress, request, few = Progress(), asked.request, asked.in_flight
 
     def report(step: Step, bound: float) -> None:
-        gain = share_to_gain(step.span, bound)
+        gain = gain_of(step.span, bound)
         progress.show(
             f"{step.span:.6g} since {step.seconds:.1f} s ({step.method}); none is shorter than "
             f"{bound:.6g}: {at_most(gain)} to gain"
