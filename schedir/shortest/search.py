@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from time import perf_counter
 from typing import Final, Literal, get_args
 
-from schedir.errors import UsageError, said
+from schedir.errors import UsageError, expect, said
 from schedir.ir.costs import Costs
 from schedir.ir.plan import Plan
 from schedir.ir.program import Program
@@ -80,6 +80,9 @@ def search(
             f"evaluations are a whole number above 0, not {said(evaluations)}",
             fields=["evaluations"],
         )
+    if type(seed) is not int:
+        raise UsageError(f"a seed is a whole number, not {said(seed)}", fields=["seed"])
+    expect(start, Sequence, "[schedules.zb_h1]")
     if prove not in _PROVES:
         raise UsageError(f"prove is 'closed' or 'solver', not {said(prove)}", fields=["prove"])
     by_solver = prove == "solver"

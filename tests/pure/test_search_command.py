@@ -11,6 +11,7 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -19,7 +20,7 @@ from schedir import Costs, Plan, load_timeline, parse, schedules, simulate
 from schedir.__main__ import main
 from schedir.commands._options import read_costs
 from schedir.compiler.compile import compile
-from schedir.errors import MemoryLimitError
+from schedir.errors import MemoryLimitError, ProgramError
 from schedir.ir.ops import BACKWARD_INPUT
 from schedir.ir.sizes import Sizes
 from schedir.predict.calibrate import calibrate, completed
@@ -188,6 +189,42 @@ def test_what_a_person_is_told(told: str, capsys: pytest.CaptureFixture[str]) ->
     assert main(line.removeprefix("$ schedir ").split()) == 2
     out, err = capsys.readouterr()
     assert (out, err) == ("", message + "\n")
+
+
+@pytest.mark.parametrize(
+    ("wrong", "names"),
+    [
+        ({"seconds": float("nan")}, "seconds"),
+        ({"seconds": True}, "seconds"),
+        ({"seconds": "10"}, "seconds"),
+        ({"evaluations": 1.5}, "evaluations"),
+        ({"seed": "x"}, "seed"),
+        ({"start": 3}, "Sequence"),
+        ({"start": ["zb_h1"]}, "zb_h1"),
+        ({"in_flight": 2.5}, "in_flight"),
+        ({"in_flight": lambda rank: None}, "in_flight"),
+        ({"limit": float("nan"), "sizes": Sizes(saved=1)}, "limit"),
+        ({"sizes": 3, "limit": 4}, "Sizes"),
+        ({"costs": 3}, "Costs"),
+        ({"plan": 3}, "Plan"),
+        ({"objective": None}, "objective"),
+        ({"split": "no"}, "split"),
+        ({"prove": 3}, "prove"),
+    ],
+)
+def test_python_is_told_as_well(wrong: dict[str, Any], names: str) -> None:
+    given: dict[str, Any] = {"plan": PLAN, "evaluations": 5} | wrong
+    with pytest.raises(ProgramError, match=names):
+        schedir.search(**given)
+
+
+def test_a_solver_that_is_not_there(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in [name for name in sys.modules if name.partition(".")[0] == "ortools"]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, "ortools", None)  # so python says that it is not installed
+    assert "schedir[solver]" in refused(capsys, "search", *AT, "--prove=solver")
 
 
 # ---------------------------------------------------------------- a person looks on, and stops it
