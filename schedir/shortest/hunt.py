@@ -21,7 +21,7 @@ _SLICE = 0.05  # seconds between two looks at the clock
 _TURNS = ((0.08, 0.2), (0.35, 0.5))
 _FINALISTS = 4  # of the shortest orders that are kept
 _KEPT = 24  # policies whose orders are starting points
-_FEW = 32  # orders, before machine code is asked for
+_RENTED = 0.2  # seconds before machine code is asked for, which takes as long to come
 _IN_VAIN = 64  # rounds of annealing without anything better, after which there is hardly any
 # The heat at which rounds begin, in mean times of a piece of work, and moves for each piece.
 _ROUNDS = ((4.0, 100), (8.0, 400), (16.0, 100), (4.0, 1600), (2.0, 400))
@@ -200,7 +200,7 @@ class Hunt:
 
     def _compile(self) -> None:
         """Go on with machine code, where there is time to get it."""
-        if self._machine.is_compiled or self._machine.evaluations < _FEW:
+        if self._machine.is_compiled or self.elapsed < _RENTED:
             return
         loops = within(LOOPS, self._seconds - self.elapsed)
         if loops is not None:

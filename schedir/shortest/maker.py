@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from math import inf
+from time import perf_counter
 from typing import NamedTuple
 
 import numpy as np
@@ -70,17 +72,18 @@ class Maker:
         )
         return replace(within, room=room)
 
-    def made(self, orders: Sequence[tuple[float, Order]]) -> Made | None:
+    def made(self, orders: Sequence[tuple[float, Order]], until: float = inf) -> Made | None:
         """What the shortest of some orders takes as a program, or None if none fits.
 
-        The shortest order comes first.  Opposite messages are grouped where that is shorter: they
-        then wait less for each other.
+        The shortest order comes first; `until` then, by perf_counter, others may be tried.
+        Opposite messages are grouped where that is shorter: they then wait less for each other.
         """
         best: Made | None = None
         for length, order in orders:
             for overlap in (False, True):
-                if best is not None and best.length <= length * (1 + ROUNDING):
-                    return best  # as it was thought; those that follow are longer
+                as_thought = best is not None and best.length <= length * (1 + ROUNDING)
+                if best is not None and (as_thought or perf_counter() > until):
+                    return best  # those that follow are longer, or nobody has time for them
                 try:
                     timeline = self._simulated(draft_of(self._problem, order), overlap)
                 except MemoryLimitError:

@@ -27,6 +27,7 @@ _FIRST: Final = 0.3  # of the seconds that a search takes before the solver
 _PILOTS: Final = 8  # short hunts at most, for the room of messages
 _PILOT: Final = 400  # evaluations of one, and its part of the seconds
 _PILOTED: Final = 0.04
+_MAKING: Final = 2e-5  # seconds for each piece of work, to make programs at last
 
 
 def search(
@@ -85,6 +86,7 @@ def search(
     expect(start, Sequence, "[schedules.zb_h1]")
     if prove not in _PROVES:
         raise UsageError(f"prove is 'closed' or 'solver', not {said(prove)}", fields=["prove"])
+    begin = perf_counter()
     by_solver = prove == "solver"
     if by_solver:
         ortools()
@@ -103,11 +105,13 @@ def search(
         least = max(least, bound_of(problem, seconds / 20), key=lambda bound: bound.value)
         return least.value
 
-    maker, begin = Maker(problem, costs, sizes, limit), perf_counter()
+    maker = Maker(problem, costs, sizes, limit)
     orders = list(starts(problem, start))
     made, within = _with_messages(maker, problem, orders, least.value, seconds, seed)
+    pieces = (2 + problem.split) * problem.plan.stages * problem.microbatches
+    hunting = seconds * (_FIRST if by_solver else 1) - min(pieces * _MAKING, seconds / 2)
     hunt = Hunt(
-        within, least.value, begin=begin, seconds=seconds * (_FIRST if by_solver else 1),
+        within, least.value, begin=begin, seconds=hunting,
         evaluations=evaluations, seed=seed,
         report=told,
     )  # fmt: skip
@@ -126,7 +130,7 @@ def search(
             stopped = "no better" if solved.proved else "time"
     except KeyboardInterrupt:
         stopped = "interrupted"
-    last = maker.made(hunt.shortest)
+    last = maker.made(hunt.shortest, begin + seconds)
     made = min([each for each in (last, made) if each], key=lambda made: made.length, default=None)
     length, timeline = made or maker.least()
     if length <= least.value * (1 + ROUNDING):
