@@ -1,12 +1,16 @@
 """Certified optima: half of them are in no zoo, and no bound is above one."""
 
 from collections import Counter
+from functools import cache
 
 import pytest
 
 from schedir.shortest.bound import bound_of
+from schedir.shortest.search import search
 from schedir.shortest.solver import EXACT
 from tests.certified import Case, cases
+
+LONG = 0.1  # seconds of a bound, of those that a search of 2 gives it
 
 
 def test_half_of_the_cases_have_no_optimal_schedule_in_the_zoo() -> None:
@@ -14,6 +18,29 @@ def test_half_of_the_cases_have_no_optimal_schedule_in_the_zoo() -> None:
     assert found.total() >= 150 and found[False] >= found[True] > 0
 
 
+@cache
+def long_bound(case: Case) -> float:
+    return bound_of(case.problem, LONG).value
+
+
 @pytest.mark.parametrize("case", cases(), ids=str)
 def test_no_bound_is_above_an_optimum(case: Case) -> None:
-    assert bound_of(case.problem).value <= case.optimum * (1 + 1e-9)
+    for bound in (*(bound_of(case.problem, s).value for s in (0.0, 0.005)), long_bound(case)):
+        assert bound <= case.optimum * (1 + 1e-9)
+
+
+def test_three_in_four_bounds_are_exact() -> None:
+    exact = [long_bound(case) >= case.optimum * (1 - EXACT) for case in cases()]
+    assert sum(exact) >= 0.75 * len(exact)
+
+
+@pytest.mark.parametrize("case", [c for c in cases() if c.cells <= 72][::8], ids=str)
+def test_a_search_finds_the_optimum(case: Case) -> None:
+    """As orders are counted: in a simulation messages queue, and may make it longer."""
+    found = search(
+        case.plan, case.costs, case.sizes, case.limit, in_flight=case.in_flight,
+        objective=case.objective, split=case.split, seconds=100, evaluations=400_000,
+    )  # fmt: skip
+    assert found.trail[-1].span == pytest.approx(case.optimum, rel=EXACT)
+    assert found.bound <= case.optimum * (1 + 1e-9)
+    assert found.span >= found.trail[-1].span * (1 - 1e-9)
