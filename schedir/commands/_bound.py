@@ -25,8 +25,10 @@ def in_words(span: float, bound: float, unit: str = "", of: str = HERE) -> str:
     'no schedule of these stages within this memory is shorter than 100: proved shortest'
     """
     gain = gain_of(span, bound)
-    most = f"{at_most(gain)} can be gained" if gain else "proved shortest"
-    return f"no schedule of these stages{of} is shorter than {bound:.6g}{unit}: {most}"
+    least, most = bound, f"{at_most(gain)} can be gained"
+    if not gain:  # but for rounding they are one number, and shall look like one
+        least, most = span, "proved shortest"
+    return f"no schedule of these stages{of} is shorter than {least:.6g}{unit}: {most}"
 
 
 def bound_of_request(request: Request) -> Bound | None:
