@@ -58,6 +58,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> str:
     """Under which models a program finishes."""
     from schedir.analysis.models import MODELS
+    from schedir.predict.recomputation import recomputed
     from schedir.verify.check import check
 
     if _steps.several(args):
@@ -121,7 +122,7 @@ def run(args: argparse.Namespace) -> str:
         f"{program.name}: {len(program)} instructions on {ranks}"
         f"{'' if program.trains else ', which run forward only,'} are complete "
         f"and in order, and finish under {listed(models)}{but}\n"
-    )
+    ) + (f"recomputed: {again}\n" if (again := recomputed(program)) else "")
 
 
 def _why(args: argparse.Namespace) -> str:

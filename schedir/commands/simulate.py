@@ -30,6 +30,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> str:
     """A row per rank, and what the ranks come to together."""
     from schedir.io.timeline_file import SUFFIX, save_timeline
+    from schedir.predict.recomputation import recomputed
 
     if args.output is not None and not args.output.endswith(SUFFIX):
         raise UsageError(f"a run's file ends in {SUFFIX}: {args.output} does not")
@@ -68,6 +69,7 @@ def run(args: argparse.Namespace) -> str:
         + "".join(f"{line}\n" for line in filter(None, [said_of(timeline, bound)]))
         + filled([request])
         + _said(timeline, slots)
+        + (f"recomputed: {again}\n" if (again := recomputed(timeline.program)) else "")
         + _with_fewer(request)
     )
 

@@ -108,8 +108,11 @@ def _read(text: str) -> Any:
         return text
     found: list[Any] = []
     for part in text.split(","):
-        numbers = tuple(map(whole, part.split(".")))
-        if len(numbers) > 2:
+        try:
+            numbers = tuple(map(whole, part.split(".")))
+        except ValueError:
+            numbers = ()
+        if len(numbers) not in (1, 2):
             raise ValueError(f"must be all, fit, or stages like 0,1 or 0.3,0.4, not {text!r}")
         found.append(numbers if len(numbers) == 2 else numbers[0])
     return tuple(found)

@@ -293,6 +293,16 @@ def test_commands_say_which_is_better(capsys: pytest.CaptureFixture[str]) -> Non
     assert "R7" in capsys.readouterr().out
 
 
+def test_commands_say_what_was_chosen(capsys: pytest.CaptureFixture[str]) -> None:
+    fits = ["gpipe", "--ranks", "2", "--microbatches", "4", "--sizes", "saved=10,checkpoint=1"]
+    for command in ("check", "simulate"):
+        assert main([command, *fits, "--limit", "25", "--recompute", "fit"]) == 0
+        said = "recomputed: 4 of 8 forwards: of stage 0 2-3, of stage 1 2-3\n"
+        assert said in capsys.readouterr().out
+        assert main([command, *fits]) == 0
+        assert "recomputed" not in capsys.readouterr().out
+
+
 def test_other_orders_are_advised_with_as_much_recomputed() -> None:
     """What holds no more must not keep what the program does not."""
     program, costs = compile(gpipe, Plan(4, 8), recompute="all"), Costs(F=1, B=2)
