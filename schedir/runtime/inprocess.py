@@ -77,7 +77,7 @@ class InProcess:
         optimizer: Callable[[list[nn.Parameter]], Steps] | None = None,
         max_norm: float | None = None,
         loss_scale: Callable[[], LossScale] | None = None,
-        seed: int = 0,
+        seed: int | None = 0,
         tied: Ties | None = None,
         alike: bool = False,
         record: bool = True,

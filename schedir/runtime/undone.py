@@ -81,8 +81,9 @@ def undone(state: State) -> Iterator[None]:
 class Noted:
     """A step that may be in vain: `put_back` lets all be as before it, but weights and optimizer.
 
-    That is buffers of modules, and of a loss that is one; gradients that are not the stages'; and
-    what is in `batch`, which is the one given, and notes what somebody looks at.
+    That is buffers of modules, and of a loss that is one; gradients that are not the stages';
+    torch's generators, where no seed decides what is drawn; and what is in `batch`, which is the
+    one given, and notes what somebody looks at.
     """
 
     def __init__(self, state: State, batch: Batch) -> None:
@@ -91,6 +92,8 @@ class Noted:
             modules.append(state.loss)
         self.backs = [remembered(module) for module in modules]
         self.gradients = [(p, p.grad, _clone(p.grad)) for p in others_of(state)]
+        generators = state.draws.generators if state.draws.seed is None else ()
+        self.generators = [(generator, generator.get_state()) for generator in generators]
         self.looks = [Looks(each) for each in (batch.inputs, batch.targets, batch.keywords)]
         self.batch = Batch(self.looks[0], self.looks[1], batch.scale, self.looks[2])
 
@@ -99,6 +102,8 @@ class Noted:
         """Let all be as it was."""
         for back in self.backs:
             back()
+        for generator, drawn in self.generators:
+            generator.set_state(drawn)
         given = [one for looks in self.looks for one in reversed(looks.gradients)]
         for p, gradient, before in (*self.gradients, *given):
             p.grad = gradient

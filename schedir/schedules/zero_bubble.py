@@ -28,8 +28,9 @@ def zb_h2(r: int, P: int, m: int) -> Word:
 
     arXiv 2401.10241, section 2.  For m >= 2P-1, with x = max(0, F+I-2W, I-F, I-W): in its own
     span rank r idles (P-1-r) x, which is nothing at F = I = W; but from the first start to the
-    last end ranks idle (P-1) max(F, x).  So it pays where ranks need not end together (the
-    paper validates the optimizer's step afterwards).  min(2P-1, m) activations in flight.
+    last end ranks idle (P-1) max(F, x).  So it pays where ranks need not end together: where
+    nothing is clipped, or updates are validated after (`validate`).  min(2P-1, m) activations
+    in flight.
 
     >>> from schedir.schedules import zb_h2
     >>> from schedir.viz.ascii import timeline

@@ -28,6 +28,7 @@ from schedir.runtime.precision import LossScale, MainOptimizer, float32_gradient
 from schedir.testing import plans, random_draft
 from schedir.training import gpt
 from schedir.transports.processes import Gloo
+from schedir.transports.shared import Shared, can_share
 from tests.cpu.spawn import run
 from tests.cpu.test_finite import learned, set_stage, spoilt
 from tests.cpu.tiny_stages import BOUNDARY, batch, gpt_stages
@@ -171,10 +172,22 @@ OPTIMIZERS: dict[str, Any] = {
 }
 
 
-@pytest.mark.parametrize("optimizer", OPTIMIZERS)
-def test_whatever_an_update_changes_is_put_back(optimizer: str) -> None:
+SEEDS = [*((each, 0) for each in OPTIMIZERS), ("sgd", None)]
+
+
+@pytest.mark.parametrize(("optimizer", "seed"), SEEDS)
+def test_whatever_an_update_changes_is_put_back(optimizer: str, seed: int | None) -> None:
     """Buffers, random numbers, the state of optimizers, and rates that change meanwhile."""
     wide = optimizer == "main"
+    torch.manual_seed(2)
+    drawn = dict.fromkeys(("before", "after"), torch.get_rng_state())
+
+    def step(ranks: InProcess, x: Tensor, y: Tensor) -> Tensor:
+        """From where its own last one has left torch's generator."""
+        torch.set_rng_state(drawn[ranks.program.validate])
+        loss = ranks.step(x, y)
+        drawn[ranks.program.validate] = torch.get_rng_state()
+        return loss
 
     def make(validate: str) -> InProcess:
         torch.manual_seed(0)
@@ -183,7 +196,8 @@ def test_whatever_an_update_changes_is_put_back(optimizer: str) -> None:
             float32_gradients(stage.to(torch.bfloat16))
         program = compile(schedules.one_f_one_b, Plan(3, 4), clip=True, validate=validate)
         return InProcess(
-            program, stages, loss=squares, max_norm=260.0, optimizer=OPTIMIZERS[optimizer],
+            program, stages, loss=squares, max_norm=260.0, seed=seed,
+            optimizer=OPTIMIZERS[optimizer],
             boundary=Boundary((4, 8), torch.bfloat16 if wide else torch.float32),
         )  # fmt: skip
 
@@ -193,7 +207,7 @@ def test_whatever_an_update_changes_is_put_back(optimizer: str) -> None:
         x, y = (torch.randn(4, 4, 8, generator=numbers) for _ in range(2))
         y = y * (5.0 if k in (0, 3, 4) else 1.0)
         x, y = (t.to(torch.bfloat16) if wide else t for t in (x, y))
-        assert torch.equal(right.step(x, y), ahead.step(x, y))
+        assert torch.equal(step(right, x, y), step(ahead, x, y))
         for ranks in (right, ahead):
             for rank in ranks.ranks:
                 group = rank.state.optimizer.param_groups[0]  # type: ignore[union-attr]
@@ -241,7 +255,7 @@ def _process(rank: int, name: str, dp: int, max_norm: float) -> Any:
     found = []
     for validate in ("before", "after"):
         program = compile(schedule, plan, dp=dp, clip=True, validate=validate)
-        transport = Gloo(program)
+        transport = Shared(program) if name == "zb_h1" and can_share() else Gloo(program)
         stages = [spoilt(stage) for stage in gpt_stages(plan.stages, tied=False)]
         own = {s: stages[s] for s in plan.stages_of[transport.rank]}
         ps = [p for stage in own.values() for p in stage.parameters()]
@@ -275,11 +289,12 @@ def test_processes_have_the_same_bits(name: str, dp: int, max_norm: float) -> No
     assert len({again for _, again in found}) == 1 and found[0][1] >= 1
 
 
-def test_split_layers() -> None:
-    """W computes with tapes, in any order."""
+@pytest.mark.parametrize("how", [{}, {"recompute": "all"}], ids=str)
+def test_split_layers(how: dict[str, Any]) -> None:
+    """W computes with tapes, in any order; and forwards are run again."""
 
     def make(validate: str) -> InProcess:
-        program = compile(schedules.zb_h2, Plan(3, 5), clip=True, validate=validate)
+        program = compile(schedules.zb_h2, Plan(3, 5), clip=True, validate=validate, **how)
         stages = gpt_stages(3, tied=False)
         for stage in stages:
             split_linears(stage)

@@ -13,10 +13,11 @@ from schedir import Costs, Plan, Sizes, compile, draft, parse, schedules, show, 
 from schedir.__main__ import main
 from schedir.analysis.memory import held
 from schedir.analysis.models import MODELS
-from schedir.errors import PlanError
+from schedir.errors import PlanError, UsageError
 from schedir.ir.ops import Opcode
 from schedir.predict.what_if import Lowering
 from schedir.testing import drafts
+from schedir.training.config import Config, PipelineConfig
 from schedir.verify.check import check
 
 O = Opcode
@@ -33,7 +34,7 @@ def test_every_rank_validates_behind_its_step() -> None:
         assert O.ReduceNorm not in {instr.op for instr in stream}
 
 
-@settings(max_examples=20)
+@settings(max_examples=10)
 @given(drafts())
 def test_it_is_legal_wherever_the_norm_is(drawn: Any) -> None:
     """Under every progress model, on hosts that block, too; and its text says the same."""
@@ -109,3 +110,12 @@ def test_from_the_shell(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> N
     assert main(["check", str(file)]) == 0
     assert main(["check", str(file), "--validate", "before"]) != 0
     assert "validate" in capsys.readouterr().err
+
+
+def test_a_training_run_validates_before(tmp_path: Path) -> None:
+    """It looks at each step's numbers: a program of the other kind is refused."""
+    file = tmp_path / "ahead.sched"
+    file.write_text(show(program("after", tied=True)))
+    config = Config(pipeline=PipelineConfig(ranks=4, microbatches=8, schedule=str(file)))
+    with pytest.raises(UsageError, match="validates updates after they are made"):
+        config.request.program  # noqa: B018

@@ -1,0 +1,84 @@
+"""Period: the time from a step to the next, of many in a row.
+
+The span of one step says nothing of that: a rank that has ended its step begins the next one when
+nothing holds it, while others are busy still.  What holds it is what meets all ranks, as the norm
+of the gradients that a step waits for (`Program.validate`), and what it is sent.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+
+from schedir.analysis.graph import Graph
+from schedir.analysis.longest_path import problem_of, solve
+from schedir.analysis.models import Model
+from schedir.errors import UsageError
+from schedir.ir.costs import Costs
+from schedir.ir.index import Positions
+from schedir.ir.ops import STEPS, Token, consumers
+from schedir.ir.program import Program
+from schedir.verify.check import check
+
+
+def period(
+    program: Program,
+    costs: Costs | None = None,
+    *,
+    model: Model = "device",
+    blocks: bool = False,
+    steps: int = 32,
+) -> float:
+    """The mean time of the second half of `steps` steps of a lowered program in a row, in the unit
+    of the costs.
+
+    In each queue a step follows the one before.  A step whose update is validated after waits for
+    the norm of the one before it ahead of its own update, and never has to be run again here.  A
+    host that `blocks` begins a step when all messages and reductions that it waits for are over.
+
+    Raises what `check` raises, and UsageError for less than two steps.
+
+    >>> from schedir import Plan, compile, schedules, simulate
+    >>> from schedir.predict.period import period
+    >>> programs = [
+    ...     compile(schedules.zb_h2, Plan(4, 8), clip=True, validate=validate)
+    ...     for validate in ("before", "after")
+    ... ]
+    >>> [period(program) for program in programs], float(simulate(programs[1]).own_span.max())
+    ([27.0, 24.0], 24.0)
+    """
+    check(program, model, blocks=blocks)
+    if steps < 2:
+        raise UsageError(f"a period is told of 2 steps or more, not of {steps}")
+    graph = Graph.of(program, model, blocks=blocks)
+    one = problem_of(graph, costs or Costs())
+    nodes, within, across = graph.nodes, [*one.edges], [*_across(graph)]
+    edges = [(a + nodes * n, b + nodes * n) for n in range(steps) for a, b in within]
+    for n in range(steps - 1):
+        edges += [(a + nodes * n, b + nodes * (n + 1)) for a, b in across]
+    whole = one._replace(
+        edges=edges, node_mask=np.tile(one.node_mask, steps), cost=np.tile(one.cost, steps)
+    )
+    start, _ = solve(whole)
+    ends = (start + whole.cost).reshape(steps, nodes)[:, graph.node].max(1)
+    half = steps // 2
+    return float((ends[-1] - ends[half - 1]) / (steps - half))
+
+
+def _across(graph: Graph) -> Iterator[tuple[Positions, Positions]]:
+    """Edges from the nodes of a step to those of the next."""
+    index, (enter, leave) = graph.index, graph.enter_leave
+    _, first = np.unique(graph.queue, return_index=True)
+    _, back = np.unique(graph.queue[::-1], return_index=True)
+    last = len(index) - 1 - back
+    yield leave[last], enter[first]
+    validates = index.is_op(consumers(Token.OWN_NORM))
+    if graph.blocks:
+        waited = last[~validates[last]]
+        for rank in range(graph.program.plan.ranks):
+            mine, next_ones = (at[index.rank[at] == rank] for at in (waited, first))
+            yield np.repeat(leave[mine], len(next_ones)), np.tile(enter[next_ones], len(mine))
+    behind, updates = np.flatnonzero(validates), np.flatnonzero(index.is_op(STEPS))
+    if len(behind):  # one each, rank by rank
+        yield leave[behind], enter[updates]

@@ -1,0 +1,70 @@
+"""Period: steps in a row, that meet at a norm or do not."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from schedir import Costs, Plan, compile, schedules, simulate
+from schedir.analysis.models import MODELS
+from schedir.errors import UsageError
+from schedir.ir.program import Program
+from schedir.predict.period import period
+from schedir.testing import drafts
+
+TIMES = st.floats(0.0, 4.0)
+ZERO_BUBBLE = [
+    (schedules.zb_h1, Plan(4, 12)),
+    (schedules.zb_h2, Plan(4, 12)),
+    (schedules.zb_v, Plan(4, 12, placement="vee")),
+]
+
+
+def both(source: Any, plan: Plan | None = None) -> tuple[Program, Program]:
+    one = compile(source, plan, clip=True)
+    return one, compile(source, plan, clip=True, validate="after")
+
+
+@pytest.mark.parametrize("slow", [1.0, 1.3])
+@pytest.mark.parametrize("blocks", [False, True])
+@pytest.mark.parametrize(("schedule", "plan"), ZERO_BUBBLE)
+def test_own_span_is_a_gain_where_nobody_waits_for_the_norm(
+    schedule: Any, plan: Plan, blocks: bool, slow: float
+) -> None:
+    """A step takes as long as the longest own span, the papers' measure, and not the whole span."""
+    each = (1.0,) * (plan.stages - 1) + (slow,)
+    at = Costs(F=each, I=each, W=each)
+    before, after = both(schedule, plan)
+    run = simulate(before, at, blocks=blocks)
+    assert period(before, at, blocks=blocks) == pytest.approx(run.span)
+    assert period(after, at, blocks=blocks) == pytest.approx(run.own_span.max())
+    gains = schedule is not schedules.zb_h1 or slow > 1
+    assert (run.own_span.max() < run.span - 1) == gains
+
+
+@settings(max_examples=20, deadline=None)
+@given(drafts(), st.builds(Costs, F=TIMES, I=TIMES, W=TIMES, send=TIMES, step=TIMES))
+def test_it_is_never_longer_without_the_wait(draft: Any, at: Costs) -> None:
+    if draft.plan.updates > 1 or not draft.trains:
+        return
+    for model in MODELS:
+        for blocks in (False, True):
+            before, after = (
+                period(program, at, model=model, blocks=blocks, steps=5) for program in both(draft)
+            )
+            assert after <= before * (1 + 1e-9) + 1e-9
+
+
+def test_a_norm_that_takes_long_is_waited_for_a_step_later() -> None:
+    """It is no part of a step, until it takes longer than one."""
+    _, after = both(schedules.zb_h2, Plan(4, 12))
+    told = [period(after, Costs(validate=cost)) for cost in (0.0, 30.0, 60.0)]
+    assert told[:2] == [36.0, 36.0] and told[2] == 60.0
+
+
+def test_one_step_has_no_period() -> None:
+    with pytest.raises(UsageError, match="2 steps"):
+        period(both(schedules.gpipe, Plan(2, 2))[0], steps=1)
