@@ -150,6 +150,14 @@ def count(text: str) -> int:
         raise argparse.ArgumentTypeError(str(error)) from None
 
 
+def number(text: str) -> float:
+    """A decimal number, as an option takes it."""
+    try:
+        return decimal(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+
+
 def read_bytes(text: str) -> float:
     """A number of bytes, as an option takes it."""
     try:
@@ -230,14 +238,16 @@ def request_of(args: argparse.Namespace, source: str, **more: Any) -> Request:
     )
 
 
-def shape_of(program: Program, said: Collection[str] = ()) -> list[str]:
-    """The options that say the shape and the traits of a program.
+def shape_of(
+    program: Program, said: Collection[str] = (), told: Collection[Field] = HEADER
+) -> list[str]:
+    """The options that say the shape and the traits of a program, or those `told` of these.
 
     A number that is the default of programs is left out unless it was `said`: a schedule or a
     file may have another.
     """
     words = []
-    for f in HEADER:
+    for f in told:
         if not f.is_default(program) or (f.name in said and f.options[0].metavar):
             option = next((option for option in f.options if option.metavar), f.options[0])
             words.append("--" + option.name.replace("_", "-"))

@@ -9,11 +9,10 @@ from typing import TYPE_CHECKING, Any
 
 from schedir.commands._bound import bound_of_request, to_gain
 from schedir.commands._facts import facts, filled
-from schedir.commands._options import SOURCE, add_shape, request_of
+from schedir.commands._options import SOURCE, add_shape, number, request_of
 from schedir.commands._zoo import Ranked, known, ranked
 from schedir.errors import in_bytes
 from schedir.io.terminal import as_json, table
-from schedir.ir.numerals import decimal
 
 if TYPE_CHECKING:
     from schedir.io.request import Request
@@ -32,7 +31,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("source", metavar="SCHEDULE", nargs="*", help=f"ranked, too: {SOURCE}")
     parser.add_argument(
         "--activations",
-        type=_number,
+        type=number,
         metavar="N",
         help="what a rank may hold, in activations of a whole rank: 1F1B holds one per rank",
     )
@@ -41,13 +40,6 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--json", action="store_true", help="for a program to read")
     add_shape(parser)
-
-
-def _number(text: str) -> float:
-    try:
-        return decimal(text)
-    except ValueError as error:
-        raise argparse.ArgumentTypeError(str(error)) from None
 
 
 def run(args: argparse.Namespace) -> str:

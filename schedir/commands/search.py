@@ -11,14 +11,14 @@ from typing import TYPE_CHECKING, Any
 
 from schedir.commands._bound import in_words
 from schedir.commands._facts import facts
-from schedir.commands._options import PER_RANK, RANKS, add_problem, count
+from schedir.commands._options import PER_RANK, RANKS, add_problem, count, number, shape_of
 from schedir.commands._progress import Progress
 from schedir.commands._zoo import Ranked, on_the_plan, ranked
 from schedir.errors import UsageError, in_bytes
 from schedir.io.files import atomic_write
 from schedir.io.terminal import as_json
-from schedir.ir.numerals import decimal
 from schedir.ir.plan import PLAN, Plan
+from schedir.ir.program import TRAITS
 from schedir.ir.text import show
 from schedir.predict.simulate import simulate
 from schedir.shortest.gain import at_most, gain_of
@@ -72,7 +72,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
                      help="what is to be short: span, that of the whole run (default), or own, the "
                      "longest from a rank's first work to its last")  # fmt: skip
     how.add_argument("--whole", action="store_true", help="none that splits backwards in I and W")
-    how.add_argument("--seconds", type=_number, default=10.0, metavar="S",
+    how.add_argument("--seconds", type=number, default=10.0, metavar="S",
                      help="how long at most (10)")  # fmt: skip
     how.add_argument("--evaluations", type=count, metavar="N",
                      help="how many schedules at most: the same ones, and so the same file, on any "
@@ -87,13 +87,6 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 
 def _counts(text: str) -> int | tuple[int, ...]:
     return tuple(map(count, text.split(":"))) if ":" in text else count(text)
-
-
-def _number(text: str) -> float:
-    try:
-        return decimal(text)
-    except ValueError as error:
-        raise argparse.ArgumentTypeError(str(error)) from None
 
 
 # ---------------------------------------------------------------- what is asked for
@@ -177,13 +170,20 @@ def _asked(args: argparse.Namespace) -> _Asked:
 def _costs_of(source: str, *, whole: bool) -> tuple[Timeline, Costs, list[str]]:
     """A run, its mean times, and what is to be said of these."""
     from schedir.io.timeline_file import SUFFIX, load_timeline
-    from schedir.ir.ops import BACKWARD_INPUT
+    from schedir.ir.ops import BACKWARD_INPUT, RECOMPUTE
     from schedir.predict.calibrate import SAID, calibrate, completed, missed_by, unexplained
 
     if not source.endswith(SUFFIX):
         raise UsageError(f"a run's file ends in {SUFFIX}: {source} does not")
     run = load_timeline(source)
     program, unit = run.program, run.unit and f" {run.unit}"
+    for is_so, what in (
+        (not program.trains, "has no backwards"),
+        (program.frozen, "has stages that are not trained"),
+        (RECOMPUTE in program.ops, "runs forwards again"),
+    ):
+        if is_so:
+            raise UsageError(f"{source} {what}: a search is for a forward and a backward of each")
     costs = completed(calibrate(run), program)
     again = simulate(program, costs, model=run.model, blocks=run.blocks)
     missed = missed_by(again, run)
@@ -196,7 +196,10 @@ def _costs_of(source: str, *, whole: bool) -> tuple[Timeline, Costs, list[str]]:
         note += f"; {lost:.1%} of the ranks' time is unexplained and counts as work"
     if BACKWARD_INPUT not in program.ops and not whole:
         note += "; its backwards are whole, and I and W are taken for half of one each"
-    return run, costs, [note, *filter(None, [run.doubt])]
+    notes = [note, *filter(None, [run.doubt])]
+    if words := " ".join(shape_of(program, told=TRAITS)):
+        notes.append(f"without {words} of that run, which schedir show FILE --relower {words} adds")
+    return run, costs, notes
 
 
 # ---------------------------------------------------------------- the command

@@ -160,6 +160,22 @@ def test_the_costs_of_a_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
     assert "traced" not in [one["program"] for one in row["beside"]]
 
 
+def test_a_run_of_more_than_a_search_knows(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """What it cannot leave out is refused, and what it leaves out is said."""
+    run, best = str(tmp_path / "x.timeline"), str(tmp_path / "x.sched")
+    for source in (["one_f_one_b", "--frozen=2"], ["one_f_one_b", "--recompute=all"],
+                   ["forward_only"], ["dualpipe"], ["pipedream_2bw", "--updates=2"]):  # fmt: skip
+        said(capsys, "simulate", *source, "-o", run)
+        refused(capsys, "search", "--costs-from", run)
+    said(capsys, "simulate", "gpipe", "--tp=2", "--clip", "-o", run)
+    told = said(capsys, "search", "--costs-from", run, "--evaluations=40", "-o", best)
+    assert "without --tp 2 --clip of that run, which schedir show FILE --relower" in told
+    said(capsys, "show", best, "--relower", "--tp=2", "--clip", "-o", best)
+    assert parse(Path(best).read_text()).clip
+
+
 def test_nothing_is_searched_for_a_file_that_cannot_be(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
