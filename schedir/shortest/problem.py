@@ -20,12 +20,15 @@ from schedir.ir.ops import (
     FORWARD,
     SENDS,
     STEPS,
+    Token,
+    producers,
 )
 from schedir.ir.plan import Plan
 from schedir.ir.sizes import Sizes
 
 Objective = Literal["span", "own"]
 OBJECTIVES: Final[tuple[Objective, ...]] = get_args(Objective)
+(_REDUCE,) = producers(Token.GRAD)
 ROUNDING: Final = 1e-9  # sums of bytes, and of times, differ by that much of themselves
 
 
@@ -36,8 +39,8 @@ class Problem:
     `F`, `I` and `W` are times of a microbatch on each stage.  Where backwards are not `split`, `I`
     is the time of a whole one, and `W` is 0 and never run.  What a stage's F puts out is there for
     the next stage `act` later, and the gradient of an I for the stage before `grad` later: 0 where
-    both are on one rank.  `tail` is the least time from a rank's last compute to its end: its
-    optimizer's step.
+    both are on one rank.  `tail` is the least time from a rank's last compute to its end: to reduce
+    the gradients of a stage, and to step.
 
     A rank may hold `room`, of whatever unit: of each microbatch `saved` from the start of F,
     `both` from the start of I, `tape` from its end until the end of W.  Where backwards are whole,
@@ -125,6 +128,11 @@ def problem_of(
         raise UsageError(f"objective is 'span' or 'own', not {said(objective)}")
     split = flag(split, "split")
     _require_plan(plan)
+    if split and "B" in costs.told and not {"I", "W"} & costs.told.keys():
+        raise CostsError(
+            "the costs say how long a whole backward takes, B, and not its parts, I and W",
+            hint="say I=...,W=..., or search for whole backwards: --whole, split=False",
+        )
     F, I, W = _of(FORWARD, costs, plan), _of(BACKWARD_INPUT, costs, plan), _zeros(plan)
     if split:
         W = _of(BACKWARD_WEIGHT, costs, plan)
@@ -137,7 +145,11 @@ def problem_of(
     act = [c * (a != b) for c, a, b in zip(send, rank_of, [*rank_of[1:], rank_of[-1]], strict=True)]
     grad = [c * (a != b) for c, a, b in zip(send, rank_of, [rank_of[0], *rank_of], strict=False)]
     steps = np.array(_of(STEPS[0], costs, plan))
-    tail = [steps[min(rank, plan.stages - 1)] for rank in range(plan.ranks)]
+    reduces = costs.of(_REDUCE, plan)[:, 0]
+    tail = [
+        steps[min(rank, plan.stages - 1)] + reduces[list(own)].min()
+        for rank, own in enumerate(plan.stages_of)
+    ]
     saved, tape, both, room = _held(plan, sizes, limit, in_flight, split=split)
     problem = Problem(
         plan, split, objective, F, I, W, tuple(act), tuple(grad), tuple(map(float, tail)),

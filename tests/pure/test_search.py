@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 
 from schedir import Costs, Plan, Sizes, check, compile, schedules, search, show, simulate
 from schedir.analysis.compiled import within
+from schedir.errors import CostsError
 from schedir.shortest.anneal import wave
 from schedir.shortest.machine import LOOPS, Machine, Policy
 from schedir.shortest.orders import codes_of, draft_of, length, peaks
@@ -40,6 +41,12 @@ def test_the_seed_and_the_evaluations_say_what_is_found() -> None:
     )
     assert show(one.program) == show(other.program)
     assert one.tried == other.tried <= 5000
+
+
+def test_costs_of_whole_backwards_are_not_split() -> None:
+    with pytest.raises(CostsError, match="not its parts, I and W"):
+        search(Plan(2, 4), Costs(F=10, B=20))
+    assert search(Plan(2, 4), Costs(F=10, B=20), split=False, evaluations=99).span == 150
 
 
 def test_machine_code_and_lists_have_the_same_bits() -> None:
