@@ -32,6 +32,7 @@ class Case(NamedTuple):
     dp: int = 1
     slots: Any = None
     scaled: bool = False
+    recompute: str | None = None
 
 
 CASES = {
@@ -41,6 +42,8 @@ CASES = {
     "two holders": Case(dualpipe, Plan(2, 4, 2, "mirror")),
     "replicas": Case(one_f_one_b, Plan(1, 3), dp=2),
     "scaled": Case(one_f_one_b, Plan(2, 4), scaled=True),
+    "recomputed": Case(one_f_one_b, Plan(2, 4), slots="fewest", recompute="all"),
+    "recomputed and split": Case(zb_h1, Plan(2, 4), recompute="all"),
 }
 
 
@@ -60,7 +63,7 @@ def batch(step: int, m: int) -> tuple[Tensor, Tensor]:
 def executor_of(case: Case) -> Executor:
     program = compile(
         case.schedule, case.plan, dp=case.dp, model="edge", overlap=True, clip=True,
-        slots=case.slots,
+        slots=case.slots, recompute=case.recompute,
     )  # fmt: skip
     transport = Streamed(program)
     frozen = case.plan.rows > 1 or case.dp > 1  # whose statistics would not be one
