@@ -74,6 +74,11 @@ def compile(
     that a rank may hold, and `sizes` says what takes how many.  `blocks` says that hosts wait
     themselves, as on CPUs.  `debug` checks after every pass.
     `more` are further traits of the program, and options that passes take (`Pass.options`).
+    `recompute` is such an option: which forwards keep their inputs only, and are run again (R):
+    "all", but where a backward follows its own forward at once; stages, or pairs of (stage,
+    microbatch), in a list; a function of the two that says it; or "fit", as few as the limit asks
+    for.  Each R stands just before its backward (`recompute_at="late"`) or, where that would be
+    late, before a forward that waits for as long.
     `frozen=2` is such a trait: the first two stages are not trained, and whatever the schedule says
     of their backwards is left out.
 
