@@ -51,7 +51,7 @@ GROUPS = {
     "Find": (
         "The shortest schedule that a search finds within a limit of memory, and below what none "
         "can be.",
-        ["search", "bound"],
+        ["search", "bound", "frontier"],
     ),
     "See other trainers": (
         "Runs of torch's own pipelining, Megatron-LM and DeepSpeed, as Timelines: "
@@ -60,8 +60,8 @@ GROUPS = {
     ),
     "Draw": (
         "[Pictures](pictures.md) has every way to look at a run, from the shell and from Python.",
-        ["viz.gantt", "viz.compare", "viz.Style", "viz.idle_map", "viz.tradeoff", "viz.save",
-         "viz.letters", "viz.html", "viz.save_html"],
+        ["viz.gantt", "viz.compare", "viz.Style", "viz.idle_map", "viz.tradeoff",
+         "viz.frontier", "viz.save", "viz.letters", "viz.html", "viz.save_html"],
     ),
     "Run": (
         "[Your own nn.Module](own-model.md) on one process and on four; [what has the bits of a "

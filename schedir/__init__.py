@@ -47,6 +47,7 @@ from schedir.verify.sequence import check_sequence
 if TYPE_CHECKING:
     from schedir.foreign.instrument import instrument
     from schedir.shortest.bound import bound
+    from schedir.shortest.frontier import frontier
     from schedir.shortest.search import search
 
 __version__ = "0.1.0"
@@ -55,6 +56,7 @@ __version__ = "0.1.0"
 # or `module:name`.
 _LATER = {
     "bound": "shortest.bound:bound",
+    "frontier": "shortest.frontier:frontier",
     "instrument": "foreign.instrument:instrument",
     "kernels": "kernels",
     "runtime": "runtime",
@@ -105,6 +107,7 @@ __all__ = [
     "compile",
     "draft",
     "errors",
+    "frontier",
     "greedy",
     "instrument",
     "layer_bytes",

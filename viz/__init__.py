@@ -11,12 +11,13 @@ if TYPE_CHECKING:
     from schedir.viz.output import save
     from schedir.viz.page import html, save_html
     from schedir.viz.style import Style
-    from schedir.viz.summary_charts import idle_map, tradeoff
+    from schedir.viz.summary_charts import frontier, idle_map, tradeoff
     from schedir.viz.text_chart import letters
 
 _HOME: Final = {
     "Style": "style",
     "compare": "chart",
+    "frontier": "summary_charts",
     "gantt": "chart",
     "html": "page",
     "idle_map": "summary_charts",
@@ -28,6 +29,7 @@ _HOME: Final = {
 __all__ = [
     "Style",
     "compare",
+    "frontier",
     "gantt",
     "html",
     "idle_map",

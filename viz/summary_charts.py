@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from math import hypot
-from typing import Final
+from typing import TYPE_CHECKING, Final, Literal
 
 import numpy as np
 from matplotlib.axes import Axes
@@ -16,7 +16,11 @@ from schedir.predict.bubble_causes import Cause, by_cause, idleness
 from schedir.predict.timeline import Timeline, expect_runs
 from schedir.viz.palette import ACCENT, CAUSES, ink
 
+if TYPE_CHECKING:
+    from schedir.shortest.frontier import Frontier
+
 _POINT: Final = "#0072b2"
+_NEVER: Final = "#e4e4e4"
 _CELL: Final = (0.95, 0.26, 11.0)  # inches: width and height of a cell, and most of all together
 _SMALLEST: Final = 4.5  # points, of a number in a cell
 
@@ -50,18 +54,73 @@ def tradeoff(timelines: Sequence[Timeline]) -> Figure:
     axes.plot(
         x[best], y[best], color=ACCENT, alpha=0.45, linewidth=1, drawstyle="steps-post", zorder=1
     )
-    axes.scatter(x, y, s=34, color=_POINT, edgecolor="white", linewidth=0.8, zorder=2)
+    _scatter(axes, x, y)
     axes.set_xlim(0, float(x.max()) * 1.3 or 1)
     axes.set_ylim(0, max(float(y.max()) * 1.15, 0.01))
     _name(axes, x, y, [t.program.name for t in timelines], larger)
     if doubts := [f"{t.program.name}: {t.doubt}" for t in timelines if t.doubt]:
         axes.set_title("\n".join(doubts), fontsize=7, style="italic", loc="left", parse_math=False)
+    _axes(axes, in_bytes=sized)
+    return figure
+
+
+def frontier(frontier: Frontier) -> Figure:
+    """Bubble against memory: what a search finds at each limit, and below what no schedule is.
+
+    A point is a run that others have made.  A line shows the shortest of what is found within each
+    limit, and no schedule of these stages lies in the region that is filled.  Memory is the most
+    that a rank may hold: GB, or where sizes are not given, activations of a whole rank.  What is
+    far above all points is not shown.
+
+    >>> import schedir
+    >>> plan, costs = schedir.Plan(ranks=4, microbatches=8), schedir.Costs(F=1, I=1, W=1)
+    >>> figure = schedir.viz.frontier(schedir.frontier(plan, costs, evaluations=500))
+    >>> [text.get_text() for text in figure.axes[0].texts]
+    ['zb_h1', 'zb_h2', 'one_f_one_b', 'eager_1f1b', 'gpipe']
+    """
+    unit = 1e9 if frontier.in_bytes else frontier.plan.stages / frontier.plan.ranks
+    points = np.array([[frontier.memory(t) / unit, t.bubble] for t in frontier.runs])
+    found = np.array([[k.limit / unit, k.run.bubble] for k in frontier.levels])
+    bound = np.array([[limit / unit, frontier.bubble(span)] for limit, span in frontier.bounds])
+    points = points.reshape(-1, 2)
+    bound = np.vstack([[0, 1], [bound[0, 0], 1], bound])  # with less memory nothing fits
+    right = max(points[:, 0].max(initial=0), found[-1, 0]) * 1.3
+    found = np.vstack([found, [right, found[-1, 1]]])
+    bound[-1, 0] = right
+    figure = Figure(figsize=(6.2, 4.2), layout="constrained")
+    axes = figure.subplots()
+    # A count that is not whole is as good as the whole one below; a bound of more bytes holds here.
+    step: Literal["pre", "post"] = "pre" if frontier.in_bytes else "post"
+    axes.fill_between(
+        bound[:, 0], bound[:, 1], step=step, color=_NEVER, linewidth=0, zorder=0.5,
+        label="no schedule of these stages can be here",
+    )  # fmt: skip
+    axes.plot(
+        found[:, 0], found[:, 1], color=ACCENT, linewidth=1.4, drawstyle="steps-post", zorder=1,
+        label="the shortest that a search found",
+    )  # fmt: skip
+    _scatter(axes, points[:, 0], points[:, 1])
+    top = 1.6 * points[:, 1].max() if len(points) else found[0, 1] * 1.15
+    axes.set_xlim(0, right)
+    axes.set_ylim(0, max(min(top, 1.0), 0.01))
+    _name(axes, points[:, 0], points[:, 1], [t.program.name for t in frontier.runs], 6.2 / 5.2)
+    axes.legend(loc="upper right", fontsize=7.5, frameon=False)
+    _axes(axes, in_bytes=frontier.in_bytes)
+    return figure
+
+
+def _scatter(axes: Axes, x: np.ndarray, y: np.ndarray) -> None:
+    axes.scatter(x, y, s=34, color=_POINT, edgecolor="white", linewidth=0.8, zorder=2)
+
+
+def _axes(axes: Axes, *, in_bytes: bool) -> None:
+    """Bubble against memory."""
     axes.yaxis.set_major_locator(MaxNLocator(nbins=9, steps=[1, 2, 5, 10]))
     axes.yaxis.set_major_formatter(FuncFormatter(lambda share, _: f"{100 * share:.6g}%"))
     axes.xaxis.set_major_locator(MaxNLocator(nbins=8, steps=[1, 2, 5, 10]))
-    held = "memory of a rank at most, in GB"
-    if not sized:
-        held = "most in flight on a rank, in activations of a whole rank"
+    held = "most in flight on a rank, in activations of a whole rank"
+    if in_bytes:
+        held = "memory of a rank at most, in GB"
     axes.set_xlabel(held, fontsize=8)
     axes.set_ylabel("bubble", fontsize=8)
     axes.tick_params(labelsize=7.5)
@@ -69,7 +128,6 @@ def tradeoff(timelines: Sequence[Timeline]) -> Figure:
     axes.set_axisbelow(True)
     for side in ("top", "right"):
         axes.spines[side].set_visible(False)
-    return figure
 
 
 def _gigabytes(timeline: Timeline) -> float:

@@ -288,7 +288,7 @@ def rates() -> list[dict[str, str]]:
     return [*csv.DictReader(k for k in path.read_text().splitlines() if not k.startswith("#"))]
 
 
-@pytest.mark.parametrize("row", rates(), ids=lambda row: row["model"])
+@pytest.mark.parametrize("row", rates(), ids=lambda row: f"{row['model']}-{row['m']}")
 @pytest.mark.parametrize(
     "schedule, published",
     [(one_f_one_b, "rate_1F1B"), (zb_h1, "rate_ZB_H1"), (zb_h2, "rate_ZB_H2")],

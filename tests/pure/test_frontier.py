@@ -1,0 +1,124 @@
+"""Frontier: what is found at each limit, the runs beside it, the bounds below, and its picture."""
+
+from __future__ import annotations
+
+from math import inf
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from matplotlib.collections import PathCollection, PolyCollection
+
+import schedir
+from schedir import Costs, Plan, Sizes, compile, schedules, simulate, viz
+from schedir.errors import PlanError, UsageError
+from schedir.shortest.frontier import Frontier, frontier
+
+SIZES = Sizes(saved=1e9, tape=4e8, activation=1e8, weights=5e9)
+UNEVEN = Costs(F=(1, 1, 1, 1.5), I=(1, 1, 1, 1.5), W=(1, 1, 1, 1.5))
+CASES: dict[str, dict[str, Any]] = {
+    "counts": {"plan": Plan(4, 8), "costs": Costs(F=2, I=2, W=1, send=0.1)},
+    "bytes": {"plan": Plan(4, 8), "costs": UNEVEN, "sizes": SIZES},
+    "whole": {"plan": Plan(4, 8), "costs": UNEVEN, "split": False},
+    "vee": {"plan": Plan(3, 6, 2, "vee"), "costs": Costs()},
+    "one rank": {"plan": Plan(1, 3), "costs": Costs()},
+    "one microbatch": {"plan": Plan(3, 1), "costs": Costs(send=0.5)},
+}
+
+
+@pytest.fixture(params=CASES.values(), ids=[*CASES], scope="module")
+def found(request: pytest.FixtureRequest) -> Frontier:
+    return frontier(**request.param, evaluations=600)
+
+
+def test_what_fits_a_smaller_limit_fits_a_larger_one(found: Frontier) -> None:
+    limits = [level.limit for level in found.levels]
+    assert limits == sorted(set(limits))
+    spans = [level.run.span for level in found.levels]
+    assert spans == sorted(spans, reverse=True)
+    for level in found.levels:
+        assert found.memory(level.run) <= level.limit * (1 + 1e-9)
+        assert 0 < level.bound <= level.run.span
+    assert found.complete
+
+
+def test_bounds_descend_to_that_without_a_limit_and_lie_below_all(found: Frontier) -> None:
+    limits, bounds = zip(*found.bounds, strict=True)
+    assert limits[-1] == inf and list(limits) == sorted(set(limits))
+    assert list(bounds) == sorted(bounds, reverse=True)
+    runs = [*found.runs, *(level.run for level in found.levels)]
+    for run in runs:
+        for limit, bound in found.bounds:
+            if found.memory(run) <= limit * (1 - 1e-9):
+                assert run.span >= bound * (1 - 1e-9)
+
+
+def test_no_run_beside_is_shorter_than_what_is_found_in_its_memory(found: Frontier) -> None:
+    for run in found.runs:
+        fits = [v.run.span for v in found.levels if v.limit <= found.memory(run) * (1 + 1e-9)]
+        assert not fits or min(fits) <= run.span * (1 + 1e-9), run
+
+
+def test_runs_are_those_of_the_zoo() -> None:
+    plan, costs = Plan(4, 8), Costs(F=2, I=2, W=1)
+    found = frontier(plan, costs, evaluations=200)
+    assert {t.program.name: t.span for t in found.runs} == {
+        name: simulate(compile(getattr(schedules, name), plan, costs=costs), costs).span
+        for name in ("eager_1f1b", "gpipe", "one_f_one_b", "zb_h1", "zb_h2")
+    }
+    assert found.levels[-1].run.span == schedir.bound(plan, costs).value  # and no more is gained
+    program = compile(schedules.interleaved, Plan(2, 4, 2))
+    again = frontier(program.plan, evaluations=20, start=[program])
+    assert again.runs[0].program.digest == program.digest
+    whole = frontier(plan, costs, evaluations=20, split=False)
+    assert {"zb_h1", "zb_h2"}.isdisjoint(t.program.name for t in whole.runs)
+    # A whole backward that takes less than its halves is no schedule of these halves.
+    cheap = frontier(plan, Costs(F=2, I=2, W=1, B=2.5), evaluations=20)
+    assert {t.program.name for t in cheap.runs} == {"zb_h1", "zb_h2"}
+
+
+@settings(max_examples=8)
+@given(st.integers(2, 4), st.integers(1, 6), st.integers(0, 99), st.booleans())
+def test_the_same_numbers_give_the_same_frontier(
+    ranks: int, microbatches: int, seed: int, sized: bool
+) -> None:
+    plan, sizes = Plan(ranks, microbatches), Sizes(saved=2, tape=1) if sized else None
+    one, other = (
+        frontier(plan, Costs(W=0.5), sizes, evaluations=100, seed=seed, levels=3) for _ in "ab"
+    )
+    assert one.bounds == other.bounds
+    assert [(v.limit, v.run.program.digest) for v in one.levels] == [
+        (v.limit, v.run.program.digest) for v in other.levels
+    ]
+
+
+def test_what_has_no_frontier_is_refused() -> None:
+    for wrong in ({"levels": 0}, {"seconds": 0}, {"evaluations": 0}):
+        with pytest.raises(UsageError):
+            frontier(Plan(2, 2), **wrong)  # type: ignore[arg-type]
+    with pytest.raises(PlanError):
+        frontier(Plan(2, 2, placement="mirror"))
+
+
+def test_the_picture_shows_it(found: Frontier) -> None:
+    (axes,) = viz.frontier(found).axes
+    (points,) = (c for c in axes.collections if isinstance(c, PathCollection))
+    unit = 1e9 if found.in_bytes else found.plan.stages / found.plan.ranks
+    assert np.asarray(points.get_offsets()).tolist() == [
+        [found.memory(t) / unit, t.bubble] for t in found.runs
+    ]
+    assert {text.get_text() for text in axes.texts} == {t.program.name for t in found.runs}
+    (line,) = axes.lines
+    x, y = np.asarray(line.get_xdata()), np.asarray(line.get_ydata())
+    assert (np.diff(y) <= 0).all() and x[-1] == axes.get_xlim()[1]
+    # The region is below the line everywhere, where this begins.
+    (region,) = (c for c in axes.collections if type(c) is not PathCollection)
+    assert isinstance(region, PolyCollection)
+    (path,) = region.get_paths()
+    between = (x[1:] + x[:-1]) / 2
+    for middle, height in zip(between, y, strict=False):
+        assert not path.contains_point((middle, height + 1e-6))
+        assert path.contains_point((middle, -1e-9 + min(height / 2, 0.001))) or height < 1e-6
+    assert ("GB" in axes.get_xlabel()) == found.in_bytes
