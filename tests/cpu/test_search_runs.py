@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import random
-import runpy
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
-from torch.multiprocessing.spawn import start_processes
 
-from schedir import load_timeline, search
+from schedir import search
 from schedir.__main__ import main
 from schedir.compiler.again import compute_of
 from schedir.compiler.compile import compile
@@ -38,7 +35,7 @@ from tests.cpu.tiny_stages import (
     gradients_by_stage,
     same_bits,
 )
-from tests.cpu.training import ROOT, alone, train
+from tests.cpu.training import alone, train
 
 M = 6
 
@@ -123,31 +120,3 @@ def test_the_trainer_takes_the_file(config: str, tmp_path: Path) -> None:
     many = train(config, tmp_path / "many", *shape, f'pipeline.schedule="{tied}"')
     plain = alone(config, tmp_path / "one", *shape, 'pipeline.schedule="one_f_one_b"')
     assert many == pytest.approx(plain, rel=1e-5)
-
-
-def _traced(rank: int, folder: str, csv: str | None) -> None:
-    train_under_profiler = runpy.run_path(str(ROOT / "examples" / "traced.py"))["train"]
-    train_under_profiler(rank, folder, str(Path(folder, ".store").resolve()), csv)
-
-
-def test_from_a_run_of_torchs_to_a_run_in_torch(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Profile, import, search, export; and what torch then runs is what was found."""
-    monkeypatch.chdir(tmp_path)
-
-    def ran(traces: str, csv: str | None) -> Program:
-        Path(traces).mkdir()
-        how: dict[str, Any] = {"join": False, "daemon": True, "start_method": "forkserver"}
-        ranks = start_processes(_traced, (traces, csv), 4, **how)
-        assert ranks is not None and any(ranks.join(60) for _ in range(4))  # each waits for one
-        assert main(["import", traces, "-o", f"{traces}.timeline"]) == 0
-        return load_timeline(f"{traces}.timeline").program
-
-    torchs = ran("run", None)
-    at = ["--costs-from", "run.timeline", "--in-flight=11", "--evaluations=200"]
-    assert main(["search", *at, "-o", "best.sched"]) == 0
-    assert main(["export", "best.sched", "--to", "torch-2.13", "-o", "best.csv"]) == 0
-    best = parse(Path("best.sched").read_text())
-    again = ran("again", "best.csv")
-    assert compute_of(again).streams == compute_of(best).streams != compute_of(torchs).streams
