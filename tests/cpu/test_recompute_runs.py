@@ -309,7 +309,7 @@ def test_buffers_are_what_the_forward_found(layer: Any) -> None:
 class InPlace(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.act, self.layer = nn.ReLU(inplace=True), nn.Linear(WIDTH, WIDTH)
+        self.act, self.layer = nn.ELU(inplace=True), nn.Linear(WIDTH, WIDTH)
 
     def forward(self, x: Tensor) -> Tensor:
         y: Tensor = self.layer(self.act(x))
