@@ -9,6 +9,7 @@ from schedir.ir.costs import Costs
 from schedir.ir.plan import Plan
 from schedir.ir.sizes import Sizes
 from schedir.shortest.closed import closed_bound
+from schedir.shortest.crossing import crossing_bound
 from schedir.shortest.earliest import earliest_bound, known_of
 from schedir.shortest.found import Bound
 from schedir.shortest.problem import ROUNDING, Objective, Problem, problem_of
@@ -58,7 +59,7 @@ def bound_of(problem: Problem, seconds: float = 0.005) -> Bound:
 
     Without any time it is the closed one, which takes some milliseconds however large it is.
     """
-    found = closed_bound(problem)
+    found = max(closed_bound(problem), crossing_bound(problem), key=lambda bound: bound.value)
     pieces = (2 + problem.split) * problem.plan.stages * problem.microbatches
     if pieces * _EARLIEST > seconds:
         return found

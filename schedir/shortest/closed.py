@@ -23,8 +23,14 @@ from schedir.shortest.problem import Problem
 def closed_bound(problem: Problem) -> Bound:
     """The largest closed bound of a Problem, over all ranks."""
     paths, lags = Paths.of(problem), Lags.of(problem)
-    ranks = (_Rank(problem, paths, lags, rank) for rank in range(problem.plan.ranks))
-    return max((bound for rank in ranks for bound in rank.bounds()), key=lambda b: b.value)
+    ranks = range(problem.plan.ranks)
+    each = (bound for rank in ranks for bound in of_rank(problem, paths, lags, rank))
+    return max(each, key=lambda bound: bound.value)
+
+
+def of_rank(problem: Problem, paths: Paths, lags: Lags, rank: int) -> Iterator[Bound]:
+    """The closed bounds of a rank."""
+    return _Rank(problem, paths, lags, rank).bounds()
 
 
 class _Kind(NamedTuple):

@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given, reject, settings
 from hypothesis import strategies as st
 
 import schedir
@@ -20,9 +20,11 @@ from schedir.predict.simulate import simulate
 from schedir.schedules.draft import draft
 from schedir.shortest.bound import bound_of
 from schedir.shortest.closed import closed_bound
+from schedir.shortest.crossing import options_of
 from schedir.shortest.lags import Lags
 from schedir.shortest.of_program import bound_of_program
-from schedir.shortest.orders import KINDS, F, I, W, codes_of, length, peaks
+from schedir.shortest.orders import KINDS, F, I, W, codes_of, length, peaks, starts_of
+from schedir.shortest.paths import Paths
 from schedir.shortest.problem import OBJECTIVES, Objective, Problem, problem_of
 from schedir.testing import drafts, plans_of
 from tests.interleavings import shortest
@@ -172,6 +174,39 @@ def lags_hold(problem: Problem, order: Sequence[Sequence[int]]) -> None:
         for s, q, lag in each:
             begins, ends = at[KINDS * s + late], at[KINDS * q + early]
             assert all(ends[j - lag] < begins[j] for j in range(lag, len(begins)))
+
+
+@settings(max_examples=150)
+@given(st.data())
+def test_what_crosses_is_late(data: st.DataObject) -> None:
+    """Of any three that follow each other on any stage, as one of the options says at least."""
+    k = data.draw(st.integers(2, 4))
+    plan = Plan(data.draw(st.integers(2, 5)), data.draw(st.integers(k + 1, 3 * k + 2)))
+    even = st.builds(Costs, F=st.just(1), I=st.integers(1, 2), W=st.integers(0, 1))
+    priced = data.draw(st.one_of(even, costs(plan)))
+    made = schedir.greedy(plan, data.draw(st.sampled_from(["FIW", "IFW", "WIF"])), k, priced)
+    try:
+        problem = problem_of(plan, priced, in_flight=k)
+    except CostsError:  # all of them are 0
+        reject()
+    order, paths = codes_of(made, split=True), Paths.of(problem)
+    started = starts_of(problem, order)
+    assert started is not None
+    for s in range(plan.ranks - 1):
+        begins, back = (
+            [t for t, code in zip(started[s], order[s], strict=True) if code == KINDS * s + kind]
+            for kind in (F, I)
+        )
+        way = problem.F[s] + paths.turn[s]
+        away = way + problem.I[s] + problem.W[s]
+        late = [i - f - way for f, i in zip(begins, back, strict=True)]
+        options = [*options_of(problem, paths, s, away)]
+        for j in range(plan.microbatches - k):
+            more = begins[j + k] - begins[j] - away  # late, or waits
+            assert more >= late[j] - 1e-9
+            for i in range(1, k):
+                three = more + late[j + i] + late[j + k] + 1e-9
+                assert any(late[j + i] + 1e-9 >= x and three >= y for x, y in options)
 
 
 @st.composite
