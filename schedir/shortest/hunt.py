@@ -20,6 +20,7 @@ _SLICE = 0.05  # seconds between two looks at the clock
 # Until when policies are tried, and then changed, in parts of the budget; the rest is annealing.
 _TURNS = ((0.08, 0.2), (0.35, 0.5))
 _FINALISTS = 4  # of the shortest orders that are kept
+_ALIKE = 32  # orders as short as the shortest that are looked at, whose messages may wait less
 _KEPT = 24  # policies whose orders are starting points
 _RENTED = 0.2  # seconds before machine code is asked for, which takes as long to come
 _IN_VAIN = 64  # rounds of annealing without anything better, after which there is hardly any
@@ -124,6 +125,16 @@ class Hunt:
         except Spent:
             return False
         return True
+
+    def finalists(self) -> Iterator[tuple[float, Order]]:
+        """The shortest order, others that are as short, and then those that were it before."""
+        yield from self.shortest[:1]
+        for _ in range(_ALIKE if self.shortest else 0):
+            seed = self._random.randrange(2**31)
+            moving = self._machine.annealing(self.best, 0.0, 1.0, seed)
+            moving.run(sum(map(len, self.best)), 0.0)
+            yield moving.length, moving.order
+        yield from self.shortest[1:]
 
     # ------------------------------------------------------------ ways of looking
 

@@ -163,6 +163,11 @@ class Annealing:
         return self.length
 
     @property
+    def order(self) -> Order:
+        """The order as it is now."""
+        return self._machine._cut(self._code)
+
+    @property
     def best(self) -> Order:
         """The shortest order so far."""
         return self._machine._cut(self._best)

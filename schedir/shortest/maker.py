@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable
 from dataclasses import replace
 from math import inf
 from time import perf_counter
@@ -72,7 +72,7 @@ class Maker:
         )
         return replace(within, room=room)
 
-    def made(self, orders: Sequence[tuple[float, Order]], until: float = inf) -> Made | None:
+    def made(self, orders: Iterable[tuple[float, Order]], until: float = inf) -> Made | None:
         """What the shortest of some orders takes as a program, or None if none fits.
 
         The shortest order comes first; `until` then, by perf_counter, others may be tried.

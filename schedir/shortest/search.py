@@ -130,7 +130,7 @@ def search(
             stopped = "no better" if solved.proved else "time"
     except KeyboardInterrupt:
         stopped = "interrupted"
-    last = maker.made(hunt.shortest, begin + seconds)
+    last = maker.made(hunt.finalists(), begin + seconds)
     made = min([each for each in (last, made) if each], key=lambda made: made.length, default=None)
     length, timeline = made or maker.least()
     if length <= least.value * (1 + ROUNDING):
