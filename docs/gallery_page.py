@@ -88,6 +88,13 @@ MORE = [
         "--microbatches 16 --tradeoff -o tradeoff.svg",
     ),
     (
+        "What a search finds in each memory",
+        "The line, below it where [no schedule can be](search.md#memory-against-bubble), and those "
+        "that are built in.",
+        "schedir search --ranks 8 --microbatches 24 --costs F=18.522,I=18.086,W=9.337,send=0.601 "
+        "--frontier --evaluations 8000 --seconds 100 -o frontier.svg",
+    ),
+    (
         "For a paper",
         "As wide as a column, in a palette that a grey print is. As PDF its fonts are embedded.",
         "schedir draw one_f_one_b --width column --palette grey -o column.svg",

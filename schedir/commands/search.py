@@ -53,6 +53,10 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "-o", dest="output", metavar="FILE.sched", help="write the program there, and of what it is"
     )
+    parser.add_argument(
+        "--frontier", action="store_true",
+        help="search at every limit, for a table, and with -o FILE.svg a picture of it",
+    )  # fmt: skip
     parser.add_argument("--json", action="store_true", help="for a program to read")
     what = add_problem(
         parser,
@@ -207,6 +211,8 @@ def _costs_of(source: str, *, whole: bool) -> tuple[Timeline, Costs, list[str]]:
 
 def run(args: argparse.Namespace) -> str | tuple[str, int]:
     """What was found, how short any can be, and what else there is."""
+    if args.frontier:
+        return _frontier(args)
     if args.output is not None and not args.output.endswith(".sched"):
         raise UsageError(f"a program's file ends in .sched: {args.output} does not")
     asked = _asked(args)
@@ -221,6 +227,19 @@ def run(args: argparse.Namespace) -> str | tuple[str, int]:
     zoo = _beside(asked)
     said = _json(asked, found, zoo) if args.json else _text(args, asked, found, zoo, took)
     return (said, INTERRUPTED) if found.stopped == "interrupted" else said
+
+
+def _frontier(args: argparse.Namespace) -> str | tuple[str, int]:
+    from schedir.commands._frontier import Asked, require, told
+
+    require(args)
+    asked = _asked(args)
+    unit = "" if asked.run is None else asked.run.unit
+    start = _start(args.start, asked)
+    said, complete = told(
+        args, Asked(asked.plan, asked.request.costs, asked.request.sizes, start, unit)
+    )
+    return said if complete else (said, INTERRUPTED)
 
 
 def _search(args: argparse.Namespace, asked: _Asked) -> Found:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from math import inf
+from math import ceil, inf
 from time import perf_counter
 from typing import Final, NamedTuple
 
@@ -20,6 +20,7 @@ from schedir.predict.timeline import Timeline
 from schedir.schedules import built_in
 from schedir.schedules.words import Schedule, takes_v
 from schedir.shortest.bound import bound_of
+from schedir.shortest.budget import require_budget
 from schedir.shortest.found import Found, Step
 from schedir.shortest.problem import ROUNDING, Problem, problem_of
 from schedir.shortest.search import search
@@ -97,8 +98,7 @@ def frontier(
     """
     if isinstance(levels, bool) or not isinstance(levels, int) or levels < 1:
         raise UsageError(f"levels are a whole number above 0, not {said(levels)}")
-    if isinstance(seconds, bool) or not isinstance(seconds, int | float) or not seconds > 0:
-        raise UsageError(f"seconds are a number above 0, not {said(seconds)}", fields=["seconds"])
+    require_budget(seconds, evaluations)
     began, costs = perf_counter(), Costs() if costs is None else costs
     free = _problem(plan, costs, sizes, None, split=split)
     runs = tuple(_runs(free, costs, sizes, start))
@@ -106,15 +106,18 @@ def frontier(
     limits = _limits(plan, costs, sizes, peaks, levels, split=split)
     never = bound_of(free).value
     found: list[Level] = []
-    complete = True
+    complete, tried = True, 0
     for k, limit in enumerate(limits):
-        left = seconds - (perf_counter() - began)
+        rest = len(limits) - k
+        part = (seconds - (perf_counter() - began)) / rest
+        if evaluations is not None:
+            part = seconds / len(limits)  # no clock decides how much is proven
         try:
             last = _search(
                 plan, costs, sizes, limit,
                 split=split,
-                seconds=max(left / (len(limits) - k), 0.01),
-                evaluations=evaluations and max(evaluations // len(limits), 1),
+                seconds=max(part, 0.01),
+                evaluations=None if evaluations is None else max((evaluations - tried) // rest, 1),
                 seed=seed,
                 start=[*start, *(level.run.program for level in found[-1:])],
                 report=None if report is None else _at(report, limit),
@@ -123,7 +126,7 @@ def frontier(
             if k + 1 == len(limits):
                 raise
             continue
-        run = last.timeline
+        run, tried = last.timeline, tried + last.tried
         if found and found[-1].run.span < run.span:
             run = found[-1].run
         found.append(Level(limit, run, last.bound))
@@ -134,8 +137,14 @@ def frontier(
             break
     bounds = _bounds(plan, costs, sizes, limits, found, never, split=split)
     below = dict(bounds)
-    tight = tuple(level._replace(bound=min(below[level.limit], level.run.span)) for level in found)
+    tight = tuple(_tight(level, below[level.limit]) for level in found)
     return Frontier(plan, tight, bounds, runs, complete)
+
+
+def _tight(level: Level, bound: float) -> Level:
+    """The level with this bound; sums of floats, each in an order of its own, may differ a bit."""
+    span = level.run.span
+    return level._replace(bound=span if span <= bound * (1 + ROUNDING) else bound)
 
 
 def _at(
@@ -218,11 +227,14 @@ def _limits(
         else:
             low = middle
     if sizes is None:
-        most = -(-most // 1)
-    between = [least + (most - least) * k / max(levels - 1, 1) for k in range(levels)]
+        most = ceil(most)
+    step = (most - least) / max(levels - 1, 1) or 1.0
     if sizes is None:
-        between = [float(round(limit)) for limit in between]
-    return sorted({*between, *(peak for peak in peaks if peak >= least)})
+        step = max(round(step), 1)
+    # What a bound does not say to gain nothing may do so: as many again lie behind.
+    last = min(max(most, *peaks, least), most + levels * step)
+    between = [least + step * k for k in range(2 * levels) if least + step * k <= last]
+    return sorted({*between, most, *(peak for peak in peaks if peak >= least)})
 
 
 def _bounds(

@@ -13,6 +13,7 @@ from schedir.ir.program import Program
 from schedir.ir.sizes import Sizes
 from schedir.schedules.words import Schedule
 from schedir.shortest.bound import bound_of
+from schedir.shortest.budget import require_budget
 from schedir.shortest.found import Bound, Found, Step, Stopped
 from schedir.shortest.hunt import Hunt
 from schedir.shortest.maker import Made, Maker
@@ -74,13 +75,7 @@ def search(
     >>> found.timeline
     <predicted Timeline of search: span 49, bubble 18.4%>
     """
-    if isinstance(seconds, bool) or not isinstance(seconds, int | float) or not seconds > 0:
-        raise UsageError(f"seconds are a number above 0, not {said(seconds)}", fields=["seconds"])
-    if evaluations is not None and (type(evaluations) is not int or evaluations < 1):
-        raise UsageError(
-            f"evaluations are a whole number above 0, not {said(evaluations)}",
-            fields=["evaluations"],
-        )
+    require_budget(seconds, evaluations)
     if type(seed) is not int:
         raise UsageError(f"a seed is a whole number, not {said(seed)}", fields=["seed"])
     expect(start, Sequence, "[schedules.zb_h1]")

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 from math import inf
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -15,6 +17,7 @@ import schedir
 from schedir import Costs, Plan, Sizes, compile, schedules, simulate, viz
 from schedir.errors import PlanError, UsageError
 from schedir.shortest.frontier import Frontier, frontier
+from tests.commands import refused, said
 
 SIZES = Sizes(saved=1e9, tape=4e8, activation=1e8, weights=5e9)
 UNEVEN = Costs(F=(1, 1, 1, 1.5), I=(1, 1, 1, 1.5), W=(1, 1, 1, 1.5))
@@ -122,3 +125,32 @@ def test_the_picture_shows_it(found: Frontier) -> None:
         assert not path.contains_point((middle, height + 1e-6))
         assert path.contains_point((middle, -1e-9 + min(height / 2, 0.001))) or height < 1e-6
     assert ("GB" in axes.get_xlabel()) == found.in_bytes
+
+
+AT = ("search", "--ranks=4", "--microbatches=8", "--costs=F=2,I=2,W=1", "--evaluations=300")
+
+
+def test_the_command_tells_and_draws_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    told = said(capsys, *AT, "--frontier", "-o", "x.svg")
+    assert "4 in flight" in told and "zb_h1 49 (4 in flight)" in told and Path("x.svg").exists()
+    facts = json.loads(said(capsys, *AT, "--frontier", "--json"))
+    found = frontier(Plan(4, 8), Costs(F=2, I=2, W=1), evaluations=300)
+    assert facts["levels"] == [
+        {"limit": v.limit, "span": v.run.span, "bubble": v.run.bubble, "bound": v.bound}
+        for v in found.levels
+    ]
+    assert facts["complete"] and facts["memory"] == "in flight"
+    sized = said(capsys, *AT, "--frontier", "--sizes=saved=1GB,tape=0.4GB")
+    assert "1 GB" in sized and "in flight" not in sized
+    for wrong in (
+        ("--limit=4GB", "--sizes=saved=1GB"),
+        ("--in-flight=4",),
+        ("--objective=own",),
+        ("--prove=solver",),
+        ("-o", "x.sched"),
+    ):
+        refused(capsys, *AT, "--frontier", *wrong)
+    assert not Path("x.sched").exists()
