@@ -12,7 +12,6 @@ are said to be of a clock, which is right only on a quiet machine.
 from __future__ import annotations
 
 import argparse
-import csv
 import random
 import sys
 from collections.abc import Iterator
@@ -22,16 +21,12 @@ from time import perf_counter, process_time
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import schedir
-from schedir import Costs, Plan, Sizes
+from schedir import Costs, Plan
 from schedir.analysis import compiled
 from schedir.errors import MemoryLimitError, ProgramError, UsageError
 from schedir.schedules import built_in
+from tests.published import PRINTED, rows
 
-RATES = Path(__file__).parents[1] / "tests" / "golden" / "zero_bubble_rates.csv"
-# Hidden size and heads of the paper's models (table 3); sequences have 1024 tokens.
-MODELS = {"1.5B": (2304, 24), "6.2B": (4096, 32), "14.6B": (5120, 40), "28.3B": (6144, 48)}
-SEQUENCE = 1024
-PRINTED = 5e-5  # rates have four digits
 DRAWN = 5  # times that costs are drawn
 SHAPES = [(4, 16), (4, 64), (8, 24), (8, 64), (16, 48), (16, 128)]
 
@@ -45,39 +40,23 @@ def head(*cells: str) -> None:
     line(*["---"] * len(cells))
 
 
-def rates() -> Iterator[dict[str, str]]:
-    """Rows of tables 5 and 9."""
-    with RATES.open(newline="") as file:
-        yield from csv.DictReader(each for each in file if not each.startswith("#"))
-
-
-def tape_of(model: str) -> float:
-    """What W needs, as a share of what F saves: 32sbh of sbh(34 + 5as/h) (sections 2 and 3)."""
-    hidden, heads = MODELS[model]
-    return 32 * hidden / (34 * hidden + 5 * heads * SEQUENCE)
-
-
 def table5(seconds: float) -> None:
     """Bubble rates of own spans, as the paper counts them, in as much memory as it says."""
     head("model", "p", "m", "limit", "paper", "found", "bound", "", "stopped", "s")
-    for row in rates():
-        p, m = int(row["p"]), int(row["m"])
-        F, I, W, send = (float(row[f"T_{name}"]) for name in ("F", "I", "W", "comm"))
-        work = m * (F + I + W)
+    for row in rows():
         for limit, column in ((1, "rate_ZB_1p"), (2, "rate_ZB_2p")):
             began = process_time()
             found = schedir.search(
-                Plan(p, m), Costs(F=F, I=I, W=W, send=send),
-                Sizes(saved=1, tape=tape_of(row["model"])), limit * p,
+                row.plan, row.costs, row.sizes, limit * row.plan.ranks,
                 objective="own", seconds=seconds,
             )  # fmt: skip
             took = process_time() - began
-            paper, rate = float(row[column]), 1 - work / found.span
-            beside = "better" if rate < paper - PRINTED else "equal"
-            beside = "worse" if rate > paper + PRINTED else beside
+            paper, rate = row.rates[column], row.rate(found.span)
+            beside = "better" if rate < paper - PRINTED / 2 else "equal"
+            beside = "worse" if rate > paper + PRINTED / 2 else beside
             line(
-                row["model"], p, m, f"{limit}p", f"{paper:.2%}", f"{rate:.2%}",
-                f"{1 - work / found.bound:.2%}", beside, found.stopped, f"{took:.1f}",
+                row.model, row.plan.ranks, row.plan.microbatches, f"{limit}p", f"{paper:.2%}",
+                f"{rate:.3%}", f"{row.rate(found.bound):.3%}", beside, found.stopped, f"{took:.1f}",
             )  # fmt: skip
 
 

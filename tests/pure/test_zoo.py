@@ -6,9 +6,6 @@ from each rank's own first start to its own last end.
 
 from __future__ import annotations
 
-import csv
-from pathlib import Path
-
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -45,6 +42,7 @@ from schedir.schedules import (
 from schedir.schedules.draft import draft
 from schedir.schedules.words import Schedule, Word
 from tests.laws import TRIPLES, TWO_WAY, ZOO, cases, least, plan_of, run
+from tests.published import PRINTED, Row, rows
 
 # ------------------------------------------------------------------ whole backwards
 
@@ -283,22 +281,15 @@ def test_unequal_costs_stall_v_half_and_v_min(P: int) -> None:
 # ------------------------------------------------------------------ all of them
 
 
-def rates() -> list[dict[str, str]]:
-    path = Path(__file__).parents[1] / "golden" / "zero_bubble_rates.csv"
-    return [*csv.DictReader(k for k in path.read_text().splitlines() if not k.startswith("#"))]
-
-
-@pytest.mark.parametrize("row", rates(), ids=lambda row: f"{row['model']}-{row['m']}")
+@pytest.mark.parametrize("row", rows(), ids=lambda row: f"{row.model}-{row.plan.microbatches}")
 @pytest.mark.parametrize(
     "schedule, published",
     [(one_f_one_b, "rate_1F1B"), (zb_h1, "rate_ZB_H1"), (zb_h2, "rate_ZB_H2")],
 )
-def test_published_bubble_rates(row: dict[str, str], schedule: Schedule, published: str) -> None:
-    m = int(row["m"])
-    F, I, W, send = (float(row[f"T_{name}"]) for name in ("F", "I", "W", "comm"))
-    timeline = run(schedule, Plan(int(row["p"]), m), Costs(F=F, I=I, W=W, send=send))
-    cost = timeline.own_span.max()
-    assert (cost - m * (F + I + W)) / cost == pytest.approx(float(row[published]), abs=1e-4)
+def test_published_bubble_rates(row: Row, schedule: Schedule, published: str) -> None:
+    timeline = run(schedule, row.plan, row.costs)
+    rate = row.rate(timeline.own_span.max())
+    assert rate == pytest.approx(row.rates[published], abs=PRINTED)
 
 
 @pytest.mark.parametrize("name", ZOO)

@@ -1,0 +1,52 @@
+"""Figures of the zero-bubble paper (arXiv 2401.10241), for tests and benchmarks."""
+
+from __future__ import annotations
+
+import csv
+from pathlib import Path
+from typing import NamedTuple
+
+from schedir import Costs, Plan, Sizes
+from schedir.ir.ops import BACKWARD_INPUT, BACKWARD_WEIGHT, FORWARD
+
+FILE = Path(__file__).parent / "golden" / "zero_bubble_rates.csv"
+WORK = (FORWARD, BACKWARD_INPUT, BACKWARD_WEIGHT)
+SEQUENCE = 1024  # tokens of a microbatch's sequences
+PRINTED = 1e-4  # rates have four digits
+
+
+class Row(NamedTuple):
+    """One row of tables 5 and 9.
+
+    In `sizes` what F saves is 1, as the paper counts memory: sbh (34 + 5as/h) of a layer, of which
+    W needs 32sbh (Table 1).
+    """
+
+    model: str
+    plan: Plan
+    costs: Costs
+    sizes: Sizes
+    rates: dict[str, float]  # by the column's name
+
+    def rate(self, own_span: float) -> float:
+        """The bubble rate of a schedule in which no rank takes longer than that."""
+        costs = self.costs
+        work = sum(float(costs.of(op, self.plan)[0, 0]) for op in WORK)
+        return 1 - self.plan.microbatches * work / own_span
+
+
+def rows() -> list[Row]:
+    found = []
+    with FILE.open(newline="") as file:
+        for row in csv.DictReader(line for line in file if not line.startswith("#")):
+            F, I, W, send = (float(row[f"T_{name}"]) for name in ("F", "I", "W", "comm"))
+            hidden, heads = int(row["hidden"]), int(row["heads"])
+            tape = 32 * hidden / (34 * hidden + 5 * heads * SEQUENCE)
+            rates = {name: float(rate) for name, rate in row.items() if name.startswith("rate_")}
+            found.append(
+                Row(
+                    row["model"], Plan(int(row["p"]), int(row["m"])),
+                    Costs(F=F, I=I, W=W, send=send), Sizes(saved=1, tape=tape), rates,
+                )
+            )  # fmt: skip
+    return found
