@@ -21,6 +21,7 @@ _SLICE = 0.05  # seconds between two looks at the clock
 _TURNS = ((0.08, 0.2), (0.35, 0.5))
 _FINALISTS = 4  # of the shortest orders that are kept
 _ALIKE = 32  # orders as short as the shortest that are looked at, whose messages may wait less
+_FEW = 16  # moves of work between two looks at the clock
 _KEPT = 24  # policies whose orders are starting points
 _RENTED = 0.2  # seconds before machine code is asked for, which takes as long to come
 _IN_VAIN = 64  # rounds of annealing without anything better, after which there is hardly any
@@ -127,12 +128,19 @@ class Hunt:
         return True
 
     def finalists(self) -> Iterator[tuple[float, Order]]:
-        """The shortest order, others that are as short, and then those that were it before."""
+        """The shortest order, others that are as short, and then those that were it before.
+
+        Others are looked for in what is left of the seconds.
+        """
         yield from self.shortest[:1]
-        for _ in range(_ALIKE if self.shortest else 0):
+        turns, alike = sum(map(len, self.best)) if self.shortest else 0, 0
+        while turns and alike < _ALIKE and self.elapsed < self._seconds:
+            alike += 1
             seed = self._random.randrange(2**31)
             moving = self._machine.annealing(self.best, 0.0, 1.0, seed)
-            moving.run(sum(map(len, self.best)), 0.0)
+            for _ in range(0, turns, _FEW):
+                if self.elapsed < self._seconds:
+                    moving.run(_FEW, 0.0)
             yield moving.length, moving.order
         yield from self.shortest[1:]
 
@@ -183,7 +191,7 @@ class Hunt:
         """Whether a round of annealing finds anything better."""
         cooling = float(_COOLED ** (1 / turns))
         moving = self._machine.annealing(order, heat, cooling, self._random.randrange(2**31))
-        each, better = 16, False
+        each, better = _FEW, False
         while turns > 0 and not self.proved:
             each = min(each, turns, self._left())
             begin = perf_counter()

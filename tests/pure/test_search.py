@@ -1,6 +1,7 @@
 """What a search promises: what it finds fits and runs, and nothing in the zoo is shorter."""
 
 from itertools import count
+from time import perf_counter
 
 import pytest
 from hypothesis import given
@@ -10,6 +11,7 @@ from schedir import Costs, Plan, Sizes, check, compile, schedules, search, show,
 from schedir.analysis.compiled import within
 from schedir.errors import CostsError
 from schedir.shortest.anneal import wave
+from schedir.shortest.hunt import Hunt
 from schedir.shortest.machine import LOOPS, Machine, Policy
 from schedir.shortest.orders import codes_of, draft_of, length, peaks
 from schedir.shortest.problem import problem_of
@@ -41,6 +43,19 @@ def test_the_seed_and_the_evaluations_say_what_is_found() -> None:
     )
     assert show(one.program) == show(other.program)
     assert one.tried == other.tried <= 5000
+
+
+def test_nothing_is_moved_when_the_seconds_are_over() -> None:
+    problem = problem_of(Plan(4, 8), Costs(F=2, I=2, W=1), in_flight=3)
+    order = codes_of(compile(schedules.zb_h1, problem.plan), split=True)
+    hunt = Hunt(
+        problem, 0.0, begin=perf_counter(), seconds=1e-9, evaluations=None, seed=0,
+        report=lambda _: None,
+    )  # fmt: skip
+    hunt.take(1.0, order, "given")
+    assert not hunt.run()
+    tried = hunt.tried
+    assert list(hunt.finalists()) == [(1.0, order)] and hunt.tried == tried
 
 
 def test_costs_of_whole_backwards_are_not_split() -> None:
