@@ -1,4 +1,10 @@
-"""What pages for readers show in Python and needs torch."""
+"""What pages for readers show that needs torch: in Python, and runs of `schedir train`."""
+
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 
@@ -15,3 +21,20 @@ BLOCKS = [
 @pytest.mark.parametrize("text", [text for _, text in BLOCKS], ids=[name for name, _ in BLOCKS])
 def test_block_runs(text: str) -> None:
     exec(compile(text, "page", "exec"), {})
+
+
+TRAINS = [
+    (name, step.text, step.prints)
+    for name in READERS
+    for step in steps((ROOT / "docs" / f"{name}.md").read_text())
+    if step.kind == "command" and step.text.startswith("schedir train") and step.prints
+]
+
+
+@pytest.mark.parametrize(("text", "prints"), [train[1:] for train in TRAINS])
+def test_a_run_says_what_the_page_shows(text: str, prints: str, tmp_path: Path) -> None:
+    (tmp_path / "examples").symlink_to(ROOT / "examples")
+    argv = [sys.executable, "-m", *shlex.split(text)]
+    done = subprocess.run(argv, cwd=tmp_path, capture_output=True, text=True, timeout=300)
+    shown = ".*".join(map(re.escape, prints.split("...\n")))
+    assert re.fullmatch(shown, done.stdout, flags=re.S), (done.stdout, done.stderr)

@@ -15,7 +15,8 @@ ROOT = Path(__file__).resolve().parents[2]
 
 TRAIT = """\
     zero: int = field(
-        default=0, metadata=setting(whole_number(0, 3), "what replicas shard of the optimizer (0)")
+        default=0,
+        metadata=traits.setting(traits.whole_number(0, 3), "what replicas shard (0)"),
     )
 """
 COMMAND = '''
@@ -105,7 +106,7 @@ for given, says in (("zero=4", "pipeline.zero must be a whole number of at least
 
 def test_a_trait_is_one_entry(copy: Path) -> None:
     path = copy / "schedir" / "ir" / "program.py"
-    before = "    clip: bool = field(default=False, metadata=_CLIP)\n"
+    before = "    clip: bool = field(default=False, metadata=traits.CLIP)\n"
     text = path.read_text()
     assert text.count(before) == 1
     path.write_text(text.replace(before, before + TRAIT))

@@ -150,11 +150,12 @@ def test_without_ortools_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch
 
 def test_a_search_goes_on_with_the_solver() -> None:
     pytest.importorskip("ortools")
-    plan, costs = Plan(ranks=4, microbatches=9), Costs(F=3, I=(4, 5, 4, 4), W=2)
+    plan = Plan(ranks=2, microbatches=6, stages_per_rank=2, placement="vee")
+    costs = Costs(F=4, I=4, W=9, send=2)
     told: list[float] = []
-    closed = search(plan, costs, in_flight=2, evaluations=50)
+    closed = search(plan, costs, in_flight=3, evaluations=50)
     found = search(
-        plan, costs, in_flight=2, evaluations=50, seconds=60, prove="solver",
+        plan, costs, in_flight=3, evaluations=50, seconds=60, prove="solver",
         report=lambda _, bound: told.append(bound),
     )  # fmt: skip
     assert closed.bound < found.bound == found.span < closed.span
