@@ -20,6 +20,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from math import isnan
+from numbers import Real
 
 
 def in_bytes(size: float) -> str:
@@ -138,6 +140,18 @@ def expect(value: object, kind: type, example: str) -> None:
         raise UsageError(
             f"this takes a {kind.__name__}, not {said(value)}", hint=f"such as {example}"
         )
+
+
+def number(value: object) -> float | None:
+    """A number, as numpy and fractions say it, too; None for anything else, for NaN, and for one
+    that is too large for a float."""
+    if isinstance(value, bool) or not isinstance(value, Real):
+        return None
+    try:
+        found = float(value)
+    except OverflowError:
+        return None
+    return None if isnan(found) else found
 
 
 def flag(value: object, what: str) -> bool:

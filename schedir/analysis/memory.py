@@ -43,7 +43,7 @@ from schedir.ir.ops import (
 )
 from schedir.ir.per_stage import look_up
 from schedir.ir.program import ADDRESS, OWN, Program, Stream
-from schedir.ir.sizes import Sizes
+from schedir.ir.sizes import Sizes, ample
 
 # What a microbatch is held by: what compute keeps of it for later compute.  A change in place is
 # neither a fill nor an end.
@@ -349,7 +349,7 @@ def require_memory_limit(program: Program, sizes: Sizes, limit: float) -> Progra
     """
     for rank, own in enumerate(held(program, sizes, late=True)):
         most = int(own.bytes.argmax())
-        if own.bytes[most] <= limit:
+        if own.bytes[most] <= ample(limit):
             continue
         at = int(own.at[most])
         instr = program.streams[rank][at]

@@ -19,11 +19,13 @@ from schedir.errors import (
     expect,
     flag,
     in_bytes,
+    number,
+    said,
 )
 from schedir.ir.costs import Costs
 from schedir.ir.plan import Plan
 from schedir.ir.program import TRAITS, Program
-from schedir.ir.sizes import Sizes
+from schedir.ir.sizes import Sizes, ample
 from schedir.ir.ties import Ties
 from schedir.passes.lowering import LOWERING, OPTIONS
 from schedir.passes.record import Boundary, Choice, Options, Pass
@@ -174,14 +176,14 @@ def check_memory(program: Program, sizes: Sizes | None, limit: float) -> Program
             hint="--sizes activation=16MB,saved=1.2GB, or sizes=Sizes(...)",
         )
     expect(sizes, Sizes, SIZES)
-    if not isinstance(limit, int | float):
-        raise UsageError(f"a limit is a number of bytes, not {limit!r:.60}", hint="40e9")
+    if (bytes_ := number(limit)) is None:
+        raise UsageError(f"a limit is a number of bytes, not {said(limit)}", hint="40e9")
     try:
-        return require_memory_limit(program, sizes, limit)
+        return require_memory_limit(program, sizes, bytes_)
     except MemoryLimitError as error:
         few = share_slots(program, "fewest")
         most = max(own.bytes.max(initial=0.0) for own in held(few, sizes, late=True))
-        if most <= limit:
+        if most <= ample(bytes_):
             error.hint = f"with the fewest slots no rank holds more than {in_bytes(most)}"
         raise
 

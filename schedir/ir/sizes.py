@@ -18,6 +18,8 @@ if TYPE_CHECKING:
 
 Size = PerStage
 
+_ROUNDING: Final = 1e-12  # sums of bytes differ by that much of themselves
+
 _UNITS = {"": 1, "B": 1, "KB": 1000}
 _UNITS |= {f"{p}B": 1000 ** (k + 1) for k, p in enumerate("kMGTP")}
 _UNITS |= {f"{p}iB": 1024 ** (k + 1) for k, p in enumerate("KMGTP")}
@@ -183,6 +185,12 @@ class Sizes:
         if value is None:
             value = self.activation if name == "gradient" else self.saved
         return value
+
+
+def ample(limit: float) -> float:
+    """A limit in bytes, and what sums of sizes may be above it by rounding: less than a byte of a
+    terabyte."""
+    return limit + _ROUNDING * abs(limit)
 
 
 class Eager(NamedTuple):

@@ -67,6 +67,8 @@ def greedy(
 
 def _limit(given: object) -> int:
     try:
+        if isinstance(given, bool):
+            raise TypeError
         return index(given)  # type: ignore[arg-type]
     except TypeError:
         raise ScheduleError(

@@ -8,6 +8,7 @@ from typing import Final
 from schedir.ir.costs import Costs
 from schedir.ir.plan import Plan
 from schedir.ir.sizes import Sizes
+from schedir.shortest.budget import seconds_of
 from schedir.shortest.closed import closed_bound
 from schedir.shortest.crossing import crossing_bound
 from schedir.shortest.earliest import earliest_bound, known_of
@@ -48,10 +49,11 @@ def bound(
     >>> print(least.why)
     rank 0 works 24 and holds 4: it idles 3 between its 4th F and its first I
     """
+    taken = seconds_of(seconds)
     problem = problem_of(
         plan, costs, sizes, limit, in_flight=in_flight, objective=objective, split=split
     )
-    return bound_of(problem, seconds)
+    return bound_of(problem, taken)
 
 
 def bound_of(problem: Problem, seconds: float = 0.005) -> Bound:

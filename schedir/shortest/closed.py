@@ -83,7 +83,7 @@ class _Rank:
     def held(self) -> float:
         """The most work that is left of other microbatches than one of which all F's have run."""
         problem, own, others = self.problem, self.own, self.problem.microbatches - 1
-        room = problem.room[self.rank] - sum(problem.saved[s] for s in own)
+        room = problem.ample[self.rank] - sum(problem.saved[s] for s in own)
         all_of = others * sum(problem.I[s] + problem.W[s] for s in own)
         if len(own) > 1:
             kinds = [_Kind(problem.I[s] + problem.W[s], problem.saved[s], others) for s in own]
@@ -103,7 +103,7 @@ class _Rank:
         problem, first, last = self.problem, self.own[0], self.own[-1]
         head, m = self.paths.head, problem.microbatches
         way = head[last] - head[first] + problem.F[last] + self.paths.turn[last]
-        room = problem.room[self.rank] + problem.saved[last] - problem.both[last]
+        room = problem.ample[self.rank] + problem.saved[last] - problem.both[last]
         ahead = _most([_Kind(problem.F[s], problem.saved[s], m) for s in self.own], room)
         return max(way - ahead, 0.0)
 
@@ -132,7 +132,7 @@ class _Rank:
     def after_last_I(self) -> float:
         """The most that the rank can still work after its last I: W's of what it holds."""
         problem, (first, *later) = self.problem, self.own
-        m, room = problem.microbatches, problem.room[self.rank] - problem.both[first]
+        m, room = problem.microbatches, problem.ample[self.rank] - problem.both[first]
         late = [_Kind(problem.W[s], problem.tape[s], m) for s in later]
         late.append(_Kind(problem.W[first], problem.tape[first], m - 1))
         return problem.W[first] + _most(late, room)

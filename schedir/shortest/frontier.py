@@ -20,7 +20,7 @@ from schedir.predict.timeline import Timeline
 from schedir.schedules import built_in
 from schedir.schedules.words import Schedule, takes_v
 from schedir.shortest.bound import bound_of
-from schedir.shortest.budget import require_budget
+from schedir.shortest.budget import evaluations_of, seconds_of
 from schedir.shortest.found import Found, Step
 from schedir.shortest.problem import ROUNDING, Problem, problem_of
 from schedir.shortest.search import search
@@ -98,7 +98,7 @@ def frontier(
     """
     if isinstance(levels, bool) or not isinstance(levels, int) or levels < 1:
         raise UsageError(f"levels are a whole number above 0, not {said(levels)}")
-    require_budget(seconds, evaluations)
+    seconds, evaluations = seconds_of(seconds), evaluations_of(evaluations)
     began, costs = perf_counter(), Costs() if costs is None else costs
     free = _problem(plan, costs, sizes, None, split=split)
     runs = tuple(_runs(free, costs, sizes, start))

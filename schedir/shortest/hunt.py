@@ -11,7 +11,7 @@ from time import perf_counter
 from schedir.analysis.compiled import within
 from schedir.shortest.found import Step
 from schedir.shortest.machine import LOOPS, Machine, Policy
-from schedir.shortest.orders import Order, peaks
+from schedir.shortest.orders import Order, one_by_one, peaks
 from schedir.shortest.policies import neighbours, policies
 from schedir.shortest.problem import ROUNDING, Problem
 
@@ -27,6 +27,7 @@ _RENTED = 0.2  # seconds before machine code is asked for, which takes as long t
 _IN_VAIN = 64  # rounds of annealing without anything better, after which there is hardly any
 # The heat at which rounds begin, in mean times of a piece of work, and moves for each piece.
 _ROUNDS = ((4.0, 100), (8.0, 400), (16.0, 100), (4.0, 1600), (2.0, 400))
+_UNCOUNTED = 2**62  # evaluations where nobody counts them
 _COOL = 0.1  # the least heat
 _COOLED = 1 / 30  # what is left of a round's heat at its end
 
@@ -173,7 +174,10 @@ class Hunt:
 
     def _anneal(self) -> None:
         """Rounds of annealing, from the best and from where policies led."""
-        starts = [self._order_of(policy) for _, policy in self._pool]
+        if not self.shortest:  # no policy has led to the end in so little room
+            order = one_by_one(self.problem)
+            self.take(self._machine.length(order), order, "one by one")
+        starts = [self._order_of(policy) for length, policy in self._pool if length < inf]
         pieces = sum(map(len, self.best))
         mean = sum(self.problem.work(rank) for rank in range(self.problem.plan.ranks)) / pieces
         vain = turn = 0
@@ -230,11 +234,11 @@ class Hunt:
         """How many moves of work the budget is enough for, as far as one can tell."""
         if self._evaluations is not None:
             return self._left()
-        return int((self._seconds - self.elapsed) * self._rate)
+        return int(min((self._seconds - self.elapsed) * self._rate, _UNCOUNTED))
 
     def _left(self) -> int:
         """How many evaluations are left."""
-        return 2**62 if self._evaluations is None else self._evaluations - self.tried
+        return _UNCOUNTED if self._evaluations is None else self._evaluations - self.tried
 
     def _spent(self) -> float:
         """The part of the budget that is spent; raises Spent where it is all."""

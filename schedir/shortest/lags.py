@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from math import floor, inf
+from math import floor
 from typing import NamedTuple
 
-from schedir.shortest.problem import ROUNDING, Problem
+from schedir.shortest.problem import Problem
 
 
 def fit(room: float, size: float, most: int) -> int:
-    """How many of a size fit into a room, at most `most`; -1 where there is less than no room."""
-    room += ROUNDING * abs(room)
+    """How many of a size fit into a room, at most `most`; -1 where there is less than no room.
+
+    The room is `Problem.ample`, less what else is there: that allows for rounding, which may be
+    more than a part of what is left.
+    """
     if room < 0:
         return -1
-    return most if room >= most * size or room == inf else floor(room / size + ROUNDING)
+    return most if room >= most * size else floor(room / size)
 
 
 class Lag(NamedTuple):
@@ -63,7 +66,7 @@ class Lags(NamedTuple):
 
 def _of_rank(problem: Problem, rank: int) -> Iterator[list[Lag]]:
     own, never, saved, tape = problem.own[rank], problem.microbatches, problem.saved, problem.tape
-    room, whole, sum_ = problem.room[rank], {}, 0.0
+    room, whole, sum_ = problem.ample[rank], {}, 0.0
     for s in own:
         sum_ += saved[s]
         whole[s] = sum_

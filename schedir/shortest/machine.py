@@ -13,7 +13,7 @@ from schedir.analysis.compiled import Loop
 from schedir.shortest.anneal import anneal, times
 from schedir.shortest.dispatch import dispatch
 from schedir.shortest.orders import KINDS, Order
-from schedir.shortest.problem import ROUNDING, Problem
+from schedir.shortest.problem import Problem
 
 LOOPS: Final = (times, dispatch, anneal)  # what is compiled
 _MOST = 1e299  # what has no limit, as a number
@@ -52,7 +52,7 @@ class Machine:
             for k, stage in enumerate(own):
                 later = sum(problem.saved[other] for other in own[k + 1 :])
                 kept[stage] = later + max(0.0, *(grows[other] for other in own))
-        room = [min(most, _MOST) * (1 + ROUNDING) for most in problem.room]
+        room = [min(most, _MOST) for most in problem.ample]
         shape = (P, S, m)
         rank_of = self._ints(problem.rank_of)
         first = [0]

@@ -15,7 +15,7 @@ from schedir.compiler.compile import compile
 from schedir.errors import MemoryLimitError
 from schedir.ir.costs import Costs
 from schedir.ir.program import Program
-from schedir.ir.sizes import Sizes
+from schedir.ir.sizes import Sizes, ample
 from schedir.passes.record import Choice
 from schedir.predict.simulate import simulate
 from schedir.predict.timeline import Timeline
@@ -63,7 +63,7 @@ class Maker:
         assert self._sizes is not None and self._limit is not None
         program = compile(draft_of(self._problem, order), costs=self._costs, slots="enough")
         most = np.array([own.bytes.max() for own in held(program, self._sizes, late=True)])
-        over = np.maximum(most - self._limit * (1 + ROUNDING), 0).tolist()
+        over = np.maximum(most - ample(self._limit), 0).tolist()
         room = tuple(
             max(min(room - more / 2, peak * (1 - 1e-6)), within.least_room(rank)) if more else room
             for rank, (room, more, peak) in enumerate(

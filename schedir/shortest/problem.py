@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
-from math import inf, isnan
+from math import inf
 from operator import index
 from typing import Final, Literal, get_args
 
 import numpy as np
 
-from schedir.errors import CostsError, PlanError, UsageError, expect, flag, in_bytes, said
+from schedir.errors import CostsError, PlanError, UsageError, expect, flag, in_bytes, number, said
 from schedir.ir.costs import Costs
 from schedir.ir.ops import (
     BACKWARD,
@@ -23,13 +23,13 @@ from schedir.ir.ops import (
     Token,
     producers,
 )
-from schedir.ir.plan import Plan
-from schedir.ir.sizes import Sizes
+from schedir.ir.plan import MAX_CELLS, Plan
+from schedir.ir.sizes import Sizes, ample
 
 Objective = Literal["span", "own"]
 OBJECTIVES: Final[tuple[Objective, ...]] = get_args(Objective)
 (_REDUCE,) = producers(Token.GRAD)
-ROUNDING: Final = 1e-9  # sums of bytes, and of times, differ by that much of themselves
+ROUNDING: Final = 1e-9  # sums of times differ by that much of themselves
 
 
 @dataclass(frozen=True)
@@ -79,6 +79,11 @@ class Problem:
         """The rank that holds each stage."""
         return tuple(self.plan.rank_of.tolist())
 
+    @cached_property
+    def ample(self) -> tuple[float, ...]:
+        """The room of each rank, and what sums of sizes may be above it by rounding."""
+        return tuple(map(ample, self.room))
+
     def work(self, rank: int) -> float:
         """The time that a rank computes."""
         each = (self.F[s] + self.I[s] + self.W[s] for s in self.own[rank])
@@ -98,7 +103,7 @@ class Problem:
 
     def fits(self, held: float, rank: int) -> bool:
         """Whether a rank may hold that much."""
-        return held <= self.room[rank] * (1 + ROUNDING)
+        return held <= self.ample[rank]
 
 
 def problem_of(
@@ -160,14 +165,14 @@ def problem_of(
 
 
 def _require_plan(plan: Plan) -> None:
-    for what, number, field in (
+    for what, many, field in (
         ("holder of each stage", plan.rows, "placement"),
         ("update", plan.updates, "updates"),
         ("segment of each sequence", plan.segments, "segments"),
     ):
-        if number > 1:
+        if many > 1:
             raise PlanError(
-                f"a search is for plans with one {what}: this has {number}", fields=[field]
+                f"a search is for plans with one {what}: this has {many}", fields=[field]
             )
 
 
@@ -207,20 +212,22 @@ def _held(
         )
     expect(sizes, Sizes, "Sizes(saved=1.2e9, tape=0.5e9)")
     sizes.require(plan)
-    if isinstance(limit, bool) or not isinstance(limit, int | float) or isnan(limit):
+    if (most := number(limit)) is None or most == -inf:
         raise UsageError(f"a limit is a number of bytes, not {said(limit)}", hint="40e9")
     each = {name: sizes.each(name, plan) for name in ("saved", "tape", "both")}
     if any(of_stage.shape[1] > 1 for of_stage in each.values()):
         raise UsageError("a search takes sizes that are the same for all microbatches")
     saved, tape, both = (tuple(of_stage[:, 0].tolist()) for of_stage in each.values())
     weights = sizes.of("weights", plan.stages)
-    room = tuple(float(limit - weights[list(own)].sum()) for own in plan.stages_of)
+    room = tuple(float(most - weights[list(own)].sum()) for own in plan.stages_of)
     return (saved, tape, both, room) if split else (saved, zero, saved, room)
 
 
 def _count(given: object) -> float:
     try:
-        return float(index(given))  # type: ignore[arg-type]
+        if isinstance(given, bool):
+            raise TypeError
+        return float(min(index(given), MAX_CELLS))  # type: ignore[arg-type]
     except TypeError:
         raise UsageError(
             f"in_flight is a whole number, or a function of the rank that gives one, not "

@@ -13,7 +13,7 @@ from schedir.ir.program import Program
 from schedir.ir.sizes import Sizes
 from schedir.schedules.words import Schedule
 from schedir.shortest.bound import bound_of
-from schedir.shortest.budget import require_budget
+from schedir.shortest.budget import evaluations_of, seconds_of, whole_of
 from schedir.shortest.found import Bound, Found, Step, Stopped
 from schedir.shortest.hunt import Hunt
 from schedir.shortest.maker import Made, Maker
@@ -75,10 +75,12 @@ def search(
     >>> found.timeline
     <predicted Timeline of search: span 49, bubble 18.4%>
     """
-    require_budget(seconds, evaluations)
-    if type(seed) is not int:
-        raise UsageError(f"a seed is a whole number, not {said(seed)}", fields=["seed"])
+    seconds = seconds_of(seconds)
+    evaluations = evaluations_of(evaluations)
+    seed = whole_of(seed, "seed", "a seed is a whole number")
     expect(start, Sequence, "[schedules.zb_h1]")
+    if report is not None and not callable(report):
+        raise UsageError(f"report is a function, not {said(report)}", fields=["report"])
     if prove not in _PROVES:
         raise UsageError(f"prove is 'closed' or 'solver', not {said(prove)}", fields=["prove"])
     begin = perf_counter()
@@ -125,13 +127,16 @@ def search(
             stopped = "no better" if solved.proved else "time"
     except KeyboardInterrupt:
         stopped = "interrupted"
-    last = maker.made(hunt.finalists(), begin + seconds)
+    try:
+        last = maker.made(hunt.finalists(), begin + seconds)
+    except KeyboardInterrupt:
+        stopped, last = "interrupted", made or maker.made(hunt.shortest, begin)
     made = min([each for each in (last, made) if each], key=lambda made: made.length, default=None)
     length, timeline = made or maker.least()
-    if length <= least.value * (1 + ROUNDING):
-        stopped = "proved"
     assert least.value <= length * (1 + 1e-6), "a bug: this is shorter than any schedule can be"
-    bound = min(least.value, length)  # they are sums of floats, each in an order of its own
+    bound = least.value
+    if length <= bound * (1 + ROUNDING):  # they are sums of floats, each in an order of its own
+        stopped, bound = "proved", length
     return Found(
         timeline.program, timeline, length, bound, least.why, tuple(hunt.trail), hunt.tried,
         seed, stopped,

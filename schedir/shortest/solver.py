@@ -375,7 +375,7 @@ def _whole(problem: Problem) -> _Whole:
             for row in sizes.values():
                 for s in own:
                     row[s] = _floor(row[s], unit)
-            room[rank] = _floor(room[rank] * (1 + ROUNDING), unit)
+            room[rank] = _floor(problem.ample[rank], unit)
     whole: dict[str, Any] = {
         name: tuple(_floor(cost, scale) for cost in row) for name, row in times.items()
     }

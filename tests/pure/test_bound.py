@@ -224,6 +224,19 @@ def problems(draw: st.DrawFn, plan: Plan, split: bool) -> Problem:
     return replace(problem, saved=one, tape=two, both=three)
 
 
+@pytest.mark.parametrize("saved", [3948874965.6583247, 1.1, 7e9 / 3])
+def test_bytes_that_sums_round_are_as_many(saved: float) -> None:
+    """Room for three is room for three, whatever is left of it by rounding."""
+    for tape in (0.77 * saved, 0.0):
+        room = Sizes(saved=saved, tape=tape), 3 * saved
+        like = Sizes(saved=1.0, tape=tape / saved), 3.0
+        priced = Costs(F=2, I=2, W=2, send=0.1)
+        for shape in (Plan(4, 8), Plan(1, 5, 3), Plan(2, 5, 2)):
+            for seconds in (1e-9, 1.0):
+                one, other = (bound(shape, priced, *told, seconds=seconds) for told in (room, like))
+                assert one.value == pytest.approx(other.value, rel=1e-9)
+
+
 # ---------------------------------------------------------------- against all orders
 
 

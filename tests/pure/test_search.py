@@ -1,15 +1,19 @@
 """What a search promises: what it finds fits and runs, and nothing in the zoo is shorter."""
 
+import signal
 from itertools import count
 from time import perf_counter
+from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from schedir import Costs, Plan, Sizes, check, compile, schedules, search, show, simulate
+from schedir import Costs, Plan, Sizes, bound, check, compile, schedules, search, show, simulate
 from schedir.analysis.compiled import within
-from schedir.errors import CostsError
+from schedir.compiler.compile import check_memory
+from schedir.errors import CostsError, MemoryLimitError, UsageError
 from schedir.shortest.anneal import wave
 from schedir.shortest.hunt import Hunt
 from schedir.shortest.machine import LOOPS, Machine, Policy
@@ -56,6 +60,80 @@ def test_nothing_is_moved_when_the_seconds_are_over() -> None:
     assert not hunt.run()
     tried = hunt.tried
     assert list(hunt.finalists()) == [(1.0, order)] and hunt.tried == tried
+
+
+def test_the_least_room_is_enough_where_no_policy_comes_through() -> None:
+    costs = Costs(F=(3, 1, 1, 1), I=(3, 2, 2, 3), W=(3, 1, 1, 2), send=(2, 1, 1, 2))
+    sizes = Sizes(saved=(2, 4, 4, 2), tape=(3, 2, 1, 1), both=(3, 6, 4, 3), weights=(6, 9, 2, 5))
+    found = search(Plan(2, 4, 2), costs, sizes, 21, evaluations=3000)
+    assert found.timeline.peak_memory.max() <= 21
+
+
+@pytest.mark.parametrize("saved", [6883729793.34318, 6098687129.154504, 26666666667 / 3])
+def test_a_limit_of_some_times_what_is_saved_holds_as_many(saved: float) -> None:
+    """Though sums of sizes are rounded; what is too much by a byte is too much."""
+    plan, sizes = Plan(4, 7), Sizes(saved=saved)
+    one = search(plan, EVEN, sizes, 4 * saved, evaluations=400)
+    assert one.span == search(plan, EVEN, in_flight=4, evaluations=400).span
+    check_memory(one.program, sizes, 4 * saved)
+    with pytest.raises(MemoryLimitError):
+        check_memory(one.program, sizes, 4 * saved - 1)
+    less = search(plan, EVEN, sizes, 4 * saved - 1, evaluations=400)
+    assert less.span == search(plan, EVEN, in_flight=3, evaluations=400).span
+
+
+@pytest.mark.parametrize("seconds", [float("inf"), 1e308])
+def test_a_search_without_an_end_ends_with_a_proof_or_an_interrupt(seconds: float) -> None:
+    uneven = Costs(F=3, I=(4, 5, 6, 5), W=2)
+    assert search(Plan(4, 8), uneven, in_flight=3, seconds=seconds).stopped == "proved"
+
+
+def test_what_is_found_is_kept_where_it_is_interrupted_as_it_is_compiled(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    calls = []
+
+    def interrupted(*args: Any, **more: Any) -> Any:
+        calls.append(args)
+        if len(calls) == 1:
+            signal.raise_signal(signal.SIGINT)
+        return compile(*args, **more)
+
+    monkeypatch.setattr("schedir.shortest.maker.compile", interrupted)
+    uneven = Costs(F=3, I=(4, 5, 6, 5), W=2)
+    found = search(Plan(4, 8), uneven, in_flight=3, evaluations=300)
+    assert found.stopped == "interrupted" and found.span == found.trail[-1].span
+
+
+def test_numbers_may_be_of_numpy() -> None:
+    sizes, plan = Sizes(saved=10.0), Plan(2, 3)
+    plain = search(plan, EVEN, sizes, 20, seed=3, seconds=9, evaluations=50)
+    found = search(
+        plan, EVEN, sizes, np.int64(20), seed=np.int64(3), seconds=np.float32(9),  # type: ignore[arg-type]
+        evaluations=np.int64(50),  # type: ignore[arg-type]
+    )  # fmt: skip
+    assert show(found.program) == show(plain.program)
+    room: Any = np.float32(20)
+    assert bound(plan, EVEN, sizes, room) == bound(plan, EVEN, sizes, 20)
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"in_flight": True}, {"limit": 10**400}, {"limit": float("-inf")}, {"seconds": 10**400},
+        {"seed": True}, {"evaluations": 2.5}, {"report": 5},
+    ],
+)  # fmt: skip
+def test_what_is_no_such_number_is_refused(wrong: dict[str, Any]) -> None:
+    with pytest.raises(UsageError):
+        search(Plan(2, 3), EVEN, Sizes(saved=10.0), **wrong)
+    for seconds in (0, -1, float("nan"), "1", None):
+        with pytest.raises(UsageError):
+            bound(Plan(2, 3), EVEN, seconds=seconds)  # type: ignore[arg-type]
+
+
+def test_more_in_flight_than_a_float_can_say_are_no_limit() -> None:
+    assert bound(Plan(2, 3), EVEN, in_flight=10**400) == bound(Plan(2, 3), EVEN)
 
 
 def test_costs_of_whole_backwards_are_not_split() -> None:
