@@ -142,7 +142,8 @@ def anneal(
     stages, one rank alone can change but little.
     What would hold too much, or never end, is not done; what is longer is done if it is by less
     than a random part of a heat.  `heats` has that, a time, and by what factor it falls in each of
-    the `turns`; `randoms` has the last random number.  These are of a linear congruence, so Python
+    the `turns`; `randoms` has the last random number, and gets how many turns were made.
+    These are of a linear congruence, so Python
     and machine code draw the same.  All goes on where it ended, if it is called again.
     """
     n = first[ranks]
@@ -153,8 +154,10 @@ def anneal(
     shortest = heats[2]
     heat, cooling = heats[0], heats[1]
     random = randoms[0]
-    for _ in range(turns):
+    randoms[1] = turns
+    for turn in range(turns):
         if shortest <= goal:
+            randoms[1] = turn
             break
         heat *= cooling
         random = (random * 1103515245 + 12345) % 2147483648

@@ -148,18 +148,18 @@ class Annealing:
         self._code, self._best = machine._ints(flat), machine._ints(flat)
         self.length = machine.length(order)
         self._heats = machine._floats([heat, cooling, self.length])
-        self._randoms = machine._ints([seed])
+        self._randoms = machine._ints([seed, 0])
 
     def run(self, turns: int, goal: float) -> float:
         """Go on for some turns, or until it takes no more than the goal; the shortest so far."""
         machine = self._machine
-        machine.evaluations += turns
         self.length = float(
             machine._anneal(
                 *machine._given_order, self._code, *machine._rest, *machine._moved,
                 machine._path, self._best, machine._undo, turns, self._heats, self._randoms, goal,
             )
         )  # fmt: skip
+        machine.evaluations += int(self._randoms[1])
         return self.length
 
     @property
