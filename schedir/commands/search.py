@@ -17,17 +17,18 @@ from schedir.commands._zoo import Ranked, on_the_plan, ranked
 from schedir.errors import UsageError, in_bytes
 from schedir.io.files import atomic_write
 from schedir.io.terminal import as_json
+from schedir.ir.costs import Costs
 from schedir.ir.plan import PLAN, Plan
 from schedir.ir.program import TRAITS
 from schedir.ir.text import show
 from schedir.predict.simulate import simulate
 from schedir.shortest.gain import at_most, gain_of
+from schedir.shortest.problem import whole_is_less
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from schedir.io.request import Request
-    from schedir.ir.costs import Costs
     from schedir.ir.program import Program
     from schedir.predict.timeline import Timeline
     from schedir.schedules.words import Schedule
@@ -134,9 +135,10 @@ class _Asked:
         """How short any schedule can be."""
         within = " within this memory" * (self.memory != "none")
         unit = found.timeline.unit and f" {found.timeline.unit}"
-        return in_words(
-            found.span, found.bound, unit, " with whole backwards" * self.whole + within
-        )
+        kind = " with whole backwards" * self.whole
+        if not self.whole and whole_is_less(self.request.costs or Costs(), self.plan):
+            kind = " with split backwards"
+        return in_words(found.span, found.bound, unit, kind + within)
 
     def length(self, timeline: Timeline) -> float:
         """What is to be short."""

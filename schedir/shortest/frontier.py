@@ -22,7 +22,7 @@ from schedir.schedules.words import Schedule, takes_v
 from schedir.shortest.bound import bound_of
 from schedir.shortest.budget import evaluations_of, seconds_of
 from schedir.shortest.found import Found, Step
-from schedir.shortest.problem import ROUNDING, Problem, problem_of
+from schedir.shortest.problem import ROUNDING, Problem, problem_of, whole_is_less
 from schedir.shortest.search import search
 
 _DRAWN: Final = 60  # limits for which there is a bound
@@ -177,8 +177,7 @@ def _runs(
     of whole ones nothing of split ones: these are left out.
     """
     plan, seen = problem.plan, set[str]()
-    whole = costs.of(BACKWARD, plan)[:, 0]
-    shorter = any(b < i + w for b, i, w in zip(whole, problem.I, problem.W, strict=True))
+    shorter = whole_is_less(costs, plan)
     for schedule in (*start, *sorted(built_in().values(), key=takes_v)):
         try:
             program = compile(schedule, plan, costs=costs)

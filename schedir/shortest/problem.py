@@ -164,6 +164,15 @@ def problem_of(
     return problem
 
 
+def whole_is_less(costs: Costs, plan: Plan) -> bool:
+    """Whether a whole backward takes less than both of its halves, on any stage.
+
+    What is proven of schedules with split backwards then says nothing of those with whole ones.
+    """
+    whole, I, W = (_of(op, costs, plan) for op in (BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT))
+    return any(b < (i + w) * (1 - ROUNDING) for b, i, w in zip(whole, I, W, strict=True))
+
+
 def _require_plan(plan: Plan) -> None:
     for what, many, field in (
         ("holder of each stage", plan.rows, "placement"),

@@ -53,6 +53,16 @@ def test_the_file_is_a_program_and_says_of_what_it_is_the_shortest(
     assert told.endswith("wrote best.sched\n")
 
 
+def test_whole_backwards_that_take_less_than_their_halves_are_not_spoken_of(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    shape = ("search", "--ranks=4", "--microbatches=8", "--in-flight=4", "--evaluations=40")
+    told = said(capsys, *shape, "--costs=F=1,B=1,I=1,W=1")
+    assert "with split backwards within this memory is shorter than 27" in told
+    assert "one_f_one_b 22" in told
+    assert "split backwards" not in said(capsys, *shape, "--costs=F=1,B=2,I=1,W=1")
+
+
 def test_the_same_search_writes_the_same_file(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
