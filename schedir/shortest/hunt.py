@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from itertools import count
+from itertools import count, islice
 from math import inf
 from random import Random
 from time import perf_counter
@@ -21,6 +21,7 @@ _SLICE = 0.05  # seconds between two looks at the clock
 _TURNS = ((0.08, 0.2), (0.35, 0.5))
 _FINALISTS = 4  # of the shortest orders that are kept
 _ALIKE = 32  # orders as short as the shortest that are looked at, whose messages may wait less
+_MOVED = 500  # moves at most from the shortest to one of these
 _FEW = 16  # moves of work between two looks at the clock
 _KEPT = 24  # policies whose orders are starting points
 _RENTED = 0.2  # seconds before machine code is asked for, which takes as long to come
@@ -134,16 +135,17 @@ class Hunt:
         Others are looked for in what is left of the seconds.
         """
         yield from self.shortest[:1]
-        turns, alike = sum(map(len, self.best)) if self.shortest else 0, 0
-        while turns and alike < _ALIKE and self.elapsed < self._seconds:
-            alike += 1
-            seed = self._random.randrange(2**31)
-            moving = self._machine.annealing(self.best, 0.0, 1.0, seed)
-            for _ in range(0, turns, _FEW):
-                if self.elapsed < self._seconds:
-                    moving.run(_FEW, 0.0)
-            yield moving.length, moving.order
+        for order in islice(self._alike(), _ALIKE):
+            yield self.length, order
         yield from self.shortest[1:]
+
+    def _alike(self) -> Iterator[Order]:
+        """Orders as short as the shortest, of which some work is moved."""
+        while self.shortest and self.elapsed < self._seconds:
+            self._compile()
+            moving = self._machine.annealing(self.best, 0.0, 1.0, self._random.randrange(2**31))
+            moving.run(min(sum(map(len, self.best)), _MOVED), 0.0)
+            yield moving.order
 
     # ------------------------------------------------------------ ways of looking
 
