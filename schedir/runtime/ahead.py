@@ -14,7 +14,7 @@ there, at the end of its step, and so on until one had not to be clipped.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, Final
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -22,13 +22,11 @@ from torch.utils._pytree import tree_leaves
 
 from schedir.errors import ModelError
 from schedir.runtime.gradients import Gradients
+from schedir.runtime.guard import Guard, tables_of
 from schedir.runtime.precision import LossScale, Steps, has_hooks, innermost, is_torchs
 from schedir.runtime.random import Draws
 from schedir.runtime.readings import Reading, Readings
 from schedir.transports.transport import Work
-
-LOOK: Final = "executor.settle(), on all ranks, before anybody looks at weights or writes to them"
-_NOT_YET: Final = "the last update is not validated yet, and may have to be made again"
 
 Judged = tuple[Tensor, Tensor]  # whether a norm is finite, and what gradients are multiplied by
 
@@ -53,7 +51,9 @@ class Ahead:
         loss_scale: LossScale | None,
         draws: Draws,
         device: torch.device,
+        debug: bool = False,
     ) -> None:
+        self.debug = debug  # the host may look at what is computed, wherever that is
         self.gradients, self.modules, self.optimizer = gradients, modules, optimizer
         self.loss_scale, self.draws, self.device = loss_scale, draws, device
         self.judge: Callable[[Tensor], Judged] = lambda total: (total.isfinite(), total)
@@ -67,7 +67,7 @@ class Ahead:
         self.norm: _Norm | None = None  # of the step that runs, or of the last one
         self.again = self.waits = self.held = False
         self.repeated = 0  # steps that were run again
-        self.guard: _Guard | None = None
+        self.guard: Guard | None = None
         self.readings = Readings(device, 1, 2)
         self.beside = torch.cuda.Stream(device) if device.type == "cuda" else None
 
@@ -100,8 +100,8 @@ class Ahead:
         """Begin a step; returns whether it may have to be run again: one is made before it is known
         that the update before it was right.
 
-        Raises ModelError if somebody has written to weights that were not validated, or lets
-        something else step.
+        Raises ModelError if somebody has written to what was not validated, or lets something
+        else step.
         """
         require_torchs(self.optimizer)
         self.lift()
@@ -113,7 +113,7 @@ class Ahead:
         if self.made is None:
             return
         if not begun:
-            self.guard = self.guard or _Guard(self.modules, self.optimizer)
+            self.guard = self.guard or self._guard()
             return
         with torch.no_grad():
             self._put_back()
@@ -142,7 +142,7 @@ class Ahead:
         else:
             assert self.made is not None
             self.made.norm = norm
-            self.guard = _Guard(self.modules, self.optimizer)
+            self.guard = self._guard()
         return False
 
     def settle(self) -> None:
@@ -169,16 +169,21 @@ class Ahead:
         return self.norm.total.sqrt()
 
     def lift(self) -> None:
-        """Let everybody look again.  Raises ModelError if somebody has written to weights."""
+        """Let everybody look again.  Raises ModelError if somebody has written to what an update
+        changes: weights, the optimizer's state, or which parameters it steps."""
         if self.guard is not None:
             self.guard.lift()
             self.guard = None
+
+    def _guard(self) -> Guard:
+        looks = self.debug or self.device.type == "cpu"
+        return Guard(self.modules, self.optimizer, self.loss_scale, looks=looks)
 
     # ------------------------------------------------------------ to go back
 
     def _keep(self) -> _Made:
         """Copies of all that an update changes, and of the gradients that it is made of."""
-        tables = self._tables()
+        tables = tables_of(self.optimizer)
         held = dict.fromkeys(self._changed())
         self.copies = {t: self.copies[t] if t in self.copies else torch.empty_like(t) for t in held}
         alike: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
@@ -189,13 +194,6 @@ class Ahead:
                 torch._foreach_copy_([self.copies[t] for t in some], some)
         return _Made([(table, dict(table)) for table in tables], self.copies)
 
-    def _tables(self) -> list[dict[Any, Any]]:
-        """What an optimizer keeps its state and its options in."""
-        inner = innermost(self.optimizer)
-        if inner is None:
-            return []
-        return [inner.state, *inner.state.values(), *inner.param_groups]
-
     def _changed(self) -> Iterator[Tensor]:
         """What an update changes, and the gradients."""
         for gradients in self.gradients:
@@ -203,7 +201,7 @@ class Ahead:
         if self.loss_scale is not None:
             yield from (self.loss_scale.value, self.loss_scale.good)
         yield from getattr(self.optimizer, "parameters", ())  # rounded from others
-        for leaf in tree_leaves(self._tables()):
+        for leaf in tree_leaves(tables_of(self.optimizer)):
             if isinstance(leaf, Tensor):
                 yield leaf
 
@@ -282,38 +280,6 @@ class _Norm:
                 (self.number,) = self.reading.read()
             self.known = True
         return self.number
-
-
-class _Guard:
-    """Between steps: refuses what would look at an update that is not validated, or lose it."""
-
-    def __init__(self, modules: Sequence[nn.Module], optimizer: Steps | None) -> None:
-        inner = innermost(optimizer)
-        self.hooks: list[Any] = []
-        for module in modules:
-            self.hooks += [
-                module.register_forward_pre_hook(_refuse),
-                module.register_state_dict_pre_hook(_refuse),
-                module.register_load_state_dict_pre_hook(_refuse),
-            ]
-        if inner is not None:
-            self.hooks += [
-                inner.register_state_dict_pre_hook(_refuse),
-                inner.register_load_state_dict_pre_hook(_refuse),
-            ]
-        parameters = dict.fromkeys(p for module in modules for p in module.parameters())
-        self.versions = [(p, p._version) for p in parameters]
-
-    def lift(self) -> None:
-        """Let everybody look again.  Raises ModelError if weights were written to meanwhile."""
-        if any(p._version != version for p, version in self.versions):
-            raise ModelError(f"weights were written to between two steps: {_NOT_YET}", hint=LOOK)
-        for hook in self.hooks:
-            hook.remove()
-
-
-def _refuse(*_: object) -> None:
-    raise ModelError(_NOT_YET, hint=LOOK)
 
 
 def _put_back(tables: Sequence[tuple[dict[Any, Any], dict[Any, Any]]]) -> None:

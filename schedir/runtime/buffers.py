@@ -8,7 +8,7 @@ what is recomputed in a backward would change them a second time.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from operator import is_
 
@@ -17,18 +17,30 @@ from torch import nn
 
 from schedir.errors import ModelError
 from schedir.ir.ops import Instr
+from schedir.runtime.bits import same_bits, versions_of
 from schedir.runtime.rank import State
 
 
 @contextmanager
 def restored(module: nn.Module, device: torch.device) -> Iterator[None]:
-    """After this context a module's buffers, and torch's generators, are as they were before it."""
+    """After this context a module's buffers, and torch's generators, are as they were before it;
+    and Parameters that nobody trains, to which a forward may write: of these the host has copies
+    meanwhile."""
     put_back = remembered(module)
+    still = [
+        (p, p.data, p.detach().to("cpu", copy=True))
+        for p in module.parameters()
+        if not p.requires_grad
+    ]
     try:
         with torch.random.fork_rng([device] if device.type == "cuda" else []):
             yield
     finally:
         put_back()
+        for p, data, was in still:
+            if not same_bits(p.detach().cpu(), was):
+                p.data = data
+                data.copy_(was)
 
 
 def remembered(module: nn.Module) -> Callable[[], None]:
@@ -114,38 +126,6 @@ def buffers_checked(
                 warnings.warn(fact, stacklevel=2)
 
     return checked
-
-
-def versions_of(buffers: Sequence[torch.Tensor]) -> list[int]:
-    """How often each has been written to; nobody writes to those of inference mode."""
-    try:
-        return [buffer._version for buffer in buffers]
-    except RuntimeError:
-        return [0 if buffer.is_inference() else buffer._version for buffer in buffers]
-
-
-def same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Whether two tensors of a shape have the same bits; NaN is as good as any."""
-    if (one.dtype, one.device, one.layout) != (other.dtype, other.device, other.layout):
-        return False
-    return all(map(torch.equal, _bits(one), _bits(other)))
-
-
-def _bits(tensor: torch.Tensor) -> list[torch.Tensor]:
-    """The bytes of a tensor, however it lies in memory."""
-    flat = (t.reshape(-1) for t in _dense(tensor.detach()))
-    return [t.clone(memory_format=torch.contiguous_format).view(torch.uint8) for t in flat]
-
-
-def _dense(tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """The dense tensors in which one has its numbers: several if it is sparse."""
-    if tensor.layout is torch.sparse_coo:
-        return tensor._indices(), tensor._values()
-    if tensor.layout in (torch.sparse_csr, torch.sparse_bsr):
-        return tensor.crow_indices(), tensor.col_indices(), tensor.values()
-    if tensor.layout in (torch.sparse_csc, torch.sparse_bsc):
-        return tensor.ccol_indices(), tensor.row_indices(), tensor.values()
-    return (tensor,)
 
 
 def _wrong(state: State, i: Instr, forward: bool) -> tuple[str, str]:

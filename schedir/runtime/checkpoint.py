@@ -2,42 +2,41 @@
 
 A forward that is run again must do the same again.  Its weights are the microbatch's version, its
 random numbers are seeded as for the first time, and its keywords are the batch's.  What else it may
-find changed are buffers that forwards write to, as running statistics, and generators that nobody
-seeds: of these it keeps what they were.  The second run has them in their places, and leaves all as
-it finds it, for what a forward changes it has changed the first time.
+find changed are buffers that forwards write to, as running statistics; Parameters that nobody
+trains, if forwards write to them, as to a mean of others; and generators that nobody seeds.  Of
+these it keeps what they were: the second run has them in their places, and leaves all as it finds
+it, for what a forward changes it has changed the first time.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, Final, NamedTuple
+from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._pytree import tree_leaves
 
 from schedir.errors import ModelError
 from schedir.ir.ops import Instr
-from schedir.runtime.buffers import same_bits, versions_of
+from schedir.runtime.bits import same_bits, sum_of_bits, sums_of, traces_of, versions_of
 from schedir.runtime.rank import State
 
-_Buffers = dict[str, Tensor | None]  # of a module, by name
+_Table = dict[str, Any]  # of a module: buffers or Parameters, by name
 _Ran = tuple[Sequence[Tensor], Sequence[Tensor]]  # what a stage puts out, and its leaves
-
-_WORDS: Final = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 class Checkpoint(NamedTuple):
     """The inputs of a stage for a microbatch, and what else its forward found.
 
-    `buffers` are those that it has changed, as they were, each with its place; `generators` are the
-    states of those that nobody seeds.  `sums` are of what it gave, by which that is known again.
+    `buffers` are those that it has changed, and Parameters, as they were, each with its place;
+    `generators` are the states of those that nobody seeds.  `sums` are of what it gave, by
+    which that is known again.
     """
 
     xs: Sequence[Tensor]
-    buffers: Sequence[tuple[_Buffers, str, Tensor]]
+    buffers: Sequence[tuple[_Table, str, Tensor]]
     generators: Sequence[Tensor]
     sums: Sequence[int]
 
@@ -48,15 +47,21 @@ class Checkpoints:
     def __init__(self, state: State, i: Instr) -> None:
         self.state, self.stage, self.mb = state, i.stage, i.mb
         self.module, self.written = state.stages[i.stage].module, state.stages[i.stage].written
+        self.looked = state.stages[i.stage].run_again
         self.last = i.stage == state.plan.stages - 1
         modules = [self.module]
         if self.last and isinstance(state.loss, nn.Module):
             modules.append(state.loss)
-        self.tables = [
-            (f"{path}.{name}" if path else name, m._buffers, name)
+        tables: list[tuple[str, _Table]] = [
+            (path, table)
             for each in modules
             for path, m in each.named_modules()
-            for name in m._buffers
+            for table in (m._buffers, m._parameters)
+        ]
+        self.tables = [
+            (f"{path}.{name}" if path else name, table, name)
+            for path, table in tables
+            for name in table
         ]
 
     def first(self, run: Callable[[], _Ran], xs: Sequence[Tensor]) -> tuple[_Ran, Checkpoint]:
@@ -64,10 +69,14 @@ class Checkpoints:
 
         Raises ModelError where it changes what it would find changed the second time.
         """
-        own = [(f, t, n, b) for f, t, n in self.tables if (b := t.get(n)) is not None]
+        own: list[tuple[str, _Table, str, Tensor]] = [
+            (f, t, n, b)
+            for f, t, n in self.tables
+            if (b := t.get(n)) is not None and _may_change(b)
+        ]
         known = self.written.get(self.module.training)
-        was = [b.detach().clone() if known is None or f in known else b for f, _, _, b in own]
-        versions, generators = versions_of([b for *_, b in own]), self._states()
+        was = _copies([(b, known is None or f in known, known is None) for f, _, _, b in own])
+        traces, generators = traces_of([b for *_, b in own]), self._states()
         target = self._target()
         # As if for a backward: without gradients some kernels round otherwise.
         with saved_tensors_hooks(_nothing, _nothing):
@@ -78,24 +87,24 @@ class Checkpoints:
                 "when the last stage is recomputed",
                 hint="let it begin with target = target.clone()",
             )
-        into = [x != y for x, y in zip(versions, versions_of([b for *_, b in own]), strict=True)]
+        into = [x != y for x, y in zip(traces, traces_of([b for *_, b in own]), strict=True)]
         other = [t.get(n) is not b for _, t, n, b in own]
         if known is None:
             known = self.written[self.module.training] = {
                 f
                 for (f, _, _, b), x, wrote, new in zip(own, was, into, other, strict=True)
-                if wrote or new or not same_bits(b, x)
+                if wrote or new or not same_bits(b.detach().to(x.device), x)
             }
         kept = []
-        for (full, table, name, _), x, wrote, new in zip(own, was, into, other, strict=True):
+        for (full, table, name, b), x, wrote, new in zip(own, was, into, other, strict=True):
             if wrote and full not in known:
                 raise ModelError(
-                    f"stage {self.stage} writes to its buffer {full}, which its first forward left "
-                    "alone, and is to be recomputed with what it was",
+                    f"stage {self.stage} writes to its {_kind(b)} {full}, which its first "
+                    "forward left alone, and is to be recomputed with what it was",
                     hint="write to it in every forward, or put another in its place",
                 )
             if new or full in known:
-                kept.append((table, name, x))
+                kept.append((table, name, _like(x, b)))
         return ran, Checkpoint(xs, kept, generators, self._sums(ran[0]))
 
     def again(self, run: Callable[[], _Ran], checkpoint: Checkpoint) -> _Ran:
@@ -103,8 +112,16 @@ class Checkpoints:
 
         Raises ModelError if that is something else, as far as the host may look: on a CPU.
         """
+        trained = self._trained()
+        sums = sums_of(trained)
         with self._as_found(checkpoint):
             ran = run()
+        if sums_of(trained) != sums:
+            raise ModelError(
+                f"stage {self.stage} writes to Parameters that it trains, and twice where it is "
+                "recomputed",
+                hint="write to them between steps",
+            )
         if self._sums(ran[0]) != checkpoint.sums:
             raise ModelError(
                 f"stage {self.stage} gives something else for microbatch {self.mb} when it is "
@@ -118,6 +135,8 @@ class Checkpoints:
     def _as_found(self, checkpoint: Checkpoint) -> Iterator[None]:
         """Within this context buffers and generators are what the first run found."""
         now = [(table, name, table.get(name)) for table, name, _ in checkpoint.buffers]
+        real = [b for *_, b in now if b is not None]
+        traces = traces_of(real)
         states = self._states()
         for table, name, was in checkpoint.buffers:
             table[name] = was  # in its place, not into it: others may have saved that
@@ -128,6 +147,21 @@ class Checkpoints:
             for table, name, buffer in now:
                 table[name] = buffer
             self._set(states)
+        if traces_of(real) != traces:
+            raise ModelError(
+                f"stage {self.stage} writes to a buffer by another name than its module's, and "
+                "twice where it is recomputed",
+                hint="write to self.name, and keep no buffers in lists",
+            )
+
+    def _trained(self) -> list[Tensor]:
+        """What the stage trains, when it is run again for the first time: then values tell whether
+        a forward writes to it, which may leave no trace."""
+        look = self.module.training
+        if look in self.looked:
+            return []
+        self.looked.add(look)
+        return [p for p in self.module.parameters() if p.requires_grad]
 
     def _states(self) -> Sequence[Tensor]:
         draws = self.state.draws
@@ -148,12 +182,34 @@ class Checkpoints:
         """Of the bits of each tensor, as numbers, the sum: whatever its order is.  On a CPU."""
         if self.state.device.type != "cpu" and not self.state.debug:
             return []
-        return [_sum(y.detach()) for y in ys]
+        return [sum_of_bits(y.detach()) for y in ys]
 
 
-def _sum(y: Tensor) -> int:
-    flat = torch.view_as_real(y) if y.is_complex() else y
-    return int(flat.contiguous().view(_WORDS[flat.element_size()]).sum(dtype=torch.int64))
+def _may_change(one: Tensor) -> bool:
+    """Whether a forward may write to it: a buffer, or a Parameter that nobody trains."""
+    return not (isinstance(one, nn.Parameter) and one.requires_grad)
+
+
+def _copies(of: Sequence[tuple[Tensor, bool, bool]]) -> list[Tensor]:
+    """Of tensors those that are `wanted` copied, each once, so that who shares one shares its copy;
+    of Parameters in the host's memory where it is asked for: all of them may be much."""
+    made: dict[Tensor, Tensor] = {}
+    for one, wanted, on_host in of:
+        if wanted and one not in made:
+            to_host = on_host and isinstance(one, nn.Parameter)
+            made[one] = one.detach().to("cpu", copy=True) if to_host else one.detach().clone()
+    return [made[one] if wanted else one for one, wanted, _ in of]
+
+
+def _like(was: Tensor, one: Tensor) -> Tensor:
+    """What was there, as what is there: a Parameter, and where it is."""
+    if isinstance(one, nn.Parameter):
+        return nn.Parameter(was.to(one.device), requires_grad=False)
+    return was
+
+
+def _kind(one: Tensor) -> str:
+    return "Parameter" if isinstance(one, nn.Parameter) else "buffer"
 
 
 def _nothing(_: object) -> Any:

@@ -41,7 +41,7 @@ from schedir.runtime.random import Draws
 from schedir.runtime.rank import Loss, Stage, State, device_of
 from schedir.runtime.recorder import Recorded, Stamps, stamps_of
 from schedir.runtime.undone import WARM as WARM
-from schedir.runtime.undone import Noted, warm_up
+from schedir.runtime.undone import Noted, Unstepped, warm_up
 from schedir.traces.marks import mark_of
 from schedir.transports.in_turn import InTurn
 from schedir.transports.transport import Transport, has_left
@@ -160,8 +160,7 @@ class Executor:
         )  # fmt: skip
         self.record, self.profiled = record, False
         self.in_turn = InTurn(transport) if transport.static else None
-        self.warm = self.in_turn is None
-        transport = self.in_turn or transport
+        self.warm, transport = self.in_turn is None, self.in_turn or transport
         self.stamps: Stamps | None = None
         if record:
             self.stamps = stamps_of(program, rank, transport.model, device_of(stages))
@@ -172,8 +171,8 @@ class Executor:
         )  # fmt: skip
         if self.stamps is not None:
             self.state.as_of = self.stamps.as_of
-        self.position = 0  # index in the Stream: where this rank stands
-        self.under_way = False  # a step, or one that has failed
+        self.unstepped = Unstepped(self.state)
+        self.position, self.under_way = 0, False  # in the Stream; in a step, or one that has failed
         self.calls = linked(self.state)
 
     @property
@@ -327,7 +326,7 @@ class Executor:
         self._expect(batch)
         self.profiled = self.warm and torch.autograd.profiler._is_profiler_enabled
         if state.ahead is not None and state.ahead.begin():
-            noted = Noted(state, batch)
+            noted = Noted(state, batch, self.unstepped)
             batch, state.ahead.put_back = noted.batch, noted.put_back
         state.begin(batch)
 
@@ -335,7 +334,10 @@ class Executor:
         """Whether the step that has ended was run on wrong weights, on all ranks: these are right
         now, all else is as it was, and it must be run again."""
         ahead, self.under_way = self.state.ahead, True  # who fails here has failed in the step
-        in_vain = ahead is not None and ahead.ended()
+        try:
+            in_vain = ahead is not None and ahead.ended()
+        except Exception as error:
+            raise self.failed(error) from error
         self.under_way = False
         return in_vain
 
@@ -391,8 +393,7 @@ class Executor:
 
     def finish(self) -> Tensor | None:
         """End a step: everything that is still on its way out is waited for."""
-        total = self.state.finish()
-        self.under_way = False
+        total, self.under_way = self.state.finish(), False
         if self.stamps is not None and self.record:
             self.stamps.close()
         return total

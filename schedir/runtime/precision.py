@@ -73,7 +73,7 @@ def is_gated(optimizer: object) -> bool:
 
 def is_torchs(optimizer: object) -> bool:
     """Whether an optimizer is one of torch's own, and none that derives from them elsewhere."""
-    ours = type(optimizer).__module__.startswith("torch.optim.")
+    ours = f"{type(optimizer).__module__}.".startswith("torch.optim.")  # of some it is torch.optim
     return ours and isinstance(optimizer, torch.optim.Optimizer)
 
 

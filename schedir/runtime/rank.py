@@ -126,6 +126,7 @@ class Stage:
         self.rewritten: set[tuple[str, str]] = set()  # buffers that have been, as they were
         # Buffers that forwards write to, by whether the stage is training: of what is recomputed.
         self.written: dict[bool, set[str]] = {}
+        self.run_again: set[bool] = set()  # what it trains was looked at by value, in which mode
         self.restore()
 
     def restore(self) -> None:
@@ -197,7 +198,7 @@ class State:
             own = self.stages.values()
             self.ahead = Ahead(
                 [stage.gradients for stage in own], [stage.module for stage in own],
-                optimizer, loss_scale, self.draws, self.device,
+                optimizer, loss_scale, self.draws, self.device, debug,
             )  # fmt: skip
         # Under way: what is sent, by index in the Stream, as long as it may not have arrived, and
         # reductions that nobody has waited for.

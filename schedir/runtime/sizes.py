@@ -17,6 +17,7 @@ from schedir.errors import ModelError, in_words, said
 from schedir.ir.sizes import Sizes
 from schedir.ir.skips import Skips
 from schedir.runtime.batch import tensors_of
+from schedir.runtime.bits import same_bits, sums_of
 from schedir.runtime.boundary import (
     Boundaries,
     Boundary,
@@ -27,7 +28,7 @@ from schedir.runtime.boundary import (
     passed_on,
     with_skip,
 )
-from schedir.runtime.buffers import restored, same_bits
+from schedir.runtime.buffers import restored
 from schedir.runtime.given import loss_of, model_of, one_number
 from schedir.runtime.lender import Lender
 from schedir.runtime.per_microbatch import PerMicrobatch
@@ -249,8 +250,12 @@ def _stage(stages: Sequence[nn.Module | None], s: int, given: _Given) -> _Kept:
             lent, lender = xs if s else tuple(x.clone() for x in xs), Lender()
             together = boundaries.skipped_to(s)
             buffers = [(b, b.clone()) for b in module.buffers()]
+            still = [p for p in module.parameters() if not p.requires_grad]
+            sums = sums_of(still)
             y, _ = lender.run(module, lent, keywords, ours=True, together=together)
             written = sum(b.nbytes for b, was in buffers if not same_bits(b, was))
+            now = zip(still, sums, sums_of(still), strict=True)
+            written += sum(p.nbytes for p, was, bits in now if bits != was)
             if not lender.writes[module.training]:
                 always |= {*_storages(lent)} - {*_storages(xs if s else [])}
             ys = (one_number(given.loss(y, target)),) if last else boundaries.expecting(s)(y, s)

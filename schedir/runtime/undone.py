@@ -12,6 +12,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from schedir.errors import ModelError
 from schedir.runtime.batch import Batch, Microbatches
+from schedir.runtime.bits import same_bits, traces_of
 from schedir.runtime.buffers import remembered, restored
 from schedir.runtime.precision import has_hooks, innermost, is_gated, is_torchs
 from schedir.runtime.rank import State
@@ -44,7 +45,7 @@ def undone(state: State) -> Iterator[None]:
     inner: Any = innermost(state.optimizer)
     steps = is_torchs(inner) and not is_gated(inner) and not has_hooks(inner)
     modules = [stage.module for stage in state.stages.values()]
-    own = {p for module in modules for p in module.parameters()}
+    own = {p for module in modules for p in module.parameters() if p.requires_grad}
     if isinstance(state.loss, nn.Module):
         modules.append(state.loss)
     gradients = [(p, p.grad) for p in others_of(state)]
@@ -81,16 +82,18 @@ def undone(state: State) -> Iterator[None]:
 class Noted:
     """A step that may be in vain: `put_back` lets all be as before it, but weights and optimizer.
 
-    That is buffers of modules, and of a loss that is one; gradients that are not the stages';
+    That is buffers of modules, and of a loss that is one; Parameters that no optimizer steps, and a
+    forward writes to; gradients that are not the stages';
     torch's generators, where no seed decides what is drawn; and what is in `batch`, which is the
     one given, and notes what somebody looks at.
     """
 
-    def __init__(self, state: State, batch: Batch) -> None:
+    def __init__(self, state: State, batch: Batch, unstepped: Unstepped) -> None:
         modules = [stage.module for stage in state.stages.values()]
         if isinstance(state.loss, nn.Module):
             modules.append(state.loss)
         self.backs = [remembered(module) for module in modules]
+        self.backs.append(unstepped.remembered())
         self.gradients = [(p, p.grad, _clone(p.grad)) for p in others_of(state)]
         generators = state.draws.generators if state.draws.seed is None else ()
         self.generators = [(generator, generator.get_state()) for generator in generators]
@@ -113,6 +116,64 @@ class Noted:
             for t, version, before in reversed(looks.values):
                 if t._version != version:
                     t.copy_(before)
+
+
+class Unstepped:
+    """Parameters that a rank's optimizer does not step.  A forward may write to them as to buffers,
+    as to a mean of others, but most are written to by nobody, and may be many.
+
+    The first step that may be in vain has copies of all, in the host's memory; each that follows
+    has copies of those that were written to.
+    """
+
+    def __init__(self, state: State) -> None:
+        inner = innermost(state.optimizer)
+        stepped = {p for group in getattr(inner, "param_groups", ()) for p in group["params"]}
+        stepped.update(getattr(state.optimizer, "parameters", ()))
+        modules = [(f"of stage {s}", stage.module) for s, stage in state.stages.items()]
+        if isinstance(state.loss, nn.Module):
+            modules.append(("of the loss", state.loss))
+        self.names = {
+            p: f"{name} {whose}"
+            for whose, module in modules
+            for name, p in module.named_parameters()
+            if p not in stepped
+        }
+        self.first: dict[Tensor, Tensor] = {}
+        self.written: set[Tensor] | None = None
+
+    def remembered(self) -> Callable[[], None]:
+        """What puts them back as they are now.
+
+        That raises ModelError for one that has been written to, and has no copy.
+        """
+        if self.first:
+            self.written = {
+                p for p, was in self.first.items() if not same_bits(p.detach().cpu(), was)
+            }
+            self.first = {}
+        if self.written is None:
+            copies = self.first = {p: p.detach().to("cpu", copy=True) for p in self.names}
+        else:
+            copies = {p: p.detach().clone() for p in self.written}
+        was = [
+            (p, p.data, trace)
+            for p, trace in zip(self.names, traces_of([*self.names]), strict=True)
+        ]
+
+        def put_back() -> None:
+            for p, data, trace in was:
+                if p in copies:
+                    p.data = data
+                    p.copy_(copies[p])
+                elif traces_of([p]) != [trace]:
+                    raise ModelError(
+                        f"a forward writes to {self.names[p]}, which no optimizer steps and the "
+                        "first steps left alone, and must be run again (validate 'after')",
+                        hint="let it be a buffer, or compile(..., validate='before')",
+                    )
+
+        return put_back
 
 
 class Looks(Sequence[Any]):

@@ -145,13 +145,21 @@ def test_random_schedules_orders_and_verdicts(
 
 
 class Noisy(nn.Module):
-    """Draws random numbers, and counts what it has seen in buffers."""
+    """Draws random numbers, and counts what it has seen in buffers, and in frozen Parameters."""
 
     def __init__(self) -> None:
         super().__init__()
         self.layer, self.norm, self.drop = nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Dropout(0.3)
+        kinds = ("written", "traceless", "set")
+        self.means = nn.ParameterDict(
+            {kind: nn.Parameter(torch.zeros(8), requires_grad=False) for kind in kinds}
+        )
 
     def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            self.means["written"].mul_(0.9).add_(x.mean(0))
+        self.means["traceless"].data.mul_(0.9).add_(x.mean(0).detach())
+        self.means["set"].data = self.means["set"].data * 0.9 + x.mean(0).detach()
         y: Tensor = self.drop(torch.relu(self.norm(self.layer(x))))
         return y
 
@@ -168,6 +176,7 @@ OPTIMIZERS: dict[str, Any] = {
     "momentum": partial(torch.optim.SGD, lr=0.01, momentum=0.9, dampening=0.5),
     "sgd": partial(torch.optim.SGD, lr=0.01),
     "nadam": partial(torch.optim.NAdam, lr=0.01),
+    "adafactor": partial(torch.optim.Adafactor, lr=0.1),  # whose module is torch.optim itself
     "main": lambda ps: MainOptimizer(ps, ADAMW),
 }
 
@@ -197,7 +206,7 @@ def test_whatever_an_update_changes_is_put_back(optimizer: str, seed: int | None
         program = compile(schedules.one_f_one_b, Plan(3, 4), clip=True, validate=validate)
         return InProcess(
             program, stages, loss=squares, max_norm=260.0, seed=seed,
-            optimizer=OPTIMIZERS[optimizer],
+            optimizer=lambda ps: OPTIMIZERS[optimizer]([p for p in ps if p.requires_grad]),
             boundary=Boundary((4, 8), torch.bfloat16 if wide else torch.float32),
         )  # fmt: skip
 
@@ -221,7 +230,7 @@ def test_whatever_an_update_changes_is_put_back(optimizer: str, seed: int | None
     pairs = [*zip(learned(right), learned(ahead), strict=True)]
     for a, b in zip(right.ranks, ahead.ranks, strict=True):
         modules = (rank.stages[rank.rank].module for rank in (a, b))
-        pairs += zip(*(module.buffers() for module in modules), strict=True)
+        pairs += zip(*(module.state_dict().values() for module in modules), strict=True)
     assert all(torch.equal(x, y) for x, y in pairs)
     assert repeated(ahead) >= 2
 

@@ -16,6 +16,7 @@ from schedir import compile, schedules
 from schedir.errors import ExecutionError, ModelError
 from schedir.ir.plan import Plan
 from schedir.runtime.inprocess import InProcess
+from schedir.runtime.precision import LossScale
 from tests.cpu.test_ahead import ADAMW, same, squares
 from tests.cpu.test_finite import Stranger, hooked, learned
 
@@ -109,9 +110,9 @@ def test_what_is_given_is_as_one_step_leaves_it(max_norm: float) -> None:
     assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
 
 
-def _looks(what: Callable[[InProcess, nn.Module, Any], object]) -> Callable[[], object]:
+def _looks(what: Callable[[InProcess, nn.Module, Any], object], **how: Any) -> Callable[[], object]:
     def look() -> object:
-        ranks = one()
+        ranks = one(**how)
         ranks.step(X, X)
         stage = ranks.ranks[0].stages[0].module
         return what(ranks, stage, ranks.ranks[0].state.optimizer)
@@ -130,10 +131,63 @@ def _hooked(ranks: InProcess, _: nn.Module, optimizer: Any) -> object:
     return ranks.step(X, X)
 
 
+def _write(what: str) -> Callable[[InProcess, nn.Module, Any], object]:
+    def write(ranks: InProcess, stage: nn.Module, optimizer: Any) -> object:
+        p = next(stage.parameters())
+        if what == "data":
+            p.data.clamp_(-0.1, 0.1)
+        elif what == "place":
+            p.data = p.data.clone()
+        elif what == "state":
+            optimizer.state[p]["exp_avg"].zero_()
+        elif what == "cleared":
+            optimizer.state.clear()
+        elif what == "scale":
+            ranks.ranks[0].state.loss_scale.value.fill_(4.0)  # type: ignore[union-attr]
+        else:
+            optimizer.add_param_group({"params": [nn.Parameter(torch.zeros(3))]})
+        return ranks.step(X, X)
+
+    return write
+
+
+def _slow(ps: list[nn.Parameter]) -> torch.optim.Optimizer:
+    return torch.optim.SGD([p for p in ps if p.requires_grad], lr=1e-12)
+
+
+def _late(ranks: InProcess, stage: nn.Module, _: Any) -> object:
+    """A forward begins to write to a frozen Parameter, in a step that is in vain."""
+    late = ranks.ranks[0].stages[0].module
+    for k in range(3):
+        ranks.step(X, X + 1e9 * (k == 2))
+    late.begins = True  # type: ignore[assignment]
+    return ranks.step(X, X)
+
+
+class Late(nn.Linear):
+    """Writes to a frozen Parameter when it is told."""
+
+    begins = False
+
+    def __init__(self) -> None:
+        super().__init__(3, 3)
+        self.seen = nn.Parameter(torch.zeros(3), requires_grad=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.begins:
+            with torch.no_grad():
+                self.seen.add_(x.mean(0))
+        return super().forward(x)
+
+
 def _other(ranks: InProcess, _: nn.Module, optimizer: Any) -> object:
     stages = [rank.stages[rank.rank].module for rank in ranks.ranks]
     evaluate = compile(schedules.forward_only, Plan(2, 4))
     return InProcess(evaluate, stages, loss=squares, boundary=(2, 3)).step(X, X)
+
+
+def _nested() -> list[nn.Module]:
+    return [nn.Sequential(nn.Linear(3, 3)) for _ in range(2)]
 
 
 def _embedding() -> object:
@@ -145,6 +199,13 @@ WRONG: dict[str, Callable[[], object]] = {
         lambda ranks, stage, optimizer: ranks.step(X.clone().requires_grad_() * 2, X)
     ),
     "a forward": _looks(lambda ranks, stage, optimizer: stage(X[0])),
+    "a layer's forward": lambda: _looks(
+        lambda ranks, stage, optimizer: next(stage.children())(X[0]), stages=_nested()
+    )(),
+    "a layer's checkpoint": lambda: _looks(
+        lambda ranks, stage, optimizer: nn.ModuleList(stage.children()).state_dict(),
+        stages=_nested(),
+    )(),
     "a checkpoint": _looks(lambda ranks, stage, optimizer: nn.Sequential(stage).state_dict()),
     "an optimizer's": _looks(lambda ranks, stage, optimizer: optimizer.state_dict()),
     "another's weights": _looks(
@@ -152,12 +213,26 @@ WRONG: dict[str, Callable[[], object]] = {
     ),
     "another's state": _looks(lambda ranks, stage, optimizer: optimizer.load_state_dict({})),
     "written weights": _looks(_written),
+    "written data": _looks(_write("data"), max_norm=math.inf),
+    "data elsewhere": _looks(_write("place"), max_norm=math.inf),
+    "written state": _looks(_write("state"), max_norm=math.inf),
+    "cleared state": _looks(_write("cleared"), max_norm=math.inf),
+    "a written scale": _looks(_write("scale"), max_norm=math.inf, loss_scale=LossScale),
+    "another group": _looks(_write("group"), max_norm=math.inf),
     "a hook": _looks(_hooked),
     "another executor": _looks(_other),
     "no optimizer": lambda: one(optimizer=None),
     "a stranger": lambda: one(optimizer=Stranger),
     "a hooked one": lambda: one(optimizer=hooked),
     "an embedding": _embedding,
+    "a late writer": lambda: _looks(
+        _late, stages=[Late(), nn.Linear(3, 3)], max_norm=1e7, optimizer=_slow
+    )(),
+    "no step without a closure": lambda: _looks(
+        lambda ranks, stage, optimizer: ranks.step(X, X),
+        optimizer=torch.optim.LBFGS,
+        max_norm=1e-3,
+    )(),
 }
 
 

@@ -26,6 +26,7 @@ from schedir.schedules import (
 )
 from tests.cpu import test_recompute_runs as runs
 from tests.cpu.test_recompute_runs import WIDTH, noisy, squares
+from tests.cpu.test_recompute_written import Means
 from tests.cpu.test_sizes import MODELS, Witness
 from tests.cpu.tiny_stages import BOUNDARY
 
@@ -81,3 +82,12 @@ def test_a_checkpoint_has_the_buffers_that_are_written() -> None:
     found = sizes_of(noisy(2), x, x, loss=squares, boundary=runs.BOUNDARY).checkpoint
     written = 2 * 4 * WIDTH + 8  # mean and variance, and the number of batches
     assert found == (written, 4 * 2 * WIDTH + written)
+
+
+def test_a_checkpoint_has_the_parameters_that_are_written_and_nobody_trains() -> None:
+    x, stages = runs.batch(1)[0][0], noisy(2, Means)
+    was = [stage.state_dict()[name].clone() for stage in stages for name in stage.state_dict()]
+    found = sizes_of(stages, x, x, loss=squares, boundary=runs.BOUNDARY).checkpoint
+    assert found == (3 * 4 * WIDTH, 4 * 2 * WIDTH + 3 * 4 * WIDTH)
+    now = [stage.state_dict()[name] for stage in stages for name in stage.state_dict()]
+    assert all(map(torch.equal, was, now))

@@ -76,8 +76,8 @@ def state(stages: Sequence[nn.Module]) -> list[Tensor]:
     found: list[Tensor] = []
     for stage in stages:
         for p in stage.parameters():
-            assert p.grad is not None
-            found += [p.grad, p]
+            assert p.grad is not None or not p.requires_grad
+            found += [p] if p.grad is None else [p.grad, p]
         found += stage.buffers()
     return [x.detach().clone() for x in found]
 
@@ -274,38 +274,6 @@ def test_between_processes_that_nobody_seeds(shared: bool) -> None:
 # ---------------------------------------------------------------- what a stage does besides
 
 
-class Power(nn.Module):
-    """What it gives depends on a buffer that each forward writes to."""
-
-    u: Tensor
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = nn.Linear(WIDTH, WIDTH)
-        self.register_buffer("u", torch.ones(WIDTH))
-
-    def forward(self, x: Tensor) -> Tensor:
-        with torch.no_grad():
-            self.u.mul_(0.5).add_(x.mean())
-        y: Tensor = self.layer(x) * self.u.clone()
-        return y
-
-
-class Another(Power):
-    """The same, with a new buffer in the place of the old one."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        self.u = self.u * 0.5 + x.detach().mean()
-        y: Tensor = self.layer(x) * self.u
-        return y
-
-
-@pytest.mark.parametrize("layer", [Power, Another])
-def test_buffers_are_what_the_forward_found(layer: Any) -> None:
-    for schedule, plan in ((gpipe, Plan(2, 4)), (zb_h1, Plan(2, 4)), (interleaved, Plan(2, 4, 2))):
-        as_reference(compile(schedule, plan, recompute="all"), noisy(plan.stages, layer))
-
-
 class InPlace(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -351,24 +319,6 @@ def test_a_loss_that_writes_to_its_target() -> None:
     program = compile(gpipe, Plan(2, 4), recompute="all")
     world = InProcess(program, noisy(2), loss=loss, boundary=BOUNDARY)
     with pytest.raises(ExecutionError, match="changes the target of microbatch 0 in place"):
-        world.step(*batch(4))
-
-
-class Late(Power):
-    """Writes to its buffer from the second forward on."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        if getattr(self, "ran", False):
-            self.u.add_(1)
-        self.ran = True
-        y: Tensor = self.layer(x) * self.u.clone()
-        return y
-
-
-def test_a_buffer_that_was_left_alone() -> None:
-    program = compile(gpipe, Plan(2, 4), recompute="all")
-    world = InProcess(program, noisy(2, Late), loss=squares, boundary=BOUNDARY)
-    with pytest.raises(ExecutionError, match="writes to its buffer u, which its first forward"):
         world.step(*batch(4))
 
 

@@ -1,0 +1,61 @@
+"""Bits: whether tensors are what they were."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Final
+
+import torch
+from torch import Tensor
+
+_WORDS: Final = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+def versions_of(tensors: Sequence[Tensor]) -> list[int]:
+    """How often each has been written to; nobody writes to those of inference mode."""
+    try:
+        return [t._version for t in tensors]
+    except RuntimeError:
+        return [0 if t.is_inference() else t._version for t in tensors]
+
+
+def traces_of(tensors: Sequence[Tensor]) -> list[tuple[int, int]]:
+    """The same, and where each is, for its `data` may have been set."""
+    places = (t.data_ptr() if t.layout is torch.strided else 0 for t in tensors)
+    return [*zip(versions_of(tensors), places, strict=True)]
+
+
+def same_bits(one: Tensor, other: Tensor) -> bool:
+    """Whether two tensors of a shape have the same bits; NaN is as good as any."""
+    if (one.dtype, one.device, one.layout) != (other.dtype, other.device, other.layout):
+        return False
+    return all(map(torch.equal, _bits(one), _bits(other)))
+
+
+def sum_of_bits(t: Tensor) -> int:
+    """The sum of the bits of a tensor, as numbers: whatever the order of adding is."""
+    flat = torch.view_as_real(t) if t.is_complex() else t
+    return int(flat.contiguous().view(_WORDS[flat.element_size()]).sum(dtype=torch.int64))
+
+
+def sums_of(tensors: Sequence[Tensor]) -> list[int]:
+    """Of each the sum of its bits, and 0 of what is sparse."""
+    dense = torch.strided
+    return [sum_of_bits(t.detach()) if t.layout is dense else 0 for t in tensors]
+
+
+def _bits(tensor: Tensor) -> list[Tensor]:
+    """The bytes of a tensor, however it lies in memory."""
+    flat = (t.reshape(-1) for t in _dense(tensor.detach()))
+    return [t.clone(memory_format=torch.contiguous_format).view(torch.uint8) for t in flat]
+
+
+def _dense(tensor: Tensor) -> tuple[Tensor, ...]:
+    """The dense tensors in which one has its numbers: several if it is sparse."""
+    if tensor.layout is torch.sparse_coo:
+        return tensor._indices(), tensor._values()
+    if tensor.layout in (torch.sparse_csr, torch.sparse_bsr):
+        return tensor.crow_indices(), tensor.col_indices(), tensor.values()
+    if tensor.layout in (torch.sparse_csc, torch.sparse_bsc):
+        return tensor.ccol_indices(), tensor.row_indices(), tensor.values()
+    return (tensor,)
