@@ -8,7 +8,7 @@ from typing import Final
 import numpy as np
 from numpy.typing import NDArray
 
-from schedir.analysis.memory import peak_in_flight
+from schedir.analysis.memory import Footprint, held, peak_in_flight
 from schedir.ir.costs import Costs
 from schedir.ir.ops import (
     BACKWARD,
@@ -18,6 +18,7 @@ from schedir.ir.ops import (
     FORWARD,
     ROWS,
     SENDS,
+    SLOTTED,
     STEPS,
     Token,
 )
@@ -34,6 +35,7 @@ _OTHER: Final = {
     if row.op not in _KNOWN
     and (row.op in COMPUTE or {Token.SAVED, Token.TAPE} & {*row.needs, *row.gives, *row.frees})
 }  # fmt: skip
+_SLOTS: Final = {kind.name.lower() for kind in SLOTTED}  # other programs may have fewer
 
 
 def bound_of_program(
@@ -46,11 +48,11 @@ def bound_of_program(
 ) -> Bound | None:
     """Below what no program of the same work can be that needs no more memory than this one.
 
-    Its memory is, with sizes, the most bytes that a rank has of weights and of what is kept for
-    backwards; else the most microbatches in flight on a rank.  Each rank of the other program may
-    have as much.  `split` says whether that one may split backwards in I and W, also some of them
-    only; by default it may if this one does.  In a program that does not, F and B may still be in
-    any order.
+    Its memory is, with sizes, the most bytes that a rank has, messages and all, as a prediction
+    tells it; else the most microbatches in flight on a rank.  Each rank of the other program may
+    have as much, and use for backwards what this one has for messages.  `split` says whether that
+    one may split backwards in I and W, also some of them only; by default it may if this one does.
+    In a program that does not, F and B may still be in any order.
 
     Costs and sizes that differ between microbatches are taken as the least of each stage, and a
     backward as what it takes whole or split, whichever is less: the bound is lower then, but holds.
@@ -93,12 +95,10 @@ def _relaxed(
     problem = problem_of(plan, least, objective=objective, split=split)
     if sizes is None:
         return replace(problem, room=(float(peak_in_flight(program).max()),) * plan.ranks)
-    saved, tape, both = (sizes.each(name, plan) for name in ("saved", "tape", "both"))
-    weights = sizes.of("weights", plan.stages)
-    there = np.array([weights[list(own)].sum() for own in plan.stages_of])
-    most = (there + _peaks(program, saved, tape, both)).max()
-    room = _plain(most - there)
-    saved, tape = saved.min(1), tape.min(1)
+    ranks = held(program, sizes)
+    most = max(float(own.bytes.max()) for own in ranks)
+    room = tuple(most - _always(own) for own in ranks)
+    saved, tape = (sizes.each(name, plan).min(1) for name in ("saved", "tape"))
     # A whole backward keeps what was saved until its end, and never has a tape.
     return replace(
         problem, room=room, saved=_plain(saved), both=_plain(saved),
@@ -110,25 +110,6 @@ def _plain(each: NDArray[np.float64]) -> tuple[float, ...]:
     return tuple(map(float, each))
 
 
-def _peaks(
-    program: Program,
-    saved: NDArray[np.float64],
-    tape: NDArray[np.float64],
-    both: NDArray[np.float64],
-) -> NDArray[np.float64]:
-    """The most bytes that each rank keeps for backwards; each size is by stage and microbatch."""
-    shape = program.plan.stages, program.plan.microbatches
-    saved, tape, both = (np.broadcast_to(each, shape) for each in (saved, tape, both))
-    zero = np.zeros(shape)
-    starts, ends = np.zeros((len(ROWS), *shape)), np.zeros((len(ROWS), *shape))
-    starts[FORWARD], ends[FORWARD] = saved, zero
-    starts[BACKWARD], ends[BACKWARD] = zero, -saved
-    starts[BACKWARD_INPUT], ends[BACKWARD_INPUT] = both - saved, tape - both
-    starts[BACKWARD_WEIGHT], ends[BACKWARD_WEIGHT] = zero, -tape
-    most = np.zeros(program.plan.ranks)
-    for rank, stream in enumerate(program.streams):
-        at = np.isin(stream.op, COMPUTE)
-        where = stream.op[at], stream.stage[at], stream.mb[at]
-        held = np.cumsum(np.stack([starts[where], ends[where]], 1))
-        most[rank] = held.max(initial=0.0)
-    return most
+def _always(own: Footprint) -> float:
+    """The bytes that a rank has all the time, whatever the program: none of slots."""
+    return sum(size for name, (_, size) in own.fixed.items() if name not in _SLOTS)

@@ -22,6 +22,7 @@ from schedir.predict.what_if import advise
 from schedir.schedules import built_in
 from schedir.schedules.words import delay_for, placed_for, takes_v
 from schedir.shortest.of_program import bound_of_program
+from schedir.shortest.search import search
 from schedir.viz import compare, gantt
 from tests.commands import said
 
@@ -104,6 +105,19 @@ def test_bytes_are_the_memory_where_they_are_said(capsys: pytest.CaptureFixture[
     row = facts(capsys, "simulate", "zb_h1", SAID, "--sizes=saved=1GB,tape=0.25GB")
     bound = bound_of_program(run_of("zb_h1", UNEVEN).program, UNEVEN, sizes)
     assert bound is not None and row["bound"] == bound.value
+
+
+@pytest.mark.parametrize("name", ["one_f_one_b", "zb_h1"])
+def test_what_messages_take_is_memory_that_others_may_use(name: str) -> None:
+    """What is found in the memory that is told of a run is no shorter than is told of it."""
+    plan = Plan(ranks=2, microbatches=7)
+    costs = Costs(F=(1.7, 1.65), I=(0.94, 0.73), W=1)
+    sizes = Sizes(activation=0.1, saved=1, tape=0.5, weights=(0, 0.2))
+    run = simulate(compile(built_in()[name], plan), costs, sizes=sizes)
+    bound = bound_of_program(run.program, costs, sizes, split=True)
+    limit = float(run.peak_memory.max())
+    found = search(plan, costs, sizes, limit, evaluations=60)
+    assert bound is not None and bound.value <= found.span * (1 + 1e-9) < run.span
 
 
 # ---------------------------------------------------------------- advice
