@@ -80,8 +80,8 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     how.add_argument("--seconds", type=number, default=10.0, metavar="S",
                      help="how long at most (10)")  # fmt: skip
     how.add_argument("--evaluations", type=count, metavar="N",
-                     help="how many schedules at most: the same ones, and so the same file, on any "
-                     "machine")  # fmt: skip
+                     help="how many schedules at most, after those it begins with: the same ones, "
+                     "and so the same file, on any machine")  # fmt: skip
     how.add_argument("--seed", type=count, default=0, metavar="N", help="of what is random in it")
     how.add_argument("--start", nargs="+", default=[], metavar="SCHEDULE",
                      help="begin with these, too: names, FILE.sched or FILE.timeline")  # fmt: skip
@@ -376,7 +376,6 @@ def _comments(args: argparse.Namespace, asked: _Asked, found: Found) -> str:
 
     No time is told, so that the same search writes the same file.
     """
-    from schedir.ir.costs import Costs
     from schedir.predict.calibrate import format_costs
 
     request, unit = asked.request, found.timeline.unit and f" {found.timeline.unit}"

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from itertools import count, islice
 from math import inf
+from operator import itemgetter
 from random import Random
 from time import perf_counter
 
@@ -57,6 +58,7 @@ class Hunt:
     ) -> None:
         self.problem, self.bound = problem, bound
         self.shortest: list[tuple[float, Order]] = []  # the shortest first
+        self.given: list[tuple[float, Order]] = []  # those that it began with, the shortest first
         self.trail: list[Step] = []
         self.begin = begin
         self._seconds, self._evaluations, self._report = seconds, evaluations, report
@@ -110,7 +112,9 @@ class Hunt:
         """Look at orders that somebody has made, as far as they fit."""
         for name, order in orders:
             if all(map(self.problem.fits, peaks(self.problem, order), count())):
-                self.take(self._machine.length(order), order, name)
+                self.given.append((self._machine.length(order), order))
+                self.take(*self.given[-1], name)
+        self.given.sort(key=itemgetter(0))
 
     def run(self, tighter: Callable[[], float] | None = None) -> bool:
         """Look until there is a proof, the budget is spent (False), or nothing better comes.

@@ -13,10 +13,9 @@ from schedir.analysis.compiled import Loop
 from schedir.shortest.anneal import anneal, times
 from schedir.shortest.dispatch import dispatch
 from schedir.shortest.orders import KINDS, Order
-from schedir.shortest.problem import Problem
+from schedir.shortest.problem import MOST, Problem
 
 LOOPS: Final = (times, dispatch, anneal)  # what is compiled
-_MOST = 1e299  # what has no limit, as a number
 
 
 class Policy(NamedTuple):
@@ -52,7 +51,7 @@ class Machine:
             for k, stage in enumerate(own):
                 later = sum(problem.saved[other] for other in own[k + 1 :])
                 kept[stage] = later + max(0.0, *(grows[other] for other in own))
-        room = [min(most, _MOST) for most in problem.ample]
+        room = [min(most, MOST) for most in problem.ample]
         shape = (P, S, m)
         rank_of = self._ints(problem.rank_of)
         first = [0]
@@ -108,7 +107,7 @@ class Machine:
         self.evaluations += 1
         stuck = self._dispatch(
             *self._given_policy, self._ints(policy.lead), self._ints(policy.lag),
-            policy.wait, policy.late, min(policy.slack, _MOST), int(policy.forward_first),
+            policy.wait, policy.late, min(policy.slack, MOST), int(policy.forward_first),
             policy.pick, *self._room_policy,
         )  # fmt: skip
         return inf if stuck else self._length(self._out)
@@ -129,7 +128,7 @@ class Machine:
 
     def _length(self, code: Any) -> float:
         takes = float(self._times(*self._given_order, code, *self._rest))
-        return takes if takes < _MOST else inf
+        return takes if takes < MOST else inf
 
     def _cut(self, code: Any) -> Order:
         flat = code.tolist() if self._array else code

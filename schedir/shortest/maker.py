@@ -72,13 +72,15 @@ class Maker:
         )
         return replace(within, room=room)
 
-    def made(self, orders: Iterable[tuple[float, Order]], until: float = inf) -> Made | None:
+    def made(
+        self, orders: Iterable[tuple[float, Order]], best: Made | None = None, until: float = inf
+    ) -> Made | None:
         """What the shortest of some orders takes as a program, or None if none fits.
 
-        The shortest order comes first; `until` then, by perf_counter, others may be tried.
-        Opposite messages are grouped where that is shorter: they then wait less for each other.
+        `best` is the shortest that there is already.  The shortest order comes first; `until` then,
+        by perf_counter, others may be tried.  Opposite messages are grouped where that is shorter:
+        they then wait less for each other.
         """
-        best: Made | None = None
         for length, order in orders:
             for overlap in (False, True):
                 as_thought = best is not None and best.length <= length * (1 + ROUNDING)

@@ -9,6 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from schedir.analysis.memory import Footprint, held, peak_in_flight
+from schedir.errors import CostsError
 from schedir.ir.costs import Costs
 from schedir.ir.ops import (
     BACKWARD,
@@ -90,9 +91,10 @@ def _relaxed(
     steps = step if set(STEPS) & program.ops else 0 * step
     least = Costs(F=_plain(F), I=_plain(I), W=_plain(W), B=_plain(B), send=_plain(send),
                   step=_plain(steps))  # fmt: skip
-    if not (F + (I + W if split else B)).any():
+    try:
+        problem = problem_of(plan, least, objective=objective, split=split)
+    except CostsError:  # they are all 0, or too large
         return None
-    problem = problem_of(plan, least, objective=objective, split=split)
     if sizes is None:
         return replace(problem, room=(float(peak_in_flight(program).max()),) * plan.ranks)
     ranks = held(program, sizes)

@@ -29,6 +29,7 @@ from schedir.ir.sizes import Sizes, ample
 Objective = Literal["span", "own"]
 OBJECTIVES: Final[tuple[Objective, ...]] = get_args(Objective)
 (_REDUCE,) = producers(Token.GRAD)
+MOST: Final = 1e299  # what has no limit, as a number, which all times are less than
 ROUNDING: Final = 1e-9  # sums of times differ by that much of themselves
 
 
@@ -123,8 +124,8 @@ def problem_of(
     Messages take no room here: a program that is found must fit with them.
 
     Raises PlanError for a plan with several holders of a stage, updates or segments; CostsError for
-    costs per microbatch, those that are all 0, and those of other stages; UsageError for a limit
-    that is none, and for one within which no schedule works.
+    costs per microbatch, those that are all 0 or too large to add up, and those of other stages;
+    UsageError for a limit that is none, and for one within which no schedule works.
     """
     expect(plan, Plan, "Plan(ranks=4, microbatches=8)")
     costs = Costs() if costs is None else costs
@@ -155,6 +156,8 @@ def problem_of(
         steps[min(rank, plan.stages - 1)] + reduces[list(own)].min()
         for rank, own in enumerate(plan.stages_of)
     ]
+    if not plan.microbatches * (sum(F + I + W) + 2 * sum(send)) + sum(tail) < MOST:
+        raise CostsError(f"the costs add up to more than a search can count, {MOST:g}")
     saved, tape, both, room = _held(plan, sizes, limit, in_flight, split=split)
     problem = Problem(
         plan, split, objective, F, I, W, tuple(act), tuple(grad), tuple(map(float, tail)),

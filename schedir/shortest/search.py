@@ -52,14 +52,15 @@ def search(
     `costs` are of stages, and each rank holds at most `limit` bytes of `sizes`, or `in_flight`
     (stage, mb) as `greedy` counts them; without either there is no limit.  What is short is the
     span of the run, or with the objective "own" the longest time that any rank takes from its first
-    compute to its last.  Backwards are I and W, or with `split=False` whole.
+    compute to its last.  Backwards are I and W, or with `split=False` whole; where a whole one is
+    told to take less than I and W together, the bound is of split ones alone.
 
-    Built-in schedules that fit, and those of `start`, are looked at first, so nothing worse is
-    found.  Then idle ranks decide by policies of many kinds, the best of these are changed, and at
-    last single pieces of work are moved about.  It ends with a proof, with `seconds`, after that
-    many `evaluations` of orders, or where nothing better comes any more.  With `evaluations`, and
-    enough seconds for them, what is found depends on `seed` alone.  Ctrl-C ends it, too: what has
-    been found until then is returned.
+    Built-in schedules that fit, and those of `start`, are looked at first, with their backwards
+    split, or whole; nothing longer is found.  Then idle ranks decide by policies of many kinds, the
+    best of these are changed, and at last single pieces of work are moved about.  It ends with a
+    proof, with `seconds`, after that many `evaluations` of orders, or where nothing better comes
+    any more.  With `evaluations`, and enough seconds for them, what is found depends on `seed`
+    alone.  Ctrl-C ends it, too: what has been found until then is returned.
 
     `prove="solver"` looks for three tenths of the time, and gives what is left to CP-SAT, which
     proves small cases that the bound in closed form leaves open (`pip install schedir[solver]`).
@@ -127,18 +128,20 @@ def search(
             stopped = "no better" if solved.proved else "time"
     except KeyboardInterrupt:
         stopped = "interrupted"
+    tried = hunt.tried
     try:
-        last = maker.made(hunt.finalists(), begin + seconds)
+        made = maker.made(hunt.shortest[:1], made)
+        made = maker.made(hunt.given, made)  # their messages may wait less for each other
+        made = maker.made(hunt.finalists(), made, begin + seconds)
     except KeyboardInterrupt:
-        stopped, last = "interrupted", made or maker.made(hunt.shortest, begin)
-    made = min([each for each in (last, made) if each], key=lambda made: made.length, default=None)
+        stopped, made = "interrupted", made or maker.made(hunt.shortest, until=begin)
     length, timeline = made or maker.least()
     assert least.value <= length * (1 + 1e-6), "a bug: this is shorter than any schedule can be"
     bound = least.value
     if length <= bound * (1 + ROUNDING):  # they are sums of floats, each in an order of its own
         stopped, bound = "proved", length
     return Found(
-        timeline.program, timeline, length, bound, least.why, tuple(hunt.trail), hunt.tried,
+        timeline.program, timeline, length, bound, least.why, tuple(hunt.trail), tried,
         seed, stopped,
     )  # fmt: skip
 

@@ -13,10 +13,12 @@ from hypothesis import strategies as st
 from schedir import Costs, Plan, Sizes, bound, check, compile, schedules, search, show, simulate
 from schedir.analysis.compiled import within
 from schedir.compiler.compile import check_memory
-from schedir.errors import CostsError, MemoryLimitError, UsageError
+from schedir.errors import CostsError, MemoryLimitError, ProgramError, UsageError
+from schedir.schedules import built_in
 from schedir.shortest.anneal import wave
 from schedir.shortest.hunt import Hunt
 from schedir.shortest.machine import LOOPS, Machine, Policy
+from schedir.shortest.of_program import bound_of_program
 from schedir.shortest.orders import codes_of, draft_of, length, peaks
 from schedir.shortest.problem import problem_of
 
@@ -134,6 +136,36 @@ def test_what_is_no_such_number_is_refused(wrong: dict[str, Any]) -> None:
 
 def test_more_in_flight_than_a_float_can_say_are_no_limit() -> None:
     assert bound(Plan(2, 3), EVEN, in_flight=10**400) == bound(Plan(2, 3), EVEN)
+
+
+@pytest.mark.parametrize("plan, costs, in_flight", [
+    (Plan(6, 7, 2, "vee"), Costs(send=2), 12),
+    (Plan(4, 12), Costs(F=(0.7, 1.3, 1, 0.9), send=2), 4),
+    (Plan(4, 8), Costs(send=1000), None),
+])  # fmt: skip
+def test_nothing_that_it_begins_with_is_shorter(
+    plan: Plan, costs: Costs, in_flight: int | None
+) -> None:
+    """As programs, in which messages of a rank wait for each other, and not by their orders."""
+    found = search(plan, costs, in_flight=in_flight, evaluations=50)
+    assert found.tried <= 50 + len(built_in())
+    for schedule in built_in().values():
+        try:
+            run = simulate(compile(schedule, plan, costs=costs), costs)
+        except ProgramError:  # it is for other plans
+            continue
+        split = "I" in show(run.program)
+        if split and (in_flight is None or run.peak_in_flight.max() <= in_flight):
+            assert found.span <= run.span * (1 + 1e-9), run.program.name
+
+
+@pytest.mark.parametrize("F", [1e300, 1e308])
+def test_costs_that_no_number_can_hold_are_refused(F: float) -> None:
+    for take in (bound, search):
+        with pytest.raises(CostsError, match="more than a search can count"):
+            take(Plan(4, 8), Costs(F=F))
+    program = compile(schedules.zb_h1, Plan(4, 8))
+    assert bound_of_program(program, Costs(F=F)) is None
 
 
 def test_costs_of_whole_backwards_are_not_split() -> None:
