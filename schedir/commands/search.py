@@ -176,20 +176,16 @@ def _asked(args: argparse.Namespace) -> _Asked:
 def _costs_of(source: str, *, whole: bool) -> tuple[Timeline, Costs, list[str]]:
     """A run, its mean times, and what is to be said of these."""
     from schedir.io.timeline_file import SUFFIX, load_timeline
-    from schedir.ir.ops import BACKWARD_INPUT, RECOMPUTE
+    from schedir.ir.ops import BACKWARD_INPUT
     from schedir.predict.calibrate import SAID, calibrate, completed, missed_by, unexplained
+    from schedir.shortest.starts import unlike
 
     if not source.endswith(SUFFIX):
         raise UsageError(f"a run's file ends in {SUFFIX}: {source} does not")
     run = load_timeline(source)
     program, unit = run.program, run.unit and f" {run.unit}"
-    for is_so, what in (
-        (not program.trains, "has no backwards"),
-        (program.frozen, "has stages that are not trained"),
-        (RECOMPUTE in program.ops, "runs forwards again"),
-    ):
-        if is_so:
-            raise UsageError(f"{source} {what}: a search is for a forward and a backward of each")
+    if how := unlike(program):
+        raise UsageError(f"{source} {how}")
     costs = completed(calibrate(run), program)
     again = simulate(program, costs, model=run.model, blocks=run.blocks)
     missed = missed_by(again, run)

@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from schedir.errors import CostsError
-from schedir.ir.ops import FORWARD, LATE, RECOMPUTE, ROWS, SPLITS, WHOLES, Opcode, Per
+from schedir.ir.ops import BACKWARDS, FORWARD, LATE, RECOMPUTE, ROWS, SPLITS, WHOLES, Opcode, Per
 from schedir.ir.per_stage import PerStage, by_stage, per_stage, with_fields
 
 if TYPE_CHECKING:
@@ -107,6 +107,14 @@ class Costs:
     def together(self, plan: Plan) -> NDArray[np.float64] | None:
         """What a forward run together with a backward costs, as `of` says it, if that is given."""
         return None if self.FB is None else self._each("FB", plan)
+
+    def pairs_save(self, plan: Plan) -> bool:
+        """Whether any forward and backward take less together than one after the other."""
+        together = self.together(plan)
+        if together is None:
+            return False
+        alone = self.of(FORWARD, plan) + np.maximum(*(self.of(op, plan) for op in BACKWARDS))
+        return bool((together < alone).any())
 
     def of_each(self, index: Index) -> tuple[NDArray[np.float64], NDArray[np.integer[Any]]]:
         """What each instruction of a program costs: all numbers, and which of them is whose."""

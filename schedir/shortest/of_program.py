@@ -59,8 +59,8 @@ def bound_of_program(
     backward as what it takes whole or split, whichever is less: the bound is lower then, but holds.
 
     None where nothing is known: of a program with several holders of a stage, updates or segments,
-    with frozen stages, without backwards, with `Costs.FB` and pairs that run together, or with
-    instructions that keep what forwards saved elsewhere.
+    with frozen stages, without backwards, with instructions that run forwards again or keep what
+    they saved elsewhere, or with `Costs.FB` that are less than a forward and a backward.
     """
     costs = Costs() if costs is None else costs
     plan = program.plan
@@ -68,7 +68,7 @@ def bound_of_program(
         return None
     if not program.trains or program.ops & _OTHER:
         return None
-    if costs.together(plan) is not None and (program.joined & np.isin(program.op, COMPUTE)).any():
+    if costs.pairs_save(plan):
         return None
     problem = _relaxed(program, costs, sizes, objective, split=split)
     return None if problem is None else bound_of(problem)

@@ -124,8 +124,9 @@ def problem_of(
     Messages take no room here: a program that is found must fit with them.
 
     Raises PlanError for a plan with several holders of a stage, updates or segments; CostsError for
-    costs per microbatch, those that are all 0 or too large to add up, and those of other stages;
-    UsageError for a limit that is none, and for one within which no schedule works.
+    costs per microbatch, those that are all 0 or too large to add up, those of other stages, and
+    `FB` that saves time; UsageError for a limit that is none, and for one within which no schedule
+    works.
     """
     expect(plan, Plan, "Plan(ranks=4, microbatches=8)")
     costs = Costs() if costs is None else costs
@@ -138,6 +139,12 @@ def problem_of(
         raise CostsError(
             "the costs say how long a whole backward takes, B, and not its parts, I and W",
             hint="say I=...,W=..., or search for whole backwards: --whole, split=False",
+        )
+    if costs.pairs_save(plan):
+        raise CostsError(
+            "the costs say that a forward and a backward that run together, FB, take less than one "
+            "after the other, and a search knows no pairs",
+            hint="leave out FB, for schedules without pairs",
         )
     F, I, W = _of(FORWARD, costs, plan), _of(BACKWARD_INPUT, costs, plan), _zeros(plan)
     if split:

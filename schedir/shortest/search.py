@@ -67,7 +67,11 @@ def search(
     How far that gets depends on time, and not on `seed` alone.  `report` is called with each better
     schedule, and with the bound; then with each better bound, too.
 
-    Raises UsageError for a limit within which no schedule works, and what `compile` raises.
+    Each forward runs once: one that recomputes may be shorter within little memory.
+
+    Raises UsageError for a limit within which no schedule works, and for a start that recomputes,
+    or trains not all; CostsError for `FB` that are less than a forward and a backward, as no pairs
+    are looked at; and what `compile` raises.
 
     >>> from schedir import Costs, Plan, search
     >>> found = search(Plan(ranks=4, microbatches=8), Costs(F=2, I=2, W=1), in_flight=4)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from schedir.errors import ProgramError, UsageError
+from schedir.ir.ops import RECOMPUTE
 from schedir.ir.program import Program
 from schedir.schedules import built_in
 from schedir.schedules.draft import draft
@@ -17,6 +18,8 @@ def starts(problem: Problem, given: Sequence[Schedule | Program]) -> Iterator[tu
     """The orders of what is given, and of built-in schedules for this plan, that fit."""
     for each in given:
         program = each if isinstance(each, Program) else draft(each, problem.plan)
+        if how := unlike(program):
+            raise UsageError(f"{program.name} {how}", fields=["start"])
         if program.plan != problem.plan:
             raise UsageError(
                 f"{program.name} is of {program.plan}, not of {problem.plan}", fields=["start"]
@@ -28,6 +31,18 @@ def starts(problem: Problem, given: Sequence[Schedule | Program]) -> Iterator[tu
         except ProgramError:  # it is for other plans
             continue
         yield from _complete(problem, program)
+
+
+def unlike(program: Program) -> str:
+    """What a program does that none does that is searched for, in words; else nothing."""
+    for is_so, what in (
+        (not program.trains, "has no backwards"),
+        (program.frozen, "has stages that are not trained"),
+        (RECOMPUTE in program.ops, "runs forwards again"),
+    ):
+        if is_so:
+            return f"{what}: a search is for a forward and a backward of each"
+    return ""
 
 
 def _complete(problem: Problem, program: Program) -> Iterator[tuple[str, Order]]:

@@ -1,6 +1,7 @@
 """What a search promises: what it finds fits and runs, and nothing in the zoo is shorter."""
 
 import signal
+from dataclasses import replace
 from itertools import count
 from time import perf_counter
 from typing import Any
@@ -14,6 +15,7 @@ from schedir import Costs, Plan, Sizes, bound, check, compile, schedules, search
 from schedir.analysis.compiled import within
 from schedir.compiler.compile import check_memory
 from schedir.errors import CostsError, MemoryLimitError, ProgramError, UsageError
+from schedir.ir.program import Program
 from schedir.schedules import built_in
 from schedir.shortest.anneal import wave
 from schedir.shortest.hunt import Hunt
@@ -166,6 +168,33 @@ def test_costs_that_no_number_can_hold_are_refused(F: float) -> None:
             take(Plan(4, 8), Costs(F=F))
     program = compile(schedules.zb_h1, Plan(4, 8))
     assert bound_of_program(program, Costs(F=F)) is None
+
+
+def test_pairs_that_save_time_are_not_searched() -> None:
+    """Nor is anything said of schedules at such costs: one with pairs may be shorter."""
+    costs, plan = Costs(F=2, I=2, W=1, FB=2.5), Plan(4, 8, placement="vee")
+    program = compile(schedules.zb_v, plan, costs=costs)
+    for refused in (search, bound):
+        with pytest.raises(CostsError):
+            refused(plan, costs)
+    assert bound_of_program(program, costs) is None
+    same = replace(costs, FB=5)
+    assert bound(plan, same) == bound(plan, replace(same, FB=None))
+    assert bound_of_program(program, same) == bound_of_program(program, replace(same, FB=None))
+
+
+@pytest.mark.parametrize(
+    "start",
+    [
+        compile(schedules.gpipe, Plan(4, 8), recompute="all"),
+        compile(schedules.zb_h1, Plan(4, 8), frozen=1),
+        compile(schedules.forward_only, Plan(4, 8)),
+    ],
+)
+def test_a_start_that_does_other_work_is_refused(start: Program) -> None:
+    with pytest.raises(UsageError) as caught:
+        search(Plan(4, 8), EVEN, start=[start], evaluations=30)
+    assert caught.value.fields == ("start",)
 
 
 def test_costs_of_whole_backwards_are_not_split() -> None:
