@@ -50,4 +50,4 @@ class Found:
     @property
     def gap(self) -> float:
         """By how much of the bound the schedule is longer than that, 0 where it is proved."""
-        return max(self.span / self.bound - 1, 0.0)
+        return 0.0 if self.stopped == "proved" else max(self.span / self.bound - 1, 0.0)
