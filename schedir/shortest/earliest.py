@@ -265,7 +265,7 @@ def _why(jobs: Sequence[Job], rank: int, tail: float) -> str:
             begin, busy, end = release, 0.0, release
         busy, end = busy + time, end + time
     return (
-        f"of the work of rank {rank} {busy:.6g} cannot begin before {begin:.6g}, and {tail:.6g} or "
-        "more comes behind each of it: microbatches go there and back, a rank does one thing at a "
-        "time, and what does not fit waits until something has gone"
+        f"work of rank {rank} that takes {busy:.6g} cannot begin before {begin:.6g}, and behind "
+        f"each piece of it comes {tail:.6g} or more: microbatches go there and back, a rank does "
+        "one thing at a time, and what does not fit waits until something has gone"
     )
