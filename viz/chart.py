@@ -211,7 +211,9 @@ def _head(axes: Axes, chart: Chart, inches: float) -> None:
     facts = [f"bubble {timeline.bubble:.1%}", f"peak {peak}"]
     facts += [] if slim else [f"span {timeline.span / one:.4g} {timeline.unit and unit}".rstrip()]
     if chart.bound is not None:
-        facts.insert(1, f"{at_most(gain_of(timeline.span, chart.bound))} to gain")
+        gain = gain_of(timeline.span, chart.bound)
+        of_orders = f"another order gains {at_most(gain)}" if gain else "no order is shorter"
+        facts.insert(1, of_orders)
     v, name = timeline.program.plan.stages_per_rank, timeline.program.name
     kind = "" if slim else f" ({timeline.kind}{f', v={v}' * (v > 1)})"
     if title is not None:

@@ -131,7 +131,7 @@ def lay_out(
     notes += [f"{t.program.name:.40}: {t.doubt}" for t in timelines if t.doubt]
     extra = {"critical path": ACCENT} if "path" in look.show else {}
     extra |= PHASES if "phases" in look.show else {}
-    extra |= {"none is shorter": BOUND} if any(bounds) else {}
+    extra |= {"no order is shorter": BOUND} if any(bounds) else {}
     return Paper(charts, width, row, notes, extra)
 
 

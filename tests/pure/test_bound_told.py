@@ -195,16 +195,16 @@ def test_a_chart_has_a_mark_at_the_bound() -> None:
     (axes,) = gantt(run, bound=bound.value).axes
     assert marks(axes) == [bound.value]
     gain = 1 - bound.value / run.span
-    assert f", at most {gain:.1%} to gain" in axes.get_title("right")
+    assert f", another order gains at most {gain:.1%}" in axes.get_title("right")
     (axes,) = gantt(run).axes
-    assert not marks(axes) and "gain" not in axes.get_title("right")
+    assert not marks(axes) and "order" not in axes.get_title("right")
     (axes,) = gantt(run, bound=run.span).axes
-    assert ", nothing to gain" in axes.get_title("right") and marks(axes) == [run.span]
+    assert ", no order is shorter" in axes.get_title("right") and marks(axes) == [run.span]
     (axes,) = gantt(run, bound=bound.value, time=(0, bound.value / 2)).axes
     assert not marks(axes)
     figure = compare([run, run], bounds=[None, bound.value])
     assert [len(marks(axes)) for axes in figure.axes] == [0, 1]
-    assert "none is shorter" in [text.get_text() for text in figure.legends[0].get_texts()]
+    assert "no order is shorter" in [text.get_text() for text in figure.legends[0].get_texts()]
 
 
 @pytest.mark.parametrize("bound", [0, -1, float("nan"), float("inf"), "24", [1.0, 2.0]])
@@ -224,6 +224,6 @@ def test_draw_marks_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> No
     assert bound is not None and f"is shorter than {bound.value:.6g}: " in told.splitlines()[-1]
     for argv in (("draw", "zb_h1", SAID), ("compare", "zb_h1", "--ranks=4", SAID)):
         said(capsys, *argv, "-o", str(tmp_path / "x.svg"))
-        assert "none is shorter" in (tmp_path / "x.svg").read_text()
+        assert "no order is shorter" in (tmp_path / "x.svg").read_text()
     said(capsys, "draw", str(RUN), "-o", str(tmp_path / "x.svg"))
     assert "none is shorter" not in (tmp_path / "x.svg").read_text()
