@@ -117,14 +117,13 @@ class Reduction:
         for k in self.order:
             self.gradients.collect(k, self.copies)
         later = {id(weight.grad) for weight in tape.weights()}
-        for grad in self.bucket_of.keys() - later:
-            self._final(grad)
+        self._final(*self.bucket_of.keys() - later)
         tape.run(lambda weight: self._final(id(weight.grad)))
         self._start_rest()
 
-    def _final(self, grad: int) -> None:
-        """Nothing adds to a gradient any more: start what is complete, in order."""
-        if grad in self.bucket_of:
+    def _final(self, *grads: int) -> None:
+        """Nothing adds to these gradients any more: start what is complete, in order."""
+        for grad in self.bucket_of.keys() & grads:
             self.missing[self.bucket_of[grad]].discard(grad)
         while len(self.started) < len(self.order) and not self._missing():
             self._start()

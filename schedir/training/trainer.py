@@ -75,8 +75,13 @@ def train(config: Config, program: Program, losses: TextIO | None = None) -> Res
     torch.set_num_threads(config.train.threads)
     try:
         return _Trainer(config, program, losses).run()
-    except (torch.OutOfMemoryError, dist.DistError) as error:  # an instruction's has its name
-        fact = has_left(error) or in_words(error)
+    except RuntimeError as error:  # an instruction's has its name
+        if "timed out waiting" in str(error).lower():  # Gloo's own words
+            fact = f"another process has not answered for {config.train.timeout:g} s"
+        elif isinstance(error, torch.OutOfMemoryError | dist.DistError):
+            fact = has_left(error) or in_words(error)
+        else:
+            raise
         raise ExecutionError(f"outside of a step, {fact}", program=program.name) from error
 
 

@@ -232,6 +232,24 @@ def test_the_rank_that_fails_says_why(
     assert (tmp_path / "out" / "timeline.png").exists() == ("leave" in what)
 
 
+def test_a_rank_that_stands_outside_of_a_step_is_one_error(config: str, tmp_path: Path) -> None:
+    """It stops with its numbers still to come; of Gloo's own words nothing is shown."""
+    schedule = tmp_path / "mine.py"
+    what = "trainer._Trainer._report = lambda self, step: os.kill(os.getpid(), signal.SIGSTOP)"
+    more = "import signal\nfrom schedir.training import trainer\n"
+    schedule.write_text(more + FAILING.format(what=what))
+    sets = ["pipeline.tp=1", "pipeline.stages_per_rank=1", f"pipeline.schedule={schedule}:mine",
+            "train.timeout=2", "train.log_every=1"]  # fmt: skip
+    command = [sys.executable, "-m", "schedir", *arguments(config, tmp_path / "out", *sets)]
+    got, _, err = finish(start(command))
+    assert (
+        got == 1
+        and "rank 0: one_f_one_b: outside of a step, another process has not answered for 2 s"
+        in err
+    )
+    assert "Traceback" not in err and "unbound_buffer" not in err
+
+
 def test_out_of_memory_before_the_first_step_is_one_error(
     config: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
