@@ -157,7 +157,8 @@ class Hunt:
         """Policies of all kinds."""
         while not self.proved and self._spent() <= until and (policy := next(tried, None)):
             self._pool.append((self._try(policy, "policy"), policy))
-            self._compile()
+            if self.elapsed >= _RENTED:
+                self._compile()
         self._pool.sort(key=lambda each: each[0])
         del self._pool[_KEPT:]
 
@@ -180,6 +181,8 @@ class Hunt:
 
     def _anneal(self) -> None:
         """Rounds of annealing, from the best and from where policies led."""
+        if not self.proved:
+            self._compile()
         if not self.shortest:  # no policy has led to the end in so little room
             order = one_by_one(self.problem)
             self.take(self._machine.length(order), order, "one by one")
@@ -229,7 +232,7 @@ class Hunt:
 
     def _compile(self) -> None:
         """Go on with machine code, where there is time to get it."""
-        if self._machine.is_compiled or self.elapsed < _RENTED:
+        if self._machine.is_compiled:
             return
         loops = within(LOOPS, self._seconds - self.elapsed)
         if loops is not None:
