@@ -62,7 +62,7 @@ def bound_of(problem: Problem, seconds: float = 0.005) -> Bound:
     Without any time it is the closed one, which takes some milliseconds however large it is.
     """
     found = max(closed_bound(problem), crossing_bound(problem), key=lambda bound: bound.value)
-    pieces = (2 + problem.split) * problem.plan.stages * problem.microbatches
+    pieces = problem.pieces
     if pieces * _EARLIEST > seconds:
         return found
     for known in known_of(problem):

@@ -148,7 +148,7 @@ class Hunt:
         while self.shortest and self.elapsed < self._seconds:
             self._compile()
             moving = self._machine.annealing(self.best, 0.0, 1.0, self._random.randrange(2**31))
-            moving.run(min(sum(map(len, self.best)), _MOVED), 0.0)
+            moving.run(min(self.problem.pieces, _MOVED), 0.0)
             yield moving.order
 
     # ------------------------------------------------------------ ways of looking
@@ -187,7 +187,7 @@ class Hunt:
             order = one_by_one(self.problem)
             self.take(self._machine.length(order), order, "one by one")
         starts = [self._order_of(policy) for length, policy in self._pool if length < inf]
-        pieces = sum(map(len, self.best))
+        pieces = self.problem.pieces
         mean = sum(self.problem.work(rank) for rank in range(self.problem.plan.ranks)) / pieces
         vain = turn = 0
         while not self.proved and vain < _IN_VAIN:

@@ -57,7 +57,7 @@ class Machine:
         first = [0]
         for own in problem.own:
             first.append(first[-1] + len(own))
-        per = m * (2 + problem.split)
+        per = m * problem.kinds
         self._first = [k * per for k in first]
         cost = self._floats(_woven(problem.F, problem.I, problem.W))
         hop = self._floats(_woven(problem.act, problem.grad, none))

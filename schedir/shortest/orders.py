@@ -41,12 +41,9 @@ def one_by_one(problem: Problem) -> Order:
     """One microbatch after the other, forward and back, each W at once: what holds the least."""
     each = []
     for own in problem.own:
-        back = [(I, W) if problem.split else (I,)] * len(own)
-        codes = [KINDS * stage for stage in own]
-        codes += [
-            KINDS * s + kind for s, kinds in zip(own[::-1], back, strict=True) for kind in kinds
-        ]
-        each.append(tuple(codes) * problem.microbatches)
+        there = [KINDS * stage + F for stage in own]
+        back = [KINDS * s + kind for s in reversed(own) for kind in (I, W)[: problem.kinds - 1]]
+        each.append((*there, *back) * problem.microbatches)
     return tuple(each)
 
 

@@ -71,6 +71,16 @@ class Problem:
         return self.plan.microbatches
 
     @property
+    def kinds(self) -> int:
+        """How many kinds of work there are: F, I, and where backwards are split W."""
+        return 2 + self.split
+
+    @property
+    def pieces(self) -> int:
+        """How many pieces of work there are: of each kind, stage and microbatch one."""
+        return self.kinds * self.plan.stages * self.microbatches
+
+    @property
     def own(self) -> tuple[tuple[int, ...], ...]:
         """The stages of each rank, ascending."""
         return self.plan.stages_of

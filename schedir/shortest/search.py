@@ -110,8 +110,8 @@ def search(
     maker = Maker(problem, costs, sizes, limit)
     orders = list(starts(problem, start))
     made, within = _with_messages(maker, problem, orders, least.value, seconds, seed)
-    pieces = (2 + problem.split) * problem.plan.stages * problem.microbatches
-    hunting = seconds * (_FIRST if by_solver else 1) - min(pieces * _MAKING, seconds / 2)
+    making = min(problem.pieces * _MAKING, seconds / 2)
+    hunting = seconds * (_FIRST if by_solver else 1) - making
     hunt = Hunt(
         within, least.value, begin=begin, seconds=hunting,
         evaluations=evaluations, seed=seed,

@@ -48,6 +48,6 @@ def unlike(program: Program) -> str:
 def _complete(problem: Problem, program: Program) -> Iterator[tuple[str, Order]]:
     """The order of a program that runs all of the Problem's work."""
     order = codes_of(program, split=problem.split)
-    whole = problem.microbatches * (2 + problem.split)
+    whole = problem.microbatches * problem.kinds
     if all(len(codes) == len(own) * whole for codes, own in zip(order, problem.own, strict=True)):
         yield program.name, order
