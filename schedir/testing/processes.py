@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import faulthandler
+import gc
 import pickle
 import sys
 import tempfile
@@ -126,6 +127,9 @@ def _child(
     rank: int, world_size: int, folder: str, limit: float, pipe: Connection, work: Any
 ) -> None:
     torch.set_num_threads(1)
+    # What a fork takes over is not collected here: a process group would wait for threads that
+    # only the parent has.
+    gc.freeze()
     with _stack(folder, rank).open("w") as stack:
         # A little before the parent's patience ends, so that it finds where we hang.
         faulthandler.dump_traceback_later(max(limit - 1, limit / 2), file=stack)

@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+import gc
+import multiprocessing
 import os
 import time
+from datetime import timedelta
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import FileStore
 
+from schedir.testing.processes import run as run_in
 from tests.cpu.spawn import RankError, run
 
 
@@ -57,3 +64,24 @@ def test_a_hang_shows_where() -> None:
     with pytest.raises(RankError) as error:
         run(hang_on, 2, 1, limit=4)
     assert "in hang_on" in error.value.tracebacks[1]
+
+
+def collect(rank: int) -> bool:
+    return gc.collect() >= 0
+
+
+def test_a_fork_does_not_collect_what_its_parent_has_left(tmp_path: Path) -> None:
+    """A group that nobody has any more ends threads, which a fork does not have."""
+    gc.collect()
+    gc.disable()
+    try:
+        store = FileStore(f"{tmp_path}/store", 1)
+        group = dist.ProcessGroupGloo(store, 0, 1, timedelta(seconds=9))
+        cycle = SimpleNamespace(group=group)
+        cycle.own = cycle
+        del cycle, group
+        assert (
+            run_in(collect, 2, context=multiprocessing.get_context("fork"), limit=20) == [True] * 2
+        )
+    finally:
+        gc.enable()
