@@ -28,6 +28,7 @@ class Found(Enum):
     ALL = "collected from all that give it: the last of them"
     VERSION = "of the update whose weights the microbatch uses"
     AGAIN = "made again and again: by the nearest giver that stands earlier in the Stream"
+    SINCE = "there from the start, and since the nearest giver that stands earlier in the Stream"
 
 
 class Hop(Enum):

@@ -179,6 +179,9 @@ class Flow:
             yield from self._last(row, token, needer)
         elif found is Found.VERSION:
             yield self._of_version(row, token, needer)
+        elif found is Found.SINCE:
+            given = self.index.where_all(chain(row.op, token))
+            yield self._earlier(self._keys(token, given), given, self._keys(token, needer), needer)
         elif (chains := self.chains(token)) is not None:
             yield self._nearest(chains, row, token, needer)
         else:
@@ -243,7 +246,29 @@ class Flow:
                 gives = gives[np.isin(index.stage[gives], tied)]
             last = np.full(index.size[per], NONE, np.int32)
             last[index.keys(per, gives)] = gives
-            yield last[index.keys(per, needer)]
+            found = last[index.keys(per, needer)]
+            if row.per is Per.TURN:  # of each turn but the last what is there by then
+                key = index.keys(per, needer)
+                final = np.full(index.size[per], NONE, np.int32)
+                final[key] = needer
+                early = np.flatnonzero(final[key] != needer)
+                found[early] = self._earlier(
+                    index.keys(per, gives), gives, key[early], needer[early]
+                )
+            yield found
+
+    @staticmethod
+    def _earlier(giver: Keys, given: Positions, key: Keys, needer: Positions) -> Positions:
+        """Of givers, by their keys, the last that stands before each needer; -1 where none does."""
+        span = max(int(given.max(initial=0)), int(needer.max(initial=0))) + 1
+        order = giver * span + given
+        sort = np.argsort(order)
+        event = np.searchsorted(order[sort], key * span + needer) - 1
+        near = np.append(sort, 0)[event]  # -1 is the one that is put behind
+        if not len(given):
+            return np.full(len(needer), NONE, np.int32)
+        fits = (event >= 0) & (giver[near] == key)
+        return np.where(fits, given[near], NONE).astype(np.int32)
 
     def _nearest(self, chains: Chains, row: Row, token: Token, needer: Positions) -> Positions:
         """Of what is made again, or changes its state: the nearest earlier giver."""

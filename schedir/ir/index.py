@@ -53,9 +53,9 @@ class Index:
             if begin < end
         ]
         turns = [self.mb[at] for row, at in found if row.per is Per.TURN]
-        self.turns = min(  # of a stage; no more than there are instructions for them
-            sum(map(len, turns)), max((int(mb.max()) + 1 for mb in turns), default=0)
-        )
+        # Of a stage: no more than there are instructions for them, and the first in any case.
+        most = max((int(mb.max()) + 1 for mb in turns), default=0)
+        self.turns = max(1, min(sum(map(len, turns)), most))
         self.size = {
             Per.MICROBATCH: plan.stages * plan.microbatches,
             Per.STAGE: plan.holders.size * plan.updates,

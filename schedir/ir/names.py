@@ -23,6 +23,9 @@ class Token(IntEnum):
     SKIP_GRAD_IN = 12
     SKIP_GRAD_OUT = 13
     OWN_NORM = 14
+    FULL = 15
+    PARTS = 16
+    ROOM = 17
 
 
 class Lane(IntEnum):
@@ -33,6 +36,7 @@ class Lane(IntEnum):
     GRAD = 2
     TP = 3
     DP = 4
+    PARAMS = 5
 
 
 class Opcode(IntEnum):
@@ -67,3 +71,6 @@ class Opcode(IntEnum):
     RecvSkipGrad = 20
     Recompute = 21
     Validate = 22
+    Unshard = 23
+    Reshard = 24
+    ReduceScatter = 25

@@ -27,7 +27,8 @@ class TokenRow(NamedTuple):
     is such a value where there is that stage; its size is told for the earlier of the two.
     `handed` is of what is taken in: on one rank it is this value of the other stage.
     `made_of` says that an instruction makes it of another value that it frees, and which field of
-    Sizes tells the bytes of both.
+    Sizes tells the bytes of both.  `trait` names a trait of programs: only in those that have
+    another than its default there are such values.
     """
 
     token: Token
@@ -38,6 +39,7 @@ class TokenRow(NamedTuple):
     across: Hop | None = None
     handed: Token | None = None
     made_of: tuple[Token, str] | None = None
+    trait: str = ""
 
 
 class LaneRow(NamedTuple):
@@ -120,6 +122,9 @@ TOKENS: Final[tuple[TokenRow, ...]] = (
              handed=_T.SKIP_GRAD_OUT),
     TokenRow(_T.SKIP_GRAD_OUT, _MB, _ONCE, "the skip's gradient", "skip", Hop.SKIP_FROM),
     TokenRow(_T.OWN_NORM, _RANK, _ALL, "the rank's part of the norm"),
+    TokenRow(_T.FULL, _STAGE, Found.AGAIN, "the whole weights", "params", trait="zero"),
+    TokenRow(_T.PARTS, _STAGE, _ALL, "the weights in parts", trait="zero"),
+    TokenRow(_T.ROOM, _STAGE, Found.SINCE, "the room for the weights' gradient", trait="reduce"),
 )  # fmt: skip
 
 LANES: Final[tuple[LaneRow, ...]] = (
@@ -128,23 +133,26 @@ LANES: Final[tuple[LaneRow, ...]] = (
     LaneRow(_L.GRAD, True, "starts", "messages with gradients"),
     LaneRow(_L.TP, False, "waits", "gathers within the tensor-parallel group"),
     LaneRow(_L.DP, False, "starts", "reductions over replicas and ranks"),
+    LaneRow(_L.PARAMS, False, "starts", "gathers of weights over replicas"),
 )
 
 ROWS: Final[tuple[Row, ...]] = (
-    Row(_O.Forward, "F", _L.COMPUTE, _MB, (_T.ACT_IN, _T.PARAMETERS, _T.SKIP_IN),
+    Row(_O.Forward, "F", _L.COMPUTE, _MB, (_T.ACT_IN, _T.PARAMETERS, _T.SKIP_IN, _T.FULL),
         (_T.ACT_OUT, _T.SAVED, _T.SKIP_OUT), (_T.ACT_IN, _T.SKIP_IN),
         "Runs a stage on a microbatch, on the version of the weights that is the microbatch's; "
         "the last stage also computes the loss.", cost="F"),
-    Row(_O.Backward, "B", _L.COMPUTE, _MB, (_T.SAVED, _T.GRAD_IN, _T.SKIP_GRAD_IN),
+    Row(_O.Backward, "B", _L.COMPUTE, _MB,
+        (_T.SAVED, _T.GRAD_IN, _T.SKIP_GRAD_IN, _T.FULL, _T.ROOM),
         (_T.GRAD_OUT, _T.WGRAD, _T.SKIP_GRAD_OUT), (_T.SAVED, _T.GRAD_IN, _T.SKIP_GRAD_IN),
         "Whole backward: gradients of the input and of the weights.", cost="B"),
-    Row(_O.BackwardInput, "I", _L.COMPUTE, _MB, (_T.SAVED, _T.GRAD_IN, _T.SKIP_GRAD_IN),
+    Row(_O.BackwardInput, "I", _L.COMPUTE, _MB,
+        (_T.SAVED, _T.GRAD_IN, _T.SKIP_GRAD_IN, _T.FULL, _T.ROOM),
         (_T.GRAD_OUT, _T.TAPE, _T.WGRAD, _T.SKIP_GRAD_OUT),
         (_T.SAVED, _T.GRAD_IN, _T.SKIP_GRAD_IN),
         "Gradient of the input, and of the weights that are not split (biases, norms); of what "
         "was saved, a tape keeps what the others need. The zero-bubble papers call it B.",
         cost="I"),
-    Row(_O.BackwardWeight, "W", _L.COMPUTE, _MB, (_T.TAPE,), (_T.WGRAD,), (_T.TAPE,),
+    Row(_O.BackwardWeight, "W", _L.COMPUTE, _MB, (_T.TAPE, _T.ROOM), (_T.WGRAD,), (_T.TAPE,),
         "Gradients of the weights that are split, from the tape.", cost="W"),
     Row(_O.SendAct, "send_act", _L.ACT, _MB, (_T.ACT_OUT,), (), (_T.ACT_OUT,),
         "Sends an activation to the rank of the next stage.",
@@ -181,7 +189,7 @@ ROWS: Final[tuple[Row, ...]] = (
     Row(_O.ReduceNorm, "reduce_norm", _L.DP, _RANK, (_T.GRAD,), (_T.NORM,), (),
         "The norm of all gradients, over all pipeline ranks.",
         cost="reduce_norm", meets=_O.ReduceNorm, group="model", drains="always"),
-    Row(_O.OptimizerStep, "step", _L.COMPUTE, _RANK, (_T.GRAD, _T.NORM),
+    Row(_O.OptimizerStep, "step", _L.COMPUTE, _RANK, (_T.GRAD, _T.NORM, _T.PARTS),
         (_T.PARAMETERS, _T.OWN_NORM), (_T.GRAD, _T.NORM),
         "Updates the parameters of the rank's stages.", cost="step"),
     Row(_O.SendSkip, "send_skip", _L.ACT, _MB, (_T.SKIP_OUT,), (), (_T.SKIP_OUT,),
@@ -196,13 +204,23 @@ ROWS: Final[tuple[Row, ...]] = (
         cost="send", hop=Hop.SKIP_FROM, meets=_O.RecvSkipGrad),
     Row(_O.RecvSkipGrad, "recv_skip_grad", _L.GRAD, _MB, (), (_T.SKIP_GRAD_IN,), (),
         "Receives the gradient of a skip.", hop=Hop.SKIP_TO, meets=_O.SendSkipGrad),
-    Row(_O.Recompute, "R", _L.COMPUTE, _MB, (_T.SAVED, _T.PARAMETERS), (_T.SAVED,), (),
+    Row(_O.Recompute, "R", _L.COMPUTE, _MB, (_T.SAVED, _T.PARAMETERS, _T.FULL),
+        (_T.SAVED,), (),
         "Runs a stage forward again, on its inputs, which are all that its F then keeps.", cost="R",
         changes=(Change(_T.SAVED, "checkpoint", "saved"),)),
     Row(_O.Validate, "validate", _L.DP, _RANK, (_T.OWN_NORM,), (), (_T.OWN_NORM,),
         "The norm of all gradients over all pipeline ranks, behind a step that has not waited for "
         "it: the next step of the run does, and both are made again where it was wrong.",
         cost="validate", meets=_O.Validate, group="model"),
+    Row(_O.Unshard, "unshard", _L.PARAMS, Per.TURN, (_T.PARAMETERS,), (_T.FULL,), (),
+        "Makes a stage's weights whole: an all-gather of the parts that replicas hold.",
+        cost="unshard"),
+    Row(_O.Reshard, "reshard", _L.COMPUTE, Per.TURN, (_T.FULL,), (_T.PARTS,), (_T.FULL,),
+        "Lets go of all weights of a stage but the replica's own part."),
+    Row(_O.ReduceScatter, "reduce_scatter", _L.DP, Per.TURN, (_T.WGRAD,), (_T.GRAD, _T.ROOM),
+        (_T.WGRAD,),
+        "Sums a stage's gradient over the data-parallel group and scales it; each replica gets its "
+        "own part of the sum.", cost="reduce_scatter"),
 )  # fmt: skip
 
 BY_TEXT: Final = {row.text: row.op for row in ROWS}
@@ -279,7 +297,7 @@ OF_GRADIENTS: Final = tuple(
 # what its forward would save.
 TO_TRAIN: Final = frozenset({
     _T.SAVED, _T.GRAD_IN, _T.GRAD_OUT, _T.TAPE, _T.WGRAD, _T.GRAD,
-    _T.SKIP_GRAD_IN, _T.SKIP_GRAD_OUT,
+    _T.SKIP_GRAD_IN, _T.SKIP_GRAD_OUT, _T.FULL, _T.PARTS, _T.ROOM,
 })  # fmt: skip
 OF_TRAINED: Final = tuple(
     row.op for row in ROWS

@@ -114,6 +114,10 @@ class Program:
     stages, from and to, between which a value beside the activation passes: `((0, 3), (1, 2))`.
     `validate` says whether a step that clips waits for the norm ("before"), or is made as if
     nothing had to be clipped, and is validated "after": then it waits for no other rank.
+    `zero` is the level of ZeRO (arXiv 1910.02054), 0 to 3: of what replicas hold a part each of.
+    From 1 on that is the optimizer's state, from 2 on gradients, and at 3 the weights, too; these
+    are gathered by Unshard.  `reduce` says of gradients in parts whether they are reduced once, at
+    the "end", or each "turn", so that no whole one is held between runs of backwards.
     `slots` has one entry per rank; where it is empty, each value has a slot of its own.
 
     `order` numbers the messages as the lowering places them: for each kind of send a number by
@@ -149,6 +153,8 @@ class Program:
     frozen: int = field(default=0, metadata=traits.FROZEN)
     skips: Skips = field(default=(), metadata=traits.SKIPS)
     validate: str = field(default="before", metadata=traits.VALIDATE)
+    zero: int = field(default=0, metadata=traits.ZERO)
+    reduce: str = field(default="end", metadata=traits.REDUCE)
     slots: tuple[Slots, ...] = ()
     order: Mapping[Opcode, NDArray[np.int32]] = field(
         default_factory=dict, repr=False, compare=False
@@ -172,7 +178,13 @@ class Program:
             value = f.kind.settle(f.name, getattr(self, f.name), self.plan)
             object.__setattr__(self, f.name, value)
         traits.require_together(
-            self.plan, self.tied, clip=self.clip, frozen=self.frozen, validate=self.validate
+            self.plan,
+            self.tied,
+            clip=self.clip,
+            frozen=self.frozen,
+            validate=self.validate,
+            zero=self.zero,
+            reduce=self.reduce,
         )
         try:
             slots = tuple(Slots(*map(index, counts)) for counts in self.slots)
@@ -255,8 +267,11 @@ class Program:
         return int(self.plan.rank_at(self.beside(hop)[i.stage], i.mb))
 
     def has(self, token: Token) -> bool:
-        """Whether a value of this kind can be there: what crosses a boundary goes somewhere."""
-        across = TOKENS[token].across
+        """Whether a value of this kind can be there: what crosses a boundary goes somewhere, and
+        what a trait brings has it."""
+        across, trait = TOKENS[token].across, TOKENS[token].trait
+        if trait:
+            return bool(getattr(self, trait) != getattr(type(self), trait))
         return across is None or bool((self.beside(across) >= 0).any())
 
     @property

@@ -11,6 +11,7 @@ from schedir.ir.plan import MAX_STAGES, Plan
 from schedir.ir.skips import SKIPS as SKIPS_KIND
 from schedir.ir.ties import TIED as TIED_KIND
 from schedir.ir.ties import Tied, show_tie, tied_stages
+from schedir.ir.zero import CUT_FROM, LEVELS
 
 
 def _digest_of_ties(tied: Tied, plan: Plan) -> tuple[object, ...]:
@@ -31,19 +32,26 @@ def _settled_frozen(name: str, value: Any, plan: Plan) -> int:
     return frozen
 
 
-def _settled_when(name: str, value: Any, _: Plan) -> str:
-    if value not in ("before", "after"):
-        raise PlanError(f"{name} {_WHEN}, not {said(value)}", fields=[name])
-    return str(value)
+def _one_of(*words: str) -> Kind:
+    """One of two words."""
+    takes = f"is {' or '.join(map(repr, words))}"
+
+    def settle(name: str, value: Any, _: Plan) -> str:
+        if value not in words:
+            raise PlanError(f"{name} {takes}, not {said(value)}", fields=[name])
+        return str(value)
+
+    def read(text: str) -> str:
+        if text not in words:
+            raise ValueError(f"{takes}, not {text!r}")
+        return text
+
+    return Kind(takes, read, str, settle=settle, metavar="WHEN")
 
 
-def _read_when(text: str) -> str:
-    if text not in ("before", "after"):
-        raise ValueError(f"{_WHEN}, not {text!r}")
-    return text
-
-
-def require_together(plan: Plan, tied: Tied, *, clip: bool, frozen: int, validate: str) -> None:
+def require_together(
+    plan: Plan, tied: Tied, *, clip: bool, frozen: int, validate: str, zero: int, reduce: str
+) -> None:
     """Raise PlanError for traits of which each is right, and that do not go together."""
     for stages in tied:
         if stages[0] < frozen <= stages[-1]:
@@ -66,9 +74,29 @@ def require_together(plan: Plan, tied: Tied, *, clip: bool, frozen: int, validat
             hint="validate='before', or one update",
             fields=["validate", "updates"],
         )
+    if zero and plan.updates > 1:
+        raise PlanError(
+            f"zero is {zero}, and a run has {plan.updates} updates: parts of weights are gathered "
+            "once in a step, and each update would need its own",
+            hint="zero=0, or one update",
+            fields=["zero", "updates"],
+        )
+    if zero and validate == "after":
+        raise PlanError(
+            f"zero is {zero}, and validate is 'after': a step that is made again needs what each "
+            "replica has let go",
+            hint="validate='before'",
+            fields=["zero", "validate"],
+        )
+    if reduce == "turn" and zero < CUT_FROM["grads"]:
+        raise PlanError(
+            f"reduce is 'turn', and with zero {zero} each replica holds the whole gradient: it is "
+            "reduced once",
+            hint=f"zero={CUT_FROM['grads']}, or reduce='end'",
+            fields=["reduce", "zero"],
+        )
 
 
-_WHEN: Final = "is 'before' or 'after'"
 _NUMBER = whole_number(0, MAX_STAGES)
 _FROZEN_STAGES = replace(_NUMBER, settle=_settled_frozen)
 TP: Final = setting(whole_number(1, 65535), "tensor-parallel ranks (1)", always=True, digest=itself)
@@ -95,9 +123,13 @@ CLIP: Final = setting(
 )
 FROZEN: Final = setting(_FROZEN_STAGES, "first stages that are not trained (0)")
 VALIDATE: Final = setting(
-    Kind(_WHEN, _read_when, str, settle=_settled_when, metavar="WHEN"),
+    _one_of("before", "after"),
     "whether a step waits for the norm: before it (before), or after",
     in_config=False,  # a training run looks at each step's numbers
+)
+ZERO: Final = setting(whole_number(0, LEVELS - 1), "level of ZeRO, 0 to 3 (0)")
+REDUCE: Final = setting(
+    _one_of("end", "turn"), "when gradients in parts are reduced: at the end (end), or each turn"
 )
 SKIPS: Final = setting(
     SKIPS_KIND,

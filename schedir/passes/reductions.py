@@ -36,6 +36,29 @@ def reduce_grads(program: Program) -> Program:
     return behind(program, at[order], words[order])
 
 
+def reduce_scatter(program: Program) -> Program:
+    """As `reduce_grads`, where each replica keeps a part of the sum; each turn, or at the end.
+
+    A turn is a run of what adds to one stage's gradient, with nothing between that adds to
+    another's of the rank.
+    """
+    at = np.flatnonzero(is_op(program.op, ADDS))
+    rank = np.searchsorted(program.offsets, at, side="right") - 1
+    stage = program.words.view(FIELDS)["stage"][at].astype(np.int64)
+    if program.reduce == "turn":
+        last = np.append((stage[1:] != stage[:-1]) | (rank[1:] != rank[:-1]), True)
+    else:
+        last = np.zeros(len(at), bool)
+        key = rank * program.plan.stages + stage
+        last[len(at) - 1 - np.unique(key[::-1], return_index=True)[1]] = True
+    at, stage, rank = at[last], stage[last], rank[last]
+    key = rank * program.plan.stages + stage
+    order = np.argsort(key, kind="stable")
+    turn = np.empty(len(at), np.int64)
+    turn[order] = np.arange(len(at)) - np.searchsorted(key[order], key[order])
+    return behind(program, at, pack(Opcode.ReduceScatter, stage, turn))
+
+
 def reduce_holders(program: Program) -> Program:
     """Sum each stage's gradient over its holders, if it has several, as soon as all are ready.
 
@@ -130,7 +153,15 @@ def _each(program: Program, per: Per) -> Mask:
 
 
 def _stages(program: Program, present: Present) -> Iterator[Expected]:
-    yield Expected(Opcode.ReduceGrads, _each(program, Per.STAGE))
+    once, cut = _each(program, Per.STAGE), program.zero > 0
+    why = "gradients are reduced to parts: the program says 'zero' above 0"
+    yield Expected(Opcode.ReduceGrads, once & (not cut), why)
+    there = present(Opcode.ReduceScatter)
+    once = np.resize(once & cut, len(there))
+    each = program.plan.holders.size
+    once[each:] = there[each:] if program.reduce == "turn" else False  # as often as it likes
+    why = "gradients are reduced once, at the end" if cut else "the program says 'zero 0'"
+    yield Expected(Opcode.ReduceScatter, once, why)
 
 
 def _holders(program: Program, present: Present) -> Iterator[Expected]:
@@ -167,12 +198,17 @@ def _validated(program: Program, present: Present) -> Iterator[Expected]:
 
 
 def _unless_there(program: Program, options: Options) -> bool:
-    return Opcode.ReduceGrads not in program.ops
+    return program.ops.isdisjoint({Opcode.ReduceGrads, Opcode.ReduceScatter})
 
 
 PASSES: Final = (
     Pass(
-        "reduce_grads", "ends", lambda p, options: reduce_grads(p), _unless_there, _stages, order=1
+        "reduce_grads",
+        "ends",
+        lambda p, options: reduce_scatter(p) if p.zero else reduce_grads(p),
+        _unless_there,
+        _stages,
+        order=1,
     ),
     Pass(
         "reduce_holders", "ends", lambda p, options: reduce_holders(p), expected=_holders, order=2

@@ -28,7 +28,7 @@ from schedir.ir.sizes import Sizes, ample
 
 Objective = Literal["span", "own"]
 OBJECTIVES: Final[tuple[Objective, ...]] = get_args(Objective)
-(_REDUCE,) = producers(Token.GRAD)
+_REDUCE: Final = producers(Token.GRAD)[0]  # whole; what is kept in parts is no matter of orders
 MOST: Final = 1e299  # what has no limit, as a number, which all times are less than
 ROUNDING: Final = 1e-9  # sums of times differ by that much of themselves
 

@@ -16,9 +16,9 @@ from torch import Tensor
 from torch._C._distributed_c10d import AllgatherOptions, ReduceScatterOptions
 
 Kind = Literal["all_reduce", "all_gather", "reduce_scatter"]
-# The replicas of a stage; all that hold a part of one replica of the model; the tensor-parallel
-# ranks; or pipeline ranks, as those that hold a stage, or a tied weight.
-Group = Literal["dp", "model", "tp"] | tuple[int, ...]
+# The replicas of a stage, for gradients and for weights; all that hold a part of one replica of the
+# model; the tensor-parallel ranks; or pipeline ranks, as those that hold a stage, or a tied weight.
+Group = Literal["dp", "params", "model", "tp"] | tuple[int, ...]
 
 
 class Collective(NamedTuple):

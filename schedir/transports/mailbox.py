@@ -111,6 +111,7 @@ def members_of(program: Program, rank: int) -> dict[Group, list[int]]:
     plan = program.plan
     return {
         "dp": [rank],
+        "params": [rank],
         "tp": [rank],
         "model": [*range(plan.ranks)],
         **{ranks: [*ranks] for ranks in groups_of(program.summed, plan)},

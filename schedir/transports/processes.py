@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
 from functools import partial
-from typing import Any, cast
+from typing import Any, Final, cast
 
 import numpy as np
 import torch
@@ -35,6 +35,9 @@ def initialise(timeout: float, **how: Any) -> torch.device:
     `init_process_group`; returns where the tensors of its processes are."""
     dist.init_process_group("gloo", timeout=timedelta(seconds=timeout), **how)
     return torch.device("cpu")
+
+
+_LANES: Final[dict[Group, Lane]] = {"tp": Lane.TP, "params": Lane.PARAMS}
 
 
 class Processes:
@@ -174,7 +177,7 @@ class Processes:
         """As Transport.collective."""
         if not self.lanes:
             return cast(Work, COLLECTIVES[kind].start(self.groups[group], out, own, True))
-        lane = self.lanes[Lane.TP if group == "tp" else Lane.DP]
+        lane = self.lanes[_LANES.get(group, Lane.DP)]
         lane.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(lane):
             self.issue(kind, group, out, own)
@@ -208,6 +211,8 @@ def rows_of(program: Program) -> dict[Group, NDArray[np.int64]]:
         rows["tp"] = mesh.reshape(-1, tp)
     if dp > 1:
         rows["dp"] = mesh.reshape(dp, -1).T
+    if dp > 1 and program.zero:  # of its own: gathers must not queue behind reductions
+        rows["params"] = rows["dp"]
     for ranks in groups_of(program.summed, plan):
         rows[ranks] = mesh[:, ranks].swapaxes(1, 2).reshape(-1, len(ranks))
     return rows
