@@ -57,6 +57,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> str:
     """Under which models a program finishes."""
+    from schedir.analysis.gathers import facts_of_parts, in_parts
     from schedir.analysis.models import MODELS
     from schedir.predict.recomputation import recomputed
     from schedir.verify.check import check
@@ -101,7 +102,9 @@ def run(args: argparse.Namespace) -> str:
             models_said["models_where_hosts_block"] = on_cpus
         if args.device_waits:
             models_said["models_where_hosts_wait_for_their_device"] = models
-        return as_json(facts | {"instructions": len(program)} | models_said)
+        return as_json(
+            facts | {"instructions": len(program)} | models_said | facts_of_parts(program)
+        )
     fails = [model for model in others if model not in models]
     but = f", but not under {listed(fails)}" if fails else ""
     if args.eager is not None:
@@ -122,7 +125,9 @@ def run(args: argparse.Namespace) -> str:
         f"{program.name}: {len(program)} instructions on {ranks}"
         f"{'' if program.trains else ', which run forward only,'} are complete "
         f"and in order, and finish under {listed(models)}{but}\n"
-    ) + (f"recomputed: {again}\n" if (again := recomputed(program)) else "")
+        + (f"{parts}\n" if (parts := in_parts(program)) else "")
+        + (f"recomputed: {again}\n" if (again := recomputed(program)) else "")
+    )
 
 
 def _why(args: argparse.Namespace) -> str:

@@ -61,6 +61,8 @@ def run(args: argparse.Namespace) -> str:
 
 
 def _compared(requests: Sequence[Request], *, as_table: bool) -> str:
+    from schedir.analysis.gathers import facts_of_parts, span
+
     rows, several = [], len({request.timeline.kind for request in requests}) > 1
     for request in requests:
         t = request.timeline
@@ -68,18 +70,21 @@ def _compared(requests: Sequence[Request], *, as_table: bool) -> str:
         shape = {"ranks": plan.ranks, "microbatches": plan.microbatches, "stages": plan.stages}
         size = {"peak_in_flight": peak, "peak_activations": t.peak_activations}
         found = facts(t, bound_of_request(request))
-        rows.append(found | shape | size | filled_facts(request))
+        parts = facts_of_parts(t.program)
+        rows.append(found | shape | size | filled_facts(request) | parts)
     if not as_table:
         return as_json(rows)
+    cut = any("gathers" in f for f in rows)
     return table(
         ["schedule", "ranks", "microbatches", "stages", "span", "bubble", "to gain",
-         "peak in flight", "peak activations"],
+         "peak in flight", "peak activations", *["gathers"] * cut],
         [
             [", ".join(filter(None, [f["program"], f["kind"] * several, f["doubt"]])),
              *(str(f[name]) for name in ("ranks", "microbatches", "stages")),
              f"{f['span']:.6g} {f['unit']}".strip(),
              f"{f['bubble']:.1%}", to_gain(f),
-             str(f["peak_in_flight"]), f"{f['peak_activations']:.6g}"]
+             str(f["peak_in_flight"]), f"{f['peak_activations']:.6g}",
+             *[span(f.get("gathers", [0]))] * cut]
             for f in rows
         ],
     )  # fmt: skip

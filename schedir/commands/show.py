@@ -44,7 +44,10 @@ def _drawn(request: Request) -> str:
     """On a terminal, what the program will do, if it can; as comments, so that all still parses."""
     if not sys.stdout.isatty():
         return ""
+    from schedir.analysis.gathers import in_parts
+
     try:
-        return "\n" + in_letters(request.timeline, before="# ")
+        said = f"\n# {parts}" if (parts := in_parts(request.program)) else ""
+        return f"{said}\n" + in_letters(request.timeline, before="# ")
     except ProgramError:
         return ""  # what is wrong with it, `check` tells

@@ -29,6 +29,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> str:
     """A row per rank, and what the ranks come to together."""
+    from schedir.analysis.gathers import facts_of_parts, in_parts
     from schedir.io.timeline_file import SUFFIX, save_timeline
     from schedir.predict.recomputation import recomputed
 
@@ -50,7 +51,8 @@ def run(args: argparse.Namespace) -> str:
     slots = _slots(request)
     bound = bound_of_request(request)
     if args.json:
-        return as_json(facts(timeline, bound) | columns | filled_facts(request) | slots)
+        cut = facts_of_parts(timeline.program)
+        return as_json(facts(timeline, bound) | columns | filled_facts(request) | slots | cut)
     for name in [*columns][4:]:
         columns[name] = [in_bytes(size) for size in columns[name]]
     unit = timeline.unit and f" {timeline.unit}"
@@ -69,6 +71,7 @@ def run(args: argparse.Namespace) -> str:
         + "".join(f"{line}\n" for line in filter(None, [said_of(timeline, bound)]))
         + filled([request])
         + _said(timeline, slots)
+        + (f"{parts}\n" if (parts := in_parts(timeline.program)) else "")
         + (f"recomputed: {again}\n" if (again := recomputed(timeline.program)) else "")
         + _with_fewer(request)
     )

@@ -46,7 +46,8 @@ def reduce_scatter(program: Program) -> Program:
     rank = np.searchsorted(program.offsets, at, side="right") - 1
     stage = program.words.view(FIELDS)["stage"][at].astype(np.int64)
     if program.reduce == "turn":
-        last = np.append((stage[1:] != stage[:-1]) | (rank[1:] != rank[:-1]), True)
+        last = np.ones(len(at), bool)
+        last[:-1] = (stage[1:] != stage[:-1]) | (rank[1:] != rank[:-1])
     else:
         last = np.zeros(len(at), bool)
         key = rank * program.plan.stages + stage

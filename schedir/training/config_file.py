@@ -133,10 +133,13 @@ def _known(name: str, known: dict[str, Any], what: str, at: _Given) -> None:
     if name in known:
         return
     near = get_close_matches(name, known, 1)
-    said = f"{what}.{name}" if "setting" in what else f"{what} {name!r}"
-    raise at.error(
-        f"no {said}", f"did you mean {near[0]!r}?" if near else f"there are {', '.join(known)}"
-    )
+    hint = f"did you mean {near[0]!r}?" if near else f"there are {', '.join(known)}"
+    said = f"{what} {name!r}"
+    if "setting" in what:
+        said = f"{what}.{name}"
+        homes = [f"{section}.{name}" for section, types in TYPES.items() if name in types]
+        hint = f"it is {' or '.join(homes)}" if homes else hint
+    raise at.error(f"no {said}", hint)
 
 
 @contextmanager

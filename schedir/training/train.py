@@ -19,6 +19,7 @@ from schedir.io.terminal import format_error
 from schedir.io.timeline_file import save_timeline
 from schedir.ir.numerals import whole
 from schedir.ir.program import Program
+from schedir.ir.zero import model_states
 from schedir.predict.calibrate import unexplained
 from schedir.training.config import Config, OutputConfig
 from schedir.training.config_file import read
@@ -102,16 +103,19 @@ def check_memory(config: Config, processes: int) -> None:
     """Refuse what that many processes cannot hold on this machine.
 
     Counts what cannot be done without: each process's share of the model, with gradients and
-    AdamW's two moments; one microbatch's activations; the tokens of a step.  Of what trains on a
-    GPU, the model as it is made here, and the tokens.  Raises UsageError.
+    AdamW's two moments, as far as ZeRO leaves them on one replica, but the model whole, as it is
+    made; one microbatch's activations; the tokens of a step.  Of what trains on a GPU, the model as
+    it is made here, and the tokens.  Raises UsageError.
     """
     cpu = config.train.device == "cpu"
     model, pipeline, data = config.model, config.pipeline, config.data
     windows = pipeline.dp * pipeline.microbatches * data.microbatch_size
     tokens = data.microbatch_size * model.context
-    shares = pipeline.ranks * pipeline.tp
+    shares, number = pipeline.ranks * pipeline.tp, model.parameters
+    zero: int = vars(pipeline)["zero"]
+    states = model_states(4 * number, 4 * number, 8 * number, zero, pipeline.dp)
     needs = {
-        "model": (16 if cpu else 4) * model.parameters // shares,
+        "model": int(max(states.bytes * cpu, 4 * number)) // shares,
         "activations": 4 * cpu * tokens * (model.hidden * model.layers + model.vocab) // shares,
         "tokens": 8 * windows * (model.context + 1),
     }

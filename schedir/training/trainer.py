@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from schedir.analysis.gathers import in_parts
 from schedir.analysis.memory import held
 from schedir.errors import ExecutionError, in_bytes, in_words
 from schedir.ir.program import Program
@@ -212,9 +213,12 @@ class _Trainer:
         return program
 
     def _memory(self) -> tuple[float, ...]:
-        """The most that each rank will hold, in bytes, known to all; process 0 says it."""
+        """The most that each rank will hold, in bytes, known to all; process 0 says it, and what of
+        it replicas have in parts."""
         most = tuple(float(rank.bytes.max()) for rank in held(self.program, self.sizes))
         if not dist.get_rank():
+            if parts := in_parts(self.program):
+                print(parts, flush=True)
             said = ", ".join(map(in_bytes, most))
             print(f"memory held, predicted for each rank: {said}", flush=True)
         return most

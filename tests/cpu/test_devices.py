@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -293,3 +294,16 @@ def test_memory_of_the_host_is_not_a_gpus(monkeypatch: pytest.MonkeyPatch) -> No
         train.check_memory(config.Config(model), 1)
     with pytest.raises(UsageError):
         train.check_memory(config.Config(model, train=TrainConfig(device="cuda")), 3)
+
+
+def test_memory_that_replicas_share_is_not_asked_of_each(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of the model's states, in bytes a parameter: the optimizer's, gradients, weights; but these
+    are made whole.  Activations and tokens are small."""
+    model = gpt_config.GPTConfig(256, 4, 512, 8, 2)
+    for zero, bytes_each in enumerate((16, 8 + 8 / 4, 4 + 12 / 4, 4)):
+        pipeline = config.PipelineConfig(dp=4, **dict[str, Any](zero=zero))
+        for more, fits in ((1.01, True), (0.99, False)):
+            has = int(more * bytes_each * model.parameters)
+            monkeypatch.setattr("os.sysconf", lambda name, has=has: 1 if "SIZE" in name else has)
+            with nullcontext() if fits else pytest.raises(UsageError):
+                train.check_memory(config.Config(model, pipeline), 1)

@@ -306,6 +306,10 @@ print('torch' in sys.modules)"""
     ("sets", "message"),
     [
         (["train.clipp=1"], "--set train.clipp=1: no setting train.clipp"),
+        (
+            ["train.zero=3"],
+            "--set train.zero=3: no setting train.zero\n  hint: it is pipeline.zero",
+        ),
         (["data.seed=x"], "--set data.seed=x: data.seed must be a whole number of at least 0"),
     ],
 )

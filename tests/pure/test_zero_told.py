@@ -1,0 +1,101 @@
+"""What commands say of programs with ZeRO, and how they refuse what cannot be."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from schedir import Plan, compile, schedules
+from schedir.__main__ import main
+from schedir.analysis.gathers import gathers, in_parts
+from schedir.ir.text import show
+from tests.commands import said
+
+ROOT = Path(__file__).parents[2]
+REFUSED = (ROOT / "tests" / "golden" / "zero.txt").read_text().split("\n\n")
+
+
+@pytest.mark.parametrize("told", REFUSED, ids=lambda told: told.split("\n")[0][10:])
+def test_what_a_person_is_told(
+    told: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    parts = compile(schedules.one_f_one_b, Plan(2, 2), dp=2, zero=3)
+    Path("parts.sched").write_text(show(parts))
+    line, message = told.strip().split("\n", 1)
+    assert main(line.removeprefix("$ schedir ").split()) == 2
+    out, err = capsys.readouterr()
+    assert (out, err) == ("", message + "\n")
+
+
+AT = ["--ranks=2", "--microbatches=4", "--stages-per-rank=2"]
+
+
+@pytest.mark.parametrize("command", ["check", "simulate"])
+def test_gathers_are_said(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """As often as the text has them, and nothing where there is no ZeRO."""
+    program = compile(schedules.looped_bfs, Plan(2, 4, 2), dp=2, zero=3)
+    (number,) = {[i.op.name for i in stream].count("Unshard") for stream in program.streams}
+    out = said(capsys, command, "looped_bfs", *AT, "--dp=2", "--zero=3")
+    assert f"each rank gathers weights {number} times a step" in out
+    told = json.loads(said(capsys, command, "looped_bfs", *AT, "--dp=2", "--zero=3", "--json"))
+    assert (told["zero"], told["gathers"]) == (3, [number, number])
+    assert "gathers" not in said(capsys, command, "looped_bfs", *AT, "--dp=2")
+    assert "gathers" not in said(capsys, command, "looped_bfs", *AT, "--dp=2", "--json")
+
+
+@pytest.mark.parametrize("command", ["check", "simulate"])
+@pytest.mark.parametrize("zero", [1, 2, 3])
+def test_one_replica_saves_nothing_and_is_told(
+    zero: int, command: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = said(capsys, command, "looped_bfs", *AT, f"--zero={zero}")
+    assert f"zero {zero} saves nothing here: there is one replica" in out
+
+
+def test_compare_has_a_column_of_gathers(capsys: pytest.CaptureFixture[str]) -> None:
+    argv = ["compare", "looped_bfs", "interleaved", *AT, "--dp=2"]
+    heads, _, *rows = said(capsys, *argv, "--zero=3").splitlines()
+    assert heads.endswith("gathers")
+    for name, row in zip(("looped_bfs", "interleaved"), rows, strict=True):
+        times = gathers(compile(getattr(schedules, name), Plan(2, 4, 2), dp=2, zero=3)).times
+        assert row.endswith(f"  {min(times)} to {max(times)}") or row.endswith(f"  {times[0]}")
+    assert "gathers" not in said(capsys, *argv)
+
+
+@pytest.mark.parametrize("how", ["--reduce=end", "--reduce=turn"])
+def test_best_ranks_the_whole_zoo(how: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """With schedules that run forward only, and reduce nothing."""
+    out = said(capsys, "best", "--ranks=2", "--microbatches=4", "--dp=2", "--zero=2", how)
+    assert "dualpipe  " in out and "not dualpipe" not in out
+    program = compile(schedules.forward_only, Plan(2, 4), dp=2, zero=2, reduce=how[9:])
+    assert gathers(program).reductions == [0, 0]
+
+
+def test_levels_name_what_they_cut() -> None:
+    of = [in_parts(compile(schedules.gpipe, Plan(2, 4), dp=4, zero=zero)) for zero in range(4)]
+    assert of[0] == ""
+    assert of[1].startswith("zero 1: the optimizer's state in 4 parts")
+    assert of[2].startswith("zero 2: gradients and the optimizer's state in 4 parts")
+    assert of[3].startswith("zero 3: weights, gradients and the optimizer's state in 4 parts")
+
+
+@pytest.mark.parametrize("name", ["one_f_one_b", "interleaved", "looped_bfs", "zb_v", "chimera"])
+@pytest.mark.parametrize("zero", [1, 3])
+def test_whole_stages_are_those_between_unshard_and_reshard(name: str, zero: int) -> None:
+    """Counted anew, instruction by instruction."""
+    schedule = getattr(schedules, name)
+    v = {"interleaved": 2, "looped_bfs": 2, "zb_v": 2}.get(name, 1)
+    placement = {"zb_v": "vee", "chimera": "mirror"}.get(name, "loop")
+    program = compile(schedule, Plan(2, 4, v, placement), dp=2, zero=zero)
+    for stream, most in zip(program.streams, gathers(program).whole, strict=True):
+        whole, peak = set[int](), 0
+        for i in stream:
+            if i.op.name == "Unshard":
+                whole.add(i.stage)
+            elif i.op.name == "Reshard":
+                whole.remove(i.stage)
+            peak = max(peak, len(whole))
+        assert most == peak and not whole
