@@ -79,19 +79,17 @@ def run(args: argparse.Namespace) -> str:
 
 def _slots(request: Request) -> dict[str, Any]:
     """How many slots each rank shares, and how long it would take if each value had its own."""
-    from dataclasses import replace
-
+    from schedir.passes.share_slots import unshared
     from schedir.predict.simulate import simulate
 
     timeline = request.timeline
     program = timeline.program
-    if not program.slots:
+    if not program.shares_slots:
         return {}
     slots = [counts.said() for counts in program.slots]
     if request.run is not None and request.given is None:  # its costs are not known
         return {"slots": slots}
-    free = replace(program, slots=())
-    own = simulate(free, request.given, model=timeline.model, blocks=timeline.blocks)
+    own = simulate(unshared(program), request.given, model=timeline.model, blocks=timeline.blocks)
     return {"slots": slots, "span_with_own_slots": own.span}
 
 
@@ -103,7 +101,7 @@ def _with_fewer(request: Request) -> str:
 
     timeline = request.timeline
     program, sizes = timeline.program, timeline.sizes
-    if sizes is None or program.slots or isinstance(request.source.found, Program):
+    if sizes is None or program.shares_slots or isinstance(request.source.found, Program):
         return ""
     few = share_slots(program, "enough", request.given, timeline.model)
     most = simulate(few, request.given, model=timeline.model, sizes=sizes).peak_memory.max()

@@ -21,6 +21,7 @@ from schedir.ir.ops import (
     ADDS,
     ADDS_TO_WEIGHTS,
     BETWEEN_NEIGHBOURS,
+    BOUNDARY,
     COMPUTE,
     OF_TRAINED,
     ROWS,
@@ -65,6 +66,11 @@ if TYPE_CHECKING:
         act_out: int
         grad_in: int
         grad_out: int
+        skip_in: int = OWN
+        skip_out: int = OWN
+        skip_grad_in: int = OWN
+        skip_grad_out: int = OWN
+        full: int = OWN
 else:
     _KINDS = [kind.name.lower() for kind in SLOTTED]
     _Slots = namedtuple("_Slots", _KINDS, defaults=[OWN] * (len(SLOTTED) - len(BETWEEN_NEIGHBOURS)))
@@ -220,6 +226,12 @@ class Program:
 
     def _repr_html_(self) -> str:
         return html(self)
+
+    @property
+    def shares_slots(self) -> bool:
+        """Whether values that cross boundaries share slots: else each has one of its own."""
+        across = Slots._fields[: len(BOUNDARY)]
+        return any(not {*across}.isdisjoint(slots.said()) for slots in self.slots)
 
     def with_slots(self, slots: Sequence[Slots]) -> Self:
         """The same Streams with other numbers of slots: who gives what stays known."""

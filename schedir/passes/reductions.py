@@ -10,7 +10,7 @@ import numpy as np
 
 from schedir.analysis.graph import Graph
 from schedir.ir.index import NONE, Index
-from schedir.ir.ops import ADDS, Opcode, Per
+from schedir.ir.ops import ADDS, Opcode, Per, Token, producers
 from schedir.ir.program import FIELDS, Program, is_op, pack
 from schedir.passes.ends import apart, meets, together
 from schedir.passes.insert import at_ends, behind
@@ -81,7 +81,10 @@ def reduce_holders(program: Program) -> Program:
     messages = index.messages()
     passed = np.concatenate([np.maximum.accumulate(messages[b:e]) for b, e in pairwise(begins)])
     holders = plan.holders[:, trained]
-    ready = index.at[Opcode.ReduceGrads].reshape(plan.holders.shape)[:, trained]
+    reduced, ready = index.where_all(producers(Token.GRAD)), np.zeros(plan.holders.size, np.intp)
+    first_turn = np.zeros(len(reduced), np.int64)
+    np.maximum.at(ready, index.keys(Per.STAGE, reduced, first_turn), reduced)  # the last turn's
+    ready = ready.reshape(plan.holders.shape)[:, trained]
     after = passed[ready].max(0)  # the message that the sum of each stage stands behind
     ready = ready - program.offsets[holders]
     order = np.lexsort((ready.max(0), after))
@@ -89,9 +92,9 @@ def reduce_holders(program: Program) -> Program:
     for rank in range(plan.ranks):
         own = order[np.isin(trained[order], plan.stages_of[rank])]
         before = passed[begins[rank] : begins[rank + 1]]
-        reduced = ready[plan.row_of(trained[own], rank), own]
+        there = ready[plan.row_of(trained[own], rank), own]
         last = before[np.searchsorted(before, after[own], side="right") - 1]
-        index_of = np.maximum.accumulate(np.maximum(reduced, np.searchsorted(before, last)))
+        index_of = np.maximum.accumulate(np.maximum(there, np.searchsorted(before, last)))
         at.append(begins[rank] + index_of)
         stages.append(trained[own])
     return behind(

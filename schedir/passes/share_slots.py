@@ -18,7 +18,7 @@ from schedir.analysis.slots import counts, minimum_slots
 from schedir.errors import UsageError
 from schedir.ir.costs import Costs
 from schedir.ir.flow import Flow
-from schedir.ir.ops import BETWEEN_NEIGHBOURS, FORWARD, SENDS, SLOTTED
+from schedir.ir.ops import BETWEEN_NEIGHBOURS, BOUNDARY, FORWARD, SENDS, SLOTTED
 from schedir.ir.program import OWN, Program, Slots
 from schedir.passes.record import Choice, Options, Pass
 
@@ -40,13 +40,16 @@ def share_slots(
     is with a slot for each value.  Of each rank and kind it is a proven minimum where all those
     minima together keep the time; else it is as few as trying has found.
 
+    Where it is said already how many there are of what crosses no boundary, as of whole weights,
+    that stays.
+
     Costs at which messages are free, as unit costs are, say nothing of slots: one would be empty
     as soon as it is full, and whoever fills it next would in fact wait for the message.  There it
     is enough for messages, too, that take half a forward.
     """
     if choice not in ("fewest", "enough"):
         raise UsageError(f"slots must be 'fewest' or 'enough', not {choice!r}")
-    program = program.with_slots(())
+    program = unshared(program)
     graph = Graph.of(program, model)
     least = minimum_slots(program)[:, : len(SLOTTED)]
     if choice == "fewest":
@@ -76,6 +79,7 @@ def _enough(
     calm = np.maximum(needed, _overlap(program, reached.start, reached.end, least=False))
     own = counts(program)[:, : len(SLOTTED)]
     best = next(slots for slots in (needed, calm, own) if keeps(slots))
+    best = np.where(_numbers(program) == OWN, best, needed)
     parts = [np.flatnonzero(best > needed)]
     smallest = max(1, best.size // _PARTS)
     while parts:
@@ -90,9 +94,26 @@ def _enough(
 
 
 def _with(program: Program, counts: NDArray[np.int64]) -> Program:
-    """The program with a number of slots of each rank and kind, unsaid for kinds it has not."""
+    """The program with a number of slots of each rank and kind, unsaid for kinds it has not.  What
+    it says itself stays."""
     there = (counts > 0).any(0) | np.isin(SLOTTED, BETWEEN_NEIGHBOURS)
-    return program.with_slots([Slots(*row) for row in np.where(there, counts, OWN).tolist()])
+    said = _numbers(program)
+    numbers = np.where(said == OWN, np.where(there, counts, OWN), said)
+    return program.with_slots([Slots(*row) for row in numbers.tolist()])
+
+
+def _numbers(program: Program) -> NDArray[np.int64]:
+    """How many slots a program says, shape (ranks, kinds); OWN for those unsaid."""
+    unsaid = [Slots.unsaid()] * program.plan.ranks
+    return np.array(program.slots or unsaid, np.int64)
+
+
+def unshared(program: Program) -> Program:
+    """The program with a slot for each value that crosses a boundary; what it says of others
+    stays."""
+    own = dict.fromkeys((kind.name.lower() for kind in BOUNDARY), OWN)
+    told = [slots._replace(**own) for slots in program.slots]
+    return program.with_slots(told if any(slots.said() for slots in told) else ())
 
 
 def _overlap(program: Program, start: Times, end: Times, *, least: bool) -> NDArray[np.int64]:
@@ -128,7 +149,7 @@ def _lower(program: Program, options: Options) -> Program:
 
 
 def _read(program: Program, model: Model) -> dict[str, Any]:
-    if not program.slots:
+    if not program.shares_slots:
         return {"slots": None}
     few = share_slots(program, "fewest").slots
     return {"slots": "fewest" if program.slots == few else "enough"}

@@ -37,7 +37,7 @@ def forward(state: State, i: Instr) -> Call:
     checkpoints = Checkpoints(state, i) if again else None
     ours = is_ours(taken) and not again  # else it finds its inputs as they are
     # What is saved of it outlives its turn.
-    take = _look_at(taken, Tensor.clone if state.program.slots else Tensor.detach)
+    take = _look_at(taken, Tensor.clone if state.program.shares_slots else Tensor.detach)
 
     def run() -> None:
         xs = take() if taken else tensors_of(state.batch.inputs[mb], mb)
@@ -186,7 +186,7 @@ def backward(state: State, i: Instr, *, splits: bool = False) -> Call:
     wanted = bool(_kinds(state, i, ROWS[i.op].gives))
     saved = state.slot(Token.SAVED, i.stage, mb, state.index_of[i])
     # A tape may keep it, and outlive its turn.
-    take = _look_at(taken, Tensor.clone if splits and state.program.slots else None)
+    take = _look_at(taken, Tensor.clone if splits and state.program.shares_slots else None)
     module, beginning = state.stages[i.stage].module, _beginning(state, i)
 
     def run() -> None:

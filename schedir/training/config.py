@@ -329,7 +329,7 @@ class Config:
         said = self.pipeline.slots
         if said == AUTO:
             found = Source(self.pipeline.schedule).found
-            own = isinstance(found, Program) and found.slots
+            own = isinstance(found, Program) and found.shares_slots
             said = "own" if own else DEVICES[self.train.device].slots
         return None if said == "own" else cast(Choice, said)
 

@@ -99,7 +99,7 @@ class Shared(Processes):
     @classmethod
     def fits(cls, program: Program, group: dist.ProcessGroup | None = None) -> bool:
         """Whether no slots are shared, and all processes see one memory; all must ask."""
-        return not program.slots and can_share(group)
+        return not program.shares_slots and can_share(group)
 
     def __init__(
         self,
@@ -111,7 +111,7 @@ class Shared(Processes):
         group: dist.ProcessGroup | None = None,
     ) -> None:
         super().__init__(program, timeout, device=device, group=group)
-        if program.slots:
+        if program.shares_slots:
             raise ModelError(
                 "messages have a slot each in shared memory, and the program shares slots",
                 program=program.name,
