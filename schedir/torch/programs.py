@@ -77,6 +77,14 @@ def compiled(found: Schedule | Program, plan: Plan, tied: Tied) -> Program:
             program=found.name,
             fields=["program"],
         )
+    if found.zero:
+        raise UsageError(
+            f"the program has zero {found.zero}, and here it is fully_shard that cuts stages up",
+            program=found.name,
+            hint="compile it without zero, and fully_shard the stages' modules: `active` of a rank "
+            "are whole at once",
+            fields=["program"],
+        )
     if found.is_draft:
         return compile(found, tied=found.tied or tied)
     ends = any(is_op(stream.words.view(FIELDS)["op"], STEPS).any() for stream in found.streams)

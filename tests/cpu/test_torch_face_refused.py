@@ -93,6 +93,9 @@ WRONG: dict[str, Callable[[int], Any]] = {
     "transfers as one": lambda r: two(
         r, schedule=None, program=compile(schedules.one_f_one_b, Plan(2, MB), overlap=True)
     ),
+    "a program with ZeRO": lambda r: two(
+        r, schedule=None, program=compile(schedules.one_f_one_b, Plan(2, MB), dp=2, zero=1)
+    ),
     "messages that would be taken for each other": lambda r: four(r, program=crossed()),
     "a stage twice": lambda r: made({0: model(2)[0]}, 2, schedule="gpipe"),
     "a stage that nobody has": lambda r: made({2 * r: model(4)[r]}, 4, schedule="gpipe"),
