@@ -30,13 +30,13 @@ def test_what_a_person_is_told(
     assert (out, err) == ("", message + "\n")
 
 
-AT = ["--ranks=2", "--microbatches=4", "--stages-per-rank=2"]
+AT = ["--ranks=2", "--microbatches=4", "--stages-per-rank=4"]
 
 
 @pytest.mark.parametrize("command", ["check", "simulate"])
 def test_gathers_are_said(command: str, capsys: pytest.CaptureFixture[str]) -> None:
     """As often as the text has them, and nothing where there is no ZeRO."""
-    program = compile(schedules.looped_bfs, Plan(2, 4, 2), dp=2, zero=3)
+    program = compile(schedules.looped_bfs, Plan(2, 4, 4), dp=2, zero=3)
     (number,) = {[i.op.name for i in stream].count("Unshard") for stream in program.streams}
     out = said(capsys, command, "looped_bfs", *AT, "--dp=2", "--zero=3")
     assert f"each rank gathers weights {number} times a step" in out
@@ -60,7 +60,7 @@ def test_compare_has_a_column_of_gathers(capsys: pytest.CaptureFixture[str]) -> 
     heads, _, *rows = said(capsys, *argv, "--zero=3").splitlines()
     assert heads.endswith("gathers")
     for name, row in zip(("looped_bfs", "interleaved"), rows, strict=True):
-        times = gathers(compile(getattr(schedules, name), Plan(2, 4, 2), dp=2, zero=3)).times
+        times = gathers(compile(getattr(schedules, name), Plan(2, 4, 4), dp=2, zero=3)).times
         assert row.endswith(f"  {min(times)} to {max(times)}") or row.endswith(f"  {times[0]}")
     assert "gathers" not in said(capsys, *argv)
 
