@@ -11,21 +11,24 @@ Ints = NDArray[np.int64]
 def stays(step: Ints, stage: Ints, active: int, ahead: int = 0) -> Ints:
     """When stages are made whole and let go of, so that each is whole where it is used.
 
-    Use i is of stage `stage[i]` in step `step[i]`; steps ascend, and the uses of one step are all
-    needed at once.  No more than `active` stages are whole at once, and each is so from `ahead`
-    steps before its use, or as soon as what is used in between leaves room for it.
-    Returns the first and last use of each stay, shape (stays, 2), by the first.
+    Use i is of stage `stage[i]` in step `step[i]`; steps ascend, and the uses of one step, no more
+    than `active`, are all needed at once.  In each step those must be whole that are used in it and
+    in the `ahead` steps behind it, the nearest first, as far as there is room: no more than
+    `active` stages are whole at once.  Returns the first and last use of each stay, shape
+    (stays, 2), by the first.
 
-    It is Belady's rule (A study of replacement algorithms for a virtual-storage computer, IBM
-    Systems Journal 5, 1966): a stage is made whole when it must be, and of those that are not used
-    meanwhile the one goes whose next use is farthest.  No other choice makes fewer stays.  For let
-    another choice keep the rule up to some point, and there let go of x, where the rule says y,
-    which is used later.  Let it go of y instead and hold x in its place, until it makes x whole
-    again, or lets go of y: before y is used it does either, for x is used first.  If it makes x
-    whole, y is made whole in its place, or not even that; and if it lets go of y, that is now x.
-    So it makes no more stays, and keeps the rule one choice longer.
+    The choice is Belady's (A study of replacement algorithms for a virtual-storage computer, IBM
+    Systems Journal 5, 1966): a stage is made whole when it must be, and of those that need not be
+    the one goes whose next use is farthest.  No other makes fewer stays.  For let another choose as
+    Belady does up to some step, and there let go of x, where he lets go of y, which must be whole
+    later.  Let it go of y instead, and have x in the place of y, until it makes x whole or lets go
+    of y.  One of these comes before y must be whole, for x must be so first.  Where it makes x
+    whole, let it make y whole, if it still has that, and do nothing if not; and where it lets go of
+    y, let it go of x.  So it makes no more stays than before, and is one choice nearer to his.
 
-    `step` must leave room: no step has more than `active` stages.
+    The k-th stay can begin when the (k - active)-th of all their ends is there: who is whole when
+    it must begin is so with it, and by then all but `active` - 1 of those before it have ended.  A
+    stay of the same stage is among these, for all that are whole meanwhile end later.
     """
     n = len(stage)
     order = np.argsort(stage, kind="stable")

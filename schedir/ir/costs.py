@@ -72,6 +72,8 @@ class Costs:
     scatter: Cost | None = None
     gather: Cost | None = None
     validate: Cost | None = None
+    unshard: Cost | None = None
+    reduce_scatter: Cost | None = None
 
     def __post_init__(self) -> None:
         for f in fields(self):

@@ -1,29 +1,40 @@
 """Shard: the weights of a stage are whole while it is computed with, and parts in between.
 
-ZeRO (arXiv 1910.02054) as instructions: at level 3 no more than `active` stages of a rank are whole
-at once, below it all of them are, from the beginning of a step to their last use.
+ZeRO (arXiv 1910.02054) as instructions: where weights are in parts, at level 3, no more than
+`active` stages of a rank are whole at once; below it all of them are, until their last use.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
-from typing import Final, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
+from schedir.analysis.models import Model
 from schedir.analysis.residency import Ints, stays
+from schedir.errors import UsageError
+from schedir.ir.fields import whole_number
 from schedir.ir.ops import ROWS, Opcode, Token
-from schedir.ir.program import STAGE, Cut, Program, Slots, pack
+from schedir.ir.plan import MAX_MICROBATCHES, MAX_STAGES
+from schedir.ir.program import OWN, STAGE, Cut, Program, Slots, pack
+from schedir.ir.zero import CUT_FROM
 from schedir.passes.record import Expected, Options, Pass, Present
 
+AHEAD: Final = 1  # while one stage is computed with, the next is gathered
 _READS: Final = tuple(row.op for row in ROWS if Token.FULL in {*row.needs} - {*row.frees})
-_GATHERED: Final = 3  # the level from which on weights are parts between their uses
+_ROWS: Final = (Opcode.Unshard, Opcode.Reshard)
+_KINDS: Final = {
+    "active": whole_number(1, MAX_STAGES),
+    "ahead": whole_number(0, MAX_MICROBATCHES),
+}
 
 
 class _Uses(NamedTuple):
-    """Where a program uses whole weights: `stage` in the `step` of a `rank`, as one run of
-    instructions that use the same; the last of a run ends at `end`, a place between two."""
+    """Where a program uses whole weights: a `stage` in the `step` of a `rank`, which is a run of
+    instructions that use the same.  The last of the run ends at `end`, a place between two."""
 
     rank: Ints
     step: Ints
@@ -40,29 +51,52 @@ def shard(program: Program, options: Options) -> Program:
     """Unshard and Reshard for each stay of a stage among those that are whole.
 
     A stage is let go of right behind the last reader of a stay, and made whole as soon as there is
-    room for it: the first ones at the head of the Stream, which hides them under the warm-up.
+    room for it: so the k-th gather of a rank stands behind the Reshard that is `active` before it,
+    and the first ones at the head of the Stream, hidden under the warm-up.  At level 3 the slots
+    of whole weights say so, too: then no more stages than that are whole at once, whatever the
+    timing is.
+
+    `active` is how many those are.  By default it is one more than are used at once, so that the
+    next is gathered meanwhile; the largest part of what level 3 can spare is spared.  `ahead` is
+    how many runs of one stage's instructions before its own each is whole, where there is room: by
+    default one, which hides a gather behind a run, and costs few gathers more than none, with
+    which there are the fewest.
+
+    Raises UsageError for more active stages than a rank has, fewer than are used at once, and
+    where all are whole anyway; PlanError for what is no such number.
     """
+    said = {
+        name: kind.settle(name, options.more[name], program.plan)
+        for name, kind in _KINDS.items()
+        if options.more.get(name) is not None
+    }
+    if said and program.zero < CUT_FROM["params"]:
+        (name, *_) = said
+        raise UsageError(
+            f"{name} is {said[name]}, and with zero {program.zero} all stages stay whole",
+            hint=f"zero={CUT_FROM['params']}, or leave {name} out",
+            fields=[name, "zero"],
+        )
     uses = _uses(program)
-    active = _active(program, uses)
-    at, rank, words, most = [], [], [], []
+    active = _active(program, uses, said.get("active"))
+    rooms, at, rank, words = [], [], [], []
     for one in range(program.plan.ranks):
         here = slice(*np.searchsorted(uses.rank, [one, one + 1]))
         step, stage, end = uses.step[here], uses.stage[here], uses.end[here]
-        first, last = stays(step, stage, active, ahead=1).T
-        ends = np.sort(end[last])
-        room = min(active, len(np.unique(stage)))
-        begins = np.append(np.full(room, program.offsets[one]), ends)[: len(first)]
-        own, turn = stage[first], np.zeros(len(first), np.int64)
-        order = np.argsort(own, kind="stable")
-        turn[order] = np.arange(len(own)) - np.searchsorted(own[order], own[order])
-        at += [end[last], begins]
-        words += [pack(Opcode.Reshard, own, turn), pack(Opcode.Unshard, own, turn)]
+        first, last = stays(step, stage, active, said.get("ahead", AHEAD)).T
+        rooms.append(min(active, len(np.unique(stage))))
+        begins = np.append(np.full(rooms[-1], program.offsets[one]), np.sort(end[last]))
+        turn = _turns(stage[first])
+        at += [end[last], begins[: len(first)]]
+        words += [
+            pack(Opcode.Reshard, stage[first], turn),
+            pack(Opcode.Unshard, stage[first], turn),
+        ]
         rank.append(np.full(2 * len(first), one))
-        most.append(room)
     program = _put(program, np.concatenate(at), np.concatenate(rank), np.concatenate(words))
-    if program.zero < _GATHERED:
+    if program.zero < CUT_FROM["params"]:
         return program
-    return program.with_slots([Slots.unsaid()._replace(full=room) for room in most])
+    return program.with_slots([Slots.unsaid()._replace(full=room) for room in rooms])
 
 
 def _uses(program: Program) -> _Uses:
@@ -71,32 +105,59 @@ def _uses(program: Program) -> _Uses:
     at = np.flatnonzero(np.isin(program.op, _READS))
     at = at[(program.words[at] >> STAGE & 0xFFFF) >= program.frozen]
     stage = program.words[at] >> STAGE & 0xFFFF
+    order = np.lexsort((stage, group[at]))  # of a group by stage, each once
+    at, stage, group = at[order], stage[order], group[at[order]]
+    once = _changes(group) | _changes(stage)
+    at, stage, group = at[once], stage[once], group[once]
     rank = np.searchsorted(program.offsets, at, side="right") - 1
     ends = np.flatnonzero(np.append(~program.joined[1:], True)) + 1
-    order = np.lexsort((stage, group[at]))
-    at, stage, rank, group = at[order], stage[order], rank[order], group[at[order]]
-    other = np.append(True, (group[1:] != group[:-1]) | (stage[1:] != stage[:-1]))[: len(at)]
-    at, stage, rank, group = at[other], stage[other], rank[other], group[other]
-    begins = np.flatnonzero(np.append(True, group[1:] != group[:-1])[: len(at)])
-    size = np.diff(np.append(begins, len(at)))
-    own = np.arange(len(at)) - np.repeat(begins, size)  # the place in its group
-    before = np.append(0, begins)[:-1]
-    alike = (size == np.append(0, size)[:-1]) & (rank[begins] == rank[before])
-    equal = stage == stage[np.minimum(np.repeat(before, size) + own, max(len(at) - 1, 0))]
-    if len(begins):
-        alike &= np.logical_and.reduceat(equal, begins)
-    step = np.cumsum(~alike) - 1
-    last = np.append(~alike[1:], True)[: len(begins)]  # the last group of each run
-    kept = np.repeat(last, size)
     end = ends[np.searchsorted(ends, at, side="right")]
-    return _Uses(rank[kept], np.repeat(step, size)[kept], stage[kept], end[kept])
+
+    begins = np.flatnonzero(_changes(group))
+    size = np.diff(np.append(begins, len(at)))
+    before = np.append(0, begins)[:-1]  # where the group before begins
+    same = (size == np.append(0, size)[:-1]) & (rank[begins] == rank[before])
+    if len(begins):
+        there = np.minimum(np.repeat(before - begins, size) + np.arange(len(at)), len(at) - 1)
+        same &= np.logical_and.reduceat(stage == stage[there], begins)
+    last = np.repeat(np.append(~same[1:], True)[: len(same)], size)  # those of a run's last group
+    step = np.repeat(np.cumsum(~same) - 1, size)
+    return _Uses(rank[last], step[last], stage[last], end[last])
 
 
-def _active(program: Program, uses: _Uses) -> int:
+def _changes(numbers: NDArray[Any]) -> NDArray[np.bool_]:
+    """Whether each number is another than the one before it."""
+    return np.append(True, numbers[1:] != numbers[:-1])[: len(numbers)]
+
+
+def _turns(stage: Ints) -> Ints:
+    """Of each stage in a list how many times it was there before."""
+    order, turn = np.argsort(stage, kind="stable"), np.empty(len(stage), np.int64)
+    turn[order] = np.arange(len(stage)) - np.searchsorted(stage[order], stage[order])
+    return turn
+
+
+def _active(program: Program, uses: _Uses, said: int | None) -> int:
     """How many stages of a rank are whole at once."""
-    if program.zero < _GATHERED:
-        return program.plan.stages
-    return min(uses.most + 1, program.plan.stages)
+    own = [len({*stages} - {*range(program.frozen)}) for stages in program.plan.stages_of]
+    if program.zero < CUT_FROM["params"]:
+        return max(own)
+    if said is None:
+        return uses.most + 1
+    if said > max(own):
+        raise UsageError(
+            f"active is {said}, and no rank has more than {max(own)} "
+            f"stage{'s' if max(own) > 1 else ''} to make whole",
+            hint=f"active={max(own)}",
+            fields=["active"],
+        )
+    if said < uses.most:
+        raise UsageError(
+            f"active is {said}, and what runs as one uses {uses.most} stages at once",
+            hint=f"active={uses.most}",
+            fields=["active"],
+        )
+    return said
 
 
 def _put(program: Program, at: Ints, rank: Ints, words: Ints) -> Program:
@@ -118,6 +179,48 @@ def _both(program: Program, present: Present) -> Iterator[Expected]:
     yield Expected(Opcode.Reshard, once, why)
 
 
+def _read(program: Program, model: Model) -> dict[str, Any]:
+    """What gives the same stays: of `active` the slots, of `ahead` the first that does."""
+    rooms = [slots.full for slots in program.slots if slots.full != OWN]
+    if program.zero < CUT_FROM["params"] or not any(rooms):
+        return {}
+    moved = np.isin(program.op, _ROWS)
+    offsets = np.append(0, np.cumsum(~moved))[program.offsets]
+    bare = replace(program, streams=Cut.at(program.words[~moved], offsets), slots=())
+    found: dict[str, Any] = {"active": max(rooms)}
+    for ahead in (AHEAD, 0, *range(AHEAD + 1, max(rooms) + 1)):
+        more = found if ahead == AHEAD else found | {"ahead": ahead}
+        if _stays_of(shard(bare, Options(more=more))) == _stays_of(program):
+            return more
+    return found
+
+
+def _stays_of(program: Program) -> bytes:
+    """What uses weights, and makes them whole and parts, in its order."""
+    return program.words[np.isin(program.op, (*_READS, *_ROWS))].tobytes()
+
+
+def _wanted(program: Program, options: Options) -> bool:
+    return program.zero > 0 or any(options.more.get(name) is not None for name in _KINDS)
+
+
 PASSES = (
-    Pass("shard", "memory", shard, lambda program, options: program.zero > 0, _both, order=1),
+    Pass(
+        "shard",
+        "memory",
+        shard,
+        _wanted,
+        _both,
+        _read,
+        options=("active", "ahead"),
+        section="memory",
+        kinds=_KINDS,
+        abouts={
+            "active": "with zero 3: stages of a rank whose weights are whole at once, by default "
+            "what is computed with, and the next",
+            "ahead": "with zero 3: how many runs of other stages earlier weights are gathered (1), "
+            "where there is room; with 0 they are gathered least often",
+        },
+        order=1,
+    ),
 )

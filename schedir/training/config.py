@@ -127,6 +127,9 @@ class MemoryConfig:
     in "1.5GB".  What is to `recompute` keeps of its forwards the inputs only, and runs them again:
     "all", stages as in "0,1", microbatches of stages as in "0.3,0.4", or "fit", as few as the limit
     asks for; `recompute_at` is "early", where that is hidden, or "late", just before backwards.
+    With zero = 3, as many stages of a rank as are `active` have whole weights at once, by default
+    what is computed with, and the next; each is gathered `ahead` of its use by so many runs of
+    other stages, by default by one.
     """
 
     limit: str | None = None

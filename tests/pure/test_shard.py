@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
+from itertools import combinations
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -13,14 +17,20 @@ from schedir import schedules
 from schedir.analysis.models import MODELS
 from schedir.analysis.residency import stays
 from schedir.analysis.slots import KINDS, minimum_slots
+from schedir.compiler.again import compute_of, options_of
 from schedir.compiler.compile import compile
+from schedir.errors import PlanError, UsageError
+from schedir.ir.costs import Costs
 from schedir.ir.ops import Opcode, Token
 from schedir.ir.plan import Plan
 from schedir.ir.program import Program
 from schedir.ir.text import parse, show
+from schedir.predict.simulate import simulate
 from schedir.schedules.words import Schedule
 from schedir.testing import plans
 from schedir.testing.strategies import random_draft, ties
+from schedir.training.config_file import read
+from schedir.training.train import program_of
 from schedir.verify.check import check
 
 FULL = KINDS.index(Token.FULL)
@@ -88,12 +98,108 @@ def test_every_draft_is_lowered_for_every_level(plan: Plan, seed: int, data: st.
         assert (minimum_slots(program)[:, FULL] == full).all()
 
 
-@given(st.lists(st.sets(st.integers(0, 4), min_size=1, max_size=2), max_size=9), st.integers(2, 5))
-def test_no_more_are_whole_than_there_is_room_for(uses: list[set[int]], active: int) -> None:
-    step = np.array([k for k, own in enumerate(uses) for _ in own], np.int64)
-    stage = np.array([one for own in uses for one in sorted(own)], np.int64)
-    for ahead in range(4):
-        found = stays(step, stage, active, ahead)
-        for k, own in enumerate(uses):
-            whole = [stage[a] for a, b in found if step[a] <= k <= step[b]]
-            assert own <= {*whole} and len(whole) == len({*whole}) <= active
+Steps = list[set[int]]
+STEPS = st.lists(st.sets(st.integers(0, 3), min_size=1, max_size=2), max_size=9)
+
+
+def must_be_whole(steps: Steps, at: int, active: int, ahead: int) -> set[int]:
+    """What is used in a step and in those behind it, the nearest first, as far as there is room."""
+    nearest: dict[int, None] = {}
+    for own in steps[at : at + ahead + 1]:
+        nearest |= dict.fromkeys(sorted(own))
+    return {*[*nearest][:active]}
+
+
+def fewest(steps: Steps, active: int, ahead: int) -> int:
+    """The fewest stays, tried out: over all that can be whole in each step."""
+    some = [{*c} for k in range(active + 1) for c in combinations(range(4), k)]
+    least = {0: 0}  # by what is whole, as bits
+    for at in range(len(steps)):
+        must = must_be_whole(steps, at, active, ahead)
+        least = {
+            bits(whole): min(
+                stays + (bits(whole) & ~before).bit_count() for before, stays in least.items()
+            )
+            for whole in some
+            if must <= whole
+        }
+    return min(least.values())
+
+
+def bits(stages: set[int]) -> int:
+    return sum(1 << one for one in stages)
+
+
+@given(STEPS, st.integers(2, 4), st.integers(0, 4))
+def test_there_are_no_fewer_gathers_than_by_beladys_rule(
+    steps: Steps, active: int, ahead: int
+) -> None:
+    """By brute force; and what must be whole is, by when there is room for it, and no more."""
+    step = np.array([k for k, own in enumerate(steps) for _ in own], np.int64)
+    stage = np.array([one for own in steps for one in sorted(own)], np.int64)
+    found = stays(step, stage, active, ahead)
+    assert len(found) == fewest(steps, active, ahead)
+    begins = [-1] * active + sorted(int(step[last]) for _, last in found)
+    for at in range(len(steps)):
+        whole = [
+            int(stage[first])
+            for begin, (first, last) in zip(begins, found, strict=False)
+            if begin < at <= step[last]
+        ]
+        assert must_be_whole(steps, at, active, ahead) <= {*whole}
+        assert len(whole) == len({*whole}) <= active
+
+
+def test_a_gather_hides_behind_the_run_before() -> None:
+    """With one ahead; none ahead gathers less often, and later."""
+    few, early = (
+        compile(schedules.interleaved, Plan(4, 16, 4), dp=2, zero=3, ahead=ahead)
+        for ahead in (0, 1)
+    )
+    assert (gathers(few), gathers(early)) == ([18] * 4, [20] * 4)
+    costs = Costs(F=1, B=2, send=0.05, unshard=0.5)
+    free = simulate(early, replace(costs, unshard=0)).span
+    spans = [simulate(program, costs).span for program in (early, few)]
+    assert free < spans[0] <= free + 0.5 + 1e-9 < spans[1]
+
+
+@pytest.mark.parametrize(
+    ("how", "fields"),
+    [
+        ({"zero": 3, "active": 3}, ("active",)),
+        ({"zero": 3, "active": 0}, ("active",)),
+        ({"zero": 3, "active": 1.5}, ("active",)),
+        ({"zero": 3, "active": True}, ("active",)),
+        ({"zero": 3, "ahead": -1}, ("ahead",)),
+        ({"zero": 2, "active": 1}, ("active", "zero")),
+        ({"zero": 2, "ahead": 1}, ("ahead", "zero")),
+        ({"active": 1}, ("active", "zero")),
+    ],
+)
+def test_what_cannot_be_is_refused(how: dict[str, Any], fields: tuple[str, ...]) -> None:
+    with pytest.raises((UsageError, PlanError)) as caught:
+        compile(schedules.looped_bfs, Plan(2, 4, 2), dp=2, **how)
+    assert caught.value.fields == fields
+
+
+def test_pairs_that_run_as_one_need_both() -> None:
+    with pytest.raises(UsageError, match="at once") as caught:
+        compile(schedules.dualpipe, Plan(4, 8, 1, "mirror"), dp=2, zero=3, active=1)
+    assert caught.value.fields == ("active",)
+
+
+@given(plans(), st.integers(0, 2**32 - 1), st.integers(1, 3), st.integers(0, 3))
+def test_options_are_read_off_a_program(plan: Plan, seed: int, active: int, ahead: int) -> None:
+    """So that it is lowered anew as it is."""
+    most = max(map(len, plan.stages_of))
+    program = compile(
+        random_draft(plan, random.Random(seed)), zero=3, dp=2, active=min(active, most), ahead=ahead
+    )
+    assert compile(compute_of(program), **options_of(program, "device")) == program
+
+
+def test_in_a_configuration(tmp_path: Path) -> None:
+    path = tmp_path / "run.toml"
+    pipeline = '[pipeline]\nschedule = "looped_bfs"\nranks = 2\nstages_per_rank = 2\nzero = 3\n'
+    path.write_text(pipeline + "[memory]\nactive = 1\nahead = 0\n")
+    assert [slots.full for slots in program_of(read(str(path))).slots] == [1, 1]
