@@ -40,7 +40,7 @@ def issue(host: Host, i: Instr) -> None:
     if row.per is Per.TURN and host.machine.updates > 1:
         host.wrong(f"{i} with several updates")
     host.queue(_LANES.get(row.lane, row.lane))
-    for token in row.needs:
+    for token in filter(lambda token: _there(host, token), row.needs):
         for slot in _slots(host, token, i):
             if token in row.gives:
                 _change(host, i, token, slot)
@@ -60,10 +60,15 @@ def beside(host: Host, i: Instr) -> None:
     """Of a known instruction, the values that are strange."""
     row = ROWS[i.op]
     for token in row.needs:
-        if token >= KNOWN_VALUES:
+        if token >= KNOWN_VALUES and _there(host, token):
             for slot in _slots(host, token, i):
-                if any(token in ROWS[j.op].gives for j, _ in host.machine.lists[host.rank]):
-                    (host.take if token in row.frees else host.look)(*slot)
+                (host.take if token in row.frees else host.look)(*slot)
+
+
+def _there(host: Host, token: Token) -> bool:
+    """Whether there are values of a kind: of a strange one, where something gives it."""
+    own = host.machine.lists[host.rank]
+    return token < KNOWN_VALUES or any(token in ROWS[i.op].gives for i, _ in own)
 
 
 def _slots(host: Host, token: Token, i: Instr) -> list[Slot]:

@@ -7,6 +7,7 @@ is imported with it.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import MISSING, fields
 from enum import IntEnum
 from typing import Final
 
@@ -26,6 +27,7 @@ from schedir.ir.ops import (
     Token,
     TokenRow,
 )
+from schedir.ir.program import Program
 
 # What there is one of for a rank that meets others in each kind of group: so none meets itself.
 _MEET: Final = {
@@ -34,6 +36,9 @@ _MEET: Final = {
     "tied": (Per.STAGE,),
 }
 _CHAINED: Final = (Found.ONCE, Found.AGAIN)
+_NEAREST: Final = (Found.AGAIN, Found.SINCE)  # found by what stands nearest before
+# Of which traits a value can be: those of which a default says that it is not there.
+_TRAITS: Final = {f.name for f in fields(Program) if f.metadata and f.default is not MISSING}
 
 
 class TableError(Exception):
@@ -81,8 +86,12 @@ def _of_token(value: TokenRow, rows: Sequence[Row]) -> Iterator[str]:
     token, name = value.token, value.token.name
     if value.handed is None and not any(token in row.gives for row in rows):
         yield f"{name}: no instruction gives it"
-    if value.found is Found.AGAIN and value.per is Per.TURN:
+    if value.found in _NEAREST and value.per is Per.TURN:
         yield f"{name}: what is made again and again is one value of its stage, not one a turn"
+    if value.found is Found.SINCE and any(token in row.frees for row in rows):
+        yield f"{name}: it is there from the start on, and nothing frees it"
+    if value.trait and value.trait not in _TRAITS:
+        yield f"{name}: there is no trait {value.trait!r} of programs with a default"
     if value.size and value.found not in _CHAINED:
         yield f"{name}: bytes are counted of what one instruction gives, not of {value.found.name}"
     if value.size and value.per is Per.RANK:
@@ -130,11 +139,11 @@ def _of_values(row: Row, rows: Sequence[Row], tokens: Sequence[TokenRow]) -> Ite
     for token in {*row.needs, *row.gives}:
         value = tokens[token]
         once = value.found is Found.ONCE or value.per is Per.MICROBATCH
-        if value.found in _CHAINED and once and row.per is not value.per:
+        if value.found in (*_CHAINED, *_NEAREST) and once and row.per is not value.per:
             yield f"{token.name} is one for each {value.per.name}, and it for each {row.per.name}"
         if row.hop and value.across is not row.hop:
             yield f"{token.name} does not go where its message does"
-        if value.found is Found.AGAIN and value.per is Per.STAGE and row.per is Per.RANK:
+        if value.found in _NEAREST and value.per is Per.STAGE and row.per is Per.RANK:
             yield f"{token.name} is one for each STAGE, and it for each RANK"
         if value.found is Found.VERSION and token in row.gives and row.per not in (
             Per.STAGE, Per.RANK,

@@ -207,7 +207,7 @@ def _wanted(program: Program, options: Options) -> bool:
 PASSES = (
     Pass(
         "shard",
-        "memory",
+        "ends",
         shard,
         _wanted,
         _both,
@@ -221,6 +221,6 @@ PASSES = (
             "ahead": "with zero 3: how many runs of other stages earlier weights are gathered (1), "
             "where there is room; with 0 they are gathered least often",
         },
-        order=1,
+        order=20,  # a program with it is not right without
     ),
 )

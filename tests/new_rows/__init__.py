@@ -1,7 +1,6 @@
 """New rows: kinds of instruction, each a row, a pass and a handler in a copy of the tree.
 
     offload     a change of tier on lanes of their own: to the host and back
-    shard       a gather with turns and slots: a stage's weights are whole only while it runs
     verdict     a collective: all ranks judge together whether the gradients are finite
 
 Three more are looked at and not run, and have no handlers:
@@ -19,14 +18,15 @@ from __future__ import annotations
 import shutil
 from pathlib import Path
 
+from schedir.ir.names import Lane, Opcode, Token
+
 ROOT = Path(__file__).resolve().parents[2]
 HERE = Path(__file__).parent
 
-_OPCODES = "    Validate = 22\n"
-_TOKENS = "    OWN_NORM = 14\n"
-_LANES = "    DP = 4\n"
-_TOKEN_ROWS = '    TokenRow(_T.OWN_NORM, _RANK, _ALL, "the rank\'s part of the norm"),\n'
-_LANE_ROWS = '    LaneRow(_L.DP, False, "starts", "reductions over replicas and ranks"),\n'
+_LAST = {each: [*each][-1] for each in (Opcode, Token, Lane)}
+_OPCODES, _TOKENS, _LANES = (f"    {last.name} = {last}\n" for last in _LAST.values())
+_TOKEN_ROWS = f"    TokenRow(_T.{_LAST[Token].name}, "
+_LANE_ROWS = f"    LaneRow(_L.{_LAST[Lane].name}, "
 _ROWS = ")  # fmt: skip\n\nBY_TEXT"
 
 # What is put behind what in names.py and ops.py; what stands behind "=" takes the place.
@@ -44,25 +44,6 @@ EDITS: dict[str, list[tuple[str, str]]] = {
         changes=(Change(_T.SAVED, "device", "host"),)),
     Row(_O.Reload, "reload", _L.H2D, _MB, (_T.SAVED,), (_T.SAVED,), (),
         "Moves it back.", cost="offload", changes=(Change(_T.SAVED, "host", "device"),)),
-"""),
-    ],
-    "shard": [
-        (_OPCODES, "    Unshard = {next}\n    Reshard = {next}\n"),
-        (_TOKENS, "    FULL = {token}\n"),
-        (_LANES, "    PARAMS = {lane}\n"),
-        (_TOKEN_ROWS, """\
-    TokenRow(_T.FULL, _STAGE, Found.AGAIN, "the whole weights", "params"),
-"""),
-        (_LANE_ROWS, '    LaneRow(_L.PARAMS, False, "starts", "gathers of weights"),\n'),
-        ('="F", _L.COMPUTE, _MB, (', '"F", _L.COMPUTE, _MB, (_T.FULL, '),
-        ('="B", _L.COMPUTE, _MB, (', '"B", _L.COMPUTE, _MB, (_T.FULL, '),
-        ('="I", _L.COMPUTE, _MB, (', '"I", _L.COMPUTE, _MB, (_T.FULL, '),
-        ('="R", _L.COMPUTE, _MB, (', '"R", _L.COMPUTE, _MB, (_T.FULL, '),
-        ("rows", """\
-    Row(_O.Unshard, "unshard", _L.PARAMS, Per.TURN, (_T.PARAMETERS,), (_T.FULL,), (),
-        "Makes the weights of a stage whole.", cost="unshard"),
-    Row(_O.Reshard, "reshard", _L.COMPUTE, Per.TURN, (_T.FULL,), (), (_T.FULL,),
-        "Lets go of the whole weights of a stage."),
 """),
     ],
     "verdict": [
@@ -94,7 +75,7 @@ LOOKED_AT: dict[str, list[tuple[str, str]]] = {
          "(_T.ACT_OUT, _T.SAVED, _T.SKIP_OUT, _T.SEEN, _T.MASK), ("),
         ("=(_T.GRAD_OUT, _T.WGRAD, _T.SKIP_GRAD_OUT), (_T.SAVED, ",
          "(_T.GRAD_OUT, _T.WGRAD, _T.SKIP_GRAD_OUT), (_T.MASK, _T.SAVED, "),
-        ('="B", _L.COMPUTE, _MB, (', '"B", _L.COMPUTE, _MB, (_T.MASK, '),
+        ('="B", _L.COMPUTE, _MB,\n        (', '"B", _L.COMPUTE, _MB,\n        (_T.MASK, '),
         ("rows", """\
     Row(_O.ToHost, "to_host", _L.COPY, _MB, (_T.SEEN,), (_T.SEEN,), (),
         "Moves what is logged to the host.", cost="to_host",
@@ -119,8 +100,8 @@ LOOKED_AT: dict[str, list[tuple[str, str]]] = {
         (_OPCODES, "    StepStage = {next}\n    Snapshot = {next}\n"),
         (_TOKENS, "    STEPPED = {token}\n"),
         (_TOKEN_ROWS, '    TokenRow(_T.STEPPED, _STAGE, _ALL, "the stepped weights"),\n'),
-        ("=(_T.GRAD, _T.NORM),\n        (_T.PARAMETERS, _T.OWN_NORM), (_T.GRAD, _T.NORM)",
-         "(_T.STEPPED,),\n        (_T.PARAMETERS, _T.OWN_NORM), (_T.STEPPED,)"),
+        ("=(_T.GRAD, _T.NORM, _T.PARTS),\n        (_T.PARAMETERS, _T.OWN_NORM), (_T.GRAD, _T.NORM)",
+         "(_T.STEPPED, _T.PARTS),\n        (_T.PARAMETERS, _T.OWN_NORM), (_T.STEPPED,)"),
         ("rows", """\
     Row(_O.StepStage, "step_stage", _L.COMPUTE, _STAGE, (_T.GRAD, _T.NORM), (_T.STEPPED,),
         (_T.GRAD, _T.NORM), "Steps a stage.", cost="step_stage"),
@@ -138,7 +119,7 @@ def copy(to: Path, *names: str) -> Path:
                         ignore=shutil.ignore_patterns("__pycache__"))  # fmt: skip
     files = [to / "schedir" / "ir" / name for name in ("names.py", "ops.py")]
     texts = [file.read_text() for file in files]
-    numbers = {"next": 23, "token": 15, "lane": 5}
+    numbers = dict(zip(("next", "token", "lane"), map(len, _LAST), strict=True))
     for name in names:
         for where, what in (EDITS | LOOKED_AT)[name]:
             for key in numbers:

@@ -115,46 +115,6 @@ def offload(folder: str) -> None:
     refused(moved(text, "offload 0.0", ""), "CompletenessError", "reload 0.0")
 
 
-def shard(folder: str) -> None:
-    sizes = Sizes(saved=10, params=100)
-    plan = Plan(2, 4, 2)
-    plain = schedir.compile(interleaved, plan)
-    program = schedir.compile(interleaved, plan, shard=True, debug=True)
-    turns = [[i for i in s if i.op.name == "Unshard"] for s in program.streams]
-    assert max(i.mb for i in turns[0]) > 0 and [s.full for s in program.slots] == [2, 2]
-    assert "unshard 2\n" in flat(program) and "unshard 2.1\n" in flat(program)
-    costs = Costs(F=1, B=2, unshard=0.5)
-    before, run = (schedir.simulate(p, costs, sizes=sizes) for p in (plain, program))
-    assert run.peak_in_flight.tolist() == before.peak_in_flight.tolist()
-    assert run.peak_memory.tolist() == [peak + 200 for peak in before.peak_memory.tolist()]
-    everywhere(program, "unshard", costs, folder)
-    # A gather waits for the slot that is let go: never more than two are whole.
-    for slow in 0.0, 0.5, 9.0:
-        run = schedir.simulate(program, Costs(F=1, B=2, unshard=slow))
-        names = [schedir.Opcode(op).name for op in run.spans["op"].tolist()]
-        for rank in range(2):
-            changes = [(s["start"], 1) if n == "Unshard" else (s["end"], -1)
-                       for n, s in zip(names, run.spans, strict=True)
-                       if s["rank"] == rank and n in ("Unshard", "Reshard")]  # fmt: skip
-            now = 0
-            for _, change in sorted(changes):
-                now += change
-                assert 0 <= now <= 2
-    text = flat(program)
-    one = [i for i in program.streams[0] if i.op.name in ("Unshard", "Reshard") and i.stage == 0]
-    first, gone, again = map(str, one[:3])
-    assert (first, gone, again) == ("unshard 0", "reshard 0", "unshard 0.1")
-    refused(moved(text, first, "F 0.1"), "OrderError", "F 0.0", first)
-    refused(moved(text, gone, "F 0.1"), "OrderError", "F 0.1", again)
-    refused(moved(text, "reshard 0.5", "B 0.3"), "OrderError", "reshard 0.5", "B 0.3")
-    refused(moved(text, again, first), "CompletenessError", again)
-    refused(moved(moved(text, gone, ""), "reshard 0.1", ""), "CompletenessError", "reshard 0.2")
-    refused(moved(text, gone, ""), "CompletenessError", "reshard 0.1")
-    fewer = text.replace("rank 0  full 2", "rank 0  full 1")
-    assert fewer != text
-    refused(fewer, "SlotError", "unshard 2", "reshard 0")
-
-
 def verdict(folder: str) -> None:
     plain = schedir.compile(one_f_one_b, Plan(3, 4), clip=True)
     program = schedir.compile(one_f_one_b, Plan(3, 4), clip=True, judge=True, debug=True)
@@ -245,5 +205,5 @@ def step_stage(folder: str) -> None:
 
 
 if __name__ == "__main__":
-    each = (offload, shard, verdict, log, tape, step_stage)
+    each = (offload, verdict, log, tape, step_stage)
     {look.__name__: look for look in each}[sys.argv[1]](sys.argv[2])

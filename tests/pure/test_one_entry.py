@@ -14,9 +14,9 @@ import schedir
 ROOT = Path(__file__).resolve().parents[2]
 
 TRAIT = """\
-    zero: int = field(
+    echo: int = field(
         default=0,
-        metadata=traits.setting(traits.whole_number(0, 3), "what replicas shard (0)"),
+        metadata=traits.setting(traits.whole_number(0, 3), "what is said twice (0)"),
     )
 """
 COMMAND = '''
@@ -67,34 +67,34 @@ from schedir.training.config import settings
 from schedir.training.config_file import read
 
 plain = schedir.compile(one_f_one_b, schedir.Plan(2, 4))
-assert plain.digest == sys.argv[1] and "zero" not in schedir.show(plain)
-program = replace(plain, zero=2)
+assert plain.digest == sys.argv[1] and "echo" not in schedir.show(plain)
+program = replace(plain, echo=2)
 text = schedir.show(program)
-assert "clip no\\nzero 2\\n" in text
-assert schedir.compile(one_f_one_b, schedir.Plan(2, 4), zero=2).digest == program.digest
+assert "clip no\\necho 2\\n" in text
+assert schedir.compile(one_f_one_b, schedir.Plan(2, 4), echo=2).digest == program.digest
 assert schedir.parse(text) == program and program.digest != plain.digest
 try:
-    schedir.parse(text.replace("zero 2", "zero 4"))
+    schedir.parse(text.replace("echo 2", "echo 4"))
 except ParseError as error:
     assert (error.line, error.column) == (5, 6) and "from 0 to 3" in error.fact
 else:
     raise AssertionError
 try:
-    replace(plain, zero=-1)
+    replace(plain, echo=-1)
 except PlanError as error:
-    assert error.fields == ("zero",)
+    assert error.fields == ("echo",)
 else:
     raise AssertionError
 
-assert "zero" in [setting.name for setting in settings()["pipeline"][1]]
+assert "echo" in [setting.name for setting in settings()["pipeline"][1]]
 with open("run.toml", "w") as file:
-    file.write("[pipeline]\\nranks = 2\\nzero = 1\\n")
+    file.write("[pipeline]\\nranks = 2\\necho = 1\\n")
 config = read("run.toml")
-assert config.request.program.zero == 1
+assert config.request.program.echo == 1
 with open("x.sched", "w") as file:
     file.write(text)
-for given, says in (("zero=4", "pipeline.zero must be a whole number of at least 0 and below 4"),
-                    ("schedule=x.sched", "line 3, column 1: x.sched has zero 2, not 1")):
+for given, says in (("echo=4", "pipeline.echo must be a whole number of at least 0 and below 4"),
+                    ("schedule=x.sched", "line 3, column 1: x.sched has echo 2, not 1")):
     try:
         read("run.toml", [f"pipeline.{given}"])
     except ConfigError as error:
@@ -117,14 +117,14 @@ def test_a_trait_is_one_entry(copy: Path) -> None:
     def command(*argv: str) -> tuple[int, str]:
         return ran(copy, "-m", "schedir", *argv)
 
-    assert "--zero N" in command("show", "--help")[1]
-    code, said = command("show", "gpipe", "--zero", "2")
-    assert code == 0 and "\nzero 2\n" in said
-    assert command("show", "x.sched", "--zero", "2")[0] == 0
-    code, said = command("show", "x.sched", "--zero", "1")
-    assert code == 2 and "has zero 2, not 1\n  hint: leave out --zero" in said
-    code, said = command("show", "gpipe", "--zero", "4")
-    assert code == 2 and "--zero: must be a whole number from 0 to 3" in said
+    assert "--echo N" in command("show", "--help")[1]
+    code, said = command("show", "gpipe", "--echo", "2")
+    assert code == 0 and "\necho 2\n" in said
+    assert command("show", "x.sched", "--echo", "2")[0] == 0
+    code, said = command("show", "x.sched", "--echo", "1")
+    assert code == 2 and "has echo 2, not 1\n  hint: leave out --echo" in said
+    code, said = command("show", "gpipe", "--echo", "4")
+    assert code == 2 and "--echo: must be a whole number from 0 to 3" in said
 
 
 PASS = """

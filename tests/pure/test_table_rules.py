@@ -57,6 +57,8 @@ def test_the_tables_keep_to_the_rules() -> None:
         # Values that are found by another address than that of who needs them.
         ("OptimizerStep", row(O.OptimizerStep, needs=(T.SAVED,))),
         ("Forward", row(O.Forward, per=Per.STAGE)),
+        ("OptimizerStep", row(O.OptimizerStep, needs=(T.GRAD, T.FULL))),
+        ("OptimizerStep", row(O.OptimizerStep, needs=(T.GRAD, T.ROOM))),
         ("Backward", row(O.Backward, gives=(T.GRAD_OUT, T.WGRAD, T.PARAMETERS))),
         # Changes that nobody would see, or only half.
         ("Gather", row(O.Gather, changes=(Change(T.SAVED, "device", "host"),))),
@@ -94,6 +96,13 @@ def test_rows_that_cannot_be_read(who: str, rows: list[Row]) -> None:
         ("SKIP_OUT", value(T.SKIP_OUT, size="")),
         ("TAPE", value(T.TAPE, made_of=(T.ACT_OUT, "both"))),
         ("WGRAD", value(T.WGRAD, per=Per.TURN, found=Found.AGAIN)),
+        ("ROOM", value(T.ROOM, per=Per.TURN)),
+        ("ROOM", value(T.ROOM, per=Per.MICROBATCH)),
+        ("ROOM", value(T.ROOM, size="params")),
+        ("ROOM", value(T.ROOM, trait="room")),
+        ("ROOM", value(T.ROOM, trait="plan")),
+        ("PARTS", value(T.PARTS, found=Found.SINCE)),
+        ("WGRAD: it is there", value(T.WGRAD, found=Found.SINCE)),
         ("GRAD", value(T.GRAD, found=Found.ONCE)),
         ("GRAD", value(T.GRAD, found=Found.AGAIN)),
         ([*T][-1].name, [*TOKENS[:-1]]),
@@ -110,5 +119,5 @@ def test_values_that_nobody_gives() -> None:
 
 
 def test_lanes_without_a_row() -> None:
-    with pytest.raises(TableError, match="DP has no row"):
+    with pytest.raises(TableError, match=f"{[*Lane][-1].name} has no row"):
         require_tables(lanes=LANES[:-1])

@@ -1,0 +1,123 @@
+"""Turns: what comes several times for a stage in a step, and the slots that its values share."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from schedir.compiler.compile import compile
+from schedir.errors import CompletenessError, OrderError, ProgramError, SlotError
+from schedir.io import perfetto, torch_csv
+from schedir.io.timeline_file import load_timeline, save_timeline
+from schedir.ir.costs import Costs
+from schedir.ir.ops import Opcode
+from schedir.ir.plan import Plan
+from schedir.ir.program import Program, Slots
+from schedir.ir.sizes import Sizes
+from schedir.ir.text import parse, show
+from schedir.predict.simulate import simulate
+from schedir.predict.what_if import advise
+from schedir.schedules import interleaved
+from schedir.verify.check import check
+from schedir.viz.page import html
+
+TEXT = """schedir 1
+program three
+ranks 1  microbatches 1  stages_per_rank 3  placement loop
+tp 1  dp 2  tied no  clip no
+zero 3
+
+rank 0  full 2
+  unshard 0
+  unshard 1
+  F 0.0
+  reshard 0
+  unshard 2
+  F 1.0
+  reshard 1
+  unshard 1.1
+  F 2.0
+  B 2.0
+  reduce_scatter 2
+  reshard 2
+  unshard 0.1
+  B 1.0
+  reduce_scatter 1
+  reshard 1.1
+  B 0.0
+  reduce_scatter 0
+  reshard 0.1
+  step
+"""
+
+
+def moved(what: str, before: str) -> str:
+    """The text with an instruction before another, or without it."""
+    assert TEXT.count(f"  {what}\n") == 1
+    text = TEXT.replace(f"  {what}\n", "")
+    return text.replace(f"  {before}\n", f"  {what}\n  {before}\n") if before else text
+
+
+def test_turns_are_numbered_in_the_text() -> None:
+    program = check(parse(TEXT))
+    assert parse(show(program)) == program and show(program, folded=False) == TEXT
+    turns = [i for i in program.streams[0] if i.op is Opcode.Unshard]
+    assert [i[1:] for i in turns] == [(0, 0), (1, 0), (2, 0), (1, 1), (0, 1)]
+
+
+@pytest.mark.parametrize("time", [0.0, 0.25, 9.0])
+def test_a_gather_waits_for_the_slot_that_is_let_go(time: float) -> None:
+    """Never more than two stages are whole, however soon they could be."""
+    run = simulate(parse(TEXT), Costs(F=1, B=2, unshard=time), sizes=Sizes(params=100, saved=10))
+    sides = {Opcode.Unshard: ("start", 1), Opcode.Reshard: ("end", -1)}
+    found = [(s[side[0]], side[1]) for s in run.spans if (side := sides.get(Opcode(s["op"])))]
+    now = 0
+    for _, change in sorted(found):
+        now += change
+        assert 0 <= now <= 2
+    assert now == 0
+    (curve,) = run.memory
+    assert max(curve.kinds["full"]) == 200 and max(curve.kinds["saved"]) == 30
+    assert run.span == {0.0: 9, 0.25: 9.25, 9.0: 5 * 9 + 2}[time]
+
+
+@pytest.mark.parametrize(
+    ("what", "before", "error", "sites"),
+    [
+        ("unshard 2", "B 2.0", OrderError, ["F 2.0", "unshard 2"]),
+        ("reshard 1", "B 1.0", OrderError, None),
+        ("reshard 1.1", "B 1.0", OrderError, ["reshard 1.1", "B 1.0"]),
+        ("unshard 1.1", "unshard 0", CompletenessError, ["unshard 1.1"]),
+        ("reshard 1", "", CompletenessError, ["reshard 1.1"]),
+        ("unshard 2", "F 0.0", SlotError, ["unshard 2", "reshard 0"]),
+    ],
+)
+def test_what_is_refused(
+    what: str, before: str, error: type[ProgramError], sites: list[str] | None
+) -> None:
+    with pytest.raises(error) as caught:
+        check(parse(moved(what, before)))
+    assert type(caught.value) is error
+    assert sites is None or [str(site.instr) for site in caught.value.sites] == sites
+
+
+def lowered() -> Program:
+    """As a pass places them, with two slots."""
+    program = compile(interleaved, Plan(2, 4, 2), zero=3, dp=2, clip=True, debug=True)
+    return replace(program, slots=(Slots.unsaid()._replace(full=2),) * 2)
+
+
+def test_everybody_reads_them(tmp_path: object) -> None:
+    """Text, pictures, files, and what explains a run."""
+    program, costs = lowered(), Costs(F=2, B=3, unshard=0.5, reduce_scatter=0.5)
+    assert parse(show(program)) == program == check(program)
+    run = simulate(program, costs, sizes=Sizes(params=100, saved=10))
+    plain = simulate(compile(interleaved, Plan(2, 4, 2)), costs)
+    assert run.peak_in_flight.tolist() == plain.peak_in_flight.tolist()
+    assert '"unshard 0.1"' in perfetto.text(run) and "unshard" in html(run)
+    save_timeline(run, f"{tmp_path}/x.timeline")
+    assert load_timeline(f"{tmp_path}/x.timeline").program == program
+    assert torch_csv.show(program).startswith("0F0")
+    advise(run, costs)
+    assert run.idle is not None and run.critical_path.size
