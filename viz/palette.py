@@ -108,6 +108,7 @@ CAUSES: Final = {
     Cause.IMBALANCE: ("imbalance", "#e6ab02"),
     Cause.REDUCTION: ("reduction", "#6a3d9a"),
     Cause.HOST: ("host", "#7a7a7a"),
+    Cause.WEIGHTS: ("weights", "#cc79a7"),
 }
 
 

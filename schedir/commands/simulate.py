@@ -13,6 +13,9 @@ from schedir.io.request import Request
 from schedir.io.terminal import as_json, table
 
 if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+
     from schedir.predict.timeline import Timeline
 
 ORDER = 2
@@ -48,11 +51,12 @@ def run(args: argparse.Namespace) -> str:
     if timeline.sizes is not None:
         columns["peak_memory"] = timeline.peak_memory.tolist()
         columns |= {name: each.tolist() for name, each in timeline.at_rest.items()}
-    slots = _slots(request)
+    slots, sent = _slots(request), _sent(timeline)
     bound = bound_of_request(request)
     if args.json:
-        cut = facts_of_parts(timeline.program)
-        return as_json(facts(timeline, bound) | columns | filled_facts(request) | slots | cut)
+        found = facts(timeline, bound) | columns | filled_facts(request) | slots
+        of_lanes = {"sent": {name: each.tolist() for name, each in sent.items()}} if sent else {}
+        return as_json(found | of_lanes | facts_of_parts(timeline.program))
     for name in [*columns][4:]:
         columns[name] = [in_bytes(size) for size in columns[name]]
     unit = timeline.unit and f" {timeline.unit}"
@@ -69,12 +73,32 @@ def run(args: argparse.Namespace) -> str:
         + f"span {timeline.span:.6g}{unit}, bubble {timeline.bubble:.1%} of ranks x span, "
         f"{timeline.bubble_over_ideal:.1%} of the busy time\n"
         + "".join(f"{line}\n" for line in filter(None, [said_of(timeline, bound)]))
+        + _said_sent(timeline, sent)
         + filled([request])
         + _said(timeline, slots)
         + (f"{parts}\n" if (parts := in_parts(timeline.program)) else "")
         + (f"recomputed: {again}\n" if (again := recomputed(timeline.program)) else "")
         + _with_fewer(request)
     )
+
+
+def _sent(timeline: Timeline) -> dict[str, NDArray[np.float64]]:
+    """Bytes that a process of each rank sends in a step, by lane, as far as sizes are told."""
+    from schedir.analysis.volume import volume
+
+    if timeline.sizes is None or timeline.program.is_draft:
+        return {}
+    found = volume(timeline.program, timeline.sizes)
+    return {lane.name.lower(): each for lane, each in found.items()}
+
+
+def _said_sent(timeline: Timeline, sent: dict[str, NDArray[np.float64]]) -> str:
+    """The same in words."""
+    if not sent:
+        return ""
+    tied = " (without tied weights)" if timeline.program.tied else ""
+    each = ", ".join(f"{name} {in_bytes(float(size.max()))}" for name, size in sent.items())
+    return f"a process sends, at most: {each}{tied}\n"
 
 
 def _slots(request: Request) -> dict[str, Any]:

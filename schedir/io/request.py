@@ -16,7 +16,7 @@ from schedir.compiler.compile import check_memory, compile
 from schedir.errors import PlanError, UsageError
 from schedir.io.load import Source
 from schedir.ir.cluster import Cluster
-from schedir.ir.costs import Costs
+from schedir.ir.costs import OF_A_STAGE, Costs
 from schedir.ir.fields import Field
 from schedir.ir.per_stage import cut
 from schedir.ir.plan import PLAN, Plan
@@ -38,10 +38,7 @@ from schedir.schedules.words import (
 from schedir.verify.check import check
 
 # Costs and sizes that a rank has of its stages together: split over them, they are one model's.
-_OF_A_RANK = (
-    *("F", "B", "I", "W", "R", "FB", "reduce_grads", "reduce_holders"),
-    *("saved", "tape", "both", "weights", "version", *AT_REST),
-)
+_OF_A_RANK = (*OF_A_STAGE, "saved", "tape", "both", "weights", "version", *AT_REST)
 
 
 def _contradicts(source: str, field: Field, has: str, said: str) -> UsageError:
@@ -300,7 +297,7 @@ class Request:
         if self.cluster is None:
             return self._per_stage(costs.usual())
         costs, found = self._per_stage(costs), self.source.found
-        groups = {"tp": 1, "dp": 1}
+        groups = {"tp": 1, "dp": 1, "zero": 0}
         for f in TRAITS:
             if f.name in groups:
                 own = f.of(found) if isinstance(found, Program) else groups[f.name]

@@ -2,25 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields, replace
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
 from math import ceil, inf, log2
 
 import numpy as np
 from numpy.typing import NDArray
 
-from schedir.errors import CostsError, UsageError, expect, said
-from schedir.ir.costs import Cost, Costs
-from schedir.ir.mesh import mesh_of
-from schedir.ir.per_stage import from_grid, grid
+from schedir.errors import UsageError, expect, said
+from schedir.ir.cluster_costs import filled
+from schedir.ir.costs import Costs
 from schedir.ir.plan import Plan
 from schedir.ir.sizes import Sizes
 from schedir.ir.units import number_of
 
-Floats = NDArray[np.float64]
 Processes = NDArray[np.int64]
 Group = int | Sequence[int] | Processes  # a number is that of the first ones
-Groups = Callable[[Processes], Processes]  # by the holders of a stage, a row for each group
 
 
 @dataclass(frozen=True)
@@ -196,6 +193,7 @@ class Cluster:
         *,
         tp: int = 1,
         dp: int = 1,
+        zero: int = 0,
     ) -> Costs:
         """Costs in seconds: those that are told stay, and these are filled, unless told:
 
@@ -205,8 +203,12 @@ class Cluster:
         - `reduce_grads`: a ring over replicas, as a whole.  Executors begin it under the last
           backward, so that what is left of it at its turn is less.  `reduce_holders`: a ring over
           a stage's holders.
+        - With `zero` from 1 on, in its place: `reduce_scatter`, a ring for the stage's `grads`,
+          and `unshard`, an all-gather of its `params`, both over replicas, by the slowest link of
+          their ring: each is half of what an all-reduce of as many bytes takes.
         - `reduce_norm`: 8 bytes over all processes of a replica.
-        - `step`: `params` and `optimizer` read and written, `grads` read, at `hbm`.
+        - `step`: `params` and `optimizer` read and written, `grads` read, at `hbm`; 1/dp of it with
+          `zero` from 1 on.
         - `I` and `W` where only B is told: half of it each.
 
         F, and B or I and W, are for who knows the model to tell, in seconds.  Bytes are those of
@@ -238,159 +240,7 @@ class Cluster:
                 f"{self.gpus} GPUs of {self.nodes} x {self.gpus_per_node}",
                 fields=["nodes", "gpus_per_node", "ranks", "tp", "dp"],
             )
-        filled = _backwards(costs)
-        for name, fill in _Filler(self, plan, sizes, tp, dp).fills.items():
-            if name not in costs.told:
-                each = fill()
-                filled[name] = from_grid(each[:1] if (each == each[:1]).all() else each)
-        return replace(costs, **filled)
-
-
-def _backwards(costs: Costs) -> dict[str, Cost]:
-    """I and W where only B is told.  Raises CostsError where backwards, or F, are not told."""
-    told = costs.told
-    halves = [name for name in ("I", "W") if name in told]
-    if "F" not in told or not ("B" in told or len(halves) == 2):
-        raise CostsError(
-            "a cluster fills costs in seconds, and nobody tells those of F, and of B or I and W",
-            hint="F=0.012,B=0.024",
-        )
-    if len(halves) == 1:
-        raise CostsError(f"of I and W only {halves[0]} is told beside B", hint="I=0.014,W=0.01")
-    return {} if halves else dict.fromkeys(("I", "W"), from_grid(grid(told["B"]) / 2))
-
-
-class _Filler:
-    """What a cluster makes costs of a plan, by bytes; each as `grid` has numbers."""
-
-    def __init__(self, cluster: Cluster, plan: Plan, sizes: Sizes, tp: int, dp: int) -> None:
-        self.cluster, self.plan, self.sizes, self.tp, self.dp = cluster, plan, sizes, tp, dp
-        self.mesh = mesh_of(plan.ranks, tp, dp)
-        self.fills: dict[str, Callable[[], Floats]] = {
-            "send": self.send,
-            "scatter": self.scatter,
-            "gather": self.gather,
-            "reduce_grads": self.reduce_grads,
-            "reduce_holders": self.reduce_holders,
-            "reduce_norm": self.reduce_norm,
-            "step": self.step,
-        }
-
-    # ------------------------------------------------------------ messages
-
-    def send(self) -> Floats:
-        """The longer of the messages that a stage sends, each by the slowest of its links."""
-        act, grad = self._leaving("send")
-        nodes, links = self.mesh // self.cluster.gpus_per_node, np.full(self.plan.stages, inf)
-        within, between = self.cluster.nvlink, min(self.cluster.nvlink, self.cluster.network)
-        for stage in np.flatnonzero(self._leaves).tolist():
-            a, b = self.plan.holders[:, stage], self.plan.holders[:, stage + 1]
-            across = (nodes[:, a] != nodes[:, b]).any()
-            links[stage] = between if across else within
-        act, grad = (self._messages(x / self.tp, links) for x in (act, grad))
-        return np.maximum(act, _of_the_next(grad))
-
-    def scatter(self) -> Floats:
-        """Reads and writes a process's own part of what a stage sends."""
-        if self.tp == 1:
-            return np.zeros((1, 1))
-        act, grad = self._leaving("scatter")
-        sent = np.maximum(act, _of_the_next(grad))
-        each = np.maximum(2 * sent / self.tp / self.cluster.hbm, self.cluster.kernel_us / 1e6)
-        return np.where(sent > 0, each, 0.0)
-
-    def gather(self) -> Floats:
-        """An all-gather of what a stage receives."""
-        if self.tp == 1:
-            return np.zeros((1, 1))
-        act, grad = self._leaving("gather")
-        came = np.maximum(_of_the_next(act), grad)
-        links = self._slowest(lambda holders: self.mesh[:, holders].reshape(-1, self.tp))
-        return (self.tp - 1) * self._messages(came / self.tp, links)
-
-    def _leaving(self, cost: str) -> tuple[Floats, Floats]:
-        """Bytes of each stage's activation and its gradient, where they leave a rank, else 0."""
-        act, grad = (self.sizes.each(name, self.plan) for name in ("activation", "gradient"))
-        if self._leaves.any() and not act[self._leaves].all():
-            raise _unknown(cost, "activation=16MB")
-        return act * self._leaves[:, None], grad * self._leaves[:, None]
-
-    @property
-    def _leaves(self) -> NDArray[np.bool_]:
-        """Of which stages the activation goes to another rank."""
-        holders = self.plan.holders
-        return np.append((holders[:, 1:] != holders[:, :-1]).any(0), False)
-
-    def _messages(self, size: Floats, links: Floats) -> Floats:
-        """Seconds of a message of each stage."""
-        return np.where(size > 0, self.cluster.latency + size / links[:, None], 0.0)
-
-    # ------------------------------------------------------------ once a step
-
-    def reduce_grads(self) -> Floats:
-        """A ring over the replicas of each holder."""
-        return self._rings(
-            "reduce_grads", self.dp, lambda holders: self.mesh[:, holders].reshape(self.dp, -1).T
-        )
-
-    def reduce_holders(self) -> Floats:
-        """A ring over the holders of a stage."""
-        rows = self.plan.rows
-        return self._rings(
-            "reduce_holders", rows,
-            lambda holders: self.mesh[:, holders].swapaxes(1, 2).reshape(-1, rows),
-        )  # fmt: skip
-
-    def _rings(self, cost: str, members: int, groups: Groups) -> Floats:
-        if members == 1:
-            return np.zeros((1, 1))
-        grads = self.sizes.each("grads", self.plan)
-        if not grads.any():
-            raise _unknown(cost, "grads=2GB")
-        return 2 * (members - 1) * self._messages(grads / members, self._slowest(groups))
-
-    def _slowest(self, groups: Groups) -> Floats:
-        """The bandwidth of each stage's slowest group of processes, by its holders."""
-        known: dict[tuple[int, ...], float] = {}
-        for holders in map(tuple, self.plan.holders.T.tolist()):
-            if holders not in known:
-                each = groups(np.array(holders))
-                known[holders] = min(map(self.cluster.bandwidth, each))
-        return np.array([known[holders] for holders in map(tuple, self.plan.holders.T.tolist())])
-
-    def reduce_norm(self) -> Floats:
-        """One number in float64 over all processes of a replica."""
-        each = [self.cluster.all_reduce_small(8, replica.reshape(-1)) for replica in self.mesh]
-        return np.full((1, 1), max(each))
-
-    def step(self) -> Floats:
-        """The k-th number is rank k's."""
-        names = ("params", "grads", "optimizer")
-        params, grads, optimizer = (self.sizes.of(name, self.plan.stages) for name in names)
-        if not (params.any() and grads.any()):
-            raise _unknown("step", "params=2GB,grads=2GB,optimizer=12GB")
-        touched = 2 * params + grads + 2 * optimizer
-        each = np.zeros(self.plan.stages)
-        for rank, own in enumerate(self.plan.stages_of):
-            here = slice(min(rank, self.plan.stages - 1), None)  # what is behind is of no rank
-            last = each[here].max() if rank >= self.plan.stages else 0.0
-            each[here] = max(last, touched[list(own)].sum() / self.cluster.hbm)
-        return each[:, None]
-
-
-def _of_the_next(each: Floats) -> Floats:
-    """By stage what is told for the one before."""
-    return np.concatenate([0 * each[:1], each[:-1]])
-
-
-def _unknown(cost: str, sizes: str) -> UsageError:
-    names = [part.partition("=")[0] for part in sizes.split(",")]
-    return UsageError(
-        f"a cluster fills cost {cost} by bytes of {', '.join(names)}, which nobody tells",
-        hint=f"--sizes {sizes}, or Sizes({', '.join(f'{name}=...' for name in names)}), or tell "
-        f"{cost} itself",
-        fields=names,
-    )
+        return filled(self, plan, sizes, costs, tp, dp, zero)
 
 
 def _message(size: float, latency: float, bandwidth: float) -> float:

@@ -9,7 +9,18 @@ import numpy as np
 from numpy.typing import NDArray
 
 from schedir.errors import CostsError
-from schedir.ir.ops import BACKWARDS, FORWARD, LATE, RECOMPUTE, ROWS, SPLITS, WHOLES, Opcode, Per
+from schedir.ir.ops import (
+    BACKWARDS,
+    COMPUTE,
+    FORWARD,
+    LATE,
+    RECOMPUTE,
+    ROWS,
+    SPLITS,
+    WHOLES,
+    Opcode,
+    Per,
+)
 from schedir.ir.per_stage import PerStage, by_stage, per_stage, with_fields
 
 if TYPE_CHECKING:
@@ -23,6 +34,11 @@ FIELD: Final = {row.op: row.cost for row in ROWS if row.cost}
 # What a cost is that nobody tells; all else is free.
 _USUAL: Final = {"F": 1.0, "I": 1.0, "W": 1.0}
 _OF_NO_MICROBATCH: Final = {row.cost for row in ROWS if row.per is not Per.MICROBATCH}
+# Costs of which half a stage has half: what computes it, and what moves or sums its weights.
+OF_A_STAGE: Final = ("FB", *dict.fromkeys(
+    row.cost for row in ROWS
+    if row.op in COMPUTE or (row.per in (Per.STAGE, Per.TURN) and row.cost and row.group != "tied")
+))  # fmt: skip
 _PER_RANK: Final = tuple(row.op for row in ROWS if row.per is Per.RANK)
 
 

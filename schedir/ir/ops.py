@@ -71,6 +71,20 @@ class Change(NamedTuple):
     after: str
 
 
+class Ring(NamedTuple):
+    """Whom a collective goes around, and how often: once if it gathers, or leaves each a part of
+    the sum, and twice if all get the sum.
+
+    Its members are those of the tensor-parallel group ("tp"), replicas ("dp") or the holders of the
+    stage ("holders").  `size` is the field of Sizes that tells what of a stage it is of; without,
+    it is of the value that it needs.
+    """
+
+    members: Literal["tp", "dp", "holders"]
+    size: str = ""
+    turns: int = 1
+
+
 class Row(NamedTuple):
     """A row of the instruction table.
 
@@ -80,7 +94,8 @@ class Row(NamedTuple):
     `group` says who they are: all ranks of the pipeline ("model"), the holders of the stage
     ("holders"), or those that share tied weights ("tied"), whose values it needs and gives at once.
     `cost` is the field of Costs that prices it.  `drains` says that a host that blocks waits for
-    what stands before it on its lane: "always", or where there are "replicas".
+    what stands before it on its lane: "always", or where there are "replicas".  `ring` says of a
+    collective how many bytes it sends.
     """
 
     op: Opcode
@@ -97,6 +112,7 @@ class Row(NamedTuple):
     group: Literal["", "model", "holders", "tied"] = ""
     drains: Literal["", "always", "replicas"] = ""
     changes: tuple[Change, ...] = ()
+    ring: Ring | None = None
 
 
 _T, _L, _O = Token, Lane, Opcode
@@ -171,17 +187,18 @@ ROWS: Final[tuple[Row, ...]] = (
         cost="scatter"),
     Row(_O.Gather, "gather", _L.TP, _MB, (_T.ACT_IN,), (_T.ACT_IN,), (),
         "Makes a received activation whole by an all-gather in the tensor-parallel group, beside "
-        "what computes.", cost="gather"),
+        "what computes.", cost="gather", ring=Ring("tp")),
     Row(_O.ScatterGrad, "scatter_grad", _L.COMPUTE, _MB, (_T.GRAD_OUT,), (_T.GRAD_OUT,), (),
         "Scatter of a gradient.", cost="scatter"),
     Row(_O.GatherGrad, "gather_grad", _L.TP, _MB, (_T.GRAD_IN,), (_T.GRAD_IN,), (),
-        "Gather of a gradient.", cost="gather"),
+        "Gather of a gradient.", cost="gather", ring=Ring("tp")),
     Row(_O.ReduceGrads, "reduce_grads", _L.DP, _STAGE, (_T.WGRAD,), (_T.GRAD,), (_T.WGRAD,),
         "Sums a stage's gradient over the data-parallel group and scales it.",
-        cost="reduce_grads"),
+        cost="reduce_grads", ring=Ring("dp", "grads", 2)),
     Row(_O.ReduceHolders, "reduce_holders", _L.DP, _STAGE, (_T.GRAD,), (_T.GRAD,), (),
         "Sums a stage's gradient over its holders, where it has several.",
-        cost="reduce_holders", meets=_O.ReduceHolders, group="holders", drains="replicas"),
+        cost="reduce_holders", meets=_O.ReduceHolders, group="holders", drains="replicas",
+        ring=Ring("holders", "grads", 2)),
     Row(_O.ReduceTied, "reduce_tied", _L.DP, _STAGE, (_T.GRAD,), (_T.GRAD,), (),
         "Sums the gradients of the copies of each tied weight of the rank, in the order of stages; "
         "all copies get the sum.",
@@ -214,13 +231,13 @@ ROWS: Final[tuple[Row, ...]] = (
         cost="validate", meets=_O.Validate, group="model"),
     Row(_O.Unshard, "unshard", _L.PARAMS, Per.TURN, (_T.PARAMETERS,), (_T.FULL,), (),
         "Makes a stage's weights whole: an all-gather of the parts that replicas hold.",
-        cost="unshard"),
+        cost="unshard", ring=Ring("dp", "params")),
     Row(_O.Reshard, "reshard", _L.COMPUTE, Per.TURN, (_T.FULL,), (_T.PARTS,), (_T.FULL,),
         "Lets go of all weights of a stage but the replica's own part."),
     Row(_O.ReduceScatter, "reduce_scatter", _L.DP, Per.TURN, (_T.WGRAD,), (_T.GRAD, _T.ROOM),
         (_T.WGRAD,),
         "Sums a stage's gradient over the data-parallel group and scales it; each replica gets its "
-        "own part of the sum.", cost="reduce_scatter"),
+        "own part of the sum.", cost="reduce_scatter", ring=Ring("dp", "grads")),
 )  # fmt: skip
 
 BY_TEXT: Final = {row.text: row.op for row in ROWS}

@@ -26,8 +26,13 @@ class Cause(IntEnum):
     IMBALANCE = 4
     REDUCTION = 5
     HOST = 6
+    WEIGHTS = 7
 
 
+# Of what is awaited while it runs; of all other lanes it is a message.
+_OF_LANE: Final = {
+    Lane.COMPUTE: Cause.PEER, Lane.DP: Cause.REDUCTION, Lane.PARAMS: Cause.WEIGHTS,
+}  # fmt: skip
 IDLE: Final = np.dtype(
     [("rank", "i4"), ("cause", "i4"), ("awaits", "i8"), ("start", "f8"), ("end", "f8")]
 )
@@ -53,6 +58,7 @@ def idleness(timeline: Timeline) -> NDArray[Any]:
 
     - MESSAGE: a transfer, or a scatter or gather, is under way; it is awaited.
     - REDUCTION: a reduction is under way, and no member is missing any more; it is awaited.
+    - WEIGHTS: a stage's weights are being gathered (Unshard), and that is awaited.
     - HOST: all that was waited for has ended, and still the next has not begun.  Never in a
       prediction.
     - An instruction on another rank has not ended: that one is awaited, for the rest of the
@@ -211,10 +217,8 @@ def _since_then(timeline: Timeline, now: Ints, awaited: Ints) -> tuple[Ints, Int
 
 def _while_it_runs(timeline: Timeline, awaited: Ints) -> Ints:
     """Why a rank is idle while what it waits for runs."""
-    lane = timeline.spans["lane"][awaited]
-    return np.select(
-        [lane == Lane.COMPUTE, lane == Lane.DP], [Cause.PEER, Cause.REDUCTION], Cause.MESSAGE
-    )
+    causes: Ints = np.array([_OF_LANE.get(lane, Cause.MESSAGE) for lane in Lane])
+    return np.asarray(causes[timeline.spans["lane"][awaited]])
 
 
 def _latest(timeline: Timeline) -> Ints:

@@ -40,7 +40,8 @@ SPLIT: Final = (BACKWARD_INPUT, BACKWARD_WEIGHT)
 def calibrate(measured: Timeline, *, per_microbatch: bool = False) -> Costs:
     """The costs at which a simulation takes as long as the run did, and waits where it waited.
 
-    A message, a gather and a reduction cost what somebody waited for them; nothing, if nobody did.
+    A message, a gather, also of weights, and a reduction cost what somebody waited for them;
+    nothing, if nobody did.
     An instruction that somebody waited for was seen to end when it ended, so its time lies between
     `least` and its span, where `least` is the span less what the one ahead in its queue may have
     taken of it.  The end of any other is seen only when the receiver looks, so its time lies
@@ -149,7 +150,7 @@ def _alone(name: str, took: Floats, paired: NDArray[np.bool_]) -> float:
 def _bounds(measured: Timeline) -> Floats:
     """The least and the most time that each instruction can have taken, shape (2, n)."""
     spans, graph, idle = measured.spans, measured.graph, idleness(measured)
-    idle = idle[np.isin(idle["cause"], (Cause.MESSAGE, Cause.REDUCTION))]
+    idle = idle[np.isin(idle["cause"], (Cause.MESSAGE, Cause.REDUCTION, Cause.WEIGHTS))]
     # Another one ended the wait if this one was seen to end later.
     idle = idle[idle["end"] >= spans["end"][idle["awaits"]] - measured.clock_error]
     waited = np.zeros(graph.nodes)

@@ -8,6 +8,7 @@ of the gradients that a step waits for (`Program.validate`), and what it is sent
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Final
 
 import numpy as np
 
@@ -17,9 +18,12 @@ from schedir.analysis.models import Model
 from schedir.errors import UsageError
 from schedir.ir.costs import Costs
 from schedir.ir.index import Positions
-from schedir.ir.ops import STEPS, Token, consumers
+from schedir.ir.ops import ROWS, STEPS, Lane, Token, consumers
 from schedir.ir.program import Program
 from schedir.verify.check import check
+
+# What reads weights in another lane than that of the update: no queue holds it back.
+_READS: Final = tuple(op for op in consumers(Token.PARAMETERS) if ROWS[op].lane is not Lane.COMPUTE)
 
 
 def period(
@@ -33,7 +37,8 @@ def period(
     """The mean time of the second half of `steps` steps of a lowered program in a row, in the unit
     of the costs.
 
-    In each queue a step follows the one before.  A step whose update is validated after waits for
+    In each queue a step follows the one before, and what reads weights beside what computes (an
+    Unshard) follows the update that made them.  A step whose update is validated after waits for
     the norm of the one before it ahead of its own update, and never has to be run again here.  A
     host that `blocks` begins a step when all messages and reductions that it waits for are over.
 
@@ -73,12 +78,16 @@ def _across(graph: Graph) -> Iterator[tuple[Positions, Positions]]:
     _, back = np.unique(graph.queue[::-1], return_index=True)
     last = len(index) - 1 - back
     yield leave[last], enter[first]
+    updates, reads = (np.flatnonzero(index.is_op(ops)) for ops in (STEPS, _READS))
+    for update in updates.tolist():
+        own = reads[index.rank[reads] == index.rank[update]]
+        yield np.repeat(leave[update], len(own)), enter[own]
     validates = index.is_op(consumers(Token.OWN_NORM))
     if graph.blocks:
         waited = last[~validates[last]]
         for rank in range(graph.program.plan.ranks):
             mine, next_ones = (at[index.rank[at] == rank] for at in (waited, first))
             yield np.repeat(leave[mine], len(next_ones)), np.tile(enter[next_ones], len(mine))
-    behind, updates = np.flatnonzero(validates), np.flatnonzero(index.is_op(STEPS))
+    behind = np.flatnonzero(validates)
     if len(behind):  # one each, rank by rank
         yield leave[behind], enter[updates]

@@ -13,7 +13,7 @@ from schedir.analysis.models import Model
 from schedir.compiler.again import compute_of, options_of
 from schedir.compiler.compile import compile
 from schedir.errors import PlanError, ProgramError
-from schedir.ir.costs import FIELD, Cost, Costs
+from schedir.ir.costs import FIELD, OF_A_STAGE, Cost, Costs
 from schedir.ir.ops import (
     BACKWARD,
     BACKWARD_INPUT,
@@ -27,7 +27,7 @@ from schedir.ir.ops import (
 )
 from schedir.ir.per_stage import cut, from_grid, grid, is_array
 from schedir.ir.plan import Plan
-from schedir.ir.program import Program
+from schedir.ir.program import TRAITS, Program
 from schedir.ir.ties import show_tied, tied_stages
 from schedir.predict.calibrate import MISSED, calibrate, completed, missed_by, rounded
 from schedir.predict.simulate import simulate
@@ -41,8 +41,8 @@ LEAST: Final = 0.005  # of the time of a microbatch: what saves less is not wort
 LARGE: Final = 100_000  # instructions of a program for which other orders are not searched
 _I: Final = BACKWARD_INPUT
 _WORK: Final = (*(FIELD[op] for op in COMPUTE), "FB")
-_OF_STAGES: Final = (*_WORK, "reduce_grads", "reduce_holders")  # what half of a stage has half of
 _REDUCTIONS: Final = tuple(FIELD[row.op] for row in ROWS if row.lane is Lane.DP)
+_GATHERS: Final = tuple(FIELD[row.op] for row in ROWS if row.lane is Lane.PARAMS)
 
 
 def _all_alike(cost: Cost) -> Cost:
@@ -162,11 +162,12 @@ class Lowering:
         Where the program recomputes, and the draft does not, all of it is recomputed.
         """
         like = self.like
-        tied = like.tied
+        traits = {f.name: getattr(like, f.name) for f in TRAITS}
         ops = like.ops - drafted.ops
         again = {"recompute": "all"} if RECOMPUTE in ops else {}
         if drafted.plan.stages != like.plan.stages:
-            tied = tied_stages(show_tied(tied, like.plan) == "yes", drafted.plan)
+            tied = tied_stages(show_tied(like.tied, like.plan) == "yes", drafted.plan)
+            traits |= {"tied": tied}
             if like.tied and not tied:
                 raise PlanError("of a model that is cut otherwise it is not known what is tied")
             if like.frozen:
@@ -175,16 +176,9 @@ class Lowering:
                 raise PlanError("of a model that is cut otherwise it is not known what skips what")
         return compile(
             drafted,
-            tp=like.tp,
-            dp=like.dp,
             model=self.model,
             costs=costs,
-            tied=tied,
-            clip=like.clip,
-            frozen=like.frozen,
-            skips=like.skips,
-            validate=like.validate,
-            **(self.options | again | options),
+            **(traits | self.options | again | options),
         )
 
 
@@ -203,6 +197,7 @@ class _Changes:
             self._even_stages,
             self._free_messages,
             self._free_reductions,
+            self._free_gathers,
             self._other_transfers,
             self._grouped_transfers,
             self._free_queues,
@@ -250,6 +245,9 @@ class _Changes:
 
     def _free_reductions(self) -> Iterator[Trial]:
         yield self._priced("reductions that take no time", **dict.fromkeys(_REDUCTIONS, 0.0))
+
+    def _free_gathers(self) -> Iterator[Trial]:
+        yield self._priced("gathers of weights that take no time", **dict.fromkeys(_GATHERS, 0.0))
 
     def _other_transfers(self) -> Iterator[Trial]:
         """The same compute with the transfers that the lowering gives it."""
@@ -341,7 +339,7 @@ class _Changes:
 
     def _cut_into(self, stages: int) -> Costs:
         """Costs of the same model in another number of stages, each as long as the others."""
-        now = {name: c for name, c in self.costs.told.items() if name in _OF_STAGES}
+        now = {name: c for name, c in self.costs.told.items() if name in OF_A_STAGE}
         own = self.plan.stages
         return replace(self.costs, **{k: cut(c, own, stages) for k, c in now.items()})
 

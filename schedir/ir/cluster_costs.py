@@ -1,0 +1,213 @@
+"""Cluster costs: what machines make messages, sums, gathers and steps of a plan cost, by bytes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from math import inf
+from typing import Final, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from schedir.errors import CostsError, UsageError
+from schedir.ir.costs import Cost, Costs
+from schedir.ir.mesh import mesh_of
+from schedir.ir.ops import ROWS
+from schedir.ir.per_stage import from_grid, grid
+from schedir.ir.plan import Plan
+from schedir.ir.sizes import Sizes
+
+Floats = NDArray[np.float64]
+# What moves and sums a stage's weights and gradients; and what of that a program does not have,
+# without and with parts on replicas.
+_RINGS: Final = {row.cost: row.ring for row in ROWS if row.ring is not None and row.ring.size}
+_UNPRICED: Final = ({"reduce_scatter", "unshard"}, {"reduce_grads"})
+Processes = NDArray[np.int64]
+Groups = Callable[[Processes], Processes]  # by holders, a row for each group
+
+
+class Machines(Protocol):
+    """What is asked of a Cluster; its fields say what they are."""
+
+    @property
+    def gpus_per_node(self) -> int: ...
+    @property
+    def hbm(self) -> float: ...
+    @property
+    def nvlink(self) -> float: ...
+    @property
+    def network(self) -> float: ...
+    @property
+    def latency(self) -> float: ...
+    @property
+    def kernel_us(self) -> float: ...
+
+    def bandwidth(self, processes: Processes) -> float:
+        """On the slowest link of a ring."""
+
+    def all_reduce_small(self, size: float, processes: Processes) -> float:
+        """Of so few bytes that latency decides."""
+
+
+def filled(
+    cluster: Machines, plan: Plan, sizes: Sizes, costs: Costs, tp: int, dp: int, zero: int
+) -> Costs:
+    """Costs with those that nobody tells filled, as `Cluster.costs` says."""
+    found = _backwards(costs)
+    for name, fill in _Filler(cluster, plan, sizes, tp, dp, zero).fills.items():
+        if name not in costs.told:
+            each = fill()
+            found[name] = from_grid(each[:1] if (each == each[:1]).all() else each)
+    return replace(costs, **found)
+
+
+def _backwards(costs: Costs) -> dict[str, Cost]:
+    """I and W where only B is told.  Raises CostsError where backwards, or F, are not told."""
+    told = costs.told
+    halves = [name for name in ("I", "W") if name in told]
+    if "F" not in told or not ("B" in told or len(halves) == 2):
+        raise CostsError(
+            "a cluster fills costs in seconds, and nobody tells those of F, and of B or I and W",
+            hint="F=0.012,B=0.024",
+        )
+    if len(halves) == 1:
+        raise CostsError(f"of I and W only {halves[0]} is told beside B", hint="I=0.014,W=0.01")
+    return {} if halves else dict.fromkeys(("I", "W"), from_grid(grid(told["B"]) / 2))
+
+
+class _Filler:
+    """What a cluster makes costs of a plan, by bytes; each as `grid` has numbers."""
+
+    def __init__(
+        self, cluster: Machines, plan: Plan, sizes: Sizes, tp: int, dp: int, zero: int
+    ) -> None:
+        self.cluster, self.plan, self.sizes = cluster, plan, sizes
+        self.tp, self.dp, self.zero = tp, dp, zero
+        self.mesh = mesh_of(plan.ranks, tp, dp)
+        self.fills: dict[str, Callable[[], Floats]] = {
+            "send": self.send,
+            "scatter": self.scatter,
+            "gather": self.gather,
+            **{
+                cost: partial(self.ring, cost) for cost in _RINGS if cost not in _UNPRICED[zero > 0]
+            },
+            "reduce_norm": self.reduce_norm,
+            "step": self.step,
+        }
+
+    # ------------------------------------------------------------ messages
+
+    def send(self) -> Floats:
+        """The longer of the messages that a stage sends, each by the slowest of its links."""
+        act, grad = self._leaving("send")
+        nodes, links = self.mesh // self.cluster.gpus_per_node, np.full(self.plan.stages, inf)
+        within, between = self.cluster.nvlink, min(self.cluster.nvlink, self.cluster.network)
+        for stage in np.flatnonzero(self._leaves).tolist():
+            a, b = self.plan.holders[:, stage], self.plan.holders[:, stage + 1]
+            across = (nodes[:, a] != nodes[:, b]).any()
+            links[stage] = between if across else within
+        act, grad = (self._messages(x / self.tp, links) for x in (act, grad))
+        return np.maximum(act, _of_the_next(grad))
+
+    def scatter(self) -> Floats:
+        """Reads and writes a process's own part of what a stage sends."""
+        if self.tp == 1:
+            return np.zeros((1, 1))
+        act, grad = self._leaving("scatter")
+        sent = np.maximum(act, _of_the_next(grad))
+        each = np.maximum(2 * sent / self.tp / self.cluster.hbm, self.cluster.kernel_us / 1e6)
+        return np.where(sent > 0, each, 0.0)
+
+    def gather(self) -> Floats:
+        """An all-gather of what a stage receives."""
+        if self.tp == 1:
+            return np.zeros((1, 1))
+        act, grad = self._leaving("gather")
+        came = np.maximum(_of_the_next(act), grad)
+        links = self._slowest(lambda holders: self.mesh[:, holders].reshape(-1, self.tp))
+        return (self.tp - 1) * self._messages(came / self.tp, links)
+
+    def _leaving(self, cost: str) -> tuple[Floats, Floats]:
+        """Bytes of each stage's activation and its gradient, where they leave a rank, else 0."""
+        act, grad = (self.sizes.each(name, self.plan) for name in ("activation", "gradient"))
+        if self._leaves.any() and not act[self._leaves].all():
+            raise _unknown(cost, "activation=16MB")
+        return act * self._leaves[:, None], grad * self._leaves[:, None]
+
+    @property
+    def _leaves(self) -> NDArray[np.bool_]:
+        """Of which stages the activation goes to another rank."""
+        holders = self.plan.holders
+        return np.append((holders[:, 1:] != holders[:, :-1]).any(0), False)
+
+    def _messages(self, size: Floats, links: Floats) -> Floats:
+        """Seconds of a message of each stage."""
+        return np.where(size > 0, self.cluster.latency + size / links[:, None], 0.0)
+
+    # ------------------------------------------------------------ once a step
+
+    def ring(self, cost: str) -> Floats:
+        """A stage's weights or gradients around a ring of its replicas, or of its holders."""
+        ring, rows = _RINGS[cost], self.plan.rows
+        if ring.members == "holders":
+            members, parts = rows, self.dp if self.zero else 1  # that each has of the sum by then
+        else:
+            members, parts = self.dp, 1
+        if members == 1:
+            return np.zeros((1, 1))
+
+        def groups(holders: Processes) -> Processes:
+            if ring.members == "holders":
+                return self.mesh[:, holders].swapaxes(1, 2).reshape(-1, rows)
+            return self.mesh[:, holders].reshape(self.dp, -1).T
+
+        each = self.sizes.each(ring.size, self.plan)
+        if not each.any():
+            raise _unknown(cost, f"{ring.size}=2GB")
+        message = self._messages(each / parts / members, self._slowest(groups))
+        return ring.turns * (members - 1) * message
+
+    def _slowest(self, groups: Groups) -> Floats:
+        """The bandwidth of each stage's slowest group of processes, by its holders."""
+        known: dict[tuple[int, ...], float] = {}
+        for holders in map(tuple, self.plan.holders.T.tolist()):
+            if holders not in known:
+                each = groups(np.array(holders))
+                known[holders] = min(map(self.cluster.bandwidth, each))
+        return np.array([known[holders] for holders in map(tuple, self.plan.holders.T.tolist())])
+
+    def reduce_norm(self) -> Floats:
+        """One number in float64 over all processes of a replica."""
+        each = [self.cluster.all_reduce_small(8, replica.reshape(-1)) for replica in self.mesh]
+        return np.full((1, 1), max(each))
+
+    def step(self) -> Floats:
+        """The k-th number is rank k's."""
+        names = ("params", "grads", "optimizer")
+        params, grads, optimizer = (self.sizes.of(name, self.plan.stages) for name in names)
+        if not (params.any() and grads.any()):
+            raise _unknown("step", "params=2GB,grads=2GB,optimizer=12GB")
+        touched = (2 * params + grads + 2 * optimizer) / (self.dp if self.zero else 1)
+        each = np.zeros(self.plan.stages)
+        for rank, own in enumerate(self.plan.stages_of):
+            here = slice(min(rank, self.plan.stages - 1), None)  # what is behind is of no rank
+            last = each[here].max() if rank >= self.plan.stages else 0.0
+            each[here] = max(last, touched[list(own)].sum() / self.cluster.hbm)
+        return each[:, None]
+
+
+def _of_the_next(each: Floats) -> Floats:
+    """By stage what is told for the one before."""
+    return np.concatenate([0 * each[:1], each[:-1]])
+
+
+def _unknown(cost: str, sizes: str) -> UsageError:
+    names = [part.partition("=")[0] for part in sizes.split(",")]
+    return UsageError(
+        f"a cluster fills cost {cost} by bytes of {', '.join(names)}, which nobody tells",
+        hint=f"--sizes {sizes}, or Sizes({', '.join(f'{name}=...' for name in names)}), or tell "
+        f"{cost} itself",
+        fields=names,
+    )

@@ -1,0 +1,230 @@
+"""What ZeRO costs: bytes on the wire, summed from programs, seconds of clusters, and waits."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from functools import cache
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from schedir import Cluster, Costs, Plan, Program, Sizes, Timeline, compile, schedules, simulate
+from schedir.analysis.models import MODELS, Model
+from schedir.analysis.volume import volume
+from schedir.errors import UsageError
+from schedir.ir.ops import Lane, Opcode
+from schedir.predict.bubble_causes import Cause, by_cause, idleness
+from schedir.predict.calibrate import calibrate
+from schedir.predict.period import period
+from schedir.predict.what_if import advise
+from tests.commands import said
+
+SIZES = Sizes(activation=60e6, params=2e9, grads=4e9, optimizer=12e9)
+ZOO = {
+    "one_f_one_b": Plan(3, 6), "interleaved": Plan(2, 4, 3), "looped_bfs": Plan(2, 4, 3),
+    "zb_h1": Plan(3, 6), "chimera": Plan(2, 4, 1, "mirror"), "dualpipe": Plan(2, 4, 1, "mirror"),
+}  # fmt: skip
+
+
+@cache
+def of(name: str, **traits: object) -> Program:
+    return compile(getattr(schedules, name), ZOO[name], **traits)  # type: ignore[arg-type]
+
+
+def cluster(nodes: int = 1, gpus_per_node: int = 4, latency: float = 0.0) -> Cluster:
+    return Cluster(nodes, gpus_per_node, 300e12, 80e9, 2e12, 300e9, 20e9, latency=latency)
+
+
+# ---------------------------------------------------------------- bytes on the wire
+
+
+@pytest.mark.parametrize("dp", [2, 3, 64])
+def test_volumes_of_the_paper(dp: int) -> None:
+    """2 Psi, 2 Psi, 2 Psi and 3 Psi, of which a part of 1/dp stays at home (1910.02054, 7).
+
+    One rank whose stages run forward one by one, and back: each has two turns but the last ones,
+    which stay whole, and have no weights here.
+    """
+    psi = 3 * 2e9
+    each = (2e9, 2e9, 2e9, 0, 0, 0)
+    sizes = Sizes(params=each, grads=each)
+    for zero, times in enumerate((2, 2, 2, 3)):
+        program = compile(schedules.looped_bfs, Plan(1, 4, 6), dp=dp, zero=zero)
+        sent = sum(each[0] for each in volume(program, sizes).values())
+        assert sent == pytest.approx(times * psi * (dp - 1) / dp)
+
+
+@pytest.mark.parametrize("name", ZOO)
+def test_bytes_are_those_of_the_instructions(name: str) -> None:
+    """Added up by hand, one instruction after the other."""
+    for zero, reduce in ((0, "end"), (1, "end"), (2, "turn"), (3, "end"), (3, "turn")):
+        program = of(name, dp=4, zero=zero, reduce=reduce, tp=2)
+        once = {"unshard": 2e9, "reduce_scatter": 4e9, "reduce_grads": 8e9}
+        want = np.zeros((len(Lane), program.plan.ranks))
+        for rank, stream in enumerate(program.streams):
+            for i in stream:
+                if i.op.name in ("Unshard", "ReduceScatter", "ReduceGrads"):
+                    lane = Lane.PARAMS if i.op is Opcode.Unshard else Lane.DP
+                    want[lane, rank] += once[str(i).split()[0]] * 3 / 4
+                if i.op is Opcode.ReduceHolders:  # of two, the part that each has by then
+                    want[Lane.DP, rank] += 4e9 / (4 if zero else 1)
+                if i.op.name in ("SendAct", "SendGrad"):
+                    want[Lane.ACT if i.op.name == "SendAct" else Lane.GRAD, rank] += 30e6
+                if i.op.name in ("Gather", "GatherGrad"):
+                    want[Lane.TP, rank] += 30e6
+        found = volume(program, SIZES)
+        for lane in Lane:
+            assert found.get(lane, np.zeros(program.plan.ranks)) == pytest.approx(want[lane])
+
+
+def test_reducing_each_turn_sends_as_often_as_there_are_turns() -> None:
+    end, turn = (volume(of("interleaved", dp=2, zero=3, reduce=r), SIZES) for r in ("end", "turn"))
+    assert (turn[Lane.DP] > end[Lane.DP]).all() and (turn[Lane.PARAMS] == end[Lane.PARAMS]).all()
+    same = [volume(of("looped_bfs", dp=2, zero=3, reduce=r), SIZES) for r in ("end", "turn")]
+    assert (same[0][Lane.DP] == same[1][Lane.DP]).all()  # it has one run of backwards of each
+
+
+def test_simulate_says_what_is_sent(capsys: pytest.CaptureFixture[str]) -> None:
+    shape = ["simulate", "looped_bfs", "--ranks=1", "--microbatches=4", "--stages-per-rank=4",
+             "--dp=2", "--zero=3", "--sizes=params=2GB,grads=4GB"]  # fmt: skip
+    assert "a process sends, at most: dp 8 GB, params 6 GB\n" in said(capsys, *shape)
+    found = json.loads(said(capsys, *shape, "--json"))
+    assert found["sent"] == {"dp": [8e9], "params": [6e9]}
+    assert "sends" not in said(capsys, *shape[:-1])
+
+
+# ---------------------------------------------------------------- seconds of a cluster
+
+
+def test_gathers_and_reductions_take_half_of_an_all_reduce() -> None:
+    """Of replicas within a node, and on a node each: the link that their ring crosses."""
+    for nodes, each, link in ((1, 8, 300e9), (2, 4, 20e9)):
+        near, plan = cluster(nodes, each, 1e-5), Plan(4, 8)
+        plain = near.costs(plan, SIZES, Costs(F=1, B=2), dp=2)
+        assert plain.unshard is None and plain.reduce_scatter is None
+        assert plain.reduce_grads == pytest.approx(2 * (1e-5 + 4e9 / 2 / link))
+        for zero in (1, 2, 3):
+            costs = near.costs(plan, SIZES, Costs(F=1, B=2), dp=2, zero=zero)
+            assert costs.unshard == pytest.approx(1e-5 + 2e9 / 2 / link)
+            assert costs.reduce_scatter == pytest.approx(1e-5 + 4e9 / 2 / link)
+            assert costs.reduce_grads is None  # there is none
+            assert costs.step == pytest.approx(float(plain.step) / 2)  # type: ignore[arg-type]
+
+
+def test_each_stage_costs_what_its_weights_take() -> None:
+    sizes = replace(SIZES, params=(1e9, 2e9), grads=(0, 4e9))
+    costs = cluster().costs(Plan(2, 4), sizes, Costs(F=1, B=2), dp=2, zero=3)
+    assert costs.unshard == pytest.approx((0.5 / 300, 1 / 300))
+    assert costs.reduce_scatter == pytest.approx((0, 2 / 300))
+
+
+@pytest.mark.parametrize(
+    ("name", "sizes"), [("unshard", {"params"}), ("reduce_scatter", {"grads"})]
+)
+def test_bytes_are_asked_for(name: str, sizes: set[str]) -> None:
+    told = dict.fromkeys({"unshard", "reduce_scatter", "send", "step"} - {name}, 0.0)
+    with pytest.raises(UsageError) as caught:
+        cluster().costs(Plan(2, 4), None, Costs(F=1, B=2, **told), dp=2, zero=2)
+    assert {*caught.value.fields} == sizes
+
+
+def test_holders_sum_parts() -> None:
+    plan = Plan(2, 4, placement="mirror")
+    for zero, parts in ((0, 1), (3, 2)):
+        costs = cluster().costs(plan, SIZES, Costs(F=1, B=2), dp=2, zero=zero)
+        assert costs.reduce_holders == pytest.approx(4e9 / parts / 300e9)
+
+
+def test_the_command_fills_them(capsys: pytest.CaptureFixture[str]) -> None:
+    shape = ["simulate", "zb_h1", "--ranks=4", "--microbatches=4", "--tp=2", "--dp=2", "--zero=3",
+             "--sizes=activation=60MB,params=2GB,grads=4GB,optimizer=12GB",
+             "--cluster=examples/selene.toml", "--costs=F=0.01,B=0.02", "--json"]  # fmt: skip
+    filled = json.loads(said(capsys, *shape))["filled"]
+    assert filled["unshard"] == pytest.approx(2 * filled["reduce_scatter"] / 4)
+    assert "reduce_grads" not in filled
+
+
+# ---------------------------------------------------------------- times
+
+COST = st.sampled_from([0.0, 0.25, 1.0, 3.0])
+CASES = st.tuples(st.sampled_from(sorted(ZOO)), st.sampled_from(MODELS), st.booleans())
+
+
+def ran(program: Program, costs: Costs, model: Model, *, blocks: bool) -> Timeline:
+    model = "serial" if blocks else model
+    return simulate(program, costs, model=model, blocks=blocks)
+
+
+@given(CASES, st.integers(1, 3), COST, COST)
+def test_free_gathers_and_reductions_are_plain_data_parallelism(
+    case: tuple[str, Model, bool], zero: int, step: float, send: float
+) -> None:
+    name, model, blocks = case
+    costs = Costs(F=1, B=2, step=step, send=send)
+    plain = ran(of(name, dp=2), costs, model, blocks=blocks)
+    assert ran(of(name, dp=2, zero=zero), costs, model, blocks=blocks).span == plain.span
+
+
+@given(CASES, st.integers(1, 3), st.sampled_from(["unshard", "reduce_scatter"]), COST, COST)
+def test_what_costs_more_never_takes_less(
+    case: tuple[str, Model, bool], zero: int, which: str, first: float, second: float
+) -> None:
+    name, model, blocks = case
+    program = of(name, dp=2, zero=zero)
+    spans = [
+        ran(program, Costs(F=1, B=2, **{which: cost}), model, blocks=blocks).span
+        for cost in sorted([first, second])
+    ]
+    assert spans[0] <= spans[1] + 1e-9
+
+
+def test_a_step_begins_with_its_gathers() -> None:
+    """Nobody gathers before the step that makes the parts: of many steps each waits anew."""
+    program = of("one_f_one_b", dp=2, zero=3)
+    plain, waits = (period(program, Costs(F=1, B=2, unshard=c)) for c in (0.0, 2.0))
+    assert waits == plain + 2
+
+
+# ---------------------------------------------------------------- waits for weights
+
+
+def test_waits_for_weights_have_a_cause() -> None:
+    """One rank: its first gather is waited for, and no other is longer than what runs meanwhile."""
+    program = compile(schedules.looped_bfs, Plan(1, 4, 4), dp=2, zero=3)
+    found = simulate(program, Costs(F=1, B=2, unshard=0.5, reduce_scatter=0.25))
+    table = by_cause(idleness(found), 1)
+    assert table[0, Cause.WEIGHTS] == 0.5 and table[0, Cause.REDUCTION] == 0.25
+    assert table.sum() == found.idle.sum() == 0.75
+    idle = idleness(found)
+    waited = found.spans["op"][idle["awaits"][idle["cause"] == Cause.WEIGHTS]]
+    assert {*waited.tolist()} == {Opcode.Unshard}
+
+
+@pytest.mark.parametrize("name", ZOO)
+def test_a_measured_run_tells_what_its_gathers_cost(name: str) -> None:
+    """Where others wait for them; what nobody waited for costs nothing."""
+    program = of(name, dp=2, zero=3)
+    costs = Costs(F=1, B=2, unshard=1.5, reduce_scatter=2.5)
+    run = replace(simulate(program, costs), kind="measured", unit="s")
+    found = calibrate(run)
+    assert (found.unshard, found.reduce_scatter) == (1.5, 2.5)
+    assert simulate(program, found).span == pytest.approx(run.span)
+
+
+def test_gathers_that_take_no_time_are_tried() -> None:
+    program = compile(schedules.looped_bfs, Plan(1, 4, 4), dp=2, zero=3)
+    run = simulate(program, Costs(F=1, B=2, unshard=7))
+    best = {change.what: change.saves for change in advise(run, Costs(F=1, B=2, unshard=7)).changes}
+    assert best["gathers of weights that take no time"] == pytest.approx(1 - 48 / run.span)
+
+
+def test_advice_keeps_what_replicas_hold() -> None:
+    """A schedule that is tried in its place is lowered with the same level, and pays for it."""
+    program = compile(schedules.gpipe, Plan(2, 4), dp=2, zero=3)
+    costs = Costs(F=1, B=2, unshard=100)
+    changes = advise(simulate(program, costs), costs).changes
+    other = max(c.saves for c in changes if "gathers of weights" not in c.what)
+    assert other < 0.6  # twice as many microbatches have as many gathers
