@@ -275,10 +275,9 @@ def backward_weight(state: State, i: Instr) -> Call:
 
 def _beginning(state: State, i: Instr) -> Callable[[], Reduction | None]:
     """What finds the reduction that begins under an instruction, if one does."""
-    if i not in state.last_to_add:
+    if (reduction := state.last_to_add.get(i)) is None:
         return lambda: None
-    update = i.mb // state.plan.per_update
-    return lambda: None if state.late else state.reductions[i.stage, update]
+    return lambda: None if state.late else state.reductions[reduction]
 
 
 def _both(

@@ -174,6 +174,7 @@ class Executor:
         self.unstepped = Unstepped(self.state)
         self.position, self.under_way = 0, False  # in the Stream; in a step, or one that has failed
         self.calls = linked(self.state)
+        self.state.cut()
 
     @property
     def program(self) -> Program:

@@ -3,51 +3,83 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
+from typing import Final
 
 import torch
 from torch import Tensor, nn
 
 from schedir.errors import ModelError
+from schedir.runtime.layout import Bucket, Share, buckets_of
 
 Views = list[tuple[nn.Parameter, Tensor]]
 Copies = Callable[[nn.Parameter], Iterable[nn.Parameter]]
+_ALONE: Final = Share()
 
 
 class Gradients:
-    """The gradients of a stage: each of `flat` is a buffer for parameters whose type is one.
+    """The gradients of a stage: each of `flat` is a buffer for the parameters of one bucket.
 
-    That is a parameter's own type, or its `grad_dtype` where it has been set.  Of a type there is
-    one buffer, or several of at most `most` bytes, unless one parameter has more; in the order of
-    parameters, cut from the last on.  `views` are the parameters of each, with their gradients.
+    They have one type: a parameter's own, or its `grad_dtype` where it has been set.  A bucket has
+    at most `most` bytes, unless one parameter has more.  `views` are the parameters of each, with
+    their gradients.  Backward passes accumulate into these, so a reduction is one call on each
+    buffer.  `kept` is what is left of each when it is reduced, and `pieces` are the gradients then,
+    by part and parameter: of all parts, or, where each replica keeps a part of the sum, of its own.
 
-    Backward passes accumulate into the views, so a reduction is one call on each buffer.
+    From level 2 of ZeRO on `kept` is memory of its own, and buffers are there from `make` until
+    they are `let_go` one by one; `made` says that what is there may be added to.
+
     A stage without parameters, or whose parameters are all frozen, has no buffer.  With `most`
     None no stage has one: each `.grad` is autograd's own, and is added to as that does.
     """
 
-    def __init__(self, module: nn.Module, most: float | None = math.inf) -> None:
+    def __init__(
+        self,
+        module: nn.Module,
+        most: float | None = math.inf,
+        share: Share = _ALONE,
+        tied: Collection[nn.Parameter] = (),
+    ) -> None:
         self.names = {p: name for name, p in module.named_parameters() if p.requires_grad}
         self.parameters = [*self.names]
-        kinds: dict[tuple[torch.dtype, torch.device], list[nn.Parameter]] = {}
-        for p in () if most is None else self.parameters:
-            kinds.setdefault((p.grad_dtype or p.dtype, p.device), []).append(p)
-        self.flat: list[Tensor] = []
-        self.views: list[Views] = []
-        for (dtype, device), alike in kinds.items():
-            for own in _cut(alike, dtype.itemsize, most or 0):
-                sizes = [p.numel() for p in own]
-                flat = torch.zeros(sum(sizes), dtype=dtype, device=device)
-                self.flat.append(flat)
-                parts = zip(own, flat.split(sizes), strict=True)
-                self.views.append([(p, part.view_as(p)) for p, part in parts])
+        shared, self.cut = share != _ALONE, share.cuts("grads")
+        self.buckets: list[Bucket] = []
+        if most is not None:
+            how = (share.replicas, tied if shared else ())
+            self.buckets = buckets_of(self.parameters, most, *how, aligned=shared)
+        self.flat = [
+            torch.zeros(b.numel, dtype=b.grad_dtype, device=b.device) for b in self.buckets
+        ]
+        self.views: list[Views] = [
+            [*zip(b.parameters, b.views(flat), strict=True)]
+            for b, flat in zip(self.buckets, self.flat, strict=True)
+        ]
         self.bound = [bound for views in self.views for bound in views]
         self.places = self._places()
+        self.kept = self.flat
+        if share.zero:
+            own = [*map(lambda b, flat: b.part(flat, share.replica), self.buckets, self.flat)]
+            self.kept = [*map(torch.zeros_like, own)] if self.cut else own
+        self.pieces: dict[int, dict[nn.Parameter, Tensor]] = {
+            k: {
+                p: piece
+                for b, kept in zip(self.buckets, self.kept, strict=True)
+                for p, piece in zip(
+                    b.parameters,
+                    b.pieces(kept if share.zero else b.part(kept, k), k),
+                    strict=True,
+                )
+            }
+            for k in share.parts
+        }
+        self.made = not self.cut
+        for k in range(len(self.flat)) if self.cut else ():
+            self.let_go(k)
         self.zero()
 
     def scale(self, by: float | Tensor) -> None:
-        """Multiply every gradient; a 0-dim tensor counts as a number does."""
-        for flat in self.flat:
+        """Multiply every gradient that is kept; a 0-dim tensor counts as a number does."""
+        for flat in self.kept:
             scale(flat, by)
 
     def collect(self, k: int, copies: Copies) -> None:
@@ -72,9 +104,21 @@ class Gradients:
                 f"the gradient of {name} has been moved, as by a `to` of its module",
                 hint="make the executor after the last such change",
             )
-        for flat in self.flat:
-            flat.zero_()
+        if not self.cut:
+            for flat in self.flat:
+                flat.zero_()
         self.bind()
+
+    def make(self) -> None:
+        """Let there be buffers again, of zeros."""
+        for flat in self.flat:
+            flat.untyped_storage().resize_(flat.nbytes)
+            flat.zero_()
+        self.made = True
+
+    def let_go(self, k: int) -> None:
+        """Let a buffer go, of which everything is kept that will be asked for."""
+        self.flat[k].untyped_storage().resize_(0)
 
     def bind(self) -> None:
         """Let every `.grad` be its view again."""
@@ -88,20 +132,6 @@ class Gradients:
             first = flat.data_ptr()
             places += [view.data_ptr() - first if view.numel() else 0 for _, view in views]
         return places
-
-
-def _cut(parameters: list[nn.Parameter], itemsize: int, most: float) -> list[list[nn.Parameter]]:
-    """Runs of parameters, in their order, whose gradients have at most so many bytes."""
-    runs: list[list[nn.Parameter]] = []
-    room = 0.0
-    for p in reversed(parameters):
-        size = p.numel() * itemsize
-        if not runs or size > room:
-            runs.append([])
-            room = most
-        runs[-1].append(p)
-        room = max(room - size, 0)
-    return [run[::-1] for run in reversed(runs)]
 
 
 def scale(flat: Tensor, by: float | Tensor) -> None:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from math import inf
 from types import MappingProxyType
@@ -21,7 +22,9 @@ from schedir.runtime.ahead import Ahead
 from schedir.runtime.batch import Batch
 from schedir.runtime.gradients import Gradients
 from schedir.runtime.implied_acks import implied_acks
+from schedir.runtime.layout import Share
 from schedir.runtime.lender import Lender
+from schedir.runtime.parts import Parts, cut_state
 from schedir.runtime.per_microbatch import Passing
 from schedir.runtime.precision import LossScale, Steps, step_if
 from schedir.runtime.random import Draws
@@ -108,13 +111,17 @@ class Stage:
         *,
         several: bool,
         most: float | None,
+        share: Share,
+        tied: Collection[nn.Parameter],
+        aliases: Mapping[nn.Parameter, nn.Parameter],
     ) -> None:
         self.module = module
         self.lender = Lender()
         self.own = Own(module, instead) if instead else None  # where it shares a Parameter
         if self.own is not None:
             self.own.use()
-        self.gradients = Gradients(module, most)
+        self.gradients = Gradients(module, most, share, tied)
+        self.weights = Parts(self.gradients, share, aliases) if share.zero else None
         # What is on its way to an instruction that takes in a value, by kind and microbatch.
         self.arrivals: dict[tuple[Token, int], Work] = {}
         self.versions = Versions(module, plan, instrs) if several else None
@@ -131,6 +138,8 @@ class Stage:
 
     def restore(self) -> None:
         """Let the module have its parameters as everybody sees them."""
+        if self.weights is not None:
+            self.weights.rest()
         if self.versions is not None:
             self.versions.restore()
         if self.own is not None:
@@ -171,6 +180,7 @@ class State:
         self.tied, self.copies = weights, copies
         instead, self.aliases = stand_ins(weights, copies)
         self.apart = any(is_apart(weight, self.plan) for weight in weights)
+        self.share = Share(program.dp, transport.dp_rank, program.zero)
         self.stages = {
             s: Stage(
                 stages[s],
@@ -178,7 +188,10 @@ class State:
                 (i for i in self.stream if i.stage == s),
                 instead.get(s, {}),
                 several=self.trains and self.plan.updates > 1 and s >= program.frozen,
-                most=None if adds else reduction.BUCKET if program.dp > 1 else inf,
+                most=None if adds else reduction.BUCKET if self.share != Share() else inf,
+                share=self.share if s >= program.frozen else Share(program.dp, transport.dp_rank),
+                tied=[weight.own[s] for weight in weights if s in weight.own],
+                aliases=self.aliases,
             )
             for s in self.plan.stages_of[rank]
         }
@@ -204,9 +217,10 @@ class State:
         # reductions that nobody has waited for.
         self.sending: dict[int, tuple[Work, Tensor]] = {}
         self.reducing: list[Work] = []
-        # Sums over replicas, by stage and update; under what they begin, unless they are `late`.
-        self.reductions: dict[tuple[int, int], Reduction] = {}
-        self.last_to_add = last_to_add(self.stream, self.plan) if program.dp > 1 else set()
+        self.scattering: deque[tuple[int, list[Work]]] = deque()  # by stage, the first first
+        # Sums over replicas, and what each begins under, unless they are `late`.
+        self.reductions: dict[Instr, Reduction] = {}
+        self.last_to_add = last_to_add(self.stream) if program.dp > 1 else {}
         self.late = False
         # Within `as_of(k)` the recorder counts what is started as instruction k's.
         self.as_of: Callable[[int], AbstractContextManager[object]] = nullcontext
@@ -220,6 +234,22 @@ class State:
         self.buffers = transport.buffers(rooms, self.device)
         self._outgoing: dict[tuple[Token, int, bool], Tensor] = {}  # and of what is sent
         self.reuse_after_send = _reuse_after_send(program, rank)
+
+    def cut(self) -> None:
+        """Keep of what replicas share no more than the own part: the end of what can be undone."""
+        parts: dict[nn.Parameter, Tensor] = {}
+        pieces: dict[nn.Parameter, tuple[torch.Size, int, int]] = {}
+        for stage in self.stages.values():
+            if (weights := stage.weights) is not None:
+                weights.cut(parts)
+                for bucket, own in zip(weights.buckets, weights.own, strict=True):
+                    parts |= dict.fromkeys(bucket.parameters[:1], own)
+                    ranges = bucket.ranges(self.share.replica)
+                    for p, shape, (low, high, _) in zip(
+                        bucket.parameters, bucket.shapes, ranges, strict=True
+                    ):
+                        pieces[p] = shape, low, high
+        cut_state(self.optimizer, pieces)
 
     def begin(self, batch: Batch) -> None:
         """Make ready for a step."""
@@ -254,11 +284,13 @@ class State:
     def begin_update(self, update: int) -> None:
         """Make ready for an update: no gradients, and the weights as they are now."""
         for alias, one in self.aliases.items():
-            if alias.data_ptr() != one.data_ptr():  # its `data` has been set
+            if not self.share.zero and alias.data_ptr() != one.data_ptr():  # its `data` is another
                 alias.data = one.data
             if self.adds:
                 alias.grad = None
         for stage in self.stages.values():
+            if stage.weights is not None:
+                stage.weights.begin()
             stage.gradients.zero()
             if stage.versions is not None and update:
                 stage.versions.keep(update)
@@ -331,9 +363,29 @@ class State:
 
     def wait_for_reductions(self) -> None:
         """Wait until every reduction that was begun has ended."""
+        while self.scattering:
+            self._wait_for_parts()
         for work in self.reducing:
             work.wait()
         self.reducing.clear()
+
+    def make_room(self, stage: int) -> None:
+        """Let there be a stage's whole gradient, for somebody to add to.
+
+        No more than one other that is on its way to be let go is there beside it.
+        """
+        gradients = self.stages[stage].gradients
+        if gradients.made:
+            return
+        while len(self.scattering) > 1 or any(s == stage for s, _ in self.scattering):
+            self._wait_for_parts()
+        gradients.make()
+
+    def _wait_for_parts(self) -> None:
+        """Wait for the first reduction to parts that nobody has waited for."""
+        _, works = self.scattering.popleft()
+        for work in works:
+            work.wait()
 
     def restore(self) -> None:
         """Let the modules have their parameters as between steps."""

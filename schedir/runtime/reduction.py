@@ -18,8 +18,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from schedir.errors import ModelError
-from schedir.ir.ops import ADDS, ROWS, Instr, Per, Token
-from schedir.ir.plan import Plan
+from schedir.ir.ops import ADDS, ROWS, Instr, Token, producers
 from schedir.ir.program import Stream
 from schedir.runtime.gradients import Copies, Gradients
 from schedir.runtime.split import Tape
@@ -31,23 +30,26 @@ BUCKET: Final = 32 * 2**20  # bytes: enough for a link's rate; the last, which i
 # Where a backward begins: the last stage's loss, or where an output came from.
 Root = Tensor | GradientEdge
 
-# What knows of the sum of an update's gradients before it is reduced.
+_REDUCE: Final = producers(Token.GRAD)
+# What knows of the sum of gradients before it is reduced.
 _OF_SUMS: Final = tuple(
     row.op for row in ROWS if Token.WGRAD in {*row.needs, *row.gives} - {*row.frees}
 )
 
 
-def last_to_add(stream: Stream, plan: Plan) -> set[Instr]:
-    """Of each own stage and update, the last instruction of a rank that adds to the gradient.
+def last_to_add(stream: Stream) -> dict[Instr, Instr]:
+    """Of each reduction, by the last instruction that adds to what it reduces.
 
     Not of one that something else reads or changes before it is reduced.
     """
-    last: dict[tuple[int, int], Instr] = {}
+    found: dict[Instr, Instr] = {}
+    last: dict[int, Instr] = {}
     for i in stream:
         if i.op in _OF_SUMS:
-            per_update = plan.per_update if ROWS[i.op].per is Per.MICROBATCH else 1
-            last[i.stage, i.mb // per_update] = i
-    return {i for i in last.values() if i.op in ADDS}
+            last[i.stage] = i
+        elif i.op in _REDUCE and i.stage in last and (adds := last.pop(i.stage)).op in ADDS:
+            found[adds] = i
+    return found
 
 
 class Reduction:

@@ -16,33 +16,46 @@ from schedir.runtime.precision import are_finite
 from schedir.runtime.random import UPDATE
 from schedir.runtime.rank import Call, State
 from schedir.runtime.reduction import Reduction
-from schedir.runtime.tied import summing
+from schedir.runtime.tied import Weight, summing
 from schedir.transports.transport import Work
 
 
 def reduce_grads(state: State, i: Instr) -> Call:
-    stage, plan = state.stages[i.stage], state.plan
-    gradients, versions = stage.gradients, stage.versions
+    stage = state.stages[i.stage]
+    gradients, scaled = stage.gradients, scaling(state, i.stage, i.mb)
     start, reducing, at = state.transport.collective, state.reducing, state.index_of[i]
-    taken = [  # the losses that are taken here
-        mb
-        for mb in range(i.mb * plan.per_update, (i.mb + 1) * plan.per_update)
-        if i.stage == plan.stages - 1 and plan.rank_at(i.stage, mb) == state.rank
-    ]
 
     def begin(k: int) -> list[Work]:
-        flat = gradients.flat[k]
-        scale(flat, state.scale)
-        if taken and not k:  # a gradient may not tell of its loss: a mean over no tokens is zero
-            losses = torch.stack([state.losses[mb] for mb in taken])
-            spoil(flat, (losses - losses).sum())
+        flat = scaled(k)
         if state.program.dp == 1:
             return []
         with state.as_of(at):
             return [start("all_reduce", "dp", flat, flat)]
 
-    state.reductions[i.stage, i.mb] = reduction = Reduction(gradients, begin, versions)
+    state.reductions[i] = reduction = Reduction(gradients, begin, stage.versions)
     return Call(None, lambda: reducing.extend(reduction.end()))
+
+
+def scaling(state: State, stage: int, update: int | None) -> Callable[[int], Tensor]:
+    """What scales a buffer of a stage, by number, before it is reduced, and returns it; with the
+    last of an update it takes the losses."""
+    gradients, plan = state.stages[stage].gradients, state.plan
+    taken = [  # the losses that are taken here
+        mb
+        for mb in range(plan.microbatches)
+        if stage == plan.stages - 1 and plan.rank_at(stage, mb) == state.rank
+        if mb // plan.per_update == update
+    ]
+
+    def scaled(k: int) -> Tensor:
+        flat = gradients.flat[k]
+        scale(flat, state.scale)
+        if taken and not k:  # a gradient may not tell of its loss: a mean over no tokens is zero
+            losses = torch.stack([state.losses[mb] for mb in taken])
+            spoil(flat, (losses - losses).sum())
+        return flat
+
+    return scaled
 
 
 def reduce_holders(state: State, i: Instr) -> Call:
@@ -50,7 +63,7 @@ def reduce_holders(state: State, i: Instr) -> Call:
     start, reducing = state.transport.collective, state.reducing
 
     def run() -> None:
-        for flat in gradients.flat:
+        for flat in gradients.kept:
             reducing.append(start("all_reduce", holders, flat, flat))
 
     # The sum over replicas comes first; what is reduced here alone is there already.
@@ -58,7 +71,12 @@ def reduce_holders(state: State, i: Instr) -> Call:
 
 
 def reduce_tied(state: State, i: Instr) -> Call:
-    sums = [summing(w, state.plan, state.rank, state.transport, state.reducing) for w in state.tied]
+    sums = [
+        summing(
+            w, state.plan, state.rank, state.transport, state.reducing, partial(_summed, state, w)
+        )
+        for w in state.tied
+    ]
 
     def run() -> None:
         for weight in state.tied if state.adds else ():
@@ -68,6 +86,16 @@ def reduce_tied(state: State, i: Instr) -> Call:
             begin()
 
     return Call(state.wait_for_reductions, run)
+
+
+def _summed(state: State, weight: Weight, stage: int) -> Tensor:
+    """The gradient of a stage's copy of a tied weight, or the part of it that is kept."""
+    gradients, copy = state.stages[stage].gradients, weight.own[stage]
+    for bucket, kept in zip(gradients.buckets, gradients.kept, strict=True):
+        if state.program.zero and bucket.parameters == [copy]:
+            return kept
+    assert copy.grad is not None, "gradients have their buffers"
+    return copy.grad
 
 
 def reduce_norm(state: State, i: Instr) -> Call:
@@ -81,9 +109,13 @@ def reduce_norm(state: State, i: Instr) -> Call:
 
 
 def own_norm(state: State) -> Callable[[], Tensor]:
-    """What takes the sum of squares of the rank's own gradients: 0-dim float64."""
+    """What takes the sum of squares of the rank's own gradients: 0-dim float64.
+
+    Those of each parameter's part of a replica, then of the part, and of all of them: in one order,
+    whether each replica has one part or all have all.
+    """
     counted = [
-        p
+        (stage.gradients, p)
         for s, stage in state.stages.items()
         for p in stage.gradients.parameters
         # What several ranks hold in full is counted by one of them.
@@ -92,9 +124,17 @@ def own_norm(state: State) -> Callable[[], Tensor]:
         and not any(p is w.own.get(s) and s > w.stages[0] for w in state.tied)
     ]
 
+    of_replicas = state.transport.collective
+    parts = [[gradients.pieces[k][p] for gradients, p in counted] for k in state.share.parts]
+
     def own() -> Tensor:
-        total = sum_of_squares(p.grad for p in counted if p.grad is not None)
-        return torch.zeros_like(state.norm) if total is None else total
+        zero = torch.zeros_like(state.norm)
+        sums = [zero if (sum_ := sum_of_squares(part)) is None else sum_ for part in parts]
+        each = torch.stack(sums)
+        if len(parts) < state.share.replicas:
+            each = each.new_empty(state.share.replicas)
+            of_replicas("all_gather", "dp", each, torch.stack(sums)).wait()
+        return each.sum()
 
     return own
 
@@ -118,9 +158,16 @@ def step(state: State, i: Instr) -> Call:
             finite, shrink = judge(state.max_norm, state.norm)
             state.norm = state.norm.sqrt()
         else:
-            finite = are_finite(flat for s in state.stages.values() for flat in s.gradients.flat)
-        for stage in state.stages.values() if state.program.clip else ():
-            stage.gradients.scale(shrink)
+            finite = are_finite(flat for s in state.stages.values() for flat in s.gradients.kept)
+            if state.program.zero and state.program.dp > 1:  # each knows of its part
+                spoilt = finite.logical_not().to(torch.int32)
+                state.transport.collective("all_reduce", "dp", spoilt, spoilt).wait()
+                finite = spoilt == 0
+        for stage in state.stages.values():
+            if state.program.clip:
+                stage.gradients.scale(shrink)
+            if stage.weights is not None:
+                stage.weights.rest()
         state.finite[i.mb] = finite
         state.let_step(finite)
         if state.loss_scale is not None:

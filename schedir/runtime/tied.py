@@ -23,7 +23,7 @@ from schedir.ir.plan import Plan
 from schedir.ir.program import Program
 from schedir.ir.ties import Place, Tied, Ties, meets, ranks_of, show_tie
 from schedir.runtime.precision import options_of
-from schedir.transports.transport import Transport, Work
+from schedir.transports.transport import Then, Transport, Work
 
 SAMPLE = 4096  # numbers of a parameter that are compared
 HOW = "ties = schedir.ties(stages), for compile(..., tied=ties) and the executor's tied=ties"
@@ -339,56 +339,49 @@ def stand_ins(
     return instead, aliases
 
 
-def _grad(copy: nn.Parameter) -> Tensor:
-    assert copy.grad is not None, "gradients have their buffers"
-    return copy.grad
-
-
-def _spread(own: Mapping[int, nn.Parameter], sums: Sequence[Tensor]) -> None:
-    """Add up sums, the first first, into the gradient of every own copy."""
+def _spread(*sums: Tensor, into: Sequence[Tensor] | None = None) -> None:
+    """Add up sums, the first first, into each of them, or into others."""
     total, *others = sums
     for other in others:
         total.add_(other)
-    for copy in own.values():
-        if (grad := _grad(copy)) is not total:
+    for grad in sums if into is None else into:
+        if grad is not total:
             grad.copy_(total)
 
 
-class _Then:
-    """Work, and what is to be done after it."""
-
-    def __init__(self, work: Work, then: Callable[[], None]) -> None:
-        self.work, self.then = work, then
-
-    def wait(self) -> None:
-        self.work.wait()
-        self.then()
-
-
 def summing(
-    weight: Weight, plan: Plan, rank: int, transport: Transport, under_way: list[Work]
+    weight: Weight,
+    plan: Plan,
+    rank: int,
+    transport: Transport,
+    under_way: list[Work],
+    grad_of: Callable[[int], Tensor],
 ) -> Callable[[], None]:
-    """What begins to sum the gradients of a weight, in the order of stages, into every copy."""
-    own, ranks = weight.own, ranks_of(weight.stages, plan)
+    """What begins to sum the gradients of a weight, in the order of stages, into every copy.
+
+    `grad_of` tells that of an own stage's copy, or the part of it that the replica keeps.
+    """
+    own, ranks = [*weight.own], ranks_of(weight.stages, plan)
     if not meets(weight.stages, plan):
-        return lambda: _spread(own, [*map(_grad, own.values())])
+        return lambda: _spread(*map(grad_of, own))
     if len(ranks) == len(weight.stages) == 2:  # in place: a sum of two has one order
-        (copy,) = own.values()
+        (copy,) = own
 
         def in_place() -> None:
-            grad = _grad(copy)
+            grad = grad_of(copy)
             under_way.append(transport.collective("all_reduce", ranks, grad, grad))
 
         return in_place
 
     def begin() -> None:
-        first = _grad(next(iter(own.values())))
+        grads = {s: grad_of(s) for s in own}
+        first = next(iter(grads.values()))
         # One row for each stage, filled where its first holder is, so that all know every sum.
         rows = first.new_zeros((len(weight.stages), *first.shape))
         for row, s in zip(rows, weight.stages, strict=True):
             if s in own and plan.rank_of[s] == rank:
-                row.copy_(_grad(own[s]))
+                row.copy_(grads[s])
         work = transport.collective("all_reduce", ranks, rows, rows)
-        under_way.append(_Then(work, partial(_spread, own, [*rows])))
+        under_way.append(Then(work, partial(_spread, *rows, into=[*grads.values()])))
 
     return begin

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
@@ -135,6 +135,18 @@ class Done:
 
     def wait(self) -> None:
         """Return at once."""
+
+
+class Then:
+    """Work, and what is to be done after it."""
+
+    def __init__(self, work: Work, then: Callable[[], None]) -> None:
+        self.work, self.then = work, then
+
+    def wait(self) -> None:
+        """Wait, and do it."""
+        self.work.wait()
+        self.then()
 
 
 class Around:
