@@ -19,7 +19,8 @@ from schedir.ir.ops import BOUNDARY, COMPUTE
 from schedir.runtime.batch import Batch, Keywords, Microbatches
 from schedir.runtime.executor import Executor
 from schedir.runtime.graphs import own_batch, require_gpu, undrawn, write
-from schedir.runtime.rank import Call, Slots
+from schedir.runtime.rank import Call
+from schedir.runtime.slots import Slots
 from schedir.runtime.undone import undone
 
 

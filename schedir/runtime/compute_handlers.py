@@ -20,10 +20,12 @@ from schedir.runtime.batch import tensors_of
 from schedir.runtime.checkpoint import Checkpoints
 from schedir.runtime.given import one_number
 from schedir.runtime.random import BACKWARD, FORWARD, WEIGHT
-from schedir.runtime.rank import Call, Slot, Stage, State
+from schedir.runtime.rank import Call, State
 from schedir.runtime.reduction import Reduction, Root
+from schedir.runtime.slots import Slot
 from schedir.runtime.split import Tape, recording
 from schedir.runtime.splittable import could_wait, left_whole, watching
+from schedir.runtime.stage import Stage
 from schedir.runtime.transfer_handlers import message_wait, put_out
 from schedir.runtime.unchanged import expect_own
 

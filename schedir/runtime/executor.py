@@ -17,7 +17,7 @@ from torch.profiler import record_function
 
 from schedir.analysis.graph import Graph
 from schedir.analysis.one_order import one_order
-from schedir.errors import ExecutionError, ModelError, Site, flag, in_words
+from schedir.errors import ExecutionError, ModelError, flag
 from schedir.ir.program import Program
 from schedir.ir.ties import Ties
 from schedir.runtime.agreement import agreed
@@ -38,13 +38,14 @@ from schedir.runtime.handlers import linked
 from schedir.runtime.per_microbatch import Passing, PerMicrobatch
 from schedir.runtime.precision import LossScale, Steps
 from schedir.runtime.random import Draws
-from schedir.runtime.rank import Loss, Stage, State, device_of
+from schedir.runtime.rank import Loss, State, device_of
 from schedir.runtime.recorder import Recorded, Stamps, stamps_of
+from schedir.runtime.stage import Stage
 from schedir.runtime.undone import WARM as WARM
 from schedir.runtime.undone import Noted, Unstepped, warm_up
 from schedir.traces.marks import mark_of
 from schedir.transports.in_turn import InTurn
-from schedir.transports.transport import Transport, has_left
+from schedir.transports.transport import Transport
 
 
 class Executor:
@@ -317,7 +318,7 @@ class Executor:
                     wait()
                 run()
         except Exception as error:
-            raise self.failed(error) from error
+            raise self.state.failed(self.position, error) from error
 
     def begin(self, batch: Batch) -> None:
         """Make ready for a step; then every call is made once, in a legal order."""
@@ -338,7 +339,7 @@ class Executor:
         try:
             in_vain = ahead is not None and ahead.ended()
         except Exception as error:
-            raise self.failed(error) from error
+            raise self.state.failed(self.position, error) from error
         self.under_way = False
         return in_vain
 
@@ -380,17 +381,7 @@ class Executor:
             if stamps is not None:
                 stamps.ends(k)
         except Exception as error:
-            raise self.failed(error) from error
-
-    def failed(self, error: Exception) -> ExecutionError:
-        """An error as that of the instruction at which this rank stands."""
-        k = self.position
-        return ExecutionError(
-            has_left(error) or in_words(error),
-            program=self.program.name,
-            sites=[Site(self.rank, k, self.state.stream[k], "failed")],
-            hint=getattr(error, "hint", ""),
-        )
+            raise self.state.failed(self.position, error) from error
 
     def finish(self) -> Tensor | None:
         """End a step: everything that is still on its way out is waited for."""

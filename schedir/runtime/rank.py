@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from math import inf
 from types import MappingProxyType
@@ -13,26 +13,24 @@ import torch
 from torch import Tensor, nn
 
 from schedir.analysis.slots import KINDS, assign, counts, reuses
-from schedir.errors import ModelError
-from schedir.ir.ops import RECEIVES, ROWS, SENDS, Instr, Opcode, Token
-from schedir.ir.plan import Plan
+from schedir.errors import ExecutionError, ModelError, Site, in_words
+from schedir.ir.ops import RECEIVES, ROWS, SENDS, Instr, Token
 from schedir.ir.program import Program
 from schedir.runtime import reduction
 from schedir.runtime.ahead import Ahead
 from schedir.runtime.batch import Batch
-from schedir.runtime.gradients import Gradients
 from schedir.runtime.implied_acks import implied_acks
 from schedir.runtime.layout import Share
-from schedir.runtime.lender import Lender
-from schedir.runtime.parts import Parts, cut_state
+from schedir.runtime.parts import cut_state
 from schedir.runtime.per_microbatch import Passing
 from schedir.runtime.precision import LossScale, Steps, step_if
 from schedir.runtime.random import Draws
 from schedir.runtime.reduction import Reduction, last_to_add
-from schedir.runtime.tied import Own, Weight, is_apart, stand_ins
+from schedir.runtime.slots import Slot, Slots
+from schedir.runtime.stage import Stage
+from schedir.runtime.tied import Weight, is_apart, stand_ins
 from schedir.runtime.unchanged import Unchanged
-from schedir.runtime.versions import Versions
-from schedir.transports.transport import Transport, Work, bytes_on
+from schedir.transports.transport import Transport, Work, bytes_on, has_left
 
 _APART = (
     "an optimizer draws random numbers, others for each copy of a tied weight: they drift apart"
@@ -49,101 +47,6 @@ class Call(NamedTuple):
 
 
 Handler = Callable[["State", Instr], Call]  # links an instruction
-
-
-class Slots:
-    """The slots of one kind: what is in each, how many are taken, and the most that ever were."""
-
-    def __init__(self, count: int) -> None:
-        self.values: list[Any] = [None] * count
-        self.taken = self.most = 0
-
-    def put(self, number: int, value: Any) -> None:
-        """Let a slot have a value, or None."""
-        self.taken += (value is not None) - (self.values[number] is not None)
-        self.values[number] = value
-        self.most = max(self.most, self.taken)
-
-    def forget(self) -> None:
-        """Let go whatever is in them."""
-        self.values[:] = [None] * len(self.values)
-        self.taken = self.most = 0
-
-
-class Slot:
-    """The slot of one value, looked up when an instruction is linked."""
-
-    __slots__ = ("number", "slots", "values")
-
-    def __init__(self, slots: Slots, number: int) -> None:
-        self.slots, self.values, self.number = slots, slots.values, number
-
-    def fill(self, value: object) -> None:
-        """Put the value in; whatever was there must be gone."""
-        slots, values, number = self.slots, self.values, self.number
-        assert values[number] is None, "the checker proves that slots are free"
-        values[number] = value
-        slots.taken = taken = slots.taken + 1
-        if taken > slots.most:
-            slots.most = taken
-
-    def look(self) -> Any:
-        """The value; it stays."""
-        value = self.values[self.number]
-        assert value is not None, "the checker proves that every value is there"
-        return value
-
-    def free(self) -> None:
-        """Let the value go."""
-        self.values[self.number] = None
-        self.slots.taken -= 1
-
-
-class Stage:
-    """One own stage: its module, and what is on its way to it."""
-
-    def __init__(
-        self,
-        module: nn.Module,
-        plan: Plan,
-        instrs: Iterable[Instr],
-        instead: Mapping[nn.Parameter, nn.Parameter],
-        *,
-        several: bool,
-        most: float | None,
-        share: Share,
-        tied: Collection[nn.Parameter],
-        aliases: Mapping[nn.Parameter, nn.Parameter],
-    ) -> None:
-        self.module = module
-        self.lender = Lender()
-        self.own = Own(module, instead) if instead else None  # where it shares a Parameter
-        if self.own is not None:
-            self.own.use()
-        self.gradients = Gradients(module, most, share, tied)
-        self.weights = Parts(self.gradients, share, aliases) if share.zero else None
-        # What is on its way to an instruction that takes in a value, by kind and microbatch.
-        self.arrivals: dict[tuple[Token, int], Work] = {}
-        self.versions = Versions(module, plan, instrs) if several else None
-        self.layers_seen = False  # what is split, in a backward that used all that could be
-        self.warned_of_layers = False  # that some are not split
-        self.parameters_checked = most is None  # that an output depends on no Parameters of others
-        self.warned_of_buffers = False  # that they are not what a plain loop leaves
-        self.looked_at: set[tuple[Opcode, bool]] = set()  # buffers, by value, in which mode
-        self.rewritten: set[tuple[str, str]] = set()  # buffers that have been, as they were
-        # Buffers that forwards write to, by whether the stage is training: of what is recomputed.
-        self.written: dict[bool, set[str]] = {}
-        self.run_again: set[bool] = set()  # what it trains was looked at by value, in which mode
-        self.restore()
-
-    def restore(self) -> None:
-        """Let the module have its parameters as everybody sees them."""
-        if self.weights is not None:
-            self.weights.rest()
-        if self.versions is not None:
-            self.versions.restore()
-        if self.own is not None:
-            self.own.restore()
 
 
 class State:
@@ -398,6 +301,15 @@ class State:
         self.restore()
         if self.ahead is not None:
             self.ahead.fail(begun=begun)
+
+    def failed(self, k: int, error: Exception) -> ExecutionError:
+        """An error as that of the instruction at index k of the Stream."""
+        return ExecutionError(
+            has_left(error) or in_words(error),
+            program=self.program.name,
+            sites=[Site(self.rank, k, self.stream[k], "failed")],
+            hint=getattr(error, "hint", ""),
+        )
 
     def local_stage(self, stage: int, mb: int) -> Stage | None:
         """The stage if this rank runs it for the microbatch: then values are handed over."""

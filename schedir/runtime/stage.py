@@ -1,0 +1,64 @@
+"""Stage: what a rank has of one of its stages."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping
+
+from torch import nn
+
+from schedir.ir.ops import Instr, Opcode, Token
+from schedir.ir.plan import Plan
+from schedir.runtime.gradients import Gradients
+from schedir.runtime.layout import Share
+from schedir.runtime.lender import Lender
+from schedir.runtime.parts import Parts
+from schedir.runtime.tied import Own
+from schedir.runtime.versions import Versions
+from schedir.transports.transport import Work
+
+
+class Stage:
+    """One own stage: its module, and what is on its way to it."""
+
+    def __init__(
+        self,
+        module: nn.Module,
+        plan: Plan,
+        instrs: Iterable[Instr],
+        instead: Mapping[nn.Parameter, nn.Parameter],
+        *,
+        several: bool,
+        most: float | None,
+        share: Share,
+        tied: Collection[nn.Parameter],
+        aliases: Mapping[nn.Parameter, nn.Parameter],
+    ) -> None:
+        self.module = module
+        self.lender = Lender()
+        self.own = Own(module, instead) if instead else None  # where it shares a Parameter
+        if self.own is not None:
+            self.own.use()
+        self.gradients = Gradients(module, most, share, tied)
+        self.weights = Parts(self.gradients, share, aliases) if share.zero else None
+        # What is on its way to an instruction that takes in a value, by kind and microbatch.
+        self.arrivals: dict[tuple[Token, int], Work] = {}
+        self.versions = Versions(module, plan, instrs) if several else None
+        self.layers_seen = False  # what is split, in a backward that used all that could be
+        self.warned_of_layers = False  # that some are not split
+        self.parameters_checked = most is None  # that an output depends on no Parameters of others
+        self.warned_of_buffers = False  # that they are not what a plain loop leaves
+        self.looked_at: set[tuple[Opcode, bool]] = set()  # buffers, by value, in which mode
+        self.rewritten: set[tuple[str, str]] = set()  # buffers that have been, as they were
+        # Buffers that forwards write to, by whether the stage is training: of what is recomputed.
+        self.written: dict[bool, set[str]] = {}
+        self.run_again: set[bool] = set()  # what it trains was looked at by value, in which mode
+        self.restore()
+
+    def restore(self) -> None:
+        """Let the module have its parameters as everybody sees them."""
+        if self.weights is not None:
+            self.weights.rest()
+        if self.versions is not None:
+            self.versions.restore()
+        if self.own is not None:
+            self.own.restore()
