@@ -33,6 +33,7 @@ from schedir.ir.program import Program, Stream
 from schedir.ir.sizes import Sizes
 from schedir.ir.text import parse, show
 from schedir.ir.ties import Ties, ties
+from schedir.ir.trust import trusting
 from schedir.ir.zero import model_states
 from schedir.predict.layer_bytes import layer_bytes
 from schedir.predict.simulate import simulate
@@ -122,5 +123,6 @@ __all__ = [
     "show",
     "simulate",
     "ties",
+    "trusting",
     "weave",
 ]
