@@ -39,7 +39,7 @@ GROUPS = {
         "[The instructions](ir.md) has the table, the progress models and the text form; "
         "[the design](design.md) says how it is found out what is right.",
         ["compile", "check", "check_sequence", "errors", "Program", "Stream", "Instr", "Opcode",
-         "show", "parse", "trusting", "ties", "Ties", "torch_csv.show", "torch_csv.parse"],
+         "show", "parse", "ties", "Ties", "torch_csv.show", "torch_csv.parse"],
     ),
     "Predict": (
         "Predicted and measured runs are one type. [Traces](traces.md) tells of runs as files, why "

@@ -33,7 +33,6 @@ from schedir.ir.program import Program, Stream
 from schedir.ir.sizes import Sizes
 from schedir.ir.text import parse, show
 from schedir.ir.ties import Ties, ties
-from schedir.ir.trust import trusting
 from schedir.ir.zero import model_states
 from schedir.predict.layer_bytes import layer_bytes
 from schedir.predict.simulate import simulate
@@ -123,6 +122,5 @@ __all__ = [
     "show",
     "simulate",
     "ties",
-    "trusting",
     "weave",
 ]

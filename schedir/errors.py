@@ -23,8 +23,6 @@ from dataclasses import dataclass
 from math import isnan
 from numbers import Real
 
-_WIDE = 160  # characters of a line that are shown
-
 
 def in_bytes(size: float) -> str:
     """A number of bytes for people to read, in powers of ten: `1.5 GB`.
@@ -131,10 +129,7 @@ def said(value: object) -> str:
         return f"the function {getattr(value, '__name__', '')}"
     if hasattr(value, "shape") and hasattr(value, "dtype"):
         return f"{type(value).__name__} {list(value.shape)} of {value.dtype}"
-    try:
-        words = repr(value)
-    except RecursionError:  # of what is nested deeply
-        words = "\n"
+    words = repr(value)
     plain = len(words) <= 60 and "\n" not in words and " at 0x" not in words
     return words if plain else f"a {type(value).__name__}"
 
@@ -215,10 +210,7 @@ class ParseError(ProgramError):
         self.text = text
 
     def lines(self) -> list[str]:
-        if not self.text:
-            return []
-        begin = max(self.column - 1 - _WIDE // 2, 0) if len(self.text) > _WIDE else 0
-        return [self.text[begin : begin + _WIDE], " " * (self.column - 1 - begin) + "^"]
+        return [self.text, " " * (self.column - 1) + "^"] if self.text else []
 
     def __str__(self) -> str:
         self.program = self.place.format(line=self.line, column=self.column)

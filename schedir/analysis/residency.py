@@ -2,10 +2,33 @@
 
 from __future__ import annotations
 
+from typing import Final, NamedTuple
+
 import numpy as np
 from numpy.typing import NDArray
 
 Ints = NDArray[np.int64]
+
+AHEAD: Final = 1  # while one stage is computed with, the next is gathered
+
+
+class Whole(NamedTuple):
+    """From where to where each `stage` is whole: places in a list, between two of its entries."""
+
+    stage: Ints
+    begin: Ints
+    end: Ints
+
+
+def whole(
+    step: Ints, stage: Ints, end: Ints, active: int, ahead: int = AHEAD, head: int = 0
+) -> Whole:
+    """Where stages are made whole and let go of, for uses as those of `stays`, which end at given
+    places: each as soon as it can be, from the place `head` on."""
+    first, last = stays(step, stage, active, ahead).T
+    ends = end[last]
+    begins = np.append(np.full(min(active, len(ends)), head), np.sort(ends))
+    return Whole(stage[first], begins[: len(ends)], ends)
 
 
 def stays(step: Ints, stage: Ints, active: int, ahead: int = 0) -> Ints:
@@ -26,9 +49,9 @@ def stays(step: Ints, stage: Ints, active: int, ahead: int = 0) -> Ints:
     whole, let it make y whole, if it still has that, and do nothing if not; and where it lets go of
     y, let it go of x.  So it makes no more stays than before, and is one choice nearer to his.
 
-    The k-th stay can begin when the (k - active)-th of all their ends is there: who is whole when
-    it must begin is so with it, and by then all but `active` - 1 of those before it have ended.  A
-    stay of the same stage is among these, for all that are whole meanwhile end later.
+    The k-th stay can begin where the (k - active)-th of all their ends is, for where it must begin
+    all but `active` - 1 of those before it have ended.  An earlier stay of the same stage is among
+    these, and is no later than that end: whatever was kept in its place is used after it.
     """
     n = len(stage)
     order = np.argsort(stage, kind="stable")

@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 
 from schedir.analysis.models import MODELS
 from schedir.errors import ProgramError, Site, TraceError, UsageError
-from schedir.io.files import atomic_write, opened
+from schedir.io.files import atomic_write
 from schedir.ir.ops import Lane
 from schedir.ir.plan import Plan
 from schedir.ir.program import Program
@@ -108,17 +108,16 @@ def load_timeline(path: str | Path) -> Timeline:
     ...     load_timeline(f"{folder}/gpipe.timeline")
     <predicted Timeline of gpipe: span 15, bubble 20.0%>
     """
-    with opened(path) as file:
-        try:
-            with ZipFile(file) as archive:
-                return _Reader(archive).timeline()
-        except ProgramError as error:
-            error.add_note(f"in {path}")
-            raise
-        except OSError as error:
-            raise UsageError(f"cannot read {path}: {error.strerror or error}") from None
-        except Exception as error:  # zipfile has a dozen ways to say that it cannot read a file
-            raise TraceError(f"{path} is no Timeline: {error or type(error).__name__}") from None
+    try:
+        with ZipFile(path) as archive:
+            return _Reader(archive).timeline()
+    except ProgramError as error:
+        error.add_note(f"in {path}")
+        raise
+    except OSError as error:
+        raise UsageError(f"cannot read {path}: {error.strerror or error}") from None
+    except Exception as error:  # zipfile has a dozen ways to say that it cannot read a file
+        raise TraceError(f"{path} is no Timeline: {error or type(error).__name__}") from None
 
 
 class _Reader:

@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from schedir.analysis.models import Model
-from schedir.analysis.residency import Ints, stays
+from schedir.analysis.residency import AHEAD, Ints, whole
 from schedir.errors import UsageError
 from schedir.ir.fields import whole_number
 from schedir.ir.ops import ROWS, Opcode, Token
@@ -23,7 +23,6 @@ from schedir.ir.program import OWN, STAGE, Cut, Program, Slots, pack
 from schedir.ir.zero import CUT_FROM
 from schedir.passes.record import Expected, Options, Pass, Present
 
-AHEAD: Final = 1  # while one stage is computed with, the next is gathered
 _READS: Final = tuple(row.op for row in ROWS if Token.FULL in {*row.needs} - {*row.frees})
 _ROWS: Final = (Opcode.Unshard, Opcode.Reshard)
 _KINDS: Final = {
@@ -83,16 +82,14 @@ def shard(program: Program, options: Options) -> Program:
     for one in range(program.plan.ranks):
         here = slice(*np.searchsorted(uses.rank, [one, one + 1]))
         step, stage, end = uses.step[here], uses.stage[here], uses.end[here]
-        first, last = stays(step, stage, active, said.get("ahead", AHEAD)).T
-        rooms.append(min(active, len(np.unique(stage))))
-        begins = np.append(np.full(rooms[-1], program.offsets[one]), np.sort(end[last]))
-        turn = _turns(stage[first])
-        at += [end[last], begins[: len(first)]]
-        words += [
-            pack(Opcode.Reshard, stage[first], turn),
-            pack(Opcode.Unshard, stage[first], turn),
-        ]
-        rank.append(np.full(2 * len(first), one))
+        own, begin, end = whole(
+            step, stage, end, active, said.get("ahead", AHEAD), program.offsets[one]
+        )
+        turn = _turns(own)
+        at += [end, begin]
+        words += [pack(Opcode.Reshard, own, turn), pack(Opcode.Unshard, own, turn)]
+        rank.append(np.full(2 * len(own), one))
+        rooms.append(min(active, len(np.unique(own))))
     program = _put(program, np.concatenate(at), np.concatenate(rank), np.concatenate(words))
     if program.zero < CUT_FROM["params"]:
         return program

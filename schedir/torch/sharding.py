@@ -7,8 +7,10 @@ between is all that may be computed with them; these actions are put in as the l
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import chain
 from typing import Any, Final
 
+import numpy as np
 from torch.distributed.pipelining.schedules import (
     BACKWARD_INPUT,
     BACKWARD_WEIGHT,
@@ -20,6 +22,7 @@ from torch.distributed.pipelining.schedules import (
     _Action,
 )
 
+from schedir.analysis import residency
 from schedir.errors import CompletenessError, OrderError, SlotError
 
 BACKWARDS: Final = (FULL_BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT)
@@ -27,37 +30,32 @@ COMPUTE: Final = (FORWARD, *BACKWARDS)
 
 
 def with_shards(actions: Sequence[Any], active: int) -> list[Any]:
-    """The actions of a rank, with UNSHARD and RESHARD: at most `active` stages are whole at once.
+    """The actions of a rank, with UNSHARD and RESHARD: at most `active` stages are whole at once,
+    or as many as an action uses.
 
-    Those are kept whole that are used next, so that the one whose next use is farthest goes, and
-    each is asked for as soon as there is room.  A stage is used by what computes it and by its
-    REDUCE_GRAD, which needs whole gradients.
+    They are placed as Unshard and Reshard of a program with zero 3 are.  A stage is used by what
+    computes it and by its REDUCE_GRAD, which needs whole gradients.
     """
-    uses = [_stages(action) for action in actions]
-    coming = _coming(uses, active)
-    whole: list[int] = []
-    order: list[Any] = []
-    for action, used, wanted in zip(actions, uses, coming, strict=True):
-        if used:
-            for stage in [s for s in whole if s not in wanted]:
-                whole.remove(stage)
-                order.append(_Action(stage, RESHARD, None))
-            for stage in [s for s in wanted if s not in whole]:
-                whole.append(stage)
-                order.append(_Action(stage, UNSHARD, None))
-        order.append(action)
-    return order + [_Action(stage, RESHARD, None) for stage in whole]
+    runs: list[tuple[tuple[int, ...], int]] = []  # of actions that use the same, to where
+    for place, action in enumerate(actions, 1):
+        if used := tuple(sorted(_stages(action))):
+            if runs and runs[-1][0] == used:
+                runs.pop()
+            runs.append((used, place))
+    uses = [(step, one, end) for step, (used, end) in enumerate(runs) for one in used]
+    step, used_stage, end = np.array(uses, np.int64).reshape(-1, 3).T
+    found = residency.whole(step, used_stage, end, _room(actions, active))
+    put: dict[int, list[Any]] = {}
+    for kind, places in ((RESHARD, found.end), (UNSHARD, found.begin)):
+        for stage, place in zip(found.stage.tolist(), places.tolist(), strict=True):
+            put.setdefault(place, []).append(_Action(stage, kind, None))
+    both = [[*put.get(place, ()), action] for place, action in enumerate(actions)]
+    return [*chain.from_iterable(both), *put.get(len(actions), ())]
 
 
-def _coming(uses: Sequence[Sequence[int]], active: int) -> list[list[int]]:
-    """At each action the stages that are used next, the nearest first, `active` of them; and all
-    that the action itself uses."""
-    coming: list[list[int]] = []
-    nearest: list[int] = []
-    for used in reversed(uses):
-        nearest = [*used, *(s for s in nearest if s not in used)]
-        coming.append(nearest[: max(active, len(used))])
-    return coming[::-1]
+def _room(actions: Sequence[Any], active: int) -> int:
+    """How many stages may be whole at once."""
+    return max(active, *(len(_stages(action)) for action in actions), 0)
 
 
 def _stages(action: Any, kinds: Sequence[Any] = (*COMPUTE, REDUCE_GRAD)) -> tuple[int, ...]:
@@ -70,13 +68,15 @@ def _stages(action: Any, kinds: Sequence[Any] = (*COMPUTE, REDUCE_GRAD)) -> tupl
 
 def require_whole(actions: Sequence[Any], active: int) -> None:
     """Refuse a rank's actions that use a stage while it is cut up, make it whole twice, hold more
-    than `active` whole at once, or do not reduce it once, after all that adds to its gradient.
+    than `active` (or than one uses) whole at once, or do not reduce it once, after all that adds to
+    its gradient.
 
     Raises OrderError, SlotError or CompletenessError.
     """
     whole: set[int] = set()
     reduced: set[int] = set()
     added: set[int] = set()  # to gradients of these
+    room = _room(actions, active)
     for action in actions:
         kind, stage = action.computation_type, action.stage_index
         if kind == UNSHARD:
@@ -88,9 +88,8 @@ def require_whole(actions: Sequence[Any], active: int) -> None:
                 raise OrderError(f"{action} cuts up stage {stage}, which is cut up")
             whole.remove(stage)
         needs = _stages(action)
-        room = max(active, len(needs))
         if needs and len(whole) > room:
-            raise SlotError(f"at {action} stages {sorted(whole)} are whole, and {active} may be")
+            raise SlotError(f"at {action} stages {sorted(whole)} are whole, and {room} may be")
         for s in needs:
             if s not in whole:
                 raise OrderError(f"{action} needs stage {s}, which is cut up")

@@ -73,17 +73,17 @@ def _type_of(kind: Kind, *, optional: bool) -> Any:
 class PipelineConfig:
     """Who computes what.  A `schedule` that is a FILE.sched brings the other settings along.
 
-    `schedule` is a built-in name, file.py:function (which runs that file; `--no-code` refuses it)
-    or FILE.sched; the first two may have options in brackets, as in "interleaved(group=4)". A
-    schedule that is for one placement brings that along, and one that takes `v` has 2 stages per
-    rank unless told. A step has one update, or several `updates` without a flush, on weights that
-    are `delay` updates old (one number per stage, if need be); `pipedream_2bw` brings its delay
-    along. `overlap` groups opposite transfers, and begins gathers and posts receives early; `slots`
-    says whether each value has a buffer of its own ("own"), or they share the "fewest", or "enough"
-    to lose no time where a message takes half a forward, and hardly any where less; "auto" is
-    "enough" on GPUs, where buffers of their own would take gigabytes, and "own" on CPUs, and leaves
-    a FILE.sched that says its slots as it is. `division` is the layers of each stage, where they
-    cannot be or shall not be the same. pp x tp x dp processes run it.
+    `schedule` is a built-in name, file.py:function or FILE.sched; the first two may have options
+    in brackets, as in "interleaved(group=4)".  A schedule that is for one placement brings that
+    along, and one that takes `v` has 2 stages per rank unless told.  A step has one update, or
+    several `updates` without a flush, on weights that are `delay` updates old (one number per
+    stage, if need be); `pipedream_2bw` brings its delay along.
+    `overlap` groups opposite transfers, and begins gathers and posts receives early; `slots` says
+    whether each value has a buffer of its own ("own"), or they share the "fewest", or "enough" to
+    lose no time where a message takes half a forward, and hardly any where less; "auto" is
+    "enough" on GPUs, where buffers of their own would take gigabytes, and "own" on CPUs, and
+    leaves a FILE.sched that says its slots as it is.  `division` is the layers of each stage,
+    where they cannot be or shall not be the same.  pp x tp x dp processes run it.
     """
 
     schedule: str = "one_f_one_b"

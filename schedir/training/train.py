@@ -14,12 +14,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from schedir.errors import ExecutionError, NonFiniteError, ProgramError, UsageError
-from schedir.io.files import atomic_write, path_of
+from schedir.io.files import atomic_write
 from schedir.io.terminal import format_error
 from schedir.io.timeline_file import save_timeline
 from schedir.ir.numerals import whole
 from schedir.ir.program import Program
-from schedir.ir.trust import words_of_now
 from schedir.ir.zero import model_states
 from schedir.predict.calibrate import unexplained
 from schedir.training.config import Config, OutputConfig
@@ -55,8 +54,7 @@ def run(path: str, sets: Sequence[str] = ()) -> int:
         require_device(config)
         batches(config).batch(0)
         if config.world > 1:
-            words = ["train", *words_of_now(), *(f"--set={s}" for s in sets)]
-            return launch([*words, "--", path], config.world)
+            return launch(["train", *(f"--set={s}" for s in sets), "--", path], config.world)
         _train(config, program)
     except ExecutionError as error:
         print(error, file=sys.stderr)
@@ -91,7 +89,7 @@ def _make_folders(config: Config) -> None:
 def make_folder(folder: str) -> None:
     """Make a folder for results.  Raises UsageError if they cannot be written there."""
     try:
-        path_of(folder).mkdir(parents=True, exist_ok=True)
+        Path(folder).mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=folder):
             pass
     except OSError as error:

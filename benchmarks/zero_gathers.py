@@ -1,0 +1,117 @@
+"""How often a rank gathers weights with ZeRO 3, beside what torch's own list would.
+
+    python benchmarks/zero_gathers.py [--ranks 4] [--microbatches 16] [--stages-per-rank 4]
+
+For each schedule with several stages on a rank, and each number of stages that are whole at once:
+the gathers of each rank with none ahead (the fewest that there can be) and with one run ahead (the
+default), and those of `_add_unshard_reshard` of torch.distributed.pipelining where its list holds
+no more stages at once; one number where the ranks are alike.
+Beside them the time that a step is predicted to take, in forwards, where F takes 1, B 2, I and W 1,
+a message 0.05 and a gather half a forward; with none and one ahead, and where gathers are free.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import numpy as np
+from torch.distributed.pipelining.schedules import (
+    OVERLAP_F_B,
+    RESHARD,
+    UNSHARD,
+    _Action,
+    _add_unshard_reshard,
+)
+
+from schedir import Costs, Plan, Program, compile, schedules, simulate
+from schedir.analysis.gathers import gathers
+from schedir.errors import UsageError
+from schedir.ir.ops import ROWS
+from schedir.schedules.draft import draft
+from schedir.schedules.words import placed_for, takes_v
+
+COSTS = Costs(F=1, I=1, W=1, send=0.05, unshard=0.5)
+
+
+class Row(NamedTuple):
+    """Of one schedule with so many stages whole at once."""
+
+    active: int
+    few: list[int]
+    ours: list[int]
+    torch: list[int]
+    spans: tuple[float, float, float]
+
+
+def actions(program: Program, rank: int) -> list[Any]:
+    """What a rank of a draft computes, as torch says it; what runs as one is one action."""
+    found: list[Any] = []
+    for instr, joined in zip(program.streams[rank], program.streams[rank].joined, strict=True):
+        one = _Action.from_str(f"{instr.stage}{ROWS[instr.op].text}{instr.mb}")
+        found.append(_Action(-1, OVERLAP_F_B, None, (found.pop(), one)) if joined else one)
+    return found
+
+
+def of_torch(program: Program, held: int) -> list[int]:
+    """The gathers of each rank in torch's lists, the fewest of those that hold no more stages at
+    once; none where each holds more."""
+    found: list[list[int]] = []
+    for active in range(1, held + 1):
+        times, peaks = [], []
+        for rank in range(program.plan.ranks):
+            kinds = [
+                a.computation_type for a in _add_unshard_reshard(actions(program, rank), active)
+            ]
+            change = [(kind is UNSHARD) - (kind is RESHARD) for kind in kinds]
+            times.append(sum(kind is UNSHARD for kind in kinds))
+            peaks.append(max(np.cumsum(change)))
+        if max(peaks) <= held:
+            found.append(times)
+    return min(found, default=[])
+
+
+def rows(program: Program) -> Iterator[Row]:
+    """A row for each number of active stages that there can be."""
+    for active in range(1, max(map(len, program.plan.stages_of)) + 1):
+        try:
+            lowered = [compile(program, dp=2, zero=3, active=active, ahead=k) for k in (0, 1)]
+        except UsageError:
+            continue  # what runs as one uses more
+        few, ours = (gathers(one).times for one in lowered)
+        free = replace(COSTS, unshard=0)
+        spans = [simulate(one, COSTS).span for one in lowered]
+        spans.append(simulate(lowered[1], free).span)
+        yield Row(active, few, ours, of_torch(program, active), (spans[0], spans[1], spans[2]))
+
+
+def told(times: list[int]) -> str:
+    """The gathers of all ranks, as one number where they are alike."""
+    return " ".join(map(str, times if len({*times}) > 1 else times[:1])) or "-"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--ranks", type=int, default=4)
+    parser.add_argument("--microbatches", type=int, default=16)
+    parser.add_argument("--stages-per-rank", type=int, default=4)
+    args = parser.parse_args()
+    print("| schedule | stages of a rank | whole | fewest | one ahead | torch | ", end="")
+    print("time, none ahead | one ahead | free |\n| --- |" + " --- |" * 8)
+    for name in schedules.__all__:
+        schedule = getattr(schedules, name)
+        placement, v = placed_for(schedule)
+        v = v or (args.stages_per_rank if takes_v(schedule) else 1)
+        if v == 1:
+            continue  # its one stage is gathered once, and stays whole
+        plan = Plan(args.ranks, args.microbatches, v, placement or "loop")
+        for row in rows(draft(schedule, plan)):
+            spans = " | ".join(f"{span:.1f}" for span in row.spans)
+            times = " | ".join(map(told, (row.few, row.ours, row.torch)))
+            print(f"| {name} | {v} | {row.active} | {times} | {spans} |")
+
+
+if __name__ == "__main__":
+    main()

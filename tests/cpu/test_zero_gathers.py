@@ -1,0 +1,78 @@
+"""How often stages are gathered, beside `_add_unshard_reshard` of torch.distributed.pipelining."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from torch.distributed.pipelining.schedules import (
+    OVERLAP_F_B,
+    RESHARD,
+    UNSHARD,
+    _Action,
+    _add_unshard_reshard,
+)
+
+from schedir.analysis.gathers import gathers
+from schedir.compiler.compile import compile
+from schedir.ir.ops import BACKWARD_WEIGHT, ROWS
+from schedir.ir.program import Program
+from schedir.schedules.draft import draft
+from schedir.testing import drafts
+from schedir.torch.sharding import with_shards
+from tests.laws import LOOPED, ZOO, least, plan_of
+
+
+def actions(program: Program, rank: int) -> list[Any]:
+    """What a rank of a draft computes, as torch says it; what runs as one is one action."""
+    found: list[Any] = []
+    for instr, joined in zip(program.streams[rank], program.streams[rank].joined, strict=True):
+        one = _Action.from_str(f"{instr.stage}{ROWS[instr.op].text}{instr.mb}")
+        found.append(_Action(-1, OVERLAP_F_B, None, (found.pop(), one)) if joined else one)
+    return found
+
+
+def residency(listed: list[Any]) -> tuple[int, int]:
+    """How often a list makes a stage whole, and how many are at once, at most."""
+    kinds = np.array([str(action.computation_type) for action in listed])
+    whole = np.cumsum((kinds == str(UNSHARD)).astype(int) - (kinds == str(RESHARD)))
+    return int((kinds == str(UNSHARD)).sum()), int(whole.max())
+
+
+def no_more_than_torch(program: Program, most: int, each: Sequence[int] = (0, 1)) -> None:
+    """On no rank, at the residency that torch's list has there, so many runs ahead."""
+    ours: dict[tuple[int, int], list[int]] = {}
+    for rank, stages in enumerate(program.plan.stages_of):
+        order = actions(program, rank)
+        for active in range(1, min(most, len(stages)) + 1):
+            theirs, held = residency(_add_unshard_reshard(order, active))
+            for ahead in each:
+                if (held, ahead) not in ours:
+                    lowered = compile(program, dp=2, zero=3, active=held, ahead=ahead)
+                    ours[held, ahead] = gathers(lowered).times
+                assert ours[held, ahead][rank] <= theirs, (rank, active, held)
+            assert residency(with_shards(order, active))[0] <= theirs
+
+
+@pytest.mark.parametrize("name", ZOO)
+def test_no_schedule_gathers_more_often_than_torchs_list(name: str) -> None:
+    schedule = ZOO[name]
+    each = (2, 4) if schedule in LOOPED else (2,)
+    for ranks, v in [(2, 3), *((4, v) for v in each)]:
+        if schedule not in LOOPED and v > 2:
+            continue
+        for microbatches in (4, 8):
+            if microbatches >= least(schedule, ranks):
+                plan = plan_of(schedule, ranks, microbatches, v)
+                no_more_than_torch(draft(schedule, plan), 4)
+
+
+@given(drafts(ranks=2, microbatches=4, stages_per_rank=4))
+@settings(max_examples=30)
+def test_no_draft_does(program: Program) -> None:
+    """Torch looks at W, too, which needs no weights: where there is one, it may look less far ahead
+    than we do.  As often as with none ahead it gathers in any case."""
+    no_more_than_torch(program, 3, (0,) if BACKWARD_WEIGHT in program.ops else (0, 1))
