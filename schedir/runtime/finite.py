@@ -122,7 +122,7 @@ class Left:
         self.trained = {
             s: stage
             for s, stage in executor.stages.items()
-            if any(flat.numel() for flat in stage.gradients.flat)
+            if any(kept.numel() for kept in stage.gradients.kept)
         }
         self.of = [
             [i for i in state.stream if i.op in _COLLECTS and i[1:] == (s, update)]
@@ -139,7 +139,7 @@ class Left:
     def finite(self) -> Tensor:
         """Of gradients by stage, then of losses by microbatch: bool, on the rank's device."""
         state = self.executor.state
-        each = [are_finite(stage.gradients.flat) for stage in self.trained.values()]
+        each = [are_finite(stage.gradients.kept) for stage in self.trained.values()]
         if len(each) < len(self):
             each += torch.stack(state.losses).isfinite().unbind()
         return torch.stack(each) if each else state.finite[:0]

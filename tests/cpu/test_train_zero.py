@@ -1,0 +1,86 @@
+"""Training with ZeRO through the command line: at each level the losses of plain replicas."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from schedir.training.train import run
+from tests.cpu.test_finite_runs import BACKWARD, FORWARD, ONE, poison, rows
+from tests.cpu.training import arguments, finish, start
+
+__all__ = ["poison"]
+FSDP = ["pipeline.ranks=1", "pipeline.stages_per_rank=4", "pipeline.tp=1", "pipeline.dp=2",
+        "pipeline.schedule=looped_bfs", "train.steps=3", "output.record=false"]  # fmt: skip
+
+
+def trained(config: str, folder: Path, *sets: str) -> bytes:
+    """The loss, learning rate and norm of each step, as they are written."""
+    command = [sys.executable, "-m", "schedir", *arguments(config, folder, *sets)]
+    code, out, err = finish(start(command))
+    assert (code, err) == (0, "")
+    told = [line for line in out.splitlines() if line.startswith("zero ")]
+    zero = next((s[-1] for s in sets if s.startswith("pipeline.zero=")), "0")
+    assert [line[:7] for line in told] == ([f"zero {zero}:"] if zero != "0" else [])
+    return (folder / "loss.csv").read_bytes()
+
+
+@pytest.mark.parametrize(
+    ("transport", "levels", "more"),
+    [
+        ("gloo", "123", []),
+        ("shared", "3", ["train.precision=bfloat16", "model.dropout=0.1"]),
+        ("gloo", "3", ["train.precision=float16", "memory.recompute=all"]),
+        ("gloo", "2", ["train.clip=0", "pipeline.frozen=1", "model.tied=false"]),
+    ],
+)
+def test_levels_have_the_losses_of_plain_replicas(
+    config: str, tmp_path: Path, transport: str, levels: str, more: list[str]
+) -> None:
+    """Bit for bit, with a tied embedding, clipping and weight decay of matrices."""
+    sets = [*FSDP, f"train.transport={transport}", *more]
+    plain = trained(config, tmp_path / "plain", *sets)
+    assert plain.count(b"\n") == 4
+    for zero in levels:
+        assert trained(config, tmp_path / zero, *sets, f"pipeline.zero={zero}") == plain
+
+
+def test_eight_processes(config: str, tmp_path: Path) -> None:
+    """Replicas of tensor-parallel pipelines, whose first and last stage share a weight."""
+    sets = ["pipeline.dp=2", "train.steps=2", "output.record=false"]
+    plain = trained(config, tmp_path / "plain", *sets)
+    assert trained(config, tmp_path / "zero", *sets, "pipeline.zero=3") == plain
+
+
+@pytest.mark.parametrize("zero", [1, 2, 3])
+@pytest.mark.parametrize(("what", "op"), [(FORWARD, "F"), (BACKWARD, "B")])
+def test_a_run_that_is_not_finite_says_where_that_began(
+    config: str,
+    tmp_path: Path,
+    poison: Callable[..., str],
+    capsys: pytest.CaptureFixture[str],
+    zero: int,
+    what: str,
+    op: str,
+) -> None:
+    """The step is run again, which gathers and reduces as any other."""
+    sets = [*ONE, f"pipeline.zero={zero}", poison(what, 2, 3), f'output.folder="{tmp_path}"']
+    assert run(config, sets) == 1
+    err = capsys.readouterr().err.splitlines()
+    assert "of step 4 is infinite or NaN; the update was not made" in err[0]
+    assert err[1].split()[3:5] == [op, "2.0"]
+    assert [row["step"] for row in rows(tmp_path)] == ["1", "2", "3"]
+
+
+def test_updates_that_are_skipped_are_so_on_all_replicas(
+    config: str, tmp_path: Path, poison: Callable[..., str]
+) -> None:
+    """One of them has an infinite gradient, and the other has not."""
+    wrong = poison(BACKWARD, 1, 1, ranks="1", schedule="looped_bfs")
+    sets = [*FSDP, "train.nonfinite=skip", wrong]
+    found = [trained(config, tmp_path / z, *sets, f"pipeline.zero={z}") for z in "03"]
+    assert found[0] == found[1]
+    assert [row["skipped"] for row in rows(tmp_path / "3")] == ["0", "1", "0"]
