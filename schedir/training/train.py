@@ -217,6 +217,8 @@ def _save(result: Result, output: OutputConfig) -> None:
         "tokens_per_second": result.tokens_per_second,
         "memory": {"predicted": result.memory},
     }
+    if result.lived:
+        facts["memory"]["counted"] = result.lived
     if result.runs is not None:
         from schedir.viz import compare, save
 

@@ -7,8 +7,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from time import perf_counter
-from typing import TextIO
+from typing import Any, TextIO
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -25,14 +26,16 @@ from schedir.predict.timeline import Timeline
 from schedir.runtime.boundary import Boundary
 from schedir.runtime.device_memory import times_asked, warning
 from schedir.runtime.executor import Executor
+from schedir.runtime.living import Living
 from schedir.runtime.measured import measured
 from schedir.runtime.precision import LossScale, MainOptimizer, float32_gradients
 from schedir.runtime.sizes import sizes_of
 from schedir.training import gpt
-from schedir.training.config import Config, TrainConfig
+from schedir.training.config import Config
 from schedir.training.data import Batches, load
 from schedir.training.prefetch import Batch, Prefetch
 from schedir.training.steps import Step, Steps
+from schedir.training.train_config import TrainConfig
 from schedir.training.watchdog import watchdog
 from schedir.transports.registry import choose
 from schedir.transports.transport import has_left
@@ -44,13 +47,14 @@ class Result:
 
     The prediction is from the mean times that the step measured.  There are no `runs` where
     nothing was recorded.  `memory` is the most that each rank holds, in bytes, as predicted from
-    what the stages keep of one microbatch.
+    what the stages keep of one microbatch, and `lived` as counted in the second step, if it was.
     """
 
     program: Program
     loss: float
     tokens_per_second: float
     memory: tuple[float, ...]
+    lived: tuple[int, ...]
     runs: tuple[Timeline, Timeline] | None
 
 
@@ -148,6 +152,7 @@ class _Trainer:
         self.recent: list[Step] = []  # steps not yet reported
         self.timed: list[float] = []  # seconds of all steps but the first
         self.warned = False  # of memory that was asked for after the first step
+        self.lived: tuple[int, ...] = ()
 
     def run(self) -> Result | None:
         train, record, result = self.config.train, self.config.output.record, None
@@ -167,7 +172,13 @@ class _Trainer:
                 began, rate = perf_counter(), train.learning_rate(step)
                 for group in self.optimizer.param_groups:
                     group["lr"] = rate
-                self.steps.issue(self._take(prefetch, step), rate, began)
+                batch = self._take(prefetch, step)
+                if self.config.output.memory and step == min(1, train.steps - 1):
+                    with Living(self.executor) as living:
+                        self.steps.issue(batch, rate, began)
+                    self.lived = self._lived(living.most)
+                else:
+                    self.steps.issue(batch, rate, began)
                 if step == 0:
                     self.asked = times_asked(self.device)
                 # The first step connects and warms up: its time is not that of the second.
@@ -222,6 +233,16 @@ class _Trainer:
             said = ", ".join(map(in_bytes, most))
             print(f"memory held, predicted for each rank: {said}", flush=True)
         return most
+
+    def _lived(self, most: int) -> tuple[int, ...]:
+        """The most that lived of each rank, of its replicas and slices, known to all; process 0
+        says it."""
+        everyone: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(everyone, most)
+        lived = tuple(np.array(everyone)[self.transport.mesh].max((0, 2)).tolist())
+        if not dist.get_rank():
+            print(f"memory held, counted for each rank: {', '.join(map(in_bytes, lived))}")
+        return lived
 
     def _take(self, prefetch: Prefetch, step: int) -> Batch:
         """The batch of a step; where there is none, what was wrong before it comes first."""
@@ -283,7 +304,7 @@ class _Trainer:
             flush=True,
         )
         speed = self._speed(self.timed or seconds)
-        return Result(self.program, losses[-1], speed, self.memory, runs)
+        return Result(self.program, losses[-1], speed, self.memory, self.lived, runs)
 
     def _runs(self) -> tuple[Timeline, Timeline] | None:
         """The last step as it was, and as predicted from its mean times; on process 0 alone."""

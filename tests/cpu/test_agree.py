@@ -16,8 +16,9 @@ from schedir.runtime.executor import Executor
 from schedir.runtime.precision import LossScale, float32_gradients
 from schedir.schedules import one_f_one_b
 from schedir.training import gpt
-from schedir.training.config import Config, DataConfig, PipelineConfig, TrainConfig
+from schedir.training.config import Config, DataConfig, PipelineConfig
 from schedir.training.train import program_of
+from schedir.training.train_config import TrainConfig
 from schedir.training.trainer import _Trainer
 from schedir.transports.edges import Edge
 from schedir.transports.processes import Gloo

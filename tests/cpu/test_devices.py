@@ -26,7 +26,7 @@ from schedir.runtime.inprocess import InProcess
 from schedir.schedules import gpipe
 from schedir.testing.tiny import loss, tiny_stages
 from schedir.training import config, gpt_config, train
-from schedir.training.config import TrainConfig
+from schedir.training.train_config import TrainConfig
 from schedir.transports import groups
 from schedir.transports.cuda import HOST, SHARED, refuse_twins, require_gpus
 from schedir.transports.edges import Edge, Grouped

@@ -16,8 +16,8 @@ from schedir.errors import UsageError
 from schedir.runtime.executor import Executor
 from schedir.runtime.precision import LossScale
 from schedir.training import gpt
-from schedir.training.config import TrainConfig
 from schedir.training.train import run
+from schedir.training.train_config import TrainConfig
 from tests.cpu.training import arguments, finish, start
 
 GOLDEN = Path(__file__).parents[1] / "golden"

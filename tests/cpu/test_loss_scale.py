@@ -21,7 +21,7 @@ from schedir.runtime.inprocess import InProcess
 from schedir.runtime.precision import LossScale, MainOptimizer, float32_gradients
 from schedir.schedules import one_f_one_b
 from schedir.training import gpt
-from schedir.training.config import TrainConfig
+from schedir.training.train_config import TrainConfig
 from schedir.transports.processes import Gloo
 from tests.cpu.spawn import run
 from tests.cpu.tiny_stages import BOUNDARY, batch, gpt_stages, zb

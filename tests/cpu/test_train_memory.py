@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.cpu.training import CONFIG, ROOT, arguments, finish, losses, start
+from schedir.training.train import run
+from tests.cpu.training import ALONE, CONFIG, ROOT, arguments, finish, losses, start
 
 SMALL = CONFIG.replace("steps = 6", "steps = 2").replace("tp = 2", "tp = 1")
 
@@ -46,6 +47,21 @@ def test_as_few_as_fit_with_the_same_losses(tmp_path: Path, config: Path) -> Non
 def test_what_never_fits_is_refused(tmp_path: Path, config: Path) -> None:
     code, _, err = said(config, tmp_path / "o", "memory.limit=1kB", "memory.recompute=fit")
     assert code == 2 and "MemoryLimitError" in err
+
+
+@pytest.mark.parametrize("more", [[], ["memory.recompute=all"], ["train.precision=bfloat16"]])
+def test_what_lives_is_counted_beside_what_was_predicted(
+    tmp_path: Path, config: Path, capsys: pytest.CaptureFixture[str], more: list[str]
+) -> None:
+    """Less by what is handed over within an instruction, which is one activation at most."""
+    own = [*ALONE, "pipeline.stages_per_rank=4", *more, f"output.folder={tmp_path / 'o'}"]
+    assert run(str(config), [*own, "output.record=false", "output.memory=true"]) == 0
+    assert "memory held, counted for each rank: 1." in capsys.readouterr().out
+    memory = json.loads((tmp_path / "o" / "summary.json").read_text())["memory"]
+    (predicted,), (counted,) = memory["predicted"], memory["counted"]
+    assert 0 <= predicted - counted <= 4 * 2 * 16 * 32
+    assert run(str(config), [*own, "output.record=false"]) == 0
+    assert "counted" not in (tmp_path / "o" / "summary.json").read_text()
 
 
 def test_the_example(

@@ -218,7 +218,8 @@ schedir.simulate(schedir.check(program, model="device"), schedir.Costs())
 assert schedir.parse(schedir.show(program)) == program
 """,
         """
-from schedir.training.config import TrainConfig, settings
+from schedir.training.config import settings
+from schedir.training.train_config import TrainConfig
 settings()
 assert TrainConfig(device="cuda", transport="grouped").model == "device"
 """,
