@@ -6,6 +6,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from schedir.analysis.channels import LINE_OF, LINES
+from schedir.analysis.slots import reuses
+from schedir.ir.flow import Flow
 from schedir.ir.index import NONE, Index, Positions
 from schedir.ir.ops import LANES, ROWS, TRANSFERS, Lane
 from schedir.ir.program import Program
@@ -29,6 +31,34 @@ def host_waits(program: Program, enter: Positions, device_waits: bool) -> NDArra
     rows = [_waited(program, row.lane, line) for row in LANES]
     rows += _device_waited(program, enter) if device_waits else []
     return np.stack([row for row in rows if row is not None])
+
+
+def heard_of(program: Program, at: Positions, *, drains: bool = True) -> Positions:
+    """Where a host that blocks first knows that each of some instructions has ended.
+
+    What it runs itself, it knows of at once: where it stands; and so of what is for replicas where
+    there are none.  What it starts, and goes on, it knows of before the first that waits for it,
+    or for what stands behind it on its lane; where nobody does, at the end of the Stream.  Without
+    `drains` that it drains a lane counts for nothing, as of hosts that do not block.
+    """
+    index, flow = Index.of(program), Flow.of(program)
+    left = np.array([LANES[row.lane].host == "starts" for row in ROWS])[index.op]
+    heard = at.copy()
+    if program.dp == 1 or not left[at].any():
+        return heard
+    line = LINE_OF[index.op]
+    edges = [(np.arange(len(index)), giver) for giver in flow.needs] + [*reuses(program).values()]
+    edges = [(needer[~left[needer]], giver[~left[needer]]) for needer, giver in edges]
+    first = np.full(len(index), len(index))
+    for one in np.unique(line[at[left[at]]]):
+        own = np.flatnonzero(line == one)
+        waits = index.is_op(row.op for row in ROWS if row.drains and drains)[own[1:]]
+        for needer, giver in [*edges, (own[1:][waits], own[:-1][waits])]:
+            known = (giver != NONE) & (line[giver] == one)
+            np.minimum.at(first, giver[known], needer[known])
+        first[own] = np.minimum.accumulate(first[own][::-1])[::-1]
+    last = program.offsets[index.rank[at] + 1] - 1
+    return np.where(left[at], np.minimum(first[at], last), at).astype(np.int32)
 
 
 def _device_waited(program: Program, enter: Positions) -> list[Positions]:

@@ -21,9 +21,16 @@ from typing import Final, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from schedir.analysis.slots import KINDS, counts, groups, leaving, sent_from, whole_sizes
-from schedir.errors import MemoryLimitError, Site
-from schedir.ir.chains import NO_FORM
+from schedir.analysis.kept import Kept, kept_of
+from schedir.analysis.slots import (
+    KINDS,
+    counts,
+    groups,
+    leaving,
+    sent_from,
+    whole_sizes,
+)
+from schedir.errors import MemoryLimitError, Site, UsageError
 from schedir.ir.flow import Flow
 from schedir.ir.index import NONE, Index
 from schedir.ir.ops import (
@@ -41,9 +48,9 @@ from schedir.ir.ops import (
     Token,
     consumers,
 )
-from schedir.ir.per_stage import look_up
 from schedir.ir.program import ADDRESS, OWN, Program, Stream
-from schedir.ir.sizes import Sizes, ample
+from schedir.ir.sizes import AT_REST, Sizes, ample
+from schedir.ir.zero import IN_PARTS, WHOLE, ModelStates, is_cut, model_states
 
 # What a microbatch is held by: what compute keeps of it for later compute.  A change in place is
 # neither a fill nor an end.
@@ -167,11 +174,25 @@ class Footprint(NamedTuple):
 
 def at_rest(program: Program, sizes: Sizes) -> dict[str, NDArray[np.float64]]:
     """Bytes per rank of what its stages hold all the time, by the names of Sizes that tell it."""
-    plan = program.plan
+    plan, zero = program.plan, program.zero
+    if zero and np.any(np.array(sizes.weights or 0)):
+        raise UsageError(
+            f"zero is {zero}, and of what a stage holds all the time the sizes tell the sum: of it "
+            "replicas hold parts of some, and others whole",
+            hint=f"{', '.join(f'{name}=' for name in AT_REST)} in place of weights=",
+            fields=["weights", "zero"],
+        )
     each = {name: sizes.of(name, plan.stages) for name in sizes.at_rest}
+    params, grads, optimizer = (sizes.of(name, plan.stages) for name in ModelStates._fields)
+    parts = model_states(params, grads, optimizer, zero, program.dp)
+    for name, size in parts._asdict().items():
+        if name in each and is_cut(name, zero):
+            each[IN_PARTS[name]] = np.where(np.arange(plan.stages) < program.frozen, 0.0, size)
+            each[name][program.frozen :] = 0.0
     return {
         name: np.array([size[list(own)].sum() for own in plan.stages_of])
         for name, size in each.items()
+        if size.any() or not is_cut(name, zero)
     }
 
 
@@ -180,11 +201,13 @@ def held(
 ) -> list[Footprint]:
     """What each rank of a complete program holds as it runs, on one of TIERS.
 
-    Changes come in the order of the Stream.  That is the order of time where compute makes them;
-    what another lane moves off the device may be there longer, and counts until it is back, or
-    freed, where `late`: then nothing is ever more.
+    Changes come in the order of the Stream, as hosts issue them: what another lane fills is there
+    from its start, and what another lane frees until somebody has waited for that.  That is the
+    order of time where compute makes the changes.  With `late` nothing is ever more, whatever
+    takes how long: what another lane fills counts as soon as its slot is free, and what another
+    lane moves off the device until it is back, or freed.
     """
-    flow, plan = Flow.of(program), program.plan
+    plan = program.plan
     always = at_rest(program, sizes)
     changed = sum(
         (sizes.of(name, plan.stages) for name in sizes.at_rest if name != "buffers"),
@@ -193,13 +216,14 @@ def held(
     version, versions = sizes.of("version", plan.stages), peak_versions(program)
     static = [
         kind for kind in SLOTTED
-        if program.has(kind) and (kind in BOUNDARY or _is_said(program, kind))
+        if program.holds(kind) and (kind in BOUNDARY or _is_said(program, kind))
+        and TOKENS[kind].per is Per.MICROBATCH
     ]  # fmt: skip
     room = {kind: _room(program, kind, sizes) for kind in static}
     kept = {
-        kind.name.lower(): _kept(flow, kind, sizes, TIERS.index(tier), late)
+        _name(kind): kept_of(program, kind, sizes, TIERS.index(tier), late)
         for kind in KINDS
-        if program.has(kind) and (kind not in static or tier != TIERS[0])
+        if program.holds(kind) and (kind not in static or tier != TIERS[0])
     }
     if tier == TIERS[0] and len((handed := _handed_over(program, sizes)).at):
         kept[_HANDED] = handed
@@ -227,7 +251,7 @@ def held(
                 size = copies * float(version[trained].sum())
                 fixed["versions"] = (copies * len(trained), size)
             for kind, (number_of, bytes_of) in room.items():
-                fixed[kind.name.lower()] = (int(number_of[rank]), float(bytes_of[rank]))
+                fixed[_name(kind)] = (int(number_of[rank]), float(bytes_of[rank]))
         curves = {}
         for k, name in enumerate(kept):
             mine = own[here] == k
@@ -238,71 +262,15 @@ def held(
     return ranks
 
 
+def _name(kind: Token) -> str:
+    """What the memory of a kind's values is called."""
+    return WHOLE.get(TOKENS[kind].size, kind.name.lower())
+
+
 def _is_said(program: Program, kind: Token) -> bool:
     """Whether a program says how many slots of a kind each rank has."""
     column = SLOTTED.index(kind)
     return bool(program.slots) and all(slots[column] != OWN for slots in program.slots)
-
-
-class _Kept(NamedTuple):
-    """Changes of what is kept: positions, when along the Streams, number and bytes."""
-
-    at: NDArray[np.int64]
-    when: NDArray[np.int64]
-    number: NDArray[np.int64]
-    bytes: NDArray[np.float64]
-
-
-def _kept(flow: Flow, kind: Token, sizes: Sizes, tier: int, late: bool) -> _Kept:
-    """What a kind of value holds on a tier, from when it comes there until it goes.
-
-    What takes another form without leaving does so at the start of the change if it grows, else at
-    its end.
-    """
-    index = flow.index
-    plan = index.program.plan
-    begin, end, at_tier, form, made, over = flow.states(kind)
-    chains = flow.chains(kind)
-    names = [TOKENS[kind].size, *(chains.forms if chains else ())]
-    at = index.stage[begin], index.mb[begin]
-    of_form = [look_up(sizes.each(name, plan), *at) for name in names]
-    size = of_form[0] if len(names) == 1 else np.choose(form - NO_FORM, of_form)
-    here = at_tier == tier
-    if late and tier == 0:  # nobody knows when another lane has moved it
-        lanes = np.array([row.lane for row in ROWS])[index.op]
-        here = here | (lanes[begin] != Lane.COMPUTE)
-    group = groups(index).astype(np.int64)
-    before, after = _neighbours(begin, end, here, made, over)
-    comes, goes = here & ~before, here & ~after
-    one, adds, first = np.ones(len(begin), np.int64), size.copy(), np.empty(0, np.intp)
-    if made_of := TOKENS[kind].made_of:  # while it is made, it counts as what it adds to that
-        first = np.flatnonzero(comes & made)
-        more = sizes.each(made_of[1], plan) - sizes.each(TOKENS[made_of[0]].size, plan)
-        adds[first] = look_up(more, index.stage[begin[first]], index.mb[begin[first]])
-    changes = [
-        (begin[comes], 2 * group[begin[comes]], one[comes], adds[comes]),
-        (begin[first], 2 * group[begin[first]] + 1, 0 * one[first], (size - adds)[first]),
-        (end[goes], 2 * group[end[goes]] + 1, -one[goes], -size[goes]),
-    ]
-    stays = np.flatnonzero(here & after)  # from one form to the next
-    if len(stays):
-        following = np.searchsorted(begin, end[stays])
-        grows = size[following] - size[stays]
-        when = 2 * group[end[stays]] + (grows < 0)
-        changes.append((end[stays], when, 0 * one[stays], grows))
-    return _Kept(*map(np.concatenate, zip(*changes, strict=True)))
-
-
-def _neighbours(
-    begin: NDArray[np.int32], end: NDArray[np.int32], here: NDArray[np.bool_],
-    made: NDArray[np.bool_], over: NDArray[np.bool_],
-) -> tuple[NDArray[np.bool_], NDArray[np.bool_]]:  # fmt: skip
-    """Whether the piece of a value before each one, and the one after it, is here, too."""
-    before, after = np.zeros_like(here), np.zeros_like(here)
-    goes_on = np.flatnonzero(~over & np.isin(end, begin))
-    following = np.searchsorted(begin, end[goes_on])
-    after[goes_on], before[following] = here[following], here[goes_on]
-    return before, after
 
 
 def _sizes_of(program: Program, kind: Token, sizes: Sizes) -> NDArray[np.float64]:
@@ -325,7 +293,7 @@ def _room(
     return whole + parts, (whole + parts / program.tp) * most
 
 
-def _handed_over(program: Program, sizes: Sizes) -> _Kept:
+def _handed_over(program: Program, sizes: Sizes) -> Kept:
     """What is put out and no message takes as it is: whole, until a neighbouring stage on the rank
     has used it, or a scatter has cut it."""
     group, changes = groups(Index.of(program)).astype(np.int64), []
@@ -338,8 +306,8 @@ def _handed_over(program: Program, sizes: Sizes) -> _Kept:
         changes += [(begin, 2 * group[begin], one, each), (end, 2 * group[end] + 1, -one, -each)]
     if not changes:
         none = np.empty(0, np.int64)
-        return _Kept(none, none, none, np.empty(0))
-    return _Kept(*map(np.concatenate, zip(*changes, strict=True)))
+        return Kept(none, none, none, np.empty(0))
+    return Kept(*map(np.concatenate, zip(*changes, strict=True)))
 
 
 def require_memory_limit(program: Program, sizes: Sizes, limit: float) -> Program:

@@ -11,6 +11,10 @@ filled by compute and read by a send, or by the neighbouring stage's compute on 
 A slot from which messages leave has the room of a boundary, or of the 1/t that a scatter leaves.
 SAVED and TAPE are filled and freed by compute alone, which is in order anyway: for them the
 fewest slots cost nothing, and nobody has to say how many there are.
+
+Of what there is for each stage (FULL, WGRAD, where replicas hold parts) a slot is no memory that is
+made once, but leave to be whole: as many stages are at once as there are slots.  Unless told each
+stage has its own.  Of one stage there are never two.
 """
 
 from __future__ import annotations
@@ -22,7 +26,7 @@ from numpy.typing import NDArray
 
 from schedir.ir.flow import Flow, Lives
 from schedir.ir.index import NONE, Index, Positions
-from schedir.ir.ops import KEPT, ROWS, SCATTERS, SENDS, SLOTTED, TOKENS, Token
+from schedir.ir.ops import KEPT, ROWS, SCATTERS, SENDS, SLOTTED, TOKENS, Per, Token
 from schedir.ir.per_stage import look_up
 from schedir.ir.program import OWN, Program
 from schedir.ir.sizes import Sizes
@@ -45,31 +49,61 @@ def groups(index: Index) -> Positions:
 def reuses(program: Program) -> dict[Token, tuple[Positions, Positions]]:
     """By kind, who fills a slot that had a value before, and who frees it."""
     flow, found = Flow.of(program), {}
-    for kind, count in zip(SLOTTED, np.array(program.slots).T, strict=False):
-        if (count == OWN).all():
+    said = _said(program)
+    for kind in SLOTTED:
+        count = said.get(kind, np.full(program.plan.ranks, OWN))
+        if (count == OWN).all() and TOKENS[kind].per is not Per.STAGE:
             continue
         lives = flow.lives(kind)
         values = np.diff(lives.first)
         room = np.repeat(np.where(count == OWN, values, count), values)
         taken = np.arange(len(lives.fill)) - room
         again = taken >= np.repeat(lives.first[:-1], values)
-        if again.any():
-            found[kind] = lives.fill[again], lives.free[taken[again]]
+        left = np.full(len(lives.fill), NONE, np.int32)
+        left[again] = lives.free[taken[again]]
+        if TOKENS[kind].per is Per.STAGE:  # one lane frees them: the later of two has both behind
+            left = np.maximum(left, _before_it(program, lives))
+        if (again := left != NONE).any():
+            found[kind] = lives.fill[again], left[again]
     return found
+
+
+def _said(program: Program) -> dict[Token, NDArray[np.int64]]:
+    """How many slots each rank has by kind, as the program says."""
+    return dict(zip(SLOTTED, np.array(program.slots, np.int64).T, strict=False))
+
+
+def _before_it(program: Program, lives: Lives) -> Positions:
+    """Who has freed the value of the same stage that was there before each one; NONE of a first."""
+    index, left = Index.of(program), np.full(len(lives.fill), NONE, np.int32)
+    key = index.keys(Per.STAGE, lives.fill)
+    order = np.argsort(key, kind="stable")
+    again = np.flatnonzero(key[order][1:] == key[order][:-1])
+    left[order[again + 1]] = lives.freed[order[again]]
+    return left
+
+
+def stages_in(program: Program, kind: Token, rank: int) -> NDArray[np.int64]:
+    """The stages of which a rank has values of a kind."""
+    lives = Flow.of(program).lives(kind)
+    return np.unique(Index.of(program).stage[lives.fill[lives.of(rank)]]).astype(np.int64)
 
 
 def counts(program: Program) -> NDArray[np.int64]:
     """How many slots each rank has of each kind, shape (ranks, kinds), kinds as in KINDS.
 
-    Where the program does not say, each value has its own, and there are never more; of what
-    compute alone fills and frees there are the fewest.
+    Where the program does not say, each value has its own, or each stage, and there are never more;
+    of what compute alone fills and frees there are the fewest.
     """
     flow, group = Flow.of(program), groups(Index.of(program))
-    said = dict(zip(SLOTTED, np.array(program.slots, np.int64).T, strict=False))
+    said = _said(program)
     columns = []
     for kind in KINDS:
         lives = flow.lives(kind)
         values = np.diff(lives.first)
+        if TOKENS[kind].per is Per.STAGE and len(lives.fill):
+            each = (len(stages_in(program, kind, rank)) for rank in range(program.plan.ranks))
+            values = np.array([*each], np.int64)
         most = values if kind in SLOTTED else lives.peak(group)
         if kind in said:
             most = np.where(said[kind] == OWN, most, np.minimum(said[kind], values))

@@ -11,6 +11,7 @@ from schedir.commands._options import add_shape, add_source, request_of
 from schedir.errors import UsageError, in_bytes
 from schedir.io.request import Request
 from schedir.io.terminal import as_json, table
+from schedir.ir.zero import WHOLE
 
 if TYPE_CHECKING:
     import numpy as np
@@ -50,7 +51,7 @@ def run(args: argparse.Namespace) -> str:
     }
     if timeline.sizes is not None:
         columns["peak_memory"] = timeline.peak_memory.tolist()
-        columns |= {name: each.tolist() for name, each in timeline.at_rest.items()}
+        columns |= {name.replace(" ", "_"): each for name, each in _parts(timeline).items()}
     slots, sent = _slots(request), _sent(timeline)
     bound = bound_of_request(request)
     if args.json:
@@ -99,6 +100,15 @@ def _said_sent(timeline: Timeline, sent: dict[str, NDArray[np.float64]]) -> str:
     tied = " (without tied weights)" if timeline.program.tied else ""
     each = ", ".join(f"{name} {in_bytes(float(size.max()))}" for name, size in sent.items())
     return f"a process sends, at most: {each}{tied}\n"
+
+
+def _parts(timeline: Timeline) -> dict[str, list[float]]:
+    """The bytes of each rank that are there all the time, and the most that is whole beside."""
+    parts = {name: each.tolist() for name, each in timeline.at_rest.items()}
+    for name in WHOLE.values() if parts else ():
+        whole = [float(curve.kinds[name].max()) for curve in timeline.memory if name in curve.kinds]
+        parts |= {name: whole} if any(whole) else {}
+    return parts
 
 
 def _slots(request: Request) -> dict[str, Any]:

@@ -53,8 +53,11 @@ class Chains(NamedTuple):
     forms: tuple[str, ...]
 
     @classmethod
-    def of(cls, parts: Sequence[Part]) -> Chains:
-        """All events that some rows make."""
+    def of(cls, parts: Sequence[Part], *, collected: bool = False) -> Chains:
+        """All events that some rows make.
+
+        Of what is `collected` from many, who gives it first makes it, and others add to it.
+        """
         names = [name for part in parts for name in _states(part.change) if name not in TIERS]
         forms = tuple(dict.fromkeys(names))
 
@@ -68,6 +71,8 @@ class Chains(NamedTuple):
         makes = column([part.makes for part in parts])[sort] > 0
         key = key[sort]
         first = np.append(True, key[1:] != key[:-1])[: len(key)]
+        if collected:
+            makes = gives & (first | np.append(True, ~gives[:-1])[: len(key)])
         life = np.cumsum(makes | first) - 1
         begins = np.flatnonzero(makes | first)
 

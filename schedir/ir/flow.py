@@ -285,7 +285,7 @@ class Flow:
         return self._chains[token]
 
     def _needs_chains(self, token: Token) -> bool:
-        if TOKENS[token].found is Found.AGAIN:
+        if TOKENS[token].found in (Found.AGAIN, Found.ALL):
             return True
         changed = [op for op in changes(token) if op in self.index.at]
         return TOKENS[token].found is Found.ONCE and (
@@ -304,7 +304,7 @@ class Flow:
             if at is not None:
                 key = self._keys(token, at, hop and hop.back)
                 parts.append(Part(at, key, False, False, None))
-        return Chains.of(parts)
+        return Chains.of(parts, collected=TOKENS[token].found is Found.ALL)
 
     def _keys(self, token: Token, at: Positions, hop: Hop | None = None) -> Keys:
         """Which value of a token's each of some instructions touches; of another stage's, a hop
@@ -317,12 +317,14 @@ class Flow:
         return self.index.keys(TOKENS[token].per, at, np.zeros(len(at), np.int64))
 
     def lives(self, token: Token) -> Lives:
-        """Where the values of a kind are filled on the device and freed; without those never freed.
+        """Where the values of a kind are filled on the device and freed; without those never freed,
+        and none of a kind that takes no memory of its own.
 
-        A value that is moved off the device and back fills a slot twice.
+        A value that is moved off the device and back fills a slot twice.  What many give, the first
+        of them fills.
         """
         index = self.index
-        if not index.program.has(token):
+        if not index.program.holds(token):
             none = np.empty(0, np.int32)
             return Lives(none, none, none, np.zeros(len(index.program.offsets), np.intp))
         chains = self.chains(token)

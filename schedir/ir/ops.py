@@ -22,7 +22,8 @@ class TokenRow(NamedTuple):
     """A row of the table of values.
 
     `per` is what there is one value of, `words` what a person calls it, `found` who gives it.
-    `size` is the field of Sizes that says how many bytes it takes, "" if nobody counts them.
+    `size` is the field of Sizes that says how many bytes it takes, "" if nobody counts them; one of
+    what a stage holds all the time takes none of its own, but where replicas hold parts of that.
     `across` is set for what one stage puts out and another takes in: where the other one is.  There
     is such a value where there is that stage; its size is told for the earlier of the two.
     `handed` is of what is taken in: on one rank it is this value of the other stage.
@@ -128,7 +129,7 @@ TOKENS: Final[tuple[TokenRow, ...]] = (
              handed=_T.GRAD_OUT),
     TokenRow(_T.GRAD_OUT, _MB, _ONCE, "the gradient", "gradient", Hop.PREVIOUS),
     TokenRow(_T.TAPE, _MB, _ONCE, "what its I leaves", "tape", made_of=(_T.SAVED, "both")),
-    TokenRow(_T.WGRAD, _STAGE, _ALL, "the weights' gradient"),
+    TokenRow(_T.WGRAD, _STAGE, _ALL, "the weights' gradient", "grads"),
     TokenRow(_T.GRAD, _STAGE, _ALL, "the reduced gradient"),
     TokenRow(_T.NORM, _RANK, _ALL, "the norm"),
     TokenRow(_T.PARAMETERS, _RANK, Found.VERSION, "the weights"),

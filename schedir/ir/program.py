@@ -49,6 +49,7 @@ from schedir.ir.stream import is_op as is_op
 from schedir.ir.stream import pack as pack
 from schedir.ir.stream import unpack as unpack
 from schedir.ir.ties import Tied
+from schedir.ir.zero import CUT_FROM, is_cut
 
 if TYPE_CHECKING:
     from typing import Self
@@ -285,6 +286,15 @@ class Program:
         if trait:
             return bool(getattr(self, trait) != getattr(type(self), trait))
         return across is None or bool((self.beside(across) >= 0).any())
+
+    def holds(self, token: Token) -> bool:
+        """Whether values of this kind take memory of their own.
+
+        What is whole all the time does not: weights and gradients, up to the level of ZeRO from
+        which on replicas have parts of them.
+        """
+        size = TOKENS[token].size
+        return self.has(token) and size != "" and (size not in CUT_FROM or is_cut(size, self.zero))
 
     @property
     def op(self) -> NDArray[np.uint8]:

@@ -39,6 +39,8 @@ _CHAINED: Final = (Found.ONCE, Found.AGAIN)
 _NEAREST: Final = (Found.AGAIN, Found.SINCE)  # found by what stands nearest before
 # Of which traits a value can be: those of which a default says that it is not there.
 _TRAITS: Final = {f.name for f in fields(Program) if f.metadata and f.default is not MISSING}
+# What has a begin and an end, between which it takes memory.
+_LIVES: Final = (*_CHAINED, Found.ALL)
 
 
 class TableError(Exception):
@@ -92,8 +94,8 @@ def _of_token(value: TokenRow, rows: Sequence[Row]) -> Iterator[str]:
         yield f"{name}: it is there from the start on, and nothing frees it"
     if value.trait and value.trait not in _TRAITS:
         yield f"{name}: there is no trait {value.trait!r} of programs with a default"
-    if value.size and value.found not in _CHAINED:
-        yield f"{name}: bytes are counted of what one instruction gives, not of {value.found.name}"
+    if value.size and value.found not in _LIVES:
+        yield f"{name}: bytes are counted of what begins and ends, not of {value.found.name}"
     if value.size and value.per is Per.RANK:
         yield f"{name}: bytes are told for each stage, not for each rank"
     if value.handed is not None and value.across is None:
@@ -143,7 +145,8 @@ def _of_values(row: Row, rows: Sequence[Row], tokens: Sequence[TokenRow]) -> Ite
             yield f"{token.name} is one for each {value.per.name}, and it for each {row.per.name}"
         if row.hop and value.across is not row.hop:
             yield f"{token.name} does not go where its message does"
-        if value.found in _NEAREST and value.per is Per.STAGE and row.per is Per.RANK:
+        again = value.found in _NEAREST or (value.found is Found.ALL and value.size)
+        if again and value.per is Per.STAGE and row.per is Per.RANK:
             yield f"{token.name} is one for each STAGE, and it for each RANK"
         if value.found is Found.VERSION and token in row.gives and row.per not in (
             Per.STAGE, Per.RANK,

@@ -13,6 +13,16 @@ from schedir.ir.per_stage import per_stage
 # From which level on each replica has its part only: none, P_os, P_os+g, P_os+g+p.
 CUT_FROM: Final = {"optimizer": 1, "grads": 2, "params": 3}
 LEVELS: Final = 1 + max(CUT_FROM.values())
+# What memory is called that has parts of them, and whole ones beside the parts.
+IN_PARTS: Final = {
+    "params": "weights in parts", "grads": "gradient in parts", "optimizer": "optimizer in parts",
+}  # fmt: skip
+WHOLE: Final = {"params": "whole weights", "grads": "whole gradient"}
+
+
+def is_cut(name: str, zero: int) -> bool:
+    """Whether at a level replicas have parts of what a field of Sizes tells."""
+    return zero >= CUT_FROM.get(name, LEVELS)
 
 
 class ModelStates(NamedTuple):
@@ -64,14 +74,14 @@ def model_states(
         )
     if _whole(dp, 1) is None:
         raise UsageError(f"dp is a number of replicas, not {said(dp)}", fields=["dp"])
-    share: NDArray[np.float64] | float = 1 / dp
+    parts: NDArray[np.float64] | float = float(dp)  # of what size: a whole one is so many
     if numbers is not None:
         each = _bytes("numbers", numbers)
-        share = np.ceil(each / dp) / np.maximum(each, 1)
+        parts = np.maximum(each, 1) / np.maximum(np.ceil(each / dp), 1)
     whole = {"params": params, "grads": grads, "optimizer": optimizer}
     left = {}
     for name, value in whole.items():
-        left[name] = _bytes(name, value) * (share if zero >= CUT_FROM[name] else 1.0)
+        left[name] = _bytes(name, value) / (parts if is_cut(name, zero) else 1.0)
     return ModelStates(**{name: v if v.ndim else v.item() for name, v in left.items()})
 
 

@@ -78,7 +78,7 @@ def test_a_gather_waits_for_the_slot_that_is_let_go(time: float) -> None:
         assert 0 <= now <= 2
     assert now == 0
     (curve,) = run.memory
-    assert max(curve.kinds["full"]) == 200 and max(curve.kinds["saved"]) == 30
+    assert max(curve.kinds["whole weights"]) == 200 and max(curve.kinds["saved"]) == 30
     assert run.span == {0.0: 9, 0.25: 9.25, 9.0: 5 * 9 + 2}[time]
 
 

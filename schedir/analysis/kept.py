@@ -1,0 +1,97 @@
+"""Kept: what a rank holds of a kind of value without slots made for it, from when until when."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from schedir.analysis.hosts import heard_of
+from schedir.analysis.slots import groups, reuses
+from schedir.ir.chains import NO_FORM
+from schedir.ir.flow import Flow
+from schedir.ir.index import Index, Positions
+from schedir.ir.ops import ROWS, TOKENS, Lane, Token
+from schedir.ir.per_stage import look_up
+from schedir.ir.program import Program
+from schedir.ir.sizes import Sizes
+
+
+class Kept(NamedTuple):
+    """Changes of what is kept: positions, when along the Streams, number and bytes."""
+
+    at: NDArray[np.int64]
+    when: NDArray[np.int64]
+    number: NDArray[np.int64]
+    bytes: NDArray[np.float64]
+
+
+def kept_of(program: Program, kind: Token, sizes: Sizes, tier: int, late: bool) -> Kept:
+    """What a kind of value holds on a tier, from when it comes there until it goes.
+
+    What takes another form without leaving does so at the start of the change if it grows, else at
+    its end.
+    """
+    flow, index, plan = Flow.of(program), Index.of(program), program.plan
+    begin, end, at_tier, form, made, over = flow.states(kind)
+    chains = flow.chains(kind)
+    names = [TOKENS[kind].size, *(chains.forms if chains else ())]
+    at = index.stage[begin], index.mb[begin]
+    of_form = [look_up(sizes.each(name, plan), *at) for name in names]
+    size = of_form[0] if len(names) == 1 else np.choose(form - NO_FORM, of_form)
+    here = at_tier == tier
+    if late and tier == 0:  # nobody knows when another lane has moved it
+        lanes = np.array([row.lane for row in ROWS])[index.op]
+        here = here | (lanes[begin] != Lane.COMPUTE)
+    group = groups(index).astype(np.int64)
+    before, after = _neighbours(begin, end, here, made, over)
+    comes, goes = here & ~before, here & ~after
+    one, adds, first = np.ones(len(begin), np.int64), size.copy(), np.empty(0, np.intp)
+    if made_of := TOKENS[kind].made_of:  # while it is made, it counts as what it adds to that
+        first = np.flatnonzero(comes & made)
+        more = sizes.each(made_of[1], plan) - sizes.each(TOKENS[made_of[0]].size, plan)
+        adds[first] = look_up(more, index.stage[begin[first]], index.mb[begin[first]])
+    came, gone = begin, end.copy()
+    when = 2 * group[begin]
+    if late:
+        came = _as_early(program, kind, begin, made)
+        when = 2 * group[came] + (came != begin) * (came != program.offsets[index.rank[came]])
+    gone[over] = heard_of(program, end[over], drains=not late)
+    changes = [
+        (came[comes], when[comes], one[comes], adds[comes]),
+        (begin[first], 2 * group[begin[first]] + 1, 0 * one[first], (size - adds)[first]),
+        (gone[goes], (2 * group[gone] + (gone == end))[goes], -one[goes], -size[goes]),
+    ]
+    stays = np.flatnonzero(here & after)  # from one form to the next
+    if len(stays):
+        following = np.searchsorted(begin, end[stays])
+        grows = size[following] - size[stays]
+        when = 2 * group[end[stays]] + (grows < 0)
+        changes.append((end[stays], when, 0 * one[stays], grows))
+    return Kept(*map(np.concatenate, zip(*changes, strict=True)))
+
+
+def _as_early(
+    program: Program, kind: Token, begin: Positions, made: NDArray[np.bool_]
+) -> Positions:
+    """What each value can come behind at the earliest: who leaves it room, if another lane than
+    compute makes it, or the first of the Stream where there always is some."""
+    index = Index.of(program)
+    off = made & (np.array([row.lane for row in ROWS])[index.op[begin]] != Lane.COMPUTE)
+    early = program.offsets[index.rank[begin]].astype(np.int32)
+    fills, left = reuses(program).get(kind, (begin[:0], begin[:0]))
+    early[np.searchsorted(begin, fills)] = left
+    return np.where(off, np.maximum.accumulate(early), begin)
+
+
+def _neighbours(
+    begin: NDArray[np.int32], end: NDArray[np.int32], here: NDArray[np.bool_],
+    made: NDArray[np.bool_], over: NDArray[np.bool_],
+) -> tuple[NDArray[np.bool_], NDArray[np.bool_]]:  # fmt: skip
+    """Whether the piece of a value before each one, and the one after it, is here, too."""
+    before, after = np.zeros_like(here), np.zeros_like(here)
+    goes_on = np.flatnonzero(~over & np.isin(end, begin))
+    following = np.searchsorted(begin, end[goes_on])
+    after[goes_on], before[following] = here[following], here[goes_on]
+    return before, after

@@ -1,0 +1,205 @@
+"""What replicas that share hold: parts all the time, and whole ones beside them while they live."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections import deque
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from schedir.__main__ import main
+from schedir.analysis.memory import held
+from schedir.compiler.compile import check_memory, compile, lower
+from schedir.errors import MemoryLimitError, UsageError
+from schedir.ir.ops import ADDS, Opcode
+from schedir.ir.plan import Plan
+from schedir.ir.program import Program
+from schedir.ir.sizes import Sizes
+from schedir.predict.simulate import simulate
+from schedir.schedules import gpipe, interleaved, looped_bfs, one_f_one_b, zb_h1
+from schedir.testing import drafts
+from tests.strategies import costs
+
+WEIGHTS, GRADIENT = "whole weights", "whole gradient"
+_ENDS = (Opcode.ReduceHolders, Opcode.ReduceTied, Opcode.ReduceNorm, Opcode.OptimizerStep)
+
+
+def by_hand(program: Program, rank: int) -> list[tuple[set[int], set[int]]]:
+    """Which stages a rank has whole weights and whole gradients of, while each of its instructions
+    runs, on a host that frees a gradient when it waits for its reduction: it waits for the oldest
+    first, at ends, and where it adds to what is not there, or where slots say so."""
+    stream, found = program.streams[rank], []
+    said = program.slots[rank].said() if program.slots else {}
+    slots = said.get("wgrad", 2**31)
+    weights, gradients = set[int](), set[int]()
+    under_way, filled, heard = deque[int](), 0, 0
+    groups: list[list[int]] = []
+    for k, joined in enumerate(stream.joined.tolist()):
+        groups = [*groups[:-1], [*groups[-1], k]] if joined else [*groups, [k]]
+    for group in groups:
+        for i in [stream[k] for k in group]:
+            if i.op is Opcode.Unshard:
+                assert i.stage not in weights
+                weights.add(i.stage)
+            if i.op in ADDS and i.stage >= program.frozen:
+                new = i.stage not in gradients or i.stage in under_way
+                while new and under_way and (i.stage in under_way or filled - heard >= slots):
+                    gradients.remove(under_way.popleft())
+                    heard += 1
+                filled += new
+                gradients.add(i.stage)
+            if i.op in _ENDS and (i.op is not Opcode.ReduceHolders or program.dp > 1):
+                heard += len(under_way)
+                gradients -= {*under_way}
+                under_way.clear()
+        found += [({*weights}, {*gradients})] * len(group)
+        for i in [stream[k] for k in group]:
+            if i.op is Opcode.Reshard:
+                weights.remove(i.stage)
+            if i.op is Opcode.ReduceScatter:
+                under_way.append(i.stage)
+    assert not (weights or gradients)
+    return found
+
+
+def while_it_runs(program: Program, sizes: Sizes, name: str, rank: int) -> list[float]:
+    """The bytes of a name that a prediction has while each instruction of a rank runs."""
+    own, joined = held(program, sizes)[rank], program.streams[rank].joined.tolist()
+    bytes_of, found = own.kept[name][1], []
+    for k in range(len(joined)):
+        first = last = k
+        while joined[first]:
+            first -= 1
+        while last + 1 < len(joined) and joined[last + 1]:
+            last += 1
+        began = (own.at < first) | own.starts & (own.at <= last)
+        found.append(float(bytes_of[np.flatnonzero(began)[-1]]))
+    return found
+
+
+@settings(max_examples=80)
+@given(drafts(), st.sampled_from([2, 3]), st.randoms(use_true_random=False), st.data())
+def test_what_is_whole_is_counted_by_hand(
+    draft: Program, zero: int, rng: random.Random, data: st.DataObject
+) -> None:
+    if draft.plan.updates > 1 or not draft.trains:
+        return
+    program = replace(draft, dp=4, zero=zero, reduce=rng.choice(["end", "turn"]), validate="before")
+    program = lower(program, slots=rng.choice([None, "fewest"]))
+    each = st.lists(st.integers(0, 9), min_size=draft.plan.stages, max_size=draft.plan.stages)
+    of = {name: np.array(data.draw(each), float) for name in ("params", "grads", "optimizer")}
+    sizes = Sizes(**{name: tuple((4 * size).tolist()) for name, size in of.items()})
+    late = held(program, sizes, late=True)
+    time = data.draw(costs(draft.plan))
+    slow = replace(time, **{op: float(rng.randrange(9)) for op in ("unshard", "reduce_scatter")})
+    curves = simulate(program, slow, sizes=sizes).memory
+    for rank, own in enumerate(held(program, sizes)):
+        expected = by_hand(program, rank)
+        for name, k, size in ((WEIGHTS, 0, "params"), (GRADIENT, 1, "grads")):
+            whole = [float(sum(4 * of[size][s] for s in now[k])) for now in expected]
+            if name == WEIGHTS and zero < 3:
+                assert name not in own.kept
+                continue
+            assert while_it_runs(program, sizes, name, rank) == whole
+            most = late[rank].kept[name][1].max()  # whatever the timing
+            assert max(whole) <= most and curves[rank].kinds[name].max() <= most
+            assert max(own.bytes.max(), curves[rank].held.max()) <= late[rank].bytes.max()
+        fixed = {name: size for name, (_, size) in own.fixed.items()}
+        for name, cut, level in (
+            ("params", "weights in parts", 3),
+            ("grads", "gradient in parts", 2),
+            ("optimizer", "optimizer in parts", 1),
+        ):
+            stages = np.array(draft.plan.stages_of[rank])
+            trained = stages >= program.frozen
+            assert level <= zero or cut not in fixed
+            if level <= zero and sizes.told_apart:
+                assert fixed.get(cut, 0) == of[name][stages[trained]].sum()
+                assert fixed.get(name, 0) == 4 * of[name][stages[~trained]].sum()
+
+
+SIZES = Sizes(saved=10, params=160, grads=160, optimizer=480)
+
+
+@pytest.mark.parametrize(
+    ("zero", "rest", "most"),
+    [
+        (0, 2 * 800, 2 * 800),
+        (1, 2 * (160 + 160 + 480 / 4), 2 * (160 + 160 + 480 / 4)),
+        (2, 2 * (160 + 640 / 4), 2 * (160 + 640 / 4) + 160),
+        (3, 2 * 800 / 4, 2 * 800 / 4 + 2 * 160 + 160),
+    ],
+)
+def test_each_level_holds_what_the_paper_says(zero: int, rest: float, most: float) -> None:
+    """And, breadth first with the fewest slots, one whole gradient beside it, and the weights of
+    the stage that computes and of the next one."""
+    program = compile(looped_bfs, Plan(2, 4, 2), dp=4, zero=zero, slots="fewest")
+    owns = held(program, replace(SIZES, saved=0))
+    assert [sum(size for _, size in own.fixed.values()) for own in owns] == [rest, rest]
+    curves = simulate(program, sizes=replace(SIZES, saved=0)).memory
+    assert [curve.held.max() for curve in curves] == [most, most]
+
+
+def test_each_turn_makes_room_for_the_next() -> None:
+    """A whole gradient at a time where each turn is reduced, and all where that is at the end."""
+    peaks = {}
+    for when in ("end", "turn"):
+        program = compile(interleaved, Plan(2, 4, 2), dp=4, zero=2, reduce=when, slots="fewest")
+        peaks[when] = [own.kept[GRADIENT][1].max() for own in held(program, SIZES)]
+    assert peaks == {"end": [320, 320], "turn": [160, 160]}
+
+
+def test_what_is_there_all_the_time_takes_nothing_more() -> None:
+    """At level 1 whole weights are where the parameters are, and so are gradients."""
+    program = compile(zb_h1, Plan(2, 4), dp=4, zero=1, slots="fewest")
+    assert all(not {WEIGHTS, GRADIENT} & {*own.kept, *own.fixed} for own in held(program, SIZES))
+    assert "full" not in program.slots[0].said() and "wgrad" not in program.slots[0].said()
+
+
+def test_a_limit_names_parts_and_what_is_whole() -> None:
+    program = compile(looped_bfs, Plan(2, 4, 2), dp=4, zero=3, slots="fewest")
+    most = max(own.bytes.max() for own in held(program, SIZES, late=True))
+    assert check_memory(program, SIZES, most) is program
+    with pytest.raises(MemoryLimitError) as error:
+        check_memory(program, SIZES, most - 1)
+    rows = {name: (number, size) for name, number, size in error.value.holds}
+    assert rows[WEIGHTS] == (2, 320) and rows[GRADIENT] == (1, 160)
+    assert rows["weights in parts"] == rows["gradient in parts"] == (2, 80)
+    assert rows["optimizer in parts"] == (2, 240)
+
+
+def test_a_sum_of_all_cannot_be_cut() -> None:
+    program = compile(one_f_one_b, Plan(2, 4), dp=2, zero=1)
+    with pytest.raises(UsageError) as error:
+        held(program, Sizes(saved=1, weights=100))
+    assert error.value.fields == ("weights", "zero")
+    assert held(program, Sizes(saved=1, params=10, grads=10, optimizer=80))[0].bytes[0] == 60
+
+
+def test_recomputation_fits_beside_what_is_whole() -> None:
+    """As few forwards are run again as the limit asks for, with parts counted as parts."""
+    sizes = replace(SIZES, checkpoint=1.0)
+    again = {}
+    for zero in (0, 3):
+        program = compile(
+            gpipe, Plan(2, 4), dp=4, zero=zero, sizes=sizes, limit=830, recompute="fit"
+        )
+        again[zero] = int((program.op == Opcode.Recompute).sum())
+    assert again[0] > again[3] == 0
+
+
+def test_commands_say_it(capsys: pytest.CaptureFixture[str]) -> None:
+    """Columns of parts, and of the most that is whole beside them."""
+    command = ["simulate", "interleaved", "--ranks", "2", "--microbatches", "4", "--dp", "4"]
+    command += ["--stages-per-rank", "2", "--zero", "3", "--json", "--sizes"]
+    assert main([*command, "saved=10,params=160,grads=160,optimizer=480:480:80:80"]) == 0
+    told = json.loads(capsys.readouterr().out)
+    names = ("weights_in_parts", "gradient_in_parts", "optimizer_in_parts")
+    assert [told[name] for name in names] == [[80, 80], [80, 80], [140, 140]]
+    assert told["whole_weights"] == told["whole_gradient"] == [320, 320]
+    assert main([*command, "weights=10"]) == 2
