@@ -5,7 +5,8 @@
 For each schedule with several stages on a rank, and each number of stages that are whole at once:
 the gathers of each rank with none ahead (the fewest that there can be) and with one run ahead (the
 default), and those of `_add_unshard_reshard` of torch.distributed.pipelining where its list holds
-no more stages at once; one number where the ranks are alike.
+no more stages at once; one number where the ranks are alike.  Then how often each rank reduces
+gradients, at the end of a step and in turns, and what a process sends for that.
 Beside them the time that a step is predicted to take, in forwards, where F takes 1, B 2, I and W 1,
 a message 0.05 and a gather half a forward; with none and one ahead, and where gathers are free.
 """
@@ -13,7 +14,7 @@ a message 0.05 and a gather half a forward; with none and one ahead, and where g
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -26,10 +27,11 @@ from torch.distributed.pipelining.schedules import (
     _add_unshard_reshard,
 )
 
-from schedir import Costs, Plan, Program, compile, schedules, simulate
+from schedir import Costs, Plan, Program, Sizes, compile, schedules, simulate
 from schedir.analysis.gathers import gathers
+from schedir.analysis.volume import volume
 from schedir.errors import UsageError
-from schedir.ir.ops import ROWS
+from schedir.ir.ops import ROWS, Lane
 from schedir.schedules.draft import draft
 from schedir.schedules.words import placed_for, takes_v
 
@@ -87,9 +89,22 @@ def rows(program: Program) -> Iterator[Row]:
         yield Row(active, few, ours, of_torch(program, active), (spans[0], spans[1], spans[2]))
 
 
-def told(times: list[int]) -> str:
-    """The gathers of all ranks, as one number where they are alike."""
+def told(times: Sequence[float]) -> str:
+    """The numbers of all ranks, as one number where they are alike."""
     return " ".join(map(str, times if len({*times}) > 1 else times[:1])) or "-"
+
+
+def reductions(program: Program) -> str:
+    """A row of how often gradients are reduced, and what is sent for that, at the end and in turns.
+
+    A stage has 1 GB of gradients, and there are 4 replicas.
+    """
+    found = []
+    for how in ("end", "turn"):
+        lowered = compile(program, dp=4, zero=2, reduce=how)
+        sent = volume(lowered, Sizes(grads=1e9))[Lane.DP] / 1e9
+        found += [told(gathers(lowered).reductions), told([round(each, 1) for each in sent])]
+    return " | ".join(found)
 
 
 def main() -> None:
@@ -100,6 +115,7 @@ def main() -> None:
     args = parser.parse_args()
     print("| schedule | stages of a rank | whole | fewest | one ahead | torch | ", end="")
     print("time, none ahead | one ahead | free |\n| --- |" + " --- |" * 8)
+    drafts: dict[str, Program] = {}
     for name in schedules.__all__:
         schedule = getattr(schedules, name)
         placement, v = placed_for(schedule)
@@ -107,10 +123,15 @@ def main() -> None:
         if v == 1:
             continue  # its one stage is gathered once, and stays whole
         plan = Plan(args.ranks, args.microbatches, v, placement or "loop")
-        for row in rows(draft(schedule, plan)):
+        drafts[name] = draft(schedule, plan)
+        for row in rows(drafts[name]):
             spans = " | ".join(f"{span:.1f}" for span in row.spans)
             times = " | ".join(map(told, (row.few, row.ours, row.torch)))
             print(f"| {name} | {v} | {row.active} | {times} | {spans} |")
+    print("\n| schedule | at the end | sent, GB | in turns | sent, GB |\n| --- |" + " --- |" * 4)
+    for name, program in drafts.items():
+        if program.trains:
+            print(f"| {name} | {reductions(program)} |")
 
 
 if __name__ == "__main__":

@@ -17,7 +17,7 @@ def behind(program: Program, at: NDArray[Any], words: Words) -> Program:
     if (joined := program.joined).any():
         last = np.flatnonzero(np.append(~joined[1:], True))
         at = last[np.searchsorted(last, at)]
-    return _insert(program, at + 1, ranks, words)
+    return at_places(program, at + 1, ranks, words)
 
 
 def before(program: Program, at: NDArray[Any], words: Words) -> Program:
@@ -26,20 +26,21 @@ def before(program: Program, at: NDArray[Any], words: Words) -> Program:
     if (joined := program.joined).any():
         first = np.flatnonzero(~joined)
         at = first[np.searchsorted(first, at, side="right") - 1]
-    return _insert(program, at, ranks, words)
+    return at_places(program, at, ranks, words)
 
 
 def at_ends(program: Program, ranks: Words, words: Words) -> Program:
     """The program with words at the ends of the Streams of given ranks."""
-    return _insert(program, program.offsets[ranks + 1], ranks, words)
+    return at_places(program, program.offsets[ranks + 1], ranks, words)
 
 
 def _ranks(program: Program, at: NDArray[Any]) -> Words:
     return np.searchsorted(program.offsets, at, side="right") - 1
 
 
-def _insert(program: Program, at: NDArray[Any], ranks: Words, words: Words) -> Program:
-    """Put words where others stand; of several at one place, those of lower ranks come first."""
+def at_places(program: Program, at: NDArray[Any], ranks: Words, words: Words) -> Program:
+    """The program with words of given ranks at places between others: before the position `at`.  Of
+    several at one place, those of lower ranks come first, and else they are in the order told."""
     order = np.lexsort((ranks, at))
     offsets = program.offsets.copy()
     offsets[1:] += np.cumsum(np.bincount(ranks, minlength=program.plan.ranks))

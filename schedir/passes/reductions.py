@@ -13,8 +13,9 @@ from schedir.ir.index import NONE, Index
 from schedir.ir.ops import ADDS, Opcode, Per, Token, producers
 from schedir.ir.program import FIELDS, Program, is_op, pack
 from schedir.passes.ends import apart, meets, together
-from schedir.passes.insert import at_ends, behind
+from schedir.passes.insert import at_ends, at_places, behind
 from schedir.passes.record import Expected, Mask, Options, Pass, Present
+from schedir.passes.runs import runs, turns
 
 
 def reduce_grads(program: Program) -> Program:
@@ -40,24 +41,15 @@ def reduce_scatter(program: Program) -> Program:
     """As `reduce_grads`, where each replica keeps a part of the sum; each turn, or at the end.
 
     A turn is a run of what adds to one stage's gradient, with nothing between that adds to
-    another's of the rank.
+    another's of the rank; what is issued as one and adds to two is a turn of both.  So of a rank's
+    gradients those alone are whole that are added to.  A W that runs late is in turns, too.
     """
-    at = np.flatnonzero(is_op(program.op, ADDS))
-    rank = np.searchsorted(program.offsets, at, side="right") - 1
-    stage = program.words.view(FIELDS)["stage"][at].astype(np.int64)
-    if program.reduce == "turn":
-        last = np.ones(len(at), bool)
-        last[:-1] = (stage[1:] != stage[:-1]) | (rank[1:] != rank[:-1])
-    else:
-        last = np.zeros(len(at), bool)
-        key = rank * program.plan.stages + stage
-        last[len(at) - 1 - np.unique(key[::-1], return_index=True)[1]] = True
-    at, stage, rank = at[last], stage[last], rank[last]
+    rank, _, stage, end = runs(program, ADDS)
     key = rank * program.plan.stages + stage
-    order = np.argsort(key, kind="stable")
-    turn = np.empty(len(at), np.int64)
-    turn[order] = np.arange(len(at)) - np.searchsorted(key[order], key[order])
-    return behind(program, at, pack(Opcode.ReduceScatter, stage, turn))
+    if program.reduce == "end":
+        last = np.unique(key[::-1], return_index=True)[1]
+        rank, stage, end, key = (each[::-1][last] for each in (rank, stage, end, key))
+    return at_places(program, end, rank, pack(Opcode.ReduceScatter, stage, turns(key)))
 
 
 def reduce_holders(program: Program) -> Program:

@@ -8,20 +8,21 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
-from typing import Any, Final, NamedTuple
+from typing import Any, Final
 
 import numpy as np
-from numpy.typing import NDArray
 
 from schedir.analysis.models import Model
-from schedir.analysis.residency import AHEAD, Ints, whole
+from schedir.analysis.residency import AHEAD, whole
 from schedir.errors import UsageError
 from schedir.ir.fields import whole_number
 from schedir.ir.ops import ROWS, Opcode, Token
 from schedir.ir.plan import MAX_MICROBATCHES, MAX_STAGES
-from schedir.ir.program import OWN, STAGE, Cut, Program, Slots, pack
+from schedir.ir.program import OWN, Cut, Program, Slots, pack
 from schedir.ir.zero import CUT_FROM
+from schedir.passes.insert import at_places
 from schedir.passes.record import Expected, Options, Pass, Present
+from schedir.passes.runs import Runs, runs, turns
 
 _READS: Final = tuple(row.op for row in ROWS if Token.FULL in {*row.needs} - {*row.frees})
 _ROWS: Final = (Opcode.Unshard, Opcode.Reshard)
@@ -29,21 +30,6 @@ _KINDS: Final = {
     "active": whole_number(1, MAX_STAGES),
     "ahead": whole_number(0, MAX_MICROBATCHES),
 }
-
-
-class _Uses(NamedTuple):
-    """Where a program uses whole weights: a `stage` in the `step` of a `rank`, which is a run of
-    instructions that use the same.  The last of the run ends at `end`, a place between two."""
-
-    rank: Ints
-    step: Ints
-    stage: Ints
-    end: Ints
-
-    @property
-    def most(self) -> int:
-        """The most stages that are used at once."""
-        return int(np.bincount(self.step).max(initial=0))
 
 
 def shard(program: Program, options: Options) -> Program:
@@ -76,7 +62,7 @@ def shard(program: Program, options: Options) -> Program:
             hint=f"zero={CUT_FROM['params']}, or leave {name} out",
             fields=[name, "zero"],
         )
-    uses = _uses(program)
+    uses = runs(program, _READS)
     active = _active(program, uses, said.get("active"))
     rooms, at, rank, words = [], [], [], []
     for one in range(program.plan.ranks):
@@ -85,56 +71,18 @@ def shard(program: Program, options: Options) -> Program:
         own, begin, end = whole(
             step, stage, end, active, said.get("ahead", AHEAD), program.offsets[one]
         )
-        turn = _turns(own)
+        turn = turns(own)
         at += [end, begin]
         words += [pack(Opcode.Reshard, own, turn), pack(Opcode.Unshard, own, turn)]
         rank.append(np.full(2 * len(own), one))
         rooms.append(min(active, len(np.unique(own))))
-    program = _put(program, np.concatenate(at), np.concatenate(rank), np.concatenate(words))
+    program = at_places(program, *map(np.concatenate, (at, rank, words)))
     if program.zero < CUT_FROM["params"]:
         return program
     return program.with_slots([Slots.unsaid()._replace(full=room) for room in rooms])
 
 
-def _uses(program: Program) -> _Uses:
-    """All runs of groups of instructions that use the same stages."""
-    group = np.cumsum(~program.joined)
-    at = np.flatnonzero(np.isin(program.op, _READS))
-    at = at[(program.words[at] >> STAGE & 0xFFFF) >= program.frozen]
-    stage = program.words[at] >> STAGE & 0xFFFF
-    order = np.lexsort((stage, group[at]))  # of a group by stage, each once
-    at, stage, group = at[order], stage[order], group[at[order]]
-    once = _changes(group) | _changes(stage)
-    at, stage, group = at[once], stage[once], group[once]
-    rank = np.searchsorted(program.offsets, at, side="right") - 1
-    ends = np.flatnonzero(np.append(~program.joined[1:], True)) + 1
-    end = ends[np.searchsorted(ends, at, side="right")]
-
-    begins = np.flatnonzero(_changes(group))
-    size = np.diff(np.append(begins, len(at)))
-    before = np.append(0, begins)[:-1]  # where the group before begins
-    same = (size == np.append(0, size)[:-1]) & (rank[begins] == rank[before])
-    if len(begins):
-        there = np.minimum(np.repeat(before - begins, size) + np.arange(len(at)), len(at) - 1)
-        same &= np.logical_and.reduceat(stage == stage[there], begins)
-    last = np.repeat(np.append(~same[1:], True)[: len(same)], size)  # those of a run's last group
-    step = np.repeat(np.cumsum(~same) - 1, size)
-    return _Uses(rank[last], step[last], stage[last], end[last])
-
-
-def _changes(numbers: NDArray[Any]) -> NDArray[np.bool_]:
-    """Whether each number is another than the one before it."""
-    return np.append(True, numbers[1:] != numbers[:-1])[: len(numbers)]
-
-
-def _turns(stage: Ints) -> Ints:
-    """Of each stage in a list how many times it was there before."""
-    order, turn = np.argsort(stage, kind="stable"), np.empty(len(stage), np.int64)
-    turn[order] = np.arange(len(stage)) - np.searchsorted(stage[order], stage[order])
-    return turn
-
-
-def _active(program: Program, uses: _Uses, said: int | None) -> int:
+def _active(program: Program, uses: Runs, said: int | None) -> int:
     """How many stages of a rank are whole at once."""
     own = [len({*stages} - {*range(program.frozen)}) for stages in program.plan.stages_of]
     if program.zero < CUT_FROM["params"]:
@@ -155,15 +103,6 @@ def _active(program: Program, uses: _Uses, said: int | None) -> int:
             fields=["active"],
         )
     return said
-
-
-def _put(program: Program, at: Ints, rank: Ints, words: Ints) -> Program:
-    """The program with words at places between others; at one place in the order told."""
-    order = np.lexsort((np.arange(len(at)), at, rank))
-    offsets = program.offsets.copy()
-    offsets[1:] += np.cumsum(np.bincount(rank, minlength=program.plan.ranks))
-    words = np.insert(program.words, at[order], words[order])
-    return replace(program, streams=Cut.at(words, offsets))
 
 
 def _both(program: Program, present: Present) -> Iterator[Expected]:

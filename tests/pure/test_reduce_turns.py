@@ -1,0 +1,86 @@
+"""Turns: gradients in parts are reduced once, or behind each run of what adds to them."""
+
+from __future__ import annotations
+
+import random
+from itertools import pairwise
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from schedir.analysis.models import MODELS
+from schedir.compiler.compile import compile
+from schedir.ir.ops import ADDS, Opcode
+from schedir.ir.plan import Plan
+from schedir.ir.program import Program
+from schedir.ir.text import parse, show
+from schedir.schedules import dualpipe, interleaved_zb, looped_bfs
+from schedir.schedules.words import B, F, Word, overlap
+from schedir.testing import plans
+from schedir.testing.strategies import random_draft
+from schedir.verify.check import check
+
+Events = list[tuple[str, set[int]]]
+
+
+def events(program: Program, rank: int) -> Events:
+    """What a rank adds to, as one, and what it reduces, in order."""
+    stream, found = program.streams[rank], list[tuple[str, set[int]]]()
+    for instr, joined in zip(stream, stream.joined, strict=True):
+        if joined:
+            found[-1][1].update({instr.stage} if instr.op in ADDS else ())
+        elif instr.op is Opcode.ReduceScatter:
+            found.append(("reduce", {instr.stage}))
+        else:
+            found.append(("add", {instr.stage} if instr.op in ADDS else set()))
+    return [(what, stages) for what, stages in found if stages]
+
+
+def only_what_is_added_to_is_whole(program: Program) -> None:
+    """And nothing is reduced before another instruction adds to the same."""
+    for rank in range(program.plan.ranks):
+        whole: set[int] = set()
+        for what, stages in events(program, rank):
+            if what == "add":
+                whole |= stages
+                assert whole == stages
+            else:
+                whole -= stages
+        assert not whole
+        adds = [stages for what, stages in events(program, rank) if what == "add"]
+        runs = [own for own, later in pairwise([*adds, set()]) if own != later]
+        reductions = [what for what, _ in events(program, rank)].count("reduce")
+        assert reductions == sum(map(len, runs))
+
+
+@given(plans(), st.integers(0, 2**32 - 1), st.integers(1, 2))
+def test_of_gradients_those_are_whole_that_are_added_to(plan: Plan, seed: int, dp: int) -> None:
+    draft = random_draft(plan, random.Random(seed))
+    program = compile(draft, dp=dp, zero=2, reduce="turn", clip=True, tied=plan.stages > 1)
+    only_what_is_added_to_is_whole(program)
+    for model in MODELS:
+        check(program, model, blocks=True)
+    assert parse(show(program)) == program
+
+
+def test_what_runs_as_one_is_one_turn() -> None:
+    def both(rank: int, ranks: int, m: int, v: int) -> Word:
+        return m * (F[0] + F[1]) + B[1] + (m - 1) * overlap(B[1], B[0]) + B[0]
+
+    program = compile(both, Plan(1, 5, 2), dp=2, zero=2, reduce="turn")
+    only_what_is_added_to_is_whole(program)
+    reduced = [i.stage for i in program.streams[0] if i.op is Opcode.ReduceScatter]
+    assert reduced == [1, 0, 1, 0]
+    only_what_is_added_to_is_whole(
+        compile(dualpipe, Plan(4, 8, 2, "mirror"), dp=2, zero=3, reduce="turn")
+    )
+
+
+def test_breadth_first_reduces_once_and_late_w_often() -> None:
+    """Where each stage's backwards are one run, turns are the end."""
+    plan = Plan(4, 16, 4)
+    end, turn = (compile(looped_bfs, plan, dp=2, zero=2, reduce=how) for how in ("end", "turn"))
+    assert turn.streams == end.streams
+    late = compile(interleaved_zb, plan, dp=2, zero=2, reduce="turn")
+    found = [sum(i.op is Opcode.ReduceScatter for i in stream) for stream in late.streams]
+    assert found == [16, 46, 76, 106]
