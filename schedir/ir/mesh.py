@@ -12,3 +12,17 @@ def mesh_of(ranks: int, tp: int, dp: int) -> NDArray[np.int64]:
     Tensor-parallel ranks stand side by side, then come the ranks of a pipeline, then replicas.
     """
     return np.arange(dp * ranks * tp, dtype=np.int64).reshape(dp, ranks, tp)
+
+
+def process_name(process: int, ranks: int, tp: int, dp: int) -> str:
+    """A process as every message names it.
+
+    >>> process_name(1, 2, 2, 1), process_name(3, 4, 1, 1), process_name(5, 2, 2, 2)
+    ('process 1 (pipeline rank 0, tp 1)', 'process 3 (pipeline rank 3)', \
+'process 5 (pipeline rank 0, tp 1, replica 1)')
+    """
+    of, slice_ = divmod(process, tp)
+    replica, rank = divmod(of, ranks)
+    parts = [f"pipeline rank {rank}"]
+    parts += [f"tp {slice_}"] * (tp > 1) + [f"replica {replica}"] * (dp > 1)
+    return f"process {process} ({', '.join(parts)})"

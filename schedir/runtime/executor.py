@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from functools import cached_property
+from time import monotonic_ns
 from types import MappingProxyType
 
 import torch
@@ -17,6 +18,7 @@ from torch.profiler import record_function
 
 from schedir.analysis.graph import Graph
 from schedir.analysis.one_order import one_order
+from schedir.dumps.box import AT, SINCE
 from schedir.errors import ExecutionError, ModelError, flag
 from schedir.ir.program import Program
 from schedir.ir.ties import Ties
@@ -41,6 +43,7 @@ from schedir.runtime.random import Draws
 from schedir.runtime.rank import Loss, State, device_of
 from schedir.runtime.recorder import Recorded, Stamps, stamps_of
 from schedir.runtime.stage import Stage
+from schedir.runtime.stands import Stands
 from schedir.runtime.undone import WARM as WARM
 from schedir.runtime.undone import Noted, Unstepped, warm_up
 from schedir.traces.marks import mark_of
@@ -48,7 +51,7 @@ from schedir.transports.in_turn import InTurn
 from schedir.transports.transport import Transport
 
 
-class Executor:
+class Executor(Stands):
     """One rank of a program, ready to run steps.
 
     `stages` are the rank's own stages by number, or all of the model in order, of which it takes
@@ -173,7 +176,8 @@ class Executor:
         if self.stamps is not None:
             self.state.as_of = self.stamps.as_of
         self.unstepped = Unstepped(self.state)
-        self.position, self.under_way = 0, False  # in the Stream; in a step, or one that has failed
+        super().__init__()
+        self.under_way = False  # in a step, or one that has failed
         self.calls = linked(self.state)
         self.state.cut()
 
@@ -310,10 +314,10 @@ class Executor:
 
     def _run(self) -> None:
         """Every call in order, and nothing else."""
-        self.under_way = True
+        self.under_way, at, clock = True, self.at, monotonic_ns
         try:
             for k, (wait, run) in enumerate(self.calls):
-                self.position = k
+                at[AT], at[SINCE] = k, clock()
                 if wait is not None:
                     wait()
                 run()
@@ -330,6 +334,7 @@ class Executor:
         if state.ahead is not None and state.ahead.begin():
             noted = Noted(state, batch, self.unstepped)
             batch, state.ahead.put_back = noted.batch, noted.put_back
+        self.at[AT] = 0
         state.begin(batch)
 
     def is_in_vain(self) -> bool:
@@ -365,7 +370,7 @@ class Executor:
 
     def call(self, k: int) -> None:
         """Run the instruction at index k of the Stream; `step` has set whether gradients flow."""
-        self.position, self.under_way = k, True
+        self.under_way, self.at[AT], self.at[SINCE] = True, k, monotonic_ns()
         wait, run = self.calls[k]
         stamps = self.stamps if self.record else None
         try:
@@ -385,6 +390,7 @@ class Executor:
 
     def finish(self) -> Tensor | None:
         """End a step: everything that is still on its way out is waited for."""
+        self.at[AT], self.at[SINCE] = len(self.calls), monotonic_ns()
         total, self.under_way = self.state.finish(), False
         if self.stamps is not None and self.record:
             self.stamps.close()

@@ -1,4 +1,8 @@
-"""Launch: start the ranks of a run on this machine, and end them together."""
+"""Launch: start the processes of a run on this machine, pass on what they print, end them together.
+
+Nothing lies in a folder meanwhile but their black boxes, in that of the run's output; and whatever
+ends this process ends them.
+"""
 
 from __future__ import annotations
 
@@ -7,33 +11,43 @@ import signal
 import socket
 import subprocess
 import sys
-import tempfile
-import time
-from collections.abc import Sequence
-from datetime import timedelta
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from queue import SimpleQueue
-from threading import Thread
-from typing import NamedTuple, NoReturn
+from threading import Lock, Thread
+from typing import IO, Final, NamedTuple
 
-from schedir.errors import UsageError
+from schedir.dumps.blame import Shape, Standstill
+from schedir.dumps.box import FOLDER, PROGRAM, Seen, Word, boxes, run_of
+from schedir.errors import ProgramError, UsageError
+from schedir.ir.program import Program
+from schedir.training.ends import LAUNCHED, MOMENT
 
-MOST = 256  # processes that one machine is asked to start
-MOMENT = 1.0  # seconds in which a process that has closed its connections ends
-GRACE = 5.0  # seconds in which the first rank to fail ends the others
-
-_LAUNCHED = "SCHEDIR_LAUNCHED"
+MOST: Final = 256  # processes that one machine is asked to start
+BYTES: Final = 2**20  # of what a process prints that are passed on
+LONGEST: Final = 2**13  # of a line
 
 
-def launch(arguments: Sequence[str], world: int) -> int:
-    """Run `python -m schedir ARGUMENTS` in `world` processes, as torchrun would.
+class End(NamedTuple):
+    """How the first process to fail has ended, and the boxes of all at that moment."""
 
-    They find RANK, LOCAL_RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT set.  What rank 0
-    prints is passed on.  When a rank fails, what it wrote to standard error is passed on, the
-    others are ended, and 1 is returned, or 2 where it said that something is refused.
+    process: int
+    code: int
+    seen: Mapping[int, Seen]
+
+
+def launch(arguments: Sequence[str], shape: Shape, output: str) -> int:
+    """Run `python -m schedir ARGUMENTS` in so many processes, as torchrun would.
+
+    They find RANK, LOCAL_RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT set.  What process 0 prints
+    is passed on as it is; what others print, and standard error, line by line, with the number of
+    the process in front, up to `BYTES` of each.  When one fails, what it has to say is said, or how
+    it ended and where that was; the others are ended, and 1 is returned, or 2 where it said that
+    something is refused.
 
     Raises UsageError for more processes than `MOST`.
     """
+    world = shape.ranks * shape.tp * shape.dp
     if world > MOST:
         raise UsageError(
             f"{world} processes are more than the {MOST} that are started on one machine",
@@ -41,7 +55,7 @@ def launch(arguments: Sequence[str], world: int) -> int:
         )
     from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
-    # The ranks meet in this process, at a port that is taken from the start.
+    # The processes meet in this one, at a port that is taken from the start.
     listener = socket.create_server(("127.0.0.1", 0))
     port = listener.getsockname()[1]
     store = TCPStore(
@@ -54,172 +68,131 @@ def launch(arguments: Sequence[str], world: int) -> int:
     environment = os.environ | {
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(port),
-        "TORCHELASTIC_USE_AGENT_STORE": "True",  # all ranks are clients of the store
+        "TORCHELASTIC_USE_AGENT_STORE": "True",  # all processes are clients of the store
         "WORLD_SIZE": str(world),
-        _LAUNCHED: "1",
+        "LOCAL_WORLD_SIZE": str(world),
+        "PYTHONUNBUFFERED": "1",
+        LAUNCHED: str(os.getpid()),
     }
-    with tempfile.TemporaryDirectory() as folder:
-        errors = [Path(folder, f"{rank}") for rank in range(world)]
-        processes: list[subprocess.Popen[bytes]] = []
-        try:
-            for rank, path in enumerate(errors):
-                with path.open("wb") as error:
-                    processes.append(
-                        subprocess.Popen(
-                            [sys.executable, "-m", "schedir", *arguments],
-                            stdin=subprocess.PIPE,  # ends when this process does
-                            stdout=None if rank == 0 else subprocess.DEVNULL,
-                            stderr=error,
-                            env=environment | {"RANK": str(rank), "LOCAL_RANK": str(rank)},
-                            start_new_session=True,  # Ctrl-C is for this process alone
-                        )
-                    )
-            rank, code, before = _first_failure(processes)
-        finally:
-            for process in processes:
-                process.kill()
-            for process in processes:
-                process.communicate()
-            del store
-        said = errors[rank].read_text(errors="replace")
-        sys.stderr.write(said)
-    spoke = f"\nrank {rank}: " in f"\n{said}"  # as `crash` does; all else are warnings
-    if code == 0 or (code in (1, 2) and spoke):
-        return code
-    if code == 1 and before:  # of a rank that failed, and knows that it was not the first
-        rank, code = before[0], 0
-    how = f"ended with exit code {code}"
-    if code < 0:
-        how = f"was ended by signal {-code} ({signal.strsignal(-code)})"
-    print(f"rank {rank} {how}; the others were stopped", file=sys.stderr)
-    return 1
+    folder = Path(output, FOLDER)
+    _forget(folder)
+    processes: list[subprocess.Popen[bytes]] = []
+    readers: list[Thread] = []
+    try:
+        for number in range(world):
+            process = subprocess.Popen(
+                [sys.executable, "-m", "schedir", *arguments],
+                stdin=subprocess.PIPE,  # ends when this process does
+                stdout=subprocess.PIPE if number else None,
+                stderr=subprocess.PIPE,
+                env=environment | {"RANK": str(number), "LOCAL_RANK": str(number)},
+                start_new_session=True,  # Ctrl-C is for this process alone
+            )
+            processes.append(process)
+            readers += _passing_on(number, process)
+        end = _first_failure(processes, folder, run_of(os.getpid(), environment))
+    finally:
+        for process in processes:
+            process.kill()
+        for process in processes:
+            process.wait()
+        for reader in readers:  # what they started may live on, and hold a pipe open
+            reader.join(MOMENT)
+        del store
+    if not end.code and end.process < 0:
+        _forget(folder)
+        return 0
+    after = boxes(folder, run_of(os.getpid(), environment))
+    said, code = _said(end, after, shape, folder)
+    print(said, file=sys.stderr)
+    return code
 
 
-def _first_failure(processes: Sequence[subprocess.Popen[bytes]]) -> tuple[int, int, list[int]]:
-    """The first rank to fail, its exit code, and who ended well before it, at once.
-
-    (0, 0) and all of them when all have ended well.
-    """
+def _first_failure(processes: Sequence[subprocess.Popen[bytes]], folder: Path, run: int) -> End:
+    """The first process to fail, or to end with 0 and before its end; number -1 when none has."""
     ended: SimpleQueue[tuple[int, int]] = SimpleQueue()
 
-    def watch(rank: int, process: subprocess.Popen[bytes]) -> None:
-        ended.put((rank, process.wait()))
+    def watch(number: int, process: subprocess.Popen[bytes]) -> None:
+        ended.put((number, process.wait()))
 
-    for rank, process in enumerate(processes):
-        Thread(target=watch, args=(rank, process), daemon=True).start()
-    well: list[int] = []
+    for number, process in enumerate(processes):
+        Thread(target=watch, args=(number, process), daemon=True).start()
     for _ in processes:
-        rank, code = ended.get()
-        if code:
-            return rank, code, well
-        well.append(rank)
-    return 0, 0, well
+        number, code = ended.get()
+        seen = boxes(folder, run)
+        # Who has ended well has taken its box with it.
+        if code or (number in seen and not seen[number][Word.ENDED]):
+            return End(number, code, seen)
+    return End(-1, 0, {})
 
 
-def end_with_parent() -> None:
-    """In a process that `launch` started: end as soon as its parent has gone."""
-    if _LAUNCHED not in os.environ:
-        return
+def _said(end: End, after: Mapping[int, Seen], shape: Shape, folder: Path) -> tuple[str, int]:
+    """What is said of a run that has failed, and the exit code.
 
-    def watch() -> None:
-        os.read(0, 1)
-        os._exit(1)
-
-    Thread(target=watch, daemon=True).start()
-
-
-class Process(NamedTuple):
-    """A process, and what those have in common that see each other's numbers."""
-
-    place: object
-    number: int
-
-
-_MET: dict[int, Process] = {}  # the ranks of this run
-
-
-def myself() -> Process:
-    """This process, as `meet` takes it."""
-    try:
-        boot = Path("/proc/sys/kernel/random/boot_id").read_text()
-        return Process((boot, os.readlink("/proc/self/ns/pid")), os.getpid())
-    except OSError:
-        return Process(None, os.getpid())
-
-
-def meet(everyone: Sequence[Process]) -> None:
-    """Know all ranks of this run, in order, so that one that dies can be named."""
-    _MET.update(enumerate(everyone))
-
-
-def _dead() -> int | None:
-    """A rank of this machine that has ended, given a moment: its connections close earlier."""
-    own = myself()
-    here = {rank: p.number for rank, p in _MET.items() if p.place and p.place == own.place}
-    over = time.monotonic() + MOMENT
-    while len(here) > 1:
-        for rank, number in here.items():
-            if _has_ended(number):
-                return rank
-        if time.monotonic() > over:
-            break
-        time.sleep(0.01)
-    return None
-
-
-def _has_ended(number: int) -> bool:
-    """Whether a process has ended, though nobody may have asked how."""
-    try:
-        return Path(f"/proc/{number}/stat").read_text().rpartition(")")[2].split()[0] in "ZX"
-    except OSError:
-        return True
-
-
-def crash(why: str | None, code: int = 1, *, left: bool = False) -> NoReturn:
-    """End this rank at once: a tidy end would close connections first, and others seem to fail.
-
-    Only the first rank of a run to fail says why.  The failures of others are its consequences:
-    they are silent, and wait to be ended with it.  So is one that has nothing to say.  Where a
-    peer has `left` without a word of its own, it is named; of one that `launch` started, `launch`
-    says how it ended.
+    Who has ended another has said why; else it is the word of the one that ended, and where that
+    has none, how it ended.
     """
-    dead = _dead() if left else None
-    if dead is not None:
-        said = f"rank {dead} has left: its process, {_MET[dead].number}, ended without a word"
-        why = None if _LAUNCHED in os.environ else f"{said}\n  {why}"
-    if why is not None and _is_first():
-        print(f"rank {os.environ.get('RANK', '0')}: {why}", file=sys.stderr, flush=True)
-    else:
-        time.sleep(GRACE)
-    os._exit(code)
+    accusers = [one for one in after.values() if one[Word.KILLS] == end.process + 1]
+    own = after.get(end.process)
+    speakers = [*accusers, *([own] if own is not None else [])]
+    if own is not None and own.gave_up and not own.said:  # because of others
+        speakers += sorted(after.values(), key=lambda one: one[Word.FAILED])
+    for one in speakers:
+        if one.gave_up and one.said:
+            return one.said, one[Word.CODE] or 1
+    how = f"ended with exit code {end.code}"
+    if end.code < 0:
+        how = f"was ended by signal {-end.code} ({signal.strsignal(-end.code)})"
+    where = "before it had begun"
+    if end.process in end.seen:
+        where = Standstill(end.seen, shape, _program(folder)).where(end.process)
+    code = 2 if end.code == 2 and end.process not in end.seen else 1
+    return f"{shape.name(end.process)} {how}, {where}; the others were stopped", code
 
 
-def _is_first() -> bool:
-    """Whether no other rank has failed, as far as the store knows where ranks meet."""
-    if "MASTER_PORT" not in os.environ:
-        return True
-    from torch.distributed import TCPStore  # type: ignore[attr-defined]
+def _program(folder: Path) -> Program | None:
+    """What the processes ran, if one has left it."""
+    from schedir.ir.text import parse
 
     try:
-        store = TCPStore(
-            os.environ["MASTER_ADDR"],
-            int(os.environ["MASTER_PORT"]),
-            is_master=False,
-            wait_for_workers=False,
-            timeout=timedelta(seconds=1),
-        )
-        attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-        return bool(store.add(f"schedir failed in attempt {attempt}", 1) == 1)
-    except Exception:  # it is gone, or not yet there: let one of each machine speak
-        return os.environ.get("LOCAL_RANK", "0") == "0"
+        return parse((folder / PROGRAM).read_text())
+    except (OSError, ProgramError):
+        return None
 
 
-def leave() -> NoReturn:
-    """End this rank, all done.
+def _forget(folder: Path) -> None:
+    """Remove what a run before this one has left, or this one, all done."""
+    for path in [*folder.glob("[0-9]*"), folder / PROGRAM]:
+        path.unlink(missing_ok=True)
+    if folder.is_dir() and not any(folder.iterdir()):
+        folder.rmdir()
 
-    At once, too: while an interpreter is taken down, threads of torch that still run now and
-    then abort it ("terminate called without an active exception"; seen in 1 run of 62).
-    """
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(0)
+
+_PRINTING = Lock()
+
+
+def _passing_on(number: int, process: subprocess.Popen[bytes]) -> list[Thread]:
+    """Threads that pass on what a process prints, as it comes."""
+    left = [BYTES]
+
+    def pass_on(pipe: IO[bytes], to: IO[bytes]) -> None:
+        while line := pipe.readline(LONGEST):
+            left[0] -= len(line)
+            if left[0] < 0:
+                if left[0] + len(line) >= 0:
+                    line = f"... more than {BYTES} bytes: the rest is left out".encode()
+                else:
+                    continue
+            with _PRINTING:
+                to.write(b"[%d] %s" % (number, line if line.endswith(b"\n") else line + b"\n"))
+                to.flush()
+
+    pipes = [(process.stdout, sys.stdout), (process.stderr, sys.stderr)]
+    threads = [
+        Thread(target=pass_on, args=(pipe, to.buffer), daemon=True)
+        for pipe, to in pipes
+        if pipe is not None
+    ]
+    for thread in threads:
+        thread.start()
+    return threads

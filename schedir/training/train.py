@@ -13,6 +13,8 @@ from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from schedir.dumps.blame import Shape
+from schedir.dumps.box import Phase
 from schedir.errors import ExecutionError, NonFiniteError, ProgramError, UsageError
 from schedir.io.files import atomic_write
 from schedir.io.terminal import format_error
@@ -23,7 +25,8 @@ from schedir.ir.zero import model_states
 from schedir.predict.calibrate import unexplained
 from schedir.training.config import Config, OutputConfig
 from schedir.training.config_file import read
-from schedir.training.launch import crash, end_with_parent, launch, leave
+from schedir.training.ends import Member, crash, end_with_parent, join, leave, member
+from schedir.training.launch import launch
 
 # What is wrong with a configuration is said before torch is imported.
 if TYPE_CHECKING:
@@ -54,7 +57,8 @@ def run(path: str, sets: Sequence[str] = ()) -> int:
         require_device(config)
         batches(config).batch(0)
         if config.world > 1:
-            return launch(["train", *(f"--set={s}" for s in sets), "--", path], config.world)
+            words = ["train", *(f"--set={s}" for s in sets), "--", path]
+            return launch(words, Shape.of(program), config.output.folder)
         _train(config, program)
     except ExecutionError as error:
         print(error, file=sys.stderr)
@@ -131,6 +135,8 @@ def check_memory(config: Config, processes: int) -> None:
 def _run_rank(path: str, sets: Sequence[str]) -> int:
     """One of several processes: they read the same configuration, and one says what is wrong."""
     end_with_parent()
+    # What torch has to say of peers that go, in lines of its sources, is said in our words.
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")
     _check_environment()
     try:
         config = read(path, sets)
@@ -138,22 +144,35 @@ def _run_rank(path: str, sets: Sequence[str]) -> int:
         check_memory(config, _whole("LOCAL_WORLD_SIZE", 1, config.world, otherwise="1"))
         if os.environ["RANK"] == "0":
             _make_folders(config)
+        join(Member(config.output.folder, Shape.of(program), int(os.environ["RANK"])))
         _train(config, program)
     except NonFiniteError as error:  # which all ranks raise
         crash(str(error) if error.process == int(os.environ["RANK"]) else None)
     except ExecutionError as error:
-        crash(str(error), left=isinstance(error.__cause__, (RuntimeError, OSError)))
+        crash(str(error), late=_is_late(error))
     except ProgramError as error:
         crash(format_error(error), 2)
     except OSError as error:
         crash(_refused(error))
     except SystemExit as error:
-        crash(f"sys.exit({error.code!r}) was called")
+        crash(f"sys.exit({error.code!r}) was called{_where()}")
     except KeyboardInterrupt:
-        crash("interrupted")
-    except BaseException:
-        crash(traceback.format_exc(), left=True)
+        crash(f"interrupted{_where()}")
+    except BaseException as error:
+        crash(f"{traceback.format_exc().rstrip()}{_where()}", late=_is_late(error))
     leave()
+
+
+def _is_late(error: BaseException) -> bool:
+    from schedir.transports.transport import is_late
+
+    return is_late(error)
+
+
+def _where() -> str:
+    """At the end of what is said: what this process is at."""
+    own = member()
+    return "" if own is None else f", {own.where()}"
 
 
 def _refused(error: OSError) -> str:
@@ -192,19 +211,25 @@ def _whole(name: str, least: int, most: int, otherwise: str = "") -> int:
 
 def _train(config: Config, program: Program) -> None:
     from schedir.training.trainer import train
+    from schedir.training.watchdog import Watchdog
     from schedir.training.world import processes
 
     folder = Path(config.output.folder)
     first = os.environ.get("RANK", "0") == "0"
+    own = member() or Member(folder, Shape.of(program), 0)
     with (
-        processes(config.train.timeout, config.train.device),
+        Watchdog(own, config.train.timeout) as watchdog,
+        processes(config.train.timeout, config.train.device, own.box),
         (folder / RESULTS[0]).open("w") if first else nullcontext() as losses,
     ):
         if losses is not None:
             losses.write("step,loss,learning_rate,gradient_norm,skipped\n")
-        result = train(config, program, losses)
+        result = train(config, program, losses, watchdog)
+        own.box.enter(Phase.RESULTS)
         if result is not None:
             _save(result, config.output)
+    if member() is None:
+        own.done()
 
 
 def _save(result: Result, output: OutputConfig) -> None:

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from schedir.analysis.gathers import in_parts
 from schedir.analysis.memory import held
+from schedir.dumps.box import Phase
 from schedir.errors import ExecutionError, in_bytes, in_words
 from schedir.ir.program import Program
 from schedir.ir.sizes import AT_REST, Sizes
@@ -36,9 +37,9 @@ from schedir.training.data import Batches, load
 from schedir.training.prefetch import Batch, Prefetch
 from schedir.training.steps import Step, Steps
 from schedir.training.train_config import TrainConfig
-from schedir.training.watchdog import watchdog
+from schedir.training.watchdog import Watchdog
 from schedir.transports.registry import choose
-from schedir.transports.transport import has_left
+from schedir.transports.transport import has_left, is_late
 
 
 @dataclass(frozen=True)
@@ -66,12 +67,15 @@ def batches(config: Config) -> Batches:
     return Batches(load(data.source), model.context, size, data.seed, vocab=model.vocab)
 
 
-def train(config: Config, program: Program, losses: TextIO | None = None) -> Result | None:
+def train(
+    config: Config, program: Program, losses: TextIO | None, watchdog: Watchdog
+) -> Result | None:
     """Train as one rank of `program`; the Result on global rank 0, None on the others.
 
-    To be called within `processes`.  Rank 0 prints progress, and writes a line per step to
-    `losses`: step (from 1), mean loss of its tokens, learning rate, norm of the gradient before
-    clipping (empty without), and how many of its updates were skipped.
+    To be called within `processes`; `watchdog` is told what the process is at.  Rank 0 prints
+    progress, and writes a line per step to `losses`: step (from 1), mean loss of its tokens,
+    learning rate, norm of the gradient before clipping (empty without), and how many of its updates
+    were skipped.
 
     Raises UsageError for data that cannot be used, ModelError for processes that do not make
     the program, and ExecutionError for a run that fails; NonFiniteError, in all processes alike,
@@ -79,9 +83,9 @@ def train(config: Config, program: Program, losses: TextIO | None = None) -> Res
     """
     torch.set_num_threads(config.train.threads)
     try:
-        return _Trainer(config, program, losses).run()
+        return _Trainer(config, program, losses).run(watchdog)
     except RuntimeError as error:  # an instruction's has its name
-        if "timed out waiting" in str(error).lower():  # Gloo's own words
+        if is_late(error) and not has_left(error):
             fact = f"another process has not answered for {config.train.timeout:g} s"
         elif isinstance(error, torch.OutOfMemoryError | dist.DistError):
             fact = has_left(error) or in_words(error)
@@ -154,8 +158,9 @@ class _Trainer:
         self.warned = False  # of memory that was asked for after the first step
         self.lived: tuple[int, ...] = ()
 
-    def run(self) -> Result | None:
+    def run(self, watchdog: Watchdog) -> Result | None:
         train, record, result = self.config.train, self.config.output.record, None
+        enter = watchdog.own.box.enter
         self.memory = self._memory()
         prefetch = Prefetch(
             self.batches,
@@ -165,20 +170,23 @@ class _Trainer:
             replicas=self.program.dp,
             count=gpt.count_tokens,
         )
-        with prefetch, watchdog(self.executor, train.timeout, lambda: self.steps.number):
+        with prefetch, watchdog.watching(self.executor):
             for step in range(train.steps):
+                enter(Phase.DATA, step + 1)
                 reported = (step + 1) % train.log_every == 0 or step + 1 == train.steps
                 self.executor.record = record and reported
                 began, rate = perf_counter(), train.learning_rate(step)
                 for group in self.optimizer.param_groups:
                     group["lr"] = rate
                 batch = self._take(prefetch, step)
+                enter(Phase.STEP, step + 1)
                 if self.config.output.memory and step == min(1, train.steps - 1):
                     with Living(self.executor) as living:
                         self.steps.issue(batch, rate, began)
                     self.lived = self._lived(living.most)
                 else:
                     self.steps.issue(batch, rate, began)
+                enter(Phase.REPORT, step + 1)
                 if step == 0:
                     self.asked = times_asked(self.device)
                 # The first step connects and warms up: its time is not that of the second.

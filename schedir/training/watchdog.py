@@ -1,51 +1,214 @@
-"""Watchdog: a run in which nothing moves ends, and says where it stands."""
+"""Watchdog: a thread of each process that looks at its box and those of the others.
+
+It is awake ten times in a second, and at once when a process of its machine ends or this one is
+told to end.  Where nothing moves in the steps of a run, the boxes say who keeps it.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import linecache
+import os
+import re
+import select
+import signal
+import sys
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from threading import Event, Thread
-from time import perf_counter
+from threading import Thread, main_thread
+from time import monotonic_ns
+from types import FrameType
+from typing import Final
 
 import torch
 
+from schedir.dumps.blame import Kind
+from schedir.dumps.box import AT, LANES, SINCE, Phase, Word
 from schedir.errors import ExecutionError, Site
+from schedir.ir.ops import ROWS, Lane
 from schedir.runtime.executor import Executor
 from schedir.runtime.progress import Progress, Standing, waits_for
-from schedir.training.launch import crash
+from schedir.training.ends import Member, accuse, crash, give_up, is_launched
 
-ANSWER = 1.0  # seconds in which a GPU tells what has ended
+ANSWER: Final = 1.0  # seconds in which a GPU tells what has ended
+TICK: Final = 0.1  # seconds
+QUIET: Final = 0.3  # seconds without movement, after which the place in the code is noted
+
+_OURS: Final = str(__file__).rpartition("training")[0]
+_TORCHS: Final = str(torch.__file__).rpartition("__init__")[0]
+_WAITING: Final = re.compile(
+    r"\bwait\(|_take\(|\brecv\(|accept\(|barrier\(|all_reduce\(|all_gather|\.result\(\)|_take\("
+)
 
 
-@contextmanager
-def watchdog(executor: Executor, most: float, step: Callable[[], int]) -> Iterator[None]:
-    """Within this, crash if nothing moves for `most` seconds, and say where the run stands.
+class Watchdog:
+    """The thread that watches a process and its peers.
 
-    On a CPU that is where the host is, in the step that `step` says, from 1.  The host of a GPU
-    has most often issued everything, and waits; so the GPU is asked.
+    `most` is how many seconds nothing may move within a step.
     """
-    over, device, progress = Event(), executor.state.device, None
-    standing: Callable[[], Standing | None] = lambda: None  # noqa: E731
-    if device.type == "cuda":
-        progress = Progress(executor)
-        standing = _Asked(progress, device).standing
 
-    def watch() -> None:
+    def __init__(self, own: Member, most: float) -> None:
+        self.own, self.most = own, most
+        self.words = own.box.words
+        self.executor: Executor | None = None
+        self.device: _Device | None = None
+        self.peers: dict[int, int] = {}  # pidfds, of which process each is
+        self.over = False
+        self.told, tell = os.pipe()
+        os.set_blocking(tell, False)
+        if is_main_of_its_own():
+            signal.set_wakeup_fd(tell, warn_on_full_buffer=False)
+            signal.signal(signal.SIGTERM, lambda number, frame: None)
+        self.thread = Thread(target=self._run, name="watchdog", daemon=True)
+
+    def __enter__(self) -> Watchdog:
+        self.thread.start()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.over = not is_main_of_its_own()  # of a process of its own it is needed to the end
+
+    @contextmanager
+    def watching(self, executor: Executor) -> Iterator[None]:
+        """Within this, crash if nothing moves for a while, and say who keeps the others."""
+        executor.at = self.words
+        self.own.runs(executor.program)
+        if executor.state.device.type == "cuda":
+            self.device = _Device(executor, self.words)
+        self.executor = executor
+        try:
+            yield
+        finally:
+            self.executor = self.device = None
+
+    def _run(self) -> None:
+        poll = select.poll()
+        poll.register(self.told, select.POLLIN)
         stood: object = None
-        since = perf_counter()
-        while not over.wait(min(1.0, most / 4)):
-            stands = step(), executor.position, standing()
+        since = noted = monotonic_ns()
+        unmet = True
+        while not self.over:
+            for descriptor, _ in poll.poll(TICK * 1000):
+                if descriptor == self.told:
+                    if signal.SIGTERM in os.read(self.told, 64):
+                        self._told_to_end()
+                    continue
+                poll.unregister(descriptor)
+                os.close(descriptor)
+                self._has_ended(self.peers.pop(descriptor))
+            now = monotonic_ns()
+            self.words[Word.BEAT] = now
+            if unmet:
+                unmet = self._meet(poll)
+            stands = self._stands()
             if stands != stood:
-                stood, since = stands, perf_counter()
-            elif perf_counter() - since > most:
-                fact = f"nothing has moved for {most:g} s"
-                crash(str(standstill(fact, executor, step(), progress, stands[-1])))
+                stood, since = stands, now
+                if noted:
+                    self.own.box.note("")
+                noted = 0
+                self.words[Word.WAITS] = self.own.late
+            elif now - since > QUIET * 1e9:
+                noted = self._note(noted)
+            # Once for all that is behind it: what is noted says who is in a collective.
+            if self.executor is not None and now - since > self.most * 1e9:
+                self._stalled()
 
-    Thread(target=watch, daemon=True).start()
-    try:
-        yield
-    finally:
-        over.set()
+    def _stands(self) -> object:
+        words, device = self.words, self.device
+        if device is not None:
+            device.note()
+        return words[Word.TURN], words[AT], words[SINCE], [*words[LANES : LANES + len(Lane)]]
+
+    def _meet(self, poll: select.poll) -> bool:
+        """Know when peers of this machine end; whether there are more to come."""
+        if not hasattr(os, "pidfd_open"):
+            return False
+        for process, seen in self.own.seen().items():
+            if process in self.peers.values() or process == self.own.process:
+                continue
+            try:
+                descriptor = os.pidfd_open(seen[Word.PID])
+            except OSError:  # it has gone
+                continue
+            self.peers[descriptor] = process
+            poll.register(descriptor, select.POLLIN)
+        return len(self.peers) < self.own.world - 1 and self.words[Word.PHASE] < Phase.DATA
+
+    def _has_ended(self, process: int) -> None:
+        """A peer has ended: if nobody has said why, and nobody will, say it."""
+        if is_launched():  # then `launch` does, who knows how
+            return
+        standstill = self.own.standstill()
+        seen = standstill.seen.get(process)
+        if seen is not None and seen.is_dead:
+            found = standstill.blame()
+            if found is not None and found.kind is Kind.DIED:
+                accuse(self.own, found)
+
+    def _told_to_end(self) -> None:
+        """torchrun ends all when one has failed; who that was it says by a number alone."""
+        standstill = self.own.standstill()
+        found = standstill.blame()
+        if found is not None and found.kind is Kind.DIED:
+            accuse(self.own, found)
+        if found is not None and found.kind is Kind.SAID:
+            give_up(self.own, None, 128 + signal.SIGTERM, None)
+        where = standstill.where(self.own.process)
+        crash(f"was told to end (SIGTERM), {where}", 128 + signal.SIGTERM)
+
+    def _stalled(self) -> None:
+        executor, device = self.executor, self.device
+        if executor is None:  # it has just come out
+            return
+        fact = f"{executor.program.name}: nothing has moved for {self.most:g} s"
+        found = self.own.standstill().blame(fact)
+        step, known = self.words[Word.STEP], None if device is None else device.known
+        progress = None if device is None else device.progress
+        heads = standstill(fact, executor, step, progress, known)
+        if found is None:
+            crash(str(heads))
+        if known is not None:  # what is under way on this GPU, on all lanes
+            found = found._replace(lines=(*found.lines, "on its own GPU:", *heads.lines()))
+        accuse(self.own, found)
+
+    def _note(self, noted: int) -> int:
+        """Note where the main thread stands in the code, and whether it waits for others there."""
+        frame = sys._current_frames().get(main_thread().ident or 0)
+        if frame is None or self.own.late:
+            return noted
+        key = id(frame) ^ frame.f_lasti << 1 | 1
+        if key != noted:
+            self.words[Word.WAITS] = waits(frame)
+            self.own.box.note(place_of(frame))
+        return key
+
+
+def is_main_of_its_own() -> bool:
+    """Whether this is a process that somebody has started as one of several, in its main thread."""
+    from threading import current_thread
+
+    return "RANK" in os.environ and current_thread() is main_thread()
+
+
+def waits(frame: FrameType) -> bool:
+    """Whether a thread stands in a collective, or at a message."""
+    file = frame.f_code.co_filename
+    if f"{_TORCHS}distributed" in file:
+        return True
+    line = linecache.getline(file, frame.f_lineno or 0)
+    return file.startswith(_OURS) and _WAITING.search(line) is not None
+
+
+def place_of(frame: FrameType | None) -> str:
+    """The innermost place of a thread that is in nobody's library but a person's own code; ""
+    where there is none."""
+    while frame is not None:
+        code = frame.f_code
+        file = code.co_filename
+        library = file.startswith((_OURS, _TORCHS, sys.prefix, sys.base_prefix, "<"))
+        if not library and "/lib/python" not in file:
+            return f"{os.path.basename(file)}:{frame.f_lineno or 0} in {code.co_name}"
+        frame = frame.f_back
+    return ""
 
 
 def standstill(
@@ -89,3 +252,20 @@ class _Asked:
         with suppress(RuntimeError):  # of a GPU that has failed, whose error the host will meet
             torch.cuda.set_device(self.device)
             self.known = self.progress.standing()
+
+
+class _Device(_Asked):
+    """A GPU's progress, which is noted in the box of its process."""
+
+    def __init__(self, executor: Executor, words: memoryview[int]) -> None:
+        super().__init__(Progress(executor), executor.state.device)
+        self.words = words
+        self.lanes = [ROWS[i.op].lane for i in executor.state.stream]
+
+    def note(self) -> None:
+        """Note how far it is, as it has last answered."""
+        known = self.standing()
+        for lane in Lane:
+            opens = () if known is None else (k for k in known.open if self.lanes[k] is lane)
+            self.words[LANES + lane] = next(iter(opens), len(self.lanes))
+        self.words[Word.DEVICE] = 0 if known is None else known.step

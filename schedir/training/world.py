@@ -10,12 +10,13 @@ from typing import Any
 
 import torch.distributed as dist
 
+from schedir.dumps.box import Box, Phase
 from schedir.errors import ExecutionError
 from schedir.training.config import Config
-from schedir.training.launch import meet, myself
 from schedir.transports.registry import DEVICES, find
 from schedir.transports.transport import has_left
 
+_WRITTEN = "schedir has written results"
 PATIENCE = 600.0  # seconds that processes wait for the first one to write results
 
 
@@ -26,12 +27,15 @@ def require_device(config: Config) -> None:
 
 
 @contextmanager
-def processes(timeout: float, device: str = "cpu") -> Iterator[None]:
+def processes(timeout: float, device: str = "cpu", box: Box | None = None) -> Iterator[None]:
     """Within this context the processes of a run know each other; they leave it together.
 
     They are found as torchrun says; without it, this one is alone.  `timeout` is how many
-    seconds they wait for each other.  Raises ExecutionError if they do not come.
+    seconds they wait for each other; `box` is told of it.  Raises ExecutionError if they do not
+    come.
     """
+    box = box or Box()
+    box.enter(Phase.MEETING)
     alone = "RANK" not in os.environ
     how: dict[str, Any] = {}
     if alone:
@@ -45,12 +49,17 @@ def processes(timeout: float, device: str = "cpu") -> Iterator[None]:
         ) from error
     done = False
     try:
-        everyone: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(everyone, myself())
-        meet(everyone)
+        box.enter(Phase.SET_UP)
         yield
+        box.enter(Phase.DONE)
+        # The first process may still be busy with its results.
+        store: Any = dist.distributed_c10d._get_default_store()
+        if dist.get_rank():
+            store.wait([_WRITTEN], timedelta(seconds=max(timeout, PATIENCE)))
+        else:
+            store.set(_WRITTEN, b"")
         # Nobody closes a connection that another still reads from, and who fails after this
-        # fails nobody else.  The first process may still be busy with its results.
+        # fails nobody else.
         # Of the group itself: torch's function wants Gloo alone, where ours has NCCL beside it.
         world: Any = dist.group.WORLD
         world.monitored_barrier(timedelta(seconds=max(timeout, PATIENCE)))

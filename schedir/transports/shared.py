@@ -36,7 +36,7 @@ from schedir.ir.ops import GATHERS, RECEIVES, ROWS, Lane
 from schedir.ir.program import Program
 from schedir.transports.edges import directed_edges
 from schedir.transports.processes import Processes
-from schedir.transports.transport import Done, PeerLeft, Place, Rooms, Work, own_part
+from schedir.transports.transport import Done, PeerLate, PeerLeft, Place, Rooms, Work, own_part
 
 LINE: Final = 64  # bytes of a cache line, on which slots begin
 ORDERED: Final = ("x86_64",)  # others may show a count before what it counts
@@ -286,7 +286,7 @@ class _Outgoing:
         over = monotonic() + seconds
         while self.head[0] < steps:
             if monotonic() > over:
-                raise TimeoutError(f"rank {self.rank} has not ended its step in {seconds:g} s")
+                raise PeerLate(f"rank {self.rank} has not ended its step in {seconds:g} s")
             sleep(1e-4)
             # Its bytes may be there for another lane; without any, this sees it leave.
             _take(self.connection, self.rank, socket.MSG_DONTWAIT)
@@ -303,7 +303,7 @@ class _Incoming:
         """Return when so many have come."""
         while self.head[self.at] < number:
             if not _take(self.connection, self.rank):
-                raise TimeoutError(f"nothing has come from rank {self.rank} in time")
+                raise PeerLate(f"nothing has come from rank {self.rank} in time")
 
 
 class _Arrival(NamedTuple):

@@ -7,6 +7,7 @@ from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from schedir.analysis.models import Model
@@ -119,6 +120,26 @@ def has_left(error: BaseException) -> str:
         return str(error)
     lost = isinstance(error, RuntimeError) and any(w in str(error.args).lower() for w in _CLOSED)
     return "a peer has left" if lost else ""
+
+
+def is_late(error: BaseException | None) -> bool:
+    """Whether an error, or its cause, is that others have gone or have not come in time: a word of
+    Gloo's, of torch's store, or of a transport."""
+    while error is not None:
+        if isinstance(error, PeerLate) or has_left(error):
+            return True
+        words = str(error.args).lower()
+        theirs = isinstance(error, RuntimeError) and (
+            ".cc:" in words or isinstance(error, dist.DistError)
+        )
+        if theirs and ("timed out" in words or "timeout" in words):
+            return True
+        error = error.__cause__
+    return False
+
+
+class PeerLate(TimeoutError):
+    """A transport's own word that nothing has come from a peer in time."""
 
 
 class PeerLeft(ConnectionError):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from functools import partial
+from pathlib import Path
 from queue import SimpleQueue
 from threading import Event
 from typing import Any
@@ -13,6 +14,8 @@ import torch
 
 import schedir
 from schedir import Costs, Plan
+from schedir.dumps.blame import Shape
+from schedir.dumps.box import AT, Phase
 from schedir.ir.ops import Instr, Opcode
 from schedir.ir.program import Program
 from schedir.runtime.batch import Batch
@@ -23,7 +26,8 @@ from schedir.runtime.rank import Call
 from schedir.schedules import dualpipe, gpipe, one_f_one_b
 from schedir.testing import tiny
 from schedir.training import watchdog
-from schedir.training.watchdog import standstill
+from schedir.training.ends import Member
+from schedir.training.watchdog import Watchdog, standstill
 from schedir.transports.edges import Edge, Grouped
 from tests.cpu.spawn import run
 from tests.cpu.tiny_stages import batch, gpt_executor
@@ -146,7 +150,7 @@ def test_a_host_that_stands_itself_is_told(gpu: VirtualGPU) -> None:
     one.begin(Batch(inputs, targets))
     for k in range(2):
         one.call(k)
-    one.position = 2
+    one.at[AT] = 2
     gpu.host = 1000.0
     assert said(ranks, 0, progress) == [("F 0.2", "in step 1, computes")]
 
@@ -185,22 +189,28 @@ def test_what_an_instruction_waits_for_in_words() -> None:
     }  # fmt: skip
 
 
-def test_the_watchdog_asks_and_says_it(gpu: VirtualGPU, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_watchdog_asks_and_says_it(
+    gpu: VirtualGPU, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     ended: SimpleQueue[str] = SimpleQueue()
-    monkeypatch.setattr(watchdog, "crash", ended.put)
+    monkeypatch.setattr(watchdog, "accuse", lambda own, found: ended.put(str(found)))
     monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
     ranks, _ = ranks_of(schedir.compile(one_f_one_b, Plan(2, 4), model="edge"), gpu)
     one = ranks.ranks[0]
     monkeypatch.setattr(one.state, "device", torch.device("cuda"))
     hang(ranks, gpu, Instr(Opcode.Forward, 1, 1), rank=1)
-    with watchdog.watchdog(one, 0.2, lambda: 2):
+    own = Member(tmp_path, Shape(2, 1, 1), 0)
+    own.box.enter(Phase.STEP, 1)
+    with Watchdog(own, 0.2) as dog, dog.watching(one):
         step(ranks, gpu)
         gpu.host = 1000.0
         while not ended.empty():  # of the time before, in which the clock stood
             ended.get()
         *_, last = [ended.get(timeout=60) for _ in range(3)]
-        assert last.splitlines() == [
-            "one_f_one_b: nothing has moved for 0.2 s",
+        first, *lines = last.splitlines()
+        assert first.startswith("one_f_one_b: nothing has moved for 0.2 s: process 0 (pipeline")
+        assert lines == [
+            "  on its own GPU:",
             "  rank 0 #7   send_act 0.2   in step 1, waits for rank 1 to receive",
             "  rank 0 #8   recv_grad 0.1  in step 1, waits for rank 1 to send",
         ]

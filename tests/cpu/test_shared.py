@@ -118,7 +118,7 @@ def alone(rank: int, leaves: bool) -> None:
     ("leaves", "why"),
     [
         (True, "rank 1 has left"),
-        (False, "TimeoutError: nothing has come from rank 1 in time"),
+        (False, "PeerLate: nothing has come from rank 1 in time"),
     ],
 )
 def test_a_neighbour_that_leaves_or_sleeps(leaves: bool, why: str) -> None:

@@ -16,15 +16,18 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from schedir.dumps.blame import Shape
 from schedir.errors import NonFiniteError, UsageError
 from schedir.runtime.executor import Executor
 from schedir.runtime.precision import LossScale, innermost, step_if
 from schedir.training import gpt, steps, trainer
 from schedir.training.config import Config
 from schedir.training.config_file import read
+from schedir.training.ends import Member
 from schedir.training.steps import Steps
 from schedir.training.train import program_of, run
 from schedir.training.trainer import _Trainer
+from schedir.training.watchdog import Watchdog
 from tests.cpu import spawn
 
 ONE = ["pipeline.ranks=1", "pipeline.tp=1", "pipeline.stages_per_rank=4", "train.log_every=100",
@@ -194,10 +197,13 @@ def _replica(process: int, config: Config) -> list[tuple[str, list[torch.Tensor]
     for late in (True, False):
         with pytest.MonkeyPatch.context() as patch:
             spoilt(patch, infinite_loss, 0, *([3] if process else []), once=False)
-            made = _Trainer(config, program_of(config), None)
+            program = program_of(config)
+            made = _Trainer(config, program, None)
             made.steps.may_be_late &= late
-            with pytest.raises(NonFiniteError) as error:
-                made.run()
+            own = Member(config.output.folder, Shape.of(program), process)
+            dog = Watchdog(own, config.train.timeout)
+            with pytest.raises(NonFiniteError) as error, dog:
+                made.run(dog)
             found.append((str(error.value), learned(made)))
     return found
 

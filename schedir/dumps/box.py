@@ -1,0 +1,308 @@
+"""Box: the black box of a process of a run, a small file that outlives it.
+
+A file of `SIZE` bytes in the folder `boxes` of a run's output, one for each process, which maps it
+into its memory: what it writes there is seen by everybody on its machine, and stays when it is
+killed.  It is 64-bit words, each with one writer (`Word`), then two texts.  Times are those of
+CLOCK_MONOTONIC, in nanoseconds: all processes of a machine have the same.
+
+The dispatch loop writes two words for an instruction: which one it has begun, by its index in the
+Stream, and when.  A host runs its Stream in order, so that is where it stands on every lane: of a
+lane it has begun what is not behind that index, and ended what is before it.  A GPU is elsewhere:
+of it the words from `LANES` on say, for each lane, the first instruction that has not ended.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from enum import IntEnum
+from pathlib import Path
+from time import monotonic_ns
+from typing import Final, Literal
+from zlib import crc32
+
+from schedir.ir.names import Lane
+
+FOLDER: Final = "boxes"  # in the output folder of a run
+PROGRAM: Final = "program.sched"  # in the folder of boxes: what is run
+SIZE: Final = 16384
+FORM: Final = 0x5343_4845_4401  # the form of the file, and its version
+NOTE: Final = 1024  # where the texts begin; each has its length in front
+SAID: Final = 2048
+
+AT: Final = 16  # of the dispatch loop, in a cache line of their own
+SINCE: Final = 17
+LANES: Final = 40
+
+
+class Word(IntEnum):
+    """Where a number is.
+
+    `RUN` is the same for the processes of one run on one machine, `PLACE` for those that see each
+    other's numbers, `BORN` when the process began, as the system counts.  `TURN` counts the phases
+    that were entered: all processes enter the same ones.  `STEP` counts from 1.  `BEAT` is when the
+    watchdog was last awake; `WAITS`, 1 or 0, whether it has then found the process in a collective
+    or at a message.  `FAILED` is when the process gave up, `CODE` with which exit code, `ENDED` 1
+    if it came to its end; `KILLS` the process, plus 1, that it ends because it keeps the others.
+    """
+
+    FORM = 0
+    RUN = 1
+    PLACE = 2
+    PROCESS = 3
+    WORLD = 4
+    PID = 5
+    BORN = 6
+    PHASE = 8
+    TURN = 9
+    ENTERED = 10
+    STEP = 11
+    AT = AT
+    SINCE = SINCE
+    BEAT = 24
+    WAITS = 25
+    FAILED = 26
+    CODE = 27
+    ENDED = 28
+    KILLS = 29
+    DEVICE = 39  # the step that a GPU is in, 0 where there is none
+
+
+class Phase(IntEnum):
+    """What a process is at."""
+
+    START = 0
+    MEETING = 1
+    SET_UP = 2
+    DATA = 3
+    STEP = 4
+    REPORT = 5
+    RESULTS = 6
+    DONE = 7
+
+
+DOING: Final = {
+    Phase.START: "in set-up, at its start",
+    Phase.MEETING: "in set-up, finding the others",
+    Phase.SET_UP: "in set-up, making model and executor",
+    Phase.DATA: "waiting for the data of step {step}",
+    Phase.STEP: "in step {step}",
+    Phase.REPORT: "bringing together the numbers of step {step}",
+    Phase.RESULTS: "writing results",
+    Phase.DONE: "at its end",
+}
+
+
+class Box:
+    """The box of this process, for it to write; without a path it is memory alone."""
+
+    def __init__(self, path: Path | None = None, *, process: int = 0, world: int = 1) -> None:
+        self.path = path
+        self.memory = _memory(path)
+        self.words = memoryview(self.memory).cast("q")
+        own = os.getpid()
+        self.words[Word.RUN], self.words[Word.PLACE] = run_of(os.getppid()), place()
+        self.words[Word.PROCESS], self.words[Word.WORLD] = process, world
+        self.words[Word.PID], self.words[Word.BORN] = own, _born(own)
+        self.words[Word.ENTERED] = self.words[Word.BEAT] = monotonic_ns()
+        self.words[Word.FORM] = FORM
+
+    def enter(self, phase: Phase, step: int = 0) -> None:
+        """Note what the process is at from now on."""
+        words = self.words
+        words[Word.STEP], words[Word.PHASE], words[AT] = step, phase, 0
+        words[Word.ENTERED] = words[SINCE] = monotonic_ns()
+        words[Word.TURN] += 1
+
+    def note(self, text: str) -> None:
+        """Note where in the code the process stands."""
+        self._write(NOTE, SAID, text)
+
+    def say(self, text: str, code: int) -> None:
+        """Note why the process gives up, "" where that is another's fault."""
+        self._write(SAID, SIZE, text)
+        self.words[Word.CODE] = code
+        self.words[Word.FAILED] = monotonic_ns()
+
+    def _write(self, begin: int, end: int, text: str) -> None:
+        data = text.encode(errors="replace")[: end - begin - 8]
+        self.words[begin // 8] = 0
+        self.memory[begin + 8 : begin + 8 + len(data)] = data
+        self.words[begin // 8] = len(data)
+
+    def remove(self) -> None:
+        """Remove the file; the memory stays."""
+        if self.path is not None:
+            self.path.unlink(missing_ok=True)
+
+
+def _memory(path: Path | None) -> mmap.mmap:
+    """Memory of a new file for its owner alone; of none, where it cannot be made."""
+    if path is None:
+        return mmap.mmap(-1, SIZE)
+    try:
+        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        path.unlink(missing_ok=True)
+        file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
+    except OSError:
+        return mmap.mmap(-1, SIZE)
+    try:
+        os.ftruncate(file, SIZE)
+        return mmap.mmap(file, SIZE)
+    finally:
+        os.close(file)
+
+
+# ---------------------------------------------------------------- reading
+
+State = Literal["runs", "stopped", "gone", "unknown"]
+
+
+@dataclass(frozen=True)
+class Seen:
+    """A box as it was read at `now`, and how the system saw its process then."""
+
+    data: bytes
+    now: int
+    state: State
+
+    def __getitem__(self, word: int) -> int:
+        return int.from_bytes(self.data[word * 8 : word * 8 + 8], "little", signed=True)
+
+    @property
+    def process(self) -> int:
+        """Which process it is, among all."""
+        return self[Word.PROCESS]
+
+    @property
+    def phase(self) -> Phase:
+        """What it is at."""
+        return Phase(min(max(self[Word.PHASE], 0), Phase.DONE))
+
+    @property
+    def note(self) -> str:
+        """Where in the code it stood when it had not moved for a moment."""
+        return self._text(NOTE, SAID)
+
+    @property
+    def said(self) -> str:
+        """Why it has given up."""
+        return self._text(SAID, SIZE)
+
+    @property
+    def gave_up(self) -> bool:
+        """Whether it has, for a reason of its own or of another."""
+        return bool(self[Word.FAILED])
+
+    @property
+    def is_dead(self) -> bool:
+        """Whether it has ended, and neither well nor with a word."""
+        return self.state == "gone" and not self.gave_up and not self[Word.ENDED]
+
+    @property
+    def seconds(self) -> float:
+        """For how long it has been at what it is at."""
+        return max(self.now - max(self[SINCE], self[Word.ENTERED]), 0) / 1e9
+
+    @property
+    def silent(self) -> float:
+        """For how many seconds its watchdog has not been awake."""
+        return max(self.now - self[Word.BEAT], 0) / 1e9
+
+    def head(self, lane: Lane) -> int:
+        """The first instruction of a lane that has not ended, by its index in the Stream."""
+        return self[LANES + lane] if self[Word.DEVICE] else self[AT]
+
+    @property
+    def at(self) -> int:
+        """The first instruction that has not ended, by its index in the Stream."""
+        return min(map(self.head, Lane))
+
+    @property
+    def doing(self) -> str:
+        """What it is at, in words."""
+        return DOING[self.phase].format(step=self[Word.DEVICE] or self[Word.STEP])
+
+    def _text(self, begin: int, end: int) -> str:
+        length = min(max(self[begin // 8], 0), end - begin - 8)
+        return self.data[begin + 8 : begin + 8 + length].decode(errors="replace")
+
+    def packed(self) -> bytes:
+        """As bytes for another machine, which has other clocks."""
+        return f"{self.now} {self.state}\n".encode() + self.data
+
+    @classmethod
+    def unpacked(cls, packed: bytes) -> Seen | None:
+        """What `packed` has made; None for anything else."""
+        head, _, data = packed.partition(b"\n")
+        now, _, state = head.decode(errors="replace").partition(" ")
+        if not now.isdigit() or len(data) != SIZE:
+            return None
+        found = next((one for one in _STATES if one == state), None)
+        seen = None if found is None else cls(data, int(now), found)
+        return seen if seen is not None and seen[Word.FORM] == FORM else None
+
+
+_STATES: Final[tuple[State, ...]] = ("runs", "stopped", "gone", "unknown")
+
+
+def look(path: Path) -> Seen | None:
+    """A box, and its process; None where there is none, or something else."""
+    try:
+        with path.open("rb") as file:
+            data = file.read(SIZE + 1)
+    except OSError:
+        return None
+    seen = Seen(data, monotonic_ns(), "unknown")
+    if len(data) != SIZE or seen[Word.FORM] != FORM:
+        return None
+    if seen[Word.PLACE] != place():
+        return seen
+    return Seen(data, seen.now, state_of(seen[Word.PID], seen[Word.BORN]))
+
+
+def boxes(folder: Path, run: int | None = None) -> dict[int, Seen]:
+    """The boxes in a folder by process; of one run on this machine, if it is told which."""
+    found = [seen for path in folder.glob("[0-9]*") if (seen := look(path)) is not None]
+    if run is not None:
+        found = [seen for seen in found if (seen[Word.RUN], seen[Word.PLACE]) == (run, place())]
+    return {seen.process: seen for seen in found}
+
+
+def run_of(parent: int, environment: Mapping[str, str] = os.environ) -> int:
+    """A number for the run whose processes on this machine somebody has started."""
+    names = ("MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT")
+    return crc32(" ".join([str(parent), *(environment.get(n, "") for n in names)]).encode())
+
+
+def place() -> int:
+    """A number for those who see each other's process numbers: this boot, and their name space."""
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text()
+        return crc32(f"{boot} {os.readlink('/proc/self/ns/pid')}".encode())
+    except OSError:
+        return 0
+
+
+def state_of(pid: int, born: int) -> State:
+    """How the system sees a process."""
+    fields = _stat(pid)
+    if fields is None:
+        return "gone" if Path("/proc/self/stat").exists() else "unknown"
+    if fields[0] in "ZX" or (born and int(fields[19]) != born):
+        return "gone"
+    return "stopped" if fields[0] in "Tt" else "runs"
+
+
+def _born(pid: int) -> int:
+    fields = _stat(pid)
+    return 0 if fields is None else int(fields[19])
+
+
+def _stat(pid: int) -> list[str] | None:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return None

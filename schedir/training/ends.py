@@ -1,0 +1,280 @@
+"""Ends: how a process of a run ends, and what is said of it, once.
+
+Who gives up writes why into its black box; where that is another's fault, the boxes of all say
+whose (`dumps/blame.py`).  One process speaks: under `launch` that is the launcher, and else the
+first to give up, as the store knows where the processes meet.  Whoever keeps the others, stopped or
+never coming back, is ended by the one that says so: so whoever has started the processes sees the
+guilty one end first, and not an innocent one.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import sys
+import time
+from contextlib import suppress
+from datetime import timedelta
+from pathlib import Path
+from threading import Lock, Thread
+from typing import Any, Final, NoReturn
+
+from schedir.dumps.blame import Blame, Kind, Shape, Standstill
+from schedir.dumps.box import FOLDER, PROGRAM, Box, Seen, Word, boxes, run_of, state_of
+from schedir.ir.program import Program
+
+MOMENT: Final = 1.0  # seconds in which a process that has closed its connections ends
+GRACE: Final = 5.0  # seconds in which the first one to give up ends the others
+LAUNCHED: Final = "SCHEDIR_LAUNCHED"  # the number of the process that is `launch`
+_PR_SET_PDEATHSIG: Final = 1
+
+
+class Member:
+    """This process among those of its run: its box, and those of the others.
+
+    `program` is None until it is known, in set-up; `late` says that the process has given up
+    because others have not come, and is no longer where its box says.
+    """
+
+    def __init__(self, output: str | Path, shape: Shape, process: int) -> None:
+        self.folder, self.shape, self.process = Path(output, FOLDER), shape, process
+        self.world = shape.ranks * shape.tp * shape.dp
+        self.box = Box(self.folder / str(process), process=process, world=self.world)
+        self.program: Program | None = None
+        self.late = False
+        self.known: set[int] = set()  # whose boxes were seen
+        self.run = run_of(os.getppid())
+        here = os.environ.get("LOCAL_WORLD_SIZE", "")
+        self.all_here = is_launched() or here == str(self.world)
+
+    @property
+    def name(self) -> str:
+        """As every message names it."""
+        return self.shape.name(self.process)
+
+    def runs(self, program: Program) -> None:
+        """Know what is run, and leave it for who reads the boxes."""
+        from schedir.ir.text import show
+
+        self.program = program
+        if os.environ.get("LOCAL_RANK", "0") == "0":
+            with suppress(OSError):
+                (self.folder / PROGRAM).write_text(show(program))
+
+    def seen(self) -> dict[int, Seen]:
+        """The boxes on this machine."""
+        found = boxes(self.folder, self.run)
+        self.known |= found.keys()
+        return found
+
+    def standstill(self) -> Standstill:
+        """Who waits for whom now, on all machines."""
+        seen = self.seen()
+        missing: list[int] = []
+        if len(seen) < self.world:
+            absent = [p for p in range(self.world) if p not in seen and p not in self.known]
+            if self.all_here:
+                missing = absent
+            elif absent:
+                seen |= _from_others(seen, absent)
+        return Standstill(seen, self.shape, self.program, missing)
+
+    def where(self) -> str:
+        """What this process is at."""
+        seen = self.seen()
+        if self.process not in seen:
+            return ""
+        return Standstill(seen, self.shape, self.program).where(self.process)
+
+    def done(self) -> None:
+        """All has ended well: nothing is left of the box."""
+        self.box.words[Word.ENDED] = 1
+        self.box.remove()
+        with suppress(OSError):
+            if os.environ.get("LOCAL_RANK", "0") == "0":
+                (self.folder / PROGRAM).unlink(missing_ok=True)
+            self.folder.rmdir()  # by whoever is the last
+
+
+_SELF: list[Member] = []  # this process, if it is one of several
+
+
+def member() -> Member | None:
+    """This process among those of its run, if it is one."""
+    return _SELF[0] if _SELF else None
+
+
+def join(member: Member) -> None:
+    """Be a process of a run from now on."""
+    _SELF[:] = [member]
+
+
+def is_launched() -> bool:
+    """Whether `launch` has started this process, and says how it ends."""
+    return LAUNCHED in os.environ
+
+
+_SPEAKING = Lock()  # for the thread that gives up first
+
+
+def crash(why: str | None, code: int = 1, *, late: bool = False) -> NoReturn:
+    """End this process at once: a tidy end would close connections first, and others seem to fail.
+
+    Nothing is said without a `why`: it is for another process to say.  `late` is what fails because
+    others have gone or have not come: then it is said whose fault that is.
+    """
+    _SPEAKING.acquire()  # for good
+    own = member()
+    if own is None:
+        if why is not None and _is_first():
+            print(f"process {os.environ.get('RANK', '0')}: {why}", file=sys.stderr, flush=True)
+            os._exit(code)
+        time.sleep(GRACE)
+        os._exit(code)
+    found: Blame | None = None
+    if late:
+        own.late, own.box.words[Word.WAITS] = True, 1
+        found = _whose_fault(own, why or "")
+        if found is not None and found.kind is Kind.SAID and found.process != own.process:
+            why = None
+        elif found is not None:
+            why = str(found)
+        else:
+            why = f"{own.name}: {why}"
+    elif why is not None:
+        why = f"{own.name}: {why}"
+    give_up(own, why, code, found)
+
+
+def accuse(own: Member, found: Blame, code: int = 1) -> NoReturn:
+    """End this process, for the one that keeps it."""
+    _SPEAKING.acquire()
+    give_up(own, None if found.kind is Kind.SAID else str(found), code, found)
+
+
+def give_up(own: Member, text: str | None, code: int, found: Blame | None) -> NoReturn:
+    """Say a text, unless somebody has said one; end who is to blame, and this process."""
+    own.box.say(text or "", code)
+    speaks = text is not None and (is_launched() or _is_first())
+    if speaks and not is_launched():
+        print(text, file=sys.stderr, flush=True)
+    guilty = found is not None and found.process != own.process
+    if found is not None and guilty and found.sure:
+        _end(own, found)
+    if not speaks or guilty:
+        time.sleep(GRACE)
+    os._exit(code)
+
+
+def _end(own: Member, found: Blame) -> None:
+    """End a process of this machine that keeps the others."""
+    seen = own.seen().get(found.process)
+    if seen is None or found.kind not in (Kind.STOPPED, Kind.BUSY):
+        return
+    pid, born = seen[Word.PID], seen[Word.BORN]
+    if state_of(pid, born) in ("runs", "stopped"):
+        own.box.words[Word.KILLS] = found.process + 1
+        with suppress(OSError):
+            os.kill(pid, signal.SIGKILL)
+
+
+def _whose_fault(own: Member, why: str) -> Blame | None:
+    """Who keeps this process, given a moment: connections close before processes have ended."""
+    over = time.monotonic() + MOMENT
+    why = why.partition("\n")[0]
+    while True:
+        found = own.standstill().blame()
+        if found is not None and found.kind < Kind.MISSING:
+            return found
+        if time.monotonic() > over:
+            return own.standstill().blame(why)
+        time.sleep(0.02)
+
+
+def _store() -> Any:
+    """A connection of its own to the store where the processes meet."""
+    from torch.distributed import TCPStore  # type: ignore[attr-defined]
+
+    return TCPStore(
+        os.environ["MASTER_ADDR"],
+        int(os.environ["MASTER_PORT"]),
+        is_master=False,
+        wait_for_workers=False,
+        timeout=timedelta(seconds=1),
+    )
+
+
+def _key(what: str) -> str:
+    return f"schedir {what} in attempt {os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
+
+
+def _is_first() -> bool:
+    """Whether no other process has given up, as far as the store knows."""
+    if "MASTER_PORT" not in os.environ:
+        return True
+    try:
+        return bool(_store().add(_key("failed"), 1) == 1)
+    except Exception:  # it is gone, or not yet there: let one of each machine speak
+        return os.environ.get("LOCAL_RANK", "0") == "0"
+
+
+def _from_others(own: dict[int, Seen], absent: list[int]) -> dict[int, Seen]:
+    """The boxes of other machines, over the store, to which those of this one are brought."""
+    if "MASTER_PORT" not in os.environ:
+        return {}
+    try:
+        return exchanged(_store(), own, absent)
+    except Exception:  # the store has gone with whoever had it
+        return {}
+
+
+def exchanged(
+    store: Any, own: dict[int, Seen], absent: list[int], most: float = MOMENT
+) -> dict[int, Seen]:
+    """The boxes of processes elsewhere, which a store has; it is told of our own ones.
+
+    Those that nobody has brought in `most` seconds are left out.
+    """
+    for process, seen in own.items():
+        store.set(_key(f"box of {process}"), seen.packed())
+    found: dict[int, Seen] = {}
+    over = time.monotonic() + most
+    while len(found) < len(absent) and time.monotonic() < over:
+        for process in absent:
+            key = _key(f"box of {process}")
+            if process not in found and store.check([key]):
+                other = Seen.unpacked(store.get(key))
+                found |= {} if other is None else {process: other}
+        time.sleep(0.02)
+    return found
+
+
+def end_with_parent() -> None:
+    """End as soon as whoever has started this process has gone: `launch`, or torchrun."""
+    if not is_launched() and "TORCHELASTIC_RUN_ID" not in os.environ:
+        return
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+        if is_launched() and os.getppid() != int(os.environ[LAUNCHED]):
+            os._exit(1)  # it went before that
+    elif is_launched():  # its end closes our standard input
+
+        def watch() -> None:
+            os.read(0, 1)
+            os._exit(1)
+
+        Thread(target=watch, daemon=True).start()
+
+
+def leave() -> NoReturn:
+    """End this process, all done.
+
+    At once, too: while an interpreter is taken down, threads of torch that still run now and
+    then abort it ("terminate called without an active exception"; seen in 1 run of 62).
+    """
+    if (own := member()) is not None:
+        own.done()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0)
