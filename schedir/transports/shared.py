@@ -10,14 +10,13 @@ from __future__ import annotations
 import mmap
 import os
 import platform
-import shutil
 import socket
-import struct
 import sys
 import tempfile
 import weakref
 from collections import defaultdict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
+from contextlib import ExitStack
 from itertools import chain
 from pathlib import Path
 from time import monotonic, sleep
@@ -35,6 +34,7 @@ from schedir.ir.index import Index
 from schedir.ir.ops import GATHERS, RECEIVES, ROWS, Lane
 from schedir.ir.program import Program
 from schedir.transports.edges import directed_edges
+from schedir.transports.neighbours import close, connect, listen, passed
 from schedir.transports.processes import Processes
 from schedir.transports.transport import Done, PeerLate, PeerLeft, Place, Rooms, Work, own_part
 
@@ -42,6 +42,7 @@ LINE: Final = 64  # bytes of a cache line, on which slots begin
 ORDERED: Final = ("x86_64",)  # others may show a count before what it counts
 # Where files are memory; or else on a disk, of which memory is a copy.
 PLACES: tuple[str, ...] = ("/dev/shm", tempfile.gettempdir())
+SPACE = "/proc/self/ns/net"  # what sockets without a file see of each other
 # What a receive takes in, and what makes it whole where it was scattered.
 _GATHERS: Final = {ROWS[op].gives[0]: op for op in GATHERS}
 RECEIVED: Final = {op: (ROWS[op].gives[0], _GATHERS.get(ROWS[op].gives[0])) for op in RECEIVES}
@@ -57,19 +58,17 @@ def can_share(group: dist.ProcessGroup | None = None) -> bool:
 
 
 def _sight() -> object:
-    """What processes that see one memory have in common; None where there is none.
+    """What processes that can pass memory to each other have in common; None where that cannot be.
 
-    Not the name of the host: machines may share one, and containers of one machine, each with
-    places of its own, may too.
+    It is one kernel and one space of names for sockets.  Not the name of the host: machines may
+    share one, and containers of one machine may too.
     """
     if sys.platform != "linux" or platform.machine() not in ORDERED:
         return None
     try:
-        boot = Path("/proc/sys/kernel/random/boot_id").read_text()
+        return Path("/proc/sys/kernel/random/boot_id").read_text(), os.readlink(SPACE)
     except OSError:
         return None
-    there = [os.stat(place) for place in PLACES if os.path.isdir(place)]
-    return boot, [(place.st_dev, place.st_ino) for place in there]
 
 
 class Shared(Processes):
@@ -137,17 +136,20 @@ class Shared(Processes):
         Raises ModelError if the machine has no room.
         """
         self.ended = 0  # in this memory
-        ranks, folder, problem = self.program.plan.ranks, "", ""
+        ranks, name, problem = self.program.plan.ranks, "", ""
         size = _Memory.size(ranks, rooms)
-        dist.barrier(self.within)  # a file is left behind where one that waits for others is ended
-        try:
-            folder = _make(size)
-        except OSError as error:
-            problem = f"{error.strerror or error}, for {size} bytes"
-        members = dist.get_process_group_ranks(self.within or dist.group.WORLD)
-        everyone: list[tuple[str, str, Rooms]] = [("", "", {})] * len(members)
-        try:
-            dist.all_gather_object(everyone, (folder, problem, dict(rooms)), self.within)
+        with ExitStack() as made:
+            listener = made.enter_context(socket.socket(socket.AF_UNIX))
+            memory = -1
+            try:
+                name = listen(listener, ranks)
+                memory = _make(size)
+                made.callback(os.close, memory)
+            except OSError as error:
+                problem = f"{error.strerror or error}, for {size} bytes"
+            members = dist.get_process_group_ranks(self.within or dist.group.WORLD)
+            everyone: list[tuple[str, str, Rooms]] = [("", "", {})] * len(members)
+            dist.all_gather_object(everyone, (name, problem, dict(rooms)), self.within)
             told = dict(zip(members, everyone, strict=True))
             for process, (_, why, _) in told.items():
                 if why:
@@ -157,19 +159,20 @@ class Shared(Processes):
                         hint='transport = "gloo"',
                     )
             peers = [told[int(p)] for p in self.mesh[self.dp_rank, :, self.tp_rank]]
-            self.memory = _Memory(folder, ranks, rooms)
-            self._meet([where for where, *_ in peers], [theirs for *_, theirs in peers])
-        except OSError as error:
-            raise ModelError(
-                f"rank {self.rank} does not reach a neighbour: {error}",
-                program=self.name,
-                hint='transport = "gloo"',
-            ) from error
-        finally:
-            shutil.rmtree(folder, ignore_errors=True)
+            self.memory = _Memory(memory, ranks, rooms)
+            try:
+                self._meet(listener, memory, [n for n, *_ in peers], [r for *_, r in peers])
+            except OSError as error:
+                raise ModelError(
+                    f"rank {self.rank} does not reach a neighbour: {error}",
+                    program=self.name,
+                    hint='transport = "gloo"',
+                ) from error
         return self.memory.slots
 
-    def _meet(self, folders: list[str], rooms: list[Rooms]) -> None:
+    def _meet(
+        self, listener: socket.socket, memory: int, names: list[str], rooms: list[Rooms]
+    ) -> None:
         """Connect to the ranks with which this one exchanges messages, and map their memory."""
         own, ranks = self.memory, self.program.plan.ranks
         assert own is not None
@@ -177,13 +180,16 @@ class Shared(Processes):
         sources = [(lane, source) for lane, source, target in edges if target == self.rank]
         targets = [(lane, target) for lane, source, target in edges if source == self.rank]
         neighbours = {rank for _, rank in (*sources, *targets)}
-        connections = _connect(folders, self.rank, neighbours, self.seconds, self.within)
+        connections = connect(listener, names, self.rank, neighbours, self.seconds)
+        for connection in connections.values():
+            socket.send_fds(connection, [b"\1"], [memory])
         for lane, rank in sources:
             at = own.count(rank, lane)
             self.incoming[lane, rank] = _Incoming(rank, own, at, connections[rank])
         index = Index.of(self.program)
+        theirs_of = {rank: passed(connections[rank], rank) for rank in sorted(neighbours)}
         for rank in {rank for _, rank in targets}:
-            theirs = _Memory(folders[rank], ranks, rooms[rank])
+            theirs = _Memory(theirs_of[rank], ranks, rooms[rank])
             for lane, messages in _inbox(index, rank, self.rank).items():
                 parts = [
                     own_part(self, theirs.slots[place]) if cut else theirs.slots[place]
@@ -191,8 +197,9 @@ class Shared(Processes):
                 ]
                 at = theirs.count(self.rank, lane)
                 self.outgoing[lane, rank] = _Outgoing(rank, theirs, at, connections[rank], parts)
-        self.close = weakref.finalize(self, _close, [*connections.values()])
-        dist.barrier(self.within)  # nobody removes a folder in which others look
+        for descriptor in theirs_of.values():
+            os.close(descriptor)
+        self.close = weakref.finalize(self, close, [*connections.values()])
 
     def send(self, tensor: Tensor, peer: int, lane: Lane) -> Work:
         """Write into the receiver's memory."""
@@ -226,9 +233,8 @@ class _Memory:
     messages came.  Each number has one writer.
     """
 
-    def __init__(self, folder: str, ranks: int, rooms: Rooms) -> None:
-        with open(f"{folder}/memory", "r+b") as file:
-            memory = mmap.mmap(file.fileno(), 0)
+    def __init__(self, descriptor: int, ranks: int, rooms: Rooms) -> None:
+        memory = mmap.mmap(descriptor, 0)
         self.head = memoryview(memory).cast("q")
         self.slots: dict[Place, Tensor] = {}
         at = _lines(self.count(ranks, 0) * 8)
@@ -347,51 +353,14 @@ def _inbox(index: Index, rank: int, sender: int) -> dict[Lane, list[tuple[Place,
     return found
 
 
-def _make(size: int) -> str:
-    """A folder with a file of so many bytes, which are there: `memory`.  Raises OSError."""
+def _make(size: int) -> int:
+    """A file without a name of so many bytes, which are there.  Raises OSError."""
     for place in PLACES:
-        folder = ""
         try:
-            folder = tempfile.mkdtemp(prefix="schedir-", dir=place)
-            with open(f"{folder}/memory", "wb") as file:
+            with tempfile.TemporaryFile(dir=place) as file:
                 os.posix_fallocate(file.fileno(), 0, size)
-            return folder
+                return os.dup(file.fileno())
         except OSError:
-            shutil.rmtree(folder, ignore_errors=True)
             if place == PLACES[-1]:
                 raise
     raise AssertionError
-
-
-def _connect(
-    folders: list[str],
-    own: int,
-    neighbours: Iterable[int],
-    seconds: float,
-    group: dist.ProcessGroup | None,
-) -> dict[int, socket.socket]:
-    """A connection to each neighbour: all listen, the lower rank calls.  All must call this."""
-    connections = {}
-    with socket.socket(socket.AF_UNIX) as listener:
-        listener.bind(f"{folders[own]}/socket")
-        listener.listen(len(folders))
-        listener.settimeout(seconds)
-        dist.barrier(group)
-        for rank in neighbours:
-            if rank > own:
-                connections[rank] = socket.socket(socket.AF_UNIX)
-                connections[rank].connect(f"{folders[rank]}/socket")
-                connections[rank].sendall(struct.pack("q", own))
-        for _ in range(sum(rank < own for rank in neighbours)):
-            caller, _ = listener.accept()
-            connections[struct.unpack("q", caller.recv(8, socket.MSG_WAITALL))[0]] = caller
-    # By the kernel: Python's own timeout would ask it twice for each message.
-    patience = struct.pack("ll", int(seconds), int(seconds % 1 * 1e6))
-    for connection in connections.values():
-        connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, patience)
-    return connections
-
-
-def _close(connections: Iterable[socket.socket]) -> None:
-    for connection in connections:
-        connection.close()

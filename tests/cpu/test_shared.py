@@ -147,17 +147,17 @@ def test_nothing_is_left_behind(problem: bool, tmp_path: Path) -> None:
     assert not list(tmp_path.iterdir())
 
 
-def apart(rank: int, places: list[str]) -> bool:
-    shared.PLACES = (places[rank],)
+def apart(rank: int, spaces: list[str]) -> bool:
+    shared.SPACE = spaces[rank]
     return shared.can_share()
 
 
 def test_processes_that_do_not_see_one_place_cannot_share(tmp_path: Path) -> None:
-    places = [str(tmp_path / "a"), str(tmp_path / "b")]
-    for place in places:
-        os.mkdir(place)
-    assert run(apart, 2, places) == [False, False]
-    assert run(apart, 2, places[:1] * 2) == [True, True]
+    spaces = [str(tmp_path / "a"), str(tmp_path / "b")]
+    for space in spaces:
+        os.symlink(f"net:[{space}]", space)
+    assert run(apart, 2, spaces) == [False, False]
+    assert run(apart, 2, spaces[:1] * 2) == [True, True]
 
 
 def again(rank: int) -> list[float]:

@@ -213,9 +213,17 @@ if os.environ.get("RANK") == "1":
 @pytest.mark.parametrize(
     ("what", "code", "said"),
     [
-        ("schedir.training.data.Batches.batch = refuse", 2, "process 1 (pipeline rank 1): UsageError: no such luck\n"),
+        (
+            "schedir.training.data.Batches.batch = refuse",
+            2,
+            "process 1 (pipeline rank 1): UsageError: no such luck\n",
+        ),
         ("mine = schedules.gpipe", 2, "processes 0 and 1 do not agree on the program"),
-        ("train.leave = lambda: os._exit(9)", 1, "process 1 (pipeline rank 1) ended with exit code 9, at"),
+        (
+            "train.leave = lambda: os._exit(9)",
+            1,
+            "process 1 (pipeline rank 1) ended with exit code 9, at",
+        ),
     ],
 )
 def test_the_rank_that_fails_says_why(

@@ -1,0 +1,188 @@
+"""Black boxes, and whom they blame."""
+
+from __future__ import annotations
+
+import os
+import signal
+import stat
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+from time import monotonic_ns
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from schedir import Plan, compile, schedules
+from schedir.analysis.graph import Graph
+from schedir.dumps.blame import Kind, Shape, Standstill
+from schedir.dumps.box import AT, SIZE, Box, Phase, Seen, State, Word, boxes, look
+from schedir.ir.index import NONE
+from schedir.ir.ops import ROWS, SENDS
+from schedir.ir.program import Program
+
+
+def seen(
+    process: int, at: int, *, turn: int = 5, phase: Phase = Phase.STEP, state: State = "runs",
+    waits: bool = False, said: str = "",
+) -> Seen:  # fmt: skip
+    """A box of a process that stands somewhere."""
+    box = Box(process=process, world=4)
+    box.enter(phase, 3)
+    box.words[Word.TURN], box.words[AT], box.words[Word.WAITS] = turn, at, waits
+    if said:
+        box.say(said, 1)
+    return Seen(bytes(box.memory), monotonic_ns(), state)
+
+
+def standstill(program: Program, stuck: int, at: int) -> dict[int, Seen]:
+    """Where all processes stand, if one does not come out of an instruction: they have gone on as
+    far as the dependency graph lets them."""
+    graph = Graph.of(program, "edge")
+    offsets = program.offsets.tolist()
+    stands = [0] * program.plan.ranks
+    moved = True
+    while moved:
+        moved = False
+        for rank in range(program.plan.ranks):
+            lo, hi = offsets[rank : rank + 2]
+            while lo + stands[rank] < hi and not (rank == stuck and stands[rank] == at):
+                k = lo + stands[rank]
+                if not all(_came(graph, int(n), stands) for n in graph.waits[:, k] if n != NONE):
+                    break
+                stands[rank] += 1
+                moved = True
+    return {
+        rank: seen(rank, k) if k < len(program.streams[rank])
+        else seen(rank, 0, turn=6, phase=Phase.REPORT, waits=True)
+        for rank, k in enumerate(stands)
+    }  # fmt: skip
+
+
+def _came(graph: Graph, need: int, stands: list[int]) -> bool:
+    """Whether all that have a part in what a rank has begun have begun it, too."""
+    op = graph.index.op[need]
+    if ROWS[op].hop:
+        others = [int(graph.partner[need])]
+        if op in SENDS:  # into memory of its own, without its receiver
+            return True
+    elif ROWS[op].group:
+        others = next(m for m in graph.collective_groups if need in m).tolist()
+    else:
+        return True
+    return all(graph.index.locate(one)[1] < stands[graph.index.locate(one)[0]] for one in others)
+
+
+@given(
+    st.sampled_from(["gpipe", "one_f_one_b", "zb_h1", "interleaved"]),
+    st.integers(0, 3), st.floats(0, 0.999), st.booleans(),
+)  # fmt: skip
+def test_who_is_stuck_is_blamed(schedule: str, stuck: int, where: float, clip: bool) -> None:
+    v = 2 if schedule == "interleaved" else 1
+    program = compile(
+        getattr(schedules, schedule), Plan(4, 4, stages_per_rank=v), model="edge", clip=clip
+    )
+    at = int(where * len(program.streams[stuck]))
+    found = Standstill(standstill(program, stuck, at), Shape(4, 1, 1), program).blame()
+    assert found is not None and found.process == stuck and found.kind is Kind.BUSY and found.sure
+    assert f"process {stuck} (pipeline rank {stuck})" in found.fact
+    assert f"in step 3 at #{at} {program.streams[stuck][at]}" in found.fact
+
+
+PROGRAM = compile(schedules.one_f_one_b, Plan(4, 4), model="edge", clip=True)
+
+
+def test_who_has_died_or_is_stopped_is_blamed_before_who_is_busy() -> None:
+    for state, kind in (("gone", Kind.DIED), ("stopped", Kind.STOPPED)):
+        all_of = standstill(PROGRAM, 1, 4)
+        all_of[2] = replace(all_of[2], state=state)
+        found = Standstill(all_of, Shape(4, 1, 1), PROGRAM).blame()
+        assert found is not None and (found.process, found.kind) == (2, kind)
+
+
+def test_who_has_said_why_is_blamed_and_not_who_left_because_of_it() -> None:
+    all_of = standstill(PROGRAM, 1, 4)
+    all_of[1] = replace(seen(1, 4, said="ValueError"), state="gone")
+    left = Box(process=0, world=4)
+    left.say("", 1)
+    all_of[0] = Seen(bytes(left.memory), monotonic_ns(), "gone")
+    found = Standstill(all_of, Shape(4, 1, 1), PROGRAM).blame()
+    assert found is not None and (found.process, found.kind) == (1, Kind.SAID)
+
+
+def test_of_tensor_parallel_processes_the_one_in_no_collective_is_blamed() -> None:
+    program = compile(schedules.one_f_one_b, Plan(2, 4), model="edge", tp=2, clip=True)
+    stands = standstill(program, 1, 4)
+    all_of = {2 * r + t: seen(2 * r + t, stands[r][AT]) for r in range(2) for t in range(2)}
+    all_of[2] = seen(2, stands[1][AT], waits=True)
+    found = Standstill(all_of, Shape(2, 2, 1), program).blame()
+    assert found is not None and found.process == 3
+    assert found.fact.startswith("process 3 (pipeline rank 1, tp 1) ")
+    assert any(
+        "waits for process 3" in line for line in found.lines if line.startswith("process 2")
+    )
+
+
+def test_outside_of_steps_who_is_behind_is_blamed() -> None:
+    all_of = {p: seen(p, 0, turn=2, phase=Phase.SET_UP, waits=True) for p in range(4)}
+    all_of[2] = seen(2, 0, turn=2, phase=Phase.SET_UP)
+    found = Standstill(all_of, Shape(4, 1, 1)).blame()
+    assert found is not None and (found.process, found.sure) == (2, True)
+    del all_of[2]
+    found = Standstill(all_of, Shape(4, 1, 1), missing=[2]).blame()
+    assert found is not None and (found.process, found.kind) == (2, Kind.MISSING)
+
+
+# ---------------------------------------------------------------- files
+
+STANDS = """\
+import sys
+from pathlib import Path
+from schedir.dumps.box import AT, Box, Phase
+box = Box(Path(sys.argv[1]), process=3, world=4)
+box.enter(Phase.STEP, 7)
+box.words[AT] = 11
+box.note("mine.py:3 in loss")
+print("there", flush=True)
+sys.stdin.read()
+"""
+
+
+def test_a_box_outlives_its_process(tmp_path: Path) -> None:
+    path = tmp_path / "boxes" / "3"
+    command = [sys.executable, "-c", STANDS, str(path)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
+        assert process.stdout is not None and process.stdout.readline() == b"there\n"
+        states = []
+        for what in (None, signal.SIGSTOP, signal.SIGKILL):
+            if what is not None:
+                os.kill(process.pid, what)
+            if what is signal.SIGSTOP:
+                os.waitpid(process.pid, os.WUNTRACED)
+            if what is signal.SIGKILL:
+                process.wait()
+            one = look(path)
+            assert one is not None and (one.process, one.at, one.note) == (
+                3,
+                11,
+                "mine.py:3 in loss",
+            )
+            assert one.doing == "in step 7"
+            states.append(one.state)
+    assert states == ["runs", "stopped", "gone"]
+    assert stat.S_IMODE(path.stat().st_mode) == 0o600 and path.stat().st_size == SIZE
+    assert [*boxes(path.parent)] == [3]
+    assert boxes(path.parent, 12345) == {}  # of another run
+
+
+@given(st.binary(max_size=200) | st.binary(min_size=SIZE, max_size=SIZE + 60))
+def test_what_is_no_box_is_none(data: bytes) -> None:
+    assert Seen.unpacked(data) is None
+
+
+def test_a_box_goes_to_another_machine_and_back(tmp_path: Path) -> None:
+    one = seen(1, 4, said="why")
+    assert Seen.unpacked(one.packed()) == one
+    (tmp_path / "0").write_bytes(b"no box")
+    assert boxes(tmp_path) == {}
