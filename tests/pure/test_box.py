@@ -94,7 +94,8 @@ PROGRAM = compile(schedules.one_f_one_b, Plan(4, 4), model="edge", clip=True)
 
 
 def test_who_has_died_or_is_stopped_is_blamed_before_who_is_busy() -> None:
-    for state, kind in (("gone", Kind.DIED), ("stopped", Kind.STOPPED)):
+    states: list[tuple[State, Kind]] = [("gone", Kind.DIED), ("stopped", Kind.STOPPED)]
+    for state, kind in states:
         all_of = standstill(PROGRAM, 1, 4)
         all_of[2] = replace(all_of[2], state=state)
         found = Standstill(all_of, Shape(4, 1, 1), PROGRAM).blame()
