@@ -1,0 +1,263 @@
+"""Faults: processes of runs are killed, stopped or led astray, and who is blamed is looked at.
+
+    python benchmarks/faults.py [--seed 0] [--of 8 --part 3] [--csv faults.csv]
+
+Every rank of pp 4, and of pp 2 x tp 2, over shared memory and over Gloo, under the launcher of
+`schedir train` and under torchrun: SIGKILL, SIGSTOP, an error, a sleep, a loop, a limit of memory,
+and an exit, at a moment that the seed draws: in set-up, between steps, inside of an instruction, or
+in the loss.  Of each run it is noted whether the process is named, at which instruction or in which
+phase, whether anybody else is called the cause, how long it took beyond the timeout, and what is
+left: processes, files in places for temporary ones, shared memory.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import itertools
+import os
+import random
+import re
+import subprocess
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+ROOT = Path(__file__).resolve().parents[1]
+TIMEOUT = 6.0  # seconds, of the runs
+LONGEST = 120.0
+KINDS = ("kill", "stop", "raise", "sleep", "spin", "memory", "exit")
+WHERE = ("set-up", "between", "inside", "loss")
+SHAPES = {"pp 4": (4, 1), "pp 2 x tp 2": (2, 2)}
+TRANSPORTS = ("shared", "gloo")
+LAUNCHERS = ("schedir", "torchrun")
+COUNTED = ("named", "placed", "innocent", "left")
+
+# A schedule's file is the user's own code: here it lets one process go wrong.
+FAULTY = """
+import os
+import resource
+import signal
+import sys
+import time
+
+import torch
+
+from schedir.schedules import one_f_one_b as mine
+from schedir.training import gpt, prefetch
+
+process, kind, where, number = os.environ["FAULT"].split(",")
+left = int(number)
+
+
+def fault():
+    with open(os.environ["FAULT_AT"], "w") as file:
+        file.write(str(time.time()))
+    if kind == "kill":
+        os.kill(os.getpid(), signal.SIGKILL)
+    if kind == "stop":
+        os.kill(os.getpid(), signal.SIGSTOP)
+    if kind == "raise":
+        raise ValueError("no such luck")
+    if kind == "sleep":
+        time.sleep(1000)
+    while kind == "spin":
+        pass
+    if kind == "memory":
+        used = int(open("/proc/self/statm").read().split()[0]) * 4096
+        resource.setrlimit(resource.RLIMIT_AS, (used, used))
+        torch.ones(1 << 28)
+    if kind == "exit":
+        os._exit(7)
+
+
+def after(whole):
+    def called(*given, **named):
+        global left
+        left -= 1
+        if left == 0:
+            fault()
+        return whole(*given, **named)
+
+    return called
+
+
+if os.environ.get("RANK") == process:
+    if where == "set-up":
+        left = 1
+        gpt.build_stage = after(gpt.build_stage)
+    if where == "between":
+        prefetch.Prefetch.take = after(prefetch.Prefetch.take)
+    if where == "inside":
+        gpt.Layer.forward = after(gpt.Layer.forward)
+    if where == "loss":
+        gpt.loss = after(gpt.loss)
+"""
+
+CONFIG = f'''
+[model]
+layers = 4
+hidden = 32
+heads = 2
+context = 16
+[pipeline]
+stages_per_rank = 1
+microbatches = 4
+[data]
+source = "{ROOT / "README.md"}"
+microbatch_size = 2
+[train]
+steps = 100000
+warmup = 2
+log_every = 1000
+timeout = {TIMEOUT}
+[output]
+record = false
+'''
+
+
+class Fault(NamedTuple):
+    """Something that happens to a process of a run."""
+
+    shape: str
+    transport: str
+    launcher: str
+    process: int
+    kind: str
+    where: str
+    number: int
+
+    @property
+    def name(self) -> str:
+        """The process, as messages have it."""
+        rank, slice_ = divmod(self.process, SHAPES[self.shape][1])
+        tp = f", tp {slice_}" * (SHAPES[self.shape][1] > 1)
+        return f"process {self.process} (pipeline rank {rank}{tp})"
+
+
+class Verdict(NamedTuple):
+    """What a run has said of a fault, and left; `late` is in seconds, beyond the timeout."""
+
+    named: bool
+    placed: bool
+    innocent: bool
+    late: float
+    left: str
+    said: str
+
+
+def faults(seed: int) -> Iterator[Fault]:
+    """All of them, each at a moment of its own."""
+    draw = random.Random(seed)
+    cases = itertools.product(SHAPES, TRANSPORTS, LAUNCHERS, range(4), KINDS)
+    for shape, transport, launcher, process, kind in cases:
+        last = process // SHAPES[shape][1] == SHAPES[shape][0] - 1
+        where = draw.choice(WHERE if last else WHERE[:3])
+        yield Fault(shape, transport, launcher, process, kind, where, draw.randint(1, 24))
+
+
+def try_it(fault: Fault, folder: Path) -> Verdict:
+    """Run into a fault, and look at what was said."""
+    (folder / "mine.py").write_text(FAULTY)
+    (folder / "run.toml").write_text(CONFIG)
+    temporary = folder / "tmp"
+    temporary.mkdir()
+    ranks, tp = SHAPES[fault.shape]
+    sets = [f"pipeline.ranks={ranks}", f"pipeline.tp={tp}",
+            f"train.transport={fault.transport}",
+            f'output.folder="{folder / "out"}"', f"pipeline.schedule={folder}/mine.py:mine"]  # fmt: skip
+    command = [sys.executable, "-m", "schedir"]
+    if fault.launcher == "torchrun":
+        command = [sys.executable, "-m", "torch.distributed.run", "--standalone",
+                   "--nproc-per-node", "4", "-m", "schedir"]  # fmt: skip
+    command += ["train", str(folder / "run.toml"), *(f"--set={s}" for s in sets)]
+    at = folder / "at"
+    environment = os.environ | {
+        "FAULT": f"{fault.process},{fault.kind},{fault.where},{fault.number}",
+        "FAULT_AT": str(at), "TMPDIR": str(temporary), "OMP_NUM_THREADS": "1",
+    }  # fmt: skip
+    memory = {*os.listdir("/dev/shm")}
+    with subprocess.Popen(
+        command, cwd=ROOT, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE
+    ) as run:
+        try:
+            _, err = run.communicate(timeout=LONGEST)
+        except subprocess.TimeoutExpired:
+            run.kill()
+            _, err = run.communicate()
+    began = float(at.read_text()) if at.exists() else time.time()
+    patience = TIMEOUT if fault.kind in ("stop", "sleep", "spin") else 0.0
+    late = time.time() - began - patience
+    said = err.decode(errors="replace")
+    return Verdict(*judged(fault, said), late, left(folder, memory), said)
+
+
+def judged(fault: Fault, text: str) -> tuple[bool, bool, bool]:
+    """Whether the process is named, and where it was; and whether another is called the cause."""
+    ours = [line for line in text.splitlines() if re.match(r"(\S+: )?(\S.*: )?process \d", line)]
+    first = next(iter(ours), "")
+    found = re.search(r"process \d+ \([^)]*\)", first)
+    named = found is not None and found[0] == fault.name
+    at = text[text.find(first) :] if first else ""
+    head = at.split("\n  process")[0]
+    placed = bool(re.search(r"#\d+ +\S+ \d", head) or "in set-up" in head or "of step" in head
+                  or "in step" in head)  # fmt: skip
+    innocent = found is not None and not named
+    root = re.search(r"Root Cause.*?rank +: (\d+)", text, re.S)
+    if root is not None and int(root[1]) != fault.process:
+        innocent = True
+    return named, named and placed, innocent
+
+
+def left(folder: Path, memory: set[str]) -> str:
+    """What a run has left: processes, files that are temporary, shared memory."""
+    time.sleep(0.3)
+    found = []
+    for status in Path("/proc").glob("[0-9]*/cmdline"):
+        try:
+            if str(folder).encode() in status.read_bytes():
+                found.append(f"process {status.parent.name}")
+        except OSError:
+            continue
+    found += [f"file {path.name}" for path in (folder / "tmp").rglob("schedir*")]
+    found += [f"memory {name}" for name in {*os.listdir("/dev/shm")} - memory if "schedir" in name]
+    return ", ".join(found)
+
+
+def main() -> None:
+    """Try faults, and print what came of them."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--of", type=int, default=1, help="of so many parts")
+    parser.add_argument("--part", type=int, default=0, help="the one that is tried")
+    parser.add_argument("--csv", help="where each fault gets a line, behind what is there")
+    args = parser.parse_args()
+    counts: Counter[tuple[str, str]] = Counter()
+    for number, fault in enumerate(faults(args.seed)):
+        if number % args.of != args.part:
+            continue
+        with tempfile.TemporaryDirectory(prefix="faults-") as folder:
+            verdict = try_it(fault, Path(folder))
+        good = verdict.placed and not verdict.innocent and not verdict.left
+        print(number, *fault, "good" if good else "BAD", f"{verdict.late:.1f} s", verdict.left)
+        if not good:
+            print(verdict.said[-3000:])
+        sys.stdout.flush()
+        counts[fault.kind, "tried"] += 1
+        for what in COUNTED:
+            counts[fault.kind, what] += bool(getattr(verdict, what))
+        if args.csv:
+            with open(args.csv, "a", newline="") as file:
+                row = [number, *fault, verdict.named, verdict.placed, verdict.innocent,
+                       f"{verdict.late:.2f}", verdict.left]  # fmt: skip
+                csv.writer(file).writerow(row)
+    for kind in KINDS:
+        print(kind, *(f"{what} {counts[kind, what]}" for what in ("tried", *COUNTED)))
+
+
+if __name__ == "__main__":
+    main()
