@@ -167,9 +167,13 @@ def try_it(fault: Fault, folder: Path) -> Verdict:
     temporary = folder / "tmp"
     temporary.mkdir()
     ranks, tp = SHAPES[fault.shape]
-    sets = [f"pipeline.ranks={ranks}", f"pipeline.tp={tp}",
-            f"train.transport={fault.transport}",
-            f'output.folder="{folder / "out"}"', f"pipeline.schedule={folder}/mine.py:mine"]  # fmt: skip
+    sets = [
+        f"pipeline.ranks={ranks}",
+        f"pipeline.tp={tp}",
+        f"train.transport={fault.transport}",
+        f"output.folder={str(folder / 'out')!r}",
+        f"pipeline.schedule={folder}/mine.py:mine",
+    ]
     command = [sys.executable, "-m", "schedir"]
     if fault.launcher == "torchrun":
         command = [sys.executable, "-m", "torch.distributed.run", "--standalone",
