@@ -51,6 +51,23 @@ MORE = [
         "--show lanes,memory -o memory.svg",
     ),
     (
+        "ZeRO on one rank",
+        "With one rank and many stages ZeRO-3 is FSDP: each stage's weights are gathered before "
+        "they are used, and let go of behind. A band shows which stages are whole; with "
+        "`--active 2` no more than two are, and the next is gathered while this one computes.",
+        "schedir draw looped_bfs --ranks 1 --microbatches 3 --stages-per-rank 4 --dp 4 --zero 3 "
+        "--active 2 --costs F=1,B=2,unshard=1.5,reduce_scatter=1.5,step=1 -o fsdp.svg",
+    ),
+    (
+        "Gathers of two schedules",
+        "With one stage whole, interleaved 1F1B gathers at every change of stage, and "
+        "breadth-first order once for all microbatches: so ZeRO-3 wants breadth-first (arXiv "
+        "2211.05953).",
+        "schedir draw interleaved looped_bfs --ranks 2 --microbatches 6 --stages-per-rank 3 --dp 2 "
+        "--zero 3 --active 1 --costs F=1,B=2,send=0.1,unshard=0.5,reduce_scatter=0.5,step=1 "
+        "-o gathers.svg",
+    ),
+    (
         "Phases",
         "Where a step fills, and where it drains.",
         "schedir draw one_f_one_b --microbatches 8 --show lanes,phases -o phases.svg",

@@ -14,12 +14,13 @@ from matplotlib.figure import Figure
 from matplotlib.font_manager import FontProperties
 from matplotlib.textpath import text_to_path
 from matplotlib.ticker import FuncFormatter, MaxNLocator
+from numpy.typing import NDArray
 
 from schedir.errors import UsageError, in_bytes, said
 from schedir.predict.timeline import Timeline, expect_runs
 from schedir.shortest.gain import at_most, gain_of
 from schedir.viz import overlays
-from schedir.viz.layout import LANE
+from schedir.viz.layout import BAND, LANE
 from schedir.viz.paper import NOTE, SLIM, Chart, Paper, lay_out
 from schedir.viz.render import legend, render
 from schedir.viz.style import LEFT, Look, Style, look_of
@@ -179,12 +180,11 @@ def _frame(axes: Axes, chart: Chart, look: Look, row: float) -> None:
     axes.tick_params(axis="y", length=0)
     if every == 1 and row * LANE * 72 >= 4.5:
         for lane in sheet.lanes:
-            for y in ranks * sheet.pitch + sheet.lane_top(lane) + LANE / 2:
-                axes.annotate(
-                    lane.name.lower(), (0, y), (-4, 0), textcoords="offset points",
-                    xycoords=("axes fraction", "data"),
-                    ha="right", va="center", fontsize=5.5, color="#555555",
-                )  # fmt: skip
+            middle = ranks * sheet.pitch + sheet.lane_top(lane) + LANE / 2
+            _names(axes, lane.name.lower(), middle)
+        if sheet.whole.rows:
+            middle = ranks * sheet.pitch + sheet.whole_top + BAND * sheet.whole.rows / 2
+            _names(axes, "whole", middle)
     one, unit = _clock(timeline, chart.length)
     bare = look.axis == "none"
     axes.spines["bottom"].set_visible(not bare)
@@ -195,6 +195,16 @@ def _frame(axes: Axes, chart: Chart, look: Look, row: float) -> None:
     if numbered:
         label = f"time in {unit}" if look.axis is None else look.axis
         axes.set_xlabel(label, fontsize=7.5, labelpad=2, parse_math=False)
+
+
+def _names(axes: Axes, name: str, middle: NDArray[np.floating[Any]]) -> None:
+    """The name of a lane, left of it in each rank."""
+    for y in middle.tolist():
+        axes.annotate(
+            name, (0, y), (-4, 0), textcoords="offset points",
+            xycoords=("axes fraction", "data"),
+            ha="right", va="center", fontsize=5.5, color="#555555",
+        )  # fmt: skip
 
 
 def _head(axes: Axes, chart: Chart, inches: float) -> None:

@@ -10,13 +10,14 @@ from numpy.typing import NDArray
 from schedir.ir.ops import COMPUTE, ROWS, SENDS, TRANSFERS, Lane, Opcode
 from schedir.predict.timeline import Timeline
 from schedir.viz.palette import DAY, Palette
-from schedir.viz.raster import own_stage
+from schedir.viz.raster import Whole, own_stage, whole
 
 Floats = NDArray[np.float64]
 
 # Heights, in compute lanes.
 LANE: Final = 0.24  # a communication lane
 INSET: Final = 0.06  # above it
+BAND: Final = 0.24  # of a stage that is whole
 _GAP: Final = 0.2  # between ranks
 CURVE: Final = 0.7  # a curve
 # Widths of letters and of digits, in font sizes.
@@ -31,7 +32,8 @@ class Sheet:
     `left`, `right`, `top`, `bottom` and `local` (which of its rank's own stages) have one entry
     per span; `compute` and `talk` are the indices of those that take any time, on the compute
     lane and on the others; `lanes` are the communication lanes that are there, unless none are
-    wanted.  `curves` have room under each rank; `gap` is the room between ranks; `palette` is what
+    wanted; below them each stage has a band for as long as its weights are whole (`whole`).
+    `curves` have room under each rank; `gap` is the room between ranks; `palette` is what
     boxes are drawn in.
     """
 
@@ -53,7 +55,10 @@ class Sheet:
         self.compute = np.flatnonzero((self.right > self.left) & on_compute)
         self.talk = np.flatnonzero((self.right > self.left) & ~on_compute & lanes)
         self.lanes = [Lane(k) for k in np.unique(spans["lane"][self.talk]).tolist()]
-        self.curve_top = 1 + (INSET + LANE) * len(self.lanes) + INSET
+        self.whole = whole(timeline) if lanes else Whole.nothing()
+        bands = self.whole.rows * BAND
+        self.whole_top = 1 + (INSET + LANE) * len(self.lanes) + INSET
+        self.curve_top = self.whole_top + (bands and bands + INSET)
         self.pitch = self.curve_top - INSET + (INSET + CURVE) * curves + gap
         self.height = self.pitch * timeline.ranks - gap / 2
         self.local = own_stage(timeline)
@@ -88,6 +93,11 @@ class Sheet:
         top = np.add.outer(np.arange(self.timeline.ranks) * self.pitch, begins).reshape(-1)
         right = np.full(len(top), self.timeline.span)
         return corners(0 * right, right, top, top + LANE)
+
+    def wholes(self) -> Floats:
+        """Corners of the bands of stages that are whole, shape (n, 4, 2)."""
+        top = self.whole.rank * self.pitch + self.whole_top + self.whole.row * BAND
+        return corners(self.whole.start, self.whole.end, top, top + BAND)
 
     def quads(self, which: NDArray[np.intp]) -> Floats:
         """Corners of the rectangles of some instructions, shape (n, 4, 2)."""

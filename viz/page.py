@@ -30,12 +30,14 @@ from schedir.viz.palette import (
     LANE_NAMES,
     NAMES,
     NIGHT,
+    WHOLE,
     Palette,
     colour,
     ink,
+    whole_shade,
     written,
-)  # fmt: skip
-from schedir.viz.raster import in_flight, memory
+)
+from schedir.viz.raster import in_flight, memory, whole
 
 _SCRIPTS: Final = ("data.js", "relations.js", "scene.js", "paint.js", "words.js", "main.js")
 _TICKS: Final = 2**31 - 1  # of a run's span: times are whole numbers of it over so many
@@ -62,12 +64,13 @@ def html(timeline: Timeline, other: Timeline | None = None) -> str:
     if len({run.ranks for run in runs}) > 1:
         a, b = (run.ranks for run in runs)
         raise UsageError(f"a page shows two runs of the same ranks: one has {a}, the other {b}")
-    labels = _labels(runs)
+    labels, several = _labels(runs), _shades(runs)
     data = {
         "ops": [_op(row) for row in ROWS],
         "lanes": [lane.name.lower() for lane in Lane],
         "causes": [CAUSES[cause][0] for cause in Cause],
         "fills": {"light": _fills(runs, DAY), "dark": _fills(runs, NIGHT)},
+        "whole": {"name": WHOLE, "light": _wholes(several, DAY), "dark": _wholes(several, NIGHT)},
         "runs": [_run(run, label, runs[0]) for run, label in zip(runs, labels, strict=True)],
     }
     folder = files("schedir.viz") / "page"
@@ -153,9 +156,14 @@ def _op(row: Any) -> dict[str, Any]:
     }
 
 
+def _shades(runs: Sequence[Timeline]) -> int:
+    """How many of a rank's own stages are told apart."""
+    return min(max(run.program.plan.stages_per_rank for run in runs), _MOST_SHADES)
+
+
 def _fills(runs: Sequence[Timeline], palette: Palette) -> list[list[tuple[str, str]]]:
     """By opcode and own stage, the colour of a box and of what is written on it."""
-    several = min(max(run.program.plan.stages_per_rank for run in runs), _MOST_SHADES)
+    several = _shades(runs)
     fills = []
     for row in ROWS:
         own = [
@@ -164,6 +172,11 @@ def _fills(runs: Sequence[Timeline], palette: Palette) -> list[list[tuple[str, s
         ]
         fills.append([(fill, ink(fill)) for fill in own])
     return fills
+
+
+def _wholes(stages: int, palette: Palette) -> list[str]:
+    """The colour of each of a rank's own stages while its weights are whole."""
+    return [written(whole_shade(k, stages, palette)) for k in range(stages)]
 
 
 def _run(run: Timeline, label: str, beside: Timeline) -> dict[str, Any]:
@@ -200,6 +213,7 @@ def _run(run: Timeline, label: str, beside: Timeline) -> dict[str, Any]:
         "peak": run.peak_in_flight.tolist(),
         "held": in_bytes(_most(run)) if run.sizes else "",
         "curves": curves,
+        "bandRows": whole(run).rows,
         "gapsOf": np.searchsorted(idle["rank"], np.arange(run.ranks + 1)).tolist(),
         "columns": layout,
         "packed": packed,
@@ -222,11 +236,18 @@ def _columns(run: Timeline, tick: float) -> tuple[dict[str, NDArray[Any]], list[
         "start": _changes(starts).astype("<u4"),
         "length": (ends - starts).astype("<u4"),
     }
-    for name, other in (
-        ("latest", run.latest), ("partner", graph.partner), ("need0", graph.needs[0]),
-        ("need1", graph.needs[1]),
-    ):  # fmt: skip
+    others: dict[str, NDArray[Any]] = {"latest": run.latest, "partner": graph.partner}
+    others |= {f"need{k}": giver for k, giver in enumerate(graph.needs)}
+    for name, other in others.items():
         columns[name] = np.where(other < 0, 0, other - np.arange(len(run))).astype("<i4")
+    bands = whole(run)
+    columns |= {
+        "bandRank": bands.rank.astype("<u2"),
+        "bandRow": bands.row.astype("<u2"),
+        "bandOwn": bands.local.astype("<u2"),
+        "bandFrom": _changes(_ticks(bands.start + run.begin, run, tick)).astype("<u4"),
+        "bandTo": _changes(_ticks(bands.end + run.begin, run, tick)).astype("<u4"),
+    }
     curves = []
     held = [in_flight(run)] + ([memory(run)] if run.sizes is not None else [])
     for c, (name, unit, of, _) in enumerate(held):

@@ -46,6 +46,7 @@ WIRES: Final = {row.lane: "#7a7a7a" for row in LANES[1:]} | {
     Lane.GRAD: "#d55e00",
     Lane.TP: "#7a7a7a",
     Lane.DP: "#1a1a1a",
+    Lane.PARAMS: "#cc79a7",
 }
 DAY: Final = Palette(TONES, WIRES)
 # On a dark ground: the same hues in the same order, none as dark as the ground.
@@ -57,14 +58,16 @@ NIGHT: Final = Palette(
         Opcode.BackwardWeight: Tone("#1b9e77", 53, 45),
         Opcode.Backward: Tone("#6a55c2", 37, 27),
     },
-    WIRES | {Lane.ACT: "#3d9bd1", Lane.GRAD: "#e8772e", Lane.DP: "#e6e6e6"},
+    WIRES | {Lane.ACT: "#3d9bd1", Lane.GRAD: "#e8772e", Lane.DP: "#e6e6e6", Lane.PARAMS: "#d98fb9"},
 )
 # What a chart may be drawn in.  All but "bright" keep the bands of lightness.
 PALETTES: Final = {
     "plain": DAY,
     "grey": Palette(
         {op: Tone("#808080", tone.light, tone.dark) for op, tone in TONES.items()},
-        WIRES | {Lane.ACT: "#8c8c8c", Lane.GRAD: "#3c3c3c", Lane.TP: "#b4b4b4", Lane.DP: "#1a1a1a"},
+        WIRES
+        | {Lane.ACT: "#8c8c8c", Lane.GRAD: "#3c3c3c", Lane.TP: "#b4b4b4", Lane.DP: "#1a1a1a"}
+        | {Lane.PARAMS: "#646464"},
     ),
     # Okabe and Ito's colours (2008), which colour-blind readers tell by hue.
     "bright": Palette(
@@ -75,12 +78,15 @@ PALETTES: Final = {
             Opcode.BackwardWeight: Tone("#009e73", 62, 52),
             Opcode.Backward: Tone("#d55e00", 58, 48),
         },
-        WIRES | {Lane.ACT: "#0072b2", Lane.GRAD: "#cc79a7", Lane.TP: "#7a7a7a", Lane.DP: "#1a1a1a"},
+        WIRES
+        | {Lane.ACT: "#0072b2", Lane.GRAD: "#cc79a7", Lane.TP: "#7a7a7a", Lane.DP: "#1a1a1a"}
+        | {Lane.PARAMS: "#a6761d"},
     ),
 }
 HATCHED: Final = frozenset({RECOMPUTE})  # in the hue of F, and so hatched
 ACCENT: Final = "#c8005f"  # a critical path
 IDLE: Final = "#9a9a9a"  # the hatching of a bubble
+_WHOLE: Final = (89.0, 70.0)  # CIE L* of a rank's first and last stage while its weights are whole
 _LOST: Final = 95.0  # CIE L* from which on a box is not seen on white
 
 # What legends call them.
@@ -97,7 +103,9 @@ LANE_NAMES: Final = {row.lane: row.doc for row in LANES[1:]} | {
     Lane.GRAD: "gradients",
     Lane.TP: "tensor parallel",
     Lane.DP: "reductions",
+    Lane.PARAMS: "gathers of weights",
 }
+WHOLE: Final = "whole weights"
 
 # Why a rank is idle: in words, and a colour; what waits for others is warm, the ends are cool.
 CAUSES: Final = {
@@ -153,6 +161,13 @@ def shade(op: Opcode, local: int, stages: int, palette: Palette = DAY) -> RGB:
     tone = palette.tones[op]
     part = local / (stages - 1) if stages > 1 else 0.5
     return at_lightness(tone.hue, tone.light + (tone.dark - tone.light) * part)
+
+
+def whole_shade(local: int, stages: int, palette: Palette = DAY) -> RGB:
+    """The colour of a rank's own stage number `local` of `stages` while its weights are whole: in
+    the hue of what gathers them."""
+    part = local / (stages - 1) if stages > 1 else 0.5
+    return at_lightness(palette.lanes[Lane.PARAMS], _WHOLE[0] + (_WHOLE[1] - _WHOLE[0]) * part)
 
 
 def colour(op: int, local: int, stages: int, palette: Palette = DAY) -> str | RGB:

@@ -7,7 +7,8 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from schedir.ir.ops import Lane, Opcode
+from schedir.ir.flow import Flow
+from schedir.ir.ops import Lane, Opcode, Token
 from schedir.predict.timeline import Timeline
 
 
@@ -52,6 +53,50 @@ def _settled(
     lasts = np.ones(len(times), bool)
     lasts[:-1] = np.diff(times) > 0
     return times[lasts], values[lasts]
+
+
+class Whole(NamedTuple):
+    """When which stages have whole weights, where these are not whole all the time: between an
+    Unshard and its Reshard.
+
+    Entries by rank, with times from the timeline's begin.  `row` tells those apart that are whole
+    at once; there are `rows` on the rank that has most.
+    """
+
+    rank: NDArray[np.int64]
+    stage: NDArray[np.int64]
+    local: NDArray[np.int64]
+    start: NDArray[np.float64]
+    end: NDArray[np.float64]
+    row: NDArray[np.int64]
+
+    @classmethod
+    def nothing(cls) -> Whole:
+        """No stage is ever whole, or nobody asks."""
+        none, times = np.empty(0, np.int64), np.empty(0)
+        return cls(none, none, none, times, times, none)
+
+    @property
+    def rows(self) -> int:
+        """How many stages of a rank are whole at once, at most."""
+        return int(self.row.max(initial=-1)) + 1
+
+
+def whole(timeline: Timeline) -> Whole:
+    """The stages that are whole: a row for each slot of their weights, taken when it is free."""
+    spans, program = timeline.spans, timeline.program
+    if program.is_draft:
+        return Whole.nothing()
+    lives = Flow.of(program).lives(Token.FULL)
+    rank, stage = (spans[name][lives.fill].astype(np.int64) for name in ("rank", "stage"))
+    start, end = spans["start"][lives.fill], spans["end"][lives.freed]
+    local, row = own_stage(timeline)[lives.fill], np.zeros(len(rank), np.int64)
+    free: dict[int, list[float]] = {}
+    for k in np.lexsort((start, rank)).tolist():
+        rows = free.setdefault(int(rank[k]), [])
+        row[k] = next((at for at, since in enumerate(rows) if since <= start[k]), len(rows))
+        rows[row[k] : row[k] + 1] = [end[k]]
+    return Whole(rank, stage, local, start - timeline.begin, end - timeline.begin, row)
 
 
 class Mixed(NamedTuple):

@@ -14,8 +14,19 @@ from matplotlib.legend_handler import HandlerTuple
 from matplotlib.patches import Patch
 
 from schedir.ir.ops import COMPUTE, ROWS, Lane, Opcode
-from schedir.viz.layout import Floats, Sheet
-from schedir.viz.palette import HATCHED, IDLE, LANE_NAMES, NAMES, colour, ink, outline, received
+from schedir.viz.layout import BAND, Floats, Sheet
+from schedir.viz.palette import (
+    HATCHED,
+    IDLE,
+    LANE_NAMES,
+    NAMES,
+    WHOLE,
+    colour,
+    ink,
+    outline,
+    received,
+    whole_shade,
+)
 from schedir.viz.raster import mixed
 
 _SMALLEST, _LARGEST = 4.5, 9.0  # points, of a label
@@ -61,6 +72,25 @@ def render(
         look = {"fc": "none", "ec": "white", "linewidth": 0.0, "hatch_linewidth": 0.6}
         _rectangles(axes, sheet.quads(again), hatch=_AGAIN, **look)
     _label(axes, sheet, inches, row, stages)
+    _whole(axes, sheet, inches, row, stages)
+
+
+def _whole(axes: Axes, sheet: Sheet, inches: float, row: float, stages: int) -> None:
+    """A band for each stage while its weights are whole; its number, where ranks hold several."""
+    if not sheet.whole.rows:
+        return
+    of, size = sheet.whole, min(0.9 * BAND * row * 72, _LARGEST)
+    faces = [whole_shade(local, stages, sheet.palette) for local in of.local.tolist()]
+    _rectangles(axes, sheet.wholes(), fc=faces, ec="white", linewidth=0.4)
+    if stages == 1 or size < _SMALLEST:
+        return
+    for k, corners in enumerate(sheet.wholes()):
+        (left, top), (right, bottom) = corners[0], corners[2]
+        if (right - left) * inches * 72 > 2 * size:
+            axes.text(
+                (left + right) / 2, (top + bottom) / 2, f"s{of.stage[k]}", fontsize=size,
+                ha="center", va="center_baseline", color=ink(faces[k]), clip_on=True,
+            )  # fmt: skip
 
 
 def _mix(axes: Axes, sheet: Sheet, inches: float, stages: int) -> None:
@@ -139,6 +169,10 @@ def entries(sheets: Sequence[Sheet], extra: dict[str, str]) -> tuple[list[Any], 
         pair = lane in (Lane.ACT, Lane.GRAD)
         handles.append((Patch(fc=received(base)), Patch(fc=base)) if pair else (Patch(fc=base),))
         names.append(LANE_NAMES[lane] + (" in, out" if pair else ""))
+    if own := [s.whole.local for s in sheets if s.whole.rows]:
+        shades = range(min(int(max(map(max, own))) + 1, 4))
+        handles.append(tuple(_swatch(whole_shade(k, len(shades), palette), "") for k in shades))
+        names.append(WHOLE)
     for name, shaded in extra.items():
         handles.append((Patch(fc=shaded),))
         names.append(name)

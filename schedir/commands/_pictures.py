@@ -37,7 +37,7 @@ def add_picture(parser: argparse.ArgumentParser) -> None:
     )  # fmt: skip
     parser.add_argument(
         "--colours", metavar="COLOURS", type=_colours,
-        help="F=skyblue,B=#4b3b8f: of F, B, I, W, R, act, grad, tp, dp, step",
+        help="F=skyblue,B=#4b3b8f: of F, B, I, W, R, act, grad, tp, dp, params, step",
     )  # fmt: skip
     parser.add_argument("--axis", metavar="TEXT", help="under the time axis; none for no axis")
     parser.add_argument(

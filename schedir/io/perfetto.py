@@ -9,14 +9,15 @@ from __future__ import annotations
 
 import json
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, Final
 
 import numpy as np
 from numpy.typing import NDArray
 
 from schedir.errors import UsageError
-from schedir.ir.ops import LANES, SENDS, TRANSFERS, Lane
+from schedir.ir.flow import Flow
+from schedir.ir.ops import LANES, SENDS, TRANSFERS, Lane, Token
 from schedir.predict.bubble_causes import Cause, idleness
 from schedir.predict.timeline import Timeline, expect_runs
 
@@ -171,7 +172,8 @@ class _Tracks:
             yield {"ph": "f", "bp": "e", **both, **end}
 
     def counters(self) -> Iterator[Event]:
-        """How many (stage, microbatch) each rank holds; where sizes are known, also bytes."""
+        """How many (stage, microbatch) each rank holds, and of how many stages the weights are
+        whole, where they are gathered; where sizes are known, also bytes."""
 
         def counter(name: str, rank: int, at: int, **args: float) -> Event:
             return {"ph": "C", "name": name, "pid": rank, "ts": at / 1e3, "args": args}
@@ -180,10 +182,26 @@ class _Tracks:
             times, counts = self.timeline.in_flight(rank)
             for at, count in zip(self._ns(times).tolist(), counts.tolist(), strict=True):
                 yield counter("in flight", rank, at, microbatches=count)
+        yield from self._whole(counter)
         for rank, curve in enumerate(self.timeline.memory if self.timeline.sizes else ()):
             columns = zip(*(part.tolist() for part in curve.kinds.values()), strict=True)
             for at, sizes in zip(self._ns(curve.times).tolist(), columns, strict=True):
                 yield counter("bytes", rank, at, **dict(zip(curve.kinds, sizes, strict=True)))
+
+    def _whole(self, counter: Callable[..., Event]) -> Iterator[Event]:
+        """Of how many stages of each rank the weights are whole, from their Unshard on."""
+        if self.timeline.program.is_draft:
+            return
+        lives = Flow.of(self.timeline.program).lives(Token.FULL)
+        for rank in range(self.timeline.ranks):
+            own = lives.of(rank)
+            at = np.concatenate([self.start[lives.fill[own]], self.end[lives.freed[own]]])
+            change = np.repeat([1, -1], len(at) // 2)
+            times, last = np.unique(np.sort(at), return_index=True)
+            order = np.argsort(at, kind="stable")
+            held = np.cumsum(change[order])[np.append(last[1:], len(at)) - 1] if len(at) else at
+            for when, stages in zip(times.tolist(), held.tolist(), strict=True):
+                yield counter("whole weights", rank, when, stages=stages)
 
 
 def _slice(pid: int, tid: int, name: str, start: int, end: int, args: Event) -> Event:

@@ -30,8 +30,9 @@ async function load(raw) {
   }
   raw.offsets.slice(1).forEach((hi, r) => rank.fill(r, raw.offsets[r], hi));
   const other = {}; // positions of other spans, kept as distances; 0 is none
-  for (const name of ["latest", "partner", "need0", "need1"])
-    other[name] = column[name].map((distance, k) => (distance ? k + distance : -1));
+  const positions = (name) => column[name].map((distance, k) => (distance ? k + distance : -1));
+  for (const name of ["latest", "partner"]) other[name] = positions(name);
+  other.needs = Object.keys(column).filter((name) => name.startsWith("need")).map(positions);
   const curves = raw.curves.map((curve, c) => {
     const values = column[`values${c}`], ticks = column[`times${c}`];
     const ranks = curve.offsets.slice(1).map((hi, r) => {
@@ -41,7 +42,11 @@ async function load(raw) {
     return { name: curve.name, unit: curve.unit, most: values.reduce((a, b) => Math.max(a, b), 0), ranks };
   });
   const gaps = { cause: column.cause, awaits: column.awaits, from: Float64Array.from(sum(column.from), (t) => t * tick), to: Float64Array.from(sum(column.to), (t) => t * tick) };
-  return { ...raw, ...other, op: column.op, stage: column.stage, half: column.half, mb, rank, start, end, curves, gaps,
+  const bands = []; // stages while their weights are whole
+  for (const name of ["bandFrom", "bandTo"]) sum(column[name]);
+  column.bandRank.forEach((rank, k) => bands.push({ rank, row: column.bandRow[k], own: column.bandOwn[k],
+    from: column.bandFrom[k] * tick, to: column.bandTo[k] * tick }));
+  return { ...raw, ...other, bands, op: column.op, stage: column.stage, half: column.half, mb, rank, start, end, curves, gaps,
     total: raw.span * raw.scale, pairs: column.half.includes(1) };
 }
 

@@ -136,17 +136,22 @@ function legend() {
     if (!alike.has(`${own}`)) alike.set(`${own}`, { own, ops: [] });
     alike.get(`${own}`).ops.push(OPS[op]);
   }
-  $("legend").replaceChildren(...[...alike.values()].map(({ own, ops }) => {
+  const entry = (own, name) => {
     const item = make("li"), swatch = make("i");
     for (const fill of own) {
       const part = make("b");
       part.style.background = fill;
       swatch.append(part);
     }
-    const [{ work, text, label }] = ops, brief = new Set(ops.map((op) => op.text.split("_")[0]));
-    item.append(swatch, ops.length > 1 ? [...brief].join(", ") : work ? `${text} ${label}` : label);
+    item.append(swatch, name);
     return item;
+  };
+  $("legend").replaceChildren(...[...alike.values()].map(({ own, ops }) => {
+    const [{ work, text, label }] = ops, brief = new Set(ops.map((op) => op.text.split("_")[0]));
+    return entry(own, ops.length > 1 ? [...brief].join(", ") : work ? `${text} ${label}` : label);
   }));
+  if (view.shown.some((run) => run.bandRows))
+    $("legend").append(entry(DATA.whole[dark() ? "dark" : "light"].slice(0, Math.min(most || 1, 4)), DATA.whole.name));
 }
 
 function toggle(name) {

@@ -280,10 +280,25 @@ function paintGutter() {
       if (roomy || !c) pen.fillText(`${curve.name} ${amount(most, curve.unit)}`, GUTTER - 10, block.curve.y - view.top + HEAD + (c ? 20 : 8), GUTTER - 14);
     });
     pen.fillStyle = colours.soft;
+    if (block.work >= 20 && block.bands) {
+      pen.font = `9px ${FONT}`;
+      pen.fillText("whole", GUTTER - 10, block.bands.y + (block.bands.high * block.run.bandRows) / 2 - view.top + HEAD);
+    }
     if (block.work >= 20) for (const { lane, y: top, high } of block.lanes.slice(1)) {
       pen.font = `9px ${FONT}`;
       pen.fillText(LANES[lane], GUTTER - 10, top + high / 2 - view.top + HEAD);
     }
+  }
+}
+
+// Stages of a rank, each while its weights are whole.
+function paintBands({ run, bands }) {
+  const shades = DATA.whole[dark() ? "dark" : "light"];
+  for (const { row, own, from, to } of bands.list) {
+    const left = Math.max(xOf(from), GUTTER - 4), right = Math.min(xOf(to), view.wide + 4);
+    if (right <= left) continue;
+    pen.fillStyle = shades[own % shades.length];
+    pen.fillRect(left, bands.y + row * bands.high - view.top + HEAD, Math.max(right - left - 0.5, 1 / ratio), bands.high - (bands.high > 3 ? 1 : 0));
   }
 }
 
@@ -310,6 +325,7 @@ function paint(state) {
   const { chosen, hover, found } = state;
   pen.globalAlpha = found || chosen ? 0.25 : 1;
   for (const lane of view.lanes) paintLane(lane, null);
+  for (const block of view.blocks) if (block.bands) paintBands(block);
   paintDense();
   pen.globalAlpha = 1;
   for (const lane of view.lanes) {

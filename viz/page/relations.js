@@ -38,7 +38,7 @@ function consumers(run) {
   if (run.consumers) return run.consumers;
   const list = new Map();
   const add = (from, to) => { if (from >= 0) list.has(from) ? list.get(from).push(to) : list.set(from, [to]); };
-  for (let k = 0; k < run.op.length; k++) { add(run.need0[k], k); add(run.need1[k], k); }
+  for (let k = 0; k < run.op.length; k++) for (const need of run.needs) add(need[k], k);
   return (run.consumers = list);
 }
 
@@ -46,7 +46,7 @@ function consumers(run) {
 function exchanged(run, k) {
   const hops = [], seen = new Set([k]), ends = [];
   const walk = (at, back) => {
-    const near = back ? [run.need0[at], run.need1[at]] : consumers(run).get(at) || [];
+    const near = back ? run.needs.map((need) => need[at]) : consumers(run).get(at) || [];
     const op = OPS[run.op[at]];
     if (op.hop && run.partner[at] >= 0 && op.sends !== back) {
       const other = run.partner[at];

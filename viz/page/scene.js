@@ -20,10 +20,10 @@ function stack(work) {
   for (let rank = 0; rank < ranks; rank++) {
     view.shown.forEach((run, nth) => {
       if (rank >= run.ranks) return;
-      const block = { run, rank, nth, y, work, curve: null, lanes: [] };
+      const block = { run, rank, nth, y, work, curve: null, bands: null, lanes: [] };
       const own = run.rows.filter((row) => row.rank === rank);
       const kinds = new Set(run.rows.map((row) => row.lane));
-      for (let lane = 0; lane < 5; lane++) {
+      for (let lane = 0; lane < LANES.length; lane++) {
         if (lane && !kinds.has(lane)) continue;
         const high = lane ? talk : work;
         block.lanes.push({ lane, y, high });
@@ -32,6 +32,11 @@ function stack(work) {
           lanes.push({ ...row, block, y: y + (halves === 2 && row.sends ? high / 2 : 0), high: high / halves });
         }
         y += high + inset;
+      }
+      if (run.bandRows && run.bands.length) {
+        const high = Math.max(2, Math.round(talk * 0.9)), rows = run.bandRows;
+        block.bands = { y, high, list: run.bands.filter((band) => band.rank === rank) };
+        y += high * rows + inset;
       }
       if (view.curves) { block.curve = { y, high: curve }; y += curve + inset; }
       block.high = y - block.y - inset;

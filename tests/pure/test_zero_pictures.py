@@ -1,0 +1,96 @@
+"""Pictures of gathers: a lane of their own, and bands of stages while their weights are whole."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from schedir import Costs, Plan, Timeline, compile, schedules, simulate, viz
+from schedir.io import perfetto
+from schedir.ir.ops import COMPUTE, Lane, Opcode
+from schedir.viz.raster import whole
+
+ZOO = {
+    "one_f_one_b": Plan(3, 6), "interleaved": Plan(2, 4, 3), "looped_bfs": Plan(1, 4, 4),
+    "zb_h1": Plan(3, 6), "dualpipe": Plan(2, 4, 1, "mirror"),
+}  # fmt: skip
+CASES = st.tuples(st.sampled_from(sorted(ZOO)), st.integers(1, 3))
+COST = st.sampled_from([0.0, 0.25, 1.0, 3.0])
+
+
+def run(name: str, zero: int = 3, active: int | None = None, **costs: float) -> Timeline:
+    more: dict[str, Any] = {} if active is None or zero < 3 else {"active": active}
+    program = compile(getattr(schedules, name), ZOO[name], dp=2, zero=zero, **more)
+    return simulate(program, Costs(F=1, B=2, **costs))
+
+
+@given(CASES, COST, COST)
+def test_computes_that_need_whole_weights_stand_in_a_band(
+    case: tuple[str, int], unshard: float, reduce: float
+) -> None:
+    name, active = case
+    plan = ZOO[name]
+    least = 2 if plan.rows > 1 else 1  # what runs together may be of two stages
+    active = max(least, min(active, len(plan.stages_of[0])))
+    found = run(name, 3, active, unshard=unshard, reduce_scatter=reduce)
+    bands, spans = whole(found), found.spans
+    assert bands.rows <= active
+    for s in spans[np.isin(spans["op"], COMPUTE) & (spans["op"] != Opcode.BackwardWeight)]:
+        own = (bands.rank == s["rank"]) & (bands.stage == s["stage"])
+        inside = (bands.start <= s["start"]) & (bands.end >= s["end"])
+        assert (own & inside).sum() == 1
+    for rank in range(found.ranks):
+        for row in range(bands.rows):
+            own = (bands.rank == rank) & (bands.row == row)
+            order = np.argsort(bands.start[own])
+            assert (bands.start[own][order][1:] >= bands.end[own][order][:-1]).all()
+
+
+@pytest.mark.parametrize("zero", [0, 1, 2])
+def test_weights_that_are_whole_all_the_time_have_no_band(zero: int) -> None:
+    found = run("looped_bfs", zero, unshard=1)
+    assert whole(found).rows == 0
+    texts = {t.get_text() for t in viz.gantt(found).axes[0].texts}
+    assert "whole" not in texts and ("params" in texts) == (zero > 0)
+
+
+@pytest.mark.parametrize("palette", ["plain", "grey", "bright"])
+def test_a_chart_names_both_and_its_legend_does(palette: str) -> None:
+    figure = viz.gantt(run("looped_bfs", active=2, unshard=1), palette=palette)
+    texts = [t.get_text() for t in figure.axes[0].texts]
+    assert texts.count("params") == texts.count("whole") == 1
+    assert [t for t in texts if t in {"s0", "s1", "s2", "s3"}][-6:] != []
+    (legend,) = figure.legends
+    names = [t.get_text() for t in legend.get_texts()]
+    assert names[-2:] == ["gathers of weights", "whole weights"]
+
+
+def test_lanes_that_are_left_out_leave_out_bands() -> None:
+    """Below them, and beside the room of a rank."""
+    found = run("looped_bfs", active=2, unshard=1)
+    low, high = (viz.gantt(found, show=s).axes[0].get_ylim()[0] for s in ("", "lanes"))
+    assert low < high
+    assert not any(t.get_text() == "whole" for t in viz.gantt(found, show="").axes[0].texts)
+
+
+def test_a_page_has_the_bands() -> None:
+    found = run("interleaved", active=2, unshard=0.5)
+    text = viz.html(found)
+    data = json.loads(text.partition('id="data">')[2].partition("</script>")[0])
+    (one,) = data["runs"]
+    assert one["bandRows"] == 2 and len(data["whole"]["light"]) == 3
+    assert one["columns"]["bandRank"][2] == len(whole(found).rank)
+    assert data["whole"]["name"] == "whole weights" and data["lanes"][Lane.PARAMS] == "params"
+
+
+def test_a_trace_has_the_lane_and_counts_stages() -> None:
+    events = json.loads(perfetto.text(run("looped_bfs", active=2, unshard=1)))["traceEvents"]
+    threads = {e["args"]["name"] for e in events if e["name"] == "thread_name"}
+    assert "params" in threads
+    counts = [e["args"]["stages"] for e in events if e["name"] == "whole weights"]
+    assert max(counts) == 2 and counts[-1] == 0
