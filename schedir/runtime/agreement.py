@@ -44,7 +44,7 @@ def agreed(
     }
     if program.clip:
         facts["max_norm"] = repr(max_norm)
-    everyone = transport.agree(facts, (transport.tp_rank, own))
+    everyone = transport.agree(facts, (transport.tp_rank, own), kinds=[Print])
     check(program, transport.model, blocks=transport.blocks)
     require_fit(program, rank, stages, transport, passing)
     require_steps(program, stages, optimizer, loss_scale, adds=adds)

@@ -9,19 +9,20 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from functools import partial
 from itertools import chain
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from schedir.errors import NonFiniteError, Site
-from schedir.ir.ops import COMPUTE, FORWARDS, ROWS, Instr, Token, producers
+from schedir.ir.ops import COMPUTE, FORWARDS, ROWS, Instr, Opcode, Token, producers
 from schedir.ir.program import Program
 from schedir.runtime.batch import Keywords, Microbatches
 from schedir.runtime.executor import Executor
 from schedir.runtime.precision import are_finite
 from schedir.runtime.rank import Call
+from schedir.transports.plain import gather
 from schedir.transports.processes import Processes
 
 _COLLECTS = producers(Token.GRAD)  # what makes an update's gradient of those of its microbatches
@@ -45,8 +46,7 @@ def find_origin(
     who = dist.get_rank(), transport.dp_rank
     before = [Found(*who, executor.rank, executor.state.index_of[i], i) for i in left]
     known = before, run_again(executor, *who, inputs, targets, scale, keywords)
-    everyone: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(everyone, known)
+    everyone = gather(known, kinds=[Found, Instr, Opcode])
     before, again = ([*chain(*each)] for each in zip(*everyone, strict=True))
     last = executor.state.plan.stages - 1
     return earliest(again, last) or earliest(before, last)

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
 
 import numpy as np
 import torch.distributed as dist
 
+from schedir.errors import ModelError
 from schedir.predict.observed import timeline_of
 from schedir.predict.timeline import Timeline
 from schedir.runtime.executor import Executor
 from schedir.runtime.recorder import read
 from schedir.transports.clock import clock_offset
+from schedir.transports.plain import gather_bytes
 from schedir.transports.processes import Processes
 
 
@@ -28,12 +29,17 @@ def measured(executor: Executor, transport: Processes) -> Timeline | None:
     """
     (times,), error = read([executor.stamps])
     offset, between = clock_offset()
-    own = (times.began - offset, times.ended - offset, error + between)
-    everyone: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(everyone, own)
+    own = np.concatenate([times.began - offset, times.ended - offset, [error + between]])
+    told = gather_bytes(own.astype("<f8").tobytes())
     if dist.get_rank():
         return None
-    starts, ends, errors = zip(*(everyone[int(k)] for k in transport.mesh[0, :, 0]), strict=True)
+    everyone = [np.frombuffer(told[int(k)], "<f8") for k in transport.mesh[0, :, 0]]
+    for each, stream in zip(everyone, executor.program.streams, strict=True):
+        if len(each) != 2 * len(stream) + 1:
+            raise ModelError(f"a rank tells {len(each)} times for {len(stream)} instructions")
+    starts = [each[: len(each) // 2] for each in everyone]
+    ends = [each[len(each) // 2 : -1] for each in everyone]
+    errors = [float(each[-1]) for each in everyone]
     start, end = np.concatenate(starts), np.concatenate(ends)
     model, blocks = transport.model, transport.blocks
     timeline = timeline_of(executor.program, start, end, model, blocks=blocks)

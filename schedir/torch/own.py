@@ -183,7 +183,7 @@ class Own:
                 raise UsageError(wrong, program=program.name)
             return facts_of(self.stages, trains, shapes, self.failures, program)
 
-        key = tuple(told(mine, self.group))
+        key = tuple(told(mine, self.group, [Facts]))
         require_same("whether gradients are taken", [facts.trains for facts in key])
         for other in [k for k in self.made if [*map(_failures, k)] != [*map(_failures, key)]]:
             self.made.pop(other).leave()

@@ -118,7 +118,7 @@ class Schedule(Watched):
                 "the progress model": programs.model_of(group, torch.device(held[0].device)),
             }
 
-        each = told(facts, group)
+        each = told(facts, group, [Ties])
         for what in [*each[0]][1:]:
             require_same(what, [of[what] for of in each])
         super().__init__(  # type: ignore[no-untyped-call]

@@ -15,6 +15,7 @@ from schedir.ir.plan import Plan
 from schedir.runtime.boundary import Boundary, graded, passed_on
 from schedir.runtime.buffers import restored
 from schedir.runtime.rank import device_of
+from schedir.transports.plain import broadcast
 
 
 def boundaries(
@@ -37,19 +38,19 @@ def boundaries(
     rank, found = dist.get_rank(group), dict[int, tuple[Boundary, ...]]()
     for s in range(plan.stages - 1):
         owner = int(plan.rank_of[s])
-        told: list[Any] = [None]
+        told: Any = None
         if rank == owner:
             try:
                 given = found[s - 1] if s else args
-                told = [_given(modules[s], s, given, kwargs, trains=trains)]
+                told = _given(modules[s], s, given, kwargs, trains=trains)
             except ProgramError as error:
-                told = [error.fact]
+                told = error.fact
             except Exception as error:
-                told = [f"stage {s} fails in the first microbatch: {in_words(error)}"]
-        dist.broadcast_object_list(told, group=group, group_src=owner)
-        if isinstance(told[0], str):
-            raise ModelError(told[0])
-        found[s] = told[0]
+                told = f"stage {s} fails in the first microbatch: {in_words(error)}"
+        said = broadcast(told, owner, group, [Boundary])
+        if isinstance(said, str):
+            raise ModelError(said)
+        found[s] = said
     return found
 
 

@@ -15,7 +15,7 @@ from schedir.errors import ModelError, UsageError, said
 from schedir.ir.program import Program
 from schedir.ir.ties import Tied, Ties
 from schedir.runtime.given import loss_of
-from schedir.runtime.tied import Known, Told, Weight, prints, weights_of
+from schedir.runtime.tied import Known, Print, Told, Weight, prints, weights_of
 from schedir.torch.agree import told
 
 EXAMPLE = "[PipelineStage(module, stage_index, num_stages, device)]"
@@ -151,7 +151,7 @@ class Copies:
         )
 
     def _gathered(self) -> list[Told]:
-        return told(lambda: prints(self._modules()), self._group)
+        return told(lambda: prints(self._modules()), self._group, [Print])
 
     def _modules(self) -> dict[int, nn.Module]:
         return {stage.stage_index: plain(stage.submod) for stage in self._stages}

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from time import perf_counter
-from typing import Any, TextIO
+from typing import TextIO
 
 import numpy as np
 import torch
@@ -38,6 +38,7 @@ from schedir.training.prefetch import Batch, Prefetch
 from schedir.training.steps import Step, Steps
 from schedir.training.train_config import TrainConfig
 from schedir.training.watchdog import Watchdog
+from schedir.transports.plain import gather
 from schedir.transports.registry import choose
 from schedir.transports.transport import has_left, is_late
 
@@ -245,9 +246,7 @@ class _Trainer:
     def _lived(self, most: int) -> tuple[int, ...]:
         """The most that lived of each rank, of its replicas and slices, known to all; process 0
         says it."""
-        everyone: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(everyone, most)
-        lived = tuple(np.array(everyone)[self.transport.mesh].max((0, 2)).tolist())
+        lived = tuple(np.array(gather(most))[self.transport.mesh].max((0, 2)).tolist())
         if not dist.get_rank():
             print(f"memory held, counted for each rank: {', '.join(map(in_bytes, lived))}")
         return lived

@@ -5,10 +5,12 @@ from __future__ import annotations
 import socket
 from pathlib import Path
 from time import perf_counter
-from typing import Any, Final
+from typing import Final
 
 import torch
 import torch.distributed as dist
+
+from schedir.transports.plain import gather
 
 ROUNDS: Final = 16
 
@@ -22,8 +24,7 @@ def clock_offset(rounds: int = ROUNDS) -> tuple[float, float]:
     shortest says most (RFC 5905, section 8 and the clock filter of section 10): the offset is
     that from its middle, wrong by at most half its length.
     """
-    machines: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(machines, _machine())
+    machines = gather(_machine())
     rank, found = dist.get_rank(), (0.0, 0.0)
     for other, machine in enumerate(machines):
         if machine != machines[0] and rank in (0, other):

@@ -50,7 +50,9 @@ class Mailbox:
 
     buffers = staticmethod(buffers)
 
-    def agree(self, facts: Mapping[str, str], tell: object = None) -> list[Any]:
+    def agree(
+        self, facts: Mapping[str, str], tell: object = None, kinds: Sequence[type] = ()
+    ) -> list[Any]:
         """All virtual ranks are told the same."""
         return self.hub.told
 

@@ -54,7 +54,9 @@ def refuse_sharing(
     `touch` must have done before what it does at first use.  Raises ModelError in each process if
     the program would hang so.
     """
-    told = transport.agree({}, find_sharing(transport, touch, patience))
+    told = transport.agree(
+        {}, find_sharing(transport, touch, patience), kinds=[Shared, DirectedEdge, Lane]
+    )
     shared = sorted({one for each in told for one in each}, key=str)
     if shared:
         pairs = [(_number(program, s.rank, s.one), _number(program, s.rank, s.other))

@@ -22,6 +22,7 @@ from schedir.ir.program import Program
 from schedir.ir.ties import groups_of
 from schedir.transports import groups
 from schedir.transports.collectives import COLLECTIVES, Group, Kind
+from schedir.transports.plain import Kinds, gather
 from schedir.transports.streams import Point
 from schedir.transports.transport import Place, Rooms, Work, buffers
 
@@ -134,10 +135,9 @@ class Processes:
         """The group of the row that this process is in; None if it is in none."""
         return self.make(members.tolist())
 
-    def agree(self, facts: Mapping[str, str], tell: object = None) -> list[Any]:
+    def agree(self, facts: Mapping[str, str], tell: object = None, kinds: Kinds = ()) -> list[Any]:
         """As Transport.agree: all processes must call this."""
-        all_of: list[Any] = [None] * dist.get_world_size(self.within)
-        dist.all_gather_object(all_of, (dict(facts), tell), self.within)
+        all_of = gather((dict(facts), tell), self.within, kinds)
         everyone: list[dict[str, str]] = [own for own, _ in all_of]
         # In sorted order, so that all processes say the same of several differences.
         for fact in sorted({fact for own in everyone for fact in own}):

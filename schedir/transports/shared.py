@@ -31,10 +31,11 @@ from schedir.analysis.models import Model
 from schedir.analysis.slots import assign
 from schedir.errors import ModelError
 from schedir.ir.index import Index
-from schedir.ir.ops import GATHERS, RECEIVES, ROWS, Lane
+from schedir.ir.ops import GATHERS, RECEIVES, ROWS, Lane, Token
 from schedir.ir.program import Program
 from schedir.transports.edges import directed_edges
 from schedir.transports.neighbours import close, connect, listen, passed
+from schedir.transports.plain import gather
 from schedir.transports.processes import Processes
 from schedir.transports.transport import Done, PeerLate, PeerLeft, Place, Rooms, Work, own_part
 
@@ -52,8 +53,7 @@ _DONE: Final = Done()
 def can_share(group: dist.ProcessGroup | None = None) -> bool:
     """Whether all processes, or those of a group, see one memory, of a Linux that shows stores in
     order; all must ask."""
-    everyone: list[object] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(everyone, _sight(), group)
+    everyone = gather(_sight(), group)
     return everyone[0] is not None and all(one == everyone[0] for one in everyone)
 
 
@@ -148,8 +148,8 @@ class Shared(Processes):
             except OSError as error:
                 problem = f"{error.strerror or error}, for {size} bytes"
             members = dist.get_process_group_ranks(self.within or dist.group.WORLD)
-            everyone: list[tuple[str, str, Rooms]] = [("", "", {})] * len(members)
-            dist.all_gather_object(everyone, (name, problem, dict(rooms)), self.within)
+            own = name, problem, {kind: [*sizes] for kind, sizes in rooms.items()}
+            everyone: list[tuple[str, str, Rooms]] = gather(own, self.within, [Token])
             told = dict(zip(members, everyone, strict=True))
             for process, (_, why, _) in told.items():
                 if why:

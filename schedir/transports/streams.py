@@ -7,7 +7,7 @@ overlaps here overlaps there.  The host never waits.
 from __future__ import annotations
 
 from collections import defaultdict, deque
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -103,7 +103,9 @@ class StreamMailbox:
 
     buffers = staticmethod(buffers)
 
-    def agree(self, facts: Mapping[str, str], tell: object = None) -> list[Any]:
+    def agree(
+        self, facts: Mapping[str, str], tell: object = None, kinds: Sequence[type] = ()
+    ) -> list[Any]:
         """All virtual ranks are told the same."""
         return self.hub.told
 

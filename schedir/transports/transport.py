@@ -52,10 +52,12 @@ class Transport(Protocol):
     tp_rank: int
     dp_rank: int
 
-    def agree(self, facts: Mapping[str, str], tell: object = None) -> list[Any]:
+    def agree(
+        self, facts: Mapping[str, str], tell: object = None, kinds: Sequence[type] = ()
+    ) -> list[Any]:
         """Compare facts, by name, among all that have them; raise ModelError in all processes
         where one differs: unseen, it would be a hang or a wrong result later.  Returns what all
-        tell.  It blocks."""
+        tell: plain values, and records of these `kinds`.  It blocks."""
 
     def buffers(self, rooms: Rooms, device: torch.device) -> dict[Place, Tensor]:
         """Memory for what is received, by kind and slot: flat tensors of as many bytes.  Called
