@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 
     from schedir.io.request import Request
     from schedir.ir.costs import Costs
+    from schedir.predict.residencies import Residency
     from schedir.predict.timeline import Timeline
     from schedir.predict.what_if import Advice, Change
     from schedir.shortest.found import Bound
@@ -41,6 +42,7 @@ def run(args: argparse.Namespace) -> str:
     from schedir.predict.bubble_causes import idleness
     from schedir.predict.calibrate import calibrate, completed
     from schedir.predict.recomputation import format_forms, forms
+    from schedir.predict.residencies import format_residencies, residencies
     from schedir.predict.what_if import advise
 
     request = request_of(args, args.source)
@@ -50,14 +52,17 @@ def run(args: argparse.Namespace) -> str:
     costs = completed(costs, timeline.program)
     advice = advise(timeline, costs, request.schedule)
     least = _least(advice, costs)
+    held = residencies(timeline, costs, request.limit) if advice.given else []
     hows = [_how(change, args, request) for change in advice.changes]
     if args.json:
-        return as_json(_facts(timeline, advice, hows, least) | filled_facts(request))
+        said = _facts(timeline, advice, hows, least) | filled_facts(request)
+        return as_json(said | _facts_of_held(held))
     idle = idleness(timeline)
     lines = [_where(timeline, idle), *_who(timeline, idle)]
     lines += _what(advice, hows, timeline) + _at_most(advice, least)
     if advice.given and (found := forms(timeline, costs)) is not None:
         lines.append(format_forms(found, has=RECOMPUTE in timeline.program.ops))
+    lines += format_residencies(held)
     return "".join(f"{line}\n" for line in lines) + filled([request])
 
 
@@ -103,6 +108,16 @@ def _facts(
             for change, how in zip(advice.changes, hows, strict=True)
         ],
     }
+
+
+def _facts_of_held(held: list[Residency]) -> dict[str, Any]:
+    """What replicas hold, and could; nothing where nobody knows."""
+    rows = [
+        {"what": each.what, "span": each.run.span, "gathers": each.gathers}
+        | ({"memory": each.most} if each.run.sizes is not None else {})
+        for each in held
+    ]
+    return {"held_by_replicas": rows[0], "could_be_held": rows[1:]} if rows else {}
 
 
 def _how(change: Change, args: argparse.Namespace, request: Request) -> list[str]:

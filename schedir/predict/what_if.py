@@ -178,8 +178,13 @@ class Lowering:
             drafted,
             model=self.model,
             costs=costs,
-            **(traits | self.options | again | options),
+            **(traits | self._fitting(drafted) | again | options),
         )
+
+    def _fitting(self, drafted: Program) -> dict[str, Any]:
+        """The options, where a draft has fewer stages on a rank no more of these whole."""
+        own = max(map(len, drafted.plan.stages_of))
+        return {k: min(v, own) if k == "active" else v for k, v in self.options.items()}
 
 
 class _Changes:
