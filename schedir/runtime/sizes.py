@@ -13,9 +13,10 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from schedir.errors import ModelError, in_words, said
+from schedir.errors import ModelError, said
 from schedir.ir.sizes import Sizes
 from schedir.ir.skips import Skips
+from schedir.ir.zero import model_states
 from schedir.runtime.batch import tensors_of
 from schedir.runtime.bits import same_bits, sums_of
 from schedir.runtime.boundary import (
@@ -30,13 +31,12 @@ from schedir.runtime.boundary import (
 )
 from schedir.runtime.buffers import restored
 from schedir.runtime.given import loss_of, model_of, one_number
+from schedir.runtime.layout import Share
 from schedir.runtime.lender import Lender
 from schedir.runtime.per_microbatch import PerMicrobatch
-from schedir.runtime.precision import innermost
 from schedir.runtime.rank import Loss
 from schedir.runtime.split import Tape, recording
-
-State = Callable[[list[nn.Parameter]], Any]  # makes an optimizer
+from schedir.runtime.state_sizes import State, states_of
 
 
 def sizes_of(
@@ -49,6 +49,9 @@ def sizes_of(
     state: float | State = 8.0,
     frozen: int = 0,
     keywords: Mapping[str, Any] = MappingProxyType({}),
+    dp: int = 1,
+    zero: int = 0,
+    replica: int | None = None,
 ) -> Sizes:
     """The Sizes of a model of those stages, in order; those of None, which others hold, are 0.
 
@@ -67,6 +70,12 @@ def sizes_of(
     checkpointed part what it keeps is counted, and not what it makes again.  `checkpoint` is what a
     forward keeps that is to be run again: its inputs, and buffers that it writes to.  Nothing
     counts that an instruction needs only while it runs.
+
+    With `dp` replicas gradients lie in buckets, and from level 1 of `zero` on weights do, too:
+    `params` and `grads` are then those of buckets, which are padded so that all parts are of one
+    length.  Of the optimizer's state each replica has that of the numbers in its parts; `optimizer`
+    is `dp` times that of the one that has most, or of the `replica` with that number.  So all are
+    whole ones, of which a program at that level leaves 1/dp where it cuts them.
 
     Gradients, buffers and random numbers are left as they were.  Hooks run, and stages that talk
     within their tensor-parallel group do: all its ranks must call this.  Raises ModelError where
@@ -95,7 +104,12 @@ def sizes_of(
             hint="sizes_of for each microbatch with its own boundary",
         )
     boundaries = Boundaries.of(boundary, len(stages), skips=skips)
-    given = _Given(xs, target, keywords, loss, boundaries, state, frozen)
+    model_states(0, 0, 0, zero, dp)  # which says what levels and numbers of replicas there are
+    if replica is not None and replica not in range(dp):
+        raise ModelError(f"there are replicas 0 to {dp - 1}, not {said(replica)}")
+    parts = range(dp) if replica is None else range(replica, replica + 1)
+    share = Share(dp, parts[0], zero)
+    given = _Given(xs, target, keywords, loss, boundaries, state, frozen, share, parts)
     found = [
         _stage(stages, s, given) if stage is not None else _Kept() for s, stage in enumerate(stages)
     ]
@@ -199,6 +213,8 @@ class _Given(NamedTuple):
     boundaries: Boundaries
     state: float | State
     frozen: int
+    share: Share
+    parts: range  # of which the one with most counts
 
 
 def _microbatch(given: object) -> tuple[Tensor, ...]:
@@ -269,50 +285,18 @@ def _stage(stages: Sequence[nn.Module | None], s: int, given: _Given) -> _Kept:
     trained = [p for p in module.parameters() if p.requires_grad]
     own = _storages(trained)
     rest = _storages([*module.parameters(), *module.buffers()])
+    states = states_of(module, given.state, given.share, given.parts)
     return _Kept(
         saved=saved,
         tape=size(tape.tensors()),
         both=tape.most,
         checkpoint=size(xs) + written,
-        params=sum(own.values()),
-        grads=sum(p.numel() * (p.grad_dtype or p.dtype).itemsize for p in trained),
-        optimizer=_state(trained, given.state),
+        params=states.params,
+        grads=states.grads,
+        optimizer=states.optimizer,
         buffers=sum(n for at, n in rest.items() if at not in own),
         version=sum(p.numel() * p.dtype.itemsize for p in trained),
     )
-
-
-def _state(trained: Sequence[nn.Parameter], state: float | State) -> float:
-    """Bytes that an optimizer holds for parameters once it has stepped, without them and their
-    gradients.
-
-    One that is made is made of parameters on the device "meta", which have no memory, and so
-    takes none itself.
-    """
-    if not callable(state):
-        return state * sum(p.numel() for p in trained)
-    if not trained:
-        return 0.0
-    own = []
-    for p in trained:
-        own.append(nn.Parameter(torch.empty_like(p, device="meta")))
-        own[-1].grad_dtype = p.grad_dtype
-        own[-1].grad = torch.empty_like(p, device="meta", dtype=p.grad_dtype or p.dtype)
-    try:
-        optimizer = state(own)
-        optimizer.step()
-        held = [
-            *getattr(optimizer, "main", ()),
-            *tree_leaves([*innermost(optimizer).state.values()]),
-        ]
-    except Exception as error:
-        raise ModelError(
-            f"the optimizer cannot be measured without its memory: {in_words(error)}",
-            hint="state=8.0, say: how many bytes it holds for each number",
-        ) from error
-    # On "meta" all memory is at the address 0, so what has one memory is told by its tensor.
-    tensors = {id(x): x for x in held if isinstance(x, Tensor)}
-    return float(sum(x.untyped_storage().nbytes() for x in tensors.values()))
 
 
 class _PeakTape(Tape):

@@ -211,6 +211,8 @@ class _Trainer:
             # AdamW's moments, and the float32 copies of other weights.
             state=12.0 if isinstance(self.optimizer, MainOptimizer) else 8.0,
             frozen=self.program.frozen,
+            dp=self.program.dp,
+            zero=self.program.zero,
         )
         measured = ("saved", "tape", "both", "checkpoint", *AT_REST, "version")
         each = torch.tensor(
