@@ -9,7 +9,7 @@ from schedir.analysis.channels import LINE_OF, LINES
 from schedir.analysis.slots import reuses
 from schedir.ir.flow import Flow
 from schedir.ir.index import NONE, Index, Positions
-from schedir.ir.ops import LANES, ROWS, TRANSFERS, Lane
+from schedir.ir.ops import LANES, ROWS, TRANSFERS, Lane, Opcode
 from schedir.ir.program import Program
 
 
@@ -36,15 +36,15 @@ def host_waits(program: Program, enter: Positions, device_waits: bool) -> NDArra
 def heard_of(program: Program, at: Positions, *, drains: bool = True) -> Positions:
     """Where a host that blocks first knows that each of some instructions has ended.
 
-    What it runs itself, it knows of at once: where it stands; and so of what is for replicas where
-    there are none.  What it starts, and goes on, it knows of before the first that waits for it,
-    or for what stands behind it on its lane; where nobody does, at the end of the Stream.  Without
-    `drains` that it drains a lane counts for nothing, as of hosts that do not block.
+    What it runs itself, it knows of at once: where it stands.  What it starts, and goes on, it
+    knows of before the first that waits for it, or for what stands behind it on its lane; where
+    nobody does, at the end of the Stream.  Without `drains` that it drains a lane counts for
+    nothing, as of hosts that do not block.
     """
     index, flow = Index.of(program), Flow.of(program)
     left = np.array([LANES[row.lane].host == "starts" for row in ROWS])[index.op]
     heard = at.copy()
-    if program.dp == 1 or not left[at].any():
+    if not left[at].any():
         return heard
     line = LINE_OF[index.op]
     edges = [(np.arange(len(index)), giver) for giver in flow.needs] + [*reuses(program).values()]
@@ -52,7 +52,8 @@ def heard_of(program: Program, at: Positions, *, drains: bool = True) -> Positio
     first = np.full(len(index), len(index))
     for one in np.unique(line[at[left[at]]]):
         own = np.flatnonzero(line == one)
-        waits = index.is_op(row.op for row in ROWS if row.drains and drains)[own[1:]]
+        lane = ROWS[index.op[own[0]]].lane
+        waits = index.is_op(_drains(program, lane) if drains else ())[own[1:]]
         for needer, giver in [*edges, (own[1:][waits], own[:-1][waits])]:
             known = (giver != NONE) & (line[giver] == one)
             np.minimum.at(first, giver[known], needer[known])
@@ -84,14 +85,19 @@ def _device_waited(program: Program, enter: Positions) -> list[Positions]:
     return [np.where(who == NONE, np.int32(NONE), row[who]) for row in rows]
 
 
-def _waited(program: Program, lane: Lane, line: NDArray[np.int64]) -> Positions | None:
-    """What a host has waited for on a lane before each instruction; None if it never waits."""
-    index = Index.of(program)
-    drains = [
+def _drains(program: Program, lane: Lane) -> list[Opcode]:
+    """What on a lane a host drains it for first."""
+    return [
         row.op for row in ROWS
         if row.lane is lane and row.drains
         and (row.drains == "always" or program.dp > 1)
     ]  # fmt: skip
+
+
+def _waited(program: Program, lane: Lane, line: NDArray[np.int64]) -> Positions | None:
+    """What a host has waited for on a lane before each instruction; None if it never waits."""
+    index = Index.of(program)
+    drains = _drains(program, lane)
     if LANES[lane].host == "starts" and not drains:
         return None
     waited = np.full(len(index), NONE, np.int32)

@@ -9,13 +9,16 @@ from typing import Final
 import numpy as np
 
 from schedir.analysis.graph import Graph
+from schedir.analysis.slots import KINDS, counts, minimum_slots
 from schedir.ir.index import NONE, Index
 from schedir.ir.ops import ADDS, Opcode, Per, Token, producers
-from schedir.ir.program import FIELDS, Program, is_op, pack
+from schedir.ir.program import FIELDS, OWN, Program, Slots, is_op, pack
 from schedir.passes.ends import apart, meets, together
 from schedir.passes.insert import at_ends, at_places, behind
 from schedir.passes.record import Expected, Mask, Options, Pass, Present
 from schedir.passes.runs import runs, turns
+
+_WHOLE: Final = Token.WGRAD.name.lower()
 
 
 def reduce_grads(program: Program) -> Program:
@@ -50,6 +53,18 @@ def reduce_scatter(program: Program) -> Program:
         last = np.unique(key[::-1], return_index=True)[1]
         rank, stage, end, key = (each[::-1][last] for each in (rank, stage, end, key))
     return at_places(program, end, rank, pack(Opcode.ReduceScatter, stage, turns(key)))
+
+
+def leave_room(program: Program) -> Program:
+    """Say how many stages' gradients are whole at once, where not all of a rank's may be: the
+    fewest, and one that is being reduced beside them, so that backwards go on meanwhile."""
+    column = KINDS.index(Token.WGRAD)
+    room, most = minimum_slots(program)[:, column] + 1, counts(program)[:, column]
+    if (room >= most).all():
+        return program
+    said = program.slots or [Slots.unsaid()] * program.plan.ranks
+    each = zip(said, np.where(room < most, room, OWN).tolist(), strict=True)
+    return program.with_slots([slots._replace(**{_WHOLE: n}) for slots, n in each])
 
 
 def reduce_holders(program: Program) -> Program:
@@ -205,6 +220,18 @@ PASSES: Final = (
         _unless_there,
         _stages,
         order=1,
+    ),
+    Pass(
+        "leave_room",
+        "memory",
+        lambda p, options: leave_room(p),
+        lambda p, options: (
+            p.trains
+            and p.holds(Token.WGRAD)
+            and options.slots is None
+            and not any(_WHOLE in slots.said() for slots in p.slots)
+        ),
+        order=2,
     ),
     Pass(
         "reduce_holders", "ends", lambda p, options: reduce_holders(p), expected=_holders, order=2

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from math import inf
 from types import MappingProxyType
@@ -120,7 +120,7 @@ class State:
         # reductions that nobody has waited for.
         self.sending: dict[int, tuple[Work, Tensor]] = {}
         self.reducing: list[Work] = []
-        self.scattering: deque[tuple[int, list[Work]]] = deque()  # by stage, the first first
+        self.scattering: deque[tuple[int, list[Work]]] = deque()  # by index, the first first
         # Sums over replicas, and what each begins under, unless they are `late`.
         self.reductions: dict[Instr, Reduction] = {}
         self.last_to_add = last_to_add(self.stream) if program.dp > 1 else {}
@@ -137,6 +137,8 @@ class State:
         self.buffers = transport.buffers(rooms, self.device)
         self._outgoing: dict[tuple[Token, int, bool], Tensor] = {}  # and of what is sent
         self.reuse_after_send = _reuse_after_send(program, rank)
+        # For what adds to a gradient that is whole anew, the reduction whose room that takes.
+        self.room_after = {fill: free for _, fill, free in _reuses(program, rank, Token.WGRAD)}
 
     def cut(self) -> None:
         """Keep of what replicas share no more than the own part: the end of what can be undone."""
@@ -272,15 +274,13 @@ class State:
             work.wait()
         self.reducing.clear()
 
-    def make_room(self, stage: int) -> None:
-        """Let there be a stage's whole gradient, for somebody to add to.
-
-        No more than one other that is on its way to be let go is there beside it.
-        """
+    def make_room(self, stage: int, at: int) -> None:
+        """Let there be a stage's whole gradient, for the instruction at an index to add to: when
+        that is reduced whose slot it takes."""
         gradients = self.stages[stage].gradients
         if gradients.made:
             return
-        while len(self.scattering) > 1 or any(s == stage for s, _ in self.scattering):
+        while self.scattering and self.scattering[0][0] <= self.room_after.get(at, -1):
             self._wait_for_parts()
         gradients.make()
 
@@ -334,11 +334,18 @@ def device_of(stages: Mapping[int, nn.Module]) -> torch.device:
 def _reuse_after_send(program: Program, rank: int) -> dict[int, list[int]]:
     """For what fills slots that sends must have left, these sends; by index in the Stream."""
     found: dict[int, list[int]] = {}
-    if not program.slots:
-        return found
-    stream, lo, end = program.streams[rank], *map(int, program.offsets[rank : rank + 2])
-    for fills, frees in reuses(program).values():
-        for fill, free in zip(fills.tolist(), frees.tolist(), strict=True):
-            if lo <= fill < end and stream[free - lo].op in SENDS:
-                found.setdefault(fill - lo, []).append(free - lo)
+    stream = program.streams[rank]
+    for _, fill, free in _reuses(program, rank):
+        if stream[free].op in SENDS:
+            found.setdefault(fill, []).append(free)
     return found
+
+
+def _reuses(program: Program, rank: int, *kinds: Token) -> Iterator[tuple[Token, int, int]]:
+    """Who fills a slot that had a value before, and who frees it, by index in a rank's Stream; of
+    some kinds, or of all."""
+    lo, end = map(int, program.offsets[rank : rank + 2])
+    for kind, (fills, frees) in reuses(program).items():
+        for fill, free in zip(fills.tolist(), frees.tolist(), strict=True):
+            if lo <= fill < end and (kind in kinds or not kinds):
+                yield kind, fill - lo, free - lo

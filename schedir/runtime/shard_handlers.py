@@ -51,7 +51,7 @@ def reduce_scatter(state: State, i: Instr) -> Call:
     state.reductions[i] = reduction = Reduction(gradients, begin)
 
     def run() -> None:
-        state.scattering.append((i.stage, reduction.end()))
+        state.scattering.append((at, reduction.end()))
         gradients.made = not gradients.cut
 
     return Call(None, run)
@@ -64,7 +64,7 @@ def _reading(handler: Handler, state: State, i: Instr) -> Call:
     if stage.weights is not None and i.op in _READS:
         waits.append(stage.weights.whole)
     if stage.gradients.cut and i.op in ADDS:
-        waits.append(partial(state.make_room, i.stage))
+        waits.append(partial(state.make_room, i.stage, state.index_of[i]))
     return call._replace(wait=_all(waits)) if waits else call
 
 

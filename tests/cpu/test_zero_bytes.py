@@ -1,0 +1,16 @@
+"""Memory with ZeRO: what lives behind each instruction is what was predicted, to the byte."""
+
+from __future__ import annotations
+
+import pytest
+
+from benchmarks.zero_bytes import rows, run
+
+NAMES = ("interleaved zero 3, each turn", "one_f_one_b zero 2, recomputed")
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_what_lives_is_what_was_predicted(name: str) -> None:
+    """By the storages that are alive on each rank and replica."""
+    for found in run(rows()[name]):
+        assert found.looks > 10 and found.most > 0 and not found.beside
