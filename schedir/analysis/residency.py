@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Final, NamedTuple
 
 import numpy as np
@@ -29,6 +30,29 @@ def whole(
     ends = end[last]
     begins = np.append(np.full(min(active, len(ends)), head), np.sort(ends))
     return Whole(stage[first], begins[: len(ends)], ends)
+
+
+def placed(uses: Sequence[Sequence[int]], active: int) -> list[list[tuple[int, bool]]]:
+    """Of a list whose entries use stages, or none: which stages are to be made whole (True) and let
+    go of (False) before each entry, and behind the last.
+
+    Entries that use the same are one step.  No more than `active` stages are whole at once, or than
+    an entry uses.
+    """
+    runs: list[tuple[tuple[int, ...], int]] = []  # what is used, and the place behind it
+    for place, entry in enumerate(uses, 1):
+        if used := tuple(sorted(entry)):
+            if runs and runs[-1][0] == used:
+                runs.pop()
+            runs.append((used, place))
+    each = [(step, one, end) for step, (used, end) in enumerate(runs) for one in used]
+    step, stage, end = np.array(each, np.int64).reshape(-1, 3).T
+    found = whole(step, stage, end, max(active, *map(len, uses), 0))
+    put: list[list[tuple[int, bool]]] = [[] for _ in range(len(uses) + 1)]
+    for begins, places in ((False, found.end), (True, found.begin)):
+        for one, place in zip(found.stage.tolist(), places.tolist(), strict=True):
+            put[place].append((one, begins))
+    return put
 
 
 def stays(step: Ints, stage: Ints, active: int, ahead: int = 0) -> Ints:

@@ -64,7 +64,7 @@ def _csv(args: argparse.Namespace, source: str) -> str:
         raise UsageError(f"a program's file ends in .sched: {args.output} does not")
     text = read_text(source)
     try:
-        program = torch_csv.parse(text, _name(source), args.ranks)
+        program = torch_csv.parse(text, _name(source), args.ranks, args.zero)
     except ProgramError as error:
         error.add_note(f"in {source}")
         raise
@@ -81,7 +81,17 @@ def _csv(args: argparse.Namespace, source: str) -> str:
     return (
         f"wrote {args.output}: {plan.ranks} ranks, {plan.stages} stages, "
         f"{plan.microbatches} microbatches, {len(program)} instructions\n"
+        + _read_over(text, program.zero)
     )
+
+
+def _read_over(text: str, zero: int) -> str:
+    """What torch writes for all stages, and a program has only if it is asked for."""
+    from schedir.io.torch_shards import UNSHARD
+
+    if not (number := text.count(UNSHARD)) or zero:
+        return ""
+    return f"read over {number} {UNSHARD}, as stages need not be sharded: --zero 3 keeps them\n"
 
 
 def _traces(args: argparse.Namespace) -> str:

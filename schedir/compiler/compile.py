@@ -220,11 +220,12 @@ def lower(
 
 
 def finish(program: Program) -> Program:
-    """A program with its transfers, and now with its reductions and step.
+    """A program with its transfers, and now with its reductions and step, and with its gathers of
+    weights.
 
-    Those that reduce the stages' gradients may be there already.
+    Those that reduce the stages' gradients, and gathers, may be there already.
     """
-    return _fold(program, [each for each in LOWERING if each.part == "ends"], Options())
+    return _fold(program, [p for p in LOWERING if p.part in ("ends", "memory")], Options())
 
 
 def _fold(

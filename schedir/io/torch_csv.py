@@ -13,6 +13,8 @@ from __future__ import annotations
 
 import csv
 import re
+from collections import Counter
+from collections.abc import Mapping
 from difflib import get_close_matches
 from io import StringIO
 from numbers import Integral
@@ -20,19 +22,21 @@ from typing import Final, NamedTuple
 
 import numpy as np
 
+from schedir.analysis.gathers import gathers
 from schedir.errors import (
     CellError,
     CompletenessError,
-    GroupError,
     LevelError,
-    Site,
     UsageError,
     expect,
 )
-from schedir.ir.ops import BACKWARDS, COMPUTE, FORWARD, RECOMPUTE, ROWS, TRANSFERS, Opcode, Per
+from schedir.io.torch_limits import require_pair, require_torch_has_it
+from schedir.io.torch_shards import RESHARD, UNSHARD, for_torch
+from schedir.ir.ops import BACKWARDS, COMPUTE, FORWARD, ROWS, TRANSFERS, Opcode, Per
 from schedir.ir.placement import PLACEMENTS
 from schedir.ir.plan import MAX_MICROBATCHES, MAX_STAGES, Plan
-from schedir.ir.program import JOINED, OP, OPS, STAGE, Program, Stream
+from schedir.ir.program import JOINED, OP, OPS, STAGE, Program, Slots, Stream
+from schedir.ir.zero import CUT_FROM
 
 __all__ = ["parse", "show"]
 
@@ -54,11 +58,14 @@ ACTIONS: Final = {
     "REDUCE_GRAD": _O.ReduceGrads,
 }
 _TEXT: Final = {op: action for action, op in ACTIONS.items()}
-# Read over: shards of weights, which no instruction of ours moves, and waits, which each of
-# ours has in it.  The value says whether the action has a microbatch.
+# With ZeRO gradients are reduced to parts, and with zero 3 weights are in parts, too.
+_REDUCED: Final = {_O.ReduceScatter: "REDUCE_GRAD"}
+_PARTS: Final = _REDUCED | {_O.Unshard: UNSHARD, _O.Reshard: RESHARD}
+# Read over, unless they are asked for: shards of weights, which torch writes for any stages; and
+# waits, which each of ours has in it.  The value says whether the action has a microbatch.
 READ_OVER: Final = {
-    "UNSHARD": False,
-    "RESHARD": False,
+    UNSHARD: False,
+    RESHARD: False,
     "WAIT_SEND_F": True,
     "WAIT_SEND_B": True,
     "WAIT_REDUCE_GRAD": False,
@@ -81,14 +88,16 @@ def show(program: Program, to: str = "torch") -> str:
 
     "torch" is compute only: torch lowers it as it loads it, and adds what FSDP needs.  Any
     version reads it.  "torch-2.13" has the program's own transfers and reductions, to be loaded
-    with format="compute_comms", and is for stages without FSDP.  What torch has no action for is
-    left out: scatters and gathers, as torch sends whole activations, steps, and what changes where
-    a value is kept.
+    with format="compute_comms", and is for stages without FSDP, but with zero 3 for those with it:
+    it has UNSHARD and RESHARD where the program has Unshard and Reshard, or where torch, whose W
+    and REDUCE_GRAD want a stage whole, could not run it so, those of the same number of stages.
+    What torch has no action for is left out: scatters and gathers, as torch sends whole
+    activations, steps, and what changes where a value is kept.
 
     Raises CompletenessError for a program without a backward, which torch does not load,
     LevelError for a draft that should have transfers, GroupError for instructions issued as one
     that torch cannot issue so, and UsageError for another form, or for stages with several
-    holders, several updates, or frozen stages, or with R.
+    holders, several updates, or frozen stages, with R, or with gradients reduced in turns.
 
     >>> from schedir import Plan, compile, schedules, torch_csv
     >>> print(torch_csv.show(compile(schedules.one_f_one_b, Plan(ranks=2, microbatches=2))), end="")
@@ -119,30 +128,9 @@ def cells(program: Program, to: str = "torch") -> list[list[str]]:
             program=program.name,
             hint="export to 'torch', or lower the draft",
         )
-    if program.plan.rows > 1:
-        raise UsageError(
-            f"{program.name} has {program.plan.rows} holders of each stage, and torch's schedules "
-            "have one",
-            program=program.name,
-        )
-    if program.plan.updates > 1:
-        raise UsageError(
-            f"{program.name} has {program.plan.updates} updates, and torch's schedules one",
-            program=program.name,
-        )
-    if program.skips:
-        raise UsageError(
-            f"{program.name} has skips, and stages of torch's schedules pass on to neighbours only",
-            program=program.name,
-        )
-    if RECOMPUTE in program.ops:
-        raise UsageError(
-            f"{program.name} has R, and torch's runtime recomputes within backwards only",
-            program=program.name,
-            hint="leave recompute out, and run what is in these stages under "
-            "torch.utils.checkpoint",
-        )
-    action = {int(op): text for op, text in _TEXT.items() if to != "torch" or op in COMPUTE}
+    require_torch_has_it(program, computes=to == "torch")
+    words = _TEXT | (_PARTS if program.zero == CUT_FROM["params"] else _REDUCED)
+    action = {int(op): text for op, text in words.items() if to != "torch" or op in COMPUTE}
     rows = []
     for rank, stream in enumerate(program.streams):
         row: list[str] = []
@@ -153,30 +141,14 @@ def cells(program: Program, to: str = "torch") -> list[list[str]]:
             mb = word & 0xFFFFFFFF if _KINDS[action[op]][1] else ""
             cell = f"{word >> STAGE & 0xFFFF}{action[op]}{mb}"
             if word & JOINED:
-                _may_join(program, rank, index)
+                require_pair(program, rank, index)
                 row[-1] = f"({row[-1]};{cell}){PAIR}"
             else:
                 row.append(cell)
         rows.append(row)
-    return rows
-
-
-def _may_join(program: Program, rank: int, index: int) -> None:
-    """Refuse what torch cannot run as one: it has pairs of a forward and a backward only."""
-    stream = program.streams[rank]
-    both = [stream[k].op for k in range(max(index - 1, 0), index + 1)]
-    alone = not stream.words[max(index - 1, 0)] & JOINED
-    if alone and FORWARD in both and any(op in BACKWARDS for op in both):
-        return
-    transfers = all(op in TRANSFERS for op in both)
-    raise GroupError(
-        "torch issues each transfer by itself"
-        if transfers
-        else "torch runs a forward and a backward as one, and nothing else",
-        program=program.name,
-        sites=[Site(rank, k, stream[k]) for k in range(max(index - 1, 0), index + 1)],
-        hint="export to 'torch', where it places transfers itself" if transfers else "",
-    )
+    if UNSHARD not in action.values():
+        return rows
+    return [for_torch(row, most) for row, most in zip(rows, gathers(program).whole, strict=True)]
 
 
 # ---------------------------------------------------------------- CSV to program
@@ -193,14 +165,18 @@ class _At(NamedTuple):
         return CellError(fact, line=self.row, column=self.column, hint=hint)
 
 
-def parse(text: str, name: str = "imported", ranks: int | None = None) -> Program:
+def parse(
+    text: str, name: str = "imported", ranks: int | None = None, zero: int | None = None
+) -> Program:
     """The program that such a CSV says, of either form: a draft if it has no transfers.
 
     Ranks, stages, microbatches and the placement are inferred: a file that was cut off after some
     rows is one of fewer ranks, unless its transfers or its placement tell, or `ranks` does.  Where
     there are no transfers, reductions are left out too: `schedir.compile` puts all of them where
-    they belong.  UNSHARD, RESHARD and waits are read over.  Whether the program is right is for
-    `check` to say.
+    they belong.  UNSHARD and RESHARD are read over, for torch writes them whether stages are
+    sharded or not; with `zero` 3 they are the program's Unshard and Reshard.  With 1 to 3
+    REDUCE_GRAD leaves parts.  Waits are read over.  Whether the program is right is for `check` to
+    say.
 
     Raises CellError with row and column for what is no action, a stage on two ranks or on none,
     a message to or from a stage that is not there, a microbatch that not every stage has, and
@@ -214,7 +190,7 @@ def parse(text: str, name: str = "imported", ranks: int | None = None) -> Progra
     expect(text, str, 'Path("mine.csv").read_text()')
     if ranks is not None:
         expect(ranks, Integral, "4")
-    reader = _Reader()
+    reader = _Reader(_PARTS if zero == CUT_FROM["params"] else _REDUCED if zero else {})
     rows = _rows(text)
     if ranks is not None and len(rows) != ranks:
         at = _At(min(len(rows), ranks) + 1, 1, "")
@@ -227,9 +203,13 @@ def parse(text: str, name: str = "imported", ranks: int | None = None) -> Progra
         reader.rank(row, cells)
     plan = reader.plan()
     words = [np.array(words, np.int64) for words in reader.ranks]
-    if not any(np.isin(w >> OP & 0xFF, TRANSFERS).any() for w in words):
+    lowered = TRANSFERS if plan.ranks > 1 else (*TRANSFERS, *_PARTS)
+    if not any(np.isin(w >> OP & 0xFF, lowered).any() for w in words):
         words = [w[np.isin(w >> OP & 0xFF, COMPUTE)] for w in words]
-    return Program(name, plan, tuple(map(Stream, words)))
+    program = Program(name, plan, tuple(map(Stream, words)), zero=zero or 0)
+    whole = gathers(program).whole
+    slots = [Slots.unsaid()._replace(full=most) for most in whole]
+    return program.with_slots(slots) if any(whole) else program
 
 
 def _rows(text: str) -> list[list[str]]:
@@ -249,7 +229,9 @@ def _rows(text: str) -> list[list[str]]:
 class _Reader:
     """What was read so far."""
 
-    def __init__(self) -> None:
+    def __init__(self, parts: Mapping[Opcode, str]) -> None:
+        self.parts = {action: int(op) << OP for op, action in parts.items()}
+        self.turns = Counter[int]()  # of what comes several times for a stage
         self.ranks: list[list[int]] = []
         self.holder: dict[int, _At] = {}  # where each stage is first named
         self.other: dict[int, _At] = {}  # where a message goes to or comes from it
@@ -300,6 +282,7 @@ class _Reader:
                 hint=f"did you mean {near[0]}?" if near else "",
             )
         word, each = _KINDS[kind]
+        word = self.parts.get(kind, word)
         if each != bool(found[3]):
             right = f"{found[1][:9]}{kind}{'0' * each}"
             why = "a microbatch" if each else "no microbatch"
@@ -319,7 +302,12 @@ class _Reader:
             self.other.setdefault(stage + (1 if hop.ahead else -1), at)  # torch knows neighbours
         if each and mb > self.most:
             self.most, self.most_at = mb, at
-        return None if word is None else word | stage << STAGE | mb
+        if word is None:
+            return None
+        word |= stage << STAGE
+        if kind in self.parts:
+            mb, self.turns[word] = self.turns[word], self.turns[word] + 1
+        return word | mb
 
     def plan(self) -> Plan:
         """The smallest shape in which all cells have their place; every one must be filled."""

@@ -137,7 +137,8 @@ def _stays_of(program: Program) -> bytes:
 
 
 def _wanted(program: Program, options: Options) -> bool:
-    return program.zero > 0 or any(options.more.get(name) is not None for name in _KINDS)
+    said = any(options.more.get(name) is not None for name in _KINDS)
+    return said or (program.zero > 0 and program.ops.isdisjoint(_ROWS))
 
 
 PASSES = (

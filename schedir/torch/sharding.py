@@ -7,10 +7,8 @@ between is all that may be computed with them; these actions are put in as the l
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import chain
 from typing import Any, Final
 
-import numpy as np
 from torch.distributed.pipelining.schedules import (
     BACKWARD_INPUT,
     BACKWARD_WEIGHT,
@@ -22,7 +20,7 @@ from torch.distributed.pipelining.schedules import (
     _Action,
 )
 
-from schedir.analysis import residency
+from schedir.analysis.residency import placed
 from schedir.errors import CompletenessError, OrderError, SlotError
 
 BACKWARDS: Final = (FULL_BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT)
@@ -36,21 +34,12 @@ def with_shards(actions: Sequence[Any], active: int) -> list[Any]:
     They are placed as Unshard and Reshard of a program with zero 3 are.  A stage is used by what
     computes it and by its REDUCE_GRAD, which needs whole gradients.
     """
-    runs: list[tuple[tuple[int, ...], int]] = []  # of actions that use the same, to where
-    for place, action in enumerate(actions, 1):
-        if used := tuple(sorted(_stages(action))):
-            if runs and runs[-1][0] == used:
-                runs.pop()
-            runs.append((used, place))
-    uses = [(step, one, end) for step, (used, end) in enumerate(runs) for one in used]
-    step, used_stage, end = np.array(uses, np.int64).reshape(-1, 3).T
-    found = residency.whole(step, used_stage, end, _room(actions, active))
-    put: dict[int, list[Any]] = {}
-    for kind, places in ((RESHARD, found.end), (UNSHARD, found.begin)):
-        for stage, place in zip(found.stage.tolist(), places.tolist(), strict=True):
-            put.setdefault(place, []).append(_Action(stage, kind, None))
-    both = [[*put.get(place, ()), action] for place, action in enumerate(actions)]
-    return [*chain.from_iterable(both), *put.get(len(actions), ())]
+    put = placed([_stages(action) for action in actions], active)
+    order: list[Any] = []
+    for changes, also in zip(put, [*([action] for action in actions), []], strict=True):
+        order += [_Action(one, UNSHARD if begins else RESHARD, None) for one, begins in changes]
+        order += also
+    return order
 
 
 def _room(actions: Sequence[Any], active: int) -> int:

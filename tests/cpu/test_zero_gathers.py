@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch.distributed.pipelining.schedules import (
     OVERLAP_F_B,
     RESHARD,
@@ -18,11 +19,12 @@ from torch.distributed.pipelining.schedules import (
 
 from schedir.analysis.gathers import gathers
 from schedir.compiler.compile import compile
+from schedir.io.torch_csv import cells
 from schedir.ir.ops import BACKWARD_WEIGHT, ROWS
 from schedir.ir.program import Program
 from schedir.schedules.draft import draft
 from schedir.testing import drafts
-from schedir.torch.sharding import with_shards
+from schedir.torch.sharding import require_whole, with_shards
 from tests.laws import LOOPED, ZOO, least, plan_of
 
 
@@ -68,6 +70,16 @@ def test_no_schedule_gathers_more_often_than_torchs_list(name: str) -> None:
             if microbatches >= least(schedule, ranks):
                 plan = plan_of(schedule, ranks, microbatches, v)
                 no_more_than_torch(draft(schedule, plan), 4)
+
+
+@given(drafts(stages_per_rank=4).filter(lambda d: d.plan.rows == 1), st.integers(1, 3))
+@settings(max_examples=30)
+def test_what_is_exported_is_whole_where_torch_wants_it(program: Program, active: int) -> None:
+    """Its W and REDUCE_GRAD want a stage whole, ours do not."""
+    active = min(active, max(map(len, program.plan.stages_of)))
+    lowered = compile(program, dp=2, zero=3, active=active)
+    for row in cells(lowered, "torch-2.13"):
+        require_whole([*map(_Action.from_str, row)], active)
 
 
 @given(drafts(ranks=2, microbatches=4, stages_per_rank=4))

@@ -146,7 +146,7 @@ def test_nothing_lies_outside_of_the_rooms() -> None:
 # needs, gives and is; so they know rows that they have never heard of.
 TABLE = ("schedir.ir.ops", "schedir.ir.table_rules")
 NAMED = {
-    "schedir.io.torch_csv": (9, "torch has a word for each of these, and no others"),
+    "schedir.io.torch_csv": (12, "torch has a word for each of these, and no others"),
     "schedir.viz.palette": (22, "each has a colour and a name that people know; others get grey"),
 }
 

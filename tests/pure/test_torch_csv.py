@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import os
 import re
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
+from schedir.analysis.gathers import gathers
 from schedir.compiler.compile import compile, finish, lower
 from schedir.errors import (
     CellError,
@@ -34,6 +37,8 @@ from schedir.testing import drafts
 from schedir.verify.check import check
 from tests.commands import refused, said
 
+GOLDEN = Path(__file__).parents[1] / "golden"
+
 
 def compute(program: Program) -> list[list[int]]:
     return [s.words[np.isin(s.op, COMPUTE)].tolist() for s in program.streams]
@@ -51,6 +56,54 @@ def test_what_is_exported_imports(draft: Program, form: str) -> None:
     else:
         again = finish(again)
     assert again.digest == lowered.digest
+
+
+@given(
+    drafts(stages_per_rank=4).filter(lambda d: d.plan.rows == 1),
+    st.integers(1, 3),
+    st.integers(1, 4),
+)
+def test_what_is_in_parts_is_exported_and_imports(draft: Program, zero: int, active: int) -> None:
+    """Of zero 3 with stages whole where torch wants them: no more than before, and as it is when it
+    is exported again."""
+    most: dict[str, Any] = (
+        {"active": min(active, max(map(len, draft.plan.stages_of)))} if zero == 3 else {}
+    )
+    lowered = compile(draft, dp=2, zero=zero, **most)
+    text = torch_csv.show(lowered, "torch-2.13")
+    again = check(finish(replace(torch_csv.parse(text, draft.name, zero=zero), dp=2)))
+    if zero < 3:
+        assert again.streams == lowered.streams and "SHARD" not in text
+    assert compute(again) == compute(lowered) and torch_csv.show(again, "torch-2.13") == text
+    before, after = gathers(lowered), gathers(again)
+    assert all(a <= b for a, b in zip(after.whole, before.whole, strict=True))
+    assert after.reductions == before.reductions
+
+
+def test_torchs_own_shards_are_kept_where_they_are_asked_for() -> None:
+    text = (GOLDEN / "torch_interleaved_1f1b.csv").read_text()
+    program = check(finish(torch_csv.parse(text, zero=3)))
+    assert gathers(program).times == [2] * 4 == [slots.full for slots in program.slots]
+    assert torch_csv.show(program, "torch-2.13") == text
+    assert "SHARD" not in torch_csv.show(finish(torch_csv.parse(text)), "torch-2.13")
+
+
+def test_turns_are_not_exported() -> None:
+    program = compile(interleaved, Plan(2, 4, 2), dp=2, zero=2, reduce="turn")
+    assert torch_csv.show(program) == torch_csv.show(draft(interleaved, Plan(2, 4, 2)))
+    with pytest.raises(UsageError, match="in turns"):
+        torch_csv.show(program, "torch-2.13")
+
+
+def test_an_import_says_what_it_reads_over(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    argv = ["import", str(GOLDEN / "torch_interleaved_1f1b.csv"), "-o", "x.sched"]
+    assert "read over 8 UNSHARD" in said(capsys, *argv)
+    assert "unshard" not in Path("x.sched").read_text()
+    assert "read over" not in said(capsys, *argv, "--zero=3", "--dp=2")
+    assert "unshard 4" in Path("x.sched").read_text()
 
 
 @pytest.mark.parametrize("form", torch_csv.FORMS)

@@ -1,0 +1,64 @@
+"""Limits: what programs have that torch's schedules have not."""
+
+from __future__ import annotations
+
+from schedir.errors import GroupError, Site, UsageError
+from schedir.ir.ops import BACKWARDS, FORWARD, RECOMPUTE, REDUCES, ROWS, TRANSFERS, Per
+from schedir.ir.program import FIELDS, JOINED, Program, is_op
+
+_IN_TURNS = tuple(op for op in REDUCES if ROWS[op].per is Per.TURN)
+
+
+def require_torch_has_it(program: Program, *, computes: bool) -> None:
+    """Refuse a program that torch's schedules cannot say, or whose computes they cannot.
+
+    Raises UsageError.
+    """
+    if program.plan.rows > 1:
+        raise UsageError(
+            f"{program.name} has {program.plan.rows} holders of each stage, and torch's schedules "
+            "have one",
+            program=program.name,
+        )
+    if program.plan.updates > 1:
+        raise UsageError(
+            f"{program.name} has {program.plan.updates} updates, and torch's schedules one",
+            program=program.name,
+        )
+    if program.skips:
+        raise UsageError(
+            f"{program.name} has skips, and stages of torch's schedules pass on to neighbours only",
+            program=program.name,
+        )
+    if RECOMPUTE in program.ops:
+        raise UsageError(
+            f"{program.name} has R, and torch's runtime recomputes within backwards only",
+            program=program.name,
+            hint="leave recompute out, and run what is in these stages under "
+            "torch.utils.checkpoint",
+        )
+    fields = program.words.view(FIELDS)
+    if not computes and (is_op(fields["op"], _IN_TURNS) & (fields["mb"] > 0)).any():
+        raise UsageError(
+            f"{program.name} reduces gradients in turns, and torch's schedules reduce them once",
+            program=program.name,
+            hint="compile it with reduce='end'",
+        )
+
+
+def require_pair(program: Program, rank: int, index: int) -> None:
+    """Refuse what torch cannot run as one: it has pairs of a forward and a backward only."""
+    stream = program.streams[rank]
+    both = [stream[k].op for k in range(max(index - 1, 0), index + 1)]
+    alone = not stream.words[max(index - 1, 0)] & JOINED
+    if alone and FORWARD in both and any(op in BACKWARDS for op in both):
+        return
+    transfers = all(op in TRANSFERS for op in both)
+    raise GroupError(
+        "torch issues each transfer by itself"
+        if transfers
+        else "torch runs a forward and a backward as one, and nothing else",
+        program=program.name,
+        sites=[Site(rank, k, stream[k]) for k in range(max(index - 1, 0), index + 1)],
+        hint="export to 'torch', where it places transfers itself" if transfers else "",
+    )
