@@ -41,6 +41,7 @@ collectives, its partners start too.
 
 The zero-bubble papers call BackwardInput "B"; here, as in torch, B is the whole backward. With
 `skips 0=3`, stage 3 takes a second value of stage 0 ([decision 29](decisions/29-skips.md)).
+Unshard, Reshard and ReduceScatter are [ZeRO](zero.md)'s, and each turn of a stage has its own.
 `Scatter` and `Gather` (and their twins for gradients) are the two halves of ScatterGather: one
 boundary tensor that every tensor-parallel rank holds in full crosses as 1/t from each ("Efficient
 Large-Scale Language Model Training on GPU Clusters", SC21, section 4.1). A gather runs beside what

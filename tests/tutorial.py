@@ -12,7 +12,7 @@ ROOT = Path(__file__).parents[1]
 PAGE = ROOT / "docs" / "tutorial.md"
 OWN_MODEL = ROOT / "docs" / "own-model.md"
 READERS = ["index", "inventing", "slow-run", "hanging-run", "training", "memory", "torch",
-           "testing", "gallery", "pictures", "search"]  # fmt: skip
+           "testing", "gallery", "pictures", "search", "zero"]  # fmt: skip
 
 
 class Step(NamedTuple):

@@ -22,8 +22,8 @@ from schedir.runtime.rank import Call
 
 
 class Living(TorchDispatchMode):
-    """Within this context `most` is how many bytes were alive at most behind any instruction of the
-    executor's steps, each storage counted once.
+    """Within this context `most` is how many bytes were alive at most before or behind any
+    instruction of the executor's steps, each storage counted once.
 
     On a CPU, where memory is given back as soon as nobody needs it.  A step takes longer meanwhile.
     """
@@ -52,7 +52,11 @@ class Living(TorchDispatchMode):
         return out
 
     def _run(self, run: Any) -> None:
+        self._look()  # what it waited for, and what it frees
         run()
+        self._look()
+
+    def _look(self) -> None:
         self.made = {ref: size for ref, size in self.made.items() if not ref.expired()}
         self.most = max(self.most, sum((self.made | _storages(_static(self.executor))).values()))
 

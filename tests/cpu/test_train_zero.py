@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import runpy
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -10,7 +12,7 @@ import pytest
 
 from schedir.training.train import run
 from tests.cpu.test_finite_runs import BACKWARD, FORWARD, ONE, poison, rows
-from tests.cpu.training import arguments, finish, start
+from tests.cpu.training import ROOT, arguments, finish, start
 
 __all__ = ["poison"]
 FSDP = ["pipeline.ranks=1", "pipeline.stages_per_rank=4", "pipeline.tp=1", "pipeline.dp=2",
@@ -84,3 +86,22 @@ def test_updates_that_are_skipped_are_so_on_all_replicas(
     found = [trained(config, tmp_path / z, *sets, f"pipeline.zero={z}") for z in "03"]
     assert found[0] == found[1]
     assert [row["skipped"] for row in rows(tmp_path / "3")] == ["0", "1", "0"]
+
+
+def test_the_example(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Plain replicas, ZeRO alone and recomputation alone exceed the limit; both train within it,
+    and hold what was predicted, but for what an instruction hands over: one activation."""
+    monkeypatch.setattr(sys, "argv", ["zero.py", str(tmp_path / "out")])
+    with pytest.raises(SystemExit) as ended:
+        runpy.run_path(str(ROOT / "examples" / "zero.py"), run_name="__main__")
+    shown = capfd.readouterr()
+    assert ended.value.code == 0, shown
+    assert shown.err.count("MemoryLimitError: looped_bfs: rank 0 would hold") == 3
+    assert "in parts" in shown.err and "to hold at most 26MB, recomputed: " in shown.out
+    memory = json.loads((tmp_path / "out" / "summary.json").read_text())["memory"]
+    (predicted,), (counted,) = memory["predicted"], memory["counted"]
+    assert 0 <= predicted - counted <= 4 * 2 * 64 * 128 and predicted <= 26e6
+    losses = [float(row["loss"]) for row in rows(tmp_path / "out")]
+    assert len(losses) == 4 and losses[-1] < losses[0]

@@ -1,0 +1,57 @@
+"""Train within a limit of memory that takes both: weights in parts, and forwards that run again.
+
+    python examples/zero.py [FOLDER]
+
+Results go to FOLDER, ./zero-output unless told.  The exit code is 0 if plain replicas are refused,
+as are ZeRO alone and recomputation alone, and both together train within the limit.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+from schedir.errors import ProgramError, in_bytes
+from schedir.training.config_file import read
+from schedir.training.train import make_folder, run
+
+CONFIG = Path(__file__).with_suffix(".toml")
+MEMORY = read(str(CONFIG)).memory
+ZERO, AGAIN = "pipeline.zero=3", "memory.recompute=fit"
+REFUSED = {
+    "Two replicas, each with all weights, gradients and the optimizer's state": [],
+    "Running forwards again as far as that helps": [AGAIN],
+    "Each replica with a part of weights, gradients and the optimizer's state (zero 3)": [ZERO],
+}
+
+
+def main() -> int:
+    folder = Path(*sys.argv[1:2] or ["zero-output"])
+    try:
+        make_folder(str(folder))
+    except ProgramError as error:
+        print(error)
+        return 2
+    output = f"output.folder={json.dumps(str(folder))}"
+    wrong = []
+    for title, sets in REFUSED.items():
+        print(f"{title}:", flush=True)
+        if run(str(CONFIG), [output, *sets]) != 2:
+            wrong.append(f"was not refused: {title}")
+        print(flush=True)
+    print("Both:", flush=True)
+    if code := run(str(CONFIG), [output, ZERO, AGAIN]):
+        return code
+    summary = json.loads((folder / "summary.json").read_text())
+    (predicted,), (counted,) = (summary["memory"][name] for name in ("predicted", "counted"))
+    print(f"a replica held {in_bytes(counted)}, predicted {in_bytes(predicted)}, of {MEMORY.limit}")
+    if max(predicted, counted) > (MEMORY.bytes or 0):
+        wrong.append("the limit was exceeded")
+    for fact in wrong:
+        print(f"FAILED: {fact}")
+    return 1 if wrong else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
