@@ -25,9 +25,11 @@ def compute_of(program: Program) -> Program:
     return replace(program, streams=work, slots=(), order={})
 
 
-def options_of(program: Program, model: Model) -> dict[str, Any]:
-    """The options of `compile` with which a program was lowered, as far as they show."""
+def options_of(program: Program, model: Model, draft: Program | None = None) -> dict[str, Any]:
+    """The options of `compile` with which a program was lowered, as far as they show; those that
+    say something of the `draft`, if there is one, which has other traits."""
     options: dict[str, Any] = {}
     for each in LOWERING:
-        options |= each.read(program, model)
+        if each.applies(program if draft is None else draft):
+            options |= each.read(program, model)
     return options

@@ -144,8 +144,8 @@ class Request:
         if not isinstance(found, Program):
             found = draft(found, plan)
         elif self.relower:
-            how = options_of(found, self._model)
-            found = compute_of(found)
+            again = replace(compute_of(found), **self.traits)
+            how, found = options_of(found, self._model, again), again
         elif not self.lowers:
             return found if self.limit is None else self._within(check(found, self.proven_model))
         elif not found.is_draft:

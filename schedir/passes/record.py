@@ -75,9 +75,9 @@ class Pass:
     says where those of an opcode are.  A program is right without "memory" and "better" passes,
     too: what such a pass adds is expected only where some of it is there.  `read` tells the options
     with which a program was lowered, as far as they show.  `options` are the names of those in
-    `Options.more` that it takes: yes or no, or of the kind that `kinds` has of the name; `about`
-    is what `--help` says of them, or of each by name `abouts`.  In a configuration of `schedir
-    train` they are settings of a `section`.
+    `Options.more` that it takes: yes or no, or of the kind that `kinds` has of the name; they say
+    something of programs for which `applies` says so.  `about` is what `--help` says of them, or of
+    each by name `abouts`.  In a configuration of `schedir train` they are settings of a `section`.
     """
 
     name: str
@@ -87,6 +87,7 @@ class Pass:
     expected: Callable[[Program, Present], Iterator[Expected]] = _nothing
     read: Callable[[Program, Model], dict[str, Any]] = _none
     options: tuple[str, ...] = ()
+    applies: Callable[[Program], bool] = lambda program: True
     kinds: Mapping[str, Kind] = field(default_factory=dict)
     about: str = ""
     abouts: Mapping[str, str] = field(default_factory=dict)

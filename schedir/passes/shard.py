@@ -14,7 +14,7 @@ import numpy as np
 
 from schedir.analysis.models import Model
 from schedir.analysis.residency import AHEAD, whole
-from schedir.errors import UsageError
+from schedir.errors import PlanError, UsageError
 from schedir.ir.fields import whole_number
 from schedir.ir.ops import ROWS, Opcode, Token
 from schedir.ir.plan import MAX_MICROBATCHES, MAX_STAGES
@@ -55,7 +55,7 @@ def shard(program: Program, options: Options) -> Program:
         for name, kind in _KINDS.items()
         if options.more.get(name) is not None
     }
-    if said and program.zero < CUT_FROM["params"]:
+    if said and not _may_let_go(program):
         (name, *_) = said
         raise UsageError(
             f"{name} is {said[name]}, and with zero {program.zero} all stages stay whole",
@@ -82,6 +82,11 @@ def shard(program: Program, options: Options) -> Program:
     return program.with_slots([Slots.unsaid()._replace(full=room) for room in rooms])
 
 
+def _may_let_go(program: Program) -> bool:
+    """Whether weights are in parts between their uses, or whole in all of the step."""
+    return program.zero >= CUT_FROM["params"]
+
+
 def _active(program: Program, uses: Runs, said: int | None) -> int:
     """How many stages of a rank are whole at once."""
     own = [len({*stages} - {*range(program.frozen)}) for stages in program.plan.stages_of]
@@ -90,15 +95,17 @@ def _active(program: Program, uses: Runs, said: int | None) -> int:
     if said is None:
         return uses.most + 1
     if said > max(own):
-        raise UsageError(
+        raise PlanError(
             f"active is {said}, and no rank has more than {max(own)} "
             f"stage{'s' if max(own) > 1 else ''} to make whole",
+            program=program.name,
             hint=f"active={max(own)}",
             fields=["active"],
         )
     if said < uses.most:
-        raise UsageError(
+        raise PlanError(
             f"active is {said}, and what runs as one uses {uses.most} stages at once",
+            program=program.name,
             hint=f"active={uses.most}",
             fields=["active"],
         )
@@ -150,6 +157,7 @@ PASSES = (
         _both,
         _read,
         options=("active", "ahead"),
+        applies=_may_let_go,
         section="memory",
         kinds=_KINDS,
         abouts={

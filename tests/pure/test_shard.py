@@ -184,7 +184,7 @@ def test_what_cannot_be_is_refused(how: dict[str, Any], fields: tuple[str, ...])
 
 
 def test_pairs_that_run_as_one_need_both() -> None:
-    with pytest.raises(UsageError, match="at once") as caught:
+    with pytest.raises(PlanError, match="at once") as caught:
         compile(schedules.dualpipe, Plan(4, 8, 1, "mirror"), dp=2, zero=3, active=1)
     assert caught.value.fields == ("active",)
 

@@ -99,3 +99,21 @@ def test_whole_stages_are_those_between_unshard_and_reshard(name: str, zero: int
                 whole.remove(i.stage)
             peak = max(peak, len(whole))
         assert most == peak and not whole
+
+
+def test_what_no_longer_says_anything_is_no_more_said(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Of a program that is lowered anew at another level."""
+    path = str(tmp_path / "one.sched")
+    (tmp_path / "one.sched").write_text(
+        show(compile(schedules.interleaved, Plan(2, 4, 2), dp=2, zero=3, active=1))
+    )
+    assert "at most 1 of their 2 stages" in said(capsys, "check", path, "--relower")
+    assert "at most 2 of its 2 stages" in said(capsys, "check", path, "--relower", "--zero=1")
+    assert "zero" not in said(capsys, "check", path, "--relower", "--zero=0")
+
+
+def test_best_passes_over_what_cannot_keep_so_few_whole(capsys: pytest.CaptureFixture[str]) -> None:
+    out = said(capsys, "best", "--ranks=2", "--microbatches=4", "--dp=2", "--zero=3", "--active=1")
+    assert "not dualpipe, dualpipe_v: active is 1, and what runs as one uses 2 stages" in out
