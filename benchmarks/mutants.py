@@ -1,11 +1,15 @@
 """Mutants: change many legal programs, and compare the checker with execution.
 
     python benchmarks/mutants.py --programs 100000 --seed 1 --jobs 2
+    python benchmarks/mutants.py --programs 100000 --seed 1 --jobs 1 --turns
 
 Prints a row per mutation: programs judged, how many were rejected (wrong under a model under
 which the program was right before) or equivalent, texts that said no program, and where checker
-and execution disagreed under any of the four models, which should be nowhere.  Exits with 1 if
+and execution disagreed under any of the models, which should be nowhere.  Exits with 1 if
 they did; `tests.mutants.trial(mutation, seed)` repeats a case.
+
+With `--turns` it is the mutations of what comes in turns (ZeRO), each program under one model, in
+turn, and 50 mutants of each legal program: `trial(mutation, seed, [model], 50)` repeats a case.
 """
 
 from __future__ import annotations
@@ -21,32 +25,35 @@ from time import perf_counter
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
+from schedir.analysis.models import MODELS
 from tests.mutants import MUTATIONS, Trial, trial
+from tests.mutations_of_turns import TURNED
 
 CHUNK = 50  # programs of one task
 SEEDS = 100 * CHUNK  # and its seeds, more than it can need
 COLUMNS = ("rejected", "equivalent", "no program", "disagreements")
 
-Task = tuple[str, int, int]  # mutation, first seed, programs
+Task = tuple[str, int, int, bool]  # mutation, first seed, programs, of turns
 
 
-def tasks(programs: int, seed: int) -> Iterator[Task]:
+def tasks(programs: int, seed: int, *, turns: bool) -> Iterator[Task]:
     """The programs, divided evenly between mutations, in chunks."""
-    names = [*MUTATIONS]
+    names = [*(TURNED if turns else MUTATIONS)]
     for k, name in enumerate(names):
         share = programs // len(names) + (k < programs % len(names))
         for chunk in range(-(-share // CHUNK)):
             first = (seed << 32) + chunk * SEEDS
-            yield name, first, min(CHUNK, share - chunk * CHUNK)
+            yield name, first, min(CHUNK, share - chunk * CHUNK), turns
 
 
 def run(task: Task) -> tuple[str, Counter[str], list[Trial]]:
     """Judge this many programs; texts that say none do not count."""
-    name, first, programs = task
+    name, first, programs, turns = task
     done: Counter[str] = Counter()
     differ = []
     for seed in count(first):
-        one = trial(name, seed)
+        models = [MODELS[seed % len(MODELS)]] if turns else MODELS
+        one = trial(name, seed, models, CHUNK if turns else 4)
         done[one.outcome] += 1
         if one.disagreements:
             differ.append(one)
@@ -61,9 +68,10 @@ def main() -> int:
     parser.add_argument("--programs", type=int, default=10_000, metavar="N")
     parser.add_argument("--seed", type=int, default=1, metavar="N")
     parser.add_argument("--jobs", type=int, default=2, metavar="N")
+    parser.add_argument("--turns", action="store_true", help="only of what comes in turns")
     options = parser.parse_args()
-    todo = [*tasks(options.programs, options.seed)]
-    table: dict[str, Counter[str]] = {name: Counter() for name in MUTATIONS}
+    todo = [*tasks(options.programs, options.seed, turns=options.turns)]
+    table: dict[str, Counter[str]] = {task[0]: Counter() for task in todo}
     begin, differ = perf_counter(), []
     with Pool(options.jobs) as pool:
         for k, (name, done, wrong) in enumerate(pool.imap_unordered(run, todo), 1):
@@ -84,7 +92,8 @@ def main() -> int:
         cells = " | ".join(f"{done[c]:>{len(c)}}" for c in COLUMNS)
         print(f"| {name:<20} | {programs:>8} | {cells} |")
     print(f"\nseed {options.seed}, {options.jobs} processes, {seconds:.0f} s, "
-          f"{options.programs / seconds:.0f} programs per second, each under 4 models")  # fmt: skip
+          f"{options.programs / seconds:.0f} programs per second, each under "
+          f"{'one model' if options.turns else f'{len(MODELS)} models'}")  # fmt: skip
     return bool(differ)
 
 

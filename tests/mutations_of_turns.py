@@ -1,0 +1,209 @@
+"""Mutations of what comes in turns: weights that are made whole and let go, gradients in parts."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+from schedir.ir.ops import Opcode
+from schedir.ir.program import ADDRESS
+from tests.edits import MUTATIONS, Edit, at, mb, move, op, pull, push, stage, swap, with_op, word
+from tests.mutations import REDUCTIONS, TURNS, B, I
+from tests.sharded import READS
+
+O = Opcode
+_OTHERS = {*MUTATIONS}
+
+
+def count(own: list[int]) -> None:
+    """Turns as they stand count from 0 on."""
+    times: Counter[tuple[Opcode, int]] = Counter()
+    for k, w in enumerate(own):
+        if op(w) in TURNS:
+            which = op(w), stage(w)
+            own[k] = w - mb(w) + times[which]
+            times[which] += 1
+
+
+def perhaps(e: Edit) -> None:
+    """Numbers that do not count would be seen first: mostly they do."""
+    if e.rng.random() < 0.8:
+        count(e.own)
+
+
+@at(*TURNS)
+def drop_turn(e: Edit) -> None:
+    pull(e.own, e.at)
+    perhaps(e)
+
+
+@at(*TURNS)
+def double_turn(e: Edit) -> None:
+    push(e.own, e.rng.randint(0, len(e.own)), e.word)
+    perhaps(e)
+
+
+@at(*TURNS)
+def swap_turns(e: Edit) -> bool | None:
+    others = [k for k in e.here(*TURNS) if k != e.at]
+    if not others:
+        return False
+    swap(e.own, e.at, e.rng.choice(others))
+    perhaps(e)
+    return None
+
+
+@at(*TURNS)
+def swap_turn_with_neighbour(e: Edit) -> None:
+    swap(e.own, max(e.at - 1, 0), e.at)
+    perhaps(e)
+
+
+@at(*TURNS)
+def move_turn(e: Edit) -> None:
+    move(e.own, e.at, e.rng.randint(0, len(e.own)))
+    perhaps(e)
+
+
+@at(*TURNS)
+def move_turn_a_little(e: Edit) -> None:
+    move(e.own, e.at, e.at + e.rng.choice([-4, -3, -2, -1, 2, 3, 4, 5]))
+    perhaps(e)
+
+
+@at(*TURNS)
+def turn_behind_the_step(e: Edit) -> None:
+    move(e.own, e.at, len(e.own))
+    perhaps(e)
+
+
+@at(O.OptimizerStep)
+def step_before_a_turn(e: Edit) -> bool | None:
+    turns = e.here(*TURNS)
+    if not turns:
+        return False
+    move(e.own, e.at, e.rng.choice(turns[-3:]))
+    return None
+
+
+@at(*TURNS)
+def wrong_turn(e: Edit) -> None:
+    e.put(e.word - mb(e.word) + e.rng.randint(0, mb(e.word) + 1))
+
+
+@at(*TURNS)
+def turn_of_another_stage(e: Edit) -> None:
+    e.put(word(op(e.word), e.rng.choice(e.program.plan.stages_of[e.rank]), mb(e.word)))
+    perhaps(e)
+
+
+@at(*TURNS)
+def another_in_its_turn(e: Edit) -> None:
+    """An Unshard where a Reshard was, and the like."""
+    e.put(with_op(e.word, e.rng.choice([o for o in TURNS if o is not op(e.word)])))
+    perhaps(e)
+
+
+@at(*READS)
+def use_after_reshard(e: Edit) -> bool | None:
+    """What uses weights comes right behind the next Reshard of its stage."""
+    later = [k for k in e.here(O.Reshard) if k > e.at and stage(e.own[k]) == stage(e.word)]
+    if not later:
+        return False
+    move(e.own, e.at, later[0] + 1)
+    return None
+
+
+@at(O.Reshard)
+def gathered_once_less(e: Edit) -> bool | None:
+    """A Reshard and the next Unshard of its stage are left out: as right, where there is room."""
+    later = [k for k in e.here(O.Unshard) if k > e.at and stage(e.own[k]) == stage(e.word)]
+    if not later:
+        return False
+    pull(e.own, later[0])
+    pull(e.own, e.at)
+    count(e.own)
+    return None
+
+
+@at(O.Reshard)
+def gathered_once_more(e: Edit) -> bool | None:
+    """A Reshard and an Unshard where weights are whole."""
+    since = [k for k in e.here(O.Unshard) if k < e.at and stage(e.own[k]) == stage(e.word)]
+    if not since:
+        return False
+    k, own = e.rng.randint(since[-1] + 1, e.at), stage(e.word)
+    push(e.own, k, word(O.Unshard, own))
+    push(e.own, k, word(O.Reshard, own))
+    count(e.own)
+    return None
+
+
+@at(O.Unshard)
+def gathered_at_the_end(e: Edit) -> bool | None:
+    """Weights are made whole and let go behind the last use, or behind the step."""
+    last = max(k for k in e.here(*TURNS) if stage(e.own[k]) == stage(e.word))
+    k, own = e.rng.randint(last + 1, len(e.own)), stage(e.word)
+    push(e.own, k, word(O.Reshard, own))
+    push(e.own, k, word(O.Unshard, own))
+    count(e.own)
+    return None
+
+
+@at(O.ReduceScatter)
+def reduced_once_less(e: Edit) -> bool | None:
+    """Two turns in one."""
+    later = [k for k in e.here(O.ReduceScatter) if k > e.at and stage(e.own[k]) == stage(e.word)]
+    if not later:
+        return False
+    pull(e.own, e.at)
+    count(e.own)
+    return None
+
+
+@at(B, I, O.BackwardWeight)
+def reduced_once_more(e: Edit) -> bool | None:
+    """A turn behind any that adds."""
+    if not e.program.zero:
+        return False
+    push(e.own, e.at + 1, word(O.ReduceScatter, stage(e.word)))
+    count(e.own)
+    return None
+
+
+@at(*[o for o in REDUCTIONS if o is not O.ReduceGrads], O.OptimizerStep)
+def end_before_parts(e: Edit) -> bool | None:
+    """What sums, takes the norm of or steps parts comes before the last is there."""
+    last = [k for k in e.here(O.ReduceScatter) if k < e.at]
+    if not last or op(e.word) is O.ReduceScatter:
+        return False
+    move(e.own, e.at, e.rng.choice(last[-3:]))
+    return None
+
+
+@at(O.ReduceScatter)
+def reduced_whole(e: Edit) -> None:
+    """ReduceGrads where parts are reduced."""
+    e.put(word(O.ReduceGrads, stage(e.word)))
+
+
+@at(B, I)
+def add_behind_its_turn(e: Edit) -> bool | None:
+    """What adds comes behind the next ReduceScatter of its stage."""
+    later = [k for k in e.here(O.ReduceScatter) if k > e.at and stage(e.own[k]) == stage(e.word)]
+    if not later:
+        return False
+    for k in sorted(
+        (
+            k
+            for k in e.here()
+            if k > e.at and k < later[0] and e.own[k] & ADDRESS == e.word & ADDRESS
+        ),
+        reverse=True,
+    ):  # its send, and W
+        move(e.own, k, later[0] + 1)
+    move(e.own, e.at, later[0] + 1)
+    return None
+
+
+# Those that want a program with turns.
+TURNED = tuple(name for name in MUTATIONS if name not in _OTHERS)
