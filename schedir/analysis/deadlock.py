@@ -10,7 +10,17 @@ from schedir.analysis.longest_path import Walk
 from schedir.errors import DeadlockError, MatchError, OrderError, ProgramError, Site, Wait
 from schedir.ir.flow import Stale
 from schedir.ir.index import NONE
-from schedir.ir.ops import COMPUTE, ROWS, STEPS, TIERS, TOKENS, Token, change_of
+from schedir.ir.ops import (
+    COMPUTE,
+    ROWS,
+    STEPS,
+    TIERS,
+    TOKENS,
+    Found,
+    Token,
+    change_of,
+    producers,
+)
 
 _BLOCKS = (
     "a host that waits for what a compute needs, as on CPUs, issues nothing meanwhile, and over "
@@ -74,10 +84,14 @@ def _stale(graph: Graph, stale: Stale) -> OrderError:
     if change is not None and not gone:
         way = "moved to the" if change.after in TIERS else "made a"
         how = f"has {way} {change.after}"
+    makers = [ROWS[op].text for op in producers(stale.token)]
+    names = " or ".join(filter(None, [", ".join(makers[:-1]), makers[-1]]))
+    again = TOKENS[stale.token].found in (Found.AGAIN, Found.ALL)
     return OrderError(
         f"{instr} needs {words}, which {last} {how}",
         program=graph.program.name,
         sites=[Site(*culprit, "touches it last"), Site(*needer, "needs it here")],
+        hint=f"{names} of its stage between the two would give it" * (gone and again),
     )
 
 

@@ -45,11 +45,14 @@ class Options:
 
 class Expected(NamedTuple):
     """Which instructions of one kind must be there: `once` has an entry for each key of its row
-    (`Index.key`), of update 0 where the row is once in each.  `why` says why there is no other."""
+    (`Index.key`), of update 0 where the row is once in each.  `why` says why there is no other.
+    Of one that is missing, `hint` says what is right, and `beside` what is there of its key."""
 
     op: Opcode
     once: Mask
     why: str = ""
+    hint: str = ""
+    beside: Opcode | None = None
 
 
 Present = Callable[[Opcode], Mask]

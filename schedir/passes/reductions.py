@@ -165,14 +165,24 @@ def _each(program: Program, per: Per) -> Mask:
 
 def _stages(program: Program, present: Present) -> Iterator[Expected]:
     once, cut = _each(program, Per.STAGE), program.zero > 0
-    why = "gradients are reduced to parts: the program says 'zero' above 0"
-    yield Expected(Opcode.ReduceGrads, once & (not cut), why)
+    whole = Expected(
+        Opcode.ReduceGrads,
+        once & (not cut),
+        f"the program says 'zero {program.zero}', and reduce_scatter leaves a part",
+    )
     there = present(Opcode.ReduceScatter)
     once = np.resize(once & cut, len(there))
     each = program.plan.holders.size
     once[each:] = there[each:] if program.reduce == "turn" else False  # as often as it likes
-    why = "gradients are reduced once, at the end" if cut else "the program says 'zero 0'"
-    yield Expected(Opcode.ReduceScatter, once, why)
+    parts = Expected(
+        Opcode.ReduceScatter,
+        once,
+        "the program says 'reduce end': a gradient is reduced once, behind its last backward"
+        if cut
+        else "the program says 'zero 0', and reduce_grads leaves the whole",
+        "one stands behind the last B or W of its stage",
+    )
+    yield from (whole, parts) if cut else (parts, whole)  # what should not be there is said first
 
 
 def _holders(program: Program, present: Present) -> Iterator[Expected]:

@@ -118,8 +118,11 @@ def _both(program: Program, present: Present) -> Iterator[Expected]:
     once[: program.plan.holders.size] = np.tile(each, program.plan.rows)
     once &= program.zero > 0
     why = "the program says 'zero 0'" if not program.zero else "its weights are not gathered"
-    yield Expected(Opcode.Unshard, once, why)
-    yield Expected(Opcode.Reshard, once, why)
+    for op, other, hint in (
+        (Opcode.Unshard, Opcode.Reshard, "an unshard stands before what uses its weights"),
+        (Opcode.Reshard, Opcode.Unshard, "a reshard stands behind the last that uses its weights"),
+    ):
+        yield Expected(op, once, why, hint, other)
 
 
 def _read(program: Program, model: Model) -> dict[str, Any]:

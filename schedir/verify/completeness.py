@@ -23,15 +23,16 @@ from schedir.ir.ops import (
     COMPUTE,
     FORWARD,
     OF_TRAINED,
+    REDUCES,
     ROWS,
     TRANSFERS,
     Instr,
-    Opcode,
     Per,
+    Row,
 )
 from schedir.ir.program import FIELDS, Program, is_op
 from schedir.passes.lowering import LOWERING
-from schedir.passes.record import Mask
+from schedir.passes.record import Expected
 from schedir.verify.communication import meetings, sharding, transfers
 from schedir.verify.inspector import Inspector
 
@@ -179,9 +180,15 @@ def _twice(look: Inspector) -> None:
         if twice.any():
             one = int(found[twice.argmax()])
             other = int(ix.at[row.op][ix.key[one]])
-            kind = ReductionError if row.per in (Per.STAGE, Per.RANK) else CompletenessError
+            kind = _kind(row)
             site = look.site(one)
             look.refuse(f"{site.instr} is there twice", site, look.site(other), kind=kind)
+
+
+def _kind(row: Row) -> type[CompletenessError]:
+    """What it is that there is too little, or too much, of a row."""
+    ends = row.per in (Per.STAGE, Per.RANK) or row.op in REDUCES
+    return ReductionError if ends else CompletenessError
 
 
 def _groups(look: Inspector) -> None:
@@ -269,24 +276,26 @@ def _turns(look: Inspector) -> None:
             look.refuse(
                 f"{look.site(where).instr} comes where {Instr(row.op, stage, turn)} should",
                 look.site(where),
+                hint=f"each {row.text} of a stage has the number of those before it",
             )
 
 
 def _expected(look: Inspector) -> None:
     """What passes add is there as the plan and the program's traits ask, and no more."""
     for each in LOWERING:
-        for op, once, why in each.expected(look.program, look.present):
-            _as_expected(look, op, once, why)
+        for expected in each.expected(look.program, look.present):
+            _as_expected(look, expected)
 
 
-def _as_expected(look: Inspector, op: Opcode, once: Mask, why: str) -> None:
-    plan, per, present = look.plan, ROWS[op].per, look.present(op)
-    should = np.asarray(once, bool)
+def _as_expected(look: Inspector, expected: Expected) -> None:
+    op, plan = expected.op, look.plan
+    per, present = ROWS[op].per, look.present(op)
+    should = np.asarray(expected.once, bool)
     if len(should) != len(present):  # so in each update, or turn
         should = np.resize(should, len(present))
     if not (should != present).any():
         return
-    kind = ReductionError if per in (Per.STAGE, Per.RANK) else CompletenessError
+    kind = _kind(ROWS[op])
     if (should & ~present).any():
         at = int((should & ~present).argmax())
         if per is Per.MICROBATCH:
@@ -294,8 +303,11 @@ def _as_expected(look: Inspector, op: Opcode, once: Mask, why: str) -> None:
         time, key = divmod(at, plan.ranks if per is Per.RANK else plan.holders.size)
         rank = key if per is Per.RANK else int(plan.holders.reshape(-1)[key])
         instr = Instr(op, 0 if per is Per.RANK else key % plan.stages, time)
-        look.refuse(f"{instr} is missing on rank {rank}", kind=kind)
+        beside = expected.beside
+        there = beside is not None and look.present(beside)[at]
+        sites = [look.site_of(beside, at)] if beside is not None and there else []
+        look.refuse(f"{instr} is missing on rank {rank}", *sites, kind=kind, hint=expected.hint)
     if (present & ~should).any():
         site = look.site_of(op, int((present & ~should).argmax()))
-        reason = why if look.program.trains else "the program has no backward"
+        reason = expected.why if look.program.trains else "the program has no backward"
         look.refuse(f"{site.instr} has nothing to do: {reason}", site, kind=kind)

@@ -102,6 +102,17 @@ def test_what_is_refused(
     assert sites is None or [str(site.instr) for site in caught.value.sites] == sites
 
 
+def test_what_is_made_again_waits_for_who_has_let_go() -> None:
+    """There is one place for the weights of a stage, however many slots there are."""
+    program = parse(TEXT.replace("rank 0  full 2\n", "rank 0\n"))
+    run = simulate(program, Costs(F=10, B=20))
+    when = {str(i): run.spans[k] for k, i in enumerate(program.streams[0])}
+    for stage, turn in ((0, 1), (1, 1)):
+        before = when[f"reshard {stage}"]["end"]
+        assert when[f"unshard {stage}.{turn}"]["start"] == before > 0
+    assert when["unshard 2"]["start"] == 0
+
+
 def lowered() -> Program:
     """As a pass places them, with two slots."""
     program = compile(interleaved, Plan(2, 4, 2), zero=3, dp=2, clip=True, debug=True)
