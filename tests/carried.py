@@ -67,6 +67,8 @@ class Entry:
     waits: list[Event] = field(default_factory=list)
     actions: list[Callable[[], None]] = field(default_factory=list)
     meets: list[Event] = field(default_factory=list)  # what actions began, and the entry ends with
+    kind: object = ""  # what its queue is of
+    issued: Event = field(default_factory=Event)
     done: Event = field(default_factory=Event)
     arrived: int = 0  # queues that stand at this entry
 
@@ -77,3 +79,14 @@ class Entry:
 
     def __str__(self) -> str:
         return " & ".join(map(str, self.group))
+
+
+def met(ties: list[set[int]], stages: list[list[int]], rank: int) -> set[int]:
+    """Whom a rank meets to sum what is tied: who needs its copies, who needs theirs, and so on."""
+    party = {rank}
+    for _ in stages:
+        for tie in ties:
+            has = {r for r, own in enumerate(stages) if tie & {*own}}
+            if has & party and any(not tie <= {*stages[r]} for r in has):
+                party |= has
+    return party

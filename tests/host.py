@@ -9,7 +9,7 @@ from collections import Counter, defaultdict
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from schedir.ir.ops import TIERS, Instr, Opcode
+from schedir.ir.ops import Instr, Opcode
 from tests import sharded, strange
 from tests.carried import Entry as Entry
 from tests.carried import Event as Event
@@ -18,6 +18,7 @@ from tests.carried import Slot as Slot
 from tests.carried import Tensor as Tensor
 from tests.carried import Value as Value
 from tests.carried import Wrong as Wrong
+from tests.carried import met as met
 
 if TYPE_CHECKING:
     from tests.threads import Machine
@@ -31,30 +32,17 @@ MOVES = dict(zip(SENDING, ("act", "grad", "skip", "skip_grad"), strict=True)) | 
     zip(TAKING, ("act", "grad", "skip", "skip_grad"), strict=True)
 )
 LARGEST = 256
-BEFORE = Event()  # the step
-BEFORE.when = -1
 Part = tuple[int, str]  # of a stage's gradient: the microbatch's "plain" weights, or "split" ones
-
-
-def met(ties: list[set[int]], stages: list[list[int]], rank: int) -> set[int]:
-    """Whom a rank meets to sum what is tied: who needs its copies, who needs theirs, and so on."""
-    party = {rank}
-    for _ in stages:
-        for tie in ties:
-            has = {r for r, own in enumerate(stages) if tie & {*own}}
-            if has & party and any(not tie <= {*stages[r]} for r in has):
-                party |= has
-    return party
 
 
 class Host:
     """What issues one rank's Stream.  Slots are as the host sees them: filled when issued."""
 
-    def __init__(self, machine: Machine, rank: int) -> None:
-        self.machine, self.rank = machine, rank
+    def __init__(self, machine: Machine, rank: int, replica: int = 0) -> None:
+        self.machine, self.rank, self.replica = machine, rank, replica
         self.sums: dict[int, list[Part]] = defaultdict(list)  # of gradients, by stage
         self.ending = 0  # the update that the rank ends next
-        self.own = [s for s, rs in enumerate(zip(*machine.holders, strict=True)) if rank in rs]
+        self.own = machine.own[rank]
         self.trained = [s for s in self.own if s >= machine.frozen]
         self.slots: dict[Slot, Value] = {}
         self.given: list[tuple[Slot, Value]] = []  # by the group that is being issued
@@ -65,11 +53,7 @@ class Host:
         self.whole: dict[int, int] = {}  # stages whose weights are, and after how many steps
         self.stepped = 0
         self.room: list[Event] | None = None  # slots for whole weights, by when they are free
-        if machine.zero:
-            for stage in self.trained:
-                self.slots["parts", stage] = Value(BEFORE, state={True: TIERS[0], False: ""})
-            if machine.program.slots and machine.program.slots[rank].full >= 0:
-                self.room = [BEFORE] * machine.program.slots[rank].full
+        sharded.begin(self)
         self.entries: list[Entry] = []
 
     def issue_all(self) -> None:
@@ -200,6 +184,7 @@ class Host:
     # ------------------------------------------------------------ instructions
 
     def queue(self, name: object) -> None:
+        self.entry.kind = name
         self.entry.queues.add("all" if self.machine.model == "serial" else name)
 
     def forward(self, i: Instr) -> None:
@@ -286,7 +271,9 @@ class Host:
         slot = (f"{kind}_out" if sends else f"{kind}_in", i.stage, i.mb)
         value = self.take(*slot) if sends else self.give(*slot)
         met = Event()
-        message = Message(channel, sends, value, met, sends and machine.small(i, kind))
+        message = Message(
+            (self.replica, channel), sends, value, met, sends and machine.small(i, kind)
+        )
         self.entry.actions.append(lambda: machine.post(message))
         self.entry.meets.append(met)
 
@@ -306,12 +293,14 @@ class Host:
         """Meet the others; who meets them for another update notices."""
         met = Event()
         member = met, update
-        self.entry.actions.append(lambda: self.machine.join((communicator,), members, member))
+        place = self.replica, communicator
+        self.entry.actions.append(lambda: self.machine.join(place, members, member))
         self.entry.meets.append(met)
 
     def reduce_grads(self, i: Instr) -> None:
-        """Over replicas, which all run this Stream: nobody here to meet."""
+        """Over replicas, which all run this Stream."""
         self.queue("reductions")
+        sharded.meet_replicas(self, i, "dp")
         if self.machine.zero:
             self.wrong("what replicas hold a part each of is reduced to parts")
         for mb in self.machine.mbs(i.mb):
@@ -327,7 +316,7 @@ class Host:
         """The holders of a stage meet."""
         self.queue("reductions")
         self.take("half grad", i.stage, i.mb)
-        self.reduced(i.stage)
+        sharded.reduced(self, i.stage)
         self.give("grad", i.stage, i.mb)
         self.collective(("holders", i.stage), len(self.machine.holders), i.mb)
 
@@ -339,16 +328,11 @@ class Host:
             raise Wrong(f"{i}: not the rank's first copy of a tied weight")
         for stage in copies:
             self.take("grad", stage, i.mb)
-            self.reduced(stage)
+            sharded.reduced(self, stage)
             self.give("tied grad", stage, i.mb)
-        party = met(self.machine.ties, [host.own for host in self.machine.hosts], self.rank)
+        party = met(self.machine.ties, self.machine.own, self.rank)
         if len(party) > 1:
             self.collective(("tied", *sorted(party)), len(party), i.mb)
-
-    def reduced(self, stage: int) -> None:
-        """Have the entry find all in the part that is reduced, where it may be by turns."""
-        if self.machine.zero:
-            self.total(stage, 0)
 
     def final(self, update: int) -> list[Slot]:
         """Where the rank's gradients are when nothing is left to add."""
@@ -367,7 +351,7 @@ class Host:
         for slot in self.final(i.mb):
             self.look(*slot)
         for stage in self.trained:
-            self.reduced(stage)
+            sharded.reduced(self, stage)
         self.give("norm", i.mb)
         self.collective("all ranks", len(self.machine.lists), i.mb)
 

@@ -53,9 +53,11 @@ MUTATIONS = edits.MUTATIONS
 # often swap what may be swapped.
 HARMLESS = (
     "fuse_backward", "split_backward", "ungroup_computes", "drop_sharded_pair", "evaluate",
-    "drop_r", "renumber", "rename", "spell_placement",
+    "drop_r", "renumber", "rename", "spell_placement", "reduced_once_less",
 )  # fmt: skip
-RARELY_WRONG = ("ungroup", "join_transfers", "join_both_sides", "run_order")
+RARELY_WRONG = (
+    "ungroup", "join_transfers", "join_both_sides", "run_order", "gathered_once_more",
+)  # fmt: skip
 COMMUTING = ("swap_neighbours", "early_receive", "late_send", "join_both_sides", "run_order")
 
 # What makes a legal program less like one of the lowering's, where it stays legal.

@@ -16,7 +16,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from schedir.ir.ops import Instr, Opcode, Token
+from schedir.ir.ops import TIERS, Instr, Opcode, Token
+from tests.carried import Event, Value
 
 if TYPE_CHECKING:
     from tests.host import Host
@@ -24,6 +25,35 @@ if TYPE_CHECKING:
 READS = (Opcode.Forward, Opcode.Backward, Opcode.BackwardInput, Opcode.Recompute)
 TURNS = (Opcode.Unshard, Opcode.Reshard, Opcode.ReduceScatter)
 VALUES = (Token.FULL, Token.PARTS, Token.ROOM)
+
+
+BEFORE = Event()  # all
+BEFORE.when = -1
+
+
+def begin(host: Host) -> None:
+    """Weights are in parts when a step begins."""
+    machine = host.machine
+    if machine.zero:
+        for stage in host.trained:
+            host.slots["parts", stage] = Value(BEFORE, state={True: TIERS[0], False: ""})
+        if machine.program.slots and machine.program.slots[host.rank].full >= 0:
+            host.room = [BEFORE] * machine.program.slots[host.rank].full
+
+
+def meet_replicas(host: Host, i: Instr, lane: str) -> None:
+    """The same rank of all replicas: they meet by position, and for the same."""
+    machine, met = host.machine, Event()
+    member = met, int(i.op) << 48 | i.stage << 32 | i.mb
+    place = "replicas", lane if machine.model != "serial" else "all", host.rank
+    host.entry.actions.append(lambda: machine.join(place, machine.replicas, member))
+    host.entry.meets.append(met)
+
+
+def reduced(host: Host, stage: int) -> None:
+    """Have the entry find all in the part that is reduced, where it may be by turns."""
+    if host.machine.zero:
+        host.total(stage, 0)
 
 
 def require(host: Host, i: Instr) -> None:
@@ -51,6 +81,7 @@ def read(host: Host, i: Instr) -> None:
 def unshard(host: Host, i: Instr) -> None:
     require(host, i)
     host.queue("params")
+    meet_replicas(host, i, "params")
     host.take("parts", i.stage)
     host.give("full", i.stage)
     if host.room is not None:
@@ -74,12 +105,17 @@ def reshard(host: Host, i: Instr) -> None:
     host.give("parts", i.stage)
     if host.room is not None:
         host.room.append(host.entry.done)
-    host.entry.actions.append(lambda: host.whole.pop(i.stage))
+
+    def let_go() -> None:
+        del host.whole[i.stage]
+
+    host.entry.actions.append(let_go)
 
 
 def reduce_scatter(host: Host, i: Instr) -> None:
     require(host, i)
     host.queue("reductions")
+    meet_replicas(host, i, "dp")
     if host.machine.program.reduce == "end" and i.mb:
         host.wrong("it is reduced once, at the end")
     added = [slot for slot in host.slots if slot[0] == "added" and slot[-2] == i.stage]

@@ -30,6 +30,10 @@ The machine:
   what they give is there when all have met.  Two computes joined run as one.  NCCL hangs on groups
   of more than 256.
 - *Weights* are in parts, or whole, where the program says `zero` (`sharded.py`).
+- *Hosts* issue one thing after the other.  One that `blocks`, as on CPUs, waits until a compute is
+  over, for what a gather takes, and for the reductions before one that other ranks meet.
+- *Replicas*, of which there may be several, run the same Streams, each rank for itself; they meet
+  where they reduce or gather, on a communicator for each of the two.
 - *Collectives* block until every member is there, and all must be there for one update.
   A rank ends its updates, with the norm and the step, in turn.
 
@@ -66,10 +70,14 @@ def verdict(
     seed: int | None = None,
     limit: float = -1,
     sizes: Sizes = SMALL,
+    *,
+    blocks: bool = False,
+    replicas: int = 1,
 ) -> Verdict:
     """Run the program under a progress model, in the order that `seed` picks."""
     try:
-        return Machine(program, model, seed, limit, sizes).run()
+        machine = Machine(program, model, seed, limit, sizes, blocks=blocks, replicas=replicas)
+        return machine.run()
     except Wrong as wrong:
         return Verdict("wrong", str(wrong))
 
@@ -84,8 +92,12 @@ class Machine:
         seed: int | None,
         limit: float = -1,
         sizes: Sizes = SMALL,
+        *,
+        blocks: bool = False,
+        replicas: int = 1,
     ) -> None:
         self.program, self.model = program, model
+        self.blocks, self.replicas = blocks, replicas
         self.limit, self.sizes = limit, sizes
         self.random = None if seed is None else random.Random(seed)
         self.holders: list[list[int]] = program.plan.holders.tolist()
@@ -96,6 +108,9 @@ class Machine:
         if len(program.streams) != program.plan.ranks:
             raise Wrong(f"{len(program.streams)} Streams")
         self.lists = [[*zip(s, s.joined.tolist(), strict=True)] for s in program.streams]
+        holders_of = [*enumerate(zip(*self.holders, strict=True))]
+        ranks = range(program.plan.ranks)
+        self.own = [[s for s, holders in holders_of if rank in holders] for rank in ranks]
         self.trains = any(i.op in COMPUTES[1:] for l in self.lists for i, _ in l)
         self.frozen, self.zero = program.frozen, program.zero
         self.ties = [{*one} for one in program.tied if min(one) >= self.frozen]
@@ -141,7 +156,8 @@ class Machine:
         return size / (self.program.tp if cut else 1) <= self.limit
 
     def run(self) -> Verdict:
-        self.hosts = [Host(self, rank) for rank in range(len(self.lists))]
+        ranks, replicas = range(len(self.lists)), range(self.replicas)
+        self.hosts = [Host(self, rank, k) for k in replicas for rank in ranks]
         threads: list[Iterator[Event]] = []
         for host in self.hosts:
             queues: dict[object, list[Entry]] = defaultdict(list)
@@ -150,6 +166,7 @@ class Machine:
                 for queue in entry.queues:
                     queues[queue].append(entry)
             threads += map(self.thread, queues.values())
+            threads.append(self.calls(host))
         self.let_run(threads)
         for host in self.hosts:
             for entry in host.entries:
@@ -171,9 +188,29 @@ class Machine:
                     event.sleepers.append(thread)
                     break
 
+    def calls(self, host: Host) -> Iterator[Event]:
+        """A host's calls, one after the other; one that blocks waits in some of them."""
+        last: dict[object, Entry] = {}  # by what it is of: computes, gathers and so on
+        for entry in host.entries:
+            if self.blocks and entry.kind in last and self.drains(entry):
+                yield last[entry.kind].done
+            if self.blocks and entry.kind == "gathers":
+                yield from entry.waits
+            self.happen(entry.issued)
+            if self.blocks and entry.kind == "compute":
+                yield entry.done
+            last[entry.kind] = entry
+
+    def drains(self, entry: Entry) -> bool:
+        """Whether a host waits for the reductions before it."""
+        i = entry.group[0]
+        holders = i.op is Opcode.ReduceHolders and self.program.dp > 1
+        return holders or i.op in (Opcode.ReduceTied, Opcode.ReduceNorm)
+
     def thread(self, entries: list[Entry]) -> Iterator[Event]:
         """One queue: runs its entries in order, and yields what it must wait for."""
         for entry in entries:
+            yield entry.issued
             entry.arrived += 1
             if entry.arrived < len(entry.queues):
                 yield entry.done  # the queue that comes last runs the group for all

@@ -109,7 +109,7 @@ def test_what_is_made_again_waits_for_who_has_let_go() -> None:
     when = {str(i): run.spans[k] for k, i in enumerate(program.streams[0])}
     for stage, turn in ((0, 1), (1, 1)):
         before = when[f"reshard {stage}"]["end"]
-        assert when[f"unshard {stage}.{turn}"]["start"] == before > 0
+        assert when[f"unshard {stage}.{turn}"]["start"] >= before > 0
     assert when["unshard 2"]["start"] == 0
 
 
