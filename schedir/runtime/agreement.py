@@ -11,6 +11,7 @@ from schedir.errors import ModelError
 from schedir.ir.program import Program
 from schedir.ir.ties import Ties
 from schedir.runtime.ahead import require_torchs
+from schedir.runtime.cuttable import require_cuttable
 from schedir.runtime.per_microbatch import Passing
 from schedir.runtime.precision import LossScale, Steps
 from schedir.runtime.tied import Print, Weight, prints, weights_of
@@ -47,6 +48,7 @@ def agreed(
     everyone = transport.agree(facts, (transport.tp_rank, own), kinds=[Print])
     check(program, transport.model, blocks=transport.blocks)
     require_fit(program, rank, stages, transport, passing)
+    require_cuttable(program, stages, optimizer, adds=adds)
     require_steps(program, stages, optimizer, loss_scale, adds=adds)
     if not program.trains:
         return []

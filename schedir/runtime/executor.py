@@ -8,6 +8,7 @@ is the caller's choice among the legal ones: a process makes them in Stream orde
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
 from functools import cached_property
 from time import monotonic_ns
 from types import MappingProxyType
@@ -22,20 +23,10 @@ from schedir.dumps.box import AT, SINCE
 from schedir.errors import ExecutionError, ModelError, flag
 from schedir.ir.program import Program
 from schedir.ir.ties import Ties
+from schedir.runtime import given
 from schedir.runtime.agreement import agreed
 from schedir.runtime.batch import Batch, Keywords, Microbatches
 from schedir.runtime.boundary import Edges, Given
-from schedir.runtime.given import (
-    loss_of,
-    loss_scale_of,
-    max_norm_of,
-    optimizer_of,
-    program_of,
-    rank_of,
-    seed_of,
-    stages_of,
-    transport_of,
-)
 from schedir.runtime.handlers import linked
 from schedir.runtime.per_microbatch import Passing, PerMicrobatch
 from schedir.runtime.precision import LossScale, Steps
@@ -46,7 +37,8 @@ from schedir.runtime.stage import Stage
 from schedir.runtime.stands import Stands
 from schedir.runtime.undone import WARM as WARM
 from schedir.runtime.undone import Noted, Unstepped, warm_up
-from schedir.traces.marks import mark_of
+from schedir.runtime.whole import whole
+from schedir.traces.marks import marks_of
 from schedir.transports.in_turn import InTurn
 from schedir.transports.transport import Transport
 
@@ -88,6 +80,10 @@ class Executor(Stands):
 
     If the program validates "after", an update waits for no norm, and may be made again, with the
     step behind it (`runtime/ahead.py`): `settle` before anybody looks at weights.
+
+    With `zero` from 1 on (ZeRO, arXiv 1910.02054) each of `dp` replicas keeps a part of what they
+    share.  Between steps a trained parameter is then the replica's piece of it, 1-dim, and so is
+    its gradient; the optimizer, which must be elementwise, steps pieces.  `whole` shows weights.
 
     Under tensor parallelism, a parameter of which each rank holds a slice has an attribute
     `shard_dim`, the dimension along which it is cut; others are held whole by all, and the global
@@ -150,14 +146,17 @@ class Executor(Stands):
         record: bool = True,
         debug: bool = False,
     ) -> None:
-        program = program_of(program)
+        program = given.program_of(program)
         passing = Passing.of(boundary, program)
-        stages = stages_of(stages, program, rank_of(rank, program))
-        loss_of(loss), optimizer_of(optimizer)
-        max_norm, seed = max_norm_of(max_norm, program), None if seed is None else seed_of(seed)
+        stages = given.stages_of(stages, program, given.rank_of(rank, program))
+        given.loss_of(loss), given.optimizer_of(optimizer)
+        max_norm, seed = (
+            given.max_norm_of(max_norm, program),
+            None if seed is None else given.seed_of(seed),
+        )
         alike, adds, record = flag(alike, "alike"), flag(adds, "adds"), flag(record, "record")
         debug = flag(debug, "debug")
-        transport, loss_scale = transport_of(transport), loss_scale_of(loss_scale)
+        transport, loss_scale = given.transport_of(transport), given.loss_scale_of(loss_scale)
         weights = agreed(
             program, rank, stages, transport, passing,
             optimizer, max_norm, loss_scale, seed, tied, alike=alike, adds=adds,
@@ -270,14 +269,12 @@ class Executor(Stands):
 
     def _warm_up(self, batch: Batch) -> None:
         """Do whatever a step does at first use, in steps in turn that are undone."""
-        self._expect(batch)
+        self.state.expect(batch)
         record, self.record = self.record, False
         try:
             warm_up(self.state, self.step_in_turn, batch)
         finally:
             self.record = record
-        if self.state.device.type == "cuda":
-            torch.cuda.synchronize(self.state.device)
         self.warm = True
 
     def settle(self) -> None:
@@ -290,6 +287,13 @@ class Executor(Stands):
             self._expect_whole()
             self.state.transport.agree({"the step that is settled": str(self.draws.step)})
             self.state.ahead.settle()
+
+    def whole(self) -> AbstractContextManager[None]:
+        """Within this, between steps, every weight is whole where replicas keep parts (ZeRO), to be
+        saved or loaded.  All processes must enter and leave it together, and write the same; it
+        raises ModelError where they differ."""
+        self._expect_whole()
+        return whole(self.state)
 
     def _step(self, batch: Batch, order: Sequence[int] | None = None) -> Tensor | None:
         """A step in the order of the Stream, or another one; again where it was in vain."""
@@ -329,7 +333,7 @@ class Executor(Stands):
         state = self.state
         self._expect_whole()
         state.unchanged.expect(self.program.name)
-        self._expect(batch)
+        self.state.expect(batch)
         self.profiled = self.warm and torch.autograd.profiler._is_profiler_enabled
         if state.ahead is not None and state.ahead.begin():
             noted = Noted(state, batch, self.unstepped)
@@ -360,13 +364,7 @@ class Executor(Stands):
     @cached_property
     def _marks(self) -> list[str]:
         """The names of the ranges that instructions are under torch.profiler, by their index."""
-        stream = self.state.stream
-        return [mark_of(*each) for each in zip(stream, stream.joined.tolist(), strict=True)]
-
-    def _expect(self, batch: Batch) -> None:
-        """Raise ExecutionError where this rank takes microbatches, and is not given all."""
-        first, last = (s in self.stages for s in (0, self.program.plan.stages - 1))
-        batch.expect(self.program, self.rank, first=first, last=last)
+        return marks_of(self.state.stream)
 
     def call(self, k: int) -> None:
         """Run the instruction at index k of the Stream; `step` has set whether gradients flow."""

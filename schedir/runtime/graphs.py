@@ -13,6 +13,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only, tree_structure
 
 from schedir.errors import ModelError
 from schedir.ir.program import Program
+from schedir.ir.zero import CUT_FROM
 from schedir.runtime.batch import Batch, Keywords, Microbatches
 from schedir.runtime.executor import WARM, Executor
 from schedir.runtime.precision import has_momentum, innermost, is_gated
@@ -50,6 +51,7 @@ class GraphedStep:
         *,
         concurrent: bool = False,
     ) -> None:
+        require_kept(executor)
         require_gpu(executor)
         name, device = executor.program.name, executor.state.device
         if executor.state.ahead is not None:
@@ -114,6 +116,17 @@ class GraphedStep:
         """Let the graph go, when it has run."""
         torch.cuda.synchronize(self.executor.state.device)
         self.graph.reset()
+
+
+def require_kept(executor: Executor) -> None:
+    """Refuse weights whose memory comes and goes: a graph has addresses.  Raises ModelError."""
+    if (zero := executor.program.zero) >= CUT_FROM["grads"]:
+        raise ModelError(
+            f"with zero {zero}, memory is let go and taken again in a step, and a graph has it at "
+            "one place for ever",
+            program=executor.program.name,
+            hint="zero=1, or no graph",
+        )
 
 
 def require_gpu(executor: Executor) -> None:

@@ -98,8 +98,11 @@ class InProcess:
         copies = _copies(program, stages)
         self.ranks = []
         self.other_holders: list[tuple[nn.Module, nn.Module]] = []  # and of which module a copy
-        for rank, own in enumerate(plan.stages_of):
-            held = {s: stages[s] if plan.rank_of[s] == rank else _copy(stages[s]) for s in own}
+        copied = [  # before an executor cuts what they are of (ZeRO)
+            {s: stages[s] if plan.rank_of[s] == rank else _copy(stages[s]) for s in own}
+            for rank, own in enumerate(plan.stages_of)
+        ]
+        for rank, (own, held) in enumerate(zip(plan.stages_of, copied, strict=True)):
             self.other_holders += [(held[s], stages[s]) for s in own if held[s] is not stages[s]]
             own_of = copies[rank]
             parameters = [

@@ -9,7 +9,7 @@ is gathered by `gather` and of use from `whole` until `let_go`.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, Final
 
 import torch
 from torch import Tensor, nn
@@ -22,6 +22,7 @@ from schedir.transports.collectives import Group, Kind
 from schedir.transports.transport import Work
 
 Collective = Callable[[Kind, Group, Tensor, Tensor], Work]
+_OWNER: Final = "_schedir_parts"  # an attribute of parameters
 
 
 class Parts:
@@ -42,7 +43,8 @@ class Parts:
         self.views: list[tuple[nn.Parameter, Tensor]] = []
         self.pieces: dict[nn.Parameter, Tensor] = {}
         self.gathering: list[Work] = []
-        self.is_whole = self.within = False
+        self.is_whole = self.within = self.shown = False
+        self.versions: list[int] = []  # of each parameter when a step began
 
     @torch.no_grad()
     def cut(self, of: Mapping[nn.Parameter, Tensor]) -> None:
@@ -68,6 +70,7 @@ class Parts:
             for p in bucket.parameters:  # one after the other, so that the rest may go
                 p.grad = None
                 p.data = self.pieces[p]
+                vars(p)[_OWNER] = self
         self.within = True
         self.rest()
 
@@ -76,6 +79,11 @@ class Parts:
 
         Raises ModelError for one whose `data` is not its piece any more.
         """
+        if self.shown:
+            raise ModelError(
+                "weights are shown whole, and a step keeps them in parts",
+                hint="leave `with executor.whole():` before the next step",
+            )
         for p, piece in self.pieces.items():
             if p.data_ptr() != piece.data_ptr() or p.shape != piece.shape:
                 raise ModelError(
@@ -87,6 +95,7 @@ class Parts:
         for p, view in self.views:
             p.grad = None
             p.data = view
+        self.versions = [p._version for p, _ in self.views]
 
     def gather(self, collective: Collective) -> None:
         """Begin to make the weights whole."""
@@ -115,7 +124,7 @@ class Parts:
 
     def rest(self) -> None:
         """Let each parameter be its piece, with the piece of the reduced gradient."""
-        if not self.within:
+        if not self.within or self.shown:
             return
         self.within = False
         kept = self.gradients.pieces[self.share.replica]
@@ -123,6 +132,56 @@ class Parts:
             p.grad = None
             p.data = piece
             p.grad = kept[p] if piece.numel() else None
+
+    def expect_unwritten(self) -> None:
+        """Raise ModelError if a step has written to weights: other replicas have their parts."""
+        now = [p._version for p, _ in self.views]
+        for (p, _), before, after in zip(self.views, self.versions, now, strict=True):
+            if before != after:
+                raise ModelError(
+                    f"a forward or a backward writes to {self.gradients.names[p]}, of which each "
+                    "replica keeps its own part",
+                    hint="let it be a buffer, or zero=0",
+                )
+
+    def show(self) -> None:
+        """Let parameters be whole, as they have been gathered, until they are taken."""
+        self.whole()
+        self.shown = True
+
+    def written(self) -> bool:
+        """Whether somebody has written to what is shown, or set it."""
+        return [p._version for p, _ in self.views] != self.versions or any(
+            p.data_ptr() != view.data_ptr() for p, view in self.views
+        )
+
+    @torch.no_grad()
+    def take(self) -> None:
+        """Keep the own part of what parameters are now."""
+        self.shown = False
+        try:
+            for p, view in self.views:
+                if p.shape != view.shape or p.dtype != view.dtype or p.device != view.device:
+                    raise ModelError(
+                        f"{self.gradients.names[p]} was {list(view.shape)} of {view.dtype} on "
+                        f"{view.device}, and is {list(p.shape)} of {p.dtype} on {p.device}",
+                        hint="make the executor after the last such change",
+                    )
+            for p, view in self.views:
+                if p.data_ptr() != view.data_ptr():
+                    view.copy_(p)
+            for bucket, flat, own in zip(self.buckets, self.flat, self.own, strict=True):
+                if not self.stays and bucket.parameters[0] not in self.aliases:
+                    own.copy_(bucket.part(flat, self.share.replica))
+        finally:
+            self.let_go()
+            self.rest()
+
+
+def owner_of(p: nn.Parameter) -> Parts | None:
+    """Whose piece a parameter is, or whose whole weight that is shown; None of any other."""
+    owner = vars(p).get(_OWNER)
+    return owner if isinstance(owner, Parts) and p in owner.pieces else None
 
 
 def cut_state(optimizer: Any, pieces: Mapping[nn.Parameter, tuple[torch.Size, int, int]]) -> None:

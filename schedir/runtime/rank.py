@@ -156,6 +156,11 @@ class State:
                         pieces[p] = shape, low, high
         cut_state(self.optimizer, pieces)
 
+    def expect(self, batch: Batch) -> None:
+        """Raise ExecutionError where the rank takes microbatches, and is not given all."""
+        first, last = (s in self.stages for s in (0, self.plan.stages - 1))
+        batch.expect(self.program, self.rank, first=first, last=last)
+
     def begin(self, batch: Batch) -> None:
         """Make ready for a step."""
         self.draws.begin()

@@ -12,6 +12,7 @@ from torch import Tensor
 from schedir.ir.ops import Instr, Opcode
 from schedir.ir.ties import ranks_of
 from schedir.runtime.gradients import is_sharded, scale, spoil, sum_of_squares
+from schedir.runtime.layout import Share
 from schedir.runtime.precision import are_finite
 from schedir.runtime.random import UPDATE
 from schedir.runtime.rank import Call, State
@@ -66,8 +67,8 @@ def reduce_holders(state: State, i: Instr) -> Call:
         for flat in gradients.kept:
             reducing.append(start("all_reduce", holders, flat, flat))
 
-    # The sum over replicas comes first; what is reduced here alone is there already.
-    return Call(state.wait_for_reductions if state.program.dp > 1 else None, run)
+    # The sum over replicas comes first; what is reduced here alone, and not to parts, is there.
+    return Call(state.wait_for_reductions if state.share != Share() else None, run)
 
 
 def reduce_tied(state: State, i: Instr) -> Call:
@@ -167,6 +168,7 @@ def step(state: State, i: Instr) -> Call:
             if state.program.clip:
                 stage.gradients.scale(shrink)
             if stage.weights is not None:
+                stage.weights.expect_unwritten()
                 stage.weights.rest()
         state.finite[i.mb] = finite
         state.let_step(finite)

@@ -81,6 +81,12 @@ def expect_kept(
                     program=program.name,
                     hint="max_norm=None",
                 )
+            if program.zero:
+                raise ModelError(
+                    f"{fact}, and each replica keeps its own part of it (zero {program.zero})",
+                    program=program.name,
+                    hint="max_norm=None, or zero=0",
+                )
             if program.validate == "after":
                 raise ModelError(
                     f"{fact}, and the step may have to be run again (validate 'after')",

@@ -27,6 +27,8 @@ def warm_up(state: State, step: Callable[..., object], batch: Batch) -> None:
     with undone(state):
         for _ in range(WARM):
             step(*copied(batch))
+    if state.device.type == "cuda":
+        torch.cuda.synchronize(state.device)
 
 
 @contextmanager

@@ -18,6 +18,7 @@ from typing import Final, NamedTuple
 from schedir.errors import TraceError
 from schedir.io.torch_csv import ACTIONS, PAIR, READ_OVER
 from schedir.ir.ops import BY_TEXT, ROWS, TRANSFERS, Instr, Opcode, Per
+from schedir.ir.stream import Stream
 
 OF_RANK: Final = -1  # a stage that is not said: the rank has one only
 
@@ -79,6 +80,11 @@ def mark_of(instr: Instr, joined: bool = False) -> str:
 
 
 @lru_cache(maxsize=1 << 16)
+def marks_of(stream: Stream) -> list[str]:
+    """The ranges that a rank's instructions are, by their index."""
+    return [mark_of(*each) for each in zip(stream, stream.joined.tolist(), strict=True)]
+
+
 def read_mark(name: str) -> Mark:
     """What a mark says.  Raises TraceError for one that says nothing that is known."""
     if found := _GPIPE.fullmatch(name):

@@ -1,0 +1,279 @@
+"""ZeRO where all ranks are in one process: parts are whole, but come and go as anywhere else."""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+from copy import deepcopy
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import HealthCheck, assume, given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+import schedir
+from schedir import Plan
+from schedir.errors import ExecutionError, ModelError, UsageError
+from schedir.ir.ops import ADDS, Opcode
+from schedir.ir.program import Program
+from schedir.runtime.boundary import Boundary
+from schedir.runtime.inprocess import InProcess
+from schedir.runtime.precision import MainOptimizer, float32_gradients
+from schedir.runtime.reference import reference
+from schedir.schedules import interleaved, looped_bfs, one_f_one_b
+from schedir.testing import drafts
+from schedir.training import gpt
+from tests.cpu.tiny_stages import BOUNDARY, batch, gpt_stages, gradients
+
+GOLDEN = Path(__file__).parents[1] / "golden" / "zero_refused.txt"
+ADAM = partial(torch.optim.AdamW, lr=1e-2)
+
+
+def ranks_of(program: Program, stages: list[nn.Module], **options: Any) -> InProcess:
+    usual: dict[str, Any] = {"loss": gpt.loss, "boundary": BOUNDARY, "optimizer": ADAM}
+    return InProcess(program, stages, **usual | options)
+
+
+def trained(program: Program, seed: int | None = None, **options: Any) -> list[Tensor]:
+    """Losses, norms and weights after two steps."""
+    stages = gpt_stages(program.plan.stages, bool(program.tied))
+    ranks = ranks_of(program, stages, **options)
+    found = []
+    for k in range(2):
+        found += [ranks.step(*batch(program.plan.microbatches, k), seed=seed), ranks.ranks[0].norm]
+    return found + [p.detach().flatten().clone() for stage in stages for p in stage.parameters()]
+
+
+def same(one: list[Tensor], other: list[Tensor]) -> bool:
+    return all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
+
+
+@settings(max_examples=20, deadline=None, suppress_health_check=[*HealthCheck])
+@given(data=st.data(), zero=st.integers(1, 3), order=st.integers(0, 3))
+def test_any_draft_has_the_bits_of_plain_training(data: Any, zero: int, order: int) -> None:
+    """Any placement, any order of computes, any residency, any legal order of all."""
+    draft = data.draw(drafts(3, 3))
+    plan = draft.plan
+    assume(plan.updates == 1)
+    options: dict[str, Any] = {"clip": True, "tied": plan.stages > 1}
+    right = trained(schedir.compile(draft, **options), order)
+    if zero == 3:
+        options["active"] = data.draw(st.integers(1, plan.stages_per_rank))
+    try:
+        program = schedir.compile(draft, zero=zero, **options)
+    except UsageError as error:  # fewer than are used at once
+        assert "active" in error.fields
+        return
+    assert same(trained(program, order), right)
+
+
+def turns_of(program: Program, stage: int) -> list[list[int]]:
+    """The microbatches of each turn of a stage's gradient, in order."""
+    turns: list[list[int]] = [[]]
+    for i in program.streams[int(program.plan.rank_of[stage])]:
+        if i.stage == stage and i.op in ADDS:
+            turns[-1].append(i.mb)
+        elif i.stage == stage and i.op is Opcode.ReduceScatter:
+            turns.append([])
+    assert not turns.pop()
+    return turns
+
+
+@pytest.mark.parametrize("zero", [2, 3])
+@pytest.mark.parametrize("schedule", [interleaved, looped_bfs, one_f_one_b])
+def test_turns_add_up_in_their_order(schedule: Any, zero: int) -> None:
+    plan = Plan(2, 4, 1 if schedule is one_f_one_b else 2)
+    program = schedir.compile(schedule, plan, zero=zero, reduce="turn", clip=False)
+    stages, plain = (gpt_stages(plan.stages, False) for _ in range(2))
+    inputs, targets, scale = batch(4)
+    ranks_of(program, stages, optimizer=None).step(inputs, targets, scale)
+    each: list[list[dict[str, Tensor]]] = []  # of each microbatch alone
+    for mb in range(4):
+        reference(plain, inputs[[mb]], targets[[mb]], loss=gpt.loss)
+        each.append(gradients(plain))
+    several = 0
+    for s, stage in enumerate(stages):
+        turns = turns_of(program, s)
+        several += len(turns) > 1
+        for name, p in stage.named_parameters():
+            sums = []
+            for turn in turns:
+                sums.append(each[turn[0]][s][name].clone())
+                for mb in turn[1:]:
+                    sums[-1] += each[mb][s][name]
+                sums[-1] *= scale
+            total = sums[0]
+            for one in sums[1:]:
+                total = total + one
+            assert p.grad is not None and torch.equal(p.grad, total.flatten())
+    assert several or schedule is not interleaved
+
+
+@pytest.mark.parametrize("zero", [1, 3])
+def test_weights_are_pieces_between_steps_and_whole_on_request(zero: int) -> None:
+    program = schedir.compile(interleaved, Plan(2, 4, 2), zero=zero, clip=True)
+    stages, plain = (gpt_stages(4, False) for _ in range(2))
+    shapes = [p.shape for stage in stages for p in stage.parameters()]
+    ranks = ranks_of(program, stages)
+    ranks_of(schedir.compile(interleaved, Plan(2, 4, 2), clip=True), plain).step(*batch(4))
+    ranks.step(*batch(4))
+    assert all(p.dim() == 1 and p.grad is not None for m in stages for p in m.parameters())
+    with ExitStack() as whole:
+        for rank in ranks.ranks:
+            whole.enter_context(rank.whole())
+        assert [p.shape for stage in stages for p in stage.parameters()] == shapes
+        kept = [deepcopy(stage.state_dict()) for stage in stages]
+        for state, right in zip(kept, plain, strict=True):
+            assert all(torch.equal(state[n], p) for n, p in right.state_dict().items())
+        with pytest.raises(ModelError, match=r"shown whole"):
+            ranks.step(*batch(4))
+        for stage in stages:
+            for p in stage.parameters():
+                p.data = torch.zeros_like(p)
+    assert all(p.dim() == 1 and not p.any() for m in stages for p in m.parameters())
+
+
+def test_state_and_copies_of_an_optimizer_are_cut() -> None:
+    """One that has stepped whole weights goes on with pieces, and so do float32 copies."""
+    found = []
+    for zero in (0, 3):
+        stages = gpt_stages(2, False)
+        for stage in stages:
+            float32_gradients(stage.bfloat16())
+        made = []
+
+        def make(parameters: list[nn.Parameter]) -> MainOptimizer:
+            optimizer = MainOptimizer(parameters, ADAM)
+            for p in parameters:
+                p.grad = torch.ones_like(p, dtype=torch.float32)
+            optimizer.step()
+            made.append(optimizer)  # noqa: B023
+            return optimizer
+
+        program = schedir.compile(one_f_one_b, Plan(2, 3), zero=zero, clip=True)
+        ranks_of(
+            program, stages, optimizer=make, boundary=Boundary(BOUNDARY.shape, torch.bfloat16)
+        ).step(*batch(3))
+        found.append(
+            [
+                t.flatten()
+                for optimizer in made
+                for m in optimizer.main
+                for t in (m.detach(), *optimizer.inner.state[m].values())
+            ]
+        )
+    assert same(*found)
+
+
+def test_an_evaluation_in_parts() -> None:
+    found = []
+    for zero in (0, 1, 3):
+        stages = gpt_stages(4, False)
+        program = schedir.compile(
+            schedir.schedules.forward_only, Plan(2, 4, 2), zero=zero, clip=False
+        )
+        found.append(ranks_of(program, stages, optimizer=None).step(*batch(4)))
+    assert torch.equal(found[0], found[1]) and torch.equal(found[0], found[2])
+
+
+class Fails(nn.Linear):
+    now = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        if Fails.now:
+            raise ValueError("as told")
+        return super().forward(x)
+
+
+@pytest.mark.parametrize("zero", [1, 2, 3])
+def test_after_a_step_that_fails_weights_are_pieces(zero: int) -> None:
+    stages: list[nn.Module] = [Fails(4, 4), nn.Linear(4, 4)]
+    before = [p.detach().flatten().clone() for stage in stages for p in stage.parameters()]
+    program = schedir.compile(one_f_one_b, Plan(2, 3), zero=zero)
+    ranks = InProcess(program, stages, loss=nn.functional.mse_loss, boundary=(2, 4), optimizer=ADAM)
+    Fails.now = True
+    try:
+        with pytest.raises(ExecutionError, match="as told"):
+            ranks.step(torch.ones(3, 2, 4), torch.ones(3, 2, 4))
+    finally:
+        Fails.now = False
+    assert same([p.detach() for stage in stages for p in stage.parameters()], before)
+
+
+# ------------------------------------------------------------ what is refused
+
+
+class Own(torch.optim.SGD):
+    pass
+
+
+class Writes(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            self.weight.mul_(0.5)
+        return super().forward(x)
+
+
+def strided() -> nn.Module:
+    layer = nn.Linear(4, 4)
+    layer.weight = nn.Parameter(torch.ones(4, 4).t())
+    layer.weight.data = torch.randn(4, 4).t()
+    return layer
+
+
+def one_memory() -> nn.Module:
+    layer = nn.Linear(4, 4)
+    layer.other = nn.Parameter(layer.weight.data)
+    return layer
+
+
+def scaled_rows() -> nn.Module:
+    return nn.Sequential(nn.Embedding(4, 4, max_norm=1.0))
+
+
+REFUSED: dict[str, tuple[Any, Any]] = {
+    "muon": (lambda p: torch.optim.Muon([q for q in p if q.dim() == 2]), None),
+    "lbfgs": (lambda p: torch.optim.LBFGS(p), None),
+    "an optimizer of one's own": (lambda p: Own(p, 0.1), None),
+    "not contiguous": (ADAM, strided),
+    "one memory": (ADAM, one_memory),
+    "scaled rows": (ADAM, scaled_rows),
+    "written in a forward": (ADAM, lambda: Writes(4, 4)),
+}
+
+
+def refusal(make: Any, module: Any) -> str:
+    first = module() if module else nn.Linear(4, 4)
+    x = torch.zeros(3, 2, dtype=torch.long) if module is scaled_rows else torch.ones(3, 2, 4)
+    program = schedir.compile(one_f_one_b, Plan(2, 3), zero=3)
+    with pytest.raises((ModelError, ExecutionError)) as error:
+        ranks = InProcess(
+            program,
+            [first, nn.Linear(4, 4)],
+            loss=nn.functional.mse_loss,
+            boundary=(2, 4),
+            optimizer=make,
+        )
+        ranks.step(x, torch.ones(3, 2, 4))
+    return str(error.value)
+
+
+def test_what_cannot_be_cut_is_refused() -> None:
+    texts = [f"{name}\n{refusal(*how)}\n" for name, how in REFUSED.items()]
+    stages: list[nn.Module] = [nn.Linear(4, 4), nn.Linear(4, 4)]
+    options: dict[str, Any] = {
+        "loss": nn.functional.mse_loss, "boundary": (2, 4), "optimizer": ADAM,
+    }  # fmt: skip
+    program = schedir.compile(one_f_one_b, Plan(2, 3), zero=1)
+    ranks = InProcess(program, stages, **options)
+    with pytest.raises(ModelError) as twice:
+        InProcess(schedir.compile(one_f_one_b, Plan(2, 3)), stages, **options)
+    stages[1].double()
+    with pytest.raises(ModelError) as moved:
+        ranks.step(torch.ones(3, 2, 4), torch.ones(3, 2, 4))
+    texts += [f"in parts already\n{twice.value}\n", f"moved\n{moved.value}\n"]
+    text = "\n".join(texts)
+    assert text == GOLDEN.read_text()
