@@ -43,7 +43,8 @@ class Parts:
         self.views: list[tuple[nn.Parameter, Tensor]] = []
         self.pieces: dict[nn.Parameter, Tensor] = {}
         self.gathering: list[Work] = []
-        self.is_whole = self.within = self.shown = False
+        self.is_whole = self.within = False
+        self.shown: list[Tensor] = []  # flat tensors that are shown whole between steps
         self.versions: list[int] = []  # of each parameter when a step began
 
     @torch.no_grad()
@@ -79,6 +80,14 @@ class Parts:
 
         Raises ModelError for one whose `data` is not its piece any more.
         """
+        self._expect_pieces()
+        self.within = True
+        for p, view in self.views:
+            p.grad = None
+            p.data = view
+        self.versions = [p._version for p, _ in self.views]
+
+    def _expect_pieces(self) -> None:
         if self.shown:
             raise ModelError(
                 "weights are shown whole, and a step keeps them in parts",
@@ -91,11 +100,6 @@ class Parts:
                     "it has been moved, or its data set",
                     hint="write to weights within `with executor.whole():`",
                 )
-        self.within = True
-        for p, view in self.views:
-            p.grad = None
-            p.data = view
-        self.versions = [p._version for p, _ in self.views]
 
     def gather(self, collective: Collective) -> None:
         """Begin to make the weights whole."""
@@ -144,21 +148,36 @@ class Parts:
                     hint="let it be a buffer, or zero=0",
                 )
 
-    def show(self) -> None:
-        """Let parameters be whole, as they have been gathered, until they are taken."""
-        self.whole()
-        self.shown = True
+    def show(self, collective: Collective) -> None:
+        """Let parameters be whole until they are taken; in memory of their own, of which somebody
+        may keep hold, as `numpy()` does."""
+        self._expect_pieces()
+        self.shown = [
+            own.new_zeros(bucket.numel) for bucket, own in zip(self.buckets, self.own, strict=True)
+        ]
+        for flat, own in zip(self.shown, self.own, strict=True):
+            if self.share.replicas > 1 and flat.numel():
+                collective("all_gather", "params", flat, own).wait()
+            else:
+                flat.copy_(own)
+        for bucket, flat in zip(self.buckets, self.shown, strict=True):
+            for p, view in zip(bucket.parameters, bucket.views(flat), strict=True):
+                p.grad = None
+                p.data = view
+        self.versions = [p._version for p, _ in self.views]
 
     def written(self) -> bool:
         """Whether somebody has written to what is shown, or set it."""
-        return [p._version for p, _ in self.views] != self.versions or any(
-            p.data_ptr() != view.data_ptr() for p, view in self.views
-        )
+        at = [
+            v.data_ptr() for b, f in zip(self.buckets, self.shown, strict=True) for v in b.views(f)
+        ]
+        now = [(p._version, p.data_ptr()) for p, _ in self.views]
+        return now != [*zip(self.versions, at, strict=True)]
 
     @torch.no_grad()
     def take(self) -> None:
         """Keep the own part of what parameters are now."""
-        self.shown = False
+        shown, self.shown, self.within = self.shown, [], True
         try:
             for p, view in self.views:
                 if p.shape != view.shape or p.dtype != view.dtype or p.device != view.device:
@@ -167,14 +186,13 @@ class Parts:
                         f"{view.device}, and is {list(p.shape)} of {p.dtype} on {p.device}",
                         hint="make the executor after the last such change",
                     )
-            for p, view in self.views:
-                if p.data_ptr() != view.data_ptr():
-                    view.copy_(p)
-            for bucket, flat, own in zip(self.buckets, self.flat, self.own, strict=True):
-                if not self.stays and bucket.parameters[0] not in self.aliases:
+            for bucket, flat, own in zip(self.buckets, shown, self.own, strict=True):
+                for p, view in zip(bucket.parameters, bucket.views(flat), strict=True):
+                    if p.data_ptr() != view.data_ptr():
+                        view.copy_(p)
+                if bucket.parameters[0] not in self.aliases:  # whose part is another stage's
                     own.copy_(bucket.part(flat, self.share.replica))
         finally:
-            self.let_go()
             self.rest()
 
 

@@ -3,13 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from functools import partial
-from typing import Final
+from typing import Any, Final
 
-from schedir.ir.ops import ADDS, ROWS, Instr, Opcode, Token
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from schedir.errors import ModelError
+from schedir.ir.ops import ADDS, LATE, ROWS, Instr, Opcode, Token
+from schedir.runtime.parts import Parts
 from schedir.runtime.rank import Call, Handler, State
 from schedir.runtime.reduction import Reduction
 from schedir.runtime.reduction_handlers import scaling
+from schedir.runtime.slots import Slot
 from schedir.transports.transport import Done, Then, Work
 
 _READS: Final = tuple(r.op for r in ROWS if Token.FULL in {*r.needs} - {*r.frees})
@@ -65,7 +73,34 @@ def _reading(handler: Handler, state: State, i: Instr) -> Call:
         waits.append(stage.weights.whole)
     if stage.gradients.cut and i.op in ADDS:
         waits.append(partial(state.make_room, i.stage, state.index_of[i]))
+    if stage.weights is not None and not stage.weights.stays and i.op in LATE:
+        call = call._replace(run=partial(_watched, stage.weights, _tape(state, i), call.run))
     return call._replace(wait=_all(waits)) if waits else call
+
+
+def _tape(state: State, i: Instr) -> Slot:
+    return state.slot(Token.TAPE, i.stage, i.mb)
+
+
+def _watched(parts: Parts, tape: Slot, run: Callable[[], None]) -> None:
+    """Run a W, for which nobody makes weights whole: rules that somebody has taught are watched."""
+    with _Watch() if not parts.is_whole and tape.look().taught else nullcontext():
+        run()
+
+
+class _Watch(TorchDispatchMode):
+    """Refuses whatever reads a tensor whose memory is let go: else it would read anything."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = func._schema.name.partition("::")[2]
+        looks = func.is_view or name.startswith("new_") or name.endswith("_like")
+        for t in () if looks else tree_leaves((args, kwargs or {})):
+            if isinstance(t, Tensor) and t.nbytes and not t.untyped_storage().nbytes():
+                raise ModelError(
+                    "a split's rule of a later gradient reads a weight, which is in parts by then",
+                    hint="let its forward keep what it needs, or zero=2",
+                )
+        return func(*args, **kwargs or {})
 
 
 def _all(waits: list[Callable[[], None]]) -> Callable[[], None]:

@@ -85,6 +85,11 @@ class Tape:
         for job in self._deferred:
             yield from (*job.kept, job.dy)
 
+    @property
+    def taught(self) -> bool:
+        """Whether a gradient comes by a rule that somebody has written for a layer."""
+        return any(not isinstance(job.rule, Product | Rows) for job in self._deferred)
+
     def weights(self) -> Iterator[Tensor]:
         """The weights whose gradients it leaves, once for each use."""
         return (job.weight for job in self._deferred)

@@ -19,10 +19,7 @@ def whole(state: State) -> Iterator[None]:
     """
     weights = [stage.weights for stage in state.stages.values() if stage.weights is not None]
     for one in weights:
-        one.begin()
-        one.gather(state.transport.collective)
-    for one in weights:
-        one.show()
+        one.show(state.transport.collective)
     try:
         yield
         if state.share.zero:

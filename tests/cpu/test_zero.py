@@ -1,14 +1,169 @@
-"""ZeRO: levels 1 to 3 leave the bits of plain data parallelism, in parts."""
+"""ZeRO between processes: levels 1 to 3 leave the bits of plain data parallelism, in parts."""
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
+import torch
+from torch import Tensor, nn
 
-from benchmarks.zero_bits import cases, differing
+import schedir
+from benchmarks.zero_bits import Case, differing, train
+from schedir import Plan
+from schedir.errors import ModelError
+from schedir.runtime.executor import Executor
+from schedir.runtime.precision import LossScale
+from schedir.schedules import dualpipe, interleaved, looped_bfs, one_f_one_b, zb_h1
+from schedir.transports.processes import Gloo
+from schedir.transports.shared import Shared
+from tests.cpu.spawn import run
 
-NAMES = ("one_f_one_b dp2",)
+LEVELS = (1, 2, 3)
+CASES = {
+    "1F1B": Case(one_f_one_b, Plan(2, 3)),
+    "interleaved, bfloat16": Case(interleaved, Plan(2, 4, 2), half=True),
+    "looped_bfs": Case(looped_bfs, Plan(2, 3, 2)),
+    "ZB-H1, bfloat16": Case(zb_h1, Plan(2, 4), half=True),
+    "DualPipe": Case(dualpipe, Plan(2, 4, placement="mirror")),
+    "recomputed": Case(interleaved, Plan(2, 4, 2), options={"recompute": "all"}),
+    "one whole": Case(looped_bfs, Plan(2, 3, 3), options={"active": 1}),
+    "not clipped": Case(one_f_one_b, Plan(2, 3), options={"clip": False}),
+    "tensor-parallel": Case(looped_bfs, Plan(1, 2, 2), tp=2),
+    "one rank": Case(looped_bfs, Plan(1, 3, 3)),
+    "three replicas": Case(one_f_one_b, Plan(1, 3), dp=3),
+    "three replicas, bfloat16": Case(looped_bfs, Plan(1, 3, 2), dp=3, half=True),
+}
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_parts_have_the_bits_of_plain_replicas(name: str) -> None:
-    assert not differing(cases()[name])
+def _all(rank: int, cases: dict[str, Case]) -> Any:
+    torch.set_num_threads(1)
+    return {(n, zero): train(rank, case, zero) for n, case in cases.items() for zero in range(4)}
+
+
+@pytest.fixture(scope="module")
+def found() -> dict[Any, Any]:
+    """What each process of each case has, by name and level; those of as many run in the same."""
+    every: dict[Any, Any] = {}
+    for size in {case.processes for case in CASES.values()}:
+        told = run(_all, size, {n: c for n, c in CASES.items() if c.processes == size})
+        every |= {key: [own[key] for own in told] for key in told[0]}
+    return every
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_parts_have_the_bits_of_plain_replicas(name: str, found: dict[Any, Any]) -> None:
+    assert not differing(*(found[name, zero] for zero in range(4)))
+    assert differing(found[name, 0], found["1F1B" if name != "1F1B" else "DualPipe", 0])
+
+
+class Wide(nn.Module):
+    """Fewer numbers than replicas in some parameters, and none in others."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(3, 5), nn.Linear(5, 1)
+        self.none = nn.Parameter(torch.zeros(0, 3))
+        self.one = nn.Parameter(torch.ones(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.last(torch.tanh(self.first(x)) * self.one) + self.none.sum()
+        return y.expand(-1, 3)
+
+
+class Empty(nn.Module):
+    """A stage without parameters."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.tanh(x)
+
+
+def _executor(zero: int, transport: Any = Gloo, **how: Any) -> tuple[Executor, list[nn.Module]]:
+    torch.manual_seed(0)
+    stages: list[nn.Module] = [Wide(), Empty(), Wide()]
+    options: dict[str, Any] = {"clip": True} | {
+        k: how.pop(k) for k in ("clip", "reduce") if k in how
+    }
+    program = schedir.compile(interleaved, Plan(1, 4, 3), dp=2, model="edge", zero=zero, **options)
+    sgd = torch.optim.SGD([p for s in stages for p in s.parameters()], 0.1, momentum=0.9)
+    return Executor(
+        program, 0, stages, transport(program), loss=nn.functional.mse_loss, boundary=(2, 3),
+        optimizer=sgd, **how,
+    ), stages  # fmt: skip
+
+
+def _given(executor: Executor) -> tuple[Tensor, Tensor]:
+    numbers = torch.Generator().manual_seed(executor.state.transport.dp_rank)
+    x, y = torch.randn(2, 4, 2, 3, generator=numbers)
+    return x, y
+
+
+def _weights(executor: Executor, stages: list[nn.Module]) -> list[Tensor]:
+    with executor.whole():
+        return [p.detach().clone() for stage in stages for p in stage.parameters()]
+
+
+def _some(rank: int) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for zero in range(4):
+        for name, how in (
+            ("shared memory", {"transport": Shared}),
+            ("loss scale", {"loss_scale": LossScale(8.0)}),
+        ):
+            executor, stages = _executor(zero, **how)
+            for _ in range(3):
+                executor.step(*_given(executor))
+            found.setdefault(name, []).append([*_weights(executor, stages), executor.norm.clone()])
+    for zero in range(1, 4):  # what is not finite of one replica is so for all
+        executor, stages = _executor(zero, clip=False)
+        before = _weights(executor, stages)
+        x, y = _given(executor)
+        y[1, 0, 0] = torch.nan if rank else 0.0
+        executor.step(x, y)
+        after = _weights(executor, stages)
+        kept = all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
+        found.setdefault("finite", []).append((bool(executor.finite), kept))
+    for zero in (0, 2, 3):
+        executor, stages = _executor(zero, reduce="turn" if zero else "end")
+        executor.step(*_given(executor))
+        found.setdefault("turns", []).append(_weights(executor, stages))
+    executor, stages = _executor(3)
+    try:
+        with executor.whole(), torch.no_grad():
+            for p in stages[0].parameters():
+                p.fill_(float(rank))
+    except ModelError as error:
+        found["written"] = str(error)
+    return found
+
+
+@pytest.fixture(scope="module")
+def some() -> list[dict[str, Any]]:
+    return run(_some, 2)
+
+
+@pytest.mark.parametrize("name", ["shared memory", "loss scale"])
+def test_small_parameters_have_the_bits_of_plain_replicas(
+    name: str, some: list[dict[str, Any]]
+) -> None:
+    for own in some:
+        plain, *cut = own[name]
+        for other in cut:
+            assert all(torch.equal(a, b) for a, b in zip(plain, other, strict=True))
+
+
+def test_all_replicas_skip_what_one_of_them_spoils(some: list[dict[str, Any]]) -> None:
+    assert [own["finite"] for own in some] == [[(False, True)] * 3] * 2
+
+
+def test_turns_add_up_to_the_sum(some: list[dict[str, Any]]) -> None:
+    for own in some:
+        end, *turns = own["turns"]
+        for other in turns:
+            torch.testing.assert_close(other, end)
+        assert all(torch.equal(a, b) for a, b in zip(*turns, strict=True))
+
+
+def test_what_is_written_must_be_one(some: list[dict[str, Any]]) -> None:
+    for own in some:
+        assert "do not agree on the numbers of" in own["written"]

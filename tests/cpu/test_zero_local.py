@@ -17,12 +17,13 @@ from torch import Tensor, nn
 import schedir
 from schedir import Plan
 from schedir.errors import ExecutionError, ModelError, UsageError
-from schedir.ir.ops import ADDS, Opcode
-from schedir.ir.program import Program
+from schedir.ir.ops import ADDS, Instr, Opcode
+from schedir.ir.program import Program, Stream
 from schedir.runtime.boundary import Boundary
 from schedir.runtime.inprocess import InProcess
 from schedir.runtime.precision import MainOptimizer, float32_gradients
 from schedir.runtime.reference import reference
+from schedir.runtime.splittable import register_split, split_linears
 from schedir.schedules import interleaved, looped_bfs, one_f_one_b
 from schedir.testing import drafts
 from schedir.training import gpt
@@ -201,6 +202,48 @@ def test_after_a_step_that_fails_weights_are_pieces(zero: int) -> None:
     finally:
         Fails.now = False
     assert same([p.detach() for stage in stages for p in stage.parameters()], before)
+
+
+_F, _I, _W = Opcode.Forward, Opcode.BackwardInput, Opcode.BackwardWeight
+ORDER = (_F, 0), (_F, 1), (_I, 1), (_I, 0), (_W, 1), (_W, 0)
+
+
+class Scale(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.full((4,), 0.5))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.weight
+
+
+@pytest.mark.parametrize("reads", [False, True])
+def test_a_rule_of_w_that_reads_a_weight_in_parts_is_refused(reads: bool) -> None:
+    """W needs no whole weights: a rule that somebody has taught may not want them."""
+
+    def later(layer: Any, x: Tensor, dy: Tensor) -> Tensor:
+        total = (x * dy).flatten(0, -2).sum(0)
+        return total + 0 * layer.weight if reads else total
+
+    class Own(Scale):
+        pass
+
+    register_split(Own, input=lambda layer, x, dy: dy * layer.weight, later={"weight": later})
+    plan = Plan(1, 2, 2)
+    stages: list[nn.Module] = [Own(), Own()]
+    for stage in stages:
+        split_linears(stage)
+
+    order = [(op, s, mb) for op, s in ORDER for mb in range(2)]  # W behind all that need weights
+    draft = Program("late", plan, (Stream.of([Instr(*each) for each in order]),))
+    program = schedir.compile(draft, zero=3, active=1, clip=False)
+    ranks = InProcess(program, stages, loss=nn.functional.mse_loss, boundary=(2, 4), optimizer=ADAM)
+    x = torch.ones(2, 2, 4)
+    if reads:
+        with pytest.raises(ExecutionError, match="reads a weight"):
+            ranks.step(x, x)
+    else:
+        ranks.step(x, x)
 
 
 # ------------------------------------------------------------ what is refused
