@@ -84,7 +84,8 @@ def _tape(state: State, i: Instr) -> Slot:
 
 def _watched(parts: Parts, tape: Slot, run: Callable[[], None]) -> None:
     """Run a W, for which nobody makes weights whole: rules that somebody has taught are watched."""
-    with _Watch() if not parts.is_whole and tape.look().taught else nullcontext():
+    watch = not parts.is_whole and tape.look().taught
+    with _Watch() if watch else nullcontext():  # type: ignore[no-untyped-call]
         run()
 
 
