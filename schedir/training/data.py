@@ -19,6 +19,8 @@ from torch import Tensor
 
 from schedir.errors import UsageError
 
+_PART, _PARTS = 2**16, 2**12  # bytes, and how many parts of as many make a digest
+
 Tokens = NDArray[np.unsignedinteger[Any]]  # uint8 where bytes are the tokens, or uint16
 
 
@@ -79,6 +81,16 @@ class Batches:
             )
         self.tokens = np.asarray(tokens)
         self.context, self.size, self.seed, self.vocab = context, batch, seed, vocab
+
+    @property
+    def told(self) -> str:
+        """How much there is to read, and a digest of it: of all bytes up to 256 MiB, of as many at
+        even distances of more."""
+        data, digest = self.tokens.view(np.uint8), hashlib.blake2b(digest_size=8)
+        parts = -(-len(data) // _PART)
+        for k in sorted({k * parts // min(parts, _PARTS) for k in range(min(parts, _PARTS))}):
+            digest.update(data[k * _PART : (k + 1) * _PART].tobytes())
+        return f"{len(self.tokens)} tokens of {self.tokens.dtype} ({digest.hexdigest()})"
 
     def batch(self, step: int) -> tuple[Tensor, Tensor]:
         """Inputs and targets of a step, each int64 (batch, context): a function of (seed, step).

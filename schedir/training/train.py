@@ -191,6 +191,7 @@ def _check_environment() -> None:
     world = _whole("WORLD_SIZE", 1, 2**31 - 1)
     _whole("RANK", 0, world - 1)
     _whole("MASTER_PORT", 0, 65535)
+    _whole("LOCAL_RANK", 0, _whole("LOCAL_WORLD_SIZE", 1, world, str(world)) - 1, "0")
 
 
 def _whole(name: str, least: int, most: int, otherwise: str = "") -> int:
@@ -210,16 +211,18 @@ def _whole(name: str, least: int, most: int, otherwise: str = "") -> int:
 
 
 def _train(config: Config, program: Program) -> None:
-    from schedir.training.trainer import train
+    from schedir.training.meeting import all_facts
+    from schedir.training.trainer import batches, train
     from schedir.training.watchdog import Watchdog
     from schedir.training.world import processes
 
     folder = Path(config.output.folder)
     first = os.environ.get("RANK", "0") == "0"
+    facts = all_facts(config, program, batches(config))
     own = member() or Member(folder, Shape.of(program), 0)
     with (
         Watchdog(own, config.train.timeout) as watchdog,
-        processes(config.train.timeout, config.train.device, own.box),
+        processes(config.train.timeout, config.train.device, own.box, facts),
         (folder / RESULTS[0]).open("w") if first else nullcontext() as losses,
     ):
         if losses is not None:

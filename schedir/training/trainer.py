@@ -34,6 +34,7 @@ from schedir.runtime.sizes import sizes_of
 from schedir.training import gpt
 from schedir.training.config import Config
 from schedir.training.data import Batches, load
+from schedir.training.meeting import facts_of
 from schedir.training.prefetch import Batch, Prefetch
 from schedir.training.steps import Step, Steps
 from schedir.training.train_config import TrainConfig
@@ -113,7 +114,7 @@ class _Trainer:
             message=message,
         )
         self.transport = connect(program)
-        self.transport.agree(_facts(config))
+        self.transport.agree(facts_of(config))
         plan, tp = program.plan, self.transport.tp_group
         division = config.pipeline.division
         make_stage = partial(gpt.build_stage, tp=tp, division=division, device=self.device)
@@ -330,15 +331,6 @@ class _Trainer:
     def _speed(self, seconds: list[float]) -> float:
         """Tokens per second in steps that took so long."""
         return self.batches.size * self.batches.context * len(seconds) / sum(seconds)
-
-
-def _facts(config: Config) -> dict[str, str]:
-    """What must be the same in the configuration that each process has read."""
-    own = {"data.source", "train.threads"}  # a machine's own
-    tables = {"model": config.model, "data": config.data, "train": config.train}
-    facts = {f"{t}.{key}": str(v) for t, table in tables.items() for key, v in vars(table).items()}
-    facts["pipeline.division"] = str(config.pipeline.division)
-    return {key: value for key, value in facts.items() if key not in own}
 
 
 def _optimizer(

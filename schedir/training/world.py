@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from datetime import timedelta
+from types import MappingProxyType
 from typing import Any
 
 import torch.distributed as dist
@@ -13,6 +14,7 @@ import torch.distributed as dist
 from schedir.dumps.box import Box, Phase
 from schedir.errors import ExecutionError
 from schedir.training.config import Config
+from schedir.training.meeting import met
 from schedir.transports.registry import DEVICES, find
 from schedir.transports.transport import has_left
 
@@ -27,22 +29,29 @@ def require_device(config: Config) -> None:
 
 
 @contextmanager
-def processes(timeout: float, device: str = "cpu", box: Box | None = None) -> Iterator[None]:
+def processes(
+    timeout: float,
+    device: str = "cpu",
+    box: Box | None = None,
+    facts: Mapping[str, str] = MappingProxyType({}),
+) -> Iterator[None]:
     """Within this context the processes of a run know each other; they leave it together.
 
     They are found as torchrun says; without it, this one is alone.  `timeout` is how many
-    seconds they wait for each other; `box` is told of it.  Raises ExecutionError if they do not
-    come.
+    seconds they wait for each other; `box` is told of it.  They compare `facts` before anything
+    else.  Raises ExecutionError if they do not come, and ModelError, in all, where facts differ.
     """
     box = box or Box()
     box.enter(Phase.MEETING)
     alone = "RANK" not in os.environ
-    how: dict[str, Any] = {}
-    if alone:
-        how = {"store": dist.HashStore(), "rank": 0, "world_size": 1}  # type: ignore[attr-defined]
     try:
+        how: dict[str, Any] = {"rank": 0, "world_size": 1}
+        how |= {"store": dist.HashStore()} if alone else met(facts, timeout)  # type: ignore[attr-defined]
         find(DEVICES[device].initialise)(timeout, **how)
-    except RuntimeError as error:  # torch's DistError, and what else a network may do
+    except (
+        RuntimeError,
+        ExecutionError,
+    ) as error:  # torch's, and a network's
         raise ExecutionError(
             f"the processes did not find each other in {timeout:g} s: "
             f"{str(error).strip().partition(chr(10))[0]}"

@@ -84,6 +84,22 @@ def _bytes(data: Tensor) -> bytes:
     return data.cpu().numpy().tobytes()
 
 
+def difference(everyone: Sequence[Mapping[str, str]]) -> str:
+    """Of the facts that processes tell, by name, the first in which two differ that have it, as a
+    sentence; "" where there is none."""
+    # In sorted order, so that all processes say the same of several differences.
+    for fact in sorted({fact for own in everyone for fact in own}):
+        values = {k: own[fact] for k, own in enumerate(everyone) if fact in own}
+        first = next(iter(values))
+        for other, value in values.items():
+            if value != values[first]:
+                return (
+                    f"processes {first} and {other} do not agree on {fact}: {values[first]} and "
+                    f"{value}"
+                )
+    return ""
+
+
 # ---------------------------------------------------------------- values and bytes
 
 

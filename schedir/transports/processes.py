@@ -22,7 +22,7 @@ from schedir.ir.program import Program
 from schedir.ir.ties import groups_of
 from schedir.transports import groups
 from schedir.transports.collectives import COLLECTIVES, Group, Kind
-from schedir.transports.plain import Kinds, gather
+from schedir.transports.plain import Kinds, difference, gather
 from schedir.transports.streams import Point
 from schedir.transports.transport import Place, Rooms, Work, buffers
 
@@ -138,18 +138,8 @@ class Processes:
     def agree(self, facts: Mapping[str, str], tell: object = None, kinds: Kinds = ()) -> list[Any]:
         """As Transport.agree: all processes must call this."""
         all_of = gather((dict(facts), tell), self.within, kinds)
-        everyone: list[dict[str, str]] = [own for own, _ in all_of]
-        # In sorted order, so that all processes say the same of several differences.
-        for fact in sorted({fact for own in everyone for fact in own}):
-            values = {k: own[fact] for k, own in enumerate(everyone) if fact in own}
-            first = next(iter(values))
-            for other, value in values.items():
-                if value != values[first]:
-                    raise ModelError(
-                        f"processes {first} and {other} do not agree on {fact}: {values[first]} "
-                        f"and {value}",
-                        program=self.name,
-                    )
+        if fact := difference([own for own, _ in all_of]):
+            raise ModelError(fact, program=self.name)
         return [told for _, told in all_of]
 
     def send(self, tensor: Tensor, peer: int, lane: Lane) -> Work:

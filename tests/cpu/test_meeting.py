@@ -1,0 +1,175 @@
+"""Processes compare all that they were told before anything else goes between them."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+from threading import Thread
+from typing import Any
+
+import numpy as np
+import pytest
+from torch.distributed import HashStore  # type: ignore[attr-defined]
+
+from schedir.errors import ExecutionError, ModelError
+from schedir.training.config import Config, OutputConfig, PipelineConfig
+from schedir.training.data import Batches
+from schedir.training.meeting import compare, facts_of
+from tests.cpu.training import ROOT, TORCHRUN, arguments, finish, start
+
+
+def said(each: list[tuple[int, int, dict[str, str]]], timeout: float = 20) -> list[str]:
+    """What processes that say (RANK, WORLD_SIZE, facts) come to at a real store, a thread each."""
+    store, found = HashStore(), [""] * len(each)
+
+    def one(k: int) -> None:
+        rank, world, facts = each[k]
+        try:
+            compare(store, rank, world, facts | {"WORLD_SIZE": str(world)}, timeout)
+        except (ModelError, ExecutionError) as error:
+            found[k] = error.fact
+
+    threads = [Thread(target=one, args=(k,)) for k in range(len(each))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return found
+
+
+def test_processes_that_were_told_the_same_meet() -> None:
+    assert said([(k, 4, {"a": "1"}) for k in range(4)]) == [""] * 4
+
+
+@pytest.mark.parametrize(
+    ("each", "fact"),
+    [
+        ([(0, 2, {"a": "1"}), (1, 2, {"a": "2"})], "not agree on a: 1 and 2"),
+        ([(0, 3, {}), (1, 2, {}), (2, 3, {})], "not agree on WORLD_SIZE: 3 and 2"),
+        # Before the third is waited for, who never comes.
+        ([(0, 3, {}), (1, 2, {})], "processes 0 and 1 do not agree on WORLD_SIZE: 3 and 2"),
+        ([(0, 3, {}), (1, 3, {}), (1, 3, {})], "two processes have RANK 1"),
+        ([(0, 2, {}), (0, 2, {})], "two processes have RANK 0"),
+    ],
+)
+def test_all_are_told_in_what_they_differ(each: Any, fact: str) -> None:
+    found = said(each)
+    assert all(fact in one for one in found), found
+
+
+def test_who_does_not_come_is_named() -> None:
+    assert said([(0, 3, {}), (1, 3, {})], timeout=0.5)[0] == "process 2 did not come"
+
+
+def test_what_comes_from_a_peer_is_no_code() -> None:
+    store: Any = HashStore()
+    store.set("facts 1", b"cos\nsystem\n(S'true'\ntR.")
+    with pytest.raises(ModelError, match="process 1 tells what is no plain value"):
+        compare(store, 0, 2, {}, 5)
+
+
+def test_the_whole_configuration_is_compared() -> None:
+    base = Config()
+    for other, name in (
+        (replace(base, output=OutputConfig(record=False)), "output.record"),
+        (replace(base, pipeline=PipelineConfig(slots="fewest")), "pipeline.slots"),
+    ):
+        one, two = facts_of(base), facts_of(other)
+        assert {fact for fact in one if one[fact] != two[fact]} == {name}
+    sections = {name.partition(".")[0] for name in facts_of(base) if not name.startswith("the ")}
+    assert sections == {"model", "pipeline", "memory", "data", "train", "output"}
+    assert {"the version of schedir", "the version of torch", "the version of Python"} <= {*one}
+
+
+def test_the_digest_of_data_is_of_all_of_it() -> None:
+    data = np.random.default_rng(1).integers(0, 255, 300_000).astype("u1")
+    told = Batches(data, 8, 1).told
+    assert told.startswith("300000 tokens of uint8") and told == Batches(data.copy(), 8, 1).told
+    for at in (0, 150_000, 299_999):
+        other = data.copy()
+        other[at] ^= 1
+        assert Batches(other, 8, 1).told != told
+    assert Batches(data[:-1], 8, 1).told != told
+
+
+# ---------------------------------------------------------------- runs
+
+
+def by_hand(config: str, folder: Path, sets: list[list[str]]) -> list[tuple[int, str]]:
+    """Exit code and error of processes that are started one by one, with settings of their own."""
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = str(free.getsockname()[1])
+    processes = []
+    for rank, own in enumerate(sets):
+        environment = os.environ | {
+            "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(len(sets)),
+            "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port,
+        }  # fmt: skip
+        command = [
+            sys.executable,
+            "-m",
+            "schedir",
+            *arguments(config, folder, "pipeline.tp=1", *own),
+        ]
+        processes.append(
+            subprocess.Popen(
+                command,
+                cwd=ROOT,
+                env=environment,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                text=True,
+            )
+        )
+    return [(code, err) for code, _, err in map(finish, processes)]
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "fact"),
+    [
+        ("output.record=true", "output.record=false", "output.record: True and False"),
+        ("pipeline.slots=own", "pipeline.slots=fewest", "pipeline.slots: own and fewest"),
+        ("data.source=README.md", "data.source=LICENSE", "the data: "),
+    ],
+)
+def test_a_run_of_processes_that_differ_is_refused(
+    config: str, tmp_path: Path, one: str, other: str, fact: str
+) -> None:
+    found = by_hand(config, tmp_path / "out", [[one], [other]])
+    assert [code for code, _ in found] == [2, 2], found
+    spoke = "".join(err for _, err in found)  # the first to fail speaks for all
+    assert spoke.count(f"processes 0 and 1 do not agree on {fact}") == 1, spoke
+    assert "Traceback" not in spoke and ".cpp" not in spoke and spoke.count("\n") == 1
+    assert not (tmp_path / "out" / "loss.csv").exists()
+
+
+OTHER = """
+import os
+
+import schedir
+from schedir import schedules
+
+mine = schedules.one_f_one_b
+if os.environ.get("RANK") == "1":
+    schedir.__version__ = "0.0.9"
+"""
+
+
+@pytest.mark.parametrize("launcher", ["schedir", "torchrun"])
+def test_versions_are_compared(config: str, tmp_path: Path, launcher: str) -> None:
+    schedule = tmp_path / "mine.py"
+    schedule.write_text(OTHER)
+    sets = ["pipeline.tp=1", "pipeline.stages_per_rank=1", f"pipeline.schedule={schedule}:mine"]
+    words = arguments(config, tmp_path / "out", *sets)
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    own = [*TORCHRUN, f"--master-port={port}", "--nproc-per-node=2", "-m", "schedir"]
+    command = own if launcher == "torchrun" else [sys.executable, "-m", "schedir"]
+    code, _, err = finish(start([*command, *words]))
+    assert code == (1 if launcher == "torchrun" else 2), err
+    assert err.count("do not agree on the version of schedir: 0.1.0 and 0.0.9") == 1, err
+    assert not (tmp_path / "out" / "loss.csv").exists()
