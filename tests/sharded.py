@@ -37,8 +37,9 @@ def begin(host: Host) -> None:
     if machine.zero:
         for stage in host.trained:
             host.slots["parts", stage] = Value(BEFORE, state={True: TIERS[0], False: ""})
-        if machine.program.slots and machine.program.slots[host.rank].full >= 0:
-            host.room = [BEFORE] * machine.program.slots[host.rank].full
+        said = machine.program.slots[host.rank].said() if machine.program.slots else {}
+        if "full" in said:
+            host.room = [BEFORE] * said["full"]
 
 
 def meet_replicas(host: Host, i: Instr, lane: str) -> None:
