@@ -15,7 +15,8 @@ reduces with the last; ours runs breadth-first.
 
 A step begins as both processes leave a barrier, and takes as long as on the one where it takes
 longest.  A ratio is one of two steps of the same round: its median, and in brackets the order
-statistics between which the median of such rounds lies 95 times of 100.
+statistics between which the median of such rounds lies 95 times of 100.  "CPU" is the ratio of the
+processor time of both processes, Gloo's threads included.
 """
 
 from __future__ import annotations
@@ -29,13 +30,15 @@ import warnings
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from time import perf_counter
-from typing import Any
+from time import perf_counter, process_time
+from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 import torch.distributed as dist
+from numpy.typing import NDArray
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.fsdp import fully_shard
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
@@ -85,7 +88,7 @@ class Slowed(Gloo):
 
 def program_of(m: int, schedule: str, zero: int, active: int | None = None) -> Program:
     """All stages on one rank."""
-    more = {"active": active} if active else {}
+    more: dict[str, Any] = {"active": active} if active else {}
     plan = Plan(1, m, STAGES)
     return compile(
         getattr(schedules, schedule), plan, dp=DP, model="edge", overlap=True, zero=zero, **more
@@ -126,7 +129,6 @@ class Theirs:
         for stage in stages:
             fully_shard(stage)
         self.model: Any = fully_shard(nn.Sequential(*stages))
-        assert isinstance(self.model, FSDPModule)
         self.adam = torch.optim.AdamW(self.model.parameters(), lr=1e-4)
         self.scale = 1 / (m * ROWS * TOKENS)
 
@@ -138,29 +140,38 @@ class Theirs:
         self.adam.step()
 
 
-def alternate(
-    one: Callable[[], None], other: Callable[[], None], rounds: int
-) -> list[tuple[float, float]]:
-    """Seconds of both, round by round, of the slower process."""
-    took: list[tuple[float, float]] = []
+class Took(NamedTuple):
+    """Seconds, shape (rounds, 2): of the clock, of the slower process; and of all processors."""
+
+    wall: NDArray[np.float64]
+    cpu: NDArray[np.float64]
+
+    def cells(self) -> list[str]:
+        """Both steps, and the ratio of the second to the first."""
+        ratios = [*map(float, self.wall[:, 1] / self.wall[:, 0])]
+        low, high = spread(ratios)
+        return [
+            *(f"{1e3 * s:.1f}" for s in np.median(self.wall, 0)),
+            f"{statistics.median(ratios):.3f} ({low:.3f} to {high:.3f})",
+            f"{np.median(self.cpu[:, 1] / self.cpu[:, 0]):.3f}",
+        ]
+
+
+def alternate(one: Callable[[], None], other: Callable[[], None], rounds: int) -> Took:
+    """A step of each in turn."""
+    took: list[list[tuple[float, float]]] = []
     for turn in range(WARM + rounds):
-        pair = [0.0, 0.0]
+        pair = [(0.0, 0.0)] * 2
         for k in (0, 1) if turn % 2 else (1, 0):
             dist.barrier()
-            began = perf_counter()
+            began, cpu = perf_counter(), process_time()
             (one, other)[k]()
-            pair[k] = perf_counter() - began
-        took.append((pair[0], pair[1]))
+            pair[k] = perf_counter() - began, process_time() - cpu
+        took.append(pair)
     each: list[Any] = [None] * DP
     dist.all_gather_object(each, took[WARM:])
-    return [(max(a for a, _ in both), max(b for _, b in both)) for both in zip(*each, strict=True)]
-
-
-def ratio(rounds: list[tuple[float, float]]) -> str:
-    """Of the second to the first."""
-    ratios = [b / a for a, b in rounds]
-    low, high = spread(ratios)
-    return f"{statistics.median(ratios):.3f} ({low:.3f} to {high:.3f})"
+    walls, cpus = (np.array(each)[..., k] for k in (0, 1))  # (replicas, rounds, which)
+    return Took(walls.max(0), cpus.sum(0))
 
 
 def hidden(rank: int, rounds: int) -> None:
@@ -188,9 +199,8 @@ def hidden(rank: int, rounds: int) -> None:
         ]
         line(
             f"{schedule}, active {active}", f"{gathers} x {delay * 1e3:g}",
-            *(f"{statistics.median(t) * 1e3:.1f}" for t in zip(*took, strict=True)),
-            ratio(took), f"{spans[1] / spans[0]:.3f}",
-            f"{spans[1] / statistics.median(b for _, b in took) - 1:+.1%}",
+            *took.cells(), f"{spans[1] / spans[0]:.3f}",
+            f"{spans[1] / np.median(took.wall[:, 1]) - 1:+.1%}",
         )  # fmt: skip
 
 
@@ -200,20 +210,16 @@ def fsdp(rank: int, rounds: int) -> None:
         theirs, ours = Theirs(m, rank), Ours(program_of(m, "looped_bfs", 3, active), rank)
         took = alternate(theirs.step, ours.step, rounds)
         if not rank:
-            line(
-                f"m={m}, active {active}",
-                *(f"{statistics.median(t) * 1e3:.1f}" for t in zip(*took, strict=True)),
-                ratio(took),
-            )
+            line(f"m={m}, active {active}", *took.cells())
 
 
 def tables(rank: int, rounds: int, only: str) -> None:
     """Measure, and print on rank 0."""
     warnings.simplefilter("ignore")
     heads = {
-        hidden: ["program", "gathers, ms", "zero 0, ms", "zero 3, ms", "ratio", "predicted",
+        hidden: ["program", "gathers, ms", "zero 0, ms", "zero 3, ms", "ratio", "CPU", "predicted",
                  "predicted step less measured"],
-        fsdp: ["microbatches", "FSDP2, ms", "zero 3, ms", "ratio"],
+        fsdp: ["microbatches", "FSDP2, ms", "zero 3, ms", "ratio", "CPU"],
     }  # fmt: skip
     for table, head in heads.items():
         if only in ("", table.__name__):
