@@ -128,7 +128,8 @@ class Theirs:
         stages, self.x, self.y = stages_and_batch(m, rank)
         for stage in stages:
             fully_shard(stage)
-        self.model: Any = fully_shard(nn.Sequential(*stages))
+        whole: Any = nn.Sequential(*stages)
+        self.model: Any = fully_shard(whole)
         self.adam = torch.optim.AdamW(self.model.parameters(), lr=1e-4)
         self.scale = 1 / (m * ROWS * TOKENS)
 
