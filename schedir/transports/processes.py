@@ -119,7 +119,8 @@ class Processes:
         must not wait for multiprocessors behind what computes.
         """
         self.static = True
-        self.lanes = {lane: torch.cuda.Stream(device, priority=-1) for lane in (Lane.TP, Lane.DP)}
+        lanes = dict.fromkeys((*_LANES.values(), Lane.DP))
+        self.lanes = {lane: torch.cuda.Stream(device, priority=-1) for lane in lanes}
         self.aside = partial(torch.cuda.stream, self.lanes[Lane.TP])
 
     @classmethod
