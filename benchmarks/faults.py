@@ -21,6 +21,7 @@ import re
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections import Counter
 from collections.abc import Iterator
@@ -28,6 +29,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 ROOT = Path(__file__).resolve().parents[1]
+OURS = re.compile(r"([^\s\[].*: )?process \d")  # the head of what is said
 TIMEOUT = 6.0  # seconds, of the runs
 LONGEST = 120.0
 KINDS = ("kill", "stop", "raise", "sleep", "spin", "memory", "exit")
@@ -185,24 +187,26 @@ def try_it(fault: Fault, folder: Path) -> Verdict:
         "FAULT_AT": str(at), "TMPDIR": str(temporary), "OMP_NUM_THREADS": "1",
     }  # fmt: skip
     memory = {*os.listdir("/dev/shm")}
+    lines: list[tuple[float, str]] = []
     with subprocess.Popen(
         command, cwd=ROOT, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE
     ) as run:
-        try:
-            _, err = run.communicate(timeout=LONGEST)
-        except subprocess.TimeoutExpired:
-            run.kill()
-            _, err = run.communicate()
-    began = float(at.read_text()) if at.exists() else time.time()
-    patience = TIMEOUT if fault.kind in ("stop", "sleep", "spin") else 0.0
-    late = time.time() - began - patience
-    said = err.decode(errors="replace")
+        over = threading.Timer(LONGEST, run.kill)
+        over.start()
+        assert run.stderr is not None
+        for line in run.stderr:
+            lines.append((time.time(), line.decode(errors="replace")))
+        over.cancel()
+    said = "".join(line for _, line in lines)
+    when = next((when for when, line in lines if OURS.match(line)), time.time())
+    began = float(at.read_text()) if at.exists() else when
+    late = when - began - (TIMEOUT if fault.kind in ("stop", "sleep", "spin") else 0.0)
     return Verdict(*judged(fault, said), late, left(folder, memory), said)
 
 
 def judged(fault: Fault, text: str) -> tuple[bool, bool, bool]:
     """Whether the process is named, and where it was; and whether another is called the cause."""
-    ours = [line for line in text.splitlines() if re.match(r"(\S+: )?(\S.*: )?process \d", line)]
+    ours = [line for line in text.splitlines() if OURS.match(line)]
     first = next(iter(ours), "")
     found = re.search(r"process \d+ \([^)]*\)", first)
     named = found is not None and found[0] == fault.name
@@ -232,6 +236,26 @@ def left(folder: Path, memory: set[str]) -> str:
     return ", ".join(found)
 
 
+def table(path: str) -> Iterator[str]:
+    """A row for each kind of fault; times are those of faults in steps, and in set-up."""
+    with open(path, newline="") as file:
+        rows = [*csv.reader(file)]
+    heads = ["fault", "tried", "named", "and where", "an innocent one", "left something"]
+    heads += ["most seconds beyond the timeout, in steps", "in set-up"]
+    yield "| " + " | ".join(heads) + " |"
+    yield "| --- " + "| ---: " * 7 + "|"
+    for kind in KINDS:
+        own = [row for row in rows if row[5] == kind]
+        late = [
+            max((float(row[11]) for row in own if (row[6] == "set-up") is first), default=None)
+            for first in (False, True)
+        ]
+        yes = [sum(row[column] == "True" for row in own) for column in (8, 9, 10)]
+        said = ["" if most is None else f"{most:.1f}" for most in late]
+        cells = [kind, len(own), *yes, sum(bool(row[12]) for row in own), *said]
+        yield "| " + " | ".join(map(str, cells)) + " |"
+
+
 def main() -> None:
     """Try faults, and print what came of them."""
     parser = argparse.ArgumentParser(description=__doc__)
@@ -239,7 +263,11 @@ def main() -> None:
     parser.add_argument("--of", type=int, default=1, help="of so many parts")
     parser.add_argument("--part", type=int, default=0, help="the one that is tried")
     parser.add_argument("--csv", help="where each fault gets a line, behind what is there")
+    parser.add_argument("--table", metavar="CSV", help="what such a file says, and nothing else")
     args = parser.parse_args()
+    if args.table:
+        print("\n".join(table(args.table)))
+        return
     counts: Counter[tuple[str, str]] = Counter()
     for number, fault in enumerate(faults(args.seed)):
         if number % args.of != args.part:

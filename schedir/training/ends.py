@@ -17,7 +17,7 @@ import time
 from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
-from threading import Lock, Thread
+from threading import Event, Lock, Thread
 from typing import Any, Final, NoReturn
 
 from schedir.dumps.blame import Blame, Kind, Shape, Standstill
@@ -116,6 +116,7 @@ def is_launched() -> bool:
 
 
 _SPEAKING = Lock()  # for the thread that gives up first
+_TOLD = Event()  # that this process is to end
 
 
 def crash(why: str | None, code: int = 1, *, late: bool = False) -> NoReturn:
@@ -147,6 +148,11 @@ def crash(why: str | None, code: int = 1, *, late: bool = False) -> NoReturn:
     give_up(own, why, code, found)
 
 
+def told_to_end() -> None:
+    """Wait for nobody any more."""
+    _TOLD.set()
+
+
 def accuse(own: Member, found: Blame, code: int = 1) -> NoReturn:
     """End this process, for the one that keeps it."""
     _SPEAKING.acquire()
@@ -163,7 +169,7 @@ def give_up(own: Member, text: str | None, code: int, found: Blame | None) -> No
     if found is not None and guilty and found.sure:
         _end(own, found)
     if not speaks or guilty:
-        time.sleep(GRACE)
+        _TOLD.wait(GRACE)
     os._exit(code)
 
 

@@ -27,7 +27,7 @@ from schedir.errors import ExecutionError, Site
 from schedir.ir.ops import ROWS, Lane
 from schedir.runtime.executor import Executor
 from schedir.runtime.progress import Progress, Standing, waits_for
-from schedir.training.ends import Member, accuse, crash, give_up, is_launched
+from schedir.training.ends import Member, accuse, crash, give_up, is_launched, told_to_end
 
 ANSWER: Final = 1.0  # seconds in which a GPU tells what has ended
 TICK: Final = 0.1  # seconds
@@ -84,8 +84,8 @@ class Watchdog:
         poll = select.poll()
         poll.register(self.told, select.POLLIN)
         stood: object = None
-        since = noted = monotonic_ns()
-        unmet = True
+        since = noted_since = monotonic_ns()
+        noted, unmet = 0, True
         while not self.over:
             for descriptor, _ in poll.poll(TICK * 1000):
                 if descriptor == self.told:
@@ -107,9 +107,14 @@ class Watchdog:
                 noted = 0
                 self.words[Word.WAITS] = self.own.late
             elif now - since > QUIET * 1e9:
-                noted = self._note(noted)
-            # Once for all that is behind it: what is noted says who is in a collective.
-            if self.executor is not None and now - since > self.most * 1e9:
+                before, noted = noted, self._note(noted)
+                noted_since = now if noted != before else noted_since
+            if self.executor is not None:
+                stood_for = now - since
+            else:  # in set-up, who waits for others may be told, and who is at work not
+                sets_up = self.words[Word.WAITS] and self.words[Word.PHASE] < Phase.DATA
+                stood_for = now - noted_since if sets_up else 0
+            if stood_for > self.most * 1e9:
                 self._stalled()
 
     def _stands(self) -> object:
@@ -146,6 +151,7 @@ class Watchdog:
 
     def _told_to_end(self) -> None:
         """torchrun ends all when one has failed; who that was it says by a number alone."""
+        told_to_end()
         standstill = self.own.standstill()
         found = standstill.blame()
         if found is not None and found.kind is Kind.DIED:
@@ -157,7 +163,10 @@ class Watchdog:
 
     def _stalled(self) -> None:
         executor, device = self.executor, self.device
-        if executor is None:  # it has just come out
+        if executor is None:
+            found = self.own.standstill().blame(f"nothing has moved for {self.most:g} s")
+            if found is not None:
+                accuse(self.own, found)
             return
         fact = f"{executor.program.name}: nothing has moved for {self.most:g} s"
         found = self.own.standstill().blame(fact)

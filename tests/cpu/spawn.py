@@ -14,7 +14,9 @@ __all__ = ["RankError", "run"]
 # The children fork from a server that has torch loaded and no threads yet: as quick as fork,
 # as safe as spawn. pytest is there because each child imports the parent's main module.
 _CONTEXT = multiprocessing.get_context("forkserver")
-_CONTEXT.set_forkserver_preload(["torch", "torch.distributed", "numpy", "pytest", __name__])
+_CONTEXT.set_forkserver_preload(
+    ["torch", "torch.distributed", "numpy", "pytest", "schedir.training.watchdog", __name__]
+)
 
 
 def run(

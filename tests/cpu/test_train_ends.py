@@ -41,8 +41,14 @@ def mine(rank, ranks, microbatches):
 
 
 @pytest.fixture
-def endless(config: str, tmp_path: Path) -> Iterator[tuple[subprocess.Popen[str], list[int]]]:
-    """A run of two ranks under way, and their process ids."""
+def endless(
+    config: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[tuple[subprocess.Popen[str], list[int]]]:
+    """A run of two ranks under way, and their process ids; nothing is left of it."""
+    temporary = tmp_path / "temporary"
+    temporary.mkdir()
+    monkeypatch.setenv("TMPDIR", str(temporary))
+    shared = {*os.listdir("/dev/shm")}
     folder = tmp_path / "pids"
     folder.mkdir()
     schedule = tmp_path / "mine.py"
@@ -55,6 +61,8 @@ def endless(config: str, tmp_path: Path) -> Iterator[tuple[subprocess.Popen[str]
         assert process.stdout.readline().startswith(first), process.stderr.read()
     yield process, [int((folder / rank).read_text()) for rank in "01"]
     process.kill()
+    assert not [*temporary.glob("schedir*"), *temporary.glob("tmp*")]
+    assert not [name for name in {*os.listdir("/dev/shm")} - shared if "schedir" in name]
 
 
 def gone(pid: int) -> bool:
@@ -70,6 +78,8 @@ def gone(pid: int) -> bool:
         ("rank 1", signal.SIGSTOP, 1, "process 1 (pipeline rank 1) is stopped, "),
         ("launcher", signal.SIGINT, 130, ""),
         ("launcher", signal.SIGKILL, -signal.SIGKILL, ""),
+        ("launcher", signal.SIGTERM, -signal.SIGTERM, ""),
+        ("launcher", signal.SIGQUIT, -signal.SIGQUIT, ""),
     ],
 )
 def test_all_end_together(

@@ -1,0 +1,158 @@
+"""Faults of processes in a run: who is blamed, whoever notices first.
+
+Processes are forked from one that has torch loaded, and find each other as under torchrun; the
+launchers themselves are tried by `benchmarks/faults.py`, and a few times in `test_train_ends.py`.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.distributed import TCPStore  # type: ignore[attr-defined]
+
+from schedir.dumps.box import FOLDER, look
+from schedir.training import gpt, prefetch, trainer, world
+from schedir.training.train import run as train
+from tests.cpu.spawn import _CONTEXT
+from tests.cpu.training import LIMIT
+
+What = tuple[int, str, str, int]  # the process, its fault, where, and after how many calls
+SHAPES = {"pp4": (4, 1), "pp2tp2": (2, 2)}
+STUCK = ("stop", "sleep", "spin")  # what is found when the timeout is over
+
+
+def fault(kind: str) -> None:
+    """What happens to a process."""
+    if kind == "kill":
+        os.kill(os.getpid(), signal.SIGKILL)
+    if kind == "stop":
+        os.kill(os.getpid(), signal.SIGSTOP)
+    if kind == "raise":
+        raise ValueError("no such luck")
+    if kind == "sleep":
+        time.sleep(1000)
+    while kind == "spin":
+        pass
+    if kind == "memory":
+        torch.empty(1 << 60)
+    if kind == "exit":
+        os._exit(7)
+    if kind == "interrupt":
+        raise KeyboardInterrupt
+    sys.exit(3)
+
+
+def after(number: int, kind: str, whole: Any) -> Any:
+    """A function whose call of that number has a fault."""
+    left = itertools.count(number, -1)
+
+    def called(*given: Any, **named: Any) -> Any:
+        if next(left) == 1:
+            fault(kind)
+        return whole(*given, **named)
+
+    return called
+
+
+def faulty(rank: int, config: str, sets: list[str], port: int, what: What, together: Any) -> None:
+    """One process of a run, as torchrun would start it; of one, something goes wrong."""
+    process, kind, where, number = what
+    os.environ |= {
+        "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "4",
+        "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port),
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+    }  # fmt: skip
+    if rank == process:
+        if where == "set-up":
+            gpt.build_stage = after(1, kind, gpt.build_stage)
+        if where == "between":
+            prefetch.Prefetch.take = after(number, kind, prefetch.Prefetch.take)  # type: ignore[method-assign]
+        if where == "inside":
+            gpt.Layer.forward = after(number, kind, gpt.Layer.forward)  # type: ignore[method-assign]
+        if where == "loss":
+            gpt.loss = after(number, kind, gpt.loss)
+    assert trainer and world  # they load much
+    with open(Path(config).parent / f"said-{rank}", "w") as said:
+        os.dup2(said.fileno(), 2)
+    together.wait()  # no one has to load what another has
+    train(config, sets)
+
+
+def everything(folder: Path) -> str:
+    """What all processes have said in words of ours; torch is loaded, and says more."""
+    lines = [line for path in folder.glob("said-*") for line in path.read_text().splitlines(True)]
+    return "".join(line for line in lines if not line.startswith("["))
+
+
+# Each kind, on each rank or so, at each place, on both shapes and over both transports: chosen by
+# hand so that every pair of these is there.
+FAULTS = [
+    ("pp4", "shared", 0, "kill", "inside", 5), ("pp4", "shared", 1, "stop", "inside", 9),
+    ("pp4", "gloo", 2, "raise", "inside", 3), ("pp4", "gloo", 3, "sleep", "loss", 7),
+    ("pp4", "shared", 3, "spin", "loss", 2), ("pp4", "gloo", 0, "memory", "inside", 6),
+    ("pp4", "shared", 2, "exit", "between", 3), ("pp4", "gloo", 1, "interrupt", "inside", 8),
+    ("pp4", "shared", 1, "sys.exit", "inside", 4), ("pp4", "gloo", 3, "kill", "loss", 4),
+    ("pp4", "gloo", 0, "stop", "between", 2), ("pp4", "shared", 0, "sleep", "inside", 1),
+    ("pp4", "gloo", 2, "spin", "inside", 11), ("pp4", "shared", 3, "raise", "loss", 5),
+    ("pp4", "gloo", 1, "kill", "set-up", 1), ("pp4", "shared", 2, "stop", "set-up", 1),
+    ("pp4", "gloo", 3, "exit", "inside", 12), ("pp4", "shared", 0, "sleep", "between", 3),
+    ("pp2tp2", "shared", 0, "stop", "inside", 7), ("pp2tp2", "shared", 1, "kill", "inside", 9),
+    ("pp2tp2", "gloo", 2, "sleep", "inside", 5), ("pp2tp2", "gloo", 3, "raise", "loss", 3),
+    ("pp2tp2", "shared", 3, "sleep", "loss", 6), ("pp2tp2", "gloo", 0, "spin", "inside", 8),
+    ("pp2tp2", "gloo", 1, "exit", "between", 2), ("pp2tp2", "shared", 2, "memory", "inside", 4),
+    ("pp2tp2", "shared", 0, "interrupt", "inside", 3), ("pp2tp2", "gloo", 2, "kill", "set-up", 1),
+    ("pp2tp2", "gloo", 1, "stop", "inside", 10), ("pp2tp2", "shared", 3, "spin", "loss", 1),
+    ("pp2tp2", "shared", 1, "sleep", "between", 2), ("pp2tp2", "gloo", 3, "stop", "loss", 5),
+    ("pp2tp2", "shared", 2, "raise", "set-up", 1), ("pp2tp2", "gloo", 0, "sys.exit", "inside", 2),
+    ("pp2tp2", "shared", 1, "spin", "inside", 6), ("pp2tp2", "gloo", 2, "sleep", "set-up", 1),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("shape", "transport", "process", "kind", "where", "number"), FAULTS,
+    ids=["-".join(map(str, each)) for each in FAULTS],
+)  # fmt: skip
+def test_the_process_is_blamed_that_had_the_fault(
+    config: str, tmp_path: Path, shape: str, transport: str, process: int, kind: str, where: str,
+    number: int,
+) -> None:  # fmt: skip
+    ranks, tp = SHAPES[shape]
+    sets = [f"pipeline.ranks={ranks}", f"pipeline.tp={tp}", "pipeline.stages_per_rank=1",
+            f"train.transport={transport}", "train.steps=100000", "train.log_every=100000",
+            f"train.timeout={8 if kind in STUCK else 60}",
+            f"output.folder={str(tmp_path / 'out')!r}",
+            "output.record=false", "pipeline.schedule=one_f_one_b"]  # fmt: skip
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    what = process, kind, where, number
+    given = config, sets, store.port, what, _CONTEXT.Barrier(4)
+    processes = [_CONTEXT.Process(target=faulty, args=(rank, *given)) for rank in range(4)]
+    over = time.monotonic() + LIMIT
+    try:
+        for one in processes:
+            one.start()
+        # The first to end says why, or others do, at once or when the timeout is over.
+        while time.monotonic() < over and not (said := everything(tmp_path)).endswith("\n"):
+            time.sleep(0.05)
+        processes[process].join(over - time.monotonic())
+    finally:
+        for one in processes:
+            one.kill()
+            one.join()
+    slice_ = f", tp {process % tp}" * (tp > 1)
+    name = f"process {process} (pipeline rank {process // tp}{slice_})"
+    assert name in said.partition("\n")[0], said
+    box = look(tmp_path / "out" / FOLDER / str(process))
+    assert box is not None and box.state == "gone"
+    # Stages and the loss are run once in set-up, too.
+    assert "in set-up" in said or "of step " in said or "in step " in said or " F " in said, said
+    if where in ("inside", "loss") and number > 2:
+        assert " F " in said, said
+    assert ".cc:" not in said

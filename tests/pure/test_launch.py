@@ -1,0 +1,42 @@
+"""What processes print is passed on as it comes, with their numbers, and within bounds."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+from schedir.training.launch import BYTES
+
+PASSES_ON = """\
+import subprocess, sys
+from schedir.training.launch import _passing_on
+own = [sys.executable, "-u", "-c", sys.argv[1]]
+with subprocess.Popen(own, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+    for thread in _passing_on(3, process):
+        thread.join()
+"""
+
+
+def passed_on(code: str) -> subprocess.CompletedProcess[str]:
+    """What is passed on of a process that runs some code."""
+    command = [sys.executable, "-c", PASSES_ON, code]
+    return subprocess.run(command, capture_output=True, text=True, check=True, timeout=60)
+
+
+def test_lines_have_the_number_of_their_process() -> None:
+    run = passed_on("import sys; print('one\\ntwo'); sys.stderr.write('three')")
+    assert (run.stdout, run.stderr) == ("[3] one\n[3] two\n", "[3] three\n")
+
+
+def test_more_than_a_bound_is_left_out_and_that_is_said() -> None:
+    run = passed_on("for _ in range(50000): print(99 * 'x')")
+    lines = run.stdout.splitlines()
+    assert lines[0] == "[3] " + 99 * "x" and len(lines) == BYTES // 100 + 1
+    assert lines[-1] == f"[3] ... more than {BYTES} bytes: the rest is left out"
+
+
+def test_it_comes_as_it_is_printed() -> None:
+    code = "import sys; print('now', flush=True); sys.stdin.read()"
+    command = [sys.executable, "-c", PASSES_ON, code]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
+        assert process.stdout is not None and process.stdout.readline() == b"[3] now\n"
