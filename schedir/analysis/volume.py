@@ -26,13 +26,14 @@ def volume(program: Program, sizes: Sizes) -> dict[Lane, NDArray[np.float64]]:
     >>> from schedir.ir.ops import Lane
     >>> sizes = Sizes(params=4e9, grads=4e9)
     >>> for zero in range(4):
-    ...     program = compile(schedules.looped_bfs, Plan(1, 2, 4), dp=4, zero=zero)
+    ...     one = {"active": 1} if zero == 3 else {}  # stage whole: the last one has a single turn
+    ...     program = compile(schedules.looped_bfs, Plan(1, 2, 4), dp=4, zero=zero, **one)
     ...     sent = volume(program, sizes).items()
     ...     print(zero, *(f"{lane.name} {each[0] / 1e9:g} GB" for lane, each in sent))
     0 DP 24 GB
     1 DP 12 GB PARAMS 12 GB
     2 DP 12 GB PARAMS 12 GB
-    3 DP 12 GB PARAMS 18 GB
+    3 DP 12 GB PARAMS 21 GB
     """
     index, sent = Index.of(program), dict[Lane, NDArray[np.float64]]()
 

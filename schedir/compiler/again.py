@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -9,6 +10,7 @@ import numpy as np
 
 from schedir.analysis.models import Model
 from schedir.ir.ops import COMPUTE
+from schedir.ir.plan import Plan
 from schedir.ir.program import Program, Stream
 from schedir.passes.lowering import LOWERING
 
@@ -33,3 +35,10 @@ def options_of(program: Program, model: Model, draft: Program | None = None) -> 
         if each.applies(program if draft is None else draft):
             options |= each.read(program, model)
     return options
+
+
+def fitting(options: Mapping[str, Any], plan: Plan) -> dict[str, Any]:
+    """Options of a program for a plan that may have fewer stages on a rank: then no more of these
+    are whole."""
+    own = max(map(len, plan.stages_of))
+    return {k: min(v, own) if k == "active" and v else v for k, v in options.items()}

@@ -11,7 +11,7 @@ from functools import cached_property
 from typing import Any, TypeVar
 
 from schedir.analysis.models import MODELS, Model, require_model
-from schedir.compiler.again import compute_of, options_of
+from schedir.compiler.again import compute_of, fitting, options_of
 from schedir.compiler.compile import check_memory, compile
 from schedir.errors import PlanError, UsageError
 from schedir.io.load import Source
@@ -159,6 +159,8 @@ class Request:
         if self.draft:
             return found
         how |= {"overlap": self.overlap, **self.more}
+        if self.share:  # schedules of other numbers of stages
+            how = fitting(how, found.plan)
         if self.slots is not None:
             how["slots"] = self.slots
         return compile(

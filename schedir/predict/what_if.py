@@ -10,7 +10,7 @@ from typing import Any, Final, NamedTuple
 import numpy as np
 
 from schedir.analysis.models import Model
-from schedir.compiler.again import compute_of, options_of
+from schedir.compiler.again import compute_of, fitting, options_of
 from schedir.compiler.compile import compile
 from schedir.errors import PlanError, ProgramError
 from schedir.ir.costs import FIELD, OF_A_STAGE, Cost, Costs
@@ -178,13 +178,8 @@ class Lowering:
             drafted,
             model=self.model,
             costs=costs,
-            **(traits | self._fitting(drafted) | again | options),
+            **(traits | fitting(self.options, drafted.plan) | again | options),
         )
-
-    def _fitting(self, drafted: Program) -> dict[str, Any]:
-        """The options, where a draft has fewer stages on a rank no more of these whole."""
-        own = max(map(len, drafted.plan.stages_of))
-        return {k: min(v, own) if k == "active" else v for k, v in self.options.items()}
 
 
 class _Changes:

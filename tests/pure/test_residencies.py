@@ -121,6 +121,16 @@ def test_other_plans_keep_no_more_stages_whole_than_they_have() -> None:
     assert other.zero == 3 and [slots.full for slots in other.slots] == [1, 1]
 
 
+@pytest.mark.parametrize("command", ["best", "compare one_f_one_b interleaved"])
+def test_schedules_with_fewer_stages_are_ranked_beside_others(
+    command: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """With `--active 2`, of those with one stage per rank that one is whole."""
+    shape = ["--ranks=2", "--microbatches=4", "--dp=2", "--zero=3", "--active=2", "--json"]
+    found = {row["program"]: row for row in json.loads(said(capsys, *command.split(), *shape))}
+    assert {"one_f_one_b", "interleaved"} <= found.keys()
+
+
 def test_the_command_tells_it(capsys: pytest.CaptureFixture[str]) -> None:
     shape = ["explain", "interleaved", "--ranks=2", "--microbatches=6", "--stages-per-rank=3",
              "--dp=4", "--zero=3", "--active=1",
