@@ -131,10 +131,13 @@ def _awaited(store: Any, key: str, over: float, who: int) -> bytes:
 
 
 def _place() -> tuple[str, ...] | None:
-    """A machine, as far as one sees it, and the number there; None where nobody says it."""
-    local = os.environ.get("LOCAL_RANK")
+    """A machine, as far as one sees it, and the number there; None where nobody says it.
+
+    Of two nodes of torchrun on one machine each counts from 0.
+    """
+    local, node = os.environ.get("LOCAL_RANK"), os.environ.get("GROUP_RANK", "")
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-        return None if local is None else (boot, os.readlink("/proc/self/ns/pid"), local)
+        return None if local is None else (boot, os.readlink("/proc/self/ns/pid"), node, local)
     except OSError:
         return None

@@ -147,6 +147,14 @@ def test_a_run_of_processes_that_differ_is_refused(
     assert not (tmp_path / "out" / "loss.csv").exists()
 
 
+def test_two_processes_of_a_node_have_two_local_ranks(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("LOCAL_RANK", "0")
+    fact = "processes 0 and 1 of one machine both have LOCAL_RANK 0"
+    assert said([(0, 2, {}), (1, 2, {})]) == [fact] * 2
+
+
 OTHER = """
 import os
 
