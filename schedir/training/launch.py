@@ -98,6 +98,11 @@ def launch(arguments: Sequence[str], shape: Shape, output: str) -> int:
             process.wait()
         for reader in readers:  # what they started may live on, and hold a pipe open
             reader.join(MOMENT)
+        read = not any(reader.is_alive() for reader in readers)
+        for process in processes:
+            for pipe in (process.stdin, *((process.stdout, process.stderr) if read else ())):
+                if pipe is not None:
+                    pipe.close()
         del store
     if not end.code and end.process < 0:
         _forget(folder)
