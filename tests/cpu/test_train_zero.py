@@ -31,23 +31,21 @@ def trained(config: str, folder: Path, *sets: str) -> bytes:
 
 
 @pytest.mark.parametrize(
-    ("transport", "levels", "more"),
+    ("transport", "zero", "more"),
     [
-        ("gloo", "123", []),
-        ("shared", "3", ["train.precision=bfloat16", "model.dropout=0.1"]),
-        ("gloo", "3", ["train.precision=float16", "memory.recompute=all"]),
-        ("gloo", "2", ["train.clip=0", "pipeline.frozen=1", "model.tied=false"]),
+        ("gloo", 1, ["train.precision=float16", "memory.recompute=all"]),
+        ("gloo", 2, ["train.clip=0", "pipeline.frozen=1", "model.tied=false"]),
+        ("shared", 3, ["train.precision=bfloat16", "model.dropout=0.1"]),
     ],
 )
 def test_levels_have_the_losses_of_plain_replicas(
-    config: str, tmp_path: Path, transport: str, levels: str, more: list[str]
+    config: str, tmp_path: Path, transport: str, zero: int, more: list[str]
 ) -> None:
     """Bit for bit, with a tied embedding, clipping and weight decay of matrices."""
     sets = [*FSDP, f"train.transport={transport}", *more]
     plain = trained(config, tmp_path / "plain", *sets)
     assert plain.count(b"\n") == 4
-    for zero in levels:
-        assert trained(config, tmp_path / zero, *sets, f"pipeline.zero={zero}") == plain
+    assert trained(config, tmp_path / "zero", *sets, f"pipeline.zero={zero}") == plain
 
 
 def test_eight_processes(config: str, tmp_path: Path) -> None:
