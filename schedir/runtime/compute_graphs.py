@@ -18,7 +18,7 @@ from schedir.errors import ModelError
 from schedir.ir.ops import BOUNDARY, COMPUTE
 from schedir.runtime.batch import Batch, Keywords, Microbatches
 from schedir.runtime.executor import Executor
-from schedir.runtime.graphs import own_batch, require_gpu, undrawn, write
+from schedir.runtime.graphs import own_batch, require_gpu, require_kept, undrawn, write
 from schedir.runtime.rank import Call
 from schedir.runtime.slots import Slots
 from schedir.runtime.undone import undone
@@ -37,7 +37,8 @@ class GraphedComputes:
     All ranks must capture at the same step.  `close` it before process groups are destroyed.
 
     Raises ModelError for an executor that is not on a GPU, for programs of several updates, whose
-    weights are in other places in each, and for a step that draws random numbers.
+    weights are in other places in each, for levels of ZeRO at which memory comes and goes, and for
+    a step that draws random numbers.
     """
 
     def __init__(
@@ -48,6 +49,7 @@ class GraphedComputes:
         scale: float = 1.0,
         keywords: Keywords = (),
     ) -> None:
+        require_kept(executor)
         require_gpu(executor)
         if executor.program.plan.updates > 1:
             raise ModelError(

@@ -52,7 +52,8 @@ def forward(state: State, i: Instr) -> Call:
         if last:
             state.losses[mb] = ys[0].detach()
         else:
-            give([*map(Tensor.detach, ys)])
+            values = [*map(Tensor.detach, ys)]
+            give(values if stage.weights is None else stage.weights.apart(values))
         if saved is not None:
             if not stage.parameters_checked:
                 stage.parameters_checked = True

@@ -70,12 +70,22 @@ def _parameters(stages: Mapping[int, nn.Module]) -> Iterator[tuple[int, str, nn.
             yield s, name, p
 
 
+def _attributes(stages: Mapping[int, nn.Module]) -> Iterator[tuple[int, str, Tensor]]:
+    """Tensors that modules keep beside parameters and buffers, as views of them; not those that a
+    hook makes anew before each forward, as of torch.nn.utils.spectral_norm."""
+    for s, module in stages.items():
+        for prefix, owner in module.named_modules():
+            for name, value in {} if owner._forward_pre_hooks else vars(owner).items():
+                if not name.startswith("_") and isinstance(value, Tensor):
+                    yield s, f"{prefix}.{name}".lstrip("."), value
+
+
 def _refuse_shared_memory(program: Program, stages: Mapping[int, nn.Module]) -> None:
     """Two in one memory would be two, as soon as each is cut."""
     buffers = [(s, n, b) for s, module in stages.items() for n, b in module.named_buffers()]
     named: dict[int, tuple[str, Tensor]] = {}
-    for s, name, t in [*_parameters(stages), *buffers]:
-        if t.numel():
+    for s, name, t in [*_parameters(stages), *buffers, *_attributes(stages)]:
+        if t.layout is torch.strided and t.numel():
             named.setdefault(id(t), (f"{name} of stage {s}", t))
     places = sorted(
         (str(t.device), t.data_ptr(), t.data_ptr() + t.nbytes, name, t.requires_grad)
@@ -87,7 +97,8 @@ def _refuse_shared_memory(program: Program, stages: Mapping[int, nn.Module]) -> 
             raise ModelError(
                 f"{one[3]} and {other[3]} have one memory, and would be two when they are cut",
                 program=program.name,
-                hint="let them be one Parameter: stage.b = stage.a",
+                hint="let them be one Parameter: stage.b = stage.a; and let a forward take what is "
+                "a view of it",
             )
 
 

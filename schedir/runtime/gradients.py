@@ -40,6 +40,7 @@ class Gradients:
         share: Share = _ALONE,
         tied: Collection[nn.Parameter] = (),
     ) -> None:
+        self.module = module
         self.names = {p: name for name, p in module.named_parameters() if p.requires_grad}
         self.parameters = [*self.names]
         shared, self.cut = share != _ALONE, share.cuts("grads")

@@ -8,16 +8,18 @@ is gathered by `gather` and of use from `whole` until `let_go`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import warnings
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final
 
 import torch
 from torch import Tensor, nn
 
 from schedir.errors import ModelError
+from schedir.runtime.bits import sums_of
 from schedir.runtime.gradients import Gradients
 from schedir.runtime.layout import Share
-from schedir.runtime.precision import MainOptimizer, innermost
+from schedir.runtime.precision import MainOptimizer, all_within, innermost
 from schedir.transports.collectives import Group, Kind
 from schedir.transports.transport import Work
 
@@ -46,6 +48,12 @@ class Parts:
         self.is_whole = self.within = False
         self.shown: list[Tensor] = []  # flat tensors that are shown whole between steps
         self.versions: list[int] = []  # of each parameter when a step began
+        self.steps = 0  # that have begun
+        self.sums: list[int] = []  # of the bits that were gathered, in the first step
+
+    def __reduce__(self) -> tuple[type[None], tuple[()]]:
+        """A copy of a parameter, or one that is pickled, is nobody's piece."""
+        return type(None), ()
 
     @torch.no_grad()
     def cut(self, of: Mapping[nn.Parameter, Tensor]) -> None:
@@ -72,6 +80,9 @@ class Parts:
                 p.grad = None
                 p.data = self.pieces[p]
                 vars(p)[_OWNER] = self
+        for owner in self.gradients.module.modules():
+            if any(p in self.pieces for p in owner.parameters(recurse=False)):
+                owner.register_state_dict_pre_hook(_tell_of_pieces)
         self.within = True
         self.rest()
 
@@ -81,7 +92,7 @@ class Parts:
         Raises ModelError for one whose `data` is not its piece any more.
         """
         self._expect_pieces()
-        self.within = True
+        self.within, self.steps = True, self.steps + 1
         for p, view in self.views:
             p.grad = None
             p.data = view
@@ -117,12 +128,30 @@ class Parts:
         assert self.is_whole, "the checker proves that whoever needs them comes behind an unshard"
         for work in self.gathering:
             work.wait()
+        if self.steps == 1 and not self.stays and not self.sums:
+            self.sums = sums_of(self.flat)
         self.gathering.clear()
 
+    def apart(self, values: Sequence[Tensor]) -> Sequence[Tensor]:
+        """Values that outlive the whole weights: copies of those in memory that is let go."""
+        flats = () if self.stays else self.flat
+        places = {flat.untyped_storage().data_ptr() for flat in flats}
+        return [v.clone() if v.untyped_storage().data_ptr() in places else v for v in values]
+
     def let_go(self) -> None:
-        """Keep the own part only."""
+        """Keep the own part only.
+
+        What somebody wrote elsewhere would be lost.  Versions do not tell of a write to `data`, so
+        in the first step the bits are looked at.
+        """
         self.whole()
         self.is_whole = False
+        if self.sums and self.sums != (now := sums_of(self.flat)):
+            k = next(k for k, before in enumerate(self.sums) if before != now[k])
+            self.expect_unwritten()
+            names = [self.gradients.names[p] for p in self.buckets[k].parameters]
+            raise _written(f"one of {names[0]} to {names[-1]}" if names[1:] else names[0])
+        self.sums = []
         for flat in () if self.stays else self.flat:
             flat.untyped_storage().resize_(0)
 
@@ -142,11 +171,7 @@ class Parts:
         now = [p._version for p, _ in self.views]
         for (p, _), before, after in zip(self.views, self.versions, now, strict=True):
             if before != after:
-                raise ModelError(
-                    f"a forward or a backward writes to {self.gradients.names[p]}, of which each "
-                    "replica keeps its own part",
-                    hint="let it be a buffer, or zero=0",
-                )
+                raise _written(self.gradients.names[p])
 
     def show(self, collective: Collective) -> None:
         """Let parameters be whole until they are taken; in memory of their own, of which somebody
@@ -196,6 +221,27 @@ class Parts:
             self.rest()
 
 
+def _tell_of_pieces(module: nn.Module, *_: object) -> None:
+    """Warn whoever takes the state of a module between steps, as to save it."""
+    for name, p in module.named_parameters(recurse=False):
+        owner = owner_of(p)
+        if owner is not None and not owner.shown and not owner.within:
+            warnings.warn(
+                f"a state_dict has the piece of {name} that this replica keeps (zero "
+                f"{owner.share.zero}), and nobody else's; within `with executor.whole():` it has "
+                "whole weights",
+                stacklevel=2,
+            )
+            return
+
+
+def _written(what: str) -> ModelError:
+    return ModelError(
+        f"a forward or a backward writes to {what}, of which each replica keeps its own part",
+        hint="let it be a buffer, or zero=0",
+    )
+
+
 def owner_of(p: nn.Parameter) -> Parts | None:
     """Whose piece a parameter is, or whose whole weight that is shown; None of any other."""
     owner = vars(p).get(_OWNER)
@@ -205,19 +251,42 @@ def owner_of(p: nn.Parameter) -> Parts | None:
 def cut_state(optimizer: Any, pieces: Mapping[nn.Parameter, tuple[torch.Size, int, int]]) -> None:
     """Let an optimizer that has been made of whole parameters step pieces: of what it keeps for
     each, and of a MainOptimizer's copies, leave the numbers from and to."""
-    main = {}
-    if isinstance(optimizer, MainOptimizer):
-        main = {m: p for p, m in zip(optimizer.parameters, optimizer.main, strict=True)}
-    for m, p in main.items():
-        if p in pieces:
-            m.grad, m.data = None, _piece(m.data, *pieces[p])
-    state = getattr(innermost(optimizer), "state", {})
-    for p in [*state]:
-        if (of := pieces.get(main.get(p, p))) is None:
-            continue
-        for name, value in [*state[p].items()]:
-            if isinstance(value, Tensor) and value.shape == of[0]:
-                state[p][name] = _piece(value, *of)
+    for one in all_within(optimizer):
+        main = {}
+        if isinstance(one, MainOptimizer):
+            main = {m: p for p, m in zip(one.parameters, one.main, strict=True)}
+        for m, p in main.items():
+            if p in pieces:
+                m.grad, m.data = None, _piece(m.data, *pieces[p])
+        state = getattr(innermost(one), "state", {})
+        for p in [*state]:
+            if (of := pieces.get(main.get(p, p))) is None:
+                continue
+            for name, value in [*state[p].items()]:
+                if isinstance(value, Tensor) and value.shape == of[0]:
+                    state[p][name] = _piece(value, *of)
+
+
+def expect_state_of_pieces(optimizer: Any, shapes: Mapping[Any, torch.Size]) -> None:
+    """Raise ModelError if an optimizer has come to keep as many numbers for a piece as its whole
+    weight has, of this shape: torch's fused ones would take the first."""
+    for one in all_within(optimizer):
+        main: dict[Any, Any] = {}
+        if isinstance(one, MainOptimizer):
+            main = dict(zip(one.main, one.parameters, strict=True))
+        inner = innermost(one)
+        for p, kept in getattr(inner, "state", {}).items():
+            shape = shapes.get(main.get(p, p))
+            if shape is None or shape == p.shape or shape.numel() == 1:
+                continue
+            for name, value in kept.items():
+                if isinstance(value, Tensor) and value.shape == shape:
+                    raise ModelError(
+                        f"{type(inner).__name__} keeps {name} of {list(shape)} for a piece of "
+                        f"{list(p.shape)} of a weight",
+                        hint="load what a replica has saved itself, or load whole state before the "
+                        "executor is made",
+                    )
 
 
 def _piece(whole: Tensor, shape: torch.Size, low: int, high: int) -> Tensor:

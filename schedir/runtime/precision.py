@@ -16,6 +16,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
+from torch.utils._pytree import tree_leaves
 
 
 class Steps(Protocol):
@@ -56,6 +57,15 @@ def are_finite(flats: Iterable[Tensor]) -> Tensor:
 def innermost(optimizer: object) -> Any:
     """The optimizer that a MainOptimizer has, or itself."""
     return optimizer.inner if isinstance(optimizer, MainOptimizer) else optimizer
+
+
+def all_within(optimizer: object) -> list[Any]:
+    """The optimizers of torch's kind, and MainOptimizers, that an object is or has; else itself."""
+    kinds = (torch.optim.Optimizer, MainOptimizer)
+    if isinstance(optimizer, kinds):
+        return [optimizer]
+    held = tree_leaves([*getattr(optimizer, "__dict__", {}).values()])
+    return [optimizer, *(one for one in held if isinstance(one, kinds))]
 
 
 def is_gated(optimizer: object) -> bool:

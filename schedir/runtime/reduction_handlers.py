@@ -13,6 +13,7 @@ from schedir.ir.ops import Instr, Opcode
 from schedir.ir.ties import ranks_of
 from schedir.runtime.gradients import is_sharded, scale, spoil, sum_of_squares
 from schedir.runtime.layout import Share
+from schedir.runtime.parts import expect_state_of_pieces
 from schedir.runtime.precision import are_finite
 from schedir.runtime.random import UPDATE
 from schedir.runtime.rank import Call, State
@@ -170,6 +171,10 @@ def step(state: State, i: Instr) -> Call:
             if stage.weights is not None:
                 stage.weights.expect_unwritten()
                 stage.weights.rest()
+        if state.program.zero:
+            cut = (s.weights.views for s in state.stages.values() if s.weights is not None)
+            shapes = {p: view.shape for views in cut for p, view in views}
+            expect_state_of_pieces(state.optimizer, shapes)
         state.finite[i.mb] = finite
         state.let_step(finite)
         if state.loss_scale is not None:

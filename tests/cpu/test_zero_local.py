@@ -27,6 +27,7 @@ from schedir.runtime.splittable import register_split, split_linears
 from schedir.schedules import interleaved, looped_bfs, one_f_one_b
 from schedir.testing import drafts
 from schedir.training import gpt
+from tests.cpu.test_zero_users import Keeps, WritesData
 from tests.cpu.tiny_stages import BOUNDARY, batch, gpt_stages, gradients
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "zero_refused.txt"
@@ -283,8 +284,10 @@ REFUSED: dict[str, tuple[Any, Any]] = {
     "an optimizer of one's own": (lambda p: Own(p, 0.1), None),
     "not contiguous": (ADAM, strided),
     "one memory": (ADAM, one_memory),
+    "a view is kept": (ADAM, Keeps),
     "scaled rows": (ADAM, scaled_rows),
     "written in a forward": (ADAM, lambda: Writes(4, 4)),
+    "written to data": (ADAM, lambda: WritesData(4, 4)),
 }
 
 

@@ -1,0 +1,173 @@
+"""What users' own stages and optimizers do with weights in parts (ZeRO): right, or refused."""
+
+from __future__ import annotations
+
+import pickle
+import warnings
+from contextlib import ExitStack
+from copy import deepcopy
+from functools import partial
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import schedir
+from schedir import Plan
+from schedir.errors import ExecutionError, ModelError
+from schedir.runtime.compute_graphs import GraphedComputes
+from schedir.runtime.inprocess import InProcess
+from schedir.schedules import looped_bfs
+
+SGD = partial(torch.optim.SGD, lr=0.1, momentum=0.9)
+
+
+def ranks_of(
+    zero: int, stages: list[nn.Module], optimizer: Any = SGD, ranks: int = 1, **how: Any
+) -> InProcess:
+    program = schedir.compile(
+        looped_bfs, Plan(ranks, 3, len(stages) // ranks), zero=zero, clip=False, **how
+    )
+    return InProcess(
+        program, stages, loss=nn.functional.mse_loss, boundary=(2, 4), optimizer=optimizer
+    )
+
+
+def steps(ranks: InProcess) -> None:
+    for _ in range(2):
+        ranks.step(torch.ones(3, 2, 4), torch.ones(3, 2, 4))
+
+
+def linears(seed: int = 0) -> list[nn.Module]:
+    torch.manual_seed(seed)
+    return [nn.Linear(4, 4), nn.Linear(4, 4)]
+
+
+def weights(stages: list[nn.Module]) -> list[Tensor]:
+    return [p.detach().flatten() for stage in stages for p in stage.parameters()]
+
+
+class Prompt(nn.Module):
+    """Puts out its weight itself, which fills all of its bucket's memory."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.prompt = nn.Parameter(torch.randn(2, 4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.prompt[:]
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_what_a_stage_puts_out_outlives_its_weights(ranks: int) -> None:
+    found = []
+    for zero in (0, 3):
+        torch.manual_seed(0)
+        stages: list[nn.Module] = [Prompt(), *linears(1), *linears(2)[: 2 * ranks - 3]][: 2 * ranks]
+        steps(ranks_of(zero, stages, ranks=ranks, **({"active": 1} if zero else {})))
+        found.append(weights(stages))
+    assert all(map(torch.equal, *found))
+
+
+class WritesData(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        self.weight.data.clamp_(-0.1, 0.1)  # of which no version tells
+        return super().forward(x)
+
+
+def test_a_write_to_data_is_not_lost() -> None:
+    torch.manual_seed(0)
+    with pytest.raises(ExecutionError, match="writes to one of weight to bias"):
+        steps(ranks_of(3, [WritesData(4, 4), nn.Linear(4, 4)]))
+
+
+class Keeps(nn.Linear):
+    def __init__(self) -> None:
+        super().__init__(4, 4)
+        self.first = self.weight.detach()[0]
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) * self.first
+
+
+def test_a_view_that_would_be_old_is_refused() -> None:
+    steps(ranks_of(0, [Keeps(), nn.Linear(4, 4)]))
+    with pytest.raises(ModelError, match="have one memory"):
+        ranks_of(1, [Keeps(), nn.Linear(4, 4)])
+    with warnings.catch_warnings():  # torch's own makes it anew in each forward
+        warnings.simplefilter("ignore")
+        normed = nn.utils.spectral_norm(nn.Linear(4, 4))
+        steps(ranks_of(1, [normed, nn.Linear(4, 4)]))
+
+
+class Two:
+    """Two optimizers as one, which have stepped whole weights."""
+
+    elementwise = True
+
+    def __init__(self, parameters: list[nn.Parameter]) -> None:
+        self.both = [SGD(parameters[:2], fused=True), torch.optim.AdamW(parameters[2:])]
+        for p in parameters:
+            p.grad = torch.arange(float(p.numel())).view_as(p)
+        self.step()
+
+    def step(self) -> None:
+        for one in self.both:
+            one.step()
+
+
+def test_state_of_optimizers_within_one_is_cut() -> None:
+    found, made = [], []
+    for zero in (0, 2):
+        stages = linears()
+
+        def make(parameters: list[nn.Parameter]) -> Two:
+            made.append(Two(parameters))
+            return made[-1]
+
+        steps(ranks_of(zero, stages, make))
+        found.append(weights(stages))
+    assert all(map(torch.equal, *found))
+    kept = [t for one in made[1].both for own in one.state.values() for t in own.values()]
+    assert {t.dim() for t in kept} == {0, 1}
+
+
+def test_whole_state_for_pieces_is_refused() -> None:
+    """torch's fused optimizers would take as many numbers as they need."""
+    made: list[Any] = []
+
+    def make(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
+        made.append(SGD(parameters, fused=True))
+        return made[-1]  # type: ignore[no-any-return]
+
+    steps(ranks_of(0, linears(), make))
+    ranks = ranks_of(1, linears(), make)
+    made[1].load_state_dict(made[0].state_dict())
+    with pytest.raises(ExecutionError, match=r"momentum_buffer of \[4, 4\] for a piece of \[16\]"):
+        steps(ranks)
+
+
+def test_who_saves_pieces_is_told() -> None:
+    stages = linears()
+    model = nn.Sequential(*stages)
+    ranks = ranks_of(3, stages)
+    for look in (model.state_dict, ranks.ranks[0].stages[1].module.state_dict):
+        with pytest.warns(UserWarning, match=r"piece of weight that this replica keeps \(zero 3\)"):
+            assert all(t.dim() == 1 for t in look().values())
+    with ExitStack() as whole:
+        for rank in ranks.ranks:
+            whole.enter_context(rank.whole())
+        assert model.state_dict()["0.weight"].shape == (4, 4)
+        copies = [deepcopy(stages), pickle.loads(pickle.dumps(stages))]
+    for copy in copies:  # they are nobody's, and are trained as any
+        steps(ranks_of(3, copy))
+
+
+@pytest.mark.parametrize("zero", [2, 3])
+def test_graphs_of_computes_need_memory_that_stays(zero: int) -> None:
+    program = schedir.compile(looped_bfs, Plan(1, 3, 2), zero=zero)
+    executor: Any = SimpleNamespace(program=program)
+    with pytest.raises(ModelError, match=f"with zero {zero}, memory is let go"):
+        GraphedComputes(executor, [], [])
