@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
+
+import numpy as np
 
 from schedir.ir.costs import Costs
-from schedir.ir.ops import ROWS, Lane
+from schedir.ir.ops import ROWS, STEPS, Lane
 from schedir.predict.calibrate import format_costs, rounded
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Iterator, Sequence
 
     from schedir.io.request import Request
     from schedir.predict.timeline import Timeline
     from schedir.shortest.found import Bound
+
+# Costs of what replicas do together with a stage's weights and gradients.
+OVER_REPLICAS: Final = [row.cost for row in ROWS if row.ring and row.ring.members == "dp"]
 
 
 def facts(timeline: Timeline, bound: Bound | None = None) -> dict[str, Any]:
@@ -33,7 +38,38 @@ def facts(timeline: Timeline, bound: Bound | None = None) -> dict[str, Any]:
     }
 
 
-def filled(requests: Iterable[Request]) -> str:
+def said_of_costs(requests: Sequence[Request]) -> str:
+    """What is to be known of the costs: what clusters filled, and what is told and never read."""
+    return _filled(requests) + "".join(f"{line}\n" for line in _not_read(requests))
+
+
+def not_read(requests: Iterable[Request]) -> list[str]:
+    """The costs of sums and gathers over replicas that somebody told, and none of the programs has.
+
+    Which of them a program has its level of ZeRO says; of F, I and the like whoever asks of several
+    schedules tells more than each has.
+    """
+    told, read = set[str](), set[str]()
+    for request in requests:
+        program = request.timeline.program
+        if program.dp > 1 and not program.ops.isdisjoint(STEPS):
+            told |= {name for name, cost in (request.costs or Costs()).told.items() if np.any(cost)}
+        read |= {ROWS[op].cost for op in program.ops}
+    return [name for name in OVER_REPLICAS if name in told - read]
+
+
+def _not_read(requests: Sequence[Request]) -> Iterator[str]:
+    if names := not_read(requests):
+        levels = sorted({request.timeline.program.zero for request in requests})
+        has = {ROWS[op].cost for request in requests for op in request.timeline.program.ops}
+        own = " and ".join(name for name in OVER_REPLICAS if name in has)
+        yield (
+            f"nobody reads the cost of {' and '.join(names)}: with zero "
+            f"{' and '.join(map(str, levels))} there is {own}"
+        )
+
+
+def _filled(requests: Iterable[Request]) -> str:
     """What clusters filled of the costs, a line for each of these that is another."""
     each = dict[str, None]()
     for request in requests:
@@ -49,5 +85,6 @@ def filled(requests: Iterable[Request]) -> str:
 
 
 def filled_facts(request: Request) -> dict[str, Any]:
-    """The same of one, for a program to read; nothing where no cluster is."""
-    return {} if request.cluster is None else {"filled": request.filled.told}
+    """The same of one, for a program to read; nothing where nothing is to be said."""
+    found: dict[str, Any] = {} if request.cluster is None else {"filled": request.filled.told}
+    return found | ({"not_read": names} if (names := not_read([request])) else {})

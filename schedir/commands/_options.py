@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Collection, Sequence
+import shlex
+from collections.abc import Callable, Collection, Iterable, Sequence
+from contextlib import suppress
 from dataclasses import fields
 from difflib import get_close_matches
 from typing import Any
 
 from schedir.analysis.models import MODELS
-from schedir.errors import UsageError
+from schedir.errors import PlanError, ProgramError, UsageError
 from schedir.io.cluster_file import load_cluster
 from schedir.io.files import read_text
 from schedir.io.load import Source
@@ -63,6 +65,30 @@ def _add_plan(group: argparse._ArgumentGroup) -> None:
 def add_lowering(parser: argparse.ArgumentParser) -> None:
     """The options by which a draft is lowered, for sources that have their shape."""
     _add_lowering(parser.add_argument_group("how it is lowered"))
+
+
+class _Later(argparse.Action):
+    """An option of how a program is lowered, for a command that orders computes."""
+
+    def __call__(self, *said: Any) -> None:
+        *_, value, option = said
+        words = [option, *([value] if isinstance(value, str) else value)]
+        raise UsageError(
+            f"a search orders computes, and {option} says how they are lowered",
+            hint=f"search ... -o found.sched, and then: simulate found.sched --relower "
+            f"{shlex.join(words)}",
+            fields=[self.dest],
+        )
+
+
+def add_later(parser: argparse.ArgumentParser) -> None:
+    """The options of `add_lowering` that say a field, none in the help: each is refused, and told
+    where it is for."""
+    fields = [(f.name, option) for f in TRAITS for option in f.options]
+    fields += [(name, Option(name, kind.metavar, "")) for name, (kind, _) in OPTIONS.items()]
+    for field, option in fields:
+        name, takes = "--" + option.name.replace("_", "-"), None if option.metavar else 0
+        parser.add_argument(name, action=_Later, dest=field, nargs=takes, help=argparse.SUPPRESS)
 
 
 def _add_field(
@@ -263,3 +289,22 @@ def _contradicts(source: str, field: Field, has: str, said: str) -> UsageError:
         hint=f"leave out --{option}",
         fields=[field.name],
     )
+
+
+def require_whole(requests: Iterable[Request]) -> None:
+    """Refuse more whole stages than any of several schedules has on a rank.
+
+    Of one that has fewer, all are (`Request.share`).
+    """
+    most, active = 0, 0
+    for request in requests:
+        with suppress(ProgramError):  # a plan that its schedule cannot be on
+            most = max(most, *map(len, request.plan.stages_of))
+            active = request.more.get("active", 0)
+    if active > most > 0:
+        raise PlanError(
+            f"active is {active}, and no schedule has more than {most} "
+            f"stage{'s' * (most > 1)} on a rank to make whole",
+            hint=f"active={most}",
+            fields=["active"],
+        )

@@ -8,8 +8,8 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from schedir.commands._bound import bound_of_request, to_gain
-from schedir.commands._facts import facts, filled
-from schedir.commands._options import SOURCE, add_shape, number, request_of
+from schedir.commands._facts import facts, said_of_costs
+from schedir.commands._options import SOURCE, add_shape, number, request_of, require_whole
 from schedir.commands._zoo import Ranked, known, ranked
 from schedir.errors import in_bytes
 from schedir.io.terminal import as_json, table
@@ -58,7 +58,7 @@ def run(args: argparse.Namespace) -> str:
         names = [name for name, error in found.refused.items() if error.fact == fact]
         said += f"not {', '.join(names)}: {fact}\n"
     # Of the first one: others have other stages, and so other numbers.
-    return said + filled(found.fit[:1])
+    return said + said_of_costs(found.fit[:1])
 
 
 def _found(args: argparse.Namespace) -> Ranked:
@@ -69,7 +69,9 @@ def _found(args: argparse.Namespace) -> Ranked:
         few = args.activations is None or peak <= args.activations
         return "" if few else f"{peak:.6g} activations"
 
-    found = ranked(_candidates(args), over=over, whole=args.whole, said=args.source)
+    candidates = [*_candidates(args)]
+    require_whole(request for _, request in candidates)
+    found = ranked(candidates, over=over, whole=args.whole, said=args.source)
     if found.refused and not (found.fit or found.over or found.split):
         raise next(iter(found.refused.values()))
     return found

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from schedir.commands._bound import bound_of_request, to_gain
-from schedir.commands._facts import facts, filled, filled_facts
-from schedir.commands._options import add_shape, add_source, request_of
+from schedir.commands._facts import facts, filled_facts, said_of_costs
+from schedir.commands._options import add_shape, add_source, request_of, require_whole
 from schedir.commands._pictures import add_picture, only_charts, save_chart
 from schedir.errors import UsageError
 from schedir.io.terminal import as_json, table
@@ -45,10 +45,11 @@ def run(args: argparse.Namespace) -> str:
     elif args.tradeoff:
         only_charts(args, "bubble against memory")
     requests = [request_of(args, source, share=True) for source in args.source]
+    require_whole(requests)
     timelines = [request.timeline for request in requests]
     said = _compared(requests, as_table=not args.json)
     if not args.json:
-        said += _differ(timelines) + _recomputed(requests) + filled(requests)
+        said += _differ(timelines) + _recomputed(requests) + said_of_costs(requests)
     if args.output is not None:
         if args.tradeoff:
             from schedir.viz import save, tradeoff

@@ -6,7 +6,7 @@ import argparse
 from typing import TYPE_CHECKING
 
 from schedir.commands._bound import bound_of_request, said_of
-from schedir.commands._facts import filled
+from schedir.commands._facts import said_of_costs
 from schedir.commands._options import add_shape, add_source, request_of
 from schedir.commands._pictures import add_picture, in_letters, only_charts, save_chart
 from schedir.errors import UsageError
@@ -42,7 +42,7 @@ def run(args: argparse.Namespace) -> str:
     requests = [request_of(args, source) for source in args.source]
     timelines = [request.timeline for request in requests]
     if args.output is None:
-        return "\n".join(map(_letters, requests)) + filled(requests)
+        return "\n".join(map(_letters, requests)) + said_of_costs(requests)
     if page:
         from schedir.viz import save_html
 
@@ -59,7 +59,7 @@ def run(args: argparse.Namespace) -> str:
         save(idle_map(timelines[0]), args.output)
     else:
         save_chart(args, requests)
-    return f"wrote {args.output}\n" + filled(requests)
+    return f"wrote {args.output}\n" + said_of_costs(requests)
 
 
 def _letters(request: Request) -> str:

@@ -6,7 +6,7 @@ import argparse
 import shlex
 from typing import TYPE_CHECKING, Any
 
-from schedir.commands._facts import facts, filled, filled_facts
+from schedir.commands._facts import facts, filled_facts, said_of_costs
 from schedir.commands._options import add_shape, add_source, request_of, shape_of
 from schedir.errors import ProgramError
 from schedir.io.terminal import as_json
@@ -63,7 +63,7 @@ def run(args: argparse.Namespace) -> str:
     if advice.given and (found := forms(timeline, costs)) is not None:
         lines.append(format_forms(found, has=RECOMPUTE in timeline.program.ops))
     lines += format_residencies(held)
-    return "".join(f"{line}\n" for line in lines) + filled([request])
+    return "".join(f"{line}\n" for line in lines) + said_of_costs([request])
 
 
 def _least(advice: Advice, costs: Costs) -> list[Bound]:

@@ -11,7 +11,15 @@ from typing import TYPE_CHECKING, Any
 
 from schedir.commands._bound import in_words
 from schedir.commands._facts import facts
-from schedir.commands._options import PER_RANK, RANKS, add_problem, count, number, shape_of
+from schedir.commands._options import (
+    PER_RANK,
+    RANKS,
+    add_later,
+    add_problem,
+    count,
+    number,
+    shape_of,
+)
 from schedir.commands._progress import Progress
 from schedir.commands._zoo import Ranked, on_the_plan, ranked
 from schedir.errors import UsageError, in_bytes
@@ -88,6 +96,8 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     how.add_argument("--prove", default="closed", metavar="HOW",
                      help="how a bound is proven: closed, by formulas (default), or solver, which "
                      "needs schedir[solver], for small ones")  # fmt: skip
+
+    add_later(parser)
 
 
 def _counts(text: str) -> int | tuple[int, ...]:

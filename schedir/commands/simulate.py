@@ -6,7 +6,7 @@ import argparse
 from typing import TYPE_CHECKING, Any
 
 from schedir.commands._bound import bound_of_request, said_of
-from schedir.commands._facts import facts, filled, filled_facts
+from schedir.commands._facts import facts, filled_facts, said_of_costs
 from schedir.commands._options import add_shape, add_source, request_of
 from schedir.errors import UsageError, in_bytes
 from schedir.io.request import Request
@@ -75,7 +75,7 @@ def run(args: argparse.Namespace) -> str:
         f"{timeline.bubble_over_ideal:.1%} of the busy time\n"
         + "".join(f"{line}\n" for line in filter(None, [said_of(timeline, bound)]))
         + _said_sent(timeline, sent)
-        + filled([request])
+        + said_of_costs([request])
         + _said(timeline, slots)
         + (f"{parts}\n" if (parts := in_parts(timeline.program)) else "")
         + (f"recomputed: {again}\n" if (again := recomputed(timeline.program)) else "")

@@ -198,8 +198,9 @@ class Cluster:
         """Costs in seconds: those that are told stay, and these are filled, unless told:
 
         - `send`: a message of an activation, or of a gradient, of which each slice is sent by its
-          own process where tp > 1; `scatter` cuts these, and `gather` makes them whole.  A stage
-          that sends both ways has one cost, that of the longer message.
+          own process where tp > 1; `scatter` cuts these, and `gather` makes them whole.  Here an
+          activation is whole, also of a sharded boundary: tp times its `Sizes`.  A stage that sends
+          both ways has one cost, that of the longer message.
         - `reduce_grads`: a ring over replicas, as a whole.  Executors begin it under the last
           backward, so that what is left of it at its turn is less.  `reduce_holders`: a ring over
           a stage's holders.

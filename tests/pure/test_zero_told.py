@@ -117,3 +117,49 @@ def test_what_no_longer_says_anything_is_no_more_said(
 def test_best_passes_over_what_cannot_keep_so_few_whole(capsys: pytest.CaptureFixture[str]) -> None:
     out = said(capsys, "best", "--ranks=2", "--microbatches=4", "--dp=2", "--zero=3", "--active=1")
     assert "not dualpipe, dualpipe_v: active is 1, and what runs as one uses 2 stages" in out
+
+
+def test_what_a_search_finds_is_lowered_with_zero(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As the message that refuses `search --zero` says."""
+    monkeypatch.chdir(tmp_path)
+    shape = ("--ranks=2", "--microbatches=4", "--evaluations=1")
+    said(capsys, "search", *shape, "-o", "found.sched")
+    words = ("--relower", "--dp=2", "--zero=3")
+    told = json.loads(said(capsys, "simulate", "found.sched", *words, "--json"))
+    assert (told["zero"], told["gathers"]) == (3, [1, 1])
+
+
+@pytest.mark.parametrize("command", ["simulate", "explain", "compare", "draw"])
+@pytest.mark.parametrize(
+    ("zero", "costs", "names"),
+    [
+        (0, "reduce_grads=2", []),
+        (0, "unshard=2,reduce_scatter=1", ["unshard", "reduce_scatter"]),
+        (0, "reduce_grads=2,unshard=0", []),  # what is free is not missed
+        (3, "reduce_grads=2,unshard=1", ["reduce_grads"]),
+        (3, "unshard=1,reduce_scatter=1", []),
+    ],
+)
+def test_costs_that_nobody_reads_are_told(
+    zero: int, costs: str, names: list[str], command: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    shape = ("--ranks=2", "--microbatches=4", "--dp=2", f"--zero={zero}")
+    out = said(capsys, command, "one_f_one_b", *shape, f"--costs=F=1,B=2,{costs}")
+    line = f"nobody reads the cost of {' and '.join(names)}: with zero {zero} there is "
+    assert line in out if names else "nobody reads" not in out
+    if command in ("simulate", "explain"):
+        argv = (*shape, f"--costs=F=1,B=2,{costs}", "--json")
+        assert json.loads(said(capsys, command, "one_f_one_b", *argv)).get("not_read", []) == names
+
+
+def test_a_cost_that_one_of_several_reads_is_not_told(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    files = [tmp_path / f"{zero}.sched" for zero in (0, 3)]
+    for zero, file in zip((0, 3), files, strict=True):
+        file.write_text(show(compile(schedules.one_f_one_b, Plan(2, 4), dp=2, zero=zero)))
+    costs = "--costs=F=1,B=2,reduce_grads=2,unshard=1,reduce_scatter=1"
+    assert "nobody reads" not in said(capsys, "compare", *map(str, files), costs)
+    assert "nobody reads" in said(capsys, "compare", str(files[0]), costs)
