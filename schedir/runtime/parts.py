@@ -189,15 +189,6 @@ class Parts:
             for p, view in zip(bucket.parameters, bucket.views(flat), strict=True):
                 p.grad = None
                 p.data = view
-        self.versions = [p._version for p, _ in self.views]
-
-    def written(self) -> bool:
-        """Whether somebody has written to what is shown, or set it."""
-        at = [
-            v.data_ptr() for b, f in zip(self.buckets, self.shown, strict=True) for v in b.views(f)
-        ]
-        now = [(p._version, p.data_ptr()) for p, _ in self.views]
-        return now != [*zip(self.versions, at, strict=True)]
 
     @torch.no_grad()
     def take(self) -> None:

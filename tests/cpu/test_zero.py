@@ -127,13 +127,14 @@ def _some(rank: int) -> dict[str, Any]:
         executor, stages = _executor(zero, reduce="turn" if zero else "end")
         executor.step(*_given(executor))
         found.setdefault("turns", []).append(_weights(executor, stages))
-    executor, stages = _executor(3)
-    try:
-        with executor.whole(), torch.no_grad():
-            for p in stages[0].parameters():
-                p.fill_(float(rank))
-    except ModelError as error:
-        found["written"] = str(error)
+    for own in (nn.Parameter.detach, lambda p: p.data):  # the second raises no version
+        executor, stages = _executor(3)
+        try:
+            with executor.whole(), torch.no_grad():
+                for p in stages[0].parameters():
+                    own(p).fill_(float(rank))
+        except ModelError as error:
+            found.setdefault("written", []).append(str(error))
     return found
 
 
@@ -166,4 +167,5 @@ def test_turns_add_up_to_the_sum(some: list[dict[str, Any]]) -> None:
 
 def test_what_is_written_must_be_one(some: list[dict[str, Any]]) -> None:
     for own in some:
-        assert "do not agree on the numbers of" in own["written"]
+        assert len(own["written"]) == 2
+        assert all("do not agree on the numbers of" in text for text in own["written"])
