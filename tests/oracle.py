@@ -73,8 +73,7 @@ class Machine:
         if self.model == "serial":
             return "all"
         if not row.hop:
-            gathers = i.op in (O.Gather, O.GatherGrad)
-            return "dp" if row.lane == Lane.DP else "tp" if gathers else "compute"
+            return row.lane.name
         peer = int(self.program.plan.rank_at(self._other(i), i.mb))
         if self.model == "edge":
             return (row.lane, peer, i.op in TAKING)
@@ -104,6 +103,8 @@ class Machine:
         for k in group:
             for need in self._needs(rank, self.lists[rank][k]):
                 times.append(self.ended.get(need, -1.0))
+            for at in self._of_parts(rank, k):
+                times.append(self.ended.get((rank, at), -1.0))
             for free in self.left[rank].get(k, ()):
                 times.append(self.ended.get((rank, free), -1.0))
         return None if min(times) < 0 else max(times)
@@ -172,6 +173,54 @@ class Machine:
             if j.op in makers and j.stage in of and j.mb == i.mb
         ]
 
+    def _of_parts(self, rank: int, at: int) -> list[int]:
+        """Where replicas hold parts (ZeRO): the indices of whom an instruction waits for."""
+        own, i = self.lists[rank], self.lists[rank][at]
+        if not self.program.zero:
+            return []
+
+        def all_of(*ops: Opcode) -> list[int]:
+            of_any = ROWS[i.op].per is Per.RANK
+            return [k for k, j in enumerate(own) if j.op in ops and (of_any or j.stage == i.stage)]
+
+        def before(*ops: Opcode) -> list[int]:
+            return [k for k in all_of(*ops) if k < at]
+
+        adds = (O.Backward, O.BackwardInput, O.BackwardWeight)
+        needs = []
+        if i.op in (O.Forward, O.Recompute, *adds[:2]) and i.stage >= self.program.frozen:
+            needs += (before(O.Unshard) or all_of(O.Unshard))[-1:]
+        if i.op in adds and self.program.reduce == "turn":
+            needs += before(O.ReduceScatter)[-1:]
+        if i.op == O.Unshard:
+            needs += before(O.Reshard)[-1:]
+        if i.op == O.Reshard:
+            needs += (before(O.Unshard) or all_of(O.Unshard))[-1:]
+        if i.op == O.ReduceScatter:
+            needs += before(*adds) if all_of(O.ReduceScatter)[-1] != at else all_of(*adds)
+        if i.op in (O.ReduceHolders, O.ReduceNorm, O.OptimizerStep):
+            needs += all_of(O.ReduceScatter)
+        if i.op == O.ReduceTied:
+            tied = {s for tie in self.program.tied for s in tie}
+            needs += [k for k, j in enumerate(own) if j.op == O.ReduceScatter and j.stage in tied]
+        if i.op == O.OptimizerStep:
+            needs += all_of(O.Reshard)
+        return needs
+
+    def _wholes(self, rank: int) -> dict[tuple[str, int, int], tuple[int, int]]:
+        """As `values`, of weights and gradients that are whole for a time."""
+        wholes, open_ = {}, dict[tuple[str, int], int]()
+        adds = (O.Backward, O.BackwardInput, O.BackwardWeight)
+        for k, i in enumerate(self.lists[rank]):
+            if i.op == O.Unshard and self.program.zero > 2:
+                open_["full", i.stage] = k
+            if i.op in adds and self.program.zero > 1:
+                open_.setdefault(("wgrad", i.stage), k)
+            ends = {O.Reshard: "full", O.ReduceScatter: "wgrad"}.get(i.op, "")
+            if (ends, i.stage) in open_:
+                wholes[ends, i.stage, i.mb] = open_.pop((ends, i.stage)), k
+        return wholes
+
     def _from(self, stage: int) -> int:
         """The stage whose skip a stage takes; -1 for none."""
         return {t: s for s, t in self.program.skips}.get(stage, -1)
@@ -215,7 +264,7 @@ class Machine:
         # Each slot on the heap is named by the index that freed it, -1 if nobody ever used it.
         heap = {kind: deque([-1] * n) for kind, n in self.program.slots[rank].said().items()}
         fills, frees = defaultdict(list), defaultdict(list)
-        for (kind, _, _), (fill, free) in self.values(rank).items():
+        for (kind, _, _), (fill, free) in (self.values(rank) | self._wholes(rank)).items():
             fills[fill].append(kind)
             frees[free].append(kind)
         for group in self.groups[rank]:

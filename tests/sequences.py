@@ -7,7 +7,8 @@ pairs of ranks their channels, for all steps together.
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from itertools import chain
 
 from schedir.ir.program import Program
 from tests.host import Entry, Event, Host, Message, Slot, Wrong
@@ -70,12 +71,16 @@ class Together(Machine):
     def run(self) -> Verdict:
         ran = [(step.hosts[rank], rank) for rank, row in enumerate(self.rows) for step in row]
         queues: dict[object, list[Entry]] = defaultdict(list)
+        threads: list[Iterator[Event]]
         for host, rank in ran:
             host.issue_all()
             for entry in host.entries:
                 for queue in entry.queues:
                     queues[rank, queue].append(entry)
-        self.let_run([self.thread(entries) for entries in queues.values()])
+        threads = [self.thread(entries) for entries in queues.values()]
+        for rank in range(len(self.rows)):  # a host issues one step behind the other
+            threads.append(chain(*(self.calls(host) for host, own in ran if own == rank)))
+        self.let_run(threads)
         for host, rank in ran:
             for entry in host.entries:
                 if not entry.done.when:

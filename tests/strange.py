@@ -41,6 +41,8 @@ def issue(host: Host, i: Instr) -> None:
     row = ROWS[i.op]
     if row.per is Per.TURN and host.machine.updates > 1:
         host.wrong(f"{i} with several updates")
+    if row.per is Per.RANK:
+        host.ends(i.mb)
     host.queue(_LANES.get(row.lane, row.lane))
     for token in filter(lambda token: _there(host, token), row.needs):
         for slot in _slots(host, token, i):

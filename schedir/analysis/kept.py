@@ -57,7 +57,8 @@ def kept_of(program: Program, kind: Token, sizes: Sizes, tier: int, late: bool) 
     if late:
         came = _as_early(program, kind, begin, made)
         when = 2 * group[came] + (came != begin) * (came != program.offsets[index.rank[came]])
-    gone[over] = heard_of(program, end[over], drains=not late)
+    if tier == 0:  # memory of a device is the host's to let go
+        gone[over] = heard_of(program, end[over], drains=not late)
     changes = [
         (came[comes], when[comes], one[comes], adds[comes]),
         (begin[first], 2 * group[begin[first]] + 1, 0 * one[first], (size - adds)[first]),

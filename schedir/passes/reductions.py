@@ -12,7 +12,7 @@ from schedir.analysis.graph import Graph
 from schedir.analysis.slots import KINDS, counts, minimum_slots
 from schedir.ir.index import NONE, Index
 from schedir.ir.ops import ADDS, Opcode, Per, Token, producers
-from schedir.ir.program import FIELDS, OWN, Program, Slots, is_op, pack
+from schedir.ir.program import FIELDS, Program, Slots, is_op, pack
 from schedir.passes.ends import apart, meets, together
 from schedir.passes.insert import at_ends, at_places, behind
 from schedir.passes.record import Expected, Mask, Options, Pass, Present
@@ -63,7 +63,7 @@ def leave_room(program: Program) -> Program:
     if (room >= most).all():
         return program
     said = program.slots or [Slots.unsaid()] * program.plan.ranks
-    each = zip(said, np.where(room < most, room, OWN).tolist(), strict=True)
+    each = zip(said, np.minimum(room, most).tolist(), strict=True)
     return program.with_slots([slots._replace(**{_WHOLE: n}) for slots, n in each])
 
 

@@ -47,7 +47,8 @@ def explicit(program: Program, model: Model, costs: Costs) -> nx.DiGraph:
                 for free in machine.left[rank].get(k, ()):
                     left = machine._group_of(rank, free)
                     graph.add_edge(("complete", rank, left), posted, weight=0.0)
-                for giver, at in machine._needs(rank, own[k]):
+                needs = [(rank, at) for at in machine._of_parts(rank, k)]
+                for giver, at in machine._needs(rank, own[k]) + needs:
                     done = ("complete", giver, machine._group_of(giver, at))
                     graph.add_edge(done, posted, weight=0.0)
                 if ROWS[own[k].op].meets is None:
