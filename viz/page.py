@@ -27,6 +27,7 @@ from schedir.predict.timeline import Timeline, expect_runs
 from schedir.viz.palette import (
     CAUSES,
     DAY,
+    HATCHED,
     LANE_NAMES,
     NAMES,
     NIGHT,
@@ -152,6 +153,7 @@ def _op(row: Any) -> dict[str, Any]:
         "per": row.per.value or "rank",
         "hop": row.hop is not None,
         "work": row.op in COMPUTE,
+        "again": row.op in HATCHED,
         "sends": row.op in SENDS,
     }
 

@@ -12,12 +12,14 @@ from matplotlib.image import imread
 
 from schedir.compiler.compile import compile
 from schedir.ir.costs import Costs
+from schedir.ir.ops import Opcode
 from schedir.ir.plan import Plan
 from schedir.ir.program import Program
 from schedir.predict.simulate import simulate
 from schedir.predict.timeline import Timeline
 from schedir.schedules import interleaved, one_f_one_b, pipedream_2bw
 from schedir.viz import save_html
+from schedir.viz.palette import colour, written
 from tests.browser.chromium import Chromium
 
 COSTS = Costs(F=1, B=2, send=0.25)
@@ -258,3 +260,20 @@ def test_every_kind_of_run_opens(page: Page, kind: str) -> None:
     browser = page(t)
     for key in ("m", "p", "c", "w", "ArrowRight", "ArrowDown", "Enter"):
         browser.key(key)
+
+
+def test_what_runs_again_is_hatched(page: Page) -> None:
+    """R has the hue of F, and so lines across: along a row of pixels its colour comes and goes."""
+    run = simulate(compile(one_f_one_b, Plan(2, 4), recompute="all"))
+    browser = page(run)
+    row = np.array(
+        browser.js("""((canvas) => [...canvas.getContext("2d")
+            .getImageData(0, 86, canvas.width, 1).data])(document.getElementById("canvas"))""")
+    ).reshape(-1, 4)[:, :3]
+    changes = []
+    for op in (Opcode.Forward, Opcode.Recompute):
+        fill = written(colour(op, 0, 1))
+        own = (row == [int(fill[at : at + 2], 16) for at in (1, 3, 5)]).all(1)
+        changes.append(int((own[1:] != own[:-1]).sum()))
+    assert 0 < changes[0] <= 2 * 4  # of each box the two sides
+    assert changes[1] > 4 * 4

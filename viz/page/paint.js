@@ -4,7 +4,7 @@ const canvas = document.getElementById("canvas"), pen = canvas.getContext("2d");
 const strip = document.createElement("canvas"), stripPen = strip.getContext("2d");
 const FONT = "system-ui, -apple-system, 'Segoe UI', Roboto, 'Noto Sans', 'DejaVu Sans', sans-serif";
 let dense = []; // lanes whose shares of pixels are still to be painted
-let ratio = 1, colours = {}, fills = [], tints = [], light = null, hatch = null;
+let ratio = 1, colours = {}, fills = [], tints = [], light = null, hatch = null, again = null;
 
 const dark = () => document.documentElement.classList.contains("dark");
 
@@ -15,17 +15,24 @@ function theme() {
   fills = DATA.fills[dark() ? "dark" : "light"].map((own) => own.map(([fill, ink]) => ({ fill, ink })));
   tints = fills.flatMap((own) => Array.from({ length: SHADES }, (_, k) => own[k % own.length]));
   light = Uint8Array.from(tints.flatMap(({ fill }) => [1, 3, 5].map((at) => parseInt(fill.slice(at, at + 2), 16))));
+  hatch = hatching(colours.hatch, 1);
+  again = hatching("#fff", -1);  // what runs again
+}
+
+// Lines that rise to the right, or with -1 to the left.
+function hatching(colour, rises) {
   const tile = document.createElement("canvas");
   tile.width = tile.height = 8 * ratio;
   const t = tile.getContext("2d");
   t.scale(ratio, ratio);
-  t.strokeStyle = colours.hatch;
+  t.strokeStyle = colour;
   t.lineWidth = 0.9;
   t.beginPath();
-  for (const d of [-8, 0, 8]) { t.moveTo(d - 1, 9); t.lineTo(d + 9, -1); }
+  for (const d of [-8, 0, 8]) { t.moveTo(d - 1, rises > 0 ? 9 : -1); t.lineTo(d + 9, rises > 0 ? -1 : 9); }
   t.stroke();
-  hatch = pen.createPattern(tile, "repeat");
-  hatch.setTransform(new DOMMatrix().scale(1 / ratio));
+  const pattern = pen.createPattern(tile, "repeat");
+  pattern.setTransform(new DOMMatrix().scale(1 / ratio));
+  return pattern;
 }
 
 const fillOf = (run, k) => tints[tintOf(run, k)];
@@ -54,6 +61,10 @@ function paintLane(lane, mask, y = lane.y - view.top + HEAD) {
         pen.roundRect(GUTTER + left, by, right - left - gap, bh, 2.5);
         pen.fill();
       } else pen.fillRect(GUTTER + left, by, Math.max(right - left - gap, 1 / ratio), bh);
+      if (OPS[run.op[k]].again && w > 3) {
+        pen.fillStyle = again;
+        pen.fillRect(GUTTER + left, by, right - left - gap, bh);
+      }
       if (bh >= 11 && w > 12) paintLabel(run, k, left, right - gap, by, bh, fill);
     } else if (mask) {
       pen.fillStyle = tints[tint[j]].fill;
