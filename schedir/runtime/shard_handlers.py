@@ -12,12 +12,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from schedir.errors import ModelError
-from schedir.ir.ops import ADDS, LATE, ROWS, Instr, Opcode, Token
+from schedir.ir.ops import ADDS, FORWARDS, LATE, ROWS, Instr, Opcode, Token
 from schedir.runtime.parts import Parts
 from schedir.runtime.rank import Call, Handler, State
 from schedir.runtime.reduction import Reduction
 from schedir.runtime.reduction_handlers import scaling
 from schedir.runtime.slots import Slot
+from schedir.runtime.stage import Stage
 from schedir.transports.transport import Done, Then, Work
 
 _READS: Final = tuple(r.op for r in ROWS if Token.FULL in {*r.needs} - {*r.frees})
@@ -75,6 +76,8 @@ def _reading(handler: Handler, state: State, i: Instr) -> Call:
         waits.append(partial(state.make_room, i.stage, state.index_of[i]))
     if stage.weights is not None and not stage.weights.stays and i.op in LATE:
         call = call._replace(run=partial(_watched, stage.weights, _tape(state, i), call.run))
+    if stage.weights is not None and not stage.weights.stays and i.op in FORWARDS:
+        call = call._replace(run=partial(_looked_at, stage, call.run))
     return call._replace(wait=_all(waits)) if waits else call
 
 
@@ -85,22 +88,41 @@ def _tape(state: State, i: Instr) -> Slot:
 def _watched(parts: Parts, tape: Slot, run: Callable[[], None]) -> None:
     """Run a W, for which nobody makes weights whole: rules that somebody has taught are watched."""
     watch = not parts.is_whole and tape.look().taught
-    with _Watch() if watch else nullcontext():  # type: ignore[no-untyped-call]
+    with _Watch(*_LATER) if watch else nullcontext():
         run()
+
+
+def _looked_at(stage: Stage, run: Callable[[], None]) -> None:
+    """Run an F; the first in each mode is watched: it may read weights of another stage."""
+    training = stage.module.training
+    with nullcontext() if training in stage.watched else _Watch(*_OTHERS):
+        run()
+    stage.watched.add(training)
+
+
+_LATER: Final = (
+    "a split's rule of a later gradient reads a weight, which is in parts by then",
+    "let its forward keep what it needs, or zero=2",
+)
+_OTHERS: Final = (
+    "a stage reads a weight of another one, which is in parts meanwhile",
+    "zero=2, or let it have a copy in a buffer",
+)
 
 
 class _Watch(TorchDispatchMode):
     """Refuses whatever reads a tensor whose memory is let go: else it would read anything."""
+
+    def __init__(self, what: str, hint: str) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.what, self.hint = what, hint
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = func._schema.name.partition("::")[2]
         looks = func.is_view or name.startswith("new_") or name.endswith("_like")
         for t in () if looks else tree_leaves((args, kwargs or {})):
             if isinstance(t, Tensor) and t.nbytes and not t.untyped_storage().nbytes():
-                raise ModelError(
-                    "a split's rule of a later gradient reads a weight, which is in parts by then",
-                    hint="let its forward keep what it needs, or zero=2",
-                )
+                raise ModelError(self.what, hint=self.hint)
         return func(*args, **kwargs or {})
 
 

@@ -171,3 +171,24 @@ def test_graphs_of_computes_need_memory_that_stays(zero: int) -> None:
     executor: Any = SimpleNamespace(program=program)
     with pytest.raises(ModelError, match=f"with zero {zero}, memory is let go"):
         GraphedComputes(executor, [], [])
+
+
+class Reads(nn.Module):
+    """Multiplies by a weight of another stage."""
+
+    def __init__(self, other: nn.Linear) -> None:
+        super().__init__()
+        self.own, self.others = nn.Linear(4, 4), [other]
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.own(x) * self.others[0].bias.detach()
+        return out
+
+
+def test_a_weight_of_another_stage_is_read_whole_or_not_at_all() -> None:
+    """At level 3 its memory is let go meanwhile: whoever reads it there reads anything."""
+    first = nn.Linear(4, 4)
+    steps(ranks_of(2, [first, Reads(first)]))
+    first = nn.Linear(4, 4)
+    with pytest.raises(ExecutionError, match="a stage reads a weight of another one"):
+        steps(ranks_of(3, [first, Reads(first)], active=1))
