@@ -76,7 +76,7 @@ def part(name: str) -> list[str]:
 
 def training(*sets: str) -> list[str]:
     given = ["pipeline.ranks=1", "pipeline.tp=1", "train.steps=20", "train.log_every=5", *sets]
-    given.append(f'output.folder="{FOLDER}/train"')
+    given += [f'output.folder="{FOLDER}/train"', "output.replace=true"]
     return ["-m", "schedir", "train", "examples/demo.toml", f"--trace={FOLDER}/train",
             *(f"--set={s}" for s in given)]  # fmt: skip
 

@@ -2,8 +2,8 @@
 
     python examples/demo.py [FOLDER]
 
-Results go to FOLDER, ./demo-output unless told.  The exit code is 0 if the loss falls and is
-that of the single process.
+Results go to FOLDER, ./demo-output unless told, over those of an earlier demo.  The exit
+code is 0 if the loss falls and is that of the single process.
 """
 
 from __future__ import annotations
@@ -21,7 +21,8 @@ import schedir
 from schedir import Costs, Plan
 from schedir.errors import ProgramError
 from schedir.schedules import gpipe, interleaved, one_f_one_b
-from schedir.training.train import make_folder, run
+from schedir.training.results import make_folder
+from schedir.training.train import run
 
 CONFIG = Path(__file__).with_name("demo.toml")
 ALONE = {"pipeline.ranks": 1, "pipeline.stages_per_rank": 1, "pipeline.tp": 1}
@@ -59,7 +60,7 @@ def train(title: str, folder: Path, settings: dict[str, int]) -> list[float]:
     """Train as demo.toml says but for `settings`; the loss of each step."""
     SAY.rule(title)
     began = perf_counter()
-    sets = [f"{key}={value}" for key, value in settings.items()]
+    sets = [f"{key}={value}" for key, value in settings.items()] + ["output.replace=true"]
     code = run(str(CONFIG), [*sets, f"output.folder={json.dumps(str(folder))}"])
     if code:
         sys.exit(code)

@@ -2,8 +2,9 @@
 
     python examples/recompute.py [FOLDER]
 
-Results go to FOLDER, ./recompute-output unless told.  The exit code is 0 if the run that keeps all
-is refused, and the one that recomputes what does not fit trains.
+Results go to FOLDER, ./recompute-output unless told, over those of an earlier run.  The
+exit code is 0 if the run that keeps all is refused, and the one that recomputes what does not fit
+trains.
 """
 
 from __future__ import annotations
@@ -13,7 +14,8 @@ import sys
 from pathlib import Path
 
 from schedir.errors import ProgramError
-from schedir.training.train import make_folder, run
+from schedir.training.results import make_folder
+from schedir.training.train import run
 
 CONFIG = Path(__file__).with_suffix(".toml")
 
@@ -25,11 +27,11 @@ def main() -> int:
     except ProgramError as error:
         print(error)
         return 2
-    output = f"output.folder={json.dumps(str(folder))}"
+    output = [f"output.folder={json.dumps(str(folder))}", "output.replace=true"]
     print("Keeping all that forwards save:", flush=True)
-    refused = run(str(CONFIG), [output])
+    refused = run(str(CONFIG), output)
     print("\nRunning again what does not fit:", flush=True)
-    code = run(str(CONFIG), [output, "memory.recompute=fit"])
+    code = run(str(CONFIG), [*output, "memory.recompute=fit"])
     if not refused:
         print("FAILED: the limit is not exceeded")
     return code or int(not refused)

@@ -2,8 +2,9 @@
 
     python examples/zero.py [FOLDER]
 
-Results go to FOLDER, ./zero-output unless told.  The exit code is 0 if plain replicas are refused,
-as are ZeRO alone and recomputation alone, and both together train within the limit.
+Results go to FOLDER, ./zero-output unless told, over those of an earlier run.  The exit
+code is 0 if plain replicas are refused, as are ZeRO alone and recomputation alone, and both
+together train within the limit.
 """
 
 from __future__ import annotations
@@ -14,7 +15,8 @@ from pathlib import Path
 
 from schedir.errors import ProgramError, in_bytes
 from schedir.training.config_file import read
-from schedir.training.train import make_folder, run
+from schedir.training.results import make_folder
+from schedir.training.train import run
 
 CONFIG = Path(__file__).with_suffix(".toml")
 MEMORY = read(str(CONFIG)).memory
@@ -33,15 +35,15 @@ def main() -> int:
     except ProgramError as error:
         print(error)
         return 2
-    output = f"output.folder={json.dumps(str(folder))}"
+    output = [f"output.folder={json.dumps(str(folder))}", "output.replace=true"]
     wrong = []
     for title, sets in REFUSED.items():
         print(f"{title}:", flush=True)
-        if run(str(CONFIG), [output, *sets]) != 2:
+        if run(str(CONFIG), [*output, *sets]) != 2:
             wrong.append(f"was not refused: {title}")
         print(flush=True)
     print("Both:", flush=True)
-    if code := run(str(CONFIG), [output, ZERO, AGAIN]):
+    if code := run(str(CONFIG), [*output, ZERO, AGAIN]):
         return code
     summary = json.loads((folder / "summary.json").read_text())
     (predicted,), (counted,) = (summary["memory"][name] for name in ("predicted", "counted"))

@@ -16,6 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from schedir.errors import UsageError
+from schedir.io.terminal import finite
 from schedir.ir.flow import Flow
 from schedir.ir.ops import LANES, SENDS, TRANSFERS, Lane, Token
 from schedir.predict.bubble_causes import Cause, idleness
@@ -47,10 +48,12 @@ def text(timeline: Timeline) -> str:
         "unit": timeline.unit,
         "microseconds_per_unit": _scale(timeline),
     }
-    lines = ",\n".join(json.dumps(event, separators=(",", ":")) for event in events(timeline))
-    return (
-        f'{{"displayTimeUnit":"ms","otherData":{json.dumps(facts)},"traceEvents":[\n{lines}\n]}}\n'
-    )
+    lines = ",\n".join(_json(event) for event in events(timeline))
+    return f'{{"displayTimeUnit":"ms","otherData":{_json(facts)},"traceEvents":[\n{lines}\n]}}\n'
+
+
+def _json(value: object) -> str:
+    return json.dumps(finite(value), separators=(",", ":"), allow_nan=False)
 
 
 def _scale(timeline: Timeline) -> float:

@@ -8,8 +8,9 @@ from __future__ import annotations
 import json
 import os
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from io import StringIO
+from math import isfinite
 from shutil import get_terminal_size
 from typing import TYPE_CHECKING
 from unicodedata import east_asian_width
@@ -118,5 +119,20 @@ def listed(words: Sequence[str]) -> str:
 
 
 def as_json(value: object) -> str:
-    """JSON for a program to read."""
-    return json.dumps(value, indent=2) + "\n"
+    """JSON for a program to read; numbers that JSON does not have are null.
+
+    >>> as_json({"loss": float("nan"), "seconds": 1.5, "most": (2, float("inf"))}).split()
+    ['{', '"loss":', 'null,', '"seconds":', '1.5,', '"most":', '[', '2,', 'null', ']', '}']
+    """
+    return json.dumps(finite(value), indent=2, allow_nan=False) + "\n"
+
+
+def finite(value: object) -> object:
+    """The value as JSON can say it: NaN and infinities, which it has not, are None."""
+    if isinstance(value, float):
+        return value if isfinite(value) else None
+    if isinstance(value, Mapping):
+        return {key: finite(own) for key, own in value.items()}
+    if isinstance(value, list | tuple):
+        return [finite(own) for own in value]
+    return value

@@ -41,7 +41,7 @@ def save_timeline(timeline: Timeline, path: str | Path) -> None:
     """Write a Timeline to a file that `load_timeline` reads.  The same Timeline, the same bytes.
 
     Raises UsageError for a path that cannot be written, and for sizes that are too many numbers for
-    a file; the file is there whole or not at all.
+    a file, or not finite; the file is there whole or not at all.
 
     >>> from pathlib import Path
     >>> from tempfile import TemporaryDirectory
@@ -64,9 +64,15 @@ def save_timeline(timeline: Timeline, path: str | Path) -> None:
         "clock_error": timeline.clock_error,
         "sizes": timeline.sizes and asdict(timeline.sizes),
     }
-    said = json.dumps(header, indent=2).encode() + b"\n"
+    try:
+        said = json.dumps(header, indent=2, allow_nan=False).encode() + b"\n"
+    except ValueError:
+        raise UsageError(
+            "a Timeline's file holds no clock_error and no sizes that are infinite or NaN",
+            fields=["clock_error", "sizes"],
+        ) from None
     if len(said) > _HEAD:
-        said = json.dumps(header).encode() + b"\n"
+        said = json.dumps(header, allow_nan=False).encode() + b"\n"
     if len(said) > _HEAD:
         raise UsageError(
             f"sizes of {len(said)} bytes are too many for a Timeline's file, which holds {_HEAD}",

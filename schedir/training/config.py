@@ -171,12 +171,14 @@ class DataConfig:
 class OutputConfig:
     """Where results go: a folder, made if it is not there.
 
-    `trace` is a folder for the last step's Timeline, which needs `record`: to note when each
-    instruction begins and ends.  Without it, nothing is said of bubbles.  With `memory` the bytes
-    that live in the second step are counted, which then takes longer.
+    One that has results of an earlier run is refused; with `replace` they are removed when the
+    first step begins.  `trace` is a folder for the last step's Timeline, which needs `record`: to
+    note when each instruction begins and ends.  Without it, nothing is said of bubbles.  With
+    `memory` the bytes that live in the second step are counted, which then takes longer.
     """
 
     folder: str = "schedir-output"
+    replace: bool = False
     trace: str | None = None
     record: bool = True
     memory: bool = False

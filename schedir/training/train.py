@@ -2,38 +2,25 @@
 
 from __future__ import annotations
 
-import json
-import math
 import os
 import sys
-import tempfile
 import traceback
 from collections.abc import Sequence
-from contextlib import nullcontext
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from contextlib import closing, nullcontext
 
 from schedir.dumps.blame import Shape
 from schedir.dumps.box import Phase
 from schedir.errors import ExecutionError, NonFiniteError, ProgramError, UsageError
-from schedir.io.files import atomic_write
 from schedir.io.terminal import format_error
-from schedir.io.timeline_file import save_timeline
 from schedir.ir.numerals import whole
 from schedir.ir.program import Program
 from schedir.ir.zero import model_states
-from schedir.predict.calibrate import unexplained
-from schedir.training.config import Config, OutputConfig
+from schedir.training.config import Config
 from schedir.training.config_file import read
-from schedir.training.ends import Member, crash, end_with_parent, join, leave, member
+from schedir.training.ends import Member, crash, end_with_parent, is_launched, join, leave, member
 from schedir.training.launch import launch
+from schedir.training.results import Losses, claimed, save
 
-# What is wrong with a configuration is said before torch is imported.
-if TYPE_CHECKING:
-    from schedir.training.trainer import Result
-
-RESULTS = ("loss.csv", "summary.json", "timeline.png")
-TRACE = "measured.timeline"
 _LAUNCHER = "use torchrun, or unset RANK"
 
 
@@ -49,7 +36,12 @@ def run(path: str, sets: Sequence[str] = ()) -> int:
     config = read(path, sets)
     program = program_of(config)
     check_memory(config, config.world)
-    _make_folders(config)
+    with claimed(config.output):
+        return _start(path, sets, config, program)
+
+
+def _start(path: str, sets: Sequence[str], config: Config, program: Program) -> int:
+    """Train in this process, or start those that do."""
     try:
         from schedir.training.trainer import batches
         from schedir.training.world import require_device
@@ -82,25 +74,6 @@ def program_of(config: Config) -> Program:
             fields=["schedule"],
         )
     return program
-
-
-def _make_folders(config: Config) -> None:
-    make_folder(config.output.folder)
-    if config.output.trace is not None:
-        make_folder(config.output.trace)
-
-
-def make_folder(folder: str) -> None:
-    """Make a folder for results.  Raises UsageError if they cannot be written there."""
-    try:
-        Path(folder).mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=folder):
-            pass
-    except OSError as error:
-        raise UsageError(f"cannot write to the output folder {folder}: {error.strerror}") from None
-    for path in (Path(folder, name) for name in RESULTS):
-        if path.exists() and not (path.is_file() and os.access(path, os.W_OK)):
-            raise UsageError(f"cannot write {path}: it is no file that can be replaced")
 
 
 def check_memory(config: Config, processes: int) -> None:
@@ -142,10 +115,11 @@ def _run_rank(path: str, sets: Sequence[str]) -> int:
         config = read(path, sets)
         program = program_of(config)
         check_memory(config, _whole("LOCAL_WORLD_SIZE", 1, config.world, otherwise="1"))
-        if os.environ["RANK"] == "0":
-            _make_folders(config)
-        join(Member(config.output.folder, Shape.of(program), int(os.environ["RANK"])))
-        _train(config, program)
+        # `launch` has claimed the folders of those that it starts.
+        claims = os.environ["RANK"] == "0" and not is_launched()
+        with claimed(config.output) if claims else nullcontext():
+            join(Member(config.output.folder, Shape.of(program), int(os.environ["RANK"])))
+            _train(config, program)
     except NonFiniteError as error:  # which all ranks raise
         crash(str(error) if error.process == int(os.environ["RANK"]) else None)
     except ExecutionError as error:
@@ -216,54 +190,17 @@ def _train(config: Config, program: Program) -> None:
     from schedir.training.watchdog import Watchdog
     from schedir.training.world import processes
 
-    folder = Path(config.output.folder)
-    first = os.environ.get("RANK", "0") == "0"
+    losses = Losses(config.output) if os.environ.get("RANK", "0") == "0" else None
     facts = all_facts(config, program, batches(config))
-    own = member() or Member(folder, Shape.of(program), 0)
+    own = member() or Member(config.output.folder, Shape.of(program), 0)
     with (
         Watchdog(own, config.train.timeout) as watchdog,
         processes(config.train.timeout, config.train.device, own.box, facts),
-        (folder / RESULTS[0]).open("w") if first else nullcontext() as losses,
+        closing(losses) if losses is not None else nullcontext(),
     ):
-        if losses is not None:
-            losses.write("step,loss,learning_rate,gradient_norm,skipped\n")
         result = train(config, program, losses, watchdog)
         own.box.enter(Phase.RESULTS)
         if result is not None:
-            _save(result, config.output)
+            save(result, config.output)
     if member() is None:
         own.done()
-
-
-def _save(result: Result, output: OutputConfig) -> None:
-    """The summary, and of a run that was recorded the picture and the trace."""
-    _, summary, picture = (Path(output.folder, name) for name in RESULTS)
-    facts: dict[str, Any] = {
-        "program": result.program.name,
-        "digest": result.program.digest,
-        "loss": result.loss if math.isfinite(result.loss) else None,  # as JSON has it
-        "tokens_per_second": result.tokens_per_second,
-        "memory": {"predicted": result.memory},
-    }
-    if result.lived:
-        facts["memory"]["counted"] = result.lived
-    if result.runs is not None:
-        from schedir.viz import compare, save
-
-        measured, predicted = result.runs
-        save(compare([predicted, measured]), picture)
-        facts["bubble"] = {
-            "measured": measured.bubble,
-            "predicted": predicted.bubble,
-            "unexplained": unexplained(predicted, measured),
-        }
-        facts["seconds"] = {"measured": measured.span, "predicted": predicted.span}
-        facts["clock_error"] = measured.clock_error
-        if output.trace is not None:
-            path = Path(output.trace, TRACE)
-            save_timeline(measured, path)
-            print(f"wrote {path}")
-    with atomic_write(summary) as temporary:
-        temporary.write_text(json.dumps(facts, indent=2) + "\n")
-    wrote = RESULTS if result.runs is not None else RESULTS[:-1]
-    print(f"wrote {', '.join(wrote[:-1])} and {wrote[-1]} to {output.folder}", flush=True)

@@ -7,7 +7,6 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from time import perf_counter
-from typing import TextIO
 
 import numpy as np
 import torch
@@ -36,6 +35,7 @@ from schedir.training.config import Config
 from schedir.training.data import Batches, load
 from schedir.training.meeting import facts_of
 from schedir.training.prefetch import Batch, Prefetch
+from schedir.training.results import Losses
 from schedir.training.steps import Step, Steps
 from schedir.training.train_config import TrainConfig
 from schedir.training.watchdog import Watchdog
@@ -70,7 +70,7 @@ def batches(config: Config) -> Batches:
 
 
 def train(
-    config: Config, program: Program, losses: TextIO | None, watchdog: Watchdog
+    config: Config, program: Program, losses: Losses | None, watchdog: Watchdog
 ) -> Result | None:
     """Train as one rank of `program`; the Result on global rank 0, None on the others.
 
@@ -97,7 +97,7 @@ def train(
 
 
 class _Trainer:
-    def __init__(self, config: Config, program: Program, losses: TextIO | None) -> None:
+    def __init__(self, config: Config, program: Program, losses: Losses | None) -> None:
         self.config, self.program, self.losses = config, program, losses
         self.batches = batches(config)
         self.device = torch.device(config.train.device)
@@ -164,6 +164,8 @@ class _Trainer:
         train, record, result = self.config.train, self.config.output.record, None
         enter = watchdog.own.box.enter
         self.memory = self._memory()
+        if self.losses is not None:  # all have agreed, and are about to step
+            self.losses.begin()
         prefetch = Prefetch(
             self.batches,
             train.steps,
@@ -293,8 +295,6 @@ class _Trainer:
             if self.losses is not None:
                 norm = "" if s.norm is None else repr(s.norm)
                 self.losses.write(f"{number},{loss!r},{s.learning_rate!r},{norm},{s.skipped}\n")
-        if self.losses is not None:
-            self.losses.flush()
 
         seconds = [s.seconds for s in recent]
         # The first step connects and warms up: it is no measure.

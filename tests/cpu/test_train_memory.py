@@ -60,7 +60,7 @@ def test_what_lives_is_counted_beside_what_was_predicted(
     memory = json.loads((tmp_path / "o" / "summary.json").read_text())["memory"]
     (predicted,), (counted,) = memory["predicted"], memory["counted"]
     assert 0 <= predicted - counted <= 4 * 2 * 16 * 32
-    assert run(str(config), [*own, "output.record=false"]) == 0
+    assert run(str(config), [*own, "output.record=false", "output.replace=true"]) == 0
     assert "counted" not in (tmp_path / "o" / "summary.json").read_text()
 
 

@@ -1,0 +1,267 @@
+"""What a run leaves in its folder: never lost, never another run's, and whole."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import math
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from schedir.errors import ModelError, UsageError
+from schedir.training import results, trainer
+from schedir.training.config import OutputConfig
+from schedir.training.results import COLUMNS, LOCK, RESULTS, TRACE, claimed
+from schedir.training.train import run
+from tests.cpu.training import ALONE, LIMIT, ROOT, TORCHRUN, arguments, finish, start
+
+TWO = ["pipeline.tp=1", "pipeline.stages_per_rank=1", "train.log_every=1"]
+AGAIN = "output.replace=true"
+
+
+def held(folder: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in folder.iterdir() if path.is_file()}
+
+
+def refused(config: str, *sets: str) -> UsageError:
+    with pytest.raises(UsageError) as error:
+        run(config, [*ALONE, *sets])
+    return error.value
+
+
+# A second run
+
+
+def test_results_are_not_written_over_unless_that_is_said(config: str, tmp_path: Path) -> None:
+    sets = [f'output.folder="{tmp_path / "out"}"', f'output.trace="{tmp_path / "traces"}"']
+    assert run(config, [*ALONE, *sets]) == 0
+    had = held(tmp_path / "out") | held(tmp_path / "traces")
+    assert {*had} == {*RESULTS, TRACE}  # and no file of a lock
+
+    error = refused(config, *sets, "data.seed=3")
+    assert error.fields == ("folder", "replace") and all(name in error.fact for name in RESULTS)
+    assert "--set output.folder=" in error.hint and f"--set {AGAIN}" in error.hint
+    elsewhere = refused(config, f'output.folder="{tmp_path / "new"}"', sets[1])
+    assert str(tmp_path / "traces") in elsewhere.fact and TRACE in elsewhere.fact
+    assert elsewhere.fields == ("trace", "replace")
+    golden = (ROOT / "tests" / "golden" / "results.txt").read_text()
+    assert f"{error}\n{elsewhere}\n".replace(str(tmp_path), "...") == golden
+    assert held(tmp_path / "out") | held(tmp_path / "traces") == had
+
+    # Another run's picture and trace do not stay beside the losses of one that records nothing.
+    again = [*sets[:1], AGAIN, "output.record=false", "data.seed=3", "train.steps=2"]
+    (tmp_path / "out" / TRACE).touch()
+    (tmp_path / "out" / ".summary.json.123").touch()  # of one that was killed while it wrote
+    assert run(config, [*ALONE, *again]) == 0
+    assert {*held(tmp_path / "out")} == {"loss.csv", "summary.json"}
+    assert held(tmp_path / "out")["loss.csv"].count(b"\n") == 3
+
+
+def test_what_never_made_a_step_is_in_nobodys_way(config: str, tmp_path: Path) -> None:
+    (tmp_path / "loss.csv").write_text(COLUMNS)
+    assert run(config, [*ALONE, f'output.folder="{tmp_path}"', "train.steps=1"]) == 0
+    assert held(tmp_path)["loss.csv"].count(b"\n") == 2
+
+
+@pytest.mark.parametrize("name", [*RESULTS[1:], TRACE])
+def test_any_result_counts(config: str, tmp_path: Path, name: str) -> None:
+    (tmp_path / name).touch()
+    assert name in refused(config, f'output.folder="{tmp_path}"').fact
+    assert (tmp_path / name).exists()
+
+
+def test_nothing_is_replaced_before_processes_agree(
+    config: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What is found last, when a model has been made, too."""
+    for name in RESULTS:
+        (tmp_path / name).write_text("of an earlier run")
+    had = {name: (tmp_path / name).read_bytes() for name in RESULTS}
+
+    def differs(*given: object, **more: object) -> object:
+        raise ModelError("another model")
+
+    monkeypatch.setattr(trainer._Trainer, "_memory", differs)  # the last in which they agree
+    with pytest.raises(ModelError):
+        run(config, [*ALONE, f'output.folder="{tmp_path}"', AGAIN])
+    assert {name: (tmp_path / name).read_bytes() for name in RESULTS} == had
+
+
+def test_a_run_stopped_between_steps_keeps_its_losses_and_no_summary(
+    config: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in RESULTS:
+        (tmp_path / name).write_text("of an earlier run")
+    report, count = trainer._Trainer._report, [0]
+
+    def reports(self: trainer._Trainer, step: int) -> object:
+        count[0] += 1
+        if count[0] == 3:
+            raise KeyboardInterrupt
+        return report(self, step)
+
+    monkeypatch.setattr(trainer._Trainer, "_report", reports)
+    sets = [*ALONE, f'output.folder="{tmp_path}"', "train.log_every=1"]
+    assert run(config, [*sets, AGAIN]) == 130
+    kept = held(tmp_path)
+    assert kept["loss.csv"].count(b"\n") == 3 and not {*RESULTS[1:]} & {*kept}
+    assert "loss.csv" in refused(config, *sets).fact  # two steps are results, too
+
+
+# Two at once
+
+
+ENDLESS = ["train.steps=1000000", "train.timeout=20", "output.record=false"]
+
+
+@pytest.mark.parametrize(
+    "starter", [[sys.executable], [*TORCHRUN, "--standalone", "--nproc-per-node=2"]]
+)
+def test_a_folder_in_use_is_refused_until_its_run_ends_however_it_does(
+    config: str, tmp_path: Path, starter: list[str]
+) -> None:
+    folder = tmp_path / "out"
+    first = start([*starter, "-m", "schedir", *arguments(config, folder, *TWO, *ENDLESS)])
+    try:
+        assert first.stdout is not None and first.stdout.readline().startswith("memory ")
+        assert first.stdout.readline().startswith("step ")
+        command = [sys.executable, "-m", "schedir"]
+        began = (folder / "loss.csv").stat().st_ino
+        code, _, err = finish(start([*command, *arguments(config, folder, *ALONE, AGAIN)]))
+        assert code == 2 and err.count("\n") == 2 and "in use by another run, process " in err
+        assert (folder / "loss.csv").stat().st_ino == began and (folder / "boxes").is_dir()
+        first.send_signal(signal.SIGKILL)
+        first.wait()
+        wait_for(lambda: not taken(folder))
+    finally:
+        first.kill()
+        finish(first)
+    assert "loss.csv" in refused(config, f'output.folder="{folder}"').fact
+    last = [*ALONE, AGAIN, "train.steps=1", f'output.folder="{folder}"']
+    assert run(config, last) == 0
+    assert not (folder / LOCK).exists()
+
+
+def taken(folder: Path) -> bool:
+    with (folder / LOCK).open("a") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return True
+    return False
+
+
+def wait_for(condition: Callable[[], bool]) -> None:
+    over = time.monotonic() + LIMIT
+    while not condition():
+        assert time.monotonic() < over
+        time.sleep(0.05)
+
+
+def test_a_lock_that_its_owner_takes_away_is_none(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The file of a lock goes with its owner, while another has it open and is about to lock it."""
+    lock, went = fcntl.flock, list[Path]()
+
+    def late(file: int, how: int) -> None:
+        if not went:
+            went.append(tmp_path / LOCK)
+            went[0].unlink()
+        lock(file, how)
+
+    monkeypatch.setattr(fcntl, "flock", late)
+    output = OutputConfig(str(tmp_path))
+    with claimed(output), pytest.raises(UsageError) as error, claimed(output):
+        pass
+    assert went and "in use" in error.value.fact
+
+
+def test_folders_that_are_one_are_claimed_once(tmp_path: Path) -> None:
+    (tmp_path / "link").symlink_to(tmp_path)
+    output = OutputConfig(str(tmp_path), trace=str(tmp_path / "link"))
+    with claimed(output), pytest.raises(UsageError) as error, claimed(output):
+        pass
+    assert f"process {os.getpid()} on " in error.value.fact
+    with claimed(output):
+        pass
+
+
+def test_a_file_system_without_locks_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def none(file: int, how: int) -> None:
+        raise OSError(38, "Function not implemented")
+
+    monkeypatch.setattr(fcntl, "flock", none)
+    with claimed(OutputConfig(str(tmp_path))):
+        pass
+    assert "nothing keeps another run out of it" in capsys.readouterr().err
+
+
+# Long writing
+
+SLOW = """\
+import time
+
+from schedir import schedules
+from schedir.training import train
+
+mine = schedules.one_f_one_b
+write = train.save
+
+
+def slowly(*given):
+    time.sleep(4)
+    write(*given)
+
+
+train.save = slowly
+"""
+
+
+@pytest.mark.parametrize(
+    "starter", [[sys.executable], [*TORCHRUN, "--standalone", "--nproc-per-node=2"]]
+)
+def test_writing_may_take_longer_than_the_timeout(
+    config: str, tmp_path: Path, starter: list[str]
+) -> None:
+    schedule = tmp_path / "mine.py"
+    schedule.write_text(SLOW)
+    sets = [*TWO, "train.timeout=1", "train.steps=2", f"pipeline.schedule={schedule}:mine"]
+    command = [*starter, "-m", "schedir", *arguments(config, tmp_path / "out", *sets)]
+    code, out, err = finish(start(command))
+    assert code == 0, err
+    assert out.endswith(f"timeline.png to {tmp_path / 'out'}\n")
+    assert {*held(tmp_path / "out")} == {*RESULTS} and not (tmp_path / "out" / "boxes").exists()
+
+
+# JSON
+
+
+def strict(text: str) -> object:
+    def no(name: str) -> object:
+        raise AssertionError(f"{name} is no JSON")
+
+    return json.loads(text, parse_constant=no)
+
+
+def test_a_summary_is_json_whatever_the_numbers_are(
+    config: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write = results.save
+
+    def lost(result: trainer.Result, output: OutputConfig) -> None:
+        write(replace(result, loss=math.nan, tokens_per_second=math.inf), output)
+
+    monkeypatch.setattr("schedir.training.train.save", lost)
+    assert run(config, [*ALONE, f'output.folder="{tmp_path}"', "train.steps=1"]) == 0
+    facts = strict((tmp_path / "summary.json").read_text())
+    assert isinstance(facts, dict) and facts["loss"] is facts["tokens_per_second"] is None
