@@ -169,13 +169,13 @@ def test_what_a_loss_scale_makes_too_large_stops_no_run(
     ("what", "stage", "ranks", "sets", "where"),
     [
         # Of two replicas, the second.
-        (FORWARD, 2, "4567", ["pipeline.dp=2"], ("rank 4: ", "rank 0", "F 2.0", "replica 1")),
+        (FORWARD, 2, "4567", ["pipeline.dp=2"], ("process 4 (", "rank 0", "F 2.0", "replica 1")),
         # Where nobody takes the norm, and all other ranks have sound gradients.
         (BACKWARD, 0, "0", ["pipeline.tp=1", "pipeline.ranks=3", "model.layers=6", "train.clip=0",
                             "train.timeout=10"],
-         ("rank 0: ", "rank 0", "B 0.0", "")),
+         ("process 0 (", "rank 0", "B 0.0", "")),
         # One tensor-parallel rank, whose sums go to both.
-        (BACKWARD, 3, "3", ["train.transport=gloo"], ("rank ", "rank 1", "B 3.0", "")),
+        (BACKWARD, 3, "3", ["train.transport=gloo"], ("process ", "rank 1", "B 3.0", "")),
     ],
 )  # fmt: skip
 def test_all_processes_stop_with_one_message(
