@@ -14,25 +14,41 @@ import sys
 import tempfile
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, TextIO
+from typing import Any, Final, TextIO
 
 from schedir.errors import UsageError
 from schedir.io.files import atomic_write
 from schedir.io.terminal import as_json
 from schedir.io.timeline_file import save_timeline
+from schedir.ir.program import Program
 from schedir.predict.calibrate import unexplained
+from schedir.predict.timeline import Timeline
 from schedir.training.config import OutputConfig
-
-# Needs no torch, as folders are claimed before it is imported.
-if TYPE_CHECKING:
-    from schedir.training.trainer import Result
 
 LOSSES, SUMMARY, PICTURE = RESULTS = ("loss.csv", "summary.json", "timeline.png")
 TRACE: Final = "measured.timeline"
 LOCK: Final = ".lock"
 COLUMNS: Final = "step,loss,learning_rate,gradient_norm,skipped\n"
 _NO_LOCKS: Final = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)  # what a file system may say
+
+
+@dataclass(frozen=True)
+class Result:
+    """What a run leaves: its last loss and speed, and its last step, measured and predicted.
+
+    The prediction is from the mean times that the step measured.  There are no `runs` where
+    nothing was recorded.  `memory` is the most that each rank holds, in bytes, as predicted from
+    what the stages keep of one microbatch, and `lived` as counted in the second step, if it was.
+    """
+
+    program: Program
+    loss: float
+    tokens_per_second: float
+    memory: tuple[float, ...]
+    lived: tuple[int, ...]
+    runs: tuple[Timeline, Timeline] | None
 
 
 class Losses:

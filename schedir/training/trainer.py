@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from time import perf_counter
 
@@ -35,30 +35,13 @@ from schedir.training.config import Config
 from schedir.training.data import Batches, load
 from schedir.training.meeting import facts_of
 from schedir.training.prefetch import Batch, Prefetch
-from schedir.training.results import Losses
+from schedir.training.results import Losses, Result
 from schedir.training.steps import Step, Steps
 from schedir.training.train_config import TrainConfig
 from schedir.training.watchdog import Watchdog
 from schedir.transports.plain import gather
 from schedir.transports.registry import choose
 from schedir.transports.transport import has_left, is_late
-
-
-@dataclass(frozen=True)
-class Result:
-    """What a run leaves: its last loss and speed, and its last step, measured and predicted.
-
-    The prediction is from the mean times that the step measured.  There are no `runs` where
-    nothing was recorded.  `memory` is the most that each rank holds, in bytes, as predicted from
-    what the stages keep of one microbatch, and `lived` as counted in the second step, if it was.
-    """
-
-    program: Program
-    loss: float
-    tokens_per_second: float
-    memory: tuple[float, ...]
-    lived: tuple[int, ...]
-    runs: tuple[Timeline, Timeline] | None
 
 
 def batches(config: Config) -> Batches:

@@ -258,7 +258,7 @@ def test_a_summary_is_json_whatever_the_numbers_are(
 ) -> None:
     write = results.save
 
-    def lost(result: trainer.Result, output: OutputConfig) -> None:
+    def lost(result: results.Result, output: OutputConfig) -> None:
         write(replace(result, loss=math.nan, tokens_per_second=math.inf), output)
 
     monkeypatch.setattr("schedir.training.train.save", lost)
