@@ -130,8 +130,8 @@ def own_norm(state: State) -> Callable[[], Tensor]:
     parts = [[gradients.pieces[k][p] for gradients, p in counted] for k in state.share.parts]
 
     def own() -> Tensor:
-        zero = torch.zeros_like(state.norm)
-        sums = [zero if (sum_ := sum_of_squares(part)) is None else sum_ for part in parts]
+        zero = partial(torch.zeros, (), dtype=torch.float64, device=state.device)
+        sums = [zero() if (sum_ := sum_of_squares(part)) is None else sum_ for part in parts]
         each = torch.stack(sums)
         if len(parts) < state.share.replicas:
             each = each.new_empty(state.share.replicas)

@@ -370,7 +370,7 @@ def test_rows_do_not_lie() -> None:
             call(k)
             after, known = held(), {*KINDS}
             if row.per is Per.MICROBATCH:
-                there = {t for t in known if middle.program.has(t)}  # there are no skips
+                there = {t for t in known if middle.program.holds(t)}  # there are no skips
                 assert {*row.needs} & there <= before, instr
                 assert after - before == {*row.gives} & there - before, instr
                 assert before - after == {*row.frees} & there, instr
