@@ -121,9 +121,7 @@ def test_a_run_stopped_between_steps_keeps_its_losses_and_no_summary(
 ENDLESS = ["train.steps=1000000", "train.timeout=20", "output.record=false"]
 
 
-@pytest.mark.parametrize(
-    "starter", [[sys.executable], [*TORCHRUN, "--standalone", "--nproc-per-node=2"]]
-)
+@pytest.mark.parametrize("starter", [[sys.executable]])
 def test_a_folder_in_use_is_refused_until_its_run_ends_however_it_does(
     config: str, tmp_path: Path, starter: list[str]
 ) -> None:
@@ -229,9 +227,7 @@ train.save = slowly
 """
 
 
-@pytest.mark.parametrize(
-    "starter", [[sys.executable], [*TORCHRUN, "--standalone", "--nproc-per-node=2"]]
-)
+@pytest.mark.parametrize("starter", [[*TORCHRUN, "--standalone", "--nproc-per-node=2"]])
 def test_writing_may_take_longer_than_the_timeout(
     config: str, tmp_path: Path, starter: list[str]
 ) -> None:
