@@ -1,6 +1,6 @@
 """What the executor itself costs, beside torch.distributed.pipelining's runtime.
 
-    python benchmarks/executor.py [--pairs 15]
+    python benchmarks/executor.py [--pairs 15] [--box]
 
 All run one program, compiled with overlap, in the same processes, of one thread each, and take
 turns, a step each; torch's reads it as CSV.
@@ -14,6 +14,9 @@ machine, and over Gloo, torch's over Gloo.  "step" is the wall time on rank 0, "
 above in CPU time of the threads that run the ranks: it includes what waiting costs them, but not
 Gloo's threads, and is left out where the stages' work is so large that a difference to it says
 nothing.  Each figure is a median over steps, ratios of steps are medians over pairs.
+
+With --box nothing of this: steps of the process that is alone, which note each instruction in a
+black box, in turn with steps of the same loop without that.
 """
 
 from __future__ import annotations
@@ -38,6 +41,7 @@ from torch.distributed.pipelining.stage import PipelineStage
 
 import schedir
 from schedir import Plan
+from schedir.dumps.box import Box
 from schedir.io import torch_csv
 from schedir.ir.program import Program
 from schedir.runtime.boundary import Boundary
@@ -234,6 +238,45 @@ def process(number: int, folder: str, row: Row, pairs: int, pipe: Any) -> None:
     os._exit(0)
 
 
+def unnoted(executor: Executor) -> None:
+    """`Running._run` without a black box."""
+    executor.under_way = True
+    try:
+        for wait, run in executor.calls:
+            if wait is not None:
+                wait()
+            run()
+    except Exception as error:
+        raise executor.state.failed(0, error) from error
+
+
+def box_costs(row: Row, pairs: int) -> list[float]:
+    """Microseconds of an instruction that a black box in a file takes, of each pair of steps."""
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    torch.set_num_threads(1)
+    dist.init_process_group("fake", store=FakeStore(), rank=1, world_size=row[2])
+    model, plan = MODELS[row[0]](row[2] * row[3], row[4]), Plan(row[2], row[4], row[3])
+    program = schedir.compile(getattr(schedir.schedules, row[1]), plan, model="edge", overlap=True)
+    executor = Executor(
+        program, 1, {s: model.stages[s] for s in plan.stages_of[1]}, Nowhere(1),
+        loss=model.loss, boundary=Boundary(model.boundary), record=False,
+    )  # fmt: skip
+    noted = executor._run
+    took: list[list[float]] = []
+    with tempfile.TemporaryDirectory() as folder:
+        executor.at = Box(Path(folder, "0")).words
+        for turn in range(WARM + pairs):
+            own = []
+            for run in (noted, partial(unnoted, executor))[:: 1 if turn % 2 else -1]:
+                executor._run = run  # type: ignore[method-assign]
+                began = thread_time()
+                executor.step(list(model.inputs), list(model.targets))
+                own.append(thread_time() - began)
+            took.append(own if turn % 2 else own[::-1])
+    return [(a - b) / len(program.streams[1]) * 1e6 for a, b in took[WARM:]]
+
+
 def measure(row: Row, pairs: int, folder: str, numbers: Iterable[int]) -> list[Result]:
     """What the processes of a row measured; without a folder to meet in, each is alone."""
     context = multiprocessing.get_context("spawn")
@@ -260,7 +303,15 @@ def main() -> None:
     """Print the tables, a row as soon as it is measured."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--pairs", type=int, default=15, help="steps of each runtime")
-    pairs = parser.parse_args().pairs
+    parser.add_argument("--box", action="store_true", help="what a black box costs, alone")
+    args = parser.parse_args()
+    pairs = args.pairs
+    if args.box:
+        costs = sorted(box_costs(ALONE[0], pairs))
+        low, high = costs[len(costs) // 4], costs[-1 - len(costs) // 4]
+        print(f"{statistics.median(costs):.3f} us an instruction, half of {pairs} pairs from "
+              f"{low:.3f} to {high:.3f}")  # fmt: skip
+        return
     line("model", "schedule", "P", "v", "m", "own, us", "torch's", "ratio")
     line(*["---"] * 8)
     for row in ALONE:

@@ -1,6 +1,6 @@
 """Faults: processes of runs are killed, stopped or led astray, and who is blamed is looked at.
 
-    python benchmarks/faults.py [--seed 0] [--of 8 --part 3] [--csv faults.csv]
+    python benchmarks/faults.py [--seed 0] [--of 8 --part 3 | --only 7 89] [--csv faults.csv]
 
 Every rank of pp 4, and of pp 2 x tp 2, over shared memory and over Gloo, under the launcher of
 `schedir train` and under torchrun: SIGKILL, SIGSTOP, an error, a sleep, a loop, a limit of memory,
@@ -28,7 +28,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+from tests.cpu.training import CONFIG, ROOT
+
 OURS = re.compile(r"([^\s\[].*: )?process \d")  # the head of what is said
 TIMEOUT = 6.0  # seconds, of the runs
 LONGEST = 120.0
@@ -42,84 +45,17 @@ COUNTED = ("named", "placed", "innocent", "left")
 # A schedule's file is the user's own code: here it lets one process go wrong.
 FAULTY = """
 import os
-import resource
-import signal
-import sys
 import time
-
-import torch
+from pathlib import Path
 
 from schedir.schedules import one_f_one_b as mine
-from schedir.training import gpt, prefetch
+from tests.cpu.faulty import goes_wrong
 
 process, kind, where, number = os.environ["FAULT"].split(",")
-left = int(number)
-
-
-def fault():
-    with open(os.environ["FAULT_AT"], "w") as file:
-        file.write(str(time.time()))
-    if kind == "kill":
-        os.kill(os.getpid(), signal.SIGKILL)
-    if kind == "stop":
-        os.kill(os.getpid(), signal.SIGSTOP)
-    if kind == "raise":
-        raise ValueError("no such luck")
-    if kind == "sleep":
-        time.sleep(1000)
-    while kind == "spin":
-        pass
-    if kind == "memory":
-        used = int(open("/proc/self/statm").read().split()[0]) * 4096
-        resource.setrlimit(resource.RLIMIT_AS, (used, used))
-        torch.ones(1 << 28)
-    if kind == "exit":
-        os._exit(7)
-
-
-def after(whole):
-    def called(*given, **named):
-        global left
-        left -= 1
-        if left == 0:
-            fault()
-        return whole(*given, **named)
-
-    return called
-
-
 if os.environ.get("RANK") == process:
-    if where == "set-up":
-        left = 1
-        gpt.build_stage = after(gpt.build_stage)
-    if where == "between":
-        prefetch.Prefetch.take = after(prefetch.Prefetch.take)
-    if where == "inside":
-        gpt.Layer.forward = after(gpt.Layer.forward)
-    if where == "loss":
-        gpt.loss = after(gpt.loss)
+    at = Path(os.environ["FAULT_AT"])
+    goes_wrong(kind, where, int(number), lambda: at.write_text(str(time.time())))
 """
-
-CONFIG = f'''
-[model]
-layers = 4
-hidden = 32
-heads = 2
-context = 16
-[pipeline]
-stages_per_rank = 1
-microbatches = 4
-[data]
-source = "{ROOT / "README.md"}"
-microbatch_size = 2
-[train]
-steps = 100000
-warmup = 2
-log_every = 1000
-timeout = {TIMEOUT}
-[output]
-record = false
-'''
 
 
 class Fault(NamedTuple):
@@ -165,14 +101,20 @@ def faults(seed: int) -> Iterator[Fault]:
 def try_it(fault: Fault, folder: Path) -> Verdict:
     """Run into a fault, and look at what was said."""
     (folder / "mine.py").write_text(FAULTY)
-    (folder / "run.toml").write_text(CONFIG)
+    (folder / "run.toml").write_text(CONFIG.format(text=ROOT / "README.md"))
     temporary = folder / "tmp"
     temporary.mkdir()
     ranks, tp = SHAPES[fault.shape]
     sets = [
         f"pipeline.ranks={ranks}",
         f"pipeline.tp={tp}",
+        "pipeline.stages_per_rank=1",
+        "pipeline.microbatches=4",
         f"train.transport={fault.transport}",
+        f"train.timeout={TIMEOUT}",
+        "train.steps=100000",
+        "train.log_every=1000",
+        "output.record=false",
         f"output.folder={str(folder / 'out')!r}",
         f"pipeline.schedule={folder}/mine.py:mine",
     ]
@@ -262,6 +204,7 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--of", type=int, default=1, help="of so many parts")
     parser.add_argument("--part", type=int, default=0, help="the one that is tried")
+    parser.add_argument("--only", type=int, nargs="+", help="those of these numbers")
     parser.add_argument("--csv", help="where each fault gets a line, behind what is there")
     parser.add_argument("--table", metavar="CSV", help="what such a file says, and nothing else")
     args = parser.parse_args()
@@ -270,7 +213,7 @@ def main() -> None:
         return
     counts: Counter[tuple[str, str]] = Counter()
     for number, fault in enumerate(faults(args.seed)):
-        if number % args.of != args.part:
+        if number not in args.only if args.only else number % args.of != args.part:
             continue
         with tempfile.TemporaryDirectory(prefix="faults-") as folder:
             verdict = try_it(fault, Path(folder))

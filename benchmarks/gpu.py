@@ -367,7 +367,8 @@ def peak(ranks: InProcess, sizes: Sizes) -> float:
     """The most bytes that all ranks hold at once, in the order in which the host issues them: by
     that an allocator counts, whenever the GPU runs them."""
     offsets = ranks.program.offsets
-    at = np.array([offsets[rank] + index for rank, index in ranks.turns])
+    turns = ranks.turns_of[ranks.program.digest].in_turn
+    at = np.array([offsets[rank] + index for rank, index in turns])
     turn = np.empty(len(at))
     turn[at] = np.arange(len(at))
     spans = spans_of(ranks.program, turn, turn + 0.5)

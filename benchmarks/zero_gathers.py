@@ -14,26 +14,25 @@ a message 0.05 and a gather half a forward; with none and one ahead, and where g
 from __future__ import annotations
 
 import argparse
+import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from typing import Any, NamedTuple
+from pathlib import Path
+from typing import NamedTuple
 
-import numpy as np
-from torch.distributed.pipelining.schedules import (
-    OVERLAP_F_B,
-    RESHARD,
-    UNSHARD,
-    _Action,
-    _add_unshard_reshard,
-)
+from torch.distributed.pipelining.schedules import _add_unshard_reshard
 
 from schedir import Costs, Plan, Program, Sizes, compile, schedules, simulate
 from schedir.analysis.gathers import gathers
 from schedir.analysis.volume import volume
-from schedir.errors import UsageError
-from schedir.ir.ops import ROWS, Lane
+from schedir.errors import PlanError
+from schedir.ir.ops import Lane
 from schedir.schedules.draft import draft
 from schedir.schedules.words import placed_for, takes_v
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+from tests.cpu.test_zero_gathers import actions, residency
 
 COSTS = Costs(F=1, I=1, W=1, send=0.05, unshard=0.5)
 
@@ -48,30 +47,17 @@ class Row(NamedTuple):
     spans: tuple[float, float, float]
 
 
-def actions(program: Program, rank: int) -> list[Any]:
-    """What a rank of a draft computes, as torch says it; what runs as one is one action."""
-    found: list[Any] = []
-    for instr, joined in zip(program.streams[rank], program.streams[rank].joined, strict=True):
-        one = _Action.from_str(f"{instr.stage}{ROWS[instr.op].text}{instr.mb}")
-        found.append(_Action(-1, OVERLAP_F_B, None, (found.pop(), one)) if joined else one)
-    return found
-
-
 def of_torch(program: Program, held: int) -> list[int]:
     """The gathers of each rank in torch's lists, the fewest of those that hold no more stages at
     once; none where each holds more."""
     found: list[list[int]] = []
     for active in range(1, held + 1):
-        times, peaks = [], []
-        for rank in range(program.plan.ranks):
-            kinds = [
-                a.computation_type for a in _add_unshard_reshard(actions(program, rank), active)
-            ]
-            change = [(kind is UNSHARD) - (kind is RESHARD) for kind in kinds]
-            times.append(sum(kind is UNSHARD for kind in kinds))
-            peaks.append(max(np.cumsum(change)))
-        if max(peaks) <= held:
-            found.append(times)
+        listed = [
+            residency(_add_unshard_reshard(actions(program, rank), active))
+            for rank in range(program.plan.ranks)
+        ]
+        if max(peak for _, peak in listed) <= held:
+            found.append([times for times, _ in listed])
     return min(found, default=[])
 
 
@@ -80,7 +66,7 @@ def rows(program: Program) -> Iterator[Row]:
     for active in range(1, max(map(len, program.plan.stages_of)) + 1):
         try:
             lowered = [compile(program, dp=2, zero=3, active=active, ahead=k) for k in (0, 1)]
-        except UsageError:
+        except PlanError:
             continue  # what runs as one uses more
         few, ours = (gathers(one).times for one in lowered)
         free = replace(COSTS, unshard=0)

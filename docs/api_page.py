@@ -22,6 +22,7 @@ PUBLIC = {
     "words": "schedir.schedules.words",
     "viz": "schedir.viz",
     "runtime": "schedir.runtime",
+    "checkpoints": "schedir.checkpoints",
     "schedules": "schedir.schedules",
     "testing": "schedir.testing",
     "torch_csv": "schedir.io.torch_csv",
@@ -38,8 +39,9 @@ GROUPS = {
     "Compile and check": (
         "[The instructions](ir.md) has the table, the progress models and the text form; "
         "[the design](design.md) says how it is found out what is right.",
-        ["compile", "check", "check_sequence", "errors", "Program", "Stream", "Instr", "Opcode",
-         "show", "parse", "ties", "Ties", "torch_csv.show", "torch_csv.parse"],
+        ["compile", "forwards", "check", "check_sequence", "errors", "Program", "Stream", "Instr",
+         "Opcode", "show", "parse", "trusting", "ties", "Ties",
+         "torch_csv.show", "torch_csv.parse"],
     ),
     "Predict": (
         "Predicted and measured runs are one type. [Traces](traces.md) tells of runs as files, why "
@@ -71,6 +73,10 @@ GROUPS = {
          "runtime.boundaries_of", "runtime.reference", "runtime.sizes_of",
          "runtime.split_linears", "runtime.register_split", "runtime.check_split",
          "runtime.Gloo", "runtime.Shared", "runtime.nccl"],
+    ),
+    "Save": (
+        "[Checkpoints](checkpoints.md) that any layout of ranks reads.",
+        ["checkpoints.save", "checkpoints.load", "checkpoints.Saver"],
     ),
     "Test": (
         "[A schedule of your own](testing.md#a-schedule) is tested in ten lines, and so are "
@@ -291,6 +297,12 @@ def members(node: Definition | ast.Module) -> str:
     return "\n".join(lines)
 
 
+def bases(one: Name) -> list[Definition | ast.Module]:
+    """The classes whose members are listed with a class's own."""
+    names = BASES.get(one.name, ())
+    return [found(name, one.module, name).node for name in names]
+
+
 # ---------------------------------------------------------------- the page
 
 
@@ -324,6 +336,7 @@ def zoo() -> str:
     return "\n".join(f"- [`{one.name}`](schedules.md#{one.name}): {one.first}" for one in each)
 
 
+BASES = {"runtime.Executor": ["Running"]}  # which is no public name
 MORE = {"errors": refusals, "schedules": zoo}  # what a module has to list
 
 
@@ -336,7 +349,7 @@ def entry(names: list[Name], title: str) -> str:
     if called := signature(one):
         parts.append(f"```python\n{called}\n```")
     parts += [markdown(f">>> {example}"), markdown(text)]
-    if own := members(one.node):
+    if own := "\n".join(filter(None, [members(one.node), *map(members, bases(one))])):
         parts.append(own)
     parts += [lists() for name, lists in MORE.items() if name == one.name]
     return "\n\n".join(filter(None, parts))

@@ -48,7 +48,15 @@ TREE: dict[str, dict[str, list[str]]] = {
     },
     "docs/hanging-run": {"": ["/docs/where", "/docs/museum", "/docs/progress-models"]},
     "docs/training": {
-        "": ["/docs/own-model", "/docs/memory", "/docs/zero", "/docs/splitting", "/docs/same-bits"]
+        "": [
+            "/docs/own-model",
+            "/docs/programs",
+            "/docs/checkpoints",
+            "/docs/memory",
+            "/docs/zero",
+            "/docs/splitting",
+            "/docs/same-bits",
+        ]
     },
     "docs/testing": {"": ["/docs/gradients"]},
     "docs/design": {"": ["/docs/decisions/README", "/kernels/README"]},

@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any
 
 from schedir import errors, schedules
 from schedir.compiler.compile import compile
+from schedir.compiler.forwards import forwards
 from schedir.io.cluster_file import load_cluster
 from schedir.io.timeline_file import load_timeline, save_timeline
 from schedir.ir.cluster import Cluster
@@ -33,6 +34,7 @@ from schedir.ir.program import Program, Stream
 from schedir.ir.sizes import Sizes
 from schedir.ir.text import parse, show
 from schedir.ir.ties import Ties, ties
+from schedir.ir.trust import trusting
 from schedir.ir.zero import model_states
 from schedir.predict.layer_bytes import layer_bytes
 from schedir.predict.simulate import simulate
@@ -56,6 +58,7 @@ __version__ = "0.1.0"
 # or `module:name`.
 _LATER = {
     "bound": "shortest.bound:bound",
+    "checkpoints": "checkpoints",
     "frontier": "shortest.frontier:frontier",
     "instrument": "foreign.instrument:instrument",
     "kernels": "kernels",
@@ -107,6 +110,7 @@ __all__ = [
     "compile",
     "draft",
     "errors",
+    "forwards",
     "frontier",
     "greedy",
     "instrument",
@@ -122,5 +126,6 @@ __all__ = [
     "show",
     "simulate",
     "ties",
+    "trusting",
     "weave",
 ]

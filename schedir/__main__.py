@@ -16,7 +16,9 @@ from typing import NoReturn
 
 from schedir import __version__
 from schedir.commands import files, listed
+from schedir.commands._trust import add_trust
 from schedir.errors import ProgramError, UsageError
+from schedir.ir.trust import trusting
 
 _ABOUT = "Pipeline schedules as programs: compile, check, predict, draw and run them."
 _EXIT = (
@@ -34,7 +36,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         argv = sys.argv[1:] if argv is None else argv
         args = _parser(argv).parse_args(argv, argparse.Namespace(typed=argv))
-        said: str | int | tuple[str, int] = args.run(args)
+        with trusting(instructions=args.most_instructions, code=not args.no_code and None):
+            said: str | int | tuple[str, int] = args.run(args)
         text, code = said if isinstance(said, tuple) else (said, 0)
         return (_say(text) or code) if isinstance(text, str) else text
     except SystemExit as end:  # --help
@@ -92,6 +95,7 @@ def _parser(argv: Sequence[str]) -> argparse.ArgumentParser:
         sub = subparsers.add_parser(name, help=about, description=about, allow_abbrev=False)
         sub.set_defaults(run=command.run)
         command.arguments(sub)
+        add_trust(sub)
         sub.more = getattr(command, "more", None)
     return parser
 

@@ -23,6 +23,8 @@ from dataclasses import dataclass
 from math import isnan
 from numbers import Real
 
+_WIDE = 160  # characters of a line that are shown
+
 
 def in_bytes(size: float) -> str:
     """A number of bytes for people to read, in powers of ten: `1.5 GB`.
@@ -129,7 +131,10 @@ def said(value: object) -> str:
         return f"the function {getattr(value, '__name__', '')}"
     if hasattr(value, "shape") and hasattr(value, "dtype"):
         return f"{type(value).__name__} {list(value.shape)} of {value.dtype}"
-    words = repr(value)
+    try:
+        words = repr(value)
+    except RecursionError:  # of what is nested deeply
+        words = "\n"
     plain = len(words) <= 60 and "\n" not in words and " at 0x" not in words
     return words if plain else f"a {type(value).__name__}"
 
@@ -184,6 +189,15 @@ class ConfigError(UsageError):
         self.column = column
 
 
+class CheckpointError(ProgramError):
+    """A checkpoint, or a folder of them, that cannot be read or written; of which `step`, and which
+    of its files, where it is one."""
+
+    def __init__(self, fact: str, step: int | None = None, file: str = "", hint: str = "") -> None:
+        super().__init__(fact, hint=hint)
+        self.step, self.file = step, file
+
+
 class PlanError(ProgramError):
     """A shape that cannot be: no ranks, too many microbatches, a placement with holes."""
 
@@ -210,7 +224,10 @@ class ParseError(ProgramError):
         self.text = text
 
     def lines(self) -> list[str]:
-        return [self.text, " " * (self.column - 1) + "^"] if self.text else []
+        if not self.text:
+            return []
+        begin = max(self.column - 1 - _WIDE // 2, 0) if len(self.text) > _WIDE else 0
+        return [self.text[begin : begin + _WIDE], " " * (self.column - 1 - begin) + "^"]
 
     def __str__(self) -> str:
         self.program = self.place.format(line=self.line, column=self.column)

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from schedir.ir.ops import Instr, Opcode
-from tests import sharded, strange
+from tests import sharded, snapshots, strange
 from tests.carried import Entry as Entry
 from tests.carried import Event as Event
 from tests.carried import Message as Message
@@ -102,7 +102,7 @@ class Host:
     def address(self, i: Instr) -> None:
         """Whether there is such a stage here, and such a microbatch."""
         per_rank = i.op in (O.ReduceNorm, O.OptimizerStep)
-        per_stage = i.op in (O.ReduceGrads, O.ReduceHolders, O.ReduceTied)
+        per_stage = i.op in (O.ReduceGrads, O.ReduceHolders, O.ReduceTied, O.Snapshot)
         most = self.machine.updates if per_rank or per_stage else self.machine.microbatches
         if i.op in sharded.TURNS:
             per_stage, most = True, i.mb + 1
@@ -362,8 +362,8 @@ class Host:
             self.take(*slot)
         for stage in self.trained:
             self.total(stage, i.mb)
-        if self.machine.zero:
-            sharded.step(self)
+        sharded.step(self)
+        snapshots.step(self, i)
         self.entry.actions.append(self.sums.clear)
         self.give("parameters", i.mb + 1)
 
@@ -395,4 +395,5 @@ class Host:
         O.Unshard: sharded.unshard,
         O.Reshard: sharded.reshard,
         O.ReduceScatter: sharded.reduce_scatter,
+        O.Snapshot: snapshots.snapshot,
     }

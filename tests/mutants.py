@@ -25,11 +25,13 @@ from schedir.ir.text import show
 from schedir.ir.ties import Tied, tied_stages
 from schedir.passes.lowering import LOWERING
 from schedir.passes.overlap import early_gathers, early_receives, group_opposites
+from schedir.passes.snapshots import snapshots
 from schedir.schedules import words
 from schedir.schedules.draft import draft as drafted
 from schedir.testing import random_draft
 from schedir.verify.check import check, check_draft
 from tests import edits, mutations_of_shape  # noqa: F401 (importing it fills the table)
+from tests.mutations_of_snapshots import COPIED
 from tests.mutations_of_turns import TURNED
 from tests.threads import verdict
 
@@ -74,9 +76,15 @@ PREPARED = {
 }  # fmt: skip
 
 
-def legal(rng: random.Random, first: str | None = None, *, turns: bool = False) -> Program:
+def legal(
+    rng: random.Random, first: str | None = None, *, turns: bool = False, copies: bool = False
+) -> Program:
     """A small program that is legal under `edge` at least, in all sorts of ways."""
     program = lowered(rng, turns=turns) if turns or rng.random() < 0.7 else updating(rng)
+    if copies:
+        while not program.trains:
+            program = lowered(rng)
+        program = snapshots(replace(program, snapshots=True))
     more = [rng.choice(VARIATIONS) for _ in range(rng.choice([0, 0, 0, 1, 2, 3]))]
     for name in [first, *more] if first else more:
         varied = MUTATIONS[name](program, rng)
@@ -231,7 +239,7 @@ def mutate(name: str, seed: int, share: int = 4) -> tuple[Program, Program]:
 def base(name: str, seed: int, again: int) -> Program:
     """A program for a mutation; `again` counts those in which it found nothing to change."""
     rng = random.Random(f"{name} {seed} {again}")
-    return legal(rng, PREPARED.get(name), turns=name in TURNED)
+    return legal(rng, PREPARED.get(name), turns=name in TURNED, copies=name in COPIED)
 
 
 def trial(name: str, seed: int, models: Sequence[Model] = MODELS, share: int = 4) -> Trial:

@@ -24,6 +24,19 @@ def count(own: list[int]) -> None:
             times[which] += 1
 
 
+def of_its_stage(e: Edit, kind: Opcode) -> tuple[list[int], list[int]]:
+    """Where a stage has those of a kind: before what is edited, and behind it."""
+    own = [k for k in e.here(kind) if stage(e.own[k]) == stage(e.word)]
+    return [k for k in own if k < e.at], [k for k in own if k > e.at]
+
+
+def put_both(e: Edit, k: int, first: Opcode, then: Opcode) -> None:
+    """Two more turns of the stage, one behind the other."""
+    push(e.own, k, word(then, stage(e.word)))
+    push(e.own, k, word(first, stage(e.word)))
+    count(e.own)
+
+
 def perhaps(e: Edit) -> None:
     """Numbers that do not count would be seen first: mostly they do."""
     if e.rng.random() < 0.8:
@@ -106,7 +119,7 @@ def another_in_its_turn(e: Edit) -> None:
 @at(*READS)
 def use_after_reshard(e: Edit) -> bool | None:
     """What uses weights comes right behind the next Reshard of its stage."""
-    later = [k for k in e.here(O.Reshard) if k > e.at and stage(e.own[k]) == stage(e.word)]
+    _, later = of_its_stage(e, O.Reshard)
     if not later:
         return False
     move(e.own, e.at, later[0] + 1)
@@ -116,7 +129,7 @@ def use_after_reshard(e: Edit) -> bool | None:
 @at(O.Reshard)
 def gathered_once_less(e: Edit) -> bool | None:
     """A Reshard and the next Unshard of its stage are left out: as right, where there is room."""
-    later = [k for k in e.here(O.Unshard) if k > e.at and stage(e.own[k]) == stage(e.word)]
+    _, later = of_its_stage(e, O.Unshard)
     if not later:
         return False
     pull(e.own, later[0])
@@ -128,13 +141,10 @@ def gathered_once_less(e: Edit) -> bool | None:
 @at(O.Reshard)
 def gathered_once_more(e: Edit) -> bool | None:
     """A Reshard and an Unshard where weights are whole."""
-    since = [k for k in e.here(O.Unshard) if k < e.at and stage(e.own[k]) == stage(e.word)]
+    since, _ = of_its_stage(e, O.Unshard)
     if not since:
         return False
-    k, own = e.rng.randint(since[-1] + 1, e.at), stage(e.word)
-    push(e.own, k, word(O.Unshard, own))
-    push(e.own, k, word(O.Reshard, own))
-    count(e.own)
+    put_both(e, e.rng.randint(since[-1] + 1, e.at), O.Reshard, O.Unshard)
     return None
 
 
@@ -142,17 +152,14 @@ def gathered_once_more(e: Edit) -> bool | None:
 def gathered_at_the_end(e: Edit) -> bool | None:
     """Weights are made whole and let go behind the last use, or behind the step."""
     last = max(k for k in e.here(*TURNS) if stage(e.own[k]) == stage(e.word))
-    k, own = e.rng.randint(last + 1, len(e.own)), stage(e.word)
-    push(e.own, k, word(O.Reshard, own))
-    push(e.own, k, word(O.Unshard, own))
-    count(e.own)
+    put_both(e, e.rng.randint(last + 1, len(e.own)), O.Unshard, O.Reshard)
     return None
 
 
 @at(O.ReduceScatter)
 def reduced_once_less(e: Edit) -> bool | None:
     """Two turns in one."""
-    later = [k for k in e.here(O.ReduceScatter) if k > e.at and stage(e.own[k]) == stage(e.word)]
+    _, later = of_its_stage(e, O.ReduceScatter)
     if not later:
         return False
     pull(e.own, e.at)
@@ -189,7 +196,7 @@ def reduced_whole(e: Edit) -> None:
 @at(B, I)
 def add_behind_its_turn(e: Edit) -> bool | None:
     """What adds comes behind the next ReduceScatter of its stage."""
-    later = [k for k in e.here(O.ReduceScatter) if k > e.at and stage(e.own[k]) == stage(e.word)]
+    _, later = of_its_stage(e, O.ReduceScatter)
     if not later:
         return False
     for k in sorted(

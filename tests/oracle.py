@@ -150,6 +150,8 @@ class Machine:
         if i.op in simple:
             return here(*simple[i.op])
         each = self.program.plan.microbatches // self.program.plan.updates
+        if i.op == O.Snapshot:
+            return []
         if i.op == O.ReduceGrads:
             adds = (O.Backward, O.BackwardInput, O.BackwardWeight)
             return [
@@ -161,7 +163,13 @@ class Machine:
             O.ReduceHolders: (O.ReduceGrads,),
             O.ReduceTied: (O.ReduceGrads, O.ReduceHolders),
             O.ReduceNorm: (O.ReduceGrads, O.ReduceHolders, O.ReduceTied),
-            O.OptimizerStep: (O.ReduceGrads, O.ReduceHolders, O.ReduceTied, O.ReduceNorm),
+            O.OptimizerStep: (
+                O.ReduceGrads,
+                O.ReduceHolders,
+                O.ReduceTied,
+                O.ReduceNorm,
+                O.Snapshot,
+            ),
         }.get(i.op, ())
         of = {
             O.ReduceHolders: {s},

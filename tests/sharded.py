@@ -151,6 +151,8 @@ def add(host: Host, stage: int) -> None:
 
 def step(host: Host) -> None:
     """The optimizer steps parts."""
+    if not host.machine.zero:
+        return
     entry = host.entry
     for stage in host.trained:
         host.take("parts", stage)

@@ -10,12 +10,13 @@ from collections import defaultdict
 from typing import TYPE_CHECKING
 
 from schedir.ir.ops import ROWS, TIERS, TOKENS, Instr, Lane, Opcode, Per, Token
-from tests.sharded import VALUES
+from tests.sharded import VALUES as OF_PARTS
 
 if TYPE_CHECKING:
     from tests.host import Host, Slot, Value
 
 KNOWN_VALUES = 14
+VALUES = (*OF_PARTS, Token.COPY)  # that the host knows all the same
 _LANES = {Lane.COMPUTE: "compute", Lane.TP: "gathers", Lane.DP: "reductions"}
 
 
@@ -135,6 +136,8 @@ def kept(host: Host) -> set[Slot]:
     names = {
         token.name.lower()
         for token in Token
-        if token >= KNOWN_VALUES and not any(token in row.frees for row in ROWS)
+        if token >= KNOWN_VALUES
+        and token is not Token.COPY
+        and not any(token in row.frees for row in ROWS)
     }
     return {slot for slot in host.slots if slot[0] in names}

@@ -47,6 +47,7 @@ WIRES: Final = {row.lane: "#7a7a7a" for row in LANES[1:]} | {
     Lane.TP: "#7a7a7a",
     Lane.DP: "#1a1a1a",
     Lane.PARAMS: "#cc79a7",
+    Lane.D2H: "#8c6d31",
 }
 DAY: Final = Palette(TONES, WIRES)
 # On a dark ground: the same hues in the same order, none as dark as the ground.
@@ -58,7 +59,9 @@ NIGHT: Final = Palette(
         Opcode.BackwardWeight: Tone("#1b9e77", 53, 45),
         Opcode.Backward: Tone("#6a55c2", 37, 27),
     },
-    WIRES | {Lane.ACT: "#3d9bd1", Lane.GRAD: "#e8772e", Lane.DP: "#e6e6e6", Lane.PARAMS: "#d98fb9"},
+    WIRES
+    | {Lane.ACT: "#3d9bd1", Lane.GRAD: "#e8772e", Lane.DP: "#e6e6e6", Lane.PARAMS: "#d98fb9"}
+    | {Lane.D2H: "#b8935a"},
 )
 # What a chart may be drawn in.  All but "bright" keep the bands of lightness.
 PALETTES: Final = {
@@ -67,7 +70,7 @@ PALETTES: Final = {
         {op: Tone("#808080", tone.light, tone.dark) for op, tone in TONES.items()},
         WIRES
         | {Lane.ACT: "#8c8c8c", Lane.GRAD: "#3c3c3c", Lane.TP: "#b4b4b4", Lane.DP: "#1a1a1a"}
-        | {Lane.PARAMS: "#646464"},
+        | {Lane.PARAMS: "#646464", Lane.D2H: "#a0a0a0"},
     ),
     # Okabe and Ito's colours (2008), which colour-blind readers tell by hue.
     "bright": Palette(
@@ -80,7 +83,7 @@ PALETTES: Final = {
         },
         WIRES
         | {Lane.ACT: "#0072b2", Lane.GRAD: "#cc79a7", Lane.TP: "#7a7a7a", Lane.DP: "#1a1a1a"}
-        | {Lane.PARAMS: "#a6761d"},
+        | {Lane.PARAMS: "#a6761d", Lane.D2H: "#5b4a1f"},
     ),
 }
 HATCHED: Final = frozenset({RECOMPUTE})  # in the hue of F, and so hatched
@@ -104,6 +107,7 @@ LANE_NAMES: Final = {row.lane: row.doc for row in LANES[1:]} | {
     Lane.TP: "tensor parallel",
     Lane.DP: "reductions",
     Lane.PARAMS: "gathers of weights",
+    Lane.D2H: "copies to the host",
 }
 WHOLE: Final = "whole weights"
 
@@ -117,6 +121,7 @@ CAUSES: Final = {
     Cause.REDUCTION: ("reduction", "#6a3d9a"),
     Cause.HOST: ("host", "#7a7a7a"),
     Cause.WEIGHTS: ("weights", "#cc79a7"),
+    Cause.SNAPSHOT: ("snapshot", "#8c6d31"),
 }
 
 

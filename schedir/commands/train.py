@@ -10,7 +10,12 @@ ABOUT = "train a GPT as a configuration says"
 
 def arguments(parser: argparse.ArgumentParser) -> None:
     """A configuration, and what to change in it."""
-    parser.add_argument("config", metavar="CONFIG.toml", help="any of the settings below")
+    parser.add_argument(
+        "config",
+        metavar="CONFIG.toml",
+        help="any of the settings below; a schedule in it that is file.py:function runs that file, "
+        "which --no-code refuses",
+    )
     parser.add_argument("--trace", metavar="DIR", help="write the last step's Timeline there")
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", dest="sets",
                         help="a setting, over what the file says: pipeline.ranks=2")  # fmt: skip

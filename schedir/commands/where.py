@@ -1,4 +1,4 @@
-"""Where a job that hangs stands now."""
+"""Where a job that hangs stands now, or where it was left."""
 
 from __future__ import annotations
 
@@ -6,15 +6,17 @@ import argparse
 from typing import TYPE_CHECKING, Any
 
 from schedir.commands._options import SOURCE, add_shape, request_of
+from schedir.errors import UsageError
 from schedir.io.terminal import as_json
 
 if TYPE_CHECKING:
+    from schedir.dumps.left import Left
     from schedir.dumps.standing import Job
     from schedir.dumps.verdict import Verdict
     from schedir.ir.program import Program
 
 ORDER = 4
-ABOUT = "tell where a job that hangs stands, from the dumps of its flight recorders"
+ABOUT = "tell where a job that hangs stands, from dumps of its flight recorders or its black boxes"
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
@@ -23,7 +25,8 @@ def arguments(parser: argparse.ArgumentParser) -> None:
         "dumps",
         metavar="DUMPS",
         nargs="+",
-        help="dumps of torch's flight recorder, one for each rank: files, a folder, or a pattern",
+        help="dumps of torch's flight recorder, one for each rank: files, a folder, or a pattern; "
+        "or the output folder of a run of schedir train, with its black boxes",
     )
     parser.add_argument("--program", metavar="SCHEDULE", help=f"what the job runs: {SOURCE}")
     parser.add_argument("--json", action="store_true", help="for a program to read")
@@ -32,6 +35,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> str:
     """Who waits for whom, and which rank is the cause."""
+    from schedir.dumps import left
     from schedir.dumps.flight_recorder import read_dumps
     from schedir.dumps.matched import match
     from schedir.dumps.standing import Job
@@ -39,6 +43,8 @@ def run(args: argparse.Namespace) -> str:
     from schedir.dumps.told_program import named_lines, program_lines
     from schedir.dumps.verdict import judge
 
+    if len(args.dumps) == 1 and (run := left.read(args.dumps[0])) is not None:
+        return _of_run(args, run)
     dumps, passed = read_dumps(args.dumps)
     job = Job(dumps)
     if args.program is None:
@@ -53,6 +59,20 @@ def run(args: argparse.Namespace) -> str:
         return as_json(_facts(job, verdicts) | {"said": lines})
     if passed:
         lines.append(f"passed over {len(passed)} files whose names end in no rank")
+    return "".join(f"{line}\n" for line in lines)
+
+
+def _of_run(args: argparse.Namespace, run: Left) -> str:
+    """What black boxes say; the program is beside them."""
+    if args.program is not None:
+        raise UsageError(
+            f"{run.folder} has the black boxes of a run, which have their program",
+            hint="leave out --program",
+            fields=["program"],
+        )
+    lines = [*run.lines()]
+    if args.json:
+        return as_json(run.facts() | {"said": lines})
     return "".join(f"{line}\n" for line in lines)
 
 

@@ -28,6 +28,7 @@ from schedir.ir.ops import ROWS, SENDS, TRANSFERS, Instr, Lane
 from schedir.ir.program import Program
 
 SHOWN: Final = 16  # processes that are told one by one
+SLOW: Final = 0.5  # of the time that others wait: who has moved since may do so again
 ASLEEP: Final = 1.5  # seconds without a sign of a watchdog that is awake ten times in one
 
 
@@ -39,6 +40,7 @@ class Kind(IntEnum):
     STOPPED = 2
     MISSING = 3
     BUSY = 4
+    UNHEARD = 5
 
 
 class Shape(NamedTuple):
@@ -52,6 +54,12 @@ class Shape(NamedTuple):
     def of(cls, program: Program) -> Shape:
         """That of a program."""
         return cls(program.plan.ranks, program.tp, program.dp)
+
+    @classmethod
+    def of_box(cls, seen: Seen) -> Shape:
+        """That of the run of a process."""
+        tp, dp = max(seen[Word.TP], 1), max(seen[Word.DP], 1)
+        return cls(max(seen[Word.WORLD] // (tp * dp), 1), tp, dp)
 
     def name(self, process: int) -> str:
         """A process as every message names it."""
@@ -69,7 +77,7 @@ class Waiting(NamedTuple):
 class Blame(NamedTuple):
     """Who keeps the others: the process, what is the matter with it, and all that wait.
 
-    `sure` is False where another may as well be the cause.
+    `sure` is False where another may as well be the cause; `said` is what the process has said.
     """
 
     process: int
@@ -77,6 +85,7 @@ class Blame(NamedTuple):
     fact: str
     sure: bool
     lines: tuple[str, ...]
+    said: str = ""
 
     def __str__(self) -> str:
         return "\n".join([self.fact, *(f"  {line}" for line in self.lines)])
@@ -85,7 +94,8 @@ class Blame(NamedTuple):
 class Standstill:
     """Processes of a run by their boxes, and the program that they run, if it is known.
 
-    `missing` are processes of this machine that have left no box.
+    `missing` are processes of this machine that have left no box, `unheard` those of others of
+    which nothing is known: they may have gone with all that could tell of them.
     """
 
     def __init__(
@@ -94,9 +104,10 @@ class Standstill:
         shape: Shape,
         program: Program | None = None,
         missing: Sequence[int] = (),
+        unheard: Sequence[int] = (),
     ) -> None:
         self.seen, self.shape, self.program = dict(sorted(seen.items())), shape, program
-        self.missing = (*missing,)
+        self.missing, self.unheard = (*missing,), (*unheard,)
         self.mesh = mesh_of(shape.ranks, shape.tp, shape.dp)
         self.graph = None if program is None else Graph.of(program, "edge")
         self.waits = {process: [*self._waits(process)] for process in self.seen}
@@ -169,7 +180,7 @@ class Standstill:
     def _has_come(self, process: int, at: int, turn: int) -> bool:
         """Whether a process has passed an instruction, in the step of a turn."""
         if (one := self.seen.get(process)) is None:
-            return process not in self.missing
+            return process not in (*self.missing, *self.unheard)
         if one[Word.TURN] != turn:
             return one[Word.TURN] > turn
         assert self.graph is not None
@@ -192,7 +203,7 @@ class Standstill:
             if waits and (behind or same):
                 yield Waiting(process, other)
         if waits and not in_step:
-            yield from (Waiting(process, other) for other in self.missing)
+            yield from (Waiting(process, other) for other in (*self.missing, *self.unheard))
 
     def _name(self, at: int) -> str:
         assert self.graph is not None
@@ -204,7 +215,7 @@ class Standstill:
     def kind(self, process: int) -> Kind:
         """What is the matter with a process, if it waits for nobody."""
         if process not in self.seen:
-            return Kind.MISSING
+            return Kind.UNHEARD if process in self.unheard else Kind.MISSING
         one = self.seen[process]
         if one.gave_up and one.said:
             return Kind.SAID
@@ -218,7 +229,8 @@ class Standstill:
             p for p, waits in self.waits.items()
             if not waits and not (self.kind(p) is Kind.BUSY and self._is_over(p))
         ]  # fmt: skip
-        return [*found, *self.missing]
+        waited = {wait.on for waits in self.waits.values() for wait in waits}
+        return [*found, *self.missing, *(p for p in self.unheard if p in waited)]
 
     def _is_over(self, process: int) -> bool:
         one = self.seen[process]
@@ -236,9 +248,9 @@ class Standstill:
 
         def order(process: int) -> tuple[int, bool, int, int, float]:
             one = self.seen.get(process)
-            if one is None:
-                return Kind.MISSING, process not in waited, 0, 0, 0.0
             kind = self.kind(process)
+            if one is None:
+                return kind, process not in waited, 0, 0, 0.0
             if kind is Kind.SAID:
                 return kind, False, 0, 0, one[Word.FAILED] - one.now
             if kind is Kind.DIED:
@@ -256,11 +268,14 @@ class Standstill:
         if not sure:
             others = ", ".join(self.shape.name(p) for p in alike[1:4])
             named += f"; or it may be {others}"
-        return Blame(first, kind, named, sure, tuple(self._lines(first)))
+        said = self.seen[first].said if first in self.seen else ""
+        return Blame(first, kind, named, sure, tuple(self.lines(first)), said)
 
     def _matter(self, process: int, kind: Kind) -> str:
         if kind is Kind.MISSING:
             return "has not begun: it has left no black box"
+        if kind is Kind.UNHEARD:
+            return "is waited for, and nothing is heard of it from its machine"
         one, where = self.seen[process], self.where(process)
         if kind is Kind.SAID:
             return f"has given up, {where}"
@@ -270,7 +285,22 @@ class Standstill:
             return f"is stopped, {where}, for {one.seconds:.1f} s"
         silent = one.silent > ASLEEP and one.phase > Phase.START
         how = " (and lets no Python run)" if silent else ""
-        return f"waits for nobody, and does not go on{how}: {where}, for {one.seconds:.1f} s"
+        does = (
+            "is slow, or has only just come to stand" if self.moves(process) else "does not go on"
+        )
+        return f"waits for nobody, and {does}{how}: {where}, for {one.seconds:.1f} s"
+
+    def moves(self, process: int) -> bool:
+        """Whether a process at work has moved while others waited for it: it may be only slow."""
+        waited = [
+            self.seen[p].seconds
+            for p, waits in self.waits.items()
+            if any(w.on == process for w in waits)
+        ]
+        is_slow = process in self.seen and self.seen[process].seconds < SLOW * max(
+            waited, default=0.0
+        )
+        return self.kind(process) is Kind.BUSY and is_slow
 
     def where(self, process: int) -> str:
         """What a process is at, and where in the code."""
@@ -281,9 +311,9 @@ class Standstill:
             text += f" at #{one.at}"
         return f"{text}, {one.note}" if one.note else text
 
-    def _lines(self, first: int) -> Iterator[str]:
-        """The others, and for whom they wait."""
-        rest = [p for p in self.seen if p != first]
+    def lines(self, but: int = -1) -> Iterator[str]:
+        """All processes but one, and for whom they wait."""
+        rest = [p for p in self.seen if p != but]
         names = {p: self.shape.name(p) for p in rest[:SHOWN]}
         width = max(map(len, names.values()), default=0)
         for process, name in names.items():

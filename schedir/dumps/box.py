@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import mmap
 import os
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import IntEnum
@@ -23,12 +24,15 @@ from time import monotonic_ns
 from typing import Final, Literal
 from zlib import crc32
 
+from schedir.errors import UsageError
+from schedir.io.files import opened
 from schedir.ir.names import Lane
 
 FOLDER: Final = "boxes"  # in the output folder of a run
 PROGRAM: Final = "program.sched"  # in the folder of boxes: what is run
+VERDICT: Final = "said"  # there, too: of which run, and what its launcher has said of its end
 SIZE: Final = 16384
-FORM: Final = 0x5343_4845_4401  # the form of the file, and its version
+FORM: Final = 0x5343_4845_4402  # the form of the file, and its version
 NOTE: Final = 1024  # where the texts begin; each has its length in front
 SAID: Final = 2048
 
@@ -41,7 +45,8 @@ class Word(IntEnum):
     """Where a number is.
 
     `RUN` is the same for the processes of one run on one machine, `PLACE` for those that see each
-    other's numbers, `BORN` when the process began, as the system counts.  `TURN` counts the phases
+    other's numbers, `BORN` when the process began, as the system counts.  Of the `WORLD` processes
+    `TP` are a tensor-parallel group, and there are `DP` replicas.  `TURN` counts the phases
     that were entered: all processes enter the same ones.  `STEP` counts from 1.  `BEAT` is when the
     watchdog was last awake; `WAITS`, 1 or 0, whether it has then found the process in a collective
     or at a message.  `FAILED` is when the process gave up, `CODE` with which exit code, `ENDED` 1
@@ -55,10 +60,12 @@ class Word(IntEnum):
     WORLD = 4
     PID = 5
     BORN = 6
+    TP = 7
     PHASE = 8
     TURN = 9
     ENTERED = 10
     STEP = 11
+    DP = 12
     AT = AT
     SINCE = SINCE
     BEAT = 24
@@ -79,8 +86,10 @@ class Phase(IntEnum):
     DATA = 3
     STEP = 4
     REPORT = 5
-    RESULTS = 6
-    DONE = 7
+    SAVE = 6
+    RESULTS = 7
+    DONE = 8
+    EVALUATE = 9
 
 
 DOING: Final = {
@@ -90,21 +99,32 @@ DOING: Final = {
     Phase.DATA: "waiting for the data of step {step}",
     Phase.STEP: "in step {step}",
     Phase.REPORT: "bringing together the numbers of step {step}",
+    Phase.SAVE: "saving step {step}",
     Phase.RESULTS: "writing results",
     Phase.DONE: "at its end",
+    Phase.EVALUATE: "evaluating after step {step}",
 }
 
 
 class Box:
     """The box of this process, for it to write; without a path it is memory alone."""
 
-    def __init__(self, path: Path | None = None, *, process: int = 0, world: int = 1) -> None:
+    def __init__(
+        self,
+        path: Path | None = None,
+        *,
+        process: int = 0,
+        world: int = 1,
+        tp: int = 1,
+        dp: int = 1,
+    ) -> None:
         self.path = path
         self.memory = _memory(path)
         self.words = memoryview(self.memory).cast("q")
         own = os.getpid()
         self.words[Word.RUN], self.words[Word.PLACE] = run_of(os.getppid()), place()
         self.words[Word.PROCESS], self.words[Word.WORLD] = process, world
+        self.words[Word.TP], self.words[Word.DP] = tp, dp
         self.words[Word.PID], self.words[Word.BORN] = own, _born(own)
         self.words[Word.ENTERED] = self.words[Word.BEAT] = monotonic_ns()
         self.words[Word.FORM] = FORM
@@ -132,6 +152,11 @@ class Box:
         self.memory[begin + 8 : begin + 8 + len(data)] = data
         self.words[begin // 8] = len(data)
 
+    @property
+    def is_there(self) -> bool:
+        """Whether others can read it: it may never have had a file, or somebody removed it."""
+        return self.path is not None and self.path.exists()
+
     def remove(self) -> None:
         """Remove the file; the memory stays."""
         if self.path is not None:
@@ -149,10 +174,16 @@ def _memory(path: Path | None) -> mmap.mmap:
     except OSError:
         return mmap.mmap(-1, SIZE)
     try:
-        os.ftruncate(file, SIZE)
-        return mmap.mmap(file, SIZE)
+        # Written, so that it has its room: a store to a page that a full disk has no room for ends
+        # the process (SIGBUS).
+        if os.write(file, bytes(SIZE)) == SIZE:
+            return mmap.mmap(file, SIZE)
+    except OSError:
+        pass
     finally:
         os.close(file)
+    path.unlink(missing_ok=True)
+    return mmap.mmap(-1, SIZE)
 
 
 # ---------------------------------------------------------------- reading
@@ -238,7 +269,7 @@ class Seen:
         """What `packed` has made; None for anything else."""
         head, _, data = packed.partition(b"\n")
         now, _, state = head.decode(errors="replace").partition(" ")
-        if not now.isdigit() or len(data) != SIZE:
+        if not re.fullmatch("[0-9]{1,19}", now) or len(data) != SIZE:
             return None
         found = next((one for one in _STATES if one == state), None)
         seen = None if found is None else cls(data, int(now), found)
@@ -251,9 +282,9 @@ _STATES: Final[tuple[State, ...]] = ("runs", "stopped", "gone", "unknown")
 def look(path: Path) -> Seen | None:
     """A box, and its process; None where there is none, or something else."""
     try:
-        with path.open("rb") as file:
+        with opened(path) as file:
             data = file.read(SIZE + 1)
-    except OSError:
+    except UsageError:
         return None
     seen = Seen(data, monotonic_ns(), "unknown")
     if len(data) != SIZE or seen[Word.FORM] != FORM:

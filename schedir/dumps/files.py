@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 from collections.abc import Iterable
 from functools import lru_cache
@@ -11,9 +12,10 @@ from typing import Any, Final
 
 from schedir.dumps.plain_pickle import loads
 from schedir.errors import TraceError, UsageError
-from schedir.io.files import named
+from schedir.io.files import begin_of, named, opened
 
 MOST_BYTES: Final = {"pickle": 2**27, "json": 2**25}  # of a file; JSON makes more of a byte
+_FIRST: Final = 2**12  # bytes in which a dump begins
 MOST_ENTRIES: Final = 2**20
 MOST_FILES: Final = 2**14
 RANK: Final = re.compile(r"(\d{1,6})(?:\.(?:json|pickle|pkl|dump|bin))?$")
@@ -52,25 +54,24 @@ def read(path: str) -> dict[str, Any]:
 
     Raises TraceError for a file that is no dump, UsageError for one that cannot be read.
     """
-    try:
-        with open(path, "rb") as file:
-            data = file.read(max(MOST_BYTES.values()) + 1)
-    except OSError as error:
-        raise UsageError(f"cannot read {path}: {error.strerror}") from None
-    form = "pickle" if data[:1] == b"\x80" else "json"
-    if form == "json" and data.lstrip()[:1] != b"{":
-        raise TraceError(
-            "this is no dump of a flight recorder, which is JSON or a pickle"
-            if data
-            else "the file is empty",
-            program=path,
-        )
-    if len(data) > MOST_BYTES[form]:
-        raise TraceError(
-            f"a dump of more than {MOST_BYTES[form] >> 20} MiB of {form} is not read",
-            program=path,
-            hint="a smaller TORCH_FR_BUFFER_SIZE keeps fewer entries",
-        )
+    with opened(path) as file:
+        data = begin_of(file, _FIRST)
+        form = "pickle" if data[:1] == b"\x80" else "json"
+        most = MOST_BYTES[form]
+        if form == "json" and data.lstrip()[:1] != b"{":
+            raise TraceError(
+                "this is no dump of a flight recorder, which is JSON or a pickle"
+                if data
+                else "the file is empty",
+                program=path,
+            )
+        large = os.fstat(file.fileno()).st_size > most
+        if large or len(data := data + begin_of(file, most + 1 - len(data))) > most:
+            raise TraceError(
+                f"a dump of more than {most >> 20} MiB of {form} is not read",
+                program=path,
+                hint="a smaller TORCH_FR_BUFFER_SIZE keeps fewer entries",
+            )
     raw = loads(data, path) if form == "pickle" else _json(data, path)
     if not isinstance(raw, dict) or not isinstance(raw.get("version"), str):
         raise TraceError("this is no dump of a flight recorder: it has no version", program=path)
@@ -93,7 +94,7 @@ def _json(data: bytes, path: str) -> Any:
         return json.loads(data)
     except RecursionError:
         raise TraceError("the JSON is nested too deeply for a dump", program=path) from None
-    except ValueError as error:  # of bytes that are no UTF-8, too
+    except ValueError as error:  # of bytes that are no UTF-8, and of thousands of digits, too
         at = getattr(error, "pos", getattr(error, "start", 0))
         raise TraceError(
             f"the JSON is cut off or damaged at byte {at} of {len(data)}", program=path

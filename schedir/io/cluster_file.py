@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import re
-import tomllib
 from dataclasses import MISSING, fields
 from difflib import get_close_matches
 from pathlib import Path
 
 from schedir.errors import ConfigError, UsageError, said
-from schedir.io.files import path_of, read_text
+from schedir.io.files import read_text
+from schedir.io.toml import MOST_BYTES, tables_of
 from schedir.ir.cluster import Cluster
 
 _NAMES = [f.name for f in fields(Cluster)]
@@ -31,11 +31,8 @@ def load_cluster(path: str | Path) -> Cluster:
     ...     load_cluster(f"{folder}/cluster.toml").gpus
     16
     """
-    text = read_text(path_of(path))
-    try:
-        table = tomllib.loads(text)
-    except tomllib.TOMLDecodeError as error:
-        raise ConfigError(f"is not TOML: {error}", where=str(path)) from None
+    text = read_text(path, MOST_BYTES)
+    table = tables_of(text, str(path))
     for name, value in table.items():
         if name not in _NAMES:
             near = get_close_matches(name, _NAMES, 1)
@@ -57,7 +54,7 @@ def load_cluster(path: str | Path) -> Cluster:
 def _refused(fact: str, name: str, path: str | Path, text: str, hint: str = "") -> ConfigError:
     """The refusal of a setting, and where it stands."""
     line, column = 0, 0
-    if found := re.search(rf"^[ \t]*\[*[ \t]*[\"']?({re.escape(name)})\b", text, re.M):
+    if found := re.search(rf"^[ \t\[]*[\"']?({re.escape(name)})\b", text, re.M):
         line = text.count("\n", 0, found.start(1)) + 1
         column = found.start(1) - text.rfind("\n", 0, found.start(1))
     return ConfigError(fact, where=str(path), line=line, column=column, hint=hint, fields=[name])

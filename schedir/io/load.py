@@ -14,10 +14,11 @@ from types import FunctionType, ModuleType
 from typing import TYPE_CHECKING
 
 from schedir.errors import ProgramError, UsageError, in_words
-from schedir.io.files import read_text
+from schedir.io.files import opened, read_text
 from schedir.io.timeline_file import SUFFIX, load_timeline
 from schedir.ir.program import Program
 from schedir.ir.text import parse
+from schedir.ir.trust import require_trust
 from schedir.predict.timeline import Timeline
 from schedir.schedules import built_in
 from schedir.schedules.words import Schedule
@@ -151,8 +152,8 @@ def _function(path: str, name: str) -> Schedule:
 
 def _module(path: str) -> ModuleType:
     """A person's file, run as `python file.py` would find its neighbours."""
-    if not Path(path).is_file():
-        raise UsageError(f"cannot read {path}: no such file")
+    opened(path).close()  # refuses what is no ordinary file
+    require_trust(path)
     name = _PREFIX + Path(path).stem
     spec = spec_from_file_location(name, path)
     assert spec is not None and spec.loader is not None

@@ -299,7 +299,7 @@ class Request:
         if self.cluster is None:
             return self._per_stage(costs.usual())
         costs, found = self._per_stage(costs), self.source.found
-        groups = {"tp": 1, "dp": 1, "zero": 0}
+        groups: dict[str, Any] = {"tp": 1, "dp": 1, "zero": 0, "snapshots": False}
         for f in TRAITS:
             if f.name in groups:
                 own = f.of(found) if isinstance(found, Program) else groups[f.name]

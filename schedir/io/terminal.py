@@ -20,6 +20,8 @@ from schedir.errors import ProgramError
 if TYPE_CHECKING:
     from rich.text import Text
 
+_LONGEST = 2000  # characters of a line of a refusal
+
 
 def coloured(text: str) -> str:
     """The text of a program as a terminal shows it; elsewhere, or with NO_COLOR, as it is."""
@@ -100,13 +102,22 @@ def _cells(text: str) -> int:
 
 
 def format_error(error: ProgramError) -> str:
-    """What was refused, and where in a person's file it comes from."""
+    """What was refused, and where in a person's file it comes from.
+
+    What a file says is shown so that a terminal takes nothing of it for an order.
+    """
     from schedir.io.load import origin
 
     lines = [f"{type(error).__name__}: {error}", *getattr(error, "__notes__", [])]
     if error.__cause__ and (where := origin(error)):
         lines.append(f"  at {where}")
-    return "\n".join(lines)
+    return "\n".join(map(_plain, "\n".join(lines).split("\n")))
+
+
+def _plain(line: str) -> str:
+    """A line without what a terminal would act upon, and of a length that a person reads."""
+    cut = line if len(line) <= _LONGEST else f"{line[:_LONGEST]}..."
+    return "".join(c if c.isprintable() else "?" for c in cut)
 
 
 def listed(words: Sequence[str]) -> str:

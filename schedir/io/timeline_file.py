@@ -20,12 +20,13 @@ from numpy.typing import NDArray
 
 from schedir.analysis.models import MODELS
 from schedir.errors import ProgramError, Site, TraceError, UsageError
-from schedir.io.files import atomic_write
+from schedir.io.files import atomic_write, opened
 from schedir.ir.ops import Lane
 from schedir.ir.plan import Plan
 from schedir.ir.program import Program
 from schedir.ir.sizes import Sizes
 from schedir.ir.text import parse, show
+from schedir.ir.trust import RAISED, trust
 from schedir.predict.timeline import KINDS, UNITS, Timeline, expect_runs, spans_of
 from schedir.verify.check import check
 
@@ -114,16 +115,17 @@ def load_timeline(path: str | Path) -> Timeline:
     ...     load_timeline(f"{folder}/gpipe.timeline")
     <predicted Timeline of gpipe: span 15, bubble 20.0%>
     """
-    try:
-        with ZipFile(path) as archive:
-            return _Reader(archive).timeline()
-    except ProgramError as error:
-        error.add_note(f"in {path}")
-        raise
-    except OSError as error:
-        raise UsageError(f"cannot read {path}: {error.strerror or error}") from None
-    except Exception as error:  # zipfile has a dozen ways to say that it cannot read a file
-        raise TraceError(f"{path} is no Timeline: {error or type(error).__name__}") from None
+    with opened(path) as file:
+        try:
+            with ZipFile(file) as archive:
+                return _Reader(archive).timeline()
+        except ProgramError as error:
+            error.add_note(f"in {path}")
+            raise
+        except OSError as error:
+            raise UsageError(f"cannot read {path}: {error.strerror or error}") from None
+        except Exception as error:  # zipfile has a dozen ways to say that it cannot read a file
+            raise TraceError(f"{path} is no Timeline: {error or type(error).__name__}") from None
 
 
 class _Reader:
@@ -138,8 +140,10 @@ class _Reader:
     def timeline(self) -> Timeline:
         header = self._header()
         n = header["instructions"]
-        self._require_size(_START, 8 * n + 1024)
-        self._require_size(_END, 8 * n + 1024)
+        # Times come first: without them a program of one line may unfold to millions.  Those of
+        # half the width are refused by their type.
+        self._require_size(_START, 8 * n + 1024, 4 * n)
+        self._require_size(_END, 8 * n + 1024, 4 * n)
         self._require_size(_PROGRAM, 32 * n + _SMALL)
         program = parse(self._read(_PROGRAM).decode(), most=n)
         if len(program) != n:
@@ -173,6 +177,10 @@ class _Reader:
             "blocks": isinstance(header.get("blocks", False), bool),
             "clock_error": isinstance(error, int | float) and 0 <= error < math.inf,
         }
+        if type(n) is int and n > (most := trust().instructions):
+            raise TraceError(
+                f"it has {n} instructions, and a program may have {most}"[:200], hint=RAISED
+            )
         for key, fine in sound.items():
             if not fine:
                 hint = f"there are {' and '.join(map(repr, UNITS))} (units of cost)"
@@ -182,10 +190,11 @@ class _Reader:
                 )
         return header
 
-    def _require_size(self, name: str, most: int) -> None:
-        """Refuse a member that says it is larger than it can be, or is packed in an odd way."""
+    def _require_size(self, name: str, most: int, least: int = 0) -> None:
+        """Refuse a member that says it is larger or smaller than it can be, or that is packed in an
+        odd way."""
         info = self.archive.getinfo(name)
-        if info.file_size > most:
+        if not least <= info.file_size <= most:
             raise TraceError(f"{name} cannot have {info.file_size} bytes")
         if info.compress_type not in (ZIP_STORED, ZIP_DEFLATED):
             raise TraceError(f"{name} is packed by method {info.compress_type}, not deflated")

@@ -194,6 +194,7 @@ class Cluster:
         tp: int = 1,
         dp: int = 1,
         zero: int = 0,
+        snapshots: bool = False,
     ) -> Costs:
         """Costs in seconds: those that are told stay, and these are filled, unless told:
 
@@ -210,6 +211,8 @@ class Cluster:
         - `reduce_norm`: 8 bytes over all processes of a replica.
         - `step`: `params` and `optimizer` read and written, `grads` read, at `hbm`; 1/dp of it with
           `zero` from 1 on.
+        - With `snapshots`: `snapshot`, the replica's part of a stage's `params` and `optimizer`, to
+          the host (`host_transfer`).
         - `I` and `W` where only B is told: half of it each.
 
         F, and B or I and W, are for who knows the model to tell, in seconds.  Bytes are those of
@@ -241,7 +244,7 @@ class Cluster:
                 f"{self.gpus} GPUs of {self.nodes} x {self.gpus_per_node}",
                 fields=["nodes", "gpus_per_node", "ranks", "tp", "dp"],
             )
-        return filled(self, plan, sizes, costs, tp, dp, zero)
+        return filled(self, plan, sizes, costs, tp, dp, zero, snapshots=snapshots)
 
 
 def _message(size: float, latency: float, bandwidth: float) -> float:

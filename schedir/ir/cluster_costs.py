@@ -47,16 +47,29 @@ class Machines(Protocol):
     def bandwidth(self, processes: Processes) -> float:
         """On the slowest link of a ring."""
 
+    def host_transfer(self, size: float) -> float:
+        """To the host's memory."""
+
     def all_reduce_small(self, size: float, processes: Processes) -> float:
         """Of so few bytes that latency decides."""
 
 
 def filled(
-    cluster: Machines, plan: Plan, sizes: Sizes, costs: Costs, tp: int, dp: int, zero: int
+    cluster: Machines,
+    plan: Plan,
+    sizes: Sizes,
+    costs: Costs,
+    tp: int,
+    dp: int,
+    zero: int,
+    *,
+    snapshots: bool,
 ) -> Costs:
     """Costs with those that nobody tells filled, as `Cluster.costs` says."""
     found = _backwards(costs)
-    for name, fill in _Filler(cluster, plan, sizes, tp, dp, zero).fills.items():
+    filler = _Filler(cluster, plan, sizes, tp, dp, zero)
+    fills = filler.fills | ({"snapshot": filler.snapshot} if snapshots else {})
+    for name, fill in fills.items():
         if name not in costs.told:
             each = fill()
             found[name] = from_grid(each[:1] if (each == each[:1]).all() else each)
@@ -182,6 +195,16 @@ class _Filler:
         """One number in float64 over all processes of a replica."""
         each = [self.cluster.all_reduce_small(8, replica.reshape(-1)) for replica in self.mesh]
         return np.full((1, 1), max(each))
+
+    def snapshot(self) -> Floats:
+        """Each replica copies its part, at every level of ZeRO."""
+        params, optimizer = (
+            self.sizes.of(name, self.plan.stages) for name in ("params", "optimizer")
+        )
+        if not params.any():
+            raise _unknown("snapshot", "params=2GB,optimizer=12GB")
+        copied = (params + optimizer) / self.dp
+        return np.array([[self.cluster.host_transfer(size)] for size in copied.tolist()])
 
     def step(self) -> Floats:
         """The k-th number is rank k's."""

@@ -90,6 +90,7 @@ class Costs:
     validate: Cost | None = None
     unshard: Cost | None = None
     reduce_scatter: Cost | None = None
+    snapshot: Cost | None = None
 
     def __post_init__(self) -> None:
         for f in fields(self):

@@ -26,6 +26,7 @@ class Token(IntEnum):
     FULL = 15
     PARTS = 16
     ROOM = 17
+    COPY = 18
 
 
 class Lane(IntEnum):
@@ -37,6 +38,7 @@ class Lane(IntEnum):
     TP = 3
     DP = 4
     PARAMS = 5
+    D2H = 6
 
 
 class Opcode(IntEnum):
@@ -74,3 +76,4 @@ class Opcode(IntEnum):
     Unshard = 23
     Reshard = 24
     ReduceScatter = 25
+    Snapshot = 26

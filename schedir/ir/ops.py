@@ -142,6 +142,7 @@ TOKENS: Final[tuple[TokenRow, ...]] = (
     TokenRow(_T.FULL, _STAGE, Found.AGAIN, "the whole weights", "params", trait="zero"),
     TokenRow(_T.PARTS, _STAGE, _ALL, "the weights in parts", trait="zero"),
     TokenRow(_T.ROOM, _STAGE, Found.SINCE, "the room for the weights' gradient", trait="reduce"),
+    TokenRow(_T.COPY, _STAGE, _ALL, "the copy of what the step changes", trait="snapshots"),
 )  # fmt: skip
 
 LANES: Final[tuple[LaneRow, ...]] = (
@@ -151,6 +152,7 @@ LANES: Final[tuple[LaneRow, ...]] = (
     LaneRow(_L.TP, False, "waits", "gathers within the tensor-parallel group"),
     LaneRow(_L.DP, False, "starts", "reductions over replicas and ranks"),
     LaneRow(_L.PARAMS, False, "starts", "gathers of weights over replicas"),
+    LaneRow(_L.D2H, False, "starts", "copies to the host"),
 )
 
 ROWS: Final[tuple[Row, ...]] = (
@@ -207,7 +209,7 @@ ROWS: Final[tuple[Row, ...]] = (
     Row(_O.ReduceNorm, "reduce_norm", _L.DP, _RANK, (_T.GRAD,), (_T.NORM,), (),
         "The norm of all gradients, over all pipeline ranks.",
         cost="reduce_norm", meets=_O.ReduceNorm, group="model", drains="always"),
-    Row(_O.OptimizerStep, "step", _L.COMPUTE, _RANK, (_T.GRAD, _T.NORM, _T.PARTS),
+    Row(_O.OptimizerStep, "step", _L.COMPUTE, _RANK, (_T.GRAD, _T.NORM, _T.PARTS, _T.COPY),
         (_T.PARAMETERS, _T.OWN_NORM), (_T.GRAD, _T.NORM),
         "Updates the parameters of the rank's stages.", cost="step"),
     Row(_O.SendSkip, "send_skip", _L.ACT, _MB, (_T.SKIP_OUT,), (), (_T.SKIP_OUT,),
@@ -239,6 +241,10 @@ ROWS: Final[tuple[Row, ...]] = (
         (_T.WGRAD,),
         "Sums a stage's gradient over the data-parallel group and scales it; each replica gets its "
         "own part of the sum.", cost="reduce_scatter", ring=Ring("dp", "grads")),
+    Row(_O.Snapshot, "snapshot", _L.D2H, _STAGE, (_T.PARAMETERS,), (_T.COPY,), (),
+        "Copies what the step will change of a stage, weights and the optimizer's state, to the "
+        "host's memory, for a checkpoint that is written meanwhile; does nothing in a step behind "
+        "which none is due.", cost="snapshot"),
 )  # fmt: skip
 
 BY_TEXT: Final = {row.text: row.op for row in ROWS}
@@ -316,6 +322,7 @@ OF_GRADIENTS: Final = tuple(
 TO_TRAIN: Final = frozenset({
     _T.SAVED, _T.GRAD_IN, _T.GRAD_OUT, _T.TAPE, _T.WGRAD, _T.GRAD,
     _T.SKIP_GRAD_IN, _T.SKIP_GRAD_OUT, _T.FULL, _T.PARTS, _T.ROOM,
+    _T.COPY,
 })  # fmt: skip
 OF_TRAINED: Final = tuple(
     row.op for row in ROWS

@@ -16,10 +16,10 @@ from schedir.ir.fields import Kind, fields_of, itself, setting, whole_number, wh
 from schedir.ir.numerals import NO_NUMBERS, whole
 from schedir.ir.ops import ROWS, Per
 from schedir.ir.placement import PLACEMENT, PLACEMENTS, Placement, check_rows, named_of, rows_of
+from schedir.ir.trust import RAISED, trust
 
 MAX_MICROBATCHES = 2**20
 MAX_STAGES = 2**15
-MAX_CELLS = 2**27  # stages x microbatches; a program has at least two instructions in each
 
 
 def _read_delay(text: str) -> int | tuple[int, ...]:
@@ -140,10 +140,11 @@ class Plan:
                 f"{self.stages} stages are more than the {MAX_STAGES} allowed",
                 fields=["ranks", "stages_per_rank", "placement"],
             )
-        if self.stages * self.microbatches > MAX_CELLS:
+        if self.stages * self.microbatches > (most := trust().instructions):
             raise PlanError(
-                f"{self.stages} stages x {self.microbatches} microbatches are more than the "
-                f"{MAX_CELLS} cells allowed",
+                f"{self.stages} stages x {self.microbatches} microbatches are at least "
+                f"{self.stages * self.microbatches} instructions, and a program may have {most}",
+                hint=RAISED,
                 fields=["microbatches", "ranks", "stages_per_rank", "placement"],
             )
         self._check_updates()

@@ -125,6 +125,10 @@ class Program:
     From 1 on that is the optimizer's state, from 2 on gradients, and at 3 the weights, too; these
     are gathered by Unshard.  `reduce` says of gradients in parts whether they are reduced once, at
     the "end", or each "turn", so that no whole one is held between runs of backwards.
+    `open` says that the gradients are left as sums, neither reduced nor stepped: the next program
+    on the same stages adds to them, and one that is not open ends the update.
+    `snapshots` says that what a step changes can be copied while its forwards run: for a checkpoint
+    of the step before.
     `slots` has one entry per rank; where it is empty, each value has a slot of its own.
 
     `order` numbers the messages as the lowering places them: for each kind of send a number by
@@ -162,6 +166,8 @@ class Program:
     validate: str = field(default="before", metadata=traits.VALIDATE)
     zero: int = field(default=0, metadata=traits.ZERO)
     reduce: str = field(default="end", metadata=traits.REDUCE)
+    open: bool = field(default=False, metadata=traits.OPEN)
+    snapshots: bool = field(default=False, metadata=traits.SNAPSHOTS)
     slots: tuple[Slots, ...] = ()
     order: Mapping[Opcode, NDArray[np.int32]] = field(
         default_factory=dict, repr=False, compare=False
@@ -192,6 +198,8 @@ class Program:
             validate=self.validate,
             zero=self.zero,
             reduce=self.reduce,
+            open=self.open,
+            snapshots=self.snapshots,
         )
         try:
             slots = tuple(Slots(*map(index, counts)) for counts in self.slots)
@@ -322,6 +330,11 @@ class Program:
     def trains(self) -> bool:
         """Whether there is any backward; a program without one evaluates."""
         return not self.ops.isdisjoint(ADDS)
+
+    @property
+    def closes(self) -> bool:
+        """Whether it ends an update: it trains, and is not open."""
+        return self.trains and not self.open
 
     def first_of(self, op: int) -> int:
         """The first stage that an instruction can be of: of backwards, of messages with gradients

@@ -32,10 +32,10 @@ from schedir.ir.fields import Field
 from schedir.ir.ops import BETWEEN_NEIGHBOURS, BY_TEXT, ROWS, Per
 from schedir.ir.plan import PLAN, Plan
 from schedir.ir.program import HEADER, JOINED, OP, OWN, STAGE, Program, Slots, Stream, Words
+from schedir.ir.trust import RAISED, trust
 
 FORMAT = 1
 _KEYS = {f.name: f for f in HEADER}
-MOST = 2**28  # instructions that a text may unfold to
 _SPARE = 1000  # instructions beyond what the plan has room for
 
 # ---------------------------------------------------------------- program to text
@@ -170,7 +170,7 @@ class _Line(NamedTuple):
         return ParseError(fact, line=self.number, column=at + 1, text=self.text, hint=hint)
 
 
-_NAME = re.compile(r"(program)\b\s*(.*)")
+_NAME = re.compile(r"\s*(program)\b\s*(.*)")
 _PAIR = re.compile(r"\s*(\S+)(?:\s+(\S+))?")
 # Slots are said of the kinds that there are, in their order; of neighbours' of all or none.
 _ALWAYS = Slots._fields[: len(BETWEEN_NEIGHBOURS)]
@@ -185,8 +185,9 @@ _INSTR = re.compile(
 _Found = dict[str, tuple[Any, _Line, int]]  # by key, its value and where that stands
 
 
-def parse(text: str, most: int = MOST) -> Program:
-    """The Program that a text says; it may unfold to `most` instructions in all.
+def parse(text: str, most: int | None = None) -> Program:
+    """The Program that a text says; it may unfold to `most` instructions in all, unless told to as
+    many as `trusting` says.
 
     Raises ParseError with line and column where the text does not follow the grammar, or its
     plan cannot be; whether the program is right is for `check` to say.
@@ -223,8 +224,10 @@ def parse(text: str, most: int = MOST) -> Program:
         traits = {name: _KEYS[name].kind.settle(name, said, plan) for name, said in header.items()}
     except PlanError as error:
         raise _at_field(error, found, "ranks") from None
-    most = min(most, 4 * plan.room + _SPARE)  # what is a little wrong is best said of the whole
-    streams, slots = _streams(lines[begin:], plan.ranks, lines[-1], most)
+    room = 4 * plan.room + _SPARE  # what is a little wrong is best said of the whole
+    hint = RAISED if most is None and room > trust().instructions else ""
+    most = min(trust().instructions if most is None else most, room)
+    streams, slots = _streams(lines[begin:], plan.ranks, lines[-1], most, hint)
     try:
         return Program(name, plan, streams, **traits, slots=slots)
     except PlanError as error:
@@ -254,6 +257,8 @@ def _header(lines: list[_Line], first: _Line) -> _Found:
                 raise line.error(f"{key} is given twice", pair.start(1))
             if not value:
                 raise line.error(f"{key} has no value", pair.start(1))
+            if key == "program" and not name:  # whose name is the rest of a line
+                raise line.error("program begins a line of its own", pair.start(1))
             at = pair.start(2)
             found[key] = (value if name else _value(line, at, _KEYS[key], value), line, at)
     for key in ("program", *(f.name for f in HEADER if f.required)):
@@ -272,7 +277,7 @@ def _value(line: _Line, at: int, field: Field, text: str) -> object:
 
 
 def _streams(
-    lines: list[_Line], ranks: int, last: _Line, most: int
+    lines: list[_Line], ranks: int, last: _Line, most: int, hint: str
 ) -> tuple[tuple[Stream, ...], tuple[Slots, ...]]:
     streams: list[list[Words]] = []
     slots: list[Slots] = []
@@ -296,7 +301,7 @@ def _streams(
                 slots.append(told)
             streams.append([])
         else:
-            streams[-1].append(_unfold(line, left))
+            streams[-1].append(_unfold(line, left, most, hint))
             left -= len(streams[-1][-1])
     if len(streams) != ranks:
         raise last.error(f"the header says {ranks} ranks, but there are {len(streams)}")
@@ -304,7 +309,7 @@ def _streams(
     return tuple(Stream(np.concatenate([empty, *parts])) for parts in streams), tuple(slots)
 
 
-def _unfold(line: _Line, most: int) -> Words:
+def _unfold(line: _Line, left: int, most: int, hint: str) -> Words:
     found = _TIMES.match(line.text)
     times, at = (int(found[1]), found.end()) if found else (1, 0)
     if times < 1:
@@ -318,8 +323,9 @@ def _unfold(line: _Line, most: int) -> Words:
             word |= JOINED
         turn.append(word)
         steps.append(step)
-    if times * len(turn) > most:
-        raise line.error("the program unfolds to more instructions than it can have")
+    if times * len(turn) > left:
+        fact = f"the program unfolds to more than the {most} instructions that it may have"
+        raise line.error(fact, hint=hint)
     for word, step in zip(turn, steps, strict=True):
         end = (word & 0xFFFFFFFF) + step * (times - 1)
         if not 0 <= end < 2**32:

@@ -63,6 +63,7 @@ def shard(
     param = nn.Parameter(own.detach())
     if t > 1:
         param.shard_dim = dim  # type: ignore[attr-defined]
+        param.shard_size = size  # type: ignore[attr-defined]
     return param
 
 

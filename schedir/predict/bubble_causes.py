@@ -27,11 +27,13 @@ class Cause(IntEnum):
     REDUCTION = 5
     HOST = 6
     WEIGHTS = 7
+    SNAPSHOT = 8
 
 
 # Of what is awaited while it runs; of all other lanes it is a message.
 _OF_LANE: Final = {
     Lane.COMPUTE: Cause.PEER, Lane.DP: Cause.REDUCTION, Lane.PARAMS: Cause.WEIGHTS,
+    Lane.D2H: Cause.SNAPSHOT,
 }  # fmt: skip
 IDLE: Final = np.dtype(
     [("rank", "i4"), ("cause", "i4"), ("awaits", "i8"), ("start", "f8"), ("end", "f8")]
@@ -59,6 +61,7 @@ def idleness(timeline: Timeline) -> NDArray[Any]:
     - MESSAGE: a transfer, or a scatter or gather, is under way; it is awaited.
     - REDUCTION: a reduction is under way, and no member is missing any more; it is awaited.
     - WEIGHTS: a stage's weights are being gathered (Unshard), and that is awaited.
+    - SNAPSHOT: a stage is being copied to the host (Snapshot), and its step awaits that.
     - HOST: all that was waited for has ended, and still the next has not begun.  Never in a
       prediction.
     - An instruction on another rank has not ended: that one is awaited, for the rest of the

@@ -35,6 +35,8 @@ _OPS: Final = {name: [op for op in FIELD if FIELD[op] == name] for name in FIELD
 # What runs beside computes, and is seen to end when somebody looks.
 _LATE: Final = [name for name, ops in _OPS.items() if ROWS[ops[0]].lane is not Lane.COMPUTE]
 SPLIT: Final = (BACKWARD_INPUT, BACKWARD_WEIGHT)
+# Why a rank waits for what is under way on another lane than compute.
+_WAITED: Final = (Cause.MESSAGE, Cause.REDUCTION, Cause.WEIGHTS, Cause.SNAPSHOT)
 
 
 def calibrate(measured: Timeline, *, per_microbatch: bool = False) -> Costs:
@@ -150,7 +152,7 @@ def _alone(name: str, took: Floats, paired: NDArray[np.bool_]) -> float:
 def _bounds(measured: Timeline) -> Floats:
     """The least and the most time that each instruction can have taken, shape (2, n)."""
     spans, graph, idle = measured.spans, measured.graph, idleness(measured)
-    idle = idle[np.isin(idle["cause"], (Cause.MESSAGE, Cause.REDUCTION, Cause.WEIGHTS))]
+    idle = idle[np.isin(idle["cause"], _WAITED)]
     # Another one ended the wait if this one was seen to end later.
     idle = idle[idle["end"] >= spans["end"][idle["awaits"]] - measured.clock_error]
     waited = np.zeros(graph.nodes)

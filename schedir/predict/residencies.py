@@ -22,7 +22,7 @@ from schedir.ir.costs import Costs
 from schedir.ir.per_stage import from_grid, grid
 from schedir.ir.program import Program
 from schedir.ir.sizes import Sizes, ample
-from schedir.ir.zero import CUT_FROM, LEVELS
+from schedir.ir.zero import CUT_FROM, LEVELS, is_cut
 from schedir.predict.calibrate import calibrate, completed
 from schedir.predict.simulate import simulate
 from schedir.predict.timeline import Timeline
@@ -121,7 +121,8 @@ def _said(program: Program, options: Mapping[str, Any]) -> str:
     """What a program holds, in words."""
     said = [f"zero {program.zero}"]
     said += [_whole(options["active"])] if "active" in options else []
-    said += [f"gradients reduced {_WHEN[program.reduce]}"] if program.zero > 1 else []
+    if is_cut("grads", program.zero):
+        said.append(f"gradients reduced {_WHEN[program.reduce]}")
     return ", ".join(said)
 
 

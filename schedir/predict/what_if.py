@@ -43,6 +43,7 @@ _I: Final = BACKWARD_INPUT
 _WORK: Final = (*(FIELD[op] for op in COMPUTE), "FB")
 _REDUCTIONS: Final = tuple(FIELD[row.op] for row in ROWS if row.lane is Lane.DP)
 _GATHERS: Final = tuple(FIELD[row.op] for row in ROWS if row.lane is Lane.PARAMS)
+_SNAPSHOTS: Final = tuple(FIELD[row.op] for row in ROWS if row.lane is Lane.D2H)
 
 
 def _all_alike(cost: Cost) -> Cost:
@@ -198,6 +199,7 @@ class _Changes:
             self._free_messages,
             self._free_reductions,
             self._free_gathers,
+            self._free_snapshots,
             self._other_transfers,
             self._grouped_transfers,
             self._free_queues,
@@ -248,6 +250,9 @@ class _Changes:
 
     def _free_gathers(self) -> Iterator[Trial]:
         yield self._priced("gathers of weights that take no time", **dict.fromkeys(_GATHERS, 0.0))
+
+    def _free_snapshots(self) -> Iterator[Trial]:
+        yield self._priced("snapshots that take no time", **dict.fromkeys(_SNAPSHOTS, 0.0))
 
     def _other_transfers(self) -> Iterator[Trial]:
         """The same compute with the transfers that the lowering gives it."""

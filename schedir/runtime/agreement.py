@@ -34,6 +34,7 @@ def agreed(
     *,
     alike: bool,
     adds: bool,
+    more: Sequence[tuple[Program, Passing]] = (),
 ) -> list[Weight]:
     """Compare with all processes what they are given, and refuse what does not go together; returns
     the tied weights.  All processes must call this."""
@@ -43,10 +44,21 @@ def agreed(
         "the loss scale": str(loss_scale),
         "the seed": str(seed),
     }
+    facts["the programs beside it"] = "; ".join(
+        f"{one.name} ({one.digest[:12]}), boundary {passes}" for one, passes in more
+    )
     if program.clip:
         facts["max_norm"] = repr(max_norm)
     everyone = transport.agree(facts, (transport.tp_rank, own), kinds=[Print])
-    check(program, transport.model, blocks=transport.blocks)
+    for one in (program, *(one for one, _ in more)):
+        check(one, transport.model, blocks=transport.blocks)
+    for one, passes in more:
+        passes.fit(one)
+        if adds:
+            raise ModelError(
+                "gradients are added to what is there (adds=True), as by one program alone",
+                program=one.name,
+            )
     require_fit(program, rank, stages, transport, passing)
     require_cuttable(program, stages, optimizer, adds=adds)
     require_steps(program, stages, optimizer, loss_scale, adds=adds)

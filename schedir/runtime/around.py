@@ -21,11 +21,9 @@ def around(state: State, i: Instr, purpose: int, run: Callable[[], None]) -> Cal
 
 def on_version(state: State, i: Instr, run: Callable[[], None]) -> Callable[[], None]:
     """The same with the weights that are the microbatch's, or the stage's own of what it shares."""
-    stage = state.stages[i.stage]
-    if stage.versions is not None:
-        use: Callable[[], None] = partial(
-            stage.versions.use, int(state.plan.version(i.stage, i.mb))
-        )
+    stage, versions = state.stages[i.stage], state.versions.get(i.stage)
+    if versions is not None:
+        use: Callable[[], None] = partial(versions.use, int(state.plan.version(i.stage, i.mb)))
     elif stage.own is not None:
         use = stage.own.use
     else:

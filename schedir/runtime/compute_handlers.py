@@ -5,7 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from functools import partial, reduce
+from functools import partial
 from operator import attrgetter
 from typing import Final, NamedTuple
 
@@ -20,7 +20,7 @@ from schedir.runtime.batch import tensors_of
 from schedir.runtime.checkpoint import Checkpoints
 from schedir.runtime.given import one_number
 from schedir.runtime.random import BACKWARD, FORWARD, WEIGHT
-from schedir.runtime.rank import Call, State
+from schedir.runtime.rank import Call, State, in_turn
 from schedir.runtime.reduction import Reduction, Root
 from schedir.runtime.slots import Slot
 from schedir.runtime.split import Tape, recording
@@ -33,7 +33,7 @@ from schedir.runtime.unchanged import expect_own
 def forward(state: State, i: Instr) -> Call:
     stage, mb, last = state.stages[i.stage], i.mb, i.stage == state.plan.stages - 1
     taken, give, stage_run = taken_by(state, i), _put_out(state, i), StageRun(state, i)
-    trains = state.trains and i.stage >= state.program.frozen
+    trains, versions = state.trains and i.stage >= state.program.frozen, state.versions.get(i.stage)
     saved = state.slot(Token.SAVED, i.stage, mb, state.index_of[i]) if trains else None
     again = Instr(RECOMPUTE, i.stage, mb) in state.index_of
     checkpoints = Checkpoints(state, i) if again else None
@@ -57,7 +57,7 @@ def forward(state: State, i: Instr) -> Call:
         if saved is not None:
             if not stage.parameters_checked:
                 stage.parameters_checked = True
-                kept = stage.versions.names if stage.versions is not None else ()
+                kept = versions.names if versions is not None else ()
                 expect_own(ys, stage.module, kept, i.stage, state.optimizer)
             saved.fill(value)
         for one in taken:
@@ -172,7 +172,7 @@ def _waits(state: State, i: Instr, taken: Sequence[_Taken]) -> Callable[[], None
     had them last."""
     waits = [message_wait(state, i, one.kind) for one in taken]
     waits += [partial(state.let_go, k) for k in state.reuse_after_send.get(state.index_of[i], ())]
-    return reduce(_both, waits, None)
+    return in_turn(*waits)
 
 
 _requires_grad = attrgetter("requires_grad")
@@ -281,19 +281,6 @@ def _beginning(state: State, i: Instr) -> Callable[[], Reduction | None]:
     if (reduction := state.last_to_add.get(i)) is None:
         return lambda: None
     return lambda: None if state.late else state.reductions[reduction]
-
-
-def _both(
-    one: Callable[[], None] | None, other: Callable[[], None] | None
-) -> Callable[[], None] | None:
-    if one is None or other is None:
-        return one or other
-
-    def wait() -> None:
-        one()
-        other()
-
-    return wait
 
 
 HANDLERS: Final = {

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from schedir.errors import ModelError
 from schedir.ir.program import Program
 from schedir.runtime.parts import owner_of
-from schedir.runtime.precision import innermost, is_torchs
+from schedir.runtime.precision import all_within, innermost, is_torchs
 
 # Of torch's own those that step each number by itself, with what is kept of it.
 _ELEMENTWISE: Final = (
@@ -38,6 +38,14 @@ def require_cuttable(
                 f"{name} of stage {s} is in parts, which another executor keeps",
                 "one executor for them; a program with zero 0 runs within `with first.whole():`",
             )
+    fused = _fused(optimizer) if program.dp > 1 or program.summed else set()
+    for s, name, p in trained:
+        if p in fused and not p.is_contiguous():
+            raise refuse(
+                f"{name} of stage {s} is not contiguous (its strides are {list(p.stride())}), and "
+                "sums over replicas or ties are: a fused optimizer takes both to lie alike",
+                "p.data = p.data.contiguous() before the executor is made, or fused=False",
+            )
     if not program.zero:
         return
     if adds:
@@ -62,6 +70,17 @@ def require_cuttable(
     _refuse_shared_memory(program, stages)
     if program.trains and optimizer is not None:
         _require_elementwise(program, optimizer)
+
+
+def _fused(optimizer: object) -> set[Any]:
+    """The parameters that fused optimizers step."""
+    found: set[Any] = set()
+    for one in all_within(optimizer):
+        of = dict(zip(getattr(one, "main", ()), getattr(one, "parameters", ()), strict=False))
+        for group in getattr(innermost(one), "param_groups", ()):
+            if group.get("fused"):
+                found |= {of.get(p, p) for p in group["params"]}
+    return found
 
 
 def _parameters(stages: Mapping[int, nn.Module]) -> Iterator[tuple[int, str, nn.Parameter]]:

@@ -1,49 +1,32 @@
-"""Executor: runs one rank's Stream.
-
-The Stream is linked once into bound calls, with peers, buffers and neighbours resolved; a step
-is a loop over them.  What moves the tensors is a Transport, in which order the calls are made
-is the caller's choice among the legal ones: a process makes them in Stream order.
-"""
+"""Executor: runs one rank's Stream."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
-from functools import cached_property
-from time import monotonic_ns
 from types import MappingProxyType
 
-import torch
 from torch import Tensor, nn
-from torch.profiler import record_function
 
-from schedir.analysis.graph import Graph
-from schedir.analysis.one_order import one_order
-from schedir.dumps.box import AT, SINCE
-from schedir.errors import ExecutionError, ModelError, flag
+from schedir.errors import ModelError, flag
 from schedir.ir.program import Program
 from schedir.ir.ties import Ties
 from schedir.runtime import given
 from schedir.runtime.agreement import agreed
 from schedir.runtime.batch import Batch, Keywords, Microbatches
+from schedir.runtime.beside import Beside, Order, beside_of
 from schedir.runtime.boundary import Edges, Given
-from schedir.runtime.handlers import linked
+from schedir.runtime.held import Held, Loss
 from schedir.runtime.per_microbatch import Passing, PerMicrobatch
 from schedir.runtime.precision import LossScale, Steps
-from schedir.runtime.random import Draws
-from schedir.runtime.rank import Loss, State, device_of
-from schedir.runtime.recorder import Recorded, Stamps, stamps_of
-from schedir.runtime.stage import Stage
-from schedir.runtime.stands import Stands
+from schedir.runtime.running import Running
 from schedir.runtime.undone import WARM as WARM
-from schedir.runtime.undone import Noted, Unstepped, warm_up
 from schedir.runtime.whole import whole
-from schedir.traces.marks import marks_of
 from schedir.transports.in_turn import InTurn
 from schedir.transports.transport import Transport
 
 
-class Executor(Stands):
+class Executor(Running):
     """One rank of a program, ready to run steps.
 
     `stages` are the rank's own stages by number, or all of the model in order, of which it takes
@@ -84,6 +67,10 @@ class Executor(Stands):
     With `zero` from 1 on (ZeRO, arXiv 1910.02054) each of `dp` replicas keeps a part of what they
     share.  Between steps a trained parameter is then the replica's piece of it, 1-dim, and so is
     its gradient; the optimizer, which must be elementwise, steps pieces.  `whole` shows weights.
+
+    `more` are programs that run on the same stages, each alone or with a boundary of its own where
+    that is another: what evaluates between steps, what accumulates (`open`), what has another
+    number of microbatches.  The transport is made for them, too, if it is told of its edges.
 
     Under tensor parallelism, a parameter of which each rank holds a slice has an attribute
     `shard_dim`, the dimension along which it is cut; others are held whole by all, and the global
@@ -141,6 +128,7 @@ class Executor(Stands):
         seed: int | None = 0,
         tied: Ties | None = None,
         alike: bool = False,
+        more: Sequence[Beside] = (),
         copies: Mapping[nn.Parameter, nn.Parameter] = MappingProxyType({}),
         adds: bool = False,
         record: bool = True,
@@ -148,6 +136,7 @@ class Executor(Stands):
     ) -> None:
         program = given.program_of(program)
         passing = Passing.of(boundary, program)
+        beside = beside_of(more, program, passing)
         stages = given.stages_of(stages, program, given.rank_of(rank, program))
         given.loss_of(loss), given.optimizer_of(optimizer)
         max_norm, seed = (
@@ -160,56 +149,24 @@ class Executor(Stands):
         weights = agreed(
             program, rank, stages, transport, passing,
             optimizer, max_norm, loss_scale, seed, tied, alike=alike, adds=adds,
+            more=beside,
         )  # fmt: skip
-        self.record, self.profiled = record, False
-        self.in_turn = InTurn(transport) if transport.static else None
-        self.warm, transport = self.in_turn is None, self.in_turn or transport
-        self.stamps: Stamps | None = None
-        if record:
-            self.stamps = stamps_of(program, rank, transport.model, device_of(stages))
-            transport = Recorded(transport, self.stamps)
-        self.state = State(
-            program, rank, stages, transport, loss, passing,
+        held = Held(
+            program, rank, stages, InTurn(transport) if transport.static else transport, loss,
             optimizer, max_norm, loss_scale, seed, weights, copies, adds, debug,
         )  # fmt: skip
-        if self.stamps is not None:
-            self.state.as_of = self.stamps.as_of
-        self.unstepped = Unstepped(self.state)
-        super().__init__()
-        self.under_way = False  # in a step, or one that has failed
-        self.calls = linked(self.state)
-        self.state.cut()
-
-    @property
-    def program(self) -> Program:
-        """What is run."""
-        return self.state.program
-
-    @property
-    def rank(self) -> int:
-        """Which of the pipeline's ranks this is."""
-        return self.state.rank
-
-    @property
-    def stages(self) -> Mapping[int, Stage]:
-        """Own stages by number, with their modules and gradients."""
-        return self.state.stages
-
-    @property
-    def draws(self) -> Draws:
-        """What modules draw from; its `step` is the number of the next step."""
-        return self.state.draws
-
-    @property
-    def norm(self) -> Tensor:
-        """The global norm of the last update's gradients before clipping, if the program clips:
-        0-dim, float64, on the rank's device."""
-        return self.state.norm_and_finite()[0]
-
-    @property
-    def finite(self) -> Tensor:
-        """Of each update of the last step whether it was made: bool, on the rank's device."""
-        return self.state.norm_and_finite()[1]
+        held.make_room([(program, passing), *beside])
+        super().__init__(program, held, passing, 0, record=record)
+        # Of the programs that it runs each by its digest; the first is the executor itself.
+        self.running: dict[str, Running] = {program.digest: self}
+        for number, (other, passes) in enumerate(beside, 1):
+            running = self.running[other.digest] = Running(
+                other, held, passes, number, record=False
+            )
+            running.at = self.at
+        self.order = Order([program, *(other for other, _ in beside)], rank, transport)
+        self.now: Running = self  # what runs, or ran last
+        held.cut()
 
     def step(
         self,
@@ -217,8 +174,12 @@ class Executor(Stands):
         targets: Microbatches,
         scale: float | Tensor = 1.0,
         keywords: Keywords = (),
+        of: int | None = None,
+        *,
+        program: Program | None = None,
     ) -> Tensor | None:
-        """Run the whole Stream once, in its order: all its updates, if it has several.
+        """Run the whole Stream once, in its order: all its updates, if it has several.  That of the
+        first program, or of `program`, another one that trains.
 
         `inputs[mb]` is what the first stage takes, a tensor or a tuple of them, and `targets[mb]`
         what the loss of the last is taken against; ranks that hold neither may give empty ones.
@@ -228,6 +189,10 @@ class Executor(Stands):
         unscaled, on the rank of the last stage, and None elsewhere; each of two such ranks sums up
         those taken there.
 
+        After open programs the step is theirs, too: gradients, norm and the sum of losses are those
+        of all, and so is the sum that each returns.  `of` says how many microbatches of a replica
+        that are; several replicas must know it, unless there is no seed.  The scale is one.
+
         Before the first step over a transport of streams, as NCCL, steps are run that are undone
         (`undone.undone`), with what this one is given, one instruction after the other: loading a
         kernel, allocating memory or connecting to a peer may wait for all that runs on a GPU, and
@@ -236,46 +201,59 @@ class Executor(Stands):
 
         Raises ExecutionError that names the instruction.
         """
-        batch = Batch(inputs, targets, scale, keywords)
-        if not self.warm:
-            self._warm_up(batch)
-        return self._step(batch)
+        running = self if program is None else self.on(program, trains=True)
+        self._next(running)
+        return running.run(Batch(inputs, targets, scale, keywords, of))
 
-    def step_in_turn(
+    def evaluate(
         self,
         inputs: Microbatches,
         targets: Microbatches,
-        scale: float | Tensor = 1.0,
         keywords: Keywords = (),
+        *,
+        program: Program | None = None,
     ) -> Tensor | None:
-        """As `step`, over a transport of streams, but one instruction after the other, in an order
-        that all ranks share: nothing overlaps, and nothing hangs, whoever waits for the device.
+        """Run the forwards of a program between two steps, with modules as `eval()` has them;
+        returns the sum of losses as `step`.  `program` is the only one that does not train, unless
+        told.
 
-        All processes must call this.  Raises ModelError over another transport.
+        Nothing of it is left: no gradient is touched, buffers and modes are put back, no number is
+        drawn that a step would draw, and `draws.step` stays.  Raises ModelError where a forward
+        writes to a Parameter, and ExecutionError as `step`.
         """
-        if self.in_turn is None:
-            raise ModelError(
-                "one instruction after the other is for messages on streams of their own",
-                program=self.program.name,
-            )
-        with self.in_turn.one_by_one():
-            return self._step(Batch(inputs, targets, scale, keywords), self._one_order)
+        running = self.on(program, trains=False)
+        self.settle()
+        self._next(running)
+        return running.look(Batch(inputs, targets, 1.0, keywords))
 
-    @cached_property
-    def _one_order(self) -> list[int]:
-        of = self.state.transport
-        graph = Graph.of(self.program, of.model, blocks=of.blocks)
-        return [*map(int, one_order(graph)[self.rank])]
+    def on(self, program: Program | None, *, trains: bool) -> Running:
+        """What runs a program that trains or does not, the only one of its kind unless told.
 
-    def _warm_up(self, batch: Batch) -> None:
-        """Do whatever a step does at first use, in steps in turn that are undone."""
-        self.state.expect(batch)
-        record, self.record = self.record, False
-        try:
-            warm_up(self.state, self.step_in_turn, batch)
-        finally:
-            self.record = record
-        self.warm = True
+        Raises ModelError for one that the executor was not made with.
+        """
+        found = [
+            one
+            for one in self.running.values()
+            if one.program.trains == trains
+            if program is None or one.program.digest == program.digest
+        ]
+        if len(found) == 1:
+            return found[0]
+        kind = "trains" if trains else "does not train"
+        names = ", ".join(one.program.name for one in self.running.values())
+        what = f"program that {kind}" if program is None else f"{program.name} that {kind}"
+        raise ModelError(
+            f"the executor was made with {names}: of these {len(found) or 'none'} "
+            f"{'are' if found else 'is'} a {what}",
+            program=self.program.name,
+            hint="program=..." if found else "Executor(..., more=[program])",
+        )
+
+    def _next(self, running: Running) -> None:
+        """Note what runs next, as all processes must."""
+        self._expect_whole()
+        self.order.run(running.state.number)
+        self.now = running
 
     def settle(self) -> None:
         """Validate the last update, where the program validates after: until then weights and the
@@ -294,102 +272,3 @@ class Executor(Stands):
         raises ModelError where they differ."""
         self._expect_whole()
         return whole(self.state)
-
-    def _step(self, batch: Batch, order: Sequence[int] | None = None) -> Tensor | None:
-        """A step in the order of the Stream, or another one; again where it was in vain."""
-        try:
-            total = self._once(batch, order)
-            while self.is_in_vain():
-                total = self._once(batch, order)
-        except BaseException:  # an interrupt, too, must not leave modules what stands in
-            self.state.fail(begun=self.under_way)
-            raise
-        return total
-
-    def _once(self, batch: Batch, order: Sequence[int] | None) -> Tensor | None:
-        self.begin(batch)
-        with self.draws.kept(), torch.set_grad_enabled(self.program.trains):
-            if order or self.record or self.profiled:
-                for k in order or range(len(self.calls)):
-                    self.call(k)
-            else:
-                self._run()
-        return self.finish()
-
-    def _run(self) -> None:
-        """Every call in order, and nothing else."""
-        self.under_way, at, clock = True, self.at, monotonic_ns
-        try:
-            for k, (wait, run) in enumerate(self.calls):
-                at[AT], at[SINCE] = k, clock()
-                if wait is not None:
-                    wait()
-                run()
-        except Exception as error:
-            raise self.state.failed(self.position, error) from error
-
-    def begin(self, batch: Batch) -> None:
-        """Make ready for a step; then every call is made once, in a legal order."""
-        state = self.state
-        self._expect_whole()
-        state.unchanged.expect(self.program.name)
-        self.state.expect(batch)
-        self.profiled = self.warm and torch.autograd.profiler._is_profiler_enabled
-        if state.ahead is not None and state.ahead.begin():
-            noted = Noted(state, batch, self.unstepped)
-            batch, state.ahead.put_back = noted.batch, noted.put_back
-        self.at[AT] = 0
-        state.begin(batch)
-
-    def is_in_vain(self) -> bool:
-        """Whether the step that has ended was run on wrong weights, on all ranks: these are right
-        now, all else is as it was, and it must be run again."""
-        ahead, self.under_way = self.state.ahead, True  # who fails here has failed in the step
-        try:
-            in_vain = ahead is not None and ahead.ended()
-        except Exception as error:
-            raise self.state.failed(self.position, error) from error
-        self.under_way = False
-        return in_vain
-
-    def _expect_whole(self) -> None:
-        """Raise ExecutionError after a step that has failed."""
-        if self.under_way:
-            raise ExecutionError(
-                f"rank {self.rank} has failed in the step before, and left messages on their way",
-                program=self.program.name,
-                hint="make the executor and its transport anew",
-            )
-
-    @cached_property
-    def _marks(self) -> list[str]:
-        """The names of the ranges that instructions are under torch.profiler, by their index."""
-        return marks_of(self.state.stream)
-
-    def call(self, k: int) -> None:
-        """Run the instruction at index k of the Stream; `step` has set whether gradients flow."""
-        self.under_way, self.at[AT], self.at[SINCE] = True, k, monotonic_ns()
-        wait, run = self.calls[k]
-        stamps = self.stamps if self.record else None
-        try:
-            if wait is not None:
-                wait()
-            if stamps is not None:
-                stamps.begins(k)
-            if self.profiled:
-                with record_function(self._marks[k]):
-                    run()
-            else:
-                run()
-            if stamps is not None:
-                stamps.ends(k)
-        except Exception as error:
-            raise self.state.failed(self.position, error) from error
-
-    def finish(self) -> Tensor | None:
-        """End a step: everything that is still on its way out is waited for."""
-        self.at[AT], self.at[SINCE] = len(self.calls), monotonic_ns()
-        total, self.under_way = self.state.finish(), False
-        if self.stamps is not None and self.record:
-            self.stamps.close()
-        return total

@@ -51,15 +51,21 @@ class Gradients:
         self.flat = [
             torch.zeros(b.numel, dtype=b.grad_dtype, device=b.device) for b in self.buckets
         ]
+        apart = {id(p) for p in tied}  # which others sum, number by number
         self.views: list[Views] = [
-            [*zip(b.parameters, b.views(flat), strict=True)]
+            [
+                (p, view if shared or id(p) in apart else _in_order_of(p, view))
+                for p, view in zip(b.parameters, b.views(flat), strict=True)
+            ]
             for b, flat in zip(self.buckets, self.flat, strict=True)
         ]
         self.bound = [bound for views in self.views for bound in views]
         self.places = self._places()
         self.kept = self.flat
         if share.zero:
-            own = [*map(lambda b, flat: b.part(flat, share.replica), self.buckets, self.flat)]
+            own = [
+                b.part(flat, share.replica) for b, flat in zip(self.buckets, self.flat, strict=True)
+            ]
             self.kept = [*map(torch.zeros_like, own)] if self.cut else own
         self.pieces: dict[int, dict[nn.Parameter, Tensor]] = {
             k: {
@@ -94,7 +100,14 @@ class Gradients:
                     one.grad = view
 
     def zero(self) -> None:
-        """Forget everything, before a step; an optimizer's zero_grad may have unbound the views.
+        """Forget everything, before a step.  Raises as `go_on`."""
+        self.go_on()
+        if not self.cut:
+            for flat in self.flat:
+                flat.zero_()
+
+    def go_on(self) -> None:
+        """Let there be added to what there is; an optimizer's zero_grad may have unbound the views.
 
         Raises ModelError if a view is in its buffer no more.
         """
@@ -105,10 +118,12 @@ class Gradients:
                 f"the gradient of {name} has been moved, as by a `to` of its module",
                 hint="make the executor after the last such change",
             )
-        if not self.cut:
-            for flat in self.flat:
-                flat.zero_()
         self.bind()
+
+    def settle(self) -> None:
+        """Take into the buffers whatever has been put in the place of views, and keep it."""
+        for k in range(len(self.flat)):
+            self.collect(k, lambda p: ())
 
     def make(self) -> None:
         """Let there be buffers again, of zeros."""
@@ -170,3 +185,13 @@ def is_sharded(parameter: Tensor) -> bool:
     A parameter that is a slice says along which dimension in `shard_dim`.
     """
     return getattr(parameter, "shard_dim", None) is not None
+
+
+def _in_order_of(p: Tensor, view: Tensor) -> Tensor:
+    """The memory of a gradient in the order in which a parameter's numbers lie, if there are no
+    gaps: as autograd would make it, and as fused optimizers take it to be."""
+    order = sorted(range(p.dim()), key=p.stride, reverse=True)
+    if p.is_contiguous() or not p.permute(order).is_contiguous():
+        return view
+    back = sorted(range(p.dim()), key=order.__getitem__)
+    return view.view([p.shape[dim] for dim in order]).permute(back)

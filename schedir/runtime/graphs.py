@@ -141,10 +141,9 @@ def require_gpu(executor: Executor) -> None:
 
 def own_batch(batch: Batch, device: torch.device) -> Batch:
     """The same in memory of its own, where a graph reads it."""
-    inputs, targets, scale, keywords = batch
-    own = ([*inputs], [*targets], [*map(dict, keywords)])
+    own = ([*batch.inputs], [*batch.targets], [*map(dict, batch.keywords)])
     inputs, targets, keywords = tree_map_only(Tensor, lambda x: x.to(device, copy=True), own)
-    return Batch(inputs, targets, scale, keywords)
+    return batch._replace(inputs=inputs, targets=targets, keywords=keywords)
 
 
 def write(own: Batch, given: Batch, program: Program) -> None:

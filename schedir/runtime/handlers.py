@@ -8,14 +8,13 @@ with `_handlers`: by opcode in `HANDLERS`, and in `WRAPPERS` what goes around th
 from __future__ import annotations
 
 import pkgutil
-from collections.abc import Callable, Iterator, Sequence
-from functools import partial
+from collections.abc import Iterator, Sequence
 from importlib import import_module
 from types import ModuleType
 from typing import Any, Final
 
 from schedir.ir.ops import ROWS, Lane, Opcode
-from schedir.runtime.rank import Call, Handler, State
+from schedir.runtime.rank import Call, Handler, State, in_turn
 
 
 def _modules() -> Iterator[ModuleType]:
@@ -58,13 +57,7 @@ def linked(state: State) -> list[Call]:
             continue
         run = calls[k].run
         first = joined[k + 1]
-        both = partial(
-            _both, *((transport.start_group, run) if first else (run, transport.end_group))
+        calls[k] = calls[k]._replace(
+            run=in_turn(transport.start_group, run) if first else in_turn(run, transport.end_group)
         )
-        calls[k] = calls[k]._replace(run=both)
     return calls
-
-
-def _both(first: Callable[[], None], second: Callable[[], None]) -> None:
-    first()
-    second()

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from copy import deepcopy
 from functools import cached_property
 
@@ -25,13 +26,16 @@ from schedir.ir.ties import Ties
 from schedir.predict.observed import timeline_of
 from schedir.predict.timeline import Timeline
 from schedir.runtime.batch import Batch, Keywords, Microbatches
+from schedir.runtime.beside import Beside
 from schedir.runtime.boundary import Edges, Given
 from schedir.runtime.executor import Executor
 from schedir.runtime.given import maker_of, program_of, stages_of
+from schedir.runtime.held import Loss
+from schedir.runtime.looking import looking
 from schedir.runtime.per_microbatch import Passing, PerMicrobatch
 from schedir.runtime.precision import LossScale, Steps
-from schedir.runtime.rank import Loss
 from schedir.runtime.recorder import read
+from schedir.runtime.running import Running
 from schedir.runtime.tied import like, prints
 from schedir.transports.mailbox import mailboxes
 from schedir.verify.check import crossing
@@ -80,6 +84,7 @@ class InProcess:
         seed: int | None = 0,
         tied: Ties | None = None,
         alike: bool = False,
+        more: Sequence[Beside] = (),
         record: bool = True,
         debug: bool = False,
     ) -> None:
@@ -123,24 +128,16 @@ class InProcess:
                 seed=seed,
                 tied=tied,
                 alike=alike,
+                more=more,
                 copies=copies[rank],
                 record=record,
                 debug=debug,
             )
             self.ranks.append(executor)
-        self.graph = Graph.of(program, model)
-        if cross := crossing(Graph.of(program, "edge")):  # which "torch" allows
-            raise ModelError(
-                f"{cross.sites[0].instr} and {cross.sites[1].instr} pass each other, on two "
-                f"communicators of {model!r}, but virtual ranks have one mailbox for both",
-                program=program.name,
-                sites=cross.sites,
-            )
-        # Who is at a node, by (rank, index); a send names its node, so it comes first.
-        self.at: list[list[tuple[int, int]]] = [[] for _ in range(self.graph.nodes)]
-        for position, node in enumerate(self.graph.node.tolist()):
-            rank, index, _ = self.graph.index.locate(position)
-            self.at[node].insert(0 if position == node else len(self.at[node]), (rank, index))
+        self.turns_of = {
+            digest: Turns(one.program, model) for digest, one in self.ranks[0].running.items()
+        }
+        self.graph = self.turns_of[program.digest].graph
 
     def step(
         self,
@@ -149,6 +146,9 @@ class InProcess:
         scale: float | Tensor = 1.0,
         seed: int | None = None,
         keywords: Keywords = (),
+        of: int | None = None,
+        *,
+        program: Program | None = None,
     ) -> Tensor:
         """Run every rank's Stream once, in the legal order that `seed` picks.
 
@@ -158,22 +158,44 @@ class InProcess:
 
         As Executor.step; returns the sum of losses.
         """
-        batch = Batch(inputs, targets, scale, keywords)
+        ranks = [one if program is None else one.on(program, trains=True) for one in self.ranks]
+        return self._run(ranks, Batch(inputs, targets, scale, keywords, of), seed)
+
+    def evaluate(
+        self,
+        inputs: Microbatches,
+        targets: Microbatches,
+        keywords: Keywords = (),
+        seed: int | None = None,
+        *,
+        program: Program | None = None,
+    ) -> Tensor:
+        """As Executor.evaluate; returns the sum of losses."""
+        ranks = [one.on(program, trains=False) for one in self.ranks]
+        self.settle()
+        for copy, module in self.other_holders:
+            _follow(copy, module)
+        with ExitStack() as stack:
+            for rank in ranks:
+                stack.enter_context(looking(rank.state))
+            return self._run(ranks, Batch(inputs, targets, 1.0, keywords), seed)
+
+    def _run(self, ranks: Sequence[Running], batch: Batch, seed: int | None) -> Tensor:
         self._lift()
         try:
-            total = self._once(batch, seed)
-            while self._is_in_vain():
-                total = self._once(batch, seed)
+            total = self._once(ranks, batch, seed)
+            while self._is_in_vain(ranks):
+                total = self._once(ranks, batch, seed)
         except BaseException:  # an interrupt, too, must not leave modules what stands in
-            for rank in self.ranks:
+            for rank in ranks:
                 rank.state.fail(begun=rank.under_way)
             raise
         return total
 
-    def _is_in_vain(self) -> bool:
+    def _is_in_vain(self, ranks: Sequence[Running]) -> bool:
         """As Executor.is_in_vain, of all ranks."""
         found = []
-        for rank, mail in zip(self.ranks, self.mail, strict=True):
+        for rank, mail in zip(ranks, self.mail, strict=True):
             mail.begin()
             with mail.running():
                 found.append(rank.is_in_vain())
@@ -195,22 +217,23 @@ class InProcess:
             if rank.state.ahead is not None:
                 rank.state.ahead.lift()
 
-    def _once(self, batch: Batch, seed: int | None) -> Tensor:
-        last = []
-        for copy, module in self.other_holders:
+    def _once(self, ranks: Sequence[Running], batch: Batch, seed: int | None) -> Tensor:
+        last, program = [], ranks[0].program
+        turns = self.turns_of[program.digest]
+        for copy, module in () if ranks[0].state.looks else self.other_holders:
             _follow(copy, module)
-        for rank, mail in zip(self.ranks, self.mail, strict=True):
+        for rank, mail in zip(ranks, self.mail, strict=True):
             mail.begin()
             with mail.running():
                 rank.begin(batch)
-        with self.ranks[0].draws.kept(), torch.set_grad_enabled(self.program.trains):
-            for r, index in self.turns if seed is None else self._any_order(seed):
+        with ranks[0].draws.kept(), torch.set_grad_enabled(program.trains):
+            for r, index in turns.in_turn if seed is None else turns.any_order(seed):
                 with self.mail[r].running():
-                    self.ranks[r].call(index)
-        for rank, mail in zip(self.ranks, self.mail, strict=True):
+                    ranks[r].call(index)
+        for rank, mail in zip(ranks, self.mail, strict=True):
             with mail.running():
                 if rank.finish() is not None:
-                    last.append(rank.state.losses)
+                    last.append(rank.state.all_losses())
             mail.end()
         zero = torch.zeros((), device=last[0][0].device)
         each = (sum(losses, zero) for losses in zip(*last, strict=True))
@@ -218,16 +241,6 @@ class InProcess:
         for mail in self.mail:
             mail.begin()  # a rank's stream may reuse its losses' memory only after this read them
         return total
-
-    def _any_order(self, seed: int) -> Iterator[tuple[int, int]]:
-        """Rank and index of every instruction, in a legal order."""
-        return (one for node in self.graph.random_topological_order(seed) for one in self.at[node])
-
-    @cached_property
-    def turns(self) -> list[tuple[int, int]]:
-        """Rank and index of every instruction in the order of a step without a seed."""
-        turns = list(_in_turns(self.graph))
-        return turns if len(turns) == len(self.program) else list(self._any_order(0))
 
     def timeline(self) -> Timeline:
         """The Timeline of the last step that was recorded, in seconds from its first instruction.
@@ -240,6 +253,38 @@ class InProcess:
         ranks, _ = read([rank.stamps for rank in self.ranks])
         start, end = (np.concatenate(times) for times in zip(*ranks, strict=True))
         return timeline_of(self.program, start, end, self.graph.model)
+
+
+class Turns:
+    """The orders in which the instructions of a program may be run, by one after the other.
+
+    Raises ModelError for messages that pass each other.
+    """
+
+    def __init__(self, program: Program, model: Model) -> None:
+        self.graph = Graph.of(program, model)
+        if cross := crossing(Graph.of(program, "edge")):  # which "torch" allows
+            raise ModelError(
+                f"{cross.sites[0].instr} and {cross.sites[1].instr} pass each other, on two "
+                f"communicators of {model!r}, but virtual ranks have one mailbox for both",
+                program=program.name,
+                sites=cross.sites,
+            )
+        # Who is at a node, by (rank, index); a send names its node, so it comes first.
+        self.at: list[list[tuple[int, int]]] = [[] for _ in range(self.graph.nodes)]
+        for position, node in enumerate(self.graph.node.tolist()):
+            rank, index, _ = self.graph.index.locate(position)
+            self.at[node].insert(0 if position == node else len(self.at[node]), (rank, index))
+
+    def any_order(self, seed: int) -> Iterator[tuple[int, int]]:
+        """Rank and index of every instruction, in a legal order."""
+        return (one for node in self.graph.random_topological_order(seed) for one in self.at[node])
+
+    @cached_property
+    def in_turn(self) -> list[tuple[int, int]]:
+        """Rank and index of every instruction in the order of a step without a seed."""
+        turns = list(_in_turns(self.graph))
+        return turns if len(turns) == len(self.graph.program) else list(self.any_order(0))
 
 
 def _in_turns(graph: Graph) -> Iterator[tuple[int, int]]:

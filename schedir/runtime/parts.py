@@ -48,7 +48,7 @@ class Parts:
         self.is_whole = self.within = False
         self.shown: list[Tensor] = []  # flat tensors that are shown whole between steps
         self.versions: list[int] = []  # of each parameter when a step began
-        self.steps = 0  # that have begun
+        self.steps = 0  # that have begun, and train
         self.sums: list[int] = []  # of the bits that were gathered, in the first step
 
     def __reduce__(self) -> tuple[type[None], tuple[()]]:
@@ -86,13 +86,13 @@ class Parts:
         self.within = True
         self.rest()
 
-    def begin(self) -> None:
+    def begin(self, *, trains: bool) -> None:
         """Begin a step: parameters are of their shapes, and whole when they are gathered.
 
         Raises ModelError for one whose `data` is not its piece any more.
         """
         self._expect_pieces()
-        self.within, self.steps = True, self.steps + 1
+        self.within, self.steps = True, self.steps + trains
         for p, view in self.views:
             p.grad = None
             p.data = view

@@ -28,7 +28,9 @@ _ALL: Final = 2**64 - 1
 
 
 # What numbers are drawn for: they are unlike those for all else.
-FORWARD, BACKWARD, WEIGHT, UPDATE, _LAYER, _SLICE = (purpose << 32 for purpose in range(1, 7))
+FORWARD, BACKWARD, WEIGHT, UPDATE, _LAYER, _SLICE, _BETWEEN = (
+    purpose << 32 for purpose in range(1, 8)
+)
 
 
 def mix(number: int) -> int:
@@ -49,6 +51,12 @@ def key(*numbers: int) -> int:
     for number in numbers:
         bits = mix(bits ^ (index(number) & _ALL))
     return bits
+
+
+def numbers_of(microbatches: int, first: int = 0, updates: int = 1) -> list[int]:
+    """The numbers of what a rank runs in a step, of which `first` is that of its first microbatch
+    among those of all replicas."""
+    return [*range(first, first + microbatches), *(UPDATE | u for u in range(updates))]
 
 
 class Generator(Protocol):
@@ -95,7 +103,7 @@ def generators_of(device: torch.device) -> list[Generator]:
 
 
 class Draws:
-    """What a rank's modules draw from; `first` is the global number of its first microbatch.
+    """What a rank's modules draw from.
 
     `step` is the number of the next step: how many have begun, unless it is set, as by who goes on
     from a checkpoint.  A step of several updates is one step, and its microbatches have numbers of
@@ -106,26 +114,32 @@ class Draws:
         self,
         seed: int | None,
         device: torch.device,
-        microbatches: int,
         *,
-        first: int = 0,
-        updates: int = 1,
         step: int = 0,
     ) -> None:
         self.seed, self.step = seed, step
         self.generators = generators_of(device)
-        self.numbers = [*range(first, first + microbatches), *(UPDATE | u for u in range(updates))]
-        self.keys: list[int] = []  # of those numbers, in this step
+        self.keys: list[int] = []  # of the numbers that a program has, in this step
         self.key = 0  # of what is under way
         self.warned = False  # of draws that are others for each copy of a weight
 
-    def begin(self) -> None:
-        """Make ready for a step."""
+    def begin(self, numbers: Sequence[int]) -> None:
+        """Make ready for a step of microbatches and updates with these numbers, as `numbers_of`."""
         self.step += 1
-        if self.seed is None:
-            return
-        step = key(self.seed, self.step - 1)
-        self.keys = [mix(step ^ number) for number in self.numbers]
+        self.go_on(numbers)
+
+    def go_on(self, numbers: Sequence[int]) -> None:
+        """Make ready for others of the step that has begun."""
+        self._use(numbers, self.step - 1)
+
+    def look(self, numbers: Sequence[int]) -> None:
+        """Make ready for microbatches between two steps, which no step is the later for."""
+        self._use(numbers, self.step, _BETWEEN)
+
+    def _use(self, numbers: Sequence[int], *what: int) -> None:
+        if self.seed is not None:
+            step = key(self.seed, *what)
+            self.keys = [mix(step ^ number) for number in numbers]
 
     def seeded(
         self, purpose: int, stage: int, index: int, run: Callable[[], None] = lambda: None
@@ -167,10 +181,10 @@ class Draws:
                 warnings.warn(text, stacklevel=2)
 
     @contextmanager
-    def kept(self) -> Iterator[None]:
+    def kept(self, *, always: bool = False) -> Iterator[None]:
         """After this context the generators are as they were before, if there is a seed."""
         global _drawing
-        if self.seed is None:
+        if self.seed is None and not always:
             yield
             return
         outer, before = _drawing, [generator.get_state() for generator in self.generators]

@@ -1,42 +1,35 @@
-"""Rank: what one rank of a program holds while it runs."""
+"""Rank: a program on a rank, while it runs."""
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from math import inf
-from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import NamedTuple, overload
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from schedir.analysis.slots import KINDS, assign, counts, reuses
-from schedir.errors import ExecutionError, ModelError, Site, in_words
-from schedir.ir.ops import RECEIVES, ROWS, SENDS, Instr, Token
+from schedir.errors import ExecutionError, Site, in_words
+from schedir.ir.ops import SENDS, Instr, Token
 from schedir.ir.program import Program
-from schedir.runtime import reduction
-from schedir.runtime.ahead import Ahead
 from schedir.runtime.batch import Batch
+from schedir.runtime.held import Held
 from schedir.runtime.implied_acks import implied_acks
-from schedir.runtime.layout import Share
-from schedir.runtime.parts import cut_state
+from schedir.runtime.opened import Opened, opened_by
 from schedir.runtime.per_microbatch import Passing
-from schedir.runtime.precision import LossScale, Steps, step_if
-from schedir.runtime.random import Draws
+from schedir.runtime.precision import step_if
+from schedir.runtime.random import numbers_of
 from schedir.runtime.reduction import Reduction, last_to_add
 from schedir.runtime.slots import Slot, Slots
 from schedir.runtime.stage import Stage
-from schedir.runtime.tied import Weight, is_apart, stand_ins
-from schedir.runtime.unchanged import Unchanged
-from schedir.transports.transport import Transport, Work, bytes_on, has_left
+from schedir.runtime.versions import Versions
+from schedir.transports.transport import Transport, Work, bytes_on, of_peers
 
 _APART = (
     "an optimizer draws random numbers, others for each copy of a tied weight: they drift apart"
 )
-
-Loss = Callable[[Any, Any], Tensor]  # of what the last stage gives, and a target
 
 
 class Call(NamedTuple):
@@ -49,73 +42,72 @@ class Call(NamedTuple):
 Handler = Callable[["State", Instr], Call]  # links an instruction
 
 
-class State:
-    """Own stages, the slots of their values, what is on its way, and what the step was given.
+Run = Callable[[], None]
 
-    This is what handlers link instructions to.  `index_of` finds an instruction (op, stage, mb) in
-    the rank's Stream.
+
+@overload
+def in_turn(first: Run, /, *others: Run | None) -> Run: ...
+@overload
+def in_turn(*calls: Run | None) -> Run | None: ...
+def in_turn(*calls: Run | None) -> Run | None:
+    """What makes those of these calls that there are, one after the other; None if there are none.
+
+    In a step nothing is looked up any more: two are called as they are.
+    """
+    made = [call for call in calls if call is not None]
+    if len(made) < 2:
+        return made[0] if made else None
+    first, *between, last = made
+
+    def both() -> None:
+        first()
+        last()
+
+    def all_of() -> None:
+        for call in made:
+            call()
+
+    return all_of if between else both
+
+
+class State:
+    """A program on a rank: slots of its values, what is on its way, and what the step was given.
+
+    This is what handlers link instructions to.  What the rank has, whatever it runs, is `held`.
+    `index_of` finds an instruction (op, stage, mb) in the rank's Stream.
     """
 
     def __init__(
         self,
         program: Program,
-        rank: int,
-        stages: Mapping[int, nn.Module],
+        held: Held,
         transport: Transport,
-        loss: Loss,
         passing: Passing,
-        optimizer: Steps | None,
-        max_norm: float,
-        loss_scale: LossScale | None,
-        seed: int | None,
-        weights: Sequence[Weight] = (),
-        copies: Mapping[nn.Parameter, nn.Parameter] = MappingProxyType({}),
-        adds: bool = False,
-        debug: bool = False,
+        number: int = 0,
     ) -> None:
-        self.debug = debug  # the host may look at what is computed, wherever that is
-        self.adds = adds  # gradients, to what is there, as autograd does
-        self.program, self.plan, self.rank = program, program.plan, rank
-        self.transport, self.loss, self.passing = transport, loss, passing
-        self.optimizer, self.max_norm, self.loss_scale = optimizer, max_norm, loss_scale
-        m = self.plan.microbatches
+        self.program, self.plan = program, program.plan
+        self.rank = rank = held.rank
+        self.held, self.transport, self.passing = held, transport, passing
+        self.number = number  # of the program, among those that the rank runs
+        self.stages, self.draws, self.device = held.stages, held.draws, held.device
+        self.loss, self.tied, self.share = held.loss, held.tied, held.share
+        self.optimizer, self.loss_scale = held.optimizer, held.loss_scale
+        self.ahead = held.ahead if program.validate == "after" else None
+        self.adds, self.debug = held.adds, held.debug
         self.stream, self.trains = program.streams[rank], program.trains
-        self.tied, self.copies = weights, copies
-        instead, self.aliases = stand_ins(weights, copies)
-        self.apart = any(is_apart(weight, self.plan) for weight in weights)
-        self.share = Share(program.dp, transport.dp_rank, program.zero)
-        self.stages = {
-            s: Stage(
-                stages[s],
-                self.plan,
-                (i for i in self.stream if i.stage == s),
-                instead.get(s, {}),
-                several=self.trains and self.plan.updates > 1 and s >= program.frozen,
-                most=None if adds else reduction.BUCKET if self.share != Share() else inf,
-                share=self.share if s >= program.frozen else Share(program.dp, transport.dp_rank),
-                tied=[weight.own[s] for weight in weights if s in weight.own],
-                aliases=self.aliases,
-            )
-            for s in self.plan.stages_of[rank]
-        }
-        self.unchanged = Unchanged({s: stages[s] for s in self.stages})
+        self.looks = self.looked = False  # between steps, where nothing is changed; or it has
+        self.opened = Opened(0, None, 1.0)  # the step that runs
+        self.versions: dict[int, Versions] = {}  # of weights, by stage
+        for s, stage in self.stages.items() if self.trains and self.plan.updates > 1 else ():
+            if s >= program.frozen:
+                own = (i for i in self.stream if i.stage == s)
+                self.versions[s] = stage.versions(self.plan, own)
         self.batch = Batch()
         self.scale: float | Tensor = 1.0  # by which sums of gradients are multiplied
-        self.may_step = True  # else the optimizer is held back
         self.loss_gradient: Tensor | None = None  # with which backwards begin, where it is not 1
-        self.device = device_of(stages)
-        first = transport.dp_rank * m  # of all replicas' microbatches
-        self.draws = Draws(seed, self.device, m, first=first, updates=self.plan.updates)
-        self.losses = [torch.zeros((), device=self.device)] * m
+        self.losses = [torch.zeros((), device=self.device)] * self.plan.microbatches
         self.norm = torch.zeros((), dtype=torch.float64, device=self.device)
         self.finite = torch.ones(self.plan.updates, dtype=torch.bool, device=self.device)
-        self.ahead: Ahead | None = None
-        if program.validate == "after" and self.trains:
-            own = self.stages.values()
-            self.ahead = Ahead(
-                [stage.gradients for stage in own], [stage.module for stage in own],
-                optimizer, loss_scale, self.draws, self.device, debug,
-            )  # fmt: skip
         # Under way: what is sent, by index in the Stream, as long as it may not have arrived, and
         # reductions that nobody has waited for.
         self.sending: dict[int, tuple[Work, Tensor]] = {}
@@ -132,38 +124,35 @@ class State:
         self.index_of: dict[tuple[int, ...], int] = {i: k for k, i in enumerate(self.stream)}
         self.assigned = assign(program, rank)
         self.slots = dict(zip(KINDS, map(Slots, counts(program)[rank].tolist()), strict=True))
-        # Static memory of what is received, by kind and slot: bytes.
-        rooms = {kind: self._rooms(kind) for op in RECEIVES for kind in ROWS[op].gives}
-        self.buffers = transport.buffers(rooms, self.device)
-        self._outgoing: dict[tuple[Token, int, bool], Tensor] = {}  # and of what is sent
+        self.buffers = held.buffers
         self.reuse_after_send = _reuse_after_send(program, rank)
         # For what adds to a gradient that is whole anew, the reduction whose room that takes.
         self.room_after = {fill: free for _, fill, free in _reuses(program, rank, Token.WGRAD)}
-
-    def cut(self) -> None:
-        """Keep of what replicas share no more than the own part: the end of what can be undone."""
-        parts: dict[nn.Parameter, Tensor] = {}
-        pieces: dict[nn.Parameter, tuple[torch.Size, int, int]] = {}
-        for stage in self.stages.values():
-            if (weights := stage.weights) is not None:
-                weights.cut(parts)
-                for bucket, own in zip(weights.buckets, weights.own, strict=True):
-                    parts |= dict.fromkeys(bucket.parameters[:1], own)
-                    ranges = bucket.ranges(self.share.replica)
-                    for p, shape, (low, high, _) in zip(
-                        bucket.parameters, bucket.shapes, ranges, strict=True
-                    ):
-                        pieces[p] = shape, low, high
-        cut_state(self.optimizer, pieces)
 
     def expect(self, batch: Batch) -> None:
         """Raise ExecutionError where the rank takes microbatches, and is not given all."""
         first, last = (s in self.stages for s in (0, self.plan.stages - 1))
         batch.expect(self.program, self.rank, first=first, last=last)
+        self.opened_by(batch)
+
+    def opened_by(self, batch: Batch) -> Opened:
+        """The step of which these are the next microbatches.  Raises as `opened.opened_by`."""
+        if self.looks:
+            return Opened(0, None, 1.0)
+        drawn = self.draws.seed is not None
+        return opened_by(self.held.opened, self.program, batch, drawn=drawn)
 
     def begin(self, batch: Batch) -> None:
-        """Make ready for a step."""
-        self.draws.begin()
+        """Make ready for a step, or for more of one that is open; or to look at what there is."""
+        opened, own = self.opened_by(batch), self.plan.microbatches
+        first = self.share.replica * (own if opened.of is None else opened.of) + opened.done
+        numbers = numbers_of(own, first, self.plan.updates)
+        if self.looks:
+            self.draws.look(numbers)
+        else:
+            self.draws.go_on(numbers) if opened.done else self.draws.begin(numbers)
+            self.opened, self.held.opened = opened, None
+        self.transport.step_begins(self.number)
         self.batch, self.scale = batch, batch.scale
         if self.loss_scale is not None:
             gradient = (self.loss_scale.value * self.scale).float()
@@ -172,7 +161,7 @@ class State:
             else:  # in its place, where a graph reads it
                 self.loss_gradient.copy_(gradient)
             self.scale = self.loss_scale.inverse
-        for shared, copy in self.copies.items():
+        for shared, copy in self.held.copies.items():
             if copy is not shared:
                 copy.detach().copy_(shared.detach())
         self.begin_update(0)
@@ -186,32 +175,49 @@ class State:
         total = None
         if self.plan.stages - 1 in self.stages:
             # By microbatch, whatever their order was; a loss may lie in what was received.
-            total = sum(self.losses, torch.zeros((), device=self.device))
+            losses = self.all_losses()
+            total = sum(losses, torch.zeros((), device=self.device))
+        if self.program.open:
+            for stage in self.stages.values():
+                stage.gradients.settle()
+            kept = tuple(loss.clone() for loss in self.all_losses())
+            done = self.opened.done + self.plan.microbatches
+            self.held.opened = self.opened._replace(done=done, losses=kept)
+        elif not self.looks:
+            self.held.stepped = self.norm_and_finite
+        for stage in self.stages.values() if self.looks else ():
+            if stage.weights is not None:
+                stage.weights.expect_unwritten()
         self.transport.step_ended()
         self.restore()
         return total
 
+    def all_losses(self) -> list[Tensor]:
+        """The losses of the step by microbatch, those first that open programs have taken; each is
+        0-dim, and zero where another rank takes it."""
+        return [*self.opened.losses, *self.losses]
+
     def begin_update(self, update: int) -> None:
         """Make ready for an update: no gradients, and the weights as they are now."""
-        for alias, one in self.aliases.items():
+        for alias, one in self.held.aliases.items():
             if not self.share.zero and alias.data_ptr() != one.data_ptr():  # its `data` is another
                 alias.data = one.data
             if self.adds:
                 alias.grad = None
         for stage in self.stages.values():
             if stage.weights is not None:
-                stage.weights.begin()
-            stage.gradients.zero()
-            if stage.versions is not None and update:
-                stage.versions.keep(update)
-            elif stage.versions is not None:
-                stage.versions.begin()
+                stage.weights.begin(trains=self.trains)
+            if self.looks:
+                continue
+            stage.gradients.go_on() if self.opened.done else stage.gradients.zero()
+        for versions in self.versions.values():
+            versions.keep(update) if update else versions.begin()
 
     def let_step(self, finite: Tensor) -> None:
         """Let the optimizer step if `finite`, 0-dim bool, is true."""
-        finite = finite if self.may_step else torch.zeros_like(finite)
+        finite = finite if self.held.may_step else torch.zeros_like(finite)
         if self.optimizer is not None:
-            with self.draws.warning(_APART) if self.apart else nullcontext():
+            with self.draws.warning(_APART) if self.held.apart else nullcontext():
                 step_if(finite, self.optimizer)
 
     def norm_and_finite(self) -> tuple[Tensor, Tensor]:
@@ -227,26 +233,17 @@ class State:
         last = max(fill for fill in fills if at is None or fill <= at)
         return Slot(self.slots[kind], fills[last])
 
-    def _rooms(self, kind: Token) -> list[int]:
-        """The bytes of each slot of a kind that messages leave or come into: of the largest."""
-        rooms = [0] * len(self.slots[kind].values)
-        for (one, stage, mb), fills in self.assigned.items():
-            if one is kind and self.program.other(kind, stage) >= 0:
-                size = self.passing[mb].carried(kind, stage).nbytes
-                for number in fills.values():
-                    rooms[number] = max(rooms[number], size)
-        return rooms
-
     def outgoing(self, kind: Token, number: int, *, part: bool) -> Tensor | None:
         """Memory, made once, from which the value in a slot is sent, or the `part` of it that a
         scatter leaves: bytes; None where the transport sends from wherever a value is.
 
         Whoever fills the slot next has waited for the send, or the step has ended.
         """
-        if self.transport.static and (kind, number, part) not in self._outgoing:
-            size = self._rooms(kind)[number] // (self.program.tp if part else 1)
-            self._outgoing[kind, number, part] = bytes_on(self.device, size)
-        return self._outgoing.get((kind, number, part))
+        own = self.held.outgoing
+        if self.transport.static and (kind, number, part) not in own:
+            size = self.held.rooms[kind][number] // (self.program.tp if part else 1)
+            own[kind, number, part] = bytes_on(self.device, size)
+        return own.get((kind, number, part))
 
     def tensors_out(self, kind: Token, stage: int, mb: int) -> Sequence[Tensor]:
         """The tensors of a value in its slot, that is handed over or about to be sent."""
@@ -297,8 +294,8 @@ class State:
 
     def restore(self) -> None:
         """Let the modules have their parameters as between steps."""
-        for stage in self.stages.values():
-            stage.restore()
+        for s, stage in self.stages.items():
+            stage.restore(self.versions.get(s))
 
     def fail(self, *, begun: bool) -> None:
         """After an error, where a step was `begun` or was to begin: no module keeps what stands in,
@@ -310,7 +307,7 @@ class State:
     def failed(self, k: int, error: Exception) -> ExecutionError:
         """An error as that of the instruction at index k of the Stream."""
         return ExecutionError(
-            has_left(error) or in_words(error),
+            of_peers(error) or in_words(error),
             program=self.program.name,
             sites=[Site(self.rank, k, self.stream[k], "failed")],
             hint=getattr(error, "hint", ""),
@@ -321,19 +318,6 @@ class State:
         if stage not in self.stages or self.plan.rank_at(stage, mb) != self.rank:
             return None
         return self.stages[stage]
-
-
-def device_of(stages: Mapping[int, nn.Module]) -> torch.device:
-    """Where a rank's stages are: where their parameters are.
-
-    Raises ModelError if they are in several places.
-    """
-    found = {p.device for stage in stages.values() for p in stage.parameters()}
-    if len(found) > 1:
-        raise ModelError(
-            f"the parameters of one rank are on {' and '.join(sorted(map(str, found)))}"
-        )
-    return next(iter(found), torch.device("cpu"))
 
 
 def _reuse_after_send(program: Program, rank: int) -> dict[int, list[int]]:

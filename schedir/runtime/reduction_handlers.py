@@ -23,8 +23,8 @@ from schedir.transports.transport import Work
 
 
 def reduce_grads(state: State, i: Instr) -> Call:
-    stage = state.stages[i.stage]
-    gradients, scaled = stage.gradients, scaling(state, i.stage, i.mb)
+    gradients, versions = state.stages[i.stage].gradients, state.versions.get(i.stage)
+    scaled = scaling(state, i.stage, i.mb)
     start, reducing, at = state.transport.collective, state.reducing, state.index_of[i]
 
     def begin(k: int) -> list[Work]:
@@ -34,7 +34,7 @@ def reduce_grads(state: State, i: Instr) -> Call:
         with state.as_of(at):
             return [start("all_reduce", "dp", flat, flat)]
 
-    state.reductions[i] = reduction = Reduction(gradients, begin, stage.versions)
+    state.reductions[i] = reduction = Reduction(gradients, begin, versions)
     return Call(None, lambda: reducing.extend(reduction.end()))
 
 
@@ -42,18 +42,21 @@ def scaling(state: State, stage: int, update: int | None) -> Callable[[int], Ten
     """What scales a buffer of a stage, by number, before it is reduced, and returns it; with the
     last of an update it takes the losses."""
     gradients, plan = state.stages[stage].gradients, state.plan
+    takes = stage == plan.stages - 1 and update is not None
     taken = [  # the losses that are taken here
         mb
         for mb in range(plan.microbatches)
-        if stage == plan.stages - 1 and plan.rank_at(stage, mb) == state.rank
+        if takes and plan.rank_at(stage, mb) == state.rank
         if mb // plan.per_update == update
     ]
 
     def scaled(k: int) -> Tensor:
         flat = gradients.flat[k]
         scale(flat, state.scale)
-        if taken and not k:  # a gradient may not tell of its loss: a mean over no tokens is zero
-            losses = torch.stack([state.losses[mb] for mb in taken])
+        # A gradient may not tell of its loss: a mean over no tokens is zero.
+        earlier = state.opened.losses if takes else ()
+        if (taken or earlier) and not k:
+            losses = torch.stack([*earlier, *(state.losses[mb] for mb in taken)])
             spoil(flat, (losses - losses).sum())
         return flat
 
@@ -157,7 +160,7 @@ def step(state: State, i: Instr) -> Call:
         if ahead is not None:
             finite, shrink = ahead.judged
         elif state.program.clip:
-            finite, shrink = judge(state.max_norm, state.norm)
+            finite, shrink = judge(state.held.max_norm, state.norm)
             state.norm = state.norm.sqrt()
         else:
             finite = are_finite(flat for s in state.stages.values() for flat in s.gradients.kept)
@@ -187,7 +190,7 @@ def step(state: State, i: Instr) -> Call:
     seeded = state.draws.seeded(UPDATE, first, update, run)
     if ahead is None:
         return Call(state.wait_for_reductions, seeded)
-    ahead.update, ahead.judge = seeded, partial(judge, state.max_norm)
+    ahead.update, ahead.judge = seeded, partial(judge, state.held.max_norm)
     own = own_norm(state)
 
     def wait() -> None:

@@ -32,9 +32,9 @@ from schedir.runtime.given import (
     seed_of,
 )
 from schedir.runtime.gradients import Gradients
+from schedir.runtime.held import Loss
 from schedir.runtime.lender import Lender
-from schedir.runtime.random import BACKWARD, FORWARD, WEIGHT, Draws
-from schedir.runtime.rank import Loss
+from schedir.runtime.random import BACKWARD, FORWARD, WEIGHT, Draws, numbers_of
 from schedir.runtime.split import Tape, recording
 from schedir.runtime.tied import Known, prints
 
@@ -92,8 +92,8 @@ def reference(
         raise ExecutionError(f"there are {several} inputs and {len(keywords)} keywords")
     batch = Batch(inputs, targets, scale, keywords)
     device = next((p.device for stage in stages for p in stage.parameters()), torch.device("cpu"))
-    draws = Draws(seed, device, several, step=step)
-    draws.begin()
+    draws = Draws(seed, device, step=step)
+    draws.begin(numbers_of(several))
     with draws.kept():
         return _step(stages, batch, loss, program, draws, _tied(stages, tied))
 

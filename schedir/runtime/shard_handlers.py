@@ -14,7 +14,7 @@ from torch.utils._pytree import tree_leaves
 from schedir.errors import ModelError
 from schedir.ir.ops import ADDS, FORWARDS, LATE, ROWS, Instr, Opcode, Token
 from schedir.runtime.parts import Parts
-from schedir.runtime.rank import Call, Handler, State
+from schedir.runtime.rank import Call, Handler, State, in_turn
 from schedir.runtime.reduction import Reduction
 from schedir.runtime.reduction_handlers import scaling
 from schedir.runtime.slots import Slot
@@ -69,7 +69,7 @@ def reduce_scatter(state: State, i: Instr) -> Call:
 def _reading(handler: Handler, state: State, i: Instr) -> Call:
     """As the handler, of what computes with whole weights, or adds to a whole gradient."""
     call, stage = handler(state, i), state.stages[i.stage]
-    waits = [] if call.wait is None else [call.wait]
+    waits = [call.wait]
     if stage.weights is not None and i.op in _READS:
         waits.append(stage.weights.whole)
     if stage.gradients.cut and i.op in ADDS:
@@ -78,7 +78,7 @@ def _reading(handler: Handler, state: State, i: Instr) -> Call:
         call = call._replace(run=partial(_watched, stage.weights, _tape(state, i), call.run))
     if stage.weights is not None and not stage.weights.stays and i.op in FORWARDS:
         call = call._replace(run=partial(_looked_at, stage, call.run))
-    return call._replace(wait=_all(waits)) if waits else call
+    return call._replace(wait=in_turn(*waits))
 
 
 def _tape(state: State, i: Instr) -> Slot:
@@ -124,17 +124,6 @@ class _Watch(TorchDispatchMode):
             if isinstance(t, Tensor) and t.nbytes and not t.untyped_storage().nbytes():
                 raise ModelError(self.what, hint=self.hint)
         return func(*args, **kwargs or {})
-
-
-def _all(waits: list[Callable[[], None]]) -> Callable[[], None]:
-    if len(waits) == 1:
-        return waits[0]
-
-    def wait() -> None:
-        for one in waits:
-            one()
-
-    return wait
 
 
 HANDLERS: Final = {

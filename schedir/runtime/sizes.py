@@ -31,10 +31,10 @@ from schedir.runtime.boundary import (
 )
 from schedir.runtime.buffers import restored
 from schedir.runtime.given import loss_of, model_of, one_number
+from schedir.runtime.held import Loss
 from schedir.runtime.layout import Share
 from schedir.runtime.lender import Lender
 from schedir.runtime.per_microbatch import PerMicrobatch
-from schedir.runtime.rank import Loss
 from schedir.runtime.split import Tape, recording
 from schedir.runtime.state_sizes import State, states_of
 

@@ -23,11 +23,8 @@ class Stage:
     def __init__(
         self,
         module: nn.Module,
-        plan: Plan,
-        instrs: Iterable[Instr],
         instead: Mapping[nn.Parameter, nn.Parameter],
         *,
-        several: bool,
         most: float | None,
         share: Share,
         tied: Collection[nn.Parameter],
@@ -42,7 +39,6 @@ class Stage:
         self.weights = Parts(self.gradients, share, aliases) if share.zero else None
         # What is on its way to an instruction that takes in a value, by kind and microbatch.
         self.arrivals: dict[tuple[Token, int], Work] = {}
-        self.versions = Versions(module, plan, instrs) if several else None
         self.layers_seen = False  # what is split, in a backward that used all that could be
         self.warned_of_layers = False  # that some are not split
         self.parameters_checked = most is None  # that an output depends on no Parameters of others
@@ -55,11 +51,19 @@ class Stage:
         self.run_again: set[bool] = set()  # what it trains was looked at by value, in which mode
         self.restore()
 
-    def restore(self) -> None:
-        """Let the module have its parameters as everybody sees them."""
+    def versions(self, plan: Plan, instrs: Iterable[Instr]) -> Versions:
+        """What keeps its weights after each update of a step; `instrs` are those of the stage."""
+        if self.own is not None:
+            self.own.use()
+        versions = Versions(self.module, plan, instrs)
+        self.restore()
+        return versions
+
+    def restore(self, versions: Versions | None = None) -> None:
+        """Let the module have its parameters as everybody sees them, and not `versions` of them."""
         if self.weights is not None:
             self.weights.rest()
-        if self.versions is not None:
-            self.versions.restore()
+        if versions is not None:
+            versions.restore()
         if self.own is not None:
             self.own.restore()

@@ -52,14 +52,17 @@ def undone(state: State) -> Iterator[None]:
         modules.append(state.loss)
     gradients = [(p, p.grad) for p in others_of(state)]
     kept: list[object] = [*own, *(gradient for _, gradient in gradients)]
+    opened, stepped = state.held.opened, state.held.stepped
+    if opened is not None:
+        kept += [flat for stage in state.stages.values() for flat in stage.gradients.flat]
     if state.loss_scale is not None:
         kept += [state.loss_scale.value, state.loss_scale.good]
     if steps:
         kept += [*inner.param_groups, *inner.state.values()]
     tensors = dict.fromkeys(t for t in tree_leaves(kept) if isinstance(t, Tensor))
     was = [(t, t.detach().to("cpu", copy=True)) for t in tensors]
-    step, might = state.draws.step, state.may_step  # this may be within another
-    state.may_step = might and steps
+    rank, step, might = state.held, state.draws.step, state.held.may_step  # within another
+    rank.may_step, rank.opened = might and steps, None
     held = state.ahead is not None and state.ahead.held
     if state.ahead is not None:
         state.ahead.held = True
@@ -71,7 +74,8 @@ def undone(state: State) -> Iterator[None]:
                 changed.enter_context(_with_its_tables(inner))
             yield
     finally:
-        state.may_step, state.draws.step = might, step
+        rank.may_step, state.draws.step = might, step
+        rank.opened, rank.stepped = opened, stepped
         if state.ahead is not None:
             state.ahead.held = held
         for p, gradient in gradients:
@@ -100,7 +104,8 @@ class Noted:
         generators = state.draws.generators if state.draws.seed is None else ()
         self.generators = [(generator, generator.get_state()) for generator in generators]
         self.looks = [Looks(each) for each in (batch.inputs, batch.targets, batch.keywords)]
-        self.batch = Batch(self.looks[0], self.looks[1], batch.scale, self.looks[2])
+        inputs, targets, keywords = self.looks
+        self.batch = batch._replace(inputs=inputs, targets=targets, keywords=keywords)
 
     @torch.no_grad()
     def put_back(self) -> None:
@@ -231,8 +236,8 @@ def others_of(state: State) -> set[nn.Parameter]:
 def copied(batch: Batch) -> Batch:
     """A batch of which each look gives a copy, as a loss may write to its target, and inputs may
     have a `grad`."""
-    inputs, targets, scale, keywords = batch
-    return Batch(Copies(inputs), Copies(targets), scale, Copies(keywords))
+    inputs, targets, keywords = map(Copies, (batch.inputs, batch.targets, batch.keywords))
+    return batch._replace(inputs=inputs, targets=targets, keywords=keywords)
 
 
 class Copies(Sequence[Any]):

@@ -10,9 +10,10 @@ from typing import Any
 
 import numpy as np
 
-from schedir.errors import ProgramError, ScheduleError, expect, in_words
+from schedir.errors import PlanError, ProgramError, ScheduleError, expect, in_words
 from schedir.ir.plan import Plan
 from schedir.ir.program import Cut, Program, Words
+from schedir.ir.trust import RAISED, trust
 from schedir.schedules.spell import spell
 from schedir.schedules.words import (
     EMPTY,
@@ -87,6 +88,14 @@ def draft(schedule: Schedule, plan: Plan) -> Program:
         call = partial(schedule, **told) if told else schedule
         words.append(_called(call, name, rank, plan))
         offsets[rank + 1] = offsets[rank] + len(words[-1])
+        if offsets[rank + 1] > (most := trust().instructions):
+            raise PlanError(
+                f"the schedule of {plan.stages} stages x {plan.microbatches} microbatches says "
+                f"more than the {most} instructions that a program may have",
+                program=name,
+                hint=RAISED,
+                fields=["microbatches", "ranks", "stages_per_rank"],
+            )
         if offsets[rank + 1] - offsets[first] >= _AT_ONCE or rank + 1 == plan.ranks:
             try:
                 spelled.append(spell(words, first, plan))

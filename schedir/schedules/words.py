@@ -31,6 +31,7 @@ from schedir.ir.numerals import NO_NUMBERS
 from schedir.ir.ops import BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT, FORWARD, RECOMPUTE, ROWS
 from schedir.ir.placement import Placement
 from schedir.ir.program import JOINED, OP, STAGE, Words, pack
+from schedir.ir.trust import trust
 
 __all__ = [
     "EMPTY",
@@ -49,7 +50,6 @@ __all__ = [
 
 # In a letter, the microbatch that numbers itself, and the stage of a bare W.
 AUTO, OLDEST = 0xFFFFFFFF, 0xFFFF
-_MOST = 2**28  # letters of a rank, more than any plan has room for
 
 
 @dataclass(frozen=True, eq=False)
@@ -78,9 +78,9 @@ class Word:
         count = int(times) if isinstance(times, (bool, np.bool_)) else _whole("n * F", times)
         if count < 0:
             raise ValueError(f"n * F takes n from 0 on, not {count}: max(n, 0) is never less")
-        if count * max(len(self), 1) > _MOST:
+        if count * max(len(self), 1) > (most := trust().instructions):
             raise ValueError(
-                f"n * {self!r} is longer than the {_MOST} instructions that a rank may have"
+                f"n * {self!r} is longer than the {most} instructions that a program may have"
             )
         letters = np.empty((count, len(self)), np.int64)
         letters[:] = self.letters

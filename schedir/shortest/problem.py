@@ -23,7 +23,7 @@ from schedir.ir.ops import (
     Token,
     producers,
 )
-from schedir.ir.plan import MAX_CELLS, Plan
+from schedir.ir.plan import MAX_MICROBATCHES, MAX_STAGES, Plan
 from schedir.ir.sizes import Sizes, ample
 
 Objective = Literal["span", "own"]
@@ -256,7 +256,7 @@ def _count(given: object) -> float:
     try:
         if isinstance(given, bool):
             raise TypeError
-        return float(min(index(given), MAX_CELLS))  # type: ignore[arg-type]
+        return float(min(index(given), MAX_STAGES * MAX_MICROBATCHES))  # type: ignore[arg-type]
     except TypeError:
         raise UsageError(
             f"in_flight is a whole number, or a function of the rank that gives one, not "

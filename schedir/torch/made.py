@@ -57,11 +57,11 @@ class Made:
             return False
         if any(one.submod is not other for one, other in zip(stages, self.modules, strict=True)):
             return False
-        state = self.executor.state
-        if _types(stages[0].device, state.unchanged.parameters) != self.facts.types:
+        unchanged = self.executor.held.unchanged
+        if _types(stages[0].device, unchanged.parameters) != self.facts.types:
             return False
         try:
-            state.unchanged.expect()
+            unchanged.expect()
         except ModelError:
             return False
         return True

@@ -12,15 +12,14 @@ import torch
 import torch.distributed as dist
 
 from schedir.analysis.models import Model
-from schedir.compiler.compile import compile, finish, lower
+from schedir.compiler.compile import compile, finish
 from schedir.errors import UsageError, said
 from schedir.io import torch_csv
 from schedir.io.files import read_text
 from schedir.io.load import load
-from schedir.ir.ops import FORWARD, STEPS
+from schedir.ir.ops import STEPS
 from schedir.ir.plan import Plan
-from schedir.ir.program import FIELDS, Program, Stream, is_op
-from schedir.ir.stream import JOINED
+from schedir.ir.program import FIELDS, Program, is_op
 from schedir.ir.ties import Tied
 from schedir.schedules.words import Schedule
 
@@ -98,16 +97,6 @@ def _shape(plan: Plan) -> str:
         f"rank {rank}: {', '.join(map(str, own))}" for rank, own in enumerate(plan.stages_of)
     )
     return f"{plan.stages} stages, {plan.microbatches} microbatches ({held})"
-
-
-def forward_only(program: Program) -> Program:
-    """The forwards of a program, in its order, with transfers of their own."""
-    streams = []
-    for stream in program.streams:
-        words = stream.words[is_op(stream.words.view(FIELDS)["op"], (FORWARD,))]
-        streams.append(Stream(words & ~JOINED))
-    draft = Program(f"forward of {program.name}", program.plan, tuple(streams))
-    return lower(replace(draft, tp=program.tp, dp=program.dp))
 
 
 # ------------------------------------------------------------ who holds what

@@ -14,6 +14,7 @@ from torch.distributed.pipelining.schedules import REDUCE_GRAD, PipelineSchedule
 from torch.distributed.pipelining.stage import _PipelineStageBase
 from torch.nn.parallel import DistributedDataParallel as Replicated
 
+from schedir.compiler.forwards import forwards
 from schedir.errors import ExecutionError, UsageError, flag, said
 from schedir.ir.program import Program
 from schedir.ir.ties import Ties
@@ -150,7 +151,7 @@ class Schedule(Watched):
                     hint="loss_fn=..., or a program of forwards",
                     fields=["loss_fn"],
                 )
-            forward = programs.forward_only(whole)
+            forward = forwards(whole)
             self.program = whole if loss_fn is not None else forward
             self.forward_program = forward
             if runtime == "torch":

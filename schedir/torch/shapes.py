@@ -14,7 +14,7 @@ from schedir.errors import ModelError, ProgramError, in_words
 from schedir.ir.plan import Plan
 from schedir.runtime.boundary import Boundary, graded, passed_on
 from schedir.runtime.buffers import restored
-from schedir.runtime.rank import device_of
+from schedir.runtime.held import device_of
 from schedir.transports.plain import broadcast
 
 

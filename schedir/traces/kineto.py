@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import gzip
 import re
+import zlib
 from array import array
 from collections import defaultdict
 from collections.abc import Iterator
@@ -22,7 +23,8 @@ from typing import IO, Any, Final, NamedTuple, cast
 import numpy as np
 from numpy.typing import NDArray
 
-from schedir.errors import TraceError, UsageError, said
+from schedir.errors import TraceError, UsageError, in_bytes, said
+from schedir.io.files import opened
 from schedir.traces.marks import is_pp, marks
 
 Ints = NDArray[np.int64]
@@ -36,6 +38,7 @@ _LAUNCHES: Final = ("_runtime", "_driver")  # cuda_runtime, cuda_driver, and oth
 _KEPT: Final = ("user_annotation", "cpu_op", "kernel", "gpu_memcpy", "gpu_memset")
 _MOST: Final = 2**61 / 1e3  # microseconds: since 1970, in files that say no base
 _NESTED: Final = 1000  # brackets that may stay open in some bytes that are read
+_HEAD: Final = 2**22  # bytes before the events: of torch's some thousands, more in large jobs
 _HEADER: Final = ("distributedInfo", "host_name", "baseTimeNanoseconds")
 
 
@@ -99,40 +102,43 @@ def read_trace(path: str | Path) -> Trace:
                 f"{path} is no trace of torch.profiler: it has no traceEvents",
                 hint="where other files lie beside, a pattern names the traces only",
             )
-        with _opened(path) as file:
+        with _Shallow(path) as file:
             return _Reader(str(path), header).read(file)
-    except (OSError, EOFError) as error:
-        if isinstance(error, gzip.BadGzipFile | EOFError):
+    except (OSError, EOFError, zlib.error) as error:
+        if isinstance(error, gzip.BadGzipFile | EOFError | zlib.error):
             raise TraceError(f"{path} is no whole gzip file: {error}") from None
         raise UsageError(f"cannot read {path}: {error.strerror or error}") from None
 
 
-def _opened(path: str | Path) -> _Shallow:
-    """The file, unpacked where its first bytes say that it is packed."""
-    with open(path, "rb") as file:
-        packed = file.read(2) == b"\x1f\x8b"
-    return _Shallow(path, cast(IO[bytes], gzip.open(path, "rb") if packed else open(path, "rb")))
-
-
 class _Shallow:
-    """A file that is refused where it opens brackets and closes none: parsers keep all of them."""
+    """A file, unpacked where its first bytes say that it is packed, of which no more than `most`
+    bytes are read.  It is refused where it opens brackets and closes none: parsers keep all."""
 
-    def __init__(self, path: str | Path, file: IO[bytes]) -> None:
-        self.path, self.file = path, file
+    def __init__(self, path: str | Path, most: int | None = None) -> None:
+        self.path, self.most, self.seen, self.on_disk = path, most, 0, opened(path)
+        packed = self.on_disk.read(2) == b"\x1f\x8b"
+        self.on_disk.seek(0)
+        self.file = cast(IO[bytes], gzip.GzipFile(fileobj=self.on_disk)) if packed else self.on_disk
 
     def read(self, size: int) -> bytes:
         """Some bytes, of which few are unclosed brackets."""
         data = self.file.read(size)
-        opened = sum(map(data.count, (b"[", b"{"))) - sum(map(data.count, (b"]", b"}")))
-        if opened > _NESTED:
+        self.seen += len(data)
+        unclosed = sum(map(data.count, (b"[", b"{"))) - sum(map(data.count, (b"]", b"}")))
+        if unclosed > _NESTED:
             raise TraceError(f"{self.path} is no trace of torch.profiler: it is nested too deeply")
+        if self.most is not None and self.seen > self.most:
+            raise TraceError(
+                f"{self.path} is no trace of torch.profiler: it has no traceEvents in its first "
+                f"{in_bytes(self.most)}"
+            )
         return data
 
     def __enter__(self) -> IO[bytes]:
         return cast(IO[bytes], self)
 
     def __exit__(self, *_: object) -> None:
-        self.file.close()
+        self.on_disk.close()
 
 
 def _parsed(path: str | Path, events: Iterator[Any]) -> Iterator[Any]:
@@ -162,7 +168,7 @@ def _header(path: str | Path) -> dict[str, Any]:
     import ijson
 
     found: dict[str, Any] = {}
-    with _opened(path) as file:
+    with _Shallow(path, _HEAD) as file:
         builder, name = None, ""
         for prefix, event, value in _parsed(path, ijson.parse(file, use_float=True)):
             if prefix == "" and event not in ("map_key", "start_map", "end_map"):
@@ -173,12 +179,12 @@ def _header(path: str | Path) -> dict[str, Any]:
             if prefix == "" and event == "map_key":
                 if builder is not None:
                     found[name] = getattr(builder, "value", None)
-                builder, name = ijson.ObjectBuilder(), value
+                builder, name = ijson.ObjectBuilder() if value in _HEADER else None, value
             elif builder is not None and prefix:
                 builder.event(event, value)
                 found[name] = getattr(builder, "value", None)
     for name in [name for name in _HEADER if name not in found and "traceEvents" in found]:
-        with _opened(path) as file:
+        with _Shallow(path) as file:
             for value in _parsed(path, ijson.items(file, name, use_float=True)):
                 found[name] = value
     return found

@@ -20,7 +20,7 @@ from schedir.passes.lowering import OPTIONS, SECTION_OF
 from schedir.passes.record import Choice
 from schedir.training.gpt_config import GPTConfig, split_heads, split_layers
 from schedir.training.settings import Range, describe
-from schedir.training.train_config import CHOICES, Count, TrainConfig
+from schedir.training.train_config import CHOICES, Count, Share, TrainConfig
 from schedir.transports.registry import AUTO, DEVICES
 
 _Section = TypeVar("_Section", bound=type)
@@ -67,17 +67,17 @@ def _type_of(kind: Kind, *, optional: bool) -> Any:
 class PipelineConfig:
     """Who computes what.  A `schedule` that is a FILE.sched brings the other settings along.
 
-    `schedule` is a built-in name, file.py:function or FILE.sched; the first two may have options
-    in brackets, as in "interleaved(group=4)".  A schedule that is for one placement brings that
-    along, and one that takes `v` has 2 stages per rank unless told.  A step has one update, or
-    several `updates` without a flush, on weights that are `delay` updates old (one number per
-    stage, if need be); `pipedream_2bw` brings its delay along.
-    `overlap` groups opposite transfers, and begins gathers and posts receives early; `slots` says
-    whether each value has a buffer of its own ("own"), or they share the "fewest", or "enough" to
-    lose no time where a message takes half a forward, and hardly any where less; "auto" is
-    "enough" on GPUs, where buffers of their own would take gigabytes, and "own" on CPUs, and
-    leaves a FILE.sched that says its slots as it is.  `division` is the layers of each stage,
-    where they cannot be or shall not be the same.  pp x tp x dp processes run it.
+    `schedule` is a built-in name, file.py:function (which runs that file; `--no-code` refuses it)
+    or FILE.sched; the first two may have options in brackets, as in "interleaved(group=4)". A
+    schedule that is for one placement brings that along, and one that takes `v` has 2 stages per
+    rank unless told. A step has one update, or several `updates` without a flush, on weights that
+    are `delay` updates old (one number per stage, if need be); `pipedream_2bw` brings its delay
+    along. `overlap` groups opposite transfers, and begins gathers and posts receives early; `slots`
+    says whether each value has a buffer of its own ("own"), or they share the "fewest", or "enough"
+    to lose no time where a message takes half a forward, and hardly any where less; "auto" is
+    "enough" on GPUs, where buffers of their own would take gigabytes, and "own" on CPUs, and leaves
+    a FILE.sched that says its slots as it is. `division` is the layers of each stage, where they
+    cannot be or shall not be the same. pp x tp x dp processes run it.
     """
 
     schedule: str = "one_f_one_b"
@@ -155,16 +155,37 @@ class MemoryConfig:
 
 @dataclass(frozen=True)
 class DataConfig:
-    """What is read: a .bin of uint16 tokens, or text files and globs of them, byte by byte.
+    """What is read: a .bin of tokens, or text files and globs of them, or .jsonl files.
 
-    Without a `source`, the Python source of the standard library.  A step takes
-    dp x microbatches x `microbatch_size` windows of the model's context.  `seed` is what these are
-    drawn from, and what dropout leaves out.
+    Without a `source`, the Python source of the standard library.  The `tokenizer` of text is
+    "bytes"; "bpe", a byte-level one of model.vocab tokens, trained on the source; or the path of a
+    tokenizer.json, whose `end_of_document` is found unless it is told.  `documents` are "joined"
+    into one stream, or "packed": whole ones into windows.  `held_out` is never trained on: another
+    source, or a share of this one, such as 0.01, from its end.  A step takes the next
+    dp x microbatches x `microbatch_size` windows of the model's context: an epoch takes each once,
+    in an order that depends on the `seed` alone, as does what dropout leaves out.
     """
 
     source: str | tuple[str, ...] | None = None
+    tokenizer: str = "bytes"
+    end_of_document: str | None = None
+    documents: str = "joined"
+    held_out: Share | str | tuple[str, ...] | None = None
     microbatch_size: Count = 4
     seed: Annotated[int, Range(0)] = 0
+
+    def __post_init__(self) -> None:
+        if self.documents not in (known := ("joined", "packed")):
+            raise UsageError(
+                f"documents {self.documents!r} is not known",
+                hint=" or ".join(known),
+                fields=["documents"],
+            )
+        if self.end_of_document is not None and self.tokenizer in ("bytes", "bpe"):
+            raise UsageError(
+                f"end_of_document is for a tokenizer of a file: {self.tokenizer} has its own",
+                fields=["end_of_document", "tokenizer"],
+            )
 
 
 @dataclass(frozen=True)
@@ -202,6 +223,13 @@ class Config:
     def __post_init__(self) -> None:
         split_layers(self.model.layers, self.pipeline.plan.stages, self.pipeline.division)
         split_heads(self.model.heads, self.pipeline.tp)
+        if self.train.evaluate_every and not self.data.held_out:
+            raise UsageError(
+                f"evaluate_every is {self.train.evaluate_every}, and nothing is held out to "
+                "evaluate on",
+                hint="data.held_out = 0.01 keeps the last hundredth of the source",
+                fields=["evaluate_every", "held_out"],
+            )
 
     @property
     def request(self) -> Request:
@@ -213,15 +241,20 @@ class Config:
         these are known, nothing is recomputed for it."""
         pipeline, train = self.pipeline, self.train
         said = {f.name: getattr(pipeline, f.name) for f in HEADER if f.in_config}
+        said |= {"tied": self.model.tied, "clip": train.clip > 0, "skips": (), "validate": "before"}
+        source = Source(pipeline.schedule)
+        found = source.found if train.checkpoint is not None else None
+        # A file that has its transfers has its snapshots, or none: it is saved between steps.
+        if found is not None and (not isinstance(found, Program) or found.is_draft):
+            said["snapshots"] = True
         return Request(
-            Source(pipeline.schedule),
-            said
-            | {"tied": self.model.tied, "clip": train.clip > 0, "skips": (), "validate": "before"},
+            source,
+            said,
             usual={},
             model=train.model,
             blocks=True,
             overlap=pipeline.overlap,
-            slots=self._slots,
+            slots=self.slots,
             more={
                 name: said
                 for name, (kind, _) in OPTIONS.items()
@@ -235,7 +268,7 @@ class Config:
         )
 
     @property
-    def _slots(self) -> Choice | None:
+    def slots(self) -> Choice | None:
         """How values share slots, as is said or as suits the device; None for slots as they are."""
         said = self.pipeline.slots
         if said == AUTO:
@@ -243,6 +276,15 @@ class Config:
             own = isinstance(found, Program) and found.shares_slots
             said = "own" if own else DEVICES[self.train.device].slots
         return None if said == "own" else cast(Choice, said)
+
+    @property
+    def told(self) -> dict[str, str]:
+        """Every setting, as "section.name", in words."""
+        return {
+            f"{section}.{name}": str(value)
+            for section in SECTIONS
+            for name, value in vars(getattr(self, section)).items()
+        }
 
     @property
     def world(self) -> int:

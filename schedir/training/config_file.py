@@ -7,16 +7,16 @@ no torch.
 from __future__ import annotations
 
 import re
-import tomllib
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from difflib import get_close_matches
-from pathlib import Path
 from typing import Any, NamedTuple
 
-from schedir.errors import ConfigError, PlanError, ProgramError
+from schedir.errors import ConfigError, PlanError, ProgramError, said
+from schedir.io.files import read_text
 from schedir.io.load import Source
 from schedir.io.request import Request
+from schedir.io.toml import MOST_BYTES, tables_of
 from schedir.ir.plan import PLAN
 from schedir.ir.program import HEADER, TRAITS, Program
 from schedir.passes.lowering import OPTIONS, SECTION_OF
@@ -58,7 +58,7 @@ def read(path: str, sets: Sequence[str] = ()) -> Config:
             values[section, name] = coerce(setting.value, kind)
         except TypeError:
             raise setting.error(
-                f"{section}.{name} must be {describe(kind)}, not {setting.value!r}"
+                f"{section}.{name} must be {describe(kind)}, not {said(setting.value)}"
             ) from None
     with _blaming(path, given):
         values |= _of_source(values, given)
@@ -71,20 +71,13 @@ def read(path: str, sets: Sequence[str] = ()) -> Config:
 
 
 def _of_file(path: str) -> Iterator[tuple[tuple[str, str], _Given]]:
-    try:
-        text = Path(path).read_bytes().decode()
-        tables = tomllib.loads(text)
-    except OSError as error:
-        raise ConfigError(f"cannot be read: {error.strerror}", where=path) from None
-    except UnicodeDecodeError as error:
-        raise ConfigError(f"is not UTF-8 text: see byte {error.start}", where=path) from None
-    except tomllib.TOMLDecodeError as error:
-        raise _not_toml(path, text, str(error)) from None
+    text = read_text(path, MOST_BYTES)
+    tables = tables_of(text, path)
     for section, table in tables.items():
         at = _Given(table, path, *_find(text, section))
         _known(section, SECTIONS, "section", at)
         if not isinstance(table, dict):
-            raise at.error(f"{section} is a section, not {table!r}", f"[{section}]")
+            raise at.error(f"{section} is a section, not {said(table)}", f"[{section}]")
         for name, value in table.items():
             setting = _Given(value, path, *_find(text, section, name))
             _known(name, TYPES[section], f"setting {section}", setting)
@@ -96,8 +89,8 @@ def _of_set(option: str) -> tuple[tuple[str, str], _Given]:
     section, dot, name = key.strip().partition(".")
     value: Any = text.strip()  # a string without its quotes
     for form in (f"value = {text}", f"value = [{text}]"):
-        with suppress(tomllib.TOMLDecodeError):
-            value = tomllib.loads(form)["value"]
+        with suppress(ConfigError):
+            value = tables_of(form, "")["value"]
             break
     setting = _Given(value, f"--set {option}")
     if not equals or not dot:
@@ -157,25 +150,12 @@ def _blaming(path: str, given: _Settings) -> Iterator[None]:
         raise at.error(error.fact, error.hint, error.fields) from error
 
 
-def _not_toml(path: str, text: str, message: str) -> ConfigError:
-    """tomllib's refusal, with its place as numbers."""
-    found = re.fullmatch(r"(.*) \(at (?:line (\d+), column (\d+)|end of document)\)", message)
-    fact, line, column = found.groups() if found else (message, None, None)
-    lines = text.split("\n")
-    return ConfigError(
-        f"is not TOML: {fact[0].lower()}{fact[1:]}",
-        where=path,
-        line=int(line or len(lines)),
-        column=int(column or len(lines[-1]) + 1),
-    )
-
-
 def _find(text: str, section: str, name: str = "") -> tuple[int, int]:
     """Line and column of a setting, or of its section; (0, 0) if it is written in an odd way."""
     table = ""
     wanted = f"{section}.{name}" if name else section
     for number, line in enumerate(text.splitlines(), 1):
-        header = re.match(r"\s*\[+\s*([^\[\]]+?)\s*\]", line)
+        header = re.match(r"\s*\[+\s*([^\[\]\s][^\[\]]*)\]", line)
         table = header[1] if header else table
         key = header or re.match(r"\s*([\w.\"'-]+)\s*=", line)
         if not key:

@@ -1,88 +1,60 @@
-"""Token streams on disk, and the batches that every rank draws from them by itself."""
+"""The samples of a run, one after the other, which every rank draws by itself."""
 
 from __future__ import annotations
 
-import glob
 import hashlib
-import os
-import platform
-import sysconfig
-import tempfile
-from collections.abc import Iterable, Sequence
-from pathlib import Path
+from collections.abc import Mapping
+from functools import cached_property
 from typing import Any
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
-from schedir.errors import UsageError
+from schedir.data.order import shuffled
+from schedir.data.windows import Joined, Tokens, Windows
+from schedir.errors import ModelError, UsageError
+from schedir.training.gpt import IGNORE
 
 _PART, _PARTS = 2**16, 2**12  # bytes, and how many parts of as many make a digest
 
-Tokens = NDArray[np.unsignedinteger[Any]]  # uint8 where bytes are the tokens, or uint16
-
-
-def load(source: str | Path | Sequence[str | Path] | None = None) -> Tokens:
-    """A stream of tokens, memory-mapped where one file holds it.
-
-    `source` is None for the Python source of this interpreter's standard library (some 10 to 30
-    million bytes, always at hand); a `.bin` of uint16 tokens, as nanoGPT writes; or text files,
-    given as paths and globs, of which each byte is a token. Raises UsageError for what is missing
-    or cannot be read, and for a `.bin` of odd size.
-    """
-    if source is None:
-        return python_sources(Path(sysconfig.get_path("stdlib")))
-    paths = _find([source] if isinstance(source, str | Path) else source)
-    bins = [path for path in paths if path.suffix == ".bin"]
-    if not bins:
-        texts = [_map(path, "u1") for path in paths]
-        return texts[0] if len(texts) == 1 else np.concatenate(texts)
-    if len(paths) > 1:
-        other = next(path for path in paths if path != bins[0])
-        raise UsageError(f"a .bin of tokens comes alone: {bins[0]} does not go with {other}")
-    return _map(bins[0], "<u2")
-
-
-def python_sources(root: Path) -> Tokens:
-    """The `.py` files under `root` without installed packages, joined in order of their paths.
-
-    Joined once, into a file in the cache folder ($XDG_CACHE_HOME/schedir) named after `root` and
-    the Python version, and read from there afterwards. Raises UsageError if that cannot be written.
-    """
-    place = hashlib.sha256(str(root).encode()).hexdigest()[:8]
-    home = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    cache = home / "schedir" / f"python-{platform.python_version()}-{place}.txt"
-    if not cache.exists():
-        installed = {"site-packages", "dist-packages"}
-        paths = (p for p in root.rglob("*.py") if not installed & {*p.relative_to(root).parts})
-        _join(sorted(paths), cache)
-    return _map(cache, "u1")
-
 
 class Batches:
-    """Random windows of a token stream: what each step trains on, without communication.
+    """The windows of a token stream, in an order that depends on the seed and nothing else.
 
-    `tokens` is the stream, `context` the window's length, `batch` how many windows a step has.
+    Sample k of a run is the same however many are taken at once, by whatever number of replicas.
+    An epoch has every window once; each epoch shuffles them anew, or, with seed None, none does.
+    `tokens` is the stream, `context` the window's length, `size` how many windows a step takes;
+    `where` says, in errors, what the stream is.
     Raises UsageError if the stream is shorter than context + 1 or a number is out of range.
     """
 
     def __init__(
-        self, tokens: Tokens, context: int, batch: int, seed: int = 0, *, vocab: int = 256
+        self,
+        tokens: Tokens,
+        context: int,
+        size: int,
+        seed: int | None = 0,
+        *,
+        vocab: int = 256,
+        windows: Windows | None = None,
+        where: str = "",
     ) -> None:
-        self.where = getattr(tokens, "filename", None) or "the corpus"
-        for name, value, least in (("context", context, 1), ("batch", batch, 1), ("seed", seed, 0)):
+        self.where = where or str(getattr(tokens, "filename", None) or "the corpus")
+        for name, value, least in (
+            ("context", context, 1), ("batch", size, 1), ("seed", seed or 0, 0)
+        ):  # fmt: skip
             if value < least:
                 raise UsageError(f"{name} must be {least} or more, not {value}")
-        if len(tokens) < context + 1:
-            raise UsageError(
-                f"{self.where} has {len(tokens)} tokens, fewer than context + 1 = {context + 1}"
-            )
         self.tokens = np.asarray(tokens)
-        self.context, self.size, self.seed, self.vocab = context, batch, seed, vocab
+        self.windows = windows or Joined(len(tokens), context, self.where)
+        self.context, self.size, self.seed, self.vocab = context, size, seed, vocab
 
-    @property
+    def __len__(self) -> int:
+        """How many windows an epoch has."""
+        return len(self.windows)
+
+    @cached_property
     def told(self) -> str:
         """How much there is to read, and a digest of it: of all bytes up to 256 MiB, of as many at
         even distances of more."""
@@ -90,68 +62,57 @@ class Batches:
         parts = -(-len(data) // _PART)
         for k in sorted({k * parts // min(parts, _PARTS) for k in range(min(parts, _PARTS))}):
             digest.update(data[k * _PART : (k + 1) * _PART].tobytes())
-        return f"{len(self.tokens)} tokens of {self.tokens.dtype} ({digest.hexdigest()})"
+        said = f"{len(self.tokens)} tokens of {self.tokens.dtype} ({digest.hexdigest()})"
+        return f"{said}, {self.windows.told}"
 
-    def batch(self, step: int) -> tuple[Tensor, Tensor]:
-        """Inputs and targets of a step, each int64 (batch, context): a function of (seed, step).
+    def batch(self, first: int, count: int) -> tuple[Tensor, Tensor]:
+        """Inputs and targets of so many samples from the `first` on, each int64 (count, context).
 
-        Raises UsageError if a token read is not below `vocab`.
+        A target that is IGNORE counts nowhere.  Raises UsageError if a token read is not below
+        `vocab`.
         """
-        if step < 0:
-            raise UsageError(f"step must be 0 or more, not {step}")
-        random = np.random.default_rng((self.seed, step))
-        starts = random.integers(len(self.tokens) - self.context, size=self.size)
-        at = starts[:, None] + np.arange(self.context + 1)
-        windows = self.tokens[at].astype(np.int64)
-        if windows.max() >= self.vocab:
-            wrong = np.unravel_index(windows.argmax(), windows.shape)
+        if first < 0 or count < 1:
+            raise UsageError(f"there are no {count} samples from sample {first} on")
+        at, counts = self.windows.find(self._numbers(first, count))
+        tokens = self.tokens[at].astype(np.int64)
+        if tokens.max() >= self.vocab or tokens.min() < 0:
+            row, column = np.argwhere((tokens >= self.vocab) | (tokens < 0))[0]
             raise UsageError(
-                f"{self.where}: token {windows[wrong]} at position {at[wrong]} is not below the "
-                f"vocabulary size {self.vocab}"
+                f"{self.where}: token {tokens[row, column]} at position {at[row, column]} is not "
+                f"below the vocabulary size {self.vocab}",
+                hint="model.vocab is at least one more than the largest token",
+                fields=["vocab"],
             )
-        both = torch.from_numpy(windows)
-        return both[:, :-1].contiguous(), both[:, 1:].contiguous()
+        inputs, targets = tokens[:, :-1], np.where(counts, tokens[:, 1:], IGNORE)
+        return torch.from_numpy(inputs.copy()), torch.from_numpy(targets)
 
+    def _numbers(self, first: int, count: int) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
+        """Which windows the samples are."""
+        size, parts = len(self), []
+        for epoch in range(first // size, (first + count - 1) // size + 1):
+            begin, end = max(first - epoch * size, 0), min(first + count - epoch * size, size)
+            at = np.arange(begin, end, dtype=np.uint64)
+            parts.append(at if self.seed is None else shuffled(at, size, self.seed, epoch))
+        return np.concatenate(parts).astype(np.int64)
 
-def _find(sources: Iterable[str | Path]) -> list[Path]:
-    """The files that paths and globs name, in that order; those of one glob sorted."""
-    found: list[Path] = []
-    for source in sources:
-        names = [str(source)] if Path(source).exists() else glob.glob(str(source), recursive=True)
-        files = sorted(path for path in map(Path, names) if path.is_file())
-        if not files:
-            raise UsageError(f"there is no file {source}, and as a pattern it matches none")
-        found += files
-    if not found:
-        raise UsageError("no files given")
-    return found
+    def cursor(self, taken: int) -> dict[str, Any]:
+        """Plain values that say, in a checkpoint, that so many samples were taken, and of what."""
+        return {"samples": taken, "of": self.told, "seed": self.seed}
 
+    def taken(self, cursor: Mapping[str, Any]) -> int:
+        """How many samples a cursor says were taken: the first of what comes next.
 
-def _map(path: Path, dtype: str) -> Tokens:
-    try:
-        size, width = path.stat().st_size, np.dtype(dtype).itemsize
-        if size % width:
-            raise UsageError(
-                f"{path} is cut off: its tokens have {width} bytes each, but it has {size} bytes"
-            )
-        # An empty file cannot be mapped.
-        return np.memmap(path, dtype, "r") if size else np.zeros(0, dtype)
-    except OSError as error:
-        raise UsageError(f"cannot read {path}: {error.strerror}") from error
-
-
-def _join(paths: Iterable[Path], target: Path) -> None:
-    """Write the files one after the other to `target`, which appears whole or not at all."""
-    try:
-        target.parent.mkdir(parents=True, exist_ok=True)
-        # Several ranks may do this at once: each renames a file of its own, all the same.
-        with tempfile.TemporaryDirectory(dir=target.parent) as folder:
-            whole = Path(folder, "whole")
-            with whole.open("wb") as out:
-                for path in paths:
-                    out.write(path.read_bytes())
-            os.replace(whole, target)
-    except OSError as error:
-        raise UsageError(
-            f"cannot write {target}: {error}", hint="set XDG_CACHE_HOME to a folder to write in"
-        ) from error
+        Raises ModelError for one of other data or another order, where it would say nothing.
+        """
+        for name, ours in (("of", self.told), ("seed", self.seed)):
+            if cursor.get(name) != ours:
+                what = "data" if name == "of" else "data.seed"
+                raise ModelError(
+                    f"the checkpoint was trained on other samples: {what} was "
+                    f"{cursor.get(name)}, and is {ours}",
+                    fields=["source" if name == "of" else "seed"],
+                )
+        taken = cursor.get("samples")
+        if type(taken) is not int or taken < 0:
+            raise ModelError(f"the checkpoint says that {taken!r} samples were taken")
+        return taken

@@ -10,22 +10,26 @@ guilty one end first, and not an innocent one.
 from __future__ import annotations
 
 import ctypes
+import json
 import os
 import signal
 import sys
 import time
-from contextlib import suppress
-from datetime import timedelta
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
-from threading import Event, Lock, Thread
+from threading import Event, Lock, Thread, current_thread, main_thread
+from types import FrameType
 from typing import Any, Final, NoReturn
 
 from schedir.dumps.blame import Blame, Kind, Shape, Standstill
 from schedir.dumps.box import FOLDER, PROGRAM, Box, Seen, Word, boxes, run_of, state_of
 from schedir.ir.program import Program
+from schedir.training.store import connected
 
 MOMENT: Final = 1.0  # seconds in which a process that has closed its connections ends
 GRACE: Final = 5.0  # seconds in which the first one to give up ends the others
+TOLD: Final = 128 + signal.SIGTERM  # the exit code of a run that was told to end
 LAUNCHED: Final = "SCHEDIR_LAUNCHED"  # the number of the process that is `launch`
 _PR_SET_PDEATHSIG: Final = 1
 
@@ -40,7 +44,8 @@ class Member:
     def __init__(self, output: str | Path, shape: Shape, process: int) -> None:
         self.folder, self.shape, self.process = Path(output, FOLDER), shape, process
         self.world = shape.ranks * shape.tp * shape.dp
-        self.box = Box(self.folder / str(process), process=process, world=self.world)
+        path, tp, dp = self.folder / str(process), shape.tp, shape.dp
+        self.box = Box(path, process=process, world=self.world, tp=tp, dp=dp)
         self.program: Program | None = None
         self.late = False
         self.known: set[int] = set()  # whose boxes were seen
@@ -52,6 +57,11 @@ class Member:
     def name(self) -> str:
         """As every message names it."""
         return self.shape.name(self.process)
+
+    @property
+    def is_this(self) -> bool:
+        """Whether it is this process, and not one that forked this."""
+        return self.box.words[Word.PID] == os.getpid()
 
     def runs(self, program: Program) -> None:
         """Know what is run, and leave it for who reads the boxes."""
@@ -71,14 +81,15 @@ class Member:
     def standstill(self) -> Standstill:
         """Who waits for whom now, on all machines."""
         seen = self.seen()
-        missing: list[int] = []
+        missing, unheard = list[int](), list[int]()
         if len(seen) < self.world:
             absent = [p for p in range(self.world) if p not in seen and p not in self.known]
             if self.all_here:
                 missing = absent
             elif absent:
                 seen |= _from_others(seen, absent)
-        return Standstill(seen, self.shape, self.program, missing)
+                unheard = [p for p in absent if p not in seen]
+        return Standstill(seen, self.shape, self.program, missing, unheard)
 
     def where(self) -> str:
         """What this process is at."""
@@ -95,6 +106,13 @@ class Member:
             if os.environ.get("LOCAL_RANK", "0") == "0":
                 (self.folder / PROGRAM).unlink(missing_ok=True)
             self.folder.rmdir()  # by whoever is the last
+
+
+class Told(Exception):
+    """The processes were told to end, and have: `saved` says of which step there is what."""
+
+    def __init__(self, saved: str) -> None:
+        super().__init__(f"was told to end (SIGTERM): {saved}")
 
 
 _SELF: list[Member] = []  # this process, if it is one of several
@@ -125,8 +143,10 @@ def crash(why: str | None, code: int = 1, *, late: bool = False) -> NoReturn:
     Nothing is said without a `why`: it is for another process to say.  `late` is what fails because
     others have gone or have not come: then it is said whose fault that is.
     """
-    _SPEAKING.acquire()  # for good
     own = member()
+    if own is not None and not own.is_this:
+        _end_child(own, why, code)
+    _SPEAKING.acquire()  # for good
     if own is None:
         if why is not None and _is_first():
             print(f"process {os.environ.get('RANK', '0')}: {why}", file=sys.stderr, flush=True)
@@ -137,15 +157,20 @@ def crash(why: str | None, code: int = 1, *, late: bool = False) -> NoReturn:
     if late:
         own.late, own.box.words[Word.WAITS] = True, 1
         found = _whose_fault(own, why or "")
-        if found is not None and found.kind is Kind.SAID and found.process != own.process:
-            why = None
-        elif found is not None:
-            why = str(found)
-        else:
-            why = f"{own.name}: {why}"
+    if found is not None and found.process != own.process:
+        why = _words(own, found)
+    elif found is not None and found.kind is not Kind.SAID:
+        why = str(found)
     elif why is not None:
         why = f"{own.name}: {why}"
     give_up(own, why, code, found)
+
+
+def _end_child(own: Member, why: str | None, code: int) -> NoReturn:
+    """End a process that a person's code has forked: it is none of the run, and has no box."""
+    if why is not None:
+        print(f"a child of {own.name}: {why}", file=sys.stderr, flush=True)
+    os._exit(code)
 
 
 def told_to_end() -> None:
@@ -156,21 +181,41 @@ def told_to_end() -> None:
 def accuse(own: Member, found: Blame, code: int = 1) -> NoReturn:
     """End this process, for the one that keeps it."""
     _SPEAKING.acquire()
-    give_up(own, None if found.kind is Kind.SAID else str(found), code, found)
+    give_up(own, _words(own, found), code, found)
+
+
+def _words(own: Member, found: Blame) -> str | None:
+    """What is to be said of another process, None where that has said it to the same people."""
+    if found.kind is not Kind.SAID:
+        return str(found)
+    return None if found.process in own.known else found.said
 
 
 def give_up(own: Member, text: str | None, code: int, found: Blame | None) -> NoReturn:
     """Say a text, unless somebody has said one; end who is to blame, and this process."""
     own.box.say(text or "", code)
-    speaks = text is not None and (is_launched() or _is_first())
-    if speaks and not is_launched():
+    is_read = is_launched() and own.box.is_there
+    speaks = text is not None and (is_read or _is_first())
+    if speaks and not is_read:
         print(text, file=sys.stderr, flush=True)
     guilty = found is not None and found.process != own.process
-    if found is not None and guilty and found.sure:
+    is_here = found is None or found.process in own.known or found.kind is Kind.MISSING
+    if found is not None and guilty and is_here and found.sure:
         _end(own, found)
-    if not speaks or guilty:
+    if text is not None and guilty and not is_here:
+        _tell_agent(text)
+    if not speaks or (guilty and is_here):
         _TOLD.wait(GRACE)
     os._exit(code)
+
+
+def _tell_agent(text: str) -> None:
+    """Let torchrun have a text beside the process that it calls the root cause, where that is on
+    another machine: the agent of each knows its own processes only."""
+    if path := os.environ.get("TORCHELASTIC_ERROR_FILE"):
+        told = {"message": text, "extraInfo": {"timestamp": str(int(time.time()))}}
+        with suppress(OSError):
+            Path(path).write_text(json.dumps({"message": told}))
 
 
 def _end(own: Member, found: Blame) -> None:
@@ -198,29 +243,21 @@ def _whose_fault(own: Member, why: str) -> Blame | None:
         time.sleep(0.02)
 
 
-def _store() -> Any:
-    """A connection of its own to the store where the processes meet."""
-    from torch.distributed import TCPStore  # type: ignore[attr-defined]
-
-    return TCPStore(
-        os.environ["MASTER_ADDR"],
-        int(os.environ["MASTER_PORT"]),
-        is_master=False,
-        wait_for_workers=False,
-        timeout=timedelta(seconds=1),
-    )
-
-
-def _key(what: str) -> str:
+def key(what: str) -> str:
+    """What a fact of this attempt is called at the store."""
     return f"schedir {what} in attempt {os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
 
 
 def _is_first() -> bool:
-    """Whether no other process has given up, as far as the store knows."""
+    """Whether no other process that torchrun has started here has given up, as far as the store
+    knows."""
     if "MASTER_PORT" not in os.environ:
         return True
     try:
-        return bool(_store().add(_key("failed"), 1) == 1)
+        node = os.environ.get("GROUP_RANK", "0")
+        return bool(connected(MOMENT).add(key(f"failed on {node}"), 1) == 1)
+    except ImportError:  # what is wrong here others do not have
+        return True
     except Exception:  # it is gone, or not yet there: let one of each machine speak
         return os.environ.get("LOCAL_RANK", "0") == "0"
 
@@ -230,7 +267,7 @@ def _from_others(own: dict[int, Seen], absent: list[int]) -> dict[int, Seen]:
     if "MASTER_PORT" not in os.environ:
         return {}
     try:
-        return exchanged(_store(), own, absent)
+        return exchanged(connected(MOMENT), own, absent)
     except Exception:  # the store has gone with whoever had it
         return {}
 
@@ -243,17 +280,42 @@ def exchanged(
     Those that nobody has brought in `most` seconds are left out.
     """
     for process, seen in own.items():
-        store.set(_key(f"box of {process}"), seen.packed())
+        store.set(key(f"box of {process}"), seen.packed())
     found: dict[int, Seen] = {}
     over = time.monotonic() + most
     while len(found) < len(absent) and time.monotonic() < over:
         for process in absent:
-            key = _key(f"box of {process}")
-            if process not in found and store.check([key]):
-                other = Seen.unpacked(store.get(key))
+            where = key(f"box of {process}")
+            if process not in found and store.check([where]):
+                other = Seen.unpacked(store.get(where))
                 found |= {} if other is None else {process: other}
         time.sleep(0.02)
     return found
+
+
+@contextmanager
+def unwound() -> Iterator[None]:
+    """Within this, SIGHUP and SIGQUIT interrupt what is done as Ctrl-C does, so that nothing of it
+    is left; afterwards they end this process, as ever."""
+    told: list[int] = []
+
+    def tell(number: int, frame: FrameType | None) -> None:
+        told.append(number)
+        if len(told) == 1:  # the rest would interrupt the end
+            raise KeyboardInterrupt
+
+    usual: dict[int, Any] = {}
+    if current_thread() is main_thread():
+        for each in (signal.SIGHUP, signal.SIGQUIT):
+            if signal.getsignal(each) is signal.SIG_DFL:  # and not under nohup
+                usual[each] = signal.signal(each, tell)
+    try:
+        yield
+    finally:
+        for number, handler in usual.items():
+            signal.signal(number, handler)
+        if told:
+            os.kill(os.getpid(), told[0])
 
 
 def end_with_parent() -> None:
@@ -273,13 +335,27 @@ def end_with_parent() -> None:
         Thread(target=watch, daemon=True).start()
 
 
+def end_as_told(why: str, code: int) -> NoReturn:
+    """End this process as it was told to, all saved: process 0 says so, and waits for nobody."""
+    own = member()
+    if own is not None and is_launched():
+        own.box.words[Word.ENDED] = 1
+        own.box.say(why if own.process == 0 else "", code)
+    elif own is not None:
+        own.done()
+    if not is_launched() and os.environ.get("RANK", "0") == "0":
+        print(why, file=sys.stderr, flush=True)
+    sys.stdout.flush()
+    os._exit(code)
+
+
 def leave() -> NoReturn:
     """End this process, all done.
 
     At once, too: while an interpreter is taken down, threads of torch that still run now and
     then abort it ("terminate called without an active exception"; seen in 1 run of 62).
     """
-    if (own := member()) is not None:
+    if (own := member()) is not None and own.is_this:
         own.done()
     sys.stdout.flush()
     sys.stderr.flush()

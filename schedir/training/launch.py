@@ -12,16 +12,17 @@ import socket
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from queue import SimpleQueue
-from threading import Lock, Thread
-from typing import IO, Final, NamedTuple
+from threading import Lock, Thread, Timer, current_thread, main_thread
+from typing import IO, Any, Final, NamedTuple
 
 from schedir.dumps.blame import Shape, Standstill
-from schedir.dumps.box import FOLDER, PROGRAM, Seen, Word, boxes, run_of
-from schedir.errors import ProgramError, UsageError
-from schedir.ir.program import Program
-from schedir.training.ends import LAUNCHED, MOMENT
+from schedir.dumps.box import FOLDER, PROGRAM, VERDICT, Seen, Word, boxes, run_of
+from schedir.dumps.left import leave_verdict, program_of
+from schedir.errors import UsageError
+from schedir.training.ends import GRACE, LAUNCHED, MOMENT, TOLD
 
 MOST: Final = 256  # processes that one machine is asked to start
 BYTES: Final = 2**20  # of what a process prints that are passed on
@@ -36,14 +37,15 @@ class End(NamedTuple):
     seen: Mapping[int, Seen]
 
 
-def launch(arguments: Sequence[str], shape: Shape, output: str) -> int:
+def launch(arguments: Sequence[str], shape: Shape, output: str, grace: float | None = None) -> int:
     """Run `python -m schedir ARGUMENTS` in so many processes, as torchrun would.
 
     They find RANK, LOCAL_RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT set.  What process 0 prints
     is passed on as it is; what others print, and standard error, line by line, with the number of
     the process in front, up to `BYTES` of each.  When one fails, what it has to say is said, or how
     it ended and where that was; the others are ended, and 1 is returned, or 2 where it said that
-    something is refused.
+    something is refused.  With a `grace` a SIGTERM is passed on, and as many seconds later they are
+    to have ended; with a second one they end at once.
 
     Raises UsageError for more processes than `MOST`.
     """
@@ -76,9 +78,12 @@ def launch(arguments: Sequence[str], shape: Shape, output: str) -> int:
     }
     folder = Path(output, FOLDER)
     _forget(folder)
+    end: End | None = None
     processes: list[subprocess.Popen[bytes]] = []
     readers: list[Thread] = []
+    passing = _Passing(processes, grace)
     try:
+        passing.begin()
         for number in range(world):
             process = subprocess.Popen(
                 [sys.executable, "-m", "schedir", *arguments],
@@ -90,8 +95,12 @@ def launch(arguments: Sequence[str], shape: Shape, output: str) -> int:
             )
             processes.append(process)
             readers += _passing_on(number, process)
+        passing.all_started()
         end = _first_failure(processes, folder, run_of(os.getpid(), environment))
+        if passing.told and end.code == TOLD:
+            passing.wait()  # each ends by itself
     finally:
+        passing.end()
         for process in processes:
             process.kill()
         for process in processes:
@@ -104,13 +113,69 @@ def launch(arguments: Sequence[str], shape: Shape, output: str) -> int:
                 if pipe is not None:
                     pipe.close()
         del store
+        if end is None:  # a person has ended all: nobody is to blame
+            _forget(folder)
     if not end.code and end.process < 0:
         _forget(folder)
         return 0
-    after = boxes(folder, run_of(os.getpid(), environment))
+    run = run_of(os.getpid(), environment)
+    after = boxes(folder, run)
     said, code = _said(end, after, shape, folder)
     print(said, file=sys.stderr)
+    if passing.told and end.code in (TOLD, -signal.SIGTERM):  # the latter had nothing to save yet
+        _forget(folder)
+        return TOLD
+    leave_verdict(folder, run, said)
     return code
+
+
+_LONGER: Final = 5.0  # seconds, after which processes are ended that do not do so past their grace
+
+
+class _Passing:
+    """SIGTERM, passed on to processes; without a `grace` it ends this one, and so them."""
+
+    def __init__(self, processes: list[subprocess.Popen[bytes]], grace: float | None) -> None:
+        self.processes, self.grace, self.told = processes, grace, False
+        self.before: Any = None
+        self.over: Timer | None = None
+
+    def begin(self) -> None:
+        if self.grace is not None and current_thread() is main_thread():
+            self.before = signal.signal(signal.SIGTERM, self._told)
+
+    def _told(self, number: int, frame: object) -> None:
+        if self.told or self.grace is None:
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+            os.kill(os.getpid(), signal.SIGTERM)
+            return
+        self.told = True
+        self.over = Timer(self.grace + _LONGER, self._kill)
+        self.over.daemon = True
+        self.over.start()
+        self.all_started()
+
+    def all_started(self) -> None:
+        """Tell those, too, that were started meanwhile."""
+        if self.told:
+            for process in self.processes:
+                process.terminate()
+
+    def _kill(self) -> None:
+        for process in self.processes:
+            process.kill()
+
+    def wait(self) -> None:
+        """Return when all have ended, which they are about to."""
+        with suppress(subprocess.TimeoutExpired):
+            for process in self.processes:
+                process.wait(GRACE)
+
+    def end(self) -> None:
+        if self.over is not None:
+            self.over.cancel()
+        if self.before is not None:
+            signal.signal(signal.SIGTERM, self.before)
 
 
 def _first_failure(processes: Sequence[subprocess.Popen[bytes]], folder: Path, run: int) -> End:
@@ -148,26 +213,16 @@ def _said(end: End, after: Mapping[int, Seen], shape: Shape, folder: Path) -> tu
     how = f"ended with exit code {end.code}"
     if end.code < 0:
         how = f"was ended by signal {-end.code} ({signal.strsignal(-end.code)})"
-    where = "before it had begun"
+    where = "before it had begun" if folder.exists() else "and its black box has gone"
     if end.process in end.seen:
-        where = Standstill(end.seen, shape, _program(folder)).where(end.process)
+        where = Standstill(end.seen, shape, program_of(folder)).where(end.process)
     code = 2 if end.code == 2 and end.process not in end.seen else 1
     return f"{shape.name(end.process)} {how}, {where}; the others were stopped", code
 
 
-def _program(folder: Path) -> Program | None:
-    """What the processes ran, if one has left it."""
-    from schedir.ir.text import parse
-
-    try:
-        return parse((folder / PROGRAM).read_text())
-    except (OSError, ProgramError):
-        return None
-
-
 def _forget(folder: Path) -> None:
     """Remove what a run before this one has left, or this one, all done."""
-    for path in [*folder.glob("[0-9]*"), folder / PROGRAM]:
+    for path in [*folder.glob("[0-9]*"), folder / PROGRAM, folder / VERDICT]:
         path.unlink(missing_ok=True)
     if folder.is_dir() and not any(folder.iterdir()):
         folder.rmdir()

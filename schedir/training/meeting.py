@@ -9,22 +9,25 @@ from __future__ import annotations
 import os
 import platform
 import sys
-from collections.abc import Mapping
-from datetime import timedelta
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from time import monotonic, sleep
 from typing import Any, Final
 
 import torch
-from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
+from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 
 from schedir.errors import ExecutionError, ModelError
 from schedir.ir.program import Program
-from schedir.training.config import SECTIONS, Config
-from schedir.training.data import Batches
+from schedir.training.config import Config
+from schedir.training.store import connected
 from schedir.transports.plain import decoded, difference, encoded
 
-OWN: Final = {"data.source", "train.threads", "pipeline.schedule"}  # a machine's own
+# Settings that may be a machine's own.
+OWN: Final = {
+    *("data.source", "data.held_out", "data.tokenizer"),  # digests of what they are are compared
+    *("train.threads", "pipeline.schedule"),
+}
 _MOMENT: Final = 2.0  # seconds in which all read what is refused, before the store goes
 _FINE: Final = "fine"
 
@@ -32,26 +35,31 @@ _FINE: Final = "fine"
 def facts_of(config: Config) -> dict[str, str]:
     """What must be the same in the configuration that each process has read, and in what reads it:
     the whole of it, but for what is a machine's own."""
-    said = {
-        f"{section}.{name}": str(value)
-        for section in SECTIONS
-        for name, value in vars(getattr(config, section)).items()
-    }
     versions = {
         "the version of schedir": vars(sys.modules["schedir"])["__version__"],
         "the version of torch": torch.__version__,
         "the version of Python": platform.python_version(),
     }
-    return versions | {name: value for name, value in said.items() if name not in OWN}
+    return versions | {name: value for name, value in config.told.items() if name not in OWN}
 
 
-def all_facts(config: Config, program: Program, batches: Batches) -> dict[str, str]:
-    """The same, with the program, the data, and how many processes there are."""
+def all_facts(config: Config, program: Program, data: Mapping[str, str]) -> dict[str, str]:
+    """The same, with the program, what is said of the data, and how many processes there are."""
     return facts_of(config) | {
         "WORLD_SIZE": os.environ.get("WORLD_SIZE", "1"),
         "the program": program.digest[:12],
-        "the data": batches.told,
+        **data,
     }
+
+
+def agree_on_data(read: Sequence[int], step: int) -> None:
+    """Compare what processes have drawn up to a step (from 1), each a crc32: the digests that they
+    have met with are of samples, where there is much.  Raises ModelError where two differ."""
+    fact = f"the data read up to step {step}"
+    if found := difference([{fact: f"crc32 {one:08x}"} for one in read]):
+        raise ModelError(
+            found, hint="data.source gives every process the same bytes", fields=["source"]
+        )
 
 
 def met(facts: Mapping[str, str], timeout: float) -> dict[str, Any]:
@@ -63,14 +71,7 @@ def met(facts: Mapping[str, str], timeout: float) -> dict[str, Any]:
     """
     rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-    store: Any = TCPStore(
-        os.environ["MASTER_ADDR"],
-        int(os.environ["MASTER_PORT"]),
-        is_master=rank == 0 and not agent,
-        wait_for_workers=False,
-        timeout=timedelta(seconds=timeout),
-        multi_tenant=True,
-    )
+    store: Any = connected(timeout, is_master=rank == 0 and not agent)
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     compare(PrefixStore(f"schedir meets, attempt {attempt}", store), rank, world, facts, timeout)
     store = PrefixStore(f"schedir, attempt {attempt}", store)
@@ -106,16 +107,24 @@ def _judge(store: Any, world: int, over: float) -> str:
     places: dict[object, int] = {}
     for k in range(world):
         try:
-            data = _awaited(store, f"facts {k}", over, k)
+            facts, place = _told(_awaited(store, f"facts {k}", over, k), f"process {k}")
         except ModelError as error:
             return error.fact
-        facts, place = decoded(data, f"process {k}")
         everyone.append(facts)
         if fact := difference(everyone):
             return fact
         if place is not None and (other := places.setdefault(place, k)) != k:
             return f"processes {other} and {k} of one machine both have LOCAL_RANK {place[-1]}"
     return ""
+
+
+def _told(data: bytes, who: str) -> tuple[dict[str, str], tuple[str, ...] | None]:
+    """What a process says of itself.  Raises ModelError for what none says."""
+    match decoded(data, who):
+        case (dict() as facts, (tuple() | None) as place):
+            if all(isinstance(one, str) for one in (*facts, *facts.values(), *(place or ()))):
+                return facts, place
+    raise ModelError(f"{who} tells what no process of a run does: {data[:40]!r}")
 
 
 def _awaited(store: Any, key: str, over: float, who: int) -> bytes:

@@ -13,6 +13,7 @@ from queue import SimpleQueue
 from threading import Thread
 from types import TracebackType
 from typing import Final, NamedTuple
+from zlib import crc32
 
 import torch
 from torch import Tensor
@@ -27,18 +28,21 @@ MOMENT: Final = 1.0  # seconds that the end of a run waits for a batch that nobo
 
 class Batch(NamedTuple):
     """What a step is given: `inputs` and `targets` of one replica, int64 (n, context), on its
-    device, and how many `tokens` count in the batch of all replicas."""
+    device, and how many `tokens` count in the batch of all replicas.  `read` is a crc32 of all that
+    was drawn of the run up to here, of all replicas: every process must have the same."""
 
     inputs: Tensor
     targets: Tensor
     tokens: int
+    read: int
 
 
 class Prefetch:
-    """The batches of steps 0 to `steps` - 1, one after the other; a context, with its thread.
+    """The batches of steps `begin` to `steps` - 1, one after the other; a context, with its thread.
 
     `replica` is which one's share of a batch is wanted, of `replicas`; `count` says how many of
-    its targets count.  A Batch keeps its numbers until the one `SLOTS` steps later is taken.
+    its targets count; `taken` is how many samples were taken before step `begin`, by whatever
+    number of replicas.  A Batch keeps its numbers until the one `SLOTS` steps later is taken.
     """
 
     def __init__(
@@ -50,21 +54,25 @@ class Prefetch:
         replica: int,
         replicas: int,
         count: Callable[[Tensor], int],
+        begin: int = 0,
+        taken: int = 0,
     ) -> None:
         self.batches, self.steps, self.count = batches, steps, count
+        self.begin, self.before = begin, taken
         share = batches.size // replicas
         self.mine = slice(replica * share, (replica + 1) * share)
         self.slots = [_Slot((2, share, batches.context), device) for _ in range(SLOTS)]
         self.device = device
-        self.next: Future[int] | None = None
-        self.wanted: SimpleQueue[tuple[int, Future[int]] | None] = SimpleQueue()
+        self.read = 0
+        self.next: Future[tuple[int, int]] | None = None
+        self.wanted: SimpleQueue[tuple[int, Future[tuple[int, int]]] | None] = SimpleQueue()
         # What it waits for, a source or a GPU, may never come, and must not keep an error from
         # being said, nor the process from ending.
         self.thread = Thread(target=self._run, name="prefetch", daemon=True)
 
     def __enter__(self) -> Prefetch:
         self.thread.start()
-        self._begin(0)
+        self._begin(self.begin)
         return self
 
     def __exit__(
@@ -76,18 +84,22 @@ class Prefetch:
         self.wanted.put(None)
         self.thread.join(MOMENT)
 
+    def taken(self, steps: int) -> int:
+        """How many samples of the run are taken when so many of its steps are done."""
+        return self.before + (steps - self.begin) * self.batches.size
+
     def take(self, step: int) -> Batch:
         """The batch of a step: of each once, in order.
 
         Raises whatever drawing it does, as UsageError for a token that is none.
         """
         assert self.next is not None, "there are so many steps"
-        tokens = self.next.result()
+        tokens, read = self.next.result()
         self._begin(step + 1)
         slot = self.slots[step % SLOTS]
         slot.device.copy_(slot.host, non_blocking=True)
         slot.copied.record()
-        return Batch(slot.device[0], slot.device[1], tokens)
+        return Batch(slot.device[0], slot.device[1], tokens, read)
 
     def _begin(self, step: int) -> None:
         self.next = None
@@ -103,15 +115,17 @@ class Prefetch:
             except BaseException as error:
                 drawn.set_exception(error)
 
-    def _draw(self, step: int) -> int:
+    def _draw(self, step: int) -> tuple[int, int]:
         if self.device.type == "cuda":  # a thread uses the first GPU unless told
             torch.cuda.set_device(self.device)
         # Every rank draws the batch of all replicas, so that each can count its tokens.
-        slot, (inputs, targets) = self.slots[step % SLOTS], self.batches.batch(step)
+        slot, first = self.slots[step % SLOTS], self.taken(step)
+        inputs, targets = self.batches.batch(first, self.batches.size)
         slot.copied.synchronize()  # what was here before: a copy may still read it
         for row, drawn in zip(slot.host, (inputs, targets), strict=True):
             row.copy_(drawn[self.mine])
-        return self.count(targets)
+            self.read = crc32(drawn.contiguous().numpy().data, self.read)
+        return self.count(targets), self.read
 
 
 class _Slot:

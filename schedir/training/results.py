@@ -6,10 +6,8 @@ begun its own, and what is written has another name until it is whole.
 
 from __future__ import annotations
 
-import errno
-import fcntl
+import math
 import os
-import socket
 import sys
 import tempfile
 from collections.abc import Iterator
@@ -19,19 +17,22 @@ from pathlib import Path
 from typing import Any, Final, TextIO
 
 from schedir.errors import UsageError
-from schedir.io.files import atomic_write
+from schedir.io.files import atomic_write, opened, path_of
+from schedir.io.locks import InUse, Lock
 from schedir.io.terminal import as_json
 from schedir.io.timeline_file import save_timeline
 from schedir.ir.program import Program
 from schedir.predict.calibrate import unexplained
 from schedir.predict.timeline import Timeline
-from schedir.training.config import OutputConfig
+from schedir.training.config import Config, OutputConfig
+from schedir.training.resume import RUN, Run, expect_resumable, origin, remove_checkpoints
 
 LOSSES, SUMMARY, PICTURE = RESULTS = ("loss.csv", "summary.json", "timeline.png")
+EVALUATIONS: Final = "evaluation.csv"
 TRACE: Final = "measured.timeline"
 LOCK: Final = ".lock"
 COLUMNS: Final = "step,loss,learning_rate,gradient_norm,skipped\n"
-_NO_LOCKS: Final = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)  # what a file system may say
+EVALUATED: Final = "step,loss,perplexity,tokens\n"
 
 
 @dataclass(frozen=True)
@@ -54,29 +55,76 @@ class Result:
 class Losses:
     """The losses of a run, a line per step, in a file that is there from `begin` on."""
 
-    def __init__(self, output: OutputConfig) -> None:
-        self.output = output
+    def __init__(self, config: Config, run: Run) -> None:
+        self.config, self.output, self.run = config, config.output, run
         self.file: TextIO | None = None
 
-    def begin(self) -> None:
-        """Begin the results of this run, to be called when its first step is certain: those of an
-        earlier one, which `claimed` has allowed to replace, are gone then."""
-        path = Path(self.output.folder, LOSSES)
+    def begin(self, made: int = 0) -> None:
+        """Begin the results of this run, or go on with them after `made` steps, to be called when a
+        step is certain: those of an earlier run, which `claimed` has allowed to replace, are gone
+        then, and so are this one's own of later steps."""
+        path, folder = Path(self.output.folder, LOSSES), self.config.train.checkpoint
+        goes_on = made > 0 and self.run.has(self.output.folder)
+        kept = lines(path, made) if goes_on else []
+        looks = Path(self.output.folder, EVALUATIONS)
+        seen = _until(looks, made) if goes_on else []
+        if folder is not None:
+            if not made:
+                remove_checkpoints(folder)
+            self.run.write(folder)
         for old in _results(self.output):
             for part in old.parent.glob(f".{old.name}.*"):  # of a run that ended while writing it
                 part.unlink(missing_ok=True)
-            if old != path:
+            if old != path and not (old == looks and seen):
                 old.unlink(missing_ok=True)
+        if seen:
+            with atomic_write(looks) as temporary:
+                temporary.write_text("".join([EVALUATED, *seen]))
+        if folder is not None:
+            self.run.write(self.output.folder)
+        else:
+            Path(self.output.folder, RUN).unlink(missing_ok=True)
         with atomic_write(path) as temporary:
             self.file = temporary.open("w")
-            self.file.write(COLUMNS)
+            self.file.writelines([COLUMNS, *kept])
             self.file.flush()
+
+    def secure(self) -> None:
+        """Return when what has been written outlives the machine."""
+        if self.file is not None:
+            os.fsync(self.file.fileno())
+
+    @property
+    def finished(self) -> bool:
+        """Whether an earlier start of this run has left its summary."""
+        folder = self.output.folder
+        return self.run.has(folder) and Path(folder, SUMMARY).exists()
+
+    def last(self) -> float:
+        """The loss of the last step that an earlier start of this run has written; NaN if none."""
+        path = Path(self.output.folder, LOSSES)
+        rows = path.read_text().splitlines()[1:] if self.run.has(self.output.folder) else []
+        return float(rows[-1].split(",")[1]) if rows else math.nan
 
     def write(self, lines: str) -> None:
         """Add lines, which are in the file when this returns."""
         if self.file is not None:
-            self.file.write(lines)
-            self.file.flush()
+            try:
+                self.file.write(lines)
+                self.file.flush()
+            except OSError as error:  # which does not say of which file
+                path = str(Path(self.output.folder, LOSSES))
+                raise OSError(error.errno, error.strerror, path) from None
+
+    def evaluated(self, line: str) -> None:
+        """Add a line to the losses of what is held out, whose file the first one makes."""
+        path = Path(self.output.folder, EVALUATIONS)
+        if path.exists():
+            with path.open("a") as file:
+                file.write(line)
+            return
+        with atomic_write(path) as temporary:
+            temporary.write_text(EVALUATED + line)
 
     def close(self) -> None:
         """Nothing comes any more."""
@@ -84,21 +132,58 @@ class Losses:
             self.file.close()
 
 
+def lines(path: Path, step: int) -> list[str]:
+    """The lines of a file of losses up to a step, which may begin after it.
+
+    Raises UsageError for one that ends before.
+    """
+    kept = _until(path, step)
+    if kept and (had := kept[-1].partition(",")[0]) != str(step):
+        raise UsageError(
+            f"{path} ends at step {had}, and the run goes on after step {step}",
+            hint="--set output.folder=... writes elsewhere",
+            fields=["folder"],
+        )
+    return kept
+
+
+def _until(path: Path, step: int) -> list[str]:
+    """The lines of a file, behind its first, up to a step; the last one may have been cut off."""
+    found: list[str] = []
+    with suppress(FileNotFoundError):
+        found = path.read_text().splitlines(keepends=True)[1:]
+    rows = [row for row in found if row.endswith("\n")]
+    return [row for row in rows if int(row.partition(",")[0]) <= step]
+
+
 @contextmanager
-def claimed(output: OutputConfig) -> Iterator[None]:
+def claimed(config: Config) -> Iterator[None]:
     """Within this, the folders of a run are its own; they are made if they are not there.
 
     Raises UsageError if they cannot be written, if another run that is under way has claimed one,
-    and for results of an earlier run, unless they are to be replaced.  Nothing is removed here.
+    for checkpoints that it cannot go on from, and for results of an earlier run, unless they are to
+    be replaced.  Nothing is removed here.
     """
+    output = config.output
     with ExitStack() as locks:
-        for folder, name in _folders(output).items():
-            make_folder(folder)
-            locks.enter_context(_locked(folder, name))
+        own: list[os.stat_result] = []
+        for name in _KINDS:
+            section, _, setting = name.partition(".")
+            if (folder := getattr(getattr(config, section), setting)) is None:
+                continue
+            make_folder(folder, name)
+            if not any(os.path.samestat(os.stat(folder), one) for one in own):  # however it is told
+                own.append(os.stat(folder))
+                locks.enter_context(_locked(folder, name))
+        expect_resumable(config)
+        before = origin(config)
         for path in _results(output):
             if path.exists() and not (path.is_file() and os.access(path, os.W_OK)):
                 raise UsageError(f"cannot write {path}: it is no file that can be replaced")
-        if not output.replace and (found := [p for p in _results(output) if _holds_any(p)]):
+        found = [p for p in _results(output) if _holds_any(p)]
+        if before is not None and before.has(output.folder):
+            lines(Path(output.folder, LOSSES), before.step)
+        elif found and not output.replace:
             folder = str(found[0].parent)
             name = "folder" if found[0].parent == Path(output.folder) else "trace"
             raise UsageError(
@@ -111,27 +196,30 @@ def claimed(output: OutputConfig) -> Iterator[None]:
         yield
 
 
-def make_folder(folder: str) -> None:
-    """Make a folder for results.  Raises UsageError if they cannot be written there."""
+def make_folder(folder: str, name: str = "output.folder") -> None:
+    """Make a folder for results, or what the setting of a name says.  Raises UsageError if nothing
+    can be written there."""
     try:
-        Path(folder).mkdir(parents=True, exist_ok=True)
+        path_of(folder).mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=folder):
             pass
     except OSError as error:
-        raise UsageError(f"cannot write to the output folder {folder}: {error.strerror}") from None
+        raise UsageError(
+            f"cannot write to the {_KINDS[name]} {folder}: {error.strerror}",
+            fields=[name.partition(".")[2]],
+        ) from None
 
 
-def _folders(output: OutputConfig) -> dict[str, str]:
-    """The folders that a run writes to, each once, and the setting that names it."""
-    trace = output.trace
-    if trace is None or Path(trace).resolve() == Path(output.folder).resolve():
-        return {output.folder: "folder"}
-    return {output.folder: "folder", trace: "trace"}
+_KINDS: Final = {
+    "output.folder": "output folder",
+    "output.trace": "output folder",
+    "train.checkpoint": "folder of checkpoints",
+}
 
 
 def _results(output: OutputConfig) -> list[Path]:
     """What a run writes, or another may have written in its place."""
-    own = [Path(output.folder, name) for name in (*RESULTS, TRACE)]
+    own = [Path(output.folder, name) for name in (*RESULTS, EVALUATIONS, TRACE)]
     return own if output.trace is None else list(dict.fromkeys([*own, Path(output.trace, TRACE)]))
 
 
@@ -139,67 +227,43 @@ def _holds_any(path: Path) -> bool:
     """Whether a result says anything; losses may be of a run that never made a step."""
     if not path.exists():
         return False
-    return path.name != LOSSES or path.read_bytes() not in (b"", COLUMNS.encode())
+    if path.name != LOSSES:
+        return True
+    with opened(path) as file:
+        return file.read(len(COLUMNS) + 1) not in (b"", COLUMNS.encode())
 
 
 @contextmanager
 def _locked(folder: str, name: str) -> Iterator[None]:
-    """Within this, no other process can lock the folder that output.NAME gives.
-
-    The lock is the system's, on a file that is open here: with the last process that has it open
-    it goes, however that ends.  The file may stay, and means nothing.
-    """
-    path = Path(folder, LOCK)
-    file = -1
+    """Within this, no other process can lock the folder that a setting of this name gives."""
+    lock = Lock(Path(folder, LOCK))
     try:
-        while file < 0:
-            file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o666)
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            if not _is(path, file):  # it was removed by who had it before
-                os.close(file)
-                file = -1
-        os.ftruncate(file, 0)
-        os.write(file, f"process {os.getpid()} on {socket.gethostname()}\n".encode())
+        if why := lock.take():
+            print(
+                f"{folder} has no locks ({why}): nothing keeps another run out of it",
+                file=sys.stderr,
+                flush=True,
+            )
+    except InUse as other:
+        raise UsageError(
+            f"the {_KINDS[name]} {folder} is in use by another run"
+            f"{f', {other.owner}' if other.owner else ''}",
+            hint=f"--set {name}=... writes elsewhere",
+            fields=[name.partition(".")[2]],
+        ) from None
     except OSError as error:
-        if file >= 0 and error.errno in (errno.EWOULDBLOCK, errno.EACCES):
-            owner = os.pread(file, 200, 0).decode(errors="replace").strip()
-            os.close(file)
-            raise UsageError(
-                f"the output folder {folder} is in use by another run"
-                f"{f', {owner}' if owner.isprintable() and owner else ''}",
-                hint=f"--set output.{name}=... writes elsewhere",
-                fields=[name],
-            ) from None
-        if error.errno not in _NO_LOCKS:
-            raise UsageError(
-                f"cannot write to the output folder {folder}: {error.strerror}"
-            ) from None
-        print(
-            f"{folder} has no locks ({error.strerror}): nothing keeps another run out of it",
-            file=sys.stderr,
-            flush=True,
-        )
+        raise UsageError(f"cannot write to the {_KINDS[name]} {folder}: {error.strerror}") from None
     try:
         yield
     finally:
-        with suppress(OSError):  # before it is unlocked, so that it is nobody else's
-            if _is(path, file):
-                path.unlink()
-        if file >= 0:
-            os.close(file)
-
-
-def _is(path: Path, file: int) -> bool:
-    """Whether an open file is the one that has a name."""
-    try:
-        return os.path.samestat(os.stat(path), os.fstat(file))
-    except OSError:
-        return False
+        lock.leave()
 
 
 def save(result: Result, output: OutputConfig) -> None:
-    """The summary, and of a run that was recorded the picture and the trace."""
-    summary, picture = Path(output.folder, SUMMARY), Path(output.folder, PICTURE)
+    """The picture and the trace of a run that was recorded, and the summary.
+
+    Raises what keeps one of them from being written, when the others are.
+    """
     facts: dict[str, Any] = {
         "program": result.program.name,
         "digest": result.program.digest,
@@ -209,12 +273,9 @@ def save(result: Result, output: OutputConfig) -> None:
     }
     if result.lived:
         facts["memory"]["counted"] = result.lived
+    wrote, failed = [LOSSES], list[Exception]()
     if result.runs is not None:
-        from schedir.viz import compare
-        from schedir.viz import save as save_picture
-
         measured, predicted = result.runs
-        save_picture(compare([predicted, measured]), picture)
         facts["bubble"] = {
             "measured": measured.bubble,
             "predicted": predicted.bubble,
@@ -222,11 +283,24 @@ def save(result: Result, output: OutputConfig) -> None:
         }
         facts["seconds"] = {"measured": measured.span, "predicted": predicted.span}
         facts["clock_error"] = measured.clock_error
+        try:
+            from schedir.viz import compare
+            from schedir.viz import save as save_picture
+
+            save_picture(compare([predicted, measured]), Path(output.folder, PICTURE))
+            wrote.append(PICTURE)
+        except Exception as error:
+            failed.append(error)
         if output.trace is not None:
             path = Path(output.trace, TRACE)
-            save_timeline(measured, path)
-            print(f"wrote {path}")
-    with atomic_write(summary) as temporary:
+            try:
+                save_timeline(measured, path)
+                print(f"wrote {path}")
+            except Exception as error:
+                failed.append(error)
+    with atomic_write(Path(output.folder, SUMMARY)) as temporary:
         temporary.write_text(as_json(facts))
-    wrote = RESULTS if result.runs is not None else RESULTS[:-1]
+    wrote.insert(1, SUMMARY)
     print(f"wrote {', '.join(wrote[:-1])} and {wrote[-1]} to {output.folder}", flush=True)
+    if failed:
+        raise failed[0]

@@ -6,7 +6,7 @@ import os
 import sys
 import traceback
 from collections.abc import Sequence
-from contextlib import closing, nullcontext
+from contextlib import ExitStack, closing, nullcontext
 
 from schedir.dumps.blame import Shape
 from schedir.dumps.box import Phase
@@ -14,12 +14,26 @@ from schedir.errors import ExecutionError, NonFiniteError, ProgramError, UsageEr
 from schedir.io.terminal import format_error
 from schedir.ir.numerals import whole
 from schedir.ir.program import Program
+from schedir.ir.trust import words_of_now
 from schedir.ir.zero import model_states
 from schedir.training.config import Config
 from schedir.training.config_file import read
-from schedir.training.ends import Member, crash, end_with_parent, is_launched, join, leave, member
+from schedir.training.ends import (
+    TOLD,
+    Member,
+    Told,
+    crash,
+    end_as_told,
+    end_with_parent,
+    is_launched,
+    join,
+    leave,
+    member,
+    unwound,
+)
 from schedir.training.launch import launch
 from schedir.training.results import Losses, claimed, save
+from schedir.training.resume import Run
 
 _LAUNCHER = "use torchrun, or unset RANK"
 
@@ -29,34 +43,41 @@ def run(path: str, sets: Sequence[str] = ()) -> int:
 
     Under torchrun, this process is one rank.  Otherwise it starts all that are asked for on
     this machine.  Returns the exit code: 0, 1 after a crash, 2 if a rank refused, 130 after
-    Ctrl-C.  Raises ProgramError for what can be refused before anything is started.
+    Ctrl-C, 143 after SIGTERM, when a step is saved.  Raises ProgramError for what can be refused
+    before anything is started.
     """
     if "RANK" in os.environ:
         return _run_rank(path, sets)
     config = read(path, sets)
     program = program_of(config)
     check_memory(config, config.world)
-    with claimed(config.output):
+    with unwound(), claimed(config):
         return _start(path, sets, config, program)
 
 
 def _start(path: str, sets: Sequence[str], config: Config, program: Program) -> int:
     """Train in this process, or start those that do."""
     try:
-        from schedir.training.trainer import batches
+        from schedir.training.corpus import batches, data_facts, held_out
         from schedir.training.world import require_device
 
         require_device(config)
-        batches(config).batch(0)
+        for samples in filter(None, (batches(config), held_out(config))):
+            samples.batch(0, samples.size)
         if config.world > 1:
-            words = ["train", *(f"--set={s}" for s in sets), "--", path]
-            return launch(words, Shape.of(program), config.output.folder)
+            Run.of(config, data_facts(config))  # refuses other data than those of its checkpoints
+            words = ["train", *words_of_now(), *(f"--set={s}" for s in sets), "--", path]
+            grace = None if config.train.checkpoint is None else config.train.grace
+            return launch(words, Shape.of(program), config.output.folder, grace)
         _train(config, program)
     except ExecutionError as error:
         print(error, file=sys.stderr)
         return 1
     except OSError as error:
         crash(_refused(error))
+    except Told as told:
+        print(told, file=sys.stderr)
+        return TOLD
     except KeyboardInterrupt:
         return 130
     return 0
@@ -117,15 +138,18 @@ def _run_rank(path: str, sets: Sequence[str]) -> int:
         check_memory(config, _whole("LOCAL_WORLD_SIZE", 1, config.world, otherwise="1"))
         # `launch` has claimed the folders of those that it starts.
         claims = os.environ["RANK"] == "0" and not is_launched()
-        with claimed(config.output) if claims else nullcontext():
+        with claimed(config) if claims else nullcontext():
             join(Member(config.output.folder, Shape.of(program), int(os.environ["RANK"])))
             _train(config, program)
+    except Told as told:
+        end_as_told(str(told), TOLD)
     except NonFiniteError as error:  # which all ranks raise
         crash(str(error) if error.process == int(os.environ["RANK"]) else None)
     except ExecutionError as error:
         crash(str(error), late=_is_late(error))
     except ProgramError as error:
-        crash(format_error(error), 2)
+        late = _is_late(error)  # as of a save, where another has ended
+        crash(format_error(error), 1 if late else 2, late=late)
     except OSError as error:
         crash(_refused(error))
     except SystemExit as error:
@@ -138,6 +162,8 @@ def _run_rank(path: str, sets: Sequence[str]) -> int:
 
 
 def _is_late(error: BaseException) -> bool:
+    if isinstance(error, ImportError):  # it may be torch that is not there
+        return False
     from schedir.transports.transport import is_late
 
     return is_late(error)
@@ -185,22 +211,28 @@ def _whole(name: str, least: int, most: int, otherwise: str = "") -> int:
 
 
 def _train(config: Config, program: Program) -> None:
+    from schedir.training.corpus import data_facts
     from schedir.training.meeting import all_facts
-    from schedir.training.trainer import batches, train
+    from schedir.training.stop import Stop
+    from schedir.training.trainer import train
     from schedir.training.watchdog import Watchdog
     from schedir.training.world import processes
 
-    losses = Losses(config.output) if os.environ.get("RANK", "0") == "0" else None
-    facts = all_facts(config, program, batches(config))
+    data = data_facts(config)
+    facts = all_facts(config, program, data)
+    number, has = int(os.environ.get("RANK", "0")), config.train.checkpoint is not None
+    losses = Losses(config, Run.of(config, data)) if number == 0 else None
     own = member() or Member(config.output.folder, Shape.of(program), 0)
+    stop = Stop(number, config.world) if has else None
     with (
-        Watchdog(own, config.train.timeout) as watchdog,
+        ExitStack() as last,
+        Watchdog(own, config.train.timeout, stop, config.train.grace) as watchdog,
         processes(config.train.timeout, config.train.device, own.box, facts),
         closing(losses) if losses is not None else nullcontext(),
     ):
+        if member() is None:  # alone it tells its errors itself
+            last.callback(own.done)
         result = train(config, program, losses, watchdog)
         own.box.enter(Phase.RESULTS)
         if result is not None:
             save(result, config.output)
-    if member() is None:
-        own.done()

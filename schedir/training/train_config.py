@@ -20,6 +20,7 @@ CHOICES = {
     "transport": (AUTO, *TRANSPORTS),
     "precision": ("float32", "bfloat16", "float16"),
     "nonfinite": ("stop", "skip"),
+    "resume": ("auto", "must", "no"),
 }
 
 
@@ -40,6 +41,17 @@ class TrainConfig:
     `nonfinite` is what becomes of an update whose loss or gradient is infinite or NaN, and which
     is never made: the run shall `stop`, and say where it began, or `skip` it, led by the gradient
     norm.  What the scale of float16 makes too large is skipped in any case.
+
+    `checkpoint` is a folder for checkpoints, none unless told: of `every` so many steps, written
+    beside the next ones, and of the last; the newest `keep` stay. A run goes on from the newest
+    whole one there, if there is any: so with resume "auto"; with "must" it is refused where there
+    is none, and with "no" where there is one, unless `output.replace` lets it be removed at the
+    first step. `steps` counts from the first one ever. Told to end (SIGTERM), all processes finish
+    the same step and save it, in at most `grace` seconds.
+
+    After every `evaluate_every` steps, and the last, the loss is taken on what `data.held_out`
+    keeps, with dropout off: on as many windows as `evaluate_batches` steps take, the same each
+    time; with 0, never.
     """
 
     steps: Count = 100
@@ -56,6 +68,13 @@ class TrainConfig:
     transport: str = AUTO
     precision: str = "float32"
     nonfinite: str = "stop"
+    checkpoint: str | None = None
+    every: Count = 500
+    keep: Count = 2
+    resume: str = "auto"
+    grace: Annotated[float, Range(0, below=1e7)] = 25.0
+    evaluate_every: Annotated[int, Range(0)] = 0
+    evaluate_batches: Count = 10
 
     def __post_init__(self) -> None:
         if self.min_lr > self.lr:
@@ -69,6 +88,14 @@ class TrainConfig:
                     hint=" or ".join(known),
                     fields=[name],
                 )
+        if self.checkpoint == "" or (self.checkpoint is None and self.resume == "must"):
+            raise UsageError(
+                "resume must go on from a checkpoint, and no folder of them is given"
+                if self.checkpoint is None
+                else "checkpoint names no folder",
+                hint='checkpoint = "checkpoints"',
+                fields=["resume"] if self.checkpoint is None else ["checkpoint"],
+            )
         if not transports_of(self.device, self.transport):
             raise UsageError(
                 f"transport {self.transport} is none of device {self.device}",

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
+from contextlib import closing
 from dataclasses import replace
-from functools import partial
+from functools import partial, reduce
 from time import perf_counter
+from typing import NoReturn
 
 import numpy as np
 import torch
@@ -32,24 +34,19 @@ from schedir.runtime.precision import LossScale, MainOptimizer, float32_gradient
 from schedir.runtime.sizes import sizes_of
 from schedir.training import gpt
 from schedir.training.config import Config
-from schedir.training.data import Batches, load
-from schedir.training.meeting import facts_of
+from schedir.training.corpus import batches
+from schedir.training.ends import Told
+from schedir.training.evaluation import Evaluated, Evaluation, program_beside
+from schedir.training.meeting import agree_on_data, facts_of
+from schedir.training.optimizer import optimizer_of
 from schedir.training.prefetch import Batch, Prefetch
 from schedir.training.results import Losses, Result
+from schedir.training.saving import Saving
 from schedir.training.steps import Step, Steps
-from schedir.training.train_config import TrainConfig
 from schedir.training.watchdog import Watchdog
 from schedir.transports.plain import gather
 from schedir.transports.registry import choose
 from schedir.transports.transport import has_left, is_late
-
-
-def batches(config: Config) -> Batches:
-    """The batches of all replicas together.  Raises UsageError for data that cannot be used."""
-    pipeline, data = config.pipeline, config.data
-    size = pipeline.dp * pipeline.microbatches * data.microbatch_size
-    model = config.model
-    return Batches(load(data.source), model.context, size, data.seed, vocab=model.vocab)
 
 
 def train(
@@ -90,13 +87,14 @@ class _Trainer:
         self.size = config.data.microbatch_size
         boundary = Boundary((self.size, config.model.context, config.model.hidden), dtype)
         message = math.prod(boundary.shape) * dtype.itemsize // program.tp  # each sends its slice
+        beside = partial(program_beside, config)  # what evaluates on its stages
         connect = partial(
-            choose(config.train.transport, config.train.device, program),
+            choose(config.train.transport, config.train.device, program, *beside(program)),
             timeout=config.train.timeout,
             device=self.device,
             message=message,
         )
-        self.transport = connect(program)
+        self.transport = connect(program, more=beside(program))
         self.transport.agree(facts_of(config))
         plan, tp = program.plan, self.transport.tp_group
         division = config.pipeline.division
@@ -109,15 +107,15 @@ class _Trainer:
             float32_gradients(stage)
             stage.requires_grad_(s >= program.frozen)
         parameters = [p for stage in stages.values() for p in stage.parameters()]
-        self.optimizer = _optimizer(parameters, config.train)
+        self.optimizer = optimizer_of(parameters, config.train)
         self.loss_scale = LossScale(device=self.device) if dtype == torch.float16 else None
         loss = partial(gpt.loss, tp=tp)
         self.sizes = self._sizes(stages, loss, boundary)
         fitting = self._fitting()
         if fitting != program:
             self.transport.leave()
-            self.transport, self.program = connect(fitting), fitting
-            program = fitting
+            program = self.program = fitting
+            self.transport = connect(program, more=beside(program))
         self.executor = Executor(
             program,
             self.transport.rank,
@@ -129,8 +127,12 @@ class _Trainer:
             max_norm=config.train.clip if program.clip else None,
             loss_scale=self.loss_scale,
             seed=config.data.seed,
+            more=beside(program),
             record=config.output.record,
         )
+        self.evaluation: Evaluation | None = None
+        if config.train.evaluate_every:
+            self.evaluation = Evaluation(config, self.executor, self.transport)
         self.steps = Steps(
             self.executor,
             self.transport,
@@ -138,8 +140,10 @@ class _Trainer:
             stops=config.train.nonfinite == "stop",
             loss_scale=self.loss_scale,
         )
+        self.saving = Saving(self.executor, config.train, self.batches, losses)
         self.recent: list[Step] = []  # steps not yet reported
         self.timed: list[float] = []  # seconds of all steps but the first
+        self.read = 0  # a crc32 of what was drawn
         self.warned = False  # of memory that was asked for after the first step
         self.lived: tuple[int, ...] = ()
 
@@ -147,8 +151,12 @@ class _Trainer:
         train, record, result = self.config.train, self.config.output.record, None
         enter = watchdog.own.box.enter
         self.memory = self._memory()
+        made = self.saving.go_on()
+        if made >= train.steps:
+            return self._nothing_to_do(made)
+        self.steps.number = made
         if self.losses is not None:  # all have agreed, and are about to step
-            self.losses.begin()
+            self.losses.begin(made)
         prefetch = Prefetch(
             self.batches,
             train.steps,
@@ -156,38 +164,87 @@ class _Trainer:
             replica=self.transport.dp_rank,
             replicas=self.program.dp,
             count=gpt.count_tokens,
+            begin=made,
+            taken=self.saving.taken,
         )
-        with prefetch, watchdog.watching(self.executor):
-            for step in range(train.steps):
+        stop = watchdog.stop
+        with prefetch, closing(self.saving), watchdog.watching(self.executor):
+            for step in range(made, train.steps):
+                if stop is not None and not stop.begins(step + 1):
+                    self._end_as_told(step, enter)
+                if self.saving.beside(step):
+                    enter(Phase.SAVE, step)
+                    self.saving.copy(step)
                 enter(Phase.DATA, step + 1)
-                reported = (step + 1) % train.log_every == 0 or step + 1 == train.steps
-                self.executor.record = record and reported
+                saves = self.saving.at_once(step + 1)
+                logs = (step + 1) % train.log_every == 0 or step + 1 == train.steps
+                self.executor.record = record and logs
                 began, rate = perf_counter(), train.learning_rate(step)
                 for group in self.optimizer.param_groups:
                     group["lr"] = rate
                 batch = self._take(prefetch, step)
                 enter(Phase.STEP, step + 1)
-                if self.config.output.memory and step == min(1, train.steps - 1):
+                if self.config.output.memory and step == min(made + 1, train.steps - 1):
                     with Living(self.executor) as living:
                         self.steps.issue(batch, rate, began)
                     self.lived = self._lived(living.most)
                 else:
                     self.steps.issue(batch, rate, began)
                 enter(Phase.REPORT, step + 1)
-                if step == 0:
+                if step == made:
                     self.asked = times_asked(self.device)
-                # The first step connects and warms up: its time is not that of the second.
-                self._settle(int(self.steps.may_be_late and step > 0 and not reported))
-                if reported:
-                    result = self._report(step + 1)
+                # The first step connects and warms up: its time is not that of the second.  What is
+                # saved has been judged.
+                late = self.steps.may_be_late and step > made and not (logs or saves)
+                self._settle(int(late))
+                if self.recent and (logs or saves or self.saving.due):
+                    result = self._report(self.steps.number - len(self.steps.issued))
+                self.saving.write()
+                if self.evaluation is not None and self.evaluation.is_due(step + 1):
+                    self._settle(0)
+                    enter(Phase.EVALUATE, step + 1)
+                    self._evaluate(self.evaluation.after(step + 1))
+                if saves:
+                    enter(Phase.SAVE, step + 1)
+                    self.saving.save(step + 1)
         return result
+
+    def _end_as_told(self, step: int, enter: Callable[[Phase, int], None]) -> NoReturn:
+        """Save what is after the last step, unless it is saved, and end the run: raises Told."""
+        enter(Phase.REPORT, step)
+        self._settle(0)
+        self.executor.record = False
+        if self.recent:
+            self._report(step)
+        enter(Phase.SAVE, step)
+        self.saving.ended()
+        if step > self.saving.saved:
+            self.saving.save(step)
+        raise Told(self.saving.where)
+
+    def _nothing_to_do(self, made: int) -> Result | None:
+        """What a run leaves that has made all its steps before: as it was, if there is any."""
+        if self.losses is None:
+            return None
+        print(f"all of its {self.config.train.steps} steps have been made", flush=True)
+        if self.losses.finished:
+            return None
+        lost = self.losses.last()
+        return Result(self.program, lost, math.nan, self.memory, (), None)
+
+    def _evaluate(self, found: Evaluated) -> None:
+        """Say what was found; process 0 does."""
+        if not dist.get_rank():
+            print(found, flush=True)
+        if self.losses is not None:
+            self.losses.evaluated(found.row)
 
     def _sizes(
         self, own: Mapping[int, nn.Module], loss: Callable[..., Tensor], boundary: Boundary
     ) -> Sizes:
         """What each stage keeps of a microbatch, and its weights: found by running it once."""
         stages = range(self.program.plan.stages)
-        inputs, targets = (x[: self.size].to(self.device) for x in self.batches.batch(0))
+        inputs, targets = (x.to(self.device) for x in self.batches.batch(0, self.size))
         sizes = sizes_of(
             [own.get(s) for s in stages],
             inputs,
@@ -242,7 +299,9 @@ class _Trainer:
     def _take(self, prefetch: Prefetch, step: int) -> Batch:
         """The batch of a step; where there is none, what was wrong before it comes first."""
         try:
-            return prefetch.take(step)
+            batch = prefetch.take(step)
+            self.read = batch.read
+            return batch
         except Exception:
             self._settle(0)
             raise
@@ -258,18 +317,25 @@ class _Trainer:
             if self.recent:
                 self.executor.record = False
                 self._report(self.steps.number - 1)
+            self.saving.stop(self.steps.number)
             raise self.steps.error()
 
     def _report(self, step: int) -> Result | None:
-        """Bring losses and times of the recent steps to rank 0, which says them."""
+        """Bring losses and times of the recent steps to rank 0, which says them.
+
+        Raises ModelError, in all processes, where they have not read the same data.
+        """
         recent, self.recent = self.recent, []
         grew = times_asked(self.device) > self.asked
-        parts = torch.tensor([*(s.loss for s in recent), grew], dtype=torch.float64)
-        dist.all_reduce(parts)
+        own = torch.tensor([*(s.loss for s in recent), grew, self.read], dtype=torch.float64)
+        every = [torch.empty_like(own) for _ in range(dist.get_world_size())]
+        dist.all_gather(every, own)
+        agree_on_data([int(one[-1]) for one in every], step)
         runs = self._runs() if self.executor.record else None
         if dist.get_rank():
             return None
-        *losses, processes = parts.tolist()
+        # In one order, whatever steps are reported together: losses have the same bits then.
+        *losses, processes, _ = reduce(torch.add, every).tolist()
         if processes and not self.warned:
             self.warned = True
             print(warning(int(processes), dist.get_world_size()), flush=True)
@@ -281,7 +347,7 @@ class _Trainer:
 
         seconds = [s.seconds for s in recent]
         # The first step connects and warms up: it is no measure.
-        timed = seconds[1:] if first == 1 else seconds
+        timed = seconds[1:] if first == self.saving.made + 1 else seconds
         self.timed += timed
         last = recent[-1]
         bubble = "" if runs is None else f"  {format_bubbles(*runs)}"
@@ -314,27 +380,3 @@ class _Trainer:
     def _speed(self, seconds: list[float]) -> float:
         """Tokens per second in steps that took so long."""
         return self.batches.size * self.batches.context * len(seconds) / sum(seconds)
-
-
-def _optimizer(
-    parameters: list[torch.nn.Parameter], train: TrainConfig
-) -> MainOptimizer | torch.optim.Optimizer:
-    """AdamW, and of parameters in 16 bits that of float32 copies."""
-    make = partial(_adamw, train=train)
-    whole = train.precision == "float32" or not any(p.requires_grad for p in parameters)
-    return make(parameters) if whole else MainOptimizer(parameters, make)
-
-
-def _adamw(parameters: list[torch.nn.Parameter], train: TrainConfig) -> torch.optim.Optimizer:
-    """AdamW; only matrices decay."""
-    groups = [
-        {"params": [p for p in parameters if p.ndim >= 2], "weight_decay": train.weight_decay},
-        {"params": [p for p in parameters if p.ndim < 2], "weight_decay": 0.0},
-    ]
-    return torch.optim.AdamW(
-        [g for g in groups if g["params"]],
-        lr=train.lr,
-        betas=train.betas,
-        # A fused one skips without the host.
-        fused=train.device == "cuda" or train.precision == "float16" or None,
-    )

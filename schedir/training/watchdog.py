@@ -14,23 +14,26 @@ import signal
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from threading import Thread, main_thread
-from time import monotonic_ns
+from functools import partial
+from threading import Thread, current_thread, main_thread
+from time import monotonic, monotonic_ns
 from types import FrameType
-from typing import Final
+from typing import Any, Final
 
 import torch
 
-from schedir.dumps.blame import Kind
+from schedir.dumps.blame import Blame, Kind
 from schedir.dumps.box import AT, LANES, SINCE, Phase, Word
 from schedir.errors import ExecutionError, Site
 from schedir.ir.ops import ROWS, Lane
 from schedir.runtime.executor import Executor
 from schedir.runtime.progress import Progress, Standing, waits_for
-from schedir.training.ends import Member, accuse, crash, give_up, is_launched, told_to_end
+from schedir.training.ends import Member, accuse, crash, is_launched, told_to_end
+from schedir.training.stop import Stop
 
 ANSWER: Final = 1.0  # seconds in which a GPU tells what has ended
 TICK: Final = 0.1  # seconds
+SAME: Final = 2.0  # seconds in which two SIGTERMs are one, of a batch system and of torchrun
 QUIET: Final = 0.3  # seconds without movement, after which the place in the code is noted
 
 _OURS: Final = str(__file__).rpartition("training")[0]
@@ -43,21 +46,27 @@ _WAITING: Final = re.compile(
 class Watchdog:
     """The thread that watches a process and its peers.
 
-    `most` is how many seconds nothing may move within a step.
+    `most` is how many seconds nothing may move within a step.  Told to end (SIGTERM), a process
+    does so at once; or, while a run with a `stop` steps, when it has saved, for which it has
+    `grace` seconds.  When it is told again, it ends.
     """
 
-    def __init__(self, own: Member, most: float) -> None:
-        self.own, self.most = own, most
+    def __init__(
+        self, own: Member, most: float, stop: Stop | None = None, grace: float = 0.0
+    ) -> None:
+        self.own, self.most, self.stop, self.grace = own, most, stop, grace
         self.words = own.box.words
         self.executor: Executor | None = None
         self.device: _Device | None = None
         self.peers: dict[int, int] = {}  # pidfds, of which process each is
+        self.accuser: Thread | None = None
         self.over = False
         self.told, tell = os.pipe()
         os.set_blocking(tell, False)
-        if is_main_of_its_own():
-            signal.set_wakeup_fd(tell, warn_on_full_buffer=False)
-            signal.signal(signal.SIGTERM, lambda number, frame: None)
+        self.had: tuple[int, Any] | None = None  # what was there before, to be put back
+        if is_main_of_its_own() or (stop is not None and current_thread() is main_thread()):
+            before = signal.set_wakeup_fd(tell, warn_on_full_buffer=False)
+            self.had = before, signal.signal(signal.SIGTERM, _only_tell)
         self.thread = Thread(target=self._run, name="watchdog", daemon=True)
 
     def __enter__(self) -> Watchdog:
@@ -66,6 +75,9 @@ class Watchdog:
 
     def __exit__(self, *error: object) -> None:
         self.over = not is_main_of_its_own()  # of a process of its own it is needed to the end
+        if self.over and self.had is not None:
+            signal.set_wakeup_fd(self.had[0])
+            signal.signal(signal.SIGTERM, self.had[1])
 
     @contextmanager
     def watching(self, executor: Executor) -> Iterator[None]:
@@ -89,7 +101,7 @@ class Watchdog:
         while not self.over:
             for descriptor, _ in poll.poll(TICK * 1000):
                 if descriptor == self.told:
-                    if signal.SIGTERM in os.read(self.told, 64):
+                    for _ in range(os.read(self.told, 64).count(signal.SIGTERM)):
                         self._told_to_end()
                     continue
                 poll.unregister(descriptor)
@@ -97,6 +109,12 @@ class Watchdog:
                 self._has_ended(self.peers.pop(descriptor))
             now = monotonic_ns()
             self.words[Word.BEAT] = now
+            if self.stop is not None and self.stop.is_late(self.grace):
+                crash(
+                    f"was told to end (SIGTERM), and has not saved in {self.grace:g} s, "
+                    f"{self.own.where()}",
+                    128 + signal.SIGTERM,
+                )
             if unmet:
                 unmet = self._meet(poll)
             stands = self._stands()
@@ -109,12 +127,14 @@ class Watchdog:
             elif now - since > QUIET * 1e9:
                 before, noted = noted, self._note(noted)
                 noted_since = now if noted != before else noted_since
-            if self.executor is not None:
+            if self.words[Word.PHASE] == Phase.SAVE:
+                stood_for = 0  # it takes what disks take
+            elif self.executor is not None:
                 stood_for = now - since
             else:  # in set-up, who waits for others may be told, and who is at work not
                 sets_up = self.words[Word.WAITS] and self.words[Word.PHASE] < Phase.DATA
                 stood_for = now - noted_since if sets_up else 0
-            if stood_for > self.most * 1e9:
+            if stood_for > self.most * 1e9 and not self._accuses():
                 self._stalled()
 
     def _stands(self) -> object:
@@ -147,29 +167,43 @@ class Watchdog:
         if seen is not None and seen.is_dead:
             found = standstill.blame()
             if found is not None and found.kind is Kind.DIED:
-                accuse(self.own, found)
+                self._accuse(found)
 
     def _told_to_end(self) -> None:
         """torchrun ends all when one has failed; who that was it says by a number alone."""
-        told_to_end()
-        standstill = self.own.standstill()
+        code, standstill = 128 + signal.SIGTERM, self.own.standstill()
         found = standstill.blame()
+        failed = found is not None and found.kind in (Kind.DIED, Kind.SAID, Kind.MISSING)
+        stop = self.stop if self.executor is not None else None
+        if stop is not None and not failed and self.accuser is None:
+            if stop.since is None:
+                stop.tell()
+                return
+            if monotonic() - stop.since < SAME:
+                return
+        told_to_end()
+        if self._accuses():  # it has waited for that
+            return
+        why = f"was told to end (SIGTERM), {standstill.where(self.own.process)}"
         if found is not None and found.kind is Kind.DIED:
             accuse(self.own, found)
-        if found is not None and found.kind is Kind.SAID:
-            give_up(self.own, None, 128 + signal.SIGTERM, None)
-        where = standstill.where(self.own.process)
-        crash(f"was told to end (SIGTERM), {where}", 128 + signal.SIGTERM)
+        if found is not None and found.kind is Kind.MISSING:
+            fact = f"{found.fact}; {self.own.name} {why}"
+            accuse(self.own, found._replace(fact=fact), code)
+        crash(None if found is not None and found.kind is Kind.SAID else why, code)
 
     def _stalled(self) -> None:
         executor, device = self.executor, self.device
         if executor is None:
             found = self.own.standstill().blame(f"nothing has moved for {self.most:g} s")
             if found is not None:
-                accuse(self.own, found)
+                self._accuse(found)
             return
-        fact = f"{executor.program.name}: nothing has moved for {self.most:g} s"
-        found = self.own.standstill().blame(fact)
+        name, stands = executor.program.name, self.own.standstill()
+        fact = f"{name}: nothing has moved for {self.most:g} s"
+        found = stands.blame(fact)
+        if found is not None and stands.moves(found.process):
+            found = stands.blame(f"{name}: {self.own.name} has waited for {self.most:g} s")
         step, known = self.words[Word.STEP], None if device is None else device.known
         progress = None if device is None else device.progress
         heads = standstill(fact, executor, step, progress, known)
@@ -177,7 +211,16 @@ class Watchdog:
             crash(str(heads))
         if known is not None:  # what is under way on this GPU, on all lanes
             found = found._replace(lines=(*found.lines, "on its own GPU:", *heads.lines()))
-        accuse(self.own, found)
+        self._accuse(found)
+
+    def _accuse(self, found: Blame) -> None:
+        """Accuse, by a thread that may wait: this one is to hear when it is told to end."""
+        if not self._accuses():
+            self.accuser = Thread(target=accuse, args=(self.own, found), daemon=True)
+            self.accuser.start()
+
+    def _accuses(self) -> bool:
+        return self.accuser is not None and self.accuser.is_alive()
 
     def _note(self, noted: int) -> int:
         """Note where the main thread stands in the code, and whether it waits for others there."""
@@ -191,10 +234,34 @@ class Watchdog:
         return key
 
 
+def _only_tell(number: int, frame: FrameType | None) -> None:
+    """The watchdog reads of a signal from its pipe."""
+
+
+def _hold(how: int) -> None:
+    """Hold SIGTERM back while a person's code forks, or hold it no more."""
+    if signal.getsignal(signal.SIGTERM) is _only_tell:
+        signal.pthread_sigmask(how, [signal.SIGTERM])
+
+
+def _let_go() -> None:
+    """A child that a person's code has forked has the pipe, too: what ends the child is not said
+    there."""
+    if signal.getsignal(signal.SIGTERM) is _only_tell:
+        signal.set_wakeup_fd(-1)
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGTERM])
+
+
+os.register_at_fork(
+    before=partial(_hold, signal.SIG_BLOCK),
+    after_in_parent=partial(_hold, signal.SIG_UNBLOCK),
+    after_in_child=_let_go,
+)
+
+
 def is_main_of_its_own() -> bool:
     """Whether this is a process that somebody has started as one of several, in its main thread."""
-    from threading import current_thread
-
     return "RANK" in os.environ and current_thread() is main_thread()
 
 
@@ -229,13 +296,15 @@ def standstill(
     not ended though all that it needs of its own rank has; those follow that are under way beside
     it, on other lanes.  Else the site is where the host is.
     """
-    stream, program, notes = executor.state.stream, executor.program, dict[int, str]()
+    now = executor.now
+    stream, program, notes = now.state.stream, now.program, dict[int, str]()
+    standing = standing if now is executor else None
     if progress is not None and standing is not None:
         notes = {
             k: f"in step {standing.step}, {waits_for(program, stream[k])}"
             for k in progress.heads(standing)
         }
-    notes = notes or {executor.position: f"in step {step}"}
+    notes = notes or {now.position: f"in step {step}"}
     sites = [Site(executor.rank, k, stream[k], note) for k, note in notes.items()]
     return ExecutionError(fact, program=program.name, sites=sites)
 

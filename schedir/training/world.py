@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from datetime import timedelta
+from threading import Event, Thread
+from time import monotonic, sleep
 from types import MappingProxyType
 from typing import Any
 
@@ -19,7 +21,9 @@ from schedir.transports.registry import DEVICES, find
 from schedir.transports.transport import has_left
 
 _WRITTEN = "schedir has written results"
-PATIENCE = 600.0  # seconds that processes wait for the first one to write results
+_BEATS = "schedir writes results"
+BEAT = 0.5  # seconds between signs that the first process gives
+PATIENCE = 60.0  # seconds without one, in which others wait for it to write results
 
 
 def require_device(config: Config) -> None:
@@ -57,14 +61,15 @@ def processes(
             f"{str(error).strip().partition(chr(10))[0]}"
         ) from error
     done = False
+    store: Any = dist.distributed_c10d._get_default_store()
     try:
         box.enter(Phase.SET_UP)
-        yield
+        with nullcontext() if dist.get_rank() else _beating(store):
+            yield
         box.enter(Phase.DONE)
         # The first process may still be busy with its results.
-        store: Any = dist.distributed_c10d._get_default_store()
         if dist.get_rank():
-            store.wait([_WRITTEN], timedelta(seconds=max(timeout, PATIENCE)))
+            wait_for_results(store, max(timeout, PATIENCE))
         else:
             store.set(_WRITTEN, b"")
         # Nobody closes a connection that another still reads from, and who fails after this
@@ -81,3 +86,41 @@ def processes(
         # A rank that fails says why before others see its connections close.
         if done or alone:
             dist.destroy_process_group()
+
+
+@contextmanager
+def _beating(store: Any) -> Iterator[None]:
+    """Within this, a thread says at the store now and then that this process lives."""
+    over = Event()
+
+    def beat() -> None:
+        try:
+            while not over.wait(BEAT):
+                store.add(_BEATS, 1)
+        except RuntimeError:  # the store has gone, which others see as well
+            pass
+
+    thread = Thread(target=beat, name="beats", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        over.set()
+        thread.join(BEAT)
+
+
+def wait_for_results(store: Any, most: float) -> None:
+    """Wait until the first process has written its results, however long that takes.
+
+    Raises ExecutionError if it gives no sign at the store for `most` seconds.
+    """
+    beats, over = -1, monotonic() + most
+    while not store.check([_WRITTEN]):
+        if (now := store.add(_BEATS, 0)) != beats:
+            beats, over = now, monotonic() + most
+        if monotonic() > over:
+            raise ExecutionError(
+                f"outside of a step, process 0 has given no sign for {most:g} s while it writes "
+                "results"
+            )
+        sleep(BEAT / 5)

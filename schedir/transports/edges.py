@@ -13,7 +13,7 @@ while a peer's kernel spins can hang (NVIDIA/nccl issue 783).
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -36,9 +36,9 @@ class DirectedEdge(NamedTuple):
     target: int
 
 
-def directed_edges(program: Program) -> list[DirectedEdge]:
-    """Every edge that a program sends along, in the one order that all ranks follow."""
-    return sorted(set(_edges(program)))
+def directed_edges(*programs: Program) -> list[DirectedEdge]:
+    """Every edge that programs send along, in the one order that all ranks follow."""
+    return sorted({edge for program in programs for edge in _edges(program)})
 
 
 def apart(edges: Iterable[DirectedEdge]) -> list[list[DirectedEdge]]:
@@ -63,6 +63,13 @@ def _warm_up(transport: Processes, edges: list[DirectedEdge], device: torch.devi
             transport.recv(one, edge.source, edge.lane).wait()
 
 
+def _edge_lacking(edges: Sequence[DirectedEdge], program: Program) -> str:
+    for lane, source, target in directed_edges(program):
+        if (lane, source, target) not in edges:
+            return f"edge for {lane.name.lower()} from rank {source} to rank {target}"
+    return ""
+
+
 class Edge(Processes):
     """A process group for each directed edge.  Its progress model is `edge`.
 
@@ -78,9 +85,10 @@ class Edge(Processes):
         *,
         device: torch.device | str = "cpu",
         message: int = 0,
+        more: Sequence[Program] = (),
     ) -> None:
-        super().__init__(program, timeout, device=device)
-        self.edges, self.device = directed_edges(program), device
+        super().__init__(program, timeout, device=device, more=more)
+        self.edges, self.device = directed_edges(*self.programs), device
         # The other ends of this process's edges, which share its replica and its slice.
         self.processes = [int(p) for p in self.mesh[self.dp_rank, :, self.tp_rank]]
         self.edge_groups: dict[DirectedEdge, Any] = {}
@@ -90,6 +98,10 @@ class Edge(Processes):
             own = (edge for edge in some if self.rank in (edge.source, edge.target))
             self.edge_groups |= dict.fromkeys(own, group)
         _warm_up(self, self.edges, device)
+
+    def lacking(self, program: Program) -> str:
+        """As Processes.lacking."""
+        return super().lacking(program) or _edge_lacking(self.edges, program)
 
     def _ends(self, edge: DirectedEdge) -> list[list[int]]:
         """The processes at the two ends of an edge, for each replica and slice."""
@@ -145,10 +157,16 @@ class Grouped(Processes):
         *,
         device: torch.device | str = "cpu",
         message: int = 0,
+        more: Sequence[Program] = (),
     ) -> None:
-        super().__init__(program, timeout, device=device)
+        super().__init__(program, timeout, device=device, more=more)
         self.held: list[tuple[dist.P2POp, _Deferred]] | None = None
-        _warm_up(self, directed_edges(program), device)
+        self.edges = directed_edges(*self.programs)
+        _warm_up(self, self.edges, device)
+
+    def lacking(self, program: Program) -> str:
+        """As Processes.lacking."""
+        return super().lacking(program) or _edge_lacking(self.edges, program)
 
     def send(self, tensor: Tensor, peer: int, lane: Lane) -> Work:
         """Start to send, or hold it back for its group."""

@@ -84,6 +84,9 @@ class Mailbox:
 
     running = nullcontext
 
+    def step_begins(self, program: int) -> None:
+        """Messages say themselves what they are."""
+
     def start_group(self) -> None:
         """Messages are delivered one by one."""
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 import socket
-from collections.abc import MutableMapping
+from collections.abc import MutableMapping, Sequence
 from datetime import timedelta
 from typing import Any, Final, Literal
 
@@ -89,11 +89,14 @@ class NCCLEdge(Edge):
         *,
         device: torch.device | str,
         message: int = 0,
+        more: Sequence[Program] = (),
     ) -> None:
         _require_cuda(device, program)
-        require_queues(program, self.model)
-        super().__init__(program, timeout, device=device, message=message)
-        refuse_sharing(program, self, touch_cuda(self, device))
+        require_queues(program, self.model, more=more)
+        super().__init__(program, timeout, device=device, message=message, more=more)
+        touch = touch_cuda(self, device)
+        for one in self.programs:
+            refuse_sharing(one, self, touch)
 
 
 class NCCLGrouped(Grouped):
@@ -106,9 +109,10 @@ class NCCLGrouped(Grouped):
         *,
         device: torch.device | str,
         message: int = 0,
+        more: Sequence[Program] = (),
     ) -> None:
         _require_cuda(device, program)
-        super().__init__(program, timeout, device=device)
+        super().__init__(program, timeout, device=device, more=more)
 
 
 def _require_cuda(device: torch.device | str, program: Program) -> None:
@@ -123,12 +127,13 @@ def nccl(
     timeout: float | None = None,
     *,
     message: int = 0,
+    more: Sequence[Program] = (),
 ) -> NCCLEdge | NCCLGrouped:
     """The transport of a program on GPUs, connected and warm; after `transports.nccl.initialise`.
 
     "edge" gives each directed edge a communicator, "grouped" one to the pipeline.  A program must
     be proven for the model of its kind.  `message` is how many bytes one has at most, 0 if that is
-    not known.
+    not known.  `more` are programs beside it on the same stages.
 
     What is received and what is sent lies in memory that is made once, with room for a boundary in
     each slot of the program: compile it with `slots="enough"`.  Without, each value has a slot of
@@ -143,4 +148,4 @@ def nccl(
     schedir.errors.ModelError: gpipe: NCCL moves tensors of GPUs, not of cpu
     """
     make = NCCLGrouped if kind == "grouped" else NCCLEdge
-    return make(program, timeout, device=device, message=message)
+    return make(program, timeout, device=device, message=message, more=more)

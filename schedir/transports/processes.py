@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
 from functools import partial
@@ -54,6 +54,9 @@ class Processes:
     unless told.  `device` is where tensors are, and `message` how many bytes one has at most, 0 if
     that is not known.
 
+    `more` are programs beside the first that are to run on it, on the same mesh: it is made for the
+    groups, and edges, of all.
+
     `torch.distributed` must be initialised with pp * tp * dp processes, or a `group` of it given
     that has so many: then its members alone make this, and other groups make theirs beside it.
     Raises ModelError otherwise.
@@ -75,7 +78,9 @@ class Processes:
         device: torch.device | str = "cpu",
         message: int = 0,
         group: dist.ProcessGroup | None = None,
+        more: Sequence[Program] = (),
     ) -> None:
+        self.programs = (program, *more)
         self.static = torch.device(device).type != "cpu"
         self.tp, self.dp, pp = program.tp, program.dp, program.plan.ranks
         self.within = group
@@ -93,18 +98,18 @@ class Processes:
         )
         self.make = partial(groups.make, timeout=timeout, device=device)
         self.name = program.name
-        groups.level(
-            self.agree(
-                {"the program": program.digest[:12], "the transport": type(self).__name__},
-                groups.count(),
-            )
-        )
+        told = {"the program": program.digest[:12], "the transport": type(self).__name__}
+        told |= {f"program {k}": one.digest[:12] for k, one in enumerate(self.programs[1:], 2)}
+        told["the number of programs"] = str(len(self.programs))
+        groups.level(self.agree(told, groups.count()))
+        for one in more:
+            self._require_mesh(one)
         if self.has_pipeline:
             self.pipeline = self._group(mesh.swapaxes(1, 2).reshape(-1, pp))
         # That of the layers is another one than that of gathers.
         self.tp_group = self._group(mesh.reshape(-1, self.tp)) if self.tp > 1 else None
         self.groups: dict[Group, Any] = {}
-        rows = rows_of(program)
+        rows = rows_of(*self.programs)
         for some in groups.apart(rows, lambda name: {*rows[name].flat}):
             made = self.make([row for name in some for row in members[rows[name]].tolist()])
             self.groups |= dict.fromkeys(some, made)
@@ -151,9 +156,40 @@ class Processes:
         """As Transport.recv."""
         raise NotImplementedError
 
-    def buffers(self, rooms: Rooms, device: torch.device) -> dict[Place, Tensor]:
+    def buffers(
+        self, rooms: Rooms, device: torch.device, programs: Sequence[Program]
+    ) -> dict[Place, Tensor]:
         """As Transport.buffers."""
+        self.expect(programs)
         return buffers(rooms, device)
+
+    def expect(self, programs: Sequence[Program]) -> None:
+        """Raise ModelError for a program that has other groups, or edges, than those of this."""
+        for program in programs:
+            self._require_mesh(program)
+            if lacks := self.lacking(program):
+                raise ModelError(
+                    f"the transport of {self.name} has no {lacks}",
+                    program=program.name,
+                    hint="a transport is made for all that it runs: more=[...]",
+                )
+
+    def lacking(self, program: Program) -> str:
+        """What a program needs, and this has not, in words; "" if nothing."""
+        lacks = rows_of(program).keys() - self.groups.keys()
+        return f"group of processes for {min(map(str, lacks))}" if lacks else ""
+
+    def _require_mesh(self, program: Program) -> None:
+        own = len(self.mesh[0]), self.tp, self.dp
+        if (program.plan.ranks, program.tp, program.dp) != own:
+            raise ModelError(
+                f"the program is for pp {program.plan.ranks} x tp {program.tp} x dp {program.dp}, "
+                f"and its transport for pp {own[0]} x tp {own[1]} x dp {own[2]}",
+                program=program.name,
+            )
+
+    def step_begins(self, program: int) -> None:
+        """Messages are matched by their order, whatever the program is."""
 
     def step_ended(self) -> None:
         """Nobody needs to know."""
@@ -192,9 +228,16 @@ class OnLane(Point):
         self.uses = ()
 
 
-def rows_of(program: Program) -> dict[Group, NDArray[np.int64]]:
-    """By what a program's collectives are for, the processes that meet, a row for each group: by
-    their places in the mesh, in its order."""
+def rows_of(*programs: Program) -> dict[Group, NDArray[np.int64]]:
+    """By what the collectives of programs are for, the processes that meet, a row for each group:
+    by their places in the mesh, in its order."""
+    rows: dict[Group, NDArray[np.int64]] = {}
+    for program in programs:
+        rows = _rows_of(program) | rows
+    return rows
+
+
+def _rows_of(program: Program) -> dict[Group, NDArray[np.int64]]:
     tp, dp, plan = program.tp, program.dp, program.plan
     mesh = mesh_of(plan.ranks, tp, dp)
     rows: dict[Group, NDArray[np.int64]] = {"model": mesh.reshape(dp, -1)}

@@ -8,7 +8,7 @@ Programming Guide, "CUDA Environment Variables").
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Final
 
 from schedir.analysis.models import Model, model_row
@@ -22,7 +22,9 @@ HARDWARE: Final = 32
 UNSET: Final = 8  # that CUDA uses where nobody says
 
 
-def streams_of(program: Program, rank: int, model: Model) -> dict[str, int]:
+def streams_of(
+    program: Program, rank: int, model: Model, more: Sequence[Program] = ()
+) -> dict[str, int]:
     """How many streams have work in a step of a rank over NCCL, by what they are for.
 
     `model` is that of the transport: `edge` has a communicator for each directed edge, others one
@@ -30,13 +32,14 @@ def streams_of(program: Program, rank: int, model: Model) -> dict[str, int]:
     one of its own follow.  torch has a stream for each group whose messages it moves, and for the
     layers' group, where a sum runs beside what computes.  Collectives run on one of ours for
     gathers and one for reductions.  A step that is recorded has one for each queue of receives,
-    which is counted in any case.  Communicators that no step uses are not.
+    which is counted in any case.  Communicators that no step uses are not.  Those that `more`
+    programs beside the first use are.
     """
-    edges = [e for e in directed_edges(program) if rank in (e.source, e.target)]
+    edges = [e for e in directed_edges(program, *more) if rank in (e.source, e.target)]
     queues = len(edges) if model_row(model).ways else bool(edges)
     received = {e if model_row(model).ways else None for e in edges if e.target == rank}
     first = rank * program.tp  # of this rank's processes
-    groups = [group for group, rows in rows_of(program).items() if (rows == first).any()]
+    groups = [group for group, rows in rows_of(program, *more).items() if (rows == first).any()]
     reductions = len(groups) - ("tp" in groups)
     found = {
         "computation": 1,
@@ -49,14 +52,20 @@ def streams_of(program: Program, rank: int, model: Model) -> dict[str, int]:
     return {name: number for name, number in found.items() if number}
 
 
-def require_queues(program: Program, model: Model, environ: Mapping[str, str] = os.environ) -> None:
-    """Refuse a program of which a rank has more streams than there are hardware queues.
+def require_queues(
+    program: Program,
+    model: Model,
+    environ: Mapping[str, str] = os.environ,
+    more: Sequence[Program] = (),
+) -> None:
+    """Refuse a program, with `more` beside it, of which a rank has more streams than there are
+    hardware queues.
 
     Raises ModelError, which says what they are for.
     """
     said = environ.get(QUEUES, "")
     has = min(HARDWARE, int(said) if said.isdecimal() else UNSET)
-    each = [streams_of(program, rank, model) for rank in range(program.plan.ranks)]
+    each = [streams_of(program, rank, model, more) for rank in range(program.plan.ranks)]
     most = max(range(len(each)), key=lambda rank: sum(each[rank].values()))
     if (needs := sum(each[most].values())) > has:
         parts = ", ".join(f"{number} for {name}" for name, number in each[most].items())

@@ -95,12 +95,14 @@ def find(home: str) -> Any:
     return getattr(import_module(f"schedir.transports.{module}"), name)
 
 
-def choose(name: str, device: str, program: Program) -> type[Processes]:
-    """The class of the transport of that name; for "auto", of the first that fits, or the last.
+def choose(name: str, device: str, *programs: Program) -> type[Processes]:
+    """The class of the transport of that name; for "auto", of the first that fits all programs, or
+    the last.
 
     All processes must call this, after `initialise`.
     """
     *better, last = transports_of(device, name)
     classes: Iterator[type[Processes]] = (find(row.home) for row in better)
-    found: type[Processes] | None = next((one for one in classes if one.fits(program)), None)
+    fits = (one for one in classes if all([one.fits(program) for program in programs]))
+    found: type[Processes] | None = next(fits, None)
     return found or find(last.home)

@@ -7,7 +7,6 @@ thread stands between the two, as Gloo's do, which compete with the ranks where 
 
 from __future__ import annotations
 
-import mmap
 import os
 import platform
 import socket
@@ -15,12 +14,10 @@ import sys
 import tempfile
 import weakref
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from itertools import chain
 from pathlib import Path
-from time import monotonic, sleep
-from typing import Final, NamedTuple
+from typing import Final
 
 import torch
 import torch.distributed as dist
@@ -37,9 +34,9 @@ from schedir.transports.edges import directed_edges
 from schedir.transports.neighbours import close, connect, listen, passed
 from schedir.transports.plain import gather
 from schedir.transports.processes import Processes
-from schedir.transports.transport import Done, PeerLate, PeerLeft, Place, Rooms, Work, own_part
+from schedir.transports.transport import Done, Place, Rooms, Work, own_part
+from schedir.transports.ways import Arrival, Incoming, Memory, Outgoing
 
-LINE: Final = 64  # bytes of a cache line, on which slots begin
 ORDERED: Final = ("x86_64",)  # others may show a count before what it counts
 # Where files are memory; or else on a disk, of which memory is a copy.
 PLACES: tuple[str, ...] = ("/dev/shm", tempfile.gettempdir())
@@ -108,36 +105,44 @@ class Shared(Processes):
         device: torch.device | str = "cpu",
         message: int = 0,
         group: dist.ProcessGroup | None = None,
+        more: Sequence[Program] = (),
     ) -> None:
-        super().__init__(program, timeout, device=device, group=group)
-        if program.shares_slots:
-            raise ModelError(
-                "messages have a slot each in shared memory, and the program shares slots",
-                program=program.name,
-                hint='transport = "gloo"',
-            )
+        super().__init__(program, timeout, device=device, group=group, more=more)
+        self.expect(self.programs)
         if not can_share(group):
             raise ModelError(
                 "memory is shared by processes of one machine, a Linux on x86-64 as yet",
                 program=program.name,
                 hint='transport = "gloo"',
             )
-        self.program = program
         self.seconds = default_pg_timeout.total_seconds() if timeout is None else timeout
         self.ended = 0  # steps of this rank
-        self.memory: _Memory | None = None  # where it receives
+        self.memory: Memory | None = None  # where it receives
         self.close: Callable[[], object] = lambda: None
-        self.outgoing: dict[tuple[Lane, int], _Outgoing] = {}
-        self.incoming: dict[tuple[Lane, int], _Incoming] = {}
+        self.outgoing: dict[tuple[Lane, int], Outgoing] = {}
+        self.incoming: dict[tuple[Lane, int], Incoming] = {}
 
-    def buffers(self, rooms: Rooms, device: torch.device) -> dict[Place, Tensor]:
+    def lacking(self, program: Program) -> str:
+        """As Processes.lacking."""
+        if program.shares_slots:
+            raise ModelError(
+                "messages have a slot each in shared memory, and the program shares slots",
+                program=program.name,
+                hint='transport = "gloo"',
+            )
+        return super().lacking(program)
+
+    def buffers(
+        self, rooms: Rooms, device: torch.device, programs: Sequence[Program]
+    ) -> dict[Place, Tensor]:
         """As Transport.buffers, where the neighbours see them; all processes must call this.
 
         Raises ModelError if the machine has no room.
         """
+        self.expect(programs)
         self.ended = 0  # in this memory
-        ranks, name, problem = self.program.plan.ranks, "", ""
-        size = _Memory.size(ranks, rooms)
+        ranks, name, problem = self.mesh.shape[1], "", ""
+        size = Memory.size(ranks, rooms)
         with ExitStack() as made:
             listener = made.enter_context(socket.socket(socket.AF_UNIX))
             memory = -1
@@ -159,9 +164,10 @@ class Shared(Processes):
                         hint='transport = "gloo"',
                     )
             peers = [told[int(p)] for p in self.mesh[self.dp_rank, :, self.tp_rank]]
-            self.memory = _Memory(memory, ranks, rooms)
+            self.memory = Memory(memory, ranks, rooms)
             try:
-                self._meet(listener, memory, [n for n, *_ in peers], [r for *_, r in peers])
+                names, rooms_of = [n for n, *_ in peers], [r for *_, r in peers]
+                self._meet(listener, memory, names, rooms_of, programs)
             except OSError as error:
                 raise ModelError(
                     f"rank {self.rank} does not reach a neighbour: {error}",
@@ -171,12 +177,17 @@ class Shared(Processes):
         return self.memory.slots
 
     def _meet(
-        self, listener: socket.socket, memory: int, names: list[str], rooms: list[Rooms]
+        self,
+        listener: socket.socket,
+        memory: int,
+        names: list[str],
+        rooms: list[Rooms],
+        programs: Sequence[Program],
     ) -> None:
         """Connect to the ranks with which this one exchanges messages, and map their memory."""
-        own, ranks = self.memory, self.program.plan.ranks
+        own, ranks = self.memory, len(names)
         assert own is not None
-        edges = directed_edges(self.program)
+        edges = directed_edges(*programs)
         sources = [(lane, source) for lane, source, target in edges if target == self.rank]
         targets = [(lane, target) for lane, source, target in edges if source == self.rank]
         neighbours = {rank for _, rank in (*sources, *targets)}
@@ -185,21 +196,33 @@ class Shared(Processes):
             socket.send_fds(connection, [b"\1"], [memory])
         for lane, rank in sources:
             at = own.count(rank, lane)
-            self.incoming[lane, rank] = _Incoming(rank, own, at, connections[rank])
-        index = Index.of(self.program)
+            self.incoming[lane, rank] = Incoming(rank, own, at, connections[rank])
+        indexes = [*map(Index.of, programs)]
         theirs_of = {rank: passed(connections[rank], rank) for rank in sorted(neighbours)}
         for rank in {rank for _, rank in targets}:
-            theirs = _Memory(theirs_of[rank], ranks, rooms[rank])
-            for lane, messages in _inbox(index, rank, self.rank).items():
-                parts = [
-                    own_part(self, theirs.slots[place]) if cut else theirs.slots[place]
-                    for place, cut in messages
+            theirs = Memory(theirs_of[rank], ranks, rooms[rank])
+            inboxes = [_inbox(index, rank, self.rank) for index in indexes]
+            for lane in [lane for lane, target in targets if target == rank]:
+                steps = [
+                    [(theirs.slots[place], cut) for place, cut in inbox[lane]] for inbox in inboxes
                 ]
                 at = theirs.count(self.rank, lane)
-                self.outgoing[lane, rank] = _Outgoing(rank, theirs, at, connections[rank], parts)
+                way = Outgoing(rank, theirs, at, connections[rank], steps, self._room)
+                self.outgoing[lane, rank] = way
         for descriptor in theirs_of.values():
             os.close(descriptor)
         self.close = weakref.finalize(self, close, [*connections.values()])
+
+    def _room(self, slot: Tensor, cut: bool, tensor: Tensor) -> Tensor:
+        """Where in a slot, which may be larger, a message goes, or the part of one that is cut."""
+        size = tensor.nbytes
+        place = own_part(self, slot[: size * self.tp]) if cut else slot[:size]
+        return place.view(tensor.dtype).view(tensor.shape)
+
+    def step_begins(self, program: int) -> None:
+        """As Transport.step_begins: its messages have an order of their own."""
+        for way in self.outgoing.values():
+            way.begin(program)
 
     def send(self, tensor: Tensor, peer: int, lane: Lane) -> Work:
         """Write into the receiver's memory."""
@@ -213,7 +236,7 @@ class Shared(Processes):
         """Expect a message where `buffers` has made room for it: `tensor` is there."""
         way = self.incoming[lane, peer]
         way.asked += 1
-        return _Arrival(way, way.asked)
+        return Arrival(way, way.asked)
 
     def leave(self) -> None:
         """As Processes.leave."""
@@ -224,118 +247,6 @@ class Shared(Processes):
         self.ended += 1
         if self.memory is not None:
             self.memory.head[0] = self.ended
-
-
-class _Memory:
-    """Where a rank receives: a head of 64-bit numbers, then slots.
-
-    The head says how many steps the rank has ended, then of each lane of each rank how many
-    messages came.  Each number has one writer.
-    """
-
-    def __init__(self, descriptor: int, ranks: int, rooms: Rooms) -> None:
-        memory = mmap.mmap(descriptor, 0)
-        self.head = memoryview(memory).cast("q")
-        self.slots: dict[Place, Tensor] = {}
-        at = _lines(self.count(ranks, 0) * 8)
-        for kind, sizes in rooms.items():
-            for number, size in enumerate(sizes):
-                slot = torch.frombuffer(memory, dtype=torch.uint8, count=size, offset=at)
-                self.slots[kind, number], at = slot, at + _lines(size)
-
-    @staticmethod
-    def count(rank: int, lane: int) -> int:
-        """Where in the head the messages of a lane of a rank are counted."""
-        return 1 + rank * len(Lane) + lane
-
-    @classmethod
-    def size(cls, ranks: int, rooms: Rooms) -> int:
-        """In bytes."""
-        return sum(map(_lines, [cls.count(ranks, 0) * 8, *chain(*rooms.values())]))
-
-
-def _lines(size: int) -> int:
-    return -(-size // LINE) * LINE
-
-
-class _Outgoing:
-    """The messages of one lane to one rank, which go into `rooms` in the order of a step.
-
-    What these are of, bytes at first, the messages of the first step say.
-    """
-
-    def __init__(
-        self, rank: int, memory: _Memory, at: int, connection: socket.socket, rooms: list[Tensor]
-    ) -> None:
-        self.rank, self.head, self.at = rank, memory.head, at
-        self.connection, self.rooms = connection, rooms
-        self.parts: list[Tensor] = []
-        self.sent = 0
-
-    def send(self, tensor: Tensor, steps: int) -> None:
-        """Write it, count it, and wake the receiver.  `steps` came before this one."""
-        if self.sent < len(self.rooms):
-            self.parts.append(self.rooms[self.sent].view(tensor.dtype).view(tensor.shape))
-        self.parts[self.sent % len(self.rooms)].copy_(tensor)
-        self.sent += 1
-        self.head[self.at] = self.sent
-        try:
-            self.connection.send(b"\0", socket.MSG_DONTWAIT)
-        except BlockingIOError:
-            pass  # full of bytes that will wake it
-        except OSError as error:
-            if self.head[0] <= steps:  # else it has seen the count, ended the step, and left
-                raise _peer_left(self.rank) from error
-
-    def wait(self, steps: int, seconds: float) -> None:
-        """Return when the receiver has ended so many steps: it has left all that it received."""
-        over = monotonic() + seconds
-        while self.head[0] < steps:
-            if monotonic() > over:
-                raise PeerLate(f"rank {self.rank} has not ended its step in {seconds:g} s")
-            sleep(1e-4)
-            # Its bytes may be there for another lane; without any, this sees it leave.
-            _take(self.connection, self.rank, socket.MSG_DONTWAIT)
-
-
-class _Incoming:
-    """The messages of one lane from one rank."""
-
-    def __init__(self, rank: int, memory: _Memory, at: int, connection: socket.socket) -> None:
-        self.rank, self.head, self.at, self.connection = rank, memory.head, at, connection
-        self.asked = 0
-
-    def wait(self, number: int) -> None:
-        """Return when so many have come."""
-        while self.head[self.at] < number:
-            if not _take(self.connection, self.rank):
-                raise PeerLate(f"nothing has come from rank {self.rank} in time")
-
-
-class _Arrival(NamedTuple):
-    """Work that ends when a message is there."""
-
-    way: _Incoming
-    number: int
-
-    def wait(self) -> None:
-        self.way.wait(self.number)
-
-
-def _take(connection: socket.socket, rank: int, flags: int = 0) -> bool:
-    """Take the bytes that woke this rank, or sleep until one comes; whether one came in time."""
-    try:
-        if connection.recv(4096, flags):
-            return True
-    except BlockingIOError:
-        return False
-    except OSError as error:
-        raise _peer_left(rank) from error
-    raise _peer_left(rank)
-
-
-def _peer_left(rank: int) -> PeerLeft:
-    return PeerLeft(f"rank {rank} has left")
 
 
 def _inbox(index: Index, rank: int, sender: int) -> dict[Lane, list[tuple[Place, bool]]]:

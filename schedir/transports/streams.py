@@ -139,6 +139,9 @@ class StreamMailbox:
             return side.ended
         return _copy(self.hub.sent[key].popleft(), side)
 
+    def step_begins(self, program: int) -> None:
+        """Messages say themselves what they are."""
+
     def start_group(self) -> None:
         """Messages are delivered one by one."""
 

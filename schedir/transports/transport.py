@@ -12,6 +12,7 @@ from torch import Tensor
 
 from schedir.analysis.models import Model
 from schedir.ir.ops import Lane, Token
+from schedir.ir.program import Program
 from schedir.transports.collectives import Group, Kind
 
 Place = tuple[Token, int]  # a slot: its kind and number
@@ -59,10 +60,15 @@ class Transport(Protocol):
         where one differs: unseen, it would be a hang or a wrong result later.  Returns what all
         tell: plain values, and records of these `kinds`.  It blocks."""
 
-    def buffers(self, rooms: Rooms, device: torch.device) -> dict[Place, Tensor]:
-        """Memory for what is received, by kind and slot: flat tensors of as many bytes.  Called
-        once for each executor, by all processes; it may block.  An executor before it is over
-        then."""
+    def buffers(
+        self, rooms: Rooms, device: torch.device, programs: Sequence[Program]
+    ) -> dict[Place, Tensor]:
+        """Memory for what is received in steps of these programs, by kind and slot: flat tensors of
+        as many bytes.  Called once for each executor, by all processes; it may block.  An executor
+        before it is over then.  Raises ModelError for a program for which it was not made."""
+
+    def step_begins(self, program: int) -> None:
+        """A step begins, of a program by its place among those that `buffers` was told."""
 
     def step_ended(self) -> None:
         """A step has ended: nothing that was received in it is looked at again."""
@@ -94,7 +100,9 @@ class Transport(Protocol):
         and the host, where it is the one that waits."""
 
 
-def buffers(rooms: Rooms, device: torch.device) -> dict[Place, Tensor]:
+def buffers(
+    rooms: Rooms, device: torch.device, programs: Sequence[Program] = ()
+) -> dict[Place, Tensor]:
     """As Transport.buffers, in memory of the process."""
     return {
         (kind, number): bytes_on(device, size)
@@ -124,20 +132,32 @@ def has_left(error: BaseException) -> str:
     return "a peer has left" if lost else ""
 
 
+def of_peers(error: BaseException) -> str:
+    """What an error says of a peer in words of its own: that it has left, or has not come in time;
+    "" for any other error."""
+    late = (
+        "" if isinstance(error, PeerLate) or not _is_late(error) else "a peer has not come in time"
+    )
+    return has_left(error) or late
+
+
 def is_late(error: BaseException | None) -> bool:
     """Whether an error, or its cause, is that others have gone or have not come in time: a word of
     Gloo's, of torch's store, or of a transport."""
     while error is not None:
-        if isinstance(error, PeerLate) or has_left(error):
-            return True
-        words = str(error.args).lower()
-        theirs = isinstance(error, RuntimeError) and (
-            ".cc:" in words or isinstance(error, dist.DistError)
-        )
-        if theirs and ("timed out" in words or "timeout" in words):
+        if has_left(error) or _is_late(error):
             return True
         error = error.__cause__
     return False
+
+
+def _is_late(error: BaseException) -> bool:
+    words = str(error.args).lower()
+    theirs = isinstance(error, RuntimeError) and (
+        ".cc:" in words or isinstance(error, dist.DistError)
+    )
+    late = theirs and ("timed out" in words or "timeout" in words)
+    return isinstance(error, PeerLate) or late
 
 
 class PeerLate(TimeoutError):
@@ -181,4 +201,5 @@ class Around:
         self.static = inner.static
         self.tp, self.dp = inner.tp, inner.dp
         self.tp_rank, self.dp_rank = inner.tp_rank, inner.dp_rank
-        self.agree, self.buffers, self.step_ended = inner.agree, inner.buffers, inner.step_ended
+        self.agree, self.buffers = inner.agree, inner.buffers
+        self.step_begins, self.step_ended = inner.step_begins, inner.step_ended

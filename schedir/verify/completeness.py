@@ -56,7 +56,7 @@ def completeness(program: Program, *, draft: bool) -> Index:
     look = Inspector(program, index)
     if draft:
         _only_compute(look)
-    elif program.is_draft and program.trains:
+    elif program.is_draft and program.closes:
         raise LevelError(
             "this is a draft: it computes, but nothing is sent, reduced or stepped",
             program=program.name,
@@ -68,6 +68,11 @@ def completeness(program: Program, *, draft: bool) -> Index:
     _groups(look)
     _compute(look)
     _turns(look)
+    if program.open and not program.trains:
+        raise CompletenessError(
+            "the program says 'open yes', and has no backward that accumulates",
+            program=program.name,
+        )
     if not draft:
         transfers(look)
         sharding(look)
@@ -309,5 +314,11 @@ def _as_expected(look: Inspector, expected: Expected) -> None:
         look.refuse(f"{instr} is missing on rank {rank}", *sites, kind=kind, hint=expected.hint)
     if (present & ~should).any():
         site = look.site_of(op, int((present & ~should).argmax()))
-        reason = expected.why if look.program.trains else "the program has no backward"
+        reason = expected.why if look.program.closes else _why_not(look.program)
         look.refuse(f"{site.instr} has nothing to do: {reason}", site, kind=kind)
+
+
+def _why_not(program: Program) -> str:
+    if program.trains:
+        return "the program says 'open yes', and leaves sums to the next one"
+    return "the program has no backward"

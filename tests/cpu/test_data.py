@@ -11,42 +11,85 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from schedir.errors import UsageError
-from schedir.training.data import Batches, load, python_sources
+from schedir.data.sources import load, python_sources
+from schedir.errors import ModelError, UsageError
+from schedir.training.config import Config, DataConfig
+from schedir.training.corpus import batches, held_out
+from schedir.training.data import Batches
+from schedir.training.gpt_config import GPTConfig
 from tests.cpu.spawn import run
 
 
 @given(
     length=st.integers(2, 50),
     context=st.integers(1, 20),
-    size=st.integers(1, 5),
+    count=st.integers(1, 9),
     seed=st.integers(0, 2**40),
-    step=st.integers(0, 2**40),
+    first=st.integers(0, 2**40),
 )
-def test_batches_are_windows_and_a_function_of_seed_and_step(
-    length: int, context: int, size: int, seed: int, step: int
+def test_samples_are_windows_and_a_function_of_seed_and_number(
+    length: int, context: int, count: int, seed: int, first: int
 ) -> None:
     context = min(context, length - 1)
     tokens = np.arange(length, dtype=np.uint16)
-    inputs, targets = Batches(tokens, context, size, seed).batch(step)
-    assert inputs.shape == targets.shape == (size, context)
+    inputs, targets = Batches(tokens, context, 1, seed).batch(first, count)
+    assert inputs.shape == targets.shape == (count, context)
     assert inputs.dtype == targets.dtype == torch.int64
     assert torch.equal(inputs + 1, targets)
     assert torch.equal(inputs, inputs[:, :1] + torch.arange(context))
-    again, _ = Batches(tokens, context, size, seed).batch(step)
-    assert torch.equal(inputs, again)
+    again, _ = Batches(tokens, context, 7, seed).batch(first + count - 1, 1)
+    assert torch.equal(inputs[-1:], again)
 
 
-def test_every_window_is_drawn() -> None:
-    inputs, targets = Batches(np.arange(6, dtype=np.uint8), 3, 200).batch(0)
-    assert set(inputs[:, 0].tolist()) == {0, 1, 2} and int(targets.max()) == 5
+@given(
+    length=st.integers(3, 60),
+    context=st.integers(1, 5),
+    sizes=st.lists(st.integers(1, 12), min_size=1, max_size=5),
+    seed=st.integers(0, 9),
+)
+def test_whatever_is_taken_at_once_epochs_have_every_window_once(
+    length: int, context: int, sizes: list[int], seed: int
+) -> None:
+    """As where the number of replicas or of microbatches changes between runs."""
+    context = min(context, length - 1)
+    batches = Batches(np.arange(length, dtype=np.uint8), context, 1, seed)
+    taken, parts = 0, []
+    for size in sizes:
+        own = Batches(batches.tokens, context, size, seed)
+        assert own.taken(batches.cursor(taken)) == taken
+        parts.append(own.batch(taken, size)[0][:, 0])
+        taken += size
+    seen = torch.cat(parts)
+    assert torch.equal(seen, batches.batch(0, taken)[0][:, 0])
+    windows = list(range(0, length - context, context))
+    assert len(batches) == len(windows)
+    for epoch in seen.split(len(windows)):
+        assert len({*epoch.tolist()}) == len(epoch)
+        assert len(epoch) < len(windows) or sorted(epoch.tolist()) == windows
 
 
-def test_steps_and_seeds_differ() -> None:
+def test_epochs_and_seeds_differ() -> None:
     tokens = np.arange(250, dtype=np.uint8)
-    first = Batches(tokens, 4, 8, seed=1).batch(0)[0]
-    assert not torch.equal(first, Batches(tokens, 4, 8, seed=1).batch(1)[0])
-    assert not torch.equal(first, Batches(tokens, 4, 8, seed=2).batch(0)[0])
+    first = Batches(tokens, 4, 8, seed=1).batch(0, 62)[0]
+    assert not torch.equal(first, Batches(tokens, 4, 8, seed=1).batch(62, 62)[0])
+    assert not torch.equal(first, Batches(tokens, 4, 8, seed=2).batch(0, 62)[0])
+    in_order = Batches(tokens, 4, 8, None).batch(62, 62)[0]
+    assert torch.equal(in_order, torch.arange(62 * 4).reshape(62, 4))
+
+
+def test_a_cursor_of_other_samples_is_refused() -> None:
+    tokens = np.arange(250, dtype=np.uint8)
+    cursor = Batches(tokens, 4, 8, seed=1).cursor(24)
+    for other, field in (
+        (Batches(tokens, 4, 8, seed=2), "seed"),
+        (Batches(tokens, 5, 8, seed=1), "source"),
+        (Batches(tokens[:-1], 4, 8, seed=1), "source"),
+    ):
+        with pytest.raises(ModelError) as caught:
+            other.taken(cursor)
+        assert caught.value.fields == (field,)
+    with pytest.raises(ModelError, match="'many' samples"):
+        Batches(tokens, 4, 8, seed=1).taken(cursor | {"samples": "many"})
 
 
 def test_token_file(tmp_path: Path) -> None:
@@ -54,9 +97,9 @@ def test_token_file(tmp_path: Path) -> None:
     np.array([1, 50256, 3, 4], "<u2").tofile(path)
     tokens = load(path)
     assert isinstance(tokens, np.memmap) and tokens.tolist() == [1, 50256, 3, 4]
-    assert Batches(tokens, 3, 1, vocab=50257).batch(0)[0].tolist() == [[1, 50256, 3]]
+    assert Batches(tokens, 3, 1, vocab=50257).batch(0, 1)[0].tolist() == [[1, 50256, 3]]
     with pytest.raises(UsageError) as error:
-        Batches(tokens, 3, 2).batch(0)
+        Batches(tokens, 3, 2).batch(0, 2)
     assert "token 50256 at position 1 " in error.value.fact and str(path) in error.value.fact
 
 
@@ -97,8 +140,9 @@ def test_numbers_out_of_range_are_refused() -> None:
         with pytest.raises(UsageError) as caught:
             Batches(tokens, context, batch, seed)
         assert names in caught.value.fact
-    with pytest.raises(UsageError):
-        Batches(tokens, 1, 1).batch(-1)
+    for first, count in ((-1, 1), (0, 0)):
+        with pytest.raises(UsageError):
+            Batches(tokens, 1, 1).batch(first, count)
 
 
 @pytest.fixture
@@ -127,9 +171,32 @@ def test_a_cache_that_cannot_be_written_is_refused(sources: Path) -> None:
 
 def draw(rank: int, cache: str) -> torch.Tensor:
     os.environ["XDG_CACHE_HOME"] = cache
-    return Batches(load(), 64, 4, seed=7).batch(3)[0]
+    return Batches(load(), 64, 4, seed=7).batch(3, 4)[0]
 
 
 def test_ranks_that_build_the_cache_at_once_draw_the_same(tmp_path: Path) -> None:
     first, second = run(draw, 2, str(tmp_path))
     assert torch.equal(first, second)
+
+
+def held(source: Path, held_out: object) -> Config:
+    data = DataConfig(source=str(source), held_out=held_out)  # type: ignore[arg-type]
+    return Config(GPTConfig(context=4), data=data)
+
+
+def test_what_is_held_out_is_never_trained_on(tmp_path: Path) -> None:
+    text, other = tmp_path / "text", tmp_path / "other"
+    text.write_bytes(bytes(range(100)))
+    other.write_bytes(bytes(range(200, 230)))
+    assert held_out(held(text, None)) is None
+    samples = batches(held(text, 0.2))
+    kept = held_out(held(text, 0.2))
+    assert kept is not None
+    assert int(samples.batch(0, 3 * len(samples))[1].max()) < 80
+    inputs, _ = kept.batch(0, len(kept))
+    assert torch.equal(inputs, torch.arange(80, 96).reshape(4, 4))
+    kept = held_out(held(text, str(other)))
+    assert kept is not None and kept.batch(0, 1)[0].tolist() == [[200, 201, 202, 203]]
+    assert batches(held(text, str(other))).told == batches(held(text, None)).told
+    with pytest.raises(UsageError, match="leaves for evaluation has 1 tokens"):
+        held_out(held(text, 0.01))

@@ -27,10 +27,10 @@ from schedir.schedules import one_f_one_b as mine
 drawn = schedir.training.data.Batches.batch
 
 
-def batch(self, step):
-    if step == 2 and os.environ.get("RANK") == "1":
+def batch(self, first, count):
+    if first == 2 * self.size and os.environ.get("RANK") == "1":
         {how}
-    return drawn(self, step)
+    return drawn(self, first, count)
 
 
 schedir.training.data.Batches.batch = batch
@@ -128,3 +128,44 @@ def test_under_torchrun_a_neighbour_says_who_died(
     (said,) = ours
     assert said.startswith("process 1 (pipeline rank 1) has died without a word, ")
     assert "Root Cause" in err and "rank      : 1 " in err
+
+
+FORKS = """\
+import os
+import signal
+import sys
+import time
+
+from schedir.schedules import one_f_one_b as mine
+from schedir.training.ends import member
+from schedir.training.prefetch import Prefetch
+
+take = Prefetch.take
+
+
+def forking(self, step):
+    if step == 2 and os.environ.get("RANK") == "1":
+        if os.fork() == 0:
+            raise ValueError("a child")
+        child = os.fork()
+        if child == 0:
+            time.sleep(100)
+        os.kill(child, signal.SIGTERM)
+        ended = {os.wait()[1] for _ in range(2)}
+        print(ended == {signal.SIGTERM, 256}, member().seen()[1].gave_up, file=sys.stderr)
+    return take(self, step)
+
+
+Prefetch.take = forking
+"""
+
+
+def test_a_child_that_a_persons_code_forks_is_none_of_the_run(config: str, tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "schedir", *dying(config, tmp_path, KILL, "gloo")]
+    (tmp_path / "mine.py").write_text(FORKS)
+    code, _, err = finish(start(command))
+    assert code == 0, err
+    assert (
+        "a child of process 1 (pipeline rank 1): Traceback" in err and "ValueError: a child" in err
+    )
+    assert err.endswith("[1] True False\n")

@@ -4,17 +4,26 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
+import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from datetime import timedelta
 from pathlib import Path
 from time import monotonic_ns
+from typing import Any
 
+import pytest
+import torch
 import torch.distributed as dist
 
 from schedir.dumps.blame import Shape, Standstill
 from schedir.dumps.box import AT, FOLDER, Box, Phase, Seen, Word, boxes
 from schedir.training.ends import exchanged
+from schedir.transports.transport import is_late, of_peers
 from tests.cpu.test_train_ends import gone
-from tests.cpu.training import LIMIT, TORCHRUN, arguments, start
+from tests.cpu.training import LIMIT, TORCHRUN, arguments, finish, start
 
 
 def seen(process: int, *, waits: bool) -> Seen:
@@ -51,3 +60,110 @@ def test_no_process_outlives_torchrun(config: str, tmp_path: Path) -> None:
         assert time.monotonic() < deadline
         time.sleep(0.05)
     process.communicate()
+
+
+# A schedule's file is the user's own code.
+DIES = """\
+import os
+import signal
+
+from schedir.schedules import one_f_one_b as mine
+from schedir.training import gpt
+
+forward = gpt.Layer.forward
+
+
+def dies(self, x):
+    if os.path.exists(os.environ["TRAINS"]):
+        os.kill(os.getpid(), signal.SIGKILL)
+    return forward(self, x)
+
+
+if os.environ.get("RANK") == "1":
+    gpt.Layer.forward = dies
+"""
+
+
+def test_of_two_nodes_the_other_one_says_who_has_died(
+    config: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """torchrun's report there, which knows the processes of its own node only, has that, too."""
+    schedule = tmp_path / "mine.py"
+    schedule.write_text(DIES)
+    monkeypatch.setenv("TRAINS", str(tmp_path / "out" / "loss.csv"))
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    sets = ["pipeline.tp=1", "pipeline.stages_per_rank=1", f"pipeline.schedule={schedule}:mine"]
+    agent = [*TORCHRUN, "--nnodes=2", "--nproc-per-node=1", "--rdzv-id=it", "--rdzv-backend=c10d",
+             f"--rdzv-endpoint=127.0.0.1:{port}", "-m", "schedir"]  # fmt: skip
+    command = [*agent, *arguments(config, tmp_path / "out", *sets)]
+    nodes = [start(command)]
+    while True:  # the first one has what they meet at; with it the other agent would go
+        with suppress(OSError), socket.create_connection(("127.0.0.1", port)):
+            break
+        assert nodes[0].poll() is None
+        time.sleep(0.05)
+    nodes.append(start(command))
+    both = [err for _, _, err in map(finish, nodes)]
+    said = "process 1 (pipeline rank 1) is waited for, and nothing is heard of it from its machine"
+    (own,) = (err for err in both if "rank      : 1 " in err)  # the node of the one that died
+    (other,) = (err for err in both if err is not own)
+    assert "exitcode  : -9" in own
+    assert said in other.splitlines()[0] and said in other.partition("traceback : ")[2], other
+
+
+LATE = """\
+import os
+import time
+
+if os.environ.get("RANK") == "1":
+    box = os.environ["BEGUN"]
+    while not os.path.exists(box) or not open(box, "rb").read()[{phase}]:
+        time.sleep(0.05)
+    {what}
+"""
+
+
+@pytest.mark.parametrize(
+    ("launcher", "what", "said"),
+    [
+        ("schedir", "os._exit(3)",
+         "process 1 (pipeline rank 1) ended with exit code 3, before it had begun"),
+        ("torchrun", "os._exit(3)",
+         "process 1 (pipeline rank 1) has not begun: it has left no black box; "
+         "process 0 (pipeline rank 0) was told to end (SIGTERM), in set-up"),
+        ("schedir", "import sys; sys.modules['torch'] = None",
+         "process 1 (pipeline rank 1): Traceback"),
+    ],
+)  # fmt: skip
+def test_who_dies_before_it_has_begun_is_named(
+    config: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, launcher: str, what: str,
+    said: str,
+) -> None:  # fmt: skip
+    (tmp_path / "sitecustomize.py").write_text(LATE.format(what=what, phase=Word.PHASE * 8))
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    monkeypatch.setenv("BEGUN", str(tmp_path / "out" / FOLDER / "0"))
+    agent = [*TORCHRUN, "--standalone", "--nproc-per-node", "2"]
+    command = agent if launcher == "torchrun" else [sys.executable]
+    sets = ["pipeline.tp=1", "pipeline.stages_per_rank=1", "pipeline.schedule=one_f_one_b"]
+    process = start([*command, "-m", "schedir", *arguments(config, tmp_path / "out", *sets)])
+    code, _, err = finish(process)
+    ours = [line for line in err.splitlines() if line.startswith("process ")]
+    assert code == 1 and ours[0].startswith(said), err
+    assert "During handling" not in err  # of what is wrong nothing else comes
+    assert "rank      : 1 " in err.partition("Root Cause")[2] or launcher == "schedir", err
+
+
+def test_a_peer_that_does_not_come_is_no_line_of_gloos() -> None:
+    store = dist.HashStore()  # type: ignore[attr-defined]
+
+    def group(rank: int) -> Any:
+        return dist.ProcessGroupGloo(store, rank, 2, timedelta(seconds=1))
+
+    with ThreadPoolExecutor(2) as threads:
+        one, _ = threads.map(group, range(2))
+    with pytest.raises(RuntimeError) as error:
+        one.recv([torch.empty(1)], 1, 0).wait(timedelta(seconds=0.2))
+    assert ".cc:" in str(error.value) and is_late(error.value)
+    assert of_peers(error.value) == "a peer has not come in time"
+    assert of_peers(RuntimeError("a timeout of a module's own")) == ""

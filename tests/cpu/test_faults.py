@@ -7,60 +7,24 @@ A fault takes seconds, mostly of waiting: every fifth is tried, and all with ALL
 
 from __future__ import annotations
 
-import itertools
 import os
-import signal
-import sys
 import time
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from schedir.dumps.box import FOLDER, look
-from schedir.training import gpt, prefetch, trainer, world
+from schedir.training import trainer, world
 from schedir.training.train import run as train
+from tests.cpu.faulty import goes_wrong
 from tests.cpu.spawn import _CONTEXT
 from tests.cpu.training import LIMIT
 
 What = tuple[int, str, str, int]  # the process, its fault, where, and after how many calls
 SHAPES = {"pp4": (4, 1), "pp2tp2": (2, 2)}
 STUCK = ("stop", "sleep", "spin")  # what is found when the timeout is over
-
-
-def fault(kind: str) -> None:
-    """What happens to a process."""
-    if kind == "kill":
-        os.kill(os.getpid(), signal.SIGKILL)
-    if kind == "stop":
-        os.kill(os.getpid(), signal.SIGSTOP)
-    if kind == "raise":
-        raise ValueError("no such luck")
-    if kind == "sleep":
-        time.sleep(1000)
-    while kind == "spin":
-        pass
-    if kind == "memory":
-        torch.empty(1 << 60)
-    if kind == "exit":
-        os._exit(7)
-    if kind == "interrupt":
-        raise KeyboardInterrupt
-    sys.exit(3)
-
-
-def after(number: int, kind: str, whole: Any) -> Any:
-    """A function whose call of that number has a fault."""
-    left = itertools.count(number, -1)
-
-    def called(*given: Any, **named: Any) -> Any:
-        if next(left) == 1:
-            fault(kind)
-        return whole(*given, **named)
-
-    return called
 
 
 def faulty(rank: int, config: str, sets: list[str], port: int, what: What, together: Any) -> None:
@@ -72,14 +36,7 @@ def faulty(rank: int, config: str, sets: list[str], port: int, what: What, toget
         "TORCHELASTIC_USE_AGENT_STORE": "True",
     }  # fmt: skip
     if rank == process:
-        if where == "set-up":
-            gpt.build_stage = after(1, kind, gpt.build_stage)
-        if where == "between":
-            prefetch.Prefetch.take = after(number, kind, prefetch.Prefetch.take)  # type: ignore[method-assign]
-        if where == "inside":
-            gpt.Layer.forward = after(number, kind, gpt.Layer.forward)  # type: ignore[method-assign]
-        if where == "loss":
-            gpt.loss = after(number, kind, gpt.loss)
+        goes_wrong(kind, where, number)
     assert trainer and world  # they load much
     with open(Path(config).parent / f"said-{rank}", "w") as said:
         os.dup2(said.fileno(), 2)

@@ -20,7 +20,7 @@ from schedir.ir.plan import Plan
 from schedir.passes.record import Choice
 from schedir.runtime.boundary import Boundary
 from schedir.runtime.executor import Executor
-from schedir.runtime.inprocess import InProcess
+from schedir.runtime.inprocess import InProcess, Turns
 from schedir.runtime.reference import reference
 from schedir.schedules import gpipe, interleaved, one_f_one_b
 from schedir.schedules.words import Schedule
@@ -175,6 +175,7 @@ def test_gathers_run_beside_computes_as_predicted(
     gpu, hub, stages = install(monkeypatch), StreamHub(), tiny.tiny_stages(plan.stages)
     ranks = InProcess.__new__(InProcess)  # which refuses tensor-parallel ranks
     ranks.program, ranks.graph, ranks.other_holders = program, Graph(program, "edge"), []
+    ranks.turns_of = {program.digest: Turns(program, "edge")}
     ranks.mail = [Sliced(hub, rank, gpu, 0.75) for rank in range(plan.ranks)]
     ranks.ranks = []
     for rank, mail in enumerate(ranks.mail):

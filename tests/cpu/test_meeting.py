@@ -19,6 +19,8 @@ from schedir.errors import ExecutionError, ModelError
 from schedir.training.config import Config, OutputConfig, PipelineConfig
 from schedir.training.data import Batches
 from schedir.training.meeting import compare, facts_of
+from schedir.training.store import connected
+from schedir.transports.plain import encoded
 from tests.cpu.training import ROOT, TORCHRUN, arguments, finish, start
 
 
@@ -63,6 +65,8 @@ def test_all_are_told_in_what_they_differ(each: Any, fact: str) -> None:
 
 def test_who_does_not_come_is_named() -> None:
     assert said([(0, 3, {}), (1, 3, {})], timeout=0.5)[0] == "process 2 did not come"
+    # Who judges has not come: that others differ, too, nobody says.
+    assert said([(1, 3, {}), (2, 2, {})], timeout=0.5) == ["process 0 did not come"] * 2
 
 
 def test_what_comes_from_a_peer_is_no_code() -> None:
@@ -70,6 +74,17 @@ def test_what_comes_from_a_peer_is_no_code() -> None:
     store.set("facts 1", b"cos\nsystem\n(S'true'\ntR.")
     with pytest.raises(ModelError, match="process 1 tells what is no plain value"):
         compare(store, 0, 2, {}, 5)
+
+
+@pytest.mark.parametrize(
+    "told", [5, ({"a": 1}, None), ({1: "a"}, None), ({}, ([],)), ({}, "a"), ({},)]
+)
+def test_what_no_process_tells_is_one_sentence(told: object) -> None:
+    store: Any = HashStore()
+    store.set("facts 1", encoded(told))
+    with pytest.raises(ModelError, match="process 1 tells what no process of a run does"):
+        compare(store, 0, 2, {"a": "1"}, 5)
+    assert store.get("verdict").startswith(b"process 1 tells what ")
 
 
 def test_the_whole_configuration_is_compared() -> None:
@@ -94,6 +109,21 @@ def test_the_digest_of_data_is_of_all_of_it() -> None:
         other[at] ^= 1
         assert Batches(other, 8, 1).told != told
     assert Batches(data[:-1], 8, 1).told != told
+
+
+@pytest.mark.parametrize("listens", [False, True])
+def test_where_no_store_answers_patience_ends(
+    monkeypatch: pytest.MonkeyPatch, listens: bool
+) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        port = silent.getsockname()[1]
+        monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+        monkeypatch.setenv("MASTER_PORT", str(port))
+        if not listens:
+            silent.close()
+        with pytest.raises(ExecutionError) as error:
+            connected(0.5)
+    assert error.value.fact == f"nobody answers as their store at 127.0.0.1:{port}"
 
 
 # ---------------------------------------------------------------- runs
@@ -181,3 +211,31 @@ def test_versions_are_compared(config: str, tmp_path: Path, launcher: str) -> No
     assert code == (1 if launcher == "torchrun" else 2), err
     assert err.count("do not agree on the version of schedir: 0.1.0 and 0.0.9") == 1, err
     assert not (tmp_path / "out" / "loss.csv").exists()
+
+
+SAMPLED = """
+import schedir.training.data
+from schedir import schedules
+
+mine = schedules.one_f_one_b
+schedir.training.data._PARTS = 1
+"""
+
+
+def test_data_that_differ_where_no_sample_was_taken_are_refused(
+    config: str, tmp_path: Path
+) -> None:
+    schedule, rng = tmp_path / "mine.py", np.random.default_rng(2)
+    schedule.write_text(SAMPLED)
+    first, told = rng.integers(0, 255, 2**16).astype("u1"), []
+    for name in ("one", "other"):
+        rest = rng.integers(0, 255, 200_000).astype("u1")
+        (tmp_path / name).write_bytes(first.tobytes() + rest.tobytes())
+        told.append([f'data.source="{tmp_path / name}"', f"pipeline.schedule={schedule}:mine"])
+    sets = ["pipeline.stages_per_rank=1", "train.log_every=2", "train.steps=4"]
+    found = by_hand(config, tmp_path / "out", [[*own, *sets] for own in told])
+    assert [code for code, _ in found] == [2, 2], found
+    spoke = "".join(err for _, err in found)
+    assert spoke.count("processes 0 and 1 do not agree on the data read up to step 2: crc32") == 1
+    assert "Traceback" not in spoke and ".cpp" not in spoke, spoke
+    assert (tmp_path / "out" / "loss.csv").read_text().count("\n") == 1  # none of them is told

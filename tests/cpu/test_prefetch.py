@@ -22,6 +22,11 @@ def batches(size: int = 4) -> Batches:
     return Batches(np.arange(200, dtype=np.uint8), 8, size, seed=3)
 
 
+def drawn(source: Batches, step: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """The batch of a step, of a run that began with step 0."""
+    return source.batch(step * source.size, source.size)
+
+
 @given(steps=st.integers(1, 9), replicas=st.integers(1, 3), share=st.integers(1, 2))
 def test_each_replica_has_its_part_of_the_same_batches(
     steps: int, replicas: int, share: int
@@ -34,11 +39,11 @@ def test_each_replica_has_its_part_of_the_same_batches(
             kept = []
             for step in range(steps):
                 kept.append(ours.take(step))
-                wants = [x[replica * share : (replica + 1) * share] for x in source.batch(step)]
+                wants = [x[replica * share : (replica + 1) * share] for x in drawn(source, step)]
                 assert all(map(torch.equal, kept[-1][:2], wants))
                 assert kept[-1].tokens == replicas * share * 8
                 if step:  # a step that went wrong is run again when the next one has been
-                    before = source.batch(step - 1)[0][replica * share : (replica + 1) * share]
+                    before = drawn(source, step - 1)[0][replica * share : (replica + 1) * share]
                     assert torch.equal(kept[-2].inputs, before)
     assert not [t for t in threading.enumerate() if t.name.startswith("prefetch")]
 
@@ -47,10 +52,10 @@ def test_a_batch_is_drawn_while_the_step_before_runs() -> None:
     drawn = threading.Event()
 
     class Seen(Batches):
-        def batch(self, step: int) -> tuple[torch.Tensor, torch.Tensor]:
-            if step == 1:
+        def batch(self, first: int, count: int) -> tuple[torch.Tensor, torch.Tensor]:
+            if first == count:
                 drawn.set()
-            return super().batch(step)
+            return super().batch(first, count)
 
     source = Seen(np.arange(200, dtype=np.uint8), 8, 4)
     with Prefetch(source, 3, CPU, replica=0, replicas=1, count=gpt.count_tokens) as ours:
@@ -82,17 +87,17 @@ def test_memory_that_a_copy_still_reads_is_left_alone(monkeypatch: pytest.Monkey
             ours.take(step)
         first: Copied = ours.slots[0].copied  # type: ignore[assignment]
         assert first.asked.wait(60)  # what is drawn for the next step waits
-        assert torch.equal(ours.slots[0].host[0], source.batch(0)[0])
+        assert torch.equal(ours.slots[0].host[0], drawn(source, 0)[0])
         first.over.set()
-        assert torch.equal(ours.take(SLOTS).inputs, source.batch(SLOTS)[0])
+        assert torch.equal(ours.take(SLOTS).inputs, drawn(source, SLOTS)[0])
 
 
 def test_an_error_is_that_of_the_step_that_needs_the_batch() -> None:
     class Fails(Batches):
-        def batch(self, step: int) -> tuple[torch.Tensor, torch.Tensor]:
-            if step == 2:
+        def batch(self, first: int, count: int) -> tuple[torch.Tensor, torch.Tensor]:
+            if first == 2 * count:
                 raise UsageError("no such token")
-            return super().batch(step)
+            return super().batch(first, count)
 
     source = Fails(np.arange(200, dtype=np.uint8), 8, 4)
     with Prefetch(source, 9, CPU, replica=0, replicas=1, count=gpt.count_tokens) as ours:
@@ -106,12 +111,12 @@ def test_a_source_that_does_not_answer_holds_up_no_end() -> None:
     asked, answer, answered = (threading.Event() for _ in range(3))
 
     class Stuck(Batches):
-        def batch(self, step: int) -> tuple[torch.Tensor, torch.Tensor]:
-            if step == 1:
+        def batch(self, first: int, count: int) -> tuple[torch.Tensor, torch.Tensor]:
+            if first == count:
                 asked.set()
                 answer.wait(20)
                 answered.set()
-            return super().batch(step)
+            return super().batch(first, count)
 
     source = Stuck(np.arange(200, dtype=np.uint8), 8, 4)
     with Prefetch(source, 3, CPU, replica=0, replicas=1, count=gpt.count_tokens) as ours:

@@ -25,7 +25,7 @@ from schedir.ir.plan import Plan
 from schedir.runtime.boundary import Boundary
 from schedir.runtime.executor import Executor
 from schedir.runtime.inprocess import InProcess
-from schedir.runtime.random import FORWARD, Draws, key, layer, mix
+from schedir.runtime.random import FORWARD, Draws, key, layer, mix, numbers_of
 from schedir.runtime.reference import reference
 from schedir.runtime.sizes import sizes_of
 from schedir.runtime.splittable import SplitLinear
@@ -184,8 +184,8 @@ def test_numbers_of_layers() -> None:
             ),
         ):
             pass
-    draws = Draws(0, torch.device("cpu"), 1)
-    draws.begin()
+    draws = Draws(0, torch.device("cpu"))
+    draws.begin(numbers_of(1))
 
     def drawn(*numbers: Any) -> float:
         draws.seeded(FORWARD, 0, 0)()

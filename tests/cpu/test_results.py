@@ -14,12 +14,14 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from torch.distributed import HashStore  # type: ignore[attr-defined]
 
-from schedir.errors import ModelError, UsageError
+from schedir.errors import ExecutionError, ModelError, UsageError
 from schedir.training import results, trainer
-from schedir.training.config import OutputConfig
+from schedir.training.config import Config, OutputConfig
 from schedir.training.results import COLUMNS, LOCK, RESULTS, TRACE, claimed
 from schedir.training.train import run
+from schedir.training.world import wait_for_results
 from tests.cpu.training import ALONE, LIMIT, ROOT, TORCHRUN, arguments, finish, start
 
 TWO = ["pipeline.tp=1", "pipeline.stages_per_rank=1", "train.log_every=1"]
@@ -176,7 +178,7 @@ def test_a_lock_that_its_owner_takes_away_is_none(
         lock(file, how)
 
     monkeypatch.setattr(fcntl, "flock", late)
-    output = OutputConfig(str(tmp_path))
+    output = Config(output=OutputConfig(str(tmp_path)))
     with claimed(output), pytest.raises(UsageError) as error, claimed(output):
         pass
     assert went and "in use" in error.value.fact
@@ -184,7 +186,7 @@ def test_a_lock_that_its_owner_takes_away_is_none(
 
 def test_folders_that_are_one_are_claimed_once(tmp_path: Path) -> None:
     (tmp_path / "link").symlink_to(tmp_path)
-    output = OutputConfig(str(tmp_path), trace=str(tmp_path / "link"))
+    output = Config(output=OutputConfig(str(tmp_path), trace=str(tmp_path / "link")))
     with claimed(output), pytest.raises(UsageError) as error, claimed(output):
         pass
     assert f"process {os.getpid()} on " in error.value.fact
@@ -199,7 +201,7 @@ def test_a_file_system_without_locks_is_told(
         raise OSError(38, "Function not implemented")
 
     monkeypatch.setattr(fcntl, "flock", none)
-    with claimed(OutputConfig(str(tmp_path))):
+    with claimed(Config(output=OutputConfig(str(tmp_path)))):
         pass
     assert "nothing keeps another run out of it" in capsys.readouterr().err
 
@@ -216,10 +218,11 @@ mine = schedules.one_f_one_b
 write = train.save
 met = world.met
 world.met = lambda facts, timeout: met(facts, 60.0)  # on a busy machine
+world.PATIENCE = 4.0
 
 
 def slowly(*given):
-    time.sleep(5)
+    time.sleep(9)
     write(*given)
 
 
@@ -239,6 +242,11 @@ def test_writing_may_take_longer_than_the_timeout(
     assert code == 0, err
     assert out.endswith(f"timeline.png to {tmp_path / 'out'}\n")
     assert {*held(tmp_path / "out")} == {*RESULTS} and not (tmp_path / "out" / "boxes").exists()
+
+
+def test_a_first_process_that_gives_no_sign_is_not_waited_for() -> None:
+    with pytest.raises(ExecutionError, match="process 0 has given no sign"):
+        wait_for_results(HashStore(), 0.3)
 
 
 # JSON
@@ -263,3 +271,50 @@ def test_a_summary_is_json_whatever_the_numbers_are(
     assert run(config, [*ALONE, f'output.folder="{tmp_path}"', "train.steps=1"]) == 0
     facts = strict((tmp_path / "summary.json").read_text())
     assert isinstance(facts, dict) and facts["loss"] is facts["tokens_per_second"] is None
+
+
+def test_a_picture_that_cannot_be_written_keeps_no_summary_away(
+    config: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write = results.Losses.write
+
+    def writing(losses: results.Losses, lines: str) -> None:
+        for path in (tmp_path / "out" / RESULTS[2], tmp_path / "traces" / TRACE):
+            path.mkdir(exist_ok=True)
+        write(losses, lines)
+
+    monkeypatch.setattr(results.Losses, "write", writing)
+    sets = [f'output.folder="{tmp_path / "out"}"', f'output.trace="{tmp_path / "traces"}"']
+    assert RESULTS[2] in refused(config, *sets).fact
+    assert math.isfinite(json.loads((tmp_path / "out" / "summary.json").read_text())["loss"])
+
+
+REMOVES = """\
+import os
+import shutil
+
+from schedir.schedules import one_f_one_b as mine
+from schedir.training.prefetch import Prefetch
+
+take = Prefetch.take
+
+
+def removing(self, step):
+    if step == 2 and os.environ.get("RANK") == "0":
+        shutil.rmtree({folder!r})
+    return take(self, step)
+
+
+Prefetch.take = removing
+"""
+
+
+def test_a_folder_that_is_removed_under_a_run_is_named(config: str, tmp_path: Path) -> None:
+    schedule, folder = tmp_path / "mine.py", tmp_path / "out"
+    schedule.write_text(REMOVES.format(folder=str(folder)))
+    words = arguments(config, folder, *TWO, f"pipeline.schedule={schedule}:mine")
+    code, _, err = finish(start([sys.executable, "-m", "schedir", *words]))
+    assert code and "Traceback" not in err and "before it had begun" not in err, err
+    first, last = err.splitlines()
+    assert first.startswith("[0] process 0 (pipeline rank 0): ") and str(folder) in first
+    assert last.startswith("process 0 (pipeline rank 0) ended with exit code ")

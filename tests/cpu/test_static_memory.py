@@ -19,6 +19,7 @@ from schedir.ir.sizes import Sizes
 from schedir.passes.record import Choice
 from schedir.runtime.boundary import Boundary
 from schedir.runtime.handlers import HANDLERS
+from schedir.runtime.held import Held
 from schedir.runtime.per_microbatch import Passing
 from schedir.runtime.rank import State
 from schedir.schedules import one_f_one_b
@@ -45,12 +46,14 @@ def made(program: Program, rank: int) -> dict[str, int]:
     boundary = Boundary((2, WIDTH // 2), torch.float64)
     passing = Passing.of(boundary, program)
     loss = nn.functional.mse_loss
-    state = State(program, rank, stages, transport, loss, passing, None, 1.0, None, 0)
+    held = Held(program, rank, stages, transport, loss, None, 1.0, None, 0)
+    held.make_room([(program, passing)])
+    state = State(program, held, transport, passing)
     for i in state.stream:
         HANDLERS[i.op](state, i)
     found = dict.fromkeys(Slots._fields, 0)
     memory = [(kind, tensor) for (kind, _), tensor in state.buffers.items()]
-    memory += [(kind, tensor) for (kind, _, _), tensor in state._outgoing.items()]
+    memory += [(kind, tensor) for (kind, _, _), tensor in held.outgoing.items()]
     for kind, tensor in memory:
         assert tensor.untyped_storage().nbytes() == tensor.nbytes
         found[kind.name.lower()] += tensor.nbytes

@@ -24,6 +24,7 @@ from schedir.training import gpt, steps, trainer
 from schedir.training.config import Config
 from schedir.training.config_file import read
 from schedir.training.ends import Member
+from schedir.training.optimizer import optimizer_of
 from schedir.training.steps import Steps
 from schedir.training.train import program_of, run
 from schedir.training.trainer import _Trainer
@@ -288,7 +289,7 @@ def test_on_a_gpu_adamw_is_fused_in_any_precision(config: str, precision: str) -
     told = read(config, ["train.device=cuda", f"train.precision={precision}"])
     p = torch.nn.Parameter(torch.zeros(2, 2, dtype=getattr(torch, precision)))
     p.grad_dtype = torch.float32
-    optimizer: Any = trainer._optimizer([p], told.train)
+    optimizer: Any = optimizer_of([p], told.train)
     p.grad = torch.ones(2, 2)
     for _ in range(2):
         with NoWait():  # type: ignore[no-untyped-call]  # nor when it makes what it keeps
@@ -317,10 +318,10 @@ def test_a_token_that_is_none_is_an_error_of_its_step(
     np.zeros(400, "<u2").tofile(tokens)
     drawn, begun, steps = Batches.batch, Executor.begin, list[int]()
 
-    def batch(self: Batches, step: int) -> Any:
-        if step == 3:
+    def batch(self: Batches, first: int, count: int) -> Any:
+        if first == 3 * self.size:
             raise UsageError("token 300 at position 7 is not below the vocabulary size 256")
-        return drawn(self, step)
+        return drawn(self, first, count)
 
     def begin(self: Executor, *given: Any) -> None:
         steps.append(self.draws.step)

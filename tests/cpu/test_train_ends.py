@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from schedir.__main__ import main
 from schedir.errors import ConfigError, ProgramError, UsageError
 from schedir.training import gpt
 from schedir.training.train import run
@@ -80,17 +81,27 @@ def gone(pid: int) -> bool:
         ("launcher", signal.SIGKILL, -signal.SIGKILL, ""),
         ("launcher", signal.SIGTERM, -signal.SIGTERM, ""),
         ("launcher", signal.SIGQUIT, -signal.SIGQUIT, ""),
+        ("launcher", signal.SIGHUP, -signal.SIGHUP, ""),
     ],
 )
 def test_all_end_together(
     endless: tuple[subprocess.Popen[str], list[int]],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
     to: str,
     what: signal.Signals,
     code: int,
     said: str,
 ) -> None:
     process, pids = endless
+    out = tmp_path / "out"
     os.kill(pids[1] if to == "rank 1" else process.pid, what)
+    if what is signal.SIGSTOP:  # before its timeout is over
+        while where(capsys, out).startswith("the run goes on"):
+            time.sleep(0.05)
+        now = where(capsys, out)
+        assert "nothing has moved for " in now and "process 1 (pipeline rank 1) is stopped, " in now
+        assert "\n  process 0 (pipeline rank 0)  in step " in now
     got, _, err = finish(process)
     assert got == code and said in err
     assert err.count("\n") <= 3 and "Traceback" not in err
@@ -98,6 +109,18 @@ def test_all_end_together(
     while not all(map(gone, pids)):
         assert time.monotonic() < deadline
         time.sleep(0.05)
+    if to == "rank 1":
+        assert where(capsys, out).startswith(err)
+    elif what is signal.SIGKILL:  # nobody was left to tidy up
+        assert where(capsys, out).startswith("nobody is to blame: all 2 processes ended at once, ")
+    elif what is not signal.SIGTERM:
+        assert not (out / "boxes").exists()
+
+
+def where(capsys: pytest.CaptureFixture[str], folder: Path) -> str:
+    """What `schedir where` says of a run."""
+    assert main(["where", str(folder)]) == 0
+    return capsys.readouterr().out
 
 
 # Refusals
@@ -112,6 +135,7 @@ def test_all_end_together(
         ("pipeline.schedule=gpipe", ProgramError),  # it leaves out the second stages
         ("pipeline.dp=1000", UsageError),
         ("data.source=no-such-file.txt", UsageError),
+        (f"data.source={'x' * 5000}", UsageError),
         ("model.vocab=100", UsageError),  # the text has bytes above
         ("model.context=100000", UsageError),
         ("data.microbatch_size=1000000000000", UsageError),  # more than there is memory
@@ -211,7 +235,7 @@ from schedir.errors import UsageError
 mine = schedules.one_f_one_b
 
 
-def refuse(self, step):
+def refuse(self, first, count):
     raise UsageError("no such luck")
 
 

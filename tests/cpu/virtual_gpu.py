@@ -21,7 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from schedir.ir.costs import Costs
 from schedir.ir.index import Index
 from schedir.ir.ops import TRANSFERS
-from schedir.runtime import executor, inprocess, progress, recorder
+from schedir.runtime import inprocess, progress, recorder, running
 from schedir.runtime.rank import Call
 from schedir.transports import mailbox
 from schedir.transports.streams import StreamHub, StreamMailbox
@@ -138,7 +138,7 @@ def install(monkeypatch: pytest.MonkeyPatch) -> VirtualGPU:
     }  # fmt: skip
     for name, patch in patches.items():
         monkeypatch.setattr(torch.cuda, name, patch)
-    monkeypatch.setattr(executor, "stamps_of", recorder.EventStamps)
+    monkeypatch.setattr(running, "stamps_of", recorder.EventStamps)
     monkeypatch.setattr(progress, "event_on", lambda device: Event(gpu))
     monkeypatch.setattr(recorder, "perf_counter", lambda: gpu.host)
 

@@ -57,7 +57,7 @@ def test_batches_come_in_order_and_nobody_waits_for_their_copies() -> None:
             with no_wait():
                 torch.cuda._sleep(LONG // 100)
                 given = ours.take(step)
-            want = source.batch(step)
+            want = source.batch(4 * step, 4)
             assert torch.equal(given.inputs.cpu(), want[0][2:])
             assert torch.equal(given.targets.cpu(), want[1][2:])
 

@@ -33,9 +33,8 @@ _ROWS = ")  # fmt: skip\n\nBY_TEXT"
 EDITS: dict[str, list[tuple[str, str]]] = {
     "offload": [
         (_OPCODES, "    Offload = {next}\n    Reload = {next}\n"),
-        (_LANES, "    D2H = {lane}\n    H2D = {lane}\n"),
+        (_LANES, "    H2D = {lane}\n"),
         (_LANE_ROWS, """\
-    LaneRow(_L.D2H, False, "starts", "copies to the host"),
     LaneRow(_L.H2D, False, "starts", "copies back to the device"),
 """),
         ("rows", """\
@@ -97,15 +96,16 @@ LOOKED_AT: dict[str, list[tuple[str, str]]] = {
 """),
     ],
     "step_stage": [
-        (_OPCODES, "    StepStage = {next}\n    Snapshot = {next}\n"),
+        (_OPCODES, "    StepStage = {next}\n    Copy = {next}\n"),
         (_TOKENS, "    STEPPED = {token}\n"),
         (_TOKEN_ROWS, '    TokenRow(_T.STEPPED, _STAGE, _ALL, "the stepped weights"),\n'),
-        ("=(_T.GRAD, _T.NORM, _T.PARTS),\n        (_T.PARAMETERS, _T.OWN_NORM), (_T.GRAD, _T.NORM)",
-         "(_T.STEPPED, _T.PARTS),\n        (_T.PARAMETERS, _T.OWN_NORM), (_T.STEPPED,)"),
+        ("=(_T.GRAD, _T.NORM, _T.PARTS, _T.COPY),\n"
+         "        (_T.PARAMETERS, _T.OWN_NORM), (_T.GRAD, _T.NORM)",
+         "(_T.STEPPED, _T.PARTS, _T.COPY),\n        (_T.PARAMETERS, _T.OWN_NORM), (_T.STEPPED,)"),
         ("rows", """\
     Row(_O.StepStage, "step_stage", _L.COMPUTE, _STAGE, (_T.GRAD, _T.NORM), (_T.STEPPED,),
         (_T.GRAD, _T.NORM), "Steps a stage.", cost="step_stage"),
-    Row(_O.Snapshot, "snapshot", _L.COMPUTE, _RANK, (_T.PARAMETERS,), (), (),
+    Row(_O.Copy, "copy", _L.COMPUTE, _RANK, (_T.PARAMETERS,), (), (),
         "Copies the weights that an update begins with."),
 """),
     ],

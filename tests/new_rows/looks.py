@@ -198,10 +198,10 @@ def step_stage(folder: str) -> None:
     # Who reads weights after the next are there, keeps them.
     text = flat(schedir.compile(one_f_one_b, Plan(1, 4, updates=2)))
     for before, versions in (("step", 1), ("F 0.2", 2), ("step 1", 2)):
-        read = schedir.parse(text.replace(f"  {before}\n", f"  snapshot\n  {before}\n"))
+        read = schedir.parse(text.replace(f"  {before}\n", f"  copy\n  {before}\n"))
         assert schedir.simulate(read).peak_versions.tolist() == [versions], before
-    early = text.replace("  F 0.1\n", "  snapshot 1\n  F 0.1\n")
-    refused(early, "OrderError", "snapshot 1", "step")
+    early = text.replace("  F 0.1\n", "  copy 1\n  F 0.1\n")
+    refused(early, "OrderError", "copy 1", "step")
 
 
 if __name__ == "__main__":

@@ -11,6 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 from time import monotonic_ns
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -91,6 +92,23 @@ def test_who_is_stuck_is_blamed(schedule: str, stuck: int, where: float, clip: b
 
 
 PROGRAM = compile(schedules.one_f_one_b, Plan(4, 4), model="edge", clip=True)
+
+
+@pytest.mark.parametrize(("since", "slow"), [(0.6, True), (2.9, False)])
+def test_who_has_moved_while_others_waited_is_not_said_to_stand(since: float, slow: bool) -> None:
+    all_of = standstill(PROGRAM, 1, 4)
+    now = monotonic_ns()
+    for process, one in all_of.items():
+        words = bytearray(one.data)
+        for word in (Word.SINCE, Word.ENTERED):
+            ago = since if process == 1 else 3.0
+            words[word * 8 : word * 8 + 8] = (now - int(ago * 1e9)).to_bytes(8, "little")
+        all_of[process] = replace(one, data=bytes(words), now=now)
+    found = Standstill(all_of, Shape(4, 1, 1), PROGRAM)
+    blame = found.blame()
+    assert blame is not None and blame.process == 1 and found.moves(1) is slow
+    assert ("is slow, or has only just come to stand" in blame.fact) is slow
+    assert ("does not go on" in blame.fact) is not slow
 
 
 def test_who_has_died_or_is_stopped_is_blamed_before_who_is_busy() -> None:
@@ -180,6 +198,25 @@ def test_a_box_outlives_its_process(tmp_path: Path) -> None:
 @given(st.binary(max_size=200) | st.binary(min_size=SIZE, max_size=SIZE + 60))
 def test_what_is_no_box_is_none(data: bytes) -> None:
     assert Seen.unpacked(data) is None
+
+
+FULL = """
+import os, resource, signal, sys
+from pathlib import Path
+from schedir.dumps.box import SIZE, Box, Phase
+resource.setrlimit(resource.RLIMIT_FSIZE, (SIZE // 2, SIZE // 2))
+box = Box(Path("boxes/0"))
+box.enter(Phase.STEP, 1)
+box.say("x" * SIZE, 1)
+print(os.listdir("boxes"))
+"""
+
+
+def test_a_disk_that_has_no_room_for_a_box_keeps_no_run_from_going_on(tmp_path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", FULL], cwd=tmp_path, capture_output=True, text=True
+    )
+    assert (done.returncode, done.stdout) == (0, "[]\n"), done.stderr
 
 
 def test_a_box_goes_to_another_machine_and_back(tmp_path: Path) -> None:

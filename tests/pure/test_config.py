@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 import schedir
-from schedir.errors import ConfigError, ParseError, ProgramError
+from schedir.errors import ConfigError, ParseError, ProgramError, UsageError
 from schedir.ir.ops import RECOMPUTE
 from schedir.ir.sizes import Sizes
 from schedir.schedules import built_in
@@ -240,10 +240,10 @@ def test_a_file_that_cannot_be_read_is_refused(tmp_path: Path, content: bytes | 
     path = tmp_path / "run.toml"
     if content:
         path.write_bytes(content)
-    with pytest.raises(ConfigError) as error:
+    with pytest.raises(UsageError) as error:
         read(str(path))
     assert str(path) in str(error.value)
-    with pytest.raises(ConfigError):
+    with pytest.raises(UsageError):
         read(str(tmp_path))
 
 

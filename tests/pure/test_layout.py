@@ -27,10 +27,11 @@ FLOORS = (
     {"compiler"},
     {"predict"},
     {"io", "shortest"},
-    {"viz", "traces", "dumps"},
+    {"viz", "traces", "dumps", "data"},
     {"kernels", "transports"},
     {"runtime"},
     {"parallel", "testing", "foreign", "torch"},
+    {"checkpoints"},
     {"training"},
     {"commands"},
     {"__init__", "__main__"},
@@ -182,6 +183,11 @@ def test_instructions_are_named_by_the_table_passes_and_handlers() -> None:
 
 def test_files_hold_one_idea() -> None:
     assert not [f for f in PYTHON if len(f.read_text().splitlines()) >= 400]
+
+
+def test_nothing_is_left_of_a_merge() -> None:
+    texts = [*PYTHON, *ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")]
+    assert not [f for f in texts if re.search(r"^(<{7}|>{7}) ", f.read_text(), re.M)]
 
 
 def test_kernels_and_viz_are_not_top_level_names() -> None:

@@ -73,11 +73,12 @@ def test_commands_that_pages_name_are_there(capsys: pytest.CaptureFixture[str]) 
         named = re.findall(r"^(?:\$ )?schedir +([a-z]+) (.*)$", shell, flags=re.M)
         named += re.findall(r"`schedir ([a-z]+) ?([^`]*)`", page)
         for command, rest in named:
-            if command not in helps:
-                assert main([command, "--help"]) == 0, (path.name, command)
-                helps[command] = capsys.readouterr().out
+            part = [command, *re.findall(r"^(?:inspect|export)\b", rest)]  # it may have commands
+            if (called := " ".join(part)) not in helps:
+                assert main([*part, "--help"]) == 0, (path.name, called)
+                helps[called] = capsys.readouterr().out
             for option in re.findall(r"(?<!\S)--?[a-z][\w-]*", rest.split("  #")[0]):
-                known = re.search(rf"(?<!\S){option}(?![\w-])", helps[command].replace("[", " "))
+                known = re.search(rf"(?<!\S){option}(?![\w-])", helps[called].replace("[", " "))
                 assert known, (path.name, command, option)
         for language, body in blocks(page):
             if language == "python" and path.name != "api.md":  # whose examples are doctests

@@ -1,0 +1,260 @@
+"""Resume: processes of runs that save are killed, and the same command is run again.
+
+    TORCH_CPP_LOG_LEVEL=FATAL python benchmarks/resume.py [--seed 0] [--kills 100] [--csv kills.csv]
+
+Each run is of pp 2, or of pp 2 x dp 2 with zero 3, and saves each fifth of its steps.  At a moment
+that the seed draws a random process ends by SIGKILL: in set-up (there, while it reads a
+checkpoint), inside of a step, while losses are written, while a checkpoint is (its files, their
+digests), or at a rename, a removal or an fsync.  When all have ended, the same is run again, until
+the run is through; then there comes another one.  Of each kill it is noted how many steps were
+lost, and whether the next start resumed where it should; of each run, whether its losses are those
+of an unbroken one, byte for byte, and what is left.  Processes are forked from one that has
+imported torch, each as torchrun would start it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import os
+import random
+import re
+import shutil
+import signal
+import socket
+import sys
+import tempfile
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from schedir.checkpoints.folder import Folder
+from schedir.training import results, saving, steps, trainer, world
+from schedir.training.train import run
+from schedir.training.watchdog import Watchdog
+
+EVERY, STEPS = 5, 23
+LONGEST = 180.0  # seconds, after which processes hang
+SHAPES = {
+    "pp 2": ["pipeline.ranks=2"],
+    "pp 2 x dp 2, zero 3": ["pipeline.ranks=2", "pipeline.dp=2", "pipeline.zero=3"],
+}
+WHERE = ("set-up", "step", "losses", "save", "file")
+CONFIG = """
+[model]
+layers = 2
+hidden = 16
+heads = 2
+context = 8
+dropout = 0.1
+
+[pipeline]
+microbatches = 2
+
+[data]
+source = "{text}"
+microbatch_size = 2
+
+[train]
+steps = {steps}
+every = {every}
+warmup = 2
+log_every = 1
+timeout = 60
+
+[output]
+record = false
+"""
+
+
+class Kill(NamedTuple):
+    """Which process ends: where it is, how often it has been there, and how long after that."""
+
+    process: int
+    where: str
+    count: int
+    delay: float
+
+
+def drawn(draw: random.Random, processes: int) -> Kill:
+    """The next kill."""
+    where = draw.choice(WHERE)
+    most = {"set-up": 6, "step": 20, "losses": 20, "save": 4, "file": 30}[where]
+    # Process 0 alone writes losses, and renames.
+    process = 0 if where == "losses" else draw.randrange(processes)
+    longest = {"set-up": 0.05, "step": 0.02, "losses": 0.0, "save": 0.06, "file": 0.0}[where]
+    return Kill(process, where, draw.randint(1, most), draw.uniform(0, longest))
+
+
+def arm(kill: Kill) -> None:
+    """Let this process end there."""
+    left = [kill.count]
+
+    def end() -> None:
+        if kill.delay:
+            time.sleep(kill.delay)
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    def wrap(owner: Any, name: str, *, after: bool = False) -> None:
+        inner: Callable[..., Any] = getattr(owner, name)
+
+        def called(*given: Any, **more: Any) -> Any:
+            left[0] -= 1
+            now = left[0] == 0
+            if now and kill.delay:
+                threading.Thread(target=end, daemon=True).start()
+            elif now and not after:
+                end()
+            made = inner(*given, **more)
+            if now and after:
+                end()
+            return made
+
+        setattr(owner, name, called)
+
+    match kill.where:
+        case "set-up":
+            for owner, name in (
+                (world, "met"), (trainer.gpt, "build_stage"), (trainer, "Executor"),
+                (saving, "load"), (results.Losses, "begin"), (Watchdog, "watching"),
+            ):  # fmt: skip
+                wrap(owner, name)
+        case "step":
+            wrap(steps.Steps, "issue")
+        case "losses":
+            wrap(results.Losses, "write", after=bool(kill.count % 2))
+        case "save":
+            for owner, name in (
+                (saving.Saving, "save"), (saving.Saver, "due"), (saving.Saver, "write"),
+            ):  # fmt: skip
+                wrap(owner, name)
+        case "file":
+            for name in ("rename", "replace", "fsync", "unlink", "rmdir", "mkdir"):
+                wrap(os, name, after=bool(kill.count % 2))
+
+
+def start(sets: list[str], folder: Path, processes: int, kill: Kill | None) -> tuple[bool, str]:
+    """Run all processes until they have ended: whether all went well, and what was printed."""
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = str(free.getsockname()[1])
+    said = folder / "said.txt"
+    said.write_text("")
+    children = []
+    for rank in range(processes):
+        child = os.fork()
+        if child:
+            children.append(child)
+            continue
+        try:
+            os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "MASTER_ADDR": "127.0.0.1",
+                           "WORLD_SIZE": str(processes), "LOCAL_WORLD_SIZE": str(processes),
+                           "MASTER_PORT": port}  # fmt: skip
+            to = os.open(said, os.O_WRONLY | os.O_APPEND)
+            os.dup2(to, 1), os.dup2(to, 2)
+            if kill is not None and kill.process == rank:
+                arm(kill)
+            run(str(folder / "run.toml"), sets)
+        except BaseException as error:
+            print(type(error).__name__, error, file=sys.stderr, flush=True)
+        os._exit(1)
+    over, codes = time.monotonic() + LONGEST, []
+    for child in children:
+        while True:
+            ended, status = os.waitpid(child, os.WNOHANG)
+            if ended:
+                codes.append(os.waitstatus_to_exitcode(status))
+                break
+            if time.monotonic() > over:
+                os.kill(child, signal.SIGKILL)
+                raise SystemExit(f"process {child} hangs after {kill}: {said.read_text()}")
+            time.sleep(0.01)
+    return not any(codes), said.read_text()
+
+
+def made(folder: Path) -> int:
+    """The last step whose loss is written."""
+    path = folder / "out" / "loss.csv"
+    rows = path.read_text().splitlines()[1:] if path.exists() else []
+    return int(rows[-1].partition(",")[0]) if rows else 0
+
+
+def saved(folder: Path) -> int:
+    """The newest step that is saved."""
+    return Folder(folder / "saved").newest() or 0
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--kills", type=int, default=100)
+    parser.add_argument("--csv", metavar="FILE")
+    options = parser.parse_args()
+    draw, counts, rows, number = random.Random(options.seed), Counter[str](), [], 0
+    home = Path(tempfile.mkdtemp(prefix="resume-"))
+    (home / "text.txt").write_text("the quick brown fox jumps over the lazy dog " * 40)
+    config = CONFIG.format(text=home / "text.txt", steps=STEPS, every=EVERY)
+    whole: dict[str, bytes] = {}
+    shared = {*os.listdir("/dev/shm")}
+    while counts["kills"] < options.kills:
+        shape = [*SHAPES][number % 2]
+        number += 1
+        folder = home / str(number)
+        folder.mkdir()
+        (folder / "run.toml").write_text(config)
+        processes = 2 if shape == "pp 2" else 4
+        base = [*SHAPES[shape], f'output.folder="{folder / "out"}"']
+        if shape not in whole:
+            good, text = start(base, folder, processes, None)
+            assert good, text
+            whole[shape] = (folder / "out" / "loss.csv").read_bytes()
+            shutil.rmtree(folder / "out")
+        sets = [*base, f'train.checkpoint="{folder / "saved"}"']
+        through, before, had, kill = False, 0, 0, None
+        while not through:
+            more = counts["kills"] < options.kills
+            last, kill = kill, drawn(draw, processes) if more else None
+            through, text = start(sets, folder, processes, kill)
+            found = re.search(r"^resumed at step (\d+) ", text, re.M)
+            # One that was killed before it said so tells nothing.
+            if found or " step " in text:
+                at = int(found[1]) if found else 0
+                if at != before or had - at > 2 * EVERY:  # due, while one is written
+                    raise SystemExit(f"after {last} resumed at {at}, not {before}: {text}")
+            if through:
+                break
+            before, had = saved(folder), made(folder)
+            assert kill is not None, text
+            counts["kills"] += 1
+            counts[kill.where] += 1
+            lost = had - before
+            counts["lost"] = max(counts["lost"], lost)
+            rows.append((shape, *kill, before, had, lost))
+            print(f"{counts['kills']:>3} {shape}: {kill}, saved {before}, made {had}", flush=True)
+        counts["runs"] += 1
+        same = (folder / "out" / "loss.csv").read_bytes() == whole[shape]
+        counts["same losses"] += same
+        left = {p.name for p in (folder / "out").iterdir()} - {
+            "loss.csv",
+            "run.json",
+            "summary.json",
+        }
+        left |= {p.name for p in (folder / "saved").iterdir()} - {
+            ".checkpoints.lock", "run.json", "step-00000020", f"step-{STEPS:08}"}  # fmt: skip
+        left |= {name for name in {*os.listdir("/dev/shm")} - shared if "schedir" in name}
+        counts["left something"] += bool(left)
+        if left or not same:
+            print(f"run {number}: same losses {same}, left {left}", flush=True)
+    shutil.rmtree(home)
+    if options.csv:
+        with open(options.csv, "w", newline="") as file:
+            csv.writer(file).writerows([("shape", *Kill._fields, "saved", "made", "lost"), *rows])
+    print(", ".join(f"{name} {count}" for name, count in counts.items()))
+    if counts["same losses"] < counts["runs"] or counts["left something"]:
+        raise SystemExit(1)
+
+
+if __name__ == "__main__":
+    main()

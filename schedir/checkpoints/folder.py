@@ -1,0 +1,398 @@
+"""Folder: the checkpoints of a run, a folder per step, each whole or not there.
+
+    step-00000120        whole: renamed to this when all was written, and the manifest last
+    step-00000130.tmp    being written; of a run that ended meanwhile, if nobody has the lock
+    step-00000120.old    what stands aside while another of its step takes its name
+    step-00000110.gone   being removed
+
+So a process may end, or a machine, between any two calls of the system: what is there is whole, or
+has another name, and the next that writes tidies up.  Names that are not of these forms are never
+touched.  Needs no torch.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import re
+import shutil
+import sys
+import time
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import replace
+from pathlib import Path
+from typing import BinaryIO, Final
+
+from schedir.checkpoints.manifest import File as File
+from schedir.checkpoints.manifest import Kind as Kind
+from schedir.checkpoints.manifest import Manifest as Manifest
+from schedir.checkpoints.manifest import NotWholeError as NotWholeError
+from schedir.checkpoints.manifest import Stored as Stored
+from schedir.checkpoints.manifest_lines import MANIFEST as MANIFEST
+from schedir.checkpoints.manifest_lines import read as read_manifest
+from schedir.checkpoints.manifest_lines import written
+from schedir.checkpoints.verify import Found, Progress, first_whole, require_file, verify
+from schedir.errors import CheckpointError, UsageError
+from schedir.io.files import path_of
+from schedir.io.locks import InUse, Lock
+
+LOCK: Final = ".checkpoints.lock"
+_STEP: Final = "step-"
+_UNFINISHED: Final = ".tmp"
+_ASIDE: Final = ".old"
+_GOING: Final = ".gone"
+_NAME = re.compile(rf"{_STEP}(\d{{8,16}})({_UNFINISHED}|{_ASIDE}|{_GOING}|)")
+_DAMAGED = (errno.ENOENT, errno.ENOTDIR, errno.EIO, errno.ELOOP)  # of what should be there
+
+_locks: dict[str, Lock] = {}  # of this process, by folder: they go when it ends
+
+
+class Folder:
+    """The folder of a run's checkpoints, which need not be there yet."""
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        """Raises UsageError for what names no folder."""
+        self.given = str(path_of(path))
+        try:
+            # It stays the same folder when the process goes to another.
+            self.path = Path(os.path.abspath(Path(path).expanduser()))
+        except RuntimeError as error:
+            raise UsageError(f"{self.given} names no folder: {error}") from None
+
+    # ------------------------------------------------------------ what is there
+
+    def steps(self) -> list[int]:
+        """The steps of which there are checkpoints, whole or not, the newest last.
+
+        Raises CheckpointError if the folder cannot be read.
+        """
+        return sorted({step for step, what in self._names() if what in ("", _ASIDE)})
+
+    def of(self, step: int) -> Path:
+        """Where the checkpoint of a step is, or would be."""
+        path, aside = self._named(step), self._named(step, _ASIDE)
+        return aside if not path.exists() and aside.exists() else path
+
+    def unfinished(self, step: int) -> Path:
+        """Where it is written."""
+        return self._named(step, _UNFINISHED)
+
+    def read(self, step: int, *, tensors: bool = True) -> Manifest:
+        """The manifest of a step's checkpoint; without `tensors` quickly, with neither these nor
+        boxes.
+
+        Its own digest, its form, and that boxes make up tensors are verified; files are not.
+        Raises NotWholeError, and CheckpointError for one that cannot be read, or is of a format
+        that is not known.
+        """
+        path = self.of(step)
+        try:
+            with _reads(path / MANIFEST, step), require_file(path / MANIFEST) as file:
+                manifest = read_manifest(file, path.name, tensors=tensors)
+        except CheckpointError as error:
+            error.step, error.file = step, MANIFEST
+            raise
+        if manifest.step != step:
+            raise NotWholeError(
+                f"{path.name} is not whole: its manifest is of step {manifest.step}",
+                step=step,
+                file=MANIFEST,
+            )
+        return manifest
+
+    def check_file(self, manifest: Manifest, name: str, progress: Progress | None = None) -> None:
+        """Read a file of a checkpoint, and compare it with what the manifest says.
+
+        Raises NotWholeError if it is another, and CheckpointError if it cannot be read.
+        """
+        self.check_files(manifest, [name], progress)
+
+    def check_files(
+        self,
+        manifest: Manifest,
+        names: list[str] | None = None,
+        progress: Progress | None = None,
+    ) -> None:
+        """The same of several files, or of all, side by side; `progress(done, all)` is told bytes.
+
+        The sizes of all are compared before any is read.
+        """
+        path = self.of(manifest.step)
+        own = manifest.files if names is None else {name: manifest.files[name] for name in names}
+        self.check_sizes(manifest, own)
+
+        def opened(name: str) -> BinaryIO:
+            with _reads(path / name, manifest.step):
+                return require_file(path / name)
+
+        for name, digest in verify(own, opened, progress):
+            if digest != own[name].sha256:
+                raise NotWholeError(
+                    f"{path.name} is not whole: {name} is not as it was written",
+                    step=manifest.step,
+                    file=name,
+                )
+
+    def check_sizes(self, manifest: Manifest, names: Iterable[str] | None = None) -> None:
+        """Compare the sizes of files, of all unless some are named; raises what `check_file` does.
+
+        A file that has been changed may have its size: see `check_files`.
+        """
+        for name in manifest.files if names is None else names:
+            self._require_size(self.of(manifest.step), manifest.step, name, manifest.files[name])
+
+    def verify(self, step: int, progress: Progress | None = None) -> Manifest:
+        """The manifest of a step's checkpoint, all of whose files are as it says.
+
+        Raises what `read` and `check_files` do.
+        """
+        _require_step(step)
+        manifest = self.read(step)
+        self.check_files(manifest, progress=progress)
+        return manifest
+
+    def find(
+        self,
+        own: Callable[[Manifest], list[str]] | None = None,
+        agree: Callable[[str], list[str]] | None = None,
+        progress: Progress | None = None,
+    ) -> Found:
+        """The newest whole checkpoint, verified, and why each newer one was passed over.
+
+        Where several processes go on from it, all call this: each verifies the files that
+        `own(manifest)` names, those that it will read, or its `manifest.share`; and `agree(text)`
+        gives what each process says, by rank.  So all come to the same checkpoint.
+
+        Raises CheckpointError, in all of them, for what cannot be read though it may be whole, as
+        of a newer format or with no permission: to go on from an older one would be wrong.
+        """
+        return first_whole(self, own, agree, progress)
+
+    def newest(self) -> int | None:
+        """The newest step whose checkpoint is whole, if there is any; raises what `find` does."""
+        found = self.find().manifest
+        return None if found is None else found.step
+
+    # ------------------------------------------------------------ writing
+
+    def claim(self) -> None:
+        """Let no other process write here while this one lives; the folder is made if need be.
+
+        `begin` does this, too.  Raises CheckpointError if another has it, or if it cannot be made.
+        """
+        with self._writes("write to"):
+            self.path.mkdir(parents=True, exist_ok=True)
+            for key, lock in [*_locks.items()]:
+                if not lock.held:  # its folder has been removed
+                    _locks.pop(key).leave()
+            key = os.path.realpath(self.path)
+            if key in _locks:
+                return
+            lock = Lock(self.path / LOCK)
+            try:
+                why = lock.take()
+            except InUse as other:
+                raise CheckpointError(
+                    f"{self.given} is in use by another run"
+                    f"{f', {other.owner}' if other.owner else ''}: it saves checkpoints there",
+                    hint="each run has a folder of its own",
+                ) from None
+            if why:
+                _tell(f"{self.given} has no locks ({why}): nothing keeps another run out of it")
+            _locks[key] = lock
+
+    def release(self) -> None:
+        """Let other processes write here."""
+        if lock := _locks.pop(os.path.realpath(self.path), None):
+            lock.leave()
+
+    def begin(self, step: int) -> Path:
+        """Make the folder in which all processes write; of one process, which gets the lock.
+
+        What runs that ended have left unfinished is removed.  Raises CheckpointError.
+        """
+        _require_step(step)
+        self.claim()
+        with self._writes(f"save step {step} to", step):
+            self._tidy()
+            if (path := self._named(step)).exists() and not (path / MANIFEST).is_file():
+                raise CheckpointError(
+                    f"cannot save step {step}: {path.name} of {self.given} is no checkpoint",
+                    step=step,
+                    hint="move it away",
+                )
+            self.unfinished(step).mkdir()
+        return self.unfinished(step)
+
+    def abandon(self, step: int) -> None:
+        """Remove what was written of a checkpoint that will not be finished."""
+        self._remove(self.unfinished(step))
+
+    def finish(self, manifest: Manifest, keep: int | None = None) -> Path:
+        """Let what has been written be the checkpoint of its step; of one process, when all have
+        written.
+
+        All is on the disk before it has its name.  Of whole checkpoints up to this step the newest
+        `keep` are kept, and older ones removed.  Raises CheckpointError if it is not all there, or
+        cannot be written, as on a full disk: nothing is left of it then, and nothing else removed.
+        """
+        step = manifest.step
+        if keep is not None and (type(keep) is not int or keep < 1):
+            raise UsageError(f"keep is {keep!r:.60}; it must be 1 or more", fields=["keep"])
+        path, to = self.unfinished(step), self._named(step)
+        try:
+            with self._writes(f"save step {step} to", step):
+                for name, file in manifest.files.items():
+                    try:
+                        self._require_size(path, step, name, file)
+                    except NotWholeError as error:
+                        raise CheckpointError(error.fact, step=step, file=name) from None
+                    _sync(path / name)
+                with (path / MANIFEST).open("xb") as made:
+                    for line in written(replace(manifest, when=int(time.time()))):
+                        made.write(line)
+                _sync(path / MANIFEST)
+                _sync(path)
+                self._exchange(path, to, self._named(step, _ASIDE))
+        except BaseException:
+            self.abandon(step)
+            raise
+        if keep is not None:
+            self._retain(step, keep)
+        return to
+
+    def _exchange(self, path: Path, to: Path, aside: Path) -> None:
+        """Give a folder its name; what has it stands aside: one of the two is always there."""
+        if replaces := to.exists():
+            to.rename(aside)
+        try:
+            path.rename(to)
+        except OSError:
+            if replaces:
+                with suppress(OSError):
+                    aside.rename(to)
+            raise
+        _sync(self.path)
+        if replaces:
+            self._remove(aside)
+
+    def _tidy(self) -> None:
+        """Remove what runs that ended have left; only who has the lock may do this."""
+        for step, what in self._names():
+            path = self._named(step, what)
+            if what == _ASIDE and not self._named(step).exists():
+                path.rename(self._named(step))  # the other never took its name
+            elif what:
+                self._remove(path)
+
+    def _retain(self, step: int, keep: int) -> None:
+        """Remove what is older than the newest so many whole checkpoints up to a step."""
+        whole = 0
+        for one in reversed([s for s in self.steps() if s <= step]):
+            if whole >= keep:
+                self._remove(self.of(one))
+            else:
+                whole += one == step or self._seems_whole(one)
+
+    def _seems_whole(self, step: int) -> bool:
+        """Whether a checkpoint has all its files, as far as their sizes tell."""
+        try:
+            self.check_sizes(self.read(step, tensors=False))
+        except CheckpointError:
+            return False
+        return True
+
+    def _remove(self, path: Path) -> None:
+        """Remove a folder, which has another name before the first of its files goes.
+
+        What cannot be removed stays, and is told: a checkpoint that is whole must not fail for it.
+        """
+        going = path.with_name(path.name.partition(".")[0] + _GOING)
+        try:
+            if path != going:
+                if going.exists():
+                    shutil.rmtree(going)
+                path.rename(going)
+            shutil.rmtree(going)
+        except FileNotFoundError:
+            pass
+        except OSError as error:
+            _tell(f"cannot remove {path.name} of {self.given}: {error.strerror}")
+
+    # ------------------------------------------------------------ names
+
+    def _named(self, step: int, what: str = "") -> Path:
+        return self.path / f"{_STEP}{step:08}{what}"
+
+    def _names(self) -> Iterator[tuple[int, str]]:
+        """The steps that the folder has by name, and what follows that."""
+        try:
+            found = [_NAME.fullmatch(entry.name) for entry in os.scandir(self.path)]
+        except FileNotFoundError:
+            return
+        except OSError as error:
+            raise CheckpointError(f"cannot read {self.given}: {error.strerror}") from None
+        for match in found:
+            if match and match[1] == f"{int(match[1]):08}":
+                yield int(match[1]), match[2]
+
+    def _require_size(self, path: Path, step: int, name: str, file: File) -> None:
+        """Refuse a file that is not there, or has another size."""
+        with _reads(path / name, step), require_file(path / name) as found:
+            size = os.fstat(found.fileno()).st_size
+        if size != file.size:
+            raise NotWholeError(
+                f"{path.name} is not whole: {name} has {size:,} bytes, not {file.size:,}",
+                step=step,
+                file=name,
+            )
+
+    @contextmanager
+    def _writes(self, doing: str, step: int | None = None) -> Iterator[None]:
+        """What fails in this is a CheckpointError in one sentence."""
+        try:
+            yield
+        except OSError as error:
+            raise CheckpointError(
+                f"cannot {doing} {self.given}: {error.strerror or error}", step=step
+            ) from None
+
+
+@contextmanager
+def _reads(path: Path, step: int) -> Iterator[None]:
+    """What fails in this is a CheckpointError; NotWholeError where something is missing."""
+    name = path.parent.name
+    try:
+        yield
+    except OSError as error:
+        if error.errno in _DAMAGED:
+            why = (
+                "is not there"
+                if error.errno == errno.ENOENT
+                else f"cannot be read: {error.strerror}"
+            )
+            raise NotWholeError(
+                f"{name} is not whole: {path.name} {why}", step=step, file=path.name
+            ) from None
+        raise CheckpointError(
+            f"cannot read {path.name} of {name}: {error.strerror}", step=step, file=path.name
+        ) from None
+
+
+def _require_step(step: int) -> None:
+    if isinstance(step, bool) or not isinstance(step, int) or not 0 <= step < 10**16:
+        raise UsageError(f"a step is a whole number from 0, not {step!r:.60}", fields=["step"])
+
+
+def _sync(path: Path) -> None:
+    """Have a file, or the names in a folder, on the disk."""
+    file = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        os.fsync(file)
+    finally:
+        os.close(file)
+
+
+def _tell(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)

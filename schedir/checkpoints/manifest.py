@@ -1,0 +1,91 @@
+"""Manifest: what a checkpoint has.  Needs no torch.
+
+Its files with their digests, its tensors, and in which file each box of them lies.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from math import prod
+from typing import Any, Final, NamedTuple
+
+from schedir.errors import CheckpointError
+
+BYTES: Final = {
+    **dict.fromkeys(("float64", "int64", "uint64", "complex64"), 8),
+    **dict.fromkeys(("float32", "int32", "uint32"), 4),
+    **dict.fromkeys(("float16", "bfloat16", "int16", "uint16"), 2),
+    **dict.fromkeys(("int8", "uint8", "bool", "float8_e4m3fn", "float8_e5m2"), 1),
+    "complex128": 16,
+}  # of a number, by the names that torch has for types
+
+
+class NotWholeError(CheckpointError):
+    """A checkpoint of which something is missing, or is not as it was written."""
+
+
+class File(NamedTuple):
+    """A file of a checkpoint: its bytes, and their sha256 in hexadecimal digits."""
+
+    size: int
+    sha256: str
+
+
+class Stored(NamedTuple):
+    """A box of a tensor as it is stored: which, where in it, in which file, and its bytes there."""
+
+    tensor: str
+    offset: tuple[int, ...]
+    size: tuple[int, ...]
+    file: str
+    begin: int
+    length: int
+
+
+class Kind(NamedTuple):
+    """What a tensor is: its whole shape, and its type as in "float32"."""
+
+    shape: tuple[int, ...]
+    dtype: str
+
+    @property
+    def bytes(self) -> int:
+        """How many it takes."""
+        return prod(self.shape) * BYTES[self.dtype]
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """What a checkpoint has.
+
+    `step` is how many steps have been made; `facts` are what was run, for people to read, and
+    `state` what goes on from: the number of the next step, the scale of a loss, and what the caller
+    gave.  Both are JSON: a tuple becomes a list.  `when` it was finished is in seconds since 1970,
+    and `digest` is that of its lines; what has not been written has neither.
+    """
+
+    step: int
+    files: Mapping[str, File]
+    tensors: Mapping[str, Kind]
+    boxes: tuple[Stored, ...]
+    facts: Mapping[str, Any] = field(default_factory=dict)
+    state: Mapping[str, Any] = field(default_factory=dict)
+    when: int = field(default=0, compare=False)
+    digest: str = field(default="", compare=False)
+
+    @property
+    def bytes(self) -> int:
+        """Those of all files."""
+        return sum(file.size for file in self.files.values())
+
+    def share(self, process: int, processes: int) -> list[str]:
+        """The files that one of several processes verifies, so that each has as many bytes."""
+        load = [0] * processes
+        own = []
+        for name, file in sorted(self.files.items(), key=lambda item: (-item[1].size, item[0])):
+            least = load.index(min(load))
+            load[least] += file.size + 1
+            if least == process:
+                own.append(name)
+        return own

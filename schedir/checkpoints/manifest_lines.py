@@ -1,0 +1,340 @@
+"""Manifest lines: a manifest as lines of JSON, which are believed only when they are sound.
+
+    {"schedir_checkpoint": 1, "step": 120, "when": 1763847000, "facts": {...}, "state": {...}}
+    {"file": "__0_0.distcp", "size": 4096, "sha256": "..."}
+    {"tensor": "weights/norm.bias", "dtype": "float32", "shape": [8], "boxes": [...]}
+    {"sha256": "..."}
+
+The first line says what was run; then comes a line for each file, and one for each tensor with its
+boxes: [number of the file, where it begins there, its bytes there, offset, size].  The last line is
+the digest of all before it: that the file was cut off, or changed by an accident, shows.  It is no
+signature: whoever can write the folder can write another digest.  Needs no torch.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from math import isfinite, prod
+from typing import Any, BinaryIO, Final
+
+from schedir.checkpoints.manifest import BYTES, File, Kind, Manifest, NotWholeError, Stored
+from schedir.errors import CheckpointError, in_bytes, said
+
+FORMAT: Final = 1
+MANIFEST: Final = "manifest.jsonl"
+MOST_BYTES: Final = 2**28  # of a manifest
+MOST_OF_A_LINE: Final = 2**22
+MOST_CORNERS: Final = 2**20  # of the boxes of a tensor: each has 2^n in n dimensions
+MOST_DIMENSIONS: Final = 8
+_DEEPEST = 50  # lists in lists
+_MOST_NUMBERS = 2**53  # of a tensor
+_LONGEST = 1000  # characters of a tensor's name
+_SEAL = b'{"sha256": "%s"}\n'
+_HEX = re.compile(r"[0-9a-f]{64}")
+
+
+def written(manifest: Manifest) -> Iterator[bytes]:
+    """The lines of a manifest.
+
+    Raises CheckpointError for one that `read` would refuse, as where a tensor lacks boxes because
+    a process did not tell of them.
+    """
+    reader, digest = _Reader(), hashlib.sha256()
+    try:
+        for value in _values(manifest):
+            _require_plain(value)
+            line = json.dumps(value, separators=(",", ":"), allow_nan=False).encode() + b"\n"
+            reader.take(line)
+            digest.update(line)
+            yield line
+    except _Unsound as why:
+        raise CheckpointError(
+            f"what is to be saved of step {manifest.step} is not sound: {why}", step=manifest.step
+        ) from None
+    yield _SEAL % digest.hexdigest().encode()
+
+
+def _values(manifest: Manifest) -> Iterator[dict[str, Any]]:
+    """What each line says."""
+    number = {name: k for k, name in enumerate(manifest.files)}
+    of: dict[str, list[list[Any]]] = {name: [] for name in manifest.tensors}
+    for box in manifest.boxes:
+        if box.tensor not in of:
+            raise _Unsound(f"there is a box of {said(box.tensor)}, and no such tensor")
+        if box.file not in number:
+            raise _Unsound(f"a box of {said(box.tensor)} is in {said(box.file)}, which is no file")
+        of[box.tensor].append([number[box.file], box.begin, box.length, box.offset, box.size])
+    yield {
+        "schedir_checkpoint": FORMAT, "step": manifest.step, "when": manifest.when,
+        "facts": manifest.facts, "state": manifest.state,
+    }  # fmt: skip
+    for name, file in manifest.files.items():
+        yield {"file": name, "size": file.size, "sha256": file.sha256}
+    for name, kind in manifest.tensors.items():
+        yield {"tensor": name, "dtype": kind.dtype, "shape": kind.shape, "boxes": of[name]}
+
+
+def read(file: BinaryIO, what: str, *, tensors: bool = True) -> Manifest:
+    """The manifest that an open file has; `what` is the name of the checkpoint, for errors.
+
+    Without `tensors` it has its facts and files only, which is quick.  Memory is taken for a line
+    at a time, and for what has been found sound.  Raises NotWholeError, and CheckpointError for one
+    of another format.
+    """
+    try:
+        size = os.fstat(file.fileno()).st_size - len(_SEAL % b"") - 64
+        if size < 0:
+            raise _Unsound("it is cut off")
+        if size > MOST_BYTES:
+            raise _Unsound(f"it has more than {in_bytes(MOST_BYTES)}")
+        digest = hashlib.sha256()
+        for part in _parts(file, size):
+            digest.update(part)
+        seal = digest.hexdigest()
+        if file.read() != _SEAL % seal.encode():
+            raise _Unsound(
+                "it is not as it was written: its last line is not the digest of the rest"
+            )
+        reader = _Reader()
+        file.seek(0)
+        while size:
+            line = file.readline(min(size, MOST_OF_A_LINE + 1))
+            size -= len(line)
+            if line.startswith(b'{"tensor"') and not tensors:
+                break
+            reader.take(line)
+        return reader.manifest(seal)
+    except _Unsound as why:
+        raise NotWholeError(f"{what} is not whole: its manifest: {why}") from None
+    except _OtherFormat as other:
+        raise CheckpointError(
+            f"{what} is of format {other}, and this schedir reads format {FORMAT}"
+        ) from None
+
+
+def _parts(file: BinaryIO, size: int) -> Iterator[bytes]:
+    while size and (part := file.read(min(size, 2**20))):
+        size -= len(part)
+        yield part
+
+
+class _Unsound(Exception):
+    """Why a manifest is not believed."""
+
+
+class _OtherFormat(Exception):
+    """The number of a format that is not known here."""
+
+
+class _Reader:
+    """Takes one line after the other."""
+
+    def __init__(self) -> None:
+        self.line = 0
+        self.head: dict[str, Any] = {}
+        self.files: dict[str, File] = {}
+        self.sizes: list[tuple[str, int]] = []
+        self.tensors: dict[str, Kind] = {}
+        self.boxes: list[Stored] = []
+
+    def manifest(self, digest: str) -> Manifest:
+        """What has been taken."""
+        if not self.head:
+            raise _Unsound("it is empty")
+        head = self.head
+        return Manifest(
+            head["step"], self.files, self.tensors, tuple(self.boxes), head["facts"], head["state"],
+            head["when"], digest,
+        )  # fmt: skip
+
+    def take(self, line: bytes) -> None:
+        """Believe a line.  Raises _Unsound and _OtherFormat."""
+        self.line += 1
+        try:
+            self._take(_object(line))
+        except _Unsound as why:
+            raise _Unsound(f"line {self.line}: {why}") from None
+
+    def _take(self, value: dict[str, Any]) -> None:
+        if not self.head:
+            self._head(value)
+        elif "file" in value:
+            self._file(value)
+        else:
+            self._tensor(value)
+
+    def _head(self, value: dict[str, Any]) -> None:
+        form = value.get("schedir_checkpoint")
+        if type(form) is not int or form < 1:
+            raise _Unsound("it begins as no manifest of a checkpoint does")
+        if form != FORMAT:
+            raise _OtherFormat(said(form))
+        _require_keys(value, "schedir_checkpoint", "step", "when", "facts", "state")
+        for key in ("step", "when"):
+            _require_whole(value[key], key)
+        for key in ("facts", "state"):
+            if type(value[key]) is not dict:
+                raise _Unsound(f"{key} are an object, not {said(value[key])}")
+            _require_plain(value[key])
+        self.head = value
+
+    def _file(self, value: dict[str, Any]) -> None:
+        _require_keys(value, "file", "size", "sha256")
+        name, size, sha256 = value["file"], value["size"], value["sha256"]
+        if not is_file_name(name):
+            raise _Unsound(f"no file of a checkpoint is named {said(name)}")
+        if name in self.files:
+            raise _Unsound(f"the file {said(name)} comes twice")
+        if self.tensors:
+            raise _Unsound("files come before tensors")
+        _require_whole(size, "size")
+        if type(sha256) is not str or not _HEX.fullmatch(sha256):
+            raise _Unsound(f"{said(sha256)} is no sha256")
+        self.files[name] = File(size, sha256)
+        self.sizes.append((name, size))
+
+    def _tensor(self, value: dict[str, Any]) -> None:
+        _require_keys(value, "tensor", "dtype", "shape", "boxes")
+        name, dtype, shape, boxes = value["tensor"], value["dtype"], value["shape"], value["boxes"]
+        if type(name) is not str or not 0 < len(name) <= _LONGEST or not name.isprintable():
+            raise _Unsound(f"no tensor is named {said(name)}")
+        if name in self.tensors:
+            raise _Unsound(f"the tensor {said(name)} comes twice")
+        if type(dtype) is not str or dtype not in BYTES:
+            raise _Unsound(f"no numbers of a tensor are {said(dtype)}")
+        if type(shape) is not list or len(shape) > MOST_DIMENSIONS:
+            raise _Unsound(f"a shape is a list of at most {MOST_DIMENSIONS} numbers")
+        for length in shape:
+            _require_whole(length, "a length")
+        if prod(shape) > _MOST_NUMBERS:
+            raise _Unsound(f"{said(name)} has more than {_MOST_NUMBERS} numbers")
+        if type(boxes) is not list or len(boxes) << len(shape) > MOST_CORNERS:
+            raise _Unsound(f"boxes are a list of at most {MOST_CORNERS >> len(shape)}")
+        kind = Kind(tuple(shape), dtype)
+        own = [self._box(name, kind, box) for box in boxes]
+        if not _cover(kind.shape, own):
+            have, whole = sum(prod(box.size) for box in own), prod(shape)
+            why = f"have {have} of its {whole} numbers" if have != whole else "overlap"
+            raise _Unsound(f"the boxes of {said(name)} {why}")
+        self.tensors[name] = kind
+        self.boxes += own
+
+    def _box(self, name: str, kind: Kind, value: Any) -> Stored:
+        if type(value) is not list or len(value) != 5:
+            raise _Unsound(f"a box is [file, begin, length, offset, size], not {said(value)}")
+        file, begin, length, offset, size = value
+        dimensions = len(kind.shape)
+        if type(file) is not int or not 0 <= file < len(self.sizes):
+            raise _Unsound(f"a box of {said(name)} is in file {said(file)}: there is none")
+        _require_whole(begin, "begin")
+        _require_whole(length, "length")
+        for corner in (offset, size):
+            if type(corner) is not list or len(corner) != dimensions:
+                raise _Unsound(f"a box of {said(name)} has not its {dimensions} dimensions")
+        for at, long, whole in zip(offset, size, kind.shape, strict=True):
+            _require_whole(at, "offset")
+            _require_whole(long, "size")
+            if not long or at + long > whole:
+                raise _Unsound(f"a box of {said(name)} goes from {at} to {at + long} of {whole}")
+        within, most = self.sizes[file]
+        if begin + length > most or length < prod(size) * BYTES[kind.dtype]:
+            raise _Unsound(
+                f"a box of {said(name)} cannot be bytes {begin} to {begin + length} of {within}"
+            )
+        return Stored(name, tuple(offset), tuple(size), within, begin, length)
+
+
+def _cover(shape: tuple[int, ...], boxes: Sequence[Stored]) -> bool:
+    """Whether boxes, which lie within a tensor, have each of its numbers once.
+
+    They do if their indicators add up to that of the whole, and so do the mixed differences of
+    these: 1 or -1 at the corners of a box, and 0 elsewhere.
+    """
+    if len(boxes) == 1:
+        return boxes[0].size == shape
+    sums: dict[int, int] = {}
+    whole = [] if 0 in shape else [((0,) * len(shape), shape, -1)]
+    for offset, size, sign in (*((box.offset, box.size, 1) for box in boxes), *whole):
+        corners = [(0, sign)]
+        for at, long, length in zip(offset, size, shape, strict=True):
+            corners = [
+                (corner * (length + 1) + at + far * long, -one if far else one)
+                for corner, one in corners
+                for far in (0, 1)
+            ]
+        for corner, one in corners:
+            sums[corner] = sums.get(corner, 0) + one
+    return not any(sums.values())
+
+
+def is_file_name(name: object) -> bool:
+    """Whether a checkpoint may have a file of this name: no path, and none that hides another."""
+    return (
+        isinstance(name, str)
+        and name.isprintable()
+        and name not in ("", ".", "..", MANIFEST)
+        and "/" not in name
+        and "\\" not in name
+        and len(name.encode()) <= 255
+    )
+
+
+def _object(line: bytes) -> dict[str, Any]:
+    """What a line says.  Python's own reader takes NaN, and keys that come twice."""
+    if len(line) > MOST_OF_A_LINE or not line.endswith(b"\n"):
+        raise _Unsound(f"it has more than {in_bytes(MOST_OF_A_LINE)}, or no end")
+    try:
+        value = _JSON.decode(line.decode("utf-8", "strict"))
+    except UnicodeDecodeError:
+        raise _Unsound("it is no UTF-8") from None
+    except (ValueError, RecursionError):
+        raise _Unsound("it is no JSON") from None
+    if type(value) is not dict:
+        raise _Unsound("it is no object")
+    return value
+
+
+def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        raise _Unsound("a key comes twice")
+    return found
+
+
+def _refuse(word: str) -> float:
+    raise _Unsound(f"{word} is no number of JSON")
+
+
+_JSON = json.JSONDecoder(object_pairs_hook=_once, parse_constant=_refuse)
+
+
+def _require_keys(value: Mapping[str, Any], *keys: str) -> None:
+    if {*value} != {*keys}:
+        raise _Unsound(f"it says {', '.join(map(said, [*value][:9]))}, and not {', '.join(keys)}")
+
+
+def _require_whole(value: object, what: str) -> None:
+    if type(value) is not int or not 0 <= value <= _MOST_NUMBERS:
+        raise _Unsound(f"{what} is a whole number, not {said(value)}")
+
+
+def _require_plain(value: object, depth: int = 0) -> None:
+    """Refuse what JSON would not give back, but tuples, which become lists."""
+    if depth > _DEEPEST:
+        raise _Unsound(f"it is nested more than {_DEEPEST} times")
+    if isinstance(value, float) and not isfinite(value):
+        raise _Unsound(f"{value} is no number of JSON")
+    if isinstance(value, Mapping):
+        if other := [key for key in value if type(key) is not str]:
+            raise _Unsound(f"keys are text, not {said(other[0])}")
+        value = value.values()
+    elif not isinstance(value, list | tuple):
+        if not isinstance(value, str | int | float | None):
+            raise _Unsound(f"{said(value)} is nothing that JSON has")
+        return
+    for one in value:
+        _require_plain(one, depth + 1)

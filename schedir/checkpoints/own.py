@@ -1,0 +1,310 @@
+"""Own: what a process has of a model's state: tensors by their names in the whole model, and the
+boxes of each that are in its memory.
+
+Nothing is copied or gathered here.  Replicas (dp) have the same, in parts (ZeRO) or whole; each
+writes its own part of every bucket.  What each tensor-parallel rank has whole the first one writes,
+of several holders of a stage the first, and of a weight that is tied the first stage.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from schedir.checkpoints.boxes import boxes
+from schedir.checkpoints.folder import Kind
+from schedir.errors import CheckpointError
+from schedir.runtime.executor import Executor
+from schedir.runtime.gradients import is_sharded
+from schedir.runtime.precision import MainOptimizer, all_within, innermost
+from schedir.runtime.rank import State
+
+Names = Callable[[int, str], str]  # of a stage and a name there, the name in the whole model
+# The shape of what a tensor-parallel rank has, and which of its numbers are own, from and to.
+Range = tuple[tuple[int, ...], int, int]
+
+
+class Piece(NamedTuple):
+    """A box of a tensor, and the memory in which its numbers are, of its size."""
+
+    offset: tuple[int, ...]
+    size: tuple[int, ...]
+    memory: Tensor
+
+
+@dataclass(frozen=True)
+class Cut:
+    """What part of a tensor a process has: a slice of it, and of the numbers of the slice those
+    from `low` to `high` are its own.
+
+    The slice is of `shape`, and begins at `start` along the dimension `dim` of the tensor, which is
+    of the shape `whole`; where it reaches beyond that, its numbers are padding.  Memory has the own
+    numbers only, 1-dim, where they are `apart`, and else the slice.
+    """
+
+    shape: tuple[int, ...]
+    whole: tuple[int, ...]
+    low: int
+    high: int
+    dim: int = 0
+    start: int = 0
+    apart: bool = False
+
+    def own(self, memory: Tensor) -> list[Piece]:
+        """The boxes of own numbers."""
+        return [*self._pieces(memory, self.low, self.high)]
+
+    def all(self, memory: Tensor) -> list[Piece]:
+        """The boxes of all numbers that memory has."""
+        numel = torch.Size(self.shape).numel()
+        return self.own(memory) if self.apart else [*self._pieces(memory, 0, numel)]
+
+    def _pieces(self, memory: Tensor, low: int, high: int) -> Iterator[Piece]:
+        memory = memory.detach()
+        for box in boxes(self.shape, low, high):
+            if self.apart:
+                view = memory[box.at : box.at + box.numel].view(box.size)
+            else:
+                view = memory[tuple(slice(o, o + n) for o, n in zip(*box[:2], strict=True))]
+            offset, size = [*box.offset], [*box.size]
+            if size:
+                offset[self.dim] += self.start
+                size[self.dim] = min(size[self.dim], self.whole[self.dim] - offset[self.dim])
+                if size[self.dim] <= 0:
+                    continue
+                view = view.narrow(self.dim, 0, size[self.dim])
+            yield Piece(tuple(offset), tuple(size), view)
+
+    @property
+    def is_padded(self) -> bool:
+        """Whether some numbers of the slice are padding."""
+        return bool(self.shape) and self.start + self.shape[self.dim] > self.whole[self.dim]
+
+
+@dataclass(frozen=True)
+class Part:
+    """A tensor of which a process has something: its name with what it is of, as `weights/NAME`;
+    which memory has it, cut how; and whether the process writes its own numbers of it."""
+
+    name: str
+    memory: Tensor
+    cut: Cut
+    writes: bool
+
+    @property
+    def kind(self) -> Kind:
+        """What the whole tensor is."""
+        return Kind(self.cut.whole, named(self.memory.dtype))
+
+
+@dataclass(frozen=True)
+class Weight:
+    """A weight as a stage of a rank has it.
+
+    `name` is the one in the whole model, that of the stage `of`, and `also` are others that it has
+    there.  `main` is its float32 copy, and `stepped` what an `optimizer` keeps its state by, with
+    the options of a `group`.
+    """
+
+    name: str
+    stage: int
+    of: int
+    parameter: nn.Parameter
+    cut: Cut
+    writes: bool
+    also: tuple[str, ...] = ()
+    main: Tensor | None = None
+    stepped: Any = None
+    optimizer: Any = None
+    group: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def is_stepped(self) -> bool:
+        """Whether an optimizer steps numbers of it."""
+        has_some = self.cut.low < self.cut.high if self.cut.apart else bool(self.parameter.numel())
+        return self.optimizer is not None and self.parameter.requires_grad and has_some
+
+    def parts(self) -> Iterator[Part]:
+        """The weight, its float32 copy, and what an optimizer keeps of it."""
+        yield from self.numbers()
+        state = self.optimizer.state if self.is_stepped else {}
+        for key, value in state.get(self.stepped, {}).items():
+            if value is not None:
+                yield self.moment(key, value)
+
+    def numbers(self) -> Iterator[Part]:
+        """The weight, and its float32 copy."""
+        yield Part(f"weights/{self.name}", self.parameter, self.cut, self.writes)
+        if self.main is not None:
+            yield Part(f"main/{self.name}", self.main, self.cut, self.writes)
+
+    def moment(self, key: str, value: Tensor) -> Part:
+        """What an optimizer keeps under a key: a number for each of the weight's, or one of all."""
+        cut, writes = self.cut, self.writes
+        if not value.dim() and (cut.shape or cut.apart):  # whoever has the first number writes it
+            first = not cut.start and cut.low == 0 < cut.high
+            cut, writes = Cut((), (), 0, 1), writes and first
+        return Part(f"optimizer/{self.name}/{key}", value, cut, writes)
+
+
+@dataclass
+class Own:
+    """All that a rank has: weights, and buffers with the stage of each."""
+
+    weights: list[Weight] = field(default_factory=list)
+    buffers: list[tuple[int, Part]] = field(default_factory=list)
+
+    def __iter__(self) -> Iterator[Part]:
+        for weight in self.weights:
+            yield from weight.parts()
+        yield from (part for _, part in self.buffers)
+
+
+def named(dtype: torch.dtype) -> str:
+    """A type's name, as "float32"."""
+    return str(dtype).removeprefix("torch.")
+
+
+def tied_names(executor: Executor, names: Names) -> dict[tuple[Any, ...], str]:
+    """The names of tied weights whose first stage is this rank's, by the stages that share them and
+    a number: these are told to the others."""
+    return {key: names(s, n) for key, s, n in _tied(executor.state) if s == key[0][0]}
+
+
+def _tied(state: State) -> Iterator[tuple[tuple[Any, ...], int, str]]:
+    """The copies of tied weights that a rank has: by which stages share one, and its number among
+    the weights of these; the stage, and the name there."""
+    count: dict[tuple[int, ...], int] = {}
+    for weight in state.tied:
+        k = count[weight.stages] = count.get(weight.stages, -1) + 1
+        for s, p in weight.own.items():
+            yield (weight.stages, k), s, state.stages[s].gradients.names[p]
+
+
+def own_of(executor: Executor, names: Names, tied: Mapping[tuple[Any, ...], str]) -> Own:
+    """What a rank has; `tied` are the names of tied weights, as all processes have told them."""
+    state, own = executor.state, Own()
+    first_name = {(s, n): (key[0][0], tied[key]) for key, s, n in _tied(state)}
+    kept = Kept(state.optimizer)
+    for s, stage in state.stages.items():
+        ranges, trained = _ranges(state, s), {n: p for p, n in stage.gradients.names.items()}
+        for name, p, also in _parameters(stage.module):
+            p = trained.get(name, p)  # what the stage computes with, where it shares it
+            if p in state.held.aliases:  # the memory of another stage's
+                continue
+            of, whole_name = first_name.get((s, name), (s, names(s, name)))
+            apart = stage.weights is not None and p in stage.weights.pieces
+            cut = _cut(p, ranges.get(p) or _share(p, state), state, apart=apart)
+            others = [names(s, n) for n in ([name] if of != s else []) + also]
+            weight = kept.weight(whole_name, s, p, cut, _is_written(state, s, p) and of == s)
+            also_whole = tuple(dict.fromkeys(n for n in others if n != whole_name))
+            own.weights.append(replace(weight, of=of, also=also_whole))
+        for name, buffer in _buffers(stage.module):
+            own.buffers.append((s, _buffer(names(s, name), s, buffer, state)))
+    last, loss = state.plan.stages - 1, getattr(state.loss, "func", state.loss)
+    if isinstance(loss, nn.Module) and last in state.stages:  # by names of its own
+        for name, p, _ in _parameters(loss):
+            cut = _cut(p, _share(p, state), state, apart=False)
+            writes = _is_written(state, last, p)
+            own.weights.append(kept.weight(f"loss.{name}", last, p, cut, writes))
+        for name, buffer in _buffers(loss):
+            own.buffers.append((last, _buffer(f"loss.{name}", last, buffer, state)))
+    _expect_names(own)
+    return own
+
+
+def _expect_names(own: Own) -> None:
+    """Refuse one name for two weights or buffers of a stage: the checkpoint would have one."""
+    seen: set[tuple[str, int, str]] = set()
+    every = [("weights", weight.stage, weight.name) for weight in own.weights]
+    every += [("buffers", stage, part.name) for stage, part in own.buffers]
+    for what, stage, name in every:
+        if (what, stage, name) in seen:
+            raise CheckpointError(
+                f"stage {stage} has two {what} {name.removeprefix('buffers/')}",
+                hint="names=..., which gives each its name in the whole model",
+            )
+        seen.add((what, stage, name))
+
+
+class Kept:
+    """What optimizers keep: which of them steps a parameter, and from which float32 copy."""
+
+    def __init__(self, optimizer: object) -> None:
+        self.main: dict[Any, Tensor] = {}
+        self.groups: dict[Any, tuple[Any, dict[str, Any]]] = {}
+        for one in all_within(optimizer):
+            if isinstance(one, MainOptimizer):
+                self.main |= zip(one.parameters, one.main, strict=True)
+            for group in getattr(one, "param_groups", ()):
+                self.groups |= dict.fromkeys(group["params"], (innermost(one), group))
+
+    def weight(self, name: str, stage: int, p: nn.Parameter, cut: Cut, writes: bool) -> Weight:
+        """A weight with what is kept of it."""
+        main = self.main.get(p)
+        stepped = p if main is None else main
+        optimizer, group = self.groups.get(stepped, (None, {}))
+        return Weight(name, stage, stage, p, cut, writes, (), main, stepped, optimizer, group)
+
+
+def _parameters(module: nn.Module) -> Iterator[tuple[str, nn.Parameter, list[str]]]:
+    """Each parameter with its first name, and the others that it has."""
+    every: dict[nn.Parameter, list[str]] = {}
+    for name, p in module.named_parameters(remove_duplicate=False):
+        every.setdefault(p, []).append(name)
+    for p, (name, *also) in every.items():
+        yield name, p, also
+
+
+def _is_written(state: State, stage: int, of: Tensor) -> bool:
+    """Whether a rank writes its part of what it and others have: the first holder of the stage, and
+    the first of tensor-parallel ranks unless each has a slice."""
+    is_first = bool(state.plan.rank_of[stage] == state.rank)
+    return is_first and (is_sharded(of) or not state.transport.tp_rank)
+
+
+def _buffer(name: str, stage: int, buffer: Tensor, state: State) -> Part:
+    """A buffer, which the first replica writes: each has seen other microbatches."""
+    cut = _cut(buffer, (tuple(buffer.shape), 0, buffer.numel()), state, apart=False)
+    writes = _is_written(state, stage, buffer) and not state.transport.dp_rank
+    return Part(f"buffers/{name}", buffer, cut, writes)
+
+
+def _ranges(state: State, stage: int) -> dict[Any, Range]:
+    """The ranges of a stage's parameters that are in buckets."""
+    found: dict[Any, Range] = {}
+    for bucket in state.stages[stage].gradients.buckets:
+        ranges = bucket.ranges(state.share.replica)
+        each = zip(bucket.parameters, bucket.shapes, ranges, strict=True)
+        found |= {p: (tuple(shape), low, high) for p, shape, (low, high, _) in each}
+    return found
+
+
+def _share(p: Tensor, state: State) -> Range:
+    """The range of a parameter that is in none, as one that is frozen: an equal share."""
+    n, k = state.share.replicas, state.share.replica
+    return tuple(p.shape), p.numel() * k // n, p.numel() * (k + 1) // n
+
+
+def _cut(p: Tensor, of: Range, state: State, *, apart: bool) -> Cut:
+    (shape, low, high), dim = of, getattr(p, "shard_dim", None)
+    if dim is None:
+        return Cut(shape, shape, low, high, apart=apart)
+    dim, whole = dim % len(shape), [*shape]
+    whole[dim] = getattr(p, "shard_size", state.transport.tp * shape[dim])
+    return Cut(shape, tuple(whole), low, high, dim, state.transport.tp_rank * shape[dim], apart)
+
+
+def _buffers(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """The buffers that a state_dict has, once each."""
+    seen: set[int] = set()
+    for prefix, owner in module.named_modules():
+        for name, buffer in owner._buffers.items():
+            if buffer is None or name in owner._non_persistent_buffers_set or id(buffer) in seen:
+                continue
+            seen.add(id(buffer))
+            yield f"{prefix}.{name}".lstrip("."), buffer

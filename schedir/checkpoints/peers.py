@@ -1,0 +1,62 @@
+"""Peers: the processes that save and load together, and how they come to one mind."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, TypeVar, cast
+
+import torch.distributed as dist
+
+from schedir.errors import CheckpointError, ProgramError, in_words
+from schedir.transports.plain import Kinds, gather
+from schedir.transports.transport import of_peers
+
+_T = TypeVar("_T")
+
+
+class Peers:
+    """The processes of a group of torch.distributed, or this one alone."""
+
+    def __init__(self, group: Any = None, *, alone: bool = False) -> None:
+        self.group, self.alone = group, alone
+        self.number = 0 if alone else dist.get_rank(group)
+
+    def told(self, make: Callable[[], _T], kinds: Kinds = ()) -> list[_T]:
+        """What each process makes, in their order: plain values, and records of these kinds.
+
+        Where one fails, all raise CheckpointError, as the first of these does, and name it; so do
+        those that are left where one has ended.
+        """
+        mine: _T | None = None
+        own: Exception | None = None
+        fact = hint = ""
+        try:
+            mine = make()
+        except ProgramError as error:
+            own, fact, hint = error, error.fact, error.hint
+        except Exception as error:  # of whatever kind: the others wait for what this one tells
+            own, fact = error, in_words(error)
+        told = (mine, fact, hint)
+        everyone = [told] if self.alone else self._gathered(told, kinds)
+        failed = [(k, fact, hint) for k, (_, fact, hint) in enumerate(everyone) if fact]
+        if failed:
+            process, first, hint = failed[0]
+            alike = len(failed) == len(everyone) and len({fact for _, fact, _ in failed}) == 1
+            raise CheckpointError(
+                first if alike else f"process {process}: {first}", hint=hint
+            ) from own
+        made: list[Any] = [made for made, _, _ in everyone]
+        return made
+
+    def _gathered(self, told: object, kinds: Kinds) -> list[Any]:
+        try:
+            return gather(told, self.group, kinds)
+        except RuntimeError as error:
+            if fact := of_peers(error):
+                raise CheckpointError(f"of those that save or load together {fact}") from error
+            raise
+
+    def first(self, make: Callable[[], _T], kinds: Kinds = ()) -> _T:
+        """What the first process makes, told to all; where it fails, all raise what it does."""
+        (made, *_) = self.told(lambda: make() if not self.number else None, kinds)
+        return cast(_T, made)

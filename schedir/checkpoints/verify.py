@@ -1,0 +1,139 @@
+"""Verify: that files are as a manifest says, and which is the newest checkpoint that is whole."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import stat
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from pathlib import Path
+from threading import Event, Lock
+from typing import BinaryIO, NamedTuple, Protocol
+
+from schedir.checkpoints.manifest import File, Manifest, NotWholeError
+from schedir.errors import CheckpointError
+
+Progress = Callable[[int, int], None]  # bytes that are done, and of how many
+_PIECE = 2**22  # bytes that are read at a time
+_THREADS = 8
+
+
+class Found(NamedTuple):
+    """The newest whole checkpoint, None where none is, and why each newer one was passed over."""
+
+    manifest: Manifest | None
+    passed: tuple[str, ...]
+
+
+class Checkpoints(Protocol):
+    """What is asked of a folder."""
+
+    given: str
+
+    def steps(self) -> list[int]: ...
+
+    def read(self, step: int) -> Manifest: ...
+
+    def check_files(
+        self, manifest: Manifest, names: list[str] | None, progress: Progress | None
+    ) -> None: ...
+
+
+def require_file(path: Path) -> BinaryIO:
+    """An ordinary file, to be read.
+
+    Raises OSError, and NotWholeError for a link, a pipe and so on: these may lead elsewhere, or
+    wait for ever.
+    """
+    if not stat.S_ISREG(os.lstat(path).st_mode):
+        raise NotWholeError(
+            f"{path.parent.name} is not whole: {path.name} is no ordinary file", file=path.name
+        )
+    flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+    return os.fdopen(os.open(path, flags), "rb")
+
+
+def verify(
+    files: Mapping[str, File], opened: Callable[[str], BinaryIO], progress: Progress | None = None
+) -> Iterator[tuple[str, str]]:
+    """The digest of each of some files, in the order in which they are read.
+
+    Several are read side by side.  When the one who asks has enough, none is read on.
+    """
+    whole, done = sum(file.size for file in files.values()), 0
+    lock, stop = Lock(), Event()
+
+    def digest(name: str) -> str:
+        nonlocal done
+        found, buffer = hashlib.sha256(), memoryview(bytearray(min(_PIECE, files[name].size + 1)))
+        with opened(name) as file:
+            while not stop.is_set() and (size := file.readinto(buffer)):  # type: ignore[attr-defined]
+                found.update(buffer[:size])
+                with lock:
+                    done += size
+                    if progress is not None:
+                        progress(done, whole)
+        return found.hexdigest()
+
+    threads = min(_THREADS, len(os.sched_getaffinity(0)), max(len(files), 1))
+    with ThreadPoolExecutor(threads) as pool:
+        try:
+            largest = sorted(files, key=lambda name: -files[name].size)
+            started = {pool.submit(digest, name): name for name in largest}
+            for future in as_completed(started):
+                yield started[future], future.result()
+        finally:
+            stop.set()
+            pool.shutdown(cancel_futures=True)
+
+
+def first_whole(
+    folder: Checkpoints,
+    own: Callable[[Manifest], list[str]] | None,
+    agree: Callable[[str], list[str]] | None,
+    progress: Progress | None,
+) -> Found:
+    """The newest checkpoint of a folder that is whole; see `Folder.find`."""
+    told = agree or (lambda text: [text])
+    passed: list[str] = []
+    listed = _outcome(lambda: json.dumps(folder.steps()))
+    for step in reversed(json.loads(_agreed(told(listed))[0])):
+        manifest: Manifest | None = None
+
+        def whole(step: int = step) -> str:
+            nonlocal manifest
+            manifest = folder.read(step)
+            folder.check_files(manifest, own and own(manifest), progress)
+            return manifest.digest
+
+        try:
+            digests = _agreed(told(_outcome(whole)))
+        except NotWholeError as error:
+            passed.append(error.fact)
+            continue
+        if len({*digests}) > 1:
+            passed.append(f"the checkpoint of step {step} is not the same to all processes")
+            continue
+        return Found(manifest, tuple(passed))
+    return Found(None, tuple(passed))
+
+
+def _outcome(make: Callable[[], str]) -> str:
+    """What somebody makes, or why not, as a text to tell others."""
+    try:
+        return json.dumps(["", make()])
+    except CheckpointError as error:
+        kind = "not whole" if isinstance(error, NotWholeError) else "refused"
+        return json.dumps([kind, error.fact])
+
+
+def _agreed(told: list[str]) -> list[str]:
+    """What all made; what any was refused, all are.  Raises CheckpointError."""
+    outcomes = [json.loads(text) for text in told]
+    for kind, error in (("refused", CheckpointError), ("not whole", NotWholeError)):
+        for said, text in outcomes:
+            if said == kind:
+                raise error(text)
+    return [text for _, text in outcomes]

@@ -1,0 +1,183 @@
+"""Look at the checkpoints of a run, or write the model of one for other tools."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from contextlib import ExitStack, suppress
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from schedir.commands._options import count
+from schedir.errors import CheckpointError, UsageError, in_bytes
+from schedir.io.files import atomic_write
+from schedir.io.terminal import as_json, listed
+
+if TYPE_CHECKING:
+    from schedir.checkpoints.folder import Folder
+    from schedir.checkpoints.manifest import Manifest
+    from schedir.checkpoints.safetensors import Exported
+
+ABOUT = "look at checkpoints, or write the model of one for other tools"
+_DTYPES = ("float32", "bfloat16", "float16")
+
+
+def arguments(parser: argparse.ArgumentParser) -> None:
+    """What is done, with which folder."""
+    actions = parser.add_subparsers(metavar="inspect|export", required=True, dest="action")
+    about = "what checkpoints there are, and what one has"
+    inspect = actions.add_parser("inspect", help=about, description=about, allow_abbrev=False)
+    _add_folder(inspect)
+    inspect.add_argument(
+        "--verify", action="store_true", help="read all files, and compare their digests"
+    )
+    inspect.add_argument("--json", action="store_true", help="for a program to read")
+    about = "write the weights and buffers of a checkpoint, which is verified before"
+    export = actions.add_parser("export", help=about, description=about, allow_abbrev=False)
+    _add_folder(export)
+    export.add_argument(
+        "--to", metavar="PATH", required=True, help="a .safetensors; a folder, as transformers"
+    )
+    export.add_argument(
+        "--as", dest="form", metavar="FORM", default="safetensors",
+        help="safetensors (default), or transformers: of a GPT of schedir train a folder that "
+        "AutoModelForCausalLM.from_pretrained loads",
+    )  # fmt: skip
+    export.add_argument(
+        "--dtype",
+        metavar="TYPE",
+        help=f"{listed(_DTYPES)}: of weights, from their float32 copies if any; else as stored",
+    )
+    export.add_argument("--replace", action="store_true", help="what is there under these names")
+
+
+def _add_folder(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("folder", metavar="FOLDER", help="the folder of a run's checkpoints")
+    parser.add_argument("--step", type=count, metavar="N", help="the newest whole one unless told")
+
+
+def run(args: argparse.Namespace) -> str | tuple[str, int]:
+    """A table, or where the model is now."""
+    return _inspect(args) if args.action == "inspect" else _export(args)
+
+
+def _inspect(args: argparse.Namespace) -> tuple[str, int]:
+    """What is there; verified, the exit code is 2 where something of it is not whole."""
+    from schedir.commands import _checkpoints
+
+    folder = _folder(args)
+    steps = folder.steps() if args.step is None else [args.step]
+    seen = [_checkpoints.seen(folder, step, args.verify) for step in steps]
+    code = 2 * (args.verify and any(one.why for one in seen))
+    if args.json:
+        return as_json(_checkpoints.as_facts(seen, args.verify)), code
+    return _checkpoints.in_words(seen, args.verify), code
+
+
+def _export(args: argparse.Namespace) -> str:
+    if args.dtype not in (None, *_DTYPES):
+        raise UsageError(f"no type {args.dtype!r}", hint=" or ".join(_DTYPES), fields=["dtype"])
+    if args.form not in (forms := ("safetensors", "transformers")):
+        raise UsageError(f"no form {args.form!r} to export as", hint=" or ".join(forms))
+    to, transformers = Path(args.to), args.form == "transformers"
+    if not transformers and to.suffix != ".safetensors":
+        raise UsageError(f"the file ends in .safetensors: {to} does not", fields=["to"])
+    targets = [to / "model.safetensors", to / "config.json"] if transformers else [to]
+    _require_free(targets, args.replace)
+    folder = _folder(args)
+    manifest, passed = _whole(folder, args.step)
+
+    from schedir.checkpoints.safetensors import exported
+    from schedir.training.as_gpt2 import as_gpt2
+
+    tensors, config = exported(manifest, args.dtype), None
+    if transformers:
+        config, tensors = as_gpt2(manifest, tensors)
+    size = _write(targets, folder, manifest, tensors, config, args.replace)
+    types = listed(sorted({one.kind.dtype for one in tensors}))
+    copies = any(one.stored.startswith("main/") for one in tensors)
+    said = "".join(f"passed over: {why}\n" for why in passed)
+    said += f"wrote {to}: step {manifest.step}, {len(tensors)} tensors of {types}, "
+    said += f"{in_bytes(size)}{', from the float32 copies' * copies}\n"
+    if args.dtype is None and any(name.startswith("main/") for name in manifest.tensors):
+        said += "the weights have float32 copies: --dtype float32 takes these\n"
+    return said
+
+
+def _write(
+    targets: list[Path],
+    folder: Folder,
+    manifest: Manifest,
+    tensors: list[Exported],
+    config: dict[str, Any] | None,
+    replace: bool,
+) -> int:
+    """Write the file of tensors, and the configuration beside it, if any: both or none."""
+    from schedir.checkpoints.safetensors import write
+
+    metadata = {"step": str(manifest.step)}
+    also = manifest.state.get("also")
+    if config is None and isinstance(also, dict):  # as safetensors' own `save_model` says it
+        metadata |= {str(name): str(of) for name, of in also.items()}
+    made = config is not None and not targets[0].parent.exists()
+    try:
+        if config is not None:
+            targets[0].parent.mkdir(parents=True, exist_ok=True)
+        with ExitStack() as stack:
+            paths = [stack.enter_context(atomic_write(target)) for target in targets]
+            size = write(paths[0], folder.of(manifest.step), manifest, tensors, metadata)
+            if config is not None:
+                paths[1].write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+            _require_free(targets, replace)  # it has taken a while
+        return size
+    except OSError as error:
+        raise UsageError(f"cannot write {targets[0]}: {error.strerror or error}") from None
+    finally:
+        if made:
+            with suppress(OSError):  # of a folder in which there is something
+                targets[0].parent.rmdir()
+
+
+def _folder(args: argparse.Namespace) -> Folder:
+    """The folder that is named; raises CheckpointError if it, or a step, is not there."""
+    from schedir.checkpoints.folder import MANIFEST, Folder
+
+    folder = Folder(args.folder)
+    if not folder.path.exists():
+        raise CheckpointError(f"there is no folder {args.folder}")
+    steps = folder.steps()
+    if steps and args.step in (None, *steps):
+        return folder
+    hint = ""
+    if (folder.path / MANIFEST).exists():
+        hint = (
+            f"it is a checkpoint itself: name the folder that it is in, {Path(args.folder).parent}"
+        )
+    elif steps:
+        first = f"{len(steps) - 8} more, " if len(steps) > 8 else ""
+        hint = f"there are {first}{listed([str(step) for step in steps[-8:]])}"
+    what = "" if args.step is None else f" of step {args.step}"
+    raise CheckpointError(f"there is no checkpoint{what} in {args.folder}", hint=hint)
+
+
+def _whole(folder: Folder, step: int | None) -> tuple[Manifest, tuple[str, ...]]:
+    """The checkpoint of a step, or the newest that is whole, verified; and what was passed over."""
+    from schedir.checkpoints.manifest import NotWholeError
+
+    if step is not None:
+        return folder.verify(step), ()
+    found = folder.find()
+    if found.manifest is None:
+        raise NotWholeError(
+            f"of the checkpoints in {folder.given} none is whole", hint="; ".join(found.passed[:3])
+        )
+    return found.manifest, found.passed
+
+
+def _require_free(paths: list[Path], replace: bool) -> None:
+    """Refuse to write over what is there."""
+    for path in paths:
+        if path.exists() and not replace:
+            raise UsageError(
+                f"{path} is there", hint="--replace writes over it", fields=["to", "replace"]
+            )

@@ -1,0 +1,247 @@
+"""Tokenizers: bytes as they are, or byte-level BPE by Hugging Face's library `tokenizers`.
+
+Byte-level BPE (Radford et al., Language Models are Unsupervised Multitask Learners, 2019, section
+2.2) has a token for each byte, so that it encodes whatever there is, and nothing is lost.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterable, Iterator, Sequence
+from hashlib import blake2b
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from schedir.errors import UsageError
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer as Library
+
+END: Final = "<|endoftext|>"
+LONGEST: Final = 2**20  # bytes that are encoded at once
+_ENDS: Final = (END, "<|end_of_text|>", "</s>", "<eos>", "<|im_end|>")  # as others call it
+_CUT: Final = re.compile(rb"[!-~]\n(?=[!-~])")
+
+Ids = NDArray[np.int64]
+
+
+class Tokenizer(Protocol):
+    """Bytes as numbers below `size`, of which `end` ends a document and is in no text; `digest`
+    says which tokenizer it is."""
+
+    size: int
+    end: int
+    digest: str
+
+    def encode(self, texts: Sequence[bytes]) -> list[Ids]:
+        """The tokens of each text."""
+        ...
+
+    def decode(self, ids: Iterable[int]) -> bytes:
+        """The bytes of tokens; `end` has none."""
+        ...
+
+
+class Bytes:
+    """Each byte is a token.
+
+    >>> Bytes().encode([b"ab"])[0].tolist(), Bytes().decode([97, 98, 256])
+    ([97, 98], b'ab')
+    """
+
+    size, end, digest = 257, 256, "bytes"
+
+    def encode(self, texts: Sequence[bytes]) -> list[Ids]:
+        return [np.frombuffer(text, "u1").astype(np.int64) for text in texts]
+
+    def decode(self, ids: Iterable[int]) -> bytes:
+        return bytes(i for i in ids if i != self.end)
+
+
+class BPE:
+    """A byte-level BPE of a `tokenizer.json`; `where` is what errors call it.
+
+    What is not UTF-8 is encoded byte by byte.  Text of more than `LONGEST` bytes is cut at ends of
+    lines, or else between characters.  The names of special tokens are text where they stand in
+    one.  Raises UsageError for a tokenizer of another kind, which would lose what it encodes.
+    """
+
+    def __init__(self, text: str, where: str, end: str | None = None) -> None:
+        self._library, library = _parsed(text, where), require_library()
+        told = json.loads(self._library.to_str())
+        _check(told, where)
+        self._library.no_truncation()
+        self._library.no_padding()
+        self._library.encode_special_tokens = True
+        vocabulary = self._library.get_vocab()
+        bytes_of = _characters()
+        if missing := [c for c in bytes_of if c not in vocabulary]:
+            raise _foreign(where, f"it has no token for {len(missing)} of the 256 bytes")
+        self._byte = np.zeros(256, np.int64)
+        for character, byte in bytes_of.items():
+            self._byte[byte] = vocabulary[character]
+        names = _ENDS if end is None else (end,)
+        known = next((name for name in names if name in vocabulary), None)
+        if known is None:
+            raise UsageError(
+                f"{where} has no token {' or '.join(names)} to end a document",
+                hint="[data] end_of_document names one",
+                fields=["end_of_document", "tokenizer"],
+            )
+        self.end, self.size = vocabulary[known], max(vocabulary.values()) + 1
+        added = self._library.get_added_tokens_decoder()
+        self._said = {
+            i: added[i].content.encode()
+            if i in added
+            else bytes(bytes_of[c] for c in name if c in bytes_of)
+            for name, i in vocabulary.items()
+        }
+        self._said[self.end] = b""
+        exact = f"{library.__version__} {known} {text}"
+        self.digest = blake2b(exact.encode(), digest_size=8).hexdigest()
+
+    def encode(self, texts: Sequence[bytes]) -> list[Ids]:
+        parts = [list(_parts(text)) for text in texts]
+        valid = [part for many in parts for part in many if isinstance(part, str)]
+        encoded = iter(self._library.encode_batch_fast(valid, add_special_tokens=False))
+        return [
+            np.concatenate(
+                [
+                    np.array(next(encoded).ids, np.int64)
+                    if isinstance(part, str)
+                    else self._byte[np.frombuffer(part, "u1")]
+                    for part in many
+                ]
+                or [np.zeros(0, np.int64)]
+            )
+            for many in parts
+        ]
+
+    def decode(self, ids: Iterable[int]) -> bytes:
+        return b"".join(self._said[int(i)] for i in ids)
+
+
+def require_library() -> Any:
+    """The library.  Raises UsageError if it is not installed."""
+    try:
+        import tokenizers
+    except ImportError:
+        raise UsageError(
+            "a tokenizer other than bytes takes the library tokenizers, which is not installed",
+            hint="pip install 'schedir[tokenizers]'",
+            fields=["tokenizer"],
+        ) from None
+    return tokenizers
+
+
+def load(path: str, end: str | None) -> BPE:
+    """The tokenizer of a file.  Raises UsageError for one that cannot be read or used."""
+    try:
+        text = Path(path).read_bytes().decode()
+    except OSError as error:
+        raise UsageError(
+            f"cannot read tokenizer {path}: {error.strerror}",
+            hint="bytes, bpe, or the path of a tokenizer.json",
+            fields=["tokenizer"],
+        ) from None
+    except UnicodeDecodeError as error:
+        raise _foreign(path, f"it is not UTF-8 text: see byte {error.start}") from None
+    return BPE(text, path, end)
+
+
+def train(texts: Iterable[bytes], vocab: int) -> str:
+    """A tokenizer.json of at most `vocab` tokens, trained on texts: the same for the same ones.
+
+    Raises UsageError for a vocabulary that has no room for all bytes and the end of a document.
+    """
+    from tokenizers import decoders, models, pre_tokenizers, trainers
+
+    library = require_library().Tokenizer(models.BPE())
+    library.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    library.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab,
+        min_frequency=2,
+        special_tokens=[END],
+        initial_alphabet=sorted(_characters()),
+        show_progress=False,
+    )
+    valid = (part for text in texts for part in _parts(text) if isinstance(part, str))
+    library.train_from_iterator(valid, trainer)
+    return str(library.to_str())
+
+
+def _parsed(text: str, where: str) -> Library:
+    library = require_library()
+    try:
+        parsed: Library = library.Tokenizer.from_str(text)
+    except Exception as error:  # it has no class of its own
+        raise _foreign(where, str(error).partition("\n")[0]) from None
+    return parsed
+
+
+def _check(told: Any, where: str) -> None:
+    """Refuse what encodes other than byte by byte, or not always the same."""
+    before = told["pre_tokenizer"] or {}
+    steps = [before, *before.get("pretokenizers", ())]
+    levels = [step for step in steps if step.get("type") == "ByteLevel"]
+    if told["model"]["type"] != "BPE" or not levels:
+        kind = told["model"]["type"]
+        raise _foreign(where, f"it is {kind}, and not byte-level, and may not give back its text")
+    if any(step.get("add_prefix_space") for step in levels):
+        raise _foreign(where, "it puts a space before each text")
+    if told["model"].get("dropout"):
+        raise _foreign(where, "it has dropout, and encodes at random")
+
+
+def _foreign(where: str, why: str) -> UsageError:
+    return UsageError(
+        f"tokenizer {where} cannot be used: {why}",
+        hint="a .bin of tokens that it has made can be a source",
+        fields=["tokenizer"],
+    )
+
+
+def _parts(text: bytes) -> Iterator[str | bytes]:
+    """A text cut into what is UTF-8, and what is not."""
+    for piece in _pieces(text):
+        try:
+            yield piece.decode()
+        except UnicodeDecodeError:
+            # Each byte that is in no character becomes one of 128 that no text has.
+            for part in re.split("([\udc80-\udcff]+)", piece.decode(errors="surrogateescape")):
+                if part:
+                    odd = "\udc80" <= part[0] <= "\udcff"
+                    yield part.encode(errors="surrogateescape") if odd else part
+
+
+def _pieces(text: bytes) -> Iterator[bytes]:
+    """A text in pieces of at most `LONGEST` bytes.
+
+    They are cut behind an end of line between two visible characters, where patterns like GPT-2's
+    cut as well, so that the tokens are those of the whole.
+    """
+    begin = 0
+    while len(text) - begin > LONGEST:
+        end = begin + LONGEST
+        cuts = [found.end() for found in _CUT.finditer(text, max(begin, end - 2**16), end)]
+        while not cuts and text[end] & 0xC0 == 0x80 and end > begin + LONGEST - 4:
+            end -= 1
+        end = cuts[-1] if cuts else end
+        yield text[begin:end]
+        begin = end
+    yield text[begin:]
+
+
+def _characters() -> dict[str, int]:
+    """The byte that each character of a byte-level vocabulary is: visible ones of Latin-1 are
+    themselves, others follow from 256 on, as in GPT-2."""
+    visible = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    others = (byte for byte in range(256) if byte not in visible)
+    return {chr(byte): byte for byte in visible} | {
+        chr(256 + k): byte for k, byte in enumerate(others)
+    }

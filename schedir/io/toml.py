@@ -1,0 +1,44 @@
+"""TOML: the tables of a text, whatever is wrong with it said in one sentence."""
+
+from __future__ import annotations
+
+import re
+import tomllib
+from typing import Any, Final
+
+from schedir.errors import ConfigError
+
+MOST_BYTES: Final = 2**18  # of a text: no configuration of a person is so long
+MOST_DOTS: Final = 1000  # of a line: of a key with n dots tomllib makes n keys, the longest of n
+
+
+def tables_of(text: str, where: str) -> dict[str, Any]:
+    """What a text in TOML says.  Raises ConfigError, of the file `where`, with line and column
+    where they are known."""
+    for number, line in enumerate(text.split("\n"), 1):
+        if line.count(".") > MOST_DOTS:
+            raise ConfigError(
+                f"is not read: a line has more than {MOST_DOTS} dots",
+                where=where, line=number, column=1, hint="a list may have several lines",
+            )  # fmt: skip
+    try:
+        return tomllib.loads(text)
+    except tomllib.TOMLDecodeError as error:
+        raise _refused(text, where, str(error)) from None
+    except RecursionError:
+        raise ConfigError("is not read: it is nested too deeply", where=where) from None
+    except ValueError:  # of Python's int, for numbers of thousands of digits
+        raise ConfigError("is not read: a number has too many digits", where=where) from None
+
+
+def _refused(text: str, where: str, message: str) -> ConfigError:
+    """tomllib's refusal, with its place as numbers."""
+    found = re.fullmatch(r"(.*) \(at (?:line (\d+), column (\d+)|end of document)\)", message, re.S)
+    fact, line, column = found.groups() if found else (message, None, None)
+    lines = text.split("\n")
+    return ConfigError(
+        f"is not TOML: {fact[0].lower()}{fact[1:]}",
+        where=where,
+        line=int(line or len(lines)),
+        column=int(column or len(lines[-1]) + 1),
+    )

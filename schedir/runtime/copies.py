@@ -1,0 +1,121 @@
+"""Copies: what a step is to change of each stage, copied to the host's memory while it runs.
+
+Whoever saves says before a step which tensors of which stages it wants (`Copies.want`); the step's
+Snapshots then begin to copy them, and its OptimizerStep waits until they have been.  Where nobody
+wants any, both do nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from queue import SimpleQueue
+from threading import Thread
+
+import torch
+from torch import Tensor
+
+Pair = tuple[Tensor, Tensor]  # memory of the host, and what is copied to it
+
+
+class Copies:
+    """The copies of a rank's stages in the next step, or in this one."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.wanted: dict[int, Sequence[Pair]] = {}  # by stage
+        self.under_way: list[Copy] = []
+        self.made: list[Copy] = []  # since they were wanted
+        self.whose: object = None  # who wants them
+
+    def want(self, of: Mapping[int, Sequence[Pair]], whose: object = None) -> None:
+        """Let the next step's Snapshots copy these tensors, by stage, and nothing that others have
+        wanted before."""
+        self.wanted, self.made, self.whose = dict(of), [], whose
+
+    def forget(self) -> None:
+        """Let nothing be copied that has not been: it is about to change otherwise."""
+        if self.wanted:
+            self.want({})
+
+    def taken(self) -> list[Copy]:
+        """The copies that a step has made; whoever reads them lets each `finish` before."""
+        made, self.made, self.whose = self.made, [], None
+        return made
+
+    def begin(self, stage: int) -> None:
+        """Begin to copy a stage, if that is wanted."""
+        if self.wanted and (pairs := self.wanted.pop(stage, ())):
+            one = self.copy(pairs)
+            self.under_way.append(one)
+            self.made.append(one)
+
+    def copy(self, pairs: Sequence[Pair]) -> Copy:
+        """Begin to copy these, whatever is wanted."""
+        return (_OnDevice if self.device.type == "cuda" else _InThread)(pairs)
+
+    def wait(self) -> None:
+        """Wait until nothing is copied any more: what was copied may change now.
+
+        Raises what a copy has raised.
+        """
+        while self.under_way:
+            self.under_way.pop().wait()
+
+
+class Copy:
+    """A copy that is under way."""
+
+    def wait(self) -> None:
+        """Wait until what is copied may change; on a GPU its stream waits, and the host does not.
+
+        To be called once.  Raises what the copy has raised.
+        """
+        raise NotImplementedError
+
+    def finish(self) -> None:
+        """Wait, when the step has, until the host may read the copy."""
+
+
+class _InThread(Copy):
+    """A copy beside what computes: torch lets other threads run while it copies."""
+
+    def __init__(self, pairs: Sequence[Pair]) -> None:
+        self.ended: SimpleQueue[BaseException | None] = SimpleQueue()
+        Thread(target=self._run, args=(pairs,), name="snapshot", daemon=True).start()
+
+    def _run(self, pairs: Sequence[Pair]) -> None:
+        try:
+            copy(pairs)
+        except BaseException as error:  # whoever waits raises it
+            self.ended.put(error)
+        else:
+            self.ended.put(None)
+
+    def wait(self) -> None:
+        if (error := self.ended.get()) is not None:
+            raise error
+
+
+class _OnDevice(Copy):
+    """A copy on a stream of its own, which what comes next on the current one waits for."""
+
+    def __init__(self, pairs: Sequence[Pair]) -> None:
+        stream, current = torch.cuda.Stream(), torch.cuda.current_stream()
+        stream.wait_stream(current)
+        with torch.cuda.stream(stream):
+            copy(pairs)
+            self.event = torch.cuda.Event()
+            self.event.record(stream)
+
+    def wait(self) -> None:
+        torch.cuda.current_stream().wait_event(self.event)
+
+    def finish(self) -> None:
+        self.event.synchronize()
+
+
+@torch.no_grad()
+def copy(pairs: Sequence[Pair]) -> None:
+    """Copy each to its memory; from a GPU without waiting for it."""
+    for memory, of in pairs:
+        memory.copy_(of, non_blocking=True)

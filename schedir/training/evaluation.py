@@ -1,0 +1,91 @@
+"""Evaluation: the loss of a run on text that it is not trained on, between its steps."""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+
+from schedir.compiler.forwards import forwards
+from schedir.ir.program import Program
+from schedir.runtime.executor import Executor
+from schedir.training import gpt
+from schedir.training.config import Config
+from schedir.training.corpus import held_out
+from schedir.transports.processes import Processes
+
+
+class Evaluated(NamedTuple):
+    """The mean loss of so many held-out tokens after a step, in nats."""
+
+    step: int
+    loss: float
+    tokens: int
+
+    @property
+    def perplexity(self) -> float:
+        """The exponential of the loss."""
+        return math.exp(self.loss) if self.loss < 700 else math.inf
+
+    @property
+    def row(self) -> str:
+        """A line of evaluation.csv."""
+        return f"{self.step},{self.loss!r},{self.perplexity!r},{self.tokens}\n"
+
+    def __str__(self) -> str:
+        return f"step {self.step}  held-out loss {self.loss:.4f}  perplexity {self.perplexity:,.1f}"
+
+
+def program_beside(config: Config, program: Program) -> list[Program]:
+    """What evaluates on the stages of a program, if the configuration asks for it: its forwards."""
+    if not config.train.evaluate_every:
+        return []
+    pipeline, slots = config.pipeline, config.slots
+    return [forwards(program, config.train.model, overlap=pipeline.overlap, slots=slots)]
+
+
+class Evaluation:
+    """The same held-out windows after every so many steps.
+
+    These are the first `evaluate_batches` times as many as a step takes, or all that there are; of
+    the last batch what is missing counts nowhere.
+    """
+
+    def __init__(self, config: Config, executor: Executor, transport: Processes) -> None:
+        self.executor, self.transport = executor, transport
+        held, plan = held_out(config), executor.program.plan
+        assert held is not None, "the configuration says so"
+        self.every, self.last = config.train.evaluate_every, config.train.steps
+        self.size = config.data.microbatch_size
+        own = plan.microbatches * self.size  # windows of a replica in a batch
+        each = own * executor.program.dp
+        count = min(len(held), config.train.evaluate_batches * each)
+        inputs, targets = held.batch(0, count)
+        self.tokens = gpt.count_tokens(targets)
+        room = -(-count // each) * each
+        shape = (room - count, inputs.shape[1])
+        inputs = torch.cat([inputs, torch.zeros(shape, dtype=inputs.dtype)])
+        targets = torch.cat([targets, torch.full(shape, gpt.IGNORE, dtype=targets.dtype)])
+        first = transport.dp_rank * own
+        self.batches = [
+            (inputs[at : at + own], targets[at : at + own]) for at in range(first, room, each)
+        ]
+        # Tensor-parallel ranks all know the loss: the first counts.
+        self.counts = plan.stages - 1 in executor.stages and transport.tp_rank == 0
+
+    def is_due(self, step: int) -> bool:
+        """Whether the loss is taken after a step."""
+        return step % self.every == 0 or step == self.last
+
+    def after(self, step: int) -> Evaluated:
+        """The loss after a step, known to all; all processes must call this."""
+        total = torch.zeros((), dtype=torch.float64)
+        for given in self.batches:
+            inputs, targets = (x.to(self.executor.held.device).split(self.size) for x in given)
+            loss = self.executor.evaluate(inputs, targets)
+            if loss is not None and self.counts:
+                total += loss.double().cpu()
+        dist.all_reduce(total)
+        return Evaluated(step, float(total) / max(1, self.tokens), self.tokens)

@@ -1,0 +1,46 @@
+"""Store: the one of torch where the processes of a run find each other, asked with patience."""
+
+from __future__ import annotations
+
+import os
+from datetime import timedelta
+from threading import Thread
+from typing import Any
+
+from schedir.errors import ExecutionError
+
+
+def connected(most: float, *, is_master: bool = False) -> Any:
+    """A connection to the store that the environment names, or with `is_master` the store itself.
+
+    Raises ExecutionError where nobody answers there for `most` seconds.  torch's own patience ends
+    later, and never where something listens that is no store and says nothing.
+    """
+    from torch.distributed import TCPStore  # type: ignore[attr-defined]
+
+    host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    found: list[Any] = []
+
+    def connect() -> None:
+        try:
+            found.append(
+                TCPStore(
+                    host,
+                    port,
+                    is_master=is_master,
+                    wait_for_workers=False,
+                    timeout=timedelta(seconds=most),
+                    multi_tenant=True,
+                )
+            )
+        except Exception as error:
+            found.append(error)
+
+    thread = Thread(target=connect, name="store", daemon=True)
+    thread.start()
+    thread.join(most)
+    if not found or (isinstance(found[0], Exception) and not is_master):
+        raise ExecutionError(f"nobody answers as their store at {host}:{port}")
+    if isinstance(found[0], Exception):
+        raise found[0]
+    return found[0]

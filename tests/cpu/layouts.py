@@ -1,0 +1,168 @@
+"""Layouts: a GPT trained by as many processes as a layout takes, saved and read by another."""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+import schedir
+from schedir import Plan
+from schedir.checkpoints import load, save
+from schedir.checkpoints.folder import Folder
+from schedir.checkpoints.own import Piece
+from schedir.checkpoints.storage import read
+from schedir.runtime.boundary import Boundary
+from schedir.runtime.executor import Executor
+from schedir.runtime.inprocess import InProcess
+from schedir.runtime.precision import MainOptimizer, float32_gradients
+from schedir.training import gpt
+from schedir.transports.processes import Gloo
+
+BATCH, CONTEXT, HIDDEN, VOCAB, LAYERS, SAMPLES = 2, 8, 16, 31, 4, 4
+
+
+class Layout(NamedTuple):
+    """Who has what: a schedule's plan, replicas, tensor-parallel ranks, parts; of microbatches a
+    replica has as many as the plan says."""
+
+    schedule: Any
+    plan: Plan
+    dp: int = 1
+    tp: int = 1
+    zero: int = 0
+    options: Any = ()
+
+    @property
+    def processes(self) -> int:
+        """How many it takes."""
+        return self.plan.ranks * self.dp * self.tp
+
+
+class Model(NamedTuple):
+    """What is trained: all that does not depend on the layout."""
+
+    tied: bool = True
+    half: bool = False
+    dropout: float = 0.0
+    clip: bool = False
+    optimizer: Any = partial(torch.optim.AdamW, lr=1e-2)
+
+    def stage(self, s: int, plan: Plan, tp: Any) -> torch.nn.Module:
+        """A stage of a plan."""
+        cfg = gpt.GPTConfig(
+            vocab=VOCAB, layers=LAYERS, hidden=HIDDEN, heads=2, context=CONTEXT, tied=self.tied,
+            dropout=self.dropout,
+        )  # fmt: skip
+        stage = gpt.build_stage(cfg, s, plan.stages, tp=tp)
+        if self.half:
+            float32_gradients(stage.bfloat16())
+        return stage
+
+    @property
+    def boundary(self) -> Boundary:
+        """What stages give each other."""
+        return Boundary((BATCH, CONTEXT, HIDDEN), torch.bfloat16 if self.half else torch.float32)
+
+    def make(self, parameters: Any) -> Any:
+        """The optimizer of some parameters."""
+        if self.half:
+            return MainOptimizer(parameters, self.optimizer)
+        return self.optimizer(parameters)
+
+
+def program_of(layout: Layout, model: Model) -> Any:
+    how: dict[str, Any] = {"clip": model.clip, "tied": model.tied and layout.plan.stages > 1}
+    how |= {"dp": layout.dp, "tp": layout.tp, "zero": layout.zero, **dict(layout.options)}
+    return schedir.compile(layout.schedule, layout.plan, **how)
+
+
+def executor_of(layout: Layout, model: Model) -> Executor:
+    """The executor of this process."""
+    program = program_of(layout, model)
+    transport = Gloo(program)
+    tp = transport.tp_group
+    stages = {s: model.stage(s, layout.plan, tp) for s in layout.plan.stages_of[transport.rank]}
+    parameters = [p for stage in stages.values() for p in stage.parameters()]
+    return Executor(
+        program, transport.rank, stages, transport,
+        loss=partial(gpt.loss, tp=tp),
+        boundary=model.boundary,
+        optimizer=model.make(parameters),
+        max_norm=0.05 if model.clip else None,
+    )  # fmt: skip
+
+
+def in_process(layout: Layout, model: Model) -> InProcess:
+    """All ranks of a layout without replicas and slices."""
+    program = program_of(layout, model)
+    stages = [model.stage(s, layout.plan, None) for s in range(layout.plan.stages)]
+    return InProcess(
+        program, stages,
+        loss=gpt.loss,
+        boundary=model.boundary,
+        optimizer=model.make,
+        max_norm=0.05 if model.clip else None,
+    )  # fmt: skip
+
+
+def steps(executor: Executor | InProcess, first: int, end: int) -> list[float]:
+    """The losses of steps from a number on, where they are known."""
+    found = []
+    of = executor if isinstance(executor, Executor) else executor.ranks[0]
+    m, transport = of.program.plan.microbatches, of.state.transport
+    for step in range(first, end):
+        numbers = torch.Generator().manual_seed(step)
+        x, y = torch.randint(0, VOCAB, (2, m * of.program.dp, BATCH, CONTEXT), generator=numbers)
+        own = slice(transport.dp_rank * m, (transport.dp_rank + 1) * m)
+        total = executor.step(x[own], y[own], 1 / y.numel())
+        found += [] if total is None else [float(total)]
+    return found
+
+
+def same(_: int, name: str) -> str:
+    """The trainer's GPT has names of the whole model."""
+    return name
+
+
+def whole(folder: Path, step: int) -> dict[str, Tensor]:
+    """All tensors of a checkpoint."""
+    place = Folder(folder)
+    manifest = place.read(step)
+    found = {
+        name: torch.full(kind.shape, 7, dtype=getattr(torch, kind.dtype))
+        for name, kind in manifest.tensors.items()
+    }
+    wanted = [(n, [Piece((0,) * t.dim(), tuple(t.shape), t)]) for n, t in found.items()]
+    read(place.of(step), manifest, wanted)
+    return found
+
+
+def trained(layout: Layout, model: Model, folder: Path) -> None:
+    """Six steps in one run, saved after three and at the end."""
+    executor = executor_of(layout, model)
+    steps(executor, 0, 3)
+    save(executor, folder, step=3, names=same)
+    steps(executor, 3, 6)
+    save(executor, folder, step=6, names=same)
+
+
+def resumed(executor: Executor | InProcess, folder: Path, name: str) -> None:
+    """What was saved is read, and saved again before and after three more steps."""
+    assert load(executor, folder, step=3, names=same) == {"step": 3, "extra": {}}
+    save(executor, folder / name, step=3, names=same)
+    steps(executor, 3, 6)
+    save(executor, folder / name, step=6, names=same)
+
+
+def all_of(
+    rank: int, base: Layout, layouts: dict[str, Layout], models: dict[str, Model], folder: Path
+) -> None:
+    """A process: a run under one layout, and three more steps under each of some others."""
+    for name, model in models.items():
+        trained(base, model, folder / name)
+        for other, layout in layouts.items():
+            resumed(executor_of(layout, model), folder / name, other)

@@ -1,0 +1,217 @@
+"""`schedir checkpoint export`: the numbers of a checkpoint, as other tools read them."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from schedir.__main__ import main
+from schedir.checkpoints import storage
+from schedir.checkpoints.boxes import boxes
+from schedir.checkpoints.folder import Folder, Kind, Manifest
+from schedir.checkpoints.own import Piece
+from schedir.training import gpt
+from schedir.training.train import run
+from tests.commands import refused, said
+from tests.cpu.layouts import whole
+from tests.cpu.training import ALONE, CONFIG
+
+load_file = pytest.importorskip("safetensors.torch").load_file
+EXPORT = ("checkpoint", "export")
+MODEL = {  # a GPT without layers
+    "weights/embedding.weight": torch.ones(5, 4),
+    "weights/positions": torch.ones(3, 4),
+    "weights/norm.weight": torch.ones(4),
+    "weights/norm.bias": torch.ones(4),
+}
+
+
+@pytest.fixture(scope="module", params=["tied in float32", "bfloat16"])
+def trained(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The checkpoints of two runs of two steps: of three heads, so that none is taken for q."""
+    folder = tmp_path_factory.mktemp("trained")
+    (folder / "text.txt").write_text("the quick brown fox jumps over the lazy dog " * 40)
+    (folder / "run.toml").write_text(CONFIG.format(text=folder / "text.txt"))
+    half = request.param == "bfloat16"
+    words = [f'train.checkpoint="{folder / "saved"}"', f'output.folder="{folder / "out"}"',
+             "train.steps=2", "train.warmup=0", "train.lr=0.05", "model.layers=2",
+             "model.hidden=48", "model.heads=3", "pipeline.schedule=one_f_one_b",
+             f"train.precision={'bfloat16' if half else 'float32'}",
+             f"model.tied={str(not half).lower()}", "output.record=false"]  # fmt: skip
+    assert run(str(folder / "run.toml"), [*ALONE, *words]) == 0
+    return folder / "saved"
+
+
+def made(folder: str, step: int, tensors: dict[str, Tensor], **state: object) -> None:
+    """A checkpoint of some tensors, each in two boxes or more if it can be cut."""
+    place, pieces, kinds = Folder(folder), {}, {}
+    at = place.begin(step)
+    for name, value in tensors.items():
+        kinds[name] = Kind(tuple(value.shape), str(value.dtype).removeprefix("torch."))
+        cut, flat = value.numel() // 3, value.reshape(-1)
+        pieces[name] = [
+            Piece(box.offset, box.size, flat[low + box.at :][: box.numel].view(box.size))
+            for low, high in ((0, cut), (cut, value.numel()))
+            for box in boxes(value.shape, low, high)
+        ]
+    own = {name: (kinds[name], pieces[name]) for name in tensors}
+    stored, files = storage.write(at, 0, own)
+    place.finish(Manifest(step, files, kinds, tuple(stored), {}, state))
+    place.release()
+
+
+def test_transformers_gives_the_same_logits(
+    trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    transformers = pytest.importorskip("transformers")
+    to = tmp_path / "model"
+    words = ("--to", str(to), "--as", "transformers", "--dtype", "float32")
+    assert f"wrote {to}: step 2, " in said(capsys, *EXPORT, str(trained), *words)
+    numbers = whole(trained, 2)
+    tied = "weights/head.weight" not in numbers
+    config = gpt.GPTConfig(vocab=256, layers=2, hidden=48, heads=3, context=16, tied=tied)
+    stage = gpt.build_stage(config, 0, 1)
+    for name, parameter in stage.named_parameters():
+        copy = numbers.get(f"main/{name}", numbers[f"weights/{name}"])
+        parameter.data.copy_(copy)
+    theirs, report = transformers.AutoModelForCausalLM.from_pretrained(
+        to, local_files_only=True, output_loading_info=True
+    )
+    assert not any(report.values()), report
+    tokens = torch.randint(256, (3, 16), generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        ours, found = stage(tokens), theirs.eval()(tokens).logits
+    assert ours.std() > 0.1  # it has learned something: logits are no noise about 0
+    torch.testing.assert_close(found, ours, rtol=0, atol=1e-5)
+    assert theirs.config.tie_word_embeddings is tied
+
+
+def test_safetensors_reads_what_was_saved(
+    trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    numbers = whole(trained, 2)
+    weights = {n.partition("/")[2]: t for n, t in numbers.items() if n.startswith("weights/")}
+    for dtype in (None, "float32", "bfloat16", "float16"):
+        to = tmp_path / f"{dtype}.safetensors"
+        words = [] if dtype is None else ["--dtype", dtype]
+        said(capsys, *EXPORT, str(trained), "--to", str(to), *words)
+        found = load_file(to)
+        assert found.keys() == weights.keys()
+        for name, value in weights.items():
+            expected = value
+            if dtype and getattr(torch, dtype) != value.dtype:
+                expected = numbers.get(f"main/{name}", value).to(getattr(torch, dtype))
+            assert found[name].dtype == expected.dtype and found[name].equal(expected), name
+    differ = [n for n, t in weights.items() if not numbers.get(f"main/{n}", t).equal(t.float())]
+    assert bool(differ) is (weights["norm.weight"].dtype == torch.bfloat16)
+
+
+def test_all_shapes_and_types(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The odd ones first, so that what follows is aligned only if that was seen to."""
+    monkeypatch.chdir(tmp_path)
+    tensors = {
+        "buffers/mask": torch.tensor([True, False, True]),
+        "weights/none": torch.zeros(0, 3),
+        "weights/one": torch.tensor(2.5, dtype=torch.bfloat16),
+        "buffers/count": torch.tensor(7),
+        "weights/cube": torch.arange(60, dtype=torch.float64).view(3, 4, 5),
+        "optimizer/cube/step": torch.tensor(1.0),
+    }
+    made("run", 1, tensors, also={"head": "cube"})
+    assert said(capsys, *EXPORT, "run", "--to", "a.safetensors").startswith(
+        "wrote a.safetensors: step 1, 5 tensors of bfloat16, bool, float32, float64 and int64, "
+    )
+    found = load_file("a.safetensors")
+    own = {n.partition("/")[2]: t for n, t in tensors.items() if not n.startswith("optimizer/")}
+    assert found.keys() == own.keys()
+    assert all(found[n].equal(t) and found[n].dtype == t.dtype for n, t in own.items())
+    data = Path("a.safetensors").read_bytes()
+    size = int.from_bytes(data[:8], "little")
+    header = json.loads(data[8 : 8 + size])
+    assert size % 8 == 0 and header.pop("__metadata__") == {
+        "format": "pt", "step": "1", "head": "cube",
+    }  # fmt: skip
+    assert all(
+        told["data_offsets"][0] % own[name].element_size() == 0 for name, told in header.items()
+    )
+    assert said(capsys, *EXPORT, "run", "--to", "b.safetensors", "--dtype", "float32")
+    found = load_file("b.safetensors")
+    assert found["cube"].dtype == torch.float32 and found["count"].equal(torch.tensor(7))
+
+
+def test_what_cannot_be_is_refused_and_leaves_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    heads = {"settings": {"model.heads": "3", "model.dropout": "0.0"}}
+    large = {"weights/w": torch.tensor([1.0, 1e6, float("inf")])}
+    made("large", 1, large)
+    made("unsaid", 1, MODEL)
+    made("odd", 1, MODEL, extra=heads)
+    made("wider", 1, MODEL | {"weights/norm.bias": torch.ones(5)}, extra=heads)
+    made("more", 1, MODEL | {"buffers/mask": torch.ones(3)}, extra=heads)
+    made("other", 1, large, extra=heads)
+    made("complex", 1, {"weights/w": torch.ones(3, dtype=torch.complex64)})
+    made("nothing", 1, {"optimizer/w/step": torch.ones(())})
+    made("two", 1, {"weights/w": torch.ones(3), "buffers/w": torch.ones(3)})
+    for step in (2, 4):
+        made("damaged", step, large)
+        (Path("damaged") / f"step-0000000{step}" / "__0_0.distcp").write_bytes(b"?")
+    Path("here.safetensors").write_text("mine")
+    Path("folder").mkdir()
+    Path("folder/config.json").write_text("mine")
+    had = sorted(Path().rglob("*"))
+    found, as_gpt = [], "--to hf --as transformers"
+    for words in (
+        "nowhere --to a.safetensors", "large --to a.safetensors --step 3", "large --to a.bin",
+        "large --to here.safetensors", f"odd {as_gpt.replace('hf', 'folder')}",
+        "large --to a.safetensors --dtype float16", "large --to a.safetensors --dtype int8",
+        "large --to a.safetensors --as onnx", "large --to no/where.safetensors",
+        "damaged --to a.safetensors", "damaged --to a.safetensors --step 2",
+        "complex --to a.safetensors", "nothing --to a.safetensors", "two --to a.safetensors",
+        f"unsaid {as_gpt}", f"odd {as_gpt}", f"wider {as_gpt}", f"more {as_gpt}", f"other {as_gpt}",
+    ):  # fmt: skip
+        found.append(f"{words}\n{refused(capsys, *EXPORT, *words.split())}")
+    golden = Path(__file__).parents[1] / "golden" / "checkpoint_export.txt"
+    if "UPDATE_GOLDEN" in os.environ:
+        golden.write_text("\n".join(found))
+    assert "\n".join(found) == golden.read_text()
+    assert sorted(Path().rglob("*")) == had and Path("here.safetensors").read_text() == "mine"
+
+
+def test_what_is_there_is_replaced_whole_and_only_when_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    value = torch.arange(6.0).view(2, 3)
+    made("run", 1, {"weights/w": value})
+    made("run", 2, {"weights/w": value})
+    (Path("run") / "step-00000002" / "__0_0.distcp").write_bytes(b"?")
+    Path("a.safetensors").write_text("mine")
+    words = (*EXPORT, "run", "--to", "a.safetensors", "--replace")
+    with monkeypatch.context() as patch:
+        patch.setattr(storage, "read", _breaks)
+        assert main(words) == 2
+    assert "cannot read weights/w of step 1: OSError: gone" in capsys.readouterr().err
+    assert Path("a.safetensors").read_text() == "mine"
+    made("gpt", 1, MODEL, extra={"settings": {"model.heads": "2", "model.dropout": "0.0"}})
+    with monkeypatch.context() as patch:
+        patch.setattr(storage, "read", _breaks)
+        assert main((*EXPORT, "gpt", "--to", "model", "--as", "transformers")) == 2
+    assert not Path("model").exists()
+    capsys.readouterr()
+    out = said(capsys, *words)
+    assert out.startswith("passed over: step-00000002 is not whole: ")
+    assert load_file("a.safetensors")["w"].equal(value)
+    assert sorted(p.name for p in Path().iterdir()) == ["a.safetensors", "gpt", "run"]
+
+
+def _breaks(*given: object) -> None:
+    raise OSError("gone")

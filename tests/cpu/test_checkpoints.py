@@ -1,0 +1,89 @@
+"""Checkpoints: what one layout of ranks has written, any other reads, and goes on as in one run."""
+
+from __future__ import annotations
+
+from functools import cache, partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from schedir import Plan
+from schedir.schedules import dualpipe, interleaved, looped_bfs, one_f_one_b, zb_h1
+from tests.cpu.layouts import Layout, Model, all_of, in_process, resumed
+from tests.cpu.layouts import whole as read_whole
+from tests.cpu.spawn import run
+
+BASE = Layout(one_f_one_b, Plan(2, 4), dp=2)
+# The same replicas, and sums in the same order: the same bits.
+ALIKE = {
+    "the same": BASE,
+    "zero 1": BASE._replace(zero=1),
+    "zero 2": BASE._replace(zero=2),
+    "zero 3": BASE._replace(zero=3),
+    "two stages of each rank": Layout(interleaved, Plan(2, 4, 2), dp=2, zero=1),
+    "split backwards": Layout(zb_h1, Plan(2, 4), dp=2),
+}
+OTHERS = {
+    "two holders": Layout(dualpipe, Plan(2, 4, placement="mirror"), dp=2, zero=3),
+    "slices": Layout(one_f_one_b, Plan(2, 8), tp=2),
+    "slices and replicas": Layout(one_f_one_b, Plan(1, 4), tp=2, dp=2, zero=2),
+    "four replicas": Layout(looped_bfs, Plan(1, 2, 2), dp=4, zero=3),
+    "four ranks": Layout(one_f_one_b, Plan(4, 8)),
+    "one rank": Layout(one_f_one_b, Plan(1, 8)),
+    "no replicas": Layout(looped_bfs, Plan(2, 8, 2)),
+}
+ADAM = partial(torch.optim.AdamW, lr=1e-3)
+MODELS = {
+    "float32": Model(optimizer=ADAM),
+    "bfloat16, dropped, clipped": Model(half=True, dropout=0.1, clip=True, optimizer=ADAM),
+}
+
+
+whole = cache(read_whole)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Checkpoints of a run of six steps, and of three more under every layout, of every model."""
+    folder, every = tmp_path_factory.mktemp("checkpoints"), ALIKE | OTHERS
+    several = {name: one for name, one in every.items() if one.processes == BASE.processes}
+    run(all_of, BASE.processes, BASE, several, MODELS, folder)
+    for model in MODELS:
+        for name in every.keys() - several:
+            resumed(in_process(every[name], MODELS[model]), folder / model, name)
+    return folder
+
+
+def differing(one: dict[str, Any], other: dict[str, Any]) -> dict[str, float]:
+    assert one.keys() == other.keys() and len(one) > 200
+    return {
+        name: float((one[name].double() - other[name].double()).abs().max())
+        for name in one
+        if not torch.equal(one[name], other[name])
+    }
+
+
+@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("name", ALIKE | OTHERS)
+def test_any_layout_reads_what_was_written(name: str, model: str, folder: Path) -> None:
+    assert not differing(whole(folder / model, 3), whole(folder / model / name, 3))
+
+
+@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("name", ALIKE)
+def test_layouts_that_sum_alike_go_on_with_the_bits_of_one_run(
+    name: str, model: str, folder: Path
+) -> None:
+    assert not differing(whole(folder / model, 6), whole(folder / model / name, 6))
+
+
+@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("name", OTHERS)
+def test_any_layout_goes_on(name: str, model: str, folder: Path) -> None:
+    """But for slices that drop out each its own of their heads, and so another in each layout."""
+    found = differing(whole(folder / model, 6), whole(folder / model / name, 6))
+    assert found
+    if not (MODELS[model].dropout and OTHERS[name].tp > 1):
+        assert max(found.values()) < 1e-6

@@ -1,0 +1,396 @@
+"""Checkpoints where all ranks are in one process: any stages, optimizers and types."""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import HealthCheck, Phase, assume, given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+import schedir
+from schedir import Plan
+from schedir.checkpoints import load, save
+from schedir.errors import CheckpointError, ExecutionError
+from schedir.runtime.boundary import Boundary
+from schedir.runtime.inprocess import InProcess
+from schedir.runtime.precision import LossScale
+from schedir.schedules import gpipe, interleaved, looped_bfs, one_f_one_b
+from schedir.schedules.draft import draft as draft_of
+from schedir.testing import drafts
+from tests.cpu.layouts import Layout, Model, in_process, same, steps, whole
+
+GOLDEN = Path(__file__).parents[1] / "golden" / "checkpoints_refused.txt"
+ADAM = partial(torch.optim.AdamW, lr=1e-2)
+OPTIMIZERS = {
+    "AdamW": ADAM,
+    "amsgrad": partial(torch.optim.AdamW, lr=1e-2, amsgrad=True),
+    "SGD": partial(torch.optim.SGD, lr=0.1),
+    "momentum": partial(torch.optim.SGD, lr=0.1, momentum=0.9),
+    "Adagrad": torch.optim.Adagrad,
+    "NAdam": torch.optim.NAdam,
+    "ASGD": torch.optim.ASGD,
+    "Rprop": torch.optim.Rprop,
+}
+
+
+class Mixed(nn.Module):
+    """A stage of all kinds: frozen, without numbers, of one number, with two names, and buffers."""
+
+    count: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.norm = nn.Linear(4, 3), nn.BatchNorm1d(3)
+        self.last = nn.Linear(3, 4)
+        self.one = nn.Parameter(torch.randn(()))
+        self.none = nn.Parameter(torch.zeros(0, 3))
+        self.frozen = nn.Parameter(torch.randn(3), requires_grad=False)
+        self.again = self.last
+        self.register_buffer("count", torch.zeros((), dtype=torch.int64))
+        self.register_buffer("scratch", torch.randn(2), persistent=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.training:
+            self.count += 1
+        y: Tensor = self.again(self.norm(torch.tanh(self.first(x))) * self.one + self.frozen)
+        return y + self.none.sum()
+
+
+def mixed(stages: int, seed: int, *, writes: bool = True) -> list[nn.Module]:
+    torch.manual_seed(seed)
+    return [Mixed().train(writes) for _ in range(stages)]
+
+
+def ranks_of(
+    draft: Any, stages: list[nn.Module], optimizer: Any = ADAM, zero: int = 0, **how: Any
+) -> InProcess:
+    clip = how.pop("clip", True)
+    program = schedir.compile(draft, zero=zero, clip=clip, **how.pop("of", {}))
+    usual: dict[str, Any] = {"loss": nn.functional.mse_loss, "boundary": (5, 4)}
+    return InProcess(program, stages, **usual | {"optimizer": optimizer} | how)
+
+
+def plain(schedule: Any, plan: Plan, *rest: Any, **how: Any) -> InProcess:
+    return ranks_of(draft_of(schedule, plan), *rest, **how)
+
+
+def go(ranks: InProcess, first: int, end: int) -> None:
+    m = ranks.program.plan.microbatches
+    for step in range(first, end):
+        numbers = torch.Generator().manual_seed(step)
+        x, y = torch.randn(2, m, 5, 4, generator=numbers)
+        ranks.step(x, y)
+
+
+def saved(ranks: InProcess, folder: Path, step: int, **how: Any) -> dict[str, Tensor]:
+    save(ranks, folder, step=step, **how)
+    return whole(folder, step)
+
+
+def alike(one: dict[str, Tensor], other: dict[str, Tensor]) -> bool:
+    return one.keys() == other.keys() and all(torch.equal(one[n], other[n]) for n in one)
+
+
+@pytest.mark.filterwarnings("ignore:.* is not split in itself")
+@pytest.mark.filterwarnings("ignore:.* changes its buffer")
+@settings(
+    max_examples=6, deadline=None, phases=[Phase.generate], suppress_health_check=[*HealthCheck]
+)
+@given(
+    data=st.data(), zeros=st.tuples(*[st.integers(0, 3)] * 2), name=st.sampled_from([*OPTIMIZERS])
+)
+def test_any_draft_reads_what_any_other_wrote(data: Any, zeros: Any, name: str) -> None:
+    draft = data.draw(drafts(3, 3))
+    plan, (one, two) = draft.plan, zeros
+    assume(plan.updates == 1)
+    writes = plan.rows == 1  # else each holder of a stage would have buffers of its own
+    m, stages, optimizer = plan.microbatches, plan.stages, OPTIMIZERS[name]
+    other = data.draw(
+        st.sampled_from(
+            [
+                draft_of(looped_bfs, Plan(1, m, stages)),
+                draft_of(gpipe, Plan(stages, m)),
+            ]
+        )
+    )
+    with TemporaryDirectory() as at:
+        folder, again = Path(at) / "one", Path(at) / "other"
+        first = ranks_of(draft, mixed(stages, 0, writes=writes), optimizer, one)
+        go(first, 0, data.draw(st.integers(0, 2)))
+        right = saved(first, folder, 2)
+        second = ranks_of(other, mixed(stages, 1, writes=writes), optimizer, two)
+        go(second, 0, data.draw(st.integers(0, 1)))
+        assert load(second, folder) == {"step": 2, "extra": {}}
+        assert alike(saved(second, again, 2), right)
+        third = ranks_of(draft, mixed(stages, 2, writes=writes), optimizer, one)
+        load(third, again)
+        for ranks in (first, third):
+            go(ranks, 2, 4)
+        assert alike(saved(first, folder, 4), saved(third, again, 4))
+
+
+GPTS = [
+    Layout(one_f_one_b, Plan(1, 4)),
+    Layout(one_f_one_b, Plan(4, 4), zero=2),
+    Layout(interleaved, Plan(2, 4, 2), zero=3),
+    Layout(schedir.schedules.zb_v, Plan(2, 4, 2, placement="vee")),
+    Layout(schedir.schedules.dualpipe, Plan(2, 4, placement="mirror"), zero=1),
+]
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_a_weight_that_stages_share_is_there_once(tied: bool, tmp_path: Path) -> None:
+    model = Model(tied=tied, dropout=0.1)
+    right: dict[str, Tensor] = {}
+    for k, layout in enumerate(GPTS):
+        ranks = in_process(layout, model)
+        assert (load(ranks, tmp_path, names=same) is None) == (not k)
+        if not k:
+            steps(ranks, 0, 2)
+        save(ranks, tmp_path, step=k, names=same)
+        right = right or whole(tmp_path, k)
+        assert alike(whole(tmp_path, k), right)
+        assert ("weights/head.weight" in right) == (not tied)
+    with pytest.raises(CheckpointError, match=r"one weight in it, and two here|nothing here"):
+        load(in_process(GPTS[0], model._replace(tied=not tied)), tmp_path, names=same)
+
+
+def test_types_of_weights_may_be_others(tmp_path: Path) -> None:
+    """Weights of 16 bits are those of 32 rounded, and these are kept where there are any."""
+    wide, half = Model(), Model(half=True)
+    one, two, three = (in_process(GPTS[k], m) for k, m in ((0, wide), (2, half), (1, wide)))
+    steps(one, 0, 2)
+    save(one, tmp_path / "wide", step=2, names=same)
+    with pytest.warns(UserWarning, match="weights of bfloat16 are read from weights of a run of"):
+        load(two, tmp_path / "wide", names=same)
+    save(two, tmp_path / "half", step=2, names=same)
+    with pytest.warns(UserWarning, match="weights of float32 are read from float32 copies"):
+        load(three, tmp_path / "half", names=same)
+    save(three, tmp_path / "again", step=2, names=same)
+    right, found = whole(tmp_path / "wide", 2), whole(tmp_path / "half", 2)
+    assert alike(right, whole(tmp_path / "again", 2))
+    for name in (n for n in found if n.startswith("weights/")):
+        assert torch.equal(found[name], right[name].bfloat16())
+        assert torch.equal(found[name.replace("weights/", "main/")], right[name])
+
+
+class Drops(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        return nn.functional.dropout(super().forward(x))
+
+
+def test_draws_go_on(tmp_path: Path) -> None:
+    """By the seed and the number of the step, or as torch's generators are."""
+    for seed in (3, None):
+
+        def made() -> InProcess:
+            return plain(one_f_one_b, Plan(2, 3), [Drops(4, 4), Drops(4, 4)], seed=seed)  # noqa: B023
+
+        one = made()
+        go(one, 0, 2)
+        save(one, tmp_path, step=2)
+        go(one, 2, 4)
+        right = saved(one, tmp_path, 4)
+        two = made()
+        load(two, tmp_path, step=2)
+        go(two, 2, 4)
+        assert alike(saved(two, tmp_path / str(seed), 4), right)
+    with pytest.warns(UserWarning, match="others than in another world"):
+        load(plain(looped_bfs, Plan(1, 3, 2), [Drops(4, 4), Drops(4, 4)], seed=None), tmp_path)
+    with pytest.warns(UserWarning, match="draw by the seed 4, and drew by None"):
+        load(plain(one_f_one_b, Plan(2, 3), [Drops(4, 4), Drops(4, 4)], seed=4), tmp_path)
+
+
+def test_a_scale_and_what_is_extra_go_on(tmp_path: Path) -> None:
+    def made() -> InProcess:
+        scale = partial(LossScale, 8.0, interval=2)
+        return plain(one_f_one_b, Plan(2, 3), mixed(2, 0), loss_scale=scale)
+
+    one, two = made(), made()
+    go(one, 0, 3)
+    save(one, tmp_path, step=3, extra={"cursor": [1, 2], "text": "a"})
+    assert load(two, tmp_path) == {"step": 3, "extra": {"cursor": [1, 2], "text": "a"}}
+    for rank, other in zip(one.ranks, two.ranks, strict=True):
+        scale, found = rank.state.loss_scale, other.state.loss_scale
+        assert scale is not None and found is not None
+        assert float(scale.value) == float(found.value) == 16 and int(found.good) == 1
+        assert rank.draws.step == other.draws.step == 3
+
+
+class Weighs(nn.Module):
+    calls: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(4))
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, y: Tensor, target: Tensor) -> Tensor:
+        self.calls += 1
+        return ((y - target) * self.weight.detach()).square().sum()
+
+
+def test_a_loss_with_numbers_of_its_own(tmp_path: Path) -> None:
+    one, two = Weighs(), Weighs()
+    with torch.no_grad():
+        one.weight.mul_(3)
+    ranks = plain(one_f_one_b, Plan(2, 3), mixed(2, 0), loss=one)
+    go(ranks, 0, 1)
+    save(ranks, tmp_path, step=1)
+    load(plain(looped_bfs, Plan(1, 3, 2), mixed(2, 1), loss=two), tmp_path)
+    assert torch.equal(two.weight, one.weight) and float(two.calls) == 3
+
+
+def test_an_update_that_is_not_validated_is_settled(tmp_path: Path) -> None:
+    options = {"of": {"validate": "after"}, "max_norm": 0.01, "loss": nn.MSELoss(reduction="sum")}
+    found = []
+    for saves in (False, True):
+        ranks = plain(one_f_one_b, Plan(2, 3), [nn.Linear(4, 4), nn.Linear(4, 4)], **options)
+        with torch.no_grad():
+            for rank in ranks.ranks:
+                for stage in rank.stages.values():
+                    for p in stage.module.parameters():
+                        p.fill_(0.5)
+        go(ranks, 0, 1)
+        if saves:
+            save(ranks, tmp_path, step=1)
+        go(ranks, 1, 2)
+        ranks.settle()
+        found.append(saved(ranks, tmp_path / str(saves), 2))
+    assert alike(*found)
+
+
+def test_weights_alone_are_read_where_nothing_is_trained(tmp_path: Path) -> None:
+    one = plain(one_f_one_b, Plan(2, 3), mixed(2, 0))
+    go(one, 0, 2)
+    right = saved(one, tmp_path, 2)
+    stages = mixed(2, 1)
+    two = plain(schedir.schedules.forward_only, Plan(1, 4, 2), stages, None, clip=False)
+    load(two, tmp_path)
+    for s, stage in enumerate(stages):
+        for name, value in stage.state_dict().items():
+            if "again" not in name:
+                kind = "weights" if name in dict(stage.named_parameters()) else "buffers"
+                assert torch.equal(right[f"{kind}/stages.{s}.{name}"], value)
+
+
+# ------------------------------------------------------------ what is refused
+
+
+class Own(torch.optim.SGD):
+    pass
+
+
+class Counts:
+    def __init__(self, parameters: Any) -> None:
+        self.inner, self.count = torch.optim.SGD(parameters, 0.1), 0
+
+    def step(self) -> None:
+        self.inner.step()
+
+
+class Extra(nn.Linear):
+    def get_extra_state(self) -> Any:
+        return {"a": 1}
+
+    def set_extra_state(self, state: Any) -> None: ...
+
+
+class Fails(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        raise ValueError("as told")
+
+
+def linears(*kinds: Any) -> list[nn.Module]:
+    torch.manual_seed(0)
+    return [kind(4, 4) for kind in kinds or (nn.Linear, nn.Linear)]
+
+
+def _wider() -> list[nn.Module]:
+    return [nn.Sequential(nn.Linear(4, 6), nn.Linear(6, 4)), nn.Linear(4, 4)]
+
+
+def _failed() -> InProcess:
+    ranks = plain(one_f_one_b, Plan(2, 3), linears(nn.Linear, Fails))
+    with pytest.raises(ExecutionError):
+        go(ranks, 0, 1)
+    return ranks
+
+
+def _whole(ranks: InProcess) -> InProcess:
+    for rank in ranks.ranks:
+        rank.shows = rank.whole()  # type: ignore[attr-defined]
+        rank.shows.__enter__()  # type: ignore[attr-defined]
+    return ranks
+
+
+def two(stages: list[nn.Module] | None = None, optimizer: Any = ADAM, **how: Any) -> InProcess:
+    ranks = plain(
+        one_f_one_b, Plan(2, 3), linears() if stages is None else stages, optimizer, **how
+    )
+    go(ranks, 0, 1)
+    return ranks
+
+
+NOT_SAVED: dict[str, Any] = {
+    "an optimizer of one's own": lambda: two(optimizer=partial(Own, lr=0.1)),
+    "a count beside an optimizer": lambda: two(optimizer=Counts),
+    "Adafactor": lambda: two(optimizer=lambda p: torch.optim.Adafactor(p)),
+    "a state that is no tensor": lambda: two(linears(nn.Linear, Extra)),
+    "a step that failed": _failed,
+    "shown whole": lambda: _whole(two(zero=3)),
+}
+NOT_READ: dict[str, Any] = {
+    "other names and shapes": lambda: two(_wider()),
+    "another optimizer": lambda: two(optimizer=partial(torch.optim.SGD, lr=0.1)),
+    "more moments": lambda: two(optimizer=OPTIMIZERS["amsgrad"]),
+    "more buffers": lambda: two(mixed(2, 0)),
+    "fewer stages": lambda: plain(one_f_one_b, Plan(1, 3), linears()[:1]),
+    "of another type": lambda: plain(one_f_one_b, Plan(2, 3),
+                                     [m.double() for m in linears()],
+                                     boundary=Boundary((5, 4), torch.float64)),
+}  # fmt: skip
+
+
+def state_of(ranks: InProcess) -> list[Tensor]:
+    found: list[Tensor] = []
+    for rank in ranks.ranks:
+        for stage in rank.stages.values():
+            found += [t.clone() for t in (*stage.module.parameters(), *stage.module.buffers())]
+        kept: Any = getattr(rank.state.optimizer, "state", {})
+        found += [t.clone() for state in kept.values() for t in state.values()]
+    return found
+
+
+def test_what_cannot_be_right_is_refused(tmp_path: Path) -> None:
+    texts = []
+    for name, make in NOT_SAVED.items():
+        ranks = make()
+        with pytest.raises(CheckpointError) as error:
+            save(ranks, tmp_path / name, step=1)
+        assert not (tmp_path / name).exists()
+        texts.append(f"{name}\n{error.value}\n")
+    wrong: dict[str, dict[str, Any]] = {
+        "one name for two": {"names": lambda s, n: n},
+        "one name for two of a stage": {"names": lambda s, n: str(s)},
+        "what JSON cannot say": {"extra": {"a": {1, 2}}},
+    }
+    for name, how in wrong.items():
+        with pytest.raises(CheckpointError) as error:
+            save(two(), tmp_path / name, step=1, **how)
+        texts.append(f"{name}\n{error.value}\n")
+    save(two(), tmp_path, step=1)
+    for name, make in NOT_READ.items():
+        ranks = make()
+        before = state_of(ranks)
+        with pytest.raises(CheckpointError) as error:
+            load(ranks, tmp_path)
+        assert all(torch.equal(a, b) for a, b in zip(before, state_of(ranks), strict=True))
+        texts.append(f"{name}\n{error.value}\n")
+    assert "\n".join(texts) == GOLDEN.read_text()

@@ -1,0 +1,267 @@
+"""Checkpoints where calls, names, modules or files are not as they should be: nothing is saved or
+read that is not what it says."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from threading import Event, current_thread
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+import schedir
+from schedir import Plan
+from schedir.checkpoints import Saver, load, save, storage
+from schedir.checkpoints.folder import Folder
+from schedir.checkpoints.peers import Peers
+from schedir.errors import CheckpointError, ExecutionError, ModelError
+from schedir.runtime.inprocess import InProcess
+from schedir.schedules import one_f_one_b
+from tests.cpu.layouts import Layout, Model, executor_of, steps
+from tests.cpu.spawn import run
+
+ADAM = partial(torch.optim.AdamW, lr=1e-2)
+LINEAR = partial(nn.Linear, 4, 4)
+
+
+def two(seed: int = 0, kind: Any = None, **how: Any) -> InProcess:
+    torch.manual_seed(seed)
+    usual: dict[str, Any] = {"loss": nn.functional.mse_loss, "boundary": (5, 4)}
+    usual |= {"optimizer": ADAM} | how
+    program = schedir.compile(one_f_one_b, Plan(2, 2), snapshots=True)
+    return InProcess(program, [(kind or LINEAR)() for _ in range(2)], **usual)
+
+
+def step(ranks: InProcess, k: int) -> None:
+    ranks.step(*torch.randn(2, 2, 5, 4, generator=torch.Generator().manual_seed(k)))
+
+
+def numbers(ranks: InProcess) -> list[Tensor]:
+    stages = [s for rank in ranks.ranks for s in rank.stages.values()]
+    return [t.clone() for s in stages for t in (*s.module.parameters(), *s.module.buffers())]
+
+
+def alike(one: list[Tensor], other: list[Tensor]) -> bool:
+    return all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
+
+
+class Scaled(nn.Module):
+    """A loss with a number of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(4))
+
+    def forward(self, y: Tensor, target: Tensor) -> Tensor:
+        return ((y - target).square() * self.scale).mean()
+
+
+class Inner(nn.Linear):
+    """A stage that has such a loss, and does not use it as one."""
+
+    def __init__(self) -> None:
+        super().__init__(4, 4)
+        self.loss = Scaled()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) * self.loss.scale
+
+
+def test_a_name_is_one_weights_also_within_a_stage(tmp_path: Path) -> None:
+    of_loss = two(kind=Inner, loss=Scaled())
+    with pytest.raises(CheckpointError, match=r"stage 1 has two weights loss\.scale"):
+        save(of_loss, tmp_path, step=1, names=lambda s, n: n if s else f"first.{n}")
+    assert not Folder(tmp_path).steps()
+
+
+def told(rank: int, folder: Path) -> None:
+    """A process: one has no names."""
+    names: dict[str, str] = {}
+    executor = executor_of(Layout(one_f_one_b, Plan(2, 2)), Model())
+    own: Callable[[int, str], str] = (lambda s, n: names[n]) if rank else (lambda s, n: n)
+    with pytest.raises(CheckpointError, match="process 1: KeyError"):
+        save(executor, folder, step=1, names=own)
+
+
+def test_who_has_no_names_does_not_let_others_wait(tmp_path: Path) -> None:
+    run(told, 2, tmp_path)
+
+
+def test_what_is_due_is_not_forgotten(tmp_path: Path) -> None:
+    ranks = two()
+    saver = Saver(ranks, tmp_path)
+    saver.due(0)
+    step(ranks, 0)
+    with pytest.raises(ModelError, match="step 0 is due"):
+        saver.due(1)
+    saver.write()
+    saver.ended()
+    assert Folder(tmp_path).steps() == [0]
+
+
+def test_what_a_load_has_changed_is_not_saved_as_what_was_due(tmp_path: Path) -> None:
+    ranks = two()
+    save(ranks, tmp_path / "first", step=0)
+    step(ranks, 0)
+    saver = Saver(ranks, tmp_path / "due")
+    saver.due(1)
+    load(ranks, tmp_path / "first")
+    step(ranks, 0)
+    with pytest.raises(ModelError, match="step 1 can be saved no more"):
+        saver.write()
+    assert not Folder(tmp_path / "due").steps()
+    saver.due(1)  # and goes on
+    now = numbers(ranks)
+    step(ranks, 1)
+    saver.write()
+    saver.ended()
+    other = two(1)
+    load(other, tmp_path / "due")
+    assert alike(numbers(other), now)
+
+
+def test_two_savers_do_not_take_what_the_other_has_not_copied(tmp_path: Path) -> None:
+    ranks = two()
+    one, other = (Saver(ranks, tmp_path / name) for name in ("one", "other"))
+    one.due(0)
+    other.due(0)
+    step(ranks, 0)
+    with pytest.raises(ModelError, match="step 0 can be saved no more"):
+        one.write()
+    other.write()
+    other.ended()
+    assert Folder(tmp_path / "other").newest() == 0
+
+
+def test_a_save_does_not_tidy_away_what_a_saver_writes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    written, go_on, write = Event(), Event(), storage.write
+
+    def slow(*args: Any) -> Any:
+        made = write(*args)
+        if current_thread().name == "checkpoint":
+            written.set()
+            assert go_on.wait(60)
+        return made
+
+    monkeypatch.setattr(storage, "write", slow)
+    ranks = two()
+    saver = Saver(ranks, tmp_path)
+    saver.due(0)
+    step(ranks, 0)
+    saver.write()
+    assert written.wait(60)
+    with pytest.raises(CheckpointError, match="step 0 is being written") as caught:
+        save(ranks, tmp_path, step=1)
+    assert "saver.ended()" in caught.value.hint
+    go_on.set()
+    saver.ended()
+    save(ranks, tmp_path, step=1)
+    assert Folder(tmp_path).steps() == [0, 1]
+
+
+def test_nobody_goes_on_from_what_is_partly_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save(two(), tmp_path, step=0)
+    ranks, read = two(1), storage.read
+
+    def fails(folder: Path, manifest: Any, wanted: Any) -> None:
+        read(folder, manifest, [*wanted][:2])
+        raise OSError(5, "Input/output error")
+
+    monkeypatch.setattr(storage, "read", fails)
+    with pytest.raises(CheckpointError, match="Input/output error") as caught:
+        load(ranks, tmp_path)
+    assert "make the executor anew" in caught.value.hint
+    with pytest.raises(ExecutionError):
+        step(ranks, 0)
+    with pytest.raises(CheckpointError, match="a load has failed"):
+        save(ranks, tmp_path, step=1)
+
+
+class Odd(nn.Linear):
+    """A stage with what lies in memory otherwise than in its own order."""
+
+    def __init__(self, *, expanded: bool = False) -> None:
+        super().__init__(4, 4)
+        self.turned = nn.Parameter(torch.randn(2, 4).t())
+        self.register_buffer("conj", torch.randn(3, dtype=torch.complex64).conj())
+        self.register_buffer("wide", torch.randn(1).expand(3) if expanded else torch.randn(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) + self.turned.sum(1)
+
+
+@pytest.mark.filterwarnings("ignore:grad and param do not obey")
+@pytest.mark.parametrize("fused", [False, True])
+def test_what_lies_in_another_order_goes_on_with_its_bits(fused: bool, tmp_path: Path) -> None:
+    one, other = (two(k, Odd, optimizer=partial(ADAM, fused=fused)) for k in (0, 1))
+    step(one, 0)
+    save(one, tmp_path, step=1)
+    load(other, tmp_path)
+    assert alike(numbers(one), numbers(other))
+    for ranks in (one, other):
+        step(ranks, 1)
+    assert alike(numbers(one), numbers(other))
+
+
+def test_numbers_that_are_one_in_memory_are_refused_before_any_is_read(tmp_path: Path) -> None:
+    save(two(0, Odd), tmp_path, step=1)
+    ranks = two(1, partial(Odd, expanded=True))
+    before = numbers(ranks)
+    with pytest.raises(CheckpointError, match=r"stages\.0\.wide is expanded here"):
+        load(ranks, tmp_path)
+    assert alike(before, numbers(ranks))
+
+
+def test_it_is_said_that_a_frozen_weight_leaves_its_moments(tmp_path: Path) -> None:
+    ranks = two()
+    step(ranks, 0)
+    save(ranks, tmp_path, step=1)
+    parts = iter([nn.Linear(4, 4).requires_grad_(False), nn.Linear(4, 4)])
+    frozen = two(1, lambda: next(parts))
+    with pytest.warns(UserWarning, match="frozen here"):
+        load(frozen, tmp_path)
+
+
+def written_by_one(rank: int, folder: Path) -> str:
+    """A process: only the first has weights that were changed behind the Saver's back."""
+    layout = Layout(one_f_one_b, Plan(2, 2), options={"snapshots": True})
+    executor = executor_of(layout, Model(tied=False))
+    saver = Saver(executor, folder)
+    saver.due(0)
+    steps(executor, 0, 1)
+    if rank == 0:
+        executor.state.held.snapshots.want({})
+    with pytest.raises(ModelError) as caught:
+        saver.write()
+    saver.ended()
+    return caught.value.fact
+
+
+def test_all_processes_refuse_to_write_what_one_has_not_copied(tmp_path: Path) -> None:
+    said = run(written_by_one, 2, tmp_path)
+    assert len({*said}) == 1 and "step 0 can be saved no more" in said[0]
+    assert not Folder(tmp_path).steps()
+
+
+def left_alone(rank: int) -> str:
+    """A process: the other one goes while both would tell each other something."""
+    group = dist.new_group(backend="gloo")
+    if rank:
+        dist.destroy_process_group(group)
+        return ""
+    with pytest.raises(CheckpointError) as caught:
+        Peers(group).told(lambda: None)
+    return caught.value.fact
+
+
+def test_where_one_has_ended_the_others_say_so() -> None:
+    assert run(left_alone, 2)[0] == "of those that save or load together a peer has left"

@@ -1,0 +1,39 @@
+"""What is said of checkpoints that are not whole by who loads the newest one."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from torch import nn
+
+from schedir import Plan, compile
+from schedir.checkpoints import load, save
+from schedir.errors import CheckpointError
+from schedir.runtime import Boundary, InProcess
+from schedir.schedules import one_f_one_b
+
+
+def two() -> InProcess:
+    stages = [nn.Linear(4, 4), nn.Linear(4, 4)]
+    program = compile(one_f_one_b, Plan(2, 2))
+    return InProcess(program, stages, loss=nn.functional.mse_loss, boundary=Boundary((2, 4)))
+
+
+def test_a_checkpoint_that_is_not_whole_is_passed_over_in_words(tmp_path: Path) -> None:
+    """None of those that are there being whole is not the same as none being there."""
+    one = two()
+    assert load(one, tmp_path) is None
+    for step in (1, 2):
+        save(one, tmp_path, step=step, keep=2)
+    (tmp_path / "step-00000002" / "manifest.jsonl").write_text("{}\n")
+    with pytest.warns(UserWarning, match=r"^passed over: step-00000002 is not whole: its manifest"):
+        state = load(two(), tmp_path)
+    assert state is not None and state["step"] == 1
+    for file in (tmp_path / "step-00000001").glob("*.distcp"):
+        file.write_bytes(file.read_bytes()[:-1])
+    with pytest.raises(CheckpointError) as error:
+        load(two(), tmp_path)
+    assert str(tmp_path) in error.value.fact and error.value.hint
+    assert "none is whole: step-00000002 is not" in error.value.fact
+    assert "; step-00000001 is not whole: " in error.value.fact

@@ -1,0 +1,80 @@
+"""Evaluation of a training run: what it says, what it leaves, and what it leaves as it was."""
+
+from __future__ import annotations
+
+import csv
+import math
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+
+from schedir.errors import UsageError
+from schedir.training import gpt
+from schedir.training.config_file import read
+from schedir.training.corpus import held_out
+from schedir.training.train import run
+from tests.cpu.training import alone, train
+
+DROPS = ["model.dropout=0.2", "pipeline.tp=1", "output.record=false"]
+
+
+def evaluations(folder: Path) -> list[tuple[int, float, float, int]]:
+    """Step, loss, perplexity and tokens of each line of evaluation.csv."""
+    with (folder / "evaluation.csv").open() as file:
+        rows = [(int(k), float(x), float(y), int(n)) for k, x, y, n in [*csv.reader(file)][1:]]
+    return rows
+
+
+def test_the_held_out_loss_is_that_of_a_plain_model(
+    config: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Of all windows that there are, though they do not fill the last batch; without dropout."""
+    text = tmp_path / "held-out.txt"
+    text.write_text("never trained on " * 13)
+    sets = [*DROPS, f'data.held_out="{text}"', "train.lr=0", "train.min_lr=0"]
+    alone(config, tmp_path / "out", *sets, "train.evaluate_every=4")
+    settings = read(config, [*sets, "pipeline.ranks=1", "pipeline.stages_per_rank=1"])
+    held = held_out(settings)
+    assert held is not None and len(held) % (3 * 2)
+    inputs, targets = held.batch(0, len(held))
+    model = gpt.build_stage(settings.model, 0, 1).eval()
+    with torch.no_grad():
+        mean = float(gpt.loss(model(inputs), targets)) / targets.numel()
+    rows = evaluations(tmp_path / "out")
+    assert [step for step, *_ in rows] == [4, 6]  # and after the last
+    for _, loss, perplexity, tokens in rows:
+        assert tokens == targets.numel() and loss == pytest.approx(mean, rel=1e-5)
+        assert perplexity == math.exp(loss)
+    said = f"step 6  held-out loss {rows[-1][1]:.4f}  perplexity {rows[-1][2]:,.1f}\n"
+    assert said in capsys.readouterr().out
+
+
+def test_a_run_with_evaluations_has_the_losses_of_one_without(config: str, tmp_path: Path) -> None:
+    """Two-way, where each stage has two holders, and dropout would tell of each number drawn."""
+    sets = [*DROPS, "train.steps=4", "data.held_out=0.1", "pipeline.schedule=dualpipe",
+            "pipeline.stages_per_rank=1", "pipeline.microbatches=4"]  # fmt: skip
+    plain = train(config, tmp_path / "plain", *sets)
+    assert train(config, tmp_path / "out", *sets, "train.evaluate_every=2") == plain
+    assert not (tmp_path / "plain" / "evaluation.csv").exists()
+    (one, first, *_), (other, last, *_) = evaluations(tmp_path / "out")
+    assert (one, other) == (2, 4) and last < first
+
+
+def test_nothing_to_evaluate_on_is_refused(config: str) -> None:
+    with pytest.raises(UsageError, match="nothing is held out") as error:
+        run(config, ["train.evaluate_every=2"])
+    assert error.value.fields == ("evaluate_every", "held_out")
+
+
+def test_a_run_that_goes_on_keeps_what_it_has_found(config: str, tmp_path: Path) -> None:
+    """And not what it found after the checkpoint that it goes on from."""
+    sets = [*DROPS, "data.held_out=0.1", "train.evaluate_every=1"]
+    saved = [*sets, f'train.checkpoint="{tmp_path / "saved"}"', "train.every=2"]
+    alone(config, tmp_path / "out", *saved, "train.steps=3")
+    shutil.rmtree(tmp_path / "saved" / "step-00000003")
+    (tmp_path / "out" / "summary.json").unlink()
+    alone(config, tmp_path / "out", *saved, "train.steps=3")
+    alone(config, tmp_path / "plain", *sets, "train.steps=3")
+    assert evaluations(tmp_path / "out") == evaluations(tmp_path / "plain")

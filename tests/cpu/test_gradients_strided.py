@@ -1,0 +1,66 @@
+"""Gradients of parameters whose numbers lie in another order than their own."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import schedir
+from schedir import Plan
+from schedir.errors import ModelError
+from schedir.runtime.inprocess import InProcess
+from schedir.schedules import gpipe
+
+
+class Turned(nn.Module):
+    """A stage with a parameter that is a transposed one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.w = nn.Parameter(torch.randn(3, 4).t())
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.tanh(x @ self.w @ self.w.t())
+
+
+def test_a_fused_optimizer_steps_each_number_by_its_own_gradient() -> None:
+    fused = partial(torch.optim.AdamW, lr=0.1, fused=True)
+    torch.manual_seed(0)
+    ours = [Turned(), Turned()]
+    torch.manual_seed(0)
+    plain = nn.Sequential(Turned(), Turned())
+    executor = InProcess(
+        schedir.compile(gpipe, Plan(2, 2)), [*ours],
+        loss=nn.functional.mse_loss, boundary=(5, 4), optimizer=fused,
+    )  # fmt: skip
+    optimizer = fused(plain.parameters())
+    for _ in range(2):
+        x, y = torch.randn(2, 2, 5, 4)
+        executor.step(x, y, 0.5)
+        for mb in range(2):
+            (nn.functional.mse_loss(plain(x[mb]), y[mb]) / 2).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    for one, p in zip(ours, plain.parameters(), strict=True):
+        torch.testing.assert_close(one.w, p)
+
+
+def test_sums_that_lie_otherwise_are_refused_where_an_optimizer_is_fused() -> None:
+    stages = [Turned(), Turned()]
+    stages[1].w = stages[0].w
+    ties = schedir.ties(stages)
+    program = schedir.compile(gpipe, Plan(2, 2), tied=ties)
+
+    def made(fused: bool) -> InProcess:
+        adam = partial(torch.optim.AdamW, lr=0.1, fused=fused)
+        return InProcess(
+            program, [*stages],
+            loss=nn.functional.mse_loss, boundary=(5, 4), optimizer=adam, tied=ties,
+        )  # fmt: skip
+
+    with pytest.raises(ModelError, match=r"w of stage 0 is not contiguous .*strides are \[1, 4\]"):
+        made(fused=True)
+    made(fused=False)

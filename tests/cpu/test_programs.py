@@ -1,0 +1,337 @@
+"""Several programs on the same stages: steps in parts, a last partial batch, evaluation between."""
+
+from __future__ import annotations
+
+import re
+from functools import partial
+from inspect import signature
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+import schedir
+from schedir import Plan
+from schedir.errors import ModelError, ProgramError, SequenceError
+from schedir.io.terminal import format_error
+from schedir.ir.program import Program
+from schedir.runtime.executor import Executor
+from schedir.runtime.inprocess import InProcess
+from schedir.runtime.precision import LossScale
+from schedir.schedules import built_in, forward_only, gpipe, interleaved, one_f_one_b, pipedream_2bw
+from schedir.schedules.words import placed_for
+from schedir.training import gpt
+from schedir.transports.processes import Gloo
+from schedir.transports.shared import Shared
+from tests.cpu.spawn import run
+from tests.cpu.tiny_stages import BOUNDARY, batch, gpt_stages
+
+PAGE = Path(__file__).parents[2] / "docs" / "programs.md"
+GOLDEN = Path(__file__).parents[1] / "golden" / "programs"
+ZOO = {name: s for name, s in built_in().items() if s is not forward_only}
+ADAM = partial(torch.optim.AdamW, lr=1e-2)
+M = 6  # microbatches of a step
+
+
+class Drops(nn.Module):
+    """A stage that draws, and counts in a buffer how often it has trained."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+        self.register_buffer("trained", torch.zeros(()))
+
+    @property
+    def tied_weight(self) -> Any:
+        return getattr(self.inner, "tied_weight", None)
+
+    def forward(self, x: Tensor) -> Any:
+        y = self.inner(x)
+        return nn.functional.dropout(y, 0.2, self.training) if y.is_floating_point() else y
+
+
+def plan_of(schedule: Any, microbatches: int, ranks: int = 2) -> Plan:
+    placement, fixed = placed_for(schedule)
+    v = fixed or (2 if "v" in signature(schedule).parameters else 1)
+    return Plan(ranks, microbatches, v, placement or "loop")
+
+
+def stages_of(program: Program) -> list[nn.Module]:
+    return [Drops(stage) for stage in gpt_stages(program.plan.stages, bool(program.tied))]
+
+
+def ranks_of(program: Program, stages: list[nn.Module], **options: Any) -> InProcess:
+    usual: dict[str, Any] = {"loss": gpt.loss, "boundary": BOUNDARY, "optimizer": ADAM}
+    return InProcess(program, stages, **usual | options)
+
+
+def numbers_of(ranks: InProcess, stages: list[nn.Module], total: Tensor) -> list[Tensor]:
+    """What a step is known by: its loss, its norm, weights and gradients."""
+    own = [p for stage in stages for p in stage.parameters()]
+    found = [total, ranks.ranks[0].norm, *own, *(p.grad for p in own if p.grad is not None)]
+    return [x.detach().clone() for x in found]
+
+
+def same(one: list[Tensor], other: list[Tensor]) -> bool:
+    return len(one) == len(other) and all(map(torch.equal, one, other))
+
+
+def in_parts(
+    ranks: InProcess, parts: list[Program], k: int, seed: int | None, **options: Any
+) -> Tensor:
+    """The loss of a step whose microbatches programs run one after the other."""
+    inputs, targets, scale = batch(M, k)
+    at, total = 0, torch.zeros(())
+    for part in parts:
+        own = slice(at, at + part.plan.microbatches)
+        at = own.stop
+        total = ranks.step(inputs[own], targets[own], scale, seed, program=part, **options)
+    assert at == M
+    return total
+
+
+# Schedules of one placement, of which a step may have one in each of its parts.
+ALIKE = [("gpipe", "one_f_one_b", "zb_h1"), ("interleaved", "looped_bfs"), ("wave",)]
+
+
+@settings(max_examples=12, deadline=None, suppress_health_check=[*HealthCheck])
+@given(
+    st.sampled_from(ALIKE).flatmap(lambda of: st.tuples(*[st.sampled_from(of)] * 2)),
+    st.sampled_from([(2, 4), (4, 2), (2, 2, 2)]),
+    st.integers(0, 3),
+    st.sampled_from([None, 0, 1]),
+    st.booleans(),
+)
+def test_open_programs_have_the_bits_of_one(
+    names: tuple[str, str], cut: tuple[int, ...], zero: int, seed: int | None, scaled: bool
+) -> None:
+    """Norm and losses, dropout and a tied weight are those of all microbatches in one program."""
+    first, schedule = (ZOO[name] for name in names)
+    how: dict[str, Any] = {"clip": True, "tied": True, "zero": zero, "model": "edge"}
+    *several, m = cut
+    opens = {n: schedir.compile(first, plan_of(first, n), open=True, **how) for n in several}
+    last, whole = (schedir.compile(schedule, plan_of(schedule, n), **how) for n in (m, M))
+    assert last.ascending and whole.ascending
+    options: dict[str, Any] = {"loss_scale": LossScale} if scaled else {}
+    found = []
+    for order in ([whole], [*(opens[n] for n in several), last]):
+        stages = stages_of(whole)
+        more = [*opens.values()] if len(order) > 1 else []
+        ranks = ranks_of(order[-1], stages, more=more, **options)
+        steps = [numbers_of(ranks, stages, in_parts(ranks, order, k, seed)) for k in range(2)]
+        assert ranks.ranks[0].draws.step == 2
+        found.append([x for step in steps for x in step])
+    assert same(*found)
+
+
+@pytest.mark.parametrize(
+    ("name", "zero"),
+    [
+        ("one_f_one_b", 2),
+        ("interleaved", 3),
+        ("dualpipe", 0),
+        ("dualpipe", 3),
+        ("pipedream_2bw", 0),
+    ],
+)
+def test_evaluations_leave_nothing(name: str, zero: int) -> None:
+    """A run with evaluations between its steps, and within one, has the bits of one without."""
+    schedule, m = ZOO[name], 8
+    plan = Plan(2, m, updates=4, delay=1) if name == "pipedream_2bw" else plan_of(schedule, m)
+    two_way = plan.rows > 1
+    program = schedir.compile(schedule, plan, tied=True, clip=True, zero=zero, model="edge")
+    looks = schedir.forwards(program, "edge")
+    found, losses = [], []
+    for evaluates in (False, True):
+        stages: list[nn.Module] = [Drops(s) for s in gpt_stages(plan.stages)]
+        ranks = ranks_of(program, stages, more=[looks])
+        steps: list[Tensor] = []
+        for k in range(2):
+            if evaluates:
+                before = ranks.ranks[0].draws.step
+                n = looks.plan.microbatches
+                inputs, targets, _ = batch(n, 99)
+                losses += [ranks.evaluate(inputs, targets, seed=s) for s in (None, 5)]
+                assert ranks.ranks[0].draws.step == before
+                assert all(module.training for module in stages)
+            inputs, targets, scale = batch(plan.microbatches, k)
+            steps += numbers_of(ranks, stages, ranks.step(inputs, targets, scale))
+        found.append(steps)
+    assert same(*found) and two_way == (name == "dualpipe")
+    assert all(map(torch.equal, losses[::2], losses[1::2]))
+    assert losses[0] != losses[-1]
+
+
+def test_the_page_does_what_it_says() -> None:
+    (body,) = re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.S)
+    exec(compile(body, PAGE.name, "exec"), {})
+
+
+# ---------------------------------------------------------------- processes
+
+
+def parts_of(dp: int, zero: int) -> list[Program]:
+    """What trains with 3 microbatches, all 6, the first 3 of a step, and what evaluates 2."""
+    how: dict[str, Any] = {"tied": True, "zero": zero, "dp": dp, "model": "edge"}
+    program = schedir.compile(one_f_one_b, Plan(2, 3), clip=True, **how)
+    whole = schedir.compile(one_f_one_b, Plan(2, M), clip=True, **how)
+    first = schedir.compile(gpipe, Plan(2, 3), clip=True, open=True, **how)
+    looks = schedir.compile(forward_only, Plan(2, 2), dp=dp, zero=zero, model="edge")
+    return [program, whole, first, looks]
+
+
+def own_stage(rank: int) -> dict[int, nn.Module]:
+    return {rank: Drops(gpt_stages(2)[rank])}
+
+
+def in_processes(rank: int, kind: str, dp: int, zero: int) -> list[list[Tensor]]:
+    """Steps of two parts, and of one program, with evaluations of smaller microbatches between."""
+    found: list[list[Tensor]] = []
+    for several in (False, True):
+        program, whole, first, looks = parts_of(dp, zero)
+        one, *others = [program, first, looks] if several else [whole]
+        transport = {"gloo": Gloo, "shared": Shared}[kind](one, 20.0, more=others)
+        more: list[Any] = [p if p.trains else (p, (1, *BOUNDARY.shape[1:])) for p in others]
+        stages = own_stage(transport.rank)
+        optimizer = ADAM([p for stage in stages.values() for p in stage.parameters()])
+        executor = Executor(
+            one, transport.rank, stages, transport, loss=gpt.loss, boundary=BOUNDARY,
+            optimizer=optimizer, more=more,
+        )  # fmt: skip
+        numbers: list[Tensor] = []
+        for k in range(2):
+            inputs, targets, scale = batch(M * dp, k)
+            own = [t[transport.dp_rank * M :][:M] for t in (inputs, targets)]
+            if several:
+                executor.evaluate(own[0][:2, :1], own[1][:2, :1])
+                executor.step(own[0][:3], own[1][:3], scale, of=M, program=first)
+                executor.evaluate(own[0][:2, :1], own[1][:2, :1])
+                total = executor.step(own[0][3:], own[1][3:], scale)
+            else:
+                total = executor.step(own[0], own[1], scale)
+            numbers += [torch.zeros(()) if total is None else total, executor.norm]
+            with executor.whole():
+                numbers += [p.detach().clone() for p in stages[transport.rank].parameters()]
+        found.append(numbers)
+    return found
+
+
+@pytest.mark.parametrize(
+    ("kind", "dp", "zero"), [("gloo", 2, 0), ("shared", 2, 3), ("shared", 1, 0)]
+)
+def test_in_processes(kind: str, dp: int, zero: int) -> None:
+    for whole, several in run(in_processes, 2 * dp, kind, dp, zero):
+        assert same(whole, several)
+
+
+def out_of_order(rank: int) -> str:
+    """One rank evaluates twice before it trains, the other once."""
+    program, _, _, looks = parts_of(1, 0)
+    transport = Shared(program, 20.0, more=[looks])
+    executor = Executor(
+        program, rank, own_stage(rank), transport, loss=gpt.loss, boundary=BOUNDARY, more=[looks]
+    )
+    inputs, targets, scale = batch(3)
+    with pytest.raises(SequenceError) as error:
+        for evaluations in (1, 1 if rank else 2):
+            for _ in range(evaluations):
+                executor.evaluate(inputs[:2], targets[:2])
+            executor.step(inputs, targets, scale)
+    return format_error(error.value)
+
+
+def test_steps_that_would_meet_each_others_messages_are_refused() -> None:
+    """The first rank of the second evaluation only sends, and would go on to the step."""
+    one, other = run(out_of_order, 2)
+    assert one == other
+    assert one + "\n" == (GOLDEN / "sequence.txt").read_text()
+
+
+# ---------------------------------------------------------------- refused
+
+
+def refused() -> list[Exception]:
+    """What is refused of several programs, each with its sentence."""
+    program = schedir.compile(one_f_one_b, Plan(2, 4), clip=True)
+    looks = schedir.forwards(program)
+    stages = gpt_stages(2, False)
+    found: list[Exception] = []
+
+    def tried(attempt: Any) -> None:
+        with pytest.raises(ProgramError) as error:
+            attempt()
+        found.append(error.value)
+
+    def beside(*more: Any, of: Program = program) -> Any:
+        return lambda: ranks_of(of, stages, more=more)
+
+    first = partial(schedir.compile, one_f_one_b, Plan(2, 2), clip=True)
+    tried(beside(schedir.compile(interleaved, Plan(2, 4, 2), clip=True)))
+    tried(beside(schedir.compile(gpipe, Plan(2, 4))))
+    tried(beside(schedir.compile(gpipe, Plan(2, 4), clip=True, zero=1)))
+    tried(beside(schedir.compile(gpipe, Plan(2, 4), clip=True, dp=2)))
+    tried(beside(program))
+    tried(beside(program, of=looks))
+    after = partial(schedir.compile, clip=True, validate="after")
+    tried(beside(after(gpipe, Plan(2, 4)), of=after(one_f_one_b, Plan(2, 4))))
+    tried(lambda: first(open=True, validate="after"))
+    tried(lambda: first(open=True, zero=2, reduce="turn"))
+    two = Plan(2, 4, updates=2, delay=1)
+    tried(lambda: schedir.compile(pipedream_2bw, two, open=True))
+    tried(lambda: schedir.compile(forward_only, Plan(2, 2), open=True))
+
+    part = first(open=True)
+    ranks = ranks_of(program, stages, more=[looks, part], optimizer=None)
+    inputs, targets, scale = batch(4)
+    some = inputs[:2], targets[:2]
+    tried(lambda: ranks.step(inputs, targets, program=looks))
+    tried(lambda: ranks.evaluate(*some, program=part))
+    tried(lambda: ranks.step(inputs, targets, of=6))
+    ranks.step(*some, scale, of=6, program=part)
+    tried(lambda: ranks.step(inputs, targets, 1.0))
+    tried(lambda: ranks.step(*some, scale, of=8, program=part))
+    ranks.step(*some, scale, program=part)
+    tried(lambda: ranks.step(inputs, targets, scale))
+    return found
+
+
+def test_what_does_not_go_together_is_refused() -> None:
+    said = "\n".join(map(format_error, refused()))  # type: ignore[arg-type]
+    assert said + "\n" == (GOLDEN / "refused.txt").read_text()
+
+
+class Writes(nn.Module):
+    """A stage that writes to what it trains, or to a buffer, whenever it runs."""
+
+    def __init__(self, *, parameter: bool, data: bool = False) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(4))
+        self.register_buffer("seen", torch.zeros(4))
+        self.parameter, self.data = parameter, data
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            into = self.weight if self.parameter else self.seen
+            assert isinstance(into, Tensor)
+            (into.data if self.data else into).add_(1.0)
+        return x * self.weight
+
+
+@pytest.mark.parametrize("data", [False, True])
+def test_forwards_that_write_are_put_back_or_refused(data: bool) -> None:
+    program = schedir.compile(one_f_one_b, Plan(2, 2))
+    looks, x = schedir.forwards(program), torch.ones(2, 1, 4)
+    how: dict[str, Any] = {"loss": nn.functional.mse_loss, "boundary": (1, 4), "more": [looks]}
+    for parameter in (False, True):
+        stages = [Writes(parameter=parameter, data=data), Writes(parameter=False)]
+        ranks = InProcess(program, stages, alike=True, **how)
+        if parameter:
+            with pytest.raises(ModelError, match="writes to weight"):
+                ranks.evaluate(x, x)
+        else:
+            ranks.evaluate(x, x)
+        assert not any(stage.get_buffer("seen").any() for stage in stages)

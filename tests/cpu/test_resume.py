@@ -1,0 +1,382 @@
+"""Training runs that save, and go on: the losses of an unbroken run, bit for bit, or a refusal."""
+
+from __future__ import annotations
+
+import os
+import resource
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from schedir.errors import CheckpointError, ConfigError, ExecutionError, ProgramError, UsageError
+from schedir.training.config import Config, OutputConfig
+from schedir.training.results import claimed
+from schedir.training.resume import RUN
+from schedir.training.steps import Steps
+from schedir.training.train import run
+from schedir.training.train_config import TrainConfig
+from tests.cpu.training import ALONE, ROOT, TORCHRUN, arguments, finish, start
+
+TWO = ["pipeline.tp=1", "pipeline.stages_per_rank=1", "output.record=false"]
+TRAIN = [sys.executable, "-m", "schedir", "train"]
+STEPS = 7
+
+
+def words(folder: Path, *more: str, every: int = 2) -> list[str]:
+    """A run in a folder, with its checkpoints, that reports each third step."""
+    return [f"train.steps={STEPS}", "train.log_every=3", "model.dropout=0.1",
+            f'output.folder="{folder / "out"}"', f'train.checkpoint="{folder / "saved"}"',
+            f"train.every={every}", *more]  # fmt: skip
+
+
+def losses(folder: Path) -> bytes:
+    return (folder / "out" / "loss.csv").read_bytes()
+
+
+def steps(folder: Path) -> list[int]:
+    return sorted(int(path.name[5:]) for path in (folder / "saved").glob("step-*"))
+
+
+@pytest.fixture
+def unbroken(config: str, tmp_path: Path) -> bytes:
+    folder = tmp_path / "unbroken"
+    assert run(config, [*ALONE, *words(folder)[:3], f'output.folder="{folder / "out"}"']) == 0
+    return losses(folder)
+
+
+@pytest.fixture
+def broken(config: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Path]:
+    """Runs that end within a step, without a word."""
+
+    def breaks(at: int, *more: str, folder: Path = tmp_path) -> Path:
+        issue = Steps.issue
+
+        def issues(self: Steps, *given: object) -> None:
+            if self.number + 1 == at:
+                raise KeyboardInterrupt
+            issue(self, *given)  # type: ignore[arg-type]
+
+        with monkeypatch.context() as patch:
+            patch.setattr(Steps, "issue", issues)
+            assert run(config, [*ALONE, *words(folder, *more)]) == 130
+        return folder
+
+    return breaks
+
+
+# What goes on
+
+
+def test_a_run_goes_on_with_the_bits_of_an_unbroken_one(
+    config: str,
+    unbroken: bytes,
+    broken: Callable[..., Path],
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    folder = broken(6)
+    assert losses(folder).count(b"\n") == 5 and steps(folder) == [2, 4]
+    with (folder / "out" / "loss.csv").open("a") as file:  # of a step after the one that is saved
+        file.write("5,1.0,0.1,0.1,0\n6,1")
+    assert run(config, [*ALONE, *words(folder)]) == 0
+    assert losses(folder) == unbroken and steps(folder) == [6, 7]
+    said = capsys.readouterr().out
+    assert f"resumed at step 4 from {folder / 'saved' / 'step-00000004'}\n" in said
+    assert f"saved step 7 to {folder / 'saved' / 'step-00000007'} in " in said
+
+
+@pytest.mark.parametrize("precision", ["bfloat16", "float16"])
+def test_what_is_no_weight_is_saved_too(
+    config: str, broken: Callable[..., Path], tmp_path: Path, precision: str
+) -> None:
+    """The copies in float32, and the scale of the loss."""
+    more = f"train.precision={precision}"
+    whole = tmp_path / "whole"
+    assert run(config, [*ALONE, *words(whole, more)]) == 0
+    assert run(config, [*ALONE, *words(broken(4, more), more)]) == 0
+    assert losses(tmp_path) == losses(whole)
+
+
+def test_a_run_that_broke_before_it_saved_begins_again(
+    config: str, unbroken: bytes, broken: Callable[..., Path]
+) -> None:
+    """Its results are its own, and need no leave to be replaced."""
+    folder = broken(5, "train.log_every=1", "train.every=6")
+    assert losses(folder).count(b"\n") > 1 and steps(folder) == []
+    assert run(config, [*ALONE, *words(folder)]) == 0
+    assert losses(folder) == unbroken
+
+
+def test_a_run_that_has_made_its_steps_says_so(
+    config: str, tmp_path: Path, unbroken: bytes, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(config, [*ALONE, *words(tmp_path)]) == 0
+    had = {p.name: p.read_bytes() for p in (tmp_path / "out").iterdir()}
+    assert run(config, [*ALONE, *words(tmp_path)]) == 0
+    assert f"all of its {STEPS} steps have been made\n" in capsys.readouterr().out
+    assert {p.name: p.read_bytes() for p in (tmp_path / "out").iterdir()} == had
+    (tmp_path / "out" / "summary.json").unlink()  # of one that ended before it had written it
+    assert run(config, [*ALONE, *words(tmp_path)]) == 0
+    assert (tmp_path / "out" / "summary.json").exists() and losses(tmp_path) == unbroken
+
+
+def test_what_has_changed_since_is_said(
+    config: str, broken: Callable[..., Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = broken(4)
+    assert run(config, [*ALONE, *words(folder, "train.lr=0.002", "pipeline.microbatches=2")]) == 0
+    said = capsys.readouterr().out
+    assert "; changed since: pipeline.microbatches 3 to 2, train.lr 0.001 to 0.002\n" in said
+
+
+def test_a_new_folder_of_results_begins_after_the_checkpoint(
+    config: str, broken: Callable[..., Path], unbroken: bytes
+) -> None:
+    folder = broken(4)
+    other = [*words(folder)[:3], f'output.folder="{folder / "new" / "out"}"', *words(folder)[4:]]
+    assert run(config, [*ALONE, *other]) == 0
+    lines = unbroken.splitlines(keepends=True)
+    assert losses(folder / "new") == b"".join([lines[0], *lines[3:]])
+
+
+def test_a_step_that_is_not_finite_is_not_saved(
+    config: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is judged before, though that may be a step late."""
+    settle = Steps._fails
+    monkeypatch.setattr(Steps, "_fails", lambda self, n: settle(self, n) or self.number >= 4)
+    monkeypatch.setattr(Steps, "error", lambda self: ExecutionError("not finite"))
+    assert run(config, [*ALONE, *words(tmp_path)]) == 1
+    assert steps(tmp_path) == [2]
+
+
+# What is refused
+
+
+def test_what_cannot_go_on_is_refused_and_nothing_is_lost(
+    config: str, tmp_path: Path, broken: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    folder = broken(4, folder=Path("run"))
+    had = {str(p): p.read_bytes() for p in folder.rglob("*") if p.is_file()}
+    Path("other.txt").write_text("another text " * 200)
+    Path("file").touch()
+    found = []
+    for more in (
+        ["model.hidden=64"],
+        ["model.vocab=300"],
+        ["model.layers=8"],
+        ["data.seed=3"],
+        ['data.source="other.txt"'],
+        ["train.precision=bfloat16"],
+        ["train.resume=no"],
+        ["train.resume=must", 'train.checkpoint="elsewhere"'],
+        ['train.checkpoint="file"'],
+        ['train.checkpoint="file/folder"'],
+        ["train.every=0"],
+        ["train.resume=maybe"],
+        ['train.checkpoint=""'],
+    ):
+        with pytest.raises(ProgramError) as error:
+            run(config, [*ALONE, *words(folder), *more])
+        found.append(f"{' '.join(more)}\n{error.value}\n")
+    with pytest.raises(ConfigError) as error:
+        run(config, [*ALONE, "train.resume=must"])
+    found.append(f"train.resume=must\n{error.value}\n")
+    (folder / "out" / "loss.csv").write_text(losses(folder).decode().rpartition("2,")[0])
+    with pytest.raises(UsageError) as error:
+        run(config, [*ALONE, *words(folder)])
+    found.append(f"lines that are missing\n{error.value}\n")
+    golden = ROOT / "tests" / "golden" / "resume.txt"
+    if "UPDATE_GOLDEN" in os.environ:
+        golden.write_text("\n".join(found))
+    assert "\n".join(found).replace(config, "run.toml") == golden.read_text()
+    kept = {str(p): p.read_bytes() for p in folder.rglob("*") if p.is_file()}
+    assert {**kept, "run/out/loss.csv": b""} == {**had, "run/out/loss.csv": b""}
+
+
+def test_results_of_another_run_are_refused(
+    config: str, tmp_path: Path, broken: Callable[..., Path]
+) -> None:
+    folder = broken(4)
+    other = tmp_path / "other"
+    assert run(config, [*ALONE, "train.steps=1", f'output.folder="{other / "out"}"']) == 0
+    with pytest.raises(UsageError) as error:
+        run(config, [*ALONE, *words(folder), f'output.folder="{other / "out"}"'])
+    assert error.value.fields == ("folder", "replace")
+    (folder / "saved" / RUN).unlink()  # a checkpoint still knows whose it is
+    assert run(config, [*ALONE, *words(folder)]) == 0
+
+
+def test_checkpoints_are_removed_where_that_is_said(
+    config: str, unbroken: bytes, broken: Callable[..., Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = broken(6)
+    anew = ["train.resume=no", "output.replace=true"]
+    assert run(config, [*ALONE, *words(folder, *anew)]) == 0
+    assert losses(folder) == unbroken and "resumed" not in capsys.readouterr().out
+
+
+def test_a_folder_of_checkpoints_is_one_runs_at_a_time(tmp_path: Path) -> None:
+    def of(name: str) -> Config:
+        train = TrainConfig(checkpoint=str(tmp_path / "saved"))
+        return Config(output=OutputConfig(str(tmp_path / name)), train=train)
+
+    with claimed(of("a")), pytest.raises(UsageError) as error, claimed(of("b")):
+        pass
+    assert error.value.fields == ("checkpoint",)
+    assert error.value.fact.startswith(f"the folder of checkpoints {tmp_path / 'saved'} is in use")
+
+
+def test_a_full_disk_ends_a_run_and_the_last_whole_checkpoint_stays(
+    config: str, tmp_path: Path, broken: Callable[..., Path]
+) -> None:
+    """The system lets no file grow beyond what losses need."""
+    folder = broken(4)
+    had = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, had[1]))
+    try:
+        with pytest.raises(CheckpointError):
+            run(config, [*ALONE, *words(folder)])
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, had)
+    assert steps(folder) == [2]
+    assert run(config, [*ALONE, *words(folder)]) == 0
+
+
+@pytest.mark.parametrize("how", ["tampered", "truncated"])
+def test_a_checkpoint_that_is_not_whole_is_passed_over(
+    config: str,
+    unbroken: bytes,
+    broken: Callable[..., Path],
+    capsys: pytest.CaptureFixture[str],
+    how: str,
+) -> None:
+    folder = broken(6)
+    file = next((folder / "saved" / "step-00000004").glob("*.distcp"))
+    data = bytearray(file.read_bytes())
+    data[len(data) // 2] ^= 1
+    file.write_bytes(data if how == "tampered" else data[:-1])
+    assert run(config, [*ALONE, *words(folder)]) == 0
+    assert "resumed at step 2 from " in capsys.readouterr().out
+    assert losses(folder) == unbroken
+
+
+# Told to end
+
+SLOW = """\
+import time
+
+from schedir.schedules import one_f_one_b as mine
+from schedir.training import saving
+
+save = saving.save
+
+
+def slowly(*given, **more):
+    time.sleep(60)
+
+
+saving.save = slowly
+"""
+
+
+def begun(config: str, folder: Path, *more: str) -> subprocess.Popen[str]:
+    """A run of two processes under way, which would take for ever."""
+    sets = [*TWO, *words(folder, every=10**6), "train.steps=1000000", "train.log_every=1", *more]
+    process = start(
+        [sys.executable, "-m", "schedir", "train", config, *(f"--set={s}" for s in sets)]
+    )
+    assert process.stdout is not None and process.stderr is not None
+    assert process.stdout.readline().startswith("memory "), process.stderr.read()
+    assert process.stdout.readline().startswith("step "), process.stderr.read()
+    return process
+
+
+def test_told_to_end_all_finish_one_step_and_save_it(config: str, tmp_path: Path) -> None:
+    process = begun(config, tmp_path)
+    process.send_signal(signal.SIGTERM)
+    code, _, err = finish(process)
+    (last,) = steps(tmp_path)
+    assert code == 143
+    saved = tmp_path / "saved" / f"step-{last:08}"
+    assert err == f"was told to end (SIGTERM): step {last} of 1000000 is saved in {saved}\n"
+    assert losses(tmp_path).splitlines()[-1].startswith(f"{last},".encode())
+    assert {p.name for p in (tmp_path / "out").iterdir()} == {"loss.csv", RUN}
+    sets = [*TWO, *words(tmp_path), f"train.steps={last + 2}"]
+    code, out, err = finish(start([*TRAIN, config, *(f"--set={s}" for s in sets)]))
+    assert code == 0, err
+    assert f"resumed at step {last} from " in out
+    assert losses(tmp_path).count(b"\n") == last + 3
+
+
+def test_past_the_grace_all_end_without_and_say_so(config: str, tmp_path: Path) -> None:
+    schedule = tmp_path / "mine.py"
+    schedule.write_text(SLOW)
+    process = begun(config, tmp_path, f"pipeline.schedule={schedule}:mine", "train.grace=1")
+    process.send_signal(signal.SIGTERM)
+    code, _, err = finish(process)
+    assert code == 143 and err.count("\n") == 1
+    assert "was told to end (SIGTERM), and has not saved in 1 s, saving step" in err
+    assert steps(tmp_path) == []
+
+
+def test_told_twice_all_end_at_once(config: str, tmp_path: Path) -> None:
+    schedule = tmp_path / "mine.py"
+    schedule.write_text(SLOW)
+    process = begun(config, tmp_path, f"pipeline.schedule={schedule}:mine", "train.grace=200")
+    process.send_signal(signal.SIGTERM)
+    time.sleep(0.5)
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(60) == -signal.SIGTERM
+    finish(process)
+
+
+# Restarts of torchrun
+
+DYING = """\
+import os
+import signal
+
+from schedir.schedules import one_f_one_b as mine
+from schedir.training import steps
+
+issue = steps.Steps.issue
+attempt = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
+
+
+def issues(self, *given):
+    if attempt < 2 and os.environ.get("RANK") == str(attempt) and self.number == 2 + 4 * attempt:
+        os.kill(os.getpid(), signal.SIGKILL)
+    issue(self, *given)
+
+
+steps.Steps.issue = issues
+"""
+
+
+def test_torchrun_comes_back_by_itself(config: str, tmp_path: Path) -> None:
+    """Twice: before the first checkpoint, and when it is whole, for another one is due."""
+    schedule = tmp_path / "mine.py"
+    schedule.write_text(DYING)
+    own = [*TWO, f"pipeline.schedule={schedule}:mine"]
+    agent = [*TORCHRUN, "--standalone", "--nproc-per-node=2", "--max-restarts=3", "-m", "schedir"]
+    sets = [*own, *words(tmp_path, every=3)]
+    code, out, err = finish(start([*agent, "train", config, *(f"--set={s}" for s in sets)]))
+    assert code == 0, err
+    assert out.count("resumed at step 3 from ") == 1
+    assert {p.name for p in (tmp_path / "out").iterdir()} == {"loss.csv", RUN, "summary.json"}
+    plain = [*TWO, "pipeline.schedule=one_f_one_b", *words(tmp_path)[:3]]
+    command = [
+        sys.executable,
+        "-m",
+        "schedir",
+        *arguments(config, tmp_path / "plain" / "out", *plain),
+    ]
+    code, _, err = finish(start(command))
+    assert code == 0, err
+    assert losses(tmp_path) == losses(tmp_path / "plain")

@@ -1,0 +1,53 @@
+"""What a run that goes on says of what is not as it was."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from schedir.training.train import run
+from tests.cpu.training import ALONE
+
+
+def words(folder: Path, steps: int, *more: str) -> list[str]:
+    """A run of so many steps that saves each second one."""
+    return [*ALONE, f"train.steps={steps}", "output.record=false", "train.every=2",
+            f'output.folder="{folder / "out"}"', f'train.checkpoint="{folder / "saved"}"',
+            *more]  # fmt: skip
+
+
+def resumed(said: str) -> str:
+    return next(line for line in said.splitlines() if line.startswith("resumed"))
+
+
+def test_another_size_of_a_microbatch_and_another_text_that_is_held_out(
+    config: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    held = tmp_path / "held.txt"
+    held.write_text("some text " * 20)
+    more = (f'data.held_out="{held}"', "train.evaluate_every=2")
+    assert run(config, words(tmp_path, 2, *more)) == 0
+    held.write_text("other text" * 20)
+    assert run(config, words(tmp_path, 4, *more, "data.microbatch_size=3")) == 0
+    said = resumed(capsys.readouterr().out)
+    assert "data.microbatch_size 2 to 3, " in said
+    assert re.search(
+        r", the held-out data 200 tokens of uint8 \((\w+)\), in windows of (\d+) to "
+        r"200 tokens of uint8 \((?!\1)\w+\), in windows of \2$",
+        said,
+    ), said
+
+
+def test_a_checkpoint_that_is_passed_over(
+    config: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(config, words(tmp_path, 4)) == 0
+    losses = (tmp_path / "out" / "loss.csv").read_bytes()
+    (tmp_path / "saved" / "step-00000004" / "manifest.jsonl").write_text("{}\n")
+    assert run(config, words(tmp_path, 4)) == 0
+    said = capsys.readouterr().out
+    assert "\npassed over: step-00000004 is not whole: its manifest" in said
+    assert resumed(said) == f"resumed at step 2 from {tmp_path / 'saved' / 'step-00000002'}"
+    assert (tmp_path / "out" / "loss.csv").read_bytes() == losses

@@ -1,0 +1,288 @@
+"""Fuzz: files changed at random, and by hand, against every reader.
+
+    nice -n 19 python -m tests.fuzz --files 100000 --seed 1
+
+prints a table for docs/results/fuzz.md.  A reader takes a file or refuses it by a ProgramError in
+a few lines; whatever else it raises is a bug of ours.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gzip
+import random
+import re
+import sys
+import time
+import traceback
+from collections import Counter
+from collections.abc import Callable, Iterator
+from itertools import chain, islice
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import NamedTuple
+from zipfile import ZipFile
+
+import schedir
+from schedir.commands._options import read_costs, read_sizes
+from schedir.dumps.flight_recorder import read_dumps
+from schedir.dumps.plain_pickle import loads
+from schedir.errors import ProgramError
+from schedir.io import torch_csv
+from schedir.io.cluster_file import load_cluster
+from schedir.io.load import load
+from schedir.io.terminal import format_error
+from schedir.io.timeline_file import load_timeline, save_timeline
+from schedir.traces.run import read_run
+from schedir.training.config_file import read
+from tests import kineto
+from tests.flight import Recorder
+
+Content = bytes
+LONGEST = 12  # lines of a refusal
+FAILED = Path("fuzz-failed")  # where a file goes at which a reader fails
+
+
+class Reader(NamedTuple):
+    """How a file is read, and files that are right."""
+
+    read: Callable[[Path], object]
+    right: list[Content]
+
+
+def readers(folder: Path) -> dict[str, Reader]:
+    """Every reader, by what it reads."""
+    programs = [
+        schedir.show(schedir.compile(schedir.schedules.one_f_one_b, schedir.Plan(2, 3))),
+        schedir.show(schedir.compile(schedir.schedules.zb_h1, schedir.Plan(2, 2), clip=True)),
+        schedir.show(
+            schedir.compile(
+                schedir.schedules.interleaved, schedir.Plan(2, 2, 2), tp=2, slots="fewest"
+            ),
+            folded=False,
+        ),
+    ]
+    plain = schedir.compile(schedir.schedules.one_f_one_b, schedir.Plan(2, 2))
+    run = schedir.simulate(plain)
+    save_timeline(run, folder / "right.timeline")
+    alone = schedir.compile(schedir.schedules.one_f_one_b, schedir.Plan(1, 3))
+    (trace,) = kineto.write(folder, [schedir.simulate(alone)], 1)
+    whole = trace.read_bytes()
+    recorder = Recorder(0)
+    recorder.group("0", range(2), "default_pg")
+    recorder.messages("0", [("send", 1)], ended=True)
+    recorder.messages("0", [("recv", 1), ("send", 1)], ended=False)
+    dumps = []
+    for as_json in (False, True):
+        place = folder / f"dumps{as_json}"
+        place.mkdir()
+        recorder.save(place, as_json=as_json)
+        dumps += [file.read_bytes() for file in place.iterdir()]
+    text = "F=1:2,B=2/3:4/5,send=0.1,R=1e-3,step=0"
+    return {
+        "program, .sched": Reader(_program, [p.encode() for p in programs]),
+        "torch's CSV": Reader(
+            lambda path: torch_csv.parse(path.read_bytes().decode("utf-8", "replace")),
+            [torch_csv.show(plain, form).encode() for form in torch_csv.FORMS],
+        ),
+        "configuration, TOML": Reader(lambda path: read(str(path)), [_CONFIG.encode()]),
+        "cluster, TOML": Reader(load_cluster, [_CLUSTER.encode()]),
+        "costs, @FILE": Reader(lambda path: read_costs(f"@{path}"), [text.encode()]),
+        "sizes, @FILE": Reader(
+            lambda path: read_sizes(f"@{path}"), [b"activation=16MB,saved=1.2GB:1GB,weights=3"]
+        ),
+        "run, .timeline": Reader(load_timeline, [(folder / "right.timeline").read_bytes()]),
+        "a run's header": Reader(
+            with_header(folder), [ZipFile(folder / "right.timeline").read("header.json")]
+        ),
+        "trace of torch.profiler": Reader(
+            lambda path: read_run([path]), [whole, gzip.compress(whole, mtime=0)]
+        ),
+        "dump of a flight recorder": Reader(lambda path: read_dumps([str(path)]), dumps),
+        "pickle": Reader(lambda path: loads(path.read_bytes()), dumps[:1]),
+    }
+
+
+_CONFIG = """\
+[model]
+layers = 4
+hidden = 32
+
+[pipeline]
+schedule = "interleaved(group=2)"
+ranks = 2
+microbatches = 4
+placement = "loop"
+
+[memory]
+limit = "1.5GB"
+
+[train]
+betas = [0.9, 0.95]
+lr = 1e-3
+"""
+_CLUSTER = """\
+nodes = 2
+gpus_per_node = 8
+flops = "312TFLOP/s"
+memory = "80GB"
+hbm = "2039GB/s"
+nvlink = "300GB/s"
+network = "25GB/s"
+latency = "5us"
+"""
+
+
+def _program(path: Path) -> None:
+    found = load(str(path))
+    if isinstance(found, schedir.Program):
+        schedir.check(found)
+
+
+def with_header(folder: Path) -> Callable[[Path], object]:
+    """Reads a run, whole but for its header."""
+    with ZipFile(folder / "right.timeline") as archive:
+        members = {name: archive.read(name) for name in archive.namelist()}
+
+    def reads(path: Path) -> object:
+        path.with_suffix(".timeline").unlink(missing_ok=True)
+        with ZipFile(path.with_suffix(".timeline"), "w") as archive:
+            for name, content in (members | {"header.json": path.read_bytes()}).items():
+                archive.writestr(name, content)
+        return load_timeline(path.with_suffix(".timeline"))
+
+    return reads
+
+
+# ---------------------------------------------------------------- files that are wrong
+
+NASTY = (
+    b"", b"-1", b"0", b"1e999", b"-0.0", b"nan", b"NaN", b"inf", b"Infinity", b"9" * 19,
+    b"9" * 5000, b"4294967296", b"0x10", b"1_0", b"null", b"true", b"[]", b"{}", b'""',
+    b'"\\u0000"', b"'", b'"', b"\x00", b"\xff\xfe", b"\xef\xbb\xbf", "\u0663".encode(),
+    "\U0001f600".encode(), b"\x1b[2J", b"\r", b"\n", b"\n\n", b"\t", b"#", b";", b"&", b"=", b",",
+    b"..", b"/", b"[" * 2000, b"{" * 2000, b"(" * 2000, b"a." * 1500, b" " * 5000, b"x" * 5000,
+    b"../../etc/passwd", b"/dev/zero", b"1e-999", b"0.1.2", b"--", b"\\", b"%s%n",
+    b"\xed\xa0\x80", b"18446744073709551616",
+)  # fmt: skip
+
+
+def by_hand(right: list[Content]) -> Iterator[Content]:
+    """Each word of a file, and each space between two, as something nasty in its place; and files
+    that are cut off, doubled, or empty."""
+    for content in right:
+        yield from (b"", content * 2, content[::-1], content.replace(b"\n", b"\r\n"), *NASTY)
+    for nth in range(10**6):
+        some = False
+        for k, content in enumerate(right):
+            words = [*re.finditer(rb"[\w.+-]+|[^\w\s]|\s+", content)]
+            if nth < len(words) * len(NASTY):
+                at = words[(nth * 7919 + k) % len(words)]
+                yield content[: at.start()] + NASTY[nth % len(NASTY)] + content[at.end() :]
+                some = True
+        if not some:
+            return
+
+
+def mutated(right: list[Content], rng: random.Random) -> Content:
+    """A file with a few changes."""
+    data = bytearray(rng.choice(right))
+    for _ in range(rng.choice((1, 1, 1, 2, 3, 8))):
+        at, size = rng.randrange(len(data) + 1), rng.choice((1, 1, 2, 4, 16, 64))
+        match rng.randrange(7):
+            case 0:
+                data[at : at + size] = rng.randbytes(size)
+            case 1:
+                del data[at : at + size]
+            case 2:
+                data[at:at] = data[at : at + size]
+            case 3:
+                data[at:at] = rng.choice(NASTY[:32])
+            case 4 if at < len(data):
+                data[at] ^= 1 << rng.randrange(8)
+            case 5:
+                other = rng.choice(right)
+                begin = rng.randrange(len(other) + 1)
+                data[at : at + size] = other[begin : begin + size]
+            case _:
+                del data[at:]
+    return bytes(data)
+
+
+# ---------------------------------------------------------------- reading them
+
+
+class Outcome(NamedTuple):
+    """How many files were taken, and refused, by kind of error; and what failed."""
+
+    kinds: Counter[str]
+    failed: list[tuple[Content, str]]
+
+
+def judge(reader: Reader, files: Iterator[Content], path: Path) -> Outcome:
+    """What a reader makes of files, one after the other at one path."""
+    kinds: Counter[str] = Counter()
+    failed = []
+    for content in files:
+        path.unlink(missing_ok=True)  # some file systems write at once what is overwritten
+        path.write_bytes(content)
+        try:
+            reader.read(path)
+            kinds["taken"] += 1
+        except ProgramError as error:
+            kinds[type(error).__name__] += 1
+            said = format_error(error)
+            if len(said.splitlines()) > LONGEST or len(said) > 4000:
+                failed.append((content, f"a refusal of {len(said)} characters: {said[:500]}"))
+        except Exception:
+            kinds["bug"] += 1
+            failed.append((content, traceback.format_exc()[-1500:]))
+    return Outcome(kinds, failed)
+
+
+ENDS = {"program, .sched": "a.sched", "dump of a flight recorder": "dump_0"}
+
+
+def fuzz(number: int, hand: int, seed: int) -> Iterator[tuple[str, Outcome, float]]:
+    """Each reader, with so many files that are mutated, and at most so many by hand."""
+    with TemporaryDirectory() as name:
+        folder = Path(name)
+        for what, reader in readers(folder).items():
+            rng = random.Random(f"{seed} {what}")
+            files = chain(
+                islice(by_hand(reader.right), hand),
+                (mutated(reader.right, rng) for _ in range(number)),
+            )
+            began = time.process_time()
+            outcome = judge(reader, files, folder / ENDS.get(what, "file"))
+            yield what, outcome, time.process_time() - began
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--files", type=int, default=2000, help="mutated, in all")
+    parser.add_argument("--by-hand", type=int, default=200, help="for each reader")
+    parser.add_argument("--seed", type=int, default=1)
+    options = parser.parse_args()
+    with TemporaryDirectory() as name:
+        each = -(-options.files // len(readers(Path(name))))
+    print("| reader | files | taken | refused, by kind | bugs | ms a file |")
+    print("| --- | --: | --: | --- | --: | --: |")
+    bugs = 0
+    for what, (kinds, failed), seconds in fuzz(each, options.by_hand, options.seed):
+        refused = {k: n for k, n in kinds.most_common() if k not in ("taken", "bug")}
+        told = ", ".join(f"{kind} {n}" for kind, n in refused.items())
+        total = sum(kinds.values())
+        print(f"| {what} | {total} | {kinds['taken']} | {told} | {len(failed)} "
+              f"| {1000 * seconds / total:.1f} |", flush=True)  # fmt: skip
+        bugs += len(failed)
+        for content, why in failed[:5]:
+            FAILED.mkdir(exist_ok=True)
+            path = FAILED / re.sub(r"\W+", "-", f"{what} {abs(hash(content))}")
+            path.write_bytes(content)
+            print(f"\n{path}\n{why}", file=sys.stderr)
+    return bool(bugs)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,70 @@
+"""Mutations of snapshots, and of the steps that wait for them."""
+
+from __future__ import annotations
+
+from schedir.ir.ops import Opcode
+from schedir.ir.program import STAGE
+from tests.edits import MUTATIONS, Edit, at, mb, move, pull, push, stage, word
+
+O = Opcode
+_OTHERS = {*MUTATIONS}
+
+
+@at(O.Snapshot)
+def drop_snapshot(e: Edit) -> None:
+    pull(e.own, e.at)
+
+
+@at(O.Snapshot)
+def double_snapshot(e: Edit) -> None:
+    push(e.own, e.rng.randint(0, len(e.own)), e.word)
+
+
+@at(O.Snapshot)
+def move_snapshot(e: Edit) -> None:
+    """Before the step it is as right, wherever it stands."""
+    move(e.own, e.at, e.rng.randint(0, len(e.own)))
+
+
+@at(O.Snapshot)
+def snapshot_behind_the_step(e: Edit) -> None:
+    move(e.own, e.at, len(e.own))
+
+
+@at(O.OptimizerStep)
+def step_before_a_snapshot(e: Edit) -> bool | None:
+    if not (found := e.here(O.Snapshot)) or mb(e.word):
+        return False
+    move(e.own, e.at, e.rng.choice(found))
+    return None
+
+
+@at(O.Snapshot)
+def snapshot_on_another_rank(e: Edit) -> bool | None:
+    if len(e.lists) < 2:
+        return False
+    other = e.rng.choice([own for rank, own in enumerate(e.lists) if rank != e.rank])
+    push(other, e.rng.randint(0, len(other)), pull(e.own, e.at))
+    return None
+
+
+@at(O.Snapshot)
+def snapshot_of_another_stage(e: Edit) -> None:
+    new = e.rng.choice([*e.program.plan.stages_of[e.rank], *range(e.program.plan.stages + 1)])
+    e.put(e.word & ~(0xFFFF << STAGE) | new << STAGE)
+
+
+@at(O.Snapshot)
+def snapshot_of_another_update(e: Edit) -> None:
+    """Once in a step is enough, and once in each update too often."""
+    e.put(word(O.Snapshot, stage(e.word), e.rng.randint(0, 2)))
+
+
+@at(O.Forward)
+def snapshot_of_any(e: Edit) -> None:
+    """Of what is frozen, too, and by another holder."""
+    push(e.own, e.at, word(O.Snapshot, stage(e.word)))
+
+
+# Those that want a program with snapshots.
+COPIED = tuple(name for name in MUTATIONS if name not in _OTHERS)

@@ -1,0 +1,358 @@
+"""The folder of checkpoints: whole or not there, whenever who writes ends, and whatever is read."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import resource
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from threading import Barrier
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from schedir.checkpoints.boxes import boxes
+from schedir.checkpoints.folder import LOCK, MANIFEST, File, Folder, Kind, Manifest, Stored
+from schedir.checkpoints.manifest import NotWholeError
+from schedir.checkpoints.manifest_lines import _cover
+from schedir.errors import CheckpointError, UsageError
+from tests.commands import ENV
+from tests.killed import killed_before
+
+DATA = bytes(range(32))
+
+
+def fill(path: Path, step: int, note: str = "") -> Manifest:
+    """Two files of a checkpoint, and what its manifest says."""
+    files, stored = {}, []
+    for k, name in enumerate(("__0_0.distcp", "__1_0.distcp")):
+        data = DATA + f"{step} {k} {note}".encode()
+        (path / name).write_bytes(data)
+        files[name] = File(len(data), hashlib.sha256(data).hexdigest())
+        stored.append(Stored("weights/w", (2 * k, 0), (2, 2), name, 0, 16))
+    kinds = {"weights/w": Kind((4, 2), "float32")}
+    return Manifest(step, files, kinds, tuple(stored), {"note": note}, {"next": step + 1})
+
+
+def save(folder: Folder, step: int, keep: int | None = None, note: str = "") -> Path:
+    return folder.finish(fill(folder.begin(step), step, note), keep)
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Iterator[Folder]:
+    made = Folder(tmp_path / "run")
+    yield made
+    made.release()
+
+
+def test_what_is_saved_is_read(folder: Folder) -> None:
+    assert folder.steps() == [] and folder.newest() is None
+    path = save(folder, 12, note="ü \N{SNOWMAN}")
+    read = folder.verify(12)
+    assert read == replace(fill(path, 12, "ü \N{SNOWMAN}"), when=read.when) and read.when
+    assert folder.read(12, tensors=False).files == read.files
+    assert (folder.newest(), folder.of(12)) == (12, path)
+    assert {*read.share(0, 2), *read.share(1, 2)} == {*read.files} and read.share(2, 3) == []
+
+
+# Ends
+
+
+def test_killed_before_any_call_there_is_a_whole_one_all_the_time(tmp_path: Path) -> None:
+    """Of a save that comes again, with an older one to be removed and a stale one to be tidied."""
+    template = Folder(tmp_path / "template")
+    for step in (20, 30):
+        save(template, step, note="old")
+    template.begin(25)
+    (template.unfinished(25) / "half").write_bytes(b"x")
+    template.release()
+    notes = set()
+    for call in range(1000):
+        place = Folder(tmp_path / "run")
+        shutil.copytree(template.path, place.path)
+        ended = not killed_before(call, partial(save, place, 30, 1, "new"))
+        found = place.find()
+        assert found.manifest is not None and found.manifest.step == 30 and not found.passed
+        notes.add(found.manifest.facts["note"])
+        assert not ended or found.manifest.facts["note"] == "new"
+        save(place, 40, keep=2)  # who was killed keeps nobody out
+        assert sorted(os.listdir(place.path)) == [LOCK, "step-00000030", "step-00000040"]
+        place.release()
+        shutil.rmtree(place.path)
+        if ended:
+            break
+    assert ended and call > 40 and notes == {"old", "new"}
+
+
+def test_all_is_on_the_disk_before_it_has_its_name(
+    folder: Folder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    order: list[str] = []
+    sync, rename = os.fsync, os.rename
+
+    def syncs(file: int) -> None:
+        order.append(Path(os.readlink(f"/proc/self/fd/{file}")).name)
+        sync(file)
+
+    def renames(path: Path, to: Path) -> Path:
+        order.append("rename")
+        rename(path, to)
+        return to
+
+    monkeypatch.setattr(os, "fsync", syncs)
+    monkeypatch.setattr(Path, "rename", renames)
+    save(folder, 1)
+    assert order == [
+        "__0_0.distcp", "__1_0.distcp", MANIFEST, "step-00000001.tmp", "rename", "run",
+    ]  # fmt: skip
+
+
+@contextmanager
+def small_files(most: int) -> Iterator[None]:
+    had = resource.getrlimit(resource.RLIMIT_FSIZE)
+    handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (most, had[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, had)
+        signal.signal(signal.SIGXFSZ, handler)
+
+
+def test_no_room_for_the_manifest_leaves_nothing_but_what_was(folder: Folder) -> None:
+    save(folder, 1)
+    manifest = fill(folder.begin(2), 2)
+    with small_files(100), pytest.raises(CheckpointError) as error:
+        folder.finish(manifest, keep=1)
+    assert error.value.step == 2 and "File too large" in error.value.fact
+    assert sorted(os.listdir(folder.path)) == [LOCK, "step-00000001"] and folder.newest() == 1
+
+
+def test_what_is_not_all_there_is_not_finished(folder: Folder) -> None:
+    manifest = fill(folder.begin(1), 1)
+    with pytest.raises(CheckpointError, match="numbers"):  # a process told of no boxes
+        folder.finish(replace(manifest, boxes=manifest.boxes[:1]))
+    strange: list[Any] = [{1: 2}, {"x": float("nan")}, {"x": object()}]
+    for state in strange:
+        with pytest.raises(CheckpointError):
+            folder.finish(replace(fill(folder.begin(1), 1), state=state))
+    manifest = fill(folder.begin(1), 1)
+    (folder.unfinished(1) / "__1_0.distcp").write_bytes(b"short")
+    with pytest.raises(CheckpointError) as error:
+        folder.finish(manifest)
+    assert error.value.file == "__1_0.distcp" and os.listdir(folder.path) == [LOCK]
+
+
+# Keeping
+
+
+def test_only_whole_ones_count_and_those_of_others_stay(folder: Folder) -> None:
+    for name in ("step-5", "notes.tmp", "step-00000005.bak"):
+        (folder.path / name).mkdir(parents=True)
+    for step in (1, 2, 3):
+        save(folder, step)
+    (folder.of(3) / "__0_0.distcp").unlink()
+    save(folder, 4, keep=2)
+    assert folder.steps() == [2, 3, 4]
+    save(folder, 3, keep=1)  # of a run that went back: what it has written is not removed
+    assert folder.steps() == [3, 4]
+    assert {"step-5", "notes.tmp", "step-00000005.bak"} < {*os.listdir(folder.path)}
+    (folder.path / "step-00000009").mkdir()
+    with pytest.raises(CheckpointError) as error:
+        folder.begin(9)
+    assert error.value.hint == "move it away" and folder.of(9).is_dir()
+
+
+def test_a_second_writer_is_refused_until_the_first_has_ended(folder: Folder) -> None:
+    code = (
+        "import sys; from schedir.checkpoints.folder import Folder; f = Folder(sys.argv[1]); "
+        "f.begin(5); print('has it', flush=True); sys.stdin.read()"
+    )
+    argv = [sys.executable, "-c", code, str(folder.path)]
+    other = subprocess.Popen(
+        argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=ENV
+    )
+    try:
+        assert other.stdout and other.stdout.readline() == "has it\n"
+        with pytest.raises(CheckpointError) as error:
+            folder.begin(6)
+        assert f"process {other.pid}" in error.value.fact
+        assert folder.unfinished(5).is_dir()  # it is alive
+    finally:
+        other.kill()
+        other.communicate(timeout=30)
+    folder.begin(6)
+    assert not folder.unfinished(5).exists()
+
+
+# What is read
+
+
+def test_the_newest_whole_one_and_why_others_are_not(folder: Folder) -> None:
+    for step in range(1, 6):
+        save(folder, step)
+    (folder.of(5) / "__1_0.distcp").write_bytes(DATA)
+    changed = bytearray((folder.of(4) / "__0_0.distcp").read_bytes())
+    changed[3] ^= 1
+    (folder.of(4) / "__0_0.distcp").write_bytes(changed)
+    with (folder.of(3) / MANIFEST).open("rb+") as file:
+        file.truncate(200)
+    (folder.of(2) / "__0_0.distcp").unlink()
+    (folder.of(2) / "__0_0.distcp").symlink_to("/dev/zero")
+    found = folder.find()
+    assert found.manifest is not None and found.manifest.step == 1 and len(found.passed) == 4
+    size = len(DATA) + len("5 1 ")
+    assert found.passed[0] == (f"step-00000005 is not whole: __1_0.distcp has 32 bytes, not {size}")
+    for step, name in ((5, "__1_0.distcp"), (4, "__0_0.distcp"), (3, MANIFEST)):
+        with pytest.raises(NotWholeError) as error:
+            folder.verify(step)
+        assert (error.value.step, error.value.file) == (step, name)
+
+
+def test_processes_agree_though_each_reads_files_of_its_own(folder: Folder) -> None:
+    for step in (1, 2):
+        save(folder, step)
+    broken = bytearray((folder.of(2) / "__0_0.distcp").read_bytes())
+    broken[3] ^= 1
+    (folder.of(2) / "__0_0.distcp").write_bytes(broken)
+    rounds: list[dict[int, str]] = []
+    meet = Barrier(2)
+
+    def process(k: int) -> int:
+        turn = 0
+
+        def agree(text: str) -> list[str]:
+            nonlocal turn
+            meet.wait(30)
+            while len(rounds) <= turn:
+                rounds.append({})
+            rounds[turn][k] = text
+            meet.wait(30)
+            turn += 1
+            return [rounds[turn - 1][0], rounds[turn - 1][1]]
+
+        found = folder.find(lambda manifest: [f"__{k}_0.distcp"], agree)
+        assert len(found.passed) == 1 and "__0_0.distcp" in found.passed[0]
+        assert found.manifest is not None
+        return found.manifest.step
+
+    with ThreadPoolExecutor(2) as pool:
+        assert [*pool.map(process, range(2))] == [1, 1]
+
+
+def test_another_format_is_no_reason_to_go_back(folder: Folder) -> None:
+    save(folder, 1)
+    save(folder, 2)
+    reseal(
+        folder.of(2),
+        lambda lines: [lines[0].replace(b'"schedir_checkpoint":1', b'"schedir_checkpoint":2')],
+    )
+    with pytest.raises(CheckpointError, match="format 2") as error:
+        folder.find()
+    assert not isinstance(error.value, NotWholeError)
+
+
+def test_places(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "file").touch()
+    for place in (tmp_path / "file", tmp_path / ("x" * 300), tmp_path / "y" / ("z" * 300)):
+        with pytest.raises(CheckpointError):
+            Folder(place).begin(1)
+    for bad in ("a\0b", "~nobody-of-this-name/x", 3):
+        with pytest.raises(UsageError):
+            Folder(bad)  # type: ignore[arg-type]
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "real ü").mkdir()
+    (tmp_path / "link").symlink_to("real ü")
+    relative = Folder("link")
+    monkeypatch.chdir("/")
+    save(relative, 1)
+    assert Folder("~/real ü").newest() == 1
+    relative.release()
+    for step in (-1, True, 1.5, 10**16):
+        with pytest.raises(UsageError):
+            relative.begin(step)  # type: ignore[arg-type]
+
+
+def reseal(path: Path, change: Any) -> None:
+    """A manifest whose lines are changed, with the digest of these."""
+    lines = (path / MANIFEST).read_bytes().splitlines(keepends=True)[:-1]
+    changed = b"".join([*change(lines), *lines[len(change(lines)) :]])
+    seal = json.dumps({"sha256": hashlib.sha256(changed).hexdigest()}).encode() + b"\n"
+    (path / MANIFEST).write_bytes(changed + seal)
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        ('"file":"__0_0.distcp"', '"file":"../x"'),
+        ('"file":"__0_0.distcp"', '"file":"/etc/passwd"'),
+        ('"file":"__0_0.distcp"', '"file":"__1_0.distcp"'),
+        ('"file":"__0_0.distcp"', '"file":7'),
+        ('"size":', '"size":-'),
+        ('"size":', '"size":1e9,"size":'),
+        ('"shape":[4,2]', '"shape":[4,3]'),
+        ('"shape":[4,2]', '"shape":[4.0,2]'),
+        ("[0,0],[2,2]", "[1,0],[2,2]"),
+        ("[0,0],[2,2]", "[0,0],[4,2]"),
+        ("[0,0],[2,2]", "[-1,0],[3,2]"),
+        ("[2,0],[2,2]", "[2,0],[3,2]"),
+        ("[0,0,16,", "[9,0,16,"),
+        ("[0,0,16,", "[0,99,16,"),
+        ("[0,0,16,", "[0,0,15,"),
+        ("[0,0,16,", "[0,true,16,"),
+        ("float32", "object"),
+        ("weights/w", "weights/\\u0000"),
+        ('"next":13', '"next":NaN'),
+        ('"next":13', '"next":1e999'),
+        ('"next":13', '"next":' + "9" * 5000),
+        ('"next":13', '"next":' + "[" * 3000),
+        ('"next":13', '"next":' + "[" * 60 + "]" * 60),
+        ('"step":12', '"step":13'),
+        ('"step":12', '"step":"12"'),
+        ('"when"', '"then"'),
+    ],
+)  # fmt: skip
+def test_a_manifest_that_lies_is_refused(folder: Folder, old: str, new: str) -> None:
+    path = save(folder, 12)
+    text = (path / MANIFEST).read_text()
+    assert old in text
+    lines = text.replace(old, new, 1).encode().splitlines(keepends=True)[:-1]
+    reseal(path, lambda _: lines)
+    with pytest.raises(NotWholeError) as error:
+        folder.read(12)
+    assert (error.value.step, error.value.file) == (12, MANIFEST) and len(error.value.fact) < 400
+
+
+@given(st.lists(st.integers(1, 4), max_size=3), st.data())
+def test_boxes_cover_a_tensor_or_do_not(shape: list[int], data: st.DataObject) -> None:
+    """Pieces of its numbers do, in any order; one less, more or twice does not."""
+    total = 1
+    for length in shape:
+        total *= length
+    cuts = sorted(data.draw(st.lists(st.integers(0, total), max_size=3)))
+    whole = [
+        Stored("t", box.offset, box.size, "f", 0, 0)
+        for low, high in zip([0, *cuts], [*cuts, total], strict=True)
+        for box in boxes(shape, low, high)
+    ]
+    whole = data.draw(st.permutations(whole))
+    assert _cover(tuple(shape), whole)
+    k = data.draw(st.integers(0, len(whole) - 1))
+    assert not _cover(tuple(shape), whole[:k] + whole[k + 1 :])
+    assert not _cover(tuple(shape), [*whole, whole[k]])
+    if len(whole) > 1:
+        other = whole[k - 1]
+        assert not _cover(tuple(shape), whole[:k] + whole[k + 1 :] + [other])

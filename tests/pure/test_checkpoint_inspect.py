@@ -1,0 +1,131 @@
+"""`schedir checkpoint inspect`: what there is, and whether it is whole, without torch."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from schedir.__main__ import main
+from schedir.checkpoints.folder import MANIFEST, File, Folder, Kind, Manifest, Stored
+from tests.commands import ENV, refused, said
+
+KINDS = {
+    "weights/up": Kind((4, 2), "bfloat16"),
+    "main/up": Kind((4, 2), "float32"),
+    "optimizer/up/exp_avg": Kind((4, 2), "float32"),
+    "optimizer/up/step": Kind((), "float32"),
+    "weights/frozen": Kind((3,), "float32"),
+    "buffers/count": Kind((), "int64"),
+}
+STATE = {"next": 3, "extra": {"settings": {"model.heads": "2", "data.seed": "0"}, "data": [1]}}
+
+
+@pytest.fixture
+def saved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Three checkpoints, in a folder that is `run` from here."""
+    monkeypatch.chdir(tmp_path)
+    folder = Folder("run")
+    for step in (2, 4, 6):
+        at, data, boxes = folder.begin(step), b"", []
+        for name, kind in KINDS.items():
+            boxes.append(
+                Stored(name, (0,) * len(kind.shape), kind.shape, "__0_0", len(data), kind.bytes)
+            )
+            data += bytes([step]) * kind.bytes
+        (at / "__0_0").write_bytes(data)
+        files = {"__0_0": File(len(data), hashlib.sha256(data).hexdigest())}
+        facts = {"program": "gpipe\x1b[2J", "tp": 2}
+        folder.finish(Manifest(step, files, KINDS, tuple(boxes), facts, STATE))
+    folder.release()
+    return tmp_path / "run"
+
+
+def test_a_table_of_all_and_what_the_newest_has(
+    saved: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = said(capsys, "checkpoint", "inspect", "run")
+    first = re.sub(r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d", "(when)", out)
+    assert re.findall(r"^ (\d) +(\S+ B) +\(when\) +(.*)$", first, re.M) == [
+        (step, "104 B", "by its sizes") for step in "246"
+    ]
+    assert "--verify reads them" in out and "\nstep 6\n" in out
+    assert "  program: gpipe?[2J\n" in out  # a terminal takes nothing of it for an order
+    assert "  [model]: heads 2\n" in out and "  [data]: seed 0\n" in out and "  data: [1]\n" in out
+    rows = {line.split("  ")[0].strip(): line.split()[1:] for line in out.splitlines()}
+    assert rows["up"] == ["4x2", "bfloat16", "16", "B", "32", "B", "36", "B"]
+    assert rows["frozen"] == ["3", "float32", "12", "B", "-", "-"]
+    assert rows["buffers/count"] == ["one", "int64", "8", "B", "-", "-"]
+    assert rows["weights"] == ["2", "11", "28", "B"] and rows["all"] == ["6", "29", "104", "B"]
+
+
+def test_what_is_not_whole_is_told_and_passed_over(
+    saved: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (saved / "step-00000006" / MANIFEST).unlink()
+    file = saved / "step-00000004" / "__0_0"
+    file.write_bytes(b"?" + file.read_bytes()[1:])
+    out = said(capsys, "checkpoint", "inspect", "run")
+    assert f"step 6: step-00000006 is not whole: {MANIFEST} is not there\n" in out
+    assert "\nstep 4\n" in out  # its sizes are right
+    assert main(["checkpoint", "inspect", "run", "--verify"]) == 2
+    out = capsys.readouterr().out
+    assert "step 4: step-00000004 is not whole: __0_0 is not as it was written\n" in out
+    assert "\nstep 2\n" in out and out.count("yes") == 1 and "sizes" not in out
+    assert main(["checkpoint", "inspect", "run", "--step", "2", "--verify"]) == 0
+    file.write_bytes(b"?")
+    capsys.readouterr()
+    assert "4 is not whole: __0_0 has 1 bytes, not 104\n" in said(
+        capsys, "checkpoint", "inspect", "run"
+    )
+
+
+def test_a_program_reads_the_same(saved: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (saved / "step-00000002" / "__0_0").unlink()
+    facts = json.loads(said(capsys, "checkpoint", "inspect", "run", "--json"))
+    assert [(one["step"], one["whole"], one["bytes"]) for one in facts["checkpoints"]] == [
+        (2, False, 104), (4, None, 104), (6, None, 104),
+    ]  # fmt: skip
+    newest = facts["newest"]
+    assert (newest["step"], newest["state"]) == (6, STATE)
+    assert newest["tensors"]["weights/up"] == {"shape": [4, 2], "dtype": "bfloat16", "bytes": 16}
+    assert newest["totals"]["optimizer"] == {"tensors": 2, "numbers": 9, "bytes": 36}
+    main(["checkpoint", "inspect", "run", "--json", "--verify"])
+    facts = json.loads(capsys.readouterr().out)
+    assert [one["whole"] for one in facts["checkpoints"]] == [False, True, True]
+
+
+def test_it_needs_no_torch_and_no_reader(saved: Path) -> None:
+    code = (
+        "import sys; from schedir.__main__ import main; main(sys.argv[1:]); "
+        "assert 'torch' not in sys.modules"
+    )
+    words = [sys.executable, "-c", code, "checkpoint", "inspect", "run", "--verify"]
+    done = subprocess.run(words, capture_output=True, text=True, env=ENV)
+    assert (done.returncode, done.stderr) == (0, "")
+    words[1:3] = ["-m", "schedir"]
+    with subprocess.Popen(
+        words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=ENV
+    ) as run:
+        assert run.stdout is not None and run.stderr is not None
+        run.stdout.close()  # as `| head` does
+        assert run.stderr.read() == "" and run.wait() == 0
+
+
+def test_what_is_not_there_is_refused(saved: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    Path("empty").mkdir()
+    golden = Path(__file__).parents[1] / "golden" / "checkpoint_inspect.txt"
+    found = []
+    for words in (
+        "nowhere", "empty", "run --step 5", "run/step-00000006", "empty --step 5", "run --step x",
+    ):  # fmt: skip
+        found.append(f"{words}\n{refused(capsys, 'checkpoint', 'inspect', *words.split())}")
+    if "UPDATE_GOLDEN" in os.environ:
+        golden.write_text("\n".join(found))
+    assert "\n".join(found) == golden.read_text()

@@ -1,0 +1,128 @@
+"""What `schedir where` says of the black boxes in a run's folder."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+from time import monotonic_ns
+
+import pytest
+
+from schedir import Plan, compile, schedules, show
+from schedir.__main__ import main
+from schedir.dumps.box import AT, FOLDER, PROGRAM, Box, Phase, Word, run_of
+from schedir.dumps.left import leave_verdict
+from tests.commands import refused
+
+PROGRAM_RUN = compile(schedules.one_f_one_b, Plan(2, 2), model="edge")
+LONG = 5 * 10**9
+Capture = pytest.CaptureFixture[str]
+Change = Callable[[memoryview], None]
+
+
+def leave(folder: Path, process: int, at: int, *changes: Change, ago: int = LONG) -> Box:
+    """A box of one of two processes that stands in step 3, or what is made of that."""
+    box = Box(folder / FOLDER / str(process), process=process, world=2)
+    (folder / FOLDER / PROGRAM).write_text(show(PROGRAM_RUN))
+    box.enter(Phase.STEP, 3)
+    box.words[AT], box.words[Word.ENTERED] = at, monotonic_ns() - ago
+    box.words[Word.SINCE] = monotonic_ns() - ago
+    for change in changes:
+        change(box.words)
+    return box
+
+
+def gone(words: memoryview) -> None:
+    with subprocess.Popen(["true"]) as process:
+        words[Word.PID] = process.pid
+
+
+def where(capsys: Capture, *given: str) -> list[str]:
+    assert main(["where", *given]) == 0
+    return capsys.readouterr().out.splitlines()
+
+
+def test_of_a_run_that_stands_the_cause_and_who_waits(tmp_path: Path, capsys: Capture) -> None:
+    at = [str(instr) for instr in PROGRAM_RUN.streams[0]].index("B 0.0")
+    leave(tmp_path, 0, at)
+    leave(tmp_path, 1, 1)
+    said = where(capsys, str(tmp_path))
+    assert said[0].startswith("one_f_one_b: nothing has moved for 5.")
+    assert "process 1 (pipeline rank 1) waits for nobody, and does not go on: in step 3" in said[0]
+    assert said[1:] == [
+        f"  process 0 (pipeline rank 0)  in step 3 at #{at} B 0.0, "
+        "waits for process 1 to come to #4 send_grad 1.0"
+    ]
+    assert where(capsys, str(tmp_path / FOLDER))[1:] == said[1:]
+    facts = json.loads("\n".join(where(capsys, str(tmp_path), "--json")))
+    assert facts["cause"] == {"process": 1, "kind": "busy", "sure": True}
+    assert [one["at"] for one in facts["processes"]] == [at, 1] and facts["no_box"] == []
+    assert "leave out --program" in refused(capsys, "where", str(tmp_path), "--program", "gpipe")
+
+
+def test_a_run_that_goes_on_has_no_cause(tmp_path: Path, capsys: Capture) -> None:
+    leave(tmp_path, 0, 3)
+    leave(tmp_path, 1, 1, ago=0)
+    said = where(capsys, str(tmp_path))
+    assert said[0].startswith("the run goes on: ") and len(said) == 3
+
+
+def test_who_has_died_is_told_apart_from_processes_that_were_ended(
+    tmp_path: Path, capsys: Capture
+) -> None:
+    def before(words: memoryview) -> None:
+        words[Word.BEAT] -= LONG
+
+    leave(tmp_path, 0, 3, gone)
+    leave(tmp_path, 1, 1, gone)
+    assert where(capsys, str(tmp_path))[0].startswith("nobody is to blame: all 2 processes ended")
+    leave(tmp_path, 1, 1, gone, before)
+    said = where(capsys, str(tmp_path))
+    assert said[0].startswith("process 1 (pipeline rank 1) has died without a word, in step 3")
+    leave_verdict(tmp_path / FOLDER, run_of(os.getppid()), "process 1 had no luck")
+    said = where(capsys, str(tmp_path))
+    assert said[0] == "process 1 had no luck" and len(said) == 3
+    leave_verdict(tmp_path / FOLDER, 1, "of another run")
+    assert where(capsys, str(tmp_path))[0].startswith("process 1 (pipeline rank 1) has died")
+    leave(tmp_path, 0, 3).say("process 0: why\n  process 1 somewhere", 1)
+    assert where(capsys, str(tmp_path)) == ["process 0: why", "  process 1 somewhere"]
+
+
+def test_boxes_of_an_earlier_run_are_not_looked_at(tmp_path: Path, capsys: Capture) -> None:
+    def earlier(words: memoryview) -> None:
+        words[Word.RUN], words[Word.BORN], words[Word.BEAT] = 1, 1, 1
+
+    leave(tmp_path, 0, 3, gone, earlier)
+    leave(tmp_path, 1, 1)
+    said = where(capsys, str(tmp_path))
+    assert said[-1] == "no box here of 1 processes: 0" and "process 0 (" not in "".join(said)
+
+
+def test_boxes_of_another_machine(tmp_path: Path, capsys: Capture) -> None:
+    def elsewhere(words: memoryview) -> None:
+        words[Word.PLACE] = 7
+        for word in (Word.ENTERED, Word.SINCE, Word.BEAT):
+            words[word] -= 10**15
+
+    leave(tmp_path, 0, 3, elsewhere)
+    leave(tmp_path, 1, 1, elsewhere)
+    said = where(capsys, str(tmp_path))
+    assert "for 5.0 s" in said[0] or "for 4.9 s" in said[0] or "for 5.1 s" in said[0]
+    assert "of another machine" in said[-1]
+
+
+@pytest.mark.parametrize(
+    ("word", "value"),
+    [(Word.WORLD, 2**62), (Word.WORLD, 0), (Word.PROCESS, 9), (Word.PROCESS, -1), (Word.TP, 2**40)],
+)
+def test_boxes_of_no_run_are_refused(
+    tmp_path: Path, capsys: Capture, word: Word, value: int
+) -> None:
+    def odd(words: memoryview) -> None:
+        words[word] = value
+
+    leave(tmp_path, 0, 3, odd)
+    assert "are of no run of " in refused(capsys, "where", str(tmp_path))

@@ -1,0 +1,44 @@
+"""The order of windows: a permutation for each seed and epoch, in no memory."""
+
+from __future__ import annotations
+
+from collections import Counter
+from itertools import pairwise
+
+import numpy as np
+from hypothesis import given
+from hypothesis import strategies as st
+
+from schedir.data.order import shuffled
+
+
+def order(size: int, seed: int = 0, epoch: int = 0) -> list[int]:
+    return list(map(int, shuffled(np.arange(size, dtype=np.uint64), size, seed, epoch)))
+
+
+@given(st.integers(1, 3000), st.integers(0, 2**62), st.integers(0, 2**62))
+def test_an_order_has_every_number_once(size: int, seed: int, epoch: int) -> None:
+    assert sorted(order(size, seed, epoch)) == list(range(size))
+
+
+@given(st.integers(1, 2**62), st.lists(st.integers(0, 2**62), min_size=1, max_size=9, unique=True))
+def test_large_ones_too_and_each_number_by_itself(size: int, at: list[int]) -> None:
+    at = [k % size for k in at]
+    found = shuffled(np.array(at, np.uint64), size, 1, 2).tolist()
+    assert all(0 <= k < size for k in found) and len({*found}) == len({*at})
+    assert found == [shuffled(np.array([k], np.uint64), size, 1, 2).tolist()[0] for k in at]
+
+
+def test_orders_are_spread_as_if_drawn() -> None:
+    """All 24 orders of four; and of many, few that stay neighbours."""
+    seen = Counter(tuple(order(4, seed)) for seed in range(480))
+    assert len(seen) == 24 and min(seen.values()) > 5 and max(seen.values()) < 40
+    for size in (1000, 1024):
+        neighbours = sum(b - a == 1 for a, b in pairwise(order(size)))
+        assert neighbours < 10
+        assert abs(np.corrcoef(order(size), range(size))[0, 1]) < 0.1
+
+
+def test_the_order_never_changes() -> None:
+    """Checkpoints go on in it, whatever the versions."""
+    assert order(10, seed=3, epoch=1) == [1, 3, 0, 6, 9, 5, 8, 4, 2, 7]

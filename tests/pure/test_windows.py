@@ -1,0 +1,56 @@
+"""Packed windows: every target of every document once, and little padding."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from schedir.data.windows import Packed
+from schedir.errors import UsageError
+
+
+@given(st.lists(st.integers(1, 30), min_size=1, max_size=40), st.integers(1, 9))
+def test_packed_windows_have_each_target_of_each_document_once(
+    lengths: list[int], context: int
+) -> None:
+    ends = np.cumsum(np.array(lengths, np.int64))
+    if max(lengths) < 2:
+        with pytest.raises(UsageError, match="no document of two tokens"):
+            Packed(ends, context)
+        return
+    windows = Packed(ends, context)
+    at, counts = windows.find(np.arange(len(windows)))
+    assert at.shape == (len(windows), context + 1) and counts.shape == (len(windows), context)
+    assert counts.any(axis=1).all()  # a window without targets would be a step of nothing
+    inputs, targets = at[:, :-1][counts], at[:, 1:][counts]
+    assert np.array_equal(inputs + 1, targets)
+    firsts = {0, *ends[:-1].tolist()}
+    assert sorted(targets.tolist()) == [k for k in range(ends[-1]) if k not in firsts]
+    # A document that fits is whole: its tokens stand side by side in one window.
+    for begin, length in zip([0, *ends[:-1].tolist()], lengths, strict=True):
+        if 2 <= length <= context + 1:
+            row = int(np.flatnonzero((at == begin).any(axis=1))[0])
+            column = int(np.flatnonzero(at[row] == begin)[0])
+            assert at[row, column : column + length].tolist() == [*range(begin, begin + length)]
+
+
+@given(st.lists(st.integers(2, 10), min_size=1, max_size=60))
+def test_windows_are_as_few_as_best_fit_decreasing_promises(lengths: list[int]) -> None:
+    """At most 11/9 of the fewest and a bit (Johnson 1974); these are at least the sum."""
+    windows = Packed(np.cumsum(np.array(lengths, np.int64)), 9)
+    half = sum(length > 5 for length in lengths)  # no two of these share a window
+    fewest = max(-(-sum(lengths) // 10), half)
+    assert fewest <= len(windows) <= 3 * fewest / 2 + 1
+
+
+def test_the_fullest_window_that_has_room_is_taken() -> None:
+    """Windows of 10: 7, then 6, then 3 beside the 7, then 2 and 2 beside the 6."""
+    windows = Packed(np.cumsum([2, 6, 3, 2, 7]), 9)
+    assert len(windows) == 2 and windows.full == 1
+    at, counts = windows.find(np.array([0, 1]))
+    assert at.tolist() == [[13, 14, 15, 16, 17, 18, 19, 8, 9, 10], [*range(2, 8), 0, 1, 11, 12]]
+    assert counts.tolist() == [
+        [True] * 6 + [False] + [True] * 2, [True] * 5 + [False, True, False, True]
+    ]  # fmt: skip
