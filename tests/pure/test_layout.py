@@ -27,6 +27,7 @@ FLOORS = (
     {"compiler"},
     {"predict"},
     {"io", "shortest"},
+    {"planner"},
     {"viz", "traces", "dumps", "data"},
     {"kernels", "transports"},
     {"runtime"},

@@ -1,0 +1,141 @@
+"""Choice: how a model is laid out on a cluster, and what a step of it takes and holds."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+from typing import NamedTuple
+
+from schedir.errors import UsageError, said
+from schedir.predict.layer_bytes import Recompute
+
+
+@dataclass(frozen=True)
+class Choice:
+    """One plan of many: degrees, a schedule, and what is done to make it fit.
+
+    `p` ranks of a pipeline, `t` tensor-parallel slices, `d` replicas, and `c` parts of a sequence
+    (context parallelism) make p t d c GPUs; `e` of the replicas share a layer's experts.  Each rank
+    has `v` stages; a microbatch has `b` sequences.  `recompute` is what a layer runs again (arXiv
+    2205.05198, section 5), `zero` the stage of ZeRO, `sequence_parallel` whether norms and dropout
+    are cut over the `t` slices (section 4.2.2 there).  `layers_of` are the layers of each stage,
+    in the order of stages; () divides them evenly.
+    """
+
+    p: int = 1
+    t: int = 1
+    d: int = 1
+    v: int = 1
+    b: int = 1
+    schedule: str = "one_f_one_b"
+    recompute: Recompute = "none"
+    zero: int = 0
+    sequence_parallel: bool = False
+    c: int = 1
+    e: int = 1
+    layers_of: tuple[int, ...] = ()
+
+    def __post_init__(self) -> None:
+        for f in fields(Choice):
+            value, name = getattr(self, f.name), f.name
+            if isinstance(f.default, int) and not isinstance(f.default, bool):
+                least = 0 if name == "zero" else 1
+                if isinstance(value, bool) or not isinstance(value, int) or value < least:
+                    raise UsageError(
+                        f"choice: {name} is a whole number from {least} on, not {said(value)}",
+                        fields=[name],
+                    )
+
+    @property
+    def gpus(self) -> int:
+        """How many it runs on."""
+        return self.p * self.t * self.d * self.c
+
+    @property
+    def stages(self) -> int:
+        """Parts of the model."""
+        return self.p * self.v
+
+
+class Phases(NamedTuple):
+    """Seconds of one microbatch in one stage: the forward, the backward of inputs and of weights,
+    and what runs again before them."""
+
+    F: float = 0.0
+    I: float = 0.0
+    W: float = 0.0
+    R: float = 0.0
+
+    @property
+    def B(self) -> float:
+        """The whole backward, with what runs again."""
+        return self.I + self.W + self.R
+
+    def plus(self, other: Phases, times: float = 1.0) -> Phases:
+        """The sum with another, so many times."""
+        return Phases(*(a + times * b for a, b in zip(self, other, strict=True)))
+
+
+class Times(NamedTuple):
+    """What one microbatch takes on one GPU: work, and tensor-parallel collectives that nothing
+    hides."""
+
+    compute: Phases = Phases()
+    tensor: Phases = Phases()
+
+    @property
+    def total(self) -> Phases:
+        """Both."""
+        return self.compute.plus(self.tensor)
+
+    def plus(self, other: Times, times: float = 1.0) -> Times:
+        """The sum with another, so many times."""
+        return Times(*(a.plus(b, times) for a, b in zip(self, other, strict=True)))
+
+
+class Parts(NamedTuple):
+    """Where the seconds of a step go, on the rank that decides: they add up to the step."""
+
+    compute: float  # of the model, as if it were all there is
+    recompute: float  # what runs again
+    tensor: float  # collectives inside of layers, as far as they are not hidden
+    transfers: float  # messages between stages, as far as they are waited for
+    bubble: float  # waiting for other stages
+    data: float  # sums over replicas, gathers of ZeRO, as far as they are not hidden
+    optimizer: float  # norms and updates
+
+
+class Memory(NamedTuple):
+    """Bytes at the peak of the fullest GPU, by what they are."""
+
+    weights: float
+    gradients: float
+    optimizer: float
+    activations: float
+    other: float  # buffers of communication, of the allocator, and what kernels work in
+
+    @property
+    def total(self) -> float:
+        """All of them."""
+        return sum(self)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Priced(Choice):
+    """A choice with what a step of it takes, in seconds, and holds, in bytes.
+
+    `step` is sum(parts); `flops` what a GPU does of the model's operations in a second, and `mfu`
+    that over the peak of its data sheet.  `bound` names the largest thing that another choice could
+    make less, and `why` says it in a sentence.  `exact` tells that the step was simulated as a
+    program, not taken from a closed form; `fits` whether the memory is there.
+    """
+
+    microbatches: int
+    step: float
+    parts: Parts
+    memory: Memory
+    flops: float
+    mfu: float
+    bound: str = ""
+    why: str = ""
+    exact: bool = False
+    fits: bool = True
