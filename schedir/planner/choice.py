@@ -15,10 +15,10 @@ class Choice:
 
     `p` ranks of a pipeline, `t` tensor-parallel slices, `d` replicas, and `c` parts of a sequence
     (context parallelism) make p t d c GPUs; `e` of the replicas share a layer's experts.  Each rank
-    has `v` stages; a microbatch has `b` sequences.  `recompute` is what a layer runs again (arXiv
-    2205.05198, section 5), `zero` the stage of ZeRO, `sequence_parallel` whether norms and dropout
-    are cut over the `t` slices (section 4.2.2 there).  `layers_of` are the layers of each stage,
-    in the order of stages; () divides them evenly.
+    has `v` stages; a replica's step has `m` microbatches of `b` sequences.  `recompute` is what a
+    layer runs again (arXiv 2205.05198, section 5), `zero` the stage of ZeRO, `sequence_parallel`
+    whether norms and dropout are cut over the `t` slices (section 4.2.2 there).  `layers_of` are
+    the layers of each stage, in the order of stages; () divides them evenly.
     """
 
     p: int = 1
@@ -26,6 +26,7 @@ class Choice:
     d: int = 1
     v: int = 1
     b: int = 1
+    m: int = 1
     schedule: str = "one_f_one_b"
     recompute: Recompute = "none"
     zero: int = 0
@@ -49,6 +50,11 @@ class Choice:
     def gpus(self) -> int:
         """How many it runs on."""
         return self.p * self.t * self.d * self.c
+
+    @property
+    def batch(self) -> int:
+        """Sequences of a step."""
+        return self.d * self.m * self.b
 
     @property
     def stages(self) -> int:
@@ -129,7 +135,6 @@ class Priced(Choice):
     program, not taken from a closed form; `fits` whether the memory is there.
     """
 
-    microbatches: int
     step: float
     parts: Parts
     memory: Memory
