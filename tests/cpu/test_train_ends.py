@@ -101,7 +101,7 @@ def test_all_end_together(
         deadline = time.monotonic() + 8
         now = where(capsys, out)
         while "goes on" in now or "\n  process 0 (pipeline rank 0)  in step " not in now:
-            assert time.monotonic() < deadline, now  # the other moves until it needs the stopped one
+            assert time.monotonic() < deadline, now  # the other moves until it needs this one
             time.sleep(0.05)
             now = where(capsys, out)
         assert "nothing has moved for " in now and "process 1 (pipeline rank 1) is stopped, " in now
