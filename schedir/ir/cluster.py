@@ -30,7 +30,10 @@ class Cluster:
     nodes, a GPU's share of its node's; `host` and `disk`, to and from its host's memory, and a
     disk, where they are told.  `latency` is what a message takes beside its bytes, in seconds, and
     `kernel_us` what a kernel takes to be issued, in microseconds.  Say what is reached, not what a
-    data sheet has: nothing is taken off.  Texts have units: "80GB", "300GB/s", "312TFLOP/s", "5us".
+    data sheet has: nothing is taken off.  Only `peak` is the data sheet's: floating-point
+    operations per second, of which a share of the peak (MFU) is.  `sms` are the multiprocessors of
+    a GPU, over which a product's tiles are dealt; where they are not told, its work is divided as
+    finely as one likes.  Texts have units: "80GB", "300GB/s", "312TFLOP/s", "5us".
 
     Processes are numbered as they are placed: those of one node side by side, then the next node's.
     A group of them within a node talks over nvlink.  A ring across nodes is as fast as its slowest
@@ -56,6 +59,8 @@ class Cluster:
     disk: float | None = None
     latency: float = 0.0
     kernel_us: float = 0.0
+    peak: float | None = None
+    sms: int | None = None
 
     def __post_init__(self) -> None:
         for f in fields(self):
@@ -63,13 +68,23 @@ class Cluster:
             if value is None and f.default is None:
                 continue
             number = number_of(f.name, value)
-            if f.name in ("nodes", "gpus_per_node"):
+            if f.name in ("nodes", "gpus_per_node", "sms"):
                 if number != int(number):
                     raise UsageError(
                         f"cluster: {f.name} is a whole number, not {said(value)}", fields=[f.name]
                     )
                 number = int(number)
             object.__setattr__(self, f.name, number)
+        if self.peak is not None and self.peak < self.flops:
+            raise UsageError(
+                f"cluster: flops {self.flops:g} are more than the peak {self.peak:g}: `flops` are "
+                "what is reached of it", fields=["flops", "peak"],
+            )  # fmt: skip
+
+    @property
+    def roof(self) -> float:
+        """Floating-point operations per second that nothing exceeds: `peak`, or else `flops`."""
+        return self.flops if self.peak is None else self.peak
 
     @property
     def gpus(self) -> int:
@@ -94,7 +109,8 @@ class Cluster:
     def _group(self, processes: Group) -> Processes:
         """The processes of a group, of which there is one at least, and each once."""
         group = np.arange(processes) if isinstance(processes, int) else np.array(processes)
-        if not 0 < len({*group.tolist()} & {*range(self.gpus)}) == len(group):
+        everyone = range(self.gpus)
+        if not 0 < sum(process in everyone for process in {*group.tolist()}) == len(group):
             raise UsageError(
                 f"a group has different processes of 0 to {self.gpus - 1}, not {said(processes)}",
                 fields=["processes"],
@@ -143,6 +159,28 @@ class Cluster:
         """
         steps = ceil(log2(len(self._group(processes))))
         return steps * _message(size, self.latency, self.bandwidth(processes))
+
+    def all_to_all(self, size: float, processes: Group) -> float:
+        """Seconds until each of g processes has sent `size` bytes, 1/g of them to each.
+
+        (g-1) latency, and the bytes to other nodes over the process's own share of the network or
+        those within its node over nvlink, whichever takes longer: pairwise exchange, Thakur et al.
+        (2005), section 4.3, with its two kinds of links side by side.
+
+        >>> from schedir import Cluster
+        >>> c = Cluster(2, 2, flops=1e12, memory="80GB", hbm="1TB/s", nvlink="100GB/s",
+        ...             network="10GB/s")
+        >>> f"{c.all_to_all(4e9, 2):.2f} {c.all_to_all(4e9, 4):.2f}"
+        '0.02 0.20'
+        """
+        group = self._group(processes)
+        if len(group) < 2:
+            return 0.0
+        _, members = np.unique(group // self.gpus_per_node, return_counts=True)
+        inside, own = int(members.max()) - 1, int(members.min())  # the worst of each
+        part = _message(size / len(group), 0.0, 1.0)
+        carried = max(part * inside / self.nvlink, part * (len(group) - own) / self.network)
+        return (len(group) - 1) * self.latency + carried
 
     # ------------------------------------------------------------ one GPU
 

@@ -48,6 +48,8 @@ _UNITS: Final = {
     "disk": _PER_SECOND,
     "latency": _Unit(_with_units(us=1e-6, ms=1e-3, s=1.0), "5us or 5e-6", zero=True),
     "kernel_us": _Unit(decimal, "4", zero=True),
+    "peak": _Unit(_with_units(**_FLOPS), "312TFLOP/s or 312e12"),
+    "sms": _Unit(decimal, "108"),
 }
 
 

@@ -1,6 +1,19 @@
 """Planner: from a model and a cluster to plans, and what a step of each takes and holds."""
 
 from schedir.planner.choice import Choice
+from schedir.planner.constants import Constants
+from schedir.planner.known import cluster, known
+from schedir.planner.layer import embedding, head, layer, stage
 from schedir.planner.model import Model
 
-__all__ = ["Choice", "Model"]
+__all__ = [
+    "Choice",
+    "Constants",
+    "Model",
+    "cluster",
+    "embedding",
+    "head",
+    "known",
+    "layer",
+    "stage",
+]

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
-from typing import NamedTuple
+from typing import Literal, NamedTuple, get_args
 
 from schedir.errors import UsageError, said
 from schedir.predict.layer_bytes import Recompute
+
+Attention = Literal["softmax", "flash"]
 
 
 @dataclass(frozen=True)
@@ -18,7 +20,9 @@ class Choice:
     has `v` stages; a replica's step has `m` microbatches of `b` sequences.  `recompute` is what a
     layer runs again (arXiv 2205.05198, section 5), `zero` the stage of ZeRO, `sequence_parallel`
     whether norms and dropout are cut over the `t` slices (section 4.2.2 there).  `layers_of` are
-    the layers of each stage, in the order of stages; () divides them evenly.
+    the layers of each stage, in the order of stages; () divides them evenly.  `attention` is how
+    scores become weights: "softmax" writes all of them and reads them again (arXiv 2205.05198,
+    section 4.1), "flash" keeps them on chip, and computes them again in the backward (2307.08691).
     """
 
     p: int = 1
@@ -34,8 +38,15 @@ class Choice:
     c: int = 1
     e: int = 1
     layers_of: tuple[int, ...] = ()
+    attention: Attention = "softmax"
 
     def __post_init__(self) -> None:
+        for name, words in (("recompute", get_args(Recompute)), ("attention", get_args(Attention))):
+            if getattr(self, name) not in words:
+                raise UsageError(
+                    f"choice: {name} is {' or '.join(words)}, not {said(getattr(self, name))}",
+                    fields=[name],
+                )
         for f in fields(Choice):
             value, name = getattr(self, f.name), f.name
             if isinstance(f.default, int) and not isinstance(f.default, bool):

@@ -1,0 +1,83 @@
+"""Constants: what a plan's price takes of software, each with its bounds and where it is from."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field, fields
+from typing import Any, NamedTuple
+
+from schedir.errors import UsageError, number, said
+
+
+class Constant(NamedTuple):
+    """One of them: its value, what it means, between which numbers it makes sense, and who says."""
+
+    name: str
+    value: float
+    meaning: str
+    least: float
+    most: float
+    source: str
+
+
+def _of(value: float, meaning: str, least: float, most: float, source: str) -> Any:
+    return field(default=value, metadata=dict(meaning=meaning, bounds=(least, most), source=source))
+
+
+@dataclass(frozen=True)
+class Constants:
+    """What is of the software that trains, and not of its machines, which are a Cluster's.
+
+    Raises UsageError for a number that is beyond its bounds: it would not mean what it says.
+
+    >>> from schedir.planner import Constants
+    >>> for one in Constants().each():
+    ...     if one.name == "tensor_hidden":
+    ...         print(one.value, "of", one.least, "to", one.most)
+    1.0 of 0.0 to 1.0
+    """
+
+    tile_rows: float = _of(
+        128, "rows of the tile of a product that a multiprocessor makes at once", 64, 256,
+        "NVIDIA, Matrix Multiplication Background User's Guide: 256x128 and 128x256 are largest",
+    )  # fmt: skip
+    tile_columns: float = _of(
+        256, "its columns, or its rows where that leaves fewer tiles", 64, 256, "the same",
+    )  # fmt: skip
+    most_splits: float = _of(
+        8, "parts into which the inner dimension of a product is split at most", 1, 32,
+        "arXiv 2301.03598, section 3.2: fixed split",
+    )  # fmt: skip
+    flash_forward: float = _of(
+        0.90, "of the reached flops, what flash attention's forward reaches of its own", 0.5, 1.0,
+        "arXiv 2307.08691, section 4.1: 73 % of an A100's peak, where products reach 81 %",
+    )  # fmt: skip
+    flash_backward: float = _of(
+        0.78, "the same of its backward", 0.4, 1.0, "the same: 63 %",
+    )  # fmt: skip
+    tensor_hidden: float = _of(
+        1.0, "share of the products of weight gradients under which the backward's tensor-parallel "
+        "sums run", 0.0, 1.0,
+        "arXiv 2205.05198, Table 4: the all-reduce is overlapped with the weight gradient; 0 for "
+        "software that does not",
+    )  # fmt: skip
+
+    def __post_init__(self) -> None:
+        for f in fields(self):
+            least, most = f.metadata["bounds"]
+            value = number(getattr(self, f.name))
+            if value is None or not least <= value <= most:
+                raise UsageError(
+                    f"constants: {f.name} is {f.metadata['meaning']}, from {least:g} to {most:g}, "
+                    f"not {said(getattr(self, f.name))}",
+                    fields=[f.name],
+                )
+            object.__setattr__(self, f.name, value)
+
+    def each(self) -> Iterator[Constant]:
+        """All of them, as data."""
+        for f in fields(self):
+            meta = f.metadata
+            least, most = meta["bounds"]
+            value = getattr(self, f.name)
+            yield Constant(f.name, value, meta["meaning"], least, most, meta["source"])

@@ -1,0 +1,151 @@
+"""What a microbatch takes in a layer: operations, monotone times, hosts, what runs again."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from schedir import planner
+from schedir.errors import UsageError
+from schedir.ir.cluster import Cluster
+from schedir.planner import Choice, Constants, Model
+from schedir.planner.pieces import head_pieces, layer_pieces
+
+NODE = planner.cluster("a100")
+GPT = Model(layers=48, hidden=6144, heads=64, vocab=51200, sequence=2048)
+
+
+@st.composite
+def models(draw: st.DrawFn) -> Model:
+    heads = 8 * draw(st.integers(1, 4))
+    experts = draw(st.sampled_from([1, 1, 4, 8]))
+    return Model(
+        layers=draw(st.integers(1, 9)),
+        hidden=heads * draw(st.sampled_from([32, 64, 128])),
+        heads=heads,
+        vocab=8 * draw(st.integers(10, 9000)),
+        sequence=64 * draw(st.integers(1, 40)),
+        ffn=64 * draw(st.integers(0, 300)),
+        kv_heads=draw(st.sampled_from([0, 1, 2, 4, 8])),
+        gated=draw(st.booleans()),
+        experts=experts,
+        active=1 if experts == 1 else draw(st.integers(1, experts)),
+    )
+
+
+@st.composite
+def choices(draw: st.DrawFn) -> Choice:
+    return Choice(
+        p=2,
+        t=draw(st.sampled_from([1, 2, 4, 8])),
+        b=draw(st.integers(1, 8)),
+        recompute=draw(st.sampled_from(["none", "selective", "full"])),
+        sequence_parallel=draw(st.booleans()),
+        c=draw(st.sampled_from([1, 2, 4])),
+        attention=draw(st.sampled_from(["softmax", "flash"])),
+        schedule=draw(st.sampled_from(["one_f_one_b", "zb_h1"])),
+    )
+
+
+@given(models(), choices())
+def test_products_do_what_the_model_asks_for(model: Model, choice: Choice) -> None:
+    per_layer, ends = (
+        sum(3 * gemm.flops for gemm in pieces(model, choice).gemms if gemm.what != "router")
+        for pieces in (layer_pieces, head_pieces)
+    )
+    copies = max(choice.t // model.kv_heads, 1)  # where there are fewer keys than slices
+    more = 6 * choice.b * model.sequence * 2 * model.hidden * (model.hidden // model.heads)
+    more *= model.kv_heads * (copies - 1)
+    every = (model.layers * (per_layer * choice.t * choice.c - more)) + ends * choice.t * choice.c
+    assert every == pytest.approx(model.flops(choice.b), rel=1e-9)
+
+
+@pytest.mark.parametrize(
+    ("choice", "words"),
+    [
+        (Choice(t=5), "heads 64 cannot be divided among t 5"),
+        (Choice(c=3), "sequence 2048 cannot be divided among c 3"),
+        (Choice(t=64, c=64, sequence_parallel=True), "sequence 2048 cannot be divided"),
+        (Choice(d=2, e=2), "experts 1 cannot be divided among e 2"),
+        (Choice(t=16), "a group has different processes of 0 to 7"),
+    ],
+)
+def test_what_cannot_be_divided_is_refused(choice: Choice, words: str) -> None:
+    with pytest.raises(UsageError, match=words):
+        planner.layer(GPT, NODE, choice)
+
+
+@given(models(), choices())
+def test_what_runs_again_is_the_forward(model: Model, choice: Choice) -> None:
+    cluster = replace(NODE, nodes=4)
+    none, core, full = (
+        planner.layer(model, cluster, replace(choice, recompute=r))
+        for r in ("none", "selective", "full")
+    )
+    assert none.total.R == 0
+    assert pytest.approx(full.total.F) == full.total.R
+    assert 0 < core.total.R <= full.total.R
+    assert none.total.F == core.total.F == full.total.F
+
+
+@given(models(), choices())
+def test_more_sequences_take_longer(model: Model, choice: Choice) -> None:
+    cluster = replace(NODE, nodes=4)
+    one, two = (
+        planner.layer(model, cluster, replace(choice, b=choice.b + more)).total for more in (0, 1)
+    )
+    assert two.F >= one.F * (1 - 1e-9)
+    assert two.B >= one.B * (1 - 1e-9)
+
+
+@given(models(), choices())
+def test_a_stage_takes_no_longer_than_its_parts(model: Model, choice: Choice) -> None:
+    cluster = replace(NODE, nodes=4)
+    parts = planner.layer(model, cluster, choice)
+    ends = [planner.embedding(model, cluster, choice), planner.head(model, cluster, choice)]
+    every = ends[0].plus(ends[1]).plus(parts, 3).total
+    whole = planner.stage(model, cluster, choice, 3, True, True).total
+    assert whole.F <= every.F * (1 + 1e-9)
+    assert whole.B <= every.B * (1 + 1e-9)
+
+
+def test_a_small_layer_waits_for_its_host() -> None:
+    small = Model(layers=4, hidden=256, heads=4, vocab=1000, sequence=64)
+    slow, fast = (planner.layer(small, replace(NODE, kernel_us=us), Choice()) for us in (20, 10))
+    assert pytest.approx(2 * fast.total.F) == slow.total.F
+    assert pytest.approx(2 * fast.total.B) == slow.total.B
+    assert planner.layer(GPT, replace(NODE, kernel_us=20), Choice(b=8)) == planner.layer(
+        GPT, replace(NODE, kernel_us=10), Choice(b=8)
+    )
+
+
+def test_constants_are_bounded() -> None:
+    for one in Constants().each():
+        assert one.least <= one.value <= one.most and one.meaning and one.source
+        for beyond in (one.least - 1, one.most + 1, float("nan"), "many"):
+            with pytest.raises(UsageError, match=one.name):
+                Constants(**{one.name: beyond})  # type: ignore[arg-type]
+
+
+def test_clusters_that_are_known() -> None:
+    for name in planner.known():
+        known = planner.cluster(name, nodes=3)
+        assert known.nodes == 3 and known.peak is not None and known.flops < known.peak
+        assert known.sms is not None and known.kernel_us > 0
+    with pytest.raises(UsageError, match="nobody knows a cluster 'a10'"):
+        planner.cluster("a10")
+
+
+def test_peak_is_not_below_what_is_reached() -> None:
+    usual: dict[str, Any] = dict(memory=1, hbm=1, nvlink=1, network=1)
+    assert Cluster(1, 1, flops=10, **usual).roof == 10
+    said: dict[str, Any] = dict(peak="2GFLOP/s")
+    assert Cluster(1, 1, flops=10, **usual, **said).roof == 2e9
+    with pytest.raises(UsageError, match="more than the peak"):
+        Cluster(1, 1, flops=10, peak=9, **usual)
+    with pytest.raises(UsageError, match="sms is a whole number"):
+        Cluster(1, 1, flops=10, **usual, **dict(said, sms=1.5))
