@@ -5,6 +5,7 @@ from schedir.planner.constants import Constants
 from schedir.planner.known import cluster, known
 from schedir.planner.layer import embedding, head, layer, stage
 from schedir.planner.model import Model
+from schedir.planner.regret import regret
 
 __all__ = [
     "Choice",
@@ -15,5 +16,6 @@ __all__ = [
     "head",
     "known",
     "layer",
+    "regret",
     "stage",
 ]

@@ -1,0 +1,87 @@
+"""Published runs that the planner is judged by: each as a model, a choice, and measured seconds."""
+
+from __future__ import annotations
+
+import csv
+from collections import defaultdict
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+from schedir.planner import Choice, Model
+
+GOLDEN = Path(__file__).parent / "golden"
+VOCAB = 51200  # of GPT-2, padded as Megatron-LM does for t = 8: SC21, section 5
+ZB_LAYERS = {"1.5B": 22, "6.2B": 30, "14.6B": 46, "28.3B": 62}  # arXiv 2401.10241, Table 3
+ZB_MICROBATCH = {"1.5B": 6, "6.2B": 3, "14.6B": 1, "28.3B": 1}
+
+
+class Run(NamedTuple):
+    """One row: what ran, and the seconds of a step."""
+
+    name: str
+    model: Model
+    choice: Choice
+    seconds: float
+
+
+def table(name: str) -> list[dict[str, str]]:
+    """Rows of a file, by the names of their columns."""
+    with (GOLDEN / f"{name}.csv").open(newline="") as file:
+        return list(csv.DictReader(line for line in file if not line.startswith("#")))
+
+
+def one_node() -> list[Run]:
+    """A tenth of vTrain's rows of one node.
+
+    The table does not say what ran again: of none, selective and full, only full makes the rows of
+    the widest layers and largest microbatches possible at the speed that an A100 has.
+    """
+    runs = []
+    for row in table("vtrain_one_node_sample"):
+        of = {name: int(value) for name, value in row.items() if not name.endswith("(ms)")}
+        hidden, heads = of["hidden size"], of["attention heads"]
+        model = Model(of["# layers"], hidden, heads, VOCAB, of["sequence length"])
+        t, d, p = (of[f"{name} parallelism"] for name in ("tensor", "data", "pipeline"))
+        b, batch = of["micro batch"], of["global batch"]
+        choice = Choice(p=p, t=t, d=d, b=b, m=batch // (d * b), recompute="full")
+        name = f"h {hidden}, {model.layers} layers"
+        runs.append(Run(name, model, choice, float(row["iteration time (ms)"]) / 1e3))
+    return runs
+
+
+def counted(model: Model, batch: int) -> float:
+    """Operations of a step as SC21 counts them, its equation 3: with a forward that runs again."""
+    layers, s, h, v = model.layers, model.sequence, model.hidden, model.vocab
+    return 96.0 * batch * s * layers * h**2 * (1 + s / (6 * h) + v / (16 * layers * h))
+
+
+def weak_scaling() -> list[Run]:
+    """SC21 (arXiv 2104.04473), Table 1: the step from the FLOP/s that it prints."""
+    runs = []
+    for row in table("sc21_table1_weak_scaling"):
+        layers, hidden, heads = (
+            int(row[name]) for name in ("layers", "hidden_size", "attention_heads")
+        )
+        model = Model(layers, hidden, heads, VOCAB, 2048)
+        v, batch, gpus = (
+            int(row[name]) for name in ("virtual_chunks_v", "global_batch_seqs", "gpus")
+        )
+        choice = Choice(
+            p=int(row["pp"]), t=int(row["tp"]), d=int(row["dp"]), v=v,
+            b=int(row["micro_batch_size"]), m=int(row["microbatches_m"]),
+            schedule="interleaved" if v > 1 else "one_f_one_b", recompute="full",
+        )  # fmt: skip
+        if (choice.batch, choice.gpus) != (batch, gpus):
+            raise ValueError(f"{row}: {choice.batch} sequences on {choice.gpus} GPUs")
+        seconds = counted(model, batch) / (float(row["tflops_per_gpu"]) * 1e12 * gpus)
+        runs.append(Run(f"{row['params_billion']}B", model, choice, seconds))
+    return runs
+
+
+def groups(runs: Sequence[Run]) -> list[list[Run]]:
+    """Runs of one model, one batch and as many GPUs, where there are two or more of them."""
+    found: dict[tuple[Model, int, int], list[Run]] = defaultdict(list)
+    for run in runs:
+        found[run.model, run.choice.batch, run.choice.gpus].append(run)
+    return [group for group in found.values() if len(group) > 1]

@@ -1,0 +1,36 @@
+"""Regret: of plans measured, how much slower the chosen one is than the best."""
+
+from __future__ import annotations
+
+from math import inf, nan
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from schedir.errors import UsageError
+from schedir.planner import regret
+
+SECONDS = st.lists(st.floats(1e-6, 1e6), min_size=1, max_size=9)
+
+
+@given(SECONDS, st.floats(0.1, 10))
+def test_an_error_that_all_share_costs_nothing(measured: list[float], off: float) -> None:
+    assert regret([off * each for each in measured], measured) < 1e-9
+
+
+def test_the_slowest_of_those_alike_counts() -> None:
+    assert regret([1, 1, 2], [3, 4, 2]) == 1.0
+    assert regret([2, 1], [3, 4]) == pytest.approx(1 / 3)
+
+
+@pytest.mark.parametrize(
+    ("predicted", "measured", "field"),
+    [([], [], "predicted"), ([1.0], [1.0, 2.0], "measured"), ([1.0], [0.0], "measured"),
+     ([nan], [1.0], "predicted"), ([1.0], [inf], "measured")],
+)  # fmt: skip
+def test_what_are_no_seconds(predicted: Any, measured: Any, field: str) -> None:
+    with pytest.raises(UsageError) as caught:
+        regret(predicted, measured)
+    assert field in caught.value.fields
