@@ -9,6 +9,7 @@ from schedir.errors import UsageError, said
 from schedir.predict.layer_bytes import Recompute
 
 Attention = Literal["softmax", "flash"]
+Order = Literal["tpd", "tdp"]
 
 
 @dataclass(frozen=True)
@@ -23,6 +24,10 @@ class Choice:
     the layers of each stage, in the order of stages; () divides them evenly.  `attention` is how
     scores become weights: "softmax" writes all of them and reads them again (arXiv 2205.05198,
     section 4.1), "flash" keeps them on chip, and computes them again in the backward (2307.08691).
+
+    `order` says which processes stand side by side, the nearest first: slices, and with them parts
+    of a sequence, then the ranks of a pipeline, then replicas, as this project has it ("tpd"); or
+    replicas before the ranks of a pipeline, as Megatron-LM has it ("tdp").
     """
 
     p: int = 1
@@ -39,9 +44,11 @@ class Choice:
     e: int = 1
     layers_of: tuple[int, ...] = ()
     attention: Attention = "softmax"
+    order: Order = "tpd"
 
     def __post_init__(self) -> None:
-        for name, words in (("recompute", get_args(Recompute)), ("attention", get_args(Attention))):
+        words_of = {"recompute": Recompute, "attention": Attention, "order": Order}
+        for name, words in ((name, get_args(kind)) for name, kind in words_of.items()):
             if getattr(self, name) not in words:
                 raise UsageError(
                     f"choice: {name} is {' or '.join(words)}, not {said(getattr(self, name))}",

@@ -1,0 +1,92 @@
+"""The laws of families of schedules, beside the programs that they speak of."""
+
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from schedir import Costs, Plan, compile, schedules, simulate
+from schedir.analysis.memory import peak_in_flight
+from schedir.errors import UsageError
+from schedir.ir.ops import Opcode
+from schedir.planner import Model
+from schedir.planner.choice import Choice
+from schedir.planner.division import even, layers_of, shares
+from schedir.planner.families import FAMILIES, Family, family, gathers
+
+ALL = [pytest.param(each, id=name) for name, each in FAMILIES.items()]
+
+
+def plan(each: Family, P: int, v: int, turns: int) -> Plan:
+    """A plan with a few microbatches more than the family takes."""
+    stages = {"one": 1, "two": 2, "many": v}[each.stages]
+    least = int(each.least(P))
+    m = P * turns if each.grouped else max(least, P) + turns
+    return Plan(P, m, stages, "vee" if each.vee else "loop")
+
+
+def span(each: Family, of: Plan, **costs: float) -> float:
+    made = compile(getattr(schedules, each.name), of, costs=Costs(**costs))
+    return simulate(made, Costs(**costs)).span
+
+
+@pytest.mark.parametrize("each", ALL)
+@settings(max_examples=8)
+@given(data=st.data())
+def test_idle_time_and_messages_are_those_of_the_program(each: Family, data: Any) -> None:
+    P, v = data.draw(st.integers(2, 6)), data.draw(st.integers(2, 4))
+    of = plan(each, P, v, data.draw(st.integers(1, 3)))
+    F, I, W = 1.0, data.draw(st.floats(1.0, 1.6)), data.draw(st.floats(0.4, 1.0))
+    m, v = of.microbatches, of.stages_per_rank
+    costs = {"F": F, "I": I, "W": W, "B": I + W}
+    law = (P - 1) * float(each.wait(F, I, W)) + m * v * (F + I + W)
+    assert span(each, of, **costs) == pytest.approx(law)
+    send = 0.02
+    more = (span(each, of, **costs, send=send) - law) / send
+    assert more == pytest.approx(float(each.messages(P, v, m)), abs=P + 1 if each.split else 2)
+
+
+@pytest.mark.parametrize("each", ALL)
+@given(P=st.integers(1, 6), v=st.integers(2, 4), turns=st.integers(1, 3))
+@settings(max_examples=8)
+def test_held_is_what_the_program_holds(each: Family, P: int, v: int, turns: int) -> None:
+    of = plan(each, P, v, turns)
+    found = peak_in_flight(compile(getattr(schedules, each.name), of))
+    law = [each.held(P, of.stages_per_rank, of.microbatches, r) for r in range(P)]
+    assert found.tolist() == law
+
+
+@given(P=st.integers(1, 4), v=st.integers(1, 6), groups=st.integers(1, 4))
+@settings(max_examples=12)
+def test_gathers_are_those_of_the_program(P: int, v: int, groups: int) -> None:
+    for name in ("looped_bfs", "interleaved", "interleaved_zb"):
+        made = compile(getattr(schedules, name), Plan(P, P * groups, v), dp=2, zero=3)
+        found = {int((stream.op == Opcode.Unshard).sum()) for stream in made.streams}
+        assert found == {int(gathers(name, P, v, P * groups))}, (name, P, v, groups)
+
+
+@given(layers=st.integers(1, 60), stages=st.integers(1, 12))
+def test_layers_divide_as_evenly_as_can_be(layers: int, stages: int) -> None:
+    found = even(layers, stages)
+    assert sum(found) == layers and len(found) == stages and max(found) - min(found) <= 1
+    if stages > 2 and layers % stages <= stages - 2:
+        assert found[0] == found[-1] == min(found)
+
+
+def test_shares_have_all_layers_once() -> None:
+    model = Model(layers=10, hidden=8, heads=2, vocab=16, sequence=4)
+    choice = Choice(p=2, v=2, m=4, schedule="zb_v", layers_of=(1, 2, 3, 4))
+    assert [share[2:] for share in shares(model, choice)] == [(5, True, True), (5, False, False)]
+    choice = Choice(p=4, m=4, layers_of=(2, 3, 3, 2))
+    assert [share[:3] for share in shares(model, choice)] == [(1, 0, 2), (2, 1, 3), (1, 3, 2)]
+
+
+def test_refusals() -> None:
+    model = Model(layers=10, hidden=8, heads=2, vocab=16, sequence=4)
+    with pytest.raises(UsageError, match=r"10 layers do not divide into p 4 x v 1 = 4 stages"):
+        layers_of(model, Choice(p=4))
+    with pytest.raises(UsageError, match="divides 9 layers into 2 stages, and there are 10"):
+        layers_of(model, Choice(p=2, layers_of=(4, 5)))
+    with pytest.raises(UsageError, match="did you mean interleaved"):
+        family("interleave")
