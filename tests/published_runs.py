@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from schedir.planner import Choice, Model
+from schedir.predict.layer_bytes import Recompute
 
 GOLDEN = Path(__file__).parent / "golden"
 VOCAB = 51200  # of GPT-2, padded as Megatron-LM does for t = 8: SC21, section 5
@@ -29,6 +30,49 @@ def table(name: str) -> list[dict[str, str]]:
     """Rows of a file, by the names of their columns."""
     with (GOLDEN / f"{name}.csv").open(newline="") as file:
         return list(csv.DictReader(line for line in file if not line.startswith("#")))
+
+
+class Measured(NamedTuple):
+    """Seconds of a microbatch on one GPU: F and B of a layer, or F, I and W of a stage."""
+
+    name: str
+    model: Model
+    choice: Choice
+    layers: int
+    seconds: tuple[float, ...]
+
+
+def layer_times() -> list[Measured]:
+    """arXiv 2205.05198, Table 4: a layer of the model of 22 billion."""
+    model = Model(48, 6144, 64, VOCAB, 2048)
+    how: dict[str, tuple[Recompute, bool]] = {
+        "Baseline no recompute": ("none", False),
+        "Sequence Parallelism": ("none", True),
+        "Baseline with recompute": ("full", False),
+        "Selective Recompute": ("selective", False),
+        "Selective + Sequence": ("selective", True),
+    }
+    found = []
+    for row in table("rar_table4_layer_times"):
+        again, cut = how[row["experiment"]]
+        choice = Choice(t=8, b=4, recompute=again, sequence_parallel=cut)
+        seconds = tuple(float(row[f"{name}_ms"]) / 1e3 for name in ("forward", "backward"))
+        found.append(Measured(row["experiment"], model, choice, 1, seconds))
+    return found
+
+
+def stage_times() -> list[Measured]:
+    """arXiv 2401.10241, Tables 3 and 9: an inner stage, of which the first and the last have one
+    layer less; its B is our I."""
+    found = []
+    for row in table("zero_bubble_rates"):
+        size, p = row["model"], int(row["p"])
+        layers = ZB_LAYERS[size]
+        model = Model(layers, int(row["hidden"]), int(row["heads"]), VOCAB, 1024)
+        choice = Choice(p=p, b=ZB_MICROBATCH[size], m=int(row["m"]), schedule="zb_h1")
+        seconds = tuple(float(row[f"T_{name}"]) / 1e3 for name in "FIW")
+        found.append(Measured(size, model, choice, (layers + 2) // p, seconds))
+    return found
 
 
 def one_node() -> list[Run]:
