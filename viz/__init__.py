@@ -10,6 +10,7 @@ if TYPE_CHECKING:
     from schedir.viz.chart import compare, gantt
     from schedir.viz.output import save
     from schedir.viz.page import html, save_html
+    from schedir.viz.plans import plan_memory, plan_scaling, plan_times
     from schedir.viz.style import Style
     from schedir.viz.summary_charts import frontier, idle_map, tradeoff
     from schedir.viz.text_chart import letters
@@ -22,6 +23,9 @@ _HOME: Final = {
     "html": "page",
     "idle_map": "summary_charts",
     "letters": "text_chart",
+    "plan_memory": "plans",
+    "plan_scaling": "plans",
+    "plan_times": "plans",
     "save": "output",
     "save_html": "page",
     "tradeoff": "summary_charts",
@@ -34,6 +38,9 @@ __all__ = [
     "html",
     "idle_map",
     "letters",
+    "plan_memory",
+    "plan_scaling",
+    "plan_times",
     "save",
     "save_html",
     "tradeoff",

@@ -1,6 +1,6 @@
 """Planner: from a model and a cluster to plans, and what a step of each takes and holds."""
 
-from schedir.planner.choice import Choice
+from schedir.planner.choice import Choice, Memory, Parts, Priced
 from schedir.planner.constants import Constants
 from schedir.planner.known import cluster, known
 from schedir.planner.layer import embedding, head, layer, stage
@@ -10,7 +10,10 @@ from schedir.planner.regret import regret
 __all__ = [
     "Choice",
     "Constants",
+    "Memory",
     "Model",
+    "Parts",
+    "Priced",
     "cluster",
     "embedding",
     "head",

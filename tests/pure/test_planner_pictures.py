@@ -1,0 +1,102 @@
+"""Pictures of plans show the numbers that the plans have."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from matplotlib.axes import Axes
+
+from schedir.errors import UsageError
+from schedir.planner import Memory, Parts, Priced
+from schedir.viz import plan_memory, plan_scaling, plan_times, save
+
+PARTS = Parts(20, 4, 2, 1, 5, 0.5, 0.25)
+PLAN = Priced(
+    p=8, t=8, d=16, m=96, v=2, schedule="interleaved", recompute="selective", zero=1,
+    step=sum(PARTS), parts=PARTS, memory=Memory(5e9, 6e9, 7e9, 20e9, 3e9), flops=150e12, mfu=0.48,
+)  # fmt: skip
+
+
+def plan(step: float, held: float, **other: object) -> Priced:
+    parts, memory = Parts(step, 0, 0, 0, 0, 0, 0), Memory(held, 0, 0, 0, 0)
+    return replace(PLAN, step=step, parts=parts, memory=memory, **other)  # type: ignore[arg-type]
+
+
+def words(axes: Axes) -> list[str]:
+    return [text.get_text() for text in axes.texts]
+
+
+def test_a_bar_is_the_parts_of_a_step() -> None:
+    """Each as long as it takes, one behind the other, and in all the step."""
+    figure = plan_times([PLAN, plan(16, 1e9)])
+    axes = figure.axes[0]
+    bars = [(bar.get_x(), bar.get_width()) for bar in axes.patches]  # type: ignore[attr-defined]
+    begins = np.cumsum([0, *PARTS])[:-1]
+    assert np.allclose(bars[:7], np.column_stack([begins, PARTS])) and bars[7:] == [(0, 16)]
+    shown = words(axes)
+    for word in ("8", "16", "2", "interleaved", "selective", "32.75 s", "150.0", "41.0 GB", "61%"):
+        assert word in shown
+    legend = [text.get_text() for text in figure.legends[0].get_texts()]
+    assert len(legend) == 7 and legend[0] == "compute"
+    few = plan_times([plan(0.016, 1e9)])
+    assert [text.get_text() for text in few.legends[0].get_texts()] == ["compute"]
+    assert few.axes[0].get_xlabel() == "time of a step, in ms"
+
+
+@given(
+    st.lists(st.tuples(st.integers(1, 30), st.integers(1, 30)), min_size=1, max_size=30),
+)
+def test_the_frontier_is_what_nothing_is_left_of_and_below(points: list[tuple[int, int]]) -> None:
+    plans = [plan(step, held * 1e9) for step, held in points]
+    (line,) = [line for line in plan_memory(plans).axes[0].lines if len(line.get_xdata())]  # type: ignore[arg-type]
+    drawn = [*zip(line.get_xdata(), line.get_ydata(), strict=True)][:-1]  # type: ignore[arg-type]
+    best = {
+        (held, step)
+        for step, held in points
+        if not any((h <= held and s < step) or (h < held and s <= step) for s, h in points)
+    }
+    assert drawn == sorted(best)
+
+
+def test_what_does_not_fit_is_told_and_the_chosen_one_is_marked() -> None:
+    plans = [plan(10, 90e9, fits=False, p=16), plan(20, 40e9), plan(30, 10e9, recompute="full")]
+    axes = plan_memory(plans, limit=80e9).axes[0]
+    assert words(axes) == ["p 8, t 8, d 16, v 2, b 1, interleaved", "80 GB: does not fit"]
+    assert words(plan_memory(plans, 80e9, plans[2]).axes[0])[0].startswith("p 8")
+    legend = axes.get_legend()
+    assert legend is not None
+    told = [text.get_text() for text in legend.get_texts()]
+    assert told == ["selective", "full", "shortest within each memory"]
+    assert words(plan_memory(plans[:1], limit=80e9).axes[0]) == ["80 GB: does not fit"]
+
+
+def test_scaling_has_a_point_for_each_number_of_gpus() -> None:
+    strong = [plan(32 / d, 1e9, d=d, flops=1e14 / d) for d in (4, 1, 2)]
+    weak = [plan(32, 1e9, d=d) for d in (1, 2, 4)]
+    left, right = plan_scaling(strong, weak).axes
+    lines = [line.get_xydata().tolist() for line in left.lines]  # type: ignore[union-attr]
+    assert lines[0] == lines[1] == [[64, 32], [128, 16], [256, 8]]
+    assert lines[2] == [[64, 32], [128, 32], [256, 32]]
+    assert right.lines[0].get_xydata().tolist() == [[64, 100], [128, 50], [256, 25]]  # type: ignore[union-attr]
+    assert len(plan_scaling(strong).axes[0].lines) == 2
+
+
+@pytest.mark.parametrize("draw", [plan_times, plan_memory, plan_scaling])
+def test_no_plans_are_refused(draw: object) -> None:
+    for nothing in ([], [3]):
+        with pytest.raises(UsageError, match="this draws plans"):
+            draw(nothing)  # type: ignore[operator]
+
+
+def test_equal_pictures_are_equal_bytes(tmp_path: Path) -> None:
+    for again in "ab":
+        for draw in (plan_times, plan_memory, plan_scaling):
+            save(draw([PLAN]), tmp_path / f"{draw.__name__}_{again}.svg")
+    for picture in tmp_path.glob("*_a.svg"):
+        other = picture.with_stem(picture.stem[:-1] + "b")
+        assert picture.read_bytes() == other.read_bytes()
