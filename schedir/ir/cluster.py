@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 from schedir.errors import UsageError, expect, said
 from schedir.ir.cluster_costs import filled
 from schedir.ir.costs import Costs
+from schedir.ir.mesh import mesh_of
 from schedir.ir.plan import Plan
 from schedir.ir.sizes import Sizes
 from schedir.ir.units import number_of
@@ -233,6 +234,7 @@ class Cluster:
         dp: int = 1,
         zero: int = 0,
         snapshots: bool = False,
+        mesh: Processes | None = None,
     ) -> Costs:
         """Costs in seconds: those that are told stay, and these are filled, unless told:
 
@@ -257,7 +259,8 @@ class Cluster:
         `sizes`: `activation`, and of one process `params`, `grads` and `optimizer`.  `reduce_tied`
         and what skips cost more than other messages is not known, and stays as it is.
 
-        Process (d, r, t), of replica d, rank r and slice t, is number (d ranks + r) tp + t.
+        Process (d, r, t), of replica d, rank r and slice t, is number (d ranks + r) tp + t, or what
+        a `mesh` of shape (dp, ranks, tp) says.
 
         Raises UsageError where plan.ranks x tp x dp is not the number of GPUs, and for sizes that
         are needed and not told; CostsError where F, or backwards, are not told.
@@ -282,7 +285,14 @@ class Cluster:
                 f"{self.gpus} GPUs of {self.nodes} x {self.gpus_per_node}",
                 fields=["nodes", "gpus_per_node", "ranks", "tp", "dp"],
             )
-        return filled(self, plan, sizes, costs, tp, dp, zero, snapshots=snapshots)
+        mesh = mesh_of(plan.ranks, tp, dp) if mesh is None else mesh
+        if mesh.shape != (dp, plan.ranks, tp):
+            raise UsageError(
+                f"a mesh of {dp} replicas, {plan.ranks} ranks and {tp} slices has this shape, not "
+                f"{mesh.shape}",
+                fields=["mesh"],
+            )
+        return filled(self, plan, sizes, costs, mesh, zero, snapshots=snapshots)
 
 
 def _message(size: float, latency: float, bandwidth: float) -> float:

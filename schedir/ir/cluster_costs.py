@@ -13,7 +13,6 @@ from numpy.typing import NDArray
 
 from schedir.errors import CostsError, UsageError
 from schedir.ir.costs import Cost, Costs
-from schedir.ir.mesh import mesh_of
 from schedir.ir.ops import ROWS
 from schedir.ir.per_stage import from_grid, grid
 from schedir.ir.plan import Plan
@@ -59,15 +58,14 @@ def filled(
     plan: Plan,
     sizes: Sizes,
     costs: Costs,
-    tp: int,
-    dp: int,
+    mesh: Processes,
     zero: int,
     *,
     snapshots: bool,
 ) -> Costs:
     """Costs with those that nobody tells filled, as `Cluster.costs` says."""
     found = _backwards(costs)
-    filler = _Filler(cluster, plan, sizes, tp, dp, zero)
+    filler = _Filler(cluster, plan, sizes, mesh, zero)
     fills = filler.fills | ({"snapshot": filler.snapshot} if snapshots else {})
     for name, fill in fills.items():
         if name not in costs.told:
@@ -94,11 +92,11 @@ class _Filler:
     """What a cluster makes costs of a plan, by bytes; each as `grid` has numbers."""
 
     def __init__(
-        self, cluster: Machines, plan: Plan, sizes: Sizes, tp: int, dp: int, zero: int
+        self, cluster: Machines, plan: Plan, sizes: Sizes, mesh: Processes, zero: int
     ) -> None:
         self.cluster, self.plan, self.sizes = cluster, plan, sizes
-        self.tp, self.dp, self.zero = tp, dp, zero
-        self.mesh = mesh_of(plan.ranks, tp, dp)
+        self.mesh, self.zero = mesh, zero
+        self.dp, _, self.tp = mesh.shape
         self.fills: dict[str, Callable[[], Floats]] = {
             "send": self.send,
             "scatter": self.scatter,
@@ -188,7 +186,9 @@ class _Filler:
         for holders in map(tuple, self.plan.holders.T.tolist()):
             if holders not in known:
                 each = groups(np.array(holders))
-                known[holders] = min(map(self.cluster.bandwidth, each))
+                nodes = each // self.cluster.gpus_per_node
+                _, unlike = np.unique(nodes - nodes[:, :1], axis=0, return_index=True)
+                known[holders] = min(map(self.cluster.bandwidth, each[unlike]))
         return np.array([known[holders] for holders in map(tuple, self.plan.holders.T.tolist())])
 
     def reduce_norm(self) -> Floats:

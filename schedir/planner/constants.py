@@ -61,6 +61,17 @@ class Constants:
         "arXiv 2205.05198, Table 4: the all-reduce is overlapped with the weight gradient; 0 for "
         "software that does not",
     )  # fmt: skip
+    recompute_ahead: float = _of(
+        0.0, "share of what runs again that is an instruction of its own, which may run while a "
+        "gradient is on its way; what is left begins with the backward", 0.0, 1.0,
+        "0 in Megatron-LM and torch.utils.checkpoint; 1 in schedir's programs (docs/memory.md)",
+    )  # fmt: skip
+    reduce_hidden: float = _of(
+        0.0, "share of a stage's last backward under which the sums of its gradients over replicas "
+        "run", 0.0, 1.0,
+        "0 in Megatron-LM as of arXiv 2104.04473; up to 1 where sums begin bucket by bucket "
+        "(arXiv 2006.15704, section 3.2.3)",
+    )  # fmt: skip
 
     def __post_init__(self) -> None:
         for f in fields(self):

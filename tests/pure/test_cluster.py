@@ -143,6 +143,20 @@ def test_slices_and_replicas() -> None:
     assert beside.send == pytest.approx(1e-5 + 30e6 / 20e9)  # each crosses in some replica
 
 
+def test_a_mesh_says_where_processes_are() -> None:
+    """Replicas side by side, and then ranks, as Megatron-LM has them."""
+    of, told = cluster(2, 4), Costs(F=1, I=1, W=1)
+    mesh = np.arange(8).reshape(2, 4, 1).swapaxes(0, 1)  # by replica, rank and slice
+    costs = of.costs(Plan(2, 8), SIZES, told, dp=4, mesh=mesh)
+    assert costs.reduce_grads == pytest.approx(of.all_reduce(4e9, 4))
+    assert costs.send == pytest.approx(1e-5 + 60e6 / 20e9)
+    usual = of.costs(Plan(2, 8), SIZES, told, dp=4)
+    assert usual.reduce_grads == pytest.approx(of.all_reduce(4e9, [0, 2, 4, 6]))
+    assert usual.send == pytest.approx(1e-5 + 60e6 / 300e9)
+    with pytest.raises(UsageError):
+        of.costs(Plan(2, 8), SIZES, told, dp=4, mesh=mesh.T)
+
+
 def test_bytes_of_each_stage_and_microbatch() -> None:
     sizes = replace(SIZES, activation=((3e6, 6e6), (9e6, 3e6), (0, 0)), grads=(1e9, 2e9, 0))
     costs = cluster(1, 6, latency=0).costs(Plan(3, 2), sizes, Costs(F=1, B=1), dp=2)
