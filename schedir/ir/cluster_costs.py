@@ -96,7 +96,7 @@ class _Filler:
     ) -> None:
         self.cluster, self.plan, self.sizes = cluster, plan, sizes
         self.mesh, self.zero = mesh, zero
-        self.dp, _, self.tp = mesh.shape
+        self.dp, self.tp = int(mesh.shape[0]), int(mesh.shape[2])
         self.fills: dict[str, Callable[[], Floats]] = {
             "send": self.send,
             "scatter": self.scatter,

@@ -5,7 +5,9 @@ from schedir.planner.constants import Constants
 from schedir.planner.known import cluster, known
 from schedir.planner.layer import embedding, head, layer, stage
 from schedir.planner.model import Model
+from schedir.planner.options import options
 from schedir.planner.regret import regret
+from schedir.planner.runnable import config, program
 
 __all__ = [
     "Choice",
@@ -15,10 +17,13 @@ __all__ = [
     "Parts",
     "Priced",
     "cluster",
+    "config",
     "embedding",
     "head",
     "known",
     "layer",
+    "options",
+    "program",
     "regret",
     "stage",
 ]

@@ -1,0 +1,199 @@
+"""Runnable: a choice as a program, and as a configuration that `schedir train` runs."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import fields
+from functools import lru_cache
+from typing import Any, Final
+
+from schedir.compiler.compile import compile
+from schedir.errors import UsageError
+from schedir.io.load import Source
+from schedir.io.request import Request
+from schedir.ir.plan import Plan
+from schedir.ir.program import Program
+from schedir.planner.choice import Choice
+from schedir.planner.division import layers_of
+from schedir.planner.model import Model
+from schedir.schedules.words import placed_for, takes_v
+
+_KEPT: Final = 16  # programs that are kept: choices differ in sizes more often than in these
+_LARGE: Final = 2**18  # instructions of one that is not
+
+
+def plain(choice: Choice) -> Choice:
+    """The choice alone, without what is said of its time and memory."""
+    return Choice(**{f.name: getattr(choice, f.name) for f in fields(Choice)})
+
+
+def plan_of(choice: Choice) -> Plan:
+    """The shape of a choice's pipeline, with the placement that its schedule is made for.
+
+    Raises UsageError for a schedule that is none, or takes another number of stages to a rank;
+    PlanError for what no pipeline can have.
+
+    >>> from schedir.planner import Choice
+    >>> plan_of(Choice(p=4, m=8, v=2, schedule="zb_v"))
+    Plan(ranks=4, microbatches=8, stages_per_rank=2, placement='vee')
+    """
+    source = Source(choice.schedule)
+    if isinstance(source.found, Program):
+        said = {"ranks": choice.p, "microbatches": choice.m, "stages_per_rank": choice.v}
+        return Request(source, said, usual={}).plan
+    placement, own = placed_for(source.found)
+    own = own or (None if takes_v(source.found) else 1)
+    if own not in (None, choice.v):
+        raise UsageError(
+            f"{choice.schedule} has {own} stage{'s' * (own > 1)} to a rank, not v {choice.v}",
+            hint=f"v={own}",
+            fields=["v", "schedule"],
+        )
+    return Plan(choice.p, choice.m, choice.v, placement or "loop")
+
+
+def program(choice: Choice, *, tied: bool = True, **options: Any) -> Program:
+    """The checked program of a choice, its messages, reductions and recomputation in it.
+
+    A replica's step, as `schedir.compile` makes it of the schedule: with scatters and gathers at
+    boundaries where t > 1 (not with `sequence_parallel`, whose boundaries are sharded), with the
+    level of ZeRO, and an R for each forward that is run again where `recompute` is "full".
+    "selective" shows in what backwards take.  Parts of a sequence (`c`) are replicas to what sums
+    gradients.  The norm of gradients is taken, as trainers do that clip.  `tied` says that the head
+    shares the embedding's weight; `options` are those of `compile`; unless told, messages have a
+    queue for each directed edge, and the fewest buffers.
+
+    Raises what `plan_of` does, and a ProgramError for a schedule that does not work so.
+
+    >>> from schedir.planner import Choice
+    >>> program(Choice(p=4, t=2, d=2, m=8, zero=1, schedule="one_f_one_b"))
+    <program one_f_one_b: 4 ranks, 278 instructions>
+    """
+    shape = Choice(p=choice.p, t=choice.t, d=choice.d * choice.c, v=choice.v, m=choice.m,
+                   schedule=choice.schedule, zero=choice.zero, recompute=choice.recompute,
+                   sequence_parallel=choice.sequence_parallel)  # fmt: skip
+    large = 6 * choice.stages * choice.m > _LARGE
+    if large or options or choice.schedule.endswith((".sched", ")")) or ":" in choice.schedule:
+        return _made(shape, tied=tied, options=options)
+    return _known(shape, tied=tied)
+
+
+@lru_cache(_KEPT)
+def _known(shape: Choice, *, tied: bool) -> Program:
+    return _made(shape, tied=tied, options={})
+
+
+def _made(shape: Choice, *, tied: bool, options: dict[str, Any]) -> Program:
+    found, plan = Source(shape.schedule).found, plan_of(shape)
+    if isinstance(found, Program) and not found.is_draft:
+        said = {"tp": shape.t, "dp": shape.d, "zero": shape.zero, "tied": tied}
+        return Request(Source(shape.schedule), said, usual={}, model="edge").program
+    how: dict[str, Any] = {
+        "model": "edge",
+        "slots": "fewest",
+        "boundary": "sharded" if shape.sequence_parallel else "replicated",
+    }
+    if shape.recompute == "full":
+        how["recompute"] = "all"
+    drafted = None if isinstance(found, Program) else plan
+    return compile(
+        found, drafted, shape.t, shape.d, tied=tied, clip=True, zero=shape.zero, **(how | options)
+    )
+
+
+# ---------------------------------------------------------------- for `schedir train`
+
+# What the trainer's GPT does not have: a field of Model or of Choice, what it has, and why.
+_WITHOUT: Final = (
+    ("kv_heads", "heads", "its attention has keys and values of each head's own"),
+    ("gated", False, "its feed-forward network has two matrices"),
+    ("experts", 1, "its layers have one feed-forward network"),
+    ("c", 1, "it takes whole sequences"),
+    ("e", 1, "its layers have one feed-forward network"),
+    ("sequence_parallel", False, "each slice computes all of its norms"),
+)
+
+
+def config(model: Model, choice: Choice, **train: str | int | float) -> str:
+    """A configuration in TOML with which `schedir train` runs a choice, its division included.
+
+    `train` are further settings of its section [train]: steps=100, device="cuda".
+
+    Raises UsageError for what that trainer cannot do, saying what; and what `program` raises.
+
+    >>> from schedir.planner import Choice, Model
+    >>> model = Model(layers=4, hidden=64, heads=4, vocab=256, sequence=64)
+    >>> print(config(model, Choice(p=2, b=2, m=8, layers_of=(3, 1)), steps=20))
+    # 2 processes: schedir train FILE
+    <BLANKLINE>
+    [model]
+    vocab = 256
+    layers = 4
+    hidden = 64
+    heads = 4
+    context = 64
+    tied = true
+    <BLANKLINE>
+    [pipeline]
+    schedule = "one_f_one_b"
+    ranks = 2
+    microbatches = 8
+    stages_per_rank = 1
+    tp = 1
+    dp = 1
+    division = [3, 1]
+    <BLANKLINE>
+    [data]
+    microbatch_size = 2
+    <BLANKLINE>
+    [train]
+    steps = 20
+    <BLANKLINE>
+    """
+    parts = layers_of(model, choice)
+    _require_trainable(model, choice, parts)
+    tables: dict[str, dict[str, Any]] = {
+        "model": {
+            "vocab": model.vocab, "layers": model.layers, "hidden": model.hidden,
+            "heads": model.heads, "context": model.sequence, "tied": model.tied,
+        },
+        "pipeline": {
+            "schedule": choice.schedule, "ranks": choice.p, "microbatches": choice.m,
+            "stages_per_rank": choice.v, "tp": choice.t, "dp": choice.d,
+        },
+        "memory": {},
+        "data": {"microbatch_size": choice.b},
+        "train": train,
+    }  # fmt: skip
+    if len({*parts}) > 1:
+        tables["pipeline"]["division"] = list(parts)
+    if choice.zero:
+        tables["pipeline"]["zero"] = choice.zero
+    if choice.recompute == "full":
+        tables["memory"]["recompute"] = "all"
+    many = f"{choice.gpus} process{'es' * (choice.gpus > 1)}"
+    text = [f"# {many}: schedir train FILE"]
+    for name, table in tables.items():
+        if table:
+            text += ["", f"[{name}]", *(f"{k} = {json.dumps(v)}" for k, v in table.items())]
+    return "\n".join([*text, ""])
+
+
+def _require_trainable(model: Model, choice: Choice, parts: tuple[int, ...]) -> None:
+    """Raise UsageError for what `schedir train` cannot do."""
+    if 0 in parts[1:-1]:
+        raise _cannot("layers_of", list(parts), "a stage between the ends has nothing to do")
+    if model.ffn != 4 * model.hidden:
+        raise _cannot("ffn", model.ffn, f"its feed-forward network is 4 x {model.hidden} wide")
+    if model.heads % choice.t:
+        raise UsageError(f"t {choice.t} does not divide {model.heads} heads", fields=["t", "heads"])
+    for name, usual, why in _WITHOUT:
+        value = getattr(model if hasattr(model, name) else choice, name)
+        if value != (model.heads if usual == "heads" else usual):
+            raise _cannot(name, value, why)
+    if choice.recompute == "selective":
+        raise _cannot("recompute", "selective", "its attention keeps no scores to spare")
+
+
+def _cannot(name: str, value: object, why: str) -> UsageError:
+    return UsageError(f"schedir train cannot run {name} {json.dumps(value)}: {why}", fields=[name])

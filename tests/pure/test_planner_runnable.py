@@ -1,0 +1,128 @@
+"""Choices as programs, as configurations of our trainer, and as options of others."""
+
+from __future__ import annotations
+
+import re
+import tomllib
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from schedir import planner
+from schedir.errors import UsageError
+from schedir.planner.options import options
+from schedir.planner.runnable import config, program
+
+MODEL = planner.Model(layers=12, hidden=768, heads=12, vocab=8192, sequence=512)
+
+
+# ---------------------------------------------------------------- as others are told
+
+
+def found(pattern: str, text: str) -> str:
+    match = re.search(pattern, text)
+    assert match, text
+    return match[1]
+
+
+def stages_of_layout(text: str) -> tuple[int, ...]:
+    """The layers of each stage of Megatron-LM's layout, read as its user guide has it."""
+    text = found(r'layout "([^"]*)"', text)
+    text = re.sub(r"\(([^)]+)\)\*(\d+)", lambda x: x[1] * int(x[2]), text)
+    text = re.sub(r"(.)\*(\d+)", lambda x: x[1] * int(x[2]), text)
+    assert text[0] == "E" and text[-1] == "L" and {*text} <= {*"EtL|"}
+    return tuple(stage.count("t") for stage in text.split("|"))
+
+
+def stages_of_less(text: str, stages: int, layers: int) -> tuple[int, ...]:
+    """The layers of each stage that torchtitan makes of the layers less, as it distributes them."""
+    first, last = (int(n) for n in re.findall(r"less_layers = (\d+)", text))
+    each, more = divmod(layers + first + last, stages)
+    made = [each + (stage < more) for stage in range(stages)]
+    made[0] -= first
+    made[-1] -= last
+    return tuple(made)
+
+
+@settings(deadline=None)
+@given(st.data())
+def test_options_say_the_division(data: st.DataObject) -> None:
+    p, v = data.draw(st.integers(2, 4)), data.draw(st.integers(1, 3))
+    parts = data.draw(st.lists(st.integers(1, 4), min_size=p * v, max_size=p * v))
+    ends = data.draw(st.tuples(st.integers(1, 3), st.integers(0, 3)))
+    parts[0], parts[-1] = ends
+    model = replace(MODEL, layers=sum(parts))
+    schedule = "interleaved" if v > 1 else "one_f_one_b"
+    choice = planner.Choice(p=p, v=v, m=p, schedule=schedule, layers_of=tuple(parts))
+    said = options(model, choice)
+    if "layout" in said["megatron"]:
+        assert stages_of_layout(said["megatron"]) == choice.layers_of
+    else:
+        assert len({*parts}) == 1
+    first, last = (
+        re.search(rf"--decoder-{end}-pipeline-num-layers (\d+)", said["megatron"])
+        for end in ("first", "last")
+    )
+    if first or last:
+        ranks = [sum(parts[rank::p]) for rank in range(p)]
+        assert not first or int(first[1]) == ranks[0]
+        assert not last or int(last[1]) == ranks[-1]
+        inner = ranks[bool(first) : p - bool(last)]
+        assert len({*inner}) <= 1 and all(each % v == 0 for each in ranks)
+    titan = said["torchtitan"]
+    if "less_layers" in titan:
+        assert stages_of_less(titan, p * v, model.layers) == choice.layers_of
+    else:
+        names = found(r"model_part = (\[.*\])", titan)
+        each = [*map(str.split, re.findall(r"\[([^\[\]]*)\]", names))]
+        assert tuple(sum("layers." in n for n in own) for own in each) == choice.layers_of
+
+
+def test_what_others_cannot_be_told_is_said() -> None:
+    model, choice = MODEL, planner.Choice(p=2, v=2, m=4, schedule="zb_v")
+    assert options(model, choice)["megatron"].startswith("# ")
+    assert options(model, choice)["torchtitan"].startswith("pipeline_parallel_degree")
+
+
+# ---------------------------------------------------------------- for our trainer
+
+
+def test_config_says_the_choice() -> None:
+    choice = planner.Choice(p=2, t=2, d=2, v=2, b=3, m=8, schedule="interleaved", zero=2,
+                            recompute="full", layers_of=(3, 3, 4, 2))  # fmt: skip
+    said = tomllib.loads(config(MODEL, choice, steps=7))
+    assert said["pipeline"] == {
+        "schedule": "interleaved", "ranks": 2, "microbatches": 8, "stages_per_rank": 2,
+        "tp": 2, "dp": 2, "division": [3, 3, 4, 2], "zero": 2,
+    }  # fmt: skip
+    assert said["memory"] == {"recompute": "all"}
+    assert said["data"] == {"microbatch_size": 3}
+    assert said["train"] == {"steps": 7}
+
+
+@pytest.mark.parametrize(("model", "choice"), [
+    ({"kv_heads": 4}, {}), ({"gated": True}, {}), ({"ffn": 100}, {}),
+    ({"experts": 4, "active": 2}, {}), ({}, {"c": 2}), ({}, {"e": 2, "d": 2}),
+    ({}, {"sequence_parallel": True}), ({}, {"recompute": "selective"}), ({}, {"t": 5}),
+    ({}, {"layers_of": (4, 0, 4, 4), "p": 4}),
+])  # fmt: skip
+def test_what_the_trainer_cannot_do_is_refused(
+    model: dict[str, Any], choice: dict[str, Any]
+) -> None:
+    with pytest.raises(UsageError) as refused:
+        config(replace(MODEL, **model), planner.Choice(**choice))
+    assert {*refused.value.fields} & {*model, *choice}
+
+
+@pytest.mark.parametrize(("choice", "field"), [
+    (planner.Choice(p=2, m=4, v=2), "v"),
+    (planner.Choice(p=2, m=4, v=3, schedule="zb_v"), "v"),
+    (planner.Choice(p=2, m=4, schedule="zb_v"), "v"),
+])  # fmt: skip
+def test_a_schedule_with_other_stages_is_refused(choice: planner.Choice, field: str) -> None:
+    with pytest.raises(UsageError) as refused:
+        program(choice)
+    assert field in refused.value.fields
