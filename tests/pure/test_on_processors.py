@@ -1,0 +1,97 @@
+"""Ranks that share processors: each gets its share of them, and nothing waits without need."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from schedir import Costs, Plan, Timeline, compile, schedules, simulate
+from schedir.analysis.graph import Graph
+from schedir.compiler.compile import lower
+from schedir.errors import CostsError, UsageError
+from schedir.ir.ops import FORWARD, Lane
+from schedir.ir.program import Program
+from schedir.predict.on_processors import on_processors
+from tests import strategies
+
+PROCESSORS = st.sampled_from([0.5, 1, 1.5, 2, 3, 7])
+
+
+@st.composite
+def priced(draw: st.DrawFn) -> tuple[Program, Costs]:
+    """A lowered program, and whole costs."""
+    draft = draw(strategies.drafts())
+    costs = draw(strategies.costs(draft.plan))
+    return lower(draft, costs, "edge"), costs
+
+
+def given_work(timeline: Timeline, processors: float) -> Any:
+    """What each compute has been given until its end, and what all were, by the speeds of all."""
+    spans = timeline.spans
+    computes = spans["lane"] == Lane.COMPUTE
+    times = np.unique([spans["start"], spans["end"]])
+    total, each = 0.0, np.zeros(len(spans))
+    for a, b in pairwise(times.tolist()):
+        running = computes & (spans["start"] <= a) & (spans["end"] >= b)
+        if running.any():
+            each[running] += (b - a) * min(1.0, processors / running.sum())
+            total += (b - a) * min(processors, running.sum())
+    return each, total, computes
+
+
+@given(st.data())
+def test_shares(data: st.DataObject) -> None:
+    program, costs = data.draw(priced())
+    processors = data.draw(PROCESSORS)
+    alone = simulate(program, costs, model="edge", blocks=True)
+    shared = on_processors(program, costs, processors)
+    each, total, computes = given_work(shared, processors)
+    cost = alone.spans["end"] - alone.spans["start"]
+    np.testing.assert_allclose(each[computes], cost[computes], atol=1e-9)
+    took = shared.spans["end"] - shared.spans["start"]
+    np.testing.assert_allclose(took[~computes], cost[~computes], atol=1e-9)
+    work = cost[computes].sum()
+    assert total == pytest.approx(work)
+    assert max(alone.span, work / processors) <= shared.span + 1e-9
+    # Graham, "Bounds on multiprocessing timing anomalies" (1969): a processor stands idle only
+    # while the longest path goes on.
+    assert shared.span <= work / processors + alone.span / min(1, processors) + 1e-9
+    latest = Graph.of(program, "edge", blocks=True).latest(shared.spans["end"])
+    ended = np.where(latest < 0, 0.0, shared.spans["end"][latest])
+    np.testing.assert_allclose(shared.spans["start"], ended, atol=1e-9)
+
+
+@given(st.data())
+def test_enough_processors_are_no_limit(data: st.DataObject) -> None:
+    program, costs = data.draw(priced())
+    alone = simulate(program, costs, model="edge", blocks=True)
+    shared = on_processors(program, costs, program.plan.ranks)
+    assert shared.spans.tolist() == alone.spans.tolist()
+
+
+def test_other_ranks_go_faster_while_one_waits() -> None:
+    """Two ranks of one processor: a rank has half of it while both compute."""
+    program = compile(schedules.one_f_one_b, Plan(2, 2))
+    timeline = on_processors(program, Costs(F=1, B=2), 1)
+    assert timeline.span == 2 * 2 * 3  # nobody idles
+    forwards = [i for i in timeline.spans[timeline.spans["rank"] == 0] if i["op"] == FORWARD]
+    # The first alone; the second beside the first of the other rank.
+    assert [(i["start"], i["end"]) for i in forwards] == [(0, 1), (1, 3)]
+
+
+@pytest.mark.parametrize("processors", [0, -1, float("inf"), float("nan"), True, "2"])
+def test_what_is_no_number_of_processors(processors: Any) -> None:
+    program = compile(schedules.gpipe, Plan(2, 2))
+    with pytest.raises(UsageError, match="above 0"):
+        on_processors(program, Costs(F=1, B=2), processors)
+
+
+def test_costs_that_are_too_large() -> None:
+    program = compile(schedules.gpipe, Plan(2, 8))
+    with pytest.raises(CostsError, match="more than a number"):
+        on_processors(program, Costs(F=1e308, B=1e308), 1)
