@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any
 from schedir import errors, schedules
 from schedir.compiler.compile import compile
 from schedir.compiler.forwards import forwards
-from schedir.io.cluster_file import load_cluster
+from schedir.io.cluster_file import load_cluster, save_cluster
 from schedir.io.timeline_file import load_timeline, save_timeline
 from schedir.ir.cluster import Cluster
 from schedir.ir.costs import Costs
@@ -120,6 +120,7 @@ __all__ = [
     "model_states",
     "overlap",
     "parse",
+    "save_cluster",
     "save_timeline",
     "schedules",
     "search",

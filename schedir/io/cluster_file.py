@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from dataclasses import MISSING, fields
 from difflib import get_close_matches
 from pathlib import Path
+from types import MappingProxyType
 
-from schedir.errors import ConfigError, UsageError, said
-from schedir.io.files import read_text
+from schedir.errors import ConfigError, UsageError, expect, said
+from schedir.io.files import atomic_write, read_text
 from schedir.io.toml import MOST_BYTES, tables_of
 from schedir.ir.cluster import Cluster
+from schedir.ir.units import text_of
 
 _NAMES = [f.name for f in fields(Cluster)]
 _REQUIRED = [f.name for f in fields(Cluster) if f.default is MISSING]
@@ -49,6 +52,44 @@ def load_cluster(path: str | Path) -> Cluster:
     except UsageError as error:
         fact = error.fact.removeprefix("cluster: ")
         raise _refused(fact, error.fields[0], path, text, error.hint) from None
+
+
+def save_cluster(
+    cluster: Cluster,
+    path: str | Path,
+    *,
+    about: str = "",
+    notes: Mapping[str, str] = MappingProxyType({}),
+) -> None:
+    """Write a Cluster as a TOML file that `load_cluster` reads, whole or not at all.
+
+    What it has by default is left out.  `about` stands at the top as a comment, line by line, and
+    `notes` beside the fields that they are of.  Raises UsageError for a file that cannot be
+    written, and for a note of no field.
+
+    >>> from pathlib import Path
+    >>> from tempfile import TemporaryDirectory
+    >>> from schedir import Cluster, load_cluster, save_cluster
+    >>> node = Cluster(nodes=1, gpus_per_node=8, flops="252TFLOP/s", memory="80GB", hbm="1.7TB/s",
+    ...                nvlink="232GB/s", network="24GB/s", latency="5us")
+    >>> with TemporaryDirectory() as folder:
+    ...     save_cluster(node, f"{folder}/node.toml", notes={"flops": "of 312"})
+    ...     print(Path(f"{folder}/node.toml").read_text().splitlines()[2])
+    ...     load_cluster(f"{folder}/node.toml") == node
+    flops = "252TFLOP/s"  # of 312
+    True
+    """
+    expect(cluster, Cluster, "schedir.load_cluster(path)")
+    if unknown := sorted({*notes} - {*_NAMES}):
+        raise UsageError(f"a cluster has no {said(unknown[0])}", fields=["notes"])
+    lines = [f"# {line}".rstrip() for line in about.splitlines()]
+    for f in fields(Cluster):
+        value = getattr(cluster, f.name)
+        if value != f.default:
+            note = " ".join(notes.get(f.name, "").split())
+            lines.append(f"{f.name} = {text_of(f.name, value)}{note and f'  # {note}'}")
+    with atomic_write(path) as temporary:
+        temporary.write_text("\n".join(lines) + "\n", encoding="utf-8")
 
 
 def _refused(fact: str, name: str, path: str | Path, text: str, hint: str = "") -> ConfigError:

@@ -34,7 +34,13 @@ class Cluster:
     data sheet has: nothing is taken off.  Only `peak` is the data sheet's: floating-point
     operations per second, of which a share of the peak (MFU) is.  `sms` are the multiprocessors of
     a GPU, over which a product's tiles are dealt; where they are not told, its work is divided as
-    finely as one likes.  Texts have units: "80GB", "300GB/s", "312TFLOP/s", "5us".
+    finely as one likes.  `itemsize` are the bytes of a number of the type that trains.  Texts have
+    units: "80GB", "300GB/s", "312TFLOP/s", "5us".
+
+    What has no GPUs but `processors`, so many in a node, computes on these: a "GPU" is a process
+    then, which issues what it computes itself, and nothing runs beside that.  Where a node has more
+    processes than processors they share them.  Rates are those of a process while all of its node
+    compute; one that computes alone is `alone` times as fast.
 
     Processes are numbered as they are placed: those of one node side by side, then the next node's.
     A group of them within a node talks over nvlink.  A ring across nodes is as fast as its slowest
@@ -62,6 +68,8 @@ class Cluster:
     kernel_us: float = 0.0
     peak: float | None = None
     sms: int | None = None
+    itemsize: int = 2
+    processors: int | None = None
 
     def __post_init__(self) -> None:
         for f in fields(self):
@@ -69,7 +77,7 @@ class Cluster:
             if value is None and f.default is None:
                 continue
             number = number_of(f.name, value)
-            if f.name in ("nodes", "gpus_per_node", "sms"):
+            if f.name in ("nodes", "gpus_per_node", "sms", "itemsize", "processors"):
                 if number != int(number):
                     raise UsageError(
                         f"cluster: {f.name} is a whole number, not {said(value)}", fields=[f.name]
@@ -86,6 +94,13 @@ class Cluster:
     def roof(self) -> float:
         """Floating-point operations per second that nothing exceeds: `peak`, or else `flops`."""
         return self.flops if self.peak is None else self.peak
+
+    @property
+    def alone(self) -> float:
+        """By how much a process is faster while no other of its node computes."""
+        if self.processors is None:
+            return 1.0
+        return max(1.0, self.gpus_per_node / self.processors)
 
     @property
     def gpus(self) -> int:
@@ -185,15 +200,16 @@ class Cluster:
 
     # ------------------------------------------------------------ one GPU
 
-    def gemm(self, m: int, n: int, k: int, *, itemsize: int = 2) -> float:
-        """Seconds that (m, k) x (k, n) takes, of numbers of `itemsize` bytes.
+    def gemm(self, m: int, n: int, k: int, *, itemsize: int | None = None) -> float:
+        """Seconds that (m, k) x (k, n) takes, of numbers of `itemsize` bytes, the cluster's own
+        unless told.
 
         max(2mnk/flops, itemsize (mk + kn + mn)/hbm): the roofline (Williams, Waterman and Patterson
         2009); no less than a kernel takes to be issued.
         """
         return max(
             2.0 * m * n * k / self.flops,
-            itemsize * (m * k + k * n + m * n) / self.hbm,
+            (itemsize or self.itemsize) * (m * k + k * n + m * n) / self.hbm,
             self.kernel_us / 1e6,
         )
 

@@ -17,6 +17,7 @@ class _Unit(NamedTuple):
     read: Callable[[str], float]
     example: str
     zero: bool = False  # whether it may be 0
+    units: tuple[str, ...] = ()  # in which it is written, the largest first
 
 
 def _with_units(**units: float) -> Callable[[str], float]:
@@ -35,21 +36,29 @@ def _rate(text: str) -> float:
 
 
 _FLOPS: Final = {f"{p}FLOP/s": 1000.0 ** (k + 3) for k, p in enumerate("GTP")}
-_PER_SECOND: Final = _Unit(_rate, "300GB/s")
+_SIZES: Final = ("TB", "GB", "MB")
+_PER_SECOND: Final = _Unit(_rate, "300GB/s", units=tuple(f"{size}/s" for size in _SIZES))
+_DONE: Final = _Unit(
+    _with_units(**_FLOPS), "312TFLOP/s or 312e12", units=("PFLOP/s", "TFLOP/s", "GFLOP/s")
+)
 _UNITS: Final = {
     "nodes": _Unit(decimal, "8"),
     "gpus_per_node": _Unit(decimal, "8"),
-    "flops": _Unit(_with_units(**_FLOPS), "312TFLOP/s or 312e12"),
-    "memory": _Unit(bytes_of, "80GB"),
+    "flops": _DONE,
+    "memory": _Unit(bytes_of, "80GB", units=_SIZES),
     "hbm": _PER_SECOND,
     "nvlink": _PER_SECOND,
     "network": _PER_SECOND,
     "host": _PER_SECOND,
     "disk": _PER_SECOND,
-    "latency": _Unit(_with_units(us=1e-6, ms=1e-3, s=1.0), "5us or 5e-6", zero=True),
+    "latency": _Unit(
+        _with_units(us=1e-6, ms=1e-3, s=1.0), "5us or 5e-6", zero=True, units=("s", "ms", "us")
+    ),
     "kernel_us": _Unit(decimal, "4", zero=True),
-    "peak": _Unit(_with_units(**_FLOPS), "312TFLOP/s or 312e12"),
+    "peak": _DONE,
     "sms": _Unit(decimal, "108"),
+    "itemsize": _Unit(decimal, "2"),
+    "processors": _Unit(decimal, "16"),
 }
 
 
@@ -68,3 +77,17 @@ def number_of(name: str, value: Any) -> float:
         above = "0 or more" if unit.zero else "more than 0"
         raise UsageError(f"cluster: {name} must be {above}, not {said(value)}", fields=[name])
     return number
+
+
+def text_of(name: str, number: float) -> str:
+    """A field's number as TOML: with a unit where that says it shortly, and always the same number.
+
+    >>> text_of("hbm", 2.039e12), text_of("latency", 5e-6), text_of("nodes", 8)
+    ('"2039GB/s"', '"5us"', '8')
+    """
+    for unit in _UNITS[name].units:
+        one = number_of(name, f"1{unit}")
+        text = f"{number / one:.6g}{unit}"
+        if number >= one and "e" not in text and number_of(name, text) == number:
+            return f'"{text}"'
+    return repr(number)

@@ -138,6 +138,8 @@ class _Pricer:
     def __init__(self, cluster: Cluster, choice: Choice, constants: Constants, whole: bool) -> None:
         self.cluster, self.choice, self.constants = cluster, choice, constants
         self.whole = whole  # a backward of one piece, in which collectives hide
+        self.beside = cluster.processors is None  # where something else carries them
+        self.scale = cluster.itemsize / 2  # pieces count numbers of 16 bits
 
     def work(self, pieces: Pieces, *, again: bool) -> Work:
         """All phases; `again` where recomputation is of these."""
@@ -171,6 +173,8 @@ class _Pricer:
                 R=sum(self._issued(gemm).F for gemm in pieces.gemms if gemm.core)
                 + sum(self._host(one.kernels[0], 0, 0).F for one in pieces.passes if one.core)
             )
+        if not self.beside:  # the host is what computes
+            return Work(gpu.plus(host), tensor)
         return Work(gpu, tensor, host)
 
     # ------------------------------------------------------------ one GPU
@@ -191,7 +195,7 @@ class _Pricer:
         return Phases(forward, into + self._product(k, n, m, batch, 1))
 
     def _product(
-        self, m: int, n: int, k: int, batch: int, shared: int = 1, written: float = 2
+        self, m: int, n: int, k: int, batch: int, shared: int = 1, written: float | None = None
     ) -> float:
         """Seconds of (m, k) x (k, n), so many times: its tiles in waves, or its bytes.
 
@@ -199,8 +203,11 @@ class _Pricer:
         few, the inner dimension is split, and the sums are written and read once more (arXiv
         2301.03598, sections 2 and 3.2).
         """
-        constants, hbm = self.constants, self.cluster.hbm
-        moved = batch * (2.0 * m * k + 2.0 * k * n / shared + written * m * n)
+        constants, hbm, item = self.constants, self.cluster.hbm, float(self.cluster.itemsize)
+        written = item if written is None else written
+        moved = batch * (item * m * k + item * k * n / shared + written * m * n)
+        if not self.beside:  # processors fetch what they compute with
+            return 2.0 * m * n * k * batch / self.cluster.flops + moved / hbm
         if self.cluster.sms is None:
             return max(2.0 * m * n * k * batch / self.cluster.flops, moved / hbm)
         short, long = constants.tile_rows, constants.tile_columns
@@ -216,7 +223,8 @@ class _Pricer:
 
     def passed(self, one: Pass) -> Phases:
         """Seconds of kernels that read and write."""
-        return Phases(*(x / self.cluster.hbm for x in (one.forward, one.backward, one.late)))
+        rate = self.cluster.hbm / self.scale
+        return Phases(*(x / rate for x in (one.forward, one.backward, one.late)))
 
     def _issued(self, gemm: Gemm) -> Phases:
         if gemm.flash:
@@ -232,14 +240,15 @@ class _Pricer:
     def _exposed(self, one: Collective, products: dict[str, Phases], core: Phases) -> Phases:
         """What is waited for of a collective."""
         seconds = self._collective(one)
-        if one.kind == "exchange":
+        if one.kind == "exchange" and self.beside:
             seconds = max(0.0, seconds - (core.F if one.phase == "F" else core.I))
-        elif one.under and self.whole:
+        elif one.under and self.whole and self.beside:
             seconds -= min(seconds, self.constants.tensor_hidden * products[one.under].W)
         return Phases(F=seconds) if one.phase == "F" else Phases(I=seconds)
 
     def _collective(self, one: Collective) -> float:
         t, c, p, e = self.choice.t, self.choice.c, self.choice.p, self.choice.e
+        one = one._replace(size=one.size * self.scale)
         stride, size = {"tensor": (1, t), "context": (t, c), "expert": (t * c * p, e)}[one.group]
         group = _worst(self.cluster, stride, size)
         if one.kind == "all_reduce":

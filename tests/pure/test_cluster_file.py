@@ -1,0 +1,104 @@
+"""Cluster files that are written: read back they are the same, and there whole or not at all."""
+
+from __future__ import annotations
+
+from dataclasses import fields
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from schedir import Cluster, load_cluster, planner, save_cluster
+from schedir.errors import UsageError
+
+RATES = st.floats(1e-3, 1e18)
+COUNTS = st.integers(1, 10**6)
+SMALL = st.floats(0, 1e3)
+
+
+def numbers(name: str) -> st.SearchStrategy[float]:
+    """What a field takes."""
+    if name in ("nodes", "gpus_per_node", "sms", "itemsize", "processors"):
+        return COUNTS
+    return SMALL if name in ("latency", "kernel_us") else RATES
+
+
+@st.composite
+def clusters(draw: st.DrawFn) -> Cluster:
+    """Any, with some of what may be left out."""
+    said = {
+        f.name: draw(numbers(f.name))
+        for f in fields(Cluster)
+        if f.name not in ("host", "disk", "peak", "sms", "processors") or draw(st.booleans())
+    }
+    said["peak"] = max(said.get("peak", 0), said["flops"])
+    return Cluster(**said)  # type: ignore[arg-type]
+
+
+@given(clusters())
+def test_what_is_written_is_read(cluster: Cluster) -> None:
+    with TemporaryDirectory() as folder:
+        path = Path(folder, "cluster.toml")
+        save_cluster(cluster, path, about="One\n\ntwo", notes={"hbm": "measured\nhere # so"})
+        assert load_cluster(path) == cluster
+        assert [p.name for p in Path(folder).iterdir()] == ["cluster.toml"]
+        assert path.read_text().startswith("# One\n#\n# two\nnodes = ")
+
+
+def test_known_clusters_have_short_numbers(tmp_path: Path) -> None:
+    save_cluster(planner.cluster("a100"), tmp_path / "a100.toml", notes={"flops": "of 312"})
+    assert 'flops = "252TFLOP/s"  # of 312\n' in (tmp_path / "a100.toml").read_text()
+
+
+def test_what_cannot_be_written_leaves_what_is_there(tmp_path: Path) -> None:
+    path = tmp_path / "cluster.toml"
+    path.write_text("nodes = 1\n")
+    with pytest.raises(UsageError, match="no 'hmb'"):
+        save_cluster(planner.cluster("a100"), path, notes={"hmb": "?"})
+    assert path.read_text() == "nodes = 1\n"
+    with pytest.raises(UsageError, match="cannot write"):
+        save_cluster(planner.cluster("a100"), tmp_path / "none" / "cluster.toml")
+    with pytest.raises(UsageError, match="no ordinary file"):
+        save_cluster(planner.cluster("a100"), tmp_path)
+    a_dict: Any = {"nodes": 1}
+    with pytest.raises(UsageError, match="load_cluster"):
+        save_cluster(a_dict, path)
+
+
+def here(**more: Any) -> Cluster:
+    """Four processes, all of whose rates are simple."""
+    usual: dict[str, Any] = {
+        "flops": 1e10, "memory": 1e9, "hbm": 1e9, "nvlink": 1e9, "network": 1e9, "kernel_us": 10,
+        "itemsize": 4,
+    }  # fmt: skip
+    return Cluster(1, 4, **(usual | more))
+
+
+def test_processors_do_one_thing_after_the_other() -> None:
+    """What they compute, fetch and issue adds up, and no sum is hidden by anything."""
+    model = planner.Model(layers=1, hidden=64, heads=4, vocab=128, sequence=32)
+    choice = planner.Choice(t=2, b=1, attention="flash")
+    gpus, cpus = (planner.layer(model, here(processors=n), choice) for n in (None, 2))
+    faster: list[dict[str, float]] = [{"flops": 1e30}, {"hbm": 1e30}, {"kernel_us": 0}]
+    without = [planner.layer(model, here(processors=2, **more), choice) for more in faster]
+    parts = [cpus.compute.F - one.compute.F for one in without]
+    assert pytest.approx(sum(parts)) == cpus.compute.F
+    assert min(parts) > 0
+    assert cpus.tensor.I > gpus.tensor.I
+
+
+def test_a_process_alone_is_faster_where_processors_are_shared() -> None:
+    assert [here(processors=n).alone for n in (None, 1, 2, 4, 8)] == [1, 4, 2, 1, 1]
+
+
+def test_numbers_of_32_bits_take_twice_the_bytes() -> None:
+    model = planner.Model(layers=1, hidden=64, heads=4, vocab=128, sequence=32)
+    choice = planner.Choice(t=2, b=1, attention="flash")
+    short, long = (
+        planner.layer(model, here(itemsize=n, kernel_us=0, flops=1e30), choice) for n in (2, 4)
+    )
+    for a, b in ((short.tensor.F, long.tensor.F), (short.compute.F, long.compute.F)):
+        assert pytest.approx(2 * a) == b
