@@ -3,6 +3,7 @@
     python examples/torch_drop_in.py theirs     # torch's own schedule
     python examples/torch_drop_in.py torch      # one of schedir's, in torch's runtime
     python examples/torch_drop_in.py schedir    # the same, in schedir's executor
+    python examples/torch_drop_in.py torch runs/llama  # and saved there; again: five more steps
 
 Four processes start by themselves; `torchrun --nproc-per-node 4` starts them, too.  Weights are
 random and the text is this file, so nothing is downloaded.  All three print the same losses.
@@ -13,6 +14,7 @@ of the first: torch leaves it to the script to add up their gradients.
 """
 
 import os
+import re
 import sys
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -26,6 +28,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from transformers.masking_utils import create_causal_mask
 
 from schedir import ties
+from schedir.checkpoints import load, save
 from schedir.schedules import interleaved
 from schedir.torch import Schedule
 
@@ -74,8 +77,15 @@ def loss(logits: Tensor, tokens: Tensor) -> Tensor:
     return F.cross_entropy(logits.flatten(0, 1), tokens.flatten())
 
 
-def main(rank: int, how: str) -> None:
-    """Five steps of AdamW as one of four ranks, under a schedule of torch's, or of ours."""
+def in_model(stage: int, name: str) -> str:
+    """The name in the whole model of what a stage has: its first layer is that of the model."""
+    each = CONFIG.num_hidden_layers // STAGES
+    return re.sub(r"^layers\.(\d+)", lambda k: f"layers.{stage * each + int(k[1])}", name)
+
+
+def main(rank: int, how: str, folder: str = "") -> None:
+    """Five steps of AdamW as one of four ranks, under a schedule of torch's, or of ours; with a
+    folder from the checkpoint on that is there."""
     torch.set_num_threads(1)
     torch.manual_seed(0)
     model = LlamaForCausalLM(CONFIG).train()
@@ -95,7 +105,9 @@ def main(rank: int, how: str) -> None:
     weights = {p for stage in own for p in stage.submod.parameters()}
     optimizer = torch.optim.AdamW(weights, lr=1e-3)
     text = torch.tensor([*Path(__file__).read_bytes()])
-    for step in range(STEPS):
+    state = load(schedule, folder, optimizer=optimizer, names=in_model) if folder else None
+    first = state["step"] if state else 0
+    for step in range(first, first + STEPS):
         begins = torch.randint(len(text) - CONTEXT - 1, (MICROBATCHES * SIZE, 1))
         tokens = text[begins + torch.arange(CONTEXT + 1)]
         losses: list[Tensor] = []
@@ -110,11 +122,13 @@ def main(rank: int, how: str) -> None:
             dist.all_reduce(model.lm_head.weight.grad, group=ends)
         optimizer.step()
         optimizer.zero_grad()
+    if folder:
+        save(schedule, folder, step=first + STEPS, optimizer=optimizer, names=in_model)
 
 
-def start(rank: int, how: str, meeting: str) -> None:
+def start(rank: int, how: str, meeting: str, *folder: str) -> None:
     dist.init_process_group("gloo", init_method=meeting, rank=rank, world_size=RANKS)
-    main(rank, how)
+    main(rank, how, *folder)
     dist.barrier()
     dist.destroy_process_group()
 
@@ -122,8 +136,8 @@ def start(rank: int, how: str, meeting: str) -> None:
 if __name__ == "__main__":
     how = sys.argv[1] if len(sys.argv) > 1 else "torch"
     if "RANK" in os.environ:
-        start(int(os.environ["RANK"]), how, "env://")
+        start(int(os.environ["RANK"]), how, "env://", *sys.argv[2:])
     else:
-        with TemporaryDirectory() as folder:
-            meeting = Path(folder, "store").as_uri()
-            torch.multiprocessing.spawn(start, (how, meeting), RANKS)
+        with TemporaryDirectory() as store:
+            meeting = Path(store, "store").as_uri()
+            torch.multiprocessing.spawn(start, (how, meeting, *sys.argv[2:]), RANKS)

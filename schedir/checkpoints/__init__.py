@@ -16,17 +16,18 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from schedir.checkpoints.executors import load, save
+    from schedir.checkpoints.reading import load
     from schedir.checkpoints.saver import Saver
+    from schedir.checkpoints.writing import save
 
 __all__ = ["Saver", "load", "save"]
+_IN = {"Saver": "saver", "load": "reading", "save": "writing"}
 
 
 def __getattr__(name: str) -> Any:
-    if name not in __all__:
+    if name not in _IN:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    module = "saver" if name == "Saver" else "executors"
-    return getattr(import_module(f"schedir.checkpoints.{module}"), name)
+    return getattr(import_module(f"schedir.checkpoints.{_IN[name]}"), name)
 
 
 def __dir__() -> list[str]:

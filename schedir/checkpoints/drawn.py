@@ -13,12 +13,12 @@ from schedir.checkpoints.folder import Kind, Manifest
 from schedir.checkpoints.known import say
 from schedir.checkpoints.own import Piece
 from schedir.checkpoints.peers import Peers
-from schedir.runtime.executor import Executor
+from schedir.runtime.kept import KeptRank
 
 
 def draw_on(
     peers: Peers,
-    rank: Executor,
+    rank: KeptRank,
     state: Mapping[str, Any],
     folder: Path,
     manifest: Manifest,
@@ -26,7 +26,7 @@ def draw_on(
     warn: bool,
 ) -> None:
     """Let torch's generators be as they were, if the world is."""
-    if state["world"] != world(rank):
+    if state["world"] != [*rank.world]:
         if warn:
             say(peers, "modules draw as they come (seed=None), others than in another world")
         return
@@ -40,7 +40,7 @@ def draw_on(
     peers.told(restore)
 
 
-def generators(peers: Peers, rank: Executor) -> dict[str, tuple[Kind, list[Piece]]]:
+def generators(peers: Peers, rank: KeptRank) -> dict[str, tuple[Kind, list[Piece]]]:
     """The states of torch's generators in this process."""
     found: dict[str, tuple[Kind, list[Piece]]] = {}
     for k, generator in enumerate(rank.draws.generators):
@@ -49,9 +49,3 @@ def generators(peers: Peers, rank: Executor) -> dict[str, tuple[Kind, list[Piece
         name = f"generators/{peers.number}.{k}"
         found[name] = kind, [Piece((0,), tuple(numbers.shape), numbers)]
     return found
-
-
-def world(rank: Executor) -> list[int]:
-    """What decides which process draws for what: ranks, slices, replicas, stages of a rank."""
-    program = rank.program
-    return [program.plan.ranks, program.tp, program.dp, program.plan.stages]

@@ -12,79 +12,98 @@ import torch
 from schedir.checkpoints.folder import Kind
 from schedir.checkpoints.own import Names, Own, own_of, tied_names
 from schedir.checkpoints.peers import Peers
-from schedir.checkpoints.savable import expect_at_rest, expect_cut
-from schedir.errors import CheckpointError
-from schedir.runtime.executor import Executor
-from schedir.runtime.inprocess import InProcess
-from schedir.transports.processes import Processes
-from schedir.transports.transport import Around
+from schedir.checkpoints.savable import expect_cut, expect_savable
+from schedir.errors import CheckpointError, UsageError, said
+from schedir.runtime.bits import sum_of_bits
+from schedir.runtime.kept import Kept, KeptRank
 
 
 class Known(NamedTuple):
     """What a process tells of what it has: by name in the whole model, what it is and of which
-    stage; other names of the same; the weights of each optimizer; and digests of buffers."""
+    stage; other names of the same; the weights of each optimizer; and, of who saves, digests of
+    buffers, and of weights that others reduce, each with what is kept of it."""
 
     parts: dict[str, tuple[int, Kind]]
     also: dict[str, str]
     optimizers: dict[str, list[str]]
     buffers: dict[str, str]
+    weights: dict[str, str]
 
 
-def ranks_of(executor: Executor | InProcess) -> Sequence[Executor]:
-    """The ranks that are in this process."""
-    return executor.ranks if isinstance(executor, InProcess) else [executor]
+def of_stages(stage: int, name: str) -> str:
+    """A name that a number of stages makes, for modules that have none for the whole model."""
+    return f"stages.{stage}.{name}"
 
 
-def peers_of(executor: Executor | InProcess) -> Peers:
-    """The processes that run a program together."""
-    if isinstance(executor, InProcess):
-        return Peers(alone=True)
-    transport: Any = executor.state.transport
-    while isinstance(transport, Around):
-        transport = transport.inner
-    return Peers(transport.within) if isinstance(transport, Processes) else Peers(alone=True)
+def kept_of(run: object) -> tuple[Peers, Kept]:
+    """The processes of a run, and what this one has.  Raises UsageError for what is no run."""
+    kept = getattr(run, "kept", None)
+    if kept is None or isinstance(run, type):
+        raise UsageError(
+            f"an Executor, an InProcess or a schedir.torch.Schedule is saved and loaded, not "
+            f"{said(run)}"
+        )
+    found: Kept = kept()
+    return Peers(found.group, alone=found.alone), found
 
 
 def known_of(
-    peers: Peers, executor: Executor | InProcess, names: Names
-) -> tuple[list[Own], list[Known]]:
-    """What a process has, and what all tell of theirs, the same in all.
+    peers: Peers, kept: Kept, optimizer: object, names: Names, *, saves: bool
+) -> tuple[list[KeptRank], list[Own], list[Known]]:
+    """The ranks of a process, what these have, and what all tell of theirs, the same in all.
 
-    Raises CheckpointError for what cannot be saved, or where two have one name.
+    Raises CheckpointError for what cannot be saved, or where two have one name; of who saves also
+    where replicas that others reduce are not equal.
     """
-    ranks = ranks_of(executor)
+    ranks: list[KeptRank] = []
+
+    def name(stage: int, own: str) -> str:
+        found = names(stage, own)
+        if not isinstance(found, str):
+            raise CheckpointError(f"names({stage}, {own!r}) is {said(found)}, and no text")
+        return found
 
     def tied() -> Any:
+        ranks.extend(kept.ranks(optimizer))
         for rank in ranks:
-            expect_at_rest(rank)
-        return {key: name for rank in ranks for key, name in tied_names(rank, names).items()}
+            expect_savable(rank)
+        return {key: of for rank in ranks for key, of in tied_names(rank, name).items()}
 
     first = {key: name for some in peers.told(tied) for key, name in some.items()}
-    executor.settle()
+    kept.settle()
     owns: list[Own] = []
 
     def own() -> Known:
         for rank in ranks:
-            owns.append(own_of(rank, names, first))
-            expect_cut(rank.state.optimizer, owns[-1])
-        return _told_of(owns)
+            owns.append(own_of(rank, name, first))
+            expect_cut(rank.optimizer, owns[-1])
+        return _told_of(ranks, owns, saves=saves)
 
     known = peers.told(own, [Known, Kind])
     _expect_one_of_each(known)
-    return owns, known
+    return ranks, owns, known
 
 
-def _told_of(owns: Sequence[Own]) -> Known:
-    known = Known({}, {}, {}, {})
-    for own in owns:
+def _told_of(ranks: Sequence[KeptRank], owns: Sequence[Own], *, saves: bool) -> Known:
+    known = Known({}, {}, {}, {}, {})
+    for rank, own in zip(ranks, owns, strict=True):
         for weight in own.weights:
             _note(known.parts, f"weights/{weight.name}", weight.of, next(weight.numbers()).kind)
             known.also.update(dict.fromkeys(weight.also, weight.name))
             if weight.optimizer is not None and weight.parameter.requires_grad:
                 by = type(weight.optimizer).__name__
                 known.optimizers.setdefault(by, []).append(weight.name)
+            if saves and rank.reduced_elsewhere:
+                sums = {
+                    part.name: sum_of_bits(part.memory.detach().resolve_conj())
+                    for part in weight.parts()
+                }
+                digest = sha256(repr(sorted(sums.items())).encode()).hexdigest()[:16]
+                known.weights[weight.name] = digest
         for stage, part in own.buffers:
             _note(known.parts, part.name, stage, part.kind)
+            if not saves:
+                continue
             numbers = part.memory.detach().cpu().resolve_conj().resolve_neg().contiguous()
             numbers = numbers.view(-1).view(torch.uint8)
             known.buffers[part.name] = sha256(numbers.numpy().tobytes()).hexdigest()[:16]
@@ -108,6 +127,15 @@ def _expect_one_of_each(known: Sequence[Known]) -> None:
                 raise CheckpointError(
                     f"{name} is {list(there.shape)} of {there.dtype} in one process, and "
                     f"{list(kind.shape)} of {kind.dtype} in process {process}"
+                )
+    told: dict[str, tuple[int, str]] = {}
+    for process, one in enumerate(known):
+        for name, digest in one.weights.items():
+            before, other_digest = told.setdefault(name, (process, digest))
+            if digest != other_digest:
+                raise CheckpointError(
+                    f"{name}, or what its optimizer keeps, is not the same in processes {before} "
+                    f"and {process}: they are no replicas, or gradients were not reduced",
                 )
 
 

@@ -18,14 +18,11 @@ from torch import Tensor, nn
 from schedir.checkpoints.boxes import boxes
 from schedir.checkpoints.folder import Kind
 from schedir.errors import CheckpointError
-from schedir.runtime.executor import Executor
 from schedir.runtime.gradients import is_sharded
+from schedir.runtime.kept import KeptRank, Range
 from schedir.runtime.precision import MainOptimizer, all_within, innermost
-from schedir.runtime.rank import State
 
 Names = Callable[[int, str], str]  # of a stage and a name there, the name in the whole model
-# The shape of what a tensor-parallel rank has, and which of its numbers are own, from and to.
-Range = tuple[tuple[int, ...], int, int]
 
 
 class Piece(NamedTuple):
@@ -169,50 +166,49 @@ def named(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def tied_names(executor: Executor, names: Names) -> dict[tuple[Any, ...], str]:
+def tied_names(rank: KeptRank, names: Names) -> dict[tuple[Any, ...], str]:
     """The names of tied weights whose first stage is this rank's, by the stages that share them and
     a number: these are told to the others."""
-    return {key: names(s, n) for key, s, n in _tied(executor.state) if s == key[0][0]}
+    return {key: names(s, n) for key, s, n in _tied(rank) if s == key[0][0]}
 
 
-def _tied(state: State) -> Iterator[tuple[tuple[Any, ...], int, str]]:
+def _tied(rank: KeptRank) -> Iterator[tuple[tuple[Any, ...], int, str]]:
     """The copies of tied weights that a rank has: by which stages share one, and its number among
     the weights of these; the stage, and the name there."""
     count: dict[tuple[int, ...], int] = {}
-    for weight in state.tied:
+    for weight in rank.tied:
         k = count[weight.stages] = count.get(weight.stages, -1) + 1
         for s, p in weight.own.items():
-            yield (weight.stages, k), s, state.stages[s].gradients.names[p]
+            yield (weight.stages, k), s, rank.stages[s].names[p]
 
 
-def own_of(executor: Executor, names: Names, tied: Mapping[tuple[Any, ...], str]) -> Own:
+def own_of(rank: KeptRank, names: Names, tied: Mapping[tuple[Any, ...], str]) -> Own:
     """What a rank has; `tied` are the names of tied weights, as all processes have told them."""
-    state, own = executor.state, Own()
-    first_name = {(s, n): (key[0][0], tied[key]) for key, s, n in _tied(state)}
-    kept = Kept(state.optimizer)
-    for s, stage in state.stages.items():
-        ranges, trained = _ranges(state, s), {n: p for p, n in stage.gradients.names.items()}
+    own, steppers = Own(), Steppers(rank.optimizer)
+    first_name = {(s, n): (key[0][0], tied[key]) for key, s, n in _tied(rank)}
+    for s, stage in rank.stages.items():
+        trained = {n: p for p, n in stage.names.items()}
         for name, p, also in _parameters(stage.module):
             p = trained.get(name, p)  # what the stage computes with, where it shares it
-            if p in state.held.aliases:  # the memory of another stage's
+            if p in rank.aliases:  # the memory of another stage's
                 continue
             of, whole_name = first_name.get((s, name), (s, names(s, name)))
-            apart = stage.weights is not None and p in stage.weights.pieces
-            cut = _cut(p, ranges.get(p) or _share(p, state), state, apart=apart)
+            own_range = stage.ranges.get(p) or _share(p, rank)
+            cut = _cut(p, own_range, rank, apart=p in stage.pieces)
             others = [names(s, n) for n in ([name] if of != s else []) + also]
-            weight = kept.weight(whole_name, s, p, cut, _is_written(state, s, p) and of == s)
+            weight = steppers.weight(whole_name, s, p, cut, _is_written(rank, s, p) and of == s)
             also_whole = tuple(dict.fromkeys(n for n in others if n != whole_name))
             own.weights.append(replace(weight, of=of, also=also_whole))
         for name, buffer in _buffers(stage.module):
-            own.buffers.append((s, _buffer(names(s, name), s, buffer, state)))
-    last, loss = state.plan.stages - 1, getattr(state.loss, "func", state.loss)
-    if isinstance(loss, nn.Module) and last in state.stages:  # by names of its own
+            own.buffers.append((s, _buffer(names(s, name), s, buffer, rank)))
+    last, loss = rank.program.plan.stages - 1, getattr(rank.loss, "func", rank.loss)
+    if isinstance(loss, nn.Module) and last in rank.stages:  # by names of its own
         for name, p, _ in _parameters(loss):
-            cut = _cut(p, _share(p, state), state, apart=False)
-            writes = _is_written(state, last, p)
-            own.weights.append(kept.weight(f"loss.{name}", last, p, cut, writes))
+            cut = _cut(p, _share(p, rank), rank, apart=False)
+            writes = _is_written(rank, last, p)
+            own.weights.append(steppers.weight(f"loss.{name}", last, p, cut, writes))
         for name, buffer in _buffers(loss):
-            own.buffers.append((last, _buffer(f"loss.{name}", last, buffer, state)))
+            own.buffers.append((last, _buffer(f"loss.{name}", last, buffer, rank)))
     _expect_names(own)
     return own
 
@@ -231,7 +227,7 @@ def _expect_names(own: Own) -> None:
         seen.add((what, stage, name))
 
 
-class Kept:
+class Steppers:
     """What optimizers keep: which of them steps a parameter, and from which float32 copy."""
 
     def __init__(self, optimizer: object) -> None:
@@ -260,43 +256,34 @@ def _parameters(module: nn.Module) -> Iterator[tuple[str, nn.Parameter, list[str
         yield name, p, also
 
 
-def _is_written(state: State, stage: int, of: Tensor) -> bool:
+def _is_written(rank: KeptRank, stage: int, of: Tensor) -> bool:
     """Whether a rank writes its part of what it and others have: the first holder of the stage, and
     the first of tensor-parallel ranks unless each has a slice."""
-    is_first = bool(state.plan.rank_of[stage] == state.rank)
-    return is_first and (is_sharded(of) or not state.transport.tp_rank)
+    is_first = bool(rank.program.plan.rank_of[stage] == rank.rank)
+    return is_first and (is_sharded(of) or not rank.tp_rank)
 
 
-def _buffer(name: str, stage: int, buffer: Tensor, state: State) -> Part:
+def _buffer(name: str, stage: int, buffer: Tensor, rank: KeptRank) -> Part:
     """A buffer, which the first replica writes: each has seen other microbatches."""
-    cut = _cut(buffer, (tuple(buffer.shape), 0, buffer.numel()), state, apart=False)
-    writes = _is_written(state, stage, buffer) and not state.transport.dp_rank
+    whole = Range(tuple(buffer.shape), 0, buffer.numel())
+    cut = _cut(buffer, whole, rank, apart=False)
+    writes = _is_written(rank, stage, buffer) and not rank.share.replica
     return Part(f"buffers/{name}", buffer, cut, writes)
 
 
-def _ranges(state: State, stage: int) -> dict[Any, Range]:
-    """The ranges of a stage's parameters that are in buckets."""
-    found: dict[Any, Range] = {}
-    for bucket in state.stages[stage].gradients.buckets:
-        ranges = bucket.ranges(state.share.replica)
-        each = zip(bucket.parameters, bucket.shapes, ranges, strict=True)
-        found |= {p: (tuple(shape), low, high) for p, shape, (low, high, _) in each}
-    return found
+def _share(p: Tensor, rank: KeptRank) -> Range:
+    """The range of a parameter that has none of its own, as one that is frozen: an equal share."""
+    n, k = rank.share.replicas, rank.share.replica
+    return Range(tuple(p.shape), p.numel() * k // n, p.numel() * (k + 1) // n)
 
 
-def _share(p: Tensor, state: State) -> Range:
-    """The range of a parameter that is in none, as one that is frozen: an equal share."""
-    n, k = state.share.replicas, state.share.replica
-    return tuple(p.shape), p.numel() * k // n, p.numel() * (k + 1) // n
-
-
-def _cut(p: Tensor, of: Range, state: State, *, apart: bool) -> Cut:
+def _cut(p: Tensor, of: Range, rank: KeptRank, *, apart: bool) -> Cut:
     (shape, low, high), dim = of, getattr(p, "shard_dim", None)
     if dim is None:
         return Cut(shape, shape, low, high, apart=apart)
     dim, whole = dim % len(shape), [*shape]
-    whole[dim] = getattr(p, "shard_size", state.transport.tp * shape[dim])
-    return Cut(shape, tuple(whole), low, high, dim, state.transport.tp_rank * shape[dim], apart)
+    whole[dim] = getattr(p, "shard_size", rank.tp * shape[dim])
+    return Cut(shape, tuple(whole), low, high, dim, rank.tp_rank * shape[dim], apart)
 
 
 def _buffers(module: nn.Module) -> Iterator[tuple[str, Tensor]]:

@@ -10,25 +10,13 @@ from torch.utils._pytree import tree_leaves
 
 from schedir.checkpoints.own import Own
 from schedir.errors import CheckpointError
-from schedir.runtime.executor import Executor
+from schedir.runtime.kept import KeptRank
 from schedir.runtime.precision import MainOptimizer, all_within, innermost, is_torchs
 
 
-def expect_at_rest(executor: Executor) -> None:
-    """Raise CheckpointError for a rank that is not between steps, or has what is no tensor."""
-    held = executor.state.held
-    if held.under_way:
-        raise CheckpointError(
-            "a step or a load has failed, and left weights as they were within it"
-        )
-    if held.opened is not None:
-        raise CheckpointError("programs are open, with gradients that no step has taken yet")
-    for s, stage in held.stages.items():
-        if stage.weights is not None and stage.weights.shown:
-            raise CheckpointError(
-                "weights are shown whole, and are kept in parts",
-                hint="leave `with executor.whole():` before",
-            )
+def expect_savable(rank: KeptRank) -> None:
+    """Raise CheckpointError for a rank that has what is no tensor."""
+    for s, stage in rank.stages.items():
         for name, module in stage.module.named_modules():
             if type(module).get_extra_state is not nn.Module.get_extra_state:
                 raise CheckpointError(
@@ -41,7 +29,12 @@ def expect_at_rest(executor: Executor) -> None:
                 raise CheckpointError(
                     f"{name} of stage {s} is a {type(p.data).__name__}, and no plain tensor"
                 )
-    _expect_known(held.optimizer)
+            if p.is_meta:
+                raise CheckpointError(
+                    f"{name} of stage {s} is on the meta device, and has no numbers",
+                    hint="module.to_empty(device=...) before",
+                )
+    _expect_known(rank.optimizer)
 
 
 def _expect_known(optimizer: Any) -> None:

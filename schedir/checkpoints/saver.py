@@ -23,11 +23,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from schedir.checkpoints.executors import Taken, of_stages, take, write
-from schedir.checkpoints.known import peers_of, ranks_of
+from schedir.checkpoints.known import kept_of, of_stages
 from schedir.checkpoints.own import Names, Piece
 from schedir.checkpoints.peers import Peers
-from schedir.errors import ModelError
+from schedir.checkpoints.writing import Taken, take, write
+from schedir.errors import ModelError, UsageError, said
 from schedir.runtime.copies import Copy, Pair
 from schedir.runtime.executor import Executor
 from schedir.runtime.inprocess import InProcess
@@ -79,7 +79,12 @@ class Saver:
         keep: int | None = None,
     ) -> None:
         self.executor, self.folder, self.names, self.keep = executor, Path(folder), names, keep
-        self.ranks = ranks_of(executor)
+        self.ranks = executor.ranks if isinstance(executor, InProcess) else [executor]
+        if not all(isinstance(rank, Executor) for rank in self.ranks):
+            raise UsageError(
+                f"a Saver is of an Executor or an InProcess, which copies, not {said(executor)}",
+                hint="save(schedule, folder, step=..., optimizer=...)",
+            )
         program = self.ranks[0].program
         if not program.snapshots:
             raise ModelError(
@@ -88,7 +93,7 @@ class Saver:
                 hint="compile(..., snapshots=True), or save(executor, folder, step=...)",
             )
         self.group: Any = None
-        peers = self.peers = peers_of(executor)
+        peers = self.peers = kept_of(executor)[0]
         if not peers.alone:  # of its own: what a thread tells must not meet what others tell
             members = dist.get_process_group_ranks(peers.group or dist.group.WORLD)
             self.group = dist.new_group(members, backend="gloo", use_local_synchronization=True)

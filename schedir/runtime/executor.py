@@ -17,6 +17,7 @@ from schedir.runtime.batch import Batch, Keywords, Microbatches
 from schedir.runtime.beside import Beside, Order, beside_of
 from schedir.runtime.boundary import Edges, Given
 from schedir.runtime.held import Held, Loss
+from schedir.runtime.kept import Kept, kept_of
 from schedir.runtime.per_microbatch import Passing, PerMicrobatch
 from schedir.runtime.precision import LossScale, Steps
 from schedir.runtime.running import Running
@@ -265,6 +266,10 @@ class Executor(Running):
             self._expect_whole()
             self.state.transport.agree({"the step that is settled": str(self.draws.step)})
             self.state.ahead.settle()
+
+    def kept(self) -> Kept:
+        """What `schedir.checkpoints` saves and loads."""
+        return kept_of([self.state], self.settle)
 
     def whole(self) -> AbstractContextManager[None]:
         """Within this, between steps, every weight is whole where replicas keep parts (ZeRO), to be

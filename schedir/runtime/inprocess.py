@@ -31,6 +31,7 @@ from schedir.runtime.boundary import Edges, Given
 from schedir.runtime.executor import Executor
 from schedir.runtime.given import maker_of, program_of, stages_of
 from schedir.runtime.held import Loss
+from schedir.runtime.kept import Kept, kept_of
 from schedir.runtime.looking import looking
 from schedir.runtime.per_microbatch import Passing, PerMicrobatch
 from schedir.runtime.precision import LossScale, Steps
@@ -210,6 +211,10 @@ class InProcess:
             with mail.running():
                 rank.settle()
             mail.end()
+
+    def kept(self) -> Kept:
+        """As Executor.kept, of all ranks."""
+        return kept_of([rank.state for rank in self.ranks], self.settle)
 
     def _lift(self) -> None:
         """As Ahead.lift, before ranks write to what others hold, too."""

@@ -18,10 +18,12 @@ from schedir.compiler.forwards import forwards
 from schedir.errors import ExecutionError, UsageError, flag, said
 from schedir.ir.program import Program
 from schedir.ir.ties import Ties
+from schedir.runtime.kept import Kept
 from schedir.schedules.words import Schedule as Words
 from schedir.torch import actions, gradients, programs
 from schedir.torch.agree import require_same, told
 from schedir.torch.forwards import Watched
+from schedir.torch.kept import Keeper
 from schedir.torch.own import Own
 from schedir.torch.sharding import require_whole, with_shards
 from schedir.torch.stages import (
@@ -163,6 +165,7 @@ class Schedule(Watched):
         require_same("the program", told(compiled, group))
         if self._copies is not None and self.program.trains:
             self._copies.fit(self.program)
+        self._keeper = Keeper(held, self.program, self._copies, loss_fn)
         self._loss_of = {}
         self._given: tuple[Any, Any, Any] | None = None
         self._loss_kwargs = None
@@ -214,6 +217,13 @@ class Schedule(Watched):
             stage.stage_index_to_group_rank = self.stage_index_to_group_rank
         self.pipeline_order_with_comms = self._orders[self.program.trains]
 
+    def kept(self) -> Kept:
+        """What `schedir.checkpoints` saves and loads; all processes of the default group call this.
+
+        Raises CheckpointError where the pipelines of these are no replicas.
+        """
+        return self._keeper.kept(failed=self._failed)
+
     # ------------------------------------------------------------ a step
 
     def step(
@@ -242,6 +252,7 @@ class Schedule(Watched):
                 program=self.program.name,
                 hint="make the schedule and its process group anew",
             )
+        self._keeper.expect_read()
         if self._has_backward and not self.program.trains:
             raise UsageError(
                 "a step trains, and the program has forwards alone",

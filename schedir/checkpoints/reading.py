@@ -1,0 +1,167 @@
+"""Reading: a checkpoint, into whatever layout is there now."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from schedir.checkpoints import storage
+from schedir.checkpoints.drawn import draw_on
+from schedir.checkpoints.folder import Folder, Manifest
+from schedir.checkpoints.known import kept_of, known_of, of_stages, say
+from schedir.checkpoints.own import Names, Own
+from schedir.checkpoints.peers import Peers
+from schedir.checkpoints.wanted import Wanted
+from schedir.errors import CheckpointError
+from schedir.runtime.kept import ITS_OWN, Keeps, KeptRank
+
+
+def load(
+    run: Keeps,
+    folder: str | os.PathLike[str],
+    *,
+    step: int | None = None,
+    optimizer: Any = ITS_OWN,
+    names: Names = of_stages,
+) -> Mapping[str, Any] | None:
+    """Be what a checkpoint says that `save` has written, whatever ranks, stages, replicas and
+    slices wrote it: that of a `step`, or the newest whole one; all processes call this, between
+    steps.  Returns a mapping with its `step` and `extra`, or None where there are no checkpoints.
+
+    What a run is, and when it is told its `optimizer`, says `save`; one without an optimizer takes
+    weights and buffers alone.  It is said in a warning where
+    a newer checkpoint is not whole, where numbers are of another type than the checkpoint's, and
+    where modules will draw others.
+
+    Raises CheckpointError, in all processes, for a checkpoint of another model, or one that cannot
+    be read, and where there are some and none is whole: the first three things that do not fit are
+    said, and nothing has been changed.  Where a file cannot be read any more when all has been
+    verified, a part of the numbers is: neither a step nor a save of this run goes on from that.
+
+    >>> import schedir, tempfile, torch
+    >>> from schedir.checkpoints import load
+    >>> from schedir.runtime import InProcess
+    >>> program = schedir.compile(schedir.schedules.gpipe, schedir.Plan(ranks=2, microbatches=4))
+    >>> stages = [torch.nn.Linear(8, 8) for _ in range(2)]
+    >>> how = dict(loss=torch.nn.functional.mse_loss, boundary=(2, 8))
+    >>> run = InProcess(program, stages, optimizer=torch.optim.AdamW, **how)
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     print(load(run, folder))  # nothing has been saved there
+    None
+    """
+    place, (peers, kept) = Folder(folder), kept_of(run)
+    found, passed = peers.first(lambda: _newest(place) if step is None else _of(place, step))
+    if found is None:
+        return None
+    for fact in passed:
+        say(peers, f"passed over: {fact}")
+    ranks, owns, _ = known_of(peers, kept, optimizer, names, saves=False)
+    wanted: list[Wanted] = []
+
+    def expect() -> Any:
+        one = Wanted(place.read(found), owns)
+        wanted.append(one)
+        return one.taken, [*one.wrong], [*one.said], _trained(owns, one)
+
+    told = peers.told(expect)
+    (want,) = wanted
+    wrong = [fact for _, facts, _, _ in told for fact in facts]
+    if not wrong:
+        wrong += want.unread(name for taken, *_ in told for name in taken)
+        wrong += _one_for_two([trained for *_, trained in told])
+    if wrong := [*dict.fromkeys(wrong)]:
+        more = f"; and {len(wrong) - 3} more" if len(wrong) > 3 else ""
+        raise CheckpointError(
+            f"the checkpoint of step {found} does not fit: {'; '.join(wrong[:3])}{more}"
+        )
+
+    def read() -> None:
+        for _, part in want.wants:
+            if part.cut.is_padded:
+                part.memory.detach().zero_()
+        storage.read(
+            place.of(found),
+            want.manifest,
+            [(n, part.cut.all(part.memory)) for n, part in want.wants],
+        )
+        for weight, kept in want.state:
+            weight.optimizer.state.pop(weight.stepped, None)
+            if kept:
+                weight.optimizer.state[weight.stepped] = kept
+
+    for rank in ranks:
+        rank.is_read(True)  # until all is: nobody goes on with a part of it
+    try:
+        with torch.no_grad():
+            peers.told(read)
+    except CheckpointError as error:
+        error.hint = error.hint or "make the executor anew: a part of its weights has been read"
+        raise
+    for rank in ranks:
+        rank.is_read(False)
+    state = want.manifest.state
+    _go_on(peers, ranks, state, place.of(found), want.manifest)
+    for fact in dict.fromkeys(fact for _, _, facts, _ in told for fact in facts):
+        say(peers, fact)
+    return {"step": want.manifest.step, "extra": state["extra"]}
+
+
+def _newest(folder: Folder) -> tuple[int | None, list[str]]:
+    """The newest step that is whole, and why those after it are not; None where there are none."""
+    found = folder.find()
+    passed = [*found.passed]
+    if found.manifest is not None or not passed:
+        return None if found.manifest is None else found.manifest.step, passed
+    more = f"; and {len(passed) - 3} more" if len(passed) > 3 else ""
+    raise CheckpointError(
+        f"of the checkpoints in {folder.given} none is whole: {'; '.join(passed[:3])}{more}",
+        hint="to begin at the first step, remove them or take another folder",
+    )
+
+
+def _of(folder: Folder, step: int) -> tuple[int | None, list[str]]:
+    """A step that is asked for, when it is whole."""
+    return folder.verify(step).step, []
+
+
+def _trained(owns: Sequence[Own], wanted: Wanted) -> dict[str, str]:
+    """Of weights that are trained, by name, under which name a checkpoint has them."""
+    every = (weight for own in owns for weight in own.weights)
+    return {w.name: wanted.name_of(w) for w in every if w.parameter.requires_grad}
+
+
+def _one_for_two(told: Sequence[Mapping[str, str]]) -> list[str]:
+    """What a checkpoint has once, and a run trains twice: a weight that was tied."""
+    whose: dict[str, str] = {}
+    every = {name: stored for one in told for name, stored in one.items()}
+    return [
+        f"{whose[stored]} and {name} are one weight in it, and two here"
+        for name, stored in every.items()
+        if whose.setdefault(stored, name) != name
+    ]
+
+
+def _go_on(
+    peers: Peers,
+    ranks: Sequence[KeptRank],
+    state: Mapping[str, Any],
+    folder: Path,
+    manifest: Manifest,
+) -> None:
+    """Let steps, draws and scale go on from what they were."""
+    seed, trains = ranks[0].draws.seed, ranks[0].program.trains
+    for rank in ranks:
+        rank.draws.step = state["next"]
+        scale, told = rank.loss_scale, state["loss_scale"]
+        if scale is not None and told is not None:
+            scale.value.fill_(told[0])
+            scale.good.fill_(told[1])
+    if seed != state["seed"]:
+        if trains:
+            say(peers, f"modules draw by the seed {seed}, and drew by {state['seed']}")
+    elif seed is None:
+        draw_on(peers, ranks[0], state, folder, manifest, warn=trains)

@@ -1,0 +1,278 @@
+"""Checkpoints of `schedir.torch.Schedule`: what a run of torch's stages has written, any other
+layout of these reads, and an executor, and goes on as in one run."""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.nn.functional import mse_loss
+from torch.nn.parallel import DistributedDataParallel
+
+import schedir
+from schedir import Plan, Ties
+from schedir.checkpoints import load, save
+from schedir.runtime.inprocess import InProcess
+from schedir.torch import Schedule
+from tests.cpu.layouts import same, whole
+from tests.cpu.spawn import run
+from tests.cpu.torchs import WIDTH, stage_of
+
+LAYERS, MB, ROWS = 4, 4, 16
+TIED = "layers.0.linear.weight"
+ADAM = partial(torch.optim.AdamW, lr=1e-2)
+
+
+class Layer(nn.Module):
+    """A layer of the model, which begins with the same numbers wherever it is."""
+
+    def __init__(self, number: int, drops: float) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        first = nn.Linear(WIDTH, WIDTH)
+        torch.manual_seed(number)
+        self.linear = nn.Linear(WIDTH, WIDTH)
+        if number == LAYERS - 1:  # the first and the last have one weight
+            self.linear.weight = first.weight
+        self.scale = nn.Parameter(torch.randn(WIDTH), requires_grad=number != 1)
+        self.noise = nn.Dropout(drops)
+        self.register_buffer("steps", torch.zeros((), dtype=torch.int64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.noise(torch.tanh(self.linear(x)) * self.scale)
+        return out
+
+
+class Part(nn.Module):
+    """A stage, whose layers have the names of the whole model."""
+
+    def __init__(self, stage: int, stages: int, drops: float = 0.0) -> None:
+        super().__init__()
+        each = LAYERS // stages
+        own = range(stage * each, (stage + 1) * each)
+        self.layers = nn.ModuleDict({str(k): Layer(k, drops) for k in own})
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers.values():
+            x = layer(x)
+        return x
+
+
+def tied(stages: int) -> Ties:
+    return Ties((((0, TIED), (stages - 1, f"layers.{LAYERS - 1}.linear.weight")),))
+
+
+def tie(parts: dict[int, nn.Module], stages: int) -> dict[int, nn.Module]:
+    """Let stages of a process have one Parameter."""
+    if {0, stages - 1} <= parts.keys():
+        one, other = parts[0].get_submodule("layers.0.linear"), parts[stages - 1]
+        other.get_submodule(f"layers.{LAYERS - 1}.linear").weight = one.weight
+    return parts
+
+
+class Layout(NamedTuple):
+    """Who has what, under which schedule."""
+
+    schedule: str
+    stages: int = 2
+    dp: int = 1
+    placement: str = "loop"
+    runtime: str = "torch"
+    ddp: bool = False
+    copies: bool = False  # of the tied weight, also where a process has both
+    drops: float = 0.0
+
+
+class Run:
+    """A process of a run, as a user of torch's pipelining writes it."""
+
+    def __init__(self, layout: Layout) -> None:
+        self.layout, world = layout, dist.get_world_size()
+        shape = (world // layout.dp, layout.dp)
+        mesh = init_device_mesh("cpu", shape, mesh_dim_names=("pp", "dp"))
+        self.dp, pp = mesh["dp"].get_group(), mesh["pp"].get_group()
+        n = layout.stages
+        plan = Plan(shape[0], MB, n // shape[0], layout.placement)
+        own = plan.stages_of[dist.get_rank(pp)]
+        parts: dict[int, nn.Module] = {s: Part(s, n, layout.drops) for s in own}
+        parts = parts if layout.copies else tie(parts, n)
+        self.parts = parts
+        self.parameters = [*dict.fromkeys(p for m in parts.values() for p in m.parameters())]
+        wrap: Any = partial(DistributedDataParallel, process_group=self.dp) if layout.ddp else None
+        held = [stage_of(wrap(m) if wrap else m, s, n, pp) for s, m in parts.items()]
+        how: dict[str, Any] = {"schedule": layout.schedule, "runtime": layout.runtime}
+        self.schedule = Schedule(held, MB, mse_loss, tied=tied(n), **how)
+        self.optimizer = ADAM([p for p in self.parameters if p.requires_grad])
+
+    def steps(self, first: int, end: int) -> None:
+        for step in range(first, end):
+            torch_state = torch.get_rng_state()
+            torch.manual_seed(1000 + step)
+            batch = torch.randn(2, ROWS, WIDTH)
+            torch.set_rng_state(torch_state)
+            x, y = batch.chunk(self.layout.dp, 1)[dist.get_rank(self.dp)]
+            n = self.layout.stages
+            self.optimizer.zero_grad()
+            self.schedule.step(*[x] * (0 in self.parts), target=y if n - 1 in self.parts else None)
+            if self.layout.dp > 1 and not self.layout.ddp:  # by the user
+                for p in self.parameters:
+                    if p.grad is not None:
+                        dist.all_reduce(p.grad.div_(self.layout.dp), group=self.dp)
+            self.optimizer.step()
+            for part in self.parts.values():
+                for name, buffer in part.named_buffers():
+                    assert name.endswith("steps")
+                    buffer.add_(1)
+
+    def save(self, folder: Path, step: int) -> None:
+        save(self.schedule, folder, step=step, optimizer=self.optimizer, names=same)
+
+    def load(self, folder: Path) -> None:
+        found = load(self.schedule, folder, step=3, optimizer=self.optimizer, names=same)
+        assert found == {"step": 3, "extra": {}}
+
+
+def trained(layout: Layout, folder: Path) -> None:
+    """Six steps in one run, saved after three and at the end."""
+    made = Run(layout)
+    made.steps(0, 3)
+    made.save(folder, 3)
+    made.steps(3, 6)
+    made.save(folder, 6)
+
+
+def resumed(layout: Layout, folder: Path, name: str) -> None:
+    """What was saved is read, and saved again before and after three more steps."""
+    made = Run(layout)
+    made.load(folder)
+    made.save(folder / name, 3)
+    made.steps(3, 6)
+    made.save(folder / name, 6)
+
+
+def all_of(
+    rank: int, bases: dict[str, Layout], layouts: dict[str, dict[str, Layout]], folder: Path
+) -> None:
+    """A process: runs, and under other layouts what goes on from these."""
+    for name, base in bases.items():
+        trained(base, folder / name)
+    for name, others in layouts.items():
+        for other, layout in others.items():
+            resumed(layout, folder / name, other)
+
+
+DROPPED = Layout("one_f_one_b", drops=0.2)
+REPLICAS = Layout("interleaved", 2, dp=2)
+BASES = {"two ranks": Layout("one_f_one_b"), "dropped": DROPPED, "replicas": REPLICAS}
+# Sums in the same order: the same bits.
+ALIKE = {
+    "two ranks": {
+        "the same": Layout("one_f_one_b"),
+        "all forwards first": Layout("gpipe"),
+        "split backwards": Layout("zb_h1"),
+        "two stages of each rank": Layout("interleaved", 4),
+        "a vee": Layout("zb_v", 4, placement="vee"),
+        "our executor": Layout("interleaved", 4, runtime="schedir"),
+        "our executor, split": Layout("zb_h1", runtime="schedir"),
+    },
+    "dropped": {"dropped": DROPPED},
+}
+ONE_RANK = {
+    "one rank": Layout("interleaved", 2),
+    "one rank, four stages": Layout("interleaved", 4, copies=True),
+}
+# What one rank has once, and not in two copies, autograd sums in the order of backwards.
+ONCE = ("a vee", "one rank")
+OTHERS = {"two replicas": REPLICAS}
+FOUR = {"replicas of two ranks": Layout("one_f_one_b", dp=2, ddp=True)}
+NO_REPLICAS = {"no replicas": Layout("zb_h1")}
+
+
+def in_process(stages: int) -> InProcess:
+    """The same model in our own runtime."""
+    ties = tied(stages)
+    plan = Plan(2, MB, stages // 2)
+    program = schedir.compile(schedir.schedules.interleaved, plan, tied=ties)
+    parts = tie({s: Part(s, stages) for s in range(stages)}, stages)
+    how: dict[str, Any] = {"loss": mse_loss, "boundary": (ROWS // MB, WIDTH), "optimizer": ADAM}
+    return InProcess(program, [*parts.values()], tied=ties, **how)
+
+
+def steps_in_process(ranks: InProcess, first: int, end: int) -> None:
+    for step in range(first, end):
+        torch.manual_seed(1000 + step)
+        x, y = torch.randn(2, ROWS, WIDTH)
+        ranks.step(x.chunk(MB), y.chunk(MB), 1 / MB)
+        for rank in ranks.ranks:
+            for stage in rank.stages.values():
+                for buffer in stage.module.buffers():
+                    buffer.add_(1)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("checkpoints")
+    two = {name: dict(of) for name, of in ALIKE.items()}
+    two["two ranks"] |= OTHERS
+    two["replicas"] = NO_REPLICAS
+    run(all_of, 2, BASES, two, folder)
+    run(all_of, 1, {}, {"two ranks": ONE_RANK}, folder)
+    run(all_of, 4, {}, {"two ranks": FOUR}, folder)
+    return folder
+
+
+def differing(one: dict[str, Any], other: dict[str, Any]) -> dict[str, float]:
+    one, other = (
+        {k: v for k, v in of.items() if not k.startswith("generators/")} for of in (one, other)
+    )
+    assert one.keys() == other.keys()
+    # Four layers of three, without what is tied; of what is trained two moments and a step.
+    assert len(one) == 4 * 4 - 1 + 3 * (4 * 3 - 1 - 1)
+    return {
+        name: float((one[name].double() - other[name].double()).abs().max())
+        for name in one
+        if not torch.equal(one[name], other[name])
+    }
+
+
+SAME_BITS = [(base, name) for base, of in ALIKE.items() for name in of]
+SAME_BITS += [("two ranks", name) for name in ONE_RANK]
+CLOSE = [("two ranks", name) for name in OTHERS | FOUR] + [("replicas", "no replicas")]
+
+
+@pytest.mark.parametrize(("base", "name"), SAME_BITS + CLOSE)
+def test_any_layout_reads_what_was_written(base: str, name: str, folder: Path) -> None:
+    assert not differing(whole(folder / base, 3), whole(folder / base / name, 3))
+
+
+@pytest.mark.parametrize(("base", "name"), SAME_BITS)
+def test_layouts_that_sum_alike_go_on_with_the_bits_of_one_run(
+    base: str, name: str, folder: Path
+) -> None:
+    found = differing(whole(folder / base, 6), whole(folder / base / name, 6))
+    assert {key.split("/")[1] for key in found} <= ({TIED} if name in ONCE else set())
+    assert all(difference < 1e-6 for difference in found.values())
+
+
+@pytest.mark.parametrize(("base", "name"), CLOSE)
+def test_any_layout_goes_on(base: str, name: str, folder: Path) -> None:
+    found = differing(whole(folder / base, 6), whole(folder / base / name, 6))
+    assert found
+    assert max(found.values()) < 1e-6
+
+
+@pytest.mark.filterwarnings("ignore:modules draw by the seed")
+@pytest.mark.parametrize("stages", [2, 4])
+def test_an_executor_goes_on(stages: int, folder: Path) -> None:
+    ranks = in_process(stages)
+    load(ranks, folder / "two ranks", step=3, names=same)
+    steps_in_process(ranks, 3, 6)
+    there = folder / "two ranks" / f"executor {stages}"
+    save(ranks, there, step=6, names=same)
+    assert not differing(whole(folder / "two ranks", 6), whole(there, 6))
