@@ -212,13 +212,18 @@ class _Filler:
         params, grads, optimizer = (self.sizes.of(name, self.plan.stages) for name in names)
         if not (params.any() and grads.any()):
             raise _unknown("step", "params=2GB,grads=2GB,optimizer=12GB")
-        touched = (2 * params + grads + 2 * optimizer) / (self.dp if self.zero else 1)
+        touched = stepped(params, grads, optimizer) / (self.dp if self.zero else 1)
         each = np.zeros(self.plan.stages)
         for rank, own in enumerate(self.plan.stages_of):
             here = slice(min(rank, self.plan.stages - 1), None)  # what is behind is of no rank
             last = each[here].max() if rank >= self.plan.stages else 0.0
             each[here] = max(last, touched[list(own)].sum() / self.cluster.hbm)
         return each[:, None]
+
+
+def stepped(params: Floats, grads: Floats, optimizer: Floats) -> Floats:
+    """Bytes that a step of the optimizer reads and writes: gradients are read, the others both."""
+    return 2 * params + grads + 2 * optimizer
 
 
 def _of_the_next(each: Floats) -> Floats:

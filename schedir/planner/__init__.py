@@ -4,8 +4,10 @@ from schedir.planner.choice import Choice, Memory, Parts, Priced
 from schedir.planner.constants import Constants
 from schedir.planner.known import cluster, known
 from schedir.planner.layer import embedding, head, layer, stage
+from schedir.planner.memory import memory
 from schedir.planner.model import Model
 from schedir.planner.options import options
+from schedir.planner.plan import plan, step
 from schedir.planner.regret import regret
 from schedir.planner.runnable import config, program
 
@@ -22,8 +24,11 @@ __all__ = [
     "head",
     "known",
     "layer",
+    "memory",
     "options",
+    "plan",
     "program",
     "regret",
     "stage",
+    "step",
 ]

@@ -72,6 +72,16 @@ class Constants:
         "0 in Megatron-LM as of arXiv 2104.04473; up to 1 where sums begin bucket by bucket "
         "(arXiv 2006.15704, section 3.2.3)",
     )  # fmt: skip
+    allocator_share: float = _of(
+        0.03, "bytes of the allocator that are no tensor's, as a share of those that are", 0.0, 0.2,
+        "arXiv 1910.02054, section 3.2: memory fragments; blocks of caching allocators are rounded "
+        "up, large ones to 2 MiB",
+    )  # fmt: skip
+    reserved: float = _of(
+        1e9, "bytes of a process beside its tensors: the context of its GPU, kernels, and buffers "
+        "of collectives", 0.0, 4e9,
+        "NCCL's user guide: NCCL_BUFFSIZE, 4 MiB for each channel and peer; CUDA's context",
+    )  # fmt: skip
 
     def __post_init__(self) -> None:
         for f in fields(self):

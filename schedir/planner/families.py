@@ -26,7 +26,8 @@ class Family(NamedTuple):
 
     `held` are the stage activations on the rank `r` at most.  `stages` per rank are one, two, or
     many, and `vee` tells that they lie down the ranks and back.  It takes `least` microbatches, and
-    where it is `grouped` a multiple of P.  `split` tells that W stands apart.
+    where it is `grouped` a multiple of P.  `split` tells that W stands apart.  The last stage keeps
+    what the loss left of `ends` microbatches.
     """
 
     name: str
@@ -38,6 +39,7 @@ class Family(NamedTuple):
     least: Callable[[Any], Any] = lambda P: 1
     grouped: bool = False
     split: bool = False
+    ends: Count = lambda P, v, m: 1
 
 
 def _flush(F: Any, I: Any, W: Any) -> Any:
@@ -65,7 +67,8 @@ FAMILIES: Final = {
     family.name: family
     for family in (
         Family(
-            "gpipe", _flush, lambda P, v, m: 2 * (P - 1), lambda P, v, m, r: m,
+            "gpipe", _flush, lambda P, v, m: 2 * (P - 1), lambda P, v, m, r: m + 0 * r,
+            ends=lambda P, v, m: m,
         ),
         Family(
             "one_f_one_b", _flush,
@@ -82,21 +85,22 @@ FAMILIES: Final = {
             stages="many", grouped=True,
         ),
         Family(
-            "looped_bfs", _flush, lambda P, v, m: 2 * (P - 1), lambda P, v, m, r: v * m,
-            stages="many", least=lambda P: P,
+            "looped_bfs", _flush, lambda P, v, m: 2 * (P - 1), lambda P, v, m, r: v * m + 0 * r,
+            stages="many", least=lambda P: P, ends=lambda P, v, m: m,
         ),
         Family(
             "zb_h1", _h1, lambda P, v, m: 4 * (P - 1), lambda P, v, m, r: np.minimum(P, m) + 0 * r,
-            least=lambda P: P, split=True,
+            least=lambda P: P, split=True, ends=lambda P, v, m: np.minimum(P, m),
         ),
         Family(
             "zb_h2", _h2, lambda P, v, m: P - 1,
             lambda P, v, m, r: np.minimum(2 * P - 1, m) + 0 * r,
-            least=lambda P: 2 * P - 1, split=True,
+            least=lambda P: 2 * P - 1, split=True, ends=lambda P, v, m: np.minimum(2 * P - 1, m),
         ),
         Family(
             "interleaved_zb", _h1, lambda P, v, m: (v + 3) * P - 4,
             lambda P, v, m, r: v * P + 0 * r, stages="many", grouped=True, split=True,
+            ends=lambda P, v, m: np.minimum(P, m),
         ),
         Family(
             "zb_v", _v, lambda P, v, m: np.maximum(6 * P - 9, 0),
@@ -113,11 +117,11 @@ def family(name: object) -> Family:
 
     >>> family("zb_h1").split
     True
-    >>> family("zb_h")
+    >>> family("zb_hl")
     Traceback (most recent call last):
         ...
-    schedir.errors.UsageError: the planner knows no schedule 'zb_h'
-      hint: did you mean zb_h1?
+    schedir.errors.UsageError: the planner knows no schedule 'zb_hl'
+      hint: did you mean zb_h2?
     """
     if isinstance(name, str) and name in FAMILIES:
         return FAMILIES[name]

@@ -6,6 +6,8 @@ from functools import lru_cache
 from math import ceil, lcm
 from typing import NamedTuple
 
+import numpy as np
+
 from schedir.ir.cluster import Cluster
 from schedir.planner.choice import Choice, Phases, Times
 from schedir.planner.constants import Constants
@@ -37,17 +39,17 @@ class Work(NamedTuple):
 
     @property
     def times(self) -> Times:
-        """The longer of GPU and host, by forward and backward.
+        """The longer of GPU and host, by forward and backward; of numbers, or of arrays.
 
         Where the host is slower the GPU waits for it: that counts as compute, by halves of the
         backward as the host has work in them.
         """
         gpu, tensor, host = self
         busy = gpu.plus(tensor)
-        wait = max(0.0, host.I + host.W - busy.I - busy.W)
-        share = host.I / (host.I + host.W) if wait else 0.0
+        most, halves = np.maximum, host.I + host.W
+        wait = most(0.0, halves - busy.I - busy.W) / np.where(halves > 0, halves, 1.0)
         waits = Phases(
-            max(0.0, host.F - busy.F), share * wait, (1 - share) * wait, max(0.0, host.R - busy.R)
+            most(0.0, host.F - busy.F), host.I * wait, host.W * wait, most(0.0, host.R - busy.R)
         )
         return Times(gpu.plus(waits), tensor)
 
@@ -70,21 +72,21 @@ def layer(
     >>> cut.compute.F < whole.compute.F, whole.tensor.F, cut.tensor.F > 0
     (True, 0.0, True)
     """
-    return _work("layer", model, cluster, choice, constants).times
+    return _plain(work_of("layer", model, cluster, choice, constants))
 
 
 def embedding(
     model: Model, cluster: Cluster, choice: Choice, constants: Constants | None = None
 ) -> Times:
     """The same of the embedding: rows of tokens and positions, a dropout, and their gradients."""
-    return _work("embedding", model, cluster, choice, constants).times
+    return _plain(work_of("embedding", model, cluster, choice, constants))
 
 
 def head(
     model: Model, cluster: Cluster, choice: Choice, constants: Constants | None = None
 ) -> Times:
     """The same of what is behind the last layer: a norm, logits, and the loss."""
-    return _work("head", model, cluster, choice, constants).times
+    return _plain(work_of("head", model, cluster, choice, constants))
 
 
 def stage(
@@ -101,17 +103,22 @@ def stage(
     The host runs ahead over the whole stage: it takes max(sum of GPU, sum of host), which may be
     less than its layers one by one.
     """
-    work = Work().plus(_work("layer", model, cluster, choice, constants), layers)
+    work = Work().plus(work_of("layer", model, cluster, choice, constants), layers)
     for here, part in ((first, "embedding"), (last, "head")):
         if here:
-            work = work.plus(_work(part, model, cluster, choice, constants))
-    return work.times
+            work = work.plus(work_of(part, model, cluster, choice, constants))
+    return _plain(work)
 
 
 _PIECES = {"layer": layer_pieces, "embedding": embedding_pieces, "head": head_pieces}
 
 
-def _work(
+def _plain(work: Work) -> Times:
+    """Its times, as Python's own numbers."""
+    return Times(*(Phases(*map(float, each)) for each in work.times))
+
+
+def work_of(
     part: str, model: Model, cluster: Cluster, choice: Choice, constants: Constants | None
 ) -> Work:
     """The work of a part, which many choices share."""

@@ -1,0 +1,227 @@
+"""Memory: what each rank of a plan holds at its peak, by what it is."""
+
+from __future__ import annotations
+
+from typing import Any, Final, NamedTuple
+
+import numpy as np
+
+from schedir.ir.cluster import Cluster
+from schedir.ir.zero import CUT_FROM
+from schedir.planner.choice import Choice, Memory
+from schedir.planner.constants import Constants
+from schedir.planner.families import FAMILIES
+from schedir.planner.model import Model
+from schedir.planner.plans import NAMES, Floats, Plans, Shares
+from schedir.predict.layer_bytes import layer_terms
+
+
+class States(NamedTuple):
+    """Bytes that training keeps of each number of a model: of weights and gradients as they are
+    computed with, and of the optimizer's own."""
+
+    params: float
+    grads: float
+    optimizer: float
+
+
+# Mixed precision Adam: 16 bits of weights and gradients, and 32 of main weights and two moments
+# (arXiv 1910.02054, section 3.1): 16 bytes.
+ADAM: Final = States(2, 2, 12)
+# The same with gradients summed in 32 bits, as Megatron-LM does with bfloat16: 18 bytes.
+ADAM_MAIN_GRADS: Final = States(2, 4, 12)
+# All in 32 bits, without main weights: 16 bytes.
+ADAM_32: Final = States(4, 4, 8)
+
+
+def layer_numbers(model: Model, t: Any = 1, e: Any = 1) -> tuple[Any, Any]:
+    """Numbers of a layer on one of `t` slices: those that all replicas have, and those of its
+    experts, of which `e` replicas have a part each.
+
+    Matrices and what goes with their columns are cut, norms and what is added to whole outputs are
+    not (arXiv 1909.08053, section 3).  With fewer `kv_heads` than slices each has one.
+    """
+    hidden, width = model.hidden, model.hidden // model.heads
+    columns = hidden / t + 2 * np.maximum(model.kv_heads / t, 1) * width
+    attention = (hidden + 1) * columns + hidden * hidden / t + hidden
+    into = model.ffn * (2 if model.gated else 1)
+    network = ((hidden + 1) * into + hidden * model.ffn) / t + hidden
+    norms = 4 * hidden
+    if model.experts == 1:
+        return attention + network + norms, 0 * network
+    return attention + norms + hidden * model.experts, network * model.experts / e
+
+
+def ends_numbers(model: Model, t: Any = 1) -> tuple[Any, Any, Any]:
+    """Numbers on one of `t` slices of the embedding with its positions; of the head's norm; and of
+    its matrix, which a tied one shares with the embedding where both are on one rank."""
+    table = -(-model.vocab // t) * model.hidden
+    return table + model.sequence * model.hidden, 2 * model.hidden + 0 * table, table
+
+
+def layer_kept(model: Model, choice: Choice) -> tuple[float, float]:
+    """Bytes that a layer keeps of a microbatch, and that it holds more while it runs again what it
+    did not keep: `layer_terms` of arXiv 2205.05198, of this model.
+
+    Keys and values are as many as `kv_heads`; the terms of the feed-forward network are as wide as
+    it is, twice into a gate, and each token's of all `active` experts.  With "flash" no scores are
+    kept but 4 bytes for each token and head (arXiv 2307.08691, section 3.1.2).  With `c` parts of a
+    sequence a rank has 1/c of the tokens, and scores for all.  Recomputed layers keep their input,
+    which is cut where norms are.
+    """
+    none = _terms(model, choice, "none")
+    kept = _terms(model, choice, choice.recompute)
+    if choice.recompute == "full" and choice.sequence_parallel:
+        kept = {what: size / choice.t for what, size in kept.items()}
+    return sum(kept.values()), sum(none.values()) - sum(kept.values())
+
+
+_SQUARE: Final = (
+    "output of the softmax", "mask of its dropout", "output of its dropout",
+)  # fmt: skip
+
+
+def _terms(model: Model, choice: Choice, recompute: Any) -> dict[str, float]:
+    tokens = model.sequence // choice.c
+    terms = layer_terms(
+        tokens, choice.b, model.hidden, model.heads, choice.t,
+        recompute=recompute, sequence_parallel=choice.sequence_parallel,
+    )  # fmt: skip
+    kv, wide = model.kv_heads / model.heads, model.ffn / (4 * model.hidden) * model.active
+    scale = {
+        "Q and K": (1 + kv) / 2,
+        "V": kv,
+        "input of the first linear layer": model.active,
+        "input of GELU": wide * (2 if model.gated else 1),
+        "input of the second linear layer": wide,
+        **dict.fromkeys(_SQUARE, choice.c * (choice.attention != "flash")),
+    }
+    found = {what: size * scale.get(what, 1) for what, size in terms.items()}
+    if choice.attention == "flash" and recompute != "full":
+        found["sums of the softmax"] = 4.0 * model.heads * tokens * choice.b / choice.t
+    return found
+
+
+class Held(NamedTuple):
+    """What ranks hold, arrays of a row for each plan and a column for each share: bytes, by the
+    fields of `Memory` first; and the numbers of weights that ranks have, whole, those that all
+    replicas have, and of experts."""
+
+    memory: Floats
+    numbers: Floats
+    experts: Floats
+
+
+def held(
+    model: Model, plans: Plans, shares: Shares, constants: Constants, states: States = ADAM
+) -> Held:
+    """What each share of many plans holds."""
+    p, t, d, v, b, m, c, e, zero = (
+        getattr(plans, name)[:, None] for name in ("p", "t", "d", "v", "b", "m", "c", "e", "zero")
+    )
+    there, first, last = shares.number > 0, shares.first, shares.last
+    common, network = layer_numbers(model, t, e)
+    table, norm, matrix = ends_numbers(model, t)
+    own_matrix = last & ~(first & model.tied)
+    numbers = (shares.layers * common + first * table + last * norm + own_matrix * matrix) * there
+    experts = shares.layers * network * there
+    replicas = {"common": d * c, "experts": np.maximum(d * c // e, 1)}
+
+    def state(size: float, name: str) -> Any:
+        """Bytes of the parts that a replica has."""
+        cut = zero >= CUT_FROM[name]
+        return size * sum(
+            whole / np.where(cut, replicas[of], 1)
+            for of, whole in (("common", numbers), ("experts", experts))
+        )
+
+    # Where they are in parts, weights of two stages are whole at once (analysis/residency.py), and
+    # gradients of as many until they are summed.
+    whole = np.minimum(v, 2) / v * (numbers + experts)
+    weights, grads = (
+        state(size, name) + (zero >= CUT_FROM[name]) * size * whole
+        for name, size in (("params", states.params), ("grads", states.grads))
+    )
+    optimizer = state(states.optimizer, "optimizer")
+
+    kept, again = _by_layer(model, plans)
+    stages, ends = _in_flight(plans, shares)
+    tokens = 1.0 * b * model.sequence / c * model.hidden  # numbers of an activation
+    cut = np.where(plans.sequence_parallel[:, None] > 0, t, 1)
+    logits = 1.0 * b * model.sequence / c * -(-model.vocab // t)
+    # The mask of the dropout behind the embedding; inputs of the last norm and of the logits;
+    # logits in 32 bits for the loss, and in 16 their gradients until those of weights are made
+    # (arXiv 2205.05198, section 4.3).
+    activations = stages * shares.layers / v * kept + np.minimum(shares.layers, 1) * again
+    activations = activations + first * np.minimum(np.ceil(stages / v), m) * tokens / cut
+    activations = activations + last * (
+        ends * (4 * tokens / cut) + 4 * logits + (ends - 1) * 2 * logits
+    )
+    boundary = 2 * tokens / cut  # of what comes and goes, an activation and a gradient each
+    buffers = np.where(p > 1, 4 * boundary, 0.0)
+    used = weights + grads + optimizer + activations + buffers
+    other = buffers + constants.allocator_share * used + constants.reserved
+    memory = np.stack([x * there for x in (weights, grads, optimizer, activations, other)])
+    return Held(memory, numbers, experts)
+
+
+def _by_layer(model: Model, plans: Plans) -> tuple[Floats, Floats]:
+    """`layer_kept` of each plan, a column each."""
+    first, which = plans.distinct("t", "b", "recompute", "sequence_parallel", "c")
+    each = [layer_kept(model, plans.choice(model, i)) for i in first.tolist()]
+    kept, again = np.array(each).reshape(-1, 2)[which].T
+    return kept[:, None], again[:, None]
+
+
+def _in_flight(plans: Plans, shares: Shares) -> tuple[Floats, Floats]:
+    """Stage activations on each share, and microbatches of the head, at most."""
+    stages = np.zeros(shares.rank.shape)
+    ends = np.ones((len(plans), 1))
+    for number in np.unique(plans.schedule).tolist():
+        mine = plans.schedule == number
+        family = FAMILIES[NAMES[number]]
+        P, v, m = (getattr(plans, name)[mine][:, None] for name in ("p", "v", "m"))
+        stages[mine] = family.held(P, v, m, shares.rank[mine])
+        ends[mine] = family.ends(P, v, m)
+    return stages, ends
+
+
+def memory(
+    model: Model,
+    cluster: Cluster,
+    choice: Choice,
+    constants: Constants | None = None,
+    *,
+    states: States = ADAM,
+) -> Memory:
+    """Bytes that the fullest rank of a choice holds at its peak.
+
+    Activations are those of arXiv 2205.05198 (equations 1 to 6) of as many microbatches as the
+    schedule has in flight; weights, gradients and the optimizer's are `states` for each number, in
+    parts with ZeRO (arXiv 1910.02054, section 5).
+
+    Raises UsageError for layers that do not divide.
+
+    >>> from schedir import planner
+    >>> gpt3 = planner.Model(layers=96, hidden=12288, heads=96, vocab=51200, sequence=2048)
+    >>> node = planner.cluster("a100", nodes=8)
+    >>> one = planner.memory(gpt3, node, planner.Choice(p=8, t=8, m=64, sequence_parallel=True))
+    >>> f"{one.optimizer / one.weights:.1f} {one.activations / 1e9:.1f} GB"
+    '6.0 34.5 GB'
+    """
+    return max(by_rank(model, cluster, choice, constants, states=states), key=lambda x: x.total)
+
+
+def by_rank(
+    model: Model,
+    cluster: Cluster,
+    choice: Choice,
+    constants: Constants | None = None,
+    *,
+    states: States = ADAM,
+) -> tuple[Memory, ...]:
+    """The same of each rank of the pipeline."""
+    plans = Plans.of(choice)
+    shares = plans.shares(model, alike=False)
+    found = held(model, plans, shares, constants or Constants(), states).memory
+    return tuple(Memory(*rank) for rank in found[:, 0].T.tolist())
