@@ -2,7 +2,7 @@
 
 from schedir.planner.choice import Choice, Memory, Parts, Priced
 from schedir.planner.constants import Constants
-from schedir.planner.known import cluster, known
+from schedir.planner.known import cluster, clusters
 from schedir.planner.layer import embedding, head, layer, stage
 from schedir.planner.memory import memory
 from schedir.planner.model import Model
@@ -19,10 +19,10 @@ __all__ = [
     "Parts",
     "Priced",
     "cluster",
+    "clusters",
     "config",
     "embedding",
     "head",
-    "known",
     "layer",
     "memory",
     "options",

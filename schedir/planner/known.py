@@ -13,11 +13,11 @@ from schedir.ir.cluster import Cluster
 _FOLDER = Path(__file__).parent / "clusters"
 
 
-def known() -> list[str]:
+def clusters() -> list[str]:
     """Their names.
 
-    >>> from schedir.planner import known
-    >>> "a100" in known()
+    >>> from schedir.planner import clusters
+    >>> "a100" in clusters()
     True
     """
     return sorted(file.stem for file in _FOLDER.glob("*.toml"))
@@ -32,13 +32,13 @@ def cluster(name: str, nodes: int = 1) -> Cluster:
     >>> planner.cluster("a100", nodes=384).gpus
     3072
     """
-    if name not in known():
-        near = get_close_matches(str(name), known(), 1)
+    if name not in clusters():
+        near = get_close_matches(str(name), clusters(), 1)
         raise UsageError(
             f"nobody knows a cluster {said(name)}",
             hint=f"did you mean {near[0]!r}?"
             if near
-            else f"there are {', '.join(known())}; load_cluster reads a file of your own",
+            else f"there are {', '.join(clusters())}; load_cluster reads a file of your own",
             fields=["cluster"],
         )
     return replace(load_cluster(_FOLDER / f"{name}.toml"), nodes=nodes)

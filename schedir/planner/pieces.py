@@ -42,15 +42,18 @@ class Gemm(NamedTuple):
 
 
 class Pass(NamedTuple):
-    """Kernels that compute next to nothing: bytes that they read and write, and how many they are,
-    in the forward and in the backward; `late` bytes are of gradients of weights."""
+    """Kernels that compute next to nothing: bytes that they read and write in the forward, in the
+    backward of inputs and of weights, and how many kernels these are.
+
+    A gradient of a weight is a kernel, and adding it to its sum another.
+    """
 
     what: str
     forward: float
-    backward: float
-    kernels: tuple[int, int] = (1, 1)
+    inputs: float
+    weights: float = 0.0
+    kernels: tuple[int, int, int] = (1, 1, 0)
     core: bool = False
-    late: float = 0.0
 
 
 class Collective(NamedTuple):
@@ -142,21 +145,23 @@ def _in_out(model: Model, choice: Choice, first: str, last: str) -> tuple[Collec
         Collective(f"input of {first}", "all_gather", size, "tensor", "F"),
         Collective(f"sum of {last}", "reduce_scatter", size, "tensor", "F"),
         Collective(f"gradient of {last}", "all_gather", size, "tensor", "I"),
+        Collective(f"input of {first} again", "all_gather", size, "tensor", "I", first),
         Collective(f"sum behind {first}", "reduce_scatter", size, "tensor", "I", first),
     )
 
 
 def _norm(what: str, model: Model, choice: Choice) -> Pass:
-    """Reads x and writes y; backwards reads x and dy, writes dx, and adds it to the residual's."""
+    """Reads x and writes y; backwards reads x and dy, writes dx, and adds it to the residual's;
+    for gain and shift it reads x and dy once more."""
     wide = _wide(model, choice)
-    return Pass(what, 4 * wide, (6 + 6) * wide, (1, 3))
+    return Pass(what, 4 * wide, (6 + 6) * wide, 4 * wide, (1, 2, 2))
 
 
 def _dropout_add(what: str, model: Model, choice: Choice) -> Pass:
     """Adds bias and residual around a dropout: reads two, writes one and a mask of a byte;
     backwards reads the gradient and the mask, writes one, and sums it for the bias."""
     wide = _wide(model, choice)
-    return Pass(what, 7 * wide, (5 + 2) * wide, (1, 2))
+    return Pass(what, 7 * wide, 5 * wide, 2 * wide, (1, 1, 2))
 
 
 def _attention(model: Model, choice: Choice) -> Pieces:
@@ -178,7 +183,13 @@ def _attention(model: Model, choice: Choice) -> Pieces:
     )
     passes = (
         _norm("norm before attention", model, choice),
-        Pass("heads apart and together", 4 * own, 4 * own * (2 + 2 * kv / heads), (1, 3)),
+        Pass(
+            "heads apart and together",
+            4 * own,
+            4 * own * (2 + 2 * kv / heads),
+            2 * own * (1 + 2 * kv / heads),
+            (1, 3, 2),
+        ),
         *(() if flash else on_scores),
         _dropout_add("dropout and residual behind attention", model, choice),
     )
@@ -206,7 +217,7 @@ def _experts(model: Model, choice: Choice) -> Pieces:
         each = -(-sent // batch)  # as many from everywhere as are sent away: an even load
         copies = _wide(model, choice) * model.active
         router = (Gemm("router", rows, model.experts, model.hidden),)
-        routing = (Pass("to experts and back", 8 * copies, 8 * copies, (2, 2)),)
+        routing = (Pass("to experts and back", 8 * copies, 8 * copies, 0, (2, 2, 0)),)
         exchange = tuple(
             Collective(what, "all_to_all", 2 * copies, "expert", phase)
             for phase in ("F", "I") for what in ("to experts", "back from experts")
@@ -218,7 +229,7 @@ def _experts(model: Model, choice: Choice) -> Pieces:
     )
     inner = float(batch) * each * ffn
     gate = Pass("gate", 6 * inner, 10 * inner)
-    gelu = Pass("bias and GELU", 4 * inner, (6 + 2) * inner, (1, 2))
+    gelu = Pass("bias and GELU", 4 * inner, 6 * inner, 2 * inner, (1, 1, 2))
     passes = (
         _norm("norm before the network", model, choice),
         *routing,
@@ -239,8 +250,8 @@ def embedding_pieces(model: Model, choice: Choice) -> Pieces:
     table = model.vocab * model.hidden / choice.t  # its gradient is made whole, then added
     size = 2 * whole
     passes = (
-        Pass("rows of the embedding", 4 * whole, 0, (2, 2), late=4 * whole + 12 * table),
-        Pass("positions and dropout", (6 + 5) * wide, 5 * wide, (2, 1), late=2 * wide),
+        Pass("rows of the embedding", 4 * whole, 0, 4 * whole + 12 * table, (1, 0, 2)),
+        Pass("positions and dropout", (6 + 5) * wide, 5 * wide, 2 * wide, (2, 1, 2)),
     )
     if choice.t == 1:
         return Pieces((), passes)
@@ -267,7 +278,7 @@ def head_pieces(model: Model, choice: Choice) -> Pieces:
     size, each = 2.0 * rows * model.hidden, 4.0 * rows
     passes = (
         _norm("last norm", model, choice),
-        Pass("loss", (6 + 4 + 8 + 8 + 4 + 8) * logits, (8 + 6) * logits, (12, 4)),
+        Pass("loss", (6 + 4 + 8 + 8 + 4 + 8) * logits, (8 + 6) * logits, 0, (12, 4, 0)),
     )
     collectives: tuple[Collective, ...] = ()
     if choice.t > 1:
