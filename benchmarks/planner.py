@@ -2,6 +2,13 @@
 
     python benchmarks/planner.py layers     # arXiv 2205.05198, table 4: one layer
     python benchmarks/planner.py stages     # arXiv 2401.10241, table 9: a stage, forward, I and W
+    python benchmarks/planner.py node       # vTrain: steps on one node; constants are fitted on it
+    python benchmarks/planner.py sc21       # SC21, table 1: steps of 1.7 billion to a trillion
+    python benchmarks/planner.py left-out   # the same, by the flops that the other models reach
+    python benchmarks/planner.py anchored   # the same, by the flops that one model reaches
+    python benchmarks/planner.py regret     # of plans of one model, how much the chosen one loses
+    python benchmarks/planner.py memory     # arXiv 1910.02054, table 1; 2205.05198, table 2
+    python benchmarks/planner.py large      # MT-NLG 530B and a trillion: the papers' plans and ours
 
 Each prints tables.  An error is predicted over published, less 1; means are of its absolute values.
 """
@@ -11,13 +18,20 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from pathlib import Path
-from statistics import fmean
+from statistics import fmean, median
+from time import perf_counter
+from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from schedir import planner
+from schedir import Cluster, planner
+from schedir.errors import UsageError
+from schedir.planner import Choice, Model, regret
+from schedir.planner.choice import Parts, Priced
 from tests import published_runs as published
+from tests.published_runs import Run
 
 
 def line(*cells: object) -> None:
@@ -75,7 +89,237 @@ def stages() -> None:
     summed(errors, "a microbatch in a stage")
 
 
-TABLES: dict[str, Callable[[], None]] = {"layers": layers, "stages": stages}
+# ------------------------------------------------------------ steps
+
+
+def cluster_of(choice: Choice) -> Cluster:
+    """As many nodes of A100 as it runs on; one that is not full where it needs no more."""
+    node = planner.cluster("a100")
+    if choice.gpus < node.gpus_per_node:
+        return replace(node, gpus_per_node=choice.gpus)
+    return replace(node, nodes=choice.gpus // node.gpus_per_node)
+
+
+def step(run: Run, cluster: Cluster | None = None) -> Priced:
+    """What is predicted of a run, whose processes are numbered as Megatron-LM's."""
+    return planner.step(run.model, cluster or cluster_of(run.choice), run.choice)
+
+
+def reached(run: Run) -> float:
+    """The FLOP/s with which the step is as long as it was, by secants."""
+    cluster = cluster_of(run.choice)
+
+    def off(flops: float) -> float:
+        return step(run, replace(cluster, flops=flops)).step / run.seconds - 1
+
+    before, now = cluster.flops, cluster.flops * (1 + off(cluster.flops))
+    was, is_ = off(before), off(now)
+    while abs(is_) > 1e-4 and before != now:
+        before, now = now, now - is_ * (now - before) / (is_ - was)
+        was, is_ = is_, off(now)
+    return now
+
+
+def node() -> None:
+    """Each row of the sample, and means by what decides."""
+    runs = published.one_node()
+    head("model", "GPUs", "batch", "b", "t", "d", "p", "vTrain, ms", "predicted", "")
+    errors = []
+    for run in runs:
+        at, told = run.choice, step(run).step
+        errors.append(told / run.seconds - 1)
+        line(
+            run.name, at.gpus, at.batch, at.b, at.t, at.d, at.p, f"{run.seconds * 1e3:.0f}",
+            f"{told * 1e3:.0f}", f"{errors[-1]:+.1%}",
+        )  # fmt: skip
+    summed(errors, "all rows")
+    for what in ("t", "p", "d", "b"):
+        head(what, "rows", "mean", "with signs")
+        for value in sorted({getattr(run.choice, what) for run in runs}):
+            of = [e for e, r in zip(errors, runs, strict=True) if getattr(r.choice, what) == value]
+            line(value, len(of), f"{fmean(map(abs, of)):.1%}", f"{fmean(of):+.1%}")
+        print()
+
+
+def speed(run: Run, seconds: float) -> float:
+    """TFLOP/s of a GPU as SC21 counts them."""
+    return published.counted(run.model, run.choice.batch) / seconds / run.choice.gpus / 1e12
+
+
+def sc21() -> None:
+    """Each row by constants that saw none; then the parts of each predicted step."""
+    runs = published.weak_scaling()
+    prices = [step(run) for run in runs]
+    head("model", "t", "p", "d", "v", "b", "m", "SC21, s", "predicted", "TFLOP/s", "predicted", "")
+    errors = []
+    for run, price in zip(runs, prices, strict=True):
+        at = run.choice
+        errors.append(price.step / run.seconds - 1)
+        line(
+            run.name, at.t, at.p, at.d, at.v, at.b, at.m, f"{run.seconds:.2f}",
+            f"{price.step:.2f}", f"{speed(run, run.seconds):.0f}",
+            f"{speed(run, price.step):.0f}", f"{errors[-1]:+.1%}",
+        )  # fmt: skip
+    summed(errors, "steps")
+    head("model", *Parts._fields, "memory, GB", "exact")
+    for run, price in zip(runs, prices, strict=True):
+        shares = (f"{part / price.step:.1%}" for part in price.parts)
+        line(run.name, *shares, f"{price.memory.total / 1e9:.0f}", price.exact)
+
+
+def left_out() -> None:
+    """Each row by the FLOP/s that the others reach, in the median."""
+    runs = published.weak_scaling()
+    found = [reached(run) for run in runs]
+    head("model", "its own TFLOP/s", "of the others", "")
+    errors = []
+    for k, run in enumerate(runs):
+        others = median(found[:k] + found[k + 1 :])
+        told = step(run, replace(cluster_of(run.choice), flops=others)).step
+        errors.append(told / run.seconds - 1)
+        line(run.name, f"{found[k] / 1e12:.0f}", f"{others / 1e12:.0f}", f"{errors[-1]:+.1%}")
+    summed(errors, "the one left out")
+
+
+def anchored() -> None:
+    """All other rows by the FLOP/s that one reaches.
+
+    The first is the anchor that counts: its run takes the fewest GPUs, so it is the one that
+    somebody would measure before they ask for all.
+    """
+    runs = published.weak_scaling()
+    head("anchor", "its TFLOP/s", *(run.name for run in runs), "mean of the others")
+    means = []
+    for anchor in runs:
+        flops = reached(anchor)
+        errors = []
+        for run in runs:
+            told = step(run, replace(cluster_of(run.choice), flops=flops)).step
+            errors.append(told / run.seconds - 1)
+        others = [abs(e) for e, run in zip(errors, runs, strict=True) if run is not anchor]
+        means.append(fmean(others))
+        line(anchor.name, f"{flops / 1e12:.0f}", *(f"{e:+.1%}" for e in errors), f"{means[-1]:.1%}")
+    print(f"\nanchored to {runs[0].name}: {means[0]:.1%}; over all anchors {fmean(means):.1%}\n")
+
+
+def regrets() -> None:
+    """Of the plans measured for one model, batch and number of GPUs."""
+    head("model", "batch", "GPUs", "plans", "best", "ms", "chosen", "ms", "regret")
+    lost = []
+    for group in published.groups(published.one_node()):
+        told = [step(run).step for run in group]
+        real = [run.seconds for run in group]
+        best, chosen = group[real.index(min(real))], group[told.index(min(told))]
+        lost.append(regret(told, real))
+        line(
+            group[0].name, best.choice.batch, best.choice.gpus, len(group), layout(best.choice),
+            f"{best.seconds * 1e3:.0f}", layout(chosen.choice), f"{chosen.seconds * 1e3:.0f}",
+            f"{lost[-1]:.1%}",
+        )  # fmt: skip
+    right = sum(each == 0 for each in lost)
+    print(f"\n{fmean(lost):.1%} in the mean, {max(lost):.1%} at worst; right in {right} of "
+          f"{len(lost)} groups\n")  # fmt: skip
+
+
+def layout(choice: Choice) -> str:
+    """How it is laid out, shortly."""
+    says = f"t{choice.t} p{choice.p} d{choice.d}"
+    if choice.v > 1:
+        says += f" v{choice.v}"
+    return f"{says} b{choice.b}"
+
+
+# ------------------------------------------------------------ memory
+
+
+def memory() -> None:
+    """States of ZeRO beside those printed, and what a layer keeps beside the formulas."""
+    model, cluster = Model(72, 4096, 32, published.VOCAB, 1024), planner.cluster("a100")
+    head("billion", "d", *(x for z in (1, 2, 3) for x in (f"level {z}, GB", "paper")))
+    same = cells = 0
+    for row in published.table("zero_table1_memory_GB"):
+        billions, d = float(row["params_billion"]), int(row["dp_degree"])
+        said: list[str] = []
+        for level, printed in enumerate((row["P_os"], row["P_os+g"], row["P_os+g+p"]), 1):
+            stages = model.layers  # as many, of which two are whole at once: not in the table
+            choice = Choice(d=d, v=stages, schedule="looped_bfs", zero=level)
+            of = planner.memory(model, cluster, choice)
+            whole = 2 * 2 / stages * (level - 1) * model.params
+            each = (of.weights + of.gradients + of.optimizer - whole) / model.params
+            digits = len(printed.partition(".")[2])
+            same += abs(each * billions - float(printed)) <= 10.0**-digits
+            cells += 1
+            said += [f"{each * billions:.{digits}f}", printed]
+        line(row["params_billion"], d, *said)
+    print(f"\n{same} of {cells} cells within one unit of the last digit\n")
+    head("configuration", "a layer keeps, MB", "paper", "")
+    gpt3 = Model(3, 12288, 96, published.VOCAB, 2048)
+    for name, choice, paper in published.kept_bytes(gpt3):
+        more, less = (
+            planner.memory(replace(gpt3, layers=layers), cluster, choice).activations
+            for layers in (3, 2)
+        )
+        kept = more - less
+        line(name, f"{kept / 1e6:.2f}", f"{paper / 1e6:.2f}", f"{kept / paper - 1:+.1%}")
+
+
+# ------------------------------------------------------------ large ones
+
+LARGE = [
+    *(
+        (f"MT-NLG 530B, {nodes} nodes", Model(105, 20480, 128, 51200, 2048), 1920, nodes,
+         Choice(p=35, t=8, d=nodes // 35, b=1, m=1920 * 35 // nodes, recompute="full", order="tdp"))
+        for nodes in (280, 350, 420)
+    ),
+    ("a trillion, 384 nodes", Model(128, 25600, 160, 51200, 2048), 3072, 384,
+     Choice(p=64, t=8, d=6, b=1, m=512, recompute="full", order="tdp")),
+]  # fmt: skip
+OLD = ("gpipe", "one_f_one_b", "interleaved")
+ONLY: dict[str, dict[str, Any]] = {
+    "only schedules without halves of a backward": {"schedules": OLD},
+    "only full recomputation": {"recompute": "full"},
+    "no sequence cut over slices": {"sequence_parallel": False},
+    "no ZeRO": {"zero": 0},
+    "only what the paper had": {
+        "schedules": OLD, "recompute": "full", "sequence_parallel": False, "zero": 0,
+    },
+}  # fmt: skip
+
+
+def told(what: str, price: Priced) -> None:
+    """A row of a plan."""
+    seconds = (f"{part:.2f}" for part in (price.step, *price.parts))
+    also = f"{price.schedule}, {price.recompute}, ZeRO {price.zero}"
+    also += ", sequence cut" * price.sequence_parallel
+    fits = f"{price.memory.total / 1e9:.0f}" + " (too much)" * (not price.fits)
+    line(what, layout(price), also, *seconds, fits, f"{price.mfu:.1%}")
+
+
+def large() -> None:
+    """The papers' plans, ours, and ours with less to choose from."""
+    for name, model, batch, nodes, paper in LARGE:
+        cluster = planner.cluster("a100", nodes=nodes)
+        began = perf_counter()
+        ours = planner.plan(model, cluster, batch, order=paper.order)
+        took = perf_counter() - began
+        print(f"\n### {name}: planned in {took:.1f} s\n")
+        head("plan", "layout", "also", "step, s", *Parts._fields, "GB", "MFU")
+        told("the paper's", planner.step(model, cluster, paper))
+        told("ours", ours[0])
+        there = {name: getattr(paper, name) for name in ("p", "t", "d")}
+        for what, few in ({"the paper's p, t and d": there} | ONLY).items():
+            try:
+                best, *_ = planner.plan(model, cluster, batch, order=paper.order, top=1, **few)
+                told(f"ours: {what}", best)
+            except UsageError as error:
+                line(f"ours: {what}", error.fact, *[""] * (len(Parts._fields) + 4))
+        print(f"\n{ours[0].why}\n")
+
+
+TABLES: dict[str, Callable[[], None]] = {
+    "layers": layers, "stages": stages, "node": node, "sc21": sc21, "left-out": left_out,
+    "anchored": anchored, "regret": regrets, "memory": memory, "large": large,
+}  # fmt: skip
 
 
 def main() -> None:

@@ -88,7 +88,7 @@ def one_node() -> list[Run]:
         model = Model(of["# layers"], hidden, heads, VOCAB, of["sequence length"])
         t, d, p = (of[f"{name} parallelism"] for name in ("tensor", "data", "pipeline"))
         b, batch = of["micro batch"], of["global batch"]
-        choice = Choice(p=p, t=t, d=d, b=b, m=batch // (d * b), recompute="full")
+        choice = Choice(p=p, t=t, d=d, b=b, m=batch // (d * b), recompute="full", order="tdp")
         name = f"h {hidden}, {model.layers} layers"
         runs.append(Run(name, model, choice, float(row["iteration time (ms)"]) / 1e3))
     return runs
@@ -115,6 +115,7 @@ def weak_scaling() -> list[Run]:
             p=int(row["pp"]), t=int(row["tp"]), d=int(row["dp"]), v=v,
             b=int(row["micro_batch_size"]), m=int(row["microbatches_m"]),
             schedule="interleaved" if v > 1 else "one_f_one_b", recompute="full",
+            order="tdp",
         )  # fmt: skip
         if (choice.batch, choice.gpus) != (batch, gpus):
             raise ValueError(f"{row}: {choice.batch} sequences on {choice.gpus} GPUs")
@@ -129,3 +130,22 @@ def groups(runs: Sequence[Run]) -> list[list[Run]]:
     for run in runs:
         found[run.model, run.choice.batch, run.choice.gpus].append(run)
     return [group for group in found.values() if len(group) > 1]
+
+
+def kept_bytes(model: Model) -> list[tuple[str, Choice, float]]:
+    """arXiv 2205.05198, Table 2: what a layer of a model keeps of one sequence."""
+    how: dict[str, Choice] = {
+        "no parallelism": Choice(),
+        "tensor parallel (baseline)": Choice(t=8),
+        "tensor+sequence": Choice(t=8, sequence_parallel=True),
+        "tensor+selective": Choice(t=8, recompute="selective"),
+        "tensor+sequence+selective": Choice(t=8, recompute="selective", sequence_parallel=True),
+        "full recomputation": Choice(recompute="full"),
+    }
+    found = []
+    for row in table("rar_table2_activation_memory"):
+        choice = how[row["configuration"]]
+        s, h, a = model.sequence, model.hidden, model.heads
+        of = {"s": s, "b": choice.b, "h": h, "a": a, "t": choice.t}
+        found.append((row["configuration"], choice, float(eval(row["formula"], {}, of))))
+    return found

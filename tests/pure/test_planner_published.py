@@ -1,0 +1,43 @@
+"""The planner beside published figures: no further off than docs/results/planner.md says."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from benchmarks import planner as tables
+from tests import published_runs as published
+
+PAGE = Path(__file__).parents[2] / "docs" / "results" / "planner.md"
+SUM = re.compile(r"^([a-z][a-z ,]+): ([\d.]+)% in the mean.* ([+-][\d.]+)% at worst", re.M)
+
+
+@pytest.mark.parametrize("name", ["layers", "stages", "node"])
+def test_no_further_off_than_the_page_says(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    text = PAGE.read_text().split(f"`python benchmarks/planner.py {name}`", 1)[1]
+    told = SUM.search(text)
+    assert told
+    tables.TABLES[name]()
+    found = SUM.search(capsys.readouterr().out)
+    assert found and found[1] == told[1]
+    assert float(found[2]) <= float(told[2])
+    assert abs(float(found[3])) <= abs(float(told[3]))
+
+
+def test_memory_is_as_printed(capsys: pytest.CaptureFixture[str]) -> None:
+    """All cells of ZeRO's Table 1, and all rows of 2205.05198's Table 2."""
+    tables.memory()
+    said = capsys.readouterr().out
+    assert "54 of 54 cells" in said
+    assert said.count("+0.0%") + said.count("-0.0%") == 6
+
+
+def test_published_rows_are_whole() -> None:
+    """The tables agree with themselves."""
+    rows = published.table("vtrain_one_node_sample")
+    for row, run in zip(rows, published.one_node(), strict=True):
+        assert run.choice.gpus == int(row["GPUs"])
+        assert run.choice.batch == int(row["global batch"])
+    assert len(rows) == 144
