@@ -2,6 +2,8 @@
 
 from schedir.planner.choice import Choice, Memory, Parts, Priced
 from schedir.planner.constants import Constants
+from schedir.planner.cut import cut
+from schedir.planner.exact import exact
 from schedir.planner.known import cluster, clusters
 from schedir.planner.layer import embedding, head, layer, stage
 from schedir.planner.memory import memory
@@ -21,7 +23,9 @@ __all__ = [
     "cluster",
     "clusters",
     "config",
+    "cut",
     "embedding",
+    "exact",
     "head",
     "layer",
     "memory",

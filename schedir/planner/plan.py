@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import fields, replace
+from dataclasses import replace
 from typing import Any, Final, NamedTuple
 
 import numpy as np
@@ -14,11 +14,13 @@ from schedir.planner.choices import asked, choices
 from schedir.planner.closed import parts
 from schedir.planner.constants import Constants
 from schedir.planner.division import layers_of
+from schedir.planner.exact import exact as simulated
 from schedir.planner.families import SCHEDULES, family
 from schedir.planner.memory import ADAM, States, held
 from schedir.planner.model import Model
 from schedir.planner.pieces import refuse_uneven
 from schedir.planner.plans import Floats, Plans
+from schedir.planner.priced import priced
 
 FINALISTS: Final = 32  # that are simulated
 
@@ -55,25 +57,6 @@ def prices(
     return Prices(plans, found, memory, found.sum(axis=0), memory.sum(axis=0))
 
 
-def priced(
-    model: Model,
-    cluster: Cluster,
-    choice: Choice,
-    of: Parts,
-    memory: Memory,
-    *,
-    exact: bool = False,
-) -> Priced:
-    """A choice with what its parts and its memory say of it."""
-    step = sum(of)
-    flops = model.flops(choice.batch) / step / choice.gpus
-    plain = {f.name: getattr(choice, f.name) for f in fields(Choice)}
-    return Priced(
-        **plain, step=step, parts=of, memory=memory, flops=flops, mfu=flops / cluster.roof,
-        exact=exact, fits=memory.total <= cluster.memory,
-    )  # fmt: skip
-
-
 def step(
     model: Model,
     cluster: Cluster,
@@ -98,7 +81,7 @@ def step(
     _refuse(model, cluster, choice)
     constants = constants or Constants()
     if exact:
-        return _exact(model, cluster, choice, constants, states)
+        return simulated(model, cluster, choice, constants, states=states)
     return prices(model, cluster, Plans.of(choice), constants, states).at(model, cluster, 0)
 
 
@@ -152,15 +135,9 @@ def plan(
     most = max(top, FINALISTS) if exact else top
     best = [found.at(model, cluster, i) for i in ranked[:most].tolist()]
     if exact:
-        best = [_exact(model, cluster, one, constants, states) for one in best]
+        best = [simulated(model, cluster, one, constants, states=states) for one in best]
         best = sorted((one for one in best if one.fits), key=lambda one: one.step)
     return [_explained(model, cluster, one, found, fits) for one in best[:top]]
-
-
-def _exact(
-    model: Model, cluster: Cluster, choice: Choice, constants: Constants, states: States
-) -> Priced:
-    raise UsageError("plans are priced in closed form", hint="exact=False", fields=["exact"])
 
 
 def _refuse(model: Model, cluster: Cluster, choice: Choice) -> None:

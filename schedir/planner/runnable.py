@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from dataclasses import fields
 from functools import lru_cache
 from typing import Any, Final
 
@@ -13,6 +12,7 @@ from schedir.io.load import Source
 from schedir.io.request import Request
 from schedir.ir.plan import Plan
 from schedir.ir.program import Program
+from schedir.ir.zero import CUT_FROM
 from schedir.planner.choice import Choice
 from schedir.planner.division import layers_of
 from schedir.planner.model import Model
@@ -20,11 +20,6 @@ from schedir.schedules.words import placed_for, takes_v
 
 _KEPT: Final = 16  # programs that are kept: choices differ in sizes more often than in these
 _LARGE: Final = 2**18  # instructions of one that is not
-
-
-def plain(choice: Choice) -> Choice:
-    """The choice alone, without what is said of its time and memory."""
-    return Choice(**{f.name: getattr(choice, f.name) for f in fields(Choice)})
 
 
 def plan_of(choice: Choice) -> Plan:
@@ -95,10 +90,18 @@ def _made(shape: Choice, *, tied: bool, options: dict[str, Any]) -> Program:
     }
     if shape.recompute == "full":
         how["recompute"] = "all"
+    if _by_turns(shape):
+        how["reduce"] = "turn"
     drafted = None if isinstance(found, Program) else plan
     return compile(
         found, drafted, shape.t, shape.d, tied=tied, clip=True, zero=shape.zero, **(how | options)
     )
+
+
+def _by_turns(choice: Choice) -> bool:
+    """Whether gradients are summed behind each run of a stage's backwards: where they are in parts,
+    and of many stages, so that few whole ones are there at once."""
+    return choice.zero >= CUT_FROM["grads"] and choice.v > 2
 
 
 # ---------------------------------------------------------------- for `schedir train`
@@ -169,6 +172,8 @@ def config(model: Model, choice: Choice, **train: str | int | float) -> str:
         tables["pipeline"]["division"] = list(parts)
     if choice.zero:
         tables["pipeline"]["zero"] = choice.zero
+    if _by_turns(choice):
+        tables["pipeline"]["reduce"] = "turn"
     if choice.recompute == "full":
         tables["memory"]["recompute"] = "all"
     many = f"{choice.gpus} process{'es' * (choice.gpus > 1)}"

@@ -1,0 +1,153 @@
+"""The planner's exact floor: a choice as its program, its parts, its division."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from importlib import import_module
+from itertools import product
+from typing import Any, get_args
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from schedir import Cluster, planner
+from schedir.errors import UsageError
+from schedir.planner.cut import balanced, cut
+from schedir.planner.exact import exact, times_of
+from schedir.planner.runnable import program
+from schedir.predict.layer_bytes import Recompute
+
+MODEL = planner.Model(layers=12, hidden=768, heads=12, vocab=8192, sequence=512)
+NODE = Cluster(nodes=1, gpus_per_node=8, flops=250e12, memory=80e9, hbm=1.7e12,
+               nvlink=230e9, network=25e9, latency=5e-6, kernel_us=2)  # fmt: skip
+SCHEDULES = {"one_f_one_b": 1, "gpipe": 1, "interleaved": 2, "zb_h1": 1, "zb_v": 2}
+
+
+def cluster(gpus: int, **more: Any) -> Cluster:
+    return replace(NODE, gpus_per_node=gpus, **more)
+
+
+@st.composite
+def choices(draw: st.DrawFn) -> tuple[planner.Choice, planner.Model]:
+    schedule = draw(st.sampled_from(sorted(SCHEDULES)))
+    p, t, d = (draw(st.sampled_from([1, 2, 4])) for _ in range(3))
+    v = SCHEDULES[schedule]
+    v = draw(st.sampled_from([2, 3])) if schedule == "interleaved" else v
+    m = p * draw(st.integers(2, 4))
+    recompute = draw(st.sampled_from(get_args(Recompute)))
+    zero = draw(st.integers(0, 3))
+    cut_too = draw(st.booleans()) and t > 1
+    stages = p * v
+    layers = np.array(draw(st.lists(st.integers(1, 3), min_size=stages, max_size=stages)))
+    b = draw(st.sampled_from([1, 2]))
+    choice = planner.Choice(p=p, t=t, d=d, v=v, b=b, m=m, schedule=schedule, zero=zero,
+                            recompute=recompute, sequence_parallel=cut_too,
+                            layers_of=tuple(layers.tolist()))  # fmt: skip
+    return choice, replace(MODEL, layers=int(layers.sum()), tied=draw(st.booleans()))
+
+
+@settings(max_examples=40, deadline=None)
+@given(choices())
+def test_parts_add_up_and_work_is_a_bound(case: tuple[planner.Choice, planner.Model]) -> None:
+    choice, model = case
+    where = cluster(choice.gpus)
+    found = exact(model, where, choice)
+    assert found.exact
+    assert sum(found.parts) == pytest.approx(found.step, rel=1e-9)
+    assert min(found.parts) >= 0
+    # The busiest rank computes all of its layers, and nothing makes it faster.
+    times = times_of(model, where, choice)
+    own = program(choice, tied=model.tied).plan.stages_of
+    work = [sum(sum(times[s].total) for s in stages) * choice.m for stages in own]
+    assert found.step >= max(work) * (1 - 1e-9)
+    busy = found.parts.compute + found.parts.recompute + found.parts.tensor
+    assert min(abs(busy - each) for each in work) <= 1e-9 * busy
+
+
+def alike(p: int, m: int, **more: Any) -> tuple[planner.Model, Cluster, planner.Choice]:
+    """A choice whose stages all take the same, and whose messages take nothing."""
+    free = cluster(p, nvlink=1e30, network=1e30, latency=0.0)
+    model = planner.Model(layers=2 * p, hidden=256, heads=4, vocab=1, sequence=64)
+    return model, free, planner.Choice(p=p, m=m, **more)
+
+
+@pytest.mark.parametrize(("p", "m"), [(2, 4), (4, 8), (4, 13), (8, 32)])
+@pytest.mark.parametrize("schedule", ["one_f_one_b", "gpipe"])
+@pytest.mark.parametrize("recompute", ["none", "full"])
+def test_balanced_flush_is_the_closed_formula(
+    monkeypatch: pytest.MonkeyPatch, p: int, m: int, schedule: str, recompute: str
+) -> None:
+    """(m + p - 1)(F + B): SC21, section 2.2.1, with what runs again in B."""
+    model, free, choice = alike(p, m, schedule=schedule, recompute=recompute)
+    inner = planner.stage(model, free, choice, 2)
+    monkeypatch.setattr(import_module("schedir.planner.exact"), "stage", lambda *args: inner)
+    found = exact(model, free, choice)
+    one = sum(inner.total)
+    step = found.parts.optimizer + found.parts.data
+    assert found.step - step == pytest.approx((m + p - 1) * one, rel=1e-12)
+    assert found.parts.bubble == pytest.approx((p - 1) * one, rel=1e-9)
+    assert found.parts.transfers == 0
+    assert found.parts.recompute == pytest.approx(m * inner.compute.R, rel=1e-12)
+
+
+def compositions(total: int, parts: int, least: list[int]) -> Iterator[tuple[int, ...]]:
+    for each in product(*(range(low, total + 1) for low in least)):
+        if sum(each) == total and len(each) == parts:
+            yield each
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.data())
+def test_balanced_against_all_divisions(data: st.DataObject) -> None:
+    ranks, layers = data.draw(st.integers(1, 4)), data.draw(st.integers(1, 7))
+    number = st.one_of(st.integers(0, 9).map(float), st.just(np.inf))
+    row = st.lists(number, min_size=layers + 1, max_size=layers + 1)
+    seconds = np.array(data.draw(st.lists(row, min_size=ranks, max_size=ranks)))
+    best = min(
+        max(seconds[r, n] for r, n in enumerate(each))
+        for each in compositions(layers, ranks, [0] * ranks)
+    )
+    if np.isinf(best):
+        with pytest.raises(UsageError):
+            balanced(seconds)
+        return
+    found = balanced(seconds)
+    assert sum(found) == layers
+    assert max(seconds[r, n] for r, n in enumerate(found)) == best
+
+
+@pytest.mark.parametrize(("p", "v", "schedule", "layers"), [
+    (3, 1, "one_f_one_b", 9), (2, 2, "interleaved", 8), (2, 2, "zb_v", 9), (4, 1, "zb_h1", 10),
+])  # fmt: skip
+def test_cut_against_all_divisions(p: int, v: int, schedule: str, layers: int) -> None:
+    """Of small models all divisions are simulated: none is much shorter, and none so of the even
+    one, with a head that takes as long as some layers."""
+    model = planner.Model(layers=layers, hidden=512, heads=8, vocab=16384, sequence=256)
+    choice = planner.Choice(p=p, v=v, m=4 * p, schedule=schedule)
+    stages = p * v
+    least = [0, *[1] * (stages - 2), 0]
+    steps = {
+        each: exact(model, cluster(p), replace(choice, layers_of=each)).step
+        for each in compositions(layers, stages, least)
+        if max(each) - min(each) <= 4
+    }
+    found = cut(model, cluster(p), choice)
+    assert steps[found] <= min(steps.values()) * 1.02
+    if layers % stages == 0:
+        assert steps[found] <= steps[(layers // stages,) * stages]
+
+
+def test_cut_keeps_to_memory() -> None:
+    """The first rank of 1F1B holds most: with less memory it gets fewer layers."""
+    model = planner.Model(layers=12, hidden=2048, heads=16, vocab=1024, sequence=2048)
+    choice = planner.Choice(p=4, m=16, b=4)
+    wide = cut(model, cluster(4), choice)
+    fullest = exact(model, cluster(4), replace(choice, layers_of=wide)).memory.total
+    less = cluster(4, memory=0.95 * fullest)
+    found = exact(model, less, replace(choice, layers_of=cut(model, less, choice)))
+    assert found.fits and found.layers_of[0] < wide[0]
+    with pytest.raises(UsageError):
+        cut(model, cluster(4, memory="1MB"), choice)
