@@ -28,7 +28,7 @@ def ways(model: Model, cluster: Cluster, plans: Plans) -> Ways:
     2104.04473, section 4.1), whichever takes less; where the sequence is cut over slices each has
     its own part, and nothing is gathered.
     """
-    size = 2.0 * plans.b * model.sequence / plans.c * model.hidden
+    size = 1.0 * cluster.itemsize * plans.b * model.sequence / plans.c * model.hidden
     within, between = cluster.nvlink, min(cluster.nvlink, cluster.network)
     t = plans.t
     gather = (t - 1) * (

@@ -108,7 +108,8 @@ class Prices:
 
     def collective(self, one: Collective) -> float:
         """Seconds of a collective over the slowest group of its kind; a sum goes around a ring or
-        through a tree, whichever is shorter."""
+        through a tree, whichever is shorter, and between processors around a ring, as Gloo has
+        it."""
         choice, cluster = self.choice, self.cluster
         t, c = choice.t, choice.c
         ranks = choice.p if choice.order == "tpd" else 1
@@ -117,7 +118,8 @@ class Prices:
         }[one.group]  # fmt: skip
         group, bytes_ = slowest(cluster, stride, size), one.size * self.scale
         if one.kind == "all_reduce":
-            return min(cluster.all_reduce(bytes_, group), cluster.all_reduce_small(bytes_, group))
+            ring = cluster.all_reduce(bytes_, group)
+            return min(ring, cluster.all_reduce_small(bytes_, group)) if self.beside else ring
         if one.kind == "all_to_all":
             return cluster.all_to_all(bytes_, group)
         return cluster.all_gather(bytes_, group)  # as long as a scattered sum, or an exchange

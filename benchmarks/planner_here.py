@@ -1,0 +1,169 @@
+"""Planner here: all plans of a small GPT on this machine, predicted beside measured.
+
+    python benchmarks/planner_here.py
+    python benchmarks/planner_here.py --cluster here.toml --steps 2 --microbatch 4
+
+Measures the machine as `schedir plan --measure` does, unless told of a `--cluster`; prices all
+plans for as many processes, each simulated as its program; and trains all of these, as
+`schedir train` would with the configuration that the planner writes.  A step begins as all
+processes leave a barrier, and ends with the last of them; of `--steps` behind two that warm up
+the median counts.  "Memory" is what the planner says of the fullest rank beside what the trainer
+predicts for it, which tests hold beside what lives.  Nothing else should run meanwhile.
+"""
+
+from __future__ import annotations
+
+import argparse
+import multiprocessing
+import statistics
+import sys
+import tempfile
+import time
+from functools import partial
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+from schedir import load_cluster, planner
+from schedir.ir.cluster import Cluster
+from schedir.planner.choice import Priced
+from schedir.planner.memory import ADAM_32
+from schedir.planner.plan import plan
+from schedir.planner.runnable import config as written
+from schedir.runtime.boundary import Boundary
+from schedir.runtime.executor import Executor
+from schedir.testing.processes import run
+from schedir.training import gpt
+from schedir.training.config_file import read
+from schedir.training.measure import measure
+from schedir.training.optimizer import optimizer_of
+from schedir.transports.registry import choose
+
+MODEL = planner.Model(layers=8, hidden=256, heads=8, vocab=256, sequence=128)
+BATCH, PROCESSES, WARM = 16, 4, 2
+SCHEDULES = ("one_f_one_b", "interleaved", "zb_h1")
+GOAL = 0.10
+
+
+class Ran(NamedTuple):
+    """What a plan took: the median step, and its spread, over all; processor seconds of a step."""
+
+    step: float
+    spread: float
+    cpu: float
+
+
+def train(rank: int, texts: list[str], steps: int) -> list[Ran]:
+    """Train with one configuration after the other; what each took."""
+    found = []
+    began = time.perf_counter()
+    for number, text in enumerate(texts):
+        found.append(one(text, steps))
+        if rank == 0:
+            left = (time.perf_counter() - began) / (number + 1) * (len(texts) - number - 1)
+            print(f"\r{number + 1} of {len(texts)} trained, {left:.0f} s left ", end="",
+                  file=sys.stderr, flush=True)  # fmt: skip
+    return found
+
+
+def one(text: str, steps: int) -> Ran:
+    """Train some steps as one rank of a configuration, as `training.trainer` does."""
+    with tempfile.NamedTemporaryFile("w", suffix=".toml") as file:
+        file.write(text)
+        file.flush()
+        config = read(file.name)
+    torch.set_num_threads(config.train.threads)
+    program, size, context = config.request.program, config.data.microbatch_size, MODEL.sequence
+    transport = choose(config.train.transport, "cpu", program)(
+        program, config.train.timeout, message=4 * size * context * MODEL.hidden // program.tp
+    )
+    tp, division = transport.tp_group, config.pipeline.division
+    stages = {
+        s: gpt.build_stage(config.model, s, program.plan.stages, tp=tp, division=division)
+        for s in program.plan.stages_of[transport.rank]
+    }
+    parameters = [p for stage in stages.values() for p in stage.parameters()]
+    executor = Executor(
+        program, transport.rank, stages, transport,
+        loss=partial(gpt.loss, tp=tp), boundary=Boundary((size, context, MODEL.hidden)),
+        optimizer=optimizer_of(parameters, config.train), max_norm=config.train.clip, record=False,
+    )  # fmt: skip
+    draw = torch.Generator().manual_seed(transport.dp_rank)
+    shape = (2, program.plan.microbatches, size, context)
+    took, cpu = [], []
+    for _ in range(WARM + steps):
+        x, y = torch.randint(MODEL.vocab, shape, generator=draw)
+        dist.barrier()
+        began, worked = time.perf_counter(), time.process_time()
+        executor.step(x, y, 1 / (BATCH * context))
+        dist.barrier()
+        took.append(time.perf_counter() - began)
+        cpu.append(time.process_time() - worked)
+    transport.leave()
+    own = took[WARM:]
+    return Ran(statistics.median(own), max(own) / min(own) - 1, statistics.median(cpu[WARM:]))
+
+
+def plans(cluster: Cluster, microbatch: int | None, zero: int) -> list[Priced]:
+    """All plans that the trainer runs, the fastest by prediction first."""
+    return plan(
+        MODEL, cluster, BATCH, top=10**6, schedules=SCHEDULES, exact=True,
+        b=(1, 2, 4) if microbatch is None else microbatch, v=(1, 2), zero=zero,
+        recompute=("none", "full"), sequence_parallel=False, attention="flash", states=ADAM_32,
+    )  # fmt: skip
+
+
+def named(one: Priced) -> str:
+    """A plan in a few cells."""
+    again = "yes" if one.recompute == "full" else ""
+    return f"{one.p} | {one.t} | {one.d} | {one.b} | {one.schedule} {one.v} | {again}"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--cluster", metavar="FILE", help="a Cluster file, and no measurement")
+    parser.add_argument("--steps", type=int, default=4, metavar="N")
+    parser.add_argument("--microbatch", type=int, metavar="B", help="sequences of one, not 1, 2, 4")
+    parser.add_argument("--zero", type=int, default=0, metavar="LEVEL")
+    options = parser.parse_args()
+    began = time.perf_counter()
+    if options.cluster:
+        cluster = load_cluster(options.cluster)
+    else:
+        taken = measure(PROCESSES, say=partial(print, file=sys.stderr))
+        cluster = taken.cluster
+        print("\n".join([*taken.table, *taken.warnings, ""]))
+    print(f"{cluster}\n")
+    all_of = plans(cluster, options.microbatch, options.zero)
+    texts = [written(MODEL, one) for one in all_of]
+    context = multiprocessing.get_context("spawn")
+    ranks = run(train, PROCESSES, texts, options.steps, context=context, limit=3600)
+    print(file=sys.stderr)
+    ran = [max(rank[k] for rank in ranks) for k in range(len(texts))]
+    report(all_of, ran)
+    print(f"\n{len(ran)} plans in {time.perf_counter() - began:.0f} s")
+
+
+def report(all_of: list[Priced], ran: list[Ran]) -> None:
+    """The table, and what it comes to."""
+    print("| p | t | d | b | schedule, stages of a rank | run again | predicted, ms | "
+          "measured, ms | off | spread |")  # fmt: skip
+    print("| ---: | ---: | ---: | ---: | --- | --- | ---: | ---: | ---: | ---: |")
+    for one, took in zip(all_of, ran, strict=True):
+        print(f"| {named(one)} | {1e3 * one.step:.0f} | {1e3 * took.step:.0f} | "
+              f"{one.step / took.step - 1:+.0%} | {took.spread:.0%} |")  # fmt: skip
+    errors = [abs(one.step / took.step - 1) for one, took in zip(all_of, ran, strict=True)]
+    steps = [took.step for took in ran]
+    mean = statistics.mean(errors)
+    place = sorted(steps).index(steps[0]) + 1
+    print(f"\nmean error {mean:.1%} (goal: {GOAL:.0%}), median {statistics.median(errors):.1%}, "
+          f"largest {max(errors):.1%}; the chosen plan is number {place} of {len(steps)} measured, "
+          f"{steps[0] / min(steps) - 1:.1%} slower than the best (goal: among two)")  # fmt: skip
+
+
+if __name__ == "__main__":
+    main()

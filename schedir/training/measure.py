@@ -1,0 +1,339 @@
+"""Measure: what the machine that this runs on reaches, as a Cluster that the planner takes.
+
+Processes do the same at the same time, one for each GPU, or so many on the processors of a machine:
+products, copies, layers of this trainer's GPT, and sums over groups.  On processors, time of
+computation is that of the processor, so what other programs take of it does not count, times the
+processes that share one; on GPUs it is that of the wall.
+"""
+
+from __future__ import annotations
+
+import math
+import multiprocessing
+import os
+import time
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from functools import partial
+from pathlib import Path
+from statistics import median
+from typing import Any, Final, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.nn import functional as F
+
+from schedir.errors import UsageError, in_bytes
+from schedir.ir.cluster import Cluster
+from schedir.planner.choice import Choice
+from schedir.planner.fit import Block, Measured, Product, Sum, fitted, rows
+from schedir.planner.model import Model
+from schedir.testing.processes import run
+from schedir.training import gpt
+from schedir.training.gpt_config import GPTConfig
+from schedir.transports.registry import DEVICES, Device, find
+
+LIMIT: Final = 300.0  # seconds, of all
+BUSY: Final = 0.1  # share of the processors that other programs may take before it is said
+
+
+class Extent(NamedTuple):
+    """What is measured on a kind of device: products (m, k, n); layers, of which the first are so
+    small that only their issue takes time, (hidden, heads, sequence, microbatch); bytes of a copy,
+    and of sums."""
+
+    products: tuple[tuple[int, int, int], ...]
+    smallest: tuple[tuple[int, int, int, int], ...]
+    layers: tuple[tuple[int, int, int, int], ...]
+    copied: int
+    sums: tuple[int, ...]
+
+
+def _products(*shapes: tuple[int, int]) -> tuple[tuple[int, int, int], ...]:
+    """Those of layers of a width, for so many tokens, and one of a slice."""
+    found = [(m, k, n) for m, h in shapes for k, n in ((h, 3 * h), (h, h), (h, 4 * h), (4 * h, h))]
+    m, h = shapes[0]
+    return (*found, (m, h, h // 4), (m, h // 4, h))
+
+
+EXTENTS: Final[dict[str, Extent]] = {
+    "cpu": Extent(
+        _products((128, 256), (512, 512)),
+        ((16, 1, 8, 1), (32, 2, 8, 1)),
+        ((256, 8, 128, 1), (256, 8, 128, 4), (256, 4, 256, 2), (512, 8, 64, 2), (512, 8, 128, 4)),
+        2**22,
+        (2**12, 2**17, 2**19, 2**21, 2**24),
+    ),
+    "cuda": Extent(
+        _products((2048, 2048), (4096, 8192)),
+        ((64, 1, 32, 1), (128, 2, 32, 1)),
+        ((2048, 16, 2048, 2), (4096, 32, 2048, 1), (4096, 32, 2048, 4), (8192, 64, 2048, 1)),
+        2**28,
+        (2**12, 2**20, 2**24, 2**27),
+    ),
+}
+QUICK: Final = Extent(
+    ((32, 32, 32), (32, 64, 64)), ((16, 1, 8, 1),), ((64, 2, 32, 2),), 2**16, (2**10, 2**16)
+)
+
+
+class Taken(NamedTuple):
+    """What a machine reaches; where each number is from, by field; what was measured beside what
+    the Cluster says of it, in lines; and what may be wrong with it."""
+
+    cluster: Cluster
+    notes: dict[str, str]
+    table: tuple[str, ...]
+    warnings: tuple[str, ...]
+
+
+def measure(
+    processes: int | None = None,
+    device: Device = "cpu",
+    *,
+    quick: bool = False,
+    say: Callable[[str], None] = lambda line: None,
+) -> Taken:
+    """Measure this machine with so many processes, by default one for each processor or GPU.
+
+    It takes about half a minute, and with `quick`, of little use, some seconds.  `say` is told what
+    is measured.
+
+    Raises UsageError for a device that is not there, and for fewer than one process.
+    """
+    if device not in DEVICES:
+        raise UsageError(f"device {device!r} is not known", hint=" or ".join(DEVICES))
+    number = max(_own(device), 1) if processes is None else processes
+    if isinstance(number, bool) or not isinstance(number, int) or number < 1:
+        raise UsageError(f"processes are 1 or more, not {processes!r}", fields=["processes"])
+    find(DEVICES[device].require)(number)
+    shared = processors() if device == "cpu" else None
+    say(f"{number} process{'es' * (number > 1)} on "
+        + (f"{shared} processors" if shared else "a GPU each"))  # fmt: skip
+    extent = QUICK if quick else EXTENTS[device]
+    context = multiprocessing.get_context("spawn")
+    seconds = 0.02 if quick else 0.3
+    seen = run(_rank, number, device, extent, seconds, context=context, limit=LIMIT)
+    return _taken(seen, number, shared, device, extent)
+
+
+def processors() -> int:
+    """How many this process may use at once: those that it is let to, and as much of their time."""
+    own = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    try:
+        quota, period = Path("/sys/fs/cgroup/cpu.max").read_text().split()
+        return min(own, max(1, math.ceil(int(quota) / int(period))))
+    except (OSError, ValueError):  # no such limit
+        return own
+
+
+def _own(device: str) -> int:
+    return torch.cuda.device_count() if device == "cuda" else processors()
+
+
+# ---------------------------------------------------------------- one process
+
+
+class Seen(NamedTuple):
+    """What one process saw: seconds by round of each piece; bytes; its share of a processor."""
+
+    products: list[list[float]]
+    smallest: list[list[float]]
+    layers: list[list[float]]
+    copied: list[float]
+    sums: list[tuple[int, int, list[float]]]
+    memory: float
+    share: float
+
+
+def _rank(rank: int, device: str, extent: Extent, seconds: float) -> Seen:
+    """Measure as one process of several."""
+    watch = _Watch(device, seconds)
+    if device == "cuda":
+        torch.cuda.set_device(rank)
+    where = {"device": torch.device(device), "dtype": watch.dtype}
+    began = time.perf_counter(), time.process_time()
+    products = [watch.rounds(_product(*shape, where)) for shape in extent.products]
+    share = (time.process_time() - began[1]) / (time.perf_counter() - began[0])
+    copied = watch.rounds(partial(torch.ones(extent.copied // 4, device=device).add_, 1.0))
+    smallest, layers = (
+        [watch.rounds(_layer(*shape, where)) for shape in shapes]
+        for shapes in (extent.smallest, extent.layers)
+    )
+    sums = [*_sums(extent, watch)] if dist.get_world_size() > 1 else []
+    memory = _memory(device)
+    return Seen(products, smallest, layers, copied, sums, memory, share)
+
+
+class _Watch:
+    """Tells how long something takes: again and again for some time, in several rounds."""
+
+    ROUNDS = 5
+
+    def __init__(self, device: str, seconds: float) -> None:
+        self.device, self.each = device, seconds / self.ROUNDS
+        self.dtype = torch.float32 if device == "cpu" else torch.bfloat16
+
+    def rounds(self, run: Callable[[], object], *, wall: bool = False) -> list[float]:
+        """Seconds that `run` takes, of each round, while all processes do the same."""
+        clock = time.perf_counter if wall or self.device == "cuda" else time.thread_time
+        for _ in range(3):
+            run()
+        self._wait()
+        began = time.perf_counter()
+        run()
+        self._wait()
+        # All do it as often, for they may do it together.
+        often = torch.tensor(self.each / max(time.perf_counter() - began, 1e-7))
+        dist.all_reduce(often, dist.ReduceOp.MIN)
+        times = min(max(int(often), 1), 10_000)
+        found = []
+        for _ in range(self.ROUNDS):
+            dist.barrier()
+            began = clock()
+            for _ in range(times):
+                run()
+            self._wait()
+            found.append((clock() - began) / times)
+        return found
+
+    def _wait(self) -> None:
+        if self.device == "cuda":
+            torch.cuda.synchronize()
+
+
+def _product(m: int, k: int, n: int, where: Any) -> Callable[[], object]:
+    """A product with a weight, and the two of its backward."""
+    x, w, dy = (torch.randn(*shape, **where) for shape in ((m, k), (n, k), (m, n)))
+
+    def run() -> object:
+        return F.linear(x, w), dy @ w, dy.t() @ x
+
+    return run
+
+
+def _layer(hidden: int, heads: int, sequence: int, size: int, where: Any) -> Callable[[], object]:
+    """A layer of the trainer's GPT, forward and backward, as a step runs it again and again."""
+    config = GPTConfig(vocab=2, layers=1, hidden=hidden, heads=heads, context=sequence)
+    block = gpt.Layer(config, 0, None, where)
+    for p in block.parameters():
+        p.grad = torch.zeros_like(p)
+    x = torch.randn(size, sequence, hidden, **where).requires_grad_()
+    dy = torch.randn(size, sequence, hidden, **where)
+
+    def run() -> object:
+        y: Tensor = block(x)
+        y.backward(dy)
+        x.grad = None
+        return None
+
+    return run
+
+
+def _sums(extent: Extent, watch: _Watch) -> Iterator[tuple[int, int, list[float]]]:
+    """All-reduces over pairs, all at once, and over all processes."""
+    world = dist.get_world_size()
+    backend = "gloo" if watch.device == "cpu" else "nccl"
+    for size in sorted({2, world}):
+        every = [range(k, k + size) for k in range(0, world - size + 1, size)]
+        groups = [dist.new_group([*ranks], backend=backend) for ranks in every]
+        here = dist.get_rank() // size
+        alone = here >= len(groups)
+        for number in extent.sums:
+            x = torch.zeros(number // 4, device=watch.device)
+
+            def run(x: Tensor = x, group: Any = None if alone else groups[here]) -> None:
+                if group is not None:
+                    dist.all_reduce(x, group=group)
+
+            found = watch.rounds(run, wall=True)
+            if not alone:
+                yield size, number, found
+        for group in groups:
+            dist.destroy_process_group(group)
+
+
+def _memory(device: str) -> float:
+    """Bytes of a process: of its GPU, or of the machine."""
+    if device == "cuda":
+        return float(torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory)
+    whole = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    with suppress(OSError, ValueError):  # no such limit
+        whole = min(whole, int(Path("/sys/fs/cgroup/memory.max").read_text()))
+    return whole / dist.get_world_size()
+
+
+# ---------------------------------------------------------------- all of them
+
+
+def _taken(seen: list[Seen], number: int, shared: int | None, device: str, extent: Extent) -> Taken:
+    """What all processes saw, as one machine."""
+    slower = 1.0 if shared is None else max(1.0, number / shared)  # while all compute
+
+    def middle(name: str, k: int) -> float:
+        found: float = median(x for one in seen for x in getattr(one, name)[k])
+        return slower * found
+
+    def blocks(name: str) -> list[Block]:
+        found = []
+        for k, (hidden, heads, sequence, size) in enumerate(getattr(extent, name)):
+            model = Model(layers=1, hidden=hidden, heads=heads, vocab=2, sequence=sequence)
+            found.append(Block(model, Choice(b=size, attention="flash"), middle(name, k)))
+        return found
+
+    sums = [
+        Sum(group, size, median(x for one in seen for x in one.sums[k][2] if k < len(one.sums)))
+        for k, (group, size, _) in enumerate(seen[0].sums)
+    ]
+    measured = Measured(
+        processes=number,
+        itemsize=4 if device == "cpu" else 2,
+        memory=min(one.memory for one in seen),
+        products=[Product(*shape, middle("products", k))
+                  for k, shape in enumerate(extent.products)],
+        copied=2 * extent.copied / (slower * median(x for one in seen for x in one.copied)),
+        smallest=blocks("smallest"),
+        layers=blocks("layers"),
+        sums=sums,
+        processors=shared,
+    )  # fmt: skip
+    cluster = fitted(measured)
+    rates = sorted(one.rate for one in measured.products)
+    notes = {
+        "flops": f"the median of {len(rates)} products, from {rates[0] / 1e9:.4g} to "
+        f"{rates[-1] / 1e9:.4g} GFLOP/s; what each process reaches while all compute",
+        "memory": "of the machine, a process's part" if shared else "of the device",
+        "hbm": f"as {len(measured.layers)} layers show; a copy reaches "
+        f"{in_bytes(measured.copied)}/s",
+        "nvlink": f"{len(sums)} all-reduces" if sums else "not measured: nobody to send to",
+        "network": "not measured: one machine",
+        "latency": "the same",
+        "kernel_us": "of layers that are too small to take more",
+        "itemsize": "float32" if device == "cpu" else "bfloat16",
+    }
+    table = [f"{'measured':>10}  {'told':>10}  {'off':>6}"]
+    for row in rows(cluster, measured):
+        table.append(f"{_ms(row.measured)}  {_ms(row.told)}  {row.error:>+6.0%}  {row.what}")
+    return Taken(cluster, notes, tuple(table), tuple(_warnings(seen, number, shared)))
+
+
+def _ms(seconds: float) -> str:
+    return f"{1e3 * seconds:7.3f} ms"
+
+
+def _warnings(seen: list[Seen], number: int, shared: int | None) -> Iterator[str]:
+    """What may be wrong with it."""
+    if shared is not None:
+        had, could = sum(one.share for one in seen), min(number, shared)
+        if had < (1 - BUSY) * could:
+            yield (
+                f"the machine is busy: of {could} processors other programs took "
+                f"{1 - had / could:.0%}; sums, which wait, are too slow by about as much"
+            )
+    spreads = [
+        max(rounds) / min(rounds) - 1
+        for one in seen for rounds in (*one.products, *one.layers)
+    ]  # fmt: skip
+    if (spread := median(spreads)) > BUSY:
+        yield f"rounds of the same differ by {spread:.0%}, in the median"

@@ -1,0 +1,48 @@
+"""Measuring this machine: quickly, so only that it is one, and said, and can be planned with."""
+
+from __future__ import annotations
+
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from schedir import Cluster, load_cluster, planner, save_cluster
+from schedir.errors import UsageError
+from schedir.training.measure import EXTENTS, measure, processors
+
+
+def test_two_processes(tmp_path: Path) -> None:
+    said: list[str] = []
+    found = measure(2, quick=True, say=said.append)
+    cluster = found.cluster
+    assert said == [f"2 processes on {processors()} processors"]
+    assert (cluster.nodes, cluster.gpus_per_node, cluster.itemsize) == (1, 2, 4)
+    assert cluster.processors == processors()
+    assert 1e8 < cluster.flops < 1e13
+    assert cluster.kernel_us > 0
+    assert {*found.notes} <= {f.name for f in fields(Cluster)}
+    # A line each for products, layers and sums, and the head.
+    assert len(found.table) == 1 + 2 + 1 + 1 + 2
+    save_cluster(cluster, tmp_path / "here.toml", notes=found.notes)
+    assert load_cluster(tmp_path / "here.toml") == cluster
+    model = planner.Model(layers=2, hidden=64, heads=4, vocab=256, sequence=64)
+    assert 0 < planner.layer(model, cluster, planner.Choice(t=2)).total.F < 1
+
+
+@pytest.mark.parametrize("device", EXTENTS)
+def test_ten_products_are_those_of_layers(device: str) -> None:
+    assert len(EXTENTS[device].products) == 10
+
+
+@pytest.mark.parametrize("processes", [0, -1, True, 1.5])
+def test_what_is_no_number_of_processes(processes: Any) -> None:
+    with pytest.raises(UsageError, match="1 or more"):
+        measure(processes)
+
+
+def test_a_device_that_nobody_knows() -> None:
+    device: Any = "tpu"
+    with pytest.raises(UsageError, match="not known"):
+        measure(1, device)
