@@ -72,9 +72,11 @@ class Losses:
             if not made:
                 remove_checkpoints(folder)
             self.run.write(folder)
-        for old in _results(self.output):
-            for part in old.parent.glob(f".{old.name}.*"):  # of a run that ended while writing it
+        runs = [Path(f, RUN) for f in (self.output.folder, folder) if f is not None]
+        for file in (*_results(self.output), *runs):
+            for part in file.parent.glob(f".{file.name}.*"):  # of a run that ended while writing it
                 part.unlink(missing_ok=True)
+        for old in _results(self.output):
             if old != path and not (old == looks and seen):
                 old.unlink(missing_ok=True)
         if seen:

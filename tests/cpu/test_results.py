@@ -60,7 +60,8 @@ def test_results_are_not_written_over_unless_that_is_said(config: str, tmp_path:
     # Another run's picture and trace do not stay beside the losses of one that records nothing.
     again = [*sets[:1], AGAIN, "output.record=false", "data.seed=3", "train.steps=2"]
     (tmp_path / "out" / TRACE).touch()
-    (tmp_path / "out" / ".summary.json.123").touch()  # of one that was killed while it wrote
+    for name in ("summary", "run"):
+        (tmp_path / "out" / f".{name}.json.123").touch()  # of one that was killed while it wrote
     assert run(config, [*ALONE, *again]) == 0
     assert {*held(tmp_path / "out")} == {"loss.csv", "summary.json"}
     assert held(tmp_path / "out")["loss.csv"].count(b"\n") == 3
