@@ -244,13 +244,20 @@ def _experts(model: Model, choice: Choice) -> Pieces:
 
 
 def embedding_pieces(model: Model, choice: Choice) -> Pieces:
-    """Rows of a matrix that is cut by rows over t, those of positions, and a dropout."""
+    """Rows of a matrix that is cut by rows over t, those of positions, and a dropout.
+
+    Before them come tokens, targets and masks: small kernels, which only the host feels.  Kernels
+    are Megatron-LM's (get_ltor_masks_and_position_ids, and VocabParallelEmbedding, which masks what
+    is on other slices).
+    """
     wide, rows = _wide(model, choice), tokens(model, choice)
     whole = float(rows) * model.hidden
     table = model.vocab * model.hidden / choice.t  # its gradient is made whole, then added
     size = 2 * whole
+    masks = 7 if choice.t > 1 else 0  # of rows that are on other slices
     passes = (
-        Pass("rows of the embedding", 4 * whole, 0, 4 * whole + 12 * table, (1, 0, 2)),
+        Pass("tokens, targets and masks", 0, 0, 0, (9, 0, 0)),
+        Pass("rows of the embedding", 4 * whole, 0, 4 * whole + 12 * table, (1 + masks, 0, 2)),
         Pass("positions and dropout", (6 + 5) * wide, 5 * wide, 2 * wide, (2, 1, 2)),
     )
     if choice.t == 1:
@@ -269,16 +276,16 @@ def head_pieces(model: Model, choice: Choice) -> Pieces:
     """The last norm, logits of a vocabulary that is cut over t, and their loss.
 
     The loss is Megatron-LM's (core/tensor_parallel/cross_entropy.py), a kernel for each of its
-    lines: to 32 bits, the largest, what is less by it, the exponential, its sum, its share, of each
-    logit; backwards a product with the loss's gradient, and to 16 bits.  Three sums of a number for
-    each token go around.
+    lines.  Of all logits: to 32 bits, the largest, what is less by it, the exponential, its sum,
+    its share; backwards a product with the loss's gradient, and to 16 bits.  The others are of a
+    number for each token, and so are three sums that go around.
     """
     rows, vocab = tokens(model, choice), -(-model.vocab // choice.t)
     logits = float(rows) * vocab
     size, each = 2.0 * rows * model.hidden, 4.0 * rows
     passes = (
         _norm("last norm", model, choice),
-        Pass("loss", (6 + 4 + 8 + 8 + 4 + 8) * logits, (8 + 6) * logits, 0, (12, 4, 0)),
+        Pass("loss", (6 + 4 + 8 + 8 + 4 + 8) * logits, (8 + 6) * logits, 0, (27, 13, 0)),
     )
     collectives: tuple[Collective, ...] = ()
     if choice.t > 1:

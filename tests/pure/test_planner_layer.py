@@ -208,6 +208,14 @@ def test_flash_attention_saves_what_scores_take() -> None:
         for attention in ("softmax", "flash")
     )
     assert flash.total.F < softmax.total.F and flash.total.R < softmax.total.R / 4
+    # Two products on half of the scores; five of as much in the backward.
+    product = 2.0 * 4 * 2048**2 * 6144 / 8 / NODE.flops
+    constants = Constants()
+    assert pytest.approx(product / constants.flash_forward) == flash.compute.R
+    prices = Prices(NODE, Choice(), constants, True)
+    gemms = layer_pieces(GPT, Choice(t=8, b=4, attention="flash")).gemms
+    backward = sum(prices.gemm(gemm).I for gemm in gemms if gemm.flash)
+    assert pytest.approx(2.5 * product / constants.flash_backward) == backward
 
 
 def test_constants_are_bounded() -> None:
