@@ -7,8 +7,9 @@ Measures the machine as `schedir plan --measure` does, unless told of a `--clust
 plans for as many processes, each simulated as its program; and trains all of these, as
 `schedir train` would with the configuration that the planner writes.  A step begins as all
 processes leave a barrier, and ends with the last of them; of `--steps` behind two that warm up
-the median counts.  "Memory" is what the planner says of the fullest rank beside what the trainer
-predicts for it, which tests hold beside what lives.  Nothing else should run meanwhile.
+the median counts.  "Worked" is the processor time of all processes in a step, over the processors:
+no step can be shorter, and one that is much longer had processors that idled, or were taken by
+others.  Nothing else should run meanwhile.
 """
 
 from __future__ import annotations
@@ -31,7 +32,6 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from schedir import load_cluster, planner
 from schedir.ir.cluster import Cluster
 from schedir.planner.choice import Priced
-from schedir.planner.memory import ADAM_32
 from schedir.planner.plan import plan
 from schedir.planner.runnable import config as written
 from schedir.runtime.boundary import Boundary
@@ -113,7 +113,7 @@ def plans(cluster: Cluster, microbatch: int | None, zero: int) -> list[Priced]:
     return plan(
         MODEL, cluster, BATCH, top=10**6, schedules=SCHEDULES, exact=True,
         b=(1, 2, 4) if microbatch is None else microbatch, v=(1, 2), zero=zero,
-        recompute=("none", "full"), sequence_parallel=False, attention="flash", states=ADAM_32,
+        recompute=("none", "full"), sequence_parallel=False, attention="flash",
     )  # fmt: skip
 
 
@@ -143,19 +143,26 @@ def main() -> None:
     context = multiprocessing.get_context("spawn")
     ranks = run(train, PROCESSES, texts, options.steps, context=context, limit=3600)
     print(file=sys.stderr)
-    ran = [max(rank[k] for rank in ranks) for k in range(len(texts))]
-    report(all_of, ran)
+    ran = [together([rank[k] for rank in ranks]) for k in range(len(texts))]
+    report(all_of, ran, cluster.processors or PROCESSES)
     print(f"\n{len(ran)} plans in {time.perf_counter() - began:.0f} s")
 
 
-def report(all_of: list[Priced], ran: list[Ran]) -> None:
+def together(ranks: list[Ran]) -> Ran:
+    """What all ranks took: the longest, and what they worked in all."""
+    longest = max(ranks)
+    return longest._replace(cpu=sum(one.cpu for one in ranks))
+
+
+def report(all_of: list[Priced], ran: list[Ran], processors: int) -> None:
     """The table, and what it comes to."""
     print("| p | t | d | b | schedule, stages of a rank | run again | predicted, ms | "
-          "measured, ms | off | spread |")  # fmt: skip
-    print("| ---: | ---: | ---: | ---: | --- | --- | ---: | ---: | ---: | ---: |")
+          "measured, ms | off | spread | worked, ms |")  # fmt: skip
+    print("| ---: | ---: | ---: | ---: | --- | --- | ---: | ---: | ---: | ---: | ---: |")
     for one, took in zip(all_of, ran, strict=True):
         print(f"| {named(one)} | {1e3 * one.step:.0f} | {1e3 * took.step:.0f} | "
-              f"{one.step / took.step - 1:+.0%} | {took.spread:.0%} |")  # fmt: skip
+              f"{one.step / took.step - 1:+.0%} | {took.spread:.0%} | "
+              f"{1e3 * took.cpu / processors:.0f} |")  # fmt: skip
     errors = [abs(one.step / took.step - 1) for one, took in zip(all_of, ran, strict=True)]
     steps = [took.step for took in ran]
     mean = statistics.mean(errors)

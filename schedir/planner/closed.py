@@ -77,11 +77,27 @@ def parts(
         recompute=plans.m * there(compute.R),
         tensor=plans.m * there(tensor.F + tensor.I + tensor.W + tensor.R),
         transfers=transfers,
-        bubble=(waits * shares.number).sum(axis=1) - there(waits),
+        bubble=((waits * shares.number).sum(axis=1) - there(waits)) * _idle(cluster, plans),
         data=data,
         optimizer=optimizer,
     )
     return np.stack([found[name] for name in Parts._fields])
+
+
+def _idle(cluster: Cluster, plans: Plans) -> Floats:
+    """Of the time that ranks wait, the share in which processors do.
+
+    While k of p ranks of a pipeline compute as it fills, k/p of all processes have what so many
+    processors can give; where these are fewer than processes, they work on while others wait.
+    """
+    if cluster.processors is None:
+        return np.ones(len(plans))
+    can = min(cluster.processors / cluster.gpus_per_node, 1.0)
+    found = np.ones(len(plans))
+    for p in np.unique(plans.p[plans.p > 1]).tolist():
+        working = np.arange(1, p) / p
+        found[plans.p == p] = np.maximum(can - working, 0).sum() / (1 - working).sum()
+    return found
 
 
 def ranks(

@@ -35,10 +35,11 @@ from schedir.planner.choice import Choice, Memory, Parts, Phases, Priced, Times
 from schedir.planner.constants import Constants
 from schedir.planner.division import layers_of
 from schedir.planner.layer import stage
-from schedir.planner.memory import ADAM, States, ends_numbers
+from schedir.planner.memory import ADAM, States, ends_numbers, states_for
 from schedir.planner.model import Model
+from schedir.planner.own_sizes import own_sizes
 from schedir.planner.priced import priced
-from schedir.planner.runnable import program
+from schedir.planner.runnable import ON_PROCESSORS, program
 from schedir.planner.sizes import numbers_of, sizes
 from schedir.predict.bubble_causes import Cause, idleness
 from schedir.predict.on_processors import on_processors
@@ -52,14 +53,14 @@ def exact(
     choice: Choice,
     constants: Constants | None = None,
     *,
-    states: States = ADAM,
+    states: States | None = None,
 ) -> Priced:
     """The choice with the time of its step and its memory, from simulating its program.
 
     Each stage has its own times, by its layers and by the embedding or the head; messages, sums,
     gathers of weights and the update take what the cluster makes of their bytes.  What the parts
     tell is of the rank that is busiest, and adds up to the step.  Processes that share processors
-    are simulated so (`on_processors`).
+    are simulated so (`on_processors`), with the program and the sizes of `schedir train`.
 
     Raises UsageError for what does not go together, and what `program` raises.
 
@@ -70,8 +71,11 @@ def exact(
     >>> found.exact, found.step == sum(found.parts), found.fits
     (True, True, True)
     """
-    constants = constants or Constants()
-    whole = program(choice, tied=model.tied)
+    constants, states = constants or Constants(), states or states_for(cluster)
+    here = cluster.processors is not None
+    if here:  # what trains there is `schedir train`, and no allocator keeps what is free
+        constants = replace(constants, allocator_share=0.0, reserved=0.0, recompute_ahead=1.0)
+    whole = program(choice, tied=model.tied, **(ON_PROCESSORS if here else {}))
     if whole.plan.stages != choice.stages:
         raise UsageError(
             f"{choice.schedule} has {whole.plan.stages} stages of several holders each, which the "
@@ -80,7 +84,7 @@ def exact(
         )
     times = times_of(model, cluster, choice, constants)
     costs = costs_of(model, cluster, choice, whole.plan, times, constants, states)
-    held = sizes(model, choice, whole.plan, constants, states)
+    held = (own_sizes if here else sizes)(model, choice, whole.plan, constants, states)
     run = replace(run_of(cluster, choice, whole, costs), sizes=held)
     found = parts_of(run, times, ahead=constants.recompute_ahead)
     return priced(model, cluster, choice, found, memory_of(run, constants), exact=True)
@@ -126,7 +130,10 @@ def costs_of(
     params, grads, optimizer = (_each(size * numbers) for size in bytes_of)
     tokens = choice.b * (model.sequence // choice.c)
     sent = Sizes(
-        activation=2.0 * tokens * model.hidden, params=params, grads=grads, optimizer=optimizer
+        activation=1.0 * cluster.itemsize * tokens * model.hidden,
+        params=params,
+        grads=grads,
+        optimizer=optimizer,
     )
     where = mesh(choice)
     own = Costs(F=_each(F), I=_each(I), W=_each(W), B=_each(I + W), R=_each(ahead),

@@ -34,6 +34,11 @@ ADAM_MAIN_GRADS: Final = States(2, 4, 12)
 ADAM_32: Final = States(4, 4, 8)
 
 
+def states_for(cluster: Cluster) -> States:
+    """Those of the type that trains on a cluster, by the bytes of its numbers."""
+    return ADAM_32 if cluster.itemsize >= 4 else ADAM
+
+
 def layer_numbers(model: Model, t: Any = 1, e: Any = 1) -> tuple[Any, Any]:
     """Numbers of a layer on one of `t` slices: those that all replicas have, and those of its
     experts, of which `e` replicas have a part each.

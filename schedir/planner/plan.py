@@ -16,7 +16,7 @@ from schedir.planner.constants import Constants
 from schedir.planner.division import layers_of
 from schedir.planner.exact import exact as simulated
 from schedir.planner.families import SCHEDULES, family
-from schedir.planner.memory import ADAM, States, held
+from schedir.planner.memory import States, held, states_for
 from schedir.planner.model import Model
 from schedir.planner.pieces import refuse_uneven
 from schedir.planner.plans import Floats, Plans
@@ -64,7 +64,7 @@ def step(
     *,
     exact: bool = False,
     constants: Constants | None = None,
-    states: States = ADAM,
+    states: States | None = None,
 ) -> Priced:
     """What a step of one choice takes and holds, also of one that does not fit.
 
@@ -79,7 +79,7 @@ def step(
     (True, True, True)
     """
     _refuse(model, cluster, choice)
-    constants = constants or Constants()
+    constants, states = constants or Constants(), states or states_for(cluster)
     if exact:
         return simulated(model, cluster, choice, constants, states=states)
     return prices(model, cluster, Plans.of(choice), constants, states).at(model, cluster, 0)
@@ -106,7 +106,7 @@ def plan(
     attention: Attention = "softmax",
     order: Order = "tpd",
     constants: Constants | None = None,
-    states: States = ADAM,
+    states: States | None = None,
 ) -> list[Priced]:
     """The `top` plans that fit into the cluster's memory, the fastest first.
 
@@ -122,7 +122,7 @@ def plan(
     >>> best.gpus, best.batch, best.fits
     (1024, 1536, True)
     """
-    constants = constants or Constants()
+    constants, states = constants or Constants(), states or states_for(cluster)
     want = asked(
         schedules=schedules, p=p, t=t, d=d, v=v, b=b, c=c, e=e, recompute=recompute, zero=zero,
         sequence_parallel=sequence_parallel, attention=attention, order=order,

@@ -20,6 +20,8 @@ from schedir.schedules.words import placed_for, takes_v
 
 _KEPT: Final = 16  # programs that are kept: choices differ in sizes more often than in these
 _LARGE: Final = 2**18  # instructions of one that is not
+# Options with which `schedir train` compiles for processes on processors.
+ON_PROCESSORS: Final[dict[str, Any]] = {"overlap": True, "slots": None, "blocks": True}
 
 
 def plan_of(choice: Choice) -> Plan:
@@ -68,14 +70,15 @@ def program(choice: Choice, *, tied: bool = True, **options: Any) -> Program:
                    schedule=choice.schedule, zero=choice.zero, recompute=choice.recompute,
                    sequence_parallel=choice.sequence_parallel)  # fmt: skip
     large = 6 * choice.stages * choice.m > _LARGE
-    if large or options or choice.schedule.endswith((".sched", ")")) or ":" in choice.schedule:
+    large = large or options not in ({}, ON_PROCESSORS)
+    if large or choice.schedule.endswith((".sched", ")")) or ":" in choice.schedule:
         return _made(shape, tied=tied, options=options)
-    return _known(shape, tied=tied)
+    return _known(shape, tied=tied, **options)
 
 
 @lru_cache(_KEPT)
-def _known(shape: Choice, *, tied: bool) -> Program:
-    return _made(shape, tied=tied, options={})
+def _known(shape: Choice, *, tied: bool, **options: Any) -> Program:
+    return _made(shape, tied=tied, options=options)
 
 
 def _made(shape: Choice, *, tied: bool, options: dict[str, Any]) -> Program:
