@@ -134,7 +134,7 @@ def main() -> None:
     if options.cluster:
         cluster = load_cluster(options.cluster)
     else:
-        taken = measure(PROCESSES, say=partial(print, file=sys.stderr))
+        taken = measure(PROCESSES, progress=True)
         cluster = taken.cluster
         print("\n".join([*taken.table, *taken.warnings, ""]))
     print(f"{cluster}\n")

@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 import multiprocessing
 import os
+import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
@@ -93,12 +94,12 @@ def measure(
     device: Device = "cpu",
     *,
     quick: bool = False,
-    say: Callable[[str], None] = lambda line: None,
+    progress: bool = False,
 ) -> Taken:
     """Measure this machine with so many processes, by default one for each processor or GPU.
 
-    It takes about half a minute, and with `quick`, of little use, some seconds.  `say` is told what
-    is measured.
+    It takes about half a minute, and with `quick`, of little use, some seconds.  With `progress`
+    standard error is told what is measured.
 
     Raises UsageError for a device that is not there, and for fewer than one process.
     """
@@ -109,12 +110,14 @@ def measure(
         raise UsageError(f"processes are 1 or more, not {processes!r}", fields=["processes"])
     find(DEVICES[device].require)(number)
     shared = processors() if device == "cpu" else None
-    say(f"{number} process{'es' * (number > 1)} on "
-        + (f"{shared} processors" if shared else "a GPU each"))  # fmt: skip
     extent = QUICK if quick else EXTENTS[device]
     context = multiprocessing.get_context("spawn")
     seconds = 0.02 if quick else 0.3
-    seen = run(_rank, number, device, extent, seconds, context=context, limit=LIMIT)
+    if progress:
+        where = f"{shared} processor{'s' * (shared > 1)}" if shared else "a GPU each"
+        _say(f"{number} process{'es' * (number > 1)} on {where}")
+    asked = device, extent, seconds, progress
+    seen = run(_rank, number, *asked, context=context, limit=LIMIT)
     return _taken(seen, number, shared, device, extent)
 
 
@@ -147,8 +150,14 @@ class Seen(NamedTuple):
     share: float
 
 
-def _rank(rank: int, device: str, extent: Extent, seconds: float) -> Seen:
+def _say(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)
+
+
+def _rank(rank: int, device: str, extent: Extent, seconds: float, progress: bool) -> Seen:
     """Measure as one process of several."""
+    say = _say if progress and rank == 0 else lambda line: None
+    say(f"{len(extent.products)} products, and a copy")
     watch = _Watch(device, seconds)
     if device == "cuda":
         torch.cuda.set_device(rank)
@@ -157,10 +166,12 @@ def _rank(rank: int, device: str, extent: Extent, seconds: float) -> Seen:
     products = [watch.rounds(_product(*shape, where)) for shape in extent.products]
     share = (time.process_time() - began[1]) / (time.perf_counter() - began[0])
     copied = watch.rounds(partial(torch.ones(extent.copied // 4, device=device).add_, 1.0))
+    say(f"{len(extent.smallest) + len(extent.layers)} layers")
     smallest, layers = (
         [watch.rounds(_layer(*shape, where)) for shape in shapes]
         for shapes in (extent.smallest, extent.layers)
     )
+    say("sums over groups")
     sums = [*_sums(extent, watch)] if dist.get_world_size() > 1 else []
     memory = _memory(device)
     return Seen(products, smallest, layers, copied, sums, memory, share)

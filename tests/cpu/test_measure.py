@@ -13,11 +13,12 @@ from schedir.errors import UsageError
 from schedir.training.measure import EXTENTS, measure, processors
 
 
-def test_two_processes(tmp_path: Path) -> None:
-    said: list[str] = []
-    found = measure(2, quick=True, say=said.append)
+def test_two_processes(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    found = measure(2, quick=True, progress=True)
     cluster = found.cluster
-    assert said == [f"2 processes on {processors()} processors"]
+    said = capfd.readouterr().err.splitlines()
+    assert said[0].startswith(f"2 processes on {processors()} processor")
+    assert said[-1] == "sums over groups"
     assert (cluster.nodes, cluster.gpus_per_node, cluster.itemsize) == (1, 2, 4)
     assert cluster.processors == processors()
     assert 1e8 < cluster.flops < 1e13
