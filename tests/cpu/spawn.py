@@ -9,13 +9,14 @@ from typing import Any
 from schedir.testing.processes import GRACE, RankError
 from schedir.testing.processes import run as run_in
 
-__all__ = ["RankError", "run"]
+__all__ = ["CONTEXT", "RankError", "run"]
 
 # The children fork from a server that has torch loaded and no threads yet: as quick as fork,
-# as safe as spawn. pytest is there because each child imports the parent's main module.
-_CONTEXT = multiprocessing.get_context("forkserver")
-_CONTEXT.set_forkserver_preload(
-    ["torch", "torch.distributed", "numpy", "pytest", "schedir.training.watchdog", __name__]
+# as safe as spawn. pytest is there because each child imports the parent's main module, and
+# torch._dynamo because every optimizer does: a second of each child's.
+CONTEXT = multiprocessing.get_context("forkserver")
+CONTEXT.set_forkserver_preload(
+    ["torch._dynamo", "numpy", "pytest", "schedir.training.trainer", "schedir.torch", __name__]
 )
 
 
@@ -23,4 +24,4 @@ def run(
     fn: Callable[..., Any], world_size: int, *args: Any, limit: float = 120, grace: float = GRACE
 ) -> list[Any]:
     """`fn(rank, *args)` on each of `world_size` processes, as schedir.testing.processes has it."""
-    return run_in(fn, world_size, *args, context=_CONTEXT, limit=limit, grace=grace)
+    return run_in(fn, world_size, *args, context=CONTEXT, limit=limit, grace=grace)

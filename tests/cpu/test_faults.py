@@ -19,7 +19,7 @@ from schedir.dumps.box import FOLDER, look
 from schedir.training import trainer, world
 from schedir.training.train import run as train
 from tests.cpu.faulty import goes_wrong
-from tests.cpu.spawn import _CONTEXT
+from tests.cpu.spawn import CONTEXT
 from tests.cpu.training import LIMIT
 
 What = tuple[int, str, str, int]  # the process, its fault, where, and after how many calls
@@ -93,8 +93,8 @@ def test_the_process_is_blamed_that_had_the_fault(
             "output.record=false", "pipeline.schedule=one_f_one_b"]  # fmt: skip
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     what = process, kind, where, number
-    given = config, sets, store.port, what, _CONTEXT.Barrier(4)
-    processes = [_CONTEXT.Process(target=faulty, args=(rank, *given)) for rank in range(4)]
+    given = config, sets, store.port, what, CONTEXT.Barrier(4)
+    processes = [CONTEXT.Process(target=faulty, args=(rank, *given)) for rank in range(4)]
     over = time.monotonic() + LIMIT
     try:
         for one in processes:

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import os
 import socket
-import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -21,7 +19,7 @@ from schedir.training.data import Batches
 from schedir.training.meeting import compare, facts_of
 from schedir.training.store import connected
 from schedir.transports.plain import encoded
-from tests.cpu.training import ROOT, TORCHRUN, arguments, finish, start
+from tests.cpu.training import TORCHRUN, arguments, finish, fork, start
 
 
 def said(each: list[tuple[int, int, dict[str, str]]], timeout: float = 20) -> list[str]:
@@ -132,30 +130,9 @@ def test_where_no_store_answers_patience_ends(
 def by_hand(config: str, folder: Path, sets: list[list[str]]) -> list[tuple[int, str]]:
     """Exit code and error of processes that are started one by one, with settings of their own."""
     with socket.create_server(("127.0.0.1", 0)) as free:
-        port = str(free.getsockname()[1])
-    processes = []
-    for rank, own in enumerate(sets):
-        environment = os.environ | {
-            "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(len(sets)),
-            "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port,
-        }  # fmt: skip
-        command = [
-            sys.executable,
-            "-m",
-            "schedir",
-            *arguments(config, folder, "pipeline.tp=1", *own),
-        ]
-        processes.append(
-            subprocess.Popen(
-                command,
-                cwd=ROOT,
-                env=environment,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.PIPE,
-                text=True,
-            )
-        )
-    return [(code, err) for code, _, err in map(finish, processes)]
+        port = free.getsockname()[1]
+    words = [arguments(config, folder, "pipeline.tp=1", *own) for own in sets]
+    return [(code, err) for code, _, err in fork(words, folder, port)]
 
 
 @pytest.mark.parametrize(

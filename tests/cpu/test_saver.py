@@ -86,18 +86,20 @@ def test_a_step_that_does_not_wait_spoils_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What is above can fail: here the copy begins behind the step."""
-    over = Event()
-    monkeypatch.setattr(copies, "copy", lambda pairs: over.wait(60) and COPY(pairs))
-    monkeypatch.setattr(copies.Copies, "wait", lambda self: None)
+    monkeypatch.setattr(copies.Copies, "wait", lambda self: None)  # before executors take it
     executor = in_process(HERE["one_f_one_b"], MODEL)
     saver = Saver(executor, tmp_path / "beside", names=same)
     steps(executor, 0, 2)
     save(executor, tmp_path / "at once", step=2, names=same)
     saver.due(2)
+    over = Event()  # these two have copied some at once, and waited for it
+    monkeypatch.setattr(copies, "copy", lambda pairs: over.wait(60) and COPY(pairs))
     steps(executor, 2, 3)
     over.set()
     for rank in executor.ranks:
-        for one in rank.state.held.snapshots.under_way:
+        late = rank.state.held.snapshots.under_way
+        assert late
+        for one in late:
             assert isinstance(one, copies._InThread) and one.ended.get() is None
     saver.write()
     saver.ended()

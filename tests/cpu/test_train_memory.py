@@ -10,13 +10,9 @@ from pathlib import Path
 import pytest
 
 from schedir.training.train import run
-from tests.cpu.training import ALONE, CONFIG, ROOT, arguments, finish, losses, start
+from tests.cpu.training import ALONE, CONFIG, ROOT, forked, launched, losses
 
 SMALL = CONFIG.replace("steps = 6", "steps = 2").replace("tp = 2", "tp = 1")
-
-
-def said(config: Path, folder: Path, *sets: str) -> tuple[int, str, str]:
-    return finish(start([sys.executable, "-m", "schedir", *arguments(str(config), folder, *sets)]))
 
 
 @pytest.fixture
@@ -31,12 +27,12 @@ def config(tmp_path: Path) -> Path:
 def test_as_few_as_fit_with_the_same_losses(tmp_path: Path, config: Path) -> None:
     """Between two processes, with dropout, and messages in shared memory."""
     own = tmp_path / "own"
-    assert said(config, own)[0] == 0
+    assert forked(str(config), own)[0] == 0
     needs = json.loads((own / "summary.json").read_text())["memory"]["predicted"]
     limit = f"memory.limit={int(0.9 * max(needs))}B"
-    code, out, err = said(config, tmp_path / "refused", limit)
+    code, out, err = launched(str(config), tmp_path / "refused", limit)
     assert code == 2 and "MemoryLimitError" in err and "\nstep" not in out
-    code, out, err = said(config, tmp_path / "fits", limit, "memory.recompute=fit")
+    code, out, err = forked(str(config), tmp_path / "fits", limit, "memory.recompute=fit")
     assert code == 0, err
     assert "recomputed: " in out.splitlines()[0] and " forwards: of stage " in out
     held = json.loads((tmp_path / "fits" / "summary.json").read_text())["memory"]["predicted"]
@@ -45,7 +41,8 @@ def test_as_few_as_fit_with_the_same_losses(tmp_path: Path, config: Path) -> Non
 
 
 def test_what_never_fits_is_refused(tmp_path: Path, config: Path) -> None:
-    code, _, err = said(config, tmp_path / "o", "memory.limit=1kB", "memory.recompute=fit")
+    limits = ["memory.limit=1kB", "memory.recompute=fit"]
+    code, _, err = forked(str(config), tmp_path / "o", *limits)
     assert code == 2 and "MemoryLimitError" in err
 
 

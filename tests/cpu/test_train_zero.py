@@ -12,7 +12,7 @@ import pytest
 
 from schedir.training.train import run
 from tests.cpu.test_finite_runs import BACKWARD, FORWARD, ONE, poison, rows
-from tests.cpu.training import ROOT, arguments, finish, start
+from tests.cpu.training import ROOT, forked
 
 __all__ = ["poison"]
 FSDP = ["pipeline.ranks=1", "pipeline.stages_per_rank=4", "pipeline.tp=1", "pipeline.dp=2",
@@ -21,8 +21,7 @@ FSDP = ["pipeline.ranks=1", "pipeline.stages_per_rank=4", "pipeline.tp=1", "pipe
 
 def trained(config: str, folder: Path, *sets: str) -> bytes:
     """The loss, learning rate and norm of each step, as they are written."""
-    command = [sys.executable, "-m", "schedir", *arguments(config, folder, *sets)]
-    code, out, err = finish(start(command))
+    code, out, err = forked(config, folder, *sets)
     assert (code, err) == (0, "")
     told = [line for line in out.splitlines() if line.startswith("zero ")]
     zero = next((s[-1] for s in sets if s.startswith("pipeline.zero=")), "0")

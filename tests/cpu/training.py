@@ -3,11 +3,19 @@
 from __future__ import annotations
 
 import csv
+import os
 import subprocess
 import sys
+import time
+from collections.abc import Sequence
 from pathlib import Path
 
+from torch.distributed import TCPStore  # type: ignore[attr-defined]
+
+from schedir.__main__ import main
+from schedir.training.config_file import read
 from schedir.training.train import run
+from tests.cpu.spawn import CONTEXT
 
 ROOT = Path(__file__).resolve().parents[2]
 LIMIT = 240  # seconds: enough on any machine, and the end of a hang
@@ -51,17 +59,76 @@ def start(command: list[str], cwd: Path = ROOT) -> subprocess.Popen[str]:
 
 def finish(process: subprocess.Popen[str]) -> tuple[int, str, str]:
     """Exit code and what was said; a process that hangs is ended, and fails the test."""
-    try:
-        out, err = process.communicate(timeout=LIMIT)
-    finally:
-        process.kill()
+    with process:  # its pipes are closed, whatever happens
+        try:
+            out, err = process.communicate(timeout=LIMIT)
+        finally:
+            process.kill()
     return process.returncode, out, err
+
+
+def launched(config: str, folder: Path, *sets: str) -> tuple[int, str, str]:
+    """Exit code and what was said of a run as a person starts it."""
+    return finish(start([sys.executable, "-m", "schedir", *arguments(config, folder, *sets)]))
+
+
+def forked(config: str, folder: Path, *sets: str) -> tuple[int, str, str]:
+    """The same of a run whose processes find each other as under torchrun, for tests of what is
+    trained: two seconds of a core less for each process."""
+    world = read(config, [*sets, f'output.folder="{folder}"']).world
+    words = [arguments(config, folder, *sets)] * world
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    found = fork(
+        words, folder, store.port, TORCHELASTIC_USE_AGENT_STORE="True", LOCAL_WORLD_SIZE=str(world)
+    )
+    code = next((code for code, _, _ in found if code), 0)
+    return code, found[0][1], "".join(err for _, _, err in found)
+
+
+def fork(
+    words: Sequence[list[str]], folder: Path, port: int, **more: str
+) -> list[tuple[int, str, str]]:
+    """Exit code and what was said of each of several processes, by what they are told; they fork
+    from one that has torch loaded.  `port` is that of their store."""
+    said = folder.parent / f"said-{folder.name}"
+    said.mkdir()
+    more |= {"WORLD_SIZE": str(len(words)), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    processes = [
+        CONTEXT.Process(target=_process, args=(rank, own, said, more))
+        for rank, own in enumerate(words)
+    ]
+    over = time.monotonic() + LIMIT
+    try:
+        for process in processes:
+            process.start()
+        for process in processes:
+            process.join(max(0, over - time.monotonic()))
+        codes = [code for process in processes if (code := process.exitcode) is not None]
+    finally:
+        for process in processes:
+            if process.pid is not None:
+                process.kill()
+                process.join()
+    assert len(codes) == len(words), "a process has not ended"
+    outs, errs = (
+        [(said / f"{rank}.{name}").read_text() for rank in range(len(words))]
+        for name in ("out", "err")
+    )
+    return list(zip(codes, outs, errs, strict=True))
+
+
+def _process(rank: int, words: list[str], said: Path, more: dict[str, str]) -> None:
+    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank)} | more
+    os.chdir(ROOT)
+    for descriptor, name in ((1, "out"), (2, "err")):
+        with (said / f"{rank}.{name}").open("w") as file:
+            os.dup2(file.fileno(), descriptor)
+    sys.exit(main(words))
 
 
 def train(config: str, folder: Path, *sets: str) -> list[float]:
     """The losses of a run of as many processes as it asks for."""
-    command = [sys.executable, "-m", "schedir", *arguments(config, folder, *sets)]
-    code, out, err = finish(start(command))
+    code, out, err = forked(config, folder, *sets)
     assert code == 0, err
     assert err == "" and out.startswith("memory ") and "\nstep " in out
     return losses(folder)
