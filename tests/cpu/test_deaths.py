@@ -14,6 +14,7 @@ from schedir.errors import ExecutionError
 from schedir.ir.plan import Plan
 from schedir.runtime.inprocess import InProcess
 from schedir.schedules import one_f_one_b
+from tests.cases import cases
 from tests.cpu.training import TORCHRUN, arguments, finish, start
 
 DEADLY = """\
@@ -49,15 +50,19 @@ def dying(config: str, tmp_path: Path, how: str, transport: str) -> list[str]:
 
 @pytest.mark.parametrize(
     ("how", "transport", "said"),
-    [
-        (KILL, "shared", " was ended by signal 9 (Killed), "),
-        (KILL, "gloo", " was ended by signal 9 (Killed), "),
-        ("os._exit(7)", "gloo", " ended with exit code 7, "),
-        ("os._exit(0)", "shared", " ended with exit code 0, "),
-        ("os._exit(2)", "gloo", " ended with exit code 2, "),
-        ("raise KeyboardInterrupt", "shared", ": interrupted, "),
-        ("sys.exit(3)", "gloo", ": sys.exit(3) was called, "),
-    ],
+    cases(
+        [
+            (KILL, "shared", " was ended by signal 9 (Killed), "),
+            ("os._exit(0)", "shared", " ended with exit code 0, "),
+            ("os._exit(2)", "gloo", " ended with exit code 2, "),
+            ("raise KeyboardInterrupt", "shared", ": interrupted, "),
+            ("sys.exit(3)", "gloo", ": sys.exit(3) was called, "),
+        ],
+        [
+            (KILL, "gloo", " was ended by signal 9 (Killed), "),
+            ("os._exit(7)", "gloo", " ended with exit code 7, "),
+        ],
+    ),
 )
 def test_the_launcher_says_who_died_and_how(
     config: str, tmp_path: Path, how: str, transport: str, said: str
@@ -72,10 +77,10 @@ def test_the_launcher_says_who_died_and_how(
 
 @pytest.mark.parametrize(
     ("how", "said"),
-    [
-        ("os._exit(0)", "process 1 (pipeline rank 1) ended with exit code 0, "),
-        ("os._exit(1)", "process 1 (pipeline rank 1) ended with exit code 1, "),
-    ],
+    cases(
+        [("os._exit(1)", "process 1 (pipeline rank 1) ended with exit code 1, ")],
+        [("os._exit(0)", "process 1 (pipeline rank 1) ended with exit code 0, ")],
+    ),
 )
 def test_a_warning_says_nothing_of_a_death(
     config: str, tmp_path: Path, how: str, said: str
@@ -116,7 +121,7 @@ def test_what_a_module_raises_is_said_as_its_own(how: str, said: str) -> None:
     assert error.value.fact == said
 
 
-@pytest.mark.parametrize("transport", ["shared", "gloo"])
+@pytest.mark.parametrize("transport", cases(["gloo"], ["shared"]))
 def test_under_torchrun_a_neighbour_says_who_died(
     config: str, tmp_path: Path, transport: str
 ) -> None:

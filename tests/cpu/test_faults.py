@@ -2,7 +2,7 @@
 
 Processes are forked from one that has torch loaded, and find each other as under torchrun; the
 launchers themselves are tried by `benchmarks/faults.py`, and a few times in `test_train_ends.py`.
-A fault takes seconds, mostly of waiting: every fifth is tried, and all with ALL_FAULTS=1.
+A fault takes seconds, mostly of waiting: every fifth is tried, and all with ALL_CASES=1.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 from schedir.dumps.box import FOLDER, look
 from schedir.training import trainer, world
 from schedir.training.train import run as train
+from tests.cases import ALL
 from tests.cpu.faulty import goes_wrong
 from tests.cpu.spawn import CONTEXT
 from tests.cpu.training import LIMIT
@@ -74,7 +75,7 @@ FAULTS = [
 ]  # fmt: skip
 
 
-TRIED = FAULTS[:: 1 if os.environ.get("ALL_FAULTS") else 5]
+TRIED = FAULTS[:: 1 if ALL else 5]
 
 
 @pytest.mark.parametrize(

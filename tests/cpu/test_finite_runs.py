@@ -5,7 +5,6 @@ from __future__ import annotations
 import csv
 import math
 import re
-import sys
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -18,7 +17,7 @@ from schedir.runtime.precision import LossScale
 from schedir.training import gpt
 from schedir.training.train import run
 from schedir.training.train_config import TrainConfig
-from tests.cpu.training import arguments, finish, start
+from tests.cpu.training import forked
 
 GOLDEN = Path(__file__).parents[1] / "golden"
 
@@ -169,7 +168,8 @@ def test_what_a_loss_scale_makes_too_large_stops_no_run(
     ("what", "stage", "ranks", "sets", "where"),
     [
         # Of two replicas, the second.
-        (FORWARD, 2, "4567", ["pipeline.dp=2"], ("process 4 (", "rank 0", "F 2.0", "replica 1")),
+        (FORWARD, 2, "23", ["pipeline.tp=1", "pipeline.dp=2"],
+         ("process 2 (", "rank 0", "F 2.0", "replica 1")),
         # Where nobody takes the norm, and all other ranks have sound gradients.
         (BACKWARD, 0, "0", ["pipeline.tp=1", "pipeline.ranks=3", "model.layers=6", "train.clip=0",
                             "train.timeout=10"],
@@ -189,8 +189,7 @@ def test_all_processes_stop_with_one_message(
     where: tuple[str, str, str, str],
 ) -> None:
     sets = [*sets, "train.log_every=2", poison(what, stage, 3, ranks=ranks)]
-    command = [sys.executable, "-m", "schedir", *arguments(config, tmp_path / "out", *sets)]
-    code, _, err = finish(start(command))
+    code, _, err = forked(config, tmp_path / "out", *sets)
     process, rank, instr, replica = where
     assert code == 1 and err.startswith(process) and err.count("of step 4 is infinite") == 1
     site = err.splitlines()[1]

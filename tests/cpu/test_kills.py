@@ -1,20 +1,20 @@
 """Runs that save, of which processes are killed: the first few of the campaign's kills.
 
-One is made by default, and five with ALL_FAULTS=1.
+One is made by default, and five with ALL_CASES=1.
 """
 
 from __future__ import annotations
 
-import os
 import sys
 
+from tests.cases import ALL
 from tests.cpu.training import ROOT, finish, start
 
 
 def test_after_kills_a_run_goes_on_as_if_it_had_not_broken() -> None:
     """In set-up, in steps, and while a checkpoint is copied or written; the command fails where a
     start does not resume, loses too many steps, or comes to other losses."""
-    kills = 5 if os.environ.get("ALL_FAULTS") else 1
+    kills = 5 if ALL else 1
     script = str(ROOT / "benchmarks" / "resume.py")
     command = [sys.executable, script, f"--kills={kills}", "--seed=2"]
     code, out, err = finish(start(command))

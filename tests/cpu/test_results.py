@@ -22,7 +22,7 @@ from schedir.training.config import Config, OutputConfig
 from schedir.training.results import COLUMNS, LOCK, RESULTS, TRACE, claimed
 from schedir.training.train import run
 from schedir.training.world import wait_for_results
-from tests.cpu.training import ALONE, LIMIT, ROOT, TORCHRUN, arguments, finish, start
+from tests.cpu.training import ALONE, LIMIT, ROOT, arguments, finish, forked, start
 
 TWO = ["pipeline.tp=1", "pipeline.stages_per_rank=1", "train.log_every=1"]
 AGAIN = "output.replace=true"
@@ -124,12 +124,11 @@ def test_a_run_stopped_between_steps_keeps_its_losses_and_no_summary(
 ENDLESS = ["train.steps=1000000", "train.timeout=20", "output.record=false"]
 
 
-@pytest.mark.parametrize("starter", [[sys.executable]])
 def test_a_folder_in_use_is_refused_until_its_run_ends_however_it_does(
-    config: str, tmp_path: Path, starter: list[str]
+    config: str, tmp_path: Path
 ) -> None:
     folder = tmp_path / "out"
-    first = start([*starter, "-m", "schedir", *arguments(config, folder, *TWO, *ENDLESS)])
+    first = start([sys.executable, "-m", "schedir", *arguments(config, folder, *TWO, *ENDLESS)])
     try:
         assert first.stdout is not None and first.stdout.readline().startswith("memory ")
         assert first.stdout.readline().startswith("step ")
@@ -223,7 +222,7 @@ world.PATIENCE = 4.0
 
 
 def slowly(*given):
-    time.sleep(9)
+    time.sleep(6)
     write(*given)
 
 
@@ -231,15 +230,11 @@ train.save = slowly
 """
 
 
-@pytest.mark.parametrize("starter", [[*TORCHRUN, "--standalone", "--nproc-per-node=2"]])
-def test_writing_may_take_longer_than_the_timeout(
-    config: str, tmp_path: Path, starter: list[str]
-) -> None:
+def test_writing_may_take_longer_than_the_timeout(config: str, tmp_path: Path) -> None:
     schedule = tmp_path / "mine.py"
     schedule.write_text(SLOW)
     sets = [*TWO, "train.timeout=3", "train.steps=2", f"pipeline.schedule={schedule}:mine"]
-    command = [*starter, "-m", "schedir", *arguments(config, tmp_path / "out", *sets)]
-    code, out, err = finish(start(command))
+    code, out, err = forked(config, tmp_path / "out", *sets)
     assert code == 0, err
     assert out.endswith(f"timeline.png to {tmp_path / 'out'}\n")
     assert {*held(tmp_path / "out")} == {*RESULTS} and not (tmp_path / "out" / "boxes").exists()

@@ -18,6 +18,7 @@ from schedir.__main__ import main
 from schedir.errors import ConfigError, ProgramError, UsageError
 from schedir.training import gpt
 from schedir.training.train import run
+from tests.cases import cases
 from tests.cpu.training import (
     ALONE,
     LIMIT,
@@ -75,15 +76,17 @@ def gone(pid: int) -> bool:
 
 @pytest.mark.parametrize(
     ("to", "what", "code", "said"),
-    [
-        ("rank 1", signal.SIGKILL, 1, "process 1 (pipeline rank 1) was ended by signal 9"),
-        ("rank 1", signal.SIGSTOP, 1, "process 1 (pipeline rank 1) is stopped, "),
-        ("launcher", signal.SIGINT, 130, ""),
-        ("launcher", signal.SIGKILL, -signal.SIGKILL, ""),
-        ("launcher", signal.SIGTERM, -signal.SIGTERM, ""),
-        ("launcher", signal.SIGQUIT, -signal.SIGQUIT, ""),
-        ("launcher", signal.SIGHUP, -signal.SIGHUP, ""),
-    ],
+    cases(
+        [
+            ("rank 1", signal.SIGKILL, 1, "process 1 (pipeline rank 1) was ended by signal 9"),
+            ("rank 1", signal.SIGSTOP, 1, "process 1 (pipeline rank 1) is stopped, "),
+            ("launcher", signal.SIGINT, 130, ""),
+            ("launcher", signal.SIGKILL, -signal.SIGKILL, ""),
+            ("launcher", signal.SIGTERM, -signal.SIGTERM, ""),
+            ("launcher", signal.SIGQUIT, -signal.SIGQUIT, ""),
+        ],
+        [("launcher", signal.SIGHUP, -signal.SIGHUP, "")],
+    ),
 )
 def test_all_end_together(
     endless: tuple[subprocess.Popen[str], list[int]],

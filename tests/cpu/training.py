@@ -75,7 +75,8 @@ def launched(config: str, folder: Path, *sets: str) -> tuple[int, str, str]:
 def forked(config: str, folder: Path, *sets: str) -> tuple[int, str, str]:
     """The same of a run whose processes find each other as under torchrun, for tests of what is
     trained: two seconds of a core less for each process."""
-    world = read(config, [*sets, f'output.folder="{folder}"']).world
+    # A schedule's file may patch what it likes, and is for the processes alone to load.
+    world = read(config, [one for one in sets if not one.startswith("pipeline.schedule=")]).world
     words = [arguments(config, folder, *sets)] * world
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     found = fork(
