@@ -12,7 +12,7 @@ demo: $(READY)
 
 test: lint
 	$(BIN)/pytest -n 2 schedir tests/pure
-	$(BIN)/pytest -n 3 --dist loadfile tests/cpu
+	$(BIN)/pytest -n 3 --dist loadfile --no-loadscope-reorder tests/cpu
 	$(BIN)/pytest tests/gpu tests/browser
 
 # A site of all pages, in build/site; a dead link, or a page that is nowhere in its tree, is an error.

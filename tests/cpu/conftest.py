@@ -1,9 +1,10 @@
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
 
-from tests.cpu.training import CONFIG
+from tests.cpu.training import CONFIG, end_all
 
 # Bits are compared between processes: each has the same one thread.
 torch.set_num_threads(1)
@@ -16,3 +17,25 @@ def config(tmp_path: Path) -> str:
     path = tmp_path / "run.toml"
     path.write_text(CONFIG.format(text=text))
     return str(path)
+
+
+@pytest.fixture(autouse=True)
+def _ended() -> Iterator[None]:
+    yield
+    end_all()
+
+
+# Files that take the longest, in seconds of a core or of waiting, the longest first.
+LONG = (
+    "test_deaths", "test_train_ends", "test_resume", "test_gpu_tests", "test_faults", "test_train",
+    "test_ends", "test_own_model", "test_results", "test_compute_graphs", "test_checkpoints",
+    "test_nccl_like", "test_torch_own", "test_random", "test_torch_page", "test_torch_huggingface",
+    "test_kills", "test_gpt2", "test_meeting", "test_tutorial", "test_train_memory",
+    "test_train_zero",
+)  # fmt: skip
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Long files go first, so that none is left to one worker alone at the end."""
+    at = {name: k for k, name in enumerate(LONG)}
+    items.sort(key=lambda item: at.get(item.path.stem, len(LONG)))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -51,10 +52,30 @@ def arguments(config: str, folder: Path, *sets: str) -> list[str]:
     return ["train", config, *(f"--set={s}" for s in (*sets, f'output.folder="{folder}"'))]
 
 
+_STARTED: list[subprocess.Popen[str]] = []
+
+
 def start(command: list[str], cwd: Path = ROOT) -> subprocess.Popen[str]:
-    return subprocess.Popen(
-        command, cwd=cwd, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    )
+    """A process with pipes, which the end of its test ends and closes."""
+    process = subprocess.Popen(
+        command, cwd=cwd, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        preexec_fn=_heed,
+    )  # fmt: skip
+    _STARTED.append(process)
+    return process
+
+
+def end_all() -> None:
+    """End what a test has started, whatever it has found: an open pipe would fail another one."""
+    while _STARTED:
+        with _STARTED.pop() as process:
+            process.kill()
+
+
+def _heed() -> None:
+    """Tests may run where nohup or a shell's `&` has these ignored, which children inherit."""
+    for each in (signal.SIGHUP, signal.SIGINT, signal.SIGQUIT):
+        signal.signal(each, signal.SIG_DFL)
 
 
 def finish(process: subprocess.Popen[str]) -> tuple[int, str, str]:
