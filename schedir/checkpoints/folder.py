@@ -12,18 +12,17 @@ touched.  Needs no torch.
 
 from __future__ import annotations
 
-import errno
 import os
 import re
 import shutil
-import sys
 import time
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import BinaryIO, Final
 
+from schedir.checkpoints.disk import reads, sync, tell, writes
 from schedir.checkpoints.manifest import File as File
 from schedir.checkpoints.manifest import Kind as Kind
 from schedir.checkpoints.manifest import Manifest as Manifest
@@ -43,7 +42,6 @@ _UNFINISHED: Final = ".tmp"
 _ASIDE: Final = ".old"
 _GOING: Final = ".gone"
 _NAME = re.compile(rf"{_STEP}(\d{{8,16}})({_UNFINISHED}|{_ASIDE}|{_GOING}|)")
-_DAMAGED = (errno.ENOENT, errno.ENOTDIR, errno.EIO, errno.ELOOP)  # of what should be there
 
 _locks: dict[str, Lock] = {}  # of this process, by folder: they go when it ends
 
@@ -88,7 +86,7 @@ class Folder:
         """
         path = self.of(step)
         try:
-            with _reads(path / MANIFEST, step), require_file(path / MANIFEST) as file:
+            with reads(path / MANIFEST, step), require_file(path / MANIFEST) as file:
                 manifest = read_manifest(file, path.name, tensors=tensors)
         except CheckpointError as error:
             error.step, error.file = step, MANIFEST
@@ -123,7 +121,7 @@ class Folder:
         self.check_sizes(manifest, own)
 
         def opened(name: str) -> BinaryIO:
-            with _reads(path / name, manifest.step):
+            with reads(path / name, manifest.step):
                 return require_file(path / name)
 
         for name, digest in verify(own, opened, progress):
@@ -181,7 +179,7 @@ class Folder:
 
         `begin` does this, too.  Raises CheckpointError if another has it, or if it cannot be made.
         """
-        with self._writes("write to"):
+        with writes(f"write to {self.given}"):
             self.path.mkdir(parents=True, exist_ok=True)
             for key, lock in [*_locks.items()]:
                 if not lock.held:  # its folder has been removed
@@ -199,7 +197,7 @@ class Folder:
                     hint="each run has a folder of its own",
                 ) from None
             if why:
-                _tell(f"{self.given} has no locks ({why}): nothing keeps another run out of it")
+                tell(f"{self.given} has no locks ({why}): nothing keeps another run out of it")
             _locks[key] = lock
 
     def release(self) -> None:
@@ -214,7 +212,7 @@ class Folder:
         """
         _require_step(step)
         self.claim()
-        with self._writes(f"save step {step} to", step):
+        with self.writing(step):
             self._tidy()
             if (path := self._named(step)).exists() and not (path / MANIFEST).is_file():
                 raise CheckpointError(
@@ -229,6 +227,19 @@ class Folder:
         """Remove what was written of a checkpoint that will not be finished."""
         self._remove(self.unfinished(step))
 
+    def remove_all(self) -> None:
+        """Remove all checkpoints, the newest last; of one process, which gets the lock.
+
+        Raises CheckpointError where one stays.
+        """
+        if not self.steps():
+            return
+        self.claim()
+        for step, what in sorted(self._names()):
+            self._remove(self._named(step, what))
+        if left := self.steps():
+            raise CheckpointError(f"step {left[0]} is still in {self.given}", step=left[0])
+
     def finish(self, manifest: Manifest, keep: int | None = None) -> Path:
         """Let what has been written be the checkpoint of its step; of one process, when all have
         written.
@@ -242,18 +253,18 @@ class Folder:
             raise UsageError(f"keep is {keep!r:.60}; it must be 1 or more", fields=["keep"])
         path, to = self.unfinished(step), self._named(step)
         try:
-            with self._writes(f"save step {step} to", step):
+            with self.writing(step):
                 for name, file in manifest.files.items():
                     try:
                         self._require_size(path, step, name, file)
                     except NotWholeError as error:
                         raise CheckpointError(error.fact, step=step, file=name) from None
-                    _sync(path / name)
+                    sync(path / name)
                 with (path / MANIFEST).open("xb") as made:
                     for line in written(replace(manifest, when=int(time.time()))):
                         made.write(line)
-                _sync(path / MANIFEST)
-                _sync(path)
+                sync(path / MANIFEST)
+                sync(path)
                 self._exchange(path, to, self._named(step, _ASIDE))
         except BaseException:
             self.abandon(step)
@@ -273,7 +284,7 @@ class Folder:
                 with suppress(OSError):
                     aside.rename(to)
             raise
-        _sync(self.path)
+        sync(self.path)
         if replaces:
             self._remove(aside)
 
@@ -318,7 +329,7 @@ class Folder:
         except FileNotFoundError:
             pass
         except OSError as error:
-            _tell(f"cannot remove {path.name} of {self.given}: {error.strerror}")
+            tell(f"cannot remove {path.name} of {self.given}: {error.strerror}")
 
     # ------------------------------------------------------------ names
 
@@ -339,7 +350,7 @@ class Folder:
 
     def _require_size(self, path: Path, step: int, name: str, file: File) -> None:
         """Refuse a file that is not there, or has another size."""
-        with _reads(path / name, step), require_file(path / name) as found:
+        with reads(path / name, step), require_file(path / name) as found:
             size = os.fstat(found.fileno()).st_size
         if size != file.size:
             raise NotWholeError(
@@ -348,51 +359,11 @@ class Folder:
                 file=name,
             )
 
-    @contextmanager
-    def _writes(self, doing: str, step: int | None = None) -> Iterator[None]:
-        """What fails in this is a CheckpointError in one sentence."""
-        try:
-            yield
-        except OSError as error:
-            raise CheckpointError(
-                f"cannot {doing} {self.given}: {error.strerror or error}", step=step
-            ) from None
-
-
-@contextmanager
-def _reads(path: Path, step: int) -> Iterator[None]:
-    """What fails in this is a CheckpointError; NotWholeError where something is missing."""
-    name = path.parent.name
-    try:
-        yield
-    except OSError as error:
-        if error.errno in _DAMAGED:
-            why = (
-                "is not there"
-                if error.errno == errno.ENOENT
-                else f"cannot be read: {error.strerror}"
-            )
-            raise NotWholeError(
-                f"{name} is not whole: {path.name} {why}", step=step, file=path.name
-            ) from None
-        raise CheckpointError(
-            f"cannot read {path.name} of {name}: {error.strerror}", step=step, file=path.name
-        ) from None
+    def writing(self, step: int) -> AbstractContextManager[None]:
+        """What fails in this, as on a full disk, is a CheckpointError that says where."""
+        return writes(f"save step {step} to {self.given}", step)
 
 
 def _require_step(step: int) -> None:
     if isinstance(step, bool) or not isinstance(step, int) or not 0 <= step < 10**16:
         raise UsageError(f"a step is a whole number from 0, not {step!r:.60}", fields=["step"])
-
-
-def _sync(path: Path) -> None:
-    """Have a file, or the names in a folder, on the disk."""
-    file = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-    try:
-        os.fsync(file)
-    finally:
-        os.close(file)
-
-
-def _tell(text: str) -> None:
-    print(text, file=sys.stderr, flush=True)

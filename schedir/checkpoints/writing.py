@@ -179,7 +179,8 @@ _writing: dict[str, list[int]] = {}  # the steps that this process is writing, b
 
 def _write(peers: Peers, place: Folder, at: Path, taken: Taken, keep: int | None) -> Path:
     def own() -> Any:
-        boxes, files = storage.write(at, peers.number, taken.tensors)
+        with place.writing(taken.step):
+            boxes, files = storage.write(at, peers.number, taken.tensors)
         return {name: kind for name, (kind, _) in taken.tensors.items()}, boxes, files
 
     told = peers.told(own, [Stored, File, Kind])
@@ -188,7 +189,8 @@ def _write(peers: Peers, place: Folder, at: Path, taken: Taken, keep: int | None
         tensors = {name: kind for kinds, _, _ in told for name, kind in kinds.items()}
         boxes = tuple(box for _, some, _ in told for box in some)
         files = {name: file for _, _, some in told for name, file in some.items()}
-        files |= storage.write_metadata(at, tensors, boxes)
+        with place.writing(taken.step):
+            files |= storage.write_metadata(at, tensors, boxes)
         manifest = Manifest(taken.step, files, tensors, boxes, taken.facts, taken.state)
         return str(place.finish(manifest, keep))
 

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, TextIO
 
+from schedir.checkpoints.folder import Folder
 from schedir.errors import UsageError
 from schedir.io.files import atomic_write, opened, path_of
 from schedir.io.locks import InUse, Lock
@@ -25,7 +26,7 @@ from schedir.ir.program import Program
 from schedir.predict.calibrate import unexplained
 from schedir.predict.timeline import Timeline
 from schedir.training.config import Config, OutputConfig
-from schedir.training.resume import RUN, Run, expect_resumable, origin, remove_checkpoints
+from schedir.training.resume import RUN, Run, expect_resumable, origin
 
 LOSSES, SUMMARY, PICTURE = RESULTS = ("loss.csv", "summary.json", "timeline.png")
 EVALUATIONS: Final = "evaluation.csv"
@@ -70,7 +71,7 @@ class Losses:
         seen = _until(looks, made) if goes_on else []
         if folder is not None:
             if not made:
-                remove_checkpoints(folder)
+                Folder(folder).remove_all()
             self.run.write(folder)
         runs = [Path(f, RUN) for f in (self.output.folder, folder) if f is not None]
         for file in (*_results(self.output), *runs):

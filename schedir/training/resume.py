@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -126,12 +125,6 @@ def expect_resumable(config: Config) -> None:
     before = origin(config)
     if before is not None:
         _expect_same(config, before, config.told)
-
-
-def remove_checkpoints(folder: str) -> None:
-    """Remove those of an earlier run, the newest last."""
-    for step in Folder(folder).steps():
-        shutil.rmtree(Folder(folder).of(step))
 
 
 def _expect_same(config: Config, before: Run, settings: Mapping[str, str]) -> None:

@@ -96,6 +96,41 @@ def test_killed_before_any_call_there_is_a_whole_one_all_the_time(tmp_path: Path
     assert ended and call > 40 and notes == {"old", "new"}
 
 
+def test_killed_while_all_are_removed_there_are_whole_ones_or_none(tmp_path: Path) -> None:
+    """And the newest is there as long as any is."""
+    template, left = Folder(tmp_path / "template"), set()
+    for step in (20, 30):
+        save(template, step)
+    (template.path / "step-00000010.tmp").mkdir()
+    template.release()
+    for call in range(1000):
+        place = Folder(tmp_path / "run")
+        shutil.copytree(template.path, place.path)
+        ended = not killed_before(call, place.remove_all)
+        for step in place.steps():
+            place.verify(step)
+        left.add(tuple(place.steps()))
+        save(place, 40, keep=1)
+        assert sorted(os.listdir(place.path)) == [LOCK, "step-00000040"]
+        place.release()
+        shutil.rmtree(place.path)
+        if ended:
+            break
+    assert ended and left == {(20, 30), (30,), ()}
+
+
+def test_what_cannot_be_removed_is_said(folder: Folder, monkeypatch: pytest.MonkeyPatch) -> None:
+    save(folder, 7)
+
+    def fails(*_: object) -> None:
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(Path, "rename", fails)
+    with pytest.raises(CheckpointError, match=r"step 7 is still in .*run"):
+        folder.remove_all()
+    assert folder.newest() == 7
+
+
 def test_all_is_on_the_disk_before_it_has_its_name(
     folder: Folder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
