@@ -21,9 +21,10 @@ from schedir.io.files import atomic_write
 from schedir.training.config import Config
 
 RUN: Final = "run.json"
-DATA: Final = "the data"  # beside the settings, of `data_facts`: how much, and its digest
+DATA: Final = "the data"  # beside the settings, of a Corpus: how much, and its digest
 # What a run does not go on with when it has changed, and of other sections what it does not tell.
 _OF_THE_RUN: Final = ("model.", "data.", DATA, "train.precision")
+_PATH: Final = "data.tokenizer"  # or a name
 _FREE: Final = ("data.source", "data.held_out", "data.microbatch_size")
 _UNTOLD: Final = ("output.", "data.source", "data.held_out", "train.checkpoint", "train.every",
                   "train.keep", "train.resume", "train.grace", "train.log_every",
@@ -41,7 +42,8 @@ class Run:
 
     @staticmethod
     def of(config: Config, data: Mapping[str, str]) -> Run:
-        """The run that a configuration goes on with, or a new one; `data` are its `data_facts`.
+        """The run that a configuration goes on with, or a new one; `data` are the facts of its
+        Corpus.
 
         Raises UsageError for data that are not those of the run.
         """
@@ -132,6 +134,13 @@ def _expect_same(config: Config, before: Run, settings: Mapping[str, str]) -> No
         had = before.settings.get(name, value)
         if had == value or name in _FREE or not name.startswith(_OF_THE_RUN):
             continue
+        data = before.settings.get(DATA)
+        if (
+            name == _PATH
+            and not {had, value} & {"bytes", "bpe"}
+            and data == settings.get(DATA, data)
+        ):
+            continue  # a file that has moved: it gives the same tokens
         what = f"the checkpoint of step {before.step}" if before.step else "the run"
         raise UsageError(
             f"{what} in {config.train.checkpoint} has {name} {had}, and not {value}",

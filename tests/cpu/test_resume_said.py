@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from schedir.errors import UsageError
 from schedir.training.train import run
 from tests.cpu.training import ALONE
 
@@ -51,3 +52,39 @@ def test_a_checkpoint_that_is_passed_over(
     assert "\npassed over: step-00000004 is not whole: its manifest" in said
     assert resumed(said) == f"resumed at step 2 from {tmp_path / 'saved' / 'step-00000002'}"
     assert (tmp_path / "out" / "loss.csv").read_bytes() == losses
+
+
+def test_fewer_steps_than_have_been_made(
+    config: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(config, words(tmp_path, 4)) == 0
+    assert run(config, words(tmp_path, 3)) == 0
+    said = capsys.readouterr().out
+    assert "\n4 steps have been made, and train.steps is 3: nothing is to be done\n" in said
+
+
+def test_a_tokenizer_that_has_moved_and_another_one(
+    config: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    assert run(config, words(tmp_path, 2, "data.tokenizer=bpe", "model.vocab=264")) == 0
+    (made,) = (tmp_path / "cache").rglob("tokenizer-*.json")
+    for name in ("one.json", "other.json"):
+        (tmp_path / name).write_text(made.read_text())
+    folder = tmp_path / "of a file"
+    folder.mkdir()
+
+    def goes_on(name: str, steps: int) -> int:
+        path = f'data.tokenizer="{tmp_path / name}"'
+        return run(config, words(folder, steps, path, "model.vocab=264"))
+
+    assert goes_on("one.json", 2) == 0
+    assert goes_on("other.json", 4) == 0
+    assert "changed since: data.tokenizer " in resumed(capsys.readouterr().out)
+    assert run(config, words(tmp_path / "more", 1, "data.tokenizer=bpe", "model.vocab=262")) == 0
+    (third,) = {*(tmp_path / "cache").rglob("tokenizer-*.json")} - {made}
+    (tmp_path / "third.json").write_text(third.read_text())
+    with pytest.raises(UsageError) as error:
+        goes_on("third.json", 6)
+    assert "has data.tokenizer " in error.value.fact
+    assert error.value.fields == ("tokenizer", "checkpoint")
