@@ -13,7 +13,7 @@ from schedir.ir.program import Program
 from schedir.runtime.executor import Executor
 from schedir.training import gpt
 from schedir.training.config import Config
-from schedir.training.corpus import held_out
+from schedir.training.data import Batches
 from schedir.transports.processes import Processes
 
 
@@ -53,10 +53,10 @@ class Evaluation:
     the last batch what is missing counts nowhere.
     """
 
-    def __init__(self, config: Config, executor: Executor, transport: Processes) -> None:
-        self.executor, self.transport = executor, transport
-        held, plan = held_out(config), executor.program.plan
-        assert held is not None, "the configuration says so"
+    def __init__(
+        self, config: Config, held: Batches, executor: Executor, transport: Processes
+    ) -> None:
+        self.executor, self.transport, plan = executor, transport, executor.program.plan
         self.every, self.last = config.train.evaluate_every, config.train.steps
         self.size = config.data.microbatch_size
         own = plan.microbatches * self.size  # windows of a replica in a batch

@@ -7,6 +7,7 @@ import sys
 import traceback
 from collections.abc import Sequence
 from contextlib import ExitStack, closing, nullcontext
+from typing import TYPE_CHECKING
 
 from schedir.dumps.blame import Shape
 from schedir.dumps.box import Phase
@@ -35,6 +36,9 @@ from schedir.training.launch import launch
 from schedir.training.results import Losses, claimed, save
 from schedir.training.resume import Run
 
+if TYPE_CHECKING:
+    from schedir.training.corpus import Corpus
+
 _LAUNCHER = "use torchrun, or unset RANK"
 
 
@@ -58,18 +62,19 @@ def run(path: str, sets: Sequence[str] = ()) -> int:
 def _start(path: str, sets: Sequence[str], config: Config, program: Program) -> int:
     """Train in this process, or start those that do."""
     try:
-        from schedir.training.corpus import batches, data_facts, held_out
+        from schedir.training.corpus import Corpus
         from schedir.training.world import require_device
 
         require_device(config)
-        for samples in filter(None, (batches(config), held_out(config))):
+        corpus = Corpus(config)
+        for samples in filter(None, (corpus.batches, corpus.held_out)):
             samples.batch(0, samples.size)
         if config.world > 1:
-            Run.of(config, data_facts(config))  # refuses other data than those of its checkpoints
+            Run.of(config, corpus.facts)  # refuses other data than those of its checkpoints
             words = ["train", *words_of_now(), *(f"--set={s}" for s in sets), "--", path]
             grace = None if config.train.checkpoint is None else config.train.grace
             return launch(words, Shape.of(program), config.output.folder, grace)
-        _train(config, program)
+        _train(config, program, corpus)
     except ExecutionError as error:
         print(error, file=sys.stderr)
         return 1
@@ -140,7 +145,9 @@ def _run_rank(path: str, sets: Sequence[str]) -> int:
         claims = os.environ["RANK"] == "0" and not is_launched()
         with claimed(config) if claims else nullcontext():
             join(Member(config.output.folder, Shape.of(program), int(os.environ["RANK"])))
-            _train(config, program)
+            from schedir.training.corpus import Corpus
+
+            _train(config, program, Corpus(config))
     except Told as told:
         end_as_told(str(told), TOLD)
     except NonFiniteError as error:  # which all ranks raise
@@ -210,15 +217,14 @@ def _whole(name: str, least: int, most: int, otherwise: str = "") -> int:
     return number
 
 
-def _train(config: Config, program: Program) -> None:
-    from schedir.training.corpus import data_facts
+def _train(config: Config, program: Program, corpus: Corpus) -> None:
     from schedir.training.meeting import all_facts
     from schedir.training.stop import Stop
     from schedir.training.trainer import train
     from schedir.training.watchdog import Watchdog
     from schedir.training.world import processes
 
-    data = data_facts(config)
+    data = corpus.facts
     facts = all_facts(config, program, data)
     number, has = int(os.environ.get("RANK", "0")), config.train.checkpoint is not None
     losses = Losses(config, Run.of(config, data)) if number == 0 else None
@@ -232,7 +238,7 @@ def _train(config: Config, program: Program) -> None:
     ):
         if member() is None:  # alone it tells its errors itself
             last.callback(own.done)
-        result = train(config, program, losses, watchdog)
+        result = train(config, program, corpus, losses, watchdog)
         own.box.enter(Phase.RESULTS)
         if result is not None:
             save(result, config.output)

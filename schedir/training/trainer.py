@@ -34,7 +34,7 @@ from schedir.runtime.precision import LossScale, MainOptimizer, float32_gradient
 from schedir.runtime.sizes import sizes_of
 from schedir.training import gpt
 from schedir.training.config import Config
-from schedir.training.corpus import batches
+from schedir.training.corpus import Corpus
 from schedir.training.ends import Told
 from schedir.training.evaluation import Evaluated, Evaluation, program_beside
 from schedir.training.meeting import agree_on_data, facts_of
@@ -50,9 +50,13 @@ from schedir.transports.transport import has_left, is_late
 
 
 def train(
-    config: Config, program: Program, losses: Losses | None, watchdog: Watchdog
+    config: Config,
+    program: Program,
+    corpus: Corpus,
+    losses: Losses | None,
+    watchdog: Watchdog,
 ) -> Result | None:
-    """Train as one rank of `program`; the Result on global rank 0, None on the others.
+    """Train as one rank of `program` on a corpus; the Result on global rank 0, None on the others.
 
     To be called within `processes`; `watchdog` is told what the process is at.  Rank 0 prints
     progress, and writes a line per step to `losses`: step (from 1), mean loss of its tokens,
@@ -65,7 +69,7 @@ def train(
     """
     torch.set_num_threads(config.train.threads)
     try:
-        return _Trainer(config, program, losses).run(watchdog)
+        return _Trainer(config, program, corpus, losses).run(watchdog)
     except RuntimeError as error:  # an instruction's has its name
         if is_late(error) and not has_left(error):
             fact = f"another process has not answered for {config.train.timeout:g} s"
@@ -77,9 +81,11 @@ def train(
 
 
 class _Trainer:
-    def __init__(self, config: Config, program: Program, losses: Losses | None) -> None:
+    def __init__(
+        self, config: Config, program: Program, corpus: Corpus, losses: Losses | None
+    ) -> None:
         self.config, self.program, self.losses = config, program, losses
-        self.batches = batches(config)
+        self.batches = corpus.batches
         self.device = torch.device(config.train.device)
         if self.device.type == "cuda":
             self.device = torch.device("cuda", torch.cuda.current_device())
@@ -131,8 +137,8 @@ class _Trainer:
             record=config.output.record,
         )
         self.evaluation: Evaluation | None = None
-        if config.train.evaluate_every:
-            self.evaluation = Evaluation(config, self.executor, self.transport)
+        if config.train.evaluate_every and corpus.held_out is not None:
+            self.evaluation = Evaluation(config, corpus.held_out, self.executor, self.transport)
         self.steps = Steps(
             self.executor,
             self.transport,
@@ -226,7 +232,11 @@ class _Trainer:
         """What a run leaves that has made all its steps before: as it was, if there is any."""
         if self.losses is None:
             return None
-        print(f"all of its {self.config.train.steps} steps have been made", flush=True)
+        steps = self.config.train.steps
+        said = f"all of its {steps} steps have been made"
+        if made > steps:
+            said = f"{made} steps have been made, and train.steps is {steps}: nothing is to be done"
+        print(said, flush=True)
         if self.losses.finished:
             return None
         lost = self.losses.last()

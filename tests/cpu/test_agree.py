@@ -17,6 +17,7 @@ from schedir.runtime.precision import LossScale, float32_gradients
 from schedir.schedules import one_f_one_b
 from schedir.training import gpt
 from schedir.training.config import Config, DataConfig, PipelineConfig
+from schedir.training.corpus import Corpus
 from schedir.training.train import program_of
 from schedir.training.train_config import TrainConfig
 from schedir.training.trainer import _Trainer
@@ -107,7 +108,7 @@ def test_processes_that_agree_are_let_through() -> None:
 def _trainer(process: int, config: Config) -> None:
     if process:
         config = replace(config, train=replace(config.train, lr=0.5))
-    _Trainer(config, program_of(config), None)
+    _Trainer(config, program_of(config), Corpus(config), None)
 
 
 def test_trainers_that_read_different_configurations() -> None:

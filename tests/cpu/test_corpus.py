@@ -12,11 +12,12 @@ import numpy as np
 import pytest
 import torch
 
+from schedir.data.corpus import tokenizer_of
 from schedir.data.indexed import read
 from schedir.errors import UsageError
-from schedir.training import gpt
+from schedir.training import corpus, gpt
 from schedir.training.config import Config, DataConfig
-from schedir.training.corpus import batches, data_facts, held_out
+from schedir.training.corpus import Corpus
 from schedir.training.gpt_config import GPTConfig
 from tests.cpu.training import alone, train
 
@@ -40,7 +41,7 @@ def told(source: Path, vocab: int = 257, **data: Any) -> Config:
 
 
 def test_only_targets_of_one_document_count(source: Path) -> None:
-    samples = batches(told(source, documents="packed"))
+    samples = Corpus(told(source, documents="packed")).batches
     texts = [json.loads(line)["text"] for line in source.read_text().splitlines()]
     inputs, targets = samples.batch(0, len(samples))
     counted = targets != gpt.IGNORE
@@ -49,7 +50,7 @@ def test_only_targets_of_one_document_count(source: Path) -> None:
     # Nothing is a target of a document's end.
     assert not counted[inputs == 256].any()
     assert int((targets == 256).sum()) == len(texts)
-    _, targets = batches(told(source)).batch(0, 5)
+    _, targets = Corpus(told(source)).batches.batch(0, 5)
     assert (targets != gpt.IGNORE).all()
 
 
@@ -59,11 +60,11 @@ def test_whole_documents_are_held_out(source: Path, tmp_path: Path, share: float
         share = str(tmp_path / "other.jsonl")
         Path(share).write_bytes(source.read_bytes())
     config = told(source, tokenizer="bpe", documents="packed", held_out=share, vocab=300)
-    kept = held_out(config)
+    kept = Corpus(config).held_out
     assert kept is not None
-    ends = [int((x.batch(0, len(x))[1] == 0).sum()) for x in (batches(config), kept)]
+    ends = [int((x.batch(0, len(x))[1] == 0).sum()) for x in (Corpus(config).batches, kept)]
     assert sum(ends) == (60 if isinstance(share, float) else 120) and min(ends) > 5
-    assert data_facts(config)["the held-out data"] == kept.told
+    assert Corpus(config).facts["the held-out data"] == kept.told
 
 
 def test_what_does_not_go_together_is_refused(source: Path, tmp_path: Path) -> None:
@@ -77,7 +78,7 @@ def test_what_does_not_go_together_is_refused(source: Path, tmp_path: Path) -> N
         ({"end_of_document": "<s>"}, "bytes has its own", "end_of_document"),
     ):
         with pytest.raises(UsageError) as caught:
-            batches(told(**{"source": source} | data, vocab=300))  # type: ignore[arg-type]
+            _ = Corpus(told(**{"source": source} | data, vocab=300)).batches  # type: ignore[arg-type]
         assert fact in caught.value.fact and caught.value.fields[0] == field
 
 
@@ -88,6 +89,23 @@ def test_a_run_on_packed_documents(config: str, source: Path, tmp_path: Path) ->
             "train.steps=3"]  # fmt: skip
     one = alone(config, tmp_path / "one", *sets)
     assert train(config, tmp_path / "many", *sets) == pytest.approx(one, rel=1e-5)
+
+
+def test_a_run_reads_its_data_once(
+    config: str, source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also what it holds out, and evaluates on."""
+    asked: list[str] = []
+
+    def counted(name: str, *rest: object) -> object:
+        asked.append(name)
+        return tokenizer_of(name, *rest)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(corpus, "tokenizer_of", counted)
+    alone(config, tmp_path / "out", f'data.source="{source}"', "data.tokenizer=bpe",
+          "model.vocab=300", "data.held_out=0.1", "train.evaluate_every=2",
+          "train.steps=2")  # fmt: skip
+    assert asked == ["bpe"]
 
 
 MEGATRON = """
@@ -120,6 +138,6 @@ def test_megatron_reads_what_is_written_and_the_other_way(tmp_path: Path) -> Non
     tokens, ends = read(tmp_path / "m.bin")
     assert tokens.tolist() == [7, 8, 50256, 1, 2, 70000, 4]
     assert ends is not None and ends.tolist() == [3, 7]
-    samples = batches(told(tmp_path / "m.bin", 70001, documents="packed"))
+    samples = Corpus(told(tmp_path / "m.bin", 70001, documents="packed")).batches
     assert gpt.count_tokens(samples.batch(0, 1)[1]) == 5
     assert torch.equal(samples.batch(0, 1)[0][0, :4], torch.tensor([1, 2, 70000, 4]))

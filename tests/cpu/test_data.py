@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from schedir.data.sources import load, python_sources
 from schedir.errors import ModelError, UsageError
 from schedir.training.config import Config, DataConfig
-from schedir.training.corpus import batches, held_out
+from schedir.training.corpus import Corpus
 from schedir.training.data import Batches
 from schedir.training.gpt_config import GPTConfig
 from tests.cpu.spawn import run
@@ -188,15 +188,15 @@ def test_what_is_held_out_is_never_trained_on(tmp_path: Path) -> None:
     text, other = tmp_path / "text", tmp_path / "other"
     text.write_bytes(bytes(range(100)))
     other.write_bytes(bytes(range(200, 230)))
-    assert held_out(held(text, None)) is None
-    samples = batches(held(text, 0.2))
-    kept = held_out(held(text, 0.2))
+    assert Corpus(held(text, None)).held_out is None
+    samples = Corpus(held(text, 0.2)).batches
+    kept = Corpus(held(text, 0.2)).held_out
     assert kept is not None
     assert int(samples.batch(0, 3 * len(samples))[1].max()) < 80
     inputs, _ = kept.batch(0, len(kept))
     assert torch.equal(inputs, torch.arange(80, 96).reshape(4, 4))
-    kept = held_out(held(text, str(other)))
+    kept = Corpus(held(text, str(other))).held_out
     assert kept is not None and kept.batch(0, 1)[0].tolist() == [[200, 201, 202, 203]]
-    assert batches(held(text, str(other))).told == batches(held(text, None)).told
+    assert Corpus(held(text, str(other))).batches.told == Corpus(held(text, None)).batches.told
     with pytest.raises(UsageError, match="leaves for evaluation has 1 tokens"):
-        held_out(held(text, 0.01))
+        _ = Corpus(held(text, 0.01)).held_out

@@ -13,7 +13,7 @@ import torch
 from schedir.errors import UsageError
 from schedir.training import gpt
 from schedir.training.config_file import read
-from schedir.training.corpus import held_out
+from schedir.training.corpus import Corpus
 from schedir.training.train import run
 from tests.cpu.training import alone, train
 
@@ -36,7 +36,7 @@ def test_the_held_out_loss_is_that_of_a_plain_model(
     sets = [*DROPS, f'data.held_out="{text}"', "train.lr=0", "train.min_lr=0"]
     alone(config, tmp_path / "out", *sets, "train.evaluate_every=4")
     settings = read(config, [*sets, "pipeline.ranks=1", "pipeline.stages_per_rank=1"])
-    held = held_out(settings)
+    held = Corpus(settings).held_out
     assert held is not None and len(held) % (3 * 2)
     inputs, targets = held.batch(0, len(held))
     model = gpt.build_stage(settings.model, 0, 1).eval()

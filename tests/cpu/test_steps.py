@@ -23,6 +23,7 @@ from schedir.runtime.precision import LossScale, innermost, step_if
 from schedir.training import gpt, steps, trainer
 from schedir.training.config import Config
 from schedir.training.config_file import read
+from schedir.training.corpus import Corpus
 from schedir.training.ends import Member
 from schedir.training.optimizer import optimizer_of
 from schedir.training.steps import Steps
@@ -199,7 +200,7 @@ def _replica(process: int, config: Config) -> list[tuple[str, list[torch.Tensor]
         with pytest.MonkeyPatch.context() as patch:
             spoilt(patch, infinite_loss, 0, *([3] if process else []), once=False)
             program = program_of(config)
-            made = _Trainer(config, program, None)
+            made = _Trainer(config, program, Corpus(config), None)
             made.steps.may_be_late &= late
             own = Member(config.output.folder, Shape.of(program), process)
             dog = Watchdog(own, config.train.timeout)

@@ -148,7 +148,7 @@ def test_training_is_what_a_plain_loop_does(config: str, tmp_path: Path) -> None
 
     from schedir.training import gpt
     from schedir.training.config_file import read
-    from schedir.training.corpus import batches
+    from schedir.training.corpus import Corpus
 
     sets = [*ALONE, "train.betas=[0.5, 0.7]", "train.clip=0.3", "train.weight_decay=0.4",
             "train.lr=0.01", f'output.folder="{tmp_path}/out"']  # fmt: skip
@@ -161,7 +161,7 @@ def test_training_is_what_a_plain_loop_does(config: str, tmp_path: Path) -> None
         {"params": [p for p in parameters if p.ndim == 1], "weight_decay": 0.0},
     ]
     optimizer = torch.optim.AdamW(groups, betas=(0.5, 0.7))
-    samples = batches(told)
+    samples = Corpus(told).batches
     rates = [0.005, 0.01, 0.01, *(told.train.learning_rate(k) for k in (3, 4, 5))]
     expected = []
     for step, rate in enumerate(rates):
