@@ -31,7 +31,7 @@ from schedir.checkpoints.manifest import Stored as Stored
 from schedir.checkpoints.manifest_lines import MANIFEST as MANIFEST
 from schedir.checkpoints.manifest_lines import read as read_manifest
 from schedir.checkpoints.manifest_lines import written
-from schedir.checkpoints.verify import Found, Progress, first_whole, require_file, verify
+from schedir.checkpoints.verify import Found, Progress, first_whole, require_file, verify, whole
 from schedir.errors import CheckpointError, UsageError
 from schedir.io.files import path_of
 from schedir.io.locks import InUse, Lock
@@ -155,17 +155,24 @@ class Folder:
         own: Callable[[Manifest], list[str]] | None = None,
         agree: Callable[[str], list[str]] | None = None,
         progress: Progress | None = None,
+        *,
+        step: int | None = None,
     ) -> Found:
-        """The newest whole checkpoint, verified, and why each newer one was passed over.
+        """The newest whole checkpoint, verified, and why each newer one was passed over; or that of
+        a step, for which none is passed over.
 
         Where several processes go on from it, all call this: each verifies the files that
         `own(manifest)` names, those that it will read, or its `manifest.share`; and `agree(text)`
         gives what each process says, by rank.  So all come to the same checkpoint.
 
         Raises CheckpointError, in all of them, for what cannot be read though it may be whole, as
-        of a newer format or with no permission: to go on from an older one would be wrong.
+        of a newer format or with no permission: to go on from an older one would be wrong; and
+        NotWholeError where that of the step is not whole.
         """
-        return first_whole(self, own, agree, progress)
+        if step is None:
+            return first_whole(self, own, agree, progress)
+        _require_step(step)
+        return Found(whole(self, step, own, agree, progress), ())
 
     def newest(self) -> int | None:
         """The newest step whose checkpoint is whole, if there is any; raises what `find` does."""

@@ -5,7 +5,7 @@ Its files with their digests, its tensors, and in which file each box of them li
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from math import prod
 from typing import Any, Final, NamedTuple
@@ -19,6 +19,15 @@ BYTES: Final = {
     **dict.fromkeys(("int8", "uint8", "bool", "float8_e4m3fn", "float8_e5m2"), 1),
     "complex128": 16,
 }  # of a number, by the names that torch has for types
+
+
+def several(facts: Sequence[str], most: int = 3) -> str:
+    """Facts as one sentence: the first few, and how many more there are.
+
+    >>> several(["one", "two", "three", "four", "five"])
+    'one; two; three; and 2 more'
+    """
+    return "; ".join([*facts[:most], *[f"and {len(facts) - most} more"] * (len(facts) > most)])
 
 
 class NotWholeError(CheckpointError):

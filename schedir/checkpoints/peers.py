@@ -20,6 +20,7 @@ class Peers:
     def __init__(self, group: Any = None, *, alone: bool = False) -> None:
         self.group, self.alone = group, alone
         self.number = 0 if alone else dist.get_rank(group)
+        self.processes = 1 if alone else dist.get_world_size(group)
 
     def told(self, make: Callable[[], _T], kinds: Kinds = ()) -> list[_T]:
         """What each process makes, in their order: plain values, and records of these kinds.
@@ -29,23 +30,23 @@ class Peers:
         """
         mine: _T | None = None
         own: Exception | None = None
-        fact = hint = ""
+        wrong: tuple[str, str, int | None, str] | None = None
         try:
             mine = make()
         except ProgramError as error:
-            own, fact, hint = error, error.fact, error.hint
+            own, place = error, (getattr(error, "step", None), getattr(error, "file", ""))
+            wrong = (error.fact, error.hint, *place)
         except Exception as error:  # of whatever kind: the others wait for what this one tells
-            own, fact = error, in_words(error)
-        told = (mine, fact, hint)
+            own, wrong = error, (in_words(error), "", None, "")
+        told = (mine, wrong)
         everyone = [told] if self.alone else self._gathered(told, kinds)
-        failed = [(k, fact, hint) for k, (_, fact, hint) in enumerate(everyone) if fact]
+        failed = [(k, *wrong) for k, (_, wrong) in enumerate(everyone) if wrong]
         if failed:
-            process, first, hint = failed[0]
-            alike = len(failed) == len(everyone) and len({fact for _, fact, _ in failed}) == 1
-            raise CheckpointError(
-                first if alike else f"process {process}: {first}", hint=hint
-            ) from own
-        made: list[Any] = [made for made, _, _ in everyone]
+            process, fact, hint, step, file = failed[0]
+            alike = len(failed) == len(everyone) and len({fact for _, fact, *_ in failed}) == 1
+            fact = fact if alike else f"process {process}: {fact}"
+            raise CheckpointError(fact, step, file, hint) from own
+        made: list[Any] = [made for made, _ in everyone]
         return made
 
     def _gathered(self, told: object, kinds: Kinds) -> list[Any]:

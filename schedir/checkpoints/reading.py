@@ -13,8 +13,10 @@ from schedir.checkpoints import storage
 from schedir.checkpoints.drawn import draw_on
 from schedir.checkpoints.folder import Folder, Manifest
 from schedir.checkpoints.known import kept_of, known_of, of_stages, say
+from schedir.checkpoints.manifest import several
 from schedir.checkpoints.own import Names, Own
 from schedir.checkpoints.peers import Peers
+from schedir.checkpoints.verify import Found
 from schedir.checkpoints.wanted import Wanted
 from schedir.errors import CheckpointError
 from schedir.runtime.kept import ITS_OWN, Keeps, KeptRank
@@ -54,16 +56,16 @@ def load(
     None
     """
     place, (peers, kept) = Folder(folder), kept_of(run)
-    found, passed = peers.first(lambda: _newest(place) if step is None else _of(place, step))
-    if found is None:
-        return None
-    for fact in passed:
+    found = _found(peers, place, step)
+    for fact in found.passed:
         say(peers, f"passed over: {fact}")
+    if (manifest := found.manifest) is None:
+        return None
     ranks, owns, _ = known_of(peers, kept, optimizer, names, saves=False)
     wanted: list[Wanted] = []
 
     def expect() -> Any:
-        one = Wanted(place.read(found), owns)
+        one = Wanted(manifest, owns)
         wanted.append(one)
         return one.taken, [*one.wrong], [*one.said], _trained(owns, one)
 
@@ -74,9 +76,8 @@ def load(
         wrong += want.unread(name for taken, *_ in told for name in taken)
         wrong += _one_for_two([trained for *_, trained in told])
     if wrong := [*dict.fromkeys(wrong)]:
-        more = f"; and {len(wrong) - 3} more" if len(wrong) > 3 else ""
         raise CheckpointError(
-            f"the checkpoint of step {found} does not fit: {'; '.join(wrong[:3])}{more}"
+            f"the checkpoint of step {manifest.step} does not fit: {several(wrong)}"
         )
 
     def read() -> None:
@@ -84,8 +85,8 @@ def load(
             if part.cut.is_padded:
                 part.memory.detach().zero_()
         storage.read(
-            place.of(found),
-            want.manifest,
+            place.of(manifest.step),
+            manifest,
             [(n, part.cut.all(part.memory)) for n, part in want.wants],
         )
         for weight, kept in want.state:
@@ -103,29 +104,26 @@ def load(
         raise
     for rank in ranks:
         rank.is_read(False)
-    state = want.manifest.state
-    _go_on(peers, ranks, state, place.of(found), want.manifest)
+    _go_on(peers, ranks, place.of(manifest.step), manifest)
     for fact in dict.fromkeys(fact for _, _, facts, _ in told for fact in facts):
         say(peers, fact)
-    return {"step": want.manifest.step, "extra": state["extra"]}
+    return {"step": manifest.step, "extra": manifest.state["extra"]}
 
 
-def _newest(folder: Folder) -> tuple[int | None, list[str]]:
-    """The newest step that is whole, and why those after it are not; None where there are none."""
-    found = folder.find()
-    passed = [*found.passed]
-    if found.manifest is not None or not passed:
-        return None if found.manifest is None else found.manifest.step, passed
-    more = f"; and {len(passed) - 3} more" if len(passed) > 3 else ""
-    raise CheckpointError(
-        f"of the checkpoints in {folder.given} none is whole: {'; '.join(passed[:3])}{more}",
-        hint="to begin at the first step, remove them or take another folder",
+def _found(peers: Peers, folder: Folder, step: int | None) -> Found:
+    """The checkpoint of a step, or the newest that is whole, if there are any, of which each
+    process has verified its share of the files."""
+    found = folder.find(
+        lambda manifest: manifest.share(peers.number, peers.processes),
+        lambda text: peers.told(lambda: text),
+        step=step,
     )
-
-
-def _of(folder: Folder, step: int) -> tuple[int | None, list[str]]:
-    """A step that is asked for, when it is whole."""
-    return folder.verify(step).step, []
+    if found.manifest is None and found.passed:
+        raise CheckpointError(
+            f"of the checkpoints in {folder.given} none is whole: {several(found.passed)}",
+            hint="to begin at the first step, remove them or take another folder",
+        )
+    return found
 
 
 def _trained(owns: Sequence[Own], wanted: Wanted) -> dict[str, str]:
@@ -148,11 +146,11 @@ def _one_for_two(told: Sequence[Mapping[str, str]]) -> list[str]:
 def _go_on(
     peers: Peers,
     ranks: Sequence[KeptRank],
-    state: Mapping[str, Any],
     folder: Path,
     manifest: Manifest,
 ) -> None:
     """Let steps, draws and scale go on from what they were."""
+    state = manifest.state
     seed, trains = ranks[0].draws.seed, ranks[0].program.trains
     for rank in ranks:
         rank.draws.step = state["next"]

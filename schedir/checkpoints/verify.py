@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
 from threading import Event, Lock
-from typing import BinaryIO, NamedTuple, Protocol
+from typing import BinaryIO, NamedTuple, Protocol, TypeVar
 
 from schedir.checkpoints.manifest import File, Manifest, NotWholeError
 from schedir.errors import CheckpointError
@@ -18,6 +18,7 @@ from schedir.errors import CheckpointError
 Progress = Callable[[int, int], None]  # bytes that are done, and of how many
 _PIECE = 2**22  # bytes that are read at a time
 _THREADS = 8
+_T = TypeVar("_T")
 
 
 class Found(NamedTuple):
@@ -35,6 +36,8 @@ class Checkpoints(Protocol):
     def steps(self) -> list[int]: ...
 
     def read(self, step: int) -> Manifest: ...
+
+    def check_sizes(self, manifest: Manifest) -> None: ...
 
     def check_files(
         self, manifest: Manifest, names: list[str] | None, progress: Progress | None
@@ -89,51 +92,63 @@ def verify(
             pool.shutdown(cancel_futures=True)
 
 
+Share = Callable[[Manifest], list[str]]  # of its files, those that a process verifies
+Agree = Callable[[str], list[str]]  # what each process says, of what this one does
+
+
 def first_whole(
-    folder: Checkpoints,
-    own: Callable[[Manifest], list[str]] | None,
-    agree: Callable[[str], list[str]] | None,
-    progress: Progress | None,
+    folder: Checkpoints, own: Share | None, agree: Agree | None, progress: Progress | None
 ) -> Found:
     """The newest checkpoint of a folder that is whole; see `Folder.find`."""
-    told = agree or (lambda text: [text])
     passed: list[str] = []
-    listed = _outcome(lambda: json.dumps(folder.steps()))
-    for step in reversed(json.loads(_agreed(told(listed))[0])):
-        manifest: Manifest | None = None
-
-        def whole(step: int = step) -> str:
-            nonlocal manifest
-            manifest = folder.read(step)
-            folder.check_files(manifest, own and own(manifest), progress)
-            return manifest.digest
-
+    for step in reversed(_made(folder.steps, agree)[0]):
         try:
-            digests = _agreed(told(_outcome(whole)))
+            return Found(whole(folder, step, own, agree, progress), tuple(passed))
         except NotWholeError as error:
             passed.append(error.fact)
-            continue
-        if len({*digests}) > 1:
-            passed.append(f"the checkpoint of step {step} is not the same to all processes")
-            continue
-        return Found(manifest, tuple(passed))
     return Found(None, tuple(passed))
 
 
-def _outcome(make: Callable[[], str]) -> str:
-    """What somebody makes, or why not, as a text to tell others."""
+def whole(
+    folder: Checkpoints,
+    step: int,
+    own: Share | None,
+    agree: Agree | None,
+    progress: Progress | None,
+) -> Manifest:
+    """The manifest of a step's checkpoint, of which processes together have verified all files;
+    where it is not whole for one, all raise what that one does."""
+    found: list[Manifest] = []
+
+    def digest() -> str:
+        manifest = folder.read(step)
+        found.append(manifest)
+        folder.check_sizes(manifest)  # of all: who reads one may not be who verified it
+        folder.check_files(manifest, own and own(manifest), progress)
+        return manifest.digest
+
+    if len({*_made(digest, agree)}) > 1:
+        raise NotWholeError(
+            f"the checkpoint of step {step} is not the same to all processes", step=step
+        )
+    return found[0]
+
+
+def _made(make: Callable[[], _T], agree: Agree | None) -> list[_T]:
+    """What each process makes, which JSON can say; what any was refused, all are.
+
+    Raises CheckpointError, or NotWholeError where nobody raises another.
+    """
+    outcome: list[object]
     try:
-        return json.dumps(["", make()])
+        outcome = ["", make(), None, ""]
     except CheckpointError as error:
         kind = "not whole" if isinstance(error, NotWholeError) else "refused"
-        return json.dumps([kind, error.fact])
-
-
-def _agreed(told: list[str]) -> list[str]:
-    """What all made; what any was refused, all are.  Raises CheckpointError."""
-    outcomes = [json.loads(text) for text in told]
-    for kind, error in (("refused", CheckpointError), ("not whole", NotWholeError)):
-        for said, text in outcomes:
-            if said == kind:
-                raise error(text)
-    return [text for _, text in outcomes]
+        outcome = [kind, error.fact, error.step, error.file]
+    text = json.dumps(outcome)
+    outcomes = [json.loads(one) for one in ([text] if agree is None else agree(text))]
+    for name, raised in (("refused", CheckpointError), ("not whole", NotWholeError)):
+        for said, fact, step, file in outcomes:
+            if said == name:
+                raise raised(fact, step, file)
+    return [made for _, made, _, _ in outcomes]

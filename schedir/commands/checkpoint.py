@@ -162,14 +162,14 @@ def _folder(args: argparse.Namespace) -> Folder:
 
 def _whole(folder: Folder, step: int | None) -> tuple[Manifest, tuple[str, ...]]:
     """The checkpoint of a step, or the newest that is whole, verified; and what was passed over."""
-    from schedir.checkpoints.manifest import NotWholeError
+    from schedir.checkpoints.manifest import NotWholeError, several
 
     if step is not None:
         return folder.verify(step), ()
     found = folder.find()
     if found.manifest is None:
         raise NotWholeError(
-            f"of the checkpoints in {folder.given} none is whole", hint="; ".join(found.passed[:3])
+            f"of the checkpoints in {folder.given} none is whole", hint=several(found.passed)
         )
     return found.manifest, found.passed
 
