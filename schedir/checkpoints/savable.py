@@ -72,6 +72,11 @@ def expect_cut(optimizer: Any, own: Own) -> None:
             if id(p) not in whose and kept:
                 raise CheckpointError(f"{name} keeps {', '.join(kept)} of no weight")
             for key, value in kept.items():
+                if not isinstance(key, str) or "/" in key:
+                    raise CheckpointError(
+                        f"{name} keeps {key!r:.60} of {whose[id(p)].name}, and a checkpoint has "
+                        "names without a / for what is kept"
+                    )
                 alike = isinstance(value, Tensor) and (not value.dim() or value.shape == p.shape)
                 if value is not None and not alike:
                     what = list(value.shape) if isinstance(value, Tensor) else type(value).__name__

@@ -199,7 +199,8 @@ class Saver:
     def ended(self) -> None:
         """Wait until what is being written has been.
 
-        Raises CheckpointError, in all processes alike, where one could not write.
+        Raises CheckpointError, in all processes alike, where one could not write, and ModelError
+        where a step is due and neither `write` nor `drop` was called.
         """
         if self._thread is not None:
             self._thread.join()
@@ -207,6 +208,11 @@ class Saver:
         error, self._error = self._error, None
         if error is not None:
             raise error
+        if self._taken is not None:
+            raise ModelError(
+                f"step {self._taken.step} is due, and is not being written",
+                hint="saver.write() or saver.drop() before saver.ended()",
+            )
 
     def _room(self, name: str, piece: Piece) -> Tensor:
         """Memory of the host for a piece, which is made once."""

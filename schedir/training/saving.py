@@ -12,7 +12,7 @@ import torch.distributed as dist
 from schedir.checkpoints import Saver, load, save
 from schedir.checkpoints.folder import Folder
 from schedir.checkpoints.saver import Saved
-from schedir.errors import CheckpointError
+from schedir.errors import CheckpointError, ModelError
 from schedir.runtime.executor import Executor
 from schedir.training.data import Batches
 from schedir.training.results import Losses
@@ -135,7 +135,7 @@ class Saving:
         """Nothing comes any more, whatever has ended the run: what is being written becomes whole,
         if that needs no other process, which may be gone."""
         if self.saver is not None and dist.get_world_size() == 1:
-            with suppress(CheckpointError):  # it is no longer what is wrong
+            with suppress(CheckpointError, ModelError):  # it is no longer what is wrong
                 self.ended()
 
     def _secure(self) -> None:

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 import schedir
 from schedir import Plan
 from schedir.checkpoints import Saver, load, save, storage
-from schedir.checkpoints.folder import Folder
+from schedir.checkpoints.folder import Folder, NotWholeError
 from schedir.checkpoints.peers import Peers
 from schedir.errors import CheckpointError, ExecutionError, ModelError
 from schedir.runtime.inprocess import InProcess
@@ -265,3 +265,98 @@ def left_alone(rank: int) -> str:
 
 def test_where_one_has_ended_the_others_say_so() -> None:
     assert run(left_alone, 2)[0] == "of those that save or load together a peer has left"
+
+
+def test_what_is_due_and_never_written_is_said(tmp_path: Path) -> None:
+    ranks = two()
+    saver = Saver(ranks, tmp_path)
+    saver.due(0)
+    step(ranks, 0)
+    with pytest.raises(ModelError, match="step 0 is due, and is not being written"):
+        saver.ended()
+    saver.write()
+    saver.ended()
+    assert Folder(tmp_path).steps() == [0]
+
+
+class Slashed(torch.optim.SGD):
+    """Keeps something by a name that a checkpoint would take for two."""
+
+    elementwise = True
+
+    def step(self, closure: Any = None) -> Any:
+        for group in self.param_groups:
+            for p in group["params"]:
+                self.state[p]["of/old"] = p.detach().clone()
+
+
+MISUSED: dict[str, tuple[dict[str, Any], str]] = {
+    "no name": ({"names": lambda s, n: None}, r"names\(0, 'weight'\) is None, and no text"),
+    "no mapping": ({"extra": [1]}, r"extra is \[1\], and no mapping"),
+}
+
+
+@pytest.mark.parametrize("how", MISUSED)
+def test_what_a_save_cannot_take_is_said_in_words(how: str, tmp_path: Path) -> None:
+    given, fact = MISUSED[how]
+    with pytest.raises(CheckpointError, match=fact):
+        save(two(), tmp_path, step=1, **given)
+    assert not Folder(tmp_path).steps()
+
+
+def test_an_optimizer_that_keeps_what_has_no_name(tmp_path: Path) -> None:
+    ranks = two(optimizer=partial(Slashed, lr=0.1))
+    step(ranks, 0)
+    with pytest.raises(CheckpointError, match=r"Slashed keeps 'of/old' of stages\.0\.weight"):
+        save(ranks, tmp_path, step=1)
+
+
+def test_a_full_disk_says_which_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(storage._Digested, "write", full)
+    with pytest.raises(CheckpointError) as caught:
+        save(two(), tmp_path, step=3)
+    assert caught.value.fact == f"cannot save step 3 to {tmp_path}: No space left on device"
+    assert caught.value.step == 3 and not Folder(tmp_path).steps()
+
+
+def not_whole(rank: int, folder: Path) -> tuple[list[str], int | None, str]:
+    """A process: reads of a checkpoint what is its share, and where that is wrong, all know."""
+    executor = executor_of(Layout(one_f_one_b, Plan(2, 2)), Model(tied=False))
+    for number in (1, 2):
+        save(executor, folder, step=number, names=lambda s, n: n)
+    dist.barrier()
+    if rank == 0:
+        file = folder / "step-00000002" / "__1_0.distcp"
+        data = bytearray(file.read_bytes())
+        data[len(data) // 2] ^= 1
+        file.write_bytes(data)
+    dist.barrier()
+    read: list[str] = []
+    check = Folder.check_files
+
+    def noted(self: Folder, manifest: Any, names: Any, progress: Any) -> None:
+        read.extend(names)
+        check(self, manifest, names, progress)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Folder, "check_files", noted)
+        with pytest.raises(NotWholeError) as caught:
+            load(executor, folder, step=2, names=lambda s, n: n)
+    found = load(executor, folder, names=lambda s, n: n) if rank else _warned(executor, folder)
+    assert found == {"step": 1, "extra": {}}
+    return read, caught.value.step, caught.value.file
+
+
+def _warned(executor: Any, folder: Path) -> Any:
+    with pytest.warns(UserWarning, match=r"passed over: step-00000002 is not whole"):
+        return load(executor, folder, names=lambda s, n: n)
+
+
+def test_each_process_verifies_its_share(tmp_path: Path) -> None:
+    (one, *wrong), (other, *also) = run(not_whole, 2, tmp_path)
+    assert wrong == also == [2, "__1_0.distcp"]
+    files = {path.name for path in (tmp_path / "step-00000001").iterdir()} - {"manifest.jsonl"}
+    assert {*one} | {*other} == files and not {*one} & {*other}
