@@ -36,19 +36,22 @@ from schedir.training.gpt_config import GPTConfig
 from schedir.transports.registry import DEVICES, Device, find
 
 LIMIT: Final = 300.0  # seconds, of all
+SUMS: Final = 4  # of a sliced layer, two each way (arXiv 1909.08053, section 3)
+_LEAST: Final = 1e-6  # seconds of a sum
 BUSY: Final = 0.1  # share of the processors that other programs may take before it is said
 
 
 class Extent(NamedTuple):
     """What is measured on a kind of device: products (m, k, n); layers, of which the first are so
     small that only their issue takes time, (hidden, heads, sequence, microbatch); bytes of a copy,
-    and of sums."""
+    and of sums; and layers that are sliced, of which each has SUMS sums."""
 
     products: tuple[tuple[int, int, int], ...]
     smallest: tuple[tuple[int, int, int, int], ...]
     layers: tuple[tuple[int, int, int, int], ...]
     copied: int
     sums: tuple[int, ...]
+    sliced: tuple[tuple[int, int, int, int], ...] = ()
 
 
 def _products(*shapes: tuple[int, int]) -> tuple[tuple[int, int, int], ...]:
@@ -64,7 +67,8 @@ EXTENTS: Final[dict[str, Extent]] = {
         ((16, 1, 8, 1), (32, 2, 8, 1)),
         ((256, 8, 128, 1), (256, 8, 128, 4), (256, 4, 256, 2), (512, 8, 64, 2), (512, 8, 128, 4)),
         2**22,
-        (2**12, 2**17, 2**19, 2**21, 2**24),
+        (2**21, 2**24),
+        ((256, 8, 128, 1), (256, 8, 128, 4)),
     ),
     "cuda": Extent(
         _products((2048, 2048), (4096, 8192)),
@@ -75,8 +79,9 @@ EXTENTS: Final[dict[str, Extent]] = {
     ),
 }
 QUICK: Final = Extent(
-    ((32, 32, 32), (32, 64, 64)), ((16, 1, 8, 1),), ((64, 2, 32, 2),), 2**16, (2**10, 2**16)
-)
+    ((32, 32, 32), (32, 64, 64)), ((16, 1, 8, 1),), ((64, 2, 32, 2),), 2**16, (2**16,),
+    ((64, 4, 32, 2),),
+)  # fmt: skip
 
 
 class Taken(NamedTuple):
@@ -131,6 +136,11 @@ def processors() -> int:
         return own
 
 
+def _slower(number: int, shared: int | None) -> float:
+    """How much longer a process takes while all compute."""
+    return 1.0 if shared is None else max(1.0, number / shared)
+
+
 def _own(device: str) -> int:
     return torch.cuda.device_count() if device == "cuda" else processors()
 
@@ -172,7 +182,8 @@ def _rank(rank: int, device: str, extent: Extent, seconds: float, progress: bool
         for shapes in (extent.smallest, extent.layers)
     )
     say("sums over groups")
-    sums = [*_sums(extent, watch)] if dist.get_world_size() > 1 else []
+    slower = _slower(dist.get_world_size(), processors() if device == "cpu" else None)
+    sums = [*_sums(extent, watch, where, slower)] if dist.get_world_size() > 1 else []
     memory = _memory(device)
     return Seen(products, smallest, layers, copied, sums, memory, share)
 
@@ -188,7 +199,11 @@ class _Watch:
 
     def rounds(self, run: Callable[[], object], *, wall: bool = False) -> list[float]:
         """Seconds that `run` takes, of each round, while all processes do the same."""
-        clock = time.perf_counter if wall or self.device == "cuda" else time.thread_time
+        wall = wall or self.device == "cuda"
+        return [one[not wall] for one in self.both(run)]
+
+    def both(self, run: Callable[[], object]) -> list[tuple[float, float]]:
+        """The same of the wall, and of this thread on its processor."""
         for _ in range(3):
             run()
         self._wait()
@@ -202,11 +217,12 @@ class _Watch:
         found = []
         for _ in range(self.ROUNDS):
             dist.barrier()
-            began = clock()
+            began, worked = time.perf_counter(), time.thread_time()
             for _ in range(times):
                 run()
             self._wait()
-            found.append((clock() - began) / times)
+            worked = time.thread_time() - worked
+            found.append(((time.perf_counter() - began) / times, worked / times))
         return found
 
     def _wait(self) -> None:
@@ -224,10 +240,13 @@ def _product(m: int, k: int, n: int, where: Any) -> Callable[[], object]:
     return run
 
 
-def _layer(hidden: int, heads: int, sequence: int, size: int, where: Any) -> Callable[[], object]:
-    """A layer of the trainer's GPT, forward and backward, as a step runs it again and again."""
+def _layer(
+    hidden: int, heads: int, sequence: int, size: int, where: Any, group: Any = None
+) -> Callable[[], object]:
+    """A layer of the trainer's GPT, or a slice of it, forward and backward, as a step runs it again
+    and again."""
     config = GPTConfig(vocab=2, layers=1, hidden=hidden, heads=heads, context=sequence)
-    block = gpt.Layer(config, 0, None, where)
+    block = gpt.Layer(config, 0, group, where)
     for p in block.parameters():
         p.grad = torch.zeros_like(p)
     x = torch.randn(size, sequence, hidden, **where).requires_grad_()
@@ -242,27 +261,43 @@ def _layer(hidden: int, heads: int, sequence: int, size: int, where: Any) -> Cal
     return run
 
 
-def _sums(extent: Extent, watch: _Watch) -> Iterator[tuple[int, int, list[float]]]:
-    """All-reduces over pairs, all at once, and over all processes."""
+def _sums(
+    extent: Extent, watch: _Watch, where: Any, slower: float
+) -> Iterator[tuple[int, int, list[float]]]:
+    """All-reduces over pairs, all at once, and over all processes: by themselves, and those of
+    sliced layers, where others compute meanwhile.
+
+    In a layer they take what its thread does not compute, which is `slower` while all do.
+    """
     world = dist.get_world_size()
     backend = "gloo" if watch.device == "cpu" else "nccl"
     for size in sorted({2, world}):
         every = [range(k, k + size) for k in range(0, world - size + 1, size)]
         groups = [dist.new_group([*ranks], backend=backend) for ranks in every]
         here = dist.get_rank() // size
-        alone = here >= len(groups)
+        group = groups[here] if here < len(groups) else None  # of an odd one
         for number in extent.sums:
             x = torch.zeros(number // 4, device=watch.device)
-
-            def run(x: Tensor = x, group: Any = None if alone else groups[here]) -> None:
-                if group is not None:
-                    dist.all_reduce(x, group=group)
-
-            found = watch.rounds(run, wall=True)
-            if not alone:
-                yield size, number, found
+            found = watch.rounds(partial(_sum, x, group), wall=True)
+            yield size, number, [] if group is None else found
+        for hidden, heads, sequence, b in extent.sliced:
+            if heads % size or 4 * hidden % size:
+                continue
+            block = _nothing if group is None else _layer(hidden, heads, sequence, b, where, group)
+            times = [(wall - slower * worked) / SUMS for wall, worked in watch.both(block)]
+            seconds = [] if group is None else [max(one, _LEAST) for one in times]
+            yield size, 4 * b * sequence * hidden, seconds
         for group in groups:
             dist.destroy_process_group(group)
+
+
+def _sum(x: Tensor, group: Any) -> None:
+    if group is not None:
+        dist.all_reduce(x, group=group)
+
+
+def _nothing() -> None:
+    """What a process does that is left over."""
 
 
 def _memory(device: str) -> float:
@@ -280,7 +315,7 @@ def _memory(device: str) -> float:
 
 def _taken(seen: list[Seen], number: int, shared: int | None, device: str, extent: Extent) -> Taken:
     """What all processes saw, as one machine."""
-    slower = 1.0 if shared is None else max(1.0, number / shared)  # while all compute
+    slower = _slower(number, shared)
 
     def middle(name: str, k: int) -> float:
         found: float = median(x for one in seen for x in getattr(one, name)[k])
@@ -294,7 +329,7 @@ def _taken(seen: list[Seen], number: int, shared: int | None, device: str, exten
         return found
 
     sums = [
-        Sum(group, size, median(x for one in seen for x in one.sums[k][2] if k < len(one.sums)))
+        Sum(group, size, median(x for one in seen for x in one.sums[k][2]))
         for k, (group, size, _) in enumerate(seen[0].sums)
     ]
     measured = Measured(

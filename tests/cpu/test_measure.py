@@ -32,6 +32,13 @@ def test_two_processes(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> Non
     assert 0 < planner.layer(model, cluster, planner.Choice(t=2)).total.F < 1
 
 
+def test_three_processes_have_pairs_and_all() -> None:
+    found = measure(3, quick=True)
+    assert sum("over 2" in line for line in found.table) == 2
+    assert sum("over 3" in line for line in found.table) == 1  # which does not slice four heads
+    assert found.cluster.gpus == 3
+
+
 @pytest.mark.parametrize("device", EXTENTS)
 def test_ten_products_are_those_of_layers(device: str) -> None:
     assert len(EXTENTS[device].products) == 10
