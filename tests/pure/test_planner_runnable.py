@@ -5,17 +5,22 @@ from __future__ import annotations
 import re
 import tomllib
 from dataclasses import replace
-from typing import Any
+from pathlib import Path
+from typing import Any, Final, get_args
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from schedir import planner
+from schedir import planner, show
+from schedir.__main__ import main
 from schedir.errors import UsageError
 from schedir.planner.options import options
 from schedir.planner.runnable import config, program
+from schedir.predict.layer_bytes import Recompute
+from schedir.training import config_file
 
+RECOMPUTE: Final[tuple[Recompute, ...]] = get_args(Recompute)
 MODEL = planner.Model(layers=12, hidden=768, heads=12, vocab=8192, sequence=512)
 
 
@@ -101,6 +106,53 @@ def test_config_says_the_choice() -> None:
     assert said["memory"] == {"recompute": "all"}
     assert said["data"] == {"microbatch_size": 3}
     assert said["train"] == {"steps": 7}
+
+
+@st.composite
+def choices(draw: st.DrawFn) -> planner.Choice:
+    schedule, v = draw(st.sampled_from([
+        ("one_f_one_b", 1), ("gpipe", 1), ("zb_h1", 1), ("zb_v", 2), ("interleaved", 2),
+        ("interleaved", 3), ("looped_bfs", 4),
+    ]))  # fmt: skip
+    p, t, d = draw(st.sampled_from([1, 2, 3])), *(draw(st.sampled_from([1, 2])) for _ in range(2))
+    parts = draw(st.lists(st.integers(1, 3), min_size=p * v, max_size=p * v))
+    return planner.Choice(
+        p=p, t=t, d=d, v=v, b=draw(st.integers(1, 3)), m=p * draw(st.integers(2, 3)),
+        schedule=schedule, layers_of=tuple(parts), zero=draw(st.integers(0, 3)) if d > 1 else 0,
+        recompute=draw(st.sampled_from([RECOMPUTE[0], RECOMPUTE[2]])),
+    )  # fmt: skip
+
+
+@settings(
+    max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
+@given(choices(), st.booleans(), st.sampled_from(["cpu", "cuda"]))
+def test_the_trainer_makes_the_program_of_the_choice(
+    tmp_path: Path, choice: planner.Choice, tied: bool, device: str
+) -> None:
+    model = replace(MODEL, layers=sum(choice.layers_of), tied=tied)
+    file = tmp_path / "plan.toml"
+    file.write_text(config(model, choice, device=device, clip=1.0))
+    read = config_file.read(str(file))
+    own = read.request.program
+    assert own.digest == program(choice, tied=tied, overlap=True, slots=read.slots).digest
+    assert (read.pipeline.division or choice.layers_of) == choice.layers_of
+    assert (read.world, read.data.microbatch_size) == (choice.gpus, choice.b)
+    assert (read.model.layers, read.model.hidden, read.model.heads, read.model.vocab,
+            read.model.context) == (model.layers, 768, 12, 8192, 512)  # fmt: skip
+
+
+def test_a_choice_is_exported(tmp_path: Path) -> None:
+    """As a program file, which is a schedule again, and from there to torch."""
+    file, table = tmp_path / "plan.sched", tmp_path / "plan.csv"
+    choice = planner.Choice(p=4, d=2, v=2, m=8, schedule="interleaved", zero=1)
+    file.write_text(show(program(choice)))
+    assert main(["export", str(file), "--to", "torch", "-o", str(table)]) == 0
+    assert table.read_text().count("\n") == 4
+    assert program(replace(choice, schedule=str(file))).digest == program(choice).digest
+    with pytest.raises(UsageError) as refused:
+        program(replace(choice, schedule=str(file), d=3))
+    assert refused.value.fields == ("dp",)
 
 
 @pytest.mark.parametrize(("model", "choice"), [
