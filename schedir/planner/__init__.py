@@ -12,6 +12,7 @@ from schedir.planner.options import options
 from schedir.planner.plan import plan, step
 from schedir.planner.regret import regret
 from schedir.planner.runnable import config, program
+from schedir.planner.shorter import shorter
 
 __all__ = [
     "Choice",
@@ -33,6 +34,7 @@ __all__ = [
     "plan",
     "program",
     "regret",
+    "shorter",
     "stage",
     "step",
 ]

@@ -83,6 +83,19 @@ def exact(
             fields=["schedule"],
         )
     times = times_of(model, cluster, choice, constants)
+    return simulated(model, cluster, choice, whole, times, constants, states)
+
+
+def simulated(
+    model: Model,
+    cluster: Cluster,
+    choice: Choice,
+    whole: Program,
+    times: list[Times],
+    constants: Constants,
+    states: States = ADAM,
+) -> Priced:
+    """The choice with what its program takes, if a microbatch takes so long in each stage."""
     costs = costs_of(model, cluster, choice, whole.plan, times, constants, states)
     held = (own_sizes if here else sizes)(model, choice, whole.plan, constants, states)
     run = replace(run_of(cluster, choice, whole, costs), sizes=held)

@@ -16,6 +16,7 @@ from schedir.ir.zero import CUT_FROM
 from schedir.planner.choice import Choice
 from schedir.planner.division import layers_of
 from schedir.planner.model import Model
+from schedir.schedules.draft import draft
 from schedir.schedules.words import placed_for, takes_v
 
 _KEPT: Final = 16  # programs that are kept: choices differ in sizes more often than in these
@@ -86,19 +87,23 @@ def _made(shape: Choice, *, tied: bool, options: dict[str, Any]) -> Program:
     if isinstance(found, Program) and not found.is_draft:
         said = {"tp": shape.t, "dp": shape.d, "zero": shape.zero, "tied": tied}
         return Request(Source(shape.schedule), said, usual={}, model="edge").program
+    drafted = found if isinstance(found, Program) else draft(found, plan)
+    return lowered(drafted, shape, tied=tied, **options)
+
+
+def lowered(drafted: Program, choice: Choice, *, tied: bool = True, **options: Any) -> Program:
+    """The program that a choice has with the compute of a draft, as `program` says."""
     how: dict[str, Any] = {
         "model": "edge",
         "slots": "fewest",
-        "boundary": "sharded" if shape.sequence_parallel else "replicated",
+        "boundary": "sharded" if choice.sequence_parallel else "replicated",
     }
-    if shape.recompute == "full":
+    if choice.recompute == "full":
         how["recompute"] = "all"
-    if _by_turns(shape):
+    if _by_turns(choice):
         how["reduce"] = "turn"
-    drafted = None if isinstance(found, Program) else plan
-    return compile(
-        found, drafted, shape.t, shape.d, tied=tied, clip=True, zero=shape.zero, **(how | options)
-    )
+    how |= {"tied": tied, "clip": True, "zero": choice.zero}
+    return compile(drafted, None, choice.t, choice.d * choice.c, **(how | options))
 
 
 def _by_turns(choice: Choice) -> bool:

@@ -13,11 +13,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from schedir import Cluster, planner
+from schedir import Cluster, planner, simulate
 from schedir.errors import UsageError
 from schedir.planner.cut import balanced, cut
 from schedir.planner.exact import exact, times_of
 from schedir.planner.runnable import program
+from schedir.planner.shorter import shorter
 from schedir.predict.layer_bytes import Recompute
 
 MODEL = planner.Model(layers=12, hidden=768, heads=12, vocab=8192, sequence=512)
@@ -151,3 +152,20 @@ def test_cut_keeps_to_memory() -> None:
     assert found.fits and found.layers_of[0] < wide[0]
     with pytest.raises(UsageError):
         cut(model, cluster(4, memory="1MB"), choice)
+
+
+# ---------------------------------------------------------------- a schedule of its own
+
+
+def test_a_shorter_schedule_is_found_within_memory() -> None:
+    choice = planner.Choice(p=2, v=2, d=2, m=8, schedule="interleaved", zero=1, recompute="full")
+    own = exact(MODEL, cluster(choice.gpus), choice)
+    tight = cluster(choice.gpus, memory=1.02 * own.memory.total)
+    found = shorter(MODEL, tight, choice, seconds=60, evaluations=150)
+    told = found.priced
+    assert told.step <= own.step
+    assert found.bound <= told.step and told.fits
+    assert sum(told.parts) == pytest.approx(told.step, rel=1e-9)
+    assert (told.p, told.m, told.zero) == (choice.p, choice.m, choice.zero)
+    run = simulate(found.program)  # it is proven, with all that the choice has
+    assert (run.program.dp, run.program.zero) == (choice.d, choice.zero)
