@@ -19,11 +19,11 @@ from schedir.planner.constants import Constants
 from schedir.planner.division import even
 from schedir.planner.exact import costs_of, run_of, times_of
 from schedir.planner.layer import stage
-from schedir.planner.memory import ADAM, States
+from schedir.planner.memory import States
 from schedir.planner.model import Model
 from schedir.planner.priced import plain
 from schedir.planner.runnable import program
-from schedir.planner.sizes import sizes
+from schedir.planner.trainer import Trainer, trainer_for
 from schedir.predict.simulate import simulate
 
 Floats = NDArray[np.float64]
@@ -72,7 +72,7 @@ def cut(
     choice: Choice,
     constants: Constants | None = None,
     *,
-    states: States = ADAM,
+    states: States | None = None,
 ) -> Division:
     """The layers of each stage with which a step of a choice is shortest, as far as is looked.
 
@@ -89,7 +89,7 @@ def cut(
     >>> cut(gpt, node, planner.Choice(p=4, t=2, b=2, m=16))
     (6, 7, 6, 5)
     """
-    return _Cut(model, cluster, choice, constants or Constants(), states).shortest()
+    return _Cut(model, cluster, choice, trainer_for(cluster, constants, states)).shortest()
 
 
 class _Cut:
@@ -100,13 +100,12 @@ class _Cut:
         model: Model,
         cluster: Cluster,
         choice: Choice,
-        constants: Constants,
-        states: States,
+        of: Trainer,
     ) -> None:
-        self.model, self.cluster = model, cluster
-        self.constants, self.states = constants, states
+        self.model, self.cluster, self.of = model, cluster, of
+        self.constants, self.states = of.constants, of.states
         self.choice = replace(plain(choice), layers_of=())
-        self.program: Program = program(self.choice, tied=model.tied)
+        self.program: Program = program(self.choice, tied=model.tied, **of.options)
         self.plan: Plan = self.program.plan
         if self.plan.stages > model.layers + 2:
             raise UsageError(
@@ -172,7 +171,7 @@ class _Cut:
             division = tuple(times * n for n in self.start)
             model = replace(self.model, layers=times * self.model.layers)
             choice = replace(self.choice, layers_of=division)
-            size = sizes(model, choice, self.plan, self.constants, self.states)
+            size = self.of.sizes(model, choice, self.plan, self.constants, self.states)
             peak = simulate(self.program, sizes=size, model="edge").peak_memory
             held.append(peak * (1 + self.constants.allocator_share) + self.constants.reserved)
         number = np.maximum(self._per_rank(self.start), 1)

@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 
 from schedir.errors import UsageError
 from schedir.ir.cluster import Cluster
+from schedir.ir.cluster_costs import stepped
 from schedir.ir.costs import Costs
 from schedir.ir.ops import (
     BACKWARDS,
@@ -35,12 +36,12 @@ from schedir.planner.choice import Choice, Memory, Parts, Phases, Priced, Times
 from schedir.planner.constants import Constants
 from schedir.planner.division import layers_of
 from schedir.planner.layer import stage
-from schedir.planner.memory import ADAM, States, ends_numbers, states_for
+from schedir.planner.memory import ADAM, States, ends_numbers
 from schedir.planner.model import Model
-from schedir.planner.own_sizes import own_sizes
 from schedir.planner.priced import priced
-from schedir.planner.runnable import ON_PROCESSORS, program
-from schedir.planner.sizes import numbers_of, sizes
+from schedir.planner.runnable import program
+from schedir.planner.sizes import Numbers, numbers_of
+from schedir.planner.trainer import Trainer, trainer_for
 from schedir.predict.bubble_causes import Cause, idleness
 from schedir.predict.on_processors import on_processors
 from schedir.predict.simulate import simulate
@@ -71,19 +72,16 @@ def exact(
     >>> found.exact, found.step == sum(found.parts), found.fits
     (True, True, True)
     """
-    constants, states = constants or Constants(), states or states_for(cluster)
-    here = cluster.processors is not None
-    if here:  # what trains there is `schedir train`, and no allocator keeps what is free
-        constants = replace(constants, allocator_share=0.0, reserved=0.0, recompute_ahead=1.0)
-    whole = program(choice, tied=model.tied, **(ON_PROCESSORS if here else {}))
+    of = trainer_for(cluster, constants, states)
+    whole = program(choice, tied=model.tied, **of.options)
     if whole.plan.stages != choice.stages:
         raise UsageError(
             f"{choice.schedule} has {whole.plan.stages} stages of several holders each, which the "
             "planner does not price",
             fields=["schedule"],
         )
-    times = times_of(model, cluster, choice, constants)
-    return simulated(model, cluster, choice, whole, times, constants, states)
+    times = times_of(model, cluster, choice, of.constants)
+    return simulated(model, cluster, choice, whole, times, of)
 
 
 def simulated(
@@ -92,12 +90,12 @@ def simulated(
     choice: Choice,
     whole: Program,
     times: list[Times],
-    constants: Constants,
-    states: States = ADAM,
+    of: Trainer,
 ) -> Priced:
     """The choice with what its program takes, if a microbatch takes so long in each stage."""
+    constants, states = of.constants, of.states
     costs = costs_of(model, cluster, choice, whole.plan, times, constants, states)
-    held = (own_sizes if here else sizes)(model, choice, whole.plan, constants, states)
+    held = of.sizes(model, choice, whole.plan, constants, states)
     run = replace(run_of(cluster, choice, whole, costs), sizes=held)
     found = parts_of(run, times, ahead=constants.recompute_ahead)
     return priced(model, cluster, choice, found, memory_of(run, constants), exact=True)
@@ -139,8 +137,8 @@ def costs_of(
     ahead = R * constants.recompute_ahead * (choice.recompute == "full")
     I = I + R - ahead
     bytes_of = (states.params, states.grads, states.optimizer)
-    numbers = numbers_of(model, choice, plan).all
-    params, grads, optimizer = (_each(size * numbers) for size in bytes_of)
+    numbers = numbers_of(model, choice, plan)
+    params, grads, optimizer = (_each(size * numbers.all) for size in bytes_of)
     tokens = choice.b * (model.sequence // choice.c)
     sent = Sizes(
         activation=1.0 * cluster.itemsize * tokens * model.hidden,
@@ -151,6 +149,8 @@ def costs_of(
     where = mesh(choice)
     own = Costs(F=_each(F), I=_each(I), W=_each(W), B=_each(I + W), R=_each(ahead),
                 reduce_tied=_tied(model, cluster, plan, where, states))  # fmt: skip
+    if choice.e > 1:
+        own = replace(own, **_of_experts(cluster, choice, plan, where, numbers, states))
     replicas = choice.d * choice.c
     found = cluster.costs(plan, sent, own, tp=choice.t, dp=replicas, zero=choice.zero, mesh=where)
     left = {
@@ -176,6 +176,38 @@ def mesh(choice: Choice) -> NDArray[np.int64]:
     else:
         placed = each.reshape(p, d, c, t).transpose(1, 2, 0, 3)
     return placed.reshape(d * c, p, t)
+
+
+def _of_experts(
+    cluster: Cluster,
+    choice: Choice,
+    plan: Plan,
+    where: NDArray[np.int64],
+    numbers: Numbers,
+    states: States,
+) -> dict[str, tuple[float, ...]]:
+    """Costs where replicas hold parts of experts: these are summed over those replicas alone that
+    have the same, each e-th, and a step is of as many parts fewer."""
+    cut = choice.zero > 0
+    rings = {
+        "reduce_scatter" if cut else "reduce_grads": (
+            cluster.reduce_scatter if cut else cluster.all_reduce, states.grads
+        ),
+        **({"unshard": (cluster.all_gather, states.params)} if cut else {}),
+    }  # fmt: skip
+    found = {name: np.zeros(plan.stages) for name in rings}
+    every, same = len(where), max(len(where) // choice.e, 1)
+    parts = numbers.common / (every if cut else 1) + numbers.experts / (same if cut else 1)
+    moved = stepped(*(size * parts for size in (states.params, states.grads, states.optimizer)))
+    step = np.zeros(plan.stages)
+    for rank, stages in enumerate(plan.stages_of):
+        step[rank] = moved[list(stages)].sum() / cluster.hbm
+        group = where[:, rank, 0]
+        for one in stages:
+            for name, (ring, size) in rings.items():
+                found[name][one] = ring(size * numbers.common[one], group)
+                found[name][one] += ring(size * numbers.experts[one], group[:: choice.e])
+    return {name: _each(value) for name, value in found.items()} | {"step": _each(step)}
 
 
 def _tied(

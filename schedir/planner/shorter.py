@@ -16,11 +16,12 @@ from schedir.ir.zero import CUT_FROM
 from schedir.planner.choice import Choice, Priced
 from schedir.planner.constants import Constants
 from schedir.planner.exact import costs_of, exact, simulated, times_of
-from schedir.planner.memory import ADAM, States
+from schedir.planner.memory import States
 from schedir.planner.model import Model
 from schedir.planner.priced import plain
 from schedir.planner.runnable import lowered, program
 from schedir.planner.sizes import sizes
+from schedir.planner.trainer import trainer_for
 from schedir.shortest.search import search
 
 
@@ -43,7 +44,7 @@ def shorter(
     choice: Choice,
     constants: Constants | None = None,
     *,
-    states: States = ADAM,
+    states: States | None = None,
     seconds: float = 10.0,
     evaluations: int | None = None,
     seed: int = 0,
@@ -68,24 +69,25 @@ def shorter(
     >>> found.priced.step <= exact(gpt, node, one).step, found.bound <= found.priced.step
     (True, True)
     """
-    constants = constants or Constants()
+    of = trainer_for(cluster, constants, states)
     choice = plain(choice)
     best = exact(model, cluster, choice, constants, states=states)
-    kept, bound = program(choice, tied=model.tied), best.step
-    room = (cluster.memory - constants.reserved) / (1 + constants.allocator_share)
-    within = replace(constants, recompute_ahead=0.0)
-    size = _at_rest(sizes(model, choice, kept.plan, within, states), choice, kept.plan)
+    kept, bound = program(choice, tied=model.tied, **of.options), best.step
+    within = of._replace(constants=replace(of.constants, recompute_ahead=0.0))
+    again = within.constants
+    room = (cluster.memory - again.reserved) / (1 + again.allocator_share)
+    size = _at_rest(sizes(model, choice, kept.plan, again, of.states), choice, kept.plan)
     for split in (False, True):
         kind = replace(choice, schedule="zb_h1" if split else "one_f_one_b")
-        times = times_of(model, cluster, kind, within)
-        costs = costs_of(model, cluster, kind, kept.plan, times, within, states)
+        times = times_of(model, cluster, kind, again)
+        costs = costs_of(model, cluster, kind, kept.plan, times, again, of.states)
         found = search(
             kept.plan, costs, size, room, split=split, seconds=seconds / 2,
             evaluations=evaluations, seed=seed,
         )  # fmt: skip
         bound = min(bound, found.bound)
-        own = lowered(compute_of(found.program), choice, tied=model.tied)
-        told = simulated(model, cluster, kind, own, times, within, states)
+        own = lowered(compute_of(found.program), choice, tied=model.tied, **of.options)
+        told = simulated(model, cluster, kind, own, times, within)
         if told.fits and (told.step < best.step or not best.fits):
             best, kept = replace(told, schedule="search"), own
     return Shorter(best, kept, bound)

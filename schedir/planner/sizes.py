@@ -57,8 +57,6 @@ def sizes(
     once that is made (arXiv 2205.05198, section 4.3).  What a layer holds while it runs again is
     there once for each rank, as a buffer, unless stages run again ahead of their backwards
     (`Constants.recompute_ahead`): then they keep their inputs until they do, and all behind that.
-    Where replicas hold parts of experts, of which each has its own, these count as what they would
-    be if all had all of them.
     """
     constants = constants or Constants()
     layers = np.array(layers_of(model, choice), float)
@@ -76,11 +74,18 @@ def sizes(
     for own in plan.stages_of if not ahead else ():
         buffers[own[0]] = again * min(1.0, layers[list(own)].max())
     numbers = numbers_of(model, choice, plan)
-    each = {
-        name: size * (numbers.common + numbers.experts * (choice.e if cuts else 1))
-        for name, size in states._asdict().items()
-        for cuts in [is_cut(name, choice.zero)]
-    }
+    each = {name: size * numbers.all for name, size in states._asdict().items()}
+    # Of experts fewer replicas have parts of each: what these hold more.  The optimizer's are never
+    # whole, so that they may count as if all replicas had parts of more experts.
+    every = choice.d * choice.c
+    more = numbers.experts * (1 / max(every // choice.e, 1) - 1 / every)
+    for name, size in states._asdict().items():
+        if not is_cut(name, choice.zero):
+            continue
+        if name == "optimizer":
+            each[name] += size * more * every
+        else:
+            buffers += size * more
     return Sizes(
         activation=2 * tokens / cut,
         saved=_each(saved),

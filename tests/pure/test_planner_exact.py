@@ -169,3 +169,27 @@ def test_a_shorter_schedule_is_found_within_memory() -> None:
     assert (told.p, told.m, told.zero) == (choice.p, choice.m, choice.zero)
     run = simulate(found.program)  # it is proven, with all that the choice has
     assert (run.program.dp, run.program.zero) == (choice.d, choice.zero)
+
+
+MIXED = planner.Model(layers=16, hidden=2048, heads=16, kv_heads=8, vocab=32000, sequence=2048,
+                      ffn=4096, gated=True, experts=8, active=2, tied=False)  # fmt: skip
+DENSE = planner.Model(layers=16, hidden=4096, heads=32, vocab=32000, sequence=2048)
+
+
+@pytest.mark.parametrize(("model", "choice"), [
+    (DENSE, planner.Choice(p=4, t=2, d=2, m=16, recompute="full")),
+    (DENSE, planner.Choice(p=4, t=2, d=4, m=16, order="tdp", zero=1, sequence_parallel=True)),
+    (DENSE, planner.Choice(p=2, t=2, d=2, c=2, v=2, m=16, schedule="interleaved", zero=1)),
+    (MIXED, planner.Choice(p=2, t=2, d=4, e=4, m=16)),
+    (MIXED, planner.Choice(p=2, t=2, d=4, e=2, v=2, m=16, schedule="interleaved", zero=1)),
+    (MIXED, planner.Choice(p=1, d=8, e=4, v=4, m=4, schedule="looped_bfs", zero=3)),
+])  # fmt: skip
+def test_near_the_closed_form(model: planner.Model, choice: planner.Choice) -> None:
+    """Two ways to the same, of which neither knows the other."""
+    where = replace(cluster(4), nodes=choice.gpus // 4)
+    one = exact(model, where, choice)
+    other = planner.step(model, where, choice, exact=False)
+    assert one.step == pytest.approx(other.step, rel=0.05)
+    assert one.memory.total == pytest.approx(other.memory.total, rel=0.05)
+    assert one.parts.data == pytest.approx(other.parts.data, abs=0.05 * one.step)
+    assert one.parts.optimizer == pytest.approx(other.parts.optimizer, rel=0.02, abs=1e-4)
