@@ -19,6 +19,7 @@ from schedir.ir.ops import (
     FORWARD,
     LATE,
     RECOMPUTE,
+    ROWS,
     SCATTERS,
     SPLITS,
     STEPS,
@@ -43,7 +44,7 @@ from schedir.planner.runnable import program
 from schedir.planner.sizes import Numbers, numbers_of
 from schedir.planner.trainer import Trainer, trainer_for
 from schedir.predict.bubble_causes import Cause, idleness
-from schedir.predict.on_processors import on_processors
+from schedir.predict.on_processors import WORK, on_processors
 from schedir.predict.simulate import simulate
 from schedir.predict.timeline import Timeline
 
@@ -233,7 +234,7 @@ def run_of(cluster: Cluster, choice: Choice, whole: Program, costs: Costs) -> Ti
     plan = whole.plan
     alone = {
         name: from_grid(grid(getattr(costs, name) or 0.0) / cluster.alone)
-        for name in ("F", "I", "W", "B", "R", "step", "scatter")
+        for name in {row.cost for row in ROWS if row.cost and row.lane in WORK}
     }
     each = cluster.processors * cluster.nodes * plan.ranks / choice.gpus  # of a replica's slice
     return on_processors(whole, replace(costs, **alone), each)

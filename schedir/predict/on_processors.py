@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from heapq import heappop, heappush
 from math import inf
+from typing import Final
 
 import numpy as np
 
@@ -14,10 +15,12 @@ from schedir.analysis.models import Model
 from schedir.errors import CostsError, UsageError, expect, said
 from schedir.ir.costs import Costs
 from schedir.ir.numerals import NO_NUMBERS
-from schedir.ir.ops import LANES, ROWS
+from schedir.ir.ops import ROWS, Lane
 from schedir.ir.program import Program
 from schedir.predict.timeline import Timeline, spans_of
 from schedir.verify.check import complete, prove
+
+WORK: Final = (Lane.COMPUTE, Lane.TP, Lane.DP, Lane.PARAMS)  # of processors
 
 
 def on_processors(
@@ -32,8 +35,9 @@ def on_processors(
 
     Costs are those of a rank that runs alone.  While more ranks compute than there are processors,
     each goes at processors/ranks of its speed, as a fair scheduler of threads has it: the idealized
-    processor sharing of Kleinrock, "Time-shared systems: a theoretical treatment" (1967).  Messages
-    and sums take none.  There may be less than one: where each rank stands for several processes
+    processor sharing of Kleinrock, "Time-shared systems: a theoretical treatment" (1967).  Sums and
+    gathers over processes are work of processors, too, which move and add their bytes; messages
+    take none.  There may be less than one processor: where each rank stands for several processes
     that share a machine.  With as many processors as ranks it is `simulate`.
 
     Raises UsageError for a number that is not positive, CostsError for costs that add up to
@@ -71,7 +75,7 @@ def _shared(graph: Graph, costs: Costs, processors: float) -> tuple[Times, Times
     then since it began, and one number, the work that each has been given, tells all of them.
     """
     asked = problem_of(graph, costs)
-    runs = [LANES[row.lane].host == "runs" for row in ROWS]
+    runs = [row.lane in WORK for row in ROWS]
     computes = np.zeros(graph.nodes, bool)
     computes[: len(graph.index)] = np.array(runs)[graph.index.op]
     after: list[list[int]] = [[] for _ in range(graph.nodes)]

@@ -14,9 +14,9 @@ from schedir import Costs, Plan, Timeline, compile, schedules, simulate
 from schedir.analysis.graph import Graph
 from schedir.compiler.compile import lower
 from schedir.errors import CostsError, UsageError
-from schedir.ir.ops import FORWARD, Lane
+from schedir.ir.ops import FORWARD
 from schedir.ir.program import Program
-from schedir.predict.on_processors import on_processors
+from schedir.predict.on_processors import WORK, on_processors
 from tests import strategies
 
 PROCESSORS = st.sampled_from([0.5, 1, 1.5, 2, 3, 7])
@@ -33,7 +33,7 @@ def priced(draw: st.DrawFn) -> tuple[Program, Costs]:
 def given_work(timeline: Timeline, processors: float) -> Any:
     """What each compute has been given until its end, and what all were, by the speeds of all."""
     spans = timeline.spans
-    computes = spans["lane"] == Lane.COMPUTE
+    computes = np.isin(spans["lane"], WORK)
     times = np.unique([spans["start"], spans["end"]])
     total, each = 0.0, np.zeros(len(spans))
     for a, b in pairwise(times.tolist()):
