@@ -23,6 +23,7 @@ PUBLIC = {
     "viz": "schedir.viz",
     "runtime": "schedir.runtime",
     "checkpoints": "schedir.checkpoints",
+    "planner": "schedir.planner",
     "schedules": "schedir.schedules",
     "testing": "schedir.testing",
     "torch_csv": "schedir.io.torch_csv",
@@ -54,6 +55,13 @@ GROUPS = {
         "The shortest schedule that a search finds within a limit of memory, and below what none "
         "can be.",
         ["search", "bound", "frontier"],
+    ),
+    "Plan": (
+        "From a model and a cluster to layouts, and what a step of each takes and holds: "
+        "[how many GPUs, and how](planner.md).",
+        ["planner.plan", "planner.step", "planner.Model", "planner.load_model", "planner.Choice",
+         "planner.Priced", "planner.Parts", "planner.Memory", "planner.cluster",
+         "planner.clusters"],
     ),
     "See other trainers": (
         "Runs of torch's own pipelining, Megatron-LM and DeepSpeed, as Timelines: "
@@ -237,7 +245,10 @@ def signature(name: Name) -> str:
     (init,) = [n for n in methods(node) if n.name == "__init__"] or [None]
     if init is not None:
         return call(name.name, parameters(init.args)[1:], "")
-    fields = [text for n in node.body if isinstance(n, ast.AnnAssign) and (text := field(n))]
+    near = {n.name: n for n in tree(name.source).body if isinstance(n, ast.ClassDef)}
+    above = [near[base.id] for base in node.bases if isinstance(base, ast.Name) and base.id in near]
+    lines = [n for part in (*above, node) for n in part.body if isinstance(n, ast.AnnAssign)]
+    fields = [text for n in lines if (text := field(n))]
     return call(name.name, fields, "") if fields else ""
 
 
@@ -359,6 +370,9 @@ def entry(names: list[Name], title: str) -> str:
 def page() -> str:
     """docs/api.md."""
     names, told = public(), [name for _, group in GROUPS.values() for name in group]
+    rest = [n for n in names if n.startswith("planner.") and n not in told]  # behind what leads
+    GROUPS["Plan"][1].extend(rest)
+    told += rest
     listed_once = sorted(name for name in names if not name.startswith("schedules."))
     assert sorted(told) == listed_once, {*told} ^ {*listed_once}
     index, groups, taken = [], [], Counter[str]()

@@ -25,6 +25,7 @@ TREE: dict[str, dict[str, list[str]]] = {
             "/docs/slow-run",
             "/docs/hanging-run",
             "/docs/training",
+            "/docs/planner",
             "/docs/testing",
         ],
         "Look it up": [

@@ -62,6 +62,7 @@ _LATER = {
     "frontier": "shortest.frontier:frontier",
     "instrument": "foreign.instrument:instrument",
     "kernels": "kernels",
+    "planner": "planner",
     "runtime": "runtime",
     "search": "shortest.search:search",
     "testing": "testing",

@@ -32,7 +32,7 @@ PARTS: Final[dict[str, tuple[str, str | RGB, str]]] = {
 # What is told of a plan, left of its bar and right of it: the heading, inches, and to which side.
 _LEFT: Final = (
     ("", 0.22, "right"), ("pp", 0.28, "right"), ("tp", 0.26, "right"), ("dp", 0.36, "right"),
-    ("v", 0.22, "right"), ("b", 0.26, "right"), ("schedule", 1.06, "left"),
+    ("v", 0.22, "right"), ("b", 0.26, "right"), ("SP", 0.32, "right"), ("schedule", 1.06, "left"),
     ("recompute", 0.74, "left"), ("ZeRO", 0.36, "right"),
 )  # fmt: skip
 _RIGHT: Final = (("step", 0.6), ("TFLOP/s", 0.62), ("memory", 0.66))
@@ -139,7 +139,7 @@ def _told(axes: Axes, row: int, plan: Priced) -> None:
     """What the plan is, and what it comes to."""
     cells = [
         str(row + 1), *(str(n) for n in (plan.p, plan.t, plan.d, plan.v, plan.b)),
-        plan.schedule, plan.recompute, str(plan.zero),
+        "yes" if plan.sequence_parallel else "-", plan.schedule, plan.recompute, str(plan.zero),
     ]  # fmt: skip
     at = -sum(wide for _, wide, _ in _LEFT) - 0.1
     for cell, (_, wide, side) in zip(cells, _LEFT, strict=True):

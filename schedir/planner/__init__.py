@@ -8,6 +8,7 @@ from schedir.planner.known import cluster, clusters
 from schedir.planner.layer import embedding, head, layer, stage
 from schedir.planner.memory import memory
 from schedir.planner.model import Model
+from schedir.planner.models import load_model
 from schedir.planner.options import options
 from schedir.planner.plan import plan, step
 from schedir.planner.regret import regret
@@ -29,6 +30,7 @@ __all__ = [
     "exact",
     "head",
     "layer",
+    "load_model",
     "memory",
     "options",
     "plan",

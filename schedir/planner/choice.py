@@ -28,6 +28,11 @@ class Choice:
     `order` says which processes stand side by side, the nearest first: slices, and with them parts
     of a sequence, then the ranks of a pipeline, then replicas, as this project has it ("tpd"); or
     replicas before the ranks of a pipeline, as Megatron-LM has it ("tdp").
+
+    >>> from schedir.planner import Choice
+    >>> one = Choice(p=8, t=8, d=16, m=96)
+    >>> one.gpus, one.batch, one.stages
+    (1024, 1536, 8)
     """
 
     p: int = 1
@@ -117,7 +122,12 @@ class Times(NamedTuple):
 
 
 class Parts(NamedTuple):
-    """Where the seconds of a step go, on the rank that decides: they add up to the step."""
+    """Where the seconds of a step go, on the rank that decides: they add up to the step.
+
+    >>> from schedir.planner import Parts
+    >>> Parts(20, 0, 2, 0.5, 3, 0.5, 0).bubble
+    3
+    """
 
     compute: float  # of the model, as if it were all there is
     recompute: float  # what runs again
@@ -129,7 +139,12 @@ class Parts(NamedTuple):
 
 
 class Memory(NamedTuple):
-    """Bytes at the peak of the fullest GPU, by what they are."""
+    """Bytes at the peak of the fullest GPU, by what they are.
+
+    >>> from schedir.planner import Memory
+    >>> Memory(weights=5e9, gradients=5e9, optimizer=7e9, activations=20e9, other=3e9).total
+    40000000000.0
+    """
 
     weights: float
     gradients: float
@@ -151,6 +166,12 @@ class Priced(Choice):
     that over the peak of its data sheet.  `bound` names the largest thing that another choice could
     make less, and `why` says it in a sentence.  `exact` tells that the step was simulated as a
     program, not taken from a closed form; `fits` whether the memory is there.
+
+    >>> from schedir import planner
+    >>> model, node = planner.load_model("gpt-22b"), planner.cluster("a100")
+    >>> found = planner.step(model, node, planner.Choice(t=8, m=4, b=4), exact=False)
+    >>> sum(found.parts) == found.step, found.fits, found.batch
+    (True, False, 16)
     """
 
     step: float

@@ -86,7 +86,7 @@ def cut(
     >>> from schedir import planner
     >>> gpt = planner.Model(layers=24, hidden=2304, heads=24, vocab=51200, sequence=2048)
     >>> node = planner.cluster("a100", nodes=1)
-    >>> cut(gpt, node, planner.Choice(p=4, t=2, b=2, m=16))
+    >>> planner.cut(gpt, node, planner.Choice(p=4, t=2, b=2, m=16))
     (6, 7, 6, 5)
     """
     return _Cut(model, cluster, choice, trainer_for(cluster, constants, states)).shortest()

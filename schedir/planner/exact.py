@@ -69,7 +69,7 @@ def exact(
     >>> from schedir import planner
     >>> gpt = planner.Model(layers=24, hidden=2304, heads=24, vocab=51200, sequence=2048)
     >>> node = planner.cluster("a100", nodes=1)
-    >>> found = exact(gpt, node, planner.Choice(p=4, t=2, b=2, m=16))
+    >>> found = planner.exact(gpt, node, planner.Choice(p=4, t=2, b=2, m=16))
     >>> found.exact, found.step == sum(found.parts), found.fits
     (True, True, True)
     """

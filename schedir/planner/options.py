@@ -27,7 +27,7 @@ def options(model: Model, choice: Choice) -> dict[str, str]:
 
     Raises what `layers_of` and `plan_of` do.
 
-    >>> from schedir.planner import Choice, Model
+    >>> from schedir.planner import Choice, Model, options
     >>> model = Model(layers=7, hidden=64, heads=4, vocab=256, sequence=64)
     >>> for trainer, text in options(model, Choice(p=3, m=6, layers_of=(2, 3, 2))).items():
     ...     print(f"{trainer}:", text, sep="\\n")

@@ -63,7 +63,7 @@ def program(choice: Choice, *, tied: bool = True, **options: Any) -> Program:
 
     Raises what `plan_of` does, and a ProgramError for a schedule that does not work so.
 
-    >>> from schedir.planner import Choice
+    >>> from schedir.planner import Choice, program
     >>> program(Choice(p=4, t=2, d=2, m=8, zero=1, schedule="one_f_one_b"))
     <program one_f_one_b: 4 ranks, 278 instructions>
     """
@@ -132,7 +132,7 @@ def config(model: Model, choice: Choice, **train: str | int | float) -> str:
 
     Raises UsageError for what that trainer cannot do, saying what; and what `program` raises.
 
-    >>> from schedir.planner import Choice, Model
+    >>> from schedir.planner import Choice, Model, config
     >>> model = Model(layers=4, hidden=64, heads=4, vocab=256, sequence=64)
     >>> print(config(model, Choice(p=2, b=2, m=8, layers_of=(3, 1)), steps=20))
     # 2 processes: schedir train FILE

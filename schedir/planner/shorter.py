@@ -65,8 +65,8 @@ def shorter(
     >>> gpt = planner.Model(layers=24, hidden=2304, heads=24, vocab=51200, sequence=2048)
     >>> node = planner.cluster("a100", nodes=1)
     >>> one = planner.Choice(p=4, t=2, b=2, m=8)
-    >>> found = shorter(gpt, node, one, seconds=60, evaluations=50)
-    >>> found.priced.step <= exact(gpt, node, one).step, found.bound <= found.priced.step
+    >>> found = planner.shorter(gpt, node, one, seconds=60, evaluations=50)
+    >>> found.priced.step <= planner.exact(gpt, node, one).step, found.bound <= found.priced.step
     (True, True)
     """
     of = trainer_for(cluster, constants, states)

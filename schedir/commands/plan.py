@@ -1,0 +1,231 @@
+"""Plan a training run: how a model is laid out on a cluster, what a step takes and holds."""
+
+from __future__ import annotations
+
+import argparse
+import shlex
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from math import inf
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from schedir.commands._options import count, number
+from schedir.commands._plan_asked import (
+    FIXED,
+    WORDS,
+    Asked,
+    asked_of,
+    planned,
+    searched,
+)
+from schedir.errors import UsageError
+from schedir.io.files import atomic_write
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+    from schedir.ir.program import Program
+    from schedir.planner import Priced
+
+ORDER = 6
+ABOUT = (
+    "plan a training run: which degrees, schedule, recomputation and ZeRO make a step shortest on "
+    "these machines, what a step takes and holds, and why not less"
+)
+
+
+def arguments(parser: argparse.ArgumentParser) -> None:
+    """The model, the machines, what is fixed, and where all goes."""
+    parser.add_argument("--batch", type=count, metavar="N", help="sequences of a step")
+    parser.add_argument("--top", type=count, default=10, metavar="N",
+                        help="how many plans are told (10)")  # fmt: skip
+    parser.add_argument(
+        "--tokens",
+        type=number,
+        metavar="N",
+        help="how many are to be trained on, as 300e9: says how many days",
+    )
+    parser.add_argument(
+        "--no-exact",
+        action="store_true",
+        help="by closed forms alone; else the best are simulated as programs",
+    )
+    parser.add_argument("--search", action="store_true",
+                        help="search shorter schedules for the best three")  # fmt: skip
+    parser.add_argument("--seconds", type=number, default=10.0, metavar="S",
+                        help="how long for each (10)")  # fmt: skip
+    parser.add_argument("--scale", type=_counts, metavar="GPUS",
+                        help="plan for each of these numbers of GPUs, as 256,512,1024: the same "
+                        "batch (strong scaling), and one that grows with them (weak)")  # fmt: skip
+    parser.add_argument("--json", action="store_true", help="for a program to read")
+    _add_output(parser.add_argument_group("what is written"))
+    _add_model(parser.add_argument_group("the model"))
+    _add_cluster(parser.add_argument_group("the machines"))
+    group = parser.add_argument_group("what is fixed; 4,8 leaves both open")
+    for option, field, about in FIXED:
+        group.add_argument(f"--{option}", dest=field, type=_counts, metavar="N", help=about)
+    for option, field, about in WORDS:
+        group.add_argument(f"--{option}", dest=field, type=_words, metavar="NAMES", help=about)
+    group.add_argument(
+        "--sequence-parallel", action=argparse.BooleanOptionalAction,
+        help="whether norms and dropout are cut over the slices of tensor parallelism",
+    )  # fmt: skip
+    group.add_argument("--attention", metavar="HOW",
+                       help="softmax, which keeps all scores (default), or flash")  # fmt: skip
+    group.add_argument(
+        "--order", metavar="ORDER",
+        help="how GPUs are numbered, the nearest first: tpd (default) or tdp",
+    )  # fmt: skip
+
+
+def _add_output(group: argparse._ArgumentGroup) -> None:
+    group.add_argument(
+        "-o", dest="output", metavar="FILE",
+        help="write the first plan: FILE.toml for schedir train, or its program, FILE.sched",
+    )  # fmt: skip
+    group.add_argument(
+        "--take",
+        type=count,
+        default=1,
+        metavar="N",
+        help="the plan with this number instead of the first, also below the table",
+    )
+    group.add_argument(
+        "--picture", metavar="FILE",
+        help="draw where the time of each plan goes; with --scale, steps over numbers of GPUs",
+    )  # fmt: skip
+
+
+def _add_model(group: argparse._ArgumentGroup) -> None:
+    group.add_argument(
+        "--model", metavar="MODEL",
+        help="a name (gpt-175b), or FILE.toml with these numbers, or with a table [model]; what is "
+        "said here is said instead",
+    )  # fmt: skip
+    for name, about in (
+        ("layers", "layers"),
+        ("hidden", "their width"),
+        ("heads", "heads of attention"),
+        ("vocab", "kinds of tokens"),
+        ("sequence", "tokens of a sequence"),
+        ("ffn", "width of the feed-forward network (4 hidden)"),
+        ("kv-heads", "heads of keys and values (heads)"),
+        ("experts", "feed-forward networks of a layer (1)"),
+        ("active", "those that a token goes through (1)"),
+    ):
+        group.add_argument(f"--{name}", type=count, metavar="N", help=about)
+    group.add_argument("--gated", action="store_true", default=None,
+                       help="a third matrix in the feed-forward network")  # fmt: skip
+    group.add_argument("--untied", dest="tied", action="store_false", default=None,
+                       help="the head has a matrix of its own")  # fmt: skip
+
+
+def _add_cluster(group: argparse._ArgumentGroup) -> None:
+    group.add_argument(
+        "--cluster",
+        metavar="CLUSTER",
+        help="a name (a100, h100), or FILE.toml of a cluster of your own",
+    )
+    many: Any = group.add_mutually_exclusive_group()
+    many.add_argument("--nodes", type=count, metavar="N", help="how many of its nodes")
+    many.add_argument("--gpus", type=count, metavar="N", help="the same in GPUs")
+
+
+def more() -> str:
+    """The names that are known, for --help."""
+    from schedir.planner.models import MODELS
+
+    rows = "".join(f"  {name:10} {source}\n" for name, (_, source) in MODELS.items())
+    return f"\nmodels that have a name, and where their shape is printed\n{rows}"
+
+
+def _counts(text: str) -> tuple[int, ...]:
+    return tuple(map(count, text.split(",")))
+
+
+def _words(text: str) -> tuple[str, ...]:
+    return tuple(word.strip() for word in text.split(","))
+
+
+# ---------------------------------------------------------------- the command
+
+
+def run(args: argparse.Namespace) -> str:
+    """The best plans, why the first is no faster, and what is written."""
+    from schedir.commands._plans import as_told, in_words
+
+    if args.output is not None and Path(args.output).suffix not in (".toml", ".sched"):
+        raise UsageError(f"a plan is written to FILE.toml or FILE.sched: {args.output} is neither")
+    if args.picture is not None:
+        from schedir.viz.output import suffix_of
+
+        suffix_of(args.picture)  # a wrong ending is told before anything is planned
+    if args.top < 1:
+        raise UsageError(f"--top says how many plans are told, from 1 on, not {args.top}")
+    if args.tokens is not None and not 0 < args.tokens < inf:
+        raise UsageError(f"--tokens are those that are trained on, not {args.tokens:g}")
+    if not 0 < args.seconds < inf:
+        raise UsageError(f"a search takes seconds, more than 0, not {args.seconds:g}")
+    if args.scale is not None:
+        from schedir.commands._plan_scale import told
+
+        return told(args)
+    asked = asked_of(args)
+    with _writable(args.output) as path, _writable(args.picture):
+        plans, programs = searched(asked, planned(asked, args.top), args.seconds * args.search)
+        if not 1 <= args.take <= len(plans):
+            raise UsageError(f"there is no plan {args.take}: they are 1 to {len(plans)}",
+                             fields=["take"])  # fmt: skip
+        taken = plans[args.take - 1]
+        if path is not None:
+            path.write_text(_file(args, asked, taken, programs.get(taken)), encoding="utf-8")
+    if args.picture is not None:
+        _draw(args, plans)
+    if args.json:
+        return as_told(asked, plans)
+    return in_words(asked, plans, args.take, args.tokens) + _wrote(args)
+
+
+def _writable(path: str | None) -> AbstractContextManager[Path | None]:
+    """What is written there; what cannot be written is not planned for."""
+    return nullcontext() if path is None else _touched(path)
+
+
+@contextmanager
+def _touched(path: str) -> Iterator[Path]:
+    with atomic_write(path) as temporary:
+        temporary.touch()
+        yield temporary
+
+
+def _wrote(args: argparse.Namespace) -> str:
+    return "".join(f"wrote {path}\n" for path in (args.output, args.picture) if path is not None)
+
+
+def _file(args: argparse.Namespace, asked: Asked, plan: Priced, own: Program | None) -> str:
+    """A plan as a file: a configuration of `schedir train`, or a program; with what it is."""
+    from schedir.commands._plans import name_of, seconds
+    from schedir.errors import in_bytes
+    from schedir.ir.text import show
+    from schedir.planner import config, program
+
+    lines = [
+        f"schedir {shlex.join(args.typed)}",
+        f"{name_of(plan)}: a step takes {seconds(plan.step)} and holds "
+        f"{in_bytes(plan.memory.total)}, as planned",
+    ]
+    comments = "".join(f"# {' '.join(line.split())}\n" for line in lines)
+    if str(args.output).endswith(".toml"):
+        if own is not None:
+            raise UsageError(
+                "a schedule that was searched is a program, and no name in a configuration",
+                hint="-o best.sched, which is a pipeline.schedule then", fields=["output"],
+            )  # fmt: skip
+        return comments + config(asked.model, plan)
+    return comments + show(own or program(plan, tied=asked.model.tied))
+
+
+def _draw(args: argparse.Namespace, plans: Sequence[Priced]) -> None:
+    from schedir.viz import plan_times, save
+
+    save(plan_times(plans), args.picture)

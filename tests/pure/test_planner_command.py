@@ -1,0 +1,217 @@
+"""`schedir plan`: what it says, draws and writes, and what it refuses."""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+import tomllib
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from schedir import parse
+from schedir.commands._plan_asked import Asked, with_gpus
+from schedir.commands._plans import in_words
+from schedir.errors import UsageError
+from schedir.planner import Memory, Parts, Priced, cluster
+from schedir.planner.models import MODELS, load_model
+from tests.commands import refused, said
+from tests.tutorial import blocks
+
+GOLDEN = Path(__file__).parents[1] / "golden" / "plan.txt"
+TINY = ("--layers=8", "--hidden=256", "--heads=8", "--vocab=256", "--sequence=128")
+AT = ("plan", *TINY, "--cluster=a100", "--gpus=4", "--batch=32", "--no-exact")
+PARTS = Parts(20, 4, 2, 1, 5, 0.5, 0.25)
+PLAN = Priced(
+    p=8, t=8, d=16, m=96, v=2, schedule="interleaved", recompute="selective", zero=1,
+    step=sum(PARTS), parts=PARTS, memory=Memory(5e9, 6e9, 7e9, 20e9, 3e9), flops=150e12, mfu=0.48,
+    bound="memory", why="memory: the next faster plan takes 31.2 s, and does not fit by 4.1 GB",
+)  # fmt: skip
+
+
+def test_plans_in_words() -> None:
+    """All that is told, of plans that are written down here."""
+    asked = Asked(MODELS["gpt-175b"][0], cluster("a100", 128), 1536, ("gpt-175b", "a100"), {})
+    uneven = replace(PLAN, layers_of=(5, *[6] * 14, 7), t=16, d=8, sequence_parallel=True)
+    plain = replace(PLAN, schedule="one_f_one_b", v=1, step=40.0, zero=0, recompute="none")
+    plain = replace(plain, exact=True, why="", parts=Parts(0.04, 0, 0, 0, 0, 0, 0))
+    text = in_words(asked, [uneven, plain], 1, 300e9)
+    text += in_words(asked, [plain], 1, None)
+    assert text == GOLDEN.read_text()
+
+
+REFUSED = {
+    (): "nobody says which model\n  hint: --model gpt-175b, or --layers 96 --hidden 12288",
+    ("--model=gpt-17b",): "nobody knows a model 'gpt-17b'\n  hint: did you mean 'gpt-175b'?",
+    ("--layers=8", "--hidden=256"): "nobody says anything of the model's heads, vocab, sequence",
+    (*TINY, "--heads=7"): "model: hidden 256 is no multiple of heads 7",
+    TINY: "nobody says how many sequences a step has\n  hint: --batch 1536",
+    (*TINY, "--batch=8"): "nobody says on which machines\n  hint: --cluster a100 --nodes 4",
+    (*TINY, "--batch=8", "--cluster=a100"): "nobody says how many nodes of a100",
+    (*TINY, "--batch=8", "--cluster=a10", "--nodes=1"): "nobody knows a cluster 'a10'\n"
+    "  hint: did you mean 'a100'?",
+    (*TINY, "--batch=8", "--cluster=none.toml"): "cannot read none.toml: No such file",
+    (*TINY, "--batch=8", "--cluster=a100", "--gpus=12"): "12 GPUs are no whole number of nodes of "
+    "8\n  hint: 8 or 16",
+    (*TINY, "--batch=8", "--cluster=a100", "--gpus=8", "--tp=3"): "heads 8 cannot be divided among "
+    "t 3\n  hint: t = 1 or 2 or 4 or 8",
+    (*TINY, "--batch=7", "--cluster=a100", "--gpus=8", "--dp=8"): "a batch of 7 does not divide "
+    "among d 8 replicas\n  hint: the nearest that do: 8",
+    ("--model=gpt-175b", "--batch=8", "--cluster=a100", "--gpus=8"): "plans fits into 80 GB a GPU: "
+    "the least holds",
+    (*AT[1:], "--take=99"): "there is no plan 99: they are 1 to 10",
+    (
+        "--model=llama-7b",
+        "--batch=16",
+        "--cluster=a100",
+        "--gpus=8",
+        "--no-exact",
+        "-o",
+        "x.toml",
+    ): "schedir train cannot run ffn 11008",
+    ("-o", "best.txt"): "a plan is written to FILE.toml or FILE.sched: best.txt is neither",
+    ("--picture", "x.gif"): "a picture ends in .png, .svg, .pdf: x.gif does not",
+    ("--top=0",): "--top says how many plans are told, from 1 on, not 0",
+    ("--tokens=-1",): "--tokens are those that are trained on, not -1",
+    ("--search", "--seconds=0"): "a search takes seconds, more than 0, not 0",
+    ("--scale=4,8", "-o", "x.toml"): "-o is of one number of GPUs, and --scale says several",
+}
+
+
+@pytest.mark.parametrize("argv", REFUSED, ids=" ".join)
+def test_what_is_wrong_is_one_sentence(
+    argv: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    monkeypatch.chdir(tmp_path)
+    assert REFUSED[argv] in refused(capsys, "plan", *argv)
+    assert not [*tmp_path.iterdir()]
+
+
+def test_a_file_says_a_model(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """At its top or in [model], with the words of `schedir train`; what is said beside wins."""
+    monkeypatch.chdir(tmp_path)
+    lines = "layers = 8\nhidden = 256\nheads = 8\nvocab = 256\n"
+    Path("plain.toml").write_text(f"{lines}sequence = 128\n")
+    Path("train.toml").write_text(f"[model]\n{lines}context = 128\ndropout = 0.1\n[data]\n")
+    assert load_model("plain.toml") == load_model("train.toml")
+    assert load_model("plain.toml", sequence=64).sequence == 64
+    Path("wrong.toml").write_text(f"{lines}sequnce = 128\n")
+    told = refused(capsys, "plan", "--model=wrong.toml", *AT[6:])
+    assert "wrong.toml: a model has no 'sequnce'\n  hint: did you mean 'sequence'?" in told
+
+
+def test_shapes_are_as_large_as_their_names() -> None:
+    for name, (model, _) in MODELS.items():
+        number, unit = re.fullmatch(r"\w+-(\d+)([bt])", name).groups()  # type: ignore[union-attr]
+        params = model.params / {"b": 1e9, "t": 1e12}[unit]
+        assert abs(params / float(number) - 1) < 0.04, (name, params)
+
+
+def test_gpus_are_whole_nodes_or_a_part_of_one() -> None:
+    node = cluster("a100")
+    assert with_gpus(node, 3072).nodes == 384
+    assert (with_gpus(node, 4).nodes, with_gpus(node, 4).gpus_per_node) == (1, 4)
+    with pytest.raises(UsageError):
+        with_gpus(node, 20)
+
+
+def test_it_is_told_for_a_program(capsys: pytest.CaptureFixture[str]) -> None:
+    told = json.loads(said(capsys, *AT, "--top=3", "--json"))
+    assert told["batch"] == 32 and told["cluster"]["gpus"] == 4
+    assert told["model"]["hidden"] == 256
+    assert 1 <= len(told["plans"]) <= 3
+    for plan in told["plans"]:
+        assert plan["p"] * plan["t"] * plan["d"] == 4 and plan["d"] * plan["m"] * plan["b"] == 32
+        assert sum(plan["parts"].values()) == pytest.approx(plan["step"])
+    steps = [plan["step"] for plan in told["plans"]]
+    assert steps == sorted(steps)
+
+
+def test_what_is_fixed_is_kept(capsys: pytest.CaptureFixture[str]) -> None:
+    fixed = ("--pp=2", "--tp=1,2", "--schedules=gpipe,one_f_one_b", "--recompute=full", "--zero=1")
+    told = json.loads(said(capsys, *AT, *fixed, "--json"))["plans"]
+    assert told
+    for plan in told:
+        assert plan["p"] == 2 and plan["t"] in (1, 2) and plan["zero"] == 1
+        assert plan["recompute"] == "full" and plan["schedule"] in ("gpipe", "one_f_one_b")
+
+
+def test_the_plan_is_written_and_drawn(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As a configuration and as a program, of the plan that is taken; and drawn."""
+    monkeypatch.chdir(tmp_path)
+    plain = (*AT, "--top=4", "--recompute=none,full")
+    second = json.loads(said(capsys, *plain, "--json"))["plans"][1]
+    told = said(capsys, *plain, "--take=2", "-o", "best.toml", "--picture", "plans.svg")
+    assert told.endswith("wrote best.toml\nwrote plans.svg\n") and "\nplan 2: " in told
+    text = Path("best.toml").read_text()
+    more = ("--take=2", "-o", "best.toml", "--picture", "plans.svg")
+    assert text.startswith(
+        f"# schedir {shlex.join([*plain, *more])}\n# {second['p']} pipeline rank"
+    )
+    found = tomllib.loads(text)
+    assert found["model"]["hidden"] == 256 and found["model"]["context"] == 128
+    assert found["pipeline"]["ranks"] == second["p"] and found["pipeline"]["tp"] == second["t"]
+    assert found["data"]["microbatch_size"] == second["b"]
+    said(capsys, *plain, "-o", "best.sched", "--picture", "all.png")
+    program = parse(Path("best.sched").read_text())
+    first = json.loads(said(capsys, *plain, "--json"))["plans"][0]
+    assert (program.plan.ranks, program.plan.microbatches) == (first["p"], first["m"])
+    assert {path.suffix for path in tmp_path.iterdir()} == {".toml", ".svg", ".sched", ".png"}
+
+
+def test_a_search_finds_a_shorter_schedule(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Which is written as a program, and is no name that a configuration could have."""
+    monkeypatch.chdir(tmp_path)
+    at = ("plan", "--model=gpt-22b", "--cluster=a100", "--gpus=16", "--batch=32", "--top=1",
+          "--pp=4", "--tp=4", "--schedules=one_f_one_b", "--recompute=full")  # fmt: skip
+    (plain,) = json.loads(said(capsys, *at, "--json"))["plans"]
+    (found,) = json.loads(
+        said(capsys, *at, "--search", "--seconds=0.5", "-o", "best.sched", "--json")
+    )["plans"]
+    assert found["schedule"] == "search" and found["step"] < plain["step"]
+    program = parse(Path("best.sched").read_text())
+    assert program.name == "search" and program.plan.microbatches == found["m"]
+    told = refused(capsys, *at, "--search", "--seconds=0.5", "-o", "best.toml")
+    assert "a schedule that was searched is a program" in told and not Path("best.toml").exists()
+
+
+def test_the_page_can_be_followed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Its Python, and the commands that hand a plan on; what others print `test_docs` compares."""
+    page = (Path(__file__).parents[2] / "docs" / "planner.md").read_text()
+    monkeypatch.chdir(tmp_path)
+    for kind, body in blocks(page):
+        if kind == "python":
+            exec(compile(body, "planner.md", "exec"), {})
+            assert capsys.readouterr().out
+        elif "-o best.toml" in body:
+            for line in body.splitlines():
+                if not line.startswith("schedir train"):
+                    said(capsys, *shlex.split(line)[1:])
+    assert {path.name for path in tmp_path.iterdir()} == {"best.toml", "best.sched", "best.csv"}
+
+
+def test_over_numbers_of_gpus(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The same batch on each, and one that grows; a number that has no plan is told, and why."""
+    picture = tmp_path / "scale.svg"
+    at = ("plan", *TINY, "--cluster=a100", "--batch=12", "--no-exact", "--scale=8,2,4", "--tp=1,2")
+    told = json.loads(said(capsys, *at, "--picture", str(picture), "--json"))
+    assert [plan["p"] * plan["t"] * plan["d"] for plan in told["strong"]] == [2, 4, 8]
+    assert [plan["d"] * plan["m"] * plan["b"] for plan in told["strong"]] == [12, 12, 12]
+    assert [plan["d"] * plan["m"] * plan["b"] for plan in told["weak"]] == [3, 6, 12]
+    assert told["refused"] == [] and picture.exists()
+    table = said(capsys, *at, "--scale=8,2,3")
+    assert table.startswith("strong: the same batch\n") and "\nweak: a batch that grows" in table
+    assert table.endswith("not 3 GPUs, weak: 4.50 sequences are no batch\n")
+    one = refused(capsys, *at, "--tp=8", "--scale=2,4")
+    assert "8" in one
