@@ -10,7 +10,8 @@
     python benchmarks/planner.py memory     # arXiv 1910.02054, table 1; 2205.05198, table 2
     python benchmarks/planner.py large      # MT-NLG 530B and a trillion: the papers' plans and ours
 
-Each prints tables.  An error is predicted over published, less 1; means are of its absolute values.
+Each prints tables.  Steps are those of closed forms, with --exact those of simulated programs.  An
+error is predicted over published, less 1; means are of its absolute values.
 """
 
 from __future__ import annotations
@@ -100,10 +101,13 @@ def cluster_of(choice: Choice) -> Cluster:
     return replace(node, nodes=choice.gpus // node.gpus_per_node)
 
 
+EXACT = False  # whether programs are simulated
+
+
 def step(run: Run, cluster: Cluster | None = None, constants: Constants | None = None) -> Priced:
     """What is predicted of a run, whose processes are numbered as Megatron-LM's."""
     cluster = cluster or cluster_of(run.choice)
-    return planner.step(run.model, cluster, run.choice, constants=constants)
+    return planner.step(run.model, cluster, run.choice, exact=EXACT, constants=constants)
 
 
 def reached(run: Run) -> float:
@@ -305,16 +309,18 @@ def large() -> None:
     for name, model, batch, nodes, paper in LARGE:
         cluster = planner.cluster("a100", nodes=nodes)
         began = perf_counter()
-        ours = planner.plan(model, cluster, batch, order=paper.order)
+        ours = planner.plan(model, cluster, batch, order=paper.order, exact=EXACT)
         took = perf_counter() - began
         print(f"\n### {name}: planned in {took:.1f} s\n")
         head("plan", "layout", "also", "step, s", *Parts._fields, "GB", "MFU")
-        told("the paper's", planner.step(model, cluster, paper))
+        told("the paper's", planner.step(model, cluster, paper, exact=EXACT))
         told("ours", ours[0])
         there = {name: getattr(paper, name) for name in ("p", "t", "d")}
         for what, few in ({"the paper's p, t and d": there} | ONLY).items():
             try:
-                best, *_ = planner.plan(model, cluster, batch, order=paper.order, top=1, **few)
+                best, *_ = planner.plan(
+                    model, cluster, batch, order=paper.order, top=1, exact=EXACT, **few
+                )
                 told(f"ours: {what}", best)
             except UsageError as error:
                 line(f"ours: {what}", error.fact, *[""] * (len(Parts._fields) + 4))
@@ -330,7 +336,11 @@ TABLES: dict[str, Callable[[], None]] = {
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("table", choices=TABLES)
-    TABLES[parser.parse_args().table]()
+    parser.add_argument("--exact", action="store_true", help="simulate programs")
+    options = parser.parse_args()
+    global EXACT
+    EXACT = options.exact
+    TABLES[options.table]()
 
 
 if __name__ == "__main__":
