@@ -305,21 +305,21 @@ def told(what: str, price: Priced) -> None:
 
 
 def large() -> None:
-    """The papers' plans, ours, and ours with less to choose from."""
+    """The papers' plans, ours, and ours with less to choose from; simulated, all of them."""
     for name, model, batch, nodes, paper in LARGE:
         cluster = planner.cluster("a100", nodes=nodes)
         began = perf_counter()
-        ours = planner.plan(model, cluster, batch, order=paper.order, exact=EXACT)
+        ours = planner.plan(model, cluster, batch, order=paper.order, exact=True)
         took = perf_counter() - began
         print(f"\n### {name}: planned in {took:.1f} s\n")
         head("plan", "layout", "also", "step, s", *Parts._fields, "GB", "MFU")
-        told("the paper's", planner.step(model, cluster, paper, exact=EXACT))
+        told("the paper's", planner.step(model, cluster, paper, exact=True))
         told("ours", ours[0])
         there = {name: getattr(paper, name) for name in ("p", "t", "d")}
         for what, few in ({"the paper's p, t and d": there} | ONLY).items():
             try:
                 best, *_ = planner.plan(
-                    model, cluster, batch, order=paper.order, top=1, exact=EXACT, **few
+                    model, cluster, batch, order=paper.order, top=1, exact=True, **few
                 )
                 told(f"ours: {what}", best)
             except UsageError as error:
