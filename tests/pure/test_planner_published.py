@@ -14,7 +14,7 @@ PAGE = Path(__file__).parents[2] / "docs" / "results" / "planner.md"
 SUM = re.compile(r"^([a-z][a-z ,]+): ([\d.]+)% in the mean.* ([+-][\d.]+)% at worst", re.M)
 
 
-@pytest.mark.parametrize("name", ["layers", "stages", "node"])
+@pytest.mark.parametrize("name", ["layers", "stages", "node", "sc21"])
 def test_no_further_off_than_the_page_says(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     text = PAGE.read_text().split(f"`python benchmarks/planner.py {name}`", 1)[1]
     told = SUM.search(text)
@@ -35,7 +35,14 @@ def test_memory_is_as_printed(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_published_rows_are_whole() -> None:
-    """The tables agree with themselves."""
+    """The tables agree with themselves: GPUs, batches, parameters by SC21's equation 2."""
+    for row, run in zip(
+        published.table("sc21_table1_weak_scaling"), published.weak_scaling(), strict=True
+    ):
+        assert run.choice.gpus == int(row["gpus"])
+        assert run.model.params / 1e9 == pytest.approx(float(row["params_billion"]), rel=0.03)
+        total = float(row["tflops_per_gpu"]) * run.choice.gpus / 1e3
+        assert total == pytest.approx(float(row["aggregate_pflops"]), rel=0.03)
     rows = published.table("vtrain_one_node_sample")
     for row, run in zip(rows, published.one_node(), strict=True):
         assert run.choice.gpus == int(row["GPUs"])
