@@ -118,6 +118,16 @@ Clusters with a name are {clusters}: files in [schedir/planner/clusters](../sche
 source. `--nodes` or `--gpus` says how many. A file of your own, `--cluster FILE.toml`, has the same fields
 ([`Cluster`](api.md#cluster)), and says what is *reached*, not what a data sheet has.
 
+`schedir plan --measure -o here.toml` measures the machine that it runs on, GPUs or processors, in half a minute: ten
+products, layers of the trainer's GPT, and sums over groups, all processes at the same time, and says what it
+measured beside what the file then tells. On processors, which processes may share (`--processes 4` on two), the planner
+simulates that, too, and tells the memory of `schedir train` to the byte:
+
+```
+schedir plan --measure --processes 4 -o here.toml
+schedir plan --layers 8 --hidden 256 --heads 8 --vocab 256 --sequence 128 --batch 16 --cluster here.toml --attention flash
+```
+
 From Python it is `schedir.planner`:
 
 ```python

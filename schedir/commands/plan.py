@@ -9,6 +9,7 @@ from math import inf
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from schedir.commands._measure import add_measure, measured
 from schedir.commands._options import count, number
 from schedir.commands._plan_asked import (
     FIXED,
@@ -61,6 +62,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     _add_output(parser.add_argument_group("what is written"))
     _add_model(parser.add_argument_group("the model"))
     _add_cluster(parser.add_argument_group("the machines"))
+    add_measure(parser.add_argument_group("measuring, instead of planning"))
     group = parser.add_argument_group("what is fixed; 4,8 leaves both open")
     for option, field, about in FIXED:
         group.add_argument(f"--{option}", dest=field, type=_counts, metavar="N", help=about)
@@ -152,6 +154,8 @@ def _words(text: str) -> tuple[str, ...]:
 
 def run(args: argparse.Namespace) -> str:
     """The best plans, why the first is no faster, and what is written."""
+    if (found := measured(args)) is not None:
+        return found
     from schedir.commands._plans import as_told, in_words
 
     if args.output is not None and Path(args.output).suffix not in (".toml", ".sched"):

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import fields
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from schedir import Cluster, load_cluster, planner, save_cluster
+from schedir.__main__ import main
 from schedir.errors import UsageError
 from schedir.training.measure import EXTENTS, measure, processors
 
@@ -37,6 +39,18 @@ def test_three_processes_have_pairs_and_all() -> None:
     assert sum("over 2" in line for line in found.table) == 2
     assert sum("over 3" in line for line in found.table) == 1  # which does not slice four heads
     assert found.cluster.gpus == 3
+
+
+def test_the_command_writes_what_it_measured(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("schedir.training.measure.measure", partial(measure, quick=True))
+    path = tmp_path / "here.toml"
+    assert main(["plan", "--measure", "--processes=2", f"-o={path}"]) == 0
+    shown = capfd.readouterr()
+    assert shown.out.splitlines()[-1] == f"wrote {path}"
+    assert load_cluster(path).gpus == 2
+    assert path.read_text().startswith("# Measured by schedir plan --measure, of 2 processes")
 
 
 @pytest.mark.parametrize("device", EXTENTS)

@@ -43,6 +43,10 @@ def test_plans_in_words() -> None:
 
 
 REFUSED = {
+    ("--measure",): "--measure writes a cluster file, FILE.toml, and nobody says where",
+    ("--measure", "--batch=8"): "--measure plans nothing, and takes no --batch",
+    ("--measure", "-o=none/here.toml"): "cannot write none/here.toml",
+    (*TINY, "--processes=4"): "--processes is of --measure",
     (): "nobody says which model\n  hint: --model gpt-175b, or --layers 96 --hidden 12288",
     ("--model=gpt-17b",): "nobody knows a model 'gpt-17b'\n  hint: did you mean 'gpt-175b'?",
     ("--layers=8", "--hidden=256"): "nobody says anything of the model's heads, vocab, sequence",
