@@ -33,6 +33,7 @@ from schedir.errors import UsageError
 from schedir.planner import Choice, Constants, Model, regret
 from schedir.planner.choice import Parts, Priced
 from schedir.planner.exact import exact
+from schedir.planner.memory import ends_numbers, layer_numbers
 from tests import published_runs as published
 from tests.published_runs import Run
 
@@ -259,10 +260,12 @@ def memory() -> None:
         billions, d = float(row["params_billion"]), int(row["dp_degree"])
         said: list[str] = []
         for level, printed in enumerate((row["P_os"], row["P_os+g"], row["P_os+g+p"]), 1):
-            stages = model.layers  # as many, of which two are whole at once: not in the table
+            stages = model.layers  # as many, some of them whole at once: not in the table
             choice = Choice(d=d, v=stages, schedule="looped_bfs", zero=level)
             of = planner.memory(model, cluster, choice)
-            whole = 2 * 2 / stages * (level - 1) * model.params
+            one = sum(layer_numbers(model))
+            whole = 2 * (level > 1) * (one + ends_numbers(model)[0])
+            whole += 2 * (level > 2) * (2 * one + ends_numbers(model)[0])
             each = (of.weights + of.gradients + of.optimizer - whole) / model.params
             digits = len(printed.partition(".")[2])
             same += abs(each * billions - float(printed)) <= 10.0**-digits

@@ -10,7 +10,7 @@ from schedir.planner.memory import memory
 from schedir.planner.model import Model
 from schedir.planner.models import load_model
 from schedir.planner.options import options
-from schedir.planner.plan import plan, step
+from schedir.planner.plan import every, plan, step
 from schedir.planner.regret import regret
 from schedir.planner.runnable import config, program
 from schedir.planner.shorter import shorter
@@ -27,6 +27,7 @@ __all__ = [
     "config",
     "cut",
     "embedding",
+    "every",
     "exact",
     "head",
     "layer",

@@ -90,7 +90,8 @@ def choices(model: Model, cluster: Cluster, batch: int, want: Asked) -> Plans:
     a node unless `t` is told, and then there is a warning; stages are no more than layers, and
     where these do not divide evenly, two stages per rank at most, or as many as would divide them
     with the embedding and the head.  With the weights or gradients in parts (`zero` from 2 on)
-    ranks have more than two stages, unless told: otherwise all of them are whole all the time.
+    ranks have more than two stages, and whole backwards, unless told: all stages are whole all the
+    time otherwise, or gradients are summed again and again.
 
     Raises UsageError where there is none: for heads that slices do not divide, GPUs that are no
     product of what is asked for, and a batch that does not divide, with the nearest that do.
@@ -208,7 +209,7 @@ def _rows(model: Model, batch: int, degree: Degree, want: Asked) -> Iterator[tup
 def _levels(replicas: int, p: int, v: int, name: str, want: Asked) -> Iterator[int]:
     """Levels of ZeRO that differ from lower ones."""
     for level in want.zero or range(LEVELS):
-        cuts = level >= 2 and (v > 2 or want.zero is not None)
+        cuts = level >= 2 and (want.zero is not None or (v > 2 and not FAMILIES[name].split))
         alone = p == 1 and name != "one_f_one_b"  # many stages on one rank, for ZeRO alone
         if replicas == 1:
             if level == 0 and not alone:
@@ -258,7 +259,10 @@ def _no_batch(model: Model, batch: int, degrees: list[Degree], want: Asked) -> U
                 unit = degree.d * b * (degree.p if own.grouped else 1)
                 least = degree.d * b * int(own.least(degree.p))
                 least = -(-least // unit) * unit
-                near |= {max(batch // unit * unit, least), max(-(-batch // unit) * unit, least)}
+                near |= {
+                    max(batch // unit * unit, least),
+                    max(-(-batch // unit) * unit, least),
+                }
     can = sorted(near - {batch})
     if not can or batch in near:
         return UsageError(

@@ -6,6 +6,7 @@ not hidden of messages and sums.  `exact` simulates the program instead.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any, Final, NamedTuple
 
 import numpy as np
@@ -16,10 +17,10 @@ from schedir.planner.choice import Parts, Phases
 from schedir.planner.constants import Constants
 from schedir.planner.families import FAMILIES, gathers
 from schedir.planner.layer import Work, work_of
-from schedir.planner.links import replicas, ways
+from schedir.planner.links import Places, places_of, rings, ways
 from schedir.planner.memory import Held, States, ends_numbers
 from schedir.planner.model import Model
-from schedir.planner.plans import NAMES, Floats, Plans, Shares
+from schedir.planner.plans import NAMES, RECOMPUTES, Floats, Plans, Shares
 
 _PARTS: Final = ("layer", "embedding", "head")
 
@@ -31,6 +32,7 @@ class Rank(NamedTuple):
     F: Floats
     I: Floats  # with what runs again before it
     W: Floats
+    ends: Floats  # what the embedding takes, or the head, whichever takes less
 
     @property
     def all(self) -> Floats:
@@ -60,24 +62,34 @@ def parts(
         """Of the rank that decides."""
         return each[rows, at]
 
-    waits, messages = _families(plans, shares, rank)
-    way = ways(model, cluster, plans)
+    waits, messages, each = _families(plans, shares, rank, constants)
+    where = places_of(cluster, plans)
+    way = ways(model, cluster, plans, where)
     v, p = plans.v, plans.p
     loop = np.array([FAMILIES[name].stages == "many" for name in NAMES])[plans.schedule]
+    vee = np.array([FAMILIES[name].vee for name in NAMES])[plans.schedule]
+    loops = np.array([FAMILIES[name].by_loops for name in NAMES])[plans.schedule] & (p > 1)
     borders = np.where(loop, v * (p - 1) + v - 1, p - 1)
     path = np.where(loop, v * way.borders + (v - 1) * way.around, way.borders)
     mean = path / np.maximum(borders, 1)
     # A rank sends each microbatch's boundary on, and a gradient back, for each of its stages.
-    transfers = np.maximum(messages * mean, 2 * plans.m * v * mean * (p > 1) - there(busy))
+    others = (rank.all * shares.number).sum(axis=1) / p
+    hidden = plans.m * np.minimum(each * mean, there(rank.all) - others)
+    transfers = messages * mean - hidden
+    # A slow rank that has both ends, as in a vee, waits the less for the others.
+    slack = plans.m * (there(rank.all) - others)
+    bubble = (waits * shares.number).sum(axis=1) - there(waits) - vee * slack
+    bubble = np.maximum(bubble + loops * plans.m * rank.ends, 0)
+    transfers = np.maximum(transfers, 2 * plans.m * v * mean * (p > 1) - there(busy))
     compute, tensor = rank.times
-    data = _data(model, cluster, plans, shares, held, constants, states, rank)
+    data = _data(model, cluster, plans, shares, held, constants, states, rank, where)
     optimizer = _optimizer(cluster, plans, held, states)
     found = dict(
         compute=plans.m * there(compute.F + compute.I + compute.W),
         recompute=plans.m * there(compute.R),
         tensor=plans.m * there(tensor.F + tensor.I + tensor.W + tensor.R),
         transfers=transfers,
-        bubble=((waits * shares.number).sum(axis=1) - there(waits)) * _idle(cluster, plans),
+        bubble=bubble * _idle(cluster, plans),
         data=data,
         optimizer=optimizer,
     )
@@ -104,19 +116,20 @@ def ranks(
     model: Model, cluster: Cluster, plans: Plans, shares: Shares, constants: Constants
 ) -> Rank:
     """What a microbatch takes on each rank: its stages one by one, as `layer.stage` has them."""
-    layer, embedding, head = (_works(part, model, cluster, plans, constants) for part in _PARTS)
+    layer, embedding, head = _works(model, cluster, plans, constants)
     v = plans.v[:, None]
     each = shares.layers / v
     first, last = 1.0 * shares.first, 1.0 * shares.last
     one = v == 1
-    ends = _sum((layer, each), (embedding, first), (head, last * one)).times
+    before = _sum((layer, each), (embedding, first), (head, last * one)).times
     behind = _sum((layer, each), (head, last)).times
     inner = _sum((layer, shares.layers - each * np.where(one, 1, first + last))).times
     with_first: Any = np.where(one, 1.0, first)
     with_last: Any = np.where(one, 0.0, last)
-    times: Any = inner.plus(ends, with_first).plus(behind, with_last)
+    times: Any = inner.plus(before, with_first).plus(behind, with_last)
     F, I, W, R = times.total
-    return Rank(times, F, I + R, W)
+    ends: list[Any] = [sum(_sum((part, 1.0)).times.total) for part in (embedding, head)]
+    return Rank(times, F, I + R, W, np.minimum(*ends)[:, 0])
 
 
 def _sum(*terms: tuple[Work, Any]) -> Work:
@@ -126,33 +139,43 @@ def _sum(*terms: tuple[Work, Any]) -> Work:
     return found
 
 
-def _works(part: str, model: Model, cluster: Cluster, plans: Plans, constants: Constants) -> Work:
-    """The work of a part in each plan, columns: that of few combinations."""
+def _works(model: Model, cluster: Cluster, plans: Plans, constants: Constants) -> Iterator[Work]:
+    """The work of a layer, of the embedding and of the head in each plan, columns: plans differ in
+    it by few combinations of their fields."""
     split = np.array([FAMILIES[name].split for name in NAMES])[plans.schedule]
     names = ["t", "b", "recompute", "sequence_parallel", "c", "e"]
     names += ["p"] if bool((plans.e > 1).any()) else []
-    found = np.zeros((len(plans), 12))
+    found = np.zeros((len(plans), 3, 12))
     for half in (False, True):
         mine = np.flatnonzero(split == half)
         some = plans.take(mine)
         first, which = some.distinct(*names)
-        each = [work_of(part, model, cluster, some.choice(model, i), constants) for i in first]
-        if each:
-            found[mine] = np.array(each).reshape(-1, 12)[which]
-    columns = found.T[:, :, None]
-    return Work(*(Phases(*columns[k : k + 4]) for k in (0, 4, 8)))
+        each = [
+            [work_of(part, model, cluster, choice, constants) for part in _PARTS]
+            for choice in (some.choice(model, i) for i in first.tolist())
+        ]
+        found[mine] = np.array(each).reshape(-1, 3, 12)[which]
+    for part in range(3):
+        columns = found[:, part].T[:, :, None]
+        yield Work(*(Phases(*columns[k : k + 4]) for k in (0, 4, 8)))
 
 
-def _families(plans: Plans, shares: Shares, rank: Rank) -> tuple[Floats, Floats]:
-    """How long the others wait for each share, and how many messages nothing hides."""
+def _families(
+    plans: Plans, shares: Shares, rank: Rank, constants: Constants
+) -> tuple[Floats, Floats, Floats]:
+    """How long the others wait for each share, how many messages nothing hides, and of these how
+    many are each microbatch's.  For what may run again while its gradient is on its way nobody
+    waits (`recompute_ahead`)."""
     waits = np.zeros(rank.F.shape)
-    messages = np.zeros(len(plans))
-    v = plans.v[:, None]
+    messages, each = np.zeros((2, len(plans)))
+    v, full = plans.v[:, None], (plans.recompute == RECOMPUTES.index("full"))[:, None]
+    awaited = rank.I - constants.recompute_ahead * full * rank.times.total.R
     for number in np.unique(plans.schedule).tolist():
         mine, family = plans.schedule == number, FAMILIES[NAMES[number]]
-        waits[mine] = family.wait(*(x[mine] / v[mine] for x in (rank.F, rank.I, rank.W)))
+        waits[mine] = family.wait(*(x[mine] / v[mine] for x in (rank.F, awaited, rank.W)))
         messages[mine] = family.messages(plans.p[mine], plans.v[mine], plans.m[mine])
-    return waits, messages * (plans.p > 1)
+        each[mine] = family.each(plans.p[mine])
+    return waits, messages * (plans.p > 1), each * (plans.m > plans.p)
 
 
 def _data(
@@ -164,34 +187,41 @@ def _data(
     constants: Constants,
     states: States,
     rank: Rank,
+    where: Places,
 ) -> Floats:
     """Sums of gradients and gathers of weights over replicas, as far as nothing hides them.
 
     Sums: reduce-scatters and gathers of arXiv 1910.02054, section 7; without ZeRO a ring's
-    all-reduce, which is both.  Those of all stages but the last to end run under its backwards, and
-    its own under the last one of these, as far as the software does so (`reduce_hidden`).  Ranks
-    that end before the first have until then.  With ZeRO weights are gathered at the head of the
-    step, where ranks wait for their first microbatch; and in parts again and again, while others
-    are computed with.
+    all-reduce, which is both.  Each stage's run under its last backward, as far as the software
+    does so (`reduce_hidden`), and those of all but the last stage to end under the backwards of the
+    next ones; ranks that end before the first have until then.  With ZeRO weights are gathered at
+    the head of the step, where ranks wait for their first microbatch; and where they are in parts
+    again and again, beside what is computed.  Where gradients are in parts a rank has one whole one
+    at a time: the next backward waits until it is summed.
     """
     zero, v, p, m = (getattr(plans, name)[:, None] for name in ("zero", "v", "p", "m"))
-    rings = (replicas(cluster, plans), replicas(cluster, plans, experts=True))
-    owned = (held.numbers, held.experts)
-    scatter = sum(ring.turn(states.grads * own) for ring, own in zip(rings, owned, strict=True))
-    gather = sum(ring.turn(states.params * own) for ring, own in zip(rings, owned, strict=True))
+    each = [*zip(rings(cluster, plans, where), (held.numbers, held.experts), strict=True)]
+    scatter = sum(ring.turn(states.grads * own) for ring, own in each)
+    gather = sum(ring.turn(states.params * own) for ring, own in each)
     flush = np.array([not FAMILIES[name].split for name in NAMES])[plans.schedule][:, None]
     back = (rank.I + rank.W) / v  # of a stage
-    sums = np.where(zero > 0, scatter, 2 * scatter) * _turns(plans)[:, None]
-    hidden = constants.reduce_hidden
-    early = sums * (v - 1) / v
-    sums = sums - np.minimum(hidden * early, (v - 1) * np.minimum(p, m) * back)
-    sums = sums - np.minimum(hidden * sums, back)
-    late = np.maximum(sums - flush * shares.rank * back, 0)
-    first = np.where(zero > 0, gather / v, 0.0)
-    later = np.where(zero > 0, _gathers(plans)[:, None] * gather / v, 0.0) - first
-    more = np.maximum(later + hidden * early - m * rank.all, 0)
-    begin = np.maximum(first - shares.rank * rank.F / v, 0) + more
-    tied = _tied(model, cluster, plans, states)
+    sums, share = (
+        np.where(zero > 0, 1, 2) * scatter,
+        held.outermost / np.maximum(held.numbers + held.experts, 1),
+    )
+    hidden, last = (
+        constants.reduce_hidden,
+        share * sums,
+    )  # that of the first stage ends last
+    left = last - np.minimum(hidden * last, back)
+    left = left + np.maximum(sums - last - (v - 1) * np.minimum(p, m) * back, 0)
+    turns = (_turns(plans)[:, None] - 1) * np.maximum(sums - rank.F, 0)
+    left = np.where((zero > 1) & (v > 2), sums - np.minimum(hidden * sums, v * back) + turns, left)
+    late = np.maximum(left - flush * shares.rank * back, 0)
+    begin = np.where(zero > 0, share * gather, 0.0)
+    later = np.where(zero > 2, _gathers(plans)[:, None] / v * gather - begin, 0.0)
+    begin = np.maximum(begin - shares.rank * rank.F / v, 0) + np.maximum(later - m * rank.all, 0)
+    tied = _tied(model, cluster, plans, states, where)
     there = shares.number > 0
     return (late * there).max(axis=1) + (begin * there).max(axis=1) + tied  # type: ignore[no-any-return]
 
@@ -212,15 +242,13 @@ def _turns(plans: Plans) -> Any:
     return np.where((plans.zero >= 2) & (plans.v > 2), np.maximum(runs, 1), 1)
 
 
-def _tied(model: Model, cluster: Cluster, plans: Plans, states: States) -> Any:
+def _tied(model: Model, cluster: Cluster, plans: Plans, states: States, where: Places) -> Any:
     """The sum of the gradients of a tied embedding, of the first rank and the last (SC21, arXiv
     2104.04473, section 3; arXiv 1909.08053, appendix): a ring of two."""
     vee = np.array([FAMILIES[name].vee for name in NAMES])[plans.schedule]
     apart = (plans.p > 1) & ~vee & model.tied
-    near = plans.p * plans.t * plans.c * (plans.d if plans.order == "tdp" else 1)
-    link = np.where(
-        near > cluster.gpus_per_node, min(cluster.nvlink, cluster.network), cluster.nvlink
-    )
+    slow = min(cluster.nvlink, cluster.network)
+    link = np.where(where.apart, slow, cluster.nvlink)
     size = states.grads * ends_numbers(model, plans.t)[2]
     return np.where(apart, 2 * (cluster.latency + size / 2 / link), 0.0)
 

@@ -23,14 +23,16 @@ class Share(NamedTuple):
 
 
 def even(layers: int, stages: int) -> tuple[int, ...]:
-    """Layers of each stage, as even as can be: the ends, which also have the embedding and the
-    head, get theirs last.
+    """Layers of each stage, as even as can be.
+
+    Where some have one more it is late stages, which keep the fewest microbatches; and the ends,
+    which also have the embedding and the head, get theirs last.
 
     >>> even(8, 4), even(10, 4), even(7, 4)
     ((2, 2, 2, 2), (2, 3, 3, 2), (2, 2, 2, 1))
     """
     each, more = divmod(layers, stages)
-    turns = [*range(1, stages - 1), 0, stages - 1][:more]
+    turns = [*range(stages - 2, 0, -1), 0, stages - 1][:more]
     return tuple(each + (stage in turns) for stage in range(stages))
 
 

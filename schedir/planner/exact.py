@@ -37,6 +37,7 @@ from schedir.planner.choice import Choice, Memory, Parts, Phases, Priced, Times
 from schedir.planner.constants import Constants
 from schedir.planner.division import layers_of
 from schedir.planner.layer import stage
+from schedir.planner.links import mesh
 from schedir.planner.memory import ADAM, States, ends_numbers
 from schedir.planner.model import Model
 from schedir.planner.priced import priced
@@ -160,23 +161,6 @@ def costs_of(
         for whole in [np.broadcast_to(grid(getattr(found, name) or 0.0), (plan.stages, 1))]
     }
     return replace(found, **left)
-
-
-def mesh(choice: Choice) -> NDArray[np.int64]:
-    """Which process is where: shape (d c, p, t), as `Cluster.costs` takes it.
-
-    Slices stand side by side, then parts of a sequence, and then what `order` says.
-
-    >>> mesh(Choice(p=2, d=2)).tolist(), mesh(Choice(p=2, d=2, order="tdp")).tolist()
-    ([[[0], [1]], [[2], [3]]], [[[0], [2]], [[1], [3]]])
-    """
-    p, t, d, c = choice.p, choice.t, choice.d, choice.c
-    each = np.arange(choice.gpus, dtype=np.int64)
-    if choice.order == "tpd":
-        placed = each.reshape(d, p, c, t).transpose(0, 2, 1, 3)
-    else:
-        placed = each.reshape(p, d, c, t).transpose(1, 2, 0, 3)
-    return placed.reshape(d * c, p, t)
 
 
 def _of_experts(

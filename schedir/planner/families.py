@@ -27,7 +27,10 @@ class Family(NamedTuple):
     `held` are the stage activations on the rank `r` at most.  `stages` per rank are one, two, or
     many, and `vee` tells that they lie down the ranks and back.  It takes `least` microbatches, and
     where it is `grouped` a multiple of P.  `split` tells that W stands apart.  The last stage keeps
-    what the loss left of `ends` microbatches.
+    what the loss left of `ends` microbatches.  Of the messages `each` are every microbatch's, which
+    hide where ranks wait for a slower one anyway.  A rank has room for `waiting` boundaries; and
+    `by_loops` tells that all microbatches pass one loop of stages before the next, so that each
+    loop is as slow as its slowest stage.
     """
 
     name: str
@@ -40,6 +43,9 @@ class Family(NamedTuple):
     grouped: bool = False
     split: bool = False
     ends: Count = lambda P, v, m: 1
+    each: Callable[[Any], Any] = lambda P: 0 * P
+    waiting: Count = lambda P, v, m: 4
+    by_loops: bool = False
 
 
 def _flush(F: Any, I: Any, W: Any) -> Any:
@@ -73,7 +79,7 @@ FAMILIES: Final = {
         Family(
             "one_f_one_b", _flush,
             lambda P, v, m: 2 * (P - 1) * np.maximum(m / P, 1) + 2 * (P - 2) * (m > P) * (P > 1),
-            lambda P, v, m, r: np.minimum(P - r, m),
+            lambda P, v, m, r: np.minimum(P - r, m), each=lambda P: 2 * (P - 1) / P,
         ),
         Family(
             "eager_1f1b", _flush, lambda P, v, m: 2 * (P - 1),
@@ -87,6 +93,7 @@ FAMILIES: Final = {
         Family(
             "looped_bfs", _flush, lambda P, v, m: 2 * (P - 1), lambda P, v, m, r: v * m + 0 * r,
             stages="many", least=lambda P: P, ends=lambda P, v, m: m,
+            waiting=lambda P, v, m: 4 + np.maximum(m - P, 0), by_loops=True,
         ),
         Family(
             "zb_h1", _h1, lambda P, v, m: 4 * (P - 1), lambda P, v, m, r: np.minimum(P, m) + 0 * r,

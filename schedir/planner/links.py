@@ -8,9 +8,9 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from schedir.ir.cluster import Cluster
-from schedir.planner.choice import Order
+from schedir.planner.choice import Choice
 from schedir.planner.model import Model
-from schedir.planner.plans import Floats, Plans
+from schedir.planner.plans import Floats, Ints, Plans
 
 
 class Ways(NamedTuple):
@@ -21,7 +21,7 @@ class Ways(NamedTuple):
     around: Floats
 
 
-def ways(model: Model, cluster: Cluster, plans: Plans) -> Ways:
+def ways(model: Model, cluster: Cluster, plans: Plans, where: Places) -> Ways:
     """What a microbatch's boundary takes from rank to rank.
 
     Of a boundary each of t slices sends all, or 1/t, which the others then gather (SC21, arXiv
@@ -42,45 +42,70 @@ def ways(model: Model, cluster: Cluster, plans: Plans) -> Ways:
         return np.where(cut, part, np.minimum(whole, part + gather))
 
     slow, near = message(between), message(within)
-    across = crossings(cluster, plans)
-    borders = across * slow + (plans.p - 1 - across) * near
-    reach = plans.p * plans.t * plans.c * (plans.d if plans.order == "tdp" else 1)
-    around = np.where(reach > cluster.gpus_per_node, slow, near)
+    borders = where.crossings * slow + (plans.p - 1 - where.crossings) * near
+    around = np.where(where.apart, slow, near)
     return Ways(np.where(plans.p > 1, borders, 0.0), np.where(plans.p > 1, around, 0.0))
 
 
-def crossings(cluster: Cluster, plans: Plans) -> Any:
-    """Over how many of the p - 1 borders between ranks some replica leaves a node.
+def mesh(choice: Choice) -> Ints:
+    """Which process is where: shape (d c, p, t), as `Cluster.costs` takes it.
 
-    With ranks side by side, border k of a replica that begins at process o lies at o + k t c, and
-    replicas begin at multiples of p t c: it is one between nodes where k t c is a multiple of what
-    p t c and a node have in common.
+    Slices stand side by side, then parts of a sequence, and then what `order` says.
+
+    >>> from schedir.planner import Choice
+    >>> mesh(Choice(p=2, d=2)).tolist(), mesh(Choice(p=2, d=2, order="tdp")).tolist()
+    ([[[0], [1]], [[2], [3]]], [[[0], [2]], [[1], [3]]])
     """
-    node, near = cluster.gpus_per_node, plans.t * plans.c
-    if plans.order == "tdp":
-        step = near * plans.d
-        some = np.where((step < node) & (node % step == 0), node // np.minimum(step, node), 1)
-        return np.where(plans.p * step <= node, 0, (plans.p - 1) // some)
-    common = np.gcd(np.where(plans.d > 1, plans.p * near, 0), node)
-    return (plans.p - 1) // (common // np.gcd(near, common))
+    p, t, d, c = choice.p, choice.t, choice.d, choice.c
+    each = np.arange(choice.gpus, dtype=np.int64)
+    if choice.order == "tpd":
+        placed = each.reshape(d, p, c, t).transpose(0, 2, 1, 3)
+    else:
+        placed = each.reshape(p, d, c, t).transpose(1, 2, 0, 3)
+    return placed.reshape(d * c, p, t)
 
 
-def members(d: int, c: int, t: int, p: int, order: Order) -> tuple[int, ...]:
-    """Processes of the first replica group: those that have the same weights."""
-    stride = t * c * (p if order == "tpd" else 1)
-    return tuple(k * stride + j * t for k in range(d) for j in range(c))
+class Places(NamedTuple):
+    """Where a layout lies on nodes: over how many of the borders between ranks some replica leaves
+    its node, whether the first and the last rank of some are on two, and the slowest links of
+    replicas, and of those that have the same experts."""
+
+    crossings: int
+    apart: bool
+    replicas: float
+    experts: float
 
 
 @lru_cache(maxsize=4096)
-def bandwidth(cluster: Cluster, group: tuple[int, ...]) -> float:
-    """As `Cluster.bandwidth`, which many plans ask for the same groups."""
-    return cluster.bandwidth(group)
+def places(cluster: Cluster, choice: Choice) -> Places:
+    """Those of a choice's p, t, d, c, e and order."""
+    where = mesh(choice)
+    nodes = where // cluster.gpus_per_node
+    crossed = (nodes[:, 1:] != nodes[:, :-1]).any(axis=(0, 2))
+    groups = where.reshape(len(where), -1)
+    alike = (nodes - nodes[:1]).reshape(len(where), -1)  # as seen from each group's first one
+    some = groups[:, np.unique(alike, axis=1, return_index=True)[1]].T
+    slowest, experts = (
+        min(cluster.bandwidth(group[::each]) for group in some) for each in (1, choice.e)
+    )
+    return Places(int(crossed.sum()), bool((nodes[:, 0] != nodes[:, -1]).any()), slowest, experts)
+
+
+def places_of(cluster: Cluster, plans: Plans) -> Places:
+    """Of many plans, a column each."""
+    first, which = plans.distinct("p", "t", "d", "c", "e")
+    each = []
+    for i in first.tolist():
+        p, t, d, c, e = (int(getattr(plans, name)[i]) for name in ("p", "t", "d", "c", "e"))
+        each.append(places(cluster, Choice(p=p, t=t, d=d, c=c, e=e, order=plans.order)))
+    columns: list[Any] = [np.array(column)[which] for column in zip(*each, strict=True)]
+    return Places(*columns)
 
 
 class Ring(NamedTuple):
     """Replicas that sum and gather: how many, and their slowest link, by plan."""
 
-    size: Floats
+    size: Ints
     bandwidth: Floats
     latency: float
 
@@ -92,13 +117,10 @@ class Ring(NamedTuple):
         return np.where((many > 1) & (size > 0), taken, 0.0)
 
 
-def replicas(cluster: Cluster, plans: Plans, *, experts: bool = False) -> Ring:
-    """The ring of each plan's replicas, or of those that have the same experts."""
-    first, which = plans.distinct("d", "c", "t", "p", "e")
-    links = []
-    for i in first.tolist():
-        d, c, t, p, e = (int(getattr(plans, name)[i]) for name in ("d", "c", "t", "p", "e"))
-        group = members(d, c, t, p, plans.order)
-        links.append(bandwidth(cluster, group[:: e if experts else 1]))
-    size = np.maximum(plans.d * plans.c // (plans.e if experts else 1), 1)
-    return Ring(size.astype(float), np.array(links)[which], cluster.latency)
+def rings(cluster: Cluster, plans: Plans, where: Places) -> tuple[Ring, Ring]:
+    """The rings of each plan's replicas, and of those that have the same experts."""
+    many = plans.d * plans.c
+    return (
+        Ring(many, np.array(where.replicas), cluster.latency),
+        Ring(np.maximum(many // plans.e, 1), np.array(where.experts), cluster.latency),
+    )

@@ -92,7 +92,10 @@ def _terms(model: Model, choice: Choice, recompute: Any) -> dict[str, float]:
         tokens, choice.b, model.hidden, model.heads, choice.t,
         recompute=recompute, sequence_parallel=choice.sequence_parallel,
     )  # fmt: skip
-    kv, wide = model.kv_heads / model.heads, model.ffn / (4 * model.hidden) * model.active
+    kv, wide = (
+        model.kv_heads / model.heads,
+        model.ffn / (4 * model.hidden) * model.active,
+    )
     scale = {
         "Q and K": (1 + kv) / 2,
         "V": kv,
@@ -115,10 +118,15 @@ class Held(NamedTuple):
     memory: Floats
     numbers: Floats
     experts: Floats
+    outermost: Floats  # of these, those of its first stage
 
 
 def held(
-    model: Model, plans: Plans, shares: Shares, constants: Constants, states: States = ADAM
+    model: Model,
+    plans: Plans,
+    shares: Shares,
+    constants: Constants,
+    states: States = ADAM,
 ) -> Held:
     """What each share of many plans holds."""
     p, t, d, v, b, m, c, e, zero = (
@@ -128,7 +136,8 @@ def held(
     common, network = layer_numbers(model, t, e)
     table, norm, matrix = ends_numbers(model, t)
     own_matrix = last & ~(first & model.tied)
-    numbers = (shares.layers * common + first * table + last * norm + own_matrix * matrix) * there
+    before, behind = first * table, last * norm + own_matrix * matrix
+    numbers = (shares.layers * common + before + behind) * there
     experts = shares.layers * network * there
     replicas = {"common": d * c, "experts": np.maximum(d * c // e, 1)}
 
@@ -141,33 +150,40 @@ def held(
         )
 
     # Where they are in parts, weights of two stages are whole at once (analysis/residency.py), and
-    # gradients of as many until they are summed.
-    whole = np.minimum(v, 2) / v * (numbers + experts)
+    # the gradient of one, until it is summed; of two stages or fewer all are.
+    inner = shares.layers / v * (common + network) * there
+    few, end = v <= 2, np.maximum(before, behind)
+    everything = numbers + experts
+    whole = {
+        "params": np.where(few, everything, (2 * inner + end) * there),
+        "grads": np.where(few, everything, (inner + end) * there),
+    }
     weights, grads = (
-        state(size, name) + (zero >= CUT_FROM[name]) * size * whole
+        state(size, name) + (zero >= CUT_FROM[name]) * size * whole[name]
         for name, size in (("params", states.params), ("grads", states.grads))
     )
     optimizer = state(states.optimizer, "optimizer")
 
     kept, again = _by_layer(model, plans)
-    stages, ends = _in_flight(plans, shares)
+    stages, loss, waiting = _in_flight(plans, shares)
+    split = np.array([FAMILIES[name].split for name in NAMES])[plans.schedule][:, None]
     tokens = 1.0 * b * model.sequence / c * model.hidden  # numbers of an activation
     cut = np.where(plans.sequence_parallel[:, None] > 0, t, 1)
     logits = 1.0 * b * model.sequence / c * -(-model.vocab // t)
     # The mask of the dropout behind the embedding; inputs of the last norm and of the logits;
-    # logits in 32 bits for the loss, and in 16 their gradients until those of weights are made
-    # (arXiv 2205.05198, section 4.3).
+    # logits in 32 bits for the loss (arXiv 2205.05198, section 4.3), of which halves of a backward
+    # leave gradients in 16 bits until those of weights are made.
     activations = stages * shares.layers / v * kept + np.minimum(shares.layers, 1) * again
     activations = activations + first * np.minimum(np.ceil(stages / v), m) * tokens / cut
     activations = activations + last * (
-        ends * (4 * tokens / cut) + 4 * logits + (ends - 1) * 2 * logits
+        loss * (4 * tokens / cut) + 4 * logits + (loss - 1) * np.where(split, 2, 4) * logits
     )
     boundary = 2 * tokens / cut  # of what comes and goes, an activation and a gradient each
-    buffers = np.where(p > 1, 4 * boundary, 0.0)
+    buffers = np.where(p > 1, waiting * boundary, 0.0)
     used = weights + grads + optimizer + activations + buffers
     other = buffers + constants.allocator_share * used + constants.reserved
     memory = np.stack([x * there for x in (weights, grads, optimizer, activations, other)])
-    return Held(memory, numbers, experts)
+    return Held(memory, numbers, experts, inner + before + np.where(v > 1, 0, behind))
 
 
 def _by_layer(model: Model, plans: Plans) -> tuple[Floats, Floats]:
@@ -178,17 +194,17 @@ def _by_layer(model: Model, plans: Plans) -> tuple[Floats, Floats]:
     return kept[:, None], again[:, None]
 
 
-def _in_flight(plans: Plans, shares: Shares) -> tuple[Floats, Floats]:
-    """Stage activations on each share, and microbatches of the head, at most."""
+def _in_flight(plans: Plans, shares: Shares) -> tuple[Floats, Floats, Floats]:
+    """Stage activations on each share, microbatches of the head, and boundaries, at most."""
     stages = np.zeros(shares.rank.shape)
-    ends = np.ones((len(plans), 1))
+    ends, waiting = np.ones((2, len(plans), 1))
     for number in np.unique(plans.schedule).tolist():
         mine = plans.schedule == number
         family = FAMILIES[NAMES[number]]
         P, v, m = (getattr(plans, name)[mine][:, None] for name in ("p", "v", "m"))
         stages[mine] = family.held(P, v, m, shares.rank[mine])
-        ends[mine] = family.ends(P, v, m)
-    return stages, ends
+        ends[mine], waiting[mine] = family.ends(P, v, m), family.waiting(P, v, m)
+    return stages, ends, waiting
 
 
 def memory(

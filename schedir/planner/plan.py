@@ -2,59 +2,29 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-from typing import Any, Final, NamedTuple
+from typing import Any, Final
 
 import numpy as np
 
-from schedir.errors import UsageError, in_bytes
+from schedir.errors import UsageError, said
 from schedir.ir.cluster import Cluster
-from schedir.planner.choice import Attention, Choice, Memory, Order, Parts, Priced
+from schedir.planner.choice import Attention, Choice, Order, Priced
 from schedir.planner.choices import asked, choices
-from schedir.planner.closed import parts
 from schedir.planner.constants import Constants
 from schedir.planner.division import layers_of
+from schedir.planner.every import Every, closed_form
 from schedir.planner.exact import exact as simulated
 from schedir.planner.families import SCHEDULES, family
-from schedir.planner.memory import States, held, states_for
+from schedir.planner.memory import States, states_for
 from schedir.planner.model import Model
 from schedir.planner.pieces import refuse_uneven
-from schedir.planner.plans import Floats, Plans
-from schedir.planner.priced import priced
+from schedir.planner.plans import Plans
+from schedir.planner.priced import plain
+from schedir.planner.why import alone, among, nothing_fits
 
 FINALISTS: Final = 32  # that are simulated
 
 Some = int | tuple[int, ...] | None
-
-
-class Prices(NamedTuple):
-    """What many plans take and hold: parts of their steps, and memory of the fullest rank, a row
-    for each field of `Parts` and `Memory`; and the sums of these."""
-
-    plans: Plans
-    parts: Floats
-    memory: Floats
-    step: Floats
-    total: Floats
-
-    def at(self, model: Model, cluster: Cluster, number: int) -> Priced:
-        """One of them."""
-        return priced(
-            model, cluster, self.plans.choice(model, number),
-            Parts(*self.parts[:, number].tolist()), Memory(*self.memory[:, number].tolist()),
-        )  # fmt: skip
-
-
-def prices(
-    model: Model, cluster: Cluster, plans: Plans, constants: Constants, states: States
-) -> Prices:
-    """The closed form of all plans."""
-    shares = plans.shares(model)
-    holds = held(model, plans, shares, constants, states)
-    found = parts(model, cluster, plans, shares, holds, constants, states)
-    fullest = holds.memory.sum(axis=0).argmax(axis=1)
-    memory = holds.memory[:, np.arange(len(plans)), fullest]
-    return Prices(plans, found, memory, found.sum(axis=0), memory.sum(axis=0))
 
 
 def step(
@@ -62,7 +32,7 @@ def step(
     cluster: Cluster,
     choice: Choice,
     *,
-    exact: bool = False,
+    exact: bool = True,
     constants: Constants | None = None,
     states: States | None = None,
 ) -> Priced:
@@ -81,8 +51,9 @@ def step(
     _refuse(model, cluster, choice)
     constants, states = constants or Constants(), states or states_for(cluster)
     if exact:
-        return simulated(model, cluster, choice, constants, states=states)
-    return prices(model, cluster, Plans.of(choice), constants, states).at(model, cluster, 0)
+        return alone(cluster, simulated(model, cluster, choice, constants, states=states))
+    found = closed_form(model, cluster, Plans.of(choice), constants, states)
+    return alone(cluster, found.at(model, cluster, 0))
 
 
 def plan(
@@ -92,7 +63,7 @@ def plan(
     *,
     top: int = 20,
     schedules: str | tuple[str, ...] = SCHEDULES,
-    exact: bool = False,
+    exact: bool = True,
     p: Some = None,
     t: Some = None,
     d: Some = None,
@@ -122,22 +93,53 @@ def plan(
     >>> best.gpus, best.batch, best.fits
     (1024, 1536, True)
     """
+    if isinstance(top, bool) or not isinstance(top, int) or top < 1:
+        raise UsageError(f"top is a number of plans, not {said(top)}", fields=["top"])
     constants, states = constants or Constants(), states or states_for(cluster)
-    want = asked(
-        schedules=schedules, p=p, t=t, d=d, v=v, b=b, c=c, e=e, recompute=recompute, zero=zero,
+    found = every(
+        model, cluster, batch, constants=constants, states=states, schedules=schedules, p=p, t=t,
+        d=d, v=v, b=b, c=c, e=e, recompute=recompute, zero=zero,
         sequence_parallel=sequence_parallel, attention=attention, order=order,
     )  # fmt: skip
-    found = prices(model, cluster, choices(model, cluster, batch, want), constants, states)
     fits = found.total <= cluster.memory
     if not fits.any():
-        raise _nothing_fits(model, cluster, found)
-    ranked = np.lexsort((found.total, np.where(fits, found.step, np.inf)))[: int(fits.sum())]
-    most = max(top, FINALISTS) if exact else top
-    best = [found.at(model, cluster, i) for i in ranked[:most].tolist()]
+        raise nothing_fits(model, cluster, found)
+    ranked = np.lexsort((found.total, found.step))
+    ranked = ranked[fits[ranked]][: max(top, FINALISTS) if exact else top]
+    best = [(found.at(model, cluster, at), at) for at in ranked.tolist()]
     if exact:
-        best = [simulated(model, cluster, one, constants, states=states) for one in best]
-        best = sorted((one for one in best if one.fits), key=lambda one: one.step)
-    return [_explained(model, cluster, one, found, fits) for one in best[:top]]
+        best = [
+            (simulated(model, cluster, plain(one), constants, states=states), at)
+            for one, at in best
+        ]
+        found = found.told(best)
+        best = sorted((pair for pair in best if pair[0].fits), key=lambda pair: pair[0].step)
+    return [among(model, cluster, one, at, found) for one, at in best[:top]]
+
+
+def every(
+    model: Model,
+    cluster: Cluster,
+    batch: int,
+    *,
+    constants: Constants | None = None,
+    states: States | None = None,
+    **which: Any,
+) -> Every:
+    """All plans that `plan` chooses from, also those that do not fit, in closed form and in no
+    order; `which` are those that it takes.
+
+    Raises UsageError where there is none.
+
+    >>> from schedir import planner
+    >>> gpt = planner.Model(layers=24, hidden=2304, heads=24, vocab=51200, sequence=2048)
+    >>> found = planner.every(gpt, planner.cluster("a100", nodes=4), 512, t=(1, 2))
+    >>> len(found.plans) == len(found.step) == len(found.total) > 1000
+    True
+    """
+    plans = choices(model, cluster, batch, asked(**which))
+    states = states or states_for(cluster)
+    return closed_form(model, cluster, plans, constants or Constants(), states)
 
 
 def _refuse(model: Model, cluster: Cluster, choice: Choice) -> None:
@@ -163,43 +165,3 @@ def _refuse(model: Model, cluster: Cluster, choice: Choice) -> None:
         )
     layers_of(model, choice)
     refuse_uneven(model, choice)
-
-
-# ------------------------------------------------------------ why
-
-
-def in_short(choice: Choice) -> str:
-    """A choice in a few words.
-
-    >>> from schedir.planner import Choice
-    >>> in_short(Choice(p=4, t=8, d=2, v=2, m=8, schedule="zb_v", zero=1))
-    'p 4 t 8 d 2 b 1 zb_v, without recomputation, zero 1'
-    """
-    many = family(choice.schedule).stages == "many" and choice.v > 1
-    told = [f"p {choice.p} t {choice.t} d {choice.d}"]
-    told += [f"c {choice.c}"] * (choice.c > 1) + [f"e {choice.e}"] * (choice.e > 1)
-    told += [f"b {choice.b} {choice.schedule}" + f" v {choice.v}" * many]
-    rest = {"none": "without recomputation"}.get(
-        choice.recompute, f"with {choice.recompute} recomputation"
-    )
-    rest += f", zero {choice.zero}" * (choice.zero > 0)
-    rest += ", sequence cut over slices" * choice.sequence_parallel
-    return f"{' '.join(told)}, {rest}"
-
-
-def _nothing_fits(model: Model, cluster: Cluster, found: Prices) -> UsageError:
-    least = found.at(model, cluster, int(found.total.argmin()))
-    return UsageError(
-        f"none of {len(found.plans)} plans fits into {in_bytes(cluster.memory)} a GPU: the least "
-        f"holds {in_bytes(least.memory.total)}",
-        hint=f"that is {in_short(least)}",
-        fields=["memory"],
-    )
-
-
-def _explained(
-    model: Model, cluster: Cluster, one: Priced, found: Prices, fits: np.ndarray[Any, Any]
-) -> Priced:
-    """A choice with its bound: what the next faster plan has less of, or memory, if it does not
-    fit."""
-    return replace(one, bound="", why="")
