@@ -21,6 +21,8 @@ COMMANDS = {
 }
 PICTURES = {
     "times": f"schedir plan {GPT3} --no-exact --top 12 --picture plan-times.svg",
+    "memory": f"schedir plan {GPT3} --no-exact --tp 8 --zero 1 --tradeoff "
+    "--picture plan-memory.svg",
     "scaling": "schedir plan --model gpt-22b --cluster a100 --batch 512 --no-exact "
     "--scale 16,32,64,128,256,512 --picture plan-scaling.svg",
 }
@@ -86,12 +88,17 @@ words of torchtitan and Megatron-LM, too.
 
 ```
 {times}
+{memory}
 {scaling}
 ```
 
 ![Twelve plans: what each is, and where its time goes](images/plan-times.svg)
 
-Each plan is a bar, cut into what its time goes to.
+Each plan is a bar, cut into what its time goes to. With `--tradeoff` all plans are drawn, also those that do not fit:
+
+![All plans: memory of the fullest GPU against time of a step](images/plan-memory.svg)
+
+The line is the shortest step within each memory: where it falls right of the limit, more memory would buy that much.
 
 ## How many GPUs?
 

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from schedir.planner import Model, Priced
 
 _SEARCHED: Final = 3  # plans for which a shorter schedule is searched
+_CELLS: Final = 60  # of a picture, in which time or memory grows by a factor e
 # Dimensions that can be fixed: the option, the field of a choice, and what it is.
 FIXED: Final = (
     ("pp", "p", "ranks of a pipeline"),
@@ -139,3 +140,17 @@ def searched(
                 programs[found[k]] = new.program
     progress.done()
     return sorted(found, key=lambda plan: plan.step), programs
+
+
+def everything(asked: Asked) -> list[Priced]:
+    """All plans by their closed form, also those that do not fit; of those that a picture cannot
+    tell apart, one."""
+    import numpy as np
+
+    from schedir.planner import every
+
+    how = {name: value for name, value in asked.how.items() if name != "exact"}
+    found = every(asked.model, asked.cluster, asked.batch, **how)
+    where = np.rint(_CELLS * np.log([found.step, found.total]))
+    first = np.unique([*where, found.plans.recompute], axis=1, return_index=True)[1]
+    return [found.at(asked.model, asked.cluster, number) for number in first.tolist()]

@@ -16,6 +16,7 @@ from schedir.commands._plan_asked import (
     WORDS,
     Asked,
     asked_of,
+    everything,
     planned,
     searched,
 )
@@ -96,6 +97,8 @@ def _add_output(group: argparse._ArgumentGroup) -> None:
         "--picture", metavar="FILE",
         help="draw where the time of each plan goes; with --scale, steps over numbers of GPUs",
     )  # fmt: skip
+    group.add_argument("--tradeoff", action="store_true",
+                       help="draw memory against time of all plans instead")  # fmt: skip
 
 
 def _add_model(group: argparse._ArgumentGroup) -> None:
@@ -158,6 +161,8 @@ def run(args: argparse.Namespace) -> str:
         return found
     from schedir.commands._plans import as_told, in_words
 
+    if args.tradeoff and args.picture is None:
+        raise UsageError("memory against time is a picture", hint="--picture FILE.svg")
     if args.output is not None and Path(args.output).suffix not in (".toml", ".sched"):
         raise UsageError(f"a plan is written to FILE.toml or FILE.sched: {args.output} is neither")
     if args.picture is not None:
@@ -184,7 +189,7 @@ def run(args: argparse.Namespace) -> str:
         if path is not None:
             path.write_text(_file(args, asked, taken, programs.get(taken)), encoding="utf-8")
     if args.picture is not None:
-        _draw(args, plans)
+        _draw(args, asked, plans, taken)
     if args.json:
         return as_told(asked, plans)
     return in_words(asked, plans, args.take, args.tokens) + _wrote(args)
@@ -229,7 +234,10 @@ def _file(args: argparse.Namespace, asked: Asked, plan: Priced, own: Program | N
     return comments + show(own or program(plan, tied=asked.model.tied))
 
 
-def _draw(args: argparse.Namespace, plans: Sequence[Priced]) -> None:
-    from schedir.viz import plan_times, save
+def _draw(args: argparse.Namespace, asked: Asked, plans: Sequence[Priced], taken: Priced) -> None:
+    from schedir.viz import plan_memory, plan_times, save
 
-    save(plan_times(plans), args.picture)
+    if not args.tradeoff:
+        save(plan_times(plans), args.picture)
+        return
+    save(plan_memory(everything(asked), asked.cluster.memory, taken), args.picture)

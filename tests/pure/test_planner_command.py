@@ -77,6 +77,7 @@ REFUSED = {
     ): "schedir train cannot run ffn 11008",
     ("-o", "best.txt"): "a plan is written to FILE.toml or FILE.sched: best.txt is neither",
     ("--picture", "x.gif"): "a picture ends in .png, .svg, .pdf: x.gif does not",
+    ("--tradeoff",): "memory against time is a picture\n  hint: --picture FILE.svg",
     ("--top=0",): "--top says how many plans are told, from 1 on, not 0",
     ("--tokens=-1",): "--tokens are those that are trained on, not -1",
     ("--search", "--seconds=0"): "a search takes seconds, more than 0, not 0",
@@ -163,7 +164,7 @@ def test_the_plan_is_written_and_drawn(
     assert found["model"]["hidden"] == 256 and found["model"]["context"] == 128
     assert found["pipeline"]["ranks"] == second["p"] and found["pipeline"]["tp"] == second["t"]
     assert found["data"]["microbatch_size"] == second["b"]
-    said(capsys, *plain, "-o", "best.sched", "--picture", "all.png")
+    said(capsys, *plain, "-o", "best.sched", "--picture", "all.png", "--tradeoff")
     program = parse(Path("best.sched").read_text())
     first = json.loads(said(capsys, *plain, "--json"))["plans"][0]
     assert (program.plan.ranks, program.plan.microbatches) == (first["p"], first["m"])
