@@ -68,7 +68,7 @@ def test_all_plans_at_once_cost_what_each_does_alone(
         assert among.memory == pytest.approx(alone.memory, rel=1e-12)
         assert alone.step == pytest.approx(sum(alone.parts)) and min(alone.parts) >= 0
         fullest = max(by_rank(model, cluster, choice), key=lambda rank: rank.total)
-        assert alone.memory == pytest.approx(fullest)
+        assert alone.memory.total == pytest.approx(fullest.total)
 
 
 def test_the_closed_form_is_near_to_the_program() -> None:
@@ -91,8 +91,23 @@ def test_the_closed_form_is_near_to_the_program() -> None:
         closed, simulated = (step(SMALL, room, choice, exact=exact) for exact in (False, True))
         off.append([closed.step / simulated.step - 1,
                     closed.memory.total / simulated.memory.total - 1])  # fmt: skip
-    assert np.abs(off).mean(axis=0).tolist() <= [0.02, 0.01], off
-    assert np.abs(off).max(axis=0).tolist() <= [0.05, 0.05], off
+    steps, memories = np.abs(off).T
+    assert steps.mean() <= 0.01 and steps.max() <= 0.03, steps
+    assert memories.mean() <= 0.005 and memories.max() <= 0.02, memories
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_sums_over_a_slow_network_are_near_to_the_program(tied: bool) -> None:
+    """Those of replicas, and that of a tied embedding, which are most of these steps."""
+    model, cluster = replace(SMALL, tied=tied), machine(2, network="1GB/s")
+    for shape in ({"p": 2, "d": 8, "zero": 0}, {"p": 2, "d": 8, "zero": 1}, {"p": 16, "d": 1}):
+        layers = (1,) * 8 + (0,) * 4 + (1,) * 4 if shape["p"] == 16 else ()
+        choice = Choice(**shape, m=16, layers_of=layers)  # type: ignore[arg-type]
+        closed, exact = (step(model, cluster, choice, exact=exact) for exact in (False, True))
+        assert closed.step == pytest.approx(exact.step, rel=0.03)
+        if not choice.zero:  # for gathers at the head another rank may wait than the busiest
+            assert closed.parts.data == pytest.approx(exact.parts.data, rel=0.02)
+        assert closed.memory.weights == pytest.approx(exact.memory.weights)
 
 
 def test_the_best_are_simulated_and_ranked_again() -> None:
@@ -153,6 +168,11 @@ def test_layers_keep_what_the_paper_says() -> None:
         whole = layer_bytes(**of, sequence_parallel=cut)
         assert kept == layer_bytes(**of, recompute=choice.recompute, sequence_parallel=cut)
         assert kept + again == whole
+    grouped, _ = layer_kept(replace(SMALL, kv_heads=4), Choice(t=8, b=2))
+    tokens = 1024 * 2 * 1024 / 8  # of queries; of keys and values there are a quarter
+    assert layer_kept(SMALL, Choice(t=8, b=2))[0] - grouped == 2 * 2 * 3 / 4 * tokens
+    gated, _ = layer_kept(replace(SMALL, gated=True, ffn=2048), Choice(t=8, b=2))
+    assert layer_kept(SMALL, Choice(t=8, b=2))[0] - gated == (4 * 4 - 6 * 2) * tokens
     flash, _ = layer_kept(SMALL, Choice(t=8, b=2, attention="flash"))
     assert flash == layer_bytes(**of, recompute="selective") + 4 * 16 * 1024 * 2 / 8
 
@@ -260,16 +280,19 @@ def test_links_are_those_that_processes_cross() -> None:
     """Beside `Cluster.send` and `Cluster.all_reduce` between the processes themselves."""
     for t, p, d, order in product((1, 2, 4), (2, 3, 4), (1, 2, 3), ("tpd", "tdp")):
         choice = Choice(p=p, t=t, d=d, order=order)  # type: ignore[arg-type]
+        strides = (p * t, t) if order == "tpd" else (t, d * t)
+        for at in np.ndindex(d, p, t):
+            assert mesh(choice)[at] == at[0] * strides[0] + at[1] * strides[1] + at[2]
         where, cluster, plans = mesh(choice), machine(12, gpus_per_node=4), Plans.of(choice)
-        at = places_of(cluster, plans)
+        placed = places_of(cluster, plans)
         size = 2.0 * 1024 * 1024 / t  # each slice sends its part
         path = 0.0
         for rank in range(p - 1):
             pairs = zip(where[:, rank].flat, where[:, rank + 1].flat, strict=True)
             path += max(cluster.send(size, int(a), int(b)) for a, b in pairs)
         cut = replace(plans, sequence_parallel=np.array([1]))
-        assert ways(SMALL, cluster, cut, at).borders.item() == pytest.approx(path)
+        assert ways(SMALL, cluster, cut, placed).borders.item() == pytest.approx(path)
         groups = where.reshape(d, -1).T
-        ring = rings(cluster, plans, at)[0]
+        ring = rings(cluster, plans, placed)[0]
         law = max(cluster.all_gather(1e9, group) for group in groups)
         assert ring.turn(np.array([[1e9]])).item() == pytest.approx(law)
