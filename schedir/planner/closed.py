@@ -217,10 +217,12 @@ def _data(
     left = left + np.maximum(sums - last - (v - 1) * np.minimum(p, m) * back, 0)
     turns = (_turns(plans)[:, None] - 1) * np.maximum(sums - rank.F, 0)
     left = np.where((zero > 1) & (v > 2), sums - np.minimum(hidden * sums, v * back) + turns, left)
-    late = np.maximum(left - flush * shares.rank * back, 0)
+    late = np.maximum(left - flush * shares.rank * back[:, :1], 0)
     begin = np.where(zero > 0, share * gather, 0.0)
     later = np.where(zero > 2, _gathers(plans)[:, None] / v * gather - begin, 0.0)
-    begin = np.maximum(begin - shares.rank * rank.F / v, 0) + np.maximum(later - m * rank.all, 0)
+    begin = np.maximum(begin - shares.rank * (rank.F / v)[:, :1], 0) + np.maximum(
+        later - m * rank.all, 0
+    )
     tied = _tied(model, cluster, plans, states, where)
     there = shares.number > 0
     return (late * there).max(axis=1) + (begin * there).max(axis=1) + tied  # type: ignore[no-any-return]
