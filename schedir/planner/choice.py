@@ -6,6 +6,7 @@ from dataclasses import dataclass, fields
 from typing import Literal, NamedTuple, get_args
 
 from schedir.errors import UsageError, said
+from schedir.ir.zero import LEVELS
 from schedir.predict.layer_bytes import Recompute
 
 Attention = Literal["softmax", "flash"]
@@ -61,13 +62,32 @@ class Choice:
                 )
         for f in fields(Choice):
             value, name = getattr(self, f.name), f.name
-            if isinstance(f.default, int) and not isinstance(f.default, bool):
+            if isinstance(f.default, bool):
+                if not isinstance(value, bool):
+                    raise UsageError(
+                        f"choice: {name} is True or False, not {said(value)}", fields=[name]
+                    )
+            elif isinstance(f.default, int):
                 least = 0 if name == "zero" else 1
-                if isinstance(value, bool) or not isinstance(value, int) or value < least:
+                if not _whole(value, least):
                     raise UsageError(
                         f"choice: {name} is a whole number from {least} on, not {said(value)}",
                         fields=[name],
                     )
+        if self.zero >= LEVELS:
+            raise UsageError(
+                f"choice: zero is a level of ZeRO, from 0 to {LEVELS - 1}, not {self.zero}",
+                fields=["zero"],
+            )
+        if isinstance(self.layers_of, list):
+            object.__setattr__(self, "layers_of", tuple(self.layers_of))
+        parts = self.layers_of
+        if not isinstance(parts, tuple) or not all(_whole(each, 0) for each in parts):
+            raise UsageError(
+                f"choice: layers_of are the layers of each stage, not {said(parts)}",
+                hint="layers_of=(2, 3, 2)",
+                fields=["layers_of"],
+            )
 
     @property
     def gpus(self) -> int:
@@ -83,6 +103,11 @@ class Choice:
     def stages(self) -> int:
         """Parts of the model."""
         return self.p * self.v
+
+
+def _whole(value: object, least: int) -> bool:
+    """Whether it is a whole number from `least` on."""
+    return isinstance(value, int) and not isinstance(value, bool) and value >= least
 
 
 class Phases(NamedTuple):

@@ -101,6 +101,8 @@ def choices(model: Model, cluster: Cluster, batch: int, want: Asked) -> Plans:
     degrees = [*_degrees(model, cluster, want)]
     if not degrees:
         raise _no_product(model, cluster, want)
+    if (most := max(degree.t for degree in degrees)) > cluster.gpus_per_node:
+        leaves_node(most, cluster, stacklevel=4)
     rows = [row for degree in degrees for row in _rows(model, batch, degree, want)]
     if not rows:
         raise _no_batch(model, batch, degrees, want)
@@ -153,12 +155,16 @@ def _slices(model: Model, cluster: Cluster, want: Asked) -> list[int]:
             f"{wrong} {getattr(model, wrong)} cannot be divided among t {told[0]}",
             hint=f"t = {' or '.join(can)}", fields=["t", wrong],
         )  # fmt: skip
-    if told and (over := [t for t in fits if t > node]):
-        warnings.warn(
-            f"t {over[-1]} leaves the node of {node} GPUs: each layer's sums go over the network",
-            stacklevel=4,
-        )
     return fits
+
+
+def leaves_node(t: int, cluster: Cluster, *, stacklevel: int) -> None:
+    """Warn of slices that are no neighbours."""
+    warnings.warn(
+        f"t {t} leaves the node of {cluster.gpus_per_node} GPUs: each layer's sums go over the "
+        "network",
+        stacklevel=stacklevel + 1,
+    )
 
 
 def _uncut(model: Model, t: int) -> str:
@@ -226,6 +232,12 @@ def _no_product(model: Model, cluster: Cluster, want: Asked) -> UsageError:
             f"p {_or(want.p)} are more ranks than the model has layers, {model.layers}",
             fields=["p"],
         )
+    for name, whole in (("e", "experts"), ("c", "sequence")):
+        size, parts = getattr(model, whole), getattr(want, name)
+        if all(size % each for each in parts):
+            return UsageError(
+                f"{whole} {size} cannot be divided among {name} {_or(parts)}", fields=[name, whole]
+            )
     return UsageError(
         f"{cluster.gpus} GPUs are no product of {said_} and something else",
         hint=f"{cluster.gpus} = {' x '.join(map(str, _prime(cluster.gpus)))}",

@@ -10,15 +10,16 @@ from schedir.ir.cluster import Cluster
 from schedir.ir.zero import CUT_FROM
 from schedir.planner.choice import Choice, Memory
 from schedir.planner.constants import Constants
-from schedir.planner.families import FAMILIES
+from schedir.planner.families import FAMILIES, family
 from schedir.planner.model import Model
+from schedir.planner.pieces import refuse_uneven
 from schedir.planner.plans import NAMES, Floats, Plans, Shares
 from schedir.predict.layer_bytes import layer_terms
 
 
 class States(NamedTuple):
     """Bytes that training keeps of each number of a model: of weights and gradients as they are
-    computed with, and of the optimizer's own."""
+    computed with, and of the optimizer's own.  Activations have as many as weights."""
 
     params: float
     grads: float
@@ -64,7 +65,7 @@ def ends_numbers(model: Model, t: Any = 1) -> tuple[Any, Any, Any]:
     return table + model.sequence * model.hidden, 2 * model.hidden + 0 * table, table
 
 
-def layer_kept(model: Model, choice: Choice) -> tuple[float, float]:
+def layer_kept(model: Model, choice: Choice, itemsize: float = 2) -> tuple[float, float]:
     """Bytes that a layer keeps of a microbatch, and that it holds more while it runs again what it
     did not keep: `layer_terms` of arXiv 2205.05198, of this model.
 
@@ -72,10 +73,11 @@ def layer_kept(model: Model, choice: Choice) -> tuple[float, float]:
     it is, twice into a gate, and each token's of all `active` experts.  With "flash" no scores are
     kept but 4 bytes for each token and head (arXiv 2307.08691, section 3.1.2).  With `c` parts of a
     sequence a rank has 1/c of the tokens, and scores for all.  Recomputed layers keep their input,
-    which is cut where norms are.
+    which is cut where norms are.  All but masks and sums of the softmax are numbers of `itemsize`
+    bytes.
     """
-    none = _terms(model, choice, "none")
-    kept = _terms(model, choice, choice.recompute)
+    none = _terms(model, choice, "none", itemsize)
+    kept = _terms(model, choice, choice.recompute, itemsize)
     if choice.recompute == "full" and choice.sequence_parallel:
         kept = {what: size / choice.t for what, size in kept.items()}
     return sum(kept.values()), sum(none.values()) - sum(kept.values())
@@ -86,7 +88,7 @@ _SQUARE: Final = (
 )  # fmt: skip
 
 
-def _terms(model: Model, choice: Choice, recompute: Any) -> dict[str, float]:
+def _terms(model: Model, choice: Choice, recompute: Any, itemsize: float) -> dict[str, float]:
     tokens = model.sequence // choice.c
     terms = layer_terms(
         tokens, choice.b, model.hidden, model.heads, choice.t,
@@ -104,7 +106,10 @@ def _terms(model: Model, choice: Choice, recompute: Any) -> dict[str, float]:
         "input of the second linear layer": wide,
         **dict.fromkeys(_SQUARE, choice.c * (choice.attention != "flash")),
     }
-    found = {what: size * scale.get(what, 1) for what, size in terms.items()}
+    found = {
+        what: size * scale.get(what, 1) * (1 if what.startswith("mask") else itemsize / 2)
+        for what, size in terms.items()
+    }
     if choice.attention == "flash" and recompute != "full":
         found["sums of the softmax"] = 4.0 * model.heads * tokens * choice.b / choice.t
     return found
@@ -164,7 +169,8 @@ def held(
     )
     optimizer = state(states.optimizer, "optimizer")
 
-    kept, again = _by_layer(model, plans)
+    item = states.params  # bytes of an activation
+    kept, again = _by_layer(model, plans, item)
     stages, loss, waiting = _in_flight(plans, shares)
     split = np.array([FAMILIES[name].split for name in NAMES])[plans.schedule][:, None]
     tokens = 1.0 * b * model.sequence / c * model.hidden  # numbers of an activation
@@ -172,13 +178,15 @@ def held(
     logits = 1.0 * b * model.sequence / c * -(-model.vocab // t)
     # The mask of the dropout behind the embedding; inputs of the last norm and of the logits;
     # logits in 32 bits for the loss (arXiv 2205.05198, section 4.3), of which halves of a backward
-    # leave gradients in 16 bits until those of weights are made.
+    # leave gradients as activations are until those of weights are made.
     activations = stages * shares.layers / v * kept + np.minimum(shares.layers, 1) * again
     activations = activations + first * np.minimum(np.ceil(stages / v), m) * tokens / cut
     activations = activations + last * (
-        loss * (4 * tokens / cut) + 4 * logits + (loss - 1) * np.where(split, 2, 4) * logits
+        loss * (2 * item * tokens / cut)
+        + 4 * logits
+        + (loss - 1) * np.where(split, np.minimum(item, 4), 4) * logits
     )
-    boundary = 2 * tokens / cut  # of what comes and goes, an activation and a gradient each
+    boundary = item * tokens / cut  # of what comes and goes, an activation and a gradient each
     buffers = np.where(p > 1, waiting * boundary, 0.0)
     used = weights + grads + optimizer + activations + buffers
     other = buffers + constants.allocator_share * used + constants.reserved
@@ -186,10 +194,10 @@ def held(
     return Held(memory, numbers, experts, inner + before + np.where(v > 1, 0, behind))
 
 
-def _by_layer(model: Model, plans: Plans) -> tuple[Floats, Floats]:
+def _by_layer(model: Model, plans: Plans, itemsize: float) -> tuple[Floats, Floats]:
     """`layer_kept` of each plan, a column each."""
     first, which = plans.distinct("t", "b", "recompute", "sequence_parallel", "c")
-    each = [layer_kept(model, plans.choice(model, i)) for i in first.tolist()]
+    each = [layer_kept(model, plans.choice(model, i), itemsize) for i in first.tolist()]
     kept, again = np.array(each).reshape(-1, 2)[which].T
     return kept[:, None], again[:, None]
 
@@ -213,15 +221,16 @@ def memory(
     choice: Choice,
     constants: Constants | None = None,
     *,
-    states: States = ADAM,
+    states: States | None = None,
 ) -> Memory:
     """Bytes that the fullest rank of a choice holds at its peak.
 
     Activations are those of arXiv 2205.05198 (equations 1 to 6) of as many microbatches as the
     schedule has in flight; weights, gradients and the optimizer's are `states` for each number, in
-    parts with ZeRO (arXiv 1910.02054, section 5).
+    parts with ZeRO (arXiv 1910.02054, section 5); unless told, those of the cluster's type.
 
-    Raises UsageError for layers that do not divide.
+    Raises UsageError for a schedule that the planner does not know, and layers, heads or anything
+    else that does not divide.
 
     >>> from schedir import planner
     >>> gpt3 = planner.Model(layers=96, hidden=12288, heads=96, vocab=51200, sequence=2048)
@@ -239,9 +248,12 @@ def by_rank(
     choice: Choice,
     constants: Constants | None = None,
     *,
-    states: States = ADAM,
+    states: States | None = None,
 ) -> tuple[Memory, ...]:
     """The same of each rank of the pipeline."""
+    family(choice.schedule)
+    refuse_uneven(model, choice)
+    states = states or states_for(cluster)
     plans = Plans.of(choice)
     shares = plans.shares(model, alike=False)
     found = held(model, plans, shares, constants or Constants(), states).memory

@@ -6,10 +6,10 @@ from typing import Any, Final
 
 import numpy as np
 
-from schedir.errors import UsageError, said
+from schedir.errors import UsageError, expect, said
 from schedir.ir.cluster import Cluster
 from schedir.planner.choice import Attention, Choice, Order, Priced
-from schedir.planner.choices import asked, choices
+from schedir.planner.choices import asked, choices, leaves_node
 from schedir.planner.constants import Constants
 from schedir.planner.division import layers_of
 from schedir.planner.every import Every, closed_form
@@ -48,7 +48,10 @@ def step(
     >>> found.fits, found.step == sum(found.parts), 0.3 < found.mfu < 0.6
     (True, True, True)
     """
+    _expect(model, cluster)
     _refuse(model, cluster, choice)
+    if choice.t > cluster.gpus_per_node:
+        leaves_node(choice.t, cluster, stacklevel=2)
     constants, states = constants or Constants(), states or states_for(cluster)
     if exact:
         return alone(cluster, simulated(model, cluster, choice, constants, states=states))
@@ -95,6 +98,7 @@ def plan(
     """
     if isinstance(top, bool) or not isinstance(top, int) or top < 1:
         raise UsageError(f"top is a number of plans, not {said(top)}", fields=["top"])
+    _expect(model, cluster)
     constants, states = constants or Constants(), states or states_for(cluster)
     found = every(
         model, cluster, batch, constants=constants, states=states, schedules=schedules, p=p, t=t,
@@ -105,15 +109,20 @@ def plan(
     if not fits.any():
         raise nothing_fits(model, cluster, found)
     ranked = np.lexsort((found.total, found.step))
-    ranked = ranked[fits[ranked]][: max(top, FINALISTS) if exact else top]
-    best = [(found.at(model, cluster, at), at) for at in ranked.tolist()]
-    if exact:
-        best = [
-            (simulated(model, cluster, plain(one), constants, states=states), at)
-            for one, at in best
-        ]
-        found = found.told(best)
-        best = sorted((pair for pair in best if pair[0].fits), key=lambda pair: pair[0].step)
+    ranked = ranked[fits[ranked]]
+    if not exact:
+        best = [(found.at(model, cluster, at), at) for at in ranked[:top].tolist()]
+        return [among(model, cluster, one, at, found) for one, at in best]
+    tried: list[tuple[Priced, int]] = []
+    for at in ranked.tolist():  # some may hold a little more as programs
+        if len(tried) >= FINALISTS and sum(one.fits for one, _ in tried) >= top:
+            break
+        one = plain(found.at(model, cluster, at))
+        tried.append((simulated(model, cluster, one, constants, states=states), at))
+    found = found.told(tried)
+    best = sorted((pair for pair in tried if pair[0].fits), key=lambda pair: pair[0].step)
+    if not best:
+        raise nothing_fits(model, cluster, found)
     return [among(model, cluster, one, at, found) for one, at in best[:top]]
 
 
@@ -137,9 +146,15 @@ def every(
     >>> len(found.plans) == len(found.step) == len(found.total) > 1000
     True
     """
+    _expect(model, cluster)
     plans = choices(model, cluster, batch, asked(**which))
     states = states or states_for(cluster)
     return closed_form(model, cluster, plans, constants or Constants(), states)
+
+
+def _expect(model: Model, cluster: Cluster) -> None:
+    expect(model, Model, 'planner.load_model("gpt-22b")')
+    expect(cluster, Cluster, 'planner.cluster("a100", nodes=8)')
 
 
 def _refuse(model: Model, cluster: Cluster, choice: Choice) -> None:

@@ -204,6 +204,8 @@ def _require_trainable(model: Model, choice: Choice, parts: tuple[int, ...]) -> 
         value = getattr(model if hasattr(model, name) else choice, name)
         if value != (model.heads if usual == "heads" else usual):
             raise _cannot(name, value, why)
+    if choice.order != "tpd" and min(choice.p, choice.d) > 1:
+        raise _cannot("order", choice.order, "its replicas are numbered behind the ranks of each")
     if choice.recompute == "selective":
         raise _cannot("recompute", "selective", "its attention keeps no scores to spare")
 

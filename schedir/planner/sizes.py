@@ -53,23 +53,25 @@ def sizes(
     """What each stage of a choice holds, and what it sends: bytes of one GPU, of one microbatch.
 
     Of a layer it is `layer_kept`; the first stage also keeps the mask of its dropout, and the last
-    the inputs of its norm and of the logits, and these in 32 bits, or 16 bits of their gradient
-    once that is made (arXiv 2205.05198, section 4.3).  What a layer holds while it runs again is
-    there once for each rank, as a buffer, unless stages run again ahead of their backwards
-    (`Constants.recompute_ahead`): then they keep their inputs until they do, and all behind that.
+    the inputs of its norm and of the logits, and these in 32 bits, or their gradient, in the bits
+    of activations, once that is made (arXiv 2205.05198, section 4.3).  What a layer holds while it
+    runs again is there once for each rank, as a buffer, unless stages run again ahead of their
+    backwards (`Constants.recompute_ahead`): then they keep their inputs until they do, and all
+    behind that.
     """
     constants = constants or Constants()
     layers = np.array(layers_of(model, choice), float)
-    kept, again = layer_kept(model, choice)
+    item = states.params  # bytes of an activation
+    kept, again = layer_kept(model, choice, item)
     tokens = float(choice.b) * (model.sequence // choice.c) * model.hidden
     cut = choice.t if choice.sequence_parallel else 1
     logits = float(choice.b) * (model.sequence // choice.c) * -(-model.vocab // choice.t)
     ahead = choice.recompute == "full" and constants.recompute_ahead == 1
     saved = layers * (kept + again if ahead else kept)
     saved[0] += tokens / cut
-    saved[-1] += 4 * tokens / cut + 4 * logits
+    saved[-1] += 2 * item * tokens / cut + 4 * logits
     tape = saved.copy()
-    tape[-1] -= 2 * logits
+    tape[-1] -= max(4 - item, 0) * logits
     buffers = np.zeros(len(layers))
     for own in plan.stages_of if not ahead else ():
         buffers[own[0]] = again * min(1.0, layers[list(own)].max())
@@ -87,7 +89,7 @@ def sizes(
         else:
             buffers += size * more
     return Sizes(
-        activation=2 * tokens / cut,
+        activation=item * tokens / cut,
         saved=_each(saved),
         tape=_each(tape),
         checkpoint=None if ahead or choice.recompute != "full" else _each(saved),

@@ -167,6 +167,10 @@ def test_layers_keep_what_the_paper_says() -> None:
         whole = layer_bytes(**of, sequence_parallel=cut)
         assert kept == layer_bytes(**of, recompute=choice.recompute, sequence_parallel=cut)
         assert kept + again == whole
+        # In 32 bits all but masks of a byte is twice as large.
+        masks = 2 * 1024 * 1024 * 2 / (t if cut else 1)
+        masks += (recompute == "none") * 16 * 1024**2 * 2 / t
+        assert layer_kept(SMALL, choice, 4)[0] == pytest.approx(2 * kept - masks)
     grouped, _ = layer_kept(replace(SMALL, kv_heads=4), Choice(t=8, b=2))
     tokens = 1024 * 2 * 1024 / 8  # of queries; of keys and values there are a quarter
     assert layer_kept(SMALL, Choice(t=8, b=2))[0] - grouped == 2 * 2 * 3 / 4 * tokens
@@ -174,6 +178,40 @@ def test_layers_keep_what_the_paper_says() -> None:
     assert layer_kept(SMALL, Choice(t=8, b=2))[0] - gated == (4 * 4 - 6 * 2) * tokens
     flash, _ = layer_kept(SMALL, Choice(t=8, b=2, attention="flash"))
     assert flash == layer_bytes(**of, recompute="selective") + 4 * 16 * 1024 * 2 / 8
+
+
+def test_activations_have_the_bytes_of_the_type_that_trains() -> None:
+    """In closed form, as programs, and by `memory`, with and without recomputation."""
+    cluster = machine(1, itemsize=4)
+    for how in (
+        {},
+        {"recompute": "full"},
+        {"schedule": "zb_h1"},
+        {"t": 2, "p": 4, "sequence_parallel": True},
+    ):
+        choice = Choice(**({"p": 8, "m": 8, "attention": "flash"} | how))  # type: ignore[arg-type]
+        model = replace(SMALL, layers=16)
+        half, whole = (step(model, c, choice, exact=False).memory for c in (machine(1), cluster))
+        assert whole == memory(model, cluster, choice)
+        assert 1.1 < whole.activations / half.activations <= 2  # logits are in 32 bits anyway
+        program = step(model, cluster, choice).memory
+        assert whole.activations == pytest.approx(program.activations, rel=0.02)
+        assert whole.weights == program.weights == 2 * half.weights
+
+
+def test_where_closed_forms_say_that_it_fits_and_programs_do_not_others_are_taken() -> None:
+    """Interleaved, rank 0 holds a little more as a program, of the head's messages."""
+    model = Model(layers=32, hidden=6144, heads=48, vocab=128256, sequence=4096)
+    how: dict[str, Any] = {"schedules": "interleaved", "p": 2, "t": 1, "b": 1, "zero": 1, "v": 4}
+    how["recompute"] = "selective"
+    large = machine(1, memory="1TB")
+    closed, exact = (plan(model, large, 64, top=1, exact=e, **how)[0] for e in (False, True))
+    assert closed.memory.total < exact.memory.total
+    between = machine(1, memory=(closed.memory.total + exact.memory.total) / 2)
+    with pytest.raises(UsageError, match="none of 1 plans fits"):
+        plan(model, between, 64, **how)
+    some = plan(model, between, 64, **(how | {"b": (1, 2), "recompute": None, "v": (2, 4, 8)}))
+    assert some and all(one.fits for one in some)
 
 
 def test_states_are_those_of_zero() -> None:
@@ -209,6 +247,8 @@ def test_numbers_of_a_model_are_those_of_its_parts() -> None:
         ({"batch": 32, "d": 4, "b": 3}, "of microbatches of b 3", "do: 24 and 36"),
         ({"t": 3}, "heads 16 cannot be divided among t 3", "t = 1 or 2 or 4 or 8"),
         ({"p": 3, "t": 2}, "16 GPUs are no product of p 3 x t 2", "16 = 2 x 2 x 2 x 2"),
+        ({"e": 2}, "experts 1 cannot be divided among e 2", ""),
+        ({"c": 3}, "sequence 1024 cannot be divided among c 3", ""),
         ({"p": 16, "layers": 8}, "p 16 are more ranks than the model has layers, 8", ""),
         ({"schedules": "1f1b"}, "the planner knows no schedule '1f1b'", ""),
         ({"schedules": "zb_h_1"}, "no schedule 'zb_h_1'", "did you mean zb_h1?"),
@@ -247,6 +287,11 @@ def test_slices_that_leave_the_node_are_warned_of() -> None:
     with pytest.warns(UserWarning, match="t 16 leaves the node of 8 GPUs"):
         found = plan(SMALL, machine(2), 16, t=16, exact=False)
     assert found[0].t == 16
+    with pytest.warns(UserWarning, match="t 16 leaves the node of 8 GPUs") as told:
+        step(SMALL, machine(2), Choice(t=16), exact=False)
+    assert told[0].filename == __file__
+    with pytest.raises(UsageError, match="8 GPUs are no product of t 16"):
+        plan(SMALL, machine(1), 16, t=16)
     assert max(one.t for one in plan(SMALL, machine(2), 16, top=5000, exact=False)) == 8
 
 
@@ -273,6 +318,34 @@ def test_choices_that_cannot_be_are_refused(choice: Choice, fact: str) -> None:
     with pytest.raises(UsageError) as refused:
         step(SMALL, machine(1), choice, exact=False)
     assert fact in refused.value.fact
+
+
+@pytest.mark.parametrize(
+    ("fields", "fact"),
+    [
+        ({"zero": 4}, "zero is a level of ZeRO, from 0 to 3, not 4"),
+        ({"sequence_parallel": 1}, "sequence_parallel is True or False, not 1"),
+        ({"layers_of": "ab"}, "layers_of are the layers of each stage, not 'ab'"),
+        ({"layers_of": (6.0, 6)}, "layers_of are the layers of each stage, not (6.0, 6)"),
+    ],
+)
+def test_what_is_no_choice_is_refused(fields: dict[str, Any], fact: str) -> None:
+    with pytest.raises(UsageError) as refused:
+        Choice(**fields)
+    assert fact in refused.value.fact
+
+
+def test_what_is_no_model_and_no_cluster_is_refused() -> None:
+    wrong: list[tuple[Any, Any]] = [("gpt-22b", machine()), (SMALL, "a100")]
+    for model, cluster in wrong:
+        with pytest.raises(UsageError, match="this takes a"):
+            plan(model, cluster, 8)
+        with pytest.raises(UsageError, match="this takes a"):
+            step(model, cluster, Choice(t=8))
+    with pytest.raises(UsageError, match="heads 16 cannot be divided among t 3"):
+        memory(SMALL, machine(), Choice(t=3))
+    with pytest.raises(UsageError, match="knows no schedule 'zz'"):
+        memory(SMALL, machine(), Choice(schedule="zz"))
 
 
 def test_links_are_those_that_processes_cross() -> None:
