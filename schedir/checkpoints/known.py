@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import torch
 
 from schedir.checkpoints.folder import Kind
+from schedir.checkpoints.manifest import several
 from schedir.checkpoints.own import Names, Own, own_of, tied_names
 from schedir.checkpoints.peers import Peers
 from schedir.checkpoints.savable import expect_cut, expect_savable
@@ -20,12 +21,14 @@ from schedir.runtime.kept import Kept, KeptRank
 
 class Known(NamedTuple):
     """What a process tells of what it has: by name in the whole model, what it is and of which
-    stage; other names of the same; the weights of each optimizer; and, of who saves, digests of
-    buffers, and of weights that others reduce, each with what is kept of it."""
+    stage; other names of the same; the weights of each optimizer, and those that are trained and
+    stepped by none; and, of who saves, digests of buffers, and of weights that others reduce, each
+    with what is kept of it."""
 
     parts: dict[str, tuple[int, Kind]]
     also: dict[str, str]
     optimizers: dict[str, list[str]]
+    left: list[str]
     buffers: dict[str, str]
     weights: dict[str, str]
 
@@ -85,7 +88,7 @@ def known_of(
 
 
 def _told_of(ranks: Sequence[KeptRank], owns: Sequence[Own], *, saves: bool) -> Known:
-    known = Known({}, {}, {}, {}, {})
+    known = Known({}, {}, {}, [], {}, {})
     for rank, own in zip(ranks, owns, strict=True):
         for weight in own.weights:
             _note(known.parts, f"weights/{weight.name}", weight.of, next(weight.numbers()).kind)
@@ -93,6 +96,8 @@ def _told_of(ranks: Sequence[KeptRank], owns: Sequence[Own], *, saves: bool) -> 
             if weight.optimizer is not None and weight.parameter.requires_grad:
                 by = type(weight.optimizer).__name__
                 known.optimizers.setdefault(by, []).append(weight.name)
+            elif rank.reduced_elsewhere and rank.optimizer is not None and weight.is_left:
+                known.left.append(weight.name)
             if saves and rank.reduced_elsewhere:
                 sums = {
                     part.name: sum_of_bits(part.memory.detach().resolve_conj())
@@ -154,6 +159,13 @@ def warn_of_buffers(peers: Peers, known: Sequence[Known]) -> None:
             if digests.setdefault(name, digest) != digest:
                 say(peers, f"{name} is not the same in all processes: that of the first is saved")
                 return
+
+
+def warn_of_left(peers: Peers, known: Sequence[Known]) -> None:
+    """Say it where an optimizer has been given, and it does not step all that is trained: another
+    one may, and would be lost."""
+    if left := [*dict.fromkeys(name for one in known for name in one.left)]:
+        say(peers, f"trained, and stepped by no optimizer that is saved: {several(left)}")
 
 
 def say(peers: Peers, fact: str) -> None:

@@ -122,8 +122,17 @@ class Weight:
     @property
     def is_stepped(self) -> bool:
         """Whether an optimizer steps numbers of it."""
+        return self.optimizer is not None and self._is_trained
+
+    @property
+    def is_left(self) -> bool:
+        """Whether numbers of it are trained, and no optimizer steps them."""
+        return self.optimizer is None and self._is_trained
+
+    @property
+    def _is_trained(self) -> bool:
         has_some = self.cut.low < self.cut.high if self.cut.apart else bool(self.parameter.numel())
-        return self.optimizer is not None and self.parameter.requires_grad and has_some
+        return self.parameter.requires_grad and has_some
 
     def parts(self) -> Iterator[Part]:
         """The weight, its float32 copy, and what an optimizer keeps of it."""
@@ -237,7 +246,15 @@ class Steppers:
             if isinstance(one, MainOptimizer):
                 self.main |= zip(one.parameters, one.main, strict=True)
             for group in getattr(one, "param_groups", ()):
-                self.groups |= dict.fromkeys(group["params"], (innermost(one), group))
+                for p in group["params"]:
+                    by = innermost(one)
+                    if p in self.groups and self.groups[p][0] is not by:
+                        raise CheckpointError(
+                            f"two optimizers step a parameter of {list(p.shape)}, "
+                            f"{type(self.groups[p][0]).__name__} and {type(by).__name__}: what one "
+                            "of them keeps would be lost",
+                        )
+                    self.groups[p] = by, group
 
     def weight(self, name: str, stage: int, p: nn.Parameter, cut: Cut, writes: bool) -> Weight:
         """A weight with what is kept of it."""

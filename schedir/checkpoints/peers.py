@@ -57,6 +57,17 @@ class Peers:
                 raise CheckpointError(f"of those that save or load together {fact}") from error
             raise
 
+    def expect_alike(self, make: Callable[[], str]) -> None:
+        """Raise CheckpointError where the processes make different things: what each is about to
+        do, in words."""
+        told = self.told(make)
+        for process, other in enumerate(told):
+            if other != told[0]:
+                raise CheckpointError(
+                    f"process 0 {told[0]}, and process {process} {other}",
+                    hint="all processes call the same",
+                )
+
     def first(self, make: Callable[[], _T], kinds: Kinds = ()) -> _T:
         """What the first process makes, told to all; where it fails, all raise what it does."""
         (made, *_) = self.told(lambda: make() if not self.number else None, kinds)

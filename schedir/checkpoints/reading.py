@@ -18,7 +18,7 @@ from schedir.checkpoints.own import Names, Own
 from schedir.checkpoints.peers import Peers
 from schedir.checkpoints.verify import Found
 from schedir.checkpoints.wanted import Wanted
-from schedir.errors import CheckpointError
+from schedir.errors import CheckpointError, said
 from schedir.runtime.kept import ITS_OWN, Keeps, KeptRank
 
 
@@ -56,6 +56,8 @@ def load(
     None
     """
     place, (peers, kept) = Folder(folder), kept_of(run)
+    which = "the newest checkpoint" if step is None else f"step {said(step)}"
+    peers.expect_alike(lambda: f"loads {which}")
     found = _found(peers, place, step)
     for fact in found.passed:
         say(peers, f"passed over: {fact}")
@@ -65,7 +67,7 @@ def load(
     wanted: list[Wanted] = []
 
     def expect() -> Any:
-        one = Wanted(manifest, owns)
+        one = Wanted(manifest, owns, steps=any(rank.optimizer is not None for rank in ranks))
         wanted.append(one)
         return one.taken, [*one.wrong], [*one.said], _trained(owns, one)
 

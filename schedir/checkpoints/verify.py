@@ -101,7 +101,8 @@ def first_whole(
 ) -> Found:
     """The newest checkpoint of a folder that is whole; see `Folder.find`."""
     passed: list[str] = []
-    for step in reversed(_made(folder.steps, agree)[0]):
+    every = {step for steps in _made(folder.steps, agree) for step in steps}
+    for step in sorted(every, reverse=True):  # one that not all see is not whole
         try:
             return Found(whole(folder, step, own, agree, progress), tuple(passed))
         except NotWholeError as error:

@@ -25,11 +25,12 @@ class Want(NamedTuple):
 class Wanted:
     """What is to be read: `wants`, and `state`, which an optimizer then keeps of each weight.
 
-    `wrong` is what does not fit, `said` what is read otherwise than it was written, in words.
+    `steps` says whether there is an optimizer.  `wrong` is what does not fit, `said` what is read
+    otherwise than it was written, in words.
     """
 
-    def __init__(self, manifest: Manifest, owns: Iterable[Own]) -> None:
-        self.manifest = manifest
+    def __init__(self, manifest: Manifest, owns: Iterable[Own], *, steps: bool) -> None:
+        self.manifest, self.steps = manifest, steps
         self.wants: list[Want] = []
         self.taken: list[str] = []  # of weights and buffers, by the names that it has
         self.state: list[tuple[Weight, dict[str, Tensor]]] = []
@@ -82,6 +83,10 @@ class Wanted:
             self._want(stored, part, rounds=rounds)
         if name in self.keys and not weight.parameter.requires_grad:
             self.said["some weights are frozen here: what was kept to step them is not read"] = None
+        if whole in kinds and name in self.keys and self.steps and weight.is_left:
+            self.wrong[
+                f"{name} was stepped by {self.steppers.get(name)}, and is by nothing here"
+            ] = None
         if not weight.is_stepped or whole not in kinds:
             return
         kind, before = type(weight.optimizer).__name__, self.steppers.get(name)

@@ -15,7 +15,7 @@ import torch
 from schedir.checkpoints import storage
 from schedir.checkpoints.drawn import generators
 from schedir.checkpoints.folder import File, Folder, Kind, Manifest, Stored
-from schedir.checkpoints.known import kept_of, known_of, of_stages, warn_of_buffers
+from schedir.checkpoints.known import kept_of, known_of, of_stages, warn_of_buffers, warn_of_left
 from schedir.checkpoints.own import Names, Own, Piece
 from schedir.checkpoints.peers import Peers
 from schedir.errors import CheckpointError, said
@@ -94,9 +94,10 @@ def take(
     """What a process is to write of a run after `step` steps, in the memory in which it is: the
     next step changes that.  All processes call this.  Raises as `save`."""
     peers, kept = kept_of(run)
-    plain = _plain(peers, extra)
+    plain = _plain(peers, step, extra)
     ranks, owns, known = known_of(peers, kept, optimizer, names, saves=True)
     warn_of_buffers(peers, known)
+    warn_of_left(peers, known)
     tensors: dict[str, tuple[Kind, list[Piece]]] = {}
     for own in owns:
         for part in own:
@@ -197,18 +198,19 @@ def _write(peers: Peers, place: Folder, at: Path, taken: Taken, keep: int | None
     return Path(peers.first(finish))
 
 
-def _plain(peers: Peers, extra: Mapping[str, Any] | None) -> dict[str, Any]:
-    """What the caller gave; refused in all processes where one's is no JSON."""
+def _plain(peers: Peers, step: int, extra: Mapping[str, Any] | None) -> dict[str, Any]:
+    """What the caller gave; refused in all processes where one's is no JSON, or of another step."""
 
-    def plain() -> None:
+    def plain() -> str:
         if not isinstance(extra, Mapping | None):
             raise CheckpointError(f"extra is {said(extra)}, and no mapping")
         try:
             json.dumps(dict(extra or {}))
         except (TypeError, ValueError):
             raise CheckpointError(f"extra is {said(extra)}, which JSON cannot say") from None
+        return f"saves step {said(step)}"
 
-    peers.told(plain)
+    peers.expect_alike(plain)
     return dict(extra or {})
 
 

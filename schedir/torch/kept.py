@@ -10,10 +10,11 @@ import torch
 import torch.distributed as dist
 from torch.distributed.fsdp import FullyShardedDataParallel
 
-from schedir.errors import CheckpointError, ExecutionError, ProgramError
+from schedir.errors import CheckpointError, ExecutionError, ProgramError, said
 from schedir.ir.program import Program
 from schedir.runtime.kept import ITS_OWN, Kept, KeptRank, KeptStage
 from schedir.runtime.layout import Share
+from schedir.runtime.precision import all_within
 from schedir.runtime.random import Draws
 from schedir.torch.agree import told
 from schedir.torch.stages import Copies, plain
@@ -133,4 +134,11 @@ def _optimizer(optimizer: Any, program: Program) -> Any:
                 hint="optimizer=..., or optimizer=None for weights alone",
             )
         return None
-    return Several(tuple(optimizer)) if isinstance(optimizer, list | tuple) else optimizer
+    several = isinstance(optimizer, list | tuple)
+    for one in optimizer if several else [] if optimizer is None else [optimizer]:
+        if callable(one) or not any(hasattr(each, "param_groups") for each in all_within(one)):
+            raise CheckpointError(
+                f"{said(one)} is no optimizer",
+                hint="the one of this process's stages, or a list of several",
+            )
+    return Several(tuple(optimizer)) if several else optimizer

@@ -91,6 +91,24 @@ def _of_others(rank: int) -> Trained:
     return Trained(rank, optimizer=lambda own: SGD([*own, nn.Parameter(torch.ones(3))]))
 
 
+def _of_two(rank: int) -> Trained:
+    made = Trained(rank)
+    made.how = {"optimizer": [SGD(made.parameters), ADAM(made.parameters)]}
+    return made
+
+
+def _not_made(rank: int) -> Trained:
+    made = Trained(rank)
+    made.how = {"optimizer": SGD}
+    return made
+
+
+def _of_some(rank: int) -> Trained:
+    made = Trained(rank)
+    made.how = {"optimizer": SGD(made.parameters[:1])}
+    return made
+
+
 def _in_parts(own: list[nn.Parameter]) -> Any:
     with warnings.catch_warnings(action="ignore", category=DeprecationWarning):
         from torch.distributed.optim import ZeroRedundancyOptimizer
@@ -109,6 +127,8 @@ NOT_SAVED: dict[str, Callable[[int], Trained]] = {
     "no word of an optimizer": lambda rank: _without(Trained(rank)),
     "an optimizer of one's own": partial(Trained, optimizer=Own),
     "an optimizer of what no stage has": _of_others,
+    "an optimizer that is not made": _not_made,
+    "two optimizers of one parameter": _of_two,
     "a sharded optimizer": partial(Trained, dp=2, optimizer=_in_parts),
     "sharded weights": partial(Trained, dp=2, wrap=lambda part: fully_shard(part)),
     "gradients that nobody reduced": partial(Trained, dp=2, reduces=False),
@@ -120,6 +140,7 @@ NOT_SAVED: dict[str, Callable[[int], Trained]] = {
 }
 NOT_READ: dict[str, Callable[[int], Trained]] = {
     "another optimizer": partial(Trained, optimizer=ADAM),
+    "an optimizer of some weights": _of_some,
     "one stage": partial(Trained, dp=2, wrap=DistributedDataParallel),
 }
 
@@ -148,6 +169,25 @@ def refused(rank: int, folder: Path) -> list[str]:
     with pytest.raises(UsageError) as usage:
         Saver(made.schedule, folder)  # type: ignore[arg-type]
     texts.append(f"a Saver\n{usage.value}\n")
+    with pytest.raises(CheckpointError) as error:
+        save(made.schedule, folder / "steps", step=1 + rank, **made.how)
+    texts.append(f"two steps\n{error.value}\n")
+    with pytest.raises(CheckpointError) as error:
+        if rank:
+            save(made.schedule, folder / "steps", step=2, **made.how)
+        else:
+            load(made.schedule, folder, **made.how)
+    texts.append(f"one saves, one loads\n{error.value}\n")
+    with pytest.raises(CheckpointError, match="none is whole: step-00000001 is not whole"):
+        load(made.schedule, folder if rank else folder / "steps", **made.how)
+    some = _of_some(rank)
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        save(some.schedule, folder / "some", step=1, **some.how)
+    assert [str(one.message) for one in said] == [
+        "trained, and stepped by no optimizer that is saved: stages.0.linear.bias; "
+        "stages.1.linear.bias"
+    ] * (not rank)
     texts.append(f"a load that has failed\n{half_read(folder, made)}\n")
     return texts
 
