@@ -52,6 +52,8 @@ class Folder:
     def __init__(self, path: str | os.PathLike[str]) -> None:
         """Raises UsageError for what names no folder."""
         self.given = str(path_of(path))
+        if not str(path):
+            raise UsageError("'' names no folder", hint="'.' is the one in which the process is")
         try:
             # It stays the same folder when the process goes to another.
             self.path = Path(os.path.abspath(Path(path).expanduser()))

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import torch
 
 from schedir.checkpoints import storage
 from schedir.checkpoints.drawn import draw_on
-from schedir.checkpoints.folder import Folder, Manifest
+from schedir.checkpoints.folder import MANIFEST, Folder, Manifest
 from schedir.checkpoints.known import kept_of, known_of, of_stages, say
 from schedir.checkpoints.manifest import several
 from schedir.checkpoints.own import Names, Own
@@ -63,6 +63,7 @@ def load(
         say(peers, f"passed over: {fact}")
     if (manifest := found.manifest) is None:
         return None
+    _expect_state(manifest)
     ranks, owns, _ = known_of(peers, kept, optimizer, names, saves=False)
     wanted: list[Wanted] = []
 
@@ -126,6 +127,47 @@ def _found(peers: Peers, folder: Folder, step: int | None) -> Found:
             hint="to begin at the first step, remove them or take another folder",
         )
     return found
+
+
+def _expect_state(manifest: Manifest) -> None:
+    """Refuse a manifest whose state is none that `save` writes: no digest keeps it from that."""
+    state = manifest.state
+    for key, is_sound in _STATE.items():
+        if key not in state or not is_sound(state[key]):
+            what = said(state[key]) if key in state else "not there"
+            raise CheckpointError(
+                f"the checkpoint of step {manifest.step} is none of a run: {key} of its state is "
+                f"{what}",
+                step=manifest.step,
+                file=MANIFEST,
+            )
+
+
+def _is_count(value: Any) -> bool:
+    return type(value) is int and 0 <= value < 2**63
+
+
+_STATE: Final[Mapping[str, Callable[[Any], bool]]] = {
+    "next": _is_count,
+    "seed": lambda seed: seed is None or type(seed) is int,
+    "world": lambda world: type(world) is list and all(map(_is_count, world)),
+    "loss_scale": lambda scale: (
+        scale is None
+        or (
+            type(scale) is list
+            and len(scale) == 2
+            and type(scale[0]) in (int, float)
+            and 0 < scale[0] < 2.0**128
+            and _is_count(scale[1])
+        )
+    ),
+    "also": lambda also: type(also) is dict and all(type(of) is str for of in also.values()),
+    "optimizers": lambda every: (
+        type(every) is dict
+        and all(type(some) is list and {*map(type, some)} <= {str} for some in every.values())
+    ),
+    "extra": lambda extra: type(extra) is dict,
+}
 
 
 def _trained(owns: Sequence[Own], wanted: Wanted) -> dict[str, str]:

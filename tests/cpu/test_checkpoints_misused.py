@@ -3,8 +3,10 @@ read that is not what it says."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from functools import partial
+from hashlib import sha256
 from pathlib import Path
 from threading import Event, current_thread
 from typing import Any
@@ -17,9 +19,9 @@ from torch import Tensor, nn
 import schedir
 from schedir import Plan
 from schedir.checkpoints import Saver, load, save, storage
-from schedir.checkpoints.folder import Folder, NotWholeError
+from schedir.checkpoints.folder import MANIFEST, Folder, NotWholeError
 from schedir.checkpoints.peers import Peers
-from schedir.errors import CheckpointError, ExecutionError, ModelError
+from schedir.errors import CheckpointError, ExecutionError, ModelError, UsageError
 from schedir.runtime.inprocess import InProcess
 from schedir.schedules import one_f_one_b
 from tests.cpu.layouts import Layout, Model, executor_of, steps
@@ -360,3 +362,27 @@ def test_each_process_verifies_its_share(tmp_path: Path) -> None:
     assert wrong == also == [2, "__1_0.distcp"]
     files = {path.name for path in (tmp_path / "step-00000001").iterdir()} - {"manifest.jsonl"}
     assert {*one} | {*other} == files and not {*one} & {*other}
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [("next", "1"), ("seed", 0.5), ("world", 2), ("loss_scale", [0, 1]), ("also", {"a": 1}),
+     ("optimizers", {"AdamW": [[]]}), ("extra", None)],
+)  # fmt: skip
+def test_a_state_that_no_save_writes_is_refused(tmp_path: Path, key: str, value: object) -> None:
+    manifest = save(two(), tmp_path, step=1) / MANIFEST
+    first, *lines, _ = manifest.read_bytes().splitlines(keepends=True)
+    head = json.loads(first)
+    head["state"][key] = value
+    text = b"".join([json.dumps(head).encode() + b"\n", *lines])
+    manifest.write_bytes(text + b'{"sha256": "%s"}\n' % sha256(text).hexdigest().encode())
+    other = two(seed=1)
+    before = numbers(other)
+    with pytest.raises(CheckpointError, match=f"none of a run: {key} of its state is"):
+        load(other, tmp_path)
+    assert alike(before, numbers(other))
+
+
+def test_no_folder_is_named_by_nothing() -> None:
+    with pytest.raises(UsageError, match="'' names no folder"):
+        Folder("")
