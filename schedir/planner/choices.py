@@ -216,7 +216,9 @@ def _levels(replicas: int, p: int, v: int, name: str, want: Asked) -> Iterator[i
     """Levels of ZeRO that differ from lower ones."""
     for level in want.zero or range(LEVELS):
         cuts = level >= 2 and (want.zero is not None or (v > 2 and not FAMILIES[name].split))
-        alone = p == 1 and name != "one_f_one_b"  # many stages on one rank, for ZeRO alone
+        # Many stages on one rank are for ZeRO alone, unless told.
+        told = want.v is not None and want.zero is not None
+        alone = p == 1 and name != "one_f_one_b" and not told
         if replicas == 1:
             if level == 0 and not alone:
                 yield level

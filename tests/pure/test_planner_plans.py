@@ -335,6 +335,13 @@ def test_what_is_no_choice_is_refused(fields: dict[str, Any], fact: str) -> None
     assert fact in refused.value.fact
 
 
+def test_many_stages_on_one_rank_are_planned_where_they_are_told() -> None:
+    for zero in (0, 1):
+        how: dict[str, Any] = {"p": 1, "t": 1, "v": 12, "schedules": "interleaved", "zero": zero}
+        found = plan(SMALL, machine(), 32, exact=False, **how)
+        assert {(one.p, one.v, one.zero) for one in found} == {(1, 12, zero)}
+
+
 def test_what_is_no_model_and_no_cluster_is_refused() -> None:
     wrong: list[tuple[Any, Any]] = [("gpt-22b", machine()), (SMALL, "a100")]
     for model, cluster in wrong:
