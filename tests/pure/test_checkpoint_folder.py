@@ -10,6 +10,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -32,6 +33,14 @@ from tests.commands import ENV
 from tests.killed import killed_before
 
 DATA = bytes(range(32))
+
+
+@pytest.fixture
+def tmp_path() -> Iterator[Path]:
+    """In memory, where it is: hundreds of saves would wait for a disk, and nothing here asks it."""
+    memory = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
+    with tempfile.TemporaryDirectory(prefix="checkpoints-", dir=memory) as folder:
+        yield Path(folder)
 
 
 def fill(path: Path, step: int, note: str = "") -> Manifest:
