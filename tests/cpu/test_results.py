@@ -233,7 +233,7 @@ train.save = slowly
 def test_writing_may_take_longer_than_the_timeout(config: str, tmp_path: Path) -> None:
     schedule = tmp_path / "mine.py"
     schedule.write_text(SLOW)
-    sets = [*TWO, "train.timeout=3", "train.steps=2", f"pipeline.schedule={schedule}:mine"]
+    sets = [*TWO, "train.timeout=5", "train.steps=2", f"pipeline.schedule={schedule}:mine"]
     code, out, err = forked(config, tmp_path / "out", *sets)
     assert code == 0, err
     assert out.endswith(f"timeline.png to {tmp_path / 'out'}\n")
