@@ -66,8 +66,10 @@ $ {fixed_command}
 {fixed}```
 
 All layouts are priced by closed forms; then the best of them are simulated as the programs that they are, with each stage's own
-costs, messages, reductions and gathers. `--no-exact` leaves that out; `--search` then [searches](search.md) shorter schedules for the best three. `--top 50` tells more plans, `--json` all that is known of
-each.
+costs, messages, reductions and gathers. `--no-exact` leaves that out. Layers are divided as evenly as they can be; with `--cut`
+those of the best three are divided so that a step is shortest, with fewer where the embedding and the head are: that is worth
+much where the vocabulary is large. `--search` then [searches](search.md) shorter schedules for the best three.
+`--top 50` tells more plans, `--json` all that is known of each.
 
 ## Take it
 

@@ -142,6 +142,26 @@ def searched(
     return sorted(found, key=lambda plan: plan.step), programs
 
 
+def divided(asked: Asked, plans: list[Priced]) -> list[Priced]:
+    """The plans with layers divided so that a step is shorter, of the first ones, where that is."""
+    from schedir.planner import cut, exact
+    from schedir.planner.priced import plain
+
+    found, progress = [*plans], Progress()
+    for k, plan in enumerate(plans[:_SEARCHED]):
+        progress.show(f"dividing the layers of plan {k + 1}")
+        with suppress(UsageError):  # no division holds little enough
+            layers = cut(asked.model, asked.cluster, plain(plan))
+            even, new = (
+                exact(asked.model, asked.cluster, replace(plain(plan), layers_of=which))
+                for which in (plan.layers_of, layers)
+            )
+            if new.step < even.step:
+                found[k] = replace(new, bound=plan.bound, why=plan.why)
+    progress.done()
+    return sorted(found, key=lambda plan: plan.step)
+
+
 def everything(asked: Asked) -> list[Priced]:
     """All plans by their closed form, also those that do not fit; of those that a picture cannot
     tell apart, one."""

@@ -16,6 +16,7 @@ from schedir.commands._plan_asked import (
     WORDS,
     Asked,
     asked_of,
+    divided,
     everything,
     planned,
     searched,
@@ -52,6 +53,8 @@ def arguments(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="by closed forms alone; else the best are simulated as programs",
     )
+    parser.add_argument("--cut", action="store_true",
+                        help="divide the layers of the best three as is shortest")  # fmt: skip
     parser.add_argument("--search", action="store_true",
                         help="search shorter schedules for the best three")  # fmt: skip
     parser.add_argument("--seconds", type=number, default=10.0, metavar="S",
@@ -181,7 +184,9 @@ def run(args: argparse.Namespace) -> str:
         return told(args)
     asked = asked_of(args)
     with _writable(args.output) as path, _writable(args.picture):
-        plans, programs = searched(asked, planned(asked, args.top), args.seconds * args.search)
+        best = planned(asked, args.top)
+        best = divided(asked, best) if args.cut else best
+        plans, programs = searched(asked, best, args.seconds * args.search)
         if not 1 <= args.take <= len(plans):
             raise UsageError(f"there is no plan {args.take}: they are 1 to {len(plans)}",
                              fields=["take"])  # fmt: skip

@@ -189,6 +189,21 @@ def test_a_search_finds_a_shorter_schedule(
     assert "a schedule that was searched is a program" in told and not Path("best.toml").exists()
 
 
+def test_layers_are_divided_so_that_a_step_is_shorter(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The head of a large vocabulary takes layers from the last stage, also in what is written."""
+    at = ("plan", "--layers=24", "--hidden=2304", "--heads=24", "--vocab=128000", "--batch=64",
+          "--sequence=2048", "--cluster=a100", "--nodes=1", "--pp=4", "--tp=1", "--top=1",
+          "--schedules=one_f_one_b", "--recompute=none", "--json")  # fmt: skip
+    (even,) = json.loads(said(capsys, *at))["plans"]
+    (found,) = json.loads(said(capsys, *at, "--cut", "-o", str(tmp_path / "best.toml")))["plans"]
+    layers = found["layers_of"]
+    assert found["step"] < 0.85 * even["step"]
+    assert sum(layers) == 24 and layers[-1] < min(layers[:-1])
+    assert f"division = {layers}" in (tmp_path / "best.toml").read_text()
+
+
 def test_the_page_can_be_followed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
