@@ -6,16 +6,13 @@ import hashlib
 import json
 import os
 import resource
-import shutil
 import signal
 import subprocess
 import sys
-import tempfile
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from threading import Barrier
 from typing import Any
@@ -30,17 +27,8 @@ from schedir.checkpoints.manifest import NotWholeError
 from schedir.checkpoints.manifest_lines import _cover
 from schedir.errors import CheckpointError, UsageError
 from tests.commands import ENV
-from tests.killed import killed_before
 
 DATA = bytes(range(32))
-
-
-@pytest.fixture
-def tmp_path() -> Iterator[Path]:
-    """In memory, where it is: hundreds of saves would wait for a disk, and nothing here asks it."""
-    memory = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
-    with tempfile.TemporaryDirectory(prefix="checkpoints-", dir=memory) as folder:
-        yield Path(folder)
 
 
 def fill(path: Path, step: int, note: str = "") -> Manifest:
@@ -77,55 +65,6 @@ def test_what_is_saved_is_read(folder: Folder) -> None:
 
 
 # Ends
-
-
-def test_killed_before_any_call_there_is_a_whole_one_all_the_time(tmp_path: Path) -> None:
-    """Of a save that comes again, with an older one to be removed and a stale one to be tidied."""
-    template = Folder(tmp_path / "template")
-    for step in (20, 30):
-        save(template, step, note="old")
-    template.begin(25)
-    (template.unfinished(25) / "half").write_bytes(b"x")
-    template.release()
-    notes = set()
-    for call in range(1000):
-        place = Folder(tmp_path / "run")
-        shutil.copytree(template.path, place.path)
-        ended = not killed_before(call, partial(save, place, 30, 1, "new"))
-        found = place.find()
-        assert found.manifest is not None and found.manifest.step == 30 and not found.passed
-        notes.add(found.manifest.facts["note"])
-        assert not ended or found.manifest.facts["note"] == "new"
-        save(place, 40, keep=2)  # who was killed keeps nobody out
-        assert sorted(os.listdir(place.path)) == [LOCK, "step-00000030", "step-00000040"]
-        place.release()
-        shutil.rmtree(place.path)
-        if ended:
-            break
-    assert ended and call > 40 and notes == {"old", "new"}
-
-
-def test_killed_while_all_are_removed_there_are_whole_ones_or_none(tmp_path: Path) -> None:
-    """And the newest is there as long as any is."""
-    template, left = Folder(tmp_path / "template"), set()
-    for step in (20, 30):
-        save(template, step)
-    (template.path / "step-00000010.tmp").mkdir()
-    template.release()
-    for call in range(1000):
-        place = Folder(tmp_path / "run")
-        shutil.copytree(template.path, place.path)
-        ended = not killed_before(call, place.remove_all)
-        for step in place.steps():
-            place.verify(step)
-        left.add(tuple(place.steps()))
-        save(place, 40, keep=1)
-        assert sorted(os.listdir(place.path)) == [LOCK, "step-00000040"]
-        place.release()
-        shutil.rmtree(place.path)
-        if ended:
-            break
-    assert ended and left == {(20, 30), (30,), ()}
 
 
 def test_what_cannot_be_removed_is_said(folder: Folder, monkeypatch: pytest.MonkeyPatch) -> None:
