@@ -123,9 +123,9 @@ A model is said by `--layers`, `--hidden`, `--heads`, `--vocab`, `--sequence` an
 
 {models}
 
-Clusters with a name are {clusters}: files in [schedir/planner/clusters](../schedir/planner/clusters), where each number has its
-source. `--nodes` or `--gpus` says how many. A file of your own, `--cluster FILE.toml`, has the same fields
-([`Cluster`](api.md#cluster)), and says what is *reached*, not what a data sheet has.
+Clusters with a name are {clusters}: files in which each number has its source. `--nodes` or `--gpus` says how many. A
+file of your own, `--cluster FILE.toml`, has the same fields ([`Cluster`](api.md#cluster)), and says what is
+*reached*, not what a data sheet has.
 
 `schedir plan --measure -o here.toml` measures the machine that it runs on, GPUs or processors, in half a minute: ten
 products, layers of the trainer's GPT, and sums over groups, all processes at the same time, and says what it
@@ -184,7 +184,9 @@ def page() -> str:
         small_options=COMMANDS["small"].removeprefix("schedir plan "),
         **{name: GALLERY["wrapped"](command) for name, command in PICTURES.items()},
         models=table(["name", "parameters", "its shape is printed in"], models),
-        clusters=", ".join(f"`{name}`" for name in clusters()),
+        clusters=", ".join(
+            f"[`{name}`](../schedir/planner/clusters/{name}.toml)" for name in clusters()
+        ),
         constants=table(["constant", "is", "bounds", "means", "source"], constants),
     )
 
