@@ -104,7 +104,7 @@ def counts(program: Program) -> NDArray[np.int64]:
         if TOKENS[kind].per is Per.STAGE and len(lives.fill):
             each = (len(stages_in(program, kind, rank)) for rank in range(program.plan.ranks))
             values = np.array([*each], np.int64)
-        most = values if kind in SLOTTED else lives.peak(group)
+        most = values if program.in_slots(kind) else lives.peak(group)
         if kind in said:
             most = np.where(said[kind] == OWN, most, np.minimum(said[kind], values))
         columns.append(most)

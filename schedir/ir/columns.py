@@ -1,9 +1,11 @@
-"""Columns: what the tables in `ir/ops.py` say of their rows by name."""
+"""Columns: what the tables in `ir/ops.py` say of each of their rows."""
 
 from __future__ import annotations
 
 from enum import Enum
-from typing import Final
+from typing import Final, Literal, NamedTuple
+
+from schedir.ir.names import Lane, Opcode, Token
 
 TIERS: Final = ("device", "host", "disk")
 
@@ -57,3 +59,101 @@ _BACK: Final = {
     Hop.NEXT: Hop.PREVIOUS, Hop.PREVIOUS: Hop.NEXT,
     Hop.SKIP_TO: Hop.SKIP_FROM, Hop.SKIP_FROM: Hop.SKIP_TO,
 }  # fmt: skip
+
+
+class TokenRow(NamedTuple):
+    """A row of the table of values.
+
+    `per` is what there is one value of, `words` what a person calls it, `found` who gives it.
+    `size` is the field of Sizes that says how many bytes it takes, "" if nobody counts them; one of
+    what a stage holds all the time takes none of its own, but where replicas hold parts of that.
+    `across` is set for what one stage puts out and another takes in: where the other one is.  There
+    is such a value where there is that stage; its size is told for the earlier of the two.
+    `handed` is of what is taken in: on one rank it is this value of the other stage.
+    `made_of` says that an instruction makes it of another value that it frees, and which field of
+    Sizes tells the bytes of both.  `trait` names a trait of programs: only in those that have
+    another than its default there are such values.
+    """
+
+    token: Token
+    per: Per
+    found: Found
+    words: str
+    size: str = ""
+    across: Hop | None = None
+    handed: Token | None = None
+    made_of: tuple[Token, str] | None = None
+    trait: str = ""
+
+
+class LaneRow(NamedTuple):
+    """A row of the table of lanes.
+
+    Progress models cut what is on the `wire` finer, or make one queue of it.  `host` says what a
+    host that blocks, as on CPUs, does with what is on the lane: it "runs" it itself; or it "waits"
+    for what it needs, and then starts it; or it "starts" it, and goes on.
+    """
+
+    lane: Lane
+    wire: bool
+    host: Literal["runs", "waits", "starts"]
+    doc: str
+
+
+class Change(NamedTuple):
+    """How an instruction that needs and gives a value changes it.
+
+    From one state to another, which are two of TIERS, or two fields of Sizes: then the value takes
+    that many bytes before and after.  Who made it leaves it as the first change wants it, and in
+    the first of TIERS; whoever only reads it wants it there, and as the last change leaves it.
+    What reads it in another state says so by a change from that state to itself, and need not give
+    it.
+    """
+
+    token: Token
+    before: str
+    after: str
+
+
+class Ring(NamedTuple):
+    """Whom a collective goes around, and how often: once if it gathers, or leaves each a part of
+    the sum, and twice if all get the sum.
+
+    Its members are those of the tensor-parallel group ("tp"), replicas ("dp") or the holders of the
+    stage ("holders").  `size` is the field of Sizes that tells what of a stage it is of; without,
+    it is of the value that it needs.
+    """
+
+    members: Literal["tp", "dp", "holders"]
+    size: str = ""
+    turns: int = 1
+
+
+class Row(NamedTuple):
+    """A row of the instruction table.
+
+    `needs` must have been given before the instruction starts, `gives` is there when it ends,
+    `frees` is of no use to anybody afterwards.  `hop` is set for transfers: where the stage
+    of the message's other side is.  `meets` is set for what has partners on other ranks, and
+    `group` says who they are: all ranks of the pipeline ("model"), the holders of the stage
+    ("holders"), or those that share tied weights ("tied"), whose values it needs and gives at once.
+    `cost` is the field of Costs that prices it.  `drains` says that a host that blocks waits for
+    what stands before it on its lane: "always", or where there are "replicas".  `ring` says of a
+    collective how many bytes it sends.
+    """
+
+    op: Opcode
+    text: str
+    lane: Lane
+    per: Per
+    needs: tuple[Token, ...]
+    gives: tuple[Token, ...]
+    frees: tuple[Token, ...]
+    doc: str
+    cost: str = ""
+    hop: Hop | None = None
+    meets: Opcode | None = None
+    group: Literal["", "model", "holders", "tied"] = ""
+    drains: Literal["", "always", "replicas"] = ""
+    changes: tuple[Change, ...] = ()
+    ring: Ring | None = None

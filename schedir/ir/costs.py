@@ -91,6 +91,10 @@ class Costs:
     unshard: Cost | None = None
     reduce_scatter: Cost | None = None
     snapshot: Cost | None = None
+    offload: Cost | None = None
+    reload: Cost | None = None
+    spill: Cost | None = None
+    fetch: Cost | None = None
 
     def __post_init__(self) -> None:
         for f in fields(self):

@@ -39,6 +39,8 @@ class Lane(IntEnum):
     DP = 4
     PARAMS = 5
     D2H = 6
+    H2D = 7
+    DISK = 8
 
 
 class Opcode(IntEnum):
@@ -77,3 +79,7 @@ class Opcode(IntEnum):
     Reshard = 24
     ReduceScatter = 25
     Snapshot = 26
+    Offload = 27
+    Reload = 28
+    Spill = 29
+    Fetch = 30

@@ -7,114 +7,20 @@ Printer, parser, flow of values, dependency graph, memory count, simulator, exec
 from __future__ import annotations
 
 from functools import cache
-from typing import Final, Literal, NamedTuple
+from typing import Final, NamedTuple
 
 from schedir.ir.columns import TIERS as TIERS
+from schedir.ir.columns import Change as Change
 from schedir.ir.columns import Found as Found
 from schedir.ir.columns import Hop as Hop
+from schedir.ir.columns import LaneRow as LaneRow
 from schedir.ir.columns import Per as Per
+from schedir.ir.columns import Ring as Ring
+from schedir.ir.columns import Row as Row
+from schedir.ir.columns import TokenRow as TokenRow
 from schedir.ir.names import Lane as Lane
 from schedir.ir.names import Opcode as Opcode
 from schedir.ir.names import Token as Token
-
-
-class TokenRow(NamedTuple):
-    """A row of the table of values.
-
-    `per` is what there is one value of, `words` what a person calls it, `found` who gives it.
-    `size` is the field of Sizes that says how many bytes it takes, "" if nobody counts them; one of
-    what a stage holds all the time takes none of its own, but where replicas hold parts of that.
-    `across` is set for what one stage puts out and another takes in: where the other one is.  There
-    is such a value where there is that stage; its size is told for the earlier of the two.
-    `handed` is of what is taken in: on one rank it is this value of the other stage.
-    `made_of` says that an instruction makes it of another value that it frees, and which field of
-    Sizes tells the bytes of both.  `trait` names a trait of programs: only in those that have
-    another than its default there are such values.
-    """
-
-    token: Token
-    per: Per
-    found: Found
-    words: str
-    size: str = ""
-    across: Hop | None = None
-    handed: Token | None = None
-    made_of: tuple[Token, str] | None = None
-    trait: str = ""
-
-
-class LaneRow(NamedTuple):
-    """A row of the table of lanes.
-
-    Progress models cut what is on the `wire` finer, or make one queue of it.  `host` says what a
-    host that blocks, as on CPUs, does with what is on the lane: it "runs" it itself; or it "waits"
-    for what it needs, and then starts it; or it "starts" it, and goes on.
-    """
-
-    lane: Lane
-    wire: bool
-    host: Literal["runs", "waits", "starts"]
-    doc: str
-
-
-class Change(NamedTuple):
-    """How an instruction that needs and gives a value changes it.
-
-    From one state to another, which are two of TIERS, or two fields of Sizes: then the value takes
-    that many bytes before and after.  Who made it leaves it as the first change wants it, and in
-    the first of TIERS; whoever only reads it wants it there, and as the last change leaves it.
-    What reads it in another state says so by a change from that state to itself, and need not give
-    it.
-    """
-
-    token: Token
-    before: str
-    after: str
-
-
-class Ring(NamedTuple):
-    """Whom a collective goes around, and how often: once if it gathers, or leaves each a part of
-    the sum, and twice if all get the sum.
-
-    Its members are those of the tensor-parallel group ("tp"), replicas ("dp") or the holders of the
-    stage ("holders").  `size` is the field of Sizes that tells what of a stage it is of; without,
-    it is of the value that it needs.
-    """
-
-    members: Literal["tp", "dp", "holders"]
-    size: str = ""
-    turns: int = 1
-
-
-class Row(NamedTuple):
-    """A row of the instruction table.
-
-    `needs` must have been given before the instruction starts, `gives` is there when it ends,
-    `frees` is of no use to anybody afterwards.  `hop` is set for transfers: where the stage
-    of the message's other side is.  `meets` is set for what has partners on other ranks, and
-    `group` says who they are: all ranks of the pipeline ("model"), the holders of the stage
-    ("holders"), or those that share tied weights ("tied"), whose values it needs and gives at once.
-    `cost` is the field of Costs that prices it.  `drains` says that a host that blocks waits for
-    what stands before it on its lane: "always", or where there are "replicas".  `ring` says of a
-    collective how many bytes it sends.
-    """
-
-    op: Opcode
-    text: str
-    lane: Lane
-    per: Per
-    needs: tuple[Token, ...]
-    gives: tuple[Token, ...]
-    frees: tuple[Token, ...]
-    doc: str
-    cost: str = ""
-    hop: Hop | None = None
-    meets: Opcode | None = None
-    group: Literal["", "model", "holders", "tied"] = ""
-    drains: Literal["", "always", "replicas"] = ""
-    changes: tuple[Change, ...] = ()
-    ring: Ring | None = None
-
 
 _T, _L, _O = Token, Lane, Opcode
 _MB, _STAGE, _RANK = Per.MICROBATCH, Per.STAGE, Per.RANK
@@ -153,6 +59,8 @@ LANES: Final[tuple[LaneRow, ...]] = (
     LaneRow(_L.DP, False, "starts", "reductions over replicas and ranks"),
     LaneRow(_L.PARAMS, False, "starts", "gathers of weights over replicas"),
     LaneRow(_L.D2H, False, "starts", "copies to the host"),
+    LaneRow(_L.H2D, False, "starts", "copies from the host"),
+    LaneRow(_L.DISK, False, "starts", "what the host writes to its disk, and reads from it"),
 )
 
 ROWS: Final[tuple[Row, ...]] = (
@@ -245,6 +153,18 @@ ROWS: Final[tuple[Row, ...]] = (
         "Copies what the step will change of a stage, weights and the optimizer's state, to the "
         "host's memory, for a checkpoint that is written meanwhile; does nothing in a step behind "
         "which none is due.", cost="snapshot"),
+    Row(_O.Offload, "offload", _L.D2H, _MB, (_T.SAVED,), (_T.SAVED,), (),
+        "Moves what a forward saved to the host's memory.", cost="offload",
+        changes=(Change(_T.SAVED, "device", "host"),)),
+    Row(_O.Reload, "reload", _L.H2D, _MB, (_T.SAVED,), (_T.SAVED,), (),
+        "Moves it back to the device.", cost="reload",
+        changes=(Change(_T.SAVED, "host", "device"),)),
+    Row(_O.Spill, "spill", _L.DISK, _MB, (_T.SAVED,), (_T.SAVED,), (),
+        "Moves what was offloaded from the host's memory to its disk.", cost="spill",
+        changes=(Change(_T.SAVED, "host", "disk"),)),
+    Row(_O.Fetch, "fetch", _L.DISK, _MB, (_T.SAVED,), (_T.SAVED,), (),
+        "Moves it from the disk back to the host's memory.", cost="fetch",
+        changes=(Change(_T.SAVED, "disk", "host"),)),
 )  # fmt: skip
 
 BY_TEXT: Final = {row.text: row.op for row in ROWS}
@@ -336,13 +256,19 @@ LOCAL_HANDOVER: Final = {
     if row.handed is not None and row.across is not None
 }
 
-# Values in slots whose number is a choice: what crosses boundaries, and what something off the
-# compute lane makes, changes or frees, so that the order of compute does not say when.
+# By value, what touches it off the compute lane: in a program without, compute's order says when.
+OFF_COMPUTE: Final = {
+    row.token: tuple(
+        r.op for r in ROWS
+        if row.token in {*r.needs, *r.gives, *r.frees} and r.lane is not Lane.COMPUTE
+    )
+    for row in TOKENS
+}  # fmt: skip
+# Values in slots whose number is a choice: what crosses boundaries, and, in a program with such
+# instructions, what something off the compute lane makes, changes or frees.
 SLOTTED: Final = BOUNDARY + tuple(
     row.token for row in TOKENS
-    if row.token not in BOUNDARY and row.size and any(
-        row.token in {*r.needs, *r.gives, *r.frees} and r.lane is not Lane.COMPUTE for r in ROWS
-    )
+    if row.token not in BOUNDARY and row.size and OFF_COMPUTE[row.token]
 )  # fmt: skip
 # Values that are held from the start of what makes them to the end of what frees them, where no
 # number of slots is said.

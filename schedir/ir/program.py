@@ -24,6 +24,7 @@ from schedir.ir.ops import (
     BOUNDARY,
     COMPUTE,
     OF_TRAINED,
+    OFF_COMPUTE,
     ROWS,
     SLOTTED,
     TO_TRAIN,
@@ -71,6 +72,7 @@ if TYPE_CHECKING:
         skip_out: int = OWN
         skip_grad_in: int = OWN
         skip_grad_out: int = OWN
+        saved: int = OWN
         full: int = OWN
 else:
     _KINDS = [kind.name.lower() for kind in SLOTTED]
@@ -303,6 +305,11 @@ class Program:
         """
         size = TOKENS[token].size
         return self.has(token) and size != "" and (size not in CUT_FROM or is_cut(size, self.zero))
+
+    def in_slots(self, token: Token) -> bool:
+        """Whether how many slots a kind has is a choice here: of what crosses boundaries, and of
+        what is touched off the compute lane."""
+        return token in BOUNDARY or any(op in self.ops for op in OFF_COMPUTE[token])
 
     @property
     def op(self) -> NDArray[np.uint8]:

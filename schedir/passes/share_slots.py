@@ -96,7 +96,8 @@ def _enough(
 def _with(program: Program, counts: NDArray[np.int64]) -> Program:
     """The program with a number of slots of each rank and kind, unsaid for kinds it has not.  What
     it says itself stays."""
-    there = (counts > 0).any(0) | np.isin(SLOTTED, BETWEEN_NEIGHBOURS)
+    chosen = np.array([program.in_slots(kind) for kind in SLOTTED])
+    there = (counts > 0).any(0) & chosen | np.isin(SLOTTED, BETWEEN_NEIGHBOURS)
     said = _numbers(program)
     numbers = np.where(said == OWN, np.where(there, counts, OWN), said)
     return program.with_slots([Slots(*row) for row in numbers.tolist()])

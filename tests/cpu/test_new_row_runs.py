@@ -17,7 +17,7 @@ def tree(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return copy(tmp_path_factory.mktemp("new") / "tree", *EDITS)
 
 
-@pytest.mark.parametrize("name", [*EDITS, "recompute,offload,verdict"])
+@pytest.mark.parametrize("name", [*EDITS, "recompute,stash,verdict"])
 def test_a_new_row_runs(tree: Path, name: str) -> None:
     command = [sys.executable, str(tree / "tests" / "new_rows" / "runs.py"), name]
     env = {"PYTHONPATH": str(tree), "OMP_NUM_THREADS": "1"}

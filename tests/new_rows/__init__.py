@@ -1,6 +1,6 @@
 """New rows: kinds of instruction, each a row, a pass and a handler in a copy of the tree.
 
-    offload     a change of tier on lanes of their own: to the host and back
+    stash       a change of tier on lanes of their own: to the disk and back
     verdict     a collective: all ranks judge together whether the gradients are finite
 
 Three more are looked at and not run, and have no handlers:
@@ -31,18 +31,19 @@ _ROWS = ")  # fmt: skip\n\nBY_TEXT"
 
 # What is put behind what in names.py and ops.py; what stands behind "=" takes the place.
 EDITS: dict[str, list[tuple[str, str]]] = {
-    "offload": [
-        (_OPCODES, "    Offload = {next}\n    Reload = {next}\n"),
-        (_LANES, "    H2D = {lane}\n"),
+    "stash": [
+        (_OPCODES, "    Stash = {next}\n    Take = {next}\n"),
+        (_LANES, "    AWAY = {lane}\n    BACK = {lane}\n"),
         (_LANE_ROWS, """\
-    LaneRow(_L.H2D, False, "starts", "copies back to the device"),
+    LaneRow(_L.AWAY, False, "starts", "copies straight to the disk"),
+    LaneRow(_L.BACK, False, "starts", "copies straight back"),
 """),
         ("rows", """\
-    Row(_O.Offload, "offload", _L.D2H, _MB, (_T.SAVED,), (_T.SAVED,), (),
-        "Moves what a forward saved to the host.", cost="offload",
-        changes=(Change(_T.SAVED, "device", "host"),)),
-    Row(_O.Reload, "reload", _L.H2D, _MB, (_T.SAVED,), (_T.SAVED,), (),
-        "Moves it back.", cost="offload", changes=(Change(_T.SAVED, "host", "device"),)),
+    Row(_O.Stash, "stash", _L.AWAY, _MB, (_T.SAVED,), (_T.SAVED,), (),
+        "Moves what a forward saved straight to the disk.", cost="stash",
+        changes=(Change(_T.SAVED, "device", "disk"),)),
+    Row(_O.Take, "take", _L.BACK, _MB, (_T.SAVED,), (_T.SAVED,), (),
+        "Moves it back.", cost="stash", changes=(Change(_T.SAVED, "disk", "device"),)),
 """),
     ],
     "verdict": [

@@ -13,7 +13,7 @@ from collections import Counter
 from schedir.ir.names import Opcode
 from tests.mutants import MUTATIONS, trial
 
-NEW = {op for op in Opcode if op >= Opcode["Offload"]}
+NEW = {op for op in Opcode if op >= Opcode["Stash"]}
 
 if __name__ == "__main__":
     outcomes: Counter[str] = Counter()

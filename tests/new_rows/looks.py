@@ -65,21 +65,21 @@ def plain_of(program: Program) -> Callable[..., object]:
     return getattr(schedir.schedules, program.name)
 
 
-def offload(folder: str) -> None:
+def stash(folder: str) -> None:
     sizes = Sizes(saved=10)
     plain = schedir.compile(one_f_one_b, Plan(4, 8))
-    program = schedir.compile(one_f_one_b, Plan(4, 8), offload=True, debug=True)
+    program = schedir.compile(one_f_one_b, Plan(4, 8), stash=True, debug=True)
     for time in 0.0, 0.25, 5.0:
-        costs = Costs(F=1, B=2, offload=time)
+        costs = Costs(F=1, B=2, stash=time)
         before, run = (schedir.simulate(p, costs, sizes=sizes) for p in (plain, program))
         assert run.peak_in_flight.tolist() == before.peak_in_flight.tolist() == [4, 3, 2, 1]
-        # Replayed from the spans: on the device from F, or Reload, until Offload, or B, has ended.
+        # Replayed from the spans: on the device from F, or Take, until Stash, or B, has ended.
         spans, held = run.spans, [[] for _ in range(4)]
         names = [schedir.Opcode(op).name for op in spans["op"].tolist()]
         for name, span in zip(names, spans, strict=True):
-            if name in ("Forward", "Reload"):
+            if name in ("Forward", "Take"):
                 held[span["rank"]].append((span["start"], 1, 10))
-            elif name in ("Offload", "Backward"):
+            elif name in ("Stash", "Backward"):
                 held[span["rank"]].append((span["end"], 0, -10))
         most = []
         for changes in held:
@@ -89,30 +89,30 @@ def offload(folder: str) -> None:
                 peak = max(peak, now)
             most.append(peak)
         assert run.peak_memory.tolist() == most, (time, run.peak_memory, most)
-        host = [max(curve.held) for curve in run.memory_on("host")]
-        assert (host[0] > 0) == (time > 0) and host[3] == 0  # it comes back at once, if it may
-        assert all(curve.held[-1] == 0 for curve in run.memory_on("host"))
-    everywhere(program, "offload", Costs(F=1, B=2, offload=0.25), folder)
+        disk = [max(curve.held) for curve in run.memory_on("disk")]
+        assert (disk[0] > 0) == (time > 0) and disk[3] == 0  # it comes back at once, if it may
+        assert all(curve.held[-1] == 0 for curve in run.memory_on("disk"))
+    everywhere(program, "stash", Costs(F=1, B=2, stash=0.25), folder)
     # Nobody knows when another lane has moved it: a limit counts it until it is freed, or, with a
     # number of slots, as many as there are.
     try:
-        schedir.compile(one_f_one_b, Plan(4, 8), offload=True, sizes=sizes, limit=35)
+        schedir.compile(one_f_one_b, Plan(4, 8), stash=True, sizes=sizes, limit=35)
     except schedir.errors.MemoryLimitError as error:
         assert error.needs == 40
     else:
         raise AssertionError("a limit is not held")
-    few = schedir.compile(one_f_one_b, Plan(4, 8), offload=True, slots="fewest")
+    few = schedir.compile(one_f_one_b, Plan(4, 8), stash=True, slots="fewest")
     assert schedir.parse(schedir.show(few)) == few and {s.saved for s in few.slots} == {1}
-    schedir.compile(one_f_one_b, Plan(4, 8), offload=True, slots="fewest", sizes=sizes, limit=10)
-    late = schedir.simulate(few, Costs(F=1, B=2, offload=0.25), sizes=sizes)
+    schedir.compile(one_f_one_b, Plan(4, 8), stash=True, slots="fewest", sizes=sizes, limit=10)
+    late = schedir.simulate(few, Costs(F=1, B=2, stash=0.25), sizes=sizes)
     assert late.peak_memory.tolist() == [10, 10, 10, 10]
-    assert [max(curve.held) for curve in late.memory_on("host")] == [40, 30, 20, 0]
+    assert [max(curve.held) for curve in late.memory_on("disk")] == [40, 30, 20, 0]
     text = flat(program)
-    refused(moved(text, "reload 0.0", "B 0.1"), "OrderError", "B 0.0", "reload 0.0")
-    refused(moved(text, "reload 0.0", "offload 0.0"), "OrderError", "reload 0.0", "offload 0.0")
-    refused(moved(text, "offload 0.0", "F 0.0"), "OrderError", "offload 0.0", "F 0.0")
-    refused(moved(text, "reload 0.0", ""), "CompletenessError")
-    refused(moved(text, "offload 0.0", ""), "CompletenessError", "reload 0.0")
+    refused(moved(text, "take 0.0", "B 0.1"), "OrderError", "B 0.0", "take 0.0")
+    refused(moved(text, "take 0.0", "stash 0.0"), "OrderError", "take 0.0", "stash 0.0")
+    refused(moved(text, "stash 0.0", "F 0.0"), "OrderError", "stash 0.0", "F 0.0")
+    refused(moved(text, "take 0.0", ""), "CompletenessError")
+    refused(moved(text, "stash 0.0", ""), "CompletenessError", "take 0.0")
 
 
 def verdict(folder: str) -> None:
@@ -205,5 +205,5 @@ def step_stage(folder: str) -> None:
 
 
 if __name__ == "__main__":
-    each = (offload, verdict, log, tape, step_stage)
+    each = (stash, verdict, log, tape, step_stage)
     {look.__name__: look for look in each}[sys.argv[1]](sys.argv[2])

@@ -62,9 +62,7 @@ def main(names: str) -> None:
     for schedule, plan in cases:
         for slots in (None, "fewest"):
             program = schedir.compile(schedule, plan, model="edge", slots=slots, **options)
-            assert program.ops & {
-                int(op) for op in schedir.Opcode if op >= schedir.Opcode["Offload"]
-            }
+            assert program.ops & {int(op) for op in schedir.Opcode if op >= schedir.Opcode["Stash"]}
             run(program)
     if "verdict" in rows:
         from schedir.runtime.verdict_handlers import VERDICTS

@@ -163,11 +163,11 @@ assert [float(out) for out in outs] == [2.0, 2.0, 2.0]
 
 
 def _instruction(tree: Path) -> str:
-    new_rows.copy(tree, "offload")
+    new_rows.copy(tree, "stash")
     return """
 import schedir
-program = schedir.compile(schedir.schedules.one_f_one_b, schedir.Plan(2, 4), offload=True)
-assert "offload 0.0" in schedir.show(program, folded=False)
+program = schedir.compile(schedir.schedules.one_f_one_b, schedir.Plan(2, 4), stash=True)
+assert "stash 0.0" in schedir.show(program, folded=False)
 """
 
 

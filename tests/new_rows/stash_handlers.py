@@ -1,4 +1,4 @@
-"""Offload: what autograd keeps of a forward is copied, poisoned where it was, and copied back."""
+"""Stash: what autograd keeps of a forward is copied, poisoned where it was, and copied back."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from schedir.runtime.rank import Call, Handler, State
 
 
 class Holder:
-    """A tensor that is on the device, or on the host."""
+    """A tensor that is on the device, or on the disk."""
 
     def __init__(self, tensor: Tensor) -> None:
         self.device: Tensor | None = tensor.clone()
-        self.host: Tensor | None = None
+        self.disk: Tensor | None = None
 
 
 _HELD: WeakKeyDictionary[State, dict[Any, Any]] = WeakKeyDictionary()
@@ -38,7 +38,7 @@ def forward(plain: Handler) -> Handler:
         def unpack(found: Tensor | Holder) -> Tensor:
             if isinstance(found, Tensor):
                 return found
-            assert found.device is not None, "what is on the host is not read"
+            assert found.device is not None, "what is on the disk is not read"
             return found.device
 
         def keep() -> None:
@@ -51,32 +51,32 @@ def forward(plain: Handler) -> Handler:
     return link
 
 
-def offload(state: State, i: Instr) -> Call:
+def stash(state: State, i: Instr) -> Call:
     slot = state.slot(Token.SAVED, i.stage, i.mb, state.index_of[i])
 
     def run() -> None:
-        _HELD[state]["host", *i[1:]] = slot.look()
+        _HELD[state]["disk", *i[1:]] = slot.look()
         slot.free()
         for holder in _HELD[state][i[1:]]:
             assert holder.device is not None
-            holder.host = holder.device.clone()
+            holder.disk = holder.device.clone()
             holder.device.zero_().log_()  # nobody reads it now
             holder.device = None
 
     return Call(None, run)
 
 
-def reload(state: State, i: Instr) -> Call:
+def take(state: State, i: Instr) -> Call:
     slot = state.slot(Token.SAVED, i.stage, i.mb, state.index_of[i])
 
     def run() -> None:
-        slot.fill(_HELD[state].pop(("host", *i[1:])))
+        slot.fill(_HELD[state].pop(("disk", *i[1:])))
         for holder in _HELD[state][i[1:]]:
-            assert holder.host is not None
-            holder.device, holder.host = holder.host.clone(), None
+            assert holder.disk is not None
+            holder.device, holder.disk = holder.disk.clone(), None
 
     return Call(None, run)
 
 
-HANDLERS = {Opcode.Offload: offload, Opcode.Reload: reload}
+HANDLERS = {Opcode.Stash: stash, Opcode.Take: take}
 WRAPPERS = {Opcode.Forward: forward}

@@ -1,4 +1,4 @@
-"""Offload: what a forward saved goes to the host behind it, and comes back before the backward."""
+"""Stash: what a forward saved goes to the disk behind it, and comes back before the backward."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ from schedir.passes.record import Expected, Pass, Present
 _USES = tuple(row.op for row in ROWS if Token.SAVED in row.needs and row.lane is Lane.COMPUTE)
 
 
-def offload(program: Program) -> Program:
-    """Offload behind each forward and Reload before it is used, if anything is between them."""
+def stash(program: Program) -> Program:
+    """Stash behind each forward and Take before it is used, if anything is between them."""
     made, used = _ends(program)
     work = np.cumsum(np.isin(program.op, COMPUTE))
     far = work[used] - work[made] > 1
     address = (program.words & ADDRESS)[made[far]]
-    program = behind(program, made[far], address | int(Opcode.Offload) << OP)
+    program = behind(program, made[far], address | int(Opcode.Stash) << OP)
     made, used = _ends(program)
     used = used[np.isin((program.words & ADDRESS)[used], address)]
     address = (program.words & ADDRESS)[used]
-    return before(program, used, address | int(Opcode.Reload) << OP)
+    return before(program, used, address | int(Opcode.Take) << OP)
 
 
 def _ends(program: Program) -> tuple[Words, Words]:
@@ -38,17 +38,17 @@ def _ends(program: Program) -> tuple[Words, Words]:
 
 
 def _both(program: Program, present: Present) -> Iterator[Expected]:
-    yield Expected(Opcode.Reload, present(Opcode.Offload), "nothing was moved to the host")
-    yield Expected(Opcode.Offload, present(Opcode.Reload), "nothing comes back")
+    yield Expected(Opcode.Take, present(Opcode.Stash), "nothing was moved to the disk")
+    yield Expected(Opcode.Stash, present(Opcode.Take), "nothing comes back")
 
 
 PASSES = (
     Pass(
-        "offload",
+        "stash",
         "memory",
-        lambda program, options: offload(program),
-        wanted=lambda program, options: bool(options.more.get("offload")),
+        lambda program, options: stash(program),
+        wanted=lambda program, options: bool(options.more.get("stash")),
         expected=_both,
-        options=("offload",),
+        options=("stash",),
     ),
 )
