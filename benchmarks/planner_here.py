@@ -57,20 +57,22 @@ class Ran(NamedTuple):
     cpu: float
 
 
-def train(rank: int, texts: list[str], steps: int) -> list[Ran]:
-    """Train with one configuration after the other; what each took."""
+def train(texts: list[str], steps: int) -> list[Ran]:
+    """Train with one configuration after the other, each in processes of its own; what it took."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload([one.__module__])
     found = []
     began = time.perf_counter()
     for number, text in enumerate(texts):
-        found.append(one(text, steps))
-        if rank == 0:
-            left = (time.perf_counter() - began) / (number + 1) * (len(texts) - number - 1)
-            print(f"\r{number + 1} of {len(texts)} trained, {left:.0f} s left ", end="",
-                  file=sys.stderr, flush=True)  # fmt: skip
+        ranks: list[Ran] = run(one, PROCESSES, text, steps, context=context, limit=600)
+        found.append(together(ranks))
+        left = (time.perf_counter() - began) / (number + 1) * (len(texts) - number - 1)
+        print(f"\r{number + 1} of {len(texts)} trained, {left:.0f} s left ", end="",
+              file=sys.stderr, flush=True)  # fmt: skip
     return found
 
 
-def one(text: str, steps: int) -> Ran:
+def one(_: int, text: str, steps: int) -> Ran:
     """Train some steps as one rank of a configuration, as `training.trainer` does."""
     with tempfile.NamedTemporaryFile("w", suffix=".toml") as file:
         file.write(text)
@@ -103,7 +105,6 @@ def one(text: str, steps: int) -> Ran:
         dist.barrier()
         took.append(time.perf_counter() - began)
         cpu.append(time.process_time() - worked)
-    transport.leave()
     own = took[WARM:]
     return Ran(statistics.median(own), max(own) / min(own) - 1, statistics.median(cpu[WARM:]))
 
@@ -140,10 +141,8 @@ def main() -> None:
     print(f"{cluster}\n")
     all_of = plans(cluster, options.microbatch, options.zero)
     texts = [written(MODEL, one) for one in all_of]
-    context = multiprocessing.get_context("spawn")
-    ranks = run(train, PROCESSES, texts, options.steps, context=context, limit=3600)
+    ran = train(texts, options.steps)
     print(file=sys.stderr)
-    ran = [together([rank[k] for rank in ranks]) for k in range(len(texts))]
     report(all_of, ran, cluster.processors or PROCESSES)
     print(f"\n{len(ran)} plans in {time.perf_counter() - began:.0f} s")
 

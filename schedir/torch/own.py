@@ -189,7 +189,7 @@ class Own:
             self.made.pop(other).leave()
         if key not in self.made:
             while len(self.made) >= KEPT:
-                self.made.pop(next(iter(self.made))).leave()
+                self.made.pop(next(iter(self.made))).transport.end()
             args, kwargs = [*inputs, ()][0], [*kwarg_mbs, {}][0]
             self.made[key] = made(
                 key, self.stages, program, self.group, self._loss, self.tied, args, kwargs

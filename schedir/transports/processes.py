@@ -137,6 +137,15 @@ class Processes:
         """Go, in the middle of a step or not: the connections of messages are closed, and a rank
         that waits for this one is told so.  Nothing can be sent after it."""
 
+    def end(self) -> None:
+        """Leave, where nothing is under way, and give back what its groups hold: threads, sockets
+        and memory.  `tp_group` stays: it is the layers'.  Messages over NCCL stay connected."""
+        self.leave()
+        for group in {*self.groups.values()}:
+            if group is not None:
+                dist.destroy_process_group(group)
+        self.groups = {}
+
     def _group(self, members: NDArray[np.int64]) -> Any:
         """The group of the row that this process is in; None if it is in none."""
         return self.make(members.tolist())
