@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Final
+from typing import Any, Final, get_args
 
 import numpy as np
 
@@ -14,13 +14,14 @@ from schedir.planner.constants import Constants
 from schedir.planner.division import layers_of
 from schedir.planner.every import Every, closed_form
 from schedir.planner.exact import exact as simulated
-from schedir.planner.families import SCHEDULES, family
+from schedir.planner.families import FAMILIES, SCHEDULES, family
 from schedir.planner.memory import States, states_for
 from schedir.planner.model import Model
 from schedir.planner.pieces import refuse_uneven
 from schedir.planner.plans import Plans
 from schedir.planner.priced import plain
 from schedir.planner.why import alone, among, nothing_fits
+from schedir.predict.layer_bytes import Recompute
 
 FINALISTS: Final = 32  # that are simulated
 
@@ -120,10 +121,18 @@ def plan(
         one = plain(found.at(model, cluster, at))
         tried.append((simulated(model, cluster, one, constants, states=states), at))
     found = found.told(tried)
-    best = sorted((pair for pair in tried if pair[0].fits), key=lambda pair: pair[0].step)
+    best = sorted((pair for pair in tried if pair[0].fits), key=_plainest_of_the_fastest)
     if not best:
         raise nothing_fits(model, cluster, found)
     return [among(model, cluster, one, at, found) for one, at in best[:top]]
+
+
+def _plainest_of_the_fastest(tried: tuple[Priced, int]) -> tuple[float, int, int]:
+    """What plans are sorted by: of those that take as long, but for rounding, the plainest first,
+    since a prediction knows nothing of what more instructions cost to be issued."""
+    one, _ = tried
+    own, again = [*FAMILIES].index(one.schedule), get_args(Recompute).index(one.recompute)
+    return float(f"{one.step:.6g}"), own, again
 
 
 def every(

@@ -375,3 +375,17 @@ def test_links_are_those_that_processes_cross() -> None:
         ring = rings(cluster, plans, placed)[0]
         law = max(cluster.all_gather(1e9, group) for group in groups)
         assert ring.turn(np.array([[1e9]])).item() == pytest.approx(law)
+
+
+def test_of_plans_as_long_the_plainest_comes_first() -> None:
+    """Where a rank has all stages, halves of a backward and inputs kept alone make no difference to
+    what is predicted; but they are more to issue."""
+    own: dict[str, Any] = {"p": 1, "t": 1, "v": 1, "b": 1, "zero": 0, "attention": "flash"}
+    found = plan(
+        SMALL, machine(), 8, schedules=("zb_h1", "one_f_one_b"), recompute=("full", "none"), **own
+    )
+    assert len({f"{one.step:.6g}" for one in found}) < len(found)
+    first = found[0]
+    assert (first.schedule, first.recompute) == ("one_f_one_b", "none")
+    times = [(float(f"{one.step:.6g}"), [*FAMILIES].index(one.schedule)) for one in found]
+    assert times == sorted(times)
