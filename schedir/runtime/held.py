@@ -18,6 +18,7 @@ from schedir.ir.program import Program
 from schedir.runtime import reduction
 from schedir.runtime.ahead import Ahead
 from schedir.runtime.copies import Copies
+from schedir.runtime.lanes import Lanes
 from schedir.runtime.layout import Share
 from schedir.runtime.opened import Opened
 from schedir.runtime.parts import cut_state
@@ -78,6 +79,7 @@ class Held:
         self.may_step = True  # else the optimizer is held back
         self.device = device_of(stages)
         self.snapshots = Copies(self.device)
+        self.lanes = Lanes(self.device)
         self.draws = Draws(seed, self.device)
         self.ahead: Ahead | None = None
         if program.validate == "after" and program.trains:

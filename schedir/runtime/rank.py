@@ -17,6 +17,7 @@ from schedir.ir.program import Program
 from schedir.runtime.batch import Batch
 from schedir.runtime.held import Held
 from schedir.runtime.implied_acks import implied_acks
+from schedir.runtime.lanes import Marks
 from schedir.runtime.opened import Opened, opened_by
 from schedir.runtime.per_microbatch import Passing
 from schedir.runtime.precision import step_if
@@ -119,6 +120,8 @@ class State:
         self.late = False
         # Within `as_of(k)` the recorder counts what is started as instruction k's.
         self.as_of: Callable[[int], AbstractContextManager[object]] = nullcontext
+        # Whom an instruction tells when it begins and ends on a lane of the rank's, if anybody.
+        self.on_lane: Callable[[], Marks | None] = lambda: None
         # For receives, by index in the Stream, the sends that have arrived when they have.
         self.implied_acks = implied_acks(program, rank)
         self.index_of: dict[tuple[int, ...], int] = {i: k for k, i in enumerate(self.stream)}
@@ -305,7 +308,12 @@ class State:
             self.ahead.fail(begun=begun)
 
     def failed(self, k: int, error: Exception) -> ExecutionError:
-        """An error as that of the instruction at index k of the Stream."""
+        """An error as that of the instruction at index k of the Stream, unless it says already of
+        which one it is: of what was started before, and has failed on its lane."""
+        if isinstance(error, ExecutionError) and error.sites:
+            return ExecutionError(
+                error.fact, program=error.program, sites=error.sites, hint=error.hint
+            )
         return ExecutionError(
             of_peers(error) or in_words(error),
             program=self.program.name,

@@ -53,6 +53,7 @@ class Stamps(ABC):
     def __init__(self) -> None:
         self.at: int | None = None
         self.whole = False
+        self.elsewhere: set[int] = set()  # what ends where its lane says, and not with the call
 
     @abstractmethod
     def begins(self, k: int) -> None:
@@ -79,9 +80,34 @@ class Stamps(ABC):
     def issued(self) -> None:
         """What is followed has been issued: of a group, all at once."""
 
+    def on_lane(self) -> OnLane | None:
+        """Who is told, on a lane of the rank's own, when what the instruction has there begins and
+        ends; None if it is not recorded."""
+        return None if self.at is None else OnLane(self, self.at)
+
+    @abstractmethod
+    def note(self, k: int, ends: bool) -> None:
+        """Note that what an instruction has on a lane of the rank's own begins, or ends."""
+
     def close(self) -> None:
         """End a step."""
         self.whole = True
+
+
+class OnLane:
+    """The stamps of one instruction, for the thread or the stream that runs it."""
+
+    def __init__(self, stamps: Stamps, k: int) -> None:
+        stamps.elsewhere.add(k)
+        self.stamps, self.k = stamps, k
+
+    def begins(self) -> None:
+        """Note that it begins, here and now."""
+        self.stamps.note(self.k, ends=False)
+
+    def ends(self) -> None:
+        """Note that it ends."""
+        self.stamps.note(self.k, ends=True)
 
 
 class HostStamps(Stamps):
@@ -91,6 +117,10 @@ class HostStamps(Stamps):
         super().__init__()
         self.began, self.ended = [0.0] * count, [0.0] * count
 
+    def note(self, k: int, ends: bool) -> None:
+        """As Stamps.note."""
+        (self.ended if ends else self.began)[k] = perf_counter()
+
     def begins(self, k: int) -> None:
         """As Stamps.begins."""
         self.at = k
@@ -99,7 +129,8 @@ class HostStamps(Stamps):
     def ends(self, k: int) -> None:
         """As Stamps.ends."""
         self.at = None
-        self.ended[k] = perf_counter()
+        if k not in self.elsewhere:
+            self.ended[k] = perf_counter()
 
     def follow(self, work: Work) -> Work:
         """As Stamps.follow."""
@@ -158,9 +189,12 @@ class EventStamps(Stamps):
         self.late = np.flatnonzero(~np.isin(own.op, SENDS)).tolist()
         queues = sorted({self.queue[k] for k in np.flatnonzero(np.isin(own.op, RECEIVES)).tolist()})
         self.beside = {q: torch.cuda.Stream(device) for q in queues}
-        self.elsewhere: set[int] = set()  # what is recorded to end on another stream
         self.followed: list[tuple[int, Work]] = []  # not issued yet
         self.waiting: set[int] = set()  # queues whose stream of `beside` is in use
+
+    def note(self, k: int, ends: bool) -> None:
+        """As Stamps.note, on the current stream."""
+        (self.ended if ends else self.began)[k].record()
 
     def begins(self, k: int) -> None:
         """As Stamps.begins, on the current stream."""

@@ -54,7 +54,7 @@ class Running(Stands):
             transport = Recorded(transport, self.stamps)
         self.state = State(program, held, transport, passing, number)
         if self.stamps is not None:
-            self.state.as_of = self.stamps.as_of
+            self.state.as_of, self.state.on_lane = self.stamps.as_of, self.stamps.on_lane
         self.unstepped = Unstepped(self.state)
         super().__init__()
         self.calls = linked(self.state)
