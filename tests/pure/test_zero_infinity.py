@@ -1,0 +1,196 @@
+"""ZeRO-Infinity's equations: as the paper prints them, by counting, and as programs take time."""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+import schedir
+from schedir import Costs, Plan, Program, check, compile, parse, schedules, show, simulate
+from schedir.errors import UsageError
+from schedir.planner import Choice, Model
+from schedir.planner.pieces import layer_pieces
+from schedir.predict import zero_infinity as zi
+
+K, GiB, TiB = 1024, 2**30, 2**40
+# Figure 2a of arXiv 2104.07857, by layers, hidden size and heads: TiB of model states, and of
+# checkpoints of 32 sequences of 1024; GiB of the largest operator, and between checkpoints of 4.
+FIGURE_2A = {
+    (80, 10 * K, 128): (1.83, 0.05, None, 1.63),
+    (100, 20 * K, 160): (9.16, 0.12, 6.25, 2.50),
+    (128, 25 * K, 256): (18.31, 0.20, 9.77, 3.56),
+    (195, 64 * K, 512): (182.81, 0.76, 64.00, 8.00),
+    (315, 160 * K, 1024): (1845.70, 3.08, 400.00, 18.00),
+}
+PEAK = 70e12  # operations per second that a V100 reaches: section 4.2
+SIZE = st.integers(1, 10**5)
+RATE = st.floats(1e6, 1e15)
+
+
+@pytest.mark.parametrize(("model", "told"), FIGURE_2A.items())
+def test_figure_2a(model: tuple[int, int, int], told: tuple[float | None, ...]) -> None:
+    layers, hidden, heads = model
+    found = (
+        zi.model_states(layers, hidden) / TiB,
+        zi.checkpoints(layers, hidden, K, 32) / TiB,
+        zi.largest_operator(hidden) / GiB,
+        zi.between_checkpoints(hidden, heads, K, 4) / GiB,
+    )
+    for ours, theirs in zip(found, told, strict=True):
+        assert theirs is None or abs(ours - theirs) < 0.00501
+
+
+@given(nl=SIZE, hd=SIZE, seq=SIZE, bsz=SIZE, ci=SIZE, heads=SIZE, bw=RATE)
+def test_the_equations_as_they_are_printed(
+    nl: int, hd: int, seq: int, bsz: int, ci: int, heads: int, bw: float
+) -> None:
+    ait = zi.intensity_of_checkpoints(hd, ci)
+    printed = {
+        12 * nl * hd**2: zi.parameters(nl, hd),
+        240 * nl * hd**2: zi.model_states(nl, hd),
+        2 * bsz * seq * hd * nl / ci: zi.checkpoints(nl, hd, seq, bsz, ci),
+        4 * hd * 4 * hd: zi.largest_operator(hd),
+        bsz * seq * ci * (16 * hd + 2 * heads * seq): zi.between_checkpoints(
+            hd, heads, seq, bsz, ci
+        ),
+        2 * 4 * 12 * bsz * seq * nl * hd**2: zi.operations(nl, hd, seq, bsz),
+        seq * bsz: zi.intensity_of_parameters(seq, bsz),
+        seq * bsz / 4: zi.intensity_of_optimizer(seq, bsz),
+        24 * hd * ci: ait,
+        ait * bw / (ait * bw + PEAK): zi.efficiency(ait, bw, PEAK),
+    }
+    for theirs, ours in printed.items():
+        assert ours == pytest.approx(theirs, rel=1e-12)
+
+
+@given(SIZE, SIZE, st.integers(1, 64), st.integers(1, 64))
+def test_bytes_and_operations_are_those_of_other_tables(
+    layers: int, hidden: int, sequence: int, batch: int
+) -> None:
+    """Of a layer's checkpoint (2205.05198), of its states (1910.02054), and of the planner's."""
+    one = schedir.layer_bytes(sequence, batch, hidden, 1, recompute="full")
+    assert zi.checkpoints(layers, hidden, sequence, batch) == layers * one
+    psi = zi.parameters(layers, hidden)
+    states = schedir.model_states(2 * psi, 2 * psi, 16 * psi, zero=0, dp=1)
+    assert zi.model_states(layers, hidden) == pytest.approx(states.bytes)
+    model = Model(layers=1, hidden=64 * hidden, heads=1, vocab=2, sequence=sequence)
+    weights = [g for g in layer_pieces(model, Choice(b=batch)).gemms if g.weight]
+    forward = sum(g.flops for g in weights)  # attention's scores are left out
+    assert zi.operations(1, 64 * hidden, sequence, batch) == pytest.approx(4 * forward)
+    assert zi.parameters(1, 64 * hidden) == sum(g.n * g.k for g in weights)
+    wide = max(weights, key=lambda g: g.n * g.k)
+    assert zi.largest_operator(64 * hidden) == 4 * wide.n * wide.k
+
+
+@given(st.floats(0.01, 0.99), RATE, st.booleans())
+def test_a_bandwidth_is_that_of_its_efficiency(share: float, ait: float, overlapped: bool) -> None:
+    bw = zi.bandwidth_for(share, ait, PEAK, overlapped=overlapped)
+    assert zi.efficiency(ait, bw, PEAK, overlapped=overlapped) == pytest.approx(share)
+
+
+def test_what_section_4_reads_off_figure_3() -> None:
+    over_half = zi.efficiency(zi.intensity_of_parameters(K, 1), 70e9, PEAK)
+    assert over_half > 0.5  # of parameters and gradients, with 70 GB/s and the smallest batch
+    states = zi.bandwidth_for(0.5, zi.intensity_of_optimizer(K, 1), PEAK)
+    assert states == 4 * zi.bandwidth_for(0.5, zi.intensity_of_parameters(K, 1), PEAK)
+    assert zi.efficiency(zi.intensity_of_optimizer(K, 2), 1.5e12, PEAK) > 0.9
+    assert zi.efficiency(zi.intensity_of_checkpoints(2 * K), 2e9, PEAK) > 0.5
+    assert zi.efficiency(zi.intensity_of_checkpoints(8 * K), 1e9, PEAK) > 0.5
+
+
+# ---------------------------------------------------------------- as programs
+
+
+@cache
+def program(microbatches: int, lead: int, slots: int, *, disk: bool = False) -> Program:
+    """One stage that keeps checkpoints, which go to the host behind F and come before R.
+
+    `lead` forwards come first, then R, B and a forward each; what R needs comes two turns earlier, if it may.  There
+    are `slots` on the device at once.  On to the `disk`, and back, they go over one lane.
+    """
+    lead = min(lead, microbatches)
+    out = "  F 0.{0}\n  offload 0.{0}\n" + "  spill 0.{0}\n" * disk
+    back = "  fetch 0.{0}\n" * disk + "  reload 0.{0}\n"
+    text = "".join(out.format(k) for k in range(lead))
+    ahead = min(slots - 1, 2)
+    text += "".join(back.format(k) for k in range(min(ahead, microbatches)))
+    for k in range(microbatches):
+        text += back.format(k + ahead) if k + ahead < microbatches else ""
+        text += f"  R 0.{k}\n  B 0.{k}\n"
+        text += out.format(lead + k) if lead + k < microbatches else ""
+    head, _, _ = show(compile(schedules.gpipe, Plan(1, microbatches))).partition("\nrank 0")
+    return check(parse(f"{head}\nrank 0  saved {slots}\n{text}  reduce_grads 0\n  step\n"))
+
+
+def measured(program: Program, hidden: int, bandwidth: float, *, disk: bool = False) -> float:
+    """The share of its time that a device computes, of one layer and one token in a microbatch."""
+    work = zi.operations(1, hidden, 1, 1) / 4 / PEAK  # of a forward
+    copy = zi.checkpoints(1, hidden, 1, 1) / bandwidth
+    moved = {"spill": copy, "fetch": copy} if disk else {"offload": copy, "reload": copy}
+    run = simulate(program, Costs(F=work, R=work, B=2 * work, **moved))
+    return 1 - run.bubble
+
+
+CASES = [(h, bw) for h in (2 * K, 8 * K, 32 * K) for bw in (0.1e9, 0.5e9, 1e9, 2e9, 16e9)]
+
+
+@pytest.mark.parametrize(("hidden", "bandwidth"), CASES)
+def test_with_one_slot_nothing_overlaps_and_equation_6_is_exact(
+    hidden: int, bandwidth: float
+) -> None:
+    """All forwards, then all backwards: each F waits for the Offload that leaves it room, each
+    Reload for the B before, and each R for its Reload."""
+    theirs = zi.efficiency(zi.intensity_of_checkpoints(hidden), bandwidth, PEAK)
+    for microbatches in (1, 2, 7, 64):
+        ours = measured(program(microbatches, microbatches, 1), hidden, bandwidth)
+        assert ours == pytest.approx(theirs, rel=1e-9)
+
+
+@pytest.mark.parametrize(("hidden", "bandwidth"), CASES)
+def test_with_slots_to_spare_the_longer_decides(hidden: int, bandwidth: float) -> None:
+    """F and B of different microbatches by turns; transfers of both ways run over one lane, the
+    disk's, as the paper counts one bandwidth: its efficiency is the limit of many microbatches."""
+    theirs = zi.efficiency(zi.intensity_of_checkpoints(hidden), bandwidth, PEAK, overlapped=True)
+    off = []
+    for microbatches in (32, 128, 512):
+        ours = measured(program(microbatches, 6, 8, disk=True), hidden, bandwidth, disk=True)
+        off.append(abs(ours / theirs - 1))
+    assert off[2] < 0.01 and off[2] <= off[1] <= off[0]
+    if theirs < 1:  # ends that do not overlap are a share that goes with their number
+        assert off[0] > 3 * off[1] > 9 * off[2] > 0
+
+
+@pytest.mark.parametrize(("hidden", "bandwidth"), CASES)
+def test_lanes_of_both_ways_are_as_one_of_twice_the_bandwidth(
+    hidden: int, bandwidth: float
+) -> None:
+    """The host's two lanes run side by side, where as much goes as comes."""
+    ait = zi.intensity_of_checkpoints(hidden)
+    theirs = zi.efficiency(ait, 2 * bandwidth, PEAK, overlapped=True)
+    ours = measured(program(512, 6, 8), hidden, bandwidth)
+    assert ours == pytest.approx(theirs, rel=0.01)
+
+
+@pytest.mark.parametrize(
+    ("call", "field"),
+    [
+        (lambda: zi.parameters(0, 8), "layers"),
+        (lambda: zi.model_states(2, 2.5), "hidden"),  # type: ignore[arg-type]
+        (lambda: zi.checkpoints(2, 8, 8, True), "batch"),
+        (lambda: zi.checkpoints(2, 8, 8, 1, 0), "every"),
+        (lambda: zi.between_checkpoints(8, -1, 8, 8), "heads"),
+        (lambda: zi.efficiency(1, 0, 1), "bandwidth"),
+        (lambda: zi.efficiency(float("nan"), 1, 1), "intensity"),
+        (lambda: zi.efficiency(1, 1, float("inf")), "peak"),
+        (lambda: zi.bandwidth_for(1, 1, 1), "share"),
+        (lambda: zi.bandwidth_for(1.5, 1, 1, overlapped=True), "share"),
+    ],
+)
+def test_what_is_no_size_and_no_rate(call: Any, field: str) -> None:
+    with pytest.raises(UsageError) as caught:
+        call()
+    assert caught.value.fields == (field,)
