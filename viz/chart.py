@@ -156,8 +156,7 @@ def _overlay(axes: Axes, chart: Chart, look: Look, row: float) -> None:
     sheet = chart.sheet
     if "phases" in look.show:
         overlays.phases(axes, sheet)
-    for nth, name in enumerate(name for name in overlays.CURVES if name in look.show):
-        held = overlays.CURVES[name](sheet.timeline)
+    for nth, held in enumerate(overlays.curves_of(sheet.timeline, look.show)):
         overlays.curve(axes, sheet, held, nth, row * 72)
     if "arrows" in look.show and not chart.dense:
         overlays.arrows(axes, sheet)

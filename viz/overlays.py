@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Collection
 from typing import Final
 
 import numpy as np
@@ -15,22 +16,34 @@ from schedir.predict.bubble_causes import steady
 from schedir.predict.timeline import Timeline
 from schedir.viz.layout import CURVE, INSET, Floats, Sheet, corners
 from schedir.viz.palette import ACCENT
-from schedir.viz.raster import Curve, in_flight, memory
+from schedir.viz.raster import Curve, below, in_flight, memory
 
 OVERLAYS: Final = {
     "lanes": "a thin lane for each kind of communication that takes time",
     "arrows": "messages, from sender to receiver",
     "path": "the critical path, outlined",
     "in_flight": "how many (stage, mb) each rank holds, under its row",
-    "memory": "the bytes that each rank holds (activations, without sizes), under its row",
+    "memory": "the bytes that each rank holds (activations, without sizes), under its row; below "
+    "it those on the host and on its disk",
     "phases": "warmup and cooldown, shaded",
 }
 PHASES: Final = {"warmup": "#d6e8f5", "cooldown": "#fde3cf"}
 BOUND: Final = "#d55e00"  # of the mark at the least span that there can be
-CURVES: Final = {"in_flight": in_flight, "memory": memory}
+CURVES: Final[dict[str, Callable[[Timeline], list[Curve]]]] = {
+    "in_flight": lambda timeline: [in_flight(timeline)],
+    "memory": lambda timeline: [memory(timeline), *below(timeline)],
+}
+
 _MOST: Final = 4000  # arrows
 _TEXT: Final = 5  # points
-_COLOURS: Final = {"in flight": "#0072b2", "memory": "#a0522d"}
+_COLOURS: Final = {
+    "in flight": "#0072b2", "memory": "#a0522d", "host": "#8c6d31", "disk": "#4a3728",
+}  # fmt: skip
+
+
+def curves_of(timeline: Timeline, show: Collection[str]) -> list[Curve]:
+    """The curves under each rank, from above."""
+    return [curve for name, of in CURVES.items() if name in show for curve in of(timeline)]
 
 
 def messages(timeline: Timeline) -> NDArray[np.int64]:

@@ -38,7 +38,7 @@ from schedir.viz.palette import (
     whole_shade,
     written,
 )
-from schedir.viz.raster import in_flight, memory, whole
+from schedir.viz.raster import below, in_flight, lower_tiers, memory, whole
 
 _SCRIPTS: Final = ("data.js", "relations.js", "scene.js", "paint.js", "words.js", "main.js")
 _TICKS: Final = 2**31 - 1  # of a run's span: times are whole numbers of it over so many
@@ -126,7 +126,22 @@ def in_words(timeline: Timeline) -> str:
         f"{plan.microbatches} microbatches, {len(timeline)} instructions in "
         f"{timeline.span:.6g} {unit}. Ranks are idle {timeline.bubble:.1%} of the time, {apart}. "
         f"Rank {int(peak.argmax())} has the most in flight, {int(peak.max())}."
-    ) + (f" No rank holds more than {in_bytes(_most(timeline))}." if timeline.sizes else "")
+    ) + (f" No rank holds more than {in_bytes(_most(timeline))}{_below(timeline)}."
+         if timeline.sizes else "")  # fmt: skip
+
+
+def _below(timeline: Timeline) -> str:
+    """What is held where else than on the device, in words."""
+    most = {tier: float(peaks.max()) for tier, peaks in _peaks_below(timeline).items()}
+    return "".join(f", and {in_bytes(size)} on its {tier}" for tier, size in most.items())
+
+
+def _peaks_below(timeline: Timeline) -> dict[str, NDArray[np.float64]]:
+    """Per rank, the most bytes on each tier below the device, by name."""
+    return {
+        tier: np.array([curve.held.max(initial=0.0) for curve in timeline.memory_on(tier)])
+        for tier in lower_tiers(timeline)
+    }
 
 
 def _most(timeline: Timeline) -> float:
@@ -251,7 +266,7 @@ def _columns(run: Timeline, tick: float) -> tuple[dict[str, NDArray[Any]], list[
         "bandTo": _changes(_ticks(bands.end + run.begin, run, tick)).astype("<u4"),
     }
     curves = []
-    held = [in_flight(run)] + ([memory(run)] if run.sizes is not None else [])
+    held = [in_flight(run)] + ([memory(run), *below(run)] if run.sizes is not None else [])
     for c, (name, unit, of, _) in enumerate(held):
         times = [_ticks(at + run.begin, run, tick) for at, _ in of]
         columns[f"times{c}"] = np.concatenate([_changes(at) for at in times]).astype("<u4")
@@ -296,7 +311,8 @@ def _table(run: Timeline, label: str) -> str:
         "peak in flight": [str(peak) for peak in run.peak_in_flight],
     }
     if run.sizes:
-        sizes = {"peak memory": run.peak_memory} | run.at_rest
+        on = {f"peak on {tier}": peaks for tier, peaks in _peaks_below(run).items()}
+        sizes = {"peak memory": run.peak_memory} | on | run.at_rest
         columns |= {name: [in_bytes(held) for held in each] for name, each in sizes.items()}
     head = "".join(f'<th scope="col">{name}</th>' for name in ("rank", *map(escape, columns)))
     rows = "".join(

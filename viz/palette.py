@@ -12,7 +12,7 @@ from typing import Final, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from schedir.ir.ops import COMPUTE, LANES, RECOMPUTE, ROWS, SENDS, Lane, Opcode
+from schedir.ir.ops import COMPUTE, LANES, RECOMPUTE, ROWS, SENDS, TIERS, Lane, Opcode, Row
 from schedir.predict.bubble_causes import Cause
 
 RGB = tuple[float, float, float]
@@ -48,6 +48,8 @@ WIRES: Final = {row.lane: "#7a7a7a" for row in LANES[1:]} | {
     Lane.DP: "#1a1a1a",
     Lane.PARAMS: "#cc79a7",
     Lane.D2H: "#8c6d31",
+    Lane.H2D: "#c9a45c",
+    Lane.DISK: "#4a3728",
 }
 DAY: Final = Palette(TONES, WIRES)
 # On a dark ground: the same hues in the same order, none as dark as the ground.
@@ -61,7 +63,7 @@ NIGHT: Final = Palette(
     },
     WIRES
     | {Lane.ACT: "#3d9bd1", Lane.GRAD: "#e8772e", Lane.DP: "#e6e6e6", Lane.PARAMS: "#d98fb9"}
-    | {Lane.D2H: "#b8935a"},
+    | {Lane.D2H: "#b8935a", Lane.H2D: "#e3cb98", Lane.DISK: "#7d5f49"},
 )
 # What a chart may be drawn in.  All but "bright" keep the bands of lightness.
 PALETTES: Final = {
@@ -70,7 +72,7 @@ PALETTES: Final = {
         {op: Tone("#808080", tone.light, tone.dark) for op, tone in TONES.items()},
         WIRES
         | {Lane.ACT: "#8c8c8c", Lane.GRAD: "#3c3c3c", Lane.TP: "#b4b4b4", Lane.DP: "#1a1a1a"}
-        | {Lane.PARAMS: "#646464", Lane.D2H: "#a0a0a0"},
+        | {Lane.PARAMS: "#646464", Lane.D2H: "#787878", Lane.H2D: "#b4b4b4", Lane.DISK: "#3c3c3c"},
     ),
     # Okabe and Ito's colours (2008), which colour-blind readers tell by hue.
     "bright": Palette(
@@ -83,7 +85,7 @@ PALETTES: Final = {
         },
         WIRES
         | {Lane.ACT: "#0072b2", Lane.GRAD: "#cc79a7", Lane.TP: "#7a7a7a", Lane.DP: "#1a1a1a"}
-        | {Lane.PARAMS: "#a6761d", Lane.D2H: "#5b4a1f"},
+        | {Lane.PARAMS: "#a6761d", Lane.D2H: "#5b4a1f", Lane.H2D: "#b39b5e", Lane.DISK: "#261c14"},
     ),
 }
 HATCHED: Final = frozenset({RECOMPUTE})  # in the hue of F, and so hatched
@@ -108,7 +110,10 @@ LANE_NAMES: Final = {row.lane: row.doc for row in LANES[1:]} | {
     Lane.DP: "reductions",
     Lane.PARAMS: "gathers of weights",
     Lane.D2H: "copies to the host",
+    Lane.H2D: "copies from the host",
+    Lane.DISK: "disk",
 }
+BOTH_WAYS: Final = (Lane.ACT, Lane.GRAD, Lane.DISK)  # what comes in is paler than what goes out
 WHOLE: Final = "whole weights"
 
 # Why a rank is idle: in words, and a colour; what waits for others is warm, the ends are cool.
@@ -122,6 +127,8 @@ CAUSES: Final = {
     Cause.HOST: ("host", "#7a7a7a"),
     Cause.WEIGHTS: ("weights", "#cc79a7"),
     Cause.SNAPSHOT: ("snapshot", "#8c6d31"),
+    Cause.OFFLOAD: ("offload", "#c9a45c"),
+    Cause.DISK: ("disk", "#4a3728"),
 }
 
 
@@ -183,7 +190,16 @@ def colour(op: int, local: int, stages: int, palette: Palette = DAY) -> str | RG
     if row.lane not in palette.lanes:
         return palette.step
     base = palette.lanes[row.lane]
-    return base if row.op in SENDS or not row.hop else received(base)
+    return received(base) if _comes_in(row) else base
+
+
+def _comes_in(row: Row) -> bool:
+    """Whether something comes in on a lane on which something goes out, too."""
+    if row.lane not in BOTH_WAYS:
+        return False
+    if row.hop is not None:
+        return row.op not in SENDS
+    return any(c.after in TIERS[: TIERS.index(c.before)] for c in row.changes if c.before in TIERS)
 
 
 def recoloured(palette: Palette, colours: Mapping[str, str]) -> Palette:

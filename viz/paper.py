@@ -17,6 +17,7 @@ from schedir.predict.timeline import Timeline
 from schedir.viz.layout import Sheet
 from schedir.viz.overlays import BOUND, CURVES, PHASES
 from schedir.viz.palette import ACCENT
+from schedir.viz.raster import lower_tiers
 from schedir.viz.render import entries
 from schedir.viz.style import LEFT, RIGHT, Look
 
@@ -161,10 +162,11 @@ def _part(given: object, longest: float) -> tuple[float, float]:
 
 def _sheet(timeline: Timeline, look: Look, *, lanes: bool) -> Sheet:
     """Where the boxes of a run lie, with room for what is shown besides."""
+    below = len(lower_tiers(timeline)) if "memory" in look.show else 0
     return Sheet(
         timeline,
         lanes=lanes,
-        curves=len(CURVES.keys() & look.show),
+        curves=len(CURVES.keys() & look.show) + below,
         gap=0.6 if "arrows" in look.show else 0.2,
         palette=look.palette,
     )

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from schedir.analysis.memory import tiers_of
 from schedir.ir.flow import Flow
 from schedir.ir.ops import Lane, Opcode, Token
 from schedir.predict.timeline import Timeline
@@ -36,12 +37,25 @@ def in_flight(timeline: Timeline) -> Curve:
 
 
 def memory(timeline: Timeline) -> Curve:
-    """How many bytes are held; without sizes, how many activations."""
+    """How many bytes are held on the device; without sizes, how many activations."""
     steps = [_settled(timeline, own.times, own.held) for own in timeline.memory]
     floors, top = {}, np.zeros(timeline.ranks)
     for name, each in timeline.at_rest.items():
         floors[name] = top = top + each
     return Curve("memory", "" if timeline.sizes is None else "B", steps, floors)
+
+
+def below(timeline: Timeline) -> list[Curve]:
+    """How many bytes are held on each tier below the device."""
+    return [
+        Curve(tier, "B", [_settled(timeline, own.times, own.held) for own in curves])
+        for tier, curves in ((tier, timeline.memory_on(tier)) for tier in lower_tiers(timeline))
+    ]
+
+
+def lower_tiers(timeline: Timeline) -> tuple[str, ...]:
+    """The tiers below the device on which bytes are counted."""
+    return tiers_of(timeline.program)[1:] if timeline.sizes is not None else ()
 
 
 def _settled(

@@ -13,9 +13,10 @@ from matplotlib.figure import Figure
 from matplotlib.legend_handler import HandlerTuple
 from matplotlib.patches import Patch
 
-from schedir.ir.ops import COMPUTE, ROWS, Lane, Opcode
+from schedir.ir.ops import COMPUTE, ROWS, Opcode
 from schedir.viz.layout import BAND, Floats, Sheet
 from schedir.viz.palette import (
+    BOTH_WAYS,
     HATCHED,
     IDLE,
     LANE_NAMES,
@@ -166,7 +167,7 @@ def entries(sheets: Sequence[Sheet], extra: dict[str, str]) -> tuple[list[Any], 
     names.append("idle")
     for lane in sorted({lane for s in sheets for lane in s.lanes}):
         base = palette.lanes[lane]
-        pair = lane in (Lane.ACT, Lane.GRAD)
+        pair = lane in BOTH_WAYS
         handles.append((Patch(fc=received(base)), Patch(fc=base)) if pair else (Patch(fc=base),))
         names.append(LANE_NAMES[lane] + (" in, out" if pair else ""))
     if own := [s.whole.local for s in sheets if s.whole.rows]:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from math import ceil
 from typing import Final, NamedTuple
 
 import numpy as np
 
+from schedir.analysis.memory import tiers_of
 from schedir.ir.ops import COMPUTE, ROWS, Lane
+from schedir.ir.sizes import Sizes
 from schedir.predict.timeline import Timeline, expect_runs
 from schedir.viz.layout import Sheet
 from schedir.viz.palette import colour, ink, written
@@ -29,7 +32,8 @@ def letters(timeline: Timeline, width: int = 80) -> list[Line]:
     stage below.  A run that is too long for that is cut into pieces under each other; one that
     is too long for some pieces is shown as the letter of what takes most of each column, or a
     dot where most of it is idle.  Beside each rank stand its idle share and the most that it
-    holds at once.
+    holds at once; and of that the most that is on the host, and on its disk, where a program moves
+    something there.
 
     >>> import schedir
     >>> run = schedir.simulate(schedir.compile(schedir.schedules.zb_h1, schedir.Plan(2, 4)))
@@ -44,7 +48,8 @@ def letters(timeline: Timeline, width: int = 80) -> list[Line]:
     every = ceil(timeline.ranks / _RANKS)
     ranks = range(0, timeline.ranks, every)
     name = len(f"rank {timeline.ranks - 1} ")
-    cut = _cut(timeline, len(ranks), max(width - name - 13, 10))
+    tiers = {tier: _most_on(timeline, tier) for tier in tiers_of(timeline.program)[1:]}
+    cut = _cut(timeline, len(ranks), max(width - name - 13 - 6 * len(tiers), 10))
     rows = (_boxes if cut.boxes else _mixed)(timeline, ranks, cut.whole)
 
     plan, unit = timeline.program.plan, timeline.unit and f" {timeline.unit}"
@@ -55,11 +60,15 @@ def letters(timeline: Timeline, width: int = 80) -> list[Line]:
         begin, last = piece * cut.columns, piece == cut.pieces - 1
         if last:  # there the figures are
             room = " " * (name + cut.whole - begin)
-            lines.append([(f"{room}   idle  held", "bright_black")])
+            names = "".join(f"{tier:>6}" for tier in ("held", *tiers))
+            lines.append([(f"{room}   idle{names}", "bright_black")])
         elif piece:
             lines.append([])
         for rank, row in zip(ranks, rows, strict=True):
-            figures = f" {share[rank]:6.1%} {timeline.peak_in_flight[rank]:5}" if last else ""
+            figures = ""
+            if last:
+                held = [timeline.peak_in_flight[rank], *(most[rank] for most in tiers.values())]
+                figures = f" {share[rank]:6.1%}{''.join(f'{each:6}' for each in held)}"
             boxes = _joined(row[begin : begin + cut.columns])
             lines.append([(f"{f'rank {rank}':<{name}}", ""), *boxes, (figures, "")])
     if every > 1:
@@ -68,6 +77,12 @@ def letters(timeline: Timeline, width: int = 80) -> list[Line]:
         lines.append([(f"{plan.microbatches} microbatches, mixed: what most of each column is",
                        "bright_black")])  # fmt: skip
     return lines
+
+
+def _most_on(timeline: Timeline, tier: str) -> list[int]:
+    """Per rank, the most (stage, mb) of which a tier below the device has something at once."""
+    each = replace(timeline, sizes=Sizes(saved=1, checkpoint=1))
+    return [round(float(curve.held.max())) for curve in each.memory_on(tier)]
 
 
 class _Cut(NamedTuple):

@@ -196,6 +196,18 @@ def at_rest(program: Program, sizes: Sizes) -> dict[str, NDArray[np.float64]]:
     }
 
 
+def tiers_of(program: Program) -> tuple[str, ...]:
+    """Where a program holds anything: on the device, and where its instructions move something.
+
+    >>> from schedir import Plan, compile, schedules
+    >>> tiers_of(compile(schedules.one_f_one_b, Plan(2, 4)))
+    ('device',)
+    """
+    changes = [change for op in program.ops for change in ROWS[op].changes]
+    there = {state for change in changes for state in (change.before, change.after)}
+    return tuple(tier for tier in TIERS if tier == TIERS[0] or tier in there)
+
+
 def held(
     program: Program, sizes: Sizes, tier: str = "device", *, late: bool = False
 ) -> list[Footprint]:

@@ -15,10 +15,11 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
+from schedir.analysis.memory import tiers_of
 from schedir.errors import UsageError
 from schedir.io.terminal import finite
 from schedir.ir.flow import Flow
-from schedir.ir.ops import LANES, SENDS, TRANSFERS, Lane, Token
+from schedir.ir.ops import LANES, SENDS, TIERS, TRANSFERS, Lane, Token
 from schedir.predict.bubble_causes import Cause, idleness
 from schedir.predict.timeline import Timeline, expect_runs
 
@@ -176,7 +177,7 @@ class _Tracks:
 
     def counters(self) -> Iterator[Event]:
         """How many (stage, microbatch) each rank holds, and of how many stages the weights are
-        whole, where they are gathered; where sizes are known, also bytes."""
+        whole, where they are gathered; where sizes are known, also bytes, on each tier."""
 
         def counter(name: str, rank: int, at: int, **args: float) -> Event:
             return {"ph": "C", "name": name, "pid": rank, "ts": at / 1e3, "args": args}
@@ -186,10 +187,12 @@ class _Tracks:
             for at, count in zip(self._ns(times).tolist(), counts.tolist(), strict=True):
                 yield counter("in flight", rank, at, microbatches=count)
         yield from self._whole(counter)
-        for rank, curve in enumerate(self.timeline.memory if self.timeline.sizes else ()):
-            columns = zip(*(part.tolist() for part in curve.kinds.values()), strict=True)
-            for at, sizes in zip(self._ns(curve.times).tolist(), columns, strict=True):
-                yield counter("bytes", rank, at, **dict(zip(curve.kinds, sizes, strict=True)))
+        for tier in tiers_of(self.timeline.program) if self.timeline.sizes else ():
+            name = "bytes" if tier == TIERS[0] else f"bytes on {tier}"
+            for rank, curve in enumerate(self.timeline.memory_on(tier)):
+                columns = zip(*(part.tolist() for part in curve.kinds.values()), strict=True)
+                for at, sizes in zip(self._ns(curve.times).tolist(), columns, strict=True):
+                    yield counter(name, rank, at, **dict(zip(curve.kinds, sizes, strict=True)))
 
     def _whole(self, counter: Callable[..., Event]) -> Iterator[Event]:
         """Of how many stages of each rank the weights are whole, from their Unshard on."""

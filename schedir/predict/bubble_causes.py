@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from schedir.ir.index import NONE
-from schedir.ir.ops import BACKWARDS, FORWARD, Lane
+from schedir.ir.ops import BACKWARDS, FORWARD, ROWS, Lane, Token
 from schedir.predict.timeline import Timeline, expect_runs
 
 Floats = NDArray[np.float64]
@@ -28,13 +28,19 @@ class Cause(IntEnum):
     HOST = 6
     WEIGHTS = 7
     SNAPSHOT = 8
+    OFFLOAD = 9
+    DISK = 10
 
 
 # Of what is awaited while it runs; of all other lanes it is a message.
 _OF_LANE: Final = {
     Lane.COMPUTE: Cause.PEER, Lane.DP: Cause.REDUCTION, Lane.PARAMS: Cause.WEIGHTS,
-    Lane.D2H: Cause.SNAPSHOT,
+    Lane.D2H: Cause.OFFLOAD, Lane.H2D: Cause.OFFLOAD, Lane.DISK: Cause.DISK,
 }  # fmt: skip
+_OF_ROW: Final = [
+    Cause.SNAPSHOT if Token.COPY in row.gives else _OF_LANE.get(row.lane, Cause.MESSAGE)
+    for row in ROWS
+]
 IDLE: Final = np.dtype(
     [("rank", "i4"), ("cause", "i4"), ("awaits", "i8"), ("start", "f8"), ("end", "f8")]
 )
@@ -62,6 +68,9 @@ def idleness(timeline: Timeline) -> NDArray[Any]:
     - REDUCTION: a reduction is under way, and no member is missing any more; it is awaited.
     - WEIGHTS: a stage's weights are being gathered (Unshard), and that is awaited.
     - SNAPSHOT: a stage is being copied to the host (Snapshot), and its step awaits that.
+    - OFFLOAD: what is held elsewhere is on its way from the host's memory (Reload), or to it
+      (Offload) and leaves no room before; it is awaited.
+    - DISK: the same between the host's memory and its disk (Fetch, Spill).
     - HOST: all that was waited for has ended, and still the next has not begun.  Never in a
       prediction.
     - An instruction on another rank has not ended: that one is awaited, for the rest of the
@@ -220,8 +229,7 @@ def _since_then(timeline: Timeline, now: Ints, awaited: Ints) -> tuple[Ints, Int
 
 def _while_it_runs(timeline: Timeline, awaited: Ints) -> Ints:
     """Why a rank is idle while what it waits for runs."""
-    causes: Ints = np.array([_OF_LANE.get(lane, Cause.MESSAGE) for lane in Lane])
-    return np.asarray(causes[timeline.spans["lane"][awaited]])
+    return np.asarray(np.array(_OF_ROW)[timeline.spans["op"][awaited]])
 
 
 def _latest(timeline: Timeline) -> Ints:

@@ -36,7 +36,9 @@ _OPS: Final = {name: [op for op in FIELD if FIELD[op] == name] for name in FIELD
 _LATE: Final = [name for name, ops in _OPS.items() if ROWS[ops[0]].lane is not Lane.COMPUTE]
 SPLIT: Final = (BACKWARD_INPUT, BACKWARD_WEIGHT)
 # Why a rank waits for what is under way on another lane than compute.
-_WAITED: Final = (Cause.MESSAGE, Cause.REDUCTION, Cause.WEIGHTS, Cause.SNAPSHOT)
+_WAITED: Final = (
+    Cause.MESSAGE, Cause.REDUCTION, Cause.WEIGHTS, Cause.SNAPSHOT, Cause.OFFLOAD, Cause.DISK,
+)  # fmt: skip
 
 
 def calibrate(measured: Timeline, *, per_microbatch: bool = False) -> Costs:

@@ -24,6 +24,7 @@ from schedir.ir.ops import (
     SHARDING,
     TRANSFERS,
     Lane,
+    Token,
 )
 from schedir.ir.per_stage import cut, from_grid, grid, is_array
 from schedir.ir.plan import Plan
@@ -43,7 +44,12 @@ _I: Final = BACKWARD_INPUT
 _WORK: Final = (*(FIELD[op] for op in COMPUTE), "FB")
 _REDUCTIONS: Final = tuple(FIELD[row.op] for row in ROWS if row.lane is Lane.DP)
 _GATHERS: Final = tuple(FIELD[row.op] for row in ROWS if row.lane is Lane.PARAMS)
-_SNAPSHOTS: Final = tuple(FIELD[row.op] for row in ROWS if row.lane is Lane.D2H)
+_SNAPSHOTS: Final = tuple(FIELD[row.op] for row in ROWS if Token.COPY in row.gives)
+# Of what is held elsewhere: on its way to the host or its disk, and back.
+MOVES: Final = tuple(
+    FIELD[row.op] for row in ROWS
+    if row.lane in (Lane.D2H, Lane.H2D, Lane.DISK) and Token.COPY not in row.gives
+)  # fmt: skip
 
 
 def _all_alike(cost: Cost) -> Cost:
@@ -200,6 +206,7 @@ class _Changes:
             self._free_reductions,
             self._free_gathers,
             self._free_snapshots,
+            self._free_moves,
             self._other_transfers,
             self._grouped_transfers,
             self._free_queues,
@@ -253,6 +260,10 @@ class _Changes:
 
     def _free_snapshots(self) -> Iterator[Trial]:
         yield self._priced("snapshots that take no time", **dict.fromkeys(_SNAPSHOTS, 0.0))
+
+    def _free_moves(self) -> Iterator[Trial]:
+        what = "copies to the host and its disk, and back, that take no time"
+        yield self._priced(what, **dict.fromkeys(MOVES, 0.0))
 
     def _other_transfers(self) -> Iterator[Trial]:
         """The same compute with the transfers that the lowering gives it."""

@@ -109,8 +109,9 @@ def test_what_section_4_reads_off_figure_3() -> None:
 def program(microbatches: int, lead: int, slots: int, *, disk: bool = False) -> Program:
     """One stage that keeps checkpoints, which go to the host behind F and come before R.
 
-    `lead` forwards come first, then R, B and a forward each; what R needs comes two turns earlier, if it may.  There
-    are `slots` on the device at once.  On to the `disk`, and back, they go over one lane.
+    `lead` forwards come first, then R, B and a forward each; what R needs comes two turns earlier,
+    if it may.  There are `slots` on the device at once.  On to the `disk`, and back, they go over
+    one lane.
     """
     lead = min(lead, microbatches)
     out = "  F 0.{0}\n  offload 0.{0}\n" + "  spill 0.{0}\n" * disk

@@ -60,7 +60,7 @@ function rows(run) {
   for (let k = 0; k < run.op.length; k++) {
     if (run.end[k] <= run.start[k]) continue;
     const op = OPS[run.op[k]];
-    const key = (run.rank[k] * 8 + op.lane) * 2 + (op.sends ? 1 : 0);
+    const key = (run.rank[k] * LANES.length + op.lane) * 2 + (op.sends ? 1 : 0);
     if (!found.has(key)) found.set(key, []);
     found.get(key).push(k);
   }
@@ -69,7 +69,7 @@ function rows(run) {
     const reach = new Float64Array(index.length);
     let most = -Infinity;
     index.forEach((k, j) => { reach[j] = most = Math.max(most, run.end[k]); });
-    return { run, rank: key >> 4, lane: (key >> 1) & 7, sends: key & 1, index, reach,
+    return { run, rank: Math.floor(key / (2 * LANES.length)), lane: (key >> 1) % LANES.length, sends: key & 1, index, reach,
       start: Float64Array.from(index, (k) => run.start[k]), end: Float64Array.from(index, (k) => run.end[k]),
       tint: Uint8Array.from(index, (k) => tintOf(run, k)) };
   }).sort((a, b) => a.rank - b.rank || a.lane - b.lane || a.sends - b.sends);

@@ -10,7 +10,7 @@ const dark = () => document.documentElement.classList.contains("dark");
 
 function theme() {
   const style = getComputedStyle(document.documentElement);
-  for (const name of ["back", "panel", "line", "grid", "text", "soft", "hatch", "lane", "accent", "focus", "memory"])
+  for (const name of ["back", "panel", "line", "grid", "text", "soft", "hatch", "lane", "accent", "focus", "memory", "host", "disk"])
     colours[name] = style.getPropertyValue(`--${name}`).trim();
   fills = DATA.fills[dark() ? "dark" : "light"].map((own) => own.map(([fill, ink]) => ({ fill, ink })));
   tints = fills.flatMap((own) => Array.from({ length: SHADES }, (_, k) => own[k % own.length]));
@@ -122,11 +122,12 @@ function paintLabel(run, k, left, right, y, high, fill) {
 }
 
 function paintCurve(block) {
-  const { run, rank } = block, y = block.curve.y - view.top + HEAD, high = block.curve.high;
-  if (y > view.high || y + high < HEAD) return;
+  const { run, rank } = block, { high, pitch, strips } = block.curve, head = block.curve.y - view.top + HEAD;
+  if (head > view.high || head + strips * pitch < HEAD) return;
   pen.fillStyle = colours.lane;
-  pen.fillRect(xOf(0), y, xOf(run.total) - xOf(0), high);
-  run.curves.slice(0, 2).forEach((curve, c) => {
+  for (let s = 0; s < strips; s++) pen.fillRect(xOf(0), head + s * pitch, xOf(run.total) - xOf(0), high);
+  run.curves.forEach((curve, c) => {
+    const y = head + Math.max(c - 1, 0) * pitch; // what is in flight lies on the same strip as memory
     const { times, values } = curve.ranks[rank], up = (v) => y + high - 1 - ((high - 3) * v) / (curve.most || 1);
     const from = Math.max(first(times, view.t0) - 1, 0), line = new Path2D();
     let x = xOf(Math.max(from ? times[from] : 0, view.t0)), low = null, peak = null;
@@ -141,7 +142,7 @@ function paintCurve(block) {
     }
     const end = xOf(Math.min(run.total, view.t1)), past = first(times, view.t1);
     line.lineTo(end, up(past ? values[past - 1] : 0));
-    pen.strokeStyle = c ? colours.memory : colours.focus;
+    pen.strokeStyle = colours[c ? curve.name : "focus"];
     pen.lineWidth = 1.25;
     pen.stroke(line);
     line.lineTo(end, y + high); line.lineTo(xOf(Math.max(0, view.t0)), y + high);
@@ -284,11 +285,13 @@ function paintGutter() {
     const idle = `${percent(block.run.idle[block.rank])} idle`;
     if (two && block.work >= 16) pen.fillText(block.run.label, GUTTER - 10, y + (block.nth ? 7 : block.work >= 24 ? 21 : 7), 62);
     else if (roomy) pen.fillText(idle, GUTTER - 10, y + 22);
-    if (block.curve) block.run.curves.slice(0, 2).forEach((curve, c) => {
-      pen.fillStyle = c ? colours.memory : colours.focus;
+    if (block.curve) block.run.curves.forEach((curve, c) => {
+      const strip = Math.max(c - 1, 0) * block.curve.pitch;
+      pen.fillStyle = colours[c ? curve.name : "focus"];
       const most = curve.ranks[block.rank].values.reduce((a, b) => Math.max(a, b), 0);
       const roomy = block.curve.high >= 24 || block.run.curves.length < 2;
-      if (roomy || !c) pen.fillText(`${curve.name} ${amount(most, curve.unit)}`, GUTTER - 10, block.curve.y - view.top + HEAD + (c ? 20 : 8), GUTTER - 14);
+      const line = c === 1 ? 20 : c ? block.curve.high / 2 : 8;
+      if (roomy || c !== 1) pen.fillText(`${curve.name} ${amount(most, curve.unit)}`, GUTTER - 10, block.curve.y + strip - view.top + HEAD + line, GUTTER - 14);
     });
     pen.fillStyle = colours.soft;
     if (block.work >= 20 && block.bands) {

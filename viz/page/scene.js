@@ -38,7 +38,12 @@ function stack(work) {
         block.bands = { y, high, list: run.bands.filter((band) => band.rank === rank) };
         y += high * rows + inset;
       }
-      if (view.curves) { block.curve = { y, high: curve }; y += curve + inset; }
+      if (view.curves) { // a strip of what is in flight and on the device, and one for each tier below
+        const strips = Math.max(1, run.curves.length - 1);
+        block.curve = { y, high: curve, strips };
+        y += strips * (curve + inset);
+        block.curve.pitch = curve + inset;
+      }
       block.high = y - block.y - inset;
       blocks.push(block);
       y += nth < view.shown.length - 1 ? Math.min(gap / 3, 3) : 0;
@@ -55,7 +60,7 @@ function arrange() {
   if (view.tall !== 1) made = stack(Math.max(3, Math.min(90, work * view.tall)));
   Object.assign(view, made);
   view.find = new Map(view.shown.map((run) => [run, new Map()]));
-  for (const lane of view.lanes) view.find.get(lane.run).set((lane.rank * 8 + lane.lane) * 2 + lane.sends, lane);
+  for (const lane of view.lanes) view.find.get(lane.run).set((lane.rank * LANES.length + lane.lane) * 2 + lane.sends, lane);
   view.top = Math.max(0, Math.min(view.top, view.height - room));
 }
 
@@ -78,7 +83,7 @@ const pan = (part) => look(view.t0 + part * (view.t1 - view.t0), view.t1 + part 
 
 function laneOf(run, k) {
   const op = OPS[run.op[k]];
-  return view.find.get(run)?.get((run.rank[k] * 8 + op.lane) * 2 + (op.sends ? 1 : 0));
+  return view.find.get(run)?.get((run.rank[k] * LANES.length + op.lane) * 2 + (op.sends ? 1 : 0));
 }
 
 // Top and height of a span's box; a pair run together shares a box. Of what takes no time, its lane of work.

@@ -1,0 +1,105 @@
+"""Pictures of what is offloaded: lanes to the host and its disk, and what each tier holds."""
+
+from __future__ import annotations
+
+import json
+from functools import cache
+
+import numpy as np
+import pytest
+
+from schedir import Costs, Plan, Sizes, Timeline, check, compile, schedules, simulate, viz
+from schedir.io import perfetto
+from schedir.ir.ops import LANES, Lane, Opcode
+from schedir.viz.palette import NIGHT, PALETTES, colour, lightness, written
+from tests.offloaded import offloaded
+
+COSTS = Costs(F=1, B=2, send=0.1, offload=0.5, reload=0.5, spill=0.6, fetch=0.6)
+MOVES = (Opcode.Offload, Opcode.Reload, Opcode.Spill, Opcode.Fetch)
+
+
+@cache
+def run(*, spilled: bool = False, ranks: int = 4) -> Timeline:
+    program = compile(schedules.one_f_one_b, Plan(ranks, 8))
+    return simulate(
+        check(offloaded(program, spilled=spilled)), COSTS, sizes=Sizes(activation=1e6, saved=1e7)
+    )
+
+
+@pytest.mark.parametrize("name", [*PALETTES, "night"])
+def test_moves_are_told_apart_in_every_palette(name: str) -> None:
+    palette = NIGHT if name == "night" else PALETTES[name]
+    light = {op: lightness(written(colour(op, 0, 1, palette))) for op in MOVES}
+    assert len({*light.values()}) == len(MOVES)
+    out, back, spill, fetch = (light[op] for op in MOVES)
+    assert min(abs(out - back), abs(spill - fetch), abs(out - spill)) > 10, light
+    assert fetch > spill  # what comes in is paler
+
+
+@pytest.mark.parametrize("spilled", [False, True])
+def test_a_chart_has_lanes_and_a_curve_for_each_tier(spilled: bool) -> None:
+    figure = viz.gantt(run(spilled=spilled), show="lanes,in_flight,memory")
+    axes = figure.axes[0]
+    texts = [t.get_text() for t in axes.texts]
+    for name in ("d2h", "h2d", *["disk"] * spilled):
+        assert texts.count(name) == 4
+    tiers = [t.partition("\n") for t in texts if "≤" in t]
+    names = ["in flight", "memory", "host", *["disk"] * spilled]
+    assert sorted(name for name, _, _ in tiers) == sorted(4 * names)
+    for tier in names[2:]:
+        most = [f"≤ {c.held.max() / 1e6:g} MB" for c in run(spilled=spilled).memory_on(tier)]
+        assert [told for name, _, told in tiers if name == tier] == most
+    # Curves lie in the row of their rank, and there is room for as many.
+    sheet = axes.get_ylim()[0] / 4
+    tops = [t.xy[1] for t in axes.texts if t.get_text().startswith(f"{names[-1]}\n")]  # type: ignore[attr-defined]
+    assert (np.diff(tops) == pytest.approx(np.diff(tops)[0])) and tops[0] < sheet
+    (legend,) = figure.legends
+    told = [t.get_text() for t in legend.get_texts()]
+    rest = ["copies to the host", "copies from the host", *["disk in, out"] * spilled]
+    assert told[-len(rest) :] == rest
+    right = max(t.get_window_extent().x1 for t in legend.get_texts())
+    assert right < figure.bbox.x1
+
+
+def test_without_moves_there_is_neither() -> None:
+    plain = simulate(compile(schedules.one_f_one_b, Plan(4, 8)), COSTS, sizes=Sizes(saved=1))
+    axes = viz.gantt(plain, show="lanes,memory").axes[0]
+    assert not {"d2h", "h2d", "disk", "host\n≤ 0 B"} & {t.get_text() for t in axes.texts}
+    bare = simulate(run().program, COSTS)  # without sizes no bytes are known
+    assert not any("host" in t.get_text() for t in viz.gantt(bare, show="memory").axes[0].texts)
+
+
+def test_letters_count_what_is_elsewhere() -> None:
+    lines = ["".join(t for t, _ in line) for line in viz.letters(run(spilled=True), 300)]
+    assert lines[1].split() == ["idle", "held", "host", "disk"]
+    for rank, line in enumerate(lines[2:]):
+        held = [f"{4 - rank}"]
+        for tier in ("host", "disk"):
+            held.append(f"{max(run(spilled=True).memory_on(tier)[rank].held) / 1e7:.0f}")
+        assert line.split()[-3:] == held
+    assert max(map(len, lines)) <= 300
+    narrow = ["".join(t for t, _ in line) for line in viz.letters(run(spilled=True), 70)]
+    assert max(map(len, narrow)) <= 70
+
+
+def test_a_page_has_all_lanes_and_tiers() -> None:
+    text = viz.html(run(spilled=True))
+    data = json.loads(text.partition('id="data">')[2].partition("</script>")[0])
+    assert len(data["lanes"]) == len(LANES) and data["lanes"][Lane.DISK] == "disk"
+    curves = [curve["name"] for curve in data["runs"][0]["curves"]]
+    assert curves == ["in flight", "memory", "host", "disk"]
+    for name in curves[1:]:  # each has a colour of its name, in both themes
+        assert text.count(f"--{name}: #") == 2 and f'"{name}"' in text
+    assert "peak on host" in text and "and 20 MB on its host, and 40 MB on its disk" in text
+
+
+def test_a_trace_counts_bytes_on_each_tier() -> None:
+    events = json.loads(perfetto.text(run(spilled=True)))["traceEvents"]
+    threads = {e["args"]["name"] for e in events if e["name"] == "thread_name"}
+    assert {"d2h", "h2d", "disk"} <= threads
+    slices = {e["name"].split()[0] for e in events if e["ph"] == "X"}
+    assert {"offload", "reload", "spill", "fetch"} <= slices
+    for tier, name in ("device", "bytes"), ("host", "bytes on host"), ("disk", "bytes on disk"):
+        for rank, curve in enumerate(run(spilled=True).memory_on(tier)):
+            own = [e for e in events if e["name"] == name and e["pid"] == rank]
+            assert max(sum(e["args"].values()) for e in own) == curve.held.max()
