@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from schedir.analysis.hosts import heard_of
 from schedir.analysis.slots import groups, reuses
 from schedir.ir.chains import NO_FORM
-from schedir.ir.flow import Flow
+from schedir.ir.flow import Flow, States
 from schedir.ir.index import Index, Positions
 from schedir.ir.ops import ROWS, TOKENS, Lane, Token
 from schedir.ir.per_stage import look_up
@@ -27,19 +27,18 @@ class Kept(NamedTuple):
     bytes: NDArray[np.float64]
 
 
-def kept_of(program: Program, kind: Token, sizes: Sizes, tier: int, late: bool) -> Kept:
+def kept_of(
+    program: Program, kind: Token, sizes: Sizes, tier: int, late: bool, moved: bool | None = None
+) -> Kept:
     """What a kind of value holds on a tier, from when it comes there until it goes.
 
     What takes another form without leaving does so at the start of the change if it grows, else at
-    its end.
+    its end.  With `moved` only those that are elsewhere meanwhile, or that are not.
     """
-    flow, index, plan = Flow.of(program), Index.of(program), program.plan
-    begin, end, at_tier, form, made, over = flow.states(kind)
-    chains = flow.chains(kind)
-    names = [TOKENS[kind].size, *(chains.forms if chains else ())]
-    at = index.stage[begin], index.mb[begin]
-    of_form = [look_up(sizes.each(name, plan), *at) for name in names]
-    size = of_form[0] if len(names) == 1 else np.choose(form - NO_FORM, of_form)
+    index, plan = Index.of(program), program.plan
+    states = _states(program, kind, moved)
+    begin, end, at_tier, _, made, over = states
+    size = _sizes(program, kind, sizes, states)
     here = at_tier == tier
     if late and tier == 0:  # nobody knows when another lane has moved it
         lanes = np.array([row.lane for row in ROWS])[index.op]
@@ -73,6 +72,33 @@ def kept_of(program: Program, kind: Token, sizes: Sizes, tier: int, late: bool) 
     return Kept(*map(np.concatenate, zip(*changes, strict=True)))
 
 
+def _states(program: Program, kind: Token, moved: bool | None) -> States:
+    """What values of a kind are; only of those that are elsewhere meanwhile, or of the others."""
+    states, index = Flow.of(program).states(kind), Index.of(program)
+    if moved is None:
+        return states
+    key = index.keys(TOKENS[kind].per, states.begin, index.mb[states.begin].astype(np.int64))
+    own = np.isin(key, key[states.tier > 0]) == moved
+    return States(*(each[own] for each in states))
+
+
+def _sizes(program: Program, kind: Token, sizes: Sizes, states: States) -> NDArray[np.float64]:
+    """Bytes of each piece, in its form."""
+    index, chains = Index.of(program), Flow.of(program).chains(kind)
+    names = [TOKENS[kind].size, *(chains.forms if chains else ())]
+    at = index.stage[states.begin], index.mb[states.begin]
+    of_form = [look_up(sizes.each(name, program.plan), *at) for name in names]
+    return of_form[0] if len(names) == 1 else np.choose(states.form - NO_FORM, of_form)
+
+
+def largest_moved(program: Program, kind: Token, sizes: Sizes) -> NDArray[np.float64]:
+    """Bytes of the largest value of a kind on each rank that is elsewhere meanwhile."""
+    states, most = _states(program, kind, True), np.zeros(program.plan.ranks)
+    np.maximum.at(most, Index.of(program).rank[states.begin],
+                  _sizes(program, kind, sizes, states))  # fmt: skip
+    return most
+
+
 def _as_early(
     program: Program, kind: Token, begin: Positions, made: NDArray[np.bool_]
 ) -> Positions:
@@ -82,7 +108,8 @@ def _as_early(
     off = made & (np.array([row.lane for row in ROWS])[index.op[begin]] != Lane.COMPUTE)
     early = program.offsets[index.rank[begin]].astype(np.int32)
     fills, left = reuses(program).get(kind, (begin[:0], begin[:0]))
-    early[np.searchsorted(begin, fills)] = left
+    among = np.isin(fills, begin)
+    early[np.searchsorted(begin, fills[among])] = left[among]
     return np.where(off, np.maximum.accumulate(early), begin)
 
 

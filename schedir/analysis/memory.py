@@ -21,7 +21,7 @@ from typing import Final, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from schedir.analysis.kept import Kept, kept_of
+from schedir.analysis.kept import Kept, kept_of, largest_moved
 from schedir.analysis.slots import (
     KINDS,
     counts,
@@ -226,17 +226,17 @@ def held(
         np.zeros(plan.stages),
     )
     version, versions = sizes.of("version", plan.stages), peak_versions(program)
-    static = [
-        kind for kind in SLOTTED
-        if program.holds(kind) and (kind in BOUNDARY or _is_said(program, kind))
-        and TOKENS[kind].per is Per.MICROBATCH
-    ]  # fmt: skip
+    static = [kind for kind in BOUNDARY if program.holds(kind)]
     room = {kind: _room(program, kind, sizes) for kind in static}
-    kept = {
-        _name(kind): kept_of(program, kind, sizes, TIERS.index(tier), late)
-        for kind in KINDS
-        if program.holds(kind) and (kind not in static or tier != TIERS[0])
-    }
+    kept, lent = dict[str, Kept](), list[_Lent]()
+    for kind in KINDS:
+        if not program.holds(kind) or (kind in static and tier == TIERS[0]):
+            continue
+        kept[_name(kind)] = kept_of(program, kind, sizes, TIERS.index(tier), late)
+        if late and tier == TIERS[0] and _is_lent(program, kind):
+            lent.append(_Lent.of(program, kind, sizes))
+            two = [kept_of(program, kind, sizes, 0, late, moved) for moved in (False, True)]
+            kept[_name(kind)], kept[lent[-1].name] = two
     if tier == TIERS[0] and len((handed := _handed_over(program, sizes)).at):
         kept[_HANDED] = handed
     # What goes at the end of an instruction goes before what comes there.
@@ -269,9 +269,43 @@ def held(
             mine = own[here] == k
             sums = np.cumsum(number[here] * mine), np.cumsum(change[here] * mine)
             curves[name] = (np.append(0, sums[0]), np.append(0.0, sums[1]))
+        for credit in lent:
+            credit.bound(curves, rank)
         index_in = np.append(0, at[here] - program.offsets[rank])
         ranks.append(Footprint(fixed, index_in, np.append(True, starts[here]), curves))
     return ranks
+
+
+class _Lent(NamedTuple):
+    """Values of a kind that are elsewhere meanwhile, and are on the device by leave of a slot: how
+    many slots each rank has, and the bytes of its largest such value."""
+
+    kind: Token
+    slots: NDArray[np.int64]
+    most: NDArray[np.float64]
+
+    @classmethod
+    def of(cls, program: Program, kind: Token, sizes: Sizes) -> _Lent:
+        slots = counts(program)[:, KINDS.index(kind)]
+        return cls(kind, slots, largest_moved(program, kind, sizes))
+
+    @property
+    def name(self) -> str:
+        """What their curve is called until it is bounded."""
+        return f"{_name(self.kind)} moved"
+
+    def bound(
+        self, curves: dict[str, tuple[NDArray[np.int64], NDArray[np.float64]]], rank: int
+    ) -> None:
+        """Make one curve of two.  What stays has slots, and no more are there of the others than
+        find one, wherever these are."""
+        number, size = curves[_name(self.kind)]
+        others, more = curves.pop(self.name)
+        free = np.maximum(self.slots[rank] - number, 0)
+        curves[_name(self.kind)] = (
+            number + np.minimum(others, free),
+            size + np.minimum(more, free * self.most[rank]),
+        )
 
 
 def _name(kind: Token) -> str:
@@ -279,8 +313,10 @@ def _name(kind: Token) -> str:
     return WHOLE.get(TOKENS[kind].size, kind.name.lower())
 
 
-def _is_said(program: Program, kind: Token) -> bool:
-    """Whether a program says how many slots of a kind each rank has."""
+def _is_lent(program: Program, kind: Token) -> bool:
+    """Whether a program says how many slots each rank has of what is moved between tiers."""
+    if kind not in SLOTTED or TOKENS[kind].per is not Per.MICROBATCH:
+        return False
     column = SLOTTED.index(kind)
     return bool(program.slots) and all(slots[column] != OWN for slots in program.slots)
 

@@ -6,9 +6,9 @@ its rank has nothing better to do, as while the gradient of its microbatch is on
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
-from typing import Any, Final
+from typing import Final
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,19 +18,17 @@ from schedir.analysis.longest_path import walk
 from schedir.analysis.memory import Footprint, held
 from schedir.errors import UsageError, said
 from schedir.ir.fields import Kind
-from schedir.ir.numerals import whole
 from schedir.ir.ops import BACKWARDS, COMPUTE, FORWARDS, RECOMPUTE
 from schedir.ir.per_stage import look_up
 from schedir.ir.program import ADDRESS, OP, STAGE, Cut, Program, Words, is_op
 from schedir.ir.sizes import Sizes
 from schedir.passes.insert import before
 from schedir.passes.record import Expected, Options, Pass, Present
+from schedir.passes.which import fits, kind, meant
 
-Which = str | Iterable[int] | Iterable[tuple[int, int]] | Callable[[int, int], bool]
 Positions = NDArray[np.intp]
 
 _WHEN: Final = ("early", "late")
-_HOW: Final = '"all", "fit", stages as [0, 1], pairs as [(0, 3)], or what says it of (stage, mb)'
 
 
 def recompute(program: Program, options: Options) -> Program:
@@ -44,10 +42,10 @@ def recompute(program: Program, options: Options) -> Program:
             f"recompute_at is early or late, not {said(when)}", fields=["recompute_at"]
         )
     candidates = _candidates(program)
-    if isinstance(which, str) and which == "fit":
+    if fits(which):
         chosen = _as_few_as_fit(program, candidates, options)
     else:
-        chosen = candidates[_said(which, program, candidates)]
+        chosen = candidates[meant(which, "recompute", candidates, program.plan)]
     return _placed(program, chosen, options)
 
 
@@ -66,65 +64,13 @@ def _candidates(program: Program) -> Words:
     return found
 
 
-def _said(which: Which, program: Program, candidates: Words) -> NDArray[np.bool_]:
-    """Which of the candidates are meant."""
-    plan = program.plan
-    stage, mb = (candidates >> STAGE & 0xFFFF).tolist(), (candidates & 0xFFFFFFFF).tolist()
-    if callable(which):
-        return np.array([bool(which(*each)) for each in zip(stage, mb, strict=True)], bool)
-    if isinstance(which, str):
-        if which == "all":
-            return np.ones(len(candidates), bool)
-        try:
-            which = _read(which)
-        except ValueError:
-            raise _not_said(which) from None
-        assert not isinstance(which, str)
-    try:
-        each = {(int(one),) if not isinstance(one, tuple | list) else (*map(int, one),)
-                for one in which}  # type: ignore[union-attr]  # fmt: skip
-    except (TypeError, ValueError):
-        raise _not_said(which) from None
-    for one in each:
-        if len(one) not in (1, 2):
-            raise _not_said(which)
-        there = (("stage", plan.stages), ("microbatch", plan.microbatches))
-        for number, (what, most) in zip(one, there, strict=False):
-            if not 0 <= number < most:
-                raise UsageError(
-                    f"there is no {what} {number} to recompute: they are 0 to {most - 1}",
-                    fields=["recompute"],
-                )
-    return np.array([(s,) in each or (s, m) in each for s, m in zip(stage, mb, strict=True)], bool)
-
-
-def _not_said(which: object) -> UsageError:
-    return UsageError(f"recompute is {_HOW}, not {said(which)}", fields=["recompute"])
-
-
-def _read(text: str) -> Any:
-    """`all`, `fit`, or stages and microbatches of stages: `0,1.3`."""
-    if text in ("all", "fit"):
-        return text
-    found: list[Any] = []
-    for part in text.split(","):
-        try:
-            numbers = tuple(map(whole, part.split(".")))
-        except ValueError:
-            numbers = ()
-        if len(numbers) not in (1, 2):
-            raise ValueError(f"must be all, fit, or stages like 0,1 or 0.3,0.4, not {text!r}")
-        found.append(numbers if len(numbers) == 2 else numbers[0])
-    return tuple(found)
-
-
 def _at(text: str) -> str:
     if text not in _WHEN:
         raise ValueError(f"must be early or late, not {text!r}")
     return text
 
 
-WHICH: Final = Kind("says what is recomputed", _read, str, metavar="WHAT")
+WHICH: Final = kind("says what is recomputed")
 AT: Final = Kind("is early or late", _at, str, metavar="WHEN")
 _ROUNDS: Final = 4  # of moving R ahead: each makes others wait less
 
@@ -285,8 +231,9 @@ PASSES: Final = (
         section="memory",
         kinds={"recompute": WHICH, "recompute_at": AT},
         abouts={
-            "recompute": "keep inputs only, and run forwards again: all, fit (as few as --limit "
-            "asks for), stages 0,1 or microbatches of stages 0.3,0.4",
+            "recompute": "keep inputs only, and run forwards again: all, half (every other "
+            "microbatch), fit (as few as --limit asks for), stages 0,1 or microbatches of stages "
+            "0.3,0.4",
             "recompute_at": "early: where it is hidden (default), or late: just before backwards",
         },
     ),
