@@ -17,6 +17,8 @@ if TYPE_CHECKING:
 
     from schedir.io.request import Request
     from schedir.ir.costs import Costs
+    from schedir.predict.late_moves import Faster, Late
+    from schedir.predict.offloading import Way
     from schedir.predict.residencies import Residency
     from schedir.predict.timeline import Timeline
     from schedir.predict.what_if import Advice, Change
@@ -41,29 +43,73 @@ def run(args: argparse.Namespace) -> str:
     from schedir.ir.ops import RECOMPUTE
     from schedir.predict.bubble_causes import idleness
     from schedir.predict.calibrate import calibrate, completed
+    from schedir.predict.late_moves import faster, format_late, late_moves
+    from schedir.predict.offloading import format_ways, ways
     from schedir.predict.recomputation import format_forms, forms
     from schedir.predict.residencies import format_residencies, residencies
-    from schedir.predict.what_if import advise
+    from schedir.predict.what_if import LARGE, advise
 
     request = request_of(args, args.source)
+    request, limit = _whatever_it_holds(request)
     timeline, costs = request.timeline, request.given
     if costs is None:
         costs = Costs() if request.run is None else calibrate(timeline)
     costs = completed(costs, timeline.program)
     advice = advise(timeline, costs, request.schedule)
     least = _least(advice, costs)
-    held = residencies(timeline, costs, request.limit) if advice.given else []
+    held = residencies(timeline, costs, limit) if advice.given else []
+    late, small = late_moves(timeline), advice.given and len(timeline) <= LARGE
+    sooner = [faster(advice.base, costs, each.tier) for each in late if small]
+    found_ways = ways(timeline, costs, limit) if advice.given else []
     hows = [_how(change, args, request) for change in advice.changes]
     if args.json:
         said = _facts(timeline, advice, hows, least) | filled_facts(request)
-        return as_json(said | _facts_of_held(held))
+        of_ways = {"ways": [_facts_of_way(way) for way in found_ways]} if found_ways else {}
+        return as_json(said | _facts_of_held(held) | of_ways | _facts_of_late(late, sooner))
     idle = idleness(timeline)
     lines = [_where(timeline, idle), *_who(timeline, idle)]
+    lines += format_late(late, timeline, sooner)
     lines += _what(advice, hows, timeline) + _at_most(advice, least)
     if advice.given and (found := forms(timeline, costs)) is not None:
         lines.append(format_forms(found, has=RECOMPUTE in timeline.program.ops))
+    lines += format_ways(found_ways, limit)
     lines += format_residencies(held)
     return "".join(f"{line}\n" for line in lines) + said_of_costs([request])
+
+
+def _whatever_it_holds(request: Request) -> tuple[Request, float | None]:
+    """A request whose program may hold more than its limit, which is told, too: what would fit is
+    for us to say."""
+    from dataclasses import replace
+
+    from schedir.errors import MemoryLimitError
+
+    try:
+        _ = request.timeline
+    except MemoryLimitError:
+        if "fit" in request.more.values():
+            raise
+        return replace(request, limit=None), request.limit
+    return request, request.limit
+
+
+def _facts_of_way(way: Way) -> dict[str, Any]:
+    from schedir.analysis.memory import tiers_of
+
+    tiers = {tier: way.most(tier) for tier in tiers_of(way.run.program)}
+    return {"options": way.options, "span": way.run.span, "fits": way.fits, "memory": tiers}
+
+
+def _facts_of_late(late: list[Late], sooner: list[Faster]) -> dict[str, Any]:
+    """Waits for the host and its disk; nothing where there are none."""
+    enough = {each.tier: each for each in sooner}
+    rows = [
+        {"tier": one.tier, "waits": one.waits, "total": one.total, "longest": one.by}
+        | ({"bandwidth": each.times, "span": each.run.span} if each else {})
+        for one in late
+        for each in [enough.get(one.tier)]
+    ]
+    return {"late_moves": rows} if rows else {}
 
 
 def _least(advice: Advice, costs: Costs) -> list[Bound]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import chain
 from typing import Any, Final, NamedTuple
 
 import numpy as np
@@ -31,6 +32,7 @@ from schedir.ir.plan import Plan
 from schedir.ir.program import TRAITS, Program
 from schedir.ir.ties import show_tied, tied_stages
 from schedir.predict.calibrate import MISSED, calibrate, completed, missed_by, rounded
+from schedir.predict.late_moves import MOVES
 from schedir.predict.simulate import simulate
 from schedir.predict.timeline import Timeline, expect_runs
 from schedir.schedules import built_in
@@ -44,12 +46,8 @@ _I: Final = BACKWARD_INPUT
 _WORK: Final = (*(FIELD[op] for op in COMPUTE), "FB")
 _REDUCTIONS: Final = tuple(FIELD[row.op] for row in ROWS if row.lane is Lane.DP)
 _GATHERS: Final = tuple(FIELD[row.op] for row in ROWS if row.lane is Lane.PARAMS)
+_MOVED: Final = ("offload", "spill")  # the options that move what forwards saved
 _SNAPSHOTS: Final = tuple(FIELD[row.op] for row in ROWS if Token.COPY in row.gives)
-# Of what is held elsewhere: on its way to the host or its disk, and back.
-MOVES: Final = tuple(
-    FIELD[row.op] for row in ROWS
-    if row.lane in (Lane.D2H, Lane.H2D, Lane.DISK) and Token.COPY not in row.gives
-)  # fmt: skip
 
 
 def _all_alike(cost: Cost) -> Cost:
@@ -166,12 +164,15 @@ class Lowering:
     def of(self, drafted: Program, costs: Costs | None, **options: Any) -> Program:
         """A draft lowered in this way, and checked; with `options` as told, and else as they were.
 
-        Where the program recomputes, and the draft does not, all of it is recomputed.
+        Where the program recomputes, and the draft does not, all of it is recomputed; where it
+        offloads, and the draft is of another plan, all of it is offloaded.
         """
         like = self.like
         traits = {f.name: getattr(like, f.name) for f in TRAITS}
         ops = like.ops - drafted.ops
         again = {"recompute": "all"} if RECOMPUTE in ops else {}
+        if drafted.plan != like.plan:  # which of other microbatches, or stages, nobody says
+            again |= {name: "all" for name in _MOVED if self.options.get(name)}
         if drafted.plan.stages != like.plan.stages:
             tied = tied_stages(show_tied(like.tied, like.plan) == "yes", drafted.plan)
             traits |= {"tied": tied}
@@ -263,7 +264,7 @@ class _Changes:
 
     def _free_moves(self) -> Iterator[Trial]:
         what = "copies to the host and its disk, and back, that take no time"
-        yield self._priced(what, **dict.fromkeys(MOVES, 0.0))
+        yield self._priced(what, **dict.fromkeys(chain(*MOVES.values()), 0.0))
 
     def _other_transfers(self) -> Iterator[Trial]:
         """The same compute with the transfers that the lowering gives it."""
