@@ -17,6 +17,7 @@ from matplotlib.ticker import FuncFormatter, MaxNLocator
 from numpy.typing import NDArray
 
 from schedir.errors import UsageError, in_bytes, said
+from schedir.ir.ops import TIERS
 from schedir.predict.timeline import Timeline, expect_runs
 from schedir.shortest.gain import at_most, gain_of
 from schedir.viz import overlays
@@ -157,7 +158,9 @@ def _overlay(axes: Axes, chart: Chart, look: Look, row: float) -> None:
     if "phases" in look.show:
         overlays.phases(axes, sheet)
     for nth, held in enumerate(overlays.curves_of(sheet.timeline, look.show)):
-        overlays.curve(axes, sheet, held, nth, row * 72)
+        tier = TIERS[0] if held.name == "memory" else held.name
+        limit = look.limits.get(tier) if held.unit else None
+        overlays.curve(axes, sheet, held, nth, row * 72, limit)
     if "arrows" in look.show and not chart.dense:
         overlays.arrows(axes, sheet)
     if "path" in look.show:

@@ -28,6 +28,7 @@ OVERLAYS: Final = {
     "phases": "warmup and cooldown, shaded",
 }
 PHASES: Final = {"warmup": "#d6e8f5", "cooldown": "#fde3cf"}
+LIMIT: Final = "#1a1a1a"  # of what a rank may hold
 BOUND: Final = "#d55e00"  # of the mark at the least span that there can be
 CURVES: Final[dict[str, Callable[[Timeline], list[Curve]]]] = {
     "in_flight": lambda timeline: [in_flight(timeline)],
@@ -130,14 +131,16 @@ def phase_times(timeline: Timeline) -> dict[str, tuple[Floats, Floats]]:
     return {"warmup": (np.zeros(ranks), warm), "cooldown": (cool, np.full(ranks, timeline.span))}
 
 
-def curve(axes: Axes, sheet: Sheet, held: Curve, nth: int, points: float) -> None:
-    """Under each rank, what it holds: a step curve, all to one scale.
+def curve(
+    axes: Axes, sheet: Sheet, held: Curve, nth: int, points: float, limit: float | None
+) -> None:
+    """Under each rank, what it holds: a step curve, all to one scale, and the limit as a line.
 
     A row has so many points: where there is room for it, the peak is said, and layers are named.
     """
     span, colour = sheet.timeline.span, _COLOURS[held.name]
     peaks = [float(values.max(initial=0)) for _, values in held.steps]
-    high = CURVE / (max(peaks, default=0) or 1.0)
+    high = CURVE / (max([*peaks, limit or 0.0]) or 1.0)
     fills, lines, layers = [], [], []
     for rank, (times, values) in enumerate(held.steps):
         foot = rank * sheet.pitch + sheet.curve_top + CURVE + nth * (CURVE + INSET)
@@ -152,6 +155,8 @@ def curve(axes: Axes, sheet: Sheet, held: Curve, nth: int, points: float) -> Non
                 xycoords=("axes fraction", "data"), va="center", textcoords="offset points",
                 fontsize=5.5, color=colour,
             )  # fmt: skip
+        if limit is not None:
+            axes.hlines(foot - high * limit, 0, span, color=LIMIT, linewidth=0.8, linestyle="--")
         below = 0.0
         for name, tops in held.floors.items():
             top = float(tops[rank])

@@ -15,7 +15,7 @@ import numpy as np
 from schedir.errors import UsageError, said
 from schedir.predict.timeline import Timeline
 from schedir.viz.layout import Sheet
-from schedir.viz.overlays import BOUND, CURVES, PHASES
+from schedir.viz.overlays import BOUND, CURVES, LIMIT, PHASES
 from schedir.viz.palette import ACCENT
 from schedir.viz.raster import lower_tiers
 from schedir.viz.render import entries
@@ -133,6 +133,7 @@ def lay_out(
     extra = {"critical path": ACCENT} if "path" in look.show else {}
     extra |= PHASES if "phases" in look.show else {}
     extra |= {"no order is shorter": BOUND} if any(bounds) else {}
+    extra |= {"limit of memory": LIMIT} if look.limits and "memory" in look.show else {}
     return Paper(charts, width, row, notes, extra)
 
 

@@ -10,7 +10,8 @@ from typing import Final, TypedDict
 
 from matplotlib.colors import is_color_like, to_hex
 
-from schedir.errors import UsageError, expect, said
+from schedir.errors import UsageError, expect, number, said
+from schedir.ir.ops import TIERS
 from schedir.viz.overlays import OVERLAYS
 from schedir.viz.palette import KINDS, PALETTES, Palette, recoloured
 
@@ -32,6 +33,9 @@ class Style(TypedDict, total=False):
     on a grey print, "grey" is that print, "bright" is Okabe and Ito's.  `colours` has others for
     some of F, B, I, W, R, act, grad, tp, dp and step, as matplotlib knows them.
 
+    `limits` are bytes that a rank may hold on a tier, {"device": 40e9, "host": 256e9}: lines across
+    what it holds there.
+
     `axis` is what stands under the time axis, or "none" for no numbers and no words.  `time` is
     the part that is drawn, from and to, in the runs' unit from their begin.
 
@@ -48,6 +52,7 @@ class Style(TypedDict, total=False):
     colours: Mapping[str, str]
     axis: str | None
     time: tuple[float, float] | None
+    limits: Mapping[str, float]
 
 
 @dataclass(frozen=True)
@@ -63,6 +68,7 @@ class Look:
     axis: str | None
     time: tuple[float, float] | None
     width: float | None
+    limits: Mapping[str, float]
 
 
 def look_of(style: Style) -> Look:
@@ -76,6 +82,7 @@ def look_of(style: Style) -> Look:
         axis,
         style.get("time"),
         _width(style.get("width")),
+        _limits(style.get("limits", {})),
     )
 
 
@@ -88,6 +95,19 @@ def _shown(show: str | Collection[str]) -> frozenset[str]:
         if not isinstance(mark, str) or mark not in OVERLAYS:
             raise UsageError(f"a chart shows {', '.join(OVERLAYS)}, not {said(mark)}")
     return frozenset(show)
+
+
+def _limits(given: object) -> Mapping[str, float]:
+    """The limits that are asked for, by tier."""
+    expect(given, Mapping, '{"device": 40e9}')
+    assert isinstance(given, Mapping)
+    for tier, limit in given.items():
+        if tier not in TIERS:
+            raise UsageError(f"limits are of {', '.join(TIERS)}, not {said(tier)}")
+        size = number(limit)
+        if size is None or not 0 < size < inf:
+            raise UsageError(f"the limit of the {tier} is a number of bytes, not {said(limit)}")
+    return given
 
 
 def _width(given: object) -> float | None:

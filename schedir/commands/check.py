@@ -59,7 +59,7 @@ def run(args: argparse.Namespace) -> str:
     """Under which models a program finishes."""
     from schedir.analysis.gathers import facts_of_parts, in_parts
     from schedir.analysis.models import MODELS
-    from schedir.predict.recomputation import recomputed
+    from schedir.predict.recomputation import of_forwards
     from schedir.verify.check import check
 
     if _steps.several(args):
@@ -126,7 +126,7 @@ def run(args: argparse.Namespace) -> str:
         f"{'' if program.trains else ', which run forward only,'} are complete "
         f"and in order, and finish under {listed(models)}{but}\n"
         + (f"{parts}\n" if (parts := in_parts(program)) else "")
-        + (f"recomputed: {again}\n" if (again := recomputed(program)) else "")
+        + of_forwards(program)
     )
 
 

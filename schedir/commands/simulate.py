@@ -35,7 +35,7 @@ def run(args: argparse.Namespace) -> str:
     """A row per rank, and what the ranks come to together."""
     from schedir.analysis.gathers import facts_of_parts, in_parts
     from schedir.io.timeline_file import SUFFIX, save_timeline
-    from schedir.predict.recomputation import recomputed
+    from schedir.predict.recomputation import of_forwards
 
     if args.output is not None and not args.output.endswith(SUFFIX):
         raise UsageError(f"a run's file ends in {SUFFIX}: {args.output} does not")
@@ -51,6 +51,7 @@ def run(args: argparse.Namespace) -> str:
     }
     if timeline.sizes is not None:
         columns["peak_memory"] = timeline.peak_memory.tolist()
+        columns |= {f"peak_on_{tier}": most for tier, most in _below(timeline).items()}
         columns |= {name.replace(" ", "_"): each for name, each in _parts(timeline).items()}
     slots, sent = _slots(request), _sent(timeline)
     bound = bound_of_request(request)
@@ -78,9 +79,19 @@ def run(args: argparse.Namespace) -> str:
         + said_of_costs([request])
         + _said(timeline, slots)
         + (f"{parts}\n" if (parts := in_parts(timeline.program)) else "")
-        + (f"recomputed: {again}\n" if (again := recomputed(timeline.program)) else "")
+        + of_forwards(timeline.program)
         + _with_fewer(request)
     )
+
+
+def _below(timeline: Timeline) -> dict[str, list[float]]:
+    """The most bytes of each rank on the host and on its disk, where a program moves any there."""
+    from schedir.analysis.memory import tiers_of
+
+    return {
+        tier: [float(curve.held.max(initial=0.0)) for curve in timeline.memory_on(tier)]
+        for tier in tiers_of(timeline.program)[1:]
+    }
 
 
 def _sent(timeline: Timeline) -> dict[str, NDArray[np.float64]]:

@@ -14,9 +14,10 @@ import numpy as np
 from schedir.compiler.again import compute_of
 from schedir.errors import in_bytes
 from schedir.ir.costs import FIELD, Costs
-from schedir.ir.ops import BACKWARD, BACKWARD_INPUT, FORWARD, RECOMPUTE
+from schedir.ir.ops import BACKWARD, BACKWARD_INPUT, FORWARD, RECOMPUTE, Opcode
 from schedir.ir.per_stage import from_grid
 from schedir.ir.program import JOINED, Program, Stream
+from schedir.passes.offload import DISK, HOST
 from schedir.predict.calibrate import calibrate, completed
 from schedir.predict.simulate import simulate
 from schedir.predict.timeline import Timeline
@@ -41,10 +42,22 @@ def recomputed(program: Program) -> str:
     >>> recomputed(compile(schedules.one_f_one_b, Plan(4, 8), recompute="0,1.0,1.1,1.2,1.5"))
     '12 of 32 forwards: of stage 0 all, of stage 1 0-2 and 5'
     """
+    return _of_forwards(program, RECOMPUTE)
+
+
+def of_forwards(program: Program) -> str:
+    """Of which forwards something is done with what they save, a line for each: what is recomputed,
+    what is offloaded, and what of that is spilled; nothing where that is nothing."""
+    done = {"recomputed": RECOMPUTE, "offloaded": HOST.there, "spilled": DISK.there}
+    told = {name: _of_forwards(program, op) for name, op in done.items()}
+    return "".join(f"{name}: {which}\n" for name, which in told.items() if which)
+
+
+def _of_forwards(program: Program, op: Opcode) -> str:
     found: dict[int, list[int]] = {}
     for stream in program.streams:
         for i in stream:
-            if i.op is RECOMPUTE:
+            if i.op is op:
                 found.setdefault(i.stage, []).append(i.mb)
     if not found:
         return ""

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from schedir import Costs, Plan, Sizes, Timeline, check, compile, schedules, simulate, viz
+from schedir.errors import UsageError
 from schedir.io import perfetto
 from schedir.ir.ops import LANES, Lane, Opcode
 from schedir.viz.palette import NIGHT, PALETTES, colour, lightness, written
@@ -59,6 +60,22 @@ def test_a_chart_has_lanes_and_a_curve_for_each_tier(spilled: bool) -> None:
     assert told[-len(rest) :] == rest
     right = max(t.get_window_extent().x1 for t in legend.get_texts())
     assert right < figure.bbox.x1
+
+
+def test_limits_are_lines_on_the_tiers_that_they_are_of() -> None:
+    def dashed(**limits: float) -> list[float]:
+        axes = viz.gantt(run(), show="memory", limits=limits).axes[0]
+        lines = [c for c in axes.collections if getattr(c, "get_linestyle", list)()[0][1]]
+        return [float(c.get_segments()[0][0][1]) for c in lines if hasattr(c, "get_segments")]
+
+    assert dashed() == [] and len(dashed(device=8e7)) == len(dashed(host=3e7)) == 4
+    both = dashed(device=1e8, host=1e8)
+    assert len(both) == 8 and len({round(y, 6) for y in both}) == 8
+    (legend,) = viz.gantt(run(), show="memory", limits={"device": 1e8}).legends
+    assert "limit of memory" in [t.get_text() for t in legend.get_texts()]
+    for wrong in ({"gpu": 1}, {"host": -1}, {"device": "5GB"}, 5):
+        with pytest.raises(UsageError):
+            viz.gantt(run(), show="memory", limits=wrong)  # type: ignore[arg-type]
 
 
 def test_without_moves_there_is_neither() -> None:

@@ -166,3 +166,16 @@ def test_explain_tells_all_of_it(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(f"{head},offload=4,reload=4 --offload 0,1 --json".split()) == 0
     (late,) = json.loads(capsys.readouterr().out)["late_moves"]
     assert late["tier"] == "host" and late["bandwidth"] > 1 and late["longest"] > 0
+
+
+def test_simulate_and_check_tell_what_goes_where(capsys: pytest.CaptureFixture[str]) -> None:
+    shape = "gpipe --ranks 2 --microbatches 4 --sizes saved=10MB,checkpoint=1MB --costs F=1,B=2"
+    moved = f"{shape},offload=0.5,reload=0.5,spill=0.5,fetch=0.5 --offload all --spill 0.1,0.2"
+    assert main(f"simulate {moved} --json".split()) == 0
+    facts = json.loads(capsys.readouterr().out)
+    assert facts["peak_on_disk"] == [20e6, 0] and len(facts["peak_on_host"]) == 2
+    for command in ("simulate", "check"):
+        assert main(f"{command} {moved}".split()) == 0
+        told = capsys.readouterr().out
+        assert "\nspilled: 2 of 8 forwards: of stage 0 1-2\n" in f"\n{told}"
+        assert "offloaded: " in told and ("peak on disk" in told) == (command == "simulate")
