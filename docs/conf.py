@@ -55,6 +55,7 @@ TREE: dict[str, dict[str, list[str]]] = {
             "/docs/checkpoints",
             "/docs/memory",
             "/docs/zero",
+            "/docs/offload",
             "/docs/splitting",
             "/docs/same-bits",
         ]
