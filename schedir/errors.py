@@ -276,7 +276,8 @@ class SlotError(ProgramError):
 
 
 class MemoryLimitError(ProgramError):
-    """A rank that would hold more bytes than it may; `holds` says of what, how many, how large."""
+    """A rank that would hold more bytes than it may on a `tier`: its device, its host or a disk;
+    `holds` says of what, how many, how large."""
 
     def __init__(
         self,
@@ -287,10 +288,14 @@ class MemoryLimitError(ProgramError):
         holds: Sequence[tuple[str, int, float]],
         site: Site,
         hint: str = "",
+        tier: str = "device",
     ) -> None:
-        fact = f"rank {site.rank} would hold {in_bytes(needs)}, and may hold {in_bytes(limit)}"
+        where = f" on the {tier}" * (tier != "device")
+        fact = (
+            f"rank {site.rank} would hold {in_bytes(needs)}{where}, and may hold {in_bytes(limit)}"
+        )
         super().__init__(fact, program=program, sites=[site], hint=hint)
-        self.limit = limit
+        self.limit, self.tier = limit, tier
         self.needs = needs
         self.holds = tuple(holds)
 

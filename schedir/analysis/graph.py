@@ -27,7 +27,7 @@ from numpy.typing import NDArray
 from schedir.analysis.channels import apart, batched, queues
 from schedir.analysis.hosts import host_waits
 from schedir.analysis.models import Model, model_row
-from schedir.analysis.slots import message_sizes, reuses
+from schedir.analysis.slots import message_sizes, reuses, reuses_on_host
 from schedir.errors import expect
 from schedir.ir.costs import Costs
 from schedir.ir.flow import Flow
@@ -111,10 +111,17 @@ class Graph:
         return reuses(self.program)
 
     @cached_property
+    def rooms(self) -> list[tuple[Positions, Positions]]:
+        """Who fills any slot, on the device or the host, that had a value before, and the last
+        reader of that."""
+        on_host = reuses_on_host(self.program)
+        return [*self.reuses.values(), *[on_host] * bool(len(on_host[0]))]
+
+    @cached_property
     def waits(self) -> NDArray[np.int32]:
         """All that each instruction waits for on its own rank outside its queue, shape (k, n)."""
         more = []
-        for fill, free in self.reuses.values():
+        for fill, free in self.rooms:
             more.append(np.full((1, len(self)), NONE, np.int32))
             more[-1][0, fill] = free
         more += [self.host_waits] if self.blocks else []
@@ -287,7 +294,7 @@ class Graph:
         for giver in self.needs:
             needer = np.flatnonzero(giver != NONE)
             yield leave[giver[needer]], enter[needer]
-        for fill, free in self.reuses.values():
+        for fill, free in self.rooms:
             yield leave[free], enter[fill]
         if self.blocks:
             for before in self.host_waits:

@@ -40,7 +40,10 @@ def kept_of(
     begin, end, at_tier, _, made, over = states
     size = _sizes(program, kind, sizes, states)
     here = at_tier == tier
-    if late and tier == 0:  # nobody knows when another lane has moved it
+    left = end
+    if late and tier:  # nobody knows when another lane has moved it, until that is used
+        here, left = _as_long(program, kind, states, tier)
+    elif late:
         lanes = np.array([row.lane for row in ROWS])[index.op]
         here = here | (lanes[begin] != Lane.COMPUTE)
     group = groups(index).astype(np.int64)
@@ -51,7 +54,7 @@ def kept_of(
         first = np.flatnonzero(comes & made)
         more = sizes.each(made_of[1], plan) - sizes.each(TOKENS[made_of[0]].size, plan)
         adds[first] = look_up(more, index.stage[begin[first]], index.mb[begin[first]])
-    came, gone = begin, end.copy()
+    came, gone = begin, left.copy()
     when = 2 * group[begin]
     if late:
         came = _as_early(program, kind, begin, made)
@@ -91,12 +94,44 @@ def _sizes(program: Program, kind: Token, sizes: Sizes, states: States) -> NDArr
     return of_form[0] if len(names) == 1 else np.choose(states.form - NO_FORM, of_form)
 
 
-def largest_moved(program: Program, kind: Token, sizes: Sizes) -> NDArray[np.float64]:
-    """Bytes of the largest value of a kind on each rank that is elsewhere meanwhile."""
-    states, most = _states(program, kind, True), np.zeros(program.plan.ranks)
-    np.maximum.at(most, Index.of(program).rank[states.begin],
-                  _sizes(program, kind, sizes, states))  # fmt: skip
-    return most
+def _as_long(
+    program: Program, kind: Token, states: States, tier: int
+) -> tuple[NDArray[np.bool_], Positions]:
+    """Which pieces of values may be on a tier, from the first that is, and where each is known to
+    have left it: where somebody uses what is on the device again."""
+    index = Index.of(program)
+    key = index.keys(TOKENS[kind].per, states.begin, index.mb[states.begin].astype(np.int64))
+    order = np.lexsort((states.begin, key))
+    key, end, at_tier = key[order], states.end[order], states.tier[order]
+    life = np.cumsum(np.append(False, key[1:] != key[:-1])[: len(key)])
+    place = np.arange(len(key))
+    first, last = np.full(len(key), len(key)), np.full(len(key), -1)
+    there = np.flatnonzero(at_tier == tier)
+    np.minimum.at(first, life[there], there)
+    np.maximum.at(last, life[there], there)
+    here = (place >= first[life]) & (place <= last[life])
+    device = np.flatnonzero(at_tier == 0)
+    back = np.append(device, len(key))[np.searchsorted(device, there)]
+    known = np.append(life, -1)[back] == life[there]
+    left = end.copy()
+    left[there[known]] = end[back[known]]
+    found = np.empty(len(key), bool), np.empty_like(end)
+    found[0][order], found[1][order] = here, left
+    return found
+
+
+def moved_sizes(
+    program: Program, kind: Token, sizes: Sizes, tier: int
+) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+    """Bytes of the largest and of the smallest value of a kind on a tier of each rank, of those
+    that are elsewhere meanwhile."""
+    states = _states(program, kind, True)
+    size, here = _sizes(program, kind, sizes, states), states.tier == tier
+    rank = Index.of(program).rank[states.begin[here]]
+    most, least = np.zeros(program.plan.ranks), np.full(program.plan.ranks, np.inf)
+    np.maximum.at(most, rank, size[here])
+    np.minimum.at(least, rank, size[here])
+    return most, np.where(np.isinf(least), 0.0, least)
 
 
 def _as_early(

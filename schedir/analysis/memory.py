@@ -16,12 +16,14 @@ until its end all that was saved counts as such, and as tape only what comes on 
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Final, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from schedir.analysis.kept import Kept, kept_of, largest_moved
+from schedir.analysis.kept import Kept, kept_of
+from schedir.analysis.lent import Lent
 from schedir.analysis.slots import (
     KINDS,
     counts,
@@ -39,7 +41,6 @@ from schedir.ir.ops import (
     KEPT,
     ROWS,
     SENDS,
-    SLOTTED,
     STEPS,
     TIERS,
     TOKENS,
@@ -48,7 +49,7 @@ from schedir.ir.ops import (
     Token,
     consumers,
 )
-from schedir.ir.program import ADDRESS, OWN, Program, Stream
+from schedir.ir.program import ADDRESS, Program, Stream
 from schedir.ir.sizes import AT_REST, Sizes, ample
 from schedir.ir.zero import IN_PARTS, WHOLE, ModelStates, is_cut, model_states
 
@@ -127,6 +128,7 @@ def peak_in_flight(program: Program) -> NDArray[np.int64]:
 
 # ---------------------------------------------------------------- in bytes
 
+_MOVED: Final = ", moved"  # of a kind what is elsewhere meanwhile, until that is bounded
 _HANDED: Final = "handed_over"  # what compute leaves to compute on its rank, that no slot has
 
 
@@ -228,15 +230,16 @@ def held(
     version, versions = sizes.of("version", plan.stages), peak_versions(program)
     static = [kind for kind in BOUNDARY if program.holds(kind)]
     room = {kind: _room(program, kind, sizes) for kind in static}
-    kept, lent = dict[str, Kept](), list[_Lent]()
+    kept, lent = dict[str, Kept](), dict[str, Lent]()
     for kind in KINDS:
         if not program.holds(kind) or (kind in static and tier == TIERS[0]):
             continue
-        kept[_name(kind)] = kept_of(program, kind, sizes, TIERS.index(tier), late)
-        if late and tier == TIERS[0] and _is_lent(program, kind):
-            lent.append(_Lent.of(program, kind, sizes))
-            two = [kept_of(program, kind, sizes, 0, late, moved) for moved in (False, True)]
-            kept[_name(kind)], kept[lent[-1].name] = two
+        kept_on = partial(kept_of, program, kind, sizes, TIERS.index(tier), late)
+        if late and (slots := Lent.of(program, kind, sizes, tier)) is not None:
+            lent[name := _name(kind)] = slots
+            kept[name], kept[name + _MOVED] = kept_on(False), kept_on(True)
+        else:
+            kept[_name(kind)] = kept_on()
     if tier == TIERS[0] and len((handed := _handed_over(program, sizes)).at):
         kept[_HANDED] = handed
     # What goes at the end of an instruction goes before what comes there.
@@ -269,56 +272,16 @@ def held(
             mine = own[here] == k
             sums = np.cumsum(number[here] * mine), np.cumsum(change[here] * mine)
             curves[name] = (np.append(0, sums[0]), np.append(0.0, sums[1]))
-        for credit in lent:
-            credit.bound(curves, rank)
+        for name, slots in lent.items():
+            curves[name] = slots.bound(rank, curves[name], curves.pop(name + _MOVED))
         index_in = np.append(0, at[here] - program.offsets[rank])
         ranks.append(Footprint(fixed, index_in, np.append(True, starts[here]), curves))
     return ranks
 
 
-class _Lent(NamedTuple):
-    """Values of a kind that are elsewhere meanwhile, and are on the device by leave of a slot: how
-    many slots each rank has, and the bytes of its largest such value."""
-
-    kind: Token
-    slots: NDArray[np.int64]
-    most: NDArray[np.float64]
-
-    @classmethod
-    def of(cls, program: Program, kind: Token, sizes: Sizes) -> _Lent:
-        slots = counts(program)[:, KINDS.index(kind)]
-        return cls(kind, slots, largest_moved(program, kind, sizes))
-
-    @property
-    def name(self) -> str:
-        """What their curve is called until it is bounded."""
-        return f"{_name(self.kind)} moved"
-
-    def bound(
-        self, curves: dict[str, tuple[NDArray[np.int64], NDArray[np.float64]]], rank: int
-    ) -> None:
-        """Make one curve of two.  What stays has slots, and no more are there of the others than
-        find one, wherever these are."""
-        number, size = curves[_name(self.kind)]
-        others, more = curves.pop(self.name)
-        free = np.maximum(self.slots[rank] - number, 0)
-        curves[_name(self.kind)] = (
-            number + np.minimum(others, free),
-            size + np.minimum(more, free * self.most[rank]),
-        )
-
-
 def _name(kind: Token) -> str:
     """What the memory of a kind's values is called."""
     return WHOLE.get(TOKENS[kind].size, kind.name.lower())
-
-
-def _is_lent(program: Program, kind: Token) -> bool:
-    """Whether a program says how many slots each rank has of what is moved between tiers."""
-    if kind not in SLOTTED or TOKENS[kind].per is not Per.MICROBATCH:
-        return False
-    column = SLOTTED.index(kind)
-    return bool(program.slots) and all(slots[column] != OWN for slots in program.slots)
 
 
 def _sizes_of(program: Program, kind: Token, sizes: Sizes) -> NDArray[np.float64]:
@@ -358,12 +321,14 @@ def _handed_over(program: Program, sizes: Sizes) -> Kept:
     return Kept(*map(np.concatenate, zip(*changes, strict=True)))
 
 
-def require_memory_limit(program: Program, sizes: Sizes, limit: float) -> Program:
-    """Return a complete program if no rank ever holds more than `limit` bytes.
+def require_memory_limit(
+    program: Program, sizes: Sizes, limit: float, tier: str = "device"
+) -> Program:
+    """Return a complete program if no rank ever holds more than `limit` bytes on one of TIERS.
 
     Raises MemoryLimitError that says which rank does, when, and what fills it.
     """
-    for rank, own in enumerate(held(program, sizes, late=True)):
+    for rank, own in enumerate(held(program, sizes, tier, late=True)):
         most = int(own.bytes.argmax())
         if own.bytes[most] <= ample(limit):
             continue
@@ -377,5 +342,6 @@ def require_memory_limit(program: Program, sizes: Sizes, limit: float) -> Progra
             needs=float(own.bytes[most]),
             holds=own.table(most),
             site=Site(rank, at, instr, "while it runs" + new),
+            tier=tier,
         )
     return program

@@ -9,6 +9,8 @@ waits for.  That is interval colouring: c slots do if and only if no more than c
 What is taken in (ACT_IN, GRAD_IN) is filled by receives.  What is put out (ACT_OUT, GRAD_OUT) is
 filled by compute and read by a send, or by the neighbouring stage's compute on the same rank.
 A slot from which messages leave has the room of a boundary, or of the 1/t that a scatter leaves.
+On the host there are slots, too, of what forwards saved and is offloaded: who brings it there waits
+for one, who takes it away leaves one.
 SAVED and TAPE are filled and freed by compute alone, which is in order anyway: for them the
 fewest slots cost nothing, and nobody has to say how many there are.
 
@@ -26,7 +28,7 @@ from numpy.typing import NDArray
 
 from schedir.ir.flow import Flow, Lives
 from schedir.ir.index import NONE, Index, Positions
-from schedir.ir.ops import KEPT, ROWS, SCATTERS, SENDS, SLOTTED, TOKENS, Per, Token
+from schedir.ir.ops import KEPT, ROWS, SCATTERS, SENDS, SLOTTED, TIERS, TOKENS, Per, Token
 from schedir.ir.per_stage import look_up
 from schedir.ir.program import OWN, Program
 from schedir.ir.sizes import Sizes
@@ -55,17 +57,42 @@ def reuses(program: Program) -> dict[Token, tuple[Positions, Positions]]:
         if (count == OWN).all() and TOKENS[kind].per is not Per.STAGE:
             continue
         lives = flow.lives(kind)
-        values = np.diff(lives.first)
-        room = np.repeat(np.where(count == OWN, values, count), values)
-        taken = np.arange(len(lives.fill)) - room
-        again = taken >= np.repeat(lives.first[:-1], values)
-        left = np.full(len(lives.fill), NONE, np.int32)
-        left[again] = lives.free[taken[again]]
+        left = _left(lives, count)
         if TOKENS[kind].per is Per.STAGE:  # one lane frees them: the later of two has both behind
             left = np.maximum(left, _before_it(program, lives))
         if (again := left != NONE).any():
             found[kind] = lives.fill[again], left[again]
     return found
+
+
+def reuses_on_host(program: Program) -> tuple[Positions, Positions]:
+    """Who fills a slot of the host's that had a value before, and who has left it: what forwards
+    saved is there from the start of what brings it to the end of what takes it away."""
+    count = np.array([slots.host for slots in program.slots], np.int64)
+    none = np.empty(0, np.int32)
+    if (count == OWN).all():
+        return none, none
+    lives = on_host(program)
+    left = _left(lives, count)
+    again = left != NONE
+    return lives.fill[again], left[again]
+
+
+def on_host(program: Program) -> Lives:
+    """The values in the host's slots."""
+    return Flow.of(program).lives(Token.SAVED, TIERS.index("host"))
+
+
+def _left(lives: Lives, count: NDArray[np.int64]) -> Positions:
+    """Who has left the slot that each fill takes, of so many slots of each rank; NONE of one that
+    was empty."""
+    values = np.diff(lives.first)
+    room = np.repeat(np.where(count == OWN, values, count), values)
+    taken = np.arange(len(lives.fill)) - room
+    again = taken >= np.repeat(lives.first[:-1], values)
+    left = np.full(len(lives.fill), NONE, np.int32)
+    left[again] = lives.free[taken[again]]
+    return left
 
 
 def _said(program: Program) -> dict[Token, NDArray[np.int64]]:

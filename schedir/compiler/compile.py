@@ -25,9 +25,10 @@ from schedir.errors import (
 from schedir.ir.costs import Costs
 from schedir.ir.plan import Plan
 from schedir.ir.program import TRAITS, Program
-from schedir.ir.sizes import Sizes, ample
+from schedir.ir.sizes import Sizes, ample, bytes_of
 from schedir.ir.ties import Ties
 from schedir.passes.lowering import LOWERING, OPTIONS
+from schedir.passes.moves import DISK
 from schedir.passes.record import Boundary, Choice, Options, Pass
 from schedir.passes.share_slots import share_slots
 from schedir.schedules.draft import draft
@@ -81,6 +82,10 @@ def compile(
     microbatch), in a list; a function of the two that says it; or "fit", as few as the limit asks
     for.  Each R stands just before its backward (`recompute_at="late"`) or, where that would be
     late, before a forward that waits for as long.
+    `offload` says in the same words, and "half", every other microbatch of each stage, what
+    forwards saved is moved to the host meanwhile, and `spill` what of that goes on to the disk, at
+    costs `offload`, `reload`, `spill` and `fetch`; `host_limit` is the most bytes that a rank may
+    have on the host.
     `frozen=2` is such a trait: the first two stages are not trained, and whatever the schedule says
     of their backwards is left out.
 
@@ -129,6 +134,8 @@ def compile(
         **more,
     )  # fmt: skip
     program = check(program, model, blocks=blocks)
+    if (host := more.get("host_limit")) is not None:
+        check_memory(program, sizes, host, "host")
     return program if limit is None else check_memory(program, sizes, limit)
 
 
@@ -164,8 +171,10 @@ def _complete_draft(program: Program) -> Program:
         raise
 
 
-def check_memory(program: Program, sizes: Sizes | None, limit: float) -> Program:
-    """Return a checked program if no rank ever holds more than `limit` bytes.
+def check_memory(
+    program: Program, sizes: Sizes | None, limit: float, tier: str = "device"
+) -> Program:
+    """Return a checked program if no rank ever holds more than `limit` bytes on a tier.
 
     Raises MemoryLimitError that says which rank does, when, and what fills it; UsageError where
     no sizes are given.
@@ -176,16 +185,32 @@ def check_memory(program: Program, sizes: Sizes | None, limit: float) -> Program
             hint="--sizes activation=16MB,saved=1.2GB, or sizes=Sizes(...)",
         )
     expect(sizes, Sizes, SIZES)
-    if (bytes_ := number(limit)) is None:
-        raise UsageError(f"a limit is a number of bytes, not {said(limit)}", hint="40e9")
+    bytes_ = _bytes(limit, "limit" if tier == "device" else f"{tier}_limit")
     try:
-        return require_memory_limit(program, sizes, bytes_)
+        return require_memory_limit(program, sizes, bytes_, tier)
     except MemoryLimitError as error:
+        if tier == "host":
+            if program.ops.isdisjoint(DISK):
+                error.hint = 'spill="fit" moves on to the disk what does not fit'
+            raise
         few = share_slots(program, "fewest")
         most = max(own.bytes.max(initial=0.0) for own in held(few, sizes, late=True))
         if most <= ample(bytes_):
             error.hint = f"with the fewest slots no rank holds more than {in_bytes(most)}"
         raise
+
+
+def _bytes(limit: object, name: str) -> float:
+    """A limit as a number.  Raises UsageError for what is none."""
+    try:
+        bytes_ = bytes_of(limit) if isinstance(limit, str) else number(limit)
+    except ValueError:
+        bytes_ = None
+    if bytes_ is None or bytes_ < 0:
+        raise UsageError(
+            f"a {name} is a number of bytes, not {said(limit)}", hint="40e9", fields=[name]
+        )
+    return bytes_
 
 
 def lower(
@@ -215,6 +240,8 @@ def lower(
                 hint=f"did you mean {near[0]!r}?" if near else f"there are {', '.join(known)}",
                 fields=[option],
             )
+    if (host := more.get("host_limit")) is not None:
+        more["host_limit"] = _bytes(host, "host_limit")
     options = Options(costs, model, boundary, overlap, slots, more, sizes, limit)
     return _fold(program, LOWERING, options, debug=debug)
 
@@ -228,13 +255,19 @@ def finish(program: Program) -> Program:
     return _fold(program, [p for p in LOWERING if p.part in ("ends", "memory")], Options())
 
 
+def _rest(passes: Sequence[Pass], options: Options, program: Program, **more: Any) -> Program:
+    """A program after the passes behind one, with some options said in another way."""
+    said = {**options.more, **more}
+    return _fold(program, passes, replace(options, more=said) if more else options)
+
+
 def _fold(
     program: Program, passes: Sequence[Pass], options: Options, *, debug: bool = False
 ) -> Program:
     """A program after some passes, each of which is asked whether it is wanted."""
     for k, each in enumerate(passes):
         if each.wanted(program, options):
-            rest = partial(_fold, passes=passes[k + 1 :], options=options)
+            rest = partial(_rest, passes[k + 1 :], options)
             lowered = each.lower(program, replace(options, rest=rest))
             if lowered is not program:
                 program.forget()

@@ -157,10 +157,10 @@ class Chains(NamedTuple):
         sort = np.argsort(self.at[one], kind="stable")
         return one[sort], two[sort]
 
-    def on_device(self) -> tuple[Positions, Positions]:
-        """Where values come into the first tier, and where they leave it or are freed."""
+    def on_tier(self, tier: int) -> tuple[Positions, Positions]:
+        """Where values come to a tier, and where they leave it or are freed."""
         one, two = self._pieces(np.flatnonzero(self.makes | self.moves | ~self.gives))
-        here = self.tier[one] == 0
+        here = self.tier[one] == tier
         return self.at[one[here]], self.at[two[here]]
 
     def pieces(self) -> tuple[Positions, Positions, Ints, Ints, Mask, Mask]:

@@ -329,20 +329,20 @@ class Flow:
             return self.index.key[at].astype(np.int64)
         return self.index.keys(TOKENS[token].per, at, np.zeros(len(at), np.int64))
 
-    def lives(self, token: Token) -> Lives:
-        """Where the values of a kind are filled on the device and freed; without those never freed,
+    def lives(self, token: Token, tier: int = 0) -> Lives:
+        """Where the values of a kind are filled on a tier and freed; without those never freed,
         and none of a kind that takes no memory of its own.
 
         A value that is moved off the device and back fills a slot twice.  What many give, the first
         of them fills.
         """
         index = self.index
-        if not index.program.holds(token):
+        chains = self.chains(token)
+        if not index.program.holds(token) or (tier and chains is None):
             none = np.empty(0, np.int32)
             return Lives(none, none, none, np.zeros(len(index.program.offsets), np.intp))
-        chains = self.chains(token)
         if chains is not None:
-            fill, freed = chains.on_device()
+            fill, freed = chains.on_tier(tier)
         else:
             fill = index.where_all(producers(token))
             freed = self._freed(token, fill)

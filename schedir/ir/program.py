@@ -74,14 +74,16 @@ if TYPE_CHECKING:
         skip_grad_out: int = OWN
         saved: int = OWN
         full: int = OWN
+        host: int = OWN
 else:
-    _KINDS = [kind.name.lower() for kind in SLOTTED]
-    _Slots = namedtuple("_Slots", _KINDS, defaults=[OWN] * (len(SLOTTED) - len(BETWEEN_NEIGHBOURS)))
+    _KINDS = [*(kind.name.lower() for kind in SLOTTED), "host"]
+    _Slots = namedtuple("_Slots", _KINDS, defaults=[OWN] * (len(_KINDS) - len(BETWEEN_NEIGHBOURS)))
 
 
 class Slots(_Slots):
     """How many static slots a rank has for what is taken in and put out, in activations and
-    in gradients (`schedir/analysis/slots.py` says who lives in which)."""
+    in gradients (`schedir/analysis/slots.py` says who lives in which); and on the `host`, for what
+    forwards saved."""
 
     __slots__ = ()
 

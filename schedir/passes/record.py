@@ -29,7 +29,8 @@ class Options:
     """How a draft is lowered; `more` has the options that passes bring along, by name.
 
     `sizes` and `limit` are those that the program is to fit.  `rest` is what the passes behind the
-    one that is told make of what it gives, for one that chooses by what becomes of it.
+    one that is told make of what it gives, for one that chooses by what becomes of it; options in
+    `more` may be said in another way there.
     """
 
     costs: Costs | None = None
@@ -40,7 +41,7 @@ class Options:
     more: Mapping[str, Any] = field(default_factory=dict)
     sizes: Sizes | None = None
     limit: float | None = None
-    rest: Callable[[Program], Program] = lambda program: program
+    rest: Callable[..., Program] = lambda program, **more: program
 
 
 class Expected(NamedTuple):

@@ -99,14 +99,17 @@ def _with(program: Program, counts: NDArray[np.int64]) -> Program:
     chosen = np.array([program.in_slots(kind) for kind in SLOTTED])
     there = (counts > 0).any(0) & chosen | np.isin(SLOTTED, BETWEEN_NEIGHBOURS)
     said = _numbers(program)
-    numbers = np.where(said == OWN, np.where(there, counts, OWN), said)
-    return program.with_slots([Slots(*row) for row in numbers.tolist()])
+    numbers = np.where(said == OWN, np.where(there, counts, OWN), said).tolist()
+    told = program.slots or [Slots.unsaid()] * program.plan.ranks
+    return program.with_slots(
+        [Slots(*row)._replace(host=own.host) for row, own in zip(numbers, told, strict=True)]
+    )
 
 
 def _numbers(program: Program) -> NDArray[np.int64]:
     """How many slots a program says, shape (ranks, kinds); OWN for those unsaid."""
     unsaid = [Slots.unsaid()] * program.plan.ranks
-    return np.array(program.slots or unsaid, np.int64)
+    return np.array(program.slots or unsaid, np.int64)[:, : len(SLOTTED)]
 
 
 def unshared(program: Program) -> Program:

@@ -15,7 +15,7 @@ from schedir.analysis.graph import Graph
 from schedir.analysis.limits import finishes_where, least_limit
 from schedir.analysis.longest_path import Walk, walk
 from schedir.analysis.models import MODELS, Model, require_model
-from schedir.analysis.slots import groups, minimum_slots
+from schedir.analysis.slots import groups, minimum_slots, on_host
 from schedir.errors import (
     CompletenessError,
     DeadlockError,
@@ -42,6 +42,7 @@ from schedir.ir.ops import (
     TRANSFERS,
     Found,
     Per,
+    Token,
 )
 from schedir.ir.program import Program, Proof
 from schedir.ir.sizes import Eager, Sizes
@@ -217,25 +218,28 @@ def check_draft(program: Program) -> Program:
 
 def _in_slots(graph: Graph) -> None:
     """Each fill finds a slot that was freed earlier in the Stream, and not by what it runs with."""
-    if not graph.reuses:
+    if not graph.rooms:
         return
-    group, index = groups(graph.index), graph.index
+    group, index, program = groups(graph.index), graph.index, graph.program
+    names = [kind.name.lower() for kind in graph.reuses]
     wrong = [
-        (int(fill[late.argmax()]), int(free[late.argmax()]), kind)
-        for kind, (fill, free) in graph.reuses.items()
+        (int(fill[late.argmax()]), int(free[late.argmax()]), name)
+        for name, (fill, free) in zip([*names, "host"], graph.rooms, strict=False)
         if (late := group[free] >= group[fill]).any()
     ]
     if not wrong:
         return
-    fill, free, kind = min(wrong)
+    fill, free, name = min(wrong)
     rank, at, instr = index.locate(fill)
     _, freed_at, frees = index.locate(free)
-    count = graph.program.slots[rank][SLOTTED.index(kind)]
-    least = int(minimum_slots(graph.program)[rank, SLOTTED.index(kind)])
+    count = getattr(program.slots[rank], name)
+    if name == "host":
+        least = int(on_host(program).peak(group)[rank])
+    else:
+        least = int(minimum_slots(program)[rank, SLOTTED.index(Token[name.upper()])])
     raise SlotError(
-        f"rank {rank} has {count} {kind.name.lower()} slot{'s' * (count != 1)}, "
-        f"and {instr} needs one more",
-        program=graph.program.name,
+        f"rank {rank} has {count} {name} slot{'s' * (count != 1)}, and {instr} needs one more",
+        program=program.name,
         sites=[Site(rank, at, instr, "fills it"), Site(rank, freed_at, frees, "frees the next")],
         hint=f"its Stream needs {least}",
     )

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
+from schedir.analysis.memory import held
 from schedir.compiler.compile import compile
-from schedir.errors import PlanError, UsageError
+from schedir.errors import MemoryLimitError, PlanError, SlotError, UsageError
 from schedir.ir.costs import Costs
 from schedir.ir.ops import Opcode
 from schedir.ir.plan import Plan
@@ -91,7 +95,7 @@ def test_spilled_goes_on_and_comes_back_through_the_host() -> None:
     assert moved(program, Opcode.Spill) == moved(program, Opcode.Fetch)
     assert {mb for own in moved(program, Opcode.Spill) for _, mb in own} == {0, 2, 4, 6}
     run = simulate(program, COSTS, sizes=SIZES)
-    assert max(max(curve.held) for curve in run.memory_on("disk")) > 0
+    assert max(max(curve.held) for curve in run.memory_on("disk")) == 40
     assert all(curve.held[-1] == 0 for curve in run.memory_on("host"))
 
 
@@ -110,6 +114,71 @@ def test_moves_that_nobody_prices_are_planned_as_if_they_took_time() -> None:
     assert late.span == simulate(compile(gpipe, Plan(1, 8)), Costs(F=1, B=2)).span
 
 
+# ---------------------------------------------------------------- limits
+
+
+def test_a_limit_that_only_offload_holds() -> None:
+    """Plain 1F1B holds 40, and recomputed 13: three checkpoints, and what one is made to.  Offload
+    holds 20; and both one checkpoint beside what another is made to."""
+    plan = Plan(4, 16)
+    for limit, how in ((30, {}), (12, {"recompute": "all"}), (15, {"offload": "all"})):
+        more: dict[str, Any] = how
+        with pytest.raises(MemoryLimitError):
+            compile(one_f_one_b, plan, costs=COSTS, sizes=SIZES, limit=limit, **more)
+    both: dict[str, Any] = {"recompute": "all", "offload": "all", "recompute_at": "late"}
+    program = compile(one_f_one_b, plan, costs=COSTS, sizes=SIZES, limit=12, **both)
+    assert simulate(program, COSTS, sizes=SIZES).peak_memory.max() <= 12
+
+
+def test_as_few_as_fit_and_no_longer() -> None:
+    plan = Plan(4, 16)
+    plain = simulate(compile(one_f_one_b, plan, costs=COSTS), COSTS)
+    number = []
+    for limit in (40, 30, 20):
+        program = compile(
+            one_f_one_b, plan, costs=COSTS, offload="fit", sizes=SIZES, limit=limit, debug=True
+        )
+        run = simulate(program, COSTS, sizes=SIZES)
+        assert run.span == plain.span and run.peak_memory.max() <= limit
+        number.append(sum(map(len, moved(program))))
+    assert number[0] == 0 < number[1] < number[2] <= 3 * 16
+
+
+SHAPES = st.tuples(
+    st.sampled_from(sorted(TRAINED)), st.just(2) | st.just(4), st.just(4) | st.just(8)
+)
+TIMES = st.sampled_from([0.0, 0.125, 0.5, 1.0, 3.0])
+
+
+@settings(max_examples=12, deadline=None)
+@given(SHAPES, st.floats(0.2, 0.9), st.floats(0.3, 1.0), st.data())
+def test_limits_hold_whatever_takes_how_long(
+    shape: tuple[str, int, int], part: float, away: float, data: st.DataObject
+) -> None:
+    """On each tier, and at costs that nobody foresaw; what cannot be held is refused."""
+    schedule = TRAINED[shape[0]]
+    plan = of(schedule, *shape[1:])
+    limit = part * max(map(float, peaks(compile(schedule, plan), "device")))
+    how: dict[str, Any] = {"offload": "fit", "spill": "fit", "limit": limit, "sizes": SIZES}
+    try:
+        program = compile(schedule, plan, costs=COSTS, **how, host_limit=1e9)
+        host = away * max(peaks(program, "host"))
+        program = compile(schedule, plan, costs=COSTS, **how, host_limit=host)
+    except MemoryLimitError:
+        return
+    assert parse(show(program)) == program
+    for _ in range(3):
+        names = ("F", "I", "W", "send", "offload", "reload", "spill", "fetch")
+        costs = Costs(**{name: data.draw(TIMES, label=name) for name in names})
+        run = simulate(program, costs, sizes=SIZES)
+        assert run.peak_memory.max() <= limit
+        assert all(max(curve.held) <= host for curve in run.memory_on("host"))
+
+
+def peaks(program: Program, tier: str) -> list[float]:
+    return [float(own.bytes.max()) for own in held(program, SIZES, tier, late=True)]
+
+
 # ---------------------------------------------------------------- what is refused
 
 
@@ -126,6 +195,37 @@ def test_moves_that_nobody_prices_are_planned_as_if_they_took_time() -> None:
 def test_what_says_nothing_is_refused(how: Any, error: type[Exception], says: str) -> None:
     with pytest.raises(error, match=says):
         compile(one_f_one_b, Plan(4, 8), **how)
+
+
+@pytest.mark.parametrize(
+    ("how", "says"),
+    [
+        ({"offload": "fit"}, "needs sizes and a limit"),
+        ({"offload": "fit", "sizes": SIZES}, "needs sizes and a limit"),
+        ({"offload": "all", "spill": "fit", "sizes": SIZES}, "needs sizes and a host_limit"),
+        ({"offload": "all", "host_limit": 20}, "needs the sizes"),
+        ({"offload": "all", "host_limit": "much", "sizes": SIZES}, "number of bytes"),
+        ({"offload": "all", "host_limit": -1, "sizes": SIZES}, "number of bytes"),
+    ],
+)
+def test_who_chooses_is_told_by_what(how: Any, says: str) -> None:
+    with pytest.raises(UsageError, match=says):
+        compile(one_f_one_b, Plan(4, 8), **how)
+
+
+def test_what_the_host_cannot_hold_is_refused_by_rank() -> None:
+    with pytest.raises(MemoryLimitError, match="rank 0 would hold 40 B on the host") as caught:
+        compile(one_f_one_b, Plan(4, 8), costs=COSTS, offload="all", sizes=SIZES, host_limit=5)
+    assert caught.value.tier == "host" and caught.value.holds[0][0] == "saved"
+    assert "spill" in caught.value.hint
+
+
+def test_slots_of_which_too_few_are_said_are_refused() -> None:
+    program = compile(gpipe, Plan(2, 8), costs=COSTS, offload="all", spill="all")
+    for name in ("saved", "host"):
+        slots = tuple(own._replace(**{name: 1}) for own in program.slots)
+        with pytest.raises(SlotError, match=f"rank . has 1 {name} slot, and .* needs one more"):
+            check(replace(program, slots=slots))
 
 
 def test_forwards_alone_save_nothing() -> None:
