@@ -17,7 +17,7 @@ from schedir.ir.costs import FIELD, Costs
 from schedir.ir.ops import BACKWARD, BACKWARD_INPUT, FORWARD, RECOMPUTE, Opcode
 from schedir.ir.per_stage import from_grid
 from schedir.ir.program import JOINED, Program, Stream
-from schedir.passes.offload import DISK, HOST
+from schedir.passes.moves import DISK, HOST
 from schedir.predict.calibrate import calibrate, completed
 from schedir.predict.simulate import simulate
 from schedir.predict.timeline import Timeline
