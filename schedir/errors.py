@@ -276,8 +276,7 @@ class SlotError(ProgramError):
 
 
 class MemoryLimitError(ProgramError):
-    """A rank that would hold more bytes than it may on a `tier`: its device, its host or a disk;
-    `holds` says of what, how many, how large."""
+    """A rank that would hold more bytes on a tier than it may; `holds` says of what, how many."""
 
     def __init__(
         self,
@@ -290,14 +289,10 @@ class MemoryLimitError(ProgramError):
         hint: str = "",
         tier: str = "device",
     ) -> None:
-        where = f" on the {tier}" * (tier != "device")
-        fact = (
-            f"rank {site.rank} would hold {in_bytes(needs)}{where}, and may hold {in_bytes(limit)}"
-        )
+        more = in_bytes(needs) + f" on the {tier}" * (tier != "device")
+        fact = f"rank {site.rank} would hold {more}, and may hold {in_bytes(limit)}"
         super().__init__(fact, program=program, sites=[site], hint=hint)
-        self.limit, self.tier = limit, tier
-        self.needs = needs
-        self.holds = tuple(holds)
+        self.limit, self.needs, self.tier, self.holds = limit, needs, tier, tuple(holds)
 
     def lines(self) -> list[str]:
         width = max((len(name) for name, _, _ in self.holds), default=0)
