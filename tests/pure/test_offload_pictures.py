@@ -12,6 +12,7 @@ from schedir import Costs, Plan, Sizes, Timeline, check, compile, schedules, sim
 from schedir.errors import UsageError
 from schedir.io import perfetto
 from schedir.ir.ops import LANES, Lane, Opcode
+from schedir.viz.layout import CURVE
 from schedir.viz.palette import NIGHT, PALETTES, colour, lightness, written
 from tests.offloaded import offloaded
 
@@ -71,6 +72,9 @@ def test_limits_are_lines_on_the_tiers_that_they_are_of() -> None:
     assert dashed() == [] and len(dashed(device=8e7)) == len(dashed(host=3e7)) == 4
     both = dashed(device=1e8, host=1e8)
     assert len(both) == 8 and len({round(y, 6) for y in both}) == 8
+    # To the scale of the curve: as high as its peak, 10 MB, half as high, or alone at the top.
+    low, peak, above = (np.array(dashed(host=size)) for size in (5e6, 1e7, 2e7))
+    assert low - peak == pytest.approx(CURVE / 2) and above == pytest.approx(peak)
     (legend,) = viz.gantt(run(), show="memory", limits={"device": 1e8}).legends
     assert "limit of memory" in [t.get_text() for t in legend.get_texts()]
     for wrong in ({"gpu": 1}, {"host": -1}, {"device": "5GB"}, 5):
