@@ -19,6 +19,7 @@ from schedir.ir.ops import (
     Found,
     Token,
     change_of,
+    changes,
     producers,
 )
 
@@ -84,7 +85,7 @@ def _stale(graph: Graph, stale: Stale) -> OrderError:
     if change is not None and not gone:
         way = "moved to the" if change.after in TIERS else "made a"
         how = f"has {way} {change.after}"
-    makers = [ROWS[op].text for op in producers(stale.token)]
+    makers = [ROWS[op].text for op in producers(stale.token) or changes(stale.token)]
     names = " or ".join(filter(None, [", ".join(makers[:-1]), makers[-1]]))
     again = TOKENS[stale.token].found in (Found.AGAIN, Found.ALL)
     return OrderError(

@@ -11,11 +11,12 @@ from schedir.analysis.hosts import heard_of
 from schedir.analysis.slots import groups, reuses
 from schedir.ir.chains import NO_FORM
 from schedir.ir.flow import Flow, States
-from schedir.ir.index import Index, Positions
+from schedir.ir.index import NONE, Index, Positions
 from schedir.ir.ops import ROWS, TOKENS, Lane, Token
 from schedir.ir.per_stage import look_up
 from schedir.ir.program import Program
 from schedir.ir.sizes import Sizes
+from schedir.ir.zero import is_cut
 
 
 class Kept(NamedTuple):
@@ -90,7 +91,10 @@ def _sizes(program: Program, kind: Token, sizes: Sizes, states: States) -> NDArr
     index, chains = Index.of(program), Flow.of(program).chains(kind)
     names = [TOKENS[kind].size, *(chains.forms if chains else ())]
     at = index.stage[states.begin], index.mb[states.begin]
-    of_form = [look_up(sizes.each(name, program.plan), *at) for name in names]
+    # Of what lies somewhere from the start replicas have parts from a level of ZeRO on.
+    part = TOKENS[kind].lies and is_cut(TOKENS[kind].size, program.zero)
+    parts = program.dp if part else 1
+    of_form = [look_up(sizes.each(name, program.plan), *at) / parts for name in names]
     return of_form[0] if len(names) == 1 else np.choose(states.form - NO_FORM, of_form)
 
 
@@ -138,13 +142,23 @@ def _as_early(
     program: Program, kind: Token, begin: Positions, made: NDArray[np.bool_]
 ) -> Positions:
     """What each value can come behind at the earliest: who leaves it room, if another lane than
-    compute makes it, or the first of the Stream where there always is some."""
-    index = Index.of(program)
-    off = made & (np.array([row.lane for row in ROWS])[index.op[begin]] != Lane.COMPUTE)
+    compute makes it, or the first of the Stream where there always is some.
+
+    What lies elsewhere from the start comes behind what it needs: what compute gave, or what was
+    made of that.
+    """
+    index, lies = Index.of(program), bool(TOKENS[kind].lies)
+    off = (made | lies) & (np.array([row.lane for row in ROWS])[index.op[begin]] != Lane.COMPUTE)
     early = program.offsets[index.rank[begin]].astype(np.int32)
+    if lies and len(begin):
+        needs = np.append(Flow.of(program).needs, np.full((1, len(index)), NONE), 0)
+        given = needs[:, begin].max(0)
+        computed = np.where(given == NONE, NONE, needs[:, given].max(0))
+        early = np.maximum(early, computed).astype(np.int32)
     fills, left = reuses(program).get(kind, (begin[:0], begin[:0]))
     among = np.isin(fills, begin)
-    early[np.searchsorted(begin, fills[among])] = left[among]
+    again = np.searchsorted(begin, fills[among])
+    early[again] = np.maximum(early[again], left[among])
     return np.where(off, np.maximum.accumulate(early), begin)
 
 

@@ -174,9 +174,21 @@ class Footprint(NamedTuple):
         return Footprint(self.fixed, self.at[order], self.starts[order], kept)
 
 
-def at_rest(program: Program, sizes: Sizes) -> dict[str, NDArray[np.float64]]:
-    """Bytes per rank of what its stages hold all the time, by the names of Sizes that tell it."""
+def at_rest(program: Program, sizes: Sizes, tier: str = "device") -> dict[str, NDArray[np.float64]]:
+    """Bytes per rank of what its stages hold all the time on one of TIERS, by the names of Sizes
+    that tell it.
+
+    A value that lies on a tier from the start has its room there all the time, wherever it is.
+    """
     plan, zero = program.plan, program.zero
+    lies = {row.size: row.lies for row in TOKENS if row.lies and program.has(row.token)}
+    if lies and np.any(np.array(sizes.weights or 0)):
+        raise UsageError(
+            f"{' and '.join(lies)} of a stage lies on the {' and '.join(lies.values())}, and of "
+            "what a stage holds all the time the sizes tell the sum",
+            hint=f"{', '.join(f'{name}=' for name in AT_REST)} in place of weights=",
+            fields=["weights", "states"],
+        )
     if zero and np.any(np.array(sizes.weights or 0)):
         raise UsageError(
             f"zero is {zero}, and of what a stage holds all the time the sizes tell the sum: of it "
@@ -191,6 +203,10 @@ def at_rest(program: Program, sizes: Sizes) -> dict[str, NDArray[np.float64]]:
         if name in each and is_cut(name, zero):
             each[IN_PARTS[name]] = np.where(np.arange(plan.stages) < program.frozen, 0.0, size)
             each[name][program.frozen :] = 0.0
+    for name in sizes.at_rest:
+        if lies.get(name, TIERS[0]) != tier:
+            each.pop(name, None)
+            each.pop(IN_PARTS.get(name, name), None)
     return {
         name: np.array([size[list(own)].sum() for own in plan.stages_of])
         for name, size in each.items()
@@ -222,7 +238,7 @@ def held(
     lane moves off the device until it is back, or freed.
     """
     plan = program.plan
-    always = at_rest(program, sizes)
+    always = at_rest(program, sizes, tier)
     changed = sum(
         (sizes.of(name, plan.stages) for name in sizes.at_rest if name != "buffers"),
         np.zeros(plan.stages),
@@ -233,6 +249,8 @@ def held(
     kept, lent = dict[str, Kept](), dict[str, Lent]()
     for kind in KINDS:
         if not program.holds(kind) or (kind in static and tier == TIERS[0]):
+            continue
+        if TOKENS[kind].lies == tier:  # which is in `always`
             continue
         kept_on = partial(kept_of, program, kind, sizes, TIERS.index(tier), late)
         if late and (slots := Lent.of(program, kind, sizes, tier)) is not None:
@@ -254,10 +272,8 @@ def held(
     ranks = []
     for rank, stages in enumerate(plan.stages_of):
         here = slice(first[rank], first[rank + 1])
-        fixed = {}
+        fixed = {name: (len(stages), float(each[rank])) for name, each in always.items()}
         if tier == TIERS[0]:
-            for name, each in always.items():
-                fixed[name] = (len(stages), float(each[rank]))
             trained = [s for s in stages if s >= program.frozen]
             if program.validate == "after" and program.trains:  # to make an update again
                 fixed["copies"] = (len(trained), float(changed[trained].sum()))

@@ -300,6 +300,7 @@ class Request:
             return self._per_stage(costs.usual())
         costs, found = self._per_stage(costs), self.source.found
         groups: dict[str, Any] = {"tp": 1, "dp": 1, "zero": 0, "snapshots": False}
+        groups |= {"states": "device"}
         for f in TRAITS:
             if f.name in groups:
                 own = f.of(found) if isinstance(found, Program) else groups[f.name]

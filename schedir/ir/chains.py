@@ -51,12 +51,14 @@ class Chains(NamedTuple):
     form: Ints
     last: Ints
     forms: tuple[str, ...]
+    lies: str
 
     @classmethod
-    def of(cls, parts: Sequence[Part], *, collected: bool = False) -> Chains:
+    def of(cls, parts: Sequence[Part], *, collected: bool = False, lies: str = "") -> Chains:
         """All events that some rows make.
 
-        Of what is `collected` from many, who gives it first makes it, and others add to it.
+        Of what is `collected` from many, who gives it first makes it, and others add to it; what
+        `lies` on a tier is there from the start.
         """
         names = [name for part in parts for name in _states(part.change) if name not in TIERS]
         forms = tuple(dict.fromkeys(names))
@@ -96,7 +98,7 @@ class Chains(NamedTuple):
 
         tier, _, moves = state(TIERS, 0)
         form, last, _ = state(forms, NO_FORM)
-        return cls(at[sort], key, gives, makes, moves, tier, form, last, forms)
+        return cls(at[sort], key, gives, makes, moves, tier, form, last, forms, lies)
 
     def _fits(self, event: Ints, change: Change | None) -> Mask:
         """Whether the value is, after each of some events, as who comes next wants it."""
@@ -114,7 +116,7 @@ class Chains(NamedTuple):
         """Who gives a value to each of some instructions, and who has left it unfit for which.
 
         The giver is the nearest earlier event if that leaves the value fit, else the next event
-        that will; -1 where nothing touches the value.
+        that will; -1 where nothing touches the value, or it lies there fit before anything does.
         """
         giver = np.full(len(needer), NONE, np.int32)
         stale: list[tuple[int, int]] = []
@@ -127,6 +129,8 @@ class Chains(NamedTuple):
         known = (event >= 0) & (self.key[near] == key)
         fits = known & self._fits(near, change)
         giver[fits] = self.at[near[fits]]
+        if self.lies and (change.before if change else TIERS[0]) == self.lies:
+            fits |= ~known
         for k in np.flatnonzero(~fits & np.isin(key, self.key)).tolist():
             one, where = int(key[k]), int(needer[k])
             later = np.flatnonzero((self.key == one) & (self.at > where))

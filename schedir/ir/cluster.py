@@ -250,6 +250,7 @@ class Cluster:
         dp: int = 1,
         zero: int = 0,
         snapshots: bool = False,
+        states: str = "device",
         mesh: Processes | None = None,
     ) -> Costs:
         """Costs in seconds: those that are told stay, and these are filled, unless told:
@@ -269,6 +270,9 @@ class Cluster:
           `zero` from 1 on.
         - With `snapshots`: `snapshot`, the replica's part of a stage's `params` and `optimizer`, to
           the host (`host_transfer`).
+        - With `states` "host": `load_state` and `store_state`, the replica's part of a stage's
+          `optimizer` (`host_transfer`), and `step_stage`, of each stage what `step` else is of all;
+          `step` then takes nothing.
         - `I` and `W` where only B is told: half of it each.
 
         F, and B or I and W, are for who knows the model to tell, in seconds.  Bytes are those of
@@ -308,7 +312,7 @@ class Cluster:
                 f"{mesh.shape}",
                 fields=["mesh"],
             )
-        return filled(self, plan, sizes, costs, mesh, zero, snapshots=snapshots)
+        return filled(self, plan, sizes, costs, mesh, zero, snapshots=snapshots, states=states)
 
 
 def _message(size: float, latency: float, bandwidth: float) -> float:

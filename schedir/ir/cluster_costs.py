@@ -62,11 +62,13 @@ def filled(
     zero: int,
     *,
     snapshots: bool,
+    states: str,
 ) -> Costs:
     """Costs with those that nobody tells filled, as `Cluster.costs` says."""
     found = _backwards(costs)
     filler = _Filler(cluster, plan, sizes, mesh, zero)
     fills = filler.fills | ({"snapshot": filler.snapshot} if snapshots else {})
+    fills |= filler.of_states if states == "host" else {}
     for name, fill in fills.items():
         if name not in costs.told:
             each = fill()
@@ -106,6 +108,12 @@ class _Filler:
             },
             "reduce_norm": self.reduce_norm,
             "step": self.step,
+        }
+        self.of_states: dict[str, Callable[[], Floats]] = {
+            "load_state": self.state,
+            "store_state": self.state,
+            "step_stage": lambda: self._touched("step_stage")[:, None] / self.cluster.hbm,
+            "step": lambda: np.zeros((1, 1)),
         }
 
     # ------------------------------------------------------------ messages
@@ -206,13 +214,25 @@ class _Filler:
         copied = (params + optimizer) / self.dp
         return np.array([[self.cluster.host_transfer(size)] for size in copied.tolist()])
 
-    def step(self) -> Floats:
-        """The k-th number is rank k's."""
+    def state(self) -> Floats:
+        """Each replica moves its part, whole or 1/dp, between the host and its device."""
+        each = self.sizes.of("optimizer", self.plan.stages)
+        if not each.any():
+            raise _unknown("load_state", "params=2GB,grads=2GB,optimizer=12GB")
+        own = each / (self.dp if self.zero else 1)
+        return np.array([[self.cluster.host_transfer(size)] for size in own.tolist()])
+
+    def _touched(self, cost: str) -> Floats:
+        """Bytes that a step of each stage reads and writes on a replica, shape (stages,)."""
         names = ("params", "grads", "optimizer")
         params, grads, optimizer = (self.sizes.of(name, self.plan.stages) for name in names)
         if not (params.any() and grads.any()):
-            raise _unknown("step", "params=2GB,grads=2GB,optimizer=12GB")
-        touched = stepped(params, grads, optimizer) / (self.dp if self.zero else 1)
+            raise _unknown(cost, "params=2GB,grads=2GB,optimizer=12GB")
+        return stepped(params, grads, optimizer) / (self.dp if self.zero else 1)
+
+    def step(self) -> Floats:
+        """The k-th number is rank k's."""
+        touched = self._touched("step")
         each = np.zeros(self.plan.stages)
         for rank, own in enumerate(self.plan.stages_of):
             here = slice(min(rank, self.plan.stages - 1), None)  # what is behind is of no rank

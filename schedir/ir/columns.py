@@ -73,6 +73,8 @@ class TokenRow(NamedTuple):
     `made_of` says that an instruction makes it of another value that it frees, and which field of
     Sizes tells the bytes of both.  `trait` names a trait of programs: only in those that have
     another than its default there are such values.
+    `lies` is one of TIERS: the value is there from the start, on that one, and nobody makes or
+    frees it; there it has its room all the time.  Of what replicas hold parts of it is the own.
     """
 
     token: Token
@@ -84,6 +86,7 @@ class TokenRow(NamedTuple):
     handed: Token | None = None
     made_of: tuple[Token, str] | None = None
     trait: str = ""
+    lies: str = ""
 
 
 class LaneRow(NamedTuple):
@@ -139,7 +142,8 @@ class Row(NamedTuple):
     ("holders"), or those that share tied weights ("tied"), whose values it needs and gives at once.
     `cost` is the field of Costs that prices it.  `drains` says that a host that blocks waits for
     what stands before it on its lane: "always", or where there are "replicas".  `ring` says of a
-    collective how many bytes it sends.
+    collective how many bytes it sends.  `of_all` says that of what is collected it needs what there
+    is of all stages of its rank, not of its own alone.
     """
 
     op: Opcode
@@ -157,3 +161,4 @@ class Row(NamedTuple):
     drains: Literal["", "always", "replicas"] = ""
     changes: tuple[Change, ...] = ()
     ring: Ring | None = None
+    of_all: bool = False

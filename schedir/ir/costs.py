@@ -95,6 +95,9 @@ class Costs:
     reload: Cost | None = None
     spill: Cost | None = None
     fetch: Cost | None = None
+    load_state: Cost | None = None
+    step_stage: Cost | None = None
+    store_state: Cost | None = None
 
     def __post_init__(self) -> None:
         for f in fields(self):

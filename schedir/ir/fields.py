@@ -111,7 +111,7 @@ class Field:
     where the field `beside` it, or without one it itself, is not the default.  The digest has what
     `digest` makes of it; without that, the field where it is not the default, so that a new one
     changes no digest of a program that is there.  `in_config` says whether it is a setting of a
-    configuration's section `pipeline`.
+    configuration, in its `section`.
     """
 
     name: str
@@ -123,6 +123,7 @@ class Field:
     beside: str
     digest: Digest | None
     in_config: bool
+    section: str
 
     @property
     def required(self) -> bool:
@@ -151,11 +152,12 @@ def setting(
     beside: str = "",
     digest: Digest | None = None,
     in_config: bool = True,
+    section: str = "pipeline",
 ) -> Mapping[str, Any]:
     """The metadata of a dataclass's field that is a setting of programs; see `Field`."""
     return {
         "kind": kind, "help": help, "options": options, "always": always, "beside": beside,
-        "digest": digest, "in_config": in_config,
+        "digest": digest, "in_config": in_config, "section": section,
     }  # fmt: skip
 
 

@@ -242,7 +242,7 @@ class Flow:
         index = self.index
         ops = chain(row.op, token)
         per = row.per
-        if row.group == "tied" or any(ROWS[op].per is Per.RANK for op in ops):
+        if row.of_all or row.group == "tied" or any(ROWS[op].per is Per.RANK for op in ops):
             per = Per.RANK  # what a rank gives, it gives to each of its stages
         for lane in sorted({ROWS[op].lane for op in ops if op in index.at}) or [row.lane]:
             gives = index.where_all(op for op in ops if ROWS[op].lane is lane)
@@ -317,7 +317,8 @@ class Flow:
             if at is not None:
                 key = self._keys(token, at, hop and hop.back)
                 parts.append(Part(at, key, False, False, None))
-        return Chains.of(parts, collected=TOKENS[token].found is Found.ALL)
+        row = TOKENS[token]
+        return Chains.of(parts, collected=row.found is Found.ALL, lies=row.lies)
 
     def _keys(self, token: Token, at: Positions, hop: Hop | None = None) -> Keys:
         """Which value of a token's each of some instructions touches; of another stage's, a hop

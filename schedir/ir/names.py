@@ -27,6 +27,8 @@ class Token(IntEnum):
     PARTS = 16
     ROOM = 17
     COPY = 18
+    STATE = 19
+    STEPPED = 20
 
 
 class Lane(IntEnum):
@@ -83,3 +85,6 @@ class Opcode(IntEnum):
     Reload = 28
     Spill = 29
     Fetch = 30
+    LoadState = 31
+    StepStage = 32
+    StoreState = 33

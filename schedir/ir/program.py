@@ -133,6 +133,8 @@ class Program:
     on the same stages adds to them, and one that is not open ends the update.
     `snapshots` says that what a step changes can be copied while its forwards run: for a checkpoint
     of the step before.
+    `states` is where the optimizer's state lies between steps: on the "device", or on the "host".
+    Then each update ends with a load, a step and a store of each own stage that is trained.
     `slots` has one entry per rank; where it is empty, each value has a slot of its own.
 
     `order` numbers the messages as the lowering places them: for each kind of send a number by
@@ -172,6 +174,7 @@ class Program:
     reduce: str = field(default="end", metadata=traits.REDUCE)
     open: bool = field(default=False, metadata=traits.OPEN)
     snapshots: bool = field(default=False, metadata=traits.SNAPSHOTS)
+    states: str = field(default="device", metadata=traits.STATES)
     slots: tuple[Slots, ...] = ()
     order: Mapping[Opcode, NDArray[np.int32]] = field(
         default_factory=dict, repr=False, compare=False
@@ -204,6 +207,7 @@ class Program:
             reduce=self.reduce,
             open=self.open,
             snapshots=self.snapshots,
+            states=self.states,
         )
         try:
             slots = tuple(Slots(*map(index, counts)) for counts in self.slots)
@@ -306,7 +310,8 @@ class Program:
         which on replicas have parts of them.
         """
         size = TOKENS[token].size
-        return self.has(token) and size != "" and (size not in CUT_FROM or is_cut(size, self.zero))
+        whole = size in CUT_FROM and not is_cut(size, self.zero) and not TOKENS[token].lies
+        return self.has(token) and size != "" and not whole
 
     def in_slots(self, token: Token) -> bool:
         """Whether how many slots a kind has is a choice here: of what crosses boundaries, and of

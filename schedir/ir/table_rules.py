@@ -88,6 +88,8 @@ def _of_token(value: TokenRow, rows: Sequence[Row]) -> Iterator[str]:
     token, name = value.token, value.token.name
     if value.handed is None and not any(token in row.gives for row in rows):
         yield f"{name}: no instruction gives it"
+    if value.lies:
+        yield from _of_what_lies(value, rows)
     if value.found in _NEAREST and value.per is Per.TURN:
         yield f"{name}: what is made again and again is one value of its stage, not one a turn"
     if value.found is Found.SINCE and any(token in row.frees for row in rows):
@@ -106,6 +108,18 @@ def _of_token(value: TokenRow, rows: Sequence[Row]) -> Iterator[str]:
         for row in rows:
             if token in {*row.gives} - {*row.needs} and value.made_of[0] not in row.frees:
                 yield f"{name}: {row.op.name} makes it, and does not free what it is made of"
+
+
+def _of_what_lies(value: TokenRow, rows: Sequence[Row]) -> Iterator[str]:
+    """Faults of a value that is there from the start on."""
+    token, name = value.token, value.token.name
+    if value.lies not in TIERS:
+        yield f"{name}: it lies on one of {', '.join(TIERS)}, not on {value.lies!r}"
+    if value.found is not Found.AGAIN:
+        yield f"{name}: it lies somewhere from the start on, and is found by the nearest giver"
+    for row in rows:
+        if (token in row.gives and token not in row.needs) or token in row.frees:
+            yield f"{name}: it is there from the start on, and {row.op.name} makes or frees it"
 
 
 def _of_row(row: Row, rows: Sequence[Row], lanes: Sequence[LaneRow]) -> Iterator[str]:

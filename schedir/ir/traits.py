@@ -60,6 +60,7 @@ def require_together(
     reduce: str,
     open: bool,
     snapshots: bool,
+    states: str,
 ) -> None:
     """Raise PlanError for traits of which each is right, and that do not go together."""
     for stages in tied:
@@ -136,6 +137,20 @@ def require_together(
             hint="validate='before', or no snapshots",
             fields=["snapshots", "validate"],
         )
+    if states == "host" and plan.updates > 1:
+        raise PlanError(
+            f"the optimizer's states are on the host, and a run has {plan.updates} updates: the "
+            "next one computes while weights are stepped stage by stage",
+            hint="states='device', or one update",
+            fields=["states", "updates"],
+        )
+    if states == "host" and validate == "after":
+        raise PlanError(
+            "the optimizer's states are on the host, and validate is 'after': an update that is "
+            "made again needs what it has moved there",
+            hint="states='device', or validate='before'",
+            fields=["states", "validate"],
+        )
 
 
 _NUMBER = whole_number(0, MAX_STAGES)
@@ -181,6 +196,11 @@ SNAPSHOTS: Final = setting(
     YES_OR_NO,
     "copies of what a step changes, under it, for checkpoints",
     in_config=False,  # it is the checkpoint's there
+)
+STATES: Final = setting(
+    _one_of("device", "host"),
+    "where the optimizer's state lies between steps: on the device (device), or on the host",
+    section="memory",
 )
 SKIPS: Final = setting(
     SKIPS_KIND,

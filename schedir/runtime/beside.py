@@ -16,7 +16,7 @@ from schedir.verify.sequence import check_sequence
 # A program, or one with what passes between its stages, where that is not as in the first.
 Beside = Program | tuple[Program, Given | Edges | PerMicrobatch | Passing]
 
-_TRAINED = ("tied", "clip", "frozen", "validate", "reduce")  # alike in all that train
+_TRAINED = ("tied", "clip", "frozen", "validate", "reduce", "states")  # alike in all that train
 
 
 class _Run(NamedTuple):

@@ -60,6 +60,12 @@ class GraphedStep:
                 program=name,
                 hint="compile(..., validate='before')",
             )
+        if executor.state.held.states is not None:
+            raise ModelError(
+                "the optimizer's states are on the host, and a graph has every memory in its place",
+                program=name,
+                hint="compile(..., states='device')",
+            )
         inner = innermost(executor.state.optimizer)
         if inner is not None and not (is_gated(inner) and has_momentum(inner)):
             raise ModelError(

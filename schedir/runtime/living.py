@@ -58,7 +58,10 @@ class Living(TorchDispatchMode):
 
     def _look(self) -> None:
         self.made = {ref: size for ref, size in self.made.items() if not ref.expired()}
-        self.most = max(self.most, sum((self.made | _storages(_static(self.executor))).values()))
+        here = self.made | _storages(_static(self.executor))
+        states = self.executor.state.held.states
+        away = _storages([] if states is None else states.away())
+        self.most = max(self.most, sum(size for ref, size in here.items() if ref not in away))
 
 
 def _static(executor: Executor) -> Iterable[object]:

@@ -130,7 +130,8 @@ class State:
         self.buffers = held.buffers
         self.reuse_after_send = _reuse_after_send(program, rank)
         # For what adds to a gradient that is whole anew, the reduction whose room that takes.
-        self.room_after = {fill: free for _, fill, free in _reuses(program, rank, Token.WGRAD)}
+        self.room_after = freed_before(program, rank, Token.WGRAD)
+        self.verdict: Tensor | None = None  # on an update that is made stage by stage
 
     def expect(self, batch: Batch) -> None:
         """Raise ExecutionError where the rank takes microbatches, and is not given all."""
@@ -155,6 +156,9 @@ class State:
         else:
             self.draws.go_on(numbers) if opened.done else self.draws.begin(numbers)
             self.opened, self.held.opened = opened, None
+        self.verdict = None
+        if self.held.states is not None:
+            self.held.states.rest()
         self.transport.step_begins(self.number)
         self.batch, self.scale = batch, batch.scale
         if self.loss_scale is not None:
@@ -192,6 +196,8 @@ class State:
             if stage.weights is not None:
                 stage.weights.expect_unwritten()
         self.transport.step_ended()
+        if self.held.states is not None:
+            self.held.states.finish()
         self.restore()
         return total
 
@@ -216,12 +222,15 @@ class State:
         for versions in self.versions.values():
             versions.keep(update) if update else versions.begin()
 
+    def may(self, finite: Tensor) -> Tensor:
+        """Whether the optimizer may step where gradients are `finite`, 0-dim bool."""
+        return finite if self.held.may_step else torch.zeros_like(finite)
+
     def let_step(self, finite: Tensor) -> None:
         """Let the optimizer step if `finite`, 0-dim bool, is true."""
-        finite = finite if self.held.may_step else torch.zeros_like(finite)
         if self.optimizer is not None:
             with self.draws.warning(_APART) if self.held.apart else nullcontext():
-                step_if(finite, self.optimizer)
+                step_if(self.may(finite), self.optimizer)
 
     def norm_and_finite(self) -> tuple[Tensor, Tensor]:
         """Of the last step, as `Executor.norm` and `Executor.finite` have it."""
@@ -304,6 +313,8 @@ class State:
         """After an error, where a step was `begun` or was to begin: no module keeps what stands in,
         and nobody takes an update for right that is not validated."""
         self.restore()
+        if self.held.states is not None:
+            self.held.states.fail()
         if self.ahead is not None:
             self.ahead.fail(begun=begun)
 
@@ -336,6 +347,12 @@ def _reuse_after_send(program: Program, rank: int) -> dict[int, list[int]]:
         if stream[free].op in SENDS:
             found.setdefault(fill, []).append(free)
     return found
+
+
+def freed_before(program: Program, rank: int, kind: Token) -> dict[int, int]:
+    """For what fills a slot of a kind that had a value before, who has freed it; by index in a
+    rank's Stream."""
+    return {fill: free for _, fill, free in _reuses(program, rank, kind)}
 
 
 def _reuses(program: Program, rank: int, *kinds: Token) -> Iterator[tuple[Token, int, int]]:

@@ -153,33 +153,41 @@ def judge(max_norm: float, total: Tensor) -> tuple[Tensor, Tensor]:
     return finite, torch.where(finite, (max_norm / (norm + 1e-6)).clamp(max=1.0), 1.0)
 
 
+def judged(state: State) -> Tensor:
+    """Whether the gradients of the rank's stages are finite, so that they may be stepped: 0-dim
+    bool.  They are clipped then, and parameters are what the optimizer steps."""
+    if state.ahead is not None:
+        finite, shrink = state.ahead.judged
+    elif state.program.clip:
+        finite, shrink = judge(state.held.max_norm, state.norm)
+        state.norm = state.norm.sqrt()
+    else:
+        finite = are_finite(flat for s in state.stages.values() for flat in s.gradients.kept)
+        if state.program.zero and state.program.dp > 1:  # each knows of its part
+            spoilt = finite.logical_not().to(torch.int32)
+            state.transport.collective("all_reduce", "dp", spoilt, spoilt).wait()
+            finite = spoilt == 0
+    for stage in state.stages.values():
+        if state.program.clip:
+            stage.gradients.scale(shrink)
+        if stage.weights is not None:
+            stage.weights.expect_unwritten()
+            stage.weights.rest()
+    if state.program.zero:
+        cut = (s.weights.views for s in state.stages.values() if s.weights is not None)
+        shapes = {p: view.shape for views in cut for p, view in views}
+        expect_state_of_pieces(state.optimizer, shapes)
+    return finite
+
+
 def step(state: State, i: Instr) -> Call:
-    ahead = state.ahead
+    ahead, by_stage = state.ahead, state.program.states == "host"
 
     def run() -> None:
-        if ahead is not None:
-            finite, shrink = ahead.judged
-        elif state.program.clip:
-            finite, shrink = judge(state.held.max_norm, state.norm)
-            state.norm = state.norm.sqrt()
-        else:
-            finite = are_finite(flat for s in state.stages.values() for flat in s.gradients.kept)
-            if state.program.zero and state.program.dp > 1:  # each knows of its part
-                spoilt = finite.logical_not().to(torch.int32)
-                state.transport.collective("all_reduce", "dp", spoilt, spoilt).wait()
-                finite = spoilt == 0
-        for stage in state.stages.values():
-            if state.program.clip:
-                stage.gradients.scale(shrink)
-            if stage.weights is not None:
-                stage.weights.expect_unwritten()
-                stage.weights.rest()
-        if state.program.zero:
-            cut = (s.weights.views for s in state.stages.values() if s.weights is not None)
-            shapes = {p: view.shape for views in cut for p, view in views}
-            expect_state_of_pieces(state.optimizer, shapes)
+        finite = judged(state) if state.verdict is None else state.verdict
         state.finite[i.mb] = finite
-        state.let_step(finite)
+        if not by_stage:
+            state.let_step(finite)
         if state.loss_scale is not None:
             state.loss_scale.update(finite)
         if i.mb < state.plan.updates - 1:  # the last one's gradients are left to look at

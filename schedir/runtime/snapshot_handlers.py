@@ -5,7 +5,7 @@ from __future__ import annotations
 from functools import partial
 from typing import Final
 
-from schedir.ir.ops import Instr, Opcode
+from schedir.ir.ops import Instr, Opcode, Token, consumers
 from schedir.runtime.rank import Call, Handler, State, in_turn
 
 
@@ -22,4 +22,4 @@ def _waiting(handler: Handler, state: State, i: Instr) -> Call:
 
 
 HANDLERS: Final = {Opcode.Snapshot: snapshot}
-WRAPPERS: Final = {Opcode.OptimizerStep: partial(partial, _waiting)}
+WRAPPERS: Final = {op: partial(partial, _waiting) for op in consumers(Token.COPY)}

@@ -29,13 +29,14 @@ _Section = TypeVar("_Section", bound=type)
 def _with_all_settings(section: _Section) -> _Section:
     """A class with a setting, too, for each field of a program, and each option of a pass, that it
     does not name."""
-    said = {f.name: (f.kind, f.default) for f in HEADER if f.in_config}
-    return _with_settings(section, said | _options_of("pipeline"))
+    return _with_settings(section, _settings_of("pipeline"))
 
 
-def _options_of(section: str) -> dict[str, tuple[Kind, Any]]:
-    """The options of passes that are settings of a section, with what they are unless said."""
-    return {
+def _settings_of(section: str) -> dict[str, tuple[Kind, Any]]:
+    """The fields of programs and the options of passes that are settings of a section, with what
+    they are unless said."""
+    fields = {f.name: (f.kind, f.default) for f in HEADER if f.in_config and f.section == section}
+    return fields | {
         name: (kind, _unsaid(kind))
         for name, (kind, _) in OPTIONS.items()
         if SECTION_OF[name] == section
@@ -99,7 +100,7 @@ class PipelineConfig:
                 f"slots {self.slots!r} is not known", hint=" or ".join(known), fields=["slots"]
             )
         for f in TRAITS:
-            if f.in_config:
+            if f.in_config and f.section == "pipeline":
                 f.kind.settle(f.name, getattr(self, f.name), self.plan)  # refuses what cannot be
 
     @property
@@ -109,7 +110,7 @@ class PipelineConfig:
 
 
 def _with_memory(section: _Section) -> _Section:
-    return _with_settings(section, _options_of("memory"))
+    return _with_settings(section, _settings_of("memory"))
 
 
 @dataclass(frozen=True)
@@ -123,13 +124,18 @@ class MemoryConfig:
     asks for; `recompute_at` is "early", where that is hidden, or "late", just before backwards.
     With zero = 3, as many stages of a rank as are `active` have whole weights at once, by default
     what is computed with, and the next; each is gathered `ahead` of its use by so many runs of
-    other stages, by default by one.
+    other stages, by default by one.  `states` says where the optimizer's state lies between steps:
+    on the "device", or on the "host", from where `state_slots` stages of a rank at once, by default
+    two, have theirs on the device while they are stepped.
     """
 
     limit: str | None = None
     recompute: str | None = None
 
     def __post_init__(self) -> None:
+        for f in TRAITS:
+            if f.in_config and f.section == "memory":
+                f.kind.settle(f.name, getattr(self, f.name), Plan(1, 1))
         if self.bytes is None and self.fits:
             raise UsageError(
                 'recompute = "fit" recomputes what does not fit: it needs a limit',
@@ -240,7 +246,7 @@ class Config:
         """The same within the limit, if these are the sizes of the stages; without any, and before
         these are known, nothing is recomputed for it."""
         pipeline, train = self.pipeline, self.train
-        said = {f.name: getattr(pipeline, f.name) for f in HEADER if f.in_config}
+        said = {f.name: getattr(getattr(self, f.section), f.name) for f in HEADER if f.in_config}
         said |= {"tied": self.model.tied, "clip": train.clip > 0, "skips": (), "validate": "before"}
         source = Source(pipeline.schedule)
         found = source.found if train.checkpoint is not None else None

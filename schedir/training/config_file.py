@@ -104,7 +104,7 @@ def _of_source(values: _Values, given: _Settings) -> _Values:
     """What the source decides: a program in a file, which no setting may contradict, or a schedule
     by what it is for, where no setting says otherwise."""
     source = Source(values.get(("pipeline", "schedule"), PipelineConfig.schedule))
-    said = {f.name: values["pipeline", f.name] for f in HEADER if ("pipeline", f.name) in values}
+    said = {f.name: values[f.section, f.name] for f in HEADER if (f.section, f.name) in values}
     usual = {f.name: getattr(PipelineConfig, f.name) for f in PLAN if f.required}
     request = Request(source, said, usual, lowers=True, contradicts=contradicts)
     decided = {f.name: getattr(request.plan, f.name) for f in PLAN if f.in_config}
@@ -119,7 +119,9 @@ def _of_source(values: _Values, given: _Settings) -> _Values:
             if setting := given.get((SECTION_OF.get(name, "pipeline"), name)):
                 raise setting.error(f"{source} has its transfers: {name} is for what is compiled")
         decided |= {f.name: f.of(source.found) for f in TRAITS if f.in_config}
-    return {("pipeline", name): value for name, value in ({"schedule": source} | decided).items()}
+    home = {f.name: f.section for f in HEADER}
+    said = {"schedule": source} | decided
+    return {(home.get(name, "pipeline"), name): value for name, value in said.items()}
 
 
 def _known(name: str, known: dict[str, Any], what: str, at: _Given) -> None:

@@ -7,7 +7,7 @@ Three more are looked at and not run, and have no handlers:
 
     log         a value beside what a forward saves, moved to the host, and read and freed there
     tape        what an I makes of what was saved, moved to the host and back
-    step_stage  a step of each stage, which needs what a rank gives; and what only reads weights
+    clamp       a change of each stage's gradient by what a rank gives; and what only reads weights
 
 Each is edits of the tables in `ir/ops.py` and its numbers in `ir/names.py` (`EDITS`), the file of a
 pass (`*_pass.py`), and the file of its handlers (`*_handlers.py`).
@@ -96,16 +96,17 @@ LOOKED_AT: dict[str, list[tuple[str, str]]] = {
         "Moves it back.", cost="move", changes=(Change(_T.TAPE, "host", "device"),)),
 """),
     ],
-    "step_stage": [
-        (_OPCODES, "    StepStage = {next}\n    Copy = {next}\n"),
-        (_TOKENS, "    STEPPED = {token}\n"),
-        (_TOKEN_ROWS, '    TokenRow(_T.STEPPED, _STAGE, _ALL, "the stepped weights"),\n'),
-        ("=(_T.GRAD, _T.NORM, _T.PARTS, _T.COPY),\n"
+    "clamp": [
+        (_OPCODES, "    Clamp = {next}\n    Copy = {next}\n"),
+        (_TOKENS, "    CLAMPED = {token}\n"),
+        (_TOKEN_ROWS, '    TokenRow(_T.CLAMPED, _STAGE, _ALL, "the clamped gradient"),\n'),
+        ("=_T.GRAD, _T.NORM, _T.PARTS, _T.COPY, _T.STEPPED),\n"
          "        (_T.PARAMETERS, _T.OWN_NORM), (_T.GRAD, _T.NORM)",
-         "(_T.STEPPED, _T.PARTS, _T.COPY),\n        (_T.PARAMETERS, _T.OWN_NORM), (_T.STEPPED,)"),
+         "_T.CLAMPED, _T.PARTS, _T.COPY, _T.STEPPED),\n"
+         "        (_T.PARAMETERS, _T.OWN_NORM), (_T.CLAMPED,)"),
         ("rows", """\
-    Row(_O.StepStage, "step_stage", _L.COMPUTE, _STAGE, (_T.GRAD, _T.NORM), (_T.STEPPED,),
-        (_T.GRAD, _T.NORM), "Steps a stage.", cost="step_stage"),
+    Row(_O.Clamp, "clamp", _L.COMPUTE, _STAGE, (_T.GRAD, _T.NORM), (_T.CLAMPED,),
+        (_T.GRAD, _T.NORM), "Clamps a stage's gradient.", cost="clamp"),
     Row(_O.Copy, "copy", _L.COMPUTE, _RANK, (_T.PARAMETERS,), (), (),
         "Copies the weights that an update begins with."),
 """),

@@ -186,15 +186,15 @@ def tape(folder: str) -> None:
     everywhere(program, "offload_tape", Costs(F=1, I=1, W=1, move=0.25), folder)
 
 
-def step_stage(folder: str) -> None:
+def clamp(folder: str) -> None:
     program = schedir.compile(interleaved, Plan(2, 4, 2), clip=True, debug=True)
     streams = flat(program).split("rank 1\n")
     for stage in range(4):  # the norm is of the rank, and each of its stages needs it
-        own = streams[stage % 2].replace(f"  step_stage {stage}\n", "")
-        own = own.replace("  reduce_norm\n", f"  step_stage {stage}\n  reduce_norm\n")
+        own = streams[stage % 2].replace(f"  clamp {stage}\n", "")
+        own = own.replace("  reduce_norm\n", f"  clamp {stage}\n  reduce_norm\n")
         text = "rank 1\n".join([own, streams[1]] if stage % 2 == 0 else [streams[0], own])
-        refused(text, "OrderError", f"step_stage {stage}", "reduce_norm")
-    everywhere(schedir.compile(interleaved, Plan(2, 4, 2)), "step_stage", Costs(), folder)
+        refused(text, "OrderError", f"clamp {stage}", "reduce_norm")
+    everywhere(schedir.compile(interleaved, Plan(2, 4, 2)), "clamp", Costs(), folder)
     # Who reads weights after the next are there, keeps them.
     text = flat(schedir.compile(one_f_one_b, Plan(1, 4, updates=2)))
     for before, versions in (("step", 1), ("F 0.2", 2), ("step 1", 2)):
@@ -205,5 +205,5 @@ def step_stage(folder: str) -> None:
 
 
 if __name__ == "__main__":
-    each = (stash, verdict, log, tape, step_stage)
+    each = (stash, verdict, log, tape, clamp)
     {look.__name__: look for look in each}[sys.argv[1]](sys.argv[2])

@@ -13,7 +13,7 @@ from schedir.errors import ConfigError, ParseError, PlanError, ProgramError
 from schedir.ir.plan import Plan
 from schedir.ir.program import HEADER, Program
 from schedir.ir.text import parse
-from schedir.training.config import Config, PipelineConfig
+from schedir.training.config import Config, MemoryConfig, PipelineConfig
 from schedir.training.config_file import read
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -109,7 +109,7 @@ def test_every_refusal_of_a_setting_names_it() -> None:
 
 def test_a_configuration_has_each_field() -> None:
     """Those that it names itself are of the same default, but for the shape of a run."""
-    own = {f.name: f for f in fields(PipelineConfig)}
+    own = {f.name: f for kind in (PipelineConfig, MemoryConfig) for f in fields(kind)}
     differ = [f.name for f in HEADER if f.in_config and own[f.name].default != f.default]
     assert differ == ["ranks", "microbatches"]
     assert [f.name for f in HEADER if f.default is MISSING] == differ

@@ -1,4 +1,4 @@
-"""Step stage: each stage is stepped by itself, before the step of its rank."""
+"""Clamp: the gradient of each stage is clamped by itself, before the step of its rank."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from schedir.passes.reductions import append
 
 
 def _each(program: Program, present: Present) -> Iterator[Expected]:
-    yield Expected(Opcode.StepStage, np.full(program.plan.holders.size, program.trains))
+    yield Expected(Opcode.Clamp, np.full(program.plan.holders.size, program.trains))
 
 
 PASSES = (
     Pass(
-        "step_stage",
+        "clamp",
         "ends",
-        lambda program, options: append(program, Opcode.StepStage, program.plan.stages_of),
+        lambda program, options: append(program, Opcode.Clamp, program.plan.stages_of),
         wanted=lambda program, options: program.trains,
         expected=_each,
         order=8,

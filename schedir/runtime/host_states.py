@@ -1,0 +1,259 @@
+"""Host states: the optimizer's state of each stage lies on the host, but while it is stepped.
+
+What is moved are the memories of the tensors that an optimizer keeps, and of a MainOptimizer's
+copies: the tensors stay the same objects, and their `data` is on the device or on the host.  So
+whoever looks at them between steps, as a checkpoint does, finds them on the host.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from functools import partial
+from typing import Any, Final, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_leaves
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from schedir.errors import ModelError
+from schedir.ir.ops import Lane
+from schedir.ir.program import Program
+from schedir.runtime.copies import copy
+from schedir.runtime.lanes import Job, Lanes, Marks
+from schedir.runtime.precision import (
+    MainOptimizer,
+    Steps,
+    has_hooks,
+    innermost,
+    is_torchs,
+    step_if,
+)
+
+# Of torch's own those that step each parameter by itself; LBFGS takes all for one.
+_BY_PARAMETER: Final = (
+    "ASGD", "Adadelta", "Adafactor", "Adagrad", "Adam", "AdamW", "Adamax", "Muon", "NAdam", "RAdam",
+    "RMSprop", "Rprop", "SGD", "SparseAdam",
+)  # fmt: skip
+
+
+class _Moving(NamedTuple):
+    """What is being copied: each tensor with its memory on the host, and that on the device."""
+
+    job: Job
+    tensors: Sequence[tuple[Tensor, Tensor, Tensor]]
+
+
+class HostStates:
+    """The state of an optimizer, by the stages of a rank whose parameters it steps.
+
+    `parameters` are those of each trained stage.  One that several stages have is the first one's.
+    """
+
+    def __init__(
+        self,
+        parameters: Mapping[int, Sequence[Tensor]],
+        optimizer: Steps,
+        lanes: Lanes,
+        device: torch.device,
+    ) -> None:
+        self.optimizer, self.inner = optimizer, innermost(optimizer)
+        self.lanes, self.device = lanes, device
+        self.main: dict[Tensor, Tensor] = {}
+        if isinstance(optimizer, MainOptimizer):
+            self.main = dict(zip(optimizer.parameters, optimizer.main, strict=True))
+        stepped = {p for group in self.inner.param_groups for p in group["params"]}
+        self.own: dict[int, list[Tensor]] = {}  # by stage, what the optimizer has of it
+        seen: set[Tensor] = set()
+        for s in sorted(parameters):
+            found = [self.main.get(p, p) for p in parameters[s]]
+            self.own[s] = [p for p in dict.fromkeys(found) if p in stepped - seen]
+            seen.update(self.own[s])
+        self.places: WeakTensorKeyDictionary = WeakTensorKeyDictionary()  # memory on the host
+        self.loading: dict[int, _Moving] = {}
+        self.storing: dict[int, _Moving] = {}
+        self.loaded: set[int] = set()  # memory that a load has made, by address
+
+    def away(self) -> list[Tensor]:
+        """The memory on the host."""
+        return [*self.places.values()]
+
+    def tensors(self, stage: int) -> list[Tensor]:
+        """What is kept of a stage, where it is on the device or can go there; a count that torch
+        keeps on the host while parameters are on a GPU stays there."""
+        own = self.own.get(stage, ())
+        mains = [p for p in own if self.main]
+        leaves = tree_leaves([self.inner.state.get(p, {}) for p in own])
+        every = dict.fromkeys([*mains, *(x for x in leaves if isinstance(x, Tensor))])
+        return [t for t in every if t in self.places or t.device.type == self.device.type]
+
+    def is_away(self, t: Tensor) -> bool:
+        """Whether the memory of a tensor is that on the host."""
+        place = self.places.get(t)
+        return place is not None and place.data_ptr() == t.data_ptr() and place.device == t.device
+
+    # ------------------------------------------------------------ in a step
+
+    def rest(self) -> None:
+        """Let all that is kept be on the host: what was loaded from elsewhere since the last step,
+        or made with the optimizer."""
+        for stage in self.own:
+            if not all(map(self.is_away, self.tensors(stage))):
+                self.store(stage)
+        self.finish()
+
+    def load(self, stage: int, marks: Marks | None = None) -> None:
+        """Begin to copy what is kept of a stage to the device."""
+        moving = []
+        for t in self.tensors(stage):
+            if self.is_away(t):
+                moving.append((t, self.places[t], _like(t, self.device)))
+        self.loaded.update(here.data_ptr() for _, _, here in moving)
+        pairs = [(here, place) for _, place, here in moving]
+        self.loading[stage] = _Moving(self._copy(Lane.H2D, pairs, marks), moving)
+
+    def _copy(self, lane: Lane, pairs: Sequence[tuple[Tensor, Tensor]], marks: Marks | None) -> Job:
+        """Copy to the first of each pair on a lane."""
+        nbytes = sum(to.nbytes for to, _ in pairs)
+        return self.lanes.start(lane, partial(copy, pairs), nbytes, marks=marks)
+
+    def arrive(self, stage: int) -> None:
+        """Wait until it is there."""
+        job, moving = self.loading.pop(stage)
+        job.wait()
+        for t, _, here in moving:
+            t.data = here
+
+    def step(self, stage: int, finite: Tensor) -> None:
+        """Let the optimizer step the parameters of a stage, and no others, if `finite` is true."""
+        if has_hooks(self.inner):
+            raise ModelError(
+                f"{type(self.inner).__name__} has hooks on its step, which would run for each "
+                "stage: the optimizer's states are on the host",
+                hint="hooks of the training loop, or states='device'",
+            )
+        if self.own.get(stage):
+            with self._only(stage):
+                step_if(finite, self.optimizer)
+
+    @contextmanager
+    def _only(self, stage: int) -> Iterator[None]:
+        """Within this the optimizer has the parameters of one stage."""
+        own, groups = set(self.own[stage]), self.inner.param_groups
+        params = [group["params"] for group in groups]
+        both: list[Any] = []
+        if isinstance(self.optimizer, MainOptimizer):
+            both = [self.optimizer.parameters, self.optimizer.main]
+            pairs = [pair for pair in zip(*both, strict=True) if pair[1] in own]
+            self.optimizer.parameters, self.optimizer.main = map(list, zip(*pairs, strict=True))
+        for group in groups:
+            group["params"] = [p for p in group["params"] if p in own]
+        self.inner.param_groups = [group for group in groups if group["params"]]
+        try:
+            yield
+        finally:
+            self.inner.param_groups = groups
+            for group, whole in zip(groups, params, strict=True):
+                group["params"] = whole
+            if isinstance(self.optimizer, MainOptimizer):
+                self.optimizer.parameters, self.optimizer.main = both
+
+    def store(self, stage: int, marks: Marks | None = None) -> None:
+        """Begin to copy what is kept of a stage back; nobody reads it until it is loaded again, or
+        the step has ended."""
+        moving = []
+        for t in self.tensors(stage):
+            if self.is_away(t):
+                continue
+            if t not in self.places or not _alike(self.places[t], t):
+                self.places[t] = _like(t, torch.device("cpu"), pinned=self.device.type == "cuda")
+            moving.append((t, self.places[t], t.data))
+        pairs = [(place, here) for _, place, here in moving]
+        job = self._copy(Lane.D2H, pairs, marks)
+        for t, place, _ in moving:
+            t.data = place
+        self.storing[stage] = _Moving(job, moving)
+
+    def leave(self, stage: int) -> None:
+        """Wait on the host until a stage's has been stored, and let go of its memory on the device;
+        where that is the host's, too, nobody finds there what was."""
+        if stage not in self.storing:
+            return
+        job, moving = self.storing.pop(stage)
+        job.finish()
+        for _, _, here in moving:
+            if here.data_ptr() in self.loaded and self.device.type == "cpu":
+                here.fill_(torch.nan if here.is_floating_point() or here.is_complex() else -1)
+                here.untyped_storage().resize_(0)
+            self.loaded.discard(here.data_ptr())
+
+    def finish(self) -> None:
+        """End a step: all is on the host, and the host may read it."""
+        for stage in [*self.storing]:
+            self.leave(stage)
+
+    def fail(self) -> None:
+        """After an error: nothing is being copied any more."""
+        for moving in (*self.loading.values(), *self.storing.values()):
+            with suppress(Exception):  # an earlier one is told
+                moving.job.finish()
+        self.loading.clear()
+        self.storing.clear()
+
+
+@torch.no_grad()
+def _like(t: Tensor, device: torch.device, *, pinned: bool = False) -> Tensor:
+    """Memory for a tensor elsewhere, in the same order."""
+    return torch.empty_like(t, device=device, pin_memory=pinned, requires_grad=False)
+
+
+def _alike(one: Tensor, other: Tensor) -> bool:
+    return one.shape == other.shape and one.dtype == other.dtype
+
+
+def require_by_stage(
+    program: Program, parameters: Mapping[int, Sequence[Tensor]], optimizer: Steps | None
+) -> None:
+    """Refuse an optimizer that cannot step one stage after the other to the same bits, or whose
+    state nobody knows; `parameters` are those of each trained stage."""
+
+    def refuse(fact: str, hint: str) -> ModelError:
+        return ModelError(
+            f"the optimizer's states are on the host, and {fact}", program=program.name, hint=hint
+        )
+
+    trained = {p for own in parameters.values() for p in own if p.requires_grad}
+    if optimizer is None:
+        if trained and program.closes:
+            raise refuse(
+                "this rank has no optimizer: who steps by hand keeps its state himself",
+                "optimizer=..., or compile(..., states='device')",
+            )
+        return
+    inner, device = innermost(optimizer), "compile(..., states='device')"
+    name = type(inner).__name__
+    if isinstance(optimizer, MainOptimizer) and type(optimizer) is not MainOptimizer:
+        raise refuse(f"{type(optimizer).__name__} may step more than its copies", device)
+    if not isinstance(inner, torch.optim.Optimizer):
+        raise refuse(f"{name} is no torch.optim.Optimizer: what it keeps is not known", device)
+    if not getattr(inner, "elementwise", is_torchs(inner) and name in _BY_PARAMETER):
+        raise refuse(
+            f"{name} steps all parameters as one: it cannot step one stage after the other"
+            if is_torchs(inner)
+            else f"it is not known whether {name} steps each number by itself",
+            device if is_torchs(inner) else f"{name}.elementwise = True, if it does; or {device}",
+        )
+    if has_hooks(inner):
+        raise refuse(f"{name} has hooks on its step, which would run for each stage", device)
+    main = dict(
+        zip(getattr(optimizer, "main", ()), getattr(optimizer, "parameters", ()), strict=True)
+    )
+    for group in inner.param_groups:
+        for p in group["params"]:
+            if main.get(p, p).requires_grad and main.get(p, p) not in trained:
+                raise refuse(
+                    f"{name} steps a parameter of {list(p.shape)} of none of this rank's trained "
+                    "stages",
+                    f"an optimizer of its own for that, or {device}",
+                )

@@ -1,0 +1,247 @@
+"""States: the optimizer's lies on the host, and each stage is loaded, stepped and stored."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+import schedir
+from schedir import Costs, Plan, Program, Sizes
+from schedir.analysis.memory import held
+from schedir.analysis.models import MODELS
+from schedir.errors import (
+    CompletenessError,
+    MemoryLimitError,
+    OrderError,
+    PlanError,
+    ProgramError,
+    UsageError,
+)
+from schedir.ir.ops import Opcode
+from schedir.schedules import dualpipe, forward_only, gpipe, interleaved, looped_bfs, one_f_one_b
+from schedir.testing import plans
+from schedir.testing.strategies import random_draft
+
+ROWS = (Opcode.LoadState, Opcode.StepStage, Opcode.StoreState)
+
+
+PLAN = Plan(2, 4, 3)
+
+
+def lowered(schedule: Any = interleaved, plan: Plan = PLAN, **how: Any) -> Program:
+    return schedir.compile(schedule, plan, states="host", **how)
+
+
+def names(program: Program, rank: int) -> list[str]:
+    return [str(i) for i in program.streams[rank] if i.op in ROWS]
+
+
+# ---------------------------------------------------------------- where rows stand
+
+
+def test_loads_stand_ahead_by_the_slots() -> None:
+    """In the order in which gradients are reduced; a load behind the store that leaves it room."""
+    assert names(lowered(), 1) == [
+        "load_state 5", "load_state 3", "step_stage 5", "store_state 5", "step_stage 3",
+        "store_state 3", "load_state 1", "step_stage 1", "store_state 1",
+    ]  # fmt: skip
+    alone = names(lowered(state_slots=1), 1)
+    assert alone == [f"{what} {s}" for s in (5, 3, 1) for what in _WORDS]
+    assert {slots.said()["state"] for slots in lowered().slots} == {2}
+    assert not lowered(plan=Plan(2, 4, 2)).slots  # as many as there are stages: nobody waits
+
+
+_WORDS = ("load_state", "step_stage", "store_state")
+
+
+@given(plans(), st.integers(0, 2**32 - 1), st.integers(1, 3), st.booleans(), st.integers(0, 3))
+def test_any_draft_has_them_once_and_is_legal(
+    plan: Plan, seed: int, slots: int, clip: bool, zero: int
+) -> None:
+    draft = random_draft(plan, random.Random(seed))
+    how: dict[str, Any] = {"clip": clip, "zero": zero, "dp": 2, "tied": plan.stages > 1}
+    program = lowered(draft, plan, state_slots=slots, **how)
+    for model in MODELS:
+        schedir.check(program, model, blocks=True)
+    assert schedir.parse(schedir.show(program)) == program
+    for op in ROWS:
+        assert np.count_nonzero(program.op == op) == plan.holders.size
+    plain = schedir.compile(draft, plan, **how)
+    assert program.digest != plain.digest
+    same = ~np.isin(program.op, ROWS)
+    assert (program.words[same] == plain.words).all()
+
+
+def test_what_is_frozen_or_does_not_step_has_none() -> None:
+    assert names(lowered(frozen=3), 0) == [f"{what} 4" for what in _WORDS]
+    assert not lowered(open=True).ops & {*ROWS}
+    assert not lowered(forward_only, Plan(2, 4)).ops & {*ROWS}
+    both = lowered(dualpipe, Plan(2, 4, placement="mirror"))  # each holder has its own
+    assert len(names(both, 0)) == len(names(both, 1)) == 6
+
+
+# ---------------------------------------------------------------- what is refused
+
+
+def moved(text: str, what: str, before: str) -> Program:
+    """An instruction's line of rank 1 taken out, and put before another one's, or nowhere."""
+    first, text = text.split("rank 1", 1)
+    assert text.count(f"  {what}\n") == 1, what
+    text = text.replace(f"  {what}\n", "")
+    if before:
+        assert text.count(f"  {before}\n") == 1, before
+        text = text.replace(f"  {before}\n", f"  {what}\n  {before}\n")
+    return schedir.parse(f"{first}rank 1{text}")
+
+
+@pytest.mark.parametrize(
+    ("what", "before", "error", "says"),
+    [
+        ("step_stage 5", "load_state 5", OrderError, "load_state 5 gives only later"),
+        ("store_state 5", "step_stage 5", OrderError, "store_state 5 has moved to the host"),
+        ("store_state 5", "load_state 5", OrderError, "gives only later"),
+        ("load_state 5", "reduce_grads 5", OrderError, "reduce_grads 5 gives only later"),
+        ("load_state 3", "reduce_grads 3", OrderError, "reduce_grads 3 gives only later"),
+        ("reduce_norm", "step", OrderError, "reduce_norm gives only later"),
+        ("step", "step_stage 1", OrderError, "step_stage 1 gives only later"),
+        ("load_state 1", "store_state 5", ProgramError, "2 state slots"),
+        ("load_state 3", "", CompletenessError, "load_state 3"),
+        ("step_stage 3", "", CompletenessError, "step_stage 3"),
+        ("store_state 3", "", CompletenessError, "store_state 3"),
+    ],
+)
+def test_a_wrong_order_is_refused(what: str, before: str, error: Any, says: str) -> None:
+    text = schedir.show(lowered(clip=True), folded=False)
+    with pytest.raises(error, match=says):
+        schedir.check(moved(text, what, before), blocks=True)
+
+
+def test_a_step_waits_for_all_gradients_of_its_rank() -> None:
+    """Without a norm, too: whether they are finite is judged before anything is stepped."""
+    text = schedir.show(lowered(clip=False), folded=False)
+    with pytest.raises(OrderError, match="step_stage 5 needs the reduced gradient"):
+        schedir.check(moved(text, "reduce_grads 1", "load_state 1"))
+
+
+@pytest.mark.parametrize("op", _WORDS)
+def test_twice_or_not_asked_for_is_refused(op: str) -> None:
+    text = schedir.show(lowered(), folded=False)
+    with pytest.raises(ProgramError):
+        schedir.check(schedir.parse(text.replace(f"  {op} 3\n", f"  {op} 3\n  {op} 3\n")))
+    for said in ("", "states device\n"):
+        with pytest.raises(CompletenessError, match="states device"):
+            schedir.check(schedir.parse(text.replace("states host\n", said)))
+
+
+def test_what_does_not_go_together_is_refused() -> None:
+    with pytest.raises(PlanError, match="2 updates"):
+        lowered(one_f_one_b, Plan(2, 4, updates=2))
+    with pytest.raises(PlanError, match="validate is 'after'"):
+        lowered(clip=True, validate="after")
+    with pytest.raises(PlanError, match="'device' or 'host'"):
+        schedir.compile(gpipe, Plan(2, 4), states="disk")
+    with pytest.raises(PlanError, match="state_slots"):
+        lowered(state_slots=0)
+    with pytest.raises(UsageError, match="optimizer of a stage lies on the host"):
+        held(lowered(), Sizes(weights=10))
+
+
+# ---------------------------------------------------------------- bytes
+
+
+@pytest.mark.parametrize("zero", range(4))
+@pytest.mark.parametrize("slots", [1, 2, 3])
+def test_bytes_are_told_by_tier(zero: int, slots: int) -> None:
+    """On the host all of the optimizer's state, or a replica's part, all the time; on the device as
+    many stages' as there are slots, while they are stepped."""
+    dp, sizes = 2, Sizes(optimizer=(8, 16, 24, 32, 40, 48), params=2, grads=2)
+    program = lowered(dp=dp, zero=zero, state_slots=slots, active=3 if zero == 3 else None)
+    costs = Costs(F=1, B=1, load_state=2, step_stage=3, store_state=2)
+    run = schedir.simulate(program, costs, sizes=sizes)
+    part = dp if zero else 1
+    for rank, curve in enumerate(run.memory_on("host")):
+        own = sum(sizes.optimizer[s] for s in range(rank, 6, 2))
+        assert (curve.held == own / part).all()
+    for rank, curve in enumerate(run.memory):
+        assert "optimizer" not in curve.kinds
+        each = [sizes.optimizer[s] / part for s in (4 + rank, 2 + rank, rank)]
+        most = max(sum(each[k : k + slots]) for k in range(3))
+        assert curve.kinds["state"].max() == most
+        assert curve.kinds["state"][0] == curve.kinds["state"][-1] == 0
+    plain = schedir.compile(interleaved, Plan(2, 4, 3), dp=dp, zero=zero)
+    before = schedir.simulate(plain, costs, sizes=sizes)
+    rest = {"optimizer in parts" if zero else "optimizer"}
+    assert rest <= before.memory[0].kinds.keys()
+    assert all((curve.held == 0).all() for curve in before.memory_on("host"))
+
+
+@given(
+    st.integers(1, 3),
+    st.integers(0, 2**32 - 1),
+    st.lists(st.floats(0, 9), min_size=5, max_size=5),
+    plans(),
+)
+def test_a_limit_holds_whatever_takes_how_long(
+    slots: int, seed: int, times: Sequence[float], plan: Plan
+) -> None:
+    program = lowered(random_draft(plan, random.Random(seed)), plan, state_slots=slots, dp=2)
+    names = ("load_state", "step_stage", "store_state", "reduce_grads", "send")
+    costs = Costs(F=1, B=2, **dict(zip(names, times, strict=True)))
+    sizes = Sizes(saved=7, optimizer=[*map(float, range(1, plan.stages + 1))], params=1, grads=1)
+    most = [float(own.bytes.max()) for own in held(program, sizes, late=True)]
+    run = schedir.simulate(program, costs, sizes=sizes)
+    assert (run.peak_memory <= np.array(most)).all()
+
+
+def test_a_program_fits_where_one_with_its_states_does_not() -> None:
+    sizes = Sizes(saved=10, optimizer=100, params=10, grads=10)
+    plan, limit = Plan(2, 4, 4), 360
+    with pytest.raises(MemoryLimitError):
+        schedir.compile(interleaved, plan, sizes=sizes, limit=limit)
+    lowered(plan=plan, sizes=sizes, limit=limit)
+    with pytest.raises(MemoryLimitError, match=r"state +2"):
+        lowered(plan=plan, sizes=sizes, limit=279)
+
+
+# ---------------------------------------------------------------- time
+
+
+def pipeline(stages: int, slots: int, load: float, step: float, store: float) -> float:
+    """When the last of equal stages is stored: three queues, and a load waits for the store that is
+    `slots` before it."""
+    loads, steps, stores = [0.0], [0.0], [0.0] * slots
+    for _ in range(stages):
+        loads.append(max(loads[-1], stores[-slots]) + load)
+        steps.append(max(loads[-1], steps[-1]) + step)
+        stores.append(max(steps[-1], stores[-1]) + store)
+    return stores[-1]
+
+
+@pytest.mark.parametrize("stages", [1, 2, 3, 6])
+@pytest.mark.parametrize("slots", [1, 2, 3, 6])
+@pytest.mark.parametrize("times", [(1, 1, 1), (3, 1, 2), (1, 4, 1), (0.5, 0.25, 5), (2, 0, 0)])
+def test_a_step_is_a_pipeline_of_three(stages: int, slots: int, times: Any) -> None:
+    load, step, store = times
+    program = lowered(looped_bfs, Plan(1, 2, stages), state_slots=slots)
+    costs = Costs(F=0, B=0, load_state=load, step_stage=step, store_state=store)
+    span = schedir.simulate(program, costs).span
+    assert span == pytest.approx(pipeline(stages, slots, *times))
+    if slots == 1:  # one after the other
+        assert span == pytest.approx(stages * sum(times))
+    if slots >= stages:  # the slowest of the three holds up the others
+        assert span == pytest.approx(sum(times) + (stages - 1) * max(times))
+
+
+def test_loads_run_under_backwards() -> None:
+    """Of all stages but the first, which the last backwards are of."""
+    plan, costs = Plan(1, 4, 4), Costs(F=1, B=2, load_state=2, step_stage=0.5, store_state=0.25)
+    alone = schedir.simulate(schedir.compile(looped_bfs, plan), costs).span
+    for slots, late in ((4, 2 + 0.5 + 0.25), (1, 3 * (2 + 0.5 + 0.25) + 0.5 + 0.25)):
+        program = lowered(looped_bfs, plan, state_slots=slots)
+        assert schedir.simulate(program, costs).span == alone + late
