@@ -2,11 +2,12 @@
 
     python benchmarks/zero_bytes.py [NAME ...]
 
-Each row is a program of a small GPT over Gloo, with AdamW.  In its second step, behind each
-instruction of each process, all memory of tensors that are alive is added up: that of tensors that
-Python knows, and of those that operations have made since and autograd keeps; each storage once, as
-large as it is now.  Messages, the batch, and numbers of the step (losses, norms, flags) are left
-out.  What the prediction says is there behind the same instruction must be the same, to the byte.
+Each row is a program of a small GPT over Gloo, with AdamW, of which some keep its state on the
+host.  In its second step, behind each instruction of each process, all memory of tensors that are
+alive is added up: that of tensors that Python knows, and of those that operations have made since
+and autograd keeps; each storage once, as large as it is now.  Messages, the batch, and numbers of
+the step (losses, norms, flags) are left out.  What the prediction says is there behind the same
+instruction must be the same, to the byte.
 Prints a table; exits with 1 where a byte differs.
 """
 
@@ -56,6 +57,7 @@ class Row(NamedTuple):
     recompute: bool
     dp: int = 2
     reduce: str = "end"
+    states: str = "device"
 
 
 class Measured(NamedTuple):
@@ -80,6 +82,10 @@ def rows() -> dict[str, Row]:
             for again in (False, True):
                 name = f"{schedule.__name__} zero {zero}" + ", recomputed" * again
                 found[name] = Row(schedule, plan, zero, again)
+    for zero in (0, 1, 3):
+        found[f"looped_bfs zero {zero}, states on the host"] = Row(
+            schedir.schedules.looped_bfs, Plan(1, 3, 4), zero, False, states="host"
+        )
     for zero in (2, 3):
         found[f"interleaved zero {zero}, each turn"] = Row(
             schedir.schedules.interleaved, Plan(2, 4, 2), zero, False, 2, "turn"
@@ -141,9 +147,10 @@ class Witness:
             slot for kind in BOUNDARY if kind in state.slots for slot in state.slots[kind].values
         ]
         sent += [tensor for _, tensor in state.sending.values()]
-        numbers = [state.norm, state.finite, state.loss_gradient, state.scale]
+        numbers = [state.norm, state.finite, state.loss_gradient, state.scale, state.verdict]
+        away = [] if state.held.states is None else state.held.states.away()
         lived = self.alive.bytes(
-            [*tree_leaves(sent), *tree_leaves(state.buffers), *state.losses, *numbers]
+            [*tree_leaves(sent), *tree_leaves(state.buffers), *state.losses, *numbers, *away]
         )
         at = int(np.flatnonzero(self.own.at <= k)[-1])
         parts = {name: size for name, (_, size) in self.own.fixed.items()}
@@ -162,6 +169,7 @@ def measure(rank: int, row: Row) -> Measured:
     program = schedir.compile(
         row.schedule, row.plan, dp=row.dp, zero=row.zero, reduce=row.reduce, clip=True,
         slots="fewest", recompute="all" if row.recompute else None,
+        states=row.states,
     )  # fmt: skip
     transport = Gloo(program)
     cfg = gpt.GPTConfig(

@@ -62,6 +62,8 @@ def kept_of(
         when = 2 * group[came] + (came != begin) * (came != program.offsets[index.rank[came]])
     if tier == 0:  # memory of a device is the host's to let go
         gone[over] = heard_of(program, end[over], drains=not late)
+        if TOKENS[kind].lies:
+            gone = _left(program, kind, end, late)
     changes = [
         (came[comes], when[comes], one[comes], adds[comes]),
         (begin[first], 2 * group[begin[first]] + 1, 0 * one[first], (size - adds)[first]),
@@ -160,6 +162,17 @@ def _as_early(
     again = np.searchsorted(begin, fills[among])
     early[again] = np.maximum(early[again], left[among])
     return np.where(off, np.maximum.accumulate(early), begin)
+
+
+def _left(program: Program, kind: Token, end: Positions, late: bool) -> Positions:
+    """Where hosts let go of what has been moved from the device: who takes its slot waits for that
+    on the host.  Whoever does, whenever that is, comes when it has gone: `late` says it so."""
+    heard, again = heard_of(program, end), {}
+    if kind in (found := reuses(program)):
+        fills, left = (each.tolist() for each in found[kind])
+        again = dict(zip(left, left if late else fills, strict=True))
+    taken = [again.get(at, last) for at, last in zip(end.tolist(), heard.tolist(), strict=True)]
+    return np.minimum(heard, np.array(taken, np.int32)).astype(np.int32)
 
 
 def _neighbours(

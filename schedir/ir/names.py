@@ -28,7 +28,7 @@ class Token(IntEnum):
     ROOM = 17
     COPY = 18
     STATE = 19
-    STEPPED = 20
+    STORED = 20
 
 
 class Lane(IntEnum):

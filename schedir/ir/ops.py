@@ -51,7 +51,7 @@ TOKENS: Final[tuple[TokenRow, ...]] = (
     TokenRow(_T.COPY, _STAGE, _ALL, "the copy of what the step changes", trait="snapshots"),
     TokenRow(_T.STATE, _STAGE, Found.AGAIN, "the optimizer's state", "optimizer", trait="states",
              lies="host"),
-    TokenRow(_T.STEPPED, _STAGE, _ALL, "the stepped weights", trait="states"),
+    TokenRow(_T.STORED, _STAGE, _ALL, "the stored state", trait="states"),
 )  # fmt: skip
 
 LANES: Final[tuple[LaneRow, ...]] = (
@@ -121,10 +121,10 @@ ROWS: Final[tuple[Row, ...]] = (
         "The norm of all gradients, over all pipeline ranks.",
         cost="reduce_norm", meets=_O.ReduceNorm, group="model", drains="always"),
     Row(_O.OptimizerStep, "step", _L.COMPUTE, _RANK, (
-            _T.GRAD, _T.NORM, _T.PARTS, _T.COPY, _T.STEPPED),
+            _T.GRAD, _T.NORM, _T.PARTS, _T.COPY, _T.STORED),
         (_T.PARAMETERS, _T.OWN_NORM), (_T.GRAD, _T.NORM),
         "Updates the parameters of the rank's stages; where each stage is stepped by itself, it "
-        "ends the update.", cost="step"),
+        "ends the update, when all states are stored.", cost="step"),
     Row(_O.SendSkip, "send_skip", _L.ACT, _MB, (_T.SKIP_OUT,), (), (_T.SKIP_OUT,),
         "Sends what a stage gives beside its activation to the rank of a later one.",
         cost="send", hop=Hop.SKIP_TO, meets=_O.RecvSkip),
@@ -174,10 +174,10 @@ ROWS: Final[tuple[Row, ...]] = (
         "Moves a stage's part of the optimizer's state to the device, when its gradient is there.",
         cost="load_state", changes=(Change(_T.STATE, "host", "device"),)),
     Row(_O.StepStage, "step_stage", _L.COMPUTE, _STAGE,
-        (_T.STATE, _T.GRAD, _T.NORM, _T.PARTS), (_T.STATE, _T.STEPPED), (),
+        (_T.STATE, _T.GRAD, _T.NORM, _T.PARTS), (_T.STATE,), (),
         "Updates the parameters of a stage, when all gradients of the rank are there: whether they "
         "are finite is judged before anything is stepped.", cost="step_stage", of_all=True),
-    Row(_O.StoreState, "store_state", _L.D2H, _STAGE, (_T.STATE,), (_T.STATE,), (),
+    Row(_O.StoreState, "store_state", _L.D2H, _STAGE, (_T.STATE,), (_T.STATE, _T.STORED), (),
         "Moves the stage's part of the state back to the host's memory.", cost="store_state",
         changes=(Change(_T.STATE, "device", "host"),)),
 )  # fmt: skip
@@ -257,7 +257,7 @@ OF_GRADIENTS: Final = tuple(
 TO_TRAIN: Final = frozenset({
     _T.SAVED, _T.GRAD_IN, _T.GRAD_OUT, _T.TAPE, _T.WGRAD, _T.GRAD,
     _T.SKIP_GRAD_IN, _T.SKIP_GRAD_OUT, _T.FULL, _T.PARTS, _T.ROOM,
-    _T.COPY, _T.STATE, _T.STEPPED,
+    _T.COPY, _T.STATE, _T.STORED,
 })  # fmt: skip
 OF_TRAINED: Final = tuple(
     row.op for row in ROWS

@@ -49,7 +49,8 @@ def states(program: Program, slots: int | None = None) -> Program:
         turns, later = [*load[:room]], min(room - 1, 1)
         for k in range(len(trained)):
             turns += [step[k], store[k]]
-            turns += load[max(k - later + room, room) :][: k >= later]
+            if k >= later:
+                turns += [*load[k - later + room :][:1]]
         ranks += [rank] * len(turns)
         words += turns
     return at_ends(program, np.array(ranks, np.int64), np.array(words, np.int64))

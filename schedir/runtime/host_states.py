@@ -189,7 +189,7 @@ class HostStates:
             self.loaded.discard(here.data_ptr())
 
     def finish(self) -> None:
-        """End a step: all is on the host, and the host may read it."""
+        """Wait until all is on the host, and the host may read it."""
         for stage in [*self.storing]:
             self.leave(stage)
 

@@ -196,8 +196,6 @@ class State:
             if stage.weights is not None:
                 stage.weights.expect_unwritten()
         self.transport.step_ended()
-        if self.held.states is not None:
-            self.held.states.finish()
         self.restore()
         return total
 

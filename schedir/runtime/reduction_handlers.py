@@ -185,6 +185,7 @@ def step(state: State, i: Instr) -> Call:
 
     def run() -> None:
         finite = judged(state) if state.verdict is None else state.verdict
+        state.verdict = None
         state.finite[i.mb] = finite
         if not by_stage:
             state.let_step(finite)
@@ -193,11 +194,16 @@ def step(state: State, i: Instr) -> Call:
         if i.mb < state.plan.updates - 1:  # the last one's gradients are left to look at
             state.begin_update(i.mb + 1)
 
+    def waits() -> None:
+        state.wait_for_reductions()
+        if state.held.states is not None:
+            state.held.states.finish()
+
     # Whoever holds these stages too, draws as this rank does.
     first, update = min(state.stages), state.plan.microbatches + i.mb
     seeded = state.draws.seeded(UPDATE, first, update, run)
     if ahead is None:
-        return Call(state.wait_for_reductions, seeded)
+        return Call(waits if by_stage else state.wait_for_reductions, seeded)
     ahead.update, ahead.judge = seeded, partial(judge, state.held.max_norm)
     own = own_norm(state)
 

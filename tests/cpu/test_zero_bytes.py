@@ -6,7 +6,11 @@ import pytest
 
 from benchmarks.zero_bytes import rows, run
 
-NAMES = ("interleaved zero 3, each turn", "one_f_one_b zero 2, recomputed")
+NAMES = (
+    "interleaved zero 3, each turn",
+    "one_f_one_b zero 2, recomputed",
+    "looped_bfs zero 1, states on the host",
+)
 
 
 @pytest.mark.parametrize("name", NAMES)

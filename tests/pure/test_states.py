@@ -109,7 +109,7 @@ def moved(text: str, what: str, before: str) -> Program:
         ("load_state 5", "reduce_grads 5", OrderError, "reduce_grads 5 gives only later"),
         ("load_state 3", "reduce_grads 3", OrderError, "reduce_grads 3 gives only later"),
         ("reduce_norm", "step", OrderError, "reduce_norm gives only later"),
-        ("step", "step_stage 1", OrderError, "step_stage 1 gives only later"),
+        ("step", "step_stage 1", OrderError, "store_state 1 gives only later"),
         ("load_state 1", "store_state 5", ProgramError, "2 state slots"),
         ("load_state 3", "", CompletenessError, "load_state 3"),
         ("step_stage 3", "", CompletenessError, "step_stage 3"),
@@ -160,17 +160,18 @@ def test_what_does_not_go_together_is_refused() -> None:
 def test_bytes_are_told_by_tier(zero: int, slots: int) -> None:
     """On the host all of the optimizer's state, or a replica's part, all the time; on the device as
     many stages' as there are slots, while they are stepped."""
-    dp, sizes = 2, Sizes(optimizer=(8, 16, 24, 32, 40, 48), params=2, grads=2)
+    dp, bytes_of = 2, (8, 16, 24, 32, 40, 48)
+    sizes = Sizes(optimizer=bytes_of, params=2, grads=2)
     program = lowered(dp=dp, zero=zero, state_slots=slots, active=3 if zero == 3 else None)
     costs = Costs(F=1, B=1, load_state=2, step_stage=3, store_state=2)
     run = schedir.simulate(program, costs, sizes=sizes)
     part = dp if zero else 1
     for rank, curve in enumerate(run.memory_on("host")):
-        own = sum(sizes.optimizer[s] for s in range(rank, 6, 2))
+        own = sum(bytes_of[s] for s in range(rank, 6, 2))
         assert (curve.held == own / part).all()
     for rank, curve in enumerate(run.memory):
         assert "optimizer" not in curve.kinds
-        each = [sizes.optimizer[s] / part for s in (4 + rank, 2 + rank, rank)]
+        each = [bytes_of[s] / part for s in (4 + rank, 2 + rank, rank)]
         most = max(sum(each[k : k + slots]) for k in range(3))
         assert curve.kinds["state"].max() == most
         assert curve.kinds["state"][0] == curve.kinds["state"][-1] == 0
@@ -193,7 +194,7 @@ def test_a_limit_holds_whatever_takes_how_long(
     program = lowered(random_draft(plan, random.Random(seed)), plan, state_slots=slots, dp=2)
     names = ("load_state", "step_stage", "store_state", "reduce_grads", "send")
     costs = Costs(F=1, B=2, **dict(zip(names, times, strict=True)))
-    sizes = Sizes(saved=7, optimizer=[*map(float, range(1, plan.stages + 1))], params=1, grads=1)
+    sizes = Sizes(saved=7, optimizer=tuple(range(1, plan.stages + 1)), params=1, grads=1)
     most = [float(own.bytes.max()) for own in held(program, sizes, late=True)]
     run = schedir.simulate(program, costs, sizes=sizes)
     assert (run.peak_memory <= np.array(most)).all()

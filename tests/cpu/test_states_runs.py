@@ -1,0 +1,395 @@
+"""States on the host: the bits of states on the device, in memory that is moved, and as much."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import schedir
+from benchmarks.zero_bits import Case, differing, train
+from schedir import Plan, Program
+from schedir.analysis.memory import held
+from schedir.checkpoints import Saver, load, save
+from schedir.errors import ExecutionError, ModelError
+from schedir.runtime.boundary import Boundary
+from schedir.runtime.executor import Executor
+from schedir.runtime.inprocess import InProcess
+from schedir.runtime.precision import LossScale, MainOptimizer, float32_gradients
+from schedir.runtime.sizes import sizes_of
+from schedir.schedules import (
+    dualpipe,
+    dualpipe_v,
+    forward_only,
+    gpipe,
+    interleaved,
+    looped_bfs,
+    one_f_one_b,
+)
+from schedir.training import gpt
+from tests.cpu.layouts import Layout, Model, in_process, same, steps
+from tests.cpu.spawn import run
+from tests.cpu.tiny_stages import BATCH, BOUNDARY, CONTEXT, HIDDEN, batch, gpt_stages
+
+torch.set_num_threads(1)
+
+Make = Callable[[list[nn.Parameter]], Any]
+ADAMW = partial(torch.optim.AdamW, lr=1e-2)
+
+
+def decayed(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
+    """Two groups, of which one has nothing of some stages."""
+    matrices = [p for p in parameters if p.ndim > 1]
+    others = [p for p in parameters if p.ndim < 2]
+    groups: list[dict[str, Any]] = [{"params": matrices}, {"params": others, "lr": 1e-3}]
+    return torch.optim.Adam(groups, lr=1e-2)
+
+
+def main_copies(parameters: list[nn.Parameter]) -> MainOptimizer:
+    return MainOptimizer(parameters, ADAMW)
+
+
+MAKES: dict[str, Make] = {
+    "momentum": partial(torch.optim.SGD, lr=0.1, momentum=0.9),
+    "Adam, groups": decayed,
+    "AdamW": ADAMW,
+    "AdamW, fused": partial(torch.optim.AdamW, lr=1e-2, fused=True),
+    "NAdam": torch.optim.NAdam,
+    "bfloat16": main_copies,
+}
+SHAPES = {
+    "interleaved": (interleaved, Plan(2, 4, 3)),
+    "1F1B": (one_f_one_b, Plan(3, 4)),
+    "in a vee": (dualpipe_v, Plan(2, 4, 2, "vee")),
+    "mirrored": (dualpipe, Plan(2, 4, placement="mirror")),
+}
+
+
+def made(program: Program, make: Make, *, half: bool = False, **how: Any) -> InProcess:
+    stages = gpt_stages(program.plan.stages, bool(program.tied))
+    for stage in stages if half else ():
+        float32_gradients(stage.bfloat16())
+    for stage in stages[: program.frozen]:
+        stage.requires_grad_(False)
+    boundary = Boundary((BATCH, CONTEXT, HIDDEN), torch.bfloat16) if half else BOUNDARY
+    if program.clip:
+        how.setdefault("max_norm", 0.5)
+    return InProcess(program, stages, loss=gpt.loss, boundary=boundary, optimizer=make, **how)
+
+
+def stepped(world: InProcess, *at: int) -> list[Tensor]:
+    """Losses of some steps, in an order that a seed picks."""
+    found = []
+    for k in at:
+        x, y, scale = batch(world.program.plan.microbatches, k)
+        found.append(world.step(x, y, scale, seed=k))
+    return found
+
+
+def left(world: InProcess) -> list[Tensor]:
+    """Each rank's parameters, with what its optimizer keeps of each, and the loss scale."""
+    found: list[Any] = []
+    for rank in world.ranks:
+        optimizer: Any = rank.state.optimizer
+        inner = getattr(optimizer, "inner", optimizer)
+        for group in inner.param_groups:
+            for p in group["params"]:
+                found += [p, *inner.state[p].values()]
+        found += [p for stage in rank.stages.values() for p in stage.module.parameters()]
+        found += [] if rank.state.loss_scale is None else [rank.state.loss_scale.value]
+    return [t.detach().clone() for t in found if isinstance(t, Tensor)]
+
+
+def equal(one: list[Tensor], other: list[Tensor]) -> bool:
+    return len(one) == len(other) > 0 and all(map(torch.equal, one, other))
+
+
+def both(schedule: Any, plan: Plan, **how: Any) -> tuple[Program, Program]:
+    device, host = (
+        schedir.compile(schedule, plan, model="edge", states=states, **how)
+        for states in ("device", "host")
+    )
+    return device, host
+
+
+# ---------------------------------------------------------------- bits
+
+
+@pytest.mark.parametrize(
+    ("shape", "make", "how"),
+    [
+        ("interleaved", "AdamW", {"clip": True, "tied": True}),
+        ("interleaved", "bfloat16", {"recompute": "all", "frozen": 2}),
+        ("interleaved", "AdamW, fused", {"state_slots": 1}),
+        ("1F1B", "momentum", {"tied": True}),
+        ("1F1B", "NAdam", {"clip": True}),
+        ("in a vee", "Adam, groups", {"clip": True, "tied": True, "slots": "fewest"}),
+        ("mirrored", "bfloat16", {"clip": True}),
+    ],
+)
+def test_the_bits_are_those_of_states_on_the_device(shape: str, make: str, how: Any) -> None:
+    half = make == "bfloat16"
+    worlds = [made(p, MAKES[make], half=half) for p in both(*SHAPES[shape], **how)]
+    losses = [stepped(world, 0, 1, 2) for world in worlds]
+    assert equal(*losses) and equal(*map(left, worlds))
+
+
+LEVELS = ((0, True, False), (1, False, True), (3, True, True), (3, False, False))
+
+
+def _processes(rank: int) -> Any:
+    torch.set_num_threads(1)
+    return [
+        train(rank, Case(looped_bfs, Plan(1, 3, 3), half=half, options=how), zero)
+        for zero, half, clip in LEVELS
+        for how in ({"states": "device", "clip": clip}, {"states": "host", "clip": clip})
+    ]
+
+
+def test_parts_of_replicas_are_moved() -> None:
+    """At each level of ZeRO: a replica has its own part on the host."""
+    told = run(_processes, 2)
+    runs = [[own[k] for own in told] for k in range(2 * len(LEVELS))]
+    for device, host in zip(runs[::2], runs[1::2], strict=True):
+        assert not differing(device, host)
+
+
+@pytest.mark.parametrize("make", ["AdamW", "AdamW, fused", "momentum"])
+@pytest.mark.parametrize("clip", [True, False])
+def test_nothing_is_stepped_where_one_gradient_is_not_finite(make: str, clip: bool) -> None:
+    """Of a stage that comes last: those before it would have been stepped by then."""
+    scales: dict[str, Any] = {"loss_scale": partial(LossScale, 8.0)} if clip else {}
+    worlds = [made(p, MAKES[make], **scales) for p in both(interleaved, Plan(1, 4, 3), clip=clip)]
+    for world in worlds:
+        stepped(world, 0)
+        (rank,) = world.ranks
+        before = left(world)
+        first = next(rank.stages[0].module.parameters())
+        hook = first.register_hook(lambda gradient: gradient * torch.nan)
+        stepped(world, 1)
+        hook.remove()
+        after = left(world)
+        assert not bool(rank.finite)
+        if clip:
+            assert float(after.pop()) == float(before.pop()) / 2
+        assert equal(before, after)
+    losses = [stepped(world, 2, 3) for world in worlds]
+    assert equal(*losses) and equal(*map(left, worlds))
+
+
+def test_programs_beside_each_other() -> None:
+    """One that is open, one that ends its update, and one that evaluates."""
+    found = []
+    for states in ("device", "host"):
+        how: dict[str, Any] = {"model": "edge", "states": states}
+        opens, ends = (
+            schedir.compile(gpipe, Plan(2, m), clip=True, open=m == 3, **how) for m in (2, 3)
+        )
+        if ends.open:
+            opens, ends = ends, opens
+        looks = schedir.compile(forward_only, Plan(2, 2), **how)
+        world = made(ends, ADAMW, more=[opens, looks])
+        x, y, scale = batch(5)
+        losses = []
+        for _ in range(2):
+            losses.append(world.step(x[:3], y[:3], scale, program=opens, of=5))
+            losses.append(world.step(x[3:], y[3:], scale, program=ends))
+            losses.append(world.evaluate(x[:2], y[:2], program=looks))
+        found.append((losses, left(world)))
+    assert equal(found[0][0], found[1][0]) and equal(found[0][1], found[1][1])
+
+
+# ---------------------------------------------------------------- where it lies
+
+
+def optimizer_of(rank: Executor) -> Any:
+    return rank.state.optimizer
+
+
+def kept_by(rank: Executor) -> list[Tensor]:
+    return [t for kept in optimizer_of(rank).state.values() for t in kept.values()]
+
+
+def test_between_steps_all_of_it_is_on_the_host_and_nothing_is_left() -> None:
+    """What was on the device is poisoned before it goes: whoever reads it, does not find it."""
+    world = made(schedir.compile(interleaved, Plan(1, 4, 3), states="host"), ADAMW)
+    stepped(world, 0)
+    (rank,) = world.ranks
+    states = rank.state.held.states
+    assert states is not None and all(map(states.is_away, kept_by(rank)))
+    places = [t.data_ptr() for t in kept_by(rank)]
+    seen: list[Tensor] = []
+    gone = states.leave
+
+    def leave(stage: int) -> None:
+        found = [here for _, _, here in states.storing[stage].tensors]
+        seen.extend(t for t in found if t.dim())
+        resized = torch.UntypedStorage.resize_
+        with patch.object(torch.UntypedStorage, "resize_", lambda *_: None):
+            gone(stage)
+        assert all(t.isnan().all() for t in found)
+        for t in found:
+            resized(t.untyped_storage(), 0)
+
+    with patch.object(states, "leave", leave):
+        stepped(world, 1)
+    assert seen and all(map(states.is_away, kept_by(rank)))
+    assert places == [t.data_ptr() for t in kept_by(rank)]  # one memory, made once
+
+
+def test_as_much_is_on_each_tier_as_was_predicted() -> None:
+    """To the byte; what else lives beside it, `test_zero_bytes` looks at."""
+    plan, most = Plan(1, 2, 3), []
+    for slots in (1, 2, 3):
+        stages, (x, y, _) = gpt_stages(plan.stages, tied=False), batch(2)
+        sizes = sizes_of(stages, x[0], y[0], loss=gpt.loss, boundary=BOUNDARY, state=ADAMW)
+        how: dict[str, Any] = {"states": "host", "state_slots": slots}
+        world = made(schedir.compile(looped_bfs, plan, model="edge", **how), ADAMW)
+        stepped(world, 0)
+        (rank,) = world.ranks
+        (own,) = held(world.program, sizes)
+        here: list[int] = []
+        rank.calls = [
+            call._replace(run=partial(_look, rank, call.run, here)) for call in rank.calls
+        ]
+        stepped(world, 1)
+        assert max(here) == own.kept["state"][1].max()
+        states = rank.state.held.states
+        assert states is not None
+        on_host = held(world.program, sizes, "host")[0].bytes
+        assert set(on_host) == {sum(t.nbytes for t in states.away())}
+        most.append(max(here))
+    assert most == sorted(set(most))
+
+
+def _look(rank: Executor, run: Any, here: list[int]) -> None:
+    run()
+    states = rank.state.held.states
+    assert states is not None
+    moving = [*states.loading.values(), *states.storing.values()]
+    found = [t for stage in states.own for t in states.tensors(stage) if not states.is_away(t)]
+    found += [memory for each in moving for _, _, memory in each.tensors]
+    here.append(sum(t.nbytes for t in dict.fromkeys(found)))
+
+
+# ---------------------------------------------------------------- checkpoints
+
+
+MODEL = Model(dropout=0.1, clip=True)
+
+
+def layout(states: str, **more: Any) -> Layout:
+    return Layout(interleaved, Plan(2, 4, 2), options={"states": states, **more})
+
+
+@pytest.mark.parametrize(
+    ("first", "then", "half"), [("host", "device", True), ("device", "host", False)]
+)
+def test_a_checkpoint_has_what_lies_on_the_host(
+    first: str, then: str, half: bool, tmp_path: Path
+) -> None:
+    model = MODEL._replace(half=half) if hasattr(MODEL, "_replace") else MODEL
+    one, other, whole = (in_process(layout(states), model) for states in (first, then, "device"))
+    steps(one, 0, 2)
+    save(one, tmp_path, step=2, names=same)
+    load(other, tmp_path, names=same)
+    steps(other, 2, 4)
+    steps(whole, 0, 4)
+    assert equal(left(other), left(whole))
+
+
+def test_a_snapshot_is_of_the_step_before(tmp_path: Path) -> None:
+    world = in_process(layout("host", snapshots=True), MODEL)
+    saver = Saver(world, tmp_path / "beside", names=same)
+    steps(world, 0, 2)
+    save(world, tmp_path / "at once", step=2, names=same)
+    saver.due(2)
+    steps(world, 2, 3)
+    saver.write()
+    steps(world, 3, 4)
+    saver.ended()
+    found = []
+    for folder in ("beside", "at once"):
+        other = in_process(layout("host"), MODEL)
+        load(other, tmp_path / folder, names=same)
+        found.append(left(other))
+    assert equal(*found)
+
+
+def test_state_of_elsewhere_is_moved_before_the_next_step() -> None:
+    """Loaded by the optimizer's own method, it is on the device: in new memory."""
+    program = schedir.compile(interleaved, Plan(1, 4, 3), states="host")
+    one, other, plain = made(program, ADAMW), made(program, ADAMW), made(program, ADAMW)
+    stepped(one, 0, 1)
+    stepped(plain, 0, 1, 2)
+    for a, b in zip(one.ranks, other.ranks, strict=True):
+        optimizer_of(b).load_state_dict(optimizer_of(a).state_dict())
+        for s, stage in b.stages.items():
+            stage.module.load_state_dict(a.stages[s].module.state_dict())
+    other.ranks[0].draws.step = 2
+    stepped(other, 2)
+    assert equal(left(other), left(plain))
+
+
+# ---------------------------------------------------------------- what is refused
+
+
+class Own(torch.optim.SGD):
+    """Nobody knows what it does."""
+
+
+@pytest.mark.parametrize(
+    ("make", "says"),
+    [
+        (lambda own: torch.optim.LBFGS(own), "LBFGS steps all parameters as one"),
+        (lambda own: Own(own, lr=0.1), "not known whether Own steps each number by itself"),
+        (None, "this rank has no optimizer"),
+        (lambda own: ADAMW([*own, nn.Parameter(torch.ones(3))]), r"a parameter of \[3\] of none"),
+        (lambda own: hooked(own), "AdamW has hooks on its step"),
+        (lambda own: type("Two", (), {"step": lambda self: None})(), "no torch.optim.Optimizer"),
+    ],
+)
+def test_optimizers_that_cannot_step_by_stage_are_refused(make: Any, says: str) -> None:
+    program = schedir.compile(one_f_one_b, Plan(2, 2), states="host")
+    with pytest.raises(ModelError, match=says):
+        made(program, make)
+
+
+def hooked(own: list[nn.Parameter]) -> torch.optim.Optimizer:
+    optimizer = ADAMW(own)
+    optimizer.register_step_pre_hook(lambda *_: None)
+    return optimizer
+
+
+def test_an_own_optimizer_may_say_what_it_does() -> None:
+    program = schedir.compile(one_f_one_b, Plan(2, 2), states="host")
+    kind = type("Known", (Own,), {"elementwise": True})
+    stepped(made(program, lambda own: kind(own, lr=0.1, momentum=0.9)), 0, 1)
+
+
+def test_a_hook_that_comes_later_is_refused_before_anything_is_stepped() -> None:
+    world = made(schedir.compile(interleaved, Plan(1, 2, 2), states="host"), ADAMW)
+    stepped(world, 0)
+    before = [
+        p.detach().clone() for s in world.ranks[0].stages.values() for p in s.module.parameters()
+    ]
+    world.ranks[0].state.optimizer.register_step_post_hook(lambda *_: None)  # type: ignore[union-attr]
+    with pytest.raises(ExecutionError, match="step_stage"):
+        stepped(world, 1)
+    after = [p for s in world.ranks[0].stages.values() for p in s.module.parameters()]
+    assert equal(before, [p.detach() for p in after])
+    assert not any(t.isnan().any() for t in left(world))
+
+
+def test_programs_of_other_places_are_not_beside_each_other() -> None:
+    device, host = both(one_f_one_b, Plan(2, 2))
+    other = schedir.compile(gpipe, Plan(2, 2), states="host")
+    with pytest.raises(ModelError, match="states is 'host'"):
+        made(device, ADAMW, more=[other])
+    made(host, ADAMW, more=[other])
