@@ -215,7 +215,8 @@ def at_rest(program: Program, sizes: Sizes, tier: str = "device") -> dict[str, N
 
 
 def tiers_of(program: Program) -> tuple[str, ...]:
-    """Where a program holds anything: on the device, and where its instructions move something.
+    """Where a program holds anything: on the device, where its instructions move something, and
+    where something lies.
 
     >>> from schedir import Plan, compile, schedules
     >>> tiers_of(compile(schedules.one_f_one_b, Plan(2, 4)))
@@ -223,7 +224,8 @@ def tiers_of(program: Program) -> tuple[str, ...]:
     """
     changes = [change for op in program.ops for change in ROWS[op].changes]
     there = {state for change in changes for state in (change.before, change.after)}
-    return tuple(tier for tier in TIERS if tier == TIERS[0] or tier in there)
+    there |= {TIERS[0], *(row.lies for row in TOKENS if program.has(row.token))}
+    return tuple(tier for tier in TIERS if tier in there)
 
 
 def held(

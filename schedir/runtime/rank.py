@@ -220,15 +220,16 @@ class State:
         for versions in self.versions.values():
             versions.keep(update) if update else versions.begin()
 
-    def may(self, finite: Tensor) -> Tensor:
-        """Whether the optimizer may step where gradients are `finite`, 0-dim bool."""
-        return finite if self.held.may_step else torch.zeros_like(finite)
-
-    def let_step(self, finite: Tensor) -> None:
-        """Let the optimizer step if `finite`, 0-dim bool, is true."""
+    def let_step(self, finite: Tensor, stage: int | None = None) -> None:
+        """Let the optimizer step if `finite`, 0-dim bool, is true: all, or one of the stages whose
+        states lie on the host."""
+        finite = finite if self.held.may_step else torch.zeros_like(finite)
         if self.optimizer is not None:
             with self.draws.warning(_APART) if self.held.apart else nullcontext():
-                step_if(self.may(finite), self.optimizer)
+                if stage is None:
+                    step_if(finite, self.optimizer)
+                elif self.held.states is not None:
+                    self.held.states.step(stage, finite)
 
     def norm_and_finite(self) -> tuple[Tensor, Tensor]:
         """Of the last step, as `Executor.norm` and `Executor.finite` have it."""

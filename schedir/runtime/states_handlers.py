@@ -34,8 +34,7 @@ def step_stage(state: State, i: Instr) -> Call:
             _states(state).arrive(i.stage)
         if state.verdict is None:
             state.verdict = judged(state)
-        if state.optimizer is not None:
-            _states(state).step(i.stage, state.may(state.verdict))
+        state.let_step(state.verdict, i.stage)
 
     update = state.plan.microbatches + i.mb
     seeded = state.draws.seeded(UPDATE, i.stage, update, run)
