@@ -5,14 +5,21 @@ READY := .venv/.ready
 # One thread per process: four ranks share few cores, and the same thread count gives the same bits.
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: demo test docs lint format clean gpu
+.PHONY: demo test pure cpu pages docs lint format clean gpu
 
 demo: $(READY)
 	$(BIN)/python examples/demo.py
 
-test: lint
+# One after the other; .ci/run has some of them beside each other.
+test: lint pure cpu pages
+
+pure: $(READY)
 	$(BIN)/pytest -n 2 schedir tests/pure
+
+cpu: $(READY)
 	$(BIN)/pytest -n 3 --dist loadfile --no-loadscope-reorder tests/cpu
+
+pages: $(READY)
 	$(BIN)/pytest tests/gpu tests/browser
 
 # A site of all pages, in build/site; a dead link, or a page that is nowhere in its tree, is an error.
