@@ -1,15 +1,17 @@
 """Mutants: change many legal programs, and compare the checker with execution.
 
     python benchmarks/mutants.py --programs 100000 --seed 1 --jobs 2
-    python benchmarks/mutants.py --programs 100000 --seed 1 --jobs 1 --turns
+    python benchmarks/mutants.py --programs 100000 --seed 1 --jobs 1 --only turns
+    python benchmarks/mutants.py --programs 100000 --seed 1 --jobs 2 --only away
 
 Prints a row per mutation: programs judged, how many were rejected (wrong under a model under
 which the program was right before) or equivalent, texts that said no program, and where checker
 and execution disagreed under any of the models, which should be nowhere.  Exits with 1 if
 they did; `tests.mutants.trial(mutation, seed)` repeats a case.
 
-With `--turns` it is the mutations of what comes in turns (ZeRO), each program under one model, in
-turn, and 50 mutants of each legal program: `trial(mutation, seed, [model], 50)` repeats a case.
+With `--only turns` it is the mutations of what comes in turns (ZeRO), with `--only away` those of what
+leaves the device and comes back (offload), each program under one model, in turn, and 50 mutants of
+each legal program: `trial(mutation, seed, [model], 50)` repeats a case.
 """
 
 from __future__ import annotations
@@ -27,33 +29,36 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from schedir.analysis.models import MODELS
 from tests.mutants import MUTATIONS, Trial, trial
+from tests.mutations_of_tiers import AWAY
 from tests.mutations_of_turns import TURNED
 
 CHUNK = 50  # programs of one task
 SEEDS = 100 * CHUNK  # and its seeds, more than it can need
 COLUMNS = ("rejected", "equivalent", "no program", "disagreements")
 
-Task = tuple[str, int, int, bool]  # mutation, first seed, programs, of turns
+NAMES = {"all": [*MUTATIONS], "turns": TURNED, "away": AWAY}
+
+Task = tuple[str, int, int, bool]  # mutation, first seed, programs, each under all models
 
 
-def tasks(programs: int, seed: int, *, turns: bool) -> Iterator[Task]:
+def tasks(programs: int, seed: int, only: str) -> Iterator[Task]:
     """The programs, divided evenly between mutations, in chunks."""
-    names = [*(TURNED if turns else MUTATIONS)]
+    names = NAMES[only]
     for k, name in enumerate(names):
         share = programs // len(names) + (k < programs % len(names))
         for chunk in range(-(-share // CHUNK)):
             first = (seed << 32) + chunk * SEEDS
-            yield name, first, min(CHUNK, share - chunk * CHUNK), turns
+            yield name, first, min(CHUNK, share - chunk * CHUNK), only == "all"
 
 
 def run(task: Task) -> tuple[str, Counter[str], list[Trial]]:
     """Judge this many programs; texts that say none do not count."""
-    name, first, programs, turns = task
+    name, first, programs, every = task
     done: Counter[str] = Counter()
     differ = []
     for seed in count(first):
-        models = [MODELS[seed % len(MODELS)]] if turns else MODELS
-        one = trial(name, seed, models, CHUNK if turns else 4)
+        models = MODELS if every else [MODELS[seed % len(MODELS)]]
+        one = trial(name, seed, models, 4 if every else CHUNK)
         done[one.outcome] += 1
         if one.disagreements:
             differ.append(one)
@@ -68,9 +73,9 @@ def main() -> int:
     parser.add_argument("--programs", type=int, default=10_000, metavar="N")
     parser.add_argument("--seed", type=int, default=1, metavar="N")
     parser.add_argument("--jobs", type=int, default=2, metavar="N")
-    parser.add_argument("--turns", action="store_true", help="only of what comes in turns")
+    parser.add_argument("--only", choices=NAMES, default="all", help="of what (default: all)")
     options = parser.parse_args()
-    todo = [*tasks(options.programs, options.seed, turns=options.turns)]
+    todo = [*tasks(options.programs, options.seed, options.only)]
     table: dict[str, Counter[str]] = {task[0]: Counter() for task in todo}
     begin, differ = perf_counter(), []
     with Pool(options.jobs) as pool:
@@ -81,8 +86,8 @@ def main() -> int:
             for one in wrong:
                 print(f"\r{one}", file=sys.stderr)
     seconds = perf_counter() - begin
-    print(f"\r| {'mutation':<20} | programs | " + " | ".join(COLUMNS) + " |")
-    rules = ["-" * 20, "-------:", *("-" * (len(c) - 1) + ":" for c in COLUMNS)]
+    print(f"\r| {'mutation':<24} | programs | " + " | ".join(COLUMNS) + " |")
+    rules = ["-" * 24, "-------:", *("-" * (len(c) - 1) + ":" for c in COLUMNS)]
     print(f"| {' | '.join(rules)} |")
     total: Counter[str] = Counter()
     for done in table.values():
@@ -90,10 +95,10 @@ def main() -> int:
     for name, done in [*table.items(), ("all", total)]:
         programs = done["rejected"] + done["equivalent"]
         cells = " | ".join(f"{done[c]:>{len(c)}}" for c in COLUMNS)
-        print(f"| {name:<20} | {programs:>8} | {cells} |")
+        print(f"| {name:<24} | {programs:>8} | {cells} |")
     print(f"\nseed {options.seed}, {options.jobs} processes, {seconds:.0f} s, "
           f"{options.programs / seconds:.0f} programs per second, each under "
-          f"{'one model' if options.turns else f'{len(MODELS)} models'}")  # fmt: skip
+          f"{f'{len(MODELS)} models' if options.only == 'all' else 'one model'}")  # fmt: skip
     return bool(differ)
 
 

@@ -10,15 +10,8 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from schedir.ir.ops import Instr, Opcode
-from tests import sharded, snapshots, strange
-from tests.carried import Entry as Entry
-from tests.carried import Event as Event
-from tests.carried import Message as Message
-from tests.carried import Slot as Slot
-from tests.carried import Tensor as Tensor
-from tests.carried import Value as Value
-from tests.carried import Wrong as Wrong
-from tests.carried import met as met
+from tests import away, sharded, snapshots, strange
+from tests.carried import Entry, Event, Message, Slot, Tensor, Value, Wrong, met
 
 if TYPE_CHECKING:
     from tests.threads import Machine
@@ -47,13 +40,14 @@ class Host:
         self.slots: dict[Slot, Value] = {}
         self.given: list[tuple[Slot, Value]] = []  # by the group that is being issued
         self.changes: dict[tuple[Slot, bool], list[tuple[str, str]]] | None = None
-        self.turns: Counter[tuple[int, int]] = Counter()  # that were issued, by opcode and stage
+        self.turns: Counter[tuple[int, ...]] = Counter()  # that were issued, by opcode and stage
         self.parts: dict[int, list[Part]] = defaultdict(list)  # of gradients that were reduced
         self.reducing: dict[int, list[Entry]] = defaultdict(list)  # who reduces, by stage
         self.whole: dict[int, int] = {}  # stages whose weights are, and after how many steps
         self.stepped = 0
-        self.room: list[Event] | None = None  # slots for whole weights, by when they are free
+        self.room: dict[str, list[Event]] = {}  # slots of some kinds, by when they are free
         sharded.begin(self)
+        away.begin(self)
         self.entries: list[Entry] = []
 
     def issue_all(self) -> None:
@@ -205,7 +199,7 @@ class Host:
         else:
             self.make(self.give("act_out", i.stage, i.mb), "act", i.stage, i.mb)
         if self.machine.trains and i.stage >= self.machine.frozen:
-            self.give("saved", i.stage, i.mb)
+            away.save(self, i)
 
     def backward_input(self, i: Instr) -> None:
         self.hand_back(i)
@@ -219,7 +213,7 @@ class Host:
     def hand_back(self, i: Instr) -> None:
         """The gradient of the input, in B and in I."""
         self.queue("compute")
-        self.take("saved", i.stage, i.mb)
+        away.use(self, i)
         if i.stage < self.machine.stages - 1:
             self.expect(self.take("grad_in", i.stage, i.mb), "grad", i.stage + 1, i.mb, True)
         if i.stage in self.machine.skips:
@@ -396,4 +390,5 @@ class Host:
         O.Reshard: sharded.reshard,
         O.ReduceScatter: sharded.reduce_scatter,
         O.Snapshot: snapshots.snapshot,
+        **dict.fromkeys(away.MOVED, away.move),
     }

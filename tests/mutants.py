@@ -32,6 +32,7 @@ from schedir.testing import random_draft
 from schedir.verify.check import check, check_draft
 from tests import edits, mutations_of_shape  # noqa: F401 (importing it fills the table)
 from tests.mutations_of_snapshots import COPIED
+from tests.mutations_of_tiers import AWAY, moved
 from tests.mutations_of_turns import TURNED
 from tests.threads import verdict
 
@@ -55,7 +56,7 @@ MUTATIONS = edits.MUTATIONS
 # often swap what may be swapped.
 HARMLESS = (
     "fuse_backward", "split_backward", "ungroup_computes", "drop_sharded_pair", "evaluate",
-    "drop_r", "renumber", "rename", "spell_placement", "reduced_once_less",
+    "drop_r", "renumber", "rename", "spell_placement", "reduced_once_less", "stay_on_the_host",
 )  # fmt: skip
 RARELY_WRONG = (
     "ungroup", "join_transfers", "join_both_sides", "run_order", "gathered_once_more",
@@ -77,14 +78,21 @@ PREPARED = {
 
 
 def legal(
-    rng: random.Random, first: str | None = None, *, turns: bool = False, copies: bool = False
+    rng: random.Random,
+    first: str | None = None,
+    *,
+    turns: bool = False,
+    copies: bool = False,
+    away: bool = False,
 ) -> Program:
     """A small program that is legal under `edge` at least, in all sorts of ways."""
     program = lowered(rng, turns=turns) if turns or rng.random() < 0.7 else updating(rng)
+    while (copies or away) and not program.trains:
+        program = lowered(rng)
     if copies:
-        while not program.trains:
-            program = lowered(rng)
         program = snapshots(replace(program, snapshots=True))
+    if away:
+        program = moved(program, rng)
     more = [rng.choice(VARIATIONS) for _ in range(rng.choice([0, 0, 0, 1, 2, 3]))]
     for name in [first, *more] if first else more:
         varied = MUTATIONS[name](program, rng)
@@ -221,14 +229,15 @@ class Trial:
         return "\n".join([f"trial({self.mutation!r}, {self.seed})", *self.disagreements, text])
 
 
-def mutate(name: str, seed: int, share: int = 4) -> tuple[Program, Program]:
+def mutate(name: str, seed: int, share: int = 4, *, mixed: bool = False) -> tuple[Program, Program]:
     """A legal program, which so many seeds share, and what a mutation made of it.
 
+    In some of them values leave the device, where `mixed`, though the mutation is not of these.
     Raises a ProgramError where that is no program.
     """
     rng = random.Random(f"{name} {seed}")
     for again in count():
-        program = base(name, seed // share, again)
+        program = base(name, seed // share, again, mixed)
         mutant = MUTATIONS[name](program, rng)
         if mutant is not None and mutant != program:
             return program, mutant
@@ -236,17 +245,19 @@ def mutate(name: str, seed: int, share: int = 4) -> tuple[Program, Program]:
 
 
 @lru_cache(32)
-def base(name: str, seed: int, again: int) -> Program:
+def base(name: str, seed: int, again: int, mixed: bool) -> Program:
     """A program for a mutation; `again` counts those in which it found nothing to change."""
     rng = random.Random(f"{name} {seed} {again}")
-    return legal(rng, PREPARED.get(name), turns=name in TURNED, copies=name in COPIED)
+    away = name in AWAY or (mixed and rng.random() < 0.2)
+    turns, copies = name in TURNED, name in COPIED
+    return legal(rng, PREPARED.get(name), turns=turns, copies=copies, away=away)
 
 
 def trial(name: str, seed: int, models: Sequence[Model] = MODELS, share: int = 4) -> Trial:
     """Make a mutant of a legal program, and hear checker and oracle under some models."""
     rng = random.Random(seed)
     try:
-        program, mutant = mutate(name, seed, share)
+        program, mutant = mutate(name, seed, share, mixed=True)
     except ProgramError:
         return Trial(name, seed, "no program")
     wrong, differ = [], []

@@ -14,7 +14,8 @@ from typing import Any
 from schedir.ir.costs import Costs
 from schedir.ir.ops import ROWS, Instr, Lane, Opcode, Per
 from schedir.ir.program import Program
-from tests.host import SENDING, TAKING, met
+from tests.carried import met
+from tests.host import SENDING, TAKING
 
 O = Opcode
 

@@ -11,7 +11,8 @@ from collections.abc import Iterator, Sequence
 from itertools import chain
 
 from schedir.ir.program import Program
-from tests.host import Entry, Event, Host, Message, Slot, Wrong
+from tests.carried import Entry, Event, Message, Slot, Wrong
+from tests.host import Host
 from tests.threads import Machine, Verdict
 
 

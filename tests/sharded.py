@@ -17,6 +17,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from schedir.ir.ops import TIERS, Instr, Opcode, Token
+from tests import away
 from tests.carried import Event, Value
 
 if TYPE_CHECKING:
@@ -27,19 +28,12 @@ TURNS = (Opcode.Unshard, Opcode.Reshard, Opcode.ReduceScatter)
 VALUES = (Token.FULL, Token.PARTS, Token.ROOM)
 
 
-BEFORE = Event()  # all
-BEFORE.when = -1
-
-
 def begin(host: Host) -> None:
     """Weights are in parts when a step begins."""
     machine = host.machine
     if machine.zero:
         for stage in host.trained:
-            host.slots["parts", stage] = Value(BEFORE, state={True: TIERS[0], False: ""})
-        said = machine.program.slots[host.rank].said() if machine.program.slots else {}
-        if "full" in said:
-            host.room = [BEFORE] * said["full"]
+            host.slots["parts", stage] = Value(away.ALWAYS, state={True: TIERS[0], False: ""})
 
 
 def meet_replicas(host: Host, i: Instr, lane: str) -> None:
@@ -85,10 +79,7 @@ def unshard(host: Host, i: Instr) -> None:
     meet_replicas(host, i, "params")
     host.take("parts", i.stage)
     host.give("full", i.stage)
-    if host.room is not None:
-        if not host.room:
-            host.wrong("there is no slot for it")
-        host.entry.waits.append(host.room.pop(0))
+    away.enter(host, "full")
     entry = host.entry
 
     def gather() -> None:
@@ -104,8 +95,7 @@ def reshard(host: Host, i: Instr) -> None:
     host.queue("compute")
     host.take("full", i.stage)
     host.give("parts", i.stage)
-    if host.room is not None:
-        host.room.append(host.entry.done)
+    away.leave(host, "full")
 
     def let_go() -> None:
         del host.whole[i.stage]

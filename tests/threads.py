@@ -52,7 +52,8 @@ from typing import NamedTuple
 from schedir.ir.ops import Instr, Opcode
 from schedir.ir.program import Program
 from schedir.ir.sizes import Sizes
-from tests.host import COMPUTES, Entry, Event, Host, Message, Slot, Value, Wrong
+from tests.carried import Entry, Event, Message, Slot, Value, Wrong
+from tests.host import COMPUTES, Host
 
 SMALL = Sizes()
 

@@ -1,0 +1,199 @@
+"""Mutations of what moves the values of forwards to the host and the disk, and back."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+
+from schedir.analysis.slots import KINDS, minimum_slots
+from schedir.ir.ops import Opcode, Token
+from schedir.ir.program import ADDRESS, JOINED, Program, Slots
+from tests.away import MOVED
+from tests.edits import MUTATIONS, Edit, at, bare, move, op, pull, push, stage, swap, whole, with_op
+from tests.mutations import B, I
+
+O = Opcode
+_OTHERS = {*MUTATIONS}
+USES = (O.Recompute, B, I)
+WAYS = ((O.Offload, O.Reload), (O.Offload, O.Reload), (O.Offload, O.Spill, O.Fetch, O.Reload))
+
+
+def moved(program: Program, rng: random.Random) -> Program:
+    """The program with some values away from the device between two that use them, anywhere there;
+    some ranks say how many slots they have, enough or more."""
+    e, share = Edit.of(program, rng), rng.choice([0.3, 0.7, 1])
+    for own in e.lists:
+        for made in [bare(w) for w in own if op(w) is O.Forward and stage(w) >= program.frozen]:
+            if rng.random() < share:
+                _away(own, made, rng)
+    program = e.result()
+    if rng.random() < 0.5:
+        least = minimum_slots(program)[:, KINDS.index(Token.SAVED)].tolist()
+        told = program.slots or [Slots.unsaid()] * program.plan.ranks
+        more = rng.choice([0, 0, 1])
+        both = zip(told, least, strict=True)
+        program = program.with_slots([slots._replace(saved=n + more) for slots, n in both])
+    return program
+
+
+def _away(own: list[int], made: int, rng: random.Random) -> None:
+    """Take the value of a forward off the device, between it and the next that uses it, or between
+    two of these."""
+    users = [k for k, w in enumerate(own) if bare(w) == made or _uses(w, made)]
+    if len(users) < 2:
+        return
+    first = rng.randrange(len(users) - 1)
+    gaps = [k for k in range(users[first] + 1, users[first + 1] + 1) if not own[k] & JOINED]
+    if not gaps:
+        return
+    ops = rng.choice(WAYS)
+    places = sorted(rng.choices(gaps, k=len(ops)))
+    if rng.random() < 0.5:
+        places[0], places[-1] = gaps[0], gaps[-1]
+    for k, o in [*zip(places, ops, strict=True)][::-1]:
+        own.insert(k, with_op(made, o))
+
+
+def _uses(w: int, made: int) -> bool:
+    return op(w) in USES and w & ADDRESS == made & ADDRESS
+
+
+def users(e: Edit) -> list[int]:
+    """Where those stand that use, on the device, what is edited."""
+    return [k for k in e.here(*USES) if _uses(e.own[k], e.word)]
+
+
+@at(*MOVED)
+def drop_move(e: Edit) -> None:
+    pull(e.own, e.at)
+
+
+@at(*MOVED)
+def double_move(e: Edit) -> None:
+    push(e.own, e.rng.randint(0, len(e.own)), e.word)
+
+
+@at(*MOVED)
+def swap_moves(e: Edit) -> bool | None:
+    others = [k for k in e.here(*MOVED) if k != e.at]
+    if not others:
+        return False
+    swap(e.own, e.at, e.rng.choice(others))
+    return None
+
+
+@at(*MOVED)
+def swap_moves_of_a_value(e: Edit) -> bool | None:
+    same = [k for k in e.here(*MOVED) if k != e.at and not (e.own[k] ^ e.word) & ADDRESS]
+    if not same:
+        return False
+    swap(e.own, e.at, e.rng.choice(same))
+    return None
+
+
+@at(*MOVED)
+def swap_move_with_neighbour(e: Edit) -> None:
+    swap(e.own, max(e.at - 1, 0), e.at)
+
+
+@at(*MOVED)
+def put_a_move_anywhere(e: Edit) -> None:
+    move(e.own, e.at, e.rng.randint(0, len(e.own)))
+
+
+@at(*MOVED)
+def put_a_move_near(e: Edit) -> None:
+    move(e.own, e.at, e.at + e.rng.choice([-3, -2, -1, 2, 3, 4]))
+
+
+@at(*MOVED)
+def another_move(e: Edit) -> None:
+    e.put(with_op(e.word, e.rng.choice([o for o in MOVED if o is not op(e.word)])))
+
+
+@at(*MOVED)
+def move_of_another_value(e: Edit) -> bool | None:
+    others = [e.own[k] for k in e.here(O.Forward) if (e.own[k] ^ e.word) & ADDRESS]
+    if not others:
+        return False
+    e.put(with_op(e.rng.choice(others), op(e.word)))
+    return None
+
+
+@at(*MOVED)
+def move_on_another_rank(e: Edit) -> bool | None:
+    if len(e.lists) < 2:
+        return False
+    other = e.rng.choice([own for rank, own in enumerate(e.lists) if rank != e.rank])
+    push(other, e.rng.randint(0, len(other)), pull(e.own, e.at))
+    return None
+
+
+@at(O.Reload)
+def back_behind_its_use(e: Edit) -> None:
+    move(e.own, e.at, e.rng.choice(users(e)) + 1)
+
+
+@at(O.Offload)
+def use_while_away(e: Edit) -> bool | None:
+    """Who uses it comes sooner: behind its offload, and before it is back."""
+    later = [k for k in users(e) if k > e.at]
+    if not later:
+        return False
+    move(e.own, later[0], e.at + 1)
+    return None
+
+
+@at(O.Offload)
+def used_before_it_goes(e: Edit) -> bool | None:
+    """The same, but before its offload."""
+    later = [k for k in users(e) if k > e.at]
+    if not later:
+        return False
+    move(e.own, later[0], e.at)
+    return None
+
+
+@at(O.Offload)
+def away_once_more(e: Edit) -> None:
+    """And back at once; and where it stands already, it is there no more."""
+    k = e.rng.randint(0, len(e.own))
+    push(e.own, k, with_op(e.word, O.Reload))
+    push(e.own, k, e.word)
+
+
+@at(O.Spill)
+def stay_on_the_host(e: Edit) -> bool | None:
+    """As right as before: nothing goes to the disk."""
+    back = [k for k in e.here(O.Fetch) if not (e.own[k] ^ e.word) & ADDRESS]
+    if len(back) != 1:
+        return False
+    for k in sorted((back[0], e.at), reverse=True):
+        pull(e.own, k)
+    return None
+
+
+@whole
+def one_slot_less(e: Edit) -> bool | None:
+    said = [rank for rank, slots in enumerate(e.program.slots) if slots.said().get("saved")]
+    if not said:
+        return False
+    rank = e.rng.choice(said)
+    slots = [*e.program.slots]
+    slots[rank] = slots[rank]._replace(saved=slots[rank].saved - 1)
+    e.program = replace(e.program, slots=tuple(slots))
+    return None
+
+
+@whole
+def some_slots(e: Edit) -> None:
+    """Any number of them, on each rank."""
+    told = e.program.slots or [Slots.unsaid()] * e.program.plan.ranks
+    forwards = (sum(op(w) is O.Forward for w in own) for own in e.lists)
+    both = zip(told, forwards, strict=True)
+    slots = tuple(one._replace(saved=e.rng.randint(0, n)) for one, n in both)
+    e.program = replace(e.program, slots=slots)
+
+
+# Those that want a program in which something is away.
+AWAY = tuple(name for name in MUTATIONS if name not in _OTHERS)
