@@ -9,9 +9,9 @@ which the program was right before) or equivalent, texts that said no program, a
 and execution disagreed under any of the models, which should be nowhere.  Exits with 1 if
 they did; `tests.mutants.trial(mutation, seed)` repeats a case.
 
-With `--only turns` it is the mutations of what comes in turns (ZeRO), with `--only away` those of what
-leaves the device and comes back (offload), each program under one model, in turn, and 50 mutants of
-each legal program: `trial(mutation, seed, [model], 50)` repeats a case.
+With `--only turns` it is the mutations of what comes in turns (ZeRO), with `--only away` those of
+what leaves the device and comes back (offload), each program under one model, in turn, and 50
+mutants of each legal program: `trial(mutation, seed, [model], 50)` repeats a case.
 """
 
 from __future__ import annotations

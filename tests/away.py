@@ -1,9 +1,9 @@
 """Away: what the oracle's host does where what a forward saved leaves the device and comes back.
 
-A part of the oracle in `threads.py`.  Who uses it finds it on the device; who moves it finds it where
-it is to go from, and there it is no more.  It goes each way once.  A rank that says how many slots it has on the device has
-room for as many at once: whoever brings one there waits for who left the slot that has been free for
-longest, and one that nobody is about to leave is an error.
+A part of the oracle in `threads.py`.  Who uses it finds it on the device; who moves it finds it
+where it is to go from, and there it is no more.  It goes each way once.  A rank that says how many
+slots it has on the device has room for as many at once: whoever brings one there waits for who left
+the slot that has been free for longest, and one that nobody is about to leave is an error.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from tests.host import Host
 
 HERE = "device"
-# From where to where, and whose turn it is: copies to the host have a queue with those of snapshots.
+# From where to where, and in which queue; that to the host is that of snapshots.
 MOVED = {
     Opcode.Offload: (HERE, "host", "copies"),
     Opcode.Reload: ("host", HERE, "back"),

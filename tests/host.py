@@ -44,6 +44,7 @@ class Host:
         self.parts: dict[int, list[Part]] = defaultdict(list)  # of gradients that were reduced
         self.reducing: dict[int, list[Entry]] = defaultdict(list)  # who reduces, by stage
         self.whole: dict[int, int] = {}  # stages whose weights are, and after how many steps
+        self.adding: set[int] = set()  # stages whose sums of gradients are there
         self.stepped = 0
         self.room: dict[str, list[Event]] = {}  # slots of some kinds, by when they are free
         sharded.begin(self)

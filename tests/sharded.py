@@ -7,9 +7,10 @@ A part of the oracle in `threads.py`.  All replicas run one Stream, so one of th
   their gradient, finds them whole as it is issued and as it runs, and as they were when the step
   began.  There is room for as many whole ones as the rank has slots, if it says how many.
 - The step finds all in parts, and leaves them for the next one: nothing touches them behind it.
-- A ReduceScatter takes out of the sum of gradients what is in it, which is something, and adds it
-  to the part that stays.  While one has not ended, nothing is added to the sum.  Whoever goes on
-  with the part finds all gradients in it, once, and nothing left in the sum.
+- A sum of gradients is there from who adds first until it is reduced; of these, too, there are no
+  more than slots.  A ReduceScatter takes out of the sum what is in it, which is something, and
+  adds it to the part that stays.  While one has not ended, nothing is added to the sum.  Whoever
+  goes on with the part finds all gradients in it, once, and nothing left in the sum.
 """
 
 from __future__ import annotations
@@ -114,6 +115,9 @@ def reduce_scatter(host: Host, i: Instr) -> None:
         host.wrong("nothing was added since it was reduced")
     for slot in added:
         host.take(*slot)
+    if i.stage in host.adding:
+        host.adding.remove(i.stage)
+        away.leave(host, "wgrad")
     result = ("half grad" if len(host.machine.holders) > 1 else "grad", i.stage, 0)
     host.slots.pop(result, None)  # of the turn before, to which it adds
     host.give(*result)
@@ -129,6 +133,9 @@ def reduce_scatter(host: Host, i: Instr) -> None:
 def add(host: Host, stage: int) -> None:
     """Who adds to the sum waits for those who take it, and finds that they have ended."""
     entry, before = host.entry, [*host.reducing[stage]]
+    if host.machine.zero > 1 and stage not in host.adding:
+        host.adding.add(stage)
+        away.enter(host, "wgrad")
     if host.machine.program.reduce == "turn":
         entry.waits += [other.done for other in before]
 

@@ -10,10 +10,11 @@ from collections import defaultdict
 from typing import TYPE_CHECKING
 
 from schedir.ir.ops import ROWS, TIERS, TOKENS, Instr, Lane, Opcode, Per, Token
+from tests.carried import Slot, Value
 from tests.sharded import VALUES as OF_PARTS
 
 if TYPE_CHECKING:
-    from tests.host import Host, Slot, Value
+    from tests.host import Host
 
 KNOWN_VALUES = 14
 VALUES = (*OF_PARTS, Token.COPY)  # that the host knows all the same

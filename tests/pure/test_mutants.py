@@ -11,9 +11,11 @@ import pytest
 
 from schedir.analysis.models import MODELS
 from tests.mutants import COMMUTING, HARMLESS, MUTATIONS, RARELY_WRONG, trial
+from tests.mutations_of_tiers import AWAY
 from tests.mutations_of_turns import TURNED
 
 TRIALS = 63  # of each mutation: some 3000 programs
+OF_MOVES = 28  # of each that is of moves between tiers
 SEED = int(os.environ.get("MUTANTS_SEED", "0"))
 
 
@@ -21,10 +23,13 @@ SEED = int(os.environ.get("MUTANTS_SEED", "0"))
 def test_checker_equals_execution(name: str) -> None:
     """To repeat a trial: `print(tests.mutants.trial(name, seed))`.
 
-    Of what comes in turns each is judged under one model, and more of them share a program.
+    Of what comes in turns, or moves, each is judged under one model, and in turns more of them
+    share a program.
     """
-    few = [([model], TRIALS // 3) if name in TURNED else (MODELS, 4) for model in MODELS]
-    trials = [trial(name, SEED + k, *few[k % len(few)]) for k in range(TRIALS)]
+    share, one = TRIALS // 3 if name in TURNED else 4, name in (*TURNED, *AWAY)
+    models = [[model] if one else MODELS for model in MODELS]
+    seeds = range(SEED, SEED + (OF_MOVES if name in AWAY else TRIALS))
+    trials = [trial(name, seed, models[seed % len(MODELS)], share) for seed in seeds]
     disagreements = [t for t in trials if t.disagreements]
     assert not disagreements, "\n".join(map(str, disagreements[:3]))
     rejected = [t.seed for t in trials if t.outcome == "rejected"]
