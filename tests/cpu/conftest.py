@@ -27,11 +27,11 @@ def _ended() -> Iterator[None]:
 
 # Files that take the longest, in seconds of a core or of waiting, the longest first.
 LONG = (
-    "test_deaths", "test_train_ends", "test_resume", "test_gpu_tests", "test_faults", "test_train",
-    "test_ends", "test_own_model", "test_results", "test_compute_graphs", "test_checkpoints",
-    "test_nccl_like", "test_torch_own", "test_random", "test_torch_page", "test_torch_huggingface",
-    "test_kills", "test_gpt2", "test_meeting", "test_tutorial", "test_train_memory",
-    "test_train_zero",
+    "test_deaths", "test_train_ends", "test_resume", "test_gpu_tests", "test_nccl_like",
+    "test_checkpoints", "test_zero", "test_faults", "test_train", "test_ends",
+    "test_torch_huggingface", "test_results", "test_train_zero", "test_own_model",
+    "test_train_memory", "test_compute_graphs", "test_gpt2", "test_torch_own", "test_random",
+    "test_torch_page", "test_kills", "test_meeting", "test_tutorial", "test_corpus", "test_warmup",
 )  # fmt: skip
 
 

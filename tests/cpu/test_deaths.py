@@ -39,12 +39,13 @@ schedir.training.data.Batches.batch = batch
 KILL = "os.kill(os.getpid(), signal.SIGKILL)"
 
 
-def dying(config: str, tmp_path: Path, how: str, transport: str) -> list[str]:
-    """What `schedir train` is told, for a run whose second of three ranks dies."""
+def dying(config: str, tmp_path: Path, how: str, transport: str, ranks: int = 3) -> list[str]:
+    """What `schedir train` is told, for a run whose second rank dies."""
     schedule = tmp_path / "mine.py"
     schedule.write_text(DEADLY.format(how=how))
-    sets = ["pipeline.ranks=3", "pipeline.tp=1", "pipeline.stages_per_rank=1", "model.layers=3",
-            f"train.transport={transport}", f"pipeline.schedule={schedule}:mine"]  # fmt: skip
+    sets = [f"pipeline.ranks={ranks}", "pipeline.tp=1", "pipeline.stages_per_rank=1",
+            f"model.layers={ranks}", f"train.transport={transport}",
+            f"pipeline.schedule={schedule}:mine"]  # fmt: skip
     return arguments(config, tmp_path / "out", *sets)
 
 
@@ -67,7 +68,8 @@ def dying(config: str, tmp_path: Path, how: str, transport: str) -> list[str]:
 def test_the_launcher_says_who_died_and_how(
     config: str, tmp_path: Path, how: str, transport: str, said: str
 ) -> None:
-    command = [sys.executable, "-m", "schedir", *dying(config, tmp_path, how, transport)]
+    words = dying(config, tmp_path, how, transport, ranks=3 if how == KILL else 2)
+    command = [sys.executable, "-m", "schedir", *words]
     code, _, err = finish(start(command))
     assert code == 1 and err.count("\n") == 1
     assert err.startswith(f"process 1 (pipeline rank 1){said}")
@@ -85,7 +87,7 @@ def test_the_launcher_says_who_died_and_how(
 def test_a_warning_says_nothing_of_a_death(
     config: str, tmp_path: Path, how: str, said: str
 ) -> None:
-    command = [sys.executable, "-m", "schedir", *dying(config, tmp_path, how, "gloo")]
+    command = [sys.executable, "-m", "schedir", *dying(config, tmp_path, how, "gloo", ranks=2)]
     schedule = tmp_path / "mine.py"
     schedule.write_text(f"import warnings\n{schedule.read_text()}\nwarnings.warn('odd')\n")
     code, _, err = finish(start(command))
@@ -166,7 +168,7 @@ Prefetch.take = forking
 
 
 def test_a_child_that_a_persons_code_forks_is_none_of_the_run(config: str, tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "schedir", *dying(config, tmp_path, KILL, "gloo")]
+    command = [sys.executable, "-m", "schedir", *dying(config, tmp_path, KILL, "gloo", ranks=2)]
     (tmp_path / "mine.py").write_text(FORKS)
     code, _, err = finish(start(command))
     assert code == 0, err

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.cpu.training import script
 from tests.tutorial import OWN_MODEL, ROOT, numbers_apart, steps
 
 PAGE = list(steps(OWN_MODEL.read_text()))
@@ -16,10 +17,12 @@ PAGE = list(steps(OWN_MODEL.read_text()))
 
 def run(folder: Path, *argv: str) -> str:
     """What a command prints that must go well, and warn of nothing."""
-    program = {"python": (), "torchrun": ("-m", "torch.distributed.run")}[argv[0]]
+    if argv[:2] == ("torchrun", "--nproc-per-node"):
+        return script(folder / argv[3], int(argv[2]), folder / "by torchrun")
+    assert argv[0] == "python"
     environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     done = subprocess.run(
-        (sys.executable, *program, *argv[1:]), cwd=folder, env=environment,
+        (sys.executable, *argv[1:]), cwd=folder, env=environment,
         capture_output=True, text=True, timeout=120,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import os
+import runpy
 import signal
 import subprocess
 import sys
@@ -107,11 +108,20 @@ def forked(config: str, folder: Path, *sets: str) -> tuple[int, str, str]:
     return code, found[0][1], "".join(err for _, _, err in found)
 
 
+def script(path: Path, processes: int, folder: Path) -> str:
+    """What several processes of a script print, which find each other as under torchrun, and work
+    where it lies."""
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    found = fork([[str(path)]] * processes, folder, store.port, TORCHELASTIC_USE_AGENT_STORE="True")
+    assert all((code, err) == (0, "") for code, _, err in found), found
+    return "".join(out for _, out, _ in found)
+
+
 def fork(
     words: Sequence[list[str]], folder: Path, port: int, **more: str
 ) -> list[tuple[int, str, str]]:
-    """Exit code and what was said of each of several processes, by what they are told; they fork
-    from one that has torch loaded.  `port` is that of their store."""
+    """Exit code and what was said of each of several processes, by what they are told, or of a
+    script; they fork from one that has torch loaded.  `port` is that of their store."""
     said = folder.parent / f"said-{folder.name}"
     said.mkdir()
     more |= {"WORLD_SIZE": str(len(words)), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
@@ -145,7 +155,12 @@ def _process(rank: int, words: list[str], said: Path, more: dict[str, str]) -> N
     for descriptor, name in ((1, "out"), (2, "err")):
         with (said / f"{rank}.{name}").open("w") as file:
             os.dup2(file.fileno(), descriptor)
-    sys.exit(main(words))
+    if words[0].endswith(".py"):
+        os.chdir(Path(words[0]).parent)
+        sys.argv = words
+        runpy.run_path(words[0], run_name="__main__")
+    else:
+        sys.exit(main(words))
 
 
 def train(config: str, folder: Path, *sets: str) -> list[float]:

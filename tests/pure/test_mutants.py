@@ -10,12 +10,12 @@ import os
 import pytest
 
 from schedir.analysis.models import MODELS
+from tests.cases import ALL
 from tests.mutants import COMMUTING, HARMLESS, MUTATIONS, RARELY_WRONG, trial
 from tests.mutations_of_tiers import AWAY
 from tests.mutations_of_turns import TURNED
 
-TRIALS = 63  # of each mutation: some 3000 programs
-OF_MOVES = 28  # of each that is of moves between tiers
+TRIALS = 63 if ALL else 30  # of each mutation: some 3000 programs
 SEED = int(os.environ.get("MUTANTS_SEED", "0"))
 
 
@@ -28,7 +28,7 @@ def test_checker_equals_execution(name: str) -> None:
     """
     share, one = TRIALS // 3 if name in TURNED else 4, name in (*TURNED, *AWAY)
     models = [[model] if one else MODELS for model in MODELS]
-    seeds = range(SEED, SEED + (OF_MOVES if name in AWAY else TRIALS))
+    seeds = range(SEED, SEED + TRIALS)
     trials = [trial(name, seed, models[seed % len(MODELS)], share) for seed in seeds]
     disagreements = [t for t in trials if t.disagreements]
     assert not disagreements, "\n".join(map(str, disagreements[:3]))
