@@ -2,8 +2,9 @@
 
 A part of the oracle in `threads.py`.  Who uses it finds it on the device; who moves it finds it
 where it is to go from, and there it is no more.  It goes each way once.  A rank that says how many
-slots it has on the device has room for as many at once: whoever brings one there waits for who left
-the slot that has been free for longest, and one that nobody is about to leave is an error.
+slots it has on the device, or on the host, has room for as many at once there: whoever brings one
+waits for who left the slot that has been free for longest, and one that nobody is about to leave is
+an error.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ if TYPE_CHECKING:
     from tests.host import Host
 
 HERE = "device"
+ROOMS = {HERE: "saved", "host": "host"}  # the disk has room
 # From where to where, and in which queue; that to the host is that of snapshots.
 MOVED = {
     Opcode.Offload: (HERE, "host", "copies"),
@@ -69,7 +71,7 @@ def move(host: Host, i: Instr) -> None:
         host.wrong(f"it is on the {state[True]}")
     del host.slots[slot]
     host.give(*slot).state = state | {True: after}
-    if after == HERE:
-        enter(host, "saved")
-    if before == HERE:
-        leave(host, "saved")
+    if after in ROOMS:
+        enter(host, ROOMS[after])
+    if before in ROOMS:
+        leave(host, ROOMS[before])

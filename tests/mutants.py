@@ -31,6 +31,7 @@ from schedir.schedules.draft import draft as drafted
 from schedir.testing import random_draft
 from schedir.verify.check import check, check_draft
 from tests import edits, mutations_of_shape  # noqa: F401 (importing it fills the table)
+from tests.away import MOVED
 from tests.mutations_of_snapshots import COPIED
 from tests.mutations_of_tiers import AWAY, moved
 from tests.mutations_of_turns import TURNED
@@ -86,12 +87,13 @@ def legal(
     away: bool = False,
 ) -> Program:
     """A small program that is legal under `edge` at least, in all sorts of ways."""
-    program = lowered(rng, turns=turns) if turns or rng.random() < 0.7 else updating(rng)
+    known = turns or rng.random() < 0.7
+    program = lowered(rng, turns=turns, away=away) if known else updating(rng)
     while (copies or away) and not program.trains:
         program = lowered(rng)
     if copies:
         program = snapshots(replace(program, snapshots=True))
-    if away:
+    if away and not program.ops & {*MOVED}:
         program = moved(program, rng)
     more = [rng.choice(VARIATIONS) for _ in range(rng.choice([0, 0, 0, 1, 2, 3]))]
     for name in [first, *more] if first else more:
@@ -136,18 +138,21 @@ def skips(plan: Plan, rng: random.Random) -> Skips:
     return tuple(found)
 
 
-def more(rng: random.Random, program: Program) -> dict[str, Any]:
-    """Options that passes bring along."""
+def more(rng: random.Random, program: Program, *, away: bool = False) -> dict[str, Any]:
+    """Options that passes bring along; those of offload where values may be `away`."""
     stages = max(map(len, program.plan.stages_of))
     values = {
         "recompute": lambda s, m: rng.random() < 0.6,
         "recompute_at": "late",
         "active": rng.randint(1, stages),
         "ahead": rng.randint(0, 2),
+        "offload": lambda s, m: rng.random() < 0.7,
+        "spill": lambda s, m: rng.random() < 0.4,
     }
-    options = [option for each in LOWERING for option in each.options]
-    if program.zero < 3:
-        options = [option for option in options if option not in ("active", "ahead")]
+    without = {"host_limit"}  # which takes sizes
+    without |= {"active", "ahead"} if program.zero < 3 else set()
+    without |= {"offload", "spill"} if not away else set()
+    options = [o for each in LOWERING for o in each.options if o not in without]
     return {option: values.get(option, True) for option in options if rng.random() < 0.4}
 
 
@@ -157,7 +162,7 @@ def sharded(rng: random.Random) -> dict[str, Any]:
     return {"zero": zero, "reduce": rng.choice(["end", "turn"]) if zero > 1 else "end"}
 
 
-def lowered(rng: random.Random, *, turns: bool = False) -> Program:
+def lowered(rng: random.Random, *, turns: bool = False, away: bool = False) -> Program:
     """A known schedule, or a random draft, lowered with random traits."""
     while True:
         ranks, m = rng.choice([1, 2, 2, 3, 3, 4]), rng.choice([1, 2, 2, 3, 3, 4, 6])
@@ -176,7 +181,7 @@ def lowered(rng: random.Random, *, turns: bool = False) -> Program:
             whole = replace(whole, frozen=frozen(plan, rng), skips=skips(plan, rng))
             if turns or rng.random() < 0.2:
                 whole = replace(whole, dp=2, **sharded(rng))
-            program = lower(whole, **(added := more(rng, whole)))
+            program = lower(whole, **(added := more(rng, whole, away=away)))
         except ProgramError:
             continue  # a schedule need not know every plan
         if added and verdict(program, "edge").kind != "ok":

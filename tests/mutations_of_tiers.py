@@ -5,10 +5,11 @@ from __future__ import annotations
 import random
 from dataclasses import replace
 
-from schedir.analysis.slots import KINDS, minimum_slots
+from schedir.analysis.slots import KINDS, groups, minimum_slots, on_host
+from schedir.ir.index import Index
 from schedir.ir.ops import Opcode, Token
 from schedir.ir.program import ADDRESS, JOINED, Program, Slots
-from tests.away import MOVED
+from tests.away import MOVED, ROOMS
 from tests.edits import MUTATIONS, Edit, at, bare, move, op, pull, push, stage, swap, whole, with_op
 from tests.mutations import B, I
 
@@ -20,20 +21,27 @@ WAYS = ((O.Offload, O.Reload), (O.Offload, O.Reload), (O.Offload, O.Spill, O.Fet
 
 def moved(program: Program, rng: random.Random) -> Program:
     """The program with some values away from the device between two that use them, anywhere there;
-    some ranks say how many slots they have, enough or more."""
+    some ranks say how many slots they have, there or on the host: enough or more."""
     e, share = Edit.of(program, rng), rng.choice([0.3, 0.7, 1])
     for own in e.lists:
         for made in [bare(w) for w in own if op(w) is O.Forward and stage(w) >= program.frozen]:
             if rng.random() < share:
                 _away(own, made, rng)
     program = e.result()
-    if rng.random() < 0.5:
-        least = minimum_slots(program)[:, KINDS.index(Token.SAVED)].tolist()
-        told = program.slots or [Slots.unsaid()] * program.plan.ranks
-        more = rng.choice([0, 0, 1])
-        both = zip(told, least, strict=True)
-        program = program.with_slots([slots._replace(saved=n + more) for slots, n in both])
+    least = {
+        "saved": minimum_slots(program)[:, KINDS.index(Token.SAVED)],
+        "host": on_host(program).peak(groups(Index.of(program))),
+    }
+    for tier, counts in least.items():
+        if rng.random() < 0.5:
+            program = _told(program, tier, (counts + rng.choice([0, 0, 1])).tolist())
     return program
+
+
+def _told(program: Program, tier: str, counts: list[int]) -> Program:
+    slots = program.slots or [Slots.unsaid()] * program.plan.ranks
+    both = zip(slots, counts, strict=True)
+    return program.with_slots([one._replace(**{tier: count}) for one, count in both])
 
 
 def _away(own: list[int], made: int, rng: random.Random) -> None:
@@ -175,12 +183,17 @@ def stay_on_the_host(e: Edit) -> bool | None:
 
 @whole
 def one_slot_less(e: Edit) -> bool | None:
-    said = [rank for rank, slots in enumerate(e.program.slots) if slots.said().get("saved")]
+    said = [
+        (rank, tier, number - 1)
+        for rank, slots in enumerate(e.program.slots)
+        for tier, number in slots.said().items()
+        if tier in ROOMS.values() and number
+    ]
     if not said:
         return False
-    rank = e.rng.choice(said)
+    rank, tier, number = e.rng.choice(said)
     slots = [*e.program.slots]
-    slots[rank] = slots[rank]._replace(saved=slots[rank].saved - 1)
+    slots[rank] = slots[rank]._replace(**{tier: number})
     e.program = replace(e.program, slots=tuple(slots))
     return None
 
@@ -188,11 +201,9 @@ def one_slot_less(e: Edit) -> bool | None:
 @whole
 def some_slots(e: Edit) -> None:
     """Any number of them, on each rank."""
-    told = e.program.slots or [Slots.unsaid()] * e.program.plan.ranks
     forwards = (sum(op(w) is O.Forward for w in own) for own in e.lists)
-    both = zip(told, forwards, strict=True)
-    slots = tuple(one._replace(saved=e.rng.randint(0, n)) for one, n in both)
-    e.program = replace(e.program, slots=slots)
+    counts = [e.rng.randint(0, number) for number in forwards]
+    e.program = _told(e.program, e.rng.choice([*ROOMS.values()]), counts)
 
 
 # Those that want a program in which something is away.
