@@ -21,6 +21,9 @@ COMMANDS = {
     "late": f"schedir explain {SLOW},offload=4,reload=4 --offload 0,1",
     "spilled": f"schedir simulate {SLOW},offload=0.9,reload=0.9,spill=1,fetch=1 --offload all "
     "--spill 0",
+    "states": "schedir simulate interleaved --ranks 2 --microbatches 8 --stages-per-rank 4 "
+    "--sizes saved=300MB,params=500MB,grads=500MB,optimizer=3GB --states host "
+    "--costs F=1,B=2,load_state=0.8,step_stage=0.1,store_state=0.8",
     "letters": "schedir draw one_f_one_b --ranks 3 --microbatches 4 "
     "--costs F=1,B=2,offload=0.9,reload=0.9 --offload all",
 }
@@ -157,6 +160,30 @@ $ {spilled_command}
 
 What is spilled comes back through the host: `fetch`, then `reload`. The disk has one lane for both ways. A disk is slower than a
 host's memory, so spill the longest lives: the first stages of 1F1B.
+## The optimizer's states
+
+`compile(..., states="host")`, `--states host` or `[memory] states = "host"`: what an optimizer keeps, and the copies of 16-bit
+parameters that it steps, lie on the host between steps, as in ZeRO-Offload (2101.06840) and ZeRO-Infinity (2104.07857,
+section 5.2.2). Each update ends with three instructions for each trained stage of a rank:
+
+| instruction | | lane | priced by |
+| --- | --- | --- | --- |
+| `load_state s` | brings the stage's state to the device, when its gradient is there | `h2d` | `Costs.load_state` |
+| `step_stage s` | steps the stage, when all gradients of the rank are there, and the norm | `compute` | `Costs.step_stage` |
+| `store_state s` | takes it back | `d2h` | `Costs.store_state` |
+
+`step` then ends the update. While a stage is stepped the next is loaded, and as many stages as there are slots, two unless
+`state_slots` says another number, have their state on the device at once:
+
+```
+$ {states_command}
+{states}```
+
+With `zero` from 1 on each replica moves its own part. Weights and losses have the bits of states on the device, also where an
+update is skipped: whether gradients are finite is judged before anything is stepped. Checkpoints and snapshots read what lies
+on the host. Each stage is stepped by itself, so an optimizer that takes all parameters for one, as LBFGS does, is refused, and so
+are hooks on its step, several updates in a program, `validate="after"` and CUDA graphs. An optimizer of your own says
+`elementwise = True`.
 {more}
 ## What is refused
 

@@ -28,7 +28,7 @@ from schedir.ir.program import TRAITS, Program
 from schedir.ir.sizes import Sizes, ample, bytes_of
 from schedir.ir.ties import Ties
 from schedir.passes.lowering import LOWERING, OPTIONS
-from schedir.passes.moves import DISK
+from schedir.passes.moves import DISK, HOST
 from schedir.passes.record import Boundary, Choice, Options, Pass
 from schedir.passes.share_slots import share_slots
 from schedir.schedules.draft import draft
@@ -190,7 +190,9 @@ def check_memory(
         return require_memory_limit(program, sizes, bytes_, tier)
     except MemoryLimitError as error:
         if tier == "host":
-            if program.ops.isdisjoint(DISK):
+            if program.ops.isdisjoint(HOST):
+                error.hint = "states='device' leaves the optimizer's states on the device"
+            elif program.ops.isdisjoint(DISK):
                 error.hint = 'spill="fit" moves on to the disk what does not fit'
             raise
         few = share_slots(program, "fewest")

@@ -208,6 +208,9 @@ def test_a_program_fits_where_one_with_its_states_does_not() -> None:
     lowered(plan=plan, sizes=sizes, limit=limit)
     with pytest.raises(MemoryLimitError, match=r"state +2"):
         lowered(plan=plan, sizes=sizes, limit=279)
+    lowered(plan=plan, sizes=sizes, host_limit=400)
+    with pytest.raises(MemoryLimitError, match=r"(?s)400 B on the host.*states='device'"):
+        lowered(plan=plan, sizes=sizes, host_limit=399)
 
 
 # ---------------------------------------------------------------- time
