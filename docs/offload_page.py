@@ -100,13 +100,14 @@ $ {letters_command}
 | --- | --- |
 | `"all"` | all that can go and come back before it is used, by the prediction without offload |
 | `"half"` | of that, every other microbatch of each stage |
+| `"fit"` | of that, as little as the `limit` asks for, the longest lives first |
 | `[0, 1]` | these stages, whatever it costs |
 | `[(0, 3)]` | these pairs of stage and microbatch |
 | a function | those of (stage, microbatch) of which it says so |
 
-`spill=` says in the same words what of that goes on to the disk. What nothing is computed between its forward and its
-backward, as in the last stage of 1F1B, stays. Both go together with recomputation: what is run again saves its inputs only,
-and these are then what moves.
+`spill=` says in the same words what of that goes on to the disk, "fit" as little as `host_limit` asks for. What nothing is
+computed between its forward and its backward, as in the last stage of 1F1B, stays. Both go together with recomputation: what
+is run again saves its inputs only, and these are then what moves.
 
 ## When it pays
 

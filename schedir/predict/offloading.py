@@ -10,12 +10,12 @@ from typing import Any, Final, NamedTuple
 from schedir.analysis.memory import require_memory_limit, tiers_of
 from schedir.compiler.again import compute_of
 from schedir.errors import MemoryLimitError, ProgramError, UsageError, in_bytes
-from schedir.ir.costs import Costs
+from schedir.ir.costs import FIELD, Costs
 from schedir.ir.ops import RECOMPUTE
 from schedir.ir.program import Program
 from schedir.ir.sizes import Sizes
+from schedir.passes.moves import HOST
 from schedir.predict.calibrate import calibrate, completed
-from schedir.predict.late_moves import MOVES
 from schedir.predict.recomputation import without
 from schedir.predict.simulate import simulate
 from schedir.predict.timeline import Timeline
@@ -26,7 +26,12 @@ _TRIED: Final[tuple[dict[str, str], ...]] = (
     {}, {"offload": "half"}, {"offload": "all"}, {"recompute": "all"},
     {"offload": "all", "recompute": "all"},
 )  # fmt: skip
-_WITHIN: Final[tuple[dict[str, str], ...]] = ({"recompute": "fit"},)
+_WITHIN: Final[tuple[dict[str, str], ...]] = (
+    {"offload": "fit"}, {"recompute": "fit"}, {"offload": "fit", "recompute": "fit"},
+)  # fmt: skip
+
+
+_SHOWN: Final = 5  # of what fits
 
 
 class Way(NamedTuple):
@@ -60,7 +65,7 @@ def ways(timeline: Timeline, costs: Costs | None = None, limit: float | None = N
     if sizes is None or not program.trains or len(program) > LARGE:
         return []
     costs = completed(costs or calibrate(timeline), program)
-    if not {*MOVES["host"]} <= {*costs.told}:
+    if not {FIELD[op] for op in HOST} <= {*costs.told}:
         return []
     lowering, compute = Lowering(program, timeline.model), without(compute_of(program))
     tried = _TRIED if limit is None else (*_TRIED, *_WITHIN)
@@ -86,7 +91,7 @@ def _run(program: Program, costs: Costs, like: Timeline) -> Timeline:
 
 def _own(program: Program) -> dict[str, str]:
     """What a program has of it, without how much."""
-    has = {"offload": len(tiers_of(program)) > 1, "recompute": RECOMPUTE in program.ops}
+    has = {"offload": HOST.there in program.ops, "recompute": RECOMPUTE in program.ops}
     return {name: "some" for name, there in has.items() if there}
 
 
@@ -108,7 +113,8 @@ def format_ways(found: list[Way], limit: float | None = None) -> list[str]:
         head = f"what is held does not fit into {in_bytes(limit)}: {_figures(now)}; "
         if not others:
             return [f"{head}nothing that was tried does"]
-        return [f"{head}what does, by simulation:", *(_line(way, now) for way in _best(others))]
+        lines = [_line(way, now) for way in sorted(others, key=_by_time_and_traffic)]
+        return [f"{head}what does, by simulation:", *lines[:_SHOWN]]
     shorter = [way for way in others if way.run.span <= now.run.span * (1 - LEAST)]
     spares = [
         way for way in others
@@ -124,6 +130,11 @@ def format_ways(found: list[Way], limit: float | None = None) -> list[str]:
     spare = best.most() < now.most() * (1 - LEAST)
     why = "costs time" if spare else "spares no device memory"
     return [f"offload {why} here, and is not proposed: {_line(best, now).strip()}"]
+
+
+def _by_time_and_traffic(way: Way) -> tuple[float, float]:
+    """Among what fits and takes as long, the better one holds less elsewhere."""
+    return float(f"{way.run.span:.9g}"), sum(map(way.most, tiers_of(way.run.program)[1:]))
 
 
 def _best(others: list[Way]) -> list[Way]:

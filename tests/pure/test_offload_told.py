@@ -142,6 +142,8 @@ def test_within_a_limit_is_proposed_what_fits() -> None:
     assert not now.fits and [way for way in others if "offload" in way.options]
     assert all(way.most() <= 35 for way in others)
     assert told.startswith("what is held does not fit into 35 B") and 'offload="all"' in told
+    _, told = proposed(schedules.gpipe, 1, limit=50)  # of what takes as long what moves least
+    assert told.splitlines()[1].split()[:2] == ["+0.0%", 'offload="fit":']
     (now, *others), told = proposed(schedules.gpipe, 1, limit=5)
     assert not now.fits and not others and told.endswith("nothing that was tried does")
 
