@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, Final
 import numpy as np
 
 from schedir.ir.costs import Costs
-from schedir.ir.ops import ROWS, STEPS, Lane
+from schedir.ir.ops import ROWS, STEPS, Lane, Opcode
 from schedir.predict.calibrate import format_costs, rounded
 
 if TYPE_CHECKING:
@@ -40,7 +40,24 @@ def facts(timeline: Timeline, bound: Bound | None = None) -> dict[str, Any]:
 
 def said_of_costs(requests: Sequence[Request]) -> str:
     """What is to be known of the costs: what clusters filled, and what is told and never read."""
-    return _filled(requests) + "".join(f"{line}\n" for line in _not_read(requests))
+    lines = [*_not_read(requests), *_free_moves(requests)]
+    return _filled(requests) + "".join(f"{line}\n" for line in lines)
+
+
+def untold_moves(request: Request) -> list[str]:
+    """The costs of copies to the host, its disk and back that a program has and nobody tells."""
+    ops = request.timeline.program.ops
+    costs = {row.cost for row in ROWS if row.op in ops and row.lane in (Lane.H2D, Lane.DISK)}
+    costs |= {row.cost for row in ROWS if row.op in ops and row.op == Opcode.Offload}
+    priced = request.priced
+    return [] if priced is None else sorted(costs - priced.told.keys())
+
+
+def _free_moves(requests: Sequence[Request]) -> Iterator[str]:
+    names = sorted({name for request in requests if request.cluster is None
+                    for name in untold_moves(request)})  # fmt: skip
+    if names:
+        yield f"nobody tells what {', '.join(names)} cost: here they are free, which no copy is"
 
 
 def not_read(requests: Iterable[Request]) -> list[str]:
@@ -87,4 +104,5 @@ def _filled(requests: Iterable[Request]) -> str:
 def filled_facts(request: Request) -> dict[str, Any]:
     """The same of one, for a program to read; nothing where nothing is to be said."""
     found: dict[str, Any] = {} if request.cluster is None else {"filled": request.filled.told}
+    found |= {"untold": names} if (names := untold_moves(request)) else {}
     return found | ({"not_read": names} if (names := not_read([request])) else {})

@@ -5,7 +5,7 @@ The command line makes a Request of its options, a training run of its configura
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, TypeVar
@@ -18,9 +18,10 @@ from schedir.io.load import Source
 from schedir.ir.cluster import Cluster
 from schedir.ir.costs import OF_A_STAGE, Costs
 from schedir.ir.fields import Field
+from schedir.ir.ops import Opcode
 from schedir.ir.per_stage import cut
 from schedir.ir.plan import PLAN, Plan
-from schedir.ir.program import HEADER, TRAITS, Program
+from schedir.ir.program import FIELDS, HEADER, TRAITS, Program
 from schedir.ir.sizes import AT_REST, Sizes
 from schedir.passes.record import Choice
 from schedir.passes.share_slots import share_slots
@@ -193,7 +194,7 @@ class Request:
         """
         found = self.run
         if found is None:
-            costs, sizes = self.stage_costs, self._stage_sizes
+            costs, sizes = self.run_costs, self._stage_sizes
             model, blocks = self._model, self.blocks
             run = simulate(self.program, costs, model=model, sizes=sizes, blocks=blocks)
             return run if self.cluster is None else replace(run, unit="s")
@@ -225,7 +226,7 @@ class Request:
         """The costs of each stage at which `timeline` is predicted; None for a run as it is."""
         found = self.run
         if found is None:
-            return self.stage_costs
+            return self.run_costs
         given = None if self.share else self.costs
         if given is None and self.relower:
             given = completed(calibrate(found), found.program)
@@ -294,7 +295,20 @@ class Request:
 
     @cached_property
     def stage_costs(self) -> Costs:
-        """The costs of a prediction, those of each stage."""
+        """The costs of a prediction, those of each stage; of moves as if nothing was recomputed."""
+        return self._priced(())
+
+    @cached_property
+    def run_costs(self) -> Costs:
+        """The same for the program: what is recomputed moves its checkpoint."""
+        program = self.program
+        if self.cluster is None or not {Opcode.Recompute, Opcode.Offload} <= program.ops:
+            return self.stage_costs
+        at = program.op == Opcode.Recompute
+        stage, mb = (program.words.view(FIELDS)[name][at].tolist() for name in ("stage", "mb"))
+        return self._priced([*zip(stage, mb, strict=True)])
+
+    def _priced(self, recomputed: Collection[tuple[int, int]]) -> Costs:
         costs = self.costs or Costs()
         if self.cluster is None:
             return self._per_stage(costs.usual())
@@ -305,7 +319,12 @@ class Request:
             if f.name in groups:
                 own = f.of(found) if isinstance(found, Program) else groups[f.name]
                 groups[f.name] = self.said.get(f.name, own)
-        return self.cluster.costs(self.plan, self._stage_sizes, costs, **groups)
+        ops = found.ops if isinstance(found, Program) else frozenset[int]()
+        for name, op in (("offload", Opcode.Offload), ("spill", Opcode.Spill)):
+            groups[name] = self.more.get(name) is not None or op in ops
+        return self.cluster.costs(
+            self.plan, self._stage_sizes, costs, **groups, recomputed=recomputed
+        )
 
     @property
     def _stage_sizes(self) -> Sizes | None:

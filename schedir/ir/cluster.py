@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, fields
 from math import ceil, inf, log2
 
@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from schedir.errors import UsageError, expect, said
-from schedir.ir.cluster_costs import filled
+from schedir.ir.cluster_costs import filled, moves
 from schedir.ir.costs import Costs
 from schedir.ir.mesh import mesh_of
 from schedir.ir.plan import Plan
@@ -251,6 +251,9 @@ class Cluster:
         zero: int = 0,
         snapshots: bool = False,
         states: str = "device",
+        offload: bool = False,
+        spill: bool = False,
+        recomputed: Collection[tuple[int, int]] = (),
         mesh: Processes | None = None,
     ) -> Costs:
         """Costs in seconds: those that are told stay, and these are filled, unless told:
@@ -273,6 +276,9 @@ class Cluster:
         - With `states` "host": `load_state` and `store_state`, the replica's part of a stage's
           `optimizer` (`host_transfer`), and `step_stage`, of each stage what `step` else is of all;
           `step` then takes nothing.
+        - With `offload`: `offload` and `reload`, what is `saved` of a microbatch, or of one that is
+          `recomputed`, by (stage, microbatch), its `checkpoint` (`host_transfer`).  With `spill`:
+          `spill` and `fetch`, the same to the disk and back (`disk_transfer`).
         - `I` and `W` where only B is told: half of it each.
 
         F, and B or I and W, are for who knows the model to tell, in seconds.  Bytes are those of
@@ -312,7 +318,11 @@ class Cluster:
                 f"{mesh.shape}",
                 fields=["mesh"],
             )
-        return filled(self, plan, sizes, costs, mesh, zero, snapshots=snapshots, states=states)
+        found = filled(self, plan, sizes, costs, mesh, zero, snapshots=snapshots, states=states)
+        for there, asked in (("host", offload), ("disk", spill)):
+            if asked:
+                found = moves(self, plan, sizes, found, there, recomputed)
+        return found
 
 
 def _message(size: float, latency: float, bandwidth: float) -> float:

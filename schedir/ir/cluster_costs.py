@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import replace
 from functools import partial
 from math import inf
@@ -49,6 +49,9 @@ class Machines(Protocol):
     def host_transfer(self, size: float) -> float:
         """To the host's memory."""
 
+    def disk_transfer(self, size: float) -> float:
+        """To a disk."""
+
     def all_reduce_small(self, size: float, processes: Processes) -> float:
         """Of so few bytes that latency decides."""
 
@@ -74,6 +77,36 @@ def filled(
             each = fill()
             found[name] = from_grid(each[:1] if (each == each[:1]).all() else each)
     return replace(costs, **found)
+
+
+def moves(
+    cluster: Machines,
+    plan: Plan,
+    sizes: Sizes,
+    costs: Costs,
+    to: str,
+    recomputed: Collection[tuple[int, int]],
+) -> Costs:
+    """Costs with those filled that nobody tells of what moves what forwards saved to the host, or
+    from there to the disk, and back; of what is recomputed that is its checkpoint."""
+    both, transfer = {
+        "host": (("offload", "reload"), cluster.host_transfer),
+        "disk": (("spill", "fetch"), cluster.disk_transfer),
+    }[to]
+    names = [name for name in both if name not in costs.told]
+    size = sizes.each("saved", plan)
+    if names and not size.any():
+        raise _unknown(names[0], "saved=1.2GB")
+    if recomputed:
+        wide = (plan.stages, plan.microbatches)
+        size, small = (np.broadcast_to(sizes.each(n, plan), wide) for n in ("saved", "checkpoint"))
+        again = np.zeros(wide, bool)
+        again[tuple(np.array([*recomputed]).T)] = True
+        size = np.where(again, small, size)
+    values, place = np.unique(size, return_inverse=True)
+    each = np.array([transfer(float(value)) for value in values])[place].reshape(size.shape)
+    cost = from_grid(each[:1] if (each == each[:1]).all() else each)
+    return replace(costs, **dict.fromkeys(names, cost))
 
 
 def _backwards(costs: Costs) -> dict[str, Cost]:

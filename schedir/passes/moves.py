@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import product
 from typing import Final, Literal, NamedTuple
 
 import numpy as np
@@ -26,6 +27,7 @@ from schedir.passes.which import stages_of
 Floats = NDArray[np.float64]
 Counts = NDArray[np.int64]
 Positions = NDArray[np.intp]
+_LEADS: Final = 4  # how often what comes back too late is tried earlier
 _PARTS: Final = 16  # how finely ranks are divided to try fewer slots on each part
 
 
@@ -136,13 +138,15 @@ def _moved(
         old = ~np.isin(found.op, trip) | ~np.isin(found.words & ADDRESS, address)
         return reached.start[old], reached.end[old], found
 
-    def as_late_as(start: Floats, end: Floats) -> Program:
-        """In front of what is computed when it must begin, to end at these times."""
+    def as_late_as(start: Floats, end: Floats, lead: int) -> Program:
+        """In front of what is computed when it must begin, to end at these times, or earlier by so
+        many times what moving takes."""
         if back is not None:
             takes = cost_of(program, HOST.back, back.address, options)
             start = start.copy()
             start[back.made] = _latest(start[back.used], takes, _rank(program, back.made))
-        late = _latest(start[used], cost_of(program, trip.back, address, options), rank)
+        takes = cost_of(program, trip.back, address, options)
+        late = _latest(start[used], takes, rank) - lead * takes
         place, compute = needed.copy(), np.isin(program.op, COMPUTE)
         for one in np.unique(rank).tolist():
             mine = np.arange(*program.offsets[one : one + 2])
@@ -152,10 +156,14 @@ def _moved(
         return back_at(np.maximum.accumulate(np.clip(place, leaves, needed)))
 
     # The times of uses are those where moving takes its time; or, where moves wait for each other,
-    # those without it.
+    # those without it.  Where neither does, they come back as they are asked for.
     last, ideal = times(back_at(needed)), times(program)
-    tried = [times(as_late_as(*each[:2])) for each in (last, ideal)]
-    return min(tried, key=lambda each: float(each[1].max()) * (1 - 1e-9 * (each is tried[0])))[2]
+    best, least = last[2], float(last[1].max(initial=0.0)) * (1 + 1e-9)
+    for lead, (start, end, _) in product(range(_LEADS), (last, ideal)):
+        _, tried, found = times(as_late_as(start, end, lead))
+        if tried.max(initial=0.0) <= least:
+            return found
+    return best
 
 
 def _rank(program: Program, at: Positions) -> Positions:

@@ -84,6 +84,12 @@ def offload(program: Program, options: Options) -> Program:
             hint="leave offload out",
             fields=["offload"],
         )
+    if options.more.get("offload") is None:
+        raise UsageError(
+            "spill says what goes on to the disk of what is offloaded, and nothing is",
+            hint='offload="all"',
+            fields=["spill", "offload"],
+        )
     options = priced(program, options)
     which, further = options.more["offload"], options.more.get("spill")
     none = program.words[:0]
@@ -276,7 +282,9 @@ PASSES: Final = (
         "offload",
         "memory",
         offload,
-        wanted=lambda program, options: options.more.get("offload") is not None,
+        wanted=lambda program, options: any(
+            options.more.get(name) is not None for name in ("offload", "spill")
+        ),
         expected=_both,
         read=_read,
         applies=lambda program: program.trains,

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 from typing import Final
 
 import numpy as np
@@ -21,7 +22,7 @@ from schedir.ir.fields import Kind
 from schedir.ir.ops import BACKWARDS, COMPUTE, FORWARDS, RECOMPUTE
 from schedir.ir.per_stage import look_up
 from schedir.ir.program import ADDRESS, OP, STAGE, Cut, Program, Words, is_op
-from schedir.ir.sizes import Sizes
+from schedir.ir.sizes import Sizes, ample
 from schedir.passes.insert import before
 from schedir.passes.record import Expected, Options, Pass, Present
 from schedir.passes.which import fits, kind, meant
@@ -42,6 +43,8 @@ def recompute(program: Program, options: Options) -> Program:
             f"recompute_at is early or late, not {said(when)}", fields=["recompute_at"]
         )
     candidates = _candidates(program)
+    if fits(which) and fits(options.more.get("offload")):
+        return _beside_offload(program, candidates, options)
     if fits(which):
         chosen = _as_few_as_fit(program, candidates, options)
     else:
@@ -167,6 +170,52 @@ def _as_few_as_fit(program: Program, candidates: Words, options: Options) -> Wor
         if not sum(map(len, more)):
             return chosen
         chosen = np.concatenate([chosen, *more])
+
+
+def _beside_offload(program: Program, candidates: Words, options: Options) -> Program:
+    """The draft with R where both may bring ranks below the limit: what then runs again, and what
+    is offloaded beside, is that with which the step is shortest by simulation.
+
+    Tried are none; as few as would fit alone, or some of these, evenly apart; and from the best of
+    these on each stage alike.  A choice that costs nothing ends it.
+    """
+    alone = replace(options, rest=partial(options.rest, offload=None, spill=None))
+    few = _as_few_as_fit(program, candidates, alone)
+    plain = _judged(program, alone)[1] * (1 + 1e-9)
+    best, least = program, _judged(program, options)
+
+    def better(chosen: Words) -> bool:
+        nonlocal best, least
+        tried = _placed(program, chosen, alone)
+        found = _judged(tried, options)
+        if found < (least[0], least[1] * (1 - 1e-9)):
+            best, least = tried, found
+            return True
+        return False
+
+    chosen, tries = candidates[:0], [few[::4], few[::2], few]
+    for some in tries:
+        if least <= (0.0, plain):
+            return best
+        if better(some):
+            chosen = some
+    for stage in np.unique(candidates >> STAGE).tolist():
+        if least <= (0.0, plain):
+            break
+        own = chosen >> STAGE == stage
+        other = chosen[~own] if own.any() else [*chosen, *candidates[candidates >> STAGE == stage]]
+        if better(np.array(other, candidates.dtype)):
+            chosen = np.array(other, candidates.dtype)
+    return best
+
+
+def _judged(program: Program, options: Options) -> tuple[float, float]:
+    """By how many bytes what becomes of a draft is above the limit, and how long it takes."""
+    assert options.sizes is not None and options.limit is not None
+    lowered = options.rest(program)
+    most = max(own.bytes.max() for own in held(lowered, options.sizes, late=True))
+    end = walk(Graph.of(lowered, options.model), options.costs).end
+    return max(0.0, most - ample(options.limit)), float(end.max(initial=0.0))
 
 
 def _spared(

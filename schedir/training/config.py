@@ -122,6 +122,9 @@ class MemoryConfig:
     in "1.5GB".  What is to `recompute` keeps of its forwards the inputs only, and runs them again:
     "all", stages as in "0,1", microbatches of stages as in "0.3,0.4", or "fit", as few as the limit
     asks for; `recompute_at` is "early", where that is hidden, or "late", just before backwards.
+    What is to `offload`, said alike, is on the host's memory meanwhile, and what of that is to
+    `spill` on a disk; `host_limit` is the most that ranks may have on the host, and what "fit"
+    spills asks for.
     With zero = 3, as many stages of a rank as are `active` have whole weights at once, by default
     what is computed with, and the next; each is gathered `ahead` of its use by so many runs of
     other stages, by default by one.  `states` says where the optimizer's state lies between steps:
@@ -131,17 +134,19 @@ class MemoryConfig:
 
     limit: str | None = None
     recompute: str | None = None
+    offload: str | None = None
 
     def __post_init__(self) -> None:
         for f in TRAITS:
             if f.in_config and f.section == "memory":
                 f.kind.settle(f.name, getattr(self, f.name), Plan(1, 1))
-        if self.bytes is None and self.fits:
-            raise UsageError(
-                'recompute = "fit" recomputes what does not fit: it needs a limit',
-                hint='limit = "1.5GB"',
-                fields=["recompute"],
-            )
+        for name, does in (("recompute", "recomputes"), ("offload", "offloads")):
+            if self.bytes is None and getattr(self, name) == "fit":
+                raise UsageError(
+                    f'{name} = "fit" {does} what does not fit: it needs a limit',
+                    hint='limit = "1.5GB"',
+                    fields=[name],
+                )
 
     @property
     def bytes(self) -> float | None:
@@ -155,8 +160,13 @@ class MemoryConfig:
 
     @property
     def fits(self) -> bool:
-        """Whether what is recomputed is chosen by the limit."""
-        return self.recompute == "fit"
+        """Whether what is recomputed or offloaded is chosen by limits."""
+        return "fit" in (self.recompute, self.offload, getattr(self, "spill", None))
+
+    def waits_for_sizes(self, name: str) -> bool:
+        """Whether what a setting says is known only with the sizes of the stages."""
+        chosen = getattr(self, name, None) == "fit" or name == "host_limit"
+        return chosen or (name == "spill" and self.offload == "fit")
 
 
 @dataclass(frozen=True)
@@ -265,7 +275,7 @@ class Config:
                 name: said
                 for name, (kind, _) in OPTIONS.items()
                 if (said := getattr(getattr(self, SECTION_OF[name]), name)) is not _unsaid(kind)
-                and not (said == "fit" and sizes is None)
+                and not (sizes is None and self.memory.waits_for_sizes(name))
             },
             sizes=sizes,
             limit=None if sizes is None else self.memory.bytes,
