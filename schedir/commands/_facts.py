@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, Final
 import numpy as np
 
 from schedir.ir.costs import Costs
-from schedir.ir.ops import ROWS, STEPS, Lane, Opcode
+from schedir.ir.ops import ROWS, STEPS, TIERS, Lane
 from schedir.predict.calibrate import format_costs, rounded
 
 if TYPE_CHECKING:
@@ -47,8 +47,11 @@ def said_of_costs(requests: Sequence[Request]) -> str:
 def untold_moves(request: Request) -> list[str]:
     """The costs of copies to the host, its disk and back that a program has and nobody tells."""
     ops = request.timeline.program.ops
-    costs = {row.cost for row in ROWS if row.op in ops and row.lane in (Lane.H2D, Lane.DISK)}
-    costs |= {row.cost for row in ROWS if row.op in ops and row.op == Opcode.Offload}
+    costs = {
+        row.cost
+        for row in ROWS
+        if row.op in ops and any(change.before in TIERS for change in row.changes)
+    }
     priced = request.priced
     return [] if priced is None else sorted(costs - priced.told.keys())
 

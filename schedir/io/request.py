@@ -18,11 +18,12 @@ from schedir.io.load import Source
 from schedir.ir.cluster import Cluster
 from schedir.ir.costs import OF_A_STAGE, Costs
 from schedir.ir.fields import Field
-from schedir.ir.ops import Opcode
+from schedir.ir.ops import RECOMPUTE
 from schedir.ir.per_stage import cut
 from schedir.ir.plan import PLAN, Plan
 from schedir.ir.program import FIELDS, HEADER, TRAITS, Program
 from schedir.ir.sizes import AT_REST, Sizes
+from schedir.passes.moves import DISK, HOST
 from schedir.passes.record import Choice
 from schedir.passes.share_slots import share_slots
 from schedir.predict.calibrate import calibrate, completed
@@ -302,9 +303,9 @@ class Request:
     def run_costs(self) -> Costs:
         """The same for the program: what is recomputed moves its checkpoint."""
         program = self.program
-        if self.cluster is None or not {Opcode.Recompute, Opcode.Offload} <= program.ops:
+        if self.cluster is None or not {RECOMPUTE, HOST.there} <= program.ops:
             return self.stage_costs
-        at = program.op == Opcode.Recompute
+        at = program.op == RECOMPUTE
         stage, mb = (program.words.view(FIELDS)[name][at].tolist() for name in ("stage", "mb"))
         return self._priced([*zip(stage, mb, strict=True)])
 
@@ -320,7 +321,7 @@ class Request:
                 own = f.of(found) if isinstance(found, Program) else groups[f.name]
                 groups[f.name] = self.said.get(f.name, own)
         ops = found.ops if isinstance(found, Program) else frozenset[int]()
-        for name, op in (("offload", Opcode.Offload), ("spill", Opcode.Spill)):
+        for name, op in (("offload", HOST.there), ("spill", DISK.there)):
             groups[name] = self.more.get(name) is not None or op in ops
         return self.cluster.costs(
             self.plan, self._stage_sizes, costs, **groups, recomputed=recomputed
