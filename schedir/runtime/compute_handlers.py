@@ -38,8 +38,9 @@ def forward(state: State, i: Instr) -> Call:
     again = Instr(RECOMPUTE, i.stage, mb) in state.index_of
     checkpoints = Checkpoints(state, i) if again else None
     ours = is_ours(taken) and not again  # else it finds its inputs as they are
-    # What is saved of it outlives its turn.
-    take = _look_at(taken, Tensor.clone if state.program.shares_slots else Tensor.detach)
+    # What is saved of it outlives its turn, or is moved.
+    moved = Instr(Opcode.Offload, i.stage, mb) in state.index_of
+    take = _look_at(taken, Tensor.clone if state.program.shares_slots or moved else Tensor.detach)
 
     def run() -> None:
         xs = take() if taken else tensors_of(state.batch.inputs[mb], mb)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
+from pathlib import Path
 from types import MappingProxyType
 
 from torch import Tensor, nn
@@ -16,11 +17,12 @@ from schedir.runtime.agreement import agreed
 from schedir.runtime.batch import Batch, Keywords, Microbatches
 from schedir.runtime.beside import Beside, Order, beside_of
 from schedir.runtime.boundary import Edges, Given
-from schedir.runtime.held import Held, Loss
+from schedir.runtime.held import Held, Loss, device_of
 from schedir.runtime.kept import Kept, kept_of
 from schedir.runtime.per_microbatch import Passing, PerMicrobatch
 from schedir.runtime.precision import LossScale, Steps
 from schedir.runtime.running import Running
+from schedir.runtime.tiers import Tiers
 from schedir.runtime.undone import WARM as WARM
 from schedir.runtime.whole import whole
 from schedir.transports.in_turn import InTurn
@@ -87,6 +89,10 @@ class Executor(Running):
     With `adds`, a step adds to the gradients that there are, as autograd does, and leaves the rest
     to others: no optimizer, norm or sum over replicas, and nothing is judged to be finite.
 
+    What a program spills to the disk goes into a file in `folder` that has no name: nothing is left
+    of it, however the process ends.  It is made as long as is needed in the first step, so that a
+    disk that is full is so then.  Of a folder that is in memory it warns.
+
     With `record`, `stamps` notes when each instruction begins and ends; the attribute of that name
     may be turned off and on between steps.  Under torch.profiler, an instruction is a range that
     says which it is, in torch's words where it has any (`PP:0F3`, `PP:1REDUCE_GRAD`, `PP:step`).
@@ -134,6 +140,7 @@ class Executor(Running):
         adds: bool = False,
         record: bool = True,
         debug: bool = False,
+        folder: str | Path | None = None,
     ) -> None:
         program = given.program_of(program)
         passing = Passing.of(boundary, program)
@@ -147,6 +154,8 @@ class Executor(Running):
         alike, adds, record = flag(alike, "alike"), flag(adds, "adds"), flag(record, "record")
         debug = flag(debug, "debug")
         transport, loss_scale = given.transport_of(transport), given.loss_scale_of(loss_scale)
+        programs = [program, *(other for other, _ in beside)]
+        tiers = Tiers(device_of(stages), rank, programs, given.folder_of(folder))
         weights = agreed(
             program, rank, stages, transport, passing,
             optimizer, max_norm, loss_scale, seed, tied, alike=alike, adds=adds,
@@ -154,7 +163,7 @@ class Executor(Running):
         )  # fmt: skip
         held = Held(
             program, rank, stages, InTurn(transport) if transport.static else transport, loss,
-            optimizer, max_norm, loss_scale, seed, weights, copies, adds, debug,
+            optimizer, max_norm, loss_scale, seed, weights, copies, adds, debug, tiers,
         )  # fmt: skip
         held.make_room([(program, passing), *beside])
         super().__init__(program, held, passing, 0, record=record)
@@ -165,7 +174,7 @@ class Executor(Running):
                 other, held, passes, number, record=False
             )
             running.at = self.at
-        self.order = Order([program, *(other for other, _ in beside)], rank, transport)
+        self.order = Order(programs, rank, transport)
         self.now: Running = self  # what runs, or ran last
         held.cut()
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence, Set
 from operator import index
+from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
@@ -178,6 +179,13 @@ def seed_of(given: object) -> int:
         return index(given)  # type: ignore[arg-type]
     except (TypeError, ValueError):
         raise ModelError(f"a seed is a whole number, not {said(given)}") from None
+
+
+def folder_of(given: object) -> Path | None:
+    """A folder, or None.  Raises ModelError for what is no path."""
+    if given is None or (isinstance(given, str | Path) and str(given)):
+        return None if given is None else Path(given)
+    raise ModelError(f"folder is a path, not {said(given)}", hint="folder='/nvme'")
 
 
 def max_norm_of(given: float | None, program: Program) -> float:

@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map_only, tree_structure
 
 from schedir.errors import ModelError
+from schedir.ir.ops import OFF_COMPUTE, Token
 from schedir.ir.program import Program
 from schedir.ir.zero import CUT_FROM
 from schedir.runtime.batch import Batch, Keywords, Microbatches
@@ -125,7 +126,14 @@ class GraphedStep:
 
 
 def require_kept(executor: Executor) -> None:
-    """Refuse weights whose memory comes and goes: a graph has addresses.  Raises ModelError."""
+    """Refuse weights whose memory comes and goes, and activations: a graph has addresses.  Raises
+    ModelError."""
+    if not executor.program.ops.isdisjoint(OFF_COMPUTE[Token.SAVED]):
+        raise ModelError(
+            "what it offloads comes back to other memory, and a graph has it at one place for ever",
+            program=executor.program.name,
+            hint="no graph, or no offload",
+        )
     if (zero := executor.program.zero) >= CUT_FROM["grads"]:
         raise ModelError(
             f"with zero {zero}, memory is let go and taken again in a step, and a graph has it at "

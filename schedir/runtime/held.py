@@ -28,6 +28,7 @@ from schedir.runtime.precision import LossScale, Steps
 from schedir.runtime.random import Draws
 from schedir.runtime.stage import Stage
 from schedir.runtime.tied import Weight, is_apart, stand_ins
+from schedir.runtime.tiers import Tiers
 from schedir.runtime.unchanged import Unchanged
 from schedir.transports.transport import Place, Transport
 
@@ -56,6 +57,7 @@ class Held:
         copies: Mapping[nn.Parameter, nn.Parameter] = MappingProxyType({}),
         adds: bool = False,
         debug: bool = False,
+        tiers: Tiers | None = None,
     ) -> None:
         self.debug = debug  # the host may look at what is computed, wherever that is
         self.adds = adds  # gradients, to what is there, as autograd does
@@ -80,7 +82,7 @@ class Held:
         self.may_step = True  # else the optimizer is held back
         self.device = device_of(stages)
         self.snapshots = Copies(self.device)
-        self.lanes = Lanes(self.device)
+        self.lanes, self.tiers = Lanes(self.device), tiers or Tiers(self.device, rank, (), None)
         self.states: HostStates | None = None  # where the optimizer's lie on the host
         if program.states == "host" and program.trains:
             trained = {s: stages[s].parameters() for s in self.stages if s >= program.frozen}

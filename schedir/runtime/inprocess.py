@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from copy import deepcopy
 from functools import cached_property
+from pathlib import Path
 
 import numpy as np
 import torch
@@ -50,10 +51,10 @@ class InProcess:
 
     `stages` are all the stages of the model, in order; where stages have several holders, all but
     the first have copies.  `optimizer` makes each rank's from its parameters, `loss_scale` each
-    rank's own.  On a GPU, each rank has streams of its own.  `seed`, `tied`, `alike`, `record`
-    and `debug` are as an Executor's.  Of a Parameter that stages on several ranks share, the first
-    of these ranks has itself, and others a copy, as processes would.  Copies begin each step as
-    what they are of.
+    rank's own.  On a GPU, each rank has streams of its own.  `seed`, `tied`, `alike`, `record`,
+    `debug` and `folder` are as an Executor's.  Of a Parameter that stages on several ranks share,
+    the first of these ranks has itself, and others a copy, as processes would.  Copies begin each
+    step as what they are of.
     Raises ModelError as an Executor, for programs with tensor- or data-parallel groups, whose
     ranks run at once and need processes, and for those of which messages between two ranks pass
     each other, as they may under the model "torch".
@@ -88,6 +89,7 @@ class InProcess:
         more: Sequence[Beside] = (),
         record: bool = True,
         debug: bool = False,
+        folder: str | Path | None = None,
     ) -> None:
         program = program_of(program)
         make = maker_of(optimizer, "the optimizer", "optimizer=torch.optim.AdamW")
@@ -133,6 +135,7 @@ class InProcess:
                 copies=copies[rank],
                 record=record,
                 debug=debug,
+                folder=folder,
             )
             self.ranks.append(executor)
         self.turns_of = {

@@ -52,7 +52,7 @@ class Lanes:
     """
 
     def __init__(self, device: torch.device) -> None:
-        self.device = device
+        self.device, self.on_streams = device, device.type == "cuda"
         self.bandwidth: dict[Lane, float] = {}
         self.threads: dict[Lane, SimpleQueue[_InThread | None]] = {}
         self.streams: dict[Lane, torch.cuda.Stream] = {}
@@ -67,7 +67,7 @@ class Lanes:
     ) -> Job:
         """Start something on a lane: `run`, which copies so many bytes, without gradients; on a
         GPU with `non_blocking`, on the lane's stream, where it comes after what was computed."""
-        if self.device.type == "cuda" and lane is not Lane.DISK:
+        if self.on_streams and lane is not Lane.DISK:
             if lane not in self.streams:
                 self.streams[lane] = torch.cuda.Stream(self.device, priority=-1)
             return _OnStream(self.streams[lane], run, after, marks)

@@ -16,6 +16,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from schedir.ir.columns import TIERS
 from schedir.runtime.executor import Executor
 from schedir.runtime.precision import MainOptimizer, innermost
 from schedir.runtime.rank import Call
@@ -23,14 +24,16 @@ from schedir.runtime.rank import Call
 
 class Living(TorchDispatchMode):
     """Within this context `most` is how many bytes were alive at most before or behind any
-    instruction of the executor's steps, each storage counted once.
+    instruction of the executor's steps, each storage counted once; `most_on` says it by tier: also
+    how many were in use of the host's memory and of the disk, for what was moved there.
 
     On a CPU, where memory is given back as soon as nobody needs it.  A step takes longer meanwhile.
     """
 
     def __init__(self, executor: Executor) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.executor, self.most = executor, 0
+        self.executor = executor
+        self.most_on = dict.fromkeys(TIERS, 0)
         self.made: dict[StorageWeakRef, int] = {}
 
     def __enter__(self) -> Self:
@@ -57,11 +60,26 @@ class Living(TorchDispatchMode):
         self._look()
 
     def _look(self) -> None:
+        device, before = self._alive(), -1
+        while device != before:  # threads let go and make memory meanwhile
+            device, before = self._alive(), device
+        tiers = self.executor.held.tiers
+        for tier in TIERS:
+            used = device if tier == TIERS[0] else tiers.used_on(tier)
+            self.most_on[tier] = max(self.most_on[tier], used)
+
+    def _alive(self) -> int:
+        """Bytes that are alive on the device."""
         self.made = {ref: size for ref, size in self.made.items() if not ref.expired()}
         here = self.made | _storages(_static(self.executor))
         states = self.executor.state.held.states
         away = _storages([] if states is None else states.away())
-        self.most = max(self.most, sum(size for ref, size in here.items() if ref not in away))
+        return sum(size for ref, size in here.items() if ref not in away)
+
+    @property
+    def most(self) -> int:
+        """The most on the device."""
+        return self.most_on[TIERS[0]]
 
 
 def _static(executor: Executor) -> Iterable[object]:
@@ -77,6 +95,8 @@ def _static(executor: Executor) -> Iterable[object]:
         for p in state.optimizer.main:
             yield from (p, p.grad)
     yield from tree_leaves(state.buffers)
+    for value in state.away.values.values():  # what threads have made
+        yield from value.tensors()
 
 
 def _storages(values: Iterable[object]) -> dict[StorageWeakRef, int]:

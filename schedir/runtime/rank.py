@@ -13,7 +13,8 @@ from torch import Tensor
 from schedir.analysis.slots import KINDS, assign, counts, reuses
 from schedir.errors import ExecutionError, Site, in_words
 from schedir.ir.ops import SENDS, Instr, Token
-from schedir.ir.program import Program
+from schedir.ir.program import OWN, Program
+from schedir.runtime.away import Moves
 from schedir.runtime.batch import Batch
 from schedir.runtime.held import Held
 from schedir.runtime.implied_acks import implied_acks
@@ -132,6 +133,9 @@ class State:
         # For what adds to a gradient that is whole anew, the reduction whose room that takes.
         self.room_after = freed_before(program, rank, Token.WGRAD)
         self.verdict: Tensor | None = None  # on an update that is made stage by stage
+        # For what fills a slot of what forwards save, who has left it; and what of that is moved.
+        self.saved_after = freed_before(program, rank, Token.SAVED)
+        self.away = Moves(said=bool(program.slots) and program.slots[rank].saved != OWN)
 
     def expect(self, batch: Batch) -> None:
         """Raise ExecutionError where the rank takes microbatches, and is not given all."""

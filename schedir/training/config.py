@@ -123,8 +123,8 @@ class MemoryConfig:
     "all", stages as in "0,1", microbatches of stages as in "0.3,0.4", or "fit", as few as the limit
     asks for; `recompute_at` is "early", where that is hidden, or "late", just before backwards.
     What is to `offload`, said alike, is on the host's memory meanwhile, and what of that is to
-    `spill` on a disk; `host_limit` is the most that ranks may have on the host, and what "fit"
-    spills asks for.
+    `spill` in a file without a name in a `folder` of the machine's disk, as in "/nvme";
+    `host_limit` is the most that ranks may have on the host, and what "fit" spills asks for.
     With zero = 3, as many stages of a rank as are `active` have whole weights at once, by default
     what is computed with, and the next; each is gathered `ahead` of its use by so many runs of
     other stages, by default by one.  `states` says where the optimizer's state lies between steps:
@@ -135,6 +135,8 @@ class MemoryConfig:
     limit: str | None = None
     recompute: str | None = None
     offload: str | None = None
+    spill: str | None = None
+    folder: str | None = None
 
     def __post_init__(self) -> None:
         for f in TRAITS:
@@ -147,6 +149,12 @@ class MemoryConfig:
                     hint='limit = "1.5GB"',
                     fields=[name],
                 )
+        if self.spill is not None and self.folder is None:
+            raise UsageError(
+                "what is spilled goes to the disk, and there is no folder for it",
+                hint='folder = "/nvme"',
+                fields=["folder", "spill"],
+            )
 
     @property
     def bytes(self) -> float | None:

@@ -135,6 +135,7 @@ class _Trainer:
             seed=config.data.seed,
             more=beside(program),
             record=config.output.record,
+            folder=config.memory.folder,
         )
         self.evaluation: Evaluation | None = None
         if config.train.evaluate_every and corpus.held_out is not None:

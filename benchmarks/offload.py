@@ -1,0 +1,273 @@
+"""Offload: predicted against measured steps, what only it makes fit, and torch's `save_on_cpu`.
+
+    python benchmarks/offload.py [--rounds 20] [--only slowed|fits|torch]
+
+slowed: two processes over Gloo, of one thread each.  Copies are slow: each takes at least its bytes
+over a bandwidth, in which no processor works (`Lanes.bandwidth`).  A program that keeps all and one
+that offloads all take turns, a step each.  Costs are calibrated by the last step of the former, and
+a copy costs its bytes over the bandwidth: at these the latter is predicted.
+
+fits: a limit of memory between what a program needs that offloads, and what it needs that keeps or
+recomputes; the limit refuses the others, and the one is trained, and what is alive counted.
+
+torch: one process, one thread, a model of one stage, all forwards and then all backwards, as both
+would hold little.  Beside ours a loop under `torch.autograd.graph.save_on_cpu(pin_memory=True)`; on
+a CPU, where that pins nothing and copies nothing, its hooks with memory that is not pinned, so that
+both copy.  Ours in its second column does not make NaN of what it leaves behind.
+
+A ratio is one of two steps of the same round: its median, and in brackets the order statistics
+between which the median of such rounds lies 95 times of 100.
+"""
+
+from __future__ import annotations
+
+import argparse
+import multiprocessing
+import statistics
+import sys
+import warnings
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from time import perf_counter
+from typing import Any, cast
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from benchmarks.executor import line
+from benchmarks.torch_face import spread
+from schedir import Plan, compile, schedules, simulate
+from schedir.errors import MemoryLimitError
+from schedir.ir.costs import Costs
+from schedir.ir.ops import Lane
+from schedir.ir.program import Program
+from schedir.ir.sizes import Sizes
+from schedir.predict.calibrate import calibrate
+from schedir.runtime.executor import Executor
+from schedir.runtime.living import Living
+from schedir.runtime.measured import measured
+from schedir.runtime.sizes import sizes_of
+from schedir.testing.processes import run
+from schedir.training import gpt
+from schedir.transports.processes import Gloo
+
+RANKS, WARM = 2, 3
+CONFIG = gpt.GPTConfig(vocab=512, layers=8, hidden=256, heads=4, context=64, tied=False)
+SMALL = gpt.GPTConfig(vocab=256, layers=2, hidden=64, heads=2, context=32, tied=False)
+ROWS = 2  # of a microbatch
+
+
+class Run:
+    """An executor and its batch."""
+
+    def __init__(self, config: gpt.GPTConfig, program: Program, rank: int) -> None:
+        plan, m = program.plan, program.plan.microbatches
+        self.stages, self.x, self.y = model(config, plan.stages, m)
+        own = [p for s in plan.stages_of[rank] for p in self.stages[s].parameters()]
+        self.transport = Gloo(program)
+        self.executor = Executor(
+            program, rank, self.stages, self.transport, loss=gpt.loss,
+            boundary=(ROWS, config.context, config.hidden),
+            optimizer=torch.optim.AdamW(own, lr=1e-4),
+        )  # fmt: skip
+        self.scale = 1 / (m * ROWS * config.context)
+
+    def step(self) -> None:
+        self.executor.step(self.x, self.y, self.scale)
+
+
+def model(config: gpt.GPTConfig, stages: int, m: int) -> tuple[list[nn.Module], Tensor, Tensor]:
+    """The same weights and tokens in all processes."""
+    torch.manual_seed(0)
+    made: list[nn.Module] = [gpt.build_stage(config, s, stages) for s in range(stages)]
+    tokens = torch.randint(config.vocab, (m, ROWS, config.context + 1))
+    return made, tokens[:, :, :-1].contiguous(), tokens[:, :, 1:].contiguous()
+
+
+def sizes(config: gpt.GPTConfig, stages: int) -> Sizes:
+    """Of such a model, with AdamW's states."""
+    made, x, y = model(config, stages, 1)
+    boundary = (ROWS, config.context, config.hidden)
+    return sizes_of(made, x[0], y[0], loss=gpt.loss, boundary=boundary)
+
+
+def alternate(one: Callable[[], None], other: Callable[[], None], rounds: int) -> list[list[float]]:
+    """Seconds of a step of each, in turns, of the process where it takes longest."""
+    took: list[list[float]] = []
+    for turn in range(WARM + rounds):
+        pair = [0.0] * 2
+        for k in (0, 1) if turn % 2 else (1, 0):
+            dist.barrier()
+            began = perf_counter()
+            (one, other)[k]()
+            pair[k] = perf_counter() - began
+        took.append(pair)
+    each: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(each, took[WARM:])
+    return cast(list[list[float]], np.array(each).max(0).tolist())
+
+
+def cells(took: list[list[float]]) -> list[str]:
+    """Both steps in ms, and the ratio of the second to the first."""
+    ratios = [other / one for one, other in took]
+    low, high = spread(ratios)
+    return [
+        *(f"{1e3 * statistics.median(each):.1f}" for each in zip(*took, strict=True)),
+        f"{statistics.median(ratios):.3f} ({low:.3f} to {high:.3f})",
+    ]
+
+
+def slowed(rank: int, rounds: int) -> None:
+    """Predicted beside measured."""
+    found = sizes(CONFIG, RANKS)
+    saved = found.of("saved", RANKS)
+    for name, m, share in (
+        ("gpipe", 8, 0.5),
+        ("gpipe", 8, 1.5),
+        ("one_f_one_b", 8, 0.5),
+        ("one_f_one_b", 8, 1.5),
+        ("zb_h1", 8, 1.0),
+    ):
+        schedule = getattr(schedules, name)
+        plain = Run(CONFIG, compile(schedule, Plan(RANKS, m), model="edge"), rank)
+        for _ in range(WARM):
+            plain.step()
+        timeline = measured(plain.executor, plain.transport)
+        told: list[Any] = [calibrate(timeline) if timeline is not None else None]
+        dist.broadcast_object_list(told)
+        forward = float(np.mean(told[0].F))
+        bandwidth = float(saved.mean()) / (share * forward)  # a copy takes a share of a forward
+        copy = tuple(float(size) / bandwidth for size in saved)
+        costs: Costs = replace(told[0], offload=copy, reload=copy)
+        program = compile(schedule, Plan(RANKS, m), costs=costs, model="edge", offload="all")
+        away = Run(CONFIG, program, rank)
+        for lane in (Lane.D2H, Lane.H2D):
+            away.executor.held.lanes.bandwidth[lane] = bandwidth
+        took = alternate(plain.step, away.step, rounds)
+        timeline = measured(plain.executor, plain.transport)
+        if rank:
+            continue
+        assert timeline is not None
+        costs = replace(calibrate(timeline), offload=copy, reload=copy)
+        span = [
+            simulate(each.executor.program, costs, model="edge", blocks=True).span
+            for each in (plain, away)
+        ]
+        line(
+            f"{name}, m={m}", f"{share:g} F", *cells(took), f"{span[1] / span[0]:.3f}",
+            f"{span[1] / statistics.median(pair[1] for pair in took) - 1:+.1%}",
+        )  # fmt: skip
+
+
+def fits(rank: int, rounds: int) -> None:
+    """What keeps, what recomputes, and what offloads, at one limit."""
+    m, found = 96, sizes(SMALL, RANKS)
+    ways: dict[str, dict[str, Any]] = {
+        "kept": {}, "recomputed": {"recompute": "all"}, "offloaded": {"offload": "all"}
+    }  # fmt: skip
+    plan = Plan(RANKS, m)
+    most = {}
+    for name, how in ways.items():
+        program = compile(schedules.gpipe, plan, slots="fewest", **how)
+        most[name] = float(simulate(program, sizes=found).peak_memory.max())
+    limit = (most["offloaded"] + most["recomputed"]) / 2
+    for name, how in ways.items():
+        lived: list[Any] = [None] * RANKS
+        said = "refused"
+        try:
+            program = compile(
+                schedules.gpipe, plan, slots="fewest", sizes=found, limit=limit, **how
+            )
+        except MemoryLimitError:
+            pass
+        else:
+            run_ = Run(SMALL, program, rank)
+            losses = [run_.executor.step(run_.x, run_.y, run_.scale) for _ in range(rounds)]
+            with Living(run_.executor) as living:
+                run_.step()
+            own = [float(loss) for loss in (losses[0], losses[-1]) if loss is not None]
+            dist.all_gather_object(lived, (living.most, own))
+            first, last = next(each for _, each in lived if each)
+            said = f"{max(one for one, _ in lived) / 1e6:.3f}, loss {first:.1f} to {last:.1f}"
+        if not rank:
+            line(name, f"{most[name] / 1e6:.3f}", f"{limit / 1e6:.3f}", said)
+
+
+def beside_torch(rank: int, rounds: int) -> None:
+    """Ours beside `save_on_cpu`, one process."""
+    for m in (4, 8):
+        program = compile(schedules.gpipe, Plan(1, m), slots="fewest", offload=[0])
+        own = [Run(CONFIG, program, 0) for _ in range(2)]
+        own[1].executor.held.tiers.poisons = False
+        stages, x, y = model(CONFIG, 1, m)
+        whole, scale = stages[0], own[0].scale
+        adam = torch.optim.AdamW(whole.parameters(), lr=1e-4)
+
+        def theirs(
+            whole: nn.Module = whole, x: Tensor = x, y: Tensor = y, scale: float = scale,
+            adam: torch.optim.AdamW = adam,
+        ) -> None:  # fmt: skip
+            adam.zero_grad()
+            losses = []
+            for one, target in zip(x, y, strict=True):
+                with saved_tensors_hooks(_pack, _unpack):
+                    losses.append(gpt.loss(whole(one), target) * scale)
+            while losses:
+                losses.pop(0).backward()  # type: ignore[no-untyped-call]
+            adam.step()
+
+        first = alternate(theirs, own[0].step, rounds)
+        second = alternate(theirs, own[1].step, rounds)
+        line(f"m={m}", *cells(first), cells(second)[2])
+
+
+def _pack(tensor: Tensor) -> Tensor:
+    """As save_on_cpu(pin_memory=True): a copy of each tensor that is saved."""
+    return torch.empty(tensor.size(), dtype=tensor.dtype, layout=tensor.layout).copy_(tensor)
+
+
+def _unpack(packed: Tensor) -> Tensor:
+    """Back: another copy."""
+    return packed.to("cpu", copy=True)
+
+
+TABLES: dict[str, tuple[Any, int, list[str]]] = {
+    "slowed": (slowed, RANKS, ["program", "a copy takes", "kept, ms", "offloaded, ms", "ratio",
+                               "predicted", "predicted step less measured"]),
+    "fits": (fits, RANKS, ["2 ranks, m=96", "predicted, MB", "limit, MB", "lived, MB"]),
+    "torch": (beside_torch, 1, ["microbatches", "save_on_cpu, ms", "ours, ms", "ratio",
+                                "without NaN"]),
+}  # fmt: skip
+
+
+def table(rank: int, rounds: int, name: str) -> None:
+    """Measure a table, and print it on rank 0."""
+    warnings.simplefilter("ignore")
+    torch.set_num_threads(1)
+    measure, _, head = TABLES[name]
+    if not rank:
+        line(*head)
+        line(*["---"] * len(head))
+    measure(rank, rounds)
+
+
+def main() -> None:
+    """Print the tables, a row as soon as it is measured."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--rounds", type=int, default=20, help="steps of each")
+    parser.add_argument("--only", default="", choices=("", *TABLES), help="one table")
+    args = parser.parse_args()
+    context = multiprocessing.get_context("fork")
+    for name, (_, processes, _) in TABLES.items():
+        if args.only in ("", name):
+            run(table, processes, args.rounds, name, context=context, limit=3600)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,60 @@
+"""Tiers: what a rank has for values that are not on its device: memory of the host, and a file."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from schedir.errors import ModelError
+from schedir.ir.ops import ROWS, TIERS
+from schedir.ir.program import Program
+from schedir.runtime.arena import Arena
+from schedir.runtime.spills import Spills
+
+_DISK = TIERS[2]
+SPILLS = frozenset(r.op for r in ROWS if any(_DISK in (c.before, c.after) for c in r.changes))
+
+
+class Tiers:
+    """The arenas of a rank's host and disk, for all programs that it runs, one at a time.
+
+    On a GPU the host's memory is pinned.  `poisons` says that what is left behind by a copy is
+    made NaN, so that whoever reads it too late is seen: on CPUs, where a copy is for tests.
+    Raises ModelError for a program that spills without a folder, and as Spills.
+    """
+
+    def __init__(
+        self,
+        device: torch.device,
+        rank: int,
+        programs: Sequence[Program],
+        folder: str | Path | None,
+    ) -> None:
+        self.poisons = device.type == "cpu"
+        self.host: Arena[Tensor] = Arena(partial(memory_of_host, pinned=device.type == "cuda"))
+        self.spills: Spills | None = None
+        spilling = [program for program in programs if not program.ops.isdisjoint(SPILLS)]
+        if spilling and folder is None:
+            raise ModelError(
+                "it spills to the disk, and no folder is given",
+                program=spilling[0].name,
+                hint="Executor(..., folder='/nvme'), [memory] folder = \"/nvme\"",
+            )
+        own = [one.name for one in spilling if SPILLS & {i.op for i in one.streams[rank]}]
+        if own and folder is not None:
+            self.spills = Spills(folder, own[0])
+
+    def used_on(self, tier: str) -> int:
+        """The bytes of values that are on the "host", or on the "disk"."""
+        if tier == "host":
+            return self.host.used
+        return self.spills.arena.used if self.spills is not None else 0
+
+
+def memory_of_host(size: int, pinned: bool) -> Tensor:
+    """So many bytes of the host's memory."""
+    return torch.empty(size, dtype=torch.uint8, pin_memory=pinned)

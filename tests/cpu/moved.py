@@ -1,0 +1,52 @@
+"""Programs that move what forwards save, at places that a test draws."""
+
+from __future__ import annotations
+
+import random
+
+import numpy as np
+
+from schedir.ir.index import Index
+from schedir.ir.ops import ROWS, Lane, Opcode, Token
+from schedir.ir.program import ADDRESS, OP, Program
+from schedir.passes.insert import at_places
+
+USES = tuple(row.op for row in ROWS if Token.SAVED in row.needs and row.lane is Lane.COMPUTE)
+
+
+def moved(
+    program: Program, seed: int, *, share: float = 1.0, spilled: float = 0.0, late: float = 0.5
+) -> Program:
+    """The program with a share of what forwards save moved to the host before it is used, and of
+    that a share to the disk; at places in order between the two, or, a share of them, right behind
+    the forward and right before the use."""
+    rng, joined = random.Random(seed), [*program.joined.tolist(), False]
+    index = Index.of(program)
+    address, ops = program.words & ADDRESS, program.op.tolist()
+    rank = np.repeat(range(program.plan.ranks), np.diff(program.offsets)).tolist()
+    placed: list[tuple[int, int, int]] = []
+    for made in np.flatnonzero(program.op == Opcode.Forward).tolist():
+        if index.stage[made] < program.frozen or rng.random() >= share:
+            continue
+        same = np.flatnonzero(address == address[made]).tolist()
+        first = made + 1
+        last = next(n for n in same if n > made and ops[n] in USES)
+        while joined[first]:
+            first += 1
+        while joined[last]:
+            last -= 1
+        free = [n for n in range(first, last + 1) if not joined[n]]
+        new = [Opcode.Offload, Opcode.Reload]
+        if rng.random() < spilled:
+            new[1:1] = [Opcode.Spill, Opcode.Fetch]
+        at = sorted(rng.choices(free, k=len(new)))
+        if rng.random() < late:
+            at[0], at[-1] = first, last
+        word = int(address[made])
+        placed += [(n, rank[made], word | int(op) << OP) for n, op in zip(at, new, strict=True)]
+    if not placed:
+        return program
+    places, ranks, words = zip(*placed, strict=True)
+    return at_places(
+        program, np.array(places), np.array(ranks), np.array(words, program.words.dtype)
+    )

@@ -1,0 +1,118 @@
+"""Offload holds what was predicted on each tier, to the byte, at every instruction."""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from schedir.analysis.memory import Footprint, held
+from schedir.compiler.compile import compile
+from schedir.ir.ops import Opcode
+from schedir.ir.plan import Plan
+from schedir.runtime.executor import Executor
+from schedir.runtime.inprocess import InProcess
+from schedir.runtime.lanes import Job, Lanes
+from schedir.runtime.living import Living
+from schedir.runtime.rank import Call
+from schedir.runtime.sizes import sizes_of
+from schedir.schedules import dualpipe, dualpipe_v, gpipe, one_f_one_b, zb_h1
+from tests.cpu.moved import moved
+from tests.cpu.test_offload_runs import checked
+from tests.cpu.test_sizes import MODELS, Witness, _refs
+from tests.cpu.tiny_stages import BOUNDARY
+
+torch.set_num_threads(1)
+
+SHAPES = [
+    (gpipe, Plan(2, 4)),
+    (one_f_one_b, Plan(3, 4)),
+    (zb_h1, Plan(3, 5)),
+    (dualpipe_v, Plan(2, 5, placement="vee", stages_per_rank=2)),
+    (dualpipe, Plan(2, 4, placement="mirror")),
+]
+
+
+class Tiered(Witness):
+    """A witness that knows of what threads bring back, and of the host and the disk."""
+
+    def __init__(self, rank: Executor, own: Footprint, tiers: dict[str, Footprint]) -> None:
+        super().__init__(rank, own)
+        self.most_on = dict.fromkeys(tiers, 0)
+        for k, (wait, run) in enumerate(rank.calls):
+            rank.calls[k] = Call(wait, partial(self.after, k, run, tiers))
+
+    def after(self, k: int, run: Any, tiers: dict[str, Footprint]) -> None:
+        run()
+        for tier, own in tiers.items():
+            now = self.rank.held.tiers.used_on(tier)
+            assert now == own.bytes[int(np.searchsorted(own.at, k, side="right")) - 1], (k, tier)
+            self.most_on[tier] = max(self.most_on[tier], now)
+
+    def living(self) -> dict[StorageWeakRef, int]:
+        back = [x for v in self.rank.state.away.values.values() for x in v.tensors()]
+        self.born.made |= _refs(back)
+        return super().living()
+
+
+@pytest.fixture
+def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever is started on a lane has ended."""
+    start = Lanes.start
+
+    def waiting(*args: Any) -> Job:
+        job = start(*args)
+        job.wait()
+        return job
+
+    monkeypatch.setattr(Lanes, "start", waiting)
+
+
+@pytest.mark.parametrize(("model", "recompute"), [("gpt", None), ("normed", "all")])
+@pytest.mark.parametrize(("schedule", "plan"), SHAPES)
+def test_what_is_on_each_tier_is_what_was_predicted(
+    schedule: Any, plan: Plan, model: str, recompute: Any, tmp_path: Path, at_once: None
+) -> None:
+    make, data, loss = MODELS[model]
+    stages, (inputs, targets, scale) = make(plan.stages), data(plan.microbatches)
+    sizes = sizes_of(stages, inputs[0], targets[0], loss=loss, boundary=BOUNDARY, state=0)
+    program = compile(schedule, plan, model="edge", recompute=recompute)
+    program = checked(moved(program, plan.ranks, spilled=0.5), "fewest")
+    world = InProcess(program, stages, loss=loss, boundary=BOUNDARY, folder=tmp_path)
+    tiers = [
+        dict(zip(("host", "disk"), each, strict=True)) for each in
+        zip(held(program, sizes, "host"), held(program, sizes, "disk"), strict=True)
+    ]  # fmt: skip
+    owns = held(program, sizes)
+    witnesses = [Tiered(*each) for each in zip(world.ranks, owns, tiers, strict=True)]
+    for _ in range(2):
+        world.step(inputs, targets, scale)
+    assert all(witness.beside == 0 for witness in witnesses)
+    assert any(witness.most_on["disk"] for witness in witnesses)
+
+
+def test_a_timeline_says_what_was_on_each_tier(tmp_path: Path, at_once: None) -> None:
+    """Of a run that is recorded, in which nothing runs beside anything."""
+    make, data, loss = MODELS["gpt"]
+    stages, (inputs, targets, scale) = make(2), data(6)
+    sizes = sizes_of(stages, inputs[0], targets[0], loss=loss, boundary=BOUNDARY, state=0)
+    program = checked(moved(compile(one_f_one_b, Plan(2, 6)), 1, spilled=0.5), "fewest")
+    world = InProcess(program, stages, loss=loss, boundary=BOUNDARY, folder=tmp_path)
+    with ExitStack() as stack:
+        livings = [stack.enter_context(Living(rank)) for rank in world.ranks]
+        world.step(inputs, targets, scale)
+    timeline = replace(world.timeline(), sizes=sizes)
+    for tier in ("host", "disk"):
+        most = [max(curve.held) for curve in timeline.memory_on(tier)]
+        assert [living.most_on[tier] for living in livings] == most
+        assert max(most) > 0
+    spans = timeline.spans
+    moves = np.isin(spans["op"], [Opcode.Offload, Opcode.Reload, Opcode.Spill, Opcode.Fetch])
+    assert (spans["end"] > spans["start"])[moves].all()

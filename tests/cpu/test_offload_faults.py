@@ -1,0 +1,271 @@
+"""Offload refuses what it cannot do, says where it failed, and shows what is in a wrong order."""
+
+from __future__ import annotations
+
+import errno
+import os
+from collections.abc import Callable
+from pathlib import Path
+from time import sleep
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import save_on_cpu
+from torch.testing._internal.two_tensor import TwoTensor
+from torch.utils.checkpoint import checkpoint
+
+from schedir.compiler.compile import compile
+from schedir.errors import ExecutionError, ModelError
+from schedir.ir.ops import Lane, Opcode
+from schedir.ir.plan import Plan
+from schedir.ir.program import Program
+from schedir.runtime import graphs, spills
+from schedir.runtime.away import Value
+from schedir.runtime.inprocess import InProcess
+from schedir.runtime.lanes import Lanes
+from schedir.runtime.spills import Spills
+from schedir.schedules import gpipe
+from tests.cpu.moved import moved
+from tests.cpu.test_offload_runs import checked, compared
+from tests.cpu.test_recompute_runs import BOUNDARY, WIDTH, batch, noisy, squares
+
+torch.set_num_threads(1)
+PLAN = Plan(2, 4)
+
+
+def away(spilled: float = 0.0) -> Program:
+    return checked(moved(compile(gpipe, PLAN), 5, spilled=spilled, late=1), "fewest")
+
+
+def world_of(program: Program, layer: Any = None, **more: Any) -> InProcess:
+    stages = noisy(
+        PLAN.stages, layer or (lambda: nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()))
+    )
+    return InProcess(program, stages, loss=squares, boundary=BOUNDARY, **more)
+
+
+# ---------------------------------------------------------------- a wrong order
+
+
+def test_what_is_left_behind_is_poisoned(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On the device when it has been copied, and in its room when it is back."""
+    left: list[Tensor] = []
+    let_go = Value.let_go
+
+    def noted(value: Value) -> None:
+        if value.leaving is not None:
+            value.leaving.finish()
+            left.extend(value.going)
+        let_go(value)
+
+    monkeypatch.setattr(Value, "let_go", noted)
+    world = world_of(away())
+    world.step(*batch(4))
+    gone = [bool(one.view(torch.float32).isnan().all()) for one in left]
+    assert sum(gone) >= len(gone) - 4  # what a first stage puts out, a message may have, too
+    for rank in world.ranks:
+        rooms = [room.place for room in rank.held.tiers.host.free]
+        assert rooms and all((room == 0xFF).all() for room in rooms)
+
+
+def test_who_does_not_wait_for_what_is_offloaded_reads_nan(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    start = Lanes.start
+
+    def too_early(lanes: Lanes, lane: Lane, run: Callable[[], None], *more: Any) -> Any:
+        def late() -> None:
+            sleep(0.02 * (lane is Lane.D2H))
+            run()
+
+        size, _, marks = more
+        return start(lanes, lane, late, size, (), marks)
+
+    sgd = {"optimizer": lambda own: torch.optim.SGD(own, lr=0.1)}
+    world = world_of(away(), **sgd)
+    world.step(*batch(4))
+    assert all(rank.finite.all() for rank in world.ranks)
+    monkeypatch.setattr(Lanes, "start", too_early)
+    monkeypatch.setattr(Value, "let_go", lambda value: None)
+    world.step(*batch(4, 1))
+    assert not any(rank.finite.all() for rank in world.ranks)
+
+
+def test_who_does_not_wait_until_it_is_back_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Value, "arrive", lambda value: None)
+    with pytest.raises(ExecutionError, match=r"B 1\.0 +failed"):
+        world_of(away()).step(*batch(4))
+
+
+# ---------------------------------------------------------------- the disk
+
+
+def test_what_spills_wants_a_folder(tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match="no folder is given") as caught:
+        world_of(away(1.0))
+    assert "folder" in caught.value.hint
+    with pytest.raises(ModelError, match="No such file or directory"):
+        world_of(away(1.0), folder=tmp_path / "gone")
+    (tmp_path / "file").touch()
+    with pytest.raises(ModelError, match="Not a directory"):
+        world_of(away(1.0), folder=tmp_path / "file")
+    wrong: Any = 3
+    with pytest.raises(ModelError, match="folder is a path, not 3"):
+        world_of(away(1.0), folder=wrong)
+    world_of(away(), folder=tmp_path / "gone")  # which nobody needs
+
+
+def test_a_folder_in_memory_is_warned_of(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert spills.kind_of(Path("/proc")) == "proc"
+    monkeypatch.setattr(spills, "kind_of", lambda folder: "tmpfs")
+    with pytest.warns(UserWarning, match="is a tmpfs"):
+        Spills(tmp_path)
+
+
+def test_a_file_without_a_name_that_folders_may_leave(tmp_path: Path) -> None:
+    folder = tmp_path / "spills"
+    folder.mkdir()
+    world = world_of(away(1.0), folder=folder)
+    assert not [*folder.iterdir()]
+    folder.rmdir()  # it vanishes, and nobody minds
+    for k in range(2):
+        world.step(*batch(4, k))
+    arenas = [rank.held.tiers.spills.arena for rank in world.ranks if rank.held.tiers.spills]
+    made = [(arena.made, len(arena.free)) for arena in arenas]
+    for rank, (_, rooms) in zip(world.ranks, made, strict=True):
+        ops = [i.op for i in rank.state.stream]
+        there = [ops[:k].count(Opcode.Spill) - ops[:k].count(Opcode.Fetch) for k in range(len(ops))]
+        assert rooms == max(there) == 2
+    assert all(arena.used == 0 for arena in arenas)
+    world.step(*batch(4))
+    assert [(arena.made, len(arena.free)) for arena in arenas] == made
+
+
+def test_a_full_disk_is_so_before_anything_is_spilled(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    wrote: list[int] = []
+    write, reserve = Spills.write, os.posix_fallocate
+
+    def full(number: int, at: int, size: int) -> None:
+        if at + size > 100:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        reserve(number, at, size)
+
+    monkeypatch.setattr(os, "posix_fallocate", full)
+
+    def noted(own: Spills, at: int, memory: Tensor) -> None:
+        wrote.append(at)
+        write(own, at, memory)
+
+    monkeypatch.setattr(Spills, "write", noted)
+    with pytest.raises(ExecutionError) as caught:
+        world_of(away(1.0), folder=tmp_path).step(*batch(4))
+    (site,) = caught.value.sites
+    assert "No space left on device" in str(caught.value) and str(site.instr).startswith("spill")
+    assert site.rank in (0, 1) and not wrote
+
+
+@pytest.mark.parametrize("verb", ["write", "read"])
+def test_an_error_of_the_disk_names_its_instruction(
+    verb: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is raised where somebody waits, and is of what was spilled or fetched."""
+    did, times = getattr(Spills, verb), iter(range(100))
+
+    def broken(*args: Any) -> None:
+        if next(times) == 2:
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        did(*args)
+
+    monkeypatch.setattr(Spills, verb, broken)
+    world = world_of(away(1.0), folder=tmp_path)
+    with pytest.raises(ExecutionError, match="Input/output error") as caught:
+        world.step(*batch(4))
+    (site,) = caught.value.sites
+    assert str(site.instr).split()[0] == {"write": "spill", "read": "fetch"}[verb]
+    with pytest.raises(ExecutionError, match="make the executor"):
+        world.step(*batch(4))
+
+
+# ---------------------------------------------------------------- modules
+
+
+class Layer(nn.Linear):
+    def __init__(self) -> None:
+        super().__init__(WIDTH, WIDTH)
+
+
+class Sparse(Layer):
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = torch.sparse.mm(torch.eye(2).to_sparse().requires_grad_(), super().forward(x))
+        return y
+
+
+class Subclass(Layer):
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = super().forward(x)
+        both: Any = TwoTensor(torch.ones(2), torch.ones(2)).requires_grad_()
+        zero: Tensor = both.exp().sum().a.detach() * 0
+        return y + zero
+
+
+@pytest.mark.parametrize(("layer", "what"), [(Sparse, "sparse_coo"), (Subclass, "TwoTensor")])
+def test_what_is_no_plain_memory_is_refused(layer: Any, what: str) -> None:
+    with pytest.raises(ExecutionError, match=f"saves a .*{what}.*cannot be offloaded"):
+        world_of(away(), layer).step(*batch(4))
+
+
+class WritesLater(Layer):
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = super().forward(x).exp()
+        y.add_(1)
+        return y * 2
+
+
+def test_what_is_written_to_is_seen_as_without() -> None:
+    for program in (compile(gpipe, PLAN), away()):
+        with pytest.raises(ExecutionError, match="modified by an inplace operation"):
+            world_of(program, WritesLater).step(*batch(4))
+
+
+class Packs(Layer):
+    """Has packing hooks of its own, keeps activations, and a mask for all microbatches."""
+
+    how = 0
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mask, self.seen = torch.arange(WIDTH) / WIDTH, list[Tensor]()
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.how == 0 or not x.requires_grad:
+            with save_on_cpu():
+                y = torch.tanh(super().forward(x))
+        else:
+            y = checkpoint(
+                lambda x: torch.tanh(nn.functional.linear(x, self.weight, self.bias)),
+                x,
+                use_reentrant=self.how == 1,
+            )
+        self.seen.append(y)
+        return torch.relu(y * self.mask)
+
+
+@pytest.mark.parametrize("how", range(3))
+def test_modules_with_hooks_of_their_own(how: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Packs, "how", how)
+    world = compared(compile(gpipe, PLAN), lambda: noisy(2, Packs))
+    for rank in world.ranks:
+        for stage in rank.stages.values():
+            module = stage.module
+            assert isinstance(module, Packs)
+            assert all(x.isfinite().all() for x in module.seen)
+            assert torch.equal(module.mask, torch.arange(WIDTH) / WIDTH)
+
+
+def test_a_graph_has_addresses() -> None:
+    with pytest.raises(ModelError, match="offload"):
+        graphs.require_kept(world_of(away()).ranks[0])

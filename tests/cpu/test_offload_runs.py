@@ -1,0 +1,247 @@
+"""Offload runs: the bits of what stays, wherever it is meanwhile."""
+
+from __future__ import annotations
+
+import random
+from copy import deepcopy
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+from schedir.compiler.compile import compile, lower
+from schedir.ir.ops import Opcode
+from schedir.ir.plan import Plan
+from schedir.ir.program import Program
+from schedir.passes.share_slots import share_slots
+from schedir.runtime.boundary import Boundary
+from schedir.runtime.executor import Executor
+from schedir.runtime.inprocess import InProcess
+from schedir.runtime.sizes import sizes_of
+from schedir.schedules import (
+    forward_only,
+    gpipe,
+    interleaved,
+    one_f_one_b,
+    pipedream_2bw,
+    zb_h1,
+)
+from schedir.testing import drafts
+from schedir.transports.processes import Gloo
+from schedir.verify.check import check
+from tests.cpu import many_tensors
+from tests.cpu.moved import moved
+from tests.cpu.spawn import run
+from tests.cpu.test_recompute_runs import (
+    BOUNDARY,
+    WIDTH,
+    InPlace,
+    Noisy,
+    as_reference,
+    batch,
+    equal,
+    noisy,
+    squares,
+    state,
+)
+from tests.cpu.test_zoo_runs import ZOO
+from tests.laws import least, plan_of
+
+torch.set_num_threads(1)
+
+
+def checked(program: Program, slots: str | None = None) -> Program:
+    if slots:
+        program = share_slots(program, "fewest")
+    return check(program, "edge")
+
+
+@pytest.mark.parametrize("slots", [None, "fewest"])
+@pytest.mark.parametrize("name", ZOO)
+def test_of_the_zoo(name: str, slots: Any) -> None:
+    plan = plan_of(ZOO[name], 2, max(4, least(ZOO[name], 2)))
+    one = plan.rows == 1
+    layer = Noisy if one else (lambda: nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Dropout(0.25)))
+    for seed, recompute in enumerate([None, "all"]):
+        program = compile(ZOO[name], plan, model="edge", recompute=recompute)
+        program = checked(moved(program, seed), slots)
+        assert {Opcode.Offload, Opcode.Reload} <= program.ops
+        as_reference(program, noisy(plan.stages, layer))
+
+
+@settings(max_examples=20)
+@given(drafts(ranks=3, microbatches=4), st.integers(0, 10**6))
+def test_of_any_draft(draft: Program, seed: int) -> None:
+    """With and without recomputation, slots that are shared, and a disk."""
+    rng = random.Random(seed)
+    program = lower(draft, recompute=lambda s, m: rng.random() < 0.4, recompute_at="late")
+    program = moved(program, seed, share=0.7, spilled=0.4)
+    program = checked(program, rng.choice([None, "fewest"]))
+    with TemporaryDirectory() as folder:
+        as_reference(program, noisy(program.plan.stages, _dropped), steps=1, folder=folder)
+
+
+def _dropped() -> nn.Module:
+    return nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Dropout(0.25))
+
+
+def compared(
+    plain: Program, make: Any, inputs: Any = (), steps: int = 2, folder: Any = None, **how: Any
+) -> InProcess:
+    """A program that moves all, and some to the disk if there is a folder, beside itself without:
+    the same losses, weights, gradients and buffers."""
+    found = []
+    program = checked(moved(plain, 7, spilled=0.5 * (folder is not None)), "fewest")
+    for each in (plain, program):
+        torch.manual_seed(0)
+        stages = make()
+        given = {"boundary": BOUNDARY, "loss": squares, **how}
+        more = {"folder": folder} if each is program else {}
+        world = InProcess(
+            each, stages, optimizer=lambda own: torch.optim.SGD(own, lr=0.1), **given, **more
+        )
+        data = inputs or [batch(each.plan.microbatches, k) for k in range(steps)]
+        totals = [world.step(x, y, seed=k) for k, (x, y) in enumerate(data)]
+        found.append([*totals, *state(stages)])
+    assert equal(*found)
+    return world
+
+
+def test_of_several_updates(tmp_path: Path) -> None:
+    plan = Plan(2, 8, updates=4, delay=1)
+    compared(
+        compile(pipedream_2bw, plan, model="edge"), lambda: noisy(2, _dropped), folder=tmp_path
+    )
+
+
+def test_of_skips_and_of_several_tensors() -> None:
+    class Gives(nn.Linear):
+        def forward(self, x: Tensor) -> Any:
+            y = super().forward(x)
+            return y, torch.sigmoid(y)
+
+    class Takes(nn.Linear):
+        def forward(self, x: Tensor, skip: Tensor | None = None) -> Any:
+            return torch.relu(super().forward(x if skip is None else x * skip))
+
+    def make() -> list[nn.Module]:
+        return [Gives(WIDTH, WIDTH), Takes(WIDTH, WIDTH), Takes(WIDTH, WIDTH)]
+
+    compared(compile(gpipe, Plan(3, 4), skips=[(0, 2)]), make)
+    compared(compile(interleaved, Plan(1, 4, 3), skips=[(0, 2)]), make)  # on one rank
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_of_many_tensors_and_keywords(seed: int) -> None:
+    plan = Plan(2, 4, 2) if seed else Plan(3, 4)
+    stages, boundaries = many_tensors.drawn(plan.stages, seed)
+    inputs, targets, keywords = many_tensors.batch(4)
+    plain, found = deepcopy(stages), []
+    program = compile(interleaved if seed else gpipe, plan, model="edge")
+    for each, own in ((program, plain), (checked(moved(program, seed), "fewest"), stages)):
+        world = InProcess(each, own, loss=many_tensors.loss, boundary=boundaries)
+        total = world.step(inputs, targets, keywords=keywords, seed=seed)
+        found.append((total, many_tensors.gradients(own)))
+    assert torch.equal(found[0][0], found[1][0])
+    assert many_tensors.same_bits(found[0][1], found[1][1])
+
+
+def test_of_stages_that_share_a_weight() -> None:
+    def make() -> list[nn.Module]:
+        stages = noisy(3)
+        stages[2].layer.weight = stages[0].layer.weight  # type: ignore[union-attr]
+        return stages
+
+    compared(compile(one_f_one_b, Plan(3, 4), tied=((0, 2),)), make)
+
+
+@pytest.mark.parametrize(("schedule", "plan"), [(gpipe, Plan(2, 4)), (interleaved, Plan(1, 4, 2))])
+def test_of_stages_that_write_to_their_input(schedule: Any, plan: Plan) -> None:
+    compared(compile(schedule, plan), lambda: noisy(2, InPlace))
+
+
+def test_of_frozen_stages_and_of_half_precision() -> None:
+    boundary = Boundary((2, WIDTH), torch.bfloat16)
+
+    def make() -> list[nn.Module]:
+        stages = [stage.bfloat16() for stage in noisy(3)]
+        stages[0].requires_grad_(False)
+        return stages
+
+    data = [tuple(x.bfloat16() for x in batch(4, k)) for k in range(2)]
+    compared(compile(one_f_one_b, Plan(3, 4), frozen=1), make, data, boundary=boundary)
+
+
+def test_of_views_that_share_memory() -> None:
+    """One storage moves once, and is one again, with a layout that is not the plain one."""
+
+    class Views(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(WIDTH, 2 * WIDTH)
+
+        def forward(self, x: Tensor) -> Tensor:
+            both: Tensor = self.layer(x)
+            one, other = both[:, ::2], both[:, 1::2]
+            turned = (one * other).tanh().t() @ one
+            return (one * other.sigmoid()) @ turned.t().tanh()
+
+    program = checked(moved(compile(gpipe, Plan(1, 2)), 0, late=1), "fewest")
+    stages = noisy(1, Views)
+    world = InProcess(program, stages, loss=squares, boundary=BOUNDARY)
+    x, y = batch(2)
+    sizes = sizes_of(stages, x[0], y[0], loss=squares, boundary=BOUNDARY)
+    world.step(x, y)
+    value = world.ranks[0].state.away.values[0, 1]
+    assert [value.nbytes] == sizes.of("saved", 1).tolist()
+    compared(compile(gpipe, Plan(1, 2)), lambda: noisy(1, Views))
+
+
+def test_beside_programs_that_evaluate_and_accumulate() -> None:
+    plan = Plan(2, 4)
+    program = checked(moved(compile(one_f_one_b, plan), 0), "fewest")
+    half = checked(moved(compile(gpipe, Plan(2, 2), open=True), 1), "fewest")
+    look = compile(forward_only, plan)
+    found = []
+    for each, first in (
+        (compile(one_f_one_b, plan), compile(gpipe, Plan(2, 2), open=True)),
+        (program, half),
+    ):
+        stages = noisy(2, _dropped)
+        world = InProcess(each, stages, loss=squares, boundary=BOUNDARY, more=[first, look])
+        (x, y), (more, targets) = batch(4), batch(2, 1)
+        totals = [
+            world.evaluate(x, y),
+            world.step(more, targets, program=first, of=6),
+            world.step(x, y, of=6),
+            world.evaluate(x, y),
+        ]
+        found.append([*totals, *state(stages)])
+    assert equal(*found)
+
+
+def _between_processes(rank: int, folder: str) -> list[Any]:
+    found = []
+    plain = compile(zb_h1, Plan(2, 4), zero=3, dp=1)
+    for program in (plain, checked(moved(plain, 3, spilled=0.5), "fewest")):
+        stages = noisy(2, _dropped)
+        executor = Executor(
+            program, rank, stages, Gloo(program), loss=squares, boundary=BOUNDARY,
+            optimizer=torch.optim.SGD(stages[rank].parameters(), lr=0.1), folder=folder,
+        )  # fmt: skip
+        losses = [executor.step(*batch(4, k)) for k in range(2)]
+        with executor.whole():
+            found.append((losses, [p.detach().clone() for p in stages[rank].parameters()]))
+    return found
+
+
+def test_between_processes_whose_weights_are_in_parts(tmp_path: Path) -> None:
+    for plain, away in run(_between_processes, 2, str(tmp_path)):
+        assert all(a is b or torch.equal(a, b) for a, b in zip(plain[0], away[0], strict=True))
+        assert equal(plain[1], away[1])
+    assert not [*tmp_path.iterdir()]

@@ -1,0 +1,141 @@
+"""Offload on a GPU that is not there: lanes are streams, events order them, and no host waits."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from schedir.compiler.compile import compile
+from schedir.ir.ops import Lane
+from schedir.ir.plan import Plan
+from schedir.runtime.away import Value
+from schedir.runtime.inprocess import InProcess
+from schedir.runtime.lanes import Job, Lanes
+from schedir.schedules import dualpipe_v, gpipe, one_f_one_b
+from schedir.training import gpt
+from tests.cpu.happens_before import Races
+from tests.cpu.moved import moved
+from tests.cpu.test_offload_runs import checked
+from tests.cpu.tiny_stages import BOUNDARY, batch, gpt_stages, gradients, same_bits
+from tests.cpu.virtual_gpu import VirtualGPU, install
+
+PLANS = [
+    (gpipe, Plan(2, 4)),
+    (one_f_one_b, Plan(3, 4)),
+    (dualpipe_v, Plan(2, 4, 2, "vee")),
+]
+
+
+@pytest.fixture
+def gpu(monkeypatch: pytest.MonkeyPatch) -> VirtualGPU:
+    return install(monkeypatch)
+
+
+@pytest.fixture
+def races(gpu: VirtualGPU) -> Iterator[Races]:
+    with Races(gpu) as races:
+        yield races
+
+
+def world_of(schedule: Any, plan: Plan, slots: Any, spilled: float = 0.0, **more: Any) -> InProcess:
+    program = compile(schedule, plan, model="edge", recompute=more.pop("recompute", None))
+    program = checked(moved(program, 1, spilled=spilled), slots)
+    stages = gpt_stages(plan.stages, tied=False)
+    world = InProcess(program, stages, loss=gpt.loss, boundary=BOUNDARY, **more)
+    for rank in world.ranks:
+        rank.held.lanes.on_streams, rank.held.tiers.poisons = True, False
+    return world
+
+
+def of(world: InProcess) -> Any:
+    return gradients(
+        [world.ranks[r].stages[s].module for s, r in enumerate(world.program.plan.rank_of)]
+    )
+
+
+@pytest.mark.parametrize(("recompute", "slots"), [(None, "fewest"), ("all", None)])
+@pytest.mark.parametrize(("schedule", "plan"), PLANS)
+def test_nothing_races(
+    schedule: Any, plan: Plan, recompute: Any, slots: Any, races: Races, gpu: VirtualGPU
+) -> None:
+    """Neither on the device, whose memory the stream that computes takes anew, nor in rooms."""
+    world = world_of(schedule, plan, slots, recompute=recompute)
+    plain = InProcess(
+        compile(schedule, plan, model="edge"), gpt_stages(plan.stages, tied=False),
+        loss=gpt.loss, boundary=BOUNDARY,
+    )  # fmt: skip
+    for seed in (None, 0, 1):
+        for each in (plain, world):
+            gpu.host_may_wait = each is plain or seed is None  # an event is made at first use
+            each.step(*batch(plan.microbatches), seed=seed)
+    assert not races.found
+    assert same_bits(of(world), of(plain))
+
+
+def test_with_a_disk_only_the_host_can_wait(races: Races, tmp_path: Path) -> None:
+    world = world_of(gpipe, Plan(2, 4), "fewest", spilled=1.0, folder=tmp_path)
+    for seed in (None, 0):
+        world.step(*batch(4), seed=seed)
+    assert not races.found
+
+
+@pytest.mark.parametrize("what", ["ready", "after", "arrive", "let_go"])
+def test_a_wait_that_is_left_out_is_seen(
+    what: str, races: Races, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    start, let_go, arrive = Lanes.start, Value.let_go, Value.arrive
+
+    def started(
+        lanes: Lanes, lane: Lane, run: Callable[[], object], size: int, after: Any, marks: Any
+    ) -> Job:
+        if what == "ready":
+            stream = torch.cuda.Stream()
+            with torch.cuda.stream(stream):  # of which it thinks that it computes
+                return start(lanes, lane, run, size, after, marks)
+        return start(lanes, lane, run, size, () if what == "after" else after, marks)
+
+    class Over(Job):
+        def wait(self) -> None: ...
+
+    def gone(value: Value) -> None:
+        value.leaving = value.leaving and Over()
+        let_go(value)
+
+    def here(value: Value) -> None:
+        value.coming = value.coming and Over()
+        arrive(value)
+
+    monkeypatch.setattr(Lanes, "start", started)
+    if what == "let_go":
+        monkeypatch.setattr(Value, "let_go", gone)
+    if what == "arrive":
+        monkeypatch.setattr(Value, "arrive", here)
+    world = world_of(gpipe, Plan(2, 4), "fewest")
+    for _ in range(2):
+        world.step(*batch(4))
+    assert races.found
+
+
+def test_lanes_run_beside_what_is_computed(
+    gpu: VirtualGPU, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And are recorded as they ran."""
+    world = world_of(gpipe, Plan(1, 3), "fewest")
+    (rank,) = world.ranks
+    copy_out = Value.copy_out
+
+    def slow(value: Value, *args: Any, **how: Any) -> None:
+        copy_out(value, *args, **how)
+        gpu.work(5.0)
+
+    monkeypatch.setattr(Value, "copy_out", slow)
+    world.step(*batch(3))
+    timeline = world.timeline()
+    spans = timeline.spans
+    took = (spans["end"] - spans["start"])[spans["lane"] == Lane.D2H]
+    assert took == pytest.approx([5.0] * len(took), abs=1e-3) and len(took) == 3
+    assert rank.held.lanes.streams.keys() == {Lane.D2H, Lane.H2D}

@@ -1,0 +1,53 @@
+"""Training runs that offload and spill: the same losses, in less memory of the device."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from schedir.errors import ConfigError
+from schedir.training.config_file import read
+from tests.cpu.training import CONFIG, forked, losses
+
+SMALL = CONFIG.replace("steps = 6", "steps = 2").replace("tp = 2", "tp = 1")
+MANY = [
+    "pipeline.schedule=gpipe", "pipeline.stages_per_rank=1", "pipeline.microbatches=96",
+    "model.layers=2", "pipeline.slots=fewest", "output.record=false", "output.memory=true",
+]  # fmt: skip
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> Path:
+    text = tmp_path / "text.txt"
+    text.write_text("to be or not to be " * 200)
+    path = tmp_path / "config.toml"
+    path.write_text(SMALL.format(text=text).replace("layers = 4", "layers = 4\ndropout = 0.1"))
+    return path
+
+
+def test_what_only_offload_makes_fit(tmp_path: Path, config: Path) -> None:
+    """A limit that all that stays exceeds, and all that is recomputed: within it, between two
+    processes, with dropout, and some of it on the disk, losses are the same."""
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    assert forked(str(config), tmp_path / "own", *MANY)[0] == 0
+    limit = "memory.limit=800kB"
+    code, _, err = forked(str(config), tmp_path / "again", *MANY, limit, "memory.recompute=all")
+    assert code == 2 and "MemoryLimitError" in err
+    away = ["memory.offload=all", "memory.spill=half", f"memory.folder={disk}"]
+    code, _, err = forked(str(config), tmp_path / "away", *MANY, limit, *away)
+    assert code == 0, err
+    assert losses(tmp_path / "away") == losses(tmp_path / "own") and not [*disk.iterdir()]
+    own, found = (
+        json.loads((tmp_path / name / "summary.json").read_text())["memory"]
+        for name in ("own", "away")
+    )
+    assert min(own["predicted"]) > 800e3 >= max(found["predicted"])
+    assert all(0 < counted <= 800e3 for counted in found["counted"])
+
+
+def test_what_spills_wants_a_folder(config: Path) -> None:
+    with pytest.raises(ConfigError, match="there is no folder for it"):
+        read(str(config), ["memory.offload=all", "memory.spill=all"])

@@ -1,0 +1,45 @@
+"""Offload on a GPU: the bits of what stays, from pinned memory, and no host in the way."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from benchmarks.host_waits import host_waits
+from schedir import compile
+from schedir.ir.plan import Plan
+from schedir.runtime.inprocess import InProcess
+from schedir.schedules import gpipe, one_f_one_b
+from schedir.training import gpt
+from tests.cpu.tiny_stages import BOUNDARY, batch, gpt_stages, gradients, same_bits
+from tests.gpu.shared import REHEARSED
+
+
+def on_gpu(stages: int) -> list[nn.Module]:
+    return [module.cuda() for module in gpt_stages(stages, tied=False)]
+
+
+@pytest.mark.parametrize("recompute", [None, "all"])
+@pytest.mark.parametrize(("schedule", "plan"), [(gpipe, Plan(2, 6)), (one_f_one_b, Plan(4, 6))])
+def test_the_bits_of_what_stays(schedule: Any, plan: Plan, recompute: Any) -> None:
+    torch.use_deterministic_algorithms(True)
+    inputs, targets, scale = batch(plan.microbatches)
+    inputs, targets, found = inputs.cuda(), targets.cuda(), []
+    hows: list[dict[str, Any]] = [{}, {"offload": "all", "slots": "fewest"}]
+    for how in hows:
+        program = compile(schedule, plan, model="edge", recompute=recompute, **how)
+        stages = on_gpu(plan.stages)
+        world = InProcess(program, stages, loss=gpt.loss, boundary=BOUNDARY)
+        world.step(inputs, targets, scale)
+        with host_waits() as waited:
+            total = world.step(inputs, targets, scale)
+        assert not waited
+        found.append((total, gradients(stages)))
+        for rank in world.ranks:
+            rooms = [room.place for room in rank.held.tiers.host.free]
+            assert REHEARSED or all(room.is_pinned() for room in rooms)
+    torch.use_deterministic_algorithms(False)
+    assert torch.equal(found[0][0], found[1][0]) and same_bits(found[0][1], found[1][1])
