@@ -110,6 +110,7 @@ class _InThread(Job):
         except BaseException as error:  # whoever waits raises it
             self.error = error
         self.todo = None  # whoever keeps the job does not keep what it has copied
+        del run, after, marks
         self.over.set()
 
     def wait(self) -> None:

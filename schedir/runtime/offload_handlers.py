@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from schedir.ir.ops import OFF_COMPUTE, ROWS, Instr, Lane, Opcode, Token
+from schedir.ir.program import OWN
 from schedir.runtime.away import POISON, Looked, Value, keys_of
 from schedir.runtime.checkpoint import Checkpoint
 from schedir.runtime.lanes import Job
@@ -26,16 +27,19 @@ _COMPUTES: Final = tuple(
     row.op for row in ROWS if row.lane is Lane.COMPUTE and _SAVED in {*row.needs, *row.gives}
 )
 
+_BRINGS: Final = (Opcode.Offload, Opcode.Fetch)  # to the host
+
 
 def offload(state: State, i: Instr) -> Call:
     k, tiers = state.index_of[i], state.held.tiers
     slot, value = state.slot(_SAVED, i.stage, i.mb, k), _value_of(state, i)
+    rooms = _rooms_on_host(state)
 
     def run() -> None:
         state.away.kept[i[1:]] = kept = slot.look()
         slot.free()
         value.leave(_held(kept), _always(state, i))
-        room = value.room = tiers.host.take(value.room_size, value.nbytes)
+        room = value.room = tiers.host.take(value.room_size, value.nbytes, rooms)
         memory, at_once = room.place[: value.room_size], not state.held.lanes.on_streams
         copy = partial(value.copy_out, memory, tiers.poisons, at_once=at_once)
         value.leaving = value.there = _start(state, k, value, copy, room.after)
@@ -53,7 +57,7 @@ def reload(state: State, i: Instr) -> Call:
 
     def run() -> None:
         slot.fill(state.away.kept.pop(i[1:]))
-        room, there = value.room, value.there
+        (room, value.room), there = (value.room, None), value.there
         assert room is not None and there is not None, "the checker proves that it is on the host"
         memory, after = room.place[: value.room_size], [there]
         if state.held.lanes.on_streams:  # which nobody but the host can let wait for a disk
@@ -114,11 +118,12 @@ def fetch(state: State, i: Instr) -> Call:
     k, tiers, value = state.index_of[i], state.held.tiers, _value_of(state, i)
     spills = tiers.spills
     assert spills is not None
+    rooms = _rooms_on_host(state)
 
     def run() -> None:
         place, there = value.room, value.there
         assert place is not None and there is not None, "the checker proves that it is on the disk"
-        room = value.room = tiers.host.take(value.room_size, value.nbytes)
+        room = value.room = tiers.host.take(value.room_size, value.nbytes, rooms)
         read = partial(spills.read, place.place, room.place[: value.room_size])
         value.there = _start(state, k, value, read, [there, *room.after])
         spills.arena.give_back(place, value.nbytes, value.there)
@@ -171,6 +176,14 @@ def _after(state: State, k: int) -> Opcode | None:
     """Who changes next what an instruction of a microbatch gives."""
     i = state.stream[k]
     return next((op for at, op in _changes(state, i.stage, i.mb) if at > k), None)
+
+
+def _rooms_on_host(state: State) -> int | None:
+    """How many rooms the host has, if the program says how many slots: no more than there are
+    values."""
+    said = state.program.slots[state.rank].host if state.program.slots else OWN
+    brings = sum(op in _BRINGS for op, _, _ in state.stream)
+    return None if said == OWN else min(said, brings)
 
 
 def _most_on_disk(state: State) -> int:

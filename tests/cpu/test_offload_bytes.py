@@ -11,21 +11,29 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from schedir.analysis.memory import Footprint, held
+from schedir.analysis.slots import groups, on_host
 from schedir.compiler.compile import compile
-from schedir.ir.ops import Opcode
+from schedir.ir.index import Index
+from schedir.ir.ops import Lane, Opcode
 from schedir.ir.plan import Plan
+from schedir.ir.program import Slots
 from schedir.runtime.executor import Executor
 from schedir.runtime.inprocess import InProcess
 from schedir.runtime.lanes import Job, Lanes
 from schedir.runtime.living import Living
 from schedir.runtime.rank import Call
 from schedir.runtime.sizes import sizes_of
-from schedir.schedules import dualpipe, dualpipe_v, gpipe, one_f_one_b, zb_h1
+from schedir.schedules import dualpipe, dualpipe_v, gpipe, interleaved, one_f_one_b, zb_h1
+from schedir.verify.check import check
 from tests.cpu.moved import moved
 from tests.cpu.test_offload_runs import checked
+from tests.cpu.test_recompute_runs import BOUNDARY as FLAT
+from tests.cpu.test_recompute_runs import WIDTH, noisy, squares
+from tests.cpu.test_recompute_runs import batch as flat_batch
 from tests.cpu.test_sizes import MODELS, Witness, _refs
 from tests.cpu.tiny_stages import BOUNDARY
 
@@ -116,3 +124,44 @@ def test_a_timeline_says_what_was_on_each_tier(tmp_path: Path, at_once: None) ->
     spans = timeline.spans
     moves = np.isin(spans["op"], [Opcode.Offload, Opcode.Reload, Opcode.Spill, Opcode.Fetch])
     assert (spans["end"] > spans["start"])[moves].all()
+
+
+class Wide(nn.Module):
+    """What it saves is as wide as one says."""
+
+    def __init__(self, wide: int) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(WIDTH, wide), nn.Linear(wide, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.down(torch.tanh(self.up(x)))
+        return y
+
+
+@pytest.mark.parametrize("more", [0, 1])
+@pytest.mark.parametrize("spilled", [0.0, 0.7])
+def test_no_more_is_on_the_host_than_has_slots(
+    more: int, spilled: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """However slow the way from there is, and whatever is how large."""
+    plan = Plan(1, 6, 3)
+    program = moved(compile(interleaved, plan), 4, spilled=spilled)
+    (least,) = on_host(program).peak(groups(Index.of(program))).tolist()
+    slots = least + more
+    program = check(program.with_slots([Slots.unsaid()._replace(host=slots)]), "edge")
+    stages = noisy(plan.stages, partial(next, map(Wide, (400, 40, 4))))
+    world = InProcess(program, stages, loss=squares, boundary=FLAT, folder=tmp_path)
+    (rank,) = world.ranks
+    rank.held.lanes.bandwidth = {Lane.H2D: 2e5, Lane.DISK: 2e5}
+    for k in range(3):
+        world.step(*flat_batch(plan.microbatches, k), seed=k or None)
+        spans = world.timeline().spans
+        brings, takes = (
+            spans[when][np.isin(spans["op"], ops)] for when, ops in
+            (("start", (Opcode.Offload, Opcode.Fetch)), ("end", (Opcode.Reload, Opcode.Spill)))
+        )  # fmt: skip
+        there = np.searchsorted(np.sort(brings), brings, "right")
+        assert (there - np.searchsorted(np.sort(takes), brings, "right")).max() <= slots
+        rooms = [room.size for room in rank.held.tiers.host.free]
+        largest = max(value.room_size for value in rank.state.away.values.values())
+        assert len(rooms) == slots and rank.held.tiers.host.made == sum(rooms) <= slots * largest
