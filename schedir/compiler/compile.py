@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from difflib import get_close_matches
 from functools import partial
@@ -245,6 +245,10 @@ def lower(
             )
     if (host := more.get("host_limit")) is not None:
         more["host_limit"] = _bytes(host, "host_limit")
+    if limit is not None:
+        limit = _bytes(limit, "limit")
+    # Passes read what is said more than once.
+    more = {k: tuple(v) if isinstance(v, Iterator) else v for k, v in more.items()}
     options = Options(costs, model, boundary, overlap, slots, more, sizes, limit)
     return _fold(program, LOWERING, options, debug=debug)
 

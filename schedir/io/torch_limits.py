@@ -3,9 +3,21 @@
 from __future__ import annotations
 
 from schedir.errors import GroupError, Site, UsageError
-from schedir.ir.ops import BACKWARDS, FORWARD, RECOMPUTE, REDUCES, ROWS, TRANSFERS, Per
+from schedir.ir.ops import (
+    BACKWARDS,
+    COMPUTE,
+    FORWARD,
+    RECOMPUTE,
+    REDUCES,
+    ROWS,
+    TRANSFERS,
+    Per,
+    Token,
+    changes,
+)
 from schedir.ir.program import FIELDS, JOINED, Program, is_op
 
+_MOVES = {op for op in changes(Token.SAVED) if op not in COMPUTE}
 _IN_TURNS = tuple(op for op in REDUCES if ROWS[op].per is Per.TURN)
 
 
@@ -36,6 +48,13 @@ def require_torch_has_it(program: Program, *, computes: bool) -> None:
             program=program.name,
             hint="leave recompute out, and run what is in these stages under "
             "torch.utils.checkpoint",
+        )
+    if not program.ops.isdisjoint(_MOVES):
+        raise UsageError(
+            f"{program.name} offloads what forwards saved, and torch's schedules do not",
+            program=program.name,
+            hint="leave offload out, and run what is in these stages under "
+            "torch.autograd.graph.save_on_cpu",
         )
     fields = program.words.view(FIELDS)
     if not computes and (is_op(fields["op"], _IN_TURNS) & (fields["mb"] > 0)).any():

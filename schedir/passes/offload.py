@@ -91,6 +91,8 @@ def offload(program: Program, options: Options) -> Program:
             fields=["spill", "offload"],
         )
     options = priced(program, options)
+    if not walk(Graph.of(program, options.model), options.costs).done.all():
+        return program  # and `check` refuses it: moving hangs on times that there are not
     which, further = options.more["offload"], options.more.get("spill")
     none = program.words[:0]
 
@@ -277,6 +279,13 @@ def _read(program: Program, model: Model) -> dict[str, Any]:
     return found
 
 
+def _read_bytes(text: str) -> float:
+    try:
+        return bytes_of(text)
+    except ValueError:
+        raise ValueError(f"must be bytes, like 40GB, not {text!r}") from None
+
+
 PASSES: Final = (
     Pass(
         "offload",
@@ -293,7 +302,7 @@ PASSES: Final = (
         kinds={
             "offload": kind("says what is offloaded"),
             "spill": kind("says what is spilled"),
-            "host_limit": Kind("must be bytes like 40GB", bytes_of, str, metavar="BYTES"),
+            "host_limit": Kind("must be bytes like 40GB", _read_bytes, str, metavar="BYTES"),
         },
         abouts={
             "offload": "move what forwards saved to the host until it is used: all, half (every "

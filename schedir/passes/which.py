@@ -7,6 +7,7 @@ pairs of (stage, microbatch), or a function that says it of the two.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from operator import index
 from typing import Any, Final
 
 import numpy as np
@@ -57,6 +58,8 @@ def meant(which: Which, option: str, addresses: Words, plan: Plan) -> NDArray[np
 
 def pairs(which: Which, option: str, plan: Plan) -> set[tuple[int, ...]]:
     """The stages and the pairs of (stage, microbatch) that are named."""
+    if isinstance(which, bytes):
+        raise _not_said(which, option)
     if isinstance(which, str):
         try:
             which = read(which)
@@ -64,7 +67,7 @@ def pairs(which: Which, option: str, plan: Plan) -> set[tuple[int, ...]]:
             raise _not_said(which, option) from None
         assert not isinstance(which, str)
     try:
-        named = {(int(one),) if not isinstance(one, tuple | list) else (*map(int, one),)
+        named = {(_number(one),) if not isinstance(one, tuple | list) else (*map(_number, one),)
                  for one in which}  # type: ignore[union-attr]  # fmt: skip
     except (TypeError, ValueError):
         raise _not_said(which, option) from None
@@ -79,6 +82,13 @@ def pairs(which: Which, option: str, plan: Plan) -> set[tuple[int, ...]]:
                     fields=[option],
                 )
     return named
+
+
+def _number(value: Any) -> int:
+    """A whole number.  Raises TypeError for all else: also for 1.5, and for yes and no."""
+    if isinstance(value, bool):
+        raise TypeError
+    return index(value)
 
 
 def stages_of(addresses: Words) -> tuple[Words, Words]:

@@ -14,7 +14,8 @@ from hypothesis import strategies as st
 from schedir.__main__ import main
 from schedir.analysis.memory import held
 from schedir.compiler.compile import compile
-from schedir.errors import MemoryLimitError, PlanError, SlotError, UsageError
+from schedir.errors import MemoryLimitError, OrderError, PlanError, SlotError, UsageError
+from schedir.io import torch_csv
 from schedir.ir.cluster import Cluster
 from schedir.ir.costs import Costs
 from schedir.ir.ops import Opcode
@@ -316,3 +317,35 @@ def test_a_program_says_what_it_was_lowered_with() -> None:
     assert moved(again) == moved(program)
     assert moved(again, Opcode.Fetch) == moved(program, Opcode.Fetch)
     assert np.array_equal(again.slots, program.slots)
+
+
+def test_what_cannot_finish_is_refused_as_without() -> None:
+    """A second update whose forwards need the weights of the first: no time tells when to move."""
+    for plan in (Plan(4, 8, updates=2), Plan(2, 4, updates=2)):
+        texts = []
+        for how in ({}, {"offload": "all"}, {"offload": "fit", "limit": 30, "sizes": SIZES}):
+            with pytest.raises(OrderError) as caught:
+                compile(one_f_one_b, plan, costs=COSTS, **how)
+            texts.append(str(caught.value))
+        assert texts[0] == texts[1] == texts[2]
+
+
+def test_what_is_said_in_other_forms_is_the_same() -> None:
+    shape: dict[str, Any] = {"costs": COSTS, "sizes": SIZES, "limit": 30}
+    told = compile(one_f_one_b, Plan(4, 8), **shape, offload="fit")
+    text = compile(one_f_one_b, Plan(4, 8), **(shape | {"limit": "30B"}), offload="fit")
+    assert text == told
+    once = compile(one_f_one_b, Plan(4, 8), costs=COSTS, offload=iter([0]), spill=iter([0]))
+    assert once == compile(one_f_one_b, Plan(4, 8), costs=COSTS, offload=[0], spill=[0])
+    assert len(moved(once, Opcode.Spill)[0]) == 8
+    for which in ([1.5], [True], [(0, 1.5)], b"all"):
+        with pytest.raises(UsageError, match="offload is"):
+            compile(one_f_one_b, Plan(4, 8), offload=which)
+
+
+def test_torch_has_no_moves() -> None:
+    """Its file would say less, and its run hold what this program moves away."""
+    program = compile(one_f_one_b, Plan(2, 4), costs=COSTS, offload="all")
+    for form in torch_csv.FORMS:
+        with pytest.raises(UsageError, match="offloads what forwards saved"):
+            torch_csv.show(program, form)
