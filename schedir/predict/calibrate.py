@@ -49,10 +49,11 @@ def calibrate(measured: Timeline, *, per_microbatch: bool = False) -> Costs:
     An instruction that somebody waited for was seen to end when it ended, so its time lies between
     `least` and its span, where `least` is the span less what the one ahead in its queue may have
     taken of it.  The end of any other is seen only when the receiver looks, so its time lies
-    between 0 and its span.  The cost of a kind is the time that is nearest to all these intervals:
-    of the times c with the smallest sum of distances |c - interval| the least.  A wait counts if
-    it is longer than nine in ten of the gaps that the host leaves between two computes with
-    nothing to wait for, and longer than the error of the clocks.
+    between 0 and its span.  But a prediction is seen whole: all its spans are costs.  The cost of a
+    kind is the time that is nearest to all these intervals: of the times c with the smallest sum of
+    distances |c - interval| the least.  A wait counts if it is longer than nine in ten of the gaps
+    that the host leaves between two computes with nothing to wait for, and longer than the
+    error of the clocks.
 
     All else costs its mean time, per stage for F, B, I, W and pairs, one number for each other
     kind.  An instruction of the compute lane takes its span and the delay before it that nothing
@@ -170,7 +171,10 @@ def _bounds(measured: Timeline) -> Floats:
     np.maximum.at(begun, graph.node, np.maximum(spans["start"], freed))
     least = np.maximum(spans["end"] - begun[graph.node], 0.0)
     known = waited[graph.node] > max(usual, measured.clock_error)
-    return np.stack([np.where(known, least, 0.0), spans["end"] - spans["start"]])
+    lasted = spans["end"] - spans["start"]
+    if measured.kind == "predicted":
+        return np.stack([lasted, lasted])
+    return np.stack([np.where(known, least, 0.0), lasted])
 
 
 def _nearest(bounds: Floats) -> float:

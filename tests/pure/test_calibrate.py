@@ -193,3 +193,12 @@ def test_what_a_prediction_counts_as_work_is_said() -> None:
     assert format_bubbles(run, predicted).endswith(
         f"predicted {predicted.bubble:.1%} and {lost:.1%} unexplained"
     )
+
+
+def test_what_a_prediction_hides_costs_what_it_costs() -> None:
+    """Nobody waits for these copies nor messages, and where there are more of them somebody may."""
+    costs = Costs(F=1, B=2, send=0.125, offload=0.875, reload=0.75, spill=0.5, fetch=0.25)
+    program = schedir.compile(one_f_one_b, Plan(4, 8), costs=costs, offload="all", spill="half")
+    told = calibrate(schedir.simulate(program, costs)).told
+    for name in ("F", "B", "send", "offload", "reload", "spill", "fetch"):
+        assert np.allclose(told[name], costs.told[name])
