@@ -31,9 +31,10 @@ class Spills:
         self.folder = Path(folder)
         try:
             file = tempfile.TemporaryFile(dir=self.folder, buffering=0)  # noqa: SIM115
-        except OSError as error:
+        except (OSError, ValueError) as error:  # or what is no path
+            why = error.strerror if isinstance(error, OSError) else error
             raise ModelError(
-                f"nothing can be spilled to {self.folder}: {error.strerror}",
+                f"nothing can be spilled to {str(self.folder)!r}: {why}",
                 program=program,
                 hint="Executor(..., folder=) is a folder in which one may write, on a disk",
             ) from error

@@ -29,6 +29,7 @@ from schedir.runtime.rank import Call
 from schedir.runtime.sizes import sizes_of
 from schedir.schedules import dualpipe, dualpipe_v, gpipe, interleaved, one_f_one_b, zb_h1
 from schedir.verify.check import check
+from tests.cases import cases
 from tests.cpu.moved import moved
 from tests.cpu.test_offload_runs import checked
 from tests.cpu.test_recompute_runs import BOUNDARY as FLAT
@@ -46,6 +47,7 @@ SHAPES = [
     (dualpipe_v, Plan(2, 5, placement="vee", stages_per_rank=2)),
     (dualpipe, Plan(2, 4, placement="mirror")),
 ]
+KEEPS, AGAIN = ("gpt", None), ("normed", "all")
 
 
 class Tiered(Witness):
@@ -83,8 +85,12 @@ def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Lanes, "start", waiting)
 
 
-@pytest.mark.parametrize(("model", "recompute"), [("gpt", None), ("normed", "all")])
-@pytest.mark.parametrize(("schedule", "plan"), SHAPES)
+@pytest.mark.parametrize(
+    ("schedule", "plan", "model", "recompute"),
+    cases([(*SHAPES[0], *KEEPS), (*SHAPES[2], *AGAIN), (*SHAPES[3], *AGAIN), (*SHAPES[4], *KEEPS)],
+          [(*SHAPES[1], *KEEPS), (*SHAPES[1], *AGAIN), (*SHAPES[0], *AGAIN), (*SHAPES[2], *KEEPS),
+           (*SHAPES[3], *KEEPS), (*SHAPES[4], *AGAIN)]),
+)  # fmt: skip
 def test_what_is_on_each_tier_is_what_was_predicted(
     schedule: Any, plan: Plan, model: str, recompute: Any, tmp_path: Path, at_once: None
 ) -> None:
@@ -138,8 +144,7 @@ class Wide(nn.Module):
         return y
 
 
-@pytest.mark.parametrize("more", [0, 1])
-@pytest.mark.parametrize("spilled", [0.0, 0.7])
+@pytest.mark.parametrize(("more", "spilled"), cases([(0, 0.7), (1, 0.0)], [(0, 0.0), (1, 0.7)]))
 def test_no_more_is_on_the_host_than_has_slots(
     more: int, spilled: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

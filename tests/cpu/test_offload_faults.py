@@ -111,6 +111,8 @@ def test_what_spills_wants_a_folder(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(ModelError, match="Not a directory"):
         world_of(away(1.0), folder=tmp_path / "file")
+    with pytest.raises(ModelError, match="embedded null byte"):
+        world_of(away(1.0), folder="\0")
     wrong: Any = 3
     with pytest.raises(ModelError, match="folder is a path, not 3"):
         world_of(away(1.0), folder=wrong)

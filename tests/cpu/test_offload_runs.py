@@ -34,6 +34,7 @@ from schedir.schedules import (
 from schedir.testing import drafts
 from schedir.transports.processes import Gloo
 from schedir.verify.check import check
+from tests.cases import cases
 from tests.cpu import many_tensors
 from tests.cpu.moved import moved
 from tests.cpu.spawn import run
@@ -61,8 +62,13 @@ def checked(program: Program, slots: str | None = None) -> Program:
     return check(program, "edge")
 
 
-@pytest.mark.parametrize("slots", [None, "fewest"])
-@pytest.mark.parametrize("name", ZOO)
+_USUAL = [("dualpipe_v", None), ("zb_h1", "fewest"), ("looped_bfs", "fewest"), ("dualpipe", None)]
+_EACH = [(name, slots) for name in ZOO for slots in (None, "fewest")]
+
+
+@pytest.mark.parametrize(
+    ("name", "slots"), cases(_USUAL, [one for one in _EACH if one not in _USUAL])
+)
 def test_of_the_zoo(name: str, slots: Any) -> None:
     plan = plan_of(ZOO[name], 2, max(4, least(ZOO[name], 2)))
     one = plan.rows == 1
