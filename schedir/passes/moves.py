@@ -151,7 +151,8 @@ def _moved(
         for one in np.unique(rank).tolist():
             mine = np.arange(*program.offsets[one : one + 2])
             mine, here = mine[compute[mine]], rank == one
-            place[here] = mine[np.searchsorted(end[mine], late[here], side="right")]
+            first = np.searchsorted(end[mine], late[here], side="right")
+            place[here] = mine[np.minimum(first, len(mine) - 1)]  # the last may take no time
         place = groups[np.searchsorted(groups, place, side="right") - 1]
         return back_at(np.maximum.accumulate(np.clip(place, leaves, needed)))
 

@@ -349,3 +349,12 @@ def test_torch_has_no_moves() -> None:
     for form in torch_csv.FORMS:
         with pytest.raises(UsageError, match="offloads what forwards saved"):
             torch_csv.show(program, form)
+
+
+@pytest.mark.parametrize("most", [1.0, 1e300])
+def test_what_takes_no_time_and_what_takes_all(most: float) -> None:
+    """Where a move ends as the last compute ends, which takes nothing, or nothing beside it."""
+    for costs in (Costs(F=1, B=(0, 0), offload=1, reload=(0, most)), Costs(offload=most, reload=1)):
+        program = compile(gpipe, Plan(2, 4), costs=costs, offload=[0, 1])
+        assert sum(map(len, moved(program))) == 8
+        assert simulate(program, costs).span >= 4
