@@ -58,22 +58,34 @@ class HostStates:
         lanes: Lanes,
         device: torch.device,
     ) -> None:
+        self.parameters, self.lanes, self.device = parameters, lanes, device
         self.optimizer, self.inner = optimizer, innermost(optimizer)
-        self.lanes, self.device = lanes, device
         self.main: dict[Tensor, Tensor] = {}
         if isinstance(optimizer, MainOptimizer):
             self.main = dict(zip(optimizer.parameters, optimizer.main, strict=True))
-        stepped = {p for group in self.inner.param_groups for p in group["params"]}
         self.own: dict[int, list[Tensor]] = {}  # by stage, what the optimizer has of it
-        seen: set[Tensor] = set()
-        for s in sorted(parameters):
-            found = [self.main.get(p, p) for p in parameters[s]]
-            self.own[s] = [p for p in dict.fromkeys(found) if p in stepped - seen]
-            seen.update(self.own[s])
+        self.seen: list[Tensor] = []  # what it had when that was looked at
+        self.look()
         self.places: WeakTensorKeyDictionary = WeakTensorKeyDictionary()  # memory on the host
         self.loading: dict[int, _Moving] = {}
         self.storing: dict[int, _Moving] = {}
         self.loaded: set[int] = set()  # memory that a load has made, by address
+
+    def look(self) -> None:
+        """See what the optimizer has of each stage: groups may have come since the last step.
+
+        Raises ModelError where that is of none of them.
+        """
+        has = [p for group in self.inner.param_groups for p in group["params"]]
+        if [*map(id, has)] == [*map(id, self.seen)]:
+            return
+        _require_own(self.inner, self.main, self.parameters)
+        left = set(has)
+        for s in sorted(self.parameters):
+            found = dict.fromkeys(self.main.get(p, p) for p in self.parameters[s])
+            self.own[s] = [p for p in found if p in left]
+            left.difference_update(self.own[s])
+        self.seen = has
 
     def away(self) -> list[Tensor]:
         """The memory on the host."""
@@ -97,7 +109,8 @@ class HostStates:
 
     def rest(self) -> None:
         """Let all that is kept be on the host: what was loaded from elsewhere since the last step,
-        or made with the optimizer."""
+        or made with the optimizer.  Raises as `look`."""
+        self.look()
         for stage in self.own:
             if not all(map(self.is_away, self.tensors(stage))):
                 self.store(stage)
@@ -134,8 +147,26 @@ class HostStates:
                 hint="hooks of the training loop, or states='device'",
             )
         if self.own.get(stage):
-            with self._only(stage):
+            with self._only(stage), self._groups_stay():
                 step_if(finite, self.optimizer)
+
+    @contextmanager
+    def _groups_stay(self) -> Iterator[None]:
+        """Within this the optimizer changes no number of its groups, as a count of its steps: these
+        are of all stages."""
+        groups, own = self.inner.param_groups, sum(map(bool, self.own.values()))
+        was = [{k: v for k, v in group.items() if isinstance(v, int | float)} for group in groups]
+        yield
+        if own < 2 or is_torchs(self.inner):
+            return
+        for group, before in zip(groups, was, strict=True):
+            for k, v in before.items():
+                if group.get(k) != v:
+                    raise _refusal(
+                        f"a step of {type(self.inner).__name__} changes {k!r} of a group, from {v} "
+                        f"to {group.get(k)}: it would for each stage",
+                        _ON_DEVICE,
+                    )
 
     @contextmanager
     def _only(self, stage: int) -> Iterator[None]:
@@ -192,6 +223,7 @@ class HostStates:
         """Wait until all is on the host, and the host may read it."""
         for stage in [*self.storing]:
             self.leave(stage)
+        self.loaded.clear()  # others may get memory at these addresses now
 
     def fail(self) -> None:
         """After an error: nothing is being copied any more."""
@@ -200,6 +232,7 @@ class HostStates:
                 moving.job.finish()
         self.loading.clear()
         self.storing.clear()
+        self.loaded.clear()
 
 
 @torch.no_grad()
@@ -212,17 +245,43 @@ def _alike(one: Tensor, other: Tensor) -> bool:
     return one.shape == other.shape and one.dtype == other.dtype
 
 
+def _refusal(fact: str, hint: str, program: str = "") -> ModelError:
+    return ModelError(
+        f"the optimizer's states are on the host, and {fact}", program=program, hint=hint
+    )
+
+
+_ON_DEVICE: Final = "compile(..., states='device')"
+
+
+def _require_own(
+    inner: Any,
+    main: Mapping[Tensor, Tensor],
+    parameters: Mapping[int, Sequence[Tensor]],
+    program: str = "",
+) -> None:
+    """Refuse an optimizer that steps what none of the trained stages has."""
+    own = {p for of_stage in parameters.values() for p in of_stage if p.requires_grad}
+    own.update([main[p] for p in own if p in main])
+    copied = {copy: p for p, copy in main.items()}
+    for group in inner.param_groups:
+        for p in group["params"]:
+            if copied.get(p, p).requires_grad and p not in own:
+                raise _refusal(
+                    f"{type(inner).__name__} steps a parameter of {list(p.shape)} of none of this "
+                    "rank's trained stages",
+                    f"an optimizer of its own for that, or {_ON_DEVICE}",
+                    program,
+                )
+
+
 def require_by_stage(
     program: Program, parameters: Mapping[int, Sequence[Tensor]], optimizer: Steps | None
 ) -> None:
     """Refuse an optimizer that cannot step one stage after the other to the same bits, or whose
     state nobody knows; `parameters` are those of each trained stage."""
 
-    def refuse(fact: str, hint: str) -> ModelError:
-        return ModelError(
-            f"the optimizer's states are on the host, and {fact}", program=program.name, hint=hint
-        )
-
+    refuse = partial(_refusal, program=program.name)
     trained = {p for own in parameters.values() for p in own if p.requires_grad}
     if optimizer is None:
         if trained and program.closes:
@@ -231,7 +290,7 @@ def require_by_stage(
                 "optimizer=..., or compile(..., states='device')",
             )
         return
-    inner, device = innermost(optimizer), "compile(..., states='device')"
+    inner, device = innermost(optimizer), _ON_DEVICE
     name = type(inner).__name__
     if isinstance(optimizer, MainOptimizer) and type(optimizer) is not MainOptimizer:
         raise refuse(f"{type(optimizer).__name__} may step more than its copies", device)
@@ -246,14 +305,7 @@ def require_by_stage(
         )
     if has_hooks(inner):
         raise refuse(f"{name} has hooks on its step, which would run for each stage", device)
-    main = dict(
-        zip(getattr(optimizer, "main", ()), getattr(optimizer, "parameters", ()), strict=True)
-    )
-    for group in inner.param_groups:
-        for p in group["params"]:
-            if main.get(p, p).requires_grad and main.get(p, p) not in trained:
-                raise refuse(
-                    f"{name} steps a parameter of {list(p.shape)} of none of this rank's trained "
-                    "stages",
-                    f"an optimizer of its own for that, or {device}",
-                )
+    main: dict[Tensor, Tensor] = {}
+    if isinstance(optimizer, MainOptimizer):
+        main = dict(zip(optimizer.parameters, optimizer.main, strict=True))
+    _require_own(inner, main, parameters, program.name)
