@@ -13,6 +13,7 @@ from typing import Final
 import numpy as np
 
 from schedir.analysis.slots import KINDS, counts, minimum_slots
+from schedir.errors import UsageError
 from schedir.ir.fields import whole_number
 from schedir.ir.index import NONE, Index
 from schedir.ir.ops import Opcode, Per, Token, producers
@@ -80,9 +81,22 @@ def _each(program: Program, present: Present) -> Iterator[Expected]:
         yield Expected(op, once, why, "each trained stage is loaded, stepped and stored once")
 
 
+def _states(program: Program, options: Options) -> Program:
+    slots = options.more.get("state_slots")
+    if program.states != "host":
+        raise UsageError(
+            f"state_slots is {slots}, and the optimizer's states stay on the device",
+            hint='states="host", or leave state_slots out',
+            fields=["state_slots", "states"],
+        )
+    return states(program, slots)
+
+
 def _wanted(program: Program, options: Options) -> bool:
+    if program.states != "host":
+        return options.more.get("state_slots") is not None
     there = program.ops.isdisjoint(_ROWS)
-    return program.states == "host" and program.closes and there
+    return program.closes and there
 
 
 def _options(program: Program) -> int | None:
@@ -96,7 +110,7 @@ PASSES: Final = (
     Pass(
         "states",
         "ends",
-        lambda program, options: states(program, options.more.get("state_slots")),
+        _states,
         _wanted,
         _each,
         lambda program, model: {} if (n := _options(program)) is None else {"state_slots": n},

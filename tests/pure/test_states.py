@@ -249,3 +249,8 @@ def test_loads_run_under_backwards() -> None:
     for slots, late in ((4, 2 + 0.5 + 0.25), (1, 3 * (2 + 0.5 + 0.25) + 0.5 + 0.25)):
         program = lowered(looped_bfs, plan, state_slots=slots)
         assert schedir.simulate(program, costs).span == alone + late
+
+
+def test_slots_of_states_that_stay_on_the_device_are_refused() -> None:
+    with pytest.raises(UsageError, match="state_slots is 2, and the optimizer's states stay"):
+        schedir.compile(interleaved, PLAN, state_slots=2)
