@@ -393,3 +393,49 @@ def test_programs_of_other_places_are_not_beside_each_other() -> None:
     with pytest.raises(ModelError, match="states is 'host'"):
         made(device, ADAMW, more=[other])
     made(host, ADAMW, more=[other])
+
+
+# ---------------------------------------------------------------- what changes between steps
+
+
+def test_groups_that_come_later_are_stepped() -> None:
+    found = []
+    for program in both(interleaved, Plan(1, 4, 3)):
+        world = made(program, lambda own: ADAMW(own[-3:]))
+        stepped(world, 0)
+        (rank,) = world.ranks
+        optimizer = optimizer_of(rank)
+        has = {p for group in optimizer.param_groups for p in group["params"]}
+        every = [p for stage in rank.stages.values() for p in stage.module.parameters()]
+        optimizer.add_param_group({"params": [p for p in every if p not in has], "lr": 0.1})
+        stepped(world, 1, 2)
+        found.append(left(world))
+    assert equal(*found)
+
+
+def test_a_stranger_that_comes_later_is_refused_before_the_step() -> None:
+    world = made(schedir.compile(interleaved, Plan(1, 2, 2), states="host"), ADAMW)
+    stepped(world, 0)
+    (rank,) = world.ranks
+    optimizer_of(rank).add_param_group({"params": [nn.Parameter(torch.ones(3))]})
+    with pytest.raises(ModelError, match=r"a parameter of \[3\] of none"):
+        stepped(world, 1)
+    optimizer_of(rank).param_groups.pop()
+    stepped(world, 1)
+
+
+class Counts(Own):
+    """Its rate falls with the steps that it has been asked for."""
+
+    elementwise = True
+
+    def step(self, closure: Any = None) -> Any:
+        for group in self.param_groups:
+            group["lr"] *= 0.5
+        return super().step(closure)
+
+
+def test_an_optimizer_that_changes_its_groups_is_refused() -> None:
+    world = made(schedir.compile(interleaved, Plan(1, 2, 2), states="host"), partial(Counts, lr=1))
+    with pytest.raises(ExecutionError, match="a step of Counts changes 'lr' of a group"):
+        stepped(world, 0)
