@@ -10,7 +10,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from schedir.ir.ops import Instr, Opcode
-from tests import away, sharded, snapshots, strange
+from tests import away, sharded, snapshots, stepped, strange
 from tests.carried import Entry, Event, Message, Slot, Tensor, Value, Wrong, met
 
 if TYPE_CHECKING:
@@ -49,6 +49,8 @@ class Host:
         self.room: dict[str, list[Event]] = {}  # slots of some kinds, by when they are free
         sharded.begin(self)
         away.begin(self)
+        self.states: dict[int, tuple[str, Event]] = {}  # how far they are, and when
+        stepped.begin(self)
         self.entries: list[Entry] = []
 
     def issue_all(self) -> None:
@@ -98,6 +100,7 @@ class Host:
         """Whether there is such a stage here, and such a microbatch."""
         per_rank = i.op in (O.ReduceNorm, O.OptimizerStep)
         per_stage = i.op in (O.ReduceGrads, O.ReduceHolders, O.ReduceTied, O.Snapshot)
+        per_stage |= i.op in stepped.NEXT
         most = self.machine.updates if per_rank or per_stage else self.machine.microbatches
         if i.op in sharded.TURNS:
             per_stage, most = True, i.mb + 1
@@ -359,6 +362,7 @@ class Host:
             self.total(stage, i.mb)
         sharded.step(self)
         snapshots.step(self, i)
+        stepped.end(self)
         self.entry.actions.append(self.sums.clear)
         self.give("parameters", i.mb + 1)
 
@@ -392,4 +396,5 @@ class Host:
         O.ReduceScatter: sharded.reduce_scatter,
         O.Snapshot: snapshots.snapshot,
         **dict.fromkeys(away.MOVED, away.move),
+        **dict.fromkeys(stepped.NEXT, stepped.turn),
     }

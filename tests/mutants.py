@@ -33,6 +33,7 @@ from schedir.verify.check import check, check_draft
 from tests import edits, mutations_of_shape  # noqa: F401 (importing it fills the table)
 from tests.away import MOVED
 from tests.mutations_of_snapshots import COPIED
+from tests.mutations_of_states import STEPPED, on_host
 from tests.mutations_of_tiers import AWAY, moved
 from tests.mutations_of_turns import TURNED
 from tests.threads import verdict
@@ -85,14 +86,17 @@ def legal(
     turns: bool = False,
     copies: bool = False,
     away: bool = False,
+    stepped: bool = False,
 ) -> Program:
     """A small program that is legal under `edge` at least, in all sorts of ways."""
-    known = turns or rng.random() < 0.7
+    known = turns or stepped or rng.random() < 0.7
     program = lowered(rng, turns=turns, away=away) if known else updating(rng)
-    while (copies or away) and not program.trains:
+    while (copies or away or stepped) and not program.trains:
         program = lowered(rng)
     if copies:
         program = snapshots(replace(program, snapshots=True))
+    if stepped:
+        program = on_host(program, rng)
     if away and not program.ops & {*MOVED}:
         program = moved(program, rng)
     more = [rng.choice(VARIATIONS) for _ in range(rng.choice([0, 0, 0, 1, 2, 3]))]
@@ -150,6 +154,7 @@ def more(rng: random.Random, program: Program, *, away: bool = False) -> dict[st
         "spill": lambda s, m: rng.random() < 0.4,
     }
     without = {"host_limit"}  # which takes sizes
+    without |= {"state_slots"}  # `on_host` says how many
     without |= {"active", "ahead"} if program.zero < 3 else set()
     without |= {"offload", "spill"} if not away else set()
     options = [o for each in LOWERING for o in each.options if o not in without]
@@ -254,8 +259,10 @@ def base(name: str, seed: int, again: int, mixed: bool) -> Program:
     """A program for a mutation; `again` counts those in which it found nothing to change."""
     rng = random.Random(f"{name} {seed} {again}")
     away = name in AWAY or (mixed and rng.random() < 0.2)
-    turns, copies = name in TURNED, name in COPIED
-    return legal(rng, PREPARED.get(name), turns=turns, copies=copies, away=away)
+    stepped = name in STEPPED
+    copies = name in COPIED or (stepped and rng.random() < 0.3)
+    turns = name in TURNED or (stepped and rng.random() < 0.3)
+    return legal(rng, PREPARED.get(name), turns=turns, copies=copies, away=away, stepped=stepped)
 
 
 def trial(name: str, seed: int, models: Sequence[Model] = MODELS, share: int = 4) -> Trial:

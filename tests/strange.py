@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from tests.host import Host
 
 KNOWN_VALUES = 14
-VALUES = (*OF_PARTS, Token.COPY)  # that the host knows all the same
+VALUES = (*OF_PARTS, Token.COPY, Token.STATE, Token.STORED)  # that the host knows all the same
 _LANES = {Lane.COMPUTE: "compute", Lane.TP: "gathers", Lane.DP: "reductions"}
 
 

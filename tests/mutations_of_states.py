@@ -1,0 +1,149 @@
+"""Mutations of what loads, steps and stores the states of optimizers."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+
+from schedir.analysis.slots import KINDS, minimum_slots
+from schedir.ir.ops import Opcode, Token
+from schedir.ir.program import STAGE, Program, Slots
+from schedir.passes.states import states
+from tests.edits import MUTATIONS, Edit, at, mb, move, op, pull, push, stage, swap, whole, with_op
+from tests.stepped import NEXT
+
+O = Opcode
+_OTHERS = {*MUTATIONS}
+REDUCTIONS = (
+    O.ReduceGrads, O.ReduceScatter, O.ReduceHolders, O.ReduceTied, O.ReduceNorm, O.Reshard,
+    O.Snapshot,
+)  # fmt: skip
+
+
+def on_host(program: Program, rng: random.Random) -> Program:
+    """The program with states on the host; some ranks say how many slots they have for them."""
+    e = Edit.of(replace(program, states="host"), rng)
+    ends = [own.pop() for own in e.lists]
+    e = Edit.of(states(e.result(), rng.choice([None, 1, 2, 3])), rng)
+    for own, end in zip(e.lists, ends, strict=True):
+        own.append(end)
+    program = e.result()
+    least = minimum_slots(program)[:, KINDS.index(Token.STATE)]
+    if rng.random() < 0.6:
+        program = _told(program, (least + rng.choice([0, 0, 1])).tolist())
+    return program
+
+
+def _told(program: Program, counts: list[int]) -> Program:
+    slots = program.slots or [Slots.unsaid()] * program.plan.ranks
+    both = zip(slots, counts, strict=True)
+    return program.with_slots([one._replace(state=count) for one, count in both])
+
+
+@at(*NEXT)
+def drop_turn_of_state(e: Edit) -> None:
+    pull(e.own, e.at)
+
+
+@at(*NEXT)
+def double_turn_of_state(e: Edit) -> None:
+    push(e.own, e.rng.randint(e.at, len(e.own)), e.word)
+
+
+@at(*NEXT)
+def swap_turns_of_states(e: Edit) -> bool | None:
+    others = [k for k in e.here(*NEXT) if k != e.at]
+    if not others:
+        return False
+    swap(e.own, e.at, e.rng.choice(others))
+    return None
+
+
+@at(*NEXT)
+def swap_turn_of_state_with_neighbour(e: Edit) -> None:
+    swap(e.own, e.at - 1, e.at)
+
+
+@at(*NEXT)
+def put_turn_of_state_anywhere(e: Edit) -> None:
+    move(e.own, e.at, e.rng.randint(0, len(e.own)))
+
+
+@at(*NEXT)
+def put_turn_of_state_near(e: Edit) -> None:
+    move(e.own, e.at, e.at + e.rng.choice([-4, -3, -2, -1, 2, 3, 4, 5]))
+
+
+@at(*NEXT)
+def another_turn_of_state(e: Edit) -> None:
+    e.put(with_op(e.word, e.rng.choice([o for o in NEXT if o is not op(e.word)])))
+
+
+@at(*NEXT)
+def turn_of_another_state(e: Edit) -> bool | None:
+    others = [s for s in range(e.program.plan.stages + 1) if s != stage(e.word)]
+    e.put(e.word & ~(0xFFFF << STAGE) | e.rng.choice(others) << STAGE)
+    return None
+
+
+@at(*NEXT)
+def turn_of_another_update(e: Edit) -> None:
+    e.put(e.word + 1)
+
+
+@at(*NEXT)
+def turn_of_state_on_another_rank(e: Edit) -> bool | None:
+    if len(e.lists) < 2:
+        return False
+    other = e.rng.choice([own for rank, own in enumerate(e.lists) if rank != e.rank])
+    push(other, e.rng.randint(0, len(other)), pull(e.own, e.at))
+    return None
+
+
+@at(*NEXT)
+def end_before_a_turn_of_state(e: Edit) -> None:
+    """The rank's update ends earlier."""
+    (end,) = e.here(O.OptimizerStep)
+    move(e.own, end, e.at)
+
+
+@at(*REDUCTIONS)
+def reduce_behind_a_turn_of_state(e: Edit) -> bool | None:
+    """What a state's turn may have to wait for comes behind it."""
+    later = [k for k in e.here(*NEXT) if k > e.at]
+    if not later:
+        return False
+    move(e.own, e.at, e.rng.choice(later) + 1)
+    return None
+
+
+@at(O.Backward, O.BackwardInput, O.BackwardWeight, O.Forward)
+def compute_behind_a_turn_of_state(e: Edit) -> bool | None:
+    later = [k for k in e.here(*NEXT) if k > e.at]
+    if not later or mb(e.word) < e.program.plan.microbatches - 1:
+        return False
+    move(e.own, e.at, e.rng.choice(later) + 1)
+    return None
+
+
+@at(O.LoadState)
+def load_early(e: Edit) -> None:
+    """Right behind what the stage's gradient is reduced by, where it is there."""
+    mine = [k for k in e.here(*REDUCTIONS) if k < e.at and stage(e.own[k]) == stage(e.word)]
+    move(e.own, e.at, e.rng.choice(mine) + 1 if mine else 0)
+
+
+@whole
+def states_on_the_device(e: Edit) -> None:
+    e.program = replace(e.program, states="device")
+
+
+@whole
+def some_slots_of_states(e: Edit) -> None:
+    """Any number of them, on each rank."""
+    counts = [e.rng.randint(0, sum(op(w) is O.LoadState for w in own)) for own in e.lists]
+    e.program = _told(e.program, counts)
+
+
+# Those that want a program with states on the host.
+STEPPED = tuple(name for name in MUTATIONS if name not in _OTHERS)

@@ -1,0 +1,82 @@
+"""Stepped: what the oracle's host does where optimizers' states lie on the host.
+
+A part of the oracle in `threads.py`.  The state of each trained stage is on the host when a step
+begins.  It is loaded once, when the stage's gradient is reduced and whoever copies the stage has;
+that of the rank's first copy of a tied weight, when the copies are summed.  It is stepped once, on
+the device, when all gradients of the rank are there, with the norm, and all weights are in parts;
+it is stored once, behind that; and the rank ends its update when all have been.  A rank that says
+how many slots it has for states has room for as many on the device.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from schedir.ir.ops import Instr, Opcode
+from tests import away, sharded, snapshots
+
+if TYPE_CHECKING:
+    from tests.host import Host
+
+NEXT = {  # what a state must have been through, where that leaves it, and on which queue
+    Opcode.LoadState: ("on the host", "loaded", "back"),
+    Opcode.StepStage: ("loaded", "stepped", "compute"),
+    Opcode.StoreState: ("stepped", "stored", "copies"),
+}
+
+
+def kept(host: Host) -> list[int]:
+    """The stages whose states lie on the host."""
+    machine = host.machine
+    return host.trained if machine.program.states == "host" and machine.trains else []
+
+
+def begin(host: Host) -> None:
+    host.states = dict.fromkeys(kept(host), ("on the host", away.ALWAYS))
+
+
+def turn(host: Host, i: Instr) -> None:
+    before, after, queue = NEXT[i.op]
+    host.queue(queue)
+    if i.stage not in host.states:
+        host.wrong("no state of it lies on the host")
+    found, ready = host.states[i.stage]
+    if found != before:
+        host.wrong(f"its state is {found}")
+    host.entry.waits.append(ready)
+    host.states[i.stage] = after, host.entry.done
+    if i.op is Opcode.LoadState:
+        _load(host, i)
+    elif i.op is Opcode.StepStage:
+        _step(host, i)
+    else:
+        away.leave(host, "state")
+
+
+def _load(host: Host, i: Instr) -> None:
+    away.enter(host, "state")
+    copies = [s for s in host.own if s in host.machine.tied]
+    there = [name for name in ("grad", "tied grad") if (name, i.stage, i.mb) in host.slots]
+    host.look("tied grad" if [i.stage] == copies[:1] else [*there, "grad"][0], i.stage, i.mb)
+    host.total(i.stage, i.mb)
+    if i.stage in snapshots.copied(host):
+        host.look("copy", i.stage)
+
+
+def _step(host: Host, i: Instr) -> None:
+    for slot in host.final(i.mb) + [("norm", i.mb)] * host.machine.program.clip:
+        host.look(*slot)
+    for stage in host.trained:
+        host.total(stage, i.mb)
+        if host.machine.zero:
+            host.look("parts", stage)
+    sharded.none_whole(host)
+
+
+def end(host: Host) -> None:
+    """The rank ends its update."""
+    for stage in kept(host):
+        found, ready = host.states[stage]
+        if found != "stored":
+            host.wrong(f"the state of stage {stage} is {found}")
+        host.entry.waits.append(ready)
