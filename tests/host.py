@@ -47,10 +47,9 @@ class Host:
         self.adding: set[int] = set()  # stages whose sums of gradients are there
         self.stepped = 0
         self.room: dict[str, list[Event]] = {}  # slots of some kinds, by when they are free
-        sharded.begin(self)
-        away.begin(self)
         self.states: dict[int, tuple[str, Event]] = {}  # how far they are, and when
-        stepped.begin(self)
+        for each in (sharded, away, stepped):
+            each.begin(self)
         self.entries: list[Entry] = []
 
     def issue_all(self) -> None:

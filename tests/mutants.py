@@ -18,6 +18,7 @@ from schedir import schedules
 from schedir.analysis.models import MODELS, Model
 from schedir.compiler.compile import lower
 from schedir.errors import ProgramError
+from schedir.ir.ops import OFF_COMPUTE, Token
 from schedir.ir.plan import Plan
 from schedir.ir.program import Program
 from schedir.ir.skips import Skips
@@ -31,7 +32,6 @@ from schedir.schedules.draft import draft as drafted
 from schedir.testing import random_draft
 from schedir.verify.check import check, check_draft
 from tests import edits, mutations_of_shape  # noqa: F401 (importing it fills the table)
-from tests.away import MOVED
 from tests.mutations_of_snapshots import COPIED
 from tests.mutations_of_states import STEPPED, on_host
 from tests.mutations_of_tiers import AWAY, moved
@@ -97,7 +97,7 @@ def legal(
         program = snapshots(replace(program, snapshots=True))
     if stepped:
         program = on_host(program, rng)
-    if away and not program.ops & {*MOVED}:
+    if away and program.ops.isdisjoint(OFF_COMPUTE[Token.SAVED]):
         program = moved(program, rng)
     more = [rng.choice(VARIATIONS) for _ in range(rng.choice([0, 0, 0, 1, 2, 3]))]
     for name in [first, *more] if first else more:

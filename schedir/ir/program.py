@@ -74,6 +74,7 @@ if TYPE_CHECKING:
         skip_grad_out: int = OWN
         saved: int = OWN
         full: int = OWN
+        state: int = OWN
         host: int = OWN
 else:
     _KINDS = [*(kind.name.lower() for kind in SLOTTED), "host"]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -10,113 +9,39 @@ from unittest.mock import patch
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 import schedir
 from benchmarks.zero_bits import Case, differing, train
-from schedir import Plan, Program
+from schedir import Plan
 from schedir.analysis.memory import held
 from schedir.checkpoints import Saver, load, save
-from schedir.errors import ExecutionError, ModelError
-from schedir.runtime.boundary import Boundary
 from schedir.runtime.executor import Executor
-from schedir.runtime.inprocess import InProcess
-from schedir.runtime.precision import LossScale, MainOptimizer, float32_gradients
+from schedir.runtime.precision import LossScale
 from schedir.runtime.sizes import sizes_of
 from schedir.schedules import (
-    dualpipe,
-    dualpipe_v,
     forward_only,
     gpipe,
     interleaved,
     looped_bfs,
-    one_f_one_b,
 )
 from schedir.training import gpt
 from tests.cpu.layouts import Layout, Model, in_process, same, steps
 from tests.cpu.spawn import run
-from tests.cpu.tiny_stages import BATCH, BOUNDARY, CONTEXT, HIDDEN, batch, gpt_stages
+from tests.cpu.stated import (
+    ADAMW,
+    MAKES,
+    SHAPES,
+    both,
+    equal,
+    left,
+    made,
+    optimizer_of,
+    stepped,
+)
+from tests.cpu.tiny_stages import BOUNDARY, batch, gpt_stages
 
 torch.set_num_threads(1)
-
-Make = Callable[[list[nn.Parameter]], Any]
-ADAMW = partial(torch.optim.AdamW, lr=1e-2)
-
-
-def decayed(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
-    """Two groups, of which one has nothing of some stages."""
-    matrices = [p for p in parameters if p.ndim > 1]
-    others = [p for p in parameters if p.ndim < 2]
-    groups: list[dict[str, Any]] = [{"params": matrices}, {"params": others, "lr": 1e-3}]
-    return torch.optim.Adam(groups, lr=1e-2)
-
-
-def main_copies(parameters: list[nn.Parameter]) -> MainOptimizer:
-    return MainOptimizer(parameters, ADAMW)
-
-
-MAKES: dict[str, Make] = {
-    "momentum": partial(torch.optim.SGD, lr=0.1, momentum=0.9),
-    "Adam, groups": decayed,
-    "AdamW": ADAMW,
-    "AdamW, fused": partial(torch.optim.AdamW, lr=1e-2, fused=True),
-    "NAdam": torch.optim.NAdam,
-    "bfloat16": main_copies,
-}
-SHAPES = {
-    "interleaved": (interleaved, Plan(2, 4, 3)),
-    "1F1B": (one_f_one_b, Plan(3, 4)),
-    "in a vee": (dualpipe_v, Plan(2, 4, 2, "vee")),
-    "mirrored": (dualpipe, Plan(2, 4, placement="mirror")),
-}
-
-
-def made(program: Program, make: Make, *, half: bool = False, **how: Any) -> InProcess:
-    stages = gpt_stages(program.plan.stages, bool(program.tied))
-    for stage in stages if half else ():
-        float32_gradients(stage.bfloat16())
-    for stage in stages[: program.frozen]:
-        stage.requires_grad_(False)
-    boundary = Boundary((BATCH, CONTEXT, HIDDEN), torch.bfloat16) if half else BOUNDARY
-    if program.clip:
-        how.setdefault("max_norm", 0.5)
-    return InProcess(program, stages, loss=gpt.loss, boundary=boundary, optimizer=make, **how)
-
-
-def stepped(world: InProcess, *at: int) -> list[Tensor]:
-    """Losses of some steps, in an order that a seed picks."""
-    found = []
-    for k in at:
-        x, y, scale = batch(world.program.plan.microbatches, k)
-        found.append(world.step(x, y, scale, seed=k))
-    return found
-
-
-def left(world: InProcess) -> list[Tensor]:
-    """Each rank's parameters, with what its optimizer keeps of each, and the loss scale."""
-    found: list[Any] = []
-    for rank in world.ranks:
-        optimizer: Any = rank.state.optimizer
-        inner = getattr(optimizer, "inner", optimizer)
-        for group in inner.param_groups:
-            for p in group["params"]:
-                found += [p, *inner.state[p].values()]
-        found += [p for stage in rank.stages.values() for p in stage.module.parameters()]
-        found += [] if rank.state.loss_scale is None else [rank.state.loss_scale.value]
-    return [t.detach().clone() for t in found if isinstance(t, Tensor)]
-
-
-def equal(one: list[Tensor], other: list[Tensor]) -> bool:
-    return len(one) == len(other) > 0 and all(map(torch.equal, one, other))
-
-
-def both(schedule: Any, plan: Plan, **how: Any) -> tuple[Program, Program]:
-    device, host = (
-        schedir.compile(schedule, plan, model="edge", states=states, **how)
-        for states in ("device", "host")
-    )
-    return device, host
-
 
 # ---------------------------------------------------------------- bits
 
@@ -206,10 +131,6 @@ def test_programs_beside_each_other() -> None:
 
 
 # ---------------------------------------------------------------- where it lies
-
-
-def optimizer_of(rank: Executor) -> Any:
-    return rank.state.optimizer
 
 
 def kept_by(rank: Executor) -> list[Tensor]:
@@ -335,107 +256,3 @@ def test_state_of_elsewhere_is_moved_before_the_next_step() -> None:
     other.ranks[0].draws.step = 2
     stepped(other, 2)
     assert equal(left(other), left(plain))
-
-
-# ---------------------------------------------------------------- what is refused
-
-
-class Own(torch.optim.SGD):
-    """Nobody knows what it does."""
-
-
-@pytest.mark.parametrize(
-    ("make", "says"),
-    [
-        (lambda own: torch.optim.LBFGS(own), "LBFGS steps all parameters as one"),
-        (lambda own: Own(own, lr=0.1), "not known whether Own steps each number by itself"),
-        (None, "this rank has no optimizer"),
-        (lambda own: ADAMW([*own, nn.Parameter(torch.ones(3))]), r"a parameter of \[3\] of none"),
-        (lambda own: hooked(own), "AdamW has hooks on its step"),
-        (lambda own: type("Two", (), {"step": lambda self: None})(), "no torch.optim.Optimizer"),
-    ],
-)
-def test_optimizers_that_cannot_step_by_stage_are_refused(make: Any, says: str) -> None:
-    program = schedir.compile(one_f_one_b, Plan(2, 2), states="host")
-    with pytest.raises(ModelError, match=says):
-        made(program, make)
-
-
-def hooked(own: list[nn.Parameter]) -> torch.optim.Optimizer:
-    optimizer = ADAMW(own)
-    optimizer.register_step_pre_hook(lambda *_: None)
-    return optimizer
-
-
-def test_an_own_optimizer_may_say_what_it_does() -> None:
-    program = schedir.compile(one_f_one_b, Plan(2, 2), states="host")
-    kind = type("Known", (Own,), {"elementwise": True})
-    stepped(made(program, lambda own: kind(own, lr=0.1, momentum=0.9)), 0, 1)
-
-
-def test_a_hook_that_comes_later_is_refused_before_anything_is_stepped() -> None:
-    world = made(schedir.compile(interleaved, Plan(1, 2, 2), states="host"), ADAMW)
-    stepped(world, 0)
-    before = [
-        p.detach().clone() for s in world.ranks[0].stages.values() for p in s.module.parameters()
-    ]
-    world.ranks[0].state.optimizer.register_step_post_hook(lambda *_: None)  # type: ignore[union-attr]
-    with pytest.raises(ExecutionError, match="step_stage"):
-        stepped(world, 1)
-    after = [p for s in world.ranks[0].stages.values() for p in s.module.parameters()]
-    assert equal(before, [p.detach() for p in after])
-    assert not any(t.isnan().any() for t in left(world))
-
-
-def test_programs_of_other_places_are_not_beside_each_other() -> None:
-    device, host = both(one_f_one_b, Plan(2, 2))
-    other = schedir.compile(gpipe, Plan(2, 2), states="host")
-    with pytest.raises(ModelError, match="states is 'host'"):
-        made(device, ADAMW, more=[other])
-    made(host, ADAMW, more=[other])
-
-
-# ---------------------------------------------------------------- what changes between steps
-
-
-def test_groups_that_come_later_are_stepped() -> None:
-    found = []
-    for program in both(interleaved, Plan(1, 4, 3)):
-        world = made(program, lambda own: ADAMW(own[-3:]))
-        stepped(world, 0)
-        (rank,) = world.ranks
-        optimizer = optimizer_of(rank)
-        has = {p for group in optimizer.param_groups for p in group["params"]}
-        every = [p for stage in rank.stages.values() for p in stage.module.parameters()]
-        optimizer.add_param_group({"params": [p for p in every if p not in has], "lr": 0.1})
-        stepped(world, 1, 2)
-        found.append(left(world))
-    assert equal(*found)
-
-
-def test_a_stranger_that_comes_later_is_refused_before_the_step() -> None:
-    world = made(schedir.compile(interleaved, Plan(1, 2, 2), states="host"), ADAMW)
-    stepped(world, 0)
-    (rank,) = world.ranks
-    optimizer_of(rank).add_param_group({"params": [nn.Parameter(torch.ones(3))]})
-    with pytest.raises(ModelError, match=r"a parameter of \[3\] of none"):
-        stepped(world, 1)
-    optimizer_of(rank).param_groups.pop()
-    stepped(world, 1)
-
-
-class Counts(Own):
-    """Its rate falls with the steps that it has been asked for."""
-
-    elementwise = True
-
-    def step(self, closure: Any = None) -> Any:
-        for group in self.param_groups:
-            group["lr"] *= 0.5
-        return super().step(closure)
-
-
-def test_an_optimizer_that_changes_its_groups_is_refused() -> None:
-    world = made(schedir.compile(interleaved, Plan(1, 2, 2), states="host"), partial(Counts, lr=1))
-    with pytest.raises(ExecutionError, match="a step of Counts changes 'lr' of a group"):
-        stepped(world, 0)

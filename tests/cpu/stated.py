@@ -1,0 +1,109 @@
+"""Programs with states on the host, and optimizers for them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import schedir
+from schedir import Plan, Program
+from schedir.runtime.boundary import Boundary
+from schedir.runtime.executor import Executor
+from schedir.runtime.inprocess import InProcess
+from schedir.runtime.precision import MainOptimizer, float32_gradients
+from schedir.schedules import (
+    dualpipe,
+    dualpipe_v,
+    interleaved,
+    one_f_one_b,
+)
+from schedir.training import gpt
+from tests.cpu.tiny_stages import BATCH, BOUNDARY, CONTEXT, HIDDEN, batch, gpt_stages
+
+torch.set_num_threads(1)
+
+Make = Callable[[list[nn.Parameter]], Any]
+ADAMW = partial(torch.optim.AdamW, lr=1e-2)
+
+
+def decayed(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
+    """Two groups, of which one has nothing of some stages."""
+    matrices = [p for p in parameters if p.ndim > 1]
+    others = [p for p in parameters if p.ndim < 2]
+    groups: list[dict[str, Any]] = [{"params": matrices}, {"params": others, "lr": 1e-3}]
+    return torch.optim.Adam(groups, lr=1e-2)
+
+
+def main_copies(parameters: list[nn.Parameter]) -> MainOptimizer:
+    return MainOptimizer(parameters, ADAMW)
+
+
+MAKES: dict[str, Make] = {
+    "momentum": partial(torch.optim.SGD, lr=0.1, momentum=0.9),
+    "Adam, groups": decayed,
+    "AdamW": ADAMW,
+    "AdamW, fused": partial(torch.optim.AdamW, lr=1e-2, fused=True),
+    "NAdam": torch.optim.NAdam,
+    "bfloat16": main_copies,
+}
+SHAPES = {
+    "interleaved": (interleaved, Plan(2, 4, 3)),
+    "1F1B": (one_f_one_b, Plan(3, 4)),
+    "in a vee": (dualpipe_v, Plan(2, 4, 2, "vee")),
+    "mirrored": (dualpipe, Plan(2, 4, placement="mirror")),
+}
+
+
+def made(program: Program, make: Make, *, half: bool = False, **how: Any) -> InProcess:
+    stages = gpt_stages(program.plan.stages, bool(program.tied))
+    for stage in stages if half else ():
+        float32_gradients(stage.bfloat16())
+    for stage in stages[: program.frozen]:
+        stage.requires_grad_(False)
+    boundary = Boundary((BATCH, CONTEXT, HIDDEN), torch.bfloat16) if half else BOUNDARY
+    if program.clip:
+        how.setdefault("max_norm", 0.5)
+    return InProcess(program, stages, loss=gpt.loss, boundary=boundary, optimizer=make, **how)
+
+
+def stepped(world: InProcess, *at: int) -> list[Tensor]:
+    """Losses of some steps, in an order that a seed picks."""
+    found = []
+    for k in at:
+        x, y, scale = batch(world.program.plan.microbatches, k)
+        found.append(world.step(x, y, scale, seed=k))
+    return found
+
+
+def left(world: InProcess) -> list[Tensor]:
+    """Each rank's parameters, with what its optimizer keeps of each, and the loss scale."""
+    found: list[Any] = []
+    for rank in world.ranks:
+        optimizer: Any = rank.state.optimizer
+        inner = getattr(optimizer, "inner", optimizer)
+        for group in inner.param_groups:
+            for p in group["params"]:
+                found += [p, *inner.state[p].values()]
+        found += [p for stage in rank.stages.values() for p in stage.module.parameters()]
+        found += [] if rank.state.loss_scale is None else [rank.state.loss_scale.value]
+    return [t.detach().clone() for t in found if isinstance(t, Tensor)]
+
+
+def equal(one: list[Tensor], other: list[Tensor]) -> bool:
+    return len(one) == len(other) > 0 and all(map(torch.equal, one, other))
+
+
+def both(schedule: Any, plan: Plan, **how: Any) -> tuple[Program, Program]:
+    device, host = (
+        schedir.compile(schedule, plan, model="edge", states=states, **how)
+        for states in ("device", "host")
+    )
+    return device, host
+
+
+def optimizer_of(rank: Executor) -> Any:
+    return rank.state.optimizer

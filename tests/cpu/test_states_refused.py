@@ -1,0 +1,136 @@
+"""States on the host: what is refused, and what changes between steps."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import schedir
+from schedir import Plan
+from schedir.errors import ExecutionError, ModelError
+from schedir.schedules import (
+    gpipe,
+    interleaved,
+    one_f_one_b,
+)
+from tests.cpu.stated import (
+    ADAMW,
+    both,
+    equal,
+    left,
+    made,
+    optimizer_of,
+    stepped,
+)
+
+torch.set_num_threads(1)
+
+torch.set_num_threads(1)
+
+
+# ---------------------------------------------------------------- what is refused
+
+
+class Own(torch.optim.SGD):
+    """Nobody knows what it does."""
+
+
+@pytest.mark.parametrize(
+    ("make", "says"),
+    [
+        (lambda own: torch.optim.LBFGS(own), "LBFGS steps all parameters as one"),
+        (lambda own: Own(own, lr=0.1), "not known whether Own steps each number by itself"),
+        (None, "this rank has no optimizer"),
+        (lambda own: ADAMW([*own, nn.Parameter(torch.ones(3))]), r"a parameter of \[3\] of none"),
+        (lambda own: hooked(own), "AdamW has hooks on its step"),
+        (lambda own: type("Two", (), {"step": lambda self: None})(), "no torch.optim.Optimizer"),
+    ],
+)
+def test_optimizers_that_cannot_step_by_stage_are_refused(make: Any, says: str) -> None:
+    program = schedir.compile(one_f_one_b, Plan(2, 2), states="host")
+    with pytest.raises(ModelError, match=says):
+        made(program, make)
+
+
+def hooked(own: list[nn.Parameter]) -> torch.optim.Optimizer:
+    optimizer = ADAMW(own)
+    optimizer.register_step_pre_hook(lambda *_: None)
+    return optimizer
+
+
+def test_an_own_optimizer_may_say_what_it_does() -> None:
+    program = schedir.compile(one_f_one_b, Plan(2, 2), states="host")
+    kind = type("Known", (Own,), {"elementwise": True})
+    stepped(made(program, lambda own: kind(own, lr=0.1, momentum=0.9)), 0, 1)
+
+
+def test_a_hook_that_comes_later_is_refused_before_anything_is_stepped() -> None:
+    world = made(schedir.compile(interleaved, Plan(1, 2, 2), states="host"), ADAMW)
+    stepped(world, 0)
+    before = [
+        p.detach().clone() for s in world.ranks[0].stages.values() for p in s.module.parameters()
+    ]
+    world.ranks[0].state.optimizer.register_step_post_hook(lambda *_: None)  # type: ignore[union-attr]
+    with pytest.raises(ExecutionError, match="step_stage"):
+        stepped(world, 1)
+    after = [p for s in world.ranks[0].stages.values() for p in s.module.parameters()]
+    assert equal(before, [p.detach() for p in after])
+    assert not any(t.isnan().any() for t in left(world))
+
+
+def test_programs_of_other_places_are_not_beside_each_other() -> None:
+    device, host = both(one_f_one_b, Plan(2, 2))
+    other = schedir.compile(gpipe, Plan(2, 2), states="host")
+    with pytest.raises(ModelError, match="states is 'host'"):
+        made(device, ADAMW, more=[other])
+    made(host, ADAMW, more=[other])
+
+
+# ---------------------------------------------------------------- what changes between steps
+
+
+def test_groups_that_come_later_are_stepped() -> None:
+    found = []
+    for program in both(interleaved, Plan(1, 4, 3)):
+        world = made(program, lambda own: ADAMW(own[-3:]))
+        stepped(world, 0)
+        (rank,) = world.ranks
+        optimizer = optimizer_of(rank)
+        has = {p for group in optimizer.param_groups for p in group["params"]}
+        every = [p for stage in rank.stages.values() for p in stage.module.parameters()]
+        optimizer.add_param_group({"params": [p for p in every if p not in has], "lr": 0.1})
+        stepped(world, 1, 2)
+        found.append(left(world))
+    assert equal(*found)
+
+
+def test_a_stranger_that_comes_later_is_refused_before_the_step() -> None:
+    world = made(schedir.compile(interleaved, Plan(1, 2, 2), states="host"), ADAMW)
+    stepped(world, 0)
+    (rank,) = world.ranks
+    optimizer_of(rank).add_param_group({"params": [nn.Parameter(torch.ones(3))]})
+    with pytest.raises(ModelError, match=r"a parameter of \[3\] of none"):
+        stepped(world, 1)
+    optimizer_of(rank).param_groups.pop()
+    stepped(world, 1)
+
+
+class Counts(Own):
+    """Its rate falls with the steps that it has been asked for."""
+
+    elementwise = True
+
+    def step(self, closure: Any = None) -> Any:
+        for group in self.param_groups:
+            group["lr"] *= 0.5
+        return super().step(closure)
+
+
+def test_an_optimizer_that_changes_its_groups_is_refused() -> None:
+    world = made(schedir.compile(interleaved, Plan(1, 2, 2), states="host"), partial(Counts, lr=1))
+    with pytest.raises(ExecutionError, match="a step of Counts changes 'lr' of a group"):
+        stepped(world, 0)
