@@ -13,6 +13,7 @@ from collections.abc import Callable
 import schedir
 from schedir import Costs, Plan, Program, Sizes
 from schedir.io import perfetto, torch_csv
+from schedir.ir.ops import OFF_COMPUTE, Token
 from schedir.predict.what_if import advise
 from schedir.schedules import interleaved, one_f_one_b, zb_h1
 
@@ -54,9 +55,12 @@ def everywhere(program: Program, text: str, costs: Costs, folder: str) -> None:
     assert text in schedir.viz.html(run)
     schedir.save_timeline(run, f"{folder}/x.timeline")
     assert schedir.load_timeline(f"{folder}/x.timeline").program == program
-    assert torch_csv.show(program) == torch_csv.show(
-        schedir.compile(plain_of(program), program.plan)
-    )
+    try:
+        plain = schedir.compile(plain_of(program), program.plan)
+        assert torch_csv.show(program) == torch_csv.show(plain)
+    except schedir.errors.UsageError as error:  # torch moves nothing
+        assert "offloads what forwards saved" in str(error)
+        assert program.ops & {*OFF_COMPUTE[Token.SAVED]}
     advise(run, costs)
     assert run.idle is not None and run.critical_path.size
 
