@@ -98,11 +98,10 @@ def equal(one: list[Tensor], other: list[Tensor]) -> bool:
 
 
 def both(schedule: Any, plan: Plan, **how: Any) -> tuple[Program, Program]:
-    device, host = (
-        schedir.compile(schedule, plan, model="edge", states=states, **how)
-        for states in ("device", "host")
-    )
-    return device, host
+    """A program with states on the device, and the same with them on the host."""
+    host = schedir.compile(schedule, plan, model="edge", states="host", **how)
+    how.pop("state_slots", None)
+    return schedir.compile(schedule, plan, model="edge", **how), host
 
 
 def optimizer_of(rank: Executor) -> Any:
