@@ -145,12 +145,10 @@ class Wide(nn.Module):
 
 
 @pytest.mark.parametrize(("more", "spilled"), cases([(0, 0.7), (1, 0.0)], [(0, 0.0), (1, 0.7)]))
-def test_no_more_is_on_the_host_than_has_slots(
-    more: int, spilled: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_no_more_is_on_the_host_than_has_slots(more: int, spilled: float, tmp_path: Path) -> None:
     """However slow the way from there is, and whatever is how large."""
     plan = Plan(1, 6, 3)
-    program = moved(compile(interleaved, plan), 4, spilled=spilled)
+    program = moved(compile(interleaved, plan), 1, spilled=spilled, late=0.0)
     (least,) = on_host(program).peak(groups(Index.of(program))).tolist()
     slots = least + more
     program = check(program.with_slots([Slots.unsaid()._replace(host=slots)]), "edge")
