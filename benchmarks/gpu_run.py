@@ -121,6 +121,8 @@ STEPS: Final = (
          tests("tests/gpu/test_nccl.py", "-k",
                "not graph and not one_f_one_b and not late_gather"), NCCL),
     Step("random", "random numbers", 120, tests("tests/gpu/test_random.py")),
+    Step("offload", "what forwards saved, on the host and its disk", 180,
+         tests("tests/gpu/test_offload.py")),
 )  # fmt: skip
 
 

@@ -15,8 +15,8 @@ from schedir.ir.program import Program
 from schedir.runtime.arena import Arena
 from schedir.runtime.spills import Spills
 
-_DISK = TIERS[2]
-SPILLS = frozenset(r.op for r in ROWS if any(_DISK in (c.before, c.after) for c in r.changes))
+# What goes to a disk by way of the host, or comes back so.
+SPILLS = frozenset(r.op for r in ROWS if any({*c[1:]} == {*TIERS[1:]} for c in r.changes))
 
 
 class Tiers:
