@@ -161,6 +161,7 @@ $ {spilled_command}
 
 What is spilled comes back through the host: `fetch`, then `reload`. The disk has one lane for both ways. A disk is slower than a
 host's memory, so spill the longest lives: the first stages of 1F1B.
+
 ## The optimizer's states
 
 `compile(..., states="host")`, `--states host` or `[memory] states = "host"`: what an optimizer keeps, and the copies of 16-bit

@@ -74,7 +74,7 @@ def offload(program: Program, options: Options) -> Program:
     ...     simulate(compile(schedules.gpipe, Plan(2, 8), costs=costs, **how), costs, sizes=sizes)
     ...     for how in ({}, {"offload": "all"}, {"offload": "fit", "limit": 60, "sizes": sizes})
     ... ]
-    >>> [(run.span, run.peak_memory.max()) for run in runs]
+    >>> [(run.span, float(run.peak_memory.max())) for run in runs]
     [(27.0, 80.0), (27.0, 30.0), (27.0, 60.0)]
     """
     if not program.trains:
