@@ -132,7 +132,7 @@ def _all(rank: int) -> tuple[dict[str, Ran], dict[str, Ran]]:
 
 @pytest.fixture(scope="module")
 def ranks() -> list[tuple[dict[str, Ran], dict[str, Ran]]]:
-    return run(_all, 4)
+    return run(_all, 4, limit=400)
 
 
 @pytest.mark.parametrize("name", CASES)
