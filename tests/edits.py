@@ -134,6 +134,24 @@ def move(own: list[int], k: int, to: int) -> None:
     push(own, to - (to > k), w)
 
 
+def to_another_rank(e: Edit) -> bool | None:
+    """Move the instruction to anywhere on another rank; False where there is none."""
+    if len(e.lists) < 2:
+        return False
+    other = e.rng.choice([own for rank, own in enumerate(e.lists) if rank != e.rank])
+    push(other, e.rng.randint(0, len(other)), pull(e.own, e.at))
+    return None
+
+
+def to_another_place(e: Edit, *ops: Opcode) -> bool | None:
+    """Swap the instruction with another of some kinds on its rank; False where there is none."""
+    others = [k for k in e.here(*ops) if k != e.at]
+    if not others:
+        return False
+    swap(e.own, e.at, e.rng.choice(others))
+    return None
+
+
 def groups(own: list[int]) -> list[range]:
     """The index ranges of groups of two and more."""
     begins = [k for k, w in enumerate(own) if not w & JOINED] + [len(own)]

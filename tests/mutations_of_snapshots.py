@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from schedir.ir.ops import Opcode
 from schedir.ir.program import STAGE
-from tests.edits import MUTATIONS, Edit, at, mb, move, pull, push, stage, word
+from tests.edits import MUTATIONS, Edit, at, mb, move, pull, push, stage, to_another_rank, word
 
 O = Opcode
 _OTHERS = {*MUTATIONS}
@@ -41,11 +41,7 @@ def step_before_a_snapshot(e: Edit) -> bool | None:
 
 @at(O.Snapshot)
 def snapshot_on_another_rank(e: Edit) -> bool | None:
-    if len(e.lists) < 2:
-        return False
-    other = e.rng.choice([own for rank, own in enumerate(e.lists) if rank != e.rank])
-    push(other, e.rng.randint(0, len(other)), pull(e.own, e.at))
-    return None
+    return to_another_rank(e)
 
 
 @at(O.Snapshot)

@@ -9,7 +9,22 @@ from schedir.analysis.slots import KINDS, minimum_slots
 from schedir.ir.ops import Opcode, Token
 from schedir.ir.program import STAGE, Program, Slots
 from schedir.passes.states import states
-from tests.edits import MUTATIONS, Edit, at, mb, move, op, pull, push, stage, swap, whole, with_op
+from tests.edits import (
+    MUTATIONS,
+    Edit,
+    at,
+    mb,
+    move,
+    op,
+    pull,
+    push,
+    stage,
+    swap,
+    to_another_place,
+    to_another_rank,
+    whole,
+    with_op,
+)
 from tests.stepped import NEXT
 
 O = Opcode
@@ -52,11 +67,7 @@ def double_turn_of_state(e: Edit) -> None:
 
 @at(*NEXT)
 def swap_turns_of_states(e: Edit) -> bool | None:
-    others = [k for k in e.here(*NEXT) if k != e.at]
-    if not others:
-        return False
-    swap(e.own, e.at, e.rng.choice(others))
-    return None
+    return to_another_place(e, *NEXT)
 
 
 @at(*NEXT)
@@ -93,11 +104,7 @@ def turn_of_another_update(e: Edit) -> None:
 
 @at(*NEXT)
 def turn_of_state_on_another_rank(e: Edit) -> bool | None:
-    if len(e.lists) < 2:
-        return False
-    other = e.rng.choice([own for rank, own in enumerate(e.lists) if rank != e.rank])
-    push(other, e.rng.randint(0, len(other)), pull(e.own, e.at))
-    return None
+    return to_another_rank(e)
 
 
 @at(*NEXT)

@@ -10,7 +10,22 @@ from schedir.ir.index import Index
 from schedir.ir.ops import Opcode, Token
 from schedir.ir.program import ADDRESS, JOINED, Program, Slots
 from tests.away import MOVED, ROOMS
-from tests.edits import MUTATIONS, Edit, at, bare, move, op, pull, push, stage, swap, whole, with_op
+from tests.edits import (
+    MUTATIONS,
+    Edit,
+    at,
+    bare,
+    move,
+    op,
+    pull,
+    push,
+    stage,
+    swap,
+    to_another_place,
+    to_another_rank,
+    whole,
+    with_op,
+)
 from tests.mutations import B, I
 
 O = Opcode
@@ -83,11 +98,7 @@ def double_move(e: Edit) -> None:
 
 @at(*MOVED)
 def swap_moves(e: Edit) -> bool | None:
-    others = [k for k in e.here(*MOVED) if k != e.at]
-    if not others:
-        return False
-    swap(e.own, e.at, e.rng.choice(others))
-    return None
+    return to_another_place(e, *MOVED)
 
 
 @at(*MOVED)
@@ -130,11 +141,7 @@ def move_of_another_value(e: Edit) -> bool | None:
 
 @at(*MOVED)
 def move_on_another_rank(e: Edit) -> bool | None:
-    if len(e.lists) < 2:
-        return False
-    other = e.rng.choice([own for rank, own in enumerate(e.lists) if rank != e.rank])
-    push(other, e.rng.randint(0, len(other)), pull(e.own, e.at))
-    return None
+    return to_another_rank(e)
 
 
 @at(O.Reload)

@@ -21,14 +21,13 @@ from schedir.ir.program import ADDRESS, OP, Program, Slots, Words
 from schedir.ir.sizes import ample
 from schedir.passes.insert import at_places
 from schedir.passes.record import Options
-from schedir.passes.share_slots import MESSAGE
+from schedir.passes.share_slots import MESSAGE, fewer_in_parts
 from schedir.passes.which import stages_of
 
 Floats = NDArray[np.float64]
 Counts = NDArray[np.int64]
 Positions = NDArray[np.intp]
 _LEADS: Final = 4  # how often what comes back too late is tried earlier
-_PARTS: Final = 16  # how finely ranks are divided to try fewer slots on each part
 
 
 class Trip(NamedTuple):
@@ -240,17 +239,7 @@ class Room(NamedTuple):
             middle = (low + high) // 2
             kept = keeps(np.minimum(least + middle, most))
             low, high = (low, middle) if kept else (middle, high)
-        best = np.minimum(least + high, most)
-        parts = [np.flatnonzero(best > least)]
-        while parts:  # and fewer on some
-            part = parts.pop()
-            fewer = best.copy()
-            fewer[part] = least[part]
-            if not len(part) or keeps(fewer):
-                best = fewer
-            elif len(part) > max(1, len(least) // _PARTS):
-                parts += np.array_split(part, 2)
-        return best
+        return fewer_in_parts(np.minimum(least + high, most), least, keeps)
 
 
 def held_most(program: Program, options: Options, tier: Tier) -> Floats:

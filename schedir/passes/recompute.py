@@ -24,6 +24,7 @@ from schedir.ir.per_stage import look_up
 from schedir.ir.program import ADDRESS, OP, STAGE, Cut, Program, Words, is_op
 from schedir.ir.sizes import Sizes, ample
 from schedir.passes.insert import before
+from schedir.passes.moves import span_of
 from schedir.passes.record import Expected, Options, Pass, Present
 from schedir.passes.which import fits, kind, meant
 
@@ -214,8 +215,7 @@ def _judged(program: Program, options: Options) -> tuple[float, float]:
     assert options.sizes is not None and options.limit is not None
     lowered = options.rest(program)
     most = max(own.bytes.max() for own in held(lowered, options.sizes, late=True))
-    end = walk(Graph.of(lowered, options.model), options.costs).end
-    return max(0.0, most - ample(options.limit)), float(end.max(initial=0.0))
+    return max(0.0, most - ample(options.limit)), span_of(lowered, options)
 
 
 def _spared(

@@ -5,6 +5,7 @@ A pass like others, and the last: it changes no Stream, only `Program.slots`.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, Final
 
@@ -80,12 +81,21 @@ def _enough(
     own = counts(program)[:, : len(SLOTTED)]
     best = next(slots for slots in (needed, calm, own) if keeps(slots))
     best = np.where(_numbers(program) == OWN, best, needed)
-    parts = [np.flatnonzero(best > needed)]
+    return fewer_in_parts(best, needed, keeps)
+
+
+def fewer_in_parts(
+    best: NDArray[np.int64],
+    least: NDArray[np.int64],
+    keeps: Callable[[NDArray[np.int64]], bool],
+) -> NDArray[np.int64]:
+    """Numbers of slots that keep the time, of which as large parts as do so are made the least."""
+    parts = [np.flatnonzero(best > least)]
     smallest = max(1, best.size // _PARTS)
     while parts:
         part = parts.pop()
         fewer = best.copy()
-        fewer.flat[part] = needed.flat[part]
+        fewer.flat[part] = least.flat[part]
         if not len(part) or keeps(fewer):
             best = fewer
         elif len(part) > smallest:

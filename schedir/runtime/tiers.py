@@ -10,13 +10,10 @@ import torch
 from torch import Tensor
 
 from schedir.errors import ModelError
-from schedir.ir.ops import ROWS, TIERS
 from schedir.ir.program import Program
+from schedir.passes.moves import DISK
 from schedir.runtime.arena import Arena
 from schedir.runtime.spills import Spills
-
-# What goes to a disk by way of the host, or comes back so.
-SPILLS = frozenset(r.op for r in ROWS if any({*c[1:]} == {*TIERS[1:]} for c in r.changes))
 
 
 class Tiers:
@@ -37,14 +34,14 @@ class Tiers:
         self.poisons = device.type == "cpu"
         self.host: Arena[Tensor] = Arena(partial(memory_of_host, pinned=device.type == "cuda"))
         self.spills: Spills | None = None
-        spilling = [program for program in programs if not program.ops.isdisjoint(SPILLS)]
+        spilling = [program for program in programs if not program.ops.isdisjoint(DISK)]
         if spilling and folder is None:
             raise ModelError(
                 "it spills to the disk, and no folder is given",
                 program=spilling[0].name,
                 hint="Executor(..., folder='/nvme'), [memory] folder = \"/nvme\"",
             )
-        own = [one.name for one in spilling if SPILLS & {i.op for i in one.streams[rank]}]
+        own = [one.name for one in spilling if any(i.op in DISK for i in one.streams[rank])]
         if own and folder is not None:
             self.spills = Spills(folder, own[0])
 

@@ -9,9 +9,8 @@ import pytest
 
 from schedir.errors import ConfigError
 from schedir.training.config_file import read
-from tests.cpu.training import CONFIG, forked, losses
+from tests.cpu.training import forked, losses, small
 
-SMALL = CONFIG.replace("steps = 6", "steps = 2").replace("tp = 2", "tp = 1")
 MANY = [
     "pipeline.schedule=gpipe", "pipeline.stages_per_rank=1", "pipeline.microbatches=96",
     "model.layers=2", "pipeline.slots=fewest", "output.record=false", "output.memory=true",
@@ -20,11 +19,7 @@ MANY = [
 
 @pytest.fixture
 def config(tmp_path: Path) -> Path:
-    text = tmp_path / "text.txt"
-    text.write_text("to be or not to be " * 200)
-    path = tmp_path / "config.toml"
-    path.write_text(SMALL.format(text=text).replace("layers = 4", "layers = 4\ndropout = 0.1"))
-    return path
+    return small(tmp_path)
 
 
 def test_what_only_offload_makes_fit(tmp_path: Path, config: Path) -> None:

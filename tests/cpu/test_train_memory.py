@@ -10,18 +10,12 @@ from pathlib import Path
 import pytest
 
 from schedir.training.train import run
-from tests.cpu.training import ALONE, CONFIG, ROOT, forked, launched, losses
-
-SMALL = CONFIG.replace("steps = 6", "steps = 2").replace("tp = 2", "tp = 1")
+from tests.cpu.training import ALONE, ROOT, forked, launched, losses, small
 
 
 @pytest.fixture
 def config(tmp_path: Path) -> Path:
-    text = tmp_path / "text.txt"
-    text.write_text("to be or not to be " * 200)
-    path = tmp_path / "config.toml"
-    path.write_text(SMALL.format(text=text).replace("layers = 4", "layers = 4\ndropout = 0.1"))
-    return path
+    return small(tmp_path)
 
 
 def test_as_few_as_fit_with_the_same_losses(tmp_path: Path, config: Path) -> None:

@@ -49,6 +49,15 @@ log_every = 4
 """
 
 
+def small(folder: Path) -> Path:
+    """A configuration of two steps without tensor parallelism, with dropout, and its text."""
+    text, path = folder / "text.txt", folder / "config.toml"
+    text.write_text("to be or not to be " * 200)
+    shorter = CONFIG.replace("steps = 6", "steps = 2").replace("tp = 2", "tp = 1")
+    path.write_text(shorter.format(text=text).replace("layers = 4", "layers = 4\ndropout = 0.1"))
+    return path
+
+
 def arguments(config: str, folder: Path, *sets: str) -> list[str]:
     return ["train", config, *(f"--set={s}" for s in (*sets, f'output.folder="{folder}"'))]
 
