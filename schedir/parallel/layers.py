@@ -16,17 +16,21 @@ from schedir.runtime import split
 class ColumnParallelLinear(nn.Module):
     """Output features shared out: (..., n), the same on all ranks, to (..., k / t).
 
-    Made from the full `weight` (k, n) and `bias` (k,). Raises UsageError if t does not divide k.
+    Made from the full `weight` (k, n) and `bias` (k,), if it has one. Raises UsageError if t does
+    not divide k.
     """
 
-    def __init__(self, weight: Weight, bias: Tensor, group: ProcessGroup | None = None) -> None:
+    def __init__(
+        self, weight: Weight, bias: Tensor | None, group: ProcessGroup | None = None
+    ) -> None:
         super().__init__()
         self.group = group
         self.weight = shard(weight, 0, group)
-        self.bias = shard(bias, 0, group)
+        self.bias = None if bias is None else shard(bias, 0, group)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.product(x) + self.bias
+        y = self.product(x)
+        return y if self.bias is None else y + self.bias
 
     def product(self, x: Tensor) -> Tensor:
         """The output without the bias, for who adds it along with what comes next."""
@@ -36,15 +40,19 @@ class ColumnParallelLinear(nn.Module):
 class RowParallelLinear(nn.Module):
     """Input features shared out: (..., n / t) to (..., k), the same on all ranks.
 
-    Made from the full `weight` (k, n) and `bias` (k,). Raises UsageError if t does not divide n.
+    Made from the full `weight` (k, n) and `bias` (k,), if it has one. Raises UsageError if t does
+    not divide n.
     """
 
-    def __init__(self, weight: Weight, bias: Tensor, group: ProcessGroup | None = None) -> None:
+    def __init__(
+        self, weight: Weight, bias: Tensor | None, group: ProcessGroup | None = None
+    ) -> None:
         super().__init__()
         self.group = group
         self.weight = shard(weight, 1, group)
-        self.bias = nn.Parameter(bias.clone())
+        self.bias = None if bias is None else nn.Parameter(bias.clone())
 
     def forward(self, x: Tensor) -> Tensor:
+        y = g(split.linear(x, self.weight), self.group)
         # The bias after the sum over ranks, or it would be added t times.
-        return g(split.linear(x, self.weight), self.group) + self.bias
+        return y if self.bias is None else y + self.bias

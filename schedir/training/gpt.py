@@ -12,7 +12,6 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from contextlib import nullcontext
-from typing import TypedDict
 
 import torch
 import torch.nn.functional as F
@@ -22,28 +21,16 @@ from torch.distributed import ProcessGroup
 from schedir.errors import UsageError
 from schedir.kernels.gelu import bias_gelu
 from schedir.kernels.layer_norm import add_layer_norm
+from schedir.models.language import IGNORE as IGNORE
+from schedir.models.language import STD, Ends, Where, drawn, tied_copy
+from schedir.models.language import count_tokens as count_tokens
+from schedir.models.language import loss as loss
+from schedir.models.shape import split_heads, split_layers
 from schedir.parallel.drawn import Drawn
 from schedir.parallel.group import shard, tp_rank, tp_size
 from schedir.parallel.layers import ColumnParallelLinear, RowParallelLinear
-from schedir.parallel.vocab import (
-    VocabParallelEmbedding,
-    VocabParallelHead,
-    shard_vocab,
-    vocab_parallel_cross_entropy,
-)
 from schedir.runtime.random import layer
 from schedir.training.gpt_config import GPTConfig as GPTConfig
-from schedir.training.gpt_config import split_heads, split_layers
-
-IGNORE = -1  # a target that counts neither in the loss nor in `count_tokens`
-STD = 0.02
-
-
-class Where(TypedDict):
-    """Where parameters lie, and their type."""
-
-    device: torch.device | str
-    dtype: torch.dtype
 
 
 def build_stage(
@@ -73,19 +60,6 @@ def build_stage(
     return Stage(config, layers, stage == 0, stage == stages - 1, tp, where)
 
 
-def loss(logits: Tensor, targets: Tensor, tp: ProcessGroup | None = None) -> Tensor:
-    """Sum of the cross entropies of the counted tokens, 0-dim float32, the same on all ranks.
-
-    `logits` (b, T, V/t) are this rank's, as the last stage returns them; `targets` int64 (b, T).
-    """
-    return vocab_parallel_cross_entropy(logits, targets, tp, IGNORE)
-
-
-def count_tokens(targets: Tensor) -> int:
-    """How many targets count: divide the summed loss by it for the mean."""
-    return int((targets != IGNORE).sum())
-
-
 class Stage(nn.Module):
     """Consecutive layers of a GPT, with the embedding if first and the head if last.
 
@@ -105,32 +79,21 @@ class Stage(nn.Module):
     ) -> None:
         super().__init__()
         self.config = config
-        self.embedding: VocabParallelEmbedding | None = None
+        self.embedding, head = Ends.of(config, first, last, tp, where)
         self.positions: nn.Parameter | None = None
         self.norm: nn.LayerNorm | None = None
-        self.head: VocabParallelHead | None = None
         if first:
-            weight = shard_vocab(_vocab_weight(config, "embedding.weight", where), tp)
-            self.embedding = VocabParallelEmbedding(weight, tp)
-            positions = _drawn(config, "positions", config.context, config.hidden, where)
+            positions = drawn(config.seed, "positions", config.context, config.hidden, where)
             self.positions = shard(positions, 0, None)
         self.layers = nn.ModuleDict({str(i): Layer(config, i, tp, where) for i in layers})
         if last:
             self.norm = nn.LayerNorm(config.hidden, **where)
-            if not (config.tied and first):
-                name = "embedding.weight" if config.tied else "head.weight"
-                weight = shard_vocab(_vocab_weight(config, name, where), tp)
-            self.head = VocabParallelHead(weight, config.vocab, tp)
+        self.head = head
 
     @property
     def tied_weight(self) -> nn.Parameter | None:
-        """This stage's copy of the embedding, if another stage has one: sum their gradients.
-
-        None where nothing is tied, on the stages between, and where one stage is the model, in
-        which the head shares the embedding's parameter.
-        """
-        ends = [end for end in (self.embedding, self.head) if end is not None]
-        return ends[0].weight if self.config.tied and len(ends) == 1 else None
+        """This stage's copy of the embedding, if another stage has one (`tied_copy`)."""
+        return tied_copy(self.config, self.embedding, self.head)
 
     def forward(self, x: Tensor) -> Tensor:
         if self.embedding is not None and self.positions is not None:
@@ -161,7 +124,7 @@ class Layer(nn.Module):
         residual_std = STD / math.sqrt(2 * config.layers)
 
         def full(name: str, k: int, n: int, dim: int = 0, std: float = STD) -> tuple[Drawn, Tensor]:
-            weight = _drawn(config, f"layers.{index}.{name}.weight", k, n, where, dim, std)
+            weight = drawn(config.seed, f"layers.{index}.{name}.weight", k, n, where, dim, std)
             return weight, torch.zeros(k, **where)
 
         self.attention_norm = nn.LayerNorm(hidden, **where)
@@ -187,20 +150,10 @@ class Layer(nn.Module):
         attended, norm = self.proj(heads.transpose(1, 2).reshape(b, length, -1)), self.mlp_norm
         attended = _dropped(attended, dropout)
         x, normed = add_layer_norm(attended, x, norm.weight, norm.bias, norm.eps)
+        assert self.up.bias is not None
         down = self.down(bias_gelu(self.up.product(normed), self.up.bias))
         return x + _dropped(down, dropout)
 
 
 def _dropped(x: Tensor, share: float) -> Tensor:
     return F.dropout(x, share) if share else x
-
-
-def _drawn(
-    config: GPTConfig, name: str, k: int, n: int, where: Where, dim: int = 0, std: float = STD
-) -> Drawn:
-    """The parameter `name`, normal(0, std), which tensor-parallel ranks share along `dim`."""
-    return Drawn(f"{config.seed} {name}", torch.Size((k, n)), dim, std, **where)
-
-
-def _vocab_weight(config: GPTConfig, name: str, where: Where) -> Drawn:
-    return _drawn(config, name, config.vocab, config.hidden, where)

@@ -32,6 +32,7 @@ FLOORS = (
     {"kernels", "transports"},
     {"runtime"},
     {"parallel", "testing", "foreign", "torch"},
+    {"models"},
     {"checkpoints"},
     {"training"},
     {"commands"},

@@ -1,0 +1,1 @@
+"""Models: stages as functions of a configuration, for pipelines and tensor-parallel ranks."""

@@ -1,0 +1,62 @@
+"""Shape: how stages and tensor-parallel ranks divide a model.  Needs no torch."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from schedir.errors import UsageError
+
+
+def expect_positive(config: object, *names: str) -> None:
+    """Raise UsageError for a field of a configuration that is not 1 or more."""
+    for name in names:
+        if getattr(config, name) < 1:
+            raise UsageError(
+                f"{name} is {getattr(config, name)}; it must be 1 or more", fields=[name]
+            )
+
+
+def split_layers(layers: int, stages: int, given: Sequence[int] | None = None) -> tuple[int, ...]:
+    """Layers per stage: the same for all, or `given`, which may be uneven.
+
+    Only the first and the last stage of several may have no layer: they hold the embedding and
+    the head. Raises UsageError if `given` does not fit, or if there is none and the layers cannot
+    be divided.
+
+    >>> split_layers(8, 4)
+    (2, 2, 2, 2)
+    >>> split_layers(10, 4, given=(2, 4, 4, 0))
+    (2, 4, 4, 0)
+    """
+    cut = ("layers", "ranks", "stages_per_rank", "placement")
+    if stages < 1:
+        raise UsageError(f"{stages} stages; there must be 1 or more", fields=cut)
+    each, over = divmod(layers, stages)
+    if given is None:
+        if not each:
+            raise UsageError(f"{layers} layers do not fill {stages} stages", fields=cut)
+        if over:
+            uneven = [each + (stage < over) for stage in range(stages)]
+            raise UsageError(
+                f"{layers} layers cannot be divided by {stages} stages",
+                hint=f"an uneven division can be given: {uneven}",
+                fields=cut,
+            )
+        return (each,) * stages
+    if len(given) != stages or sum(given) != layers:
+        raise UsageError(
+            f"division {tuple(given)} is not one of {layers} layers on {stages} stages",
+            fields=["division", *cut],
+        )
+    if min(given) < 0 or 0 in given[1:-1]:
+        raise UsageError(
+            f"division {tuple(given)} leaves a stage with nothing to do", fields=["division"]
+        )
+    return tuple(given)
+
+
+def split_heads(heads: int, tp: int) -> int:
+    """Heads per tensor-parallel rank. Raises UsageError if they cannot be shared evenly."""
+    if heads % tp:
+        raise UsageError(f"tp {tp} does not divide {heads} heads", fields=["tp", "heads"])
+    return heads // tp
