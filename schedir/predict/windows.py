@@ -1,0 +1,304 @@
+"""Windows: which tiles of keys each tile of queries visits in windowed attention, and the saving.
+
+The windows are those of Generalized Neighborhood Attention (Hassani et al., arXiv 2504.16922): each
+query sees `window` keys around it, and the window moves every `stride` queries only.  Stride 1 is a
+sliding window, and stride = window is blocked attention.  Attention computes tiles of queries by
+tiles of keys, and what is masked in a tile that is visited is computed for nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from math import prod
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from schedir.errors import UsageError, said
+
+Ints = NDArray[np.int64]
+Each = int | Sequence[int]
+
+
+@dataclass(frozen=True)
+class Axis:
+    """One dimension: which keys of a `length` each query sees.
+
+    The queries of a stride share the window of one of them, their leader.
+
+    - Not causal, the leader is the middle one, or the right one of two in the middle.
+      `window // 2` keys of the window lie before it, and at the ends the window is shifted inwards,
+      so that everybody sees as many.  This is section 3.1 of the paper; what it leaves open, of
+      strides and windows that are even, is as in NATTEN, its implementation.
+    - Causal, the leader is the last query of a stride, and the window ends with it; a query sees of
+      that what is not behind itself: j <= i with j > leader - window.  The paper does not say this;
+      NATTEN does it, but where a last stride is not full.  There it takes the last query for the
+      leader, so what a query sees depends on how many come after it, and here it does not.
+
+    A window longer than `length`, which NATTEN refuses, sees all if not causal; causal it does if
+    it is not shorter than `length` rounded up to strides.
+
+    Raises UsageError for what is no number from 1 on, and a stride longer than the window, which
+    would leave keys that nobody sees.
+
+    >>> Axis(8, window=4, stride=2, causal=True).seen[0].tolist()
+    [0, 0, 0, 0, 2, 2, 4, 4]
+    >>> Axis(8, window=4, stride=2).seen[0].tolist()
+    [0, 0, 1, 1, 3, 3, 4, 4]
+    """
+
+    length: int
+    window: int
+    stride: int = 1
+    causal: bool = False
+
+    def __post_init__(self) -> None:
+        for name in ("length", "window", "stride"):
+            _require_number(name, getattr(self, name))
+        if self.stride > self.window:
+            raise UsageError(
+                f"stride {self.stride} is longer than window {self.window}: keys between two "
+                "windows would be seen by nobody",
+                fields=["stride", "window"],
+            )
+
+    @cached_property
+    def seen(self) -> tuple[Ints, Ints]:
+        """By query, the first key that it sees, and the one behind the last."""
+        query = np.arange(self.length)
+        first = query // self.stride * self.stride
+        if self.causal:
+            return np.maximum(first + self.stride - self.window, 0), query + 1
+        leader = first + self.stride // 2
+        start = np.clip(leader - self.window // 2, 0, max(self.length - self.window, 0))
+        return start, np.minimum(start + self.window, self.length)
+
+    @property
+    def dense(self) -> Axis:
+        """The same with a window over all."""
+        return Axis(self.length, 2 * self.length, 1, self.causal)
+
+
+@dataclass(frozen=True)
+class AxisTiles:
+    """One dimension in tiles, of so many queries and so many keys; the last ones may be cut off."""
+
+    axis: Axis
+    q_tile: int
+    kv_tile: int
+
+    def __post_init__(self) -> None:
+        for name in ("q_tile", "kv_tile"):
+            _require_number(name, getattr(self, name))
+
+    @cached_property
+    def _ends(self) -> tuple[Ints, Ints, Ints, Ints]:
+        """By query tile: the first key and the one behind the last that any of its queries sees,
+        and that all of them do."""
+        (start, end), at = self.axis.seen, np.arange(0, self.axis.length, self.q_tile)
+        least, most = np.minimum.reduceat, np.maximum.reduceat
+        return least(start, at), most(end, at), most(start, at), least(end, at)
+
+    @cached_property
+    def visited(self) -> Ints:
+        """By query tile, the first of the key tiles that it visits and the one behind the last.
+
+        They are neighbours: windows of neighbouring strides touch, as no stride is longer.
+        """
+        first, last, _, _ = self._ends
+        return np.stack([first // self.kv_tile, -(-last // self.kv_tile)], 1)
+
+    @cached_property
+    def full(self) -> Ints:
+        """The same of those in which each query sees each key."""
+        _, _, first, last = self._ends
+        first = -(-first // self.kv_tile)
+        last = np.where(last == self.axis.length, -(-last // self.kv_tile), last // self.kv_tile)
+        return np.stack([first, np.maximum(first, last)], 1)
+
+    @property
+    def aligned(self) -> bool:
+        """Whether windows begin and end between tiles; a causal one ends at the diagonal."""
+        if not self.axis.causal:
+            return bool(np.array_equal(self.visited, self.full))
+        return bool((self._ends[2] <= self.visited[:, 0] * self.kv_tile).all())
+
+    @property
+    def dense(self) -> AxisTiles:
+        """The same tiles with a window over all."""
+        return AxisTiles(self.axis.dense, self.q_tile, self.kv_tile)
+
+
+@dataclass(frozen=True)
+class Tiles:
+    """What windowed attention computes, in tiles of queries by tiles of keys: see `tiles`.
+
+    A query sees what it sees along each dimension, so numbers of tiles are products over these.
+    """
+
+    axes: tuple[AxisTiles, ...]
+
+    @property
+    def visited(self) -> int:
+        """How many are computed."""
+        return prod(int(_sizes(a.visited).sum()) for a in self.axes)
+
+    @property
+    def dense(self) -> int:
+        """How many are with windows over all, causal where these are."""
+        return prod(int(_sizes(a.dense.visited).sum()) for a in self.axes)
+
+    @property
+    def partial(self) -> int:
+        """In how many of those that are computed anything is masked, be it for causality."""
+        return self.visited - prod(int(_sizes(a.full).sum()) for a in self.axes)
+
+    @property
+    def speedup(self) -> float:
+        """Dense over visited: no kernel with such tiles gains more."""
+        return self.dense / self.visited
+
+    @property
+    def speedup_of_worst(self) -> float:
+        """The same of the query tile that visits most: the paper's bound (appendix B.1)."""
+        most = ((_sizes(a.dense.visited).max(), _sizes(a.visited).max()) for a in self.axes)
+        return prod(int(dense) / int(windowed) for dense, windowed in most)
+
+    @property
+    def speedup_of_pairs(self) -> float:
+        """Dense over windowed pairs of a query and a key that it sees: what tiles of one would
+        gain; "FLOP-wise" in the paper."""
+        return prod(_pairs(a.axis.dense) / _pairs(a.axis) for a in self.axes)
+
+    @property
+    def block_sparse(self) -> bool:
+        """Whether nothing is masked in any tile that is computed: "perfectly block-sparse" in the
+        paper (section 3.2), and never causal, but in tiles of one."""
+        return self.partial == 0
+
+    @property
+    def aligned(self) -> bool:
+        """Whether no tile is cut by an end of a window; causal dimensions are masked at the
+        diagonal only.
+
+        It is if, along each dimension, q_tile and kv_tile divide the stride, and kv_tile the
+        window; not causal, kv_tile divides the length and window // 2 - stride // 2, too.  These
+        are our conditions for tiles that lie still; the paper's two, q_tile divides the stride and
+        kv_tile the window, are for key tiles that begin where the window does.
+        """
+        return all(a.aligned for a in self.axes)
+
+    @property
+    def area(self) -> int:
+        """Pairs of a query and a key that are computed, seen or not; tiles that are cut off count
+        whole."""
+        return self.visited * prod(a.q_tile * a.kv_tile for a in self.axes)
+
+    def of(self, *index: int) -> tuple[range, ...]:
+        """The key tiles that a query tile visits, along each dimension."""
+        return tuple(range(*a.visited[i].tolist()) for a, i in zip(self.axes, index, strict=True))
+
+    @property
+    def grid(self) -> NDArray[np.int8]:
+        """Query tiles by key tiles, both in row-major order: 2 is computed and nothing in it is
+        masked, 1 computed and masked in part, 0 not computed.  It is as large as it says."""
+        visited = full = np.ones((1, 1), np.int8)
+        for a in self.axes:
+            tile = np.arange(-(-a.axis.length // a.kv_tile))
+            here, all_of = (
+                ((tile >= ends[:, :1]) & (tile < ends[:, 1:])).astype(np.int8)
+                for ends in (a.visited, a.full)
+            )
+            visited, full = np.kron(visited, here), np.kron(full, all_of)
+        return visited + full
+
+
+def tiles(
+    length: Each,
+    window: Each,
+    stride: Each = 1,
+    *,
+    q_tile: Each,
+    kv_tile: Each,
+    causal: bool | Sequence[bool] = False,
+) -> Tiles:
+    """The tiles that windowed attention visits, along one dimension or several.
+
+    `length` is one number, or one for each dimension; so is all else, where one number is for all.
+    `q_tile` queries and `kv_tile` keys are computed at once; key tiles lie still ("static KV
+    tiling" in the paper), and one of which no query of a tile sees any key is skipped.
+
+    Raises UsageError as `Axis` does, and where numbers of dimensions differ.
+
+    The paper's video model, with a sliding window and with a stride (Figure 3):
+
+    >>> video = {"q_tile": (4, 8, 8), "kv_tile": (2, 8, 8)}
+    >>> sliding = tiles((30, 48, 80), (18, 24, 24), **video)
+    >>> f"{sliding.speedup_of_worst:.1f} of {sliding.speedup_of_pairs:.1f}"
+    '3.3 of 11.1'
+    >>> strided = tiles((30, 48, 80), (18, 24, 24), (16, 8, 8), **video)
+    >>> f"{strided.speedup_of_worst:.1f}", strided.block_sparse
+    ('11.1', True)
+
+    A causal GPT, over one dimension:
+
+    >>> gpt = tiles(4096, 256, 64, q_tile=64, kv_tile=64, causal=True)
+    >>> gpt.visited, gpt.dense, f"{gpt.speedup:.2f}", gpt.aligned
+    (250, 2080, '8.32', True)
+    >>> gpt.of(10)
+    (range(7, 11),)
+    """
+    lengths = _each("length", length, None)
+    n = len(lengths)
+    windows, strides, q_tiles, kv_tiles = (
+        _each(name, value, n)
+        for name, value in (
+            ("window", window), ("stride", stride), ("q_tile", q_tile), ("kv_tile", kv_tile)
+        )
+    )  # fmt: skip
+    flags = _each("causal", causal, n)
+    axes = map(Axis, lengths, windows, strides, map(bool, flags))
+    return Tiles(tuple(map(AxisTiles, axes, q_tiles, kv_tiles)))
+
+
+def layer_flops(found: Tiles, hidden: int, microbatch: int = 1) -> float:
+    """Floating-point operations of a transformer layer's forward with these windows: 24 b s h^2 of
+    its weights, and 4 b h V of its attention, where V is the `area`; with V = s^2 these are those
+    of the appendix of arXiv 2104.04473.  A backward takes twice as many.
+
+    >>> gpt = tiles(4096, 256, 64, q_tile=64, kv_tile=64, causal=True)
+    >>> f"{layer_flops(gpt, 1024) / 1e9:.1f} GFLOP"
+    '107.3 GFLOP'
+    """
+    tokens = prod(a.axis.length for a in found.axes)
+    return 24.0 * microbatch * tokens * hidden**2 + 4.0 * microbatch * hidden * found.area
+
+
+def _sizes(ends: Ints) -> Ints:
+    sizes: Ints = ends[:, 1] - ends[:, 0]
+    return sizes
+
+
+def _pairs(axis: Axis) -> int:
+    start, end = axis.seen
+    return int((end - start).sum())
+
+
+def _each(name: str, value: Any, number: int | None) -> tuple[Any, ...]:
+    """A value for each dimension."""
+    if not isinstance(value, tuple | list):
+        return (value,) * (number or 1)
+    if not value or number not in (None, len(value)):
+        raise UsageError(
+            f"{name} has {len(value)} numbers; there is one for each dimension of length",
+            fields=[name],
+        )
+    return (*value,)
+
+
+def _require_number(name: str, value: object) -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise UsageError(f"{name} is a number from 1 on, not {said(value)}", fields=[name])

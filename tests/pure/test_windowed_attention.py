@@ -1,0 +1,187 @@
+"""Tiles of windowed attention, against single queries and keys, and the paper's own figures."""
+
+from __future__ import annotations
+
+from itertools import product
+from math import prod
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import assume, given
+from hypothesis import strategies as st
+
+from schedir.errors import UsageError
+from schedir.predict.windows import Axis, tiles
+
+
+def sees(query: int, key: int, axis: Axis) -> bool:
+    """Whether a query sees a key, in plain words: of NATTEN where it is not causal, as its
+    fna_cutlass fusion.hpp has it, with the window's left and right side."""
+    window, stride, length = axis.window, axis.stride, axis.length
+    if axis.causal:
+        leader = (query // stride) * stride + stride - 1
+        return key <= query and key > leader - window
+    window = min(window, length)  # NATTEN refuses longer ones
+    left, right = window // 2, window // 2 + window % 2 - 1
+    leader = min((query // stride) * stride + stride // 2, length - 1)
+    start = max(leader - left, 0)
+    if leader + right >= length:
+        start += length - right - leader - 1
+    return start <= key < start + window
+
+
+Case = tuple[Axis, int, int]
+
+
+@st.composite
+def cases(draw: st.DrawFn, most: int, causal: bool | None = None) -> Case:
+    length, window = draw(st.integers(1, most)), draw(st.integers(1, most + 3))
+    stride, flag = draw(st.integers(1, window)), draw(st.booleans())
+    axis = Axis(length, window, stride, flag if causal is None else causal)
+    return axis, draw(st.integers(1, most)), draw(st.integers(1, most))
+
+
+def by_hand(found: list[Case]) -> tuple[np.ndarray[Any, Any], int]:
+    """The grid, and how many pairs are seen, by asking every query about every key."""
+    lengths = [axis.length for axis, _, _ in found]
+    counts = [[-(-axis.length // t) for t in both] for axis, *both in found]
+    shape = tuple(prod(c[k] for c in counts) for k in (0, 1))
+    some, all_of = np.zeros(shape, bool), np.ones(shape, bool)
+    pairs = 0
+    for query in product(*map(range, lengths)):
+        for key in product(*map(range, lengths)):
+            seen = all(sees(i, j, c[0]) for i, j, c in zip(query, key, found, strict=True))
+            row = column = 0
+            for i, j, (_, q, kv), (rows, columns) in zip(query, key, found, counts, strict=True):
+                row, column = row * rows + i // q, column * columns + j // kv
+            some[row, column] |= seen
+            all_of[row, column] &= seen
+            pairs += seen
+    return some.astype(int) + (some & all_of), pairs
+
+
+def of(found: list[Case], **other: Any) -> Any:
+    axes, q_tiles, kv_tiles = zip(*found, strict=True)
+    given: dict[str, Any] = {"q_tile": q_tiles, "kv_tile": kv_tiles}
+    given |= {name: [getattr(a, name) for a in axes] for name in ("length", "window", "stride")}
+    return tiles(causal=[a.causal for a in axes], **(given | other))
+
+
+@given(
+    st.one_of(
+        cases(24).map(lambda one: [one]),
+        st.lists(cases(6), min_size=2, max_size=2),
+        st.lists(cases(3), min_size=3, max_size=3),
+    )
+)
+def test_tiles_are_those_of_single_queries_and_keys(found: list[Case]) -> None:
+    got = of(found)
+    grid, pairs = by_hand(found)
+    assert got.grid.tolist() == grid.tolist()
+    assert got.visited == (grid > 0).sum() and got.partial == (grid == 1).sum()
+    assert got.block_sparse == (1 not in grid)
+    if len(found) == 1:
+        assert [[*got.of(row)[0]] for row in range(len(grid))] == [
+            np.flatnonzero(row).tolist() for row in grid
+        ]
+    dense = [(Axis(axis.length, 99, 1, axis.causal), q, kv) for axis, q, kv in found]
+    dense_grid, dense_pairs = by_hand(dense)
+    assert got.dense == (dense_grid > 0).sum()
+    assert got.speedup == got.dense / got.visited
+    assert got.speedup_of_worst == (dense_grid > 0).sum(1).max() / (grid > 0).sum(1).max()
+    assert got.speedup_of_pairs == pytest.approx(dense_pairs / pairs)
+
+
+@given(cases(30))
+def test_everybody_sees_itself_and_as_many_as_a_window_has(one: Case) -> None:
+    axis, _, _ = one
+    start, end = axis.seen
+    query = np.arange(axis.length)
+    assert ((start <= query) & (query < end)).all()
+    if not axis.causal:  # shifted inwards at the ends, so that everybody sees as many
+        assert set(end - start) == {min(axis.window, axis.length)}
+    else:  # but the first ones, it is the leader who does
+        full = axis.window if axis.length > axis.window else 0
+        leaders = query[(query % axis.stride == axis.stride - 1) & (query >= full - 1)]
+        assert ((end - start)[leaders] == np.minimum(axis.window, leaders + 1)).all()
+
+
+@given(st.integers(1, 4), st.integers(1, 4), st.integers(1, 4), st.integers(1, 4), st.data())
+def test_these_tiles_are_cut_by_no_end_of_a_window(
+    kv: int, strides: int, windows: int, lengths: int, data: st.DataObject
+) -> None:
+    stride, window = kv * strides, kv * windows
+    assume(stride <= window)
+    q = data.draw(st.sampled_from([q for q in range(1, stride + 1) if stride % q == 0]))
+    causal = data.draw(st.booleans())
+    length = kv * lengths * windows + (data.draw(st.integers(0, 9)) if causal else 0)
+    assume(causal or (window // 2 - stride // 2) % kv == 0)
+    found = tiles(length, window, stride, q_tile=q, kv_tile=kv, causal=causal)
+    assert found.aligned
+    assert found.block_sparse or causal
+
+
+@given(cases(16))
+def test_aligned_tiles_are_masked_at_the_diagonal_only(one: Case) -> None:
+    axis, q, kv = one
+    grid, _ = by_hand([one])
+    masked_by_the_window = any(
+        grid[i // q, j // kv] and not sees(i, j, axis) and not (axis.causal and j > i)
+        for i, j in product(range(axis.length), repeat=2)
+    )
+    assert of([one]).aligned == (not masked_by_the_window)
+
+
+# HunyuanVideo in 2504.16922: tokens, window, tiles, and what attention takes of a run (Table 1),
+# and by stride what the end-to-end table says that its simulator gives.
+VIDEO = {"length": (30, 48, 80), "window": (18, 24, 24), "q_tile": (4, 8, 8), "kv_tile": (2, 8, 8)}
+SHARE = 0.607
+END_TO_END = {
+    (1, 1, 1): 1.73,
+    (2, 1, 1): 1.78,
+    (1, 1, 8): 1.99,
+    (2, 1, 8): 2.02,
+    (1, 8, 8): 2.17,
+    (2, 8, 8): 2.20,
+    (16, 8, 8): 2.23,
+    (18, 24, 24): 2.06,
+}
+
+
+@pytest.mark.parametrize(("stride", "published"), END_TO_END.items())
+def test_the_paper_s_video_model(stride: tuple[int, ...], published: float) -> None:
+    found = tiles(stride=stride, **VIDEO)  # type: ignore[arg-type]
+    gained = 1 / (1 - SHARE + SHARE / found.speedup_of_worst)
+    assert gained == pytest.approx(published, abs=0.011)  # two decimals, of a share of three
+    assert found.block_sparse == (stride == (16, 8, 8))
+
+
+def test_a_large_one_takes_no_time_and_little_memory() -> None:
+    found = tiles((128, 128, 32), (40, 40, 8), (8, 8, 4), q_tile=(4, 8, 4), kv_tile=(2, 8, 4))
+    assert found.visited > 0 and found.speedup_of_pairs > found.speedup > 1
+    single = tiles((128, 128, 32), (40, 40, 8), (8, 8, 4), q_tile=1, kv_tile=1)
+    assert single.visited == 128 * 128 * 32 * 40 * 40 * 8
+
+
+@pytest.mark.parametrize(
+    ("given", "fields"),
+    [
+        ({"window": 0}, ["window"]),
+        ({"window": -4}, ["window"]),
+        ({"stride": 0}, ["stride"]),
+        ({"stride": 5}, ["stride", "window"]),
+        ({"length": 0}, ["length"]),
+        ({"length": ()}, ["length"]),
+        ({"length": (8, True)}, ["length"]),
+        ({"length": (8, 8), "window": (4, 4, 4)}, ["window"]),
+        ({"causal": (True, False)}, ["causal"]),
+        ({"q_tile": 0}, ["q_tile"]),
+        ({"kv_tile": 2.5}, ["kv_tile"]),
+    ],
+)
+def test_refused(given: dict[str, Any], fields: list[str]) -> None:
+    usual: dict[str, Any] = {"length": 8, "window": 4, "stride": 2, "q_tile": 2, "kv_tile": 2}
+    with pytest.raises(UsageError) as error:
+        tiles(**usual | given)
+    assert [*error.value.fields] == fields
