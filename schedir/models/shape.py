@@ -55,8 +55,11 @@ def split_layers(layers: int, stages: int, given: Sequence[int] | None = None) -
     return tuple(given)
 
 
-def split_heads(heads: int, tp: int) -> int:
-    """Heads per tensor-parallel rank. Raises UsageError if they cannot be shared evenly."""
+def split_heads(heads: int, tp: int, what: str = "heads", field: str = "heads") -> int:
+    """Heads per tensor-parallel rank, of all kinds or of those that `what` says.
+
+    Raises UsageError if they cannot be shared evenly.
+    """
     if heads % tp:
-        raise UsageError(f"tp {tp} does not divide {heads} heads", fields=["tp", "heads"])
+        raise UsageError(f"tp {tp} does not divide {heads} {what}", fields=["tp", field])
     return heads // tp

@@ -1,0 +1,71 @@
+"""The shape of a Llama-like GPT.  Needs no torch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from schedir.errors import UsageError
+from schedir.models.shape import expect_positive
+
+
+@dataclass(frozen=True)
+class LlamaConfig:
+    """The whole model; raises UsageError if a size is not positive or heads do not fit.
+
+    `context` is the longest sequence, in tokens.  Of `heads` queries as many share a head of keys
+    and values as make `kv_heads` of them, unless told as many as there are heads.  `feed_forward`
+    is the width of the gated layer, unless told 8/3 of `hidden`, rounded up to a multiple of 8.
+    Positions turn by angles of base `theta`; `eps` is that of the norms; `tied` means that the
+    head uses the embedding's weight; `seed` is what parameters are drawn from.
+    """
+
+    vocab: int = 256
+    layers: int = 4
+    hidden: int = 128
+    heads: int = 4
+    kv_heads: int | None = None
+    feed_forward: int | None = None
+    context: int = 128
+    theta: float = 10000.0
+    eps: float = 1e-5
+    tied: bool = False
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        expect_positive(self, "vocab", "layers", "hidden", "heads", "context")
+        for name in ("kv_heads", "feed_forward"):
+            if getattr(self, name) is not None:
+                expect_positive(self, name)
+        if self.hidden % (2 * self.heads):
+            raise UsageError(
+                f"hidden {self.hidden} is no multiple of twice the heads, {2 * self.heads}: "
+                "positions turn pairs of a head's numbers",
+                fields=["hidden", "heads"],
+            )
+        if self.heads % self.groups:
+            raise UsageError(
+                f"{self.heads} heads cannot share {self.groups} heads of keys and values evenly",
+                fields=["heads", "kv_heads"],
+            )
+        for name in ("theta", "eps"):
+            if not 0 < getattr(self, name) < float("inf"):
+                raise UsageError(
+                    f"{name} is {getattr(self, name):g}; it must be above 0", fields=[name]
+                )
+
+    @property
+    def groups(self) -> int:
+        """Heads of keys and values, each with the queries that share it."""
+        return self.heads if self.kv_heads is None else self.kv_heads
+
+    @property
+    def width(self) -> int:
+        """The feed-forward width."""
+        return -(-self.hidden // 3) * 8 if self.feed_forward is None else self.feed_forward
+
+    @property
+    def parameters(self) -> int:
+        """How many numbers the model has; a tied weight counts once."""
+        shared = self.hidden * self.groups // self.heads
+        layer = self.hidden * (2 * self.hidden + 2 * shared + 3 * self.width + 2)
+        return self.layers * layer + self.hidden * (self.vocab * (2 - self.tied) + 1)
