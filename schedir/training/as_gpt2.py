@@ -67,6 +67,8 @@ def as_gpt2(
         raise _no_gpt(manifest, f"{name} is {[*kinds[name]]}, and not {[*expected[name]]}")
     if heads < 1 or hidden % heads:
         raise _no_gpt(manifest, f"{heads} heads do not divide a hidden width of {hidden}")
+    if windows := [one for one in _setting(manifest, "window", _numbers, "0") if 0 < one < context]:
+        raise _no_gpt(manifest, f"GPT-2 has no windows, such as its layers' of {max(windows)}")
     config = {
         "architectures": ["GPT2LMHeadModel"],
         "model_type": "gpt2",
@@ -134,11 +136,18 @@ def _qkv(value: Tensor, heads: int) -> Tensor:
     return parts.reshape(rows, *columns).t()
 
 
-def _setting(manifest: Manifest, name: str, read: Callable[[str], Any]) -> Any:
+def _numbers(said: str) -> list[int]:
+    """One number, or a tuple of them, from the words for it."""
+    return [int(one) for one in said.strip("()").split(",") if one.strip()]
+
+
+def _setting(
+    manifest: Manifest, name: str, read: Callable[[str], Any], unsaid: str | None = None
+) -> Any:
     """A setting of the model, as `schedir train` has said it."""
     extra = manifest.state.get("extra")
     settings = extra.get("settings") if isinstance(extra, Mapping) else None
-    said = settings.get(f"model.{name}") if isinstance(settings, Mapping) else None
+    said = settings.get(f"model.{name}", unsaid) if isinstance(settings, Mapping) else None
     try:
         return read(str(said))
     except ValueError:

@@ -30,6 +30,7 @@ from schedir.parallel.drawn import Drawn
 from schedir.parallel.group import shard, tp_rank, tp_size
 from schedir.parallel.layers import ColumnParallelLinear, RowParallelLinear
 from schedir.runtime.random import layer
+from schedir.training.attention import attention
 from schedir.training.gpt_config import GPTConfig as GPTConfig
 
 
@@ -120,6 +121,7 @@ class Layer(nn.Module):
         super().__init__()
         hidden, self.head_width = config.hidden, config.hidden // config.heads
         self.number, self.dropout, self.slice = 1 + index, config.dropout, tp_rank(tp)
+        self.window = config.windows[index]
         # GPT-2: what adds to the residual stream starts smaller, the more of it there is.
         residual_std = STD / math.sqrt(2 * config.layers)
 
@@ -146,7 +148,7 @@ class Layer(nn.Module):
         qkv = self.qkv(self.attention_norm(x)).view(b, length, -1, 3, self.head_width)
         q, k, v = qkv.permute(3, 0, 2, 1, 4)  # each (b, heads/t, T, width)
         with layer(self.number, self.slice) if dropout else nullcontext():
-            heads = F.scaled_dot_product_attention(q, k, v, dropout_p=dropout, is_causal=True)
+            heads = attention(q, k, v, self.window, dropout)
         attended, norm = self.proj(heads.transpose(1, 2).reshape(b, length, -1)), self.mlp_norm
         attended = _dropped(attended, dropout)
         x, normed = add_layer_norm(attended, x, norm.weight, norm.bias, norm.eps)

@@ -151,6 +151,7 @@ def test_what_cannot_be_is_refused_and_leaves_nothing(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     heads = {"settings": {"model.heads": "3", "model.dropout": "0.0"}}
+    windowed = {"settings": {"model.heads": "2", "model.dropout": "0.0", "model.window": "(0, 2)"}}
     large = {"weights/w": torch.tensor([1.0, 1e6, float("inf")])}
     made("large", 1, large)
     made("unsaid", 1, MODEL)
@@ -158,6 +159,7 @@ def test_what_cannot_be_is_refused_and_leaves_nothing(
     made("wider", 1, MODEL | {"weights/norm.bias": torch.ones(5)}, extra=heads)
     made("more", 1, MODEL | {"buffers/mask": torch.ones(3)}, extra=heads)
     made("other", 1, large, extra=heads)
+    made("windowed", 1, MODEL, extra=windowed)
     made("complex", 1, {"weights/w": torch.ones(3, dtype=torch.complex64)})
     made("nothing", 1, {"optimizer/w/step": torch.ones(())})
     made("two", 1, {"weights/w": torch.ones(3), "buffers/w": torch.ones(3)})
@@ -177,6 +179,7 @@ def test_what_cannot_be_is_refused_and_leaves_nothing(
         "damaged --to a.safetensors", "damaged --to a.safetensors --step 2",
         "complex --to a.safetensors", "nothing --to a.safetensors", "two --to a.safetensors",
         f"unsaid {as_gpt}", f"odd {as_gpt}", f"wider {as_gpt}", f"more {as_gpt}", f"other {as_gpt}",
+        f"windowed {as_gpt}",
     ):  # fmt: skip
         found.append(f"{words}\n{refused(capsys, *EXPORT, *words.split())}")
     golden = Path(__file__).parents[1] / "golden" / "checkpoint_export.txt"

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -51,8 +53,21 @@ def test_heads_are_shared_evenly() -> None:
     [
         {"hidden": 0}, {"heads": 3}, {"vocab": -1}, {"layers": 0},
         {"dropout": 1.0}, {"dropout": -0.1}, {"dropout": float("nan")},
+        {"window": -1}, {"window": 2.5}, {"window": None}, {"window": (4, 0, 0)},
+        {"window": (8, 8, 8, 8, 8)}, {"stride": 0, "window": 8}, {"stride": 9, "window": 8},
+        {"stride": 2}, {"stride": (1, 1, 1, 3), "window": (0, 0, 0, 2)},
+        {"stride": (1, 1), "window": 8}, {"window": True}, {"window": [4] * 4},
     ],
 )  # fmt: skip
-def test_a_wrong_configuration_is_refused(wrong: dict[str, float]) -> None:
+def test_a_wrong_configuration_is_refused(wrong: dict[str, Any]) -> None:
     with pytest.raises(UsageError, match=next(iter(wrong))):
-        GPTConfig(**wrong)  # type: ignore[arg-type]
+        GPTConfig(**wrong)
+
+
+def test_windows_of_layers() -> None:
+    """One number is for all, strides are those of windows, and a window over all is none."""
+    assert GPTConfig().windows == (None,) * 4
+    assert GPTConfig(window=32, stride=8).windows == ((32, 8),) * 4
+    assert GPTConfig(window=128).windows == (None,) * 4
+    found = GPTConfig(window=(32, 0, 64, 200), stride=32).windows
+    assert found == ((32, 32), None, (64, 32), None)

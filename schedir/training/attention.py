@@ -1,0 +1,205 @@
+"""Attention: each token sees those before it, or those of them that are in its window.
+
+A window is one of Generalized Neighborhood Attention (Hassani et al., arXiv 2504.16922), causal and
+of one dimension: query i sees j <= i with j > leader - window, where the leader, i // stride *
+stride + stride - 1, is the last query of the stride that i is in (`schedir.predict.windows` has
+which tiles that visits).  What a token sees does not depend on how many come after it.
+
+Tiles that nobody sees are not computed: on CPUs a tile of queries after the other is, with the keys
+that it visits, by torch's own operation for CPUs, and on GPUs FlexAttention skips them.  Neither
+leaves out weights at random, so with dropout attention is computed whole, and masked.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import lru_cache
+from typing import Any, Final, NamedTuple
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from schedir.predict.windows import Tiles, tiles
+
+# Queries and keys of a tile.  On CPUs: small enough for caches, and to cut little that is not seen;
+# on GPUs FlexAttention's own.
+TILE: Final = {"cpu": 64, "cuda": 128}
+_NARROWEST: Final = 16  # heads that FlexAttention takes on a GPU
+_KEPT: Final = 32  # lengths and windows whose masks are kept
+
+
+def attention(
+    q: Tensor, k: Tensor, v: Tensor, window: tuple[int, int] | None = None, dropout: float = 0.0
+) -> Tensor:
+    """Causal attention of heads, (b, heads, T, width) each and like it.
+
+    `window` is (window, stride); without one each token sees all before it.  `dropout` is the share
+    of the attention's weights that is left out.
+    """
+    if window is None:
+        return F.scaled_dot_product_attention(q, k, v, dropout_p=dropout, is_causal=True)
+    if not dropout and q.device.type == "cpu":
+        tiled: Tensor = _Tiled.apply(  # type: ignore[no-untyped-call]
+            q, k, v, _cuts(q.shape[2], *window, q.dtype)
+        )
+        return tiled
+    if not dropout and q.shape[3] >= _NARROWEST:
+        skipping: Tensor = _flex()(q, k, v, block_mask=block_mask(q.shape[2], *window, q.device))
+        return skipping
+    mask = mask_of(q.shape[2], *window, q.device)
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, dropout_p=dropout)
+
+
+def mask_of(length: int, window: int, stride: int, device: torch.device | str = "cpu") -> Tensor:
+    """Which keys each query sees, bool (T, T).
+
+    >>> mask_of(6, 4, 2).int().tolist()[3:]
+    [[1, 1, 1, 1, 0, 0], [0, 0, 1, 1, 1, 0], [0, 0, 1, 1, 1, 1]]
+    """
+    at = torch.arange(length, device=device)
+    return _sees(window, stride)(0, 0, at[:, None], at)
+
+
+def tiles_of(length: int, window: int, stride: int, device: str = "cpu") -> Tiles:
+    """The tiles that are computed on such a device, without dropout.
+
+    >>> found = tiles_of(1024, 256, 64)
+    >>> found.visited, found.dense
+    (58, 136)
+    """
+    tile = TILE[device]
+    return tiles(length, window, stride, q_tile=tile, kv_tile=tile, causal=True)
+
+
+def _sees(window: int, stride: int) -> Callable[[Any, Any, Tensor, Tensor], Tensor]:
+    """Whether a query sees a key, as FlexAttention asks."""
+
+    def sees(b: Any, head: Any, query: Tensor, key: Tensor) -> Tensor:
+        return (key <= query) & (key >= query // stride * stride + stride - window)
+
+    return sees
+
+
+# ---------------------------------------------------------------- on CPUs
+
+
+class _Cut(NamedTuple):
+    """A tile of queries with the keys that it visits, and what is added to their scores; None where
+    only what is behind a query is masked."""
+
+    queries: slice
+    keys: slice
+    mask: Tensor | None
+
+
+@lru_cache(_KEPT)
+def _cuts(length: int, window: int, stride: int, dtype: torch.dtype) -> tuple[_Cut, ...]:
+    """All tiles of queries.  Those with the same mask share it."""
+    (axis,) = tiles_of(length, window, stride).axes
+    start, end = axis.axis.seen
+    masks: dict[bytes, Tensor] = {}
+    found = []
+    for first, (low, high) in zip(
+        range(0, length, axis.q_tile), axis.visited * axis.kv_tile, strict=True
+    ):
+        queries = slice(first, min(first + axis.q_tile, length))
+        keys = np.arange(low, min(high, length))
+        seen = (keys >= start[queries, None]) & (keys < end[queries, None])
+        mask = None
+        if low < first or not np.array_equal(seen, np.tri(*seen.shape, dtype=bool)):
+            key = np.packbits(seen).tobytes() + repr(seen.shape).encode()
+            if key not in masks:
+                hidden = torch.from_numpy(~seen)
+                masks[key] = torch.zeros(seen.shape, dtype=dtype).masked_fill(hidden, -torch.inf)
+            mask = masks[key]
+        found.append(_Cut(queries, slice(int(low), int(keys[-1]) + 1), mask))
+    return tuple(found)
+
+
+class _Tiled(torch.autograd.Function):
+    """Attention in tiles of queries, by what `scaled_dot_product_attention` runs on a CPU.
+
+    It saves what that does: q, k and v, what comes out, and a number for each query.  Gradients of
+    keys are summed over tiles in float32, or in q's type where that is longer.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, cuts: tuple[_Cut, ...]) -> Tensor:
+        q, k, v = map(_dense_rows, (q, k, v))
+        b, heads, length, width = q.shape
+        out = q.new_empty(b, length, heads, width).transpose(1, 2)  # as that lays it out
+        sums = q.new_empty(b, length, heads, dtype=_longer(q.dtype)).transpose(1, 2)
+        for queries, keys, mask in cuts:
+            out[:, :, queries], sums[:, :, queries] = _FORWARD(
+                q[:, :, queries], k[:, :, keys], v[:, :, keys], 0.0, mask is None, attn_mask=mask
+            )
+        ctx.save_for_backward(q, k, v, out, sums)
+        ctx.cuts = cuts
+        return out
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        q, k, v, out, sums = ctx.saved_tensors
+        grad = _dense_rows(grad)
+        dq, long = torch.empty_like(q), _longer(q.dtype)
+        dk, dv = (torch.zeros_like(x, dtype=long) for x in (k, v))
+        for queries, keys, mask in ctx.cuts:
+            dq[:, :, queries], dk_part, dv_part = _BACKWARD(
+                *(grad[:, :, queries], q[:, :, queries], k[:, :, keys], v[:, :, keys]),
+                *(out[:, :, queries], sums[:, :, queries], 0.0, mask is None),
+                attn_mask=mask,
+            )
+            dk[:, :, keys] += dk_part
+            dv[:, :, keys] += dv_part
+        return dq, dk.to(k.dtype), dv.to(v.dtype), None
+
+
+_FORWARD: Final = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+_BACKWARD: Final = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+
+
+def _dense_rows(x: Tensor) -> Tensor:
+    """What those take: the numbers of a head one behind the other."""
+    return x if x.stride(-1) == 1 else x.contiguous()
+
+
+def _longer(dtype: torch.dtype) -> torch.dtype:
+    return torch.promote_types(dtype, torch.float32)
+
+
+# ---------------------------------------------------------------- on GPUs
+
+
+@lru_cache(_KEPT)
+def block_mask(length: int, window: int, stride: int, device: torch.device) -> Any:
+    """FlexAttention's BlockMask of a window, of the tiles that `tiles_of` tells for a GPU."""
+    from torch.nn.attention.flex_attention import BlockMask
+
+    found = tiles_of(length, window, stride, "cuda")
+    tile, grid = TILE["cuda"], torch.from_numpy(found.grid)
+
+    def listed(kind: int) -> tuple[Tensor, Tensor]:
+        """By query tile, how many key tiles are of a kind, and which, those first."""
+        chosen = grid == kind
+        which = torch.argsort(chosen, dim=1, descending=True, stable=True)
+        number, which = (x.to(device, torch.int32)[None, None] for x in (chosen.sum(1), which))
+        return number, which
+
+    return BlockMask.from_kv_blocks(
+        *listed(1),
+        *listed(2),
+        BLOCK_SIZE=tile,
+        mask_mod=_sees(window, stride),
+        seq_lengths=(length, length),
+    )
+
+
+@lru_cache(1)
+def _flex() -> Any:
+    """FlexAttention, compiled, for it is only then that it skips anything."""
+    from torch.nn.attention.flex_attention import flex_attention
+
+    return torch.compile(flex_attention, dynamic=False)

@@ -1,0 +1,144 @@
+"""Windowed attention, in tiles, against the whole of it with a mask."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+from torch.nn.attention.flex_attention import create_block_mask
+
+from schedir.predict.windows import Axis
+from schedir.training.attention import _sees, attention, block_mask, mask_of, tiles_of
+
+torch.set_num_threads(1)
+CPU = torch.device("cpu")
+
+
+Heads = tuple[Tensor, Tensor, Tensor, Tensor]
+
+
+def heads(length: int, dtype: torch.dtype = torch.float64, seed: int = 0) -> Heads:
+    """q, k and v as the GPT has them, views of one tensor, and a gradient of what comes out."""
+    numbers = torch.Generator().manual_seed(seed)
+    qkv = torch.randn(2, length, 3, 3, 8, generator=numbers, dtype=dtype)
+    grad = torch.randn(2, 3, length, 8, generator=numbers, dtype=dtype)
+    q, k, v = (x.detach().requires_grad_() for x in qkv.permute(3, 0, 2, 1, 4))
+    return q, k, v, grad
+
+
+def run(found: Any, q: Tensor, k: Tensor, v: Tensor, grad: Tensor) -> list[Tensor]:
+    out = found(q, k, v)
+    return [out, *torch.autograd.grad(out, (q, k, v), grad)]
+
+
+def whole(mask: Tensor, dropout: float = 0.0) -> Any:
+    def run(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, dropout_p=dropout)
+
+    return run
+
+
+def windowed(window: int, stride: int, dropout: float = 0.0) -> Any:
+    return lambda q, k, v: attention(q, k, v, (window, stride), dropout)
+
+
+def assert_near(got: list[Tensor], want: list[Tensor], limit: float) -> None:
+    for one, other in zip(got, want, strict=True):
+        assert one.shape == other.shape and one.dtype == other.dtype
+        error = (one.double() - other.double()).norm()
+        assert bool(error <= limit * (1 + other.double().norm())), error
+
+
+windows = st.integers(1, 300).flatmap(lambda w: st.tuples(st.just(w), st.integers(1, w)))
+WINDOWS = [(1, 1), (16, 1), (64, 64), (100, 7), (128, 64), (130, 130), (256, 32), (300, 1)]
+
+
+@given(st.integers(1, 300), windows)
+def test_the_mask_is_what_the_cost_model_says(length: int, window: tuple[int, int]) -> None:
+    start, end = Axis(length, *window, causal=True).seen
+    key = np.arange(length)
+    assert (
+        mask_of(length, *window).numpy() == (key >= start[:, None]) & (key < end[:, None])
+    ).all()
+
+
+@pytest.mark.parametrize("length", [1, 64, 200, 257])
+@pytest.mark.parametrize("window", WINDOWS)
+def test_tiles_are_the_whole_with_a_mask(length: int, window: tuple[int, int]) -> None:
+    got = run(windowed(*window), *heads(length))
+    assert_near(got, run(whole(mask_of(length, *window)), *heads(length)), 1e-12)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_of_other_types(dtype: torch.dtype) -> None:
+    got = run(windowed(100, 7), *heads(200, dtype))
+    assert_near(
+        got, run(whole(mask_of(200, 100, 7)), *heads(200, dtype)), torch.finfo(dtype).eps * 4
+    )
+
+
+@pytest.mark.parametrize("length", [1, 63, 256, 300])
+def test_a_window_over_all_is_causal_attention(length: int) -> None:
+    got = run(windowed(320, 64), *heads(length, torch.float32))
+    assert_near(got, run(lambda *x: attention(*x), *heads(length, torch.float32)), 1e-6)
+
+
+def test_what_comes_before_does_not_change_with_what_comes_after() -> None:
+    q, k, v, _ = heads(300)
+    found = attention(q, k, v, (100, 64))
+    for length in (1, 99, 130, 299):
+        first = (x[:, :, :length] for x in (q, k, v))
+        part = windowed(100, 64)(*first)
+        assert_near([part], [found[:, :, :length]], 1e-12)
+
+
+def test_any_layout_of_memory() -> None:
+    given = heads(200)
+    q, k, v = (
+        x.detach().transpose(2, 3).contiguous().transpose(2, 3).requires_grad_() for x in given[:3]
+    )
+    got = run(windowed(64, 16), q, k, v, given[3].new_ones(()).expand_as(given[3]))
+    assert_near(got, run(windowed(64, 16), *given[:3], torch.ones_like(given[3])), 1e-12)
+
+
+def test_as_much_is_saved_as_without_a_window() -> None:
+    def saved(window: tuple[int, int] | None) -> int:
+        found: dict[int, int] = {}
+
+        def pack(x: Tensor) -> Tensor:
+            storage = x.untyped_storage()
+            found[storage._cdata] = storage.nbytes()
+            return x
+
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
+            out = attention(*heads(512, torch.float32)[:3], window)
+        del out
+        return sum(found.values())
+
+    assert saved((128, 32)) == saved(None) > 0
+
+
+def test_with_dropout_the_whole_is_computed_with_the_same_numbers() -> None:
+    found = []
+    for run_it in (windowed(64, 16, 0.4), whole(mask_of(200, 64, 16), 0.4)):
+        torch.manual_seed(3)
+        found.append(run(run_it, *heads(200)))
+    assert all(torch.equal(one, other) for one, other in zip(*found, strict=True))
+    assert not torch.equal(found[0][0], windowed(64, 16)(*heads(200)[:3]))
+
+
+@pytest.mark.parametrize(("length", "window"), [(1024, (256, 64)), (700, (100, 7)), (90, (64, 1))])
+def test_flex_attention_is_told_the_same_tiles(length: int, window: tuple[int, int]) -> None:
+    got = block_mask(length, *window, CPU)
+    want = create_block_mask(_sees(*window), None, None, length, length, "cpu", BLOCK_SIZE=128)
+    assert torch.equal(got.to_dense(), want.to_dense())
+    grid = torch.from_numpy(tiles_of(length, *window, "cuda").grid)
+    assert torch.equal(got.to_dense()[0, 0] > 0, grid > 0)
+    for name in ("kv_num_blocks", "full_kv_num_blocks", "q_num_blocks", "full_q_num_blocks"):
+        assert torch.equal(getattr(got, name), getattr(want, name)), name
