@@ -10,6 +10,7 @@ and what the step was given.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Sequence
+from itertools import count
 from typing import Any, NamedTuple
 from weakref import ref
 
@@ -53,20 +54,22 @@ class Saved:
         # Detached: what a node saves of its own output would keep the node, for ever.  A Parameter
         # is what it is when it is looked at.
         self.tensor: Tensor | None = tensor if _is_own(tensor) else tensor.detach()
-        self.version, self.stays = _version(tensor), False
+        # Nothing of inference mode is here, which has no version: torch lets nobody save that.
+        self.version, self.stays = tensor._version, False
         self.view: View | None = None
 
     def look(self) -> Tensor:
         """The tensor.  Raises RuntimeError where somebody has written to it: with hooks, torch
         itself does not look."""
-        assert self.tensor is not None, "the checker proves that it is back"
-        if self.version != _version(self.tensor):
+        tensor = self.tensor
+        assert tensor is not None, "the checker proves that it is back"
+        if self.version != tensor._version:
             raise RuntimeError(
                 "one of the variables needed for gradient computation has been modified by an "
-                f"inplace operation: {self.tensor.type()} {[*self.tensor.shape]} of what is "
-                f"offloaded is at version {_version(self.tensor)}, expected {self.version}"
+                f"inplace operation: {tensor.type()} {[*tensor.shape]} of what is "
+                f"offloaded is at version {tensor._version}, expected {self.version}"
             )
-        return self.tensor
+        return tensor
 
 
 class Value:
@@ -75,13 +78,14 @@ class Value:
     def __init__(self, stage: int, device: torch.device) -> None:
         self.stage, self.device = stage, device
         self.saved: list[ref[Saved]] = []
+        self.views: list[View] = []  # in the order in which they are made
         self.kept: list[tuple[Tensor, View]] = []  # tensors themselves that are away
         self.back: list[ref[Tensor]] = []  # and that have come back
         self.sizes: list[int] = []  # of storages, in bytes
-        self.places: list[int] = []  # in a room
+        self.parts: list[int] = []  # of a room, in bytes: of each storage, and behind it to a LINE
         self.room_size = self.nbytes = 0
         self.going: list[Tensor] = []  # the bytes of those on the device that are copied
-        self.storages: list[torch.UntypedStorage] = []  # those that come
+        self.coming_in: list[Tensor] = []  # and of those that come
         self.leaving: Job | None = None
         self.coming: Job | None = None
         self.there: Job | None = None  # what brought it to where it is
@@ -95,7 +99,7 @@ class Value:
         return saved_tensors_hooks(self._pack, Saved.look)
 
     def _pack(self, tensor: Tensor) -> Saved:
-        if tensor.layout is not torch.strided or not _is_plain(tensor):
+        if not _is_plain(tensor) or tensor.layout is not torch.strided:
             kind = type(tensor).__name__ if not _is_plain(tensor) else str(tensor.layout)
             raise ModelError(
                 f"stage {self.stage} saves a {kind} for its backward, and what is no plain memory "
@@ -116,13 +120,10 @@ class Value:
         return (one for each in self.saved if (one := each()) is not None)
 
     def _stays(self, tensor: Tensor | None, always: Collection[int]) -> bool:
-        return (
-            tensor is None
-            or _is_own(tensor)
-            or tensor.device != self.device
-            or not tensor.untyped_storage().nbytes()
-            or _key(tensor) in always
-        )
+        if tensor is None or _is_own(tensor) or tensor.device != self.device:
+            return True
+        storage = tensor.untyped_storage()
+        return not storage.nbytes() or storage._cdata in always
 
     # ------------------------------------------------------------ moving
 
@@ -131,43 +132,49 @@ class Value:
         tensors that are `held` beside it."""
         found: dict[int, int] = {}
         self.going, self.kept, self.back = [], [], []
+        made = count()
 
         def view_of(tensor: Tensor) -> View:
             storage = tensor.untyped_storage()
             number = found.setdefault(storage._cdata, len(found))
             if number == len(self.going):
                 self.going.append(_bytes(storage))
-            return View(
+            view = View(
                 number, tensor.dtype, int(tensor.storage_offset()), tensor.shape, tensor.stride(),
                 tensor.is_conj(), tensor.is_neg(),
             )  # fmt: skip
+            return self._as_before(next(made), view)
 
         for one in self._saved():
-            tensor = one.tensor
-            if tensor is not None and not one.stays and not self._stays(tensor, always):
-                one.view = view_of(tensor)
-                one.version = 0 if one.version == _version(tensor) else -1
+            if not one.stays:
+                assert one.tensor is not None, "it leaves once"
+                one.view = view_of(one.tensor)
+                one.version = 0 if one.version == one.tensor._version else -1
                 one.tensor = None
-            del tensor
         for own in held:
             if not self._stays(own, always):
                 self.kept.append((own, view_of(own)))
                 own.data = _nothing_of(own)
         self.sizes = [one.nbytes for one in self.going]
-        self.places, at = [], 0
-        for size in self.sizes:
-            self.places.append(at)
-            at += -(-size // LINE) * LINE
-        self.room_size, self.nbytes = max(at, LINE), sum(self.sizes)
+        self.parts = [part for size in self.sizes for part in (size, -size % LINE)]
+        self.room_size, self.nbytes = max(sum(self.parts), LINE), sum(self.sizes)
+
+    def _as_before(self, k: int, view: View) -> View:
+        """The k-th view, which is the one of the step before, if it is equal: what steps make anew
+        and keep is work for the garbage collector, which looks at all that a process has."""
+        if k == len(self.views):
+            self.views.append(view)
+        elif self.views[k] != view:
+            self.views[k] = view
+        return self.views[k]
 
     def copy_out(self, memory: Tensor, poison: bool, *, at_once: bool) -> None:
         """Copy what leaves to a room; with `poison` let nothing be left of it, unless somebody else
         has it, too.  Where that is not only issued, but made `at_once`, it is let go."""
-        for one, part in zip(self.going, self._parts(memory), strict=True):
-            part.copy_(one, non_blocking=True)
-        for one in self.going if poison else ():
-            if _is_alone(one):
-                one.fill_(POISON)
+        if self.going:
+            torch._foreach_copy_(self._parts(memory), self.going, non_blocking=True)
+        if poison and (alone := [one for one in self.going if _is_alone(one)]):
+            torch._foreach_clamp_min_(alone, POISON)  # no byte is more
         if at_once:
             self.going = []
 
@@ -183,15 +190,14 @@ class Value:
 
     def make_room(self) -> None:
         """Make memory on the device for what comes back."""
-        self.storages = [
-            torch.empty(size, dtype=torch.uint8, device=self.device).untyped_storage()
-            for size in self.sizes
+        self.coming_in = [
+            torch.empty(size, dtype=torch.uint8, device=self.device) for size in self.sizes
         ]
 
     def copy_back(self, memory: Tensor, poison: bool) -> None:
         """Copy what comes back from its room; with `poison` leave nothing of it there."""
-        for storage, part in zip(self.storages, self._parts(memory), strict=True):
-            _bytes(storage).copy_(part, non_blocking=True)
+        if self.coming_in:
+            torch._foreach_copy_(self.coming_in, self._parts(memory), non_blocking=True)
         if poison:
             memory.fill_(POISON)
 
@@ -201,22 +207,23 @@ class Value:
             return
         coming, self.coming = self.coming, None
         coming.wait()
+        storages = [one.untyped_storage() for one in self.coming_in]
         for one in self._saved():
             if one.view is not None:
-                one.tensor, one.view = one.view.of(self.storages[one.view.storage]), None
-                one.version = _version(one.tensor) if one.version == 0 else -1
+                one.tensor, one.view = one.view.of(storages[one.view.storage]), None
+                one.version = one.tensor._version if one.version == 0 else -1
         for own, view in self.kept:
-            own.data = view.of(self.storages[view.storage])
+            own.data = view.of(storages[view.storage])
         self.back = [ref(own) for own, _ in self.kept]
-        self.storages, self.kept, self.there = [], [], None
+        self.coming_in, self.kept, self.there = [], [], None
 
     def _parts(self, memory: Tensor) -> list[Tensor]:
         """The part of a room that each storage has."""
-        return [memory[at : at + size] for at, size in zip(self.places, self.sizes, strict=True)]
+        return list(memory[: sum(self.parts)].split_with_sizes(self.parts)[::2])
 
     def tensors(self) -> Iterable[Tensor]:
         """What of it has memory on the device, for who counts that."""
-        yield from (*self.going, *map(_bytes, self.storages))
+        yield from (*self.going, *self.coming_in)
         yield from (own for each in self.back if (own := each()) is not None)
         for one in self._saved():
             if one.tensor is not None and not one.stays:
@@ -282,12 +289,7 @@ def _is_plain(tensor: Tensor) -> bool:
 
 
 def _is_own(tensor: Tensor) -> bool:
-    return isinstance(tensor, nn.Parameter)
-
-
-def _version(tensor: Tensor) -> int:
-    """How often it has been written to; nobody writes to those of inference mode."""
-    return 0 if tensor.is_inference() else tensor._version
+    return type(tensor) is not Tensor and isinstance(tensor, nn.Parameter)
 
 
 def _bytes(storage: torch.UntypedStorage) -> Tensor:

@@ -33,12 +33,13 @@ _BRINGS: Final = (Opcode.Offload, Opcode.Fetch)  # to the host
 def offload(state: State, i: Instr) -> Call:
     k, tiers = state.index_of[i], state.held.tiers
     slot, value = state.slot(_SAVED, i.stage, i.mb, k), _value_of(state, i)
-    rooms = _rooms_on_host(state)
+    rooms, has = _rooms_on_host(state), _has_anyway(state, i)
 
     def run() -> None:
         state.away.kept[i[1:]] = kept = slot.look()
         slot.free()
-        value.leave(_held(kept), _always(state, i))
+        held = _held(kept)
+        value.leave(held, has() if held else ())
         room = value.room = tiers.host.take(value.room_size, value.nbytes, rooms)
         memory, at_once = room.place[: value.room_size], not state.held.lanes.on_streams
         copy = partial(value.copy_out, memory, tiers.poisons, at_once=at_once)
@@ -208,12 +209,14 @@ def _computing(handler: Handler, state: State, i: Instr) -> Call:
     if i.op == Opcode.Forward and not state.away.said:
         waits.append(state.away.look)
     if _SAVED in ROWS[i.op].gives and _after(state, k) is Opcode.Offload:
-        run = partial(_noting, state, i, _value_of(state, i), run)
+        run = partial(_noting, state, _value_of(state, i), _has_anyway(state, i), run)
     return Call(in_turn(*waits), run)
 
 
-def _noting(state: State, i: Instr, value: Value, run: Callable[[], None]) -> None:
-    """Run what makes what is moved later."""
+def _noting(
+    state: State, value: Value, has: Callable[[], set[int]], run: Callable[[], None]
+) -> None:
+    """Run what makes what is moved later; `has` says what the rank has anyway."""
     batch = state.batch
     if not isinstance(batch.inputs, Looked):
         state.batch = batch._replace(
@@ -223,7 +226,7 @@ def _noting(state: State, i: Instr, value: Value, run: Callable[[], None]) -> No
         )
     with value.noting():
         run()
-    value.noted(_always(state, i))
+    value.noted(has())
 
 
 def _held(value: object) -> list[Tensor]:
@@ -234,17 +237,22 @@ def _held(value: object) -> list[Tensor]:
     return [x for x in value[0] if 0 not in x.stride()]  # of a copy the leaf has none
 
 
-def _always(state: State, i: Instr) -> set[int]:
-    """What the rank has anyway while it runs a stage."""
-    modules = [state.stages[i.stage].module]
+def _has_anyway(state: State, i: Instr) -> Callable[[], set[int]]:
+    """What tells the storages that the rank has anyway while it runs a stage."""
+    modules = [*state.stages[i.stage].module.modules()]
     if i.stage == state.plan.stages - 1 and isinstance(state.loss, nn.Module):
-        modules.append(state.loss)
-    batch, mb = state.batch, i.mb
-    given = (batch.inputs, batch.targets, batch.keywords)
-    found = [each.found.get(mb) for each in given if isinstance(each, Looked)]
-    for module in modules:
-        found += [*module.parameters(), *module.buffers()]
-    return keys_of(tree_leaves(found))
+        modules += state.loss.modules()
+
+    def has() -> set[int]:
+        batch = state.batch
+        given = (batch.inputs, batch.targets, batch.keywords)
+        found = tree_leaves([each.found.get(i.mb) for each in given if isinstance(each, Looked)])
+        for module in modules:
+            found += module._parameters.values()
+            found += module._buffers.values()
+        return keys_of(found)
+
+    return has
 
 
 HANDLERS: Final = {
